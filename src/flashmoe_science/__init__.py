@@ -1,0 +1,38 @@
+"""Attention and Mixture-of-Experts kernels whose every speed claim ships with its evidence.
+
+Importing this package touches neither Triton nor a GPU driver: the public names load on first use.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0"
+
+_ORIGIN = {
+    "flash_attention": "attention.api",
+    "explain": "attention.api",
+    "FlashmoeError": "errors",
+    "InputError": "errors",
+    "UnsupportedError": "errors",
+    "CompileError": "errors",
+}
+
+__all__ = ["CompileError", "FlashmoeError", "InputError", "UnsupportedError", "__version__", "explain", "flash_attention"]
+
+if TYPE_CHECKING:
+    from .attention.api import explain, flash_attention
+    from .errors import CompileError, FlashmoeError, InputError, UnsupportedError
+
+
+def __getattr__(name: str) -> object:
+    if name not in _ORIGIN:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{_ORIGIN[name]}", __name__), name)
+    globals()[name] = value  # the next access does not come here
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,1 @@
+"""Attention: one operator, one room."""

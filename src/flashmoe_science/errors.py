@@ -1,0 +1,61 @@
+"""Every error that a caller can catch.
+
+::
+
+    FlashmoeError
+    ├── InputError (ValueError)                 an argument breaks the documented contract
+    ├── UnsupportedError (NotImplementedError)  a valid problem that no kernel serves here
+    ├── CompileError (RuntimeError)             a kernel does not compile, or not within the limits of its target
+    └── ProofError                              the harness cannot go on
+        ├── SubjectError (ValueError)           a kernel.toml is wrong: names file, key and what was expected
+        ├── SuiteError (ValueError)             a suite file is wrong, or no suite has this name
+        ├── ClaimError (ValueError)             a claim file is wrong, or names what does not exist
+        ├── EvidenceError (ValueError)          a record cannot be read, or records cannot be pooled
+        └── TooFewRoundsError (ValueError)      so few rounds that no interval exists
+"""
+
+from __future__ import annotations
+
+
+class FlashmoeError(Exception):
+    """Root of all errors raised on purpose by this package. ``hint`` says what to do next, or is empty."""
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        super().__init__(f"{message}\nhint: {hint}" if hint else message)
+        self.hint = hint
+
+
+class InputError(FlashmoeError, ValueError):
+    """A shape, dtype, device or value breaks the documented contract."""
+
+
+class UnsupportedError(FlashmoeError, NotImplementedError):
+    """No kernel serves this valid problem on this device."""
+
+
+class CompileError(FlashmoeError, RuntimeError):
+    """A kernel does not compile for its target, or needs more than the target has."""
+
+
+class ProofError(FlashmoeError):
+    """The harness cannot go on."""
+
+
+class SubjectError(ProofError, ValueError):
+    """A subject's description is wrong."""
+
+
+class SuiteError(ProofError, ValueError):
+    """A suite is wrong or unknown."""
+
+
+class ClaimError(ProofError, ValueError):
+    """A claim is wrong or names something that does not exist."""
+
+
+class EvidenceError(ProofError, ValueError):
+    """A record cannot be read, or records may not be pooled."""
+
+
+class TooFewRoundsError(ProofError, ValueError):
+    """There are too few rounds for an interval at the confidence asked for."""

@@ -1,0 +1,1 @@
+"""Facts about GPUs, and how a kernel is compiled and launched."""

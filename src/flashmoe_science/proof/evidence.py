@@ -1,0 +1,253 @@
+"""Evidence: what one run showed, as one versioned JSON document with its raw samples.
+
+A record is written once and never edited. Times are seconds, sizes bytes. A case whose correctness did not pass has no
+rounds. The document is written atomically, and again after every finished case, so an interrupted run leaves the
+finished cases, marked incomplete, or nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from datetime import datetime
+from enum import Enum
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from ..errors import EvidenceError
+
+SCHEMA_VERSION = 1
+
+GATE_NAMES = ("sources", "build", "import", "launch", "correct", "quick", "bench")
+
+TimeKind = Literal["kernel", "graph", "wall"]
+
+
+class Model(BaseModel):
+    """Base of all records: unknown keys are errors, and a record does not change after it was made."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class GateStatus(str, Enum):
+    """How a gate ended."""
+
+    PASSED = "passed"
+    FAILED = "failed"
+    NOT_POSSIBLE = "not possible here"
+    NOT_REACHED = "not reached"  # an earlier gate failed, or --until stopped before it
+
+
+class Gate(Model):
+    """One stage of the chain."""
+
+    name: Literal["sources", "build", "import", "launch", "correct", "quick", "bench"]
+    status: GateStatus
+    summary: str = ""  # one line: what was shown, or why not
+    hint: str = ""  # what to do about a failure
+    details: list[str] = Field(default_factory=list)  # further lines, one fact each
+    seconds: float = 0.0  # host time that the gate took
+    gpu_seconds: float = 0.0  # time that a GPU was held for it
+
+
+class Launch(Model):
+    """One kernel that really ran in one call, as the profiler saw it."""
+
+    name: str
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    registers: int  # a thread
+    shared_memory_bytes: int  # a block, static and dynamic
+    count: int = 1  # launches of it in one call
+
+
+class SourceFile(Model):
+    """A file whose content decided the result. ``path`` is relative to the subject's folder."""
+
+    path: str
+    sha256: str
+
+
+class Accuracy(Model):
+    """Error of one arm on one case against the exact answer, and what was allowed."""
+
+    max_error: float
+    budget: float
+    low_precision_error: float  # of the framework's own run in the same dtype
+    deterministic: bool | None = None  # same input twice, same bits; None: not tried
+
+
+class Rates(Model):
+    """Medians of one arm's samples of one kind of time, and the rates that follow from the case's work."""
+
+    seconds: float
+    tokens_per_second: float
+    tflops: float
+    tbytes_per_second: float
+
+
+class Arm(Model):
+    """One implementation in one case."""
+
+    name: str  # the subject's name, a baseline's name, or "<baseline>#2" for the control
+    role: Literal["subject", "baseline", "control"]
+    status: Literal["measured", "failed", "unavailable", "not measured"]
+    reason: str = ""  # why it was not measured
+    version: str = ""
+    launches: list[Launch] = Field(default_factory=list)
+    accuracy: Accuracy | None = None
+    peak_bytes: int | None = None  # allocated by one call, beyond its inputs
+    rates: dict[TimeKind, Rates] = Field(default_factory=dict)
+
+
+class Rounds(Model):
+    """The raw samples of one case for one or more kinds of time, as columns: entry ``i`` of each belongs to round ``i``."""
+
+    process: list[int]  # which worker process
+    order: list[list[str]]  # arm names in the order in which they ran
+    sm_clock_mhz: list[int | None]
+    power_w: list[float | None]
+    temperature_c: list[int | None]
+    throttle: list[str | None]  # active throttle reasons, "" for none
+    seconds: dict[TimeKind, dict[str, list[float]]]  # kind -> arm -> seconds of one call
+
+    @model_validator(mode="after")
+    def _columns_are_equally_long(self) -> Rounds:
+        columns = {"order": self.order, "sm_clock_mhz": self.sm_clock_mhz, "power_w": self.power_w}
+        columns |= {"temperature_c": self.temperature_c, "throttle": self.throttle}
+        columns |= {f"seconds.{kind}.{arm}": s for kind, arms in self.seconds.items() for arm, s in arms.items()}
+        for name, column in columns.items():
+            if len(column) != len(self.process):
+                raise ValueError(f"column {name} has {len(column)} entries, expected {len(self.process)}")
+        return self
+
+
+class Work(Model):
+    """What one call has to do at the least."""
+
+    flops: float
+    bytes: float  # every input read once, every output written once
+    tokens: int
+
+
+class CaseRecord(Model):
+    """One case of the suite. ``rounds`` has one entry per measuring mode (kernel time is taken in processes of its own)."""
+
+    name: str
+    problem: dict[str, Any]  # the operator's own description, e.g. batch, heads, seqlen_q, dtype
+    origin: str
+    work: Work
+    correct: bool | None = None  # None: not checked
+    input_sets: int = 1  # sets of inputs that the graph and wall times rotate over
+    input_set_bytes: int = 0
+    arms: list[Arm] = Field(default_factory=list)
+    rounds: list[Rounds] = Field(default_factory=list)
+
+    @model_validator(mode="after")
+    def _no_time_without_correctness(self) -> CaseRecord:
+        if self.rounds and self.correct is not True:
+            raise ValueError(f"case {self.name} has times but its correctness did not pass")
+        return self
+
+
+class Settings(Model):
+    """The measuring protocol of a run."""
+
+    times: list[TimeKind] = Field(default_factory=lambda: ["kernel", "graph", "wall"])
+    processes: int = 3
+    rounds: int = 10  # in each process
+    cache: Literal["cold", "rotating"] = "cold"  # for kernel time; graph and wall always rotate over the input sets
+    graph_seconds: float = 4e-4  # calls are captured until one replay lasts this long ...
+    graph_calls: int = 100  # ... but no more than this
+    graph_replays: int = 5  # a graph sample is the median of this many replays of a fresh capture
+    wall_calls: int = 100
+    seed: int = 0
+
+
+class Gpu(Model):
+    """The card that a run used."""
+
+    name: str  # as the driver names it
+    arch: int  # 90 for sm_90
+    sms: int
+    l2_bytes: int
+    memory_bytes: int
+    uuid_hash: str = ""  # tells two cards apart without naming either
+    max_sm_clock_mhz: int | None = None
+    power_limit_w: float | None = None
+
+
+class Environment(Model):
+    """Where a run took place."""
+
+    gpu: Gpu | None
+    driver: str | None
+    cuda: str | None
+    python: str
+    platform: str  # e.g. Linux-x86_64
+    cpu: str = ""
+    versions: dict[str, str]  # torch, triton, numpy, cudnn, flashmoe-science, ...
+    commit: str | None  # of the tree that ran
+    dirty: bool | None  # uncommitted changes in it
+    settings: dict[str, str] = Field(default_factory=dict)  # environment variables and flags that change results
+
+
+class SubjectInfo(Model):
+    """What was on trial."""
+
+    name: str
+    operator: str
+    entry_point: str
+    sources: list[SourceFile] = Field(default_factory=list)
+    expected_speedup: float | None = None
+
+
+class Record(Model):
+    """One run."""
+
+    schema_version: int = SCHEMA_VERSION
+    id: str  # e.g. 20261120T235959Z-seed-flash_attention-1a2b3c
+    created_at: datetime
+    command: str
+    complete: bool
+    incomplete_reason: str = ""
+    subject: SubjectInfo
+    suite: str
+    baselines: list[str]
+    environment: Environment
+    settings: Settings
+    gates: list[Gate] = Field(default_factory=list)
+    cases: list[CaseRecord] = Field(default_factory=list)
+
+    def gate(self, name: str) -> Gate | None:
+        """Return the gate of this name, if the run reached the point of recording it."""
+        return next((gate for gate in self.gates if gate.name == name), None)
+
+
+def write_record(record: Record, path: Path) -> None:
+    """Write ``record`` to ``path`` so that a reader sees the old file or the new one, never half of one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(record.model_dump_json(indent=1) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def read_record(path: Path) -> Record:
+    """Read one record. Raises ``EvidenceError`` with file, key and what was expected."""
+    try:
+        return Record.model_validate_json(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise EvidenceError(f"{path}: cannot be read: {error}") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"]) or "(document)"
+        raise EvidenceError(f"{path}: key {where}: {first['msg']}") from error

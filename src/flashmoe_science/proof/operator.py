@@ -1,0 +1,141 @@
+"""What the harness needs to know of an operator: protocols only. No operator is named here, and none imports this.
+
+An operator called ``NAME`` lives in ``flashmoe_science.NAME.operator`` and offers one object, ``OPERATOR``.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from ..errors import SubjectError
+
+Inputs = Mapping[str, torch.Tensor]
+
+
+class WorkLike(Protocol):
+    """What one call has to do at the least: see ``evidence.Work``."""
+
+    flops: float
+    bytes: float
+    tokens: int
+
+
+class LaunchPromise(Protocol):
+    """One kernel that a plan promises. ``None``: nothing is promised about this."""
+
+    pattern: str  # fnmatch pattern on the kernel's name
+    grid: tuple[int, int, int] | None
+    block: tuple[int, int, int] | None
+    shared_memory_bytes: int | None
+
+
+class CompileJob(Protocol):
+    """One kernel to compile for one architecture with no GPU present."""
+
+    label: str  # e.g. "forward_triton D=64 fp16 64x64"
+    gpu: str  # e.g. "L4"
+
+    def run(self) -> CompileOutcome:
+        """Compile, and compare with the limits. Raises ``CompileError`` when it does not compile at all."""
+
+
+class CompileOutcome(Protocol):
+    """What compiling showed."""
+
+    registers: int
+    spill_bytes: int
+    shared_memory_bytes: int
+    seconds: float
+    problems: Sequence[str]  # broken promises: spills, too much shared memory, instructions missing; empty is good
+
+
+class Rival(Protocol):
+    """How one baseline is called."""
+
+    name: str
+    kernels: Sequence[str]  # fnmatch patterns; every call must launch at least one match. Empty: nothing is pinned
+
+    def load(self) -> Callable[..., torch.Tensor]:
+        """Return its entry point, with the operator's own calling convention. Raises ``ImportError`` with the reason."""
+
+    def version(self) -> str:
+        """Return its version as text."""
+
+    def refusal(self, problem: Any) -> str | None:
+        """Return why it cannot serve ``problem``, or None."""
+
+    def context(self) -> AbstractContextManager[object]:
+        """Return the context in which all its calls are made, e.g. a pinned backend; entered outside the timing."""
+
+
+@runtime_checkable
+class Operator(Protocol):
+    """One operator, for the harness."""
+
+    name: str
+
+    def parse_case(self, table: Mapping[str, Any]) -> Hashable:
+        """Turn one case of a suite file (without name and origin) into a problem. Raises ``InputError``."""
+
+    def as_table(self, problem: Any) -> dict[str, Any]:
+        """Return the inverse of ``parse_case``: plain JSON values."""
+
+    def describe(self, problem: Any) -> str:
+        """Return a short name, e.g. ``b1_h16_s512_d64_fp16``."""
+
+    def work(self, problem: Any) -> WorkLike:
+        """Return the operations, bytes and tokens of one call."""
+
+    def make_inputs(self, problem: Any, *, seed: int, device: str) -> dict[str, torch.Tensor]:
+        """Return fresh random inputs."""
+
+    def bind(self, entry: Callable[..., torch.Tensor], problem: Any, inputs: Inputs) -> Callable[[], torch.Tensor]:
+        """Return a call with no arguments and as little overhead as Python allows."""
+
+    def exact(self, problem: Any, inputs: Inputs) -> torch.Tensor:
+        """Return the answer in fp64."""
+
+    def low_precision(self, problem: Any, inputs: Inputs) -> torch.Tensor:
+        """Return the framework's own answer in the problem's dtype."""
+
+    def error_budget(self, exact: torch.Tensor, low_precision: torch.Tensor) -> float:
+        """Return the largest absolute error allowed."""
+
+    def peak_tflops_key(self, problem: Any) -> str:
+        """Return which of a GPU's peak rates bounds this problem, e.g. ``fp16``."""
+
+    def entry_points(self) -> Mapping[str, str]:
+        """Return our own implementations: subject name -> ``module:attribute``."""
+
+    def sources(self, subject: str) -> Sequence[str]:
+        """Return the files that decide the result of one of our subjects, relative to the package folder."""
+
+    def promised_launches(self, subject: str, problem: Any) -> Sequence[LaunchPromise]:
+        """Return the launches that one of our subjects promises on the current GPU, in order."""
+
+    def compile_jobs(self, subject: str, problems: Sequence[Any], gpus: Sequence[str]) -> Sequence[CompileJob]:
+        """Return what has to compile for one of our subjects to serve ``problems`` on ``gpus``, without duplicates."""
+
+    def cpu_refusal(self, problem: Any) -> str | None:
+        """Return why correctness of ``problem`` cannot be shown on a CPU in reasonable time, or None."""
+
+    def rivals(self) -> Mapping[str, Rival]:
+        """Return all known baselines by name; the first is the default."""
+
+
+def load_operator(name: str) -> Operator:
+    """Import the operator called ``name``. Raises ``SubjectError``."""
+    module = f"{__package__.rpartition('.')[0]}.{name}.operator"
+    try:
+        operator = importlib.import_module(module).OPERATOR
+    except ModuleNotFoundError as error:
+        if error.name is None or not module.startswith(error.name):
+            raise
+        raise SubjectError(f"there is no operator called {name!r}", hint="try: attention") from error
+    assert isinstance(operator, Operator), f"{module}.OPERATOR does not fit the protocol"
+    return operator
