@@ -1,0 +1,255 @@
+"""Made-up records for tests, drawn from a seeded model of noise. Nothing here was measured.
+
+The log of one time is the sum of the arm's true speed, an offset of its worker process, and noise of its own::
+
+    log seconds[case, arm, round] = log base[case, arm] + process_offset[case, arm, process] + noise[case, arm, round]
+
+Both kinds of noise are given as the spread of one *paired* log-ratio, as PROTOCOL.md gives them: each arm has the spread
+divided by the square root of two.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timedelta, timezone
+
+import numpy as np
+
+from flashmoe_science.proof.evidence import (
+    GATE_NAMES,
+    Accuracy,
+    Arm,
+    CaseRecord,
+    Environment,
+    Gate,
+    GateStatus,
+    Gpu,
+    Launch,
+    Rates,
+    Record,
+    Rounds,
+    Settings,
+    SourceFile,
+    SubjectInfo,
+    TimeKind,
+    Work,
+)
+
+H200 = Gpu(name="NVIDIA H200", arch=90, sms=132, l2_bytes=50 << 20, memory_bytes=141 << 30, max_sm_clock_mhz=1980)
+L4 = Gpu(name="NVIDIA L4", arch=89, sms=58, l2_bytes=48 << 20, memory_bytes=24 << 30, max_sm_clock_mhz=2040)
+
+FIRST_DAY = datetime(2026, 1, 1, tzinfo=timezone.utc)
+
+_PLAIN_KERNEL = Launch(
+    name="made_up_kernel", grid=(16, 1, 1), block=(128, 1, 1), registers=64, shared_memory_bytes=16384
+)
+
+
+def build_gates(failed: str | None = None, *, not_possible: Sequence[str] = ()) -> list[Gate]:
+    """Return the seven gates: all passed, or ``failed`` failed and the later ones not reached."""
+    gates = []
+    status = GateStatus.PASSED
+    for name in GATE_NAMES:
+        if status is GateStatus.FAILED:
+            status = GateStatus.NOT_REACHED
+        if name == failed:
+            status = GateStatus.FAILED
+        this = GateStatus.NOT_POSSIBLE if name in not_possible else status
+        gates.append(Gate(name=name, status=this, summary=f"made up: {this.value}", seconds=1.0))
+    return gates
+
+
+def build_rounds(  # noqa: PLR0913 - one argument for each term of the model
+    true_seconds: Mapping[str, float],
+    times: Sequence[TimeKind],
+    rng: np.random.Generator,
+    *,
+    processes: int,
+    rounds: int,
+    spread: float,
+    process_spread: float,
+) -> Rounds:
+    """Draw ``processes * rounds`` rounds of the arms whose true seconds are given."""
+    arms = list(true_seconds)
+    process = [p for p in range(processes) for _ in range(rounds)]
+    n = len(process)
+    seconds: dict[TimeKind, dict[str, list[float]]] = {}
+    for kind in times:
+        seconds[kind] = {}
+        for arm in arms:
+            offsets = rng.normal(0.0, process_spread / math.sqrt(2), processes)
+            noise = rng.normal(0.0, spread / math.sqrt(2), n)
+            seconds[kind][arm] = (true_seconds[arm] * np.exp(offsets[process] + noise)).tolist()
+    return Rounds(
+        process=process,
+        order=[[arms[i] for i in rng.permutation(len(arms))] for _ in range(n)],
+        sm_clock_mhz=[1980] * n,
+        power_w=[400.0] * n,
+        temperature_c=[50] * n,
+        throttle=[""] * n,
+        seconds=seconds,
+    )
+
+
+def build_case(  # noqa: PLR0913 - one argument for each thing that a test varies
+    name: str,
+    rng: np.random.Generator,
+    *,
+    subject: str = "flash_attention",
+    speedup: float = 2.0,
+    baselines: Mapping[str, float] | None = None,
+    spread: float = 0.01,
+    process_spread: float = 0.0,
+    control_bias: float = 0.0,
+    processes: int = 3,
+    rounds: int = 10,
+    times: Sequence[TimeKind] = ("kernel", "graph", "wall"),
+    baseline_seconds: float = 20e-6,
+    seqlen: int = 512,
+) -> CaseRecord:
+    """Return one case.
+
+    Args:
+        name: Name of the case.
+        rng: Where the noise comes from.
+        subject: Name of the subject.
+        speedup: True time of the first baseline divided by the subject's.
+        baselines: Names, each with its true time as a multiple of ``baseline_seconds``. Default: sdpa, 1.
+        spread: Standard deviation of one paired log-ratio within a process.
+        process_spread: Standard deviation of a process's own offset in a paired log-ratio.
+        control_bias: True log-ratio of the control's time to the first baseline's.
+        processes: Worker processes.
+        rounds: Rounds in each.
+        times: Kinds of time; kernel time gets rounds of its own, as in a real run.
+        baseline_seconds: True time of a baseline whose multiple is 1.
+        seqlen: Positions; with 1 sequence, 16 heads of size 64 in fp16 this gives the work of the case.
+    """
+    baselines = {"sdpa": 1.0} if baselines is None else baselines
+    first = next(iter(baselines))
+    true_seconds = {name_: baseline_seconds * multiple for name_, multiple in baselines.items()}
+    true_seconds[subject] = true_seconds[first] / speedup
+    true_seconds[f"{first}#2"] = true_seconds[first] * math.exp(control_bias)
+
+    modes = [mode for mode in (("kernel",), ("graph", "wall")) if set(mode) & set(times)]
+    drawn = [
+        build_rounds(
+            true_seconds,
+            [kind for kind in mode if kind in times],
+            rng,
+            processes=processes,
+            rounds=rounds,
+            spread=spread,
+            process_spread=process_spread,
+        )
+        for mode in modes
+    ]
+    tensor_bytes = 16 * seqlen * 64 * 2
+    work = Work(flops=4.0 * 16 * seqlen * seqlen * 64, bytes=4.0 * tensor_bytes, tokens=seqlen)
+    return CaseRecord(
+        name=name,
+        problem={"batch": 1, "heads": 16, "seqlen_q": seqlen, "head_dim": 64, "dtype": "fp16", "causal": False},
+        origin="made up",
+        work=work,
+        correct=True,
+        input_sets=64,
+        input_set_bytes=64 * 3 * tensor_bytes,
+        arms=[_arm(arm, subject, first, work, drawn) for arm in true_seconds],
+        rounds=drawn,
+    )
+
+
+def _arm(name: str, subject: str, first_baseline: str, work: Work, drawn: Sequence[Rounds]) -> Arm:
+    """Return one arm with the rates that follow from its samples."""
+    rates = {}
+    for rounds in drawn:
+        for kind, arms in rounds.seconds.items():
+            seconds = float(np.median(arms[name]))
+            rates[kind] = Rates(
+                seconds=seconds,
+                tokens_per_second=work.tokens / seconds,
+                tflops=work.flops / seconds * 1e-12,
+                tbytes_per_second=work.bytes / seconds * 1e-12,
+            )
+    role = {subject: "subject", f"{first_baseline}#2": "control"}.get(name, "baseline")
+    return Arm(
+        name=name,
+        role=role,
+        status="measured" if drawn else "not measured",
+        reason="" if drawn else "no GPU",
+        version="0.0",
+        launches=[_PLAIN_KERNEL],
+        accuracy=Accuracy(max_error=1e-4, budget=1e-3, low_precision_error=5e-4, deterministic=True),
+        peak_bytes=1 << 20,
+        rates=rates,
+    )
+
+
+def build_record(  # noqa: PLR0913 - one argument for each thing that a test varies
+    *,
+    speedups: Sequence[float] = (2.0, 2.5, 3.0),
+    subject: str = "flash_attention",
+    suite: str = "seed",
+    baselines: Mapping[str, float] | None = None,
+    spread: float = 0.01,
+    process_spread: float = 0.0,
+    control_bias: float = 0.0,
+    processes: int = 3,
+    rounds: int = 10,
+    times: Sequence[TimeKind] = ("kernel", "graph", "wall"),
+    baseline_seconds: float = 20e-6,
+    gpu: Gpu | None = H200,
+    gates: Sequence[Gate] | None = None,
+    complete: bool = True,
+    sources: Sequence[SourceFile] = (),
+    day: int = 0,
+    seed: int = 0,
+) -> Record:
+    """Return a valid record with one case for each of ``speedups``; a later ``day`` is a newer record.
+
+    The other arguments are those of ``build_case``. Without a GPU there are no times.
+    """
+    rng = np.random.default_rng(seed)
+    baselines = {"sdpa": 1.0} if baselines is None else baselines
+    cases = [
+        build_case(
+            f"case{number}",
+            rng,
+            subject=subject,
+            speedup=speedup,
+            baselines=baselines,
+            spread=spread,
+            process_spread=process_spread,
+            control_bias=control_bias,
+            processes=processes,
+            rounds=rounds,
+            times=times if gpu else (),
+            baseline_seconds=baseline_seconds,
+        )
+        for number, speedup in enumerate(speedups)
+    ]
+    created = FIRST_DAY + timedelta(days=day)
+    timing_gates = () if gpu else ("launch", "quick", "bench")
+    return Record(
+        id=f"{created:%Y%m%dT%H%M%SZ}-{suite}-{subject}-{seed:06x}",
+        created_at=created,
+        command=f"flashmoe prove {subject} --suite {suite}",
+        complete=complete,
+        incomplete_reason="" if complete else "interrupted",
+        subject=SubjectInfo(name=subject, operator="attention", entry_point="made_up:entry", sources=list(sources)),
+        suite=suite,
+        baselines=list(baselines),
+        environment=Environment(
+            gpu=gpu,
+            driver="580.00" if gpu else None,
+            cuda="13.0" if gpu else None,
+            python="3.12.0",
+            platform="Linux-x86_64",
+            versions={"torch": "2.11.0", "triton": "3.6.0"},
+            commit="0" * 40,
+            dirty=False,
+        ),
+        settings=Settings(times=list(times), processes=processes, rounds=rounds, seed=seed),
+        gates=list(gates) if gates is not None else build_gates(not_possible=timing_gates),
+        cases=cases,
+    )
