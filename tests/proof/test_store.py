@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from pathlib import Path
 
 import pytest
@@ -177,7 +179,7 @@ def test_a_renamed_evidence_file_is_found_by_its_id(store, repository):
 def test_a_broken_evidence_file_is_named_and_hides_no_other(store, repository):
     write_record(build_record(), repository / "evidence" / "good.json")
     (repository / "evidence" / "broken.json").write_text('{"schema_version": 1, "gates"')
-    troubles = []
+    troubles: list[EvidenceError] = []
     runs = Archive(store, repository).runs(on_trouble=troubles.append)
     assert [run.id for run in runs] == [FIRST]
     assert "broken.json" in str(troubles[0])
@@ -202,3 +204,15 @@ def test_a_record_survives_the_round_trip_through_two_stores(tmp_path):
     first.save(build_record())
     second.save(first.load(FIRST))
     assert second.load(FIRST) == build_record()
+
+
+def test_an_error_that_is_no_number_is_kept_as_valid_json(store, tmp_path):
+    record = build_record(gpu=None)
+    accuracy = record.cases[0].arms[0].accuracy.model_copy(update={"max_error": math.inf})
+    arm = record.cases[0].arms[0].model_copy(update={"accuracy": accuracy})
+    record = record.model_copy(update={"cases": [record.cases[0].model_copy(update={"arms": [arm]})]})
+    store.save(record)
+    write_record(record, tmp_path / "record.json")
+    for loaded in (store.load(record.id), store.load(str(tmp_path / "record.json"))):
+        assert loaded.cases[0].arms[0].accuracy.max_error == math.inf
+    json.loads((tmp_path / "record.json").read_text(), parse_constant=pytest.fail)

@@ -28,7 +28,8 @@ TimeKind = Literal["kernel", "graph", "wall"]
 class Model(BaseModel):
     """Base of all records: unknown keys are errors, and a record does not change after it was made."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    # A wrong answer can have an infinite error. JSON has no such number, so it is written as a string and read back.
+    model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="strings")
 
 
 class GateStatus(str, Enum):
