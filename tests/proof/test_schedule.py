@@ -1,0 +1,106 @@
+"""Sizes of samples and orders of arms."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, strategies as st
+
+from flashmoe_science.proof import schedule
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("bytes_per_set", "count"),
+    [(200 * MIB, 1), (120 * MIB, 1), (119 * MIB, 2), (10 * MIB, 12), (1024, 64), (0, 1)],
+)
+def test_input_sets_hold_twice_the_cache_and_are_few(bytes_per_set, count):
+    assert schedule.input_set_count(bytes_per_set, 60 * MIB) == count
+
+
+@given(st.integers(1, 1 << 34), st.integers(1, 1 << 28))
+def test_input_sets_are_the_fewest_that_hold_twice_the_cache(bytes_per_set, l2_bytes):
+    count = schedule.input_set_count(bytes_per_set, l2_bytes)
+    assert 1 <= count <= schedule.MAX_INPUT_SETS
+    assert count * bytes_per_set >= 2 * l2_bytes or count == schedule.MAX_INPUT_SETS
+    assert count == 1 or (count - 1) * bytes_per_set < 2 * l2_bytes
+
+
+@pytest.mark.parametrize(
+    ("seconds", "sets", "calls"),
+    [
+        ([6e-6, 3e-6], 1, 100),  # 134 wanted, 100 allowed
+        ([8e-6, 16e-6], 1, 50),  # the fastest arm decides
+        ([8e-6], 16, 64),  # whole rotations: 50 wanted, 4 x 16
+        ([3e-6], 64, 64),  # a second rotation would pass 100
+        ([100e-6], 12, 12),  # every set is used at least once
+        ([5e-3], 1, 1),
+        ([5e-3], 12, 10),  # 50 ms at the most
+        ([3.0], 4, 1),  # one call may last longer
+        ([10e-6, 2e-3], 4, 25),  # the slowest arm bounds the replay
+    ],
+)
+def test_graph_call_count(seconds, sets, calls):
+    assert schedule.graph_call_count(seconds, sets, graph_seconds=4e-4, graph_calls=100) == calls
+
+
+@given(st.lists(st.floats(1e-7, 1e2), min_size=1, max_size=5), st.integers(1, 64), st.integers(1, 200))
+def test_graph_call_count_stays_within_its_bounds(seconds, sets, graph_calls):
+    calls = schedule.graph_call_count(seconds, sets, graph_seconds=4e-4, graph_calls=graph_calls)
+    assert 1 <= calls <= graph_calls
+    assert calls == 1 or calls * max(seconds) <= schedule.LONGEST_SAMPLE_S * (1 + 1e-9)
+
+
+def test_replays_and_blocks_shrink_when_calls_are_slow():
+    assert schedule.replay_count(4e-4, 5) == 5
+    assert schedule.replay_count(0.1, 5) == 2
+    assert schedule.replay_count(3.0, 5) == 1
+    assert schedule.block_call_count(15e-6, 100, at_least=3) == 100
+    assert schedule.block_call_count(1e-3, 100, at_least=3) == 50
+    assert schedule.block_call_count(1.0, 100, at_least=3) == 3
+    assert schedule.block_call_count(0.0, 100, at_least=3) == 100
+
+
+@pytest.mark.parametrize("arms", range(1, 8))
+def test_every_arm_stands_equally_often_in_every_place(arms):
+    names = [f"arm{i}" for i in range(arms)]
+    orders = schedule.balanced_orders(names, 2 * arms, seed="s")
+    assert all(sorted(order) == names for order in orders)
+    for place in range(arms):
+        assert set(Counter(order[place] for order in orders).values()) == {2}
+
+
+@pytest.mark.parametrize("arms", range(2, 8))
+def test_every_arm_follows_every_other_equally_often(arms):
+    names = [f"arm{i}" for i in range(arms)]
+    orders = schedule.balanced_orders(names, 2 * arms, seed="s")
+    follows = Counter(pair for order in orders for pair in pairwise(order))
+    assert len(follows) == arms * (arms - 1)
+    assert set(follows.values()) == {2}
+
+
+def test_orders_depend_on_the_seed_alone():
+    names = ["ours", "sdpa", "sdpa#2", "flex"]
+    first = schedule.balanced_orders(names, 10, seed="0/1/case")
+    assert first == schedule.balanced_orders(names, 10, seed="0/1/case")
+    assert first != schedule.balanced_orders(names, 10, seed="0/2/case")
+    assert len(first) == 10
+    assert len({order[0] for order in first}) == 4  # no fixed order
+
+
+def test_derived_seeds_differ_and_repeat():
+    seeds = {schedule.derived_seed(0, "case", process, index) for process in range(3) for index in range(64)}
+    assert len(seeds) == 192
+    assert schedule.derived_seed(0, "case", 1) == schedule.derived_seed(0, "case", 1)
+    assert max(seeds) < 2**31
+
+
+def test_clocks_are_settled_when_the_last_readings_agree():
+    assert schedule.clocks_settled([345, 1980, 1980, 1975, 1980])
+    assert not schedule.clocks_settled([1980, 1980, 1980])
+    assert not schedule.clocks_settled([1980, 1980, 1980, 1755])
+    assert not schedule.clocks_settled([None, 1980, 1980, 1980])
+    assert not schedule.clocks_settled([])
