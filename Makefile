@@ -1,0 +1,61 @@
+# `make` lists what there is to do. Every target sets up what it needs; a second run only checks a stamp.
+#
+# ENV=off runs with the Python that PYTHON names and installs nothing: for machines without a package index, where torch and
+# triton are there already.
+
+PYTHON ?= python3
+VENV ?= .venv
+ENV ?= on
+ARGS ?=
+WORKERS ?= auto
+
+ifeq ($(ENV),off)
+RUN := PYTHONPATH=src$(if $(PYTHONPATH),:$(PYTHONPATH)) $(PYTHON)
+else
+RUN := $(VENV)/bin/python
+endif
+TEST := $(RUN) -m pytest
+CPU_TESTS := -m "not gpu" --numprocesses $(WORKERS) --maxprocesses 8 --dist worksteal --timeout 600 --hypothesis-profile ci
+
+.DEFAULT_GOAL := help
+.PHONY: help prove test test-triton test-gpu lint types format format-check docs clean env-proof env-dev env-docs
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | awk -F '\t' '{ printf "make %-13s %s\n", $$1, $$2 }'
+
+prove: env-proof ## run the whole chain of proof on this machine (ARGS="my_kernel.toml --suite seed" for your own)
+	@$(RUN) -m flashmoe_science prove $(ARGS)
+
+test: env-dev ## run every test that needs no GPU (ARGS="tests/proof -k stale" for some)
+	$(TEST) $(CPU_TESTS) $(ARGS)
+
+test-triton: env-dev ## run the tests that compile or interpret kernels, for another Triton set PYTHONPATH
+	$(TEST) $(CPU_TESTS) -m "triton and not gpu" $(ARGS)
+
+test-gpu: env-dev ## run the tests that need a GPU and leave a record in evidence/gpu-tests/
+	$(TEST) -m gpu --gpu-record evidence/gpu-tests $(ARGS)
+
+lint: env-dev ## check the code with ruff
+	$(RUN) -m ruff check .
+
+types: env-dev ## check the types with mypy
+	$(RUN) -m mypy
+
+format: env-dev ## format the code and mend what ruff can mend
+	$(RUN) -m ruff check --fix-only .
+	$(RUN) -m ruff format .
+
+format-check: env-dev
+	$(RUN) -m ruff format --check .
+
+docs: env-docs ## build the documentation into site/
+	$(RUN) -m mkdocs build
+
+clean: ## remove the environment, caches and build output
+	rm -rf $(VENV) .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist site
+	find src tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
+
+env-proof env-dev env-docs: env-%:
+ifneq ($(ENV),off)
+	@$(PYTHON) tools/setup_env.py --folder $(VENV) $*
+endif
