@@ -1,0 +1,344 @@
+"""A fresh process that runs one task. Its crash, hang or kill is a result, not an accident.
+
+The two sides talk over pipes of their own, one JSON document a line. Whatever a subject prints goes elsewhere, so it
+cannot spoil an answer::
+
+    parent -- request pipe --> child    one line {"task", "payload"}; kept open: its end tells that the parent died
+    parent <-- answer pipe --- child    lines {"event": ...}, then one {"result": ...} or {"error": ...}
+    parent <-- output pipe --- child    stdout and stderr: the last part is kept
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import fcntl
+import importlib
+import json
+import os
+import resource
+import selectors
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+OUTPUT_TAIL_BYTES = 16 * 1024
+_ANSWER_LIMIT_BYTES = 256 * 1024 * 1024  # no honest answer comes near this
+_REASON_LIMIT = 2000  # characters
+_POLL_S = 0.25  # how often deadlines and deaths are looked for while no answer comes
+
+# The child takes over the parent's sys.path as it is: "python -m" would put the current folder before it.
+_BOOT = "import sys; sys.path[:] = sys.argv[3:]; from flashmoe_science.proof.worker import main; main(*sys.argv[1:3])"
+
+Emit = Callable[[dict[str, Any]], None]
+
+
+@dataclass(frozen=True)
+class TaskResult:
+    """How a task ended."""
+
+    ok: bool
+    data: dict[str, Any] | None
+    reason: str  # why it is not ok
+    seconds: float
+    output_tail: str  # the end of what the process wrote to stdout and stderr
+
+
+@dataclass(frozen=True)
+class TaskCall:
+    """One task to run in a process of its own."""
+
+    task: str  # module:function, called as function(payload, emit) -> dict
+    payload: dict[str, Any]
+    timeout_s: float  # the longest silence: each event starts it anew
+    env: Mapping[str, str] = field(default_factory=dict)  # added to this process's environment
+
+
+def run_task(
+    task: str,
+    payload: dict[str, Any],
+    *,
+    timeout_s: float,
+    on_event: Callable[[dict[str, Any]], None] | None = None,
+    env: Mapping[str, str] | None = None,
+) -> TaskResult:
+    """Run ``task`` in a fresh process and wait for it.
+
+    Args:
+        task: ``module:function``; called as ``function(payload, emit)``, returns a dict of plain JSON values.
+        payload: plain JSON values.
+        timeout_s: the longest silence allowed; each event starts it anew.
+        on_event: called here with every event that the task emits.
+        env: variables added to this process's environment.
+
+    Returns:
+        The outcome. Nothing that the task does raises here; only ``on_event`` and Ctrl-C do, after the process is gone.
+    """
+    call = TaskCall(task, payload, timeout_s, env or {})
+    handler = None if on_event is None else lambda _, event: on_event(event)
+    return run_tasks([call], on_event=handler)[0]
+
+
+def run_tasks(
+    calls: Sequence[TaskCall], *, on_event: Callable[[int, dict[str, Any]], None] | None = None
+) -> list[TaskResult]:
+    """Run several tasks at the same time, each in a process of its own; ``on_event`` gets the index of the call too."""
+    children: list[_Child] = []
+    results: dict[int, TaskResult] = {}
+    with selectors.DefaultSelector() as selector:
+        try:
+            for index, call in enumerate(calls):
+                children.append(_Child(call))
+                selector.register(children[index].answer, selectors.EVENT_READ, index)
+            while len(results) < len(calls):
+                selector.select(_POLL_S)
+                for key in list(selector.get_map().values()):
+                    child = children[key.data]
+                    died = child.has_died()  # asked before reading: then nothing can come after what is read
+                    for event in child.receive():
+                        if on_event is not None:
+                            on_event(key.data, event)
+                    if child.is_over(died=died):
+                        selector.unregister(key.fileobj)
+                        results[key.data] = child.finish()
+        finally:
+            for child in children:
+                child.kill()
+    return [results[index] for index in range(len(calls))]
+
+
+class ProcessGroup:
+    """A process with all its descendants. Its output is drained, so that it never blocks, and the end of it is kept."""
+
+    def __init__(
+        self, argv: Sequence[str], *, env: Mapping[str, str], cwd: str | None = None, pass_fds: Sequence[int] = ()
+    ) -> None:
+        self._tail = bytearray()
+        self._killed = False
+        self.process = subprocess.Popen(
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **env},
+            cwd=cwd,
+            pass_fds=pass_fds,
+            start_new_session=True,  # a group of its own to kill, and a terminal's Ctrl-C reaches only us
+        )
+        self._reader = threading.Thread(target=self._drain, args=(self.process.stdout,), daemon=True)
+        self._reader.start()
+
+    def _drain(self, stream: IO[bytes]) -> None:
+        with stream:
+            while chunk := os.read(stream.fileno(), 65536):
+                self._tail += chunk
+                del self._tail[:-OUTPUT_TAIL_BYTES]
+
+    def output_tail(self) -> str:
+        """Return the end of the output so far."""
+        return bytes(self._tail).decode("utf-8", errors="replace")
+
+    def kill(self) -> None:
+        """Kill what is left of the group and reap it. Safe to call again."""
+        if self._killed:
+            return
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a driver call may hold it for ever: go on without it
+            self.process.wait(10.0)
+        self._reader.join(timeout=1.0)  # a descendant in a session of its own may hold the pipe for ever
+        self._killed = True
+
+
+def run_command(argv: Sequence[str], *, cwd: str, timeout_s: float, env: Mapping[str, str] | None = None) -> TaskResult:
+    """Run a command to its end; ``data`` is empty. A command that cannot start is a result too."""
+    start = time.monotonic()
+    try:
+        group = ProcessGroup(argv, env=env or {}, cwd=cwd)
+    except OSError as error:
+        return TaskResult(
+            ok=False, data=None, reason=f"cannot start {argv[0]}: {error.strerror}", seconds=0.0, output_tail=""
+        )
+    try:
+        reason = _describe_exit(group.process.wait(timeout_s))
+    except subprocess.TimeoutExpired:
+        reason = f"not finished within {timeout_s:g} s"
+    finally:
+        group.kill()
+    ok = reason == ""
+    return TaskResult(ok, {} if ok else None, reason, time.monotonic() - start, group.output_tail())
+
+
+def _describe_exit(code: int) -> str:
+    """Return how a process ended, or an empty text for status 0."""
+    if code < 0:
+        try:
+            return f"killed by {signal.Signals(-code).name}"
+        except ValueError:
+            return f"killed by signal {-code}"
+    return f"exited with status {code}" if code else ""
+
+
+class _Child:
+    """The parent's side of one worker process."""
+
+    def __init__(self, call: TaskCall) -> None:
+        self._timeout_s = call.timeout_s
+        self._start = time.monotonic()
+        self._deadline = self._start + call.timeout_s
+        self._buffer = bytearray()
+        self._outcome: tuple[bool, dict[str, Any] | None, str] | None = None
+        self._closed = False
+        request_read, self._request = os.pipe()
+        self.answer, answer_write = os.pipe()
+        os.set_blocking(self.answer, False)
+        argv = [sys.executable, "-u", "-c", _BOOT, str(request_read), str(answer_write), *sys.path]
+        try:
+            self._group = ProcessGroup(argv, env=call.env, pass_fds=(request_read, answer_write))
+        finally:
+            os.close(request_read)
+            os.close(answer_write)
+        request = json.dumps({"task": call.task, "payload": call.payload, "parent": os.getpid()})
+        # A thread writes: a payload larger than the pipe must not block us if the child dies while it starts.
+        threading.Thread(target=self._send, args=(request.encode() + b"\n",), daemon=True).start()
+
+    def _send(self, request: bytes) -> None:
+        with contextlib.suppress(OSError):  # the child is gone: finish() says how it ended
+            while request:
+                request = request[os.write(self._request, request) :]
+
+    def receive(self) -> list[dict[str, Any]]:
+        """Read what has come and return the events in it."""
+        with contextlib.suppress(BlockingIOError):
+            while chunk := os.read(self.answer, 1 << 20):
+                self._buffer += chunk
+                if len(self._buffer) > _ANSWER_LIMIT_BYTES:
+                    self._outcome = (False, None, "its answer does not end")
+                    return []
+            self._closed = True
+        events = []
+        while (end := self._buffer.find(b"\n")) >= 0:
+            line = bytes(self._buffer[:end])
+            del self._buffer[: end + 1]
+            if (event := self._read_line(line)) is not None:
+                events.append(event)
+        return events
+
+    def _read_line(self, line: bytes) -> dict[str, Any] | None:
+        self._deadline = time.monotonic() + self._timeout_s
+        try:
+            message = json.loads(line)
+            if "event" in message:
+                return dict(message["event"])
+            if "error" in message:
+                self._outcome = (False, None, str(message["error"]))
+            else:
+                self._outcome = (True, dict(message["result"]), "")
+        except (ValueError, TypeError, KeyError):
+            self._outcome = (False, None, "its answer cannot be read: something else wrote to the answer pipe")
+        return None
+
+    def has_died(self) -> bool:
+        """Return whether the process is gone; what it forked may still hold its answer pipe."""
+        return self._group.process.poll() is not None
+
+    def is_over(self, *, died: bool) -> bool:
+        """Return whether there is nothing left to wait for; past the deadline, settle for that."""
+        self._closed |= died
+        if self._outcome is None and not self._closed and time.monotonic() >= self._deadline:
+            self._dump_stacks()
+            self._outcome = (False, None, f"no answer within {self._timeout_s:g} s")
+        return self._outcome is not None or self._closed
+
+    def _dump_stacks(self) -> None:
+        """Let the process say where it hangs, in its output, before it is killed."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._group.process.pid, signal.SIGUSR1)
+            time.sleep(0.3)
+
+    def finish(self) -> TaskResult:
+        """Return the outcome of a process that is over."""
+        if self._outcome is None:  # it closed the pipe without an answer: it has died, or is about to
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._group.process.wait(5.0)
+            code = self._group.process.poll()
+            reason = "it closed its answer pipe" if code is None else _describe_exit(code) or "exited with status 0"
+            self._outcome = (False, None, reason if code and code < 0 else f"{reason} before it answered")
+        self.kill()
+        ok, data, reason = self._outcome
+        return TaskResult(ok, data, reason[:_REASON_LIMIT], time.monotonic() - self._start, self._group.output_tail())
+
+    def kill(self) -> None:
+        """Kill the process and all that it started, and close our ends."""
+        self._group.kill()
+        for name in ("answer", "_request"):
+            if (handle := getattr(self, name)) >= 0:
+                setattr(self, name, -1)
+                os.close(handle)
+
+
+def main(request_handle: str, answer_handle: str) -> None:
+    """Run one task: the child's side. Never returns."""
+    request_fd, answer_fd = int(request_handle), int(answer_handle)
+    for handle in (request_fd, answer_fd):
+        fcntl.fcntl(handle, fcntl.F_SETFD, fcntl.FD_CLOEXEC)  # what the subject starts must not keep the pipes open
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    requests = os.fdopen(request_fd, "rb")
+    request = json.loads(requests.readline())
+    _die_with_parent(requests, int(request["parent"]))
+
+    def send(message: dict[str, Any]) -> None:
+        # NaN is no JSON: a reader elsewhere would refuse the record that holds it.
+        line = json.dumps(message, allow_nan=False).encode() + b"\n"
+        while line:
+            line = line[os.write(answer_fd, line) :]
+
+    try:
+        module, _, name = request["task"].partition(":")
+        function = getattr(importlib.import_module(module), name)
+        answer = {"result": function(request["payload"], lambda event: send({"event": event}))}
+        json.dumps(answer, allow_nan=False)
+    except BaseException as error:  # noqa: BLE001 - a subject may raise SystemExit, or anything else
+        with contextlib.suppress(Exception):  # a subject may have closed stderr: the answer matters more
+            traceback.print_exc()
+        answer = {"error": describe_error(error)}
+    send(answer)
+    os._exit(0)  # the answer is out: a subject's destructors and threads must not change it
+
+
+def describe_error(error: BaseException) -> str:
+    """Return type, message and place of an error in one line; no path of this machine is in it."""
+    message = str(error).strip().partition("\n")[0]
+    text = f"{type(error).__name__}: {message}" if message else type(error).__name__
+    if type(error).__name__ == "OutOfMemoryError" or "CUDA out of memory" in message:
+        text = f"GPU out of memory: {text}"
+    frames = traceback.extract_tb(error.__traceback__)
+    if frames:
+        last = frames[-1]
+        text += f" ({Path(last.filename).name}:{last.lineno} in {last.name})"
+    return text[:_REASON_LIMIT]
+
+
+def _die_with_parent(requests: IO[bytes], parent: int) -> None:
+    """End this process, and its group, when the parent is gone."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
+        if os.getppid() != parent:  # it died before we asked
+            os._exit(1)
+
+    def watch() -> None:
+        requests.read()  # ends when the parent closes its end, or dies
+        os.killpg(os.getpgid(0), signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()

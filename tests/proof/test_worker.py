@@ -1,0 +1,227 @@
+"""A worker's crash, hang or kill is a result; and nothing that it does spoils or blocks its parent."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from flashmoe_science.proof.worker import TaskCall, run_command, run_task, run_tasks
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(name, payload=None, *, timeout_s=30.0, **kwargs):
+    return run_task(f"tests.proof.worker_tasks:{name}", payload or {}, timeout_s=timeout_s, **kwargs)
+
+
+def is_alive(pid: int) -> bool:
+    """Return whether a process runs; a zombie waiting for its parent does not."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state not in "ZX"
+
+
+def wait_until_dead(pid: int, seconds: float = 5.0) -> bool:
+    end = time.monotonic() + seconds
+    while is_alive(pid) and time.monotonic() < end:
+        time.sleep(0.05)
+    return not is_alive(pid)
+
+
+def test_answer_comes_from_another_process():
+    result = run("answer", {"a": [1, 2]})
+    assert result.ok, result.reason
+    assert result.data["got"] == {"a": [1, 2]}
+    assert result.data["pid"] != os.getpid()
+    assert wait_until_dead(result.data["pid"])
+
+
+def test_payload_larger_than_a_pipe_arrives():
+    text = "x" * 3_000_000
+    assert run("answer", {"text": text}).data["got"]["text"] == text
+
+
+def test_events_arrive_in_order_and_at_once():
+    seen = []
+    result = run("count", {"n": 3, "pause_s": 0.3}, on_event=lambda e: seen.append((e["i"], time.monotonic())))
+    assert result.data == {"n": 3}
+    assert [i for i, _ in seen] == [0, 1, 2]
+    assert seen[2][1] - seen[0][1] > 0.4
+
+
+def test_timeout_is_about_silence():
+    assert run("count", {"n": 8, "pause_s": 0.5}, timeout_s=3.0).ok
+
+
+def test_raise_is_a_result_with_type_message_and_place():
+    result = run("raise_error", {"message": "the tile is too large\nsecond line"})
+    assert not result.ok
+    assert result.data is None
+    assert result.reason.startswith("ValueError: the tile is too large (worker_tasks.py:")
+    assert str(ROOT) not in result.reason
+    assert "second line" in result.output_tail
+
+
+def test_system_exit_is_a_result():
+    assert run("leave").reason.startswith("SystemExit: 3")
+
+
+@pytest.mark.parametrize("status", [0, 7])
+def test_exit_without_answer_is_a_result(status):
+    result = run("leave_at_once", {"status": status})
+    assert not result.ok
+    assert result.reason == f"exited with status {status} before it answered"
+
+
+@pytest.mark.parametrize("name", ["SIGSEGV", "SIGKILL", "SIGTERM", "SIGABRT"])
+def test_signal_is_named(name):
+    result = run("die", {"signal": int(signal.Signals[name])})
+    assert not result.ok
+    assert result.reason == f"killed by {name}"
+    assert "about to die" in result.output_tail
+
+
+def test_real_segmentation_fault_leaves_its_stack_in_the_output():
+    result = run("crash")
+    assert result.reason == "killed by SIGSEGV"
+    assert "worker_tasks.py" in result.output_tail
+
+
+def test_hang_is_ended_and_says_where():
+    start = time.monotonic()
+    result = run("hang", timeout_s=2.0)
+    assert result.reason == "no answer within 2 s"
+    assert time.monotonic() - start < 10
+    assert "about to hang" in result.output_tail
+    assert "in hang" in result.output_tail
+
+
+def test_hang_after_an_event_is_ended_too():
+    seen: list[object] = []
+    assert run("hang_after_event", timeout_s=2.0, on_event=seen.append).reason == "no answer within 2 s"
+    assert seen == [{"event": "step"}]
+
+
+def test_garbage_and_huge_output_do_not_spoil_the_answer():
+    result = run("print_garbage", {"bytes": 20_000_000})
+    assert result.data == {"real": True}
+    assert result.output_tail.endswith("the end\n")
+    assert len(result.output_tail) <= 16 * 1024
+
+
+def test_garbage_on_the_answer_pipe_is_said():
+    assert "something else wrote to the answer pipe" in run("write_to_every_pipe").reason
+
+
+def test_closed_pipes_end_the_wait():
+    result = run("close_everything", timeout_s=60.0)
+    assert result.reason == "it closed its answer pipe before it answered"
+    assert result.seconds < 30
+
+
+def test_nan_in_an_answer_is_refused():
+    assert "not JSON compliant" in run("not_json").reason
+
+
+def test_grandchildren_do_not_block_and_do_not_survive():
+    start = time.monotonic()
+    result = run("leave_children")
+    assert result.ok, result.reason
+    assert time.monotonic() - start < 15
+    os.kill(result.data["stray"], signal.SIGKILL)
+
+
+def test_death_is_seen_though_a_fork_holds_the_pipe():
+    start = time.monotonic()
+    assert run("die_leaving_a_fork", timeout_s=60.0).reason == "killed by SIGKILL"
+    assert time.monotonic() - start < 30
+
+
+def test_crash_after_the_answer_changes_nothing():
+    assert run("crash_after_answer").data == {"done": True}
+
+
+def test_gpu_out_of_memory_is_recognised():
+    assert run("out_of_memory").reason.startswith("GPU out of memory: ")
+
+
+def test_unknown_task_is_a_result():
+    assert "ModuleNotFoundError" in run_task("no_such_module:f", {}, timeout_s=30.0).reason
+
+
+def test_current_folder_shadows_nothing(tmp_path, monkeypatch):
+    (tmp_path / "json.py").write_text("raise SystemExit('the wrong json')")
+    monkeypatch.chdir(tmp_path)
+    result = run("where", env={"A_VARIABLE": "1"})
+    assert result.ok, result.reason
+    assert result.data["variable"] == "1"
+    assert result.data["path"] == sys.path
+    assert not result.data["json"].startswith(str(tmp_path))
+
+
+def test_several_tasks_run_at_the_same_time_and_fail_alone():
+    seen = []
+    calls = [
+        TaskCall("tests.proof.worker_tasks:count", {"n": 2}, 30.0),
+        TaskCall("tests.proof.worker_tasks:die", {"signal": int(signal.SIGSEGV)}, 30.0),
+        TaskCall("tests.proof.worker_tasks:hang", {}, 3.0),
+    ]
+    results = run_tasks(calls, on_event=lambda index, event: seen.append((index, event["i"])))
+    assert [r.reason for r in results] == ["", "killed by SIGSEGV", "no answer within 3 s"]
+    assert seen == [(0, 0), (0, 1)]
+
+
+def test_error_in_on_event_ends_the_worker():
+    def fail(event):
+        raise RuntimeError("stop")
+
+    with pytest.raises(RuntimeError, match="stop"):
+        run("count", {"n": 2, "pause_s": 30}, on_event=fail)
+    children = subprocess.run(["ps", "--ppid", str(os.getpid()), "-o", "args="], capture_output=True, check=True).stdout
+    assert b"worker import main" not in children
+
+
+PARENT = """
+import sys
+sys.path[:0] = {path!r}
+from flashmoe_science.proof.worker import run_task
+try:
+    run_task("tests.proof.worker_tasks:note_pid_and_hang", {{"file": {file!r}}}, timeout_s=600)
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGKILL", "SIGTERM"])
+def test_worker_dies_with_its_parent(tmp_path, name):
+    file = tmp_path / "pid"
+    script = PARENT.format(path=[str(ROOT), str(ROOT / "src")], file=str(file))
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    end = time.monotonic() + 30
+    while not (file.exists() and file.read_text()) and time.monotonic() < end:
+        time.sleep(0.05)
+    pid = int(file.read_text())
+    assert is_alive(pid)
+    parent.send_signal(signal.Signals[name])
+    output, _ = parent.communicate(timeout=20)
+    assert wait_until_dead(pid)
+    assert ("interrupted" in output) == (name == "SIGINT")
+
+
+def test_command_output_status_and_limit(tmp_path):
+    ok = run_command([sys.executable, "-c", "print('built')"], cwd=str(tmp_path), timeout_s=30)
+    assert (ok.ok, ok.reason, ok.output_tail) == (True, "", "built\n")
+    failed = run_command([sys.executable, "-c", "raise SystemExit(2)"], cwd=str(tmp_path), timeout_s=30)
+    assert (failed.ok, failed.reason) == (False, "exited with status 2")
+    slow = run_command(["sleep", "600"], cwd=str(tmp_path), timeout_s=0.5)
+    assert (slow.ok, slow.reason) == (False, "not finished within 0.5 s")
+    absent = run_command(["no-such-compiler"], cwd=str(tmp_path), timeout_s=30)
+    assert absent.reason == "cannot start no-such-compiler: No such file or directory"

@@ -1,0 +1,118 @@
+"""Tasks that behave badly, each in its own way, for test_worker.py."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+
+def answer(payload, emit):
+    return {"got": payload, "pid": os.getpid()}
+
+
+def count(payload, emit):
+    for i in range(payload["n"]):
+        emit({"event": "step", "i": i})
+        time.sleep(payload.get("pause_s", 0))
+    return {"n": payload["n"]}
+
+
+def raise_error(payload, emit):
+    raise ValueError(payload["message"])
+
+
+def leave(payload, emit):
+    sys.exit(3)
+
+
+def leave_at_once(payload, emit):
+    os._exit(payload["status"])
+
+
+def hang(payload, emit):
+    print("about to hang")
+    time.sleep(600)
+
+
+def hang_after_event(payload, emit):
+    emit({"event": "step"})
+    time.sleep(600)
+
+
+def die(payload, emit):
+    print("about to die")
+    os.kill(os.getpid(), payload["signal"])
+    time.sleep(60)
+
+
+def crash(payload, emit):
+    import ctypes
+
+    ctypes.string_at(0)
+
+
+def print_garbage(payload, emit):
+    print('{"result": {"fake": true}}')
+    sys.stdout.buffer.write(b"\xff\xfe\x00\n")
+    print("x" * payload["bytes"])
+    print("the end")
+    return {"real": True}
+
+
+def write_to_every_pipe(payload, emit):
+    for handle in range(3, 64):
+        with contextlib.suppress(OSError):
+            os.write(handle, b"garbage\n")
+    return {}
+
+
+def close_everything(payload, emit):
+    os.closerange(0, 64)
+    time.sleep(600)
+
+
+def not_json(payload, emit):
+    return {"value": float("nan")}
+
+
+def leave_children(payload, emit):
+    """Leave a grandchild that holds every pipe it can, and one in a session of its own."""
+    subprocess.Popen(["sleep", "600"])
+    stray = subprocess.Popen(["sleep", "5"], start_new_session=True)
+    return {"stray": stray.pid}
+
+
+def die_leaving_a_fork(payload, emit):
+    """Die while a forked copy of this process holds the answer pipe open."""
+    if os.fork() == 0:
+        time.sleep(600)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def crash_after_answer(payload, emit):
+    import atexit
+
+    atexit.register(os.abort)
+    return {"done": True}
+
+
+def where(payload, emit):
+    import json
+
+    return {"path": sys.path, "cwd": str(Path.cwd()), "json": json.__file__, "variable": os.environ.get("A_VARIABLE")}
+
+
+def out_of_memory(payload, emit):
+    import torch
+
+    raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+
+
+def note_pid_and_hang(payload, emit):
+    Path(payload["file"]).write_text(str(os.getpid()))
+    time.sleep(600)
