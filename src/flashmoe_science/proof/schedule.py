@@ -1,6 +1,6 @@
 """How many calls, over how many inputs, in which order: pure functions on numbers, no clock and no GPU.
 
-The sizes follow from two wishes: a sample lasts long enough for the clock that reads it, and a case whose calls are slow
+The sizes follow from two wishes: a sample lasts long enough for the clock that reads it, and a case with slow calls
 does not hold the GPU for minutes. All arms of a case have the same number of calls in a graph.
 """
 
