@@ -3,8 +3,8 @@
 It needs nothing but Python. A stamp in the environment holds a hash of everything that decides its content, so a second
 run returns at once and a changed ``pyproject.toml`` installs anew.
 
-PyTorch's ordinary Linux package brings gigabytes of CUDA libraries. A machine without an NVIDIA driver cannot use them and
-gets the CPU build instead: from wherever pip is configured to look, else through uv, which knows PyTorch's own indexes.
+PyTorch's ordinary Linux package brings gigabytes of CUDA libraries. A machine without an NVIDIA driver cannot use them
+and gets the CPU build instead: from wherever pip is configured to look, else through uv, which knows PyTorch's indexes.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def install_torch(python: Path) -> None:
     if pip(python, "install", "uv") != 0 or subprocess.run(uv, check=False).returncode != 0:
         fail(
             "the CPU build of torch could not be installed, neither by pip from its configured sources nor by uv",
-            "put a CPU wheel of torch where pip looks (PIP_FIND_LINKS=folder), or name one with FLASHMOE_TORCH=torch.whl; "
+            "put a CPU wheel of torch where pip looks (PIP_FIND_LINKS=folder), or name one: FLASHMOE_TORCH=torch.whl; "
             "FLASHMOE_TORCH=torch takes the CUDA build, which is gigabytes",
         )
 

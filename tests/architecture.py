@@ -1,0 +1,213 @@
+"""The rules of DESIGN.md about who may import whom, as functions on source text."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+PACKAGE = "flashmoe_science"
+
+# Every layer may import itself and those before it. A folder that is not named here is an operator.
+LAYERS = ("errors", "gpu", "operators", "proof", "cli")
+LAYER_OF_FOLDER = {"gpu": "gpu", "proof": "proof", "cli": "cli"}
+LAYER_OF_FILE = {"": "operators", "errors": "errors", "cli": "cli", "__main__": "cli"}
+
+STOPWATCHES = {
+    *("perf_counter", "perf_counter_ns", "process_time", "process_time_ns", "thread_time", "thread_time_ns"),
+    *("elapsed_time", "do_bench", "do_bench_cudagraph", "timeit"),
+}
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported module: of this package as its path in the package ("proof.measure"), of others as it stands."""
+
+    target: str
+    ours: bool
+    names: tuple[str, ...]
+    line: int
+
+
+@dataclass(frozen=True)
+class Module:
+    """One file of the package."""
+
+    name: str  # "attention.api"; "" is the package itself
+    tree: ast.Module
+    imports: tuple[Import, ...]
+
+    @property
+    def layer(self) -> str:
+        return layer_of(self.name)
+
+    @property
+    def room(self) -> str | None:
+        """Return the operator that it belongs to."""
+        return room_of(self.name)
+
+    @property
+    def stem(self) -> str:
+        return self.name.rpartition(".")[2]
+
+    @property
+    def is_kernel_file(self) -> bool:
+        return self.room is not None and is_kernel_name(self.name)
+
+
+def read(files: Mapping[str, str]) -> list[Module]:
+    """Parse the files of the package: path in the package ("proof/measure.py") -> text."""
+    names = {path: module_name(path) for path in files}
+    known = set(names.values())
+    modules = []
+    for path, text in files.items():
+        tree = ast.parse(text, filename=path)
+        folder = names[path] if path.endswith("__init__.py") else names[path].rpartition(".")[0]
+        modules.append(Module(names[path], tree, tuple(find_imports(tree, folder, known))))
+    return modules
+
+
+def module_name(path: str) -> str:
+    return path.removesuffix(".py").removesuffix("__init__").strip("/").replace("/", ".")
+
+
+def layer_of(name: str) -> str:
+    first, _, rest = name.partition(".")
+    if first in LAYER_OF_FOLDER:
+        return LAYER_OF_FOLDER[first]
+    return "operators" if rest else LAYER_OF_FILE.get(first, "operators")
+
+
+def room_of(name: str) -> str | None:
+    return name.partition(".")[0] if name and layer_of(name) == "operators" else None
+
+
+def is_kernel_name(name: str) -> bool:
+    stem = name.rpartition(".")[2]
+    return stem.endswith("_triton") or "_gluon" in stem
+
+
+def find_imports(tree: ast.AST, folder: str, known: set[str]) -> Iterator[Import]:
+    """Yield every import, at the top or inside a function, for typing or not."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield make_import(alias.name, (), node.lineno)
+        elif isinstance(node, ast.ImportFrom):
+            yield from resolve(node, folder, known)
+
+
+def resolve(node: ast.ImportFrom, folder: str, known: set[str]) -> Iterator[Import]:
+    """``from .attention import plan`` imports the module ``attention.plan`` where there is one, else ``attention``."""
+    source = node.module or ""
+    if node.level:
+        parts = folder.split(".") if folder else []
+        parts = parts[: len(parts) - (node.level - 1)]
+        source = ".".join([PACKAGE, *parts, *([source] if source else [])])
+    rest = []
+    for alias in node.names:
+        whole = f"{source}.{alias.name}"
+        if whole.removeprefix(f"{PACKAGE}.") in known:
+            yield make_import(whole, (), node.lineno)
+        else:
+            rest.append(alias.name)
+    if rest:
+        yield make_import(source, tuple(rest), node.lineno)
+
+
+def make_import(target: str, names: tuple[str, ...], line: int) -> Import:
+    if target == PACKAGE or target.startswith(f"{PACKAGE}."):
+        return Import(target.removeprefix(PACKAGE).lstrip("."), ours=True, names=names, line=line)
+    return Import(target, ours=False, names=names, line=line)
+
+
+def problems(modules: Iterable[Module]) -> list[str]:
+    """Return every broken rule, as ``module:line: what``."""
+    found = []
+    for module in modules:
+        for rule in (check_layers, check_room, check_names_no_operator, check_plan, check_stopwatches, check_docstring):
+            found += [f"{module.name or PACKAGE}:{text}" for text in rule(module)]
+    return found
+
+
+def check_layers(module: Module) -> Iterator[str]:
+    """``cli -> proof -> operators -> gpu -> errors``."""
+    for item in module.imports:
+        if not item.ours:
+            continue
+        if item.target == "":
+            if item.names != ("__version__",):
+                yield f"{item.line}: imports the package itself, expected the module that defines the name"
+        elif LAYERS.index(layer_of(item.target)) > LAYERS.index(module.layer):
+            yield f"{item.line}: {module.layer} imports {item.target}, which is above it"
+
+
+def check_room(module: Module) -> Iterator[str]:
+    """Inside an operator ``api -> {reference, plan, kernels} -> primitives``; only the harness sees its operator.py."""
+    if module.room is None:
+        return
+    for item in module.imports:
+        if not item.ours or room_of(item.target) != module.room or item.target == module.room:
+            continue
+        stem = item.target.rpartition(".")[2]
+        if stem in ("operator", "rivals") and module.stem not in ("operator", "rivals"):
+            yield f"{item.line}: imports {stem}, which is there for the harness"
+        if stem == "api" and module.stem not in ("operator", "rivals", "__init__"):
+            yield f"{item.line}: imports api, which is above it"
+        if module.is_kernel_file and is_kernel_name(item.target):
+            yield f"{item.line}: a kernel file imports another one, {stem}"
+        if module.is_kernel_file and stem == "reference":
+            yield f"{item.line}: a kernel file imports the reference"
+        if module.stem == "reference" and (stem in ("plan", "primitives") or is_kernel_name(item.target)):
+            yield f"{item.line}: the reference imports {stem}, which it is there to judge"
+        if module.stem == "primitives":
+            yield f"{item.line}: primitives imports {stem}, which is above it"
+
+
+def check_names_no_operator(module: Module) -> Iterator[str]:
+    """The harness reaches an operator through load_operator only."""
+    if module.layer != "proof":
+        return
+    for item in module.imports:
+        if item.ours and room_of(item.target) is not None:
+            yield f"{item.line}: proof imports {item.target}, expected load_operator"
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith(f"{PACKAGE}."):
+            name = node.value.partition(":")[0].removeprefix(f"{PACKAGE}.")
+            if room_of(name) is not None:
+                yield f"{node.lineno}: proof names {node.value}, expected load_operator"
+
+
+def check_plan(module: Module) -> Iterator[str]:
+    """A plan can be made on a machine without Triton, and describing a problem needs none."""
+    if module.room is None or module.stem not in ("plan", "problem", "reference"):
+        return
+    for item in module.imports:
+        if not item.ours and item.target.partition(".")[0] == "triton":
+            yield f"{item.line}: {module.stem} imports {item.target}"
+
+
+def check_stopwatches(module: Module) -> Iterator[str]:
+    """Only proof/measure.py times anything. How long a gate took is no measurement: time.monotonic is free to all."""
+    if module.name == "proof.measure":
+        return
+    for node in ast.walk(module.tree):
+        if not isinstance(node, (ast.Attribute, ast.ImportFrom)):
+            continue
+        name = ""
+        if isinstance(node, ast.Attribute):
+            owner = ast.unparse(node.value)
+            if node.attr in STOPWATCHES or f"{owner}.{node.attr}" in ("time.time", "time.time_ns"):
+                name = node.attr
+            elif node.attr == "Event" and owner.rpartition(".")[2] == "cuda":
+                name = "cuda.Event"
+        else:
+            clocks = STOPWATCHES | ({"time", "time_ns"} if node.module == "time" else set())
+            name = ", ".join(alias.name for alias in node.names if alias.name in clocks)
+        if name:
+            yield f"{node.lineno}: uses {name}; only proof/measure.py times anything"
+
+
+def check_docstring(module: Module) -> Iterator[str]:
+    if module.tree.body and not ast.get_docstring(module.tree):
+        yield "1: has no docstring"

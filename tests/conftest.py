@@ -1,0 +1,66 @@
+"""What every test gets: fixed seeds, poisoned fresh memory, and GPU tests that say why they were skipped."""
+
+from __future__ import annotations
+
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from .gpu_record import GpuRecord
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--gpu-record",
+        type=Path,
+        metavar="FOLDER",
+        help="write which tests passed, failed and were skipped on this GPU to a new JSON file in FOLDER",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    folder = config.getoption("--gpu-record")
+    if folder is None:
+        return
+    if not torch.cuda.is_available():
+        raise pytest.UsageError("--gpu-record needs a GPU, and torch sees none\nhint: `flashmoe doctor` says more")
+    config.pluginmanager.register(GpuRecord(config.rootpath / folder, describe_environment), "gpu-record")
+
+
+def describe_environment() -> dict[str, Any]:
+    from flashmoe_science.proof.environment import environment
+
+    return environment().model_dump(mode="json")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU, and torch sees none here"))
+
+
+@pytest.fixture(autouse=True)
+def fixed_seeds() -> None:
+    """Give every test the same random numbers, whichever tests ran before it."""
+    random.seed(0)
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def poison_fresh_memory(request, monkeypatch) -> None:
+    """Fill ``torch.empty`` with NaN, so an output element no one wrote fails its test."""
+    if request.node.get_closest_marker("unpoisoned"):
+        return
+    empty = torch.empty
+
+    def poisoned(*args, **kwargs):
+        out = empty(*args, **kwargs)
+        return out.fill_(math.nan) if out.is_floating_point() else out
+
+    monkeypatch.setattr(torch, "empty", poisoned)

@@ -1,0 +1,168 @@
+"""The layers hold, importing the package is cheap, and nothing of one machine is in the repository."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from . import architecture
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCE = ROOT / "src" / architecture.PACKAGE
+
+# Spelled so that this file does not find itself.
+FOREIGN = {
+    "a path of one machine": r"(?<![\w.~$}])/(w[o]rk|r[o]ot|(h[o]me|U[s]ers)/(?!me/|you/)\w+|t[m]p/bash_jobs[\w.]*)/",
+    "the host of a package index": r"(?:p[y]pi\.org|p[y]thonhosted\.org|download\.p[y]torch\.org|p[y]pi\.nvidia\.com)",
+}
+
+
+def tracked_files() -> list[Path]:
+    if shutil.which("git") is None or not (ROOT / ".git").exists():
+        pytest.skip("which files belong to the repository is only known in a git checkout")
+    names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    return [ROOT / name for name in names.split("\0") if name and (ROOT / name).is_file()]
+
+
+def test_the_package_keeps_its_layers() -> None:
+    files = {path.relative_to(SOURCE).as_posix(): path.read_text(encoding="utf-8") for path in SOURCE.rglob("*.py")}
+    assert "errors.py" in files
+    assert architecture.problems(architecture.read(files)) == []
+
+
+GOOD = {
+    "__init__.py": '"""D."""\nfrom .attention.api import f',
+    "errors.py": '"""D."""',
+    "gpu/specs.py": '"""D."""\nfrom ..errors import InputError',
+    "attention/__init__.py": "",
+    "attention/primitives.py": '"""D."""\nimport triton',
+    "attention/problem.py": '"""D."""\nfrom ..errors import InputError',
+    "attention/plan.py": '"""D."""\nfrom ..gpu import specs\nfrom .problem import Problem',
+    "attention/reference.py": '"""D."""\nfrom .problem import Problem',
+    "attention/forward_triton.py": '"""D."""\nfrom . import primitives',
+    "attention/merge_triton.py": '"""D."""\nfrom .primitives import f',
+    "attention/api.py": '"""D."""\nfrom . import plan, reference, forward_triton',
+    "attention/rivals.py": '"""D."""\nfrom .problem import Problem',
+    "attention/operator.py": '"""D."""\nfrom .. import __version__\nfrom . import api, rivals',
+    "proof/operator.py": '"""D."""\nfrom ..errors import SubjectError',
+    "proof/measure.py": '"""D."""\nimport time\nt = time.perf_counter()\ne = torch.cuda.Event()',
+    "proof/gates.py": '"""D."""\nimport time\nfrom . import measure\nt = time.monotonic()\ne = threading.Event()',
+    "cli.py": '"""D."""\nfrom .proof import gates\nfrom .attention.plan import f',
+}
+
+
+def test_the_rules_accept_the_design() -> None:
+    assert architecture.problems(architecture.read(GOOD)) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "line", "expected"),
+    [
+        ("errors.py", "from .gpu import specs", "errors imports gpu.specs"),
+        ("gpu/specs.py", "from ..attention.plan import f", "gpu imports attention.plan"),
+        ("gpu/specs.py", "import flashmoe_science.attention.plan", "gpu imports attention.plan"),
+        ("attention/api.py", "def f():\n    from ..proof import operator", "operators imports proof.operator"),
+        ("attention/api.py", "if TYPE_CHECKING:\n    from ..proof.operator import Inputs", "operators imports proof"),
+        ("__init__.py", "from .proof import gates", "operators imports proof.gates"),
+        ("proof/gates.py", "from ..cli import main", "proof imports cli"),
+        ("proof/gates.py", "from ..attention.api import f", "proof imports attention.api, expected load_operator"),
+        ("proof/gates.py", "f('flashmoe_science.attention.api')", "proof names flashmoe_science.attention.api"),
+        ("proof/gates.py", "from .. import attention", "proof imports attention, expected load_operator"),
+        ("gpu/specs.py", "from .. import flash_attention", "imports the package itself"),
+        ("attention/plan.py", "from .api import f", "imports api, which is above it"),
+        ("attention/api.py", "from .operator import OPERATOR", "imports operator, which is there for the harness"),
+        ("attention/merge_triton.py", "from .forward_triton import f", "a kernel file imports another one"),
+        ("attention/merge_triton.py", "from . import reference", "a kernel file imports the reference"),
+        ("attention/reference.py", "from .forward_triton import f", "the reference imports forward_triton"),
+        ("attention/primitives.py", "from .plan import f", "primitives imports plan"),
+        ("attention/plan.py", "import triton.language as tl", "plan imports triton.language"),
+        ("proof/gates.py", "t = time.perf_counter()", "uses perf_counter"),
+        ("proof/gates.py", "from time import perf_counter_ns", "uses perf_counter_ns"),
+        ("proof/gates.py", "t = time.time()", "uses time"),
+        ("attention/api.py", "e = torch.cuda.Event(enable_timing=True)", "uses cuda.Event"),
+        ("gpu/specs.py", "import triton\nt = triton.testing.do_bench(f)", "uses do_bench"),
+    ],
+)
+def test_the_rules_find_what_breaks_them(path, line, expected) -> None:
+    found = architecture.problems(architecture.read({**GOOD, path: f"{GOOD[path]}\n{line}\n"}))
+    assert len(found) == 1
+    assert expected in found[0]
+
+
+def test_a_file_without_docstring_is_found() -> None:
+    assert architecture.problems(architecture.read({"gpu/specs.py": "X = 1"})) == ["gpu.specs:1: has no docstring"]
+
+
+def test_importing_the_package_touches_neither_triton_nor_a_gpu_driver() -> None:
+    code = """
+import sys
+import flashmoe_science
+assert "flash_attention" in dir(flashmoe_science)
+heavy = {"triton", "pynvml", "pydantic", "typer", "rich", "sqlalchemy", "scipy"} & set(sys.modules)
+assert not heavy, heavy
+if sys.platform == "linux":
+    maps = open("/proc/self/maps").read()
+    assert "libcuda.so" not in maps and "libnvidia-ml" not in maps
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SOURCE.parent), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_python_file_says_what_it_is() -> None:
+    silent = []
+    for path in tracked_files():
+        if path.suffix == ".py" and (tree := ast.parse(path.read_text(encoding="utf-8"))).body:
+            silent += [] if ast.get_docstring(tree) else [path.relative_to(ROOT).as_posix()]
+    assert silent == []
+
+
+def test_nothing_of_one_machine_is_in_the_repository() -> None:
+    found = []
+    for path in tracked_files():
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:  # a picture
+            continue
+        for what, pattern in FOREIGN.items():
+            found += [f"{path.relative_to(ROOT)}: {what}: {hit[0]}" for hit in re.finditer(pattern, text)]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"cd /{'work'}/main",
+        f"see /{'root'}/.cache",
+        f"/{'tmp'}/bash_jobs.0/1",
+        f"/{'home'}/ada/x",
+        f"https://{'pypi'}.org/x",
+    ],
+)
+def test_the_patterns_find_what_they_are_for(text) -> None:
+    assert any(re.search(pattern, text) for pattern in FOREIGN.values())
+
+
+@pytest.mark.parametrize(
+    "text", ["net/work/x", "~/work/x", "/home/me/runs", "$HOME/work", "/usr/bin/python3", "src/root.py"]
+)
+def test_the_patterns_leave_ordinary_text_alone(text) -> None:
+    assert not any(re.search(pattern, text) for pattern in FOREIGN.values())
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    broken = []
+    for page in (path for path in tracked_files() if path.suffix == ".md"):
+        text = re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+        for target in re.findall(r"\]\(([^)\s]+)\)", text):
+            place = target.partition("#")[0]
+            if place and not re.match(r"[a-z]+:", place) and not (page.parent / place).exists():
+                broken.append(f"{page.relative_to(ROOT)}: {target}")
+    assert broken == []
