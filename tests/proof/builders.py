@@ -4,8 +4,8 @@ The log of one time is the sum of the arm's true speed, an offset of its worker 
 
     log seconds[case, arm, round] = log base[case, arm] + process_offset[case, arm, process] + noise[case, arm, round]
 
-Both kinds of noise are given as the spread of one *paired* log-ratio, as PROTOCOL.md gives them: each arm has the spread
-divided by the square root of two.
+Both kinds of noise are given as the spread of one *paired* log-ratio: each arm has the spread divided by the square
+root of two.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta, timezone
+from typing import Literal
 
 import numpy as np
 
@@ -23,6 +24,7 @@ from flashmoe_science.proof.evidence import (
     CaseRecord,
     Environment,
     Gate,
+    GateName,
     GateStatus,
     Gpu,
     Launch,
@@ -46,7 +48,7 @@ _PLAIN_KERNEL = Launch(
 )
 
 
-def build_gates(failed: str | None = None, *, not_possible: Sequence[str] = ()) -> list[Gate]:
+def build_gates(failed: GateName | None = None, *, not_possible: Sequence[GateName] = ()) -> list[Gate]:
     """Return the seven gates: all passed, or ``failed`` failed and the later ones not reached."""
     gates = []
     status = GateStatus.PASSED
@@ -60,7 +62,7 @@ def build_gates(failed: str | None = None, *, not_possible: Sequence[str] = ()) 
     return gates
 
 
-def build_rounds(  # noqa: PLR0913 - one argument for each term of the model
+def build_rounds(
     true_seconds: Mapping[str, float],
     times: Sequence[TimeKind],
     rng: np.random.Generator,
@@ -92,7 +94,7 @@ def build_rounds(  # noqa: PLR0913 - one argument for each term of the model
     )
 
 
-def build_case(  # noqa: PLR0913 - one argument for each thing that a test varies
+def build_case(
     name: str,
     rng: np.random.Generator,
     *,
@@ -131,7 +133,7 @@ def build_case(  # noqa: PLR0913 - one argument for each thing that a test varie
     true_seconds[subject] = true_seconds[first] / speedup
     true_seconds[f"{first}#2"] = true_seconds[first] * math.exp(control_bias)
 
-    modes = [mode for mode in (("kernel",), ("graph", "wall")) if set(mode) & set(times)]
+    modes: list[list[TimeKind]] = [["kernel"], ["graph", "wall"]]  # kernel time has processes of its own
     drawn = [
         build_rounds(
             true_seconds,
@@ -143,6 +145,7 @@ def build_case(  # noqa: PLR0913 - one argument for each thing that a test varie
             process_spread=process_spread,
         )
         for mode in modes
+        if set(mode) & set(times)
     ]
     tensor_bytes = 16 * seqlen * 64 * 2
     work = Work(flops=4.0 * 16 * seqlen * seqlen * 64, bytes=4.0 * tensor_bytes, tokens=seqlen)
@@ -171,10 +174,10 @@ def _arm(name: str, subject: str, first_baseline: str, work: Work, drawn: Sequen
                 tflops=work.flops / seconds * 1e-12,
                 tbytes_per_second=work.bytes / seconds * 1e-12,
             )
-    role = {subject: "subject", f"{first_baseline}#2": "control"}.get(name, "baseline")
+    roles: dict[str, Literal["subject", "control"]] = {subject: "subject", f"{first_baseline}#2": "control"}
     return Arm(
         name=name,
-        role=role,
+        role=roles.get(name, "baseline"),
         status="measured" if drawn else "not measured",
         reason="" if drawn else "no GPU",
         version="0.0",
@@ -185,7 +188,7 @@ def _arm(name: str, subject: str, first_baseline: str, work: Work, drawn: Sequen
     )
 
 
-def build_record(  # noqa: PLR0913 - one argument for each thing that a test varies
+def build_record(
     *,
     speedups: Sequence[float] = (2.0, 2.5, 3.0),
     subject: str = "flash_attention",
@@ -229,7 +232,7 @@ def build_record(  # noqa: PLR0913 - one argument for each thing that a test var
         for number, speedup in enumerate(speedups)
     ]
     created = FIRST_DAY + timedelta(days=day)
-    timing_gates = () if gpu else ("launch", "quick", "bench")
+    timing_gates: tuple[GateName, ...] = () if gpu else ("launch", "quick", "bench")
     return Record(
         id=f"{created:%Y%m%dT%H%M%SZ}-{suite}-{subject}-{seed:06x}",
         created_at=created,
