@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Sized
 from datetime import datetime
 from enum import Enum
 from pathlib import Path
@@ -20,7 +21,9 @@ from ..errors import EvidenceError
 
 SCHEMA_VERSION = 1
 
-GATE_NAMES = ("sources", "build", "import", "launch", "correct", "quick", "bench")
+GateName = Literal["sources", "build", "import", "launch", "correct", "quick", "bench"]
+
+GATE_NAMES: tuple[GateName, ...] = ("sources", "build", "import", "launch", "correct", "quick", "bench")
 
 TimeKind = Literal["kernel", "graph", "wall"]
 
@@ -44,7 +47,7 @@ class GateStatus(str, Enum):
 class Gate(Model):
     """One stage of the chain."""
 
-    name: Literal["sources", "build", "import", "launch", "correct", "quick", "bench"]
+    name: GateName
     status: GateStatus
     summary: str = ""  # one line: what was shown, or why not
     hint: str = ""  # what to do about a failure
@@ -94,7 +97,8 @@ class Arm(Model):
 
     name: str  # the subject's name, a baseline's name, or "<baseline>#2" for the control
     role: Literal["subject", "baseline", "control"]
-    status: Literal["measured", "failed", "unavailable", "not measured"]
+    # "refused": it does not serve this problem; "unavailable": it is not installed here, so nothing is known of it
+    status: Literal["measured", "failed", "refused", "unavailable", "not measured"]
     reason: str = ""  # why it was not measured
     version: str = ""
     launches: list[Launch] = Field(default_factory=list)
@@ -104,7 +108,7 @@ class Arm(Model):
 
 
 class Rounds(Model):
-    """The raw samples of one case for one or more kinds of time, as columns: entry ``i`` of each belongs to round ``i``."""
+    """The raw samples of one case for one or more kinds of time, as columns: entry ``i`` belongs to round ``i``."""
 
     process: list[int]  # which worker process
     order: list[list[str]]  # arm names in the order in which they ran
@@ -116,7 +120,7 @@ class Rounds(Model):
 
     @model_validator(mode="after")
     def _columns_are_equally_long(self) -> Rounds:
-        columns = {"order": self.order, "sm_clock_mhz": self.sm_clock_mhz, "power_w": self.power_w}
+        columns: dict[str, Sized] = {"order": self.order, "sm_clock_mhz": self.sm_clock_mhz, "power_w": self.power_w}
         columns |= {"temperature_c": self.temperature_c, "throttle": self.throttle}
         columns |= {f"seconds.{kind}.{arm}": s for kind, arms in self.seconds.items() for arm, s in arms.items()}
         for name, column in columns.items():
@@ -131,10 +135,11 @@ class Work(Model):
     flops: float
     bytes: float  # every input read once, every output written once
     tokens: int
+    peak: str = ""  # which of a GPU's peak rates bounds it, e.g. fp16; "": not known, then the highest counts
 
 
 class CaseRecord(Model):
-    """One case of the suite. ``rounds`` has one entry per measuring mode (kernel time is taken in processes of its own)."""
+    """One case of the suite. ``rounds`` has an entry per measuring mode: kernel time has processes of its own."""
 
     name: str
     problem: dict[str, Any]  # the operator's own description, e.g. batch, heads, seqlen_q, dtype
@@ -156,7 +161,7 @@ class CaseRecord(Model):
 class Settings(Model):
     """The measuring protocol of a run."""
 
-    times: list[TimeKind] = Field(default_factory=lambda: ["kernel", "graph", "wall"])
+    times: list[TimeKind] = ["kernel", "graph", "wall"]  # pydantic copies defaults
     processes: int = 3
     rounds: int = 10  # in each process
     cache: Literal["cold", "rotating"] = "cold"  # for kernel time; graph and wall always rotate over the input sets
@@ -202,6 +207,7 @@ class SubjectInfo(Model):
     operator: str
     entry_point: str
     sources: list[SourceFile] = Field(default_factory=list)
+    folder: str | None = None  # of the sources, relative to the repository; None: outside of it
     expected_speedup: float | None = None
 
 
@@ -236,7 +242,7 @@ def write_record(record: Record, path: Path) -> None:
             file.write(record.model_dump_json(indent=1) + "\n")
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
+        Path(temporary).replace(path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
