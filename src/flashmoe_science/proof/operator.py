@@ -1,6 +1,7 @@
 """What the harness needs to know of an operator: protocols only. No operator is named here, and none imports this.
 
-An operator called ``NAME`` lives in ``flashmoe_science.NAME.operator`` and offers one object, ``OPERATOR``.
+An operator called ``NAME`` lives in ``flashmoe_science.NAME.operator`` and offers one object, ``OPERATOR``. A name with a
+dot is the path of a module of the user's own that offers the same.
 """
 
 from __future__ import annotations
@@ -130,12 +131,13 @@ class Operator(Protocol):
 
 def load_operator(name: str) -> Operator:
     """Import the operator called ``name``. Raises ``SubjectError``."""
-    module = f"{__package__.rpartition('.')[0]}.{name}.operator"
+    module = name if "." in name else f"{__package__.rpartition('.')[0]}.{name}.operator"
     try:
-        operator = importlib.import_module(module).OPERATOR
+        operator = getattr(importlib.import_module(module), "OPERATOR", None)
     except ModuleNotFoundError as error:
         if error.name is None or not module.startswith(error.name):
             raise
         raise SubjectError(f"there is no operator called {name!r}", hint="try: attention") from error
-    assert isinstance(operator, Operator), f"{module}.OPERATOR does not fit the protocol"
+    if not isinstance(operator, Operator):
+        raise SubjectError(f"{module} must offer an object OPERATOR that fits proof/operator.py, got {operator!r}")
     return operator

@@ -1,0 +1,274 @@
+"""What is on trial: one of our own implementations, or somebody's kernel described by a ``kernel.toml``."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib
+import shlex
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, TypeAdapter
+
+from ..errors import SubjectError
+from .evidence import SourceFile
+from .toml_files import read_toml
+
+if TYPE_CHECKING:
+    from .operator import Operator
+
+BUILTIN_OPERATORS = ("attention",)
+
+PACKAGE_FOLDER = Path(__file__).resolve().parent.parent
+
+_HINT = "the format is in docs/kernel-toml.md"
+
+
+@dataclass(frozen=True)
+class KernelPromise:
+    """One kernel that every call launches. ``None``: nothing is promised about this."""
+
+    pattern: str  # fnmatch pattern on the kernel's name
+    grid: tuple[int, int, int] | None = None  # blocks
+    block: tuple[int, int, int] | None = None  # threads
+    shared_memory_bytes: int | None = None  # a block, static and dynamic
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is on trial. ``sources`` and ``python_path`` are relative to ``folder``."""
+
+    name: str
+    operator: str  # a built-in operator, or a dotted module path with an object OPERATOR
+    entry_point: str  # module:attribute
+    folder: Path
+    sources: tuple[str, ...]
+    python_path: tuple[str, ...] = (".",)
+    build_command: tuple[str, ...] | None = None
+    build_timeout_s: float = 1800.0
+    compile_jobs: str | None = None  # module:function, see docs/kernel-toml.md
+    kernels: tuple[KernelPromise, ...] = ()
+    forbidden_kernels: tuple[str, ...] = ()  # fnmatch patterns
+    expected_speedup: float | None = None
+    deterministic: bool = False  # same input twice, same bits
+    builtin: bool = False
+    devices: tuple[str, ...] = ("cuda",)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON values, to be handed to a worker process."""
+        table: dict[str, Any] = TypeAdapter(Subject).dump_python(self, mode="json")
+        return table
+
+    @classmethod
+    def from_json(cls, table: dict[str, Any]) -> Subject:
+        """Return the inverse of ``to_json``."""
+        return TypeAdapter(cls).validate_python(table)
+
+
+def _three_positive_integers(value: Any) -> Any:
+    if not isinstance(value, (list, tuple)) or len(value) != 3:
+        raise ValueError("expected three integers")
+    if not all(isinstance(v, int) and not isinstance(v, bool) and v > 0 for v in value):
+        raise ValueError("expected three integers above 0")
+    return tuple(value)
+
+
+def _words(value: Any) -> Any:
+    return shlex.split(value) if isinstance(value, str) else value
+
+
+def _relative_path(value: Any) -> Any:
+    if isinstance(value, str) and Path(value).is_absolute():
+        raise ValueError("expected a path relative to this file")
+    return value
+
+
+_Dim3 = Annotated[tuple[int, int, int], BeforeValidator(_three_positive_integers)]
+_Path = Annotated[str, BeforeValidator(_relative_path), StringConstraints(min_length=1)]
+_Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
+_EntryPoint = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")]
+_Words = Annotated[list[str], BeforeValidator(_words), Field(min_length=1)]
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class _SubjectTable(_Table):
+    name: _Name = Field(description="a name of letters, digits, '_', '.' and '-'")
+    operator: str = Field(description="the operator that it implements, e.g. 'attention'")
+    entry_point: _EntryPoint = Field(description="'module:attribute'")
+    sources: list[_Path] = Field(min_length=1, description="a list of files that decide the result")
+    python_path: list[_Path] = ["."]
+    devices: list[Literal["cuda", "cpu"]] = Field(default=["cuda"], min_length=1)
+    deterministic: bool = False
+    expected_speedup: float | None = Field(default=None, gt=0)
+
+
+class _BuildTable(_Table):
+    command: _Words | None = None
+    timeout_s: float = Field(default=1800.0, gt=0)
+    compile_jobs: _EntryPoint | None = Field(default=None, description="'module:function'")
+
+
+class _KernelTable(_Table):
+    pattern: str = Field(min_length=1, description="a pattern on the kernel's name, e.g. '*attend*'")
+    grid: _Dim3 | None = None
+    block: _Dim3 | None = None
+    shared_memory_bytes: int | None = Field(default=None, ge=0)
+
+
+class _LaunchTable(_Table):
+    forbidden: list[str] = []
+    kernels: list[_KernelTable] = []
+
+
+class _KernelFile(_Table):
+    subject: _SubjectTable = Field(description="a table [subject]")
+    build: _BuildTable = _BuildTable()
+    launch: _LaunchTable = _LaunchTable()
+
+
+def load_subject(text: str) -> Subject:
+    """Return the built-in subject called ``text``, or the one that the file ``text`` describes.
+
+    Raises:
+        SubjectError: no built-in subject has this name, or the file is wrong (names file, key and what was expected).
+    """
+    path = Path(text)
+    if path.suffix != ".toml" and len(path.parts) == 1:
+        names = builtin_names()
+        if text in names:  # a folder of the same name is meant by "./name"
+            return _builtin_subject(names[text], text)
+        if not path.exists():
+            close = difflib.get_close_matches(text, names, n=1)
+            hint = f"did you mean {close[0]}?" if close else "give the path of a kernel.toml, see docs/kernel-toml.md"
+            raise SubjectError(f"subject must be one of {', '.join(names)} or a kernel.toml, got {text!r}", hint=hint)
+    return _subject_from_file(path / "kernel.toml" if path.is_dir() else path)
+
+
+def builtin_names() -> dict[str, str]:
+    """Return our own subjects: name -> operator."""
+    from .operator import load_operator
+
+    return {name: operator for operator in BUILTIN_OPERATORS for name in load_operator(operator).entry_points()}
+
+
+def _builtin_subject(operator_name: str, name: str) -> Subject:
+    from .operator import load_operator
+
+    operator = load_operator(operator_name)
+    return Subject(
+        name=name,
+        operator=operator_name,
+        entry_point=operator.entry_points()[name],
+        folder=PACKAGE_FOLDER,
+        sources=tuple(operator.sources(name)),
+        python_path=(),
+        deterministic=True,  # our forward kernels have no atomics: docs promise the same bits
+        builtin=True,
+        devices=("cuda", "cpu"),  # Triton's interpreter runs them where there is no GPU
+    )
+
+
+def _subject_from_file(path: Path) -> Subject:
+    file = read_toml(path, _KernelFile, SubjectError, hint=_HINT)
+    table, build, launch = file.subject, file.build, file.launch
+    subject = Subject(
+        name=table.name,
+        operator=table.operator,
+        entry_point=table.entry_point,
+        folder=path.resolve().parent,
+        sources=tuple(dict.fromkeys([path.name, *table.sources])),  # the file itself decides the result too
+        python_path=tuple(table.python_path),
+        build_command=tuple(build.command) if build.command else None,
+        build_timeout_s=build.timeout_s,
+        compile_jobs=build.compile_jobs,
+        kernels=tuple(KernelPromise(**kernel.model_dump()) for kernel in launch.kernels),
+        forbidden_kernels=tuple(launch.forbidden),
+        expected_speedup=table.expected_speedup,
+        deterministic=table.deterministic,
+        devices=tuple(table.devices),
+    )
+    try:
+        operator_of(subject)
+    except SubjectError as error:
+        message = str(error).partition("\nhint: ")[0]
+        raise SubjectError(f"{path}: key subject.operator: {message}", hint=error.hint) from error
+    return subject
+
+
+def operator_of(subject: Subject) -> Operator:
+    """Return the operator that ``subject`` implements; a user's own is looked for on the subject's ``python_path``."""
+    from .operator import load_operator
+
+    if "." in subject.operator:
+        add_python_path(subject)
+    return load_operator(subject.operator)
+
+
+def add_python_path(subject: Subject) -> None:
+    """Put the subject's folders first in ``sys.path``, as running a script in them would."""
+    for entry in reversed(subject.python_path):
+        folder = str((subject.folder / entry).resolve())
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
+
+
+def load_entry(subject: Subject) -> Callable[..., Any]:
+    """Import the entry point. It runs the subject's code: call it in a worker process only.
+
+    Raises:
+        SubjectError: the module has no such attribute, or it cannot be called.
+    """
+    add_python_path(subject)
+    return load_attribute(subject.entry_point)
+
+
+def load_attribute(entry_point: str) -> Callable[..., Any]:
+    """Import ``module:attribute``. Raises ``SubjectError`` when it is missing or cannot be called."""
+    module_name, _, attribute = entry_point.partition(":")
+    found: Any = importlib.import_module(module_name)
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            close = difflib.get_close_matches(part, dir(found), n=1)
+            hint = f"did you mean {close[0]}?" if close else ""
+            raise SubjectError(f"entry point {entry_point}: {module_name} has no attribute {part!r}", hint=hint)
+        found = getattr(found, part)
+    if not callable(found):
+        raise SubjectError(f"entry point {entry_point} must be callable, got {type(found).__name__}")
+    entry: Callable[..., Any] = found
+    return entry
+
+
+def expand_sources(subject: Subject) -> tuple[list[str], list[str]]:
+    """Return the source files, with patterns such as ``csrc/*.cu`` expanded, and the entries that match no file."""
+    found: dict[str, None] = {}
+    missing = []
+    for entry in subject.sources:
+        if any(letter in entry for letter in "*?["):
+            paths = sorted(path for path in subject.folder.glob(entry) if path.is_file())
+            matches = [path.relative_to(subject.folder).as_posix() for path in paths]
+        else:
+            matches = [entry] if (subject.folder / entry).is_file() else []
+        found.update(dict.fromkeys(matches))
+        if not matches:
+            missing.append(entry)
+    return list(found), missing
+
+
+def hash_sources(subject: Subject) -> list[SourceFile]:
+    """Return the sources that exist, with the SHA-256 of their bytes."""
+    paths, _ = expand_sources(subject)
+    return [
+        SourceFile(path=path, sha256=hashlib.sha256((subject.folder / path).read_bytes()).hexdigest()) for path in paths
+    ]
+
+
+def with_expectation(subject: Subject, speedup: float | None) -> Subject:
+    """Return the subject with another expected speedup, or itself when ``speedup`` is None."""
+    return subject if speedup is None else replace(subject, expected_speedup=speedup)

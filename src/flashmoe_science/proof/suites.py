@@ -1,0 +1,99 @@
+"""Named shapes, each with where it comes from: packaged TOML files, and a user's own."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Hashable
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from ..errors import InputError, SubjectError, SuiteError
+from .toml_files import read_toml
+
+_HINT = "the format is in docs/suites.md"
+
+
+@dataclass(frozen=True)
+class SuiteCase:
+    """One shape. ``problem`` is the operator's own description of one call."""
+
+    name: str
+    problem: Hashable
+    origin: str  # where the shape comes from
+
+
+@dataclass(frozen=True)
+class Suite:
+    """Shapes of one operator."""
+
+    name: str
+    operator: str
+    description: str
+    cases: tuple[SuiteCase, ...]
+    path: Path
+
+
+class _SuiteFile(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    name: str = Field(
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", description="a name of letters, digits, '_', '.' and '-'"
+    )
+    operator: str = Field(description="an operator, e.g. 'attention'")
+    description: str = Field(min_length=1, description="one sentence")
+    defaults: dict[str, Any] = {}
+    cases: list[dict[str, Any]] = Field(min_length=1, description="a list of tables [[cases]]")
+
+
+def list_suites() -> dict[str, Path]:
+    """Return the packaged suites: name -> file."""
+    folder = Path(str(resources.files("flashmoe_science") / "suites"))
+    return {path.stem: path for path in sorted(folder.glob("*.toml"))}
+
+
+def load_suite(name_or_path: str) -> Suite:
+    """Return the packaged suite of this name, or the one in this file.
+
+    Raises:
+        SuiteError: there is no such suite, or the file is wrong (names file, key and what was expected).
+    """
+    packaged = list_suites()
+    path = packaged.get(name_or_path, Path(name_or_path))
+    if path.suffix != ".toml" and not path.exists():
+        close = difflib.get_close_matches(name_or_path, packaged, n=1)
+        hint = f"did you mean {close[0]}?" if close else "give the path of a suite file, see docs/suites.md"
+        raise SuiteError(f"suite must be one of {', '.join(packaged)} or a file, got {name_or_path!r}", hint=hint)
+    file = read_toml(path, _SuiteFile, SuiteError, hint=_HINT)
+    return Suite(file.name, file.operator, file.description, _parse_cases(file, path), path)
+
+
+def _parse_cases(file: _SuiteFile, path: Path) -> tuple[SuiteCase, ...]:
+    from .operator import load_operator
+
+    try:
+        operator = load_operator(file.operator)
+    except (SubjectError, ImportError) as error:
+        message = str(error).partition("\nhint: ")[0]
+        raise SuiteError(f"{path}: key operator: {message}", hint=_HINT) from error
+    cases: dict[str, SuiteCase] = {}
+    for index, own in enumerate(file.cases):
+        key = f"{path}: key cases.{index}"
+        table = {**file.defaults, **own}
+        origin, name = table.pop("origin", None), table.pop("name", None)
+        if not isinstance(origin, str) or not origin:
+            raise SuiteError(f"{key}.origin: expected where this shape comes from, got {origin!r}", hint=_HINT)
+        try:
+            problem = operator.parse_case(table)
+        except InputError as error:
+            raise SuiteError(f"{key}: {str(error).partition(chr(10))[0]}", hint=error.hint or _HINT) from error
+        name = operator.describe(problem) if name is None else name
+        if not isinstance(name, str) or not name:
+            raise SuiteError(f"{key}.name: expected a text, got {name!r}", hint=_HINT)
+        if name in cases:
+            raise SuiteError(f"{key}: the name {name!r} is taken by an earlier case", hint="give it a name of its own")
+        cases[name] = SuiteCase(name, problem, origin)
+    return tuple(cases.values())

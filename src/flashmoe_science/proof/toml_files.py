@@ -1,0 +1,90 @@
+"""Read a TOML file into a pydantic model, with errors that name file, key and what was expected."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+from pydantic import BaseModel, ValidationError
+
+from ..errors import FlashmoeError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ModelT = TypeVar("ModelT", bound=BaseModel)
+
+
+def read_toml(path: Path, model: type[ModelT], error: type[FlashmoeError], *, hint: str = "") -> ModelT:
+    """Read ``path`` as TOML and validate it as ``model``.
+
+    Raises:
+        error: the file cannot be read, is no TOML, or breaks the model. The message names file, key, expected and got.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as problem:
+        reason = problem.strerror if isinstance(problem, OSError) else str(problem)
+        raise error(f"{path}: cannot be read: {reason}", hint=hint) from problem
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as problem:
+        raise error(f"{path}: is not valid TOML: {problem}", hint=hint) from problem
+    try:
+        return model.model_validate(table)
+    except ValidationError as problem:
+        lines = [f"{path}: {line}" for line in explain_validation(problem, model)]
+        raise error("\n".join(lines), hint=hint) from problem
+
+
+def explain_validation(problem: ValidationError, model: type[BaseModel]) -> list[str]:
+    """Return one line for each broken key: ``key launch.kernels.0.block: expected three integers, got [128]``."""
+    lines = []
+    for detail in problem.errors():
+        key = ".".join(str(part) for part in detail["loc"]) or "(document)"
+        message = detail["msg"].removeprefix("Value error, ")
+        if detail["type"] == "missing":
+            lines.append(f"key {key}: missing, expected {_expected(model, detail['loc'])}")
+        elif detail["type"] == "extra_forbidden":
+            known = ", ".join(_known_keys(model, detail["loc"][:-1]))
+            lines.append(f"key {key}: unknown key, expected one of {known}")
+        elif detail["type"] == "string_pattern_mismatch":
+            lines.append(f"key {key}: expected {_expected(model, detail['loc'])}, got {detail['input']!r}")
+        else:
+            expected = message.replace("Input should be", "expected", 1)
+            lines.append(f"key {key}: {expected}, got {detail['input']!r}")
+    return lines
+
+
+def _model_at(model: type[BaseModel], location: Sequence[int | str]) -> type[BaseModel] | None:
+    """Return the model of the table at ``location``, or None where the key is no table of ours."""
+    current: type[BaseModel] | None = model
+    for part in location:
+        if isinstance(part, int):
+            continue
+        field = current.model_fields.get(part) if current else None
+        current = _model_in(field.annotation) if field else None
+    return current
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    """Return the first model inside an annotation such as ``list[Kernel] | None``."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((found for part in get_args(annotation) if (found := _model_in(part))), None)
+
+
+def _known_keys(model: type[BaseModel], location: Sequence[int | str]) -> list[str]:
+    table = _model_at(model, location)
+    return list(table.model_fields) if table else []
+
+
+def _expected(model: type[BaseModel], location: Sequence[int | str]) -> str:
+    """Return what belongs at a key: the description of its field."""
+    table = _model_at(model, location[:-1])
+    field = table.model_fields.get(str(location[-1])) if table else None
+    return (field.description or "a value") if field else "a value"

@@ -1,0 +1,192 @@
+"""Subjects: a kernel.toml becomes a Subject, and a wrong one is told apart by file, key and what was expected."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from flashmoe_science.errors import SubjectError
+from flashmoe_science.proof import subject as subjects
+from flashmoe_science.proof.subject import (
+    KernelPromise,
+    Subject,
+    expand_sources,
+    hash_sources,
+    load_entry,
+    load_subject,
+)
+
+OPERATOR = "tests.proof.fake_operator"
+
+GOOD = f"""
+[subject]
+name = "mine"
+operator = "{OPERATOR}"
+entry_point = "my_kernel_of_test_subject:attend"
+sources = ["my_kernel_of_test_subject.py", "csrc/*.cu"]
+expected_speedup = 1.7
+
+[build]
+command = "make all"
+timeout_s = 60
+
+[launch]
+forbidden = ["*gemm*"]
+
+[[launch.kernels]]
+pattern = "*attend*"
+grid = [4, 1, 1]
+block = [384, 1, 1]
+shared_memory_bytes = 49152
+
+[[launch.kernels]]
+pattern = "*merge*"
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "kernel.toml").write_text(GOOD)
+    (tmp_path / "my_kernel_of_test_subject.py").write_text("def attend(): return 7\nversion = 3\n")
+    (tmp_path / "csrc").mkdir()
+    (tmp_path / "csrc" / "b.cu").write_text("b")
+    (tmp_path / "csrc" / "a.cu").write_text("a")
+    return tmp_path
+
+
+@pytest.fixture
+def restore_path(monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield
+    sys.modules.pop("my_kernel_of_test_subject", None)
+
+
+def test_file_becomes_a_subject(folder):
+    subject = load_subject(str(folder / "kernel.toml"))
+    assert subject == Subject(
+        name="mine",
+        operator=OPERATOR,
+        entry_point="my_kernel_of_test_subject:attend",
+        folder=folder,
+        sources=("kernel.toml", "my_kernel_of_test_subject.py", "csrc/*.cu"),
+        build_command=("make", "all"),
+        build_timeout_s=60,
+        kernels=(KernelPromise("*attend*", (4, 1, 1), (384, 1, 1), 49152), KernelPromise("*merge*")),
+        forbidden_kernels=("*gemm*",),
+        expected_speedup=1.7,
+    )
+    assert load_subject(str(folder)) == subject
+
+
+def test_subject_survives_json(folder):
+    subject = load_subject(str(folder / "kernel.toml"))
+    assert Subject.from_json(json.loads(json.dumps(subject.to_json()))) == subject
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("block = [384, 1, 1]", "block = [128]", "key launch.kernels.0.block: expected three integers, got [128]"),
+        ("[384, 1, 1]", "[384, 1, 0]", "key launch.kernels.0.block: expected three integers above 0, got [384, 1, 0]"),
+        ("[4, 1, 1]", '"4"', "key launch.kernels.0.grid: expected three integers, got '4'"),
+        ("block =", "blocks =", "key launch.kernels.0.blocks: unknown key, expected one of pattern, grid, block"),
+        ('pattern = "*merge*"', "", "key launch.kernels.1.pattern: missing, expected a pattern on the kernel's name"),
+        ("[launch]", "[lunch]", "key lunch: unknown key, expected one of subject, build, launch"),
+        ('name = "mine"', 'name = "my kernel"', "key subject.name: expected a name of letters, digits"),
+        (":attend", "", "key subject.entry_point: expected 'module:attribute', got 'my_kernel_of_test_subject'"),
+        (
+            "expected_speedup = 1.7",
+            "expected_speedup = 0",
+            "key subject.expected_speedup: expected greater than 0, got 0",
+        ),
+        ("timeout_s = 60", 'timeout_s = "long"', "key build.timeout_s: expected a valid number"),
+        ('"csrc/*.cu"', '"/usr/a.cu"', "key subject.sources.1: expected a path relative to this file, got '/usr/a.cu'"),
+        (f'operator = "{OPERATOR}"', "", "key subject.operator: missing, expected the operator that it implements"),
+        (OPERATOR, "attentoin", "key subject.operator: there is no operator called 'attentoin'"),
+        (OPERATOR, "no.such.module", "key subject.operator: there is no operator called 'no.such.module'"),
+        ("49152", "-1", "key launch.kernels.0.shared_memory_bytes: expected greater than or equal to 0, got -1"),
+        ("[subject]", "[subject", "is not valid TOML"),
+    ],
+)
+def test_wrong_file_names_key_and_expectation(folder, old, new, message):
+    path = folder / "kernel.toml"
+    assert old in GOOD
+    path.write_text(GOOD.replace(old, new, 1))
+    with pytest.raises(SubjectError) as error:
+        load_subject(str(path))
+    assert str(error.value).startswith(f"{path}: ")
+    assert message in str(error.value)
+
+
+def test_every_wrong_key_is_named(folder):
+    (folder / "kernel.toml").write_text(GOOD.replace("[384, 1, 1]", "[128]").replace("[4, 1, 1]", "[4]"))
+    with pytest.raises(SubjectError) as error:
+        load_subject(str(folder))
+    assert "kernels.0.grid" in str(error.value)
+    assert "kernels.0.block" in str(error.value)
+
+
+def test_absent_file_and_unknown_name(monkeypatch):
+    monkeypatch.setattr(subjects, "BUILTIN_OPERATORS", (OPERATOR,))
+    with pytest.raises(SubjectError, match=r"no/kernel\.toml: cannot be read: No such file"):
+        load_subject("no/kernel.toml")
+    with pytest.raises(
+        SubjectError, match=r"subject must be one of fake_attention or a kernel.toml, got 'fake_atention'"
+    ):
+        load_subject("fake_atention")
+
+
+def test_builtin_name_asks_the_operator(monkeypatch):
+    monkeypatch.setattr(subjects, "BUILTIN_OPERATORS", (OPERATOR,))
+    subject = load_subject("fake_attention")
+    assert subject.builtin
+    assert subject.operator == OPERATOR
+    assert subject.entry_point == f"{OPERATOR}:attend"
+    assert (subject.folder / "proof" / "evidence.py").is_file()
+    assert subject.devices == ("cuda", "cpu")
+
+
+def test_sources_are_expanded_and_hashed(folder):
+    subject = load_subject(str(folder))
+    names = ["kernel.toml", "my_kernel_of_test_subject.py", "csrc/a.cu", "csrc/b.cu"]
+    assert expand_sources(subject) == (names, [])
+    assert [source.path for source in hash_sources(subject)] == names
+    before = {source.path: source.sha256 for source in hash_sources(subject)}
+    (folder / "csrc" / "a.cu").write_text("other")
+    after = {source.path: source.sha256 for source in hash_sources(subject)}
+    assert [name for name in names if before[name] != after[name]] == ["csrc/a.cu"]
+
+
+def test_sources_that_match_nothing_are_named(folder):
+    (folder / "my_kernel_of_test_subject.py").unlink()
+    (folder / "csrc" / "a.cu").unlink()
+    (folder / "csrc" / "b.cu").unlink()
+    assert expand_sources(load_subject(str(folder)))[1] == ["my_kernel_of_test_subject.py", "csrc/*.cu"]
+
+
+def test_entry_is_loaded_from_the_folder_of_the_file(folder, restore_path):
+    assert load_entry(load_subject(str(folder)))() == 7
+
+
+@pytest.mark.parametrize(
+    ("attribute", "message"),
+    [
+        ("atend", r"has no attribute 'atend'\nhint: did you mean attend\?"),
+        ("version", "must be callable, got int"),
+    ],
+)
+def test_wrong_entry_point_is_explained(folder, restore_path, attribute, message):
+    (folder / "kernel.toml").write_text(GOOD.replace(":attend", f":{attribute}"))
+    with pytest.raises(SubjectError, match=message):
+        load_entry(load_subject(str(folder)))
+
+
+def test_custom_operator_is_found_beside_the_file(folder, restore_path):
+    package = folder / "operators_of_test_subject"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "mine.py").write_text("from tests.proof.fake_operator import OPERATOR\n")
+    (folder / "kernel.toml").write_text(GOOD.replace(OPERATOR, "operators_of_test_subject.mine"))
+    assert subjects.operator_of(load_subject(str(folder))).name == OPERATOR

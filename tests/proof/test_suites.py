@@ -1,0 +1,126 @@
+"""Suites: what is packaged is what was asked for, and a wrong file is told apart by file, key and what was expected."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flashmoe_science.errors import SuiteError
+from flashmoe_science.proof.suites import _SuiteFile, list_suites, load_suite
+from flashmoe_science.proof.toml_files import read_toml
+
+from .fake_operator import Problem
+
+OPERATOR = "tests.proof.fake_operator"
+
+GOOD = f"""
+name = "mine"
+operator = "{OPERATOR}"
+description = "Two shapes."
+[defaults]
+heads = 2
+head_dim = 32
+origin = "my model"
+[[cases]]
+batch = 1
+seqlen_q = 7
+[[cases]]
+name = "long"
+batch = 1
+seqlen_q = 70
+heads = 3
+origin = "my other model"
+"""
+
+
+def write(folder: Path, text: str) -> str:
+    path = folder / "mine.toml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_user_file_is_read_with_defaults_and_names(tmp_path):
+    suite = load_suite(write(tmp_path, GOOD))
+    assert (suite.name, suite.operator, suite.description) == ("mine", OPERATOR, "Two shapes.")
+    first, second = suite.cases
+    assert (first.name, first.origin, first.problem) == ("b1_h2_s7_d32_fp16", "my model", Problem(1, 2, 7, 32))
+    assert (second.name, second.origin, second.problem) == ("long", "my other model", Problem(1, 3, 70, 32))
+    assert len({case.problem for case in suite.cases}) == 2
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('description = "Two shapes."', "", "key description: missing, expected one sentence"),
+        (
+            'description = "Two shapes."',
+            'descripton = "x"',
+            "key descripton: unknown key, expected one of name, operator",
+        ),
+        ('name = "mine"', 'name = "a/b"', "key name: expected a name of letters, digits, '_', '.' and '-', got 'a/b'"),
+        (OPERATOR, "attentoin", "key operator: there is no operator called 'attentoin'"),
+        (OPERATOR, "tests.proof.builders", "must offer an object OPERATOR"),
+        ('origin = "my model"', "", "key cases.0.origin: expected where this shape comes from, got None"),
+        ("seqlen_q = 7\n", "seqlen_q = -7\n", "key cases.0: seqlen_q must be an integer above 0, got -7"),
+        ("seqlen_q = 7\n", "seqlen = 7\n", "key cases.0: case must have batch, heads, seqlen_q and head_dim"),
+        ('name = "long"', 'name = "b1_h2_s7_d32_fp16"', "key cases.1: the name 'b1_h2_s7_d32_fp16' is taken"),
+        ('name = "long"', "name = 3", "key cases.1.name: expected a text, got 3"),
+        ("[[cases]]", "[cases", "is not valid TOML"),
+    ],
+)
+def test_wrong_file_names_key_and_expectation(tmp_path, old, new, message):
+    path = write(tmp_path, GOOD.replace(old, new, 1))
+    with pytest.raises(SuiteError) as error:
+        load_suite(path)
+    assert str(error.value).startswith(f"{path}: ")
+    assert message in str(error.value)
+    assert "\nhint: " in str(error.value)
+
+
+def test_file_without_cases(tmp_path):
+    with pytest.raises(SuiteError, match=r"key cases: missing, expected a list of tables \[\[cases\]\]"):
+        load_suite(write(tmp_path, GOOD.partition("[[cases]]")[0]))
+
+
+def test_unknown_name_lists_what_there_is():
+    with pytest.raises(
+        SuiteError, match=r"suite must be one of seed, standard or a file, got 'sead'\nhint: did you mean"
+    ):
+        load_suite("sead")
+
+
+def test_absent_file():
+    with pytest.raises(SuiteError, match=r"no/such.toml: cannot be read: No such file"):
+        load_suite("no/such.toml")
+
+
+def expand(name):
+    file = read_toml(list_suites()[name], _SuiteFile, SuiteError)
+    return [{**file.defaults, **case} for case in file.cases]
+
+
+def test_seed_is_the_thirteen_shapes():
+    shapes = [(c["batch"], c["heads"], c["seqlen_q"], c["head_dim"]) for c in expand("seed")]
+    small = [(1, 1, s, 64) for s in (32, 64, 65, 128, 192, 256, 512)]
+    assert shapes == [(1, 1, 4, 4), *small, *((b, h, 128, 64) for b, h in ((2, 4), (4, 1), (1, 4), (4, 4), (8, 4)))]
+    assert {(c["dtype"], c["causal"]) for c in expand("seed")} == {("fp16", False)}
+
+
+def test_standard_is_the_grid_of_16k_tokens():
+    cases = expand("standard")
+    assert len(cases) == 36
+    assert {c["batch"] * c["seqlen_q"] for c in cases} == {16384}
+    assert {(c["head_dim"], c["heads"]) for c in cases} == {(64, 32), (128, 16), (256, 8)}
+    assert {c["seqlen_q"] for c in cases} == {512, 1024, 2048, 4096, 8192, 16384}
+    assert {c["causal"] for c in cases} == {False, True}
+    assert {c["dtype"] for c in cases} == {"bf16"}
+    assert len({(c["head_dim"], c["seqlen_q"], c["causal"]) for c in cases}) == 36
+
+
+@pytest.mark.parametrize("name", ["seed", "standard"])
+def test_packaged_suite_loads_with_an_origin_everywhere(name):
+    pytest.importorskip("flashmoe_science.attention.operator")
+    suite = load_suite(name)
+    assert suite.name == name
+    assert all(case.origin for case in suite.cases)
