@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -23,12 +24,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    share_cores()
     folder = config.getoption("--gpu-record")
     if folder is None:
         return
     if not torch.cuda.is_available():
         raise pytest.UsageError("--gpu-record needs a GPU, and torch sees none\nhint: `flashmoe doctor` says more")
     config.pluginmanager.register(GpuRecord(config.rootpath / folder, describe_environment), "gpu-record")
+
+
+def share_cores() -> None:
+    """Let parallel test processes, and what they start, use no more threads together than there are cores."""
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    if workers > 1:
+        threads = max(1, (os.cpu_count() or 1) // workers)
+        torch.set_num_threads(threads)
+        os.environ.setdefault("OMP_NUM_THREADS", str(threads))
 
 
 def describe_environment() -> dict[str, Any]:
