@@ -57,5 +57,5 @@ clean: ## remove the environment, caches and build output
 
 env-proof env-dev env-docs: env-%:
 ifneq ($(ENV),off)
-	@$(PYTHON) tools/setup_env.py --folder $(VENV) $*
+	@$(PYTHON) tools/setup_env.py --folder $(VENV) $(if $(filter dev,$*),proof) $*
 endif
