@@ -8,6 +8,7 @@ VENV ?= .venv
 ENV ?= on
 ARGS ?=
 WORKERS ?= auto
+GPU_RECORD ?= evidence/gpu-tests
 
 ifeq ($(ENV),off)
 RUN := PYTHONPATH=src$(if $(PYTHONPATH),:$(PYTHONPATH)) $(PYTHON)
@@ -33,7 +34,7 @@ test-triton: env-dev ## run the tests that compile or interpret kernels, for ano
 	$(TEST) $(CPU_TESTS) -m "triton and not gpu" $(ARGS)
 
 test-gpu: env-dev ## run the tests that need a GPU and leave a record in evidence/gpu-tests/
-	$(TEST) -m gpu --gpu-record evidence/gpu-tests $(ARGS)
+	$(TEST) -m gpu --gpu-record $(GPU_RECORD) $(ARGS)
 
 lint: env-dev ## check the code with ruff
 	$(RUN) -m ruff check .
