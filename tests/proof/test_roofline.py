@@ -1,0 +1,65 @@
+"""No time below the hardware's limits is believed, and no possible time is called impossible."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from flashmoe_science.gpu.specs import find_gpu
+from flashmoe_science.proof.evidence import Gpu, Work
+from flashmoe_science.proof.roofline import fewest_seconds, known_spec
+
+from .builders import H200, build_case
+
+H200_SPEC = find_gpu("H200")
+
+
+def _case(*, flops=0.0, size=0.0, peak="fp16", sets=1, set_bytes=0):
+    case = build_case("case", np.random.default_rng(0))
+    work = Work(flops=flops, bytes=size, tokens=1, peak=peak)
+    return case.model_copy(update={"work": work, "input_sets": sets, "input_set_bytes": set_bytes})
+
+
+def test_operations_take_their_time_at_the_highest_clock():
+    flops = H200_SPEC.peak_tflops["fp16"] * 1e12  # of one second at the boost clock
+    expected = H200_SPEC.boost_sm_clock_mhz / H200_SPEC.max_sm_clock_mhz
+    assert fewest_seconds(_case(flops=flops), "graph", H200, "cold") == pytest.approx(expected)
+    faster = H200.model_copy(update={"max_sm_clock_mhz": 2 * H200_SPEC.max_sm_clock_mhz})
+    assert fewest_seconds(_case(flops=flops), "graph", faster, "cold") == pytest.approx(expected / 2)
+
+
+def _bound(case, kind="kernel", cache="cold"):
+    found = fewest_seconds(case, kind, H200, cache)
+    assert found is not None
+    return found
+
+
+def test_a_slower_peak_allows_more_time_and_an_unknown_one_counts_as_the_highest():
+    fp32, fp16, unknown = (_bound(_case(flops=1e15, peak=peak)) for peak in ("fp32", "fp16", ""))
+    assert fp32 == pytest.approx(fp16 * H200_SPEC.peak_tflops["fp16"] / H200_SPEC.peak_tflops["fp32"])
+    assert unknown == pytest.approx(fp16)
+
+
+def test_with_a_flushed_cache_every_input_byte_comes_from_memory():
+    case = _case(size=40e6, sets=10, set_bytes=10 * 30_000_000)  # 30 MB in, 10 MB out
+    assert fewest_seconds(case, "kernel", H200, "cold") == pytest.approx(30e6 / H200_SPEC.bandwidth_bytes_per_s)
+
+
+def test_rotating_inputs_may_stay_in_l2_as_far_as_they_fit():
+    twice = _case(size=1e6, sets=100, set_bytes=2 * H200.l2_bytes)
+    inputs = 2 * H200.l2_bytes / 100
+    for kind, cache in (("graph", "cold"), ("wall", "cold"), ("kernel", "rotating")):
+        assert _bound(twice, kind, cache) == pytest.approx(min(1e6, inputs) / 2 / H200_SPEC.bandwidth_bytes_per_s)
+    assert fewest_seconds(_case(size=1e6, sets=4, set_bytes=4_000_000), "graph", H200, "cold") == 0
+
+
+def test_without_known_inputs_only_what_exceeds_l2_counts():
+    case = _case(size=H200.l2_bytes + 48e6)
+    assert fewest_seconds(case, "kernel", H200, "cold") == pytest.approx(48e6 / H200_SPEC.bandwidth_bytes_per_s)
+
+
+@pytest.mark.parametrize(("name", "arch", "sms"), [("NVIDIA L40S", 89, 142), ("NVIDIA Unknown", 90, 132)])
+def test_a_card_whose_limits_are_not_known_has_no_bound(name, arch, sms):
+    gpu = Gpu(name=name, arch=arch, sms=sms, l2_bytes=1, memory_bytes=1)
+    assert known_spec(gpu) is None
+    assert fewest_seconds(_case(flops=1e15), "graph", gpu, "cold") is None
