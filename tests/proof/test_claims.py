@@ -1,0 +1,140 @@
+"""Claim files are read or refused with file, key, expected and got; evidence is found by what it is about."""
+
+from __future__ import annotations
+
+import pytest
+
+from flashmoe_science.errors import ClaimError
+from flashmoe_science.proof.claims import Claim, find_evidence, load_claims, why_not
+
+from .builders import L4, build_record
+
+GOOD = """
+[[claim]]
+id = "seed-graph"
+sentence = "At least twice as fast as SDPA in each case."
+subject = "flash_attention"
+baseline = "sdpa"
+suite = "seed"
+metric = "graph"
+factor = 2.0
+gpu = "H200"
+scope = "each case"
+"""
+
+
+def _write(folder, text, name="speed.toml"):
+    (folder / name).write_text(text)
+    return folder
+
+
+def _claim(tmp_path, text=GOOD) -> Claim:
+    return load_claims(_write(tmp_path, text))[0]
+
+
+def test_a_claim_is_read_with_all_its_keys(tmp_path):
+    claim = _claim(tmp_path, GOOD + 'evidence = "evidence/a.json"\n')
+    assert (claim.id, claim.factor, claim.baseline) == ("seed-graph", 2.0, ("sdpa",))
+    assert claim.evidence == ("evidence/a.json",)
+    assert claim.describe() == ("flash_attention at least 2x as fast as sdpa, graph time, in each case of seed, H200")
+
+
+def test_a_list_of_baselines_means_the_fastest_of_them(tmp_path):
+    claim = _claim(tmp_path, GOOD.replace('"sdpa"', '["cudnn", "fa3"]'))
+    assert claim.baseline == ("cudnn", "fa3")
+    assert "the fastest of cudnn, fa3" in claim.describe()
+
+
+def test_claims_come_by_file_and_then_in_their_order(tmp_path):
+    _write(tmp_path, GOOD.replace("seed-graph", "z") + GOOD.replace("seed-graph", "y"), "b.toml")
+    _write(tmp_path, GOOD, "a.toml")
+    _write(tmp_path, "not a claim", "readme.md")
+    assert [claim.id for claim in load_claims(tmp_path)] == ["seed-graph", "z", "y"]
+
+
+def test_a_folder_without_claims_has_none(tmp_path):
+    assert load_claims(tmp_path / "claims") == []
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        ('gpu = "H200"\n', "", "key claim.0.gpu: missing, expected a part of the GPU's name"),
+        ("factor = 2.0", "factor = -1", "key claim.0.factor: expected greater than 0, got -1"),
+        ("factor = 2.0", 'factor = "2"', "key claim.0.factor: expected a valid number, got '2'"),
+        ("factor = 2.0", "factor = nan", "key claim.0.factor: expected a finite number, got nan"),
+        ('"graph"', '"cuda"', "key claim.0.metric: expected 'kernel', 'graph' or 'wall', got 'cuda'"),
+        ('"each case"', '"mean"', "key claim.0.scope: expected 'each case' or 'geometric mean', got 'mean'"),
+        ('"sdpa"', "[]", "key claim.0.baseline: expected a name or a list of different names, got []"),
+        ('"sdpa"', '["a", "a"]', "key claim.0.baseline: expected different names, got ['a', 'a']"),
+        ('"sdpa"', "3", "key claim.0.baseline: expected a name or a list of different names, got 3"),
+        ("suite =", "suit =", "key claim.0.suit: unknown key, expected one of id, sentence"),
+        ('"seed-graph"', '"Seed graph"', "key claim.0.id: expected an id of lower-case letters"),
+        ("[[claim]]", "[claim]", "key claim: expected tables [[claim]], with two brackets"),
+        ("[[claim]]", "[[claims]]", "key claim: missing, expected one table [[claim]] or more"),
+        ('"seed-graph"', '"seed-graph', "is not valid TOML"),
+    ],
+)
+def test_a_wrong_file_is_refused_with_file_key_expected_and_got(tmp_path, before, after, message):
+    with pytest.raises(ClaimError) as caught:
+        load_claims(_write(tmp_path, GOOD.replace(before, after)))
+    assert f"{tmp_path / 'speed.toml'}: {message}" in str(caught.value)
+    assert "docs/claims.md" in caught.value.hint
+
+
+def test_two_claims_with_one_id_are_refused_and_both_files_named(tmp_path):
+    _write(tmp_path, GOOD, "a.toml")
+    with pytest.raises(ClaimError, match=r"b\.toml: key claim\.id: .* got 'seed-graph', as in .*a\.toml"):
+        load_claims(_write(tmp_path, GOOD, "b.toml"))
+
+
+# Evidence
+
+
+def test_the_newest_complete_record_is_the_evidence(tmp_path):
+    records = {
+        "evidence/old.json": build_record(day=1),
+        "evidence/new.json": build_record(day=2),
+        "evidence/newest.json": build_record(day=3, complete=False),
+    }
+    assert list(find_evidence(_claim(tmp_path), records)) == ["evidence/new.json"]
+
+
+def test_without_a_complete_record_the_newest_incomplete_one_is_the_evidence(tmp_path):
+    records = {name: build_record(day=day, complete=False) for day, name in enumerate(["a", "b"])}
+    assert list(find_evidence(_claim(tmp_path), records)) == ["b"]
+
+
+@pytest.mark.parametrize(
+    ("other", "reason"),
+    [
+        ({"subject": "other"}, "of subject other"),
+        ({"suite": "standard"}, "of suite standard"),
+        ({"gpu": L4}, "of NVIDIA L4, the claim of H200"),
+        ({"gpu": None}, "a machine with no GPU"),
+        ({"times": ("kernel",)}, "no graph times"),
+        ({"baselines": {"fa2": 1.0}}, "not asked for baseline sdpa"),
+    ],
+)
+def test_a_record_about_something_else_is_no_evidence(tmp_path, other, reason):
+    claim, record = _claim(tmp_path), build_record(**other)
+    assert reason in (why_not(claim, record) or "")
+    assert find_evidence(claim, {"evidence/a.json": record}) == {}
+
+
+def test_a_gpu_is_matched_by_a_part_of_its_name_in_any_case(tmp_path):
+    claim = _claim(tmp_path, GOOD.replace("H200", "nvidia h200"))
+    assert why_not(claim, build_record()) is None
+
+
+@pytest.mark.parametrize("key", ["path", "id"])
+def test_a_pinned_record_is_the_evidence_however_old(tmp_path, key):
+    records = {"evidence/old.json": build_record(day=1), "evidence/new.json": build_record(day=2)}
+    pin = "evidence/old.json" if key == "path" else records["evidence/old.json"].id
+    assert list(find_evidence(_claim(tmp_path, f'{GOOD}evidence = ["{pin}"]\n'), records)) == ["evidence/old.json"]
+
+
+def test_a_pinned_record_that_is_not_there_is_an_error(tmp_path):
+    claim = _claim(tmp_path, GOOD + 'evidence = "evidence/gone.json"\n')
+    with pytest.raises(ClaimError, match=r"claim seed-graph: key evidence: .* got 'evidence/gone\.json'"):
+        find_evidence(claim, {"evidence/a.json": build_record()})
