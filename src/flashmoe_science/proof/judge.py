@@ -1,0 +1,375 @@
+"""Evidence and a claim in, a verdict with its reason out. The rules are in ``docs/claims.md``.
+
+A verdict is never rounded up: whatever is missing, too noisy or not checked leaves a claim inconclusive, and a control
+that failed makes a run invalid whatever it shows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from enum import Enum
+from functools import partial
+from statistics import median
+from typing import Any
+
+from pydantic import Field
+
+from .claims import Claim, why_not
+from .evidence import GATE_NAMES, CaseRecord, GateStatus, Model, Record, TimeKind
+from .roofline import fewest_seconds, known_spec
+from .statistics import (
+    Interval,
+    clustered_interval,
+    clustered_smallest_effect,
+    family_intervals,
+    interval,
+    log_ratios,
+    processes_needed,
+    suite_interval,
+)
+
+FEWEST_PROCESSES = 3  # for a claim
+FEWEST_ROUNDS = 30  # for a claim, over all processes
+
+_SHOWN = 3  # cases that a reason lists
+
+Problem = Mapping[str, Any]  # an operator's own description of one call
+
+_Process = tuple[int, int]  # which of the case's ``rounds``, and which process there
+_Groups = Mapping[_Process, Sequence[float]]
+
+
+class VerdictStatus(str, Enum):
+    """What the evidence says of a claim."""
+
+    DEMONSTRATED = "demonstrated"
+    REFUTED = "refuted"
+    INCONCLUSIVE = "inconclusive"
+    ASSERTED = "asserted"  # there is no evidence
+    INVALID = "invalid"  # a control failed, or a number is impossible
+
+
+class CaseVerdict(Model):
+    """The verdict on one case. A speedup is the baseline's time divided by the subject's."""
+
+    name: str
+    status: VerdictStatus
+    reason: str
+    baseline: str = ""  # the one that decides: of several, the fastest
+    interval: Interval | None = None  # of the speedup; None where nothing was measured
+    smallest_effect: float | None = None  # that the case's rounds could see, as a share: 0.01 is 1 %
+    rounds_needed: int | None = None  # still needed when open; None: more rounds would not decide
+
+
+class Control(Model):
+    """How the second copy of the first baseline compared with the first."""
+
+    passed: bool
+    reason: str
+    ratios: dict[str, Interval] = Field(default_factory=dict)  # case -> copy / original; together they hold at 95 %
+    biases: dict[str, float] = Field(default_factory=dict)  # case -> size of its log-ratio where one shows, else 0
+
+
+class Verdict(Model):
+    """The verdict on one claim."""
+
+    claim: Claim
+    status: VerdictStatus
+    reason: str
+    record: str | None = None  # id of the run that decided
+    evidence: str | None = None  # its file, from the repository's root
+    gate_failed: str | None = None
+    cases: list[CaseVerdict] = Field(default_factory=list)
+    geometric_mean: Interval | None = None  # of the speedups, beside the cases
+    control: Control | None = None
+
+
+def judge(
+    claim: Claim, record: Record | None, *, suite: Mapping[str, Problem] | None = None, notes: Sequence[str] = ()
+) -> Verdict:
+    """Return the verdict on ``claim`` by the evidence of ``record``.
+
+    Args:
+        claim: What is claimed.
+        record: The run that decides, or None for no evidence.
+        suite: The suite's cases as they are now, by name; one that the record lacks leaves the claim inconclusive.
+            None: not known.
+        notes: Said at the end of the reason, e.g. that sources changed since.
+    """
+    if record is None:
+        reason = f"there is no evidence: no record shows {claim.describe()}"
+        return Verdict(claim=claim, status=VerdictStatus.ASSERTED, reason=reason)
+
+    said = [*_notes_on(record), *notes]
+    verdict = partial(Verdict, claim=claim, record=record.id)
+    failed = next((gate for gate in record.gates if gate.status is GateStatus.FAILED), None)
+    if failed:
+        reason = _sentence(f"gate {failed.name} failed: {failed.summary}", said)
+        return verdict(status=VerdictStatus.INCONCLUSIVE, reason=reason, gate_failed=failed.name)
+    if mismatch := why_not(claim, record):
+        return verdict(status=VerdictStatus.INCONCLUSIVE, reason=_sentence(mismatch, said))
+    if impossible := _impossible_time(claim, record):
+        return verdict(status=VerdictStatus.INVALID, reason=_sentence(impossible, said))
+    control = check_control(record, claim.metric)
+    if not control.passed:
+        return verdict(status=VerdictStatus.INVALID, reason=_sentence(control.reason, said), control=control)
+
+    judged = [_judge_case(claim, case, control) for case in record.cases]
+    cases = [case for case, _ in judged]
+    mean = _geometric_mean({case.name: groups for case, groups in judged}, control)
+    status, reason = _over_cases(claim, cases) if claim.scope == "each case" else _over_mean(claim, cases, mean)
+    if status is VerdictStatus.DEMONSTRATED and (gap := _gap(record, suite or {})):
+        status, reason = VerdictStatus.INCONCLUSIVE, f"{gap}; of what was measured, {reason}"
+    return verdict(status=status, reason=_sentence(reason, said), cases=cases, geometric_mean=mean, control=control)
+
+
+def check_control(record: Record, metric: TimeKind) -> Control:
+    """Compare the second copy of the first baseline with the first, in all cases of ``record`` that have enough rounds.
+
+    The intervals hold together: with 13 cases, 13 intervals of 95 % each would fail half of all sound runs.
+    """
+    compared: dict[str, _Groups] = {}
+    for case in record.cases:
+        copy = next((arm.name for arm in case.arms if arm.role == "control" and arm.status == "measured"), None)
+        groups = paired_log_ratios(case, metric, copy, copy.rpartition("#")[0]) if copy else {}
+        if not _too_few(groups):
+            compared[case.name] = groups
+    if not compared:
+        return Control(passed=True, reason="no case has a control with enough rounds")
+    family = family_intervals([list(groups.values()) for groups in compared.values()])
+    ratios = {name: found.exp() for name, found in zip(compared, family, strict=True)}
+    biases = {name: _shown_bias(groups) for name, groups in compared.items()}
+    failed = [f"{name} {_shown(ratio)}" for name, ratio in ratios.items() if not ratio.contains(1.0)]
+    reason = f"the control held in {len(ratios)} of {len(record.cases)} cases"
+    if failed:
+        reason = (
+            f"the control failed in {len(failed)} of {len(ratios)} cases, so nothing else counts: "
+            f"a second copy of the baseline took other times than the first: {_listed(failed)}"
+        )
+    return Control(passed=not failed, reason=reason, ratios=ratios, biases=biases)
+
+
+def paired_log_ratios(case: CaseRecord, metric: TimeKind, above: str, below: str) -> _Groups:
+    """Return the log-ratios of two arms' times, by process."""
+    groups: dict[_Process, list[float]] = {}
+    for index, rounds in enumerate(case.rounds):
+        columns = rounds.seconds.get(metric, {})
+        if above in columns and below in columns:
+            for process, value in zip(rounds.process, log_ratios(columns[above], columns[below]), strict=True):
+                groups.setdefault((index, process), []).append(value)
+    return groups
+
+
+def exit_code(verdicts: Iterable[Verdict]) -> int:
+    """Return 0 when all hold, 1 when one is refuted, 3 when a gate failed, else 4: open, or nothing to judge."""
+    verdicts = list(verdicts)
+    if any(verdict.status is VerdictStatus.REFUTED for verdict in verdicts):
+        return 1
+    if any(verdict.gate_failed for verdict in verdicts):
+        return 3
+    return 0 if verdicts and all(verdict.status is VerdictStatus.DEMONSTRATED for verdict in verdicts) else 4
+
+
+def _judge_case(claim: Claim, case: CaseRecord, control: Control) -> tuple[CaseVerdict, _Groups | None]:
+    """Return the verdict on one case, and the values of the baseline that decides it where there are enough."""
+    open_because = partial(CaseVerdict, name=case.name, status=VerdictStatus.INCONCLUSIVE)
+    if reason := _unmeasured(claim, case):
+        return open_because(reason=reason), None
+    rivals = [arm.name for arm in case.arms if arm.name in claim.baseline and arm.status == "measured"]
+    compared = {rival: paired_log_ratios(case, claim.metric, rival, claim.subject) for rival in rivals}
+    if reason := next(filter(None, map(_too_few, compared.values())), None):
+        return open_because(reason=reason), None
+    if case.name not in control.biases:
+        return open_because(reason="it has no control: the baseline has no second copy with enough rounds"), None
+
+    bias = control.biases[case.name]
+    intervals = {name: clustered_interval(list(groups.values())) for name, groups in compared.items()}
+    fastest = min(intervals, key=lambda name: intervals[name].estimate)
+    found = _against_all(intervals.values()).widened(bias)
+    verdict = _weigh(claim, case.name, found, list(compared[fastest].values()), bias)
+    skipped = [f"{name} does not serve it" for name in claim.baseline if name not in rivals]
+    reason = "; ".join([f"{_shown(found.exp())} against {fastest}{verdict.reason}", *skipped])
+    return verdict.model_copy(update={"baseline": fastest, "reason": reason}), compared[fastest]
+
+
+def _weigh(claim: Claim, name: str, found: Interval, groups: Sequence[Sequence[float]], bias: float) -> CaseVerdict:
+    """Set an interval of the log-speedup against the factor; an open case learns what it lacks."""
+    verdict = partial(CaseVerdict, name=name, interval=found.exp())
+    target = math.log(claim.factor)
+    if found.low >= target:
+        return verdict(status=VerdictStatus.DEMONSTRATED, reason="")
+    if found.high < target:
+        return verdict(status=VerdictStatus.REFUTED, reason="")
+
+    rounds = sum(len(group) for group in groups)
+    smallest = math.expm1(clustered_smallest_effect(groups) + bias)
+    effect = abs(found.estimate - target) - bias
+    processes = processes_needed(groups, effect) if effect > 0 else None
+    lacking = f": {claim.factor:g}x lies inside; {rounds} rounds in {len(groups)} processes see {smallest:.2%}"
+    if processes is None:
+        return verdict(
+            status=VerdictStatus.INCONCLUSIVE,
+            reason=f"{lacking}, and no number of rounds would decide a difference this small",
+            smallest_effect=smallest,
+        )
+    # With the chance that sizes a run (80 %), this one might have decided; a further process is the least to add.
+    more = max(1, processes - len(groups))
+    needed = math.ceil(more * rounds / len(groups))
+    return verdict(
+        status=VerdictStatus.INCONCLUSIVE,
+        reason=f"{lacking}; about {needed} rounds more, in {more} further processes, would decide",
+        smallest_effect=smallest,
+        rounds_needed=needed,
+    )
+
+
+def _unmeasured(claim: Claim, case: CaseRecord) -> str | None:
+    """Return why the case has no times to compare, or None. Of several baselines, one may not serve the problem."""
+    if case.correct is not True:
+        return "its correctness was not shown"
+    arms = {arm.name: arm for arm in case.arms}
+    some_measured = any(name in arms and arms[name].status == "measured" for name in claim.baseline)
+    for name in (claim.subject, *claim.baseline):
+        if name not in arms:
+            return f"{name} was not measured"
+        arm = arms[name]
+        refused = arm.status == "refused" and arm.role != "subject" and some_measured
+        if arm.status != "measured" and not refused:
+            return f"{name} was not measured: {arm.status}{', ' + arm.reason if arm.reason else ''}"
+    return None
+
+
+def _too_few(groups: _Groups) -> str | None:
+    """Return why these rounds do not suffice for a claim, or None."""
+    rounds = sum(len(values) for values in groups.values())
+    if len(groups) >= FEWEST_PROCESSES and rounds >= FEWEST_ROUNDS:
+        return None
+    return (
+        f"it has {rounds} rounds in {len(groups)} processes, "
+        f"expected at least {FEWEST_ROUNDS} rounds in {FEWEST_PROCESSES} processes"
+    )
+
+
+def _shown_bias(groups: _Groups) -> float:
+    """Return the size of the control's log-ratio where its own 95 % interval over rounds excludes zero, else 0."""
+    found = interval([value for values in groups.values() for value in values])
+    return 0.0 if found.contains(0.0) else abs(found.estimate)
+
+
+def _against_all(intervals: Iterable[Interval]) -> Interval:
+    """Return the interval of the least of several speedups: against the fastest baseline, whichever it is.
+
+    To be at least c times as fast as the fastest is to be so against every one. So the lowest lower end decides a win,
+    with no correction for choosing, and the lowest upper end a loss.
+    """
+    intervals = list(intervals)
+    low, high = min(found.low for found in intervals), min(found.high for found in intervals)
+    estimate = min(found.estimate for found in intervals)
+    return Interval(estimate, low, high, min(found.n for found in intervals))
+
+
+def _geometric_mean(cases: Mapping[str, _Groups | None], control: Control) -> Interval | None:
+    """Return the geometric mean of the speedups; None where a case has none, or is the only one."""
+    measured = {name: groups for name, groups in cases.items() if groups}
+    if len(measured) < max(2, len(cases)):
+        return None
+    processes = sorted({process for groups in measured.values() for process in groups})
+    table = [[groups.get(process, []) for process in processes] for groups in measured.values()]
+    bias = sum(control.biases[name] for name in measured) / len(measured)
+    return suite_interval(table).widened(bias).exp()
+
+
+def _over_cases(claim: Claim, cases: Sequence[CaseVerdict]) -> tuple[VerdictStatus, str]:
+    """Return the verdict on a claim about each case."""
+    refuted = [case for case in cases if case.status is VerdictStatus.REFUTED]
+    if refuted:
+        what = f"{len(refuted)} of {len(cases)} cases are below {claim.factor:g}x"
+        return VerdictStatus.REFUTED, f"{what}: {_listed(f'{case.name} {case.reason}' for case in refuted)}"
+    undecided = [case for case in cases if case.status is not VerdictStatus.DEMONSTRATED]
+    if undecided:
+        what = f"{len(undecided)} of {len(cases)} cases are open"
+        return VerdictStatus.INCONCLUSIVE, f"{what}: {_listed(f'{case.name} {case.reason}' for case in undecided)}"
+    lowest = min(cases, key=lambda case: case.interval.low if case.interval else math.inf)
+    what = f"every one of {len(cases)} cases is at least {claim.factor:g}x"
+    return VerdictStatus.DEMONSTRATED, f"{what}; the lowest is {lowest.name}, {lowest.reason}"
+
+
+def _over_mean(claim: Claim, cases: Sequence[CaseVerdict], mean: Interval | None) -> tuple[VerdictStatus, str]:
+    """Return the verdict on a claim about the geometric mean."""
+    unmeasured = [f"{case.name} {case.reason}" for case in cases if case.interval is None]
+    if unmeasured:
+        what = f"{len(unmeasured)} of {len(cases)} cases have no speedup"
+        return VerdictStatus.INCONCLUSIVE, f"{what}: {_listed(unmeasured)}"
+    if mean is None:
+        return VerdictStatus.INCONCLUSIVE, f"a mean over {len(cases)} cases says nothing of cases like these"
+    what = f"the geometric mean over {len(cases)} cases is {_shown(mean)}"
+    if mean.low >= claim.factor:
+        return VerdictStatus.DEMONSTRATED, what
+    if mean.high < claim.factor:
+        return VerdictStatus.REFUTED, what
+    seen = max(mean.high / mean.estimate, mean.estimate / mean.low) - 1
+    return VerdictStatus.INCONCLUSIVE, f"{what}: {claim.factor:g}x lies inside; these cases and rounds see {seen:.2%}"
+
+
+def _gap(record: Record, suite: Mapping[str, Problem]) -> str | None:
+    """Return what keeps a record from demonstrating anything, or None."""
+    if not record.complete:
+        return f"the run is incomplete: {record.incomplete_reason or 'no reason recorded'}"
+    for name in GATE_NAMES:
+        gate = record.gate(name)
+        if gate is None or gate.status is not GateStatus.PASSED:
+            return f"gate {name} did not pass: {gate.status.value + ', ' + gate.summary if gate else 'not recorded'}"
+    recorded = {case.name: case.problem for case in record.cases}
+    if absent := [name for name, problem in suite.items() if recorded.get(name) != problem]:
+        return f"the suite has cases that the record lacks or has other problems for: {_listed(absent)}"
+    return None
+
+
+def _impossible_time(claim: Claim, record: Record) -> str | None:
+    """Return which time cannot be, or None."""
+    for case in record.cases:
+        for rounds in case.rounds:
+            for arm, column in rounds.seconds.get(claim.metric, {}).items():
+                wrong = next((s for s in column if not (math.isfinite(s) and s > 0)), None)
+                if wrong is not None:
+                    return f"case {case.name} has an impossible {claim.metric} time: {arm} took {wrong} s"
+                if arm.partition("#")[0] in (claim.subject, *claim.baseline) and (
+                    beaten := _beaten(record, case, claim, column)
+                ):
+                    return f"case {case.name} has an impossible {claim.metric} time: {arm} took {beaten}"
+    return None
+
+
+def _beaten(record: Record, case: CaseRecord, claim: Claim, column: Sequence[float]) -> str | None:
+    """Return by how much the median of ``column`` is below what the hardware allows, or None."""
+    assert record.environment.gpu is not None  # why_not saw to it
+    fewest = fewest_seconds(case, claim.metric, record.environment.gpu, record.settings.cache)
+    if fewest is None or not column or median(column) >= fewest:
+        return None
+    return f"{median(column) * 1e6:.3g} us, and no kernel can take less than {fewest * 1e6:.3g} us on this GPU"
+
+
+def _notes_on(record: Record) -> list[str]:
+    """Return what a reader of any verdict on ``record`` has to know."""
+    notes = []
+    gpu = record.environment.gpu
+    if gpu is not None and known_spec(gpu) is None:
+        notes.append(f"impossible times were not looked for: the limits of {gpu.name} are not known")
+    if record.environment.dirty:
+        notes.append("the tree that ran had uncommitted changes")
+    return notes
+
+
+def _sentence(reason: str, notes: Sequence[str]) -> str:
+    return "; ".join([reason, *notes])
+
+
+def _shown(ratio: Interval) -> str:
+    return f"{ratio.estimate:.3f}x ({ratio.low:.3f} to {ratio.high:.3f})"
+
+
+def _listed(texts: Iterable[str]) -> str:
+    texts = list(texts)
+    more = f"; and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
+    return "; ".join(texts[:_SHOWN]) + more

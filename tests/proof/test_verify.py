@@ -1,0 +1,226 @@
+"""A repository's claims are judged from its own evidence, and what changed since is said."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+
+import pytest
+
+from flashmoe_science.errors import ClaimError, EvidenceError, SuiteError
+from flashmoe_science.proof.evidence import SourceFile, SubjectInfo, write_record
+from flashmoe_science.proof.judge import VerdictStatus
+from flashmoe_science.proof.subject import PACKAGE_FOLDER
+from flashmoe_science.proof.verify import read_records, source_changes, verify_claims
+
+from .builders import build_gates, build_record
+
+CLAIM = """
+[[claim]]
+id = "{id}"
+sentence = "At least {factor} times as fast as SDPA in each case."
+subject = "flash_attention"
+baseline = "sdpa"
+suite = "mine"
+metric = "graph"
+factor = {factor}
+gpu = "H200"
+scope = "each case"
+"""
+
+SUITE = """
+name = "mine"
+operator = "tests.proof.fake_operator"
+description = "The shape of the made-up records."
+[defaults]
+origin = "made up"
+batch = 1
+heads = 16
+seqlen_q = 512
+head_dim = 64
+[[cases]]
+name = "case0"
+[[cases]]
+name = "case1"
+"""
+
+
+class Repository:
+    """A repository in a temporary folder."""
+
+    def __init__(self, root):
+        self.root = root
+        for folder in ("claims", "evidence", "suites"):
+            (root / folder).mkdir()
+        (root / "suites" / "mine.toml").write_text(SUITE)
+
+    def claim(self, factor=2.0, more="", name="a"):
+        (self.root / "claims" / f"{name}.toml").write_text(CLAIM.format(id=name, factor=factor) + more)
+
+    def record(self, name="run", **model):
+        record = build_record(**{"suite": "mine", "speedups": [2.5, 2.6], **model})
+        write_record(record, self.root / "evidence" / f"{name}.json")
+        return record
+
+    def verdict(self):
+        (verdict,) = verify_claims(self.root)
+        return verdict
+
+
+@pytest.fixture
+def repository(tmp_path):
+    return Repository(tmp_path)
+
+
+def test_a_claim_with_evidence_is_judged_and_its_file_named(repository):
+    repository.claim()
+    record = repository.record()
+    verdict = repository.verdict()
+    assert verdict.status is VerdictStatus.DEMONSTRATED
+    assert (verdict.record, verdict.evidence) == (record.id, "evidence/run.json")
+    assert ";" not in verdict.reason.partition("the lowest is")[2]  # nothing to add
+
+
+def test_a_claim_without_evidence_is_asserted(repository):
+    repository.claim()
+    assert repository.verdict().status is VerdictStatus.ASSERTED
+
+
+def test_a_repository_without_claims_has_no_verdicts(tmp_path):
+    assert verify_claims(tmp_path) == []
+
+
+def test_a_case_that_the_suite_gained_leaves_the_claim_open(repository):
+    repository.claim()
+    repository.record(speedups=[2.5])
+    verdict = repository.verdict()
+    assert verdict.status is VerdictStatus.INCONCLUSIVE
+    assert "the suite has cases that the record lacks or has other problems for: case1" in verdict.reason
+
+
+def test_a_case_that_became_another_problem_leaves_the_claim_open(repository):
+    repository.claim()
+    repository.record()
+    (repository.root / "suites" / "mine.toml").write_text(SUITE + "seqlen_q = 4096\n")
+    assert "case1" in repository.verdict().reason
+    assert repository.verdict().status is VerdictStatus.INCONCLUSIVE
+
+
+def test_a_suite_that_is_not_known_here_is_said(repository):
+    repository.claim()
+    repository.record()
+    (repository.root / "suites" / "mine.toml").unlink()
+    verdict = repository.verdict()
+    assert verdict.status is VerdictStatus.DEMONSTRATED
+    assert "suite mine is not known here" in verdict.reason
+
+
+def test_a_suite_file_that_is_wrong_is_an_error_and_not_an_unknown_suite(repository):
+    repository.claim()
+    repository.record()
+    (repository.root / "suites" / "mine.toml").write_text("name = 3")
+    with pytest.raises(SuiteError, match="key name"):
+        repository.verdict()
+
+
+def test_the_record_that_speaks_most_against_a_claim_decides_among_those_pinned(repository):
+    repository.claim(more='evidence = ["evidence/good.json", "evidence/bad.json"]')
+    repository.record("good", day=1)
+    repository.record("bad", day=0, speedups=[1.5, 2.5])
+    verdict = repository.verdict()
+    assert (verdict.status, verdict.evidence) == (VerdictStatus.REFUTED, "evidence/bad.json")
+
+
+def test_a_pinned_record_that_is_gone_is_an_error(repository):
+    repository.claim(more='evidence = "evidence/gone.json"')
+    with pytest.raises(ClaimError, match=r"claim a: key evidence"):
+        verify_claims(repository.root)
+
+
+def test_a_newer_run_that_failed_a_gate_is_said(repository):
+    repository.claim()
+    repository.record("good", day=1)
+    newer = repository.record("newer", day=2, times=(), gates=build_gates("correct"))
+    repository.record("other", day=3, times=(), gates=build_gates("build"), subject="another")
+    verdict = repository.verdict()
+    assert verdict.evidence == "evidence/good.json"
+    assert f"a newer run, {newer.id}, failed gate correct" in verdict.reason
+
+
+def test_an_older_run_that_failed_a_gate_is_history(repository):
+    repository.claim()
+    repository.record("older", day=0, times=(), gates=build_gates("correct"))
+    repository.record("good", day=1)
+    assert "failed gate" not in repository.verdict().reason
+
+
+def test_a_broken_record_is_an_error_that_names_it(repository):
+    repository.claim()
+    (repository.root / "evidence" / "broken.json").write_text('{"gates": []}')
+    with pytest.raises(EvidenceError, match=r"broken\.json: key "):
+        verify_claims(repository.root)
+
+
+def test_other_documents_in_the_evidence_folder_are_left_alone(repository):
+    repository.record()
+    (repository.root / "evidence" / "gpu-tests.json").write_text('{"kind": "gpu-tests"}')
+    assert list(read_records(repository.root)) == ["evidence/run.json"]
+
+
+# Sources
+
+
+def _subject(*sources, folder):
+    return SubjectInfo(name="s", operator="attention", entry_point="m:f", sources=list(sources), folder=folder)
+
+
+def _source(path, text):
+    return SourceFile(path=path, sha256=hashlib.sha256(text.encode()).hexdigest())
+
+
+def test_sources_that_changed_or_went_are_named(tmp_path):
+    (tmp_path / "mine").mkdir()
+    for name in ("same.cu", "changed.cu"):
+        (tmp_path / "mine" / name).write_text("old")
+    subject = _subject(*(_source(n, "old") for n in ("same.cu", "changed.cu", "gone.cu")), folder="mine")
+    assert source_changes(subject, tmp_path) == ["1 of 3 sources changed since the run: gone.cu"]
+    (tmp_path / "mine" / "changed.cu").write_text("new")
+    assert source_changes(subject, tmp_path) == ["2 of 3 sources changed since the run: changed.cu, gone.cu"]
+
+
+def test_sources_of_our_own_are_found_in_the_repository_before_the_installed_package(tmp_path):
+    own = (PACKAGE_FOLDER / "errors.py").read_text()
+    subject = _subject(_source("errors.py", own), folder=None)
+    assert source_changes(subject, tmp_path) == []
+    (tmp_path / "src" / PACKAGE_FOLDER.name).mkdir(parents=True)
+    (tmp_path / "src" / PACKAGE_FOLDER.name / "errors.py").write_text("changed")
+    assert source_changes(subject, tmp_path) == ["1 of 1 sources changed since the run: errors.py"]
+
+
+def test_sources_that_are_elsewhere_are_said_to_be(tmp_path):
+    assert source_changes(_subject(folder=None), tmp_path) == []
+    (reason,) = source_changes(_subject(_source("kernel.cu", "x"), folder=None), tmp_path)
+    assert reason == "its sources are not in this repository, so nobody compared them"
+
+
+def test_a_changed_source_is_said_and_leaves_the_status(repository):
+    (repository.root / "mine").mkdir()
+    (repository.root / "mine" / "kernel.cu").write_text("new")
+    repository.claim()
+    record = repository.record()
+    subject = record.subject.model_copy(update={"sources": [_source("kernel.cu", "old")], "folder": "mine"})
+    write_record(record.model_copy(update={"subject": subject}), repository.root / "evidence" / "run.json")
+    verdict = repository.verdict()
+    assert verdict.status is VerdictStatus.DEMONSTRATED
+    assert verdict.reason.endswith("; 1 of 1 sources changed since the run: kernel.cu")
+
+
+def test_twenty_claims_on_ten_records_take_seconds(repository):
+    for number in range(10):
+        repository.record(f"run{number}", day=number, rounds=20, speedups=[2.5, 2.6] + [3.0] * 34)
+    for number in range(20):
+        repository.claim(name=f"c{number}")
+    started = time.perf_counter()
+    verdicts = verify_claims(repository.root)
+    assert len(verdicts) == 20
+    assert time.perf_counter() - started < 15
