@@ -1,0 +1,243 @@
+"""A simulated GPU on the CPU, with a clock that only kernels and calls advance, and a small operator to run on it."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import torch
+
+from flashmoe_science.proof.arms import Loaded
+from flashmoe_science.proof.launches import CallTrace, DeviceEvent, Recording, Trace
+from flashmoe_science.proof.measure import Graph, Timer
+from flashmoe_science.proof.nvml import Reading
+
+HOST_SECONDS = 10e-6  # what a call costs the host
+
+
+class Gpu:
+    """Runs kernels at once, records them while capturing, and delays those of a stream that nobody waits for."""
+
+    def __init__(self):
+        self.now = 0.0
+        self.capturing: list[tuple[Callable[[], None], float, str]] | None = None
+        self.late: list[Callable[[], None]] = []
+        self.listeners: list[list[DeviceEvent]] = []
+        self.lost = False
+
+    def launch(self, work, *, seconds=5e-6, name="kernel", stream="calling"):
+        """Run ``work`` as a kernel of ``seconds``."""
+        if self.lost:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        if self.capturing is not None:
+            if stream == "calling":
+                self.capturing.append((work, seconds, name))
+            return
+        if stream == "calling":
+            work()
+        else:
+            self.late.append(work)
+        self.run(seconds, name)
+
+    def run(self, seconds, name):
+        start = round(self.now * 1e9)
+        self.now += seconds
+        for listener in self.listeners:
+            listener.append(DeviceEvent("kernel", name, start, round(self.now * 1e9), 7))
+
+    def synchronize(self):
+        if self.lost:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        for work in self.late:
+            work()
+        self.late.clear()
+
+
+class SimulatedGraph(Graph):
+    def __init__(self, gpu, calls, count):
+        self._gpu = gpu
+        self.outputs: list[torch.Tensor | None] = [None] * len(calls)
+        gpu.capturing = []
+        try:
+            for index in range(count):
+                self.outputs[index % len(calls)] = calls[index % len(calls)]()
+        finally:
+            self.kernels, gpu.capturing = gpu.capturing, None
+
+    def replay_seconds(self, replays):
+        return [self._replay() for _ in range(replays)]
+
+    def replay_once(self):
+        self._replay()
+
+    def _replay(self):
+        begin = self._gpu.now
+        for work, seconds, name in self.kernels:
+            work()
+            self._gpu.run(seconds, name)
+        return self._gpu.now - begin
+
+    def poison_outputs(self):
+        for output in self.outputs:
+            if output is not None:
+                output.fill_(math.nan)
+
+    def release(self):
+        self.outputs.clear()
+
+
+class SimulatedRecording(Recording):
+    def __init__(self, gpu):
+        super().__init__()
+        self._gpu = gpu
+        self._found: list[CallTrace] = []
+
+    @contextlib.contextmanager
+    def call(self, label):
+        events: list[DeviceEvent] = []
+        self._gpu.listeners.append(events)
+        try:
+            yield
+        finally:
+            self._gpu.listeners.remove(events)
+            self._found.append(CallTrace(label, tuple(events)))
+
+    def stop(self):
+        self.trace = Trace(tuple(self._found), ())
+
+
+class SimulatedTimer(Timer):
+    """Every method that the real timer has, on the simulated GPU."""
+
+    name = "cpu"
+
+    def __init__(self, gpu, l2_bytes=1 << 10):
+        self.gpu = gpu
+        self.l2_bytes = l2_bytes
+        self.flushes = 0
+        self.recordings = 0
+        self.captures: list[int] = []
+
+    def synchronize(self):
+        self.gpu.synchronize()
+
+    def empty_cache(self):
+        pass
+
+    def read_sensors(self):
+        return Reading(sm_clock_mhz=1980, power_w=300.0, temperature_c=40, throttle="")
+
+    @contextlib.contextmanager
+    def recording(self):
+        self.recordings += 1
+        recording = SimulatedRecording(self.gpu)
+        yield recording
+        recording.stop()
+
+    def flush_cache(self):
+        self.flushes += 1
+        self.gpu.run(50e-6, "fill")
+
+    def sleep(self):
+        pass
+
+    def streams(self):
+        return [contextlib.nullcontext(), contextlib.nullcontext()]
+
+    def poison(self, nbytes):
+        pass
+
+    def peak_bytes(self, call):
+        return call().nbytes
+
+    def wall_seconds(self, sequence):
+        begin = self.gpu.now
+        for call in sequence:
+            call()
+            self.gpu.now += HOST_SECONDS
+        self.gpu.synchronize()
+        return self.gpu.now - begin
+
+    def capture(self, calls, count):
+        self.captures.append(count)
+        return SimulatedGraph(self.gpu, calls, count)
+
+
+class Doubling:
+    """The operator: twice a vector. A problem is its length."""
+
+    name = "doubling"
+
+    def __init__(self, rivals=()):
+        self._rivals = {rival.name: rival for rival in rivals}
+
+    def parse_case(self, table):
+        return table["length"]
+
+    def as_table(self, problem):
+        return {"length": problem}
+
+    def describe(self, problem):
+        return f"n{problem}"
+
+    def work(self, problem):
+        return SimpleNamespace(flops=float(problem), bytes=8.0 * problem, tokens=problem)
+
+    def make_inputs(self, problem, *, seed, device):
+        generator = torch.Generator().manual_seed(seed)
+        return {"x": torch.randn(problem, generator=generator).to(device)}
+
+    def bind(self, entry, problem, inputs):
+        x = inputs["x"]
+        return lambda: entry(x)
+
+    def exact(self, problem, inputs):
+        return 2 * inputs["x"].double()
+
+    def low_precision(self, problem, inputs):
+        return (2 * inputs["x"].half()).float()
+
+    def error_budget(self, exact, low_precision):
+        return 2 * (exact - low_precision).abs().max().item()
+
+    def promised_launches(self, subject, problem):
+        return []
+
+    def rivals(self):
+        return self._rivals
+
+
+def implementation(gpu, *, seconds=5e-6, change=lambda out: out, **launch):
+    """Return an entry point that doubles a vector in one kernel; ``change`` spoils the answer."""
+
+    def entry(x):
+        out = torch.empty(x.shape)
+        gpu.launch(lambda: out.copy_(change(2 * x)), seconds=seconds, **launch)
+        return out
+
+    return entry
+
+
+def loaded(name, entry, *, role="baseline", rival=None, **changes):
+    """Return what ``load_arms`` would."""
+    return Loaded(name, role, entry, "loaded", version="1.0", rival=rival, **changes)
+
+
+def rival(name, entry=None, *, refusal=None, kernels=(), error=None):
+    """Return a baseline for an operator's ``rivals``."""
+
+    def load():
+        if error is not None:
+            raise error
+        return entry
+
+    return SimpleNamespace(
+        name=name,
+        kernels=kernels,
+        load=load,
+        version=lambda: "1.0",
+        refusal=lambda problem: refusal,
+        context=contextlib.nullcontext,
+    )

@@ -1,0 +1,394 @@
+"""Rounds on a simulated GPU: what is sampled, and what becomes of an arm that misbehaves."""
+
+from __future__ import annotations
+
+import math
+from typing import cast
+
+import pytest
+import torch
+
+from flashmoe_science.errors import ProofError
+from flashmoe_science.proof import arms, rounds
+from flashmoe_science.proof.evidence import Arm, Rounds, Settings
+from flashmoe_science.proof.operator import Operator
+
+from .simulated import HOST_SECONDS, Doubling, Gpu, SimulatedTimer, implementation, loaded, rival
+
+
+class Bench:
+    """One subject, one baseline, and what measuring them gave."""
+
+    def __init__(self, *, length=64, l2_bytes=1 << 10):
+        self.gpu = Gpu()
+        self.timer = SimulatedTimer(self.gpu, l2_bytes)
+        self.operator = Doubling()
+        self.length = length
+        self.subject = loaded("ours", implementation(self.gpu, seconds=2e-6), role="subject", deterministic=True)
+        self.baselines = [loaded("sdpa", implementation(self.gpu, seconds=6e-6))]
+
+    def run(self, times=("graph", "wall"), *, control=True, process=0, **settings):
+        plan = rounds.Plan(Settings(**{"rounds": 4, **settings}), times, process, control)
+        case = rounds.Case("n64", cast("Operator", self.operator), self.length)
+        self.progress: list[tuple[int, ...]] = []
+        result = rounds.measure_case(
+            case, [self.subject, *self.baselines], plan, self.timer, on_round=lambda *done: self.progress.append(done)
+        )
+        self.arms = {arm["name"]: Arm.model_validate(arm) for arm in result["arms"]}
+        self.rounds = Rounds.model_validate(result["rounds"]) if result["rounds"] else None
+        self.result = result
+        return self
+
+    def seconds(self, kind):
+        assert self.rounds is not None
+        return self.rounds.seconds[kind]
+
+
+def test_graph_and_wall_time_of_every_arm_in_every_round():
+    bench = Bench().run(process=2)
+    assert [(arm.name, arm.role, arm.status, arm.version) for arm in bench.arms.values()] == [
+        ("ours", "subject", "measured", "1.0"),
+        ("sdpa", "baseline", "measured", "1.0"),
+        ("sdpa#2", "control", "measured", "1.0"),
+    ]
+    assert set(bench.rounds.seconds) == {"graph", "wall"}
+    assert bench.seconds("graph")["ours"] == pytest.approx([2e-6] * 4)
+    assert bench.seconds("graph")["sdpa"] == pytest.approx([6e-6] * 4)
+    assert bench.seconds("graph")["sdpa#2"] == pytest.approx([6e-6] * 4)
+    assert bench.seconds("wall")["ours"] == pytest.approx([2e-6 + HOST_SECONDS] * 4)
+    assert bench.rounds.process == [2] * 4
+    assert bench.rounds.sm_clock_mhz == [1980] * 4
+    assert bench.rounds.throttle == [""] * 4
+    assert all(sorted(order) == ["ours", "sdpa", "sdpa#2"] for order in bench.rounds.order)
+    assert bench.progress == [(1, 4), (2, 4), (3, 4), (4, 4)]
+
+
+def test_a_graph_is_captured_anew_for_every_arm_in_every_round():
+    bench = Bench().run(["graph"])
+    trials, captures = bench.timer.captures[:3], bench.timer.captures[3:]
+    assert trials == [20, 20, 20]
+    assert captures == [96] * 12  # 8 sets, 200 calls wanted, at most 100, whole rotations: the same for all arms
+
+
+def test_inputs_rotate_over_sets_that_hold_twice_the_cache():
+    assert (Bench().run().result["input_sets"], Bench().run().result["input_set_bytes"]) == (8, 256)
+    assert Bench(length=1024).run().result["input_sets"] == 1
+
+
+def test_accuracy_and_peak_memory_are_recorded():
+    arm = Bench().run().arms["ours"]
+    assert arm.accuracy.max_error == 0.0
+    assert 0 < arm.accuracy.low_precision_error <= arm.accuracy.budget
+    assert arm.accuracy.deterministic is True
+    assert arm.peak_bytes == 256
+
+
+def test_orders_differ_between_processes_and_repeat_within_one():
+    first, again, other = (Bench().run(process=process, rounds=10).rounds.order for process in (0, 0, 1))
+    assert first == again
+    assert first != other
+
+
+def test_kernel_time_is_the_median_of_cold_calls():
+    bench = Bench().run(["kernel"])
+    assert bench.seconds("kernel")["ours"] == pytest.approx([2e-6] * 4)
+    assert bench.seconds("kernel")["sdpa#2"] == pytest.approx([6e-6] * 4)
+    assert bench.timer.flushes == 4 * 3 * 5  # rounds, arms, calls
+    assert bench.timer.recordings == 1
+    assert bench.timer.captures == []
+
+
+def test_kernel_time_over_rotating_inputs_is_never_flushed():
+    bench = Bench().run(["kernel"], cache="rotating", rounds=12)
+    assert bench.seconds("kernel")["ours"] == pytest.approx([2e-6] * 12)
+    assert bench.timer.flushes == 0
+    assert bench.timer.recordings == 2  # a profiler session for at most ten rounds
+
+
+def test_profiling_and_clocks_are_never_mixed():
+    with pytest.raises(ProofError, match="times must be kernel alone"):
+        Bench().run(["kernel", "wall"])
+    with pytest.raises(ProofError, match="times must be kernel alone"):
+        Bench().run([])
+
+
+def test_without_a_control_there_is_none():
+    assert list(Bench().run(control=False).arms) == ["ours", "sdpa"]
+
+
+def test_the_control_copies_the_first_baseline_that_runs_here():
+    bench = Bench()
+    bench.baselines = [
+        arms.Loaded("fa3", "baseline", None, "unavailable", "no module named fa3"),
+        loaded("flash", bench.baselines[0].entry, rival=rival("flash", refusal="head dimension above 256")),
+        loaded("sdpa", bench.baselines[0].entry),
+    ]
+    bench.run()
+    assert list(bench.arms) == ["ours", "fa3", "flash", "sdpa", "sdpa#2"]
+    assert (bench.arms["fa3"].status, bench.arms["fa3"].reason) == ("unavailable", "no module named fa3")
+    assert (bench.arms["flash"].status, bench.arms["flash"].reason) == ("unavailable", "head dimension above 256")
+    assert set(bench.seconds("wall")) == {"ours", "sdpa", "sdpa#2"}
+
+
+def test_the_control_has_closures_of_its_own(monkeypatch):
+    bench = Bench()
+    bound = []
+    bind = bench.operator.bind
+
+    def counting(entry, problem, inputs):
+        bound.append(entry)
+        return bind(entry, problem, inputs)
+
+    monkeypatch.setattr(bench.operator, "bind", counting)
+    bench.run()
+    # Eight sets for each; the subject also once for the stream check.
+    assert [bound.count(each.entry) for each in (bench.subject, bench.baselines[0])] == [9, 16]
+
+
+def test_a_baseline_out_of_memory_fails_alone():
+    bench = Bench()
+
+    def greedy(x):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 64.00 GiB.\nmore")
+
+    bench.baselines.append(loaded("math", greedy))
+    bench.run()
+    assert (bench.arms["math"].status, bench.arms["math"].role) == ("failed", "baseline")
+    assert bench.arms["math"].reason == "out of GPU memory: CUDA out of memory. Tried to allocate 64.00 GiB."
+    assert set(bench.seconds("graph")) == {"ours", "sdpa", "sdpa#2"}
+
+
+def test_a_lost_context_ends_the_process_and_names_the_arm():
+    bench = Bench()
+    working = bench.baselines[0].entry
+
+    def crashes(x):
+        bench.gpu.lost = True
+        return working(x)
+
+    bench.baselines.append(loaded("wild", crashes))
+    with pytest.raises(
+        ProofError, match="the GPU context is lost after arm wild: RuntimeError: CUDA error: an illegal"
+    ):
+        bench.run()
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda out: out + 1, "its answer is off by 1"),
+        (lambda out: out * math.nan, "its answer has NaN"),
+        (torch.zeros_like, "its answer is off by"),
+    ],
+)
+def test_a_subject_that_answers_wrongly_has_no_times(change, reason):
+    bench = Bench()
+    bench.subject = loaded("ours", implementation(bench.gpu, change=change), role="subject")
+    bench.run()
+    assert bench.rounds is None
+    assert bench.arms["ours"].status == "failed"
+    assert bench.arms["ours"].reason.startswith(reason)
+    assert bench.arms["sdpa"].status == "not measured"
+
+
+def test_an_answer_of_another_shape_is_refused():
+    bench = Bench()
+    bench.subject = loaded("ours", lambda x: x[:3] * 2, role="subject")
+    assert "its answer must have shape [64], got [3]" in bench.run().arms["ours"].reason
+
+
+def test_a_subject_that_raises_has_no_times():
+    bench = Bench()
+    bench.subject = loaded("ours", lambda x: x.no_such_method(), role="subject")
+    assert bench.run().arms["ours"].reason.startswith("AttributeError: ")
+    assert bench.rounds is None
+
+
+def test_bits_that_vary_fail_only_where_the_same_bits_are_promised():
+    bench = Bench()
+    jitter = iter(range(1_000_000))
+    varying = implementation(bench.gpu, change=lambda out: out + 1e-6 * (next(jitter) % 3))
+    bench.baselines = [loaded("atomics", varying)]
+    bench.run()
+    assert bench.arms["atomics"].status == "measured"
+    accuracy = bench.arms["atomics"].accuracy
+    assert accuracy is not None
+    assert accuracy.deterministic is False
+    bench.subject = loaded("ours", varying, role="subject", deterministic=True)
+    assert "gave other bits" in bench.run().arms["ours"].reason
+
+
+def test_work_on_a_stream_that_nobody_waits_for_is_found_before_timing():
+    bench = Bench()
+    bench.subject = loaded("ours", implementation(bench.gpu, stream="other"), role="subject")
+    assert "its work is not ordered with the stream that it is called on" in bench.run().arms["ours"].reason
+    assert bench.rounds is None
+
+
+def test_results_cached_by_pointer_are_found_after_timing():
+    bench = Bench()
+    plain = implementation(bench.gpu)
+    cache: dict[int, torch.Tensor] = {}
+    calls = []
+
+    def entry(x):
+        calls.append(x)
+        if len(calls) < 60:  # honest while the harness looks
+            return plain(x)
+        if x.data_ptr() not in cache:
+            cache[x.data_ptr()] = plain(x)
+        return cache[x.data_ptr()]
+
+    bench.subject = loaded("ours", entry, role="subject")
+    assert "its answer after timing is not the one before" in bench.run(["wall"]).arms["ours"].reason
+    assert bench.rounds is None
+
+
+def test_an_arm_that_cannot_be_captured_keeps_its_wall_time():
+    bench = Bench()
+    plain = implementation(bench.gpu)
+
+    def entry(x):
+        if bench.gpu.capturing is not None:
+            raise RuntimeError("CUDA error: operation not permitted when stream is capturing\nhint")
+        return plain(x)
+
+    bench.baselines.append(loaded("syncs", entry))
+    bench.run()
+    arm = bench.arms["syncs"]
+    assert (arm.status, arm.reason) == (
+        "failed",
+        "graph time: it cannot be captured: RuntimeError: CUDA error: operation not permitted when stream is capturing",
+    )
+    assert "syncs" not in bench.seconds("graph")
+    assert len(bench.seconds("wall")["syncs"]) == 4
+
+
+def test_a_kernel_that_is_absent_from_the_graph_gives_no_graph_time():
+    bench = Bench()
+    plain = implementation(bench.gpu)
+
+    def entry(x):
+        return torch.empty(x.shape) if bench.gpu.capturing is not None else plain(x)
+
+    bench.subject = loaded("ours", entry, role="subject")
+    bench.run()
+    assert "graph time: a replay of its graph does not answer as the eager call does" in bench.arms["ours"].reason
+    assert "ours" not in bench.seconds("graph")
+    assert set(bench.seconds("graph")) == {"sdpa", "sdpa#2"}
+
+
+def test_calls_without_work_on_the_gpu_have_no_kernel_time():
+    bench = Bench()
+    bench.baselines.append(loaded("host", lambda x: 2 * x))
+    bench.run(["kernel"])
+    assert bench.arms["host"].reason == "kernel time: the profiler saw a call without any work on the GPU"
+    assert "host" not in bench.seconds("kernel")
+
+
+def test_calls_whose_work_varies_have_no_kernel_time():
+    bench = Bench()
+    plain = implementation(bench.gpu)
+    calls = []
+
+    def entry(x):
+        calls.append(x)
+        if len(calls) % 7 == 0:
+            bench.gpu.launch(lambda: None)
+        return plain(x)
+
+    bench.baselines.append(loaded("varies", entry))
+    assert "its calls gave the GPU 1 to 2 pieces of work" in bench.run(["kernel"]).arms["varies"].reason
+
+
+def test_an_arm_that_fails_in_a_late_round_loses_that_time_only():
+    bench = Bench()
+    plain = implementation(bench.gpu)
+    captures = []
+
+    def entry(x):
+        if bench.gpu.capturing is not None and not bench.gpu.capturing:
+            captures.append(1)
+            if len(captures) == 4:  # the trial, rounds 0 and 1, round 2
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+        return plain(x)
+
+    bench.baselines.append(loaded("late", entry))
+    bench.run()
+    assert bench.arms["late"].reason == "graph time: round 2: out of GPU memory: CUDA out of memory."
+    assert "late" not in bench.seconds("graph")
+    assert len(bench.seconds("wall")["late"]) == 4
+
+
+def test_a_case_that_cannot_be_set_up_fails_with_all_its_arms(monkeypatch):
+    bench = Bench()
+
+    def greedy(problem, inputs):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(bench.operator, "exact", greedy)
+    bench.run()
+    assert {arm.status for arm in bench.arms.values()} == {"failed"}
+    assert bench.arms["ours"].reason == "the case cannot be set up: out of GPU memory: CUDA out of memory."
+    assert bench.rounds is None
+
+
+def test_slow_calls_make_few_calls_a_sample():
+    bench = Bench()
+    count = []
+    slow = implementation(bench.gpu, seconds=20e-3)
+
+    def entry(x):
+        count.append(x)
+        return slow(x)
+
+    bench.baselines = [loaded("slow", entry)]
+    bench.run()
+    assert bench.seconds("graph")["slow"] == pytest.approx([20e-3] * 4)
+    # Two arms, 8 sets. Before: first call, peak, 8 sets, again = 11. Then the estimate 1 + 3, the trial 2, after 8.
+    # A round: 1 warm and 3 timed wall calls, 2 in the graph.
+    assert len(count) == 2 * (11 + 4 + 2 + 8 + 4 * (1 + 3 + 2))
+
+
+def test_rolling_moves_values_and_expectations_together():
+    sets = [{"x": torch.full((2,), float(i))} for i in range(3)]
+    places = [tensors["x"].data_ptr() for tensors in sets]
+    arm = arms.Arm(loaded("a", None), "a", "baseline", expected=[torch.tensor([2.0 * i] * 2) for i in range(3)])
+    arms.roll_values(sets, [arm])
+    assert [tensors["x"][0].item() for tensors in sets] == [1.0, 2.0, 0.0]
+    assert [answer[0].item() for answer in arm.expected] == [2.0, 4.0, 0.0]
+    assert [tensors["x"].data_ptr() for tensors in sets] == places
+    arms.roll_values(sets[:1], [arm])
+    assert sets[0]["x"][0].item() == 1.0
+
+
+def test_mismatch_counts_answers_and_never_accepts_nan():
+    ones, more = torch.ones(3), torch.ones(3) + 1e-3
+    nan = torch.tensor([1.0, 1.0, math.nan])
+    assert arms.mismatch([ones, ones], [ones.clone(), ones], None) == ""
+    assert arms.mismatch([ones, more], [ones, ones], None) == "1 of 2 answers differ, expected the same bits"
+    assert arms.mismatch([more], [ones], 2e-3) == ""
+    assert "expected a difference up to 0.0005" in arms.mismatch([more], [ones], 5e-4)
+    assert arms.mismatch([nan], [nan], None)
+    assert arms.mismatch([nan], [nan], 1.0)
+    assert arms.mismatch([-torch.zeros(1)], [torch.zeros(1)], None)  # other bits, if equal numbers
+    assert arms.mismatch([ones.half()], [ones], None) == "expected torch.float32 of shape [3], got torch.float16 of [3]"
+    assert arms.mismatch([torch.ones(0)], [torch.ones(0)], None) == ""
+    transposed = torch.arange(6.0).reshape(2, 3)
+    assert arms.mismatch([transposed.t().contiguous().t()], [transposed], None) == ""
+
+
+def test_loading_says_what_is_missing():
+    operator = Doubling(
+        [
+            rival("sdpa", lambda x: 2 * x),
+            rival("fa3", error=ImportError("no module named flash_attn_interface")),
+            rival("broken", error=RuntimeError("bad build\ndetails")),
+        ]
+    )
+    found = [arms.load_rival(each) for each in operator.rivals().values()]
+    assert [(each.status, each.reason) for each in found] == [
+        ("loaded", ""),
+        ("unavailable", "no module named flash_attn_interface"),
+        ("failed", "RuntimeError: bad build"),
+    ]
