@@ -202,8 +202,23 @@ class Doubling:
     def error_budget(self, exact, low_precision):
         return 2 * (exact - low_precision).abs().max().item()
 
+    def peak_tflops_key(self, problem):
+        return "fp32"
+
+    def entry_points(self):
+        return {}
+
+    def sources(self, subject):
+        return []
+
     def promised_launches(self, subject, problem):
         return []
+
+    def compile_jobs(self, subject, problems, gpus):
+        return []
+
+    def cpu_refusal(self, problem):
+        return None
 
     def rivals(self):
         return self._rivals

@@ -199,6 +199,7 @@ def test_promises_kept_are_no_problem():
     promises = [promise(grid=(66, 1, 1), block=(384, 1, 1), shared=49152), promise("merge*")]
     assert launches.launches_match(promises, [ran(), ran("merge_partials")]) == []
     assert launches.launches_match([], [ran()]) == []
+    assert launches.launches_match([promise(grid=[66, 1, 1], block=[384, 1, 1])], [ran()]) == []  # as JSON has it
 
 
 @pytest.mark.parametrize(

@@ -126,7 +126,7 @@ def test_the_control_copies_the_first_baseline_that_runs_here():
     bench.run()
     assert list(bench.arms) == ["ours", "fa3", "flash", "sdpa", "sdpa#2"]
     assert (bench.arms["fa3"].status, bench.arms["fa3"].reason) == ("unavailable", "no module named fa3")
-    assert (bench.arms["flash"].status, bench.arms["flash"].reason) == ("unavailable", "head dimension above 256")
+    assert (bench.arms["flash"].status, bench.arms["flash"].reason) == ("refused", "head dimension above 256")
     assert set(bench.seconds("wall")) == {"ours", "sdpa", "sdpa#2"}
 
 
@@ -154,7 +154,8 @@ def test_a_baseline_out_of_memory_fails_alone():
     bench.baselines.append(loaded("math", greedy))
     bench.run()
     assert (bench.arms["math"].status, bench.arms["math"].role) == ("failed", "baseline")
-    assert bench.arms["math"].reason == "out of GPU memory: CUDA out of memory. Tried to allocate 64.00 GiB."
+    reason = bench.arms["math"].reason
+    assert reason.startswith("GPU out of memory: OutOfMemoryError: CUDA out of memory. Tried to allocate 64.00 GiB.")
     assert set(bench.seconds("graph")) == {"ours", "sdpa", "sdpa#2"}
 
 
@@ -256,10 +257,8 @@ def test_an_arm_that_cannot_be_captured_keeps_its_wall_time():
     bench.baselines.append(loaded("syncs", entry))
     bench.run()
     arm = bench.arms["syncs"]
-    assert (arm.status, arm.reason) == (
-        "failed",
-        "graph time: it cannot be captured: RuntimeError: CUDA error: operation not permitted when stream is capturing",
-    )
+    assert arm.status == "failed"
+    assert arm.reason.startswith("graph time: it cannot be captured: RuntimeError: CUDA error: operation not permitted")
     assert "syncs" not in bench.seconds("graph")
     assert len(bench.seconds("wall")["syncs"]) == 4
 
@@ -315,7 +314,7 @@ def test_an_arm_that_fails_in_a_late_round_loses_that_time_only():
 
     bench.baselines.append(loaded("late", entry))
     bench.run()
-    assert bench.arms["late"].reason == "graph time: round 2: out of GPU memory: CUDA out of memory."
+    assert bench.arms["late"].reason.startswith("graph time: round 2: GPU out of memory: OutOfMemoryError")
     assert "late" not in bench.seconds("graph")
     assert len(bench.seconds("wall")["late"]) == 4
 
@@ -329,7 +328,7 @@ def test_a_case_that_cannot_be_set_up_fails_with_all_its_arms(monkeypatch):
     monkeypatch.setattr(bench.operator, "exact", greedy)
     bench.run()
     assert {arm.status for arm in bench.arms.values()} == {"failed"}
-    assert bench.arms["ours"].reason == "the case cannot be set up: out of GPU memory: CUDA out of memory."
+    assert bench.arms["ours"].reason.startswith("the case cannot be set up: GPU out of memory: OutOfMemoryError")
     assert bench.rounds is None
 
 
@@ -390,5 +389,6 @@ def test_loading_says_what_is_missing():
     assert [(each.status, each.reason) for each in found] == [
         ("loaded", ""),
         ("unavailable", "no module named flash_attn_interface"),
-        ("failed", "RuntimeError: bad build"),
+        ("failed", found[2].reason),
     ]
+    assert found[2].reason.startswith("RuntimeError: bad build (")

@@ -20,6 +20,7 @@ from ..errors import ProofError
 from .evidence import Accuracy, TimeKind
 from .operator import Inputs, Operator, Rival
 from .subject import Subject, load_entry
+from .worker import describe_error
 
 Call = Callable[[], torch.Tensor]
 Role = Literal["subject", "baseline", "control"]
@@ -77,6 +78,7 @@ class Truth:
     exact: torch.Tensor  # fp64
     budget: float  # largest absolute error allowed
     low_precision_error: float
+    output_bytes: int
 
 
 @dataclass
@@ -86,7 +88,7 @@ class Arm:
     loaded: Loaded
     name: str
     role: Role
-    status: Literal["ready", "unavailable", "failed", "not measured"] = "ready"
+    status: Literal["ready", "refused", "unavailable", "failed", "not measured"] = "ready"
     reason: str = ""
     calls: list[Call] = field(default_factory=list)  # one for each set of inputs
     expected: list[torch.Tensor] = field(default_factory=list)  # its first answer to each set
@@ -150,7 +152,8 @@ def find_truth(operator: Operator, problem: Any, inputs: Inputs) -> Truth:
     """Return the exact answer, the error allowed, and what the framework's own low-precision run makes of it."""
     exact = operator.exact(problem, inputs)
     low = operator.low_precision(problem, inputs)
-    return Truth(exact, float(operator.error_budget(exact, low)), max_error(low, exact))
+    budget = float(operator.error_budget(exact, low))
+    return Truth(exact, budget, max_error(low, exact), low.numel() * low.element_size())
 
 
 def prepare_arm(
@@ -168,16 +171,15 @@ def prepare_arm(
     try:
         refusal = loaded.refusal(problem)
         if refusal is not None:
-            arm.status, arm.reason = "unavailable", refusal
+            arm.status, arm.reason = "refused", refusal
             return arm
         with loaded.context():
             arm.calls = [operator.bind(loaded.entry, problem, inputs) for inputs in input_sets]
             arm.calls[0]()  # compiles, tunes, allocates
             device.synchronize()
             arm.peak_bytes = device.peak_bytes(arm.calls[0])
-            nbytes = truth.exact.numel() * 4
             for call in [*arm.calls, arm.calls[0]]:
-                device.poison(nbytes)
+                device.poison(truth.output_bytes)
                 answer = call()
                 device.synchronize()  # here work on any stream is waited for: check_stream says what is wrong with it
                 arm.expected.append(answer.clone())
@@ -336,12 +338,3 @@ def survive(error: Exception, arm: str, device: Device) -> str:
             hint="an illegal memory access or a trap ends the process; compute-sanitizer finds where",
         ) from lost
     return reason
-
-
-def describe_error(error: BaseException) -> str:
-    """Return one line about ``error``."""
-    text = str(error).strip()
-    first = text.splitlines()[0] if text else ""
-    if isinstance(error, torch.OutOfMemoryError):
-        return f"out of GPU memory: {first}"
-    return f"{type(error).__name__}: {first}" if first else type(error).__name__

@@ -288,16 +288,14 @@ def launches_match(promises: Sequence[LaunchPromise], launches: Sequence[Launch]
 
 def _differences(promise: LaunchPromise, launch: Launch) -> str:
     """Return how ``launch`` differs from ``promise``, or an empty string."""
-    pairs = (
-        ("grid", launch.grid, promise.grid),
-        ("block", launch.block, promise.block),
-        ("shared memory", launch.shared_memory_bytes, promise.shared_memory_bytes),
-    )
-    return "; ".join(
-        f"{name} {got}, promised {expected}"
-        for name, got, expected in pairs
-        if expected is not None and got != expected
-    )
+    found = []
+    sizes = (("grid", launch.grid, promise.grid), ("block", launch.block, promise.block))
+    for name, got, expected in sizes:
+        if expected is not None and got != tuple(expected):  # a promise that came through JSON has lists
+            found.append(f"{name} {got}, promised {tuple(expected)}")
+    if promise.shared_memory_bytes not in (None, launch.shared_memory_bytes):
+        found.append(f"shared memory {launch.shared_memory_bytes}, promised {promise.shared_memory_bytes}")
+    return "; ".join(found)
 
 
 def rival_problems(patterns: Sequence[str], launches: Sequence[Launch]) -> list[str]:

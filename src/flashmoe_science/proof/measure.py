@@ -22,6 +22,7 @@ from typing_extensions import override  # a dependency of torch
 
 from . import arms as arms_module, launches, nvml, schedule
 from .arms import Arm, Call, Device
+from .check import poison_free_memory
 from .evidence import Settings, TimeKind
 from .launches import CallTrace, Recording
 from .nvml import Reading
@@ -119,10 +120,7 @@ class CudaTimer(Timer):
 
     @override
     def poison(self, nbytes: int) -> None:
-        # Small requests are cut from the blocks freed here; an output, or partials of it, get one of their own size.
-        sizes = [1 << power for power in range(9, 21)] + [size for size in (nbytes, 2 * nbytes) if size]
-        blocks = [torch.full((size,), 255, dtype=torch.uint8, device="cuda") for size in sizes]
-        del blocks
+        poison_free_memory(self.name, nbytes)
 
     @override
     def peak_bytes(self, call: Call) -> int:

@@ -239,16 +239,11 @@ def _check_again(arms: Sequence[Arm], samples: Samples, timer: Timer) -> None:
 
 def _arm_record(arm: Arm) -> evidence.Arm:
     """Return the record of one arm. One that lacks a kind of time is failed, and keeps its samples of the others."""
-    statuses: dict[str, Literal["measured", "failed", "unavailable", "not measured"]] = {
-        "ready": "failed" if arm.lost else "measured",
-        "failed": "failed",
-        "unavailable": "unavailable",
-        "not measured": "not measured",
-    }
+    timed: Literal["failed", "measured"] = "failed" if arm.lost else "measured"
     return evidence.Arm(
         name=arm.name,
         role=arm.role,
-        status=statuses[arm.status],
+        status=timed if arm.status == "ready" else arm.status,
         reason=arm.reason or "; ".join(f"{kind} time: {why}" for kind, why in arm.lost.items()),
         version=arm.loaded.version,
         accuracy=arm.accuracy,

@@ -1,0 +1,86 @@
+"""Which baselines of an operator can be called on this machine. Each is tried in a worker: an import may crash."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import ProofError
+from .operator import Operator, Rival, load_operator
+from .worker import Emit, run_task
+
+_TASK = f"{__name__}:probe"
+_TIMEOUT_S = 120.0  # for one rival: some compile while they are imported
+
+
+@dataclass(frozen=True)
+class BaselineStatus:
+    """Whether one baseline runs here, and if not, why."""
+
+    name: str
+    available: bool
+    reason: str  # why not; "" when available
+    version: str  # "" when not available
+
+
+def resolve(operator: Operator, names: Sequence[str]) -> list[Rival]:
+    """Return the rivals called ``names``; without names the default, which is the operator's first.
+
+    Raises:
+        ProofError: the operator has no rival of this name.
+    """
+    rivals = operator.rivals()
+    unknown = [name for name in names if name not in rivals]
+    if unknown:
+        raise ProofError(
+            f"baseline must be one of {', '.join(rivals) or 'none'}, got {unknown[0]!r}",
+            hint="`flashmoe baselines` lists those found here",
+        )
+    return [rivals[name] for name in names] if names else list(rivals.values())[:1]
+
+
+def available_baselines(operator: Operator) -> list[BaselineStatus]:
+    """Try every rival of ``operator``, and say of each whether it runs here. A crash counts against one rival alone."""
+    waiting = list(operator.rivals())
+    found: dict[str, BaselineStatus] = {}
+
+    def on_event(event: dict[str, Any]) -> None:
+        if event.get("event") == "rival":
+            found[event["name"]] = BaselineStatus(event["name"], event["available"], event["reason"], event["version"])
+
+    while waiting:
+        result = run_task(_TASK, {"operator": operator.name, "names": waiting}, timeout_s=_TIMEOUT_S, on_event=on_event)
+        waiting = [name for name in waiting if name not in found]
+        if waiting:  # the process ended at the first that is left: blame that one, and try the rest anew
+            culprit = waiting.pop(0)
+            found[culprit] = BaselineStatus(culprit, available=False, reason=result.reason, version="")
+    return [found[name] for name in operator.rivals()]
+
+
+def probe(payload: dict[str, Any], emit: Emit) -> dict[str, Any]:
+    """Import some rivals of an operator, in a worker.
+
+    Args:
+        payload: ``operator``, ``names``.
+        emit: gets ``{"event": "rival", "name", "available", "reason", "version"}`` for each.
+
+    Returns:
+        Nothing: an empty dict.
+    """
+    from .arms import load_rival
+
+    rivals = load_operator(payload["operator"]).rivals()
+    for name in payload["names"]:
+        loaded = load_rival(rivals[name])
+        available = loaded.status == "loaded"
+        emit(
+            {
+                "event": "rival",
+                "name": name,
+                "available": available,
+                "reason": loaded.reason,
+                "version": loaded.version if available else "",
+            }
+        )
+    return {}

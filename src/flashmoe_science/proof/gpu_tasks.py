@@ -1,0 +1,231 @@
+"""What the chain runs on a GPU, each in a process of its own: capture the launches, and take the times."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..errors import ProofError
+from . import arms as arms_module, launches
+from .arms import Call, Loaded
+from .evidence import Settings
+from .launches import CallTrace, Recording
+from .measure import CudaTimer, Graph, Timer
+from .operator import Operator
+from .rounds import Case, Plan, measure_case
+from .schedule import derived_seed
+from .subject import Subject, operator_of
+from .worker import Emit
+
+_CAPTURED_CALLS = 2  # that the second runs what the first ran is part of the answer
+
+
+def measure(payload: dict[str, Any], emit: Emit) -> dict[str, Any]:
+    """Take the times of every case in one process.
+
+    Args:
+        payload: ``subject``, ``cases`` (name, problem, origin), ``baselines``, ``settings``, ``process`` and ``times``:
+            kernel alone, or graph and wall; optionally ``control``, whether the first baseline runs twice (it does).
+        emit: gets ``{"event": "round", "case", "round", "rounds"}``, and ``{"event": "case", "case"}`` with what
+            ``rounds.measure_case`` returns.
+
+    Returns:
+        ``cases``, how many were finished.
+
+    Raises:
+        ProofError: no GPU, times that cannot share a process, or the GPU context is lost.
+    """
+    plan = Plan(
+        Settings.model_validate(payload["settings"]), payload["times"], payload["process"], payload.get("control", True)
+    )
+    operator, loaded, timer = _start(payload)
+    timer.settle()
+    for table in payload["cases"]:
+        name = table["name"]
+
+        def on_round(done: int, total: int, name: str = name) -> None:
+            emit({"event": "round", "case": name, "round": done, "rounds": total})
+
+        case = Case(name, operator, operator.parse_case(table["problem"]))
+        emit({"event": "case", "case": measure_case(case, loaded, plan, timer, on_round=on_round)})
+    return {"cases": len(payload["cases"])}
+
+
+def capture_launches(payload: dict[str, Any], emit: Emit) -> dict[str, Any]:
+    """Record which kernels the subject and the baselines really run in every case.
+
+    Args:
+        payload: ``subject``, ``cases``, ``baselines``, ``seed``.
+        emit: gets ``{"event": "case", "case"}`` after each case.
+
+    Returns:
+        ``cases``: what ``capture_case`` returns for each.
+
+    Raises:
+        ProofError: no GPU, or the GPU context is lost.
+    """
+    operator, loaded, timer = _start(payload)
+    subject = Subject.from_json(payload["subject"])
+    cases = []
+    for table in payload["cases"]:
+        case = Case(table["name"], operator, operator.parse_case(table["problem"]))
+        cases.append(capture_case(case, subject, loaded, timer, seed=payload.get("seed", 0)))
+        emit({"event": "case", "case": cases[-1]})
+    return {"cases": cases}
+
+
+def _start(payload: dict[str, Any]) -> tuple[Operator, list[Loaded], CudaTimer]:
+    """Import the arms and open the GPU. Inputs need no gradient, and nobody pays for asking."""
+    if not torch.cuda.is_available():
+        raise ProofError("no NVIDIA GPU here that torch can use", hint="`flashmoe doctor` says what this machine lacks")
+    torch.set_grad_enabled(False)
+    subject = Subject.from_json(payload["subject"])
+    operator = operator_of(subject)
+    return operator, arms_module.load_arms(subject, operator, payload["baselines"]), CudaTimer()
+
+
+@dataclass
+class _Capture:
+    """One arm on the way to its record."""
+
+    loaded: Loaded
+    status: str = "captured"
+    reason: str = ""
+    call: Call | None = None
+    answer: torch.Tensor | None = None  # of an eager call
+    graph: Graph | None = None
+    graph_reason: str = ""
+    promises: list[dict[str, Any]] = field(default_factory=list)
+
+    def fail(self, status: str, reason: str) -> None:
+        self.status, self.reason, self.call = status, reason, None
+
+
+def capture_case(case: Case, subject: Subject, loaded: Sequence[Loaded], timer: Timer, *, seed: int) -> dict[str, Any]:
+    """Record two eager calls of every arm, and a replay of a CUDA graph of one call.
+
+    Returns:
+        ``name``, and ``arms``: name, role, status (captured, failed, refused, unavailable), reason, version,
+        ``launches`` (``evidence.Launch``), ``graph_launches`` (None where there is no graph: ``graph_reason`` says
+        why), ``copies`` (names of copies and fills), ``promises``, ``patterns`` (the kernels by which a baseline is
+        known) and ``problems`` (calls that differ, kernels that the graph lacks).
+    """
+    captures = [_Capture(each) for each in loaded]
+    try:
+        inputs = case.operator.make_inputs(
+            case.problem, seed=derived_seed(seed, case.name, "launches"), device=timer.name
+        )
+    except Exception as error:  # noqa: BLE001 - one case of many fails, with its reason
+        reason = f"the case cannot be set up: {arms_module.survive(error, 'of none', timer)}"
+        for capture in captures:
+            capture.fail("failed", reason)
+        return {"name": case.name, "arms": [_record(capture, None) for capture in captures]}
+    for capture in captures:
+        _prepare(capture, case, subject, inputs, timer)
+    with timer.recording() as recording:
+        for capture in captures:
+            if capture.call is not None:
+                _record_calls(capture, recording, timer)
+    records = [_record(capture, recording) for capture in captures]
+    for capture in captures:
+        if capture.graph is not None:
+            capture.graph.release()
+    return {"name": case.name, "arms": records}
+
+
+def _prepare(capture: _Capture, case: Case, subject: Subject, inputs: Any, timer: Timer) -> None:
+    """Bind and call one arm, and capture a graph of its call."""
+    loaded = capture.loaded
+    if loaded.entry is None:
+        capture.fail(loaded.status, loaded.reason)
+        return
+    try:
+        refusal = loaded.refusal(case.problem)
+        if refusal is not None:
+            capture.fail("refused", refusal)
+            return
+        with loaded.context():
+            call = case.operator.bind(loaded.entry, case.problem, inputs)
+            call()  # compiles, tunes, allocates
+            answer = call()
+            timer.synchronize()
+            capture.answer = answer.clone()
+        if loaded.role == "subject":
+            promised = (
+                case.operator.promised_launches(subject.name, case.problem) if subject.builtin else subject.kernels
+            )
+            capture.promises = [_as_table(promise) for promise in promised]
+        capture.call = call
+    except Exception as error:  # noqa: BLE001 - what an arm raises is a result
+        capture.fail("failed", arms_module.survive(error, loaded.name, timer))
+        return
+    try:
+        with loaded.context():
+            capture.graph = timer.capture([call], 1)
+    except Exception as error:  # noqa: BLE001 - a call that no graph can hold is a result
+        capture.graph_reason = arms_module.survive(error, loaded.name, timer)
+
+
+def _record_calls(capture: _Capture, recording: Recording, timer: Timer) -> None:
+    """Make the calls of one arm while the profiler runs."""
+    assert capture.call is not None
+    name = capture.loaded.name
+    try:
+        with capture.loaded.context():
+            for _ in range(_CAPTURED_CALLS):
+                with recording.call(f"{name}/eager"):
+                    capture.call()
+                    timer.synchronize()
+            if capture.graph is not None:
+                capture.graph.poison_outputs()
+                with recording.call(f"{name}/graph"):
+                    capture.graph.replay_once()
+    except Exception as error:  # noqa: BLE001 - what an arm raises is a result
+        capture.fail("failed", arms_module.survive(error, name, timer))
+
+
+def _record(capture: _Capture, recording: Recording | None) -> dict[str, Any]:
+    """Return the record of one arm."""
+    name, loaded = capture.loaded.name, capture.loaded
+    eager: list[CallTrace] = []
+    replays: list[CallTrace] = []
+    if capture.status == "captured" and recording is not None:
+        eager, replays = recording.calls(f"{name}/eager"), recording.calls(f"{name}/graph")
+    ran = eager[-1].launches() if eager else []
+    in_graph = replays[-1].launches() if replays else None
+    problems = launches.capture_problems(eager)
+    if in_graph is not None:
+        if ran and not in_graph and _graph_answers(capture):
+            in_graph, capture.graph_reason = None, "the profiler saw nothing of a replay that answered rightly"
+        else:
+            problems += launches.graph_problems(ran, in_graph)
+    return {
+        "name": name,
+        "role": loaded.role,
+        "status": capture.status,
+        "reason": capture.reason,
+        "version": loaded.version,
+        "launches": [launch.model_dump(mode="json") for launch in ran],
+        "graph_launches": None if in_graph is None else [launch.model_dump(mode="json") for launch in in_graph],
+        "graph_reason": capture.graph_reason,
+        "copies": list(eager[-1].copies) if eager else [],
+        "promises": capture.promises,
+        "patterns": list(loaded.rival.kernels) if loaded.rival is not None else [],
+        "problems": problems,
+    }
+
+
+def _graph_answers(capture: _Capture) -> bool:
+    """Return whether the last replay wrote the answer of the eager call."""
+    assert capture.graph is not None
+    assert capture.answer is not None
+    output = capture.graph.outputs[0]
+    return output is not None and arms_module.mismatch([output], [capture.answer], None) == ""
+
+
+def _as_table(promise: Any) -> dict[str, Any]:
+    """Return a ``LaunchPromise`` as plain values."""
+    return {name: getattr(promise, name) for name in ("pattern", "grid", "block", "shared_memory_bytes")}

@@ -1,0 +1,43 @@
+"""Baselines: found, missing, broken and crashing ones."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import pytest
+
+from flashmoe_science.errors import ProofError
+from flashmoe_science.proof import baselines
+from flashmoe_science.proof.operator import Operator
+
+from .rival_operator import OPERATOR
+from .simulated import Doubling
+
+OPERATOR_UNDER_TEST = cast("Operator", OPERATOR)
+
+
+def test_every_rival_is_tried_and_a_crash_counts_against_one_alone():
+    found = baselines.available_baselines(OPERATOR_UNDER_TEST)
+    assert [(status.name, status.available, status.version) for status in found] == [
+        ("good", True, "1.0"),
+        ("absent", False, ""),
+        ("crashing", False, ""),
+        ("broken", False, ""),
+        ("last", True, "1.0"),
+    ]
+    reasons = {status.name: status.reason for status in found}
+    assert reasons["good"] == ""
+    assert reasons["absent"] == "no module named absent"
+    assert "SIGSEGV" in reasons["crashing"]
+    assert reasons["broken"].startswith("ValueError: bad build")
+
+
+def test_names_are_resolved_in_the_order_given_and_the_default_is_the_first():
+    assert [rival.name for rival in baselines.resolve(OPERATOR_UNDER_TEST, ["last", "good"])] == ["last", "good"]
+    assert [rival.name for rival in baselines.resolve(OPERATOR_UNDER_TEST, [])] == ["good"]
+    assert baselines.resolve(cast("Operator", Doubling()), []) == []
+
+
+def test_an_unknown_name_lists_those_known():
+    with pytest.raises(ProofError, match="baseline must be one of good, absent, crashing, broken, last, got 'sdpaa'"):
+        baselines.resolve(OPERATOR_UNDER_TEST, ["sdpaa"])
