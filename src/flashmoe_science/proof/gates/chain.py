@@ -1,0 +1,126 @@
+"""Run the gates in order, and keep the record whatever happens."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from ...errors import ProofError
+from ..evidence import Environment, Gate, GateName, GateStatus, Record
+from ..subject import hash_sources
+from ..worker import run_task
+from . import correct, launch, speed, static
+from .run import Outcome, Progress, ProveRequest, Run, check_request
+
+_GATES: dict[GateName, Callable[[Run], Outcome]] = {
+    "sources": static.check_sources,
+    "build": static.build,
+    "import": static.import_entry,
+    "launch": launch.check_launches,
+    "correct": correct.check_results,
+    "quick": speed.measure_quickly,
+    "bench": speed.measure_fully,
+}
+
+_ENVIRONMENT_TIMEOUT_S = 120.0
+
+
+def prove(request: ProveRequest, *, progress: Progress, save: Callable[[Record], None]) -> Record:
+    """Run the chain of proof and return its record.
+
+    A gate that fails stops the chain: those after it are "not reached". One that is not possible here does not stop it.
+
+    Args:
+        request: what to prove, on which shapes, against whom.
+        progress: told what is going on.
+        save: gets the record after every gate and every measured case; each replaces the one before.
+
+    Returns:
+        The record, complete.
+
+    Raises:
+        ProofError: the request cannot be carried out; nothing was saved.
+        KeyboardInterrupt: after the record of what was finished has been saved, marked incomplete.
+    """
+    check_request(request)
+    run = Run(request, environment=_read_environment(), progress=progress, save=save)
+    name: GateName = "sources"
+    try:
+        for name, gate in _GATES.items():
+            _run_gate(run, name, gate)
+            if run.gates[name].status is GateStatus.FAILED or name == request.until:
+                break
+        _finish(run)
+    except KeyboardInterrupt:
+        _mark_interrupted(run, name, "interrupted")
+        raise
+    except Exception as error:
+        _mark_interrupted(run, name, f"the harness failed: {type(error).__name__}: {run.hide_paths(str(error))}")
+        raise
+    return run.record()
+
+
+def _read_environment() -> Environment:
+    """Ask in a process of its own: this one never holds a GPU context."""
+    result = run_task("flashmoe_science.proof.environment:describe", {}, timeout_s=_ENVIRONMENT_TIMEOUT_S)
+    if not result.ok or result.data is None:
+        raise ProofError(f"the environment cannot be described: {result.reason}", hint="`flashmoe doctor` says more")
+    return Environment.model_validate(result.data)
+
+
+def _run_gate(run: Run, name: GateName, gate: Callable[[Run], Outcome]) -> None:
+    run.progress.start(name)
+    start = time.monotonic()
+    outcome = gate(run)
+    run.gates[name] = Gate(
+        name=name,
+        status=outcome.status,
+        summary=outcome.summary,
+        hint=outcome.hint,
+        details=list(outcome.details),
+        seconds=time.monotonic() - start,
+        gpu_seconds=outcome.gpu_seconds,
+    )
+    run.save()
+    run.progress.finish(run.gates[name])
+
+
+def _finish(run: Run) -> None:
+    """Mark the record complete, unless cases are lacking or what it describes has changed under it."""
+    changed = _changed_sources(run)
+    if changed:
+        run.lost = f"changed while the run was going on: {', '.join(changed)}"
+    run.incomplete_reason = run.lost
+    _explain_unmeasured(run)
+    run.save()
+
+
+def _mark_interrupted(run: Run, name: GateName, reason: str) -> None:
+    """Save what was finished before the gate ``name`` was left."""
+    if run.gates[name].status is GateStatus.NOT_REACHED:
+        run.gates[name] = Gate(name=name, status=GateStatus.NOT_REACHED, summary=reason)
+    run.incomplete_reason = f"{reason} in gate {name}"
+    _explain_unmeasured(run)
+    run.save()
+
+
+def _explain_unmeasured(run: Run) -> None:
+    """Give every arm without times the reason."""
+    reason = run.incomplete_reason
+    for gate in run.gates.values():
+        if gate.status is GateStatus.FAILED:
+            reason = f"gate {gate.name} failed"
+        elif gate.status is GateStatus.NOT_POSSIBLE and not reason:
+            reason = f"{gate.name} is not possible here: {gate.summary}"
+    if not reason and run.request.until is not None:
+        reason = f"the run was to end after gate {run.request.until}"
+    for case in run.cases.values():
+        for arm in case.arms:
+            if arm.status == "not measured" and not arm.reason:
+                run.update_arm(case.name, arm.name, reason=reason)
+
+
+def _changed_sources(run: Run) -> list[str]:
+    before = {source.path: source.sha256 for source in run.sources}
+    now = {source.path: source.sha256 for source in hash_sources(run.subject)}
+    return [path for path in before if now.get(path) != before[path]]

@@ -1,0 +1,77 @@
+"""The gate correct: every case against the exact answer, on the GPU, or in the interpreter where there is none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .run import NO_GPU, Outcome, Run, failed, not_possible, passed
+
+_CASE_TIMEOUT_S = {"cuda": 300.0, "cpu": 900.0}  # an interpreter is slow
+
+
+def check_results(run: Run) -> Outcome:
+    """Gate correct: fresh random inputs, poisoned memory, no NaN, error within the budget, inputs left alone."""
+    device = run.device
+    if device is None:
+        return not_possible(
+            f"{NO_GPU}, and this subject does not run on a CPU", hint="devices = [...] says where it runs"
+        )
+    under_way = ""
+
+    def on_event(event: dict[str, Any]) -> None:
+        nonlocal under_way
+        if event["event"] == "start":
+            under_way = event["name"]
+        else:
+            results.append(event["case"])
+            _record(run, event["case"])
+            run.save()
+        run.progress.advance(len(results), len(run.cases), under_way)
+
+    results: list[dict[str, Any]] = []
+    payload = run.payload(device=device, seed=None)
+    result = run.run_task("tasks:check_correct", payload, timeout_s=_CASE_TIMEOUT_S[device], on_event=on_event)
+    gpu_seconds = result.seconds if device == "cuda" else 0.0
+    wrong = [case for case in results if case["status"] == "failed"]
+    details = [f"{case['name']}: {case['reason']}" for case in results if case["reason"]]
+    if not result.ok or result.data is None:
+        hint, tail = run.explain_crash(result)
+        where = f"case {under_way}: " if under_way else ""
+        unfinished = under_way in run.cases and under_way not in {case["name"] for case in results}
+        if unfinished:
+            run.update_case(under_way, correct=False)
+        reason = f"{where}{run.hide_paths(result.reason)}"
+        return failed(reason, hint=hint, details=[*details, *tail], gpu_seconds=gpu_seconds)
+    if wrong:
+        seed = f"the seed of the inputs was {result.data['seed']}"
+        summary = f"wrong in {len(wrong)} of {len(results)} cases; {wrong[0]['name']}: {wrong[0]['reason']}"
+        hint = "the budget is twice the error of the framework's own run in this dtype"
+        return failed(summary, hint=hint, details=[*details, seed], gpu_seconds=gpu_seconds)
+    return _sum_up(results, details, device, gpu_seconds)
+
+
+def _record(run: Run, case: dict[str, Any]) -> None:
+    if case["status"] != "not possible here":
+        run.update_case(case["name"], correct=case["status"] == "passed")
+    arm: dict[str, Any] = {"accuracy": case["accuracy"]}
+    if case["status"] == "failed":
+        arm |= {"status": "failed", "reason": case["reason"]}
+    run.update_arm(case["name"], run.subject.name, **arm)
+
+
+def _sum_up(results: list[dict[str, Any]], details: list[str], device: str, gpu_seconds: float) -> Outcome:
+    checked = [case for case in results if case["status"] == "passed"]
+    where = "on the GPU" if device == "cuda" else "on the CPU"
+    if not checked:
+        return not_possible(f"none of the {len(results)} cases can be checked {where}", details=details)
+    share = max(
+        case["accuracy"]["max_error"] / case["accuracy"]["budget"] if case["accuracy"]["budget"] else 0.0
+        for case in checked
+    )
+    left = f"; {len(results) - len(checked)} not possible here" if len(checked) < len(results) else ""
+    same = all(case["accuracy"]["deterministic"] for case in checked)
+    bits = "same bits on every repeat" if same else "bits vary between repeats"
+    summary = (
+        f"{len(checked)} of {len(results)} cases {where}: error at most {share:.0%} of what is allowed, {bits}{left}"
+    )
+    return passed(summary, details=details, gpu_seconds=gpu_seconds)

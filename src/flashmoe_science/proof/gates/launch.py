@@ -1,0 +1,137 @@
+"""The gate launch: the kernels that ran are those promised, and nothing else did the work."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+from ..evidence import Launch
+from ..subject import KernelPromise, Subject
+from .run import Outcome, Run, failed, first_of, not_possible, passed
+
+_TIMEOUT_S = 600.0  # for one case: compiling on the first call is part of it
+_SHOWN_PROBLEMS = 20
+
+# The framework's own attention kernels: where one of them runs unpromised, the work fell through to it.
+FALL_THROUGH = ("*flash_fwd*", "*fmha*", "*cudnn*", "*sm80_xmma*softmax*")
+
+
+def check_launches(run: Run) -> Outcome:
+    """Gate launch: one call of each case, captured, and one replay of its CUDA graph."""
+    if run.no_timing_reason:
+        return not_possible(run.no_timing_reason, hint="`flashmoe doctor` says what this machine lacks")
+    finished: list[dict[str, Any]] = []
+
+    def on_event(event: dict[str, Any]) -> None:
+        if event["event"] == "case":
+            finished.append(event["case"])
+            _record(run, event["case"])
+            run.progress.advance(len(finished), len(run.cases), event["case"]["name"])
+
+    result = run.run_task("gpu_tasks:capture_launches", run.payload(), timeout_s=_TIMEOUT_S, on_event=on_event)
+    cases = result.data["cases"] if result.ok and result.data else finished
+    needs_graph = "graph" in run.settings.times
+    problems = [
+        f"{case['name']}: {problem}"
+        for case in cases
+        for problem in case_problems(run.subject, case, needs_graph=needs_graph)
+    ]
+    notes = _notes(cases)
+    if not result.ok:
+        hint, tail = run.explain_crash(result)
+        return failed(run.hide_paths(result.reason), hint=hint, details=[*problems, *tail], gpu_seconds=result.seconds)
+    if problems:
+        return failed(
+            first_of(problems),
+            hint="the record holds every launch: name, grid, block, registers and shared memory",
+            details=[*problems[:_SHOWN_PROBLEMS], *notes],
+            gpu_seconds=result.seconds,
+        )
+    return passed(_sum_up(cases), details=notes, gpu_seconds=result.seconds)
+
+
+def _record(run: Run, case: dict[str, Any]) -> None:
+    for arm in case["arms"]:
+        changes: dict[str, Any] = {"launches": arm["launches"], "version": arm["version"], "role": arm["role"]}
+        if arm["status"] != "captured":
+            changes |= {"status": arm["status"], "reason": arm["reason"]}
+        run.update_arm(case["name"], arm["name"], **changes)
+
+
+def case_problems(subject: Subject, case: dict[str, Any], *, needs_graph: bool) -> list[str]:
+    """Return what is wrong with the captures of one case, one line each.
+
+    Args:
+        subject: what was promised and forbidden.
+        case: the captures of every arm, as the capturing task returns them.
+        needs_graph: whether graph time is to be taken, so that a call that no graph can hold is a failure.
+    """
+    problems = []
+    for arm in case["arms"]:
+        if arm["role"] == "subject":
+            problems += _subject_problems(subject, arm, needs_graph=needs_graph)
+        else:
+            problems += [f"baseline {arm['name']} is not what it says: {line}" for line in _baseline_problems(arm)]
+    return problems
+
+
+def _subject_problems(subject: Subject, arm: dict[str, Any], *, needs_graph: bool) -> list[str]:
+    if arm["status"] != "captured":
+        return [arm["reason"]]
+    promises = [KernelPromise(**promise) for promise in arm.get("promises", [])]
+    problems = _stream_problems(subject, promises, arm["launches"])
+    if arm["graph_launches"] is not None:
+        in_graph = _stream_problems(subject, promises, arm["graph_launches"])
+        problems += [f"in its CUDA graph: {problem}" for problem in in_graph if problem not in problems]
+    elif needs_graph:
+        problems.append(f"a CUDA graph cannot capture the call: {arm['graph_reason']}")
+    return list(dict.fromkeys([*problems, *arm.get("problems", [])]))
+
+
+def _stream_problems(subject: Subject, promises: Sequence[Any], launches: Sequence[dict[str, Any]]) -> list[str]:
+    """Return what is wrong with the launches of one call or one replay."""
+    from ..launches import launches_match
+
+    records = [Launch.model_validate(launch) for launch in launches]
+    if not records:
+        return ["no kernel ran"]
+    problems = []
+    for record in records:
+        own = any(fnmatchcase(record.name, promise.pattern) for promise in promises)
+        forbidden = [pattern for pattern in subject.forbidden_kernels if fnmatchcase(record.name, pattern)]
+        problems += [f"kernel {record.name} ran, and {pattern} is forbidden" for pattern in forbidden]
+        if not own and any(fnmatchcase(record.name, pattern) for pattern in FALL_THROUGH):
+            problems.append(f"kernel {record.name} ran: the call fell through to the framework")
+    return list(dict.fromkeys([*problems, *launches_match(promises, records)]))
+
+
+def _baseline_problems(arm: dict[str, Any]) -> list[str]:
+    from ..launches import rival_problems
+
+    if arm["status"] != "captured":
+        return []  # reported as it is: a rival that cannot run here says nothing against the subject
+    launches = [Launch.model_validate(launch) for launch in arm["launches"]]
+    return rival_problems(arm.get("patterns", []), launches)
+
+
+def _notes(cases: Sequence[dict[str, Any]]) -> list[str]:
+    """Return what else is worth knowing: baselines that did not run, and copies beside the kernels."""
+    notes: dict[str, int] = {}
+    for case in cases:
+        for arm in case["arms"]:
+            if arm["role"] != "subject" and arm["status"] != "captured":
+                line = f"baseline {arm['name']} {arm['status']}: {arm['reason']}"
+                notes[line] = notes.get(line, 0) + 1
+    return [f"{line} ({count} of {len(cases)} cases)" for line, count in notes.items()]
+
+
+def _sum_up(cases: Sequence[dict[str, Any]]) -> str:
+    arms = [arm for case in cases for arm in case["arms"] if arm["role"] == "subject"]
+    names = dict.fromkeys(launch["name"] for arm in arms for launch in arm["launches"])
+    shown = ", ".join(list(names)[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    if all(arm.get("promises") for arm in arms):
+        return f"the kernels that ran are those promised: {shown}"
+    if any(arm.get("promises") for arm in arms):
+        return f"what was promised ran, and for some cases nothing was promised: {shown}"
+    return f"nothing was promised, so only this is shown: {shown} ran"

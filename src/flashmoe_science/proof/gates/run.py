@@ -1,0 +1,288 @@
+"""What the gates of one run share: the request, the record as far as it has grown, and how both are told."""
+
+from __future__ import annotations
+
+import secrets
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from ...errors import InputError, ProofError, SuiteError
+from ...gpu.specs import SPECS, find_gpu
+from ..evidence import (
+    GATE_NAMES,
+    Arm,
+    CaseRecord,
+    Environment,
+    Gate,
+    GateStatus,
+    Record,
+    Settings,
+    SourceFile,
+    SubjectInfo,
+    Work,
+)
+from ..subject import PACKAGE_FOLDER, Subject, operator_of
+from ..suites import Suite
+from ..worker import TaskResult, run_task
+
+NO_GPU = "no NVIDIA GPU here"
+
+
+@dataclass(frozen=True)
+class ProveRequest:
+    """One run of the chain."""
+
+    subject: Subject
+    suite: Suite
+    baselines: Sequence[str]
+    gpus: Sequence[str] = ()  # to compile for; empty: one of every architecture known
+    until: str | None = None  # the last gate to run
+    expect: float | None = None  # speedup over the first baseline; None: what the subject says
+    settings: Settings = field(default_factory=Settings)
+    command: str = ""
+    repository: Path | None = None  # holds claims and evidence; tells where the subject's folder lies in it
+
+
+class Progress(Protocol):
+    """How a run tells what it is doing. Nothing that a run needs comes back."""
+
+    def start(self, gate: str) -> None:
+        """A gate begins."""
+
+    def advance(self, done: int, total: int, label: str) -> None:
+        """``done`` of ``total`` steps of the gate are finished; ``label`` is the one under way."""
+
+    def note(self, line: str) -> None:
+        """Something worth a line of log happened."""
+
+    def finish(self, gate: Gate) -> None:
+        """A gate ended."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one gate ended; the chain adds its name and its seconds."""
+
+    status: GateStatus
+    summary: str
+    hint: str = ""
+    details: Sequence[str] = ()
+    gpu_seconds: float = 0.0
+
+
+def passed(summary: str, *, details: Sequence[str] = (), gpu_seconds: float = 0.0) -> Outcome:
+    """Return the outcome of a gate that showed what it had to show."""
+    return Outcome(GateStatus.PASSED, summary, details=details, gpu_seconds=gpu_seconds)
+
+
+def failed(summary: str, *, hint: str = "", details: Sequence[str] = (), gpu_seconds: float = 0.0) -> Outcome:
+    """Return the outcome of a gate that stops the chain."""
+    return Outcome(GateStatus.FAILED, summary, hint, details, gpu_seconds)
+
+
+def not_possible(reason: str, *, hint: str = "", details: Sequence[str] = ()) -> Outcome:
+    """Return the outcome of a gate that cannot show anything on this machine."""
+    return Outcome(GateStatus.NOT_POSSIBLE, reason, hint, details)
+
+
+def first_of(problems: Sequence[str]) -> str:
+    """Return the first problem, and how many there are besides."""
+    return f"{problems[0]} (and {len(problems) - 1} more)" if len(problems) > 1 else problems[0]
+
+
+class Run:
+    """One run as far as it has got. ``record`` can be asked for at any moment."""
+
+    def __init__(
+        self, request: ProveRequest, *, environment: Environment, progress: Progress, save: Callable[[Record], None]
+    ) -> None:
+        self.request = request
+        self.subject = request.subject
+        self.settings = request.settings
+        self.environment = environment
+        self.progress = progress
+        self.operator = operator_of(request.subject)
+        self.sources: list[SourceFile] = []
+        self.gates = {name: Gate(name=name, status=GateStatus.NOT_REACHED) for name in GATE_NAMES}
+        self.cases = {case.name: self._new_case(case) for case in request.suite.cases}
+        self.incomplete_reason = "the run has not ended"
+        self.lost = ""  # why cases are lacking although the chain came to its end
+        self.created_at = datetime.now(timezone.utc)
+        stamp = self.created_at.strftime("%Y%m%dT%H%M%SZ")
+        self.id = f"{stamp}-{request.suite.name}-{self.subject.name}-{secrets.token_hex(3)}"
+        self._save = save
+
+    def _new_case(self, case: Any) -> CaseRecord:
+        work = self.operator.work(case.problem)
+        names: list[tuple[str, Literal["subject", "baseline"]]] = [(self.subject.name, "subject")]
+        names += [(name, "baseline") for name in self.request.baselines]
+        return CaseRecord(
+            name=case.name,
+            problem=self.operator.as_table(case.problem),
+            origin=case.origin,
+            work=Work(
+                flops=work.flops,
+                bytes=work.bytes,
+                tokens=work.tokens,
+                peak=self.operator.peak_tflops_key(case.problem),
+            ),
+            arms=[Arm(name=name, role=role, status="not measured") for name, role in names],
+        )
+
+    @property
+    def expected_speedup(self) -> float | None:
+        """What the request or the subject expects over the first baseline."""
+        return self.subject.expected_speedup if self.request.expect is None else self.request.expect
+
+    @property
+    def gpus(self) -> list[str]:
+        """The GPUs to compile for: those asked for, or one of every architecture known."""
+        by_arch = {spec.arch: spec.name for spec in reversed(SPECS.values())}
+        return list(self.request.gpus) or [by_arch[arch] for arch in sorted(by_arch)]
+
+    @property
+    def has_gpu(self) -> bool:
+        """Whether this machine has a GPU that torch can use."""
+        return self.environment.gpu is not None
+
+    @property
+    def device(self) -> Literal["cuda", "cpu"] | None:
+        """Where the subject's results can be checked here, or None."""
+        if self.has_gpu and "cuda" in self.subject.devices:
+            return "cuda"
+        return "cpu" if "cpu" in self.subject.devices else None
+
+    @property
+    def no_timing_reason(self) -> str:
+        """Why nothing can be launched and timed here, or an empty text."""
+        if not self.has_gpu:
+            return NO_GPU
+        return "" if "cuda" in self.subject.devices else "this subject runs on the CPU only"
+
+    def worker_env(self) -> dict[str, str]:
+        """Return what a worker's environment needs: with no GPU, Triton's kernels are interpreted."""
+        return {"TRITON_INTERPRET": "1"} if self.device == "cpu" else {}
+
+    def payload(self, **more: Any) -> dict[str, Any]:
+        """Return what every task of this run gets: see docs/measuring.md."""
+        cases = [{"name": c.name, "problem": c.problem, "origin": c.origin} for c in self.cases.values()]
+        return {
+            "subject": self.subject.to_json(),
+            "operator": self.subject.operator,
+            "cases": cases,
+            "baselines": list(self.request.baselines),
+            "settings": self.settings.model_dump(mode="json"),
+            "process": 0,
+            "times": [],
+            "seed": self.settings.seed,
+            **more,
+        }
+
+    def run_task(
+        self,
+        task: str,
+        payload: dict[str, Any],
+        *,
+        timeout_s: float,
+        on_event: Callable[[dict[str, Any]], None] | None = None,
+    ) -> TaskResult:
+        """Run a task of this package in a worker process."""
+        name = f"{__package__.rpartition('.')[0]}.{task}"
+        return run_task(name, payload, timeout_s=timeout_s, on_event=on_event, env=self.worker_env())
+
+    def update_case(self, name: str, **changes: Any) -> None:
+        """Change fields of one case; the new record is validated."""
+        self.cases[name] = CaseRecord(**{**dict(self.cases[name]), **changes})
+
+    def update_arm(self, case: str, arm: str, **changes: Any) -> None:
+        """Change fields of one arm of a case, or add the arm."""
+        arms = {a.name: a for a in self.cases[case].arms}
+        arms[arm] = Arm(**{**(dict(arms[arm]) if arm in arms else {"name": arm}), **changes})
+        self.update_case(case, arms=list(arms.values()))
+
+    def explain_crash(self, result: TaskResult) -> tuple[str, list[str]]:
+        """Return hint and last output lines of a worker that did not answer."""
+        tail = self.hide_paths(result.output_tail).strip().splitlines()[-12:]
+        hint = ""
+        if result.reason == "killed by SIGKILL":
+            hint = "the system may have run out of memory: `dmesg` tells"
+        elif result.reason.startswith("GPU out of memory"):
+            hint = "a smaller suite, or a GPU with more memory"
+        elif result.reason.startswith("no answer within"):
+            hint = "the last lines of its output say where it hung"
+        return hint, tail
+
+    def hide_paths(self, text: str) -> str:
+        """Take this machine's folders out of ``text``: a record is read elsewhere."""
+        folders = {str(self.subject.folder): ".", str(PACKAGE_FOLDER): "flashmoe_science"}
+        folders |= {sys.prefix: "<python>", sys.base_prefix: "<python>", str(Path.home()): "~"}
+        for folder in sorted(folders, key=len, reverse=True):
+            if len(folder) > 1:
+                text = text.replace(folder, folders[folder])
+        return text
+
+    def save(self) -> None:
+        """Hand the record on as it is now."""
+        self._save(self.record())
+
+    def record(self) -> Record:
+        """Return the record as it is now."""
+        return Record(
+            id=self.id,
+            created_at=self.created_at,
+            command=self.request.command,
+            complete=self.incomplete_reason == "",
+            incomplete_reason=self.incomplete_reason,
+            subject=SubjectInfo(
+                name=self.subject.name,
+                operator=self.subject.operator,
+                entry_point=self.subject.entry_point,
+                sources=self.sources,
+                folder=self._folder_in_repository(),
+                expected_speedup=self.expected_speedup,
+            ),
+            suite=self.request.suite.name,
+            baselines=list(self.request.baselines),
+            environment=self.environment,
+            settings=self.settings,
+            gates=list(self.gates.values()),
+            cases=list(self.cases.values()),
+        )
+
+    def _folder_in_repository(self) -> str | None:
+        root = self.request.repository
+        if root is None or not self.subject.folder.is_relative_to(root.resolve()):
+            return None
+        return self.subject.folder.relative_to(root.resolve()).as_posix()
+
+
+def check_request(request: ProveRequest) -> None:
+    """Refuse a request that cannot be carried out, before anything runs.
+
+    Raises:
+        ProofError: an unknown gate, GPU or baseline, or a suite of another operator.
+    """
+    if request.until is not None and request.until not in GATE_NAMES:
+        raise ProofError(f"until must be one of {', '.join(GATE_NAMES)}, got {request.until!r}")
+    if request.suite.operator != request.subject.operator:
+        raise SuiteError(
+            f"suite {request.suite.name} is of operator {request.suite.operator!r}, "
+            f"and subject {request.subject.name} of {request.subject.operator!r}",
+            hint="`flashmoe suites` lists the suites of every operator",
+        )
+    for gpu in request.gpus:
+        try:
+            find_gpu(gpu)
+        except InputError as error:
+            raise ProofError(str(error)) from error
+    rivals = operator_of(request.subject).rivals()
+    for baseline in request.baselines:
+        if baseline not in rivals:
+            raise ProofError(
+                f"baseline must be one of {', '.join(rivals)}, got {baseline!r}",
+                hint="`flashmoe baselines` lists those found here",
+            )

@@ -1,0 +1,243 @@
+"""The gates that time: quick, which ends a hopeless run early, and bench, which takes the evidence."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..evidence import CaseRecord, Rates, Rounds, Settings, TimeKind
+from ..roofline import fewest_seconds
+from ..worker import TaskResult
+from .run import Outcome, Run, failed, first_of, not_possible, passed
+
+_TIMEOUT_S = 600.0  # of silence: compiling, tuning and warming up one case
+_QUICK_ROUNDS = 5
+_QUICK_RANGE = (0.5, 2.0)  # times the speedup expected
+_WORST = ("not measured", "measured", "refused", "unavailable", "failed")  # an arm keeps the worst of all processes
+_SHOWN_PROBLEMS = 20
+
+
+def measure_quickly(run: Run) -> Outcome:
+    """Gate quick: five rounds. Far from what was expected, or faster than the GPU can be: stop before the long part."""
+    if run.no_timing_reason:
+        return not_possible(run.no_timing_reason, hint="`flashmoe doctor` says what this machine lacks")
+    kind: TimeKind = "graph" if "graph" in run.settings.times else run.settings.times[0]
+    settings = run.settings.model_copy(update={"rounds": _QUICK_ROUNDS, "processes": 1, "times": [kind]})
+    cases: list[dict[str, Any]] = []
+    # Whether the work is ordered with the caller's stream is for the gate bench to say.
+    step = _Step(settings, process=0, times=[kind], done=0, total=len(run.cases), check_stream=False)
+    result = _measure(run, step, cases.append)
+    seconds = result.seconds
+    if not result.ok:
+        hint, tail = run.explain_crash(result)
+        return failed(run.hide_paths(result.reason), hint=hint, details=tail, gpu_seconds=seconds)
+    problems = [line for case in cases if (line := _subject_failure(run, case))]
+    if problems:
+        return failed(first_of(problems), details=problems[:_SHOWN_PROBLEMS], gpu_seconds=seconds)
+    impossible = [line for case in cases if (line := _impossible(run, case, kind))]
+    if impossible:
+        hint = "the clock, the work counted or the call is wrong: no kernel can be that fast"
+        return failed(first_of(impossible), hint=hint, details=impossible, gpu_seconds=seconds)
+    return _compare_with_expected(run, cases, kind, seconds)
+
+
+def _compare_with_expected(run: Run, cases: Sequence[dict[str, Any]], kind: TimeKind, gpu_seconds: float) -> Outcome:
+    speedups = {case["name"]: s for case in cases if (s := _speedup(run, case, kind)) is not None}
+    expected = run.expected_speedup
+    if not speedups:
+        what = "no baseline ran, so nothing was compared"
+        return passed(f"{what}; no time is impossible", gpu_seconds=gpu_seconds)
+    mean = math.exp(statistics.fmean(math.log(s) for s in speedups.values()))
+    details = [f"{name}: {speedup:.2f}x" for name, speedup in speedups.items()]
+    summary = (
+        f"about {mean:.2f}x of {run.request.baselines[0]} in {kind} time (geometric mean of {len(speedups)} cases)"
+    )
+    if expected is None:
+        return passed(f"{summary}; nothing was expected", details=details, gpu_seconds=gpu_seconds)
+    low, high = (factor * expected for factor in _QUICK_RANGE)
+    if not low <= mean <= high:
+        hint = "--expect says what else to expect; a wrong kernel, tile or grid shows in gate launch's record"
+        summary = f"{expected:.2f}x was expected, and it is {summary}"
+        return failed(summary, hint=hint, details=details, gpu_seconds=gpu_seconds)
+    return passed(f"{summary}; {expected:.2f}x was expected", details=details, gpu_seconds=gpu_seconds)
+
+
+def measure_fully(run: Run) -> Outcome:
+    """Gate bench: all rounds in all processes; kernel time in processes of its own."""
+    if run.no_timing_reason:
+        return not_possible(run.no_timing_reason, hint="`flashmoe doctor` says what this machine lacks")
+    gpu_seconds = 0.0
+    for step in _steps(run):
+
+        def on_case(case: dict[str, Any], process: int = step.process) -> None:
+            add_measured(run, case, process)
+            run.save()
+
+        result = _measure(run, step, on_case)
+        gpu_seconds += result.seconds
+        if not result.ok:
+            hint, tail = run.explain_crash(result)
+            reason = f"process {step.process} ({step.label}): {run.hide_paths(result.reason)}"
+            run.lost = f"bench: {reason}"
+            return failed(reason, hint=hint, details=tail, gpu_seconds=gpu_seconds)
+    return _sum_up(run, gpu_seconds)
+
+
+def _sum_up(run: Run, gpu_seconds: float) -> Outcome:
+    subjects = [(case, arm) for case in run.cases.values() for arm in case.arms if arm.role == "subject"]
+    problems = [f"{case.name}: {arm.reason or arm.status}" for case, arm in subjects if arm.status != "measured"]
+    notes = [
+        f"{case.name}: {arm.role} {arm.name} {arm.status}: {arm.reason}"
+        for case in run.cases.values()
+        for arm in case.arms
+        if arm.role != "subject" and arm.status != "measured"
+    ]
+    if problems:
+        details = [*problems[:_SHOWN_PROBLEMS], *notes]
+        return failed(first_of(problems), details=details, gpu_seconds=gpu_seconds)
+    rounds = run.settings.processes * run.settings.rounds
+    times = ", ".join(run.settings.times)
+    summary = f"{len(run.cases)} cases, {rounds} rounds each in {run.settings.processes} processes: {times} time"
+    return passed(summary, details=notes, gpu_seconds=gpu_seconds)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One measuring process."""
+
+    settings: Settings
+    process: int
+    times: Sequence[TimeKind]
+    done: int  # cases behind us when it begins, of ``total``
+    total: int
+    check_stream: bool = True
+
+    @property
+    def label(self) -> str:
+        return " and ".join(self.times) + " time"
+
+
+def _steps(run: Run) -> list[_Step]:
+    """Return the measuring processes of the gate bench: kernel time has some of its own."""
+    kinds = run.settings.times
+    modes = [[kind for kind in kinds if kind != "kernel"], [kind for kind in kinds if kind == "kernel"]]
+    plan = [(process, mode) for process in range(run.settings.processes) for mode in modes if mode]
+    cases = len(run.cases)
+    return [
+        _Step(run.settings, process, mode, done=index * cases, total=len(plan) * cases)
+        for index, (process, mode) in enumerate(plan)
+    ]
+
+
+def _measure(run: Run, step: _Step, on_case: Callable[[dict[str, Any]], None]) -> TaskResult:
+    """Run one measuring process."""
+    finished = step.done
+
+    def on_event(event: dict[str, Any]) -> None:
+        nonlocal finished
+        if event["event"] == "case":
+            finished += 1
+            on_case(event["case"])
+            run.progress.advance(finished, step.total, f"{event['case']['name']} ({step.label})")
+
+    payload = run.payload(
+        settings=step.settings.model_dump(mode="json"),
+        process=step.process,
+        times=list(step.times),
+        check_stream=step.check_stream,
+    )
+    return run.run_task("gpu_tasks:measure", payload, timeout_s=_TIMEOUT_S, on_event=on_event)
+
+
+def add_measured(run: Run, case: dict[str, Any], process: int) -> None:
+    """Add what one process measured of one case to the record: rounds are pooled, an arm keeps its worst status."""
+    record = run.cases[case["name"]]
+    rounds = list(record.rounds)
+    if case.get("rounds") is not None:
+        new = Rounds.model_validate(case["rounds"])
+        index = next((i for i, old in enumerate(rounds) if set(old.seconds) == set(new.seconds)), None)
+        if index is None:
+            rounds.append(new)
+        else:
+            rounds[index] = pool_rounds(rounds[index], new)
+    run.update_case(case["name"], rounds=rounds, input_sets=case["input_sets"], input_set_bytes=case["input_set_bytes"])
+    known = {arm.name: arm for arm in record.arms}
+    for arm in case["arms"]:
+        changes = {key: value for key, value in arm.items() if key not in ("launches", "rates") and value is not None}
+        old = known.get(arm["name"])
+        if old is not None and _WORST.index(old.status) > _WORST.index(arm["status"]):
+            changes |= {"status": old.status, "reason": old.reason}
+        elif arm["status"] == "failed":
+            changes["reason"] = f"process {process}: {arm['reason']}"
+        if old is not None and old.accuracy is not None:
+            changes["accuracy"] = old.accuracy  # the gate correct looked harder
+        changes["rates"] = rates_of(run.cases[case["name"]], arm["name"])
+        run.update_arm(case["name"], arm["name"], **changes)
+
+
+def pool_rounds(old: Rounds, new: Rounds) -> Rounds:
+    """Return the rounds of both, for the arms and kinds of time that both have.
+
+    An arm that failed in one process has no sample there: its samples of the other processes cannot be paired, and go.
+    """
+    seconds: dict[TimeKind, dict[str, list[float]]] = {
+        kind: {arm: [*values, *new.seconds[kind][arm]] for arm, values in arms.items() if arm in new.seconds[kind]}
+        for kind, arms in old.seconds.items()
+    }
+    columns = ("process", "order", "sm_clock_mhz", "power_w", "temperature_c", "throttle")
+    return Rounds(seconds=seconds, **{name: [*getattr(old, name), *getattr(new, name)] for name in columns})
+
+
+def rates_of(case: CaseRecord, arm: str) -> dict[TimeKind, Rates]:
+    """Return the medians of an arm's samples, and the rates that follow from the case's work."""
+    rates: dict[TimeKind, Rates] = {}
+    for rounds in case.rounds:
+        for kind, arms in rounds.seconds.items():
+            if arms.get(arm):
+                seconds = statistics.median(arms[arm])
+                rates[kind] = Rates(
+                    seconds=seconds,
+                    tokens_per_second=case.work.tokens / seconds,
+                    tflops=case.work.flops / seconds / 1e12,
+                    tbytes_per_second=case.work.bytes / seconds / 1e12,
+                )
+    return rates
+
+
+def _subject_failure(run: Run, case: dict[str, Any]) -> str:
+    for arm in case["arms"]:
+        if arm["role"] == "subject" and arm["status"] != "measured":
+            return f"{case['name']}: {arm['reason'] or arm['status']}"
+    return "" if case.get("rounds") else f"{case['name']}: no time was taken of {run.subject.name}"
+
+
+def _medians(case: dict[str, Any], kind: TimeKind) -> dict[str, float]:
+    seconds = (case.get("rounds") or {}).get("seconds", {}).get(kind, {})
+    return {arm: statistics.median(values) for arm, values in seconds.items() if values}
+
+
+def _speedup(run: Run, case: dict[str, Any], kind: TimeKind) -> float | None:
+    """Return how many times faster than the first baseline the subject was, or None where one of them has no time."""
+    medians = _medians(case, kind)
+    baseline = medians.get(run.request.baselines[0]) if run.request.baselines else None
+    subject = medians.get(run.subject.name)
+    return None if baseline is None or subject is None else baseline / subject
+
+
+def _impossible(run: Run, case: dict[str, Any], kind: TimeKind) -> str:
+    """Return how the subject's time is below what the GPU can do at its highest clock, or an empty text."""
+    gpu = run.environment.gpu
+    measured = _medians(case, kind).get(run.subject.name)
+    if gpu is None or measured is None:
+        return ""
+    sizes = {key: case[key] for key in ("input_sets", "input_set_bytes")}
+    record = CaseRecord(**{**dict(run.cases[case["name"]]), **sizes})
+    least = fewest_seconds(record, kind, gpu, run.settings.cache)
+    if least is None or measured >= least:
+        return ""
+    return (
+        f"{case['name']}: {measured * 1e6:.2f} us a call ({kind} time); {gpu.name} needs at least {least * 1e6:.2f} us"
+    )

@@ -1,0 +1,135 @@
+"""The gates that need no GPU: sources, build, import."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from ...gpu.specs import find_gpu
+from ..subject import expand_sources, hash_sources
+from ..worker import TaskCall, run_command, run_tasks
+from .run import Outcome, Run, failed, first_of, passed
+
+_COMPILE_TIMEOUT_S = 900.0  # for one kernel
+_IMPORT_TIMEOUT_S = 300.0  # an extension that compiles itself on import takes minutes
+_COMPILE_PROCESSES = 8
+_SHOWN_PROBLEMS = 20
+_MOST_THREADS = 1024  # of a block, on every architecture
+
+
+def check_sources(run: Run) -> Outcome:
+    """Gate sources: the files named exist, and their hashes go into the record."""
+    run.sources = hash_sources(run.subject)
+    missing = expand_sources(run.subject)[1]
+    if missing:
+        return failed(
+            f"no such file: {', '.join(missing)}",
+            hint="sources are relative to the folder of the kernel.toml",
+            details=[f"found {source.path}" for source in run.sources],
+        )
+    return passed(f"{len(run.sources)} files hashed")
+
+
+def build(run: Run) -> Outcome:
+    """Gate build: the build command runs; kernels compile for every GPU named, within its limits, on any machine."""
+    details: list[str] = []
+    problems = _broken_limits(run)
+    if problems:
+        return failed(problems[0], hint="the launch promised does not fit the GPU", details=problems)
+    if run.subject.build_command is not None:
+        run.progress.note("build command: " + " ".join(run.subject.build_command))
+        argv = [word.replace("{python}", sys.executable) for word in run.subject.build_command]
+        result = run_command(argv, cwd=str(run.subject.folder), timeout_s=run.subject.build_timeout_s)
+        if not result.ok:
+            tail = run.hide_paths(result.output_tail).strip().splitlines()[-20:]
+            hint = "its last lines are below" if tail else ""
+            return failed(f"the build command {result.reason}", hint=hint, details=tail)
+        details.append(f"build command finished in {result.seconds:.1f} s")
+    if run.subject.builtin or run.subject.compile_jobs is not None:
+        return _compile(run, details)
+    return passed(details[0] if details else "nothing to build: no build command, no compile jobs")
+
+
+def _broken_limits(run: Run) -> list[str]:
+    """Compare what is promised of each launch with the limits of the GPUs asked for."""
+    problems = []
+    names = list(run.request.gpus)
+    if run.environment.gpu is not None:
+        names.append(run.environment.gpu.name)
+    for promise in run.subject.kernels:
+        if promise.block is not None and (threads := promise.block[0] * promise.block[1] * promise.block[2]) > 1024:
+            problems.append(
+                f"{promise.pattern}: {threads} threads a block promised, at most {_MOST_THREADS} are possible"
+            )
+        for name in names:
+            try:
+                limit = find_gpu(name).shared_memory_per_block_bytes
+            except ValueError:  # a GPU that the table lacks: nothing is known of its limits
+                continue
+            if promise.shared_memory_bytes is not None and promise.shared_memory_bytes > limit:
+                got = promise.shared_memory_bytes
+                problems.append(f"{promise.pattern}: {got} bytes of shared memory a block promised, {name} has {limit}")
+    return problems
+
+
+def _compile(run: Run, details: list[str]) -> Outcome:
+    """Compile all jobs in a few processes; one that dies takes its own jobs with it, and no others."""
+    parts = min(_COMPILE_PROCESSES, os.cpu_count() or 1)
+    common = run.payload(cases=[case.problem for case in run.cases.values()], gpus=run.gpus, parts=parts)
+    task = f"{__package__.rpartition('.')[0]}.tasks:compile_kernels"
+    calls = [TaskCall(task, {**common, "part": part}, _COMPILE_TIMEOUT_S) for part in range(parts)]
+    jobs: list[dict[str, Any]] = []
+    current = [""] * parts
+
+    def on_event(part: int, event: dict[str, Any]) -> None:
+        if event["event"] == "start":
+            current[part] = event["label"]
+        else:
+            jobs.append(event["job"])
+        run.progress.advance(len(jobs), event.get("total", 0) or len(jobs), current[part])
+
+    results = run_tasks(calls, on_event=on_event)
+    problems = [f"{job['label']} for {job['gpu']}: {problem}" for job in jobs for problem in job["problems"]]
+    for part, result in enumerate(results):
+        if not result.ok:
+            where = f"while compiling {current[part]}" if current[part] else "before the first kernel"
+            tail = run.explain_crash(result)[1]
+            problems += [f"the compiling process {result.reason} {where}", *tail]
+    if problems:
+        hint = f"`flashmoe explain --gpu {run.gpus[0]}` shows the plan of one shape" if run.subject.builtin else ""
+        return failed(first_of(problems), hint=hint, details=[*details, *problems[:_SHOWN_PROBLEMS]])
+    if not jobs:
+        return failed("there is no kernel to compile for these cases", details=details)
+    return passed(_summarize(jobs), details=[*details, *_by_gpu(jobs)])
+
+
+def _summarize(jobs: Sequence[dict[str, Any]]) -> str:
+    spills = sum(job["spill_bytes"] > 0 for job in jobs)
+    shared = max(job["shared_memory_bytes"] for job in jobs) / 1024
+    return (
+        f"{len(jobs)} kernels compiled for {len({job['gpu'] for job in jobs})} GPUs: at most "
+        f"{max(job['registers'] for job in jobs)} registers a thread, {shared:.0f} KiB shared memory a block, "
+        f"{'no spills' if not spills else f'{spills} with spills'}"
+    )
+
+
+def _by_gpu(jobs: Sequence[dict[str, Any]]) -> list[str]:
+    lines = []
+    for gpu in dict.fromkeys(job["gpu"] for job in jobs):
+        own = [job for job in jobs if job["gpu"] == gpu]
+        shared = max(job["shared_memory_bytes"] for job in own) / 1024
+        limit = find_gpu(gpu).shared_memory_per_block_bytes / 1024
+        lines.append(f"{gpu}: {len(own)} kernels, at most {shared:.0f} of {limit:.0f} KiB shared memory a block")
+    return lines
+
+
+def import_entry(run: Run) -> Outcome:
+    """Gate import: the module loads in a fresh process, the entry point exists, its signature fits."""
+    smallest = min(run.cases.values(), key=lambda case: case.work.bytes)
+    result = run.run_task("tasks:import_subject", run.payload(case=smallest.problem), timeout_s=_IMPORT_TIMEOUT_S)
+    if not result.ok or result.data is None:
+        hint, tail = run.explain_crash(result)
+        return failed(f"{run.subject.entry_point}: {run.hide_paths(result.reason)}", hint=hint, details=tail)
+    return passed(f"{run.subject.entry_point} loads in a fresh process", details=result.data["notes"])

@@ -1,0 +1,172 @@
+"""What the chain runs in worker processes: the subject's code is never imported anywhere else."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import secrets
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..errors import CompileError, SubjectError
+from .subject import Subject, add_python_path, expand_sources, load_attribute, load_entry, operator_of
+from .worker import Emit, describe_error
+
+
+def import_subject(payload: dict[str, Any], emit: Emit) -> dict[str, Any]:  # noqa: ARG001 - all tasks take it
+    """Import the subject, and see whether its entry point takes what the operator passes.
+
+    Args:
+        payload: ``subject``; ``case``, the table of a small case.
+        emit: not used.
+
+    Returns:
+        ``module_file``, as the reader may see it; ``notes``, one fact each.
+
+    Raises:
+        SubjectError: the entry point is missing, cannot be called, or does not take these arguments.
+    """
+    subject = Subject.from_json(payload["subject"])
+    operator = operator_of(subject)
+    entry = load_entry(subject)
+    module = importlib.import_module(subject.entry_point.partition(":")[0])
+    notes = _origin_notes(subject, module.__file__)
+    note = check_signature(operator, entry, operator.parse_case(payload["case"]), subject.entry_point)
+    return {"notes": notes + note}
+
+
+class _RecordedError(Exception):
+    """Ends a call whose arguments are known now."""
+
+
+def check_signature(operator: Any, entry: Callable[..., Any], problem: Any, name: str) -> list[str]:
+    """Compare the entry point's signature with the arguments that the operator passes. Raises ``SubjectError``."""
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+    def recorder(*args: Any, **kwargs: Any) -> Any:
+        calls.append((args, kwargs))
+        raise _RecordedError
+
+    with contextlib.suppress(_RecordedError):
+        operator.bind(recorder, problem, operator.make_inputs(problem, seed=0, device="cpu"))()
+    try:
+        signature = inspect.signature(entry)
+    except (TypeError, ValueError):  # a compiled function may not tell
+        return ["the entry point does not tell its signature: its first call will"]
+    for args, kwargs in calls:
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            passed = ", ".join([*(type(a).__name__ for a in args), *(f"{k}={v!r}" for k, v in kwargs.items())])
+            raise SubjectError(
+                f"{name}{signature} must take the arguments ({passed}): {error}",
+                hint="docs/kernel-toml.md shows how the operator calls an entry point",
+            ) from error
+    return [f"signature {signature}"]
+
+
+def _origin_notes(subject: Subject, file: str | None) -> list[str]:
+    """Say which file was loaded: an older build of the same name elsewhere is a classic."""
+    if file is None:
+        return ["the module has no file"]
+    path = Path(file).resolve()
+    if not path.is_relative_to(subject.folder):
+        return [f"loaded {path.name} from outside the subject's folder"]
+    sources = [subject.folder / source for source in expand_sources(subject)[0]]
+    newest = max((source.stat().st_mtime for source in sources), default=0.0)
+    notes = [f"loaded {path.relative_to(subject.folder).as_posix()}"]
+    if path.suffix == ".so" and path.stat().st_mtime < newest:
+        notes.append("the loaded library is older than the newest source: was it built from these sources?")
+    return notes
+
+
+def compile_kernels(payload: dict[str, Any], emit: Emit) -> dict[str, Any]:
+    """Compile a share of what a subject needs, with no GPU.
+
+    Args:
+        payload: ``subject``; ``cases``, tables; ``gpus``, names; ``part`` of ``parts``: which jobs are meant.
+        emit: gets ``{"event": "start", "label"}`` before a job and ``{"event": "job", ...}`` after it.
+
+    Returns:
+        ``jobs``, the number of jobs done.
+    """
+    subject = Subject.from_json(payload["subject"])
+    jobs = _compile_jobs(subject, payload["cases"], payload["gpus"])
+    mine = jobs[payload["part"] :: payload["parts"]]
+    for job in mine:
+        emit({"event": "start", "label": f"{job.label} for {job.gpu}", "total": len(jobs)})
+        emit({"event": "job", "job": _compile(job)})
+    return {"jobs": len(mine)}
+
+
+def _compile_jobs(subject: Subject, cases: Sequence[dict[str, Any]], gpus: Sequence[str]) -> list[Any]:
+    if subject.compile_jobs is not None:
+        add_python_path(subject)
+        return list(load_attribute(subject.compile_jobs)(cases, gpus))
+    operator = operator_of(subject)
+    return list(operator.compile_jobs(subject.name, [operator.parse_case(case) for case in cases], gpus))
+
+
+def _compile(job: Any) -> dict[str, Any]:
+    numbers = ("registers", "spill_bytes", "shared_memory_bytes", "seconds")
+    row: dict[str, Any] = {"label": job.label, "gpu": job.gpu}
+    try:
+        outcome = job.run()
+    except CompileError as error:
+        return {**row, "problems": [f"does not compile: {str(error).partition(chr(10))[0]}"]}
+    return {**row, **{name: getattr(outcome, name) for name in numbers}, "problems": list(outcome.problems)}
+
+
+def check_correct(payload: dict[str, Any], emit: Emit) -> dict[str, Any]:
+    """Check the results of a subject, case by case.
+
+    Args:
+        payload: ``subject``; ``cases``, each with ``name`` and ``problem``; ``device``; ``seed``, None for a fresh one.
+        emit: gets ``{"event": "start", "name"}`` before a case and ``{"event": "case", "case": ...}`` after it.
+
+    Returns:
+        ``seed``; ``cases``, each with ``name``, ``status`` (passed, failed, not possible here), ``reason`` and
+        ``accuracy``.
+    """
+    subject = Subject.from_json(payload["subject"])
+    operator = operator_of(subject)
+    entry = load_entry(subject)
+    seed = secrets.randbits(31) if payload.get("seed") is None else int(payload["seed"])
+    cases = []
+    for case in payload["cases"]:
+        emit({"event": "start", "name": case["name"]})
+        problem = operator.parse_case(case["problem"])
+        checked = _check(operator, entry, problem, payload["device"], seed, deterministic=subject.deterministic)
+        cases.append({"name": case["name"], **checked})
+        emit({"event": "case", "case": cases[-1]})
+        if checked["status"] == "failed" and (loss := _lost_gpu(payload["device"])):
+            raise SubjectError(f"case {case['name']} left the GPU unusable: {loss}")
+    return {"cases": cases, "seed": seed}
+
+
+def _check(operator: Any, entry: Any, problem: Any, device: str, seed: int, *, deterministic: bool) -> dict[str, Any]:
+    from .check import WrongResultError, check_case
+
+    if device == "cpu" and (refusal := operator.cpu_refusal(problem)) is not None:
+        return {"status": "not possible here", "reason": refusal, "accuracy": None}
+    try:
+        accuracy = check_case(operator, entry, problem, device=device, seed=seed, deterministic=deterministic)
+    except WrongResultError as error:
+        accuracy_json = error.accuracy.model_dump(mode="json") if error.accuracy else None
+        return {"status": "failed", "reason": str(error), "accuracy": accuracy_json}
+    return {"status": "passed", "reason": "", "accuracy": accuracy.model_dump(mode="json")}
+
+
+def _lost_gpu(device: str) -> str:
+    """Return why the GPU answers no more, or an empty text: after some errors every later call fails."""
+    if device != "cuda":
+        return ""
+    torch = sys.modules["torch"]
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        return describe_error(error)
+    return ""
