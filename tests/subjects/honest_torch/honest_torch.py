@@ -1,0 +1,5 @@
+"""Right in every way."""
+
+from plain_torch import attend
+
+__all__ = ["attend"]

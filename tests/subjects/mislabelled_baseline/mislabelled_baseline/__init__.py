@@ -1,0 +1,1 @@
+"""An operator of a user's own, found beside the kernel.toml."""
