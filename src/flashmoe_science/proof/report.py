@@ -1,0 +1,305 @@
+"""Records and verdicts for the terminal. It computes nothing: numbers come from records, statistics and the judge.
+
+Everything is ASCII, but for the lines of a table, and says the same without colour.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from .conclude import last_word
+from .evidence import Environment, Gate, GateStatus, Launch, Record, TimeKind
+from .judge import Verdict, VerdictStatus
+from .rows import (
+    ArmRow,
+    arm_rows,
+    by_role,
+    default_kind,
+    format_bytes,
+    format_error,
+    format_rate,
+    format_ratio,
+    format_seconds,
+    kinds_measured,
+    lowest_case,
+)
+from .store import RunSummary
+
+if TYPE_CHECKING:  # they import torch, which a listing does not need
+    from .environment import Check
+    from .operator import CompileOutcome
+
+_GATE_STYLE = {
+    GateStatus.PASSED: "green",
+    GateStatus.FAILED: "bold red",
+    GateStatus.NOT_POSSIBLE: "yellow",
+    GateStatus.NOT_REACHED: "dim",
+}
+_VERDICT_STYLE = {
+    VerdictStatus.DEMONSTRATED: "bold green",
+    VerdictStatus.REFUTED: "bold red",
+    VerdictStatus.INCONCLUSIVE: "bold yellow",
+    VerdictStatus.ASSERTED: "bold yellow",
+    VerdictStatus.INVALID: "bold magenta",
+}
+_DETAILS_OF_A_FAILURE = 12
+
+
+def _grid(*widths: int, right: Iterable[int] = ()) -> Table:
+    """Return a table without lines: columns of at least these widths, the last one wraps."""
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    for number, width in enumerate(widths):
+        grid.add_column(min_width=width, no_wrap=True, justify="right" if number in right else "left")
+    grid.add_column(overflow="fold")
+    return grid
+
+
+def gate_lines(gate: Gate, *, verbose: bool = False) -> RenderableType:
+    """Return what one gate showed: a line, and under a failure its hint and the facts."""
+    grid = _grid(7, 17, 8, right=[2])
+    style = _GATE_STYLE[gate.status]
+    seconds = "" if gate.status is GateStatus.NOT_REACHED else f"{gate.seconds:.1f} s"
+    grid.add_row(Text(gate.name, "bold"), Text(gate.status.value, style), Text(seconds, "dim"), gate.summary)
+    failed = gate.status is GateStatus.FAILED
+    shown = gate.details if verbose else gate.details[:_DETAILS_OF_A_FAILURE] if failed else []
+    for line in shown:
+        grid.add_row("", "", "", Text(line, "dim" if not failed else ""))
+    if failed and len(gate.details) > len(shown):
+        grid.add_row("", "", "", Text(f"... and {len(gate.details) - len(shown)} more lines in the record", "dim"))
+    if gate.hint:
+        grid.add_row("", "", "", Text.assemble(("hint", "cyan"), f": {gate.hint}"))
+    return grid
+
+
+def head_lines(record: Record) -> RenderableType:
+    """Return what was on trial, where and how."""
+    subject = record.subject
+    grid = _grid(8)
+    grid.add_row(Text("run", "dim"), Text(record.id, "bold"))
+    grid.add_row(Text("command", "dim"), record.command)
+    grid.add_row(Text("subject", "dim"), f"{subject.name} ({subject.operator}), {subject.entry_point}")
+    against = f", against {', '.join(record.baselines)}" if record.baselines else ""
+    grid.add_row(Text("suite", "dim"), f"{record.suite}{against}")
+    for label, text in _environment(record.environment):
+        grid.add_row(Text(label, "dim"), text)
+    if not record.complete:
+        grid.add_row(Text("note", "dim"), Text(f"incomplete: {record.incomplete_reason}", "yellow"))
+    return grid
+
+
+def _environment(environment: Environment) -> list[tuple[str, str]]:
+    gpu = environment.gpu
+    parts = [gpu.name if gpu else "no GPU", environment.platform, f"Python {environment.python}"]
+    parts[1:1] = [f"driver {environment.driver}"] if environment.driver else []
+    versions = [f"{name} {version}" for name, version in environment.versions.items() if name in ("torch", "triton")]
+    commit = (environment.commit or "unknown")[:12] + (" with uncommitted changes" if environment.dirty else "")
+    return [("machine", ", ".join([*parts, *versions])), ("commit", commit)]
+
+
+def case_table(record: Record, kind: TimeKind | None = None) -> RenderableType:
+    """Return one row for every case and arm: times and speedups, or, where nothing was timed, what was checked.
+
+    Args:
+        record: The run.
+        kind: The time whose speedups and rates are shown. Default: graph, or the first that was measured.
+    """
+    kind = kind or default_kind(record)
+    return _accuracy_table(record) if kind is None else _speed_table(record, kind)
+
+
+def _table(*columns: str, left: int = 1) -> Table:
+    """Return an empty table whose first ``left`` columns hold text, the others numbers."""
+    # Two blanks between columns: the widest table, with all three times, fits 100 columns.
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    for number, column in enumerate(columns):
+        text = number < left
+        table.add_column(column, justify="left" if text else "right", overflow="fold", no_wrap=not text)
+    return table
+
+
+def _speed_table(record: Record, kind: TimeKind) -> RenderableType:
+    kinds = kinds_measured(record)
+    table = _table("case and arm", *kinds, f"speedup, {kind}", "TFLOP/s", "TB/s")
+    shown = None
+    for row in arm_rows(record, kind):
+        if row.case is not shown:
+            table.add_row(Text(row.case.name, "bold"))
+            shown = row.case
+        table.add_row(*_speed_cells(row, kinds))
+    legend = "speedup: an arm's time / the subject's (a control's / its original's), with its 95 % interval"
+    lines = [legend, *_conditions(record)]
+    return Group(table, Text("\n".join(lines), "dim"))
+
+
+def _speed_cells(row: ArmRow, kinds: Sequence[TimeKind]) -> list[RenderableType]:
+    arm = row.arm
+    style = {"subject": "cyan", "control": "dim"}.get(arm.role, "")
+    name = Text(f"  {arm.name}{' (control)' if arm.role == 'control' else ''}", style)
+    if arm.status != "measured":
+        return [name, *[""] * len(kinds), Text(arm.status, "yellow"), "", ""]
+    times = [format_seconds(arm.rates[k].seconds) if k in arm.rates else "" for k in kinds]
+    speed = [format_rate(row.rates.tflops), format_rate(row.rates.tbytes_per_second)] if row.rates else ["", ""]
+    return [name, *times, Text(format_ratio(row.ratio), _ratio_style(row)), *speed]
+
+
+def _ratio_style(row: ArmRow) -> str:
+    found = row.ratio.interval if row.ratio else None
+    if found is None or row.arm.role != "baseline":
+        return "dim" if row.arm.role == "control" else ""
+    return "green" if found.low > 1 else "red" if found.high < 1 else "yellow"
+
+
+def _conditions(record: Record) -> list[str]:
+    """Return under which conditions the card worked, as far as they were recorded."""
+    rounds = [rounds for case in record.cases for rounds in case.rounds]
+    lines = []
+    clocks = [clock for r in rounds for clock in r.sm_clock_mhz if clock is not None]
+    if clocks:
+        lines.append(f"SM clock {min(clocks)} to {max(clocks)} MHz")
+    throttled = [reason for r in rounds for reason in r.throttle if reason]
+    if throttled:
+        total = sum(len(r.throttle) for r in rounds)
+        reasons = ", ".join(sorted(set(throttled)))
+        lines.append(f"throttled in {len(throttled)} of {total} rounds: {reasons}")
+    return lines
+
+
+def _accuracy_table(record: Record) -> RenderableType:
+    table = _table("case", "correct", "max error", "allowed")
+    table.add_column("note", overflow="fold")
+    for case in record.cases:
+        arm = next((arm for arm in case.arms if arm.role == "subject"), None)
+        correct = {True: Text("yes", "green"), False: Text("no", "bold red"), None: Text("not shown", "yellow")}
+        accuracy = arm.accuracy if arm else None
+        errors = [format_error(accuracy.max_error), format_error(accuracy.budget)] if accuracy else ["", ""]
+        table.add_row(case.name, correct[case.correct], *errors, arm.reason if arm else "")
+    return table
+
+
+def unmeasured_lines(record: Record) -> RenderableType | None:
+    """Return why arms have no times, each reason once with the cases that it is about; None when all have."""
+    if not kinds_measured(record):
+        return None
+    cases_of: dict[tuple[str, str, str], list[str]] = {}
+    for case in record.cases:
+        for arm in case.arms:
+            if arm.status != "measured":
+                cases_of.setdefault((arm.name, arm.status, arm.reason), []).append(case.name)
+    if not cases_of:
+        return None
+    grid = _grid()
+    for (name, status, reason), cases in cases_of.items():
+        where = "every case" if len(cases) == len(record.cases) else ", ".join(cases)
+        grid.add_row(Text.assemble((f"{name} {status}", "yellow"), f": {reason or 'no reason recorded'} ({where})"))
+    return grid
+
+
+def launch_table(record: Record) -> RenderableType:
+    """Return the kernels that every arm really launched, case by case."""
+    table = _table("case and arm", "kernel", "grid", "block", "registers", "shared", left=2)
+    for case in record.cases:
+        launched = [arm for arm in by_role(case.arms) if arm.launches and arm.role != "control"]
+        if launched:
+            table.add_row(Text(case.name, "bold"))
+        for arm in launched:
+            for number, launch in enumerate(arm.launches):
+                table.add_row("" if number else f"  {arm.name}", *_launch_cells(launch))
+    return table
+
+
+def _launch_cells(launch: Launch) -> list[str]:
+    times = f"{launch.count} x " if launch.count != 1 else ""
+    grid, block = (",".join(map(str, size)) for size in (launch.grid, launch.block))
+    return [f"{times}{launch.name}", grid, block, str(launch.registers), format_bytes(launch.shared_memory_bytes)]
+
+
+def figure(verdict: Verdict) -> str:
+    """Return the number that the verdict turns on, e.g. ``lowest of 13 cases 2.31x [2.28, 2.35]``."""
+    lowest = lowest_case(verdict)
+    if verdict.claim.scope == "geometric mean" and verdict.geometric_mean:
+        return f"geometric mean of {len(verdict.cases)} cases {format_ratio(verdict.geometric_mean)}"
+    if lowest is None:
+        return "no figure"
+    return f"lowest of {len(verdict.cases)} cases {format_ratio(lowest.interval)}"
+
+
+def verdict_lines(verdict: Verdict, *, one_line: bool = False, why: bool = False) -> RenderableType:
+    """Return what is known of a claim: verdict, sentence, figure, evidence.
+
+    Args:
+        verdict: on the claim.
+        one_line: For a file or a pipe: everything on one line.
+        why: With the reason, even of a claim that is demonstrated. The others always say why.
+    """
+    facts = [figure(verdict), verdict.record or "no evidence"]
+    status = Text(verdict.status.value, _VERDICT_STYLE[verdict.status])
+    parts = [Text(verdict.claim.sentence), Text("; ".join(facts), "dim")]
+    if why or verdict.status is not VerdictStatus.DEMONSTRATED:
+        parts.append(Text(verdict.reason))
+    grid = _grid(12)
+    grid.add_row(status, Text(" | " if one_line else "\n").join(parts))
+    return grid
+
+
+def last_lines(record: Record) -> RenderableType:
+    """Return how far the chain came, for a run that no claim is judged by."""
+    word, sentence = last_word(record)
+    grid = _grid(12)
+    grid.add_row(Text(word, "bold red" if word == "gate failed" else "bold yellow"), sentence)
+    return grid
+
+
+def count_line(verdicts: Sequence[Verdict]) -> str:
+    """Return how many claims have which verdict, e.g. ``3 claims: 2 demonstrated, 1 refuted``."""
+    counts = {status: sum(verdict.status is status for verdict in verdicts) for status in VerdictStatus}
+    said = ", ".join(f"{count} {status.value}" for status, count in counts.items() if count)
+    return f"{len(verdicts)} claim{'' if len(verdicts) == 1 else 's'}" + (f": {said}" if said else "")
+
+
+def run_table(runs: Sequence[RunSummary]) -> RenderableType:
+    """Return one row for every run."""
+    table = _table("run", "GPU", "result", "measured", "kept in", left=3)
+    for run in runs:
+        gpu = run.gpu.removeprefix("NVIDIA ") or "none"
+        style = "red" if run.result.endswith("failed") else ""
+        result = Text(run.result + ("" if run.complete else ", incomplete"), style)
+        table.add_row(run.id, gpu, result, f"{run.measured} of {run.cases}", run.origin.partition("/")[0])
+    return table
+
+
+def plain_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> RenderableType:
+    """Return a table of words."""
+    table = _table(*columns, left=len(columns))
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def check_lines(checks: Iterable[Check]) -> RenderableType:
+    """Return what a machine has and lacks, a line for each check and a hint under each trouble."""
+    checks = list(checks)
+    grid = _grid(max((len(check.name) for check in checks), default=0), 7)
+    words = {True: Text("ok", "green"), False: Text("trouble", "bold red"), None: Text("none", "yellow")}
+    for check in checks:
+        grid.add_row(Text(check.name, "bold"), words[check.ok], check.text)
+        if check.hint:
+            grid.add_row("", "", Text.assemble(("hint", "cyan"), f": {check.hint}"))
+    return grid
+
+
+def compile_lines(outcome: CompileOutcome) -> RenderableType:
+    """Return what compiling a kernel showed."""
+    grid = _grid(13)
+    grid.add_row(Text("registers", "dim"), f"{outcome.registers} a thread")
+    grid.add_row(Text("spills", "dim"), format_bytes(outcome.spill_bytes) if outcome.spill_bytes else "none")
+    grid.add_row(Text("shared memory", "dim"), f"{format_bytes(outcome.shared_memory_bytes)} a block")
+    grid.add_row(Text("compiled", "dim"), f"in {outcome.seconds:.1f} s")
+    for problem in outcome.problems:
+        grid.add_row(Text("problem", "bold red"), problem)
+    return grid

@@ -1,0 +1,84 @@
+"""Tests of what one run says: its verdicts, its exit code, its last word."""
+
+from __future__ import annotations
+
+import pytest
+
+from flashmoe_science.proof.conclude import conclude, expectation, last_word, run_exit_code
+from flashmoe_science.proof.evidence import Gate, GateStatus
+from flashmoe_science.proof.judge import VerdictStatus
+
+from .builders import build_gates, build_record
+from .claim_builders import build_claim
+
+
+def expecting(speedup, **changes):
+    record = build_record(**changes)
+    return record.model_copy(update={"subject": record.subject.model_copy(update={"expected_speedup": speedup})})
+
+
+def test_a_run_is_judged_by_the_claims_that_are_about_it():
+    claims = [build_claim(id="mine"), build_claim(id="other", suite="standard"), build_claim(id="b200", gpu="B200")]
+    assert [verdict.claim.id for verdict in conclude(build_record(), claims)] == ["mine"]
+
+
+def test_the_notes_end_the_reason():
+    verdict = conclude(build_record(), [build_claim()], notes=["1 of 3 sources changed since the run: a.py"])[0]
+    assert verdict.reason.endswith("1 of 3 sources changed since the run: a.py")
+
+
+@pytest.mark.parametrize(
+    ("expected", "status"), [(1.7, VerdictStatus.DEMONSTRATED), (9.0, VerdictStatus.REFUTED), (None, None)]
+)
+def test_without_a_claim_the_expectation_is_judged(expected, status):
+    verdict = conclude(expecting(expected, speedups=[2.0, 2.1]), [])[0]
+    assert verdict.claim.factor == (expected or 1.0)
+    assert verdict.status is (status or VerdictStatus.DEMONSTRATED)
+
+
+def test_the_expectation_names_what_is_expected():
+    sentence = expectation(expecting(1.7, times=("kernel", "wall"))).sentence
+    assert (
+        sentence == "flash_attention is at least 1.7x as fast as sdpa in each case of seed, kernel time, on NVIDIA H200"
+    )
+
+
+def test_a_run_without_times_has_no_verdict():
+    assert conclude(build_record(gpu=None), [build_claim()]) == []
+
+
+@pytest.mark.parametrize(
+    ("record", "code"),
+    [
+        (build_record(), 0),
+        (build_record(speedups=[1.2, 3.0]), 1),
+        (build_record(gates=build_gates("correct")), 3),
+        (build_record(speedups=[2.001]), 4),
+        (build_record(gpu=None), 0),
+    ],
+    ids=["holds", "refuted", "gate failed", "inconclusive", "no GPU"],
+)
+def test_exit_codes_of_a_run(record, code):
+    assert run_exit_code(record, conclude(record, [build_claim(factor=1.99 if code == 0 else 2.0)])) == code
+
+
+def test_the_last_word_of_a_failed_gate():
+    assert last_word(build_record(gates=build_gates("launch"))) == ("gate failed", "launch: made up: failed")
+
+
+def test_the_last_word_where_timing_is_not_possible():
+    word, sentence = last_word(build_record(gpu=None))
+    assert word == "not timed"
+    assert sentence == (
+        "sources, build, import, correct passed; launch, quick, bench not possible here: made up: not possible here"
+    )
+
+
+def test_the_last_word_of_a_run_that_was_told_where_to_stop():
+    gates = [
+        Gate(name=gate.name, status=GateStatus.PASSED if i < 2 else GateStatus.NOT_REACHED)
+        for i, gate in enumerate(build_gates())
+    ]
+    assert last_word(build_record(gates=gates, gpu=None))[1] == (
+        "sources, build passed; the gates after them were not asked for"
+    )
