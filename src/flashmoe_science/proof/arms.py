@@ -178,12 +178,14 @@ def prepare_arm(
             arm.calls[0]()  # compiles, tunes, allocates
             device.synchronize()
             arm.peak_bytes = device.peak_bytes(arm.calls[0])
-            for call in [*arm.calls, arm.calls[0]]:
-                device.poison(truth.output_bytes)
+            device.poison(truth.output_bytes)
+            for call in arm.calls:
                 answer = call()
                 device.synchronize()  # here work on any stream is waited for: check_stream says what is wrong with it
                 arm.expected.append(answer.clone())
-            again = arm.expected.pop()
+            device.poison(truth.output_bytes)
+            again = arm.calls[0]().clone()
+            device.synchronize()
         problem_found = _judge_answers(arm, again, truth)
     except Exception as error:  # noqa: BLE001 - what an arm raises is a result
         problem_found = survive(error, arm.name, device)
@@ -255,14 +257,11 @@ def check_stream(arm: Arm, operator: Operator, problem: Any, inputs: Inputs, dev
 
 
 def check_again(arm: Arm, device: Device) -> str:
-    """Return how the arm's answers differ from its first, or an empty string. Poisons memory before each call."""
-    nbytes = max(tensor.numel() * tensor.element_size() for tensor in arm.expected)
+    """Return how the arm's answers differ from its first, or an empty string. Poisons memory before."""
     try:
         with arm.loaded.context():
-            answers = []
-            for call in arm.calls:
-                device.poison(nbytes)
-                answers.append(call().clone())
+            device.poison(max(tensor.numel() * tensor.element_size() for tensor in arm.expected))
+            answers = [call().clone() for call in arm.calls]
             device.synchronize()
             wrong = mismatch(answers, arm.expected, arm.tolerance)
     except Exception as error:  # noqa: BLE001 - what an arm raises is a result

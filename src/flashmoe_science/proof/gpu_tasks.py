@@ -28,7 +28,8 @@ def measure(payload: dict[str, Any], emit: Emit) -> dict[str, Any]:
 
     Args:
         payload: ``subject``, ``cases`` (name, problem, origin), ``baselines``, ``settings``, ``process`` and ``times``:
-            kernel alone, or graph and wall; optionally ``control``, whether the first baseline runs twice (it does).
+            kernel alone, or graph and wall; optionally ``control``, whether the first baseline runs twice (it does),
+            and ``check_stream``, whether work on another stream fails the subject (it does).
         emit: gets ``{"event": "round", "case", "round", "rounds"}``, and ``{"event": "case", "case"}`` with what
             ``rounds.measure_case`` returns.
 
@@ -39,7 +40,11 @@ def measure(payload: dict[str, Any], emit: Emit) -> dict[str, Any]:
         ProofError: no GPU, times that cannot share a process, or the GPU context is lost.
     """
     plan = Plan(
-        Settings.model_validate(payload["settings"]), payload["times"], payload["process"], payload.get("control", True)
+        Settings.model_validate(payload["settings"]),
+        payload["times"],
+        payload["process"],
+        control=payload.get("control", True),
+        check_stream=payload.get("check_stream", True),
     )
     operator, loaded, timer = _start(payload)
     timer.settle()

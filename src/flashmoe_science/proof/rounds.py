@@ -57,7 +57,8 @@ class Plan:
     settings: Settings
     times: Sequence[TimeKind]
     process: int
-    control: bool = True
+    control: bool = True  # whether the first baseline runs twice
+    check_stream: bool = True  # whether the subject's work must be shown to be ordered with the calling stream
 
     def __post_init__(self) -> None:
         """Refuse to profile and to time by other means in one process. Raises ``ProofError``."""
@@ -145,7 +146,7 @@ def _prepare(
         return arms_module.prepare_arm(each, case.operator, case.problem, input_sets, truth, timer)
 
     subject = prepare(loaded[0])
-    if subject.ready:
+    if subject.ready and plan.check_stream:
         seed = schedule.derived_seed(plan.settings.seed, case.name, plan.process, "stream")
         wrong = arms_module.check_stream(subject, case.operator, case.problem, input_sets[0], timer, seed=seed)
         if wrong:
