@@ -179,7 +179,7 @@ def test_a_case_without_correctness_or_times_leaves_the_claim_open():
 @pytest.mark.parametrize("status", ["failed", "refused", "unavailable", "not measured"])
 @pytest.mark.parametrize("arm", ["sdpa", "flash_attention"])
 def test_a_case_whose_arm_was_not_measured_leaves_the_claim_open_with_the_reason(arm, status):
-    record = _with_arm(build_record(speedups=[3.0, 3.0]), 1, arm, status=status, reason="out of memory")
+    record = _with_arm(build_record(speedups=[3.0, 3.0, 3.0]), 1, arm, status=status, reason="out of memory")
     verdict = judge(build_claim(), record)
     assert verdict.status is INCONCLUSIVE
     assert f"case1 {arm} was not measured: {status}, out of memory" in verdict.reason
@@ -218,12 +218,16 @@ def test_a_control_that_failed_in_another_metric_or_case_set_does_not_count():
     assert judge(build_claim(metric="wall"), record).status is INVALID
 
 
+def _with_shown_bias(record, bias):
+    """Return ``record`` with a control of case 0 that is off by ``bias``."""
+    values = [math.log(copy / first) for first, copy in _pairs(record, "sdpa", "sdpa#2")]
+    return _with_seconds(record, "sdpa#2", lambda s: s * math.exp(bias - float(np.median(values))))
+
+
 def test_a_bias_that_the_control_shows_widens_the_interval_of_its_case():
     """A bias too small to fail 13 controls together still counts where its own control shows it."""
-    record = build_record(speedups=[2.5] * 13, control_bias=0.0, seed=5)
-    values = [math.log(b / a) for a, b in _pairs(record, "sdpa", "sdpa#2")]
-    biased = _with_seconds(record, "sdpa#2", lambda s: s * math.exp(0.0045 - float(np.median(values))))
-    plain, wide = judge(build_claim(), record), judge(build_claim(), biased)
+    record = build_record(speedups=[2.5] * 13, seed=5)
+    plain, wide = judge(build_claim(), record), judge(build_claim(), _with_shown_bias(record, 0.0045))
     assert wide.status is DEMONSTRATED
     assert wide.control is not None
     bias = wide.control.biases["case0"]
@@ -233,6 +237,26 @@ def test_a_bias_that_the_control_shows_widens_the_interval_of_its_case():
     assert after is not None
     assert after.low == pytest.approx(before.low * math.exp(-bias))
     assert after.high == pytest.approx(before.high * math.exp(bias))
+
+
+def test_a_bias_widens_the_geometric_mean_by_its_share():
+    record = build_record(speedups=[2.5] * 13, seed=5)
+    plain, wide = judge(build_claim(), record), judge(build_claim(), _with_shown_bias(record, 0.0045))
+    assert plain.control is not None
+    assert wide.control is not None
+    more = (wide.control.biases["case0"] - plain.control.biases["case0"]) / 13
+    assert more > 0
+    assert plain.geometric_mean is not None
+    assert wide.geometric_mean is not None
+    assert wide.geometric_mean.low == pytest.approx(plain.geometric_mean.low * math.exp(-more), rel=1e-9)
+
+
+def test_no_number_of_rounds_decides_a_difference_below_the_bias():
+    record = _with_shown_bias(build_record(speedups=[2.5] * 13, seed=5), 0.0045)
+    case = judge(build_claim(factor=2.498), record).cases[0]
+    assert case.status is INCONCLUSIVE
+    assert case.rounds_needed is None
+    assert "no number of rounds would decide" in case.reason
 
 
 def _pairs(record, below, above, case=0):

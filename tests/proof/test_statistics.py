@@ -258,6 +258,15 @@ def test_suite_interval_takes_a_process_that_is_missing_in_one_case():
     assert suite_interval(cases).estimate == pytest.approx(1.0, abs=0.01)
 
 
+def test_no_process_of_a_suite_counts_more_than_another():
+    rng = np.random.default_rng(42)
+    cases = [[rng.normal(offset, 0.01, 10).tolist() for offset in (-1.0, 0.0, 0.0, 0.0)] for _ in range(5)]
+    forward, backward = suite_interval(cases), suite_interval([groups[::-1] for groups in cases])
+    assert forward.low == pytest.approx(backward.low, abs=0.02)
+    assert forward.high == pytest.approx(backward.high, abs=0.02)
+    assert forward.low < -0.25 < forward.high
+
+
 def test_suite_interval_needs_two_cases_with_rounds():
     groups = _groups(np.random.default_rng(1))
     with pytest.raises(TooFewRoundsError, match="at least 2 cases"):
@@ -303,7 +312,9 @@ def test_processes_that_disagree_need_more_processes_and_see_less():
     disagree = [[value + offset for value in group] for group, offset in zip(agree, (-0.02, 0.0, 0.02), strict=True)]
     assert clustered_smallest_effect(disagree) > 1.5 * smallest_effect(_pooled(disagree))
     assert clustered_smallest_effect(agree) == smallest_effect(_pooled(agree))
-    assert (processes_needed(disagree, 0.01) or 0) > (processes_needed(agree, 0.01) or math.inf)
+    centres = [hodges_lehmann(group) for group in disagree]
+    assert processes_needed(disagree, 0.01) == rounds_needed(centres, 0.01)
+    assert processes_needed(agree, 0.01) == math.ceil((rounds_needed(_pooled(agree), 0.01) or 0) / 5)
     assert processes_needed(agree, 0.0) is None
 
 

@@ -334,9 +334,8 @@ def _impossible_time(claim: Claim, record: Record) -> str | None:
                 wrong = next((s for s in column if not (math.isfinite(s) and s > 0)), None)
                 if wrong is not None:
                     return f"case {case.name} has an impossible {claim.metric} time: {arm} took {wrong} s"
-                if arm.partition("#")[0] in (claim.subject, *claim.baseline) and (
-                    beaten := _beaten(record, case, claim, column)
-                ):
+                concerned = arm.partition("#")[0] in (claim.subject, *claim.baseline)
+                if concerned and (beaten := _beaten(record, case, claim, column)):
                     return f"case {case.name} has an impossible {claim.metric} time: {arm} took {beaten}"
     return None
 
