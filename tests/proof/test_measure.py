@@ -1,0 +1,240 @@
+"""The calls into torch.cuda: their order, their arguments and their cleaning up, with a stand-in for torch.cuda."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from flashmoe_science.proof import measure, nvml
+from flashmoe_science.proof.nvml import NoSensors, Reading
+
+
+class FakeCuda:
+    """Stands in for ``torch.cuda``; writes down what is asked of it."""
+
+    def __init__(self):
+        self.log: list[str] = []
+        self.clock_ms = 0.0
+        self.stream_now = "default"
+        self.capture_end_raises = False
+        self.generator = SimpleNamespace(clone_state=lambda: "copy", graphsafe_set_state=self._set_state)
+        self.default_generators = [self.generator]
+        self.peak = 0
+
+    def _set_state(self, state):
+        self.log.append(f"generator <- {state}")
+
+    def current_device(self):
+        return 0
+
+    def get_device_properties(self, device):
+        return SimpleNamespace(L2_cache_size=1 << 10, uuid="aaaa")
+
+    def Stream(self):  # noqa: N802 - torch's name
+        return "side"
+
+    def default_stream(self):
+        return "default"
+
+    def current_stream(self):
+        return self.stream_now
+
+    def set_stream(self, stream):
+        self.stream_now = stream
+
+    @contextlib.contextmanager
+    def stream(self, stream):
+        self.log.append(f"on {stream}")
+        yield
+
+    def synchronize(self):
+        self.log.append("synchronize")
+
+    def empty_cache(self):
+        self.log.append("empty_cache")
+
+    def reset_peak_memory_stats(self):
+        self.peak = 0
+
+    def memory_allocated(self):
+        return 100
+
+    def max_memory_allocated(self):
+        return 100 + self.peak
+
+    def _sleep(self, cycles):
+        self.log.append(f"sleep {cycles}")
+
+    def graph_pool_handle(self):
+        return (0, 1)
+
+    def CUDAGraph(self):  # noqa: N802
+        return FakeGraph(self)
+
+    def Event(self, *, enable_timing):  # noqa: N802
+        assert enable_timing
+        return FakeEvent(self)
+
+    @contextlib.contextmanager
+    def graph(self, graph, *, pool, stream, capture_error_mode):
+        self.log.append(f"capture pool={pool} stream={stream} {capture_error_mode}")
+        before, self.stream_now = self.stream_now, stream
+        try:
+            yield
+        except RuntimeError:
+            if self.capture_end_raises:  # as torch does: the stream is not restored
+                raise RuntimeError("operation failed due to a previous error during capture") from None
+            self.stream_now = before
+            raise
+        self.stream_now = before
+
+
+class FakeGraph:
+    def __init__(self, cuda):
+        self._cuda = cuda
+
+    def replay(self):
+        self._cuda.log.append("replay")
+        self._cuda.clock_ms += 2.0
+
+    def reset(self):
+        self._cuda.log.append("reset")
+
+
+class FakeEvent:
+    def __init__(self, cuda):
+        self._cuda = cuda
+        self.at_ms = math.nan
+
+    def record(self):
+        self._cuda.log.append("event")
+        self.at_ms = self._cuda.clock_ms
+
+    def elapsed_time(self, end):
+        return end.at_ms - self.at_ms
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    fake = FakeCuda()
+    monkeypatch.setattr(measure, "_cuda", fake)
+    monkeypatch.setattr(nvml, "open_sensors", lambda uuid: NoSensors(f"asked for {uuid}"))
+    for name in ("full", "randn"):
+        real = getattr(torch, name)
+        monkeypatch.setattr(torch, name, lambda *a, real=real, **k: real(*a, **{**k, "device": "cpu"}))
+    return fake
+
+
+@pytest.fixture
+def timer(cuda):
+    timer = measure.CudaTimer()
+    cuda.log.clear()
+    return timer
+
+
+def test_the_timer_knows_its_card(timer):
+    assert (timer.name, timer.l2_bytes, timer.sensors.reason) == ("cuda", 1024, "asked for aaaa")
+    assert timer.read_sensors() == Reading()
+
+
+def test_the_cache_is_flushed_by_writing_twice_its_size(timer):
+    timer.flush_cache()
+    assert timer._flush.numel() == 2048
+    assert set(timer._flush.tolist()) == {2}
+
+
+def test_wall_time_waits_before_and_after_and_does_nothing_else(timer, cuda):
+    calls = [lambda: cuda.log.append("a"), lambda: cuda.log.append("b")]
+    assert timer.wall_seconds([*calls, calls[0]]) > 0
+    assert cuda.log == ["synchronize", "a", "b", "a", "synchronize"]
+
+
+def test_a_graph_is_captured_on_a_side_stream_into_a_pool_of_its_own(timer, cuda):
+    answers = iter([torch.tensor([float(i)]) for i in range(5)])
+    graph = timer.capture([lambda: next(answers), lambda: next(answers), lambda: next(answers)], 5)
+    assert cuda.log == ["capture pool=(0, 1) stream=side thread_local"]
+    assert [output.item() for output in graph.outputs] == [3.0, 4.0, 2.0]  # the last answer to each set
+    graph.poison_outputs()
+    assert all(output.isnan().all() for output in graph.outputs)
+    graph.release()
+    assert graph.outputs == []
+    assert cuda.log[-1] == "reset"
+
+
+def test_sets_that_no_call_used_have_no_output(timer):
+    graph = timer.capture([lambda: torch.ones(1), lambda: torch.ones(1)], 1)
+    graph.poison_outputs()
+    assert graph.outputs[1] is None
+
+
+def test_replays_follow_one_another_between_events_after_one_that_is_not_timed(timer, cuda):
+    graph = timer.capture([lambda: torch.ones(1)], 1)
+    cuda.log.clear()
+    assert graph.replay_seconds(3) == pytest.approx([2e-3] * 3)
+    assert cuda.log == ["replay", "event", *(["replay", "event"] * 3), "synchronize"]
+
+
+@pytest.mark.parametrize("capture_end_raises", [False, True])
+def test_a_failed_capture_restores_the_stream_the_pool_and_the_generator(timer, cuda, monkeypatch, capture_end_raises):
+    ended = []
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda *args: ended.append(args), raising=False)
+    cuda.capture_end_raises = capture_end_raises
+
+    def syncs():
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    with pytest.raises(RuntimeError, match=r"during capture|is capturing"):
+        timer.capture([syncs], 1)
+    assert cuda.stream_now == "default"
+    assert ended == [(0, (0, 1))]
+    assert "generator <- copy" in cuda.log
+
+
+def test_a_failed_capture_that_torch_cleaned_up_itself_is_no_second_error(timer, cuda, monkeypatch):
+    def already_ended(*args):
+        raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", already_ended, raising=False)
+
+    def fails():
+        raise ValueError("the arm's own error")
+
+    with pytest.raises(ValueError, match="the arm's own error"):
+        timer.capture([fails], 1)
+    assert "generator <- copy" in cuda.log
+
+
+def test_peak_memory_is_beyond_what_was_there(timer, cuda):
+    def call():
+        cuda.peak = 4096
+
+    assert timer.peak_bytes(call) == 4096
+
+
+def test_the_stream_check_runs_on_the_default_stream_and_on_another(timer, cuda):
+    for stream in timer.streams():
+        with stream:
+            timer.sleep()
+    assert cuda.log == ["on default", "sleep 40000000", "on side", "sleep 40000000"]
+
+
+@pytest.mark.parametrize(("clocks", "at_least"), [([1980], 0.05), ([None], 0.2)])
+def test_clocks_settle_in_bounded_time(timer, monkeypatch, clocks, at_least):
+    monkeypatch.setattr(measure, "SETTLE_S", (0.05, 0.2))
+    monkeypatch.setattr(timer, "read_sensors", lambda: Reading(sm_clock_mhz=clocks[0]))
+    product = torch.ones(1)
+    monkeypatch.setattr(torch, "mm", lambda *args, out=None: product)
+    begin = time.perf_counter()
+    timer.settle()
+    assert at_least <= time.perf_counter() - begin < at_least + 2.0
+
+
+def test_calls_rotate():
+    calls = [torch.ones(1).clone for _ in range(3)]
+    assert measure.rotate(calls, 5) == [*calls, *calls[:2]]
+    assert measure.rotate(calls, 2) == calls[:2]
