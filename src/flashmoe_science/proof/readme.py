@@ -1,0 +1,104 @@
+"""The table of speeds in a README: Markdown made from verdicts and the records behind them, and nothing else.
+
+Times and speedups appear only where a claim is about them, so every number on the page has a verdict beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from ..errors import ProofError
+from .evidence import Record, TimeKind
+from .judge import Verdict
+from .rows import KINDS, format_ratio, format_seconds, lowest_case
+from .verify import read_records, verify_claims
+
+BEGIN, END = "<!-- speeds:begin -->", "<!-- speeds:end -->"
+
+
+def render_readme(path: Path) -> str:
+    """Return the text of the README at ``path`` with the table of speeds of its repository as it should be now.
+
+    Raises:
+        ProofError: the file cannot be read, or lacks the two marks.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ProofError(f"{path}: cannot be read: {error.strerror}") from error
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise ProofError(f"{path}: expected the lines {BEGIN} and {END}", hint="the table of speeds goes between them")
+    repository = path.resolve().parent
+    section = speed_section(verify_claims(repository), read_records(repository))
+    return f"{before}{BEGIN}\n{section}{END}{after}"
+
+
+def speed_section(verdicts: Sequence[Verdict], records: Mapping[str, Record]) -> str:
+    """Return the verdicts as a table, and below it the speeds behind them, a table for each record and rival.
+
+    Args:
+        verdicts: on all claims of the repository.
+        records: by path from the repository's root, as ``Verdict.evidence`` names them.
+    """
+    if not verdicts:
+        return "No claim has been made yet.\n"
+    lines = ["| claim | verdict | lowest case | geometric mean | evidence |", "| --- | --- | --- | --- | --- |"]
+    lines += [_claim_row(verdict) for verdict in verdicts]
+    groups: dict[tuple[str, tuple[str, ...]], dict[TimeKind, Verdict]] = {}
+    for verdict in verdicts:
+        if verdict.evidence and any(case.interval for case in verdict.cases):
+            groups.setdefault((verdict.evidence, verdict.claim.baseline), {})[verdict.claim.metric] = verdict
+    for (path, _), by_kind in groups.items():
+        lines += ["", *_case_table(records[path], {kind: by_kind[kind] for kind in KINDS if kind in by_kind})]
+    return "\n".join(lines) + "\n"
+
+
+def _claim_row(verdict: Verdict) -> str:
+    lowest = lowest_case(verdict)
+    low = f"{format_ratio(lowest.interval)}, {lowest.name}" if lowest else ""
+    link = f"[{verdict.record}]({verdict.evidence})" if verdict.evidence else "none"
+    status = f"**{verdict.status.value}**"
+    return _row(verdict.claim.sentence, status, low, format_ratio(verdict.geometric_mean), link)
+
+
+def _case_table(record: Record, verdicts: Mapping[TimeKind, Verdict]) -> list[str]:
+    """Return a table of one record against one rival, or the fastest of several: three columns for a kind of time."""
+    subject, claim = record.subject.name, next(iter(verdicts.values())).claim
+    rival = claim.baseline[0] if len(claim.baseline) == 1 else "fastest rival"
+    header, rule = ["case"], ["---"]
+    for kind in verdicts:
+        header += [f"{subject}, {kind}", f"{rival}, {kind}", f"speedup, {kind}"]
+        rule += ["---:"] * 3
+    lines = [_caption(record, rival), "", _row(*header), _row(*rule)]
+    for case in record.cases:
+        seconds = {arm.name: arm.rates for arm in case.arms}
+        cells = [case.name]
+        for kind, verdict in verdicts.items():
+            judged = next((c for c in verdict.cases if c.name == case.name), None)
+            if judged is None or judged.interval is None:
+                cells += ["", "", judged.reason if judged else ""]
+                continue
+            named = f" ({judged.baseline})" if len(claim.baseline) > 1 else ""
+            ours, theirs = (format_seconds(seconds[name][kind].seconds) for name in (subject, judged.baseline))
+            cells += [ours, theirs + named, format_ratio(judged.interval)]
+        lines.append(_row(*cells))
+    return lines
+
+
+def _caption(record: Record, rival: str) -> str:
+    environment = record.environment
+    gpu = environment.gpu.name if environment.gpu else "no GPU"
+    names = ("torch", "triton", "cudnn")
+    versions = [f"{name} {environment.versions[name]}" for name in names if name in environment.versions]
+    where = ", ".join([gpu, *([f"driver {environment.driver}"] if environment.driver else []), *versions])
+    commit = f", commit {environment.commit[:12]}" if environment.commit else ""
+    return (
+        f"Suite {record.suite} against {rival} on {where}{commit}. Medians of one call; speedups with 95 % intervals:"
+    )
+
+
+def _row(*cells: str) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
