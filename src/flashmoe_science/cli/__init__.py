@@ -1,0 +1,101 @@
+"""The command ``flashmoe``: what it returns to the shell, and how it reports an error.
+
+Importing this package needs the standard library only, so that a missing extra gets an answer and not a traceback. The
+verbs are in ``verbs.py``.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Any, cast
+
+from ..errors import CompileError, FlashmoeError, TooFewRoundsError
+
+HOLDS, REFUTED, USAGE, GATE_FAILED, INCONCLUSIVE = range(5)
+BUG = 70  # EX_SOFTWARE of sysexits.h: never mistaken for a verdict
+INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+
+# What the extra `proof` installs: the module that is imported -> the name that pip knows.
+_EXTRA = {
+    "numpy": "numpy",
+    "pydantic": "pydantic",
+    "pynvml": "nvidia-ml-py",
+    "rich": "rich",
+    "scipy": "scipy",
+    "sqlalchemy": "sqlalchemy",
+    "typer": "typer",
+}
+if sys.version_info < (3, 11):
+    _EXTRA["tomli"] = "tomli"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line ``argv`` (default: that of the process) and return its exit code."""
+    args = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    missing = sorted(name for module, name in _EXTRA.items() if importlib.util.find_spec(module) is None)
+    if missing:
+        return _report_missing(missing, args)
+    return _run(args)
+
+
+def _run(args: list[str]) -> int:
+    import typer
+
+    from .verbs import app
+
+    usage_error = cast("type[Exception]", typer.BadParameter.__base__)  # UsageError has no public name in typer
+    try:
+        code = app(args, prog_name="flashmoe", standalone_mode=False, obj=args)
+    except usage_error as error:
+        context = getattr(error, "ctx", None)
+        hint = f"{context.command_path if context else 'flashmoe'} --help shows what it takes"
+        message = cast("Any", error).format_message().rstrip(".")
+        return _report(args, "UsageError", message, hint, USAGE)
+    except FlashmoeError as error:
+        message = str(error).removesuffix(f"\nhint: {error.hint}")
+        return _report(args, type(error).__name__, message, error.hint, _exit_code(error))
+    except SystemExit:  # this is how typer ends when the reader of a help text has gone, e.g. `flashmoe --help | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return HOLDS
+    except (KeyboardInterrupt, typer.Abort):
+        return _report(args, "KeyboardInterrupt", "interrupted", "", INTERRUPTED)
+    except Exception as error:  # noqa: BLE001 - a bug: its traceback is shown, and its exit code is no verdict
+        if isinstance(error, ModuleNotFoundError) and error.name in {"torch", "triton"}:
+            hint = f"pip install {error.name}"
+            return _report(args, type(error).__name__, f"{error.name} is not installed", hint, USAGE)
+        traceback.print_exc()
+        what = f"{type(error).__name__}: {error}"
+        return _report(args, type(error).__name__, f"this is a bug in flashmoe: {what}", "please report it", BUG)
+    return code if isinstance(code, int) else HOLDS
+
+
+def _exit_code(error: FlashmoeError) -> int:
+    if isinstance(error, CompileError):
+        return GATE_FAILED
+    return INCONCLUSIVE if isinstance(error, TooFewRoundsError) else USAGE
+
+
+def _report_missing(missing: list[str], args: list[str]) -> int:
+    message = f"flashmoe needs packages that are not installed: {', '.join(missing)}"
+    hint = f'pip install "flashmoe-science[proof]", or only these: pip install {" ".join(missing)}'
+    return _report(args, "ModuleNotFoundError", message, hint, USAGE)
+
+
+def _report(args: list[str], kind: str, message: str, hint: str, code: int) -> int:
+    """Say what went wrong on stderr, and under --json as the one document on stdout too."""
+    red, cyan, plain = ("\033[1;31m", "\033[1;36m", "\033[0m") if _colour(sys.stderr.isatty()) else ("", "", "")
+    print(f"{red}error{plain}: {message}", file=sys.stderr)
+    if hint:
+        print(f"{cyan}hint{plain}: {hint}", file=sys.stderr)
+    if "--json" in args:
+        print(json.dumps({"error": {"type": kind, "message": message, "hint": hint}, "exit_code": code}, indent=2))
+    return code
+
+
+def _colour(terminal: bool) -> bool:
+    return terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"

@@ -1,0 +1,212 @@
+"""The verbs that only look: verify, show, runs, explain, doctor, suites, baselines, readme.
+
+What needs torch is imported where it is needed: a listing should not wait for it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from ..errors import ClaimError, EvidenceError, InputError
+from ..proof.claims import load_claims
+from ..proof.conclude import GATE_FAILED, conclude
+from ..proof.evidence import Record, TimeKind
+from ..proof.judge import exit_code
+from ..proof.report import (
+    case_table,
+    check_lines,
+    compile_lines,
+    count_line,
+    gate_lines,
+    head_lines,
+    launch_table,
+    plain_table,
+    run_table,
+    unmeasured_lines,
+)
+from ..proof.rows import kinds_measured
+from ..proof.store import Archive, Store, find_repository
+from .terminal import Terminal, as_plain, short_path, write_csv_file
+
+if TYPE_CHECKING:
+    from ..proof.suites import Suite
+
+STALE = 1
+
+
+def run_verify(*, why: bool, as_json: bool) -> int:
+    """Judge all claims of the repository."""
+    from ..proof.verify import verify_claims
+
+    terminal = Terminal(as_json=as_json)
+    repository = find_repository()
+    if repository is None:
+        hint = "run it in a repository with a folder claims/, see docs/claims.md"
+        raise ClaimError("there are no claims here", hint=hint)
+    verdicts = verify_claims(repository)
+    code = exit_code(verdicts)
+    terminal.show_verdicts(verdicts, why=why)
+    terminal.show(*([""] if verdicts else []), count_line(verdicts))
+    terminal.document({"verdicts": [as_plain(verdict) for verdict in verdicts], "exit_code": code})
+    return code
+
+
+def run_show(key: str, *, kind: str | None, verbose: bool, csv: Path | None, as_json: bool) -> int:
+    """Render one run again."""
+    terminal = Terminal(as_json=as_json)
+    repository = find_repository()
+    record = Archive(Store(), repository).load(key)
+    measured = kinds_measured(record)
+    if kind is not None and measured and kind not in measured:
+        raise InputError(f"time must be one of {', '.join(measured)} in this run, got {kind}")
+    if csv is not None:
+        write_csv_file([record], csv)
+    claims = load_claims(repository / "claims") if repository else []
+    notes = _source_changes(record, repository) if repository else []
+    verdicts = conclude(record, claims, notes=notes)
+    terminal.show(head_lines(record), "", *(gate_lines(gate, verbose=verbose) for gate in record.gates), "")
+    if record.cases:
+        unmeasured = unmeasured_lines(record)
+        terminal.show(case_table(record, cast("TimeKind | None", kind)), *([unmeasured] if unmeasured else []), "")
+    if verbose and any(arm.launches for case in record.cases for arm in case.arms):
+        terminal.show(launch_table(record), "")
+    terminal.show_conclusion(record, verdicts)
+    terminal.document({"record": as_plain(record), "verdicts": [as_plain(verdict) for verdict in verdicts]})
+    return 0
+
+
+def _source_changes(record: Record, repository: Path) -> list[str]:
+    from ..proof.verify import source_changes
+
+    return source_changes(record.subject, repository)
+
+
+def run_runs(*, subject: str, suite: str, gpu: str, limit: int, as_json: bool) -> int:
+    """List the runs."""
+    terminal = Terminal(as_json=as_json)
+    archive = Archive(Store(), find_repository())
+    found = archive.runs(subject=subject, suite=suite, gpu=gpu, on_trouble=terminal.warn_of)
+    listed = found[:limit] if limit else found
+    terminal.document({"runs": [vars(run) for run in listed], "found": len(found)})
+    if not found:
+        terminal.log.print("no runs yet: flashmoe prove makes the first")
+        return 0
+    terminal.show(run_table(listed))
+    if len(listed) < len(found):
+        terminal.log.print(f"{len(found) - len(listed)} more: --limit 0 lists all", style="dim")
+    return 0
+
+
+def run_explain(shape: str, sizes: dict[str, Any], *, gpu: str | None, as_json: bool) -> int:
+    """Print the plan for one call, and what compiling it shows."""
+    batch, heads, seqlen, head_dim = _four_sizes(shape)
+    from ..attention.plan import compile_plan, plan_attention
+    from ..attention.problem import AttentionProblem
+    from ..gpu.device import current_gpu
+    from ..gpu.specs import find_gpu
+
+    terminal = Terminal(as_json=as_json)
+    spec = find_gpu(gpu) if gpu else current_gpu()
+    if spec is None:
+        raise InputError("there is no NVIDIA GPU here", hint="name one, e.g. --gpu H200")
+    defaults = {"heads_kv": heads, "seqlen_k": seqlen, "head_dim_v": head_dim}
+    given = {name: value for name, value in sizes.items() if value is not None}
+    problem = AttentionProblem(batch=batch, heads=heads, seqlen_q=seqlen, head_dim=head_dim, **{**defaults, **given})
+    plan = plan_attention(problem, spec)
+    outcome = compile_plan(plan)
+    terminal.show(plan.as_text(), "", compile_lines(outcome))
+    compiled = _fields(outcome, "registers", "spill_bytes", "shared_memory_bytes", "seconds")
+    terminal.document({"plan": plan.as_dict(), "compiled": {**compiled, "problems": list(outcome.problems)}})
+    return GATE_FAILED if outcome.problems else 0
+
+
+def _four_sizes(shape: str) -> list[int]:
+    try:
+        sizes = [int(size) for size in shape.replace("x", ",").split(",")]
+    except ValueError:
+        sizes = []
+    if len(sizes) != 4:
+        raise InputError(f"shape must be four integers B,H,S,D, got {shape!r}", hint="e.g. --shape 1,16,4096,128")
+    return sizes
+
+
+def run_doctor(*, as_json: bool) -> int:
+    """Print what this machine has and lacks."""
+    from ..proof.environment import doctor
+
+    terminal = Terminal(as_json=as_json)
+    checks = doctor()
+    terminal.show(check_lines(checks))
+    terminal.document({"checks": [_fields(check, "name", "ok", "text", "hint") for check in checks]})
+    return 0
+
+
+def run_suites(name: str | None, *, as_json: bool) -> int:
+    """List the packaged suites, or the cases of one."""
+    from ..proof.suites import list_suites, load_suite
+
+    terminal = Terminal(as_json=as_json)
+    if name is not None:
+        _show_suite(terminal, load_suite(name))
+        return 0
+    found = [load_suite(packaged) for packaged in list_suites()]
+    rows = [(suite.name, suite.operator, str(len(suite.cases)), suite.description) for suite in found]
+    terminal.show(plain_table(("suite", "operator", "cases", "what it is"), rows))
+    shown = [{**_fields(suite, "name", "operator", "description"), "cases": len(suite.cases)} for suite in found]
+    terminal.document({"suites": shown})
+    return 0
+
+
+def _show_suite(terminal: Terminal, suite: Suite) -> None:
+    from ..proof.operator import load_operator
+
+    terminal.show(f"{suite.name} ({suite.operator}): {suite.description}", "")
+    terminal.show(plain_table(("case", "where it comes from"), [(case.name, case.origin) for case in suite.cases]))
+    as_table = load_operator(suite.operator).as_table
+    cases = [{**_fields(case, "name", "origin"), "problem": as_table(case.problem)} for case in suite.cases]
+    terminal.document({**_fields(suite, "name", "operator", "description"), "cases": cases})
+
+
+def run_baselines(operator: str, *, as_json: bool) -> int:
+    """List the rivals of an operator."""
+    from ..proof.baselines import available_baselines
+    from ..proof.operator import load_operator
+
+    terminal = Terminal(as_json=as_json)
+    found = available_baselines(load_operator(operator))
+    rows = [(b.name, "yes" if b.available else "no", b.version, b.reason) for b in found]
+    terminal.show(plain_table(("baseline", "here", "version", "why not"), rows))
+    terminal.document({"baselines": [_fields(b, "name", "available", "version", "reason") for b in found]})
+    return 0
+
+
+def run_readme(path: Path | None, *, check: bool, as_json: bool) -> int:
+    """Write or check the table of speeds."""
+    from ..proof.readme import render_readme
+
+    terminal = Terminal(as_json=as_json)
+    path = path or (find_repository() or Path.cwd()) / "README.md"
+    fresh = render_readme(path)
+    current = path.read_text(encoding="utf-8") == fresh
+    if not current and not check:
+        _write(path, fresh)
+    said = "is current" if current else "is stale" if check else "rewritten"
+    terminal.show(f"{short_path(path)}: the table of speeds {said}")
+    if check and not current:
+        terminal.log.print("hint: flashmoe readme rewrites it")
+    terminal.document(
+        {"path": short_path(path), "current": current or not check, "rewritten": not current and not check}
+    )
+    return STALE if check and not current else 0
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise EvidenceError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def _fields(thing: object, *names: str) -> dict[str, Any]:
+    return {name: getattr(thing, name) for name in names}

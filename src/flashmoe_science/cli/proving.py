@@ -1,0 +1,148 @@
+"""The verb ``prove``: run the chain, keep its record, and say what it showed."""
+
+from __future__ import annotations
+
+import difflib
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import cast
+
+from ..errors import EvidenceError, InputError
+from ..proof.claims import load_claims
+from ..proof.conclude import conclude, run_exit_code
+from ..proof.evidence import GATE_NAMES, Record, Settings, TimeKind, write_record
+from ..proof.gates import ProveRequest, prove
+from ..proof.report import case_table, count_line, unmeasured_lines
+from ..proof.rows import kinds_measured
+from ..proof.store import Store, find_repository
+from ..proof.subject import load_subject, operator_of
+from ..proof.suites import load_suite
+from ..proof.verify import verify_claims
+from .terminal import ChainProgress, Terminal, as_plain, short_path, write_csv_file
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the command line asks of ``prove``."""
+
+    subject: str
+    suite: str
+    baselines: Sequence[str] = ()
+    gpus: Sequence[str] = ()
+    until: str | None = None
+    expect: float | None = None
+    times: Sequence[str] = ()
+    processes: int = 3
+    rounds: int = 10
+    seed: int = 0
+    args: Sequence[str] = field(default_factory=list)  # as they were typed, for the record
+
+
+class Keeper:
+    """Writes the record of a run, as far as it has got, to the evidence folder and to the store."""
+
+    def __init__(self, folder: Path, terminal: Terminal) -> None:
+        self._folder = folder
+        self._terminal = terminal
+        self._store: Store | None = Store()
+        self.path: Path | None = None
+
+    def save(self, record: Record) -> None:
+        """Replace what was kept of this run before. A store that fails costs a warning, not the run."""
+        path = self._folder / f"{record.id}.json"
+        try:
+            write_record(record, path)
+        except OSError as error:
+            hint = "run it in a folder that you may write"
+            raise EvidenceError(f"{path}: cannot be written: {error.strerror}", hint=hint) from error
+        self.path = path
+        try:
+            if self._store is not None:
+                self._store.save(record)
+        except EvidenceError as error:
+            self._store = None  # say it once
+            self._terminal.warn_of(error)
+
+
+def run_prove(wanted: Wanted, *, csv: Path | None, as_json: bool) -> int:
+    """Run the chain and return its exit code."""
+    terminal = Terminal(as_json=as_json)
+    repository = find_repository()
+    request = _request(wanted, repository)
+    keeper = Keeper((repository or Path.cwd()) / "evidence", terminal)
+    progress = ChainProgress(terminal)
+    terminal.say(_title(request))
+    try:
+        record = prove(request, progress=progress, save=keeper.save)
+    except KeyboardInterrupt:
+        progress.close()
+        if keeper.path is not None:
+            terminal.warn(f"interrupted: what was finished is in {short_path(keeper.path)}")
+        raise
+    finally:
+        progress.close()  # the bar goes before anything else is printed
+    assert keeper.path is not None
+    if csv is not None:
+        write_csv_file([record], csv)
+    return _conclude(terminal, record, repository, keeper.path)
+
+
+def _request(wanted: Wanted, repository: Path | None) -> ProveRequest:
+    subject, suite = load_subject(wanted.subject), load_suite(wanted.suite)
+    rivals = list(operator_of(subject).rivals())
+    for baseline in wanted.baselines:
+        _check_name("baseline", baseline, rivals)
+    if wanted.until is not None:
+        _check_name("until", wanted.until, GATE_NAMES)
+    settings = Settings(processes=wanted.processes, rounds=wanted.rounds, seed=wanted.seed)
+    if wanted.times:
+        kinds = cast("list[TimeKind]", list(dict.fromkeys(wanted.times)))
+        settings = settings.model_copy(update={"times": kinds})
+    return ProveRequest(
+        subject=subject,
+        suite=suite,
+        baselines=list(dict.fromkeys(wanted.baselines)) or rivals[:1],
+        gpus=list(wanted.gpus),
+        until=wanted.until,
+        expect=wanted.expect,
+        settings=settings,
+        command=shlex.join(["flashmoe", *wanted.args]),
+        repository=repository,
+    )
+
+
+def _check_name(what: str, name: str, known: Sequence[str]) -> None:
+    """Refuse an unknown name, and suggest the nearest one."""
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {near[0]}?" if near else ""
+        raise InputError(f"{what} must be one of {', '.join(known)}, got {name!r}", hint=hint)
+
+
+def _title(request: ProveRequest) -> str:
+    cases = len(request.suite.cases)
+    against = f", against {', '.join(request.baselines)}" if request.baselines else ""
+    return f"proving {request.subject.name} on suite {request.suite.name} ({cases} cases){against}"
+
+
+def _conclude(terminal: Terminal, record: Record, repository: Path | None, path: Path) -> int:
+    """Print the table, the verdicts and where the record is; return the exit code."""
+    if kinds_measured(record):
+        unmeasured = unmeasured_lines(record)
+        terminal.show("", case_table(record), *([unmeasured] if unmeasured else []))
+    verdicts = conclude(record, load_claims(repository / "claims") if repository else [])
+    code = run_exit_code(record, verdicts)
+    terminal.show("")
+    terminal.show_conclusion(record, verdicts)
+    if record.environment.gpu is None and repository is not None and code == 0:
+        # Nothing could be timed here, so what can be said of speed is what the repository's evidence says.
+        verdicts = verify_claims(repository)
+        terminal.show("", "The claims of this repository, by the evidence that it carries:")
+        terminal.show_verdicts(verdicts)
+        terminal.show(count_line(verdicts))
+    terminal.show("", f"record: {short_path(path)}")
+    plain = [as_plain(verdict) for verdict in verdicts]
+    terminal.document({"record": as_plain(record), "path": short_path(path), "verdicts": plain, "exit_code": code})
+    return code

@@ -1,0 +1,208 @@
+"""What the verbs print to: data on stdout, log on stderr, and the progress of a long run.
+
+Everything works without colour and without a terminal. Colour follows ``NO_COLOR`` and ``FORCE_COLOR``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from pydantic import BaseModel
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Column
+from rich.theme import Theme
+
+from ..errors import EvidenceError, FlashmoeError
+from ..proof.evidence import Gate, Record
+from ..proof.judge import Verdict
+from ..proof.report import gate_lines, last_lines, verdict_lines
+from ..proof.rows import write_csv
+
+_UNLIMITED = 10_000  # columns, where there is no terminal: a line stays one line, so that grep finds all of it
+_SECONDS_BETWEEN_LINES = 10.0  # of progress, where there is no terminal
+_THEME = Theme({"bar.complete": "cyan", "bar.finished": "cyan", "bar.pulse": "cyan", "progress.remaining": "dim"})
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Go on without output when the reader has gone, e.g. ``flashmoe runs | head``: the exit code still counts."""
+        self.quiet = True
+        _silence_stdout()
+
+
+def _silence_stdout() -> None:
+    """Send what is still written to stdout nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _write(file: IO[str], text: str) -> None:
+    try:
+        file.write(text)
+        file.flush()
+    except BrokenPipeError:
+        _silence_stdout()
+
+
+def _console(file: IO[str]) -> Console:
+    width = None if file.isatty() or "COLUMNS" in os.environ else _UNLIMITED
+    return _Console(file=file, width=width, highlight=False, emoji=False, markup=False, theme=_THEME)
+
+
+class Terminal:
+    """The two streams of one verb.
+
+    Args:
+        as_json: stdout gets one JSON document and nothing else.
+    """
+
+    def __init__(self, *, as_json: bool = False) -> None:
+        self.as_json = as_json
+        self.log = _console(sys.stderr)
+        self.out = self.log if as_json else _console(sys.stdout)
+
+    def say(self, *things: RenderableType) -> None:
+        """Print what happens on the way: on stdout, or, where that is for the JSON document, on stderr."""
+        for thing in things:
+            if self.out.is_terminal:
+                self.out.print(thing)
+                continue
+            # rich fills the cells of a table with blanks up to its right edge.
+            with self.out.capture() as captured:
+                self.out.print(thing)
+            lines = [line.rstrip() for line in captured.get().splitlines()]
+            _write(self.out.file, "\n".join([*lines, ""]))
+
+    def show(self, *things: RenderableType) -> None:
+        """Print data for a reader. Under --json it is left out: the document says the same."""
+        if not self.as_json:
+            self.say(*things)
+
+    def show_verdicts(self, verdicts: Sequence[Verdict], *, why: bool = False) -> None:
+        """Print a line, or on a terminal a paragraph, for every verdict."""
+        self.show(*(verdict_lines(verdict, why=why, one_line=not self.out.is_terminal) for verdict in verdicts))
+
+    def show_conclusion(self, record: Record, verdicts: Sequence[Verdict]) -> None:
+        """Print the verdict and its reason: on the claims, or how far the chain came."""
+        judged = [verdict for verdict in verdicts if verdict.gate_failed is None]
+        if judged:
+            self.show_verdicts(judged, why=True)
+        else:
+            self.show(last_lines(record))
+
+    def document(self, document: dict[str, Any]) -> None:
+        """Print the one JSON document, where it was asked for."""
+        if not self.as_json:
+            return
+        _write(sys.stdout, json.dumps(document, indent=2, allow_nan=False) + "\n")
+
+    def warn(self, message: str, hint: str = "") -> None:
+        """Say on stderr what is wrong without ending the verb."""
+        self.log.print(f"warning: {message}", style="yellow", soft_wrap=True)
+        if hint:
+            self.log.print(f"hint: {hint}", soft_wrap=True)
+
+    def warn_of(self, error: FlashmoeError) -> None:
+        """Say an error on stderr without ending the verb."""
+        self.warn(str(error).removesuffix(f"\nhint: {error.hint}"), error.hint)
+
+
+def as_plain(model: BaseModel) -> dict[str, Any]:
+    """Return a record or a verdict as plain JSON values, infinite errors included."""
+    plain: dict[str, Any] = json.loads(model.model_dump_json())
+    return plain
+
+
+def write_csv_file(records: Sequence[Record], path: Path) -> None:
+    """Write the rows of ``records`` to ``path``."""
+    try:
+        with path.open("w", encoding="utf-8", newline="") as file:
+            write_csv(records, file)
+    except OSError as error:
+        raise EvidenceError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def short_path(path: Path) -> str:
+    """Return ``path`` relative to the current folder where it is below it."""
+    here = Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
+
+
+class ChainProgress:
+    """The progress of the seven gates: a bar with the time left on a terminal, a line now and then elsewhere.
+
+    Fits the protocol ``Progress`` of ``proof/gates.py``.
+    """
+
+    def __init__(self, terminal: Terminal, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._terminal = terminal
+        self._clock = clock
+        self._bar: Progress | None = None
+        self._task = TaskID(0)
+        self._gate = ""
+        self._started = self._last_line = 0.0
+
+    def start(self, gate: str) -> None:
+        """A gate begins."""
+        self._gate = gate
+        self._started = self._last_line = self._clock()
+        if self._terminal.log.is_terminal:
+            self._bar = _bar(self._terminal.log)
+            self._task = self._bar.add_task(gate, total=None, label="")
+            self._bar.start()
+
+    def advance(self, done: int, total: int, label: str) -> None:
+        """``done`` of ``total`` steps of the gate are finished; ``label`` is the one under way."""
+        if self._bar is not None:
+            self._bar.update(self._task, completed=done, total=total, label=label)
+            return
+        now = self._clock()
+        if now - self._last_line >= _SECONDS_BETWEEN_LINES:
+            self._last_line = now
+            self._line(f"{done}/{total}{_time_left(done, total, now - self._started)} {label}".rstrip())
+
+    def note(self, line: str) -> None:
+        """Something worth a line of log happened."""
+        self._line(line)
+
+    def finish(self, gate: Gate) -> None:
+        """A gate ended: its line is data, and stays."""
+        self.close()
+        self._terminal.say(gate_lines(gate))
+
+    def close(self) -> None:
+        """Take the bar away, whatever happened."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def _line(self, text: str) -> None:
+        self._terminal.log.print(f"{self._gate}: {text}" if self._gate else text, style="dim", soft_wrap=True)
+
+
+def _bar(console: Console) -> Progress:
+    label = Column(ratio=1, no_wrap=True, overflow="ellipsis")
+    return Progress(
+        TextColumn("{task.description:<8}", style="bold"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(compact=True),
+        TextColumn("{task.fields[label]}", style="dim", table_column=label),
+        console=console,
+        transient=True,
+        expand=True,
+    )
+
+
+def _time_left(done: int, total: int, seconds: float) -> str:
+    """Return the time left at the pace so far, e.g. `` (3 min left)``."""
+    if not 0 < done < total:
+        return ""
+    left = seconds / done * (total - done)
+    return f" ({left:.0f} s left)" if left < 100 else f" ({left / 60:.0f} min left)"

@@ -1,0 +1,341 @@
+"""The verbs of ``flashmoe``: what each takes, and what its help teaches.
+
+What they do is in ``proving.py`` and ``looking.py``. These take long to import, so each verb imports what it needs, and
+``flashmoe --help`` answers at once.
+"""
+
+# ruff: noqa: D301 - the character \b in a docstring tells typer to keep the lines of a paragraph apart
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+from .. import __version__
+
+app = typer.Typer(
+    add_completion=False,
+    rich_markup_mode=None,  # plain text, as wide as the terminal and the same in a file
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout; the log stays on stderr.")]
+Csv = Annotated[
+    Optional[Path],  # noqa: UP045 - typer reads this on Python 3.10
+    typer.Option("--csv", metavar="FILE", help="Also write a line for every case, arm and kind of time to FILE."),
+]
+
+
+class Metric(str, Enum):
+    """The three times."""
+
+    kernel = "kernel"
+    graph = "graph"
+    wall = "wall"
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"flashmoe {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def flashmoe(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Prove what a GPU kernel does, and how fast it is.
+
+    \b
+    Start here:
+      flashmoe prove                  the whole chain for our own kernels, on this machine
+      flashmoe prove my_kernel.toml   the same chain for yours
+      flashmoe verify                 what this repository claims, and what of it is shown
+      flashmoe doctor                 what this machine lacks
+
+    \b
+    Exit codes:
+      0  everything asked for holds        3  a gate failed
+      1  a claim is refuted                4  inconclusive, or nothing was measured
+      2  wrong usage                       130  interrupted
+    """
+
+
+@app.command(short_help="Take a kernel from its sources to a verdict.")
+def prove(
+    context: typer.Context,
+    subject: Annotated[
+        str, typer.Argument(metavar="SUBJECT", help="One of ours, or a kernel.toml.")
+    ] = "flash_attention",
+    suite: Annotated[str, typer.Option("--suite", "-s", metavar="SUITE", help="A packaged suite, or a file.")] = "seed",
+    baseline: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option("--baseline", "-b", metavar="NAME", help="A rival; repeat it for more. Default: the operator's."),
+    ] = None,
+    gpu: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option("--gpu", metavar="NAME", help="Compile for this GPU, e.g. L4; repeat it. Default: every kind."),
+    ] = None,
+    until: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option("--until", metavar="GATE", help="The last gate to run, e.g. correct."),
+    ] = None,
+    expect: Annotated[
+        Optional[float],  # noqa: UP045
+        typer.Option("--expect", metavar="X", min=0, help="Speedup expected over the first baseline."),
+    ] = None,
+    metric: Annotated[
+        Optional[list[Metric]],  # noqa: UP045
+        typer.Option("--time", metavar="KIND", help="Take only kernel, graph or wall time; repeat it. Default: all."),
+    ] = None,
+    processes: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Worker processes that measure. A claim needs 3.")
+    ] = 3,
+    rounds: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Rounds in each process. A claim needs 30 in all.")
+    ] = 10,
+    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Seed of inputs and orders.")] = 0,
+    as_json: Json = False,
+    csv: Csv = None,
+) -> None:
+    """Take a kernel through the chain of proof: sources, build, import, launch, correct, quick, bench.
+
+    Stops at the first gate that fails. Writes a record to evidence/ of this repository (or folder) and to the store.
+    With no GPU it shows what can be shown here, and ends with the verdicts of `flashmoe verify`.
+
+    \b
+    Examples:
+      flashmoe prove
+      flashmoe prove my_kernel.toml --expect 1.7
+      flashmoe prove --suite standard --baseline sdpa --baseline sdpa-flash
+      flashmoe prove my_kernel.toml --until correct --json
+
+    \b
+    Exit codes:
+      0  every gate passed that is possible here, and its claims hold
+      1  a claim is refuted            3  a gate failed
+      2  wrong usage                   4  inconclusive
+    """
+    from .proving import Wanted, run_prove
+
+    wanted = Wanted(
+        subject=subject,
+        suite=suite,
+        baselines=_split(baseline),
+        gpus=_split(gpu),
+        until=until,
+        expect=expect,
+        times=[m.value for m in metric or ()],
+        processes=processes,
+        rounds=rounds,
+        seed=seed,
+        args=context.obj or [],
+    )
+    raise typer.Exit(run_prove(wanted, csv=csv, as_json=as_json))
+
+
+@app.command(short_help="Judge every claim of this repository.")
+def verify(
+    why: Annotated[bool, typer.Option("--why", help="Give the reason of every verdict, also of good ones.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Judge every claim in claims/ by the records in evidence/. Needs no GPU.
+
+    One line a claim: verdict, sentence, the figure with its 95 % interval, the run that shows it.
+
+    \b
+    Examples:
+      flashmoe verify
+      flashmoe verify --json | jq '.verdicts[] | {id: .claim.id, status}'
+
+    \b
+    Exit codes:
+      0  all hold                      3  a gate failed in the run that should show one
+      1  one is refuted                4  one is inconclusive, invalid or without evidence,
+      2  wrong usage                      or there is no claim
+    """
+    from .looking import run_verify
+
+    raise typer.Exit(run_verify(why=why, as_json=as_json))
+
+
+@app.command(short_help="Show a run again.")
+def show(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="The id of a run, the beginning of one, or a JSON file.")],
+    metric: Annotated[
+        Optional[Metric],  # noqa: UP045
+        typer.Option("--time", metavar="KIND", help="Show speedups of kernel, graph or wall time. Default: graph."),
+    ] = None,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Also the details of every gate, and the kernels that ran.")
+    ] = False,
+    as_json: Json = False,
+    csv: Csv = None,
+) -> None:
+    """Show a run from the store or from evidence/: its gates, its times, its verdict.
+
+    \b
+    Examples:
+      flashmoe show 20261120
+      flashmoe show evidence/20261120T235959Z-seed-flash_attention-1a2b3c.json --verbose
+      flashmoe show 20261120 --csv times.csv
+
+    \b
+    Exit codes:
+      0  shown    2  there is no such run, or it cannot be read
+    """
+    from .looking import run_show
+
+    kind = metric.value if metric else None
+    raise typer.Exit(run_show(run, kind=kind, verbose=verbose, csv=csv, as_json=as_json))
+
+
+@app.command(short_help="List the runs that are kept here.")
+def runs(
+    subject: Annotated[str, typer.Option(metavar="NAME", help="Only runs of this subject.")] = "",
+    suite: Annotated[str, typer.Option(metavar="NAME", help="Only runs of this suite.")] = "",
+    gpu: Annotated[str, typer.Option(metavar="NAME", help="Only runs on a GPU with this in its name.")] = "",
+    limit: Annotated[int, typer.Option(min=0, metavar="N", help="At most this many, newest first; 0 for all.")] = 20,
+    as_json: Json = False,
+) -> None:
+    """List the runs in the store and in evidence/ of this repository, newest first.
+
+    The store is the SQLite file ~/.local/share/flashmoe/runs.sqlite, or what FLASHMOE_STORE names.
+
+    \b
+    Example:
+      flashmoe runs --gpu H200 --suite seed
+
+    \b
+    Exit codes:
+      0  listed    2  the store cannot be read
+    """
+    from .looking import run_runs
+
+    raise typer.Exit(run_runs(subject=subject, suite=suite, gpu=gpu, limit=limit, as_json=as_json))
+
+
+@app.command(short_help="Say which kernel would serve a call, on any GPU.")
+def explain(
+    shape: Annotated[str, typer.Option(metavar="B,H,S,D", help="Batch, heads, positions, head size.")],
+    kv_heads: Annotated[Optional[int], typer.Option(min=1, metavar="N", help="Default: H.")] = None,  # noqa: UP045
+    seqlen_k: Annotated[Optional[int], typer.Option(min=0, metavar="N", help="Default: S.")] = None,  # noqa: UP045
+    head_dim_v: Annotated[Optional[int], typer.Option(min=1, metavar="N", help="Default: D.")] = None,  # noqa: UP045
+    dtype: Annotated[str, typer.Option(metavar="NAME", help="fp16, bf16 or fp32.")] = "fp16",
+    causal: Annotated[bool, typer.Option("--causal", help="With a causal mask, aligned bottom-right.")] = False,
+    gpu: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(metavar="NAME", help="e.g. L4, A100, H100, H200, B200. Default: the GPU of this machine."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Say which kernel would serve an attention call, with which tile and grid, and why. Needs no GPU.
+
+    The kernel is compiled for that GPU: its registers, spills and shared memory are what the compiler says.
+
+    \b
+    Examples:
+      flashmoe explain --shape 1,16,4096,128 --gpu L4
+      flashmoe explain --shape 1,32,1,128 --kv-heads 8 --seqlen-k 8192 --gpu H200 --json
+
+    \b
+    Exit codes:
+      0  explained    2  wrong usage, or no kernel serves this problem    3  the kernel breaks a limit
+    """
+    from .looking import run_explain
+
+    sizes = {"heads_kv": kv_heads, "seqlen_k": seqlen_k, "head_dim_v": head_dim_v, "dtype": dtype, "causal": causal}
+    raise typer.Exit(run_explain(shape, sizes, gpu=gpu, as_json=as_json))
+
+
+@app.command(short_help="Say what this machine has and lacks.")
+def doctor(as_json: Json = False) -> None:
+    """Check GPU, driver, torch, triton, nvcc, Nsight Compute, rivals and clocks; every trouble with a hint.
+
+    \b
+    Example:
+      flashmoe doctor
+
+    \b
+    Exit codes:
+      0  checked: a machine that lacks something is no error
+    """
+    from .looking import run_doctor
+
+    raise typer.Exit(run_doctor(as_json=as_json))
+
+
+@app.command(short_help="List the suites, or the cases of one.")
+def suites(
+    name: Annotated[Optional[str], typer.Argument(metavar="SUITE", help="A packaged suite, or a file.")] = None,  # noqa: UP045
+    as_json: Json = False,
+) -> None:
+    """List the packaged suites, or the cases of one and where each comes from.
+
+    \b
+    Examples:
+      flashmoe suites
+      flashmoe suites seed
+
+    \b
+    Exit codes:
+      0  listed    2  there is no such suite, or its file is wrong
+    """
+    from .looking import run_suites
+
+    raise typer.Exit(run_suites(name, as_json=as_json))
+
+
+@app.command(short_help="List the rivals, and which can run here.")
+def baselines(
+    operator: Annotated[str, typer.Option(metavar="NAME", help="Rivals of this operator.")] = "attention",
+    as_json: Json = False,
+) -> None:
+    """List the rivals of an operator, each tried in a process of its own: its version, or why it cannot run here.
+
+    \b
+    Example:
+      flashmoe baselines
+
+    \b
+    Exit codes:
+      0  listed    2  there is no such operator
+    """
+    from .looking import run_baselines
+
+    raise typer.Exit(run_baselines(operator, as_json=as_json))
+
+
+@app.command(short_help="Write the table of speeds into README.md.")
+def readme(
+    path: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Argument(metavar="FILE", help="Default: README.md of this repository.", show_default=False),
+    ] = None,
+    check: Annotated[bool, typer.Option("--check", help="Write nothing; say whether the table is current.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Write the table of speeds, made from claims/ and evidence/, between its two marks in README.md.
+
+    \b
+    Examples:
+      flashmoe readme
+      flashmoe readme --check
+
+    \b
+    Exit codes:
+      0  the table is current    1  --check found it stale    2  the file lacks the marks
+    """
+    from .looking import run_readme
+
+    raise typer.Exit(run_readme(path, check=check, as_json=as_json))
+
+
+def _split(names: list[str] | None) -> list[str]:
+    """Return the names of a repeated option; ``a,b`` counts as two."""
+    return [name.strip() for given in names or () for name in given.split(",") if name.strip()]
