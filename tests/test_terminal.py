@@ -1,0 +1,136 @@
+"""Tests of the progress of a long run, with and without a terminal."""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+
+import pytest
+from rich.console import Console
+
+from flashmoe_science.cli.terminal import ChainProgress, Terminal
+
+from .proof.builders import build_gates
+
+
+class Clock:
+    """A clock that a test moves."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+def on_a_terminal(terminal):
+    """Give ``terminal`` a log of 100 columns that takes itself for a terminal; return what is written there."""
+    file = io.StringIO()
+    terminal.log = Console(file=file, width=100, force_terminal=True, color_system=None, legacy_windows=False)
+    return file
+
+
+def test_without_a_terminal_a_line_says_how_far_it_is_every_ten_seconds(capsys, clock):
+    progress = ChainProgress(Terminal(), clock=clock)
+    progress.start("build")
+    for step in range(1, 61):
+        clock.now += 1
+        progress.advance(step, 60, f"kernel {step}")
+    assert capsys.readouterr().err.splitlines() == [
+        "build: 10/60 (50 s left) kernel 10",
+        "build: 20/60 (40 s left) kernel 20",
+        "build: 30/60 (30 s left) kernel 30",
+        "build: 40/60 (20 s left) kernel 40",
+        "build: 50/60 (10 s left) kernel 50",
+        "build: 60/60 kernel 60",
+    ]
+
+
+def test_long_times_are_minutes(capsys, clock):
+    progress = ChainProgress(Terminal(), clock=clock)
+    progress.start("bench")
+    clock.now = 60
+    progress.advance(1, 11, "case")
+    assert capsys.readouterr().err == "bench: 1/11 (10 min left) case\n"
+
+
+def test_short_work_is_quiet(capsys, clock):
+    progress = ChainProgress(Terminal(), clock=clock)
+    progress.start("sources")
+    progress.advance(1, 1, "hash")
+    progress.finish(build_gates()[0])
+    out, err = capsys.readouterr()
+    assert (out, err) == ("sources  passed                1.0 s  made up: passed\n", "")
+
+
+def test_notes_name_their_gate(capsys):
+    progress = ChainProgress(Terminal())
+    progress.start("launch")
+    progress.note("fa3 cannot be imported")
+    assert capsys.readouterr().err == "launch: fa3 cannot be imported\n"
+
+
+def test_under_json_the_gates_are_log(capsys):
+    progress = ChainProgress(Terminal(as_json=True))
+    progress.start("sources")
+    progress.finish(build_gates()[0])
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("sources  passed")
+
+
+def test_on_a_terminal_a_bar_shows_count_time_left_and_label(capsys):
+    terminal = Terminal()
+    file = on_a_terminal(terminal)
+    progress = ChainProgress(terminal)
+    progress.start("build")
+    progress.advance(12, 48, "forward D=64 fp16, with a label that is too long for what is left of one hundred columns")
+    progress._bar.refresh()
+    bar = file.getvalue().splitlines()[-1]
+    progress.finish(build_gates()[1])
+    assert "build" in bar
+    assert re.search(r"12/48 +[\d-]+:[\d-]{2} ", bar)
+    assert "forward D=64" in bar
+    assert bar.rstrip().endswith("…")
+    assert len(bar.rpartition("\r")[2].replace("\033[2K", "")) <= 100
+    assert capsys.readouterr().out.startswith("build    passed")
+
+
+def test_a_bar_is_gone_when_its_gate_ends():
+    terminal = Terminal()
+    file = on_a_terminal(terminal)
+    progress = ChainProgress(terminal)
+    progress.start("build")
+    progress.close()
+    progress.close()
+    assert file.getvalue().endswith("\r\033[1A\033[2K")
+
+
+def test_output_without_a_terminal_is_as_wide_as_it_needs(capsys, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    Terminal().show("word " * 100)
+    assert capsys.readouterr().out == ("word " * 100).rstrip() + "\n"
+
+
+def test_square_brackets_are_text_and_not_markup(capsys):
+    Terminal().show("2.31x [2.28, 2.35] [bold]")
+    assert capsys.readouterr().out == "2.31x [2.28, 2.35] [bold]\n"
+
+
+def test_a_document_is_printed_under_json_only(capsys):
+    Terminal().document({"a": 1})
+    assert capsys.readouterr().out == ""
+    Terminal(as_json=True).document({"a": 1})
+    assert capsys.readouterr().out == '{\n  "a": 1\n}\n'
+    with pytest.raises(ValueError, match="JSON compliant"):
+        Terminal(as_json=True).document({"a": float("nan")})
+
+
+def test_streams_are_those_of_the_moment(capsys):
+    assert Terminal().out.file is sys.stdout
