@@ -249,17 +249,18 @@ def _student(values: _Array, confidence: float) -> tuple[float, float]:
 
 
 def _between_to_within(groups: Groups) -> float | None:
-    """Return the variance between processes, as a multiple of what the rounds within them explain; 1 is expected."""
-    rounds = sum(len(group) for group in groups)
-    if len(groups) < 2 or rounds <= len(groups):
+    """Return the variance between processes over what the rounds within explain; 1 is expected without offsets."""
+    degrees = sum(len(group) for group in groups) - len(groups)
+    if len(groups) < 2 or degrees <= 2:
         return None
-    within = sum(len(group) * float(np.var(group)) for group in groups) / (rounds - len(groups))
+    within = sum(len(group) * float(np.var(group)) for group in groups) / degrees
     if within == 0:
         return None
     sizes = np.array([len(group) for group in groups])
     centres = np.array([hodges_lehmann(group) for group in groups])
     between = float(np.sum(sizes * (centres - np.average(centres, weights=sizes)) ** 2)) / (len(groups) - 1)
-    return between / within
+    # The mean of this ratio is that of F, times the variance of Hodges-Lehmann against the mean (normal noise: pi / 3).
+    return between / within * (degrees - 2) / degrees * 3 / math.pi
 
 
 def _centres(cases: Sequence[Groups]) -> _Array:
