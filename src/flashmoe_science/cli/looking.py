@@ -16,7 +16,7 @@ from ..proof.judge import exit_code
 from ..proof.report import (
     case_table,
     check_lines,
-    compile_lines,
+    compile_line,
     count_line,
     gate_lines,
     head_lines,
@@ -99,10 +99,12 @@ def run_runs(*, subject: str, suite: str, gpu: str, limit: int, as_json: bool) -
 
 
 def run_explain(shape: str, sizes: dict[str, Any], *, gpu: str | None, as_json: bool) -> int:
-    """Print the plan for one call, and what compiling it shows."""
+    """Print the plan for one call, and what compiling its kernels shows."""
     batch, heads, seqlen, head_dim = _four_sizes(shape)
-    from ..attention.plan import compile_plan, plan_attention
+    from ..attention.plan import plan_attention
+    from ..attention.prepare import prepare_kernels
     from ..attention.problem import AttentionProblem
+    from ..gpu.compile import read_resources
     from ..gpu.device import current_gpu
     from ..gpu.specs import find_gpu
 
@@ -114,11 +116,18 @@ def run_explain(shape: str, sizes: dict[str, Any], *, gpu: str | None, as_json: 
     given = {name: value for name, value in sizes.items() if value is not None}
     problem = AttentionProblem(batch=batch, heads=heads, seqlen_q=seqlen, head_dim=head_dim, **{**defaults, **given})
     plan = plan_attention(problem, spec)
-    outcome = compile_plan(plan)
-    terminal.show(plan.as_text(), "", compile_lines(outcome))
-    compiled = _fields(outcome, "registers", "spill_bytes", "shared_memory_bytes", "seconds")
-    terminal.document({"plan": plan.as_dict(), "compiled": {**compiled, "problems": list(outcome.problems)}})
-    return GATE_FAILED if outcome.problems else 0
+    terminal.show(plan.as_text())
+    names = ("registers", "spill_bytes", "shared_memory_bytes", "seconds")
+    compiled = []
+    for kernel in prepare_kernels(plan):
+        found = _fields(read_resources(kernel.source, spec.arch), *names)
+        compiled.append({"kernel": kernel.source.name, **found})
+        terminal.show(compile_line(**compiled[-1]))
+    fits = all(kernel["shared_memory_bytes"] <= spec.shared_memory_per_block_bytes for kernel in compiled)
+    if not fits:
+        terminal.show(f"  problem {spec.name} has {spec.shared_memory_per_block_bytes} bytes of shared memory a block")
+    terminal.document({"plan": plan.as_dict(), "compiled": compiled, "fits": fits})
+    return 0 if fits else GATE_FAILED
 
 
 def _four_sizes(shape: str) -> list[int]:

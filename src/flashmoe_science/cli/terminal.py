@@ -27,6 +27,7 @@ from ..proof.rows import write_csv
 
 _UNLIMITED = 10_000  # columns, where there is no terminal: a line stays one line, so that grep finds all of it
 _SECONDS_BETWEEN_LINES = 10.0  # of progress, where there is no terminal
+_SECONDS_OF_PACE = 600.0  # the time left follows the pace of so many seconds: one case can take minutes
 _THEME = Theme({"bar.complete": "cyan", "bar.finished": "cyan", "bar.pulse": "cyan", "progress.remaining": "dim"})
 
 
@@ -146,11 +147,12 @@ class ChainProgress:
         self._bar: Progress | None = None
         self._task = TaskID(0)
         self._gate = ""
+        self._total = 0
         self._started = self._last_line = 0.0
 
     def start(self, gate: str) -> None:
         """A gate begins."""
-        self._gate = gate
+        self._gate, self._total = gate, 0
         self._started = self._last_line = self._clock()
         if self._terminal.log.is_terminal:
             self._bar = _bar(self._terminal.log)
@@ -159,6 +161,8 @@ class ChainProgress:
 
     def advance(self, done: int, total: int, label: str) -> None:
         """``done`` of ``total`` steps of the gate are finished; ``label`` is the one under way."""
+        # A gate may learn of more work on the way; a total that shrank would make rich forget how fast the work goes.
+        self._total = total = max(total, self._total)
         if self._bar is not None:
             self._bar.update(self._task, completed=done, total=total, label=label)
             return
@@ -195,6 +199,7 @@ def _bar(console: Console) -> Progress:
         TimeRemainingColumn(compact=True),
         TextColumn("{task.fields[label]}", style="dim", table_column=label),
         console=console,
+        speed_estimate_period=_SECONDS_OF_PACE,
         transient=True,
         expand=True,
     )

@@ -31,9 +31,8 @@ from .rows import (
 )
 from .store import RunSummary
 
-if TYPE_CHECKING:  # they import torch, which a listing does not need
+if TYPE_CHECKING:  # it imports torch, which a listing does not need
     from .environment import Check
-    from .operator import CompileOutcome
 
 _GATE_STYLE = {
     GateStatus.PASSED: "green",
@@ -293,13 +292,10 @@ def check_lines(checks: Iterable[Check]) -> RenderableType:
     return grid
 
 
-def compile_lines(outcome: CompileOutcome) -> RenderableType:
-    """Return what compiling a kernel showed."""
-    grid = _grid(13)
-    grid.add_row(Text("registers", "dim"), f"{outcome.registers} a thread")
-    grid.add_row(Text("spills", "dim"), format_bytes(outcome.spill_bytes) if outcome.spill_bytes else "none")
-    grid.add_row(Text("shared memory", "dim"), f"{format_bytes(outcome.shared_memory_bytes)} a block")
-    grid.add_row(Text("compiled", "dim"), f"in {outcome.seconds:.1f} s")
-    for problem in outcome.problems:
-        grid.add_row(Text("problem", "bold red"), problem)
-    return grid
+def compile_line(
+    *, kernel: str, registers: int, spill_bytes: int, shared_memory_bytes: int, seconds: float
+) -> RenderableType:
+    """Return what compiling one kernel showed, in the style of a plan's own lines."""
+    spills = f"{format_bytes(spill_bytes)} spilled" if spill_bytes else "no spills"
+    shared = f"{format_bytes(shared_memory_bytes)} of shared memory"
+    return f"  compile {kernel}: {registers} registers a thread, {spills}, {shared}; took {seconds:.1f} s"

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from flashmoe_science.cli.terminal import ChainProgress, Terminal
 
-from .proof.builders import build_gates
+from ..proof.builders import build_gates
 
 
 class Clock:
@@ -58,6 +58,19 @@ def test_long_times_are_minutes(capsys, clock):
     clock.now = 60
     progress.advance(1, 11, "case")
     assert capsys.readouterr().err == "bench: 1/11 (10 min left) case\n"
+
+
+def test_a_total_never_shrinks(capsys, clock):
+    progress = ChainProgress(Terminal(), clock=clock)
+    progress.start("build")
+    for step, total in ((1, 40), (2, 2)):
+        clock.now += 10
+        progress.advance(step, total, "kernel")
+    assert capsys.readouterr().err.splitlines()[-1].startswith("build: 2/40 (")
+    progress.start("correct")
+    clock.now += 10
+    progress.advance(1, 13, "case")
+    assert capsys.readouterr().err.startswith("correct: 1/13 ")
 
 
 def test_short_work_is_quiet(capsys, clock):

@@ -1,0 +1,40 @@
+"""A repository with one claim and one record, and a way to run command lines in it."""
+
+from __future__ import annotations
+
+import pytest
+
+from flashmoe_science import cli
+from flashmoe_science.proof.evidence import write_record
+from flashmoe_science.proof.readme import BEGIN, END
+
+from ..proof.builders import build_record
+from ..proof.claim_builders import claim_toml
+
+RUN_ID = "20260101T000000Z-made_up-flash_attention-000000"
+
+
+@pytest.fixture
+def repository(tmp_path, monkeypatch):
+    """Make a repository with one claim and one record the current folder, with a store beside it."""
+    folder = tmp_path / "repository"
+    (folder / "claims").mkdir(parents=True)
+    (folder / "claims" / "seed.toml").write_text(claim_toml(suite="made_up"))
+    write_record(build_record(speedups=[2.3, 3.0], suite="made_up"), folder / "evidence" / f"{RUN_ID}.json")
+    (folder / "README.md").write_text(f"# Title\n{BEGIN}\n{END}\n")
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("FLASHMOE_STORE", str(tmp_path / "runs.sqlite"))
+    monkeypatch.delenv("COLUMNS", raising=False)
+    return folder
+
+
+@pytest.fixture
+def run(repository, capsys):
+    """Run a command line in ``repository``; return its exit code, stdout and stderr."""
+
+    def run(*args):
+        code = cli.main(args)
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return run

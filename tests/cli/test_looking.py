@@ -1,0 +1,223 @@
+"""Tests of the verbs that only look: verify, show, runs, explain, doctor, suites, baselines, readme."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+
+import pytest
+
+from flashmoe_science.proof.baselines import BaselineStatus
+from flashmoe_science.proof.environment import Check
+from flashmoe_science.proof.store import Store
+
+from ..proof.builders import build_record
+from ..proof.claim_builders import claim_toml
+from .conftest import RUN_ID
+
+# verify
+
+
+def test_verify_prints_a_line_for_every_claim_and_the_count(run):
+    code, out, err = run("verify")
+    lines = out.splitlines()
+    assert (code, err) == (0, "")
+    assert lines[0].startswith("demonstrated  It is twice as fast. | lowest of 2 cases 2.30x [2.29, 2.31]; " + RUN_ID)
+    assert lines[-1] == "1 claim: 1 demonstrated"
+
+
+@pytest.mark.parametrize(
+    ("claim", "code", "status"),
+    [({"factor": 2.9}, 1, "refuted"), ({"gpu": "B200"}, 4, "asserted"), ({"factor": 2.3}, 4, "inconclusive")],
+)
+def test_verify_returns_what_the_verdicts_say(run, repository, claim, code, status):
+    (repository / "claims" / "seed.toml").write_text(claim_toml(suite="made_up", **claim))
+    got, out, _ = run("verify", "--json")
+    document = json.loads(out)
+    assert got == document["exit_code"] == code
+    assert [verdict["status"] for verdict in document["verdicts"]] == [status]
+    assert run("verify")[1].startswith(status)
+
+
+def test_verify_why_gives_the_reason(run):
+    assert "every one of 2 cases is at least 2x" in run("verify", "--why")[1]
+
+
+def test_verify_names_file_and_key_of_a_wrong_claim(run, repository):
+    (repository / "claims" / "seed.toml").write_text(claim_toml().replace("factor", "faktor"))
+    code, _, err = run("verify")
+    assert code == 2
+    assert "seed.toml: key claim.0.faktor" in err
+
+
+def test_verify_outside_of_a_repository(run, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    code, _, err = run("verify")
+    assert (code, err.splitlines()[0]) == (2, "error: there are no claims here")
+
+
+def test_verify_without_claims_shows_nothing_and_says_so(run, repository):
+    (repository / "claims" / "seed.toml").unlink()
+    assert run("verify")[:2] == (4, "0 claims\n")
+
+
+# show and runs
+
+
+def test_show_renders_a_run_of_the_evidence_folder(run):
+    code, out, err = run("show", "20260101")
+    assert (code, err) == (0, "")
+    for part in (RUN_ID, "NVIDIA H200", "sources  passed", "case1", "sdpa#2 (control)", "2.30x [2.29, 2.31]"):
+        assert part in out
+    assert out.splitlines()[-1].startswith("demonstrated  It is twice as fast.")
+
+
+def test_show_reads_a_file_and_the_store(run, repository):
+    stored = build_record(day=5)
+    Store().save(stored)
+    assert run("show", "20260106")[1].startswith(f"run       {stored.id}")
+    assert run("show", f"evidence/{RUN_ID}.json")[1].startswith(f"run       {RUN_ID}")
+
+
+def test_show_as_json_is_the_record(run):
+    code, out, _ = run("show", RUN_ID, "--json")
+    document = json.loads(out)
+    assert code == 0
+    assert document["record"]["id"] == RUN_ID
+    assert document["verdicts"][0]["status"] == "demonstrated"
+
+
+def test_show_of_a_time_that_was_not_taken(run, repository):
+    record = build_record(times=("wall",), day=2)
+    Store().save(record)
+    code, _, err = run("show", record.id, "--time", "graph")
+    assert (code, err) == (2, "error: time must be one of wall in this run, got graph\n")
+    assert "speedup, wall" in run("show", record.id)[1]
+
+
+def test_show_verbose_adds_the_kernels_that_ran(run):
+    assert "made_up_kernel" not in run("show", RUN_ID)[1]
+    assert "made_up_kernel" in run("show", RUN_ID, "--verbose")[1]
+
+
+def test_show_writes_csv(run, repository):
+    assert run("show", RUN_ID, "--csv", "times.csv")[0] == 0
+    with (repository / "times.csv").open(newline="") as file:
+        assert len(list(csv.DictReader(file))) == 2 * 3 * 3
+
+
+def test_csv_that_cannot_be_written_is_an_error(run):
+    code, _, err = run("show", RUN_ID, "--csv", "no/such/folder.csv")
+    assert (code, err) == (2, "error: no/such/folder.csv: cannot be written: No such file or directory\n")
+
+
+def test_runs_lists_both_places_newest_first(run):
+    for day in (1, 2):
+        Store().save(build_record(day=day))
+    _, out, _ = run("runs")
+    assert [line.split()[-1] for line in out.splitlines()[2:]] == ["store", "store", "evidence"]
+    code, out, err = run("runs", "--limit", "1")
+    assert (code, len(out.splitlines()), err) == (0, 3, "2 more: --limit 0 lists all\n")
+    document = json.loads(run("runs", "--suite", "made_up", "--json")[1])
+    assert ([r["id"] for r in document["runs"]], document["found"]) == ([RUN_ID], 1)
+
+
+def test_runs_warns_of_a_broken_file_and_goes_on(run, repository):
+    (repository / "evidence" / "broken.json").write_text("{")
+    code, out, err = run("runs")
+    assert (code, RUN_ID in out) == (0, True)
+    assert err.startswith("warning: ")
+    assert "broken.json" in err
+
+
+def test_runs_where_there_are_none(run, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert run("runs") == (0, "", "no runs yet: flashmoe prove makes the first\n")
+
+
+# explain, doctor, suites, baselines
+
+
+@pytest.mark.triton
+def test_explain_gives_the_plan_and_what_the_compiler_says(run):
+    code, out, err = run("explain", "--shape", "1,1,64,64", "--gpu", "L4")
+    assert (code, err) == (0, "")
+    assert out.startswith("b1_h1_s64_d64_fp16 on L4: ")
+    assert re.search(
+        r"^  compile \w+: \d+ registers a thread, no spills, [\d.]+ KiB of shared memory", out, re.MULTILINE
+    )
+
+
+@pytest.mark.triton
+def test_explain_takes_every_size(run):
+    sizes = ["--kv-heads", "2", "--seqlen-k", "65", "--head-dim-v", "80", "--dtype", "bf16", "--causal"]
+    document = json.loads(run("explain", "--shape", "1,4,16,64", *sizes, "--gpu", "A100", "--json")[1])
+    problem = document["plan"]["problem"]
+    assert [problem[key] for key in ("heads_kv", "seqlen_k", "head_dim_v", "dtype", "causal")] == [
+        2,
+        65,
+        80,
+        "bf16",
+        True,
+    ]
+    assert document["fits"] is True
+    assert document["compiled"][0]["registers"] > 0
+
+
+def test_explain_of_what_no_kernel_serves(run):
+    code, _, err = run("explain", "--shape", "1,1,64,512", "--gpu", "L4")
+    assert code == 2
+    assert err.splitlines()[1] == "hint: the nearest that is served: 256"
+
+
+def test_doctor_prints_a_line_for_every_check_and_its_hint(run, monkeypatch):
+    checks = [Check("torch", ok=True, text="2.11"), Check("GPU", ok=None, text="none", hint="buy one")]
+    monkeypatch.setattr("flashmoe_science.proof.environment.doctor", lambda: checks)
+    code, out, _ = run("doctor")
+    assert (code, out) == (0, "torch  ok       2.11\nGPU    none     none\n                hint: buy one\n")
+    assert json.loads(run("doctor", "--json")[1])["checks"][1]["ok"] is None
+
+
+def test_suites_lists_them_and_the_cases_of_one(run):
+    assert re.search(r"^seed +attention +13 ", run("suites")[1], re.MULTILINE)
+    assert {"name", "operator", "cases", "description"} == set(json.loads(run("suites", "--json")[1])["suites"][0])
+    _, out, _ = run("suites", "seed")
+    assert re.search(r"^b1_h1_s512_d64_fp16 +\S", out, re.MULTILINE)
+    cases = json.loads(run("suites", "seed", "--json")[1])["cases"]
+    assert len(cases) == 13
+    assert cases[0]["problem"]["head_dim"] == 4
+
+
+def test_baselines_says_of_each_whether_it_runs_here(run, monkeypatch):
+    found = [
+        BaselineStatus("sdpa", available=True, reason="", version="2.11"),
+        BaselineStatus("fa3", available=False, reason="no module flash_attn_3", version=""),
+    ]
+    monkeypatch.setattr("flashmoe_science.proof.baselines.available_baselines", lambda operator: found)
+    code, out, _ = run("baselines")
+    assert code == 0
+    assert [line.split(maxsplit=2) for line in out.splitlines()[2:]] == [
+        ["sdpa", "yes", "2.11"],
+        ["fa3", "no", "no module flash_attn_3"],
+    ]
+    assert json.loads(run("baselines", "--json")[1])["baselines"][1]["available"] is False
+
+
+def test_baselines_of_an_unknown_operator(run):
+    code, _, err = run("baselines", "--operator", "nosuch")
+    assert code == 2
+    assert "there is no operator called 'nosuch'" in err
+
+
+# readme
+
+
+def test_readme_rewrites_the_table_and_check_finds_it_stale(run, repository):
+    code, out, err = run("readme", "--check")
+    assert (code, out, err) == (1, "README.md: the table of speeds is stale\n", "hint: flashmoe readme rewrites it\n")
+    assert "**demonstrated**" not in (repository / "README.md").read_text()
+    assert run("readme")[:2] == (0, "README.md: the table of speeds rewritten\n")
+    assert "**demonstrated**" in (repository / "README.md").read_text()
+    assert run("readme", "--check")[:2] == (0, "README.md: the table of speeds is current\n")
+    assert json.loads(run("readme", "--json")[1]) == {"path": "README.md", "current": True, "rewritten": False}

@@ -1,0 +1,146 @@
+"""Tests of the verb prove. The chain itself is tested in tests/proof; here a made-up run stands in for it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from flashmoe_science.proof.store import Store
+
+from ..proof.builders import build_gates, build_record
+from ..proof.claim_builders import claim_toml
+
+
+@pytest.fixture
+def prove_with(run, monkeypatch):
+    """Run ``flashmoe prove`` with a chain that gives back ``record``."""
+    requests = []
+
+    def prove_with(record, *args, interrupt=False):
+        def chain(request, *, progress, save):
+            requests.append(request)
+            for gate in record.gates:
+                progress.start(gate.name)
+                progress.advance(1, 2, "half")
+                progress.finish(gate)
+            save(record)
+            if interrupt:
+                raise KeyboardInterrupt
+            return record
+
+        monkeypatch.setattr("flashmoe_science.cli.proving.prove", chain)
+        return run("prove", *args)
+
+    prove_with.requests = requests
+    return prove_with
+
+
+def test_prove_prints_gates_table_verdict_and_where_the_record_is(prove_with, repository):
+    record = build_record(speedups=[2.3, 3.0], day=1)
+    code, out, err = prove_with(record)
+    lines = out.splitlines()
+    assert (code, err) == (0, "")
+    assert lines[0] == "proving flash_attention on suite seed (13 cases), against sdpa"
+    assert [line.split()[0] for line in lines[1:8]] == [gate.name for gate in record.gates]
+    assert "case and arm" in out
+    assert lines[-3].startswith("demonstrated  flash_attention is at least 1x as fast as sdpa in each case of seed")
+    assert lines[-1] == f"record: evidence/{record.id}.json"
+    assert (repository / "evidence" / f"{record.id}.json").exists()
+    assert Store().load(record.id) == record
+
+
+def test_prove_is_judged_by_the_claims_of_the_repository(prove_with):
+    code, out, _ = prove_with(build_record(speedups=[1.2, 3.0], suite="made_up", day=1))
+    assert code == 1
+    assert "refuted       It is twice as fast. | lowest of 2 cases 1.20x" in out
+
+
+def test_prove_passes_on_what_was_asked(prove_with):
+    prove_with(
+        build_record(),
+        *("--suite", "standard", "-b", "sdpa,sdpa-flash", "-b", "sdpa-cudnn", "--gpu", "L4", "--until", "quick"),
+        *("--expect", "1.7", "--time", "wall", "--processes", "2", "--rounds", "7", "--seed", "5"),
+    )
+    request = prove_with.requests[0]
+    assert request.suite.name == "standard"
+    assert list(request.baselines) == ["sdpa", "sdpa-flash", "sdpa-cudnn"]
+    assert (list(request.gpus), request.until, request.expect) == (["L4"], "quick", 1.7)
+    settings = request.settings
+    assert (settings.times, settings.processes, settings.rounds, settings.seed) == (["wall"], 2, 7, 5)
+    assert request.command.startswith("flashmoe prove --suite standard -b sdpa,sdpa-flash")
+
+
+def test_prove_with_no_gpu_ends_with_the_verdicts_of_verify(prove_with):
+    code, out, _ = prove_with(build_record(gpu=None, day=1))
+    assert code == 0
+    lines = out.splitlines()
+    assert "not timed     sources, build, import, correct passed; launch, quick, bench not possible here" in out
+    assert lines[-5] == "The claims of this repository, by the evidence that it carries:"
+    assert lines[-4].startswith("demonstrated  It is twice as fast.")
+
+
+def test_prove_with_no_gpu_holds_even_where_a_claim_does_not(prove_with, repository):
+    (repository / "claims" / "seed.toml").write_text(claim_toml(suite="made_up", factor=2.9))
+    code, out, _ = prove_with(build_record(gpu=None, day=1))
+    assert code == 0
+    assert "\nrefuted       It is twice as fast." in out
+
+
+def test_prove_returns_3_for_a_failed_gate_and_says_it_last(prove_with):
+    code, out, _ = prove_with(build_record(gates=build_gates("launch"), times=(), day=1))
+    assert code == 3
+    assert out.splitlines()[-3] == "gate failed   launch: made up: failed"
+
+
+def test_prove_as_json_has_the_log_on_stderr(prove_with):
+    record = build_record(suite="made_up", speedups=[2.3], day=1)
+    code, out, err = prove_with(record, "--json", "--csv", "times.csv")
+    document = json.loads(out)
+    assert document["exit_code"] == code == 0
+    assert document["record"]["id"] == record.id
+    assert document["path"] == f"evidence/{record.id}.json"
+    assert document["verdicts"][0]["claim"]["id"] == "seed-graph"
+    assert "launch   passed" in err
+    assert Path("times.csv").read_text().count("\n") == 1 + 3 * 3
+
+
+def test_prove_that_is_interrupted_says_where_the_finished_cases_are(prove_with):
+    record = build_record(complete=False, day=1)
+    code, out, err = prove_with(record, interrupt=True)
+    assert code == 130
+    assert f"interrupted: what was finished is in evidence/{record.id}.json" in err
+    assert "Traceback" not in out + err
+
+
+def test_prove_goes_on_when_the_store_cannot_be_written(prove_with, repository, monkeypatch):
+    monkeypatch.setenv("FLASHMOE_STORE", str(repository / "README.md" / "runs.sqlite"))
+    record = build_record(speedups=[2.3], day=1)
+    code, _, err = prove_with(record)
+    assert code == 0
+    assert err.startswith("warning: run store")
+    assert (repository / "evidence" / f"{record.id}.json").exists()
+
+
+def test_prove_outside_of_a_repository_writes_to_the_current_folder(prove_with, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    record = build_record(speedups=[2.3])
+    assert prove_with(record)[0] == 0
+    assert (tmp_path / "evidence" / f"{record.id}.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("args", "error"),
+    [
+        (["flash_atention"], "did you mean flash_attention?"),
+        (["--suite", "sede"], "did you mean seed?"),
+        (["--baseline", "sdap"], "did you mean sdpa?"),
+        (["--until", "corect"], "did you mean correct?"),
+        (["missing.toml"], "missing.toml: cannot be read"),
+    ],
+)
+def test_prove_suggests_the_nearest_name(run, args, error):
+    code, out, err = run("prove", *args)
+    assert (code, out) == (2, "")
+    assert error in err
