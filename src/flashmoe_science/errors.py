@@ -6,6 +6,7 @@
     ├── InputError (ValueError)                 an argument breaks the documented contract
     ├── UnsupportedError (NotImplementedError)  a valid problem that no kernel serves here
     ├── CompileError (RuntimeError)             a kernel does not compile, or not within the limits of its target
+    ├── LaunchError (RuntimeError)              the driver refuses to load or to launch a kernel
     └── ProofError                              the harness cannot go on
         ├── SubjectError (ValueError)           a kernel.toml is wrong: names file, key and what was expected
         ├── SuiteError (ValueError)             a suite file is wrong, or no suite has this name
@@ -35,6 +36,10 @@ class UnsupportedError(FlashmoeError, NotImplementedError):
 
 class CompileError(FlashmoeError, RuntimeError):
     """A kernel does not compile for its target, or needs more than the target has."""
+
+
+class LaunchError(FlashmoeError, RuntimeError):
+    """The driver refuses to load or to launch a kernel."""
 
 
 class ProofError(FlashmoeError):

@@ -1,0 +1,291 @@
+"""What the harness needs to know of attention: cases, inputs, the exact answer, work, budgets, our kernels, the rivals."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..errors import CompileError, InputError
+from ..gpu.device import current_gpu
+from ..gpu.specs import GpuSpec, find_gpu
+from . import reference, rivals
+from .api import flash_attention
+from .plan import ForwardConfig, Plan, PlannedLaunch, plan_attention
+from .problem import AttentionProblem
+
+_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+_KEYS = {
+    "batch": int, "heads": int, "heads_kv": int, "seqlen_q": int, "seqlen_k": int, "head_dim": int, "head_dim_v": int,
+    "dtype": str, "causal": bool, "softmax_scale": float,
+}  # fmt: skip
+_REQUIRED = ("batch", "heads", "seqlen_q", "head_dim", "dtype")
+_MAX_INTERPRETER_STEPS = 4096  # about a minute in Triton's interpreter
+
+forward_triton = functools.partial(flash_attention, kernel="forward_triton")
+forward_short_gluon = functools.partial(flash_attention, kernel="forward_short_gluon")
+_OURS = (flash_attention, forward_triton, forward_short_gluon)
+
+
+@dataclass(frozen=True)
+class Work:
+    """Operations, bytes and tokens of one call."""
+
+    flops: float
+    bytes: float
+    tokens: int
+
+
+@dataclass(frozen=True)
+class CompileOutcome:
+    """What compiling one kernel showed."""
+
+    registers: int
+    spill_bytes: int
+    shared_memory_bytes: int
+    seconds: float
+    problems: tuple[str, ...]
+    instructions: Mapping[str, int] = field(default_factory=dict, hash=False)
+
+
+@dataclass(frozen=True)
+class CompileJob:
+    """One kernel of one plan, to be compiled for the plan's GPU."""
+
+    label: str
+    gpu: str
+    plan: Plan
+    index: int  # which of the plan's kernels
+
+    def run(self) -> CompileOutcome:
+        """Compile, and compare with what the architecture allows and the plan promises."""
+        return compile_plan(self.plan)[self.index]
+
+
+def compile_plan(plan: Plan) -> tuple[CompileOutcome, ...]:
+    """Compile every kernel of ``plan`` for its architecture, with no GPU needed.
+
+    Raises:
+        CompileError: a kernel does not compile.
+    """
+    from ..gpu.compile import read_resources
+    from .prepare import prepare_kernels
+
+    limit = find_gpu(plan.gpu).shared_memory_per_block_bytes
+    outcomes = []
+    for kernel in prepare_kernels(plan):
+        found = read_resources(kernel.source, plan.arch)
+        problems = []
+        if found.spill_bytes:
+            problems.append(f"{found.spill_bytes} bytes of registers a thread spill to local memory")
+        if found.shared_memory_bytes > limit:
+            problems.append(f"{found.shared_memory_bytes} bytes of shared memory a block, {plan.gpu} allows {limit}")
+        wanted = _matrix_instruction(plan, kernel.source.name)
+        if wanted and not found.instructions.get(wanted):
+            problems.append(f"no {wanted} instruction: the matrix units are not used")
+        outcomes.append(
+            CompileOutcome(
+                found.registers, found.spill_bytes, found.shared_memory_bytes, found.seconds, tuple(problems), found.instructions
+            )
+        )
+    return tuple(outcomes)
+
+
+def _matrix_instruction(plan: Plan, kernel: str) -> str | None:
+    """Return the machine instruction that a kernel of 16-bit operands promises, or None."""
+    if plan.problem.item_bytes != 2 or kernel == "_merge_partials_kernel":  # noqa: PLR2004 - bytes
+        return None
+    warpgroup_tile = isinstance(plan.config, ForwardConfig) and plan.config.block_m >= 64  # noqa: PLR2004 - rows of wgmma
+    if plan.arch == 90:  # noqa: PLR2004
+        return "HGMMA" if warpgroup_tile else "HMMA"
+    if plan.arch == 100:  # noqa: PLR2004
+        return "UTCHMMA" if warpgroup_tile else "HMMA"
+    return "HMMA"
+
+
+class AttentionOperator:
+    """Attention, for the harness (the protocol is ``proof.operator.Operator``)."""
+
+    name = "attention"
+
+    def parse_case(self, table: Mapping[str, Any]) -> AttentionProblem:
+        """Turn one case of a suite file into a problem.
+
+        Raises:
+            InputError: a key is unknown, missing or of the wrong type.
+        """
+        for key, value in table.items():
+            if key not in _KEYS:
+                raise InputError(f"{key} is not a key of an attention case; keys: {', '.join(_KEYS)}")
+            kind = _KEYS[key]
+            fits = isinstance(value, (int, float)) if kind is float else type(value) is kind
+            if not fits:
+                raise InputError(f"{key} must be {kind.__name__}, got {value!r}")
+        missing = [key for key in _REQUIRED if key not in table]
+        if missing:
+            raise InputError(f"an attention case needs {', '.join(missing)}")
+        full = dict(table)
+        full.setdefault("heads_kv", full["heads"])
+        full.setdefault("seqlen_k", full["seqlen_q"])
+        full.setdefault("head_dim_v", full["head_dim"])
+        return AttentionProblem(**full)
+
+    def as_table(self, problem: AttentionProblem) -> dict[str, Any]:
+        """Return the inverse of ``parse_case``."""
+        table = {key: getattr(problem, key) for key in _KEYS}
+        if table["softmax_scale"] is None:
+            del table["softmax_scale"]
+        return table
+
+    def describe(self, problem: AttentionProblem) -> str:
+        """Return a short name of a problem."""
+        return problem.describe()
+
+    def work(self, problem: AttentionProblem) -> Work:
+        """Count 4 D (2 for QK, 2 for PV) operations a visible score, and every input and output once."""
+        p = problem
+        flops = 2.0 * p.batch * p.heads * p.visible_scores * (p.head_dim + p.head_dim_v)
+        queries = p.batch * p.heads * p.seqlen_q * (p.head_dim + p.head_dim_v)
+        keys = p.batch * p.heads_kv * p.seqlen_k * (p.head_dim + p.head_dim_v)
+        return Work(flops, float((queries + keys) * p.item_bytes), p.batch * p.seqlen_q)
+
+    def make_inputs(self, problem: AttentionProblem, *, seed: int, device: str) -> dict[str, torch.Tensor]:
+        """Return standard normal q, k and v."""
+        p, dtype = problem, _DTYPES[problem.dtype]
+        generator = torch.Generator(device=device).manual_seed(seed)
+        shapes = {
+            "q": (p.batch, p.heads, p.seqlen_q, p.head_dim),
+            "k": (p.batch, p.heads_kv, p.seqlen_k, p.head_dim),
+            "v": (p.batch, p.heads_kv, p.seqlen_k, p.head_dim_v),
+        }
+        return {
+            name: torch.randn(shape, generator=generator, device=device, dtype=torch.float32).to(dtype)
+            for name, shape in shapes.items()
+        }
+
+    def bind(
+        self, entry: Callable[..., torch.Tensor], problem: AttentionProblem, inputs: Mapping[str, torch.Tensor]
+    ) -> Callable[[], torch.Tensor]:
+        """Return ``entry(q, k, v, causal=..., softmax_scale=...)`` as a call without arguments.
+
+        A rival with a memory layout of its own offers ``bind_inputs``, and lays its inputs out there, outside any timing.
+        On CPU tensors our own functions run the Triton kernel in the interpreter, since the reference would prove nothing.
+        """
+        if hasattr(entry, "bind_inputs"):
+            bound: Callable[[], torch.Tensor] = entry.bind_inputs(problem, inputs)
+            return bound
+        options: dict[str, Any] = {"causal": problem.causal, "softmax_scale": problem.softmax_scale}
+        if entry in _OURS and inputs["q"].device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
+            options["kernel"] = "forward_triton"
+        return functools.partial(entry, inputs["q"], inputs["k"], inputs["v"], **options)
+
+    def exact(self, problem: AttentionProblem, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return the answer in fp64."""
+        return reference.attention(
+            inputs["q"], inputs["k"], inputs["v"], causal=problem.causal, softmax_scale=problem.softmax_scale, dtype=torch.float64
+        )[0]
+
+    def low_precision(self, problem: AttentionProblem, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return the framework's eager answer in the problem's dtype, head by head (scores of all heads may not fit)."""
+        p = problem
+        o = torch.empty(p.batch, p.heads, p.seqlen_q, p.head_dim_v, dtype=inputs["q"].dtype, device=inputs["q"].device)
+        for b in range(p.batch):
+            for h in range(p.heads_kv):
+                mine = slice(h * p.group, (h + 1) * p.group)
+                o[b : b + 1, mine] = reference.attention_low_precision(
+                    inputs["q"][b : b + 1, mine],
+                    inputs["k"][b : b + 1, h : h + 1],
+                    inputs["v"][b : b + 1, h : h + 1],
+                    causal=p.causal,
+                    softmax_scale=p.softmax_scale,
+                )
+        return o
+
+    def error_budget(self, exact: torch.Tensor, low_precision: torch.Tensor) -> float:
+        """Return twice the eager low-precision error, and twice what adding and taking 0.3 costs in fp32.
+
+        Source: the rule of FlashAttention's own tests.
+        """
+        if exact.numel() == 0:
+            return 0.0
+        exact32 = exact.float()
+        noise = ((exact32 + 0.3 - 0.3) - exact32).abs().max().item()
+        return 2 * (low_precision.double() - exact).abs().max().item() + 2 * noise
+
+    def peak_tflops_key(self, problem: AttentionProblem) -> str:
+        """Return the rate that bounds a problem; fp32 may run on the tf32 units."""
+        return "tf32" if problem.dtype == "fp32" else problem.dtype
+
+    def entry_points(self) -> Mapping[str, str]:
+        """Return our own implementations by name."""
+        here = f"{__package__}.operator"
+        return {
+            "flash_attention": f"{__package__}.api:flash_attention",
+            "forward_triton": f"{here}:forward_triton",
+            "forward_short_gluon": f"{here}:forward_short_gluon",
+        }
+
+    def sources(self, subject: str) -> Sequence[str]:
+        """Return the files that decide the result of one of our subjects, relative to the package folder."""
+        shared = ["attention/api.py", "attention/plan.py", "attention/prepare.py", "attention/problem.py"]
+        shared += ["gpu/compile.py", "gpu/launch.py"]
+        triton = ["attention/forward_triton.py", "attention/merge_triton.py", "attention/primitives.py"]
+        short = ["attention/forward_short_gluon.py", "gpu/gluon_versions.py"]
+        own = {"flash_attention": triton + short, "forward_triton": triton, "forward_short_gluon": short}
+        return sorted(shared + own[subject])
+
+    def promised_launches(self, subject: str, problem: AttentionProblem) -> Sequence[PlannedLaunch]:
+        """Return the launches of the plan for the current GPU, with the shared memory that compiling showed."""
+        from ..gpu.compile import compile_kernel
+        from .prepare import prepare_kernels
+
+        gpu = current_gpu()
+        if gpu is None:
+            raise CompileError("launches are promised for a GPU, and there is none")
+        plan = self._plan(subject, problem, gpu)
+        return [
+            PlannedLaunch(launch.pattern, launch.grid, launch.block, compile_kernel(kernel.source, plan.arch).metadata.shared)
+            for launch, kernel in zip(plan.launches, prepare_kernels(plan), strict=True)
+        ]
+
+    def compile_jobs(self, subject: str, problems: Sequence[AttentionProblem], gpus: Sequence[str]) -> Sequence[CompileJob]:
+        """Return every distinct kernel that ``problems`` need on ``gpus``."""
+        from .prepare import prepare_kernels
+
+        jobs, seen = [], set()
+        for name in gpus:
+            gpu = find_gpu(name)
+            for problem in problems:
+                plan = self._plan(subject, problem, gpu)
+                for index, kernel in enumerate(prepare_kernels(plan)):
+                    if (kernel.source, gpu.arch) in seen:
+                        continue
+                    seen.add((kernel.source, gpu.arch))
+                    jobs.append(CompileJob(f"{kernel.source.name} {problem.describe()}", gpu.name, plan, index))
+        return jobs
+
+    def _plan(self, subject: str, problem: AttentionProblem, gpu: GpuSpec) -> Plan:
+        return plan_attention(problem, gpu, "auto" if subject == "flash_attention" else subject)
+
+    def cpu_refusal(self, problem: AttentionProblem) -> str | None:
+        """Return why Triton's interpreter cannot check ``problem``, or None."""
+        if problem.dtype == "bf16":
+            return "Triton's interpreter multiplies bf16 wrongly"
+        config = plan_attention(problem, None, "auto").config or ForwardConfig(16, 32, 4, 1)
+        assert isinstance(config, ForwardConfig)
+        tiles = -(-problem.seqlen_q // config.block_m) * problem.batch * problem.heads
+        steps = tiles * -(-problem.seqlen_k // config.block_n)
+        if steps > _MAX_INTERPRETER_STEPS:
+            return f"{steps} steps in Triton's interpreter are too many (at most {_MAX_INTERPRETER_STEPS})"
+        return None
+
+    def rivals(self) -> Mapping[str, rivals.Rival]:
+        """Return all baselines by name; the first is the default."""
+        return rivals.RIVALS
+
+
+OPERATOR = AttentionOperator()

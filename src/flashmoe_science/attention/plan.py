@@ -1,0 +1,304 @@
+"""Which kernel serves a problem on a GPU, with which tile and grid, and why. Imports no Triton: plans are made anywhere."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import InputError, UnsupportedError
+from ..gpu.specs import GpuSpec
+from .problem import AttentionProblem
+
+MAX_HEAD_DIM = 256
+KERNELS = ("forward_short_gluon", "forward_triton", "reference")
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardConfig:
+    """Tile of ``forward_triton``."""
+
+    block_m: int  # query rows of one program
+    block_n: int  # keys of one step
+    num_warps: int
+    num_stages: int  # tiles of K and V in flight
+    num_splits: int = 1  # programs that share the keys of one row tile; more than one needs a merge
+
+
+@dataclass(frozen=True, slots=True)
+class ShortConfig:
+    """Tile of ``forward_short_gluon``."""
+
+    block_m: int  # query rows of one program
+    block_n: int  # keys of one group of warps
+    key_groups: int  # groups of warps with a share of the keys each
+    num_warps: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedLaunch:
+    """One launch that a plan promises."""
+
+    pattern: str  # the kernel's name in a profiler
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    shared_memory_bytes: int | None = None  # known once the kernel was compiled
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How one problem is served on one GPU."""
+
+    problem: AttentionProblem
+    gpu: str  # "CPU" for the reference
+    arch: int  # 90 for sm_90; 0 for the reference
+    kernel: str
+    config: ForwardConfig | ShortConfig | None
+    launches: tuple[PlannedLaunch, ...]
+    reason: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the plan as plain JSON values."""
+        return dataclasses.asdict(self)
+
+    def as_text(self) -> str:
+        """Return the plan for people."""
+        lines = [f"{self.problem.describe()} on {self.gpu}: {self.kernel}", f"  because {self.reason}"]
+        if self.config is not None:
+            fields = dataclasses.asdict(self.config)
+            lines.append("  config  " + ", ".join(f"{name} {value}" for name, value in fields.items()))
+        for launch in self.launches:
+            shared = "" if launch.shared_memory_bytes is None else f", {launch.shared_memory_bytes} bytes of shared memory"
+            lines.append(f"  launch  {launch.pattern}, grid {launch.grid}, {launch.block[0]} threads{shared}")
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return self.as_text()
+
+
+def block_dim(head_dim: int) -> int:
+    """Return the columns of a tile that holds ``head_dim``: a power of two, 16 at the least (the matrix unit's step)."""
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def _cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+# --------------------------------------------------------------------------------------------- forward_triton
+# (architectures) -> {(bytes of an element, columns of the wider of the D and DV tiles): row tiles, largest first}.
+# Every row compiles for its architectures without spills and within their shared memory: tests/attention/test_tables.py.
+_T = ForwardConfig
+FORWARD_TABLES: dict[tuple[int, ...], dict[tuple[int, int], tuple[ForwardConfig, ...]]] = {
+    (80,): {
+        (2, 64): (_T(128, 64, 4, 3), _T(64, 64, 4, 3), _T(16, 64, 4, 3)),
+        (2, 128): (_T(128, 64, 8, 2), _T(64, 64, 4, 2), _T(16, 64, 4, 3)),
+        (2, 256): (_T(64, 32, 8, 2), _T(32, 32, 4, 2), _T(16, 32, 4, 2)),
+        (4, 64): (_T(64, 32, 8, 1), _T(16, 32, 4, 1)),
+        (4, 128): (_T(32, 32, 8, 1), _T(16, 32, 4, 1)),
+        (4, 256): (_T(16, 16, 8, 1),),
+    },
+    (86, 89, 120): {
+        (2, 64): (_T(128, 64, 4, 2), _T(64, 64, 4, 2), _T(16, 64, 4, 2)),
+        (2, 128): (_T(128, 32, 8, 2), _T(64, 32, 4, 2), _T(16, 64, 4, 2)),
+        (2, 256): (_T(64, 16, 8, 2), _T(32, 16, 4, 2), _T(16, 32, 4, 1)),
+        (4, 64): (_T(64, 32, 8, 1), _T(16, 32, 4, 1)),
+        (4, 128): (_T(32, 32, 8, 1), _T(16, 32, 4, 1)),
+        (4, 256): (_T(16, 16, 8, 1),),
+    },
+    (90,): {
+        (2, 64): (_T(128, 128, 8, 3), _T(64, 128, 4, 2), _T(16, 128, 4, 2)),
+        (2, 128): (_T(128, 128, 8, 2), _T(64, 64, 4, 2), _T(16, 64, 4, 3)),
+        (2, 256): (_T(128, 64, 8, 2), _T(64, 32, 4, 2), _T(16, 32, 4, 2)),
+        (4, 64): (_T(64, 32, 8, 1), _T(16, 32, 4, 1)),
+        (4, 128): (_T(32, 32, 8, 1), _T(16, 32, 4, 1)),
+        (4, 256): (_T(16, 16, 8, 1),),
+    },
+    (100,): {
+        (2, 64): (_T(128, 64, 4, 3), _T(64, 64, 4, 2), _T(16, 64, 4, 2)),
+        (2, 128): (_T(128, 64, 8, 2), _T(64, 64, 4, 2), _T(16, 64, 4, 2)),
+        (2, 256): (_T(128, 32, 8, 2), _T(64, 32, 4, 2), _T(16, 32, 4, 2)),
+        (4, 64): (_T(64, 32, 8, 1), _T(16, 32, 4, 1)),
+        (4, 128): (_T(32, 32, 8, 1), _T(16, 32, 4, 1)),
+        (4, 256): (_T(16, 16, 8, 1),),
+    },
+}  # fmt: skip
+
+_FULL_ENOUGH = 0.8  # of the SMs: splitting the keys for the rest costs more than it saves (as in FlashAttention-3)
+_MIN_SPLIT_KEYS = 256  # a share of fewer keys costs more in the merge than it saves
+_MAX_SPLITS = 32
+MERGE_ROWS = 4  # rows of one program of the merge
+MERGE_WARPS = 4
+
+
+def forward_rows(arch: int, item_bytes: int, columns: int) -> tuple[ForwardConfig, ...]:
+    """Return the table row of ``forward_triton`` for an architecture, an element size and a tile width.
+
+    Raises:
+        UnsupportedError: no table covers the architecture.
+    """
+    for archs, table in FORWARD_TABLES.items():
+        if arch in archs:
+            return table[item_bytes, max(64, columns)]
+    newest = max(a for archs in FORWARD_TABLES for a in archs)
+    oldest = min(a for archs in FORWARD_TABLES for a in archs)
+    if arch < oldest:
+        raise UnsupportedError(f"kernels need sm_{oldest} or newer, this GPU is sm_{arch}", hint="A100, L4 and H100 are served")
+    near = max(a for archs in FORWARD_TABLES for a in archs if a <= arch)  # sm_103 takes the tiles of sm_100
+    return forward_rows(near if near != arch else newest, item_bytes, columns)
+
+
+def _forward_plan(problem: AttentionProblem, gpu: GpuSpec, why: str) -> Plan:
+    columns = block_dim(max(problem.head_dim, problem.head_dim_v))
+    rows = forward_rows(gpu.arch, problem.item_bytes, columns)
+    heads = problem.batch * problem.heads
+
+    def blocks(config: ForwardConfig) -> int:
+        return _cdiv(problem.seqlen_q, config.block_m) * heads
+
+    enough = _FULL_ENOUGH * gpu.sms
+    most_splits = max(1, min(problem.seqlen_k // _MIN_SPLIT_KEYS, _MAX_SPLITS))
+    fitting = [row for row in rows if row.block_m < 2 * problem.seqlen_q] or list(rows[-1:])  # no tile half empty
+    config = next((row for row in fitting if blocks(row) * most_splits >= enough), fitting[-1])
+    reason = f"{why}; {blocks(config)} row tiles of {config.block_m} "
+    if blocks(config) >= enough:
+        reason += f"fill {gpu.sms} SMs"
+    elif most_splits == 1:
+        reason += f"do not fill {gpu.sms} SMs, and the keys are too few to be split"
+    else:
+        splits = min(most_splits, max(1, round(gpu.sms / blocks(config))))
+        config = dataclasses.replace(config, num_splits=splits)
+        reason += f"do not fill {gpu.sms} SMs, so the keys are split over {splits}"
+    tiles = _cdiv(problem.seqlen_q, config.block_m)
+    launches = [PlannedLaunch("_forward_kernel", (tiles * config.num_splits * heads, 1, 1), (32 * config.num_warps, 1, 1))]
+    if config.num_splits > 1:
+        merge_grid = (_cdiv(problem.seqlen_q, MERGE_ROWS) * heads, 1, 1)
+        launches.append(PlannedLaunch("_merge_partials_kernel", merge_grid, (32 * MERGE_WARPS, 1, 1)))
+    if launches[0].grid[0] >= 2**31:
+        raise UnsupportedError(f"a grid of {launches[0].grid[0]} blocks is too large; at most 2**31 - 1 are possible")
+    return Plan(problem, gpu.name, gpu.arch, "forward_triton", config, tuple(launches), reason)
+
+
+# ---------------------------------------------------------------------------------------- forward_short_gluon
+SHORT_MAX_KEYS = 512
+
+
+def short_alignment(head_dim: int) -> int:
+    """Return the elements that one thread of ``forward_short_gluon`` copies at once; rows are multiples of it."""
+    return min(8, block_dim(head_dim) // 4)
+
+
+def short_config(problem: AttentionProblem, gpu: GpuSpec) -> ShortConfig:
+    """Return the tile of ``forward_short_gluon``.
+
+    Four groups of warps share the keys, 16 keys a group at the least. While 16-row tiles do not fill the GPU, rows are
+    cheap and latency counts: 16 rows a program. Beyond, two rows of warps read K and V once for 32 rows. Measured on an
+    H200, (B, H, S, D): (1, 1, 128, 64) 2.12 us with 16 rows, 2.45 with 32; (8, 4, 128, 64) 2.94 and 2.76.
+    """
+    keys = max(16, 1 << (problem.seqlen_k - 1).bit_length())
+    if _cdiv(problem.seqlen_q, 16) * problem.batch * problem.heads <= gpu.sms:
+        groups = min(4, keys // 16)
+        return ShortConfig(16, keys // groups, groups, groups)
+    groups = min(2 if keys <= 128 else 4, keys // 16)
+    return ShortConfig(32, keys // groups, groups, 2 * groups)
+
+
+def short_shared_bytes(problem: AttentionProblem, config: ShortConfig) -> int:
+    """Return the shared memory of ``forward_short_gluon``: Q, K, V and the partial results of the merge."""
+    d, dv = block_dim(problem.head_dim), block_dim(problem.head_dim_v)
+    keys = config.key_groups * config.block_n
+    return 2 * (config.block_m * d + keys * (d + dv)) + 4 * config.key_groups * config.block_m * (dv + 2)
+
+
+def _short_refusal(problem: AttentionProblem, gpu: GpuSpec) -> str | None:
+    """Return why ``forward_short_gluon`` cannot serve ``problem``, or None."""
+    if problem.item_bytes != 2:
+        return "it serves fp16 and bf16 only"
+    if problem.seqlen_k > SHORT_MAX_KEYS:
+        return f"it serves at most {SHORT_MAX_KEYS} keys"
+    if problem.scale <= 0:
+        return "it needs a positive softmax_scale"
+    if max(problem.head_dim, problem.head_dim_v) > 128:
+        return "it serves head dimensions up to 128"
+    if problem.heads > 65535 or problem.batch > 65535:
+        return "its grid has at most 65535 heads and sequences"
+    limit = 2**31 // max(1, problem.seqlen_q, problem.seqlen_k)
+    for name, strides, dim in (
+        ("q", problem.q_strides, problem.head_dim),
+        ("k", problem.k_strides, problem.head_dim),
+        ("v", problem.v_strides, problem.head_dim_v),
+    ):
+        step = short_alignment(dim)
+        if strides[3] != 1:
+            return f"rows of {name} are not contiguous"
+        if dim % step or any(stride % step for stride in strides[:3]) or problem.pointer_alignment < 2 * step:
+            return f"rows of {name} do not start at multiples of {2 * step} bytes"
+        if strides[2] >= limit:
+            return f"rows of {name} are too far apart"
+    shared = short_shared_bytes(problem, short_config(problem, gpu))
+    if shared > gpu.shared_memory_per_block_bytes:
+        return f"it would need {shared} bytes of shared memory a block, {gpu.name} has {gpu.shared_memory_per_block_bytes}"
+    return None
+
+
+def _short_plan(problem: AttentionProblem, gpu: GpuSpec, why: str) -> Plan:
+    config = short_config(problem, gpu)
+    grid = (_cdiv(problem.seqlen_q, config.block_m), problem.heads, problem.batch)
+    launch = PlannedLaunch("_forward_short_kernel", grid, (32 * config.num_warps, 1, 1))
+    return Plan(problem, gpu.name, gpu.arch, "forward_short_gluon", config, (launch,), why)
+
+
+def _short_pays(problem: AttentionProblem, gpu: GpuSpec) -> bool:
+    """Whether the grid of ``forward_short_gluon`` is at most two blocks an SM: beyond, throughput counts, not latency."""
+    config = short_config(problem, gpu)
+    return _cdiv(problem.seqlen_q, config.block_m) * problem.heads * problem.batch <= 2 * gpu.sms
+
+
+# ------------------------------------------------------------------------------------------------- dispatch
+def plan_attention(problem: AttentionProblem, gpu: GpuSpec | None, kernel: str = "auto") -> Plan:
+    """Return how ``problem`` is served on ``gpu`` (None: CPU tensors).
+
+    A forced ``kernel`` never falls back.
+
+    Raises:
+        InputError: ``kernel`` is not a name.
+        UnsupportedError: the kernel forced, or every kernel, refuses; the message names the nearest problem served.
+    """
+    if kernel != "auto" and kernel not in KERNELS:
+        raise InputError(f"kernel must be auto or one of {', '.join(KERNELS)}, got {kernel!r}")
+    if gpu is None:
+        return _cpu_plan(problem, kernel)
+    if kernel == "reference":
+        return Plan(problem, gpu.name, gpu.arch, "reference", None, (), "the reference was asked for")
+    widest = max(problem.head_dim, problem.head_dim_v)
+    if widest > MAX_HEAD_DIM:
+        raise UnsupportedError(
+            f"no kernel serves head dimension {widest}", hint=f"the nearest that is served: {MAX_HEAD_DIM}"
+        )
+    if problem.rows == 0:
+        return Plan(problem, gpu.name, gpu.arch, "forward_triton", None, (), "the output is empty: nothing is launched")
+    if kernel == "forward_triton":
+        return _forward_plan(problem, gpu, "it was asked for")
+    refusal = _short_refusal(problem, gpu) if problem.seqlen_k else "there are no keys"
+    if kernel == "forward_short_gluon":
+        if refusal:
+            raise UnsupportedError(f"forward_short_gluon does not serve {problem.describe()}: {refusal}", hint="use kernel='auto'")
+        return _short_plan(problem, gpu, "it was asked for")
+    if refusal is None and _short_pays(problem, gpu):
+        return _short_plan(problem, gpu, f"{problem.seqlen_k} keys fit one pass, and the grid is at most two blocks an SM")
+    if refusal is None:
+        refusal = "its grid would be more than two blocks an SM"
+    return _forward_plan(problem, gpu, f"forward_short_gluon is passed over ({refusal})")
+
+
+def _cpu_plan(problem: AttentionProblem, kernel: str) -> Plan:
+    if kernel in ("auto", "reference"):
+        return Plan(problem, "CPU", 0, "reference", None, (), "CPU tensors run the reference")
+    if kernel == "forward_triton" and os.environ.get("TRITON_INTERPRET") == "1":
+        config = ForwardConfig(16, 32, 4, 1)
+        grid = (_cdiv(problem.seqlen_q, 16) * problem.batch * problem.heads, 1, 1)
+        launch = PlannedLaunch("_forward_kernel", grid, (128, 1, 1))
+        return Plan(problem, "CPU", 0, kernel, config, (launch,), "Triton's interpreter runs it (TRITON_INTERPRET=1)")
+    hint = "TRITON_INTERPRET=1 runs it in Triton's interpreter" if kernel == "forward_triton" else "use kernel='auto'"
+    raise UnsupportedError(f"{kernel} needs an NVIDIA GPU, got CPU tensors", hint=hint)

@@ -1,0 +1,223 @@
+"""Turn a plan into kernels to compile and launches to make: what each kernel is given, and in which order."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..gpu.compile import KernelSource
+from .forward_short_gluon import _forward_short_kernel
+from .forward_triton import _forward_kernel
+from .merge_triton import _merge_partials_kernel
+from .plan import MERGE_ROWS, MERGE_WARPS, ForwardConfig, Plan, ShortConfig, block_dim, short_alignment
+from .problem import AttentionProblem
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+_LOG2_E = math.log2(math.e)
+
+
+@dataclass(frozen=True)
+class PreparedKernel:
+    """One kernel of a plan: what is compiled, its grid, and the scalars that follow its pointers."""
+
+    source: KernelSource
+    grid: tuple[int, int, int]
+    scalars: tuple[float, ...]
+
+
+def alignment(problem: AttentionProblem) -> int:
+    """Return the largest power of two, up to 16 bytes, of which every row of q, k and v is a multiple, in elements."""
+    bytes_ = problem.pointer_alignment
+    for strides in (problem.q_strides, problem.k_strides, problem.v_strides):
+        for stride in strides[:3]:
+            bytes_ = math.gcd(bytes_, stride * problem.item_bytes)
+    return max(1, bytes_ // problem.item_bytes)
+
+
+def output_alignment(problem: AttentionProblem) -> int:
+    """Return the largest power of two, up to 8, of which every row of o is a multiple, in elements."""
+    return math.gcd(8, problem.head_dim_v)
+
+
+def _aligned(problem: AttentionProblem) -> frozenset[str]:
+    """Outputs and partials are ours and always aligned; inputs as they come."""
+    inputs = ("q_ptr", "k_ptr", "v_ptr") if problem.pointer_alignment >= 16 else ()  # noqa: PLR2004 - bytes
+    return frozenset((*inputs, "o_ptr", "lse_ptr", "o_part_ptr", "lse_part_ptr"))
+
+
+def _in_units(strides: tuple[int, ...], unit: int) -> tuple[int, ...]:
+    """Return strides in units of ``unit`` elements: the kernel multiplies by a constant, and the compiler knows it divides."""
+    assert all(stride % unit == 0 for stride in strides), (strides, unit)
+    return tuple(stride // unit for stride in strides)
+
+
+def _head_strides(problem: AttentionProblem, align: int) -> tuple[int, ...]:
+    return _in_units((*problem.q_strides[:2], *problem.k_strides[:2], *problem.v_strides[:2]), align)
+
+
+def prepare_kernels(plan: Plan) -> tuple[PreparedKernel, ...]:
+    """Return the kernels of ``plan``, in the order in which they are launched."""
+    if isinstance(plan.config, ShortConfig):
+        return (_short(plan, plan.config),)
+    if isinstance(plan.config, ForwardConfig):
+        forward = _forward(plan, plan.config)
+        return (forward, _merge(plan, plan.config)) if plan.config.num_splits > 1 else (forward,)
+    return ()
+
+
+def _short(plan: Plan, config: ShortConfig) -> PreparedKernel:
+    problem = plan.problem
+    align = min(short_alignment(problem.head_dim), short_alignment(problem.head_dim_v))
+    kind = problem.dtype
+    scalars = {
+        **dict.fromkeys(("stride_qb", "stride_qh", "stride_kb", "stride_kh", "stride_vb", "stride_vh"), "i64"),
+        **dict.fromkeys(("stride_ob", "stride_oh"), "i64"),
+        **dict.fromkeys(("seqlen_q", "seqlen_k"), "i32"),
+        "scale_log2": "fp32",
+    }
+    constants = {
+        "STRIDE_QM": problem.q_strides[2],
+        "STRIDE_KN": problem.k_strides[2],
+        "STRIDE_VN": problem.v_strides[2],
+        "STRIDE_OM": problem.output_strides[2],
+        "ALIGN": align,
+        "ALIGN_O": output_alignment(problem),
+        "GROUP": problem.group,
+        "D": problem.head_dim,
+        "DV": problem.head_dim_v,
+        "BLOCK_D": block_dim(problem.head_dim),
+        "BLOCK_DV": block_dim(problem.head_dim_v),
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "KEY_GROUPS": config.key_groups,
+        "MASK_M": problem.seqlen_q % config.block_m != 0,
+        "MASK_N": problem.seqlen_k != config.block_n * config.key_groups,
+        "IS_CAUSAL": problem.causal,
+        "STORE_LSE": problem.return_lse,
+        "num_warps": config.num_warps,
+    }
+    pointers = {"q_ptr": f"*{kind}", "k_ptr": f"*{kind}", "v_ptr": f"*{kind}", "o_ptr": f"*{kind}", "lse_ptr": "*fp32"}
+    source = KernelSource(
+        _forward_short_kernel,
+        tuple({**pointers, **scalars}.items()),
+        tuple(constants.items()),
+        _aligned(problem),
+        config.num_warps,
+    )
+    values = (
+        *_head_strides(problem, align),
+        *_in_units(problem.output_strides[:2], output_alignment(problem)),
+        problem.seqlen_q,
+        problem.seqlen_k,
+        problem.scale * _LOG2_E,
+    )
+    return PreparedKernel(source, plan.launches[0].grid, values)
+
+
+def _forward(plan: Plan, config: ForwardConfig) -> PreparedKernel:
+    problem = plan.problem
+    align = alignment(problem)
+    split = config.num_splits > 1
+    kind = problem.dtype
+    partial = problem.rows * problem.head_dim_v  # elements of one share's output
+    # Partial results are dense [SPLITS, B, H, Sq, DV].
+    o_strides = (partial // problem.batch, problem.seqlen_q * problem.head_dim_v, problem.head_dim_v) if split else problem.output_strides
+    widest_row = max(abs(s) for strides in (problem.q_strides, problem.k_strides, problem.v_strides) for s in strides[2:])
+    scalars = {
+        **dict.fromkeys(("stride_qb", "stride_qh", "stride_kb", "stride_kh", "stride_vb", "stride_vh"), "i64"),
+        **dict.fromkeys(("stride_ob", "stride_oh"), "i64"),
+        **dict.fromkeys(("batch", "heads", "seqlen_q", "seqlen_k", "tiles_m"), "i32"),
+        "scale_log2": "fp32",
+    }
+    tiles = -(-problem.seqlen_q // config.block_m)
+    constants = {
+        "STRIDE_QM": problem.q_strides[2],
+        "STRIDE_QD": problem.q_strides[3],
+        "STRIDE_KN": problem.k_strides[2],
+        "STRIDE_KD": problem.k_strides[3],
+        "STRIDE_VN": problem.v_strides[2],
+        "STRIDE_VD": problem.v_strides[3],
+        "STRIDE_OM": o_strides[2],
+        "ALIGN": align,
+        "ALIGN_O": output_alignment(problem),
+        "GROUP": problem.group,
+        "SPLITS": config.num_splits,
+        "D": problem.head_dim,
+        "DV": problem.head_dim_v,
+        "BLOCK_D": block_dim(problem.head_dim),
+        "BLOCK_DV": block_dim(problem.head_dim_v),
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "IS_CAUSAL": problem.causal,
+        # A tile can hide all its keys from a row: causal with more rows than keys, or a share behind the diagonal.
+        "EMPTY_ROWS": problem.causal and (problem.seqlen_q > problem.seqlen_k or split),
+        "WIDE": max(config.block_m, config.block_n, 256) * widest_row >= 2**31,
+        "STORE_LSE": problem.return_lse or split,
+        "PRECISION": "ieee" if kind == "fp32" else "tf32",  # only fp32 operands read it
+        "NUM_STAGES": config.num_stages,
+    }
+    out = "fp32" if split else kind
+    pointers = {"q_ptr": f"*{kind}", "k_ptr": f"*{kind}", "v_ptr": f"*{kind}", "o_ptr": f"*{out}", "lse_ptr": "*fp32"}
+    source = KernelSource(
+        _forward_kernel,
+        tuple({**pointers, **scalars}.items()),
+        tuple(constants.items()),
+        _aligned(problem),
+        config.num_warps,
+        config.num_stages,
+    )
+    values = (
+        *_head_strides(problem, align),
+        *_in_units(o_strides[:2], output_alignment(problem)),
+        problem.batch,
+        problem.heads,
+        problem.seqlen_q,
+        problem.seqlen_k,
+        tiles,
+        problem.scale * _LOG2_E,
+    )
+    return PreparedKernel(source, plan.launches[0].grid, values)
+
+
+def _merge(plan: Plan, config: ForwardConfig) -> PreparedKernel:
+    problem = plan.problem
+    pointers = {"o_part_ptr": "*fp32", "lse_part_ptr": "*fp32", "o_ptr": f"*{problem.dtype}", "lse_ptr": "*fp32"}
+    scalars = {
+        **dict.fromkeys(("stride_ob", "stride_oh", "rows_total"), "i64"),
+        **dict.fromkeys(("heads", "seqlen_q", "tiles_m"), "i32"),
+    }
+    constants = {
+        "ALIGN_O": output_alignment(problem),
+        "STRIDE_OM": problem.output_strides[2],
+        "SPLITS": config.num_splits,
+        "DV": problem.head_dim_v,
+        "BLOCK_DV": block_dim(problem.head_dim_v),
+        "BLOCK_M": MERGE_ROWS,
+        "STORE_LSE": problem.return_lse,
+    }
+    source = KernelSource(
+        _merge_partials_kernel, tuple({**pointers, **scalars}.items()), tuple(constants.items()), _aligned(problem), MERGE_WARPS
+    )
+    tiles = -(-problem.seqlen_q // MERGE_ROWS)
+    o_strides = _in_units(problem.output_strides[:2], output_alignment(problem))
+    values = (*o_strides, problem.rows, problem.heads, problem.seqlen_q, tiles)
+    return PreparedKernel(source, plan.launches[1].grid, values)
+
+
+def interpret(kernel: PreparedKernel, tensors: tuple[Any, ...]) -> None:
+    """Run one kernel in Triton's interpreter on CPU tensors (the process was started with TRITON_INTERPRET=1)."""
+    pointers = [name for name, kind in kernel.source.signature if kind.startswith("*")]
+    names = [name for name, kind in kernel.source.signature if not kind.startswith("*")]
+    arguments = {
+        **dict(zip(pointers, tensors, strict=True)),
+        **dict(zip(names, kernel.scalars, strict=True)),
+        **dict(kernel.source.constants),
+    }
+    kernel.source.function[kernel.grid](**arguments)
+
+
+Launch = Callable[..., None]

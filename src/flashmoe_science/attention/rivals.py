@@ -1,0 +1,245 @@
+"""The rivals of our attention: how each is called, in the memory layout it likes best, and the kernels that show it ran."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import importlib.metadata
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - PyTorch's own habit
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ..errors import InputError
+from .problem import AttentionProblem
+
+FA3_LIBRARY = "FLASHMOE_FA3_LIBRARY"  # path of FlashAttention-3's shared library, as vLLM builds it
+
+
+class Rival:
+    """One baseline. Without a refusal it serves every problem; without patterns no kernel is pinned."""
+
+    name: str
+    kernels: Sequence[str] = ()
+    distribution = "torch"  # the package whose version counts
+
+    def load(self) -> Callable[..., torch.Tensor]:
+        """Return the entry point. Raises ``ImportError`` with the reason."""
+        raise NotImplementedError
+
+    def version(self) -> str:
+        """Return the version of the package behind it."""
+        return f"{self.distribution} {importlib.metadata.version(self.distribution)}"
+
+    def refusal(self, problem: AttentionProblem) -> str | None:
+        """Return why it cannot serve ``problem``, or None."""
+        return None
+
+    def context(self) -> AbstractContextManager[object]:
+        """Return the context in which all calls are made."""
+        return contextlib.nullcontext()
+
+
+def _refuse_causal_rectangle(problem: AttentionProblem) -> str | None:
+    if problem.causal and problem.seqlen_q != problem.seqlen_k:
+        return "its causal mask is aligned top-left where lengths differ"
+    return None
+
+
+class Sdpa(Rival):
+    """``torch.nn.functional.scaled_dot_product_attention``, by default or pinned to one backend."""
+
+    def __init__(self, name: str, backend: SDPBackend | None, kernels: Sequence[str] = ()) -> None:
+        """``backend`` None leaves the choice to PyTorch."""
+        self.name, self.backend, self.kernels = name, backend, kernels
+
+    def load(self) -> Callable[..., torch.Tensor]:
+        """Return a function that calls SDPA with our argument names."""
+        return _Bound(self._call)
+
+    @staticmethod
+    def _call(problem: AttentionProblem, inputs: Mapping[str, torch.Tensor]) -> Callable[[], torch.Tensor]:
+        options: dict[str, Any] = {"is_causal": problem.causal}
+        if problem.softmax_scale is not None:
+            options["scale"] = problem.softmax_scale
+        if problem.group > 1:
+            options["enable_gqa"] = True
+        return functools.partial(F.scaled_dot_product_attention, inputs["q"], inputs["k"], inputs["v"], **options)
+
+    def refusal(self, problem: AttentionProblem) -> str | None:
+        """SDPA aligns its causal mask top-left."""
+        return _refuse_causal_rectangle(problem)
+
+    def context(self) -> AbstractContextManager[object]:
+        """Pin the backend, where there is one."""
+        return contextlib.nullcontext() if self.backend is None else sdpa_kernel(self.backend)
+
+
+class _Bound:
+    """An entry point that lays its inputs out before the call: ``operator.bind`` uses ``bind_inputs``."""
+
+    def __init__(self, bind_inputs: Callable[[AttentionProblem, Mapping[str, torch.Tensor]], Callable[[], torch.Tensor]]) -> None:
+        self.bind_inputs = bind_inputs
+
+    def __call__(self, *_arguments: object, **_options: object) -> torch.Tensor:
+        raise InputError("this entry point is called through operator.bind")
+
+
+class Flex(Rival):
+    """FlexAttention, compiled."""
+
+    name = "flex"
+    kernels = ("*flex_attention*",)
+
+    def load(self) -> Callable[..., torch.Tensor]:
+        """Return it with a block mask where causal."""
+        flex = importlib.import_module("torch.nn.attention.flex_attention")
+        compiled = torch.compile(flex.flex_attention, dynamic=False)
+
+        def bind_inputs(problem: AttentionProblem, inputs: Mapping[str, torch.Tensor]) -> Callable[[], torch.Tensor]:
+            mask = None
+            if problem.causal:
+                shift = problem.seqlen_k - problem.seqlen_q
+                mask = flex.create_block_mask(
+                    lambda _b, _h, row, key: key <= row + shift,
+                    None, None, problem.seqlen_q, problem.seqlen_k, device=inputs["q"].device,
+                )  # fmt: skip
+            options = {"block_mask": mask, "scale": problem.softmax_scale, "enable_gqa": problem.group > 1}
+            return functools.partial(compiled, inputs["q"], inputs["k"], inputs["v"], **options)
+
+        return _Bound(bind_inputs)
+
+
+def _sequence_major(inputs: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return q, k and v as contiguous ``[B, S, H, D]``."""
+    q, k, v = (inputs[name].transpose(1, 2).contiguous() for name in ("q", "k", "v"))
+    return q, k, v
+
+
+class FlashAttention(Rival):
+    """FlashAttention-2, -3 or -4 through its Python package: ``[B, S, H, D]``."""
+
+    def __init__(self, name: str, module: str, distribution: str, kernels: Sequence[str]) -> None:
+        """``module`` offers ``flash_attn_func``."""
+        self.name, self.module, self.distribution, self.kernels = name, module, distribution, kernels
+
+    def load(self) -> Callable[..., torch.Tensor]:
+        """Import the package."""
+        function = importlib.import_module(self.module).flash_attn_func
+
+        def bind_inputs(problem: AttentionProblem, inputs: Mapping[str, torch.Tensor]) -> Callable[[], torch.Tensor]:
+            q, k, v = _sequence_major(inputs)
+            call = functools.partial(function, q, k, v, softmax_scale=problem.softmax_scale, causal=problem.causal)
+
+            def run() -> torch.Tensor:
+                out = call()
+                return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
+
+            return run
+
+        return _Bound(bind_inputs)
+
+    def refusal(self, problem: AttentionProblem) -> str | None:
+        """The packages serve 16-bit types."""
+        return "it serves fp16 and bf16 only" if problem.dtype == "fp32" else None
+
+
+class FlashAttention3(FlashAttention):
+    """FlashAttention-3: its package, or the shared library that ``FLASHMOE_FA3_LIBRARY`` names (variable length only)."""
+
+    def __init__(self) -> None:
+        """Prefer the shared library where one is named."""
+        super().__init__("fa3", "flash_attn_interface", "flash-attn-3", ("*flash*",))
+
+    def load(self) -> Callable[..., torch.Tensor]:
+        """Load the library, or import the package."""
+        path = os.environ.get(FA3_LIBRARY)
+        if not path:
+            return super().load()
+        try:
+            torch.ops.load_library(path)
+        except OSError as error:
+            raise ImportError(f"{FA3_LIBRARY}={path} cannot be loaded: {error}") from error
+        return _Bound(self._bind_library)
+
+    @staticmethod
+    def _bind_library(problem: AttentionProblem, inputs: Mapping[str, torch.Tensor]) -> Callable[[], torch.Tensor]:
+        p = problem
+        q, k, v = (t.reshape(-1, *t.shape[2:]) for t in _sequence_major(inputs))  # packed [T, H, D]
+        ends_q = torch.arange(p.batch + 1, dtype=torch.int32, device=q.device) * p.seqlen_q
+        ends_k = torch.arange(p.batch + 1, dtype=torch.int32, device=q.device) * p.seqlen_k
+        # In the order of the library's schema, up to softmax_scale; then the flags.
+        arguments = [q, k, v, None, None, None, None, ends_q, ends_k, None, None, None, p.seqlen_q, p.seqlen_k]
+        arguments += [None] * 9 + [p.scale, p.causal, -1, -1, 0.0, False, None, 0, None, 0, None, 1, 0, None]
+        call = functools.partial(torch.ops._vllm_fa3_C.fwd, *arguments)  # noqa: SLF001 - the name of the library
+        shape = (p.batch, p.seqlen_q, p.heads, p.head_dim_v)
+        return lambda: call()[0].view(shape).transpose(1, 2)
+
+    def version(self) -> str:
+        """Say which build."""
+        return "shared library (vLLM's build)" if os.environ.get(FA3_LIBRARY) else super().version()
+
+
+class Xformers(Rival):
+    """``xformers.ops.memory_efficient_attention``."""
+
+    name, distribution = "xformers", "xformers"
+
+    def load(self) -> Callable[..., torch.Tensor]:
+        """Import the package."""
+        ops = importlib.import_module("xformers.ops")
+
+        def bind_inputs(problem: AttentionProblem, inputs: Mapping[str, torch.Tensor]) -> Callable[[], torch.Tensor]:
+            q, k, v = _sequence_major(inputs)
+            mask = ops.fmha.attn_bias.LowerTriangularFromBottomRightMask() if problem.causal else None
+            return lambda: ops.memory_efficient_attention(q, k, v, attn_bias=mask, scale=problem.softmax_scale).transpose(1, 2)
+
+        return _Bound(bind_inputs)
+
+    def refusal(self, problem: AttentionProblem) -> str | None:
+        """Grouped heads need another layout there."""
+        return "it is called for equal numbers of heads only" if problem.group > 1 else None
+
+
+class FlashInfer(Rival):
+    """``flashinfer.single_prefill_with_kv_cache``, one sequence a call."""
+
+    name, distribution = "flashinfer", "flashinfer-python"
+
+    def load(self) -> Callable[..., torch.Tensor]:
+        """Import the package."""
+        function = importlib.import_module("flashinfer").single_prefill_with_kv_cache
+
+        def bind_inputs(problem: AttentionProblem, inputs: Mapping[str, torch.Tensor]) -> Callable[[], torch.Tensor]:
+            q, k, v = (t[0].contiguous() for t in _sequence_major(inputs))
+            options = {"causal": problem.causal, "sm_scale": problem.softmax_scale}
+            return lambda: function(q, k, v, **options).transpose(0, 1)[None]
+
+        return _Bound(bind_inputs)
+
+    def refusal(self, problem: AttentionProblem) -> str | None:
+        """One sequence a call, 16-bit types."""
+        if problem.batch != 1:
+            return "it is called for one sequence at a time"
+        return "it serves fp16 and bf16 only" if problem.dtype == "fp32" else None
+
+
+_ALL: tuple[Rival, ...] = (
+    Sdpa("sdpa", None),
+    Sdpa("sdpa-cudnn", SDPBackend.CUDNN_ATTENTION, ("*cudnn*",)),
+    Sdpa("sdpa-flash", SDPBackend.FLASH_ATTENTION, ("*flash_fwd*",)),
+    Sdpa("sdpa-efficient", SDPBackend.EFFICIENT_ATTENTION, ("*fmha*",)),
+    Sdpa("sdpa-math", SDPBackend.MATH),
+    Flex(),
+    FlashAttention("fa2", "flash_attn", "flash-attn", ("*flash_fwd*",)),
+    FlashAttention3(),
+    FlashAttention("fa4", "flash_attn.cute", "flash-attn-4", ("*flash*",)),
+    Xformers(),
+    FlashInfer(),
+)
+RIVALS: dict[str, Rival] = {rival.name: rival for rival in _ALL}

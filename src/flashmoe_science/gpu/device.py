@@ -1,0 +1,37 @@
+"""The only place that asks which GPU this is."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from .specs import SPECS, GpuSpec
+
+_CLOSEST = {80: "A100", 86: "A10G", 89: "L4", 90: "H100", 100: "B200", 120: "RTX 5090"}
+
+
+@functools.cache
+def gpu_of_device(index: int) -> GpuSpec:
+    """Return what is known of CUDA device ``index``; sizes come from the driver, peak rates from the closest known model."""
+    properties = torch.cuda.get_device_properties(index)
+    arch = properties.major * 10 + properties.minor
+    known = [spec for spec in SPECS.values() if spec.name.casefold() in properties.name.casefold()]
+    model = max(known, key=lambda spec: len(spec.name)) if known else SPECS[_CLOSEST[max(a for a in _CLOSEST if a <= arch)]]
+    return GpuSpec(
+        name=model.name if known else properties.name,
+        arch=arch,
+        sms=properties.multi_processor_count,
+        l2_bytes=properties.L2_cache_size,
+        bandwidth_bytes_per_s=model.bandwidth_bytes_per_s,
+        max_sm_clock_mhz=model.max_sm_clock_mhz,
+        boost_sm_clock_mhz=model.boost_sm_clock_mhz,
+        peak_tflops=model.peak_tflops,
+    )
+
+
+def current_gpu() -> GpuSpec | None:
+    """Return the current CUDA device, or None on a machine without one."""
+    if not torch.cuda.is_available():
+        return None
+    return gpu_of_device(torch.cuda.current_device())

@@ -1,0 +1,102 @@
+"""What is known of each GPU without asking a driver: sizes, limits and peak rates.
+
+Peak rates are those of the vendors' datasheets (dense, no sparsity), at the boost clock. ``max_sm_clock_mhz`` is the
+highest clock the driver reports for the part: the roofline of the harness scales peaks to it, so that a time is called
+impossible only when no clock could have produced it.
+
+Sources: NVIDIA datasheets and architecture whitepapers of L4, A10G, A100, H100, H200, B200 and GeForce RTX 4090/5090;
+shared memory and registers from the CUDA C++ Programming Guide, table "Technical Specifications per Compute Capability".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ..errors import InputError
+
+
+@dataclass(frozen=True, slots=True)
+class GpuSpec:
+    """One GPU model."""
+
+    name: str
+    arch: int  # 90 for sm_90
+    sms: int
+    l2_bytes: int
+    bandwidth_bytes_per_s: float
+    max_sm_clock_mhz: int
+    boost_sm_clock_mhz: int  # the clock of peak_tflops
+    peak_tflops: dict[str, float] = field(hash=False)  # dense, by operand dtype; fp32 is the FMA rate
+
+    @property
+    def shared_memory_per_block_bytes(self) -> int:
+        """The most shared memory that one block may opt in to."""
+        return _LIMITS[self.arch].shared_memory_per_block_kib * 1024
+
+    @property
+    def shared_memory_per_sm_bytes(self) -> int:
+        """Shared memory of one SM."""
+        return _LIMITS[self.arch].shared_memory_per_sm_kib * 1024
+
+    @property
+    def registers_per_sm(self) -> int:
+        """32-bit registers of one SM."""
+        return 65536
+
+    @property
+    def threads_per_sm(self) -> int:
+        """The most threads resident on one SM."""
+        return _LIMITS[self.arch].threads_per_sm
+
+
+@dataclass(frozen=True, slots=True)
+class _Limits:
+    """Limits that hold for a whole architecture."""
+
+    shared_memory_per_block_kib: int
+    shared_memory_per_sm_kib: int
+    threads_per_sm: int
+
+
+_LIMITS = {
+    80: _Limits(163, 164, 2048),
+    86: _Limits(99, 100, 1536),
+    89: _Limits(99, 100, 1536),
+    90: _Limits(227, 228, 2048),
+    100: _Limits(227, 228, 2048),
+    120: _Limits(99, 100, 1536),
+}
+
+_MIB = 1 << 20
+
+
+def _spec(name, arch, sms, l2_mib, tb_per_s, max_clock, boost, **peak) -> GpuSpec:  # noqa: ANN001, PLR0913 - a table row
+    return GpuSpec(name, arch, sms, int(l2_mib * _MIB), tb_per_s * 1e12, max_clock, boost, peak)
+
+
+# fmt: off
+SPECS = {spec.name: spec for spec in (
+    #      name       arch  SMs  L2    TB/s    MHz max, boost
+    _spec("A100",       80, 108,  40, 2.039,  1410, 1410, fp16=312, bf16=312, tf32=156, fp32=19.5),
+    _spec("A10G",       86,  80,   6, 0.600,  1710, 1710, fp16=70, bf16=70, tf32=35, fp32=31.5),
+    _spec("L4",         89,  58,  48, 0.300,  2040, 2040, fp16=121, bf16=121, tf32=60, fp32=30.3),
+    _spec("RTX 4090",   89, 128,  72, 1.008,  3105, 2520, fp16=330, bf16=165, tf32=82.6, fp32=82.6),
+    _spec("H100",       90, 132,  50, 3.352,  1980, 1830, fp16=989, bf16=989, tf32=494, fp32=67),
+    _spec("H200",       90, 132,  50, 4.800,  1980, 1830, fp16=989, bf16=989, tf32=494, fp32=67),
+    _spec("B200",      100, 148, 126, 8.000,  1965, 1850, fp16=2250, bf16=2250, tf32=1125, fp32=75),
+    _spec("RTX 5090",  120, 170,  96, 1.792,  3090, 2407, fp16=419, bf16=210, tf32=104, fp32=104.8),
+)}
+# fmt: on
+
+
+def find_gpu(name: str) -> GpuSpec:
+    """Return the GPU whose name is ``name`` or is contained in it (``NVIDIA H200`` -> H200).
+
+    Raises:
+        InputError: no GPU of the table fits.
+    """
+    folded = name.casefold()
+    fitting = [spec for spec in SPECS.values() if spec.name.casefold() in folded or folded == f"sm_{spec.arch}"]
+    if not fitting:
+        raise InputError(f"gpu must be one of {', '.join(SPECS)}, got {name!r}")
+    return max(fitting, key=lambda spec: len(spec.name))  # "A100" before "A10"

@@ -1,0 +1,267 @@
+"""The forward kernels on a real GPU against fp64."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+
+import pytest
+import torch
+
+from flashmoe_science import UnsupportedError, explain, flash_attention
+
+from .cases import EMPTY, HEAD_DIMS, PAIRS, SMALL, Case
+from .checks import assert_right, make_inputs, poison_allocator
+
+pytestmark = pytest.mark.gpu
+
+SHORT = [
+    case
+    for case in SMALL
+    if case.dtype != "fp32" and max(case.head_dim, case.head_dim_v) <= 128 and case.head_dim % 8 in (0, 4) and case.head_dim != 1
+]
+
+
+def run(q, k, v, **options):
+    """Call it on poisoned memory, with its LSE."""
+    poison_allocator(q.numel() // max(1, q.shape[-1]) * v.shape[-1] * q.element_size())
+    return flash_attention(q, k, v, return_lse=True, **options)
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize("case", SMALL + EMPTY, ids=str)
+@pytest.mark.parametrize("kernel", ["auto", "forward_triton"])
+def test_small_problems(case, kernel, dtype):
+    """Every small case, by the kernel of choice and by the streaming kernel."""
+    case = case if case.dtype == "fp32" else dataclasses.replace(case, dtype=dtype)
+    q, k, v = make_inputs(case, "cuda")
+    o, lse = run(q, k, v, causal=case.causal, kernel=kernel)
+    assert_right(o, q, k, v, causal=case.causal, lse=lse)
+
+
+@pytest.mark.parametrize("case", SHORT, ids=str)
+def test_short_kernel(case):
+    """The one-pass kernel, forced."""
+    q, k, v = make_inputs(case, "cuda")
+    o, lse = run(q, k, v, causal=case.causal, kernel="forward_short_gluon")
+    assert_right(o, q, k, v, causal=case.causal, lse=lse)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("seqlen_k", [16, 31, 32, 64, 65, 100, 128, 192, 255, 256, 300, 512])
+@pytest.mark.parametrize("head_dim", [64, 128, 32])
+@pytest.mark.parametrize("batch", [1, 12])
+def test_short_kernel_lengths(batch, head_dim, seqlen_k, causal):
+    """Every tile of the one-pass kernel, with and without a rest of rows and keys."""
+    case = Case(batch, 4, 4, seqlen_k - 3, seqlen_k, head_dim, head_dim, "bf16", causal, why="lengths")
+    q, k, v = make_inputs(case, "cuda")
+    try:
+        o, lse = run(q, k, v, causal=causal, kernel="forward_short_gluon")
+    except UnsupportedError as error:
+        assert "shared memory" in str(error)
+        pytest.skip(str(error).splitlines()[0])
+    assert_right(o, q, k, v, causal=causal, lse=lse)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_pairs_of_lengths(head_dim, causal):
+    """FlashAttention's list of (Sq, Sk), with 9 sequences, 6 heads and 2 KV heads."""
+    for seqlen_q, seqlen_k in PAIRS:
+        case = Case(9, 6, 2, seqlen_q, seqlen_k, head_dim, head_dim, "bf16", causal, why="pairs")
+        q, k, v = make_inputs(case, "cuda", seed=seqlen_q)
+        o, lse = run(q, k, v, causal=causal)
+        assert_right(o, q, k, v, causal=causal, lse=lse, name=str(case))
+
+
+@pytest.mark.parametrize("seqlen_k", [2048, 4097, 8192])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", ["fp16", "fp32"])
+def test_split_keys(seqlen_k, causal, dtype):
+    """Few rows and many keys: the keys are split, and merged."""
+    case = Case(1, 2, 1, 70, seqlen_k, 64, 64, dtype, causal, why="split")
+    q, k, v = make_inputs(case, "cuda")
+    plan = explain(q, k, v, causal=causal)
+    assert plan.config.num_splits > 1, plan
+    o, lse = run(q, k, v, causal=causal)
+    assert_right(o, q, k, v, causal=causal, lse=lse)
+
+
+def test_split_keys_rows_without_keys():
+    """Causal with more rows than keys, split: rows without keys in every share, and in some."""
+    case = Case(1, 1, 1, 2500, 2048, 64, 64, "fp16", True, why="split-empty-rows")
+    q, k, v = make_inputs(case, "cuda")
+    o, lse = run(q, k, v, causal=True)
+    assert_right(o, q, k, v, causal=True, lse=lse)
+
+
+@pytest.mark.parametrize("kernel", ["auto", "forward_triton"])
+@pytest.mark.parametrize("seqlen", [48, 700])
+def test_strides(kernel, seqlen):
+    """[B, S, H, D] views, transposed rows, expanded heads, sliced and shifted storage: same numbers."""
+    case = Case(2, 4, 4, seqlen, seqlen, 64, 64, "fp16", True, why="strides")
+    q, k, v = make_inputs(case, "cuda")
+    expected = flash_attention(q, k, v, causal=True, kernel=kernel)
+    sequence_major = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v)]
+    o = flash_attention(*sequence_major, causal=True, kernel=kernel)
+    assert torch.equal(o, expected)
+    assert o.stride() == sequence_major[0].stride()
+    transposed = [t.transpose(2, 3).contiguous().transpose(2, 3) for t in (q, k, v)]
+    assert_right(flash_attention(*transposed, causal=True, kernel=kernel), q, k, v, causal=True)
+    shifted = []
+    for t in (q, k, v):
+        storage = torch.zeros(t.numel() + 3, device="cuda", dtype=t.dtype)
+        shifted.append(storage[3:].view(t.shape).copy_(t))
+    assert_right(flash_attention(*shifted, causal=True, kernel=kernel), q, k, v, causal=True)
+    sliced = [torch.cat([t, t], -1)[..., 64:] for t in (q, k, v)]
+    assert_right(flash_attention(*sliced, causal=True, kernel=kernel), q, k, v, causal=True)
+    expanded = k[:, :1].expand(-1, 4, -1, -1)
+    assert_right(flash_attention(q, expanded, v, kernel=kernel), q, expanded, v)
+
+
+def test_softmax_scale():
+    """Given, zero and negative scales."""
+    q, k, v = make_inputs(Case(1, 2, 2, 50, 60, 64, 64, "fp16", False, why="scale"), "cuda")
+    for scale in (0.3, 0.0, -0.2):
+        assert_right(flash_attention(q, k, v, softmax_scale=scale), q, k, v, softmax_scale=scale)
+
+
+def test_bits_are_equal_over_repeats():
+    """1,000 repeats of one-pass, streaming and split problems give the same bits."""
+    for case in (
+        Case(2, 4, 4, 128, 128, 64, 64, "fp16", False, why="one-pass"),
+        Case(2, 4, 4, 600, 600, 64, 64, "bf16", True, why="streaming"),
+        Case(1, 1, 1, 16, 4096, 128, 128, "bf16", False, why="split"),
+    ):
+        q, k, v = make_inputs(case, "cuda")
+        first = flash_attention(q, k, v, causal=case.causal)
+        for _ in range(1000):
+            assert torch.equal(flash_attention(q, k, v, causal=case.causal), first), case
+
+
+def test_offsets_past_2_31():
+    """Tensors of more than 2**31 elements, at both ends; and rows further apart than 2**31 / 128 elements."""
+    heads, seqlen, dim = 9, 2**20, 256
+    q = torch.empty(1, heads, 64, dim, device="cuda", dtype=torch.float16).normal_()
+    k = torch.empty(1, heads, seqlen, dim, device="cuda", dtype=torch.float16)
+    assert k.numel() > 2**31
+    for h in range(heads):
+        k[:, h].normal_()
+    v = k.flip(2)
+    o = flash_attention(q, k, v)
+    last = heads - 1
+    assert_right(o[:, last:], q[:, last:], k[:, last:], v[:, last:])
+    del k, v
+    wide = torch.empty(130, 2**24 + 8, device="cuda", dtype=torch.float16)
+    rows = wide[:, :64].normal_()[None, None]  # [1, 1, 130, 64], rows 2**24 + 8 elements apart
+    assert_right(flash_attention(rows, rows, rows, causal=True), rows, rows, rows, causal=True)
+
+
+def test_many_heads():
+    """More heads and sequences than a grid axis of 65,535 holds."""
+    q, k, v = make_inputs(Case(70000, 1, 1, 3, 5, 16, 16, "fp16", False, why="many"), "cuda")
+    assert_right(flash_attention(q, k, v), q, k, v)
+
+
+@pytest.mark.parametrize("case", [SMALL[1], Case(1, 1, 1, 16, 4096, 64, 64, "fp16", False, why="split")], ids=str)
+@pytest.mark.parametrize("return_lse", [False, True])
+@pytest.mark.unpoisoned
+def test_allocates_its_outputs_and_partials_only(case, return_lse):
+    """The memory that one call asks for, byte for byte."""
+    q, k, v = make_inputs(case, "cuda")
+    plan = explain(q, k, v, return_lse=return_lse)
+    flash_attention(q, k, v, return_lse=return_lse)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    requested = torch.cuda.memory_stats()["requested_bytes.all.allocated"]
+    out = flash_attention(q, k, v, return_lse=return_lse)
+    requested = torch.cuda.memory_stats()["requested_bytes.all.allocated"] - requested
+    rows = plan.problem.rows
+    expected = rows * case.head_dim_v * 2 + (4 * rows if return_lse else 0)
+    splits = getattr(plan.config, "num_splits", 1)
+    if splits > 1:
+        expected += 4 * splits * rows * (case.head_dim_v + 1)
+    assert requested == expected
+    del out
+
+
+def test_cuda_graph():
+    """A captured call reads new values at the same addresses."""
+    case = Case(2, 4, 4, 128, 128, 64, 64, "fp16", False, why="graph")
+    q, k, v = make_inputs(case, "cuda")
+    flash_attention(q, k, v)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o = flash_attention(q, k, v)
+    fresh = make_inputs(case, "cuda", seed=7)
+    for old, new in zip((q, k, v), fresh, strict=True):
+        old.copy_(new)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert_right(o, *fresh)
+
+
+def test_compile_fullgraph():
+    """``torch.compile(fullgraph=True)`` keeps the call as one operator, and recompiles for no new values."""
+
+    def layer(q, k, v):
+        o, lse = flash_attention(q * 1.0, k, v, causal=True, return_lse=True)
+        return o + 1, lse, flash_attention(q, k, v)
+
+    q, k, v = make_inputs(Case(2, 4, 2, 100, 100, 64, 64, "fp16", True, why="compile"), "cuda")
+    o, lse, full = torch.compile(layer, fullgraph=True)(q, k, v)
+    expected, expected_lse = flash_attention(q, k, v, causal=True, return_lse=True)
+    assert torch.equal(o, expected + 1)
+    assert torch.equal(lse, expected_lse)
+    assert torch.equal(full, flash_attention(q, k, v))
+
+
+def test_opcheck():
+    """PyTorch's own checks of the operator's schema and fake implementation."""
+    q, k, v = make_inputs(Case(2, 4, 2, 33, 40, 64, 64, "fp16", True, why="opcheck"), "cuda")
+    strided = q.transpose(1, 2).contiguous().transpose(1, 2)
+    for first in (q, strided):
+        torch.library.opcheck(torch.ops.flashmoe_science.attention_forward, (first, k, v, True, None, "auto"))
+        torch.library.opcheck(torch.ops.flashmoe_science.attention_forward_lse, (first, k, v, True, None, "auto"))
+
+
+def test_streams_and_threads():
+    """Calls on a side stream and from eight threads at once are right, also from a thread that never used CUDA."""
+    case = Case(2, 4, 4, 128, 128, 64, 64, "fp16", False, why="threads")
+    inputs = [make_inputs(case, "cuda", seed=seed) for seed in range(8)]
+    expected = [flash_attention(*i) for i in inputs]
+    torch.cuda.synchronize()
+    wrong = []
+
+    def work(index):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for _ in range(200):
+                if not torch.equal(flash_attention(*inputs[index]), expected[index]):
+                    wrong.append(index)
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_first_use_in_a_thread():
+    """A thread whose first CUDA call is ours."""
+    q, k, v = make_inputs(SMALL[1], "cuda")
+    expected, out = flash_attention(q, k, v), []
+    thread = threading.Thread(target=lambda: out.append(flash_attention(q, k, v)))
+    thread.start()
+    thread.join()
+    assert torch.equal(out[0], expected)
+
+
+def test_requires_grad():
+    """Refused while gradients are recorded, served under no_grad."""
+    q, k, v = make_inputs(SMALL[1], "cuda")
+    q.requires_grad_()
+    with pytest.raises(UnsupportedError, match="q require grad"):
+        flash_attention(q, k, v)
+    with torch.no_grad():
+        assert_right(flash_attention(q, k, v), q.detach(), k, v)
