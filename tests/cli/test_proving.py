@@ -110,8 +110,13 @@ def test_prove_that_is_interrupted_says_where_the_finished_cases_are(prove_with)
     record = build_record(complete=False, day=1)
     code, out, err = prove_with(record, interrupt=True)
     assert code == 130
-    assert f"interrupted: what was finished is in evidence/{record.id}.json" in err
-    assert "Traceback" not in out + err
+    assert err == f"what was finished is in evidence/{record.id}.json\nerror: interrupted\n"
+    assert "Traceback" not in out
+
+
+def test_prove_that_is_interrupted_prints_one_json_document(prove_with):
+    code, out, _ = prove_with(build_record(complete=False, day=1), "--json", interrupt=True)
+    assert json.loads(out)["exit_code"] == code == 130
 
 
 def test_prove_goes_on_when_the_store_cannot_be_written(prove_with, repository, monkeypatch):

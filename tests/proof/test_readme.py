@@ -41,7 +41,7 @@ def test_a_claim_stands_with_its_verdict_figure_and_evidence():
     line = section(record, {}).splitlines()[2]
     assert line == (
         "| It is twice as fast. | **demonstrated** | 2.30x [2.29, 2.31], case0 | 2.628x [0.773, 9.105] "
-        f"| [{record.id}](evidence/{record.id}.json) |"
+        f"| [20260101T000000Z](evidence/{record.id}.json) |"
     )
 
 
@@ -99,7 +99,7 @@ def test_only_what_is_between_the_marks_changes(repository):
     assert (before, after) == ("# Title\n\n", "\n\nThe end, with no newline")
     assert section_.startswith("\n| claim | verdict |")
     assert "old" not in section_
-    assert f"[{ID}](evidence/{ID}.json)" in section_
+    assert f"[20260101T000000Z](evidence/{ID}.json)" in section_
 
 
 def test_rendering_twice_gives_the_same_bytes(repository):

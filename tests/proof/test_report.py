@@ -90,8 +90,16 @@ def test_throttled_rounds_are_said():
 def test_a_run_without_times_shows_what_was_checked():
     record = with_case(build_record(gpu=None), 1, correct=None)
     lines = render(case_table(record)).splitlines()
+    assert lines[3].endswith("the same")
     assert lines[2].split() == ["case0", "yes", "1.0e-04", "1.0e-03", "no", "GPU"]
     assert lines[3].startswith("case1  not shown")
+
+
+def test_a_run_that_checked_nothing_says_so_once():
+    record = build_record(gpu=None)
+    for number in range(3):
+        record = with_case(record, number, correct=None)
+    assert render(case_table(record)) == "none of 3 cases was checked: no GPU"
 
 
 def test_a_passed_gate_is_one_line():
@@ -105,7 +113,7 @@ def test_a_failed_gate_shows_its_facts_and_its_hint():
     gate = Gate(name="launch", status=GateStatus.FAILED, summary="wrong block", hint="look here", details=details)
     lines = [line.strip() for line in render(gate_lines(gate)).splitlines()]
     assert lines[0].endswith("wrong block")
-    assert lines[1:] == [*details[:12], "... and 3 more lines in the record", "hint: look here"]
+    assert lines[1:] == [*details[:8], "... and 7 more lines in the record", "hint: look here"]
     assert "fact 14" in render(gate_lines(gate, verbose=True))
 
 

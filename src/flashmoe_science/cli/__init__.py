@@ -62,8 +62,8 @@ def _run(args: list[str]) -> int:
     except SystemExit:  # this is how typer ends when the reader of a help text has gone, e.g. `flashmoe --help | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return HOLDS
-    except (KeyboardInterrupt, typer.Abort):
-        return _report(args, "KeyboardInterrupt", "interrupted", "", INTERRUPTED)
+    except (KeyboardInterrupt, typer.Abort):  # which of these two, or an exit code, depends on the version of typer
+        code = INTERRUPTED
     except Exception as error:  # noqa: BLE001 - a bug: its traceback is shown, and its exit code is no verdict
         if isinstance(error, ModuleNotFoundError) and error.name in {"torch", "triton"}:
             hint = f"pip install {error.name}"
@@ -71,6 +71,8 @@ def _run(args: list[str]) -> int:
         traceback.print_exc()
         what = f"{type(error).__name__}: {error}"
         return _report(args, type(error).__name__, f"this is a bug in flashmoe: {what}", "please report it", BUG)
+    if code == INTERRUPTED:
+        return _report(args, "KeyboardInterrupt", "interrupted", "", INTERRUPTED)
     return code if isinstance(code, int) else HOLDS
 
 

@@ -79,7 +79,7 @@ def run_prove(wanted: Wanted, *, csv: Path | None, as_json: bool) -> int:
     except KeyboardInterrupt:
         progress.close()
         if keeper.path is not None:
-            terminal.warn(f"interrupted: what was finished is in {short_path(keeper.path)}")
+            terminal.log.print(f"what was finished is in {short_path(keeper.path)}", soft_wrap=True)
         raise
     finally:
         progress.close()  # the bar goes before anything else is printed

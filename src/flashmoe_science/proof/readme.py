@@ -59,7 +59,7 @@ def speed_section(verdicts: Sequence[Verdict], records: Mapping[str, Record]) ->
 def _claim_row(verdict: Verdict) -> str:
     lowest = lowest_case(verdict)
     low = f"{format_ratio(lowest.interval)}, {lowest.name}" if lowest else ""
-    link = f"[{verdict.record}]({verdict.evidence})" if verdict.evidence else "none"
+    link = f"[{(verdict.record or '').partition('-')[0]}]({verdict.evidence})" if verdict.evidence else "none"
     status = f"**{verdict.status.value}**"
     return _row(verdict.claim.sentence, status, low, format_ratio(verdict.geometric_mean), link)
 

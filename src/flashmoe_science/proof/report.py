@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Group, RenderableType
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -47,7 +48,8 @@ _VERDICT_STYLE = {
     VerdictStatus.ASSERTED: "bold yellow",
     VerdictStatus.INVALID: "bold magenta",
 }
-_DETAILS_OF_A_FAILURE = 12
+_DETAILS_OF_A_FAILURE = 8
+_UNDER_STATUS = 9  # columns
 
 
 def _grid(*widths: int, right: Iterable[int] = ()) -> Table:
@@ -67,13 +69,12 @@ def gate_lines(gate: Gate, *, verbose: bool = False) -> RenderableType:
     grid.add_row(Text(gate.name, "bold"), Text(gate.status.value, style), Text(seconds, "dim"), gate.summary)
     failed = gate.status is GateStatus.FAILED
     shown = gate.details if verbose else gate.details[:_DETAILS_OF_A_FAILURE] if failed else []
-    for line in shown:
-        grid.add_row("", "", "", Text(line, "dim" if not failed else ""))
+    below: list[RenderableType] = [Text(line, "" if failed else "dim") for line in shown]
     if failed and len(gate.details) > len(shown):
-        grid.add_row("", "", "", Text(f"... and {len(gate.details) - len(shown)} more lines in the record", "dim"))
+        below.append(Text(f"... and {len(gate.details) - len(shown)} more lines in the record", "dim"))
     if gate.hint:
-        grid.add_row("", "", "", Text.assemble(("hint", "cyan"), f": {gate.hint}"))
-    return grid
+        below.append(Text.assemble(("hint", "cyan"), f": {gate.hint}"))
+    return Group(grid, Padding(Group(*below), (0, 0, 0, _UNDER_STATUS))) if below else grid
 
 
 def head_lines(record: Record) -> RenderableType:
@@ -170,14 +171,17 @@ def _conditions(record: Record) -> list[str]:
 
 
 def _accuracy_table(record: Record) -> RenderableType:
+    subjects = [next((arm for arm in case.arms if arm.role == "subject"), None) for case in record.cases]
+    notes = [arm.reason if arm else "" for arm in subjects]
+    if all(case.correct is None for case in record.cases) and len(set(notes)) == 1:
+        return f"none of {len(record.cases)} cases was checked{f': {notes[0]}' if notes[0] else ''}"
     table = _table("case", "correct", "max error", "allowed")
     table.add_column("note", overflow="fold")
-    for case in record.cases:
-        arm = next((arm for arm in case.arms if arm.role == "subject"), None)
-        correct = {True: Text("yes", "green"), False: Text("no", "bold red"), None: Text("not shown", "yellow")}
+    correct = {True: Text("yes", "green"), False: Text("no", "bold red"), None: Text("not shown", "yellow")}
+    for case, arm, note, before in zip(record.cases, subjects, notes, ["", *notes], strict=False):
         accuracy = arm.accuracy if arm else None
         errors = [format_error(accuracy.max_error), format_error(accuracy.budget)] if accuracy else ["", ""]
-        table.add_row(case.name, correct[case.correct], *errors, arm.reason if arm else "")
+        table.add_row(case.name, correct[case.correct], *errors, "the same" if note and note == before else note)
     return table
 
 
