@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 from flashmoe_science.errors import ClaimError
@@ -86,6 +89,14 @@ def test_two_claims_with_one_id_are_refused_and_both_files_named(tmp_path):
     _write(tmp_path, GOOD, "a.toml")
     with pytest.raises(ClaimError, match=r"b\.toml: key claim\.id: .* got 'seed-graph', as in .*a\.toml"):
         load_claims(_write(tmp_path, GOOD, "b.toml"))
+
+
+def test_the_page_shows_a_claim_that_is_read_and_documents_every_key(tmp_path):
+    page = (Path(__file__).parents[2] / "docs" / "claims.md").read_text(encoding="utf-8")
+    example = re.search(r"```toml\n(.*?)```", page, re.DOTALL)
+    assert example is not None
+    assert _claim(tmp_path, example[1]).factor == 2.0
+    assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == list(Claim.model_fields)
 
 
 # Evidence

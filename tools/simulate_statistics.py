@@ -1,0 +1,188 @@
+"""Print the figures of docs/statistics.md: how often the intervals and verdicts are right, on simulated noise.
+
+``PYTHONPATH=src python tools/simulate_statistics.py`` takes some minutes. The tests check the same with fewer runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.special import fdtri
+
+from flashmoe_science.proof.statistics import (
+    Interval,
+    clustered_interval,
+    family_intervals,
+    interval,
+    suite_interval,
+)
+
+OFFSETS = (0.0, 0.2, 0.5, 1.0)  # of processes, in the same unit
+
+
+def draw_groups(
+    rng: np.random.Generator, *, processes: int = 3, rounds: int = 10, offset: float = 0.0, bias: float = 0.0
+) -> list[list[float]]:
+    """Return rounds of spread 1 in processes whose own offsets have the spread ``offset``."""
+    values = rng.normal(bias, offset, (processes, 1)) + rng.normal(0.0, 1.0, (processes, rounds))
+    groups: list[list[float]] = values.tolist()
+    return groups
+
+
+def share(events: Sequence[bool]) -> str:
+    """Return how many of ``events`` are true, as a percentage."""
+    return f"{100 * sum(events) / len(events):.1f} %"
+
+
+def print_row(*cells: object) -> None:
+    """Print one row of a Markdown table."""
+    print("| " + " | ".join(str(cell) for cell in cells) + " |", flush=True)
+
+
+def one_sample(rng: np.random.Generator, runs: int) -> None:
+    """Coverage of ``interval``."""
+    noises: dict[str, Callable[[int], NDArray[np.float64]]] = {
+        "normal": lambda n: rng.normal(size=n),
+        "heavy tails (t, 3 degrees)": lambda n: rng.standard_t(3, n),
+        "1 in 10 ten times as noisy": lambda n: rng.normal(size=n) * np.where(rng.random(n) < 0.1, 10.0, 1.0),
+    }
+    counts = (10, 20, 30)
+    print_row("noise", *(f"{n} rounds" for n in counts))
+    for name, noise in noises.items():
+        print_row(name, *(share([interval(noise(n).tolist()).contains(0.0) for _ in range(runs)]) for n in counts))
+
+
+def clustered(rng: np.random.Generator, runs: int) -> None:
+    """Coverage and width of rounds alone and of ``clustered_interval``."""
+    print_row("processes x rounds", "offsets", "rounds alone", "width", "clustered", "width")
+    for processes, rounds in ((3, 10), (3, 20), (6, 10)):
+        for offset in OFFSETS:
+            drawn = [draw_groups(rng, processes=processes, rounds=rounds, offset=offset) for _ in range(runs)]
+            alone = [interval([v for group in groups for v in group]) for groups in drawn]
+            both = [clustered_interval(groups) for groups in drawn]
+            cells = [(share([i.contains(0.0) for i in found]), mean_width(found)) for found in (alone, both)]
+            print_row(f"{processes} x {rounds}", offset, *cells[0], *cells[1])
+
+
+def widened_on_suspicion(rng: np.random.Generator, runs: int) -> None:
+    """Coverage of the rejected rule that looks at processes only where an F test at 20 % says that they differ."""
+    print_row("processes x rounds", *OFFSETS)
+    for processes, rounds in ((3, 10), (3, 20)):
+        limit = fdtri(processes - 1, processes * (rounds - 1), 0.8)
+        cells = []
+        for offset in OFFSETS:
+            covered = []
+            for _ in range(runs):
+                groups = draw_groups(rng, processes=processes, rounds=rounds, offset=offset)
+                table = np.array(groups)
+                ratio = rounds * table.mean(axis=1).var(ddof=1) / table.var(axis=1, ddof=1).mean()
+                found = clustered_interval(groups) if ratio > limit else interval(table.ravel().tolist())
+                covered.append(found.contains(0.0))
+            cells.append(share(covered))
+        print_row(f"{processes} x {rounds}", *cells)
+
+
+def mean_width(intervals: Sequence[Interval]) -> str:
+    """Return half of the mean width."""
+    return f"±{sum(i.high - i.low for i in intervals) / len(intervals) / 2:.2f}"
+
+
+def controls(rng: np.random.Generator, runs: int) -> None:
+    """False alarms of 13 controls, and how often a real bias in one of them is seen."""
+    print_row("offsets", "each at 95 %", "family", "family, bias 0.5 in one", "family, bias 1 in one")
+    for offset in OFFSETS:
+        cells = []
+        for bias in (0.0, 0.5, 1.0):
+            alarms, alone = [], []
+            for _ in range(runs):
+                cases = [draw_groups(rng, offset=offset, bias=bias if n == 0 else 0.0) for n in range(13)]
+                alarms.append(any(not i.contains(0.0) for i in family_intervals(cases)))
+                alone.append(any(not interval([v for g in c for v in g]).contains(0.0) for c in cases))
+            cells += [share(alone), share(alarms)] if bias == 0 else [share(alarms)]
+        print_row(offset, *cells)
+
+
+def unlike_controls(rng: np.random.Generator, runs: int) -> None:
+    """False alarms of 13 controls when the processes have offsets in one case only."""
+    print_row("offsets in one case of 13", "family")
+    for offset in (*OFFSETS[1:], 2.0):
+        alarms = []
+        for _ in range(runs):
+            cases = [draw_groups(rng, offset=offset if n == 0 else 0.0) for n in range(13)]
+            alarms.append(any(not i.contains(0.0) for i in family_intervals(cases)))
+        print_row(offset, share(alarms))
+
+
+def biases(rng: np.random.Generator, runs: int) -> None:
+    """Coverage with and without the widening by what the control shows, when the baseline itself is biased."""
+    print_row("processes", "bias of the baseline", "not widened", "widened", "more width")
+    for processes in (3, 6):
+        for spread in (0.0, 0.2, 0.5, 1.0):
+            plain, wide = [], []
+            for _ in range(runs):
+                noise = rng.normal(0.0, 2**-0.5, (3, processes, 10))
+                baseline, copy, subject = noise[0] + rng.normal(0.0, spread), noise[1], noise[2]
+                control = interval((copy - baseline).ravel().tolist())
+                plain.append(clustered_interval((baseline - subject).tolist()))
+                wide.append(plain[-1].widened(0.0 if control.contains(0.0) else abs(control.estimate)))
+            widths = [sum(i.high - i.low for i in found) for found in (plain, wide)]
+            covered = (share([i.contains(0.0) for i in found]) for found in (plain, wide))
+            print_row(processes, spread, *covered, f"{100 * (widths[1] / widths[0] - 1):.0f} %")
+
+
+def effects(rng: np.random.Generator, runs: int) -> None:
+    """How often a true difference, in units of the spread, is told from none."""
+    sizes = (0.0, 0.5, 1.0, 2.0, 3.0)
+    print_row("processes x rounds", "offsets", *(f"difference {size:g}" for size in sizes))
+    for processes, rounds in ((3, 10), (6, 10)):
+        for offset in (0.0, 0.5):
+            cells = []
+            for size in sizes:
+                drawn = [
+                    clustered_interval(draw_groups(rng, processes=processes, rounds=rounds, offset=offset, bias=size))
+                    for _ in range(runs)
+                ]
+                cells.append(share([not i.contains(0.0) for i in drawn]))
+            print_row(f"{processes} x {rounds}", offset, *cells)
+
+
+def suites(rng: np.random.Generator, runs: int) -> None:
+    """Coverage of ``suite_interval``: the unit is the spread of one round."""
+    print_row("cases", "spread of cases", "offsets shared by the cases of a process", "percentiles", "covered")
+    for cases, case_spread, offset in ((13, 30.0, 0.0), (13, 1.0, 0.5), (13, 0.0, 0.5), (5, 30.0, 0.0), (36, 1.0, 0.5)):
+        covered, plain = [], []
+        for _ in range(runs):
+            shared = rng.normal(0.0, offset, (1, 3, 1))
+            values = rng.normal(0.0, case_spread, (cases, 1, 1)) + shared + rng.normal(0.0, 1.0, (cases, 3, 10))
+            covered.append(suite_interval(values.tolist(), resamples=1000).contains(0.0))
+            drawn = rng.integers(0, cases, (1000, cases, 1)), rng.integers(0, 3, (1000, 1, 3))
+            low, high = np.quantile(values.mean(axis=2)[drawn].mean(axis=(1, 2)), [0.025, 0.975])
+            plain.append(bool(low <= 0 <= high))
+        print_row(cases, case_spread, offset, share(plain), share(covered))
+
+
+def main() -> None:
+    """Print all tables."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--runs", type=int, default=4000, help="simulated runs for each figure")
+    runs = parser.parse_args().runs
+    rng = np.random.default_rng(0)
+    for simulate, part in (
+        (one_sample, 1),
+        (clustered, 1),
+        (widened_on_suspicion, 1),
+        (effects, 1),
+        (controls, 4),
+        (unlike_controls, 4),
+        (biases, 2),
+        (suites, 4),
+    ):
+        print(f"\n{simulate.__doc__} {runs // part} runs for each figure.\n")
+        simulate(rng, runs // part)
+
+
+if __name__ == "__main__":
+    main()
