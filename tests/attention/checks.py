@@ -30,7 +30,8 @@ def problem_of(case: Case) -> AttentionProblem:
 
 def poison_allocator(nbytes: int) -> None:
     """Leave NaN in the memory that the next CUDA allocations will get."""
-    blocks = [torch.full((max(1, size // 4),), math.nan, device="cuda") for size in (nbytes, nbytes // 2, 1 << 20, 4096, 512, 512)]
+    sizes = (nbytes, nbytes // 2, 1 << 20, 4096, 512, 512)
+    blocks = [torch.full((max(1, size),), 255, dtype=torch.uint8, device="cuda") for size in sizes]  # NaN in every dtype
     del blocks
 
 

@@ -148,5 +148,6 @@ def _forward_short_kernel(
     gl.store(o_base + row[:, None] * STRIDE_OM + col[None, :], out.to(dtype), mask=mask)
     if STORE_LSE:
         lse = gl.where(has_keys, (top + gl.log2(total)) * 0.6931471805599453, -float("inf"))
+        row = first_row + gl.arange(0, BLOCK_M, gl.SliceLayout(0, gl.SliceLayout(2, out3)))
         lse_base = lse_ptr + (b.to(gl.int64) * gl.num_programs(1) + h) * seqlen_q
         gl.store(lse_base + row, lse, mask=row < seqlen_q)

@@ -23,7 +23,7 @@ def _attend(
     MASK_N: tl.constexpr, IS_CAUSAL: tl.constexpr, EMPTY_ROWS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Fold one tile of keys into the running output, sum and maximum."""
-    step = start_n.to(tl.int64)
+    step = tl.full([], 0, tl.int64) + start_n  # the interpreter counts loops in Python integers
     cols = start_n + offs_n
     k = load_rows(k_ptrs + step * STRIDE_KN, cols, seqlen_k, offs_d, D, MASK_N, MASK_D)  # [BLOCK_N, BLOCK_D]
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2  # [BLOCK_M, BLOCK_N]

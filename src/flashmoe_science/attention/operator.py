@@ -12,7 +12,7 @@ import torch
 
 from ..errors import CompileError, InputError
 from ..gpu.device import current_gpu
-from ..gpu.specs import GpuSpec, find_gpu
+from ..gpu.specs import GpuSpec, find_gpu, shared_memory_limit
 from . import reference, rivals
 from .api import flash_attention
 from .plan import ForwardConfig, Plan, PlannedLaunch, plan_attention
@@ -75,7 +75,7 @@ def compile_plan(plan: Plan) -> tuple[CompileOutcome, ...]:
     from ..gpu.compile import read_resources
     from .prepare import prepare_kernels
 
-    limit = find_gpu(plan.gpu).shared_memory_per_block_bytes
+    limit = shared_memory_limit(plan.arch)
     outcomes = []
     for kernel in prepare_kernels(plan):
         found = read_resources(kernel.source, plan.arch)

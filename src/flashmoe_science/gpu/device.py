@@ -6,7 +6,8 @@ import functools
 
 import torch
 
-from .specs import SPECS, GpuSpec
+from ..errors import InputError
+from .specs import SPECS, GpuSpec, find_gpu
 
 _CLOSEST = {80: "A100", 86: "A10G", 89: "L4", 90: "H100", 100: "B200", 120: "RTX 5090"}
 
@@ -16,10 +17,14 @@ def gpu_of_device(index: int) -> GpuSpec:
     """Return what is known of CUDA device ``index``; sizes come from the driver, peak rates from the closest known model."""
     properties = torch.cuda.get_device_properties(index)
     arch = properties.major * 10 + properties.minor
-    known = [spec for spec in SPECS.values() if spec.name.casefold() in properties.name.casefold()]
-    model = max(known, key=lambda spec: len(spec.name)) if known else SPECS[_CLOSEST[max(a for a in _CLOSEST if a <= arch)]]
+    try:
+        model = find_gpu(properties.name)
+        name = model.name
+    except InputError:  # a model that the table does not know: its own sizes, the closest one's peak rates
+        model = SPECS[_CLOSEST[max((known for known in _CLOSEST if known <= arch), default=min(_CLOSEST))]]
+        name = properties.name
     return GpuSpec(
-        name=model.name if known else properties.name,
+        name=name,
         arch=arch,
         sms=properties.multi_processor_count,
         l2_bytes=properties.L2_cache_size,

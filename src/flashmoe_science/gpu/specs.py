@@ -31,12 +31,12 @@ class GpuSpec:
     @property
     def shared_memory_per_block_bytes(self) -> int:
         """The most shared memory that one block may opt in to."""
-        return _LIMITS[self.arch].shared_memory_per_block_kib * 1024
+        return shared_memory_limit(self.arch)
 
     @property
     def shared_memory_per_sm_bytes(self) -> int:
         """Shared memory of one SM."""
-        return _LIMITS[self.arch].shared_memory_per_sm_kib * 1024
+        return _limits(self.arch).shared_memory_per_sm_kib * 1024
 
     @property
     def registers_per_sm(self) -> int:
@@ -46,7 +46,7 @@ class GpuSpec:
     @property
     def threads_per_sm(self) -> int:
         """The most threads resident on one SM."""
-        return _LIMITS[self.arch].threads_per_sm
+        return _limits(self.arch).threads_per_sm
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +67,18 @@ _LIMITS = {
     120: _Limits(99, 100, 1536),
 }
 
+
+
+def _limits(arch: int) -> _Limits:
+    """Return the limits of ``sm_<arch>``; an architecture that the table does not know has those of the one before it."""
+    return _LIMITS[max((known for known in _LIMITS if known <= arch), default=min(_LIMITS))]
+
+
+def shared_memory_limit(arch: int) -> int:
+    """Return the most shared memory, in bytes, that one block of ``sm_<arch>`` may opt in to."""
+    return _limits(arch).shared_memory_per_block_kib * 1024
+
+
 _MIB = 1 << 20
 
 
@@ -82,7 +94,8 @@ SPECS = {spec.name: spec for spec in (
     _spec("L4",         89,  58,  48, 0.300,  2040, 2040, fp16=121, bf16=121, tf32=60, fp32=30.3),
     _spec("RTX 4090",   89, 128,  72, 1.008,  3105, 2520, fp16=330, bf16=165, tf32=82.6, fp32=82.6),
     _spec("H100",       90, 132,  50, 3.352,  1980, 1830, fp16=989, bf16=989, tf32=494, fp32=67),
-    _spec("H200",       90, 132,  50, 4.800,  1980, 1830, fp16=989, bf16=989, tf32=494, fp32=67),
+    _spec("H100 NVL",   90, 132,  50, 3.938,  1980, 1785, fp16=835, bf16=835, tf32=417, fp32=60),
+    _spec("H200",       90, 132,  60, 4.800,  1980, 1830, fp16=989, bf16=989, tf32=494, fp32=67),
     _spec("B200",      100, 148, 126, 8.000,  1965, 1850, fp16=2250, bf16=2250, tf32=1125, fp32=75),
     _spec("RTX 5090",  120, 170,  96, 1.792,  3090, 2407, fp16=419, bf16=210, tf32=104, fp32=104.8),
 )}
@@ -90,13 +103,13 @@ SPECS = {spec.name: spec for spec in (
 
 
 def find_gpu(name: str) -> GpuSpec:
-    """Return the GPU whose name is ``name`` or is contained in it (``NVIDIA H200`` -> H200).
+    """Return the GPU called ``name``, or whose name's words are among those of ``name`` (``NVIDIA H200`` -> H200).
 
     Raises:
         InputError: no GPU of the table fits.
     """
-    folded = name.casefold()
-    fitting = [spec for spec in SPECS.values() if spec.name.casefold() in folded or folded == f"sm_{spec.arch}"]
+    words = name.casefold().split()
+    fitting = [spec for spec in SPECS.values() if set(spec.name.casefold().split()) <= set(words)]
     if not fitting:
         raise InputError(f"gpu must be one of {', '.join(SPECS)}, got {name!r}")
-    return max(fitting, key=lambda spec: len(spec.name))  # "A100" before "A10"
+    return max(fitting, key=lambda spec: len(spec.name))  # "H100 NVL" before "H100"

@@ -1,0 +1,43 @@
+"""Child process: read cases from stdin, run the streaming kernel in Triton's interpreter, answer ``right`` or why not."""
+
+from __future__ import annotations
+
+import math
+import sys
+
+import torch
+
+from flashmoe_science import flash_attention
+
+from .cases import Case
+from .checks import assert_right, make_inputs
+
+
+def check(case: Case) -> None:
+    """Compare one case with fp64, its layout changed too."""
+    q, k, v = make_inputs(case, "cpu")
+    empty = torch.empty
+    torch.empty = lambda *a, **o: empty(*a, **o).fill_(math.nan)  # an element that no one wrote shows
+    try:
+        o, lse = flash_attention(q, k, v, causal=case.causal, return_lse=True, kernel="forward_triton")
+        strided = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v)]
+        again = flash_attention(*strided, causal=case.causal, kernel="forward_triton")
+    finally:
+        torch.empty = empty
+    assert_right(o, q, k, v, causal=case.causal, lse=lse)
+    assert torch.equal(again, o), "another memory layout gives other bits"
+
+
+def main() -> None:
+    """Serve until stdin ends."""
+    for line in sys.stdin:
+        try:
+            check(eval(line, {"Case": Case}))  # noqa: S307 - the parent's own repr
+            answer = "right"
+        except Exception as error:  # noqa: BLE001 - the parent fails the test with it
+            answer = f"{type(error).__name__}: {error}".replace("\n", " | ")
+        print(answer, flush=True)
+
+
+if __name__ == "__main__":
+    main()

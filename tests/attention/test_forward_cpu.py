@@ -1,0 +1,192 @@
+"""What needs no GPU: the contract, the reference on CPU tensors, and the streaming kernel in Triton's interpreter."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from flashmoe_science import InputError, UnsupportedError, explain, flash_attention
+from flashmoe_science.attention import reference
+
+from .cases import EMPTY, SMALL, Case
+from .checks import DTYPES, assert_right, make_inputs
+
+
+@pytest.mark.parametrize("case", SMALL + EMPTY, ids=str)
+def test_cpu_tensors_run_the_reference(case):
+    """Right to fp64, and ``explain`` says who served it."""
+    q, k, v = make_inputs(case, "cpu")
+    assert explain(q, k, v, causal=case.causal).kernel == "reference"
+    o, lse = flash_attention(q, k, v, causal=case.causal, return_lse=True)
+    assert_right(o, q, k, v, causal=case.causal, lse=lse)
+
+
+def test_reference_against_sdpa():
+    """An implementation that is not ours agrees, in fp64."""
+    q, k, v = (torch.randn(2, 4, 37, 24, dtype=torch.float64) for _ in range(3))
+    for causal in (False, True):
+        expected = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=0.3)
+        o, _ = reference.attention(q, k, v, causal=causal, softmax_scale=0.3)
+        torch.testing.assert_close(o, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_reference_in_chunks(monkeypatch):
+    """Chunks of rows change nothing."""
+    q, k, v = (torch.randn(1, 4, 50, 8, dtype=torch.float64) for _ in range(3))
+    whole = reference.attention(q, k[:, :2], v[:, :2], causal=True)
+    monkeypatch.setattr(reference, "_CHUNK_SCORES", 700)
+    parts = reference.attention(q, k[:, :2], v[:, :2], causal=True)
+    for a, b in zip(whole, parts, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-14, atol=1e-14)
+
+
+def test_causal_is_aligned_bottom_right():
+    """The last row sees every key; rows before the first visible key give 0 and -inf."""
+    q, k, v = make_inputs(Case(1, 1, 1, 5, 3, 8, 8, "fp32", True, why="mask"), "cpu")
+    o, lse = flash_attention(q, k, v, causal=True, return_lse=True)
+    assert torch.equal(o[0, 0, :2], torch.zeros(2, 8))
+    assert torch.equal(lse[0, 0, :2], torch.full((2,), -math.inf))
+    torch.testing.assert_close(o[0, 0, 2], v[0, 0, 0])
+    full = flash_attention(q[:, :, 4:], k, v)
+    torch.testing.assert_close(o[:, :, 4:], full)
+
+
+def test_rows_sum_to_one():
+    """With V = 1 every row that sees a key is 1: an invariant that needs no reference."""
+    q, k, _ = make_inputs(Case(1, 2, 2, 30, 40, 16, 16, "fp32", True, why="invariant"), "cpu")
+    o = flash_attention(q, k, torch.ones(1, 2, 40, 16), causal=True)
+    torch.testing.assert_close(o, torch.ones_like(o))
+
+
+BAD = {
+    "three dimensions": (lambda q, k, v: (q[0], k, v), r"q must have 4 dimensions \[B, H, S, D\], got shape \[4, 6, 8\]"),
+    "head dim of k": (lambda q, k, v: (q, k[..., :4], v), r"k must have shape \[B, HK, Sk, D\] = \[2, 4, 6, 8\], got \[2, 4, 6, 4\]"),
+    "batch of k": (lambda q, k, v: (q, k[:1], v), r"k must have shape .* = \[2, 4, 6, 8\], got \[1, 4, 6, 8\]"),
+    "length of v": (lambda q, k, v: (q, k, v[:, :, :5]), r"v must have shape \[B, HK, Sk, DV\] = \[2, 4, 6, 8\], got \[2, 4, 5, 8\]"),
+    "heads": (lambda q, k, v: (q, k[:, :3], v[:, :3]), r"heads must be a multiple of heads_kv = 3, got 4"),
+    "dtype of k": (lambda q, k, v: (q, k.half(), v), r"k must have the dtype of q, torch.float32, got torch.float16"),
+    "float64": (lambda q, k, v: (q.double(), k.double(), v.double()), r"q must be float16, bfloat16 or float32, got torch.float64"),
+    "integers": (lambda q, k, v: (q.int(), k.int(), v.int()), r"q must be float16, bfloat16 or float32, got torch.int32"),
+    "a list": (lambda q, k, v: ([1.0], k, v), r"must be .*torch.Tensors?, got list"),
+    "device": (lambda q, k, v: (q, k.to("meta"), v), r"k must be on the device of q, cpu, got meta"),
+}
+
+
+@pytest.mark.parametrize("why", BAD)
+def test_bad_tensors(why):
+    """Each broken rule is named, with what was expected and got."""
+    q, k, v = (torch.randn(2, 4, 6, 8) for _ in range(3))
+    change, message = BAD[why]
+    with pytest.raises(InputError, match=message):
+        flash_attention(*change(q, k, v))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"causal": 2}, "causal must be True or False, got 2"),
+        ({"softmax_scale": math.inf}, "softmax_scale must be finite, got inf"),
+        ({"softmax_scale": math.nan}, "softmax_scale must be finite, got nan"),
+        ({"kernel": "fastest"}, "kernel must be auto or one of .*, got 'fastest'"),
+    ],
+)
+def test_bad_options(options, message):
+    """So are options."""
+    q, k, v = (torch.randn(1, 1, 2, 8) for _ in range(3))
+    with pytest.raises(InputError, match=message):
+        flash_attention(q, k, v, **options)
+
+
+def test_forced_kernels_never_fall_back():
+    """A kernel forced on CPU tensors is refused, with what would help."""
+    q, k, v = (torch.randn(1, 1, 2, 8) for _ in range(3))
+    with pytest.raises(UnsupportedError, match=r"forward_short_gluon needs an NVIDIA GPU, got CPU tensors"):
+        flash_attention(q, k, v, kernel="forward_short_gluon")
+    with pytest.raises(UnsupportedError, match=r"forward_triton needs an NVIDIA GPU(.|\n)*TRITON_INTERPRET=1"):
+        flash_attention(q, k, v, kernel="forward_triton")
+
+
+def test_requires_grad_is_refused():
+    """Until there is a backward, a call that would lose gradients raises."""
+    q, k, v = (torch.randn(1, 1, 2, 8) for _ in range(3))
+    k.requires_grad_()
+    with pytest.raises(UnsupportedError, match=r"k require grad, and there is no backward yet(.|\n)*no_grad"):
+        flash_attention(q, k, v)
+    with torch.no_grad():
+        assert flash_attention(q, k, v).shape == (1, 1, 2, 8)
+
+
+def test_output_keeps_the_order_of_axes_of_q():
+    """A [B, S, H, D] view gives a [B, S, H, D] output, seen as [B, H, S, D]."""
+    q, k, v = (torch.randn(2, 6, 4, 8).transpose(1, 2) for _ in range(3))
+    o = flash_attention(q, k, v)
+    assert o.stride() == q.stride()
+    torch.testing.assert_close(o, flash_attention(q.contiguous(), k, v))
+
+
+def test_prepared_calls_see_every_change():
+    """Equal shapes with another scale, mask, layout, dtype or LSE are other calls."""
+    q, k, v = (torch.randn(1, 2, 6, 8) for _ in range(3))
+    assert not torch.equal(flash_attention(q, k, v), flash_attention(q, k, v, softmax_scale=2.0))
+    assert not torch.equal(flash_attention(q, k, v), flash_attention(q, k, v, causal=True))
+    assert isinstance(flash_attention(q, k, v, return_lse=True), tuple)
+    assert flash_attention(q.half(), k.half(), v.half()).dtype == torch.float16
+    other = k.transpose(1, 2).contiguous().transpose(1, 2)
+    torch.testing.assert_close(flash_attention(q, other, v), flash_attention(q, k, v))
+
+
+def test_compile_and_opcheck_on_cpu():
+    """The registered operators trace whole graphs, and their fake implementations fit."""
+    q, k, v = (torch.randn(1, 4, 6, 8) for _ in range(3))
+    compiled = torch.compile(lambda a, b, c: flash_attention(a + 1, b, c, causal=True, return_lse=True), fullgraph=True, backend="eager")
+    for got, expected in zip(compiled(q, k, v), flash_attention(q + 1, k, v, causal=True, return_lse=True), strict=True):
+        torch.testing.assert_close(got, expected)
+    strided = q.transpose(1, 2).contiguous().transpose(1, 2)
+    for first in (q, strided):
+        for operator in (torch.ops.flashmoe_science.attention_forward, torch.ops.flashmoe_science.attention_forward_lse):
+            torch.library.opcheck(operator, (first, k[:, :2], v[:, :2], True, 0.5, "auto"))
+
+
+INTERPRETED = [case for case in SMALL if case.head_dim <= 128] + [
+    Case(1, 2, 1, 37, 100, 64, 64, "fp16", True, why="several-tiles"),
+    Case(1, 1, 1, 70, 65, 32, 32, "fp32", True, why="tiles-and-empty-rows"),
+]
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("case", INTERPRETED + EMPTY, ids=str)
+def test_streaming_kernel_interpreted(case, interpreted):
+    """The Triton kernel itself, run by Triton's interpreter in a process of its own."""
+    interpreted(case)
+
+
+@pytest.fixture(scope="module")
+def interpreted():
+    """Return a check of one case in a child process, which Triton's interpreter needs (it is chosen at import)."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    child = subprocess.Popen(
+        [sys.executable, "-m", "tests.attention.interpreted"],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
+    )  # fmt: skip
+
+    def check(case: Case) -> None:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        child.stdin.write(repr(case) + "\n")
+        child.stdin.flush()
+        answer = child.stdout.readline().strip()
+        assert answer == "right", answer
+
+    yield check
+    child.communicate(timeout=30)
+
+
+def test_dtypes_cover_the_contract():
+    """The names that plans use are the three dtypes of the contract."""
+    assert set(DTYPES) == {"fp16", "bf16", "fp32"}
