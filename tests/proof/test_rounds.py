@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import cast
 
 import pytest
@@ -12,6 +13,7 @@ from flashmoe_science.errors import ProofError
 from flashmoe_science.proof import arms, rounds
 from flashmoe_science.proof.evidence import Arm, Rounds, Settings
 from flashmoe_science.proof.operator import Operator
+from flashmoe_science.proof.subject import Subject
 
 from .simulated import HOST_SECONDS, Doubling, Gpu, SimulatedTimer, implementation, loaded, rival
 
@@ -398,3 +400,15 @@ def test_loading_says_what_is_missing():
         ("failed", found[2].reason),
     ]
     assert found[2].reason.startswith("RuntimeError: bad build (")
+
+
+def test_arms_have_names_of_their_own():
+    operator = cast("Operator", Doubling([rival("sdpa", lambda x: 2 * x)]))
+    subject = Subject("ours", "doubling", "no_such_module:f", Path(), ())
+    ours, sdpa = arms.load_arms(subject, operator, ["sdpa"])
+    assert (ours.status, ours.role, sdpa.status, sdpa.role) == ("failed", "subject", "loaded", "baseline")
+    assert ours.reason.startswith("ModuleNotFoundError")
+    with pytest.raises(ProofError, match="names of their own, got ours, sdpa, sdpa"):
+        arms.load_arms(subject, operator, ["sdpa", "sdpa"])
+    with pytest.raises(ProofError, match="baseline must be one of sdpa, got 'fa9'"):
+        arms.load_arms(subject, operator, ["fa9"])

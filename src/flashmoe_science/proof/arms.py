@@ -118,7 +118,14 @@ class Arm:
 
 
 def load_arms(subject: Subject, operator: Operator, baselines: Sequence[str]) -> list[Loaded]:
-    """Import the subject and the baselines, the subject first. What cannot be imported says why."""
+    """Import the subject and the baselines, the subject first. What cannot be imported says why.
+
+    Raises:
+        ProofError: a baseline is unknown, or two arms have one name.
+    """
+    names = [subject.name, *baselines]
+    if len(set(names)) < len(names):
+        raise ProofError(f"subject and baselines must have names of their own, got {', '.join(names)}")
     loaded = [_load_subject(subject)]
     rivals = operator.rivals()
     for name in baselines:

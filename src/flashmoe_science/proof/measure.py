@@ -340,6 +340,7 @@ class KernelSampler:
         if self._cold:
             for call in sequence:
                 self._timer.flush_cache()
+                self._timer.synchronize()  # host and GPU clocks differ by microseconds: keep the flush well before
                 with self._recording.call(label):
                     call()
                     self._timer.synchronize()
