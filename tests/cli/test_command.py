@@ -14,6 +14,7 @@ import typer.main
 
 from flashmoe_science.errors import CompileError, TooFewRoundsError
 
+from ..proof.claim_builders import claim_toml
 from .conftest import RUN_ID
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -155,15 +156,25 @@ def test_the_module_is_the_command():
     assert done.stdout.startswith("flashmoe ")
 
 
-@pytest.mark.parametrize("args", [["show", RUN_ID], ["show", RUN_ID, "--json"], ["runs"], ["--help"]])
-def test_a_reader_that_goes_away_is_no_error(repository, args):
+@pytest.mark.parametrize(
+    ("args", "stream", "code"),
+    [
+        (["verify"], "stdout", 1),
+        (["verify", "--json"], "stdout", 1),
+        (["readme", "--check"], "stderr", 1),
+        (["--help"], "stdout", 0),
+    ],
+)
+def test_a_reader_that_goes_away_changes_no_exit_code(repository, args, stream, code):
+    (repository / "claims" / "seed.toml").write_text(claim_toml(suite="made_up", factor=2.9))
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-m", "flashmoe_science", *args]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False, env=environment)
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, stream: writer}
+    done = subprocess.run(command, **streams, text=True, check=False, env=environment)
     os.close(writer)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, done.stderr or "") == (code, "")
 
 
 @pytest.mark.parametrize("args", [["verify"], ["show", RUN_ID], ["runs"]])

@@ -51,7 +51,7 @@ def test_a_claim_without_evidence_stands_there_too():
 
 
 def test_a_table_has_only_the_times_that_a_claim_is_about():
-    lines = section(build_record(speedups=[2.3, 3.0]), {}, {"id": "b", "metric": "wall"}).splitlines()
+    lines = section(build_record(speedups=[2.3, 3.0]), {"id": "b", "metric": "wall"}, {}).splitlines()
     assert lines[5].startswith(
         "Suite seed against sdpa on NVIDIA H200, driver 580.00, torch 2.11.0, triton 3.6.0, commit 0000"
     )

@@ -33,22 +33,22 @@ _THEME = Theme({"bar.complete": "cyan", "bar.finished": "cyan", "bar.pulse": "cy
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        """Go on without output when the reader has gone, e.g. ``flashmoe runs | head``: the exit code still counts."""
+        """Go on without output when the reader has gone: the exit code still counts."""
         self.quiet = True
-        _silence_stdout()
+        _silence(self.file)
 
 
-def _silence_stdout() -> None:
-    """Send what is still written to stdout nowhere."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def _silence(file: IO[str]) -> None:
+    """Send what is still written to ``file`` nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
 
 
 def _write(file: IO[str], text: str) -> None:
     try:
         file.write(text)
         file.flush()
-    except BrokenPipeError:
-        _silence_stdout()
+    except BrokenPipeError:  # e.g. `flashmoe verify | head`: what the verb returns still counts
+        _silence(file)
 
 
 def _console(file: IO[str]) -> Console:
