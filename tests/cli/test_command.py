@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer.main
@@ -39,7 +40,8 @@ def test_the_help_of_a_verb_has_a_line_an_example_and_its_exit_codes(run, verb):
 def commands():
     from flashmoe_science.cli.verbs import app
 
-    return typer.main.get_command(app).commands
+    found: dict[str, Any] = vars(typer.main.get_command(app))["commands"]
+    return found
 
 
 def test_every_verb_and_option_is_in_the_documentation():
@@ -171,8 +173,8 @@ def test_a_reader_that_goes_away_changes_no_exit_code(repository, args, stream, 
     os.close(reader)
     command = [sys.executable, "-m", "flashmoe_science", *args]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, stream: writer}
-    done = subprocess.run(command, **streams, text=True, check=False, env=environment)
+    out, err = (writer if stream == name else subprocess.PIPE for name in ("stdout", "stderr"))
+    done = subprocess.run(command, stdout=out, stderr=err, text=True, check=False, env=environment)
     os.close(writer)
     assert (done.returncode, done.stderr or "") == (code, "")
 

@@ -14,9 +14,14 @@ from ..proof.claim_builders import claim_toml
 
 
 @pytest.fixture
-def prove_with(run, monkeypatch):
+def requests():
+    """Return what the chain was asked to prove."""
+    return []
+
+
+@pytest.fixture
+def prove_with(run, monkeypatch, requests):
     """Run ``flashmoe prove`` with a chain that gives back ``record``."""
-    requests = []
 
     def prove_with(record, *args, interrupt=False):
         def chain(request, *, progress, save):
@@ -33,7 +38,6 @@ def prove_with(run, monkeypatch):
         monkeypatch.setattr("flashmoe_science.cli.proving.prove", chain)
         return run("prove", *args)
 
-    prove_with.requests = requests
     return prove_with
 
 
@@ -57,13 +61,13 @@ def test_prove_is_judged_by_the_claims_of_the_repository(prove_with):
     assert "refuted       It is twice as fast. | lowest of 2 cases 1.20x" in out
 
 
-def test_prove_passes_on_what_was_asked(prove_with):
+def test_prove_passes_on_what_was_asked(prove_with, requests):
     prove_with(
         build_record(),
         *("--suite", "standard", "-b", "sdpa,sdpa-flash", "-b", "sdpa-cudnn", "--gpu", "L4", "--until", "quick"),
         *("--expect", "1.7", "--time", "wall", "--processes", "2", "--rounds", "7", "--seed", "5"),
     )
-    request = prove_with.requests[0]
+    request = requests[0]
     assert request.suite.name == "standard"
     assert list(request.baselines) == ["sdpa", "sdpa-flash", "sdpa-cudnn"]
     assert (list(request.gpus), request.until, request.expect) == (["L4"], "quick", 1.7)

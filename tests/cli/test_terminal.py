@@ -104,6 +104,7 @@ def test_on_a_terminal_a_bar_shows_count_time_left_and_label(capsys):
     progress = ChainProgress(terminal)
     progress.start("build")
     progress.advance(12, 48, "forward D=64 fp16, with a label that is too long for what is left of one hundred columns")
+    assert progress._bar is not None
     progress._bar.refresh()
     bar = file.getvalue().splitlines()[-1]
     progress.finish(build_gates()[1])

@@ -37,9 +37,11 @@ def test_without_a_claim_the_expectation_is_judged(expected, status):
 
 
 def test_the_expectation_names_what_is_expected():
-    sentence = expectation(expecting(1.7, times=("kernel", "wall"))).sentence
+    claim = expectation(expecting(1.7, times=("kernel", "wall")))
+    assert claim is not None
     assert (
-        sentence == "flash_attention is at least 1.7x as fast as sdpa in each case of seed, kernel time, on NVIDIA H200"
+        claim.sentence
+        == "flash_attention is at least 1.7x as fast as sdpa in each case of seed, kernel time, on NVIDIA H200"
     )
 
 

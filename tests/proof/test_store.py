@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from flashmoe_science.errors import EvidenceError
-from flashmoe_science.proof.evidence import write_record
+from flashmoe_science.proof.evidence import Accuracy, write_record
 from flashmoe_science.proof.store import Archive, Store, default_url, evidence_files, find_repository, summarize
 
 from .builders import build_gates, build_record
@@ -208,11 +208,11 @@ def test_a_record_survives_the_round_trip_through_two_stores(tmp_path):
 
 def test_an_error_that_is_no_number_is_kept_as_valid_json(store, tmp_path):
     record = build_record(gpu=None)
-    accuracy = record.cases[0].arms[0].accuracy.model_copy(update={"max_error": math.inf})
+    accuracy = Accuracy(max_error=math.inf, budget=1e-3, low_precision_error=5e-4)
     arm = record.cases[0].arms[0].model_copy(update={"accuracy": accuracy})
     record = record.model_copy(update={"cases": [record.cases[0].model_copy(update={"arms": [arm]})]})
     store.save(record)
     write_record(record, tmp_path / "record.json")
     for loaded in (store.load(record.id), store.load(str(tmp_path / "record.json"))):
-        assert loaded.cases[0].arms[0].accuracy.max_error == math.inf
+        assert loaded.cases[0].arms[0].accuracy == accuracy
     json.loads((tmp_path / "record.json").read_text(), parse_constant=pytest.fail)
