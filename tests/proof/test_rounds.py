@@ -253,6 +253,21 @@ def test_results_cached_by_pointer_are_found_after_timing():
     assert bench.rounds is None
 
 
+def test_a_baseline_that_answers_otherwise_after_timing_loses_its_times_alone():
+    bench = Bench()
+    plain = implementation(bench.gpu)
+    calls = []
+
+    def entry(x):
+        calls.append(x)
+        return plain(x) if len(calls) < 40 else torch.zeros_like(x)
+
+    bench.baselines.append(loaded("tires", entry))
+    bench.run(["wall"])
+    assert "its answer after timing is not the one before" in bench.arms["tires"].reason
+    assert set(bench.seconds("wall")) == {"ours", "sdpa", "sdpa#2"}
+
+
 def test_an_arm_that_cannot_be_captured_keeps_its_wall_time():
     bench = Bench()
     plain = implementation(bench.gpu)
@@ -275,8 +290,8 @@ def test_a_kernel_that_is_absent_from_the_graph_gives_no_graph_time():
     bench = Bench()
     plain = implementation(bench.gpu)
 
-    def entry(x):
-        return torch.empty(x.shape) if bench.gpu.capturing is not None else plain(x)
+    def entry(x):  # computed while capturing, so the memory holds the right answer until it is poisoned
+        return 2 * x if bench.gpu.capturing is not None else plain(x)
 
     bench.subject = loaded("ours", entry, role="subject")
     bench.run()

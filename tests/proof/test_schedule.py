@@ -91,6 +91,15 @@ def test_orders_depend_on_the_seed_alone():
     assert len({order[0] for order in first}) == 4  # no fixed order
 
 
+def test_rows_follow_one_another_at_random():
+    names = ["a", "b", "c", "d"]
+    steps = set()
+    for seed in range(20):
+        first, second, *_ = schedule.balanced_orders(names, 4, seed=str(seed))
+        steps.add(tuple(first.index(name) for name in second))  # the second order, seen from the first
+    assert len(steps) == 3  # every other row of the square comes second at times
+
+
 def test_derived_seeds_differ_and_repeat():
     seeds = {schedule.derived_seed(0, "case", process, index) for process in range(3) for index in range(64)}
     assert len(seeds) == 192
