@@ -29,6 +29,7 @@ from ..subject import PACKAGE_FOLDER, Subject, operator_of
 from ..suites import Suite
 from ..worker import TaskResult, run_task
 
+_TAIL_LINES = 24
 NO_GPU = "no NVIDIA GPU here"
 
 
@@ -206,7 +207,10 @@ class Run:
 
     def explain_crash(self, result: TaskResult) -> tuple[str, list[str]]:
         """Return hint and last output lines of a worker that did not answer."""
-        tail = self.hide_paths(result.output_tail).strip().splitlines()[-12:]
+        # Python's dump of the stack has its innermost call first: the import machinery and the list of modules hide it.
+        noise = ("<frozen importlib", "Extension modules:")
+        lines = self.hide_paths(result.output_tail).strip().splitlines()
+        tail = [line for line in lines if line.strip() and not any(word in line for word in noise)][-_TAIL_LINES:]
         hint = ""
         if result.reason == "killed by SIGKILL":
             hint = "the system may have run out of memory: `dmesg` tells"

@@ -123,7 +123,9 @@ class _Step:
 def _steps(run: Run) -> list[_Step]:
     """Return the measuring processes of the gate bench: kernel time has some of its own."""
     kinds = run.settings.times
-    modes = [[kind for kind in kinds if kind != "kernel"], [kind for kind in kinds if kind == "kernel"]]
+    together: list[TimeKind] = [kind for kind in kinds if kind != "kernel"]
+    alone: list[TimeKind] = [kind for kind in kinds if kind == "kernel"]
+    modes = (together, alone)
     plan = [(process, mode) for process in range(run.settings.processes) for mode in modes if mode]
     cases = len(run.cases)
     return [

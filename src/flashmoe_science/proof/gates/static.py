@@ -91,6 +91,7 @@ def _compile(run: Run, details: list[str]) -> Outcome:
         run.progress.advance(len(jobs), event.get("total", 0) or len(jobs), current[part])
 
     results = run_tasks(calls, on_event=on_event)
+    jobs.sort(key=lambda job: (run.gpus.index(job["gpu"]), job["label"]))  # they finish in any order
     problems = [f"{job['label']} for {job['gpu']}: {problem}" for job in jobs for problem in job["problems"]]
     for part, result in enumerate(results):
         if not result.ok:

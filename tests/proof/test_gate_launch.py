@@ -1,0 +1,198 @@
+"""Gate launch: what ran is compared with what was promised. The captures in here are made up."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from flashmoe_science.proof.evidence import Settings
+from flashmoe_science.proof.gates import chain, run
+from flashmoe_science.proof.gates.launch import case_problems
+from flashmoe_science.proof.worker import TaskResult, run_task as real_run_task
+
+from .chain import (
+    GPU,
+    HONEST,
+    SHORT,
+    FakeGpu,
+    Recorder,
+    captured,
+    environment_with,
+    gate_of,
+    launch,
+    request_of,
+    run_chain,
+    statuses,
+    until,
+)
+
+PROMISE = {"pattern": "attend*", "grid": None, "block": [384, 1, 1], "shared_memory_bytes": None}
+
+
+def problems(launches, *, promises=(), subject=HONEST, needs_graph=True, **changes):
+    arm = captured("fake_attention", "subject", launches, promises=list(promises), **changes)
+    return case_problems(subject, {"name": "case", "arms": [arm]}, needs_graph=needs_graph)
+
+
+def test_promise_kept_is_no_problem():
+    assert problems([launch(block=[384, 1, 1])], promises=[PROMISE]) == []
+
+
+def test_nothing_promised_is_no_problem_when_something_ran():
+    assert problems([launch()]) == []
+
+
+def test_fewer_threads_than_promised():
+    assert problems([launch()], promises=[PROMISE]) == [
+        "kernel attend_kernel ran with block (128, 1, 1), promised (384, 1, 1)"
+    ]
+
+
+def test_no_kernel_at_all():
+    assert problems([]) == ["no kernel ran"]
+
+
+def test_kernel_absent_from_the_graph():
+    assert problems([launch()], graph_launches=[]) == ["in its CUDA graph: no kernel ran"]
+    other = problems([launch(block=[384, 1, 1])], promises=[PROMISE], graph_launches=[launch("fill")])
+    assert "in its CUDA graph: kernel fill ran and was not promised" in other
+    assert any(line.startswith("in its CUDA graph: promised kernel attend* did not run") for line in other)
+
+
+def test_call_that_no_graph_can_hold():
+    refused = {"graph_launches": None, "graph_reason": "operation not permitted when stream is capturing"}
+    assert problems([launch()], **refused) == [
+        "a CUDA graph cannot capture the call: operation not permitted when stream is capturing"
+    ]
+    assert problems([launch()], needs_graph=False, **refused) == []
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "void pytorch_flash::flash_fwd_kernel<...>",
+        "fmha_cutlassF_f16_aligned_64x64_rf_sm80",
+        "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16",
+        "sm80_xmma_fprop_softmax_f16",
+    ],
+)
+def test_fall_through_to_the_framework(name):
+    assert problems([launch(name)]) == [f"kernel {name} ran: the call fell through to the framework"]
+    own = {**PROMISE, "pattern": name[:9] + "*", "block": None}
+    assert problems([launch(name)], promises=[own]) == []
+
+
+def test_forbidden_kernel_is_a_problem_even_when_promised():
+    subject = replace(HONEST, forbidden_kernels=("*gemm*",))
+    promise = {**PROMISE, "pattern": "*gemm*", "block": None}
+    assert problems([launch("a_gemm_b")], promises=[promise], subject=subject) == [
+        "kernel a_gemm_b ran, and *gemm* is forbidden"
+    ]
+
+
+def test_kernel_that_was_not_promised():
+    launches = [launch(block=[384, 1, 1]), launch("softmax_warp_forward")]
+    assert problems(launches, promises=[PROMISE]) == ["kernel softmax_warp_forward ran and was not promised"]
+
+
+def test_what_only_the_capture_can_see_is_passed_on():
+    assert problems([launch()], problems=["the same call launched different kernels"]) == [
+        "the same call launched different kernels"
+    ]
+
+
+def test_baseline_that_is_not_what_it_says():
+    arms = [
+        captured("fake_attention", "subject", [launch()]),
+        captured("fa2", "baseline", [launch("aten_softmax")], patterns=["*flash_fwd*"]),
+        captured("fa3", "baseline", [], patterns=["*sm90*"], status="unavailable", reason="not installed"),
+        captured("sdpa", "baseline", [launch("anything")]),
+    ]
+    assert case_problems(HONEST, {"name": "case", "arms": arms}, needs_graph=True) == [
+        "baseline fa2 is not what it says: none of its kernels (*flash_fwd*) ran; what ran: aten_softmax"
+    ]
+
+
+# In the chain.
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    fake = FakeGpu()
+
+    def run_task(task, payload, **kwargs):
+        imports = task.endswith(":import_subject")
+        return real_run_task(task, payload, **kwargs) if imports else fake.run(task, payload, **kwargs)
+
+    monkeypatch.setattr(chain, "_read_environment", lambda: environment_with(GPU))
+    monkeypatch.setattr(run, "run_task", run_task)
+    return fake
+
+
+def test_launches_go_into_the_record(gpu):
+    record = run_chain(request_of(until="launch"))
+    assert gate_of(record, "launch").status.value == "passed"
+    assert gate_of(record, "launch").summary == "nothing was promised, so only this is shown: attend_kernel ran"
+    assert gate_of(record, "launch").gpu_seconds == 2.0
+    subject, baseline = record.cases[0].arms
+    assert (subject.launches[0].name, subject.launches[0].block, subject.version) == ("attend_kernel", (128, 1, 1), "1")
+    assert baseline.launches[0].name == "fmha"
+    name, payload = gpu.calls[0]
+    assert name == "capture_launches"
+    assert payload["baselines"] == ["sdpa"]
+    assert payload["cases"][0]["problem"] == {
+        "batch": 1,
+        "heads": 3,
+        "seqlen_q": 65,
+        "head_dim": 64,
+        "dtype": "fp16",
+        "causal": False,
+    }
+
+
+def test_broken_promise_stops_the_chain_before_anything_long(gpu):
+    gpu.capture = lambda payload: [captured("fake_attention", "subject", [launch()], promises=[PROMISE])]
+    record = run_chain(request_of(HONEST, SHORT, replace(SHORT, seqlen_q=66)))
+    assert statuses(record) == until("launch")
+    assert gate_of(record, "launch").summary == (
+        "b1_h3_s65_d64_fp16: kernel attend_kernel ran with block (128, 1, 1), promised (384, 1, 1) (and 1 more)"
+    )
+    assert record.cases[0].arms[0].launches[0].name == "attend_kernel"
+    assert record.cases[0].arms[0].reason == "gate launch failed"
+    assert [name for name, _ in gpu.calls] == ["capture_launches"]
+
+
+def test_baseline_that_cannot_run_is_reported_and_stops_nothing(gpu):
+    absent = captured("absent", "baseline", [], status="unavailable", reason="no module named absent")
+    gpu.capture = lambda payload: [captured("fake_attention", "subject", [launch()]), absent]
+    record = run_chain(request_of(until="launch", baselines=["absent"]))
+    assert gate_of(record, "launch").status.value == "passed"
+    assert gate_of(record, "launch").details == ["baseline absent unavailable: no module named absent (1 of 1 cases)"]
+    arm = record.cases[0].arms[1]
+    assert (arm.status, arm.reason) == ("unavailable", "no module named absent")
+
+
+def test_graph_is_only_needed_where_graph_time_is_taken(gpu):
+    arm = captured("fake_attention", "subject", [launch()], graph_launches=None, graph_reason="it synchronises")
+    gpu.capture = lambda payload: [arm]
+    assert statuses(run_chain(request_of(until="launch"))) == until("launch")
+    settings = Settings(times=["kernel", "wall"])
+    assert gate_of(run_chain(request_of(until="launch", settings=settings)), "launch").status.value == "passed"
+
+
+def test_crash_while_capturing_fails_the_gate_with_its_reason(gpu, monkeypatch):
+    def crash(payload, on_event):
+        arms = [captured("fake_attention", "subject", [launch()])]
+        on_event({"event": "case", "case": {"name": payload["cases"][0]["name"], "arms": arms}})
+        return TaskResult(ok=False, data=None, reason="killed by SIGKILL", seconds=1.0, output_tail="a\nb\n")
+
+    monkeypatch.setattr(gpu, "_capture_launches", crash)
+    recorder = Recorder()
+    record = run_chain(request_of(HONEST, SHORT, replace(SHORT, seqlen_q=66)), recorder)
+    gate = gate_of(record, "launch")
+    assert statuses(record) == until("launch")
+    assert (gate.summary, gate.details) == ("killed by SIGKILL", ["a", "b"])
+    assert "out of memory" in gate.hint
+    assert record.cases[0].arms[0].launches[0].name == "attend_kernel"
+    assert record.cases[1].arms[0].launches == []

@@ -1,0 +1,277 @@
+"""Gates quick and bench: expectations, impossible times, pooling, crashes. No time in here was measured."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from flashmoe_science.proof.evidence import CaseRecord, Rounds, Work, read_record, write_record
+from flashmoe_science.proof.gates import chain, run
+from flashmoe_science.proof.gates.speed import pool_rounds, rates_of
+
+from .chain import (
+    FEW,
+    GPU,
+    HONEST,
+    SHORT,
+    FakeGpu,
+    Recorder,
+    environment_with,
+    gate_of,
+    request_of,
+    run_chain,
+    statuses,
+    until,
+)
+from .fake_operator import Problem
+
+LONGER = replace(SHORT, seqlen_q=66)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    fake = FakeGpu()
+    monkeypatch.setattr(chain, "_read_environment", lambda: environment_with(GPU))
+    monkeypatch.setattr(run, "run_task", fake.run)
+    monkeypatch.setitem(chain._GATES, "import", lambda _: run.passed("left out"))
+    return fake
+
+
+def prove(*problems, recorder=None, **changes):
+    return run_chain(request_of(HONEST, *problems, **{"settings": FEW, **changes}), recorder)
+
+
+# Gate quick.
+
+
+@pytest.mark.parametrize(
+    ("expected", "status"),
+    [(None, "passed"), (0.99, "failed"), (1.01, "passed"), (2.0, "passed"), (3.99, "passed"), (4.01, "failed")],
+)
+def test_far_from_what_was_expected_fails_gate_quick(gpu, expected, status):
+    record = prove(expect=expected)
+    gate = gate_of(record, "quick")
+    assert gate.status.value == status
+    assert "about 2.00x of sdpa in graph time" in gate.summary
+    assert gate.details == ["b1_h3_s65_d64_fp16: 2.00x"]
+    assert record.subject.expected_speedup == expected
+    assert statuses(record)["bench"] == ("not reached" if status == "failed" else "passed")
+
+
+def test_subject_brings_its_own_expectation_and_expect_overrides_it(gpu):
+    subject = replace(HONEST, expected_speedup=17.0)
+    failed = run_chain(request_of(subject, settings=FEW))
+    assert statuses(failed) == until("quick")
+    assert gate_of(failed, "quick").summary.startswith("17.00x was expected, and it is about 2.00x")
+    assert statuses(run_chain(request_of(subject, settings=FEW, expect=2.0)))["quick"] == "passed"
+
+
+def test_expectation_is_about_the_geometric_mean(gpu):
+    def slow_second(payload, case):
+        if case["name"] == "b1_h3_s66_d64_fp16":
+            for arms in case["rounds"]["seconds"].values():
+                arms["fake_attention"] = [8e-3] * len(arms["fake_attention"])
+        return case
+
+    gpu.change = slow_second
+    gate = gate_of(prove(SHORT, LONGER, expect=0.7), "quick")
+    assert gate.status.value == "passed"
+    assert "about 0.71x of sdpa" in gate.summary
+    assert gate.details == ["b1_h3_s65_d64_fp16: 2.00x", "b1_h3_s66_d64_fp16: 0.25x"]
+
+
+def test_quick_takes_five_rounds_in_one_process_and_leaves_no_times(gpu):
+    record = prove(expect=9.0)
+    settings = gpu.calls[-1][1]["settings"]
+    assert (settings["rounds"], settings["processes"], settings["times"]) == (5, 1, ["graph"])
+    assert gpu.calls[-1][1]["check_stream"] is False
+    assert record.cases[0].rounds == []
+
+
+def test_impossible_time_fails_gate_quick(gpu):
+    gpu.seconds = {"fake_attention": 1e-6, "sdpa": 2e-6}
+    problem = Problem(1, 16, 8192, 64)  # 2.7e11 operations: 253 us at 1.07e15 a second
+    record = prove(problem)
+    assert statuses(record) == until("quick")
+    summary = gate_of(record, "quick").summary
+    assert summary.startswith("b1_h16_s8192_d64_fp16: 1.00 us a call (graph time); NVIDIA H200 needs at least 25")
+
+
+def test_baseline_too_fast_is_not_the_subject_s_fault(gpu):
+    gpu.seconds = {"fake_attention": 1e-3, "sdpa": 1e-6}
+    assert statuses(prove(Problem(1, 16, 8192, 64)))["quick"] == "passed"
+
+
+def test_subject_that_fails_fails_gate_quick(gpu):
+    def fail(payload, case):
+        case["arms"][0] |= {"status": "failed", "reason": "its answer has NaN"}
+        return {**case, "rounds": None}
+
+    gpu.change = fail
+    record = prove()
+    assert statuses(record) == until("quick")
+    assert gate_of(record, "quick").summary == "b1_h3_s65_d64_fp16: its answer has NaN"
+
+
+def test_no_baseline_leaves_nothing_to_compare(gpu):
+    gpu.seconds = {"fake_attention": 1e-3}
+    record = prove(expect=1.7, baselines=[])
+    assert gate_of(record, "quick").status.value == "passed"
+    assert gate_of(record, "quick").summary.startswith("no baseline ran")
+
+
+# Gate bench.
+
+
+def test_rounds_of_all_processes_are_pooled_by_mode(gpu, tmp_path):
+    recorder = Recorder()
+    record = prove(SHORT, LONGER, recorder=recorder)
+    assert set(statuses(record).values()) == {"passed"}
+    assert record.complete
+    asked = [(p["process"], p["times"]) for name, p in gpu.calls[-4:] if name == "measure"]
+    assert asked == [(0, ["graph", "wall"]), (0, ["kernel"]), (1, ["graph", "wall"]), (1, ["kernel"])]
+    assert all(p["check_stream"] for _, p in gpu.calls[-4:])
+    together, alone = record.cases[0].rounds
+    assert together.process == alone.process == [0, 0, 0, 1, 1, 1]
+    assert set(together.seconds) == {"graph", "wall"}
+    assert together.seconds["graph"]["sdpa"] == [2e-3] * 6
+    arm = record.cases[0].arms[0]
+    assert arm.status == "measured"
+    assert set(arm.rates) == {"graph", "wall", "kernel"}
+    assert arm.rates["kernel"].tokens_per_second == pytest.approx(65 / 1e-3)
+    assert arm.launches[0].name == "attend_kernel"
+    assert arm.accuracy is not None
+    assert arm.accuracy.max_error == 1e-4
+    assert [a.role for a in record.cases[0].arms] == ["subject", "baseline", "control"]
+    assert record.cases[0].input_sets == 4
+    assert recorder.steps[-1] == (8, 8, "b1_h3_s66_d64_fp16 (kernel time)")
+    assert gate_of(record, "bench").gpu_seconds == 20.0
+    write_record(record, tmp_path / "r.json")
+    assert read_record(tmp_path / "r.json") == record
+
+
+def test_record_is_saved_after_every_measured_case(gpu):
+    recorder = Recorder()
+    prove(SHORT, LONGER, recorder=recorder)
+    measured = [[len(case.rounds) for case in record.cases] for record in recorder.saved]
+    assert [1, 0] in measured
+    assert [2, 1] in measured
+    assert not any(record.complete for record in recorder.saved[:-1])
+
+
+def test_crash_in_the_middle_keeps_finished_cases_marked_incomplete(gpu):
+    def crash(payload, index):
+        at = payload["process"] == 1 and payload["times"] == ["graph", "wall"] and index == 1
+        return "GPU out of memory: OutOfMemoryError: CUDA out of memory" if at and payload["check_stream"] else ""
+
+    gpu.crash = crash
+    record = prove(SHORT, LONGER)
+    gate = gate_of(record, "bench")
+    assert statuses(record) == until("bench")
+    assert gate.summary.startswith("process 1 (graph and wall time): GPU out of memory")
+    assert gate.details == ["last words"]
+    assert not record.complete
+    assert record.incomplete_reason == f"bench: {gate.summary}"
+    assert [len(case.rounds[0].process) for case in record.cases] == [6, 3]
+
+
+def test_arm_that_fails_in_one_process_stays_failed(gpu):
+    def fail_once(payload, case):
+        if payload["process"] == 0 and payload["times"] == ["kernel"]:
+            case["arms"][0] |= {"status": "failed", "reason": "its work is not ordered with the stream"}
+            case = {**case, "rounds": None}
+        return case
+
+    gpu.change = fail_once
+    record = prove()
+    assert statuses(record) == until("bench")
+    assert gate_of(record, "bench").summary == "b1_h3_s65_d64_fp16: process 0: its work is not ordered with the stream"
+    assert record.cases[0].arms[0].status == "failed"
+    assert record.complete
+
+
+def test_baseline_that_fails_is_reported_and_the_gate_passes(gpu):
+    def refuse(payload, case):
+        case["arms"][1] |= {"status": "refused", "reason": "odd sizes"}
+        for arms in case["rounds"]["seconds"].values():
+            arms.pop("sdpa")
+        return case
+
+    gpu.change = refuse
+    record = prove()
+    assert statuses(record)["bench"] == "passed"
+    assert gate_of(record, "bench").details == ["b1_h3_s65_d64_fp16: baseline sdpa refused: odd sizes"]
+
+
+def test_no_time_without_correctness(gpu, monkeypatch):
+    def wrong(payload, on_event):
+        result = FakeGpu._check_correct(gpu, payload, lambda event: None)
+        case = {**result.data["cases"][0], "status": "failed", "reason": "the first call: NaN"}
+        on_event({"event": "case", "case": case})
+        return replace(result, data={"cases": [case], "seed": 1})
+
+    monkeypatch.setattr(gpu, "_check_correct", wrong)
+    record = prove()
+    assert statuses(record) == until("correct")
+    assert [name for name, _ in gpu.calls] == ["capture_launches", "check_correct"]
+    assert record.cases[0].rounds == []
+    assert gate_of(record, "correct").gpu_seconds == 3.0
+
+
+def test_interrupt_in_gate_bench_keeps_what_was_measured(gpu):
+    def interrupt(payload, index):
+        if payload["process"] == 1:
+            raise KeyboardInterrupt
+        return ""
+
+    gpu.crash = interrupt
+    recorder = Recorder()
+    with pytest.raises(KeyboardInterrupt):
+        prove(recorder=recorder)
+    last = recorder.saved[-1]
+    assert last.incomplete_reason == "interrupted in gate bench"
+    assert [len(rounds.process) for rounds in last.cases[0].rounds] == [3, 3]
+    assert statuses(last)["quick"] == "passed"
+    assert gate_of(last, "bench").summary == "interrupted"
+
+
+# Pure parts.
+
+
+def rounds(process, **arms):
+    n = len(next(iter(arms.values())))
+    return Rounds(
+        process=[process] * n,
+        order=[list(arms)] * n,
+        sm_clock_mhz=[None] * n,
+        power_w=[None] * n,
+        temperature_c=[None] * n,
+        throttle=[None] * n,
+        seconds={"graph": arms},
+    )
+
+
+def test_pooling_keeps_the_order_of_rounds():
+    pooled = pool_rounds(rounds(0, a=[1.0, 2.0], b=[3.0, 4.0]), rounds(1, a=[5.0], b=[6.0]))
+    assert pooled.process == [0, 0, 1]
+    assert pooled.seconds == {"graph": {"a": [1.0, 2.0, 5.0], "b": [3.0, 4.0, 6.0]}}
+
+
+def test_pooling_drops_an_arm_that_one_process_lacks():
+    pooled = pool_rounds(rounds(0, a=[1.0], b=[3.0]), rounds(1, a=[5.0]))
+    assert pooled.seconds == {"graph": {"a": [1.0, 5.0]}}
+
+
+def test_rates_are_medians_and_what_follows_from_the_work():
+    case = CaseRecord(
+        name="c",
+        problem={},
+        origin="",
+        work=Work(flops=4e12, bytes=2e12, tokens=100),
+        correct=True,
+        rounds=[rounds(0, a=[1.0, 2.0, 9.0])],
+    )
+    rates = rates_of(case, "a")["graph"]
+    assert (rates.seconds, rates.tokens_per_second, rates.tflops, rates.tbytes_per_second) == (2.0, 50.0, 2.0, 1.0)
+    assert rates_of(case, "b") == {}

@@ -1,0 +1,384 @@
+"""The chain: its order, its stops, and the gates that need no GPU. The subjects run in real worker processes."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+
+import pytest
+
+from flashmoe_science.errors import ProofError, SuiteError
+from flashmoe_science.proof.evidence import GATE_NAMES, read_record, write_record
+from flashmoe_science.proof.gates import chain, static
+
+from .chain import (
+    GPU,
+    HONEST,
+    SHORT,
+    Recorder,
+    environment_with,
+    gate_of,
+    request_of,
+    run_chain,
+    statuses,
+    until,
+    write_subject,
+)
+from .fake_operator import Problem
+
+HONEST_CODE = "from tests.proof.fake_operator import attend\n"
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch):
+    monkeypatch.setattr(chain, "_read_environment", lambda: environment_with(None))
+    monkeypatch.setattr(sys, "path", list(sys.path))  # an operator of the user's own adds the subject's folder
+
+
+def test_machine_without_gpu_shows_what_it_can(tmp_path):
+    recorder = Recorder()
+    record = run_chain(request_of(HONEST, SHORT, Problem(1, 1, 4096, 64)), recorder)
+    assert statuses(record) == {
+        **dict.fromkeys(("sources", "build", "import", "correct"), "passed"),
+        **dict.fromkeys(("launch", "quick", "bench"), "not possible"),
+    }
+    assert record.complete
+    assert gate_of(record, "launch").summary == "no NVIDIA GPU here"
+    assert "1 of 2 cases on the CPU" in gate_of(record, "correct").summary
+    assert "1 not possible here" in gate_of(record, "correct").summary
+    assert "b1_h1_s4096_d64_fp16: 4,096 tokens and more" in gate_of(record, "correct").details[0]
+    assert [case.correct for case in record.cases] == [True, None]
+    arm = record.cases[0].arms[0]
+    assert (arm.status, arm.reason) == ("not measured", "launch is not possible here: no NVIDIA GPU here")
+    assert arm.accuracy is not None
+    assert arm.accuracy.max_error <= arm.accuracy.budget
+    assert arm.accuracy.deterministic
+    assert [source.path for source in record.subject.sources] == ["fake_operator.py"]
+    write_record(record, tmp_path / "record.json")
+    assert read_record(tmp_path / "record.json") == record
+
+
+def test_progress_and_record_are_told_after_every_gate():
+    recorder = Recorder()
+    record = run_chain(request_of(until="import"), recorder)
+    assert recorder.started == ["sources", "build", "import"]
+    assert [gate.name for gate in recorder.finished] == recorder.started
+    assert [saved.complete for saved in recorder.saved] == [False, False, False, True]
+    assert {saved.id for saved in recorder.saved} == {record.id}
+    assert recorder.saved[0].incomplete_reason == "the run has not ended"
+    assert statuses(record) == {**until("launch", "not reached")}
+    assert record.cases[0].arms[0].reason == "the run was to end after gate import"
+
+
+@pytest.mark.parametrize("last", ["sources", "build"])
+def test_until_ends_the_chain_after_that_gate(last):
+    record = run_chain(request_of(until=last))
+    done = GATE_NAMES[: GATE_NAMES.index(last) + 1]
+    assert [gate.name for gate in record.gates if gate.status.value == "passed"] == list(done)
+    assert record.complete
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"until": "corect"}, ProofError, "until must be one of sources, build"),
+        ({"gpus": ["Z80"]}, ProofError, "gpu must be one of A100"),
+        ({"baselines": ["sdpa", "tea"]}, ProofError, "baseline must be one of sdpa, absent, picky, got 'tea'"),
+    ],
+)
+def test_impossible_request_is_refused_before_anything_runs(changes, error, message):
+    recorder = Recorder()
+    with pytest.raises(error, match=message):
+        run_chain(request_of(**changes), recorder)
+    assert recorder.saved == []
+
+
+def test_suite_of_another_operator_is_refused():
+    request = request_of()
+    other = replace(request.suite, operator="attention")
+    with pytest.raises(SuiteError, match="suite made-up is of operator 'attention', and subject fake_attention of"):
+        run_chain(replace(request, suite=other))
+
+
+def test_folder_is_told_relative_to_the_repository(tmp_path):
+    inside = run_chain(request_of(until="sources", repository=HONEST.folder.parent))
+    outside = run_chain(request_of(until="sources", repository=tmp_path))
+    assert (inside.subject.folder, outside.subject.folder) == ("proof", None)
+
+
+# Gate sources.
+
+
+def test_missing_source_fails_gate_sources():
+    record = run_chain(request_of(replace(HONEST, sources=("fake_operator.py", "csrc/*.cu", "gone.py"))))
+    assert statuses(record) == until("sources")
+    assert gate_of(record, "sources").summary == "no such file: csrc/*.cu, gone.py"
+    assert record.complete
+
+
+def test_source_changed_during_the_run_makes_the_record_incomplete(tmp_path):
+    subject = write_subject(tmp_path, HONEST_CODE, tail="[build]\ncommand = 'sh -c \"echo >> written_subject.py\"'")
+    record = run_chain(request_of(subject, until="build"))
+    assert not record.complete
+    assert record.incomplete_reason == "changed while the run was going on: written_subject.py"
+
+
+# Gate build.
+
+
+def build_gate(folder, code=HONEST_CODE, **kwargs):
+    subject = write_subject(folder, code, **{k: v for k, v in kwargs.items() if k in ("head", "tail")})
+    more = {k: v for k, v in kwargs.items() if k not in ("head", "tail")}
+    record = run_chain(request_of(subject, until="build", **more))
+    return gate_of(record, "build"), statuses(record)
+
+
+def test_build_command_runs_in_the_folder(tmp_path):
+    gate, _ = build_gate(tmp_path, tail="[build]\ncommand = ['{python}', '-c', 'open(\"built\", \"w\")']")
+    assert gate.status.value == "passed"
+    assert gate.summary.startswith("build command finished in")
+    assert (tmp_path / "built").exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "summary"),
+    [
+        ("sh -c 'echo a cause; exit 3'", "the build command exited with status 3"),
+        ("sh -c 'kill -SEGV $$'", "the build command killed by SIGSEGV"),
+        ("sleep 600", "the build command not finished within 1 s"),
+        ("no-such-compiler", "the build command cannot start no-such-compiler: No such file or directory"),
+    ],
+)
+def test_failed_build_command_fails_gate_build(tmp_path, command, summary):
+    gate, all_gates = build_gate(tmp_path, tail=f'[build]\ncommand = "{command}"\ntimeout_s = 1')
+    assert all_gates == until("build")
+    assert gate.summary == summary
+    assert ("a cause" in gate.details) == ("echo" in command)
+
+
+def test_output_of_the_build_names_no_folder_of_this_machine(tmp_path):
+    gate, _ = build_gate(tmp_path, tail="[build]\ncommand = \"sh -c 'echo in $PWD; exit 1'\"")
+    assert gate.details == ["in ."]
+
+
+PROMISE = "[[launch.kernels]]\npattern = '*a*'\n"
+
+
+@pytest.mark.parametrize(
+    ("promise", "problem"),
+    [
+        ("shared_memory_bytes = 163840", "*a*: 163840 bytes of shared memory a block promised, L4 has 101376"),
+        ("block = [1024, 2, 1]", "*a*: 2048 threads a block promised, at most 1024 are possible"),
+    ],
+)
+def test_promise_beyond_the_limits_fails_gate_build(tmp_path, promise, problem):
+    gate, all_gates = build_gate(tmp_path, tail=PROMISE + promise, gpus=["L4"])
+    assert all_gates == until("build")
+    assert gate.summary == problem
+
+
+def test_promise_within_the_limits_passes(tmp_path):
+    assert build_gate(tmp_path, tail=PROMISE + "shared_memory_bytes = 163840", gpus=["H200"])[1]["build"] == "passed"
+
+
+JOBS = """
+import os
+from tests.proof.fake_operator import Job, Outcome, attend
+def jobs(cases, gpus):
+    assert cases[0]["seqlen_q"] == 65
+    return [Job(f"tile {i}", gpu, %s) for i in range(3) for gpu in gpus]
+class Dying:
+    registers = property(lambda self: os._exit(5))
+"""
+JOBS_TABLE = "[build]\ncompile_jobs = 'written_subject:jobs'"
+
+
+def test_kernels_are_compiled_for_every_gpu_named(tmp_path):
+    code = JOBS % "Outcome(shared_memory_bytes=2048 * (1 + i))"
+    gate, _ = build_gate(tmp_path, code, tail=JOBS_TABLE, gpus=["L4", "H200"])
+    assert gate.summary == (
+        "6 kernels compiled for 2 GPUs: at most 32 registers a thread, 6 KiB shared memory a block, no spills"
+    )
+    assert gate.details == [
+        "L4: 3 kernels, at most 6 of 99 KiB shared memory a block",
+        "H200: 3 kernels, at most 6 of 227 KiB shared memory a block",
+    ]
+
+
+def test_one_gpu_of_every_architecture_is_the_default(tmp_path):
+    gate, _ = build_gate(tmp_path, JOBS % "Outcome()", tail=JOBS_TABLE)
+    assert "compiled for 6 GPUs" in gate.summary
+
+
+def test_broken_promise_of_a_kernel_fails_gate_build(tmp_path):
+    code = JOBS % "Outcome(problems=('12 bytes spilled',) if i == 1 and gpu == 'L4' else ())"
+    gate, all_gates = build_gate(tmp_path, code, tail=JOBS_TABLE, gpus=["L4", "H200"])
+    assert all_gates == until("build")
+    assert gate.summary == "tile 1 for L4: 12 bytes spilled"
+
+
+def test_kernel_that_does_not_compile_fails_gate_build(tmp_path):
+    code = (JOBS % "Outcome()").replace("tile {i}", "no compiler {i}")
+    gate, _ = build_gate(tmp_path, code, tail=JOBS_TABLE, gpus=["L4"])
+    assert gate.summary == "no compiler 0 for L4: does not compile: expected an MMA of 16, got 4 (and 2 more)"
+
+
+def test_compiler_that_dies_fails_gate_build_and_says_where(tmp_path):
+    gate, all_gates = build_gate(tmp_path, JOBS % "Dying() if i == 2 else Outcome()", tail=JOBS_TABLE, gpus=["L4"])
+    assert all_gates == until("build")
+    assert gate.summary.startswith(
+        "the compiling process exited with status 5 before it answered while compiling tile 2"
+    )
+
+
+def test_builtin_subject_is_compiled(monkeypatch):
+    monkeypatch.setattr(static, "_COMPILE_PROCESSES", 1)
+    record = run_chain(request_of(replace(HONEST, builtin=True), until="build", gpus=["L4"]))
+    assert "1 kernels compiled for 1 GPUs" in gate_of(record, "build").summary
+
+
+# Gate import.
+
+
+def import_gate(folder, code, **kwargs):
+    record = run_chain(request_of(write_subject(folder, code, **kwargs), until="import"))
+    assert record.complete
+    return gate_of(record, "import"), statuses(record)
+
+
+def test_import_says_file_and_signature(tmp_path):
+    code = "def attend(q, k, v, *, causal, softmax_scale): pass\n"
+    gate, _ = import_gate(tmp_path, code)
+    assert gate.summary == "written_subject:attend loads in a fresh process"
+    assert gate.details == ["loaded written_subject.py", "signature (q, k, v, *, causal, softmax_scale)"]
+
+
+@pytest.mark.parametrize(
+    ("code", "summary"),
+    [
+        ("raise RuntimeError('symbol not found: _ZN4attn')", "RuntimeError: symbol not found: _ZN4attn"),
+        ("import no_such_extension", "ModuleNotFoundError: No module named 'no_such_extension'"),
+        ("import os; os._exit(9)", "exited with status 9 before it answered"),
+        ("import os; os.kill(os.getpid(), 11)", "killed by SIGSEGV"),
+        (
+            "atend = print",
+            "SubjectError: entry point written_subject:attend: written_subject has no attribute 'attend'",
+        ),
+        (
+            "def attend(q, k, v): pass",
+            "must take the arguments (Tensor, Tensor, Tensor, causal=False, softmax_scale=None)",
+        ),
+        ("def attend(q, k, v, mask, *, causal, softmax_scale): pass", "missing a required argument: 'mask'"),
+    ],
+)
+def test_broken_module_fails_gate_import(tmp_path, code, summary):
+    gate, all_gates = import_gate(tmp_path, code + "\n")
+    assert all_gates == until("import")
+    assert gate.summary.startswith("written_subject:attend: ")
+    assert summary in gate.summary
+    assert str(tmp_path) not in gate.model_dump_json()
+
+
+def test_import_that_hangs_fails_gate_import(tmp_path, monkeypatch):
+    monkeypatch.setattr(static, "_IMPORT_TIMEOUT_S", 6.0)
+    gate, all_gates = import_gate(tmp_path, "import time\ntime.sleep(600)\n")
+    assert all_gates == until("import")
+    assert gate.summary == "written_subject:attend: no answer within 6 s"
+    assert any("written_subject.py" in line for line in gate.details)
+
+
+def test_module_from_elsewhere_is_noted(tmp_path):
+    gate, _ = import_gate(tmp_path, HONEST_CODE, head="python_path = ['../elsewhere']")
+    assert "ModuleNotFoundError" in gate.summary
+    other = tmp_path.parent / "elsewhere"
+    other.mkdir()
+    (other / "written_subject.py").write_text(HONEST_CODE)
+    gate, _ = import_gate(tmp_path, HONEST_CODE, head="python_path = ['../elsewhere']")
+    assert gate.details[0] == "loaded written_subject.py from outside the subject's folder"
+
+
+# Gate correct.
+
+
+def test_crash_keeps_the_cases_before_it(tmp_path):
+    code = HONEST_CODE.replace("attend", "attend as honest") + (
+        "def attend(q, k, v, *, causal, softmax_scale):\n"
+        "    if q.shape[2] == 66:\n"
+        "        import os; print('last words', flush=True); os.kill(os.getpid(), 11)\n"
+        "    return honest(q, k, v, causal=causal)\n"
+    )
+    recorder = Recorder()
+    problems = (SHORT, replace(SHORT, seqlen_q=66), replace(SHORT, seqlen_q=67))
+    record = run_chain(request_of(write_subject(tmp_path, code), *problems), recorder)
+    gate = gate_of(record, "correct")
+    assert statuses(record)["correct"] == "failed"
+    assert statuses(record)["quick"] == "not reached"
+    assert gate.summary == "case b1_h3_s66_d64_fp16: killed by SIGSEGV"
+    assert "last words" in gate.details
+    assert [case.correct for case in record.cases] == [True, False, None]
+    assert record.complete
+    assert [case.correct for case in recorder.saved[-3].cases] == [True, None, None]
+
+
+def test_raise_fails_its_case_and_the_others_are_still_checked(tmp_path):
+    code = HONEST_CODE.replace("attend", "attend as honest") + (
+        "def attend(q, k, v, *, causal, softmax_scale):\n"
+        "    if q.shape[2] == 65: raise ValueError('65 is odd')\n"
+        "    return honest(q, k, v, causal=causal)\n"
+    )
+    record = run_chain(request_of(write_subject(tmp_path, code), SHORT, replace(SHORT, seqlen_q=66)))
+    assert [case.correct for case in record.cases] == [False, True]
+    assert gate_of(record, "correct").summary.startswith(
+        "wrong in 1 of 2 cases; b1_h3_s65_d64_fp16: the first call: raised ValueError: 65 is odd (written_subject.py:"
+    )
+    assert record.cases[0].arms[0].status == "failed"
+
+
+def test_subject_that_needs_a_gpu_cannot_be_checked_here():
+    record = run_chain(request_of(replace(HONEST, devices=("cuda",))))
+    assert statuses(record)["correct"] == "not possible"
+    assert gate_of(record, "correct").summary == "no NVIDIA GPU here, and this subject does not run on a CPU"
+    assert [case.correct for case in record.cases] == [None]
+
+
+def test_all_cases_too_long_for_a_cpu():
+    record = run_chain(request_of(HONEST, Problem(1, 1, 4096, 64)))
+    assert statuses(record)["correct"] == "not possible"
+
+
+# Interruption.
+
+
+def test_ctrl_c_saves_what_was_finished_and_goes_on_up(monkeypatch):
+    def interrupt(run):
+        run.update_case(next(iter(run.cases)), correct=True)
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(chain._GATES, "correct", interrupt)
+    recorder = Recorder()
+    with pytest.raises(KeyboardInterrupt):
+        run_chain(request_of(), recorder)
+    last = recorder.saved[-1]
+    assert not last.complete
+    assert last.incomplete_reason == "interrupted in gate correct"
+    assert statuses(last)["import"] == "passed"
+    assert statuses(last)["correct"] == "not reached"
+    assert last.cases[0].correct is True
+
+
+def test_error_of_the_harness_is_saved_and_raised(monkeypatch):
+    def fail(run):
+        raise OSError("disk on fire")
+
+    monkeypatch.setitem(chain._GATES, "build", fail)
+    recorder = Recorder()
+    with pytest.raises(OSError, match="disk on fire"):
+        run_chain(request_of(), recorder)
+    assert recorder.saved[-1].incomplete_reason == "the harness failed: OSError: disk on fire in gate build"
+
+
+def test_cpu_subject_on_a_gpu_machine_is_not_timed(monkeypatch):
+    monkeypatch.setattr(chain, "_read_environment", lambda: environment_with(GPU))
+    record = run_chain(request_of(replace(HONEST, devices=("cpu",))))
+    assert statuses(record)["correct"] == "passed"
+    assert gate_of(record, "bench").summary == "this subject runs on the CPU only"

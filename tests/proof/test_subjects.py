@@ -1,0 +1,87 @@
+"""Every way of cheating or failing that a CPU can show is caught, and at the gate where it belongs."""
+
+from __future__ import annotations
+
+import re
+import sys
+
+import pytest
+
+from flashmoe_science.proof.gates import chain
+
+from .chain import SUBJECTS, catch, environment_with, gate_of, request_of, run_chain, statuses
+from .fake_operator import Problem
+
+SHORT = Problem(1, 3, 65, 64)
+LONG = Problem(1, 1, 3072, 64)
+
+CAUGHT = {
+    "stale_output": "new values at the same addresses: error",
+    "shared_output": "the output of the first call was changed by a later call",
+    "cached_by_pointer": "new values at the same addresses: error",
+    "cached_by_shape": "new values at the same addresses: error",
+    "input_overwritten": "the first call: the input q was overwritten",
+    "zeros": r"the first call: error .* wrong in 12\d\d\d of 12480 elements",
+    "constant": r"the first call: error .* wrong in 12\d\d\d of 12480 elements",
+    "tile_missing": r"the first call: NaN in 192 of 12480 elements, the first at \[0, 0, 64, 0\]",
+    "tile_missing_zeroed": r"the first call: error .* the first at \[0, 0, 64, ",
+    "head_transposed": r"the first call: error .* wrong in 4\d\d\d of 12480 elements, the first at \[0, 2, 0, ",
+    "bits_vary": "the same input gave other bits, and determinism was promised",
+}
+
+HONEST = ("honest_torch", "honest_triton")
+
+OTHER_GATES = {
+    *("absent_from_graph", "falls_through", "falls_through_in_parts", "fewer_threads", "impossible_time"),
+    *("low_precision_accumulator", "mislabelled_baseline", "other_stream", "over_shared_memory"),
+}
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch):
+    monkeypatch.setattr(chain, "_read_environment", lambda: environment_with(None))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+
+def fails_at(record):
+    return next(gate for gate, status in statuses(record).items() if status == "failed")
+
+
+@pytest.mark.parametrize("name", CAUGHT)
+def test_caught_at_gate_correct(name, tmp_path):
+    record = run_chain(request_of(catch(name, tmp_path), SHORT))
+    assert fails_at(record) == "correct"
+    assert re.search(CAUGHT[name], gate_of(record, "correct").summary)
+    assert record.cases[0].correct is False
+    assert record.complete
+
+
+def test_low_precision_accumulator_is_caught_on_long_sequences_only(tmp_path):
+    record = run_chain(request_of(catch("low_precision_accumulator", tmp_path), SHORT, LONG))
+    assert fails_at(record) == "correct"
+    assert [case.correct for case in record.cases] == [True, False]
+    assert "b1_h1_s3072_d64_fp16" in gate_of(record, "correct").summary
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.triton) for name in HONEST])
+def test_honest_subject_passes(name, tmp_path):
+    causal = Problem(2, 2, 70, 32, causal=True)
+    record = run_chain(request_of(catch(name, tmp_path), SHORT, causal, Problem(1, 1, 1, 16)))
+    assert "failed" not in statuses(record).values()
+    assert gate_of(record, "correct").summary.startswith("3 of 3 cases on the CPU")
+
+
+@pytest.mark.triton
+def test_shared_memory_over_the_limit_is_caught_at_gate_build(tmp_path):
+    subject = catch("over_shared_memory", tmp_path)
+    record = run_chain(request_of(subject, SHORT, gpus=["H200", "L4"]))
+    assert fails_at(record) == "build"
+    assert gate_of(record, "build").summary == (
+        "large tile for L4: 147456 bytes of shared memory a block, the limit is 101376"
+    )
+    assert statuses(run_chain(request_of(subject, SHORT, gpus=["H200"], until="build")))["build"] == "passed"
+
+
+def test_every_subject_is_tried_somewhere():
+    folders = {file.parent.name for file in SUBJECTS.glob("*/kernel.toml")}
+    assert folders == {*CAUGHT, *HONEST, *OTHER_GATES}
