@@ -81,8 +81,9 @@ def test_prove_with_no_gpu_ends_with_the_verdicts_of_verify(prove_with):
     assert code == 0
     lines = out.splitlines()
     assert "not timed     sources, build, import, correct passed; launch, quick, bench not possible here" in out
-    assert lines[-5] == "The claims of this repository, by the evidence that it carries:"
-    assert lines[-4].startswith("demonstrated  It is twice as fast.")
+    assert lines[-7] == "The claims of this repository, by the evidence that it carries:"
+    assert lines[-5].startswith("demonstrated  It is twice as fast.")
+    assert lines[-3] == "1 claim: 1 demonstrated"
 
 
 def test_prove_with_no_gpu_holds_even_where_a_claim_does_not(prove_with, repository):

@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from flashmoe_science.cli.terminal import ChainProgress, Terminal
+from flashmoe_science.proof.evidence import Gate, GateStatus
 
 from ..proof.builders import build_gates
 
@@ -80,6 +81,15 @@ def test_short_work_is_quiet(capsys, clock):
     progress.finish(build_gates()[0])
     out, err = capsys.readouterr()
     assert (out, err) == ("sources  passed                1.0 s  made up: passed\n", "")
+
+
+def test_a_hint_is_said_once(capsys):
+    gates = [Gate(name=name, status=GateStatus.NOT_POSSIBLE, hint="look here") for name in ("quick", "bench")]
+    progress = ChainProgress(Terminal())
+    for gate in gates:
+        progress.start(gate.name)
+        progress.finish(gate)
+    assert capsys.readouterr().out.count("hint: look here") == 1
 
 
 def test_notes_name_their_gate(capsys):

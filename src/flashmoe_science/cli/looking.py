@@ -65,7 +65,11 @@ def run_show(key: str, *, kind: str | None, verbose: bool, csv: Path | None, as_
     claims = load_claims(repository / "claims") if repository else []
     notes = _source_changes(record, repository) if repository else []
     verdicts = conclude(record, claims, notes=notes)
-    terminal.show(head_lines(record), "", *(gate_lines(gate, verbose=verbose) for gate in record.gates), "")
+    terminal.show(head_lines(record), "")
+    for number, gate in enumerate(record.gates):
+        said = {earlier.hint for earlier in record.gates[:number]}
+        terminal.show(gate_lines(gate, verbose=verbose, said=said))
+    terminal.show("")
     if record.cases:
         unmeasured = unmeasured_lines(record)
         terminal.show(case_table(record, cast("TimeKind | None", kind)), *([unmeasured] if unmeasured else []), "")

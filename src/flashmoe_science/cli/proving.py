@@ -139,9 +139,9 @@ def _conclude(terminal: Terminal, record: Record, repository: Path | None, path:
     if record.environment.gpu is None and repository is not None and code == 0:
         # Nothing could be timed here, so what can be said of speed is what the repository's evidence says.
         verdicts = verify_claims(repository)
-        terminal.show("", "The claims of this repository, by the evidence that it carries:")
+        terminal.show("", "The claims of this repository, by the evidence that it carries:", "")
         terminal.show_verdicts(verdicts)
-        terminal.show(count_line(verdicts))
+        terminal.show(*([""] if verdicts else []), count_line(verdicts))
     terminal.show("", f"record: {short_path(path)}")
     plain = [as_plain(verdict) for verdict in verdicts]
     terminal.document({"record": as_plain(record), "path": short_path(path), "verdicts": plain, "exit_code": code})

@@ -148,6 +148,7 @@ class ChainProgress:
         self._task = TaskID(0)
         self._gate = ""
         self._total = 0
+        self._hints: set[str] = set()
         self._started = self._last_line = 0.0
 
     def start(self, gate: str) -> None:
@@ -178,7 +179,8 @@ class ChainProgress:
     def finish(self, gate: Gate) -> None:
         """A gate ended: its line is data, and stays."""
         self.close()
-        self._terminal.say(gate_lines(gate))
+        self._terminal.say(gate_lines(gate, said=self._hints))
+        self._hints.add(gate.hint)
 
     def close(self) -> None:
         """Take the bar away, whatever happened."""

@@ -5,7 +5,7 @@ Everything is ASCII, but for the lines of a table, and says the same without col
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from rich import box
@@ -61,8 +61,14 @@ def _grid(*widths: int, right: Iterable[int] = ()) -> Table:
     return grid
 
 
-def gate_lines(gate: Gate, *, verbose: bool = False) -> RenderableType:
-    """Return what one gate showed: a line, and under a failure its hint and the facts."""
+def gate_lines(gate: Gate, *, verbose: bool = False, said: Container[str] = ()) -> RenderableType:
+    """Return what one gate showed: a line, under it its hint, and under a failure the facts.
+
+    Args:
+        gate: of a record.
+        verbose: With the facts, even of a gate that passed.
+        said: Hints that the reader has already; they are left out.
+    """
     grid = _grid(7, 17, 8, right=[2])
     style = _GATE_STYLE[gate.status]
     seconds = "" if gate.status is GateStatus.NOT_REACHED else f"{gate.seconds:.1f} s"
@@ -72,7 +78,7 @@ def gate_lines(gate: Gate, *, verbose: bool = False) -> RenderableType:
     below: list[RenderableType] = [Text(line, "" if failed else "dim") for line in shown]
     if failed and len(gate.details) > len(shown):
         below.append(Text(f"... and {len(gate.details) - len(shown)} more lines in the record", "dim"))
-    if gate.hint:
+    if gate.hint and gate.hint not in said:
         below.append(Text.assemble(("hint", "cyan"), f": {gate.hint}"))
     return Group(grid, Padding(Group(*below), (0, 0, 0, _UNDER_STATUS))) if below else grid
 
@@ -240,9 +246,10 @@ def verdict_lines(verdict: Verdict, *, one_line: bool = False, why: bool = False
         one_line: For a file or a pipe: everything on one line.
         why: With the reason, even of a claim that is demonstrated. The others always say why.
     """
-    facts = [figure(verdict), verdict.record or "no evidence"]
     status = Text(verdict.status.value, _VERDICT_STYLE[verdict.status])
-    parts = [Text(verdict.claim.sentence), Text("; ".join(facts), "dim")]
+    parts = [Text(verdict.claim.sentence)]
+    if verdict.record is not None:
+        parts.append(Text(f"{figure(verdict)}; {verdict.record}", "dim"))
     if why or verdict.status is not VerdictStatus.DEMONSTRATED:
         parts.append(Text(verdict.reason))
     grid = _grid(12)
