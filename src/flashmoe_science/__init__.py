@@ -19,7 +19,15 @@ _ORIGIN = {
     "CompileError": "errors",
 }
 
-__all__ = ["CompileError", "FlashmoeError", "InputError", "UnsupportedError", "__version__", "explain", "flash_attention"]
+__all__ = [
+    "CompileError",
+    "FlashmoeError",
+    "InputError",
+    "UnsupportedError",
+    "__version__",
+    "explain",
+    "flash_attention",
+]
 
 if TYPE_CHECKING:
     from .attention.api import explain, flash_attention

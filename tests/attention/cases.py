@@ -22,14 +22,14 @@ class Case:
 
     def __str__(self) -> str:
         mask = "causal" if self.causal else "full"
-        sizes = f"{self.batch}x{self.heads}_{self.heads_kv}x{self.seqlen_q}x{self.seqlen_k}x{self.head_dim}_{self.head_dim_v}"
-        return f"{self.why}-{sizes}-{self.dtype}-{mask}"
+        lengths, dims = f"{self.seqlen_q}x{self.seqlen_k}", f"{self.head_dim}_{self.head_dim_v}"
+        return f"{self.why}-{self.batch}x{self.heads}_{self.heads_kv}x{lengths}x{dims}-{self.dtype}-{mask}"
 
 
 # (Sq, Sk) of FlashAttention's own tests.
 PAIRS = (
-    (1, 1), (64, 128), (128, 192), (239, 1), (799, 3), (113, 203), (113, 128), (128, 217), (113, 211), (108, 256), (384, 256),
-    (640, 128), (512, 256), (1023, 1024), (1024, 1023),
+    (1, 1), (64, 128), (128, 192), (239, 1), (799, 3), (113, 203), (113, 128), (128, 217), (113, 211), (108, 256),
+    (384, 256), (640, 128), (512, 256), (1023, 1024), (1024, 1023),
 )  # fmt: skip
 HEAD_DIMS = (1, 4, 32, 40, 59, 64, 80, 96, 111, 128, 160, 192, 224, 256)
 

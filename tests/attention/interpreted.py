@@ -1,4 +1,4 @@
-"""Child process: read cases from stdin, run the streaming kernel in Triton's interpreter, answer ``right`` or why not."""
+"""Child process: read cases from stdin, run them in Triton's interpreter, answer ``right`` or why not."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def main() -> None:
     """Serve until stdin ends."""
     for line in sys.stdin:
         try:
-            check(eval(line, {"Case": Case}))  # noqa: S307 - the parent's own repr
+            check(eval(line, {"Case": Case}))  # the parent's own repr
             answer = "right"
         except Exception as error:  # noqa: BLE001 - the parent fails the test with it
             answer = f"{type(error).__name__}: {error}".replace("\n", " | ")

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812 - PyTorch's own habit
 
 from flashmoe_science import InputError, UnsupportedError, explain, flash_attention
 from flashmoe_science.attention import reference
@@ -65,14 +65,29 @@ def test_rows_sum_to_one():
 
 
 BAD = {
-    "three dimensions": (lambda q, k, v: (q[0], k, v), r"q must have 4 dimensions \[B, H, S, D\], got shape \[4, 6, 8\]"),
-    "head dim of k": (lambda q, k, v: (q, k[..., :4], v), r"k must have shape \[B, HK, Sk, D\] = \[2, 4, 6, 8\], got \[2, 4, 6, 4\]"),
+    "three dimensions": (
+        lambda q, k, v: (q[0], k, v),
+        r"q must have 4 dimensions \[B, H, S, D\], got shape \[4, 6, 8\]",
+    ),
+    "head dim of k": (
+        lambda q, k, v: (q, k[..., :4], v),
+        r"k must have shape \[B, HK, Sk, D\] = \[2, 4, 6, 8\], got \[2, 4, 6, 4\]",
+    ),
     "batch of k": (lambda q, k, v: (q, k[:1], v), r"k must have shape .* = \[2, 4, 6, 8\], got \[1, 4, 6, 8\]"),
-    "length of v": (lambda q, k, v: (q, k, v[:, :, :5]), r"v must have shape \[B, HK, Sk, DV\] = \[2, 4, 6, 8\], got \[2, 4, 5, 8\]"),
+    "length of v": (
+        lambda q, k, v: (q, k, v[:, :, :5]),
+        r"v must have shape \[B, HK, Sk, DV\] = \[2, 4, 6, 8\], got \[2, 4, 5, 8\]",
+    ),
     "heads": (lambda q, k, v: (q, k[:, :3], v[:, :3]), r"heads must be a multiple of heads_kv = 3, got 4"),
     "dtype of k": (lambda q, k, v: (q, k.half(), v), r"k must have the dtype of q, torch.float32, got torch.float16"),
-    "float64": (lambda q, k, v: (q.double(), k.double(), v.double()), r"q must be float16, bfloat16 or float32, got torch.float64"),
-    "integers": (lambda q, k, v: (q.int(), k.int(), v.int()), r"q must be float16, bfloat16 or float32, got torch.int32"),
+    "float64": (
+        lambda q, k, v: (q.double(), k.double(), v.double()),
+        r"q must be float16, bfloat16 or float32, got torch.float64",
+    ),
+    "integers": (
+        lambda q, k, v: (q.int(), k.int(), v.int()),
+        r"q must be float16, bfloat16 or float32, got torch.int32",
+    ),
     "a list": (lambda q, k, v: ([1.0], k, v), r"must be .*torch.Tensors?, got list"),
     "device": (lambda q, k, v: (q, k.to("meta"), v), r"k must be on the device of q, cpu, got meta"),
 }
@@ -144,12 +159,19 @@ def test_prepared_calls_see_every_change():
 def test_compile_and_opcheck_on_cpu():
     """The registered operators trace whole graphs, and their fake implementations fit."""
     q, k, v = (torch.randn(1, 4, 6, 8) for _ in range(3))
-    compiled = torch.compile(lambda a, b, c: flash_attention(a + 1, b, c, causal=True, return_lse=True), fullgraph=True, backend="eager")
-    for got, expected in zip(compiled(q, k, v), flash_attention(q + 1, k, v, causal=True, return_lse=True), strict=True):
+    compiled = torch.compile(
+        lambda a, b, c: flash_attention(a + 1, b, c, causal=True, return_lse=True), fullgraph=True, backend="eager"
+    )
+    for got, expected in zip(
+        compiled(q, k, v), flash_attention(q + 1, k, v, causal=True, return_lse=True), strict=True
+    ):
         torch.testing.assert_close(got, expected)
     strided = q.transpose(1, 2).contiguous().transpose(1, 2)
     for first in (q, strided):
-        for operator in (torch.ops.flashmoe_science.attention_forward, torch.ops.flashmoe_science.attention_forward_lse):
+        for operator in (
+            torch.ops.flashmoe_science.attention_forward,
+            torch.ops.flashmoe_science.attention_forward_lse,
+        ):
             torch.library.opcheck(operator, (first, k[:, :2], v[:, :2], True, 0.5, "auto"))
 
 
@@ -169,7 +191,11 @@ def test_streaming_kernel_interpreted(case, interpreted):
 @pytest.fixture(scope="module")
 def interpreted():
     """Return a check of one case in a child process, which Triton's interpreter needs (it is chosen at import)."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    environment = {
+        **os.environ,
+        "TRITON_INTERPRET": "1",
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+    }
     child = subprocess.Popen(
         [sys.executable, "-m", "tests.attention.interpreted"],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,

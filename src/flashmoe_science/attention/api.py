@@ -23,10 +23,11 @@ _prepared: dict[tuple[Any, ...], Callable[..., Any]] = {}
 _last_call: tuple[tuple[Any, ...], Callable[..., Any]] = ((), lambda: None)
 _MAX_PREPARED = 8192  # entries, about 2 KiB each
 
-_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # absent from CPU builds of torch
-_current_device = getattr(torch._C, "_cuda_getDevice", None)
+# Absent from CPU builds of torch.
+_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # noqa: SLF001 - what torch.compile's code calls
+_current_device = getattr(torch._C, "_cuda_getDevice", None)  # noqa: SLF001 - what torch.cuda.current_device calls
 # What Inductor's generated code allocates with: 1.2 us where torch.empty_like takes 2.8 (H200's host).
-_empty_strided_cuda = torch._C._dynamo.guards._empty_strided_cuda
+_empty_strided_cuda = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined] # noqa: SLF001
 _is_compiling = torch.compiler.is_compiling
 
 
@@ -110,7 +111,7 @@ def problem_of(
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, Tensor):
             raise InputError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
-        if tensor.dim() != 4:  # noqa: PLR2004 - B, H, S, D
+        if tensor.dim() != 4:
             raise InputError(f"{name} must have 4 dimensions [B, H, S, D], got shape {list(tensor.shape)}")
         if tensor.dtype not in _DTYPE_NAMES:
             raise InputError(f"{name} must be float16, bfloat16 or float32, got {tensor.dtype}")
@@ -216,7 +217,9 @@ def _interpreter_call(plan: Plan) -> Callable[..., Any]:
 
     problem = plan.problem
     if problem.dtype == "bf16":
-        raise UnsupportedError("Triton's interpreter multiplies bf16 wrongly", hint="use fp16 or fp32 with TRITON_INTERPRET=1")
+        raise UnsupportedError(
+            "Triton's interpreter multiplies bf16 wrongly", hint="use fp16 or fp32 with TRITON_INTERPRET=1"
+        )
     kernels = prepare_kernels(plan)
     shape = (problem.batch, problem.heads, problem.seqlen_q, problem.head_dim_v)
 
@@ -241,14 +244,15 @@ def _cuda_call(plan: Plan, device: int, dtype: torch.dtype) -> Callable[..., Any
     strides, rows = problem.output_strides, shape[:3]
     rows_strides = (rows[1] * rows[2], rows[2], 1)
     launches = [
-        prepare_launch(kernel.source, plan.arch, device, kernel.grid, kernel.scalars) for kernel in prepare_kernels(plan)
+        prepare_launch(kernel.source, plan.arch, device, kernel.grid, kernel.scalars)
+        for kernel in prepare_kernels(plan)
     ]
     empty, stream_of, return_lse = _empty_strided_cuda, _raw_stream, problem.return_lse
     assert stream_of is not None
 
     if not launches:  # an empty output
 
-        def call(_q: Tensor, _k: Tensor, _v: Tensor, _pq: int, _pk: int, _pv: int) -> Any:
+        def call(_q: Tensor, _k: Tensor, _v: Tensor, pq: int, pk: int, pv: int) -> Any:  # noqa: ARG001 - no launch
             o = empty(shape, strides, dtype)
             return (o, empty(rows, rows_strides, torch.float32)) if return_lse else o
 
@@ -292,41 +296,40 @@ def _cuda_call(plan: Plan, device: int, dtype: torch.dtype) -> Callable[..., Any
     return call_on_device
 
 
-# ---------------------------------------------------------------------------- torch.compile and tensor subclasses
-# The eager call above never comes here; graphs that torch traces hold these operators.
+# Graphs that torch traces hold the operators below, and tensor subclasses come by them; the eager call never does.
 
 
 @torch.library.custom_op("flashmoe_science::attention_forward", mutates_args=())
 def _attention_forward(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, softmax_scale: float | None, kernel: str
 ) -> Tensor:
-    return flash_attention(
-        q.detach(), k.detach(), v.detach(), causal=causal, softmax_scale=softmax_scale, kernel=kernel
-    )  # type: ignore[no-any-return]
+    q, k, v = q.detach(), k.detach(), v.detach()
+    o: Tensor = flash_attention(q, k, v, causal=causal, softmax_scale=softmax_scale, kernel=kernel)
+    return o
 
 
 @torch.library.custom_op("flashmoe_science::attention_forward_lse", mutates_args=())
 def _attention_forward_lse(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, softmax_scale: float | None, kernel: str
 ) -> tuple[Tensor, Tensor]:
-    return flash_attention(
-        q.detach(), k.detach(), v.detach(), causal=causal, softmax_scale=softmax_scale, return_lse=True, kernel=kernel
-    )  # type: ignore[no-any-return]
+    q, k, v = q.detach(), k.detach(), v.detach()
+    o: Tensor
+    lse: Tensor
+    o, lse = flash_attention(q, k, v, causal=causal, softmax_scale=softmax_scale, return_lse=True, kernel=kernel)
+    return o, lse
 
 
 @_attention_forward.register_fake
-def _fake_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, softmax_scale: float | None, kernel: str) -> Tensor:
-    return _fake_outputs(q, k, v)[0]
+def _fake_forward(q: Tensor, _k: Tensor, v: Tensor, *_options: object) -> Tensor:
+    return _fake_outputs(q, v)[0]
 
 
 @_attention_forward_lse.register_fake
-def _fake_forward_lse(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, softmax_scale: float | None, kernel: str
-) -> tuple[Tensor, Tensor]:
-    return _fake_outputs(q, k, v)
+def _fake_forward_lse(q: Tensor, _k: Tensor, v: Tensor, *_options: object) -> tuple[Tensor, Tensor]:
+    return _fake_outputs(q, v)
 
 
-def _fake_outputs(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _fake_outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Return outputs without data, in the memory order that ``AttentionProblem.output_strides`` gives."""
     batch, heads, seqlen_q, _ = q.shape
     shape = (batch, heads, seqlen_q, v.shape[3])

@@ -18,7 +18,7 @@ from ..gpu.gluon_versions import async_load
 
 @gluon.constexpr_function
 def _copy_layout(groups, rows_of_warps, cols):
-    """Return the layout in which rows of ``cols`` 16-bit elements are copied, 16 bytes a thread where a row has them."""
+    """Return the layout that copies rows of ``cols`` 16-bit elements, 16 bytes a thread where a row has them."""
     vec = min(8, cols // 4)
     return gl.BlockedLayout([1, 1, vec], [1, 32 * vec // cols, cols // vec], [groups, rows_of_warps, 1], [2, 1, 0])
 
@@ -77,7 +77,9 @@ def _forward_short_kernel(
     G: gl.constexpr = KEY_GROUPS
     ROW_GROUPS: gl.constexpr = num_warps // KEY_GROUPS
     dtype: gl.constexpr = q_ptr.dtype.element_ty
-    mma: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[G, ROW_GROUPS, 1], instr_shape=[1, 16, 8])
+    mma: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[2, 0], warps_per_cta=[G, ROW_GROUPS, 1], instr_shape=[1, 16, 8]
+    )
     a_layout: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     b_layout: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
 
@@ -132,10 +134,10 @@ def _forward_short_kernel(
     total = gl.sum(weight * l_all, 0)
     has_keys = total > 0  # a row without keys: output 0, LSE -inf
     weight = weight * gl.where(has_keys, 1.0 / total, 0.0)[None, :]
-    # Kept apart in shared memory from what the products read, the partial results need no barrier before they are stored.
-    q_smem._keep_alive()
-    k_smem._keep_alive()
-    v_smem._keep_alive()
+    # Apart in shared memory from what the products read, partial results need no barrier before they are stored.
+    q_smem._keep_alive()  # noqa: SLF001 - Gluon has no public name for it
+    k_smem._keep_alive()  # noqa: SLF001
+    v_smem._keep_alive()  # noqa: SLF001
     out = gl.sum(acc_smem.load(out3) * weight[:, :, None], 0)  # [BLOCK_M, BLOCK_DV]
 
     out2: gl.constexpr = gl.SliceLayout(0, out3)

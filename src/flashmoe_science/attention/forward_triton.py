@@ -17,9 +17,9 @@ from .primitives import head_offset, load_rows
 
 @triton.jit
 def _attend(
-    acc, l, m, q, k_ptrs, v_ptrs, start_n, offs_m, offs_n, offs_d, offs_dv, seqlen_k, diagonal,
-    scale_log2,
-    STRIDE_KN: tl.constexpr, STRIDE_VN: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, MASK_D: tl.constexpr, MASK_DV: tl.constexpr,
+    acc, l, m, q, k_ptrs, v_ptrs, start_n, offs_m, offs_n, offs_d, offs_dv, seqlen_k, diagonal, scale_log2,
+    STRIDE_KN: tl.constexpr, STRIDE_VN: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    MASK_D: tl.constexpr, MASK_DV: tl.constexpr,
     MASK_N: tl.constexpr, IS_CAUSAL: tl.constexpr, EMPTY_ROWS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Fold one tile of keys into the running output, sum and maximum."""
@@ -109,13 +109,13 @@ def _forward_kernel(
     m = tl.full([BLOCK_M], -float("inf"), tl.float32)
     for start_n in tl.range(begin, unmasked, BLOCK_N, num_stages=NUM_STAGES):
         acc, l, m = _attend(
-            acc, l, m, q, k_ptrs, v_ptrs, start_n, offs_m, offs_n, offs_d, offs_dv, seqlen_k, diagonal,
-            scale_log2, STRIDE_KN, STRIDE_VN, D, DV, D != BLOCK_D, DV != BLOCK_DV, False, False, False, PRECISION,
+            acc, l, m, q, k_ptrs, v_ptrs, start_n, offs_m, offs_n, offs_d, offs_dv, seqlen_k, diagonal, scale_log2,
+            STRIDE_KN, STRIDE_VN, D, DV, D != BLOCK_D, DV != BLOCK_DV, False, False, False, PRECISION,
         )  # fmt: skip
     for start_n in tl.range(unmasked, end, BLOCK_N, num_stages=1):
         acc, l, m = _attend(
-            acc, l, m, q, k_ptrs, v_ptrs, start_n, offs_m, offs_n, offs_d, offs_dv, seqlen_k, diagonal,
-            scale_log2, STRIDE_KN, STRIDE_VN, D, DV, D != BLOCK_D, DV != BLOCK_DV, True, IS_CAUSAL, EMPTY_ROWS, PRECISION,
+            acc, l, m, q, k_ptrs, v_ptrs, start_n, offs_m, offs_n, offs_d, offs_dv, seqlen_k, diagonal, scale_log2,
+            STRIDE_KN, STRIDE_VN, D, DV, D != BLOCK_D, DV != BLOCK_DV, True, IS_CAUSAL, EMPTY_ROWS, PRECISION,
         )  # fmt: skip
 
     # A row that met no key has l == 0: its output is 0 and its LSE -inf.

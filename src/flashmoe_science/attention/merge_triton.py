@@ -20,8 +20,8 @@ def _merge_partials_kernel(
     stride_ob, stride_oh,  # in units of ALIGN_O elements
     rows_total,  # B * H * Sq
     heads, seqlen_q, tiles_m,
-    ALIGN_O: tl.constexpr, STRIDE_OM: tl.constexpr, SPLITS: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
-    STORE_LSE: tl.constexpr,
+    ALIGN_O: tl.constexpr, STRIDE_OM: tl.constexpr, SPLITS: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, STORE_LSE: tl.constexpr,
 ):  # fmt: skip
     """Merge BLOCK_M rows of one head. Grid: (tiles_m * B * H,)."""
     pid = tl.program_id(0)
@@ -49,6 +49,7 @@ def _merge_partials_kernel(
     has_keys = total > 0
     out = acc * tl.where(has_keys, 1.0 / total, 0.0)[:, None]
     o_base = o_ptr + head_offset(b, h, stride_ob, stride_oh) * ALIGN_O
-    tl.store(o_base + offs_m.to(tl.int64)[:, None] * STRIDE_OM + offs_dv[None, :], out.to(o_ptr.dtype.element_ty), mask=mask)
+    o_ptrs = o_base + offs_m.to(tl.int64)[:, None] * STRIDE_OM + offs_dv[None, :]
+    tl.store(o_ptrs, out.to(o_ptr.dtype.element_ty), mask=mask)
     if STORE_LSE:
         tl.store(lse_ptr + row, tl.where(has_keys, top + tl.log(total), -float("inf")), mask=mask_m)

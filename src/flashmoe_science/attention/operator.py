@@ -1,4 +1,4 @@
-"""What the harness needs to know of attention: cases, inputs, the exact answer, work, budgets, our kernels, the rivals."""
+"""What the harness needs to know of attention: cases, inputs, the exact answer, work, budgets, kernels, rivals."""
 
 from __future__ import annotations
 
@@ -89,7 +89,12 @@ def compile_plan(plan: Plan) -> tuple[CompileOutcome, ...]:
             problems.append(f"no {wanted} instruction: the matrix units are not used")
         outcomes.append(
             CompileOutcome(
-                found.registers, found.spill_bytes, found.shared_memory_bytes, found.seconds, tuple(problems), found.instructions
+                found.registers,
+                found.spill_bytes,
+                found.shared_memory_bytes,
+                found.seconds,
+                tuple(problems),
+                found.instructions,
             )
         )
     return tuple(outcomes)
@@ -97,12 +102,12 @@ def compile_plan(plan: Plan) -> tuple[CompileOutcome, ...]:
 
 def _matrix_instruction(plan: Plan, kernel: str) -> str | None:
     """Return the machine instruction that a kernel of 16-bit operands promises, or None."""
-    if plan.problem.item_bytes != 2 or kernel == "_merge_partials_kernel":  # noqa: PLR2004 - bytes
+    if plan.problem.item_bytes != 2 or kernel == "_merge_partials_kernel":
         return None
-    warpgroup_tile = isinstance(plan.config, ForwardConfig) and plan.config.block_m >= 64  # noqa: PLR2004 - rows of wgmma
-    if plan.arch == 90:  # noqa: PLR2004
+    warpgroup_tile = isinstance(plan.config, ForwardConfig) and plan.config.block_m >= 64  # rows of one wgmma
+    if plan.arch == 90:
         return "HGMMA" if warpgroup_tile else "HMMA"
-    if plan.arch == 100:  # noqa: PLR2004
+    if plan.arch == 100:
         return "UTCHMMA" if warpgroup_tile else "HMMA"
     return "HMMA"
 
@@ -172,8 +177,9 @@ class AttentionOperator:
     ) -> Callable[[], torch.Tensor]:
         """Return ``entry(q, k, v, causal=..., softmax_scale=...)`` as a call without arguments.
 
-        A rival with a memory layout of its own offers ``bind_inputs``, and lays its inputs out there, outside any timing.
-        On CPU tensors our own functions run the Triton kernel in the interpreter, since the reference would prove nothing.
+        A rival with a memory layout of its own offers ``bind_inputs``, and lays its inputs out there, outside any
+        timing. On CPU tensors our own functions run the Triton kernel in the interpreter: the reference would prove
+        nothing.
         """
         if hasattr(entry, "bind_inputs"):
             bound: Callable[[], torch.Tensor] = entry.bind_inputs(problem, inputs)
@@ -186,11 +192,16 @@ class AttentionOperator:
     def exact(self, problem: AttentionProblem, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the answer in fp64."""
         return reference.attention(
-            inputs["q"], inputs["k"], inputs["v"], causal=problem.causal, softmax_scale=problem.softmax_scale, dtype=torch.float64
+            inputs["q"],
+            inputs["k"],
+            inputs["v"],
+            causal=problem.causal,
+            softmax_scale=problem.softmax_scale,
+            dtype=torch.float64,
         )[0]
 
     def low_precision(self, problem: AttentionProblem, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the framework's eager answer in the problem's dtype, head by head (scores of all heads may not fit)."""
+        """Return the framework's eager answer in the problem's dtype, head by head: all scores at once may not fit."""
         p = problem
         o = torch.empty(p.batch, p.heads, p.seqlen_q, p.head_dim_v, dtype=inputs["q"].dtype, device=inputs["q"].device)
         for b in range(p.batch):
@@ -248,11 +259,15 @@ class AttentionOperator:
             raise CompileError("launches are promised for a GPU, and there is none")
         plan = self._plan(subject, problem, gpu)
         return [
-            PlannedLaunch(launch.pattern, launch.grid, launch.block, compile_kernel(kernel.source, plan.arch).metadata.shared)
+            PlannedLaunch(
+                launch.pattern, launch.grid, launch.block, compile_kernel(kernel.source, plan.arch).metadata.shared
+            )
             for launch, kernel in zip(plan.launches, prepare_kernels(plan), strict=True)
         ]
 
-    def compile_jobs(self, subject: str, problems: Sequence[AttentionProblem], gpus: Sequence[str]) -> Sequence[CompileJob]:
+    def compile_jobs(
+        self, subject: str, problems: Sequence[AttentionProblem], gpus: Sequence[str]
+    ) -> Sequence[CompileJob]:
         """Return every distinct kernel that ``problems`` need on ``gpus``."""
         from .prepare import prepare_kernels
 

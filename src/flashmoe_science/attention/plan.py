@@ -1,4 +1,4 @@
-"""Which kernel serves a problem on a GPU, with which tile and grid, and why. Imports no Triton: plans are made anywhere."""
+"""Which kernel serves a problem on a GPU, with which tile and grid, and why. No Triton: plans are made anywhere."""
 
 from __future__ import annotations
 
@@ -69,7 +69,9 @@ class Plan:
             fields = dataclasses.asdict(self.config)
             lines.append("  config  " + ", ".join(f"{name} {value}" for name, value in fields.items()))
         for launch in self.launches:
-            shared = "" if launch.shared_memory_bytes is None else f", {launch.shared_memory_bytes} bytes of shared memory"
+            shared = (
+                "" if launch.shared_memory_bytes is None else f", {launch.shared_memory_bytes} bytes of shared memory"
+            )
             lines.append(f"  launch  {launch.pattern}, grid {launch.grid}, {launch.block[0]} threads{shared}")
         return "\n".join(lines)
 
@@ -78,7 +80,7 @@ class Plan:
 
 
 def block_dim(head_dim: int) -> int:
-    """Return the columns of a tile that holds ``head_dim``: a power of two, 16 at the least (the matrix unit's step)."""
+    """Return the columns of a tile that holds ``head_dim``: a power of two, 16 (the matrix unit's step) or more."""
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
@@ -86,16 +88,16 @@ def _cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
-# --------------------------------------------------------------------------------------------- forward_triton
+# Tiles of forward_triton:
 # (architectures) -> {(bytes of an element, columns of the wider of the D and DV tiles): row tiles, largest first}.
-# Every row compiles for its architectures without spills and within their shared memory: tests/attention/test_tables.py.
+# Every row compiles for its architectures without spills and within their shared memory (test_tables.py).
 _T = ForwardConfig
 FORWARD_TABLES: dict[tuple[int, ...], dict[tuple[int, int], tuple[ForwardConfig, ...]]] = {
     (80,): {
         (2, 64): (_T(128, 64, 4, 3), _T(64, 64, 4, 3), _T(16, 64, 4, 3)),
         (2, 128): (_T(128, 64, 8, 2), _T(64, 64, 4, 2), _T(16, 64, 4, 3)),
         (2, 256): (_T(64, 32, 8, 2), _T(32, 32, 4, 2), _T(16, 32, 4, 2)),
-        (4, 64): (_T(64, 32, 8, 1), _T(16, 32, 4, 1)),
+        (4, 64): (_T(32, 32, 8, 1), _T(16, 32, 4, 1)),
         (4, 128): (_T(32, 32, 8, 1), _T(16, 32, 4, 1)),
         (4, 256): (_T(16, 16, 8, 1),),
     },
@@ -144,7 +146,9 @@ def forward_rows(arch: int, item_bytes: int, columns: int) -> tuple[ForwardConfi
     newest = max(a for archs in FORWARD_TABLES for a in archs)
     oldest = min(a for archs in FORWARD_TABLES for a in archs)
     if arch < oldest:
-        raise UnsupportedError(f"kernels need sm_{oldest} or newer, this GPU is sm_{arch}", hint="A100, L4 and H100 are served")
+        raise UnsupportedError(
+            f"kernels need sm_{oldest} or newer, this GPU is sm_{arch}", hint="A100, L4 and H100 are served"
+        )
     near = max(a for archs in FORWARD_TABLES for a in archs if a <= arch)  # sm_103 takes the tiles of sm_100
     return forward_rows(near if near != arch else newest, item_bytes, columns)
 
@@ -171,7 +175,9 @@ def _forward_plan(problem: AttentionProblem, gpu: GpuSpec, why: str) -> Plan:
         config = dataclasses.replace(config, num_splits=splits)
         reason += f"do not fill {gpu.sms} SMs, so the keys are split over {splits}"
     tiles = _cdiv(problem.seqlen_q, config.block_m)
-    launches = [PlannedLaunch("_forward_kernel", (tiles * config.num_splits * heads, 1, 1), (32 * config.num_warps, 1, 1))]
+    launches = [
+        PlannedLaunch("_forward_kernel", (tiles * config.num_splits * heads, 1, 1), (32 * config.num_warps, 1, 1))
+    ]
     if config.num_splits > 1:
         merge_grid = (_cdiv(problem.seqlen_q, MERGE_ROWS) * heads, 1, 1)
         launches.append(PlannedLaunch("_merge_partials_kernel", merge_grid, (32 * MERGE_WARPS, 1, 1)))
@@ -180,7 +186,6 @@ def _forward_plan(problem: AttentionProblem, gpu: GpuSpec, why: str) -> Plan:
     return Plan(problem, gpu.name, gpu.arch, "forward_triton", config, tuple(launches), reason)
 
 
-# ---------------------------------------------------------------------------------------- forward_short_gluon
 SHORT_MAX_KEYS = 512
 
 
@@ -223,6 +228,19 @@ def _short_refusal(problem: AttentionProblem, gpu: GpuSpec) -> str | None:
         return "it serves head dimensions up to 128"
     if problem.heads > 65535 or problem.batch > 65535:
         return "its grid has at most 65535 heads and sequences"
+    layout = _short_layout_refusal(problem)
+    if layout is not None:
+        return layout
+    shared = short_shared_bytes(problem, short_config(problem, gpu))
+    if shared > gpu.shared_memory_per_block_bytes:
+        return (
+            f"it would need {shared} bytes of shared memory a block, {gpu.name} has {gpu.shared_memory_per_block_bytes}"
+        )
+    return None
+
+
+def _short_layout_refusal(problem: AttentionProblem) -> str | None:
+    """Return why rows lie in memory as ``forward_short_gluon`` cannot copy them, or None."""
     limit = 2**31 // max(1, problem.seqlen_q, problem.seqlen_k)
     for name, strides, dim in (
         ("q", problem.q_strides, problem.head_dim),
@@ -236,9 +254,6 @@ def _short_refusal(problem: AttentionProblem, gpu: GpuSpec) -> str | None:
             return f"rows of {name} do not start at multiples of {2 * step} bytes"
         if strides[2] >= limit:
             return f"rows of {name} are too far apart"
-    shared = short_shared_bytes(problem, short_config(problem, gpu))
-    if shared > gpu.shared_memory_per_block_bytes:
-        return f"it would need {shared} bytes of shared memory a block, {gpu.name} has {gpu.shared_memory_per_block_bytes}"
     return None
 
 
@@ -250,12 +265,11 @@ def _short_plan(problem: AttentionProblem, gpu: GpuSpec, why: str) -> Plan:
 
 
 def _short_pays(problem: AttentionProblem, gpu: GpuSpec) -> bool:
-    """Whether the grid of ``forward_short_gluon`` is at most two blocks an SM: beyond, throughput counts, not latency."""
+    """Whether ``forward_short_gluon`` has at most two blocks an SM: beyond, throughput counts, not latency."""
     config = short_config(problem, gpu)
     return _cdiv(problem.seqlen_q, config.block_m) * problem.heads * problem.batch <= 2 * gpu.sms
 
 
-# ------------------------------------------------------------------------------------------------- dispatch
 def plan_attention(problem: AttentionProblem, gpu: GpuSpec | None, kernel: str = "auto") -> Plan:
     """Return how ``problem`` is served on ``gpu`` (None: CPU tensors).
 
@@ -283,10 +297,14 @@ def plan_attention(problem: AttentionProblem, gpu: GpuSpec | None, kernel: str =
     refusal = _short_refusal(problem, gpu) if problem.seqlen_k else "there are no keys"
     if kernel == "forward_short_gluon":
         if refusal:
-            raise UnsupportedError(f"forward_short_gluon does not serve {problem.describe()}: {refusal}", hint="use kernel='auto'")
+            raise UnsupportedError(
+                f"forward_short_gluon does not serve {problem.describe()}: {refusal}", hint="use kernel='auto'"
+            )
         return _short_plan(problem, gpu, "it was asked for")
     if refusal is None and _short_pays(problem, gpu):
-        return _short_plan(problem, gpu, f"{problem.seqlen_k} keys fit one pass, and the grid is at most two blocks an SM")
+        return _short_plan(
+            problem, gpu, f"{problem.seqlen_k} keys fit one pass, and the grid is at most two blocks an SM"
+        )
     if refusal is None:
         refusal = "its grid would be more than two blocks an SM"
     return _forward_plan(problem, gpu, f"forward_short_gluon is passed over ({refusal})")

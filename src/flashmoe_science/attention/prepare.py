@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,12 +44,12 @@ def output_alignment(problem: AttentionProblem) -> int:
 
 def _aligned(problem: AttentionProblem) -> frozenset[str]:
     """Outputs and partials are ours and always aligned; inputs as they come."""
-    inputs = ("q_ptr", "k_ptr", "v_ptr") if problem.pointer_alignment >= 16 else ()  # noqa: PLR2004 - bytes
+    inputs = ("q_ptr", "k_ptr", "v_ptr") if problem.pointer_alignment >= 16 else ()
     return frozenset((*inputs, "o_ptr", "lse_ptr", "o_part_ptr", "lse_part_ptr"))
 
 
 def _in_units(strides: tuple[int, ...], unit: int) -> tuple[int, ...]:
-    """Return strides in units of ``unit`` elements: the kernel multiplies by a constant, and the compiler knows it divides."""
+    """Return strides in units of ``unit`` elements: the kernel multiplies by it, so the compiler knows it divides."""
     assert all(stride % unit == 0 for stride in strides), (strides, unit)
     return tuple(stride // unit for stride in strides)
 
@@ -125,8 +124,14 @@ def _forward(plan: Plan, config: ForwardConfig) -> PreparedKernel:
     kind = problem.dtype
     partial = problem.rows * problem.head_dim_v  # elements of one share's output
     # Partial results are dense [SPLITS, B, H, Sq, DV].
-    o_strides = (partial // problem.batch, problem.seqlen_q * problem.head_dim_v, problem.head_dim_v) if split else problem.output_strides
-    widest_row = max(abs(s) for strides in (problem.q_strides, problem.k_strides, problem.v_strides) for s in strides[2:])
+    o_strides = (
+        (partial // problem.batch, problem.seqlen_q * problem.head_dim_v, problem.head_dim_v)
+        if split
+        else problem.output_strides
+    )
+    widest_row = max(
+        abs(s) for strides in (problem.q_strides, problem.k_strides, problem.v_strides) for s in strides[2:]
+    )
     scalars = {
         **dict.fromkeys(("stride_qb", "stride_qh", "stride_kb", "stride_kh", "stride_vb", "stride_vh"), "i64"),
         **dict.fromkeys(("stride_ob", "stride_oh"), "i64"),
@@ -200,7 +205,11 @@ def _merge(plan: Plan, config: ForwardConfig) -> PreparedKernel:
         "STORE_LSE": problem.return_lse,
     }
     source = KernelSource(
-        _merge_partials_kernel, tuple({**pointers, **scalars}.items()), tuple(constants.items()), _aligned(problem), MERGE_WARPS
+        _merge_partials_kernel,
+        tuple({**pointers, **scalars}.items()),
+        tuple(constants.items()),
+        _aligned(problem),
+        MERGE_WARPS,
     )
     tiles = -(-problem.seqlen_q // MERGE_ROWS)
     o_strides = _in_units(problem.output_strides[:2], output_alignment(problem))
@@ -218,6 +227,3 @@ def interpret(kernel: PreparedKernel, tensors: tuple[Any, ...]) -> None:
         **dict(kernel.source.constants),
     }
     kernel.source.function[kernel.grid](**arguments)
-
-
-Launch = Callable[..., None]

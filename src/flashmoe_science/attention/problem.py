@@ -12,7 +12,7 @@ ITEM_BYTES = {"fp16": 2, "bf16": 2, "fp32": 4}
 Strides = tuple[int, int, int, int]
 
 
-def dense_strides(batch: int, heads: int, seqlen: int, head_dim: int) -> Strides:
+def dense_strides(_batch: int, heads: int, seqlen: int, head_dim: int) -> Strides:
     """Return the strides of a contiguous ``[B, H, S, D]`` tensor, in elements."""
     return heads * seqlen * head_dim, seqlen * head_dim, head_dim, 1
 
@@ -85,7 +85,7 @@ class AttentionProblem:
     @property
     def output_strides(self) -> Strides:
         """Strides of the output: the order of axes of q where its rows are dense, else contiguous."""
-        b, h, s, d = self.q_strides
+        _, h, s, d = self.q_strides
         if d == 1 and self.seqlen_q > 1 and self.heads > 1 and h < s:  # [B, S, H, D] in memory, seen as [B, H, S, D]
             return self.seqlen_q * self.heads * self.head_dim_v, self.head_dim_v, self.heads * self.head_dim_v, 1
         return dense_strides(self.batch, self.heads, self.seqlen_q, self.head_dim_v)

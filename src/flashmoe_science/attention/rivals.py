@@ -1,4 +1,4 @@
-"""The rivals of our attention: how each is called, in the memory layout it likes best, and the kernels that show it ran."""
+"""The rivals of our attention: how each is called, in the layout it likes best, and the kernels that show it ran."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Rival:
         """Return the version of the package behind it."""
         return f"{self.distribution} {importlib.metadata.version(self.distribution)}"
 
-    def refusal(self, problem: AttentionProblem) -> str | None:
+    def refusal(self, problem: AttentionProblem) -> str | None:  # noqa: ARG002 - for those that override it
         """Return why it cannot serve ``problem``, or None."""
         return None
 
@@ -83,7 +83,9 @@ class Sdpa(Rival):
 class _Bound:
     """An entry point that lays its inputs out before the call: ``operator.bind`` uses ``bind_inputs``."""
 
-    def __init__(self, bind_inputs: Callable[[AttentionProblem, Mapping[str, torch.Tensor]], Callable[[], torch.Tensor]]) -> None:
+    def __init__(
+        self, bind_inputs: Callable[[AttentionProblem, Mapping[str, torch.Tensor]], Callable[[], torch.Tensor]]
+    ) -> None:
         self.bind_inputs = bind_inputs
 
     def __call__(self, *_arguments: object, **_options: object) -> torch.Tensor:
@@ -138,7 +140,8 @@ class FlashAttention(Rival):
 
             def run() -> torch.Tensor:
                 out = call()
-                return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
+                o: torch.Tensor = out[0] if isinstance(out, tuple) else out
+                return o.transpose(1, 2)
 
             return run
 
@@ -150,7 +153,7 @@ class FlashAttention(Rival):
 
 
 class FlashAttention3(FlashAttention):
-    """FlashAttention-3: its package, or the shared library that ``FLASHMOE_FA3_LIBRARY`` names (variable length only)."""
+    """FlashAttention-3: its package, or the library that ``FLASHMOE_FA3_LIBRARY`` names (variable length only)."""
 
     def __init__(self) -> None:
         """Prefer the shared library where one is named."""
@@ -162,7 +165,7 @@ class FlashAttention3(FlashAttention):
         if not path:
             return super().load()
         try:
-            torch.ops.load_library(path)
+            torch.ops.load_library(path)  # type: ignore[no-untyped-call]
         except OSError as error:
             raise ImportError(f"{FA3_LIBRARY}={path} cannot be loaded: {error}") from error
         return _Bound(self._bind_library)
@@ -174,7 +177,22 @@ class FlashAttention3(FlashAttention):
         ends_q = torch.arange(p.batch + 1, dtype=torch.int32, device=q.device) * p.seqlen_q
         ends_k = torch.arange(p.batch + 1, dtype=torch.int32, device=q.device) * p.seqlen_k
         # In the order of the library's schema, up to softmax_scale; then the flags.
-        arguments = [q, k, v, None, None, None, None, ends_q, ends_k, None, None, None, p.seqlen_q, p.seqlen_k]
+        arguments: list[Any] = [
+            q,
+            k,
+            v,
+            None,
+            None,
+            None,
+            None,
+            ends_q,
+            ends_k,
+            None,
+            None,
+            None,
+            p.seqlen_q,
+            p.seqlen_k,
+        ]
         arguments += [None] * 9 + [p.scale, p.causal, -1, -1, 0.0, False, None, 0, None, 0, None, 1, 0, None]
         call = functools.partial(torch.ops._vllm_fa3_C.fwd, *arguments)  # noqa: SLF001 - the name of the library
         shape = (p.batch, p.seqlen_q, p.heads, p.head_dim_v)
@@ -197,7 +215,9 @@ class Xformers(Rival):
         def bind_inputs(problem: AttentionProblem, inputs: Mapping[str, torch.Tensor]) -> Callable[[], torch.Tensor]:
             q, k, v = _sequence_major(inputs)
             mask = ops.fmha.attn_bias.LowerTriangularFromBottomRightMask() if problem.causal else None
-            return lambda: ops.memory_efficient_attention(q, k, v, attn_bias=mask, scale=problem.softmax_scale).transpose(1, 2)
+            return lambda: ops.memory_efficient_attention(
+                q, k, v, attn_bias=mask, scale=problem.softmax_scale
+            ).transpose(1, 2)
 
         return _Bound(bind_inputs)
 

@@ -1,7 +1,7 @@
 """Compile a kernel for any architecture, with no GPU present, and read what came out.
 
-Triton's package carries ``ptxas`` and ``cuobjdump``, so registers, spills, shared memory and instructions can be read on
-any machine. The same call makes the kernels that ``launch.py`` launches: what was checked is what runs.
+Triton's package carries ``ptxas`` and ``cuobjdump``, so registers, spills, shared memory and instructions can be read
+on any machine. The same call makes the kernels that ``launch.py`` launches: what was checked is what runs.
 """
 
 from __future__ import annotations
@@ -80,7 +80,9 @@ def compile_kernel(source: KernelSource, arch: int) -> Any:
     except Exception as error:
         raise CompileError(f"{source.name} does not compile for sm_{arch}: {error}") from error
     if kernel.metadata.global_scratch_size:
-        raise CompileError(f"{source.name} for sm_{arch} asks for {kernel.metadata.global_scratch_size} bytes of scratch memory")
+        raise CompileError(
+            f"{source.name} for sm_{arch} asks for {kernel.metadata.global_scratch_size} bytes of scratch memory"
+        )
     return kernel
 
 

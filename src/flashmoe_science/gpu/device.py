@@ -14,7 +14,7 @@ _CLOSEST = {80: "A100", 86: "A10G", 89: "L4", 90: "H100", 100: "B200", 120: "RTX
 
 @functools.cache
 def gpu_of_device(index: int) -> GpuSpec:
-    """Return what is known of CUDA device ``index``; sizes come from the driver, peak rates from the closest known model."""
+    """Return what is known of CUDA device ``index``: sizes from the driver, peak rates from the closest known model."""
     properties = torch.cuda.get_device_properties(index)
     arch = properties.major * 10 + properties.minor
     try:

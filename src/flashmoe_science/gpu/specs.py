@@ -5,7 +5,7 @@ highest clock the driver reports for the part: the roofline of the harness scale
 impossible only when no clock could have produced it.
 
 Sources: NVIDIA datasheets and architecture whitepapers of L4, A10G, A100, H100, H200, B200 and GeForce RTX 4090/5090;
-shared memory and registers from the CUDA C++ Programming Guide, table "Technical Specifications per Compute Capability".
+shared memory and registers from the CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
 """
 
 from __future__ import annotations
@@ -68,9 +68,8 @@ _LIMITS = {
 }
 
 
-
 def _limits(arch: int) -> _Limits:
-    """Return the limits of ``sm_<arch>``; an architecture that the table does not know has those of the one before it."""
+    """Return the limits of ``sm_<arch>``: of the architecture before it where the table does not know it."""
     return _LIMITS[max((known for known in _LIMITS if known <= arch), default=min(_LIMITS))]
 
 
@@ -82,7 +81,9 @@ def shared_memory_limit(arch: int) -> int:
 _MIB = 1 << 20
 
 
-def _spec(name, arch, sms, l2_mib, tb_per_s, max_clock, boost, **peak) -> GpuSpec:  # noqa: ANN001, PLR0913 - a table row
+def _spec(
+    name: str, arch: int, sms: int, l2_mib: float, tb_per_s: float, max_clock: int, boost: int, **peak: float
+) -> GpuSpec:
     return GpuSpec(name, arch, sms, int(l2_mib * _MIB), tb_per_s * 1e12, max_clock, boost, peak)
 
 
