@@ -251,6 +251,7 @@ def test_results_cached_by_pointer_are_found_after_timing():
     bench.subject = loaded("ours", entry, role="subject")
     assert "its answer after timing is not the one before" in bench.run(["wall"]).arms["ours"].reason
     assert bench.rounds is None
+    assert bench.arms["sdpa"].status == "not measured"
 
 
 def test_a_baseline_that_answers_otherwise_after_timing_loses_its_times_alone():
@@ -367,9 +368,9 @@ def test_slow_calls_make_few_calls_a_sample():
     bench.baselines = [loaded("slow", entry)]
     bench.run()
     assert bench.seconds("graph")["slow"] == pytest.approx([20e-3] * 4)
-    # Two arms, 8 sets. Before: first call, peak, 8 sets, again = 11. Then the estimate 1 + 3, the trial 2, after 8.
+    # Two arms, 8 sets. Before: first call, peak, 8 sets, again, who follows = 12. Estimate 1 + 3, trial 2, after 8.
     # A round: 1 warm and 3 timed wall calls, 2 in the graph.
-    assert len(count) == 2 * (11 + 4 + 2 + 8 + 4 * (1 + 3 + 2))
+    assert len(count) == 2 * (12 + 4 + 2 + 8 + 4 * (1 + 3 + 2))
 
 
 def test_rolling_moves_values_and_expectations_together():
@@ -382,6 +383,44 @@ def test_rolling_moves_values_and_expectations_together():
     assert [tensors["x"].data_ptr() for tensors in sets] == places
     arms.roll_values(sets[:1], [arm])
     assert sets[0]["x"][0].item() == 1.0
+
+
+def test_a_baseline_that_copied_its_inputs_when_it_was_bound_is_measured(monkeypatch):
+    bench = Bench()
+    bind = bench.operator.bind
+
+    def copying(entry, problem, inputs):
+        mine = {"x": inputs["x"].clone()} if entry is bench.baselines[0].entry else inputs
+        return bind(entry, problem, mine)
+
+    monkeypatch.setattr(bench.operator, "bind", copying)
+    bench.run()
+    assert {arm.status for arm in bench.arms.values()} == {"measured"}, bench.arms
+
+
+def test_a_subject_that_answers_to_the_values_of_before_fails(monkeypatch):
+    bench = Bench()
+    bind = bench.operator.bind
+    monkeypatch.setattr(
+        bench.operator, "bind", lambda entry, problem, inputs: bind(entry, problem, {"x": inputs["x"].clone()})
+    )
+    bench.run(check_stream=False)
+    assert bench.arms["ours"].reason == "its answer to new values at the same addresses is the old one"
+    assert bench.rounds is None
+    assert {arm.status for arm in bench.arms.values()} == {"failed", "not measured"}
+
+
+def test_an_arm_that_confuses_its_inputs_fails():
+    bench = Bench()
+    plain = implementation(bench.gpu)
+    calls = []
+
+    def entry(x):
+        calls.append(x)
+        return plain(x) if len(calls) < 12 else torch.zeros_like(x)
+
+    bench.baselines.append(loaded("confused", entry))
+    assert bench.run().arms["confused"].reason == "its answer to new values at the same addresses is wrong"
 
 
 def test_mismatch_counts_answers_and_never_accepts_nan():

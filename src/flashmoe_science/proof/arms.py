@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -93,6 +93,7 @@ class Arm:
     calls: list[Call] = field(default_factory=list)  # one for each set of inputs
     expected: list[torch.Tensor] = field(default_factory=list)  # its first answer to each set
     tolerance: float | None = None  # of a later answer; None: the same bits
+    follows: bool = True  # its answers follow the inputs' values; a baseline may have laid out copies when it was bound
     accuracy: Accuracy | None = None
     peak_bytes: int | None = None
     lost: dict[TimeKind, str] = field(default_factory=dict)  # kind of time -> why it could not be taken
@@ -276,19 +277,56 @@ def check_again(arm: Arm, device: Device) -> str:
     return f"its answer after timing is not the one before: {wrong}" if wrong else ""
 
 
-def roll_values(input_sets: Sequence[Mapping[str, torch.Tensor]], arms: Sequence[Arm]) -> None:
+def find_followers(input_sets: Sequence[Inputs], arms: Sequence[Arm], device: Device) -> None:
+    """Roll the values once, and see which arms answer to the new ones.
+
+    The subject must. A baseline that prefers another memory layout has copied its inputs when it was bound, outside of
+    the timing, and answers to those. An arm that answers to neither fails.
+    """
+    if len(input_sets) < 2:
+        return
+    _move_values(input_sets)
+    for arm in arms:
+        old, new = arm.expected[:2]
+        try:
+            with arm.loaded.context():
+                answer = arm.calls[0]().clone()
+                device.synchronize()
+                arm.follows = not mismatch([answer], [new], arm.tolerance)
+                kept = not mismatch([answer], [old], arm.tolerance)
+        except Exception as error:  # noqa: BLE001 - what an arm raises is a result
+            arm.fail(survive(error, arm.name, device))
+            continue
+        if arm.follows:
+            _roll_expected(arm)
+        elif not kept:
+            arm.fail("its answer to new values at the same addresses is wrong")
+        elif arm.role == "subject":
+            arm.fail("its answer to new values at the same addresses is the old one")
+
+
+def roll_values(input_sets: Sequence[Inputs], arms: Sequence[Arm]) -> None:
     """Move the values of every set of inputs to the set before it, and the answers expected along with them.
 
     So every round has new values at the same addresses, and the same values at new addresses.
     """
     if len(input_sets) < 2:
         return
+    _move_values(input_sets)
+    for arm in arms:
+        if arm.follows:
+            _roll_expected(arm)
+
+
+def _move_values(input_sets: Sequence[Inputs]) -> None:
     first = {name: tensor.clone() for name, tensor in input_sets[0].items()}
     for target, source in pairwise(input_sets):
         copy_values(source, target)
     copy_values(first, input_sets[-1])
-    for arm in arms:
-        arm.expected[:] = arm.expected[1:] + arm.expected[:1]
+
+
+def _roll_expected(arm: Arm) -> None:
+    arm.expected[:] = arm.expected[1:] + arm.expected[:1]
 
 
 def copy_values(source: Inputs, target: Inputs) -> None:

@@ -19,6 +19,8 @@ from .operator import Inputs, Operator
 
 ROUNDS_PER_SESSION = 10  # a profiler's buffers are finite
 
+_NO_SUBJECT = "the subject cannot be measured in this case"
+
 
 @dataclass
 class Samples:
@@ -117,7 +119,7 @@ def measure_case(
         "name": case.name,
         "input_sets": max(1, len(input_sets)),
         "input_set_bytes": _nbytes(input_sets[0]) if input_sets else 0,
-        "arms": [_arm_record(arm).model_dump(mode="json") for arm in arms],
+        "arms": [_arm_record(arm, timed=rounds is not None).model_dump(mode="json") for arm in arms],
         "rounds": rounds.model_dump(mode="json") if rounds else None,
     }
 
@@ -152,14 +154,14 @@ def _prepare(
         if wrong:
             subject.fail(wrong)
     if not subject.ready:
-        reason = "the subject cannot be measured in this case"
-        return [subject, *(Arm(each, each.name, each.role, "not measured", reason) for each in loaded[1:])]
+        return [subject, *(Arm(each, each.name, each.role, "not measured", _NO_SUBJECT) for each in loaded[1:])]
     arms = [subject, *(prepare(each) for each in loaded[1:])]
     copied = arms_module.control_of(arms) if plan.control else None
     if copied is not None:
         control = prepare(copied)  # its own closures, and later its own captures
         control.name, control.role = copied.name + arms_module.CONTROL_SUFFIX, "control"
         arms.append(control)
+    arms_module.find_followers(input_sets, [arm for arm in arms if arm.ready], timer)
     return arms
 
 
@@ -238,14 +240,23 @@ def _check_again(arms: Sequence[Arm], samples: Samples, timer: Timer) -> None:
             samples.drop(arm.name)
 
 
-def _arm_record(arm: Arm) -> evidence.Arm:
+def _arm_record(arm: Arm, *, timed: bool) -> evidence.Arm:
     """Return the record of one arm. One that lacks a kind of time is failed, and keeps its samples of the others."""
-    timed: Literal["failed", "measured"] = "failed" if arm.lost else "measured"
+    status: Literal["measured", "failed", "refused", "unavailable", "not measured"]
+    reason = arm.reason or "; ".join(f"{kind} time: {why}" for kind, why in arm.lost.items())
+    if arm.status != "ready":
+        status = arm.status
+    elif arm.lost:
+        status = "failed"
+    elif timed:
+        status = "measured"
+    else:
+        status, reason = "not measured", _NO_SUBJECT
     return evidence.Arm(
         name=arm.name,
         role=arm.role,
-        status=timed if arm.status == "ready" else arm.status,
-        reason=arm.reason or "; ".join(f"{kind} time: {why}" for kind, why in arm.lost.items()),
+        status=status,
+        reason=reason,
         version=arm.loaded.version,
         accuracy=arm.accuracy,
         peak_bytes=arm.peak_bytes,
