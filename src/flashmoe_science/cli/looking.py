@@ -27,6 +27,7 @@ from ..proof.report import (
 )
 from ..proof.rows import kinds_measured
 from ..proof.store import Archive, Store, find_repository
+from .names import gpu_named
 from .terminal import Terminal, as_plain, short_path, write_csv_file
 
 if TYPE_CHECKING:
@@ -110,10 +111,9 @@ def run_explain(shape: str, sizes: dict[str, Any], *, gpu: str | None, as_json: 
     from ..attention.problem import AttentionProblem
     from ..gpu.compile import read_resources
     from ..gpu.device import current_gpu
-    from ..gpu.specs import find_gpu
 
     terminal = Terminal(as_json=as_json)
-    spec = find_gpu(gpu) if gpu else current_gpu()
+    spec = gpu_named(gpu) if gpu else current_gpu()
     if spec is None:
         raise InputError("there is no NVIDIA GPU here", hint="name one, e.g. --gpu H200")
     defaults = {"heads_kv": heads, "seqlen_k": seqlen, "head_dim_v": head_dim}

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
 
-from ..errors import EvidenceError, InputError
+from ..errors import EvidenceError
 from ..proof.claims import load_claims
 from ..proof.conclude import conclude, run_exit_code
 from ..proof.evidence import GATE_NAMES, Record, Settings, TimeKind, write_record
@@ -20,6 +19,7 @@ from ..proof.store import Store, find_repository
 from ..proof.subject import load_subject, operator_of
 from ..proof.suites import load_suite
 from ..proof.verify import verify_claims
+from .names import check_name, gpu_named
 from .terminal import ChainProgress, Terminal, as_plain, short_path, write_csv_file
 
 
@@ -93,9 +93,11 @@ def _request(wanted: Wanted, repository: Path | None) -> ProveRequest:
     subject, suite = load_subject(wanted.subject), load_suite(wanted.suite)
     rivals = list(operator_of(subject).rivals())
     for baseline in wanted.baselines:
-        _check_name("baseline", baseline, rivals)
+        check_name("baseline", baseline, rivals)
     if wanted.until is not None:
-        _check_name("until", wanted.until, GATE_NAMES)
+        check_name("until", wanted.until, GATE_NAMES)
+    for gpu in wanted.gpus:
+        gpu_named(gpu)
     settings = Settings(processes=wanted.processes, rounds=wanted.rounds, seed=wanted.seed)
     if wanted.times:
         kinds = cast("list[TimeKind]", list(dict.fromkeys(wanted.times)))
@@ -111,14 +113,6 @@ def _request(wanted: Wanted, repository: Path | None) -> ProveRequest:
         command=shlex.join(["flashmoe", *wanted.args]),
         repository=repository,
     )
-
-
-def _check_name(what: str, name: str, known: Sequence[str]) -> None:
-    """Refuse an unknown name, and suggest the nearest one."""
-    if name not in known:
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {near[0]}?" if near else ""
-        raise InputError(f"{what} must be one of {', '.join(known)}, got {name!r}", hint=hint)
 
 
 def _title(request: ProveRequest) -> str:
