@@ -197,15 +197,19 @@ def short_alignment(head_dim: int) -> int:
 def short_config(problem: AttentionProblem, gpu: GpuSpec) -> ShortConfig:
     """Return the tile of ``forward_short_gluon``.
 
-    Four groups of warps share the keys, 16 keys a group at the least. While 16-row tiles do not fill the GPU, rows are
-    cheap and latency counts: 16 rows a program. Beyond, two rows of warps read K and V once for 32 rows. Measured on an
-    H200, (B, H, S, D): (1, 1, 128, 64) 2.12 us with 16 rows, 2.45 with 32; (8, 4, 128, 64) 2.94 and 2.76.
+    Four groups of warps share the keys, 16 keys a group at the least, while 16-row tiles do not fill the GPU: rows are
+    cheap there, and latency counts. Up to two blocks an SM two groups do, since four merge more than they save; beyond,
+    two rows of warps read K and V once for 32 rows. Measured on an H200, microseconds a call, (B, H, S, D) = (8, 4, 128,
+    64): 3.07 with four groups, 2.98 with two, 3.14 with 32 rows; (4, 4, 128, 64): 2.61, 2.69 and 2.91.
     """
     keys = max(16, 1 << (problem.seqlen_k - 1).bit_length())
-    if _cdiv(problem.seqlen_q, 16) * problem.batch * problem.heads <= gpu.sms:
+    blocks = _cdiv(problem.seqlen_q, 16) * problem.batch * problem.heads
+    if blocks <= gpu.sms or (keys > 128 and blocks <= 2 * gpu.sms):
         groups = min(4, keys // 16)
         return ShortConfig(16, keys // groups, groups, groups)
     groups = min(2 if keys <= 128 else 4, keys // 16)
+    if blocks <= 2 * gpu.sms:
+        return ShortConfig(16, keys // groups, groups, groups)
     return ShortConfig(32, keys // groups, groups, 2 * groups)
 
 

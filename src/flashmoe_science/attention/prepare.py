@@ -97,6 +97,7 @@ def _short(plan: Plan, config: ShortConfig) -> PreparedKernel:
         "MASK_N": problem.seqlen_k != config.block_n * config.key_groups,
         "IS_CAUSAL": problem.causal,
         "STORE_LSE": problem.return_lse,
+        "DEPENDENT_LAUNCH": plan.arch >= 90,
         "num_warps": config.num_warps,
     }
     pointers = {"q_ptr": f"*{kind}", "k_ptr": f"*{kind}", "v_ptr": f"*{kind}", "o_ptr": f"*{kind}", "lse_ptr": "*fp32"}
@@ -106,6 +107,7 @@ def _short(plan: Plan, config: ShortConfig) -> PreparedKernel:
         tuple(constants.items()),
         _aligned(problem),
         config.num_warps,
+        dependent_launch=plan.arch >= 90,
     )
     values = (
         *_head_strides(problem, align),

@@ -35,6 +35,7 @@ class KernelSource:
     aligned: frozenset[str]  # arguments that are multiples of 16 (bytes for pointers)
     num_warps: int
     num_stages: int = 1
+    dependent_launch: bool = False  # it waits for the kernel before it by itself (griddepcontrol.wait), sm_90 and newer
 
     @property
     def name(self) -> str:

@@ -25,6 +25,7 @@ from .compile import KernelSource, compile_kernel
 
 _INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT: this thread has not used the GPU yet
 _MAX_DYNAMIC_SHARED_SIZE = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _CTYPES: dict[str, Callable[..., Any]] = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "fp32": ctypes.c_float}
 
 
@@ -43,6 +44,12 @@ class _LaunchConfig(ctypes.Structure):
         ("attributes", ctypes.c_void_p),
         ("num_attributes", ctypes.c_uint),
     )
+
+
+class _LaunchAttribute(ctypes.Structure):
+    """``CUlaunchAttribute`` of the driver API: an id and a union of 64 bytes, of which an int is used here."""
+
+    _fields_ = (("id", ctypes.c_uint), ("_pad", ctypes.c_uint), ("value", ctypes.c_int), ("_rest", ctypes.c_byte * 60))
 
 
 @functools.cache
@@ -132,7 +139,9 @@ def prepare_launch(
     parameters = (ctypes.c_void_p * (pointers + len(values)))(
         *[first + 8 * i for i in range(pointers)], *[ctypes.addressof(value) for value in values]
     )
-    config = _LaunchConfig(*grid, 32 * source.num_warps, 1, 1, shared, 0, None, 0)
+    dependent = _LaunchAttribute(id=_PROGRAMMATIC_STREAM_SERIALIZATION, value=1)
+    attributes = (ctypes.addressof(dependent), 1) if source.dependent_launch else (None, 0)
+    config = _LaunchConfig(*grid, 32 * source.num_warps, 1, 1, shared, 0, *attributes)
 
     lock = threading.Lock()  # the parameter block is shared by all threads
     pack_into = struct.Struct(f"{MAX_POINTERS}Q").pack_into
@@ -150,5 +159,5 @@ def prepare_launch(
         if code:
             _check(code, f"cannot launch {source.name}")
 
-    launch.keep_alive = (values, parameters)  # type: ignore[attr-defined] # the driver reads their memory
+    launch.keep_alive = (values, parameters, dependent)  # type: ignore[attr-defined] # the driver reads their memory
     return launch
