@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -47,13 +46,20 @@ def request_of(subject: Subject = HONEST, *problems: Problem, **changes: Any) ->
     return replace(request, **changes)
 
 
-def catch(name: str, folder: Path) -> Subject:
-    """Return the subject ``tests/subjects/name``, told to implement the fake operator."""
-    for part in ("common", name):
-        shutil.copytree(SUBJECTS / part, folder / part, dirs_exist_ok=True)
-    file = folder / name / "kernel.toml"
-    file.write_text(file.read_text().replace('operator = "attention"', f'operator = "{OPERATOR_NAME}"'))
-    return load_subject(str(file))
+def attention(batch: int, heads: int, seqlen_q: int, head_dim: int, **more: Any) -> SuiteCase:
+    """Return a case of the real operator."""
+    from flashmoe_science.attention.operator import OPERATOR as ATTENTION
+
+    table = {"batch": batch, "heads": heads, "seqlen_q": seqlen_q, "head_dim": head_dim, "dtype": "fp16", **more}
+    problem = ATTENTION.parse_case(table)
+    return SuiteCase(ATTENTION.describe(problem), problem, "made for a test")
+
+
+def attention_request(name: str, *cases: SuiteCase, **changes: Any) -> ProveRequest:
+    """Return a request for the subject ``tests/subjects/name`` on cases of attention."""
+    subject = load_subject(str(SUBJECTS / name))
+    suite = Suite("made-up", subject.operator, "Made for a test.", cases, Path("made-up.toml"))
+    return replace(ProveRequest(subject, suite, baselines=["sdpa"], command="flashmoe prove"), **changes)
 
 
 def write_subject(folder: Path, code: str, *, head: str = "", tail: str = "") -> Subject:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flashmoe_science.errors import ProofError
-from flashmoe_science.proof.check import PoisonFreshMemory, WrongResultError, check_case
+from flashmoe_science.proof.check import NAN_BYTE, PoisonFreshMemory, WrongResultError, check_case, poison_free_memory
 from tests.proof.fake_operator import OPERATOR, FakeOperator, Problem, attend
 
 SHORT = Problem(1, 2, 33, 16)
@@ -125,3 +125,19 @@ def test_fresh_memory_is_poisoned_whoever_asks_for_it():
     assert whole.dtype == torch.int64
     assert summed.tolist() == [2.0, 2.0, 2.0]
     assert not torch.isnan(torch.zeros(2)).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_poison_is_nan_in_every_format(dtype):
+    assert torch.isnan(torch.full((16,), NAN_BYTE, dtype=torch.uint8).view(dtype)).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.unpoisoned
+@pytest.mark.parametrize("count", [1, 100, 4160, 99_999, 700_000, 20_000_000])
+def test_what_a_gpu_hands_out_after_poisoning_is_nan(count):
+    answer = torch.ones(count, dtype=torch.float16, device="cuda")
+    del answer
+    poison_free_memory("cuda", 2 * count)
+    for _ in range(3):
+        assert torch.isnan(torch.empty(count, dtype=torch.float16, device="cuda")).all()

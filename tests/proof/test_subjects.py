@@ -9,11 +9,10 @@ import pytest
 
 from flashmoe_science.proof.gates import chain
 
-from .chain import SUBJECTS, catch, environment_with, gate_of, request_of, run_chain, statuses
-from .fake_operator import Problem
+from .chain import SUBJECTS, attention, attention_request, environment_with, gate_of, run_chain, statuses
 
-SHORT = Problem(1, 3, 65, 64)
-LONG = Problem(1, 1, 3072, 64)
+SHORT = attention(1, 3, 65, 64)
+LONG = attention(1, 1, 32, 64, seqlen_k=16384)
 
 CAUGHT = {
     "stale_output": "new values at the same addresses: error",
@@ -48,38 +47,38 @@ def fails_at(record):
 
 
 @pytest.mark.parametrize("name", CAUGHT)
-def test_caught_at_gate_correct(name, tmp_path):
-    record = run_chain(request_of(catch(name, tmp_path), SHORT))
+def test_caught_at_gate_correct(name):
+    record = run_chain(attention_request(name, SHORT))
     assert fails_at(record) == "correct"
     assert re.search(CAUGHT[name], gate_of(record, "correct").summary)
     assert record.cases[0].correct is False
     assert record.complete
 
 
-def test_low_precision_accumulator_is_caught_on_long_sequences_only(tmp_path):
-    record = run_chain(request_of(catch("low_precision_accumulator", tmp_path), SHORT, LONG))
+def test_low_precision_accumulator_is_caught_on_long_sequences_only():
+    record = run_chain(attention_request("low_precision_accumulator", attention(1, 3, 16, 64), LONG))
     assert fails_at(record) == "correct"
     assert [case.correct for case in record.cases] == [True, False]
-    assert "b1_h1_s3072_d64_fp16" in gate_of(record, "correct").summary
+    assert LONG.name in gate_of(record, "correct").summary
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.triton) for name in HONEST])
-def test_honest_subject_passes(name, tmp_path):
-    causal = Problem(2, 2, 70, 32, causal=True)
-    record = run_chain(request_of(catch(name, tmp_path), SHORT, causal, Problem(1, 1, 1, 16)))
+def test_honest_subject_passes(name):
+    causal = attention(2, 2, 70, 32, causal=True)
+    record = run_chain(attention_request(name, SHORT, causal, attention(1, 1, 1, 16), LONG))
     assert "failed" not in statuses(record).values()
-    assert gate_of(record, "correct").summary.startswith("3 of 3 cases on the CPU")
+    assert gate_of(record, "correct").summary.startswith("4 of 4 cases on the CPU")
 
 
 @pytest.mark.triton
-def test_shared_memory_over_the_limit_is_caught_at_gate_build(tmp_path):
-    subject = catch("over_shared_memory", tmp_path)
-    record = run_chain(request_of(subject, SHORT, gpus=["H200", "L4"]))
+def test_shared_memory_over_the_limit_is_caught_at_gate_build():
+    record = run_chain(attention_request("over_shared_memory", SHORT, gpus=["H200", "L4"]))
     assert fails_at(record) == "build"
     assert gate_of(record, "build").summary == (
         "large tile for L4: 147456 bytes of shared memory a block, the limit is 101376"
     )
-    assert statuses(run_chain(request_of(subject, SHORT, gpus=["H200"], until="build")))["build"] == "passed"
+    fitting = run_chain(attention_request("over_shared_memory", SHORT, gpus=["H200"], until="build"))
+    assert statuses(fitting)["build"] == "passed"
 
 
 def test_every_subject_is_tried_somewhere():

@@ -32,6 +32,8 @@ _FRESH_MEMORY = frozenset(
     getattr(torch.ops.aten, name) for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 )
 
+NAN_BYTE = 0xFF  # bytes of it read as NaN in every floating-point format, of 16 bits too
+
 
 class WrongResultError(Exception):
     """The subject failed a check. ``accuracy`` is None where no finite error exists."""
@@ -213,7 +215,7 @@ def poison_free_memory(device: str, output_bytes: int) -> None:
         # Blocks that held the right answer a moment ago go back to the driver: an unwritten tile must not inherit it.
         torch.cuda.empty_cache()
     sizes = [512 << step for step in range(17)] + [max(output_bytes, 512)] * 8  # 512 bytes to 32 MiB
-    blocks = [torch.full((size // 4,), math.nan, device=device, dtype=torch.float32) for size in sizes]
+    blocks = [torch.full((size,), NAN_BYTE, device=device, dtype=torch.uint8) for size in sizes]
     _synchronize(device)
     del blocks
 
