@@ -1,0 +1,163 @@
+"""A run that is killed at any moment leaves a record that can be read and says that it is incomplete, or nothing."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from flashmoe_science.proof.evidence import Record, read_record
+
+from .chain import OPERATOR_NAME
+
+ROOT = Path(__file__).parents[2]
+
+SUITE = f"""
+name = "three"
+operator = "{OPERATOR_NAME}"
+description = "Three cases."
+[defaults]
+batch = 1
+heads = 2
+head_dim = 32
+origin = "made for a test"
+[[cases]]
+seqlen_q = 64
+[[cases]]
+seqlen_q = 65
+[[cases]]
+seqlen_q = 66
+"""
+
+SUBJECT = f"""
+[subject]
+name = "slow"
+operator = "{OPERATOR_NAME}"
+entry_point = "slow_subject:attend"
+sources = ["slow_subject.py"]
+devices = ["cpu"]
+"""
+
+CODE = """
+import os, time
+from tests.proof.fake_operator import attend as honest
+with open("pids", "a") as file:
+    file.write(f"{os.getpid()}\\n")
+def attend(q, k, v, *, causal, softmax_scale):
+    time.sleep(0.2)
+    return honest(q, k, v, causal=causal)
+"""
+
+# The chain with stand-ins for the GPU, over and over: nearly all its time goes into writing records.
+BUSY = """
+from unittest import mock
+from pathlib import Path
+from flashmoe_science.proof.evidence import write_record
+from flashmoe_science.proof.gates import chain, prove, run
+from tests.proof import chain as help
+from tests.proof.fake_operator import Problem
+fake, recorder = help.FakeGpu(), help.Recorder()
+problems = [Problem(1, 1, s, 64) for s in range(1, 20)]
+request = help.request_of(help.HONEST, *problems, settings=help.FEW)
+save = lambda record: write_record(record, Path("evidence") / f"{record.id}.json")
+with mock.patch.object(chain, "_read_environment", lambda: help.environment_with(help.GPU)), \\
+     mock.patch.object(run, "run_task", fake.run), \\
+     mock.patch.dict(chain._GATES, {"import": lambda _: run.passed("left out")}):
+    print("started", flush=True)
+    while True:
+        prove(request, progress=recorder, save=save)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "suite.toml").write_text(SUITE)
+    (tmp_path / "kernel.toml").write_text(SUBJECT)
+    (tmp_path / "slow_subject.py").write_text(CODE)
+    (tmp_path / "evidence").mkdir()
+    return tmp_path
+
+
+def start(folder, *argv, **kwargs):
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "FLASHMOE_STORE": str(folder / "runs.sqlite")}
+    return subprocess.Popen([sys.executable, *argv], cwd=folder, env=environment, stdout=subprocess.PIPE, **kwargs)
+
+
+def start_prove(folder):
+    argv = ("-m", "flashmoe_science", "prove", "kernel.toml", "--suite", "suite.toml")
+    return start(folder, *argv, stderr=subprocess.STDOUT)
+
+
+def records(folder) -> list[Record]:
+    """Read every record in the folder. A broken one raises."""
+    return [read_record(path) for path in sorted((folder / "evidence").glob("*.json"))]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def wait_for(condition, seconds: float) -> bool:
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.05)
+    return bool(condition())
+
+
+@pytest.mark.parametrize("moment", range(4))
+def test_kill_while_records_are_written(folder, moment):
+    process = start(folder, "-c", BUSY)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"started\n"
+    time.sleep(random.Random(moment).uniform(0.05, 1.0))
+    process.kill()
+    process.communicate()
+    found = records(folder)
+    assert found
+    assert sum(not record.complete for record in found) <= 1
+    for record in found:
+        assert record.complete == (record.incomplete_reason == "")
+
+
+@pytest.mark.parametrize("moment", ["import", "first case", "second case"])
+def test_kill_of_a_real_run_leaves_what_was_finished(folder, moment):
+    process = start_prove(folder)
+    cases = {"import": 0, "first case": 1, "second case": 2}[moment]
+
+    def reached():
+        found = records(folder)
+        if not found:
+            return False
+        done = sum(case.correct is True for case in found[0].cases)
+        return done >= cases and len((folder / "pids").read_text().split() if (folder / "pids").exists() else []) >= 1
+
+    assert wait_for(reached, 60), process.communicate(timeout=60)
+    process.kill()
+    process.communicate()
+    (record,) = records(folder)
+    assert not record.complete
+    assert record.incomplete_reason == "the run has not ended"
+    assert [case.correct for case in record.cases][:cases] == [True] * cases
+    pids = [int(word) for word in (folder / "pids").read_text().split()]
+    assert wait_for(lambda: not any(is_alive(pid) for pid in pids), 10), "a worker outlived the run"
+
+
+def test_ctrl_c_of_a_real_run_says_so_in_the_record(folder):
+    process = start_prove(folder)
+    assert wait_for(lambda: any(case.correct for record in records(folder) for case in record.cases), 60)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=20)
+    (record,) = records(folder)
+    assert process.returncode != 0
+    assert not record.complete
+    assert record.incomplete_reason == "interrupted in gate correct"
+    assert record.cases[0].correct is True
