@@ -72,6 +72,9 @@ def poison_fresh_memory(request, monkeypatch) -> None:
 
     def poisoned(*args, **kwargs):
         out = empty(*args, **kwargs)
-        return out.fill_(math.nan) if out.is_floating_point() else out
+        if out.is_floating_point():
+            with torch.no_grad():  # torch.compile asks for leaves that require grad
+                out.fill_(math.nan)
+        return out
 
     monkeypatch.setattr(torch, "empty", poisoned)

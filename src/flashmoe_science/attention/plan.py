@@ -12,6 +12,7 @@ from ..gpu.specs import GpuSpec
 from .problem import AttentionProblem
 
 MAX_HEAD_DIM = 256
+OLDEST_ARCH = 80  # asynchronous copies to shared memory, and bf16
 KERNELS = ("forward_short_gluon", "forward_triton", "reference")
 
 
@@ -137,20 +138,11 @@ MERGE_WARPS = 4
 def forward_rows(arch: int, item_bytes: int, columns: int) -> tuple[ForwardConfig, ...]:
     """Return the table row of ``forward_triton`` for an architecture, an element size and a tile width.
 
-    Raises:
-        UnsupportedError: no table covers the architecture.
+    An architecture without a table takes that of the one before it: sm_103 has the tiles of sm_100.
     """
-    for archs, table in FORWARD_TABLES.items():
-        if arch in archs:
-            return table[item_bytes, max(64, columns)]
-    newest = max(a for archs in FORWARD_TABLES for a in archs)
-    oldest = min(a for archs in FORWARD_TABLES for a in archs)
-    if arch < oldest:
-        raise UnsupportedError(
-            f"kernels need sm_{oldest} or newer, this GPU is sm_{arch}", hint="A100, L4 and H100 are served"
-        )
-    near = max(a for archs in FORWARD_TABLES for a in archs if a <= arch)  # sm_103 takes the tiles of sm_100
-    return forward_rows(near if near != arch else newest, item_bytes, columns)
+    near = max(known for archs in FORWARD_TABLES for known in archs if known <= arch)
+    table = next(table for archs, table in FORWARD_TABLES.items() if near in archs)
+    return table[item_bytes, max(64, columns)]
 
 
 def _forward_plan(problem: AttentionProblem, gpu: GpuSpec, why: str) -> Plan:
@@ -199,8 +191,8 @@ def short_config(problem: AttentionProblem, gpu: GpuSpec) -> ShortConfig:
 
     Four groups of warps share the keys, 16 keys a group at the least, while 16-row tiles do not fill the GPU: rows are
     cheap there, and latency counts. Up to two blocks an SM two groups do, since four merge more than they save; beyond,
-    two rows of warps read K and V once for 32 rows. Measured on an H200, microseconds a call, (B, H, S, D) = (8, 4, 128,
-    64): 3.07 with four groups, 2.98 with two, 3.14 with 32 rows; (4, 4, 128, 64): 2.61, 2.69 and 2.91.
+    two rows of warps read K and V once for 32 rows. Measured on an H200, microseconds a call with four groups, with two,
+    and with 32 rows: 3.07, 2.98 and 3.14 at (B, H, S, D) = (8, 4, 128, 64); 2.61, 2.69 and 2.91 at (4, 4, 128, 64).
     """
     keys = max(16, 1 << (problem.seqlen_k - 1).bit_length())
     blocks = _cdiv(problem.seqlen_q, 16) * problem.batch * problem.heads
@@ -293,6 +285,10 @@ def plan_attention(problem: AttentionProblem, gpu: GpuSpec | None, kernel: str =
     if widest > MAX_HEAD_DIM:
         raise UnsupportedError(
             f"no kernel serves head dimension {widest}", hint=f"the nearest that is served: {MAX_HEAD_DIM}"
+        )
+    if gpu.arch < OLDEST_ARCH:
+        raise UnsupportedError(
+            f"kernels need sm_{OLDEST_ARCH} or newer, this GPU is sm_{gpu.arch}", hint="A100, L4 and H100 are served"
         )
     if problem.rows == 0:
         return Plan(problem, gpu.name, gpu.arch, "forward_triton", None, (), "the output is empty: nothing is launched")

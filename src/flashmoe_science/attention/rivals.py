@@ -101,6 +101,8 @@ class Flex(Rival):
     def load(self) -> Callable[..., torch.Tensor]:
         """Return it with a block mask where causal."""
         flex = importlib.import_module("torch.nn.attention.flex_attention")
+        # One process measures many shapes; beyond the limit, 8 by default, dynamo would run it eagerly without a word.
+        importlib.import_module("torch._dynamo.config").recompile_limit = 1024  # type: ignore[attr-defined]
         compiled = torch.compile(flex.flex_attention, dynamic=False)
 
         def bind_inputs(problem: AttentionProblem, inputs: Mapping[str, torch.Tensor]) -> Callable[[], torch.Tensor]:

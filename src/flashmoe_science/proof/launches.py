@@ -117,7 +117,8 @@ def recording() -> Iterator[Recording]:
 
     session = Recording()
     # CPU activity carries the annotations, CUDA activity the launches and what they ran.
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+    # acc_events keeps PyTorch from warning that a new cycle drops events: there is one cycle.
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as profiler:
         torch.ones(1, device="cuda").add_(1)  # the first launch under CUPTI is slow and sometimes lost: it is ours
         torch.cuda.synchronize()
         yield session

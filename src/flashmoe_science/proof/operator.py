@@ -1,7 +1,7 @@
 """What the harness needs to know of an operator: protocols only. No operator is named here, and none imports this.
 
-An operator called ``NAME`` lives in ``flashmoe_science.NAME.operator`` and offers one object, ``OPERATOR``. A name with a
-dot is the path of a module of the user's own that offers the same.
+An operator called ``NAME`` lives in ``flashmoe_science.NAME.operator`` and offers one object, ``OPERATOR``. A name with
+a dot is the path of a module of the user's own that offers the same.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Rival(Protocol):
     kernels: Sequence[str]  # fnmatch patterns; every call must launch at least one match. Empty: nothing is pinned
 
     def load(self) -> Callable[..., torch.Tensor]:
-        """Return its entry point, with the operator's own calling convention. Raises ``ImportError`` with the reason."""
+        """Return its entry point, called as the operator calls. Raises ``ImportError`` with the reason."""
 
     def version(self) -> str:
         """Return its version as text."""

@@ -3,8 +3,9 @@
 import contextlib
 
 import torch
-from flashmoe_science.attention.operator import OPERATOR as ATTENTION
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from flashmoe_science.attention.operator import OPERATOR as ATTENTION
 
 
 class MislabelledRival:
