@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from flashmoe_science.proof.gates import chain
+from flashmoe_science.proof.subject import expand_sources, load_subject
 
 from .chain import SUBJECTS, attention, attention_request, environment_with, gate_of, run_chain, statuses
 
@@ -84,3 +85,13 @@ def test_shared_memory_over_the_limit_is_caught_at_gate_build():
 def test_every_subject_is_tried_somewhere():
     folders = {file.parent.name for file in SUBJECTS.glob("*/kernel.toml")}
     assert folders == {*CAUGHT, *HONEST, *OTHER_GATES}
+    for name in folders:
+        subject = load_subject(str(SUBJECTS / name))
+        assert subject.name == name
+        assert expand_sources(subject)[1] == []
+
+
+def test_mislabelled_baseline_is_one_that_the_chain_accepts():
+    record = run_chain(attention_request("mislabelled_baseline", SHORT, baselines=["mislabelled"]))
+    assert "failed" not in statuses(record).values()
+    assert record.baselines == ["mislabelled"]

@@ -114,5 +114,8 @@ def out_of_memory(payload, emit):
 
 
 def note_pid_and_hang(payload, emit):
+    """Hang, as compiled code does that never lets another thread run."""
+    import ctypes
+
     Path(payload["file"]).write_text(str(os.getpid()))
-    time.sleep(600)
+    ctypes.PyDLL(None).sleep(600)  # holds the interpreter's lock

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
-import fcntl
 import importlib
 import json
 import os
@@ -288,8 +287,6 @@ class _Child:
 def main(request_handle: str, answer_handle: str) -> None:
     """Run one task: the child's side. Never returns."""
     request_fd, answer_fd = int(request_handle), int(answer_handle)
-    for handle in (request_fd, answer_fd):
-        fcntl.fcntl(handle, fcntl.F_SETFD, fcntl.FD_CLOEXEC)  # what the subject starts must not keep the pipes open
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)

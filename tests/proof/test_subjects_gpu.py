@@ -1,0 +1,113 @@
+"""What only a GPU can show: launches nobody promised, work on another stream, impossible times, lost contexts."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+
+import pytest
+
+from flashmoe_science.proof.evidence import Settings
+
+from .chain import (
+    attention,
+    attention_request,
+    gate_of,
+    run_chain,
+    statuses,
+    until,
+    write_subject,
+)
+
+pytestmark = [pytest.mark.gpu, pytest.mark.unpoisoned]
+
+SHORT = attention(1, 3, 65, 64)
+MEDIUM = attention(2, 4, 512, 64)
+LARGE = attention(1, 16, 8192, 64)  # 2.7e11 operations: a quarter of a millisecond on any GPU of today
+
+FEW = Settings(processes=1, rounds=4)
+
+
+@pytest.fixture(autouse=True)
+def restore_path(monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+
+def prove(name, *cases, **changes):
+    record = run_chain(attention_request(name, *cases, **{"settings": FEW, **changes}))
+    print(*(f"{gate.name}: {gate.status.value}: {gate.summary}" for gate in record.gates), sep="\n")
+    return record
+
+
+def test_honest_subject_passes_every_gate():
+    record = prove("honest_triton", SHORT, MEDIUM)
+    assert set(statuses(record).values()) == {"passed"}
+    assert record.complete
+    assert {launch.name for case in record.cases for launch in case.arms[0].launches} == {"_plain_attend_kernel"}
+    assert set(record.cases[0].arms[0].rates) == {"kernel", "graph", "wall"}
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("absent_from_graph", "in its CUDA graph: no kernel ran"),
+        ("falls_through", "promised kernel _plain_attend_kernel did not run"),
+        ("falls_through_in_parts", "ran and was not promised"),
+        ("fewer_threads", "block (128, 1, 1), promised (384, 1, 1)"),
+    ],
+)
+def test_caught_at_gate_launch(name, reason):
+    record = prove(name, SHORT, MEDIUM)
+    assert statuses(record) == until("launch")
+    assert reason in "\n".join(gate_of(record, "launch").details)
+
+
+def test_baseline_that_is_not_what_it_says_is_caught_at_gate_launch():
+    record = prove("mislabelled_baseline", MEDIUM, baselines=["mislabelled"])
+    assert statuses(record) == until("launch")
+    assert "baseline mislabelled is not what it says: none of its kernels" in gate_of(record, "launch").summary
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("stale_output", "shared_output", "input_overwritten", "constant", "tile_missing", "tile_missing_zeroed"),
+        *("head_transposed", "low_precision_accumulator"),
+    ],
+)
+def test_caught_at_gate_correct(name):
+    cases = [attention(1, 1, 32, 64, seqlen_k=16384)] if name.startswith("low") else [SHORT, MEDIUM]
+    record = prove(name, *cases)
+    assert statuses(record) == until("correct")
+    assert not any(case.rounds for case in record.cases)
+
+
+def test_impossible_time_is_caught_at_gate_quick():
+    record = prove("impossible_time", LARGE)
+    assert statuses(record) == until("quick")
+    assert "needs at least" in gate_of(record, "quick").summary
+
+
+def test_work_on_another_stream_is_caught_at_gate_bench():
+    record = prove("other_stream", MEDIUM)
+    assert statuses(record) == until("bench")
+    assert "not ordered with the stream" in gate_of(record, "bench").summary
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ("q[torch.full((1,), 10**6, device=q.device)]", "device-side assert"),
+        ("torch.empty(1 << 50, dtype=torch.uint8, device=q.device)", "out of memory"),
+        ("__import__('os').kill(__import__('os').getpid(), 9)", "killed by SIGKILL"),
+    ],
+)
+def test_subject_that_takes_its_process_or_gpu_down_fails_gate_launch(tmp_path, body, reason):
+    code = f"import torch\ndef attend(q, k, v, *, causal, softmax_scale):\n    return {body}\n"
+    subject = replace(write_subject(tmp_path, code), operator="attention")
+    request = attention_request("honest_triton", SHORT, settings=FEW)
+    record = run_chain(replace(request, subject=subject))
+    assert statuses(record) == until("launch")
+    gate = gate_of(record, "launch")
+    assert reason in "\n".join([gate.summary, *gate.details])
+    assert record.complete
