@@ -83,6 +83,7 @@ def test_until_ends_the_chain_after_that_gate(last):
     [
         ({"until": "corect"}, ProofError, "until must be one of sources, build"),
         ({"gpus": ["Z80"]}, ProofError, "gpu must be one of A100"),
+        ({"baselines": ["sdpa", "sdpa"]}, ProofError, "need names of their own, got sdpa twice"),
         ({"baselines": ["sdpa", "tea"]}, ProofError, "baseline must be one of sdpa, absent, picky, got 'tea'"),
     ],
 )

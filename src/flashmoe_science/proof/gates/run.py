@@ -283,6 +283,10 @@ def check_request(request: ProveRequest) -> None:
             find_gpu(gpu)
         except InputError as error:
             raise ProofError(str(error)) from error
+    names = [request.subject.name, *request.baselines]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ProofError(f"subject and baselines need names of their own, got {', '.join(twice)} twice")
     rivals = operator_of(request.subject).rivals()
     for baseline in request.baselines:
         if baseline not in rivals:
