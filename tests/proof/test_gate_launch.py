@@ -66,6 +66,7 @@ def test_call_that_no_graph_can_hold():
         "a CUDA graph cannot capture the call: operation not permitted when stream is capturing"
     ]
     assert problems([launch()], needs_graph=False, **refused) == []
+    assert problems([launch()], graph_unseen=True, **refused) == []
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,14 @@ CAUGHT = {
 HONEST = ("honest_torch", "honest_triton")
 
 OTHER_GATES = {
-    *("absent_from_graph", "falls_through", "falls_through_in_parts", "fewer_threads", "impossible_time"),
+    *(
+        "absent_from_graph",
+        "falls_through",
+        "falls_through_in_parts",
+        "fewer_threads",
+        "graph_without_work",
+        "impossible_time",
+    ),
     *("low_precision_accumulator", "mislabelled_baseline", "other_stream", "over_shared_memory"),
 }
 

@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.unpoisoned]
 
 SHORT = attention(1, 3, 65, 64)
 MEDIUM = attention(2, 4, 512, 64)
-LARGE = attention(1, 16, 8192, 64)  # 2.7e11 operations: a quarter of a millisecond on any GPU of today
+LARGE = attention(1, 16, 4096, 64)  # 6.9e10 operations: 65 us at 1.07e15 a second
 
 FEW = Settings(processes=1, rounds=4)
 
@@ -86,6 +86,12 @@ def test_impossible_time_is_caught_at_gate_quick():
     record = prove("impossible_time", LARGE)
     assert statuses(record) == until("quick")
     assert "needs at least" in gate_of(record, "quick").summary
+
+
+def test_graph_that_leaves_the_work_out_is_caught_at_gate_quick():
+    record = prove("graph_without_work", MEDIUM)
+    assert statuses(record) == until("quick")
+    assert "graph time" in gate_of(record, "quick").summary
 
 
 def test_work_on_another_stream_is_caught_at_gate_bench():

@@ -202,9 +202,11 @@ def _record(capture: _Capture, recording: Recording | None) -> dict[str, Any]:
     ran = eager[-1].launches() if eager else []
     in_graph = replays[-1].launches() if replays else None
     problems = launches.capture_problems(eager)
+    unseen = False
     if in_graph is not None:
         if ran and not in_graph and _graph_answers(capture):
-            in_graph, capture.graph_reason = None, "the profiler saw nothing of a replay that answered rightly"
+            in_graph, unseen = None, True
+            capture.graph_reason = "the profiler saw nothing of a replay that answered rightly"
         else:
             problems += launches.graph_problems(ran, in_graph)
     return {
@@ -216,6 +218,7 @@ def _record(capture: _Capture, recording: Recording | None) -> dict[str, Any]:
         "launches": [launch.model_dump(mode="json") for launch in ran],
         "graph_launches": None if in_graph is None else [launch.model_dump(mode="json") for launch in in_graph],
         "graph_reason": capture.graph_reason,
+        "graph_unseen": unseen,  # a graph holds the call, and what it launches is not known
         "copies": list(eager[-1].copies) if eager else [],
         "promises": capture.promises,
         "patterns": list(loaded.rival.kernels) if loaded.rival is not None else [],

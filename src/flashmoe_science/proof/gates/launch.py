@@ -84,7 +84,7 @@ def _subject_problems(subject: Subject, arm: dict[str, Any], *, needs_graph: boo
     if arm["graph_launches"] is not None:
         in_graph = _stream_problems(subject, promises, arm["graph_launches"])
         problems += [f"in its CUDA graph: {problem}" for problem in in_graph if problem not in problems]
-    elif needs_graph:
+    elif needs_graph and not arm.get("graph_unseen", False):
         problems.append(f"a CUDA graph cannot capture the call: {arm['graph_reason']}")
     return list(dict.fromkeys([*problems, *arm.get("problems", [])]))
 
