@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
+from pydantic import BaseModel
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 from flashmoe_science.errors import SubjectError
 from flashmoe_science.proof import subject as subjects
+from flashmoe_science.proof.gates.launch import FALL_THROUGH
 from flashmoe_science.proof.subject import (
     KernelPromise,
     Subject,
@@ -190,3 +198,46 @@ def test_custom_operator_is_found_beside_the_file(folder, restore_path):
     (package / "mine.py").write_text("from tests.proof.fake_operator import OPERATOR\n")
     (folder / "kernel.toml").write_text(GOOD.replace(OPERATOR, "operators_of_test_subject.mine"))
     assert subjects.operator_of(load_subject(str(folder))).name == OPERATOR
+
+
+# The page about it.
+
+
+def example(page: str) -> str:
+    """Return the first TOML block of a page of docs/."""
+    text = (Path(__file__).parents[2] / "docs" / page).read_text()
+    return text.partition("```toml\n")[2].partition("```")[0]
+
+
+def test_the_example_in_the_docs_is_valid_and_has_every_key(tmp_path):
+    (tmp_path / "kernel.toml").write_text(example("kernel-toml.md").replace('"attention"', f'"{OPERATOR}"'))
+    assert load_subject(str(tmp_path)).name == "my_attention"
+    written = tomllib.loads((tmp_path / "kernel.toml").read_text())
+    tables: dict[str, type[BaseModel]] = {
+        "subject": subjects._SubjectTable,
+        "build": subjects._BuildTable,
+        "launch": subjects._LaunchTable,
+    }
+    for name, table in tables.items():
+        assert set(written[name]) == set(table.model_fields)
+    assert set(written["launch"]["kernels"][0]) == set(subjects._KernelTable.model_fields)
+
+
+def test_every_key_is_explained_in_the_docs():
+    page = (Path(__file__).parents[2] / "docs" / "kernel-toml.md").read_text()
+    explained = page.partition("## `[subject]`")[2]
+    tables = (subjects._SubjectTable, subjects._BuildTable, subjects._LaunchTable, subjects._KernelTable)
+    for key in {key for table in tables for key in table.model_fields}:
+        assert f"`{key}`" in explained or f"[[launch.{key}]]" in explained
+    for pattern in FALL_THROUGH:
+        assert f"`{pattern}`" in explained
+
+
+def test_the_error_in_the_docs_is_the_real_one(folder, monkeypatch):
+    (folder / "kernel.toml").write_text(GOOD.replace("block = [384, 1, 1]", "block = [128]"))
+    (folder / "kernel.toml").rename(folder / "my_kernel.toml")
+    monkeypatch.chdir(folder)
+    with pytest.raises(SubjectError) as error:
+        load_subject("my_kernel.toml")
+    page = (Path(__file__).parents[2] / "docs" / "kernel-toml.md").read_text()
+    assert str(error.value).replace("my_kernel.toml", "my_kernel/kernel.toml", 1) in page

@@ -118,9 +118,36 @@ def test_standard_is_the_grid_of_16k_tokens():
     assert len({(c["head_dim"], c["seqlen_q"], c["causal"]) for c in cases}) == 36
 
 
-@pytest.mark.parametrize("name", ["seed", "standard"])
-def test_packaged_suite_loads_with_an_origin_everywhere(name):
-    pytest.importorskip("flashmoe_science.attention.operator")
+@pytest.mark.parametrize(("name", "count"), [("seed", 13), ("standard", 36)])
+def test_packaged_suite_loads_with_an_origin_everywhere(name, count):
     suite = load_suite(name)
-    assert suite.name == name
+    assert (suite.name, suite.operator, len(suite.cases)) == (name, "attention", count)
     assert all(case.origin for case in suite.cases)
+
+
+# The page about it.
+
+PAGE = (Path(__file__).parents[2] / "docs" / "suites.md").read_text()
+
+
+def test_the_example_in_the_docs_is_valid(tmp_path):
+    suite = load_suite(write(tmp_path, PAGE.partition("```toml\n")[2].partition("```")[0]))
+    assert [case.name for case in suite.cases][1] == "prompt against a long cache"
+
+
+def test_every_key_of_a_case_is_explained_in_the_docs():
+    from flashmoe_science.attention.operator import _KEYS
+
+    for key in (*_SuiteFile.model_fields, *_KEYS):
+        assert f"`{key}`" in PAGE or f"[{key}]" in PAGE
+    for name in list_suites():
+        assert f"| `{name}` |" in PAGE
+
+
+def test_the_error_in_the_docs_is_the_real_one(tmp_path, monkeypatch):
+    text = PAGE.partition("```toml\n")[2].partition("```")[0].replace("seqlen_k = 65536", 'head_dim = "128"')
+    (tmp_path / "my-model.toml").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SuiteError) as error:
+        load_suite("my-model.toml")
+    assert str(error.value) in PAGE
