@@ -9,6 +9,7 @@ ENV ?= on
 ARGS ?=
 WORKERS ?= auto
 GPU_RECORD ?= evidence/gpu-tests
+GPU_WORKERS ?= 6
 
 ifeq ($(ENV),off)
 RUN := PYTHONPATH=src$(if $(PYTHONPATH),:$(PYTHONPATH)) $(PYTHON)
@@ -33,8 +34,9 @@ test: env-dev ## run every test that needs no GPU (ARGS="tests/proof -k stale" f
 test-triton: env-dev ## run the tests that compile or interpret kernels, for another Triton set PYTHONPATH
 	$(TEST) $(CPU_TESTS) -m "triton and not gpu" $(ARGS)
 
-test-gpu: env-dev ## run the tests that need a GPU and leave a record in evidence/gpu-tests/
-	$(TEST) -m gpu --gpu-record $(GPU_RECORD) $(ARGS)
+test-gpu: env-dev ## run the tests that need a GPU and leave two records in evidence/gpu-tests/: in parallel, then those that time
+	$(TEST) -m "gpu and not timing" --numprocesses $(GPU_WORKERS) --gpu-record $(GPU_RECORD) $(ARGS)
+	$(TEST) -m "gpu and timing" --gpu-record $(GPU_RECORD) $(ARGS)
 
 lint: env-dev ## check the code with ruff
 	$(RUN) -m ruff check .

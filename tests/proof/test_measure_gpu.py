@@ -129,6 +129,7 @@ def test_launches_of_calls_and_of_graphs_are_seen(timer):
     assert reads["launches"]
 
 
+@pytest.mark.timing
 def test_device_time_is_that_of_the_work_and_not_of_waiting_for_it():
     x = torch.ones(4096, device="cuda")
     entry = spinning(1_000_000)
@@ -138,6 +139,7 @@ def test_device_time_is_that_of_the_work_and_not_of_waiting_for_it():
     assert 300e-6 < call.device_seconds() < 5e-3
 
 
+@pytest.mark.timing
 def test_a_planted_slowdown_of_three_percent_is_seen_and_none_where_there_is_none(timer):
     slower = round(SPIN_CYCLES * 1.03)
     arms, found = bench(timer, spinning(slower), {"base": spinning(SPIN_CYCLES)}, ["graph", "wall"], rounds=20)
