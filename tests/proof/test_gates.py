@@ -9,7 +9,7 @@ import pytest
 
 from flashmoe_science.errors import ProofError, SuiteError
 from flashmoe_science.proof.evidence import GATE_NAMES, read_record, write_record
-from flashmoe_science.proof.gates import chain, static
+from flashmoe_science.proof.gates import chain, correct, static
 
 from .chain import (
     GPU,
@@ -319,6 +319,17 @@ def test_crash_keeps_the_cases_before_it(tmp_path):
     assert [case.correct for case in record.cases] == [True, False, None]
     assert record.complete
     assert [case.correct for case in recorder.saved[-3].cases] == [True, None, None]
+
+
+def test_hang_fails_its_case_and_says_where(tmp_path, monkeypatch):
+    monkeypatch.setitem(correct._CASE_TIMEOUT_S, "cpu", 6.0)
+    code = "import time\ndef attend(q, k, v, *, causal, softmax_scale): time.sleep(600)\n"
+    record = run_chain(request_of(write_subject(tmp_path, code)))
+    assert statuses(record)["correct"] == "failed"
+    gate = gate_of(record, "correct")
+    assert gate.summary == "case b1_h3_s65_d64_fp16: no answer within 6 s"
+    assert gate.hint == "the last lines of its output say where it hung"
+    assert any("line 2 in attend" in line for line in gate.details)
 
 
 def test_raise_fails_its_case_and_the_others_are_still_checked(tmp_path):

@@ -182,8 +182,8 @@ def _check_form(output: Any, truth: _Truth, device: str, which: str) -> None:
 
 def _count(mask: torch.Tensor) -> str:
     """Return how many elements are marked and where the first one is."""
-    where = tuple(int(i) for i in mask.nonzero()[0])
-    return f"{int(mask.sum())} of {mask.numel()} elements, the first at {list(where)}"
+    first = torch.unravel_index(mask.flatten().to(torch.uint8).argmax(), mask.shape)
+    return f"{int(mask.sum())} of {mask.numel()} elements, the first at {[int(i) for i in first]}"
 
 
 def _largest(errors: torch.Tensor) -> float:
