@@ -257,3 +257,20 @@ def test_a_kernel_absent_from_the_graph_is_a_problem():
     assert launches.graph_problems([ran()], [ran(), ran("fill")]) == [
         "kernel fill runs in the CUDA graph of the call only"
     ]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("memcpy32_post", "memcpy"),
+        ("memcpy128", "memcpy"),
+        ("memset32_aligned1D", "memset"),
+        ("memcpy_of_mine", "kernel"),
+        ("my_memcpy32", "kernel"),
+    ],
+)
+def test_what_the_driver_copies_with_in_a_graph_is_no_kernel_of_the_call(name, kind):
+    trace = parse([annotation(0, 0, 10), launch(1, 2), kernel(1, 20, 5, name=name)])
+    (event,) = trace.calls[0].events
+    assert (event.name, event.kind) == (name, kind)
+    assert len(trace.calls[0].kernels) == (kind == "kernel")

@@ -34,14 +34,18 @@ def restore_path(monkeypatch):
 
 
 def prove(name, *cases, **changes):
-    record = run_chain(attention_request(name, *cases, **{"settings": FEW, **changes}))
-    print(*(f"{gate.name}: {gate.status.value}: {gate.summary}" for gate in record.gates), sep="\n")
-    return record
+    return run_chain(attention_request(name, *cases, **{"settings": FEW, **changes}))
+
+
+def story(record):
+    """Return what every gate said, for a test that fails."""
+    lines = [(f"{gate.name}: {gate.status.value}: {gate.summary}", *gate.details) for gate in record.gates]
+    return "\n".join(("", *(line for gate in lines for line in gate)))
 
 
 def test_honest_subject_passes_every_gate():
     record = prove("honest_triton", SHORT, MEDIUM)
-    assert set(statuses(record).values()) == {"passed"}
+    assert set(statuses(record).values()) == {"passed"}, story(record)
     assert record.complete
     assert {launch.name for case in record.cases for launch in case.arms[0].launches} == {"_plain_attend_kernel"}
     assert set(record.cases[0].arms[0].rates) == {"kernel", "graph", "wall"}
@@ -58,13 +62,13 @@ def test_honest_subject_passes_every_gate():
 )
 def test_caught_at_gate_launch(name, reason):
     record = prove(name, SHORT, MEDIUM)
-    assert statuses(record) == until("launch")
+    assert statuses(record) == until("launch"), story(record)
     assert reason in "\n".join(gate_of(record, "launch").details)
 
 
 def test_baseline_that_is_not_what_it_says_is_caught_at_gate_launch():
     record = prove("mislabelled_baseline", MEDIUM, baselines=["mislabelled"])
-    assert statuses(record) == until("launch")
+    assert statuses(record) == until("launch"), story(record)
     assert "baseline mislabelled is not what it says: none of its kernels" in gate_of(record, "launch").summary
 
 
@@ -78,25 +82,25 @@ def test_baseline_that_is_not_what_it_says_is_caught_at_gate_launch():
 def test_caught_at_gate_correct(name):
     cases = [attention(1, 1, 32, 64, seqlen_k=16384)] if name.startswith("low") else [SHORT, MEDIUM]
     record = prove(name, *cases)
-    assert statuses(record) == until("correct")
+    assert statuses(record) == until("correct"), story(record)
     assert not any(case.rounds for case in record.cases)
 
 
 def test_impossible_time_is_caught_at_gate_quick():
     record = prove("impossible_time", LARGE)
-    assert statuses(record) == until("quick")
+    assert statuses(record) == until("quick"), story(record)
     assert "needs at least" in gate_of(record, "quick").summary
 
 
 def test_graph_that_leaves_the_work_out_is_caught_at_gate_quick():
     record = prove("graph_without_work", MEDIUM)
-    assert statuses(record) == until("quick")
+    assert statuses(record) == until("quick"), story(record)
     assert "graph" in gate_of(record, "quick").summary
 
 
 def test_work_on_another_stream_is_caught_at_gate_bench():
     record = prove("other_stream", MEDIUM)
-    assert statuses(record) == until("bench")
+    assert statuses(record) == until("bench"), story(record)
     assert "not ordered with the stream" in gate_of(record, "bench").summary
 
 
@@ -113,7 +117,7 @@ def test_subject_that_takes_its_process_or_gpu_down_fails_gate_launch(tmp_path, 
     subject = replace(write_subject(tmp_path, code), operator="attention")
     request = attention_request("honest_triton", SHORT, settings=FEW)
     record = run_chain(replace(request, subject=subject))
-    assert statuses(record) == until("launch")
+    assert statuses(record) == until("launch"), story(record)
     gate = gate_of(record, "launch")
     assert reason in "\n".join([gate.summary, *gate.details])
     assert record.complete

@@ -9,6 +9,7 @@ a process that records.
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -29,6 +30,10 @@ _KINDS: dict[str, Literal["kernel", "memcpy", "memset"]] = {
     "gpu_memcpy": "memcpy",
     "gpu_memset": "memset",
 }
+
+# The driver's own kernels, which do the copies and fills of a CUDA graph: the same call outside of a graph shows as one
+# copy (pytorch issue 191284).
+_DRIVER_COPY = re.compile(r"(memcpy|memset)\d+(_\w+)?")
 
 _LAUNCH_CATEGORIES = ("cuda_runtime", "cuda_driver")
 
@@ -219,6 +224,8 @@ def _range_ns(event: Mapping[str, Any]) -> tuple[int, int]:
 
 def _device_event(event: Mapping[str, Any], kind: Literal["kernel", "memcpy", "memset"]) -> DeviceEvent:
     start, end = _range_ns(event)
+    if driver_copy := _DRIVER_COPY.fullmatch(event["name"]):
+        kind = "memcpy" if driver_copy[1] == "memcpy" else "memset"
     args = event.get("args", {})
     if kind != "kernel":
         return DeviceEvent(kind, event["name"], start, end, int(args.get("stream", -1)))
