@@ -26,6 +26,18 @@ def check(case: Case) -> None:
         torch.empty = empty
     assert_right(o, q, k, v, causal=case.causal, lse=lse)
     assert torch.equal(again, o), "another memory layout gives other bits"
+    if o.numel() and k.numel():
+        check_expanded(q, k, v, causal=case.causal)
+
+
+def check_expanded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool) -> None:
+    """Expand each axis of k and of v in turn, so that it has stride 0."""
+    for axis in range(4):
+        for name in ("k", "v"):
+            one = (k if name == "k" else v).narrow(axis, 0, 1).expand_as(k if name == "k" else v)
+            args = (q, one, v) if name == "k" else (q, k, one)
+            o = flash_attention(*args, causal=causal, kernel="forward_triton")
+            assert_right(o, *args, causal=causal, name=f"{name} expanded along axis {axis}")
 
 
 def main() -> None:

@@ -106,16 +106,54 @@ def test_bad_tensors(why):
     ("options", "message"),
     [
         ({"causal": 2}, "causal must be True or False, got 2"),
+        ({"causal": 1}, "causal must be True or False, got 1"),
         ({"softmax_scale": math.inf}, "softmax_scale must be finite, got inf"),
         ({"softmax_scale": math.nan}, "softmax_scale must be finite, got nan"),
+        ({"softmax_scale": torch.tensor(1.0)}, "softmax_scale must be a number or None, got Tensor"),
+        ({"softmax_scale": "1"}, "softmax_scale must be a number or None, got str"),
+        ({"softmax_scale": True}, "softmax_scale must be a number or None, got bool"),
         ({"kernel": "fastest"}, "kernel must be auto or one of .*, got 'fastest'"),
     ],
 )
 def test_bad_options(options, message):
     """So are options."""
     q, k, v = (torch.randn(1, 1, 2, 8) for _ in range(3))
+    flash_attention(q, k, v, causal=True, softmax_scale=1.0)  # what is prepared must not serve what only equals it
     with pytest.raises(InputError, match=message):
         flash_attention(q, k, v, **options)
+
+
+def test_meta_tensors_are_not_cpu_tensors():
+    """A call prepared for CPU tensors does not serve meta tensors of the same shape."""
+    q, k, v = (torch.randn(1, 1, 2, 8) for _ in range(3))
+    flash_attention(q, k, v)
+    with pytest.raises(InputError, match="q must be on a CUDA device or the CPU, got meta"):
+        flash_attention(q.to("meta"), k.to("meta"), v.to("meta"))
+
+
+def test_negative_views_and_tangents_are_refused():
+    """What a raw pointer does not show is not dropped in silence."""
+    q, k, v = (torch.randn(1, 1, 2, 8) for _ in range(3))
+    negative = torch.randn(1, 1, 2, 8, dtype=torch.complex64).conj().imag
+    assert negative.is_neg()
+    flash_attention(torch.randn(1, 1, 2, 16)[..., ::2], k, v)
+    with pytest.raises(InputError, match="q must not be a negative view"):
+        flash_attention(negative, k, v)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(q, torch.ones_like(q))
+        with pytest.raises(UnsupportedError, match="forward-mode"):
+            flash_attention(dual, k, v)
+
+
+def test_fake_outputs_have_the_strides_of_real_ones():
+    """Also where axes of one element have strides of their own."""
+    q = torch.randn(2, 8, 4, 5)[..., ::5].transpose(1, 2)
+    k, v = torch.randn(2, 4, 8, 1), torch.randn(2, 4, 8, 8)
+    torch.library.opcheck(torch.ops.flashmoe_science.attention_forward, (q, k, v, False, None, "auto"))
+    real = flash_attention(q, k, v)
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
+        fake = torch.ops.flashmoe_science.attention_forward(q, k, v, False, None, "auto")
+    assert fake.stride() == real.stride()
 
 
 def test_forced_kernels_never_fall_back():

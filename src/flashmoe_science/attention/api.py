@@ -14,7 +14,7 @@ from ..gpu.device import gpu_of_device
 from ..gpu.specs import GpuSpec
 from . import reference
 from .plan import ForwardConfig, Plan, plan_attention
-from .problem import AttentionProblem, Strides
+from .problem import AttentionProblem, canonical_strides, output_strides
 
 _DTYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
@@ -26,9 +26,10 @@ _MAX_PREPARED = 8192  # entries, about 2 KiB each
 # Absent from CPU builds of torch.
 _raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # noqa: SLF001 - what torch.compile's code calls
 _current_device = getattr(torch._C, "_cuda_getDevice", None)  # noqa: SLF001 - what torch.cuda.current_device calls
-# What Inductor's generated code allocates with: 1.2 us where torch.empty_like takes 2.8 (H200's host).
+# What Inductor's generated code allocates with; torch.empty_like takes half as long again (lab/launch_path.txt).
 _empty_strided_cuda = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined] # noqa: SLF001
 _is_compiling = torch.compiler.is_compiling
+_forward_ad = torch.autograd.forward_ad
 
 
 def flash_attention(
@@ -70,14 +71,20 @@ def flash_attention(
         return _call_operator(q, k, v, causal, softmax_scale, return_lse, kernel)
     if (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled():
         _refuse_grad(q, k, v)
+    if _forward_ad._current_level >= 0:  # noqa: SLF001 - the public way asks tensor by tensor
+        _refuse_tangents(q, k, v)
+    # Equal keys must mean equal calls: True == 1, and a tensor equals itself after its value has changed.
+    if (causal is not True and causal is not False) or (softmax_scale is not None and type(softmax_scale) is not float):
+        softmax_scale = _check_options(causal, softmax_scale)
     pq, pk, pv = q.data_ptr(), k.data_ptr(), v.data_ptr()
+    dq, dk, dv = q.get_device(), k.get_device(), v.get_device()  # -1: no CUDA device
     contiguous = q.is_contiguous() and k.is_contiguous() and v.is_contiguous()
     key = (
-        q.shape, k.shape, v.shape, contiguous or (q.stride(), k.stride(), v.stride()), q.dtype, k.dtype, v.dtype,
-        q.get_device(), k.get_device(), v.get_device(), (pq | pk | pv) & 15, causal, softmax_scale, return_lse, kernel,
+        q.shape, k.shape, v.shape, contiguous or _describe_layout(q, k, v), q.dtype, k.dtype, v.dtype,
+        dq, dk, dv, (pq | pk | pv) & 15, causal, softmax_scale, return_lse, kernel,
     )  # fmt: skip
     last = _last_call
-    if key == last[0]:  # the layers of a model repeat one call: comparing is cheaper than hashing
+    if key == last[0] and dq >= 0:  # the layers of a model repeat one call: comparing is cheaper than hashing
         return last[1](q, k, v, pq, pk, pv)
     return _find_call(key, q, k, v)(q, k, v, pq, pk, pv)
 
@@ -94,7 +101,8 @@ def explain(
 ) -> Plan:
     """Return the plan that would serve ``flash_attention`` with the same arguments; nothing is launched.
 
-    ``print`` shows it as text, ``.as_dict()`` gives it as data. Arguments and errors are those of ``flash_attention``.
+    ``print`` shows it as text, ``.as_dict()`` gives it as data. Arguments and errors are those of ``flash_attention``,
+    but inputs may require grad.
     """
     problem = problem_of(q, k, v, causal=causal, softmax_scale=softmax_scale, return_lse=return_lse)
     return plan_attention(problem, _gpu_of(q), kernel)
@@ -117,6 +125,8 @@ def problem_of(
             raise InputError(f"{name} must be float16, bfloat16 or float32, got {tensor.dtype}")
         if tensor.dtype != q.dtype:
             raise InputError(f"{name} must have the dtype of q, {q.dtype}, got {tensor.dtype}")
+        if tensor.is_neg():
+            raise InputError(f"{name} must not be a negative view, got one (is_neg()): call resolve_neg()")
         if tensor.device != q.device:
             raise InputError(f"{name} must be on the device of q, {q.device}, got {tensor.device}")
     if q.device.type not in ("cpu", "cuda"):
@@ -125,10 +135,7 @@ def problem_of(
     heads_kv, seqlen_k = k.shape[1], k.shape[2]
     _check_shape("k", k, (batch, heads_kv, seqlen_k, head_dim), "B, HK, Sk, D")
     _check_shape("v", v, (batch, heads_kv, seqlen_k, v.shape[3]), "B, HK, Sk, DV")
-    if not isinstance(causal, bool):
-        raise InputError(f"causal must be True or False, got {causal!r}")
-    if softmax_scale is not None and not math.isfinite(softmax_scale):
-        raise InputError(f"softmax_scale must be finite, got {softmax_scale}")
+    softmax_scale = _check_options(causal, softmax_scale)
     return AttentionProblem(
         batch=batch,
         heads=heads,
@@ -141,22 +148,34 @@ def problem_of(
         causal=causal,
         softmax_scale=softmax_scale,
         return_lse=return_lse,
-        q_strides=_strides(q),
-        k_strides=_strides(k),
-        v_strides=_strides(v),
+        q_strides=canonical_strides(q.shape, q.stride()),
+        k_strides=canonical_strides(k.shape, k.stride()),
+        v_strides=canonical_strides(v.shape, v.stride()),
         pointer_alignment=_pointer_alignment(q, k, v),
     )
+
+
+def _check_options(causal: object, softmax_scale: object) -> float | None:
+    """Return the scale as a float, or None. Raises ``InputError``."""
+    if not isinstance(causal, bool):
+        raise InputError(f"causal must be True or False, got {causal!r}")
+    if softmax_scale is None:
+        return None
+    if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, (int, float)):
+        raise InputError(f"softmax_scale must be a number or None, got {type(softmax_scale).__name__}")
+    if not math.isfinite(softmax_scale):
+        raise InputError(f"softmax_scale must be finite, got {softmax_scale}")
+    return float(softmax_scale)
+
+
+def _describe_layout(q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
+    """Return what tensors that are not contiguous may differ in: strides, and a sign that is still to be applied."""
+    return q.stride(), k.stride(), v.stride(), q.is_neg(), k.is_neg(), v.is_neg()
 
 
 def _check_shape(name: str, tensor: Tensor, expected: tuple[int, ...], letters: str) -> None:
     if tuple(tensor.shape) != expected:
         raise InputError(f"{name} must have shape [{letters}] = {list(expected)}, got {list(tensor.shape)}")
-
-
-def _strides(tensor: Tensor) -> Strides:
-    """Return the strides, with those of axes of one element, which are never stepped along, in a canonical form."""
-    b, h, s, d = (stride if size > 1 else 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return b, h, s, d or 1
 
 
 def _pointer_alignment(*tensors: Tensor) -> int:
@@ -180,6 +199,8 @@ def _refuse_grad(q: Tensor, k: Tensor, v: Tensor) -> None:
 def _find_call(key: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor) -> Callable[..., Any]:
     """Return the prepared call of ``key``, and remember it as the last one."""
     global _last_call  # noqa: PLW0603 - one tuple, replaced as a whole, so threads see an old pair or a new one
+    if key[7] < 0:  # CPU and meta tensors have the same device index
+        key = (*key[:7], q.device.type, k.device.type, v.device.type, *key[10:])
     call = _prepared.get(key)
     if call is None:
         call = _prepare(q, k, v, *key[-4:])
@@ -188,6 +209,11 @@ def _find_call(key: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor) -> Callabl
         _prepared[key] = call
     _last_call = (key, call)
     return call
+
+
+def _refuse_tangents(*tensors: Tensor) -> None:
+    if any(_forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
+        raise UnsupportedError("q, k or v has a forward-mode tangent, and there is no forward-mode derivative")
 
 
 def _prepare(
@@ -330,16 +356,11 @@ def _fake_forward_lse(q: Tensor, _k: Tensor, v: Tensor, *_options: object) -> tu
 
 
 def _fake_outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return outputs without data, in the memory order that ``AttentionProblem.output_strides`` gives."""
+    """Return outputs without data, in the memory order of the real ones."""
     batch, heads, seqlen_q, _ = q.shape
-    shape = (batch, heads, seqlen_q, v.shape[3])
-    _, h, s, d = q.stride()
-    if d == 1 and seqlen_q > 1 and heads > 1 and h < s:
-        strides = (seqlen_q * heads * v.shape[3], v.shape[3], heads * v.shape[3], 1)
-    else:
-        strides = (heads * seqlen_q * v.shape[3], seqlen_q * v.shape[3], v.shape[3], 1)
-    o = torch.empty_strided(shape, strides, dtype=q.dtype, device=q.device)
-    return o, torch.empty(shape[:3], dtype=torch.float32, device=q.device)
+    strides = output_strides(batch, heads, seqlen_q, v.shape[3], canonical_strides(q.shape, q.stride()))
+    o = torch.empty_strided((batch, heads, seqlen_q, v.shape[3]), strides, dtype=q.dtype, device=q.device)
+    return o, torch.empty((batch, heads, seqlen_q), dtype=torch.float32, device=q.device)
 
 
 def _call_operator(

@@ -137,7 +137,7 @@ def _forward_short_kernel(
     top_safe = gl.where(top == -float("inf"), 0.0, top)
     weight = gl.exp2(m_all - top_safe[None, :])
     total = gl.sum(weight * l_all, 0)
-    has_keys = total > 0  # a row without keys: output 0, LSE -inf
+    has_keys = total != 0  # a row without keys: output 0, LSE -inf
     weight = weight * gl.where(has_keys, 1.0 / total, 0.0)[None, :]
     # Apart in shared memory from what the products read, partial results need no barrier before they are stored.
     q_smem._keep_alive()  # noqa: SLF001 - Gluon has no public name for it

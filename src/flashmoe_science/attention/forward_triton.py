@@ -119,7 +119,7 @@ def _forward_kernel(
         )  # fmt: skip
 
     # A row that met no key has l == 0: its output is 0 and its LSE -inf.
-    has_keys = l > 0
+    has_keys = l != 0
     out = acc * tl.where(has_keys, 1.0 / l, 0.0)[:, None]
     part = 0
     if SPLITS > 1:

@@ -46,7 +46,7 @@ def _merge_partials_kernel(
         total += weight
         part = tl.load(o_part_ptr + (split * rows_total + row)[:, None] * DV + offs_dv[None, :], mask=mask, other=0.0)
         acc += part * weight[:, None]
-    has_keys = total > 0
+    has_keys = total != 0
     out = acc * tl.where(has_keys, 1.0 / total, 0.0)[:, None]
     o_base = o_ptr + head_offset(b, h, stride_ob, stride_oh) * ALIGN_O
     o_ptrs = o_base + offs_m.to(tl.int64)[:, None] * STRIDE_OM + offs_dv[None, :]

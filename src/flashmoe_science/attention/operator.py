@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -240,14 +241,12 @@ class AttentionOperator:
             "forward_short_gluon": f"{here}:forward_short_gluon",
         }
 
-    def sources(self, subject: str) -> Sequence[str]:
-        """Return the files that decide the result of one of our subjects, relative to the package folder."""
-        shared = ["attention/api.py", "attention/plan.py", "attention/prepare.py", "attention/problem.py"]
-        shared += ["gpu/compile.py", "gpu/launch.py"]
-        triton = ["attention/forward_triton.py", "attention/merge_triton.py", "attention/primitives.py"]
-        short = ["attention/forward_short_gluon.py", "gpu/gluon_versions.py"]
-        own = {"flash_attention": triton + short, "forward_triton": triton, "forward_short_gluon": short}
-        return sorted(shared + own[subject])
+    def sources(self, subject: str) -> Sequence[str]:  # noqa: ARG002 - the protocol's signature
+        """Return the files that decide plan, result and verdict: both rooms, whole, so that nothing is forgotten."""
+        package = pathlib.Path(__file__).parents[1]
+        return sorted(
+            str(path.relative_to(package)) for room in ("attention", "gpu") for path in (package / room).glob("*.py")
+        )
 
     def promised_launches(self, subject: str, problem: AttentionProblem) -> Sequence[PlannedLaunch]:
         """Return the launches of the plan for the current GPU, with the shared memory that compiling showed."""

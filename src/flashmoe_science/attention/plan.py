@@ -96,26 +96,26 @@ _T = ForwardConfig
 FORWARD_TABLES: dict[tuple[int, ...], dict[tuple[int, int], tuple[ForwardConfig, ...]]] = {
     (80,): {
         (2, 64): (_T(128, 64, 4, 3), _T(64, 64, 4, 3), _T(16, 64, 4, 3)),
-        (2, 128): (_T(128, 64, 8, 2), _T(64, 64, 4, 2), _T(16, 64, 4, 3)),
+        (2, 128): (_T(128, 32, 8, 3), _T(64, 64, 4, 2), _T(16, 64, 4, 3)),
         (2, 256): (_T(64, 32, 8, 2), _T(32, 32, 4, 2), _T(16, 32, 4, 2)),
         (4, 64): (_T(32, 32, 8, 1), _T(16, 32, 4, 1)),
-        (4, 128): (_T(32, 32, 8, 1), _T(16, 32, 4, 1)),
+        (4, 128): (_T(32, 16, 8, 1), _T(16, 32, 8, 1)),
         (4, 256): (_T(16, 16, 8, 1),),
     },
     (86, 89, 120): {
-        (2, 64): (_T(128, 64, 4, 2), _T(64, 64, 4, 2), _T(16, 64, 4, 2)),
+        (2, 64): (_T(128, 32, 4, 3), _T(64, 64, 4, 2), _T(16, 64, 4, 2)),
         (2, 128): (_T(128, 32, 8, 2), _T(64, 32, 4, 2), _T(16, 64, 4, 2)),
         (2, 256): (_T(64, 16, 8, 2), _T(32, 16, 4, 2), _T(16, 32, 4, 1)),
         (4, 64): (_T(64, 32, 8, 1), _T(16, 32, 4, 1)),
-        (4, 128): (_T(32, 32, 8, 1), _T(16, 32, 4, 1)),
+        (4, 128): (_T(32, 16, 8, 1), _T(16, 32, 8, 1)),
         (4, 256): (_T(16, 16, 8, 1),),
     },
     (90,): {
         (2, 64): (_T(128, 128, 8, 3), _T(64, 128, 4, 2), _T(16, 128, 4, 2)),
         (2, 128): (_T(128, 128, 8, 2), _T(64, 64, 4, 2), _T(16, 64, 4, 3)),
-        (2, 256): (_T(128, 64, 8, 2), _T(64, 32, 4, 2), _T(16, 32, 4, 2)),
+        (2, 256): (_T(128, 32, 8, 3), _T(64, 32, 8, 2), _T(16, 32, 4, 2)),
         (4, 64): (_T(64, 32, 8, 1), _T(16, 32, 4, 1)),
-        (4, 128): (_T(32, 32, 8, 1), _T(16, 32, 4, 1)),
+        (4, 128): (_T(32, 16, 8, 1), _T(16, 32, 8, 1)),
         (4, 256): (_T(16, 16, 8, 1),),
     },
     (100,): {
@@ -123,7 +123,7 @@ FORWARD_TABLES: dict[tuple[int, ...], dict[tuple[int, int], tuple[ForwardConfig,
         (2, 128): (_T(128, 64, 8, 2), _T(64, 64, 4, 2), _T(16, 64, 4, 2)),
         (2, 256): (_T(128, 32, 8, 2), _T(64, 32, 4, 2), _T(16, 32, 4, 2)),
         (4, 64): (_T(64, 32, 8, 1), _T(16, 32, 4, 1)),
-        (4, 128): (_T(32, 32, 8, 1), _T(16, 32, 4, 1)),
+        (4, 128): (_T(32, 16, 8, 1), _T(16, 32, 8, 1)),
         (4, 256): (_T(16, 16, 8, 1),),
     },
 }  # fmt: skip
@@ -250,6 +250,8 @@ def _short_layout_refusal(problem: AttentionProblem) -> str | None:
             return f"rows of {name} do not start at multiples of {2 * step} bytes"
         if strides[2] >= limit:
             return f"rows of {name} are too far apart"
+    if problem.output_strides[2] >= limit:
+        return "rows of the output are too far apart"
     return None
 
 
@@ -291,7 +293,8 @@ def plan_attention(problem: AttentionProblem, gpu: GpuSpec | None, kernel: str =
             f"kernels need sm_{OLDEST_ARCH} or newer, this GPU is sm_{gpu.arch}", hint="A100, L4 and H100 are served"
         )
     if problem.rows == 0:
-        return Plan(problem, gpu.name, gpu.arch, "forward_triton", None, (), "the output is empty: nothing is launched")
+        name = "forward_triton" if kernel == "auto" else kernel
+        return Plan(problem, gpu.name, gpu.arch, name, None, (), "the output is empty: nothing is launched")
     if kernel == "forward_triton":
         return _forward_plan(problem, gpu, "it was asked for")
     refusal = _short_refusal(problem, gpu) if problem.seqlen_k else "there are no keys"

@@ -17,6 +17,9 @@ from .problem import AttentionProblem
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 _LOG2_E = math.log2(math.e)
+# All that a thread can have. Left to itself, ptxas spills a few bytes to fit one more block of a small tile on an SM, and
+# small tiles are chosen where there are no such blocks.
+_MAX_REGISTERS = 255
 
 
 @dataclass(frozen=True)
@@ -176,6 +179,7 @@ def _forward(plan: Plan, config: ForwardConfig) -> PreparedKernel:
         _aligned(problem),
         config.num_warps,
         config.num_stages,
+        max_registers=_MAX_REGISTERS,
     )
     values = (
         *_head_strides(problem, align),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from ..errors import InputError
 
@@ -15,6 +16,20 @@ Strides = tuple[int, int, int, int]
 def dense_strides(_batch: int, heads: int, seqlen: int, head_dim: int) -> Strides:
     """Return the strides of a contiguous ``[B, H, S, D]`` tensor, in elements."""
     return heads * seqlen * head_dim, seqlen * head_dim, head_dim, 1
+
+
+def canonical_strides(shape: Sequence[int], strides: Sequence[int]) -> Strides:
+    """Return strides in which axes of one element, never stepped along, have 0, the last axis 1."""
+    b, h, s, d = (stride if size > 1 else 0 for size, stride in zip(shape, strides, strict=True))
+    return b, h, s, d if shape[3] > 1 else 1
+
+
+def output_strides(batch: int, heads: int, seqlen_q: int, head_dim_v: int, q_strides: Strides) -> Strides:
+    """Return the strides of the output: [B, S, H, D] in memory where q (canonical strides) is so, else contiguous."""
+    _, h, s, d = q_strides
+    if d == 1 and seqlen_q > 1 and heads > 1 and h < s:
+        return seqlen_q * heads * head_dim_v, head_dim_v, heads * head_dim_v, 1
+    return dense_strides(batch, heads, seqlen_q, head_dim_v)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +47,9 @@ class AttentionProblem:
     causal: bool = False
     softmax_scale: float | None = None  # None: head_dim ** -0.5
     return_lse: bool = False
-    q_strides: Strides = field(default=(0, 0, 0, 0))  # zeros: contiguous
-    k_strides: Strides = field(default=(0, 0, 0, 0))
-    v_strides: Strides = field(default=(0, 0, 0, 0))
+    q_strides: Strides = ()  # type: ignore[assignment] # left out: contiguous
+    k_strides: Strides = ()  # type: ignore[assignment]
+    v_strides: Strides = ()  # type: ignore[assignment]
     pointer_alignment: int = 16  # bytes by which the addresses of q, k and v are multiples, 16 at the most
 
     def __post_init__(self) -> None:
@@ -59,7 +74,7 @@ class AttentionProblem:
             "v_strides": (self.batch, self.heads_kv, self.seqlen_k, self.head_dim_v),
         }
         for name, shape in shapes.items():
-            if getattr(self, name) == (0, 0, 0, 0):
+            if not getattr(self, name):
                 object.__setattr__(self, name, dense_strides(*shape))
 
     @property
@@ -84,11 +99,8 @@ class AttentionProblem:
 
     @property
     def output_strides(self) -> Strides:
-        """Strides of the output: the order of axes of q where its rows are dense, else contiguous."""
-        _, h, s, d = self.q_strides
-        if d == 1 and self.seqlen_q > 1 and self.heads > 1 and h < s:  # [B, S, H, D] in memory, seen as [B, H, S, D]
-            return self.seqlen_q * self.heads * self.head_dim_v, self.head_dim_v, self.heads * self.head_dim_v, 1
-        return dense_strides(self.batch, self.heads, self.seqlen_q, self.head_dim_v)
+        """Strides of the output."""
+        return output_strides(self.batch, self.heads, self.seqlen_q, self.head_dim_v, self.q_strides)
 
     @property
     def visible_scores(self) -> int:

@@ -35,6 +35,7 @@ class KernelSource:
     aligned: frozenset[str]  # arguments that are multiples of 16 (bytes for pointers)
     num_warps: int
     num_stages: int = 1
+    max_registers: int | None = None  # a thread; None leaves it to ptxas
     dependent_launch: bool = False  # it waits for the kernel before it by itself (griddepcontrol.wait), sm_90 and newer
 
     @property
@@ -75,7 +76,12 @@ def compile_kernel(source: KernelSource, arch: int) -> Any:
         {(names.index(name),): [["tt.divisibility", 16]] for name in names if name in source.aligned},
     )
     # Fused multiply-add is said here because its default flips in Triton 3.10, and bits must not depend on the version.
-    options = {"num_warps": source.num_warps, "num_stages": source.num_stages, "enable_fp_fusion": True}
+    options: dict[str, Any] = {
+        "num_warps": source.num_warps,
+        "num_stages": source.num_stages,
+        "enable_fp_fusion": True,
+        "maxnreg": source.max_registers,
+    }
     try:
         kernel = triton.compile(unit, target=GPUTarget("cuda", arch, 32), options=options)
     except Exception as error:

@@ -4,27 +4,28 @@
 long as the launch itself. Here a problem is matched once (``attention/api.py``), its kernel loaded once, and a call
 writes four or five addresses into a prepared parameter block. No C compiler is needed: Triton's launcher is not built.
 
-Measured on an H200's host: Triton's call 45 us, its compiled kernel called directly 14.6 us, this 6.8 us, of which the
-driver takes 3.9 (an empty kernel).
+Measured on one H200's host in one run (lab/launch_path.txt): Triton's call 45 us, its compiled kernel called directly
+14.6 us, this 7.1 us.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import re
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
-
-import torch
 
 from ..errors import CompileError, LaunchError
 from .compile import KernelSource, compile_kernel
 
 _INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT: this thread has not used the GPU yet
 _MAX_DYNAMIC_SHARED_SIZE = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_CAPTURE_MODE_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+_DEPENDENT_LAUNCH_IN_GRAPHS = 12030
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _CTYPES: dict[str, Callable[..., Any]] = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "fp32": ctypes.c_float}
 
@@ -53,15 +54,60 @@ class _LaunchAttribute(ctypes.Structure):
 
 
 @functools.cache
-def _driver() -> ctypes.PyDLL:
-    # PyDLL keeps the interpreter lock: a launch takes microseconds, giving the lock away and back costs one of them.
-    driver = ctypes.PyDLL("libcuda.so.1")
+def _driver() -> ctypes.CDLL:
+    driver = ctypes.CDLL(
+        "libcuda.so.1"
+    )  # gives the interpreter lock away: a launch waits where the GPU's queue is full
     driver.cuLaunchKernelEx.argtypes = [ctypes.c_void_p] * 4
     driver.cuModuleLoadData.argtypes = [ctypes.c_void_p, ctypes.c_char_p]
     driver.cuModuleGetFunction.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p]
     driver.cuFuncSetAttribute.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int]
+    driver.cuDevicePrimaryCtxRetain.argtypes = [ctypes.c_void_p, ctypes.c_int]
+    driver.cuCtxSetCurrent.argtypes = [ctypes.c_void_p]
+    driver.cuThreadExchangeStreamCaptureMode.argtypes = [ctypes.c_void_p]
+    driver.cuDriverGetVersion.argtypes = [ctypes.c_void_p]
     driver.cuGetErrorString.argtypes = [ctypes.c_int, ctypes.c_void_p]
     return driver
+
+
+@functools.cache
+def _driver_version() -> int:
+    """Return the CUDA version of the driver, e.g. 13000 for 13.0."""
+    version = ctypes.c_int()
+    _check(_driver().cuDriverGetVersion(ctypes.byref(version)), "cannot ask the driver for its version")
+    return version.value
+
+
+@functools.cache
+def _primary_context(device: int) -> int:
+    """Return the context of ``device`` that torch uses too; it is kept for the life of the process."""
+    context, handle = ctypes.c_void_p(), ctypes.c_int()
+    _check(_driver().cuDeviceGet(ctypes.byref(handle), device), f"there is no CUDA device {device}")
+    _check(_driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), handle), f"cannot use CUDA device {device}")
+    return context.value or 0
+
+
+@contextlib.contextmanager
+def _current_context(device: int) -> Iterator[None]:
+    """Make ``device`` current in this thread, and then again what was."""
+    before = ctypes.c_void_p()
+    _check(_driver().cuCtxGetCurrent(ctypes.byref(before)), "cannot ask for the current CUDA context")
+    _check(_driver().cuCtxSetCurrent(_primary_context(device)), f"cannot use CUDA device {device}")
+    try:
+        yield
+    finally:
+        _driver().cuCtxSetCurrent(before)
+
+
+@contextlib.contextmanager
+def _relaxed_capture() -> Iterator[None]:
+    """Let this thread load a module while one of its streams is captured: loading touches no stream."""
+    mode = ctypes.c_int(_CAPTURE_MODE_RELAXED)
+    _check(_driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)), "cannot relax the capture mode")
+    try:
+        yield
+    finally:
+        _driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
 
 
 def _check(code: int, what: str) -> None:
@@ -76,9 +122,8 @@ def _load_function(source: KernelSource, arch: int, device: int) -> tuple[int, i
     """Load the machine code on ``device`` and return (function handle, shared memory bytes)."""
     kernel = compile_kernel(source, arch)
     count_parameters(source, kernel.asm["ptx"])
-    with torch.cuda.device(device):
-        torch.cuda.current_stream().query()  # makes the device's context current in this thread
-        module, function = ctypes.c_void_p(), ctypes.c_void_p()
+    module, function = ctypes.c_void_p(), ctypes.c_void_p()
+    with _current_context(device), _relaxed_capture():
         _check(_driver().cuModuleLoadData(ctypes.byref(module), kernel.asm["cubin"]), f"cannot load {source.name}")
         name = kernel.metadata.name.encode()
         _check(_driver().cuModuleGetFunction(ctypes.byref(function), module, name), f"cannot find {source.name}")
@@ -140,7 +185,9 @@ def prepare_launch(
         *[first + 8 * i for i in range(pointers)], *[ctypes.addressof(value) for value in values]
     )
     dependent = _LaunchAttribute(id=_PROGRAMMATIC_STREAM_SERIALIZATION, value=1)
-    attributes = (ctypes.addressof(dependent), 1) if source.dependent_launch else (None, 0)
+    # Before 12.3 a driver cannot capture such a launch into a graph; without it the kernel's wait returns at once.
+    early = source.dependent_launch and _driver_version() >= _DEPENDENT_LAUNCH_IN_GRAPHS
+    attributes = (ctypes.addressof(dependent), 1) if early else (None, 0)
     config = _LaunchConfig(*grid, 32 * source.num_warps, 1, 1, shared, 0, *attributes)
 
     lock = threading.Lock()  # the parameter block is shared by all threads
@@ -154,7 +201,7 @@ def prepare_launch(
             config.stream = stream
             code = cu_launch(config_at, function, parameters_at, None)
             if code == _INVALID_CONTEXT:
-                torch.cuda.set_device(device)
+                _check(_driver().cuCtxSetCurrent(_primary_context(device)), f"cannot use CUDA device {device}")
                 code = cu_launch(config_at, function, parameters_at, None)
         if code:
             _check(code, f"cannot launch {source.name}")

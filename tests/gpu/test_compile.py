@@ -1,0 +1,100 @@
+"""Compiling without a GPU sees what would make a kernel slow or impossible: the build gate can fail."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton exists for Linux only")
+
+import triton
+import triton.language as tl
+
+from flashmoe_science import CompileError
+from flashmoe_science.attention.operator import compile_plan
+from flashmoe_science.attention.plan import ForwardConfig, Plan, PlannedLaunch
+from flashmoe_science.attention.problem import AttentionProblem
+from flashmoe_science.gpu.compile import KernelSource, compile_kernel, read_resources
+
+pytestmark = pytest.mark.triton
+
+
+@triton.jit
+def _hoard_kernel(x_ptr, y_ptr, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Hold a whole tile in registers: the maximum of a column is known only when all of it was read."""
+    offs = tl.arange(0, ROWS)[:, None] * COLS + tl.arange(0, COLS)[None, :]
+    x = tl.load(x_ptr + offs)
+    tl.store(y_ptr + offs, tl.exp(x - tl.max(x, 0)[None, :]))
+
+
+def hoard(rows: int, **more) -> KernelSource:
+    pointers = (("x_ptr", "*fp32"), ("y_ptr", "*fp32"))
+    return KernelSource(
+        _hoard_kernel, pointers, (("ROWS", rows), ("COLS", 32)), frozenset({"x_ptr", "y_ptr"}), 1, **more
+    )
+
+
+def test_spills_are_seen():
+    """One warp with 256 floats a thread has to put some of them away; with 32 it has not."""
+    spilling, fitting = read_resources(hoard(256), 90), read_resources(hoard(32), 90)
+    assert spilling.spill_bytes > 0
+    assert fitting.spill_bytes == 0
+    assert fitting.registers < 255
+
+
+def test_instructions_are_counted():
+    found = read_resources(hoard(32), 90)
+    assert found.instructions["MUFU"] >= 32  # one exponential an element
+    assert found.instructions["EXIT"] >= 1
+    assert "HMMA" not in found.instructions
+    assert found.seconds > 0
+
+
+def test_registers_stay_below_a_limit_that_is_given():
+    free, limited = read_resources(hoard(128), 90), read_resources(hoard(128, max_registers=64), 90)
+    assert free.registers > 64
+    assert limited.registers <= 64
+    assert limited.spill_bytes > 0
+
+
+def test_an_argument_without_type_or_value_is_named():
+    source = dataclasses.replace(hoard(32), constants=(("ROWS", 32),))
+    with pytest.raises(CompileError, match="_hoard_kernel: arguments without a type or a value: COLS"):
+        compile_kernel(source, 90)
+
+
+def test_what_triton_refuses_is_a_compile_error():
+    with pytest.raises(CompileError, match="_hoard_kernel does not compile for sm_90"):
+        compile_kernel(hoard(33), 90)  # not a power of two
+
+
+def make_plan(arch: int, config: ForwardConfig, head_dim: int) -> Plan:
+    problem = AttentionProblem(1, 1, 1, 1000, 1000, head_dim, head_dim, "fp16")
+    launches = (PlannedLaunch("_forward_kernel", (1, 1, 1), (32 * config.num_warps, 1, 1)),)
+    return Plan(problem, f"sm_{arch}", arch, "forward_triton", config, launches, "test")
+
+
+def test_a_plan_that_spills_has_a_problem():
+    (outcome,) = compile_plan(make_plan(80, ForwardConfig(128, 64, 4, 2), 256))
+    assert outcome.spill_bytes > 0
+    assert f"{outcome.spill_bytes} bytes of registers a thread spill to local memory" in outcome.problems
+
+
+def test_a_plan_that_exceeds_shared_memory_has_a_problem():
+    """A tile of Hopper on an L4."""
+    (outcome,) = compile_plan(make_plan(89, ForwardConfig(64, 64, 8, 4), 256))
+    assert outcome.shared_memory_bytes > 101376
+    assert f"{outcome.shared_memory_bytes} bytes of shared memory a block, sm_89 allows 101376" in outcome.problems
+
+
+def test_a_plan_without_the_matrix_instruction_has_a_problem():
+    """The matrix instruction of sm_90 is one of four warps, and this block has two."""
+    (outcome,) = compile_plan(make_plan(90, ForwardConfig(64, 64, 2, 2), 64))
+    assert any("no HGMMA instruction: the matrix units are not used" in problem for problem in outcome.problems)
+
+
+def test_a_good_plan_has_none():
+    (outcome,) = compile_plan(make_plan(90, ForwardConfig(64, 64, 4, 2), 64))
+    assert outcome.problems == ()
+    assert outcome.instructions["HGMMA"] > 0
