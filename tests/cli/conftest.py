@@ -9,7 +9,7 @@ from flashmoe_science.proof.evidence import write_record
 from flashmoe_science.proof.readme import BEGIN, END
 
 from ..proof.builders import build_record
-from ..proof.claim_builders import claim_toml
+from ..proof.claim_builders import claim_toml, suite_toml
 
 RUN_ID = "20260101T000000Z-made_up-flash_attention-000000"
 
@@ -20,6 +20,8 @@ def repository(tmp_path, monkeypatch):
     folder = tmp_path / "repository"
     (folder / "claims").mkdir(parents=True)
     (folder / "claims" / "seed.toml").write_text(claim_toml(suite="made_up"))
+    (folder / "suites").mkdir()
+    (folder / "suites" / "made_up.toml").write_text(suite_toml("made_up", "case0", "case1"))
     write_record(build_record(speedups=[2.3, 3.0], suite="made_up"), folder / "evidence" / f"{RUN_ID}.json")
     (folder / "README.md").write_text(f"# Title\n{BEGIN}\n{END}\n")
     monkeypatch.chdir(folder)

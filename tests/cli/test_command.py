@@ -173,7 +173,7 @@ def test_a_reader_that_goes_away_changes_no_exit_code(repository, args, stream, 
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-m", "flashmoe_science", *args]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
     out, err = (writer if stream == name else subprocess.PIPE for name in ("stdout", "stderr"))
     done = subprocess.run(command, stdout=out, stderr=err, text=True, check=False, env=environment)
     os.close(writer)

@@ -12,6 +12,14 @@ def build_claim(**changes: object) -> Claim:
     return Claim.model_validate({**keys, **measured, **changes})
 
 
+def suite_toml(name: str, *cases: str) -> str:
+    """Return a suite file that has the problem of ``builders.build_case`` under each of these names."""
+    keys = 'operator = "tests.proof.fake_operator"\ndescription = "Made up."\n'
+    shape = 'origin = "made up"\nbatch = 1\nheads = 16\nseqlen_q = 512\nhead_dim = 64\n'
+    tables = "".join(f'[[cases]]\nname = "{case}"\n' for case in cases)
+    return f'name = "{name}"\n{keys}[defaults]\n{shape}{tables}'
+
+
 def claim_toml(**changes: object) -> str:
     """Return the same claim as a table of a claim file."""
     claim = build_claim(**changes).model_dump(exclude_defaults=True)

@@ -12,7 +12,7 @@ from flashmoe_science.proof.judge import judge
 from flashmoe_science.proof.readme import BEGIN, END, render_readme, speed_section
 
 from .builders import build_record
-from .claim_builders import build_claim, claim_toml
+from .claim_builders import build_claim, claim_toml, suite_toml
 
 ROOT = Path(__file__).resolve().parents[2]
 ID = "20260101T000000Z-made_up-flash_attention-000000"
@@ -43,6 +43,19 @@ def test_a_claim_stands_with_its_verdict_figure_and_evidence():
         "| It is twice as fast. | **demonstrated** | 2.30x [2.29, 2.31], case0 | 2.628x [0.773, 9.105] "
         f"| [20260101T000000Z](evidence/{record.id}.json) |"
     )
+
+
+def test_what_a_verdict_should_not_be_read_without_stands_beside_it():
+    record = build_record(speedups=[2.3, 3.0])
+    environment = record.environment.model_copy(update={"dirty": True})
+    record = record.model_copy(update={"environment": environment})
+    changed = "at commit 000000000000; sources changed since the run: 1 of 3, a.py"
+    verdict = judge(build_claim(), record, notes=[changed])
+    row = speed_section([verdict], {}).splitlines()[2]
+    assert (
+        "| **demonstrated** (the tree that ran, at commit 000000000000, had uncommitted changes; "
+        "at commit 000000000000; sources changed since the run) |"
+    ) in row
 
 
 def test_a_claim_without_evidence_stands_there_too():
@@ -87,6 +100,8 @@ def test_a_bar_in_a_sentence_does_not_end_the_cell():
 def repository(tmp_path):
     (tmp_path / "claims").mkdir()
     (tmp_path / "claims" / "seed.toml").write_text(claim_toml(suite="made_up"))
+    (tmp_path / "suites").mkdir()
+    (tmp_path / "suites" / "made_up.toml").write_text(suite_toml("made_up", "case0", "case1"))
     write_record(build_record(speedups=[2.3, 3.0], suite="made_up"), tmp_path / "evidence" / f"{ID}.json")
     (tmp_path / "README.md").write_text(f"# Title\n\n{BEGIN}\nold\n{END}\n\nThe end, with no newline")
     return tmp_path

@@ -173,6 +173,13 @@ def test_why_gives_the_reason_of_a_good_verdict_too():
     assert verdict.reason in render(verdict_lines(verdict, one_line=True, why=True), width=1000)
 
 
+def test_a_good_verdict_says_what_it_should_not_be_read_without():
+    verdict = judge(build_claim(), build_record(speedups=[2.3, 3.0]), notes=["sources changed since the run: a.py"])
+    line = render(verdict_lines(verdict, one_line=True), width=1000)
+    assert "demonstrated" in line
+    assert line.rstrip().endswith("sources changed since the run: a.py")
+
+
 def test_the_count_of_verdicts():
     good, bad, open_ = (judge(build_claim(factor=f), build_record(speedups=[2.0])) for f in (1.5, 3.0, 2.001))
     assert count_line([good, bad, good, open_]) == "4 claims: 2 demonstrated, 1 refuted, 1 inconclusive"

@@ -106,13 +106,13 @@ def test_a_case_that_became_another_problem_leaves_the_claim_open(repository):
     assert repository.verdict().status is VerdictStatus.INCONCLUSIVE
 
 
-def test_a_suite_that_is_not_known_here_is_said(repository):
+def test_a_suite_that_is_not_known_here_leaves_the_claim_open(repository):
     repository.claim()
     repository.record()
     (repository.root / "suites" / "mine.toml").unlink()
     verdict = repository.verdict()
-    assert verdict.status is VerdictStatus.DEMONSTRATED
-    assert "suite mine is not known here" in verdict.reason
+    assert verdict.status is VerdictStatus.INCONCLUSIVE
+    assert verdict.reason.startswith("suite mine is not known here")
 
 
 def test_a_suite_file_that_is_wrong_is_an_error_and_not_an_unknown_suite(repository):
@@ -137,14 +137,24 @@ def test_a_pinned_record_that_is_gone_is_an_error(repository):
         verify_claims(repository.root)
 
 
-def test_a_newer_run_that_failed_a_gate_is_said(repository):
+def test_a_newer_run_that_failed_a_gate_leaves_the_claim_open(repository):
     repository.claim()
     repository.record("good", day=1)
     newer = repository.record("newer", day=2, times=(), gates=build_gates("correct"))
     repository.record("other", day=3, times=(), gates=build_gates("build"), subject="another")
     verdict = repository.verdict()
-    assert verdict.evidence == "evidence/good.json"
-    assert f"a newer run, {newer.id}, failed gate correct" in verdict.reason
+    assert (verdict.status, verdict.evidence) == (VerdictStatus.INCONCLUSIVE, "evidence/good.json")
+    assert verdict.reason.startswith(f"a newer run, {newer.id}, failed gate correct; of what was measured, every one")
+    assert verdict.reason.count("failed gate") == 1
+
+
+def test_a_newer_run_that_failed_a_gate_does_not_save_a_claim_from_being_refuted(repository):
+    repository.claim(factor=9.0)
+    repository.record("good", day=1)
+    repository.record("newer", day=2, times=(), gates=build_gates("correct"))
+    verdict = repository.verdict()
+    assert verdict.status is VerdictStatus.REFUTED
+    assert "failed gate correct" in verdict.reason
 
 
 def test_an_older_run_that_failed_a_gate_is_history(repository):
@@ -171,7 +181,10 @@ def test_other_documents_in_the_evidence_folder_are_left_alone(repository):
 
 
 def _subject(*sources, folder):
-    return SubjectInfo(name="s", operator="attention", entry_point="m:f", sources=list(sources), folder=folder)
+    subject = SubjectInfo(name="s", operator="attention", entry_point="m:f", sources=list(sources), folder=folder)
+    record = build_record()
+    environment = record.environment.model_copy(update={"commit": None})
+    return record.model_copy(update={"subject": subject, "environment": environment})
 
 
 def _source(path, text):
@@ -183,9 +196,9 @@ def test_sources_that_changed_or_went_are_named(tmp_path):
     for name in ("same.cu", "changed.cu"):
         (tmp_path / "mine" / name).write_text("old")
     subject = _subject(*(_source(n, "old") for n in ("same.cu", "changed.cu", "gone.cu")), folder="mine")
-    assert source_changes(subject, tmp_path) == ["1 of 3 sources changed since the run: gone.cu"]
+    assert source_changes(subject, tmp_path) == ["sources changed since the run: 1 of 3, gone.cu"]
     (tmp_path / "mine" / "changed.cu").write_text("new")
-    assert source_changes(subject, tmp_path) == ["2 of 3 sources changed since the run: changed.cu, gone.cu"]
+    assert source_changes(subject, tmp_path) == ["sources changed since the run: 2 of 3, changed.cu, gone.cu"]
 
 
 def test_sources_of_our_own_are_found_in_the_repository_before_the_installed_package(tmp_path):
@@ -194,7 +207,7 @@ def test_sources_of_our_own_are_found_in_the_repository_before_the_installed_pac
     assert source_changes(subject, tmp_path) == []
     (tmp_path / "src" / PACKAGE_FOLDER.name).mkdir(parents=True)
     (tmp_path / "src" / PACKAGE_FOLDER.name / "errors.py").write_text("changed")
-    assert source_changes(subject, tmp_path) == ["1 of 1 sources changed since the run: errors.py"]
+    assert source_changes(subject, tmp_path) == ["sources changed since the run: 1 of 1, errors.py"]
 
 
 def test_sources_that_are_elsewhere_are_said_to_be(tmp_path):
@@ -212,7 +225,8 @@ def test_a_changed_source_is_said_and_leaves_the_status(repository):
     write_record(record.model_copy(update={"subject": subject}), repository.root / "evidence" / "run.json")
     verdict = repository.verdict()
     assert verdict.status is VerdictStatus.DEMONSTRATED
-    assert verdict.reason.endswith("; 1 of 1 sources changed since the run: kernel.cu")
+    assert verdict.notes == ["at commit 000000000000; sources changed since the run: 1 of 1, kernel.cu"]
+    assert verdict.reason.endswith(f"; {verdict.notes[0]}")
 
 
 def test_twenty_claims_on_ten_records_take_seconds(repository):

@@ -84,7 +84,7 @@ def run_show(key: str, *, kind: str | None, verbose: bool, csv: Path | None, as_
 def _source_changes(record: Record, repository: Path) -> list[str]:
     from ..proof.verify import source_changes
 
-    return source_changes(record.subject, repository)
+    return source_changes(record, repository)
 
 
 def run_runs(*, subject: str, suite: str, gpu: str, limit: int, as_json: bool) -> int:

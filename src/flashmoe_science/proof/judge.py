@@ -83,10 +83,16 @@ class Verdict(Model):
     cases: list[CaseVerdict] = Field(default_factory=list)
     geometric_mean: Interval | None = None  # of the speedups, beside the cases
     control: Control | None = None
+    notes: list[str] = Field(default_factory=list)  # what nobody should read the status without; the reason has it too
 
 
 def judge(
-    claim: Claim, record: Record | None, *, suite: Mapping[str, Problem] | None = None, notes: Sequence[str] = ()
+    claim: Claim,
+    record: Record | None,
+    *,
+    suite: Mapping[str, Problem] | None = None,
+    notes: Sequence[str] = (),
+    doubts: Sequence[str] = (),
 ) -> Verdict:
     """Return the verdict on ``claim`` by the evidence of ``record``.
 
@@ -96,13 +102,14 @@ def judge(
         suite: The suite's cases as they are now, by name; one that the record lacks leaves the claim inconclusive.
             None: not known.
         notes: Said at the end of the reason, e.g. that sources changed since.
+        doubts: The same, and each of them keeps a claim from being demonstrated.
     """
     if record is None:
         reason = f"there is no evidence: no record shows {claim.describe()}"
         return Verdict(claim=claim, status=VerdictStatus.ASSERTED, reason=reason)
 
-    said = [*_notes_on(record), *notes]
-    verdict = partial(Verdict, claim=claim, record=record.id)
+    said = [*doubts, *_notes_on(record), *notes]
+    verdict = partial(Verdict, claim=claim, record=record.id, notes=said)
     failed = next((gate for gate in record.gates if gate.status is GateStatus.FAILED), None)
     if failed:
         reason = _sentence(f"gate {failed.name} failed: {failed.summary}", said)
@@ -119,8 +126,10 @@ def judge(
     cases = [case for case, _ in judged]
     mean = _geometric_mean({case.name: groups for case, groups in judged}, control)
     status, reason = _over_cases(claim, cases) if claim.scope == "each case" else _over_mean(claim, cases, mean)
-    if status is VerdictStatus.DEMONSTRATED and (gap := _gap(record, suite or {})):
-        status, reason = VerdictStatus.INCONCLUSIVE, f"{gap}; of what was measured, {reason}"
+    gap = _gap(record, suite or {})
+    if status is VerdictStatus.DEMONSTRATED and (gaps := [*([gap] if gap else []), *doubts]):
+        status, reason = VerdictStatus.INCONCLUSIVE, f"{'; '.join(gaps)}; of what was measured, {reason}"
+        said = said[len(doubts) :]  # the reason began with them
     return verdict(status=status, reason=_sentence(reason, said), cases=cases, geometric_mean=mean, control=control)
 
 
@@ -356,7 +365,9 @@ def _notes_on(record: Record) -> list[str]:
     if gpu is not None and known_spec(gpu) is None:
         notes.append(f"impossible times were not looked for: the limits of {gpu.name} are not known")
     if record.environment.dirty:
-        notes.append("the tree that ran had uncommitted changes")
+        commit = record.environment.commit
+        where = f", at commit {commit[:12]}," if commit else ""
+        notes.append(f"the tree that ran{where} had uncommitted changes")
     return notes
 
 

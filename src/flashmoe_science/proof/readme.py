@@ -60,7 +60,8 @@ def _claim_row(verdict: Verdict) -> str:
     lowest = lowest_case(verdict)
     low = f"{format_ratio(lowest.interval)}, {lowest.name}" if lowest else ""
     link = f"[{(verdict.record or '').partition('-')[0]}]({verdict.evidence})" if verdict.evidence else "none"
-    status = f"**{verdict.status.value}**"
+    notes = "; ".join(note.partition(":")[0] for note in verdict.notes)  # the reason has all of it
+    status = f"**{verdict.status.value}**" + (f" ({notes})" if notes else "")
     return _row(verdict.claim.sentence, status, low, format_ratio(verdict.geometric_mean), link)
 
 

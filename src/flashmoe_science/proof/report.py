@@ -244,7 +244,8 @@ def verdict_lines(verdict: Verdict, *, one_line: bool = False, why: bool = False
     Args:
         verdict: on the claim.
         one_line: For a file or a pipe: everything on one line.
-        why: With the reason, even of a claim that is demonstrated. The others always say why.
+        why: With the reason, even of a claim that is demonstrated. The others always say why, and this one what it
+            should not be read without.
     """
     status = Text(verdict.status.value, _VERDICT_STYLE[verdict.status])
     parts = [Text(verdict.claim.sentence)]
@@ -252,6 +253,8 @@ def verdict_lines(verdict: Verdict, *, one_line: bool = False, why: bool = False
         parts.append(Text(f"{figure(verdict)}; {verdict.record}", "dim"))
     if why or verdict.status is not VerdictStatus.DEMONSTRATED:
         parts.append(Text(verdict.reason))
+    elif verdict.notes:
+        parts.append(Text("; ".join(verdict.notes)))
     grid = _grid(12)
     grid.add_row(status, Text(" | " if one_line else "\n").join(parts))
     return grid

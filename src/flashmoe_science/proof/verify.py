@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from .claims import Claim, find_evidence, load_claims
-from .evidence import GateStatus, Record, SubjectInfo, read_record
+from .evidence import GateStatus, Record, read_record
 from .judge import Verdict, VerdictStatus, judge
 from .operator import load_operator
 from .store import evidence_files
@@ -45,11 +45,13 @@ def verify_claim(claim: Claim, records: Mapping[str, Record], repository: Path) 
         return judge(claim, None)
     verdicts = []
     for path, record in found.items():
-        suite = _suite_now(claim.suite, repository)
-        notes = [*source_changes(record.subject, repository), *_failed_since(claim, record, records)]
+        suite = suite_now(claim.suite, repository)
+        doubts = _failed_since(claim, record, records)
         if suite is None:
-            notes.append(f"suite {claim.suite} is not known here, so nobody compared its cases with the record's")
-        verdicts.append(judge(claim, record, suite=suite, notes=notes).model_copy(update={"evidence": path}))
+            doubts.append(unknown_suite(claim.suite))
+        notes = source_changes(record, repository)
+        verdict = judge(claim, record, suite=suite, notes=notes, doubts=doubts)
+        verdicts.append(verdict.model_copy(update={"evidence": path}))
     return min(verdicts, key=lambda verdict: _AGAINST.index(verdict.status))
 
 
@@ -63,8 +65,9 @@ def read_records(repository: Path) -> dict[str, Record]:
     return {path.relative_to(repository).as_posix(): read_record(path) for path in files}
 
 
-def source_changes(subject: SubjectInfo, repository: Path) -> list[str]:
-    """Return in at most one line which sources of ``subject`` differ, in ``repository`` now, from those of the run."""
+def source_changes(record: Record, repository: Path) -> list[str]:
+    """Return in at most one line which sources differ, in ``repository`` now, from those that ran."""
+    subject, commit = record.subject, record.environment.commit
     folders = [repository / subject.folder] if subject.folder is not None else _package_folders(repository)
     now = {source.path: _digest(folders, source.path) for source in subject.sources}
     if not any(now.values()):
@@ -73,7 +76,8 @@ def source_changes(subject: SubjectInfo, repository: Path) -> list[str]:
     differ = [source.path for source in subject.sources if now[source.path] != source.sha256]
     if not differ:
         return []
-    return [f"{len(differ)} of {len(now)} sources changed since the run: {', '.join(differ)}"]
+    where = f"at commit {commit[:12]}; " if commit else ""  # what the verdict holds for
+    return [f"{where}sources changed since the run: {len(differ)} of {len(now)}, {', '.join(differ)}"]
 
 
 def _package_folders(repository: Path) -> list[Path]:
@@ -101,7 +105,7 @@ def _failed_since(claim: Claim, record: Record, records: Mapping[str, Record]) -
     return []
 
 
-def _suite_now(name: str, repository: Path) -> dict[str, dict[str, Any]] | None:
+def suite_now(name: str, repository: Path) -> dict[str, dict[str, Any]] | None:
     """Return the cases of a suite as they are now: name -> problem; None where nothing of this name is known."""
     own = repository / "suites" / f"{name}.toml"
     if not own.is_file() and name not in list_suites():
@@ -109,3 +113,8 @@ def _suite_now(name: str, repository: Path) -> dict[str, dict[str, Any]] | None:
     suite = load_suite(str(own) if own.is_file() else name)
     operator = load_operator(suite.operator)
     return {case.name: operator.as_table(case.problem) for case in suite.cases}
+
+
+def unknown_suite(name: str) -> str:
+    """Return what to say where ``suite_now`` finds no suite of this name."""
+    return f"suite {name} is not known here, so nobody compared its cases with the record's"
