@@ -74,7 +74,7 @@ def flash_attention(
     if _forward_ad._current_level >= 0:  # noqa: SLF001 - the public way asks tensor by tensor
         _refuse_tangents(q, k, v)
     # Equal keys must mean equal calls: True == 1, and a tensor equals itself after its value has changed.
-    if (causal is not True and causal is not False) or (softmax_scale is not None and type(softmax_scale) is not float):
+    if type(causal) is not bool or (softmax_scale is not None and type(softmax_scale) is not float):  # type: ignore[redundant-expr]
         softmax_scale = _check_options(causal, softmax_scale)
     pq, pk, pv = q.data_ptr(), k.data_ptr(), v.data_ptr()
     dq, dk, dv = q.get_device(), k.get_device(), v.get_device()  # -1: no CUDA device
@@ -212,7 +212,8 @@ def _find_call(key: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor) -> Callabl
 
 
 def _refuse_tangents(*tensors: Tensor) -> None:
-    if any(_forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
+    tangents = [_forward_ad.unpack_dual(tensor).tangent for tensor in tensors]  # type: ignore[no-untyped-call]
+    if any(tangent is not None for tangent in tangents):
         raise UnsupportedError("q, k or v has a forward-mode tangent, and there is no forward-mode derivative")
 
 

@@ -191,8 +191,8 @@ def short_config(problem: AttentionProblem, gpu: GpuSpec) -> ShortConfig:
 
     Four groups of warps share the keys, 16 keys a group at the least, while 16-row tiles do not fill the GPU: rows are
     cheap there, and latency counts. Up to two blocks an SM two groups do, since four merge more than they save; beyond,
-    two rows of warps read K and V once for 32 rows. Measured on an H200, microseconds a call with four groups, with two,
-    and with 32 rows: 3.07, 2.98 and 3.14 at (B, H, S, D) = (8, 4, 128, 64); 2.61, 2.69 and 2.91 at (4, 4, 128, 64).
+    two rows of warps read K and V once for 32 rows. Measured on an H200, microseconds a call with four groups, two, and
+    with 32 rows: 3.07, 2.98 and 3.14 at (B, H, S, D) = (8, 4, 128, 64); 2.61, 2.69 and 2.91 at (4, 4, 128, 64).
     """
     keys = max(16, 1 << (problem.seqlen_k - 1).bit_length())
     blocks = _cdiv(problem.seqlen_q, 16) * problem.batch * problem.heads

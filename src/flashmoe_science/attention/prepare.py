@@ -17,8 +17,8 @@ from .problem import AttentionProblem
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 _LOG2_E = math.log2(math.e)
-# All that a thread can have. Left to itself, ptxas spills a few bytes to fit one more block of a small tile on an SM, and
-# small tiles are chosen where there are no such blocks.
+# All that a thread can have. Left to itself, ptxas spills a few bytes to fit one more block of a small tile on an SM,
+# and small tiles are chosen where there are no such blocks.
 _MAX_REGISTERS = 255
 
 
