@@ -62,7 +62,8 @@ def test_a_folder_without_claims_has_none(tmp_path):
 @pytest.mark.parametrize(
     ("before", "after", "message"),
     [
-        ('gpu = "H200"\n', "", "key claim.0.gpu: missing, expected a part of the GPU's name"),
+        ('gpu = "H200"\n', "", "key claim.0.gpu: missing, expected words of the GPU's name"),
+        ('"H200"', '"-"', "key claim.0.gpu: expected words of the GPU's name, got '-'"),
         ("factor = 2.0", "factor = -1", "key claim.0.factor: expected greater than 0, got -1"),
         ("factor = 2.0", 'factor = "2"', "key claim.0.factor: expected a valid number, got '2'"),
         ("factor = 2.0", "factor = nan", "key claim.0.factor: expected a finite number, got nan"),
@@ -133,9 +134,29 @@ def test_a_record_about_something_else_is_no_evidence(tmp_path, other, reason):
     assert find_evidence(claim, {"evidence/a.json": record}) == {}
 
 
-def test_a_gpu_is_matched_by_a_part_of_its_name_in_any_case(tmp_path):
+def test_a_gpu_is_matched_by_words_of_its_name_in_any_case(tmp_path):
     claim = _claim(tmp_path, GOOD.replace("H200", "nvidia h200"))
     assert why_not(claim, build_record()) is None
+
+
+@pytest.mark.parametrize(
+    ("claimed", "name", "fits"),
+    [
+        ("L4", "NVIDIA L4", True),
+        ("L4", "NVIDIA L40S", False),
+        ("H200", "NVIDIA GH200 480GB", False),
+        ("A100", "NVIDIA A100X", False),
+        ("A100", "NVIDIA A100-SXM4-80GB", True),
+        ("H100", "NVIDIA H100 80GB HBM3", True),
+        ("H100", "NVIDIA H100 NVL", False),
+        ("H100 NVL", "NVIDIA H100 80GB HBM3", False),
+        ("L40S", "NVIDIA L40S", True),  # not in the table of models
+        ("NVIDIA L40S", "NVIDIA L40S", True),
+        ("NVIDIA", "NVIDIA L40S", True),
+    ],
+)
+def test_a_claim_fits_a_gpu_by_whole_words(tmp_path, claimed, name, fits):
+    assert _claim(tmp_path, GOOD.replace('"H200"', f'"{claimed}"')).fits_gpu(name) is fits
 
 
 @pytest.mark.parametrize("key", ["path", "id"])

@@ -10,6 +10,7 @@ shared memory and registers from the CUDA C++ Programming Guide, "Technical Spec
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 
 from ..errors import InputError
@@ -109,8 +110,13 @@ def find_gpu(name: str) -> GpuSpec:
     Raises:
         InputError: no GPU of the table fits.
     """
-    words = name.casefold().split()
-    fitting = [spec for spec in SPECS.values() if set(spec.name.casefold().split()) <= set(words)]
+    words = name_words(name)
+    fitting = [spec for spec in SPECS.values() if name_words(spec.name) <= words]
     if not fitting:
         raise InputError(f"gpu must be one of {', '.join(SPECS)}, got {name!r}")
-    return max(fitting, key=lambda spec: len(spec.name))  # "H100 NVL" before "H100"
+    return max(fitting, key=lambda spec: len(name_words(spec.name)))  # "H100 NVL" before "H100"
+
+
+def name_words(name: str) -> frozenset[str]:
+    """Return the words of a GPU's name, in lower case: ``NVIDIA A100-SXM4-80GB`` has four."""
+    return frozenset(re.split(r"[\s-]+", name.casefold())) - {""}

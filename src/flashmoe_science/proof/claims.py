@@ -9,9 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
 
-from ..errors import ClaimError
+from ..errors import ClaimError, InputError
+from ..gpu.specs import find_gpu, name_words
 from .evidence import Record, TimeKind
 from .toml_files import read_toml
 
@@ -41,7 +42,14 @@ def _tables(value: object) -> object:
     return value
 
 
+def _words_of_a_name(value: str) -> str:
+    if not name_words(value):
+        raise ValueError("expected words of the GPU's name")
+    return value
+
+
 _Text = Annotated[str, StringConstraints(min_length=1, strip_whitespace=True)]
+_Gpu = Annotated[_Text, AfterValidator(_words_of_a_name)]
 _Names = Annotated[tuple[_Text, ...], BeforeValidator(_names)]
 _SomeNames = Annotated[_Names, BeforeValidator(_at_least_one)]
 
@@ -60,7 +68,7 @@ class Claim(BaseModel):
     suite: _Text = Field(description="the name of a suite")
     metric: TimeKind = Field(description="'kernel', 'graph' or 'wall'")
     factor: float = Field(strict=True, gt=0, allow_inf_nan=False, description="a number above 0")
-    gpu: _Text = Field(description="a part of the GPU's name, e.g. 'H200'")
+    gpu: _Gpu = Field(description="words of the GPU's name, e.g. 'H200'")
     scope: Scope = Field(description="'each case' or 'geometric mean'")
     evidence: _Names = Field(
         default=(), description="ids of records, or their paths from the repository's root; each has to show the claim"
@@ -74,8 +82,19 @@ class Claim(BaseModel):
         return f"{what}, {self.metric} time, {where} of {self.suite}, {self.gpu}"
 
     def fits_gpu(self, name: str) -> bool:
-        """Return whether the claim is about the GPU called ``name``."""
-        return self.gpu.casefold() in name.casefold()
+        """Return whether the claim is about the GPU called ``name``: by whole words, and H100 NVL is no H100."""
+        if not name_words(self.gpu) <= name_words(name):
+            return False
+        claimed, ran = _model(self.gpu), _model(name)
+        return claimed is None or claimed == ran
+
+
+def _model(name: str) -> str | None:
+    """Return which GPU of the table this is, or None where it has none of this name."""
+    try:
+        return find_gpu(name).name
+    except InputError:
+        return None
 
 
 _Claims = Annotated[list[Claim], BeforeValidator(_tables)]
