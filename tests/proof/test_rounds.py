@@ -254,6 +254,81 @@ def test_results_cached_by_pointer_are_found_after_timing():
     assert bench.arms["sdpa"].status == "not measured"
 
 
+def cached_late(gpu, honest_calls):
+    """Return an entry point that, after so many calls, remembers results by address and version of its input."""
+    plain = implementation(gpu)
+    cache: dict[tuple[int, int], torch.Tensor] = {}
+    calls = []
+
+    def entry(x):
+        calls.append(x)
+        if len(calls) < honest_calls:
+            return plain(x)
+        key = (x.data_ptr(), x._version)
+        if key not in cache:
+            cache[key] = plain(x)
+        return cache[key]
+
+    return entry
+
+
+@pytest.mark.parametrize("honest_calls", [30, 60, 200, 410])  # the last one: in the last block of some 430 calls
+@pytest.mark.parametrize("length", [64, 128, 256])  # 8, 4 and 2 sets
+def test_results_cached_late_by_pointer_and_version_are_found(honest_calls, length):
+    bench = Bench(length=length)
+    bench.subject = loaded("ours", cached_late(bench.gpu, honest_calls), role="subject")
+    assert "its answer after timing is not the one before" in bench.run(["wall"]).arms["ours"].reason
+    assert bench.rounds is None
+
+
+def test_results_that_are_cached_while_the_clock_runs_are_found(monkeypatch):
+    bench = Bench()
+    plain, cached = implementation(bench.gpu), cached_late(bench.gpu, 0)
+    timing = []
+    wall_seconds = bench.timer.wall_seconds
+
+    def telling(sequence):
+        timing.append(1)
+        seconds = wall_seconds(sequence)
+        timing.clear()
+        return seconds
+
+    monkeypatch.setattr(bench.timer, "wall_seconds", telling)
+    bench.subject = loaded("ours", lambda x: cached(x) if timing else plain(x), role="subject")
+    reason = bench.run(["wall"]).arms["ours"].reason
+    assert reason.startswith("wall time: the last answer of a timed block is wrong: 1 of 1 answers differ")
+
+
+def test_results_computed_while_capturing_and_copied_by_the_graph_are_found():
+    bench = Bench()
+    plain = implementation(bench.gpu)
+
+    def entry(x):
+        if bench.gpu.capturing is None:
+            return plain(x)
+        out, cached = torch.empty(x.shape), 2 * x  # on a stream that is not captured
+        bench.gpu.launch(lambda: out.copy_(cached), name="memcpy")
+        return out
+
+    bench.subject = loaded("ours", entry, role="subject")
+    bench.run(["graph"])
+    assert "graph time: a replay of its graph does not answer as the eager call does" in bench.arms["ours"].reason
+
+
+def test_swapping_moves_values_and_expectations_together():
+    sets = [{"x": torch.full((2,), float(i))} for i in range(3)]
+    versions = [tensors["x"]._version for tensors in sets]
+    follows, keeps = (
+        arms.Arm(loaded("a", None), "a", "baseline", expected=list(torch.tensor([0.0, 2.0, 4.0])), follows=follows)
+        for follows in (True, False)
+    )
+    arms.swap_values(sets, [follows, keeps], 0, 2)
+    assert [tensors["x"][0].item() for tensors in sets] == [2.0, 1.0, 0.0]
+    assert [answer.item() for answer in follows.expected] == [4.0, 2.0, 0.0]
+    assert [answer.item() for answer in keeps.expected] == [0.0, 2.0, 4.0]
+    assert [tensors["x"]._version for tensors in sets] == versions
+
+
 def test_a_baseline_that_answers_otherwise_after_timing_loses_its_times_alone():
     bench = Bench()
     plain = implementation(bench.gpu)
@@ -368,9 +443,9 @@ def test_slow_calls_make_few_calls_a_sample():
     bench.baselines = [loaded("slow", entry)]
     bench.run()
     assert bench.seconds("graph")["slow"] == pytest.approx([20e-3] * 4)
-    # Two arms, 8 sets. Before: first call, peak, 8 sets, again, who follows = 12. Estimate 1 + 3, trial 2, after 8.
+    # Two arms, 8 sets. Before: first call, peak, 8 sets, again, who follows = 12. Estimate 1 + 3, trial 2, after 16.
     # A round: 1 warm and 3 timed wall calls, 2 in the graph.
-    assert len(count) == 2 * (12 + 4 + 2 + 8 + 4 * (1 + 3 + 2))
+    assert len(count) == 2 * (12 + 4 + 2 + 16 + 4 * (1 + 3 + 2))
 
 
 def test_rolling_moves_values_and_expectations_together():

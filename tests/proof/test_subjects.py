@@ -35,6 +35,7 @@ HONEST = ("honest_torch", "honest_triton")
 OTHER_GATES = {
     *(
         "absent_from_graph",
+        "cached_late",
         "falls_through",
         "falls_through_in_parts",
         "fewer_threads",

@@ -104,6 +104,12 @@ def test_work_on_another_stream_is_caught_at_gate_bench():
     assert "not ordered with the stream" in gate_of(record, "bench").summary
 
 
+def test_results_cached_late_are_caught_at_gate_bench():
+    record = prove("cached_late", MEDIUM, settings=FEW.model_copy(update={"times": ["graph", "wall"]}))
+    assert statuses(record) == until("bench"), story(record)
+    assert "answer" in gate_of(record, "bench").summary
+
+
 @pytest.mark.parametrize(
     ("body", "reason"),
     [

@@ -325,14 +325,28 @@ def _move_values(input_sets: Sequence[Inputs]) -> None:
     copy_values(first, input_sets[-1])
 
 
+def swap_values(input_sets: Sequence[Inputs], arms: Sequence[Arm], place: int, other: int) -> None:
+    """Swap the values of two sets of inputs, on the current stream, and the answers expected along with them."""
+    first, second = input_sets[place], input_sets[other]
+    kept = {name: tensor.clone() for name, tensor in first.items()}
+    copy_values(second, first)
+    copy_values(kept, second)
+    for arm in arms:
+        if arm.follows:
+            arm.expected[place], arm.expected[other] = arm.expected[other], arm.expected[place]
+
+
 def _roll_expected(arm: Arm) -> None:
     arm.expected[:] = arm.expected[1:] + arm.expected[:1]
 
 
 def copy_values(source: Inputs, target: Inputs) -> None:
-    """Write the values of ``source`` into the tensors of ``target``, on the current stream."""
+    """Write the values of ``source`` into the tensors of ``target``, on the current stream.
+
+    Through ``.data`` the version counter stands still: a cache keyed on it too is not warned.
+    """
     for name, tensor in target.items():
-        tensor.copy_(source[name])
+        tensor.data.copy_(source[name])
 
 
 def max_error(answer: torch.Tensor, exact: torch.Tensor) -> float:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from itertools import pairwise
 from typing import Any, Protocol
@@ -61,7 +61,7 @@ class Timer(Device, Protocol):
     def capture(self, calls: Sequence[Call], count: int) -> Graph:
         """Capture ``count`` calls, rotating over ``calls``. Raises what the capture raises."""
 
-    def wall_seconds(self, sequence: Sequence[Call]) -> float:
+    def wall_seconds(self, sequence: Sequence[Callable[[], object]]) -> float:
         """Return the host's time for all calls of ``sequence``, until the GPU has finished them."""
 
     def flush_cache(self) -> None:
@@ -149,7 +149,7 @@ class CudaTimer(Timer):
                 return
 
     @override
-    def wall_seconds(self, sequence: Sequence[Call]) -> float:
+    def wall_seconds(self, sequence: Sequence[Callable[[], object]]) -> float:
         _cuda.synchronize()
         begin = time.perf_counter()
         for call in sequence:
@@ -222,12 +222,19 @@ def _clean_up_after_failed_capture(stream: torch.cuda.Stream, pool: Any) -> None
 
 
 class ClockSampler:
-    """Samples of graph and wall time."""
+    """Samples of graph and wall time.
 
-    def __init__(self, settings: Settings, times: Sequence[TimeKind], timer: Timer) -> None:
+    Between what could fill a cache (warm calls, a capture) and the answers that are compared, ``move_values`` gives a
+    set of inputs other values.
+    """
+
+    def __init__(
+        self, settings: Settings, times: Sequence[TimeKind], timer: Timer, move_values: Callable[[int], None]
+    ) -> None:
         self._settings = settings
         self._times = times
         self._timer = timer
+        self._move_values = move_values
         self._graph_calls = 0
         self._replays: dict[str, int] = {}
         self._wall_sequences: dict[str, list[Call]] = {}
@@ -277,8 +284,7 @@ class ClockSampler:
 
     def sample(self, kind: TimeKind, arm: Arm, round_number: int) -> float | None:
         """Return one sample in seconds a call, or None when it comes later. Raises what the arm raises."""
-        del round_number
-        return self._graph_sample(arm) if kind == "graph" else self._wall_sample(arm)
+        return self._graph_sample(arm, round_number) if kind == "graph" else self._wall_sample(arm)
 
     def late_samples(self, arm: Arm, round_numbers: Sequence[int]) -> list[float]:
         """Return the samples that ``sample`` did not."""
@@ -286,16 +292,28 @@ class ClockSampler:
         return []
 
     def _wall_sample(self, arm: Arm) -> float:
+        """Time a block, and see that its last answer is right. No other is kept: the block's memory stays as it is."""
         sequence = self._wall_sequences[arm.name]
+        answers: list[torch.Tensor] = []
+        last = sequence[-1]
+        block = [*sequence[:-1], lambda: answers.append(last())]
         for call in sequence[: WARM_CALLS if len(sequence) > schedule.MIN_WALL_CALLS else 1]:
             call()
-        return self._timer.wall_seconds(sequence) / len(sequence)
+        place = (len(sequence) - 1) % len(arm.calls)
+        self._move_values(place)
+        seconds = self._timer.wall_seconds(block) / len(block)
+        wrong = arms_module.mismatch(answers, [arm.expected[place]], arm.tolerance)
+        if wrong:
+            raise WrongAnswerError(f"the last answer of a timed block is wrong: {wrong}")
+        return seconds
 
-    def _graph_sample(self, arm: Arm) -> float:
-        """Capture anew, time the replays, and see that a replay gives the right answers."""
+    def _graph_sample(self, arm: Arm, round_number: int) -> float:
+        """Capture anew, time the replays, and see that a replay gives the right answers, to new values too."""
         graph = self._timer.capture(arm.calls, self._graph_calls)
         try:
             seconds = statistics.median(graph.replay_seconds(self._replays[arm.name])) / self._graph_calls
+            # What was computed while capturing answers to the values of then.
+            self._move_values(round_number % min(self._graph_calls, len(arm.calls)))
             wrong = wrong_replay(graph, arm)
         finally:
             graph.release()
