@@ -41,6 +41,8 @@ from flashmoe_science.proof.evidence import (
 H200 = Gpu(name="NVIDIA H200", arch=90, sms=132, l2_bytes=50 << 20, memory_bytes=141 << 30, max_sm_clock_mhz=1980)
 L4 = Gpu(name="NVIDIA L4", arch=89, sms=58, l2_bytes=48 << 20, memory_bytes=24 << 30, max_sm_clock_mhz=2040)
 
+ENTRY_POINT = "flashmoe_science.attention.api:flash_attention"  # of the subject that most records are of
+
 FIRST_DAY = datetime(2026, 1, 1, tzinfo=timezone.utc)
 
 _PLAIN_KERNEL = Launch(
@@ -239,7 +241,12 @@ def build_record(
         command=f"flashmoe prove {subject} --suite {suite}",
         complete=complete,
         incomplete_reason="" if complete else "interrupted",
-        subject=SubjectInfo(name=subject, operator="attention", entry_point="made_up:entry", sources=list(sources)),
+        subject=SubjectInfo(
+            name=subject,
+            operator="attention",
+            entry_point=ENTRY_POINT if subject == "flash_attention" else "made_up:entry",
+            sources=list(sources),
+        ),
         suite=suite,
         baselines=list(baselines),
         environment=Environment(

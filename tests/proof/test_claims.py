@@ -10,7 +10,7 @@ import pytest
 from flashmoe_science.errors import ClaimError
 from flashmoe_science.proof.claims import Claim, find_evidence, load_claims, why_not
 
-from .builders import L4, build_record
+from .builders import ENTRY_POINT, L4, build_record
 
 GOOD = """
 [[claim]]
@@ -132,6 +132,27 @@ def test_a_record_about_something_else_is_no_evidence(tmp_path, other, reason):
     claim, record = _claim(tmp_path), build_record(**other)
     assert reason in (why_not(claim, record) or "")
     assert find_evidence(claim, {"evidence/a.json": record}) == {}
+
+
+@pytest.mark.parametrize(
+    ("changes", "got"),
+    [
+        ({"entry_point": "mine:fast"}, "mine:fast, the claim of our own flash_attention"),
+        ({"folder": "mine"}, f"{ENTRY_POINT} in mine, the claim of our own flash_attention"),
+        ({"operator": "mine.operator"}, f"{ENTRY_POINT}, the claim of our own flash_attention"),
+    ],
+)
+def test_another_subject_under_the_name_of_ours_is_no_evidence(tmp_path, changes, got):
+    record = build_record()
+    record = record.model_copy(update={"subject": record.subject.model_copy(update=changes)})
+    assert why_not(_claim(tmp_path), record) == f"the record is of {got}"
+
+
+def test_our_own_subject_may_run_from_a_repository_or_installed(tmp_path):
+    record = build_record()
+    for folder in (None, "src/flashmoe_science"):
+        ran = record.model_copy(update={"subject": record.subject.model_copy(update={"folder": folder})})
+        assert why_not(_claim(tmp_path), ran) is None
 
 
 def test_a_gpu_is_matched_by_words_of_its_name_in_any_case(tmp_path):

@@ -128,6 +128,13 @@ def test_wrong_file_names_key_and_expectation(folder, old, new, message):
     assert message in str(error.value)
 
 
+@pytest.mark.parametrize("name", subjects.builtin_names())
+def test_the_name_of_one_of_our_own_subjects_is_refused(folder, name):
+    (folder / "kernel.toml").write_text(GOOD.replace('"mine"', f'"{name}"'))
+    with pytest.raises(SubjectError, match=rf"kernel\.toml: key subject\.name: expected a name .*, got '{name}'"):
+        load_subject(str(folder))
+
+
 def test_every_wrong_key_is_named(folder):
     (folder / "kernel.toml").write_text(GOOD.replace("[384, 1, 1]", "[128]").replace("[4, 1, 1]", "[4]"))
     with pytest.raises(SubjectError) as error:

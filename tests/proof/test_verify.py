@@ -217,16 +217,27 @@ def test_sources_that_are_elsewhere_are_said_to_be(tmp_path):
 
 
 def test_a_changed_source_is_said_and_leaves_the_status(repository):
-    (repository.root / "mine").mkdir()
-    (repository.root / "mine" / "kernel.cu").write_text("new")
+    own = repository.root / "src" / PACKAGE_FOLDER.name
+    own.mkdir(parents=True)
+    (own / "kernel.cu").write_text("new")
     repository.claim()
     record = repository.record()
-    subject = record.subject.model_copy(update={"sources": [_source("kernel.cu", "old")], "folder": "mine"})
+    changes = {"sources": [_source("kernel.cu", "old")], "folder": f"src/{PACKAGE_FOLDER.name}"}
+    subject = record.subject.model_copy(update=changes)
     write_record(record.model_copy(update={"subject": subject}), repository.root / "evidence" / "run.json")
     verdict = repository.verdict()
     assert verdict.status is VerdictStatus.DEMONSTRATED
     assert verdict.notes == ["at commit 000000000000; sources changed since the run: 1 of 1, kernel.cu"]
     assert verdict.reason.endswith(f"; {verdict.notes[0]}")
+
+
+def test_a_newer_failure_of_another_subject_of_this_name_is_not_one_of_this(repository):
+    repository.claim()
+    repository.record("good", day=1)
+    newer = repository.record("newer", day=2, times=(), gates=build_gates("correct"))
+    subject = newer.subject.model_copy(update={"entry_point": "mine:fast", "folder": "mine"})
+    write_record(newer.model_copy(update={"subject": subject}), repository.root / "evidence" / "newer.json")
+    assert repository.verdict().status is VerdictStatus.DEMONSTRATED
 
 
 def test_twenty_claims_on_ten_records_take_seconds(repository):

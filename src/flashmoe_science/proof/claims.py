@@ -14,6 +14,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from ..errors import ClaimError, InputError
 from ..gpu.specs import find_gpu, name_words
 from .evidence import Record, TimeKind
+from .subject import builtin_names, is_builtin
 from .toml_files import read_toml
 
 _HINT = "the format is in docs/claims.md"
@@ -147,6 +148,9 @@ def why_not(claim: Claim, record: Record) -> str | None:
     gpu = record.environment.gpu
     if record.subject.name != claim.subject:
         return f"the record is of subject {record.subject.name}, the claim of {claim.subject}"
+    if claim.subject in builtin_names() and not is_builtin(record.subject):
+        where = f" in {record.subject.folder}" if record.subject.folder is not None else ""
+        return f"the record is of {record.subject.entry_point}{where}, the claim of our own {claim.subject}"
     if record.suite != claim.suite:
         return f"the record is of suite {record.suite}, the claim of {claim.suite}"
     if gpu is None or not claim.fits_gpu(gpu.name):

@@ -9,13 +9,13 @@ import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, TypeAdapter
 
 from ..errors import SubjectError
-from .evidence import SourceFile
+from .evidence import SourceFile, SubjectInfo
 from .toml_files import read_toml
 
 if TYPE_CHECKING:
@@ -158,6 +158,17 @@ def builtin_names() -> dict[str, str]:
     return {name: operator for operator in BUILTIN_OPERATORS for name in load_operator(operator).entry_points()}
 
 
+def is_builtin(subject: SubjectInfo) -> bool:
+    """Return whether a record's subject is our own one of this name: its entry point, from this package's folder."""
+    from .operator import load_operator
+
+    operator = builtin_names().get(subject.name)
+    if operator is None or subject.operator != operator:
+        return False
+    own_folder = subject.folder is None or PurePosixPath(subject.folder).name == PACKAGE_FOLDER.name
+    return own_folder and subject.entry_point == load_operator(operator).entry_points()[subject.name]
+
+
 def _builtin_subject(operator_name: str, name: str) -> Subject:
     from .operator import load_operator
 
@@ -178,6 +189,9 @@ def _builtin_subject(operator_name: str, name: str) -> Subject:
 def _subject_from_file(path: Path) -> Subject:
     file = read_toml(path, _KernelFile, SubjectError, hint=_HINT)
     table, build, launch = file.subject, file.build, file.launch
+    if table.name in builtin_names():  # its record would be taken for evidence on ours
+        message = f"expected a name that none of our own subjects has, got {table.name!r}"
+        raise SubjectError(f"{path}: key subject.name: {message}", hint="give it a name of its own")
     subject = Subject(
         name=table.name,
         operator=table.operator,

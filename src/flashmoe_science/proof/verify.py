@@ -12,7 +12,7 @@ from .evidence import GateStatus, Record, read_record
 from .judge import Verdict, VerdictStatus, judge
 from .operator import load_operator
 from .store import evidence_files
-from .subject import PACKAGE_FOLDER
+from .subject import PACKAGE_FOLDER, is_builtin
 from .suites import list_suites, load_suite
 
 # Of several records that a claim pins, the one that speaks most against it decides.
@@ -96,13 +96,21 @@ def _failed_since(claim: Claim, record: Record, records: Mapping[str, Record]) -
     newer = [
         other
         for other in records.values()
-        if other.created_at > record.created_at and other.subject.name == claim.subject and other.suite == claim.suite
+        if other.created_at > record.created_at and _same_subject(other, record) and other.suite == claim.suite
     ]
     for other in sorted(newer, key=lambda other: other.created_at, reverse=True):
         failed = next((gate for gate in other.gates if gate.status is GateStatus.FAILED), None)
         if failed and other.environment.gpu and claim.fits_gpu(other.environment.gpu.name):
             return [f"a newer run, {other.id}, failed gate {failed.name}"]
     return []
+
+
+def _same_subject(one: Record, other: Record) -> bool:
+    """Return whether two records are of one subject: two files kernel.toml may use the same name."""
+    if is_builtin(one.subject):  # whose folder differs between a repository and an installed package
+        return one.subject.name == other.subject.name and is_builtin(other.subject)
+    keys = [(record.subject.name, record.subject.entry_point, record.subject.folder) for record in (one, other)]
+    return keys[0] == keys[1]
 
 
 def suite_now(name: str, repository: Path) -> dict[str, dict[str, Any]] | None:
