@@ -28,7 +28,7 @@ class Gpu:
         self.lost = False
 
     def launch(self, work, *, seconds=5e-6, name="kernel", stream="calling"):
-        """Run ``work`` as a kernel of ``seconds``."""
+        """Run ``work`` as a kernel of ``seconds``; one named ``memcpy`` is a copy."""
         if self.lost:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
         if self.capturing is not None:
@@ -45,7 +45,9 @@ class Gpu:
         start = round(self.now * 1e9)
         self.now += seconds
         for listener in self.listeners:
-            listener.append(DeviceEvent("kernel", name, start, round(self.now * 1e9), 7))
+            listener.append(
+                DeviceEvent("memcpy" if name == "memcpy" else "kernel", name, start, round(self.now * 1e9), 7)
+            )
 
     def synchronize(self):
         if self.lost:

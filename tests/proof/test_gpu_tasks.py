@@ -20,6 +20,8 @@ from .simulated import Doubling, Gpu, SimulatedTimer, implementation, loaded, ri
 
 SUBJECT = Subject("ours", "doubling", "m:f", Path(), (), kernels=(KernelPromise("attend*", (0, 0, 0)),))
 
+WRONG_REPLAY = "a replay of its CUDA graph does not answer as the eager call does: 1 of 1 answers differ"
+
 
 def capture(gpu, *loaded_arms, operator=None):
     case = Case("n64", cast("Operator", operator or Doubling()), 64)
@@ -47,7 +49,9 @@ def test_a_kernel_absent_from_the_graph_is_a_problem():
     subject = loaded("ours", lambda x: 2 * x if gpu.capturing is not None else plain(x), role="subject")
     ours = capture(gpu, subject)["ours"]
     assert ours["graph_launches"] == []
-    assert ours["problems"] == ["kernel attend is absent from the CUDA graph of its call"]
+    wrong, absent = ours["problems"]
+    assert wrong.startswith(WRONG_REPLAY)
+    assert absent == "kernel attend is absent from the CUDA graph of its call"
 
 
 def test_a_replay_that_answers_but_was_not_seen_is_no_ones_fault(monkeypatch):
@@ -58,6 +62,61 @@ def test_a_replay_that_answers_but_was_not_seen_is_no_ones_fault(monkeypatch):
     assert ours["graph_launches"] is None
     assert ours["graph_reason"] == "the profiler saw nothing of a replay that answered rightly"
     assert ours["problems"] == []
+
+
+def test_an_answer_computed_while_capturing_and_copied_by_the_graph_is_a_problem():
+    gpu = Gpu()
+    plain = implementation(gpu, name="attend")
+
+    def entry(x):
+        if gpu.capturing is None:
+            return plain(x)
+        out, cached = torch.empty(x.shape), 2 * x  # on a stream that is not captured
+        gpu.launch(lambda: out.copy_(cached), name="memcpy")
+        return out
+
+    ours = capture(gpu, loaded("ours", entry, role="subject", deterministic=True))["ours"]
+    assert (ours["graph_launches"], ours["graph_unseen"]) == ([], False)
+    assert ours["problems"] == [
+        f"{WRONG_REPLAY}, expected the same bits",
+        "kernel attend is absent from the CUDA graph of its call",
+    ]
+
+
+def test_a_replay_of_copies_alone_was_seen_even_if_it_answers():
+    gpu = Gpu()
+    plain = implementation(gpu, name="attend")
+
+    def entry(x):
+        if gpu.capturing is None:
+            return plain(x)
+        out = torch.empty(x.shape)
+        gpu.launch(lambda: out.copy_(2 * x), name="memcpy")
+        return out
+
+    ours = capture(gpu, loaded("ours", entry, role="subject"))["ours"]
+    assert (ours["graph_launches"], ours["graph_unseen"]) == ([], False)
+    assert ours["problems"] == ["kernel attend is absent from the CUDA graph of its call"]
+
+
+def test_a_graph_whose_kernels_do_not_do_the_work_is_a_problem():
+    gpu = Gpu()
+    plain = implementation(gpu, name="attend")
+    idle = implementation(gpu, name="attend", change=torch.zeros_like)
+    subject = loaded("ours", lambda x: plain(x) if gpu.capturing is None else idle(x), role="subject")
+    ours = capture(gpu, subject)["ours"]
+    assert ours["graph_launches"] == ours["launches"]
+    (problem,) = ours["problems"]
+    assert problem.startswith(WRONG_REPLAY)
+
+
+def test_a_graph_may_vary_in_its_bits_where_they_are_not_promised():
+    gpu = Gpu()
+    jitter = iter(range(1_000_000))
+    varying = implementation(gpu, change=lambda out: out + 1e-6 * next(jitter))
+    assert capture(gpu, loaded("ours", varying, role="subject"))["ours"]["problems"] == []
+    (problem,) = capture(gpu, loaded("ours", varying, role="subject", deterministic=True))["ours"]["problems"]
+    assert problem.endswith("expected the same bits")
 
 
 def test_a_call_that_no_graph_can_hold_says_why():

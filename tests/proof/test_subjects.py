@@ -36,6 +36,7 @@ OTHER_GATES = {
     *(
         "absent_from_graph",
         "cached_late",
+        "copied_by_graph",
         "falls_through",
         "falls_through_in_parts",
         "fewer_threads",

@@ -57,12 +57,12 @@ def _plain_attend_kernel(
     tl.store(o_ptr + offs_q, out.to(q.dtype), mask=mask_m[:, None])
 
 
-def attend(q, k, v, *, causal=False, softmax_scale=None, num_warps=4, keys=None):
-    """softmax(scale q k^T) v for [B, H, S, D]; ``keys`` cuts the work short, for subjects that cheat."""
+def attend(q, k, v, *, causal=False, softmax_scale=None, num_warps=4, keys=None, out=None):
+    """softmax(scale q k^T) v for [B, H, S, D]; for subjects that cheat, ``keys`` cuts the work short."""
     B, H, SQ, D = q.shape
     SK = k.shape[2]
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    o = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     scale = D**-0.5 if softmax_scale is None else softmax_scale
     grid = (triton.cdiv(SQ, BLOCK_M), B * H)
     _plain_attend_kernel[grid](
