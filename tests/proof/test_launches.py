@@ -270,7 +270,14 @@ def test_a_kernel_absent_from_the_graph_is_a_problem():
     ],
 )
 def test_what_the_driver_copies_with_in_a_graph_is_no_kernel_of_the_call(name, kind):
-    trace = parse([annotation(0, 0, 10), launch(1, 2), kernel(1, 20, 5, name=name)])
+    trace = parse([annotation(0, 0, 10), launch(1, 2, "cudaGraphLaunch"), kernel(1, 20, 5, name=name)])
     (event,) = trace.calls[0].events
     assert (event.name, event.kind) == (name, kind)
     assert len(trace.calls[0].kernels) == (kind == "kernel")
+
+
+@pytest.mark.parametrize("name", ["memcpy32_post", "memset1_x"])
+@pytest.mark.parametrize("launched", [[], [launch(1, 2)], [launch(1, 2, "cuLaunchKernelEx", "cuda_driver")]])
+def test_outside_of_a_graph_a_kernel_is_a_kernel_whatever_its_name(name, launched):
+    trace = parse([annotation(0, 0, 30), *launched, kernel(1, 20, 5, name=name)])
+    assert [event.kind for event in trace.calls[0].events] == ["kernel"]

@@ -32,8 +32,9 @@ _KINDS: dict[str, Literal["kernel", "memcpy", "memset"]] = {
 }
 
 # The driver's own kernels, which do the copies and fills of a CUDA graph: the same call outside of a graph shows as one
-# copy (pytorch issue 191284).
+# copy (pytorch issue 191284). Whoever launches a kernel of such a name outside of a graph launched a kernel.
 _DRIVER_COPY = re.compile(r"(memcpy|memset)\d+(_\w+)?")
+_GRAPH_LAUNCH = ("cudaGraphLaunch", "cuGraphLaunch")
 
 _LAUNCH_CATEGORIES = ("cuda_runtime", "cuda_driver")
 
@@ -160,6 +161,7 @@ def parse_trace(trace: Mapping[str, Any], labels: Sequence[str]) -> Trace:
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
     ranges = _annotations(events, len(labels))
     launched_ns = _launch_times(events)
+    replays = {_correlation(event) for event in events if str(event.get("name", "")).startswith(_GRAPH_LAUNCH)}
     inside: list[list[DeviceEvent]] = [[] for _ in labels]
     outside: list[DeviceEvent] = []
     starts = [start for start, _ in ranges]
@@ -167,6 +169,8 @@ def parse_trace(trace: Mapping[str, Any], labels: Sequence[str]) -> Trace:
         kind = _KINDS.get(str(event.get("cat", "")).lower())
         if kind is None:
             continue
+        if _correlation(event) in replays and (driver_copy := _DRIVER_COPY.fullmatch(event["name"])):
+            kind = "memcpy" if driver_copy[1] == "memcpy" else "memset"
         device_event = _device_event(event, kind)
         # Some Kineto versions do not show every way to launch. Calls are synchronised inside their range, so the time
         # at which such a kernel ran tells its call as well.
@@ -224,8 +228,6 @@ def _range_ns(event: Mapping[str, Any]) -> tuple[int, int]:
 
 def _device_event(event: Mapping[str, Any], kind: Literal["kernel", "memcpy", "memset"]) -> DeviceEvent:
     start, end = _range_ns(event)
-    if driver_copy := _DRIVER_COPY.fullmatch(event["name"]):
-        kind = "memcpy" if driver_copy[1] == "memcpy" else "memset"
     args = event.get("args", {})
     if kind != "kernel":
         return DeviceEvent(kind, event["name"], start, end, int(args.get("stream", -1)))
