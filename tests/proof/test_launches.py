@@ -281,3 +281,9 @@ def test_what_the_driver_copies_with_in_a_graph_is_no_kernel_of_the_call(name, k
 def test_outside_of_a_graph_a_kernel_is_a_kernel_whatever_its_name(name, launched):
     trace = parse([annotation(0, 0, 30), *launched, kernel(1, 20, 5, name=name)])
     assert [event.kind for event in trace.calls[0].events] == ["kernel"]
+
+
+def test_a_kernel_named_like_a_graph_launch_makes_no_replay():
+    named = kernel(1, 10, 5, name="cudaGraphLaunch")
+    trace = parse([annotation(0, 0, 30), launch(1, 2), named, kernel(1, 20, 5, name="memcpy32_post")])
+    assert [event.kind for event in trace.calls[0].events] == ["kernel", "kernel"]

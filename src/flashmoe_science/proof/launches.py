@@ -161,7 +161,11 @@ def parse_trace(trace: Mapping[str, Any], labels: Sequence[str]) -> Trace:
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
     ranges = _annotations(events, len(labels))
     launched_ns = _launch_times(events)
-    replays = {_correlation(event) for event in events if str(event.get("name", "")).startswith(_GRAPH_LAUNCH)}
+    replays = {
+        _correlation(event)
+        for event in events
+        if event.get("cat") in _LAUNCH_CATEGORIES and str(event.get("name", "")).startswith(_GRAPH_LAUNCH)
+    }
     inside: list[list[DeviceEvent]] = [[] for _ in labels]
     outside: list[DeviceEvent] = []
     starts = [start for start, _ in ranges]
