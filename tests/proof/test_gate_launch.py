@@ -80,8 +80,13 @@ def test_call_that_no_graph_can_hold():
 )
 def test_fall_through_to_the_framework(name):
     assert problems([launch(name)]) == [f"kernel {name} ran: the call fell through to the framework"]
-    own = {**PROMISE, "pattern": name[:9] + "*", "block": None}
+    own = {**PROMISE, "pattern": name, "block": None}
     assert problems([launch(name)], promises=[own]) == []
+    for pattern in ("*", "?*", "[!_]*", f"{name[:2]}*"):
+        bare = {**PROMISE, "pattern": pattern, "block": None}
+        assert problems([launch(name)], promises=[bare]) == [
+            f"kernel {name} ran: the call fell through to the framework"
+        ]
 
 
 def test_forbidden_kernel_is_a_problem_even_when_promised():

@@ -98,12 +98,18 @@ def _stream_problems(subject: Subject, promises: Sequence[Any], launches: Sequen
         return ["no kernel ran"]
     problems = []
     for record in records:
-        own = any(fnmatchcase(record.name, promise.pattern) for promise in promises)
         forbidden = [pattern for pattern in subject.forbidden_kernels if fnmatchcase(record.name, pattern)]
         problems += [f"kernel {record.name} ran, and {pattern} is forbidden" for pattern in forbidden]
-        if not own and any(fnmatchcase(record.name, pattern) for pattern in FALL_THROUGH):
+        families = [pattern for pattern in FALL_THROUGH if fnmatchcase(record.name, pattern)]
+        if families and not any(_owns(promise.pattern, record.name, families) for promise in promises):
             problems.append(f"kernel {record.name} ran: the call fell through to the framework")
     return list(dict.fromkeys([*problems, *launches_match(promises, records)]))
+
+
+def _owns(promised: str, name: str, families: Sequence[str]) -> bool:
+    """Return whether a promise covers a kernel of the framework's: it has to name the family, a wildcard does not."""
+    named = any(all(part in promised for part in family.split("*")) for family in families)
+    return named and fnmatchcase(name, promised)
 
 
 def _baseline_problems(arm: dict[str, Any]) -> list[str]:
