@@ -15,7 +15,7 @@ MIB = 1 << 20
 
 @pytest.mark.parametrize(
     ("bytes_per_set", "count"),
-    [(200 * MIB, 1), (120 * MIB, 1), (119 * MIB, 2), (10 * MIB, 12), (1024, 64), (0, 1)],
+    [(200 * MIB, 2), (120 * MIB, 2), (119 * MIB, 2), (59 * MIB, 3), (10 * MIB, 12), (1024, 64), (0, 2)],
 )
 def test_input_sets_hold_twice_the_cache_and_are_few(bytes_per_set, count):
     assert schedule.input_set_count(bytes_per_set, 60 * MIB) == count
@@ -24,9 +24,9 @@ def test_input_sets_hold_twice_the_cache_and_are_few(bytes_per_set, count):
 @given(st.integers(1, 1 << 34), st.integers(1, 1 << 28))
 def test_input_sets_are_the_fewest_that_hold_twice_the_cache(bytes_per_set, l2_bytes):
     count = schedule.input_set_count(bytes_per_set, l2_bytes)
-    assert 1 <= count <= schedule.MAX_INPUT_SETS
+    assert 2 <= count <= schedule.MAX_INPUT_SETS
     assert count * bytes_per_set >= 2 * l2_bytes or count == schedule.MAX_INPUT_SETS
-    assert count == 1 or (count - 1) * bytes_per_set < 2 * l2_bytes
+    assert count == 2 or (count - 1) * bytes_per_set < 2 * l2_bytes
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import math
 import random
 from collections.abc import Sequence
 
+MIN_INPUT_SETS = 2  # values move from set to set, so that nothing learns what lies at an address
 MAX_INPUT_SETS = 64
 LONGEST_SAMPLE_S = 0.05  # one block of wall calls, or one replay of a graph; a single call may last longer
 LONGEST_REPLAYS_S = 0.25  # all replays of one capture
@@ -18,10 +19,10 @@ KERNEL_CALLS = 5  # calls whose median is one sample of kernel time
 
 
 def input_set_count(bytes_per_set: int, l2_bytes: int) -> int:
-    """Return the fewest sets of inputs that hold at least twice the L2 cache together, at most ``MAX_INPUT_SETS``."""
+    """Return the fewest sets of inputs that hold at least twice the L2 cache together, from 2 to 64."""
     if bytes_per_set <= 0:
-        return 1
-    return max(1, min(MAX_INPUT_SETS, math.ceil(2 * l2_bytes / bytes_per_set)))
+        return MIN_INPUT_SETS
+    return max(MIN_INPUT_SETS, min(MAX_INPUT_SETS, math.ceil(2 * l2_bytes / bytes_per_set)))
 
 
 def graph_call_count(
