@@ -6,10 +6,10 @@ import pytest
 
 from flashmoe_science.proof.conclude import conclude, expectation, last_word, run_exit_code
 from flashmoe_science.proof.evidence import Gate, GateStatus
-from flashmoe_science.proof.judge import VerdictStatus
+from flashmoe_science.proof.judge import VerdictStatus, judge
 
 from .builders import build_gates, build_record
-from .claim_builders import build_claim
+from .claim_builders import build_claim, claim_toml, suite_toml
 
 
 def expecting(speedup, **changes):
@@ -17,13 +17,43 @@ def expecting(speedup, **changes):
     return record.model_copy(update={"subject": record.subject.model_copy(update={"expected_speedup": speedup})})
 
 
-def test_a_run_is_judged_by_the_claims_that_are_about_it():
-    claims = [build_claim(id="mine"), build_claim(id="other", suite="standard"), build_claim(id="b200", gpu="B200")]
-    assert [verdict.claim.id for verdict in conclude(build_record(), claims)] == ["mine"]
+@pytest.fixture
+def repository(tmp_path):
+    """A repository with three claims, one of them about ``build_record(suite="made_up")``."""
+    about = [{"id": "mine"}, {"id": "other", "suite": "standard"}, {"id": "b200", "gpu": "B200"}]
+    for folder in ("claims", "suites"):
+        (tmp_path / folder).mkdir()
+    text = "\n".join(claim_toml(**{"suite": "made_up", "factor": 1.9, **changes}) for changes in about)
+    (tmp_path / "claims" / "speed.toml").write_text(text)
+    (tmp_path / "suites" / "made_up.toml").write_text(suite_toml("made_up", "case0", "case1"))
+    return tmp_path
 
 
-def test_the_notes_end_the_reason():
-    verdict = conclude(build_record(), [build_claim()], notes=["1 of 3 sources changed since the run: a.py"])[0]
+def run_of(**changes):
+    return build_record(**{"suite": "made_up", "speedups": [2.0, 3.0], **changes})
+
+
+def test_a_run_is_judged_by_the_claims_that_are_about_it(repository):
+    (verdict,) = conclude(run_of(), repository)
+    assert (verdict.claim.id, verdict.status) == ("mine", VerdictStatus.DEMONSTRATED)
+
+
+def test_a_run_of_another_suite_of_this_name_demonstrates_nothing(repository):
+    (verdict,) = conclude(run_of(speedups=[3.0]), repository)
+    assert verdict.status is VerdictStatus.INCONCLUSIVE
+    assert "the suite has cases that the record lacks or has other problems for: case1" in verdict.reason
+    assert run_exit_code(run_of(speedups=[3.0]), [verdict]) == 4
+
+
+def test_a_run_of_a_suite_that_the_repository_does_not_know_demonstrates_nothing(repository):
+    (repository / "suites" / "made_up.toml").unlink()
+    (verdict,) = conclude(run_of(), repository)
+    assert verdict.status is VerdictStatus.INCONCLUSIVE
+    assert verdict.reason.startswith("suite made_up is not known here")
+
+
+def test_the_notes_end_the_reason(repository):
+    (verdict,) = conclude(run_of(), repository, notes=["1 of 3 sources changed since the run: a.py"])
     assert verdict.reason.endswith("1 of 3 sources changed since the run: a.py")
 
 
@@ -31,7 +61,7 @@ def test_the_notes_end_the_reason():
     ("expected", "status"), [(1.7, VerdictStatus.DEMONSTRATED), (9.0, VerdictStatus.REFUTED), (None, None)]
 )
 def test_without_a_claim_the_expectation_is_judged(expected, status):
-    verdict = conclude(expecting(expected, speedups=[2.0, 2.1]), [])[0]
+    verdict = conclude(expecting(expected, speedups=[2.0, 2.1]), None)[0]
     assert verdict.claim.factor == (expected or 1.0)
     assert verdict.status is (status or VerdictStatus.DEMONSTRATED)
 
@@ -45,8 +75,8 @@ def test_the_expectation_names_what_is_expected():
     )
 
 
-def test_a_run_without_times_has_no_verdict():
-    assert conclude(build_record(gpu=None), [build_claim()]) == []
+def test_a_run_without_times_has_no_verdict(repository):
+    assert conclude(run_of(gpu=None), repository) == []
 
 
 @pytest.mark.parametrize(
@@ -61,7 +91,8 @@ def test_a_run_without_times_has_no_verdict():
     ids=["holds", "refuted", "gate failed", "inconclusive", "no GPU"],
 )
 def test_exit_codes_of_a_run(record, code):
-    assert run_exit_code(record, conclude(record, [build_claim(factor=1.99 if code == 0 else 2.0)])) == code
+    verdicts = [judge(build_claim(factor=1.99 if code == 0 else 2.0), record)] if record.environment.gpu else []
+    assert run_exit_code(record, verdicts) == code
 
 
 def test_the_last_word_of_a_failed_gate():

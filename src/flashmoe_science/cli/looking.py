@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from ..errors import ClaimError, EvidenceError, InputError
-from ..proof.claims import load_claims
 from ..proof.conclude import GATE_FAILED, conclude
 from ..proof.evidence import Record, TimeKind
 from ..proof.judge import exit_code
@@ -63,9 +62,8 @@ def run_show(key: str, *, kind: str | None, verbose: bool, csv: Path | None, as_
         raise InputError(f"time must be one of {', '.join(measured)} in this run, got {kind}")
     if csv is not None:
         write_csv_file([record], csv)
-    claims = load_claims(repository / "claims") if repository else []
     notes = _source_changes(record, repository) if repository else []
-    verdicts = conclude(record, claims, notes=notes)
+    verdicts = conclude(record, repository, notes=notes)
     terminal.show(head_lines(record), "")
     for number, gate in enumerate(record.gates):
         said = {earlier.hint for earlier in record.gates[:number]}

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import cast
 
 from ..errors import EvidenceError
-from ..proof.claims import load_claims
 from ..proof.conclude import conclude, run_exit_code
 from ..proof.evidence import GATE_NAMES, Record, Settings, TimeKind, write_record
 from ..proof.gates import ProveRequest, prove
@@ -126,7 +125,7 @@ def _conclude(terminal: Terminal, record: Record, repository: Path | None, path:
     if kinds_measured(record):
         unmeasured = unmeasured_lines(record)
         terminal.show("", case_table(record), *([unmeasured] if unmeasured else []))
-    verdicts = conclude(record, load_claims(repository / "claims") if repository else [])
+    verdicts = conclude(record, repository)
     code = run_exit_code(record, verdicts)
     terminal.show("")
     terminal.show_conclusion(record, verdicts)

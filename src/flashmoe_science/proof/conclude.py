@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from pathlib import Path
 
-from .claims import Claim, why_not
+from .claims import Claim, load_claims, why_not
 from .evidence import GateStatus, Record
 from .judge import Verdict, exit_code, judge
 from .rows import default_kind
@@ -12,14 +13,26 @@ from .rows import default_kind
 GATE_FAILED = 3  # the exit codes are in docs/cli.md
 
 
-def conclude(record: Record, claims: Iterable[Claim], *, notes: Sequence[str] = ()) -> list[Verdict]:
-    """Return the verdicts on those of ``claims`` that ``record`` is about, or else on its expectation.
+def conclude(record: Record, repository: Path | None, *, notes: Sequence[str] = ()) -> list[Verdict]:
+    """Return the verdicts on those claims of ``repository`` that ``record`` is about, or else on its expectation.
 
-    Nothing, when no time was measured.
+    Nothing, when no time was measured. A claim is about the suite of its name as it is now, which need not be the one
+    that ran: a file of another place can have its name.
+
+    Raises:
+        ClaimError: a claim file is wrong.
+        SuiteError: the suite of a claim is known here, but its file is wrong.
     """
+    from .verify import suite_now, unknown_suite  # imports torch, which verbs that judge nothing do without
+
+    claims = load_claims(repository / "claims") if repository else []
     about = [claim for claim in claims if why_not(claim, record) is None]
+    if repository is not None and about:
+        suite = suite_now(record.suite, repository)
+        doubts = [unknown_suite(record.suite)] if suite is None else []
+        return [judge(claim, record, suite=suite, notes=notes, doubts=doubts) for claim in about]
     expected = expectation(record)
-    return [judge(claim, record, notes=notes) for claim in about or ([expected] if expected else [])]
+    return [judge(expected, record, notes=notes)] if expected else []
 
 
 def expectation(record: Record) -> Claim | None:
