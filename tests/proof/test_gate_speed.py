@@ -98,6 +98,15 @@ def test_impossible_time_fails_gate_quick(gpu):
     assert summary.startswith("b1_h16_s8192_d64_fp16: 1.00 us a call (graph time); NVIDIA H200 needs at least 25")
 
 
+@pytest.mark.parametrize("baselines", [["sdpa"], []])
+def test_a_gpu_with_no_known_limits_leaves_times_unchecked_and_says_so(gpu, monkeypatch, baselines):
+    unknown = GPU.model_copy(update={"name": "NVIDIA Unknown", "arch": 103})
+    monkeypatch.setattr(chain, "_read_environment", lambda: environment_with(unknown))
+    summary = gate_of(prove(baselines=baselines), "quick").summary
+    assert "impossible times were not checked in 1 of 1 cases: NVIDIA Unknown has no known limits" in summary
+    assert "no time is impossible" not in summary
+
+
 def test_baseline_too_fast_is_not_the_subject_s_fault(gpu):
     gpu.seconds = {"fake_attention": 1e-3, "sdpa": 1e-6}
     assert statuses(prove(Problem(1, 16, 8192, 64)))["quick"] == "passed"

@@ -293,13 +293,20 @@ def test_a_baseline_that_the_claim_does_not_name_may_be_impossible():
     assert judge(build_claim(), _with_seconds(record, "fa3", lambda s: s * 1e-3)).status is DEMONSTRATED
 
 
-def test_a_gpu_whose_limits_are_not_known_is_said():
+@pytest.mark.parametrize(
+    ("arch", "said"),
+    [
+        (103, "impossible times were not looked for: the limits of NVIDIA H200X are not known"),
+        (90, "held against the SMs of NVIDIA H200X alone: the limits of its memory are not known"),
+    ],
+)
+def test_a_gpu_whose_limits_are_not_known_is_said(arch, said):
     record = build_record(speedups=[2.5])
     gpu = record.environment.gpu
     assert gpu is not None
-    unknown = gpu.model_copy(update={"name": "NVIDIA H200X", "sms": 7})
+    unknown = gpu.model_copy(update={"name": "NVIDIA H200X", "sms": 7, "arch": arch})
     changed = record.model_copy(update={"environment": record.environment.model_copy(update={"gpu": unknown})})
-    assert "the limits of NVIDIA H200X are not known" in judge(build_claim(), changed).reason
+    assert said in judge(build_claim(), changed).reason
 
 
 # The fastest of several baselines

@@ -7,7 +7,7 @@ import pytest
 
 from flashmoe_science.gpu.specs import find_gpu
 from flashmoe_science.proof.evidence import Gpu, Work
-from flashmoe_science.proof.roofline import fewest_seconds, known_spec
+from flashmoe_science.proof.roofline import fewest_seconds, has_limits, known_spec
 
 from .builders import H200, build_case
 
@@ -58,8 +58,36 @@ def test_without_known_inputs_only_what_exceeds_l2_counts():
     assert fewest_seconds(case, "kernel", H200, "cold") == pytest.approx(48e6 / H200_SPEC.bandwidth_bytes_per_s)
 
 
-@pytest.mark.parametrize(("name", "arch", "sms"), [("NVIDIA L40S", 89, 142), ("NVIDIA Unknown", 90, 132)])
-def test_a_card_whose_limits_are_not_known_has_no_bound(name, arch, sms):
-    gpu = Gpu(name=name, arch=arch, sms=sms, l2_bytes=1, memory_bytes=1)
-    assert known_spec(gpu) is None
-    assert fewest_seconds(_case(flops=1e15), "graph", gpu, "cold") is None
+def _card(name, arch, sms, clock=1755):
+    return Gpu(name=name, arch=arch, sms=sms, l2_bytes=1, memory_bytes=1, max_sm_clock_mhz=clock)
+
+
+@pytest.mark.parametrize(
+    ("name", "arch", "sms", "model"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 80, 108, "A100"),
+        ("NVIDIA A100-PCIE-40GB", 80, 108, "A100"),
+        ("NVIDIA H100 PCIe", 90, 114, "H100 PCIe"),
+        ("NVIDIA GeForce RTX 4090 D", 89, 114, None),  # no RTX 4090
+        ("NVIDIA L40S", 89, 142, None),
+    ],
+)
+def test_a_card_is_known_by_its_name_and_its_number_of_sms(name, arch, sms, model):
+    spec = known_spec(_card(name, arch, sms))
+    assert (spec and spec.name) == model
+
+
+def test_a_card_that_is_not_in_the_table_is_bound_by_its_sms_and_clock_alone():
+    card = _card("NVIDIA L40S", 89, 142, clock=2520)
+    seconds = fewest_seconds(_case(flops=366e12, size=1e12), "graph", card, "cold")
+    assert has_limits(card)
+    assert seconds == pytest.approx(1.0, rel=0.01)  # 362 TFLOPS in its datasheet; of its memory nothing is known
+    assert fewest_seconds(_case(flops=366e12, peak="fp8"), "graph", card, "cold") is None
+
+
+@pytest.mark.parametrize(("arch", "clock"), [(90, None), (103, 1755), (75, 1755)])
+def test_a_card_of_which_nothing_is_known_has_no_bound(arch, clock):
+    card = _card("NVIDIA Unknown", arch, 132, clock)
+    assert known_spec(card) is None
+    assert not has_limits(card)
+    assert fewest_seconds(_case(flops=1e15), "graph", card, "cold") is None

@@ -96,12 +96,17 @@ SPECS = {spec.name: spec for spec in (
     _spec("L4",         89,  58,  48, 0.300,  2040, 2040, fp16=121, bf16=121, tf32=60, fp32=30.3),
     _spec("RTX 4090",   89, 128,  72, 1.008,  3105, 2520, fp16=330, bf16=165, tf32=82.6, fp32=82.6),
     _spec("H100",       90, 132,  50, 3.352,  1980, 1830, fp16=989, bf16=989, tf32=494, fp32=67),
-    _spec("H100 NVL",   90, 132,  50, 3.938,  1980, 1785, fp16=835, bf16=835, tf32=417, fp32=60),
+    # The tensor rates of these two are datasheet values at a clock below that of their fp32 rate.
+    _spec("H100 PCIe",  90, 114,  50, 2.039,  1755, 1620, fp16=756, bf16=756, tf32=378, fp32=51),
+    _spec("H100 NVL",   90, 132,  50, 3.938,  1980, 1545, fp16=835, bf16=835, tf32=417, fp32=60),
     _spec("H200",       90, 132,  60, 4.800,  1980, 1830, fp16=989, bf16=989, tf32=494, fp32=67),
     _spec("B200",      100, 148, 126, 8.000,  1965, 1850, fp16=2250, bf16=2250, tf32=1125, fp32=75),
     _spec("RTX 5090",  120, 170,  96, 1.792,  3090, 2407, fp16=419, bf16=210, tf32=104, fp32=104.8),
 )}
 # fmt: on
+
+# What the tensor cores of one SM can do in a clock, dense: no model of the architecture is faster, whatever its name.
+FP16_FLOPS_PER_SM_AND_CLOCK = {80: 2048, 86: 1024, 89: 1024, 90: 4096, 100: 8192, 120: 1024}
 
 
 def find_gpu(name: str) -> GpuSpec:

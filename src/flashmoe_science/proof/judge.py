@@ -17,7 +17,7 @@ from pydantic import Field
 
 from .claims import Claim, why_not
 from .evidence import GATE_NAMES, CaseRecord, GateStatus, Model, Record, TimeKind
-from .roofline import fewest_seconds, known_spec
+from .roofline import fewest_seconds, has_limits, known_spec
 from .statistics import (
     Interval,
     clustered_interval,
@@ -362,7 +362,9 @@ def _notes_on(record: Record) -> list[str]:
     """Return what a reader of any verdict on ``record`` has to know."""
     notes = []
     gpu = record.environment.gpu
-    if gpu is not None and known_spec(gpu) is None:
+    if gpu is not None and has_limits(gpu) and known_spec(gpu) is None:
+        notes.append(f"times were held against the SMs of {gpu.name} alone: the limits of its memory are not known")
+    elif gpu is not None and known_spec(gpu) is None:
         notes.append(f"impossible times were not looked for: the limits of {gpu.name} are not known")
     if record.environment.dirty:
         commit = record.environment.commit

@@ -1,7 +1,8 @@
 """The time that no implementation can beat: what is measured below it is impossible, and refused.
 
 The bound errs on the side of the subject, so that a fast kernel is never called impossible: the highest clock, the
-GPU's datasheet rates, and only those bytes that cannot have been in the L2 cache.
+GPU's datasheet rates, and only those bytes that cannot have been in the L2 cache. Of a model that is not in the table,
+only what its architecture's SMs can compute in a clock is known, and nothing of its memory.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from typing import Literal
 
 from ..errors import InputError
-from ..gpu.specs import GpuSpec, find_gpu
+from ..gpu.specs import FP16_FLOPS_PER_SM_AND_CLOCK, GpuSpec, find_gpu
 from .evidence import CaseRecord, Gpu, TimeKind
 
 
@@ -19,20 +20,38 @@ def known_spec(gpu: Gpu) -> GpuSpec | None:
         spec = find_gpu(gpu.name)
     except InputError:
         return None
-    # A name can contain another's (L4, L40): the number of SMs tells them apart.
+    # Models share words of their names (RTX 4090, RTX 4090 D): the number of SMs tells them apart.
     return spec if (spec.arch, spec.sms) == (gpu.arch, gpu.sms) else None
 
 
+def has_limits(gpu: Gpu) -> bool:
+    """Return whether ``fewest_seconds`` has a bound on this card."""
+    return known_spec(gpu) is not None or _flops_of_architecture(gpu) is not None
+
+
 def fewest_seconds(case: CaseRecord, kind: TimeKind, gpu: Gpu, cache: Literal["cold", "rotating"]) -> float | None:
-    """Return the least time that one call of ``case`` can take on ``gpu``, or None where the card is not known."""
+    """Return the least time that one call of ``case`` can take on ``gpu``, or None where that is not known."""
     spec = known_spec(gpu)
     if spec is None:
-        return None
+        most = _flops_of_architecture(gpu)
+        # Of the types that such a card computes faster than fp16, no rate is known: those cases have no bound.
+        return case.work.flops / most if most is not None and case.work.peak in _NO_FASTER_THAN_FP16 else None
     peak_tflops = spec.peak_tflops.get(case.work.peak, max(spec.peak_tflops.values()))
     highest_clock = max(spec.max_sm_clock_mhz, gpu.max_sm_clock_mhz or 0)
     flops_per_s = peak_tflops * 1e12 * highest_clock / spec.boost_sm_clock_mhz
     moved = _dram_bytes(case, gpu, flushed=kind == "kernel" and cache == "cold")
     return max(case.work.flops / flops_per_s, moved / spec.bandwidth_bytes_per_s)
+
+
+_NO_FASTER_THAN_FP16 = ("fp16", "bf16", "tf32", "fp32")
+
+
+def _flops_of_architecture(gpu: Gpu) -> float | None:
+    """Return the most floating-point operations a second of any card with these SMs and this clock, if known."""
+    per_clock = FP16_FLOPS_PER_SM_AND_CLOCK.get(gpu.arch)
+    if per_clock is None or gpu.max_sm_clock_mhz is None:
+        return None
+    return per_clock * gpu.sms * gpu.max_sm_clock_mhz * 1e6
 
 
 def _dram_bytes(case: CaseRecord, gpu: Gpu, *, flushed: bool) -> float:
