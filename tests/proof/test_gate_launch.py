@@ -202,3 +202,13 @@ def test_crash_while_capturing_fails_the_gate_with_its_reason(gpu, monkeypatch):
     assert "out of memory" in gate.hint
     assert record.cases[0].arms[0].launches[0].name == "attend_kernel"
     assert record.cases[1].arms[0].launches == []
+
+
+def test_a_seed_is_drawn_and_recorded_where_none_was_given(gpu):
+    first, second = (run_chain(request_of(until="launch")) for _ in range(2))
+    seeds = [first.settings.seed, second.settings.seed]
+    assert seeds == [payload["seed"] for name, payload in gpu.calls if name == "capture_launches"]
+    assert seeds == [payload["settings"]["seed"] for name, payload in gpu.calls if name == "capture_launches"]
+    assert seeds[0] != seeds[1]
+    given = run_chain(request_of(until="launch", settings=Settings(seed=7)))
+    assert given.settings.seed == 7

@@ -35,7 +35,7 @@ class Wanted:
     times: Sequence[str] = ()
     processes: int = 3
     rounds: int = 10
-    seed: int = 0
+    seed: int | None = None
     args: Sequence[str] = field(default_factory=list)  # as they were typed, for the record
 
 
@@ -109,9 +109,20 @@ def _request(wanted: Wanted, repository: Path | None) -> ProveRequest:
         until=wanted.until,
         expect=wanted.expect,
         settings=settings,
-        command=shlex.join(["flashmoe", *wanted.args]),
+        command=shlex.join(["flashmoe", *map(_without_folders, wanted.args)]),
         repository=repository,
     )
+
+
+def _without_folders(argument: str) -> str:
+    """Return an argument without this machine's folders: a record is read elsewhere. A relative path stays."""
+    option, equals, value = argument.partition("=") if argument.startswith("-") else ("", "", argument)
+    path = Path(value)
+    if path.is_absolute() and path.is_relative_to(Path.cwd()):
+        value = path.relative_to(Path.cwd()).as_posix()
+    elif path.is_absolute():
+        value = path.name
+    return f"{option}{equals}{value}"
 
 
 def _title(request: ProveRequest) -> str:

@@ -99,7 +99,9 @@ def prove(
     rounds: Annotated[
         int, typer.Option(min=1, metavar="N", help="Rounds in each process. A claim needs 30 in all.")
     ] = 10,
-    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Seed of inputs and orders.")] = 0,
+    seed: Annotated[
+        int | None, typer.Option(min=0, metavar="N", help="Seed of inputs and orders.", show_default="drawn")
+    ] = None,
     as_json: Json = False,
     csv: Csv = None,
 ) -> None:

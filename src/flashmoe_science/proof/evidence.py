@@ -169,7 +169,7 @@ class Settings(Model):
     graph_calls: int = 100  # ... but no more than this
     graph_replays: int = 5  # a graph sample is the median of this many replays of a fresh capture
     wall_calls: int = 100
-    seed: int = 0
+    seed: int | None = None  # of inputs and orders; None: every run draws one, and its record says which
 
 
 class Gpu(Model):

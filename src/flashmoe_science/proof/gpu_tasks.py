@@ -77,7 +77,7 @@ def capture_launches(payload: dict[str, Any], emit: Emit) -> dict[str, Any]:
     cases = []
     for table in payload["cases"]:
         case = Case(table["name"], operator, operator.parse_case(table["problem"]))
-        cases.append(capture_case(case, subject, loaded, timer, seed=payload.get("seed", 0)))
+        cases.append(capture_case(case, subject, loaded, timer, seed=payload["seed"]))
         emit({"event": "case", "case": cases[-1]})
     return {"cases": cases}
 

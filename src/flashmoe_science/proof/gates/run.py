@@ -104,6 +104,8 @@ class Run:
         self.request = request
         self.subject = request.subject
         self.settings = request.settings
+        if self.settings.seed is None:  # values that are known beforehand could be answered beforehand
+            self.settings = self.settings.model_copy(update={"seed": secrets.randbits(31)})
         self.environment = environment
         self.progress = progress
         self.operator = operator_of(request.subject)
