@@ -10,7 +10,7 @@ import pytest
 from flashmoe_science.proof.store import Store
 
 from ..proof.builders import build_gates, build_record
-from ..proof.claim_builders import claim_toml
+from ..proof.claim_builders import claim_toml, suite_toml
 
 
 @pytest.fixture
@@ -74,6 +74,19 @@ def test_prove_passes_on_what_was_asked(prove_with, requests):
     settings = request.settings
     assert (settings.times, settings.processes, settings.rounds, settings.seed) == (["wall"], 2, 7, 5)
     assert request.command.startswith("flashmoe prove --suite standard -b sdpa,sdpa-flash")
+
+
+def test_the_command_in_the_record_names_no_folder_of_this_machine(prove_with, requests, repository, tmp_path):
+    (tmp_path / "away.toml").write_text(suite_toml("away", "case0"))
+    (repository / "mine").mkdir()
+    (repository / "mine" / "kernel.toml").write_text(
+        '[subject]\nname = "mine"\noperator = "tests.proof.fake_operator"\nentry_point = "m:f"\nsources = ["m.py"]\n'
+    )
+    kernel, csv = repository / "mine" / "kernel.toml", tmp_path / "a.csv"
+    prove_with(build_record(), str(kernel), "--suite", str(tmp_path / "away.toml"), f"--csv={csv}")
+    assert requests[0].command == "flashmoe prove mine/kernel.toml --suite away.toml --csv=a.csv"
+    prove_with(build_record(), "mine/kernel.toml", "--suite", "../away.toml")
+    assert requests[1].command == "flashmoe prove mine/kernel.toml --suite ../away.toml"
 
 
 def test_prove_with_no_gpu_ends_with_the_verdicts_of_verify(prove_with):
