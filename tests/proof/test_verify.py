@@ -131,6 +131,19 @@ def test_the_record_that_speaks_most_against_a_claim_decides_among_those_pinned(
     assert (verdict.status, verdict.evidence) == (VerdictStatus.REFUTED, "evidence/bad.json")
 
 
+def test_a_newer_run_that_refutes_a_claim_is_said_when_the_claim_pins_an_older_one(repository):
+    repository.claim(more='evidence = "evidence/good.json"')
+    repository.record("older", day=0, speedups=[1.5, 2.5])
+    repository.record("good", day=1)
+    repository.record("confirms", day=2)
+    repository.record("other", day=2, speedups=[1.5, 2.5], subject="another")
+    assert repository.verdict().notes == []
+    bad = repository.record("bad", day=3, speedups=[1.5, 2.5])
+    verdict = repository.verdict()
+    assert (verdict.status, verdict.evidence) == (VerdictStatus.DEMONSTRATED, "evidence/good.json")
+    assert verdict.reason.endswith(f"; newer runs that it does not pin refute it: {bad.id}")
+
+
 def test_a_pinned_record_that_is_gone_is_an_error(repository):
     repository.claim(more='evidence = "evidence/gone.json"')
     with pytest.raises(ClaimError, match=r"claim a: key evidence"):

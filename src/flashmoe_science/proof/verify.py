@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .claims import Claim, find_evidence, load_claims
+from .claims import Claim, find_evidence, load_claims, why_not
 from .evidence import GateStatus, Record, read_record
 from .judge import Verdict, VerdictStatus, judge
 from .operator import load_operator
@@ -49,7 +49,7 @@ def verify_claim(claim: Claim, records: Mapping[str, Record], repository: Path) 
         doubts = _failed_since(claim, record, records)
         if suite is None:
             doubts.append(unknown_suite(claim.suite))
-        notes = source_changes(record, repository)
+        notes = [*source_changes(record, repository), *_refuted_since(claim, found, records)]
         verdict = judge(claim, record, suite=suite, notes=notes, doubts=doubts)
         verdicts.append(verdict.model_copy(update={"evidence": path}))
     return min(verdicts, key=lambda verdict: _AGAINST.index(verdict.status))
@@ -103,6 +103,22 @@ def _failed_since(claim: Claim, record: Record, records: Mapping[str, Record]) -
         if failed and other.environment.gpu and claim.fits_gpu(other.environment.gpu.name):
             return [f"a newer run, {other.id}, failed gate {failed.name}"]
     return []
+
+
+def _refuted_since(claim: Claim, pinned: Mapping[str, Record], records: Mapping[str, Record]) -> list[str]:
+    """Return in at most one line which newer records refute a claim that pins older ones."""
+    if not claim.evidence:
+        return []
+    newest = max(record.created_at for record in pinned.values())
+    refuting = [
+        other.id
+        for path, other in records.items()
+        if path not in pinned
+        and other.created_at > newest
+        and why_not(claim, other) is None
+        and judge(claim, other).status is VerdictStatus.REFUTED
+    ]
+    return [f"newer runs that it does not pin refute it: {', '.join(refuting)}"] if refuting else []
 
 
 def _same_subject(one: Record, other: Record) -> bool:
