@@ -194,6 +194,34 @@ def test_a_subject_that_answers_wrongly_has_no_times(change, reason):
     assert bench.arms["sdpa"].status == "not measured"
 
 
+def test_answers_to_other_sets_than_the_first_are_compared_with_the_exact_ones_too():
+    bench = Bench(length=1024)  # two sets
+    plain = implementation(bench.gpu)
+    seen: list[int] = []
+
+    def entry(x):
+        if x.data_ptr() not in seen:
+            seen.append(x.data_ptr())
+        return plain(x) + (x.data_ptr() != seen[0])
+
+    bench.subject = loaded("ours", entry, role="subject")
+    assert bench.run().arms["ours"].reason.startswith("its answer is off by 1")
+
+
+def test_the_sets_that_are_compared_with_the_exact_answer_are_drawn(monkeypatch):
+    drawn = []
+    find_truth = arms.find_truth
+
+    def watched(operator, problem, inputs):
+        drawn.append(inputs["x"][0].item())
+        return find_truth(operator, problem, inputs)
+
+    monkeypatch.setattr(arms, "find_truth", watched)
+    for seed in range(4):
+        Bench().run(["wall"], seed=seed, rounds=1)
+    assert len(set(drawn)) == 8  # two sets in each run
+
+
 def test_an_answer_of_another_shape_is_refused():
     bench = Bench()
     bench.subject = loaded("ours", lambda x: x[:3] * 2, role="subject")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -165,14 +165,21 @@ def find_truth(operator: Operator, problem: Any, inputs: Inputs) -> Truth:
 
 
 def prepare_arm(
-    loaded: Loaded, operator: Operator, problem: Any, input_sets: Sequence[Inputs], truth: Truth, device: Device
+    loaded: Loaded,
+    operator: Operator,
+    problem: Any,
+    input_sets: Sequence[Inputs],
+    truths: Mapping[int, Truth],
+    device: Device,
 ) -> Arm:
     """Bind ``loaded`` to every set of inputs, call it, and check its answers.
 
-    Compiling, tuning and the first allocation happen here. The answer to the first set is compared with the exact one;
-    the answers to all sets are kept, to be compared with those after timing.
+    Compiling, tuning and the first allocation happen here. The answers to the sets that ``truths`` knows are compared
+    with the exact ones; the answers to all sets are kept, to be compared with those after timing.
     """
-    arm = Arm(loaded, loaded.name, loaded.role, tolerance=None if loaded.deterministic else 2 * truth.budget)
+    tolerance = None if loaded.deterministic else 2 * max(truth.budget for truth in truths.values())
+    output_bytes = max(truth.output_bytes for truth in truths.values())
+    arm = Arm(loaded, loaded.name, loaded.role, tolerance=tolerance)
     if loaded.entry is None:
         arm.status, arm.reason = "unavailable" if loaded.status == "unavailable" else "failed", loaded.reason
         return arm
@@ -186,15 +193,19 @@ def prepare_arm(
             arm.calls[0]()  # compiles, tunes, allocates
             device.synchronize()
             arm.peak_bytes = device.peak_bytes(arm.calls[0])
-            device.poison(truth.output_bytes)
+            device.poison(output_bytes)
             for call in arm.calls:
                 answer = call()
                 device.synchronize()  # here work on any stream is waited for: check_stream says what is wrong with it
                 arm.expected.append(answer.clone())
-            device.poison(truth.output_bytes)
+            device.poison(output_bytes)
             again = arm.calls[0]().clone()
             device.synchronize()
-        problem_found = _judge_answers(arm, again, truth)
+        repeats = mismatch([again], arm.expected[:1], None) == ""
+        problem_found = next(
+            (wrong for index, truth in truths.items() if (wrong := _judge_answer(arm, index, truth, repeats=repeats))),
+            "",
+        )
     except Exception as error:  # noqa: BLE001 - what an arm raises is a result
         problem_found = survive(error, arm.name, device)
     if problem_found:
@@ -202,21 +213,21 @@ def prepare_arm(
     return arm
 
 
-def _judge_answers(arm: Arm, again: torch.Tensor, truth: Truth) -> str:
-    """Return what is wrong with the first answers, or an empty string; records the accuracy."""
-    first = arm.expected[0]
+def _judge_answer(arm: Arm, index: int, truth: Truth, *, repeats: bool) -> str:
+    """Return what is wrong with the answer to one set, or an empty string; records the worst accuracy of all sets."""
+    first = arm.expected[index]
     if first.shape != truth.exact.shape:
         return f"its answer must have shape {list(truth.exact.shape)}, got {list(first.shape)}"
     error = max_error(first, truth.exact)
-    repeats = mismatch([again], [first], None) == ""
     if math.isnan(error):
         return "its answer has NaN"
-    arm.accuracy = Accuracy(
-        max_error=error,
-        budget=truth.budget,
-        low_precision_error=truth.low_precision_error,
-        deterministic=repeats,
-    )
+    if arm.accuracy is None or error * arm.accuracy.budget > arm.accuracy.max_error * truth.budget:
+        arm.accuracy = Accuracy(
+            max_error=error,
+            budget=truth.budget,
+            low_precision_error=truth.low_precision_error,
+            deterministic=repeats,
+        )
     if error > truth.budget:
         return f"its answer is off by {error:.3g}, allowed are {truth.budget:.3g}"
     if arm.loaded.deterministic and not repeats:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -106,12 +106,12 @@ def measure_case(
     input_sets: list[dict[str, torch.Tensor]] = []
     try:
         input_sets = _make_input_sets(case, plan, timer)
-        truth = arms_module.find_truth(case.operator, case.problem, input_sets[0])
+        truths = _find_truths(case, plan, input_sets)
     except Exception as error:  # noqa: BLE001 - one case of many fails, with its reason
         reason = f"the case cannot be set up: {arms_module.survive(error, 'of none', timer)}"
         arms = [Arm(each, each.name, each.role, "failed", reason) for each in loaded]
     else:
-        arms = _prepare(case, loaded, plan, timer, input_sets, truth)
+        arms = _prepare(case, loaded, plan, timer, input_sets, truths)
         if arms[0].ready:
             samples = _take_rounds(arms, input_sets, case, plan, timer, on_round)
             _check_again(arms, samples, timer)
@@ -139,17 +139,29 @@ def _make_input_sets(case: Case, plan: Plan, timer: Timer) -> list[dict[str, tor
     return [first, *(make(index) for index in range(1, schedule.input_set_count(_nbytes(first), timer.l2_bytes)))]
 
 
+def _find_truths(case: Case, plan: Plan, input_sets: Sequence[Inputs]) -> dict[int, Truth]:
+    """Return the exact answers to two sets drawn at random: exact answers to all would take longer than the times."""
+    draw = random.Random(f"{plan.settings.seed}/{case.name}/{plan.process}/{'+'.join(plan.times)}/truths")
+    places = draw.sample(range(len(input_sets)), min(2, len(input_sets)))
+    return {place: arms_module.find_truth(case.operator, case.problem, input_sets[place]) for place in places}
+
+
 def _nbytes(inputs: Inputs) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in inputs.values())
 
 
 def _prepare(
-    case: Case, loaded: Sequence[Loaded], plan: Plan, timer: Timer, input_sets: Sequence[Inputs], truth: Truth
+    case: Case,
+    loaded: Sequence[Loaded],
+    plan: Plan,
+    timer: Timer,
+    input_sets: Sequence[Inputs],
+    truths: Mapping[int, Truth],
 ) -> list[Arm]:
     """Return the arms, the subject first; when the subject is not ready the baselines are not even tried."""
 
     def prepare(each: Loaded) -> Arm:
-        return arms_module.prepare_arm(each, case.operator, case.problem, input_sets, truth, timer)
+        return arms_module.prepare_arm(each, case.operator, case.problem, input_sets, truths, timer)
 
     subject = prepare(loaded[0])
     if subject.ready and plan.check_stream:
