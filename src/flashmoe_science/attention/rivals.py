@@ -159,7 +159,7 @@ class FlashAttention3(FlashAttention):
 
     def __init__(self) -> None:
         """Prefer the shared library where one is named."""
-        super().__init__("fa3", "flash_attn_interface", "flash-attn-3", ("*flash*",))
+        super().__init__("fa3", "flash_attn_interface", "flash-attn-3", ("*FlashAttnFwdSm*",))
 
     def load(self) -> Callable[..., torch.Tensor]:
         """Load the library, or import the package."""
@@ -260,7 +260,7 @@ _ALL: tuple[Rival, ...] = (
     Flex(),
     FlashAttention("fa2", "flash_attn", "flash-attn", ("*flash_fwd*",)),
     FlashAttention3(),
-    FlashAttention("fa4", "flash_attn.cute", "flash-attn-4", ("*flash*",)),
+    FlashAttention("fa4", "flash_attn.cute", "flash-attn-4", ("*FlashAttentionForwardSm*",)),
     Xformers(),
     FlashInfer(),
 )
