@@ -69,6 +69,13 @@ def test_what_triton_refuses_is_a_compile_error():
         compile_kernel(hoard(33), 90)  # not a power of two
 
 
+def test_machine_code_that_cannot_be_read_is_a_compile_error(monkeypatch):
+    """Triton 3.6's cuobjdump does not know sm_103, for which Triton 3.6 compiles."""
+    monkeypatch.setattr(compile_kernel(hoard(32), 90), "asm", {"cubin": b"no machine code"})
+    with pytest.raises(CompileError, match="cuobjdump cannot read _hoard_kernel for sm_90: cuobjdump fatal"):
+        read_resources(hoard(32), 90)
+
+
 def make_plan(arch: int, config: ForwardConfig, head_dim: int) -> Plan:
     problem = AttentionProblem(1, 1, 1, 1000, 1000, head_dim, head_dim, "fp16")
     launches = (PlannedLaunch("_forward_kernel", (1, 1, 1), (32 * config.num_warps, 1, 1)),)

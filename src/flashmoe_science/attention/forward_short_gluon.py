@@ -91,9 +91,7 @@ def _forward_short_kernel(
     q_smem = gl.allocate_shared_memory(dtype, [1, BLOCK_M, BLOCK_D], _operand_shared_layout(BLOCK_D))
     k_smem = gl.allocate_shared_memory(dtype, [G, BLOCK_N, BLOCK_D], _operand_shared_layout(BLOCK_D))
     v_smem = gl.allocate_shared_memory(dtype, [G, BLOCK_N, BLOCK_DV], _operand_shared_layout(BLOCK_DV))
-    if (
-        DEPENDENT_LAUNCH
-    ):  # all above ran while the kernel before was still ending; no memory is touched before this wait
+    if DEPENDENT_LAUNCH:  # all above ran while the kernel before was ending; no memory is touched before this wait
         gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
     _copy_rows(k_base, STRIDE_KN, k_smem, 0, seqlen_k, D, _copy_layout(G, ROW_GROUPS, BLOCK_D), MASK_N)
     _copy_rows(q_base, STRIDE_QM, q_smem, first_row, seqlen_q, D, _copy_layout(1, num_warps, BLOCK_D), MASK_M)

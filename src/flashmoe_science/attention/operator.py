@@ -108,7 +108,7 @@ def _matrix_instruction(plan: Plan, kernel: str) -> str | None:
     warpgroup_tile = isinstance(plan.config, ForwardConfig) and plan.config.block_m >= 64  # rows of one wgmma
     if plan.arch == 90:
         return "HGMMA" if warpgroup_tile else "HMMA"
-    if plan.arch == 100:
+    if plan.arch // 10 == 10:  # sm_100 and sm_103
         return "UTCHMMA" if warpgroup_tile else "HMMA"
     return "HMMA"
 

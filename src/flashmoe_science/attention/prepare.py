@@ -135,7 +135,7 @@ def _forward(plan: Plan, config: ForwardConfig) -> PreparedKernel:
         else problem.output_strides
     )
     widest_row = max(
-        abs(s) for strides in (problem.q_strides, problem.k_strides, problem.v_strides) for s in strides[2:]
+        abs(s) for strides in (problem.q_strides, problem.k_strides, problem.v_strides, o_strides) for s in strides[2:]
     )
     scalars = {
         **dict.fromkeys(("stride_qb", "stride_qh", "stride_kb", "stride_kh", "stride_vb", "stride_vh"), "i64"),

@@ -101,10 +101,13 @@ def read_resources(source: KernelSource, arch: int) -> Resources:
         file.write(kernel.asm["cubin"])
         file.flush()
         command = [str(_cuobjdump()), "--dump-resource-usage", "--dump-sass", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    text = done.stdout
     usage = re.search(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", text)
-    if usage is None:
-        raise CompileError(f"{source.name}: cuobjdump printed no resource usage")
+    if usage is None or done.returncode:
+        raise CompileError(
+            f"cuobjdump cannot read {source.name} for sm_{arch}: {done.stderr.strip() or 'no usage printed'}"
+        )
     opcodes = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z][A-Z0-9]*)", text, re.MULTILINE)
     return Resources(
         registers=int(usage[1]),

@@ -55,9 +55,8 @@ class _LaunchAttribute(ctypes.Structure):
 
 @functools.cache
 def _driver() -> ctypes.CDLL:
-    driver = ctypes.CDLL(
-        "libcuda.so.1"
-    )  # gives the interpreter lock away: a launch waits where the GPU's queue is full
+    # CDLL gives the interpreter lock away: a launch waits where the GPU's queue is full.
+    driver = ctypes.CDLL("libcuda.so.1")
     driver.cuLaunchKernelEx.argtypes = [ctypes.c_void_p] * 4
     driver.cuModuleLoadData.argtypes = [ctypes.c_void_p, ctypes.c_char_p]
     driver.cuModuleGetFunction.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p]
