@@ -64,7 +64,9 @@ def test_a_large_problem_streams_over_the_keys():
 
 
 def test_more_than_two_blocks_an_sm_are_left_to_the_streaming_kernel():
-    plan = plan_attention(make_problem(64, 16, 128, 64), H200)
+    two_an_sm = H200.sms * 2 // 4  # sequences of four tiles of 32 rows
+    assert plan_attention(make_problem(two_an_sm, 1, 128, 64), H200).kernel == "forward_short_gluon"
+    plan = plan_attention(make_problem(two_an_sm + 1, 1, 128, 64), H200)
     assert plan.kernel == "forward_triton"
     assert "passed over (its grid would be more than two blocks an SM)" in plan.reason
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 
 import pytest
@@ -70,10 +71,15 @@ def test_what_triton_refuses_is_a_compile_error():
 
 
 def test_machine_code_that_cannot_be_read_is_a_compile_error(monkeypatch):
-    """Triton 3.6's cuobjdump does not know sm_103, for which Triton 3.6 compiles."""
     monkeypatch.setattr(compile_kernel(hoard(32), 90), "asm", {"cubin": b"no machine code"})
     with pytest.raises(CompileError, match="cuobjdump cannot read _hoard_kernel for sm_90: cuobjdump fatal"):
         read_resources(hoard(32), 90)
+
+
+def test_resources_never_come_without_instructions():
+    """Triton 3.6 compiles for sm_103, and its cuobjdump prints registers and then fails at the instructions."""
+    with contextlib.suppress(CompileError):
+        assert read_resources(hoard(32), 103).instructions["EXIT"] >= 1
 
 
 def make_plan(arch: int, config: ForwardConfig, head_dim: int) -> Plan:
