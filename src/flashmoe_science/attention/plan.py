@@ -13,7 +13,7 @@ from .problem import AttentionProblem
 
 MAX_HEAD_DIM = 256
 OLDEST_ARCH = 80  # asynchronous copies to shared memory, and bf16
-KERNELS = ("forward_short_gluon", "forward_triton", "reference")
+KERNELS = ("forward_short_gluon", "forward_gluon_sm90", "forward_triton", "reference")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,17 @@ class ShortConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class HopperConfig:
+    """Tile and schedule of ``forward_gluon_sm90``."""
+
+    warpgroups: int  # that multiply matrices, 64 query rows each: 2 or 3
+    block_n: int  # keys of one step
+    num_stages: int  # tiles of K, and of V, in flight
+    persistent: bool  # one program an SM, each striding over the row tiles; else one program a row tile
+    exp_fma: int = 0  # of 8 columns of the scores, those whose exp2 runs on the FMA units
+
+
+@dataclass(frozen=True, slots=True)
 class PlannedLaunch:
     """One launch that a plan promises."""
 
@@ -55,7 +66,7 @@ class Plan:
     gpu: str  # "CPU" for the reference
     arch: int  # 90 for sm_90; 0 for the reference
     kernel: str
-    config: ForwardConfig | ShortConfig | None
+    config: ForwardConfig | ShortConfig | HopperConfig | None
     launches: tuple[PlannedLaunch, ...]
     reason: str
 
@@ -276,6 +287,113 @@ def _short_pays(problem: AttentionProblem, gpu: GpuSpec) -> bool:
     return _cdiv(problem.seqlen_q, config.block_m) * problem.heads * problem.batch <= 2 * gpu.sms
 
 
+# ----------------------------------------------------------------------------------------- forward_gluon_sm90
+HOPPER_IN_AUTO = False  # whether kernel="auto" may choose it: not before it was measured against the others
+HOPPER_ROWS = 64  # of one warpgroup
+HOPPER_REGISTERS = {2: (32, 240), 3: (32, 160)}  # by warpgroups: a producer's and a matrix warp's registers a thread
+_HOPPER_L2_BYTES = 32 << 20  # of K and V that heads share: what FlashAttention-3 takes as well
+
+_HC = HopperConfig
+# Columns of the (Q and K, V and O) tiles -> configurations (full, causal), the preferred one first. Measured on an H200,
+# bf16, 16,384 tokens (shared/spikes/README.md); where the table has no measured entry, the nearest one's is taken.
+# D 64 full: 192 rows gain 20 % over 128; causal: 192 rows from 4k on, 128 below.
+# D 128: 128 x 128; three warpgroups with 64 keys lose 8 %, three stages 6 %. D 256: 64 keys, two stages (197 KB).
+# Full: a persistent grid gains 1 to 8 %. Causal: it loses 3 to 40 % to a plain grid, longest tiles first.
+HOPPER_TABLE: dict[tuple[int, int], tuple[HopperConfig, HopperConfig]] = {
+    (64, 64): (_HC(3, 128, 2, True), _HC(3, 128, 2, False)),
+    (128, 64): (_HC(2, 128, 2, True), _HC(2, 128, 2, False)),
+    (64, 128): (_HC(2, 128, 2, True), _HC(2, 128, 2, False)),
+    (128, 128): (_HC(2, 128, 2, True), _HC(2, 128, 2, False)),
+    (256, 64): (_HC(2, 64, 2, True), _HC(2, 64, 2, False)),
+    (64, 256): (_HC(2, 64, 2, True), _HC(2, 64, 2, False)),
+    (256, 128): (_HC(2, 64, 2, True), _HC(2, 64, 2, False)),
+    (128, 256): (_HC(2, 64, 2, True), _HC(2, 64, 2, False)),
+    (256, 256): (_HC(2, 64, 2, True), _HC(2, 64, 2, False)),
+}
+_HOPPER_LONG = 4096  # causal, D 64: rows from which 192-row tiles win
+
+
+def hopper_config(problem: AttentionProblem) -> HopperConfig:
+    """Return tile and schedule of ``forward_gluon_sm90``."""
+    d, dv = (max(64, block_dim(dim)) for dim in (problem.head_dim, problem.head_dim_v))
+    config = HOPPER_TABLE[d, dv][problem.causal]
+    if problem.causal and config.warpgroups == 3 and problem.seqlen_q < _HOPPER_LONG:
+        return dataclasses.replace(config, warpgroups=2)
+    return config
+
+
+def hopper_edge_tiles(problem: AttentionProblem, config: HopperConfig) -> int:
+    """Return how many key tiles a warpgroup masks, counted from the last that it walks over."""
+    if problem.causal:  # the diagonal crosses the tiles of 64 rows once, or twice where it is not aligned with them
+        return 1 if (problem.seqlen_k - problem.seqlen_q) % HOPPER_ROWS == 0 else 2
+    return 1 if problem.seqlen_k % config.block_n else 0
+
+
+def hopper_heads_per_l2(problem: AttentionProblem) -> int:
+    """Return how many heads are walked over together when causal: as many as share L2 with their K and V."""
+    kv_bytes = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * problem.item_bytes
+    return max(1, min(problem.batch * problem.heads, _HOPPER_L2_BYTES // kv_bytes * problem.group))
+
+
+def hopper_shared_bytes(problem: AttentionProblem, config: HopperConfig) -> int:
+    """Return the shared memory of ``forward_gluon_sm90``'s tiles: Q (the output's too, at equal widths), K and V."""
+    d, dv = block_dim(problem.head_dim), block_dim(problem.head_dim_v)
+    rows = HOPPER_ROWS * config.warpgroups
+    return 2 * (rows * (d if d == dv else d + dv) + config.num_stages * config.block_n * (d + dv))
+
+
+def _hopper_refusal(problem: AttentionProblem, gpu: GpuSpec) -> str | None:
+    """Return why ``forward_gluon_sm90`` cannot serve ``problem``, or None."""
+    if gpu.arch != 90:
+        return f"it is for sm_90, this GPU is sm_{gpu.arch}"
+    if problem.item_bytes != 2:
+        return "it serves fp16 and bf16 only"
+    if problem.seqlen_k == 0:
+        return "there are no keys"
+    if problem.scale <= 0:
+        return "it needs a positive softmax_scale"
+    if problem.head_dim % 8 or problem.head_dim_v % 8:
+        return "it serves head dimensions that are multiples of 8 (TMA steps by 16 bytes)"
+    if problem.pointer_alignment < 16:
+        return "TMA reads tensors that start at multiples of 16 bytes"
+    for name, strides, sizes in (
+        ("q", problem.q_strides, (problem.batch, problem.heads, problem.seqlen_q)),
+        ("k", problem.k_strides, (problem.batch, problem.heads_kv, problem.seqlen_k)),
+        ("v", problem.v_strides, (problem.batch, problem.heads_kv, problem.seqlen_k)),
+    ):
+        if strides[3] != 1:
+            return f"rows of {name} are not contiguous"
+        stepped = [stride for stride, size in zip(strides, sizes, strict=False) if size > 1]
+        if 0 in stepped:
+            return f"{name} is expanded: TMA does not step by 0"
+        if any(stride % 8 for stride in stepped):
+            return f"rows of {name} do not start at multiples of 16 bytes"
+        if any(stride >= 2**39 for stride in stepped):
+            return f"rows of {name} are too far apart"
+        if max(sizes) >= 2**31:
+            return f"{name} is too long"
+    return None
+
+
+def _hopper_underfills(problem: AttentionProblem, gpu: GpuSpec) -> str | None:
+    """Return why ``forward_triton``, which splits keys and has smaller tiles, serves ``problem`` better, or None."""
+    tiles = _cdiv(problem.seqlen_q, HOPPER_ROWS * hopper_config(problem).warpgroups) * problem.batch * problem.heads
+    if tiles < _FULL_ENOUGH * gpu.sms:
+        return f"{tiles} row tiles do not fill {gpu.sms} SMs"
+    return None
+
+
+def _hopper_plan(problem: AttentionProblem, gpu: GpuSpec, why: str) -> Plan:
+    config = hopper_config(problem)
+    tiles = _cdiv(problem.seqlen_q, HOPPER_ROWS * config.warpgroups) * problem.batch * problem.heads
+    if tiles >= 2**31:
+        raise UnsupportedError(f"{tiles} row tiles are too many; at most 2**31 - 1 are possible")
+    grid = (min(tiles, gpu.sms) if config.persistent else tiles, 1, 1)
+    # Triton rounds the producer's warp up to a warpgroup.
+    launch = PlannedLaunch("_forward_sm90_kernel", grid, (128 * (config.warpgroups + 1), 1, 1))
+    return Plan(problem, gpu.name, gpu.arch, "forward_gluon_sm90", config, (launch,), why)
+
+
 def plan_attention(problem: AttentionProblem, gpu: GpuSpec | None, kernel: str = "auto") -> Plan:
     """Return how ``problem`` is served on ``gpu`` (None: CPU tensors).
 
@@ -312,13 +430,26 @@ def plan_attention(problem: AttentionProblem, gpu: GpuSpec | None, kernel: str =
                 f"forward_short_gluon does not serve {problem.describe()}: {refusal}", hint="use kernel='auto'"
             )
         return _short_plan(problem, gpu, "it was asked for")
+    if kernel == "forward_gluon_sm90":
+        hopper_refusal = _hopper_refusal(problem, gpu)
+        if hopper_refusal:
+            raise UnsupportedError(
+                f"forward_gluon_sm90 does not serve {problem.describe()}: {hopper_refusal}", hint="use kernel='auto'"
+            )
+        return _hopper_plan(problem, gpu, "it was asked for")
     if refusal is None and _short_pays(problem, gpu):
         return _short_plan(
             problem, gpu, f"{problem.seqlen_k} keys fit one pass, and the grid is at most two blocks an SM"
         )
     if refusal is None:
         refusal = "its grid would be more than two blocks an SM"
-    return _forward_plan(problem, gpu, f"forward_short_gluon is passed over ({refusal})")
+    passed = f"forward_short_gluon is passed over ({refusal})"
+    if HOPPER_IN_AUTO and gpu.arch == 90:
+        hopper_refusal = _hopper_refusal(problem, gpu) or _hopper_underfills(problem, gpu)
+        if hopper_refusal is None:
+            return _hopper_plan(problem, gpu, passed)
+        passed += f", forward_gluon_sm90 too ({hopper_refusal})"
+    return _forward_plan(problem, gpu, passed)
 
 
 def _cpu_plan(problem: AttentionProblem, kernel: str) -> Plan:
