@@ -235,8 +235,8 @@ def _short_refusal(problem: AttentionProblem, gpu: GpuSpec) -> str | None:
     """Return why ``forward_short_gluon`` cannot serve ``problem``, or None."""
     if problem.item_bytes != 2:
         return "it serves fp16 and bf16 only"
-    if problem.seqlen_k > SHORT_MAX_KEYS:
-        return f"it serves at most {SHORT_MAX_KEYS} keys"
+    if not 0 < problem.seqlen_k <= SHORT_MAX_KEYS:
+        return f"it serves at most {SHORT_MAX_KEYS} keys" if problem.seqlen_k else "there are no keys"
     if problem.scale <= 0:
         return "it needs a positive softmax_scale"
     if max(problem.head_dim, problem.head_dim_v) > 128:
@@ -287,39 +287,59 @@ def _short_pays(problem: AttentionProblem, gpu: GpuSpec) -> bool:
     return _cdiv(problem.seqlen_q, config.block_m) * problem.heads * problem.batch <= 2 * gpu.sms
 
 
-# ----------------------------------------------------------------------------------------- forward_gluon_sm90
-HOPPER_IN_AUTO = False  # whether kernel="auto" may choose it: not before it was measured against the others
 HOPPER_ROWS = 64  # of one warpgroup
 HOPPER_REGISTERS = {2: (32, 240), 3: (32, 160)}  # by warpgroups: a producer's and a matrix warp's registers a thread
 _HOPPER_L2_BYTES = 32 << 20  # of K and V that heads share: what FlashAttention-3 takes as well
+_HOPPER_MAX = 2**29  # rows, keys, tiles: a sum of two of them, rounded up, stays in 32 bits
 
+# Tiles of forward_gluon_sm90: (columns of the wider of D and DV, causal) -> (keys up to which, configuration).
+# The numbers are TFLOP/s at 512, 1k, 2k, 4k, 8k and 16k keys, measured on an H200 (Triton 3.6, bf16, D = DV, 16,384
+# tokens, L2 flushed, median of 12 calls). Lengths between two of them take the longer one's configuration; unequal
+# widths and fp16 take that of the nearest measured. One program an SM hides the first copies of a tile under the tile
+# before, which counts while tiles are short; one program a tile lets the hardware balance, which counts when long.
 _HC = HopperConfig
-# Columns of the (Q and K, V and O) tiles -> configurations (full, causal), the preferred one first. Measured on an H200,
-# bf16, 16,384 tokens (shared/spikes/README.md); where the table has no measured entry, the nearest one's is taken.
-# D 64 full: 192 rows gain 20 % over 128; causal: 192 rows from 4k on, 128 below.
-# D 128: 128 x 128; three warpgroups with 64 keys lose 8 %, three stages 6 %. D 256: 64 keys, two stages (197 KB).
-# Full: a persistent grid gains 1 to 8 %. Causal: it loses 3 to 40 % to a plain grid, longest tiles first.
-HOPPER_TABLE: dict[tuple[int, int], tuple[HopperConfig, HopperConfig]] = {
-    (64, 64): (_HC(3, 128, 2, True), _HC(3, 128, 2, False)),
-    (128, 64): (_HC(2, 128, 2, True), _HC(2, 128, 2, False)),
-    (64, 128): (_HC(2, 128, 2, True), _HC(2, 128, 2, False)),
-    (128, 128): (_HC(2, 128, 2, True), _HC(2, 128, 2, False)),
-    (256, 64): (_HC(2, 64, 2, True), _HC(2, 64, 2, False)),
-    (64, 256): (_HC(2, 64, 2, True), _HC(2, 64, 2, False)),
-    (256, 128): (_HC(2, 64, 2, True), _HC(2, 64, 2, False)),
-    (128, 256): (_HC(2, 64, 2, True), _HC(2, 64, 2, False)),
-    (256, 256): (_HC(2, 64, 2, True), _HC(2, 64, 2, False)),
+_ANY = 2**63
+HOPPER_TABLE: dict[tuple[int, bool], tuple[tuple[int, HopperConfig], ...]] = {
+    # 128 rows 349 403 438 452 449 448, with exp_fma 362 432 469 485 479 480, 192 rows 354 403 481 512 540 547.
+    (64, False): (
+        (1024, _HC(2, 128, 2, persistent=True, exp_fma=1)),
+        (_ANY, _HC(3, 128, 2, persistent=True)),
+    ),
+    # One program an SM 216 289 386 437 486 495, a tile 182 255 369 434 499 514 (128 rows 180 262 338 395 419 424).
+    (64, True): (
+        (4096, _HC(3, 128, 2, persistent=True)),
+        (_ANY, _HC(3, 128, 2, persistent=False)),
+    ),
+    # One program an SM 493 599 661 686 691 681, a tile 440 562 648 671 693 696.
+    (128, False): (
+        (4096, _HC(2, 128, 2, persistent=True)),
+        (_ANY, _HC(2, 128, 2, persistent=False)),
+    ),
+    # One program an SM 300 420 514 579 613 615, a tile 251 384 515 618 676 689.
+    (128, True): (
+        (1024, _HC(2, 128, 2, persistent=True)),
+        (_ANY, _HC(2, 128, 2, persistent=False)),
+    ),
+    # One program an SM 551 659 729 761 779 767, a tile 524 649 728 767 789 785.
+    (256, False): (
+        (2048, _HC(2, 64, 2, persistent=True)),
+        (_ANY, _HC(2, 64, 2, persistent=False)),
+    ),
+    # One program an SM 302 401 478 528 552 557, a tile 327 483 600 680 725 749.
+    (256, True): ((_ANY, _HC(2, 64, 2, persistent=False)),),
 }
-_HOPPER_LONG = 4096  # causal, D 64: rows from which 192-row tiles win
 
 
 def hopper_config(problem: AttentionProblem) -> HopperConfig:
     """Return tile and schedule of ``forward_gluon_sm90``."""
-    d, dv = (max(64, block_dim(dim)) for dim in (problem.head_dim, problem.head_dim_v))
-    config = HOPPER_TABLE[d, dv][problem.causal]
-    if problem.causal and config.warpgroups == 3 and problem.seqlen_q < _HOPPER_LONG:
-        return dataclasses.replace(config, warpgroups=2)
-    return config
+    columns = max(64, block_dim(max(problem.head_dim, problem.head_dim_v)))
+    rows = HOPPER_TABLE[columns, problem.causal]
+    return next(config for keys, config in rows if problem.seqlen_k <= keys)
+
+
+def _hopper_tiles(problem: AttentionProblem) -> int:
+    rows = HOPPER_ROWS * hopper_config(problem).warpgroups
+    return _cdiv(problem.seqlen_q, rows) * problem.batch * problem.heads
 
 
 def hopper_edge_tiles(problem: AttentionProblem, config: HopperConfig) -> int:
@@ -333,13 +353,6 @@ def hopper_heads_per_l2(problem: AttentionProblem) -> int:
     """Return how many heads are walked over together when causal: as many as share L2 with their K and V."""
     kv_bytes = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * problem.item_bytes
     return max(1, min(problem.batch * problem.heads, _HOPPER_L2_BYTES // kv_bytes * problem.group))
-
-
-def hopper_shared_bytes(problem: AttentionProblem, config: HopperConfig) -> int:
-    """Return the shared memory of ``forward_gluon_sm90``'s tiles: Q (the output's too, at equal widths), K and V."""
-    d, dv = block_dim(problem.head_dim), block_dim(problem.head_dim_v)
-    rows = HOPPER_ROWS * config.warpgroups
-    return 2 * (rows * (d if d == dv else d + dv) + config.num_stages * config.block_n * (d + dv))
 
 
 def _hopper_refusal(problem: AttentionProblem, gpu: GpuSpec) -> str | None:
@@ -356,6 +369,13 @@ def _hopper_refusal(problem: AttentionProblem, gpu: GpuSpec) -> str | None:
         return "it serves head dimensions that are multiples of 8 (TMA steps by 16 bytes)"
     if problem.pointer_alignment < 16:
         return "TMA reads tensors that start at multiples of 16 bytes"
+    if max(problem.seqlen_q, problem.seqlen_k, _hopper_tiles(problem)) >= _HOPPER_MAX:
+        return f"it counts rows, keys and tiles up to {_HOPPER_MAX}"
+    return _hopper_layout_refusal(problem)
+
+
+def _hopper_layout_refusal(problem: AttentionProblem) -> str | None:
+    """Return why TMA cannot step through q, k or v, or None."""
     for name, strides, sizes in (
         ("q", problem.q_strides, (problem.batch, problem.heads, problem.seqlen_q)),
         ("k", problem.k_strides, (problem.batch, problem.heads_kv, problem.seqlen_k)),
@@ -370,28 +390,25 @@ def _hopper_refusal(problem: AttentionProblem, gpu: GpuSpec) -> str | None:
             return f"rows of {name} do not start at multiples of 16 bytes"
         if any(stride >= 2**39 for stride in stepped):
             return f"rows of {name} are too far apart"
-        if max(sizes) >= 2**31:
-            return f"{name} is too long"
     return None
 
 
 def _hopper_underfills(problem: AttentionProblem, gpu: GpuSpec) -> str | None:
-    """Return why ``forward_triton``, which splits keys and has smaller tiles, serves ``problem`` better, or None."""
-    tiles = _cdiv(problem.seqlen_q, HOPPER_ROWS * hopper_config(problem).warpgroups) * problem.batch * problem.heads
-    if tiles < _FULL_ENOUGH * gpu.sms:
-        return f"{tiles} row tiles do not fill {gpu.sms} SMs"
-    return None
+    """Return why ``forward_triton``, which has smaller tiles and can split the keys, is left to serve it, or None."""
+    tiles = _hopper_tiles(problem)
+    if tiles >= _FULL_ENOUGH * gpu.sms:
+        return None
+    return f"its {tiles} row tiles do not fill {gpu.sms} SMs, and it does not split the keys"
 
 
 def _hopper_plan(problem: AttentionProblem, gpu: GpuSpec, why: str) -> Plan:
-    config = hopper_config(problem)
-    tiles = _cdiv(problem.seqlen_q, HOPPER_ROWS * config.warpgroups) * problem.batch * problem.heads
-    if tiles >= 2**31:
-        raise UnsupportedError(f"{tiles} row tiles are too many; at most 2**31 - 1 are possible")
-    grid = (min(tiles, gpu.sms) if config.persistent else tiles, 1, 1)
+    config, tiles = hopper_config(problem), _hopper_tiles(problem)
+    programs = min(tiles, gpu.sms) if config.persistent else tiles
     # Triton rounds the producer's warp up to a warpgroup.
-    launch = PlannedLaunch("_forward_sm90_kernel", grid, (128 * (config.warpgroups + 1), 1, 1))
-    return Plan(problem, gpu.name, gpu.arch, "forward_gluon_sm90", config, (launch,), why)
+    launch = PlannedLaunch("_forward_sm90_kernel", (programs, 1, 1), (128 * (config.warpgroups + 1), 1, 1))
+    share = "one program an SM" if config.persistent else "a program each"
+    reason = f"{why}; {tiles} row tiles of {HOPPER_ROWS * config.warpgroups} on {gpu.sms} SMs, {share}"
+    return Plan(problem, gpu.name, gpu.arch, "forward_gluon_sm90", config, (launch,), reason)
 
 
 def plan_attention(problem: AttentionProblem, gpu: GpuSpec | None, kernel: str = "auto") -> Plan:
@@ -421,34 +438,32 @@ def plan_attention(problem: AttentionProblem, gpu: GpuSpec | None, kernel: str =
     if problem.rows == 0:
         name = "forward_triton" if kernel == "auto" else kernel
         return Plan(problem, gpu.name, gpu.arch, name, None, (), "the output is empty: nothing is launched")
-    if kernel == "forward_triton":
-        return _forward_plan(problem, gpu, "it was asked for")
-    refusal = _short_refusal(problem, gpu) if problem.seqlen_k else "there are no keys"
-    if kernel == "forward_short_gluon":
-        if refusal:
-            raise UnsupportedError(
-                f"forward_short_gluon does not serve {problem.describe()}: {refusal}", hint="use kernel='auto'"
-            )
-        return _short_plan(problem, gpu, "it was asked for")
-    if kernel == "forward_gluon_sm90":
-        hopper_refusal = _hopper_refusal(problem, gpu)
-        if hopper_refusal:
-            raise UnsupportedError(
-                f"forward_gluon_sm90 does not serve {problem.describe()}: {hopper_refusal}", hint="use kernel='auto'"
-            )
-        return _hopper_plan(problem, gpu, "it was asked for")
+    if kernel == "auto":
+        return _auto_plan(problem, gpu)
+    return _forced_plan(problem, gpu, kernel)
+
+
+def _forced_plan(problem: AttentionProblem, gpu: GpuSpec, kernel: str) -> Plan:
+    refusals = {"forward_short_gluon": _short_refusal, "forward_gluon_sm90": _hopper_refusal}
+    plans = {"forward_short_gluon": _short_plan, "forward_gluon_sm90": _hopper_plan, "forward_triton": _forward_plan}
+    refusal = refusals[kernel](problem, gpu) if kernel in refusals else None
+    if refusal:
+        raise UnsupportedError(f"{kernel} does not serve {problem.describe()}: {refusal}", hint="use kernel='auto'")
+    return plans[kernel](problem, gpu, "it was asked for")
+
+
+def _auto_plan(problem: AttentionProblem, gpu: GpuSpec) -> Plan:
+    refusal = _short_refusal(problem, gpu)
     if refusal is None and _short_pays(problem, gpu):
         return _short_plan(
             problem, gpu, f"{problem.seqlen_k} keys fit one pass, and the grid is at most two blocks an SM"
         )
-    if refusal is None:
-        refusal = "its grid would be more than two blocks an SM"
-    passed = f"forward_short_gluon is passed over ({refusal})"
-    if HOPPER_IN_AUTO and gpu.arch == 90:
-        hopper_refusal = _hopper_refusal(problem, gpu) or _hopper_underfills(problem, gpu)
-        if hopper_refusal is None:
+    passed = f"forward_short_gluon is passed over ({refusal or 'its grid would be more than two blocks an SM'})"
+    if gpu.arch == 90:
+        refusal = _hopper_refusal(problem, gpu) or _hopper_underfills(problem, gpu)
+        if refusal is None:
             return _hopper_plan(problem, gpu, passed)
-        passed += f", forward_gluon_sm90 too ({hopper_refusal})"
+        passed += f", forward_gluon_sm90 too ({refusal})"
     return _forward_plan(problem, gpu, passed)
 
 
