@@ -166,7 +166,6 @@ def _hopper(plan: Plan, config: HopperConfig) -> PreparedKernel:
         "STORE_LSE": problem.return_lse,
         "PRODUCER_REGISTERS": producer_registers,
         "MATRIX_REGISTERS": matrix_registers,
-        "num_warps": 4,
     }
     source = KernelSource(
         _forward_sm90_kernel,

@@ -137,8 +137,8 @@ def _load_function(source: KernelSource, arch: int, device: int) -> tuple[int, i
 def parameter_bits(source: KernelSource) -> list[int]:
     """Return the bits of each parameter that the compiled kernel takes.
 
-    A tensor descriptor comes as its map, then its shape (32 bits an axis) and its strides (64 bits an axis). Triton's two
-    scratch pointers come last.
+    A tensor descriptor comes as its map, then its shape (32 bits an axis) and its strides (64 bits an axis). Triton's
+    two scratch pointers come last.
     """
     bits = []
     for _, kind in source.signature:
@@ -190,7 +190,7 @@ def prepare_launch(
     """Return ``launch(stream, p0, p1, p2, p3, p4=0)`` for a fixed grid and fixed scalars.
 
     Args:
-        source: the kernel; its tensor descriptors, then its pointers come first in its signature, ``MAX_POINTERS`` in all.
+        source: the kernel; tensor descriptors, then pointers come first in its signature, ``MAX_POINTERS`` in all.
         arch: 90 for sm_90.
         device: index of the CUDA device.
         grid: blocks in x, y and z.

@@ -1,7 +1,8 @@
 """Tensor maps: what Hopper's copy engine (TMA) is told of a tensor, as the driver encodes it.
 
-A kernel takes a map by value, in its parameter block. It is encoded once for a shape; from call to call only the address
-changes, and the address is the first of the map's 16 words (``encode_without_address`` makes sure of it), so a call writes that word.
+A kernel takes a map by value, in its parameter block. It is encoded once for a shape; from call to call only the
+address changes. The address is the first of the map's 16 words, as ``encode_without_address`` makes sure, so a call
+writes that word and no other.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +18,6 @@ from ..errors import LaunchError
 
 MAP_BYTES = 128
 MAP_ALIGNMENT = 64
-TMA_ALIGNMENT_BYTES = 16  # of addresses and of strides
-MAX_STRIDE_BYTES = 2**40
 
 _DATA_TYPES = {"fp16": 6, "bf16": 9}  # CU_TENSOR_MAP_DATA_TYPE_*
 _ITEM_BYTES = 2
