@@ -285,7 +285,7 @@ def _attend_partition(a, W: gl.constexpr):
             row = first_row + W * ROWS
         v = a.v_ring.wait(i % a.STAGES, i // a.STAGES)
         acc = warpgroup_mma(p, v, acc, is_async=True)
-        has_keys = l > 0  # a row without keys: output 0, LSE -inf
+        has_keys = l != 0  # a row without keys: output 0, LSE -inf
         inverse = gl.where(has_keys, 1.0 / l, 0.0)
         if a.STORE_LSE:
             lse = gl.where(has_keys, (m + gl.log2(l)) * 0.6931471805599453, -float("inf"))
