@@ -9,13 +9,16 @@ import pytest
 import torch
 
 from flashmoe_science import UnsupportedError, explain, flash_attention
-from flashmoe_science.attention.plan import ForwardConfig
+from flashmoe_science.attention.plan import HOPPER_TABLE, ForwardConfig
 
 from .cases import EMPTY, HEAD_DIMS, PAIRS, SMALL, Case
 from .checks import assert_right, make_inputs, poison_allocator
 
 pytestmark = pytest.mark.gpu
 
+ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+hopper_only = pytest.mark.skipif(not ON_HOPPER, reason="forward_gluon_sm90 needs an sm_90 GPU")
+HOPPER = pytest.param("forward_gluon_sm90", marks=hopper_only)
 SHORT = [
     case
     for case in SMALL
@@ -23,6 +26,18 @@ SHORT = [
     and max(case.head_dim, case.head_dim_v) <= 128
     and case.head_dim % 8 in (0, 4)
     and case.head_dim != 1
+]
+HOPPER_SMALL = [case for case in SMALL if case.dtype != "fp32" and case.head_dim % 8 == 0 and case.head_dim_v % 8 == 0]
+PAIRS_OF_KERNELS = [
+    *[pytest.param("auto", dim, id=f"auto-{dim}") for dim in HEAD_DIMS],
+    *[
+        pytest.param("forward_gluon_sm90", dim, id=f"forward_gluon_sm90-{dim}", marks=hopper_only)
+        for dim in (8, 16, *HEAD_DIMS)
+        if dim % 8 == 0
+    ],
+]
+TABLE_ROWS = [
+    (columns, causal, min(keys, 8192)) for (columns, causal), rows in HOPPER_TABLE.items() for keys, _ in rows
 ]
 
 
@@ -51,6 +66,42 @@ def test_short_kernel(case):
     assert_right(o, q, k, v, causal=case.causal, lse=lse)
 
 
+@hopper_only
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize("case", HOPPER_SMALL, ids=str)
+def test_hopper_kernel(case, dtype):
+    """The kernel for Hopper, forced."""
+    q, k, v = make_inputs(dataclasses.replace(case, dtype=dtype), "cuda")
+    o, lse = run(q, k, v, causal=case.causal, kernel="forward_gluon_sm90")
+    assert_right(o, q, k, v, causal=case.causal, lse=lse)
+
+
+@hopper_only
+@pytest.mark.parametrize("aligned", [False, True])
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize(("head_dim", "causal", "keys"), TABLE_ROWS)
+def test_hopper_table_rows(head_dim, causal, keys, dtype, aligned):
+    """Every row of the table, with several row tiles a program and GQA."""
+    seqlen_q, seqlen_k = (384, keys) if aligned else (400, keys - 37)
+    case = Case(2, 56, 8, seqlen_q, seqlen_k, head_dim, head_dim, dtype, causal, why="table")
+    q, k, v = make_inputs(case, "cuda")
+    o, lse = run(q, k, v, causal=causal, kernel="forward_gluon_sm90")
+    for b in range(2):
+        one = slice(b, b + 1)
+        assert_right(o[one], q[one], k[one], v[one], causal=causal, lse=lse[one])
+
+
+@hopper_only
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(192, 128), (128, 64), (64, 128), (64, 256), (256, 8), (8, 24)])
+def test_hopper_unequal_widths(head_dim, head_dim_v, causal):
+    """O with shared memory of its own, and as wide a tile as Q's."""
+    case = Case(3, 60, 20, 300, 333, head_dim, head_dim_v, "bf16", causal, why="widths")
+    q, k, v = make_inputs(case, "cuda")
+    o, lse = run(q, k, v, causal=causal, kernel="forward_gluon_sm90")
+    assert_right(o, q, k, v, causal=causal, lse=lse)
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("seqlen_k", [16, 31, 32, 64, 65, 100, 128, 192, 255, 256, 300, 512])
 @pytest.mark.parametrize("head_dim", [64, 128, 32])
@@ -69,13 +120,13 @@ def test_short_kernel_lengths(batch, head_dim, seqlen_k, causal):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_pairs_of_lengths(head_dim, causal):
+@pytest.mark.parametrize(("kernel", "head_dim"), PAIRS_OF_KERNELS)
+def test_pairs_of_lengths(kernel, head_dim, causal):
     """FlashAttention's list of (Sq, Sk), with 9 sequences, 6 heads and 2 KV heads."""
     for seqlen_q, seqlen_k in PAIRS:
         case = Case(9, 6, 2, seqlen_q, seqlen_k, head_dim, head_dim, "bf16", causal, why="pairs")
         q, k, v = make_inputs(case, "cuda", seed=seqlen_q)
-        o, lse = run(q, k, v, causal=causal)
+        o, lse = run(q, k, v, causal=causal, kernel=kernel)
         assert_right(o, q, k, v, causal=causal, lse=lse, name=str(case))
 
 
@@ -125,6 +176,68 @@ def test_strides(kernel, seqlen):
     assert_right(flash_attention(q, expanded, v, kernel=kernel), q, expanded, v)
 
 
+@hopper_only
+@pytest.mark.parametrize("causal", [False, True])
+def test_hopper_strides(causal):
+    """What TMA steps through gives the same numbers, the rest is refused, and served by ``auto``."""
+    hopper = {"causal": causal, "kernel": "forward_gluon_sm90"}
+    q, k, v = make_inputs(Case(2, 4, 4, 700, 700, 64, 64, "fp16", causal, why="strides"), "cuda")
+    expected = flash_attention(q, k, v, **hopper)
+    sequence_major = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v)]
+    o = flash_attention(*sequence_major, **hopper)
+    assert torch.equal(o, expected)
+    assert o.stride() == sequence_major[0].stride()
+    packed = torch.stack([t.transpose(1, 2) for t in (q, k, v)], dim=2)  # [B, S, 3, H, D]
+    assert torch.equal(flash_attention(*(packed[:, :, i].transpose(1, 2) for i in range(3)), **hopper), expected)
+    sliced = [torch.cat([t, t], -1)[..., 64:] for t in (q, k, v)]
+    assert torch.equal(flash_attention(*sliced, **hopper), expected)
+    shifted = torch.zeros(q.numel() + 8, device="cuda", dtype=q.dtype)[8:].view(q.shape).copy_(q)  # by 16 bytes
+    assert torch.equal(flash_attention(shifted, k, v, **hopper), expected)
+    unaligned = torch.zeros(q.numel() + 3, device="cuda", dtype=q.dtype)[3:].view(q.shape).copy_(q)
+    transposed = q.transpose(2, 3).contiguous().transpose(2, 3)
+    for other, why in ((unaligned, "multiples of 16 bytes"), (transposed, "rows of q are not contiguous")):
+        with pytest.raises(UnsupportedError, match=why):
+            flash_attention(other, k, v, **hopper)
+        assert_right(flash_attention(other, k, v, causal=causal), q, k, v, causal=causal)
+    expanded = k[:, :1].expand(-1, 4, -1, -1)
+    with pytest.raises(UnsupportedError, match="k is expanded"):
+        flash_attention(q, expanded, v, **hopper)
+    assert_right(flash_attention(q, expanded, v, causal=causal), q, expanded, v, causal=causal)
+
+
+@hopper_only
+@pytest.mark.parametrize("causal", [False, True])
+def test_hopper_reads_the_tensors_of_this_call(causal):
+    """One prepared call, other addresses: each tensor replaced alone, and memory that was freed and given again."""
+    case = Case(2, 8, 8, 600, 600, 128, 128, "bf16", causal, why="addresses")
+
+    def call(tensors):
+        return flash_attention(*tensors, causal=causal, kernel="forward_gluon_sm90")
+
+    first, second = make_inputs(case, "cuda"), make_inputs(case, "cuda", seed=1)
+    before = call(first)
+    kept = before.clone()
+    for index in range(3):
+        mixed = [*first]
+        mixed[index] = second[index]
+        o = call(mixed)
+        assert_right(o, *mixed, causal=causal)
+        assert not torch.equal(o, kept)
+        assert o.data_ptr() != before.data_ptr()
+    assert torch.equal(before, kept)
+    assert torch.equal(call(first), kept)
+    held = []
+    for seed in range(2, 12):
+        tensors = make_inputs(case, "cuda", seed=seed)
+        assert_right(call(tensors), *tensors, causal=causal)
+        if seed % 3 == 0:
+            held.append(tensors[seed % 2])  # so that the next tensors lie elsewhere
+        del tensors
+        if seed % 4 == 0:
+            torch.cuda.empty_cache()
+    assert torch.equal(before, kept)
+
+
 def test_softmax_scale():
     """Given, zero and negative scales."""
     q, k, v = make_inputs(Case(1, 2, 2, 50, 60, 64, 64, "fp16", False, why="scale"), "cuda")
@@ -145,7 +258,23 @@ def test_bits_are_equal_over_repeats():
             assert torch.equal(flash_attention(q, k, v, causal=case.causal), first), case
 
 
-def test_offsets_past_2_31():
+@hopper_only
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_hopper_bits_are_equal_over_repeats(head_dim, causal):
+    """1,000 repeats, with several row tiles a program, give the same bits in O and LSE."""
+    case = Case(4, 24, 6, 900, 1000, head_dim, head_dim, "bf16", causal, why="repeats")
+    q, k, v = make_inputs(case, "cuda")
+    options = {"causal": causal, "kernel": "forward_gluon_sm90", "return_lse": True}
+    first, first_lse = flash_attention(q, k, v, **options)
+    for _ in range(1000):
+        o, lse = flash_attention(q, k, v, **options)
+        assert torch.equal(o, first)
+        assert torch.equal(lse, first_lse)
+
+
+@pytest.mark.parametrize("kernel", ["auto", HOPPER])
+def test_offsets_past_2_31(kernel):
     """Tensors of more than 2**31 elements, at both ends; and rows further apart than 2**31 / 128 elements."""
     heads, seqlen, dim = 9, 2**20, 256
     q = torch.empty(1, heads, 64, dim, device="cuda", dtype=torch.float16).normal_()
@@ -154,33 +283,35 @@ def test_offsets_past_2_31():
     for h in range(heads):
         k[:, h].normal_()
     v = k.flip(2)
-    o = flash_attention(q, k, v)
+    o = flash_attention(q, k, v, kernel=kernel)
     last = heads - 1
     assert_right(o[:, last:], q[:, last:], k[:, last:], v[:, last:])
     del k, v
     wide = torch.empty(130, 2**24 + 8, device="cuda", dtype=torch.float16)
     rows = wide[:, :64].normal_()[None, None]  # [1, 1, 130, 64], rows 2**24 + 8 elements apart
-    assert_right(flash_attention(rows, rows, rows, causal=True), rows, rows, rows, causal=True)
+    assert_right(flash_attention(rows, rows, rows, causal=True, kernel=kernel), rows, rows, rows, causal=True)
 
 
-def test_many_heads():
+@pytest.mark.parametrize("kernel", ["auto", HOPPER])
+def test_many_heads(kernel):
     """More heads and sequences than a grid axis of 65,535 holds."""
     q, k, v = make_inputs(Case(70000, 1, 1, 3, 5, 16, 16, "fp16", False, why="many"), "cuda")
-    assert_right(flash_attention(q, k, v), q, k, v)
+    assert_right(flash_attention(q, k, v, kernel=kernel), q, k, v)
 
 
+@pytest.mark.parametrize("kernel", ["auto", HOPPER])
 @pytest.mark.parametrize("case", [SMALL[1], Case(1, 1, 1, 16, 4096, 64, 64, "fp16", False, why="split")], ids=str)
 @pytest.mark.parametrize("return_lse", [False, True])
 @pytest.mark.unpoisoned
-def test_allocates_its_outputs_and_partials_only(case, return_lse):
+def test_allocates_its_outputs_and_partials_only(case, return_lse, kernel):
     """The memory that one call asks for, byte for byte."""
     q, k, v = make_inputs(case, "cuda")
-    plan = explain(q, k, v, return_lse=return_lse)
-    flash_attention(q, k, v, return_lse=return_lse)
+    plan = explain(q, k, v, return_lse=return_lse, kernel=kernel)
+    flash_attention(q, k, v, return_lse=return_lse, kernel=kernel)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     requested = torch.cuda.memory_stats()["requested_bytes.all.allocated"]
-    out = flash_attention(q, k, v, return_lse=return_lse)
+    out = flash_attention(q, k, v, return_lse=return_lse, kernel=kernel)
     requested = torch.cuda.memory_stats()["requested_bytes.all.allocated"] - requested
     rows = plan.problem.rows
     expected = rows * case.head_dim_v * 2 + (4 * rows if return_lse else 0)
@@ -191,14 +322,15 @@ def test_allocates_its_outputs_and_partials_only(case, return_lse):
     del out
 
 
-def test_cuda_graph():
+@pytest.mark.parametrize("kernel", ["auto", HOPPER])
+def test_cuda_graph(kernel):
     """A captured call reads new values at the same addresses."""
     case = Case(2, 4, 4, 128, 128, 64, 64, "fp16", False, why="graph")
     q, k, v = make_inputs(case, "cuda")
-    flash_attention(q, k, v)
+    flash_attention(q, k, v, kernel=kernel)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        o = flash_attention(q, k, v)
+        o = flash_attention(q, k, v, kernel=kernel)
     fresh = make_inputs(case, "cuda", seed=7)
     for old, new in zip((q, k, v), fresh, strict=True):
         old.copy_(new)
@@ -231,17 +363,18 @@ def test_opcheck():
         torch.library.opcheck(torch.ops.flashmoe_science.attention_forward_lse, (first, k, v, True, None, "auto"))
 
 
-def test_streams_and_threads():
+@pytest.mark.parametrize("kernel", ["auto", HOPPER])
+def test_streams_and_threads(kernel):
     """Calls on a side stream and from eight threads at once are right, also from a thread that never used CUDA."""
     case = Case(2, 4, 4, 128, 128, 64, 64, "fp16", False, why="threads")
     inputs = [make_inputs(case, "cuda", seed=seed) for seed in range(8)]
-    expected = [flash_attention(*i) for i in inputs]
+    expected = [flash_attention(*i, kernel=kernel) for i in inputs]
     torch.cuda.synchronize()
     wrong: list[int] = []
 
     def work(index):
         with torch.cuda.stream(torch.cuda.Stream()):
-            outputs = (flash_attention(*inputs[index]) for _ in range(200))
+            outputs = (flash_attention(*inputs[index], kernel=kernel) for _ in range(200))
             wrong.extend(index for o in outputs if not torch.equal(o, expected[index]))
 
     threads = [threading.Thread(target=work, args=(index,)) for index in range(8)]
@@ -252,11 +385,12 @@ def test_streams_and_threads():
     assert not wrong
 
 
-def test_first_use_in_a_thread():
+@pytest.mark.parametrize("kernel", ["auto", HOPPER])
+def test_first_use_in_a_thread(kernel):
     """A thread whose first CUDA call is ours."""
     q, k, v = make_inputs(SMALL[1], "cuda")
-    expected, out = flash_attention(q, k, v), []
-    thread = threading.Thread(target=lambda: out.append(flash_attention(q, k, v)))
+    expected, out = flash_attention(q, k, v, kernel=kernel), []
+    thread = threading.Thread(target=lambda: out.append(flash_attention(q, k, v, kernel=kernel)))
     thread.start()
     thread.join()
     assert torch.equal(out[0], expected)

@@ -271,7 +271,7 @@ def _cuda_call(plan: Plan, device: int, dtype: torch.dtype) -> Callable[..., Any
     strides, rows = problem.output_strides, shape[:3]
     rows_strides = (rows[1] * rows[2], rows[2], 1)
     launches = [
-        prepare_launch(kernel.source, plan.arch, device, kernel.grid, kernel.scalars)
+        prepare_launch(kernel.source, plan.arch, device, kernel.grid, kernel.scalars, kernel.tensor_maps)
         for kernel in prepare_kernels(plan)
     ]
     empty, stream_of, return_lse = _empty_strided_cuda, _raw_stream, problem.return_lse

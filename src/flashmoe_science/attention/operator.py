@@ -16,7 +16,7 @@ from ..gpu.device import current_gpu
 from ..gpu.specs import GpuSpec, find_gpu, shared_memory_limit
 from . import reference, rivals
 from .api import flash_attention
-from .plan import ForwardConfig, Plan, PlannedLaunch, plan_attention
+from .plan import ForwardConfig, HopperConfig, Plan, PlannedLaunch, plan_attention
 from .problem import AttentionProblem
 
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -29,7 +29,8 @@ _MAX_INTERPRETER_STEPS = 4096  # about a minute in Triton's interpreter
 
 forward_triton = functools.partial(flash_attention, kernel="forward_triton")
 forward_short_gluon = functools.partial(flash_attention, kernel="forward_short_gluon")
-_OURS = (flash_attention, forward_triton, forward_short_gluon)
+forward_gluon_sm90 = functools.partial(flash_attention, kernel="forward_gluon_sm90")
+_OURS = (flash_attention, forward_triton, forward_short_gluon, forward_gluon_sm90)
 
 
 @dataclass(frozen=True)
@@ -105,11 +106,12 @@ def _matrix_instruction(plan: Plan, kernel: str) -> str | None:
     """Return the machine instruction that a kernel of 16-bit operands promises, or None."""
     if plan.problem.item_bytes != 2 or kernel == "_merge_partials_kernel":
         return None
-    warpgroup_tile = isinstance(plan.config, ForwardConfig) and plan.config.block_m >= 64  # rows of one wgmma
+    config = plan.config
+    wgmma = isinstance(config, HopperConfig) or (isinstance(config, ForwardConfig) and config.block_m >= 64)
     if plan.arch == 90:
-        return "HGMMA" if warpgroup_tile else "HMMA"
+        return "HGMMA" if wgmma else "HMMA"
     if plan.arch // 10 == 10:  # sm_100 and sm_103
-        return "UTCHMMA" if warpgroup_tile else "HMMA"
+        return "UTCHMMA" if wgmma else "HMMA"
     return "HMMA"
 
 
@@ -239,6 +241,7 @@ class AttentionOperator:
             "flash_attention": f"{__package__}.api:flash_attention",
             "forward_triton": f"{here}:forward_triton",
             "forward_short_gluon": f"{here}:forward_short_gluon",
+            "forward_gluon_sm90": f"{here}:forward_gluon_sm90",
         }
 
     def sources(self, subject: str) -> Sequence[str]:  # noqa: ARG002 - the protocol's signature

@@ -13,7 +13,7 @@ from .problem import AttentionProblem
 
 MAX_HEAD_DIM = 256
 OLDEST_ARCH = 80  # asynchronous copies to shared memory, and bf16
-KERNELS = ("forward_short_gluon", "forward_triton", "reference")
+KERNELS = ("forward_short_gluon", "forward_gluon_sm90", "forward_triton", "reference")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,17 @@ class ShortConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class HopperConfig:
+    """Tile and schedule of ``forward_gluon_sm90``."""
+
+    warpgroups: int  # that multiply matrices, 64 query rows each: 2 or 3
+    block_n: int  # keys of one step
+    num_stages: int  # tiles of K, and of V, in flight
+    persistent: bool  # one program an SM, each striding over the row tiles; else one program a row tile
+    exp_fma: int = 0  # of 8 columns of the scores, those whose exp2 runs on the FMA units
+
+
+@dataclass(frozen=True, slots=True)
 class PlannedLaunch:
     """One launch that a plan promises."""
 
@@ -55,7 +66,7 @@ class Plan:
     gpu: str  # "CPU" for the reference
     arch: int  # 90 for sm_90; 0 for the reference
     kernel: str
-    config: ForwardConfig | ShortConfig | None
+    config: ForwardConfig | ShortConfig | HopperConfig | None
     launches: tuple[PlannedLaunch, ...]
     reason: str
 
@@ -224,8 +235,8 @@ def _short_refusal(problem: AttentionProblem, gpu: GpuSpec) -> str | None:
     """Return why ``forward_short_gluon`` cannot serve ``problem``, or None."""
     if problem.item_bytes != 2:
         return "it serves fp16 and bf16 only"
-    if problem.seqlen_k > SHORT_MAX_KEYS:
-        return f"it serves at most {SHORT_MAX_KEYS} keys"
+    if not 0 < problem.seqlen_k <= SHORT_MAX_KEYS:
+        return f"it serves at most {SHORT_MAX_KEYS} keys" if problem.seqlen_k else "there are no keys"
     if problem.scale <= 0:
         return "it needs a positive softmax_scale"
     if max(problem.head_dim, problem.head_dim_v) > 128:
@@ -276,6 +287,130 @@ def _short_pays(problem: AttentionProblem, gpu: GpuSpec) -> bool:
     return _cdiv(problem.seqlen_q, config.block_m) * problem.heads * problem.batch <= 2 * gpu.sms
 
 
+HOPPER_ROWS = 64  # of one warpgroup
+HOPPER_REGISTERS = {2: (32, 240), 3: (32, 160)}  # by warpgroups: a producer's and a matrix warp's registers a thread
+_HOPPER_L2_BYTES = 32 << 20  # of K and V that heads share: what FlashAttention-3 takes as well
+_HOPPER_MAX = 2**29  # rows, keys, tiles: a sum of two of them, rounded up, stays in 32 bits
+
+# Tiles of forward_gluon_sm90: (columns of the wider of D and DV, causal) -> (keys up to which, configuration).
+# The numbers are TFLOP/s at 512, 1k, 2k, 4k, 8k and 16k keys, measured on an H200 (Triton 3.6, bf16, D = DV, 16,384
+# tokens, L2 flushed, median of 12 calls). Lengths between two of them take the longer one's configuration; unequal
+# widths and fp16 take that of the nearest measured. One program an SM hides the first copies of a tile under the tile
+# before, which counts while tiles are short; one program a tile lets the hardware balance, which counts when long.
+_HC = HopperConfig
+_ANY = 2**63
+HOPPER_TABLE: dict[tuple[int, bool], tuple[tuple[int, HopperConfig], ...]] = {
+    # 128 rows 349 403 438 452 449 448, with exp_fma 362 432 469 485 479 480, 192 rows 354 403 481 512 540 547.
+    (64, False): (
+        (1024, _HC(2, 128, 2, persistent=True, exp_fma=1)),
+        (_ANY, _HC(3, 128, 2, persistent=True)),
+    ),
+    # One program an SM 216 289 386 437 486 495, a tile 182 255 369 434 499 514 (128 rows 180 262 338 395 419 424).
+    (64, True): (
+        (4096, _HC(3, 128, 2, persistent=True)),
+        (_ANY, _HC(3, 128, 2, persistent=False)),
+    ),
+    # One program an SM 493 599 661 686 691 681, a tile 440 562 648 671 693 696.
+    (128, False): (
+        (4096, _HC(2, 128, 2, persistent=True)),
+        (_ANY, _HC(2, 128, 2, persistent=False)),
+    ),
+    # One program an SM 300 420 514 579 613 615, a tile 251 384 515 618 676 689.
+    (128, True): (
+        (1024, _HC(2, 128, 2, persistent=True)),
+        (_ANY, _HC(2, 128, 2, persistent=False)),
+    ),
+    # One program an SM 551 659 729 761 779 767, a tile 524 649 728 767 789 785.
+    (256, False): (
+        (2048, _HC(2, 64, 2, persistent=True)),
+        (_ANY, _HC(2, 64, 2, persistent=False)),
+    ),
+    # One program an SM 302 401 478 528 552 557, a tile 327 483 600 680 725 749.
+    (256, True): ((_ANY, _HC(2, 64, 2, persistent=False)),),
+}
+
+
+def hopper_config(problem: AttentionProblem) -> HopperConfig:
+    """Return tile and schedule of ``forward_gluon_sm90``."""
+    columns = max(64, block_dim(max(problem.head_dim, problem.head_dim_v)))
+    rows = HOPPER_TABLE[columns, problem.causal]
+    return next(config for keys, config in rows if problem.seqlen_k <= keys)
+
+
+def _hopper_tiles(problem: AttentionProblem) -> int:
+    rows = HOPPER_ROWS * hopper_config(problem).warpgroups
+    return _cdiv(problem.seqlen_q, rows) * problem.batch * problem.heads
+
+
+def hopper_edge_tiles(problem: AttentionProblem, config: HopperConfig) -> int:
+    """Return how many key tiles a warpgroup masks, counted from the last that it walks over."""
+    if problem.causal:  # the diagonal crosses the tiles of 64 rows once, or twice where it is not aligned with them
+        return 1 if (problem.seqlen_k - problem.seqlen_q) % HOPPER_ROWS == 0 else 2
+    return 1 if problem.seqlen_k % config.block_n else 0
+
+
+def hopper_heads_per_l2(problem: AttentionProblem) -> int:
+    """Return how many heads are walked over together when causal: as many as share L2 with their K and V."""
+    kv_bytes = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * problem.item_bytes
+    return max(1, min(problem.batch * problem.heads, _HOPPER_L2_BYTES // kv_bytes * problem.group))
+
+
+def _hopper_refusal(problem: AttentionProblem, gpu: GpuSpec) -> str | None:
+    """Return why ``forward_gluon_sm90`` cannot serve ``problem``, or None."""
+    if gpu.arch != 90:
+        return f"it is for sm_90, this GPU is sm_{gpu.arch}"
+    if problem.item_bytes != 2:
+        return "it serves fp16 and bf16 only"
+    if problem.seqlen_k == 0:
+        return "there are no keys"
+    if problem.scale <= 0:
+        return "it needs a positive softmax_scale"
+    if problem.head_dim % 8 or problem.head_dim_v % 8:
+        return "it serves head dimensions that are multiples of 8 (TMA steps by 16 bytes)"
+    if problem.pointer_alignment < 16:
+        return "TMA reads tensors that start at multiples of 16 bytes"
+    if max(problem.seqlen_q, problem.seqlen_k, _hopper_tiles(problem)) >= _HOPPER_MAX:
+        return f"it counts rows, keys and tiles up to {_HOPPER_MAX}"
+    return _hopper_layout_refusal(problem)
+
+
+def _hopper_layout_refusal(problem: AttentionProblem) -> str | None:
+    """Return why TMA cannot step through q, k or v, or None."""
+    for name, strides, sizes in (
+        ("q", problem.q_strides, (problem.batch, problem.heads, problem.seqlen_q)),
+        ("k", problem.k_strides, (problem.batch, problem.heads_kv, problem.seqlen_k)),
+        ("v", problem.v_strides, (problem.batch, problem.heads_kv, problem.seqlen_k)),
+    ):
+        if strides[3] != 1:
+            return f"rows of {name} are not contiguous"
+        stepped = [stride for stride, size in zip(strides, sizes, strict=False) if size > 1]
+        if 0 in stepped:
+            return f"{name} is expanded: TMA does not step by 0"
+        if any(stride % 8 for stride in stepped):
+            return f"rows of {name} do not start at multiples of 16 bytes"
+        if any(stride >= 2**39 for stride in stepped):
+            return f"rows of {name} are too far apart"
+    return None
+
+
+def _hopper_underfills(problem: AttentionProblem, gpu: GpuSpec) -> str | None:
+    """Return why ``forward_triton``, which has smaller tiles and can split the keys, is left to serve it, or None."""
+    tiles = _hopper_tiles(problem)
+    if tiles >= _FULL_ENOUGH * gpu.sms:
+        return None
+    return f"its {tiles} row tiles do not fill {gpu.sms} SMs, and it does not split the keys"
+
+
+def _hopper_plan(problem: AttentionProblem, gpu: GpuSpec, why: str) -> Plan:
+    config, tiles = hopper_config(problem), _hopper_tiles(problem)
+    programs = min(tiles, gpu.sms) if config.persistent else tiles
+    # Triton rounds the producer's warp up to a warpgroup.
+    launch = PlannedLaunch("_forward_sm90_kernel", (programs, 1, 1), (128 * (config.warpgroups + 1), 1, 1))
+    share = "one program an SM" if config.persistent else "a program each"
+    reason = f"{why}; {tiles} row tiles of {HOPPER_ROWS * config.warpgroups} on {gpu.sms} SMs, {share}"
+    return Plan(problem, gpu.name, gpu.arch, "forward_gluon_sm90", config, (launch,), reason)
+
+
 def plan_attention(problem: AttentionProblem, gpu: GpuSpec | None, kernel: str = "auto") -> Plan:
     """Return how ``problem`` is served on ``gpu`` (None: CPU tensors).
 
@@ -303,22 +438,33 @@ def plan_attention(problem: AttentionProblem, gpu: GpuSpec | None, kernel: str =
     if problem.rows == 0:
         name = "forward_triton" if kernel == "auto" else kernel
         return Plan(problem, gpu.name, gpu.arch, name, None, (), "the output is empty: nothing is launched")
-    if kernel == "forward_triton":
-        return _forward_plan(problem, gpu, "it was asked for")
-    refusal = _short_refusal(problem, gpu) if problem.seqlen_k else "there are no keys"
-    if kernel == "forward_short_gluon":
-        if refusal:
-            raise UnsupportedError(
-                f"forward_short_gluon does not serve {problem.describe()}: {refusal}", hint="use kernel='auto'"
-            )
-        return _short_plan(problem, gpu, "it was asked for")
+    if kernel == "auto":
+        return _auto_plan(problem, gpu)
+    return _forced_plan(problem, gpu, kernel)
+
+
+def _forced_plan(problem: AttentionProblem, gpu: GpuSpec, kernel: str) -> Plan:
+    refusals = {"forward_short_gluon": _short_refusal, "forward_gluon_sm90": _hopper_refusal}
+    plans = {"forward_short_gluon": _short_plan, "forward_gluon_sm90": _hopper_plan, "forward_triton": _forward_plan}
+    refusal = refusals[kernel](problem, gpu) if kernel in refusals else None
+    if refusal:
+        raise UnsupportedError(f"{kernel} does not serve {problem.describe()}: {refusal}", hint="use kernel='auto'")
+    return plans[kernel](problem, gpu, "it was asked for")
+
+
+def _auto_plan(problem: AttentionProblem, gpu: GpuSpec) -> Plan:
+    refusal = _short_refusal(problem, gpu)
     if refusal is None and _short_pays(problem, gpu):
         return _short_plan(
             problem, gpu, f"{problem.seqlen_k} keys fit one pass, and the grid is at most two blocks an SM"
         )
-    if refusal is None:
-        refusal = "its grid would be more than two blocks an SM"
-    return _forward_plan(problem, gpu, f"forward_short_gluon is passed over ({refusal})")
+    passed = f"forward_short_gluon is passed over ({refusal or 'its grid would be more than two blocks an SM'})"
+    if gpu.arch == 90:
+        refusal = _hopper_refusal(problem, gpu) or _hopper_underfills(problem, gpu)
+        if refusal is None:
+            return _hopper_plan(problem, gpu, passed)
+        passed += f", forward_gluon_sm90 too ({refusal})"
+    return _forward_plan(problem, gpu, passed)
 
 
 def _cpu_plan(problem: AttentionProblem, kernel: str) -> Plan:

@@ -9,10 +9,26 @@ from typing import Any
 import torch
 
 from ..gpu.compile import KernelSource
+from ..gpu.gluon_versions import descriptor_type
+from ..gpu.tensor_map import TensorMap
+from .forward_gluon_sm90 import _forward_sm90_kernel
 from .forward_short_gluon import _forward_short_kernel
 from .forward_triton import _forward_kernel
 from .merge_triton import _merge_partials_kernel
-from .plan import MERGE_ROWS, MERGE_WARPS, ForwardConfig, Plan, ShortConfig, block_dim, short_alignment
+from .plan import (
+    HOPPER_REGISTERS,
+    HOPPER_ROWS,
+    MERGE_ROWS,
+    MERGE_WARPS,
+    ForwardConfig,
+    HopperConfig,
+    Plan,
+    ShortConfig,
+    block_dim,
+    hopper_edge_tiles,
+    hopper_heads_per_l2,
+    short_alignment,
+)
 from .problem import AttentionProblem
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -24,11 +40,12 @@ _MAX_REGISTERS = 255
 
 @dataclass(frozen=True)
 class PreparedKernel:
-    """One kernel of a plan: what is compiled, its grid, and the scalars that follow its pointers."""
+    """One kernel of a plan: what is compiled, its grid, the scalars that follow its pointers, and what TMA is told."""
 
     source: KernelSource
     grid: tuple[int, int, int]
     scalars: tuple[float, ...]
+    tensor_maps: tuple[TensorMap, ...] = ()
 
 
 def alignment(problem: AttentionProblem) -> int:
@@ -65,6 +82,8 @@ def prepare_kernels(plan: Plan) -> tuple[PreparedKernel, ...]:
     """Return the kernels of ``plan``, in the order in which they are launched."""
     if isinstance(plan.config, ShortConfig):
         return (_short(plan, plan.config),)
+    if isinstance(plan.config, HopperConfig):
+        return (_hopper(plan, plan.config),)
     if isinstance(plan.config, ForwardConfig):
         forward = _forward(plan, plan.config)
         return (forward, _merge(plan, plan.config)) if plan.config.num_splits > 1 else (forward,)
@@ -120,6 +139,61 @@ def _short(plan: Plan, config: ShortConfig) -> PreparedKernel:
         problem.scale * _LOG2_E,
     )
     return PreparedKernel(source, plan.launches[0].grid, values)
+
+
+def _hopper(plan: Plan, config: HopperConfig) -> PreparedKernel:
+    problem = plan.problem
+    kind = problem.dtype
+    d, dv = block_dim(problem.head_dim), block_dim(problem.head_dim_v)
+    descriptors = {
+        "q_desc": descriptor_type(kind, (1, 1, HOPPER_ROWS, d)),
+        "k_desc": descriptor_type(kind, (1, 1, config.block_n, d)),
+        "v_desc": descriptor_type(kind, (1, 1, config.block_n, dv)),
+        "o_desc": descriptor_type(kind, (1, 1, HOPPER_ROWS, dv)),
+    }
+    scalars = {
+        **dict.fromkeys(("heads", "seqlen_q", "seqlen_k", "tiles_m", "tiles", "heads_per_l2"), "i32"),
+        "scale_log2": "fp32",
+    }
+    producer_registers, matrix_registers = HOPPER_REGISTERS[config.warpgroups]
+    constants = {
+        "GROUP": problem.group,
+        "WARPGROUPS": config.warpgroups,
+        "STAGES": config.num_stages,
+        "IS_CAUSAL": problem.causal,
+        "EDGE_TILES": hopper_edge_tiles(problem, config),
+        "EXP_FMA": config.exp_fma,
+        "STORE_LSE": problem.return_lse,
+        "PRODUCER_REGISTERS": producer_registers,
+        "MATRIX_REGISTERS": matrix_registers,
+    }
+    source = KernelSource(
+        _forward_sm90_kernel,
+        tuple({**descriptors, "lse_ptr": "*fp32", **scalars}.items()),
+        tuple(constants.items()),
+        frozenset(("lse_ptr",)),
+        num_warps=4,
+        dependent_launch=True,
+    )
+    tiles_m = -(-problem.seqlen_q // (HOPPER_ROWS * config.warpgroups))
+    values = (
+        problem.heads,
+        problem.seqlen_q,
+        problem.seqlen_k,
+        tiles_m,
+        tiles_m * problem.batch * problem.heads,
+        hopper_heads_per_l2(problem),
+        problem.scale * _LOG2_E,
+    )
+    q_shape = (problem.batch, problem.heads, problem.seqlen_q)
+    kv_shape = (problem.batch, problem.heads_kv, problem.seqlen_k)
+    maps = (
+        TensorMap(kind, (*q_shape, problem.head_dim), problem.q_strides),
+        TensorMap(kind, (*kv_shape, problem.head_dim), problem.k_strides),
+        TensorMap(kind, (*kv_shape, problem.head_dim_v), problem.v_strides),
+        TensorMap(kind, (*q_shape, problem.head_dim_v), problem.output_strides),
+    )
+    return PreparedKernel(source, plan.launches[0].grid, values, maps)
 
 
 def _forward(plan: Plan, config: ForwardConfig) -> PreparedKernel:

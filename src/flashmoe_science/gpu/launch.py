@@ -14,13 +14,13 @@ import contextlib
 import ctypes
 import functools
 import re
-import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ..errors import CompileError, LaunchError
 from .compile import KernelSource, compile_kernel
+from .tensor_map import MAP_ALIGNMENT, MAP_BYTES, TensorMap, encode_without_address
 
 _INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT: this thread has not used the GPU yet
 _MAX_DYNAMIC_SHARED_SIZE = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -117,8 +117,8 @@ def _check(code: int, what: str) -> None:
 
 
 @functools.lru_cache(maxsize=4096)
-def _load_function(source: KernelSource, arch: int, device: int) -> tuple[int, int]:
-    """Load the machine code on ``device`` and return (function handle, shared memory bytes)."""
+def _load_function(source: KernelSource, arch: int, device: int) -> tuple[int, int, int]:
+    """Load the machine code on ``device`` and return (function handle, shared memory bytes, threads a block)."""
     kernel = compile_kernel(source, arch)
     count_parameters(source, kernel.asm["ptx"])
     module, function = ctypes.c_void_p(), ctypes.c_void_p()
@@ -131,20 +131,45 @@ def _load_function(source: KernelSource, arch: int, device: int) -> tuple[int, i
             _driver().cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED_SIZE, shared),
             f"{source.name} needs {shared} bytes of shared memory a block",
         )
-    return function.value or 0, shared
+    return function.value or 0, shared, 32 * kernel.metadata.num_warps
+
+
+def parameter_bits(source: KernelSource) -> list[int]:
+    """Return the bits of each parameter that the compiled kernel takes.
+
+    A tensor descriptor comes as its map, then its shape (32 bits an axis) and its strides (64 bits an axis). Triton's
+    two scratch pointers come last.
+    """
+    bits = []
+    for _, kind in source.signature:
+        if kind.startswith("tensordesc"):
+            rank = descriptor_rank(kind)
+            bits += [8 * MAP_BYTES] + [32] * rank + [64] * rank
+        else:
+            bits.append({"i32": 32, "fp32": 32}.get(kind, 64))
+    return [*bits, 64, 64]
+
+
+def descriptor_rank(kind: str) -> int:
+    """Return the number of axes of a type like ``tensordesc<bf16[64, 128],LAYOUT>``."""
+    return kind[: kind.index("]")].count(",") + 1
 
 
 def count_parameters(source: KernelSource, ptx: str) -> None:
-    """Check that the kernel takes the arguments of ``source.signature`` and Triton's two scratch pointers, no more.
+    """Check that the kernel takes the parameters that ``prepare_launch`` gives, no more and no others.
 
     Raises:
         CompileError: a version of Triton that lays parameters out in another way.
     """
     header = ptx[ptx.index(".entry") :]
-    found = re.findall(r"\.param\s+\.([a-z]+\d+)", header[: header.index(")")])
-    sizes = {"i32": "32", "i64": "64", "fp32": "32"}
-    expected = [sizes.get(kind, "64") for _, kind in source.signature] + ["64", "64"]
-    if [kind.lstrip("abcdefghijklmnopqrstuvwxyz") for kind in found] != expected:
+    found = [
+        int(width) * int(count or 1)
+        for width, count in re.findall(
+            r"\.param\s+(?:\.align \d+ )?\.[a-z]+(\d+)[^,\[\n]*(?:\[(\d+)\])?", header[: header.index(")")]
+        )
+    ]
+    expected = parameter_bits(source)
+    if found != expected:
         raise CompileError(
             f"{source.name}: expected parameters of {expected} bits, the compiled kernel has {found}",
             hint="this version of Triton passes arguments in another way; please report it",
@@ -155,48 +180,71 @@ MAX_POINTERS = 5
 
 
 def prepare_launch(
-    source: KernelSource, arch: int, device: int, grid: tuple[int, int, int], scalars: Sequence[float]
+    source: KernelSource,
+    arch: int,
+    device: int,
+    grid: tuple[int, int, int],
+    scalars: Sequence[float],
+    tensor_maps: Sequence[TensorMap] = (),
 ) -> Callable[..., None]:
     """Return ``launch(stream, p0, p1, p2, p3, p4=0)`` for a fixed grid and fixed scalars.
 
     Args:
-        source: the kernel; its pointer arguments come first in its signature, ``MAX_POINTERS`` at the most.
+        source: the kernel; tensor descriptors, then pointers come first in its signature, ``MAX_POINTERS`` in all.
         arch: 90 for sm_90.
         device: index of the CUDA device.
         grid: blocks in x, y and z.
         scalars: values of the arguments after the pointers, in order.
+        tensor_maps: the tensors behind the descriptors, in order.
 
     Returns:
-        A function of the raw stream handle and the device addresses of the kernel's pointers. Thread-safe. The device
-        must be the current one.
+        A function of the raw stream handle and the device addresses of the kernel's tensors and pointers. Thread-safe.
+        The device must be the current one.
 
     Raises:
-        LaunchError: the driver refuses the kernel; from the returned function, the launch.
+        LaunchError: the driver refuses the kernel or a tensor map; from the returned function, the launch.
     """
-    function, shared = _load_function(source, arch, device)
+    function, shared, threads = _load_function(source, arch, device)
     kinds = [kind for _, kind in source.signature]
-    pointers = sum(kind.startswith("*") for kind in kinds)
-    values: list[Any] = [_CTYPES[kind](value) for kind, value in zip(kinds[pointers:], scalars, strict=True)]
-    values += [ctypes.c_void_p(0), ctypes.c_void_p(0)]  # Triton's scratch pointers: unused
-    addresses = (ctypes.c_uint64 * MAX_POINTERS)()  # those that the kernel does not have are written and not passed
-    first = ctypes.addressof(addresses)
-    parameters = (ctypes.c_void_p * (pointers + len(values)))(
-        *[first + 8 * i for i in range(pointers)], *[ctypes.addressof(value) for value in values]
-    )
+    tensors = sum(kind.startswith(("*", "tensordesc")) for kind in kinds)
+    # Every tensor has a slot of the size of a map; the first word of a slot is the address, with or without a map.
+    memory = (ctypes.c_uint8 * (MAP_BYTES * MAX_POINTERS + MAP_ALIGNMENT))()
+    first = ctypes.addressof(memory) + -ctypes.addressof(memory) % MAP_ALIGNMENT
+    places = []  # where the driver finds each parameter
+    values: list[Any] = []
+    for i in range(tensors):
+        places.append(first + MAP_BYTES * i)
+        if i < len(tensor_maps):
+            tensor_map, layout = tensor_maps[i], compile_kernel(source, arch).metadata.tensordesc_meta[i]
+            encode_without_address(tensor_map, layout, places[-1])
+            extents: list[Any] = [ctypes.c_int32(size) for size in tensor_map.shape]
+            extents += [ctypes.c_int64(stride) for stride in tensor_map.strides]
+            places += map(ctypes.addressof, extents)
+            values += extents
+    others: list[Any] = [_CTYPES[kind](value) for kind, value in zip(kinds[tensors:], scalars, strict=True)]
+    others += [ctypes.c_void_p(0), ctypes.c_void_p(0)]  # Triton's scratch pointers: unused
+    places += map(ctypes.addressof, others)
+    values += others
+    parameters = (ctypes.c_void_p * len(places))(*places)
     dependent = _LaunchAttribute(id=_PROGRAMMATIC_STREAM_SERIALIZATION, value=1)
     # Before 12.3 a driver cannot capture such a launch into a graph; without it the kernel's wait returns at once.
     early = source.dependent_launch and _driver_version() >= _DEPENDENT_LAUNCH_IN_GRAPHS
     attributes = (ctypes.addressof(dependent), 1) if early else (None, 0)
-    config = _LaunchConfig(*grid, 32 * source.num_warps, 1, 1, shared, 0, *attributes)
+    config = _LaunchConfig(*grid, threads, 1, 1, shared, 0, *attributes)
 
     lock = threading.Lock()  # the parameter block is shared by all threads
-    pack_into = struct.Struct(f"{MAX_POINTERS}Q").pack_into
+    slots = (ctypes.c_uint64 * (MAP_BYTES // 8 * MAX_POINTERS)).from_address(first)
+    words = memoryview(slots).cast("B").cast("Q")  # slots that the kernel does not have are written and not passed
     config_at, parameters_at = ctypes.addressof(config), ctypes.addressof(parameters)
     cu_launch = _driver().cuLaunchKernelEx
 
     def launch(stream: int, p0: int, p1: int, p2: int, p3: int, p4: int = 0) -> None:
         with lock:
-            pack_into(addresses, 0, p0, p1, p2, p3, p4)
+            words[0] = p0
+            words[16] = p1
+            words[32] = p2
+            words[48] = p3
+            words[64] = p4
             config.stream = stream
             code = cu_launch(config_at, function, parameters_at, None)
             if code == _INVALID_CONTEXT:
@@ -205,5 +253,6 @@ def prepare_launch(
         if code:
             _check(code, f"cannot launch {source.name}")
 
-    launch.keep_alive = (values, parameters, dependent)  # type: ignore[attr-defined] # the driver reads their memory
+    # The driver reads their memory.
+    launch.keep_alive = (memory, values, parameters, dependent)  # type: ignore[attr-defined]
     return launch

@@ -1,0 +1,286 @@
+"""What can be shown of ``forward_gluon_sm90`` without a GPU: its plans, its refusals and its machine code."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton exists for Linux only")
+
+from flashmoe_science import UnsupportedError
+from flashmoe_science.attention.operator import OPERATOR, compile_plan
+from flashmoe_science.attention.plan import HOPPER_ROWS, HOPPER_TABLE, HopperConfig, Plan, PlannedLaunch, plan_attention
+from flashmoe_science.attention.prepare import prepare_kernels
+from flashmoe_science.attention.problem import AttentionProblem
+from flashmoe_science.errors import CompileError, LaunchError
+from flashmoe_science.gpu import tensor_map
+from flashmoe_science.gpu.compile import compile_kernel
+from flashmoe_science.gpu.launch import count_parameters, parameter_bits
+from flashmoe_science.gpu.specs import SPECS
+from flashmoe_science.gpu.tensor_map import TensorMap
+
+pytestmark = pytest.mark.triton
+
+H200, L4, B200 = SPECS["H200"], SPECS["L4"], SPECS["B200"]
+LONGEST = 16384  # keys measured for the last row of an entry
+ROWS = [
+    (columns, causal, min(keys, LONGEST), config)
+    for (columns, causal), rows in HOPPER_TABLE.items()
+    for keys, config in rows
+]
+# Two problems a row, (dtype, LSE, aligned with the tiles) and its opposite: over four rows, every pair of values.
+VALUES = [
+    (("bf16", True, True), ("fp16", False, False)),
+    (("bf16", True, False), ("fp16", False, True)),
+    (("bf16", False, True), ("fp16", True, False)),
+    (("bf16", False, False), ("fp16", True, True)),
+]
+
+
+def make_problem(batch=4, heads=16, seqlen_q=4096, head_dim=128, dtype="bf16", **more) -> AttentionProblem:
+    sizes = {"heads_kv": heads, "seqlen_k": seqlen_q, "head_dim_v": head_dim, **more}
+    return AttentionProblem(batch=batch, heads=heads, seqlen_q=seqlen_q, head_dim=head_dim, dtype=dtype, **sizes)
+
+
+def forced(problem: AttentionProblem) -> Plan:
+    return plan_attention(problem, H200, "forward_gluon_sm90")
+
+
+def assert_compiles(plan: Plan) -> None:
+    """No spills, no more shared memory than sm_90 has, warpgroup products; as many threads as planned."""
+    (kernel,) = prepare_kernels(plan)
+    (outcome,) = compile_plan(plan)
+    assert outcome.problems == ()
+    assert outcome.spill_bytes == 0
+    assert outcome.instructions["HGMMA"] > 0
+    assert outcome.shared_memory_bytes <= 227 * 1024
+    compiled = compile_kernel(kernel.source, 90)
+    assert (32 * compiled.metadata.num_warps, 1, 1) == plan.launches[0].block
+    count_parameters(kernel.source, compiled.asm["ptx"])
+
+
+TABLE_CASES = [
+    pytest.param(*row, *values, id=f"d{row[0]}-{'causal' if row[1] else 'full'}-{row[2]}-{values[0]}-{index}")
+    for row, pair in zip(ROWS, itertools.cycle(VALUES), strict=False)
+    for index, values in enumerate(pair)
+]
+
+
+@pytest.mark.parametrize(("columns", "causal", "keys", "config", "dtype", "return_lse", "aligned"), TABLE_CASES)
+def test_table_rows_compile(columns, causal, keys, config, dtype, return_lse, aligned):
+    """Every row of the table, for sm_90."""
+    seqlen_k = keys if aligned else keys - 37  # full: a rest of keys; causal: a diagonal that crosses two tiles
+    plan = forced(
+        make_problem(2, 8, keys, columns, dtype, seqlen_k=seqlen_k, causal=causal, return_lse=return_lse, heads_kv=4)
+    )
+    assert plan.config == config
+    assert_compiles(plan)
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_unaligned_causal_tiles_do_not_spill(dtype, return_lse):
+    """Three warpgroups, two masked tiles: of all variants the one that needs most registers."""
+    plan = forced(make_problem(2, 8, 1100, 64, dtype, seqlen_k=1023, causal=True, return_lse=return_lse))
+    assert isinstance(plan.config, HopperConfig)
+    assert plan.config.warpgroups == 3
+    assert_compiles(plan)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "head_dim_v", "causal"),
+    [(192, 128, True), (64, 128, False), (128, 64, True), (64, 256, True), (8, 16, True)],
+)
+def test_unequal_and_narrow_widths_compile(head_dim, head_dim_v, causal):
+    """Where O has not the width of Q it has shared memory of its own; narrow tiles have another swizzle."""
+    assert_compiles(forced(make_problem(1, 8, 2000, head_dim, head_dim_v=head_dim_v, causal=causal, return_lse=True)))
+
+
+def test_parameters_are_laid_out_as_the_launch_path_gives_them():
+    """Maps of 1,024 bits, 64-byte aligned, each followed by shape and strides; then pointer, scalars, scratch."""
+    (kernel,) = prepare_kernels(forced(make_problem(return_lse=True)))
+    descriptor = [1024, 32, 32, 32, 32, 64, 64, 64, 64]
+    assert parameter_bits(kernel.source) == descriptor * 4 + [64] + [32] * 7 + [64, 64]
+    ptx = compile_kernel(kernel.source, 90).asm["ptx"]
+    assert ptx[ptx.index(".entry") :].count(".align 64 .b8") == 4
+    count_parameters(kernel.source, ptx)
+    start = ptx.index(".entry")
+    for old, new in ((".b8", ".b16"), (".u32", ".u64"), ("[128]", "[256]"), (".f32", ".f64")):
+        with pytest.raises(CompileError, match="_forward_sm90_kernel: expected parameters of"):
+            count_parameters(kernel.source, ptx[:start] + ptx[start:].replace(old, new, 1))
+
+
+def test_table_is_complete_and_in_order():
+    assert set(HOPPER_TABLE) == set(itertools.product((64, 128, 256), (False, True)))
+    for (_, causal), rows in HOPPER_TABLE.items():
+        keys = [limit for limit, _ in rows]
+        assert keys == sorted(set(keys))
+        assert keys[-1] > 2**31
+        # Its exp2 never gives 0, so a row that sees no key would get a sum that is not 0.
+        assert not causal or all(config.exp_fma == 0 for _, config in rows)
+        assert len({config for _, config in rows}) == len(rows)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "causal", "keys", "rows", "persistent", "exp_fma"),
+    [
+        (64, False, 1024, 128, True, 1),
+        (64, False, 1025, 192, True, 0),
+        (40, False, 16384, 192, True, 0),
+        (64, True, 4096, 192, True, 0),
+        (64, True, 4097, 192, False, 0),
+        (128, False, 4096, 128, True, 0),
+        (128, False, 8192, 128, False, 0),
+        (96, True, 1024, 128, True, 0),
+        (128, True, 2048, 128, False, 0),
+        (256, False, 2048, 128, True, 0),
+        (256, False, 4096, 128, False, 0),
+        (160, True, 512, 128, False, 0),
+    ],
+)
+def test_tiles_follow_the_number_of_keys(head_dim, causal, keys, rows, persistent, exp_fma):
+    """Both sides of every threshold, chosen by ``auto``."""
+    plan = plan_attention(make_problem(8, 16, keys, head_dim, causal=causal), H200)
+    assert plan.kernel == "forward_gluon_sm90"
+    assert isinstance(plan.config, HopperConfig)
+    assert (HOPPER_ROWS * plan.config.warpgroups, plan.config.persistent) == (rows, persistent)
+    assert plan.config.exp_fma == exp_fma
+    tiles = -(-keys // rows) * 8 * 16
+    grid = (H200.sms if persistent else tiles, 1, 1)
+    threads = 128 * (rows // HOPPER_ROWS + 1)
+    assert plan.launches == (PlannedLaunch("_forward_sm90_kernel", grid, (threads, 1, 1)),)
+    assert f"{tiles} row tiles of {rows} on 132 SMs" in plan.reason
+
+
+def test_a_program_has_a_tile_at_least():
+    assert forced(make_problem(1, 1, 1000)).launches[0].grid == (8, 1, 1)
+
+
+def test_few_row_tiles_are_left_to_the_kernel_that_splits_keys():
+    """At 0.8 tiles an SM and more, and below."""
+    enough = plan_attention(make_problem(1, 53, 256, seqlen_k=8192), H200)
+    assert (enough.kernel, enough.launches[0].grid[0]) == ("forward_gluon_sm90", 106)
+    few = plan_attention(make_problem(1, 52, 256, seqlen_k=8192), H200)
+    assert few.kernel == "forward_triton"
+    assert (
+        "forward_gluon_sm90 too (its 104 row tiles do not fill 132 SMs, and it does not split the keys)" in few.reason
+    )
+    assert forced(few.problem).kernel == "forward_gluon_sm90"
+
+
+def test_auto_takes_it_on_its_own_architecture_only():
+    for gpu in SPECS.values():
+        plan = plan_attention(make_problem(), gpu)
+        assert (plan.kernel == "forward_gluon_sm90") == (gpu.arch == 90)
+        assert "forward_gluon_sm90" not in plan.reason
+
+
+def test_the_one_pass_kernel_comes_first():
+    assert plan_attention(make_problem(1, 8, 256, 64), H200).kernel == "forward_short_gluon"
+
+
+def test_rows_without_keys_never_meet_the_exp2_that_gives_no_zero():
+    """Only causal problems have rows that see no key."""
+    plan = plan_attention(make_problem(16, 16, 1024, 64, seqlen_k=512, causal=True), H200)
+    assert isinstance(plan.config, HopperConfig)
+    assert plan.config.exp_fma == 0
+
+
+DENSE = (16 * 4096 * 128, 4096 * 128, 128, 1)
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "dtype": ({"dtype": "fp32"}, "it serves fp16 and bf16 only"),
+    "no keys": ({"seqlen_k": 0}, "there are no keys"),
+    "scale": ({"softmax_scale": -0.1}, "it needs a positive softmax_scale"),
+    "scale of zero": ({"softmax_scale": 0.0}, "it needs a positive softmax_scale"),
+    "head_dim": ({"head_dim": 100, "head_dim_v": 128}, "it serves head dimensions that are multiples of 8"),
+    "head_dim_v": ({"head_dim_v": 68}, "it serves head dimensions that are multiples of 8"),
+    "addresses": ({"pointer_alignment": 8}, "TMA reads tensors that start at multiples of 16 bytes"),
+    "sizes": ({"seqlen_k": 2**29}, f"it counts rows, keys and tiles up to {2**29}"),
+    "tiles": ({"batch": 2**20, "heads": 512, "seqlen_q": 1}, f"it counts rows, keys and tiles up to {2**29}"),
+    "columns of q": ({"q_strides": (DENSE[0], DENSE[1], 1, 4096)}, "rows of q are not contiguous"),
+    "columns of v": ({"v_strides": (2 * DENSE[0], 2 * DENSE[1], 256, 2)}, "rows of v are not contiguous"),
+    "expanded heads": ({"k_strides": (DENSE[0], 0, 128, 1)}, "k is expanded: TMA does not step by 0"),
+    "odd rows": ({"k_strides": (DENSE[0], DENSE[1], 132, 1)}, "rows of k do not start at multiples of 16 bytes"),
+    "odd heads": ({"v_strides": (DENSE[0], DENSE[1] + 4, 128, 1)}, "rows of v do not start at multiples of 16 bytes"),
+    "distance": ({"q_strides": (2**39, DENSE[1], 128, 1)}, "rows of q are too far apart"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_refusals_say_why(why):
+    """Forced, it raises; ``auto`` passes it over and ``explain`` says why."""
+    changes, message = REFUSED[why]
+    problem = make_problem(**changes)
+    with pytest.raises(UnsupportedError, match="forward_gluon_sm90 does not serve") as raised:
+        forced(problem)
+    assert message in str(raised.value)
+    plan = plan_attention(problem, H200)
+    assert plan.kernel == "forward_triton"
+    assert f"forward_gluon_sm90 too ({message}" in plan.reason
+
+
+def test_another_architecture_is_refused():
+    for gpu in (L4, B200):
+        with pytest.raises(UnsupportedError, match=rf"it is for sm_90, this GPU is sm_{gpu.arch}"):
+            plan_attention(make_problem(), gpu, "forward_gluon_sm90")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"batch": 1, "q_strides": (0, 4096 * 128, 128, 1)},
+        {"q_strides": (16 * 4096 * 128, 128, 16 * 128, 1)},  # [B, S, H, D]
+        {"heads_kv": 1, "k_strides": (4096 * 128, 0, 128, 1)},
+        {"seqlen_k": 1, "k_strides": (16 * 128, 128, 0, 1), "causal": True},
+    ],
+    ids=["one sequence", "sequence-major", "one head", "one key"],
+)
+def test_strides_that_are_never_stepped_along_do_not_count(changes):
+    plan = forced(make_problem(**changes))
+    for described in prepare_kernels(plan)[0].tensor_maps:
+        assert described.strides[3] == 1
+        assert all(stride > 0 and stride % 8 == 0 for stride in described.strides[:3])
+
+
+def test_a_tensor_map_gives_axes_of_one_element_a_stride():
+    assert TensorMap("bf16", (1, 1, 1, 64), (0, 0, 0, 1)).strides == (64, 64, 64, 1)
+    assert TensorMap("bf16", (1, 4, 1, 64), (0, 640, 0, 1)).strides == (2560, 640, 64, 1)
+    assert TensorMap("bf16", (2, 4, 8, 64), (2048, 512, 64, 1)).strides == (2048, 512, 64, 1)
+
+
+@pytest.mark.parametrize("places", [(0,), (1,), (0, 1), ()])
+def test_the_address_must_be_the_first_word_of_a_map(monkeypatch, places):
+    """A driver that kept it elsewhere would have every call read the tensors of the first."""
+
+    def encode(_tensor_map, _layout, address, out):
+        words = (ctypes.c_uint64 * 16).from_address(out)
+        words[:] = [7] * 16
+        for place in places:
+            words[place] = address
+
+    monkeypatch.setattr(tensor_map, "encode", encode)
+    memory = (ctypes.c_uint64 * 16)()
+    described = TensorMap("bf16", (1, 1, 8, 64), (512, 512, 64, 1))
+    if places == (0,):
+        tensor_map.encode_without_address(described, {}, ctypes.addressof(memory))
+        assert list(memory[1:]) == [7] * 15
+    else:
+        with pytest.raises(LaunchError, match="encodes tensor maps in another way"):
+            tensor_map.encode_without_address(described, {}, ctypes.addressof(memory))
+
+
+def test_its_sources_are_hashed():
+    hopper = {"attention/forward_gluon_sm90.py", "gpu/gluon_versions.py", "gpu/tensor_map.py"}
+    assert hopper <= set(OPERATOR.sources("forward_gluon_sm90"))
+    assert hopper <= set(OPERATOR.sources("flash_attention"))
+    assert "attention/forward_gluon_sm90.py" not in OPERATOR.sources("forward_triton")
+
+
+def test_a_plan_reads_well():
+    text = plan_attention(make_problem(causal=True), H200).as_text()
+    assert "forward_short_gluon is passed over" in text
+    assert "2048 row tiles of 128 on 132 SMs, a program each" in text
+    assert "persistent False" in text
