@@ -15,8 +15,10 @@ from hypothesis import given, settings, strategies
 import flashmoe_science
 from flashmoe_science import InputError, UnsupportedError
 from flashmoe_science.attention.plan import (
+    HOPPER_ROWS,
     MERGE_ROWS,
     ForwardConfig,
+    HopperConfig,
     Plan,
     PlannedLaunch,
     ShortConfig,
@@ -54,13 +56,13 @@ def test_rows_that_more_than_fill_the_gpu_take_tiles_of_32():
 
 
 def test_a_large_problem_streams_over_the_keys():
-    plan = plan_attention(LARGE, H200)
+    plan = plan_attention(LARGE, A100)
     assert plan.kernel == "forward_triton"
     assert isinstance(plan.config, ForwardConfig)
     assert (plan.config.block_m, plan.config.num_splits) == (128, 1)
     assert plan.launches == (PlannedLaunch("_forward_kernel", (4096 // 128 * 64, 1, 1), (256, 1, 1)),)
     assert "passed over (it serves at most 512 keys)" in plan.reason
-    assert plan.reason.endswith("2048 row tiles of 128 fill 132 SMs")
+    assert plan.reason.endswith("2048 row tiles of 128 fill 108 SMs")
 
 
 def test_more_than_two_blocks_an_sm_are_left_to_the_streaming_kernel():
@@ -157,11 +159,11 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_the_short_kernel_refuses_is_streamed_and_the_plan_says_why(name):
     problem, why = REFUSED[name]
-    plan = plan_attention(problem, H200)
+    plan = plan_attention(problem, A100)
     assert plan.kernel == "forward_triton"
     assert f"forward_short_gluon is passed over ({why}" in plan.reason
     with pytest.raises(UnsupportedError, match="forward_short_gluon does not serve") as caught:
-        plan_attention(problem, H200, "forward_short_gluon")
+        plan_attention(problem, A100, "forward_short_gluon")
     assert f"{problem.describe()}: {why}" in str(caught.value)
     assert caught.value.hint == "use kernel='auto'"
 
@@ -253,8 +255,12 @@ def read_back(data) -> Plan:
 
     fields = {name: frozen(value) for name, value in data.items()}
     fields["problem"] = AttentionProblem(**{name: frozen(value) for name, value in data["problem"].items()})
-    kind = ForwardConfig if data["kernel"] == "forward_triton" else ShortConfig
-    fields["config"] = data["config"] and kind(**data["config"])
+    kinds = {
+        "forward_triton": ForwardConfig,
+        "forward_short_gluon": ShortConfig,
+        "forward_gluon_sm90": HopperConfig,
+    }
+    fields["config"] = data["config"] and kinds[data["kernel"]](**data["config"])
     launches = ({name: frozen(value) for name, value in launch.items()} for launch in data["launches"])
     fields["launches"] = tuple(PlannedLaunch(**launch) for launch in launches)
     return Plan(**fields)
@@ -288,7 +294,7 @@ lengths = strategies.integers(0, 5000) | strategies.integers(0, 70) | strategies
     batch=strategies.integers(1, 70), heads=strategies.integers(1, 40), seqlen_q=lengths, seqlen_k=lengths,
     head_dim=strategies.integers(1, 256), head_dim_v=strategies.integers(1, 256),
     dtype=strategies.sampled_from(["fp16", "bf16", "fp32"]), gpu=strategies.sampled_from(sorted(SPECS)),
-    kernel=strategies.sampled_from(["auto", "forward_triton", "forward_short_gluon"]),
+    kernel=strategies.sampled_from(["auto", "forward_triton", "forward_short_gluon", "forward_gluon_sm90"]),
 )  # fmt: skip
 @settings(deadline=None)
 def test_every_plan_covers_its_rows_and_keys(gpu, kernel, **sizes):
@@ -297,7 +303,7 @@ def test_every_plan_covers_its_rows_and_keys(gpu, kernel, **sizes):
     try:
         plan = plan_attention(problem, spec, kernel)
     except UnsupportedError:
-        assert kernel == "forward_short_gluon"
+        assert kernel in ("forward_short_gluon", "forward_gluon_sm90")
         return
     if problem.rows == 0:
         return
@@ -311,6 +317,12 @@ def test_every_plan_covers_its_rows_and_keys(gpu, kernel, **sizes):
         assert config.num_warps % config.key_groups == 0
         assert short_shared_bytes(problem, config) <= spec.shared_memory_per_block_bytes
         assert threads == 32 * config.num_warps
+    elif isinstance(plan.config, HopperConfig):
+        assert spec.arch == 90
+        rows = HOPPER_ROWS * plan.config.warpgroups
+        tiles = -(-problem.seqlen_q // rows) * problem.batch * problem.heads
+        assert grid == (min(tiles, spec.sms) if plan.config.persistent else tiles, 1, 1)
+        assert threads == 2 * rows + 128
     else:
         assert isinstance(plan.config, ForwardConfig)
         splits, heads = plan.config.num_splits, problem.batch * problem.heads

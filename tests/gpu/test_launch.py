@@ -52,10 +52,10 @@ def change(position, kind):
 @pytest.mark.parametrize(
     ("wrong", "expected"),
     [
-        (change(2, "i64"), "['64', '64', '64', '64', '32', '64', '64']"),
-        (change(3, "i32"), "['64', '64', '32', '32', '32', '64', '64']"),
-        (dataclasses.replace(SOURCE, signature=SOURCE.signature[:-1]), "['64', '64', '32', '64', '64', '64']"),
-        (dataclasses.replace(SOURCE, signature=(*SOURCE.signature, ("more", "i32"))), "'32', '32', '64', '64']"),
+        (change(2, "i64"), "[64, 64, 64, 64, 32, 64, 64]"),
+        (change(3, "i32"), "[64, 64, 32, 32, 32, 64, 64]"),
+        (dataclasses.replace(SOURCE, signature=SOURCE.signature[:-1]), "[64, 64, 32, 64, 64, 64]"),
+        (dataclasses.replace(SOURCE, signature=(*SOURCE.signature, ("more", "i32"))), "32, 32, 64, 64]"),
     ],
     ids=["a wider scalar", "a narrower scalar", "one argument less", "one argument more"],
 )
@@ -64,7 +64,7 @@ def test_another_layout_is_refused_before_it_is_launched(wrong, expected):
     with pytest.raises(CompileError, match="_scale_kernel: expected parameters of") as caught:
         count_parameters(wrong, ptx)
     assert expected in str(caught.value)
-    assert "has ['u64', 'u64', 'u32', 'u64', 'f32', 'u64', 'u64']" in str(caught.value)
+    assert "has [64, 64, 32, 64, 32, 64, 64]" in str(caught.value)
     assert "please report it" in caught.value.hint
 
 
