@@ -114,6 +114,18 @@ def test_budget_without_bound_is_an_error_of_the_operator():
         check(attend, operator=Boundless())
 
 
+def test_budget_of_zero_takes_only_the_exact_answer():
+    class Exact(FakeOperator):
+        def error_budget(self, exact, low_precision):
+            return 0.0
+
+    one_key = Problem(1, 1, 1, 16)  # softmax of one score is 1: the answer is v
+    accuracy = check(lambda q, k, v, **kwargs: v.clone(), one_key, operator=Exact())
+    assert (accuracy.max_error, accuracy.budget, accuracy.share) == (0.0, 0.0, 0.0)
+    with pytest.raises(WrongResultError, match="allowed 0; wrong in 16 of 16"):
+        check(lambda q, k, v, **kwargs: v + 0.01, one_key, operator=Exact())
+
+
 @pytest.mark.unpoisoned
 def test_fresh_memory_is_poisoned_whoever_asks_for_it():
     x = torch.ones(3)

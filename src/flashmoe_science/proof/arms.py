@@ -221,13 +221,11 @@ def _judge_answer(arm: Arm, index: int, truth: Truth, *, repeats: bool) -> str:
     error = max_error(first, truth.exact)
     if math.isnan(error):
         return "its answer has NaN"
-    if arm.accuracy is None or error * arm.accuracy.budget > arm.accuracy.max_error * truth.budget:
-        arm.accuracy = Accuracy(
-            max_error=error,
-            budget=truth.budget,
-            low_precision_error=truth.low_precision_error,
-            deterministic=repeats,
-        )
+    accuracy = Accuracy(
+        max_error=error, budget=truth.budget, low_precision_error=truth.low_precision_error, deterministic=repeats
+    )
+    if arm.accuracy is None or accuracy.share > arm.accuracy.share:
+        arm.accuracy = accuracy
     if error > truth.budget:
         return f"its answer is off by {error:.3g}, allowed are {truth.budget:.3g}"
     if arm.loaded.deterministic and not repeats:

@@ -157,7 +157,7 @@ class _Runner:
         if (rms := _rms(errors)) > truth.rms_budget:
             reason = f"{which}: root mean square of the error {rms:.3g}, allowed {truth.rms_budget:.3g}"
             raise WrongResultError(f"{reason}: sums of too low a precision show so", accuracy)
-        if largest / max(truth.budget, 1e-300) >= self.worst.max_error / self.worst.budget:
+        if accuracy.share >= self.worst.share:
             self.worst = accuracy
 
     def check_earlier_outputs(self) -> None:

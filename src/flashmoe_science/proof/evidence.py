@@ -7,6 +7,7 @@ finished cases, marked incomplete, or nothing.
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 from collections.abc import Sized
@@ -81,6 +82,16 @@ class Accuracy(Model):
     budget: float
     low_precision_error: float  # of the framework's own run in the same dtype
     deterministic: bool | None = None  # same input twice, same bits; None: not tried
+
+    @property
+    def share(self) -> float:
+        """The part of the budget that the error takes: 1.0 is all of it.
+
+        The budget is 0 where the framework's own run is exact, as attention with one key is.
+        """
+        if self.budget == 0.0:
+            return 0.0 if self.max_error == 0.0 else math.inf
+        return self.max_error / self.budget
 
 
 class Rates(Model):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..evidence import Accuracy
 from .run import NO_GPU, Outcome, Run, failed, not_possible, passed
 
 _CASE_TIMEOUT_S = {"cuda": 300.0, "cpu": 900.0}  # an interpreter is slow
@@ -64,10 +65,7 @@ def _sum_up(results: list[dict[str, Any]], details: list[str], device: str, gpu_
     where = "on the GPU" if device == "cuda" else "on the CPU"
     if not checked:
         return not_possible(f"none of the {len(results)} cases can be checked {where}", details=details)
-    share = max(
-        case["accuracy"]["max_error"] / case["accuracy"]["budget"] if case["accuracy"]["budget"] else 0.0
-        for case in checked
-    )
+    share = max(Accuracy.model_validate(case["accuracy"]).share for case in checked)
     left = f"; {len(results) - len(checked)} not possible here" if len(checked) < len(results) else ""
     same = all(case["accuracy"]["deterministic"] for case in checked)
     bits = "same bits on every repeat" if same else "bits vary between repeats"
