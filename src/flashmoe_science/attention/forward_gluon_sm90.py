@@ -79,7 +79,7 @@ class Args:
     o_desc: tma.tensor_descriptor
     lse_ptr: gl.tensor
     q_ring: Ring  # one slot a warpgroup
-    o_bufs: gl.shared_memory_descriptor  # where DV tiles have the width of D tiles, the memory of q_ring
+    o_bufs: gl.shared_memory_descriptor  # one a warpgroup, on the way to memory; half of the columns where DV is 256
     k_ring: Ring
     v_ring: Ring
     heads: gl.tensor
@@ -99,6 +99,22 @@ class Args:
     STORE_LSE: gl.constexpr
 
     @gluon.jit
+    def rounds(self):
+        """Return how many tiles this program attends."""
+        programs = gl.num_programs(0)
+        whole = self.tiles // programs
+        return whole + (self.place(whole) < self.tiles).to(gl.int32)
+
+    @gluon.jit
+    def place(self, round_):
+        """Return this program's tile of a round. Every second round runs backwards: causal tiles come longest first,
+        and a program that had the longest of one round has the shortest of the next.
+        """
+        programs = gl.num_programs(0)
+        forwards = gl.program_id(0)
+        return round_ * programs + gl.where((round_ & 1) == 1, programs - 1 - forwards, forwards)
+
+    @gluon.jit
     def locate(self, tile):
         """Return sequence, head and first row of a tile.
 
@@ -116,6 +132,27 @@ class Args:
         return head // self.heads, head % self.heads, m * (ROWS * self.WARPGROUPS)
 
     @gluon.jit
+    def store(self, o, b, h, row, W: gl.constexpr):
+        """Send the output of a warpgroup on its way to memory: no wait, but for what was sent before."""
+        COLUMNS: gl.constexpr = self.o_bufs.shape[4]
+        smem = self.o_bufs.index(W)
+        if COLUMNS == o.shape[1]:
+            tma.store_wait(0)
+            smem.reshape([ROWS, COLUMNS]).store(o)
+            fence_async_shared()
+            tma_store(self.o_desc, [b, h, row, 0], smem)
+        else:
+            left, right = gl.split(o.reshape([ROWS, 2, COLUMNS]).permute((0, 2, 1)))
+            tma.store_wait(0)
+            smem.reshape([ROWS, COLUMNS]).store(left)
+            fence_async_shared()
+            tma_store(self.o_desc, [b, h, row, 0], smem)
+            tma.store_wait(0)
+            smem.reshape([ROWS, COLUMNS]).store(right)
+            fence_async_shared()
+            tma_store(self.o_desc, [b, h, row, COLUMNS], smem)
+
+    @gluon.jit
     def key_tiles(self, end_row):
         """Return how many key tiles the rows before ``end_row`` walk over; at least those that are masked."""
         end = self.seqlen_k
@@ -130,15 +167,14 @@ def _load_partition(a):
     # All before this wait ran while the kernel before was ending. The warpgroups write nothing before they have read.
     gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
     i = 0  # tiles of K and of V so far
-    lap = 0  # row tiles so far
-    for tile in range(gl.program_id(0), a.tiles, gl.num_programs(0)):
-        b, h, row = a.locate(tile)
+    for round_ in range(a.rounds()):
+        b, h, row = a.locate(a.place(round_))
         kv = h // a.GROUP
         steps = a.key_tiles(row + ROWS * a.WARPGROUPS)
-        # K first: it does not wait for the output of the tile before, as Q does.
+        # K first: Q waits until the tile before has its last scores.
         a.k_ring.fill(a.k_desc, b, kv, (steps - 1) * a.BLOCK_N, i % a.STAGES, i // a.STAGES)
         for w in gl.static_range(a.WARPGROUPS):
-            a.q_ring.fill(a.q_desc, b, h, row + w * ROWS, w, lap)
+            a.q_ring.fill(a.q_desc, b, h, row + w * ROWS, w, round_)
         for step in range(1, steps):
             n = (steps - step) * a.BLOCK_N
             a.k_ring.fill(a.k_desc, b, kv, n - a.BLOCK_N, (i + 1) % a.STAGES, (i + 1) // a.STAGES)
@@ -146,7 +182,6 @@ def _load_partition(a):
             i += 1
         a.v_ring.fill(a.v_desc, b, kv, 0, i % a.STAGES, i // a.STAGES)
         i += 1
-        lap += 1
 
 
 @gluon.jit
@@ -238,11 +273,9 @@ def _attend_partition(a, W: gl.constexpr):
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, a.BLOCK_N, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
-    o_smem = a.o_bufs.index(W)
     i = 0  # tiles of K and of V so far
-    lap = 0  # row tiles so far
-    for tile in range(gl.program_id(0), a.tiles, gl.num_programs(0)):
-        b, h, first_row = a.locate(tile)
+    for round_ in range(a.rounds()):
+        b, h, first_row = a.locate(a.place(round_))
         row = first_row + W * ROWS
         steps = a.key_tiles(row + ROWS)
         skipped = a.key_tiles(first_row + ROWS * a.WARPGROUPS) - steps  # key tiles that only rows of others see
@@ -255,7 +288,7 @@ def _attend_partition(a, W: gl.constexpr):
             for j in range(i, i + skipped):
                 a.k_ring.wait(j % a.STAGES, j // a.STAGES)
                 a.k_ring.release(j % a.STAGES)
-        q = a.q_ring.wait(W, lap)
+        q = a.q_ring.wait(W, round_)
         start = i
         i += skipped
         k = a.k_ring.wait(i % a.STAGES, i // a.STAGES)
@@ -280,9 +313,10 @@ def _attend_partition(a, W: gl.constexpr):
             acc, p, m, l = _step(q, acc, p, m, l, zero, a, i, row, 0, False)
         if a.EDGE_TILES > 1:
             # Worked out again, from a copy that the compiler cannot see through: kept, b, h and row would spill.
-            tile_again = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [tile], gl.int32, is_pure=False, pack=1)
-            b, h, first_row = a.locate(tile_again)
+            again = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [round_], gl.int32, is_pure=False, pack=1)
+            b, h, first_row = a.locate(a.place(again))
             row = first_row + W * ROWS
+        a.q_ring.release(W)  # the next Q travels under all that follows
         v = a.v_ring.wait(i % a.STAGES, i // a.STAGES)
         acc = warpgroup_mma(p, v, acc, is_async=True)
         has_keys = l != 0  # a row without keys: output 0, LSE -inf
@@ -296,12 +330,8 @@ def _attend_partition(a, W: gl.constexpr):
         a.v_ring.release(i % a.STAGES)
         i += 1
         acc = acc * gl.convert_layout(inverse, gl.SliceLayout(1, o_layout))[:, None]
-        o_smem.reshape([ROWS, BLOCK_DV]).store(acc.to(dtype))
-        fence_async_shared()
-        tma_store(a.o_desc, [b, h, row, 0], o_smem)
-        tma.store_wait(0)
-        a.q_ring.release(W)
-        lap += 1
+        a.store(acc.to(dtype), b, h, row, W)
+    tma.store_wait(0)
 
 
 @gluon.jit
@@ -324,9 +354,7 @@ def _forward_sm90_kernel(
     k_ring = _make_ring(k_desc, STAGES, WARPGROUPS)
     v_ring = _make_ring(v_desc, STAGES, WARPGROUPS)
     BLOCK_N: gl.constexpr = k_desc.block_type.shape[2]
-    o_bufs = q_ring.bufs
-    if o_desc.block_type.shape != q_desc.block_type.shape:
-        o_bufs = gl.allocate_shared_memory(o_desc.dtype, [WARPGROUPS] + o_desc.block_type.shape, o_desc.layout)
+    o_bufs = gl.allocate_shared_memory(o_desc.dtype, [WARPGROUPS] + o_desc.block_type.shape, o_desc.layout)
     a = Args(  # type: ignore[call-arg] # aggregate gives it a constructor
         q_desc, k_desc, v_desc, o_desc, lse_ptr, q_ring, o_bufs, k_ring, v_ring, heads, seqlen_q, seqlen_k,
         tiles_m, tiles, heads_per_l2, scale_log2, GROUP, WARPGROUPS, BLOCK_N, STAGES, IS_CAUSAL, EDGE_TILES, EXP_FMA,

@@ -149,7 +149,7 @@ def _hopper(plan: Plan, config: HopperConfig) -> PreparedKernel:
         "q_desc": descriptor_type(kind, (1, 1, HOPPER_ROWS, d)),
         "k_desc": descriptor_type(kind, (1, 1, config.block_n, d)),
         "v_desc": descriptor_type(kind, (1, 1, config.block_n, dv)),
-        "o_desc": descriptor_type(kind, (1, 1, HOPPER_ROWS, dv)),
+        "o_desc": descriptor_type(kind, (1, 1, HOPPER_ROWS, min(dv, 128))),
     }
     scalars = {
         **dict.fromkeys(("heads", "seqlen_q", "seqlen_k", "tiles_m", "tiles", "heads_per_l2"), "i32"),
