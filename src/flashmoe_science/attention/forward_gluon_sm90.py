@@ -243,12 +243,35 @@ def _softmax(s, m, l, a):
 
 
 @gluon.jit
-def _step(q, acc, p, m, l, zero, a, i, row, n, IS_EDGE: gl.constexpr):
+def _pack(p, dtype: gl.constexpr):
+    """Round to 16 bits, two neighbours to an integer: [M, N] fp32 -> [M, N // 2] int32.
+
+    So P crosses from step to step: 16-bit values that do are unpacked and packed again by ptxas, an instruction a pair.
+    """
+    PTX_TYPE: gl.constexpr = "bf16x2" if dtype == gl.bfloat16 else "f16x2"
+    low, high = gl.split(p.reshape([p.shape[0], p.shape[1] // 2, 2]))
+    return gl.inline_asm_elementwise(
+        "cvt.rn." + PTX_TYPE + ".f32 $0, $2, $1;", "=r,f,f", [low, high], gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def _unpack(packed, dtype: gl.constexpr, layout: gl.constexpr):
+    """Undo ``_pack``; costs no instruction."""
+    low = packed.to(gl.int16).to(dtype, bitcast=True)
+    high = (packed >> 16).to(gl.int16).to(dtype, bitcast=True)
+    p = gl.join(low, high).reshape([packed.shape[0], packed.shape[1] * 2])
+    return gl.convert_layout(p, layout)
+
+
+@gluon.jit
+def _step(q, acc, packed, m, l, zero, a, i, row, n, IS_EDGE: gl.constexpr):
     """Scores of tile i, and the output product of tile i - 1 under their softmax."""
     slot, before = i % a.STAGES, (i - 1) % a.STAGES
     k = a.k_ring.wait(slot, i // a.STAGES)
     s = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
     v = a.v_ring.wait(before, (i - 1) // a.STAGES)
+    p = _unpack(packed, a.q_desc.dtype, gl.DotOperandLayout(0, acc.type.layout, 2))
     acc = warpgroup_mma(p, v, acc, is_async=True)
     if IS_EDGE:
         # Both products end before the mask: beside P, three warpgroups have no registers for it.
@@ -262,7 +285,7 @@ def _step(q, acc, p, m, l, zero, a, i, row, n, IS_EDGE: gl.constexpr):
         acc = warpgroup_mma_wait(0, deps=[acc, p])[0]
     a.v_ring.release(before)
     acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout))[:, None]
-    return acc, gl.convert_layout(p_new.to(p.dtype), p.type.layout), m, l
+    return acc, _pack(p_new, a.q_desc.dtype), m, l
 
 
 @gluon.jit
@@ -272,7 +295,6 @@ def _attend_partition(a, W: gl.constexpr):
     BLOCK_DV: gl.constexpr = a.v_ring.bufs.shape[4]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, a.BLOCK_N, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
-    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     i = 0  # tiles of K and of V so far
     for round_ in range(a.rounds()):
         b, h, first_row = a.locate(a.place(round_))
@@ -298,7 +320,7 @@ def _attend_partition(a, W: gl.constexpr):
         if a.EDGE_TILES > 0:
             s = _mask(s, a, row, (steps - 1) * a.BLOCK_N)
         p, m, l, _ = _softmax(s, m, l, a)
-        p = gl.convert_layout(p.to(dtype), p_layout)
+        packed = _pack(p, dtype)
         if a.IS_CAUSAL:
             for j in range(start, i):
                 a.v_ring.wait(j % a.STAGES, j // a.STAGES)
@@ -307,10 +329,10 @@ def _attend_partition(a, W: gl.constexpr):
         # Unrolled, so that P does not cross from loop to loop: a 16-bit value that does is unpacked and packed again.
         for edge in gl.static_range(1, a.EDGE_TILES):
             i += 1
-            acc, p, m, l = _step(q, acc, p, m, l, zero, a, i, row, (steps - 1 - edge) * a.BLOCK_N, True)
+            acc, packed, m, l = _step(q, acc, packed, m, l, zero, a, i, row, (steps - 1 - edge) * a.BLOCK_N, True)
         for _ in range(a.EDGE_TILES if a.EDGE_TILES > 1 else 1, steps):
             i += 1
-            acc, p, m, l = _step(q, acc, p, m, l, zero, a, i, row, 0, False)
+            acc, packed, m, l = _step(q, acc, packed, m, l, zero, a, i, row, 0, False)
         if a.EDGE_TILES > 1:
             # Worked out again, from a copy that the compiler cannot see through: kept, b, h and row would spill.
             again = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [round_], gl.int32, is_pure=False, pack=1)
@@ -318,6 +340,7 @@ def _attend_partition(a, W: gl.constexpr):
             row = first_row + W * ROWS
         a.q_ring.release(W)  # the next Q travels under all that follows
         v = a.v_ring.wait(i % a.STAGES, i // a.STAGES)
+        p = _unpack(packed, dtype, gl.DotOperandLayout(0, o_layout, 2))
         acc = warpgroup_mma(p, v, acc, is_async=True)
         has_keys = l != 0  # a row without keys: output 0, LSE -inf
         inverse = gl.where(has_keys, 1.0 / l, 0.0)
