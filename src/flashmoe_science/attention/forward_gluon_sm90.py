@@ -69,6 +69,17 @@ def _make_ring(desc, SLOTS: gl.constexpr, READERS: gl.constexpr):
     return Ring(bufs, ready_bars, empty_bars)  # type: ignore[call-arg] # aggregate gives it a constructor
 
 
+@gluon.jit
+def _named_barrier(WHAT: gl.constexpr, TURN: gl.constexpr):
+    """Wait for, or arrive at, the barrier of a warpgroup's turn: 128 threads that wait and 128 that arrive.
+
+    A barrier of the hardware, as it costs one instruction; Triton uses the first few of the 16.
+    """
+    BARRIER: gl.constexpr = 10 + TURN
+    asm: gl.constexpr = f"bar.{WHAT} {BARRIER}, 256; // $0"
+    gl.inline_asm_elementwise(asm, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
 @aggregate
 class Args:
     """What every partition is given."""
@@ -96,7 +107,20 @@ class Args:
     IS_CAUSAL: gl.constexpr
     EDGE_TILES: gl.constexpr  # key tiles that a warpgroup masks
     EXP_FMA: gl.constexpr  # of 8 columns, those whose exp2 runs on the FMA units
+    PING_PONG: gl.constexpr  # the warpgroups take turns at issuing products; all must make the same number of steps
     STORE_LSE: gl.constexpr
+
+    @gluon.jit
+    def take_turn(self, W: gl.constexpr):
+        """Wait until the warpgroup before has issued its products: they run under the softmax of this one."""
+        if self.PING_PONG:
+            _named_barrier("sync", W)
+
+    @gluon.jit
+    def pass_turn(self, W: gl.constexpr):
+        """Let the next warpgroup issue its products."""
+        if self.PING_PONG:
+            _named_barrier("arrive", (W + 1) % self.WARPGROUPS)
 
     @gluon.jit
     def rounds(self):
@@ -234,10 +258,10 @@ def _mask(s, a, row, n):
 
 
 @gluon.jit
-def _softmax(s, m, l, a):
+def _softmax(s, m, l, a, EXP_FMA: gl.constexpr):
     """Fold the scores of one tile into running maximum and sum; return them, P, and the factor on what was before."""
     m_new = gl.maximum(m, gl.max(s, 1) * a.scale_log2)
-    p = _exp2(s * a.scale_log2 - m_new[:, None], s.shape[1], a.EXP_FMA)
+    p = _exp2(s * a.scale_log2 - m_new[:, None], s.shape[1], EXP_FMA)
     alpha = gl.exp2(m - m_new)
     return p, m_new, l * alpha + gl.sum(p, 1), alpha
 
@@ -265,14 +289,16 @@ def _unpack(packed, dtype: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def _step(q, acc, packed, m, l, zero, a, i, row, n, IS_EDGE: gl.constexpr):
+def _step(q, acc, packed, m, l, zero, a, i, row, n, W: gl.constexpr, IS_EDGE: gl.constexpr):
     """Scores of tile i, and the output product of tile i - 1 under their softmax."""
     slot, before = i % a.STAGES, (i - 1) % a.STAGES
     k = a.k_ring.wait(slot, i // a.STAGES)
+    a.take_turn(W)
     s = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
     v = a.v_ring.wait(before, (i - 1) // a.STAGES)
     p = _unpack(packed, a.q_desc.dtype, gl.DotOperandLayout(0, acc.type.layout, 2))
     acc = warpgroup_mma(p, v, acc, is_async=True)
+    a.pass_turn(W)
     if IS_EDGE:
         # Both products end before the mask: beside P, three warpgroups have no registers for it.
         s, acc, _ = warpgroup_mma_wait(0, deps=[s, acc, p])
@@ -280,7 +306,7 @@ def _step(q, acc, packed, m, l, zero, a, i, row, n, IS_EDGE: gl.constexpr):
     else:
         s = warpgroup_mma_wait(1, deps=[s])
     a.k_ring.release(slot)
-    p_new, m, l, alpha = _softmax(s, m, l, a)
+    p_new, m, l, alpha = _softmax(s, m, l, a, 0 if IS_EDGE else a.EXP_FMA)
     if not IS_EDGE:
         acc = warpgroup_mma_wait(0, deps=[acc, p])[0]
     a.v_ring.release(before)
@@ -295,6 +321,8 @@ def _attend_partition(a, W: gl.constexpr):
     BLOCK_DV: gl.constexpr = a.v_ring.bufs.shape[4]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, a.BLOCK_N, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
+    if W == a.WARPGROUPS - 1:
+        a.pass_turn(W)  # to the first
     i = 0  # tiles of K and of V so far
     for round_ in range(a.rounds()):
         b, h, first_row = a.locate(a.place(round_))
@@ -319,7 +347,7 @@ def _attend_partition(a, W: gl.constexpr):
         a.k_ring.release(i % a.STAGES)
         if a.EDGE_TILES > 0:
             s = _mask(s, a, row, (steps - 1) * a.BLOCK_N)
-        p, m, l, _ = _softmax(s, m, l, a)
+        p, m, l, _ = _softmax(s, m, l, a, 0 if a.EDGE_TILES > 0 else a.EXP_FMA)
         packed = _pack(p, dtype)
         if a.IS_CAUSAL:
             for j in range(start, i):
@@ -329,10 +357,10 @@ def _attend_partition(a, W: gl.constexpr):
         # Unrolled, so that P does not cross from loop to loop: a 16-bit value that does is unpacked and packed again.
         for edge in gl.static_range(1, a.EDGE_TILES):
             i += 1
-            acc, packed, m, l = _step(q, acc, packed, m, l, zero, a, i, row, (steps - 1 - edge) * a.BLOCK_N, True)
+            acc, packed, m, l = _step(q, acc, packed, m, l, zero, a, i, row, (steps - 1 - edge) * a.BLOCK_N, W, True)
         for _ in range(a.EDGE_TILES if a.EDGE_TILES > 1 else 1, steps):
             i += 1
-            acc, packed, m, l = _step(q, acc, packed, m, l, zero, a, i, row, 0, False)
+            acc, packed, m, l = _step(q, acc, packed, m, l, zero, a, i, row, 0, W, False)
         if a.EDGE_TILES > 1:
             # Worked out again, from a copy that the compiler cannot see through: kept, b, h and row would spill.
             again = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [round_], gl.int32, is_pure=False, pack=1)
@@ -369,7 +397,8 @@ def _forward_sm90_kernel(
     GROUP: gl.constexpr,  # query heads that share one K/V head
     WARPGROUPS: gl.constexpr,  # that multiply matrices; 64 rows each
     STAGES: gl.constexpr,  # tiles of K, and of V, in flight
-    IS_CAUSAL: gl.constexpr, EDGE_TILES: gl.constexpr, EXP_FMA: gl.constexpr, STORE_LSE: gl.constexpr,
+    IS_CAUSAL: gl.constexpr, EDGE_TILES: gl.constexpr, EXP_FMA: gl.constexpr, PING_PONG: gl.constexpr,
+    STORE_LSE: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr, MATRIX_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Attend 64 * WARPGROUPS rows of one head at a time. Grid: (at most tiles,), a program strides over the tiles."""
@@ -381,7 +410,7 @@ def _forward_sm90_kernel(
     a = Args(  # type: ignore[call-arg] # aggregate gives it a constructor
         q_desc, k_desc, v_desc, o_desc, lse_ptr, q_ring, o_bufs, k_ring, v_ring, heads, seqlen_q, seqlen_k,
         tiles_m, tiles, heads_per_l2, scale_log2, GROUP, WARPGROUPS, BLOCK_N, STAGES, IS_CAUSAL, EDGE_TILES, EXP_FMA,
-        STORE_LSE,
+        PING_PONG, STORE_LSE,
     )  # fmt: skip
     R: gl.constexpr = MATRIX_REGISTERS
     if WARPGROUPS == 2:

@@ -46,6 +46,7 @@ class HopperConfig:
     num_stages: int  # tiles of K, and of V, in flight
     persistent: bool  # one program an SM, each striding over the row tiles; else one program a row tile
     exp_fma: int = 0  # of 8 columns of the scores, those whose exp2 runs on the FMA units
+    ping_pong: bool = False  # warpgroups take turns at issuing products
 
 
 @dataclass(frozen=True, slots=True)

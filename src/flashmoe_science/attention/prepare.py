@@ -163,6 +163,7 @@ def _hopper(plan: Plan, config: HopperConfig) -> PreparedKernel:
         "IS_CAUSAL": problem.causal,
         "EDGE_TILES": hopper_edge_tiles(problem, config),
         "EXP_FMA": config.exp_fma,
+        "PING_PONG": config.ping_pong,
         "STORE_LSE": problem.return_lse,
         "PRODUCER_REGISTERS": producer_registers,
         "MATRIX_REGISTERS": matrix_registers,
