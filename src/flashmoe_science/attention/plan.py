@@ -290,7 +290,6 @@ def _short_pays(problem: AttentionProblem, gpu: GpuSpec) -> bool:
 
 HOPPER_ROWS = 64  # of one warpgroup
 HOPPER_REGISTERS = {2: (32, 240), 3: (32, 160)}  # by warpgroups: a producer's and a matrix warp's registers a thread
-_HOPPER_L2_BYTES = 32 << 20  # of K and V that heads share: what FlashAttention-3 takes as well
 _HOPPER_MAX = 2**29  # rows, keys, tiles: a sum of two of them, rounded up, stays in 32 bits
 
 # Tiles of forward_gluon_sm90: (columns of the wider of D and DV, causal) -> (keys up to which, configuration).
@@ -348,12 +347,6 @@ def hopper_edge_tiles(problem: AttentionProblem, config: HopperConfig) -> int:
     if problem.causal:  # the diagonal crosses the tiles of 64 rows once, or twice where it is not aligned with them
         return 1 if (problem.seqlen_k - problem.seqlen_q) % HOPPER_ROWS == 0 else 2
     return 1 if problem.seqlen_k % config.block_n else 0
-
-
-def hopper_heads_per_l2(problem: AttentionProblem) -> int:
-    """Return how many heads are walked over together when causal: as many as share L2 with their K and V."""
-    kv_bytes = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * problem.item_bytes
-    return max(1, min(problem.batch * problem.heads, _HOPPER_L2_BYTES // kv_bytes * problem.group))
 
 
 def _hopper_refusal(problem: AttentionProblem, gpu: GpuSpec) -> str | None:
