@@ -304,12 +304,12 @@ def _step(q, acc, packed, alpha, m, l, zero, a, i, first, row, n, W: gl.constexp
     exp2, and then the product runs under nothing.
     """
     slot, before = i % a.STAGES, (i - 1) % a.STAGES
-    k = a.k_ring.wait(slot, i // a.STAGES)
     v = a.v_ring.wait(before, (i - 1) // a.STAGES)
     acc = warpgroup_mma_wait(0, deps=[acc])
+    acc = _rescale(acc, alpha)
+    k = a.k_ring.wait(slot, i // a.STAGES)
     a.take_turn(W)
     s = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
-    acc = _rescale(acc, alpha)
     p = _unpack(packed, a.q_desc.dtype, gl.DotOperandLayout(0, acc.type.layout, 2))
     acc = warpgroup_mma(p, v, acc, is_async=True)
     a.pass_turn(W)
