@@ -18,6 +18,7 @@ from flashmoe_science.attention.operator import compile_plan
 from flashmoe_science.attention.plan import ForwardConfig, Plan, PlannedLaunch
 from flashmoe_science.attention.problem import AttentionProblem
 from flashmoe_science.gpu.compile import KernelSource, compile_kernel, read_resources
+from flashmoe_science.gpu.specs import OLDEST_TRITON
 
 pytestmark = pytest.mark.triton
 
@@ -66,6 +67,16 @@ def test_registers_stay_below_a_limit_that_is_given():
     assert free.registers > 64
     assert limited.registers <= 64
     assert limited.spill_bytes > 0
+
+
+@pytest.mark.parametrize("arch", OLDEST_TRITON)
+def test_every_architecture_of_the_table_compiles(arch):
+    installed = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    if installed < OLDEST_TRITON[arch]:
+        with pytest.raises(CompileError, match=f"'sm_{arch}a?' is not defined"):
+            compile_kernel(hoard(32), arch)
+    else:
+        assert compile_kernel(hoard(32), arch).asm["cubin"]
 
 
 def test_an_argument_without_type_or_value_is_named():
