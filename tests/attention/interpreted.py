@@ -28,6 +28,13 @@ def check(case: Case) -> None:
     assert torch.equal(again, o), "another memory layout gives other bits"
     if o.numel() and k.numel():
         check_expanded(q, k, v, causal=case.causal)
+        for scale in (1e-60, 0.0, -0.5):
+            o, lse = flash_attention(
+                q, k, v, causal=case.causal, softmax_scale=scale, return_lse=True, kernel="forward_triton"
+            )
+            assert_right(
+                o, q, k, v, causal=case.causal, softmax_scale=scale, lse=lse, name=f"output with scale {scale}"
+            )
 
 
 def check_expanded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool) -> None:

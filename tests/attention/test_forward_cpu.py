@@ -107,8 +107,12 @@ def test_bad_tensors(why):
     [
         ({"causal": 2}, "causal must be True or False, got 2"),
         ({"causal": 1}, "causal must be True or False, got 1"),
-        ({"softmax_scale": math.inf}, "softmax_scale must be finite, got inf"),
-        ({"softmax_scale": math.nan}, "softmax_scale must be finite, got nan"),
+        ({"softmax_scale": math.inf}, r"softmax_scale must be finite in fp32, so at most 2.36e\+38 in size, got inf"),
+        ({"softmax_scale": math.nan}, "softmax_scale must be finite in fp32, .* got nan"),
+        ({"softmax_scale": 1e60}, r"softmax_scale must be finite in fp32, .* got 1e\+60"),
+        # It is finite in fp32 itself, and not when multiplied by log2(e).
+        ({"softmax_scale": -2.4e38}, r"softmax_scale must be finite in fp32, .* got -2.4e\+38"),
+        ({"softmax_scale": 10**400}, "softmax_scale must be finite in fp32, got an integer beyond fp64"),
         ({"softmax_scale": torch.tensor(1.0)}, "softmax_scale must be a number or None, got Tensor"),
         ({"softmax_scale": "1"}, "softmax_scale must be a number or None, got str"),
         ({"softmax_scale": True}, "softmax_scale must be a number or None, got bool"),

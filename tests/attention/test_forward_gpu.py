@@ -172,8 +172,10 @@ def test_strides(kernel, seqlen):
     assert_right(flash_attention(*shifted, causal=True, kernel=kernel), q, k, v, causal=True)
     sliced = [torch.cat([t, t], -1)[..., 64:] for t in (q, k, v)]
     assert_right(flash_attention(*sliced, causal=True, kernel=kernel), q, k, v, causal=True)
-    expanded = k[:, :1].expand(-1, 4, -1, -1)
-    assert_right(flash_attention(q, expanded, v, kernel=kernel), q, expanded, v)
+    for axis in range(4):
+        one_k, one_v = (t.narrow(axis, 0, 1).expand_as(t) for t in (k, v))
+        assert_right(flash_attention(q, one_k, v, causal=True, kernel=kernel), q, one_k, v, causal=True)
+        assert_right(flash_attention(q, k, one_v, causal=True, kernel=kernel), q, k, one_v, causal=True)
 
 
 @hopper_only
@@ -238,11 +240,14 @@ def test_hopper_reads_the_tensors_of_this_call(causal):
     assert torch.equal(before, kept)
 
 
-def test_softmax_scale():
-    """Given, zero and negative scales."""
-    q, k, v = make_inputs(Case(1, 2, 2, 50, 60, 64, 64, "fp16", False, why="scale"), "cuda")
-    for scale in (0.3, 0.0, -0.2):
-        assert_right(flash_attention(q, k, v, softmax_scale=scale), q, k, v, softmax_scale=scale)
+@pytest.mark.parametrize("seqlen", [60, 3000])
+@pytest.mark.parametrize("causal", [False, True])
+def test_softmax_scale(seqlen, causal):
+    """Scales that are small, zero and negative, and those that are so in fp32 only."""
+    q, k, v = make_inputs(Case(4, 16, 16, seqlen, seqlen, 64, 64, "fp16", causal, why="scale"), "cuda")
+    for scale in (0.3, 1e-30, 1.3e-38, 1e-38, 1e-42, 1e-60, 0.0, -0.2):
+        o, lse = flash_attention(q, k, v, causal=causal, softmax_scale=scale, return_lse=True)
+        assert_right(o, q, k, v, causal=causal, softmax_scale=scale, lse=lse)
 
 
 def test_bits_are_equal_over_repeats():

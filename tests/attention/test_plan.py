@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -14,6 +15,7 @@ from hypothesis import given, settings, strategies
 
 import flashmoe_science
 from flashmoe_science import InputError, UnsupportedError
+from flashmoe_science.attention import plan as plan_module
 from flashmoe_science.attention.plan import (
     HOPPER_ROWS,
     MERGE_ROWS,
@@ -23,6 +25,7 @@ from flashmoe_science.attention.plan import (
     PlannedLaunch,
     ShortConfig,
     plan_attention,
+    share_keys,
     short_shared_bytes,
 )
 from flashmoe_science.attention.problem import AttentionProblem
@@ -108,6 +111,26 @@ def test_a_share_has_256_keys_and_there_are_32_shares_at_the_most():
         assert config.num_splits == most
 
 
+def test_no_share_is_empty():
+    """32 shares of whole tiles are 257 keys rounded up to 384 each: the first 22 take all 8,193."""
+    config = plan_attention(make_problem(1, 1, 16, 64, seqlen_k=8193), H200).config
+    assert isinstance(config, ForwardConfig)
+    assert (config.num_splits, config.block_n) == (22, 128)
+
+
+@given(strategies.sampled_from(sorted(SPECS)), strategies.integers(1, 70), strategies.integers(257, 40000))
+@settings(deadline=None)
+def test_every_share_has_keys(gpu, rows, keys):
+    """The rows are so few that the keys are split."""
+    for dtype, head_dim in (("fp16", 64), ("bf16", 128), ("fp32", 256)):
+        plan = plan_attention(make_problem(1, 1, rows, head_dim, dtype, seqlen_k=keys), SPECS[gpu], "forward_triton")
+        assert isinstance(plan.config, ForwardConfig)
+        splits = plan.config.num_splits
+        share = share_keys(keys, splits, plan.config.block_n)
+        assert all(split * share < keys for split in range(splits))
+        assert splits * share >= keys
+
+
 def test_few_keys_are_not_split():
     plan = plan_attention(make_problem(1, 1, 40, 64, "fp32"), H200)
     assert isinstance(plan.config, ForwardConfig)
@@ -141,6 +164,8 @@ REFUSED = {
     "keys": (make_problem(seqlen_k=513), "it serves at most 512 keys"),
     "scale": (make_problem(softmax_scale=-0.1), "it needs a positive softmax_scale"),
     "scale of zero": (make_problem(softmax_scale=0.0), "it needs a positive softmax_scale"),
+    "scale of zero in fp32": (make_problem(softmax_scale=1e-60), "it needs a positive softmax_scale, of normal size"),
+    "subnormal scale": (make_problem(softmax_scale=8e-39), "it needs a positive softmax_scale, of normal size in fp32"),
     "head_dim": (make_problem(head_dim=129, head_dim_v=64), "it serves head dimensions up to 128"),
     "head_dim_v": (make_problem(head_dim_v=136), "it serves head dimensions up to 128"),
     "heads": (make_problem(1, 65536, 1, 16), "its grid has at most 65535 heads and sequences"),
@@ -193,6 +218,38 @@ def test_an_architecture_before_ampere_is_refused(problem, kernel):
     with pytest.raises(UnsupportedError, match="kernels need sm_80 or newer, this GPU is sm_75") as caught:
         plan_attention(problem, turing, kernel)
     assert caught.value.hint == "A100, L4 and H100 are served"
+
+
+@pytest.mark.parametrize("arch", [81, 88, 101, 130])
+def test_an_architecture_that_no_triton_compiles_for_is_refused(arch):
+    with pytest.raises(UnsupportedError, match=f"Triton compiles no kernel for sm_{arch}") as caught:
+        plan_attention(LARGE, dataclasses.replace(B200, name="new", arch=arch))
+    assert caught.value.hint.startswith("the architectures served: sm_80, sm_86, ")
+    assert plan_attention(LARGE, dataclasses.replace(B200, arch=arch), "reference").kernel == "reference"
+
+
+@pytest.mark.parametrize("kernel", ["auto", "forward_triton", "forward_short_gluon"])
+def test_an_architecture_names_the_triton_that_it_needs(monkeypatch, kernel):
+    thor = dataclasses.replace(B200, name="Thor", arch=110)
+    monkeypatch.setattr(plan_module, "_installed_triton", lambda: (3, 6))
+    with pytest.raises(UnsupportedError, match=r"sm_110 needs Triton 3\.7 or newer, got Triton 3\.6") as caught:
+        plan_attention(make_problem(), thor, kernel)
+    assert caught.value.hint == "install triton>=3.7, and a torch that goes with it"
+    for installed in ((3, 7), (3, 10), None):
+        monkeypatch.setattr(plan_module, "_installed_triton", lambda version=installed: version)
+        assert plan_attention(make_problem(), thor, kernel).arch == 110
+
+
+def test_the_version_of_triton_is_read_without_importing_it(monkeypatch):
+    find = plan_module._installed_triton.__wrapped__
+    monkeypatch.setattr(importlib.metadata, "version", lambda _name: "3.10.0+git1234")
+    assert find() == (3, 10)
+
+    def missing(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    assert find() is None
 
 
 @pytest.mark.parametrize(("arch", "like"), [(103, B200), (121, SPECS["RTX 5090"]), (87, SPECS["A10G"])])
@@ -330,6 +387,8 @@ def test_every_plan_covers_its_rows_and_keys(gpu, kernel, **sizes):
         assert 1 <= splits <= 32
         assert splits == 1 or problem.seqlen_k >= 256 * splits
         assert len(plan.launches) == (1 if splits == 1 else 2)
+        share = share_keys(problem.seqlen_k, splits, plan.config.block_n)
+        assert splits == 1 or (splits - 1) * share < problem.seqlen_k <= splits * share
         assert threads == 32 * plan.config.num_warps
 
 

@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
+from flashmoe_science.attention.operator import compile_plan
 from flashmoe_science.attention.plan import plan_attention
 from flashmoe_science.attention.prepare import prepare_kernels
 from flashmoe_science.attention.problem import AttentionProblem
@@ -20,6 +21,25 @@ pytestmark = pytest.mark.triton
 def constants(problem: AttentionProblem) -> dict[str, object]:
     (kernel,) = prepare_kernels(plan_attention(problem, SPECS["H200"], "forward_triton"))
     return dict(kernel.source.constants)
+
+
+@pytest.mark.parametrize("axis", range(4))
+@pytest.mark.parametrize("name", ["k_strides", "v_strides"])
+@pytest.mark.parametrize("seqlen", [100, 3000])
+def test_expanded_tensors_are_served(seqlen, name, axis):
+    """In one pass where rows stay contiguous, else streamed: TMA does not step by 0, and the plan says so."""
+    problem = AttentionProblem(4, 8, 8, seqlen, seqlen, 64, 64, "fp16")
+    strides = [*getattr(problem, name)]
+    strides[axis] = 0
+    change: dict[str, Any] = {name: tuple(strides)}
+    plan = plan_attention(dataclasses.replace(problem, **change), SPECS["H200"])
+    if seqlen == 100 and axis < 3:
+        assert plan.kernel == "forward_short_gluon"
+    else:
+        assert plan.kernel == "forward_triton"
+        why = f"{name[0]} is expanded: TMA does not step by 0" if axis < 3 else f"rows of {name[0]} are not contiguous"
+        assert f"({why})" in plan.reason
+    assert all(outcome.problems == () for outcome in compile_plan(plan))
 
 
 def test_offsets_inside_a_tile_are_64_bit_where_rows_lie_far_apart():

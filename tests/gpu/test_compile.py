@@ -11,12 +11,14 @@ pytest.importorskip("triton", reason="Triton exists for Linux only")
 
 import triton
 import triton.language as tl
+from triton.backends.nvidia import compiler as nvidia_compiler
 
 from flashmoe_science import CompileError
 from flashmoe_science.attention.operator import compile_plan
 from flashmoe_science.attention.plan import ForwardConfig, Plan, PlannedLaunch
 from flashmoe_science.attention.problem import AttentionProblem
 from flashmoe_science.gpu.compile import KernelSource, compile_kernel, read_resources
+from flashmoe_science.gpu.specs import OLDEST_TRITON
 
 pytestmark = pytest.mark.triton
 
@@ -27,6 +29,14 @@ def _hoard_kernel(x_ptr, y_ptr, ROWS: tl.constexpr, COLS: tl.constexpr):
     offs = tl.arange(0, ROWS)[:, None] * COLS + tl.arange(0, COLS)[None, :]
     x = tl.load(x_ptr + offs)
     tl.store(y_ptr + offs, tl.exp(x - tl.max(x, 0)[None, :]))
+
+
+@triton.jit
+def _nonsense_kernel(x_ptr, SIZE: tl.constexpr):
+    """Hold an instruction that no GPU has."""
+    offs = tl.arange(0, SIZE)
+    x = tl.inline_asm_elementwise("nonsense $0, $1;", "=r,r", [offs], tl.int32, is_pure=False, pack=1)
+    tl.store(x_ptr + offs, x)
 
 
 def hoard(rows: int, **more) -> KernelSource:
@@ -59,6 +69,16 @@ def test_registers_stay_below_a_limit_that_is_given():
     assert limited.spill_bytes > 0
 
 
+@pytest.mark.parametrize("arch", OLDEST_TRITON)
+def test_every_architecture_of_the_table_compiles(arch):
+    installed = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    if installed < OLDEST_TRITON[arch]:
+        with pytest.raises(CompileError, match=f"'sm_{arch}a?' is not defined"):
+            compile_kernel(hoard(32), arch)
+    else:
+        assert compile_kernel(hoard(32), arch).asm["cubin"]
+
+
 def test_an_argument_without_type_or_value_is_named():
     source = dataclasses.replace(hoard(32), constants=(("ROWS", 32),))
     with pytest.raises(CompileError, match="_hoard_kernel: arguments without a type or a value: COLS"):
@@ -68,6 +88,43 @@ def test_an_argument_without_type_or_value_is_named():
 def test_what_triton_refuses_is_a_compile_error():
     with pytest.raises(CompileError, match="_hoard_kernel does not compile for sm_90"):
         compile_kernel(hoard(33), 90)  # not a power of two
+
+
+def test_what_ptxas_refuses_is_told_without_the_ptx(capfd):
+    """Triton would print all of the PTX to stdout, where a command's data goes."""
+    constants, pointers = (("SIZE", 128),), (("x_ptr", "*fp32"),)
+    with pytest.raises(CompileError) as caught:
+        compile_kernel(
+            KernelSource(_nonsense_kernel, pointers, constants, frozenset({"x_ptr"}), 1, max_registers=64), 90
+        )
+    message = str(caught.value)
+    assert message.startswith("_nonsense_kernel does not compile for sm_90 with num_warps 1, num_stages 1,")
+    assert "maxnreg 64: ptxas" in message
+    assert "Not a name of any known instruction: 'nonsense'" in message
+    assert "--gpu-name=sm_90a" in caught.value.hint
+    assert len(message.splitlines()) <= 10
+    assert ".visible .entry" not in message + capfd.readouterr().out
+
+
+def test_a_flood_of_complaints_is_cut(monkeypatch):
+    log = "\n".join(["ptxas info    : 0 bytes gmem", *(f"ptxas error : line {number}" for number in range(100))])
+    text = f"PTXAS error: it failed\n`ptxas` stderr:\n{log}\n\nRepro command: ptxas --gpu-name=sm_90 x.ptx\n"
+
+    def refuse(*_arguments, **_options):
+        raise RuntimeError(text)
+
+    monkeypatch.setattr(triton, "compile", refuse)
+    with pytest.raises(CompileError) as caught:
+        compile_kernel(hoard(16), 90)
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 10
+    assert lines[0].endswith("ptxas error : line 0")
+    assert lines[-2] == "and 92 lines more"
+
+
+def test_the_ptx_of_another_kernel_is_printed_as_ever(capsys):
+    nvidia_compiler.print("`ptxas` stderr: of a kernel that is not ours")
+    assert "not ours" in capsys.readouterr().out
 
 
 def test_machine_code_that_cannot_be_read_is_a_compile_error(monkeypatch):

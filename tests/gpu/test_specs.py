@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 
 from flashmoe_science import InputError
-from flashmoe_science.gpu.specs import FP16_FLOPS_PER_SM_AND_CLOCK, SPECS, find_gpu, shared_memory_limit
+from flashmoe_science.gpu.specs import (
+    FP16_FLOPS_PER_SM_AND_CLOCK,
+    OLDEST_TRITON,
+    SPECS,
+    find_gpu,
+    shared_memory_limit,
+)
 
 
 @pytest.mark.parametrize(
@@ -45,6 +51,12 @@ def test_shared_memory_of_a_block():
     for spec in SPECS.values():
         assert spec.shared_memory_per_block_bytes == shared_memory_limit(spec.arch)
         assert spec.shared_memory_per_block_bytes == spec.shared_memory_per_sm_bytes - 1024
+
+
+def test_every_model_can_be_compiled_for():
+    assert {spec.arch for spec in SPECS.values()} <= {
+        arch for arch, oldest in OLDEST_TRITON.items() if oldest == (3, 6)
+    }
 
 
 def test_no_model_computes_more_in_a_clock_than_its_architecture():

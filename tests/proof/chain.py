@@ -56,8 +56,8 @@ def attention(batch: int, heads: int, seqlen_q: int, head_dim: int, **more: Any)
 
 
 def attention_request(name: str, *cases: SuiteCase, **changes: Any) -> ProveRequest:
-    """Return a request for the subject ``tests/subjects/name`` on cases of attention."""
-    subject = load_subject(str(SUBJECTS / name))
+    """Return a request for the subject ``tests/subjects/name``, or one of ours, on cases of attention."""
+    subject = load_subject(str(SUBJECTS / name) if (SUBJECTS / name).exists() else name)
     suite = Suite("made-up", subject.operator, "Made for a test.", cases, Path("made-up.toml"))
     return replace(ProveRequest(subject, suite, baselines=["sdpa"], command="flashmoe prove"), **changes)
 

@@ -155,8 +155,11 @@ class FakeOperator:
     def compile_jobs(self, subject, problems, gpus):
         return [Job(f"attend D={d}", gpu) for d in sorted({p.head_dim for p in problems}) for gpu in gpus]
 
-    def cpu_refusal(self, problem):
+    def cpu_refusal(self, subject, problem):
         return "4,096 tokens and more take hours in an interpreter" if problem.seqlen_q >= 4096 else None
+
+    def cpu_stand_in(self, subject, problem):
+        return "plain torch (a GPU runs a kernel)" if problem.causal else ""
 
     def rivals(self):
         return {name: FakeRival(name) for name in ("sdpa", "absent", "picky")}

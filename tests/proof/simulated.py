@@ -219,8 +219,11 @@ class Doubling:
     def compile_jobs(self, subject, problems, gpus):
         return []
 
-    def cpu_refusal(self, problem):
+    def cpu_refusal(self, subject, problem):
         return None
+
+    def cpu_stand_in(self, subject, problem):
+        return ""
 
     def rivals(self):
         return self._rivals

@@ -8,14 +8,18 @@ from dataclasses import replace
 import pytest
 
 from flashmoe_science.errors import ProofError, SuiteError
+from flashmoe_science.proof.conclude import last_word
 from flashmoe_science.proof.evidence import GATE_NAMES, read_record, write_record
 from flashmoe_science.proof.gates import chain, correct, static
+from flashmoe_science.proof.gates.run import passed
 
 from .chain import (
     GPU,
     HONEST,
     SHORT,
     Recorder,
+    attention,
+    attention_request,
     environment_with,
     gate_of,
     request_of,
@@ -356,6 +360,52 @@ def test_subject_that_needs_a_gpu_cannot_be_checked_here():
 def test_all_cases_too_long_for_a_cpu():
     record = run_chain(request_of(HONEST, Problem(1, 1, 4096, 64)))
     assert statuses(record)["correct"] == "not possible"
+    assert gate_of(record, "correct").summary == (
+        "none of the 1 cases can be checked on the CPU: 4,096 tokens and more take hours in an interpreter"
+    )
+
+
+def test_a_stand_in_that_is_right_shows_nothing_of_the_subject():
+    builtin = replace(HONEST, builtin=True)
+    record = run_chain(request_of(builtin, SHORT, replace(SHORT, causal=True)))
+    assert "2 of 2 cases on the CPU, 1 of them by plain torch (a GPU runs a kernel): error" in (
+        gate_of(record, "correct").summary
+    )
+    assert [(case.correct, case.stand_in) for case in record.cases] == [
+        (True, ""),
+        (None, "plain torch (a GPU runs a kernel)"),
+    ]
+    assert "correct (of a stand-in) passed; launch" in last_word(record)[1]
+
+
+def test_a_stand_in_for_all_cases_is_named_once():
+    record = run_chain(request_of(replace(HONEST, builtin=True), replace(SHORT, causal=True)))
+    assert "1 of 1 cases on the CPU, by plain torch (a GPU runs a kernel): error" in gate_of(record, "correct").summary
+
+
+@pytest.mark.parametrize("name", ["forward_short_gluon", "forward_gluon_sm90"])
+def test_a_kernel_in_gluon_cannot_be_checked_without_a_gpu(name, monkeypatch):
+    for gate in ("build", "import"):
+        monkeypatch.setitem(chain._GATES, gate, lambda _: passed("left out: it takes seconds"))
+    record = run_chain(attention_request(name, attention(1, 1, 16, 64)))
+    assert statuses(record)["correct"] == "not possible"
+    assert gate_of(record, "correct").summary == (
+        f"none of the 1 cases can be checked on the CPU: {name} is written in Gluon, which cannot be interpreted: "
+        "only a GPU can check it"
+    )
+    assert record.cases[0].correct is None
+
+
+@pytest.mark.triton
+def test_flash_attention_without_a_gpu_says_which_kernel_was_checked(monkeypatch):
+    for gate in ("build", "import"):
+        monkeypatch.setitem(chain._GATES, gate, lambda _: passed("left out: it takes seconds"))
+    wide = attention(1, 1, 16, 256)  # forward_triton serves it everywhere
+    record = run_chain(attention_request("flash_attention", attention(1, 1, 16, 64), wide))
+    stand_in = "forward_triton in Triton's interpreter (a GPU may run forward_short_gluon, which cannot be interpreted)"
+    assert statuses(record)["correct"] == "passed"
+    assert f"2 of 2 cases on the CPU, 1 of them by {stand_in}: error" in gate_of(record, "correct").summary
+    assert [(case.correct, case.stand_in) for case in record.cases] == [(None, stand_in), (True, "")]
 
 
 # Interruption.

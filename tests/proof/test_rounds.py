@@ -412,6 +412,43 @@ def test_calls_without_work_on_the_gpu_have_no_kernel_time():
     assert "host" not in bench.seconds("kernel")
 
 
+@pytest.mark.parametrize("cache", ["cold", "rotating"])
+def test_work_that_is_skipped_under_the_profiler_gives_no_kernel_time(cache):
+    bench = Bench()
+    plain = implementation(bench.gpu)
+
+    def entry(x):
+        if not bench.gpu.listeners:
+            return plain(x)
+        bench.gpu.launch(lambda: None, seconds=1e-6)
+        return torch.zeros(x.shape)
+
+    bench.subject = loaded("ours", entry, role="subject", deterministic=True)
+    bench.run(["kernel"], cache=cache)
+    assert "kernel time: an answer of a timed sample is wrong: 1 of 1 answers differ" in bench.arms["ours"].reason
+    assert set(bench.seconds("kernel")) == {"sdpa", "sdpa#2"}
+
+
+def test_answers_kept_for_the_length_of_a_sample_give_no_kernel_time():
+    """Two sets of inputs come round within a sample: what was computed a moment ago would do for the median call."""
+    bench = Bench(length=1024)
+    plain = implementation(bench.gpu)
+    kept: dict[int, tuple[float, torch.Tensor]] = {}
+
+    def entry(x):
+        if bench.gpu.listeners:
+            since, answer = kept.get(x.data_ptr(), (-1.0, x))
+            if bench.gpu.now - since < 150e-6:
+                bench.gpu.launch(lambda: None, seconds=1e-6)
+                return answer
+        kept[x.data_ptr()] = (bench.gpu.now, plain(x))
+        return kept[x.data_ptr()][1]
+
+    bench.subject = loaded("ours", entry, role="subject", deterministic=True)
+    bench.run(["kernel"], rounds=10)
+    assert "kernel time: an answer of a timed sample is wrong" in bench.arms["ours"].reason
+
+
 def test_calls_whose_work_varies_have_no_kernel_time():
     bench = Bench()
     plain = implementation(bench.gpu)

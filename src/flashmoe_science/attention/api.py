@@ -51,7 +51,8 @@ def flash_attention(
         k: ``[B, HK, Sk, D]``, dtype and device of q; H is a multiple of HK (GQA, MQA).
         v: ``[B, HK, Sk, DV]``, dtype and device of q; DV from 1 to 256 on a GPU.
         causal: row m sees keys up to m + Sk - Sq (aligned bottom-right). A row that sees no key gives 0 and LSE -inf.
-        softmax_scale: multiplies the scores before the softmax. Default ``D ** -0.5``.
+        softmax_scale: multiplies the scores before the softmax; of any sign, and finite in fp32 when multiplied by
+            log2(e). Default ``D ** -0.5``.
         return_lse: return the log-sum-exp of every row too.
         kernel: ``"auto"``, or one name to force (``explain`` lists them); a forced kernel never falls back.
 
@@ -66,6 +67,8 @@ def flash_attention(
 
     Numerics: fp32 scores, softmax and accumulators; P is rounded to the dtype of v. Error within twice that of the
     eager run in the same dtype, against fp64. Run-to-run bitwise equal. CPU tensors run ``reference.attention``.
+    Beyond 2**24 in size, scaled scores of fp32 are more than 1 apart: rows that have such are not accurate, and may be
+    0 or NaN.
     """
     if _is_compiling() or type(q) is not Tensor or type(k) is not Tensor or type(v) is not Tensor:
         return _call_operator(q, k, v, causal, softmax_scale, return_lse, kernel)
@@ -101,7 +104,8 @@ def explain(
 ) -> Plan:
     """Return the plan that would serve ``flash_attention`` with the same arguments; nothing is launched.
 
-    ``print`` shows it as text, ``.as_dict()`` gives it as data. Arguments and errors are those of ``flash_attention``,
+    ``print`` shows it as text, ``.as_dict()`` gives it as data. Nothing is compiled either, so the launches' shared
+    memory is None; ``flashmoe explain`` compiles and prints it. Arguments and errors are those of ``flash_attention``,
     but inputs may require grad.
     """
     problem = problem_of(q, k, v, causal=causal, softmax_scale=softmax_scale, return_lse=return_lse)
@@ -163,9 +167,10 @@ def _check_options(causal: object, softmax_scale: object) -> float | None:
         return None
     if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, (int, float)):
         raise InputError(f"softmax_scale must be a number or None, got {type(softmax_scale).__name__}")
-    if not math.isfinite(softmax_scale):
-        raise InputError(f"softmax_scale must be finite, got {softmax_scale}")
-    return float(softmax_scale)
+    try:
+        return float(softmax_scale)  # AttentionProblem says how large it may be
+    except OverflowError:
+        raise InputError("softmax_scale must be finite in fp32, got an integer beyond fp64") from None
 
 
 def _describe_layout(q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from ..errors import CompileError, InputError
+from ..errors import CompileError, InputError, UnsupportedError
 from ..gpu.device import current_gpu
-from ..gpu.specs import GpuSpec, find_gpu, shared_memory_limit
+from ..gpu.specs import SPECS, GpuSpec, find_gpu, shared_memory_limit
 from . import reference, rivals
 from .api import flash_attention
 from .plan import ForwardConfig, HopperConfig, Plan, PlannedLaunch, plan_attention
@@ -30,7 +30,7 @@ _MAX_INTERPRETER_STEPS = 4096  # about a minute in Triton's interpreter
 forward_triton = functools.partial(flash_attention, kernel="forward_triton")
 forward_short_gluon = functools.partial(flash_attention, kernel="forward_short_gluon")
 forward_gluon_sm90 = functools.partial(flash_attention, kernel="forward_gluon_sm90")
-_OURS = (flash_attention, forward_triton, forward_short_gluon, forward_gluon_sm90)
+_IN_GLUON = ("forward_short_gluon", "forward_gluon_sm90")
 
 
 @dataclass(frozen=True)
@@ -181,14 +181,15 @@ class AttentionOperator:
         """Return ``entry(q, k, v, causal=..., softmax_scale=...)`` as a call without arguments.
 
         A rival with a memory layout of its own offers ``bind_inputs``, and lays its inputs out there, outside any
-        timing. On CPU tensors our own functions run the Triton kernel in the interpreter: the reference would prove
-        nothing.
+        timing. On CPU tensors ``flash_attention`` runs the Triton kernel in the interpreter, as ``cpu_stand_in`` says:
+        the reference would prove nothing.
         """
         if hasattr(entry, "bind_inputs"):
             bound: Callable[[], torch.Tensor] = entry.bind_inputs(problem, inputs)
             return bound
         options: dict[str, Any] = {"causal": problem.causal, "softmax_scale": problem.softmax_scale}
-        if entry in _OURS and inputs["q"].device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
+        on_cpu = inputs["q"].device.type == "cpu"
+        if entry is flash_attention and on_cpu and os.environ.get("TRITON_INTERPRET") == "1":
             options["kernel"] = "forward_triton"
         return functools.partial(entry, inputs["q"], inputs["k"], inputs["v"], **options)
 
@@ -288,8 +289,10 @@ class AttentionOperator:
     def _plan(self, subject: str, problem: AttentionProblem, gpu: GpuSpec) -> Plan:
         return plan_attention(problem, gpu, "auto" if subject == "flash_attention" else subject)
 
-    def cpu_refusal(self, problem: AttentionProblem) -> str | None:
+    def cpu_refusal(self, subject: str, problem: AttentionProblem) -> str | None:
         """Return why Triton's interpreter cannot check ``problem``, or None."""
+        if subject in _IN_GLUON:
+            return f"{subject} is written in Gluon, which cannot be interpreted: only a GPU can check it"
         if problem.dtype == "bf16":
             return "Triton's interpreter multiplies bf16 wrongly"
         config = plan_attention(problem, None, "auto").config or ForwardConfig(16, 32, 4, 1)
@@ -299,6 +302,27 @@ class AttentionOperator:
         if steps > _MAX_INTERPRETER_STEPS:
             return f"{steps} steps in Triton's interpreter are too many (at most {_MAX_INTERPRETER_STEPS})"
         return None
+
+    def cpu_stand_in(self, subject: str, problem: AttentionProblem) -> str:
+        """Return what the interpreter runs in place of ``subject`` and why, or an empty text where it is the same.
+
+        ``flash_attention`` chooses: what runs here is what it gets on a GPU only where every GPU would get it.
+        """
+        if subject != "flash_attention":
+            return ""
+        served = dict.fromkeys(self._kernel(problem, gpu) for gpu in SPECS.values())
+        others = [name for name in served if name in _IN_GLUON]
+        if not others:
+            return ""
+        why = f"a GPU may run {' or '.join(others)}, which cannot be interpreted"
+        return f"forward_triton in Triton's interpreter ({why})"
+
+    def _kernel(self, problem: AttentionProblem, gpu: GpuSpec) -> str:
+        """Return the kernel that ``gpu`` runs, or an empty text where none serves it."""
+        try:
+            return plan_attention(problem, gpu).kernel
+        except UnsupportedError:
+            return ""
 
     def rivals(self) -> Mapping[str, rivals.Rival]:
         """Return all baselines by name; the first is the default."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import importlib.metadata
 import os
 from dataclasses import dataclass
 from typing import Any
 
 from ..errors import InputError, UnsupportedError
-from ..gpu.specs import GpuSpec
+from ..gpu.specs import OLDEST_TRITON, GpuSpec
 from .problem import AttentionProblem
 
 MAX_HEAD_DIM = 256
@@ -51,12 +53,16 @@ class HopperConfig:
 
 @dataclass(frozen=True, slots=True)
 class PlannedLaunch:
-    """One launch that a plan promises."""
+    """One launch that a plan promises.
+
+    ``shared_memory_bytes`` is known once the kernel was compiled. Planning compiles nothing, so it is None in every
+    plan that ``plan_attention`` and ``explain`` return.
+    """
 
     pattern: str  # the kernel's name in a profiler
     grid: tuple[int, int, int]
     block: tuple[int, int, int]
-    shared_memory_bytes: int | None = None  # known once the kernel was compiled
+    shared_memory_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +107,14 @@ def _cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
+# Kernels that mask scores before they scale them: -inf * 0 is NaN, and what is smaller may be 0 to a GPU.
+_SMALLEST_SCALE_LOG2 = 2.0**-126
+
 # Tiles of forward_triton:
 # (architectures) -> {(bytes of an element, columns of the wider of the D and DV tiles): row tiles, largest first}.
-# Every row compiles for its architectures without spills and within their shared memory (test_tables.py).
+# Every row compiles for its architectures without spills and within their shared memory (test_tables.py), and is a
+# choice among those that do. Only 16 and 64 rows of 64 columns on sm_90 were timed against others, over at most 512
+# keys (lab/one_pass/1_batched_triton_and_streaming.txt).
 _T = ForwardConfig
 FORWARD_TABLES: dict[tuple[int, ...], dict[tuple[int, int], tuple[ForwardConfig, ...]]] = {
     (80,): {
@@ -148,10 +159,17 @@ FORWARD_TABLES: dict[tuple[int, ...], dict[tuple[int, int], tuple[ForwardConfig,
     },
 }  # fmt: skip
 
-_FULL_ENOUGH = 0.8  # of the SMs: splitting the keys for the rest costs more than it saves (as in FlashAttention-3)
-_MIN_SPLIT_KEYS = 256  # a share of fewer keys costs more in the merge than it saves
+# When keys are split, and the merge of their shares: choices, none of them measured here yet.
+# The part of the SMs that is full enough. Below it, a split or a smaller tile puts idle SMs to work; it costs a second
+# launch and the merge, or reuse of K and V. FlashAttention-3 takes 0.8 too, for the split.
+_FULL_ENOUGH = 0.8
+# More shares put more SMs to work on few rows. Each costs a partial output in fp32, written and read again, and one
+# more unrolled step of the merge. FlashAttention-3 goes up to 256.
 _MAX_SPLITS = 32
-MERGE_ROWS = 4  # rows of one program of the merge
+# A shorter share ends sooner; its partial output weighs as much however short it is.
+_MIN_SPLIT_KEYS = 256
+# More rows a program read partial results in fewer programs, which a problem with few rows does not have to spare.
+MERGE_ROWS = 4
 MERGE_WARPS = 4
 
 
@@ -163,6 +181,19 @@ def forward_rows(arch: int, item_bytes: int, columns: int) -> tuple[ForwardConfi
     near = max(known for archs in FORWARD_TABLES for known in archs if known <= arch)
     table = next(table for archs, table in FORWARD_TABLES.items() if near in archs)
     return table[item_bytes, max(64, columns)]
+
+
+def share_keys(seqlen_k: int, splits: int, block_n: int) -> int:
+    """Return the keys of one share in ``forward_triton``, the last one's apart: whole tiles."""
+    return _cdiv(_cdiv(seqlen_k, splits), block_n) * block_n
+
+
+def _nonempty_splits(seqlen_k: int, splits: int, block_n: int) -> int:
+    """Return how many of ``splits`` shares have keys: as shares are whole tiles, the first ones may take them all.
+
+    With so many, shares are no longer than before, so the last one has keys.
+    """
+    return _cdiv(seqlen_k, share_keys(seqlen_k, splits, block_n))
 
 
 def _forward_plan(problem: AttentionProblem, gpu: GpuSpec, why: str) -> Plan:
@@ -184,6 +215,7 @@ def _forward_plan(problem: AttentionProblem, gpu: GpuSpec, why: str) -> Plan:
         reason += f"do not fill {gpu.sms} SMs, and the keys are too few to be split"
     else:
         splits = min(most_splits, max(1, round(gpu.sms / blocks(config))))
+        splits = _nonempty_splits(problem.seqlen_k, splits, config.block_n)
         config = dataclasses.replace(config, num_splits=splits)
         reason += f"do not fill {gpu.sms} SMs, so the keys are split over {splits}"
     tiles = _cdiv(problem.seqlen_q, config.block_m)
@@ -238,8 +270,8 @@ def _short_refusal(problem: AttentionProblem, gpu: GpuSpec) -> str | None:
         return "it serves fp16 and bf16 only"
     if not 0 < problem.seqlen_k <= SHORT_MAX_KEYS:
         return f"it serves at most {SHORT_MAX_KEYS} keys" if problem.seqlen_k else "there are no keys"
-    if problem.scale <= 0:
-        return "it needs a positive softmax_scale"
+    if problem.scale_log2 < _SMALLEST_SCALE_LOG2:
+        return "it needs a positive softmax_scale, of normal size in fp32"
     if max(problem.head_dim, problem.head_dim_v) > 128:
         return "it serves head dimensions up to 128"
     if problem.heads > 65535 or problem.batch > 65535:
@@ -283,7 +315,12 @@ def _short_plan(problem: AttentionProblem, gpu: GpuSpec, why: str) -> Plan:
 
 
 def _short_pays(problem: AttentionProblem, gpu: GpuSpec) -> bool:
-    """Whether ``forward_short_gluon`` has at most two blocks an SM: beyond, throughput counts, not latency."""
+    """Whether ``forward_short_gluon`` has at most two blocks an SM: beyond, throughput counts, not latency.
+
+    Where the line lies is a choice. At 3.9 blocks an SM, (B, H, S, D) = (32, 8, 64, 64), it still took half the time of
+    SDPA, at 15.5, (64, 8, 128, 64), 1.3 times as long (an H200, lab/one_pass/5_merge_without_conflicts.txt). Against
+    ``forward_triton``, which serves instead, it was not measured.
+    """
     config = short_config(problem, gpu)
     return _cdiv(problem.seqlen_q, config.block_m) * problem.heads * problem.batch <= 2 * gpu.sms
 
@@ -357,8 +394,8 @@ def _hopper_refusal(problem: AttentionProblem, gpu: GpuSpec) -> str | None:
         return "it serves fp16 and bf16 only"
     if problem.seqlen_k == 0:
         return "there are no keys"
-    if problem.scale <= 0:
-        return "it needs a positive softmax_scale"
+    if problem.scale_log2 < _SMALLEST_SCALE_LOG2:
+        return "it needs a positive softmax_scale, of normal size in fp32"
     if problem.head_dim % 8 or problem.head_dim_v % 8:
         return "it serves head dimensions that are multiples of 8 (TMA steps by 16 bytes)"
     if problem.pointer_alignment < 16:
@@ -425,16 +462,40 @@ def plan_attention(problem: AttentionProblem, gpu: GpuSpec | None, kernel: str =
         raise UnsupportedError(
             f"no kernel serves head dimension {widest}", hint=f"the nearest that is served: {MAX_HEAD_DIM}"
         )
-    if gpu.arch < OLDEST_ARCH:
-        raise UnsupportedError(
-            f"kernels need sm_{OLDEST_ARCH} or newer, this GPU is sm_{gpu.arch}", hint="A100, L4 and H100 are served"
-        )
+    _refuse_architecture(gpu.arch)
     if problem.rows == 0:
         name = "forward_triton" if kernel == "auto" else kernel
         return Plan(problem, gpu.name, gpu.arch, name, None, (), "the output is empty: nothing is launched")
     if kernel == "auto":
         return _auto_plan(problem, gpu)
     return _forced_plan(problem, gpu, kernel)
+
+
+def _refuse_architecture(arch: int) -> None:
+    """Raise ``UnsupportedError`` where the Triton that is installed does not compile for ``sm_<arch>``."""
+    if arch < OLDEST_ARCH:
+        raise UnsupportedError(
+            f"kernels need sm_{OLDEST_ARCH} or newer, this GPU is sm_{arch}", hint="A100, L4 and H100 are served"
+        )
+    if arch not in OLDEST_TRITON:
+        served = ", ".join(f"sm_{known}" for known in OLDEST_TRITON)
+        raise UnsupportedError(f"Triton compiles no kernel for sm_{arch}", hint=f"the architectures served: {served}")
+    needed, installed = OLDEST_TRITON[arch], _installed_triton()
+    if installed is not None and installed < needed:
+        wanted = ".".join(map(str, needed))
+        raise UnsupportedError(
+            f"sm_{arch} needs Triton {wanted} or newer, got Triton {'.'.join(map(str, installed))}",
+            hint=f"install triton>={wanted}, and a torch that goes with it",
+        )
+
+
+@functools.cache
+def _installed_triton() -> tuple[int, ...] | None:
+    """Return major and minor version without importing Triton; None where plans are made without it."""
+    try:
+        return tuple(int(part) for part in importlib.metadata.version("triton").split(".")[:2])
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _forced_plan(problem: AttentionProblem, gpu: GpuSpec, kernel: str) -> Plan:

@@ -31,7 +31,6 @@ from .plan import (
 from .problem import AttentionProblem
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
-_LOG2_E = math.log2(math.e)
 # All that a thread can have. Left to itself, ptxas spills a few bytes to fit one more block of a small tile on an SM,
 # and small tiles are chosen where there are no such blocks.
 _MAX_REGISTERS = 255
@@ -135,7 +134,7 @@ def _short(plan: Plan, config: ShortConfig) -> PreparedKernel:
         *_in_units(problem.output_strides[:2], output_alignment(problem)),
         problem.seqlen_q,
         problem.seqlen_k,
-        problem.scale * _LOG2_E,
+        problem.scale_log2,
     )
     return PreparedKernel(source, plan.launches[0].grid, values)
 
@@ -182,7 +181,7 @@ def _hopper(plan: Plan, config: HopperConfig) -> PreparedKernel:
         problem.seqlen_k,
         tiles_m,
         tiles_m * problem.batch * problem.heads,
-        problem.scale * _LOG2_E,
+        problem.scale_log2,
     )
     q_shape = (problem.batch, problem.heads, problem.seqlen_q)
     kv_shape = (problem.batch, problem.heads_kv, problem.seqlen_k)
@@ -262,7 +261,7 @@ def _forward(plan: Plan, config: ForwardConfig) -> PreparedKernel:
         problem.seqlen_q,
         problem.seqlen_k,
         tiles,
-        problem.scale * _LOG2_E,
+        problem.scale_log2,
     )
     return PreparedKernel(source, plan.launches[0].grid, values)
 

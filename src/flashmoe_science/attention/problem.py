@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from ..errors import InputError
 
 ITEM_BYTES = {"fp16": 2, "bf16": 2, "fp32": 4}
+LOG2_E = math.log2(math.e)
+LARGEST_SCALE = (2 - 2**-23) * 2.0**127 / LOG2_E  # kernels take it times log2(e), in fp32
 
 Strides = tuple[int, int, int, int]
 
@@ -66,8 +68,9 @@ class AttentionProblem:
             raise InputError(f"heads_kv must be at least 1 with heads = {self.heads}, got 0")
         if self.heads_kv and self.heads % self.heads_kv:
             raise InputError(f"heads must be a multiple of heads_kv = {self.heads_kv}, got {self.heads}")
-        if self.softmax_scale is not None and not math.isfinite(self.softmax_scale):
-            raise InputError(f"softmax_scale must be finite, got {self.softmax_scale}")
+        if self.softmax_scale is not None and not abs(self.softmax_scale) <= LARGEST_SCALE:  # NaN is not
+            allowed = f"finite in fp32, so at most {LARGEST_SCALE:.3g} in size"
+            raise InputError(f"softmax_scale must be {allowed}, got {self.softmax_scale}")
         shapes = {
             "q_strides": (self.batch, self.heads, self.seqlen_q, self.head_dim),
             "k_strides": (self.batch, self.heads_kv, self.seqlen_k, self.head_dim),
@@ -81,6 +84,11 @@ class AttentionProblem:
     def scale(self) -> float:
         """The factor on the scores."""
         return self.head_dim**-0.5 if self.softmax_scale is None else self.softmax_scale
+
+    @property
+    def scale_log2(self) -> float:
+        """The factor on the scores for exponentials to base 2, as kernels get it (in fp32)."""
+        return self.scale * LOG2_E
 
     @property
     def group(self) -> int:

@@ -251,14 +251,16 @@ class FlashInfer(Rival):
         return "it serves fp16 and bf16 only" if problem.dtype == "fp32" else None
 
 
+# Names as profilers write them (tests/attention/test_rivals.py has some of each). PyTorch's copy of FlashAttention-2 is
+# in namespace pytorch_flash, and FlashAttention-4's names hold flash_fwd too.
 _ALL: tuple[Rival, ...] = (
     Sdpa("sdpa", None),
     Sdpa("sdpa-cudnn", SDPBackend.CUDNN_ATTENTION, ("*cudnn*",)),
-    Sdpa("sdpa-flash", SDPBackend.FLASH_ATTENTION, ("*flash_fwd*",)),
-    Sdpa("sdpa-efficient", SDPBackend.EFFICIENT_ATTENTION, ("*fmha*",)),
+    Sdpa("sdpa-flash", SDPBackend.FLASH_ATTENTION, ("*pytorch_flash::flash_fwd*",)),
+    Sdpa("sdpa-efficient", SDPBackend.EFFICIENT_ATTENTION, ("*fmha_cutlassF*",)),
     Sdpa("sdpa-math", SDPBackend.MATH),
     Flex(),
-    FlashAttention("fa2", "flash_attn", "flash-attn", ("*flash_fwd*",)),
+    FlashAttention("fa2", "flash_attn", "flash-attn", ("void flash::flash_fwd*",)),
     FlashAttention3(),
     FlashAttention("fa4", "flash_attn.cute", "flash-attn-4", ("*FlashAttentionForwardSm*",)),
     Xformers(),

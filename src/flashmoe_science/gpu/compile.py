@@ -13,16 +13,21 @@ import pathlib
 import re
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Mapping
 from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia import compiler as nvidia_compiler
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
 from ..errors import CompileError
+
+_PTXAS_LINES = 8  # of its complaints in an error's message: the first is mostly the cause of the others
+_compiling = threading.local()  # ``here`` while this thread compiles a kernel of ours
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,15 +87,40 @@ def compile_kernel(source: KernelSource, arch: int) -> Any:
         "enable_fp_fusion": True,
         "maxnreg": source.max_registers,
     }
+    _compiling.here = True
     try:
         kernel = triton.compile(unit, target=GPUTarget("cuda", arch, 32), options=options)
     except Exception as error:
-        raise CompileError(f"{source.name} does not compile for sm_{arch}: {error}") from error
+        what, hint = _what_failed(str(error))
+        given = ", ".join(f"{name} {value}" for name, value in options.items())
+        raise CompileError(f"{source.name} does not compile for sm_{arch} with {given}: {what}", hint=hint) from error
+    finally:
+        _compiling.here = False
     if kernel.metadata.global_scratch_size:
         raise CompileError(
             f"{source.name} for sm_{arch} asks for {kernel.metadata.global_scratch_size} bytes of scratch memory"
         )
     return kernel
+
+
+def _what_failed(text: str) -> tuple[str, str]:
+    """Return what ptxas complained of and how to repeat it; any other text as it is."""
+    said = re.search(r"`ptxas` stderr:\n(.*?)\n\s*Repro command: ([^\n]*)", text, re.DOTALL)
+    if said is None:
+        return text, ""
+    lines = [line for line in said[1].splitlines() if line.strip() and not re.match(r"ptxas\S* info", line)]
+    more = [f"and {len(lines) - _PTXAS_LINES} lines more"] if len(lines) > _PTXAS_LINES else []
+    return "\n".join([*lines[:_PTXAS_LINES], *more]), f"the PTX is kept, and this repeats it: {said[2]}"
+
+
+def _print_without_ptx(*values: object, **options: Any) -> None:
+    """Print for Triton's compiler, but not the whole PTX of a kernel of ours that ptxas refused."""
+    if not (getattr(_compiling, "here", False) and any("`ptxas` stderr:" in str(value) for value in values)):
+        print(*values, **options)  # noqa: T201 - Triton's own printing
+
+
+# Triton prints it to stdout, thousands of lines, beside raising an error. Other threads' kernels are printed as ever.
+nvidia_compiler.print = _print_without_ptx
 
 
 def read_resources(source: KernelSource, arch: int) -> Resources:

@@ -69,6 +69,22 @@ _LIMITS = {
 }
 
 
+# The first Triton, of those admitted, whose compiler knows an architecture; tried with 3.6, 3.7, 3.8 and 3.9. Asked for
+# another (sm_88, sm_101), ptxas refuses, or LLVM ends the process.
+OLDEST_TRITON = {
+    80: (3, 6),
+    86: (3, 6),
+    87: (3, 6),
+    89: (3, 6),
+    90: (3, 6),
+    100: (3, 6),
+    103: (3, 6),
+    110: (3, 7),
+    120: (3, 6),
+    121: (3, 6),
+}
+
+
 def _limits(arch: int) -> _Limits:
     """Return the limits of ``sm_<arch>``: of the architecture before it where the table does not know it."""
     return _LIMITS[max((known for known in _LIMITS if known <= arch), default=min(_LIMITS))]

@@ -71,7 +71,9 @@ def last_word(record: Record) -> tuple[str, str]:
     failed = next((gate for gate in record.gates if gate.status is GateStatus.FAILED), None)
     if failed is not None:
         return "gate failed", f"{failed.name}: {failed.summary}"
-    passed = ", ".join(gate.name for gate in record.gates if gate.status is GateStatus.PASSED) or "no gate"
+    stood_in = {"correct": "correct (of a stand-in)"} if any(case.stand_in for case in record.cases) else {}
+    gates = [gate.name for gate in record.gates if gate.status is GateStatus.PASSED]
+    passed = ", ".join(stood_in.get(name, name) for name in gates) or "no gate"
     impossible = [gate for gate in record.gates if gate.status is GateStatus.NOT_POSSIBLE]
     if impossible:
         names = ", ".join(gate.name for gate in impossible)

@@ -156,7 +156,10 @@ class CaseRecord(Model):
     problem: dict[str, Any]  # the operator's own description, e.g. batch, heads, seqlen_q, dtype
     origin: str
     work: Work
-    correct: bool | None = None  # None: not checked
+    correct: bool | None = None  # of the subject itself; None: not checked
+    stand_in: str = (
+        ""  # what gate correct ran on the CPU in the subject's place, and why; it leaves ``correct`` at None
+    )
     input_sets: int = 1  # sets of inputs that the graph and wall times rotate over
     input_set_bytes: int = 0
     arms: list[Arm] = Field(default_factory=list)

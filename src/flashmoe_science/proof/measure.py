@@ -4,12 +4,17 @@ Three kinds, never mixed: ``kernel`` (device time of a call's work, from the pro
 graph, a call) and ``wall`` (eager calls, host clock). What an arm costs besides its own work is the same for every arm:
 a loop over closures that were made before.
 
+Answers are compared in every sample, after the set of inputs got other values: of wall time the last call's, of graph
+time a replay's, of kernel time those of one call, drawn at random where each call is timed alone. The other calls of a
+sample are not compared, and nothing here stops a subject that looks at the harness in its own process.
+
 ``CudaTimer`` holds the calls into ``torch.cuda``; the samplers decide what to do with any ``Timer``.
 """
 
 from __future__ import annotations
 
 import contextlib
+import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -325,9 +330,11 @@ class ClockSampler:
 class KernelSampler:
     """Samples of kernel time: the profiler's, so they come when its recording has ended."""
 
-    def __init__(self, settings: Settings, timer: Timer) -> None:
+    def __init__(self, settings: Settings, timer: Timer, move_values: Callable[[int], None]) -> None:
         self._cold = settings.cache == "cold"
         self._timer = timer
+        self._move_values = move_values
+        self._draw = random.Random(f"{settings.seed}/compared")
         self._sequences: dict[str, list[Call]] = {}
         self._recording: Recording | None = None
 
@@ -350,23 +357,34 @@ class KernelSampler:
             yield
 
     def sample(self, kind: TimeKind, arm: Arm, round_number: int) -> float | None:
-        """Make the calls of one sample."""
+        """Make the calls of one sample, and see that the answer of one is right: work may be skipped when profiled."""
         assert kind == "kernel"
         assert self._recording is not None
         label = f"{round_number}/{arm.name}"
         sequence = self._sequences[arm.name]
         if self._cold:
-            for call in sequence:
+            compared = self._draw.randrange(len(sequence))
+            for index, call in enumerate(sequence):
+                if index == compared:
+                    self._move_values(index % len(arm.calls))
                 self._timer.flush_cache()
                 self._timer.synchronize()  # host and GPU clocks differ by microseconds: keep the flush well before
                 with self._recording.call(label):
-                    call()
+                    answer = call()
                     self._timer.synchronize()
+                if index == compared:
+                    _require_right(arm, index, answer)
+                del answer  # the next call gets its memory, as it would anywhere
         else:
+            last = len(sequence) - 1
+            self._move_values(last % len(arm.calls))
+            self._timer.synchronize()
             with self._recording.call(label):
-                for call in sequence:
+                for call in sequence[:last]:
                     call()
+                answer = sequence[last]()
                 self._timer.synchronize()
+            _require_right(arm, last, answer)
         return None
 
     def late_samples(self, arm: Arm, round_numbers: Sequence[int]) -> list[float]:
@@ -378,6 +396,13 @@ class KernelSampler:
             raise WrongAnswerError(problem)
         calls = 1 if self._cold else len(self._sequences[arm.name])
         return [statistics.median(trace.device_seconds() for trace in traces) / calls for traces in rounds]
+
+
+def _require_right(arm: Arm, index: int, answer: torch.Tensor) -> None:
+    """Compare the answer of call ``index`` of a sample. Raises ``WrongAnswerError``."""
+    wrong = arms_module.mismatch([answer], [arm.expected[index % len(arm.calls)]], arm.tolerance)
+    if wrong:
+        raise WrongAnswerError(f"an answer of a timed sample is wrong: {wrong}")
 
 
 class WrongAnswerError(Exception):

@@ -122,8 +122,14 @@ class Operator(Protocol):
     def compile_jobs(self, subject: str, problems: Sequence[Any], gpus: Sequence[str]) -> Sequence[CompileJob]:
         """Return what has to compile for one of our subjects to serve ``problems`` on ``gpus``, without duplicates."""
 
-    def cpu_refusal(self, problem: Any) -> str | None:
+    def cpu_refusal(self, subject: str, problem: Any) -> str | None:
         """Return why correctness of ``problem`` cannot be shown on a CPU in reasonable time, or None."""
+
+    def cpu_stand_in(self, subject: str, problem: Any) -> str:
+        """Return what a CPU runs in place of one of our subjects and why, or an empty text where it runs the subject.
+
+        It reads on after "by", e.g. "forward_triton in Triton's interpreter (a GPU runs another kernel)".
+        """
 
     def rivals(self) -> Mapping[str, Rival]:
         """Return all known baselines by name; the first is the default."""

@@ -178,8 +178,11 @@ def _conditions(record: Record) -> list[str]:
 
 def _accuracy_table(record: Record) -> RenderableType:
     subjects = [next((arm for arm in case.arms if arm.role == "subject"), None) for case in record.cases]
-    notes = [arm.reason if arm else "" for arm in subjects]
-    if all(case.correct is None for case in record.cases) and len(set(notes)) == 1:
+    notes = [
+        f"checked was {case.stand_in}" if case.stand_in else arm.reason if arm else ""
+        for case, arm in zip(record.cases, subjects, strict=True)
+    ]
+    if all(case.correct is None and not case.stand_in for case in record.cases) and len(set(notes)) == 1:
         return f"none of {len(record.cases)} cases was checked{f': {notes[0]}' if notes[0] else ''}"
     table = _table("case", "correct", "max error", "allowed")
     table.add_column("note", overflow="fold")

@@ -204,7 +204,7 @@ def _take_rounds(
 
     sampler: ClockSampler | KernelSampler
     if "kernel" in plan.times:
-        sampler = KernelSampler(settings, timer)
+        sampler = KernelSampler(settings, timer, move_values)
     else:
         sampler = ClockSampler(settings, plan.times, timer, move_values)
     gc.disable()  # a collection within one arm's block would count as that arm's time

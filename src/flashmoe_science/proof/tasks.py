@@ -128,8 +128,8 @@ def check_correct(payload: dict[str, Any], emit: Emit) -> dict[str, Any]:
         emit: gets ``{"event": "start", "name"}`` before a case and ``{"event": "case", "case": ...}`` after it.
 
     Returns:
-        ``seed``; ``cases``, each with ``name``, ``status`` (passed, failed, not possible here), ``reason`` and
-        ``accuracy``.
+        ``seed``; ``cases``, each with ``name``, ``status`` (passed, failed, not possible here), ``reason``,
+        ``accuracy`` and ``stand_in``: what ran in the subject's place, or an empty text.
     """
     subject = Subject.from_json(payload["subject"])
     operator = operator_of(subject)
@@ -139,7 +139,7 @@ def check_correct(payload: dict[str, Any], emit: Emit) -> dict[str, Any]:
     for case in payload["cases"]:
         emit({"event": "start", "name": case["name"]})
         problem = operator.parse_case(case["problem"])
-        checked = _check(operator, entry, problem, payload["device"], seed, deterministic=subject.deterministic)
+        checked = _check(subject, operator, entry, problem, payload["device"], seed)
         cases.append({"name": case["name"], **checked})
         emit({"event": "case", "case": cases[-1]})
         if checked["status"] == "failed" and (loss := _lost_gpu(payload["device"])):
@@ -147,17 +147,20 @@ def check_correct(payload: dict[str, Any], emit: Emit) -> dict[str, Any]:
     return {"cases": cases, "seed": seed}
 
 
-def _check(operator: Any, entry: Any, problem: Any, device: str, seed: int, *, deterministic: bool) -> dict[str, Any]:
+def _check(subject: Subject, operator: Any, entry: Any, problem: Any, device: str, seed: int) -> dict[str, Any]:
     from .check import WrongResultError, check_case
 
-    if device == "cpu" and (refusal := operator.cpu_refusal(problem)) is not None:
-        return {"status": "not possible here", "reason": refusal, "accuracy": None}
+    stand_in = ""
+    if device == "cpu":
+        if (refusal := operator.cpu_refusal(subject.name, problem)) is not None:
+            return {"status": "not possible here", "reason": refusal, "accuracy": None, "stand_in": ""}
+        stand_in = operator.cpu_stand_in(subject.name, problem) if subject.builtin else ""
     try:
-        accuracy = check_case(operator, entry, problem, device=device, seed=seed, deterministic=deterministic)
+        accuracy = check_case(operator, entry, problem, device=device, seed=seed, deterministic=subject.deterministic)
     except WrongResultError as error:
         accuracy_json = error.accuracy.model_dump(mode="json") if error.accuracy else None
-        return {"status": "failed", "reason": str(error), "accuracy": accuracy_json}
-    return {"status": "passed", "reason": "", "accuracy": accuracy.model_dump(mode="json")}
+        return {"status": "failed", "reason": str(error), "accuracy": accuracy_json, "stand_in": stand_in}
+    return {"status": "passed", "reason": "", "accuracy": accuracy.model_dump(mode="json"), "stand_in": stand_in}
 
 
 def _lost_gpu(device: str) -> str:

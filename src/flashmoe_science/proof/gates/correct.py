@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from ..evidence import Accuracy
@@ -52,8 +53,10 @@ def check_results(run: Run) -> Outcome:
 
 
 def _record(run: Run, case: dict[str, Any]) -> None:
-    if case["status"] != "not possible here":
-        run.update_case(case["name"], correct=case["status"] == "passed")
+    if case["status"] == "failed":
+        run.update_case(case["name"], correct=False, stand_in=case["stand_in"])
+    elif case["status"] == "passed":  # a stand-in that is right shows nothing of what a GPU will run
+        run.update_case(case["name"], correct=None if case["stand_in"] else True, stand_in=case["stand_in"])
     arm: dict[str, Any] = {"accuracy": case["accuracy"]}
     if case["status"] == "failed":
         arm |= {"status": "failed", "reason": case["reason"]}
@@ -64,12 +67,27 @@ def _sum_up(results: list[dict[str, Any]], details: list[str], device: str, gpu_
     checked = [case for case in results if case["status"] == "passed"]
     where = "on the GPU" if device == "cuda" else "on the CPU"
     if not checked:
-        return not_possible(f"none of the {len(results)} cases can be checked {where}", details=details)
+        reasons = {case["reason"] for case in results}
+        why = f": {reasons.pop()}" if len(reasons) == 1 else ""
+        return not_possible(
+            f"none of the {len(results)} cases can be checked {where}{why}", details=[] if why else details
+        )
     share = max(Accuracy.model_validate(case["accuracy"]).share for case in checked)
     left = f"; {len(results) - len(checked)} not possible here" if len(checked) < len(results) else ""
     same = all(case["accuracy"]["deterministic"] for case in checked)
     bits = "same bits on every repeat" if same else "bits vary between repeats"
     summary = (
-        f"{len(checked)} of {len(results)} cases {where}: error at most {share:.0%} of what is allowed, {bits}{left}"
+        f"{len(checked)} of {len(results)} cases {where}{_by_stand_ins(checked)}: error at most {share:.0%} of what is "
+        f"allowed, {bits}{left}"
     )
     return passed(summary, details=details, gpu_seconds=gpu_seconds)
+
+
+def _by_stand_ins(checked: list[dict[str, Any]]) -> str:
+    """Return which cases were checked on something else than the subject, or an empty text."""
+    counts = Counter(case["stand_in"] for case in checked if case["stand_in"])
+    if not counts:
+        return ""
+    if set(counts.values()) == {len(checked)}:
+        return f", by {next(iter(counts))}"
+    return ", " + ", ".join(f"{count} of them by {stand_in}" for stand_in, count in counts.items())
