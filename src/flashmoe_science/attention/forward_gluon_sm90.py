@@ -22,7 +22,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
     warpgroup_mma,
-    warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 
@@ -57,11 +56,6 @@ class Ring:
     def release(self, slot):
         """Tell the producer that one reader is done."""
         mbarrier.arrive(self.empty_bars.index(slot))
-
-    @gluon.jit
-    def release_if(self, slot, condition):
-        """The same where ``condition`` holds."""
-        mbarrier.arrive(self.empty_bars.index(slot), pred=condition)
 
 
 @gluon.jit
@@ -110,7 +104,7 @@ class Args:
     BLOCK_N: gl.constexpr
     STAGES: gl.constexpr
     IS_CAUSAL: gl.constexpr
-    EDGE_TILES: gl.constexpr  # key tiles that a warpgroup masks
+    EDGE_TILES: gl.constexpr  # key tiles that the first warpgroup masks
     EXP_FMA: gl.constexpr  # of 8 columns, those whose exp2 runs on the FMA units
     PING_PONG: gl.constexpr  # the warpgroups take turns at issuing products; all must make the same number of steps
     STORE_LSE: gl.constexpr
@@ -292,38 +286,29 @@ def _unpack(packed, dtype: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def _rescale(acc, alpha):
-    return acc * gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout))[:, None]
-
-
-@gluon.jit
-def _step(q, acc, packed, alpha, m, l, zero, a, i, first, row, n, W: gl.constexpr, IS_EDGE: gl.constexpr):
-    """Scores of tile i, and the output product of tile i - 1, which nobody waits for before the next step.
-
-    A wait for it behind the softmax, where its result is needed, is no good: ptxas moves it up in front of the first
-    exp2, and then the product runs under nothing.
-    """
+def _step(q, acc, packed, m, l, zero, a, i, row, n, W: gl.constexpr, IS_EDGE: gl.constexpr):
+    """Scores of tile i, and the output product of tile i - 1 under their softmax."""
     slot, before = i % a.STAGES, (i - 1) % a.STAGES
-    v = a.v_ring.wait(before, (i - 1) // a.STAGES)
-    acc = warpgroup_mma_wait(0, deps=[acc])
-    acc = _rescale(acc, alpha)
     k = a.k_ring.wait(slot, i // a.STAGES)
     a.take_turn(W)
     s = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+    v = a.v_ring.wait(before, (i - 1) // a.STAGES)
     p = _unpack(packed, a.q_desc.dtype, gl.DotOperandLayout(0, acc.type.layout, 2))
     acc = warpgroup_mma(p, v, acc, is_async=True)
     a.pass_turn(W)
-    a.v_ring.release_if((i - 2) % a.STAGES, i - 2 >= first)
     if IS_EDGE:
         # Both products end before the mask: beside P, three warpgroups have no registers for it.
         s, acc, _ = warpgroup_mma_wait(0, deps=[s, acc, p])
-        acc = warpgroup_mma_init(acc)
         s = _mask(s, a, row, n)
     else:
         s = warpgroup_mma_wait(1, deps=[s])
     a.k_ring.release(slot)
     p_new, m, l, alpha = _softmax(s, m, l, a, 0 if IS_EDGE else a.EXP_FMA)
-    return acc, _pack(p_new, a.q_desc.dtype), alpha, m, l
+    if not IS_EDGE:
+        acc = warpgroup_mma_wait(0, deps=[acc, p])[0]
+    a.v_ring.release(before)
+    acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout))[:, None]
+    return acc, _pack(p_new, a.q_desc.dtype), m, l
 
 
 @gluon.jit
@@ -331,6 +316,9 @@ def _attend_partition(a, W: gl.constexpr):
     """Attend rows 64 W to 64 W + 63 of all tiles of this program."""
     dtype: gl.constexpr = a.q_desc.dtype
     BLOCK_DV: gl.constexpr = a.v_ring.bufs.shape[4]
+    # Warpgroups that take turns all walk over the tiles of the last one; the diagonal of the others lies further back.
+    AHEAD: gl.constexpr = W * ROWS // a.BLOCK_N if a.IS_CAUSAL and a.PING_PONG else 0
+    EDGE_TILES: gl.constexpr = a.EDGE_TILES - AHEAD
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, a.BLOCK_N, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
     if W == a.WARPGROUPS - 1:
@@ -339,11 +327,11 @@ def _attend_partition(a, W: gl.constexpr):
     for round_ in range(a.rounds()):
         b, h, first_row = a.locate(a.place(round_))
         row = first_row + W * ROWS
-        steps = a.key_tiles(row + ROWS)
+        steps = a.key_tiles(first_row + ROWS * a.WARPGROUPS if a.PING_PONG else row + ROWS)
         skipped = a.key_tiles(first_row + ROWS * a.WARPGROUPS) - steps  # key tiles that only rows of others see
         m = gl.full([ROWS], -3.0e38, gl.float32, gl.SliceLayout(1, s_layout))  # not -inf: -inf - -inf is NaN
         l = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, s_layout))
-        acc = warpgroup_mma_init(gl.zeros([ROWS, BLOCK_DV], gl.float32, o_layout))
+        acc = gl.zeros([ROWS, BLOCK_DV], gl.float32, o_layout)
         zero = gl.zeros([ROWS, a.BLOCK_N], gl.float32, s_layout)
 
         if a.IS_CAUSAL:
@@ -351,38 +339,35 @@ def _attend_partition(a, W: gl.constexpr):
                 a.k_ring.wait(j % a.STAGES, j // a.STAGES)
                 a.k_ring.release(j % a.STAGES)
         q = a.q_ring.wait(W, round_)
+        start = i
         i += skipped
-        first = i
         k = a.k_ring.wait(i % a.STAGES, i // a.STAGES)
         s = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=[s])
         a.k_ring.release(i % a.STAGES)
-        if a.EDGE_TILES > 0:
+        if EDGE_TILES > 0:
             s = _mask(s, a, row, (steps - 1) * a.BLOCK_N)
-        p, m, l, alpha = _softmax(s, m, l, a, 0 if a.EDGE_TILES > 0 else a.EXP_FMA)
+        p, m, l, _ = _softmax(s, m, l, a, 0 if EDGE_TILES > 0 else a.EXP_FMA)
         packed = _pack(p, dtype)
         if a.IS_CAUSAL:
-            for j in range(first - skipped, first):
+            for j in range(start, i):
                 a.v_ring.wait(j % a.STAGES, j // a.STAGES)
                 a.v_ring.release(j % a.STAGES)
 
         # Unrolled, so that P does not cross from loop to loop: a 16-bit value that does is unpacked and packed again.
-        for edge in gl.static_range(1, a.EDGE_TILES):
+        for edge in gl.static_range(1, EDGE_TILES):
             i += 1
-            acc, packed, alpha, m, l = _step(q, acc, packed, alpha, m, l, zero, a, i, first, row, (steps - 1 - edge) * a.BLOCK_N, W, True)
-        for _ in range(a.EDGE_TILES if a.EDGE_TILES > 1 else 1, steps):
+            acc, packed, m, l = _step(q, acc, packed, m, l, zero, a, i, row, (steps - 1 - edge) * a.BLOCK_N, W, True)
+        for _ in range(EDGE_TILES if EDGE_TILES > 1 else 1, steps):
             i += 1
-            acc, packed, alpha, m, l = _step(q, acc, packed, alpha, m, l, zero, a, i, first, row, 0, W, False)
-        if a.EDGE_TILES > 1:
+            acc, packed, m, l = _step(q, acc, packed, m, l, zero, a, i, row, 0, W, False)
+        if EDGE_TILES > 1:
             # Worked out again, from a copy that the compiler cannot see through: kept, b, h and row would spill.
             again = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [round_], gl.int32, is_pure=False, pack=1)
             b, h, first_row = a.locate(a.place(again))
             row = first_row + W * ROWS
         a.q_ring.release(W)  # the next Q travels under all that follows
         v = a.v_ring.wait(i % a.STAGES, i // a.STAGES)
-        acc = warpgroup_mma_wait(0, deps=[acc])
-        a.v_ring.release_if((i - 1) % a.STAGES, i > first)
-        acc = _rescale(acc, alpha)
         p = _unpack(packed, dtype, gl.DotOperandLayout(0, o_layout, 2))
         acc = warpgroup_mma(p, v, acc, is_async=True)
         has_keys = l != 0  # a row without keys: output 0, LSE -inf

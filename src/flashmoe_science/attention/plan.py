@@ -371,7 +371,11 @@ def hopper_config(problem: AttentionProblem) -> HopperConfig:
     """Return tile and schedule of ``forward_gluon_sm90``."""
     columns = max(64, block_dim(max(problem.head_dim, problem.head_dim_v)))
     rows = HOPPER_TABLE[columns, problem.causal]
-    return next(config for keys, config in rows if problem.seqlen_k <= keys)
+    config = next(config for keys, config in rows if problem.seqlen_k <= keys)
+    if problem.causal and config.ping_pong and (problem.seqlen_k - problem.seqlen_q) % config.block_n:
+        # Taking turns needs as many steps of every warpgroup, which the unaligned diagonal does not give.
+        return dataclasses.replace(config, ping_pong=False)
+    return config
 
 
 def _hopper_tiles(problem: AttentionProblem) -> int:
@@ -380,9 +384,11 @@ def _hopper_tiles(problem: AttentionProblem) -> int:
 
 
 def hopper_edge_tiles(problem: AttentionProblem, config: HopperConfig) -> int:
-    """Return how many key tiles a warpgroup masks, counted from the last that it walks over."""
+    """Return how many key tiles the first warpgroup masks, counted from the last that it walks over."""
     if problem.causal:  # the diagonal crosses the tiles of 64 rows once, or twice where it is not aligned with them
-        return 1 if (problem.seqlen_k - problem.seqlen_q) % HOPPER_ROWS == 0 else 2
+        crossed = 1 if (problem.seqlen_k - problem.seqlen_q) % HOPPER_ROWS == 0 else 2
+        behind = (config.warpgroups - 1) * HOPPER_ROWS // config.block_n if config.ping_pong else 0
+        return crossed + behind
     return 1 if problem.seqlen_k % config.block_n else 0
 
 
