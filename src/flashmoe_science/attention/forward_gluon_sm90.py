@@ -98,6 +98,7 @@ class Args:
     seqlen_k: gl.tensor
     tiles_m: gl.tensor  # row tiles of one head
     tiles: gl.tensor  # row tiles of all heads
+    heads_per_group: gl.tensor  # heads that are walked over together when causal
     scale_log2: gl.tensor  # softmax_scale * log2(e), positive
     GROUP: gl.constexpr  # query heads that share one K/V head
     WARPGROUPS: gl.constexpr
@@ -132,9 +133,7 @@ class Args:
     def place(self, round_):
         """Return this program's tile of a round.
 
-        Every second round runs backwards: the program with the longest tile of a round has the shortest of the next. So
-        no program has over 3.1 % more than the mean in suite ``standard``; without it, or within groups of heads that
-        share L2, it was up to 69 %, and slower by as much.
+        Every second round runs backwards: the program with the longest tile of a round has the shortest of the next.
         """
         programs = gl.num_programs(0)
         forwards = gl.program_id(0)
@@ -142,11 +141,16 @@ class Args:
 
     @gluon.jit
     def locate(self, tile):
-        """Return sequence, head and first row of a tile. Causal: the longest row tiles of all heads come first."""
+        """Return sequence, head and first row of a tile.
+
+        Causal: the longest row tiles of a group of heads come first, then those of the next group.
+        """
         if self.IS_CAUSAL:
-            total = self.tiles // self.tiles_m  # heads of all sequences
-            head = tile % total
-            m = self.tiles_m - 1 - tile // total
+            first = tile // (self.heads_per_group * self.tiles_m) * self.heads_per_group
+            width = gl.minimum(self.heads_per_group, self.tiles // self.tiles_m - first)
+            rest = tile - first * self.tiles_m
+            head = first + rest % width
+            m = self.tiles_m - 1 - rest // width
         else:
             head = tile // self.tiles_m
             m = tile % self.tiles_m
@@ -393,6 +397,7 @@ def _forward_sm90_kernel(
     o_desc,  # [B, H, Sq, DV]
     lse_ptr,  # [B, H, Sq] fp32, natural log
     heads, seqlen_q, seqlen_k, tiles_m, tiles,
+    heads_per_group,  # heads that are walked over together when causal
     scale_log2,  # softmax_scale * log2(e), positive
     GROUP: gl.constexpr,  # query heads that share one K/V head
     WARPGROUPS: gl.constexpr,  # that multiply matrices; 64 rows each
@@ -409,7 +414,7 @@ def _forward_sm90_kernel(
     o_bufs = gl.allocate_shared_memory(o_desc.dtype, [WARPGROUPS] + o_desc.block_type.shape, o_desc.layout)
     a = Args(  # type: ignore[call-arg] # aggregate gives it a constructor
         q_desc, k_desc, v_desc, o_desc, lse_ptr, q_ring, o_bufs, k_ring, v_ring, heads, seqlen_q, seqlen_k,
-        tiles_m, tiles, scale_log2, GROUP, WARPGROUPS, BLOCK_N, STAGES, IS_CAUSAL, EDGE_TILES, EXP_FMA,
+        tiles_m, tiles, heads_per_group, scale_log2, GROUP, WARPGROUPS, BLOCK_N, STAGES, IS_CAUSAL, EDGE_TILES, EXP_FMA,
         PING_PONG, STORE_LSE,
     )  # fmt: skip
     R: gl.constexpr = MATRIX_REGISTERS

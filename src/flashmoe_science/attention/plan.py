@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import functools
 import importlib.metadata
 import os
@@ -327,6 +328,7 @@ def _short_pays(problem: AttentionProblem, gpu: GpuSpec) -> bool:
 
 HOPPER_ROWS = 64  # of one warpgroup
 HOPPER_REGISTERS = {2: (32, 240), 3: (32, 160)}  # by warpgroups: a producer's and a matrix warp's registers a thread
+_HOPPER_L2_BYTES = 34 << 20  # of K and V that a group of heads may have: L2 holds 60 MB, with copies in both halves
 _HOPPER_MAX = 2**29  # rows, keys, tiles: a sum of two of them, rounded up, stays in 32 bits
 
 # Tiles of forward_gluon_sm90: (columns of the wider of D and DV, causal) -> (keys up to which, configuration).
@@ -390,6 +392,24 @@ def hopper_edge_tiles(problem: AttentionProblem, config: HopperConfig) -> int:
         behind = (config.warpgroups - 1) * HOPPER_ROWS // config.block_n if config.ping_pong else 0
         return crossed + behind
     return 1 if problem.seqlen_k % config.block_n else 0
+
+
+def hopper_heads_per_group(problem: AttentionProblem, config: HopperConfig, programs: int) -> int:
+    """Return how many heads are walked over together when causal.
+
+    Few heads: their K and V are still in L2 when the next row tiles need them, which counts while sequences are short.
+    And the longest row tiles of a group come first, over rounds that run forwards and backwards in turn: the programs
+    have as much to do where a group is a multiple of two rounds, or a third of that, and not where it is any number.
+    With groups of 32 MiB of K and V whatever came, the longest share was up to 1.7 times the mean.
+    """
+    heads = problem.batch * problem.heads
+    tiles_m = _cdiv(problem.seqlen_q, HOPPER_ROWS * config.warpgroups)
+    two_rounds = 2 * programs // math.gcd(2 * programs, tiles_m)
+    kv_bytes = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * problem.item_bytes // problem.group
+    for group in (two_rounds, two_rounds // 3 if two_rounds % 3 == 0 else heads):
+        if group < heads and group * kv_bytes <= _HOPPER_L2_BYTES:
+            return group
+    return heads
 
 
 def _hopper_refusal(problem: AttentionProblem, gpu: GpuSpec) -> str | None:

@@ -26,6 +26,7 @@ from .plan import (
     ShortConfig,
     block_dim,
     hopper_edge_tiles,
+    hopper_heads_per_group,
     short_alignment,
 )
 from .problem import AttentionProblem
@@ -150,7 +151,7 @@ def _hopper(plan: Plan, config: HopperConfig) -> PreparedKernel:
         "o_desc": descriptor_type(kind, (1, 1, HOPPER_ROWS, min(dv, 128))),
     }
     scalars = {
-        **dict.fromkeys(("heads", "seqlen_q", "seqlen_k", "tiles_m", "tiles"), "i32"),
+        **dict.fromkeys(("heads", "seqlen_q", "seqlen_k", "tiles_m", "tiles", "heads_per_group"), "i32"),
         "scale_log2": "fp32",
     }
     producer_registers, matrix_registers = HOPPER_REGISTERS[config.warpgroups]
@@ -181,6 +182,7 @@ def _hopper(plan: Plan, config: HopperConfig) -> PreparedKernel:
         problem.seqlen_k,
         tiles_m,
         tiles_m * problem.batch * problem.heads,
+        hopper_heads_per_group(problem, config, plan.launches[0].grid[0]),
         problem.scale_log2,
     )
     q_shape = (problem.batch, problem.heads, problem.seqlen_q)
