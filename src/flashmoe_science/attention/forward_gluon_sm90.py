@@ -106,7 +106,6 @@ class Args:
     STAGES: gl.constexpr
     IS_CAUSAL: gl.constexpr
     EDGE_TILES: gl.constexpr  # key tiles that the first warpgroup masks
-    EXP_FMA: gl.constexpr  # of 8 columns, those whose exp2 runs on the FMA units
     PING_PONG: gl.constexpr  # the warpgroups take turns at issuing products; all must make the same number of steps
     STORE_LSE: gl.constexpr
 
@@ -210,30 +209,6 @@ def _load_partition(a):
 
 
 @gluon.jit
-def _exp2_fma(x):
-    """2 ** x for x <= 0 on the FMA units: cubic on [-0.5, 0.5], the rest into the exponent. Relative error 1e-4.
-
-    The least result is 2 ** -126, not 0: only for tiles in which every row sees a key.
-    """
-    x = gl.maximum(x, -126.0)
-    t = x + 12582912.0  # 1.5 * 2 ** 23: the sum's low bits are x rounded to an integer
-    r = x - (t - 12582912.0)
-    p = 0.05550411 * r + 0.24022651
-    p = p * r + 0.69314718
-    p = p * r + 1.0
-    return (p.to(gl.int32, bitcast=True) + (t.to(gl.int32, bitcast=True) << 23)).to(gl.float32, bitcast=True)
-
-
-@gluon.jit
-def _exp2(x, COLUMNS: gl.constexpr, EXP_FMA: gl.constexpr):
-    """2 ** x; ``EXP_FMA`` of 8 columns on the FMA units. The choice is known at compile time and costs nothing."""
-    if EXP_FMA == 0:
-        return gl.exp2(x)
-    cols = gl.arange(0, COLUMNS, gl.SliceLayout(0, x.type.layout))
-    return gl.where(((cols // 8) % 8 < EXP_FMA)[None, :], _exp2_fma(x), gl.exp2(x))
-
-
-@gluon.jit
 def _mask(s, a, row, n):
     """Put -inf where a row of the tile at keys ``n`` does not see a key.
 
@@ -259,10 +234,10 @@ def _mask(s, a, row, n):
 
 
 @gluon.jit
-def _softmax(s, m, l, a, EXP_FMA: gl.constexpr):
+def _softmax(s, m, l, a):
     """Fold the scores of one tile into running maximum and sum; return them, P, and the factor on what was before."""
     m_new = gl.maximum(m, gl.max(s, 1) * a.scale_log2)
-    p = _exp2(s * a.scale_log2 - m_new[:, None], s.shape[1], EXP_FMA)
+    p = gl.exp2(s * a.scale_log2 - m_new[:, None])
     alpha = gl.exp2(m - m_new)
     return p, m_new, l * alpha + gl.sum(p, 1), alpha
 
@@ -307,7 +282,7 @@ def _step(q, acc, packed, m, l, zero, a, i, row, n, W: gl.constexpr, IS_EDGE: gl
     else:
         s = warpgroup_mma_wait(1, deps=[s])
     a.k_ring.release(slot)
-    p_new, m, l, alpha = _softmax(s, m, l, a, 0 if IS_EDGE else a.EXP_FMA)
+    p_new, m, l, alpha = _softmax(s, m, l, a)
     if not IS_EDGE:
         acc = warpgroup_mma_wait(0, deps=[acc, p])[0]
     a.v_ring.release(before)
@@ -351,7 +326,7 @@ def _attend_partition(a, W: gl.constexpr):
         a.k_ring.release(i % a.STAGES)
         if EDGE_TILES > 0:
             s = _mask(s, a, row, (steps - 1) * a.BLOCK_N)
-        p, m, l, _ = _softmax(s, m, l, a, 0 if EDGE_TILES > 0 else a.EXP_FMA)
+        p, m, l, _ = _softmax(s, m, l, a)
         packed = _pack(p, dtype)
         if a.IS_CAUSAL:
             for j in range(start, i):
@@ -365,11 +340,10 @@ def _attend_partition(a, W: gl.constexpr):
         for _ in range(EDGE_TILES if EDGE_TILES > 1 else 1, steps):
             i += 1
             acc, packed, m, l = _step(q, acc, packed, m, l, zero, a, i, row, 0, W, False)
-        if EDGE_TILES > 1:
-            # Worked out again, from a copy that the compiler cannot see through: kept, b, h and row would spill.
-            again = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [round_], gl.int32, is_pure=False, pack=1)
-            b, h, first_row = a.locate(a.place(again))
-            row = first_row + W * ROWS
+        # Worked out again, from a copy that the compiler cannot see through: kept, b, h and row would spill.
+        again = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [round_], gl.int32, is_pure=False, pack=1)
+        b, h, first_row = a.locate(a.place(again))
+        row = first_row + W * ROWS
         a.q_ring.release(W)  # the next Q travels under all that follows
         v = a.v_ring.wait(i % a.STAGES, i // a.STAGES)
         p = _unpack(packed, dtype, gl.DotOperandLayout(0, o_layout, 2))
@@ -402,8 +376,7 @@ def _forward_sm90_kernel(
     GROUP: gl.constexpr,  # query heads that share one K/V head
     WARPGROUPS: gl.constexpr,  # that multiply matrices; 64 rows each
     STAGES: gl.constexpr,  # tiles of K, and of V, in flight
-    IS_CAUSAL: gl.constexpr, EDGE_TILES: gl.constexpr, EXP_FMA: gl.constexpr, PING_PONG: gl.constexpr,
-    STORE_LSE: gl.constexpr,
+    IS_CAUSAL: gl.constexpr, EDGE_TILES: gl.constexpr, PING_PONG: gl.constexpr, STORE_LSE: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr, MATRIX_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Attend 64 * WARPGROUPS rows of one head at a time. Grid: (at most tiles,), a program strides over the tiles."""
@@ -414,7 +387,7 @@ def _forward_sm90_kernel(
     o_bufs = gl.allocate_shared_memory(o_desc.dtype, [WARPGROUPS] + o_desc.block_type.shape, o_desc.layout)
     a = Args(  # type: ignore[call-arg] # aggregate gives it a constructor
         q_desc, k_desc, v_desc, o_desc, lse_ptr, q_ring, o_bufs, k_ring, v_ring, heads, seqlen_q, seqlen_k,
-        tiles_m, tiles, heads_per_group, scale_log2, GROUP, WARPGROUPS, BLOCK_N, STAGES, IS_CAUSAL, EDGE_TILES, EXP_FMA,
+        tiles_m, tiles, heads_per_group, scale_log2, GROUP, WARPGROUPS, BLOCK_N, STAGES, IS_CAUSAL, EDGE_TILES,
         PING_PONG, STORE_LSE,
     )  # fmt: skip
     R: gl.constexpr = MATRIX_REGISTERS

@@ -47,9 +47,7 @@ class HopperConfig:
     warpgroups: int  # that multiply matrices, 64 query rows each: 2 or 3
     block_n: int  # keys of one step
     num_stages: int  # tiles of K, and of V, in flight
-    persistent: bool  # one program an SM, each striding over the row tiles; else one program a row tile
-    exp_fma: int = 0  # of 8 columns of the scores, those whose exp2 runs on the FMA units
-    ping_pong: bool = False  # warpgroups take turns at issuing products
+    ping_pong: bool  # the warpgroups take turns at issuing products
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,39 +331,36 @@ _HOPPER_MAX = 2**29  # rows, keys, tiles: a sum of two of them, rounded up, stay
 
 # Tiles of forward_gluon_sm90: (columns of the wider of D and DV, causal) -> (keys up to which, configuration).
 # The numbers are TFLOP/s at 512, 1k, 2k, 4k, 8k and 16k keys, measured on an H200 (Triton 3.6, bf16, D = DV, 16,384
-# tokens, L2 flushed, median of 12 calls). Lengths between two of them take the longer one's configuration; unequal
-# widths and fp16 take that of the nearest measured. One program an SM hides the first copies of a tile under the tile
-# before, which counts while tiles are short; one program a tile lets the hardware balance, which counts when long.
+# tokens, L2 flushed, median of 10 calls; lab/hopper has the raw lines). Lengths between two of them take the longer
+# one's configuration; unequal widths and fp16 take that of the nearest measured.
 _HC = HopperConfig
 _ANY = 2**63
 HOPPER_TABLE: dict[tuple[int, bool], tuple[tuple[int, HopperConfig], ...]] = {
-    # 128 rows 349 403 438 452 449 448, with exp_fma 362 432 469 485 479 480, 192 rows 354 403 481 512 540 547.
-    (64, False): (
-        (1024, _HC(2, 128, 2, persistent=True, exp_fma=1)),
-        (_ANY, _HC(3, 128, 2, persistent=True)),
-    ),
-    # One program an SM 216 289 386 437 486 495, a tile 182 255 369 434 499 514 (128 rows 180 262 338 395 419 424).
+    # 192 rows 407 463 539 541 560 558, not in turns 365 431 510 521 549 552; 128 rows 392 446 476 472 467 466.
+    (64, False): ((_ANY, _HC(3, 128, 2, ping_pong=True)),),
+    # 128 rows 263 342 409 449 448 441; 192 rows 240 308 420 474 496 513, in turns 200 281 412 480 511 526.
     (64, True): (
-        (4096, _HC(3, 128, 2, persistent=True)),
-        (_ANY, _HC(3, 128, 2, persistent=False)),
+        (1024, _HC(2, 128, 2, ping_pong=True)),
+        (2048, _HC(3, 128, 2, ping_pong=False)),
+        (_ANY, _HC(3, 128, 2, ping_pong=True)),
     ),
-    # One program an SM 493 599 661 686 691 681, a tile 440 562 648 671 693 696.
+    # In turns 522 633 685 708 706 674, not 507 620 673 699 707 681; 192 rows of 64 keys 460 554 637 650 644 610.
     (128, False): (
-        (4096, _HC(2, 128, 2, persistent=True)),
-        (_ANY, _HC(2, 128, 2, persistent=False)),
+        (4096, _HC(2, 128, 2, ping_pong=True)),
+        (_ANY, _HC(2, 128, 2, ping_pong=False)),
     ),
-    # One program an SM 300 420 514 579 613 615, a tile 251 384 515 618 676 689.
+    # In turns 346 486 594 663 653 682, not 337 478 585 658 657 680; 64 keys 331 443 537 591 572 591.
     (128, True): (
-        (1024, _HC(2, 128, 2, persistent=True)),
-        (_ANY, _HC(2, 128, 2, persistent=False)),
+        (4096, _HC(2, 128, 2, ping_pong=True)),
+        (_ANY, _HC(2, 128, 2, ping_pong=False)),
     ),
-    # One program an SM 551 659 729 761 779 767, a tile 524 649 728 767 789 785.
-    (256, False): (
-        (2048, _HC(2, 64, 2, persistent=True)),
-        (_ANY, _HC(2, 64, 2, persistent=False)),
+    # In turns 589 697 761 789 781 783, not 581 682 730 753 762 758.
+    (256, False): ((_ANY, _HC(2, 64, 2, ping_pong=True)),),
+    # In turns 355 508 632 688 738 763, not 361 511 610 672 712 740.
+    (256, True): (
+        (1024, _HC(2, 64, 2, ping_pong=False)),
+        (_ANY, _HC(2, 64, 2, ping_pong=True)),
     ),
-    # One program an SM 302 401 478 528 552 557, a tile 327 483 600 680 725 749.
-    (256, True): ((_ANY, _HC(2, 64, 2, persistent=False)),),
 }
 
 
@@ -460,11 +455,10 @@ def _hopper_underfills(problem: AttentionProblem, gpu: GpuSpec) -> str | None:
 
 def _hopper_plan(problem: AttentionProblem, gpu: GpuSpec, why: str) -> Plan:
     config, tiles = hopper_config(problem), _hopper_tiles(problem)
-    programs = min(tiles, gpu.sms) if config.persistent else tiles
+    programs = min(tiles, gpu.sms)
     # Triton rounds the producer's warp up to a warpgroup.
     launch = PlannedLaunch("_forward_sm90_kernel", (programs, 1, 1), (128 * (config.warpgroups + 1), 1, 1))
-    share = "one program an SM" if config.persistent else "a program each"
-    reason = f"{why}; {tiles} row tiles of {HOPPER_ROWS * config.warpgroups} on {gpu.sms} SMs, {share}"
+    reason = f"{why}; {tiles} row tiles of {HOPPER_ROWS * config.warpgroups} on {gpu.sms} SMs"
     return Plan(problem, gpu.name, gpu.arch, "forward_gluon_sm90", config, (launch,), reason)
 
 

@@ -161,7 +161,6 @@ def _hopper(plan: Plan, config: HopperConfig) -> PreparedKernel:
         "STAGES": config.num_stages,
         "IS_CAUSAL": problem.causal,
         "EDGE_TILES": hopper_edge_tiles(problem, config),
-        "EXP_FMA": config.exp_fma,
         "PING_PONG": config.ping_pong,
         "STORE_LSE": problem.return_lse,
         "PRODUCER_REGISTERS": producer_registers,
