@@ -97,7 +97,7 @@ class Args:
     seqlen_q: gl.tensor
     seqlen_k: gl.tensor
     tiles_m: gl.tensor  # row tiles of one head
-    tiles: gl.tensor  # row tiles of all heads
+    heads_total: gl.tensor  # of all sequences
     heads_per_group: gl.tensor  # heads that are walked over together when causal
     scale_log2: gl.tensor  # softmax_scale * log2(e), positive
     GROUP: gl.constexpr  # query heads that share one K/V head
@@ -125,8 +125,9 @@ class Args:
     def rounds(self):
         """Return how many tiles this program attends."""
         programs = gl.num_programs(0)
-        whole = self.tiles // programs
-        return whole + (self.place(whole) < self.tiles).to(gl.int32)
+        tiles = self.tiles_m * self.heads_total
+        whole = tiles // programs
+        return whole + (self.place(whole) < tiles).to(gl.int32)
 
     @gluon.jit
     def place(self, round_):
@@ -146,7 +147,7 @@ class Args:
         """
         if self.IS_CAUSAL:
             first = tile // (self.heads_per_group * self.tiles_m) * self.heads_per_group
-            width = gl.minimum(self.heads_per_group, self.tiles // self.tiles_m - first)
+            width = gl.minimum(self.heads_per_group, self.heads_total - first)
             rest = tile - first * self.tiles_m
             head = first + rest % width
             m = self.tiles_m - 1 - rest // width
@@ -370,7 +371,7 @@ def _forward_sm90_kernel(
     v_desc,  # [B, HK, Sk, DV]
     o_desc,  # [B, H, Sq, DV]
     lse_ptr,  # [B, H, Sq] fp32, natural log
-    heads, seqlen_q, seqlen_k, tiles_m, tiles,
+    heads, seqlen_q, seqlen_k, tiles_m, heads_total,
     heads_per_group,  # heads that are walked over together when causal
     scale_log2,  # softmax_scale * log2(e), positive
     GROUP: gl.constexpr,  # query heads that share one K/V head
@@ -387,7 +388,7 @@ def _forward_sm90_kernel(
     o_bufs = gl.allocate_shared_memory(o_desc.dtype, [WARPGROUPS] + o_desc.block_type.shape, o_desc.layout)
     a = Args(  # type: ignore[call-arg] # aggregate gives it a constructor
         q_desc, k_desc, v_desc, o_desc, lse_ptr, q_ring, o_bufs, k_ring, v_ring, heads, seqlen_q, seqlen_k,
-        tiles_m, tiles, heads_per_group, scale_log2, GROUP, WARPGROUPS, BLOCK_N, STAGES, IS_CAUSAL, EDGE_TILES,
+        tiles_m, heads_total, heads_per_group, scale_log2, GROUP, WARPGROUPS, BLOCK_N, STAGES, IS_CAUSAL, EDGE_TILES,
         PING_PONG, STORE_LSE,
     )  # fmt: skip
     R: gl.constexpr = MATRIX_REGISTERS

@@ -151,7 +151,7 @@ def _hopper(plan: Plan, config: HopperConfig) -> PreparedKernel:
         "o_desc": descriptor_type(kind, (1, 1, HOPPER_ROWS, min(dv, 128))),
     }
     scalars = {
-        **dict.fromkeys(("heads", "seqlen_q", "seqlen_k", "tiles_m", "tiles", "heads_per_group"), "i32"),
+        **dict.fromkeys(("heads", "seqlen_q", "seqlen_k", "tiles_m", "heads_total", "heads_per_group"), "i32"),
         "scale_log2": "fp32",
     }
     producer_registers, matrix_registers = HOPPER_REGISTERS[config.warpgroups]
@@ -180,7 +180,7 @@ def _hopper(plan: Plan, config: HopperConfig) -> PreparedKernel:
         problem.seqlen_q,
         problem.seqlen_k,
         tiles_m,
-        tiles_m * problem.batch * problem.heads,
+        problem.batch * problem.heads,
         hopper_heads_per_group(problem, config, plan.launches[0].grid[0]),
         problem.scale_log2,
     )
