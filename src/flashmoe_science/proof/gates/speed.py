@@ -11,7 +11,7 @@ from typing import Any
 from ..evidence import CaseRecord, Rates, Rounds, Settings, TimeKind
 from ..roofline import fewest_seconds
 from ..worker import TaskResult
-from .run import Outcome, Run, failed, first_of, not_possible, passed
+from .run import Outcome, Run, failed, first_of, no_timing, passed
 
 _TIMEOUT_S = 600.0  # of silence: compiling, tuning and warming up one case
 _QUICK_ROUNDS = 5
@@ -24,12 +24,12 @@ _NONE_IMPOSSIBLE = "no time is impossible"
 def measure_quickly(run: Run) -> Outcome:
     """Gate quick: five rounds. Far from what was expected, or faster than the GPU can be: stop before the long part."""
     if run.no_timing_reason:
-        return not_possible(run.no_timing_reason, hint="`flashmoe doctor` says what this machine lacks")
+        return no_timing(run)
     kind: TimeKind = "graph" if "graph" in run.settings.times else run.settings.times[0]
     settings = run.settings.model_copy(update={"rounds": _QUICK_ROUNDS, "processes": 1, "times": [kind]})
     cases: list[dict[str, Any]] = []
     # Whether the work is ordered with the caller's stream is for the gate bench to say.
-    step = _Step(settings, process=0, times=[kind], done=0, total=len(run.cases), check_stream=False)
+    step = _Step(settings, process=0, times=[kind], done=0, total=len(run.served), check_stream=False)
     result = _measure(run, step, cases.append)
     seconds = result.seconds
     if not result.ok:
@@ -71,7 +71,7 @@ def _compare_with_expected(run: Run, cases: Sequence[dict[str, Any]], kind: Time
 def measure_fully(run: Run) -> Outcome:
     """Gate bench: all rounds in all processes; kernel time in processes of its own."""
     if run.no_timing_reason:
-        return not_possible(run.no_timing_reason, hint="`flashmoe doctor` says what this machine lacks")
+        return no_timing(run)
     gpu_seconds = 0.0
     for step in _steps(run):
 
@@ -91,19 +91,24 @@ def measure_fully(run: Run) -> Outcome:
 
 def _sum_up(run: Run, gpu_seconds: float) -> Outcome:
     subjects = [(case, arm) for case in run.cases.values() for arm in case.arms if arm.role == "subject"]
-    problems = [f"{case.name}: {arm.reason or arm.status}" for case, arm in subjects if arm.status != "measured"]
+    problems = [
+        f"{case.name}: {arm.reason or arm.status}"
+        for case, arm in subjects
+        if arm.status not in ("measured", "refused")
+    ]
     notes = [
         f"{case.name}: {arm.role} {arm.name} {arm.status}: {arm.reason}"
         for case in run.cases.values()
         for arm in case.arms
-        if arm.role != "subject" and arm.status != "measured"
+        if arm.role != "subject" and arm.status != "measured" and case.name in run.served
     ]
     if problems:
         details = [*problems[:_SHOWN_PROBLEMS], *notes]
         return failed(first_of(problems), details=details, gpu_seconds=gpu_seconds)
     rounds = run.settings.processes * run.settings.rounds
     times = ", ".join(run.settings.times)
-    summary = f"{len(run.cases)} cases, {rounds} rounds each in {run.settings.processes} processes: {times} time"
+    summary = f"{len(run.served)} cases, {rounds} rounds each in {run.settings.processes} processes: {times} time"
+    summary += run.not_served_note
     return passed(summary, details=notes, gpu_seconds=gpu_seconds)
 
 
@@ -130,7 +135,7 @@ def _steps(run: Run) -> list[_Step]:
     alone: list[TimeKind] = [kind for kind in kinds if kind == "kernel"]
     modes = (together, alone)
     plan = [(process, mode) for process in range(run.settings.processes) for mode in modes if mode]
-    cases = len(run.cases)
+    cases = len(run.served)
     return [
         _Step(run.settings, process, mode, done=index * cases, total=len(plan) * cases)
         for index, (process, mode) in enumerate(plan)

@@ -10,7 +10,7 @@ from typing import Any
 from ...gpu.specs import find_gpu
 from ..subject import expand_sources, hash_sources
 from ..worker import TaskCall, run_command, run_tasks
-from .run import Outcome, Run, failed, first_of, passed
+from .run import Outcome, Run, failed, first_of, not_possible, passed
 
 _COMPILE_TIMEOUT_S = 900.0  # for one kernel
 _IMPORT_TIMEOUT_S = 300.0  # an extension that compiles itself on import takes minutes
@@ -76,6 +76,11 @@ def _broken_limits(run: Run) -> list[str]:
 
 def _compile(run: Run, details: list[str]) -> Outcome:
     """Compile all jobs in a few processes; one that dies takes its own jobs with it, and no others."""
+    details = [*details, *_left_out(run)]
+    unserved = [gpu for gpu, refused in run.refusals.items() if len(refused) == len(run.cases)]
+    if len(unserved) == len(run.gpus):
+        reason = run.refusals[run.gpus[0]][next(iter(run.cases))]
+        return not_possible(f"{run.subject.name} serves none of these cases: {reason}", details=details)
     parts = min(_COMPILE_PROCESSES, os.cpu_count() or 1)
     common = run.payload(cases=[case.problem for case in run.cases.values()], gpus=run.gpus, parts=parts)
     task = f"{__package__.rpartition('.')[0]}.tasks:compile_kernels"
@@ -103,7 +108,18 @@ def _compile(run: Run, details: list[str]) -> Outcome:
         return failed(first_of(problems), hint=hint, details=[*details, *problems[:_SHOWN_PROBLEMS]])
     if not jobs:
         return failed("there is no kernel to compile for these cases", details=details)
-    return passed(_summarize(jobs), details=[*details, *_by_gpu(jobs)])
+    note = f"; not served: {', '.join(unserved)}" if unserved else ""
+    return passed(_summarize(jobs) + note, details=[*details, *_by_gpu(jobs)])
+
+
+def _left_out(run: Run) -> list[str]:
+    """Return what the subject does not serve, a line for each GPU."""
+    lines = []
+    for gpu, refused in run.refusals.items():
+        if refused:
+            reason = first_of(list(dict.fromkeys(refused.values())))
+            lines.append(f"{gpu}: {len(refused)} of {len(run.cases)} cases left out, not served: {reason}")
+    return lines
 
 
 def _summarize(jobs: Sequence[dict[str, Any]]) -> str:
