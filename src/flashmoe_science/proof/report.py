@@ -119,10 +119,11 @@ def case_table(record: Record, kind: TimeKind | None = None) -> RenderableType:
     return _accuracy_table(record) if kind is None else _speed_table(record, kind)
 
 
-def _table(*columns: str, left: int = 1) -> Table:
+def _table(*columns: str, left: int = 1, rule: bool = True) -> Table:
     """Return an empty table whose first ``left`` columns hold text, the others numbers."""
     # Two blanks between columns: the widest table, with all three times, fits 100 columns.
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    style, blanks = (box.SIMPLE_HEAD, 1) if rule else (None, 2)  # a rule is a blank wide where it crosses
+    table = Table(box=style, show_edge=False, pad_edge=False, padding=(0, blanks, 0, 0), header_style="bold")
     for number, column in enumerate(columns):
         text = number < left
         table.add_column(column, justify="left" if text else "right", overflow="fold", no_wrap=not text)
@@ -290,8 +291,8 @@ def run_table(runs: Sequence[RunSummary]) -> RenderableType:
 
 
 def plain_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> RenderableType:
-    """Return a table of words."""
-    table = _table(*columns, left=len(columns))
+    """Return a table of words, without a rule: in a pipe it would be as long as the longest sentence."""
+    table = _table(*columns, left=len(columns), rule=False)
     for row in rows:
         table.add_row(*row)
     return table
@@ -309,10 +310,25 @@ def check_lines(checks: Iterable[Check]) -> RenderableType:
     return grid
 
 
+def plan_lines(text: str) -> list[RenderableType]:
+    """Return a plan as it says itself, but so that what is wrapped stays to the right of the first word."""
+    title, *lines = text.splitlines()
+    return [title, *map(_plan_line, lines)]
+
+
+def _plan_line(line: str) -> RenderableType:
+    word, _, rest = line.strip().partition(" ")
+    grid = Table.grid(padding=(0, 1, 0, 0))
+    grid.add_column(min_width=9, no_wrap=True)
+    grid.add_column(overflow="fold")
+    grid.add_row(f"  {word}", rest.strip())
+    return grid
+
+
 def compile_line(
     *, kernel: str, registers: int, spill_bytes: int, shared_memory_bytes: int, seconds: float
 ) -> RenderableType:
     """Return what compiling one kernel showed, in the style of a plan's own lines."""
     spills = f"{format_bytes(spill_bytes)} spilled" if spill_bytes else "no spills"
     shared = f"{format_bytes(shared_memory_bytes)} of shared memory"
-    return f"  compile {kernel}: {registers} registers a thread, {spills}, {shared}; took {seconds:.1f} s"
+    return _plan_line(f"compile {kernel}: {registers} registers a thread, {spills}, {shared}; took {seconds:.1f} s")
