@@ -117,7 +117,7 @@ def test_runs_lists_both_places_newest_first(run):
     for day in (1, 2):
         Store().save(build_record(day=day))
     _, out, _ = run("runs")
-    assert [line.split()[-1] for line in out.splitlines()[1:]] == ["store", "store", "evidence"]
+    assert [line.split()[-1] for line in out.splitlines()[2:]] == ["store", "store", "evidence"]
     code, out, err = run("runs", "--limit", "1")
     assert (code, len(out.splitlines()), err) == (0, 3, "2 more: --limit 0 lists all\n")
     document = json.loads(run("runs", "--suite", "made_up", "--json")[1])

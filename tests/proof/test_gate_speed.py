@@ -45,7 +45,7 @@ def prove(*problems, recorder=None, **changes):
 def test_a_case_that_our_kernel_refuses_is_left_out_and_fails_no_gate(gpu):
     record = run_chain(request_of(replace(HONEST, builtin=True), SHORT, replace(SHORT, batch=7), settings=FEW))
     assert statuses(record)["bench"] == "passed"
-    assert gate_of(record, "bench").summary.startswith("1 cases, 6 rounds each")
+    assert gate_of(record, "bench").summary.startswith("1 case, 6 rounds each")
     assert gate_of(record, "bench").summary.endswith("; 1 not served")
     assert [case.arms[0].status for case in record.cases] == ["measured", "refused"]
     assert gate_of(record, "launch").summary.endswith("; 1 not served")
@@ -120,7 +120,7 @@ def test_a_gpu_with_no_known_limits_leaves_times_unchecked_and_says_so(gpu, monk
     unknown = GPU.model_copy(update={"name": "NVIDIA Unknown", "arch": 103})
     monkeypatch.setattr(chain, "_read_environment", lambda: environment_with(unknown))
     summary = gate_of(prove(baselines=baselines), "quick").summary
-    assert "impossible times were not checked in 1 of 1 cases: NVIDIA Unknown has no known limits" in summary
+    assert "impossible times were not checked in 1 of 1 case: NVIDIA Unknown has no known limits" in summary
     assert "no time is impossible" not in summary
 
 

@@ -241,7 +241,7 @@ def test_compiler_that_dies_fails_gate_build_and_says_where(tmp_path):
 def test_builtin_subject_is_compiled(monkeypatch):
     monkeypatch.setattr(static, "_COMPILE_PROCESSES", 1)
     record = run_chain(request_of(replace(HONEST, builtin=True), until="build", gpus=["L4"]))
-    assert "1 kernels compiled for 1 GPUs" in gate_of(record, "build").summary
+    assert "1 kernel compiled for 1 GPU: " in gate_of(record, "build").summary
 
 
 BUILTIN = replace(HONEST, builtin=True)
@@ -415,7 +415,7 @@ def test_all_cases_too_long_for_a_cpu():
     record = run_chain(request_of(HONEST, Problem(1, 1, 4096, 64)))
     assert statuses(record)["correct"] == "not possible"
     assert gate_of(record, "correct").summary == (
-        "none of the 1 cases can be checked on the CPU: 4,096 tokens and more take hours in an interpreter"
+        "none of the 1 case can be checked on the CPU: 4,096 tokens and more take hours in an interpreter"
     )
 
 
@@ -434,7 +434,7 @@ def test_a_stand_in_that_is_right_shows_nothing_of_the_subject():
 
 def test_a_stand_in_for_all_cases_is_named_once():
     record = run_chain(request_of(replace(HONEST, builtin=True), replace(SHORT, causal=True)))
-    assert "1 of 1 cases on the CPU, by plain torch (a GPU runs a kernel): error" in gate_of(record, "correct").summary
+    assert "1 of 1 case on the CPU, by plain torch (a GPU runs a kernel): error" in gate_of(record, "correct").summary
 
 
 @pytest.mark.parametrize("name", ["forward_short_gluon", "forward_gluon_sm90"])
@@ -444,7 +444,7 @@ def test_a_kernel_in_gluon_cannot_be_checked_without_a_gpu(name, monkeypatch):
     record = run_chain(attention_request(name, attention(1, 1, 16, 64)))
     assert statuses(record)["correct"] == "not possible"
     assert gate_of(record, "correct").summary == (
-        f"none of the 1 cases can be checked on the CPU: {name} is written in Gluon, which cannot be interpreted: "
+        f"none of the 1 case can be checked on the CPU: {name} is written in Gluon, which cannot be interpreted: "
         "only a GPU can check it"
     )
     assert record.cases[0].correct is None

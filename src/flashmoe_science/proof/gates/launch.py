@@ -8,6 +8,7 @@ from typing import Any
 
 from ..evidence import Launch
 from ..subject import KernelPromise, Subject
+from ..words import counted
 from .run import Outcome, Run, failed, first_of, no_timing, passed
 
 _TIMEOUT_S = 600.0  # for one case: compiling on the first call is part of it
@@ -129,7 +130,7 @@ def _notes(cases: Sequence[dict[str, Any]]) -> list[str]:
             if arm["role"] != "subject" and arm["status"] != "captured":
                 line = f"baseline {arm['name']} {arm['status']}: {arm['reason']}"
                 notes[line] = notes.get(line, 0) + 1
-    return [f"{line} ({count} of {len(cases)} cases)" for line, count in notes.items()]
+    return [f"{line} ({count} of {counted(len(cases), 'case')})" for line, count in notes.items()]
 
 
 def _sum_up(cases: Sequence[dict[str, Any]]) -> str:

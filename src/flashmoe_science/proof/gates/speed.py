@@ -10,6 +10,7 @@ from typing import Any
 
 from ..evidence import CaseRecord, Rates, Rounds, Settings, TimeKind
 from ..roofline import fewest_seconds
+from ..words import counted
 from ..worker import TaskResult
 from .run import Outcome, Run, failed, first_of, no_timing, passed
 
@@ -53,13 +54,12 @@ def _compare_with_expected(run: Run, cases: Sequence[dict[str, Any]], kind: Time
         return passed(f"{what}; {_checked(run, cases, kind)}", gpu_seconds=gpu_seconds)
     mean = math.exp(statistics.fmean(math.log(s) for s in speedups.values()))
     details = [f"{name}: {speedup:.2f}x" for name, speedup in speedups.items()]
-    summary = (
-        f"about {mean:.2f}x of {run.request.baselines[0]} in {kind} time (geometric mean of {len(speedups)} cases)"
-    )
+    over = counted(len(speedups), "case")
+    summary = f"about {mean:.2f}x of {run.request.baselines[0]} in {kind} time (geometric mean of {over})"
     if (checked := _checked(run, cases, kind)) != _NONE_IMPOSSIBLE:
         summary = f"{summary}; {checked}"
     if expected is None:
-        return passed(f"{summary}; nothing was expected", details=details, gpu_seconds=gpu_seconds)
+        return passed(f"{summary}; no speedup was expected (--expect)", details=details, gpu_seconds=gpu_seconds)
     low, high = (factor * expected for factor in _QUICK_RANGE)
     if not low <= mean <= high:
         hint = "--expect says what else to expect; a wrong kernel, tile or grid shows in gate launch's record"
@@ -105,10 +105,9 @@ def _sum_up(run: Run, gpu_seconds: float) -> Outcome:
     if problems:
         details = [*problems[:_SHOWN_PROBLEMS], *notes]
         return failed(first_of(problems), details=details, gpu_seconds=gpu_seconds)
-    rounds = run.settings.processes * run.settings.rounds
-    times = ", ".join(run.settings.times)
-    summary = f"{len(run.served)} cases, {rounds} rounds each in {run.settings.processes} processes: {times} time"
-    summary += run.not_served_note
+    rounds = counted(run.settings.processes * run.settings.rounds, "round")
+    processes, times = counted(run.settings.processes, "process"), ", ".join(run.settings.times)
+    summary = f"{counted(len(run.served), 'case')}, {rounds} each in {processes}: {times} time{run.not_served_note}"
     return passed(summary, details=notes, gpu_seconds=gpu_seconds)
 
 
@@ -243,7 +242,8 @@ def _checked(run: Run, cases: Sequence[dict[str, Any]], kind: TimeKind) -> str:
     if not unchecked:
         return _NONE_IMPOSSIBLE
     name = run.environment.gpu.name if run.environment.gpu else "this machine"
-    return f"impossible times were not checked in {len(unchecked)} of {len(cases)} cases: {name} has no known limits"
+    of = f"{len(unchecked)} of {counted(len(cases), 'case')}"
+    return f"impossible times were not checked in {of}: {name} has no known limits"
 
 
 def _least(run: Run, case: dict[str, Any], kind: TimeKind) -> float | None:

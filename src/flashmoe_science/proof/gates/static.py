@@ -9,6 +9,7 @@ from typing import Any
 
 from ...gpu.specs import find_gpu
 from ..subject import expand_sources, hash_sources
+from ..words import counted
 from ..worker import TaskCall, run_command, run_tasks
 from .run import Outcome, Run, failed, first_of, not_possible, passed
 
@@ -29,7 +30,7 @@ def check_sources(run: Run) -> Outcome:
             hint="sources are relative to the folder of the kernel.toml",
             details=[f"found {source.path}" for source in run.sources],
         )
-    return passed(f"{len(run.sources)} files hashed")
+    return passed(f"{counted(len(run.sources), 'file')} hashed")
 
 
 def build(run: Run) -> Outcome:
@@ -118,7 +119,7 @@ def _left_out(run: Run) -> list[str]:
     for gpu, refused in run.refusals.items():
         if refused:
             reason = first_of(list(dict.fromkeys(refused.values())))
-            lines.append(f"{gpu}: {len(refused)} of {len(run.cases)} cases left out, not served: {reason}")
+            lines.append(f"{gpu}: {len(refused)} of {counted(len(run.cases), 'case')} left out, not served: {reason}")
     return lines
 
 
@@ -126,7 +127,7 @@ def _summarize(jobs: Sequence[dict[str, Any]]) -> str:
     spills = sum(job["spill_bytes"] > 0 for job in jobs)
     shared = max(job["shared_memory_bytes"] for job in jobs) / 1024
     return (
-        f"{len(jobs)} kernels compiled for {len({job['gpu'] for job in jobs})} GPUs: at most "
+        f"{counted(len(jobs), 'kernel')} compiled for {counted(len({job['gpu'] for job in jobs}), 'GPU')}: at most "
         f"{max(job['registers'] for job in jobs)} registers a thread, {shared:.0f} KiB shared memory a block, "
         f"{'no spills' if not spills else f'{spills} with spills'}"
     )
@@ -138,7 +139,9 @@ def _by_gpu(jobs: Sequence[dict[str, Any]]) -> list[str]:
         own = [job for job in jobs if job["gpu"] == gpu]
         shared = max(job["shared_memory_bytes"] for job in own) / 1024
         limit = find_gpu(gpu).shared_memory_per_block_bytes / 1024
-        lines.append(f"{gpu}: {len(own)} kernels, at most {shared:.0f} of {limit:.0f} KiB shared memory a block")
+        lines.append(
+            f"{gpu}: {counted(len(own), 'kernel')}, at most {shared:.0f} of {limit:.0f} KiB shared memory a block"
+        )
     return lines
 
 
