@@ -70,7 +70,7 @@ def test_another_kind_of_time_can_be_asked_for():
 
 
 def test_the_legend_says_what_is_in_cache():
-    said = "kernel: L2 was flushed before each call; graph and wall: call after call, over rotating inputs"
+    said = "kernel: L2 was flushed before each call; graph and wall: call after call over rotating inputs"
     assert said in render(case_table(build_record(speedups=[2.0])), width=200)
     assert "flushed" not in render(case_table(build_record(speedups=[2.0], times=("graph",))), width=200)
 

@@ -152,7 +152,9 @@ def _what_is_in_cache(record: Record, kinds: Sequence[TimeKind]) -> list[str]:
     if "kernel" not in kinds or len(kinds) == 1 or record.settings.cache != "cold":
         return []
     others = " and ".join(kind for kind in kinds if kind != "kernel")
-    return [f"kernel: L2 was flushed before each call; {others}: call after call, over rotating inputs, L2 may hold"]
+    return [
+        f"kernel: L2 was flushed before each call; {others}: call after call over rotating inputs, which L2 may hold"
+    ]
 
 
 def _speed_cells(row: ArmRow, kinds: Sequence[TimeKind]) -> list[RenderableType]:
