@@ -56,6 +56,14 @@ def machine(setup, monkeypatch) -> Machine:
     return machine
 
 
+def test_the_folder_is_told_as_it_is_called_from_here(setup, machine, tmp_path, monkeypatch, capfd) -> None:
+    monkeypatch.chdir(tmp_path)
+    setup.set_up(tmp_path / "env", {"proof"})
+    said = capfd.readouterr().err
+    assert "creating env" in said
+    assert str(tmp_path) not in said
+
+
 def test_without_a_driver_the_cpu_build_comes_first(setup, machine, tmp_path) -> None:
     setup.set_up(tmp_path / "env", {"proof"})
     torch, package = [line for line in machine.commands if " install " in line]

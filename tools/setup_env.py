@@ -49,7 +49,7 @@ def set_up(folder: Path, extras: set[str]) -> None:
     if not has_torch(python):
         install_torch(python)
     wanted = ",".join(sorted(extras))
-    say(f"installing flashmoe-science[{wanted}] into {folder}")
+    say(f"installing flashmoe-science[{wanted}] into {short(folder)}")
     if pip(python, "install", "--editable", f"{ROOT}[{wanted}]") != 0:
         fail("pip could not install the package, see above", "without a package index use: make ENV=off ...")
     stamp.write_text(
@@ -83,13 +83,19 @@ def create(folder: Path, *, anew: bool) -> Path:
     """Create the virtual environment if it is missing or to be made anew, and return its Python."""
     python = folder / "bin" / "python"
     if anew or not python.exists():
-        say(f"creating {folder}")
+        say(f"creating {short(folder)}")
         command = [sys.executable, "-m", "venv", "--clear", str(folder)]
         if subprocess.run(command, check=False, stdout=sys.stderr).returncode != 0:
             fail(
                 f"{sys.executable} -m venv {folder} failed, see above", "on Debian and Ubuntu: apt install python3-venv"
             )
     return python
+
+
+def short(folder: Path) -> str:
+    """Return a folder as it is called from the current one."""
+    here = Path.cwd()
+    return str(folder.relative_to(here)) if folder.is_relative_to(here) else str(folder)
 
 
 def has_nvidia_driver() -> bool:

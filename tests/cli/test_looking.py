@@ -11,6 +11,7 @@ import pytest
 from flashmoe_science.proof.baselines import BaselineStatus
 from flashmoe_science.proof.environment import Check
 from flashmoe_science.proof.store import Store
+from flashmoe_science.proof.worker import TaskResult
 
 from ..proof.builders import build_record
 from ..proof.claim_builders import claim_toml
@@ -150,6 +151,31 @@ def test_explain_gives_the_plan_and_what_the_compiler_says(run):
 
 
 @pytest.mark.triton
+def test_explain_compiles_in_a_process_of_its_own(run, monkeypatch):
+    monkeypatch.setattr("flashmoe_science.gpu.compile.compile_kernel", None)
+    code, out, _ = run("explain", "--shape", "1,1,64,64", "--gpu", "L4")
+    assert (code, "registers a thread" in out) == (0, True)
+
+
+def test_explain_says_why_a_kernel_does_not_compile(run, monkeypatch):
+    answer = TaskResult(ok=True, data={"error": "no", "hint": "yes"}, reason="", seconds=0.0, output_tail="")
+    monkeypatch.setattr("flashmoe_science.proof.worker.run_task", lambda *_, **__: answer)
+    code, _, err = run("explain", "--shape", "1,1,64,64", "--gpu", "L4")
+    assert (code, err) == (3, "error: no\nhint: yes\n")
+
+
+def test_explain_wraps_to_the_right_of_the_first_word(run, monkeypatch):
+    compiled = {"kernel": "k", "registers": 1, "spill_bytes": 0, "shared_memory_bytes": 0, "seconds": 1.0}
+    answer = TaskResult(ok=True, data={"compiled": [compiled]}, reason="", seconds=0.0, output_tail="")
+    monkeypatch.setattr("flashmoe_science.proof.worker.run_task", lambda *_, **__: answer)
+    monkeypatch.setenv("COLUMNS", "60")
+    lines = run("explain", "--shape", "1,1,64,64", "--gpu", "L4")[1].splitlines()
+    assert len(lines) > 5
+    for line in lines[1:]:
+        assert re.match(r"  (because|config |launch |compile) \S| {10}\S", line)
+
+
+@pytest.mark.triton
 def test_explain_takes_every_size(run):
     sizes = ["--kv-heads", "2", "--seqlen-k", "65", "--head-dim-v", "80", "--dtype", "bf16", "--causal"]
     document = json.loads(run("explain", "--shape", "1,4,16,64", *sizes, "--gpu", "A100", "--json")[1])
@@ -182,6 +208,7 @@ def test_doctor_prints_a_line_for_every_check_and_its_hint(run, monkeypatch):
 def test_suites_lists_them_and_the_cases_of_one(run):
     assert re.search(r"^seed +attention +13 ", run("suites")[1], re.MULTILINE)
     assert {"name", "operator", "cases", "description"} == set(json.loads(run("suites", "--json")[1])["suites"][0])
+    assert all(re.search(r"\w", line) for line in run("suites")[1].splitlines())  # no rule of a sentence's length
     _, out, _ = run("suites", "seed")
     assert re.search(r"^b1_h1_s512_d64_fp16 +\S", out, re.MULTILINE)
     cases = json.loads(run("suites", "seed", "--json")[1])["cases"]
@@ -197,7 +224,7 @@ def test_baselines_says_of_each_whether_it_runs_here(run, monkeypatch):
     monkeypatch.setattr("flashmoe_science.proof.baselines.available_baselines", lambda operator: found)
     code, out, _ = run("baselines")
     assert code == 0
-    assert [line.split(maxsplit=2) for line in out.splitlines()[2:]] == [
+    assert [line.split(maxsplit=2) for line in out.splitlines()[1:]] == [
         ["sdpa", "yes", "2.11"],
         ["fa3", "no", "no module flash_attn_3"],
     ]

@@ -106,6 +106,12 @@ def test_prove_with_no_gpu_holds_even_where_a_claim_does_not(prove_with, reposit
     assert "\nrefuted       It is twice as fast." in out
 
 
+def test_prove_says_nothing_of_claims_where_there_are_none(prove_with, repository):
+    (repository / "claims" / "seed.toml").unlink()
+    code, out, _ = prove_with(build_record(gpu=None, day=1))
+    assert (code, "claim" in out) == (0, False)
+
+
 def test_prove_returns_3_for_a_failed_gate_and_says_it_last(prove_with):
     code, out, _ = prove_with(build_record(gates=build_gates("launch"), times=(), day=1))
     assert code == 3

@@ -152,7 +152,13 @@ class FakeOperator:
     def promised_launches(self, subject, problem):
         return []
 
+    def refusal(self, subject, problem, gpu):
+        if problem.batch == 7:
+            return "it does not serve 7 sequences"
+        return f"it is for the L4, this is a {gpu}" if problem.batch == 9 and gpu != "L4" else None
+
     def compile_jobs(self, subject, problems, gpus):
+        problems = [p for p in problems if any(self.refusal(subject, p, gpu) is None for gpu in gpus)]
         return [Job(f"attend D={d}", gpu) for d in sorted({p.head_dim for p in problems}) for gpu in gpus]
 
     def cpu_refusal(self, subject, problem):

@@ -216,6 +216,9 @@ class Doubling:
     def promised_launches(self, subject, problem):
         return []
 
+    def refusal(self, subject, problem, gpu):
+        return None
+
     def compile_jobs(self, subject, problems, gpus):
         return []
 

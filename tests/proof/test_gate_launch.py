@@ -174,7 +174,7 @@ def test_baseline_that_cannot_run_is_reported_and_stops_nothing(gpu):
     gpu.capture = lambda payload: [captured("fake_attention", "subject", [launch()]), absent]
     record = run_chain(request_of(until="launch", baselines=["absent"]))
     assert gate_of(record, "launch").status.value == "passed"
-    assert gate_of(record, "launch").details == ["baseline absent unavailable: no module named absent (1 of 1 cases)"]
+    assert gate_of(record, "launch").details == ["baseline absent unavailable: no module named absent (1 of 1 case)"]
     arm = record.cases[0].arms[1]
     assert (arm.status, arm.reason) == ("unavailable", "no module named absent")
 

@@ -42,6 +42,23 @@ def prove(*problems, recorder=None, **changes):
     return run_chain(request_of(HONEST, *problems, **{"settings": FEW, **changes}), recorder)
 
 
+def test_a_case_that_our_kernel_refuses_is_left_out_and_fails_no_gate(gpu):
+    record = run_chain(request_of(replace(HONEST, builtin=True), SHORT, replace(SHORT, batch=7), settings=FEW))
+    assert statuses(record)["bench"] == "passed"
+    assert gate_of(record, "bench").summary.startswith("1 case, 6 rounds each")
+    assert gate_of(record, "bench").summary.endswith("; 1 not served")
+    assert [case.arms[0].status for case in record.cases] == ["measured", "refused"]
+    assert gate_of(record, "launch").summary.endswith("; 1 not served")
+
+
+def test_a_kernel_that_serves_no_case_on_this_gpu_is_not_timed(gpu):
+    record = run_chain(request_of(replace(HONEST, builtin=True), replace(SHORT, batch=9), settings=FEW))
+    assert set(list(statuses(record).values())[3:]) == {"not possible"}
+    gate = gate_of(record, "launch")
+    assert gate.summary == "fake_attention serves none of these cases: it is for the L4, this is a NVIDIA H200"
+    assert gate.hint == ""
+
+
 # Gate quick.
 
 
@@ -103,7 +120,7 @@ def test_a_gpu_with_no_known_limits_leaves_times_unchecked_and_says_so(gpu, monk
     unknown = GPU.model_copy(update={"name": "NVIDIA Unknown", "arch": 103})
     monkeypatch.setattr(chain, "_read_environment", lambda: environment_with(unknown))
     summary = gate_of(prove(baselines=baselines), "quick").summary
-    assert "impossible times were not checked in 1 of 1 cases: NVIDIA Unknown has no known limits" in summary
+    assert "impossible times were not checked in 1 of 1 case: NVIDIA Unknown has no known limits" in summary
     assert "no time is impossible" not in summary
 
 

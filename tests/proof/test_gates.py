@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from flashmoe_science.attention.operator import OPERATOR
 from flashmoe_science.errors import ProofError, SuiteError
 from flashmoe_science.proof.conclude import last_word
 from flashmoe_science.proof.evidence import GATE_NAMES, read_record, write_record
 from flashmoe_science.proof.gates import chain, correct, static
-from flashmoe_science.proof.gates.run import passed
+from flashmoe_science.proof.gates.run import Run, passed
 
 from .chain import (
     GPU,
@@ -239,7 +241,59 @@ def test_compiler_that_dies_fails_gate_build_and_says_where(tmp_path):
 def test_builtin_subject_is_compiled(monkeypatch):
     monkeypatch.setattr(static, "_COMPILE_PROCESSES", 1)
     record = run_chain(request_of(replace(HONEST, builtin=True), until="build", gpus=["L4"]))
-    assert "1 kernels compiled for 1 GPUs" in gate_of(record, "build").summary
+    assert "1 kernel compiled for 1 GPU: " in gate_of(record, "build").summary
+
+
+BUILTIN = replace(HONEST, builtin=True)
+SEVEN, NINE = replace(SHORT, batch=7), replace(SHORT, batch=9)  # nothing serves the one, an L4 alone the other
+
+
+def test_what_a_kernel_does_not_serve_is_left_out_of_gate_build():
+    record = run_chain(request_of(BUILTIN, SHORT, NINE, until="build", gpus=["L4", "H200"]))
+    gate = gate_of(record, "build")
+    assert gate.status.value == "passed"
+    assert gate.details[0] == "H200: 1 of 2 cases left out, not served: it is for the L4, this is a H200"
+    assert [case.arms[0].status for case in record.cases] == ["not measured", "not measured"]
+
+
+def test_a_gpu_that_a_kernel_does_not_serve_is_named_by_gate_build():
+    record = run_chain(request_of(BUILTIN, NINE, until="build", gpus=["L4", "H200"]))
+    assert gate_of(record, "build").summary.endswith("; not served: H200")
+
+
+def test_a_case_that_a_kernel_refuses_is_refused_and_the_others_go_on():
+    record = run_chain(request_of(BUILTIN, SEVEN, NINE, SHORT))
+    assert statuses(record)["correct"] == "passed"
+    assert "2 of 2 cases on the CPU" in gate_of(record, "correct").summary
+    assert gate_of(record, "correct").summary.endswith("; 1 not served")
+    refused, served, _ = record.cases
+    assert (refused.correct, served.correct) == (None, True)
+    assert [(arm.status, arm.reason) for arm in refused.arms] == [
+        ("refused", "it does not serve 7 sequences"),
+        ("not measured", "fake_attention does not serve it"),
+    ]
+
+
+def test_a_kernel_that_serves_nothing_is_not_possible_here():
+    record = run_chain(request_of(BUILTIN, SEVEN, NINE, gpus=["H200"]))
+    summary = "fake_attention serves none of these cases: it does not serve 7 sequences"
+    assert [statuses(record)[name] for name in ("build", "correct")] == ["not possible"] * 2
+    assert gate_of(record, "build").summary == summary
+    assert gate_of(record, "correct").summary == f"{summary} (and 1 more)"
+
+
+def test_forward_gluon_sm90_is_built_for_what_it_serves():
+    request = attention_request("forward_gluon_sm90", attention(1, 1, 4, 4), until="build")
+    record = run_chain(request)
+    assert gate_of(record, "build").status.value == "not possible here"
+    assert record.cases[0].arms[0].status == "refused"
+    wide = attention_request("forward_gluon_sm90", attention(1, 1, 4, 4), attention(1, 1, 64, 64))
+    assert Run(wide, environment=environment_with(None), progress=Recorder(), save=print).served == [
+        "b1_h1_s64_d64_fp16"
+    ]
+    problems: list[Any] = [case.problem for case in wide.suite.cases]
+    jobs = OPERATOR.compile_jobs("forward_gluon_sm90", problems, ["L4", "H200"])
+    assert [(job.gpu, job.label) for job in jobs] == [("H200", "_forward_sm90_kernel b1_h1_s64_d64_fp16")]
 
 
 # Gate import.
@@ -361,7 +415,7 @@ def test_all_cases_too_long_for_a_cpu():
     record = run_chain(request_of(HONEST, Problem(1, 1, 4096, 64)))
     assert statuses(record)["correct"] == "not possible"
     assert gate_of(record, "correct").summary == (
-        "none of the 1 cases can be checked on the CPU: 4,096 tokens and more take hours in an interpreter"
+        "none of the 1 case can be checked on the CPU: 4,096 tokens and more take hours in an interpreter"
     )
 
 
@@ -380,7 +434,7 @@ def test_a_stand_in_that_is_right_shows_nothing_of_the_subject():
 
 def test_a_stand_in_for_all_cases_is_named_once():
     record = run_chain(request_of(replace(HONEST, builtin=True), replace(SHORT, causal=True)))
-    assert "1 of 1 cases on the CPU, by plain torch (a GPU runs a kernel): error" in gate_of(record, "correct").summary
+    assert "1 of 1 case on the CPU, by plain torch (a GPU runs a kernel): error" in gate_of(record, "correct").summary
 
 
 @pytest.mark.parametrize("name", ["forward_short_gluon", "forward_gluon_sm90"])
@@ -390,7 +444,7 @@ def test_a_kernel_in_gluon_cannot_be_checked_without_a_gpu(name, monkeypatch):
     record = run_chain(attention_request(name, attention(1, 1, 16, 64)))
     assert statuses(record)["correct"] == "not possible"
     assert gate_of(record, "correct").summary == (
-        f"none of the 1 cases can be checked on the CPU: {name} is written in Gluon, which cannot be interpreted: "
+        f"none of the 1 case can be checked on the CPU: {name} is written in Gluon, which cannot be interpreted: "
         "only a GPU can check it"
     )
     assert record.cases[0].correct is None

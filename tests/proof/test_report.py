@@ -69,6 +69,12 @@ def test_another_kind_of_time_can_be_asked_for():
     assert "speedup, wall" in render(case_table(build_record(), "wall"))
 
 
+def test_the_legend_says_what_is_in_cache():
+    said = "kernel: L2 was flushed before each call; graph and wall: call after call over rotating inputs"
+    assert said in render(case_table(build_record(speedups=[2.0])), width=200)
+    assert "flushed" not in render(case_table(build_record(speedups=[2.0], times=("graph",))), width=200)
+
+
 def test_kinds_that_were_not_taken_have_no_column():
     header = render(case_table(build_record(times=("wall",)))).splitlines()[0]
     assert header.split()[3:6] == ["wall", "speedup,", "wall"]
@@ -115,6 +121,13 @@ def test_a_failed_gate_shows_its_facts_and_its_hint():
     assert lines[0].endswith("wrong block")
     assert lines[1:] == [*details[:8], "... and 7 more lines in the record", "hint: look here"]
     assert "fact 14" in render(gate_lines(gate, verbose=True))
+
+
+def test_a_fact_that_the_summary_says_is_not_repeated():
+    details = ["case0: wrong", "case1: wrong"]
+    gate = Gate(name="correct", status=GateStatus.FAILED, summary="wrong in 2 cases; case0: wrong", details=details)
+    assert render(gate_lines(gate)).count("case0: wrong") == 1
+    assert render(gate_lines(gate)).count("case1: wrong") == 1
 
 
 def test_a_hint_that_was_said_is_not_repeated():
@@ -180,6 +193,15 @@ def test_a_good_verdict_says_what_it_should_not_be_read_without():
     assert line.rstrip().endswith("sources changed since the run: a.py")
 
 
+def test_a_note_that_was_said_is_not_listed_again():
+    note = "sources changed since the run: a.py"
+    verdict = judge(build_claim(), build_record(speedups=[2.3, 3.0]), notes=[note])
+    for why in (False, True):
+        text = render(verdict_lines(verdict, why=why, said={note}), width=400)
+        assert "sources changed since the run, as above" in text
+        assert "a.py" not in text
+
+
 def test_the_count_of_verdicts():
     good, bad, open_ = (judge(build_claim(factor=f), build_record(speedups=[2.0])) for f in (1.5, 3.0, 2.001))
     assert count_line([good, bad, good, open_]) == "4 claims: 2 demonstrated, 1 refuted, 1 inconclusive"
@@ -198,6 +220,12 @@ def test_the_kernels_that_ran():
     record = with_arm(build_record(speedups=[2.0]), 0, "flash_attention", launches=[launch])
     lines = render(launch_table(record)).splitlines()
     assert lines[3].split() == ["flash_attention", "2", "x", "attend", "16,2,1", "384,1,1", "168", "160.0", "KiB"]
+
+
+def test_a_long_kernel_name_is_cut():
+    launch = Launch(name="z" * 900, grid=(1, 1, 1), block=(1, 1, 1), registers=1, shared_memory_bytes=0)
+    text = render(launch_table(with_arm(build_record(speedups=[2.0]), 0, "flash_attention", launches=[launch])))
+    assert (text.count("z"), text.count("...")) == (117, 1)
 
 
 def test_the_list_of_runs():

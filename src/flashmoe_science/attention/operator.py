@@ -268,16 +268,31 @@ class AttentionOperator:
             for launch, kernel in zip(plan.launches, prepare_kernels(plan), strict=True)
         ]
 
+    def refusal(self, subject: str, problem: AttentionProblem, gpu: str) -> str | None:
+        """Return why ``subject`` does not serve ``problem`` on ``gpu``, or None; also for a GPU that is not known."""
+        try:
+            spec = find_gpu(gpu)
+        except InputError:
+            return None
+        try:
+            self._plan(subject, problem, spec)
+        except UnsupportedError as error:
+            message = str(error).removesuffix(f"\nhint: {error.hint}")
+            return message.removeprefix(f"{subject} does not serve {problem.describe()}: ")
+        return None
+
     def compile_jobs(
         self, subject: str, problems: Sequence[AttentionProblem], gpus: Sequence[str]
     ) -> Sequence[CompileJob]:
-        """Return every distinct kernel that ``problems`` need on ``gpus``."""
+        """Return every distinct kernel that ``problems`` need on ``gpus``, as far as ``subject`` serves them there."""
         from .prepare import prepare_kernels
 
         jobs, seen = [], set()
         for name in gpus:
             gpu = find_gpu(name)
             for problem in problems:
+                if self.refusal(subject, problem, name) is not None:
+                    continue
                 plan = self._plan(subject, problem, gpu)
                 for index, kernel in enumerate(prepare_kernels(plan)):
                     if (kernel.source, gpu.arch) in seen:

@@ -5,10 +5,11 @@ What needs torch is imported where it is needed: a listing should not wait for i
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from ..errors import ClaimError, EvidenceError, InputError
+from ..errors import ClaimError, CompileError, EvidenceError, InputError
 from ..proof.conclude import GATE_FAILED, conclude
 from ..proof.evidence import Record, TimeKind
 from ..proof.judge import exit_code
@@ -21,6 +22,7 @@ from ..proof.report import (
     head_lines,
     launch_table,
     plain_table,
+    plan_lines,
     run_table,
     unmeasured_lines,
 )
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
     from ..proof.suites import Suite
 
 STALE = 1
+
+_COMPILE_TIMEOUT_S = 900.0
 
 
 def run_verify(*, why: bool, as_json: bool) -> int:
@@ -105,9 +109,7 @@ def run_explain(shape: str, sizes: dict[str, Any], *, gpu: str | None, as_json: 
     """Print the plan for one call, and what compiling its kernels shows."""
     batch, heads, seqlen, head_dim = _four_sizes(shape)
     from ..attention.plan import plan_attention
-    from ..attention.prepare import prepare_kernels
     from ..attention.problem import AttentionProblem
-    from ..gpu.compile import read_resources
     from ..gpu.device import current_gpu
 
     terminal = Terminal(as_json=as_json)
@@ -116,20 +118,48 @@ def run_explain(shape: str, sizes: dict[str, Any], *, gpu: str | None, as_json: 
         raise InputError("there is no NVIDIA GPU here", hint="name one, e.g. --gpu H200")
     defaults = {"heads_kv": heads, "seqlen_k": seqlen, "head_dim_v": head_dim}
     given = {name: value for name, value in sizes.items() if value is not None}
-    problem = AttentionProblem(batch=batch, heads=heads, seqlen_q=seqlen, head_dim=head_dim, **{**defaults, **given})
-    plan = plan_attention(problem, spec)
-    terminal.show(plan.as_text())
-    names = ("registers", "spill_bytes", "shared_memory_bytes", "seconds")
-    compiled = []
-    for kernel in prepare_kernels(plan):
-        found = _fields(read_resources(kernel.source, spec.arch), *names)
-        compiled.append({"kernel": kernel.source.name, **found})
-        terminal.show(compile_line(**compiled[-1]))
+    call = {"batch": batch, "heads": heads, "seqlen_q": seqlen, "head_dim": head_dim, **defaults, **given}
+    plan = plan_attention(AttentionProblem(**call), spec)
+    terminal.show(*plan_lines(plan.as_text()))
+    compiled = _compile_apart({"call": call, "gpu": dataclasses.asdict(spec)})
+    terminal.show(*(compile_line(**kernel) for kernel in compiled))
     fits = all(kernel["shared_memory_bytes"] <= spec.shared_memory_per_block_bytes for kernel in compiled)
     if not fits:
         terminal.show(f"  problem {spec.name} has {spec.shared_memory_per_block_bytes} bytes of shared memory a block")
     terminal.document({"plan": plan.as_dict(), "compiled": compiled, "fits": fits})
     return 0 if fits else GATE_FAILED
+
+
+def _compile_apart(payload: dict[str, Any]) -> list[dict[str, Any]]:
+    """Compile the kernels of a call in a process of its own: Triton 3.9 ends with a page about objects it kept."""
+    from ..proof.worker import run_task
+
+    result = run_task(f"{__name__}:compile_call", payload, timeout_s=_COMPILE_TIMEOUT_S)
+    if result.data is None:
+        raise CompileError(f"the compiling process: {result.reason}")
+    if "error" in result.data:
+        raise CompileError(result.data["error"], hint=result.data["hint"])
+    return list(result.data["compiled"])
+
+
+def compile_call(payload: dict[str, Any], emit: object) -> dict[str, Any]:  # noqa: ARG001 - all tasks take it
+    """Compile the kernels of ``payload["call"]`` for ``payload["gpu"]``: the task of a worker process."""
+    from ..attention.plan import plan_attention
+    from ..attention.prepare import prepare_kernels
+    from ..attention.problem import AttentionProblem
+    from ..gpu.compile import read_resources
+    from ..gpu.specs import GpuSpec
+
+    gpu = GpuSpec(**payload["gpu"])
+    names = ("registers", "spill_bytes", "shared_memory_bytes", "seconds")
+    compiled = []
+    try:
+        for kernel in prepare_kernels(plan_attention(AttentionProblem(**payload["call"]), gpu)):
+            found = _fields(read_resources(kernel.source, gpu.arch), *names)
+            compiled.append({"kernel": kernel.source.name, **found})
+    except CompileError as error:
+        return {"error": str(error).removesuffix(f"\nhint: {error.hint}"), "hint": error.hint}
+    return {"compiled": compiled}
 
 
 def _four_sizes(shape: str) -> list[int]:

@@ -18,6 +18,7 @@ from ..proof.store import Store, find_repository
 from ..proof.subject import load_subject, operator_of
 from ..proof.suites import load_suite
 from ..proof.verify import verify_claims
+from ..proof.words import counted
 from .names import check_name, gpu_named
 from .terminal import ChainProgress, Terminal, as_plain, short_path, write_csv_file
 
@@ -128,7 +129,7 @@ def _without_folders(argument: str) -> str:
 def _title(request: ProveRequest) -> str:
     cases = len(request.suite.cases)
     against = f", against {', '.join(request.baselines)}" if request.baselines else ""
-    return f"proving {request.subject.name} on suite {request.suite.name} ({cases} cases){against}"
+    return f"proving {request.subject.name} on suite {request.suite.name} ({counted(cases, 'case')}){against}"
 
 
 def _conclude(terminal: Terminal, record: Record, repository: Path | None, path: Path) -> int:
@@ -143,9 +144,10 @@ def _conclude(terminal: Terminal, record: Record, repository: Path | None, path:
     if record.environment.gpu is None and repository is not None and code == 0:
         # Nothing could be timed here, so what can be said of speed is what the repository's evidence says.
         verdicts = verify_claims(repository)
-        terminal.show("", "The claims of this repository, by the evidence that it carries:", "")
-        terminal.show_verdicts(verdicts)
-        terminal.show(*([""] if verdicts else []), count_line(verdicts))
+        if verdicts:  # a run outside of a repository makes evidence/, and that a repository without claims
+            terminal.show("", "The claims of this repository, by the evidence that it carries:", "")
+            terminal.show_verdicts(verdicts)
+            terminal.show("", count_line(verdicts))
     terminal.show("", f"record: {short_path(path)}")
     plain = [as_plain(verdict) for verdict in verdicts]
     terminal.document({"record": as_plain(record), "path": short_path(path), "verdicts": plain, "exit_code": code})

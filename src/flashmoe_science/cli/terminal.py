@@ -86,8 +86,12 @@ class Terminal:
             self.say(*things)
 
     def show_verdicts(self, verdicts: Sequence[Verdict], *, why: bool = False) -> None:
-        """Print a line, or on a terminal a paragraph, for every verdict."""
-        self.show(*(verdict_lines(verdict, why=why, one_line=not self.out.is_terminal) for verdict in verdicts))
+        """Print a line, or on a terminal a paragraph, for every verdict; in a pipe each line says everything."""
+        said: set[str] = set()
+        for verdict in verdicts:
+            self.show(verdict_lines(verdict, why=why, one_line=not self.out.is_terminal, said=said))
+            if self.out.is_terminal:
+                said.update(verdict.notes)
 
     def show_conclusion(self, record: Record, verdicts: Sequence[Verdict]) -> None:
         """Print the verdict and its reason: on the claims, or how far the chain came."""

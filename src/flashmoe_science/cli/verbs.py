@@ -53,7 +53,7 @@ def flashmoe(
 
     \b
     Start here:
-      flashmoe prove                  the whole chain for our own kernels, on this machine
+      flashmoe prove                  the whole chain for flash_attention, on this machine
       flashmoe prove my_kernel.toml   the same chain for yours
       flashmoe verify                 what this repository claims, and what of it is shown
       flashmoe doctor                 what this machine lacks

@@ -28,6 +28,7 @@ from .statistics import (
     processes_needed,
     suite_interval,
 )
+from .words import counted
 
 FEWEST_PROCESSES = 3  # for a claim
 FEWEST_ROUNDS = 30  # for a claim, over all processes
@@ -150,10 +151,10 @@ def check_control(record: Record, metric: TimeKind) -> Control:
     ratios = {name: found.exp() for name, found in zip(compared, family, strict=True)}
     biases = {name: _shown_bias(groups) for name, groups in compared.items()}
     failed = [f"{name} {_shown(ratio)}" for name, ratio in ratios.items() if not ratio.contains(1.0)]
-    reason = f"the control held in {len(ratios)} of {len(record.cases)} cases"
+    reason = f"the control held in {len(ratios)} of {counted(len(record.cases), 'case')}"
     if failed:
         reason = (
-            f"the control failed in {len(failed)} of {len(ratios)} cases, so nothing else counts: "
+            f"the control failed in {len(failed)} of {counted(len(ratios), 'case')}, so nothing else counts: "
             f"a second copy of the baseline took other times than the first: {_listed(failed)}"
         )
     return Control(passed=not failed, reason=reason, ratios=ratios, biases=biases)
@@ -293,14 +294,14 @@ def _over_cases(claim: Claim, cases: Sequence[CaseVerdict]) -> tuple[VerdictStat
     """Return the verdict on a claim about each case."""
     refuted = [case for case in cases if case.status is VerdictStatus.REFUTED]
     if refuted:
-        what = f"{len(refuted)} of {len(cases)} cases are below {claim.factor:g}x"
+        what = f"{len(refuted)} of {counted(len(cases), 'case')} are below {claim.factor:g}x"
         return VerdictStatus.REFUTED, f"{what}: {_listed(f'{case.name} {case.reason}' for case in refuted)}"
     undecided = [case for case in cases if case.status is not VerdictStatus.DEMONSTRATED]
     if undecided:
-        what = f"{len(undecided)} of {len(cases)} cases are open"
+        what = f"{len(undecided)} of {counted(len(cases), 'case')} are open"
         return VerdictStatus.INCONCLUSIVE, f"{what}: {_listed(f'{case.name} {case.reason}' for case in undecided)}"
     lowest = min(cases, key=lambda case: case.interval.low if case.interval else math.inf)
-    what = f"every one of {len(cases)} cases is at least {claim.factor:g}x"
+    what = f"every one of {counted(len(cases), 'case')} is at least {claim.factor:g}x"
     return VerdictStatus.DEMONSTRATED, f"{what}; the lowest is {lowest.name}, {lowest.reason}"
 
 
@@ -308,11 +309,11 @@ def _over_mean(claim: Claim, cases: Sequence[CaseVerdict], mean: Interval | None
     """Return the verdict on a claim about the geometric mean."""
     unmeasured = [f"{case.name} {case.reason}" for case in cases if case.interval is None]
     if unmeasured:
-        what = f"{len(unmeasured)} of {len(cases)} cases have no speedup"
+        what = f"{len(unmeasured)} of {counted(len(cases), 'case')} have no speedup"
         return VerdictStatus.INCONCLUSIVE, f"{what}: {_listed(unmeasured)}"
     if mean is None:
-        return VerdictStatus.INCONCLUSIVE, f"a mean over {len(cases)} cases says nothing of cases like these"
-    what = f"the geometric mean over {len(cases)} cases is {_shown(mean)}"
+        return VerdictStatus.INCONCLUSIVE, f"a mean over {counted(len(cases), 'case')} says nothing of cases like these"
+    what = f"the geometric mean over {counted(len(cases), 'case')} is {_shown(mean)}"
     if mean.low >= claim.factor:
         return VerdictStatus.DEMONSTRATED, what
     if mean.high < claim.factor:

@@ -119,8 +119,14 @@ class Operator(Protocol):
     def promised_launches(self, subject: str, problem: Any) -> Sequence[LaunchPromise]:
         """Return the launches that one of our subjects promises on the current GPU, in order."""
 
+    def refusal(self, subject: str, problem: Any, gpu: str) -> str | None:
+        """Return why one of our subjects does not serve ``problem`` on ``gpu``, or None; also for a GPU not known."""
+
     def compile_jobs(self, subject: str, problems: Sequence[Any], gpus: Sequence[str]) -> Sequence[CompileJob]:
-        """Return what has to compile for one of our subjects to serve ``problems`` on ``gpus``, without duplicates."""
+        """Return what has to compile for one of our subjects to serve ``problems`` on ``gpus``, without duplicates.
+
+        What it does not serve is left out: ``refusal`` says why.
+        """
 
     def cpu_refusal(self, subject: str, problem: Any) -> str | None:
         """Return why correctness of ``problem`` cannot be shown on a CPU in reasonable time, or None."""

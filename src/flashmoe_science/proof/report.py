@@ -31,6 +31,7 @@ from .rows import (
     lowest_case,
 )
 from .store import RunSummary
+from .words import counted
 
 if TYPE_CHECKING:  # it imports torch, which a listing does not need
     from .environment import Check
@@ -50,6 +51,7 @@ _VERDICT_STYLE = {
 }
 _DETAILS_OF_A_FAILURE = 8
 _UNDER_STATUS = 9  # columns
+_LONGEST_KERNEL = 120  # letters of a name with its template arguments; the record has all of it
 
 
 def _grid(*widths: int, right: Iterable[int] = ()) -> Table:
@@ -74,10 +76,11 @@ def gate_lines(gate: Gate, *, verbose: bool = False, said: Container[str] = ()) 
     seconds = "" if gate.status is GateStatus.NOT_REACHED else f"{gate.seconds:.1f} s"
     grid.add_row(Text(gate.name, "bold"), Text(gate.status.value, style), Text(seconds, "dim"), gate.summary)
     failed = gate.status is GateStatus.FAILED
-    shown = gate.details if verbose else gate.details[:_DETAILS_OF_A_FAILURE] if failed else []
+    details = [line for line in gate.details if line not in gate.summary]  # mostly its first failure
+    shown = details if verbose else details[:_DETAILS_OF_A_FAILURE] if failed else []
     below: list[RenderableType] = [Text(line, "" if failed else "dim") for line in shown]
-    if failed and len(gate.details) > len(shown):
-        below.append(Text(f"... and {len(gate.details) - len(shown)} more lines in the record", "dim"))
+    if failed and len(details) > len(shown):
+        below.append(Text(f"... and {counted(len(details) - len(shown), 'more line')} in the record", "dim"))
     if gate.hint and gate.hint not in said:
         below.append(Text.assemble(("hint", "cyan"), f": {gate.hint}"))
     return Group(grid, Padding(Group(*below), (0, 0, 0, _UNDER_STATUS))) if below else grid
@@ -119,10 +122,11 @@ def case_table(record: Record, kind: TimeKind | None = None) -> RenderableType:
     return _accuracy_table(record) if kind is None else _speed_table(record, kind)
 
 
-def _table(*columns: str, left: int = 1) -> Table:
+def _table(*columns: str, left: int = 1, rule: bool = True) -> Table:
     """Return an empty table whose first ``left`` columns hold text, the others numbers."""
     # Two blanks between columns: the widest table, with all three times, fits 100 columns.
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    style, blanks = (box.SIMPLE_HEAD, 1) if rule else (None, 2)  # a rule is a blank wide where it crosses
+    table = Table(box=style, show_edge=False, pad_edge=False, padding=(0, blanks, 0, 0), header_style="bold")
     for number, column in enumerate(columns):
         text = number < left
         table.add_column(column, justify="left" if text else "right", overflow="fold", no_wrap=not text)
@@ -139,8 +143,18 @@ def _speed_table(record: Record, kind: TimeKind) -> RenderableType:
             shown = row.case
         table.add_row(*_speed_cells(row, kinds))
     legend = "speedup: an arm's time / the subject's (a control's / its original's), with its 95 % interval"
-    lines = [legend, *_conditions(record)]
+    lines = [legend, *_what_is_in_cache(record, kinds), *_conditions(record)]
     return Group(table, Text("\n".join(lines), "dim"))
+
+
+def _what_is_in_cache(record: Record, kinds: Sequence[TimeKind]) -> list[str]:
+    """Return why kernel time may lie above graph time, where both were taken."""
+    if "kernel" not in kinds or len(kinds) == 1 or record.settings.cache != "cold":
+        return []
+    others = " and ".join(kind for kind in kinds if kind != "kernel")
+    return [
+        f"kernel: L2 was flushed before each call; {others}: call after call over rotating inputs, which L2 may hold"
+    ]
 
 
 def _speed_cells(row: ArmRow, kinds: Sequence[TimeKind]) -> list[RenderableType]:
@@ -183,7 +197,7 @@ def _accuracy_table(record: Record) -> RenderableType:
         for case, arm in zip(record.cases, subjects, strict=True)
     ]
     if all(case.correct is None and not case.stand_in for case in record.cases) and len(set(notes)) == 1:
-        return f"none of {len(record.cases)} cases was checked{f': {notes[0]}' if notes[0] else ''}"
+        return f"none of {counted(len(record.cases), 'case')} was checked{f': {notes[0]}' if notes[0] else ''}"
     table = _table("case", "correct", "max error", "allowed")
     table.add_column("note", overflow="fold")
     correct = {True: Text("yes", "green"), False: Text("no", "bold red"), None: Text("not shown", "yellow")}
@@ -228,20 +242,23 @@ def launch_table(record: Record) -> RenderableType:
 def _launch_cells(launch: Launch) -> list[str]:
     times = f"{launch.count} x " if launch.count != 1 else ""
     grid, block = (",".join(map(str, size)) for size in (launch.grid, launch.block))
-    return [f"{times}{launch.name}", grid, block, str(launch.registers), format_bytes(launch.shared_memory_bytes)]
+    name = launch.name if len(launch.name) <= _LONGEST_KERNEL else f"{launch.name[: _LONGEST_KERNEL - 3]}..."
+    return [f"{times}{name}", grid, block, str(launch.registers), format_bytes(launch.shared_memory_bytes)]
 
 
 def figure(verdict: Verdict) -> str:
     """Return the number that the verdict turns on, e.g. ``lowest of 13 cases 2.31x [2.28, 2.35]``."""
     lowest = lowest_case(verdict)
     if verdict.claim.scope == "geometric mean" and verdict.geometric_mean:
-        return f"geometric mean of {len(verdict.cases)} cases {format_ratio(verdict.geometric_mean)}"
+        return f"geometric mean of {counted(len(verdict.cases), 'case')} {format_ratio(verdict.geometric_mean)}"
     if lowest is None:
         return "no figure"
-    return f"lowest of {len(verdict.cases)} cases {format_ratio(lowest.interval)}"
+    return f"lowest of {counted(len(verdict.cases), 'case')} {format_ratio(lowest.interval)}"
 
 
-def verdict_lines(verdict: Verdict, *, one_line: bool = False, why: bool = False) -> RenderableType:
+def verdict_lines(
+    verdict: Verdict, *, one_line: bool = False, why: bool = False, said: Container[str] = ()
+) -> RenderableType:
     """Return what is known of a claim: verdict, sentence, figure, evidence.
 
     Args:
@@ -249,18 +266,28 @@ def verdict_lines(verdict: Verdict, *, one_line: bool = False, why: bool = False
         one_line: For a file or a pipe: everything on one line.
         why: With the reason, even of a claim that is demonstrated. The others always say why, and this one what it
             should not be read without.
+        said: Notes that the reader has already: of these only what they are about is said again.
     """
     status = Text(verdict.status.value, _VERDICT_STYLE[verdict.status])
     parts = [Text(verdict.claim.sentence)]
     if verdict.record is not None:
         parts.append(Text(f"{figure(verdict)}; {verdict.record}", "dim"))
     if why or verdict.status is not VerdictStatus.DEMONSTRATED:
-        parts.append(Text(verdict.reason))
+        reason = verdict.reason
+        for note in verdict.notes:
+            reason = reason.replace(note, _note(note, said))
+        parts.append(Text(reason))
     elif verdict.notes:
-        parts.append(Text("; ".join(verdict.notes)))
+        parts.append(Text("; ".join(_note(note, said) for note in verdict.notes)))
     grid = _grid(12)
     grid.add_row(status, Text(" | " if one_line else "\n").join(parts))
     return grid
+
+
+def _note(note: str, said: Container[str]) -> str:
+    """Return a note, or what it is about where the reader has it already, e.g. without a list of files."""
+    about, colon, _ = note.partition(": ")
+    return f"{about}, as above" if note in said and colon else note
 
 
 def last_lines(record: Record) -> RenderableType:
@@ -275,7 +302,7 @@ def count_line(verdicts: Sequence[Verdict]) -> str:
     """Return how many claims have which verdict, e.g. ``3 claims: 2 demonstrated, 1 refuted``."""
     counts = {status: sum(verdict.status is status for verdict in verdicts) for status in VerdictStatus}
     said = ", ".join(f"{count} {status.value}" for status, count in counts.items() if count)
-    return f"{len(verdicts)} claim{'' if len(verdicts) == 1 else 's'}" + (f": {said}" if said else "")
+    return counted(len(verdicts), "claim") + (f": {said}" if said else "")
 
 
 def run_table(runs: Sequence[RunSummary]) -> RenderableType:
@@ -290,8 +317,8 @@ def run_table(runs: Sequence[RunSummary]) -> RenderableType:
 
 
 def plain_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> RenderableType:
-    """Return a table of words."""
-    table = _table(*columns, left=len(columns))
+    """Return a table of words, without a rule: in a pipe it would be as long as the longest sentence."""
+    table = _table(*columns, left=len(columns), rule=False)
     for row in rows:
         table.add_row(*row)
     return table
@@ -309,10 +336,25 @@ def check_lines(checks: Iterable[Check]) -> RenderableType:
     return grid
 
 
+def plan_lines(text: str) -> list[RenderableType]:
+    """Return a plan as it says itself, but so that what is wrapped stays to the right of the first word."""
+    title, *lines = text.splitlines()
+    return [title, *map(_plan_line, lines)]
+
+
+def _plan_line(line: str) -> RenderableType:
+    word, _, rest = line.strip().partition(" ")
+    grid = Table.grid(padding=(0, 1, 0, 0))
+    grid.add_column(min_width=9, no_wrap=True)
+    grid.add_column(overflow="fold")
+    grid.add_row(f"  {word}", rest.strip())
+    return grid
+
+
 def compile_line(
     *, kernel: str, registers: int, spill_bytes: int, shared_memory_bytes: int, seconds: float
 ) -> RenderableType:
     """Return what compiling one kernel showed, in the style of a plan's own lines."""
     spills = f"{format_bytes(spill_bytes)} spilled" if spill_bytes else "no spills"
     shared = f"{format_bytes(shared_memory_bytes)} of shared memory"
-    return f"  compile {kernel}: {registers} registers a thread, {spills}, {shared}; took {seconds:.1f} s"
+    return _plan_line(f"compile {kernel}: {registers} registers a thread, {spills}, {shared}; took {seconds:.1f} s")

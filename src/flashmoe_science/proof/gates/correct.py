@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Any
 
 from ..evidence import Accuracy
+from ..words import counted
 from .run import NO_GPU, Outcome, Run, failed, not_possible, passed
 
 _CASE_TIMEOUT_S = {"cuda": 300.0, "cpu": 900.0}  # an interpreter is slow
@@ -18,6 +19,8 @@ def check_results(run: Run) -> Outcome:
         return not_possible(
             f"{NO_GPU}, and this subject does not run on a CPU", hint="devices = [...] says where it runs"
         )
+    if run.not_served_reason:
+        return not_possible(run.not_served_reason)
     under_way = ""
 
     def on_event(event: dict[str, Any]) -> None:
@@ -28,7 +31,7 @@ def check_results(run: Run) -> Outcome:
             results.append(event["case"])
             _record(run, event["case"])
             run.save()
-        run.progress.advance(len(results), len(run.cases), under_way)
+        run.progress.advance(len(results), len(run.served), under_way)
 
     results: list[dict[str, Any]] = []
     payload = run.payload(device=device, seed=None)
@@ -46,10 +49,10 @@ def check_results(run: Run) -> Outcome:
         return failed(reason, hint=hint, details=[*details, *tail], gpu_seconds=gpu_seconds)
     if wrong:
         seed = f"the seed of the inputs was {result.data['seed']}"
-        summary = f"wrong in {len(wrong)} of {len(results)} cases; {wrong[0]['name']}: {wrong[0]['reason']}"
+        summary = f"wrong in {len(wrong)} of {counted(len(results), 'case')}; {wrong[0]['name']}: {wrong[0]['reason']}"
         hint = "what is allowed is twice the framework's own error" if "allowed" in wrong[0]["reason"] else ""
         return failed(summary, hint=hint, details=[*details, seed], gpu_seconds=gpu_seconds)
-    return _sum_up(results, details, device, gpu_seconds)
+    return _sum_up(run, results, details, device, gpu_seconds)
 
 
 def _record(run: Run, case: dict[str, Any]) -> None:
@@ -63,22 +66,21 @@ def _record(run: Run, case: dict[str, Any]) -> None:
     run.update_arm(case["name"], run.subject.name, **arm)
 
 
-def _sum_up(results: list[dict[str, Any]], details: list[str], device: str, gpu_seconds: float) -> Outcome:
+def _sum_up(run: Run, results: list[dict[str, Any]], details: list[str], device: str, gpu_seconds: float) -> Outcome:
     checked = [case for case in results if case["status"] == "passed"]
     where = "on the GPU" if device == "cuda" else "on the CPU"
     if not checked:
         reasons = {case["reason"] for case in results}
         why = f": {reasons.pop()}" if len(reasons) == 1 else ""
-        return not_possible(
-            f"none of the {len(results)} cases can be checked {where}{why}", details=[] if why else details
-        )
+        summary = f"none of the {counted(len(results), 'case')} can be checked {where}{why}"
+        return not_possible(summary, details=[] if why else details)
     share = max(Accuracy.model_validate(case["accuracy"]).share for case in checked)
     left = f"; {len(results) - len(checked)} not possible here" if len(checked) < len(results) else ""
     same = all(case["accuracy"]["deterministic"] for case in checked)
     bits = "same bits on every repeat" if same else "bits vary between repeats"
     summary = (
-        f"{len(checked)} of {len(results)} cases {where}{_by_stand_ins(checked)}: error at most {share:.0%} of what is "
-        f"allowed, {bits}{left}"
+        f"{len(checked)} of {counted(len(results), 'case')} {where}{_by_stand_ins(checked)}: "
+        f"error at most {share:.0%} of what is allowed, {bits}{left}{run.not_served_note}"
     )
     return passed(summary, details=details, gpu_seconds=gpu_seconds)
 

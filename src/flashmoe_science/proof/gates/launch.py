@@ -8,7 +8,8 @@ from typing import Any
 
 from ..evidence import Launch
 from ..subject import KernelPromise, Subject
-from .run import Outcome, Run, failed, first_of, not_possible, passed
+from ..words import counted
+from .run import Outcome, Run, failed, first_of, no_timing, passed
 
 _TIMEOUT_S = 600.0  # for one case: compiling on the first call is part of it
 _SHOWN_PROBLEMS = 20
@@ -20,14 +21,14 @@ FALL_THROUGH = ("*flash_fwd*", "*fmha*", "*cudnn*", "*sm80_xmma*softmax*")
 def check_launches(run: Run) -> Outcome:
     """Gate launch: one call of each case, captured, and one replay of its CUDA graph."""
     if run.no_timing_reason:
-        return not_possible(run.no_timing_reason, hint="`flashmoe doctor` says what this machine lacks")
+        return no_timing(run)
     finished: list[dict[str, Any]] = []
 
     def on_event(event: dict[str, Any]) -> None:
         if event["event"] == "case":
             finished.append(event["case"])
             _record(run, event["case"])
-            run.progress.advance(len(finished), len(run.cases), event["case"]["name"])
+            run.progress.advance(len(finished), len(run.served), event["case"]["name"])
 
     result = run.run_task("gpu_tasks:capture_launches", run.payload(), timeout_s=_TIMEOUT_S, on_event=on_event)
     cases = result.data["cases"] if result.ok and result.data else finished
@@ -48,7 +49,7 @@ def check_launches(run: Run) -> Outcome:
             details=[*problems[:_SHOWN_PROBLEMS], *notes],
             gpu_seconds=result.seconds,
         )
-    return passed(_sum_up(cases), details=notes, gpu_seconds=result.seconds)
+    return passed(_sum_up(cases) + run.not_served_note, details=notes, gpu_seconds=result.seconds)
 
 
 def _record(run: Run, case: dict[str, Any]) -> None:
@@ -129,7 +130,7 @@ def _notes(cases: Sequence[dict[str, Any]]) -> list[str]:
             if arm["role"] != "subject" and arm["status"] != "captured":
                 line = f"baseline {arm['name']} {arm['status']}: {arm['reason']}"
                 notes[line] = notes.get(line, 0) + 1
-    return [f"{line} ({count} of {len(cases)} cases)" for line, count in notes.items()]
+    return [f"{line} ({count} of {counted(len(cases), 'case')})" for line, count in notes.items()]
 
 
 def _sum_up(cases: Sequence[dict[str, Any]]) -> str:

@@ -90,6 +90,12 @@ def not_possible(reason: str, *, hint: str = "", details: Sequence[str] = ()) ->
     return Outcome(GateStatus.NOT_POSSIBLE, reason, hint, details)
 
 
+def no_timing(run: Run) -> Outcome:
+    """Return the outcome of a gate that needs a GPU where it can show nothing."""
+    hint = "" if run.has_gpu else "`flashmoe doctor` says what this machine lacks"
+    return not_possible(run.no_timing_reason, hint=hint)
+
+
 def first_of(problems: Sequence[str]) -> str:
     """Return the first problem, and how many there are besides."""
     return f"{problems[0]} (and {len(problems) - 1} more)" if len(problems) > 1 else problems[0]
@@ -118,6 +124,29 @@ class Run:
         stamp = self.created_at.strftime("%Y%m%dT%H%M%SZ")
         self.id = f"{stamp}-{request.suite.name}-{self.subject.name}-{secrets.token_hex(3)}"
         self._save = save
+        self.refusals = self._find_refusals(self.gpus, request.suite)
+        here = [environment.gpu.name] if environment.gpu is not None else self.gpus
+        self._mark_refused(self._find_refusals(here, request.suite))
+
+    def _find_refusals(self, gpus: Sequence[str], suite: Suite) -> dict[str, dict[str, str]]:
+        """Return why our own subject does not serve a case: GPU -> case -> reason. What others serve, they show."""
+        if not self.subject.builtin:
+            return {gpu: {} for gpu in gpus}
+        name, refusal = self.subject.name, self.operator.refusal
+        return {
+            gpu: {case.name: reason for case in suite.cases if (reason := refusal(name, case.problem, gpu))}
+            for gpu in gpus
+        }
+
+    def _mark_refused(self, refusals: dict[str, dict[str, str]]) -> None:
+        """Record which cases the subject refuses on every one of the GPUs of ``refusals``."""
+        some = [refused for refused in refusals.values() if len(refused) < len(self.cases)]  # of GPUs that it serves
+        for case in self.cases:
+            reasons = [refused.get(case, "") for refused in some or refusals.values()]
+            if all(reasons):
+                self.update_arm(case, self.subject.name, status="refused", reason="; ".join(dict.fromkeys(reasons)))
+                for baseline in self.request.baselines:
+                    self.update_arm(case, baseline, reason=f"{self.subject.name} does not serve it")
 
     def _new_case(self, case: Any) -> CaseRecord:
         work = self.operator.work(case.problem)
@@ -148,6 +177,29 @@ class Run:
         return list(self.request.gpus) or [by_arch[arch] for arch in sorted(by_arch)]
 
     @property
+    def served(self) -> list[str]:
+        """The cases that the subject does not refuse here."""
+        return [name for name, case in self.cases.items() if not self._refused(case)]
+
+    def _refused(self, case: CaseRecord) -> str:
+        """Return why the subject refuses ``case``, or an empty text."""
+        return next((arm.reason for arm in case.arms if arm.role == "subject" and arm.status == "refused"), "")
+
+    @property
+    def not_served_reason(self) -> str:
+        """Why there is nothing to run, where the subject serves no case here, or an empty text."""
+        if self.served:
+            return ""
+        reasons = list(dict.fromkeys(self._refused(case) for case in self.cases.values()))
+        return f"{self.subject.name} serves none of these cases: {first_of(reasons)}"
+
+    @property
+    def not_served_note(self) -> str:
+        """What a summary says of the cases that are refused, or an empty text."""
+        refused = len(self.cases) - len(self.served)
+        return f"; {refused} not served" if refused else ""
+
+    @property
     def has_gpu(self) -> bool:
         """Whether this machine has a GPU that torch can use."""
         return self.environment.gpu is not None
@@ -164,15 +216,16 @@ class Run:
         """Why nothing can be launched and timed here, or an empty text."""
         if not self.has_gpu:
             return NO_GPU
-        return "" if "cuda" in self.subject.devices else "this subject runs on the CPU only"
+        return self.not_served_reason if "cuda" in self.subject.devices else "this subject runs on the CPU only"
 
     def worker_env(self) -> dict[str, str]:
         """Return what a worker's environment needs: with no GPU, Triton's kernels are interpreted."""
         return {"TRITON_INTERPRET": "1"} if self.device == "cpu" else {}
 
     def payload(self, **more: Any) -> dict[str, Any]:
-        """Return what every task of this run gets: see docs/measuring.md."""
-        cases = [{"name": c.name, "problem": c.problem, "origin": c.origin} for c in self.cases.values()]
+        """Return what every task of this run gets: see docs/measuring.md. Its cases are those served here."""
+        served = [self.cases[name] for name in self.served]
+        cases = [{"name": c.name, "problem": c.problem, "origin": c.origin} for c in served]
         return {
             "subject": self.subject.to_json(),
             "operator": self.subject.operator,

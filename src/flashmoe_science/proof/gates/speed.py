@@ -10,8 +10,9 @@ from typing import Any
 
 from ..evidence import CaseRecord, Rates, Rounds, Settings, TimeKind
 from ..roofline import fewest_seconds
+from ..words import counted
 from ..worker import TaskResult
-from .run import Outcome, Run, failed, first_of, not_possible, passed
+from .run import Outcome, Run, failed, first_of, no_timing, passed
 
 _TIMEOUT_S = 600.0  # of silence: compiling, tuning and warming up one case
 _QUICK_ROUNDS = 5
@@ -24,12 +25,12 @@ _NONE_IMPOSSIBLE = "no time is impossible"
 def measure_quickly(run: Run) -> Outcome:
     """Gate quick: five rounds. Far from what was expected, or faster than the GPU can be: stop before the long part."""
     if run.no_timing_reason:
-        return not_possible(run.no_timing_reason, hint="`flashmoe doctor` says what this machine lacks")
+        return no_timing(run)
     kind: TimeKind = "graph" if "graph" in run.settings.times else run.settings.times[0]
     settings = run.settings.model_copy(update={"rounds": _QUICK_ROUNDS, "processes": 1, "times": [kind]})
     cases: list[dict[str, Any]] = []
     # Whether the work is ordered with the caller's stream is for the gate bench to say.
-    step = _Step(settings, process=0, times=[kind], done=0, total=len(run.cases), check_stream=False)
+    step = _Step(settings, process=0, times=[kind], done=0, total=len(run.served), check_stream=False)
     result = _measure(run, step, cases.append)
     seconds = result.seconds
     if not result.ok:
@@ -53,13 +54,12 @@ def _compare_with_expected(run: Run, cases: Sequence[dict[str, Any]], kind: Time
         return passed(f"{what}; {_checked(run, cases, kind)}", gpu_seconds=gpu_seconds)
     mean = math.exp(statistics.fmean(math.log(s) for s in speedups.values()))
     details = [f"{name}: {speedup:.2f}x" for name, speedup in speedups.items()]
-    summary = (
-        f"about {mean:.2f}x of {run.request.baselines[0]} in {kind} time (geometric mean of {len(speedups)} cases)"
-    )
+    over = counted(len(speedups), "case")
+    summary = f"about {mean:.2f}x of {run.request.baselines[0]} in {kind} time (geometric mean of {over})"
     if (checked := _checked(run, cases, kind)) != _NONE_IMPOSSIBLE:
         summary = f"{summary}; {checked}"
     if expected is None:
-        return passed(f"{summary}; nothing was expected", details=details, gpu_seconds=gpu_seconds)
+        return passed(f"{summary}; no speedup was expected (--expect)", details=details, gpu_seconds=gpu_seconds)
     low, high = (factor * expected for factor in _QUICK_RANGE)
     if not low <= mean <= high:
         hint = "--expect says what else to expect; a wrong kernel, tile or grid shows in gate launch's record"
@@ -71,7 +71,7 @@ def _compare_with_expected(run: Run, cases: Sequence[dict[str, Any]], kind: Time
 def measure_fully(run: Run) -> Outcome:
     """Gate bench: all rounds in all processes; kernel time in processes of its own."""
     if run.no_timing_reason:
-        return not_possible(run.no_timing_reason, hint="`flashmoe doctor` says what this machine lacks")
+        return no_timing(run)
     gpu_seconds = 0.0
     for step in _steps(run):
 
@@ -91,19 +91,23 @@ def measure_fully(run: Run) -> Outcome:
 
 def _sum_up(run: Run, gpu_seconds: float) -> Outcome:
     subjects = [(case, arm) for case in run.cases.values() for arm in case.arms if arm.role == "subject"]
-    problems = [f"{case.name}: {arm.reason or arm.status}" for case, arm in subjects if arm.status != "measured"]
+    problems = [
+        f"{case.name}: {arm.reason or arm.status}"
+        for case, arm in subjects
+        if arm.status not in ("measured", "refused")
+    ]
     notes = [
         f"{case.name}: {arm.role} {arm.name} {arm.status}: {arm.reason}"
         for case in run.cases.values()
         for arm in case.arms
-        if arm.role != "subject" and arm.status != "measured"
+        if arm.role != "subject" and arm.status != "measured" and case.name in run.served
     ]
     if problems:
         details = [*problems[:_SHOWN_PROBLEMS], *notes]
         return failed(first_of(problems), details=details, gpu_seconds=gpu_seconds)
-    rounds = run.settings.processes * run.settings.rounds
-    times = ", ".join(run.settings.times)
-    summary = f"{len(run.cases)} cases, {rounds} rounds each in {run.settings.processes} processes: {times} time"
+    rounds = counted(run.settings.processes * run.settings.rounds, "round")
+    processes, times = counted(run.settings.processes, "process"), ", ".join(run.settings.times)
+    summary = f"{counted(len(run.served), 'case')}, {rounds} each in {processes}: {times} time{run.not_served_note}"
     return passed(summary, details=notes, gpu_seconds=gpu_seconds)
 
 
@@ -130,7 +134,7 @@ def _steps(run: Run) -> list[_Step]:
     alone: list[TimeKind] = [kind for kind in kinds if kind == "kernel"]
     modes = (together, alone)
     plan = [(process, mode) for process in range(run.settings.processes) for mode in modes if mode]
-    cases = len(run.cases)
+    cases = len(run.served)
     return [
         _Step(run.settings, process, mode, done=index * cases, total=len(plan) * cases)
         for index, (process, mode) in enumerate(plan)
@@ -238,7 +242,8 @@ def _checked(run: Run, cases: Sequence[dict[str, Any]], kind: TimeKind) -> str:
     if not unchecked:
         return _NONE_IMPOSSIBLE
     name = run.environment.gpu.name if run.environment.gpu else "this machine"
-    return f"impossible times were not checked in {len(unchecked)} of {len(cases)} cases: {name} has no known limits"
+    of = f"{len(unchecked)} of {counted(len(cases), 'case')}"
+    return f"impossible times were not checked in {of}: {name} has no known limits"
 
 
 def _least(run: Run, case: dict[str, Any], kind: TimeKind) -> float | None:

@@ -9,8 +9,9 @@ from typing import Any
 
 from ...gpu.specs import find_gpu
 from ..subject import expand_sources, hash_sources
+from ..words import counted
 from ..worker import TaskCall, run_command, run_tasks
-from .run import Outcome, Run, failed, first_of, passed
+from .run import Outcome, Run, failed, first_of, not_possible, passed
 
 _COMPILE_TIMEOUT_S = 900.0  # for one kernel
 _IMPORT_TIMEOUT_S = 300.0  # an extension that compiles itself on import takes minutes
@@ -29,7 +30,7 @@ def check_sources(run: Run) -> Outcome:
             hint="sources are relative to the folder of the kernel.toml",
             details=[f"found {source.path}" for source in run.sources],
         )
-    return passed(f"{len(run.sources)} files hashed")
+    return passed(f"{counted(len(run.sources), 'file')} hashed")
 
 
 def build(run: Run) -> Outcome:
@@ -76,6 +77,11 @@ def _broken_limits(run: Run) -> list[str]:
 
 def _compile(run: Run, details: list[str]) -> Outcome:
     """Compile all jobs in a few processes; one that dies takes its own jobs with it, and no others."""
+    details = [*details, *_left_out(run)]
+    unserved = [gpu for gpu, refused in run.refusals.items() if len(refused) == len(run.cases)]
+    if len(unserved) == len(run.gpus):
+        reason = run.refusals[run.gpus[0]][next(iter(run.cases))]
+        return not_possible(f"{run.subject.name} serves none of these cases: {reason}", details=details)
     parts = min(_COMPILE_PROCESSES, os.cpu_count() or 1)
     common = run.payload(cases=[case.problem for case in run.cases.values()], gpus=run.gpus, parts=parts)
     task = f"{__package__.rpartition('.')[0]}.tasks:compile_kernels"
@@ -103,14 +109,25 @@ def _compile(run: Run, details: list[str]) -> Outcome:
         return failed(first_of(problems), hint=hint, details=[*details, *problems[:_SHOWN_PROBLEMS]])
     if not jobs:
         return failed("there is no kernel to compile for these cases", details=details)
-    return passed(_summarize(jobs), details=[*details, *_by_gpu(jobs)])
+    note = f"; not served: {', '.join(unserved)}" if unserved else ""
+    return passed(_summarize(jobs) + note, details=[*details, *_by_gpu(jobs)])
+
+
+def _left_out(run: Run) -> list[str]:
+    """Return what the subject does not serve, a line for each GPU."""
+    lines = []
+    for gpu, refused in run.refusals.items():
+        if refused:
+            reason = first_of(list(dict.fromkeys(refused.values())))
+            lines.append(f"{gpu}: {len(refused)} of {counted(len(run.cases), 'case')} left out, not served: {reason}")
+    return lines
 
 
 def _summarize(jobs: Sequence[dict[str, Any]]) -> str:
     spills = sum(job["spill_bytes"] > 0 for job in jobs)
     shared = max(job["shared_memory_bytes"] for job in jobs) / 1024
     return (
-        f"{len(jobs)} kernels compiled for {len({job['gpu'] for job in jobs})} GPUs: at most "
+        f"{counted(len(jobs), 'kernel')} compiled for {counted(len({job['gpu'] for job in jobs}), 'GPU')}: at most "
         f"{max(job['registers'] for job in jobs)} registers a thread, {shared:.0f} KiB shared memory a block, "
         f"{'no spills' if not spills else f'{spills} with spills'}"
     )
@@ -122,7 +139,9 @@ def _by_gpu(jobs: Sequence[dict[str, Any]]) -> list[str]:
         own = [job for job in jobs if job["gpu"] == gpu]
         shared = max(job["shared_memory_bytes"] for job in own) / 1024
         limit = find_gpu(gpu).shared_memory_per_block_bytes / 1024
-        lines.append(f"{gpu}: {len(own)} kernels, at most {shared:.0f} of {limit:.0f} KiB shared memory a block")
+        lines.append(
+            f"{gpu}: {counted(len(own), 'kernel')}, at most {shared:.0f} of {limit:.0f} KiB shared memory a block"
+        )
     return lines
 
 
