@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import itertools
 from typing import Any
 
@@ -12,7 +13,17 @@ pytest.importorskip("triton", reason="Triton exists for Linux only")
 
 from flashmoe_science import UnsupportedError
 from flashmoe_science.attention.operator import OPERATOR, compile_plan
-from flashmoe_science.attention.plan import HOPPER_ROWS, HOPPER_TABLE, HopperConfig, Plan, PlannedLaunch, plan_attention
+from flashmoe_science.attention.plan import (
+    HOPPER_ROWS,
+    HOPPER_TABLE,
+    HopperConfig,
+    Plan,
+    PlannedLaunch,
+    hopper_config,
+    hopper_edge_tiles,
+    hopper_heads_per_group,
+    plan_attention,
+)
 from flashmoe_science.attention.prepare import prepare_kernels
 from flashmoe_science.attention.problem import AttentionProblem
 from flashmoe_science.errors import CompileError, LaunchError
@@ -76,7 +87,8 @@ def test_table_rows_compile(columns, causal, keys, config, dtype, return_lse, al
     plan = forced(
         make_problem(2, 8, keys, columns, dtype, seqlen_k=seqlen_k, causal=causal, return_lse=return_lse, heads_kv=4)
     )
-    assert plan.config == config
+    in_turns = config.ping_pong and not (causal and not aligned)
+    assert plan.config == dataclasses.replace(config, ping_pong=in_turns)
     assert_compiles(plan)
 
 
@@ -84,7 +96,7 @@ def test_table_rows_compile(columns, causal, keys, config, dtype, return_lse, al
 @pytest.mark.parametrize("return_lse", [False, True])
 def test_unaligned_causal_tiles_do_not_spill(dtype, return_lse):
     """Three warpgroups, two masked tiles: of all variants the one that needs most registers."""
-    plan = forced(make_problem(2, 8, 1100, 64, dtype, seqlen_k=1023, causal=True, return_lse=return_lse))
+    plan = forced(make_problem(2, 8, 2100, 64, dtype, seqlen_k=2023, causal=True, return_lse=return_lse))
     assert isinstance(plan.config, HopperConfig)
     assert plan.config.warpgroups == 3
     assert_compiles(plan)
@@ -115,44 +127,92 @@ def test_parameters_are_laid_out_as_the_launch_path_gives_them():
 
 def test_table_is_complete_and_in_order():
     assert set(HOPPER_TABLE) == set(itertools.product((64, 128, 256), (False, True)))
-    for (_, causal), rows in HOPPER_TABLE.items():
+    for rows in HOPPER_TABLE.values():
         keys = [limit for limit, _ in rows]
         assert keys == sorted(set(keys))
         assert keys[-1] > 2**31
-        # Its exp2 never gives 0, so a row that sees no key would get a sum that is not 0.
-        assert not causal or all(config.exp_fma == 0 for _, config in rows)
         assert len({config for _, config in rows}) == len(rows)
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "causal", "keys", "rows", "persistent", "exp_fma"),
+    ("head_dim", "causal", "keys", "rows", "ping_pong"),
     [
-        (64, False, 1024, 128, True, 1),
-        (64, False, 1025, 192, True, 0),
-        (40, False, 16384, 192, True, 0),
-        (64, True, 4096, 192, True, 0),
-        (64, True, 4097, 192, False, 0),
-        (128, False, 4096, 128, True, 0),
-        (128, False, 8192, 128, False, 0),
-        (96, True, 1024, 128, True, 0),
-        (128, True, 2048, 128, False, 0),
-        (256, False, 2048, 128, True, 0),
-        (256, False, 4096, 128, False, 0),
-        (160, True, 512, 128, False, 0),
+        (64, False, 512, 192, True),
+        (40, False, 16384, 192, True),
+        (64, True, 1024, 128, True),
+        (64, True, 1536, 192, False),
+        (64, True, 2048, 192, False),
+        (64, True, 2176, 192, True),
+        (128, False, 4096, 128, True),
+        (128, False, 8192, 128, False),
+        (96, True, 4096, 128, True),
+        (128, True, 8192, 128, False),
+        (256, False, 2048, 128, True),
+        (160, True, 1024, 128, False),
+        (256, True, 2048, 128, True),
     ],
 )
-def test_tiles_follow_the_number_of_keys(head_dim, causal, keys, rows, persistent, exp_fma):
+def test_tiles_follow_the_number_of_keys(head_dim, causal, keys, rows, ping_pong):
     """Both sides of every threshold, chosen by ``auto``."""
     plan = plan_attention(make_problem(8, 16, keys, head_dim, causal=causal), H200)
     assert plan.kernel == "forward_gluon_sm90"
     assert isinstance(plan.config, HopperConfig)
-    assert (HOPPER_ROWS * plan.config.warpgroups, plan.config.persistent) == (rows, persistent)
-    assert plan.config.exp_fma == exp_fma
+    assert (HOPPER_ROWS * plan.config.warpgroups, plan.config.ping_pong) == (rows, ping_pong)
     tiles = -(-keys // rows) * 8 * 16
-    grid = (H200.sms if persistent else tiles, 1, 1)
     threads = 128 * (rows // HOPPER_ROWS + 1)
-    assert plan.launches == (PlannedLaunch("_forward_sm90_kernel", grid, (threads, 1, 1)),)
+    assert plan.launches == (PlannedLaunch("_forward_sm90_kernel", (H200.sms, 1, 1), (threads, 1, 1)),)
     assert f"{tiles} row tiles of {rows} on 132 SMs" in plan.reason
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "seqlen_k", "ping_pong", "edge_tiles"),
+    [(128, 2048, True, 1), (128, 2176, True, 1), (128, 2112, False, 1), (128, 2049, False, 2), (256, 2112, True, 2)],
+)
+def test_warpgroups_take_turns_where_all_make_as_many_steps(head_dim, seqlen_k, ping_pong, edge_tiles):
+    """A turn that never comes would hang the kernel."""
+    problem = make_problem(8, 16, 2048, head_dim, seqlen_k=seqlen_k, causal=True)
+    config = forced(problem).config
+    assert isinstance(config, HopperConfig)
+    assert (config.ping_pong, hopper_edge_tiles(problem, config)) == (ping_pong, edge_tiles)
+    for first_row in range(0, 2048, 64 * config.warpgroups):
+        ends = [first_row + 64 * (w + 1) + seqlen_k - 2048 for w in range(config.warpgroups)]
+        steps = {-(-min(max(end, 0), seqlen_k) // config.block_n) for end in ends}
+        assert not ping_pong or len(steps) == 1 or config.block_n == 64  # 64 keys: all walk as far as the last
+
+
+def shares(problem: AttentionProblem) -> tuple[list[list[int]], list[int]]:
+    """Return the row tiles of every program, in its order, and the key tiles that each row tile walks over."""
+    config = hopper_config(problem)
+    tiles_m = -(-problem.seqlen_q // (HOPPER_ROWS * config.warpgroups))
+    heads = problem.batch * problem.heads
+    programs = min(tiles_m * heads, H200.sms)
+    group = hopper_heads_per_group(problem, config, programs)
+    found: list[list[int]] = [[] for _ in range(programs)]
+    steps = []
+    for tile in range(tiles_m * heads):
+        round_, place = divmod(tile, programs)
+        found[programs - 1 - place if round_ % 2 else place].append(tile)
+        first = tile // (group * tiles_m) * group
+        m = tiles_m - 1 - (tile - first * tiles_m) // min(group, heads - first)
+        steps.append(-(-(m + 1) * HOPPER_ROWS * config.warpgroups // config.block_n))
+    return found, steps
+
+
+@pytest.mark.parametrize("keys", [512, 1024, 2048, 4096, 8192, 16384])
+@pytest.mark.parametrize(("head_dim", "heads"), [(64, 32), (128, 16), (256, 8)])
+def test_causal_programs_have_as_much_to_do(head_dim, heads, keys):
+    """No program has over 6 % more key tiles than the mean; groups of 32 MiB of K and V gave up to 69 %."""
+    found, steps = shares(make_problem(16384 // keys, heads, keys, head_dim, causal=True))
+    work = [sum(steps[tile] + 1 for tile in tiles) for tiles in found]  # and one for what every row tile costs
+    assert max(work) < 1.06 * sum(work) / len(work)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "keys", "heads"), [(128, 512, 66), (128, 2048, 33), (128, 4096, 11), (64, 512, 66)]
+)
+def test_heads_of_a_group_fill_rounds(head_dim, keys, heads):
+    problem = make_problem(16384 // keys, 2048 // head_dim, keys, head_dim, causal=True)
+    assert hopper_heads_per_group(problem, hopper_config(problem), 132) == heads
 
 
 def test_a_program_has_a_tile_at_least():
@@ -180,13 +240,6 @@ def test_auto_takes_it_on_its_own_architecture_only():
 
 def test_the_one_pass_kernel_comes_first():
     assert plan_attention(make_problem(1, 8, 256, 64), H200).kernel == "forward_short_gluon"
-
-
-def test_rows_without_keys_never_meet_the_exp2_that_gives_no_zero():
-    """Only causal problems have rows that see no key."""
-    plan = plan_attention(make_problem(16, 16, 1024, 64, seqlen_k=512, causal=True), H200)
-    assert isinstance(plan.config, HopperConfig)
-    assert plan.config.exp_fma == 0
 
 
 DENSE = (16 * 4096 * 128, 4096 * 128, 128, 1)
@@ -284,5 +337,5 @@ def test_its_sources_are_hashed():
 def test_a_plan_reads_well():
     text = plan_attention(make_problem(causal=True), H200).as_text()
     assert "forward_short_gluon is passed over" in text
-    assert "2048 row tiles of 128 on 132 SMs, a program each" in text
-    assert "persistent False" in text
+    assert "2048 row tiles of 128 on 132 SMs" in text
+    assert "ping_pong True" in text

@@ -378,7 +378,7 @@ def test_every_plan_covers_its_rows_and_keys(gpu, kernel, **sizes):
         assert spec.arch == 90
         rows = HOPPER_ROWS * plan.config.warpgroups
         tiles = -(-problem.seqlen_q // rows) * problem.batch * problem.heads
-        assert grid == (min(tiles, spec.sms) if plan.config.persistent else tiles, 1, 1)
+        assert grid == (min(tiles, spec.sms), 1, 1)
         assert threads == 2 * rows + 128
     else:
         assert isinstance(plan.config, ForwardConfig)

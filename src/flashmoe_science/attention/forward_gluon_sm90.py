@@ -161,7 +161,7 @@ class Args:
         """Send the output of a warpgroup on its way to memory: no wait, but for what was sent before."""
         COLUMNS: gl.constexpr = self.o_bufs.shape[4]
         smem = self.o_bufs.index(W)
-        if COLUMNS == o.shape[1]:
+        if o.shape[1] == COLUMNS:
             tma.store_wait(0)
             smem.reshape([ROWS, COLUMNS]).store(o)
             fence_async_shared()

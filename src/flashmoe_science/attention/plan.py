@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import functools
 import importlib.metadata
+import math
 import os
 from dataclasses import dataclass
 from typing import Any
