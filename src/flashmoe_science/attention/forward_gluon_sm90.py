@@ -70,6 +70,23 @@ def _make_ring(desc, SLOTS: gl.constexpr, READERS: gl.constexpr):
 
 
 @gluon.jit
+def _copy(x):
+    """Return a copy of an integer that the compiler cannot see through.
+
+    What is computed from it is computed where it is needed. Else LLVM computes it once for all warpgroups at the start
+    of the kernel (Triton 3.9), and ptxas spills what lives that long.
+    """
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _special_register(NAME: gl.constexpr):
+    """Read a special register of 32 bits where it is needed, for the reason of ``_copy``."""
+    asm: gl.constexpr = f"mov.b32 $0, %{NAME};"
+    return gl.inline_asm_elementwise(asm, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def _named_barrier(WHAT: gl.constexpr, TURN: gl.constexpr):
     """Wait for, or arrive at, the barrier of a warpgroup's turn: 128 threads that wait and 128 that arrive.
 
@@ -124,8 +141,8 @@ class Args:
     @gluon.jit
     def rounds(self):
         """Return how many tiles this program attends."""
-        programs = gl.num_programs(0)
-        tiles = self.tiles_m * self.heads_total
+        programs = _special_register("nctaid.x")
+        tiles = _copy(self.tiles_m) * self.heads_total
         whole = tiles // programs
         return whole + (self.place(whole) < tiles).to(gl.int32)
 
@@ -135,25 +152,27 @@ class Args:
 
         Every second round runs backwards: the program with the longest tile of a round has the shortest of the next.
         """
-        programs = gl.num_programs(0)
-        forwards = gl.program_id(0)
+        programs = _special_register("nctaid.x")
+        forwards = _special_register("ctaid.x")
         return round_ * programs + gl.where((round_ & 1) == 1, programs - 1 - forwards, forwards)
 
     @gluon.jit
-    def locate(self, tile):
-        """Return sequence, head and first row of a tile.
+    def locate(self, round_):
+        """Return sequence, head and first row of this program's tile of a round.
 
         Causal: the longest row tiles of a group of heads come first, then those of the next group.
         """
+        tile = self.place(round_)
+        tiles_m = _copy(self.tiles_m)
         if self.IS_CAUSAL:
-            first = tile // (self.heads_per_group * self.tiles_m) * self.heads_per_group
+            first = tile // (self.heads_per_group * tiles_m) * self.heads_per_group
             width = gl.minimum(self.heads_per_group, self.heads_total - first)
-            rest = tile - first * self.tiles_m
+            rest = tile - first * tiles_m
             head = first + rest % width
-            m = self.tiles_m - 1 - rest // width
+            m = tiles_m - 1 - rest // width
         else:
-            head = tile // self.tiles_m
-            m = tile % self.tiles_m
+            head = tile // tiles_m
+            m = tile % tiles_m
         return head // self.heads, head % self.heads, m * (ROWS * self.WARPGROUPS)
 
     @gluon.jit
@@ -193,7 +212,7 @@ def _load_partition(a):
     gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
     i = 0  # tiles of K and of V so far
     for round_ in range(a.rounds()):
-        b, h, row = a.locate(a.place(round_))
+        b, h, row = a.locate(round_)
         kv = h // a.GROUP
         steps = a.key_tiles(row + ROWS * a.WARPGROUPS)
         # K first: Q waits until the tile before has its last scores.
@@ -305,7 +324,7 @@ def _attend_partition(a, W: gl.constexpr):
         a.pass_turn(W)  # to the first
     i = 0  # tiles of K and of V so far
     for round_ in range(a.rounds()):
-        b, h, first_row = a.locate(a.place(round_))
+        b, h, first_row = a.locate(round_)
         row = first_row + W * ROWS
         steps = a.key_tiles(first_row + ROWS * a.WARPGROUPS if a.PING_PONG else row + ROWS)
         skipped = a.key_tiles(first_row + ROWS * a.WARPGROUPS) - steps  # key tiles that only rows of others see
@@ -341,9 +360,8 @@ def _attend_partition(a, W: gl.constexpr):
         for _ in range(EDGE_TILES if EDGE_TILES > 1 else 1, steps):
             i += 1
             acc, packed, m, l = _step(q, acc, packed, m, l, zero, a, i, row, 0, W, False)
-        # Worked out again, from a copy that the compiler cannot see through: kept, b, h and row would spill.
-        again = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [round_], gl.int32, is_pure=False, pack=1)
-        b, h, first_row = a.locate(a.place(again))
+        # Worked out again: kept, b, h and row would spill.
+        b, h, first_row = a.locate(_copy(round_))
         row = first_row + W * ROWS
         a.q_ring.release(W)  # the next Q travels under all that follows
         v = a.v_ring.wait(i % a.STAGES, i // a.STAGES)
@@ -354,8 +372,9 @@ def _attend_partition(a, W: gl.constexpr):
         if a.STORE_LSE:
             lse = gl.where(has_keys, (m + gl.log2(l)) * 0.6931471805599453, -float("inf"))
             offs_m = row + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
-            lse_row = (b * a.heads + h).to(gl.int64) * a.seqlen_q
-            gl.store(a.lse_ptr + lse_row + offs_m, lse, mask=offs_m < a.seqlen_q)
+            seqlen_q = _copy(a.seqlen_q)
+            lse_row = (b * a.heads + h).to(gl.int64) * seqlen_q
+            gl.store(a.lse_ptr + lse_row + offs_m, lse, mask=offs_m < seqlen_q)
         acc = warpgroup_mma_wait(0, deps=[acc, p])[0]
         a.v_ring.release(i % a.STAGES)
         i += 1
