@@ -110,6 +110,26 @@ def test_a_graph_whose_kernels_do_not_do_the_work_is_a_problem():
     assert problem.startswith(WRONG_REPLAY)
 
 
+def test_wrong_answers_of_eager_calls_are_left_to_gate_correct():
+    """An answer of the call before, an input that every call changes, memory that a call does not write."""
+    gpu = Gpu()
+    plain = implementation(gpu)
+    earlier = []
+
+    def stale(x):
+        earlier.append(plain(x))
+        return earlier[-2] if len(earlier) > 1 else earlier[-1]
+
+    def change_input(x):
+        out = plain(x)
+        gpu.launch(lambda: x.mul_(0.5))
+        return out
+
+    half = implementation(gpu, change=lambda out: torch.where(torch.arange(64) < 32, out, torch.full((64,), torch.nan)))
+    for entry in (stale, change_input, half):
+        assert capture(gpu, loaded("ours", entry, role="subject", deterministic=True))["ours"]["problems"] == []
+
+
 def test_a_graph_may_vary_in_its_bits_where_they_are_not_promised():
     gpu = Gpu()
     jitter = iter(range(1_000_000))

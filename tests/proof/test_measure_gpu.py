@@ -41,15 +41,15 @@ def reads_on_the_host(x):
 
 
 class Elsewhere:
-    """Works on a stream that waits for nobody."""
+    """Works on a stream that waits for nobody; only its output is ready in time."""
 
     def __init__(self):
         self._stream = torch.cuda.Stream()
 
     def __call__(self, x):
-        out = torch.full(x.shape, float("nan"), device="cuda")
         with torch.cuda.stream(self._stream):
-            out.copy_(x * 2)
+            out = x * 2
+        torch.cuda.current_stream().wait_stream(self._stream)
         return out
 
 
