@@ -35,8 +35,8 @@ test-triton: env-dev ## run the tests that compile or interpret kernels, for ano
 	$(TEST) $(CPU_TESTS) -m "triton and not gpu" $(ARGS)
 
 test-gpu: env-dev ## run the tests that need a GPU and leave two records in evidence/gpu-tests/: in parallel, then those that time
-	$(TEST) -m "gpu and not timing" --numprocesses $(GPU_WORKERS) --gpu-record $(GPU_RECORD) $(ARGS)
-	$(TEST) -m "gpu and timing" --gpu-record $(GPU_RECORD) $(ARGS)
+	$(TEST) -m "gpu and not timing" --numprocesses $(GPU_WORKERS) --gpu-record=$(GPU_RECORD) $(ARGS)
+	$(TEST) -m "gpu and timing" --gpu-record=$(GPU_RECORD) $(ARGS)
 
 lint: env-dev ## check the code with ruff
 	$(RUN) -m ruff check .
