@@ -50,11 +50,6 @@ class Ring:
     def wait(self, slot, lap):
         """Wait until the slot is filled; return it as a matrix."""
         mbarrier.wait(self.ready_bars.index(slot), lap & 1)
-        return self.tile(slot)
-
-    @gluon.jit
-    def tile(self, slot):
-        """Return a slot that was waited for as a matrix."""
         return self.bufs.index(slot).reshape([self.bufs.shape[3], self.bufs.shape[4]])
 
     @gluon.jit
@@ -262,11 +257,7 @@ def _mask(s, a, row, n):
 def _softmax(s, m, l, a):
     """Fold the scores of one tile into running maximum and sum; return them, P, and the factor on what was before."""
     m_new = gl.maximum(m, gl.max(s, 1) * a.scale_log2)
-    # s * scale - m_new into the registers of s: beside a product in flight, ptxas 13.4 (Triton 3.9) otherwise puts half
-    # of P elsewhere, and three warpgroups spill in the loop. Gluon's minus sign is a subtraction from 0: not folded.
-    asm: gl.constexpr = "{.reg .f32 n; neg.f32 n, $3; fma.rn.f32 $0, $1, $2, n;}"
-    operands = [s, a.scale_log2, m_new[:, None]]
-    p = gl.exp2(gl.inline_asm_elementwise(asm, "=f,0,f,f", operands, gl.float32, is_pure=True, pack=1))
+    p = gl.exp2(s * a.scale_log2 - m_new[:, None])
     alpha = gl.exp2(m - m_new)
     return p, m_new, l * alpha + gl.sum(p, 1), alpha
 
@@ -295,13 +286,14 @@ def _unpack(packed, dtype: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def _step(q, acc, packed, m, l, zero, a, i, row, n, W: gl.constexpr, IS_EDGE: gl.constexpr):
-    """Scores of tile i, and under their softmax the output product of tile i - 1, whose V is there. Wait for V i."""
+    """Scores of tile i, and the output product of tile i - 1 under their softmax."""
     slot, before = i % a.STAGES, (i - 1) % a.STAGES
     k = a.k_ring.wait(slot, i // a.STAGES)
     a.take_turn(W)
     s = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+    v = a.v_ring.wait(before, (i - 1) // a.STAGES)
     p = _unpack(packed, a.q_desc.dtype, gl.DotOperandLayout(0, acc.type.layout, 2))
-    acc = warpgroup_mma(p, a.v_ring.tile(before), acc, is_async=True)
+    acc = warpgroup_mma(p, v, acc, is_async=True)
     a.pass_turn(W)
     if IS_EDGE:
         # Both products end before the mask: beside P, three warpgroups have no registers for it.
@@ -311,16 +303,11 @@ def _step(q, acc, packed, m, l, zero, a, i, row, n, W: gl.constexpr, IS_EDGE: gl
         s = warpgroup_mma_wait(1, deps=[s])
     a.k_ring.release(slot)
     p_new, m, l, alpha = _softmax(s, m, l, a)
-    # The loop of this wait ends a basic block: without one here, ptxas moves the wait for the product up in front of
-    # the first exp2, and then the product runs under nothing.
-    a.v_ring.wait(slot, i // a.STAGES)
     if not IS_EDGE:
-        # P goes through the wait: the product reads its registers until it ends, and the next P is to lie in them.
-        acc, _, p_new = warpgroup_mma_wait(0, deps=[acc, p, p_new])
-    packed = _pack(p_new, a.q_desc.dtype)  # before the release: Triton 3.8 would spill around it
+        acc = warpgroup_mma_wait(0, deps=[acc, p])[0]
     a.v_ring.release(before)
     acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout))[:, None]
-    return acc, packed, m, l
+    return acc, _pack(p_new, a.q_desc.dtype), m, l
 
 
 @gluon.jit
@@ -365,7 +352,6 @@ def _attend_partition(a, W: gl.constexpr):
             for j in range(start, i):
                 a.v_ring.wait(j % a.STAGES, j // a.STAGES)
                 a.v_ring.release(j % a.STAGES)
-        a.v_ring.wait(i % a.STAGES, i // a.STAGES)
 
         # Unrolled, so that P does not cross from loop to loop: a 16-bit value that does is unpacked and packed again.
         for edge in gl.static_range(1, EDGE_TILES):
@@ -378,8 +364,9 @@ def _attend_partition(a, W: gl.constexpr):
         b, h, first_row = a.locate(_copy(round_))
         row = first_row + W * ROWS
         a.q_ring.release(W)  # the next Q travels under all that follows
+        v = a.v_ring.wait(i % a.STAGES, i // a.STAGES)
         p = _unpack(packed, dtype, gl.DotOperandLayout(0, o_layout, 2))
-        acc = warpgroup_mma(p, a.v_ring.tile(i % a.STAGES), acc, is_async=True)
+        acc = warpgroup_mma(p, v, acc, is_async=True)
         has_keys = l != 0  # a row without keys: output 0, LSE -inf
         inverse = gl.where(has_keys, 1.0 / l, 0.0)
         if a.STORE_LSE:
