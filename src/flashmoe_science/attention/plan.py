@@ -344,16 +344,10 @@ HOPPER_TABLE: dict[tuple[int, bool], tuple[tuple[int, HopperConfig], ...]] = {
         (2048, _HC(3, 128, 2, ping_pong=False)),
         (_ANY, _HC(3, 128, 2, ping_pong=True)),
     ),
-    # In turns 522 633 685 708 706 674, not 507 620 673 699 707 681; 192 rows of 64 keys 460 554 637 650 644 610.
-    (128, False): (
-        (4096, _HC(2, 128, 2, ping_pong=True)),
-        (_ANY, _HC(2, 128, 2, ping_pong=False)),
-    ),
-    # In turns 346 486 594 663 653 682, not 337 478 585 658 657 680; 64 keys 331 443 537 591 572 591.
-    (128, True): (
-        (4096, _HC(2, 128, 2, ping_pong=True)),
-        (_ANY, _HC(2, 128, 2, ping_pong=False)),
-    ),
+    # In turns 534 628 686 707 715 699, not 528 622 679 697 707 694; 64 keys 487 563 608 615 615 582.
+    (128, False): ((_ANY, _HC(2, 128, 2, ping_pong=True)),),
+    # In turns 338 489 599 674 677 705, not 321 468 585 665 667 693; 64 keys 331 443 537 591 572 591.
+    (128, True): ((_ANY, _HC(2, 128, 2, ping_pong=True)),),
     # In turns 589 697 761 789 781 783, not 581 682 730 753 762 758.
     (256, False): ((_ANY, _HC(2, 64, 2, ping_pong=True)),),
     # In turns 355 508 632 688 738 763, not 361 511 610 672 712 740.
