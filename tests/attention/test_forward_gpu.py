@@ -92,10 +92,22 @@ def test_hopper_table_rows(head_dim, causal, keys, dtype, aligned):
 
 
 @hopper_only
+@pytest.mark.parametrize(
+    ("seqlen_q", "seqlen_k", "head_dim"), [(2112, 2048, 256), (4096, 2048, 256), (2688, 2176, 64), (2200, 1100, 128)]
+)
+def test_hopper_rows_without_keys(seqlen_q, seqlen_k, head_dim):
+    """Fewer keys than rows: the diagonal starts in front of the keys."""
+    case = Case(1, 8, 4, seqlen_q, seqlen_k, head_dim, head_dim, "bf16", causal=True, why="fewer keys than rows")
+    q, k, v = make_inputs(case, "cuda")
+    o, lse = run(q, k, v, causal=True, kernel="forward_gluon_sm90")
+    assert_right(o, q, k, v, causal=True, lse=lse)
+
+
+@hopper_only
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("head_dim", "head_dim_v"), [(192, 128), (128, 64), (64, 128), (64, 256), (256, 8), (8, 24)])
 def test_hopper_unequal_widths(head_dim, head_dim_v, causal):
-    """O with shared memory of its own, and as wide a tile as Q's."""
+    """O in tiles narrower, wider and as wide as Q's."""
     case = Case(3, 60, 20, 300, 333, head_dim, head_dim_v, "bf16", causal, why="widths")
     q, k, v = make_inputs(case, "cuda")
     o, lse = run(q, k, v, causal=causal, kernel="forward_gluon_sm90")

@@ -5,9 +5,11 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from hypothesis import example, given, settings, strategies
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
@@ -19,6 +21,7 @@ from flashmoe_science.attention.plan import (
     HopperConfig,
     Plan,
     PlannedLaunch,
+    _longest_share,
     hopper_config,
     hopper_edge_tiles,
     hopper_heads_per_group,
@@ -107,7 +110,7 @@ def test_unaligned_causal_tiles_do_not_spill(dtype, return_lse):
     [(192, 128, True), (64, 128, False), (128, 64, True), (64, 256, True), (8, 16, True)],
 )
 def test_unequal_and_narrow_widths_compile(head_dim, head_dim_v, causal):
-    """Where O has not the width of Q it has shared memory of its own; narrow tiles have another swizzle."""
+    """O goes through tiles of its own width; narrow tiles have another swizzle."""
     assert_compiles(forced(make_problem(1, 8, 2000, head_dim, head_dim_v=head_dim_v, causal=causal, return_lse=True)))
 
 
@@ -165,18 +168,59 @@ def test_tiles_follow_the_number_of_keys(head_dim, causal, keys, rows, ping_pong
 
 @pytest.mark.parametrize(
     ("head_dim", "seqlen_k", "ping_pong", "edge_tiles"),
-    [(128, 2048, True, 1), (128, 2176, True, 1), (128, 2112, False, 1), (128, 2049, False, 2), (256, 2112, True, 2)],
+    [
+        *((128, 2048, True, 1), (128, 2176, True, 1), (128, 2112, False, 1), (128, 2049, False, 2)),
+        *((256, 2112, True, 2), (256, 1984, False, 1), (64, 4096, True, 2)),
+    ],
 )
-def test_warpgroups_take_turns_where_all_make_as_many_steps(head_dim, seqlen_k, ping_pong, edge_tiles):
-    """A turn that never comes would hang the kernel."""
+def test_warpgroups_take_turns_where_the_diagonal_is_aligned(head_dim, seqlen_k, ping_pong, edge_tiles):
     problem = make_problem(8, 16, 2048, head_dim, seqlen_k=seqlen_k, causal=True)
-    config = forced(problem).config
-    assert isinstance(config, HopperConfig)
+    config = hopper_config(problem)
     assert (config.ping_pong, hopper_edge_tiles(problem, config)) == (ping_pong, edge_tiles)
-    for first_row in range(0, 2048, 64 * config.warpgroups):
-        ends = [first_row + 64 * (w + 1) + seqlen_k - 2048 for w in range(config.warpgroups)]
-        steps = {-(-min(max(end, 0), seqlen_k) // config.block_n) for end in ends}
-        assert not ping_pong or len(steps) == 1 or config.block_n == 64  # 64 keys: all walk as far as the last
+
+
+def walks(problem: AttentionProblem) -> Iterator[tuple[int, list[int], int]]:
+    """Yield first row, key tiles in order, and how many of them are masked, of every warpgroup of the kernel."""
+    config = hopper_config(problem)
+    edge_tiles = hopper_edge_tiles(problem, config)
+    rows, turns = HOPPER_ROWS * config.warpgroups, config.ping_pong
+
+    def key_tiles(end_row: int) -> int:
+        end = max(min(problem.seqlen_k, end_row + problem.seqlen_k - problem.seqlen_q), 0)
+        return max(-(-(end if problem.causal else problem.seqlen_k) // config.block_n), edge_tiles, 1)
+
+    for first_row in range(0, problem.seqlen_q, rows):
+        for w in range(config.warpgroups):
+            row = first_row + w * HOPPER_ROWS
+            steps = key_tiles(first_row + rows if turns else row + HOPPER_ROWS)
+            ahead = w * HOPPER_ROWS // config.block_n if problem.causal and turns else 0
+            yield row, list(range(steps - 1, -1, -1)), edge_tiles - ahead
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    head_dim=strategies.sampled_from([64, 128, 256]),
+    causal=strategies.booleans(),
+    sizes=strategies.lists(strategies.integers(1, 70), min_size=2, max_size=2),
+    odd=strategies.lists(strategies.sampled_from([0, 0, 0, 1, 37]), min_size=2, max_size=2),
+)
+@example(head_dim=256, causal=True, sizes=[33, 32], odd=[0, 0])
+@example(head_dim=256, causal=True, sizes=[64, 32], odd=[0, 0])
+@example(head_dim=64, causal=True, sizes=[42, 34], odd=[0, 0])
+def test_every_key_that_a_row_sees_is_walked_over_and_no_other_left_unmasked(head_dim, causal, sizes, odd):
+    """For the walk of every warpgroup over the key tiles, as the kernel makes it."""
+    seqlen_q, seqlen_k = (64 * size + more for size, more in zip(sizes, odd, strict=True))
+    problem = make_problem(1, 1, seqlen_q, head_dim, seqlen_k=seqlen_k, causal=causal)
+    block_n = hopper_config(problem).block_n
+    for row, tiles, masked in walks(problem):
+        if row >= seqlen_q:
+            continue
+        offset = seqlen_k - seqlen_q if causal else seqlen_k  # the last key that row r sees is r + offset, or the last
+        last_row = min(row + HOPPER_ROWS, seqlen_q) - 1
+        seen = min(last_row + offset, seqlen_k - 1)
+        assert seen < 0 or set(range(seen // block_n + 1)) <= set(tiles)
+        for tile in tiles[masked:]:
+            assert (tile + 1) * block_n - 1 <= min(row + offset, seqlen_k - 1), (row, tile)
 
 
 def shares(problem: AttentionProblem) -> tuple[list[list[int]], list[int]]:
@@ -195,6 +239,28 @@ def shares(problem: AttentionProblem) -> tuple[list[list[int]], list[int]]:
         m = tiles_m - 1 - (tile - first * tiles_m) // min(group, heads - first)
         steps.append(-(-(m + 1) * HOPPER_ROWS * config.warpgroups // config.block_n))
     return found, steps
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads", "keys", "head_dim"),
+    [
+        (1, 16, 4096, 128),
+        (1, 34, 2048, 128),
+        (1, 67, 1024, 128),
+        (5, 7, 2048, 128),
+        (4, 18, 1024, 128),
+        (3, 40, 4096, 64),
+    ],
+)
+def test_causal_programs_of_any_number_of_heads_have_as_much_to_do(batch, heads, keys, head_dim):
+    """Nearly as even as with all heads together, which for few heads is what their number allows."""
+    problem = make_problem(batch, heads, keys, head_dim, causal=True)
+    config = hopper_config(problem)
+    tiles_m = -(-keys // (HOPPER_ROWS * config.warpgroups))
+    together = _longest_share(batch * heads, tiles_m, batch * heads, 132)
+    found, steps = shares(problem)
+    work = [sum(steps[tile] + 1 for tile in tiles) for tiles in found]
+    assert max(work) * len(work) / sum(work) < together + 0.06
 
 
 @pytest.mark.parametrize("keys", [512, 1024, 2048, 4096, 8192, 16384])

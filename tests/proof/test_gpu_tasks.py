@@ -130,6 +130,16 @@ def test_wrong_answers_of_eager_calls_are_left_to_gate_correct():
         assert capture(gpu, loaded("ours", entry, role="subject", deterministic=True))["ours"]["problems"] == []
 
 
+def test_an_empty_graph_of_a_call_that_answers_wrongly_is_a_problem():
+    gpu = Gpu()
+    wrong = implementation(gpu, name="attend", change=lambda out: out + 7)
+    entry = lambda x: torch.zeros_like(x) if gpu.capturing is not None else wrong(x)  # noqa: E731
+    for deterministic in (True, False):
+        ours = capture(gpu, loaded("ours", entry, role="subject", deterministic=deterministic))["ours"]
+        assert (ours["graph_launches"], ours["graph_unseen"]) == ([], False)
+        assert ours["problems"] == ["kernel attend is absent from the CUDA graph of its call"]
+
+
 def test_a_graph_may_vary_in_its_bits_where_they_are_not_promised():
     gpu = Gpu()
     jitter = iter(range(1_000_000))

@@ -2,15 +2,16 @@
 
 One warp, the producer, copies Q, K and V to shared memory with TMA; two or three warpgroups own 64 query rows each and
 walk over the keys from the last tile to the first. K and V lie in rings of ``STAGES`` tiles. A warpgroup issues the
-scores of one tile and the output product of the tile before together, and does the softmax of the one under the other.
-Only the tiles at the edge are masked: the first one or two of a warpgroup's walk, unrolled in front of its loop.
+scores of one tile and the output product of the tile before together; where warpgroups take turns at that, the softmax
+of one runs under the products of another. Only the tiles at the edge are masked: the first one or two of a warpgroup's
+walk, unrolled in front of its loop.
 
 TMA fills what lies outside a tensor with zeros and does not store it: odd lengths and head dimensions need no code but
 the mask on the last keys.
 
-Source: FlashAttention-3 (Shah et al., 2024, arXiv 2407.08608) for the overlap inside a warpgroup and the longest-first
-order; FlashAttention-2 for the online softmax. Ours: a warpgroup that skips the key tiles that only later rows see, and
-the mask whose columns are known at compile time.
+Source: FlashAttention-3 (Shah et al., 2024, arXiv 2407.08608) for the turns, the products issued together and the
+longest-first order; FlashAttention-2 for the online softmax. Ours: rounds that come out even with no counter in memory,
+a warpgroup that skips the key tiles that only later rows see, and the mask whose columns are known at compile time.
 """
 
 from __future__ import annotations
@@ -286,7 +287,7 @@ def _unpack(packed, dtype: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def _step(q, acc, packed, m, l, zero, a, i, row, n, W: gl.constexpr, IS_EDGE: gl.constexpr):
-    """Scores of tile i, and the output product of tile i - 1 under their softmax."""
+    """Scores of tile i and the output product of tile i - 1, then the softmax of the scores."""
     slot, before = i % a.STAGES, (i - 1) % a.STAGES
     k = a.k_ring.wait(slot, i // a.STAGES)
     a.take_turn(W)

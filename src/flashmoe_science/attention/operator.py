@@ -321,23 +321,23 @@ class AttentionOperator:
     def cpu_stand_in(self, subject: str, problem: AttentionProblem) -> str:
         """Return what the interpreter runs in place of ``subject`` and why, or an empty text where it is the same.
 
-        ``flash_attention`` chooses: what runs here is what it gets on a GPU only where every GPU would get it.
+        ``flash_attention`` chooses: what runs here is what it gets on a GPU only where every GPU would get it. And the
+        interpreter never splits the keys.
         """
-        if subject != "flash_attention":
+        if subject not in ("flash_attention", "forward_triton"):
             return ""
-        served = dict.fromkeys(self._kernel(problem, gpu) for gpu in SPECS.values())
-        others = [name for name in served if name in _IN_GLUON]
-        if not others:
+        plans = [
+            self._plan(subject, problem, gpu)
+            for name, gpu in SPECS.items()
+            if self.refusal(subject, problem, name) is None
+        ]
+        others = dict.fromkeys(plan.kernel for plan in plans if plan.kernel in _IN_GLUON)
+        whys = [f"run {' or '.join(others)}, which cannot be interpreted"] if others else []
+        if any(len(plan.launches) > 1 for plan in plans):
+            whys.append("split the keys over blocks and merge their results")
+        if not whys:
             return ""
-        why = f"a GPU may run {' or '.join(others)}, which cannot be interpreted"
-        return f"forward_triton in Triton's interpreter ({why})"
-
-    def _kernel(self, problem: AttentionProblem, gpu: GpuSpec) -> str:
-        """Return the kernel that ``gpu`` runs, or an empty text where none serves it."""
-        try:
-            return plan_attention(problem, gpu).kernel
-        except UnsupportedError:
-            return ""
+        return f"forward_triton in Triton's interpreter (a GPU may {', or '.join(whys)})"
 
     def rivals(self) -> Mapping[str, rivals.Rival]:
         """Return all baselines by name; the first is the default."""

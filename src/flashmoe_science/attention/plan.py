@@ -326,31 +326,37 @@ def _short_pays(problem: AttentionProblem, gpu: GpuSpec) -> bool:
 
 HOPPER_ROWS = 64  # of one warpgroup
 HOPPER_REGISTERS = {2: (32, 240), 3: (32, 160)}  # by warpgroups: a producer's and a matrix warp's registers a thread
-_HOPPER_L2_BYTES = 34 << 20  # of K and V that a group of heads may have: L2 holds 60 MB, with copies in both halves
-_HOPPER_MAX = 2**29  # rows, keys, tiles: a sum of two of them, rounded up, stays in 32 bits
+# Of K and V that a group of heads may have. FlashAttention-3 takes 32 MiB for an L2 of 50 MB (H100; the H200 says 60);
+# a little more admits 33 heads of 1 MiB, which fill four rounds of 132 programs.
+_HOPPER_L2_BYTES = 34 << 20
+_HOPPER_WEIGHED_TILES = 2**14  # weighed one by one when a plan is made: about 3 ms
+# Rows, keys, tiles: a sum of two of them, rounded up, stays in 32 bits. So does the count of key tiles over all rounds,
+# in any call of less than an hour.
+_HOPPER_MAX = 2**29
 
 # Tiles of forward_gluon_sm90: (columns of the wider of D and DV, causal) -> (keys up to which, configuration).
 # The numbers are TFLOP/s at 512, 1k, 2k, 4k, 8k and 16k keys, measured on an H200 (Triton 3.6, bf16, D = DV, 16,384
-# tokens, L2 flushed, median of 10 calls; lab/hopper has the raw lines). Lengths between two of them take the longer
-# one's configuration; unequal widths and fp16 take that of the nearest measured.
+# tokens, L2 flushed, median of 10 calls). The run in brackets is a file of lab/hopper: cards differ by 5 % from run to
+# run. Lengths between two of them take the longer one's configuration; unequal widths and fp16 take that of the nearest
+# measured.
 _HC = HopperConfig
 _ANY = 2**63
 HOPPER_TABLE: dict[tuple[int, bool], tuple[tuple[int, HopperConfig], ...]] = {
-    # 192 rows 407 463 539 541 560 558, not in turns 365 431 510 521 549 552; 128 rows 392 446 476 472 467 466.
+    # 192 rows 404 465 539 551 569 565, not in turns 370 445 525 540 568 567; 128 rows 373 415 439 442 438 437 (run 7).
     (64, False): ((_ANY, _HC(3, 128, 2, ping_pong=True)),),
-    # 128 rows 263 342 409 449 448 441; 192 rows 240 308 420 474 496 513, in turns 200 281 412 480 511 526.
+    # 128 rows 263 342 409 449 448 441; 192 rows 240 308 420 474 496 513, in turns 200 281 412 480 511 526 (run 5).
     (64, True): (
         (1024, _HC(2, 128, 2, ping_pong=True)),
         (2048, _HC(3, 128, 2, ping_pong=False)),
         (_ANY, _HC(3, 128, 2, ping_pong=True)),
     ),
-    # In turns 534 628 686 707 715 699, not 528 622 679 697 707 694; 64 keys 487 563 608 615 615 582.
+    # In turns 534 628 686 707 715 699, not 528 622 679 697 707 694; 64 keys 487 563 608 615 615 582 (run 7).
     (128, False): ((_ANY, _HC(2, 128, 2, ping_pong=True)),),
-    # In turns 338 489 599 674 677 705, not 321 468 585 665 667 693; 64 keys 331 443 537 591 572 591.
+    # In turns 338 489 599 674 677 705, not 321 468 585 665 667 693 (run 7); 64 keys 331 443 537 591 572 591 (run 5).
     (128, True): ((_ANY, _HC(2, 128, 2, ping_pong=True)),),
-    # In turns 589 697 761 789 781 783, not 581 682 730 753 762 758.
+    # In turns 589 697 761 789 781 783, not 581 682 730 753 762 758 (run 4).
     (256, False): ((_ANY, _HC(2, 64, 2, ping_pong=True)),),
-    # In turns 355 508 632 688 738 763, not 361 511 610 672 712 740.
+    # In turns 355 508 632 688 738 763, not 361 511 610 672 712 740 (run 5).
     (256, True): (
         (1024, _HC(2, 64, 2, ping_pong=False)),
         (_ANY, _HC(2, 64, 2, ping_pong=True)),
@@ -363,8 +369,10 @@ def hopper_config(problem: AttentionProblem) -> HopperConfig:
     columns = max(64, block_dim(max(problem.head_dim, problem.head_dim_v)))
     rows = HOPPER_TABLE[columns, problem.causal]
     config = next(config for keys, config in rows if problem.seqlen_k <= keys)
-    if problem.causal and config.ping_pong and (problem.seqlen_k - problem.seqlen_q) % config.block_n:
-        # Taking turns needs as many steps of every warpgroup, which the unaligned diagonal does not give.
+    aligned = problem.seqlen_k >= problem.seqlen_q and (problem.seqlen_k - problem.seqlen_q) % config.block_n == 0
+    if problem.causal and config.ping_pong and not aligned:
+        # In turns all warpgroups walk over the key tiles of the last one, and the number that each masks is known at
+        # compile time: only where the diagonal crosses the tiles as it does at the start of both sequences.
         return dataclasses.replace(config, ping_pong=False)
     return config
 
@@ -393,12 +401,28 @@ def hopper_heads_per_group(problem: AttentionProblem, config: HopperConfig, prog
     """
     heads = problem.batch * problem.heads
     tiles_m = _cdiv(problem.seqlen_q, HOPPER_ROWS * config.warpgroups)
-    two_rounds = 2 * programs // math.gcd(2 * programs, tiles_m)
     kv_bytes = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * problem.item_bytes // problem.group
-    for group in (two_rounds, two_rounds // 3 if two_rounds % 3 == 0 else heads):
-        if group < heads and group * kv_bytes <= _HOPPER_L2_BYTES:
-            return group
-    return heads
+    if heads * kv_bytes <= _HOPPER_L2_BYTES:
+        return heads
+    two_rounds = 2 * programs // math.gcd(2 * programs, tiles_m)
+    groups = [two_rounds, two_rounds // 3] if two_rounds % 3 == 0 else [two_rounds]
+    fitting = [group for group in groups if group < heads and group * kv_bytes <= _HOPPER_L2_BYTES]
+    # The last group may be smaller, and its long tiles come late. Among very many tiles that is nothing.
+    if not fitting or heads * tiles_m > _HOPPER_WEIGHED_TILES:
+        return fitting[0] if fitting else heads
+    even = _longest_share(heads, tiles_m, heads, programs) + 0.05  # 5 %: what reading K and V again costs at least
+    return next((group for group in fitting if _longest_share(heads, tiles_m, group, programs) <= even), heads)
+
+
+def _longest_share(heads: int, tiles_m: int, group: int, programs: int) -> float:
+    """Return the most that one program has to do, over the mean, if ``group`` heads are walked over together."""
+    work = [0] * programs
+    for tile in range(heads * tiles_m):
+        round_, place = divmod(tile, programs)
+        first = tile // (group * tiles_m) * group
+        m = tiles_m - 1 - (tile - first * tiles_m) // min(group, heads - first)
+        work[programs - 1 - place if round_ % 2 else place] += m + 2  # key tiles, and one for what a row tile costs
+    return max(work) * programs / sum(work)
 
 
 def _hopper_refusal(problem: AttentionProblem, gpu: GpuSpec) -> str | None:

@@ -103,6 +103,7 @@ class _Capture:
     graph: Graph | None = None
     replayed: torch.Tensor | None = None  # answer of the graph to values that it was not captured with
     answer: torch.Tensor | None = None  # of an eager call to the same
+    replay_matches: bool | None = None  # replay and eager call; None: not known
     replay_problem: str = ""
     graph_reason: str = ""
     promises: list[dict[str, Any]] = field(default_factory=list)
@@ -225,6 +226,7 @@ def _compare_replay(capture: _Capture, case: Case, inputs: Inputs, timer: Timer)
                 return
             if not (capture.loaded.role == "subject" and capture.loaded.deterministic):
                 wrong = arms_module.mismatch([capture.replayed], [capture.answer], 2 * truth.budget)
+    capture.replay_matches = not wrong
     if wrong:
         capture.replay_problem = f"a replay of its CUDA graph does not answer as the eager call does: {wrong}"
 
@@ -248,7 +250,7 @@ def _record(capture: _Capture, recording: Recording | None) -> dict[str, Any]:
         if capture.replay_problem:
             problems.append(capture.replay_problem)
         # Copies alone are no kernel that the profiler missed: they may hand out what was computed while capturing.
-        if ran and not replays[-1].events and capture.replayed is not None and not capture.replay_problem:
+        if ran and not replays[-1].events and capture.replay_matches:
             in_graph, unseen = None, True
             capture.graph_reason = "the profiler saw nothing of a replay that answered rightly"
         else:
