@@ -332,12 +332,13 @@ class AttentionOperator:
             if self.refusal(subject, problem, name) is None
         ]
         others = dict.fromkeys(plan.kernel for plan in plans if plan.kernel in _IN_GLUON)
-        whys = [f"run {' or '.join(others)}, which cannot be interpreted"] if others else []
-        if any(len(plan.launches) > 1 for plan in plans):
-            whys.append("split the keys over blocks and merge their results")
-        if not whys:
+        if others:
+            why = f"run {' or '.join(others)}, which cannot be interpreted"
+        elif any(len(plan.launches) > 1 for plan in plans):
+            why = "split the keys over blocks and merge their results"
+        else:
             return ""
-        return f"forward_triton in Triton's interpreter (a GPU may {', or '.join(whys)})"
+        return f"forward_triton in Triton's interpreter (a GPU may {why})"
 
     def rivals(self) -> Mapping[str, rivals.Rival]:
         """Return all baselines by name; the first is the default."""
