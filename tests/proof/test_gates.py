@@ -14,6 +14,7 @@ from flashmoe_science.proof.conclude import last_word
 from flashmoe_science.proof.evidence import GATE_NAMES, read_record, write_record
 from flashmoe_science.proof.gates import chain, correct, static
 from flashmoe_science.proof.gates.run import Run, passed
+from flashmoe_science.proof.operator import load_operator
 
 from .chain import (
     GPU,
@@ -460,6 +461,25 @@ def test_flash_attention_without_a_gpu_says_which_kernel_was_checked(monkeypatch
     assert statuses(record)["correct"] == "passed"
     assert f"2 of 2 cases on the CPU, 1 of them by {stand_in}: error" in gate_of(record, "correct").summary
     assert [(case.correct, case.stand_in) for case in record.cases] == [(None, stand_in), (True, "")]
+
+
+@pytest.mark.triton
+def test_forward_triton_with_all_keys_in_one_block_stands_in_where_a_gpu_splits_them():
+    operator = load_operator("attention")
+    few_rows = attention(1, 2, 70, 64, seqlen_k=2048).problem
+    stand_in = "forward_triton in Triton's interpreter (a GPU may split the keys over blocks and merge their results)"
+    assert operator.cpu_stand_in("forward_triton", few_rows) == stand_in
+    assert operator.cpu_stand_in("forward_triton", attention(1, 2, 70, 64, seqlen_k=128).problem) == ""
+
+
+def test_a_name_of_ours_says_nothing_about_a_kernel_of_someone_else(monkeypatch):
+    for gate in ("build", "import"):
+        monkeypatch.setitem(chain._GATES, gate, lambda _: passed("left out: it takes seconds"))
+    request = attention_request("honest_torch", attention(1, 1, 16, 64))
+    request = replace(request, subject=replace(request.subject, name="forward_short_gluon"))
+    record = run_chain(request)
+    assert statuses(record)["correct"] == "passed"
+    assert record.cases[0].stand_in == ""
 
 
 # Interruption.

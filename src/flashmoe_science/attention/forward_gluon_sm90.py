@@ -129,7 +129,7 @@ class Args:
 
     @gluon.jit
     def take_turn(self, W: gl.constexpr):
-        """Wait until the warpgroup before has issued its products: they run under the softmax of this one."""
+        """Wait until the warpgroup before has issued its products; its softmax then runs under those of this one."""
         if self.PING_PONG:
             _named_barrier("sync", W)
 
@@ -178,24 +178,23 @@ class Args:
 
     @gluon.jit
     def store(self, o, b, h, row, W: gl.constexpr):
-        """Send the output of a warpgroup on its way to memory: no wait, but for what was sent before."""
+        """Send the output of a warpgroup on its way to memory."""
         COLUMNS: gl.constexpr = self.o_bufs.shape[4]
-        smem = self.o_bufs.index(W)
         if o.shape[1] == COLUMNS:
-            tma.store_wait(0)
-            smem.reshape([ROWS, COLUMNS]).store(o)
-            fence_async_shared()
-            tma_store(self.o_desc, [b, h, row, 0], smem)
+            self.send(o, b, h, row, 0, W)
         else:
             left, right = gl.split(o.reshape([ROWS, 2, COLUMNS]).permute((0, 2, 1)))
-            tma.store_wait(0)
-            smem.reshape([ROWS, COLUMNS]).store(left)
-            fence_async_shared()
-            tma_store(self.o_desc, [b, h, row, 0], smem)
-            tma.store_wait(0)
-            smem.reshape([ROWS, COLUMNS]).store(right)
-            fence_async_shared()
-            tma_store(self.o_desc, [b, h, row, COLUMNS], smem)
+            self.send(left, b, h, row, 0, W)
+            self.send(right, b, h, row, COLUMNS, W)
+
+    @gluon.jit
+    def send(self, o, b, h, row, column, W: gl.constexpr):
+        """Send a tile on its way to memory: no wait, but for what was sent before."""
+        smem = self.o_bufs.index(W)
+        tma.store_wait(0)
+        smem.reshape(o.shape).store(o)
+        fence_async_shared()
+        tma_store(self.o_desc, [b, h, row, column], smem)
 
     @gluon.jit
     def key_tiles(self, end_row):
@@ -305,8 +304,7 @@ def _step(q, acc, packed, m, l, zero, a, i, row, n, W: gl.constexpr, IS_EDGE: gl
     a.k_ring.release(slot)
     p_new, m, l, alpha = _softmax(s, m, l, a)
     if not IS_EDGE:
-        # ptxas moves this wait up in front of the exp2. Held in its place it is slower: V comes free too late, and the
-        # packing waits as well (lab/README.md).
+        # ptxas moves this wait up in front of the exp2. Held in its place it was slower, up to 12 % (lab/hopper, run 6).
         acc = warpgroup_mma_wait(0, deps=[acc, p])[0]
     a.v_ring.release(before)
     acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout))[:, None]
@@ -356,7 +354,7 @@ def _attend_partition(a, W: gl.constexpr):
                 a.v_ring.wait(j % a.STAGES, j // a.STAGES)
                 a.v_ring.release(j % a.STAGES)
 
-        # Unrolled, so that P does not cross from loop to loop: a 16-bit value that does is unpacked and packed again.
+        # The masked tiles, unrolled: the loop over the others has no mask.
         for edge in gl.static_range(1, EDGE_TILES):
             i += 1
             acc, packed, m, l = _step(q, acc, packed, m, l, zero, a, i, row, (steps - 1 - edge) * a.BLOCK_N, W, True)

@@ -329,9 +329,12 @@ HOPPER_REGISTERS = {2: (32, 240), 3: (32, 160)}  # by warpgroups: a producer's a
 # Of K and V that a group of heads may have. FlashAttention-3 takes 32 MiB for an L2 of 50 MB (H100; the H200 says 60);
 # a little more admits 33 heads of 1 MiB, which fill four rounds of 132 programs.
 _HOPPER_L2_BYTES = 34 << 20
-_HOPPER_WEIGHED_TILES = 2**14  # weighed one by one when a plan is made: about 3 ms
+_HOPPER_WEIGHED_TILES = 2**14  # weighed one by one when a plan is made: about 5 ms a group
+# A longest share that is so much longer is taken for K and V in L2. A choice, not measured; with all heads together,
+# D 128 and 256 lost 7 to 17 % at 512 and 1k keys, though the shares were more even (lab/hopper, runs 2 and 4).
+_HOPPER_WORTH_OF_L2 = 0.05
 # Rows, keys, tiles: a sum of two of them, rounded up, stays in 32 bits. So does the count of key tiles over all rounds,
-# in any call of less than an hour.
+# at about 1 us each in any call of less than half an hour.
 _HOPPER_MAX = 2**29
 
 # Tiles of forward_gluon_sm90: (columns of the wider of D and DV, causal) -> (keys up to which, configuration).
@@ -400,6 +403,8 @@ def hopper_heads_per_group(problem: AttentionProblem, config: HopperConfig, prog
     With groups of 32 MiB of K and V whatever came, the longest share was up to 1.7 times the mean.
     """
     heads = problem.batch * problem.heads
+    if not problem.causal:
+        return heads  # not asked for: all row tiles are as long
     tiles_m = _cdiv(problem.seqlen_q, HOPPER_ROWS * config.warpgroups)
     kv_bytes = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * problem.item_bytes // problem.group
     if heads * kv_bytes <= _HOPPER_L2_BYTES:
@@ -410,18 +415,21 @@ def hopper_heads_per_group(problem: AttentionProblem, config: HopperConfig, prog
     # The last group may be smaller, and its long tiles come late. Among very many tiles that is nothing.
     if not fitting or heads * tiles_m > _HOPPER_WEIGHED_TILES:
         return fitting[0] if fitting else heads
-    even = _longest_share(heads, tiles_m, heads, programs) + 0.05  # 5 %: what reading K and V again costs at least
+    even = _longest_share(heads, tiles_m, heads, programs) + _HOPPER_WORTH_OF_L2
     return next((group for group in fitting if _longest_share(heads, tiles_m, group, programs) <= even), heads)
 
 
 def _longest_share(heads: int, tiles_m: int, group: int, programs: int) -> float:
-    """Return the most that one program has to do, over the mean, if ``group`` heads are walked over together."""
+    """Return the most that one program has to do, over the mean, if ``group`` heads are walked over together.
+
+    In row tiles' worth of keys: the m-th row tile walks over m + 1, and costs about one more by itself.
+    """
     work = [0] * programs
     for tile in range(heads * tiles_m):
         round_, place = divmod(tile, programs)
         first = tile // (group * tiles_m) * group
         m = tiles_m - 1 - (tile - first * tiles_m) // min(group, heads - first)
-        work[programs - 1 - place if round_ % 2 else place] += m + 2  # key tiles, and one for what a row tile costs
+        work[programs - 1 - place if round_ % 2 else place] += m + 2
     return max(work) * programs / sum(work)
 
 
