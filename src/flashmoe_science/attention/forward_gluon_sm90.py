@@ -304,7 +304,7 @@ def _step(q, acc, packed, m, l, zero, a, i, row, n, W: gl.constexpr, IS_EDGE: gl
     a.k_ring.release(slot)
     p_new, m, l, alpha = _softmax(s, m, l, a)
     if not IS_EDGE:
-        # ptxas moves this wait up in front of the exp2. Held in its place it was slower, up to 12 % (lab/hopper, run 6).
+        # ptxas moves this wait up in front of the exp2. Held in its place it was up to 12 % slower (lab/hopper, run 6).
         acc = warpgroup_mma_wait(0, deps=[acc, p])[0]
     a.v_ring.release(before)
     acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout))[:, None]
