@@ -240,9 +240,13 @@ def test_baselines_of_an_unknown_operator(run):
 # readme
 
 
-def test_readme_rewrites_the_table_and_check_finds_it_stale(run, repository):
+def test_readme_rewrites_the_table_and_check_finds_it_out_of_date(run, repository):
     code, out, err = run("readme", "--check")
-    assert (code, out, err) == (1, "README.md: the table of speeds is stale\n", "hint: flashmoe readme rewrites it\n")
+    assert (code, out, err) == (
+        1,
+        "README.md: the table of speeds is out of date\n",
+        "hint: flashmoe readme rewrites it\n",
+    )
     assert "**demonstrated**" not in (repository / "README.md").read_text()
     assert run("readme")[:2] == (0, "README.md: the table of speeds rewritten\n")
     assert "**demonstrated**" in (repository / "README.md").read_text()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tomlkit
+
 from flashmoe_science.proof.claims import Claim
 
 
@@ -23,6 +25,4 @@ def suite_toml(name: str, *cases: str) -> str:
 def claim_toml(**changes: object) -> str:
     """Return the same claim as a table of a claim file."""
     claim = build_claim(**changes).model_dump(exclude_defaults=True)
-    baselines = ", ".join(f'"{name}"' for name in claim.pop("baseline"))
-    lines = [f'{key} = "{value}"' if isinstance(value, str) else f"{key} = {value}" for key, value in claim.items()]
-    return "\n".join(["[[claim]]", *lines, f"baseline = [{baselines}]", ""])
+    return tomlkit.dumps({"claim": [claim]})

@@ -63,7 +63,15 @@ def test_a_folder_without_claims_has_none(tmp_path):
     ("before", "after", "message"),
     [
         ('gpu = "H200"\n', "", "key claim.0.gpu: missing, expected words of the GPU's name"),
-        ('"H200"', '"-"', "key claim.0.gpu: expected words of the GPU's name, got '-'"),
+        ('"H200"', '"-"', "key claim.0.gpu: expected words of the GPU's name, or a list of such names, got '-'"),
+        ('"H200"', "[]", "key claim.0.gpu: expected a name or a list of different names, got []"),
+        ('"each case"', '"each case"\nmax_age_days = 0', "key claim.0.max_age_days: expected greater than 0, got 0"),
+        (
+            '"each case"',
+            '"each case"\nversions = {torch = "new"}',
+            "key claim.0.versions.torch: expected versions such",
+        ),
+        ('"each case"', '"each case"\ncases = [3]', "key claim.0.cases: expected a name or a list of different names"),
         ("factor = 2.0", "factor = -1", "key claim.0.factor: expected greater than 0, got -1"),
         ("factor = 2.0", 'factor = "2"', "key claim.0.factor: expected a valid number, got '2'"),
         ("factor = 2.0", "factor = nan", "key claim.0.factor: expected a finite number, got nan"),
@@ -100,7 +108,43 @@ def test_the_page_shows_a_claim_that_is_read_and_documents_every_key(tmp_path):
     assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == list(Claim.model_fields)
 
 
+def test_a_claim_says_its_cases_gpus_and_versions(tmp_path):
+    more = 'cases = "*_s512_*"\nversions = {torch = ">=2.9"}\n'
+    claim = _claim(tmp_path, GOOD.replace('"H200"', '["H100", "H200"]') + more)
+    assert claim.describe().endswith("in each case of seed that fits *_s512_*, H100 and H200, torch >=2.9")
+    assert claim.on_gpu("NVIDIA H200").gpu == ("H200",)
+
+
 # Evidence
+
+
+@pytest.mark.parametrize(
+    ("versions", "got"),
+    [
+        ('torch = ">=2.9"', None),
+        ('torch = "==2.11.0"', None),  # the build after the + is no other version
+        ('torch = ">=2.9", triton = ">=3.6,<3.10"', None),
+        ('driver = ">=570"', None),
+        ('torch = "<2.11"', "the record is of torch 2.11.0+cu130, the claim of torch <2.11"),
+        ('cudnn = ">=9"', "the record names no version of cudnn, the claim is of cudnn >=9"),
+        ('strange = ">=9"', "the record's version of strange, 'a build', cannot be compared with >=9"),
+    ],
+)
+def test_a_record_of_other_versions_is_no_evidence(tmp_path, versions, got):
+    record = build_record()
+    ran = {"torch": "2.11.0+cu130", "triton": "3.6.0", "strange": "a build"}
+    record = record.model_copy(update={"environment": record.environment.model_copy(update={"versions": ran})})
+    assert why_not(_claim(tmp_path, f"{GOOD}versions = {{{versions}}}\n"), record) == got
+
+
+def test_the_newest_record_of_the_versions_claimed_is_the_evidence(tmp_path):
+    records = {"evidence/old.json": build_record(day=1), "evidence/new.json": build_record(day=2)}
+    new = records["evidence/new.json"]
+    environment = new.environment.model_copy(update={"versions": {"torch": "2.12.0"}})
+    records["evidence/new.json"] = new.model_copy(update={"environment": environment})
+    assert list(find_evidence(_claim(tmp_path, GOOD + 'versions = {torch = "<2.12"}\n'), records)) == [
+        "evidence/old.json"
+    ]
 
 
 def test_the_newest_complete_record_is_the_evidence(tmp_path):

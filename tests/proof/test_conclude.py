@@ -115,3 +115,25 @@ def test_the_last_word_of_a_run_that_was_told_where_to_stop():
     assert last_word(build_record(gates=gates, gpu=None))[1] == (
         "sources, build passed; the gates after them were not asked for"
     )
+
+
+def test_a_run_on_one_of_several_gpus_is_judged_for_that_one_and_says_so(repository):
+    path = repository / "claims" / "speed.toml"
+    path.write_text(claim_toml(id="mine", suite="made_up", factor=1.9, gpu=["L4", "H200"]))
+    (verdict,) = conclude(run_of(), repository)
+    assert verdict.status is VerdictStatus.DEMONSTRATED
+    assert verdict.claim.gpu == ("H200",)
+    assert verdict.notes == ["on NVIDIA H200 alone, and the claim is of L4 too"]
+
+
+def test_a_run_shown_after_its_sources_changed_is_stale(repository):
+    (verdict,) = conclude(run_of(), repository, changed="1 of 3, a.py")
+    assert verdict.status is VerdictStatus.STALE
+
+
+def test_a_run_shown_when_it_is_too_old_demonstrates_nothing(repository):
+    path = repository / "claims" / "speed.toml"
+    path.write_text(claim_toml(id="mine", suite="made_up", factor=1.9, max_age_days=1))
+    (verdict,) = conclude(run_of(), repository)
+    assert verdict.status is VerdictStatus.INCONCLUSIVE
+    assert "(max_age_days)" in verdict.reason

@@ -435,3 +435,57 @@ def test_a_verdict_survives_being_written_as_json():
     for record in (None, build_record(speedups=[1.9, 2.004, 3.0]), build_record(control_bias=0.05)):
         verdict = judge(build_claim(), record)
         assert Verdict.model_validate_json(verdict.model_dump_json()) == verdict
+
+
+# Some cases of a suite
+
+
+def test_a_claim_about_some_cases_is_judged_by_these_alone():
+    record = build_record(speedups=[1.5, 2.5, 3.0])
+    assert judge(build_claim(), record).status is REFUTED
+    verdict = judge(build_claim(cases=["case1", "case2"]), record)
+    assert verdict.status is DEMONSTRATED
+    assert [case.name for case in verdict.cases] == ["case1", "case2"]
+    assert judge(build_claim(cases="case[01]"), record).status is REFUTED
+
+
+def test_a_case_that_the_suite_gained_matters_only_to_claims_about_it():
+    record = build_record(speedups=[2.5, 3.0])
+    suite = {case.name: case.problem for case in record.cases} | {"new": {}}
+    assert judge(build_claim(), record, suite=suite).status is INCONCLUSIVE
+    assert judge(build_claim(cases="case*"), record, suite=suite).status is DEMONSTRATED
+    assert judge(build_claim(cases=["case*", "new"]), record, suite=suite).status is INCONCLUSIVE
+
+
+def test_a_pattern_that_fits_no_case_leaves_the_claim_open():
+    verdict = judge(build_claim(cases=["case*", "b9_*"]), build_record(speedups=[2.5, 3.0]))
+    assert verdict.status is INCONCLUSIVE
+    assert verdict.reason.startswith("no case of the suite fits b9_*, of the claim's cases")
+
+
+def test_the_control_of_a_case_that_is_not_claimed_counts():
+    record = build_record(speedups=[2.5, 3.0, 3.0])
+    slower = _with_seconds(record, "sdpa#2", lambda seconds: seconds * 1.1, case=0)
+    assert judge(build_claim(cases=["case1"]), slower).status is INVALID
+
+
+def test_one_record_demonstrates_no_claim_for_two_gpus():
+    verdict = judge(build_claim(gpu=["H200", "L4"]), build_record(speedups=[2.5, 3.0]))
+    assert verdict.status is INCONCLUSIVE
+    assert verdict.reason.startswith("one record shows one GPU, and the claim is of H200, L4")
+
+
+# How many rounds are still needed
+
+
+def test_the_rounds_that_a_claim_needs_are_those_of_its_neediest_case():
+    verdict = judge(build_claim(), build_record(speedups=[2.006, 2.008, 3.0]))
+    few, many = sorted(case.rounds_needed for case in verdict.cases if case.rounds_needed is not None)
+    assert few < many
+    assert verdict.rounds_needed == many
+
+
+def test_where_something_else_is_missing_no_rounds_would_decide():
+    assert judge(build_claim(), build_record(speedups=[2.5, 3.0], rounds=5)).rounds_needed is None
+    assert judge(build_claim(), build_record(speedups=[2.5, 3.0])).rounds_needed is None
+    assert judge(build_claim(), None).rounds_needed is None

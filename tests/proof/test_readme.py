@@ -10,8 +10,9 @@ from flashmoe_science.errors import ProofError
 from flashmoe_science.proof.evidence import write_record
 from flashmoe_science.proof.judge import judge
 from flashmoe_science.proof.readme import BEGIN, END, render_readme, speed_section
+from flashmoe_science.proof.verify import verify_claim
 
-from .builders import build_record
+from .builders import H200, L4, build_record
 from .claim_builders import build_claim, claim_toml, suite_toml
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,13 +50,24 @@ def test_what_a_verdict_should_not_be_read_without_stands_beside_it():
     record = build_record(speedups=[2.3, 3.0])
     environment = record.environment.model_copy(update={"dirty": True})
     record = record.model_copy(update={"environment": environment})
-    changed = "at commit 000000000000; sources changed since the run: 1 of 3, a.py"
-    verdict = judge(build_claim(), record, notes=[changed])
+    verdict = judge(build_claim(), record, changed="1 of 3, a.py")
     row = speed_section([verdict], {}).splitlines()[2]
     assert (
-        "| **demonstrated** (the tree that ran, at commit 000000000000, had uncommitted changes; "
-        "at commit 000000000000; sources changed since the run) |"
+        "| **stale** (demonstrated at commit 000000000000, before its sources changed; "
+        "the tree that ran, at commit 000000000000, had uncommitted changes) |"
     ) in row
+
+
+def test_a_claim_for_several_gpus_has_one_row_and_a_table_for_each():
+    records = {
+        f"evidence/{gpu.name}.json": build_record(speedups=[speedup, 3.0], gpu=gpu, baseline_seconds=2e-4)
+        for gpu, speedup in ((H200, 2.3), (L4, 2.2))
+    }
+    claim = build_claim(gpu=["H200", "L4"])
+    verdict = verify_claim(claim, records, ROOT)
+    lines = speed_section([verdict], records).splitlines()
+    assert lines[2].count("](evidence/") == 2
+    assert sum(" on NVIDIA H200" in line or " on NVIDIA L4" in line for line in lines) == 2
 
 
 def test_a_claim_without_evidence_stands_there_too():

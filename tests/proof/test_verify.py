@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import time
+from datetime import timedelta
 
 import pytest
 
 from flashmoe_science.errors import ClaimError, EvidenceError, SuiteError
 from flashmoe_science.proof.evidence import SourceFile, SubjectInfo, write_record
-from flashmoe_science.proof.judge import VerdictStatus
+from flashmoe_science.proof.judge import VerdictStatus, exit_code
 from flashmoe_science.proof.subject import PACKAGE_FOLDER
-from flashmoe_science.proof.verify import read_records, source_changes, verify_claims
+from flashmoe_science.proof.verify import Sources, compare_sources, read_records, verify_claims
 
-from .builders import build_gates, build_record
+from .builders import L4, build_gates, build_record
 
 CLAIM = """
 [[claim]]
@@ -209,39 +210,155 @@ def test_sources_that_changed_or_went_are_named(tmp_path):
     for name in ("same.cu", "changed.cu"):
         (tmp_path / "mine" / name).write_text("old")
     subject = _subject(*(_source(n, "old") for n in ("same.cu", "changed.cu", "gone.cu")), folder="mine")
-    assert source_changes(subject, tmp_path) == ["sources changed since the run: 1 of 3, gone.cu"]
+    assert compare_sources(subject, tmp_path).changed == "1 of 3, gone.cu"
     (tmp_path / "mine" / "changed.cu").write_text("new")
-    assert source_changes(subject, tmp_path) == ["sources changed since the run: 2 of 3, changed.cu, gone.cu"]
+    assert compare_sources(subject, tmp_path).changed == "2 of 3, changed.cu, gone.cu"
+
+
+def test_a_folder_of_the_repository_that_is_gone_has_changed(tmp_path):
+    assert compare_sources(_subject(_source("kernel.cu", "x"), folder="mine"), tmp_path) == Sources("1 of 1, kernel.cu")
 
 
 def test_sources_of_our_own_are_found_in_the_repository_before_the_installed_package(tmp_path):
     own = (PACKAGE_FOLDER / "errors.py").read_text()
     subject = _subject(_source("errors.py", own), folder=None)
-    assert source_changes(subject, tmp_path) == []
+    assert compare_sources(subject, tmp_path) == Sources()
     (tmp_path / "src" / PACKAGE_FOLDER.name).mkdir(parents=True)
     (tmp_path / "src" / PACKAGE_FOLDER.name / "errors.py").write_text("changed")
-    assert source_changes(subject, tmp_path) == ["sources changed since the run: 1 of 1, errors.py"]
+    assert compare_sources(subject, tmp_path) == Sources("1 of 1, errors.py")
 
 
 def test_sources_that_are_elsewhere_are_said_to_be(tmp_path):
-    assert source_changes(_subject(folder=None), tmp_path) == []
-    (reason,) = source_changes(_subject(_source("kernel.cu", "x"), folder=None), tmp_path)
-    assert reason == "its sources are not in this repository, so nobody compared them"
+    assert compare_sources(_subject(folder=None), tmp_path) == Sources()
+    found = compare_sources(_subject(_source("kernel.cu", "x"), folder=None), tmp_path)
+    assert found == Sources(notes=["its sources are not in this repository, so nobody compared them"])
 
 
-def test_a_changed_source_is_said_and_leaves_the_status(repository):
+@pytest.fixture
+def changed(repository):
+    """Make a repository whose sources have changed since a run, with any speedups, and return the run's file."""
     own = repository.root / "src" / PACKAGE_FOLDER.name
     own.mkdir(parents=True)
     (own / "kernel.cu").write_text("new")
+
+    def changed(**model):
+        record = repository.record(**model)
+        changes = {"sources": [_source("kernel.cu", "old")], "folder": f"src/{PACKAGE_FOLDER.name}"}
+        subject = record.subject.model_copy(update=changes)
+        write_record(record.model_copy(update={"subject": subject}), repository.root / "evidence" / "run.json")
+
+    return changed
+
+
+def test_a_claim_whose_sources_changed_since_is_stale(repository, changed):
     repository.claim()
-    record = repository.record()
-    changes = {"sources": [_source("kernel.cu", "old")], "folder": f"src/{PACKAGE_FOLDER.name}"}
-    subject = record.subject.model_copy(update=changes)
-    write_record(record.model_copy(update={"subject": subject}), repository.root / "evidence" / "run.json")
+    changed()
     verdict = repository.verdict()
-    assert verdict.status is VerdictStatus.DEMONSTRATED
-    assert verdict.notes == ["at commit 000000000000; sources changed since the run: 1 of 1, kernel.cu"]
+    assert verdict.status is VerdictStatus.STALE
+    assert verdict.notes == ["demonstrated at commit 000000000000, before its sources changed: 1 of 1, kernel.cu"]
+    assert verdict.reason.startswith("every one of 2 cases is at least 2x")
     assert verdict.reason.endswith(f"; {verdict.notes[0]}")
+    assert (exit_code([verdict]), exit_code([verdict], strict=True)) == (0, 4)
+
+
+@pytest.mark.parametrize(
+    ("speedups", "status"), [([1.5, 2.6], VerdictStatus.REFUTED), ([2.0, 2.6], VerdictStatus.INCONCLUSIVE)]
+)
+def test_what_was_never_demonstrated_does_not_become_stale(repository, changed, speedups, status):
+    repository.claim()
+    changed(speedups=speedups)
+    verdict = repository.verdict()
+    assert verdict.status is status
+    assert verdict.notes == ["measured at commit 000000000000, before its sources changed: 1 of 1, kernel.cu"]
+
+
+def test_a_doubt_weighs_more_than_changed_sources(repository, changed):
+    repository.claim(more="max_age_days = 1\n")
+    changed()
+    assert repository.verdict().status is VerdictStatus.INCONCLUSIVE
+
+
+# Age, versions, several GPUs
+
+
+def test_evidence_older_than_the_claim_allows_demonstrates_nothing(repository):
+    repository.claim(more="max_age_days = 30\n")
+    record = repository.record()
+
+    def after(days):
+        (verdict,) = verify_claims(repository.root, now=record.created_at + timedelta(days=days))
+        return verdict
+
+    assert after(29).status is VerdictStatus.DEMONSTRATED
+    assert after(41).status is VerdictStatus.INCONCLUSIVE
+    assert after(41).reason.startswith("the evidence is 41 days old, and the claim allows 30 (max_age_days); of what")
+
+
+def test_old_evidence_still_refutes(repository):
+    repository.claim(factor=9.0, more="max_age_days = 1\n")
+    repository.record()
+    assert repository.verdict().status is VerdictStatus.REFUTED
+
+
+def test_a_newer_failure_with_other_versions_is_not_one_of_this_claim(repository):
+    repository.claim(more='versions = {torch = ">=2.10"}\n')
+    repository.record("good", day=1)
+    newer = repository.record("newer", day=2, times=(), gates=build_gates("correct"))
+    assert repository.verdict().status is VerdictStatus.INCONCLUSIVE
+    old = newer.environment.model_copy(update={"versions": {"torch": "2.9.1"}})
+    write_record(newer.model_copy(update={"environment": old}), repository.root / "evidence" / "newer.json")
+    assert repository.verdict().status is VerdictStatus.DEMONSTRATED
+
+
+@pytest.mark.parametrize(
+    ("on_l4", "status", "decides"),
+    [
+        ([2.5, 2.6], VerdictStatus.DEMONSTRATED, None),
+        ([1.5, 2.6], VerdictStatus.REFUTED, "L4"),
+        (None, VerdictStatus.ASSERTED, "L4"),
+    ],
+)
+def test_a_claim_for_several_gpus_needs_evidence_of_each_and_the_weakest_decides(repository, on_l4, status, decides):
+    repository.claim()
+    path = repository.root / "claims" / "a.toml"
+    path.write_text(path.read_text().replace('"H200"', '["H200", "L4"]'))
+    repository.record("h200")
+    if on_l4:
+        repository.record("l4", gpu=L4, speedups=on_l4, baseline_seconds=2e-4, seed=1)
+    verdict = repository.verdict()
+    assert verdict.status is status
+    assert verdict.claim.gpu == ("H200", "L4")
+    found = {part.claim.gpu[0]: part for part in verdict.by_gpu}
+    assert set(found) == {"H200", "L4"}
+    assert (found["H200"].status, found["H200"].evidence) == (VerdictStatus.DEMONSTRATED, "evidence/h200.json")
+    assert f"L4: {status.value}, " in verdict.reason
+    if decides:
+        assert verdict.by_gpu[0].claim.gpu == (decides,)
+        assert verdict.evidence == found[decides].evidence
+
+
+def test_of_several_gpus_each_is_judged_by_the_records_pinned_for_it(repository):
+    repository.claim(more='evidence = ["evidence/h200.json"]\n')
+    path = repository.root / "claims" / "a.toml"
+    path.write_text(path.read_text().replace('"H200"', '["H200", "L4"]'))
+    repository.record("h200")
+    repository.record("l4", gpu=L4, baseline_seconds=2e-4, seed=1)
+    assert repository.verdict().status is VerdictStatus.ASSERTED
+    path.write_text(path.read_text().replace('["evidence/h200.json"]', '["evidence/h200.json", "evidence/l4.json"]'))
+    assert repository.verdict().status is VerdictStatus.DEMONSTRATED
+
+
+def test_a_gate_that_failed_on_one_of_several_gpus_is_that_of_the_claim(repository):
+    repository.claim()
+    path = repository.root / "claims" / "a.toml"
+    path.write_text(path.read_text().replace('"H200"', '["H200", "L4"]'))
+    repository.record("h200", control_bias=0.1)  # invalid, which is weaker
+    failed = repository.record("l4", gpu=L4, seed=1)
+    gates = {"gates": build_gates("bench")}
+    write_record(failed.model_copy(update=gates), repository.root / "evidence" / "l4.json")
+    verdict = repository.verdict()
+    assert (verdict.status, verdict.gate_failed) == (VerdictStatus.INVALID, "bench")
+    assert exit_code([verdict]) == 3
 
 
 def test_a_newer_failure_of_another_subject_of_this_name_is_not_one_of_this(repository):

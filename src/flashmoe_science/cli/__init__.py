@@ -23,11 +23,13 @@ INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 # What the extra `proof` installs: the module that is imported -> the name that pip knows.
 _EXTRA = {
     "numpy": "numpy",
+    "packaging": "packaging",
     "pydantic": "pydantic",
     "pynvml": "nvidia-ml-py",
     "rich": "rich",
     "scipy": "scipy",
     "sqlalchemy": "sqlalchemy",
+    "tomlkit": "tomlkit",
     "typer": "typer",
 }
 if sys.version_info < (3, 11):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 from ..errors import ClaimError, CompileError, EvidenceError, InputError
 from ..proof.conclude import GATE_FAILED, conclude
 from ..proof.evidence import Record, TimeKind
-from ..proof.judge import exit_code
+from ..proof.judge import Verdict, VerdictStatus, exit_code
 from ..proof.report import (
     case_table,
     check_lines,
@@ -34,12 +34,12 @@ from .terminal import Terminal, as_plain, short_path, write_csv_file
 if TYPE_CHECKING:
     from ..proof.suites import Suite
 
-STALE = 1
+OUT_OF_DATE = 1
 
 _COMPILE_TIMEOUT_S = 900.0
 
 
-def run_verify(*, why: bool, as_json: bool) -> int:
+def run_verify(*, why: bool, strict: bool, as_json: bool) -> int:
     """Judge all claims of the repository."""
     from ..proof.verify import verify_claims
 
@@ -49,9 +49,11 @@ def run_verify(*, why: bool, as_json: bool) -> int:
         hint = "run it in a repository with a folder claims/, see docs/claims.md"
         raise ClaimError("there are no claims here", hint=hint)
     verdicts = verify_claims(repository)
-    code = exit_code(verdicts)
+    code = exit_code(verdicts, strict=strict)
     terminal.show_verdicts(verdicts, why=why)
     terminal.show(*([""] if verdicts else []), count_line(verdicts))
+    if any(verdict.status is VerdictStatus.STALE for verdict in verdicts):
+        terminal.log.print("hint: a stale claim holds for the commit that it names; a new run on its GPU shows it anew")
     terminal.document({"verdicts": [as_plain(verdict) for verdict in verdicts], "exit_code": code})
     return code
 
@@ -66,8 +68,7 @@ def run_show(key: str, *, kind: str | None, verbose: bool, csv: Path | None, as_
         raise InputError(f"time must be one of {', '.join(measured)} in this run, got {kind}")
     if csv is not None:
         write_csv_file([record], csv)
-    notes = _source_changes(record, repository) if repository else []
-    verdicts = conclude(record, repository, notes=notes)
+    verdicts = _conclude_now(record, repository)
     terminal.show(head_lines(record), "")
     for number, gate in enumerate(record.gates):
         said = {earlier.hint for earlier in record.gates[:number]}
@@ -83,10 +84,14 @@ def run_show(key: str, *, kind: str | None, verbose: bool, csv: Path | None, as_
     return 0
 
 
-def _source_changes(record: Record, repository: Path) -> list[str]:
-    from ..proof.verify import source_changes
+def _conclude_now(record: Record, repository: Path | None) -> list[Verdict]:
+    """Return what a run says when its sources are compared with those of the repository now."""
+    if repository is None:
+        return conclude(record, repository)
+    from ..proof.verify import compare_sources
 
-    return source_changes(record, repository)
+    sources = compare_sources(record, repository)
+    return conclude(record, repository, changed=sources.changed, notes=sources.notes)
 
 
 def run_runs(*, subject: str, suite: str, gpu: str, limit: int, as_json: bool) -> int:
@@ -232,14 +237,14 @@ def run_readme(path: Path | None, *, check: bool, as_json: bool) -> int:
     current = path.read_text(encoding="utf-8") == fresh
     if not current and not check:
         _write(path, fresh)
-    said = "is current" if current else "is stale" if check else "rewritten"
+    said = "is current" if current else "is out of date" if check else "rewritten"
     terminal.show(f"{short_path(path)}: the table of speeds {said}")
     if check and not current:
         terminal.log.print("hint: flashmoe readme rewrites it")
     terminal.document(
         {"path": short_path(path), "current": current or not check, "rewritten": not current and not check}
     )
-    return STALE if check and not current else 0
+    return OUT_OF_DATE if check and not current else 0
 
 
 def _write(path: Path, text: str) -> None:

@@ -144,26 +144,31 @@ def prove(
 @app.command(short_help="Judge every claim of this repository.")
 def verify(
     why: Annotated[bool, typer.Option("--why", help="Give the reason of every verdict, also of good ones.")] = False,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="A stale claim does not hold: 4, and not 0, where one is.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Judge every claim in claims/ by the records in evidence/. Needs no GPU.
 
-    One line a claim: verdict, sentence, the figure with its 95 % interval, the run that shows it.
+    One line a claim: verdict, sentence, the figure with its 95 % interval, the run that shows it. A claim is
+    stale when sources of its subject have changed since the run that demonstrates it.
 
     \b
     Examples:
       flashmoe verify
+      flashmoe verify --strict
       flashmoe verify --json | jq '.verdicts[] | {id: .claim.id, status}'
 
     \b
     Exit codes:
-      0  all hold                      3  a gate failed in the run that should show one
-      1  one is refuted                4  one is inconclusive, invalid or without evidence,
-      2  wrong usage                      or there is no claim
+      0  all hold (or are stale)       3  a gate failed in the run that should show one
+      1  one is refuted                4  one is inconclusive, invalid, without evidence,
+      2  wrong usage                      or stale under --strict; or there is no claim
     """
     from .looking import run_verify
 
-    raise typer.Exit(run_verify(why=why, as_json=as_json))
+    raise typer.Exit(run_verify(why=why, strict=strict, as_json=as_json))
 
 
 @app.command(short_help="Show a run again.")
@@ -331,7 +336,7 @@ def readme(
 
     \b
     Exit codes:
-      0  the table is current    1  --check found it stale    2  the file lacks the marks
+      0  the table is current    1  --check found it out of date    2  the file lacks the marks
     """
     from .looking import run_readme
 

@@ -5,15 +5,19 @@ The format is in ``docs/claims.md``. Whether a claim holds is the business of ``
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from datetime import datetime, timezone
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Literal
 
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
+from packaging.version import InvalidVersion, Version
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
 
 from ..errors import ClaimError, InputError
 from ..gpu.specs import find_gpu, name_words
-from .evidence import Record, TimeKind
+from .evidence import CaseRecord, Record, TimeKind
 from .subject import builtin_names, is_builtin
 from .toml_files import read_toml
 
@@ -43,16 +47,25 @@ def _tables(value: object) -> object:
     return value
 
 
-def _words_of_a_name(value: str) -> str:
-    if not name_words(value):
-        raise ValueError("expected words of the GPU's name")
+def _words_of_names(value: tuple[str, ...]) -> tuple[str, ...]:
+    if not all(map(name_words, value)):
+        raise ValueError("expected words of the GPU's name, or a list of such names")
+    return value
+
+
+def _specifiers(value: str) -> str:
+    try:
+        SpecifierSet(value)
+    except InvalidSpecifier:
+        raise ValueError("expected versions such as '>=3.6,<3.10'") from None
     return value
 
 
 _Text = Annotated[str, StringConstraints(min_length=1, strip_whitespace=True)]
-_Gpu = Annotated[_Text, AfterValidator(_words_of_a_name)]
 _Names = Annotated[tuple[_Text, ...], BeforeValidator(_names)]
 _SomeNames = Annotated[_Names, BeforeValidator(_at_least_one)]
+_Gpus = Annotated[_SomeNames, AfterValidator(_words_of_names)]
+_Versions = Annotated[_Text, AfterValidator(_specifiers)]
 
 
 class Claim(BaseModel):
@@ -69,8 +82,17 @@ class Claim(BaseModel):
     suite: _Text = Field(description="the name of a suite")
     metric: TimeKind = Field(description="'kernel', 'graph' or 'wall'")
     factor: float = Field(strict=True, gt=0, allow_inf_nan=False, description="a number above 0")
-    gpu: _Gpu = Field(description="words of the GPU's name, e.g. 'H200'")
+    gpu: _Gpus = Field(description="words of the GPU's name, e.g. 'H200', or a list of such names: on each of them")
     scope: Scope = Field(description="'each case' or 'geometric mean'")
+    cases: _Names = Field(
+        default=(), description="patterns on the names of cases, '*' and '?' as in file names: only these cases"
+    )
+    versions: dict[_Text, _Versions] = Field(
+        default_factory=dict, description="a table of versions that it holds for, e.g. {torch = '>=2.9'}"
+    )
+    max_age_days: float | None = Field(
+        default=None, strict=True, gt=0, allow_inf_nan=False, description="a number of days above 0"
+    )
     evidence: _Names = Field(
         default=(), description="ids of records, or their paths from the repository's root; each has to show the claim"
     )
@@ -80,14 +102,38 @@ class Claim(BaseModel):
         rivals = self.baseline[0] if len(self.baseline) == 1 else f"the fastest of {', '.join(self.baseline)}"
         where = "in each case" if self.scope == "each case" else "in the geometric mean over the cases"
         what = f"{self.subject} at least {self.factor:g}x as fast as {rivals}"
-        return f"{what}, {self.metric} time, {where} of {self.suite}, {self.gpu}"
+        some = f" that fits {' or '.join(self.cases)}" if self.cases else ""
+        versions = "".join(f", {name} {versions}" for name, versions in self.versions.items())
+        return f"{what}, {self.metric} time, {where} of {self.suite}{some}, {' and '.join(self.gpu)}{versions}"
 
     def fits_gpu(self, name: str) -> bool:
         """Return whether the claim is about the GPU called ``name``: by whole words, and H100 NVL is no H100."""
-        if not name_words(self.gpu) <= name_words(name):
-            return False
-        claimed, ran = _model(self.gpu), _model(name)
-        return claimed is None or claimed == ran
+        return any(_fits(claimed, name) for claimed in self.gpu)
+
+    def on_gpu(self, name: str) -> Claim:
+        """Return what is claimed for one GPU alone: the first of those named that the GPU called ``name`` fits."""
+        claimed = next(claimed for claimed in self.gpu if _fits(claimed, name))
+        return self.model_copy(update={"gpu": (claimed,)})
+
+    def is_about(self, case: str) -> bool:
+        """Return whether the claim is about the case of this name."""
+        return not self.cases or any(fnmatchcase(case, pattern) for pattern in self.cases)
+
+    def cases_of(self, record: Record) -> list[CaseRecord]:
+        """Return the cases of ``record`` that the claim is about."""
+        return [case for case in record.cases if self.is_about(case.name)]
+
+    def idle_patterns(self, names: Iterable[str]) -> list[str]:
+        """Return the patterns that fit none of these cases."""
+        names = list(names)
+        return [pattern for pattern in self.cases if not any(fnmatchcase(name, pattern) for name in names)]
+
+
+def _fits(claimed: str, name: str) -> bool:
+    if not name_words(claimed) <= name_words(name):
+        return False
+    model = _model(claimed)
+    return model is None or model == _model(name)
 
 
 def _model(name: str) -> str | None:
@@ -154,12 +200,41 @@ def why_not(claim: Claim, record: Record) -> str | None:
     if record.suite != claim.suite:
         return f"the record is of suite {record.suite}, the claim of {claim.suite}"
     if gpu is None or not claim.fits_gpu(gpu.name):
-        return f"the record is of {gpu.name if gpu else 'a machine with no GPU'}, the claim of {claim.gpu}"
+        return f"the record is of {gpu.name if gpu else 'a machine with no GPU'}, the claim of {', '.join(claim.gpu)}"
+    if other := other_versions(claim, record):
+        return other
     if missing := [name for name in claim.baseline if name not in record.baselines]:
         return f"the record was not asked for baseline {', '.join(missing)}"
-    if not any(claim.subject in r.seconds.get(claim.metric, {}) for case in record.cases for r in case.rounds):
-        return f"the record has no {claim.metric} times"
+    cases = claim.cases_of(record)
+    if not any(claim.subject in r.seconds.get(claim.metric, {}) for case in cases for r in case.rounds):
+        return f"the record has no {claim.metric} times{' of the cases that are claimed' if claim.cases else ''}"
     return None
+
+
+def other_versions(claim: Claim, record: Record) -> str | None:
+    """Return which version of ``record`` is none of those that the claim holds for, or None."""
+    environment = record.environment
+    ran = {"python": environment.python, "driver": environment.driver, "cuda": environment.cuda}
+    for name, wanted in claim.versions.items():
+        version = environment.versions.get(name) or ran.get(name)
+        if version is None:
+            return f"the record names no version of {name}, the claim is of {name} {wanted}"
+        try:
+            fits = SpecifierSet(wanted).contains(Version(version), prereleases=True)
+        except InvalidVersion:
+            return f"the record's version of {name}, {version!r}, cannot be compared with {wanted}"
+        if not fits:
+            return f"the record is of {name} {version}, the claim of {name} {wanted}"
+    return None
+
+
+def too_old(claim: Claim, record: Record, now: datetime) -> str | None:
+    """Return that ``record`` is older than the claim allows, or None."""
+    made = record.created_at if record.created_at.tzinfo else record.created_at.replace(tzinfo=timezone.utc)
+    days = (now - made).total_seconds() / 86400
+    if claim.max_age_days is None or days <= claim.max_age_days:
+        return None
+    return f"the evidence is {days:.0f} days old, and the claim allows {claim.max_age_days:g} (max_age_days)"
 
 
 def _pinned(claim: Claim, key: str, records: Mapping[str, Record]) -> tuple[str, Record]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import datetime, timezone
 from pathlib import Path
 
 from .claims import Claim, load_claims, why_not
@@ -13,26 +14,33 @@ from .rows import default_kind
 GATE_FAILED = 3  # the exit codes are in docs/cli.md
 
 
-def conclude(record: Record, repository: Path | None, *, notes: Sequence[str] = ()) -> list[Verdict]:
+def conclude(record: Record, repository: Path | None, *, changed: str = "", notes: Sequence[str] = ()) -> list[Verdict]:
     """Return the verdicts on those claims of ``repository`` that ``record`` is about, or else on its expectation.
 
     Nothing, when no time was measured. A claim is about the suite of its name as it is now, which need not be the one
-    that ran: a file of another place can have its name.
+    that ran: a file of another place can have its name. One for several GPUs is judged for that of the record alone.
+    ``changed`` and ``notes`` are those of ``judge``.
 
     Raises:
         ClaimError: a claim file is wrong.
         SuiteError: the suite of a claim is known here, but its file is wrong.
     """
-    from .verify import suite_now, unknown_suite  # imports torch, which verbs that judge nothing do without
+    from .verify import doubts_about, suite_now  # imports torch, which verbs that judge nothing do without
 
     claims = load_claims(repository / "claims") if repository else []
     about = [claim for claim in claims if why_not(claim, record) is None]
-    if repository is not None and about:
-        suite = suite_now(record.suite, repository)
-        doubts = [unknown_suite(record.suite)] if suite is None else []
-        return [judge(claim, record, suite=suite, notes=notes, doubts=doubts) for claim in about]
+    if repository is not None and about and record.environment.gpu is not None:
+        suite, gpu = suite_now(record.suite, repository), record.environment.gpu.name
+        verdicts = []
+        for claim in about:
+            one = claim.on_gpu(gpu)
+            others = ", ".join(name for name in claim.gpu if name not in one.gpu)
+            said = [*notes, f"on {gpu} alone, and the claim is of {others} too"] if others else notes
+            doubts = doubts_about(claim, record, suite, datetime.now(timezone.utc))
+            verdicts.append(judge(one, record, suite=suite, changed=changed, notes=said, doubts=doubts))
+        return verdicts
     expected = expectation(record)
-    return [judge(expected, record, notes=notes)] if expected else []
+    return [judge(expected, record, changed=changed, notes=notes)] if expected else []
 
 
 def expectation(record: Record) -> Claim | None:
@@ -54,7 +62,7 @@ def expectation(record: Record) -> Claim | None:
         suite=record.suite,
         metric=kind,
         factor=factor,
-        gpu=gpu.name,
+        gpu=(gpu.name,),
         scope="each case",
     )
 

@@ -10,14 +10,13 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from functools import partial
-from statistics import median
 from typing import Any
 
 from pydantic import Field
 
 from .claims import Claim, why_not
 from .evidence import GATE_NAMES, CaseRecord, GateStatus, Model, Record, TimeKind
-from .roofline import fewest_seconds, has_limits, known_spec
+from .roofline import has_limits, impossible_time, known_spec
 from .statistics import (
     Interval,
     clustered_interval,
@@ -45,6 +44,7 @@ class VerdictStatus(str, Enum):
     """What the evidence says of a claim."""
 
     DEMONSTRATED = "demonstrated"
+    STALE = "stale"  # it was demonstrated, of sources that have changed since
     REFUTED = "refuted"
     INCONCLUSIVE = "inconclusive"
     ASSERTED = "asserted"  # there is no evidence
@@ -85,6 +85,15 @@ class Verdict(Model):
     geometric_mean: Interval | None = None  # of the speedups, beside the cases
     control: Control | None = None
     notes: list[str] = Field(default_factory=list)  # what nobody should read the status without; the reason has it too
+    by_gpu: list[Verdict] = Field(default_factory=list)  # of a claim for several GPUs: that on each, weakest first
+
+    @property
+    def rounds_needed(self) -> int | None:
+        """About how many rounds are still needed to decide it; None where rounds alone would not."""
+        lacking = [case.rounds_needed for case in self.cases if case.status is VerdictStatus.INCONCLUSIVE]
+        if self.status is not VerdictStatus.INCONCLUSIVE or not lacking or None in lacking:
+            return None
+        return max(rounds for rounds in lacking if rounds is not None)
 
 
 def judge(
@@ -92,6 +101,7 @@ def judge(
     record: Record | None,
     *,
     suite: Mapping[str, Problem] | None = None,
+    changed: str = "",
     notes: Sequence[str] = (),
     doubts: Sequence[str] = (),
 ) -> Verdict:
@@ -102,14 +112,18 @@ def judge(
         record: The run that decides, or None for no evidence.
         suite: The suite's cases as they are now, by name; one that the record lacks leaves the claim inconclusive.
             None: not known.
-        notes: Said at the end of the reason, e.g. that sources changed since.
+        changed: Which sources changed since the run: what would be demonstrated is stale. Empty: none that is known.
+        notes: Said at the end of the reason.
         doubts: The same, and each of them keeps a claim from being demonstrated.
     """
     if record is None:
         reason = f"there is no evidence: no record shows {claim.describe()}"
         return Verdict(claim=claim, status=VerdictStatus.ASSERTED, reason=reason)
 
-    said = [*doubts, *_notes_on(record), *notes]
+    if len(claim.gpu) > 1:
+        doubts = [*doubts, f"one record shows one GPU, and the claim is of {', '.join(claim.gpu)}"]
+    since = [f"measured {_before_change(record, changed)}"] if changed else []
+    said = [*doubts, *_notes_on(record), *since, *notes]
     verdict = partial(Verdict, claim=claim, record=record.id, notes=said)
     failed = next((gate for gate in record.gates if gate.status is GateStatus.FAILED), None)
     if failed:
@@ -117,20 +131,24 @@ def judge(
         return verdict(status=VerdictStatus.INCONCLUSIVE, reason=reason, gate_failed=failed.name)
     if mismatch := why_not(claim, record):
         return verdict(status=VerdictStatus.INCONCLUSIVE, reason=_sentence(mismatch, said))
-    if impossible := _impossible_time(claim, record):
+    if impossible := impossible_time(record, claim.metric, (claim.subject, *claim.baseline)):
         return verdict(status=VerdictStatus.INVALID, reason=_sentence(impossible, said))
     control = check_control(record, claim.metric)
     if not control.passed:
         return verdict(status=VerdictStatus.INVALID, reason=_sentence(control.reason, said), control=control)
 
-    judged = [_judge_case(claim, case, control) for case in record.cases]
+    judged = [_judge_case(claim, case, control) for case in claim.cases_of(record)]
     cases = [case for case, _ in judged]
     mean = _geometric_mean({case.name: groups for case, groups in judged}, control)
     status, reason = _over_cases(claim, cases) if claim.scope == "each case" else _over_mean(claim, cases, mean)
-    gap = _gap(record, suite or {})
+    gap = _gap(claim, record, suite or {})
     if status is VerdictStatus.DEMONSTRATED and (gaps := [*([gap] if gap else []), *doubts]):
         status, reason = VerdictStatus.INCONCLUSIVE, f"{'; '.join(gaps)}; of what was measured, {reason}"
         said = said[len(doubts) :]  # the reason began with them
+    elif status is VerdictStatus.DEMONSTRATED and changed:
+        status = VerdictStatus.STALE
+        said = [f"demonstrated {_before_change(record, changed)}", *(note for note in said if note not in since)]
+        verdict = partial(verdict, notes=said)
     return verdict(status=status, reason=_sentence(reason, said), cases=cases, geometric_mean=mean, control=control)
 
 
@@ -171,14 +189,20 @@ def paired_log_ratios(case: CaseRecord, metric: TimeKind, above: str, below: str
     return groups
 
 
-def exit_code(verdicts: Iterable[Verdict]) -> int:
+def holds(verdict: Verdict, *, strict: bool = False) -> bool:
+    """Return whether a claim is demonstrated, or, where that is not ``strict``, was so before its sources changed."""
+    stale_holds = verdict.status is VerdictStatus.STALE and not strict
+    return verdict.status is VerdictStatus.DEMONSTRATED or stale_holds
+
+
+def exit_code(verdicts: Iterable[Verdict], *, strict: bool = False) -> int:
     """Return 0 when all hold, 1 when one is refuted, 3 when a gate failed, else 4: open, or nothing to judge."""
     verdicts = list(verdicts)
     if any(verdict.status is VerdictStatus.REFUTED for verdict in verdicts):
         return 1
     if any(verdict.gate_failed for verdict in verdicts):
         return 3
-    return 0 if verdicts and all(verdict.status is VerdictStatus.DEMONSTRATED for verdict in verdicts) else 4
+    return 0 if verdicts and all(holds(verdict, strict=strict) for verdict in verdicts) else 4
 
 
 def _judge_case(claim: Claim, case: CaseRecord, control: Control) -> tuple[CaseVerdict, _Groups | None]:
@@ -322,7 +346,7 @@ def _over_mean(claim: Claim, cases: Sequence[CaseVerdict], mean: Interval | None
     return VerdictStatus.INCONCLUSIVE, f"{what}: {claim.factor:g}x lies inside; these cases and rounds see {seen:.2%}"
 
 
-def _gap(record: Record, suite: Mapping[str, Problem]) -> str | None:
+def _gap(claim: Claim, record: Record, suite: Mapping[str, Problem]) -> str | None:
     """Return what keeps a record from demonstrating anything, or None."""
     if not record.complete:
         return f"the run is incomplete: {record.incomplete_reason or 'no reason recorded'}"
@@ -331,32 +355,12 @@ def _gap(record: Record, suite: Mapping[str, Problem]) -> str | None:
         if gate is None or gate.status is not GateStatus.PASSED:
             return f"gate {name} did not pass: {gate.status.value + ', ' + gate.summary if gate else 'not recorded'}"
     recorded = {case.name: case.problem for case in record.cases}
-    if absent := [name for name, problem in suite.items() if recorded.get(name) != problem]:
+    if idle := claim.idle_patterns(suite or recorded):
+        return f"no case of the suite fits {_listed(idle)}, of the claim's cases"
+    claimed = {name: problem for name, problem in suite.items() if claim.is_about(name)}
+    if absent := [name for name, problem in claimed.items() if recorded.get(name) != problem]:
         return f"the suite has cases that the record lacks or has other problems for: {_listed(absent)}"
     return None
-
-
-def _impossible_time(claim: Claim, record: Record) -> str | None:
-    """Return which time cannot be, or None."""
-    for case in record.cases:
-        for rounds in case.rounds:
-            for arm, column in rounds.seconds.get(claim.metric, {}).items():
-                wrong = next((s for s in column if not (math.isfinite(s) and s > 0)), None)
-                if wrong is not None:
-                    return f"case {case.name} has an impossible {claim.metric} time: {arm} took {wrong} s"
-                concerned = arm.partition("#")[0] in (claim.subject, *claim.baseline)
-                if concerned and (beaten := _beaten(record, case, claim, column)):
-                    return f"case {case.name} has an impossible {claim.metric} time: {arm} took {beaten}"
-    return None
-
-
-def _beaten(record: Record, case: CaseRecord, claim: Claim, column: Sequence[float]) -> str | None:
-    """Return by how much the median of ``column`` is below what the hardware allows, or None."""
-    assert record.environment.gpu is not None  # why_not saw to it
-    fewest = fewest_seconds(case, claim.metric, record.environment.gpu, record.settings.cache)
-    if fewest is None or not column or median(column) >= fewest:
-        return None
-    return f"{median(column) * 1e6:.3g} us, and no kernel can take less than {fewest * 1e6:.3g} us on this GPU"
 
 
 def _notes_on(record: Record) -> list[str]:
@@ -372,6 +376,11 @@ def _notes_on(record: Record) -> list[str]:
         where = f", at commit {commit[:12]}," if commit else ""
         notes.append(f"the tree that ran{where} had uncommitted changes")
     return notes
+
+
+def _before_change(record: Record, changed: str) -> str:
+    commit = record.environment.commit
+    return f"{f'at commit {commit[:12]}, ' if commit else ''}before its sources changed: {changed}"
 
 
 def _sentence(reason: str, notes: Sequence[str]) -> str:

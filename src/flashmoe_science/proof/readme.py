@@ -48,7 +48,7 @@ def speed_section(verdicts: Sequence[Verdict], records: Mapping[str, Record]) ->
     lines = ["| claim | verdict | lowest case | geometric mean | evidence |", "| --- | --- | --- | --- | --- |"]
     lines += [_claim_row(verdict) for verdict in verdicts]
     groups: dict[tuple[str, tuple[str, ...]], dict[TimeKind, Verdict]] = {}
-    for verdict in verdicts:
+    for verdict in (part for whole in verdicts for part in whole.by_gpu or [whole]):
         if verdict.evidence and any(case.interval for case in verdict.cases):
             groups.setdefault((verdict.evidence, verdict.claim.baseline), {})[verdict.claim.metric] = verdict
     for (path, _), by_kind in groups.items():
@@ -59,7 +59,9 @@ def speed_section(verdicts: Sequence[Verdict], records: Mapping[str, Record]) ->
 def _claim_row(verdict: Verdict) -> str:
     lowest = lowest_case(verdict)
     low = f"{format_ratio(lowest.interval)}, {lowest.name}" if lowest else ""
-    link = f"[{(verdict.record or '').partition('-')[0]}]({verdict.evidence})" if verdict.evidence else "none"
+    parts = verdict.by_gpu or [verdict]
+    links = [f"[{(part.record or '').partition('-')[0]}]({part.evidence})" for part in parts if part.evidence]
+    link = ", ".join(links) or "none"
     notes = "; ".join(note.partition(":")[0] for note in verdict.notes)  # the reason has all of it
     status = f"**{verdict.status.value}**" + (f" ({notes})" if notes else "")
     return _row(verdict.claim.sentence, status, low, format_ratio(verdict.geometric_mean), link)

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from .conclude import last_word
 from .evidence import Environment, Gate, GateStatus, Launch, Record, TimeKind
-from .judge import Verdict, VerdictStatus
+from .judge import Verdict, VerdictStatus, holds
 from .rows import (
     ArmRow,
     arm_rows,
@@ -44,6 +44,7 @@ _GATE_STYLE = {
 }
 _VERDICT_STYLE = {
     VerdictStatus.DEMONSTRATED: "bold green",
+    VerdictStatus.STALE: "bold yellow",
     VerdictStatus.REFUTED: "bold red",
     VerdictStatus.INCONCLUSIVE: "bold yellow",
     VerdictStatus.ASSERTED: "bold yellow",
@@ -264,15 +265,17 @@ def verdict_lines(
     Args:
         verdict: on the claim.
         one_line: For a file or a pipe: everything on one line.
-        why: With the reason, even of a claim that is demonstrated. The others always say why, and this one what it
-            should not be read without.
+        why: With the reason, even of a claim that is demonstrated or stale. The others always say why, and these what
+            they should not be read without.
         said: Notes that the reader has already: of these only what they are about is said again.
     """
     status = Text(verdict.status.value, _VERDICT_STYLE[verdict.status])
     parts = [Text(verdict.claim.sentence)]
-    if verdict.record is not None:
-        parts.append(Text(f"{figure(verdict)}; {verdict.record}", "dim"))
-    if why or verdict.status is not VerdictStatus.DEMONSTRATED:
+    for part in verdict.by_gpu or [verdict]:
+        if part.record is not None:
+            where = f"{part.claim.gpu[0]} {part.status.value}, " if verdict.by_gpu else ""
+            parts.append(Text(f"{where}{figure(part)}; {part.record}", "dim"))
+    if why or not holds(verdict):
         reason = verdict.reason
         for note in verdict.notes:
             reason = reason.replace(note, _note(note, said))

@@ -7,11 +7,14 @@ only what its architecture's SMs can compute in a clock is known, and nothing of
 
 from __future__ import annotations
 
+import math
+from collections.abc import Container, Sequence
+from statistics import median
 from typing import Literal
 
 from ..errors import InputError
 from ..gpu.specs import FP16_FLOPS_PER_SM_AND_CLOCK, GpuSpec, find_gpu
-from .evidence import CaseRecord, Gpu, TimeKind
+from .evidence import CaseRecord, Gpu, Record, TimeKind
 
 
 def known_spec(gpu: Gpu) -> GpuSpec | None:
@@ -41,6 +44,28 @@ def fewest_seconds(case: CaseRecord, kind: TimeKind, gpu: Gpu, cache: Literal["c
     flops_per_s = peak_tflops * 1e12 * highest_clock / spec.boost_sm_clock_mhz
     moved = _dram_bytes(case, gpu, flushed=kind == "kernel" and cache == "cold")
     return max(case.work.flops / flops_per_s, moved / spec.bandwidth_bytes_per_s)
+
+
+def impossible_time(record: Record, kind: TimeKind, arms: Container[str]) -> str | None:
+    """Return which time of this kind cannot be, of any arm, or, below the bound, of one of ``arms``; None: none."""
+    for case in record.cases:
+        for rounds in case.rounds:
+            for arm, column in rounds.seconds.get(kind, {}).items():
+                wrong = next((s for s in column if not (math.isfinite(s) and s > 0)), None)
+                if wrong is not None:
+                    return f"case {case.name} has an impossible {kind} time: {arm} took {wrong} s"
+                if arm.partition("#")[0] in arms and (beaten := _beaten(record, case, kind, column)):
+                    return f"case {case.name} has an impossible {kind} time: {arm} took {beaten}"
+    return None
+
+
+def _beaten(record: Record, case: CaseRecord, kind: TimeKind, column: Sequence[float]) -> str | None:
+    """Return by how much the median of ``column`` is below what the hardware allows, or None."""
+    gpu = record.environment.gpu
+    fewest = fewest_seconds(case, kind, gpu, record.settings.cache) if gpu else None
+    if fewest is None or not column or median(column) >= fewest:
+        return None
+    return f"{median(column) * 1e6:.3g} us, and no kernel can take less than {fewest * 1e6:.3g} us on this GPU"
 
 
 _NO_FASTER_THAN_FP16 = ("fp16", "bf16", "tf32", "fp32")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from .claims import Claim, find_evidence, load_claims, why_not
+from .claims import Claim, find_evidence, load_claims, other_versions, too_old, why_not
 from .evidence import GateStatus, Record, read_record
 from .judge import Verdict, VerdictStatus, judge
 from .operator import load_operator
@@ -15,18 +17,23 @@ from .store import evidence_files
 from .subject import PACKAGE_FOLDER, is_builtin
 from .suites import list_suites, load_suite
 
-# Of several records that a claim pins, the one that speaks most against it decides.
-_AGAINST = (
+# Of several records that a claim pins, and of several GPUs, what speaks most against the claim decides.
+AGAINST = (
     VerdictStatus.REFUTED,
     VerdictStatus.INVALID,
     VerdictStatus.INCONCLUSIVE,
     VerdictStatus.ASSERTED,
+    VerdictStatus.STALE,
     VerdictStatus.DEMONSTRATED,
 )
 
 
-def verify_claims(repository: Path) -> list[Verdict]:
+def verify_claims(repository: Path, *, now: datetime | None = None) -> list[Verdict]:
     """Return the verdict on every claim in ``claims/`` of ``repository``, by the records in its ``evidence/``.
+
+    Args:
+        repository: the folder that holds both.
+        now: the moment from which the age of evidence counts. Default: this one.
 
     Raises:
         ClaimError: a claim file is wrong, or names a record that is not there.
@@ -35,24 +42,62 @@ def verify_claims(repository: Path) -> list[Verdict]:
     """
     claims = load_claims(repository / "claims")
     records = read_records(repository) if claims else {}
-    return [verify_claim(claim, records, repository) for claim in claims]
+    return [verify_claim(claim, records, repository, now=now) for claim in claims]
 
 
-def verify_claim(claim: Claim, records: Mapping[str, Record], repository: Path) -> Verdict:
-    """Return the verdict on one claim; ``records`` are those of ``read_records``."""
-    found = find_evidence(claim, records)
+def verify_claim(
+    claim: Claim, records: Mapping[str, Record], repository: Path, *, now: datetime | None = None
+) -> Verdict:
+    """Return the verdict on one claim; ``records`` are those of ``read_records``. Each of several GPUs has its own."""
+    now = now or datetime.now(timezone.utc)
+    parts = [
+        _verify_on(one, _evidence_on(one, claim, records), records, repository, now)
+        for one in (claim.model_copy(update={"gpu": (gpu,)}) for gpu in claim.gpu)
+    ]
+    parts.sort(key=lambda verdict: AGAINST.index(verdict.status))
+    weakest = parts[0]
+    if len(parts) == 1:
+        return weakest
+    reason = "; ".join(f"{part.claim.gpu[0]}: {part.status.value}, {part.reason}" for part in parts)
+    notes = [f"{part.claim.gpu[0]}: {note}" for part in parts for note in part.notes]
+    failed = next((part.gate_failed for part in parts if part.gate_failed), None)
+    changes = {"claim": claim, "reason": reason, "notes": notes, "gate_failed": failed, "by_gpu": parts}
+    return weakest.model_copy(update=changes)
+
+
+def _evidence_on(one: Claim, claim: Claim, records: Mapping[str, Record]) -> dict[str, Record]:
+    """Return the records that decide ``claim`` on the GPU of ``one``, without those that it pins for another."""
+    found = find_evidence(one, records)
+    return {path: record for path, record in found.items() if _is_on(one, record) or not _is_on(claim, record)}
+
+
+def _is_on(claim: Claim, record: Record) -> bool:
+    gpu = record.environment.gpu
+    return gpu is not None and claim.fits_gpu(gpu.name)
+
+
+def _verify_on(
+    claim: Claim, found: Mapping[str, Record], records: Mapping[str, Record], repository: Path, now: datetime
+) -> Verdict:
+    """Return the verdict on a claim about one GPU, by that of the records ``found`` which speaks most against it."""
     if not found:
         return judge(claim, None)
     verdicts = []
     for path, record in found.items():
         suite = suite_now(claim.suite, repository)
-        doubts = _failed_since(claim, record, records)
-        if suite is None:
-            doubts.append(unknown_suite(claim.suite))
-        notes = [*source_changes(record, repository), *_refuted_since(claim, found, records)]
-        verdict = judge(claim, record, suite=suite, notes=notes, doubts=doubts)
+        doubts = doubts_about(claim, record, suite, now)
+        doubts += _failed_since(claim, record, records)
+        sources = compare_sources(record, repository)
+        notes = [*sources.notes, *_refuted_since(claim, found, records)]
+        verdict = judge(claim, record, suite=suite, changed=sources.changed, notes=notes, doubts=doubts)
         verdicts.append(verdict.model_copy(update={"evidence": path}))
-    return min(verdicts, key=lambda verdict: _AGAINST.index(verdict.status))
+    return min(verdicts, key=lambda verdict: AGAINST.index(verdict.status))
+
+
+def doubts_about(claim: Claim, record: Record, suite: Mapping[str, Any] | None, now: datetime) -> list[str]:
+    """Return what keeps ``record`` from demonstrating ``claim`` now: its age, and a suite that is not known here."""
+    old = too_old(claim, record, now)
+    return [*([old] if old else []), *([unknown_suite(claim.suite)] if suite is None else [])]
 
 
 def read_records(repository: Path) -> dict[str, Record]:
@@ -65,19 +110,23 @@ def read_records(repository: Path) -> dict[str, Record]:
     return {path.relative_to(repository).as_posix(): read_record(path) for path in files}
 
 
-def source_changes(record: Record, repository: Path) -> list[str]:
-    """Return in at most one line which sources differ, in ``repository`` now, from those that ran."""
-    subject, commit = record.subject, record.environment.commit
+@dataclass(frozen=True)
+class Sources:
+    """How the sources of a record compare with those of the repository now."""
+
+    changed: str = ""  # which differ; empty: none that can be seen
+    notes: Sequence[str] = ()  # what a reader of a verdict has to know besides
+
+
+def compare_sources(record: Record, repository: Path) -> Sources:
+    """Compare the sources that ran with those in ``repository`` now."""
+    subject = record.subject
     folders = [repository / subject.folder] if subject.folder is not None else _package_folders(repository)
     now = {source.path: _digest(folders, source.path) for source in subject.sources}
-    if not any(now.values()):
-        where = "no longer" if subject.folder is not None else "not"
-        return [f"its sources are {where} in this repository, so nobody compared them"] if now else []
+    if now and not any(now.values()) and subject.folder is None:
+        return Sources(notes=["its sources are not in this repository, so nobody compared them"])
     differ = [source.path for source in subject.sources if now[source.path] != source.sha256]
-    if not differ:
-        return []
-    where = f"at commit {commit[:12]}; " if commit else ""  # what the verdict holds for
-    return [f"{where}sources changed since the run: {len(differ)} of {len(now)}, {', '.join(differ)}"]
+    return Sources(f"{len(differ)} of {len(now)}, {', '.join(differ)}" if differ else "")
 
 
 def _package_folders(repository: Path) -> list[Path]:
@@ -96,7 +145,10 @@ def _failed_since(claim: Claim, record: Record, records: Mapping[str, Record]) -
     newer = [
         other
         for other in records.values()
-        if other.created_at > record.created_at and _same_subject(other, record) and other.suite == claim.suite
+        if other.created_at > record.created_at
+        and _same_subject(other, record)
+        and other.suite == claim.suite
+        and other_versions(claim, other) is None
     ]
     for other in sorted(newer, key=lambda other: other.created_at, reverse=True):
         failed = next((gate for gate in other.gates if gate.status is GateStatus.FAILED), None)
