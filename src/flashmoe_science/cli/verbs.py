@@ -8,13 +8,14 @@ What they do is in ``proving.py`` and ``looking.py``. These take long to import,
 
 from __future__ import annotations
 
-from enum import Enum
 from pathlib import Path
 from typing import Annotated, Optional
 
 import typer
 
 from .. import __version__
+from . import claim_verbs
+from .options import Csv, Json, Metric, split
 
 app = typer.Typer(
     add_completion=False,
@@ -22,19 +23,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout; the log stays on stderr.")]
-Csv = Annotated[
-    Optional[Path],  # noqa: UP045 - typer reads this on Python 3.10
-    typer.Option("--csv", metavar="FILE", help="Also write a line for every case, arm and kind of time to FILE."),
-]
-
-
-class Metric(str, Enum):
-    """The three times."""
-
-    kernel = "kernel"
-    graph = "graph"
-    wall = "wall"
+app.add_typer(claim_verbs.app, name="claim", short_help="Write a claim from a run.")
 
 
 def _print_version(wanted: bool) -> None:
@@ -128,8 +117,8 @@ def prove(
     wanted = Wanted(
         subject=subject,
         suite=suite,
-        baselines=_split(baseline),
-        gpus=_split(gpu),
+        baselines=split(baseline),
+        gpus=split(gpu),
         until=until,
         expect=expect,
         times=[m.value for m in metric or ()],
@@ -341,8 +330,3 @@ def readme(
     from .looking import run_readme
 
     raise typer.Exit(run_readme(path, check=check, as_json=as_json))
-
-
-def _split(names: list[str] | None) -> list[str]:
-    """Return the names of a repeated option; ``a,b`` counts as two."""
-    return [name.strip() for given in names or () for name in given.split(",") if name.strip()]

@@ -5,12 +5,13 @@ The format is in ``docs/claims.md``. Whether a claim holds is the business of ``
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
+import tomlkit
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.version import InvalidVersion, Version
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
@@ -18,8 +19,9 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from ..errors import ClaimError, InputError
 from ..gpu.specs import find_gpu, name_words
 from .evidence import CaseRecord, Record, TimeKind
+from .files import write_atomically
 from .subject import builtin_names, is_builtin
-from .toml_files import read_toml
+from .toml_files import parse_toml, read_toml
 
 _HINT = "the format is in docs/claims.md"
 
@@ -171,6 +173,39 @@ def load_claims(folder: Path) -> list[Claim]:
             file_of[claim.id] = path
             claims.append(claim)
     return claims
+
+
+def add_claims(path: Path, claims: Sequence[Claim]) -> None:
+    """Append ``claims`` to the file ``path``, or make it. What is there stays as it is, byte for byte.
+
+    Raises:
+        ClaimError: one of the ids is taken in this folder, or the file is wrong or cannot be written. Then nothing
+            is written.
+    """
+    taken = {claim.id for claim in load_claims(path.parent)}
+    for claim in claims:
+        if claim.id in taken:
+            raise ClaimError(f"there is a claim {claim.id!r} in {path.parent.name}/ already", hint="--id names another")
+        taken.add(claim.id)
+    before = ""
+    if path.exists():
+        before = path.read_text(encoding="utf-8")
+        before += "\n" if before.endswith("\n") else "\n\n"
+    text = before + tomlkit.dumps({"claim": [_as_table(claim) for claim in claims]})
+    parse_toml(text, path, _ClaimFile, ClaimError, hint=_HINT)
+    try:
+        write_atomically(path, text)
+    except OSError as error:
+        raise ClaimError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def _as_table(claim: Claim) -> dict[str, Any]:
+    """Return a claim as a claim file has it: one name is no list."""
+    table = claim.model_dump(mode="json", exclude_defaults=True)
+    for key in ("baseline", "gpu", "cases", "evidence"):
+        if len(table.get(key, ())) == 1:
+            table[key] = table[key][0]
+    return table
 
 
 def find_evidence(claim: Claim, records: Mapping[str, Record]) -> dict[str, Record]:

@@ -8,8 +8,6 @@ finished cases, marked incomplete, or nothing.
 from __future__ import annotations
 
 import math
-import os
-import tempfile
 from collections.abc import Sized
 from datetime import datetime
 from enum import Enum
@@ -19,6 +17,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from ..errors import EvidenceError
+from .files import write_atomically
 
 SCHEMA_VERSION = 1
 
@@ -249,17 +248,7 @@ class Record(Model):
 
 def write_record(record: Record, path: Path) -> None:
     """Write ``record`` to ``path`` so that a reader sees the old file or the new one, never half of one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(record.model_dump_json(indent=1) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    write_atomically(path, record.model_dump_json(indent=1) + "\n")
 
 
 def read_record(path: Path) -> Record:

@@ -30,6 +30,11 @@ def read_toml(path: Path, model: type[ModelT], error: type[FlashmoeError], *, hi
     except (OSError, UnicodeDecodeError) as problem:
         reason = problem.strerror if isinstance(problem, OSError) else str(problem)
         raise error(f"{path}: cannot be read: {reason}", hint=hint) from problem
+    return parse_toml(text, path, model, error, hint=hint)
+
+
+def parse_toml(text: str, path: Path, model: type[ModelT], error: type[FlashmoeError], *, hint: str = "") -> ModelT:
+    """Validate ``text``, which is that of ``path``, as ``model``. Raises ``error`` as ``read_toml`` does."""
     try:
         table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as problem:

@@ -1,0 +1,69 @@
+"""The verb ``claim``: write claims from a run, and say what they are worth."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from ..errors import ClaimError
+from ..proof.claims import add_claims, load_claims
+from ..proof.evidence import Record, write_record
+from ..proof.judge import Verdict, VerdictStatus, exit_code
+from ..proof.new_claim import Wish, make_claims
+from ..proof.report import count_line
+from ..proof.store import Archive, Store, find_repository
+from ..proof.verify import read_records, verify_claim
+from .terminal import Terminal, as_plain, short_path
+
+
+def run_claim_new(key: str, wish: Wish, *, file: Path | None, asserted: bool, as_json: bool) -> int:
+    """Write claims from a run and return what ``verify`` would say of them alone."""
+    terminal = Terminal(as_json=as_json)
+    repository = find_repository() or Path.cwd()
+    record = Archive(Store(), repository).load(key)
+    claims = make_claims(record, wish)
+    path = _place(file, repository, record)
+    records = read_records(repository)
+    kept = next((where for where, other in records.items() if other.id == record.id), None)
+    records[kept or f"evidence/{record.id}.json"] = record
+    taken = {claim.id for claim in load_claims(repository / "claims")}
+    if known := [claim.id for claim in claims if claim.id in taken]:
+        raise ClaimError(f"there is a claim {known[0]!r} in claims/ already", hint="--id names another")
+    verdicts = [verify_claim(claim, records, repository) for claim in claims]
+    code = exit_code(verdicts, strict=True)
+    written = asserted or code == 0
+    if written:
+        if kept is None:  # a claim is judged by the records of the repository, and this one was in the store alone
+            write_record(record, repository / "evidence" / f"{record.id}.json")
+        add_claims(path, claims)
+    terminal.show_verdicts(verdicts, why=True)
+    terminal.show("", *_outcome(verdicts, path, written=written))
+    if not written:
+        terminal.log.print(f"hint: {_way_out(verdicts)}; --asserted writes it all the same", soft_wrap=True)
+    plain = [as_plain(verdict) for verdict in verdicts]
+    terminal.document({"path": short_path(path), "written": written, "verdicts": plain, "exit_code": code})
+    return code
+
+
+def _place(file: Path | None, repository: Path, record: Record) -> Path:
+    """Return the claim file: the one that was named, in claims/ where it is a bare name, or one for the subject."""
+    folder = repository / "claims"
+    if file is None:
+        return folder / (re.sub(r"[^a-z0-9_.-]+", "-", record.subject.name.lower()) + ".toml")
+    path = file.with_suffix(".toml") if file.suffix != ".toml" else file
+    path = folder / path if path.parent == Path() else Path.cwd() / path
+    if path.parent.resolve() != folder.resolve():
+        raise ClaimError(f"file must be in {short_path(folder)}, got {file}", hint="flashmoe verify reads no other")
+    return path
+
+
+def _outcome(verdicts: list[Verdict], path: Path, *, written: bool) -> list[str]:
+    where = short_path(path)
+    ids = ", ".join(verdict.claim.id for verdict in verdicts)
+    return [f"{where}: {ids} written" if written else f"nothing was written to {where}", count_line(verdicts)]
+
+
+def _way_out(verdicts: list[Verdict]) -> str:
+    if any(verdict.status is VerdictStatus.STALE for verdict in verdicts):
+        return "a new run shows it of the sources as they are"
+    return "a lower --factor, or more rounds, may show it"

@@ -1,0 +1,28 @@
+"""Options that more than one verb has."""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout; the log stays on stderr.")]
+Csv = Annotated[
+    Optional[Path],  # noqa: UP045 - typer reads this on Python 3.10
+    typer.Option("--csv", metavar="FILE", help="Also write a line for every case, arm and kind of time to FILE."),
+]
+
+
+class Metric(str, Enum):
+    """The three times."""
+
+    kernel = "kernel"
+    graph = "graph"
+    wall = "wall"
+
+
+def split(names: list[str] | None) -> list[str]:
+    """Return the names of a repeated option; ``a,b`` counts as two."""
+    return [name.strip() for given in names or () for name in given.split(",") if name.strip()]

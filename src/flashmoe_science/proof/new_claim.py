@@ -1,0 +1,134 @@
+"""Make claims from a run: what its intervals allow to say, and no more."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from pydantic import ValidationError
+
+from ..errors import ClaimError, InputError
+from ..gpu.specs import find_gpu
+from .claims import Claim, Scope, why_not
+from .evidence import Record, TimeKind
+from .judge import judge
+from .rows import KINDS, default_kind, kinds_measured
+from .toml_files import explain_validation
+from .words import counted
+
+_LITTLE = 1e-9  # a factor that every interval lies above: judged by it, a claim tells its intervals
+
+# Tenths of a power of ten: close enough to say something, far enough apart to be remembered.
+_ROUND = (*range(10, 20), *range(20, 50, 5), *range(50, 100, 10))
+
+_HOW: dict[TimeKind, str] = {
+    "kernel": "by the time of the kernels",
+    "graph": "in a CUDA graph",
+    "wall": "by the wall time of eager calls",
+}
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What the claims made from a run are to be about. What is left empty, the run decides."""
+
+    kinds: Sequence[TimeKind] = ()  # a claim for each; empty: graph, or the first that was taken
+    baselines: Sequence[str] = ()  # the fastest of them; empty: the first of the run
+    scope: Scope = "each case"
+    cases: Sequence[str] = ()
+    factor: float | None = None  # None: the largest round figure that the intervals lie above
+    gpu: str = ""
+    id: str = ""
+    sentence: str = ""
+
+
+def make_claims(record: Record, wish: Wish) -> list[Claim]:
+    """Return what ``wish`` asks to be claimed of the run ``record``, a claim for each kind of time.
+
+    Raises:
+        ClaimError: the run cannot show it, whatever the factor: the reason is that of the judge.
+    """
+    measured, default = kinds_measured(record), default_kind(record)
+    if default is None or not record.baselines or record.environment.gpu is None:
+        raise ClaimError(
+            f"run {record.id} timed nothing, so it shows no speed", hint="flashmoe prove on a GPU takes times"
+        )
+    kinds = [kind for kind in KINDS if kind in wish.kinds] or [default]
+    if missing := [kind for kind in kinds if kind not in measured]:
+        raise ClaimError(f"time must be one of {', '.join(measured)} in run {record.id}, got {missing[0]}")
+    if len(kinds) > 1 and (wish.id or wish.sentence):
+        raise ClaimError("an id and a sentence are of one claim, expected one --time")
+    return [_make_claim(record, wish, kind) for kind in kinds]
+
+
+def _make_claim(record: Record, wish: Wish, kind: TimeKind) -> Claim:
+    assert record.environment.gpu is not None  # make_claims saw to it
+    gpu = wish.gpu or _short_name(record.environment.gpu.name)
+    name = f"{record.subject.name}-{record.suite}-{kind}-{gpu}"
+    keys = {
+        "id": wish.id or re.sub(r"[^a-z0-9_.-]+", "-", name.lower()),
+        "sentence": wish.sentence or "not yet worded",
+        "subject": record.subject.name,
+        "baseline": tuple(wish.baselines) or record.baselines[:1],
+        "suite": record.suite,
+        "metric": kind,
+        "factor": _LITTLE if wish.factor is None else wish.factor,
+        "gpu": gpu,
+        "scope": wish.scope,
+        "cases": tuple(wish.cases),
+    }
+    try:
+        claim = Claim.model_validate(keys)
+    except ValidationError as error:
+        raise ClaimError("\n".join(explain_validation(error, Claim))) from error
+    if mismatch := why_not(claim, record):
+        raise ClaimError(f"run {record.id} cannot show it: {mismatch}")
+    if wish.factor is None:
+        claim = claim.model_copy(update={"factor": _largest_factor(claim, record)})
+    return claim.model_copy(update={"sentence": wish.sentence or _sentence(claim, record)})
+
+
+def _largest_factor(claim: Claim, record: Record) -> float:
+    """Return the largest round figure below the lower end that decides ``claim``."""
+    verdict = judge(claim, record)
+    intervals = [case.interval for case in verdict.cases]
+    if claim.scope == "geometric mean":
+        intervals = [verdict.geometric_mean]
+    lows = [found.low for found in intervals if found is not None]
+    if not lows or len(lows) < len(intervals):
+        raise ClaimError(f"run {record.id} has no interval to claim a factor by: {verdict.reason}")
+    return round_below(min(lows))
+
+
+def round_below(value: float) -> float:
+    """Return the largest of 1, 1.1 ... 1.9, 2, 2.5 ... 4.5, 5, 6 ... 9, times a power of ten, that is below ``value``.
+
+    Raises:
+        InputError: the value is not positive and finite.
+    """
+    if not (math.isfinite(value) and value > 0):
+        raise InputError(f"value must be positive and finite, got {value}")
+    exponent = math.floor(math.log10(value))
+    powers = (exponent - 1, exponent)
+    figures = (float(Fraction(tenths, 10) * Fraction(10) ** power) for power in powers for tenths in _ROUND)
+    return max(figure for figure in figures if figure < value)
+
+
+def _short_name(gpu: str) -> str:
+    """Return the name that a GPU has in the table of models, or the driver's."""
+    try:
+        return find_gpu(gpu).name
+    except InputError:
+        return gpu
+
+
+def _sentence(claim: Claim, record: Record) -> str:
+    rival = claim.baseline[0] if len(claim.baseline) == 1 else f"the fastest of {', '.join(claim.baseline)}"
+    number = len(claim.cases_of(record))
+    some = f" that fit {' or '.join(claim.cases)}" if claim.cases else ""
+    where = "each of" if claim.scope == "each case" else "the geometric mean over"
+    what = f"{claim.subject} is at least {claim.factor:g} times as fast as {rival} {_HOW[claim.metric]}"
+    return f"On {claim.gpu[0]}, {what}, in {where} the {counted(number, 'case')} of suite {claim.suite}{some}."
