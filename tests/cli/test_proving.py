@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from flashmoe_science.proof.evidence import Resumed, SourceFile, SubjectInfo
 from flashmoe_science.proof.store import Store
 
-from ..proof.builders import build_gates, build_record
+from ..proof.builders import FIRST_DAY, build_gates, build_record
 from ..proof.claim_builders import claim_toml, suite_toml
 
 
@@ -174,3 +175,69 @@ def test_prove_suggests_the_nearest_name(run, args, error):
     code, out, err = run("prove", *args)
     assert (code, out) == (2, "")
     assert error in err
+
+
+# Going on with an interrupted run.
+
+
+@pytest.fixture
+def interrupted(repository):
+    """Return an interrupted run that lies in the evidence of the repository."""
+    record = build_record(suite="seed", baselines={"sdpa-flash": 1.0}, processes=4, rounds=8, complete=False, day=1)
+    (repository / "evidence" / f"{record.id}.json").write_text(record.model_dump_json())
+    return record
+
+
+def test_resume_takes_from_the_run_what_is_not_given(prove_with, requests, interrupted):
+    prove_with(build_record(day=2), "--resume", interrupted.id[:16])
+    request = requests[0]
+    assert request.resume == interrupted
+    assert (request.subject.name, request.suite.name, request.baselines) == ("flash_attention", "seed", ["sdpa-flash"])
+    assert request.settings == interrupted.settings
+    assert request.command == f"flashmoe prove --resume {interrupted.id[:16]}"
+
+
+def test_resume_leaves_what_is_given_for_the_chain_to_compare(prove_with, requests, interrupted):
+    prove_with(build_record(day=2), "--resume", interrupted.id, "--rounds", "10", "-b", "sdpa", "--seed", "9")
+    settings = requests[0].settings
+    assert (settings.rounds, settings.seed, settings.processes) == (10, 9, 4)
+    assert requests[0].baselines == ["sdpa"]
+
+
+def test_resume_finds_the_files_of_a_users_own_subject_and_suite(prove_with, requests, interrupted, repository):
+    folder = repository / "mine"
+    folder.mkdir()
+    (folder / "kernel.toml").write_text(
+        '[subject]\nname = "mine"\noperator = "tests.proof.fake_operator"\nentry_point = "m:f"\nsources = ["m.py"]\n'
+    )
+    (repository / "suites" / "own.toml").write_text(
+        'name = "own"\noperator = "tests.proof.fake_operator"\ndescription = "One."\n[[cases]]\norigin = "here"\n'
+        "batch = 1\nheads = 1\nseqlen_q = 8\nhead_dim = 8\n"
+    )
+    sources = [SourceFile(path="kernel.toml", sha256="0"), SourceFile(path="m.py", sha256="1")]
+    subject = SubjectInfo(name="mine", operator="o", entry_point="m:f", sources=sources, folder="mine")
+    record = interrupted.model_copy(update={"subject": subject, "suite": "own", "baselines": ["sdpa"]})
+    (repository / "evidence" / f"{record.id}.json").write_text(record.model_dump_json())
+    prove_with(build_record(day=2), "--resume", record.id)
+    assert (requests[0].subject.name, requests[0].suite.name) == ("mine", "own")
+
+
+def test_resume_of_a_subject_whose_file_is_not_known_says_what_to_do(run, interrupted, repository):
+    subject = SubjectInfo(name="mine", operator="o", entry_point="m:f", folder=None)
+    record = interrupted.model_copy(update={"subject": subject})
+    (repository / "evidence" / f"{record.id}.json").write_text(record.model_dump_json())
+    code, out, err = run("prove", "--resume", record.id)
+    assert (code, out) == (2, "")
+    assert err.endswith("hint: name it: flashmoe prove my_kernel.toml --resume RUN\n")
+
+
+def test_resume_of_no_run_suggests_the_nearest(run, interrupted):
+    code, _, err = run("prove", "--resume", interrupted.id.replace("2026", "2025"))
+    assert code == 2
+    assert f"did you mean {interrupted.id}?" in err
+
+
+def test_show_says_which_run_a_record_goes_on_with(run, interrupted, repository):
+    record = interrupted.model_copy(update={"id": "later", "resumed": [Resumed(run="first", created_at=FIRST_DAY)]})
+    (repository / "evidence" / "later.json").write_text(record.model_dump_json())
+    assert "note      goes on with first\n" in run("show", "later")[1]

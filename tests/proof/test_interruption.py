@@ -86,11 +86,12 @@ def folder(tmp_path):
 
 def start(folder, *argv, **kwargs):
     environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "FLASHMOE_STORE": str(folder / "runs.sqlite")}
+    environment["FLASHMOE_COMMIT"] = "a" * 40  # what is tested does not hang on whether this tree is clean
     return subprocess.Popen([sys.executable, *argv], cwd=folder, env=environment, stdout=subprocess.PIPE, **kwargs)
 
 
-def start_prove(folder):
-    argv = ("-m", "flashmoe_science", "prove", "kernel.toml", "--suite", "suite.toml")
+def start_prove(folder, *more):
+    argv = ("-m", "flashmoe_science", "prove", *(more or ("kernel.toml",)), "--suite", "suite.toml")
     return start(folder, *argv, stderr=subprocess.STDOUT)
 
 
@@ -161,3 +162,23 @@ def test_ctrl_c_of_a_real_run_says_so_in_the_record(folder):
     assert not record.complete
     assert record.incomplete_reason == "interrupted in gate correct"
     assert record.cases[0].correct is True
+
+
+def test_a_killed_run_is_gone_on_with_and_its_finished_cases_are_kept(folder):
+    process = start_prove(folder)
+    assert wait_for(lambda: any(case.correct for record in records(folder) for case in record.cases), 60)
+    process.kill()
+    process.communicate()
+    (old,) = records(folder)
+    kept = [case.name for case in old.cases if case.correct]
+    resumed = start_prove(folder, "--resume", old.id)
+    output = resumed.communicate(timeout=120)[0].decode()
+    assert resumed.returncode == 0, output
+    record = next(record for record in records(folder) if record.id != old.id)
+    assert record.complete
+    assert [case.correct for case in record.cases] == [True] * 3
+    accuracies = [[case.arms[0].accuracy for case in run.cases[: len(kept)]] for run in (old, record)]
+    assert accuracies[0] == accuracies[1]  # inputs are drawn anew in every check: the same error is that of then
+    assert [r.run for r in record.resumed] == [old.id]
+    assert f"going on with {old.id}: {len(kept)} of 3 cases finished" in output
+    assert "3 of 3 cases on the CPU" in output

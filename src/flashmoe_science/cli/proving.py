@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from ..errors import EvidenceError
 from ..proof.conclude import conclude, run_exit_code
@@ -14,9 +14,9 @@ from ..proof.evidence import GATE_NAMES, Record, Settings, TimeKind, write_recor
 from ..proof.gates import ProveRequest, prove
 from ..proof.report import case_table, count_line, unmeasured_lines
 from ..proof.rows import kinds_measured
-from ..proof.store import Store, find_repository
-from ..proof.subject import load_subject, operator_of
-from ..proof.suites import load_suite
+from ..proof.store import Archive, Store, find_repository
+from ..proof.subject import load_subject, operator_of, subject_text
+from ..proof.suites import load_suite, suite_text
 from ..proof.verify import verify_claims
 from ..proof.words import counted
 from .names import check_name, gpu_named
@@ -38,6 +38,8 @@ class Wanted:
     rounds: int = 10
     seed: int | None = None
     args: Sequence[str] = field(default_factory=list)  # as they were typed, for the record
+    resume: str | None = None  # the run to go on with
+    given: Collection[str] = ()  # the parameters that were typed: the others are as in the run to go on with
 
 
 class Keeper:
@@ -70,7 +72,8 @@ def run_prove(wanted: Wanted, *, csv: Path | None, as_json: bool) -> int:
     """Run the chain and return its exit code."""
     terminal = Terminal(as_json=as_json)
     repository = find_repository()
-    request = _request(wanted, repository)
+    wanted, resume = as_resumed(wanted, repository)
+    request = replace(_request(wanted, repository), resume=resume)
     keeper = Keeper((repository or Path.cwd()) / "evidence", terminal)
     progress = ChainProgress(terminal)
     terminal.say(_title(request))
@@ -87,6 +90,28 @@ def run_prove(wanted: Wanted, *, csv: Path | None, as_json: bool) -> int:
     if csv is not None:
         write_csv_file([record], csv)
     return _conclude(terminal, record, repository, keeper.path)
+
+
+def as_resumed(wanted: Wanted, repository: Path | None) -> tuple[Wanted, Record | None]:
+    """Return the run to go on with, and what is wanted: what was not typed is as it was in that run."""
+    if wanted.resume is None:
+        return wanted, None
+    record = Archive(Store(), repository).load(wanted.resume)
+    settings = record.settings
+    as_it_was: dict[str, tuple[str, Any]] = {  # the parameter, and what it decides
+        "baseline": ("baselines", record.baselines),
+        "expect": ("expect", record.subject.expected_speedup),
+        "metric": ("times", settings.times),
+        "processes": ("processes", settings.processes),
+        "rounds": ("rounds", settings.rounds),
+        "seed": ("seed", settings.seed),
+    }
+    if "subject" not in wanted.given:
+        as_it_was["subject"] = ("subject", subject_text(record, repository))
+    if "suite" not in wanted.given:
+        as_it_was["suite"] = ("suite", suite_text(record, repository))
+    changes = dict(change for name, change in as_it_was.items() if name not in wanted.given)
+    return replace(wanted, **changes), record
 
 
 def _request(wanted: Wanted, repository: Path | None) -> ProveRequest:

@@ -91,6 +91,10 @@ def prove(
     seed: Annotated[
         int | None, typer.Option(min=0, metavar="N", help="Seed of inputs and orders.", show_default="drawn")
     ] = None,
+    resume: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option("--resume", metavar="RUN", help="Go on with an interrupted run; what is not given is as it was."),
+    ] = None,
     as_json: Json = False,
     csv: Csv = None,
 ) -> None:
@@ -105,6 +109,7 @@ def prove(
       flashmoe prove my_kernel.toml --expect 1.7
       flashmoe prove --suite standard --baseline sdpa --baseline sdpa-flash
       flashmoe prove my_kernel.toml --until correct --json
+      flashmoe prove --resume 20261120T235959Z
 
     \b
     Exit codes:
@@ -126,6 +131,8 @@ def prove(
         rounds=rounds,
         seed=seed,
         args=context.obj or [],
+        resume=resume,
+        given=_given(context),
     )
     raise typer.Exit(run_prove(wanted, csv=csv, as_json=as_json))
 
@@ -330,3 +337,9 @@ def readme(
     from .looking import run_readme
 
     raise typer.Exit(run_readme(path, check=check, as_json=as_json))
+
+
+def _given(context: typer.Context) -> set[str]:
+    """Return the parameters that stand on the command line; the others have their defaults."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    return {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}

@@ -127,12 +127,15 @@ class Rounds(Model):
     temperature_c: list[int | None]
     throttle: list[str | None]  # active throttle reasons, "" for none
     seconds: dict[TimeKind, dict[str, list[float]]]  # kind -> arm -> seconds of one call
+    # which run took it: 0 is the record's own, n the n-th of its ``resumed``; empty: all are its own
+    session: list[int] = Field(default_factory=list)
 
     @model_validator(mode="after")
     def _columns_are_equally_long(self) -> Rounds:
         columns: dict[str, Sized] = {"order": self.order, "sm_clock_mhz": self.sm_clock_mhz, "power_w": self.power_w}
         columns |= {"temperature_c": self.temperature_c, "throttle": self.throttle}
         columns |= {f"seconds.{kind}.{arm}": s for kind, arms in self.seconds.items() for arm, s in arms.items()}
+        columns |= {"session": self.session} if self.session else {}
         for name, column in columns.items():
             if len(column) != len(self.process):
                 raise ValueError(f"column {name} has {len(column)} entries, expected {len(self.process)}")
@@ -224,6 +227,13 @@ class SubjectInfo(Model):
     expected_speedup: float | None = None
 
 
+class Resumed(Model):
+    """An interrupted run that a record goes on with: what it had finished is part of the record."""
+
+    run: str  # its id
+    created_at: datetime
+
+
 class Record(Model):
     """One run."""
 
@@ -240,6 +250,7 @@ class Record(Model):
     settings: Settings
     gates: list[Gate] = Field(default_factory=list)
     cases: list[CaseRecord] = Field(default_factory=list)
+    resumed: list[Resumed] = Field(default_factory=list)  # the runs that it goes on with, the latest first
 
     def gate(self, name: str) -> Gate | None:
         """Return the gate of this name, if the run reached the point of recording it."""

@@ -98,6 +98,8 @@ def head_lines(record: Record) -> RenderableType:
     grid.add_row(Text("suite", "dim"), f"{record.suite}{against}")
     for label, text in _environment(record.environment):
         grid.add_row(Text(label, "dim"), text)
+    for resumed in record.resumed:
+        grid.add_row(Text("note", "dim"), f"goes on with {resumed.run}")
     if not record.complete:
         grid.add_row(Text("note", "dim"), Text(f"incomplete: {record.incomplete_reason}", "yellow"))
     return grid

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, TypeAdapter
 
 from ..errors import SubjectError
-from .evidence import SourceFile, SubjectInfo
+from .evidence import Record, SourceFile, SubjectInfo
 from .toml_files import read_toml
 
 if TYPE_CHECKING:
@@ -281,6 +281,24 @@ def hash_sources(subject: Subject) -> list[SourceFile]:
     return [
         SourceFile(path=path, sha256=hashlib.sha256((subject.folder / path).read_bytes()).hexdigest()) for path in paths
     ]
+
+
+def subject_text(record: Record, repository: Path | None) -> str:
+    """Return what ``load_subject`` takes for the subject of ``record``: its name, or its file in ``repository``.
+
+    Raises:
+        SubjectError: the record does not say where its file is, or it is there no more.
+    """
+    subject = record.subject
+    if is_builtin(subject):
+        return subject.name
+    hint = "name it: flashmoe prove my_kernel.toml --resume RUN"
+    if repository is None or subject.folder is None or not subject.sources:
+        raise SubjectError(f"run {record.id} does not say where the file of {subject.name} is", hint=hint)
+    path = repository / subject.folder / subject.sources[0].path  # a kernel.toml is the first of its sources
+    if not path.is_file():
+        raise SubjectError(f"{path}: the file of {subject.name} in run {record.id} is not there", hint=hint)
+    return str(path)
 
 
 def with_expectation(subject: Subject, speedup: float | None) -> Subject:

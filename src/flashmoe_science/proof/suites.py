@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from ..errors import InputError, SubjectError, SuiteError
+from .evidence import Record
 from .toml_files import read_toml
 
 _HINT = "the format is in docs/suites.md"
@@ -69,6 +70,12 @@ def load_suite(name_or_path: str) -> Suite:
         raise SuiteError(f"suite must be one of {', '.join(packaged)} or a file, got {name_or_path!r}", hint=hint)
     file = read_toml(path, _SuiteFile, SuiteError, hint=_HINT)
     return Suite(file.name, file.operator, file.description, _parse_cases(file, path), path)
+
+
+def suite_text(record: Record, repository: Path | None) -> str:
+    """Return what ``load_suite`` takes for the suite of ``record``: the file in ``repository``, or its name."""
+    own = repository / "suites" / f"{record.suite}.toml" if repository is not None else None
+    return str(own) if own is not None and own.is_file() else record.suite
 
 
 def _parse_cases(file: _SuiteFile, path: Path) -> tuple[SuiteCase, ...]:

@@ -10,7 +10,8 @@ from ..evidence import Environment, Gate, GateName, GateStatus, Record
 from ..subject import hash_sources
 from ..worker import run_task
 from . import correct, launch, speed, static
-from .run import Outcome, Progress, ProveRequest, Run, check_request
+from .resume import adopt, check_resumable, kept_note, kept_outcome
+from .run import CHANGED_SOURCES, Outcome, Progress, ProveRequest, Run, check_request
 
 _GATES: dict[GateName, Callable[[Run], Outcome]] = {
     "sources": static.check_sources,
@@ -39,11 +40,16 @@ def prove(request: ProveRequest, *, progress: Progress, save: Callable[[Record],
         The record, complete.
 
     Raises:
-        ProofError: the request cannot be carried out; nothing was saved.
+        ProofError: the request cannot be carried out, or the run to go on with may not be; nothing was saved.
         KeyboardInterrupt: after the record of what was finished has been saved, marked incomplete.
     """
     check_request(request)
     run = Run(request, environment=_read_environment(), progress=progress, save=save)
+    if request.resume is not None:
+        run.sources = hash_sources(run.subject)
+        check_resumable(request.resume, run.record())
+        adopt(run, request.resume)
+        progress.note(kept_note(run))
     name: GateName = "sources"
     try:
         for name, gate in _GATES.items():
@@ -71,7 +77,7 @@ def _read_environment() -> Environment:
 def _run_gate(run: Run, name: GateName, gate: Callable[[Run], Outcome]) -> None:
     run.progress.start(name)
     start = time.monotonic()
-    outcome = gate(run)
+    outcome = kept_outcome(run, name) or gate(run)
     run.gates[name] = Gate(
         name=name,
         status=outcome.status,
@@ -89,7 +95,7 @@ def _finish(run: Run) -> None:
     """Mark the record complete, unless cases are lacking or what it describes has changed under it."""
     changed = _changed_sources(run)
     if changed:
-        run.lost = f"changed while the run was going on: {', '.join(changed)}"
+        run.lost = f"{CHANGED_SOURCES}: {', '.join(changed)}"
     run.incomplete_reason = run.lost
     _explain_unmeasured(run)
     run.save()

@@ -28,7 +28,7 @@ def check_launches(run: Run) -> Outcome:
         if event["event"] == "case":
             finished.append(event["case"])
             _record(run, event["case"])
-            run.progress.advance(len(finished), len(run.served), event["case"]["name"])
+            run.progress.advance(len(finished), len(run.todo), event["case"]["name"])
 
     result = run.run_task("gpu_tasks:capture_launches", run.payload(), timeout_s=_TIMEOUT_S, on_event=on_event)
     cases = result.data["cases"] if result.ok and result.data else finished

@@ -18,19 +18,24 @@ from ..evidence import (
     CaseRecord,
     Environment,
     Gate,
+    GateName,
     GateStatus,
     Record,
+    Resumed,
     Settings,
     SourceFile,
     SubjectInfo,
+    TimeKind,
     Work,
 )
 from ..subject import PACKAGE_FOLDER, Subject, operator_of
 from ..suites import Suite
+from ..words import counted
 from ..worker import TaskResult, run_task
 
 _TAIL_LINES = 24
 NO_GPU = "no NVIDIA GPU here"
+CHANGED_SOURCES = "changed while the run was going on"
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,7 @@ class ProveRequest:
     settings: Settings = field(default_factory=Settings)
     command: str = ""
     repository: Path | None = None  # holds claims and evidence; tells where the subject's folder lies in it
+    resume: Record | None = None  # an interrupted run to go on with
 
 
 class Progress(Protocol):
@@ -120,6 +126,9 @@ class Run:
         self.cases = {case.name: self._new_case(case) for case in request.suite.cases}
         self.incomplete_reason = "the run has not ended"
         self.lost = ""  # why cases are lacking although the chain came to its end
+        self.resumed: list[Resumed] = []
+        self.finished: set[str] = set()  # cases that a resumed run brought whole
+        self.kept_gates: dict[GateName, Gate] = {}  # those that it passed
         self.created_at = datetime.now(timezone.utc)
         stamp = self.created_at.strftime("%Y%m%dT%H%M%SZ")
         self.id = f"{stamp}-{request.suite.name}-{self.subject.name}-{secrets.token_hex(3)}"
@@ -181,6 +190,18 @@ class Run:
         """The cases that the subject does not refuse here."""
         return [name for name, case in self.cases.items() if not self._refused(case)]
 
+    @property
+    def todo(self) -> list[str]:
+        """The cases that are served here and not finished by a run that this one goes on with."""
+        return [name for name in self.served if name not in self.finished]
+
+    @property
+    def modes(self) -> list[list[TimeKind]]:
+        """The kinds of time that share a process: kernel time has processes of its own."""
+        together: list[TimeKind] = [kind for kind in self.settings.times if kind != "kernel"]
+        alone: list[TimeKind] = [kind for kind in self.settings.times if kind == "kernel"]
+        return [mode for mode in (together, alone) if mode]
+
     def _refused(self, case: CaseRecord) -> str:
         """Return why the subject refuses ``case``, or an empty text."""
         return next((arm.reason for arm in case.arms if arm.role == "subject" and arm.status == "refused"), "")
@@ -195,9 +216,10 @@ class Run:
 
     @property
     def not_served_note(self) -> str:
-        """What a summary says of the cases that are refused, or an empty text."""
+        """What a summary says of the cases that are refused, and of those kept, or an empty text."""
         refused = len(self.cases) - len(self.served)
-        return f"; {refused} not served" if refused else ""
+        kept = f"; {counted(len(self.finished), 'case')} kept from {self.resumed[0].run}" if self.finished else ""
+        return (f"; {refused} not served" if refused else "") + kept
 
     @property
     def has_gpu(self) -> bool:
@@ -223,13 +245,11 @@ class Run:
         return {"TRITON_INTERPRET": "1"} if self.device == "cpu" else {}
 
     def payload(self, **more: Any) -> dict[str, Any]:
-        """Return what every task of this run gets: see docs/measuring.md. Its cases are those served here."""
-        served = [self.cases[name] for name in self.served]
-        cases = [{"name": c.name, "problem": c.problem, "origin": c.origin} for c in served]
+        """Return what every task of this run gets: see docs/measuring.md. Its cases are those still to do here."""
         return {
             "subject": self.subject.to_json(),
             "operator": self.subject.operator,
-            "cases": cases,
+            "cases": [self.case_table(name) for name in self.todo],
             "baselines": list(self.request.baselines),
             "settings": self.settings.model_dump(mode="json"),
             "process": 0,
@@ -237,6 +257,11 @@ class Run:
             "seed": self.settings.seed,
             **more,
         }
+
+    def case_table(self, name: str) -> dict[str, Any]:
+        """Return one case as tasks get it."""
+        case = self.cases[name]
+        return {"name": case.name, "problem": case.problem, "origin": case.origin}
 
     def run_task(
         self,
@@ -259,6 +284,13 @@ class Run:
         arms = {a.name: a for a in self.cases[case].arms}
         arms[arm] = Arm(**{**(dict(arms[arm]) if arm in arms else {"name": arm}), **changes})
         self.update_case(case, arms=list(arms.values()))
+
+    def drop_times(self, name: str) -> None:
+        """Take the times out of a case that turned out to be wrong: there is no time without correctness."""
+        for arm in self.cases[name].arms:
+            if arm.status == "measured":
+                self.update_arm(name, arm.name, status="not measured", rates={})
+        self.update_case(name, rounds=[])
 
     def explain_crash(self, result: TaskResult) -> tuple[str, list[str]]:
         """Return hint and last output lines of a worker that did not answer."""
@@ -310,6 +342,7 @@ class Run:
             settings=self.settings,
             gates=list(self.gates.values()),
             cases=list(self.cases.values()),
+            resumed=self.resumed,
         )
 
     def _folder_in_repository(self) -> str | None:

@@ -12,6 +12,7 @@ from ..evidence import CaseRecord, Rates, Rounds, Settings, TimeKind
 from ..roofline import fewest_seconds
 from ..words import counted
 from ..worker import TaskResult
+from .resume import has_cell
 from .run import Outcome, Run, failed, first_of, no_timing, passed
 
 _TIMEOUT_S = 600.0  # of silence: compiling, tuning and warming up one case
@@ -30,7 +31,7 @@ def measure_quickly(run: Run) -> Outcome:
     settings = run.settings.model_copy(update={"rounds": _QUICK_ROUNDS, "processes": 1, "times": [kind]})
     cases: list[dict[str, Any]] = []
     # Whether the work is ordered with the caller's stream is for the gate bench to say.
-    step = _Step(settings, process=0, times=[kind], done=0, total=len(run.served), check_stream=False)
+    step = _Step(settings, 0, [kind], run.todo, done=0, total=len(run.todo), check_stream=False)
     result = _measure(run, step, cases.append)
     seconds = result.seconds
     if not result.ok:
@@ -118,6 +119,7 @@ class _Step:
     settings: Settings
     process: int
     times: Sequence[TimeKind]
+    cases: Sequence[str]
     done: int  # cases behind us when it begins, of ``total``
     total: int
     check_stream: bool = True
@@ -128,17 +130,18 @@ class _Step:
 
 
 def _steps(run: Run) -> list[_Step]:
-    """Return the measuring processes of the gate bench: kernel time has some of its own."""
-    kinds = run.settings.times
-    together: list[TimeKind] = [kind for kind in kinds if kind != "kernel"]
-    alone: list[TimeKind] = [kind for kind in kinds if kind == "kernel"]
-    modes = (together, alone)
-    plan = [(process, mode) for process in range(run.settings.processes) for mode in modes if mode]
-    cases = len(run.served)
-    return [
-        _Step(run.settings, process, mode, done=index * cases, total=len(plan) * cases)
-        for index, (process, mode) in enumerate(plan)
+    """Return the measuring processes of the gate bench, each with the cases that lack its rounds."""
+    plan = [
+        (process, mode, [name for name in run.todo if not has_cell(run.cases[name], process, mode)])
+        for process in range(run.settings.processes)
+        for mode in run.modes
     ]
+    total, steps, done = sum(len(cases) for _, _, cases in plan), [], 0
+    for process, mode, cases in plan:
+        if cases:
+            steps.append(_Step(run.settings, process, mode, cases, done=done, total=total))
+            done += len(cases)
+    return steps
 
 
 def _measure(run: Run, step: _Step, on_case: Callable[[dict[str, Any]], None]) -> TaskResult:
@@ -154,6 +157,7 @@ def _measure(run: Run, step: _Step, on_case: Callable[[dict[str, Any]], None]) -
 
     payload = run.payload(
         settings=step.settings.model_dump(mode="json"),
+        cases=[run.case_table(name) for name in step.cases],
         process=step.process,
         times=list(step.times),
         check_stream=step.check_stream,
@@ -197,7 +201,11 @@ def pool_rounds(old: Rounds, new: Rounds) -> Rounds:
         for kind, arms in old.seconds.items()
     }
     columns = ("process", "order", "sm_clock_mhz", "power_w", "temperature_c", "throttle")
-    return Rounds(seconds=seconds, **{name: [*getattr(old, name), *getattr(new, name)] for name in columns})
+    session: list[int] = []
+    if old.session or new.session:  # rounds that say nothing are this run's own
+        session = [s for rounds in (old, new) for s in rounds.session or [0] * len(rounds.process)]
+    both = {name: [*getattr(old, name), *getattr(new, name)] for name in columns}
+    return Rounds(seconds=seconds, session=session, **both)
 
 
 def rates_of(case: CaseRecord, arm: str) -> dict[TimeKind, Rates]:
