@@ -125,7 +125,7 @@ def test_what_proves_the_machine_runs_again_for_the_missing_cases_only(gpu):
     assert gate_of(record, "correct").summary.startswith("3 of 3 cases on the GPU")
     assert gate_of(record, "bench").summary.startswith("3 cases, 30 rounds each in 3 processes")
     assert gate_of(record, "bench").summary.endswith(f"; 2 cases kept from {old.id}")
-    assert recorder.notes[0] == f"going on with {old.id}: 2 of 3 cases finished, 17 measured processes of cases kept"
+    assert recorder.notes[0] == f"going on with {old.id}: 2 of 3 cases finished, 17 of 18 measurements"
 
 
 def test_a_run_that_lacks_nothing_but_its_end_is_finished_without_measuring(gpu):

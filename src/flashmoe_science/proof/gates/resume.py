@@ -137,7 +137,10 @@ def kept_outcome(run: Run, name: GateName) -> Outcome | None:
 
 
 def kept_note(run: Run) -> str:
-    """Return how much was taken over, for the log."""
+    """Return how much was taken over, for the log. A measurement is one case in one process."""
     cells = sum(len(set(rounds.process)) for case in run.cases.values() for rounds in case.rounds)
     finished = f"{len(run.finished)} of {counted(len(run.served), 'case')} finished"
-    return f"going on with {run.resumed[0].run}: {finished}, {counted(cells, 'measured process')} of cases kept"
+    kept = (
+        f", {cells} of {len(run.served) * len(run.modes) * run.settings.processes} measurements" if run.has_gpu else ""
+    )
+    return f"going on with {run.resumed[0].run}: {finished}{kept}"
