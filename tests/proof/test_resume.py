@@ -161,7 +161,7 @@ def test_a_resumed_run_can_demonstrate_a_claim_and_the_interrupted_one_cannot(gp
         suite="made-up",
         metric="graph",
         factor=1.5,
-        gpu="H200",
+        gpu=("H200",),
         scope="each case",
     )
     suite = {case.name: case.problem for case in old.cases}
