@@ -257,18 +257,34 @@ class Record(Model):
         return next((gate for gate in self.gates if gate.name == name), None)
 
 
+def record_text(record: Record) -> str:
+    """Return ``record`` as the text of a file."""
+    return record.model_dump_json(indent=1) + "\n"
+
+
 def write_record(record: Record, path: Path) -> None:
     """Write ``record`` to ``path`` so that a reader sees the old file or the new one, never half of one."""
-    write_atomically(path, record.model_dump_json(indent=1) + "\n")
+    write_atomically(path, record_text(record))
 
 
 def read_record(path: Path) -> Record:
     """Read one record. Raises ``EvidenceError`` with file, key and what was expected."""
+    return parse_record(read_text(path), path)
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a file as it stands there, its line ends included. Raises ``EvidenceError``."""
     try:
-        return Record.model_validate_json(path.read_text(encoding="utf-8"))
-    except OSError as error:
+        return path.read_bytes().decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
         raise EvidenceError(f"{path}: cannot be read: {error}") from error
+
+
+def parse_record(text: str, where: object) -> Record:
+    """Return the record in ``text``. Raises ``EvidenceError`` with ``where``, key and what was expected."""
+    try:
+        return Record.model_validate_json(text)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"]) or "(document)"
-        raise EvidenceError(f"{path}: key {where}: {first['msg']}") from error
+        key = ".".join(str(part) for part in first["loc"]) or "(document)"
+        raise EvidenceError(f"{where}: key {key}: {first['msg']}") from error

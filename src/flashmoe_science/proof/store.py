@@ -9,40 +9,18 @@ import difflib
 import json
 import os
 from collections.abc import Callable, Iterable
-from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timezone
+from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import sqlalchemy as sa
 
 from ..errors import EvidenceError
-from .evidence import GateStatus, Record, read_record
+from .database import LEDGER, RUNS, Database
+from .evidence import GateStatus, Record, parse_record, read_record, read_text, record_text
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-_METADATA = sa.MetaData()
-
-_RUNS = sa.Table(
-    "runs",
-    _METADATA,
-    sa.Column("id", sa.String(200), primary_key=True),
-    sa.Column("created_at", sa.String(40), nullable=False, index=True),  # ISO 8601 in UTC, so that text sorts as time
-    sa.Column("subject", sa.String(200), nullable=False),
-    sa.Column("operator", sa.String(200), nullable=False),
-    sa.Column("suite", sa.String(200), nullable=False),
-    sa.Column("gpu", sa.String(200), nullable=False),  # "" for none
-    sa.Column("commit", sa.String(64), nullable=False),
-    sa.Column("complete", sa.Boolean, nullable=False),
-    sa.Column("result", sa.String(200), nullable=False),
-    sa.Column("cases", sa.Integer, nullable=False),
-    sa.Column("measured", sa.Integer, nullable=False),
-    sa.Column("document", sa.Text, nullable=False),
-)
-_LISTED = [column for column in _RUNS.columns if column.name != "document"]
-_STORE_HINT = "set FLASHMOE_STORE to a file that you may write, or to an SQLAlchemy URL"
+_LISTED = [column for column in RUNS.columns if column.name != "document"]
 
 
 @dataclass(frozen=True)
@@ -65,10 +43,9 @@ class RunSummary:
 
 def summarize(record: Record, *, origin: str = "store") -> RunSummary:
     """Return what a listing says of ``record``."""
-    created = record.created_at if record.created_at.tzinfo else record.created_at.replace(tzinfo=timezone.utc)
     return RunSummary(
         id=record.id,
-        created_at=created.astimezone(timezone.utc).isoformat(timespec="seconds"),
+        created_at=_as_text(record.created_at),
         subject=record.subject.name,
         operator=record.subject.operator,
         suite=record.suite,
@@ -90,13 +67,22 @@ def _result(record: Record) -> str:
     return f"{passed} of {len(record.gates)} gates passed"
 
 
+def _as_text(moment: datetime) -> str:
+    """Return a moment as the store keeps it. One without a zone is UTC."""
+    moment = moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)
+    return moment.astimezone(timezone.utc).isoformat(timespec="seconds")
+
+
+def as_url(named: str) -> str:
+    """Return the URL of a store that is named by one, or by the path of an SQLite file."""
+    return named if "://" in named else f"sqlite:///{Path(named).expanduser()}"
+
+
 def default_url() -> str:
-    """Return the database named by ``FLASHMOE_STORE`` (a path or an SQLAlchemy URL), or the one of this user."""
+    """Return the store named by ``FLASHMOE_STORE`` (a path or a URL), or the one of this user."""
     named = os.environ.get("FLASHMOE_STORE", "")
-    if "://" in named:
-        return named
     if named:
-        return f"sqlite:///{Path(named).expanduser()}"
+        return as_url(named)
     data_home = os.environ.get("XDG_DATA_HOME", "")
     # The XDG specification: a relative path is invalid and has to be ignored.
     folder = Path(data_home) if Path(data_home).is_absolute() else Path.home() / ".local" / "share"
@@ -107,61 +93,42 @@ class Store:
     """A database of runs.
 
     Args:
-        url: An SQLAlchemy URL. Default: ``default_url()``.
+        url: The path of an SQLite file, or the URL of an SQLite or PostgreSQL database. Default: ``default_url()``.
 
-    Reading never creates anything: a database that does not exist has no runs.
+    Reading never creates or upgrades anything: a database that does not exist has no runs.
     """
 
     def __init__(self, url: str | None = None) -> None:
-        self.url = url or default_url()
-        try:
-            self._engine = sa.create_engine(self.url)
-        except (sa.exc.ArgumentError, ModuleNotFoundError) as error:
-            raise EvidenceError(f"run store {self.url!r} cannot be used: {error}", hint=_STORE_HINT) from error
+        self._database = Database(as_url(url) if url else default_url())
 
     def __str__(self) -> str:
-        return self._file or self._engine.url.render_as_string()  # hides a password
+        return str(self._database)  # without a password
 
-    @property
-    def _file(self) -> str:
-        """The SQLite file, or "" for other databases and for SQLite in memory."""
-        url = self._engine.url
-        in_file = url.get_backend_name() == "sqlite" and url.database and url.database != ":memory:"
-        return str(url.database) if in_file else ""
+    def save(self, record: Record, *, text: str | None = None, dollars_per_hour: float | None = None) -> None:
+        """Keep ``record`` and book what its gates took of a GPU. One with the same id is replaced: a run grows.
 
-    def _exists(self) -> bool:
-        if self._file and not Path(self._file).exists():
-            return False
-        with self._errors_explained():
-            return sa.inspect(self._engine).has_table(_RUNS.name)
-
-    @contextmanager
-    def _errors_explained(self) -> Iterator[None]:
-        try:
-            yield
-        except (sa.exc.DBAPIError, OSError) as error:
-            cause = getattr(error, "orig", None) or error
-            raise EvidenceError(f"run store {self}: {cause}", hint=_STORE_HINT) from error
-
-    def save(self, record: Record) -> None:
-        """Keep ``record``. A record with the same id is replaced: a run grows case by case."""
-        with self._errors_explained():
-            if self._file:
-                Path(self._file).parent.mkdir(parents=True, exist_ok=True)
-            _METADATA.create_all(self._engine)
-            summary = summarize(record)
-            columns = {column.name: getattr(summary, column.name) for column in _LISTED}
-            with self._engine.begin() as connection:
-                connection.execute(sa.delete(_RUNS).where(_RUNS.c.id == record.id))
-                connection.execute(sa.insert(_RUNS).values(**columns, document=record.model_dump_json()))
+        Args:
+            record: The run.
+            text: Of its file, which ``text()`` gives back. Default: what ``write_record`` writes.
+            dollars_per_hour: What its GPU costs. Default: what was booked of this run before, if anything.
+        """
+        summary = summarize(record)
+        row = {column.name: getattr(summary, column.name) for column in _LISTED}
+        entries = _entries(record, summary, dollars_per_hour)
+        with self._database.writing() as connection:
+            self._database.insert(connection, RUNS, {**row, "document": text or record_text(record)})
+            ids = [entry["id"] for entry in entries]
+            connection.execute(sa.delete(LEDGER).where(LEDGER.c.run == record.id, LEDGER.c.id.not_in(ids)))
+            for entry in entries:
+                self._database.insert(connection, LEDGER, entry, keep=["dollars_per_hour"])
 
     def ids(self, prefix: str = "") -> list[str]:
         """Return the ids that start with ``prefix``, newest first."""
-        if not self._exists():
-            return []
-        query = sa.select(_RUNS.c.id).where(_RUNS.c.id.startswith(prefix, autoescape=True))
-        with self._errors_explained(), self._engine.connect() as connection:
-            return list(connection.scalars(query.order_by(_RUNS.c.created_at.desc(), _RUNS.c.id.desc())))
+        query = sa.select(RUNS.c.id).where(RUNS.c.id.startswith(prefix, autoescape=True))
+        with self._database.reading() as connection:
+            if connection is None:
+                return []
+            return list(connection.scalars(query.order_by(RUNS.c.created_at.desc(), RUNS.c.id.desc())))
 
     def load(self, key: str) -> Record:
         """Return the run whose id is ``key`` or starts with it, or the one in the JSON file ``key``.
@@ -172,24 +139,52 @@ class Store:
 
     def document(self, run_id: str) -> Record:
         """Return the run with exactly this id."""
-        with self._errors_explained(), self._engine.connect() as connection:
-            document = connection.scalar(sa.select(_RUNS.c.document).where(_RUNS.c.id == run_id))
-        try:
-            return Record.model_validate_json(document or "")
-        except ValueError as error:
-            raise EvidenceError(f"run {run_id} in {self} is not a record of this version: {error}") from error
+        return parse_record(self._document(run_id), f"run {run_id} in {self}")
 
-    def runs(self, *, subject: str = "", suite: str = "", gpu: str = "", limit: int | None = None) -> list[RunSummary]:
+    def text(self, run_id: str) -> str:
+        """Return the text of the file that the run with exactly this id has, byte for byte."""
+        document = self._document(run_id)
+        # A store of the first schema holds records without line breaks, which a file has.
+        return document if document.endswith("\n") else record_text(self.document(run_id))
+
+    def _document(self, run_id: str) -> str:
+        with self._database.reading() as connection:
+            query = sa.select(RUNS.c.document).where(RUNS.c.id == run_id)
+            document = connection.scalar(query) if connection is not None else None
+        if document is None:
+            raise EvidenceError(f"there is no run {run_id!r} in {self}")
+        return str(document)
+
+    def runs(
+        self,
+        *,
+        subject: str = "",
+        suite: str = "",
+        gpu: str = "",
+        since: datetime | None = None,
+        limit: int | None = None,
+    ) -> list[RunSummary]:
         """Return the runs, newest first. ``gpu`` matches a part of the name, the others the whole of it."""
-        if not self._exists():
-            return []
-        query = sa.select(*_LISTED).order_by(_RUNS.c.created_at.desc(), _RUNS.c.id.desc()).limit(limit)
-        for column, value in ((_RUNS.c.subject, subject), (_RUNS.c.suite, suite)):
+        query = sa.select(*_LISTED).order_by(RUNS.c.created_at.desc(), RUNS.c.id.desc()).limit(limit)
+        for column, value in ((RUNS.c.subject, subject), (RUNS.c.suite, suite)):
             query = query.where(column == value) if value else query
         if gpu:
-            query = query.where(_RUNS.c.gpu.icontains(gpu, autoescape=True))
-        with self._errors_explained(), self._engine.connect() as connection:
-            return [RunSummary(**row) for row in connection.execute(query).mappings()]
+            query = query.where(RUNS.c.gpu.icontains(gpu, autoescape=True))
+        if since:
+            query = query.where(RUNS.c.created_at >= _as_text(since))
+        with self._database.reading() as connection:
+            return [RunSummary(**row) for row in connection.execute(query).mappings()] if connection is not None else []
+
+
+def _entries(record: Record, summary: RunSummary, dollars_per_hour: float | None) -> list[dict[str, Any]]:
+    """Return a row of the ledger for every gate that held a GPU."""
+    about = {name: getattr(summary, name) for name in ("subject", "suite", "gpu")}
+    about |= {"run": record.id, "at": summary.created_at, "dollars_per_hour": dollars_per_hour, "note": ""}
+    return [
+        {**about, "id": f"{record.id}/{gate.name}", "gate": gate.name, "gpu_seconds": gate.gpu_seconds}
+        for gate in record.gates
+        if gate.gpu_seconds > 0
+    ]
 
 
 def find_repository(start: Path | None = None) -> Path | None:
@@ -207,10 +202,27 @@ def evidence_files(repository: Path) -> dict[str, Path]:
         except (OSError, ValueError):
             found[path.stem] = path  # reading it as a record says what is wrong
             continue
-        # The GPU tests leave documents of their own here: they have no gates.
-        if isinstance(document, dict) and "gates" in document:
+        if _has_gates(document):
             found[str(document.get("id", path.stem))] = path
     return found
+
+
+def is_record(text: str) -> bool:
+    """Return whether ``text`` is meant as a record of a run. What is no JSON at all may be one that broke."""
+    try:
+        return _has_gates(json.loads(text))
+    except ValueError:
+        return True
+
+
+def _has_gates(document: object) -> bool:
+    """Return whether a JSON document is of a run: the GPU tests leave documents of their own, which have no gates."""
+    return isinstance(document, dict) and "gates" in document
+
+
+def is_path(key: str) -> bool:
+    """Return whether ``key`` names a run by its file."""
+    return os.sep in key or key.endswith(".json")
 
 
 class Archive:
@@ -226,8 +238,20 @@ class Archive:
 
     def load(self, key: str) -> Record:
         """Return the run whose id is ``key`` or starts with it, or the one in the JSON file ``key``."""
-        if os.sep in key or key.endswith(".json"):
+        if is_path(key):
             return read_record(Path(key))
+        path, run_id = self._find(key)
+        return read_record(path) if path else self.store.document(run_id)
+
+    def text(self, key: str) -> str:
+        """Return the text of that run's file."""
+        if is_path(key):
+            return read_text(Path(key))
+        path, run_id = self._find(key)
+        return read_text(path) if path else self.store.text(run_id)
+
+    def _find(self, key: str) -> tuple[Path | None, str]:
+        """Return the file, where there is one, and the id of the run whose id is ``key`` or starts with it."""
         files, stored = self._files(key), self.store.ids(key)
         found = [key] if key in files or key in stored else sorted({*files, *stored}, reverse=True)
         if len(found) > 1:
@@ -236,7 +260,7 @@ class Archive:
         if not found:
             raise EvidenceError(f"there is no run {key!r}", hint=self._nearest(key))
         # The file is what others see; the store's copy of the same run can only be older or equal.
-        return read_record(files[found[0]]) if found[0] in files else self.store.document(found[0])
+        return files.get(found[0]), found[0]
 
     def _nearest(self, key: str) -> str:
         near = difflib.get_close_matches(key, [*self._files(), *self.store.ids()], n=1, cutoff=0.4)
@@ -248,10 +272,11 @@ class Archive:
         subject: str = "",
         suite: str = "",
         gpu: str = "",
+        since: datetime | None = None,
         on_trouble: Callable[[EvidenceError], None] | None = None,
     ) -> list[RunSummary]:
         """Return the runs, newest first. A file that cannot be read goes to ``on_trouble``, or is raised."""
-        found = {run.id: run for run in self.store.runs(subject=subject, suite=suite, gpu=gpu)}
+        found = {run.id: run for run in self.store.runs(subject=subject, suite=suite, gpu=gpu, since=since)}
         for path in self._files().values():
             try:
                 run = summarize(read_record(path), origin=f"evidence/{path.name}")
@@ -261,7 +286,7 @@ class Archive:
                 on_trouble(error)
                 continue
             wanted = subject in ("", run.subject) and suite in ("", run.suite) and gpu.lower() in run.gpu.lower()
-            if wanted:
+            if wanted and (since is None or run.created_at >= _as_text(since)):
                 found[run.id] = run
         return sorted(found.values(), key=lambda run: (run.created_at, run.id), reverse=True)
 
