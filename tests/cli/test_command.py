@@ -19,7 +19,10 @@ from ..proof.claim_builders import claim_toml
 from .conftest import RUN_ID
 
 ROOT = Path(__file__).resolve().parents[2]
-VERBS = ("prove", "verify", "show", "runs", "explain", "doctor", "suites", "baselines", "readme", "claim new")
+VERBS = (
+    *("prove", "verify", "show", "runs", "import", "export", "explain", "doctor", "suites", "baselines", "readme"),
+    "claim new",
+)
 
 
 def run_process(*args, code="import sys; from flashmoe_science.cli import main; sys.exit(main())", **environment):

@@ -90,6 +90,19 @@ def test_the_command_in_the_record_names_no_folder_of_this_machine(prove_with, r
     assert requests[1].command == "flashmoe prove mine/kernel.toml --suite ../away.toml"
 
 
+def test_the_command_in_the_record_names_no_store(prove_with, requests, tmp_path):
+    record = build_record(day=1)
+    name = str(tmp_path / "mine.sqlite")
+    prove_with(record, "--seed", "1", "--store", name, "--rounds", "7")
+    prove_with(record, f"--store={name}", "--seed", "2")
+    assert [request.command for request in requests] == [
+        "flashmoe prove --seed 1 --rounds 7",
+        "flashmoe prove --seed 2",
+    ]
+    assert Store(name).load(record.id) == record
+    assert Store().runs() == []
+
+
 def test_prove_with_no_gpu_ends_with_the_verdicts_of_verify(prove_with):
     code, out, _ = prove_with(build_record(gpu=None, day=1))
     assert code == 0

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ..errors import ClaimError, CompileError, EvidenceError, InputError
 from ..proof.conclude import GATE_FAILED, conclude
-from ..proof.evidence import Record, TimeKind
+from ..proof.evidence import Record, TimeKind, read_record
 from ..proof.judge import Verdict, VerdictStatus, exit_code
 from ..proof.report import (
     case_table,
@@ -27,8 +27,8 @@ from ..proof.report import (
     unmeasured_lines,
 )
 from ..proof.rows import kinds_measured
-from ..proof.store import Archive, Store, find_repository
-from .names import gpu_named
+from ..proof.store import Archive, Store, find_repository, is_path
+from .names import gpu_named, moment_named
 from .terminal import Terminal, as_plain, short_path, write_csv_file
 
 if TYPE_CHECKING:
@@ -58,11 +58,14 @@ def run_verify(*, why: bool, strict: bool, as_json: bool) -> int:
     return code
 
 
-def run_show(key: str, *, kind: str | None, verbose: bool, csv: Path | None, as_json: bool) -> int:
+def run_show(
+    key: str, *, kind: str | None, verbose: bool, csv: Path | None, store: str | None = None, as_json: bool
+) -> int:
     """Render one run again."""
     terminal = Terminal(as_json=as_json)
     repository = find_repository()
-    record = Archive(Store(), repository).load(key)
+    # A file needs no store, so that a wrong one does not hide it.
+    record = read_record(Path(key)) if is_path(key) else Archive(Store(store), repository).load(key)
     measured = kinds_measured(record)
     if kind is not None and measured and kind not in measured:
         raise InputError(f"time must be one of {', '.join(measured)} in this run, got {kind}")
@@ -94,15 +97,26 @@ def _conclude_now(record: Record, repository: Path | None) -> list[Verdict]:
     return conclude(record, repository, changed=sources.changed, notes=sources.notes)
 
 
-def run_runs(*, subject: str, suite: str, gpu: str, limit: int, as_json: bool) -> int:
+def run_runs(
+    *,
+    subject: str,
+    suite: str,
+    gpu: str,
+    since: str | None = None,
+    limit: int,
+    store: str | None = None,
+    as_json: bool,
+) -> int:
     """List the runs."""
     terminal = Terminal(as_json=as_json)
-    archive = Archive(Store(), find_repository())
-    found = archive.runs(subject=subject, suite=suite, gpu=gpu, on_trouble=terminal.warn_of)
+    archive = Archive(Store(store), find_repository())
+    moment = moment_named(since) if since else None
+    found = archive.runs(subject=subject, suite=suite, gpu=gpu, since=moment, on_trouble=terminal.warn_of)
     listed = found[:limit] if limit else found
     terminal.document({"runs": [vars(run) for run in listed], "found": len(found)})
     if not found:
-        terminal.log.print("no runs yet: flashmoe prove makes the first")
+        asked = subject or suite or gpu or since
+        terminal.log.print("no such run" if asked else "no runs yet: flashmoe prove makes the first")
         return 0
     terminal.show(run_table(listed))
     if len(listed) < len(found):

@@ -1,9 +1,11 @@
-"""Names on the command line: an unknown one is refused, and the nearest one suggested."""
+"""Names and dates on the command line: an unknown name is refused, and the nearest one suggested."""
 
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
+from datetime import datetime, timedelta, timezone
 
 from ..errors import InputError
 from ..gpu.specs import SPECS, GpuSpec, find_gpu
@@ -25,3 +27,20 @@ def gpu_named(name: str) -> GpuSpec:
     except InputError:
         check_name("gpu", name, SPECS)
         raise
+
+
+def moment_named(text: str, *, now: datetime | None = None) -> datetime:
+    """Return the moment that ``text`` names: a date, a date and time, or how long ago. Without a zone it is UTC.
+
+    Raises ``InputError``.
+    """
+    now = now or datetime.now(timezone.utc)
+    try:
+        if ago := re.fullmatch(r"(\d+)([hdw])", text):
+            unit = {"h": "hours", "d": "days", "w": "weeks"}[ago[2]]
+            return now - timedelta(**{unit: int(ago[1])})
+        moment = datetime.fromisoformat(text.replace("Z", "+00:00"))  # Python 3.10 knows no Z
+    except (ValueError, OverflowError) as error:
+        hint = "e.g. --since 2026-11-20, --since 2026-11-20T18:00, --since 7d, 12h or 2w"
+        raise InputError(f"since must be a date or how long ago, got {text!r}", hint=hint) from error
+    return moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)

@@ -13,6 +13,15 @@ Csv = Annotated[
     Optional[Path],  # noqa: UP045 - typer reads this on Python 3.10
     typer.Option("--csv", metavar="FILE", help="Also write a line for every case, arm and kind of time to FILE."),
 ]
+StoreName = Annotated[
+    Optional[str],  # noqa: UP045
+    typer.Option(
+        "--store",
+        metavar="STORE",
+        help="The store: an SQLite file or a postgresql:// URL. Default: what FLASHMOE_STORE names.",
+        show_default=False,
+    ),
+]
 
 
 class Metric(str, Enum):

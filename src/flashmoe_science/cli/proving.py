@@ -37,6 +37,7 @@ class Wanted:
     processes: int = 3
     rounds: int = 10
     seed: int | None = None
+    store: str | None = None
     args: Sequence[str] = field(default_factory=list)  # as they were typed, for the record
     resume: str | None = None  # the run to go on with
     given: Collection[str] = ()  # the parameters that were typed: the others are as in the run to go on with
@@ -45,10 +46,10 @@ class Wanted:
 class Keeper:
     """Writes the record of a run, as far as it has got, to the evidence folder and to the store."""
 
-    def __init__(self, folder: Path, terminal: Terminal) -> None:
+    def __init__(self, folder: Path, terminal: Terminal, store: Store) -> None:
         self._folder = folder
         self._terminal = terminal
-        self._store: Store | None = Store()
+        self._store: Store | None = store
         self.path: Path | None = None
 
     def save(self, record: Record) -> None:
@@ -74,7 +75,7 @@ def run_prove(wanted: Wanted, *, csv: Path | None, as_json: bool) -> int:
     repository = find_repository()
     wanted, resume = as_resumed(wanted, repository)
     request = replace(_request(wanted, repository), resume=resume)
-    keeper = Keeper((repository or Path.cwd()) / "evidence", terminal)
+    keeper = Keeper((repository or Path.cwd()) / "evidence", terminal, Store(wanted.store))
     progress = ChainProgress(terminal)
     terminal.say(_title(request))
     try:
@@ -96,7 +97,7 @@ def as_resumed(wanted: Wanted, repository: Path | None) -> tuple[Wanted, Record 
     """Return the run to go on with, and what is wanted: what was not typed is as it was in that run."""
     if wanted.resume is None:
         return wanted, None
-    record = Archive(Store(), repository).load(wanted.resume)
+    record = Archive(Store(wanted.store), repository).load(wanted.resume)
     settings = record.settings
     as_it_was: dict[str, tuple[str, Any]] = {  # the parameter, and what it decides
         "baseline": ("baselines", record.baselines),
@@ -135,9 +136,19 @@ def _request(wanted: Wanted, repository: Path | None) -> ProveRequest:
         until=wanted.until,
         expect=wanted.expect,
         settings=settings,
-        command=shlex.join(["flashmoe", *map(_without_folders, wanted.args)]),
+        command=shlex.join(["flashmoe", *map(_without_folders, _without_store(wanted.args))]),
         repository=repository,
     )
+
+
+def _without_store(args: Sequence[str]) -> list[str]:
+    """Return the arguments without the store: it decides no result, and its URL can hold a password."""
+    kept, skip = [], False
+    for arg in args:
+        if not skip and arg != "--store" and not arg.startswith("--store="):
+            kept.append(arg)
+        skip = arg == "--store" and not skip
+    return kept
 
 
 def _without_folders(argument: str) -> str:

@@ -14,8 +14,8 @@ from typing import Annotated, Optional
 import typer
 
 from .. import __version__
-from . import claim_verbs
-from .options import Csv, Json, Metric, split
+from . import claim_verbs, store_verbs
+from .options import Csv, Json, Metric, StoreName, split
 
 app = typer.Typer(
     add_completion=False,
@@ -24,6 +24,7 @@ app = typer.Typer(
 )
 
 app.add_typer(claim_verbs.app, name="claim", short_help="Write a claim from a run.")
+app.add_typer(store_verbs.app)
 
 
 def _print_version(wanted: bool) -> None:
@@ -95,6 +96,7 @@ def prove(
         Optional[str],  # noqa: UP045
         typer.Option("--resume", metavar="RUN", help="Go on with an interrupted run; what is not given is as it was."),
     ] = None,
+    store: StoreName = None,
     as_json: Json = False,
     csv: Csv = None,
 ) -> None:
@@ -130,6 +132,7 @@ def prove(
         processes=processes,
         rounds=rounds,
         seed=seed,
+        store=store,
         args=context.obj or [],
         resume=resume,
         given=_given(context),
@@ -177,6 +180,7 @@ def show(
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Also the details of every gate, and the kernels that ran.")
     ] = False,
+    store: StoreName = None,
     as_json: Json = False,
     csv: Csv = None,
 ) -> None:
@@ -195,7 +199,7 @@ def show(
     from .looking import run_show
 
     kind = metric.value if metric else None
-    raise typer.Exit(run_show(run, kind=kind, verbose=verbose, csv=csv, as_json=as_json))
+    raise typer.Exit(run_show(run, kind=kind, verbose=verbose, csv=csv, store=store, as_json=as_json))
 
 
 @app.command(short_help="List the runs that are kept here.")
@@ -203,16 +207,22 @@ def runs(
     subject: Annotated[str, typer.Option(metavar="NAME", help="Only runs of this subject.")] = "",
     suite: Annotated[str, typer.Option(metavar="NAME", help="Only runs of this suite.")] = "",
     gpu: Annotated[str, typer.Option(metavar="NAME", help="Only runs on a GPU with this in its name.")] = "",
+    since: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(metavar="DATE", help="Only runs since this date (UTC), or since 7d, 12h or 2w ago."),
+    ] = None,
     limit: Annotated[int, typer.Option(min=0, metavar="N", help="At most this many, newest first; 0 for all.")] = 20,
+    store: StoreName = None,
     as_json: Json = False,
 ) -> None:
     """List the runs in the store and in evidence/ of this repository, newest first.
 
-    The store is the SQLite file ~/.local/share/flashmoe/runs.sqlite, or what FLASHMOE_STORE names.
+    The store is the SQLite file ~/.local/share/flashmoe/runs.sqlite, or what --store or FLASHMOE_STORE names.
 
     \b
-    Example:
+    Examples:
       flashmoe runs --gpu H200 --suite seed
+      flashmoe runs --since 7d --store postgresql://ada@server/runs
 
     \b
     Exit codes:
@@ -220,7 +230,9 @@ def runs(
     """
     from .looking import run_runs
 
-    raise typer.Exit(run_runs(subject=subject, suite=suite, gpu=gpu, limit=limit, as_json=as_json))
+    raise typer.Exit(
+        run_runs(subject=subject, suite=suite, gpu=gpu, since=since, limit=limit, store=store, as_json=as_json)
+    )
 
 
 @app.command(short_help="Say which kernel would serve a call, on any GPU.")

@@ -1,0 +1,177 @@
+"""Tests of the verbs that fill and empty the store, and of the option that names it."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime, timezone
+
+import pytest
+
+from flashmoe_science.cli.names import moment_named
+from flashmoe_science.errors import InputError
+from flashmoe_science.proof.evidence import write_record
+from flashmoe_science.proof.store import Store
+
+from ..proof.builders import build_record
+from .conftest import RUN_ID
+
+
+@pytest.fixture
+def files(tmp_path):
+    """Make a folder with two records, and a document that is none; the second is laid out as nobody would."""
+    folder = tmp_path / "elsewhere"
+    for day in (1, 2):
+        write_record(build_record(day=day), folder / f"{day}.json")
+    second = json.loads((folder / "2.json").read_text())
+    (folder / "2.json").write_bytes((json.dumps(second, indent=3) + "\r\n\r\n").encode())
+    (folder / "gpu-tests.json").write_text('{"passed": 3}')
+    return folder
+
+
+def test_what_is_imported_is_exported_byte_for_byte(run, files):
+    code, out, err = run("import", str(files))
+    assert (code, out.splitlines()[-1].rpartition(": ")[0][-6:]) == (0, "2 runs")
+    assert out.endswith("runs.sqlite: 2 runs: 2 new\n")
+    assert "gpu-tests.json: left out: no record of a run" in err
+    assert [r.id for r in Store().runs()] == [build_record(day=day).id for day in (2, 1)]
+    assert run("export", "--all", "-o", "out")[:2] == (0, "out: 2 runs: 2 new\n")
+    for day in (1, 2):
+        from_store = files.parent / "repository" / "out" / f"{build_record(day=day).id}.json"
+        assert from_store.read_bytes() == (files / f"{day}.json").read_bytes()
+    assert run("export", "20260102", "-o", "out")[:2] == (0, "out: 1 run: 1 same\n")
+
+
+def test_a_run_of_the_evidence_folder_is_exported_too(run, repository):
+    assert run("export", RUN_ID[:12], "--output", "out")[0] == 0
+    assert (repository / "out" / f"{RUN_ID}.json").read_bytes() == (
+        repository / "evidence" / f"{RUN_ID}.json"
+    ).read_bytes()
+
+
+def test_a_run_that_prove_saved_is_exported_as_its_file(run, repository):
+    record = build_record(day=3)
+    Store().save(record)
+    write_record(record, repository / "file.json")
+    run("export", record.id, "-o", "out")
+    assert (repository / "out" / f"{record.id}.json").read_bytes() == (repository / "file.json").read_bytes()
+
+
+def test_importing_again_changes_nothing(run, files):
+    run("import", str(files))
+    document = json.loads(run("import", str(files), "--json")[1])
+    assert [file["status"] for file in document["files"]] == ["same", "same", "left out"]
+    assert document["exit_code"] == 0
+
+
+def test_a_file_that_cannot_be_read_does_not_stop_the_others(run, files):
+    (files / "0.json").write_text('{"gates": [')
+    code, out, err = run("import", str(files))
+    assert (code, out.endswith("3 runs: 2 new, 1 failed\n")) == (2, True)
+    assert "0.json: key (document)" in err
+
+
+def test_a_complete_run_is_only_replaced_when_that_is_asked_for(run, files):
+    run("import", str(files))
+    changed = build_record(day=1).model_copy(update={"command": "flashmoe prove --seed 1"})
+    write_record(changed, files / "1.json")
+    code, _, err = run("import", str(files / "1.json"))
+    assert code == 2
+    assert "with another content, and complete\nhint: a record is not edited" in err
+    assert Store().load(changed.id) == build_record(day=1)
+    assert run("import", str(files / "1.json"), "--replace")[1].endswith("1 run: 1 replaced\n")
+    assert Store().load(changed.id) == changed
+
+
+def test_an_incomplete_run_grows(run, files):
+    Store().save(build_record(day=1, complete=False))
+    assert run("import", str(files / "1.json"))[1].endswith("1 run: 1 replaced\n")
+    assert Store().load("20260102").complete
+
+
+@pytest.mark.parametrize(
+    ("args", "error"),
+    [
+        (["import", "nothing.json"], "nothing.json: cannot be read"),
+        (["import", "claims"], "claims: holds no *.json"),
+        (["export", "2027"], "there is no run '2027'"),
+        (["export"], "expected the ids of runs, or --all, and not both"),
+        (["export", "2026", "--all"], "expected the ids of runs, or --all, and not both"),
+        (["export", RUN_ID, "-o", "README.md"], "cannot be written"),
+    ],
+)
+def test_wrong_usage(run, args, error):
+    code, _, err = run(*args)
+    assert code == 2
+    assert error in err
+
+
+def test_a_file_with_another_content_is_not_overwritten(run, repository):
+    (repository / "out").mkdir()
+    (repository / "out" / f"{RUN_ID}.json").write_text("mine")
+    code, _, err = run("export", RUN_ID, "-o", "out")
+    assert (code, "exists with another content" in err) == (2, True)
+    assert (repository / "out" / f"{RUN_ID}.json").read_text() == "mine"
+
+
+# the option --store and --since
+
+
+def test_every_verb_with_a_store_takes_its_name(run, files, tmp_path):
+    other = str(tmp_path / "other.sqlite")
+    assert run("import", str(files), "--store", other)[0] == 0
+    assert len(json.loads(run("runs", "--store", other, "--json")[1])["runs"]) == 3
+    assert len(json.loads(run("runs", "--json")[1])["runs"]) == 1
+    assert run("show", "20260102", "--store", other)[0] == 0
+    assert run("show", "20260102")[0] == 2
+    assert run("export", "20260102", "-o", "out", "--store", f"sqlite:///{other}")[0] == 0
+
+
+def test_a_file_is_shown_whatever_the_store_is(run, monkeypatch):
+    monkeypatch.setenv("FLASHMOE_STORE", "nosuchdatabase://x")
+    assert run("show", f"evidence/{RUN_ID}.json")[0] == 0
+    assert run("show", RUN_ID)[0] == 2
+
+
+def test_a_password_in_the_name_of_the_store_is_not_printed(run):
+    url = "postgresql://ada:abcdef@127.0.0.1:1/db"
+    for args in (["runs"], ["show", "2026"], ["import", f"evidence/{RUN_ID}.json"], ["export", "--all"]):
+        code, out, err = run(*args, "--store", url, "--json")
+        assert code == 2
+        assert "postgresql://ada:***@127.0.0.1:1/db" in err
+        assert "abcdef" not in out + err
+
+
+def test_runs_since_a_date_in_both_places(run):
+    for day in (0, 40):
+        Store().save(build_record(day=day, subject="mine"))
+    listed = json.loads(run("runs", "--since", "2026-02-01", "--json")[1])["runs"]
+    assert [one["id"] for one in listed] == [build_record(day=40, subject="mine").id]
+    assert len(json.loads(run("runs", "--since", "2026-01-01", "--json")[1])["runs"]) == 3
+    assert run("runs", "--since", "2027-01-01") == (0, "", "no such run\n")
+    code, _, err = run("runs", "--since", "yesterday")
+    assert (code, "since must be a date or how long ago, got 'yesterday'" in err) == (2, True)
+
+
+NOW = datetime(2026, 1, 31, 12, tzinfo=timezone.utc)
+
+
+@pytest.mark.parametrize(
+    ("text", "moment"),
+    [
+        ("2026-01-02", datetime(2026, 1, 2, tzinfo=timezone.utc)),
+        ("2026-01-02T03:04", datetime(2026, 1, 2, 3, 4, tzinfo=timezone.utc)),
+        ("2026-01-02T03:04:00Z", datetime(2026, 1, 2, 3, 4, tzinfo=timezone.utc)),
+        ("2026-01-02T03:04:00+02:00", datetime(2026, 1, 2, 1, 4, tzinfo=timezone.utc)),
+        ("7d", datetime(2026, 1, 24, 12, tzinfo=timezone.utc)),
+        ("2w", datetime(2026, 1, 17, 12, tzinfo=timezone.utc)),
+        ("12h", datetime(2026, 1, 31, tzinfo=timezone.utc)),
+    ],
+)
+def test_dates_and_how_long_ago(text, moment):
+    assert moment_named(text, now=NOW) == moment
+
+
+@pytest.mark.parametrize("text", ["", "7", "7y", "-7d", "2026-13-01", "99999999999d"])
+def test_other_words_are_no_date(text):
+    with pytest.raises(InputError, match="since must be a date or how long ago"):
+        moment_named(text, now=NOW)
