@@ -7,7 +7,7 @@ import pytest
 
 from flashmoe_science.gpu.specs import find_gpu
 from flashmoe_science.proof.evidence import Gpu, Work
-from flashmoe_science.proof.roofline import fewest_seconds, has_limits, known_spec
+from flashmoe_science.proof.roofline import fewest_seconds, has_limits, known_spec, roofline_of
 
 from .builders import H200, build_case
 
@@ -91,3 +91,23 @@ def test_a_card_of_which_nothing_is_known_has_no_bound(arch, clock):
     assert known_spec(card) is None
     assert not has_limits(card)
     assert fewest_seconds(_case(flops=1e15), "graph", card, "cold") is None
+
+
+def test_the_roofline_of_the_datasheet():
+    work = Work(flops=989e12, bytes=4.8e12, tokens=1, peak="bf16")
+    line = roofline_of(work, H200)
+    assert line is not None
+    assert line.seconds(work) == pytest.approx(1.0)
+    assert line.knee == pytest.approx(989 / 4.8)
+    assert line.flops_at(line.knee / 2) == pytest.approx(989e12 / 2)
+    assert line.flops_at(line.knee * 2) == pytest.approx(989e12)
+
+
+def test_work_of_an_unknown_rate_lies_under_the_highest():
+    line = roofline_of(Work(flops=1.0, bytes=1.0, tokens=1), H200)
+    assert line is not None
+    assert line.flops_per_s == 989e12
+
+
+def test_a_model_that_is_not_in_the_table_has_no_roofline():
+    assert roofline_of(Work(flops=1.0, bytes=1.0, tokens=1), H200.model_copy(update={"name": "NVIDIA X1"})) is None

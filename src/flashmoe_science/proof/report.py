@@ -29,6 +29,7 @@ from .rows import (
     format_seconds,
     kinds_measured,
     lowest_case,
+    unmeasured,
 )
 from .store import RunSummary
 from .words import counted
@@ -146,12 +147,13 @@ def _speed_table(record: Record, kind: TimeKind) -> RenderableType:
             shown = row.case
         table.add_row(*_speed_cells(row, kinds))
     legend = "speedup: an arm's time / the subject's (a control's / its original's), with its 95 % interval"
-    lines = [legend, *_what_is_in_cache(record, kinds), *_conditions(record)]
+    lines = [legend, *what_is_in_cache(record), *conditions(record)]
     return Group(table, Text("\n".join(lines), "dim"))
 
 
-def _what_is_in_cache(record: Record, kinds: Sequence[TimeKind]) -> list[str]:
+def what_is_in_cache(record: Record) -> list[str]:
     """Return why kernel time may lie above graph time, where both were taken."""
+    kinds = kinds_measured(record)
     if "kernel" not in kinds or len(kinds) == 1 or record.settings.cache != "cold":
         return []
     others = " and ".join(kind for kind in kinds if kind != "kernel")
@@ -178,7 +180,7 @@ def _ratio_style(row: ArmRow) -> str:
     return "green" if found.low > 1 else "red" if found.high < 1 else "yellow"
 
 
-def _conditions(record: Record) -> list[str]:
+def conditions(record: Record) -> list[str]:
     """Return under which conditions the card worked, as far as they were recorded."""
     rounds = [rounds for case in record.cases for rounds in case.rounds]
     lines = []
@@ -213,19 +215,12 @@ def _accuracy_table(record: Record) -> RenderableType:
 
 def unmeasured_lines(record: Record) -> RenderableType | None:
     """Return why arms have no times, each reason once with the cases that it is about; None when all have."""
-    if not kinds_measured(record):
-        return None
-    cases_of: dict[tuple[str, str, str], list[str]] = {}
-    for case in record.cases:
-        for arm in case.arms:
-            if arm.status != "measured":
-                cases_of.setdefault((arm.name, arm.status, arm.reason), []).append(case.name)
-    if not cases_of:
+    found = unmeasured(record)
+    if not found:
         return None
     grid = _grid()
-    for (name, status, reason), cases in cases_of.items():
-        where = "every case" if len(cases) == len(record.cases) else ", ".join(cases)
-        grid.add_row(Text.assemble((f"{name} {status}", "yellow"), f": {reason or 'no reason recorded'} ({where})"))
+    for each in found:
+        grid.add_row(Text.assemble((f"{each.arm} {each.status}", "yellow"), f": {each.reason} ({each.where})"))
     return grid
 
 
@@ -245,8 +240,18 @@ def launch_table(record: Record) -> RenderableType:
 def _launch_cells(launch: Launch) -> list[str]:
     times = f"{launch.count} x " if launch.count != 1 else ""
     grid, block = (",".join(map(str, size)) for size in (launch.grid, launch.block))
-    name = launch.name if len(launch.name) <= _LONGEST_KERNEL else f"{launch.name[: _LONGEST_KERNEL - 3]}..."
-    return [f"{times}{name}", grid, block, str(launch.registers), format_bytes(launch.shared_memory_bytes)]
+    return [
+        f"{times}{shortened_kernel(launch.name)}",
+        grid,
+        block,
+        str(launch.registers),
+        format_bytes(launch.shared_memory_bytes),
+    ]
+
+
+def shortened_kernel(name: str) -> str:
+    """Return a kernel's name without the end of its template arguments, where they are long."""
+    return name if len(name) <= _LONGEST_KERNEL else f"{name[: _LONGEST_KERNEL - 3]}..."
 
 
 def figure(verdict: Verdict) -> str:

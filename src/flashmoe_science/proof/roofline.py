@@ -3,18 +3,56 @@
 The bound errs on the side of the subject, so that a fast kernel is never called impossible: the highest clock, the
 GPU's datasheet rates, and only those bytes that cannot have been in the L2 cache. Of a model that is not in the table,
 only what its architecture's SMs can compute in a clock is known, and nothing of its memory.
+
+For reading there is another, simpler line: the roofline of the datasheet. It refuses nothing, and small cases, whose
+inputs stay in L2, may lie above it.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Container, Sequence
+from dataclasses import dataclass
 from statistics import median
 from typing import Literal
 
 from ..errors import InputError
 from ..gpu.specs import FP16_FLOPS_PER_SM_AND_CLOCK, GpuSpec, find_gpu
-from .evidence import CaseRecord, Gpu, Record, TimeKind
+from .evidence import CaseRecord, Gpu, Record, TimeKind, Work
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """The rates of a card's datasheet: what its matrix or other units compute, and what its memory delivers."""
+
+    gpu: str  # the name in ``gpu.specs``
+    peak: str  # which of its rates, e.g. bf16
+    flops_per_s: float
+    bytes_per_s: float
+
+    @property
+    def knee(self) -> float:
+        """The arithmetic intensity, in FLOP a byte, at which memory stops and arithmetic starts to be the limit."""
+        return self.flops_per_s / self.bytes_per_s
+
+    def flops_at(self, intensity: float) -> float:
+        """Return the most FLOP a second at so many FLOP a byte."""
+        return min(self.flops_per_s, intensity * self.bytes_per_s)
+
+    def seconds(self, work: Work) -> float:
+        """Return the time of ``work`` at these rates, every byte moved once."""
+        return max(work.flops / self.flops_per_s, work.bytes / self.bytes_per_s)
+
+
+def roofline_of(work: Work, gpu: Gpu) -> Roofline | None:
+    """Return the roofline that ``work`` lies under on this card, or None for a model that is not in the table."""
+    spec = known_spec(gpu)
+    if spec is None:
+        return None
+    peak = (
+        work.peak if work.peak in spec.peak_tflops else max(spec.peak_tflops, key=lambda name: spec.peak_tflops[name])
+    )
+    return Roofline(spec.name, peak, spec.peak_tflops[peak] * 1e12, spec.bandwidth_bytes_per_s)
 
 
 def known_spec(gpu: Gpu) -> GpuSpec | None:

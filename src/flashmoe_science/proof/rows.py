@@ -86,6 +86,35 @@ def _ratio(record: Record, case: CaseRecord, arm: Arm, kind: TimeKind, control: 
     return Ratio(found.estimate, found, len(values))
 
 
+@dataclass(frozen=True)
+class Unmeasured:
+    """An arm that has no times in some cases, all for the same reason."""
+
+    arm: str
+    status: str
+    reason: str
+    cases: Sequence[str]
+    everywhere: bool  # in every case of the run
+
+    @property
+    def where(self) -> str:
+        """The cases, in words."""
+        return "every case" if self.everywhere else ", ".join(self.cases)
+
+
+def unmeasured(record: Record) -> list[Unmeasured]:
+    """Return why arms have no times, each reason once; nothing where no arm was timed at all."""
+    if not kinds_measured(record):
+        return []
+    cases_of: dict[tuple[str, str, str], list[str]] = {}
+    for case in record.cases:
+        for arm in case.arms:
+            if arm.status != "measured":
+                reason = arm.reason or "no reason recorded"
+                cases_of.setdefault((arm.name, arm.status, reason), []).append(case.name)
+    return [Unmeasured(*key, cases, len(cases) == len(record.cases)) for key, cases in cases_of.items()]
+
+
 def lowest_case(verdict: Verdict) -> CaseVerdict | None:
     """Return the case whose speedup has the lowest lower end, or None where no case has one."""
     measured = [(case.interval.low, number) for number, case in enumerate(verdict.cases) if case.interval]

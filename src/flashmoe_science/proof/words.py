@@ -1,4 +1,4 @@
-"""Words for the terminal that more than one file needs."""
+"""Words for readers that more than one file needs."""
 
 from __future__ import annotations
 
@@ -7,3 +7,8 @@ def counted(count: int, noun: str) -> str:
     """Return a count with its noun, e.g. ``1 case``, ``13 cases`` and ``3 processes``."""
     ending = "" if count == 1 else "es" if noun.endswith("s") else "s"
     return f"{count} {noun}{ending}"
+
+
+def as_sentence(text: str) -> str:
+    """Return a text that begins with a capital letter and ends with a full stop."""
+    return f"{text[:1].upper()}{text[1:].rstrip('.')}." if text else ""
