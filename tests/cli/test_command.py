@@ -20,7 +20,20 @@ from .conftest import RUN_ID
 
 ROOT = Path(__file__).resolve().parents[2]
 VERBS = (
-    *("prove", "verify", "show", "runs", "import", "export", "explain", "doctor", "suites", "baselines", "readme"),
+    *(
+        "prove",
+        "verify",
+        "show",
+        "report",
+        "runs",
+        "import",
+        "export",
+        "explain",
+        "doctor",
+        "suites",
+        "baselines",
+        "readme",
+    ),
     "claim new",
 )
 

@@ -23,6 +23,7 @@ INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 # What the extra `proof` installs: the module that is imported -> the name that pip knows.
 _EXTRA = {
     "alembic": "alembic",
+    "jinja2": "jinja2",
     "numpy": "numpy",
     "packaging": "packaging",
     "pydantic": "pydantic",

@@ -71,7 +71,7 @@ def run_show(
         raise InputError(f"time must be one of {', '.join(measured)} in this run, got {kind}")
     if csv is not None:
         write_csv_file([record], csv)
-    verdicts = _conclude_now(record, repository)
+    verdicts = conclude_now(record, repository)
     terminal.show(head_lines(record), "")
     for number, gate in enumerate(record.gates):
         said = {earlier.hint for earlier in record.gates[:number]}
@@ -87,7 +87,7 @@ def run_show(
     return 0
 
 
-def _conclude_now(record: Record, repository: Path | None) -> list[Verdict]:
+def conclude_now(record: Record, repository: Path | None) -> list[Verdict]:
     """Return what a run says when its sources are compared with those of the repository now."""
     if repository is None:
         return conclude(record, repository)

@@ -14,7 +14,7 @@ from typing import Annotated, Optional
 import typer
 
 from .. import __version__
-from . import claim_verbs, store_verbs
+from . import claim_verbs, report_verbs, store_verbs
 from .options import Csv, Json, Metric, StoreName, split
 
 app = typer.Typer(
@@ -24,6 +24,7 @@ app = typer.Typer(
 )
 
 app.add_typer(claim_verbs.app, name="claim", short_help="Write a claim from a run.")
+app.add_typer(report_verbs.app)
 app.add_typer(store_verbs.app)
 
 

@@ -1,0 +1,120 @@
+"""The verb ``report``: runs as a page, as Markdown or as CSV."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from ..errors import EvidenceError, InputError
+from ..proof.evidence import Record, TimeKind, read_record
+from ..proof.report import count_line
+from ..proof.rows import kinds_measured, write_csv
+from ..proof.store import Archive, Store, evidence_files, find_repository, is_path, summarize
+from .looking import conclude_now
+from .terminal import Terminal, as_plain, short_path
+
+if TYPE_CHECKING:
+    from ..proof.page import Page
+
+_HINT = "flashmoe prove makes the first, flashmoe runs lists what there is"
+
+
+def run_report(
+    keys: Sequence[str], *, files: Sequence[Path], kind: str | None, store: str | None = None, as_json: bool
+) -> int:
+    """Write a report about some runs, or about the newest one of the repository."""
+    from ..proof.page import Judged, build_page
+
+    terminal = Terminal(as_json=as_json)
+    repository = find_repository()
+    writers = {path: _writer(path) for path in files}
+    records = _load(keys, store, repository, terminal)
+    _check_kind(kind, records)
+    judged = [Judged(record, conclude_now(record, repository)) for record in records]
+    page = build_page(judged, cast("TimeKind | None", kind))
+    for path, write in writers.items():
+        _write(path, write(page))
+        terminal.show(short_path(path))
+    verdicts = [verdict for each in judged for verdict in each.verdicts]
+    terminal.log.print(f"{', '.join(record.id for record in records)}: {count_line(verdicts)}", style="dim")
+    terminal.document(
+        {
+            "runs": [record.id for record in records],
+            "files": [short_path(path) for path in writers],
+            "verdicts": [as_plain(verdict) for verdict in verdicts],
+        }
+    )
+    return 0
+
+
+def _load(keys: Sequence[str], store: str | None, repository: Path | None, terminal: Terminal) -> list[Record]:
+    """Return the runs that were named, each once; where none was, the newest of the repository (or of the store)."""
+    if not keys:
+        return [_newest_in(repository, terminal) if repository and store is None else _newest_stored(Store(store))]
+    # A file needs no store, so that a wrong one does not hide it.
+    loaded = [read_record(Path(k)) if is_path(k) else Archive(Store(store), repository).load(k) for k in keys]
+    return list({record.id: record for record in loaded}.values())
+
+
+def _newest_in(repository: Path, terminal: Terminal) -> Record:
+    found = []
+    for path in evidence_files(repository).values():
+        try:
+            record = read_record(path)
+        except EvidenceError as error:
+            terminal.warn_of(error)
+        else:
+            found.append((summarize(record).created_at, record.id, record))
+    if not found:
+        raise EvidenceError("there is no run in evidence/ of this repository", hint=_HINT)
+    return max(found, key=lambda item: item[:2])[2]
+
+
+def _newest_stored(store: Store) -> Record:
+    ids = store.ids()
+    if not ids:
+        raise EvidenceError(f"there is no run in the store, {store}", hint=_HINT)
+    return store.document(ids[0])
+
+
+def _check_kind(kind: str | None, records: Sequence[Record]) -> None:
+    measured = sorted({each for record in records for each in kinds_measured(record)})
+    if kind is not None and measured and kind not in measured:
+        raise InputError(f"time must be one of {', '.join(measured)} in these runs, got {kind}")
+
+
+def _writer(path: Path) -> Callable[[Page], str]:
+    """Return what makes a file of this name. Raises ``InputError`` where its ending names no format."""
+    writers = {".html": _html, ".md": _markdown, ".csv": _csv}
+    if path.suffix.lower() not in writers:
+        raise InputError(
+            f"output must end in {', '.join(writers)}, got {str(path)!r}", hint="e.g. -o report.html -o report.md"
+        )
+    return writers[path.suffix.lower()]
+
+
+def _html(page: Page) -> str:
+    from ..proof.report_html import render_html
+
+    return render_html(page)
+
+
+def _markdown(page: Page) -> str:
+    from ..proof.report_markdown import render_markdown
+
+    return render_markdown(page)
+
+
+def _csv(page: Page) -> str:
+    file = io.StringIO()
+    write_csv([run.record for run in page.runs], file)
+    return file.getvalue()
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8", newline="")
+    except OSError as error:
+        raise EvidenceError(f"{path}: cannot be written: {error.strerror}") from error

@@ -1,0 +1,82 @@
+"""Tests of the page as Markdown: the same words and tables, and what a record says stays text."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from flashmoe_science.proof.judge import judge
+from flashmoe_science.proof.page import Judged, build_page
+from flashmoe_science.proof.report_markdown import escape, render_markdown
+
+from .builders import build_gates, build_record
+from .claim_builders import build_claim
+from .page_checks import HOSTILE, hostile_record
+
+
+def render(*records, verdicts=()):
+    return render_markdown(build_page([Judged(record, list(verdicts)) for record in records]))
+
+
+def tables(text):
+    """Return every table as rows of cells; a bar with a backslash before it is part of a cell."""
+    found = re.findall(r"(?:^\|.*\|\n)+", text, re.MULTILINE)
+    return [[re.split(r"(?<!\\)\|", line)[1:-1] for line in table.splitlines()] for table in found]
+
+
+def test_it_says_verdict_gates_speed_and_environment_in_this_order():
+    record = build_record(speedups=[2.3])
+    text = render(record, verdicts=[judge(build_claim(), record)])
+    assert text.startswith("# flash_attention on NVIDIA H200\n")
+    assert "\n**demonstrated: It is twice as fast.**\n" in text
+    heads = re.findall(r"^## (.*)$", text, re.MULTILINE)
+    assert [head.partition(":")[0] for head in heads] == [
+        *("Verdicts", "Gates", "Speed", "Time against size", "Roofline", "Kernels launched"),
+        *("Clocks, power, temperature", "Memory", "Accuracy", "Environment"),
+    ]
+    assert re.search(r"^\| case0 \| sdpa \| [\d.]+ us \| [\d.]+ us \| 2\.3\dx \\\[.*\] \|$", text, re.MULTILINE)
+
+
+def test_every_row_has_as_many_cells_as_its_header():
+    for record in (build_record(baselines={"sdpa": 1.0, "fa3": 1.0}), hostile_record(), build_record(gpu=None)):
+        for table in tables(render(record)):
+            assert {len(row) for row in table} == {len(table[0])}
+
+
+def test_what_a_record_says_stays_text():
+    text = render(hostile_record(), hostile_record(day=1))
+    assert re.findall(r"(?<!\\)<", text) == []
+    assert re.findall(r"(?<!\\)\[x\]", text) == []
+    assert text.count(escape(HOSTILE)) > 20
+
+
+@pytest.mark.parametrize(
+    ("text", "escaped"),
+    [
+        ("b1_h16_s512", "b1_h16_s512"),
+        ("_private_", r"\_private\_"),
+        ("a|b\nc", r"a\|b c"),
+        ("2.3x [2.2, 2.4]", r"2.3x \[2.2, 2.4]"),
+        ("a<b>&c", r"a\<b\>&amp;c"),
+        ("# 1", r"\# 1"),
+    ],
+)
+def test_escape(text, escaped):
+    assert escape(text) == escaped
+
+
+def test_a_failed_gate_comes_with_its_hint():
+    gates = build_gates("launch")
+    gates[3] = gates[3].model_copy(update={"hint": "mend it"})
+    text = render(build_record(gpu=None, gates=gates))
+    assert "**gate failed: launch: made up: failed**" in text
+    assert "hint: mend it" in text
+
+
+def test_several_runs_have_an_index_and_sections_of_their_own():
+    text = render(build_record(), build_record(day=1))
+    assert text.startswith("# 2 runs side by side\n")
+    assert len(re.findall(r"^## \d: flash_attention", text, re.MULTILINE)) == 2
+    assert len(re.findall(r"^### Gates$", text, re.MULTILINE)) == 2
+    assert "run 1 | speedup, run 1" in text
