@@ -24,6 +24,7 @@ INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 _EXTRA = {
     "alembic": "alembic",
     "jinja2": "jinja2",
+    "markdown_it": "markdown-it-py",
     "numpy": "numpy",
     "packaging": "packaging",
     "pydantic": "pydantic",

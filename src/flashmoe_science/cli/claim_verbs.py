@@ -1,4 +1,4 @@
-"""The verbs under ``flashmoe claim``: what each takes, and what its help teaches."""
+"""The verbs about claims, ``claim new`` and ``lint``: what each takes, and what its help teaches."""
 
 # ruff: noqa: D301 - the character \b in a docstring tells typer to keep the lines of a paragraph apart
 
@@ -90,3 +90,27 @@ def new(
         sentence=sentence,
     )
     raise typer.Exit(run_claim_new(run, wish, file=file, asserted=asserted, as_json=as_json))
+
+
+def lint(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE", help="Markdown files, or folders that hold some.")],
+    strict: Annotated[bool, typer.Option("--strict", help="A stale claim backs nothing.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Find sentences of Markdown that assert a speed or a saving of memory, and say which rest on a claim.
+
+    A sentence names its claim in a comment behind it, <!-- claim: ID -->, by a link to claims/FILE.toml#ID, by the id
+    as code, or by being the claim's own sentence. A figure larger than the claim's is not backed.
+
+    \b
+    Examples:
+      flashmoe lint README.md docs
+      flashmoe lint README.md --json
+
+    \b
+    Exit codes:
+      0  nothing is only asserted    1  something is    2  wrong usage
+    """
+    from .linting import run_lint
+
+    raise typer.Exit(run_lint(files, strict=strict, as_json=as_json))

@@ -26,6 +26,7 @@ app = typer.Typer(
 app.add_typer(claim_verbs.app, name="claim", short_help="Write a claim from a run.")
 app.add_typer(report_verbs.app)
 app.add_typer(store_verbs.app)
+app.command(short_help="Say which sentences of Markdown rest on a claim.")(claim_verbs.lint)
 
 
 def _print_version(wanted: bool) -> None:

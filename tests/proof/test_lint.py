@@ -1,0 +1,157 @@
+"""What a sentence asserts is held against the claims that it names: the figure, the verdict, the unit."""
+
+from __future__ import annotations
+
+import pytest
+
+from flashmoe_science.errors import InputError
+from flashmoe_science.proof.evidence import SourceFile, write_record
+from flashmoe_science.proof.lint import Backing, lint_file, markdown_files
+from flashmoe_science.proof.readme import BEGIN, END, render_readme
+
+from .builders import build_record
+from .claim_builders import claim_toml, suite_toml
+
+SENTENCE = "In each case of the suite it is twice as fast as SDPA."
+
+
+@pytest.fixture
+def repository(tmp_path):
+    """A repository with a claim of 2.0x that is demonstrated, and one that is refuted."""
+    (tmp_path / "claims").mkdir()
+    good = claim_toml(id="good", suite="made_up", sentence=SENTENCE)
+    (tmp_path / "claims" / "a.toml").write_text(good + claim_toml(id="bad", suite="made_up", factor=9.0))
+    (tmp_path / "suites").mkdir()
+    (tmp_path / "suites" / "made_up.toml").write_text(suite_toml("made_up", "case0", "case1"))
+    write_record(build_record(speedups=[2.3, 3.0], suite="made_up"), tmp_path / "evidence" / "run.json")
+    return tmp_path
+
+
+def lint(repository, text, *, strict=False):
+    path = repository / "page.md"
+    path.write_text(text)
+    return lint_file(path, Backing(repository, strict=strict))
+
+
+def one(repository, text, **how):
+    (finding,) = lint(repository, text, **how)
+    return finding.status, finding.reason
+
+
+NO_SPEEDUP = "claim good says how many times as fast at least, which is no"
+BACKED = ("backed", "claim good, demonstrated")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "It is 2x faster. <!-- claim: good -->",
+        "It is 1.5x faster <!-- claim: good -->.",
+        "<!-- claim: good -->\nIt is 100 % faster.",
+        "It is 2x faster ([claim](claims/a.toml#good)).",
+        "It is 2x faster, by claim `good`.",
+        SENTENCE,
+        f"We say: {SENTENCE.lower()}",
+        "It outperforms SDPA. <!-- claim: good -->",
+        "It is 2x faster. <!-- claim: bad, good -->",
+        "| shape | speedup |\n| --- | --- |\n| all | 2x <!-- claim: good --> |",
+    ],
+)
+def test_a_sentence_that_names_a_claim_is_backed(repository, text):
+    assert one(repository, text) == BACKED
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("It is 2x faster.", "it names no claim"),
+        ("It is 2x faster. Good. <!-- claim: good -->", "it names no claim"),
+        ("It is 2.1x faster. <!-- claim: good -->", "claim good says 2x, and this 2.1x"),
+        ("It takes 60 % less time. <!-- claim: good -->", "claim good says 2x, and this 2.5x"),
+        ("It is 2x faster. <!-- claim: bad -->", "claim bad is refuted"),
+        ("It is 2x faster. <!-- claim: god -->", "there is no claim 'god' in claims/, did you mean good?"),
+        (
+            "It needs 30 % less memory. <!-- claim: good -->",
+            f"{NO_SPEEDUP} memory",
+        ),
+        (
+            "It is 2x slower. <!-- claim: good -->",
+            f"{NO_SPEEDUP} slowdown",
+        ),
+    ],
+)
+def test_a_sentence_beyond_its_claim_is_asserted(repository, text, reason):
+    assert one(repository, text) == ("asserted", reason)
+
+
+def test_every_figure_of_a_sentence_is_judged(repository):
+    findings = lint(repository, "It is 2x faster here, and 3x faster there. <!-- claim: good -->")
+    assert [(finding.words, finding.status) for finding in findings] == [
+        ("2x faster", "backed"),
+        ("3x faster", "asserted"),
+    ]
+
+
+def test_a_rate_is_backed_by_the_runs_of_the_claim(repository):
+    record = build_record(speedups=[2.3, 3.0], suite="made_up")
+    arms = [arm for case in record.cases for arm in case.arms if arm.role != "control"]
+    most = max(arm.rates["graph"].tflops for arm in arms)
+    assert one(repository, f"It reaches {most * 0.99:.2f} TFLOP/s. <!-- claim: good -->") == BACKED
+    status, reason = one(repository, f"It reaches {most * 1.01:.2f} TFLOP/s. <!-- claim: good -->")
+    assert (status, reason) == ("asserted", f"the runs of claim good show at most {most:.4g} TFLOP/s")
+
+
+def test_a_reason_waives_a_sentence_and_is_said(repository):
+    assert one(repository, "It ran 2x slower. <!-- no claim: history of another kernel -->") == (
+        "waived",
+        "history of another kernel",
+    )
+
+
+def test_a_stale_claim_backs_unless_that_is_refused(repository):
+    record = build_record(speedups=[2.3, 3.0], suite="made_up", sources=[SourceFile(path="k.cu", sha256="0" * 64)])
+    subject = record.subject.model_copy(update={"folder": "src/flashmoe_science"})
+    write_record(record.model_copy(update={"subject": subject}), repository / "evidence" / "run.json")
+    text = "It is 2x faster. <!-- claim: good -->"
+    assert one(repository, text) == ("backed", "claim good, stale")
+    assert one(repository, text, strict=True) == ("asserted", "claim good is stale")
+
+
+def test_the_table_of_speeds_is_backed_while_it_is_as_rendered(repository):
+    path = repository / "README.md"
+    path.write_text(f"# Title\n\n{BEGIN}\n{END}\n\nIt is 9x faster.\n")
+    path.write_text(render_readme(path))
+    table, asserted = lint_file(path, Backing(repository))
+    assert (table.status, table.words, table.line) == ("backed", "the table of speeds", 3)
+    assert asserted.status == "asserted"
+    path.write_text(path.read_text().replace("2.30x [", "9.30x ["))
+    words = [finding.words for finding in lint_file(path, Backing(repository)) if finding.status == "asserted"]
+    assert "9.30x" in words
+
+
+def test_outside_of_a_repository_everything_is_asserted(tmp_path):
+    path = tmp_path / "page.md"
+    path.write_text("It is 2x faster. <!-- claim: good -->")
+    (finding,) = lint_file(path, Backing(None))
+    assert (finding.status, finding.reason) == ("asserted", "there is no claim 'good' in claims/")
+
+
+def test_folders_are_walked_and_hidden_ones_left_out(tmp_path):
+    for name in ("a.md", "b.txt", "sub/c.markdown", ".venv/d.md", "sub/.hidden.md"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("x")
+    found = markdown_files([tmp_path, tmp_path / "b.txt", tmp_path / "a.md"])
+    assert [path.relative_to(tmp_path).as_posix() for path in found] == ["a.md", "sub/c.markdown", "b.txt"]
+
+
+@pytest.mark.parametrize(("name", "message"), [("gone.md", "no such file or folder"), ("empty", "no Markdown file")])
+def test_what_is_not_there_is_an_error(tmp_path, name, message):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InputError, match=message):
+        markdown_files([tmp_path / name])
+
+
+def test_a_file_that_is_no_text_is_an_error(tmp_path):
+    (tmp_path / "a.md").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(InputError, match=r"a\.md: cannot be read"):
+        lint_file(tmp_path / "a.md", Backing(None))
