@@ -20,3 +20,195 @@ from .conftest import RUN_ID
 
 ROOT = Path(__file__).resolve().parents[2]
 VERBS = (
+    *(
+        "prove",
+        "verify",
+        "show",
+        "report",
+        "runs",
+        "import",
+        "export",
+        "explain",
+        "doctor",
+        "suites",
+        "baselines",
+        "readme",
+    ),
+    *("claim new", "lint"),
+)
+
+
+def run_process(*args, code="import sys; from flashmoe_science.cli import main; sys.exit(main())", **environment):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), **environment}
+    command = [sys.executable, "-c", code, *args]
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_the_help_of_a_verb_has_a_line_an_example_and_its_exit_codes(run, verb):
+    code, out, err = run(*verb.split(), "--help")
+    assert (code, err) == (0, "")
+    assert re.search(r"Examples?:\n +flashmoe " + verb, out)
+    assert re.search(r"Exit codes:\n +0 ", out)
+    assert "--json" in out
+
+
+def commands():
+    """Return every verb; one that stands under another is called by both words."""
+    from flashmoe_science.cli.verbs import app
+
+    found: dict[str, Any] = {}
+    for name, command in vars(typer.main.get_command(app))["commands"].items():
+        below = vars(command).get("commands")
+        found |= {f"{name} {word}": each for word, each in below.items()} if below else {name: command}
+    return found
+
+
+def test_every_verb_and_option_is_in_the_documentation():
+    sections = dict(
+        re.findall(r"^## ([\w ]+)\n(.*?)(?=^## |\Z)", (ROOT / "docs/cli.md").read_text(), re.MULTILINE | re.DOTALL)
+    )
+    assert set(commands()) == set(VERBS)
+    missing = [
+        f"{verb} {name}"
+        for verb, command in commands().items()
+        for parameter in command.params
+        for name in (parameter.opts if parameter.param_type_name == "option" else [parameter.metavar])
+        if f"`{name}" not in sections[verb] and name not in ("-h", "--help")
+    ]
+    assert missing == []
+
+
+def test_no_arguments_show_the_help(run):
+    assert run() == run("--help")
+    assert run()[0] == 0
+
+
+def test_the_version(run):
+    assert re.fullmatch(r"flashmoe \d+\.\d+\S*\n", run("--version")[1])
+
+
+@pytest.mark.parametrize(
+    ("args", "error", "hint"),
+    [
+        (["prov"], "No such command 'prov'", "flashmoe --help shows what it takes"),
+        (["prove", "--expct", "2"], "No such option: --expct", "flashmoe prove --help shows what it takes"),
+        (["show"], "Missing argument 'RUN'", "flashmoe show --help shows what it takes"),
+        (["prove", "--rounds", "0"], "Invalid value for '--rounds'", "flashmoe prove --help shows what it takes"),
+        (["show", "20270101"], "there is no run '20270101'", ""),
+        (["show", RUN_ID.replace("made", "mead")], "there is no run", f"did you mean {RUN_ID}?"),
+        (["suites", "sede"], "suite must be one of seed", "did you mean seed?"),
+        (["explain", "--shape", "1,1,1,8", "--gpu", "H20"], "gpu must be one of", "did you mean H200?"),
+        (["explain", "--shape", "1,2,3"], "shape must be four integers B,H,S,D, got '1,2,3'", "e.g. --shape"),
+    ],
+)
+def test_wrong_usage_is_an_error_a_hint_and_2(run, args, error, hint):
+    code, out, err = run(*args)
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ")
+    assert error in err
+    assert f"hint: {hint}" in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("args", [["show", "nothing"], ["prove", "--expct"], ["nosuchverb"]])
+def test_an_error_is_one_json_document_too(run, args):
+    code, out, err = run(*args, "--json")
+    document = json.loads(out)
+    assert document["exit_code"] == code == 2
+    assert document["error"]["message"] in err
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (TooFewRoundsError("too few", hint="more"), 4),
+        (CompileError("spills"), 3),
+        (KeyboardInterrupt(), 130),
+        (ModuleNotFoundError("No module named 'torch'", name="torch"), 2),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_a_verb_raises_decides_the_exit_code(run, monkeypatch, error, code):
+    def raise_it(**_):
+        raise error
+
+    monkeypatch.setattr("flashmoe_science.cli.looking.run_runs", raise_it)
+    got, out, err = run("runs")
+    assert (got, out) == (code, "")
+    assert "Traceback" not in err
+
+
+def test_a_fault_of_ours_is_no_verdict(run, monkeypatch):
+    monkeypatch.setattr("flashmoe_science.cli.looking.run_runs", lambda **_: 1 / 0)
+    code, out, err = run("runs", "--json")
+    assert code == 70
+    assert "Traceback" in err
+    assert json.loads(out)["error"]["type"] == "ZeroDivisionError"
+
+
+def test_missing_packages_are_named_with_the_command_that_installs_them():
+    blocked = "import sys; sys.modules.update({'typer': None, 'sqlalchemy': None}); "
+    done = run_process("verify", "--json", code=blocked + "from flashmoe_science.cli import main; sys.exit(main())")
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == [
+        "error: flashmoe needs packages that are not installed: sqlalchemy, typer",
+        'hint: pip install "flashmoe-science[proof]", or only these: pip install sqlalchemy typer',
+    ]
+    assert json.loads(done.stdout)["exit_code"] == 2
+
+
+@pytest.mark.parametrize(
+    ("args", "heavy"),
+    [
+        ([], {"torch", "triton", "rich", "pydantic", "sqlalchemy", "scipy", "numpy"}),
+        (["runs"], {"torch", "triton"}),
+    ],
+    ids=["help", "runs"],
+)
+def test_quick_verbs_import_nothing_heavy(args, heavy, tmp_path):
+    code = f"import sys; from flashmoe_science.cli import main; main(); sys.exit(str({heavy} & set(sys.modules) or ''))"
+    done = run_process(*args, code=code, FLASHMOE_STORE=str(tmp_path / "runs.sqlite"))
+    assert done.stderr.strip().splitlines()[-1:] in ([], ["no runs yet: flashmoe prove makes the first"])
+
+
+def test_the_module_is_the_command():
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    command = [sys.executable, "-m", "flashmoe_science", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout.startswith("flashmoe ")
+
+
+@pytest.mark.parametrize(
+    ("args", "stream", "code"),
+    [
+        (["verify"], "stdout", 1),
+        (["verify", "--json"], "stdout", 1),
+        (["readme", "--check"], "stderr", 1),
+        (["--help"], "stdout", 0),
+    ],
+)
+def test_a_reader_that_goes_away_changes_no_exit_code(repository, args, stream, code):
+    (repository / "claims" / "seed.toml").write_text(claim_toml(suite="made_up", factor=2.9))
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "flashmoe_science", *args]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
+    out, err = (writer if stream == name else subprocess.PIPE for name in ("stdout", "stderr"))
+    done = subprocess.run(command, stdout=out, stderr=err, text=True, check=False, env=environment)
+    os.close(writer)
+    assert (done.returncode, done.stderr or "") == (code, "")
+
+
+@pytest.mark.parametrize("args", [["verify"], ["show", RUN_ID], ["runs"]])
+def test_lines_in_a_pipe_are_not_broken_coloured_or_padded(run, args):
+    _, out, _ = run(*args)
+    assert "\033[" not in out
+    assert all(line == line.rstrip() for line in out.splitlines())
+
+
+def test_colour_can_be_forced_and_forbidden(run, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert "\033[32m" in run("show", RUN_ID)[1]
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert not re.search(r"\033\[[\d;]*3\dm", run("show", RUN_ID)[1])
