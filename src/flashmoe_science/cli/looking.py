@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from ..errors import ClaimError, CompileError, EvidenceError, InputError
+from ..proof.compare import compare_revisions
 from ..proof.conclude import GATE_FAILED, conclude
 from ..proof.evidence import Record, TimeKind, read_record
 from ..proof.judge import Verdict, VerdictStatus, exit_code
@@ -26,6 +27,7 @@ from ..proof.report import (
     run_table,
     unmeasured_lines,
 )
+from ..proof.report_compare import comparison_lines
 from ..proof.rows import kinds_measured
 from ..proof.store import Archive, Store, find_repository, is_path
 from .names import gpu_named, moment_named
@@ -71,7 +73,8 @@ def run_show(
         raise InputError(f"time must be one of {', '.join(measured)} in this run, got {kind}")
     if csv is not None:
         write_csv_file([record], csv)
-    verdicts = conclude_now(record, repository)
+    comparison = compare_revisions(record) if record.compared else None
+    verdicts = [] if comparison else conclude_now(record, repository)
     terminal.show(head_lines(record), "")
     for number, gate in enumerate(record.gates):
         said = {earlier.hint for earlier in record.gates[:number]}
@@ -82,8 +85,13 @@ def run_show(
         terminal.show(case_table(record, cast("TimeKind | None", kind)), *([unmeasured] if unmeasured else []), "")
     if verbose and any(arm.launches for case in record.cases for arm in case.arms):
         terminal.show(launch_table(record), "")
-    terminal.show_conclusion(record, verdicts)
-    terminal.document({"record": as_plain(record), "verdicts": [as_plain(verdict) for verdict in verdicts]})
+    document = {"record": as_plain(record), "verdicts": [as_plain(verdict) for verdict in verdicts]}
+    if comparison:
+        terminal.show(comparison_lines(comparison))
+        document["comparison"] = as_plain(comparison)
+    else:
+        terminal.show_conclusion(record, verdicts)
+    terminal.document(document)
     return 0
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
-from ..errors import EvidenceError
+from ..errors import EvidenceError, InputError
 from ..proof.conclude import conclude, run_exit_code
 from ..proof.evidence import GATE_NAMES, Record, Settings, TimeKind, write_record
 from ..proof.gates import ProveRequest, prove
@@ -98,6 +98,8 @@ def as_resumed(wanted: Wanted, repository: Path | None) -> tuple[Wanted, Record 
     if wanted.resume is None:
         return wanted, None
     record = Archive(Store(wanted.store), repository).load(wanted.resume)
+    if record.compared is not None:
+        raise InputError(f"run {record.id} compares two revisions", hint="run its `flashmoe compare` again")
     settings = record.settings
     as_it_was: dict[str, tuple[str, Any]] = {  # the parameter, and what it decides
         "baseline": ("baselines", record.baselines),
@@ -136,9 +138,14 @@ def _request(wanted: Wanted, repository: Path | None) -> ProveRequest:
         until=wanted.until,
         expect=wanted.expect,
         settings=settings,
-        command=shlex.join(["flashmoe", *map(_without_folders, _without_store(wanted.args))]),
+        command=as_typed(wanted.args),
         repository=repository,
     )
+
+
+def as_typed(args: Sequence[str]) -> str:
+    """Return the command line for a record: without this machine's folders, and without the store."""
+    return shlex.join(["flashmoe", *map(_without_folders, _without_store(args))])
 
 
 def _without_store(args: Sequence[str]) -> list[str]:

@@ -14,7 +14,7 @@ from typing import Annotated, Optional
 import typer
 
 from .. import __version__
-from . import claim_verbs, report_verbs, store_verbs
+from . import claim_verbs, compare_verbs, report_verbs, store_verbs
 from .options import Csv, Json, Metric, StoreName, split
 
 app = typer.Typer(
@@ -140,6 +140,9 @@ def prove(
         given=_given(context),
     )
     raise typer.Exit(run_prove(wanted, csv=csv, as_json=as_json))
+
+
+app.command(short_help="Compare two revisions, or two runs.")(compare_verbs.compare)
 
 
 @app.command(short_help="Judge every claim of this repository.")

@@ -234,6 +234,24 @@ class Resumed(Model):
     created_at: datetime
 
 
+class Revision(Model):
+    """One side of a comparison of two revisions."""
+
+    label: str  # as it was asked for, e.g. main
+    commit: str
+    arm: str  # its arm in every case
+    sources: list[SourceFile] = Field(default_factory=list)
+    gates: list[Gate] = Field(default_factory=list)  # of A, up to correct; those of B are the record's
+
+
+class Compared(Model):
+    """What a run compared: B was the subject, A the baseline."""
+
+    a: Revision
+    b: Revision
+    tolerance: float  # the smallest effect that matters, as a share: 0.01 is 1 %
+
+
 class Record(Model):
     """One run."""
 
@@ -251,6 +269,7 @@ class Record(Model):
     gates: list[Gate] = Field(default_factory=list)
     cases: list[CaseRecord] = Field(default_factory=list)
     resumed: list[Resumed] = Field(default_factory=list)  # the runs that it goes on with, the latest first
+    compared: Compared | None = None  # of `flashmoe compare` with two revisions
 
     def gate(self, name: str) -> Gate | None:
         """Return the gate of this name, if the run reached the point of recording it."""

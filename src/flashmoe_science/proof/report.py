@@ -126,7 +126,7 @@ def case_table(record: Record, kind: TimeKind | None = None) -> RenderableType:
     return _accuracy_table(record) if kind is None else _speed_table(record, kind)
 
 
-def _table(*columns: str, left: int = 1, rule: bool = True) -> Table:
+def new_table(*columns: str, left: int = 1, rule: bool = True) -> Table:
     """Return an empty table whose first ``left`` columns hold text, the others numbers."""
     # Two blanks between columns: the widest table, with all three times, fits 100 columns.
     style, blanks = (box.SIMPLE_HEAD, 1) if rule else (None, 2)  # a rule is a blank wide where it crosses
@@ -139,7 +139,7 @@ def _table(*columns: str, left: int = 1, rule: bool = True) -> Table:
 
 def _speed_table(record: Record, kind: TimeKind) -> RenderableType:
     kinds = kinds_measured(record)
-    table = _table("case and arm", *kinds, f"speedup, {kind}", "TFLOP/s", "TB/s")
+    table = new_table("case and arm", *kinds, f"speedup, {kind}", "TFLOP/s", "TB/s")
     shown = None
     for row in arm_rows(record, kind):
         if row.case is not shown:
@@ -203,7 +203,7 @@ def _accuracy_table(record: Record) -> RenderableType:
     ]
     if all(case.correct is None and not case.stand_in for case in record.cases) and len(set(notes)) == 1:
         return f"none of {counted(len(record.cases), 'case')} was checked{f': {notes[0]}' if notes[0] else ''}"
-    table = _table("case", "correct", "max error", "allowed")
+    table = new_table("case", "correct", "max error", "allowed")
     table.add_column("note", overflow="fold")
     correct = {True: Text("yes", "green"), False: Text("no", "bold red"), None: Text("not shown", "yellow")}
     for case, arm, note, before in zip(record.cases, subjects, notes, ["", *notes], strict=False):
@@ -226,7 +226,7 @@ def unmeasured_lines(record: Record) -> RenderableType | None:
 
 def launch_table(record: Record) -> RenderableType:
     """Return the kernels that every arm really launched, case by case."""
-    table = _table("case and arm", "kernel", "grid", "block", "registers", "shared", left=2)
+    table = new_table("case and arm", "kernel", "grid", "block", "registers", "shared", left=2)
     for case in record.cases:
         launched = [arm for arm in by_role(case.arms) if arm.launches and arm.role != "control"]
         if launched:
@@ -317,7 +317,7 @@ def count_line(verdicts: Sequence[Verdict]) -> str:
 
 def run_table(runs: Sequence[RunSummary]) -> RenderableType:
     """Return one row for every run."""
-    table = _table("run", "GPU", "result", "measured", "kept in", left=3)
+    table = new_table("run", "GPU", "result", "measured", "kept in", left=3)
     for run in runs:
         gpu = run.gpu.removeprefix("NVIDIA ") or "none"
         style = "red" if run.result.endswith("failed") else ""
@@ -328,7 +328,7 @@ def run_table(runs: Sequence[RunSummary]) -> RenderableType:
 
 def plain_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> RenderableType:
     """Return a table of words, without a rule: in a pipe it would be as long as the longest sentence."""
-    table = _table(*columns, left=len(columns), rule=False)
+    table = new_table(*columns, left=len(columns), rule=False)
     for row in rows:
         table.add_row(*row)
     return table

@@ -116,17 +116,58 @@ def family_intervals(cases: Sequence[Groups], confidence: float = 0.95) -> list[
         return []
     level = 1 - (1 - confidence) / len(cases)
     intervals = [interval([value for group in groups for value in group], level) for groups in cases]
-    ratios = [ratio for groups in cases if (ratio := _between_to_within(groups)) is not None]
-    excess = float(np.mean(ratios)) if ratios else 1.0
-    if excess <= 1:
-        return intervals
-    degrees = sum(len(groups) - 1 for groups in cases if len(groups) > 1)
-    upper = (1 + level) / 2
-    factor = math.sqrt(excess) * float(stdtrit(degrees, upper) / ndtri(upper))
-    return [
-        replace(i, low=i.estimate - factor * (i.estimate - i.low), high=i.estimate + factor * (i.high - i.estimate))
-        for i in intervals
-    ]
+    excess = _excess(cases)
+    return intervals if excess <= 1 else _widened_for_processes(intervals, excess, _process_degrees(cases), level)
+
+
+def comparison_intervals(cases: Sequence[Groups], confidence: float = 0.95) -> list[Interval]:
+    """Return one interval for each case, such that all of them hold together, however few the cases are.
+
+    For one case it is ``clustered_interval``. For more it is ``family_intervals``, always with Student's t for the
+    processes: with few cases an excess of variance that does not show is no proof that there is none.
+    """
+    if len(cases) < 2:
+        return [clustered_interval(groups, confidence) for groups in cases]
+    level = 1 - (1 - confidence) / len(cases)
+    intervals = [interval([value for group in groups for value in group], level) for groups in cases]
+    degrees = _process_degrees(cases)
+    return intervals if degrees == 0 else _widened_for_processes(intervals, max(1.0, _excess(cases)), degrees, level)
+
+
+def unpaired_intervals(cases: Sequence[tuple[Groups, Groups]], confidence: float = 0.95) -> list[Interval]:
+    """Return by how much the first of two independent samples lies above the second, for each case; all hold together.
+
+    The Hodges-Lehmann shift with the exact Mann-Whitney interval over rounds, at Bonferroni's level, widened for
+    offsets of processes as in ``comparison_intervals``. What differs from run to run is not in it.
+
+    Raises:
+        TooFewRoundsError: no interval of this confidence exists.
+    """
+    if not cases:
+        return []
+    level = 1 - (1 - confidence) / len(cases)
+    intervals = [shift_interval(_pooled(above), _pooled(below), level) for above, below in cases]
+    samples = [groups for case in cases for groups in case]
+    degrees = _process_degrees(samples)
+    return intervals if degrees == 0 else _widened_for_processes(intervals, max(1.0, _excess(samples)), degrees, level)
+
+
+def shift_interval(above: Values, below: Values, confidence: float = 0.95) -> Interval:
+    """Return the median of all differences between two samples, with the exact interval of the Mann-Whitney test.
+
+    Raises:
+        TooFewRoundsError: no interval of this confidence exists; 95 % needs at least 4 values on either side.
+    """
+    above, below = _checked(above), _checked(below)
+    dropped = _dropped_differences(len(above), len(below), confidence)
+    if dropped == 0:
+        raise TooFewRoundsError(
+            f"{len(above)} and {len(below)} rounds cannot give an interval of {confidence:.4g} confidence",
+            hint="run more rounds",
+        )
+    differences = np.sort(np.subtract.outer(np.asarray(above), np.asarray(below)).ravel())
+    low, high = float(differences[dropped - 1]), float(differences[-dropped])
+    return Interval(float(np.median(differences)), low, high, min(len(above), len(below)), confidence)
 
 
 def suite_interval(
@@ -211,6 +252,30 @@ def processes_needed(groups: Groups, effect: float, confidence: float = 0.95, po
     return None if by_process is None else max(by_process, by_round)
 
 
+def _pooled(groups: Groups) -> list[float]:
+    return [value for group in groups for value in group]
+
+
+def _excess(samples: Sequence[Groups]) -> float:
+    """Return the variance between processes over what the rounds within explain, averaged; 1 without offsets."""
+    ratios = [ratio for groups in samples if (ratio := _between_to_within(groups)) is not None]
+    return float(np.mean(ratios)) if ratios else 1.0
+
+
+def _process_degrees(samples: Sequence[Groups]) -> int:
+    return sum(len(groups) - 1 for groups in samples if len(groups) > 1)
+
+
+def _widened_for_processes(intervals: Sequence[Interval], excess: float, degrees: int, level: float) -> list[Interval]:
+    """Return the intervals, each wider by what the processes vary beyond their rounds, and by Student's t."""
+    upper = (1 + level) / 2
+    factor = math.sqrt(excess) * float(stdtrit(degrees, upper) / ndtri(upper))
+    return [
+        replace(i, low=i.estimate - factor * (i.estimate - i.low), high=i.estimate + factor * (i.high - i.estimate))
+        for i in intervals
+    ]
+
+
 def _checked(values: Values) -> Values:
     """Return ``values`` if there are any and all are finite."""
     if not len(values) or not np.all(np.isfinite(values)):
@@ -240,6 +305,22 @@ def _dropped_averages(n: int, confidence: float) -> int:
         longer[rank:] += chances / 2
         chances = longer
     return int(np.searchsorted(np.cumsum(chances), tail * (1 + 1e-12), side="right"))
+
+
+@lru_cache(maxsize=256)
+def _dropped_differences(m: int, n: int, confidence: float) -> int:
+    """Return how many of the sorted differences lie up to and including each end of the interval; 0: none exists."""
+    tail = (1 - confidence) / 2
+    if m + n > 2 * _EXACT_ROUNDS:
+        mean, variance = m * n / 2, m * n * (m + n + 1) / 12
+        return max(0, math.floor(mean - float(ndtri(1 - tail)) * math.sqrt(variance)))
+    counts: _Array = np.zeros(m * n + 1)  # of each Mann-Whitney sum: the coefficients of a Gaussian binomial
+    counts[0] = 1.0
+    for i in range(1, m + 1):
+        counts[n + i :] -= counts[: -(n + i)].copy() if n + i < len(counts) else 0.0
+        for start in range(i):
+            counts[start::i] = np.cumsum(counts[start::i])
+    return int(np.searchsorted(np.cumsum(counts), tail * math.comb(m + n, m) * (1 + 1e-12), side="right"))
 
 
 def _student(values: _Array, confidence: float) -> tuple[float, float]:

@@ -236,6 +236,10 @@ class Archive:
         files = evidence_files(self.repository) if self.repository else {}
         return {run_id: path for run_id, path in files.items() if run_id.startswith(prefix)}
 
+    def has(self, key: str) -> bool:
+        """Return whether the id of a run is ``key`` or starts with it, or ``key`` is a file."""
+        return Path(key).is_file() if is_path(key) else bool(self._files(key) or self.store.ids(key))
+
     def load(self, key: str) -> Record:
         """Return the run whose id is ``key`` or starts with it, or the one in the JSON file ``key``."""
         if is_path(key):

@@ -39,6 +39,19 @@ class KernelPromise:
 
 
 @dataclass(frozen=True)
+class Checkout:
+    """Where one revision of a subject lies while two revisions are compared: see ``revisions.py``."""
+
+    label: str  # as it was asked for, e.g. main
+    commit: str
+    root: Path  # of its working tree
+    shared: Path  # the folder with the working trees of both revisions
+    repository: Path  # that both come from
+    own_name: str = ""  # of the subject, without the revision
+    package: str = ""  # our own package, under a name that lets two revisions live in one process
+
+
+@dataclass(frozen=True)
 class Subject:
     """What is on trial. ``sources`` and ``python_path`` are relative to ``folder``."""
 
@@ -57,6 +70,8 @@ class Subject:
     deterministic: bool = False  # same input twice, same bits
     builtin: bool = False
     devices: tuple[str, ...] = ("cuda",)
+    checkout: Checkout | None = None  # of a revision that is compared with another
+    rival: Subject | None = None  # the same subject at the other revision, which is the baseline
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values, to be handed to a worker process."""
@@ -222,7 +237,12 @@ def operator_of(subject: Subject) -> Operator:
 
     if "." in subject.operator:
         add_python_path(subject)
-    return load_operator(subject.operator)
+    operator = load_operator(subject.operator)
+    if subject.checkout is None:
+        return operator
+    from .isolation import at_revision
+
+    return at_revision(operator, subject)
 
 
 def add_python_path(subject: Subject) -> None:
@@ -240,7 +260,11 @@ def load_entry(subject: Subject) -> Callable[..., Any]:
         SubjectError: the module has no such attribute, or it cannot be called.
     """
     add_python_path(subject)
-    return load_attribute(subject.entry_point)
+    if subject.checkout is None:
+        return load_attribute(subject.entry_point)
+    from .isolation import load_revision
+
+    return load_revision(subject)
 
 
 def load_attribute(entry_point: str) -> Callable[..., Any]:

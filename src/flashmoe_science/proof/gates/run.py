@@ -310,6 +310,8 @@ class Run:
     def hide_paths(self, text: str) -> str:
         """Take this machine's folders out of ``text``: a record is read elsewhere."""
         folders = {str(self.subject.folder): ".", str(PACKAGE_FOLDER): "flashmoe_science"}
+        if self.subject.checkout is not None:
+            folders[str(self.subject.checkout.shared)] = "<checkout>"
         folders |= {sys.prefix: "<python>", sys.base_prefix: "<python>", str(Path.home()): "~"}
         for folder in sorted(folders, key=len, reverse=True):
             if len(folder) > 1:

@@ -1,0 +1,156 @@
+"""The verb ``compare``: two revisions in one interleaved run, or two runs that are there already."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import cast
+
+from ..errors import InputError, ProofError
+from ..proof.compare import TOLERANCE, TOLERANCE_OF_RUNS, Comparison, compare_records, compare_revisions, exit_code
+from ..proof.evidence import Record, Settings, TimeKind
+from ..proof.gates import ProveRequest
+from ..proof.report_compare import comparison_lines
+from ..proof.revisions import (
+    Asked,
+    checked_out,
+    find_revision,
+    find_toplevel,
+    has_uncommitted_changes,
+    prove_revisions,
+    subjects_at,
+)
+from ..proof.store import Archive, Store, find_repository
+from ..proof.suites import load_suite
+from ..proof.words import counted
+from .names import gpu_named
+from .proving import Keeper, as_typed
+from .terminal import ChainProgress, Terminal, as_plain, short_path
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the command line asks of ``compare``."""
+
+    a: str
+    b: str
+    subject: str | None = None  # None: flash_attention
+    suite: str | None = None  # None: seed
+    times: Sequence[str] = ()
+    tolerance: float | None = None  # a share; None: the default of revisions, or of runs
+    allowed: Sequence[str] = ()
+    gpus: Sequence[str] = ()
+    processes: int = 3
+    rounds: int = 10
+    seed: int | None = None
+    store: str | None = None
+    args: Sequence[str] = field(default_factory=list)  # as they were typed, for the record
+
+
+def run_compare(wanted: Wanted, *, as_json: bool) -> int:
+    """Compare, and return the exit code."""
+    terminal = Terminal(as_json=as_json)
+    kinds = cast("list[TimeKind]", list(dict.fromkeys(wanted.times)))
+    runs = _find_runs(wanted)
+    if runs is not None:
+        tolerance = TOLERANCE_OF_RUNS if wanted.tolerance is None else wanted.tolerance
+        comparison = compare_records(*runs, kinds or None, tolerance=tolerance, allowed=wanted.allowed)
+        return _conclude(terminal, comparison, None, None)
+    if wanted.allowed:
+        raise InputError("--allow-different is for two runs: two revisions are measured in one")
+    record, path = _compare_revisions(wanted, kinds or ["graph"], terminal)
+    return _conclude(terminal, compare_revisions(record), record, path)
+
+
+def _conclude(terminal: Terminal, comparison: Comparison, record: Record | None, path: Path | None) -> int:
+    code = exit_code(comparison)
+    terminal.show(*([""] if record else []), comparison_lines(comparison))
+    if path is not None:
+        terminal.show("", f"record: {short_path(path)}")
+    document = {"comparison": as_plain(comparison), "exit_code": code}
+    if record is not None and path is not None:
+        document |= {"record": as_plain(record), "path": short_path(path)}
+    terminal.document(document)
+    return code
+
+
+def _find_runs(wanted: Wanted) -> tuple[Record, Record] | None:
+    """Return the two runs that are meant, or None where two revisions are.
+
+    Raises:
+        InputError: one is a run and the other a revision, or it can be either.
+        EvidenceError: a run is named that is not there.
+    """
+    archive = Archive(Store(wanted.store), find_repository())
+    keys = (wanted.a, wanted.b)
+    found = [archive.load(key) if archive.has(key) or key.endswith(".json") else None for key in keys]
+    try:
+        toplevel = find_toplevel(Path.cwd())
+    except ProofError:
+        toplevel = None
+    for key, run in zip(keys, found, strict=True):
+        is_revision = toplevel is not None and find_revision(toplevel, key) is not None
+        if run is not None and is_revision:
+            hint = "give more of the id, the path of the record, or e.g. refs/heads/NAME"
+            raise InputError(f"{key!r} is a run and a revision", hint=hint)
+        if run is None and not is_revision:
+            where = "" if toplevel else ", and there is no git repository here"
+            raise InputError(
+                f"{key!r} is neither a run nor a revision{where}",
+                hint="flashmoe runs lists the runs; git log the revisions",
+            )
+    a, b = found
+    if (a is None) != (b is None):
+        raise InputError(
+            f"A and B must be two runs or two revisions, got {wanted.a!r} and {wanted.b!r}: one of each",
+            hint="the revisions that runs were made of are in `flashmoe runs --json`",
+        )
+    if a is None or b is None:
+        return None
+    if a.id == b.id:
+        raise InputError(f"A and B are the same run, {a.id}")
+    if wanted.subject or wanted.suite:
+        raise InputError("--subject and --suite are for two revisions: a run has its own")
+    return a, b
+
+
+def _compare_revisions(wanted: Wanted, kinds: list[TimeKind], terminal: Terminal) -> tuple[Record, Path]:
+    """Check both revisions out, prove them, and return the record and where it is."""
+    toplevel = find_toplevel(Path.cwd())
+    a, b = (cast("Asked", find_revision(toplevel, label)) for label in (wanted.a, wanted.b))
+    suite = load_suite(wanted.suite or "seed")
+    for gpu in wanted.gpus:
+        gpu_named(gpu)
+    if has_uncommitted_changes(toplevel):
+        terminal.warn("there are uncommitted changes, which are in neither revision", "commit them, and compare HEAD")
+    keeper = Keeper((find_repository() or Path.cwd()) / "evidence", terminal, Store(wanted.store))
+    progress = ChainProgress(terminal)
+    tolerance = TOLERANCE if wanted.tolerance is None else wanted.tolerance
+    settings = Settings(times=kinds, processes=wanted.processes, rounds=wanted.rounds, seed=wanted.seed)
+    try:
+        with checked_out(toplevel, a, b) as checkouts:
+            subject, _ = subjects_at(wanted.subject or "flash_attention", *checkouts)
+            request = ProveRequest(
+                subject=subject,
+                suite=suite,
+                baselines=[],
+                gpus=list(wanted.gpus),
+                settings=settings,
+                command=as_typed(wanted.args),
+            )
+            name = wanted.subject or "flash_attention"
+            cases = counted(len(suite.cases), "case")
+            terminal.say(f"comparing {name} on suite {suite.name} ({cases}): B {b.label} against A {a.label}")
+            record = prove_revisions(
+                request, tolerance=tolerance, progress=progress, announce=terminal.say, save=keeper.save
+            )
+    except KeyboardInterrupt:
+        progress.close()
+        if keeper.path is not None:
+            terminal.log.print(f"what was finished is in {short_path(keeper.path)}", soft_wrap=True)
+        raise
+    finally:
+        progress.close()
+    assert keeper.path is not None
+    return record, keeper.path

@@ -1,0 +1,89 @@
+"""A comparison for the terminal. It computes nothing: numbers come from ``compare.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from .compare import CaseComparison, Comparison, Effect
+from .report import new_table
+from .rows import format_ratio, format_seconds
+
+_LISTED = 3  # cases by name; more are counted
+_STYLE = {
+    Effect.FASTER: "bold green",
+    Effect.SLOWER: "bold red",
+    Effect.SAME: "green",
+    Effect.UNDECIDED: "bold yellow",
+}
+
+
+def comparison_lines(comparison: Comparison) -> RenderableType:
+    """Return what is compared, a row for every case and kind of time, and the verdict over all."""
+    head = Table.grid(padding=(0, 2, 0, 0))
+    head.add_column(no_wrap=True)
+    head.add_column(overflow="fold")
+    how = "rounds interleaved in one run" if comparison.paired else "two runs, not paired"
+    for label, text in (
+        ("A", comparison.a),
+        ("B", comparison.b),
+        ("subject", f"{comparison.subject}, suite {comparison.suite}; {how}"),
+    ):
+        head.add_row(Text(label, "dim"), text)
+    parts: list[RenderableType] = [head, ""]
+    if comparison.cases:
+        parts += [_case_table(comparison), Text(_legend(comparison), "dim"), ""]
+    verdict = Table.grid(padding=(0, 2, 0, 0))
+    verdict.add_column(min_width=9, no_wrap=True)
+    verdict.add_column(overflow="fold")
+    word = "gate failed" if comparison.gate_failed else comparison.effect.value
+    verdict.add_row(Text(word, _STYLE[comparison.effect]), comparison.reason)
+    for kind, mean in comparison.geometric_means.items():
+        verdict.add_row("", Text(f"geometric mean, {kind}: {format_ratio(mean)}; it decides nothing", "dim"))
+    for note in comparison.notes:
+        verdict.add_row("", Text(f"note: {note}", "dim"))
+    return Group(*parts, verdict)
+
+
+def _case_table(comparison: Comparison) -> RenderableType:
+    table = new_table("case", "time", "A", "B", "A / B", "B is", left=2)
+    for case in comparison.cases:
+        table.add_row(
+            case.name,
+            case.metric,
+            *_times(case),
+            format_ratio(case.ratio),
+            Text(case.effect.value, _STYLE[case.effect]),
+        )
+    reasons = _reasons(comparison.cases)
+    return Group(table, *reasons) if reasons else table
+
+
+def _reasons(cases: Sequence[CaseComparison]) -> list[RenderableType]:
+    """Return why cases are undecided, each reason once."""
+    by_reason: dict[str, list[str]] = {}
+    for case in cases:
+        if case.reason:
+            by_reason.setdefault(case.reason, []).append(f"{case.name}, {case.metric}")
+    lines: list[RenderableType] = []
+    for reason, names in by_reason.items():
+        where = "; ".join(names) if len(names) <= _LISTED else f"{len(names)} of {len(cases)}"
+        lines.append(Text.assemble(("undecided", "yellow"), f" ({where}): {reason}"))
+    return lines
+
+
+def _times(case: CaseComparison) -> tuple[str, str]:
+    if case.seconds is None:
+        return "", ""
+    return format_seconds(case.seconds[0]), format_seconds(case.seconds[1])
+
+
+def _legend(comparison: Comparison) -> str:
+    low, high = 1 / (1 + comparison.tolerance), 1 + comparison.tolerance
+    return (
+        f"A / B: {comparison.quantity}; intervals hold together at 95 %\n"
+        f"same: all of the interval within {low:.4g} to {high:.4g} (--tolerance {comparison.tolerance:.3g})"
+    )

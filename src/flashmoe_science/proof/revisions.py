@@ -1,0 +1,272 @@
+"""Two revisions of a git repository: checked out, taken through the gates, and timed in one run.
+
+Each revision gets a working tree of its own in a temporary folder, which is removed whatever happens. Revision A goes
+through the gates up to correct; then B goes through all of them, with A as its baseline.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ..errors import FlashmoeError, ProofError, SubjectError
+from .evidence import Compared, Gate, GateStatus, Record, Revision
+from .gates import Progress, ProveRequest, prove
+from .operator import load_operator
+from .subject import PACKAGE_FOLDER, Checkout, Subject, builtin_names, load_subject
+
+_GIT_TIMEOUT_S = 600.0  # a large repository takes minutes to check out
+_CHECKED_BEFORE_TIMING = "correct"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One revision, as it was asked for and as git knows it."""
+
+    label: str
+    commit: str
+
+
+def find_toplevel(folder: Path) -> Path:
+    """Return the root of the git repository that ``folder`` lies in. Raises ``ProofError``."""
+    try:
+        return Path(_git(folder, "rev-parse", "--show-toplevel")).resolve()
+    except ProofError as error:
+        hint = "run it in a clone of the repository whose revisions are compared"
+        raise ProofError(f"there is no git repository here: {error}", hint=hint) from error
+
+
+def find_revision(repository: Path, label: str) -> Asked | None:
+    """Return the commit that ``label`` names in ``repository``, or None."""
+    if label.startswith("-"):
+        return None
+    try:
+        return Asked(
+            label, _git(repository, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{label}^{{commit}}")
+        )
+    except ProofError:
+        return None
+
+
+def has_uncommitted_changes(repository: Path) -> bool:
+    """Return whether tracked files differ from the last commit: no revision has these changes."""
+    return _git(repository, "status", "--porcelain", "--untracked-files=no") != ""
+
+
+@contextlib.contextmanager
+def checked_out(repository: Path, a: Asked, b: Asked) -> Iterator[tuple[Checkout, Checkout]]:
+    """Check both revisions out, each into a working tree of its own, and remove them in the end.
+
+    Raises:
+        ProofError: git cannot check one of them out.
+    """
+    shared = Path(tempfile.mkdtemp(prefix="flashmoe-compare-")).resolve()
+    try:
+        (shared / "packages").mkdir()
+        trees = []
+        for name, asked in (("a", a), ("b", b)):
+            tree = shared / name
+            try:
+                _git(repository, "worktree", "add", "--detach", "--quiet", str(tree), asked.commit)
+                if (tree / ".gitmodules").exists():
+                    _git(tree, "submodule", "update", "--init", "--recursive", "--quiet")
+            except ProofError as error:
+                hint = "`git worktree add` and `git submodule update` have to work in this repository"
+                raise ProofError(f"revision {asked.label} cannot be checked out: {error}", hint=hint) from error
+            trees.append(Checkout(asked.label, asked.commit, tree, shared, repository))
+        yield trees[0], trees[1]
+    finally:
+        _remove(repository, shared)
+
+
+def _remove(repository: Path, shared: Path) -> None:
+    """Remove the working trees and what git remembers of them."""
+    shutil.rmtree(shared, ignore_errors=True)
+    with contextlib.suppress(ProofError):  # prune only tidies: git does the same by itself, later
+        _git(repository, "worktree", "prune")
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    """Return what git prints in ``folder``. Raises ``ProofError`` with the last line of what it complains about."""
+    # A hook that runs us points git elsewhere; a checkout here must run no hook of the user's.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    command = ["git", "-C", str(folder), "-c", "core.hooksPath=/dev/null", *arguments]
+    try:
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=_GIT_TIMEOUT_S, check=False
+        )
+    except OSError as error:
+        raise ProofError(f"git cannot be run: {error.strerror}", hint="install git") from error
+    except subprocess.TimeoutExpired as error:
+        raise ProofError(f"git {arguments[0]} took more than {_GIT_TIMEOUT_S:g} s") from error
+    if done.returncode != 0:
+        said = done.stderr.strip().splitlines()[-1:] or [f"it exited with status {done.returncode}"]
+        raise ProofError(f"git {arguments[0]}: {said[0]}")
+    return done.stdout.strip()
+
+
+def subjects_at(text: str, a: Checkout, b: Checkout) -> tuple[Subject, Subject]:
+    """Return the subject called ``text``, one of ours or a ``kernel.toml`` in the repository, at both revisions.
+
+    B's is the one on trial, and knows A's as its rival.
+
+    Raises:
+        SubjectError: a revision lacks it, its file is wrong, or the two are not implementations of one operator.
+    """
+    own = len(Path(text).parts) == 1 and text in builtin_names()
+    relative = None if own else _inside(text, a.repository)
+    # B first: an operator of the user's own is imported once in this process, and B's is the one that is described.
+    found = {}
+    for checkout in (b, a):
+        try:
+            with _path_restored():
+                found[checkout.root] = _our_own(text, checkout) if relative is None else _from_file(relative, checkout)
+        except FlashmoeError as error:
+            message = str(error).removesuffix(f"\nhint: {error.hint}").replace(f"{checkout.root}{os.sep}", "")
+            raise SubjectError(f"revision {checkout.label}: {message}", hint=error.hint) from error
+    ours, theirs = found[b.root], found[a.root]
+    if ours.operator != theirs.operator:
+        raise SubjectError(
+            f"A is of operator {theirs.operator!r} and B of {ours.operator!r}: neither computes the other's"
+        )
+    if changed := _changed_operator(ours, theirs):
+        hint = "commit the change of the operator before A, e.g. on a branch from A"
+        raise SubjectError(f"{changed} differs between A and B: they mean different things", hint=hint)
+    theirs = _named(theirs, a, "" if a.commit != b.commit else ".a")
+    return replace(_named(ours, b, ""), rival=theirs), theirs
+
+
+@contextlib.contextmanager
+def _path_restored() -> Iterator[None]:
+    """Put ``sys.path`` back: workers inherit it, and those of one revision must not find modules of the other."""
+    path = list(sys.path)
+    try:
+        yield
+    finally:
+        sys.path[:] = path
+
+
+def _inside(text: str, repository: Path) -> Path:
+    """Return the path of a kernel.toml from the root of the repository. Raises ``SubjectError``."""
+    path = Path(text)
+    path = (path / "kernel.toml" if path.is_dir() else path).resolve()
+    if not path.exists() and len(Path(text).parts) == 1:
+        load_subject(text)  # says which names there are
+    if not path.is_relative_to(repository):
+        raise SubjectError(f"{text} does not lie in the repository whose revisions are compared")
+    return path.relative_to(repository)
+
+
+def _from_file(relative: Path, checkout: Checkout) -> Subject:
+    if not (checkout.root / relative).exists():
+        raise SubjectError(f"it has no {relative.as_posix()}")
+    subject = load_subject(str(checkout.root / relative))
+    return replace(subject, checkout=replace(checkout, own_name=subject.name))
+
+
+def _our_own(name: str, checkout: Checkout) -> Subject:
+    """Return one of our own subjects as the package in ``checkout`` has it, under a name of its own."""
+    folder = checkout.root / "src" / PACKAGE_FOLDER.name
+    if not folder.is_dir():
+        hint = "name a kernel.toml with --subject"
+        raise SubjectError(f"it has no src/{PACKAGE_FOLDER.name}, where our own subjects are", hint=hint)
+    packages = checkout.shared / "packages"
+    package = f"{PACKAGE_FOLDER.name}_{checkout.root.name}"
+    (packages / package).symlink_to(folder)
+    checkout = replace(checkout, own_name=name, package=package)
+    subject = replace(load_subject(name), folder=folder, python_path=(str(packages),), sources=(), checkout=checkout)
+    from .isolation import own_operator
+
+    own = own_operator(load_operator(subject.operator), subject)
+    entry_points = own.entry_points()
+    if name not in entry_points:
+        raise SubjectError(f"it has no subject {name}: it has {', '.join(entry_points)}")
+    return replace(subject, entry_point=entry_points[name], sources=tuple(own.sources(name)))
+
+
+def _named(subject: Subject, checkout: Checkout, suffix: str) -> Subject:
+    """Return the subject under the name of its arm, without the speedup it expects over another baseline."""
+    return replace(subject, name=f"{subject.name}@{checkout.commit[:12]}{suffix}", expected_speedup=None)
+
+
+def _changed_operator(ours: Subject, theirs: Subject) -> str:
+    """Return the file of a user's own operator where it differs between the revisions, or an empty text."""
+    if "." not in ours.operator:
+        return ""
+    relative = Path(*ours.operator.split(".")).with_suffix(".py")
+    for entry in dict.fromkeys([*ours.python_path, *theirs.python_path]):
+        files = [subject.folder / entry / relative for subject in (ours, theirs)]
+        contents = [file.read_bytes() if file.is_file() else None for file in files]
+        if contents[0] != contents[1]:
+            return relative.as_posix()
+    return ""
+
+
+def prove_revisions(
+    request: ProveRequest,
+    *,
+    tolerance: float,
+    progress: Progress,
+    announce: Callable[[str], None],
+    save: Callable[[Record], None],
+) -> Record:
+    """Take revision A through the gates up to correct, then B through all of them with A as its baseline.
+
+    Where A fails, B is still looked at up to correct, and nothing is timed.
+
+    Args:
+        request: Its subject is B's, of ``subjects_at``. Its baselines are not used.
+        tolerance: The smallest effect that matters.
+        progress: told what is going on.
+        announce: told which revision is next, in one line.
+        save: gets the record after every gate and every measured case of B.
+
+    Returns:
+        The record of B, which holds A's gates too.
+
+    Raises:
+        ProofError: the request cannot be carried out.
+        KeyboardInterrupt: after what was finished of B has been saved.
+    """
+    b, a = request.subject, request.subject.rival
+    assert a is not None
+    assert a.checkout is not None
+    announce(f"A: {a.checkout.label} ({a.checkout.commit[:12]})")
+    alone = replace(request, subject=a, baselines=[], until=_CHECKED_BEFORE_TIMING, repository=a.checkout.root)
+    with _path_restored():
+        first = prove(alone, progress=progress, save=lambda _: None)
+    failed = any(gate.status is GateStatus.FAILED for gate in first.gates)
+    assert b.checkout is not None
+    announce(f"B: {b.checkout.label} ({b.checkout.commit[:12]})")
+    until = _CHECKED_BEFORE_TIMING if failed else request.until
+    second = replace(request, subject=b, baselines=[a.name], until=until, repository=b.checkout.root)
+    compared = Compared(a=_revision(a, first.gates, first), b=_revision(b, [], None), tolerance=tolerance)
+    with _path_restored():
+        record = prove(second, progress=progress, save=lambda found: save(_as_comparison(found, b, compared)))
+    return _as_comparison(record, b, compared)
+
+
+def _revision(subject: Subject, gates: Sequence[Gate], record: Record | None) -> Revision:
+    assert subject.checkout is not None
+    sources = record.subject.sources if record is not None else []
+    checkout = subject.checkout
+    return Revision(label=checkout.label, commit=checkout.commit, arm=subject.name, sources=sources, gates=list(gates))
+
+
+def _as_comparison(record: Record, b: Subject, compared: Compared) -> Record:
+    """Return the record of B as that of a comparison: what ran is the commit of B, not the harness's own."""
+    assert b.checkout is not None
+    entry_point = record.subject.entry_point
+    if b.checkout.package:
+        entry_point = entry_point.replace(b.checkout.package, PACKAGE_FOLDER.name, 1)
+    subject = record.subject.model_copy(update={"entry_point": entry_point})
+    environment = record.environment.model_copy(update={"commit": b.checkout.commit, "dirty": False})
+    compared = compared.model_copy(update={"b": compared.b.model_copy(update={"sources": record.subject.sources})})
+    return record.model_copy(update={"subject": subject, "environment": environment, "compared": compared})
