@@ -6,13 +6,9 @@ on any machine. The same call makes the kernels that ``launch.py`` launches: wha
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
-import pathlib
 import re
-import subprocess
-import tempfile
 import threading
 import time
 from collections.abc import Mapping
@@ -25,6 +21,8 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
 from ..errors import CompileError
+from . import machine_code
+from .machine_code import KernelCode
 
 _PTXAS_LINES = 8  # of its complaints in an error's message: the first is mostly the cause of the others
 _compiling = threading.local()  # ``here`` while this thread compiles a kernel of ours
@@ -127,30 +125,19 @@ def read_resources(source: KernelSource, arch: int) -> Resources:
     """Compile ``source`` and read its registers, spills, shared memory and instructions."""
     start = time.monotonic()
     kernel = compile_kernel(source, arch)
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        command = [str(_cuobjdump()), "--dump-resource-usage", "--dump-sass", file.name]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    text = done.stdout
-    usage = re.search(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", text)
-    if usage is None or done.returncode:
-        raise CompileError(
-            f"cuobjdump cannot read {source.name} for sm_{arch}: {done.stderr.strip() or 'no usage printed'}"
-        )
-    opcodes = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z][A-Z0-9]*)", text, re.MULTILINE)
+    code = read_code(kernel, source.name, arch)
     return Resources(
-        registers=int(usage[1]),
-        spill_bytes=int(usage[2]) + int(usage[3]),
+        registers=code.registers,
+        spill_bytes=code.local_bytes,
         shared_memory_bytes=kernel.metadata.shared,
-        instructions=collections.Counter(opcodes),
+        instructions=code.opcodes,
         seconds=time.monotonic() - start,
     )
 
 
-@functools.cache
-def _cuobjdump() -> pathlib.Path:
-    path = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    if not path.exists():
-        raise CompileError(f"Triton {triton.__version__} does not carry cuobjdump", hint="install Triton from a wheel")
-    return path
+def read_code(kernel: Any, name: str, arch: int) -> KernelCode:
+    """Return the machine code of a kernel that ``compile_kernel`` made. Raises ``CompileError``."""
+    found = machine_code.read_cubin(kernel.asm["cubin"], f"{name} for sm_{arch}")
+    if len(found) != 1:
+        raise CompileError(f"cuobjdump cannot read {name} for sm_{arch}: {len(found)} kernels, expected 1")
+    return found[0]

@@ -49,6 +49,11 @@ class GpuSpec:
         """The most threads resident on one SM."""
         return _limits(self.arch).threads_per_sm
 
+    @property
+    def blocks_per_sm(self) -> int:
+        """The most blocks resident on one SM."""
+        return _limits(self.arch).blocks_per_sm
+
 
 @dataclass(frozen=True, slots=True)
 class _Limits:
@@ -57,15 +62,16 @@ class _Limits:
     shared_memory_per_block_kib: int
     shared_memory_per_sm_kib: int
     threads_per_sm: int
+    blocks_per_sm: int
 
 
 _LIMITS = {
-    80: _Limits(163, 164, 2048),
-    86: _Limits(99, 100, 1536),
-    89: _Limits(99, 100, 1536),
-    90: _Limits(227, 228, 2048),
-    100: _Limits(227, 228, 2048),
-    120: _Limits(99, 100, 1536),
+    80: _Limits(163, 164, 2048, 32),
+    86: _Limits(99, 100, 1536, 16),
+    89: _Limits(99, 100, 1536, 24),
+    90: _Limits(227, 228, 2048, 32),
+    100: _Limits(227, 228, 2048, 32),
+    120: _Limits(99, 100, 1536, 24),
 }
 
 

@@ -1,0 +1,169 @@
+"""Read machine code: which instructions the kernels of a cubin or of a library hold, and what they need.
+
+Triton's package carries NVIDIA's ``cuobjdump``, so this works on any machine and for any kernel: a cubin of Triton's,
+or a CUDA extension with the code of several architectures in it.
+"""
+
+from __future__ import annotations
+
+import collections
+import ctypes
+import functools
+import pathlib
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ..errors import CompileError
+
+_TIMEOUT_S = 120.0
+
+# Matrix products on the tensor cores, by opcode: sm_80 to sm_89 and sm_120, sm_90, sm_100.
+TENSOR_CORE_OPCODES = frozenset(
+    "HMMA IMMA BMMA DMMA QMMA OMMA HGMMA IGMMA BGMMA QGMMA UTCHMMA UTCIMMA UTCQMMA UTCOMMA UTCMMA".split()
+)
+LOCAL_MEMORY_OPCODES = frozenset({"LDL", "STL"})
+
+
+@dataclass(frozen=True)
+class KernelCode:
+    """The machine code of one kernel for one architecture."""
+
+    name: str  # as a profiler shows it: demangled
+    arch: int  # 90 for sm_90 and sm_90a
+    registers: int  # a thread
+    local_bytes: int  # a thread: stack frame and local memory; spills live there, and so do arrays
+    shared_memory_bytes: int  # a block, static
+    opcodes: Mapping[str, int] = field(hash=False)  # opcode without modifiers -> count
+    looped: Mapping[str, int] = field(hash=False)  # the same, of instructions within a loop
+
+    def count(self, opcodes: Iterable[str], *, in_loops: bool = False) -> int:
+        """Return how many instructions have one of ``opcodes``."""
+        counts = self.looped if in_loops else self.opcodes
+        return sum(counts.get(opcode, 0) for opcode in opcodes)
+
+
+def read_cubin(cubin: bytes, what: str) -> list[KernelCode]:
+    """Return the kernels of one cubin, called ``what`` in errors. Raises ``CompileError``."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return parse(_dump(file.name, what))
+
+
+def read_file(path: pathlib.Path) -> list[KernelCode]:
+    """Return the kernels of a library or a program, for every architecture in it; none where it has none.
+
+    Raises:
+        CompileError: Triton carries no cuobjdump, or it cannot read the file.
+    """
+    return parse(_dump(str(path), path.name))
+
+
+def _dump(path: str, what: str) -> str:
+    command = [str(cuobjdump()), "--dump-resource-usage", "--dump-sass", path]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_TIMEOUT_S)
+    except subprocess.TimeoutExpired as error:
+        raise CompileError(f"cuobjdump did not read {what} within {_TIMEOUT_S:g} s") from error
+    if done.returncode and "does not contain device code" not in done.stdout + done.stderr:
+        raise CompileError(f"cuobjdump cannot read {what}: {done.stderr.strip() or 'it gives no reason'}")
+    return done.stdout
+
+
+_ARCH = re.compile(r"^arch = sm_(\d+)", re.MULTILINE)
+_USAGE = re.compile(r"^ Function (\S+):\s*\n\s*REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", re.MULTILINE)
+_FUNCTION = re.compile(r"^\s+Function : (\S+)$", re.MULTILINE)
+_CODE_FOR = re.compile(r"^\s+code for sm_(\d+)", re.MULTILINE)
+_INSTRUCTION = re.compile(
+    r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+ )?([A-Z][A-Z0-9]*)((?:\.\w+)*)([^;\n]*)", re.MULTILINE
+)
+
+
+def parse(text: str) -> list[KernelCode]:
+    """Return the kernels in what ``cuobjdump --dump-resource-usage --dump-sass`` printed."""
+    kernels: list[KernelCode] = []
+    usage: dict[tuple[int, str], tuple[int, ...]] = {}
+    for arch, part in _parts(text):
+        for name, *numbers in _USAGE.findall(part):
+            usage[arch, name] = tuple(map(int, numbers))
+        names = list(_FUNCTION.finditer(part))
+        ends = [*(match.start() for match in names[1:]), len(part)]
+        for match, end in zip(names, ends, strict=False):  # without names there is one end too many
+            registers, stack, shared, local = usage.get((arch, match[1]), (0, 0, 0, 0))
+            opcodes, looped = _count(part[match.end() : end])
+            kernels.append(KernelCode(demangle(match[1]), arch, registers, stack + local, shared, opcodes, looped))
+    return kernels
+
+
+def _parts(text: str) -> Iterator[tuple[int, str]]:
+    """Yield each architecture's part: a fatbin says it before, a cubin above its code."""
+    marks = list(_ARCH.finditer(text))
+    if not marks:
+        if (code := _CODE_FOR.search(text)) is not None:
+            yield int(code[1]), text
+        return
+    for mark, end in zip(marks, [*(mark.start() for mark in marks[1:]), len(text)], strict=True):
+        yield int(mark[1]), text[mark.end() : end]
+
+
+def _count(text: str) -> tuple[collections.Counter[str], collections.Counter[str]]:
+    """Count the opcodes of one kernel: all of them, and those between a jump backwards and where it leads."""
+    found = [(int(m[1], 16), m[2], m[4]) for m in _INSTRUCTION.finditer(text)]
+    loops = []
+    for address, opcode, operands in found:
+        if opcode != "BRA":
+            continue
+        target = re.search(r"0x([0-9a-f]+)\s*$", operands)
+        if target is not None and int(target[1], 16) < address:  # a jump to itself ends every kernel
+            loops.append((int(target[1], 16), address))
+    opcodes = collections.Counter(opcode for _, opcode, _ in found)
+    looped = collections.Counter(
+        opcode for address, opcode, _ in found if any(begin <= address <= end for begin, end in loops)
+    )
+    return opcodes, looped
+
+
+def for_arch(kernels: Sequence[KernelCode], arch: int) -> list[KernelCode]:
+    """Return the code that a GPU of ``arch`` runs: the newest of its own generation that is not newer than it."""
+    fitting = [kernel for kernel in kernels if kernel.arch <= arch and kernel.arch // 10 == arch // 10]
+    newest = max((kernel.arch for kernel in fitting), default=0)
+    return [kernel for kernel in fitting if kernel.arch == newest]
+
+
+def demangle(name: str) -> str:
+    """Return a C++ name as its author wrote it; any other name, and every name without a C++ runtime, as it is."""
+    if not name.startswith("_Z"):
+        return name
+    runtime = _cxx_runtime()
+    if runtime is None:
+        return name
+    status = ctypes.c_int()
+    runtime.__cxa_demangle.restype = ctypes.c_void_p
+    pointer = runtime.__cxa_demangle(name.encode(), None, None, ctypes.byref(status))
+    if status.value or not pointer:
+        return name
+    text = ctypes.string_at(pointer).decode()
+    ctypes.CDLL(None).free(ctypes.c_void_p(pointer))
+    return text
+
+
+@functools.cache
+def _cxx_runtime() -> ctypes.CDLL | None:
+    try:
+        return ctypes.CDLL("libstdc++.so.6")
+    except OSError:
+        return None
+
+
+@functools.cache
+def cuobjdump() -> pathlib.Path:
+    """Return the program that Triton's package carries. Raises ``CompileError``."""
+    import triton
+
+    path = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    if not path.exists():
+        raise CompileError(f"Triton {triton.__version__} does not carry cuobjdump", hint="install Triton from a wheel")
+    return path
