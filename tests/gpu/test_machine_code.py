@@ -84,7 +84,7 @@ def test_names_are_demangled_and_others_left_alone():
 
 def test_a_file_that_is_no_library_is_an_error_and_one_without_kernels_has_none(tmp_path):
     (tmp_path / "text.so").write_text("no library")
-    with pytest.raises(CompileError, match="cuobjdump cannot read text.so"):
+    with pytest.raises(CompileError, match=r"cuobjdump cannot read text\.so"):
         machine_code.read_file(tmp_path / "text.so")
     program = shutil.which("true")
     assert program is not None

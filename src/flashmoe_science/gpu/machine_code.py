@@ -15,6 +15,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..errors import CompileError
 
@@ -22,7 +23,11 @@ _TIMEOUT_S = 120.0
 
 # Matrix products on the tensor cores, by opcode: sm_80 to sm_89 and sm_120, sm_90, sm_100.
 TENSOR_CORE_OPCODES = frozenset(
-    "HMMA IMMA BMMA DMMA QMMA OMMA HGMMA IGMMA BGMMA QGMMA UTCHMMA UTCIMMA UTCQMMA UTCOMMA UTCMMA".split()
+    {
+        *("HMMA", "IMMA", "BMMA", "DMMA", "QMMA", "OMMA"),
+        *("HGMMA", "IGMMA", "BGMMA", "QGMMA"),
+        *("UTCHMMA", "UTCIMMA", "UTCQMMA", "UTCOMMA", "UTCMMA"),
+    }
 )
 LOCAL_MEMORY_OPCODES = frozenset({"LDL", "STL"})
 
@@ -137,12 +142,11 @@ def demangle(name: str) -> str:
     """Return a C++ name as its author wrote it; any other name, and every name without a C++ runtime, as it is."""
     if not name.startswith("_Z"):
         return name
-    runtime = _cxx_runtime()
-    if runtime is None:
+    call = _cxx_demangle()
+    if call is None:
         return name
     status = ctypes.c_int()
-    runtime.__cxa_demangle.restype = ctypes.c_void_p
-    pointer = runtime.__cxa_demangle(name.encode(), None, None, ctypes.byref(status))
+    pointer = call(name.encode(), None, None, ctypes.byref(status))
     if status.value or not pointer:
         return name
     text = ctypes.string_at(pointer).decode()
@@ -151,11 +155,14 @@ def demangle(name: str) -> str:
 
 
 @functools.cache
-def _cxx_runtime() -> ctypes.CDLL | None:
+def _cxx_demangle() -> Any:
+    """Return the C++ runtime's own function, or None where there is no such runtime."""
     try:
-        return ctypes.CDLL("libstdc++.so.6")
+        call = getattr(ctypes.CDLL("libstdc++.so.6"), "__cxa_demangle")  # noqa: B009 - the name is C's, not Python's
     except OSError:
         return None
+    call.restype = ctypes.c_void_p
+    return call
 
 
 @functools.cache
