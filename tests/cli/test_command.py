@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 VERBS = (
     *(
         "prove",
+        "diagnose",
         "compare",
         "verify",
         "show",

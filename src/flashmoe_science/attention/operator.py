@@ -13,6 +13,7 @@ import torch
 
 from ..errors import CompileError, InputError, UnsupportedError
 from ..gpu.device import current_gpu
+from ..gpu.machine_code import KernelCode
 from ..gpu.specs import SPECS, GpuSpec, find_gpu, shared_memory_limit
 from . import reference, rivals
 from .api import flash_attention
@@ -66,6 +67,34 @@ class CompileJob:
     def run(self) -> CompileOutcome:
         """Compile, and compare with what the architecture allows and the plan promises."""
         return compile_plan(self.plan)[self.index]
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One way to make a problem longer: see ``proof.operator.Axis``."""
+
+    name: str
+    kind: str
+    meaning: str
+
+
+_AXES = (
+    Axis("keys", "sequential", "the number of keys"),
+    Axis("length", "sequential", "the sequence length"),
+    Axis("batch", "parallel", "the batch"),
+    Axis("heads", "parallel", "the heads"),
+)
+
+
+@dataclass(frozen=True)
+class PlannedKernel:
+    """One kernel of a plan with its machine code."""
+
+    name: str
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    shared_memory_bytes: int
+    code: KernelCode
 
 
 def compile_plan(plan: Plan) -> tuple[CompileOutcome, ...]:
@@ -303,6 +332,40 @@ class AttentionOperator:
 
     def _plan(self, subject: str, problem: AttentionProblem, gpu: GpuSpec) -> Plan:
         return plan_attention(problem, gpu, "auto" if subject == "flash_attention" else subject)
+
+    def planned_kernels(self, subject: str, problem: AttentionProblem, gpu: str) -> Sequence[PlannedKernel]:
+        """Return the kernels that ``subject`` would launch on ``gpu``, compiled for it.
+
+        Raises:
+            CompileError: a kernel does not compile.
+        """
+        from ..gpu.compile import compile_kernel, read_code
+        from .prepare import prepare_kernels
+
+        plan = self._plan(subject, problem, find_gpu(gpu))
+        kernels = []
+        for launch, prepared in zip(plan.launches, prepare_kernels(plan), strict=True):
+            compiled = compile_kernel(prepared.source, plan.arch)
+            code = read_code(compiled, prepared.source.name, plan.arch)
+            kernels.append(PlannedKernel(launch.pattern, launch.grid, launch.block, compiled.metadata.shared, code))
+        return kernels
+
+    def axes(self) -> Sequence[Axis]:
+        """Return the ways to make a problem longer."""
+        return _AXES
+
+    def scaled(self, problem: AttentionProblem, axis: str, factor: int) -> AttentionProblem | None:
+        """Return a longer problem. More keys alone are not in proportion under a causal mask: then it is None."""
+        p = problem
+        if axis == "keys" and p.causal:
+            return None
+        longer = {
+            "keys": {"seqlen_k": p.seqlen_k * factor},
+            "length": {"seqlen_q": p.seqlen_q * factor, "seqlen_k": p.seqlen_k * factor},
+            "batch": {"batch": p.batch * factor},
+            "heads": {"heads": p.heads * factor, "heads_kv": p.heads_kv * factor},
+        }[axis]
+        return self.parse_case({**self.as_table(p), **longer})
 
     def cpu_refusal(self, subject: str, problem: AttentionProblem) -> str | None:
         """Return why Triton's interpreter cannot check ``problem``, or None."""

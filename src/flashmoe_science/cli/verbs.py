@@ -14,7 +14,7 @@ from typing import Annotated, Optional
 import typer
 
 from .. import __version__
-from . import claim_verbs, compare_verbs, report_verbs, store_verbs
+from . import claim_verbs, compare_verbs, diagnose_verbs, report_verbs, store_verbs
 from .options import Csv, Json, Metric, StoreName, split
 
 app = typer.Typer(
@@ -143,6 +143,7 @@ def prove(
 
 
 app.command(short_help="Compare two revisions, or two runs.")(compare_verbs.compare)
+app.command(short_help="Say why a kernel is slow.")(diagnose_verbs.diagnose)
 
 
 @app.command(short_help="Judge every claim of this repository.")

@@ -158,7 +158,7 @@ def demangle(name: str) -> str:
 def _cxx_demangle() -> Any:
     """Return the C++ runtime's own function, or None where there is no such runtime."""
     try:
-        call = getattr(ctypes.CDLL("libstdc++.so.6"), "__cxa_demangle")  # noqa: B009 - the name is C's, not Python's
+        call = getattr(ctypes.CDLL("libstdc++.so.6"), "__cxa_demangle")
     except OSError:
         return None
     call.restype = ctypes.c_void_p

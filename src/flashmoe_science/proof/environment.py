@@ -21,9 +21,10 @@ from typing import Any
 import torch
 
 from .. import __version__
+from ..errors import ProofError
 from . import nvml
 from .evidence import Environment, Gpu
-from .worker import Emit, describe_error
+from .worker import Emit, describe_error, run_task
 
 PACKAGE_FOLDER = Path(__file__).resolve().parent.parent
 
@@ -37,6 +38,7 @@ _NO_SETTING = ("FLASHMOE_COMMIT", "FLASHMOE_STORE")
 
 _PROFILING_FLAG = Path("/proc/driver/nvidia/params")
 _COMMAND_TIMEOUT_S = 20.0
+_DESCRIBE_TIMEOUT_S = 120.0
 
 
 def environment() -> Environment:
@@ -61,6 +63,14 @@ def environment() -> Environment:
 def describe(payload: dict[str, Any], emit: Emit) -> dict[str, Any]:  # noqa: ARG001 - all tasks take both
     """Return ``environment()`` as plain values: a worker's task, for a parent that keeps off the GPU."""
     return environment().model_dump(mode="json")
+
+
+def describe_apart() -> Environment:
+    """Describe this machine from a process of its own: this one never holds a GPU context. Raises ``ProofError``."""
+    result = run_task(f"{__name__}:describe", {}, timeout_s=_DESCRIBE_TIMEOUT_S)
+    if not result.ok or result.data is None:
+        raise ProofError(f"the environment cannot be described: {result.reason}", hint="`flashmoe doctor` says more")
+    return Environment.model_validate(result.data)
 
 
 def _uuid() -> str | None:

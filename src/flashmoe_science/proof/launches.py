@@ -82,6 +82,11 @@ class CallTrace:
             for (name, grid, block, registers, shared), count in counts.items()
         ]
 
+    def seconds_of(self, launch: Launch) -> float:
+        """Return how long the kernels that ``launch`` stands for ran, one after the other."""
+        same = launch.name, launch.grid, launch.block
+        return sum(e.end_ns - e.start_ns for e in self.kernels if (e.name, e.grid, e.block) == same) / 1e9
+
     def device_seconds(self) -> float:
         """Return how long the GPU was busy with this call: the union of its events over all streams, gaps left out."""
         return union_ns((event.start_ns, event.end_ns) for event in self.events) / 1e9
@@ -268,6 +273,15 @@ def union_ns(intervals: Iterable[tuple[int, int]]) -> int:
         elif end > reached:
             total, reached = total + end - reached, end
     return total
+
+
+def match_names(full: str, shown: str) -> bool:
+    """Return whether ``shown``, a profiler's name or a pattern of one, may be the kernel of the full name ``full``.
+
+    Profilers differ in blanks and in whether they show return types and parameters.
+    """
+    a, b = (re.sub(r"\s+", "", re.sub(r"^void ", "", name)) for name in (full, shown))
+    return a == b or fnmatchcase(a, b) or fnmatchcase(full, shown) or a.partition("(")[0] == b.partition("(")[0]
 
 
 def matching(patterns: Sequence[str], launches: Sequence[Launch]) -> list[Launch]:

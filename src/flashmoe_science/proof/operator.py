@@ -14,6 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from ..errors import SubjectError
+from ..gpu.machine_code import KernelCode
 
 Inputs = Mapping[str, torch.Tensor]
 
@@ -139,6 +140,46 @@ class Operator(Protocol):
 
     def rivals(self) -> Mapping[str, Rival]:
         """Return all known baselines by name; the first is the default."""
+
+
+class Axis(Protocol):
+    """One way to make a problem longer, with what a longer one means for a kernel."""
+
+    name: str  # e.g. "batch"
+    kind: str  # "parallel": independent copies of the work; "sequential": more of what one result is made of
+    meaning: str  # as text after "with" and "times", e.g. "the batch"
+
+
+@runtime_checkable
+class Scalable(Protocol):
+    """What an operator may offer besides: longer problems, by which a diagnosis tells waiting from work."""
+
+    def axes(self) -> Sequence[Axis]:
+        """Return the axes, those first that leave a kernel's grid as it is."""
+
+    def scaled(self, problem: Any, axis: str, factor: int) -> Any | None:
+        """Return ``problem`` with ``axis`` that many times as long, or None where that is not the same kind of work.
+
+        The work for one result grows in proportion to a sequential axis, the number of results to a parallel one.
+        """
+
+
+class PlannedKernel(Protocol):
+    """One kernel of one of our subjects as it would be launched on a GPU that need not be here."""
+
+    name: str  # in a profiler
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    shared_memory_bytes: int
+    code: KernelCode
+
+
+@runtime_checkable
+class Planning(Protocol):
+    """What an operator may offer besides: what its own subjects would launch, compiled with no GPU."""
+
+    def planned_kernels(self, subject: str, problem: Any, gpu: str) -> Sequence[PlannedKernel]:
+        """Return the kernels of one call, in order. Raises ``CompileError``; ``refusal`` is asked before."""
 
 
 def load_operator(name: str) -> Operator:

@@ -80,7 +80,7 @@ def fewest_seconds(case: CaseRecord, kind: TimeKind, gpu: Gpu, cache: Literal["c
     peak_tflops = spec.peak_tflops.get(case.work.peak, max(spec.peak_tflops.values()))
     highest_clock = max(spec.max_sm_clock_mhz, gpu.max_sm_clock_mhz or 0)
     flops_per_s = peak_tflops * 1e12 * highest_clock / spec.boost_sm_clock_mhz
-    moved = _dram_bytes(case, gpu, flushed=kind == "kernel" and cache == "cold")
+    moved = fewest_dram_bytes(case, gpu, flushed=kind == "kernel" and cache == "cold")
     return max(case.work.flops / flops_per_s, moved / spec.bandwidth_bytes_per_s)
 
 
@@ -117,7 +117,7 @@ def _flops_of_architecture(gpu: Gpu) -> float | None:
     return per_clock * gpu.sms * gpu.max_sm_clock_mhz * 1e6
 
 
-def _dram_bytes(case: CaseRecord, gpu: Gpu, *, flushed: bool) -> float:
+def fewest_dram_bytes(case: CaseRecord, gpu: Gpu, *, flushed: bool) -> float:
     """Return the fewest bytes that one call moves from memory. Outputs do not count: they may stay in L2."""
     if not case.input_set_bytes:
         return max(0.0, case.work.bytes - gpu.l2_bytes)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from ...errors import ProofError
-from ..evidence import Environment, Gate, GateName, GateStatus, Record
+from ..environment import describe_apart as _read_environment
+from ..evidence import Gate, GateName, GateStatus, Record
 from ..subject import hash_sources
-from ..worker import run_task
 from . import correct, launch, speed, static
 from .resume import adopt, check_resumable, kept_note, kept_outcome
 from .run import CHANGED_SOURCES, Outcome, Progress, ProveRequest, Run, check_request
@@ -22,8 +21,6 @@ _GATES: dict[GateName, Callable[[Run], Outcome]] = {
     "quick": speed.measure_quickly,
     "bench": speed.measure_fully,
 }
-
-_ENVIRONMENT_TIMEOUT_S = 120.0
 
 
 def prove(request: ProveRequest, *, progress: Progress, save: Callable[[Record], None]) -> Record:
@@ -64,14 +61,6 @@ def prove(request: ProveRequest, *, progress: Progress, save: Callable[[Record],
         _mark_interrupted(run, name, f"the harness failed: {type(error).__name__}: {run.hide_paths(str(error))}")
         raise
     return run.record()
-
-
-def _read_environment() -> Environment:
-    """Ask in a process of its own: this one never holds a GPU context."""
-    result = run_task("flashmoe_science.proof.environment:describe", {}, timeout_s=_ENVIRONMENT_TIMEOUT_S)
-    if not result.ok or result.data is None:
-        raise ProofError(f"the environment cannot be described: {result.reason}", hint="`flashmoe doctor` says more")
-    return Environment.model_validate(result.data)
 
 
 def _run_gate(run: Run, name: GateName, gate: Callable[[Run], Outcome]) -> None:

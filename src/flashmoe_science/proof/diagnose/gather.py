@@ -1,0 +1,374 @@
+"""Ask worker processes for all that a diagnosis reasons from. What one cannot give says why, and the rest goes on."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from ...errors import ProofError
+from ...gpu.specs import GpuSpec
+from ..evidence import CaseRecord, Gate, GateStatus, Gpu, Rounds, Settings, TimeKind, Work
+from ..gates.launch import case_problems
+from ..operator import Operator, Scalable
+from ..roofline import fewest_dram_bytes, known_spec
+from ..subject import Subject, operator_of
+from ..suites import SuiteCase
+from ..worker import TaskResult, run_command, run_task
+from .counters import read_counters
+from .experiments import main_kernel
+from .observations import Chip, Kernel, Observations, Rival, Scaled, Sensors, Times
+
+_ROUNDS = 5
+_TIMEOUT_S = 600.0  # for one case: compiling on the first call is part of it
+_SEQUENTIAL = (2, 4)
+_PARALLEL = (2, 4, 16)  # of the first parallel axis; of the others the middle one, to see that they agree
+_LARGEST_BYTES, _MOST_FLOPS = 1 << 30, 4e13  # of a longer call: inputs in several sets, and the exact answer in fp64
+
+_HERE = __package__ or ""
+_PROOF = _HERE.rpartition(".")[0]
+
+
+class RunTask(Protocol):
+    """``worker.run_task``, or what stands in for it."""
+
+    def __call__(
+        self,
+        task: str,
+        payload: dict[str, Any],
+        *,
+        timeout_s: float,
+        on_event: Callable[[dict[str, Any]], None] | None = None,
+    ) -> TaskResult:
+        """Run one task in a process of its own."""
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What is to be observed."""
+
+    subject: Subject
+    cases: Sequence[SuiteCase]
+    baselines: Sequence[str]
+    seed: int
+    counters: bool = True  # ask Nsight Compute, where it may read them
+
+
+class CannotObserveError(ProofError):
+    """Nothing can be observed of the subject; ``gate`` says what had to be possible before."""
+
+    def __init__(self, gate: Gate) -> None:
+        super().__init__(gate.summary, hint=gate.hint)
+        self.gate = gate
+
+
+@dataclass
+class _Longer:
+    """One case and the longer ones that are compared with it."""
+
+    case: SuiteCase
+    tables: dict[str, dict[str, Any]] = field(default_factory=dict)  # name -> problem, as a table
+    runs: dict[str, Scaled] = field(default_factory=dict)
+    reason: str = ""  # why there are no longer ones
+
+
+def build(subject: Subject, say: Callable[[str], None]) -> None:
+    """Run the subject's build command. Raises ``CannotObserveError``."""
+    if subject.build_command is None:
+        return
+    say("build command: " + " ".join(subject.build_command))
+    argv = [word.replace("{python}", sys.executable) for word in subject.build_command]
+    result = run_command(argv, cwd=str(subject.folder), timeout_s=subject.build_timeout_s)
+    if not result.ok:
+        raise CannotObserveError(_failed("build", f"the build command {result.reason}", result))
+
+
+def _failed(gate: Any, summary: str, result: TaskResult) -> Gate:
+    tail = [line for line in result.output_tail.strip().splitlines() if line.strip()][-8:]
+    hint = "`flashmoe prove SUBJECT --until import` says more"
+    return Gate(name=gate, status=GateStatus.FAILED, summary=summary, hint=hint, details=tail)
+
+
+def observe_here(wish: Wish, gpu: Gpu, *, say: Callable[[str], None], run: RunTask = run_task) -> list[Observations]:
+    """Return what is observed of every case on the GPU that is here.
+
+    Raises:
+        CannotObserveError: the subject cannot be imported, or its process ends before the first case.
+    """
+    operator = operator_of(wish.subject)
+    families = [_longer(operator, case) for case in wish.cases]
+    tables = [
+        {"name": name, "problem": table, "origin": ""} for each in families for name, table in each.tables.items()
+    ]
+    common = {"subject": wish.subject.to_json(), "operator": wish.subject.operator, "seed": wish.seed}
+    say(f"launches of {len(tables)} calls")
+    launched, reason = _collect(run, f"{_HERE}.tasks:observe_launches", {**common, "cases": tables}, wish, say)
+    if not launched:
+        raise CannotObserveError(reason)
+    say(f"graph and wall time of {len(tables)} calls")
+    clocks = _measure(run, {**common, "cases": tables}, wish, ["graph", "wall"], say)
+    captured = {name for name, case in clocks.items() if "graph" in _seconds(case, wish.subject.name)}
+    say("kernel time")
+    own = {each.case.name: each for each in families}
+    kernel_tables = [table for table in tables if table["name"] in own or _base(str(table["name"])) not in captured]
+    profiled = _measure(run, {**common, "cases": kernel_tables}, wish, ["kernel"], say)
+    observations = []
+    for each in families:
+        found = _observe(operator, wish, gpu, each, launched, clocks, profiled, reason)
+        if wish.counters and found.kernels and found.times.device is not None:
+            say(f"counters of {each.case.name}")
+            payload = {**common, "case": {"problem": operator.as_table(each.case.problem)}}
+            kernels, why = read_counters(payload, found.kernels)
+            missing = {**found.missing, **({"counters": why} if why else {})}
+            found = found.model_copy(update={"kernels": kernels, "missing": missing})
+        elif not wish.counters:
+            found = found.model_copy(update={"missing": {**found.missing, "counters": "they were not asked for"}})
+        observations.append(found)
+    return observations
+
+
+_LONGER = " with "
+
+
+def _base(name: str) -> str:
+    return name.partition(_LONGER)[0]
+
+
+def _longer(operator: Operator, case: SuiteCase) -> _Longer:
+    """Return ``case`` with the longer ones that its operator offers."""
+    found = _Longer(case, {case.name: operator.as_table(case.problem)})
+    if not isinstance(operator, Scalable):
+        found.reason = f"operator {operator.name} offers no longer problems (axes and scaled, see docs/diagnose.md)"
+        return found
+    parallel = [axis for axis in operator.axes() if axis.kind == "parallel"]
+    for axis in operator.axes():
+        factors = _SEQUENTIAL if axis.kind == "sequential" else _PARALLEL if axis is parallel[0] else _PARALLEL[1:2]
+        for factor in factors:
+            problem = operator.scaled(case.problem, axis.name, factor)
+            if problem is None:
+                continue
+            name = f"{case.name}{_LONGER}{factor} times {axis.meaning}"
+            work, reason = operator.work(problem), ""
+            if work.bytes > _LARGEST_BYTES or work.flops > _MOST_FLOPS:
+                reason = f"{factor} times {axis.meaning} is too large to try"
+            else:
+                found.tables[name] = operator.as_table(problem)
+            found.runs[name] = Scaled.model_validate(
+                {"case": name, "axis": axis.name, "kind": axis.kind, "meaning": axis.meaning, "factor": factor}
+                | {"reason": reason}
+            )
+    return found
+
+
+def _collect(
+    run: RunTask, task: str, payload: dict[str, Any], wish: Wish, say: Callable[[str], None]
+) -> tuple[dict[str, dict[str, Any]], Gate]:
+    """Run a task that emits its cases; return those finished by name, and what to say where one is lacking."""
+    finished: dict[str, dict[str, Any]] = {}
+
+    def on_event(event: dict[str, Any]) -> None:
+        if event.get("event") == "case":
+            finished[event["case"]["name"]] = event["case"]
+
+    result = run(task, payload, timeout_s=_TIMEOUT_S, on_event=on_event)
+    if not result.ok:
+        say(f"the process {result.reason}")
+    summary = result.reason.replace(str(wish.subject.folder), ".") or "it was not reached"
+    return finished, _failed("import", summary, result)
+
+
+def _measure(
+    run: RunTask, common: dict[str, Any], wish: Wish, times: list[TimeKind], say: Callable[[str], None]
+) -> dict[str, dict[str, Any]]:
+    """Take some times of some cases; the profiler's without a flush of L2, as the others are taken."""
+    settings = Settings(times=times, processes=1, rounds=_ROUNDS, cache="rotating", seed=wish.seed)
+    payload = {
+        **common,
+        "baselines": list(wish.baselines),
+        "settings": settings.model_dump(mode="json"),
+        "process": 0,
+        "times": times,
+        "control": False,  # nothing is claimed here
+        "check_stream": False,  # gate bench refuses a subject for it; why it is slow can be said all the same
+    }
+    return _collect(run, f"{_PROOF}.gpu_tasks:measure", payload, wish, say)[0]
+
+
+def _seconds(case: Mapping[str, Any], arm: str) -> dict[str, float]:
+    """Return the medians of one arm's times in a measured case."""
+    if not case.get("rounds"):
+        return {}
+    rounds = Rounds.model_validate(case["rounds"])
+    return {kind: statistics.median(columns[arm]) for kind, columns in rounds.seconds.items() if columns.get(arm)}
+
+
+def _reasons(case: Mapping[str, Any], arm: str) -> str:
+    return next((each["reason"] for each in case.get("arms", ()) if each["name"] == arm), "")
+
+
+def _observe(
+    operator: Operator,
+    wish: Wish,
+    gpu: Gpu,
+    family: _Longer,
+    launched: Mapping[str, dict[str, Any]],
+    clocks: Mapping[str, dict[str, Any]],
+    profiled: Mapping[str, dict[str, Any]],
+    ended: Gate,
+) -> Observations:
+    """Put together what the processes said of one case."""
+    name, subject = family.case.name, wish.subject.name
+    timed, profile, launch = clocks.get(name, {}), profiled.get(name, {}), launched.get(name, {})
+    missing: dict[str, str] = {}
+    if not launch.get("kernels"):
+        missing["launches"] = launch.get("reason") or ended.summary
+    seconds = {**_seconds(timed, subject), **_seconds(profile, subject)}
+    if not seconds:
+        missing["times"] = (
+            _reasons(timed, subject) or _reasons(profile, subject) or missing.get("launches", "not taken")
+        )
+    elif lost := _reasons(timed, subject) or _reasons(profile, subject):
+        missing["wall"] = lost
+    if family.reason:
+        missing["scaled"] = family.reason
+    clock: Literal["graph", "kernel"] | None = (
+        "graph" if "graph" in seconds else "kernel" if "kernel" in seconds else None
+    )
+    times = {**dict.fromkeys(("kernel", "graph", "wall")), **seconds}
+    spec = known_spec(gpu)
+    if spec is None:
+        missing["gpu"] = f"{gpu.name} is not in the table of gpu/specs.py: its rates and limits are not known"
+    rounds = Rounds.model_validate(timed["rounds"]) if timed.get("rounds") else None
+    if rounds is None or all(value is None for value in rounds.sm_clock_mhz):
+        missing["sensors"] = missing.get("times", "the driver does not report them (`flashmoe doctor` says why)")
+    work = work_of(operator, family.case.problem)
+    source = {"graph": clocks, "kernel": profiled}.get(clock or "", {})
+    return Observations(
+        case=name,
+        problem=operator.as_table(family.case.problem),
+        work=work,
+        chip=None if spec is None else chip_of(spec, work, gpu.max_sm_clock_mhz),
+        times=Times.model_validate(times),
+        clock=clock,
+        clock_seconds=seconds.get(clock) if clock else None,
+        dram_bytes=_dram_bytes(family.case, work, gpu, timed),
+        kernels=[Kernel.model_validate(each) for each in launch.get("kernels", [])],
+        scaled=list(_scaled(family, subject, clock, source, launched, ended)),
+        sensors=Sensors(max_sm_clock_mhz=gpu.max_sm_clock_mhz)
+        if rounds is None
+        else Sensors(sm_clock_mhz=rounds.sm_clock_mhz, throttle=rounds.throttle, max_sm_clock_mhz=gpu.max_sm_clock_mhz),
+        rivals=_rivals(wish.baselines, timed, profile),
+        promised=bool(launch.get("capture", {}).get("promises")),
+        broken_promises=_broken(wish.subject, name, launch),
+        missing=missing,
+    )
+
+
+def _broken(subject: Subject, name: str, launch: Mapping[str, Any]) -> list[str] | None:
+    capture = launch.get("capture")
+    if not capture or capture["status"] != "captured":
+        return None
+    return case_problems(subject, {"name": name, "arms": [capture]}, needs_graph=False)
+
+
+def _scaled(
+    family: _Longer,
+    subject: str,
+    clock: str | None,
+    source: Mapping[str, dict[str, Any]],
+    launched: Mapping[str, dict[str, Any]],
+    ended: Gate,
+) -> Iterator[Scaled]:
+    """Yield the longer calls with their times and grids, or why they have none."""
+    for name, run in family.runs.items():
+        if run.reason:
+            yield run
+            continue
+        case, launch = source.get(name, {}), launched.get(name, {})
+        seconds = _seconds(case, subject).get(clock or "")
+        kernel = _main([Kernel.model_validate(each) for each in launch.get("kernels", [])])
+        reason = ""
+        if seconds is None:
+            why = _reasons(case, subject) or launch.get("reason") or ended.summary
+            reason = f"{run.factor} times {run.meaning}: {why}"
+        blocks = kernel.blocks if kernel else None
+        yield run.model_copy(update={"seconds": seconds, "blocks": blocks, "reason": reason})
+
+
+def _main(kernels: list[Kernel]) -> Kernel | None:
+    return main_kernel(Observations(case="", problem={}, work=Work(flops=0, bytes=0, tokens=0), kernels=kernels))
+
+
+def _rivals(names: Sequence[str], timed: Mapping[str, Any], profile: Mapping[str, Any]) -> list[Rival]:
+    found = []
+    for name in names:
+        seconds = {**_seconds(timed, name), **_seconds(profile, name)}
+        if seconds:
+            found.append(Rival(name=name, times=Times.model_validate(seconds)))
+    return found
+
+
+def work_of(operator: Operator, problem: Any) -> Work:
+    """Return what one call has to do at the least."""
+    work = operator.work(problem)
+    return Work(flops=work.flops, bytes=work.bytes, tokens=work.tokens, peak=operator.peak_tflops_key(problem))
+
+
+def chip_of(spec: GpuSpec, work: Work, max_sm_clock_mhz: int | None = None) -> Chip:
+    """Return what limits a call on this GPU, at the highest clock: the roofline's rates."""
+    clock = max(spec.max_sm_clock_mhz, max_sm_clock_mhz or 0) / spec.boost_sm_clock_mhz * 1e12
+    return Chip(
+        name=spec.name,
+        arch=spec.arch,
+        sms=spec.sms,
+        l2_bytes=spec.l2_bytes,
+        bandwidth_bytes_per_s=spec.bandwidth_bytes_per_s,
+        flops_per_s=spec.peak_tflops.get(work.peak, max(spec.peak_tflops.values())) * clock,
+        plain_flops_per_s=spec.peak_tflops["fp32"] * clock,
+        threads_per_sm=spec.threads_per_sm,
+        blocks_per_sm=spec.blocks_per_sm,
+        registers_per_sm=spec.registers_per_sm,
+        shared_memory_per_sm_bytes=spec.shared_memory_per_sm_bytes,
+        shared_memory_per_block_bytes=spec.shared_memory_per_block_bytes,
+    )
+
+
+def _dram_bytes(case: SuiteCase, work: Work, gpu: Gpu, timed: Mapping[str, Any]) -> float:
+    record = CaseRecord(
+        name=case.name,
+        problem={},
+        origin="",
+        work=work,
+        input_sets=timed.get("input_sets", 1),
+        input_set_bytes=timed.get("input_set_bytes", 0) * timed.get("input_sets", 1),
+    )
+    return fewest_dram_bytes(record, gpu, flushed=False)
+
+
+def plan_for(
+    wish: Wish, spec: GpuSpec, why: str, *, say: Callable[[str], None], run: RunTask = run_task
+) -> list[Observations]:
+    """Return what can be said of every case on a GPU that is not here: what would be launched, and its machine code."""
+    operator = operator_of(wish.subject)
+    tables = [{"name": case.name, "problem": operator.as_table(case.problem)} for case in wish.cases]
+    payload = {"subject": wish.subject.to_json(), "cases": tables, "gpu": spec.name, "arch": spec.arch}
+    planned, ended = _collect(run, f"{_HERE}.tasks:plan_kernels", payload, wish, say)
+    found = []
+    for case in wish.cases:
+        work, plan = work_of(operator, case.problem), planned.get(case.name, {})
+        missing = dict.fromkeys(("times", "wall", "scaled", "counters", "sensors", "captured"), why)
+        kernels = [Kernel.model_validate(each) for each in plan.get("kernels", [])]
+        missing["launches"] = (plan.get("reason") or ended.summary) if not kernels else why
+        found.append(
+            Observations(
+                case=case.name,
+                problem=operator.as_table(case.problem),
+                work=work,
+                chip=chip_of(spec, work),
+                kernels=kernels,
+                missing=missing,
+            )
+        )
+    return found

@@ -1,0 +1,93 @@
+"""One diagnosis from its request to its findings."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ...errors import InputError, SuiteError
+from ...gpu.specs import GpuSpec
+from ..evidence import Environment, Gpu
+from ..roofline import known_spec
+from ..subject import Subject
+from ..suites import Suite, SuiteCase
+from .gather import CannotObserveError, Wish, build, observe_here, plan_for
+from .observations import Diagnosis, Observations
+from .reason import diagnose_case
+
+NO_GPU = "no GPU here"
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the command line asks for."""
+
+    subject: Subject
+    cases: Sequence[SuiteCase]
+    baselines: Sequence[str]
+    gpu: GpuSpec | None = None  # None: the one that is here
+    counters: bool = True
+    seed: int | None = None
+    command: str = ""
+
+
+def choose_cases(suite: Suite, subject: Subject, names: Sequence[str]) -> list[SuiteCase]:
+    """Return the cases called ``names``, or all.
+
+    Raises:
+        SuiteError: the suite is of another operator, or has no such case.
+    """
+    if suite.operator != subject.operator:
+        raise SuiteError(
+            f"suite {suite.name} is of operator {suite.operator!r}, and subject {subject.name} of {subject.operator!r}",
+            hint="`flashmoe suites` lists the suites of every operator",
+        )
+    known = {case.name: case for case in suite.cases}
+    for name in names:
+        if name not in known:
+            hint = f"`flashmoe suites {suite.name}` lists its cases"
+            raise SuiteError(f"case must be one of {', '.join(known)}, got {name!r}", hint=hint)
+    return [known[name] for name in names] or list(suite.cases)
+
+
+def diagnose(request: Request, environment: Environment, *, say: Callable[[str], None]) -> Diagnosis:
+    """Observe and reason.
+
+    Args:
+        request: what to diagnose.
+        environment: of this machine.
+        say: told what is going on, a line each.
+
+    Returns:
+        The diagnosis; ``failed`` says where nothing could be observed because the subject cannot be built or imported.
+
+    Raises:
+        InputError: there is no GPU here, and none was named.
+    """
+    wish = Wish(
+        request.subject,
+        request.cases,
+        request.baselines,
+        secrets.randbits(31) if request.seed is None else request.seed,
+        counters=request.counters,
+    )
+    result = Diagnosis(subject=request.subject.name, command=request.command, environment=environment)
+    try:
+        observations = _observe(request, wish, environment.gpu, say)
+    except CannotObserveError as error:
+        return result.model_copy(update={"failed": error.gate})
+    return result.model_copy(update={"cases": [diagnose_case(each) for each in observations]})
+
+
+def _observe(request: Request, wish: Wish, here: Gpu | None, say: Callable[[str], None]) -> list[Observations]:
+    if here is None and request.gpu is None:
+        raise InputError("there is no NVIDIA GPU here", hint="name one to see what compiling alone tells: --gpu H200")
+    if here is not None and (request.gpu is None or request.gpu == known_spec(here)):
+        if "cuda" not in request.subject.devices:
+            raise InputError(f"{request.subject.name} runs on the CPU only: there is no kernel to diagnose")
+        build(request.subject, say)
+        return observe_here(wish, here, say=say)
+    assert request.gpu is not None
+    why = NO_GPU if here is None else f"the GPU here is another one: {here.name}"
+    return plan_for(wish, request.gpu, why, say=say)
