@@ -278,10 +278,13 @@ def union_ns(intervals: Iterable[tuple[int, int]]) -> int:
 def match_names(full: str, shown: str) -> bool:
     """Return whether ``shown``, a profiler's name or a pattern of one, may be the kernel of the full name ``full``.
 
-    Profilers differ in blanks and in whether they show return types and parameters.
+    Tools differ in blanks, in whether they show return types and parameters, and in ``<64>`` or ``<(int)64>``.
     """
-    a, b = (re.sub(r"\s+", "", re.sub(r"^void ", "", name)) for name in (full, shown))
+    a, b = (_CAST.sub("", re.sub(r"\s+", "", name.removeprefix("void "))) for name in (full, shown))
     return a == b or fnmatchcase(a, b) or fnmatchcase(full, shown) or a.partition("(")[0] == b.partition("(")[0]
+
+
+_CAST = re.compile(r"\([a-z]+\)(?=[-\d])")  # of a template's argument
 
 
 def matching(patterns: Sequence[str], launches: Sequence[Launch]) -> list[Launch]:

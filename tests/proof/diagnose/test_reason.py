@@ -110,7 +110,6 @@ def test_headroom_is_the_best_of_all_copies():
     runs = [scaled("batch", 2, 110e-6, 16), scaled("batch", 16, 800e-6, 128), scaled("keys", 4, 1e-6, 8)]
     found = headroom(observe(device=100e-6, runs=runs))
     assert found is not None
-    assert (found.gain, found.idle) == (pytest.approx(2.0), pytest.approx(0.5))
+    assert found.gain == pytest.approx(2.0)
+    assert found.idle == pytest.approx(0.5)
     assert headroom(observe(device=100e-6, runs=runs[2:])) is None
-
-

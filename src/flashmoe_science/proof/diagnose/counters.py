@@ -71,7 +71,8 @@ def read_counters(
         for _ in range(_ATTEMPTS):
             argv = [
                 *(program, "--clock-control", "none", "--profile-from-start", "off", "--target-processes", "all"),
-                *("--csv", "--page", "raw", "--print-units", "base", "--metrics", ",".join(metrics)),
+                *("--csv", "--page", "raw", "--print-units", "base", "--print-kernel-base", "demangled"),
+                *("--metrics", ",".join(metrics)),
                 *("--log-file", str(log), sys.executable, "-c", _BOOT, str(request), json.dumps(sys.path)),
             ]
             result = run(argv, cwd=folder, timeout_s=_TIMEOUT_S)

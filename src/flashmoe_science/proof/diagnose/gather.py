@@ -104,19 +104,19 @@ def observe_here(wish: Wish, gpu: Gpu, *, say: Callable[[str], None], run: RunTa
     ]
     common = {"subject": wish.subject.to_json(), "operator": wish.subject.operator, "seed": wish.seed}
     say(f"launches of {len(tables)} calls")
-    launched, reason = _collect(run, f"{_HERE}.tasks:observe_launches", {**common, "cases": tables}, wish, say)
+    launched, ended = _collect(run, f"{_HERE}.tasks:observe_launches", {**common, "cases": tables}, wish, say)
     if not launched:
-        raise CannotObserveError(reason)
+        raise CannotObserveError(ended)
     say(f"graph and wall time of {len(tables)} calls")
-    clocks = _measure(run, {**common, "cases": tables}, wish, ["graph", "wall"], say)
+    clocks, unfinished = _measure(run, {**common, "cases": tables}, wish, ["graph", "wall"], say)
     captured = {name for name, case in clocks.items() if "graph" in _seconds(case, wish.subject.name)}
     say("kernel time")
     own = {each.case.name: each for each in families}
     kernel_tables = [table for table in tables if table["name"] in own or _base(str(table["name"])) not in captured]
-    profiled = _measure(run, {**common, "cases": kernel_tables}, wish, ["kernel"], say)
+    profiled, _ = _measure(run, {**common, "cases": kernel_tables}, wish, ["kernel"], say)
     observations = []
     for each in families:
-        found = _observe(operator, wish, gpu, each, launched, clocks, profiled, reason)
+        found = _observe(operator, wish, gpu, each, launched, clocks, profiled, unfinished)
         if wish.counters and found.kernels and found.times.device is not None:
             say(f"counters of {each.case.name}")
             payload = {**common, "case": {"problem": operator.as_table(each.case.problem)}}
@@ -142,9 +142,10 @@ def _longer(operator: Operator, case: SuiteCase) -> _Longer:
     if not isinstance(operator, Scalable):
         found.reason = f"operator {operator.name} offers no longer problems (axes and scaled, see docs/diagnose.md)"
         return found
-    parallel = [axis for axis in operator.axes() if axis.kind == "parallel"]
-    for axis in operator.axes():
-        factors = _SEQUENTIAL if axis.kind == "sequential" else _PARALLEL if axis is parallel[0] else _PARALLEL[1:2]
+    axes = list(operator.axes())
+    first = next((axis.name for axis in axes if axis.kind == "parallel"), "")
+    for axis in axes:
+        factors = _SEQUENTIAL if axis.kind == "sequential" else _PARALLEL if axis.name == first else _PARALLEL[1:2]
         for factor in factors:
             problem = operator.scaled(case.problem, axis.name, factor)
             if problem is None:
@@ -174,14 +175,15 @@ def _collect(
 
     result = run(task, payload, timeout_s=_TIMEOUT_S, on_event=on_event)
     if not result.ok:
-        say(f"the process {result.reason}")
-    summary = result.reason.replace(str(wish.subject.folder), ".") or "it was not reached"
+        say(f"the process: {result.reason}")
+    ending = result.reason.replace(str(wish.subject.folder), ".")
+    summary = f"the process: {ending}" if ending else "it was not reached"
     return finished, _failed("import", summary, result)
 
 
 def _measure(
     run: RunTask, common: dict[str, Any], wish: Wish, times: list[TimeKind], say: Callable[[str], None]
-) -> dict[str, dict[str, Any]]:
+) -> tuple[dict[str, dict[str, Any]], Gate]:
     """Take some times of some cases; the profiler's without a flush of L2, as the others are taken."""
     settings = Settings(times=times, processes=1, rounds=_ROUNDS, cache="rotating", seed=wish.seed)
     payload = {
@@ -193,7 +195,7 @@ def _measure(
         "control": False,  # nothing is claimed here
         "check_stream": False,  # gate bench refuses a subject for it; why it is slow can be said all the same
     }
-    return _collect(run, f"{_PROOF}.gpu_tasks:measure", payload, wish, say)[0]
+    return _collect(run, f"{_PROOF}.gpu_tasks:measure", payload, wish, say)
 
 
 def _seconds(case: Mapping[str, Any], arm: str) -> dict[str, float]:
@@ -216,18 +218,18 @@ def _observe(
     launched: Mapping[str, dict[str, Any]],
     clocks: Mapping[str, dict[str, Any]],
     profiled: Mapping[str, dict[str, Any]],
-    ended: Gate,
+    unfinished: Gate,
 ) -> Observations:
     """Put together what the processes said of one case."""
     name, subject = family.case.name, wish.subject.name
     timed, profile, launch = clocks.get(name, {}), profiled.get(name, {}), launched.get(name, {})
     missing: dict[str, str] = {}
     if not launch.get("kernels"):
-        missing["launches"] = launch.get("reason") or ended.summary
+        missing["launches"] = launch.get("reason") or "the process that captures launches did not reach it"
     seconds = {**_seconds(timed, subject), **_seconds(profile, subject)}
     if not seconds:
         missing["times"] = (
-            _reasons(timed, subject) or _reasons(profile, subject) or missing.get("launches", "not taken")
+            _reasons(timed, subject) or _reasons(profile, subject) or missing.get("launches") or unfinished.summary
         )
     elif lost := _reasons(timed, subject) or _reasons(profile, subject):
         missing["wall"] = lost
@@ -255,7 +257,7 @@ def _observe(
         clock_seconds=seconds.get(clock) if clock else None,
         dram_bytes=_dram_bytes(family.case, work, gpu, timed),
         kernels=[Kernel.model_validate(each) for each in launch.get("kernels", [])],
-        scaled=list(_scaled(family, subject, clock, source, launched, ended)),
+        scaled=list(_scaled(family, subject, clock, source, launched, unfinished)),
         sensors=Sensors(max_sm_clock_mhz=gpu.max_sm_clock_mhz)
         if rounds is None
         else Sensors(sm_clock_mhz=rounds.sm_clock_mhz, throttle=rounds.throttle, max_sm_clock_mhz=gpu.max_sm_clock_mhz),
@@ -279,7 +281,7 @@ def _scaled(
     clock: str | None,
     source: Mapping[str, dict[str, Any]],
     launched: Mapping[str, dict[str, Any]],
-    ended: Gate,
+    unfinished: Gate,
 ) -> Iterator[Scaled]:
     """Yield the longer calls with their times and grids, or why they have none."""
     for name, run in family.runs.items():
@@ -291,7 +293,7 @@ def _scaled(
         kernel = _main([Kernel.model_validate(each) for each in launch.get("kernels", [])])
         reason = ""
         if seconds is None:
-            why = _reasons(case, subject) or launch.get("reason") or ended.summary
+            why = _reasons(case, subject) or launch.get("reason") or unfinished.summary
             reason = f"{run.factor} times {run.meaning}: {why}"
         blocks = kernel.blocks if kernel else None
         yield run.model_copy(update={"seconds": seconds, "blocks": blocks, "reason": reason})

@@ -158,7 +158,7 @@ def local_memory(observations: Observations) -> Finding:
 def occupancy_capped(observations: Observations) -> Finding:  # noqa: PLR0911 - rules in order: the first that fits decides
     """Whether shared memory or registers keep the SMs from holding the warps that would hide waiting."""
     case = Hypothesis(
-        "shared memory or registers cap the occupancy",
+        "occupancy capped",
         "the occupancy model: what an SM holds, and what sets that",
         observations,
     )

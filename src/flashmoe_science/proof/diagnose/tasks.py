@@ -152,7 +152,8 @@ def find_triton_code(arch: int, problems: list[str]) -> list[Candidate]:
     if compiler is None:
         return []
     candidates: list[Candidate] = []
-    for kernel in [each for each in gc.get_objects() if isinstance(each, compiler.CompiledKernel)]:
+    # Of the type itself: isinstance asks objects for __class__, and some have code behind it that warns or loads.
+    for kernel in [each for each in gc.get_objects() if issubclass(type(each), compiler.CompiledKernel)]:
         cubin = kernel.asm.get("cubin")
         if not isinstance(cubin, bytes):
             continue
