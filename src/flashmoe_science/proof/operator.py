@@ -145,9 +145,17 @@ class Operator(Protocol):
 class Axis(Protocol):
     """One way to make a problem longer, with what a longer one means for a kernel."""
 
-    name: str  # e.g. "batch"
-    kind: str  # "parallel": independent copies of the work; "sequential": more of what one result is made of
-    meaning: str  # as text after "with" and "times", e.g. "the batch"
+    @property
+    def name(self) -> str:
+        """Return e.g. ``batch``."""
+
+    @property
+    def kind(self) -> str:
+        """Return ``parallel``: independent copies of the work; or ``sequential``: more work for one result."""
+
+    @property
+    def meaning(self) -> str:
+        """Return its name in a sentence, e.g. ``the batch``."""
 
 
 @runtime_checkable
@@ -167,11 +175,25 @@ class Scalable(Protocol):
 class PlannedKernel(Protocol):
     """One kernel of one of our subjects as it would be launched on a GPU that need not be here."""
 
-    name: str  # in a profiler
-    grid: tuple[int, int, int]
-    block: tuple[int, int, int]
-    shared_memory_bytes: int
-    code: KernelCode
+    @property
+    def name(self) -> str:
+        """Return its name in a profiler."""
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        """Return the blocks."""
+
+    @property
+    def block(self) -> tuple[int, int, int]:
+        """Return the threads of a block."""
+
+    @property
+    def shared_memory_bytes(self) -> int:
+        """Return what a block asks for, static and dynamic."""
+
+    @property
+    def code(self) -> KernelCode:
+        """Return its machine code."""
 
 
 @runtime_checkable
