@@ -12,6 +12,7 @@
         ├── SuiteError (ValueError)             a suite file is wrong, or no suite has this name
         ├── ClaimError (ValueError)             a claim file is wrong, or names what does not exist
         ├── EvidenceError (ValueError)          a record cannot be read, or records cannot be pooled
+        ├── RatesError (ValueError)             a rates.toml is wrong
         └── TooFewRoundsError (ValueError)      so few rounds that no interval exists
 """
 
@@ -60,6 +61,10 @@ class ClaimError(ProofError, ValueError):
 
 class EvidenceError(ProofError, ValueError):
     """A record cannot be read, or records may not be pooled."""
+
+
+class RatesError(ProofError, ValueError):
+    """A file of prices is wrong."""
 
 
 class TooFewRoundsError(ProofError, ValueError):

@@ -20,23 +20,8 @@ from .conftest import RUN_ID
 
 ROOT = Path(__file__).resolve().parents[2]
 VERBS = (
-    *(
-        "prove",
-        "diagnose",
-        "compare",
-        "verify",
-        "show",
-        "report",
-        "runs",
-        "import",
-        "export",
-        "explain",
-        "doctor",
-        "suites",
-        "baselines",
-        "readme",
-    ),
-    *("claim new", "lint"),
+    *("prove", "diagnose", "compare", "verify", "show", "report", "runs", "import", "export", "explain", "doctor"),
+    *("suites", "baselines", "readme", "claim new", "lint", "cost", "cost add", "cost rates"),
 )
 
 
@@ -61,8 +46,10 @@ def commands():
 
     found: dict[str, Any] = {}
     for name, command in vars(typer.main.get_command(app))["commands"].items():
-        below = vars(command).get("commands")
-        found |= {f"{name} {word}": each for word, each in below.items()} if below else {name: command}
+        below = vars(command).get("commands") or {}
+        found |= {f"{name} {word}": each for word, each in below.items()}
+        if not below or vars(command).get("invoke_without_command"):
+            found[name] = command
     return found
 
 

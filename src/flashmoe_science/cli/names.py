@@ -29,7 +29,7 @@ def gpu_named(name: str) -> GpuSpec:
         raise
 
 
-def moment_named(text: str, *, now: datetime | None = None) -> datetime:
+def moment_named(text: str, *, what: str = "since", now: datetime | None = None) -> datetime:
     """Return the moment that ``text`` names: a date, a date and time, or how long ago. Without a zone it is UTC.
 
     Raises ``InputError``.
@@ -41,6 +41,6 @@ def moment_named(text: str, *, now: datetime | None = None) -> datetime:
             return now - timedelta(**{unit: int(ago[1])})
         moment = datetime.fromisoformat(text.replace("Z", "+00:00"))  # Python 3.10 knows no Z
     except (ValueError, OverflowError) as error:
-        hint = "e.g. --since 2026-11-20, --since 2026-11-20T18:00, --since 7d, 12h or 2w"
-        raise InputError(f"since must be a date or how long ago, got {text!r}", hint=hint) from error
+        hint = f"e.g. --{what} 2026-11-20, 2026-11-20T18:00, 7d, 12h or 2w"
+        raise InputError(f"{what} must be a date or how long ago, got {text!r}", hint=hint) from error
     return moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import shlex
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
 from ..errors import EvidenceError, InputError
 from ..proof.conclude import conclude, run_exit_code
+from ..proof.cost import HISTORY, PastRun
+from ..proof.cost_report import announcement, bill_as_plain, receipt
 from ..proof.evidence import GATE_NAMES, Record, Settings, TimeKind, write_record
 from ..proof.gates import ProveRequest, prove
+from ..proof.meter import Bill, Meter, history_of
+from ..proof.rates import load_rates
 from ..proof.report import case_table, count_line, unmeasured_lines
 from ..proof.rows import kinds_measured
 from ..proof.store import Archive, Store, find_repository
@@ -37,6 +42,7 @@ class Wanted:
     processes: int = 3
     rounds: int = 10
     seed: int | None = None
+    budget: float | None = None  # dollars
     store: str | None = None
     args: Sequence[str] = field(default_factory=list)  # as they were typed, for the record
     resume: str | None = None  # the run to go on with
@@ -50,6 +56,7 @@ class Keeper:
         self._folder = folder
         self._terminal = terminal
         self._store: Store | None = store
+        self.dollars_per_hour: Callable[[Record], float | None] = lambda _: None  # what the store books it at
         self.path: Path | None = None
 
     def save(self, record: Record) -> None:
@@ -63,7 +70,7 @@ class Keeper:
         self.path = path
         try:
             if self._store is not None:
-                self._store.save(record)
+                self._store.save(record, dollars_per_hour=self.dollars_per_hour(record))
         except EvidenceError as error:
             self._store = None  # say it once
             self._terminal.warn_of(error)
@@ -74,8 +81,11 @@ def run_prove(wanted: Wanted, *, csv: Path | None, as_json: bool) -> int:
     terminal = Terminal(as_json=as_json)
     repository = find_repository()
     wanted, resume = as_resumed(wanted, repository)
-    request = replace(_request(wanted, repository), resume=resume)
-    keeper = Keeper((repository or Path.cwd()) / "evidence", terminal, Store(wanted.store))
+    store = Store(wanted.store)
+    meter = _meter(terminal, Archive(store, repository), wanted.budget)
+    request = replace(_request(wanted, repository), resume=resume, meter=meter)
+    keeper = Keeper((repository or Path.cwd()) / "evidence", terminal, store)
+    keeper.dollars_per_hour = meter.rate
     progress = ChainProgress(terminal)
     terminal.say(_title(request))
     try:
@@ -90,7 +100,21 @@ def run_prove(wanted: Wanted, *, csv: Path | None, as_json: bool) -> int:
     assert keeper.path is not None
     if csv is not None:
         write_csv_file([record], csv)
-    return _conclude(terminal, record, repository, keeper.path)
+    return _conclude(terminal, record, repository, keeper.path, meter.bill(record))
+
+
+def _meter(terminal: Terminal, archive: Archive, budget: float | None) -> Meter:
+    """Return the meter of a run. A store that cannot be read costs the estimate its history, not the run."""
+
+    def history(record: Record) -> list[PastRun]:
+        try:
+            return history_of(archive, record, most=HISTORY)
+        except EvidenceError as error:
+            terminal.warn_of(error)
+            return []
+
+    rates = load_rates(archive.repository)
+    return Meter(rates, history, budget=budget, announce=lambda bill: terminal.say(announcement(bill)))
 
 
 def as_resumed(wanted: Wanted, repository: Path | None) -> tuple[Wanted, Record | None]:
@@ -126,6 +150,8 @@ def _request(wanted: Wanted, repository: Path | None) -> ProveRequest:
         check_name("until", wanted.until, GATE_NAMES)
     for gpu in wanted.gpus:
         gpu_named(gpu)
+    if wanted.budget is not None and not math.isfinite(wanted.budget):
+        raise InputError(f"budget must be a number of dollars, got {wanted.budget}")
     settings = Settings(processes=wanted.processes, rounds=wanted.rounds, seed=wanted.seed)
     if wanted.times:
         kinds = cast("list[TimeKind]", list(dict.fromkeys(wanted.times)))
@@ -175,7 +201,7 @@ def _title(request: ProveRequest) -> str:
     return f"proving {request.subject.name} on suite {request.suite.name} ({counted(cases, 'case')}){against}"
 
 
-def _conclude(terminal: Terminal, record: Record, repository: Path | None, path: Path) -> int:
+def _conclude(terminal: Terminal, record: Record, repository: Path | None, path: Path, bill: Bill | None) -> int:
     """Print the table, the verdicts and where the record is; return the exit code."""
     if kinds_measured(record):
         unmeasured = unmeasured_lines(record)
@@ -191,7 +217,8 @@ def _conclude(terminal: Terminal, record: Record, repository: Path | None, path:
             terminal.show("", "The claims of this repository, by the evidence that it carries:", "")
             terminal.show_verdicts(verdicts)
             terminal.show("", count_line(verdicts))
-    terminal.show("", f"record: {short_path(path)}")
+    terminal.show("", *([receipt(bill)] if bill else []), f"record: {short_path(path)}")
     plain = [as_plain(verdict) for verdict in verdicts]
-    terminal.document({"record": as_plain(record), "path": short_path(path), "verdicts": plain, "exit_code": code})
+    result = {"path": short_path(path), "verdicts": plain, "cost": bill_as_plain(bill), "exit_code": code}
+    terminal.document({"record": as_plain(record), **result})
     return code

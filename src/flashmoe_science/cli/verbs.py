@@ -14,7 +14,7 @@ from typing import Annotated, Optional
 import typer
 
 from .. import __version__
-from . import claim_verbs, compare_verbs, diagnose_verbs, report_verbs, store_verbs
+from . import claim_verbs, compare_verbs, cost_verbs, diagnose_verbs, report_verbs, store_verbs
 from .options import Csv, Json, Metric, StoreName, split
 
 app = typer.Typer(
@@ -26,6 +26,7 @@ app = typer.Typer(
 app.add_typer(claim_verbs.app, name="claim", short_help="Write a claim from a run.")
 app.add_typer(report_verbs.app)
 app.add_typer(store_verbs.app)
+app.add_typer(cost_verbs.app, name="cost", short_help="Say what runs have cost.")
 app.command(short_help="Say which sentences of Markdown rest on a claim.")(claim_verbs.lint)
 
 
@@ -98,6 +99,10 @@ def prove(
         Optional[str],  # noqa: UP045
         typer.Option("--resume", metavar="RUN", help="Go on with an interrupted run; what is not given is as it was."),
     ] = None,
+    budget: Annotated[
+        Optional[float],  # noqa: UP045
+        typer.Option("--budget", metavar="DOLLARS", min=0, help="Stop before the gate that would pass it."),
+    ] = None,
     store: StoreName = None,
     as_json: Json = False,
     csv: Csv = None,
@@ -134,6 +139,7 @@ def prove(
         processes=processes,
         rounds=rounds,
         seed=seed,
+        budget=budget,
         store=store,
         args=context.obj or [],
         resume=resume,

@@ -68,10 +68,13 @@ def expectation(record: Record) -> Claim | None:
 
 
 def run_exit_code(record: Record, verdicts: Sequence[Verdict]) -> int:
-    """Return the exit code of a run: 3 for a failed gate, that of its verdicts, or 0 when it had nothing to time."""
+    """Return the exit code of a run: 3 for a failed gate, that of its verdicts, or 0 when it had nothing to time.
+
+    A run that did not come to its end shows nothing of what it was to show: 4, as verdicts that are open.
+    """
     if any(gate.status is GateStatus.FAILED for gate in record.gates):
         return GATE_FAILED
-    return exit_code(verdicts) if verdicts else 0
+    return exit_code(verdicts) if verdicts or not record.complete else 0
 
 
 def last_word(record: Record) -> tuple[str, str]:
@@ -79,6 +82,8 @@ def last_word(record: Record) -> tuple[str, str]:
     failed = next((gate for gate in record.gates if gate.status is GateStatus.FAILED), None)
     if failed is not None:
         return "gate failed", f"{failed.name}: {failed.summary}"
+    if not record.complete:
+        return "incomplete", record.incomplete_reason
     stood_in = {"correct": "correct (of a stand-in)"} if any(case.stand_in for case in record.cases) else {}
     gates = [gate.name for gate in record.gates if gate.status is GateStatus.PASSED]
     passed = ", ".join(stood_in.get(name, name) for name in gates) or "no gate"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import secrets
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -17,6 +18,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from ..errors import EvidenceError
+from .cost import Entry
 from .database import LEDGER, RUNS, Database
 from .evidence import GateStatus, Record, parse_record, read_record, read_text, record_text
 
@@ -174,6 +176,27 @@ class Store:
             query = query.where(RUNS.c.created_at >= _as_text(since))
         with self._database.reading() as connection:
             return [RunSummary(**row) for row in connection.execute(query).mappings()] if connection is not None else []
+
+    def ledger(self, *, since: datetime | None = None) -> list[Entry]:
+        """Return the rows of the ledger, the oldest first. A store from before there was one is upgraded."""
+        with self._database.reading() as connection:
+            outdated = connection is not None and not sa.inspect(connection).has_table(LEDGER.name)
+        if outdated:
+            with self._database.writing():
+                pass  # an upgrade books the runs that are there
+        query = sa.select(*(column for column in LEDGER.c if column.name != "id")).order_by(LEDGER.c.at, LEDGER.c.id)
+        if since:
+            query = query.where(LEDGER.c.at >= _as_text(since))
+        with self._database.reading() as connection:
+            return [Entry(**row) for row in connection.execute(query).mappings()] if connection is not None else []
+
+    def add_cost(self, amount: float, *, note: str, gpu: str = "", at: datetime | None = None) -> Entry:
+        """Enter a cost by hand, in dollars."""
+        moment = _as_text(at or datetime.now(timezone.utc))
+        entry = Entry(moment, "", "", "", "", gpu, gpu_seconds=0.0, dollars=amount, note=note)
+        with self._database.writing() as connection:
+            self._database.insert(connection, LEDGER, {"id": f"by hand/{secrets.token_hex(8)}", **vars(entry)})
+        return entry
 
 
 def _entries(record: Record, summary: RunSummary, dollars_per_hour: float | None) -> list[dict[str, Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
@@ -68,10 +68,13 @@ def explain_validation(problem: ValidationError, model: type[BaseModel]) -> list
 def _model_at(model: type[BaseModel], location: Sequence[int | str]) -> type[BaseModel] | None:
     """Return the model of the table at ``location``, or None where the key is no table of ours."""
     current: type[BaseModel] | None = model
+    names_next = False  # of a table whose keys are anybody's, e.g. [gpu.NAME]
     for part in location:
-        if isinstance(part, int):
+        if isinstance(part, int) or names_next:
+            names_next = False
             continue
         field = current.model_fields.get(part) if current else None
+        names_next = field is not None and get_origin(field.annotation) is dict
         current = _model_in(field.annotation) if field else None
     return current
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
+from ..cost import GPU_GATES, RunSize, size_of
 from ..environment import describe_apart as _read_environment
-from ..evidence import Gate, GateName, GateStatus, Record
+from ..evidence import GATE_NAMES, Gate, GateName, GateStatus, Record
 from ..subject import hash_sources
 from . import correct, launch, speed, static
-from .resume import adopt, check_resumable, kept_note, kept_outcome
+from .resume import adopt, check_resumable, has_cell, kept_note, kept_outcome
 from .run import CHANGED_SOURCES, Outcome, Progress, ProveRequest, Run, check_request
 
 _GATES: dict[GateName, Callable[[Run], Outcome]] = {
@@ -37,7 +39,8 @@ def prove(request: ProveRequest, *, progress: Progress, save: Callable[[Record],
         The record, complete.
 
     Raises:
-        ProofError: the request cannot be carried out, or the run to go on with may not be; nothing was saved.
+        ProofError: the request cannot be carried out, its budget has no rate, or the run to go on with may not be;
+            nothing was saved.
         KeyboardInterrupt: after the record of what was finished has been saved, marked incomplete.
     """
     check_request(request)
@@ -47,9 +50,15 @@ def prove(request: ProveRequest, *, progress: Progress, save: Callable[[Record],
         check_resumable(request.resume, run.record())
         adopt(run, request.resume)
         progress.note(kept_note(run))
+    meter = request.meter
+    if meter is not None:
+        meter.start(run.record(), _size(run))
     name: GateName = "sources"
     try:
         for name, gate in _GATES.items():
+            if meter is not None and (reason := meter.refusal(name, run.record())):
+                _stop_before(run, name, reason)
+                break
             _run_gate(run, name, gate)
             if run.gates[name].status is GateStatus.FAILED or name == request.until:
                 break
@@ -65,7 +74,7 @@ def prove(request: ProveRequest, *, progress: Progress, save: Callable[[Record],
 
 def _run_gate(run: Run, name: GateName, gate: Callable[[Run], Outcome]) -> None:
     run.progress.start(name)
-    start = time.monotonic()
+    run.gate_began = time.monotonic()
     outcome = kept_outcome(run, name) or gate(run)
     run.gates[name] = Gate(
         name=name,
@@ -73,10 +82,34 @@ def _run_gate(run: Run, name: GateName, gate: Callable[[Run], Outcome]) -> None:
         summary=outcome.summary,
         hint=outcome.hint,
         details=list(outcome.details),
-        seconds=time.monotonic() - start,
+        seconds=time.monotonic() - run.gate_began,
         gpu_seconds=outcome.gpu_seconds,
     )
     run.save()
+    run.progress.finish(run.gates[name])
+
+
+def _size(run: Run) -> RunSize:
+    """Return what decides how long this run will hold a GPU. What it takes over from another run costs nothing."""
+    whole = size_of(run.record())
+    asked = GATE_NAMES[: GATE_NAMES.index(run.request.until or GATE_NAMES[-1]) + 1]
+    gates = [name for name in GPU_GATES if name in asked and _holds_gpu(run, name) and kept_outcome(run, name) is None]
+    processes = range(run.settings.processes)
+    cells = sum(
+        not has_cell(run.cases[case], process, mode) for case in run.todo for mode in run.modes for process in processes
+    )
+    return replace(whole, cases=len(run.todo), cells=cells, gates=tuple(gates))
+
+
+def _holds_gpu(run: Run, name: GateName) -> bool:
+    return name in GPU_GATES and run.has_gpu and not run.no_timing_reason
+
+
+def _stop_before(run: Run, name: GateName, reason: str) -> None:
+    """End the chain before the gate ``name``; what was shown stays."""
+    hint = f"flashmoe prove --resume {run.id} goes on from here"
+    run.gates[name] = Gate(name=name, status=GateStatus.NOT_REACHED, summary=reason, hint=hint)
+    run.lost = f"stopped before gate {name}: {reason}"
     run.progress.finish(run.gates[name])
 
 
@@ -93,7 +126,11 @@ def _finish(run: Run) -> None:
 def _mark_interrupted(run: Run, name: GateName, reason: str) -> None:
     """Save what was finished before the gate ``name`` was left."""
     if run.gates[name].status is GateStatus.NOT_REACHED:
-        run.gates[name] = Gate(name=name, status=GateStatus.NOT_REACHED, summary=reason)
+        seconds = time.monotonic() - run.gate_began
+        held = seconds if _holds_gpu(run, name) else 0.0  # it is paid for, whether it showed something or not
+        run.gates[name] = Gate(
+            name=name, status=GateStatus.NOT_REACHED, summary=reason, seconds=seconds, gpu_seconds=held
+        )
     run.incomplete_reason = f"{reason} in gate {name}"
     _explain_unmeasured(run)
     run.save()

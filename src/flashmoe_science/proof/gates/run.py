@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from ...errors import InputError, ProofError, SuiteError
 from ...gpu.specs import SPECS, find_gpu
@@ -33,6 +33,9 @@ from ..suites import Suite
 from ..words import counted
 from ..worker import TaskResult, run_task
 
+if TYPE_CHECKING:
+    from ..meter import Meter
+
 _TAIL_LINES = 24
 NO_GPU = "no NVIDIA GPU here"
 CHANGED_SOURCES = "changed while the run was going on"
@@ -50,6 +53,7 @@ class ProveRequest:
     expect: float | None = None  # speedup over the first baseline; None: what the subject says
     settings: Settings = field(default_factory=Settings)
     command: str = ""
+    meter: Meter | None = None  # told what the run will hold a GPU for, and asked before every gate
     repository: Path | None = None  # holds claims and evidence; tells where the subject's folder lies in it
     resume: Record | None = None  # an interrupted run to go on with
 
@@ -129,6 +133,7 @@ class Run:
         self.resumed: list[Resumed] = []
         self.finished: set[str] = set()  # cases that a resumed run brought whole
         self.kept_gates: dict[GateName, Gate] = {}  # those that it passed
+        self.gate_began = 0.0  # on the clock of time.monotonic()
         self.created_at = datetime.now(timezone.utc)
         stamp = self.created_at.strftime("%Y%m%dT%H%M%SZ")
         self.id = f"{stamp}-{request.suite.name}-{self.subject.name}-{secrets.token_hex(3)}"

@@ -1,0 +1,114 @@
+"""The verb ``cost``: sum the ledger, enter a cost, list the prices."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from datetime import datetime
+from typing import Any
+
+from ..errors import InputError
+from ..proof.cost import HISTORY, Entry, PastRun, Saving, Sum, add_up, dollars, format_dollars, saving
+from ..proof.cost_report import rates_table, savings_line, sums_table
+from ..proof.evidence import GATE_NAMES
+from ..proof.meter import history_of
+from ..proof.rates import PACKAGED, Rate, Rates, load_rates
+from ..proof.store import Archive, Store, find_repository
+from .names import moment_named
+from .terminal import Terminal, short_path
+
+_BY_HAND = "entered by hand"
+
+_KEYS: dict[str, Callable[[Entry], str]] = {
+    "day": lambda entry: entry.at[:10],
+    "subject": lambda entry: entry.subject or _BY_HAND,
+    "gate": lambda entry: entry.gate or _BY_HAND,
+}
+
+
+def run_cost(*, since: str | None, store: str | None, as_json: bool) -> int:
+    """Print the sums of the ledger, and what early gates saved."""
+    terminal = Terminal(as_json=as_json)
+    rates = load_rates(find_repository())
+    moment = moment_named(since) if since else None
+    kept = Store(store)
+    entries = kept.ledger(since=moment)
+    sums = {name: _in_order(add_up(entries, key, rates.dollars_per_hour)) for name, key in _KEYS.items()}
+    total = add_up(entries, lambda _: "total", rates.dollars_per_hour).get("total", Sum())
+    savings = _savings(kept, moment)
+    if not entries:
+        terminal.log.print("nothing was spent: no run held a GPU, and nothing was entered by hand")
+    else:
+        terminal.show(sums_table({**sums, "": {"total": total}}))
+    if savings:
+        amount, seconds = _worth(savings, rates)
+        terminal.show("", savings_line(savings, amount, seconds))
+    terminal.document(
+        {
+            "total": vars(total),
+            **{f"by_{name}": {k: vars(v) for k, v in of_name.items()} for name, of_name in sums.items()},
+            "saved": [vars(one) for one in savings],
+        }
+    )
+    return 0
+
+
+def _in_order(sums: dict[str, Sum]) -> dict[str, Sum]:
+    """Return sums as they are listed: gates as they run, the rest by name, and what was entered by hand last."""
+    order: dict[str, int] = {name: number for number, name in enumerate(GATE_NAMES)}
+    return dict(sorted(sums.items(), key=lambda item: (item[0] == _BY_HAND, order.get(item[0], 0), item[0])))
+
+
+def _savings(store: Store, since: datetime | None) -> list[Saving]:
+    """Return what every run saved that failed early, by the times of the runs of the store."""
+    archive = Archive(store, repository=None)
+    histories: dict[tuple[str, str, str], list[PastRun]] = {}
+    found = []
+    for run in store.runs(since=since):
+        if not run.gpu or not run.result.endswith(" failed"):
+            continue
+        record = store.document(run.id)
+        alike = (run.subject, run.suite, run.gpu)
+        if alike not in histories:
+            histories[alike] = history_of(archive, record, most=HISTORY)
+        if (saved := saving(record, histories[alike])) is not None:
+            found.append(saved)
+    return found
+
+
+def _worth(savings: list[Saving], rates: Rates) -> tuple[float, float]:
+    """Return the dollars and the seconds of all savings. Time on a GPU without a rate is worth nothing known."""
+    priced = [(one.gpu_seconds, rates.dollars_per_hour(one.gpu)) for one in savings]
+    return sum(dollars(seconds, rate) for seconds, rate in priced if rate), sum(seconds for seconds, _ in priced)
+
+
+def run_cost_add(amount: float, *, note: str, gpu: str, date: str | None, store: str | None, as_json: bool) -> int:
+    """Enter a cost by hand."""
+    terminal = Terminal(as_json=as_json)
+    if not math.isfinite(amount):
+        raise InputError(f"dollars must be a number, got {amount}")
+    kept = Store(store)
+    entry = kept.add_cost(amount, note=note, gpu=gpu, at=moment_named(date, what="date") if date else None)
+    terminal.show(f"{kept}: {format_dollars(amount)} on {entry.at[:10]}, {note}")
+    terminal.document({"entry": vars(entry)})
+    return 0
+
+
+def run_cost_rates(*, as_json: bool) -> int:
+    """Print the prices that hold here."""
+    terminal = Terminal(as_json=as_json)
+    rates = load_rates(find_repository())
+    for group in (*rates.gpus, *([one] for one in rates.others)):
+        if group:
+            terminal.show(f"{_place(group[0])}:", rates_table(group), "")
+    gpus = [_plain(one) for file in rates.gpus for one in file]
+    terminal.document({"gpus": gpus, "other": [_plain(one) for one in rates.others]})
+    return 0
+
+
+def _place(rate: Rate) -> str:
+    return "of flashmoe" if rate.file == PACKAGED else short_path(rate.file)
+
+
+def _plain(rate: Rate) -> dict[str, Any]:
+    return {**vars(rate), "file": _place(rate)}

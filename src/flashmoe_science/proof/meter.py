@@ -1,0 +1,108 @@
+"""The meter of one run: says what it will cost, holds it to its budget, and says what it cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ..errors import ProofError
+from .cost import Budget, Estimate, PastRun, RunSize, dollars, estimate, past_run, spent_seconds
+from .evidence import GateName, Record
+from .rates import Rates
+from .store import Archive
+
+
+@dataclass(frozen=True)
+class Bill:
+    """What a run on a GPU is going to cost, or has cost."""
+
+    gpu: str
+    dollars_per_hour: float | None  # None: no rate is known
+    estimate: Estimate | None  # None: the run ended before there was one
+    spent_seconds: float | None = None  # None: it has not begun
+
+    def dollars(self, gpu_seconds: float) -> float | None:
+        """Return the price of so much time, or None where no rate is known."""
+        return None if self.dollars_per_hour is None else dollars(gpu_seconds, self.dollars_per_hour)
+
+
+class Meter:
+    """What the chain asks before each gate. A run that holds no GPU has no bill.
+
+    Args:
+        rates: What GPUs cost.
+        history: Returns the runs of the same subject, suite and GPU as a record, the oldest first.
+        budget: Dollars that the run may cost.
+        announce: Told what the run is going to cost, before its first gate.
+    """
+
+    def __init__(
+        self,
+        rates: Rates,
+        history: Callable[[Record], Sequence[PastRun]],
+        *,
+        budget: float | None = None,
+        announce: Callable[[Bill], None] = lambda _: None,
+    ) -> None:
+        self._rates = rates
+        self._history = history
+        self._dollars = budget
+        self._announce = announce
+        self._budget: Budget | None = None
+        self._estimate: Estimate | None = None
+
+    def start(self, record: Record, size: RunSize) -> None:
+        """Take note of the run that begins.
+
+        Raises:
+            ProofError: it has a budget, and its GPU no rate.
+        """
+        gpu = record.environment.gpu
+        if gpu is None or not size.gates:
+            return
+        rate = self._rates.dollars_per_hour(gpu.name)
+        if self._dollars is not None and rate is None:
+            hint = f'write its price to rates.toml: [gpu."{gpu.name}"] dollars_per_hour = ..., see docs/cost.md'
+            raise ProofError(f"a budget needs a rate, and there is none for {gpu.name}", hint=hint)
+        self._estimate = estimate(size, self._history(record))
+        if self._dollars is not None and rate is not None:
+            self._budget = Budget(self._dollars, rate, self._estimate)
+        self._announce(Bill(gpu.name, rate, self._estimate))
+
+    def refusal(self, gate: GateName, record: Record) -> str:
+        """Return why ``gate`` may not begin, or an empty text."""
+        return self._budget.refusal(gate, spent_seconds(record)) if self._budget else ""
+
+    def rate(self, record: Record) -> float | None:
+        """Return what an hour of the run's GPU costs, or None where it has none or its price is not known."""
+        gpu = record.environment.gpu
+        return self._rates.dollars_per_hour(gpu.name) if gpu else None
+
+    def bill(self, record: Record) -> Bill | None:
+        """Return what a run has cost, or None where it held no GPU."""
+        gpu, seconds = record.environment.gpu, spent_seconds(record)
+        if gpu is None or (seconds == 0 and self._estimate is None):
+            return None
+        return Bill(gpu.name, self._rates.dollars_per_hour(gpu.name), self._estimate, seconds)
+
+
+def history_of(archive: Archive, record: Record, *, most: int) -> list[PastRun]:
+    """Return the newest runs of the same subject, suite and GPU, the oldest first. Files that are broken are left out.
+
+    Raises:
+        EvidenceError: the store cannot be read.
+    """
+    gpu = record.environment.gpu
+    if gpu is None:
+        return []
+    found: list[PastRun] = []
+    runs = archive.runs(subject=record.subject.name, suite=record.suite, gpu=gpu.name, on_trouble=lambda _: None)
+    for run in runs:
+        if run.gpu != gpu.name or run.id == record.id:
+            continue
+        past = past_run(archive.load(run.id))
+        if past is not None:
+            found.append(past)
+        if len(found) == most:
+            break
+    return found[::-1]

@@ -1,0 +1,183 @@
+"""Tests of the chain with a meter: what a run will cost is said first, and a budget ends it between two gates."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from flashmoe_science.proof.conclude import last_word, run_exit_code
+from flashmoe_science.proof.cost import PastRun, model_seconds, past_run, size_of
+from flashmoe_science.proof.evidence import GateName, Record
+from flashmoe_science.proof.gates import chain, run
+from flashmoe_science.proof.meter import Bill, Meter
+from flashmoe_science.proof.rates import Rate, Rates
+
+from .chain import (
+    FEW,
+    GPU,
+    HONEST,
+    SHORT,
+    FakeGpu,
+    Recorder,
+    environment_with,
+    gate_of,
+    request_of,
+    run_chain,
+    statuses,
+    until,
+)
+
+CASES = [replace(SHORT, seqlen_q=size) for size in (65, 66, 67)]
+SECONDS: dict[GateName, float] = {
+    "launch": 2.0,
+    "correct": 3.0,
+    "quick": 5.0,
+    "bench": 20.0,
+}  # that the stand-ins say they held the GPU for
+DOLLARS_A_SECOND = 0.001
+
+
+@pytest.fixture
+def gpu(monkeypatch, tmp_path):
+    fake = FakeGpu()
+    monkeypatch.setattr(chain, "_read_environment", lambda: environment_with(GPU))
+    monkeypatch.setattr(run, "run_task", fake.run)
+    monkeypatch.setitem(chain._GATES, "import", lambda _: run.passed("left out"))
+    return fake
+
+
+@pytest.fixture
+def bills() -> list[Bill]:
+    """Return what was announced."""
+    return []
+
+
+@pytest.fixture
+def meter(bills, tmp_path):
+    """Return a meter that knows one earlier run, of exactly the seconds that the stand-ins take."""
+    rates = Rates(((Rate(GPU.name, DOLLARS_A_SECOND * 3600, "", "", tmp_path),),))
+
+    def history(record):
+        return [PastRun(size_of(record), SECONDS)]
+
+    def meter(budget=None):
+        return Meter(rates, history, budget=budget, announce=bills.append)
+
+    return meter
+
+
+def past_of(record: Record) -> PastRun:
+    past = past_run(record)
+    assert past is not None
+    return past
+
+
+def run_with(meter, recorder=None, **changes):
+    return run_chain(request_of(HONEST, *CASES, settings=FEW, meter=meter, **changes), recorder)
+
+
+def test_what_a_run_will_cost_is_said_before_its_first_gate(gpu, meter, bills):
+    class Order(Recorder):
+        def start(self, gate):
+            assert bills
+            super().start(gate)
+
+    record = run_with(meter(), Order())
+    (bill,) = bills
+    assert (bill.gpu, bill.dollars(1.0)) == (GPU.name, DOLLARS_A_SECOND)
+    assert bill.estimate.gpu_seconds == pytest.approx(SECONDS)
+    assert {gate.name: gate.gpu_seconds for gate in record.gates if gate.gpu_seconds} == SECONDS
+
+
+def test_the_bill_of_a_run_has_what_was_spent_beside_what_was_expected(gpu, meter):
+    used = meter()
+    bill = used.bill(run_with(used))
+    assert (bill.spent_seconds, bill.estimate.total) == (30.0, pytest.approx(30.0))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "stopped"),
+    [(0.0, "launch"), (4.9, "correct"), (9.9, "quick"), (10.1, "bench"), (29.9, "bench"), (30.1, None)],
+)
+def test_a_budget_ends_the_run_before_the_gate_that_would_pass_it(gpu, meter, seconds, stopped):
+    record = run_with(meter(budget=seconds * DOLLARS_A_SECOND))
+    if stopped is None:
+        assert record.complete
+        assert set(statuses(record).values()) == {"passed"}
+        return
+    assert statuses(record) == until(stopped, "not reached")
+    assert not record.complete
+    assert record.incomplete_reason.startswith(f"stopped before gate {stopped}: the budget of $0.0")
+    assert gate_of(record, stopped).summary in record.incomplete_reason
+    assert gate_of(record, stopped).hint == f"flashmoe prove --resume {record.id} goes on from here"
+    assert sum(gate.gpu_seconds for gate in record.gates) <= seconds
+    assert run_exit_code(record, []) == 4
+    assert last_word(record) == ("incomplete", record.incomplete_reason)
+
+
+def test_nothing_runs_after_the_stop_and_what_was_shown_is_kept(gpu, meter):
+    recorder = Recorder()
+    record = run_with(meter(budget=11 * DOLLARS_A_SECOND), recorder)
+    assert [name for name, _ in gpu.calls] == ["capture_launches", "check_correct", "measure"]  # of gate quick
+    assert recorder.saved[-1] == record
+    assert [gate.name for gate in recorder.finished][-1] == "bench"
+    assert all(case.correct and not case.rounds for case in record.cases)
+    arm = record.cases[0].arms[0]
+    assert (arm.status, arm.reason) == ("not measured", record.incomplete_reason)
+
+
+def test_a_failed_gate_is_said_and_not_the_budget(gpu, meter):
+    gpu.launches = []
+    record = run_with(meter(budget=3 * DOLLARS_A_SECOND))
+    assert statuses(record) == until("launch")
+    assert run_exit_code(record, []) == 3
+
+
+def test_a_run_that_its_budget_stopped_goes_on(gpu, meter, bills):
+    settings = FEW.model_copy(update={"seed": 7})
+    stopped = run_chain(request_of(HONEST, *CASES, settings=settings, meter=meter(budget=11 * DOLLARS_A_SECOND)))
+    rest = run_chain(request_of(HONEST, *CASES, settings=settings, meter=meter(budget=1.0), resume=stopped))
+    assert rest.complete
+    assert "quick" not in bills[-1].estimate.gpu_seconds  # it passed already
+    assert gate_of(rest, "quick").gpu_seconds == 0.0
+
+
+def test_only_the_gates_asked_for_are_priced(gpu, meter, bills):
+    run_with(meter(), until="correct")
+    assert bills[0].estimate.gpu_seconds == pytest.approx({"launch": 2.0, "correct": 3.0})
+    run_with(meter(), until="import")
+    assert len(bills) == 1
+
+
+def test_a_machine_without_gpu_costs_nothing(gpu, meter, bills, monkeypatch):
+    monkeypatch.setattr(chain, "_read_environment", lambda: environment_with(None))
+    used = meter(budget=0.0)
+    record = run_with(used)
+    assert record.complete
+    assert (bills, used.bill(record)) == ([], None)
+
+
+def test_an_interrupted_gate_is_paid_for(gpu, meter):
+    def interrupt(payload, case):
+        raise KeyboardInterrupt
+
+    gpu.change = interrupt
+    recorder = Recorder()
+    with pytest.raises(KeyboardInterrupt):
+        run_with(meter(), recorder)
+    gate = gate_of(recorder.saved[-1], "quick")
+    assert gate.status == "not reached"
+    assert gate.gpu_seconds == gate.seconds > 0
+    assert past_of(recorder.saved[-1]).gpu_seconds.keys() == {"launch", "correct"}
+
+
+def test_the_next_estimate_rests_on_what_this_run_took(gpu, tmp_path):
+    first = run_with(None)
+    known = past_of(first)
+    bills: list[Bill] = []
+    run_with(Meter(Rates(), lambda _: [known], announce=bills.append))
+    assert bills[0].estimate is not None
+    assert bills[0].estimate.gpu_seconds == pytest.approx(SECONDS)
+    assert bills[0].dollars(30.0) is None
+    assert model_seconds("bench", known.size) != pytest.approx(SECONDS["bench"])
