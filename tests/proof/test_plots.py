@@ -34,6 +34,14 @@ def test_any_values_find_a_place_inside_the_frame(values):
         assert found.top <= mark.y <= found.bottom
 
 
+def test_zero_stands_at_the_low_end_of_equal_ratios():
+    log = Axis("x", lambda value: f"{value:g}", log=True)
+    for sizes in ([0, 1, 8], [0, 0]):
+        found = plot([(size, 1, "") for size in sizes], x=log)
+        assert found.lines[0].marks[0].x == found.left
+        assert all(found.left <= mark.x <= found.right for mark in found.lines[0].marks)
+
+
 def test_equal_ratios_are_equal_distances():
     log = Axis("x", lambda value: f"{value:g}", log=True)
     one, two, three = plot([(8, 1, ""), (16, 2, ""), (32, 4, "")], x=log, y=log).lines[0].marks

@@ -164,6 +164,15 @@ def test_tables_say_what_their_headers_belong_to(page):
     assert all(attrs.get("scope") for _, attrs in page.tags("th"))
 
 
+def test_tables_that_a_phone_shows_as_blocks_keep_their_roles(text):
+    roles = {"thead": "rowgroup", "tbody": "rowgroup", "tr": "row", "td": "cell"}
+    tables = re.findall(r'<table class="(?:gates|speeds)" role="table".*?</table>', text, re.DOTALL)
+    assert len(tables) == 4
+    for tag, attrs, _ in (element for table in tables for element in Document(table).elements):
+        assert attrs.get("role") == roles.get(tag) or tag not in roles, (tag, attrs)
+        assert tag != "th" or attrs["role"] == ("columnheader" if attrs["scope"] == "col" else "rowheader")
+
+
 def test_the_record_and_the_table_can_be_downloaded_from_the_page_itself(page, record):
     links = {attrs["download"]: attrs["href"] for _, attrs in page.tags("a") if "download" in attrs}
     assert set(links) == {f"{record.id}.csv", f"{record.id}.json"}

@@ -79,4 +79,4 @@ def test_several_runs_have_an_index_and_sections_of_their_own():
     assert text.startswith("# 2 runs side by side\n")
     assert len(re.findall(r"^## \d: flash_attention", text, re.MULTILINE)) == 2
     assert len(re.findall(r"^### Gates$", text, re.MULTILINE)) == 2
-    assert "run 1 | speedup, run 1" in text
+    assert "| case | speedup, run 1 | speedup, run 2 |" in text

@@ -60,6 +60,14 @@ def test_of_two_cases_of_one_size_the_first_counts():
     assert [case.name for case in find_sweeps(cases)[0].cases] == ["a", "b", "c"]
 
 
+def test_keys_that_are_equal_along_a_line_alone_are_one_size_there():
+    line = [build_case(str(s), flops=float(s), batch=64 // s, rows=s, cols=s) for s in (4, 8, 16)]
+    odd = build_case("odd", flops=1.0, batch=16, rows=4, cols=5)
+    assert lines([*line, odd]) == [(("rows", "cols"), ("batch",), {}, [4, 8, 16])]
+    fixed = [build_case(f"fixed{s}", flops=float(s), batch=1, rows=s, cols=7) for s in (4, 8, 16)]
+    assert [keys for keys, *_ in lines([*line, *fixed])] == [("rows",), ("rows", "cols")]
+
+
 def test_words_and_flags_are_no_sizes():
     cases = [build_case(str(n), dtype=d, flag=f) for n, (d, f) in enumerate([("a", True), ("b", False), ("c", True)])]
     assert find_sweeps(cases) == []

@@ -148,7 +148,7 @@ class Page:
     title: str
     runs: Sequence[RunPart]
     index: Table | None  # where there are several runs
-    beside: Sequence[tuple[Table, str]]  # what several runs share, each with what to know before reading it
+    beside: Sequence[tuple[str, Table]]  # what several runs share, each with its heading
 
 
 def build_page(judged: Sequence[Judged], kind: TimeKind | None = None) -> Page:
@@ -319,7 +319,7 @@ def _accuracy_row(record: Record, case: CaseRecord) -> AccuracyRow:
         correct={True: "yes", False: "no", None: "not shown"}[case.correct],
         error=format_error(accuracy.max_error) if accuracy else "",
         allowed=format_error(accuracy.budget) if accuracy else "",
-        share=round(min(accuracy.share, 1.0) * 100, 1) if accuracy else None,
+        share=round(min(1.0, accuracy.share) * 100, 1) if accuracy else None,
         said=_share(accuracy),
         same_bits=bits[accuracy.deterministic] if accuracy else "",
         baselines=[_share(found.get(name)) for name in record.baselines],
@@ -368,33 +368,29 @@ def _csv(record: Record) -> str:
 
 
 def _index(runs: Sequence[RunPart]) -> Table:
-    rows = [
-        (
-            str(number),
-            part.record.id,
-            part.record.subject.name,
-            part.record.suite,
-            part.record.environment.gpu.name if part.record.environment.gpu else "none",
-            (part.record.environment.commit or "unknown")[:12],
-            part.headline.word or part.headline.sentence,
+    rows = []
+    for number, part in enumerate(runs, 1):
+        record, gpu = part.record, part.record.environment.gpu
+        result = part.headline.word or part.headline.sentence
+        commit = (record.environment.commit or "unknown")[:12]
+        rows.append(
+            (str(number), result, record.subject.name, record.suite, gpu.name if gpu else "none", commit, record.id)
         )
-        for number, part in enumerate(runs, 1)
-    ]
-    return Table("the runs on this page", ("", "run", "subject", "suite", "GPU", "commit", "result"), rows, words=7)
+    columns = ("", "result", "subject", "suite", "GPU", "commit", "run")
+    return Table("the runs on this page", columns, rows, words=7)
 
 
-def _beside_table(found: SideBySide, numbers: Mapping[str, int]) -> tuple[Table, str]:
-    columns = ["case"]
-    for record in found.records:
-        number = numbers[record.id]
-        columns += [f"{record.subject.name}, run {number}", f"speedup, run {number}"]
+def _beside_table(found: SideBySide, numbers: Mapping[str, int]) -> tuple[str, Table]:
+    """Return a heading and a table: first the speedups of all runs, then the times."""
+    runs = [numbers[record.id] for record in found.records]
+    times = [f"{record.subject.name}, run {numbers[record.id]}" for record in found.records]
     rows = []
     for case in found.cases:
-        cells = [case.name]
-        for seconds, row in zip(case.seconds, case.rows, strict=True):
-            cells += [format_seconds(seconds) if seconds else "", format_ratio(row.ratio) if row else ""]
-        rows.append(cells)
+        speedups = [format_ratio(row.ratio) if row else "" for row in case.rows]
+        seconds = [format_seconds(each) if each else "" for each in case.seconds]
+        rows.append([case.name, *speedups, *seconds])
     note = "A speedup belongs to its run, in which both arms took turns."
     if found.differing:
         note += f" The times are not of like conditions: the runs differ in {', '.join(found.differing)}."
-    return Table(f"{found.kind} time, against {found.baseline}", columns, rows), note
+    columns = ["case", *(f"speedup, run {number}" for number in runs), *times]
+    return f"{found.kind} time against {found.baseline}", Table(note, columns, rows)

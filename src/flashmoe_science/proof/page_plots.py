@@ -264,7 +264,7 @@ def _share_percent(case: CaseRecord, rates: Rates, roofline: Roofline) -> float:
 
 
 def _percent(value: float) -> str:
-    return f"{value:.3g} %" if value < 99.95 else f"{value:.0f} %"
+    return f"{format_rate(value)} %"
 
 
 def _tick_seconds(value: float) -> str:

@@ -180,6 +180,8 @@ class Scale:
 
     def place(self, value: float) -> float:
         """Return where ``value`` stands, at the nearer end where it is outside."""
+        if self.log and value <= 0:
+            return self.start
         low, high, at = (
             (math.log(v) for v in (self.low, self.high, value)) if self.log else (self.low, self.high, value)
         )
@@ -193,7 +195,7 @@ class Scale:
 
 def log_scale(values: Iterable[float], start: float, end: float, *, margin: float = 1.06) -> Scale:
     """Return a scale of equal ratios that shows all ``values``, with a margin."""
-    values = [value for value in values if value > 0 and math.isfinite(value)]
+    values = [value for value in values if value > 0 and math.isfinite(value)] or [1.0]
     return Scale(min(values) / margin, max(values) * margin, start, end, log=True)
 
 

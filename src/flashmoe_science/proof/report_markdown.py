@@ -22,8 +22,8 @@ def render_markdown(page: Page) -> str:
     if page.index is None:
         return "\n".join([f"# {escape(page.runs[0].title)}", "", *_run(page.runs[0], 2)]) + "\n"
     lines = [f"# {escape(page.title)}", "", *_table(page.index), "", "## Side by side", ""]
-    for table, note in page.beside:
-        lines += [escape(f"{table.caption}. {note}"), "", *_table(table), ""]
+    for title, table in page.beside:
+        lines += [escape(as_sentence(title)) + " " + escape(table.caption), "", *_table(table), ""]
     if not page.beside:
         lines += ["These runs share no problem that both timed against the same baseline.", ""]
     for number, run in enumerate(page.runs, 1):

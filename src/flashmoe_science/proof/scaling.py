@@ -19,7 +19,7 @@ FEWEST_CASES = 3  # two points are a slope that nothing contradicts
 class Sweep:
     """Cases along which one size grows and, but for ``along``, nothing else changes."""
 
-    keys: tuple[str, ...]  # the size; several keys where they are equal in every case, e.g. seqlen_q and seqlen_k
+    keys: tuple[str, ...]  # the size; several keys where they are equal, e.g. seqlen_q and seqlen_k
     along: tuple[str, ...]  # the one other size that changes with it, or nothing
     fixed: Mapping[str, Any]  # what the cases share, of all that differs anywhere in the run
     cases: tuple[CaseRecord, ...]  # by size
@@ -41,13 +41,14 @@ def find_sweeps(cases: Sequence[CaseRecord]) -> list[Sweep]:
     Where a suite changes two sizes together (more positions, fewer sequences), that is a sweep of the one with which
     the work grows, unless its cases are part of a sweep of that size alone.
     """
-    sizes = _sizes(cases)
-    found = [sweep for size in sizes for sweep in _sweeps(cases, sizes, size, ())]
+    same = _sizes(cases)
+    sizes = [*same, *_moving_together(cases, same)]
+    found = [sweep for size in sizes for sweep in _sweeps(cases, same, size, ())]
     alone = {(sweep.keys, case.name) for sweep in found for case in sweep.cases}
     seen: set[frozenset[str]] = set()
     for size in sizes:
         for other in sizes:
-            for sweep in _sweeps(cases, sizes, size, other) if other != size else ():
+            for sweep in _sweeps(cases, same, size, other) if not set(size) & set(other) else ():
                 names = frozenset(case.name for case in sweep.cases)
                 if names not in seen and not all((size, name) in alone for name in names):
                     seen.add(names)
@@ -65,6 +66,16 @@ def _sizes(cases: Sequence[CaseRecord]) -> list[tuple[str, ...]]:
     return [tuple(keys) for column, keys in columns.items() if len(set(column)) > 1]
 
 
+def _moving_together(cases: Sequence[CaseRecord], sizes: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Return pairs of sizes that are equal in some cases alone, but along a line: of self-attention among others."""
+    pairs = []
+    for one, two in itertools.combinations(sizes, 2):
+        equal = {case.problem[one[0]] for case in cases if case.problem[one[0]] == case.problem[two[0]]}
+        if len(equal) >= FEWEST_CASES:
+            pairs.append((*one, *two))
+    return pairs
+
+
 def _shared_keys(cases: Sequence[CaseRecord]) -> list[str]:
     return [key for key in cases[0].problem if all(key in case.problem for case in cases)] if cases else []
 
@@ -75,6 +86,8 @@ def _sweeps(
     """Yield the sweeps of ``size`` with ``other`` changing along (nothing: no other)."""
     groups: dict[Hashable, list[CaseRecord]] = {}
     for case in cases:
+        if len({case.problem[key] for key in size}) > 1:
+            continue
         rest = {key: value for key, value in case.problem.items() if key not in (*size, *other)}
         groups.setdefault(repr(sorted(rest.items())), []).append(case)
     for group in groups.values():
