@@ -117,3 +117,44 @@ def test_show_ends_with_the_verdict_of_a_comparison(run, repository):
     assert code == 0
     assert any(line.startswith("faster     1 faster, 1 same: faster case0 (graph) 1.") for line in out.splitlines())
     assert json.loads(run("show", record.id, "--json")[1])["comparison"]["effect"] == "faster"
+
+
+# history
+
+
+def test_history_looks_at_the_runs_of_the_store_and_of_the_repository(run, repository):
+    for day in range(1, 10):
+        speedups = [2.3, 3.0] if day < 5 else [2.5, 3.2]
+        Store().save(build_record(speedups=speedups, suite="made_up", day=day, seed=day))
+    code, out, err = run("history", "flash_attention", "--suite", "made_up")
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert lines[0] == "flash_attention over sdpa, suite made_up, graph time: geometric mean of 2 cases"
+    assert lines[4].split() == [RUN_ID, "000000000000", "2.627x", "1"] or lines[4].split()[0] == RUN_ID
+    assert lines[-1] == "1 change of level in 10 runs"
+    assert [line.split()[0] for line in lines if " -> " in line] == ["unexplained"]
+    document = json.loads(run("history", "flash_attention", "--json", "--time", "wall", "--case", "case1")[1])
+    assert document["exit_code"] == 0
+    assert document["history"]["cases"] == ["case1"]
+    assert document["history"]["metric"] == "wall"
+
+
+def test_history_of_one_run_cannot_tell(run):
+    code, out, _ = run("history", "flash_attention")
+    assert code == 4
+    assert out.splitlines()[-1].startswith("1 run cannot tell")
+
+
+@pytest.mark.parametrize(
+    ("args", "error", "hint"),
+    [
+        (["nothing"], "there is no run of nothing", "there are runs of flash_attention"),
+        (["flash_attention", "--gpu", "B200"], "there is no run of flash_attention", ""),
+        (["flash_attention", "--case", "case9"], "case must be one that all 1 runs have", ""),
+    ],
+)
+def test_wrong_usage_of_history_is_an_error_and_2(run, args, error, hint):
+    code, out, err = run("history", *args)
+    assert (code, out) == (2, "")
+    assert error in err
+    assert hint in err

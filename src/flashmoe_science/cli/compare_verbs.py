@@ -84,3 +84,36 @@ def compare(
         args=context.obj or [],
     )
     raise typer.Exit(run_compare(wanted, as_json=as_json))
+
+
+def history(
+    subject: Annotated[str, typer.Argument(metavar="SUBJECT", help="The name of a subject, as `runs` lists it.")],
+    suite: Annotated[
+        str, typer.Option(metavar="NAME", help="Only runs of this suite. Default: the newest run's.")
+    ] = "",
+    gpu: Annotated[str, typer.Option(metavar="NAME", help="Only runs on a GPU with this in its name.")] = "",
+    metric: Annotated[Metric, typer.Option("--time", metavar="KIND", help="kernel, graph or wall.")] = Metric.graph,
+    case: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(metavar="NAME", help="Only this case. Default: the geometric mean of those that all runs have."),
+    ] = None,
+    store: StoreName = None,
+    as_json: Json = False,
+) -> None:
+    """Say where the speed of a subject changed over its runs, and whether code, method or hardware changed there.
+
+    The speed is that over the baseline of the newest run. Too few runs cannot tell, and then it says so.
+
+    \b
+    Examples:
+      flashmoe history flash_attention --suite seed --gpu H200
+      flashmoe history my_attention --time wall --case b1_h16_s512_d64_fp16
+
+    \b
+    Exit codes:
+      0  looked at    2  wrong usage, or no such runs    4  too few runs to tell
+    """
+    from .comparing import run_history
+
+    code = run_history(subject, suite=suite, gpu=gpu, metric=metric.value, case=case, store=store, as_json=as_json)
+    raise typer.Exit(code)

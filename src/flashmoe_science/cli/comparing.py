@@ -1,4 +1,4 @@
-"""The verb ``compare``: two revisions in one interleaved run, or two runs that are there already."""
+"""The verbs ``compare``, of two revisions or two runs, and ``history``, of all runs of a subject."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from ..errors import InputError, ProofError
 from ..proof.compare import TOLERANCE, TOLERANCE_OF_RUNS, Comparison, compare_records, compare_revisions, exit_code
 from ..proof.evidence import Record, Settings, TimeKind
 from ..proof.gates import ProveRequest
-from ..proof.report_compare import comparison_lines
+from ..proof.history import look_back
+from ..proof.report_compare import comparison_lines, history_lines
 from ..proof.revisions import (
     Asked,
     checked_out,
@@ -24,6 +25,7 @@ from ..proof.revisions import (
 from ..proof.store import Archive, Store, find_repository
 from ..proof.suites import load_suite
 from ..proof.words import counted
+from . import HOLDS, INCONCLUSIVE
 from .names import gpu_named
 from .proving import Keeper, as_typed
 from .terminal import ChainProgress, Terminal, as_plain, short_path
@@ -154,3 +156,21 @@ def _compare_revisions(wanted: Wanted, kinds: list[TimeKind], terminal: Terminal
         progress.close()
     assert keeper.path is not None
     return record, keeper.path
+
+
+def run_history(
+    subject: str, *, suite: str, gpu: str, metric: TimeKind, case: str | None, store: str | None, as_json: bool
+) -> int:
+    """Look back over the runs of a subject."""
+    terminal = Terminal(as_json=as_json)
+    archive = Archive(Store(store), find_repository())
+    listed = archive.runs(subject=subject, suite=suite, gpu=gpu, on_trouble=terminal.warn_of)
+    if not listed:
+        names = sorted({run.subject for run in archive.runs(on_trouble=lambda _: None)})
+        hint = f"there are runs of {', '.join(names)}" if names else "flashmoe prove makes the first"
+        raise InputError(f"there is no run of {subject} with this suite and GPU", hint=hint)
+    history = look_back([archive.load(run.id) for run in listed], metric, case=case)
+    terminal.show(history_lines(history))
+    code = HOLDS if history.enough else INCONCLUSIVE
+    terminal.document({"history": as_plain(history), "exit_code": code})
+    return code

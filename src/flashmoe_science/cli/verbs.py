@@ -149,6 +149,7 @@ def prove(
 
 
 app.command(short_help="Compare two revisions, or two runs.")(compare_verbs.compare)
+app.command(short_help="Find where a subject became faster or slower.")(compare_verbs.history)
 app.command(short_help="Say why a kernel is slow.")(diagnose_verbs.diagnose)
 
 

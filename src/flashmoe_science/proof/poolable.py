@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from ..errors import EvidenceError
 from .evidence import Environment, Record, TimeKind
@@ -66,50 +66,40 @@ def differences(a: Record, b: Record, fields: Iterable[str]) -> dict[str, tuple[
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
-def hardware_changes(a: Record, b: Record) -> list[str]:
-    """Return what changed from ``a`` to ``b`` in GPU, card, clocks and driver."""
-    found = differences(a, b, (*_HARDWARE, "driver"))
-    cards = [record.environment.gpu.uuid_hash if record.environment.gpu else "" for record in (a, b)]
-    return _changes(found | ({"card": (cards[0], cards[1])} if cards[0] != cards[1] else {}))
-
-
-def method_changes(a: Record, b: Record) -> list[str]:
-    """Return what changed in how was measured: settings, versions of the harness and of what it stands on."""
-    found = differences(a, b, (*_METHOD, "cuda", "torch", "triton", "cudnn", *_HOST, "variables"))
-    more: dict[str, _Field] = {
-        "harness": _version("flashmoe-science"),
-        "schema": lambda record: record.schema_version,
-        "rounds": lambda record: f"{record.settings.processes} x {record.settings.rounds}",
-        "baseline": lambda record: ", ".join(record.baselines[:1]),
-        "baseline version": lambda record: _versions_of(record, record.baselines[0]) if record.baselines else "",
+def traits(record: Record) -> dict[str, dict[str, object]]:
+    """Return what a run's times may depend on, by kind: code, method, hardware."""
+    sources = tuple((source.path, source.sha256) for source in record.subject.sources)
+    first = record.baselines[:1]
+    settings = record.settings
+    return {
+        "code": {"sources": sources} if sources else {"commit": record.environment.commit},
+        "method": {
+            **{name: of(record) for name, of in {**_METHOD, **_HOST}.items()},
+            **{name: of(record) for name, of in _SOFTWARE.items() if name != "driver"},
+            "harness": record.environment.versions.get("flashmoe-science"),
+            "schema": record.schema_version,
+            "rounds": f"{settings.processes} x {settings.rounds}",
+            "baseline": ", ".join(first),
+            "baseline_version": _versions_of(record, first[0]) if first else "",
+            "variables": _variables(record.environment),
+        },
+        "hardware": {
+            **{name: of(record) for name, of in _HARDWARE.items()},
+            "driver": record.environment.driver,
+            "card": record.environment.gpu.uuid_hash if record.environment.gpu else None,
+        },
     }
-    pairs = {name: (of(a), of(b)) for name, of in more.items()}
-    return _changes(found | {name: pair for name, pair in pairs.items() if pair[0] != pair[1]})
 
 
-def code_changes(a: Record, b: Record) -> list[str]:
-    """Return what changed in the sources that decide the result; the commit only where no sources were recorded."""
-    before, after = ({s.path: s.sha256 for s in record.subject.sources} for record in (a, b))
-    if before or after:
-        changed = sorted(path for path in before.keys() | after.keys() if before.get(path) != after.get(path))
-        commits = f", commit {_short(a.environment.commit)} -> {_short(b.environment.commit)}"
-        return [f"{len(changed)} of {counted(len(before | after), 'source')}: {_names(changed)}{commits}"] * bool(
-            changed
-        )
-    commit = a.environment.commit, b.environment.commit
-    return [f"commit {_short(commit[0])} -> {_short(commit[1])}"] if commit[0] != commit[1] else []
-
-
-def _changes(pairs: Mapping[str, tuple[object, object]]) -> list[str]:
-    return [f"{name} {before} -> {after}" for name, (before, after) in pairs.items()]
-
-
-def _short(commit: str | None) -> str:
-    return (commit or "unknown")[:12]
-
-
-def _names(paths: Sequence[str]) -> str:
-    return ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
+def describe_change(name: str, before: Record, after: Record, kind: str) -> str:
+    """Return how one of ``traits`` changed from one run to another, e.g. ``driver 580.00 -> 590.00``."""
+    if name != "sources":
+        return f"{name} {traits(before)[kind].get(name)} -> {traits(after)[kind].get(name)}"
+    old, new = ({source.path: source.sha256 for source in run.subject.sources} for run in (before, after))
+    changed = sorted(path for path in old.keys() | new.keys() if old.get(path) != new.get(path))
+    shown = ", ".join(changed[:3]) + (f" and {len(changed) - 3} more" if len(changed) > 3 else "")
+    commits = [(run.environment.commit or "unknown")[:12] for run in (before, after)]
+    return f"{len(changed)} of {counted(len(old | new), 'source')} ({shown}), commit {commits[0]} -> {commits[1]}"
 
 
 def common_baseline(a: Record, b: Record) -> str:

@@ -1,4 +1,4 @@
-"""A comparison for the terminal. It computes nothing: numbers come from ``compare.py``."""
+"""A comparison, and a history, for the terminal. It computes nothing: numbers come from elsewhere."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from rich.table import Table
 from rich.text import Text
 
 from .compare import CaseComparison, Comparison, Effect
+from .history import History
 from .report import new_table
 from .rows import format_ratio, format_seconds
+from .words import counted
 
 _LISTED = 3  # cases by name; more are counted
 _STYLE = {
@@ -46,6 +48,27 @@ def comparison_lines(comparison: Comparison) -> RenderableType:
     for note in comparison.notes:
         verdict.add_row("", Text(f"note: {note}", "dim"))
     return Group(*parts, verdict)
+
+
+def history_lines(history: History) -> RenderableType:
+    """Return a row for every run, every change between two of them, and what all that shows."""
+    over = history.cases[0] if len(history.cases) == 1 else f"geometric mean of {counted(len(history.cases), 'case')}"
+    head = f"{history.subject} over {history.baseline}, suite {history.suite}, {history.metric} time: {over}"
+    runs = new_table("run", "commit", "speedup", "level", left=2)
+    for point in history.points:
+        runs.add_row(point.run, point.commit[:12], f"{point.speedup:.3f}x", str(point.level + 1))
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(min_width=9, no_wrap=True)
+    grid.add_column(overflow="fold")
+    for change in history.changes:
+        new = change.chance is not None
+        shift = format_ratio(change.interval) if change.interval else f"{change.shift:.3f}x"
+        chance = f", chance {change.chance:.2g}" if change.chance is not None else ""
+        where = f"{change.before} -> {change.after}: {shift}{chance}"
+        grid.add_row(Text(change.label, "bold yellow" if new else "dim"), Text(f"{where}\n{change.reason}"))
+    for note in history.notes:
+        grid.add_row(Text("note", "dim"), Text(note, "dim"))
+    return Group(head, "", runs, "", grid, Text(history.verdict, "bold"))
 
 
 def _case_table(comparison: Comparison) -> RenderableType:
