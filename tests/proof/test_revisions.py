@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from flashmoe_science.proof.revisions import (
     prove_revisions,
     subjects_at,
 )
+from flashmoe_science.proof.subject import PACKAGE_FOLDER, hash_sources, load_entry
 
 from .chain import FEW, GPU, FakeGpu, Recorder, environment_with, request_of
 from .repositories import attention_repository, commit, git
@@ -40,6 +42,9 @@ A_FASTER = 1.03
 @pytest.fixture(autouse=True)
 def own_path(monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
+    yield
+    for name in [name for name in sys.modules if name.startswith(("flashmoe_science_a", "flashmoe_science_b"))]:
+        del sys.modules[name]
 
 
 @pytest.fixture
@@ -165,6 +170,51 @@ def test_a_subject_outside_of_the_repository_is_refused(tmp_path, checkouts):
 def test_our_own_subject_is_refused_where_a_revision_has_no_package_of_ours(checkouts):
     with pytest.raises(SubjectError, match="revision second: it has no src/flashmoe_science"):
         subjects_at("flash_attention", *checkouts)
+
+
+def with_package(repository, operator=None, tag="packaged"):
+    """Commit a copy of our own package, or one with this operator."""
+    target = repository / "src" / PACKAGE_FOLDER.name
+    shutil.rmtree(target, ignore_errors=True)
+    for room in ("attention", "gpu"):
+        shutil.copytree(PACKAGE_FOLDER / room, target / room, ignore=shutil.ignore_patterns("__pycache__"))
+    for file in ("__init__.py", "errors.py"):
+        shutil.copy(PACKAGE_FOLDER / file, target / file)
+    if operator is not None:
+        (target / "attention" / "operator.py").write_text(operator)
+    return commit(repository, {}, tag=tag)
+
+
+def test_our_own_subject_at_two_revisions_is_that_of_each_checkout(repository):
+    first = with_package(repository)
+    api = repository / "src" / PACKAGE_FOLDER.name / "attention" / "api.py"
+    api.write_text(api.read_text() + "\nREVISION = 2\n")
+    commit(repository, {}, tag="changed")
+    with checked_out(repository, *asked(repository, "packaged", "changed")) as found:
+        b, a = subjects_at("forward_triton", *found)
+        assert a.name == f"forward_triton@{first[:12]}"
+        assert (a.builtin, a.checkout.package) == (True, "flashmoe_science_a")  # type: ignore[union-attr]
+        assert b.entry_point == "flashmoe_science_b.attention.operator:forward_triton"
+        hashes = [{source.path: source.sha256 for source in hash_sources(subject)} for subject in (a, b)]
+        assert [path for path in hashes[0] if hashes[0][path] != hashes[1][path]] == ["attention/api.py"]
+        assert load_entry(b).func.__module__ == "flashmoe_science_b.attention.api"  # type: ignore[attr-defined]
+        assert sys.modules["flashmoe_science_b.attention.api"].REVISION == 2
+        with pytest.raises(SubjectError, match="subject must be one of"):
+            subjects_at("forward_tritn", *found)
+
+
+@pytest.mark.parametrize(
+    ("operator", "reason"), [("1 / 0", "ZeroDivisionError"), ("OPERATOR = 3", "must offer an object OPERATOR")]
+)
+def test_our_own_package_with_an_operator_that_does_not_fit_is_refused(repository, operator, reason):
+    with_package(repository, operator)
+    with (
+        checked_out(repository, *asked(repository, "packaged", "packaged")) as found,
+        pytest.raises(SubjectError) as refused,
+    ):
+        subjects_at("flash_attention", *found)
+    assert str(refused.value).startswith("revision packaged: its operator does not fit this harness: ")
+    assert reason in str(refused.value)
 
 
 def test_an_operator_that_differs_between_the_revisions_is_refused(repository):

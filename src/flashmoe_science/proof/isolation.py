@@ -25,6 +25,7 @@ from ..errors import InputError, SubjectError
 from ..gpu.device import current_gpu
 from .operator import Inputs, Operator, Rival, load_operator
 from .subject import PACKAGE_FOLDER, Checkout, Subject, add_python_path, load_attribute
+from .worker import describe_error
 
 _Entry = Callable[..., torch.Tensor]
 
@@ -125,9 +126,9 @@ class _OwnOperator:
         with _operators_apart(checkout):
             try:
                 own = load_operator(f"{checkout.package}.{subject.operator}.operator")
-            except (ImportError, SubjectError) as error:
-                hint = "its protocol is in proof/operator.py; compare it with the harness of its own time"
-                reason = str(error).partition("\n")[0]
+            except Exception as error:
+                hint = "what a harness asks of it is in proof/operator.py; its own harness may still compare it"
+                reason = describe_error(error)
                 raise SubjectError(f"its operator does not fit this harness: {reason}", hint=hint) from error
         return cls(harness, own, checkout.own_name, checkout.package)
 
