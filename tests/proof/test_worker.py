@@ -121,6 +121,13 @@ def test_garbage_on_the_answer_pipe_is_said():
     assert "something else wrote to the answer pipe" in run("write_to_every_pipe").reason
 
 
+def test_answer_that_comes_together_with_garbage_does_not_cover_it_up():
+    # While the handler of the event sleeps, garbage and answer pile up in the pipe, to be read at once.
+    result = run("emit_then_write_to_every_pipe", on_event=lambda _: time.sleep(1.0))
+    assert not result.ok
+    assert "something else wrote to the answer pipe" in result.reason
+
+
 def test_closed_pipes_end_the_wait():
     result = run("close_everything", timeout_s=60.0)
     assert result.reason == "it closed its answer pipe before it answered"

@@ -71,6 +71,11 @@ def write_to_every_pipe(payload, emit):
     return {}
 
 
+def emit_then_write_to_every_pipe(payload, emit):
+    emit({"step": 1})
+    return write_to_every_pipe(payload, emit)
+
+
 def close_everything(payload, emit):
     os.closerange(0, 64)
     time.sleep(600)

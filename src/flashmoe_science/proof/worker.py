@@ -224,7 +224,8 @@ class _Child:
                     return []
             self._closed = True
         events = []
-        while (end := self._buffer.find(b"\n")) >= 0:
+        # The first outcome stands: an answer that came together with garbage must not cover it up.
+        while self._outcome is None and (end := self._buffer.find(b"\n")) >= 0:
             line = bytes(self._buffer[:end])
             del self._buffer[: end + 1]
             if (event := self._read_line(line)) is not None:
