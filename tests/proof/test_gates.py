@@ -322,7 +322,7 @@ def test_import_says_file_and_signature(tmp_path):
         ("import os; os.kill(os.getpid(), 11)", "killed by SIGSEGV"),
         (
             "atend = print",
-            "SubjectError: entry point written_subject:attend: written_subject has no attribute 'attend'",
+            "entry point written_subject:attend: written_subject has no attribute 'attend'",
         ),
         (
             "def attend(q, k, v): pass",

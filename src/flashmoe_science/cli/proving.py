@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import Any, cast
 
 from ..errors import EvidenceError, InputError
-from ..proof.conclude import conclude, run_exit_code
+from ..proof.conclude import conclude, run_exit_code, worst_exit_code
 from ..proof.cost import HISTORY, PastRun
 from ..proof.cost_report import announcement, bill_as_plain, receipt
 from ..proof.evidence import GATE_NAMES, Record, Settings, TimeKind, write_record
-from ..proof.gates import ProveRequest, prove
+from ..proof.gates import ProveRequest, check_request, prove
+from ..proof.judge import Verdict
 from ..proof.meter import Bill, Meter, history_of
 from ..proof.rates import load_rates
-from ..proof.report import case_table, count_line, unmeasured_lines
+from ..proof.report import case_table, count_line, outcome_table, unmeasured_lines
 from ..proof.rows import kinds_measured
 from ..proof.store import Archive, Store, find_repository
 from ..proof.subject import load_subject, operator_of, subject_text
@@ -32,7 +33,7 @@ from .terminal import ChainProgress, Terminal, as_plain, short_path, write_csv_f
 class Wanted:
     """What the command line asks of ``prove``."""
 
-    subject: str
+    subjects: Sequence[str]
     suite: str
     baselines: Sequence[str] = ()
     gpus: Sequence[str] = ()
@@ -76,14 +77,64 @@ class Keeper:
             self._terminal.warn_of(error)
 
 
+@dataclass(frozen=True)
+class Proof:
+    """What one run showed."""
+
+    record: Record
+    path: Path
+    verdicts: Sequence[Verdict]
+    bill: Bill | None
+    exit_code: int
+
+    @property
+    def dollars(self) -> float:
+        """What it cost, as far as that is known."""
+        spent = self.bill.dollars(self.bill.spent_seconds or 0.0) if self.bill else None
+        return spent or 0.0
+
+    def document(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        return {
+            "record": as_plain(self.record),
+            "path": short_path(self.path),
+            "verdicts": [as_plain(verdict) for verdict in self.verdicts],
+            "cost": bill_as_plain(self.bill),
+            "exit_code": self.exit_code,
+        }
+
+
 def run_prove(wanted: Wanted, *, csv: Path | None, as_json: bool) -> int:
-    """Run the chain and return its exit code."""
+    """Run the chain on every subject, one after another, and return the worst exit code."""
     terminal = Terminal(as_json=as_json)
     repository = find_repository()
     wanted, resume = as_resumed(wanted, repository)
     store = Store(wanted.store)
-    meter = _meter(terminal, Archive(store, repository), wanted.budget)
-    request = replace(_request(wanted, repository), resume=resume, meter=meter)
+    requests = [replace(_request(wanted, subject, repository), resume=resume) for subject in wanted.subjects]
+    for request in requests:  # what is wrong with one is said before any of them runs
+        check_request(request)
+    proofs: list[Proof] = []
+    for request in requests:
+        if proofs:
+            terminal.say("")
+        spent = sum(proof.dollars for proof in proofs)  # the budget is that of all of them
+        budget = None if wanted.budget is None else max(0.0, wanted.budget - spent)
+        meter = _meter(terminal, Archive(store, repository), budget)
+        proofs.append(_prove(replace(request, meter=meter), meter, terminal, store, alone=len(requests) == 1))
+    if csv is not None:
+        write_csv_file([proof.record for proof in proofs], csv)
+    if len(proofs) == 1:
+        terminal.document(proofs[0].document())
+        return proofs[0].exit_code
+    code = worst_exit_code([proof.exit_code for proof in proofs])
+    terminal.show("", outcome_table([(proof.record, proof.verdicts) for proof in proofs]))
+    terminal.document({"runs": [proof.document() for proof in proofs], "exit_code": code})
+    return code
+
+
+def _prove(request: ProveRequest, meter: Meter, terminal: Terminal, store: Store, *, alone: bool) -> Proof:
+    """Run the chain on one subject, and say what it showed."""
+    repository = request.repository
     keeper = Keeper((repository or Path.cwd()) / "evidence", terminal, store)
     keeper.dollars_per_hour = meter.rate
     progress = ChainProgress(terminal)
@@ -98,9 +149,7 @@ def run_prove(wanted: Wanted, *, csv: Path | None, as_json: bool) -> int:
     finally:
         progress.close()  # the bar goes before anything else is printed
     assert keeper.path is not None
-    if csv is not None:
-        write_csv_file([record], csv)
-    return _conclude(terminal, record, repository, keeper.path, meter.bill(record))
+    return _conclude(terminal, record, repository, keeper.path, meter.bill(record), alone=alone)
 
 
 def _meter(terminal: Terminal, archive: Archive, budget: float | None) -> Meter:
@@ -121,6 +170,8 @@ def as_resumed(wanted: Wanted, repository: Path | None) -> tuple[Wanted, Record 
     """Return the run to go on with, and what is wanted: what was not typed is as it was in that run."""
     if wanted.resume is None:
         return wanted, None
+    if len(wanted.subjects) > 1:
+        raise InputError(f"resume goes on with one run, got {len(wanted.subjects)} subjects", hint="name one, or none")
     record = Archive(Store(wanted.store), repository).load(wanted.resume)
     if record.compared is not None:
         raise InputError(f"run {record.id} compares two revisions", hint="run its `flashmoe compare` again")
@@ -134,15 +185,15 @@ def as_resumed(wanted: Wanted, repository: Path | None) -> tuple[Wanted, Record 
         "seed": ("seed", settings.seed),
     }
     if "subject" not in wanted.given:
-        as_it_was["subject"] = ("subject", subject_text(record, repository))
+        as_it_was["subject"] = ("subjects", [subject_text(record, repository)])
     if "suite" not in wanted.given:
         as_it_was["suite"] = ("suite", suite_text(record, repository))
     changes = dict(change for name, change in as_it_was.items() if name not in wanted.given)
     return replace(wanted, **changes), record
 
 
-def _request(wanted: Wanted, repository: Path | None) -> ProveRequest:
-    subject, suite = load_subject(wanted.subject), load_suite(wanted.suite)
+def _request(wanted: Wanted, name: str, repository: Path | None) -> ProveRequest:
+    subject, suite = load_subject(name), load_suite(wanted.suite)
     rivals = list(operator_of(subject).rivals())
     for baseline in wanted.baselines:
         check_name("baseline", baseline, rivals)
@@ -201,8 +252,10 @@ def _title(request: ProveRequest) -> str:
     return f"proving {request.subject.name} on suite {request.suite.name} ({counted(cases, 'case')}){against}"
 
 
-def _conclude(terminal: Terminal, record: Record, repository: Path | None, path: Path, bill: Bill | None) -> int:
-    """Print the table, the verdicts and where the record is; return the exit code."""
+def _conclude(
+    terminal: Terminal, record: Record, repository: Path | None, path: Path, bill: Bill | None, *, alone: bool
+) -> Proof:
+    """Print the table, the verdicts, what it cost and where the record is."""
     if kinds_measured(record):
         unmeasured = unmeasured_lines(record)
         terminal.show("", case_table(record), *([unmeasured] if unmeasured else []))
@@ -210,7 +263,7 @@ def _conclude(terminal: Terminal, record: Record, repository: Path | None, path:
     code = run_exit_code(record, verdicts)
     terminal.show("")
     terminal.show_conclusion(record, verdicts)
-    if record.environment.gpu is None and repository is not None and code == 0:
+    if record.environment.gpu is None and repository is not None and code == 0 and alone:
         # Nothing could be timed here, so what can be said of speed is what the repository's evidence says.
         verdicts = verify_claims(repository)
         if verdicts:  # a run outside of a repository makes evidence/, and that a repository without claims
@@ -218,7 +271,4 @@ def _conclude(terminal: Terminal, record: Record, repository: Path | None, path:
             terminal.show_verdicts(verdicts)
             terminal.show("", count_line(verdicts))
     terminal.show("", *([receipt(bill)] if bill else []), f"record: {short_path(path)}")
-    plain = [as_plain(verdict) for verdict in verdicts]
-    result = {"path": short_path(path), "verdicts": plain, "cost": bill_as_plain(bill), "exit_code": code}
-    terminal.document({"record": as_plain(record), **result})
-    return code
+    return Proof(record, path, verdicts, bill, code)

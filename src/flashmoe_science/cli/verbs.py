@@ -63,8 +63,9 @@ def flashmoe(
 def prove(
     context: typer.Context,
     subject: Annotated[
-        str, typer.Argument(metavar="SUBJECT", help="One of ours, or a kernel.toml.")
-    ] = "flash_attention",
+        Optional[list[str]],  # noqa: UP045
+        typer.Argument(metavar="SUBJECT", help="One of ours, or a kernel.toml.", show_default="flash_attention"),
+    ] = None,
     suite: Annotated[str, typer.Option("--suite", "-s", metavar="SUITE", help="A packaged suite, or a file.")] = "seed",
     baseline: Annotated[
         Optional[list[str]],  # noqa: UP045
@@ -118,6 +119,7 @@ def prove(
       flashmoe prove my_kernel.toml --expect 1.7
       flashmoe prove --suite standard --baseline sdpa --baseline sdpa-flash
       flashmoe prove my_kernel.toml --until correct --json
+      flashmoe prove kernels/*.toml
       flashmoe prove --resume 20261120T235959Z
 
     \b
@@ -125,11 +127,12 @@ def prove(
       0  every gate passed that is possible here, and its claims hold
       1  a claim is refuted            3  a gate failed
       2  wrong usage                   4  inconclusive
+    Of several subjects the worst: 3, then 1, then 4.
     """
     from .proving import Wanted, run_prove
 
     wanted = Wanted(
-        subject=subject,
+        subjects=subject or ["flash_attention"],
         suite=suite,
         baselines=split(baseline),
         gpus=split(gpu),

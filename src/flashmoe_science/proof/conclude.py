@@ -12,6 +12,7 @@ from .judge import Verdict, exit_code, judge
 from .rows import default_kind
 
 GATE_FAILED = 3  # the exit codes are in docs/cli.md
+_FROM_GOOD_TO_BAD = (0, 4, 1, GATE_FAILED)
 
 
 def conclude(record: Record, repository: Path | None, *, changed: str = "", notes: Sequence[str] = ()) -> list[Verdict]:
@@ -75,6 +76,11 @@ def run_exit_code(record: Record, verdicts: Sequence[Verdict]) -> int:
     if any(gate.status is GateStatus.FAILED for gate in record.gates):
         return GATE_FAILED
     return exit_code(verdicts) if verdicts or not record.complete else 0
+
+
+def worst_exit_code(codes: Sequence[int]) -> int:
+    """Return the exit code of several runs: a failed gate, then a refuted claim, then what is open."""
+    return max(codes, key=_FROM_GOOD_TO_BAD.index)
 
 
 def last_word(record: Record) -> tuple[str, str]:

@@ -302,9 +302,28 @@ def _note(note: str, said: Container[str]) -> str:
 
 def last_lines(record: Record) -> RenderableType:
     """Return how far the chain came, for a run that no claim is judged by."""
-    word, sentence = last_word(record)
     grid = _grid(12)
-    grid.add_row(Text(word, "bold red" if word == "gate failed" else "bold yellow"), sentence)
+    grid.add_row(*_last_word(record))
+    return grid
+
+
+def _last_word(record: Record) -> tuple[Text, str]:
+    word, sentence = last_word(record)
+    return Text(word, "bold red" if word == "gate failed" else "bold yellow"), sentence
+
+
+def outcome_table(outcomes: Sequence[tuple[Record, Sequence[Verdict]]]) -> RenderableType:
+    """Return a line for each of several runs: the subject, the gate that stopped it or the verdict, and why."""
+    grid = _grid(max((len(record.subject.name) for record, _ in outcomes), default=0), 12)
+    for record, verdicts in outcomes:
+        judged = [verdict for verdict in verdicts if verdict.gate_failed is None]
+        name = record.subject.name
+        if not judged:
+            grid.add_row(Text(name, "bold"), *_last_word(record))
+        for verdict in judged:
+            style, said = _VERDICT_STYLE[verdict.status], f"{verdict.claim.sentence}: {figure(verdict)}"
+            grid.add_row(Text(name, "bold"), Text(verdict.status.value, style), said)
+            name = ""
     return grid
 
 

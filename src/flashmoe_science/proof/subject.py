@@ -7,7 +7,7 @@ import hashlib
 import importlib
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, TypeAdapter
 
 from ..errors import SubjectError
+from ..gpu.specs import find_gpu
 from .evidence import Record, SourceFile, SubjectInfo
 from .toml_files import read_toml
 
@@ -63,6 +64,9 @@ class Subject:
     python_path: tuple[str, ...] = (".",)
     build_command: tuple[str, ...] | None = None
     build_timeout_s: float = 1800.0
+    build_needs: tuple[str, ...] = ()  # programs without which the command cannot run, e.g. nvcc
+    binaries: tuple[str, ...] = ()  # what it makes, to be looked into; patterns too
+    gpus: tuple[str, ...] = ()  # which it is meant for; empty: not said
     compile_jobs: str | None = None  # module:function, see docs/kernel-toml.md
     kernels: tuple[KernelPromise, ...] = ()
     forbidden_kernels: tuple[str, ...] = ()  # fnmatch patterns
@@ -102,6 +106,13 @@ def _relative_path(value: Any) -> Any:
     return value
 
 
+def _known_gpu(value: Any) -> Any:
+    if isinstance(value, str):
+        find_gpu(value)  # its error says which there are
+    return value
+
+
+_Gpu = Annotated[str, BeforeValidator(_known_gpu)]
 _Dim3 = Annotated[tuple[int, int, int], BeforeValidator(_three_positive_integers)]
 _Path = Annotated[str, BeforeValidator(_relative_path), StringConstraints(min_length=1)]
 _Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
@@ -127,6 +138,9 @@ class _SubjectTable(_Table):
 class _BuildTable(_Table):
     command: _Words | None = None
     timeout_s: float = Field(default=1800.0, gt=0)
+    needs: list[str] = []
+    binaries: list[_Path] = []
+    gpus: list[_Gpu] = []
     compile_jobs: _EntryPoint | None = Field(default=None, description="'module:function'")
 
 
@@ -216,6 +230,9 @@ def _subject_from_file(path: Path) -> Subject:
         python_path=tuple(table.python_path),
         build_command=tuple(build.command) if build.command else None,
         build_timeout_s=build.timeout_s,
+        build_needs=tuple(build.needs),
+        binaries=tuple(build.binaries),
+        gpus=tuple(build.gpus),
         compile_jobs=build.compile_jobs,
         kernels=tuple(KernelPromise(**kernel.model_dump()) for kernel in launch.kernels),
         forbidden_kernels=tuple(launch.forbidden),
@@ -285,14 +302,19 @@ def load_attribute(entry_point: str) -> Callable[..., Any]:
 
 def expand_sources(subject: Subject) -> tuple[list[str], list[str]]:
     """Return the source files, with patterns such as ``csrc/*.cu`` expanded, and the entries that match no file."""
+    return expand_paths(subject.folder, subject.sources)
+
+
+def expand_paths(folder: Path, entries: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the files of ``folder`` that the entries and patterns name, and the entries that name none."""
     found: dict[str, None] = {}
     missing = []
-    for entry in subject.sources:
+    for entry in entries:
         if any(letter in entry for letter in "*?["):
-            paths = sorted(path for path in subject.folder.glob(entry) if path.is_file())
-            matches = [path.relative_to(subject.folder).as_posix() for path in paths]
+            paths = sorted(path for path in folder.glob(entry) if path.is_file())
+            matches = [path.relative_to(folder).as_posix() for path in paths]
         else:
-            matches = [entry] if (subject.folder / entry).is_file() else []
+            matches = [entry] if (folder / entry).is_file() else []
         found.update(dict.fromkeys(matches))
         if not matches:
             missing.append(entry)

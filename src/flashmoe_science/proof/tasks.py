@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
+import re
 import secrets
 import sys
 from collections.abc import Callable, Sequence
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CompileError, SubjectError
+from .causes import explain_import
 from .subject import Subject, add_python_path, expand_sources, load_attribute, load_entry, operator_of
 from .worker import Emit, describe_error
 
@@ -31,10 +33,14 @@ def import_subject(payload: dict[str, Any], emit: Emit) -> dict[str, Any]:  # no
     """
     subject = Subject.from_json(payload["subject"])
     operator = operator_of(subject)
-    entry = load_entry(subject)
+    try:
+        entry = load_entry(subject)
+    except (ImportError, OSError) as error:  # torch.ops.load_library raises the latter
+        reason, hint = explain_import(error)
+        raise SubjectError(reason, hint=hint) from error
     module = importlib.import_module(subject.entry_point.partition(":")[0])
     notes = _origin_notes(subject, module.__file__)
-    note = check_signature(operator, entry, operator.parse_case(payload["case"]), subject.entry_point)
+    note = check_signature(operator, entry, operator.parse_case(payload["case"]))
     return {"notes": notes + note}
 
 
@@ -42,7 +48,7 @@ class _RecordedError(Exception):
     """Ends a call whose arguments are known now."""
 
 
-def check_signature(operator: Any, entry: Callable[..., Any], problem: Any, name: str) -> list[str]:
+def check_signature(operator: Any, entry: Callable[..., Any], problem: Any) -> list[str]:
     """Compare the entry point's signature with the arguments that the operator passes. Raises ``SubjectError``."""
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
@@ -52,20 +58,41 @@ def check_signature(operator: Any, entry: Callable[..., Any], problem: Any, name
 
     with contextlib.suppress(_RecordedError):
         operator.bind(recorder, problem, operator.make_inputs(problem, seed=0, device="cpu"))()
-    try:
-        signature = inspect.signature(entry)
-    except (TypeError, ValueError):  # a compiled function may not tell
+    signature = _signature(entry)
+    if signature is None:
         return ["the entry point does not tell its signature: its first call will"]
     for args, kwargs in calls:
         try:
             signature.bind(*args, **kwargs)
         except TypeError as error:
-            passed = ", ".join([*(type(a).__name__ for a in args), *(f"{k}={v!r}" for k, v in kwargs.items())])
+            given = ", ".join([*(type(a).__name__ for a in args), *(f"{k}={v!r}" for k, v in kwargs.items())])
+            taken = re.sub(r"\btorch\.Tensor\b", "Tensor", str(signature))
             raise SubjectError(
-                f"{name}{signature} must take the arguments ({passed}): {error}",
-                hint="docs/kernel-toml.md shows how the operator calls an entry point",
+                f"it takes {taken}, and must take the arguments ({given}): {error}",
+                hint=f"the harness passes ({given}): name a function that takes this, and let it call yours",
             ) from error
     return [f"signature {signature}"]
+
+
+def _signature(entry: Callable[..., Any]) -> inspect.Signature | None:
+    """Return what an entry point takes; None where it does not tell. An operator of torch's has a schema."""
+    overload = getattr(entry, "default", entry)  # torch.ops.library.name, or one of its overloads
+    if (schema := getattr(overload, "_schema", None)) is not None:
+        kind = inspect.Parameter
+        return inspect.Signature(
+            [
+                kind(
+                    argument.name,
+                    kind.KEYWORD_ONLY if argument.kwarg_only else kind.POSITIONAL_OR_KEYWORD,
+                    default=argument.default_value if argument.has_default_value() else kind.empty,
+                )
+                for argument in schema.arguments
+            ]
+        )
+    try:
+        return inspect.signature(entry)
+    except (TypeError, ValueError):
+        return None
 
 
 def _origin_notes(subject: Subject, file: str | None) -> list[str]:

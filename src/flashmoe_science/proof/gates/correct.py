@@ -15,6 +15,8 @@ _CASE_TIMEOUT_S = {"cuda": 300.0, "cpu": 900.0}  # an interpreter is slow
 def check_results(run: Run) -> Outcome:
     """Gate correct: fresh random inputs, poisoned memory, no NaN, error within the budget, inputs left alone."""
     device = run.device
+    if run.not_built:
+        return not_possible(run.not_built)
     if device is None:
         return not_possible(
             f"{NO_GPU}, and this subject does not run on a CPU", hint="devices = [...] says where it runs"

@@ -45,11 +45,21 @@ def check_launches(run: Run) -> Outcome:
     if problems:
         return failed(
             first_of(problems),
-            hint="the record holds every launch: name, grid, block, registers and shared memory",
+            hint=_mend(problems[0]),
             details=[*problems[:_SHOWN_PROBLEMS], *notes],
             gpu_seconds=result.seconds,
         )
     return passed(_sum_up(cases) + run.not_served_note, details=notes, gpu_seconds=result.seconds)
+
+
+def _mend(problem: str) -> str:
+    """Return where to look for the cause of the first problem."""
+    if "did not run" in problem or "ran with" in problem or "was not promised" in problem:
+        return (
+            "the entry point calls another kernel, or launches it otherwise: look where the binding chooses. "
+            "`flashmoe show RUN --verbose` prints every launch"
+        )
+    return "the record holds every launch: name, grid, block, registers and shared memory"
 
 
 def _record(run: Run, case: dict[str, Any]) -> None:

@@ -129,6 +129,7 @@ class Run:
         self.gates = {name: Gate(name=name, status=GateStatus.NOT_REACHED) for name in GATE_NAMES}
         self.cases = {case.name: self._new_case(case) for case in request.suite.cases}
         self.incomplete_reason = "the run has not ended"
+        self.not_built = ""  # why there is nothing to import, where the build is not possible here
         self.lost = ""  # why cases are lacking although the chain came to its end
         self.resumed: list[Resumed] = []
         self.finished: set[str] = set()  # cases that a resumed run brought whole
@@ -186,9 +187,9 @@ class Run:
 
     @property
     def gpus(self) -> list[str]:
-        """The GPUs to compile for: those asked for, or one of every architecture known."""
+        """The GPUs to compile for: those asked for, those the subject names, or one of every architecture known."""
         by_arch = {spec.arch: spec.name for spec in reversed(SPECS.values())}
-        return list(self.request.gpus) or [by_arch[arch] for arch in sorted(by_arch)]
+        return list(self.request.gpus or self.subject.gpus) or [by_arch[arch] for arch in sorted(by_arch)]
 
     @property
     def served(self) -> list[str]:
@@ -243,6 +244,8 @@ class Run:
         """Why nothing can be launched and timed here, or an empty text."""
         if not self.has_gpu:
             return NO_GPU
+        if self.not_built:
+            return self.not_built
         return self.not_served_reason if "cuda" in self.subject.devices else "this subject runs on the CPU only"
 
     def worker_env(self) -> dict[str, str]:
@@ -303,7 +306,7 @@ class Run:
         noise = ("<frozen importlib", "Extension modules:")
         lines = self.hide_paths(result.output_tail).strip().splitlines()
         tail = [line for line in lines if line.strip() and not any(word in line for word in noise)][-_TAIL_LINES:]
-        hint = ""
+        hint = result.hint
         if result.reason == "killed by SIGKILL":
             hint = "the system may have run out of memory: `dmesg` tells"
         elif result.reason.startswith("GPU out of memory"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,8 +65,31 @@ def _compare_with_expected(run: Run, cases: Sequence[dict[str, Any]], kind: Time
     if not low <= mean <= high:
         hint = "--expect says what else to expect; a wrong kernel, tile or grid shows in gate launch's record"
         summary = f"{expected:.2f}x was expected, and it is {summary}"
+        if mean < low and (idle := _idle_sms(run, speedups)):
+            summary = f"{summary}; {idle}"
+            hint = "share the work over more blocks: split the keys and merge, or smaller row tiles; or --expect less"
         return failed(summary, hint=hint, details=details, gpu_seconds=gpu_seconds)
     return passed(f"{summary}; {expected:.2f}x was expected", details=details, gpu_seconds=gpu_seconds)
+
+
+def _idle_sms(run: Run, speedups: Mapping[str, float]) -> str:
+    """Say of how many slow cases the largest grid has fewer blocks than the GPU has SMs, or return an empty text."""
+    gpu = run.environment.gpu
+    blocks = {
+        name: max(math.prod(launch.grid) for launch in arm.launches)
+        for name in speedups
+        for arm in run.cases[name].arms
+        if arm.role == "subject" and arm.launches
+    }
+    few = {name: count for name, count in blocks.items() if gpu is not None and count < gpu.sms and speedups[name] < 1}
+    if gpu is None or not few:
+        return ""
+    slowest = min(few, key=speedups.__getitem__)
+    return (
+        f"in {len(few)} of {counted(len(speedups), 'case')} it is slower with fewer blocks than the GPU's {gpu.sms} "
+        f"SMs: {slowest}, {speedups[slowest]:.2g}x, has {counted(few[slowest], 'block')}, which leave "
+        f"{1 - few[slowest] / gpu.sms:.0%} of the SMs idle"
+    )
 
 
 def measure_fully(run: Run) -> Outcome:

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 from ...gpu.specs import find_gpu
 from ..subject import expand_sources, hash_sources
 from ..words import counted
-from ..worker import TaskCall, run_command, run_tasks
+from ..worker import TaskCall, run_tasks
+from . import library
 from .run import Outcome, Run, failed, first_of, not_possible, passed
 
 _COMPILE_TIMEOUT_S = 900.0  # for one kernel
 _IMPORT_TIMEOUT_S = 300.0  # an extension that compiles itself on import takes minutes
 _COMPILE_PROCESSES = 8
 _SHOWN_PROBLEMS = 20
-_MOST_THREADS = 1024  # of a block, on every architecture
 
 
 def check_sources(run: Run) -> Outcome:
@@ -36,46 +35,19 @@ def check_sources(run: Run) -> Outcome:
 def build(run: Run) -> Outcome:
     """Gate build: the build command runs; kernels compile for every GPU named, within its limits, on any machine."""
     details: list[str] = []
-    problems = _broken_limits(run)
-    if problems:
-        return failed(problems[0], hint="the launch promised does not fit the GPU", details=problems)
-    if run.subject.build_command is not None:
-        run.progress.note("build command: " + " ".join(run.subject.build_command))
-        argv = [word.replace("{python}", sys.executable) for word in run.subject.build_command]
-        result = run_command(argv, cwd=str(run.subject.folder), timeout_s=run.subject.build_timeout_s)
-        if not result.ok:
-            tail = run.hide_paths(result.output_tail).strip().splitlines()[-20:]
-            hint = "its last lines are below" if tail else ""
-            return failed(f"the build command {result.reason}", hint=hint, details=tail)
-        details.append(f"build command finished in {result.seconds:.1f} s")
+    if (outcome := library.broken_limits(run) or library.run_build_command(run, details)) is not None:
+        return outcome
+    found = library.look_into(run, details)
+    if isinstance(found, Outcome):
+        return found
     kept = run.kept_gates.get("build") if not run.request.gpus else None
-    if kept is not None:  # what the compiler said holds on any machine
+    if kept is not None and not found:  # what the compiler said holds on any machine
         return passed(kept.summary, details=[*details, f"as run {run.resumed[0].run} showed it"])
     if run.subject.builtin or run.subject.compile_jobs is not None:
         return _compile(run, details)
-    return passed(details[0] if details else "nothing to build: no build command, no compile jobs")
-
-
-def _broken_limits(run: Run) -> list[str]:
-    """Compare what is promised of each launch with the limits of the GPUs asked for."""
-    problems = []
-    names = list(run.request.gpus)
-    if run.environment.gpu is not None:
-        names.append(run.environment.gpu.name)
-    for promise in run.subject.kernels:
-        if promise.block is not None and (threads := promise.block[0] * promise.block[1] * promise.block[2]) > 1024:
-            problems.append(
-                f"{promise.pattern}: {threads} threads a block promised, at most {_MOST_THREADS} are possible"
-            )
-        for name in names:
-            try:
-                limit = find_gpu(name).shared_memory_per_block_bytes
-            except ValueError:  # a GPU that the table lacks: nothing is known of its limits
-                continue
-            if promise.shared_memory_bytes is not None and promise.shared_memory_bytes > limit:
-                got = promise.shared_memory_bytes
-                problems.append(f"{promise.pattern}: {got} bytes of shared memory a block promised, {name} has {limit}")
-    return problems
+    if run.subject.build_command is None:
+        return passed("nothing to build: no build command, no compile jobs")
+    return passed(found or details[0], details=details)
 
 
 def _compile(run: Run, details: list[str]) -> Outcome:
@@ -150,9 +122,12 @@ def _by_gpu(jobs: Sequence[dict[str, Any]]) -> list[str]:
 
 def import_entry(run: Run) -> Outcome:
     """Gate import: the module loads in a fresh process, the entry point exists, its signature fits."""
+    if run.not_built:
+        return not_possible(run.not_built)
     smallest = min(run.cases.values(), key=lambda case: case.work.bytes)
     result = run.run_task("tasks:import_subject", run.payload(case=smallest.problem), timeout_s=_IMPORT_TIMEOUT_S)
     if not result.ok or result.data is None:
         hint, tail = run.explain_crash(result)
+        tail = [] if result.hint else tail  # the reason says it all
         return failed(f"{run.subject.entry_point}: {run.hide_paths(result.reason)}", hint=hint, details=tail)
     return passed(f"{run.subject.entry_point} loads in a fresh process", details=result.data["notes"])

@@ -1,0 +1,79 @@
+"""What a failed build or import means is said, with what mends it. The messages are those of real tools."""
+
+from __future__ import annotations
+
+import pytest
+
+from flashmoe_science.proof.causes import explain_build, explain_import
+
+
+@pytest.mark.parametrize(
+    ("message", "reason", "hint"),
+    [
+        (
+            "/a/b/ext.so: undefined symbol: _ZN5story2v26launchI13__nv_bfloat16EE9cudaErrorRKNS_4ArgsE",
+            "ext.so does not load: undefined symbol: cudaError story::v2::launch<__nv_bfloat16>(story::Args const&)",
+            "add `template cudaError story::v2::launch<__nv_bfloat16>(story::Args const&);` to the .cu file",
+        ),
+        (
+            "/a/ext.so: undefined symbol: _ZN3c106detail14torchCheckFailEPKcS2_jRKSs",
+            "undefined symbol: c10::detail::torchCheckFail(char const*",
+            "built against another PyTorch",
+        ),
+        ("/a/ext.so: undefined symbol: _ZN5story6attendEv", "symbol: story::attend()", "is its source in the build"),
+        ("/a/ext.so: undefined symbol: cudaLaunchKernel", "symbol: cudaLaunchKernel", "-lcudart"),
+        ("/a/ext.so: undefined symbol: cuLaunchKernel", "symbol: cuLaunchKernel", "-lcuda"),
+        ("/a/ext.so: undefined symbol: PyUnicode_AsUTF8", "PyUnicode_AsUTF8", "another Python"),
+        (
+            "libc10_cuda.so: cannot open shared object file: No such file or directory",
+            "libc10_cuda.so is not found",
+            "import torch before the extension",
+        ),
+        (
+            "dynamic module does not define module export function (PyInit_ext)",
+            "the library has no PyInit_ext",
+            "must be ext",
+        ),
+        (
+            "/usr/lib/libstdc++.so.6: version `GLIBCXX_3.4.32' not found (required by /a/ext.so)",
+            "GLIBCXX_3.4.32 is missing",
+            "build it on this machine",
+        ),
+        ("No module named 'ext'", "ModuleNotFoundError: No module named 'ext'", "python_path"),
+        ("something else", "ImportError: something else", ""),
+    ],
+)
+def test_a_failed_import_is_explained(message, reason, hint):
+    said, mend = explain_import(ImportError(message))
+    assert reason in said
+    assert hint in mend
+    assert bool(hint) == bool(mend)
+
+
+def test_the_loaders_own_error_is_found_behind_another():
+    # torch.ops.load_library raises so.
+    outer = OSError("Could not load this library: /a/ext.so")
+    outer.__cause__ = OSError("/a/ext.so: undefined symbol: _ZN5story6attendEv")
+    assert explain_import(outer)[0].startswith("ext.so does not load: undefined symbol: story::attend()")
+
+
+@pytest.mark.parametrize(
+    ("output", "line", "hint"),
+    [
+        (
+            "ptxas error   : Entry function 'k' uses too much shared data (0x28000 bytes, 0xc000 max)\nmore",
+            "ptxas error   : Entry function 'k' uses too much shared data (0x28000 bytes, 0xc000 max)",
+            "smaller tiles, or dynamic shared memory",
+        ),
+        ("nvcc fatal   : Unsupported gpu architecture 'compute_70'", "nvcc fatal", "this nvcc knows no compute_70"),
+        ("x\na.cpp:1:10: fatal error: Python.h: No such file or directory", "a.cpp:1:10", "python3-dev"),
+        ("/usr/bin/ld: cannot find -lc10_cuda: No such file", "/usr/bin/ld: cannot find", "is a CPU build"),
+        ("a.cu(3): error: expected a ';'\n1 error detected", "a.cu(3): error: expected a ';'", ""),
+        ("nothing of note", "", ""),
+    ],
+)
+def test_a_failed_build_is_explained(output, line, hint):
+    said, mend = explain_build(output)
+    assert said.startswith(line)
+    assert hint in mend
+    assert bool(hint) == bool(mend)

@@ -1,0 +1,168 @@
+"""Every state of examples/story is stopped at its gate, with a message that names the cause and the mend."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from flashmoe_science.gpu.binary import find_program
+from flashmoe_science.proof.evidence import Settings
+from flashmoe_science.proof.gates import ProveRequest, chain, run
+from flashmoe_science.proof.subject import expand_sources, load_subject
+from flashmoe_science.proof.suites import Suite
+from flashmoe_science.proof.verify import verify_claims
+
+from .chain import FEW, GPU, FakeGpu, attention, captured, environment_with, gate_of, launch, run_chain, statuses, until
+
+STORY = Path(__file__).parents[2] / "examples" / "story"
+STATES = {path.name[0]: path.name for path in sorted(STORY.glob("*.toml"))}
+CASES = (attention(1, 1, 64, 64), attention(1, 3, 65, 64), attention(1, 1, 4, 4))
+
+NEEDS_NVCC = pytest.mark.skipif(
+    find_program("nvcc") is None or shutil.which("g++") is None,
+    reason="builds a CUDA extension, which needs nvcc and g++",
+)
+
+V1 = "void story::v1::attend_kernel<__half>(story::Args)"
+V2 = "void story::v2::attend_kernel<__half>(story::Args)"
+
+
+@pytest.fixture(autouse=True)
+def restore_path(monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+
+@pytest.fixture
+def no_gpu(monkeypatch):
+    monkeypatch.setattr(chain, "_read_environment", lambda: environment_with(None))
+
+
+@pytest.fixture
+def fake_gpu(monkeypatch):
+    """Stand in for a GPU, and leave the build and the import out."""
+    fake = FakeGpu()
+    monkeypatch.setattr(chain, "_read_environment", lambda: environment_with(GPU))
+    monkeypatch.setattr(run, "run_task", fake.run)
+    for gate in ("build", "import"):
+        monkeypatch.setitem(chain._GATES, gate, lambda _: run.passed("left out"))
+    return fake
+
+
+def prove(state, folder=STORY, cases=CASES, **changes):
+    subject = load_subject(str(folder / STATES[state]))
+    suite = Suite("made-up", "attention", "Made for a test.", tuple(cases), folder)
+    return run_chain(replace(ProveRequest(subject, suite, baselines=["sdpa"], command="flashmoe prove"), **changes))
+
+
+def copied(folder):
+    """Return a copy of the story in which nothing has been built."""
+    return Path(shutil.copytree(STORY, folder / "story", ignore=shutil.ignore_patterns("build", "evidence")))
+
+
+def test_every_state_has_its_sources_and_its_name():
+    assert list(STATES) == list("abcdef")
+    for state, name in STATES.items():
+        subject = load_subject(str(STORY / name))
+        assert (subject.name, subject.name[6]) == (f"story_{name.removesuffix('.toml')}", state)
+        assert expand_sources(subject)[1] == []
+
+
+def test_a_kernel_of_fewer_threads_is_stopped_at_gate_launch(fake_gpu):
+    promises = [vars(promise) for promise in load_subject(str(STORY / STATES["a"])).kernels]
+    old = captured("story_a_wrong_binding", "subject", [launch(V1, shared_memory_bytes=528)], promises=promises)
+    fake_gpu.capture = lambda payload: [old, captured("sdpa", "baseline", [launch("fmha")])]
+    record = prove("a")
+    assert statuses(record) == until("launch")
+    gate = gate_of(record, "launch")
+    assert f"kernel {V1} ran with block (128, 1, 1), promised (384, 1, 1)" in gate.summary
+    assert "look where the binding chooses" in gate.hint
+
+
+def test_tiles_too_large_are_stopped_at_gate_build_on_any_machine(no_gpu, tmp_path):
+    record = prove("b", copied(tmp_path))
+    assert statuses(record) == until("build")
+    gate = gate_of(record, "build")
+    assert gate.summary == "*attend_kernel*: 163840 bytes of shared memory a block promised, L4 has 101376"
+    assert "smaller tiles or fewer stages" in gate.hint
+    assert not (tmp_path / "story" / "build").exists()
+
+
+def test_a_slow_kernel_is_stopped_at_gate_quick_with_the_blocks_it_had(fake_gpu):
+    fake_gpu.subject = "story_d_serial_loop"
+    fake_gpu.launches = [launch(V2, grid=[2, 1, 1], block=[384, 1, 1], shared_memory_bytes=40960)]
+    fake_gpu.seconds = {"story_d_serial_loop": 1e-4, "sdpa": 1e-5}
+    record = prove("d", settings=FEW)
+    assert statuses(record) == until("quick")
+    gate = gate_of(record, "quick")
+    assert gate.summary == (
+        "1.70x was expected, and it is about 0.10x of sdpa in graph time (geometric mean of 3 cases); "
+        "in 3 of 3 cases it is slower with fewer blocks than the GPU's 132 SMs: b1_h1_s64_d64_fp16, 0.1x, "
+        "has 2 blocks, which leave 98% of the SMs idle"
+    )
+    assert gate.hint.startswith("share the work over more blocks: split the keys")
+
+
+def test_a_slow_kernel_with_blocks_enough_is_not_blamed_for_idle_sms(fake_gpu):
+    fake_gpu.subject = "story_d_serial_loop"
+    fake_gpu.launches = [launch(V2, grid=[512, 1, 1], block=[384, 1, 1], shared_memory_bytes=40960)]
+    fake_gpu.seconds = {"story_d_serial_loop": 1e-4, "sdpa": 1e-5}
+    gate = gate_of(prove("d", settings=FEW), "quick")
+    assert gate.summary.endswith("(geometric mean of 3 cases)")
+
+
+def test_the_sentence_that_nothing_shows_is_asserted():
+    assert "1.7x" in (STORY / "README.md").read_text(encoding="utf-8")
+    (verdict,) = verify_claims(STORY)
+    assert (verdict.claim.subject, verdict.status.value) == ("story_f_asserted", "asserted")
+
+
+def test_without_nvcc_the_build_is_not_possible_and_says_so(no_gpu, tmp_path, monkeypatch):
+    monkeypatch.setattr("flashmoe_science.proof.gates.library.find_program", lambda name: None)
+    record = prove("d", copied(tmp_path))
+    assert list(statuses(record).values()) == ["passed", *["not possible"] * 6]
+    gate = gate_of(record, "build")
+    assert gate.summary == "the build command needs nvcc, g++, which is not here"
+    assert gate.hint == "install the CUDA toolkit, or set CUDA_HOME to its folder: it needs no GPU"
+
+
+@NEEDS_NVCC
+@pytest.mark.skipif(torch.version.cuda is not None, reason="with CUDA the next test shows the same on the GPU")
+def test_what_is_built_is_stopped_where_no_gpu_is_needed(no_gpu, tmp_path):
+    # One test, so that the object files which the states share are compiled once.
+    folder = copied(tmp_path)
+    records = {state: prove(state, folder, gpus=["L4"]) for state in "ace"}
+    ends = {state: next(g for g, s in statuses(record).items() if s != "passed") for state, record in records.items()}
+    assert ends == {"a": "launch", "c": "import", "e": "import"}
+    gates = {state: statuses(record)[ends[state]] for state, record in records.items()}
+    assert gates == {"a": "not possible", "c": "failed", "e": "failed"}
+
+    built = gate_of(records["a"], "build").summary
+    assert built.startswith("4 kernels for sm_89 (L4): at most ")
+    assert "story::v1::attend_kernel takes at most 128 threads a block (__launch_bounds__), 384 are promised" in built
+
+    unloaded = gate_of(records["c"], "import")
+    function = "cudaError story::v2::launch<__nv_bfloat16>(story::Args const&)"
+    assert f"story_extension.so does not load: undefined symbol: {function}, mangled _ZN5story2v2" in unloaded.summary
+    assert f"add `template {function};` to the .cu file that defines it" in unloaded.hint
+
+    changed = gate_of(records["e"], "import")
+    arguments = "(Tensor, Tensor, Tensor, causal=False, softmax_scale=None)"
+    assert f"it takes (q, k, v, scale, is_causal), and must take the arguments {arguments}" in changed.summary
+    assert changed.hint == f"the harness passes {arguments}: name a function that takes this, and let it call yours"
+
+
+@NEEDS_NVCC
+@pytest.mark.gpu
+@pytest.mark.timing
+@pytest.mark.parametrize(
+    ("state", "gate"),
+    [("a", "launch"), ("b", "build"), ("c", "import"), ("d", "quick"), ("e", "import"), ("f", None)],
+)
+def test_every_state_is_stopped_on_a_gpu(tmp_path, state, gate):
+    record = prove(state, copied(tmp_path), settings=Settings(processes=1, rounds=4))
+    assert statuses(record) == (until(gate) if gate else dict.fromkeys(statuses(record), "passed")), record.gates
