@@ -20,6 +20,7 @@ from flashmoe_science.proof.verify import verify_claims
 from .chain import FEW, GPU, FakeGpu, attention, captured, environment_with, gate_of, launch, run_chain, statuses, until
 
 STORY = Path(__file__).parents[2] / "examples" / "story"
+PAGE = " ".join((STORY.parents[1] / "docs" / "story.md").read_text(encoding="utf-8").split())
 STATES = {path.name[0]: path.name for path in sorted(STORY.glob("*.toml"))}
 CASES = (attention(1, 1, 64, 64), attention(1, 3, 65, 64), attention(1, 1, 4, 4))
 
@@ -81,6 +82,7 @@ def test_a_kernel_of_fewer_threads_is_stopped_at_gate_launch(fake_gpu):
     gate = gate_of(record, "launch")
     assert f"kernel {V1} ran with block (128, 1, 1), promised (384, 1, 1)" in gate.summary
     assert "look where the binding chooses" in gate.hint
+    assert f"kernel {V1} ran with block (128, 1, 1), promised (384, 1, 1)" in PAGE
 
 
 def test_tiles_too_large_are_stopped_at_gate_build_on_any_machine(no_gpu, tmp_path):
@@ -89,6 +91,8 @@ def test_tiles_too_large_are_stopped_at_gate_build_on_any_machine(no_gpu, tmp_pa
     gate = gate_of(record, "build")
     assert gate.summary == "*attend_kernel*: 163840 bytes of shared memory a block promised, L4 has 101376"
     assert "smaller tiles or fewer stages" in gate.hint
+    assert gate.summary in PAGE
+    assert gate.hint in PAGE
     assert not (tmp_path / "story" / "build").exists()
 
 
@@ -154,6 +158,10 @@ def test_what_is_built_is_stopped_where_no_gpu_is_needed(no_gpu, tmp_path):
     arguments = "(Tensor, Tensor, Tensor, causal=False, softmax_scale=None)"
     assert f"it takes (q, k, v, scale, is_causal), and must take the arguments {arguments}" in changed.summary
     assert changed.hint == f"the harness passes {arguments}: name a function that takes this, and let it call yours"
+
+    for gate in (unloaded, changed):
+        assert gate.summary in PAGE
+        assert gate.hint in PAGE
 
 
 @NEEDS_NVCC
