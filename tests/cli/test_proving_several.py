@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ ARGS = ("--suite", "fake.toml", "--baseline", "sdpa")
 @pytest.fixture
 def prove_all(run, repository, monkeypatch):
     """Run ``flashmoe prove`` with a chain that gives each subject the record of its name."""
+    monkeypatch.setattr(sys, "path", list(sys.path))  # a subject's folder is put there
     case = 'batch = 1\nheads = 1\nseqlen_q = 4\nhead_dim = 4\norigin = "made up"\n'
     head = 'name = "fake"\noperator = "tests.proof.fake_operator"\ndescription = "Made up."\n'
     (repository / "fake.toml").write_text(f"{head}[[cases]]\n{case}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 import pytest
 
@@ -26,6 +27,7 @@ def kernel(name="attend_kernel", **more):
 def build(tmp_path, monkeypatch):
     """Run gate build on a library of these kernels; return the gate and the statuses of all."""
     monkeypatch.setattr(chain, "_read_environment", lambda: environment_with(None))
+    monkeypatch.setattr(sys, "path", list(sys.path))  # a subject's folder is put there
 
     def build(*kernels, ptx=(), tail=BUILD + PROMISE, **changes):
         monkeypatch.setattr(library, "read_binary", lambda path: Binary(kernels, ptx))

@@ -238,6 +238,8 @@ class _Child:
 
     def _read_line(self, line: bytes) -> dict[str, Any] | None:
         self._deadline = time.monotonic() + self._timeout_s
+        if self._outcome is not None:  # an answer beside garbage does not make up for it
+            return None
         try:
             message = json.loads(line)
             if "event" in message:
