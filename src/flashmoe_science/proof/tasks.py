@@ -26,11 +26,17 @@ def import_subject(payload: dict[str, Any], emit: Emit) -> dict[str, Any]:  # no
         emit: not used.
 
     Returns:
-        ``module_file``, as the reader may see it; ``notes``, one fact each.
-
-    Raises:
-        SubjectError: the entry point is missing, cannot be called, or does not take these arguments.
+        ``notes``, one fact each. Or, where the module does not load, or the entry point is missing, cannot be called or
+        does not take these arguments: ``failure``, why; ``hint``, what mends it.
     """
+    try:
+        return {"notes": _import(payload)}
+    except SubjectError as error:
+        return {"failure": str(error).removesuffix(f"\nhint: {error.hint}"), "hint": error.hint}
+
+
+def _import(payload: dict[str, Any]) -> list[str]:
+    """Import the subject, and return what is worth knowing of it. Raises ``SubjectError``."""
     subject = Subject.from_json(payload["subject"])
     operator = operator_of(subject)
     try:
@@ -40,8 +46,7 @@ def import_subject(payload: dict[str, Any], emit: Emit) -> dict[str, Any]:  # no
         raise SubjectError(reason, hint=hint) from error
     module = importlib.import_module(subject.entry_point.partition(":")[0])
     notes = _origin_notes(subject, module.__file__)
-    note = check_signature(operator, entry, operator.parse_case(payload["case"]))
-    return {"notes": notes + note}
+    return notes + check_signature(operator, entry, operator.parse_case(payload["case"]))
 
 
 class _RecordedError(Exception):

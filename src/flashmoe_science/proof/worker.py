@@ -29,8 +29,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from ..errors import FlashmoeError
-
 OUTPUT_TAIL_BYTES = 16 * 1024
 _ANSWER_LIMIT_BYTES = 256 * 1024 * 1024  # no honest answer comes near this
 _REASON_LIMIT = 2000  # characters
@@ -51,7 +49,6 @@ class TaskResult:
     reason: str  # why it is not ok
     seconds: float
     output_tail: str  # the end of what the process wrote to stdout and stderr
-    hint: str = ""  # what mends it, where the error that ended the task says so
 
 
 @dataclass(frozen=True)
@@ -198,7 +195,6 @@ class _Child:
         self._deadline = self._start + call.timeout_s
         self._buffer = bytearray()
         self._outcome: tuple[bool, dict[str, Any] | None, str] | None = None
-        self._hint = ""
         self._closed = False
         request_read, self._request = os.pipe()
         self.answer, answer_write = os.pipe()
@@ -238,15 +234,12 @@ class _Child:
 
     def _read_line(self, line: bytes) -> dict[str, Any] | None:
         self._deadline = time.monotonic() + self._timeout_s
-        if self._outcome is not None:  # an answer beside garbage does not make up for it
-            return None
         try:
             message = json.loads(line)
             if "event" in message:
                 return dict(message["event"])
             if "error" in message:
                 self._outcome = (False, None, str(message["error"]))
-                self._hint = str(message.get("hint", ""))
             else:
                 self._outcome = (True, dict(message["result"]), "")
         except (ValueError, TypeError, KeyError):
@@ -281,8 +274,7 @@ class _Child:
             self._outcome = (False, None, reason if code and code < 0 else f"{reason} before it answered")
         self.kill()
         ok, data, reason = self._outcome
-        seconds, tail = time.monotonic() - self._start, self._group.output_tail()
-        return TaskResult(ok, data, reason[:_REASON_LIMIT], seconds, tail, self._hint[:_REASON_LIMIT])
+        return TaskResult(ok, data, reason[:_REASON_LIMIT], time.monotonic() - self._start, self._group.output_tail())
 
     def kill(self) -> None:
         """Kill the process and all that it started, and close our ends."""
@@ -317,7 +309,7 @@ def main(request_handle: str, answer_handle: str) -> None:
     except BaseException as error:  # noqa: BLE001 - a subject may raise SystemExit, or anything else
         with contextlib.suppress(Exception):  # a subject may have closed stderr: the answer matters more
             traceback.print_exc()
-        answer = {"error": describe_error(error), "hint": error.hint if isinstance(error, FlashmoeError) else ""}
+        answer = {"error": describe_error(error)}
     send(answer)
     os._exit(0)  # the answer is out: a subject's destructors and threads must not change it
 
@@ -325,8 +317,6 @@ def main(request_handle: str, answer_handle: str) -> None:
 def describe_error(error: BaseException) -> str:
     """Return type, message and place of an error in one line; no path of this machine is in it."""
     message = str(error).strip().partition("\n")[0]
-    if isinstance(error, FlashmoeError):  # it says the name itself, and the place is one of ours
-        return message[:_REASON_LIMIT]
     text = f"{type(error).__name__}: {message}" if message else type(error).__name__
     if type(error).__name__ == "OutOfMemoryError" or "CUDA out of memory" in message:
         text = f"GPU out of memory: {text}"

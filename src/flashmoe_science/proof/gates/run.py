@@ -306,7 +306,7 @@ class Run:
         noise = ("<frozen importlib", "Extension modules:")
         lines = self.hide_paths(result.output_tail).strip().splitlines()
         tail = [line for line in lines if line.strip() and not any(word in line for word in noise)][-_TAIL_LINES:]
-        hint = result.hint
+        hint = ""
         if result.reason == "killed by SIGKILL":
             hint = "the system may have run out of memory: `dmesg` tells"
         elif result.reason.startswith("GPU out of memory"):

@@ -128,6 +128,8 @@ def import_entry(run: Run) -> Outcome:
     result = run.run_task("tasks:import_subject", run.payload(case=smallest.problem), timeout_s=_IMPORT_TIMEOUT_S)
     if not result.ok or result.data is None:
         hint, tail = run.explain_crash(result)
-        tail = [] if result.hint else tail  # the reason says it all
         return failed(f"{run.subject.entry_point}: {run.hide_paths(result.reason)}", hint=hint, details=tail)
+    if "failure" in result.data:
+        reason = f"{run.subject.entry_point}: {run.hide_paths(result.data['failure'])}"
+        return failed(reason, hint=result.data["hint"])
     return passed(f"{run.subject.entry_point} loads in a fresh process", details=result.data["notes"])
