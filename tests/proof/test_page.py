@@ -27,6 +27,15 @@ def test_one_verdict_is_the_headline_and_several_are_counted():
     assert [verdict.word for verdict in several.verdicts] == ["demonstrated", "refuted"]
 
 
+def test_the_geometric_mean_stands_beside_the_lowest_case():
+    record = build_record(speedups=[2.3, 3.0])
+    (verdict,) = run_of(record, judge(build_claim(), record)).verdicts
+    assert verdict.figure.startswith("lowest of 2 cases 2.3")
+    assert "; geometric mean 2.6" in verdict.figure
+    (mean,) = run_of(record, judge(build_claim(scope="geometric mean"), record)).verdicts
+    assert mean.figure.count("geometric mean") == 1
+
+
 def test_what_nobody_should_read_a_verdict_without_stands_under_the_headline_once():
     record = build_record(speedups=[2.3])
     notes = ["at commit abc; sources changed since the run: 1 of 2, a.py"]

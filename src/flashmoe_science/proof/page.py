@@ -226,6 +226,8 @@ def _headline(judged: Judged) -> Said:
 
 def _said(verdict: Verdict) -> Said:
     number = figure(verdict) if lowest_case(verdict) else ""
+    if verdict.geometric_mean and verdict.claim.scope == "each case":
+        number += f"; geometric mean {format_ratio(verdict.geometric_mean)}"
     return Said(verdict.status.value, verdict.claim.sentence, number, verdict.reason, verdict.notes)
 
 
