@@ -218,8 +218,12 @@ def test_a_store_of_a_newer_schema_is_refused(url, act):
     assert len(rows_of(url, RUNS)) == 1
 
 
-def test_the_migrations_make_the_tables_that_the_code_has(url):
+@pytest.mark.parametrize("old", [False, True], ids=["new", "upgraded"])
+def test_a_new_store_and_an_upgraded_one_have_the_tables_that_the_code_has(url, old):
+    if old:
+        make_first_store(url, build_record())
     Store(url).save(build_record())
+    assert version_of(url) == REVISIONS[-1]
     with engine_of(url).connect() as connection:
         context = MigrationContext.configure(connection, opts={"compare_type": True})
         assert compare_metadata(context, METADATA) == []
@@ -230,6 +234,19 @@ def test_every_migration_is_known():
     config.set_main_option("script_location", str(Path(database.__file__).parent / "migrations"))
     scripts = ScriptDirectory.from_config(config)
     assert tuple(script.revision for script in scripts.walk_revisions())[::-1] == REVISIONS
+
+
+def test_only_an_upgrade_needs_alembic(url, monkeypatch):
+    monkeypatch.setitem(sys.modules, "alembic", None)
+    make_first_store(url, build_record())
+    with pytest.raises(
+        EvidenceError, match="has schema 0001, and alembic, which upgrades it, is not installed\nhint: pip"
+    ):
+        Store(url).save(build_record(day=1))
+    with engine_of(url).begin() as connection:
+        connection.exec_driver_sql("DROP TABLE runs")
+    Store(url).save(build_record(day=1))
+    assert len(Store(url).runs()) == 1
 
 
 def test_the_ledger_keeps_the_rate_that_was_booked(url):

@@ -52,6 +52,9 @@ LEDGER = sa.Table(
     sa.Column("note", sa.Text, nullable=False),
 )
 
+_VERSIONS = sa.MetaData()  # a table of Alembic's own, and as it makes it
+_VERSION = sa.Table("alembic_version", _VERSIONS, sa.Column("version_num", sa.String(32), primary_key=True))
+
 REVISIONS = ("0001", "0002")  # every schema so far, the newest last; a test holds them against migrations/versions
 _UNVERSIONED = "0001"  # a store with runs and no version was made before there were migrations
 
@@ -146,8 +149,8 @@ class Database:
         """Return the schema of the store, or "" where there is no store yet."""
         tables = set(sa.inspect(connection).get_table_names())
         found = ""
-        if "alembic_version" in tables:
-            found = connection.exec_driver_sql("SELECT version_num FROM alembic_version").scalar() or ""
+        if _VERSION.name in tables:
+            found = connection.scalar(sa.select(_VERSION.c.version_num)) or ""
         if not found:
             return _UNVERSIONED if RUNS.name in tables else ""
         if found not in REVISIONS:
@@ -158,19 +161,28 @@ class Database:
         return found
 
     def _upgrade(self, connection: sa.Connection) -> None:
-        """Bring the schema up to date. Of two processes that try, the second finds it done."""
-        from alembic import command  # a store that is up to date does without it
-        from alembic.config import Config
-
+        """Make the tables, or bring them up to date. Of two processes that try, the second finds it done."""
         if self.dialect == "postgresql":  # with SQLite, a transaction that writes is alone from its beginning
             connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_UPGRADE_LOCK)))
         version = self._version(connection)
-        if version == REVISIONS[-1]:
-            return
+        if version == "":
+            METADATA.create_all(connection)
+            _VERSIONS.create_all(connection)
+            connection.execute(sa.insert(_VERSION).values(version_num=REVISIONS[-1]))
+        elif version != REVISIONS[-1]:
+            self._migrate(connection, version)
+
+    def _migrate(self, connection: sa.Connection, version: str) -> None:
+        try:
+            from alembic import command  # a store that is up to date does without it
+            from alembic.config import Config
+        except ModuleNotFoundError as error:
+            message = f"run store {self} has schema {version}, and alembic, which upgrades it, is not installed"
+            raise EvidenceError(message, hint='pip install "flashmoe-science[proof]"') from error
         config = Config()
         config.set_main_option("script_location", str(_MIGRATIONS).replace("%", "%%"))
         config.attributes["connection"] = connection
-        if version and not sa.inspect(connection).has_table("alembic_version"):
+        if not sa.inspect(connection).has_table(_VERSION.name):
             command.stamp(config, version)
         command.upgrade(config, REVISIONS[-1])
 
