@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from flashmoe_science.proof.cost import GPU_GATES, size_of
-from flashmoe_science.proof.evidence import Gate
+from flashmoe_science.proof.evidence import Compared, Gate, Revision
+from flashmoe_science.proof.revisions import Asked
 from flashmoe_science.proof.store import Store
 
 from ..proof.builders import H200, build_gates, build_record
@@ -107,6 +111,40 @@ def test_a_store_that_cannot_be_read_costs_the_history_alone(prove_with, reposit
     code, out, err = prove_with(build_record(gates=gates(1, 2, 3, 54), speedups=[2.3], day=1))
     assert (code, "a rough model" in out) == (0, True)
     assert err.startswith("warning: run store")
+
+
+def test_compare_says_what_each_revision_will_cost_and_what_both_have_cost(run, monkeypatch):
+    of_a = Revision(label="main", commit="0" * 40, arm="A", gates=gates(20, 20))
+    of_b = Revision(label="HEAD", commit="1" * 40, arm="B")
+    compared = Compared(a=of_a, b=of_b, tolerance=0.01)
+    record = build_record(gates=gates(1, 2, 3, 54), speedups=[2.3], day=1).model_copy(update={"compared": compared})
+
+    def prove_revisions(request, *, save, **_):
+        request.meter.start(record, replace(size_of(record), gates=("launch", "correct")))
+        request.meter.start(record, size_of(record))
+        save(record)
+        return record
+
+    @contextmanager
+    def checked_out(*_):
+        yield ()
+
+    stand_ins = {
+        "find_toplevel": lambda _: Path(),
+        "find_revision": lambda _, label: Asked(label, "0" * 40),
+        "has_uncommitted_changes": lambda _: False,
+        "checked_out": checked_out,
+        "subjects_at": lambda *_: (None, None),
+        "prove_revisions": prove_revisions,
+    }
+    for name, stand_in in stand_ins.items():
+        monkeypatch.setattr(f"flashmoe_science.cli.comparing.{name}", stand_in)
+    lines = run("compare", "main", "HEAD")[1].splitlines()
+    assert [line.startswith("cost: about $") for line in lines[1:3]] == [True, True]
+    assert lines[-2].startswith("cost: $1.00 (1 min 40 s of NVIDIA H200); estimated $")
+    cost = json.loads(run("compare", "main", "HEAD", "--json")[1])["cost"]
+    assert cost["gpu_seconds"] == 100
+    assert sum(entry.gpu_seconds for entry in Store().ledger()) == 100
 
 
 # the verb cost

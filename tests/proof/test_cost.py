@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ from flashmoe_science.proof.cost import (
     size_of,
     spent_seconds,
 )
-from flashmoe_science.proof.evidence import Arm, Resumed, read_record
+from flashmoe_science.proof.evidence import Arm, Compared, Resumed, Revision, read_record
 from flashmoe_science.proof.meter import Bill, Meter, history_of
 from flashmoe_science.proof.rates import Rates, load_rates
 from flashmoe_science.proof.store import Archive, Store
@@ -209,6 +210,35 @@ def test_the_ledger_of_a_store_has_a_row_for_every_gate_that_held_a_gpu(tmp_path
     store.add_cost(3.2, note="idle", gpu="H200", at=FIRST_DAY.replace(year=2027))
     (by_hand,) = store.ledger(since=FIRST_DAY.replace(year=2027))
     assert (by_hand.dollars, by_hand.note, by_hand.gpu, by_hand.run) == (3.2, "idle", "H200", "")
+
+
+def test_a_comparison_is_booked_with_the_gates_of_both_revisions(tmp_path):
+    sides = [Revision(label=label, commit="0" * 40, arm=label, gates=spending(3, 2).gates) for label in ("A", "B")]
+    record = spending(8, 4, 8, 82)
+    record = record.model_copy(update={"compared": Compared(a=sides[0], b=sides[1], tolerance=0.01)})
+    assert spent_seconds(record) == 8 + 4 + 8 + 82 + 3 + 2
+    store = Store(str(tmp_path / "runs.sqlite"))
+    store.save(record)
+    sums = add_up(store.ledger(), lambda row: row.gate, lambda _: None)
+    assert {gate: total.gpu_seconds for gate, total in sums.items()} == {
+        "launch": 11,
+        "correct": 6,
+        "quick": 8,
+        "bench": 82,
+    }
+
+
+def test_the_bill_of_a_comparison_is_of_both_revisions():
+    bills: list[Bill] = []
+    meter = Meter(Rates(), lambda _: [], announce=bills.append)
+    meter.start(build_record(), replace(SEED, gates=("launch", "correct")))
+    meter.start(build_record(), SEED)
+    bill = meter.bill(spending(8, 4, 8, 82))
+    assert bill is not None
+    assert bill.estimate is not None
+    model = {gate: model_seconds(gate, SEED) for gate in GPU_GATES}
+    assert bill.estimate.gpu_seconds == {**model, "launch": 2 * model["launch"], "correct": 2 * model["correct"]}
+    assert [set(one.estimate.gpu_seconds) for one in bills if one.estimate] == [{"launch", "correct"}, set(GPU_GATES)]
 
 
 def test_history_is_of_the_same_subject_suite_and_gpu(tmp_path):

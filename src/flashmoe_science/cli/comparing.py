@@ -9,9 +9,11 @@ from typing import cast
 
 from ..errors import InputError, ProofError
 from ..proof.compare import TOLERANCE, TOLERANCE_OF_RUNS, Comparison, compare_records, compare_revisions, exit_code
+from ..proof.cost_report import bill_as_plain, receipt
 from ..proof.evidence import Record, Settings, TimeKind
 from ..proof.gates import ProveRequest
 from ..proof.history import look_back
+from ..proof.meter import Bill
 from ..proof.report_compare import comparison_lines, history_lines
 from ..proof.revisions import (
     Asked,
@@ -27,7 +29,7 @@ from ..proof.suites import load_suite
 from ..proof.words import counted
 from . import HOLDS, INCONCLUSIVE
 from .names import gpu_named
-from .proving import Keeper, as_typed
+from .proving import Keeper, as_typed, make_meter
 from .terminal import ChainProgress, Terminal, as_plain, short_path
 
 
@@ -58,21 +60,27 @@ def run_compare(wanted: Wanted, *, as_json: bool) -> int:
     if runs is not None:
         tolerance = TOLERANCE_OF_RUNS if wanted.tolerance is None else wanted.tolerance
         comparison = compare_records(*runs, kinds or None, tolerance=tolerance, allowed=wanted.allowed)
-        return _conclude(terminal, comparison, None, None)
+        return _conclude(terminal, comparison)
     if wanted.allowed:
         raise InputError("--allow-different is for two runs: two revisions are measured in one")
-    record, path = _compare_revisions(wanted, kinds or ["graph"], terminal)
-    return _conclude(terminal, compare_revisions(record), record, path)
+    record, path, bill = _compare_revisions(wanted, kinds or ["graph"], terminal)
+    return _conclude(terminal, compare_revisions(record), record, path, bill)
 
 
-def _conclude(terminal: Terminal, comparison: Comparison, record: Record | None, path: Path | None) -> int:
+def _conclude(
+    terminal: Terminal,
+    comparison: Comparison,
+    record: Record | None = None,
+    path: Path | None = None,
+    bill: Bill | None = None,
+) -> int:
     code = exit_code(comparison)
     terminal.show(*([""] if record else []), comparison_lines(comparison))
     if path is not None:
-        terminal.show("", f"record: {short_path(path)}")
+        terminal.show("", *([receipt(bill)] if bill else []), f"record: {short_path(path)}")
     document = {"comparison": as_plain(comparison), "exit_code": code}
     if record is not None and path is not None:
-        document |= {"record": as_plain(record), "path": short_path(path)}
+        document |= {"record": as_plain(record), "path": short_path(path), "cost": bill_as_plain(bill)}
     terminal.document(document)
     return code
 
@@ -117,8 +125,8 @@ def _find_runs(wanted: Wanted) -> tuple[Record, Record] | None:
     return a, b
 
 
-def _compare_revisions(wanted: Wanted, kinds: list[TimeKind], terminal: Terminal) -> tuple[Record, Path]:
-    """Check both revisions out, prove them, and return the record and where it is."""
+def _compare_revisions(wanted: Wanted, kinds: list[TimeKind], terminal: Terminal) -> tuple[Record, Path, Bill | None]:
+    """Check both revisions out, prove them, and return the record, where it is, and what it cost."""
     toplevel = find_toplevel(Path.cwd())
     a, b = (cast("Asked", find_revision(toplevel, label)) for label in (wanted.a, wanted.b))
     suite = load_suite(wanted.suite or "seed")
@@ -126,7 +134,10 @@ def _compare_revisions(wanted: Wanted, kinds: list[TimeKind], terminal: Terminal
         gpu_named(gpu)
     if has_uncommitted_changes(toplevel):
         terminal.warn("there are uncommitted changes, which are in neither revision", "commit them, and compare HEAD")
-    keeper = Keeper((find_repository() or Path.cwd()) / "evidence", terminal, Store(wanted.store))
+    repository, store = find_repository(), Store(wanted.store)
+    meter = make_meter(terminal, Archive(store, repository))
+    keeper = Keeper((repository or Path.cwd()) / "evidence", terminal, store)
+    keeper.dollars_per_hour = meter.rate
     progress = ChainProgress(terminal)
     tolerance = TOLERANCE if wanted.tolerance is None else wanted.tolerance
     settings = Settings(times=kinds, processes=wanted.processes, rounds=wanted.rounds, seed=wanted.seed)
@@ -139,6 +150,7 @@ def _compare_revisions(wanted: Wanted, kinds: list[TimeKind], terminal: Terminal
                 baselines=[],
                 gpus=list(wanted.gpus),
                 settings=settings,
+                meter=meter,
                 command=as_typed(wanted.args),
             )
             name = wanted.subject or "flash_attention"
@@ -155,7 +167,7 @@ def _compare_revisions(wanted: Wanted, kinds: list[TimeKind], terminal: Terminal
     finally:
         progress.close()
     assert keeper.path is not None
-    return record, keeper.path
+    return record, keeper.path, meter.bill(record)
 
 
 def run_history(

@@ -119,7 +119,7 @@ def run_prove(wanted: Wanted, *, csv: Path | None, as_json: bool) -> int:
             terminal.say("")
         spent = sum(proof.dollars for proof in proofs)  # the budget is that of all of them
         budget = None if wanted.budget is None else max(0.0, wanted.budget - spent)
-        meter = _meter(terminal, Archive(store, repository), budget)
+        meter = make_meter(terminal, Archive(store, repository), budget)
         proofs.append(_prove(replace(request, meter=meter), meter, terminal, store, alone=len(requests) == 1))
     if csv is not None:
         write_csv_file([proof.record for proof in proofs], csv)
@@ -152,7 +152,7 @@ def _prove(request: ProveRequest, meter: Meter, terminal: Terminal, store: Store
     return _conclude(terminal, record, repository, keeper.path, meter.bill(record), alone=alone)
 
 
-def _meter(terminal: Terminal, archive: Archive, budget: float | None) -> Meter:
+def make_meter(terminal: Terminal, archive: Archive, budget: float | None = None) -> Meter:
     """Return the meter of a run. A store that cannot be read costs the estimate its history, not the run."""
 
     def history(record: Record) -> list[PastRun]:

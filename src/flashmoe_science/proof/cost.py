@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from .evidence import GATE_NAMES, GateName, GateStatus, Record
+from .evidence import GATE_NAMES, Gate, GateName, GateStatus, Record
 from .words import counted
 
 GPU_GATES: tuple[GateName, ...] = ("launch", "correct", "quick", "bench")
@@ -168,6 +168,13 @@ def estimate(size: RunSize, history: Sequence[PastRun]) -> Estimate:
     return Estimate(seconds, source, len(history), statistics.median(misses) if misses else None)
 
 
+def together(first: Estimate, second: Estimate) -> Estimate:
+    """Return the estimate of two runs, one after the other."""
+    gates = {**first.gpu_seconds, **second.gpu_seconds}
+    seconds = {gate: first.gpu_seconds.get(gate, 0.0) + second.gpu_seconds.get(gate, 0.0) for gate in gates}
+    return replace(second, gpu_seconds=seconds)
+
+
 def _predict(size: RunSize, history: Sequence[PastRun]) -> dict[GateName, float]:
     """Return the model's seconds of each gate, times the median of what the gate took over what the model says."""
     ratios = {gate: [r for past in history if (r := _ratio(gate, past)) is not None] for gate in GPU_GATES}
@@ -193,9 +200,17 @@ def _missed_by(past: PastRun, before: Sequence[PastRun]) -> float:
     return math.exp(abs(math.log(said / took))) if said > 0 else math.inf
 
 
+def paid_gates(record: Record) -> list[tuple[str, Gate]]:
+    """Return every gate that held a GPU, with a name of its own: a comparison has those of its revision A too."""
+    gates: list[tuple[str, Gate]] = [(gate.name, gate) for gate in record.gates]
+    if record.compared is not None:
+        gates += [(f"A/{gate.name}", gate) for gate in record.compared.a.gates]
+    return [(name, gate) for name, gate in gates if gate.gpu_seconds > 0]
+
+
 def spent_seconds(record: Record) -> float:
     """Return how long a run held a GPU."""
-    return sum(gate.gpu_seconds for gate in record.gates)
+    return sum(gate.gpu_seconds for _, gate in paid_gates(record))
 
 
 def dollars(gpu_seconds: float, dollars_per_hour: float) -> float:

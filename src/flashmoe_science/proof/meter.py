@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ..errors import ProofError
-from .cost import Budget, Estimate, PastRun, RunSize, dollars, estimate, past_run, spent_seconds
+from .cost import Budget, Estimate, PastRun, RunSize, dollars, estimate, past_run, spent_seconds, together
 from .evidence import GateName, Record
 from .rates import Rates
 from .store import Archive
@@ -52,7 +52,7 @@ class Meter:
         self._estimate: Estimate | None = None
 
     def start(self, record: Record, size: RunSize) -> None:
-        """Take note of the run that begins.
+        """Take note of the run that begins. Of a comparison, each revision begins one, and the bill is of both.
 
         Raises:
             ProofError: it has a budget, and its GPU no rate.
@@ -64,10 +64,11 @@ class Meter:
         if self._dollars is not None and rate is None:
             hint = f'write its price to rates.toml: [gpu."{gpu.name}"] dollars_per_hour = ..., see docs/cost.md'
             raise ProofError(f"a budget needs a rate, and there is none for {gpu.name}", hint=hint)
-        self._estimate = estimate(size, self._history(record))
+        found = estimate(size, self._history(record))
         if self._dollars is not None and rate is not None:
-            self._budget = Budget(self._dollars, rate, self._estimate)
-        self._announce(Bill(gpu.name, rate, self._estimate))
+            self._budget = Budget(self._dollars, rate, found)
+        self._estimate = found if self._estimate is None else together(self._estimate, found)
+        self._announce(Bill(gpu.name, rate, found))
 
     def refusal(self, gate: GateName, record: Record) -> str:
         """Return why ``gate`` may not begin, or an empty text."""

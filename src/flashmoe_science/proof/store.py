@@ -18,7 +18,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from ..errors import EvidenceError
-from .cost import Entry
+from .cost import Entry, paid_gates
 from .database import LEDGER, RUNS, Database
 from .evidence import GateStatus, Record, parse_record, read_record, read_text, record_text
 
@@ -204,9 +204,8 @@ def _entries(record: Record, summary: RunSummary, dollars_per_hour: float | None
     about = {name: getattr(summary, name) for name in ("subject", "suite", "gpu")}
     about |= {"run": record.id, "at": summary.created_at, "dollars_per_hour": dollars_per_hour, "note": ""}
     return [
-        {**about, "id": f"{record.id}/{gate.name}", "gate": gate.name, "gpu_seconds": gate.gpu_seconds}
-        for gate in record.gates
-        if gate.gpu_seconds > 0
+        {**about, "id": f"{record.id}/{name}", "gate": gate.name, "gpu_seconds": gate.gpu_seconds}
+        for name, gate in paid_gates(record)
     ]
 
 
