@@ -48,7 +48,7 @@ def test_the_causes_come_before_the_hypotheses(diagnose_with):
     assert (code, err) == (0, "launches of 8 calls\n")
     assert lines[0] == "diagnosing flash_attention: b8_h4_s128_d64_fp16"
     assert lines[2] == "made up on H200: 571.2 us a call, 566.2 us of it the GPU's; sdpa 15.00 us, 9.000 us"
-    assert lines[3] == "  attend_kernel: grid 8x1x1, 128 threads, 64 registers, 33.0 KiB shared memory, 566.2 us"
+    assert lines[3] == "  attend_kernel: grid 8x1x1, 384 threads, 78 registers, 40.0 KiB shared memory, 566.2 us"
     assert lines[5] == "Causes, by the part of a call that each is shown to explain:"
     assert lines[6].startswith(" 1.  grid too small (93%, 530.8 us): 8 blocks of attend_kernel for 132 SMs")
     assert lines[7].startswith("     try: give the idle SMs work")

@@ -153,6 +153,22 @@ def test_a_persistent_grid_does_not_tell_of_a_tail():
     assert finding(observations, "wave tail").status is CANNOT_TELL
 
 
+def test_a_grid_that_grows_by_another_factor_is_made_of_other_blocks():
+    """Twice the batch took larger tiles: 264 blocks fill whole rounds, and say nothing of those 150."""
+    observations = observe(
+        kernels=[kernel(150, shared_memory_bytes=200 * 1024)], runs=[scaled("batch", 2, 600e-6, 264)]
+    )
+    assert finding(observations, "wave tail").status is CANNOT_TELL
+
+
+def test_no_remedy_gives_more_than_the_rates_of_the_gpu_allow():
+    """Eight blocks at half of the memory's bandwidth: spread over all SMs they would be twice as fast, not 16 times."""
+    observations = observe(kernels=[kernel(8)], dram_bytes=0.5 * 4.8e12 * 500e-6, runs=copies(1.5, 1.9))
+    found = finding(observations, "grid too small")
+    assert found.status is CONFIRMED
+    assert found.most == pytest.approx(505 / (5 + 250))
+
+
 LONGER = [scaled("keys", 2, 990e-6, 8), scaled("keys", 4, 1970e-6, 8)]
 FLAT = [scaled("keys", 2, 510e-6, 8), scaled("keys", 4, 530e-6, 8)]
 
@@ -364,8 +380,9 @@ def test_the_story_is_a_serial_loop_and_a_small_grid():
     assert loop.numbers["grows_share"] == pytest.approx(0.99, abs=0.01)
     assert grid.share == pytest.approx(0.93, abs=0.01)
     assert 14 < (grid.most or 0) < 16.5
-    for other in ("launch-bound", "wave tail", "bound by memory bandwidth", "bound by arithmetic"):
-        assert finding(observations, other).status is RULED_OUT
+    assert loop.numbers["room"] == pytest.approx(2 * 132 / 8)  # an SM holds two blocks of 384 threads
+    others = ("launch-bound", "wave tail", "threads idle", "bound by memory bandwidth", "bound by arithmetic")
+    assert [finding(observations, other).status for other in others] == [RULED_OUT] * 5
 
 
 def test_the_storys_kernel_on_a_problem_that_fills_the_gpu_has_other_causes():

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from flashmoe_science.errors import ProofError
+from flashmoe_science.gpu.machine_code import KernelCode
 from flashmoe_science.gpu.specs import find_gpu
 from flashmoe_science.proof.diagnose import counters, tasks
 from flashmoe_science.proof.diagnose.gather import Wish, plan_for
@@ -82,7 +83,7 @@ def test_of_a_kernel_toml_the_promises_are_taken(tmp_path):
         capped.explanation
     )
     assert "8 blocks of attend_kernel for 58 SMs: 86% of the SMs' time is idle" in told["grid too small"].explanation
-    assert "no library that the subject loads has it for sm_89" in told["spills and local memory"].explanation
+    assert "no library that it loads has it for sm_89" in told["spills and local memory"].explanation
 
 
 def test_a_subject_that_cannot_be_imported_keeps_its_promises(tmp_path):
@@ -96,6 +97,28 @@ def test_a_subject_that_promises_nothing_has_no_launch(tmp_path):
     subject = write_subject(tmp_path, "def attend(*args, **options): ...\n")
     _, told = plan(subject, suite_of(SHORT).cases[0], "H200")
     assert "no launch is promised" in told["grid too small"].explanation
+
+
+def test_a_promise_without_a_grid_still_tells_what_an_sm_holds(tmp_path):
+    subject = write_subject(
+        tmp_path,
+        "def attend(*args, **options): ...\n",
+        tail='[[launch.kernels]]\npattern = "*"\nblock = [384, 1, 1]\nshared_memory_bytes = 110000\n',
+    )
+    _, told = plan(subject, suite_of(SHORT).cases[0], "H200")
+    assert "an SM holds 2 blocks of *, 24 of 64 warps, by shared memory" in told["occupancy capped"].explanation
+    assert "whether the grid fills them is not known" in told["occupancy capped"].explanation
+    assert told["threads idle"].explanation == "no grid: no GPU here"
+
+
+def test_of_several_kernels_that_fit_a_pattern_only_what_they_have_in_common_is_known():
+    def code(**counts):
+        return KernelCode("attend", 90, counts.pop("registers", 40), 0, 0, counts, counts)
+
+    agreed = tasks.agreed_code([code(FFMA=9), code(FFMA=5, registers=60)])
+    assert (agreed["registers"], agreed["code"].instructions) == (60, 5)
+    differing = tasks.agreed_code([code(FFMA=9), code(HMMA=5)])
+    assert differing == {"code_missing": "2 kernels fit the pattern, and they differ"}
 
 
 @pytest.mark.triton

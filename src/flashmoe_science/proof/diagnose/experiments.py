@@ -19,9 +19,12 @@ def spec_of(chip: Chip) -> GpuSpec:
 
 
 def main_kernel(observations: Observations) -> Kernel | None:
-    """Return the kernel that takes most of the time; without times the first that was launched with a known grid."""
-    known = [kernel for kernel in observations.kernels if kernel.grid is not None]
-    return max(known, key=lambda kernel: kernel.seconds or 0.0, default=None)
+    """Return the kernel that takes most of the time; without times the first of those whose launch is best known."""
+
+    def order(kernel: Kernel) -> tuple[float, bool, bool]:
+        return kernel.seconds or 0.0, kernel.grid is not None, kernel.block is not None
+
+    return max(observations.kernels, key=order, default=None)
 
 
 def share_of_kernel(observations: Observations, kernel: Kernel) -> float:

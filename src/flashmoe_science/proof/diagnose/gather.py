@@ -100,7 +100,9 @@ def observe_here(wish: Wish, gpu: Gpu, *, say: Callable[[str], None], run: RunTa
     operator = operator_of(wish.subject)
     families = [_longer(operator, case) for case in wish.cases]
     tables = [
-        {"name": name, "problem": table, "origin": ""} for each in families for name, table in each.tables.items()
+        {"name": name, "problem": table, "origin": "", "code": name == each.case.name}
+        for each in families
+        for name, table in each.tables.items()
     ]
     common = {"subject": wish.subject.to_json(), "operator": wish.subject.operator, "seed": wish.seed}
     say(f"launches of {len(tables)} calls")

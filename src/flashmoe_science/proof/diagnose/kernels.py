@@ -46,7 +46,8 @@ def threads_idle(observations: Observations) -> Finding:  # noqa: PLR0911 - rule
     chip, kernel = observations.chip, main_kernel(observations)
     warps = busy_warps(chip, kernel) if chip is not None and kernel is not None else None
     if kernel is None or kernel.threads is None or warps is None:
-        return case.cannot_tell(f"no launch: {observations.why_missing('gpu', 'launches')}")
+        lacking = "grid" if kernel is not None and kernel.threads is not None else "launch"
+        return case.cannot_tell(f"no {lacking}: {observations.why_missing('gpu', 'launches')}")
     idle = idle_lanes(kernel) or 0.0
     issue, lanes = weighted(observations, ISSUE), weighted(observations, LANES)
     case.numbers.update(threads=kernel.threads, warps_of_a_busy_sm=warps)
@@ -183,7 +184,11 @@ def occupancy_capped(observations: Observations) -> Finding:  # noqa: PLR0911 - 
     )
     if not limits or share >= HALF_FULL:
         return case.ruled_out(said)
-    if kernel.blocks is not None and kernel.blocks <= chip.sms * held.blocks:
+    if kernel.blocks is None:
+        return case.cannot_tell(
+            f"{said}; whether the grid fills them is not known: {observations.why_missing('launches')}"
+        )
+    if kernel.blocks <= chip.sms * held.blocks:
         return case.ruled_out(
             f"{said}; the {counted(kernel.blocks, 'block')} of the grid fit at once: there are no more to hold"
         )

@@ -36,7 +36,8 @@ def observe_launches(payload: dict[str, Any], emit: Emit) -> dict[str, Any]:
     """Record what the subject launches in every case, with the times of each kernel, and read its machine code.
 
     Args:
-        payload: ``subject``; ``cases``, tables with ``name`` and ``problem``; ``seed``.
+        payload: ``subject``; ``cases``, tables with ``name``, ``problem`` and ``code``: whether to read machine code;
+            ``seed``.
         emit: gets ``{"event": "case", "case"}`` after each case.
 
     Returns:
@@ -59,7 +60,8 @@ def observe_launches(payload: dict[str, Any], emit: Emit) -> dict[str, Any]:
     for table in payload["cases"]:
         case = Case(table["name"], operator, operator.parse_case(table["problem"]))
         found = observe_case(case, subject, loaded, timer, seed=payload["seed"])
-        found["kernels"] = with_code(found["kernels"], subject, before, arch)
+        if table["code"]:
+            found["kernels"] = with_code(found["kernels"], subject, before, arch)
         cases.append(found)
         emit({"event": "case", "case": found})
     return {"cases": cases}
@@ -124,7 +126,7 @@ def with_code(kernels: list[dict[str, Any]], subject: Subject, before: set[str],
     if not kernels:
         return kernels
     problems: list[str] = []
-    triton_codes = find_triton_code(arch, problems)
+    triton_codes = find_triton_code([table["name"] for table in kernels], arch, problems)
     library_codes: list[KernelCode] | None = None
     found = []
     for table in kernels:
@@ -146,8 +148,8 @@ def with_code(kernels: list[dict[str, Any]], subject: Subject, before: set[str],
 Candidate = tuple[KernelCode, int | None, int | None]  # with threads a block and shared memory, where they are known
 
 
-def find_triton_code(arch: int, problems: list[str]) -> list[Candidate]:
-    """Return the machine code of the kernels that Triton compiled in this process, whoever asked for them."""
+def find_triton_code(names: Sequence[str], arch: int, problems: list[str]) -> list[Candidate]:
+    """Return the machine code of the kernels called so that Triton compiled in this process, whoever asked for them."""
     compiler = sys.modules.get("triton.compiler")
     if compiler is None:
         return []
@@ -155,7 +157,7 @@ def find_triton_code(arch: int, problems: list[str]) -> list[Candidate]:
     # Of the type itself: isinstance asks objects for __class__, and some have code behind it that warns or loads.
     for kernel in [each for each in gc.get_objects() if issubclass(type(each), compiler.CompiledKernel)]:
         cubin = kernel.asm.get("cubin")
-        if not isinstance(cubin, bytes):
+        if not isinstance(cubin, bytes) or not any(match_names(kernel.metadata.name, name) for name in names):
             continue
         try:
             codes = for_arch(read_cubin(cubin, kernel.metadata.name), arch)
@@ -285,13 +287,22 @@ def _promised_kernels(subject: Subject, arch: int) -> list[Kernel]:
             block=promise.block,
             shared_memory_bytes=promise.shared_memory_bytes,
         )
-        code = match_code(kernel, [(each, None, None) for each in codes])
-        if code is None:
-            why = problems[0] if problems else f"no library that the subject loads has it for sm_{arch}"
-            kernels.append(kernel.model_copy(update={"code_missing": why}))
-        else:
-            kernels.append(kernel.model_copy(update={"code": summarize(code), "registers": code.registers}))
+        found = [code for code in codes if match_names(code.name, promise.pattern)]
+        changes = agreed_code(found) if found else {"code_missing": f"no library that it loads has it for sm_{arch}"}
+        if problems and not found:
+            changes = {"code_missing": problems[0]}
+        kernels.append(kernel.model_copy(update=changes))
     return kernels
+
+
+def agreed_code(codes: Sequence[KernelCode]) -> dict[str, Any]:
+    """Return what the kernels that fit one pattern have in common: which of them runs, only a GPU shows."""
+    each = [summarize(code) for code in codes]
+    facts = {(code.tensor_core > 0, code.local > 0, code.local_in_loops > 0) for code in each}
+    if len(facts) > 1:
+        return {"code_missing": f"{len(codes)} kernels fit the pattern, and they differ"}
+    largest = max(each, key=lambda code: code.registers)
+    return {"code": largest, "registers": largest.registers}
 
 
 def call_once(payload: dict[str, Any]) -> None:
