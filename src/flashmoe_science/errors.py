@@ -13,7 +13,9 @@
         ├── ClaimError (ValueError)             a claim file is wrong, or names what does not exist
         ├── EvidenceError (ValueError)          a record cannot be read, or records cannot be pooled
         ├── RatesError (ValueError)             a rates.toml is wrong
-        └── TooFewRoundsError (ValueError)      so few rounds that no interval exists
+        ├── TooFewRoundsError (ValueError)      so few rounds that no interval exists
+        └── RemoteError (RuntimeError)          a borrowed machine cannot be reached or used
+            └── MachineLostError                it, or the connection to it, went away in the middle of a run
 """
 
 from __future__ import annotations
@@ -69,3 +71,11 @@ class RatesError(ProofError, ValueError):
 
 class TooFewRoundsError(ProofError, ValueError):
     """There are too few rounds for an interval at the confidence asked for."""
+
+
+class RemoteError(ProofError, RuntimeError):
+    """A borrowed machine cannot be reached or used."""
+
+
+class MachineLostError(RemoteError):
+    """A run on a borrowed machine ended before its end: the connection was lost, or the machine."""

@@ -52,7 +52,7 @@ def checks(monkeypatch, *names):
 
 
 def test_an_environment_goes_through_json(monkeypatch):
-    monkeypatch.setattr(module, "_commit", lambda: ("abc123", False))  # the tree may change while this runs
+    monkeypatch.setattr(module, "tree_commit", lambda: ("abc123", False))  # the tree may change while this runs
     found = environment()
     assert Environment.model_validate_json(found.model_dump_json()) == found
     assert Environment.model_validate(module.describe({}, lambda event: None)) == found
@@ -95,7 +95,7 @@ def test_the_commit_is_that_of_the_package_and_never_of_a_repository_around_it(t
     (package / "__init__.py").write_text("")
     monkeypatch.setattr(module, "PACKAGE_FOLDER", package)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    assert module._commit() == (None, None)  # no repository
+    assert module.tree_commit() == (None, None)  # no repository
 
     def git(*arguments):
         identity = ["-c", "user.name=t", "-c", "user.email=t@example.org", "-c", "commit.gpgsign=false"]
@@ -103,25 +103,31 @@ def test_the_commit_is_that_of_the_package_and_never_of_a_repository_around_it(t
 
     git("init")
     git("commit", "--allow-empty", "-m", "other work")
-    assert module._commit() == (None, None)  # a repository that does not hold the package
+    assert module.tree_commit() == (None, None)  # a repository that does not hold the package
 
     git("add", ".")
     git("commit", "-m", "package")
-    commit, dirty = module._commit()
+    commit, dirty = module.tree_commit()
     assert commit is not None
     assert (len(commit), dirty) == (40, False)
     (tmp_path / "notes").write_text("not the package")
-    assert module._commit() == (commit, False)
+    assert module.tree_commit() == (commit, False)
     (package / "new.py").write_text("")
-    assert module._commit() == (commit, True)
+    assert module.tree_commit() == (commit, True)
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"), [("abc123", ("abc123", None)), ("abc123-dirty", ("abc123", True)), (" abc ", ("abc", None))]
+    ("given", "expected"),
+    [
+        ("abc123", ("abc123", None)),
+        ("abc123-dirty", ("abc123", True)),
+        ("abc-clean", ("abc", False)),
+        (" abc ", ("abc", None)),
+    ],
 )
 def test_a_copy_without_git_says_its_commit(monkeypatch, given, expected):
     monkeypatch.setenv("FLASHMOE_COMMIT", given)
-    assert module._commit() == expected
+    assert module.tree_commit() == expected
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Sequence
 from typing import Any, cast
 
-from ..errors import CompileError, FlashmoeError, TooFewRoundsError
+from ..errors import CompileError, FlashmoeError, MachineLostError, TooFewRoundsError
 
 HOLDS, REFUTED, USAGE, GATE_FAILED, INCONCLUSIVE = range(5)
 BUG = 70  # EX_SOFTWARE of sysexits.h: never mistaken for a verdict
@@ -84,7 +84,7 @@ def _run(args: list[str]) -> int:
 def _exit_code(error: FlashmoeError) -> int:
     if isinstance(error, CompileError):
         return GATE_FAILED
-    return INCONCLUSIVE if isinstance(error, TooFewRoundsError) else USAGE
+    return INCONCLUSIVE if isinstance(error, (MachineLostError, TooFewRoundsError)) else USAGE
 
 
 def _report_missing(missing: list[str], args: list[str]) -> int:

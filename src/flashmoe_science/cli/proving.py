@@ -47,6 +47,8 @@ class Wanted:
     store: str | None = None
     args: Sequence[str] = field(default_factory=list)  # as they were typed, for the record
     resume: str | None = None  # the run to go on with
+    hosts: Sequence[str] = ()  # borrowed machines to run on; none: this one
+    python: str = ""  # theirs
     given: Collection[str] = ()  # the parameters that were typed: the others are as in the run to go on with
 
 
@@ -113,6 +115,8 @@ def run_prove(wanted: Wanted, *, csv: Path | None, as_json: bool) -> int:
     requests = [replace(_request(wanted, subject, repository), resume=resume) for subject in wanted.subjects]
     for request in requests:  # what is wrong with one is said before any of them runs
         check_request(request)
+    if wanted.hosts or wanted.python:
+        return _prove_on_hosts(requests, wanted, terminal, store, csv=csv)
     proofs: list[Proof] = []
     for request in requests:
         if proofs:
@@ -135,8 +139,7 @@ def run_prove(wanted: Wanted, *, csv: Path | None, as_json: bool) -> int:
 def _prove(request: ProveRequest, meter: Meter, terminal: Terminal, store: Store, *, alone: bool) -> Proof:
     """Run the chain on one subject, and say what it showed."""
     repository = request.repository
-    keeper = Keeper((repository or Path.cwd()) / "evidence", terminal, store)
-    keeper.dollars_per_hour = meter.rate
+    keeper = _keeper(terminal, store, repository, meter)
     progress = ChainProgress(terminal)
     terminal.say(_title(request))
     try:
@@ -150,6 +153,48 @@ def _prove(request: ProveRequest, meter: Meter, terminal: Terminal, store: Store
         progress.close()  # the bar goes before anything else is printed
     assert keeper.path is not None
     return _conclude(terminal, record, repository, keeper.path, meter.bill(record), alone=alone)
+
+
+def _prove_on_hosts(
+    requests: Sequence[ProveRequest], wanted: Wanted, terminal: Terminal, store: Store, *, csv: Path | None
+) -> int:
+    """Run the chain on borrowed machines, and return the exit code."""
+    from .borrowing import Borrowed, run_on_hosts
+
+    if not wanted.hosts:
+        hint = "PYTHON -m flashmoe_science prove"
+        raise InputError("--python is of a borrowed machine, and --host names none", hint=hint)
+    if wanted.budget is not None:
+        hint = "Ctrl-C stops them and keeps what is done; --resume goes on"
+        raise InputError("--budget holds a run on this machine only, got --host too", hint=hint)
+    if len(requests) > 1:
+        raise InputError(f"--host takes one subject, got {len(requests)}", hint="run it once for each")
+    (request,) = requests
+    repository = request.repository
+    meter = make_meter(terminal, Archive(store, repository))
+
+    def conclude_one(record: Record, path: Path) -> int:
+        proof = _conclude(terminal, record, repository, path, meter.bill(record), alone=True)
+        terminal.document(proof.document())
+        return proof.exit_code
+
+    terminal.say(_title(request))
+    return run_on_hosts(
+        request,
+        Borrowed(wanted.hosts, wanted.python),
+        terminal,
+        keeper_of=lambda: _keeper(terminal, store, repository, meter),
+        bill_of=meter.bill,
+        conclude_one=conclude_one,
+        csv=csv,
+    )
+
+
+def _keeper(terminal: Terminal, store: Store, repository: Path | None, meter: Meter) -> Keeper:
+    """Return what keeps one run, and books it at the price of its GPU."""
+    keeper = Keeper((repository or Path.cwd()) / "evidence", terminal, store)
+    keeper.dollars_per_hour = meter.rate
+    return keeper
 
 
 def make_meter(terminal: Terminal, archive: Archive, budget: float | None = None) -> Meter:
@@ -221,17 +266,18 @@ def _request(wanted: Wanted, name: str, repository: Path | None) -> ProveRequest
 
 
 def as_typed(args: Sequence[str]) -> str:
-    """Return the command line for a record: without this machine's folders, and without the store."""
-    return shlex.join(["flashmoe", *map(_without_folders, _without_store(args))])
+    """Return the command line for a record: without folders, stores and machines."""
+    return shlex.join(["flashmoe", *map(_without_folders, without_places(args))])
 
 
-def _without_store(args: Sequence[str]) -> list[str]:
-    """Return the arguments without the store: it decides no result, and its URL can hold a password."""
+def without_places(args: Sequence[str]) -> list[str]:
+    """Return the arguments without the store and the machines: they decide no result, and a URL can hold a password."""
     kept, skip = [], False
     for arg in args:
-        if not skip and arg != "--store" and not arg.startswith("--store="):
+        named = arg.partition("=")[0] in ("--store", "--host", "--python")
+        if not skip and not named:
             kept.append(arg)
-        skip = arg == "--store" and not skip
+        skip = named and not skip and "=" not in arg
     return kept
 
 

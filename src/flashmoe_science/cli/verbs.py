@@ -105,6 +105,13 @@ def prove(
         typer.Option("--budget", metavar="DOLLARS", min=0, help="Stop before the gate that would pass it."),
     ] = None,
     store: StoreName = None,
+    host: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option("--host", metavar="USER@MACHINE", help="Run on this machine, over SSH; repeat it for several."),
+    ] = None,
+    python: Annotated[
+        str, typer.Option("--python", metavar="PATH", help="Python of that machine, with torch and triton.")
+    ] = "",
     as_json: Json = False,
     csv: Csv = None,
 ) -> None:
@@ -121,6 +128,7 @@ def prove(
       flashmoe prove my_kernel.toml --until correct --json
       flashmoe prove kernels/*.toml
       flashmoe prove --resume 20261120T235959Z
+      flashmoe prove my_kernel.toml --host me@rented-h200 --host me@rented-l4
 
     \b
     Exit codes:
@@ -146,6 +154,8 @@ def prove(
         store=store,
         args=context.obj or [],
         resume=resume,
+        hosts=split(host),
+        python=python,
         given=_given(context),
     )
     raise typer.Exit(run_prove(wanted, csv=csv, as_json=as_json))

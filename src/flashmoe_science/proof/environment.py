@@ -34,7 +34,7 @@ _PACKAGES = ("triton", "numpy", "scipy", "nvidia-ml-py", "nvidia-cudnn-cu12", "n
 _SETTING = re.compile(
     r"^(TRITON_|CUDA_|CUDNN_|CUBLAS_|TORCH_|TORCHINDUCTOR_|PYTORCH_|NVIDIA_TF32_OVERRIDE$|FLASHMOE_|OMP_NUM_THREADS$)"
 )
-_NO_SETTING = ("FLASHMOE_COMMIT", "FLASHMOE_STORE")
+_NO_SETTING = ("FLASHMOE_COMMIT", "FLASHMOE_SSH", "FLASHMOE_STORE")
 
 _PROFILING_FLAG = Path("/proc/driver/nvidia/params")
 _COMMAND_TIMEOUT_S = 20.0
@@ -43,7 +43,7 @@ _DESCRIBE_TIMEOUT_S = 120.0
 
 def environment() -> Environment:
     """Describe this machine, its software and the tree that runs. Opens the GPU, if there is one."""
-    commit, dirty = _commit()
+    commit, dirty = tree_commit()
     sensors = nvml.open_sensors(_uuid())
     limits = sensors.limits()
     return Environment(
@@ -144,15 +144,16 @@ def _flags() -> dict[str, str]:
     }
 
 
-def _commit() -> tuple[str | None, bool | None]:
+def tree_commit() -> tuple[str | None, bool | None]:
     """Return the commit of this package's own tree, and whether the package's files differ from it.
 
     A copy without git says its commit in ``FLASHMOE_COMMIT``; whether it is clean is known only if that ends in
-    ``-dirty``. An installed package that lies inside some other repository has no commit.
+    ``-dirty`` or ``-clean``. An installed package that lies inside some other repository has no commit.
     """
     given = os.environ.get("FLASHMOE_COMMIT", "").strip()
     if given:
-        return given.removesuffix("-dirty"), True if given.endswith("-dirty") else None
+        named = given.removesuffix("-dirty").removesuffix("-clean")
+        return named, {"-dirty": True, "-clean": False}.get(given[len(named) :])
     if _git("ls-files", "--error-unmatch", "__init__.py") is None:
         return None, None
     commit, changes = _git("rev-parse", "HEAD"), _git("status", "--porcelain", "--", ".")
@@ -323,7 +324,7 @@ def _version(text: str | None) -> tuple[int, ...]:
 
 
 def _check_tree() -> list[Check]:
-    commit, dirty = _commit()
+    commit, dirty = tree_commit()
     if commit is None:
         hint = "set FLASHMOE_COMMIT, so that a record can say which tree ran"
         return [Check("commit", ok=None, text="unknown: this copy is not a git repository", hint=hint)]

@@ -1,0 +1,193 @@
+"""``prove --host``: run the chain on borrowed machines, keep what comes from them, and say what it showed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+
+from ..errors import InputError, MachineLostError
+from ..proof.conclude import conclude, run_exit_code
+from ..proof.cost_report import bill_as_plain, receipt
+from ..proof.evidence import Gate, Record
+from ..proof.gates import Progress, ProveRequest
+from ..proof.host_table import host_table
+from ..proof.remote import Host, HostResult, find_tree, prove_on
+from ..proof.report import gate_lines
+from ..proof.words import counted
+from . import INCONCLUSIVE, USAGE
+from .terminal import ChainProgress, Terminal, as_plain, short_path, write_csv_file
+
+if TYPE_CHECKING:
+    from ..proof.meter import Bill
+    from .proving import Keeper
+
+_SECONDS_BETWEEN_LINES = 10.0
+_WORST_FIRST = (3, 1, 2, 4)  # exit codes, where hosts differ
+
+
+@dataclass
+class Borrowed:
+    """What the command line asks of borrowed machines."""
+
+    hosts: Sequence[str]
+    python: str = ""
+
+
+class HostLines:
+    """The progress of one of several machines: every line says which one it is about."""
+
+    def __init__(self, terminal: Terminal, host: str) -> None:
+        self._terminal = terminal
+        self._host = host
+        self._gate = ""
+        self._hints: set[str] = set()
+        self._last_line = time.monotonic()
+
+    def start(self, gate: str) -> None:
+        """A gate begins."""
+        self._gate = gate
+
+    def advance(self, done: int, total: int, label: str) -> None:
+        """``done`` of ``total`` steps of the gate are finished; ``label`` is the one under way."""
+        if time.monotonic() - self._last_line >= _SECONDS_BETWEEN_LINES:
+            self._last_line = time.monotonic()
+            self.note(f"{self._gate}: {done}/{total} {label}".rstrip())
+
+    def note(self, line: str) -> None:
+        """Something worth a line of log happened."""
+        self._terminal.log.print(f"{self._host}: {line}", style="dim", soft_wrap=True)
+
+    def finish(self, gate: Gate) -> None:
+        """A gate ended: its line is data, and stays."""
+        line = Table.grid(padding=(0, 1, 0, 0))
+        line.add_row(f"{self._host}:", gate_lines(gate, said=self._hints))
+        self._terminal.say(line)
+        self._hints.add(gate.hint)
+
+
+def hosts_of(borrowed: Borrowed) -> list[Host]:
+    """Return the machines. Raises ``InputError``."""
+    twice = sorted({name for name in borrowed.hosts if list(borrowed.hosts).count(name) > 1})
+    if twice:
+        raise InputError(f"host must be given once, got {', '.join(twice)} twice: two runs share no GPU")
+    return [Host(name, borrowed.python) for name in borrowed.hosts]
+
+
+def run_on_hosts(
+    request: ProveRequest,
+    borrowed: Borrowed,
+    terminal: Terminal,
+    *,
+    keeper_of: Callable[[], Keeper],
+    bill_of: Callable[[Record], Bill | None],
+    conclude_one: Callable[[Record, Path], int],
+    csv: Path | None,
+) -> int:
+    """Run the chain on all machines, keep every record as it grows, and return the exit code.
+
+    Args:
+        request: What to prove.
+        borrowed: Where.
+        terminal: To print to.
+        keeper_of: Makes what keeps the record of one machine.
+        bill_of: Says what a run has cost.
+        conclude_one: Prints what the run of a single machine showed, and returns the exit code.
+        csv: A file for the rows of all records.
+    """
+    hosts = hosts_of(borrowed)
+    tree = find_tree(Path.cwd())
+    keepers = {host.name: keeper_of() for host in hosts}
+    single = ChainProgress(terminal) if len(hosts) == 1 else None
+    progress: dict[str, Progress] = {host.name: single or HostLines(terminal, host.name) for host in hosts}
+    terminal.log.print(f"sending {counted(len(tree.files), 'file')} to {', '.join(borrowed.hosts)}", style="dim")
+    try:
+        results = prove_on(
+            hosts,
+            tree.request(request, Path.cwd()),
+            tree,
+            progress=progress,
+            save=lambda name, record: keepers[name].save(record),
+        )
+    except KeyboardInterrupt:
+        if single is not None:
+            single.close()
+        for keeper in keepers.values():
+            if keeper.path is not None:
+                terminal.log.print(f"what was finished is in {short_path(keeper.path)}", soft_wrap=True)
+        raise
+    finally:
+        if single is not None:
+            single.close()
+    for result in results:
+        if result.record is not None:
+            terminal.log.print(_held(result), style="dim", soft_wrap=True)
+    if csv is not None:
+        write_csv_file([result.record for result in results if result.record is not None], csv)
+    if single is not None:
+        return _conclude_one(results[0], keepers[hosts[0].name], conclude_one)
+    return _conclude_all(results, keepers, terminal, bill_of, request.repository)
+
+
+def _held(result: HostResult) -> str:
+    """Return for how long a machine was held, and its GPU."""
+    assert result.record is not None
+    gpu = result.record.environment.gpu
+    held = f"held for {result.seconds / 60:.1f} min"
+    if gpu is None:
+        return f"{result.host.name}: no GPU, {held}"
+    seconds = sum(gate.gpu_seconds for gate in result.record.gates)
+    return f"{result.host.name}: {gpu.name}, {held}, {seconds / 60:.1f} min of them with the GPU at work"
+
+
+def _conclude_one(result: HostResult, keeper: Keeper, conclude_one: Callable[[Record, Path], int]) -> int:
+    if result.error is not None:
+        raise result.error
+    assert result.record is not None
+    assert keeper.path is not None
+    return conclude_one(result.record, keeper.path)
+
+
+def _conclude_all(
+    results: Sequence[HostResult],
+    keepers: Mapping[str, Keeper],
+    terminal: Terminal,
+    bill_of: Callable[[Record], Bill | None],
+    repository: Path | None,
+) -> int:
+    """Print one table, then for each machine its verdict and its record."""
+    runs = {result.host.name: result.record for result in results if result.record is not None}
+    if runs:
+        terminal.show("", host_table(runs))
+    documents, codes = [], []
+    for result in results:
+        name, path = result.host.name, keepers[result.host.name].path
+        verdicts = conclude(result.record, repository) if result.record is not None else []
+        code = USAGE if result.record is None else run_exit_code(result.record, verdicts)
+        if result.error is not None:
+            terminal.warn_of(result.error)
+            code = INCONCLUSIVE if isinstance(result.error, MachineLostError) else USAGE
+        bill = bill_of(result.record) if result.record is not None else None
+        if result.record is not None and path is not None:
+            terminal.show("", f"{name}:")
+            terminal.show_conclusion(result.record, verdicts)
+            terminal.show(*([receipt(bill)] if bill else []), f"record: {short_path(path)}")
+        codes.append(code)
+        documents.append(
+            {
+                "host": name,
+                "record": as_plain(result.record) if result.record else None,
+                "path": short_path(path) if path else None,
+                "verdicts": [as_plain(verdict) for verdict in verdicts],
+                "cost": bill_as_plain(bill),
+                "error": str(result.error) if result.error else None,
+                "exit_code": code,
+            }
+        )
+    code = next((worst for worst in _WORST_FIRST if worst in codes), 0)
+    terminal.document({"runs": documents, "exit_code": code})
+    return code

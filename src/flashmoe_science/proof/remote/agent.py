@@ -1,0 +1,88 @@
+"""Run the chain on the borrowed machine, and tell the other side everything: the records too, as they grow."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from ..evidence import Gate, Model, Record, Settings
+from ..gates import ProveRequest, prove
+from ..subject import load_subject
+from ..suites import load_suite
+
+Send = Callable[[dict[str, Any]], None]
+
+
+class RemoteRequest(Model):
+    """A run of the chain as it travels. Paths are relative to the tree."""
+
+    subject: str  # one of ours, or the path of a kernel.toml
+    suite: str  # a packaged suite, or the path of a file
+    baselines: list[str]
+    gpus: list[str] = Field(default_factory=list)
+    until: str | None = None
+    expect: float | None = None
+    settings: Settings
+    command: str = ""
+    repository: str | None = None  # the folder that holds claims and evidence
+    folder: str = "."  # the current one
+    commit: str = ""  # for FLASHMOE_COMMIT: what of the tree was known where it came from
+    resume: Record | None = None
+
+
+class _Told:
+    """A progress that tells the other side."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+
+    def start(self, gate: str) -> None:
+        self._send({"event": "start", "gate": gate})
+
+    def advance(self, done: int, total: int, label: str) -> None:
+        self._send({"event": "advance", "done": done, "total": total, "label": label})
+
+    def note(self, line: str) -> None:
+        self._send({"event": "note", "line": line})
+
+    def finish(self, gate: Gate) -> None:
+        self._send({"event": "finish", "gate": gate.model_dump_json()})
+
+
+def run_request(table: dict[str, Any], tree: Path, send: Send) -> None:
+    """Run what ``table``, a ``RemoteRequest``, asks in the folder ``tree``.
+
+    Raises:
+        FlashmoeError: the request cannot be carried out.
+        KeyboardInterrupt: after what was finished has been sent.
+    """
+    wanted = RemoteRequest.model_validate(table)
+    if wanted.commit:
+        os.environ["FLASHMOE_COMMIT"] = wanted.commit
+    os.chdir(tree / wanted.folder)
+    request = ProveRequest(
+        subject=load_subject(_in_tree(wanted.subject, tree)),
+        suite=load_suite(_in_tree(wanted.suite, tree)),
+        baselines=wanted.baselines,
+        gpus=wanted.gpus,
+        until=wanted.until,
+        expect=wanted.expect,
+        settings=wanted.settings,
+        command=wanted.command,
+        repository=None if wanted.repository is None else tree / wanted.repository,
+        resume=wanted.resume,
+    )
+
+    def save(record: Record) -> None:
+        send({"event": "record", "record": record.model_dump_json()})
+
+    prove(request, progress=_Told(send), save=save)
+
+
+def _in_tree(text: str, tree: Path) -> str:
+    """Return the path of a file of the tree; a name stays a name."""
+    return str(tree / text) if text.endswith(".toml") else text

@@ -1,0 +1,416 @@
+"""The connections to borrowed machines: one SSH process each, and what comes over it, in one place and one order.
+
+Trouble is told apart by when it comes: before the run there has begun nothing can be kept, and after that everything
+that was finished is here already, because the record comes with every case.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import re
+import shlex
+import subprocess
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import resources
+from typing import IO, Any, Protocol
+
+from ...errors import FlashmoeError, InputError, MachineLostError, RemoteError
+from ..evidence import Gate, Record
+from ..gates import Progress
+from .agent import RemoteRequest
+from .wheels import REQUIREMENTS, bundle_wheels
+
+HEARTBEAT_S = 5.0
+SILENCE_S = 45.0  # after so long without a sign of life the run over there ends
+
+# A login shell's PATH is not that of a command over SSH: these are where images for GPU machines have their Python.
+PYTHONS = (
+    *("python3", "python", "~/.venv/bin/python", "/opt/venv/bin/python", "/venv/main/bin/python"),
+    *("/opt/conda/bin/python", "~/miniconda3/bin/python"),
+)
+
+_OPTIONS = ("BatchMode=yes", "ConnectTimeout=15", "ServerAliveInterval=5", "ServerAliveCountMax=3", "Compression=yes")
+_NO_PYTHON = "flashmoe finds no python: "
+_STOP_S = 90.0  # a run that was told to stop has so long to save what it has
+_TAIL_LINES = 40
+
+_CHECK = """import sys
+v = "Python %d.%d" % sys.version_info[:2]
+if sys.version_info < (3, 10): sys.exit(v + " is too old")
+import importlib.util as u
+lacks = [n for n in ("torch", "triton") if u.find_spec(n) is None]
+if lacks: sys.exit(v + " has no " + " and no ".join(lacks))
+"""
+
+# Exactly so many bytes are the program: what follows is for it to read.
+_BOOT = """import os, sys
+n = int(sys.argv[1])
+b = b""
+while len(b) < n:
+    d = os.read(0, n - len(b))
+    if not d: sys.exit("the connection was closed")
+    b += d
+exec(compile(b, "far_side.py", "exec"), {"__name__": "__main__"})
+"""
+
+_SHELL = """check=$1 boot=$2 size=$3; shift 3
+for p in "$@"; do
+case $p in "~/"*) p=$HOME/${p#"~/"};; esac
+command -v "$p" >/dev/null 2>&1 || continue
+why=$("$p" -c "$check" 2>&1 </dev/null) && exec "$p" -u -c "$boot" "$size"
+tried="$tried$p: $why; "
+done
+printf '%s%s\\n' "$_NO_PYTHON" "$(printf %s "$tried" | tr '\\n' ' ')"
+""".replace("$_NO_PYTHON", _NO_PYTHON)
+
+
+class Parcel(Protocol):
+    """What is sent: see ``Tree``."""
+
+    @property
+    def package(self) -> str:
+        """Where, in what is sent, the folder lies that holds this package."""
+
+    def pack(self) -> bytes:
+        """Return everything as one compressed archive."""
+
+
+@dataclass(frozen=True)
+class Host:
+    """A machine that ``ssh`` reaches under ``name``.
+
+    Args:
+        name: ``user@machine``, or a name from ``~/.ssh/config``.
+        python: of that machine; empty: the first of ``PYTHONS`` that has torch and triton.
+    """
+
+    name: str
+    python: str = ""
+
+    def __post_init__(self) -> None:
+        """Refuse what ssh would take for an option. Raises ``InputError``."""
+        if not re.fullmatch(r"[^\s-]\S*", self.name):
+            raise InputError(f"host must be user@machine or a name from ~/.ssh/config, got {self.name!r}")
+
+
+@dataclass
+class HostResult:
+    """How the run on one host ended."""
+
+    host: Host
+    record: Record | None = None  # as far as it came here
+    error: FlashmoeError | None = None  # why it is not there, or not complete
+    stopped: bool = False  # on request
+    seconds: float = 0.0  # how long the machine was held
+
+
+@dataclass(frozen=True)
+class _Said:
+    """Something that came from a host; ``kind`` "ended" is the last."""
+
+    index: int
+    kind: str
+    data: dict[str, Any] = field(default_factory=dict)
+
+
+def prove_on(
+    hosts: Sequence[Host],
+    request: RemoteRequest,
+    tree: Parcel,
+    *,
+    progress: Mapping[str, Progress],
+    save: Callable[[str, Record], None],
+    requirements: Mapping[str, str] = REQUIREMENTS,
+    heartbeat_s: float = HEARTBEAT_S,
+    silence_s: float = SILENCE_S,
+) -> list[HostResult]:
+    """Run the chain on every host at the same time.
+
+    Args:
+        hosts: where, each once.
+        request: what.
+        tree: what is sent.
+        progress: told what is going on, one for each host's name.
+        save: gets the name and the record, as it grows; each replaces the one before.
+        requirements: what the harness needs there: module -> requirement.
+        heartbeat_s: between signs of life.
+        silence_s: after so long without one the run over there ends.
+
+    Returns:
+        One result for each host, in order. Where a connection is lost, with the last record and the error.
+
+    Raises:
+        KeyboardInterrupt: after the runs were told to stop and what they had finished was saved.
+    """
+    queue_: queue.SimpleQueue[_Said] = queue.SimpleQueue()
+    archive = tree.pack()
+    setup = {"package": tree.package, "silence_s": silence_s, "requirements": dict(requirements)}
+    sessions = [_Session(host, i, queue_, request, setup, archive, heartbeat_s) for i, host in enumerate(hosts)]
+    results = [HostResult(host) for host in hosts]
+    _Listener(sessions, results, queue_, progress, save).listen()
+    return results
+
+
+class _Listener:
+    """The side of this program's user: handles all that comes in the main thread, so that Ctrl-C finds it there."""
+
+    def __init__(
+        self,
+        sessions: Sequence[_Session],
+        results: Sequence[HostResult],
+        said: queue.SimpleQueue[_Said],
+        progress: Mapping[str, Progress],
+        save: Callable[[str, Record], None],
+    ) -> None:
+        self._sessions = sessions
+        self._results = results
+        self._said = said
+        self._progress = progress
+        self._save = save
+        self._gates = ["" for _ in sessions]
+        self._open = set(range(len(sessions)))
+
+    def listen(self) -> None:
+        try:
+            for session in self._sessions:
+                session.start()
+            self._drain()
+        except KeyboardInterrupt:
+            self._stop()
+            raise
+        finally:
+            for session in self._sessions:
+                session.kill()
+
+    def _stop(self) -> None:
+        """Let every run save what it has. A second Ctrl-C ends this at once."""
+        for index in self._open:
+            self._results[index].stopped = True
+            self._progress_of(index).note("stopping: what is finished comes here first")
+            self._sessions[index].tell({"do": "stop"})
+        self._drain(time.monotonic() + _STOP_S)
+
+    def _drain(self, deadline: float | None = None) -> None:
+        while self._open:
+            try:
+                said = self._said.get(timeout=0.5)  # wakes now and then, so that Ctrl-C is seen on every system
+            except queue.Empty:
+                if deadline is not None and time.monotonic() > deadline:
+                    return
+                continue
+            self._handle(said)
+
+    def _progress_of(self, index: int) -> Progress:
+        return self._progress[self._results[index].host.name]
+
+    def _handle(self, said: _Said) -> None:
+        result, progress, data = self._results[said.index], self._progress_of(said.index), said.data
+        if said.kind == "record":
+            result.record = Record.model_validate_json(data["record"])
+            self._save(result.host.name, result.record)
+        elif said.kind == "start":
+            self._gates[said.index] = data["gate"]
+            progress.start(data["gate"])
+        elif said.kind == "advance":
+            progress.advance(data["done"], data["total"], data["label"])
+        elif said.kind == "note":
+            progress.note(data["line"])
+        elif said.kind == "finish":
+            progress.finish(Gate.model_validate_json(data["gate"]))
+        elif said.kind == "ended":
+            self._open.discard(said.index)
+            session = self._sessions[said.index]
+            result.seconds = session.seconds
+            if not result.stopped:
+                result.error = session.error(self._gates[said.index], result.record)
+
+
+class _Session:
+    """One connection, in threads of its own: they put what comes into the queue and decide nothing."""
+
+    def __init__(
+        self,
+        host: Host,
+        index: int,
+        said: queue.SimpleQueue[_Said],
+        request: RemoteRequest,
+        setup: dict[str, Any],
+        archive: bytes,
+        heartbeat_s: float,
+    ) -> None:
+        self.host = host
+        self.seconds = 0.0
+        self._index = index
+        self._said = said
+        self._request = request
+        self._setup = setup
+        self._archive = archive
+        self._heartbeat_s = heartbeat_s
+        self._lock = threading.Lock()  # one frame at a time
+        self._ended = threading.Event()
+        self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
+        self._connected = self._done = False
+        self._error: FlashmoeError | None = None
+        self._why = ""  # what the other side said when it ended early
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Connect and begin. Raises ``RemoteError`` when there is no ssh."""
+        program = (resources.files(__package__) / "far_side.py").read_bytes()
+        pythons = [self.host.python] if self.host.python else list(PYTHONS)
+        words = ["sh", "-c", _SHELL, "flashmoe", _CHECK, _BOOT, str(len(program)), *pythons]
+        argv = [*ssh_command(), *(word for option in _OPTIONS for word in ("-o", option)), "-T", "--", self.host.name]
+        try:
+            self._process = subprocess.Popen(
+                [*argv, f"exec {shlex.join(words)}"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,  # a terminal's Ctrl-C reaches only us, who tell the other side to stop
+            )
+        except OSError as error:
+            hint = "install an SSH client, or let FLASHMOE_SSH name one"
+            raise RemoteError(f"{argv[0]} cannot be started: {error.strerror}", hint=hint) from error
+        self._began = time.monotonic()
+        self._logger = threading.Thread(target=self._read_log, daemon=True)
+        self._logger.start()
+        for work in (self._read, lambda: self._speak(program)):
+            threading.Thread(target=work, daemon=True).start()
+
+    def tell(self, header: dict[str, Any], body: bytes = b"") -> None:
+        """Send one frame; that nobody reads it shows elsewhere."""
+        stdin = self._stream("stdin")
+        with self._lock, contextlib.suppress(OSError, ValueError):
+            stdin.write(json.dumps({**header, **({"bytes": len(body)} if body else {})}).encode() + b"\n" + body)
+            stdin.flush()
+
+    def kill(self) -> None:
+        """End what is left of the connection."""
+        self._ended.set()
+        if self._process is None:
+            return
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+        with self._lock, contextlib.suppress(OSError):  # what was not sent is of no use to anybody
+            self._stream("stdin").close()
+
+    def error(self, gate: str, record: Record | None) -> FlashmoeError | None:
+        """Return why the run is not complete here, or None."""
+        name = self.host.name
+        if self._done:
+            return None
+        if self._error is not None:
+            return self._error
+        if not self._connected:
+            return _cannot_connect(name, list(self._tail))
+        where = f"in gate {gate}" if gate else "before the first gate"
+        why = (self._why or (self._tail[-1] if self._tail else "it was closed")).rstrip(".")
+        kept = f"the record of what was finished, {record.id}, is here" if record else "there is no record yet"
+        hint = f"flashmoe prove --host {name} --resume {record.id}" if record else ""
+        return MachineLostError(f"{name}: the run ended early {where}: {why}; {kept}", hint=hint)
+
+    def _stream(self, name: str) -> IO[bytes]:
+        assert self._process is not None
+        stream: IO[bytes] | None = getattr(self._process, name)
+        assert stream is not None
+        return stream
+
+    def _speak(self, program: bytes) -> None:
+        """Send the program, the tree and the request, then signs of life."""
+        with self._lock, contextlib.suppress(OSError, ValueError):
+            self._stream("stdin").write(program)
+        self.tell({"do": "set up", **self._setup}, self._archive)
+        while not self._ended.wait(self._heartbeat_s):
+            self.tell({})
+
+    def _read_log(self) -> None:
+        with self._stream("stderr") as log:
+            for line in log:
+                if text := line.decode(errors="replace").strip():
+                    self._tail.append(text)
+
+    def _read(self) -> None:
+        try:
+            with self._stream("stdout") as answers:
+                for line in answers:
+                    self._hear(line.decode(errors="replace"))
+        finally:
+            assert self._process is not None
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(10.0)
+            self._logger.join(10.0)  # what ssh says last is why it ended
+            self.seconds = time.monotonic() - self._began
+            self._ended.set()
+            self._said.put(_Said(self._index, "ended"))
+
+    def _hear(self, line: str) -> None:
+        if line.startswith(_NO_PYTHON):
+            self._connected = True
+            tried = line.removeprefix(_NO_PYTHON).strip().rstrip(";")
+            tried = tried or f"there is no {self.host.python or ', no '.join(PYTHONS)}"
+            hint = "install torch and triton there, or name the Python that has them: --python"
+            self._error = RemoteError(f"{self.host.name}: no Python there can run this: {tried}", hint=hint)
+            return
+        try:
+            event = json.loads(line)
+            kind = str(event.pop("event"))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return  # what a login shell prints
+        self._connected = True
+        if kind == "wheels wanted":
+            self._send_wheels(event)
+        elif kind == "unpacked":
+            self.tell({"do": "prove", "request": json.loads(self._request.model_dump_json())})
+        elif kind == "done":
+            self._done = True
+        elif kind == "ended":
+            self._why = event["why"]
+        elif kind == "error":
+            self._error = RemoteError(f"{self.host.name}: {event['message']}", hint=event["hint"])
+        else:
+            self._said.put(_Said(self._index, kind, event))
+
+    def _send_wheels(self, event: dict[str, Any]) -> None:
+        why = f"no package index there ({event['why']})"
+        self._said.put(_Said(self._index, "note", {"line": f"{why}: downloading wheels here"}))
+        try:
+            bundle, names = bundle_wheels(event["requirements"], event)
+        except RemoteError as error:
+            hint = error.hint
+            message = str(error).removesuffix(f"\nhint: {hint}")
+            self._error = RemoteError(f"{self.host.name}: {message}", hint=hint)
+            self.tell({"do": "stop"})
+            return
+        self._said.put(_Said(self._index, "note", {"line": f"sending {', '.join(names)}"}))
+        self.tell({"do": "wheels"}, bundle)
+
+
+def ssh_command() -> list[str]:
+    """Return the words that start SSH: ``FLASHMOE_SSH``, or ``ssh``."""
+    return shlex.split(os.environ.get("FLASHMOE_SSH", "")) or ["ssh"]
+
+
+def _cannot_connect(name: str, log: Sequence[str]) -> RemoteError:
+    """Return what ssh said, with what to do about it."""
+    text = "\n".join(log)
+    last = log[-1] if log else "ssh said nothing"
+    by_hand = shlex.join([*ssh_command(), name])
+    if "REMOTE HOST IDENTIFICATION HAS CHANGED" in text:
+        hint = "another machine at the same address, or somebody in between: compare the key's fingerprint with your "
+        hint += "provider's before you run ssh-keygen -R"
+        return RemoteError(f"{name} has another host key than the one that is known", hint=hint)
+    if "Host key verification failed" in text:
+        hint = f"compare its fingerprint with your provider's when you connect by hand once: {by_hand}"
+        return RemoteError(f"{name} has a host key that is not known here, and none is accepted unseen", hint=hint)
+    if "Permission denied" in text:
+        hint = f"the key has to work without a password: ssh-agent, or IdentityFile in ~/.ssh/config; try {by_hand}"
+        return RemoteError(f"{name} refuses the login: {last}", hint=hint)
+    return RemoteError(f"{name} cannot be reached: {last}", hint=f"the same as ssh sees it: {by_hand}")

@@ -1,0 +1,149 @@
+"""Tests of ``prove --host``: what is printed and returned. The connection itself is tested in tests/proof."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+
+import pytest
+
+from flashmoe_science.cli.proving import without_places
+from flashmoe_science.errors import MachineLostError, RemoteError
+from flashmoe_science.proof.remote import HostResult
+
+from ..proof.builders import L4, build_record
+
+LOST = MachineLostError("b: the run ended early in gate bench: cut", hint="flashmoe prove --host b --resume X")
+
+
+@pytest.fixture
+def on_hosts(run, repository, monkeypatch):
+    """Run ``flashmoe prove --host`` with machines that answer with these records and errors."""
+    subprocess.run(["git", "init", "-q"], cwd=repository, check=True)
+
+    def on_hosts(answers, *args, interrupt=False):
+        def prove_on(hosts, request, tree, *, progress, save):
+            results = []
+            for host, (record, error) in zip(hosts, answers.values(), strict=True):
+                if record is not None:
+                    progress[host.name].start("bench")
+                    progress[host.name].finish(record.gates[-1])
+                    save(host.name, record)
+                results.append(HostResult(host, record, error, seconds=90.0))
+            if interrupt:
+                raise KeyboardInterrupt
+            return results
+
+        monkeypatch.setattr("flashmoe_science.cli.borrowing.prove_on", prove_on)
+        return run("prove", *(word for name in answers for word in ("--host", name)), *args)
+
+    return on_hosts
+
+
+def test_one_machine_looks_like_this_one(on_hosts, repository):
+    record = build_record(speedups=[2.3, 3.0], day=1)
+    code, out, err = on_hosts({"me@gpu": (record, None)})
+    lines = out.splitlines()
+    assert code == 0
+    assert lines[0] == "proving flash_attention on suite seed (13 cases), against sdpa"
+    assert lines[1].startswith("bench    passed")
+    assert lines[-3].startswith("demonstrated  ")
+    assert lines[-1] == f"record: evidence/{record.id}.json"
+    assert err.splitlines()[-1] == "me@gpu: NVIDIA H200, held for 1.5 min, 0.0 min of them with the GPU at work"
+    assert (repository / "evidence" / f"{record.id}.json").exists()
+
+
+def test_several_machines_make_one_table(on_hosts):
+    first = build_record(speedups=[2.0, 3.0], day=1)
+    second = build_record(speedups=[1.5, 4.0], gpu=L4, baseline_seconds=200e-6, day=2)
+    code, out, _ = on_hosts({"a": (first, None), "b": (second, None)})
+    table = [line.split("  ") for line in out.splitlines() if line.startswith(("case ", "case0", "case1"))]
+    cells = [[cell.strip() for cell in line if cell.strip()] for line in table]
+    assert code == 0
+    assert cells[0] == [
+        "case",
+        "a: NVIDIA H200, graph, speedup over sdpa",
+        "b: NVIDIA L4, graph, speedup over sdpa",
+    ]
+    assert [line[0] for line in cells[1:]] == ["case0", "case1"]
+    assert [cell.partition("x")[0] for cell in cells[1][1:]] == ["9.986 us, 2.00", "133.1 us, 1.50"]
+    assert [cell.partition("x")[0] for cell in cells[2][1:]] == ["6.672 us, 3.00", "50.04 us, 4.00"]
+    assert [line for line in out.splitlines() if "bench    passed" in line][1].startswith("b: bench    passed ")
+    for name, record in (("a", first), ("b", second)):
+        assert f"\n{name}:\ndemonstrated  flash_attention is at least 1x" in out
+        assert f"record: evidence/{record.id}.json\n" in out
+
+
+def test_a_machine_with_no_gpu_says_what_was_checked(on_hosts):
+    records = {name: (build_record(speedups=[2.0], gpu=None, day=day), None) for day, name in enumerate("ab", 1)}
+    code, out, _ = on_hosts(records)
+    assert code == 0
+    assert "case   a: no GPU  b: no GPU\ncase0  correct    correct\n" in out
+
+
+def test_a_lost_machine_is_inconclusive_and_says_how_to_go_on(on_hosts, repository):
+    record = build_record(complete=False, day=1)
+    code, _, err = on_hosts({"b": (record, LOST)})
+    assert code == 4
+    assert err.endswith("error: b: the run ended early in gate bench: cut\nhint: flashmoe prove --host b --resume X\n")
+    assert (repository / "evidence" / f"{record.id}.json").exists()
+
+
+def test_one_of_several_that_is_lost_costs_the_others_nothing(on_hosts):
+    record = build_record(speedups=[2.0, 3.0], day=1)
+    away = RemoteError("c cannot be reached: no", hint="look")
+    code, out, err = on_hosts({"a": (record, None), "b": (None, LOST), "c": (None, away)}, "--json")
+    document = json.loads(out)
+    assert code == document["exit_code"] == 2
+    assert [run["exit_code"] for run in document["runs"]] == [0, 4, 2]
+    assert [run["path"] for run in document["runs"]] == [f"evidence/{record.id}.json", None, None]
+    assert document["runs"][0]["record"]["id"] == record.id
+    assert "warning: c cannot be reached: no\nhint: look\n" in err
+
+
+def test_a_machine_that_cannot_be_reached_is_an_error(on_hosts):
+    code, _, err = on_hosts({"a": (None, RemoteError("a cannot be reached: no", hint="look"))})
+    assert code == 2
+    assert err.endswith("error: a cannot be reached: no\nhint: look\n")
+
+
+def test_ctrl_c_says_where_every_record_is(on_hosts):
+    records = [build_record(complete=False, day=day) for day in (1, 2)]
+    code, _, err = on_hosts({"a": (records[0], None), "b": (records[1], None)}, interrupt=True)
+    assert code == 130
+    for record in records:
+        assert f"what was finished is in evidence/{record.id}.json\n" in err
+
+
+@pytest.mark.parametrize(
+    ("args", "error"),
+    [
+        (["--host", "a", "--host", "a"], "host must be given once, got a twice"),
+        (["--host", "-oProxyCommand=x"], "host must be user@machine or a name from ~/.ssh/config"),
+        (["--python", "python3"], "--python is of a borrowed machine, and --host names none"),
+        (["--host", "a", "--budget", "1"], "--budget holds a run on this machine only"),
+        (["forward_triton", "flash_attention", "--host", "a"], "--host takes one subject, got 2"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(run, repository, args, error):
+    subprocess.run(["git", "init", "-q"], cwd=repository, check=True)
+    code, _, err = run("prove", *args)
+    assert code == 2
+    assert error in err
+
+
+def test_a_record_names_no_machine():
+    typed = [
+        "prove",
+        "a",
+        "--host",
+        "me@gpu",
+        "--python=/opt/python",
+        "-b",
+        "sdpa",
+        "--host=b",
+        "--python",
+        "x",
+        "--json",
+    ]
+    assert without_places(typed) == ["prove", "a", "-b", "sdpa", "--json"]

@@ -1,0 +1,474 @@
+"""Borrowed machines, over a real SSH server on this machine. In place of the chain there runs a stub, but for one test.
+
+The stub tells what it was told to, so that these tests are about the connection: what comes when it holds, is stopped,
+is cut or falls silent.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from flashmoe_science.errors import InputError, MachineLostError, RemoteError
+from flashmoe_science.proof.evidence import Record, Settings, read_record
+from flashmoe_science.proof.remote import Host, RemoteRequest, prove_on
+from flashmoe_science.proof.remote.wheels import REQUIREMENTS, platforms
+
+from .builders import build_record
+from .sshd import WHY_NOT, Proxy, Server, is_possible
+from .test_interruption import CODE, ROOT, SUBJECT, SUITE, is_alive, wait_for
+
+SSH = pytest.mark.skipif(not is_possible(), reason=WHY_NOT)
+
+# What is sent in place of the package. The record that it tells travels there as the one to resume.
+STUB = """
+import json, os, sys, time
+def run_request(table, tree, send):
+    what, marks = table["command"], table["folder"]
+    record = table["resume"]
+    print("a subject prints")
+    if what == "fail":
+        raise ValueError("no such thing")
+    send({"event": "start", "gate": "correct"})
+    if what == "tell":
+        import made_up
+        send({"event": "note", "line": f"made_up {made_up.VERSION}"})
+    if what == "meet":
+        name = os.environ["MACHINE"]
+        open(f"{marks}/{name}", "w").close()
+        end = time.monotonic() + 60
+        while len(os.listdir(marks)) < 2:
+            assert time.monotonic() < end, "the other machine never came"
+            time.sleep(0.02)
+        record["id"] = name
+    if what == "wait":
+        with open(f"{marks}/pid.new", "w") as file:
+            file.write(str(os.getpid()))
+        os.rename(f"{marks}/pid.new", f"{marks}/pid")
+    send({"event": "record", "record": json.dumps(record)})
+    try:
+        while what == "wait":
+            time.sleep(0.1)
+    except KeyboardInterrupt:
+        record["incomplete_reason"] = "interrupted in gate correct"
+        send({"event": "record", "record": json.dumps(record)})
+        raise
+"""
+
+
+class StubTree:
+    """A tree that holds the stub, and a file of so many bytes."""
+
+    package = "package"
+
+    def __init__(self, more=0):
+        self.more = more
+
+    def pack(self):
+        buffer = io.BytesIO()
+        with tarfile.open(fileobj=buffer, mode="w:gz") as tar:
+            for name in ("", "proof/", "proof/remote/"):
+                tar.addfile(tarfile.TarInfo(f"package/flashmoe_science/{name}__init__.py"))
+            files = {"package/flashmoe_science/proof/remote/agent.py": STUB.encode(), "tree/more": bytes(self.more)}
+            for name, content in files.items():
+                entry = tarfile.TarInfo(name)
+                entry.size = len(content)
+                tar.addfile(entry, io.BytesIO(content))
+        return buffer.getvalue()
+
+
+class Lines:
+    """A progress that remembers."""
+
+    def __init__(self):
+        self.started, self.notes, self.finished = [], [], []
+
+    def start(self, gate):
+        self.started.append(gate)
+
+    def advance(self, done, total, label):
+        pass
+
+    def note(self, line):
+        self.notes.append(line)
+
+    def finish(self, gate):
+        self.finished.append(gate)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """Start one server for all tests of a process."""
+    server = Server(tmp_path_factory.mktemp("ssh") / "server")
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def proxy(server):
+    proxy = Proxy(server.port)
+    yield proxy
+    proxy.close()
+
+
+@pytest.fixture
+def machine(server, monkeypatch):
+    """Let ``ssh`` know the machine ``gpu``; arguments change how it is reached."""
+
+    def machine(**changes):
+        monkeypatch.setenv("FLASHMOE_SSH", server.command(gpu=changes))
+
+    machine()
+    return machine
+
+
+@pytest.fixture
+def python(tmp_path):
+    """Make a Python of the borrowed machine, in a place with a name that has to be quoted."""
+    there = tmp_path / "there"
+    there.mkdir()
+
+    def python(*lines, name='it\'s a $HOME "python"', flags=""):
+        path = tmp_path / name
+        path.write_text(
+            "\n".join(["#!/bin/sh", f"export TMPDIR='{there}'", *lines, f'exec "{sys.executable}" {flags} "$@"', ""])
+        )
+        path.chmod(0o755)
+        return str(path)
+
+    return python
+
+
+def request(what, folder=Path(), record=None):
+    record = record or build_record(speedups=[2.0], complete=False, gpu=None)
+    return RemoteRequest(
+        subject="s", suite="s", baselines=[], settings=Settings(), command=what, folder=str(folder), resume=record
+    )
+
+
+def run(
+    what, folder=Path(), *, python, save=lambda name, record: None, names=("gpu",), requirements=None, tree=None, **more
+):
+    """Run the stub on the machines; return their results and the progress of the first."""
+    lines = {name: Lines() for name in names}
+    results = prove_on(
+        [Host(name, python) for name in names],
+        request(what, folder),
+        tree or StubTree(),
+        progress=lines,
+        save=save,
+        requirements=requirements or {},
+        **more,
+    )
+    return results, lines[names[0]]
+
+
+@SSH
+def test_what_a_run_tells_comes_here_whatever_else_is_printed(machine, python):
+    saved = []
+    noisy = python('echo "{\\"event\\": 1" Welcome', 'echo "last login" >&2')
+    (result,), lines = run("finish", python=noisy, save=lambda name, record: saved.append((name, record)))
+    assert (result.error, result.stopped) == (None, False)
+    assert saved == [("gpu", request("finish").resume)]
+    assert result.record == saved[0][1]
+    assert lines.started == ["correct"]
+    assert result.seconds > 0
+
+
+@SSH
+def test_what_fails_there_is_told_here(machine, python):
+    (result,), _ = run("fail", python=python())
+    assert isinstance(result.error, RemoteError)
+    assert str(result.error) == "gpu: ValueError: no such thing"
+
+
+@SSH
+def test_the_folder_there_goes_with_the_run(machine, python, tmp_path):
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    seen = []
+    run("finish", python=python(f'export TMPDIR="{scratch}"'), save=lambda *_: seen.append(list(scratch.iterdir())))
+    assert len(seen[0]) == 1
+    assert list(scratch.iterdir()) == []
+
+
+@SSH
+def test_several_machines_run_at_the_same_time(server, monkeypatch, python, tmp_path):
+    marks = tmp_path / "marks"
+    marks.mkdir()
+    monkeypatch.setenv("FLASHMOE_SSH", server.command(one={}, two={}, away={"Port": 1}))
+    each = python("export MACHINE=$$")  # the process's number stands for the machine
+    saved: dict[str, Record] = {}
+    results, _ = run("meet", marks, python=each, save=saved.__setitem__, names=("one", "two", "away"))
+    assert len({record.id for record in saved.values()}) == 2
+    assert [result.error is None for result in results] == [True, True, False]
+    assert set(saved) == {"one", "two"}
+
+
+# The connection ends early.
+
+
+@SSH
+def test_ctrl_c_stops_the_run_there_and_brings_what_is_done(machine, python, tmp_path):
+    saved = []
+
+    def save(name, record):
+        saved.append(record)
+        if len(saved) == 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run("wait", tmp_path, python=python(), save=save)
+    assert [record.incomplete_reason for record in saved] == ["interrupted", "interrupted in gate correct"]
+    pid = int((tmp_path / "pid").read_text())
+    assert wait_for(lambda: not is_alive(pid), 30)
+
+
+@SSH
+@pytest.mark.parametrize("how", ["cut", "fall_silent"])
+def test_a_lost_connection_leaves_what_came_and_ends_the_run_there(machine, proxy, python, tmp_path, monkeypatch, how):
+    machine(Port=proxy.port)
+    ssh = "ssh -o ServerAliveInterval=1 -o ServerAliveCountMax=2"
+    monkeypatch.setenv("FLASHMOE_SSH", re.sub("^ssh", ssh, os.environ["FLASHMOE_SSH"]))
+    saved = []
+
+    def save(name, record):
+        saved.append(record)
+        getattr(proxy, how)()
+
+    (result,), _ = run("wait", tmp_path, python=python(), save=save, heartbeat_s=0.2, silence_s=3.0)
+    assert isinstance(result.error, MachineLostError)
+    assert result.record == saved[0]
+    text = str(result.error)
+    assert text.startswith("gpu: the run ended early in gate correct: ")
+    assert text.endswith(f"hint: flashmoe prove --host gpu --resume {saved[0].id}")
+    pid = int((tmp_path / "pid").read_text())
+    assert wait_for(lambda: not is_alive(pid), 60), "the run there outlived its connection"
+
+
+@SSH
+def test_a_run_that_is_killed_there_says_in_which_gate(machine, python, tmp_path):
+    def save(name, record):
+        subprocess.run(["kill", "-9", (tmp_path / "pid").read_text()], check=True)
+
+    (result,), _ = run("wait", tmp_path, python=python(), save=save)
+    assert isinstance(result.error, MachineLostError)
+    assert "ended early in gate correct" in str(result.error)
+
+
+@SSH
+def test_a_machine_that_is_told_to_stop_saves_first(machine, python, tmp_path):
+    saved = []
+
+    def save(name, record):
+        saved.append(record.incomplete_reason)
+        if len(saved) == 1:
+            subprocess.run(["kill", "-TERM", (tmp_path / "pid").read_text()], check=True)
+
+    (result,), _ = run("wait", tmp_path, python=python(), save=save)
+    assert saved == ["interrupted", "interrupted in gate correct"]
+    assert "this machine is about to stop" in str(result.error)
+
+
+# What cannot be reached or used.
+
+
+@SSH
+@pytest.mark.parametrize(
+    ("changes", "said", "hint"),
+    [
+        ({"UserKnownHostsFile": "no_hosts"}, "has a host key that is not known here", "fingerprint"),
+        ({"UserKnownHostsFile": "other_hosts"}, "has another host key than the one that is known", "ssh-keygen -R"),
+        ({"IdentityFile": "stranger_key"}, "refuses the login: ", "IdentityFile in ~/.ssh/config"),
+        ({"Port": 1}, "cannot be reached: ssh: connect to host 127.0.0.1 port 1: Connection refused", "as ssh sees it"),
+        ({"HostName": "nowhere.invalid"}, "cannot be reached: ssh: Could not resolve hostname", "as ssh sees it"),
+    ],
+)
+def test_a_machine_that_cannot_be_reached_says_why(machine, server, python, changes, said, hint):
+    places = {
+        name: server.folder / value if isinstance(value, str) and "_" in value else value
+        for name, value in changes.items()
+    }
+    machine(**places)
+    before = (server.folder / "no_hosts").read_text()
+    (result,), lines = run("finish", python=python())
+    assert str(result.error).startswith(f"gpu {said}")
+    assert hint in result.error.hint
+    assert not isinstance(result.error, MachineLostError)
+    assert (server.folder / "no_hosts").read_text() == before == "", "a key was accepted unseen"
+    assert lines.started == []
+
+
+@SSH
+def test_a_machine_without_torch_says_which_pythons_it_has(machine, python):
+    bare = python(flags="-S -E")
+    (result,), _ = run("finish", python=bare)
+    version = f"Python {sys.version_info[0]}.{sys.version_info[1]}"
+    assert str(result.error).startswith(f"gpu: no Python there can run this: {bare}: {version} has no torch and no tri")
+    assert "--python" in result.error.hint
+
+
+@SSH
+def test_a_python_that_is_not_there_is_named(machine, tmp_path):
+    (result,), _ = run("finish", python=str(tmp_path / "no python"))
+    assert f"there is no {tmp_path}/no python" in str(result.error)
+
+
+@SSH
+@pytest.mark.parametrize(("limit", "said"), [(0, "No usable temporary directory"), (1, "File too large")])
+def test_a_machine_without_space_says_so(machine, python, limit, said):
+    (result,), _ = run("finish", python=python(f"ulimit -f {limit}"), tree=StubTree(1 << 20))
+    assert str(result.error).startswith("gpu: the tree cannot be unpacked: ")
+    assert said in str(result.error)
+    assert "let TMPDIR name a folder that has some" in str(result.error)
+
+
+@pytest.mark.parametrize("name", ["", "-oProxyCommand=reboot", "two words", "a\nb"])
+def test_a_host_that_ssh_would_take_for_something_else_is_refused(name):
+    with pytest.raises(InputError, match="host must be user@machine"):
+        Host(name)
+
+
+def test_a_machine_without_ssh_is_told_so(monkeypatch):
+    monkeypatch.setenv("FLASHMOE_SSH", "no-such-ssh -F x")
+    with pytest.raises(RemoteError, match="no-such-ssh cannot be started: No such file") as caught:
+        run("finish", python="python3")
+    assert "FLASHMOE_SSH" in caught.value.hint
+
+
+# Packages.
+
+
+@pytest.fixture
+def wheels(tmp_path):
+    """Make a folder with a wheel of a package that is nowhere else."""
+    folder = tmp_path / "wheels"
+    folder.mkdir()
+    with zipfile.ZipFile(folder / "made_up-3.1-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("made_up.py", "VERSION = '3.1'\n")
+        wheel.writestr("made_up-3.1.dist-info/METADATA", "Metadata-Version: 2.1\nName: made-up\nVersion: 3.1\n")
+        wheel.writestr("made_up-3.1.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr("made_up-3.1.dist-info/RECORD", "")
+    return folder
+
+
+NEEDED = {"no_such_module|made_up": "made-up>=3", "json|no_such_module": "never-asked-for>=1"}
+NO_INDEX = "export PIP_NO_INDEX=1"
+
+
+@SSH
+def test_missing_packages_come_from_the_index_that_the_machine_has(machine, python, wheels):
+    there = python(NO_INDEX, f"export PIP_FIND_LINKS='{wheels}'")
+    (result,), lines = run("tell", python=there, requirements=NEEDED)
+    assert result.error is None
+    assert lines.notes == ["installing made-up>=3 for this run", "made_up 3.1"]
+
+
+@SSH
+def test_wheels_travel_to_a_machine_without_an_index(machine, python, wheels, monkeypatch):
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(wheels))
+    (result,), lines = run("tell", python=python(NO_INDEX, "unset PIP_FIND_LINKS"), requirements=NEEDED)
+    assert result.error is None
+    assert "no package index there" in lines.notes[1]
+    assert lines.notes[2:] == ["sending made_up-3.1-py3-none-any.whl", "made_up 3.1"]
+
+
+@SSH
+def test_packages_that_nobody_has_end_the_run_with_a_hint(machine, python, monkeypatch):
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    (result,), lines = run("tell", python=python(NO_INDEX), requirements=NEEDED)
+    assert "wheels for that machine cannot be downloaded here: " in str(result.error)
+    assert result.error.hint == "install them there: pip install 'made-up>=3'"
+    assert lines.started == []
+
+
+def test_what_is_installed_there_is_what_pyproject_says():
+    text = (ROOT / "pyproject.toml").read_text()
+    for module, requirement in REQUIREMENTS.items():
+        marker = "; python_version < '3.11'" if "tomli" in module else ""
+        assert f'"{requirement}{marker}"' in text
+
+
+def test_wheels_are_for_the_glibc_of_that_machine():
+    found = platforms("x86_64", [2, 19])
+    assert found == [*(f"manylinux_2_{minor}_x86_64" for minor in (19, 18, 17)), "manylinux2014_x86_64", "linux_x86_64"]
+    assert platforms("aarch64", []) == ["linux_aarch64"]
+
+
+# All of it: the command, the chain, a connection that is cut, and the run that goes on with it.
+
+
+@SSH
+def test_a_real_run_is_cut_and_gone_on_with(server, proxy, tmp_path):
+    folder = tmp_path / "a repository"
+    (folder / "evidence").mkdir(parents=True)
+    (folder / "my kernel").mkdir()
+    subprocess.run(["git", "init", "-q", str(folder)], check=True)
+    (folder / "a suite.toml").write_text(SUITE.replace("tests.proof.fake_operator", "ops.fake"))
+    (folder / "my kernel" / "kernel.toml").write_text(SUBJECT.replace("tests.proof.fake_operator", "ops.fake"))
+    # In its second case it stops until a file is there, so that the connection is cut at a known place.
+    go = tmp_path / "go"
+    code = CODE.replace("tests.proof.fake_operator", "ops.fake").replace(
+        "time.sleep(0.2)", f"while q.shape[2] == 65 and not os.path.exists({str(go)!r}): time.sleep(0.02)"
+    )
+    (folder / "my kernel" / "slow_subject.py").write_text(code)
+    (folder / "my kernel" / "ops").mkdir()
+    (folder / "my kernel" / "ops" / "__init__.py").write_text("")
+    operator = (Path(__file__).parent / "fake_operator.py").read_text()
+    (folder / "my kernel" / "ops" / "fake.py").write_text(operator.replace("tests.proof.fake_operator", "ops.fake"))
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT / "src"),
+        "FLASHMOE_STORE": str(tmp_path / "runs.sqlite"),
+        "FLASHMOE_SSH": server.command(rented={}, cut={"Port": proxy.port}),
+        "FLASHMOE_COMMIT": "c" * 40,
+    }
+
+    def records():
+        return [read_record(path) for path in sorted((folder / "evidence").glob("*.json"))]
+
+    def prove(*more, meanwhile=lambda: None):
+        argv = [sys.executable, "-m", "flashmoe_science", "prove", "my kernel/kernel.toml", "--suite", "a suite.toml"]
+        argv += ["--python", sys.executable, *more]
+        with subprocess.Popen(
+            argv, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        ) as process:
+            meanwhile()
+            return process.communicate(timeout=180)[0], process.returncode
+
+    def cut():
+        done = wait_for(lambda: any(case.correct for record in records() for case in record.cases), 120)
+        proxy.cut()
+        assert done
+
+    output, code = prove("--host", "cut", meanwhile=cut)
+    assert code == 4, output
+    (old,) = records()
+    assert [case.correct for case in old.cases] == [True, None, None]
+    assert f"hint: flashmoe prove --host cut --resume {old.id}" in output
+
+    go.touch()
+    output, code = prove("--host", "rented", "--resume", old.id)
+    assert code == 0, output
+    record = next(record for record in records() if record.id != old.id)
+    assert record.complete
+    assert [case.correct for case in record.cases] == [True] * 3
+    assert record.cases[0].arms[0].accuracy == old.cases[0].arms[0].accuracy
+    assert [resumed.run for resumed in record.resumed] == [old.id]
+    assert record.environment.commit == "c" * 40
+    assert record.command == f"flashmoe prove 'my kernel/kernel.toml' --suite 'a suite.toml' --resume {old.id}"
+    plain = record.model_dump_json()
+    assert "rented" not in plain
+    assert str(tmp_path) not in plain
+    assert json.loads(plain)["subject"]["folder"] == "my kernel"
