@@ -85,7 +85,7 @@ def test_file_without_cases(tmp_path):
 
 def test_unknown_name_lists_what_there_is():
     with pytest.raises(
-        SuiteError, match=r"suite must be one of seed, standard or a file, got 'sead'\nhint: did you mean"
+        SuiteError, match=r"suite must be one of scaling, seed, standard or a file, got 'sead'\nhint: did you mean"
     ):
         load_suite("sead")
 
@@ -118,7 +118,7 @@ def test_standard_is_the_grid_of_16k_tokens():
     assert len({(c["head_dim"], c["seqlen_q"], c["causal"]) for c in cases}) == 36
 
 
-@pytest.mark.parametrize(("name", "count"), [("seed", 13), ("standard", 36)])
+@pytest.mark.parametrize(("name", "count"), [("scaling", 20), ("seed", 13), ("standard", 36)])
 def test_packaged_suite_loads_with_an_origin_everywhere(name, count):
     suite = load_suite(name)
     assert (suite.name, suite.operator, len(suite.cases)) == (name, "attention", count)
