@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,7 +24,7 @@ def test_a_seed_draws_one_suite_that_loads(seed, tmp_path):
     suite = draw(seed, tmp_path / "one.toml")
     assert [case.problem for case in suite.cases] == [case.problem for case in draw(seed, tmp_path / "two.toml").cases]
     assert len({case.problem for case in suite.cases}) == 24
-    problems = [case.problem for case in suite.cases]
+    problems: list[Any] = [case.problem for case in suite.cases]
     assert {(p.head_dim, p.head_dim_v) for p in problems} >= {(80, 80), (96, 96), (192, 192), (192, 128)}
     assert {p.heads // p.heads_kv for p in problems} == {1, 4, 8}
     assert sum(p.causal for p in problems) == 12
