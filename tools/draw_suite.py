@@ -21,7 +21,7 @@ HEADS = (8, 16, 24, 32, 40, 64)
 def draw_length(draw: random.Random) -> int:
     """Return a length: every size of length as often as any other; half are odd ones, half are round."""
     low, high = LENGTHS
-    length = round(low * (high / low) ** draw.random())
+    length = int(low * (high / low) ** draw.random())
     return length | 1 if draw.random() < 0.5 else -(-length // 64) * 64
 
 
