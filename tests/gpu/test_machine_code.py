@@ -74,14 +74,6 @@ def test_a_gpu_runs_the_newest_code_of_its_generation(arch, expected):
     assert [kernel.arch for kernel in found] == ([] if expected is None else [expected])
 
 
-def test_names_are_demangled_and_others_left_alone():
-    assert machine_code.demangle("_Z13attend_kernelILi64EEvPKfPfi") == (
-        "void attend_kernel<64>(float const*, float*, int)"
-    )
-    assert machine_code.demangle("_forward_kernel") == "_forward_kernel"
-    assert machine_code.demangle("_Znonsense") == "_Znonsense"
-
-
 def test_a_file_that_is_no_library_is_an_error_and_one_without_kernels_has_none(tmp_path):
     (tmp_path / "text.so").write_text("no library")
     with pytest.raises(CompileError, match=r"cuobjdump cannot read text\.so"):

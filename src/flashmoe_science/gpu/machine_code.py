@@ -7,7 +7,6 @@ or a CUDA extension with the code of several architectures in it.
 from __future__ import annotations
 
 import collections
-import ctypes
 import functools
 import pathlib
 import re
@@ -15,9 +14,9 @@ import subprocess
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from ..errors import CompileError
+from .binary import demangle
 
 _TIMEOUT_S = 120.0
 
@@ -96,10 +95,11 @@ def parse(text: str) -> list[KernelCode]:
             usage[arch, name] = tuple(map(int, numbers))
         names = list(_FUNCTION.finditer(part))
         ends = [*(match.start() for match in names[1:]), len(part)]
-        for match, end in zip(names, ends, strict=False):  # without names there is one end too many
+        shown = demangle([match[1] for match in names])
+        for match, name, end in zip(names, shown, ends, strict=False):  # without names there is one end too many
             registers, stack, shared, local = usage.get((arch, match[1]), (0, 0, 0, 0))
             opcodes, looped = _count(part[match.end() : end])
-            kernels.append(KernelCode(demangle(match[1]), arch, registers, stack + local, shared, opcodes, looped))
+            kernels.append(KernelCode(name, arch, registers, stack + local, shared, opcodes, looped))
     return kernels
 
 
@@ -136,33 +136,6 @@ def for_arch(kernels: Sequence[KernelCode], arch: int) -> list[KernelCode]:
     fitting = [kernel for kernel in kernels if kernel.arch <= arch and kernel.arch // 10 == arch // 10]
     newest = max((kernel.arch for kernel in fitting), default=0)
     return [kernel for kernel in fitting if kernel.arch == newest]
-
-
-def demangle(name: str) -> str:
-    """Return a C++ name as its author wrote it; any other name, and every name without a C++ runtime, as it is."""
-    if not name.startswith("_Z"):
-        return name
-    call = _cxx_demangle()
-    if call is None:
-        return name
-    status = ctypes.c_int()
-    pointer = call(name.encode(), None, None, ctypes.byref(status))
-    if status.value or not pointer:
-        return name
-    text = ctypes.string_at(pointer).decode()
-    ctypes.CDLL(None).free(ctypes.c_void_p(pointer))
-    return text
-
-
-@functools.cache
-def _cxx_demangle() -> Any:
-    """Return the C++ runtime's own function, or None where there is no such runtime."""
-    try:
-        call = getattr(ctypes.CDLL("libstdc++.so.6"), "__cxa_demangle")
-    except OSError:
-        return None
-    call.restype = ctypes.c_void_p
-    return call
 
 
 @functools.cache
