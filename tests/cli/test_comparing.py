@@ -9,7 +9,7 @@ import pytest
 from flashmoe_science.proof.evidence import write_record
 from flashmoe_science.proof.store import Store
 
-from ..proof.builders import build_record
+from ..proof.builders import build_gates, build_record
 from ..proof.repositories import git
 from .conftest import RUN_ID
 
@@ -119,6 +119,16 @@ def test_show_ends_with_the_verdict_of_a_comparison(run, repository):
     assert json.loads(run("show", record.id, "--json")[1])["comparison"]["effect"] == "faster"
 
 
+def test_a_comparison_that_failed_a_gate_casts_no_doubt_on_a_claim(run, repository):
+    from ..proof.test_compare import compared
+
+    before = run("verify")
+    record = compared(1.1, day=9, suite="made_up", gates=build_gates("correct"))
+    write_record(record, repository / "evidence" / f"{record.id}.json")
+    assert run("verify") == before
+    assert before[0] == 0
+
+
 # history
 
 
@@ -130,7 +140,7 @@ def test_history_looks_at_the_runs_of_the_store_and_of_the_repository(run, repos
     assert (code, err) == (0, "")
     lines = out.splitlines()
     assert lines[0] == "flash_attention over sdpa, suite made_up, graph time: geometric mean of 2 cases"
-    assert lines[4].split() == [RUN_ID, "000000000000", "2.627x", "1"] or lines[4].split()[0] == RUN_ID
+    assert (lines[4].split()[0], lines[4].split()[-1], lines[13].split()[-1]) == (RUN_ID, "1", "2")
     assert lines[-1] == "1 change of level in 10 runs"
     assert [line.split()[0] for line in lines if " -> " in line] == ["unexplained"]
     document = json.loads(run("history", "flash_attention", "--json", "--time", "wall", "--case", "case1")[1])

@@ -11,7 +11,7 @@ import pytest
 from flashmoe_science.errors import InputError
 from flashmoe_science.proof.change_points import FEWEST_RUNS, change_points, segments
 
-SERIES = 150
+SERIES = 80
 
 
 def places(values):

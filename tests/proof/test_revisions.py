@@ -382,6 +382,27 @@ origin = "made for a test"
 """
 
 
+def test_the_command_with_a_gpu_times_both_and_says_what_both_cost(repository, fake, tmp_path, monkeypatch, capsys):
+    (tmp_path / "suite.toml").write_text(SUITE)
+    monkeypatch.setenv("FLASHMOE_STORE", str(tmp_path / "runs.sqlite"))
+    monkeypatch.chdir(repository)
+    arguments = ["compare", "first", "HEAD", "--subject", "kernels", "--suite", str(tmp_path / "suite.toml")]
+    assert cli.main(arguments) == 1
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert [line for line in out.splitlines() if line.startswith("slower")] == [
+        "slower     1 slower: slower b1_h2_s64_d32_fp16 (graph) 0.971x"
+    ]
+    assert out.count("cost: about") == 2
+    assert "(30 s of NVIDIA H200)" in out  # 2 + 3 for the gates launch and correct of each, and 4 x 5 for the times
+    assert cli.main([*arguments, "--json", "--tolerance", "0.1"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["cost"]["gpu_seconds"] == 30.0
+    assert document["comparison"]["effect"] == "same"
+    assert document["record"]["command"].startswith("flashmoe compare first HEAD --subject kernels")
+    assert str(tmp_path) not in json.dumps(document)
+
+
 def start(repository, tmp_path, *arguments):
     (tmp_path / "suite.toml").write_text(SUITE)
     variables = {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "FLASHMOE_STORE": str(tmp_path / "runs.sqlite")}
