@@ -58,6 +58,13 @@ def test_launch_bound(device, wall, status, share):
         assert found.most == pytest.approx(4.0)
 
 
+def test_launch_bound_counts_the_kernels_of_a_call():
+    kernels = [kernel(2112), kernel(8, name="merge", count=3)]
+    assert finding(observe(kernels=kernels, device=5e-6, wall=20e-6), "launch-bound").explanation == (
+        "a call takes 20.00 us, its kernels 5.000 us: 75% is the host's, for 4 kernels"
+    )
+
+
 def test_launch_bound_says_what_a_graph_was_measured_to_give():
     observations = observe(times=Times(kernel=5e-6, graph=8e-6, wall=20e-6))
     assert "replay a CUDA graph (measured: 8.000 us a call, 2.50x)" in finding(observations, "launch-bound").advice

@@ -56,7 +56,7 @@ def launch_bound(observations: Observations) -> Finding:
     case.numbers.update(wall_s=times.wall, device_s=times.device, host_share=share, launches=launches)
     said = (
         f"a call takes {format_seconds(times.wall)}, its kernels {format_seconds(times.device)}: "
-        f"{percent(share)} is the host's, for {counted(launches, 'launch')}"
+        f"{percent(share)} is the host's, for {counted(launches, 'kernel')}"
     )
     if share < HOST_LOW:
         return case.ruled_out(said)

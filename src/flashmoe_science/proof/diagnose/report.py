@@ -8,7 +8,6 @@ from rich.table import Table
 from rich.text import Text
 
 from ..rows import format_bytes, format_seconds
-from ..words import counted
 from .observations import CaseDiagnosis, Diagnosis, Finding, Kernel, Observations, Status
 
 _STYLE = {Status.CONFIRMED: "bold red", Status.RULED_OUT: "green", Status.CANNOT_TELL: "yellow"}
@@ -82,15 +81,15 @@ def _kernel(kernel: Kernel) -> str:
     if kernel.shared_memory_bytes is not None:
         parts.append(f"{format_bytes(kernel.shared_memory_bytes)} shared memory")
     parts += [] if kernel.seconds is None else [format_seconds(kernel.seconds)]
-    parts += [] if kernel.count == 1 else [f"{kernel.count} launches"]
+    parts += [] if kernel.count == 1 else [f"launched {kernel.count} times"]
     return f"{kernel.name}: {', '.join(parts) or 'nothing is known of its launch'}"
 
 
 def _causes(case: CaseDiagnosis, by_name: dict[str, Finding]) -> RenderableType:
     if not case.causes:
         open_ones = [finding for finding in case.findings if finding.status is Status.CANNOT_TELL]
-        said = f"No cause is confirmed; {counted(len(open_ones), 'hypothesis')} cannot be told here."
-        return Text(said.replace("hypothesises", "hypotheses"), "bold yellow")
+        noun = "hypothesis" if len(open_ones) == 1 else "hypotheses"
+        return Text(f"No cause is confirmed; {len(open_ones)} {noun} cannot be told here.", "bold yellow")
     lines: list[RenderableType] = [Text("Causes, by the part of a call that each is shown to explain:", "bold")]
     call = case.observations.times.call
     for number, name in enumerate(case.causes, start=1):
