@@ -11,7 +11,7 @@ PACKAGE = "flashmoe_science"
 # Every layer may import itself and those before it. A folder that is not named here is an operator.
 LAYERS = ("errors", "gpu", "operators", "proof", "cli")
 LAYER_OF_FOLDER = {"gpu": "gpu", "proof": "proof", "cli": "cli"}
-LAYER_OF_FILE = {"": "operators", "errors": "errors", "cli": "cli", "__main__": "cli"}
+LAYER_OF_FILE = {"": "operators", "errors": "errors", "cli": "cli", "__main__": "cli", "pytest_plugin": "cli"}
 
 STOPWATCHES = {
     *("perf_counter", "perf_counter_ns", "process_time", "process_time_ns", "thread_time", "thread_time_ns"),

@@ -10,6 +10,7 @@ import pytest
 
 from flashmoe_science.proof.baselines import BaselineStatus
 from flashmoe_science.proof.environment import Check
+from flashmoe_science.proof.evidence import SourceFile, write_record
 from flashmoe_science.proof.store import Store
 from flashmoe_science.proof.worker import TaskResult
 
@@ -43,6 +44,30 @@ def test_verify_returns_what_the_verdicts_say(run, repository, claim, code, stat
 
 def test_verify_why_gives_the_reason(run):
     assert "every one of 2 cases is at least 2x" in run("verify", "--why")[1]
+
+
+def test_verify_writes_junit(run, repository):
+    assert run("verify", "--junit", "junit.xml")[0] == 0
+    assert (
+        '<testcase classname="flashmoe.claims.flash_attention" name="seed-graph"'
+        in (repository / "junit.xml").read_text()
+    )
+    code, _, err = run("verify", "--junit", "README.md/junit.xml")
+    assert code == 2
+    assert err.startswith("error: README.md/junit.xml: cannot be written")
+
+
+def test_verify_of_a_stale_claim_holds_unless_strict(run, repository):
+    record = build_record(speedups=[2.3, 3.0], suite="made_up", sources=[SourceFile(path="k.cu", sha256="0" * 64)])
+    subject = record.subject.model_copy(update={"folder": "src/flashmoe_science"})
+    write_record(record.model_copy(update={"subject": subject}), repository / "evidence" / f"{RUN_ID}.json")
+    code, out, err = run("verify")
+    assert code == 0
+    assert out.startswith("stale         It is twice as fast. | lowest of 2 cases 2.30x [2.29, 2.31]; ")
+    assert " | demonstrated at commit 000000000000, before its sources changed: 1 of 1, k.cu\n" in out
+    assert out.endswith("1 claim: 1 stale\n")
+    assert err.startswith("hint: a stale claim holds for the commit that it names")
+    assert run("verify", "--strict")[:2] == (4, out)
 
 
 def test_verify_names_file_and_key_of_a_wrong_claim(run, repository):

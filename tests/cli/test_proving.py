@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from xml.etree import ElementTree as ET
 
 import pytest
 
@@ -108,7 +109,7 @@ def test_prove_with_no_gpu_ends_with_the_verdicts_of_verify(prove_with):
     assert code == 0
     lines = out.splitlines()
     assert "not timed     sources, build, import, correct passed; launch, quick, bench not possible here" in out
-    assert lines[-7] == "The claims of this repository, by the evidence that it carries:"
+    assert lines[-7] == "The claims of this repository about flash_attention, by the evidence that it carries:"
     assert lines[-5].startswith("demonstrated  It is twice as fast.")
     assert lines[-3] == "1 claim: 1 demonstrated"
 
@@ -124,6 +125,32 @@ def test_prove_says_nothing_of_claims_where_there_are_none(prove_with, repositor
     (repository / "claims" / "seed.toml").unlink()
     code, out, _ = prove_with(build_record(gpu=None, day=1))
     assert (code, "claim" in out) == (0, False)
+
+
+def test_prove_with_no_gpu_says_nothing_of_claims_about_another_subject(prove_with):
+    code, out, _ = prove_with(build_record(gpu=None, day=1, subject="forward_triton"), "--json")
+    assert json.loads(out)["verdicts"] == []
+    code, out, _ = prove_with(build_record(gpu=None, day=1, subject="forward_triton"))
+    assert code == 0
+    assert "\nNo claim of this repository is about forward_triton.\n" in out
+    assert "It is twice as fast." not in out
+
+
+@pytest.mark.parametrize("expect", ["0", "-1", "nan", "inf"])
+def test_prove_refuses_to_expect_what_is_no_speedup(run, expect):
+    code, out, err = run("prove", "--expect", expect)
+    assert (code, out) == (2, "")
+    assert "expect" in err.splitlines()[0]
+
+
+def test_prove_writes_gates_and_claims_as_junit(prove_with, repository):
+    record = build_record(speedups=[1.2, 3.0], suite="made_up", day=1)
+    assert prove_with(record, "--junit", "out/junit.xml")[0] == 1
+    root = ET.parse(repository / "out" / "junit.xml").getroot()
+    assert (root.get("tests"), root.get("failures")) == ("8", "1")
+    assert prove_with(build_record(gates=build_gates("launch"), times=(), day=2), "--junit", "junit.xml")[0] == 3
+    failed = ET.parse(repository / "junit.xml").getroot().find(".//testcase[@name='launch']/failure")
+    assert failed is not None
 
 
 def test_prove_returns_3_for_a_failed_gate_and_says_it_last(prove_with):

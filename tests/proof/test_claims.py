@@ -94,6 +94,11 @@ def test_a_wrong_file_is_refused_with_file_key_expected_and_got(tmp_path, before
     assert "docs/claims.md" in caught.value.hint
 
 
+def test_the_nearest_key_is_suggested(tmp_path):
+    with pytest.raises(ClaimError, match=r"key claim\.0\.metrics: unknown key, .*; did you mean metric\?"):
+        load_claims(_write(tmp_path, GOOD.replace("metric =", "metrics =")))
+
+
 def test_two_claims_with_one_id_are_refused_and_both_files_named(tmp_path):
     _write(tmp_path, GOOD, "a.toml")
     with pytest.raises(ClaimError, match=r"b\.toml: key claim\.id: .* got 'seed-graph', as in .*a\.toml"):

@@ -101,6 +101,13 @@ def test_subject_survives_json(folder):
         ("[4, 1, 1]", '"4"', "key launch.kernels.0.grid: expected three integers, got '4'"),
         ("block =", "blocks =", "key launch.kernels.0.blocks: unknown key, expected one of pattern, grid, block"),
         ('pattern = "*merge*"', "", "key launch.kernels.1.pattern: missing, expected a pattern on the kernel's name"),
+        ("block =", "blok =", "grid, block, shared_memory_bytes; did you mean block?"),
+        ('"*gemm*"]', "3]", "key launch.forbidden.0: expected a text, got 3"),
+        (
+            'sources = ["my_kernel_of_test_subject.py", "csrc/*.cu"]',
+            "sources = []",
+            "key subject.sources: expected a list of",
+        ),
         ("[launch]", "[lunch]", "key lunch: unknown key, expected one of subject, build, launch"),
         ('name = "mine"', 'name = "my kernel"', "key subject.name: expected a name of letters, digits"),
         (":attend", "", "key subject.entry_point: expected 'module:attribute', got 'my_kernel_of_test_subject'"),

@@ -67,6 +67,10 @@ def test_user_file_is_read_with_defaults_and_names(tmp_path):
         ('name = "long"', 'name = "b1_h2_s7_d32_fp16"', "key cases.1: the name 'b1_h2_s7_d32_fp16' is taken"),
         ('name = "long"', "name = 3", "key cases.1.name: expected a text, got 3"),
         ("[[cases]]", "[cases", "is not valid TOML"),
+        ('description = "Two shapes."', 'description = ""', "key description: expected one sentence, got ''"),
+        ('name = "mine"', "name = 3", "key name: expected a name of letters, digits, '_', '.' and '-', got 3"),
+        ("[defaults]", "[[defaults]]", "key defaults: expected a table of the keys that every case has, got [{"),
+        ('name = "mine"', 'nam = "mine"', "cases; did you mean name?"),
     ],
 )
 def test_wrong_file_names_key_and_expectation(tmp_path, old, new, message):
@@ -151,3 +155,8 @@ def test_the_error_in_the_docs_is_the_real_one(tmp_path, monkeypatch):
     with pytest.raises(SuiteError) as error:
         load_suite("my-model.toml")
     assert str(error.value) in PAGE
+
+
+def test_a_suite_without_cases_is_refused_in_our_own_words(tmp_path):
+    with pytest.raises(SuiteError, match=r"key cases: expected a list of tables \[\[cases\]\], got \[\]"):
+        load_suite(write(tmp_path, "cases = []\n" + GOOD.partition("[[cases]]")[0]))

@@ -14,6 +14,7 @@ from ..proof.compare import compare_revisions
 from ..proof.conclude import GATE_FAILED, conclude
 from ..proof.evidence import Record, TimeKind, read_record
 from ..proof.judge import Verdict, VerdictStatus, exit_code
+from ..proof.junit import write_junit
 from ..proof.report import (
     case_table,
     check_lines,
@@ -41,7 +42,7 @@ OUT_OF_DATE = 1
 _COMPILE_TIMEOUT_S = 900.0
 
 
-def run_verify(*, why: bool, strict: bool, as_json: bool) -> int:
+def run_verify(*, why: bool, strict: bool, junit: Path | None, as_json: bool) -> int:
     """Judge all claims of the repository."""
     from ..proof.verify import verify_claims
 
@@ -52,6 +53,8 @@ def run_verify(*, why: bool, strict: bool, as_json: bool) -> int:
         raise ClaimError("there are no claims here", hint=hint)
     verdicts = verify_claims(repository)
     code = exit_code(verdicts, strict=strict)
+    if junit is not None:
+        write_junit(junit, verdicts, strict=strict)
     terminal.show_verdicts(verdicts, why=why)
     terminal.show(*([""] if verdicts else []), count_line(verdicts))
     if any(verdict.status is VerdictStatus.STALE for verdict in verdicts):

@@ -13,6 +13,10 @@ Csv = Annotated[
     Optional[Path],  # noqa: UP045 - typer reads this on Python 3.10
     typer.Option("--csv", metavar="FILE", help="Also write a line for every case, arm and kind of time to FILE."),
 ]
+Junit = Annotated[
+    Optional[Path],  # noqa: UP045
+    typer.Option("--junit", metavar="FILE", help="Also write gates and claims to FILE as JUnit XML."),
+]
 StoreName = Annotated[
     Optional[str],  # noqa: UP045
     typer.Option(

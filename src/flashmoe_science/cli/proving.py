@@ -16,6 +16,7 @@ from ..proof.cost_report import announcement, bill_as_plain, receipt
 from ..proof.evidence import GATE_NAMES, Record, Settings, TimeKind, write_record
 from ..proof.gates import ProveRequest, check_request, prove
 from ..proof.judge import Verdict
+from ..proof.junit import write_junit
 from ..proof.meter import Bill, Meter, history_of
 from ..proof.rates import load_rates
 from ..proof.report import case_table, count_line, outcome_table, unmeasured_lines
@@ -106,7 +107,7 @@ class Proof:
         }
 
 
-def run_prove(wanted: Wanted, *, csv: Path | None, as_json: bool) -> int:
+def run_prove(wanted: Wanted, *, csv: Path | None, junit: Path | None, as_json: bool) -> int:
     """Run the chain on every subject, one after another, and return the worst exit code."""
     terminal = Terminal(as_json=as_json)
     repository = find_repository()
@@ -127,6 +128,9 @@ def run_prove(wanted: Wanted, *, csv: Path | None, as_json: bool) -> int:
         proofs.append(_prove(replace(request, meter=meter), meter, terminal, store, alone=len(requests) == 1))
     if csv is not None:
         write_csv_file([proof.record for proof in proofs], csv)
+    if junit is not None:
+        verdicts = [verdict for proof in proofs for verdict in proof.verdicts]
+        write_junit(junit, verdicts, [proof.record for proof in proofs])
     if len(proofs) == 1:
         terminal.document(proofs[0].document())
         return proofs[0].exit_code
@@ -242,6 +246,8 @@ def _request(wanted: Wanted, name: str, repository: Path | None) -> ProveRequest
     rivals = list(operator_of(subject).rivals())
     for baseline in wanted.baselines:
         check_name("baseline", baseline, rivals)
+    if wanted.expect is not None and not 0 < wanted.expect < math.inf:
+        raise InputError(f"expect must be a number above 0, got {wanted.expect:g}", hint="e.g. --expect 1.7")
     if wanted.until is not None:
         check_name("until", wanted.until, GATE_NAMES)
     for gpu in wanted.gpus:
@@ -311,10 +317,13 @@ def _conclude(
     terminal.show_conclusion(record, verdicts)
     if record.environment.gpu is None and repository is not None and code == 0 and alone:
         # Nothing could be timed here, so what can be said of speed is what the repository's evidence says.
-        verdicts = verify_claims(repository)
-        if verdicts:  # a run outside of a repository makes evidence/, and that a repository without claims
-            terminal.show("", "The claims of this repository, by the evidence that it carries:", "")
+        name, judged = record.subject.name, verify_claims(repository)
+        verdicts = [verdict for verdict in judged if verdict.claim.subject == name]
+        if verdicts:
+            terminal.show("", f"The claims of this repository about {name}, by the evidence that it carries:", "")
             terminal.show_verdicts(verdicts)
             terminal.show("", count_line(verdicts))
+        elif judged:  # a run outside of a repository makes evidence/, and that a repository without claims
+            terminal.show("", f"No claim of this repository is about {name}.")
     terminal.show("", *([receipt(bill)] if bill else []), f"record: {short_path(path)}")
     return Proof(record, path, verdicts, bill, code)

@@ -15,7 +15,7 @@ import typer
 
 from .. import __version__
 from . import claim_verbs, compare_verbs, cost_verbs, diagnose_verbs, report_verbs, store_verbs
-from .options import Csv, Json, Metric, StoreName, split
+from .options import Csv, Json, Junit, Metric, StoreName, split
 
 app = typer.Typer(
     add_completion=False,
@@ -114,6 +114,7 @@ def prove(
     ] = "",
     as_json: Json = False,
     csv: Csv = None,
+    junit: Junit = None,
 ) -> None:
     """Take a kernel through the chain of proof: sources, build, import, launch, correct, quick, bench.
 
@@ -158,7 +159,7 @@ def prove(
         python=python,
         given=_given(context),
     )
-    raise typer.Exit(run_prove(wanted, csv=csv, as_json=as_json))
+    raise typer.Exit(run_prove(wanted, csv=csv, junit=junit, as_json=as_json))
 
 
 app.command(short_help="Compare two revisions, or two runs.")(compare_verbs.compare)
@@ -173,6 +174,7 @@ def verify(
         bool, typer.Option("--strict", help="A stale claim does not hold: 4, and not 0, where one is.")
     ] = False,
     as_json: Json = False,
+    junit: Junit = None,
 ) -> None:
     """Judge every claim in claims/ by the records in evidence/. Needs no GPU.
 
@@ -193,7 +195,7 @@ def verify(
     """
     from .looking import run_verify
 
-    raise typer.Exit(run_verify(why=why, strict=strict, as_json=as_json))
+    raise typer.Exit(run_verify(why=why, strict=strict, junit=junit, as_json=as_json))
 
 
 @app.command(short_help="Show a run again.")

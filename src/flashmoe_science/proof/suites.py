@@ -46,7 +46,7 @@ class _SuiteFile(BaseModel):
     )
     operator: str = Field(description="an operator, e.g. 'attention'")
     description: str = Field(min_length=1, description="one sentence")
-    defaults: dict[str, Any] = {}
+    defaults: dict[str, Any] = Field(default={}, description="a table of the keys that every case has")
     cases: list[dict[str, Any]] = Field(min_length=1, description="a list of tables [[cases]]")
 
 

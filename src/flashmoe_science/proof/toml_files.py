@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -55,14 +56,33 @@ def explain_validation(problem: ValidationError, model: type[BaseModel]) -> list
         if detail["type"] == "missing":
             lines.append(f"key {key}: missing, expected {_expected(model, detail['loc'])}")
         elif detail["type"] == "extra_forbidden":
-            known = ", ".join(_known_keys(model, detail["loc"][:-1]))
-            lines.append(f"key {key}: unknown key, expected one of {known}")
-        elif detail["type"] == "string_pattern_mismatch":
-            lines.append(f"key {key}: expected {_expected(model, detail['loc'])}, got {detail['input']!r}")
+            known = _known_keys(model, detail["loc"][:-1])
+            near = difflib.get_close_matches(str(detail["loc"][-1]), known, n=1)
+            meant = f"; did you mean {near[0]}?" if near else ""
+            lines.append(f"key {key}: unknown key, expected one of {', '.join(known)}{meant}")
+        elif detail["type"] in _OUR_WORDS:
+            expected = _description(model, detail["loc"]) or _OUR_WORDS[detail["type"]]
+            lines.append(f"key {key}: expected {expected}, got {detail['input']!r}")
         else:
             expected = message.replace("Input should be", "expected", 1)
             lines.append(f"key {key}: {expected}, got {detail['input']!r}")
     return lines
+
+
+# What pydantic says of these ("List should have at least 1 item after validation") is of Python, not of a file. The
+# description of a key says more; where it has none, these do.
+_OUR_WORDS = {
+    "string_pattern_mismatch": "another text",
+    "string_too_short": "a text that is not empty",
+    "string_type": "a text",
+    "list_type": "a list",
+    "tuple_type": "a list",
+    "too_short": "at least one",
+    "dict_type": "a table",
+    "model_type": "a table",
+    "bool_type": "true or false",
+    "bool_parsing": "true or false",
+}
 
 
 def _model_at(model: type[BaseModel], location: Sequence[int | str]) -> type[BaseModel] | None:
@@ -93,6 +113,10 @@ def _known_keys(model: type[BaseModel], location: Sequence[int | str]) -> list[s
 
 def _expected(model: type[BaseModel], location: Sequence[int | str]) -> str:
     """Return what belongs at a key: the description of its field."""
+    return _description(model, location) or "a value"
+
+
+def _description(model: type[BaseModel], location: Sequence[int | str]) -> str | None:
     table = _model_at(model, location[:-1])
     field = table.model_fields.get(str(location[-1])) if table else None
-    return (field.description or "a value") if field else "a value"
+    return field.description if field else None

@@ -1,0 +1,128 @@
+"""Claims as tests: a plugin of pytest, found by its entry point.
+
+::
+
+    @pytest.mark.flashmoe(claim="seed-graph-h200")
+    def test_speed(): ...
+
+passes where the claim holds, fails where it is refuted (under ``--flashmoe-strict`` also where it is stale), and is
+skipped where nobody knows. The fixture ``flashmoe_claim`` does the same within a test and returns the verdict.
+
+Importing this file needs pytest alone: the harness is imported by the first test that asks for a claim.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from .proof.claims import Claim
+    from .proof.evidence import Record
+    from .proof.judge import Verdict
+
+_MARKER = "flashmoe(claim, ...): passes where this claim of claims/ holds, fails where it is refuted, else is skipped"
+
+_EXPECTED = 'flashmoe expects the id of a claim, e.g. @pytest.mark.flashmoe(claim="seed-graph")'
+
+
+class _Claims:
+    """The claims and the evidence of a repository, read once in a session."""
+
+    def __init__(self, start: Path, *, strict: bool) -> None:
+        self._start = start
+        self._strict = strict
+        self._repository: Path | None = None
+        self._claims: dict[str, Claim] = {}
+        self._records: dict[str, Record] = {}
+        self._verdicts: dict[str, Verdict] = {}
+
+    def judge(self, name: str) -> Verdict:
+        """Return the verdict on one claim. Raises ``FlashmoeError`` when there is none of this name."""
+        from .errors import ClaimError
+        from .proof.claims import load_claims
+        from .proof.store import find_repository
+        from .proof.verify import read_records, verify_claim
+
+        if self._repository is None:
+            repository = find_repository(self._start)
+            if repository is None:
+                raise ClaimError(f"there are no claims here: {self._start} is in no folder with claims/ or evidence/")
+            self._claims = {claim.id: claim for claim in load_claims(repository / "claims")}
+            self._records = read_records(repository)
+            self._repository = repository
+        if name not in self._claims:
+            near = difflib.get_close_matches(name, self._claims, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"claims/ has {', '.join(self._claims) or 'none'}"
+            raise ClaimError(f"there is no claim {name!r}", hint=hint)
+        if name not in self._verdicts:
+            self._verdicts[name] = verify_claim(self._claims[name], self._records, self._repository)
+        return self._verdicts[name]
+
+    def check(self, *names: str) -> list[Verdict]:
+        """Return the verdicts where all hold; else fail or skip the test that runs. A failure goes before a skip."""
+        from .errors import FlashmoeError
+
+        try:
+            from .proof.junit import outcome
+
+            verdicts = [self.judge(name) for name in names]
+        except ModuleNotFoundError as error:
+            pytest.fail(f'{error.name} is not installed: pip install "flashmoe-science[proof]"', pytrace=False)
+        except FlashmoeError as error:
+            pytest.fail(str(error), pytrace=False)
+        results = [(verdict, *outcome(verdict, strict=self._strict)) for verdict in verdicts]
+        for wanted in ("failed", "skipped"):
+            said = [f"claim {verdict.claim.id}: {text}" for verdict, result, text in results if result == wanted]
+            if said and wanted == "failed":
+                pytest.fail("\n".join(said), pytrace=False)
+            elif said:
+                pytest.skip("; ".join(said))
+        return verdicts
+
+
+_CLAIMS = pytest.StashKey[_Claims]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add ``--flashmoe-strict``."""
+    group = parser.getgroup("flashmoe")
+    group.addoption("--flashmoe-strict", action="store_true", help="a stale claim fails its test, as it does not hold")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Declare the marker; nothing is read before a test asks for it."""
+    config.addinivalue_line("markers", _MARKER)
+    config.stash[_CLAIMS] = _Claims(config.rootpath, strict=config.getoption("--flashmoe-strict"))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call(item: pytest.Item) -> None:
+    """Judge the claims of a marked test before its body runs."""
+    names = list(_named(item))
+    if names:
+        item.config.stash[_CLAIMS].check(*names)
+
+
+def _named(item: pytest.Item) -> Iterator[str]:
+    """Yield the ids in the markers of a test; the nearest marker comes first."""
+    for marker in item.iter_markers("flashmoe"):
+        given = (*marker.args, *([marker.kwargs["claim"]] if "claim" in marker.kwargs else ()))
+        if not given or set(marker.kwargs) - {"claim"} or not all(isinstance(name, str) for name in given):
+            pytest.fail(_EXPECTED, pytrace=False)
+        yield from given
+
+
+@pytest.fixture
+def flashmoe_claim(pytestconfig: pytest.Config) -> Callable[[str], Verdict]:
+    """Return a function that takes the id of a claim, and returns the verdict on it where it holds."""
+
+    def claim(name: str) -> Verdict:
+        (verdict,) = pytestconfig.stash[_CLAIMS].check(name)
+        return verdict
+
+    return claim

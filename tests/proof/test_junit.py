@@ -1,0 +1,114 @@
+"""Gates and claims become test cases: passed, failed with the reason, or skipped with what is still needed."""
+
+from __future__ import annotations
+
+from xml.etree import ElementTree as ET
+
+import pytest
+
+from flashmoe_science.errors import EvidenceError
+from flashmoe_science.proof.evidence import Gate, GateStatus
+from flashmoe_science.proof.judge import VerdictStatus, judge
+from flashmoe_science.proof.junit import junit_xml, outcome, write_junit
+
+from .builders import build_gates, build_record
+from .claim_builders import build_claim
+
+
+def judged(status, **changes):
+    record = build_record(speedups=[2.5, 3.0])
+    verdict = judge(build_claim(), record)
+    return verdict.model_copy(update={"status": status, "reason": "why", **changes})
+
+
+def cases_of(text):
+    return {case.get("name"): case for case in ET.fromstring(text).iter("testcase")}
+
+
+@pytest.mark.parametrize(
+    ("status", "strict", "result"),
+    [
+        (VerdictStatus.DEMONSTRATED, True, "passed"),
+        (VerdictStatus.STALE, False, "passed"),
+        (VerdictStatus.STALE, True, "failed"),
+        (VerdictStatus.REFUTED, False, "failed"),
+        (VerdictStatus.INCONCLUSIVE, False, "skipped"),
+        (VerdictStatus.ASSERTED, False, "skipped"),
+        (VerdictStatus.INVALID, True, "skipped"),
+    ],
+)
+def test_a_verdict_is_the_result_of_a_test(status, strict, result):
+    found, said = outcome(judged(status), strict=strict)
+    assert (found, bool(said)) == (result, result != "passed")
+    if result != "passed":
+        assert said == f"{status.value}: why"
+
+
+def test_a_gate_that_failed_is_a_failure():
+    assert outcome(judged(VerdictStatus.INCONCLUSIVE, gate_failed="launch"))[0] == "failed"
+
+
+def test_what_is_inconclusive_says_the_rounds_still_needed():
+    verdict = judge(build_claim(), build_record(speedups=[2.006, 2.008, 3.0]))
+    result, said = outcome(verdict)
+    assert result == "skipped"
+    assert said.startswith(
+        f"inconclusive, about {verdict.rounds_needed} rounds more would decide: 2 of 3 cases are open"
+    )
+
+
+def test_each_gate_and_each_claim_is_a_test_case():
+    gates = build_gates("launch")
+    gates[1] = Gate(name="build", status=GateStatus.NOT_POSSIBLE, summary="no compiler", hint="get one")
+    gates[3] = gates[3].model_copy(update={"hint": "look", "details": ["a < b", "\x1b[0m red"]})
+    record = build_record(speedups=[2.5], gates=gates)
+    text = junit_xml([judged(VerdictStatus.REFUTED), judged(VerdictStatus.STALE)], [record])
+    root = ET.fromstring(text)
+    assert {key: root.get(key) for key in ("tests", "failures", "errors", "skipped")} == {
+        "tests": "9",
+        "failures": "2",
+        "errors": "0",
+        "skipped": "4",
+    }
+    assert [suite.get("name") for suite in root] == ["flashmoe.gates.flash_attention", "flashmoe.claims"]
+    properties = {entry.get("name"): entry.get("value") for entry in root.iter("property")}
+    assert properties["run"] == record.id
+    cases = cases_of(text)
+    assert list(cases["sources"]) == []
+    assert cases["sources"].get("time") == "1.000"
+    skipped = cases["build"].find("skipped")
+    assert skipped is not None
+    assert (skipped.get("message"), skipped.text) == ("not possible here: no compiler", "get one")
+    failure = cases["launch"].find("failure")
+    assert failure is not None
+    assert failure.get("message") == "made up: failed"
+    assert failure.text == "a < b\n\ufffd[0m red\nhint: look"
+
+
+def test_a_claim_that_failed_says_its_sentence_and_a_stale_one_what_changed():
+    cases = cases_of(junit_xml([judged(VerdictStatus.REFUTED)]))
+    failure = cases["seed-graph"].find("failure")
+    assert failure is not None
+    assert (failure.get("message"), failure.text) == ("refuted: why", "It is twice as fast.")
+    stale = cases_of(junit_xml([judged(VerdictStatus.STALE)]))["seed-graph"]
+    assert stale.findtext("system-out") == "stale: why"
+    assert cases_of(junit_xml([judged(VerdictStatus.STALE)], strict=True))["seed-graph"].find("failure") is not None
+
+
+def test_the_file_is_written_and_one_that_cannot_be_is_an_error(tmp_path):
+    write_junit(tmp_path / "new" / "junit.xml", [judged(VerdictStatus.DEMONSTRATED)])
+    assert ET.parse(tmp_path / "new" / "junit.xml").getroot().get("tests") == "1"
+    (tmp_path / "file").write_text("")
+    with pytest.raises(EvidenceError, match=r"junit\.xml: cannot be written"):
+        write_junit(tmp_path / "file" / "junit.xml", [])
+
+
+def test_several_runs_have_a_suite_each():
+    records = [build_record(speedups=[2.5], subject=name) for name in ("mine", "yours")]
+    root = ET.fromstring(junit_xml([judged(VerdictStatus.DEMONSTRATED)], records))
+    assert [suite.get("name") for suite in root] == ["flashmoe.gates.mine", "flashmoe.gates.yours", "flashmoe.claims"]
+    assert [case.get("classname") for case in root.iter("testcase")][0::7] == [
+        "flashmoe.gates.mine",
+        "flashmoe.gates.yours",
+        "flashmoe.claims.flash_attention",
+    ]
