@@ -67,6 +67,7 @@ OTHERS = [
     ("It saves 12 GB of memory.", "memory", 12),
     ("It is 3x slower.", "slowdown", 3),
     ("Half as fast as cuDNN.", "slowdown", 0.5),
+    ("Half the throughput of cuDNN.", "slowdown", 0.5),
     ("It takes twice the time.", "slowdown", 2),
     ("It reaches 740 TFLOP/s.", "TFLOP/s", 740),
     ("740 TFLOPS", "TFLOP/s", 740),
@@ -118,6 +119,9 @@ def test_memory_rates_and_what_is_slower_are_found(sentence, kind, figure):
         "Two thirds of all lines are tests.",
         "A budget of twice the error that PyTorch makes.",
         "times two",
+        "It says whether one revision, or one run, is faster than another.",
+        "A call whose kernels take a quarter of its wall time.",
+        "At least half of the throughput must be idle.",
         "",
     ],
 )

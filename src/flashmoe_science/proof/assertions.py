@@ -68,6 +68,8 @@ _PERCENT = r"\s*(?:%|percent\b|per\s+cent\b)"
 # What may stand between the number and what it is about, and before it.
 _SMALL = _words("a, an, the, of, as, in, more, much, its, their, our, wall, kernel, graph, device, overall, total")
 _BETWEEN = rf"[\s-]+(?:{_SMALL}\s+)*"
+# "half of its own time" is a share, "half the time" a comparison.
+_OF_ANOTHERS = rf"[\s-]+(?:{_words('the, of, as, much, wall, kernel, graph, device, overall, total')}\s+)*"
 _ABOUT = (
     r"(?:(?:[~≈]|"
     + _words("up to, about, around, roughly, at least, at most, over, more than, nearly, almost, by, of, is, was, a")
@@ -118,9 +120,9 @@ _PATTERNS: tuple[tuple[re.Pattern[str], Kind, str], ...] = (
     (_compile(_one_of(_MULTIPLES), _BETWEEN, _SPEEDUP), "speedup", "times"),
     (_compile(_one_of(_MULTIPLES), _BETWEEN, _MEMORY), "memory", "plain"),
     (_compile(_one_of(_MULTIPLES), _BETWEEN, rf"(?:{_SLOW}|{_TIME})"), "slowdown", "plain"),
-    (_compile(_one_of(_FRACTIONS), _BETWEEN, _TIME), "speedup", "part"),
+    (_compile(_one_of(_FRACTIONS), _OF_ANOTHERS, _TIME), "speedup", "part"),
     (_compile(_one_of(_FRACTIONS), _BETWEEN, _MEMORY), "memory", "plain"),
-    (_compile(_one_of(_FRACTIONS), _BETWEEN, _SPEEDUP), "slowdown", "plain"),
+    (_compile(_one_of(_FRACTIONS), r"\s+(?:as|the)\s+", _SPEEDUP), "slowdown", "plain"),
     (_compile(_SPEEDS_UP, _N, _TIMES), "speedup", "times"),
     (_compile(_SPEEDS_UP, _N, _PERCENT), "speedup", "more"),
     (_compile(_CUTS, _TIME, r"\s+", _ABOUT, _N, _PERCENT), "speedup", "less"),
@@ -160,7 +162,7 @@ _OTHER_MULTIPLE = _compile(
 # Or where it is said of what: "0.12x of SDPA". Names of implementations have two capitals.
 _OF_A_RIVAL = re.compile(r"\s+(?:of|over|against|versus|vs\.?|compared\s+(?:to|with))\s+\w*[A-Z]\w*[A-Z]\w*")
 # Nobody asserts what stands behind such a word in the same clause.
-_SUPPOSED = _compile(r"\b(?:if|whether|unless|suppose|imagine)\b[^.,;:!?|]*$")
+_SUPPOSED = _compile(r"\b(?:(?:if|unless|suppose|imagine)\b[^.,;:!?|]*|whether\b[^.;:!?|]*)$")
 _DENIED = _compile(r"\b(?:no|not|never|nothing|nobody|none|cannot|neither|without)\s+(?:[\w'-]+\s+){0,4}$")
 
 
