@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from fnmatch import fnmatchcase
 
 import pytest
+import torch
 
+from flashmoe_science.attention.operator import OPERATOR
+from flashmoe_science.attention.problem import AttentionProblem
 from flashmoe_science.attention.rivals import RIVALS
 
 # The first of sdpa-cudnn and of sdpa-flash ran in a record of evidence/; the others are as users of each reported them.
@@ -40,3 +44,27 @@ def test_a_rival_is_known_by_its_own_kernels_only(name):
         for kernel in kernels:
             fits = any(fnmatchcase(kernel, pattern) for pattern in RIVALS[name].kernels)
             assert fits == (owner == name), kernel
+
+
+def problem(seqlen: int, *, causal: bool = False) -> AttentionProblem:
+    return AttentionProblem(16384 // seqlen, 16, 16, seqlen, seqlen, 128, 128, "bf16", causal)
+
+
+@pytest.mark.parametrize(("seqlen", "causal", "rows"), [(8192, False, 8192), (16384, True, 8192), (8192, True, 4096)])
+def test_the_matrix_product_has_as_many_operations(seqlen, causal, rows):
+    rival, case = RIVALS["matrix-product"], problem(seqlen, causal=causal)
+    assert rival.refusal(case) is None
+    with torch.device("meta"):
+        call = OPERATOR.bind(rival.load(), case, {"q": torch.empty(1, dtype=torch.bfloat16)})
+    assert isinstance(call, functools.partial)
+    left, right = call.args
+    assert (left.shape, right.shape, left.dtype) == ((rows, 8192), (8192, 8192), torch.bfloat16)
+    operations = 2 * left.shape[0] * left.shape[1] * right.shape[1]
+    assert operations == pytest.approx(OPERATOR.work(case).flops, rel=128 / rows)
+
+
+def test_a_small_matrix_product_is_refused():
+    assert RIVALS["matrix-product"].refusal(problem(4096)) is None
+    assert RIVALS["matrix-product"].refusal(problem(4096, causal=True)) == (
+        "it is asked for from 5.5e+11 operations on, this case has 2.7e+11"
+    )

@@ -228,6 +228,19 @@ def test_an_answer_of_another_shape_is_refused():
     assert "its answer must have shape [64], got [3]" in bench.run().arms["ours"].reason
 
 
+def test_a_yardstick_is_timed_though_its_answer_is_none_to_the_problem():
+    bench = Bench()
+    work = implementation(bench.gpu, seconds=4e-6, change=lambda out: -out)
+    measure = rival("product", work)
+    measure.yardstick = True
+    bench.baselines.append(loaded("product", work, rival=measure))
+    product = bench.run().arms["product"]
+    assert (product.status, product.accuracy) == ("measured", None)
+    assert bench.seconds("graph")["product"] == pytest.approx([4e-6] * 4)
+    measure.yardstick = False
+    assert "its answer is off by" in bench.run().arms["product"].reason
+
+
 def test_a_subject_that_raises_has_no_times():
     bench = Bench()
     bench.subject = loaded("ours", lambda x: x.no_such_method(), role="subject")

@@ -185,10 +185,9 @@ class AttentionOperator:
     def work(self, problem: AttentionProblem) -> Work:
         """Count 4 D (2 for QK, 2 for PV) operations a visible score, and every input and output once."""
         p = problem
-        flops = 2.0 * p.batch * p.heads * p.visible_scores * (p.head_dim + p.head_dim_v)
         queries = p.batch * p.heads * p.seqlen_q * (p.head_dim + p.head_dim_v)
         keys = p.batch * p.heads_kv * p.seqlen_k * (p.head_dim + p.head_dim_v)
-        return Work(flops, float((queries + keys) * p.item_bytes), p.batch * p.seqlen_q)
+        return Work(p.flops, float((queries + keys) * p.item_bytes), p.batch * p.seqlen_q)
 
     def make_inputs(self, problem: AttentionProblem, *, seed: int, device: str) -> dict[str, torch.Tensor]:
         """Return standard normal q, k and v."""

@@ -120,6 +120,11 @@ class AttentionProblem:
         rows = self.seqlen_q - first
         return rows * (first + diagonal + 1) + rows * (rows - 1) // 2 if rows > 0 else 0
 
+    @property
+    def flops(self) -> float:
+        """Operations of a call: for every visible score, 2 D for it and 2 DV for its share of the output."""
+        return 2.0 * self.batch * self.heads * self.visible_scores * (self.head_dim + self.head_dim_v)
+
     def describe(self) -> str:
         """Return a short name, e.g. ``b1_h16_s512_d64_fp16_causal``."""
         heads = f"h{self.heads}" if self.heads == self.heads_kv else f"h{self.heads}_{self.heads_kv}"

@@ -27,6 +27,7 @@ class Rival:
     name: str
     kernels: Sequence[str] = ()
     distribution = "torch"  # the package whose version counts
+    yardstick = False  # whether it does other work, whose answer is none to the problem
 
     def load(self) -> Callable[..., torch.Tensor]:
         """Return the entry point. Raises ``ImportError`` with the reason."""
@@ -117,6 +118,42 @@ class Flex(Rival):
             return functools.partial(compiled, inputs["q"], inputs["k"], inputs["v"], **options)
 
         return _Bound(bind_inputs)
+
+
+class MatrixProduct(Rival):
+    """A product of two matrices with as many operations: what part of the rate of the matrix units attention reaches.
+
+    ``[M, 8192] x [8192, 8192]`` by ``torch.mm``, random values of the problem's dtype; M is a multiple of 128, so the
+    operations are as many to within ``128 / M``.
+    """
+
+    name = "matrix-product"
+    yardstick = True
+    _SIZE = 8192
+    _FEWEST_ROWS = 4096  # below, the tiles of a product do not fill the SMs evenly, and its rate says little
+
+    def load(self) -> Callable[..., torch.Tensor]:
+        """Return PyTorch's product."""
+
+        def bind_inputs(problem: AttentionProblem, inputs: Mapping[str, torch.Tensor]) -> Callable[[], torch.Tensor]:
+            like = inputs["q"]
+            left, right = (
+                torch.randn(rows, self._SIZE, dtype=like.dtype, device=like.device)
+                for rows in (self._rows(problem), self._SIZE)
+            )
+            return functools.partial(torch.mm, left, right)
+
+        return _Bound(bind_inputs)
+
+    def refusal(self, problem: AttentionProblem) -> str | None:
+        """A small product does not reach the rate."""
+        if self._rows(problem) >= self._FEWEST_ROWS:
+            return None
+        fewest = 2.0 * self._FEWEST_ROWS * self._SIZE**2
+        return f"it is asked for from {fewest:.2g} operations on, this case has {problem.flops:.2g}"
+
+    def _rows(self, problem: AttentionProblem) -> int:
+        return round(problem.flops / (2.0 * self._SIZE**2) / 128) * 128
 
 
 def _sequence_major(inputs: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -265,5 +302,6 @@ _ALL: tuple[Rival, ...] = (
     FlashAttention("fa4", "flash_attn.cute", "flash-attn-4", ("*FlashAttentionForwardSm*",)),
     Xformers(),
     FlashInfer(),
+    MatrixProduct(),
 )
 RIVALS: dict[str, Rival] = {rival.name: rival for rival in _ALL}

@@ -57,7 +57,11 @@ class CompileOutcome(Protocol):
 
 
 class Rival(Protocol):
-    """How one baseline is called."""
+    """How one baseline is called.
+
+    One with ``yardstick = True`` does other work of the same size, e.g. a matrix product: its answer is none to the
+    problem and is not compared with the exact one.
+    """
 
     name: str
     kernels: Sequence[str]  # fnmatch patterns; every call must launch at least one match. Empty: nothing is pinned
