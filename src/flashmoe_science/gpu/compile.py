@@ -23,6 +23,7 @@ from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from ..errors import CompileError
 from . import machine_code
 from .machine_code import KernelCode
+from .specs import find_gpu
 
 _PTXAS_LINES = 8  # of its complaints in an error's message: the first is mostly the cause of the others
 _compiling = threading.local()  # ``here`` while this thread compiles a kernel of ours
@@ -141,3 +142,36 @@ def read_code(kernel: Any, name: str, arch: int) -> KernelCode:
     if len(found) != 1:
         raise CompileError(f"cuobjdump cannot read {name} for sm_{arch}: {len(found)} kernels, expected 1")
     return found[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelOutcome:
+    """What compiling one kernel for one GPU showed."""
+
+    registers: int
+    spill_bytes: int
+    shared_memory_bytes: int
+    seconds: float
+    problems: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelJob:
+    """One kernel to compile for one GPU: what the ``compile_jobs`` of a kernel.toml return for Triton kernels."""
+
+    label: str  # e.g. "my_kernel fp16 BLOCK=1024"
+    gpu: str  # e.g. "L4"
+    source: KernelSource
+
+    def run(self) -> KernelOutcome:
+        """Compile it, and compare it with what the GPU gives a block. Raises ``CompileError``."""
+        spec = find_gpu(self.gpu)
+        found, limit = read_resources(self.source, spec.arch), spec.shared_memory_per_block_bytes
+        problems = []
+        if found.spill_bytes:
+            problems.append(f"{found.spill_bytes} bytes of registers a thread spill to local memory")
+        if found.shared_memory_bytes > limit:
+            problems.append(f"{found.shared_memory_bytes} bytes of shared memory a block, the limit is {limit}")
+        return KernelOutcome(
+            found.registers, found.spill_bytes, found.shared_memory_bytes, found.seconds, tuple(problems)
+        )

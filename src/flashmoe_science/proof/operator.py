@@ -1,7 +1,8 @@
 """What the harness needs to know of an operator: protocols only. No operator is named here, and none imports this.
 
-An operator called ``NAME`` lives in ``flashmoe_science.NAME.operator`` and offers one object, ``OPERATOR``. A name with
-a dot is the path of a module of the user's own that offers the same.
+An operator called ``NAME`` lives in ``flashmoe_science.NAME.operator`` and offers one object, ``OPERATOR``. A user's
+own is named ``module:OBJECT``, or by a path with dots of a module that offers ``OPERATOR``; ``custom_operator.py`` has
+a base for it.
 """
 
 from __future__ import annotations
@@ -208,15 +209,31 @@ class Planning(Protocol):
         """Return the kernels of one call, in order. Raises ``CompileError``; ``refusal`` is asked before."""
 
 
+_PARTS = [name for name in {**vars(Operator), **Operator.__annotations__} if not name.startswith("_")]
+
+
+def is_own(name: str) -> bool:
+    """Return whether ``name`` is that of a user's own operator: ``module:OBJECT``, or a module's path with dots."""
+    return "." in name or ":" in name
+
+
 def load_operator(name: str) -> Operator:
     """Import the operator called ``name``. Raises ``SubjectError``."""
-    module = name if "." in name else f"{__package__.rpartition('.')[0]}.{name}.operator"
+    module, _, attribute = name.partition(":")
+    if not is_own(name):
+        module = f"{__package__.rpartition('.')[0]}.{name}.operator"
+    attribute = attribute or "OPERATOR"
     try:
-        operator = getattr(importlib.import_module(module), "OPERATOR", None)
+        operator = getattr(importlib.import_module(module), attribute, None)
     except ModuleNotFoundError as error:
         if error.name is None or not module.startswith(error.name):
             raise
         raise SubjectError(f"there is no operator called {name!r}", hint="try: attention") from error
     if not isinstance(operator, Operator):
-        raise SubjectError(f"{module} must offer an object OPERATOR that fits proof/operator.py, got {operator!r}")
+        lacking = [part for part in _PARTS if operator is not None and not hasattr(operator, part)]
+        got = f"{type(operator).__name__} without {', '.join(lacking)}" if lacking else repr(operator)
+        raise SubjectError(
+            f"{module} must offer an object {attribute} that fits proof/operator.py, got {got}",
+            hint="proof.custom_operator.CustomOperator has a default for most of it, see docs/operators.md",
+        )
     return operator

@@ -19,7 +19,7 @@ from pathlib import Path
 from ..errors import FlashmoeError, ProofError, SubjectError
 from .evidence import Compared, Gate, GateStatus, Record, Revision
 from .gates import Progress, ProveRequest, prove
-from .operator import load_operator
+from .operator import is_own, load_operator
 from .subject import PACKAGE_FOLDER, Checkout, Subject, builtin_names, load_subject
 
 _GIT_TIMEOUT_S = 600.0  # a large repository takes minutes to check out
@@ -198,9 +198,9 @@ def _named(subject: Subject, checkout: Checkout, suffix: str) -> Subject:
 
 def _changed_operator(ours: Subject, theirs: Subject) -> str:
     """Return the file of a user's own operator where it differs between the revisions, or an empty text."""
-    if "." not in ours.operator:
+    if not is_own(ours.operator):
         return ""
-    relative = Path(*ours.operator.split(".")).with_suffix(".py")
+    relative = Path(*ours.operator.partition(":")[0].split(".")).with_suffix(".py")
     for entry in dict.fromkeys([*ours.python_path, *theirs.python_path]):
         files = [subject.folder / entry / relative for subject in (ours, theirs)]
         contents = [file.read_bytes() if file.is_file() else None for file in files]

@@ -250,9 +250,9 @@ def _subject_from_file(path: Path) -> Subject:
 
 def operator_of(subject: Subject) -> Operator:
     """Return the operator that ``subject`` implements; a user's own is looked for on the subject's ``python_path``."""
-    from .operator import load_operator
+    from .operator import is_own, load_operator
 
-    if "." in subject.operator:
+    if is_own(subject.operator):
         add_python_path(subject)
     operator = load_operator(subject.operator)
     if subject.checkout is None:

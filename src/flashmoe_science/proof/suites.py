@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import sys
 from collections.abc import Hashable
 from dataclasses import dataclass
 from importlib import resources
@@ -79,8 +80,10 @@ def suite_text(record: Record, repository: Path | None) -> str:
 
 
 def _parse_cases(file: _SuiteFile, path: Path) -> tuple[SuiteCase, ...]:
-    from .operator import load_operator
+    from .operator import is_own, load_operator
 
+    if is_own(file.operator) and (beside := str(path.resolve().parent)) not in sys.path:
+        sys.path.append(beside)  # a user's own operator may lie beside its suite
     try:
         operator = load_operator(file.operator)
     except (SubjectError, ImportError) as error:
