@@ -29,7 +29,8 @@ def restore_path(monkeypatch):
 
 @pytest.fixture
 def operator():
-    return load_subject(str(FOLDER)) and load_operator("rms_norm_operator:OPERATOR")
+    load_subject(str(FOLDER))  # puts its folder on the path
+    return load_operator("rms_norm_operator:OPERATOR")
 
 
 def prove(monkeypatch, folder=FOLDER, **changes):
