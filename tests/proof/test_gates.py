@@ -340,10 +340,10 @@ def test_broken_module_fails_gate_import(tmp_path, code, summary):
 
 
 def test_import_that_hangs_fails_gate_import(tmp_path, monkeypatch):
-    monkeypatch.setattr(static, "_IMPORT_TIMEOUT_S", 6.0)
+    monkeypatch.setattr(static, "_IMPORT_TIMEOUT_S", 20.0)  # a loaded machine needs many to import torch
     gate, all_gates = import_gate(tmp_path, "import time\ntime.sleep(600)\n")
     assert all_gates == until("import")
-    assert gate.summary == "written_subject:attend: no answer within 6 s"
+    assert gate.summary == "written_subject:attend: no answer within 20 s"
     assert any("written_subject.py" in line for line in gate.details)
 
 
@@ -381,12 +381,12 @@ def test_crash_keeps_the_cases_before_it(tmp_path):
 
 
 def test_hang_fails_its_case_and_says_where(tmp_path, monkeypatch):
-    monkeypatch.setitem(correct._CASE_TIMEOUT_S, "cpu", 6.0)
+    monkeypatch.setitem(correct._CASE_TIMEOUT_S, "cpu", 20.0)  # as above
     code = "import time\ndef attend(q, k, v, *, causal, softmax_scale): time.sleep(600)\n"
     record = run_chain(request_of(write_subject(tmp_path, code)))
     assert statuses(record)["correct"] == "failed"
     gate = gate_of(record, "correct")
-    assert gate.summary == "case b1_h3_s65_d64_fp16: no answer within 6 s"
+    assert gate.summary == "case b1_h3_s65_d64_fp16: no answer within 20 s"
     assert gate.hint == "the last lines of its output say where it hung"
     assert any("line 2 in attend" in line for line in gate.details)
 

@@ -58,7 +58,7 @@ def test_events_arrive_in_order_and_at_once():
 
 
 def test_timeout_is_about_silence():
-    assert run("count", {"n": 8, "pause_s": 0.5}, timeout_s=3.0).ok
+    assert run("count", {"n": 8, "pause_s": 0.8}, timeout_s=5.0).ok
 
 
 def test_raise_is_a_result_with_type_message_and_place():
@@ -97,16 +97,16 @@ def test_real_segmentation_fault_leaves_its_stack_in_the_output():
 
 def test_hang_is_ended_and_says_where():
     start = time.monotonic()
-    result = run("hang", timeout_s=2.0)
-    assert result.reason == "no answer within 2 s"
-    assert time.monotonic() - start < 10
+    result = run("hang", timeout_s=5.0)
+    assert result.reason == "no answer within 5 s"
+    assert time.monotonic() - start < 25
     assert "about to hang" in result.output_tail
     assert "in hang" in result.output_tail
 
 
 def test_hang_after_an_event_is_ended_too():
     seen: list[object] = []
-    assert run("hang_after_event", timeout_s=2.0, on_event=seen.append).reason == "no answer within 2 s"
+    assert run("hang_after_event", timeout_s=5.0, on_event=seen.append).reason == "no answer within 5 s"
     assert seen == [{"event": "step"}]
 
 
