@@ -1,0 +1,96 @@
+"""A run on a GPU that is interrupted while it measures, and the run that goes on with it, here and over SSH."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from flashmoe_science.proof.evidence import Record, read_record
+
+from .sshd import WHY_NOT, Server, is_possible
+from .test_interruption import ROOT, wait_for
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timing]
+
+SUITE = """
+name = "three"
+operator = "attention"
+description = "Three cases."
+[defaults]
+batch = 1
+heads = 4
+head_dim = 64
+dtype = "fp16"
+origin = "made for a test"
+[[cases]]
+seqlen_q = 64
+[[cases]]
+seqlen_q = 128
+[[cases]]
+seqlen_q = 256
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    (tmp_path / "suites").mkdir()
+    (tmp_path / "suites" / "three.toml").write_text(SUITE)
+    (tmp_path / "evidence").mkdir()
+    return tmp_path
+
+
+def records(folder) -> list[Record]:
+    return [read_record(path) for path in sorted((folder / "evidence").glob("*.json"))]
+
+
+def start(folder, ssh, *args):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "FLASHMOE_COMMIT": "c" * 40, "FLASHMOE_SSH": ssh}
+    environment["FLASHMOE_STORE"] = str(folder.parent / "runs.sqlite")
+    return subprocess.Popen(
+        [sys.executable, "-m", "flashmoe_science", "prove", *args],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def interrupt_and_resume(folder, ssh, *where):
+    process = start(folder, ssh, "flash_attention", "--suite", "suites/three.toml", *where)
+    timed = wait_for(lambda: any(case.rounds for record in records(folder) for case in record.cases), 300)
+    process.send_signal(signal.SIGINT)
+    output = process.communicate(timeout=120)[0]
+    assert timed, output
+    assert process.returncode == 130, output
+    (old,) = records(folder)
+    assert old.incomplete_reason == "interrupted in gate bench"
+    resumed = start(folder, ssh, "--resume", old.id, *where)
+    output = resumed.communicate(timeout=600)[0]
+    assert resumed.returncode in (0, 1, 4), output  # what the times say is not the question here
+    record = next(record for record in records(folder) if record.id != old.id)
+    assert record.complete, output
+    assert {gate.status.value for gate in record.gates} == {"passed"}, output
+    for case in record.cases:
+        assert [rounds.process for rounds in case.rounds] == [[p for p in range(3) for _ in range(10)]] * 2
+    sessions = {s for case in record.cases for rounds in case.rounds for s in rounds.session or [0]}
+    assert sessions == {0, 1}
+
+
+def test_an_interrupted_run_is_gone_on_with_on_the_same_gpu(folder):
+    interrupt_and_resume(folder, "ssh")
+
+
+@pytest.mark.skipif(not is_possible(), reason=WHY_NOT)
+def test_an_interrupted_run_over_ssh_is_gone_on_with(folder, tmp_path_factory):
+    server = Server(tmp_path_factory.mktemp("ssh") / "server")
+    server.start()
+    try:
+        interrupt_and_resume(folder, server.command(rented={}), "--host", "rented", "--python", sys.executable)
+    finally:
+        server.stop()
