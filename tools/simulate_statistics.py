@@ -12,9 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import fdtri
 
+from flashmoe_science.proof.change_points import change_points
 from flashmoe_science.proof.statistics import (
     Interval,
     clustered_interval,
+    comparison_intervals,
     family_intervals,
     interval,
     suite_interval,
@@ -164,6 +166,36 @@ def suites(rng: np.random.Generator, runs: int) -> None:
         print_row(cases, case_spread, offset, share(plain), share(covered))
 
 
+def comparisons(rng: np.random.Generator, runs: int) -> None:
+    """Share of comparisons of a revision with itself in which a case is called faster or slower (docs/compare.md)."""
+    print_row("cases", *(f"offsets {offset:g}" for offset in OFFSETS))
+    for cases in (1, 2, 3, 5, 13):
+        cells = []
+        for offset in OFFSETS:
+            drawn = [[draw_groups(rng, offset=offset) for _ in range(cases)] for _ in range(runs)]
+            cells.append(share([any(not i.contains(0.0) for i in comparison_intervals(sample)) for sample in drawn]))
+        print_row(cases, *cells)
+
+
+def histories(rng: np.random.Generator, runs: int) -> None:
+    """Share of series in which a change of level is found (docs/history.md); in units of what runs vary by."""
+    sizes = (1.0, 2.0, 3.0, 6.0)
+    print_row(
+        "runs", "no change", *(f"{size:g} in the middle" for size in sizes), "6 in the last three", "second, false"
+    )
+    for count in (8, 12, 20, 40):
+        cells, second = [], []
+        for size, first in ((0.0, 0), *((size, count // 2) for size in sizes), (6.0, count - 3)):
+            found = []
+            for _ in range(runs):
+                values = rng.normal(size=count)
+                values[first:] += size
+                found.append(change_points(values.tolist()))
+            cells.append(share([bool(points) for points in found]))
+            second += [len(points) > 1 for points in found if size == sizes[-1]]
+        print_row(count, *cells, share(second))
+
+
 def main() -> None:
     """Print all tables."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -182,6 +214,9 @@ def main() -> None:
     ):
         print(f"\n{simulate.__doc__} {runs // part} runs for each figure.\n")
         simulate(rng, runs // part)
+    for simulate, part in ((comparisons, 5), (histories, 10)):  # of other pages: what comes before leaves them alone
+        print(f"\n{simulate.__doc__} {runs // part} runs for each figure.\n")
+        simulate(np.random.default_rng(0), runs // part)
 
 
 if __name__ == "__main__":

@@ -29,10 +29,11 @@ def comparison_lines(comparison: Comparison) -> RenderableType:
     head.add_column(no_wrap=True)
     head.add_column(overflow="fold")
     how = "rounds interleaved in one run" if comparison.paired else "two runs, not paired"
+    how = f"; {how}" if comparison.cases else ""
     for label, text in (
         ("A", comparison.a),
         ("B", comparison.b),
-        ("subject", f"{comparison.subject}, suite {comparison.suite}; {how}"),
+        ("subject", f"{comparison.subject}, suite {comparison.suite}{how}"),
     ):
         head.add_row(Text(label, "dim"), text)
     parts: list[RenderableType] = [head, ""]

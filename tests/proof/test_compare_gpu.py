@@ -1,0 +1,87 @@
+"""Two revisions on a real GPU: a kernel against itself, and against one that does its work twice."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from flashmoe_science import cli
+
+from .repositories import commit
+
+COMMON = Path(__file__).parents[1] / "subjects" / "common" / "plain_triton.py"
+
+TOML = """
+[subject]
+name = "compared"
+operator = "attention"
+entry_point = "compared:attend"
+sources = ["compared.py", "plain_triton.py"]
+"""
+
+ONCE = "from plain_triton import attend\n\n__all__ = ['attend']\n"
+
+TWICE = """
+import plain_triton
+
+
+def attend(q, k, v, *, causal=False, softmax_scale=None):
+    plain_triton.attend(q, k, v, causal=causal, softmax_scale=softmax_scale)
+    return plain_triton.attend(q, k, v, causal=causal, softmax_scale=softmax_scale)
+"""
+
+SUITE = """
+name = "short"
+operator = "attention"
+description = "Two cases."
+[defaults]
+batch = 1
+heads = 4
+head_dim = 64
+dtype = "fp16"
+origin = "made for a test"
+[[cases]]
+seqlen_q = 128
+[[cases]]
+seqlen_q = 512
+"""
+
+
+@pytest.fixture
+def compare(tmp_path, monkeypatch, capsys):
+    """Make a repository with the revisions ``once`` and ``twice``; return a way to compare two of them."""
+    repository = tmp_path / "repository"
+    files = {"kernel.toml": TOML, "compared.py": ONCE, "plain_triton.py": COMMON.read_text()}
+    commit(repository, files, tag="once")
+    commit(repository, {"compared.py": TWICE}, tag="twice")
+    (tmp_path / "suite.toml").write_text(SUITE)
+    monkeypatch.setenv("FLASHMOE_STORE", str(tmp_path / "runs.sqlite"))
+    monkeypatch.chdir(repository)
+
+    def run(a, b):
+        options = ["--subject", "kernels", "--suite", str(tmp_path / "suite.toml"), "--time", "graph", "--json"]
+        code = cli.main(["compare", a, b, *options])
+        out, err = capsys.readouterr()
+        comparison = json.loads(out)["comparison"]
+        return code, comparison, err
+
+    return run
+
+
+@pytest.mark.gpu
+@pytest.mark.timing
+def test_a_kernel_that_works_twice_is_slower_and_the_other_way_round_faster(compare):
+    code, comparison, err = compare("once", "twice")
+    assert (code, [case["effect"] for case in comparison["cases"]]) == (1, ["slower", "slower"]), err
+    assert all(case["ratio"]["estimate"] < 0.9 for case in comparison["cases"])
+    assert compare("twice", "once")[0] == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.timing
+def test_a_revision_against_itself_is_neither_faster_nor_slower(compare):
+    code, comparison, err = compare("once", "once")
+    assert code in (0, 4), err
+    assert {case["effect"] for case in comparison["cases"]} <= {"same", "undecided"}
