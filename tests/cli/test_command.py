@@ -86,7 +86,7 @@ def test_the_version(run):
         (["prove", "--rounds", "0"], "Invalid value for '--rounds'", "flashmoe prove --help shows what it takes"),
         (["show", "20270101"], "there is no run '20270101'", ""),
         (["show", RUN_ID.replace("made", "mead")], "there is no run", f"did you mean {RUN_ID}?"),
-        (["suites", "sede"], "suite must be one of seed", "did you mean seed?"),
+        (["suites", "sede"], "suite must be one of", "did you mean seed?"),
         (["explain", "--shape", "1,1,1,8", "--gpu", "H20"], "gpu must be one of", "did you mean H200?"),
         (["explain", "--shape", "1,2,3"], "shape must be four integers B,H,S,D, got '1,2,3'", "e.g. --shape"),
     ],
