@@ -115,6 +115,7 @@ def test_wrong_usage_fails_the_test_and_says_what_is_expected(run, text, message
     result = run(text)
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines([message])
+    result.stdout.no_fnmatch_line("*During handling of*")
 
 
 def test_a_wrong_claim_file_fails_the_test_with_its_key(run, repository):

@@ -67,14 +67,17 @@ class _Claims:
         """Return the verdicts where all hold; else fail or skip the test that runs. A failure goes before a skip."""
         from .errors import FlashmoeError
 
+        failure = ""
         try:
             from .proof.junit import outcome
 
             verdicts = [self.judge(name) for name in names]
         except ModuleNotFoundError as error:
-            pytest.fail(f'{error.name} is not installed: pip install "flashmoe-science[proof]"', pytrace=False)
+            failure = f'{error.name} is not installed: pip install "flashmoe-science[proof]"'
         except FlashmoeError as error:
-            pytest.fail(str(error), pytrace=False)
+            failure = str(error)
+        if failure:  # out of the handler: a failure within it would be printed with what led to it
+            pytest.fail(failure, pytrace=False)
         results = [(verdict, *outcome(verdict, strict=self._strict)) for verdict in verdicts]
         for wanted in ("failed", "skipped"):
             said = [f"claim {verdict.claim.id}: {text}" for verdict, result, text in results if result == wanted]
