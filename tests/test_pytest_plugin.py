@@ -9,15 +9,21 @@ from pathlib import Path
 
 import pytest
 
+from flashmoe_science.proof import junit, verify
 from flashmoe_science.proof.evidence import SourceFile, write_record
 
+from .proof import fake_operator
 from .proof.builders import build_record
 from .proof.claim_builders import claim_toml, suite_toml
 
 pytest_plugins = ["pytester"]
 
+# pytester forgets what a run imported: what is here already is not imported anew, for seconds, in every one.
+IMPORTED = (junit, verify, fake_operator)
 SOURCE = Path(__file__).resolve().parents[1] / "src"
-ARGS = ("-p", "no:flashmoe", "-p", "flashmoe_science.pytest_plugin", "-p", "no:cacheprovider", "-rA")
+# unraisableexception collects garbage five times at the end of a run, which takes seconds where torch is imported.
+WITHOUT = ("no:flashmoe", "no:cacheprovider", "no:unraisableexception", "no:hypothesispytest")
+ARGS = (*(word for name in WITHOUT for word in ("-p", name)), "-p", "flashmoe_science.pytest_plugin", "-rA")
 
 
 @pytest.fixture
