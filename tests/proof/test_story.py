@@ -166,10 +166,16 @@ def test_what_is_built_is_stopped_where_no_gpu_is_needed(no_gpu, tmp_path):
 
 @NEEDS_NVCC
 @pytest.mark.gpu
-@pytest.mark.timing
 @pytest.mark.parametrize(
     ("state", "gate"),
-    [("a", "launch"), ("b", "build"), ("c", "import"), ("d", "quick"), ("e", "import"), ("f", None)],
+    [
+        ("a", "launch"),
+        ("b", "build"),
+        ("c", "import"),
+        pytest.param("d", "quick", marks=pytest.mark.timing),
+        ("e", "import"),
+        pytest.param("f", None, marks=pytest.mark.timing),
+    ],
 )
 def test_every_state_is_stopped_on_a_gpu(tmp_path, state, gate):
     record = prove(state, copied(tmp_path), settings=Settings(processes=1, rounds=4))
