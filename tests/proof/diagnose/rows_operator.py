@@ -97,3 +97,7 @@ def row_loop(gpu, *, a_unit=1e-6, overhead=2e-6, splits=False):
         return out
 
     return entry
+
+
+GPU = GridGpu()
+on_simulated_gpu = row_loop(GPU)

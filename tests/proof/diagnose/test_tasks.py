@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +26,8 @@ from flashmoe_science.proof.subject import Subject, load_subject
 from flashmoe_science.proof.worker import TaskResult, run_command
 
 from ..chain import SHORT, attention, suite_of, write_subject
+from ..simulated import SimulatedTimer
+from . import rows_operator
 
 
 class InProcess:
@@ -165,6 +170,28 @@ def test_kernels_of_a_library_that_came_with_the_subject_are_found(tmp_path):
     assert tasks.find_library_code(subject, before, 80, problems) == []
     elsewhere = replace(subject, folder=tmp_path / "elsewhere")
     assert tasks.find_library_code(elsewhere, tasks.mapped_libraries(), 90, problems) == []  # it was there before
+
+
+def test_launches_are_observed_case_by_case_with_code_where_it_is_asked_for(monkeypatch):
+    """The whole task on the simulated GPU: what it emits is plain JSON, and goes through a pipe."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(tasks, "CudaTimer", lambda: SimulatedTimer(rows_operator.GPU))
+    monkeypatch.setattr(torch, "set_grad_enabled", lambda on: None)  # of the worker process, not of this one
+    module = rows_operator.__name__
+    subject = Subject("ours", module, f"{module}:on_simulated_gpu", Path(__file__).parent, (), python_path=())
+    tables = [
+        {"name": f"r{rows}", "problem": {"rows": rows, "length": 64}, "origin": "", "code": rows == 8}
+        for rows in (8, 16)
+    ]
+    emitted: list[dict[str, Any]] = []
+    answer = tasks.observe_launches({"subject": subject.to_json(), "cases": tables, "seed": 1}, emitted.append)
+    assert json.loads(json.dumps(answer)) == {"cases": [event["case"] for event in emitted]}
+    small, large = (Kernel.model_validate(case["kernels"][0]) for case in answer["cases"])
+    assert (small.name, small.blocks, large.blocks) == ("row_loop", 8, 16)
+    assert small.seconds == pytest.approx(66e-6)
+    assert (small.code, large.code, large.code_missing) == (None, None, "")
+    assert small.code_missing == "it is neither Triton's nor in a library that the subject loaded"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="shows what happens without a GPU")
