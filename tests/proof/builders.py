@@ -158,7 +158,7 @@ def build_case(
         work=work,
         correct=True,
         input_sets=64,
-        input_set_bytes=64 * 3 * tensor_bytes,
+        input_set_bytes=3 * tensor_bytes,
         arms=[_arm(arm, subject, first, work, drawn) for arm in true_seconds],
         rounds=drawn,
     )

@@ -163,7 +163,7 @@ class CaseRecord(Model):
         ""  # what gate correct ran on the CPU in the subject's place, and why; it leaves ``correct`` at None
     )
     input_sets: int = 1  # sets of inputs that the graph and wall times rotate over
-    input_set_bytes: int = 0
+    input_set_bytes: int = 0  # of one of them; 0: not known
     arms: list[Arm] = Field(default_factory=list)
     rounds: list[Rounds] = Field(default_factory=list)
 

@@ -121,8 +121,8 @@ def fewest_dram_bytes(case: CaseRecord, gpu: Gpu, *, flushed: bool) -> float:
     """Return the fewest bytes that one call moves from memory. Outputs do not count: they may stay in L2."""
     if not case.input_set_bytes:
         return max(0.0, case.work.bytes - gpu.l2_bytes)
-    inputs = min(case.work.bytes, case.input_set_bytes / case.input_sets)
+    inputs = min(case.work.bytes, case.input_set_bytes)
     if flushed:
         return inputs
     # However L2 is managed, it keeps at most its size of all the sets that the calls rotate over.
-    return inputs * max(0.0, 1 - gpu.l2_bytes / case.input_set_bytes)
+    return inputs * max(0.0, 1 - gpu.l2_bytes / (case.input_set_bytes * case.input_sets))

@@ -346,7 +346,7 @@ def _dram_bytes(case: SuiteCase, work: Work, gpu: Gpu, timed: Mapping[str, Any])
         origin="",
         work=work,
         input_sets=timed.get("input_sets", 1),
-        input_set_bytes=timed.get("input_set_bytes", 0) * timed.get("input_sets", 1),
+        input_set_bytes=timed.get("input_set_bytes", 0),
     )
     return fewest_dram_bytes(record, gpu, flushed=False)
 
