@@ -15,6 +15,7 @@ import pytest
 from flashmoe_science.proof.evidence import Record, read_record
 
 from .chain import OPERATOR_NAME
+from .processes import is_alive, wait_for
 
 ROOT = Path(__file__).parents[2]
 
@@ -100,20 +101,6 @@ def records(folder) -> list[Record]:
     return [read_record(path) for path in sorted((folder / "evidence").glob("*.json"))]
 
 
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def wait_for(condition, seconds: float) -> bool:
-    end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.05)
-    return bool(condition())
-
-
 @pytest.mark.parametrize("moment", range(4))
 def test_kill_while_records_are_written(folder, moment):
     process = start(folder, "-c", BUSY)
@@ -141,7 +128,7 @@ def test_kill_of_a_real_run_leaves_what_was_finished(folder, moment):
         done = sum(case.correct is True for case in found[0].cases)
         return done >= cases and len((folder / "pids").read_text().split() if (folder / "pids").exists() else []) >= 1
 
-    assert wait_for(reached, 60), process.communicate(timeout=60)
+    assert wait_for(reached, 120), process.communicate(timeout=60)
     process.kill()
     process.communicate()
     (record,) = records(folder)
@@ -149,12 +136,12 @@ def test_kill_of_a_real_run_leaves_what_was_finished(folder, moment):
     assert record.incomplete_reason == "the run has not ended"
     assert [case.correct for case in record.cases][:cases] == [True] * cases
     pids = [int(word) for word in (folder / "pids").read_text().split()]
-    assert wait_for(lambda: not any(is_alive(pid) for pid in pids), 10), "a worker outlived the run"
+    assert wait_for(lambda: not any(is_alive(pid) for pid in pids), 30), "a worker outlived the run"
 
 
 def test_ctrl_c_of_a_real_run_says_so_in_the_record(folder):
     process = start_prove(folder)
-    assert wait_for(lambda: any(case.correct for record in records(folder) for case in record.cases), 60)
+    assert wait_for(lambda: any(case.correct for record in records(folder) for case in record.cases), 120)
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=20)
     (record,) = records(folder)
@@ -166,7 +153,7 @@ def test_ctrl_c_of_a_real_run_says_so_in_the_record(folder):
 
 def test_a_killed_run_is_gone_on_with_and_its_finished_cases_are_kept(folder):
     process = start_prove(folder)
-    assert wait_for(lambda: any(case.correct for record in records(folder) for case in record.cases), 60)
+    assert wait_for(lambda: any(case.correct for record in records(folder) for case in record.cases), 120)
     process.kill()
     process.communicate()
     (old,) = records(folder)

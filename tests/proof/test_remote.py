@@ -24,8 +24,9 @@ from flashmoe_science.proof.remote import Host, RemoteRequest, prove_on
 from flashmoe_science.proof.remote.wheels import REQUIREMENTS, platforms
 
 from .builders import build_record
+from .processes import is_alive, wait_for
 from .sshd import WHY_NOT, Proxy, Server, is_possible
-from .test_interruption import CODE, ROOT, SUBJECT, SUITE, is_alive, wait_for
+from .test_interruption import CODE, ROOT, SUBJECT, SUITE
 
 SSH = pytest.mark.skipif(not is_possible(), reason=WHY_NOT)
 

@@ -11,8 +11,9 @@ import pytest
 
 from flashmoe_science.proof.evidence import Record, read_record
 
+from .processes import wait_for
 from .sshd import WHY_NOT, Server, is_possible
-from .test_interruption import ROOT, wait_for
+from .test_interruption import ROOT
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timing]
 

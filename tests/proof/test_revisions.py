@@ -32,6 +32,7 @@ from flashmoe_science.proof.revisions import (
 from flashmoe_science.proof.subject import PACKAGE_FOLDER, hash_sources, load_entry
 
 from .chain import FEW, GPU, FakeGpu, Recorder, environment_with, request_of
+from .processes import wait_until_dead
 from .repositories import attention_repository, commit, git
 
 ROOT = Path(__file__).parents[2]
@@ -447,5 +448,4 @@ def test_ctrl_c_during_a_build_kills_it_and_removes_the_checkouts(tmp_path):
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
     assert leftovers(repository) == (0, [])
-    with pytest.raises(ProcessLookupError):
-        os.kill(int((tmp_path / "pid").read_text()), 0)
+    assert wait_until_dead(int((tmp_path / "pid").read_text()))

@@ -13,27 +13,13 @@ import pytest
 
 from flashmoe_science.proof.worker import TaskCall, run_command, run_task, run_tasks
 
+from .processes import is_alive, wait_until_dead
+
 ROOT = Path(__file__).parents[2]
 
 
 def run(name, payload=None, *, timeout_s=30.0, **kwargs):
     return run_task(f"tests.proof.worker_tasks:{name}", payload or {}, timeout_s=timeout_s, **kwargs)
-
-
-def is_alive(pid: int) -> bool:
-    """Return whether a process runs; a zombie waiting for its parent does not."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state not in "ZX"
-
-
-def wait_until_dead(pid: int, seconds: float = 5.0) -> bool:
-    end = time.monotonic() + seconds
-    while is_alive(pid) and time.monotonic() < end:
-        time.sleep(0.05)
-    return not is_alive(pid)
 
 
 def test_answer_comes_from_another_process():
