@@ -54,9 +54,11 @@ def problem(seqlen: int, *, causal: bool = False) -> AttentionProblem:
 def test_the_matrix_product_has_as_many_operations(seqlen, causal, rows):
     rival, case = RIVALS["matrix-product"], problem(seqlen, causal=causal)
     assert rival.refusal(case) is None
-    with torch.device("meta"):
-        call = OPERATOR.bind(rival.load(), case, {"q": torch.empty(1, dtype=torch.bfloat16)})
+    entry, inputs = rival.load(), {"q": torch.empty(1, dtype=torch.bfloat16, device="meta")}
+    call, other = OPERATOR.bind(entry, case, inputs), OPERATOR.bind(entry, case, inputs)
     assert isinstance(call, functools.partial)
+    assert isinstance(other, functools.partial)
+    assert call.args[1] is other.args[1]  # the right side is 128 MiB
     left, right = call.args
     assert (left.shape, right.shape, left.dtype) == ((rows, 8192), (8192, 8192), torch.bfloat16)
     operations = 2 * left.shape[0] * left.shape[1] * right.shape[1]

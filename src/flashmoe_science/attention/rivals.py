@@ -133,15 +133,21 @@ class MatrixProduct(Rival):
     _FEWEST_ROWS = 4096  # below, the tiles of a product do not fill the SMs evenly, and its rate says little
 
     def load(self) -> Callable[..., torch.Tensor]:
-        """Return PyTorch's product."""
+        """Return PyTorch's product: the same values in every run, one right side for all inputs of a process."""
+        shared: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+
+        def draw(rows: int, like: torch.Tensor) -> torch.Tensor:
+            if like.is_meta:  # it has no values, and no generator
+                return torch.empty(rows, self._SIZE, dtype=like.dtype, device="meta")
+            generator = torch.Generator(like.device).manual_seed(rows)
+            return torch.randn(rows, self._SIZE, dtype=like.dtype, device=like.device, generator=generator)
 
         def bind_inputs(problem: AttentionProblem, inputs: Mapping[str, torch.Tensor]) -> Callable[[], torch.Tensor]:
             like = inputs["q"]
-            left, right = (
-                torch.randn(rows, self._SIZE, dtype=like.dtype, device=like.device)
-                for rows in (self._rows(problem), self._SIZE)
-            )
-            return functools.partial(torch.mm, left, right)
+            key = like.dtype, like.device
+            if key not in shared:
+                shared[key] = draw(self._SIZE, like)
+            return functools.partial(torch.mm, draw(self._rows(problem), like), shared[key])
 
         return _Bound(bind_inputs)
 
