@@ -9,7 +9,7 @@ import pytest
 
 from flashmoe_science.cli.names import moment_named
 from flashmoe_science.errors import InputError
-from flashmoe_science.proof.evidence import write_record
+from flashmoe_science.proof.evidence import record_text, write_record
 from flashmoe_science.proof.store import Store
 
 from ..proof.builders import build_record
@@ -111,6 +111,17 @@ def test_a_file_with_another_content_is_not_overwritten(run, repository):
     code, _, err = run("export", RUN_ID, "-o", "out")
     assert (code, "exists with another content" in err) == (2, True)
     assert (repository / "out" / f"{RUN_ID}.json").read_text() == "mine"
+
+
+@pytest.mark.parametrize("id_", ["../escaped", "/escaped", "a/b", "..", ".hidden", "a\\b", "a\n", ""])
+def test_a_record_whose_id_names_another_place_is_refused_and_written_nowhere(run, repository, tmp_path, id_):
+    record = json.loads(record_text(build_record()))
+    (tmp_path / "a.json").write_text(json.dumps({**record, "id": id_}))
+    (repository / "out").mkdir()
+    before = sorted(tmp_path.rglob("*"))
+    code, _, err = run("export", str(tmp_path / "a.json"), "-o", "out/in")
+    assert (code, "a.json: key id" in err) == (2, True)
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 # the option --store and --since

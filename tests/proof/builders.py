@@ -11,6 +11,7 @@ root of two.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta, timezone
 from typing import Literal
@@ -236,7 +237,7 @@ def build_record(
     created = FIRST_DAY + timedelta(days=day)
     timing_gates: tuple[GateName, ...] = () if gpu else ("launch", "quick", "bench")
     return Record(
-        id=f"{created:%Y%m%dT%H%M%SZ}-{suite}-{subject}-{seed:06x}",
+        id=re.sub(r"[^\w.@-]", "_", f"{created:%Y%m%dT%H%M%SZ}-{suite}-{subject}-{seed:06x}", flags=re.ASCII),
         created_at=created,
         command=f"flashmoe prove {subject} --suite {suite}",
         complete=complete,

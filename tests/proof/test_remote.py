@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import queue
 import re
 import subprocess
 import sys
@@ -20,7 +21,8 @@ import pytest
 
 from flashmoe_science.errors import InputError, MachineLostError, RemoteError
 from flashmoe_science.proof.evidence import Record, Settings, read_record
-from flashmoe_science.proof.remote import Host, RemoteRequest, prove_on
+from flashmoe_science.proof.remote import Host, HostResult, RemoteRequest, prove_on
+from flashmoe_science.proof.remote.session import _Listener, _Said, _Session
 from flashmoe_science.proof.remote.wheels import REQUIREMENTS, platforms
 
 from .builders import build_record
@@ -184,6 +186,31 @@ def test_what_a_run_tells_comes_here_whatever_else_is_printed(machine, python):
     assert result.record == saved[0][1]
     assert lines.started == ["correct"]
     assert result.seconds > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"id": "another"}, "key id: expected 20260101T000000Z-seed-flash_attention-000000, got another"),
+        ({"id": "../escaped"}, "key id: String should match pattern"),
+        ({"created_at": 0.5, "gates": 1}, "key gates"),
+    ],
+)
+def test_a_record_that_a_run_there_cannot_have_is_not_saved_and_nothing_after_it(changes, why):
+    said: queue.SimpleQueue[_Said] = queue.SimpleQueue()
+    saved, results = [], [HostResult(Host("gpu"))]
+    session = _Session(results[0].host, 0, said, request("stop"), {}, b"", 1.0)
+    listener = _Listener([session], results, said, {"gpu": Lines()}, lambda name, record: saved.append(record.id))
+    table = build_record(speedups=[2.0], gpu=None).model_dump(mode="json")
+    for record in (table, table, table | changes, table):
+        said.put(_Said(0, "record", {"record": json.dumps(record)}))
+    said.put(_Said(0, "ended"))
+    listener._drain()
+    assert saved == [table["id"]] * 2
+    assert isinstance(results[0].error, RemoteError)
+    assert f"a record from gpu: {why}" in str(results[0].error)
+    assert results[0].record is not None
+    assert results[0].record.id == table["id"]
 
 
 @SSH

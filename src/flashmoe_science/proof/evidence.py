@@ -12,9 +12,9 @@ from collections.abc import Sized
 from datetime import datetime
 from enum import Enum
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
 from ..errors import EvidenceError
 from .files import write_atomically
@@ -26,6 +26,9 @@ GateName = Literal["sources", "build", "import", "launch", "correct", "quick", "
 GATE_NAMES: tuple[GateName, ...] = ("sources", "build", "import", "launch", "correct", "quick", "bench")
 
 TimeKind = Literal["kernel", "graph", "wall"]
+
+# Files are named by it, and a record can come from a machine that is not trusted: it names no other folder.
+RecordId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.@-]*$")]
 
 
 class Model(BaseModel):
@@ -230,7 +233,7 @@ class SubjectInfo(Model):
 class Resumed(Model):
     """An interrupted run that a record goes on with: what it had finished is part of the record."""
 
-    run: str  # its id
+    run: RecordId  # its id
     created_at: datetime
 
 
@@ -256,7 +259,7 @@ class Record(Model):
     """One run."""
 
     schema_version: int = SCHEMA_VERSION
-    id: str  # e.g. 20261120T235959Z-seed-flash_attention-1a2b3c
+    id: RecordId  # e.g. 20261120T235959Z-seed-flash_attention-1a2b3c
     created_at: datetime
     command: str
     complete: bool

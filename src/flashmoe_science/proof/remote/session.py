@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 from importlib import resources
 from typing import IO, Any, Protocol
 
-from ...errors import FlashmoeError, InputError, MachineLostError, RemoteError
-from ..evidence import Gate, Record
+from ...errors import EvidenceError, FlashmoeError, InputError, MachineLostError, RemoteError
+from ..evidence import Gate, Record, parse_record
 from ..gates import Progress
 from .agent import RemoteRequest
 from .wheels import REQUIREMENTS, bundle_wheels
@@ -213,8 +213,7 @@ class _Listener:
     def _handle(self, said: _Said) -> None:
         result, progress, data = self._results[said.index], self._progress_of(said.index), said.data
         if said.kind == "record":
-            result.record = Record.model_validate_json(data["record"])
-            self._save(result.host.name, result.record)
+            self._take(said.index, data["record"])
         elif said.kind == "start":
             self._gates[said.index] = data["gate"]
             progress.start(data["gate"])
@@ -230,6 +229,22 @@ class _Listener:
             result.seconds = session.seconds
             if not result.stopped:
                 result.error = session.error(self._gates[said.index], result.record)
+
+    def _take(self, index: int, text: str) -> None:
+        """Save a record that came. What is not one, or is of another run than the one before, ends the connection."""
+        result, session = self._results[index], self._sessions[index]
+        if session.refused is not None:
+            return
+        try:
+            record = parse_record(text, f"a record from {result.host.name}")
+            known = result.record.id if result.record else record.id
+            if record.id != known:
+                raise EvidenceError(f"a record from {result.host.name}: key id: expected {known}, got {record.id}")
+        except EvidenceError as error:
+            session.refuse(RemoteError(f"{error}; the connection was ended, and this record was not saved"))
+            return
+        result.record = record
+        self._save(result.host.name, record)
 
 
 class _Session:
@@ -257,6 +272,7 @@ class _Session:
         self._ended = threading.Event()
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
         self._connected = self._done = False
+        self.refused: FlashmoeError | None = None  # why nothing more is taken from it
         self._error: FlashmoeError | None = None
         self._why = ""  # what the other side said when it ended early
         self._process: subprocess.Popen[bytes] | None = None
@@ -302,9 +318,16 @@ class _Session:
         with self._lock, contextlib.suppress(OSError):  # what was not sent is of no use to anybody
             self._stream("stdin").close()
 
+    def refuse(self, error: FlashmoeError) -> None:
+        """End the connection because of what came over it."""
+        self.refused = error
+        self.kill()
+
     def error(self, gate: str, record: Record | None) -> FlashmoeError | None:
         """Return why the run is not complete here, or None."""
         name = self.host.name
+        if self.refused is not None:
+            return self.refused
         if self._done:
             return None
         if self._error is not None:
