@@ -84,4 +84,5 @@ def test_a_kernel_that_works_twice_is_slower_and_the_other_way_round_faster(comp
 def test_a_revision_against_itself_is_neither_faster_nor_slower(compare):
     code, comparison, err = compare("once", "once")
     assert code in (0, 4), err
+    assert [case["ratio"] is not None for case in comparison["cases"]] == [True, True], err  # both were timed
     assert {case["effect"] for case in comparison["cases"]} <= {"same", "undecided"}

@@ -106,6 +106,7 @@ def test_kill_while_records_are_written(folder, moment):
     process = start(folder, "-c", BUSY)
     assert process.stdout is not None
     assert process.stdout.readline() == b"started\n"
+    assert wait_for(lambda: any((folder / "evidence").glob("*.json")), 120)
     time.sleep(random.Random(moment).uniform(0.05, 1.0))
     process.kill()
     process.communicate()
@@ -143,7 +144,7 @@ def test_ctrl_c_of_a_real_run_says_so_in_the_record(folder):
     process = start_prove(folder)
     assert wait_for(lambda: any(case.correct for record in records(folder) for case in record.cases), 120)
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=20)
+    process.communicate(timeout=120)
     (record,) = records(folder)
     assert process.returncode != 0
     assert not record.complete

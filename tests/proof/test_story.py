@@ -135,7 +135,7 @@ def test_without_nvcc_the_build_is_not_possible_and_says_so(no_gpu, tmp_path, mo
 
 
 @NEEDS_NVCC
-@pytest.mark.skipif(torch.version.cuda is not None, reason="with CUDA the next test shows the same on the GPU")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the next test shows the same")
 def test_what_is_built_is_stopped_where_no_gpu_is_needed(no_gpu, tmp_path):
     # One test, so that the object files which the states share are compiled once.
     folder = copied(tmp_path)

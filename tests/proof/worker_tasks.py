@@ -22,6 +22,15 @@ def count(payload, emit):
     return {"n": payload["n"]}
 
 
+def count_when_told(payload, emit):
+    """Tell each number, and go on when somebody has made a file of its name: an event that is kept back stops it."""
+    for i in range(payload["n"]):
+        emit({"i": i})
+        while not Path(payload["folder"], str(i)).exists():
+            time.sleep(0.02)
+    return {"n": payload["n"]}
+
+
 def raise_error(payload, emit):
     raise ValueError(payload["message"])
 
@@ -36,6 +45,7 @@ def leave_at_once(payload, emit):
 
 def hang(payload, emit):
     print("about to hang")
+    Path(payload["file"]).touch()
     time.sleep(600)
 
 
@@ -72,7 +82,7 @@ def write_to_every_pipe(payload, emit):
 
 
 def emit_then_write_to_every_pipe(payload, emit):
-    emit({"step": 1})
+    emit({"pid": os.getpid()})
     return write_to_every_pipe(payload, emit)
 
 
@@ -87,9 +97,9 @@ def not_json(payload, emit):
 
 def leave_children(payload, emit):
     """Leave a grandchild that holds every pipe it can, and one in a session of its own."""
-    subprocess.Popen(["sleep", "600"])
-    stray = subprocess.Popen(["sleep", "5"], start_new_session=True)
-    return {"stray": stray.pid}
+    near = subprocess.Popen(["sleep", "600"])
+    stray = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    return {"near": near.pid, "stray": stray.pid}
 
 
 def die_leaving_a_fork(payload, emit):
