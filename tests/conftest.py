@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from . import required
 from .gpu_record import GpuRecord
 
 
@@ -25,6 +26,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     share_cores()
+    config.pluginmanager.register(required, "required")
     folder = config.getoption("--gpu-record")
     if folder is None or hasattr(config, "workerinput"):  # with pytest-xdist the controller sees every outcome
         return

@@ -96,7 +96,7 @@ void launch(float* x) { spill<<<1, 32>>>(x, 4); plain<3><<<1, 32>>>(x); }
 """
 
 
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+@pytest.mark.needs("nvcc", shutil.which("nvcc") is not None, "needs nvcc")
 def test_a_library_of_nvcc_is_read(tmp_path):
     (tmp_path / "spill.cu").write_text(SOURCE)
     target = ["-gencode=arch=compute_80,code=sm_80", "-gencode=arch=compute_90,code=sm_90"]

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
+from ..required import import_needed, missing
 
 PASSWORD = "s3cret-of-a-test"  # what must never be printed
 _TRIES = 3  # another program may take the port between the look and the start
@@ -34,7 +34,7 @@ def _other_user() -> dict[str, Any]:
         with contextlib.suppress(KeyError):
             user = pwd.getpwnam(name)
             return {"user": user.pw_uid, "group": user.pw_gid, "extra_groups": []}
-    pytest.skip("PostgreSQL refuses to run as root, and there is no user postgres or nobody")
+    return missing("postgres", "needs a user postgres or nobody: the server refuses to run as root")
 
 
 def _free_port() -> int:
@@ -47,9 +47,9 @@ def _free_port() -> int:
 def running_server() -> Iterator[str]:
     """Give the URL of a new server's database ``postgres``, without its password. Skip where there is no server."""
     programs = {name: find_program(name) for name in ("initdb", "pg_ctl", "postgres")}
-    if missing := [name for name, path in programs.items() if path is None]:
-        pytest.skip(f"needs a PostgreSQL server, and there is no {', '.join(missing)} here: apt-get install postgresql")
-    pytest.importorskip("psycopg", reason="needs psycopg: pip install 'flashmoe-science[postgres]'")
+    if absent := ", ".join(name for name, path in programs.items() if path is None):
+        missing("postgres", f"needs a PostgreSQL server, and there is no {absent} here: apt-get install postgresql")
+    import_needed("psycopg", "postgres", "needs psycopg: pip install 'flashmoe-science[postgres]'")
     user = _other_user()
     folder = Path(tempfile.mkdtemp(prefix="flashmoe-pg-"))  # pytest's own folders let no other user in
     data, log = folder / "data", folder / "log"

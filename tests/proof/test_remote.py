@@ -30,7 +30,7 @@ from .processes import is_alive, wait_for
 from .sshd import WHY_NOT, Proxy, Server, is_possible
 from .test_interruption import CODE, ROOT, SUBJECT, SUITE
 
-SSH = pytest.mark.skipif(not is_possible(), reason=WHY_NOT)
+SSH = pytest.mark.needs("sshd", is_possible(), WHY_NOT)
 
 # What is sent in place of the package. The record that it tells travels there as the one to resume.
 STUB = """

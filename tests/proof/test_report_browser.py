@@ -12,6 +12,7 @@ from flashmoe_science.proof.judge import judge
 from flashmoe_science.proof.page import Judged, build_page
 from flashmoe_science.proof.report_html import render_html
 
+from ..required import import_needed, missing
 from .builders import build_record
 from .claim_builders import build_claim
 from .page_checks import hostile_record
@@ -57,8 +58,8 @@ def driver(tmp_path_factory):
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     chromedriver = shutil.which("chromedriver")
     if browser is None or chromedriver is None:
-        pytest.skip(f"needs {' or '.join(BROWSERS)} and chromedriver (Debian: chromium and chromium-driver)")
-    webdriver = pytest.importorskip("selenium.webdriver", reason="needs selenium, which drives the browser")
+        missing("browser", f"needs {' or '.join(BROWSERS)} and chromedriver (Debian: chromium and chromium-driver)")
+    webdriver = import_needed("selenium.webdriver", "browser", "needs selenium, which drives the browser")
     from selenium.webdriver.chrome.service import Service
 
     options = webdriver.ChromeOptions()

@@ -87,7 +87,7 @@ def test_an_interrupted_run_is_gone_on_with_on_the_same_gpu(folder):
     interrupt_and_resume(folder, "ssh")
 
 
-@pytest.mark.skipif(not is_possible(), reason=WHY_NOT)
+@pytest.mark.needs("sshd", is_possible(), WHY_NOT)
 def test_an_interrupted_run_over_ssh_is_gone_on_with(folder, tmp_path_factory):
     server = Server(tmp_path_factory.mktemp("ssh") / "server")
     server.start()

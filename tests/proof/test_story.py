@@ -24,9 +24,10 @@ PAGE = " ".join((STORY.parents[1] / "docs" / "story.md").read_text(encoding="utf
 STATES = {path.name[0]: path.name for path in sorted(STORY.glob("*.toml"))}
 CASES = (attention(1, 1, 64, 64), attention(1, 3, 65, 64), attention(1, 1, 4, 4))
 
-NEEDS_NVCC = pytest.mark.skipif(
-    find_program("nvcc") is None or shutil.which("g++") is None,
-    reason="builds a CUDA extension, which needs nvcc and g++",
+NEEDS_NVCC = pytest.mark.needs(
+    "nvcc",
+    find_program("nvcc") is not None and shutil.which("g++") is not None,
+    "builds a CUDA extension, which needs nvcc and g++",
 )
 
 V1 = "void story::v1::attend_kernel<__half>(story::Args)"

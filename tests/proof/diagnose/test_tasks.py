@@ -152,7 +152,7 @@ extern "C" void launch(float* x) { attend_kernel<<<8, 128>>>(x, 4); }
 """
 
 
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+@pytest.mark.needs("nvcc", shutil.which("nvcc") is not None, "needs nvcc")
 def test_kernels_of_a_library_that_came_with_the_subject_are_found(tmp_path):
     (tmp_path / "a.cu").write_text(SOURCE)
     command = ["nvcc", "-gencode=arch=compute_90,code=sm_90", "-shared", "-Xcompiler", "-fPIC", "-cudart", "shared"]
