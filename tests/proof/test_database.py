@@ -314,6 +314,49 @@ def test_no_error_says_the_password(url):
     assert caught.value.hint
 
 
+@pytest.mark.parametrize(
+    "url",
+    [
+        "postgresql://ada:p@ssSECRET@127.0.0.1/db",
+        "postgresql://ada:p@ss/SECRET@127.0.0.1/db",
+        "postgresql://ada:p@ss?SECRET@127.0.0.1/db",
+        "postgresql://ada:p/q@ss:SECRET@127.0.0.1/db",
+    ],
+)
+def test_an_at_sign_within_a_password_is_refused_and_says_how_it_is_written(url):
+    with pytest.raises(EvidenceError, match="%40") as caught:
+        Store(url).ids()
+    assert "SECRET" not in str(caught.value)
+    assert "ss" not in str(caught.value).replace("password", "").replace("flashmoe", "")
+
+
+def test_at_signs_elsewhere_are_no_part_of_a_password(tmp_path):
+    (tmp_path / "a@b@c").mkdir()
+    assert Store(f"sqlite:///{tmp_path}/a@b@c/runs.sqlite").ids() == []
+    assert Database("postgresql://ada:p%40ss@host/db?application_name=a@b").dialect == "postgresql"
+
+
+@pytest.mark.parametrize(
+    ("secret", "said", "shown"),
+    [
+        ("p%40ssSECRET", "cannot resolve p@ssSECRET", "cannot resolve ***"),
+        ("p%40ssSECRET", "cannot resolve ssSECRET", "cannot resolve ***"),
+        ("p%40ssSECRET", 'no option "p%40ssSECRET"', 'no option "***"'),
+        ("a", "a database of ada", "*** database of ada"),
+    ],
+)
+def test_no_piece_of_a_password_is_in_what_a_driver_says(monkeypatch, secret, said, shown):
+    store = Database(f"postgresql://ada:{secret}@host/db")
+
+    def refuse():
+        raise OSError(said)
+
+    monkeypatch.setattr(store, "_engine", type("Engine", (), {"begin": staticmethod(refuse)}))
+    with pytest.raises(EvidenceError) as caught, store.reading():
+        pass
+    assert f": {shown}\n" in str(caught.value)
+
+
 def test_a_server_that_refuses_the_password_says_so_and_not_the_password(server):
     with pytest.raises(EvidenceError, match='password authentication failed for user "ada"') as caught:
         Store(with_password(server, "wr0ng")).runs()

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
@@ -62,6 +63,7 @@ _MIGRATIONS = Path(__file__).parent / "migrations"
 _UPGRADE_LOCK = 0x666C6173686D6F65  # "flashmoe": whoever upgrades a PostgreSQL store holds this advisory lock
 _BUSY_TIMEOUT_S = 60  # SQLite lets one process write at a time: the others wait
 _CONNECT_TIMEOUT_S = 10
+_SHORT = 3  # a piece of a password so long may stand in any word
 _INSERT: Mapping[str, Any] = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}
 _HINT = "set FLASHMOE_STORE, or --store, to a file that you may write, or to the URL of a PostgreSQL database"
 
@@ -78,11 +80,17 @@ class Database:
 
     def __init__(self, url: str) -> None:
         self._shown = hide_password(url)
+        self._secrets = _secrets_in(url)
+        if not url.startswith("sqlite") and _authority(url).count("@") > 1:
+            # The driver would take what follows the first one for the host, and say it in its errors.
+            message = f"run store {self._shown}: expected one @, before the host, and got more"
+            raise EvidenceError(message, hint="write an @ within a user or a password as %40, and a / as %2F")
         try:
             self._url = _with_driver(sa.make_url(url))
             self._engine = self._make_engine()
         except (sa.exc.ArgumentError, ValueError) as error:
-            raise EvidenceError(f"run store {self._shown}: cannot be used: {error}", hint=_HINT) from error
+            cause = self._without_secrets(str(error))
+            raise EvidenceError(f"run store {self._shown}: cannot be used: {cause}", hint=_HINT) from error
         except ModuleNotFoundError as error:
             hint = 'pip install "flashmoe-science[postgres]"'
             raise EvidenceError(f"run store {self._shown}: {error.name} is not installed", hint=hint) from error
@@ -192,13 +200,36 @@ class Database:
             yield
         except (sa.exc.DBAPIError, OSError) as error:
             cause = " ".join(str(getattr(error, "orig", None) or error).split())
-            raise EvidenceError(f"run store {self}: {cause}", hint=_HINT) from error
+            raise EvidenceError(f"run store {self}: {self._without_secrets(cause)}", hint=_HINT) from error
+
+    def _without_secrets(self, text: str) -> str:
+        """Return what a driver says, without any piece of the password: short ones only where they are a word."""
+        for secret in self._secrets:
+            found = re.escape(secret)
+            text = re.sub(found if len(secret) > _SHORT else rf"(?<!\w){found}(?!\w)", "***", text)
+        return text
 
 
 def hide_password(url: str) -> str:
     """Return a URL that may be printed: ``***`` where a password stands, even in a URL that is wrong."""
     shown = re.sub(r"(//[^/@:]*):.*@", r"\1:***@", url)  # a password may hold an @: all up to the last one
     return re.sub(r"([?&]\w*password=)[^&]*", r"\1***", shown, flags=re.IGNORECASE)
+
+
+def _secrets_in(url: str) -> list[str]:
+    """Return what ``hide_password`` hides, as it is written and as it is meant, and its pieces; the longest first."""
+    if url.startswith("sqlite"):
+        return []
+    hidden = re.findall(r"//[^/@:]*:(.*)@", url)
+    hidden += re.findall(r"[?&]\w*password=([^&]*)", url, flags=re.IGNORECASE)
+    whole = {text for secret in hidden for text in (secret, unquote(secret))}
+    pieces = {piece for text in whole for piece in (text, *re.split(r"[@/:?#&]", text)) if piece}
+    return sorted(pieces, key=lambda piece: (-len(piece), piece))
+
+
+def _authority(url: str) -> str:
+    """Return user, password, host and path: all before the query, for a password may hold a / or a ? as well."""
+    return re.split(r"\?\w+=", url.partition("://")[2])[0]
 
 
 def _with_driver(url: sa.URL) -> sa.URL:
