@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from xml.etree import ElementTree as ET
 
 import pytest
 
@@ -99,6 +100,27 @@ def test_one_of_several_that_is_lost_costs_the_others_nothing(on_hosts):
     assert [run["path"] for run in document["runs"]] == [f"evidence/{record.id}.json", None, None]
     assert document["runs"][0]["record"]["id"] == record.id
     assert "warning: c cannot be reached: no\nhint: look\n" in err
+
+
+def test_every_machine_is_in_the_junit_file(on_hosts, repository):
+    first, second = (build_record(speedups=[2.0, 3.0], day=day) for day in (1, 2))
+    code, _, _ = on_hosts({"a": (first, None), "b": (second, LOST), "c": (None, LOST)}, "--junit", "out.xml")
+    assert code == 4
+    root = ET.parse(repository / "out.xml").getroot()
+    runs = [value.get("value") for value in root.iter("property") if value.get("name") == "run"]
+    assert runs == [first.id, second.id]
+    machines = root.find("testsuite[@name='flashmoe.machines']")
+    assert machines is not None
+    assert [(case.get("name"), case[0].tag, case[0].get("message")) for case in machines] == [
+        (name, "error", "b: the run ended early in gate bench: cut") for name in "bc"
+    ]
+    assert (root.get("errors"), root.get("failures")) == ("2", "0")
+    assert int(root.get("tests", "")) == len(list(root.iter("testcase"))) > len(first.gates) * 2
+
+
+def test_one_machine_that_is_lost_leaves_a_junit_file_too(on_hosts, repository):
+    assert on_hosts({"b": (None, LOST)}, "--junit", "out.xml")[0] == 4
+    assert "the run ended early" in (repository / "out.xml").read_text()
 
 
 def test_a_machine_that_cannot_be_reached_is_an_error(on_hosts):

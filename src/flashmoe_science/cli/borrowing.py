@@ -16,6 +16,7 @@ from ..proof.cost_report import bill_as_plain, receipt
 from ..proof.evidence import Gate, Record
 from ..proof.gates import Progress, ProveRequest
 from ..proof.host_table import host_table
+from ..proof.junit import write_junit
 from ..proof.remote import Host, HostResult, find_tree, prove_on
 from ..proof.report import gate_lines
 from ..proof.words import counted
@@ -87,6 +88,7 @@ def run_on_hosts(
     bill_of: Callable[[Record], Bill | None],
     conclude_one: Callable[[Record, Path], int],
     csv: Path | None,
+    junit: Path | None,
 ) -> int:
     """Run the chain on all machines, keep every record as it grows, and return the exit code.
 
@@ -98,6 +100,7 @@ def run_on_hosts(
         bill_of: Says what a run has cost.
         conclude_one: Prints what the run of a single machine showed, and returns the exit code.
         csv: A file for the rows of all records.
+        junit: A file for the gates and claims of all records, and for what went wrong.
     """
     hosts = hosts_of(borrowed)
     tree = find_tree(Path.cwd())
@@ -128,9 +131,18 @@ def run_on_hosts(
             terminal.log.print(_held(result), style="dim", soft_wrap=True)
     if csv is not None:
         write_csv_file([result.record for result in results if result.record is not None], csv)
+    if junit is not None:
+        _write_junit(results, junit, request.repository)
     if single is not None:
         return _conclude_one(results[0], keepers[hosts[0].name], conclude_one)
     return _conclude_all(results, keepers, terminal, bill_of, request.repository)
+
+
+def _write_junit(results: Sequence[HostResult], path: Path, repository: Path | None) -> None:
+    records = [result.record for result in results if result.record is not None]
+    verdicts = [verdict for record in records for verdict in conclude(record, repository)]
+    errors = {result.host.name: str(result.error) for result in results if result.error is not None}
+    write_junit(path, verdicts, records, errors=errors)
 
 
 def _held(result: HostResult) -> str:

@@ -117,7 +117,7 @@ def run_prove(wanted: Wanted, *, csv: Path | None, junit: Path | None, as_json: 
     for request in requests:  # what is wrong with one is said before any of them runs
         check_request(request)
     if wanted.hosts or wanted.python:
-        return _prove_on_hosts(requests, wanted, terminal, store, csv=csv)
+        return _prove_on_hosts(requests, wanted, terminal, store, csv=csv, junit=junit)
     proofs: list[Proof] = []
     for request in requests:
         if proofs:
@@ -160,7 +160,13 @@ def _prove(request: ProveRequest, meter: Meter, terminal: Terminal, store: Store
 
 
 def _prove_on_hosts(
-    requests: Sequence[ProveRequest], wanted: Wanted, terminal: Terminal, store: Store, *, csv: Path | None
+    requests: Sequence[ProveRequest],
+    wanted: Wanted,
+    terminal: Terminal,
+    store: Store,
+    *,
+    csv: Path | None,
+    junit: Path | None,
 ) -> int:
     """Run the chain on borrowed machines, and return the exit code."""
     from .borrowing import Borrowed, run_on_hosts
@@ -191,6 +197,7 @@ def _prove_on_hosts(
         bill_of=meter.bill,
         conclude_one=conclude_one,
         csv=csv,
+        junit=junit,
     )
 
 

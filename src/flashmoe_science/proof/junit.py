@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 from xml.etree import ElementTree as ET
@@ -35,8 +35,21 @@ def outcome(verdict: Verdict, *, strict: bool = False) -> tuple[Outcome, str]:
     return "skipped", said
 
 
-def junit_xml(verdicts: Sequence[Verdict], records: Iterable[Record] = (), *, strict: bool = False) -> str:
-    """Return a document with a test case for each gate of ``records`` and for each claim."""
+def junit_xml(
+    verdicts: Sequence[Verdict],
+    records: Iterable[Record] = (),
+    *,
+    errors: Mapping[str, str] | None = None,
+    strict: bool = False,
+) -> str:
+    """Return a document with a test case for each gate of ``records``, for each claim and for each error.
+
+    Args:
+        verdicts: on claims.
+        records: of runs.
+        errors: of machines that a run did not end on: name -> what was said.
+        strict: whether a stale claim fails.
+    """
     root = ET.Element("testsuites", name="flashmoe")
     for record in records:
         name = f"gates.{record.subject.name}"
@@ -48,6 +61,8 @@ def junit_xml(verdicts: Sequence[Verdict], records: Iterable[Record] = (), *, st
             ET.SubElement(properties, "property", name=name, value=_text(value))
         suite.insert(0, properties)
     _suite(root, "claims", (_claim_case(verdict, strict=strict) for verdict in verdicts))
+    if errors:
+        _suite(root, "machines", (_error_case(name, said) for name, said in errors.items()))
     for count in ("tests", "failures", "errors", "skipped"):
         root.set(count, str(sum(int(suite.get(count, "0")) for suite in root)))
     ET.indent(root)
@@ -55,10 +70,15 @@ def junit_xml(verdicts: Sequence[Verdict], records: Iterable[Record] = (), *, st
 
 
 def write_junit(
-    path: Path, verdicts: Sequence[Verdict], records: Iterable[Record] = (), *, strict: bool = False
+    path: Path,
+    verdicts: Sequence[Verdict],
+    records: Iterable[Record] = (),
+    *,
+    errors: Mapping[str, str] | None = None,
+    strict: bool = False,
 ) -> None:
     """Write ``junit_xml`` to ``path``. Raises ``EvidenceError`` where that cannot be."""
-    text = junit_xml(verdicts, records, strict=strict)
+    text = junit_xml(verdicts, records, errors=errors, strict=strict)
     try:
         write_atomically(path, f'<?xml version="1.0" encoding="utf-8"?>\n{text}')
     except OSError as error:
@@ -68,9 +88,10 @@ def write_junit(
 def _suite(root: ET.Element, name: str, cases: Iterable[ET.Element]) -> ET.Element:
     suite = ET.SubElement(root, "testsuite", name=f"flashmoe.{name}")
     suite.extend(cases)
-    failures, skipped = (sum(case.find(tag) is not None for case in suite) for tag in ("failure", "skipped"))
+    tags = ("failure", "error", "skipped")
+    failures, errors, skipped = (sum(case.find(tag) is not None for case in suite) for tag in tags)
     seconds = sum(float(case.get("time", "0")) for case in suite)
-    counts = {"tests": len(suite), "failures": failures, "errors": 0, "skipped": skipped}
+    counts = {"tests": len(suite), "failures": failures, "errors": errors, "skipped": skipped}
     for key, count in counts.items():
         suite.set(key, str(count))
     suite.set("time", f"{seconds:.3f}")
@@ -96,6 +117,13 @@ def _claim_case(verdict: Verdict, *, strict: bool) -> ET.Element:
         _result(case, "failure" if result == "failed" else "skipped", said, details)
     elif verdict.status is VerdictStatus.STALE:
         ET.SubElement(case, "system-out").text = _text(f"{verdict.status.value}: {verdict.reason}")
+    return case
+
+
+def _error_case(name: str, said: str) -> ET.Element:
+    case = ET.Element("testcase", classname="flashmoe.machines", name=_text(name), time="0.000")
+    message, *details = said.split("\n")
+    _result(case, "error", message, details)
     return case
 
 
