@@ -62,6 +62,12 @@ def test_strict_and_further_arguments_reach_the_command(script):
     assert asked == ["prove", "--junit", "a.xml", "my_kernel.toml", "--until", "correct"]
 
 
+def test_arguments_of_several_lines_all_reach_the_command(script):
+    args = "my_kernel.toml\n  --until correct\n\n--suite a.toml\n"  # as `args: |` gives them
+    asked = script(command="prove", args=args)[2]
+    assert asked[3:] == ["my_kernel.toml", "--until", "correct", "--suite", "a.toml"]
+
+
 @pytest.mark.parametrize(("code", "allowed", "got"), [(4, "true", 0), (4, "false", 4), (1, "true", 1), (3, "true", 3)])
 def test_an_open_claim_may_be_let_through_and_nothing_else(script, tmp_path, code, allowed, got):
     assert script(code, **{"allow-open": allowed})[0] == got
