@@ -19,9 +19,9 @@ from pathlib import Path
 
 import pytest
 
-from flashmoe_science.errors import InputError, MachineLostError, RemoteError
+from flashmoe_science.errors import EvidenceError, InputError, MachineLostError, RemoteError
 from flashmoe_science.proof.evidence import Record, Settings, read_record
-from flashmoe_science.proof.remote import Host, HostResult, RemoteRequest, prove_on
+from flashmoe_science.proof.remote import Host, HostResult, RemoteRequest, far_side, prove_on
 from flashmoe_science.proof.remote.session import _Listener, _Said, _Session
 from flashmoe_science.proof.remote.wheels import REQUIREMENTS, platforms
 
@@ -53,12 +53,17 @@ def run_request(table, tree, send):
             assert time.monotonic() < end, "the other machine never came"
             time.sleep(0.02)
         record["id"] = name
+    nonsense = what == "one tells nonsense"
+    if what.startswith("one ") and os.environ["MACHINE"] == "one":
+        what = "wait"
     if what == "wait":
         with open(f"{marks}/pid.new", "w") as file:
             file.write(str(os.getpid()))
         os.rename(f"{marks}/pid.new", f"{marks}/pid")
-    send({"event": "record", "record": json.dumps(record)})
     try:
+        send({"event": "record", "record": json.dumps(record)})
+        if nonsense and what == "wait":
+            send({"event": "finish", "gate": '{"name": 3}'})
         while what == "wait":
             time.sleep(0.1)
     except KeyboardInterrupt:
@@ -243,6 +248,45 @@ def test_several_machines_run_at_the_same_time(server, monkeypatch, python, tmp_
     assert set(saved) == {"one", "two"}
 
 
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """Let every machine be this one, without a server."""
+    ssh = tmp_path / "ssh"
+    ssh.write_text('#!/bin/sh\nwhile [ $# -gt 2 ]; do shift; done\nexport MACHINE="$1"\nexec sh -c "$2"\n')
+    ssh.chmod(0o755)
+    monkeypatch.setenv("FLASHMOE_SSH", str(ssh))
+
+
+FULL = OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize(
+    ("what", "fault", "kind", "said"),
+    [
+        ("one tells nonsense", None, RemoteError, "one: a finish came that cannot be read: ValidationError: "),
+        ("one waits", EvidenceError("a.json: cannot be written"), EvidenceError, "a.json: cannot be written"),
+        ("one waits", FULL, EvidenceError, "one: the record cannot be kept: No space left on device"),
+    ],
+)
+def test_what_goes_wrong_with_one_machine_ends_the_run_there_alone(here, python, tmp_path, what, fault, kind, said):
+    saved = []
+
+    def save(name, record):
+        if name == "one" and fault is not None:
+            raise fault
+        saved.append(name)
+
+    (one, two), _ = run(what, tmp_path, python=python(), save=save, names=("one", "two"))
+    assert type(one.error) is kind
+    assert str(one.error).startswith(said)
+    pid = int((tmp_path / "pid").read_text())
+    assert wait_for(lambda: not is_alive(pid), 60)  # it was told to stop, and not cut off: it told what it had
+    assert one.record is not None
+    assert one.record.incomplete_reason == "interrupted in gate correct"
+    assert (two.error, two.record, two.stopped) == (None, request(what).resume, False)
+    assert "two" in saved
+
+
 # The connection ends early.
 
 
@@ -410,6 +454,38 @@ def test_wheels_travel_to_a_machine_without_an_index(machine, python, wheels, mo
     assert result.error is None
     assert "no package index there" in lines.notes[1]
     assert lines.notes[2:] == ["sending made_up-3.1-py3-none-any.whl", "made_up 3.1"]
+
+
+def test_wheels_travel_to_a_machine_whose_index_does_not_answer(tmp_path, wheels, monkeypatch):
+    assert far_side._PIP_TIMEOUT_S <= 60
+    stuck = tmp_path / "python"
+    stuck.write_text("#!/bin/sh\nexec sleep 600\n")
+    stuck.chmod(0o755)
+    monkeypatch.setattr(far_side, "_PIP_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(sys, "executable", str(stuck))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "made_up", raising=False)
+    bundle = io.BytesIO()
+    with zipfile.ZipFile(bundle, "w") as archive:
+        for wheel in wheels.iterdir():
+            archive.write(wheel, wheel.name)
+    sent: list[dict[str, object]] = []
+
+    class Link(far_side.Link):
+        def __init__(self):  # no connection
+            pass
+
+        def send(self, event):
+            sent.append(event)
+
+        def receive(self):
+            return {"do": "wheels"}, bundle.getvalue()
+
+    far_side._add_packages(Link(), {"made_up": "made-up>=3"}, tmp_path / "run")
+    assert [event["event"] for event in sent] == ["note", "wheels wanted"]
+    assert sent[1]["why"] == "pip did not end within 0.2 s"
+    assert (tmp_path / "run" / "packages" / "made_up.py").exists()
+    assert sys.path[0] == str(tmp_path / "run" / "packages")
 
 
 @SSH

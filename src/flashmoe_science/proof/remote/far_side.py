@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 _GRACE_S = 60.0  # to write down what was finished, before this process is ended by force
-_PIP_TIMEOUT_S = 600.0
+_PIP_TIMEOUT_S = 60.0  # the machine is paid for meanwhile; after that the other side sends what is missing
 
 
 class Link:
@@ -185,9 +185,13 @@ def _add_packages(link: Link, requirements: dict[str, str], folder: Path) -> Non
     link.send({"event": "note", "line": f"installing {', '.join(missing)} for this run"})
     argv = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--retries", "1", "--timeout", "10", "install"]
     argv += ["--quiet", "--only-binary", ":all:", "--target", str(packages), *missing]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=_PIP_TIMEOUT_S, check=False)
-    if done.returncode != 0:
-        why = (done.stderr.strip().splitlines() or ["pip failed"])[-1]
+    here = {**os.environ, "TMPDIR": str(folder)}  # what a pip that is killed leaves behind goes with the folder
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=_PIP_TIMEOUT_S, check=False, env=here)
+        why = (done.stderr.strip().splitlines() or ["pip failed"])[-1] if done.returncode else ""
+    except subprocess.TimeoutExpired:
+        why = f"pip did not end within {_PIP_TIMEOUT_S:g} s"
+    if why:
         link.send({"event": "wheels wanted", "requirements": missing, "why": why, **_target()})
         _, archive = link.receive()
         with zipfile.ZipFile(io.BytesIO(archive)) as bundle:

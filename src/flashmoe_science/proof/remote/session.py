@@ -138,7 +138,7 @@ def prove_on(
         request: what.
         tree: what is sent.
         progress: told what is going on, one for each host's name.
-        save: gets the name and the record, as it grows; each replaces the one before.
+        save: gets the name and the record, as it grows; each replaces the one before. Where it fails, that run ends.
         requirements: what the harness needs there: module -> requirement.
         heartbeat_s: between signs of life.
         silence_s: after so long without one the run over there ends.
@@ -205,7 +205,23 @@ class _Listener:
                 if deadline is not None and time.monotonic() > deadline:
                     return
                 continue
-            self._handle(said)
+            try:
+                self._handle(said)
+            except FlashmoeError as error:
+                self._give_up(said.index, error)
+            except OSError as error:
+                name = self._results[said.index].host.name
+                self._give_up(said.index, EvidenceError(f"{name}: the record cannot be kept: {error.strerror}"))
+            except (ValueError, KeyError, TypeError) as error:
+                name, why = self._results[said.index].host.name, " ".join(str(error).split())
+                message = f"{name}: a {said.kind} came that cannot be read: {type(error).__name__}: {why}"
+                self._give_up(said.index, RemoteError(message))
+
+    def _give_up(self, index: int, error: FlashmoeError) -> None:
+        """Let one run end, whose machine would be paid for nothing. The others go on."""
+        if self._results[index].error is None:
+            self._results[index].error = error
+            self._sessions[index].tell({"do": "stop"})
 
     def _progress_of(self, index: int) -> Progress:
         return self._progress[self._results[index].host.name]
@@ -227,7 +243,7 @@ class _Listener:
             self._open.discard(said.index)
             session = self._sessions[said.index]
             result.seconds = session.seconds
-            if not result.stopped:
+            if not result.stopped and result.error is None:
                 result.error = session.error(self._gates[said.index], result.record)
 
     def _take(self, index: int, text: str) -> None:
