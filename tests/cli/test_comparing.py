@@ -149,6 +149,14 @@ def test_history_looks_at_the_runs_of_the_store_and_of_the_repository(run, repos
     assert document["history"]["metric"] == "wall"
 
 
+def test_history_looks_only_at_runs_since_a_date(run):
+    for day in range(1, 10):
+        Store().save(build_record(speedups=[2.3, 3.0], suite="made_up", day=day, seed=day))
+    document = json.loads(run("history", "flash_attention", "--since", "2026-01-07", "--json")[1])
+    days = [point["created_at"][:10] for point in document["history"]["points"]]
+    assert days == ["2026-01-07", "2026-01-08", "2026-01-09", "2026-01-10"]
+
+
 def test_history_of_one_run_cannot_tell(run):
     code, out, _ = run("history", "flash_attention")
     assert code == 4
@@ -160,6 +168,7 @@ def test_history_of_one_run_cannot_tell(run):
     [
         (["nothing"], "there is no run of nothing", "there are runs of flash_attention"),
         (["flash_attention", "--gpu", "B200"], "there is no run of flash_attention", ""),
+        (["flash_attention", "--since", "2099-01-01"], "no run of flash_attention with this suite, GPU and date", ""),
         (["flash_attention", "--case", "case9"], "case must be one that all 1 runs have", ""),
     ],
 )

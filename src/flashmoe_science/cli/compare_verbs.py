@@ -97,6 +97,10 @@ def history(
         Optional[str],  # noqa: UP045
         typer.Option(metavar="NAME", help="Only this case. Default: the geometric mean of those that all runs have."),
     ] = None,
+    since: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(metavar="DATE", help="Only runs since this date (UTC), or since 7d, 12h or 2w ago."),
+    ] = None,
     store: StoreName = None,
     as_json: Json = False,
 ) -> None:
@@ -113,7 +117,8 @@ def history(
     Exit codes:
       0  looked at    2  wrong usage, or no such runs    4  too few runs to tell
     """
-    from .comparing import run_history
+    from .comparing import Only, run_history
 
-    code = run_history(subject, suite=suite, gpu=gpu, metric=metric.value, case=case, store=store, as_json=as_json)
+    only = Only(subject, suite, gpu, since)
+    code = run_history(only, metric=metric.value, case=case, store=store, as_json=as_json)
     raise typer.Exit(code)

@@ -28,7 +28,7 @@ from ..proof.store import Archive, Store, find_repository
 from ..proof.suites import load_suite
 from ..proof.words import counted
 from . import HOLDS, INCONCLUSIVE
-from .names import gpu_named
+from .names import gpu_named, moment_named
 from .proving import Keeper, as_typed, make_meter
 from .terminal import ChainProgress, Terminal, as_plain, short_path
 
@@ -170,17 +170,29 @@ def _compare_revisions(wanted: Wanted, kinds: list[TimeKind], terminal: Terminal
     return record, keeper.path, meter.bill(record)
 
 
-def run_history(
-    subject: str, *, suite: str, gpu: str, metric: TimeKind, case: str | None, store: str | None, as_json: bool
-) -> int:
+@dataclass(frozen=True)
+class Only:
+    """Of which runs ``history`` is."""
+
+    subject: str
+    suite: str = ""
+    gpu: str = ""
+    since: str | None = None  # a date, or how long ago
+
+
+def run_history(only: Only, *, metric: TimeKind, case: str | None, store: str | None, as_json: bool) -> int:
     """Look back over the runs of a subject."""
     terminal = Terminal(as_json=as_json)
     archive = Archive(Store(store), find_repository())
-    listed = archive.runs(subject=subject, suite=suite, gpu=gpu, on_trouble=terminal.warn_of)
+    moment = moment_named(only.since) if only.since else None
+    listed = archive.runs(
+        subject=only.subject, suite=only.suite, gpu=only.gpu, since=moment, on_trouble=terminal.warn_of
+    )
     if not listed:
         names = sorted({run.subject for run in archive.runs(on_trouble=lambda _: None)})
         hint = f"there are runs of {', '.join(names)}" if names else "flashmoe prove makes the first"
-        raise InputError(f"there is no run of {subject} with this suite and GPU", hint=hint)
+        asked = "this suite, GPU and date" if moment else "this suite and GPU"
+        raise InputError(f"there is no run of {only.subject} with {asked}", hint=hint)
     history = look_back([archive.load(run.id) for run in listed], metric, case=case)
     terminal.show(history_lines(history))
     code = HOLDS if history.enough else INCONCLUSIVE
