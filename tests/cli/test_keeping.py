@@ -94,8 +94,8 @@ def test_an_incomplete_run_grows(run, files):
         (["import", "nothing.json"], "nothing.json: cannot be read"),
         (["import", "claims"], "claims: holds no *.json"),
         (["export", "2027"], "there is no run '2027'"),
-        (["export"], "expected the ids of runs, or --all, and not both"),
-        (["export", "2026", "--all"], "expected the ids of runs, or --all, and not both"),
+        (["export"], "expected the ids of runs, or --all, got neither\nhint: flashmoe runs"),
+        (["export", "2026", "--all"], "expected the ids of runs or --all, got 1 id and --all"),
         (["export", RUN_ID, "-o", "README.md"], "cannot be written"),
     ],
 )

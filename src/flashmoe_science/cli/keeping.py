@@ -38,8 +38,12 @@ def run_export(keys: Sequence[str], *, folder: Path, everything: bool, store: st
     """Write runs to files; say how many."""
     terminal = Terminal(as_json=as_json)
     archive = Archive(Store(store), find_repository())
-    if bool(keys) == everything:
-        raise InputError("expected the ids of runs, or --all, and not both", hint="flashmoe runs lists them")
+    if keys and everything:
+        raise InputError(
+            f"expected the ids of runs or --all, got {counted(len(keys), 'id')} and --all", hint="give one"
+        )
+    if not keys and not everything:
+        raise InputError("expected the ids of runs, or --all, got neither", hint="flashmoe runs lists them")
     carried = list(export_records(archive, archive.store.ids() if everything else keys, folder))
     terminal.show(f"{short_path(folder)}: {_count(carried, ('new', 'same'))}")
     terminal.document({"folder": short_path(folder), "files": [_as_plain(one) for one in carried]})
