@@ -9,6 +9,7 @@ import pytest
 
 from flashmoe_science.errors import ClaimError
 from flashmoe_science.proof.claims import Claim, find_evidence, load_claims, why_not
+from flashmoe_science.proof.evidence import Record, record_text
 
 from .builders import ENTRY_POINT, L4, build_record
 
@@ -159,6 +160,14 @@ def test_the_newest_complete_record_is_the_evidence(tmp_path):
         "evidence/newest.json": build_record(day=3, complete=False),
     }
     assert list(find_evidence(_claim(tmp_path), records)) == ["evidence/new.json"]
+
+
+def test_a_record_that_names_no_time_zone_is_of_utc(tmp_path):
+    old, new = build_record(day=1), build_record(day=2, seed=1)
+    read = Record.model_validate_json(record_text(new).replace("T00:00:00Z", "T00:00:00"))
+    assert '"created_at": "2026-01-03T00:00:00"' in record_text(new).replace("T00:00:00Z", "T00:00:00")
+    assert read == new
+    assert list(find_evidence(_claim(tmp_path), {"old": old, "new": read})) == ["new"]
 
 
 def test_without_a_complete_record_the_newest_incomplete_one_is_the_evidence(tmp_path):

@@ -6,7 +6,7 @@ The format is in ``docs/claims.md``. Whether a claim holds is the business of ``
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime, timezone
+from datetime import datetime
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -265,8 +265,7 @@ def other_versions(claim: Claim, record: Record) -> str | None:
 
 def too_old(claim: Claim, record: Record, now: datetime) -> str | None:
     """Return that ``record`` is older than the claim allows, or None."""
-    made = record.created_at if record.created_at.tzinfo else record.created_at.replace(tzinfo=timezone.utc)
-    days = (now - made).total_seconds() / 86400
+    days = (now - record.created_at).total_seconds() / 86400
     if claim.max_age_days is None or days <= claim.max_age_days:
         return None
     return f"the evidence is {days:.0f} days old, and the claim allows {claim.max_age_days:g} (max_age_days)"

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sized
-from datetime import datetime
+from datetime import datetime, timezone
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
 from ..errors import EvidenceError
 from .files import write_atomically
@@ -29,6 +29,11 @@ TimeKind = Literal["kernel", "graph", "wall"]
 
 # Files are named by it, and a record can come from a machine that is not trusted: it names no other folder.
 RecordId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.@-]*$")]
+
+# Moments are compared with one another: one that names no zone is UTC.
+Moment = Annotated[
+    datetime, AfterValidator(lambda moment: moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc))
+]
 
 
 class Model(BaseModel):
@@ -234,7 +239,7 @@ class Resumed(Model):
     """An interrupted run that a record goes on with: what it had finished is part of the record."""
 
     run: RecordId  # its id
-    created_at: datetime
+    created_at: Moment
 
 
 class Revision(Model):
@@ -260,7 +265,7 @@ class Record(Model):
 
     schema_version: int = SCHEMA_VERSION
     id: RecordId  # e.g. 20261120T235959Z-seed-flash_attention-1a2b3c
-    created_at: datetime
+    created_at: Moment
     command: str
     complete: bool
     incomplete_reason: str = ""

@@ -242,8 +242,7 @@ def _facts(record: Record) -> str:
 
 
 def _date(created: datetime) -> str:
-    utc = created.astimezone(timezone.utc) if created.tzinfo else created
-    return f"{utc:%Y-%m-%d %H:%M} UTC"
+    return f"{created.astimezone(timezone.utc):%Y-%m-%d %H:%M} UTC"
 
 
 # Tables
