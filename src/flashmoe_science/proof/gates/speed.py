@@ -233,18 +233,20 @@ def pool_rounds(old: Rounds, new: Rounds) -> Rounds:
 
 def rates_of(case: CaseRecord, arm: str) -> dict[TimeKind, Rates]:
     """Return the medians of an arm's samples, and the rates that follow from the case's work."""
-    rates: dict[TimeKind, Rates] = {}
-    for rounds in case.rounds:
+    samples: dict[TimeKind, list[float]] = {}
+    for rounds in case.rounds:  # several have the same kind where processes took different kinds
         for kind, arms in rounds.seconds.items():
-            if arms.get(arm):
-                seconds = statistics.median(arms[arm])
-                rates[kind] = Rates(
-                    seconds=seconds,
-                    tokens_per_second=case.work.tokens / seconds,
-                    tflops=case.work.flops / seconds / 1e12,
-                    tbytes_per_second=case.work.bytes / seconds / 1e12,
-                )
-    return rates
+            samples.setdefault(kind, []).extend(arms.get(arm, []))
+    medians = {kind: statistics.median(values) for kind, values in samples.items() if values}
+    return {
+        kind: Rates(
+            seconds=seconds,
+            tokens_per_second=case.work.tokens / seconds,
+            tflops=case.work.flops / seconds / 1e12,
+            tbytes_per_second=case.work.bytes / seconds / 1e12,
+        )
+        for kind, seconds in medians.items()
+    }
 
 
 def _subject_failure(run: Run, case: dict[str, Any]) -> str:
