@@ -11,6 +11,7 @@ import pytest
 from flashmoe_science.errors import EvidenceError
 from flashmoe_science.proof.compare import Effect, compare_records, compare_revisions, effect_of, exit_code
 from flashmoe_science.proof.evidence import Compared, Gate, GateStatus, Record, Revision, read_record, write_record
+from flashmoe_science.proof.judge import check_control
 from flashmoe_science.proof.statistics import Interval, comparison_intervals, unpaired_intervals
 
 from .builders import H200, L4, build_gates, build_record
@@ -256,6 +257,81 @@ def test_an_unknown_field_is_refused_with_those_there_are():
 def test_times_that_one_run_lacks_are_refused():
     with pytest.raises(EvidenceError, match="both runs need wall times"):
         compare_records(run(2.0), run(2.0), ["wall"])
+
+
+def impossible(record):
+    """Return ``record`` with times that the GPU cannot reach."""
+    rounds = [
+        r.model_copy(
+            update={
+                "seconds": {
+                    kind: {arm: [t * 1e-4 for t in column] for arm, column in arms.items()}
+                    for kind, arms in r.seconds.items()
+                }
+            }
+        )
+        for r in record.cases[0].rounds
+    ]
+    return record.model_copy(update={"cases": [record.cases[0].model_copy(update={"rounds": rounds})]})
+
+
+def with_no_time(record):
+    """Return ``record`` with a time of 0 s, of which there is no ratio."""
+    table = record.model_dump(mode="json")
+    table["cases"][0]["rounds"][0]["seconds"]["graph"]["sdpa"][0] = 0.0
+    return Record.model_validate(table)
+
+
+@pytest.mark.parametrize("broken_is_b", [False, True])
+@pytest.mark.parametrize(
+    ("broken", "why"),
+    [
+        (run(3.0, day=1, control_bias=0.05), "a second copy of the baseline took other times"),
+        (impossible(run(3.0, day=1)), "an impossible graph time"),
+        (with_no_time(run(3.0, day=1)), "took 0.0 s"),
+    ],
+)
+def test_an_invalid_run_is_neither_faster_nor_slower_whatever_it_shows(broken, why, broken_is_b):
+    pair = (run(2.0), broken) if broken_is_b else (broken, run(2.0))
+    comparison = compare_records(*pair)
+    assert (effects(comparison), exit_code(comparison)) == (["undecided"], 4)
+    assert f"run {broken.id} is invalid: " in comparison.reason
+    assert why in comparison.reason
+
+
+@pytest.mark.parametrize("broken_is_b", [False, True])
+def test_a_run_that_failed_a_gate_is_not_compared(broken_is_b):
+    broken = run(3.0, day=1, gates=build_gates("bench"))
+    comparison = compare_records(*((run(2.0), broken) if broken_is_b else (broken, run(2.0))))
+    assert (comparison.effect, comparison.gate_failed, exit_code(comparison)) == (Effect.UNDECIDED, "bench", 3)
+    assert comparison.reason == f"run {broken.id} failed gate bench: made up: failed"
+
+
+def test_impossible_times_of_a_revision_leave_it_undecided():
+    comparison = compare_revisions(impossible(compared(1.5)))
+    assert (effects(comparison), exit_code(comparison)) == (["undecided"], 4)
+    assert "an impossible graph time" in comparison.reason
+
+
+def test_the_geometric_mean_is_as_much_wider_as_the_control_shows_its_cases_to_be():
+    found = {}
+    for seed in range(20):
+        record = compared(1.1, 1.1, seed=seed)
+        control = check_control(record, "graph")
+        if control.passed and any(control.biases.values()):
+            found[seed] = record, sum(control.biases.values()) / 2
+    assert found, "the control should widen some mean here"
+    for record, bias in found.values():
+        plain = record.model_copy(
+            update={
+                "cases": [
+                    c.model_copy(update={"arms": [a for a in c.arms if a.role != "control"]}) for c in record.cases
+                ]
+            }
+        )
+        wide, narrow = (compare_revisions(r).geometric_means["graph"] for r in (record, plain))
+        assert math.log(wide.high / narrow.high) == pytest.approx(bias)
+        assert math.log(narrow.low / wide.low) == pytest.approx(bias)
 
 
 # How often a verdict is wrong

@@ -10,7 +10,7 @@ from flashmoe_science.errors import EvidenceError
 from flashmoe_science.proof.evidence import SourceFile
 from flashmoe_science.proof.history import look_back
 
-from .builders import H200, L4, build_record
+from .builders import H200, L4, build_gates, build_record
 
 LOSS = 0.95
 
@@ -99,6 +99,26 @@ def test_runs_that_say_nothing_of_it_are_left_out_and_counted():
     assert len(history.points) == 10
     assert history.notes == ["2 runs left out: no graph times, or another suite, baseline or entry point"]
     assert look_back([run(0), *runs], "graph").suite == "other"  # that of the newest
+
+
+@pytest.mark.parametrize(
+    ("broken", "why"),
+    [
+        ({"control_bias": 0.05}, "a second copy of the baseline took other times"),
+        ({"gates": build_gates("bench")}, "gate bench failed: made up: failed"),
+        ({"baseline_seconds": 20e-10}, "an impossible graph time"),
+    ],
+)
+def test_runs_that_do_not_count_are_no_points_and_each_is_named(broken, why):
+    sound = [run(day) for day in range(8)]
+    invalid = run(8, speedup=3.0, **broken)
+    history = look_back([*sound, invalid], "graph")
+    assert [point.run for point in history.points] == [record.id for record in sound]
+    (note,) = history.notes
+    assert note.startswith(f"run {invalid.id} left out: ")
+    assert why in note
+    with pytest.raises(EvidenceError, match=r"none of 1 run has graph times that count: run \S+ left out"):
+        look_back([invalid], "graph")
 
 
 def test_runs_stand_in_the_order_of_time():

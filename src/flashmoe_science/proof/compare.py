@@ -20,6 +20,7 @@ from .evidence import CaseRecord, GateStatus, Model, Record, TimeKind
 from .judge import check_control, paired_log_ratios
 from .poolable import check_comparable, common_baseline
 from .rows import kinds_measured
+from .soundness import failed_gate, why_unsound
 from .statistics import Interval, comparison_intervals, suite_interval, unpaired_intervals
 from .words import counted
 
@@ -127,19 +128,20 @@ def compare_revisions(
         tolerance=tolerance,
     )
     for label, gates in ((a, compared.a.gates), (b, record.gates)):
-        failed = next((gate for gate in gates if gate.status is GateStatus.FAILED), None)
-        if failed is not None:
+        if failed := failed_gate(gates):
             reason = f"{label} failed gate {failed.name}: {failed.summary}"
             return comparison(effect=Effect.UNDECIDED, reason=reason, gate_failed=failed.name)
     kinds = list(kinds or kinds_measured(record))
     rows, samples = [], []
     for kind in kinds:
-        control = check_control(record, kind)
+        unsound = why_unsound(record, kind, (compared.a.arm, compared.b.arm))
+        biases = {} if unsound else check_control(record, kind).biases
         for case in record.cases:
-            wrong = control.reason if not control.passed else _unmeasured(case, compared.a.arm, compared.b.arm)
-            groups = list(paired_log_ratios(case, kind, compared.a.arm, compared.b.arm).values())
+            wrong = unsound or _unmeasured(case, compared.a.arm, compared.b.arm)
+            pairs = {} if unsound else paired_log_ratios(case, kind, compared.a.arm, compared.b.arm)
+            groups = list(pairs.values())
             seconds = _medians(case, kind, compared.a.arm), _medians(case, kind, compared.b.arm)
-            bias = control.biases.get(case.name, 0.0)
+            bias = biases.get(case.name, 0.0)
             rows.append(_Row(case.name, kind, wrong or _too_few(groups), seconds, bias))
             samples.append(groups)
     cases = _decide(rows, samples, tolerance, paired=True)
@@ -181,18 +183,35 @@ def compare_records(
         raise EvidenceError(f"both runs need {missing[0]} times to be compared by them, and one has none")
     notes = check_comparable(a, b, kinds, allowed=allowed)
     baseline = common_baseline(a, b)
+    quantity = f"(A's time / {baseline}'s in its run) / (B's time / {baseline}'s in its run)" if baseline else ""
     names = {case.name for case in b.cases}
     common = [case for case in a.cases if case.name in names]
     only = len(a.cases) + len(b.cases) - 2 * len(common)
     notes += [f"{counted(only, 'case')} in one run only"] if only else []
     notes.append("what varies from run to run is not in the intervals: two runs cannot show it")
+    comparison = partial(
+        Comparison,
+        a=a.id,
+        b=b.id,
+        subject=b.subject.name,
+        suite=b.suite,
+        paired=False,
+        quantity=quantity or "A's time / B's, on one card",
+        tolerance=tolerance,
+    )
+    for run in (a, b):
+        if failed := failed_gate(run.gates):
+            reason = f"run {run.id} failed gate {failed.name}: {failed.summary}"
+            return comparison(effect=Effect.UNDECIDED, reason=reason, gate_failed=failed.name, notes=notes)
     others = {case.name: case for case in b.cases}
     rows, samples = [], []
     for kind in kinds:
+        invalid = [(run.id, why_unsound(run, kind, (run.subject.name, baseline))) for run in (a, b)]
+        unsound = next((f"run {id_} is invalid: {why}" for id_, why in invalid if why), "")
         for case in common:
             pair = (case, a), (others[case.name], b)
-            wrong = next((w for c, run in pair if (w := _unmeasured(c, run.subject.name, baseline))), "")
-            both_groups = tuple(_values(c, kind, run.subject.name, baseline) for c, run in pair)
+            wrong = unsound or next((w for c, run in pair if (w := _unmeasured(c, run.subject.name, baseline))), "")
+            both_groups = tuple([] if unsound else _values(c, kind, run.subject.name, baseline) for c, run in pair)
             wrong = wrong or next((w for groups in both_groups if (w := _too_few(groups))), "")
             seconds = [_medians(c, kind, run.subject.name) for c, run in pair]
             rows.append(_Row(case.name, kind, wrong, (seconds[0], seconds[1])))
@@ -201,20 +220,7 @@ def compare_records(
     complete = a.complete and b.complete
     notes += [f"run {run.id} is incomplete: {run.incomplete_reason}" for run in (a, b) if not run.complete]
     effect, reason = _in_all(cases, complete=complete, impossible="no case is in both runs" if not common else "")
-    quantity = f"(A's time / {baseline}'s in its run) / (B's time / {baseline}'s in its run)" if baseline else ""
-    return Comparison(
-        a=a.id,
-        b=b.id,
-        subject=b.subject.name,
-        suite=b.suite,
-        paired=False,
-        quantity=quantity or "A's time / B's, on one card",
-        tolerance=tolerance,
-        effect=effect,
-        reason=reason,
-        cases=cases,
-        notes=notes,
-    )
+    return comparison(effect=effect, reason=reason, cases=cases, notes=notes)
 
 
 @dataclass(frozen=True)
@@ -300,7 +306,10 @@ def _paired_mean(record: Record, kind: TimeKind, cases: Sequence[CaseComparison]
     a, b = record.compared.a.arm, record.compared.b.arm
     found = [paired_log_ratios(case, kind, a, b) for case in record.cases]
     processes = sorted({process for groups in found for process in groups})
-    return suite_interval([[groups.get(process, []) for process in processes] for groups in found]).exp()
+    mean = suite_interval([[groups.get(process, []) for process in processes] for groups in found])
+    # Every case may be off by what its control shows, all in one direction.
+    biases = check_control(record, kind).biases
+    return mean.widened(sum(biases.values()) / len(found)).exp()
 
 
 def _not_possible(record: Record) -> str:

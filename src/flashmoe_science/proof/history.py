@@ -14,6 +14,7 @@ from .change_points import FEWEST_RUNS, ChangePoint, change_points, segments
 from .evidence import CaseRecord, Model, Record, TimeKind
 from .judge import paired_log_ratios
 from .poolable import describe_change, traits
+from .soundness import why_unsound
 from .statistics import Interval, hodges_lehmann, shift_interval
 from .words import counted
 
@@ -69,9 +70,14 @@ def look_back(records: Sequence[Record], metric: TimeKind, *, case: str | None =
         level: The chance of a false alarm in a series without change.
 
     Raises:
-        EvidenceError: no run has this time of the subject and of the newest run's suite and baseline.
+        EvidenceError: no run that counts has this time of the subject and of the newest run's suite and baseline.
     """
-    timed = sorted((r for r in records if _measured(r, metric)), key=lambda record: (record.created_at, record.id))
+    unsound = {r.id: why for r in records if (why := why_unsound(r, metric, (r.subject.name, *r.baselines)))}
+    sound = [record for record in records if record.id not in unsound]
+    timed = sorted((r for r in sound if _measured(r, metric)), key=lambda record: (record.created_at, record.id))
+    invalid = [f"run {id_} left out: {why}" for id_, why in unsound.items()]
+    if unsound and not timed:
+        raise EvidenceError(f"none of {counted(len(records), 'run')} has {metric} times that count: {invalid[0]}")
     if not timed:
         raise EvidenceError(
             f"none of {counted(len(records), 'run')} has {metric} times", hint="flashmoe runs lists them"
@@ -98,7 +104,8 @@ def look_back(records: Sequence[Record], metric: TimeKind, *, case: str | None =
     enough = len(values) >= FEWEST_RUNS
     changes = [_new_level(used, values, stretches, n, point) for n, point in enumerate(points)]
     changes += _without_level(used, values, {point.place for point in points}, spread, enough=enough)
-    left_out = len(records) - len(used)
+    left_out = len(sound) - len(used)
+    others = f"{counted(left_out, 'run')} left out: no {metric} times, or another suite, baseline or entry point"
     return History(
         subject=newest.subject.name,
         suite=suite,
@@ -119,9 +126,7 @@ def look_back(records: Sequence[Record], metric: TimeKind, *, case: str | None =
         spread=spread,
         enough=enough,
         verdict=_verdict(len(values), len(points), enough=enough),
-        notes=[f"{counted(left_out, 'run')} left out: no {metric} times, or another suite, baseline or entry point"]
-        if left_out
-        else [],
+        notes=[*([others] if left_out else []), *sorted(invalid)],
     )
 
 
