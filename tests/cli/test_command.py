@@ -68,6 +68,12 @@ def test_every_verb_and_option_is_in_the_documentation():
     assert missing == []
 
 
+def test_the_help_lists_the_verbs_in_the_order_of_the_documentation(run):
+    listed = re.findall(r"^  ([a-z]+)  +[A-Z]", run("--help")[1].partition("Commands:")[2], re.MULTILINE)
+    documented = re.findall(r"^## ([a-z][\w ]*)$", (ROOT / "docs/cli.md").read_text(), re.MULTILINE)
+    assert listed == list(dict.fromkeys(verb.split()[0] for verb in documented))
+
+
 def test_no_arguments_show_the_help(run):
     assert run() == run("--help")
     assert run()[0] == 0

@@ -9,15 +9,30 @@ What they do is in ``proving.py`` and ``looking.py``. These take long to import,
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated, Any, Optional
 
 import typer
+from typer.core import TyperGroup
 
 from .. import __version__
 from . import claim_verbs, compare_verbs, cost_verbs, diagnose_verbs, report_verbs, store_verbs
 from .options import Csv, Json, Junit, Metric, StoreName, split
 
+_ORDER = (
+    *("prove", "compare", "diagnose", "history", "verify", "claim", "lint", "show", "report", "runs", "import"),
+    *("export", "cost", "explain", "doctor", "suites", "baselines", "readme"),
+)
+
+
+class _Verbs(TyperGroup):
+    """Lists the verbs as docs/cli.md does: typer lists groups, such as ``claim``, behind all others."""
+
+    def list_commands(self, ctx: Any) -> list[str]:  # Any: click, or the one within typer
+        return sorted(super().list_commands(ctx), key=_ORDER.index)
+
+
 app = typer.Typer(
+    cls=_Verbs,
     add_completion=False,
     rich_markup_mode=None,  # plain text, as wide as the terminal and the same in a file
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
