@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -160,3 +161,14 @@ def test_the_error_in_the_docs_is_the_real_one(tmp_path, monkeypatch):
 def test_a_suite_without_cases_is_refused_in_our_own_words(tmp_path):
     with pytest.raises(SuiteError, match=r"key cases: expected a list of tables \[\[cases\]\], got \[\]"):
         load_suite(write(tmp_path, "cases = []\n" + GOOD.partition("[[cases]]")[0]))
+
+
+@pytest.mark.parametrize("verb", ["prove", "diagnose"])
+def test_a_suite_of_another_operator_is_refused_with_the_one_beside_the_subject(verb, monkeypatch, capsys):
+    from flashmoe_science import cli
+
+    monkeypatch.chdir(Path(__file__).parents[2])
+    monkeypatch.setenv("FLASHMOE_STORE", "sqlite://")
+    monkeypatch.setattr("sys.path", list(sys.path))
+    assert cli.main([verb, "examples/rms_norm"]) == 2
+    assert capsys.readouterr().err.endswith("\nhint: --suite examples/rms_norm/suite.toml\n")

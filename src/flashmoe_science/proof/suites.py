@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import difflib
+import shlex
 import sys
 from collections.abc import Hashable
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from ..errors import InputError, SubjectError, SuiteError
 from .evidence import Record
 from .toml_files import read_toml
+
+if TYPE_CHECKING:
+    from .subject import Subject
 
 _HINT = "the format is in docs/suites.md"
 
@@ -71,6 +75,22 @@ def load_suite(name_or_path: str) -> Suite:
         raise SuiteError(f"suite must be one of {', '.join(packaged)} or a file, got {name_or_path!r}", hint=hint)
     file = read_toml(path, _SuiteFile, SuiteError, hint=_HINT)
     return Suite(file.name, file.operator, file.description, _parse_cases(file, path), path)
+
+
+def check_operator(suite: Suite, subject: Subject) -> None:
+    """Refuse a suite of another operator than the subject's. Raises ``SuiteError``, with the suite beside it if any."""
+    if suite.operator == subject.operator:
+        return
+    beside = subject.folder / "suite.toml"
+    hint = "`flashmoe suites` lists the packaged suites; docs/suites.md says how to write one"
+    if beside.is_file() and beside.resolve() != suite.path.resolve():
+        here = Path.cwd().resolve()
+        found = beside.resolve()
+        hint = f"--suite {shlex.quote(str(found.relative_to(here) if found.is_relative_to(here) else found))}"
+    raise SuiteError(
+        f"suite {suite.name} is of operator {suite.operator!r}, and subject {subject.name} of {subject.operator!r}",
+        hint=hint,
+    )
 
 
 def suite_text(record: Record, repository: Path | None) -> str:

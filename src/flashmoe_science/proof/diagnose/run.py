@@ -11,7 +11,7 @@ from ...gpu.specs import GpuSpec
 from ..evidence import Environment, Gpu
 from ..roofline import known_spec
 from ..subject import Subject
-from ..suites import Suite, SuiteCase
+from ..suites import Suite, SuiteCase, check_operator
 from .gather import CannotObserveError, Wish, build, observe_here, plan_for
 from .observations import Diagnosis, Observations
 from .reason import diagnose_case
@@ -38,11 +38,7 @@ def choose_cases(suite: Suite, subject: Subject, names: Sequence[str]) -> list[S
     Raises:
         SuiteError: the suite is of another operator, or has no such case.
     """
-    if suite.operator != subject.operator:
-        raise SuiteError(
-            f"suite {suite.name} is of operator {suite.operator!r}, and subject {subject.name} of {subject.operator!r}",
-            hint="`flashmoe suites` lists the suites of every operator",
-        )
+    check_operator(suite, subject)
     known = {case.name: case for case in suite.cases}
     for name in names:
         if name not in known:

@@ -10,7 +10,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from ...errors import InputError, ProofError, SuiteError
+from ...errors import InputError, ProofError
 from ...gpu.specs import SPECS, find_gpu
 from ..evidence import (
     GATE_NAMES,
@@ -29,7 +29,7 @@ from ..evidence import (
     Work,
 )
 from ..subject import PACKAGE_FOLDER, Subject, operator_of
-from ..suites import Suite
+from ..suites import Suite, check_operator
 from ..words import counted
 from ..worker import TaskResult, run_task
 
@@ -370,12 +370,7 @@ def check_request(request: ProveRequest) -> None:
     """
     if request.until is not None and request.until not in GATE_NAMES:
         raise ProofError(f"until must be one of {', '.join(GATE_NAMES)}, got {request.until!r}")
-    if request.suite.operator != request.subject.operator:
-        raise SuiteError(
-            f"suite {request.suite.name} is of operator {request.suite.operator!r}, "
-            f"and subject {request.subject.name} of {request.subject.operator!r}",
-            hint="`flashmoe suites` lists the suites of every operator",
-        )
+    check_operator(request.suite, request.subject)
     for gpu in request.gpus:
         try:
             find_gpu(gpu)
