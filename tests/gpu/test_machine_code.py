@@ -9,7 +9,7 @@ import pytest
 
 from flashmoe_science import CompileError
 from flashmoe_science.gpu import machine_code
-from flashmoe_science.gpu.machine_code import TENSOR_CORE_OPCODES
+from flashmoe_science.gpu.machine_code import TENSOR_CORE_OPCODES, KernelCode
 
 PRINTED = """
 Fatbin elf code:
@@ -72,6 +72,23 @@ def test_instructions_between_a_jump_backwards_and_its_target_are_in_a_loop():
 def test_a_gpu_runs_the_newest_code_of_its_generation(arch, expected):
     found = machine_code.for_arch(machine_code.parse(PRINTED), arch)
     assert [kernel.arch for kernel in found] == ([] if expected is None else [expected])
+
+
+def code(name: str, arch: int, kind: str = "") -> KernelCode:
+    return KernelCode(name, arch, 32, 0, 0, {}, {}, kind)
+
+
+def test_each_kernel_has_the_newest_code_of_its_own_that_the_gpu_can_run():
+    everywhere, old, special = code("everywhere", 89), code("old", 80), code("special", 100, "a")
+    kernels = [code("everywhere", 80), everywhere, old, special, code("both", 90), code("both", 90, "a")]
+    assert machine_code.for_arch(kernels, 89) == [everywhere, old]
+    assert machine_code.for_arch(kernels, 100) == [special]
+    assert machine_code.for_arch(kernels, 103) == []
+    assert [kernel.kind for kernel in machine_code.for_arch(kernels, 90)] == ["a"]
+
+
+def test_code_for_one_architecture_alone_is_read_as_such():
+    assert [kernel.kind for kernel in machine_code.parse(PRINTED) if kernel.arch == 90] == ["a"]
 
 
 def test_a_file_that_is_no_library_is_an_error_and_one_without_kernels_has_none(tmp_path):

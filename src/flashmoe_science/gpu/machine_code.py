@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..errors import CompileError
-from .binary import demangle
+from .binary import Target, demangle
 
 _TIMEOUT_S = 120.0
 
@@ -42,6 +42,7 @@ class KernelCode:
     shared_memory_bytes: int  # a block, static
     opcodes: Mapping[str, int] = field(hash=False)  # opcode without modifiers -> count
     looped: Mapping[str, int] = field(hash=False)  # the same, of instructions within a loop
+    kind: str = ""  # "a": for this architecture alone; "f": for its family
 
     def count(self, opcodes: Iterable[str], *, in_loops: bool = False) -> int:
         """Return how many instructions have one of ``opcodes``."""
@@ -77,10 +78,10 @@ def _dump(path: str, what: str) -> str:
     return done.stdout
 
 
-_ARCH = re.compile(r"^arch = sm_(\d+)", re.MULTILINE)
+_ARCH = re.compile(r"^arch = sm_(\d+)([af]?)", re.MULTILINE)
 _USAGE = re.compile(r"^ Function (\S+):\s*\n\s*REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", re.MULTILINE)
 _FUNCTION = re.compile(r"^\s+Function : (\S+)$", re.MULTILINE)
-_CODE_FOR = re.compile(r"^\s+code for sm_(\d+)", re.MULTILINE)
+_CODE_FOR = re.compile(r"^\s+code for sm_(\d+)([af]?)", re.MULTILINE)
 _INSTRUCTION = re.compile(
     r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+ )?([A-Z][A-Z0-9]*)((?:\.\w+)*)([^;\n]*)", re.MULTILINE
 )
@@ -89,29 +90,30 @@ _INSTRUCTION = re.compile(
 def parse(text: str) -> list[KernelCode]:
     """Return the kernels in what ``cuobjdump --dump-resource-usage --dump-sass`` printed."""
     kernels: list[KernelCode] = []
-    usage: dict[tuple[int, str], tuple[int, ...]] = {}
-    for arch, part in _parts(text):
+    usage: dict[tuple[Target, str], tuple[int, ...]] = {}
+    for target, part in _parts(text):
         for name, *numbers in _USAGE.findall(part):
-            usage[arch, name] = tuple(map(int, numbers))
+            usage[target, name] = tuple(map(int, numbers))
         names = list(_FUNCTION.finditer(part))
         ends = [*(match.start() for match in names[1:]), len(part)]
         shown = demangle([match[1] for match in names])
         for match, name, end in zip(names, shown, ends, strict=False):  # without names there is one end too many
-            registers, stack, shared, local = usage.get((arch, match[1]), (0, 0, 0, 0))
+            registers, stack, shared, local = usage.get((target, match[1]), (0, 0, 0, 0))
             opcodes, looped = _count(part[match.end() : end])
-            kernels.append(KernelCode(name, arch, registers, stack + local, shared, opcodes, looped))
+            code = KernelCode(name, target.arch, registers, stack + local, shared, opcodes, looped, target.kind)
+            kernels.append(code)
     return kernels
 
 
-def _parts(text: str) -> Iterator[tuple[int, str]]:
+def _parts(text: str) -> Iterator[tuple[Target, str]]:
     """Yield each architecture's part: a fatbin says it before, a cubin above its code."""
     marks = list(_ARCH.finditer(text))
     if not marks:
         if (code := _CODE_FOR.search(text)) is not None:
-            yield int(code[1]), text
+            yield Target(int(code[1]), code[2]), text
         return
     for mark, end in zip(marks, [*(mark.start() for mark in marks[1:]), len(text)], strict=True):
-        yield int(mark[1]), text[mark.end() : end]
+        yield Target(int(mark[1]), mark[2]), text[mark.end() : end]
 
 
 def _count(text: str) -> tuple[collections.Counter[str], collections.Counter[str]]:
@@ -132,10 +134,14 @@ def _count(text: str) -> tuple[collections.Counter[str], collections.Counter[str
 
 
 def for_arch(kernels: Sequence[KernelCode], arch: int) -> list[KernelCode]:
-    """Return the code that a GPU of ``arch`` runs: the newest of its own generation that is not newer than it."""
-    fitting = [kernel for kernel in kernels if kernel.arch <= arch and kernel.arch // 10 == arch // 10]
-    newest = max((kernel.arch for kernel in fitting), default=0)
-    return [kernel for kernel in fitting if kernel.arch == newest]
+    """Return the code that a GPU of ``sm_<arch>`` runs: of each kernel the newest that it can."""
+    best: dict[str, KernelCode] = {}
+    for kernel in kernels:
+        known = best.get(kernel.name)
+        newer = known is None or (kernel.arch, kernel.kind) > (known.arch, known.kind)
+        if newer and Target(kernel.arch, kernel.kind).serves(arch):
+            best[kernel.name] = kernel
+    return list(best.values())
 
 
 @functools.cache

@@ -132,11 +132,6 @@ class Headroom:
         """The part of the GPU's throughput that this call leaves unused, as far as the copies showed."""
         return max(0.0, 1 - 1 / self.gain)
 
-    @property
-    def is_free(self) -> bool:
-        """Whether the copies cost next to nothing, so that the GPU holds more than was tried."""
-        return self.gain >= 0.9 * self.run.factor
-
 
 def headroom(observations: Observations) -> Headroom | None:
     """Return the most that longer parallel axes gained."""

@@ -1,0 +1,193 @@
+"""Rounds on a simulated GPU: a subject whose answers are wrong, cached, late or never computed gets no times."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from flashmoe_science.proof import arms
+
+from .bench import Bench
+from .simulated import implementation, loaded, rival
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda out: out + 1, "its answer is off by 1"),
+        (lambda out: out * math.nan, "its answer has NaN"),
+        (torch.zeros_like, "its answer is off by"),
+    ],
+)
+def test_a_subject_that_answers_wrongly_has_no_times(change, reason):
+    bench = Bench()
+    bench.subject = loaded("ours", implementation(bench.gpu, change=change), role="subject")
+    bench.run()
+    assert bench.rounds is None
+    assert bench.arms["ours"].status == "failed"
+    assert bench.arms["ours"].reason.startswith(reason)
+    assert bench.arms["sdpa"].status == "not measured"
+
+
+def test_answers_to_other_sets_than_the_first_are_compared_with_the_exact_ones_too():
+    bench = Bench(length=1024)  # two sets
+    plain = implementation(bench.gpu)
+    seen: list[int] = []
+
+    def entry(x):
+        if x.data_ptr() not in seen:
+            seen.append(x.data_ptr())
+        return plain(x) + (x.data_ptr() != seen[0])
+
+    bench.subject = loaded("ours", entry, role="subject")
+    assert bench.run().arms["ours"].reason.startswith("its answer is off by 1")
+
+
+def test_the_sets_that_are_compared_with_the_exact_answer_are_drawn(monkeypatch):
+    drawn = []
+    find_truth = arms.find_truth
+
+    def watched(operator, problem, inputs):
+        drawn.append(inputs["x"][0].item())
+        return find_truth(operator, problem, inputs)
+
+    monkeypatch.setattr(arms, "find_truth", watched)
+    for seed in range(4):
+        Bench().run(["wall"], seed=seed, rounds=1)
+    assert len(set(drawn)) == 8  # two sets in each run
+
+
+def test_an_answer_of_another_shape_is_refused():
+    bench = Bench()
+    bench.subject = loaded("ours", lambda x: x[:3] * 2, role="subject")
+    assert "its answer must have shape [64], got [3]" in bench.run().arms["ours"].reason
+
+
+def test_a_yardstick_is_timed_though_its_answer_is_none_to_the_problem():
+    bench = Bench()
+    work = implementation(bench.gpu, seconds=4e-6, change=lambda out: -out)
+    measure = rival("product", work)
+    measure.yardstick = True
+    bench.baselines.append(loaded("product", work, rival=measure))
+    product = bench.run().arms["product"]
+    assert (product.status, product.accuracy) == ("measured", None)
+    assert bench.seconds("graph")["product"] == pytest.approx([4e-6] * 4)
+    measure.yardstick = False
+    assert "its answer is off by" in bench.run().arms["product"].reason
+
+
+def test_a_subject_that_raises_has_no_times():
+    bench = Bench()
+    bench.subject = loaded("ours", lambda x: x.no_such_method(), role="subject")
+    assert bench.run().arms["ours"].reason.startswith("AttributeError: ")
+    assert bench.rounds is None
+
+
+def test_bits_that_vary_fail_only_where_the_same_bits_are_promised():
+    bench = Bench()
+    jitter = iter(range(1_000_000))
+    varying = implementation(bench.gpu, change=lambda out: out + 1e-6 * (next(jitter) % 3))
+    bench.baselines = [loaded("atomics", varying)]
+    bench.run()
+    assert bench.arms["atomics"].status == "measured"
+    accuracy = bench.arms["atomics"].accuracy
+    assert accuracy is not None
+    assert accuracy.deterministic is False
+    bench.subject = loaded("ours", varying, role="subject", deterministic=True)
+    assert "gave other bits" in bench.run().arms["ours"].reason
+
+
+def test_work_on_a_stream_that_nobody_waits_for_is_found_before_timing():
+    bench = Bench()
+    bench.subject = loaded("ours", implementation(bench.gpu, stream="other"), role="subject")
+    assert "its work is not ordered with the stream that it is called on" in bench.run().arms["ours"].reason
+    assert bench.rounds is None
+
+
+def test_the_stream_check_can_be_left_to_a_later_gate():
+    bench = Bench()
+    bench.subject = loaded("ours", implementation(bench.gpu, stream="other"), role="subject")
+    assert "not ordered with the stream" not in bench.run(["wall"], check_stream=False).arms["ours"].reason
+
+
+def test_results_cached_by_pointer_are_found_after_timing():
+    bench = Bench()
+    plain = implementation(bench.gpu)
+    cache: dict[int, torch.Tensor] = {}
+    calls = []
+
+    def entry(x):
+        calls.append(x)
+        if len(calls) < 60:  # honest while the harness looks
+            return plain(x)
+        if x.data_ptr() not in cache:
+            cache[x.data_ptr()] = plain(x)
+        return cache[x.data_ptr()]
+
+    bench.subject = loaded("ours", entry, role="subject")
+    assert "its answer after timing is not the one before" in bench.run(["wall"]).arms["ours"].reason
+    assert bench.rounds is None
+    assert bench.arms["sdpa"].status == "not measured"
+
+
+def cached_late(gpu, honest_calls):
+    """Return an entry point that, after so many calls, remembers results by address and version of its input."""
+    plain = implementation(gpu)
+    cache: dict[tuple[int, int], torch.Tensor] = {}
+    calls = []
+
+    def entry(x):
+        calls.append(x)
+        if len(calls) < honest_calls:
+            return plain(x)
+        key = (x.data_ptr(), x._version)
+        if key not in cache:
+            cache[key] = plain(x)
+        return cache[key]
+
+    return entry
+
+
+@pytest.mark.parametrize("honest_calls", [30, 60, 200, 410])  # the last one: in the last block of some 430 calls
+@pytest.mark.parametrize("length", [64, 128, 1024])  # 8, 4 and 2 sets, 2 however large
+def test_results_cached_late_by_pointer_and_version_are_found(honest_calls, length):
+    bench = Bench(length=length)
+    bench.subject = loaded("ours", cached_late(bench.gpu, honest_calls), role="subject")
+    assert "its answer after timing is not the one before" in bench.run(["wall"]).arms["ours"].reason
+    assert bench.rounds is None
+
+
+def test_results_that_are_cached_while_the_clock_runs_are_found(monkeypatch):
+    bench = Bench()
+    plain, cached = implementation(bench.gpu), cached_late(bench.gpu, 0)
+    timing = []
+    wall_seconds = bench.timer.wall_seconds
+
+    def telling(sequence):
+        timing.append(1)
+        seconds = wall_seconds(sequence)
+        timing.clear()
+        return seconds
+
+    monkeypatch.setattr(bench.timer, "wall_seconds", telling)
+    bench.subject = loaded("ours", lambda x: cached(x) if timing else plain(x), role="subject")
+    reason = bench.run(["wall"]).arms["ours"].reason
+    assert reason.startswith("wall time: the last answer of a timed block is wrong: 1 of 1 answers differ")
+
+
+def test_results_computed_while_capturing_and_copied_by_the_graph_are_found():
+    bench = Bench()
+    plain = implementation(bench.gpu)
+
+    def entry(x):
+        if bench.gpu.capturing is None:
+            return plain(x)
+        out, cached = torch.empty(x.shape), 2 * x  # on a stream that is not captured
+        bench.gpu.launch(lambda: out.copy_(cached), name="memcpy")
+        return out
+
+    bench.subject = loaded("ours", entry, role="subject")
+    bench.run(["graph"])
+    assert "graph time: a replay of its graph does not answer as the eager call does" in bench.arms["ours"].reason
