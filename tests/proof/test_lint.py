@@ -54,6 +54,7 @@ BACKED = ("backed", "claim good, demonstrated")
         f"We say: {SENTENCE.lower()}",
         "It outperforms SDPA. <!-- claim: good -->",
         "It is 2x faster. <!-- claim: bad, good -->",
+        "On an H200 it is 2x faster. <!-- claim: good -->",
         "| shape | speedup |\n| --- | --- |\n| all | 2x <!-- claim: good --> |",
     ],
 )
@@ -69,6 +70,8 @@ def test_a_sentence_that_names_a_claim_is_backed(repository, text):
         ("It is 2.1x faster. <!-- claim: good -->", "claim good says 2x, and this 2.1x"),
         ("It takes 60 % less time. <!-- claim: good -->", "claim good says 2x, and this 2.5x"),
         ("It is 2x faster. <!-- claim: bad -->", "claim bad is refuted"),
+        ("On an L4 it is 2x faster. <!-- claim: good -->", "claim good is about H200, and this about L4"),
+        ("On H200 and B200 it is 2x faster. <!-- claim: good -->", "claim good is about H200, and this about B200"),
         ("It is 2x faster. <!-- claim: god -->", "there is no claim 'god' in claims/, did you mean good?"),
         (
             "It needs 30 % less memory. <!-- claim: good -->",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from ..errors import InputError
+from ..gpu.specs import SPECS, name_words
 from .assertions import Assertion, find_assertions
 from .evidence import Record
 from .judge import Verdict, holds
@@ -138,12 +140,22 @@ def _judge(path: Path, sentence: Sentence, found: Assertion, backing: Backing) -
     if sentence.marks.waiver:
         return finding("waived", sentence.marks.waiver)
     named = _named(sentence, backing)
-    reasons = [_why_not(found, name, backing) for name in named]
+    reasons = [_why_not(found, name, backing) or _elsewhere(sentence, name, backing) for name in named]
     for name, reason in zip(named, reasons, strict=True):
         if not reason:
             verdict = backing.verdicts[name]
             return finding("backed", f"claim {name}, {verdict.status.value}", name)
     return finding("asserted", "; ".join(reasons) or "it names no claim")
+
+
+def _elsewhere(sentence: Sentence, name: str, backing: Backing) -> str:
+    """Return which GPU a sentence names that the claim is not about; empty: none."""
+    words = frozenset(re.findall(r"\w+", sentence.text.casefold()))
+    claim = backing.verdicts[name].claim
+    said = [gpu for gpu in SPECS if name_words(gpu) <= words]
+    longest = [gpu for gpu in said if not any(name_words(gpu) < name_words(other) for other in said)]
+    others = [gpu for gpu in longest if not claim.fits_gpu(gpu)]
+    return f"claim {name} is about {', '.join(claim.gpu)}, and this about {', '.join(others)}" if others else ""
 
 
 def _named(sentence: Sentence, backing: Backing) -> list[str]:
