@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from flashmoe_science.proof.diagnose import counters
-from flashmoe_science.proof.diagnose.counters import attach, parse, read_counters
+from flashmoe_science.proof.diagnose.counters import attach, last_part, parse, read_counters
 from flashmoe_science.proof.worker import TaskResult
 
 from .made_up import kernel
@@ -29,16 +29,78 @@ PRINTED = f"""==PROF== Connected to process 1
 
 def test_the_csv_of_ncu_is_read_without_units_messages_and_what_it_could_not_read():
     first, *merges = parse(PRINTED)
-    assert first == (
-        "attend_kernel<(int)64>(const float *, int)",
-        {
-            "gpu__time_duration.sum": 3000.0,
-            "dram__bytes_read.sum": 1048576.0,
-            "dram__throughput.avg.pct_of_peak_sustained_elapsed": 40.5,
-        },
-    )
-    assert [values["lts__t_bytes.sum"] for _, values in merges] == [4096, 4096]
+    assert first.name == "attend_kernel<(int)64>(const float *, int)"
+    assert first.values == {
+        "gpu__time_duration.sum": 3000.0,
+        "dram__bytes_read.sum": 1048576.0,
+        "dram__throughput.avg.pct_of_peak_sustained_elapsed": 40.5,
+    }
+    assert [row.values["lts__t_bytes.sum"] for row in merges] == [4096, 4096]
     assert parse("==ERROR== no kernels were profiled\n") == []
+
+
+STORY = "void story::v2::attend_kernel<__half>(story::Args)"
+MANGLED = "_ZN5story2v213attend_kernelI6__halfEEvNS_4ArgsE"
+
+
+def printed_by_2025(name, grid="(8, 1, 1)", block="(384, 1, 1)"):
+    """Return what ncu 2025.3 writes of one launch with ``--csv --page raw --metrics``: all columns are quoted."""
+    return f"""==PROF== Connected to process 4242 (/usr/bin/python3.12)
+==PROF== Profiling "{name}" - 0: 0%....50%....100% - 3 passes
+==PROF== Disconnected from process 4242
+"ID","Process ID","Process Name","Host Name","Kernel Name","Context","Stream","Block Size","Grid Size","Device","CC",\
+"dram__bytes_read.sum","gpu__time_duration.sum","l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum"
+"","","","","","","","","","","","byte","ns",""
+"0","4242","python3.12","127.0.0.1","{name}","1","7","{block}","{grid}","0","9.0","192,512","1,293,408","12,288"
+""".replace("\\\n", "")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        MANGLED,
+        STORY,
+        "void attend_kernel<__half>(Args)",  # simplified, as ncu does by default since 2024
+        "void attend_kernel<(__half)>(story::Args)",
+        "attend_kernel",  # --print-kernel-base function, of a configuration file
+    ],
+)
+def test_a_kernel_is_found_whichever_way_ncu_writes_its_name(name):
+    (found,), why = attach([kernel(8, name=STORY, block=(384, 1, 1))], parse(printed_by_2025(name)))
+    assert why == ""
+    assert found.counters == {
+        "dram__bytes_read.sum": 192512,
+        "gpu__time_duration.sum": 1293408,
+        "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum": 12288,
+    }
+
+
+def test_a_short_name_is_not_taken_for_another_launch():
+    """Both kernels of the story are called so: grid and block tell them apart."""
+    mine = kernel(8, name=STORY, block=(384, 1, 1))
+    for other in (
+        printed_by_2025("attend_kernel", block="(128, 1, 1)"),
+        printed_by_2025(MANGLED, grid="(1,024, 1, 1)"),
+        printed_by_2025("merge_kernel"),
+    ):
+        (found,), why = attach([mine], parse(other))
+        assert found.counters == {}
+        assert why.startswith(f"ncu shows no kernel {STORY}; what it shows: ")
+    (row,) = parse(printed_by_2025(MANGLED, grid="(1,024, 1, 1)"))
+    assert (row.name, row.grid, row.block) == (STORY, (1024, 1, 1), (384, 1, 1))
+
+
+@pytest.mark.parametrize(
+    ("name", "last"),
+    [
+        (STORY, "attend_kernel"),
+        ("void a::(anonymous namespace)::fill<std::array<char *, (int)2>, b::C<d>>(int, T2)", "fill"),
+        ("_forward_kernel", "_forward_kernel"),
+        ("std::array<int, 4> made::up<(bool)1>::run(float)", "run"),
+    ],
+)
+def test_the_last_part_of_a_name(name, last):
+    assert last_part(name) == last
 
 
 def test_sums_are_added_and_percentages_weighted_by_time():
@@ -53,7 +115,10 @@ def test_sums_are_added_and_percentages_weighted_by_time():
 
 def test_a_kernel_that_ncu_does_not_show_is_named():
     found, why = attach([kernel(8, name="absent")], parse(PRINTED))
-    assert (found[0].counters, why) == ({}, "ncu shows no kernel absent")
+    assert found[0].counters == {}
+    assert why == (
+        "ncu shows no kernel absent; what it shows: attend_kernel<(int)64>(const float *, int), merge(float*)"
+    )
 
 
 class Ncu:
@@ -83,6 +148,7 @@ def test_ncu_leaves_the_clocks_alone_and_profiles_one_call():
     (argv,) = ncu.asked
     assert argv[argv.index("--clock-control") + 1] == "none"
     assert argv[argv.index("--profile-from-start") + 1] == "off"
+    assert argv[argv.index("--print-kernel-base") + 1] == "mangled"  # demangled names come simplified
     assert set(argv[argv.index("--metrics") + 1].split(",")) == set(counters.METRICS)
 
 

@@ -4,7 +4,9 @@
 (``--clock-control none``): what it reads is the cold call. It needs permission; without it, and without ``ncu``, the
 reason is what comes back.
 
-Source: Nsight Compute CLI (``--page raw --csv``: a header, a line of units, then a line for every kernel).
+Source: Nsight Compute CLI (``--page raw --csv``: a header, a line of units, then a line for every kernel). Names are
+asked for as the compiler wrote them: demangled ones come simplified (``--rename-kernels``, on by default), in a way that
+no other tool shows.
 """
 
 from __future__ import annotations
@@ -17,9 +19,11 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ...gpu.binary import demangle
 from ..launches import match_names
 from ..worker import TaskResult, run_command
 from .observations import Kernel
@@ -71,7 +75,7 @@ def read_counters(
         for _ in range(_ATTEMPTS):
             argv = [
                 *(program, "--clock-control", "none", "--profile-from-start", "off", "--target-processes", "all"),
-                *("--csv", "--page", "raw", "--print-units", "base", "--print-kernel-base", "demangled"),
+                *("--csv", "--page", "raw", "--print-units", "base", "--print-kernel-base", "mangled"),
                 *("--metrics", ",".join(metrics)),
                 *("--log-file", str(log), sys.executable, "-c", _BOOT, str(request), json.dumps(sys.path)),
             ]
@@ -87,18 +91,38 @@ def read_counters(
     return attach(kernels, rows)
 
 
-def parse(text: str) -> list[tuple[str, dict[str, float]]]:
-    """Return name and counters of every kernel in what ``ncu --page raw --csv`` wrote, messages left out."""
+@dataclass(frozen=True)
+class Row:
+    """One launch as ncu saw it."""
+
+    name: str  # demangled, as a profiler shows it
+    grid: tuple[int, ...]  # empty: not told
+    block: tuple[int, ...]
+    values: dict[str, float]  # metric -> value
+
+
+def parse(text: str) -> list[Row]:
+    """Return the launches in what ``ncu --page raw --csv`` wrote, messages left out."""
     lines = [line for line in text.splitlines() if line.startswith('"')]
-    rows = list(csv.DictReader(io.StringIO("\n".join(lines))))
-    found = []
-    for row in rows:
-        name = row.get("Kernel Name") or ""
-        if not name:  # the line of units
-            continue
-        values = {metric: value for metric in METRICS if (value := _number(row.get(metric))) is not None}
-        found.append((name, values))
-    return found
+    # The line of units names no kernel.
+    rows = [row for row in csv.DictReader(io.StringIO("\n".join(lines))) if row.get("Kernel Name")]
+    names = demangle([row["Kernel Name"] for row in rows])
+    return [
+        Row(
+            name,
+            _sizes(row.get("Grid Size")),
+            _sizes(row.get("Block Size")),
+            {metric: value for metric in METRICS if (value := _number(row.get(metric))) is not None},
+        )
+        for name, row in zip(names, rows, strict=True)
+    ]
+
+
+def _sizes(text: str | None) -> tuple[int, ...]:
+    """Return ``(1,024, 1, 1)`` as numbers; empty for anything else."""
+    inner = (text or "").strip().strip("()")
+    parts = [part.replace(",", "") for part in inner.split(", " if ", " in inner else ",")]
+    return tuple(map(int, parts)) if all(part.isdecimal() for part in parts) else ()
 
 
 def _number(text: str | None) -> float | None:
@@ -112,11 +136,11 @@ def _number(text: str | None) -> float | None:
 _SUMS = tuple(metric for metric in METRICS if metric.endswith(".sum"))
 
 
-def attach(kernels: Sequence[Kernel], rows: Sequence[tuple[str, dict[str, float]]]) -> tuple[list[Kernel], str]:
+def attach(kernels: Sequence[Kernel], rows: Sequence[Row]) -> tuple[list[Kernel], str]:
     """Give each kernel the counters of its launches: sums are added, percentages weighted by time."""
     found, lacking = [], []
     for kernel in kernels:
-        own = [values for name, values in rows if match_names(kernel.name, name)]
+        own = [row.values for row in rows if _is_of(kernel, row)]
         if not own:
             lacking.append(kernel.name)
             found.append(kernel)
@@ -131,7 +155,35 @@ def attach(kernels: Sequence[Kernel], rows: Sequence[tuple[str, dict[str, float]
                 weights = [values.get("gpu__time_duration.sum", 1.0) or 1.0 for values in own]
                 counters[metric] = sum(w * v[metric] for w, v in zip(weights, own, strict=True)) / sum(weights)
         found.append(kernel.model_copy(update={"counters": counters}))
-    return found, f"ncu shows no kernel {', '.join(lacking)}" if lacking else ""
+    if not lacking:
+        return found, ""
+    shown = ", ".join(dict.fromkeys(row.name for row in rows))
+    return found, f"ncu shows no kernel {', '.join(lacking)}; what it shows: {shown}"
+
+
+def _is_of(kernel: Kernel, row: Row) -> bool:
+    """Return whether a launch is one of ``kernel``: by its name, and where grid and block are told, by these too.
+
+    A user's settings of ncu can shorten names: of one that is short, the last part has to be the same.
+    """
+    for told, known in ((row.grid, kernel.grid), (row.block, kernel.block)):
+        if told and known is not None and told != tuple(known):
+            return False
+    if match_names(kernel.name, row.name):
+        return True
+    return bool(row.grid) and last_part(kernel.name) == last_part(row.name)
+
+
+def last_part(name: str) -> str:
+    """Return a function's own name: without return type, namespaces, the template's arguments and parameters."""
+    depth, kept = 0, ""
+    for letter in name.replace("(anonymous namespace)::", "").replace("<unnamed>::", ""):
+        if letter == "(" and depth == 0:
+            break
+        depth += {"<": 1, ">": -1}.get(letter, 0)
+        if depth == 0 and letter != ">":
+            kept += letter
+    return kept.split()[-1].rpartition("::")[2] if kept.split() else name
 
 
 def _why_none(text: str, result: TaskResult) -> str:
