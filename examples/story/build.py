@@ -7,6 +7,7 @@ build and there is no GPU: the library then loads, and cannot run. Object files 
 import hashlib
 import importlib.util
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 OBJECTS = HERE / "build" / "objects"
+ALL = "8.0;8.6;8.9;9.0;10.0;12.0"
 TORCH = Path(importlib.util.find_spec("torch").origin).parent
 VERSION = runpy.run_path(str(TORCH / "version.py"))  # importing torch would take longer than linking
 HAS_CUDA = VERSION["cuda"] is not None
@@ -30,11 +32,21 @@ def run(*command):
 
 
 def architectures():
-    """Return nvcc's flags for the architectures asked for, as far as this nvcc knows them."""
-    known = run("nvcc", "--list-gpu-arch").split()
-    asked = os.environ.get("TORCH_CUDA_ARCH_LIST", "8.0;8.6;8.9;9.0;10.0;12.0").split(";")
-    archs = [number for number in (arch.replace(".", "") for arch in asked) if f"compute_{number}" in known]
-    return [f"-gencode=arch=compute_{number},code=sm_{number}" for number in archs]
+    """Return nvcc's flags for the architectures asked for, as far as this nvcc knows them.
+
+    They are written as torch.utils.cpp_extension reads them: ``8.9;9.0``, with blanks too, ``9.0a`` and ``9.0+PTX``.
+    """
+    known = run("nvcc", "--list-gpu-code").split()
+    asked = re.split(r"[;,\s]+", os.environ.get("TORCH_CUDA_ARCH_LIST", "").strip() or ALL)
+    flags = []
+    for arch in asked:
+        number = arch.removesuffix("+PTX").replace(".", "")
+        if f"sm_{number.rstrip('af')}" in known:  # the list has no architecture's own variants
+            code = f"[sm_{number},compute_{number}]" if arch.endswith("+PTX") else f"sm_{number}"
+            flags.append(f"-gencode=arch=compute_{number},code={code}")
+    if not flags:  # nvcc would then choose one itself, which may be none of these
+        sys.exit(f"TORCH_CUDA_ARCH_LIST must name an architecture that nvcc knows ({' '.join(known)}), got {asked}")
+    return flags
 
 
 def compile_source(source, *flags):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 import shutil
 import sys
 from dataclasses import replace
@@ -127,12 +128,35 @@ def test_the_sentence_that_nothing_shows_is_asserted():
 
 
 def test_without_nvcc_the_build_is_not_possible_and_says_so(no_gpu, tmp_path, monkeypatch):
-    monkeypatch.setattr("flashmoe_science.proof.gates.library.find_program", lambda name: None)
+    monkeypatch.setattr("flashmoe_science.proof.building.find_program", lambda name: None)
     record = prove("d", copied(tmp_path))
     assert list(statuses(record).values()) == ["passed", *["not possible"] * 6]
     gate = gate_of(record, "build")
     assert gate.summary == "the build command needs nvcc, g++, which is not here"
     assert gate.hint == "install the CUDA toolkit, or set CUDA_HOME to its folder: it needs no GPU"
+
+
+@NEEDS_NVCC
+@pytest.mark.parametrize(
+    ("asked", "flags"),
+    [
+        ("8.9;9.0", ["arch=compute_89,code=sm_89", "arch=compute_90,code=sm_90"]),
+        ("9.0a", ["arch=compute_90a,code=sm_90a"]),
+        ("9.0 9.9", ["arch=compute_90,code=sm_90"]),
+        ("9.0+PTX", ["arch=compute_90,code=[sm_90,compute_90]"]),
+    ],
+)
+def test_the_build_reads_architectures_as_torch_does(monkeypatch, asked, flags):
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", asked)
+    build = runpy.run_path(str(STORY / "build.py"))
+    assert build["architectures"]() == [f"-gencode={flag}" for flag in flags]
+
+
+@NEEDS_NVCC
+def test_the_build_lets_nvcc_choose_no_architecture(monkeypatch):
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "3.5")
+    with pytest.raises(SystemExit, match="must name an architecture that nvcc knows"):
+        runpy.run_path(str(STORY / "build.py"))["architectures"]()
 
 
 @NEEDS_NVCC

@@ -222,13 +222,34 @@ def test_a_card_that_is_not_in_the_table_has_no_rates(observe, monkeypatch):
 
 
 def test_a_build_that_fails_is_said():
-    subject = replace(SUBJECT, build_command=("{python}", "-c", "print('no nvcc'); raise SystemExit(3)"))
+    code = "print('a.cu(3): error: no such type'); raise SystemExit(3)"
+    subject = replace(SUBJECT, build_command=("{python}", "-c", code))
     said: list[str] = []
     with pytest.raises(CannotObserveError) as caught:
-        build(subject, said.append)
-    assert caught.value.gate.summary == "the build command exited with status 3"
-    assert caught.value.gate.details == ["no nvcc"]
+        build(subject, H200, said.append)
+    assert caught.value.gate.summary == "the build command exited with status 3: a.cu(3): error: no such type"
+    assert caught.value.gate.details == ["a.cu(3): error: no such type"]
     assert said[0].startswith("build command: {python}")
+
+
+@pytest.mark.parametrize(("gpus", "expected"), [(("L4",), "8.9;9.0"), ((), "9.0a")])
+def test_the_build_command_is_told_the_architectures_as_by_gate_build(monkeypatch, gpus, expected):
+    """The caller's own setting stays where the subject names no GPUs: else machine code of the GPU here is missing."""
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0a")
+    code = "import os; print(os.environ['TORCH_CUDA_ARCH_LIST']); exit(1)"
+    with pytest.raises(CannotObserveError) as caught:
+        build(replace(SUBJECT, build_command=("{python}", "-c", code), gpus=gpus), H200, print)
+    assert caught.value.gate.details == [expected]
+
+
+def test_a_program_that_the_build_needs_and_that_is_not_here_is_said():
+    subject = replace(SUBJECT, build_command=("{python}", "-c", "exit(1)"), build_needs=("no-such-compiler",))
+    said: list[str] = []
+    with pytest.raises(CannotObserveError) as caught:
+        build(subject, H200, said.append)
+    assert caught.value.gate.summary == "the build command needs no-such-compiler, which is not here"
+    assert caught.value.gate.hint == "install it, or put its folder on PATH"
+    assert said == []
 
 
 def request(**changes):

@@ -168,6 +168,9 @@ def test_kernels_of_a_library_that_came_with_the_subject_are_found(tmp_path):
     assert library is not None
     assert (code.name, problems) == ("attend_kernel(float*, int)", [])
     assert tasks.find_library_code(subject, before, 80, problems) == []
+    (problem,) = problems
+    assert problem.startswith("a.so has machine code for sm_90 and none for sm_80: what ran, the driver made of")
+    assert problem.endswith("build it with -gencode=arch=compute_80,code=sm_80")
     elsewhere = replace(subject, folder=tmp_path / "elsewhere")
     assert tasks.find_library_code(elsewhere, tasks.mapped_libraries(), 90, problems) == []  # it was there before
 

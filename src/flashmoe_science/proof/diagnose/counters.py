@@ -5,8 +5,8 @@
 reason is what comes back.
 
 Source: Nsight Compute CLI (``--page raw --csv``: a header, a line of units, then a line for every kernel). Names are
-asked for as the compiler wrote them: demangled ones come simplified (``--rename-kernels``, on by default), in a way that
-no other tool shows.
+asked for as the compiler wrote them: demangled ones come simplified (``--rename-kernels`` is on by default), as by
+no other tool.
 """
 
 from __future__ import annotations

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import statistics
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from ...errors import ProofError
 from ...gpu.specs import GpuSpec
+from ..building import known_gpus, run_build
+from ..causes import explain_build
 from ..evidence import CaseRecord, Gate, GateStatus, Gpu, Rounds, Settings, TimeKind, Work
 from ..gates.launch import case_problems
 from ..operator import Operator, Scalable
 from ..roofline import fewest_dram_bytes, known_spec
 from ..subject import Subject, operator_of
 from ..suites import SuiteCase
-from ..worker import TaskResult, run_command, run_task
+from ..worker import TaskResult, run_task
 from .counters import read_counters
 from .experiments import main_kernel
 from .observations import Chip, Kernel, Observations, Rival, Scaled, Sensors, Times
@@ -74,15 +75,20 @@ class _Longer:
     reason: str = ""  # why there are no longer ones
 
 
-def build(subject: Subject, say: Callable[[str], None]) -> None:
-    """Run the subject's build command. Raises ``CannotObserveError``."""
+def build(subject: Subject, gpu: Gpu, say: Callable[[str], None]) -> None:
+    """Run the subject's build command as gate build does. Raises ``CannotObserveError``."""
     if subject.build_command is None:
         return
-    say("build command: " + " ".join(subject.build_command))
-    argv = [word.replace("{python}", sys.executable) for word in subject.build_command]
-    result = run_command(argv, cwd=str(subject.folder), timeout_s=subject.build_timeout_s)
-    if not result.ok:
-        raise CannotObserveError(_failed("build", f"the build command {result.reason}", result))
+    built = run_build(subject, known_gpus(subject.gpus, gpu) if subject.gpus else [], say)
+    if built.missing:
+        raise CannotObserveError(
+            Gate(name="build", status=GateStatus.NOT_POSSIBLE, summary=built.lacks, hint=built.hint)
+        )
+    assert built.result is not None
+    if not built.result.ok:
+        said = explain_build(built.result.output_tail)[0]
+        summary = f"the build command {built.result.reason}" + (f": {said}" if said else "")
+        raise CannotObserveError(_failed("build", summary, built.result))
 
 
 def _failed(gate: Any, summary: str, result: TaskResult) -> Gate:

@@ -82,7 +82,7 @@ def _observe(request: Request, wish: Wish, here: Gpu | None, say: Callable[[str]
     if here is not None and (request.gpu is None or request.gpu == known_spec(here)):
         if "cuda" not in request.subject.devices:
             raise InputError(f"{request.subject.name} runs on the CPU only: there is no kernel to diagnose")
-        build(request.subject, say)
+        build(request.subject, here, say)
         return observe_here(wish, here, say=say)
     assert request.gpu is not None
     why = NO_GPU if here is None else f"the GPU here is another one: {here.name}"

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ...errors import CompileError, ProofError
+from ...gpu.binary import Target
 from ...gpu.machine_code import LOCAL_MEMORY_OPCODES, TENSOR_CORE_OPCODES, KernelCode, for_arch, read_cubin, read_file
 from .. import arms as arms_module
 from ..arms import Loaded
@@ -182,9 +183,18 @@ def find_library_code(subject: Subject, before: set[str], arch: int, problems: l
             problems.append(f"{Path(path).name} is too large to disassemble")
             continue
         try:
-            codes += for_arch(read_file(Path(path)), arch)
+            read = read_file(Path(path))
         except CompileError as error:
             problems.append(str(error).partition("\n")[0])
+            continue
+        fitting = for_arch(read, arch)
+        codes += fitting
+        if read and not fitting:
+            made_for = ", ".join(dict.fromkeys(str(Target(code.arch, code.kind)) for code in read))
+            problems.append(
+                f"{Path(path).name} has machine code for {made_for} and none for sm_{arch}: what ran, the driver made "
+                f"of its PTX; build it with -gencode=arch=compute_{arch},code=sm_{arch}"
+            )
     return codes
 
 

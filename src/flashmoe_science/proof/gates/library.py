@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
-from pathlib import Path
 
-from ...errors import CompileError, InputError
-from ...gpu.binary import Binary, BinaryKernel, find_cuobjdump, find_program, read_binary
+from ...errors import CompileError
+from ...gpu.binary import Binary, BinaryKernel, find_cuobjdump, read_binary
 from ...gpu.specs import SPECS, GpuSpec, find_gpu
+from ..building import ARCH_LIST, known_gpus, run_build
 from ..causes import explain_build
 from ..subject import KernelPromise, expand_paths
 from ..words import counted
-from ..worker import run_command
 from .run import Outcome, Run, failed, first_of, not_possible
 
 _MOST_THREADS = 1024  # of a block, on every architecture
@@ -25,17 +23,7 @@ _SHOWN_LINES = 20
 
 def targets(run: Run) -> list[GpuSpec]:
     """Return the GPUs that the library is for: those asked for, or those that the subject names, and the one here."""
-    names = [*(run.request.gpus or run.subject.gpus)]
-    if run.environment.gpu is not None:
-        names.append(run.environment.gpu.name)
-    specs = {}
-    for name in names:
-        try:
-            spec = find_gpu(name)
-        except InputError:  # the GPU here, of a kind that the table lacks: nothing is known of its limits
-            continue
-        specs[spec.name] = spec
-    return list(specs.values())
+    return known_gpus(run.request.gpus or run.subject.gpus, run.environment.gpu)
 
 
 def broken_limits(run: Run) -> Outcome | None:
@@ -80,18 +68,12 @@ def run_build_command(run: Run, details: list[str]) -> Outcome | None:
     subject = run.subject
     if subject.build_command is None:
         return None
-    found = {program: find_program(program) for program in subject.build_needs}
-    missing = [program for program, path in found.items() if path is None]
-    if missing:
-        run.not_built = f"it was not built: {', '.join(missing)} is missing"
-        hint = "install it, or put its folder on PATH"
-        if "nvcc" in missing:
-            hint = "install the CUDA toolkit, or set CUDA_HOME to its folder: it needs no GPU"
-        return not_possible(f"the build command needs {', '.join(missing)}, which is not here", hint=hint)
-    run.progress.note("build command: " + " ".join(subject.build_command))
-    argv = [word.replace("{python}", sys.executable) for word in subject.build_command]
-    env = _environment(run, [path for path in found.values() if path is not None])
-    result = run_command(argv, cwd=str(subject.folder), timeout_s=subject.build_timeout_s, env=env)
+    built = run_build(subject, _wanted(run), run.progress.note)
+    if built.missing:
+        run.not_built = f"it was not built: {', '.join(built.missing)} is missing"
+        return not_possible(built.lacks, hint=built.hint)
+    result = built.result
+    assert result is not None
     if not result.ok:
         output = run.hide_paths(result.output_tail)
         tail = output.strip().splitlines()[-_SHOWN_LINES:]
@@ -102,21 +84,11 @@ def run_build_command(run: Run, details: list[str]) -> Outcome | None:
     return None
 
 
-def _environment(run: Run, programs: Sequence[str]) -> dict[str, str]:
-    """Return what the build command gets to know: the architectures wanted, and a PATH with the programs it needs.
-
-    ``TORCH_CUDA_ARCH_LIST`` is the variable that torch.utils.cpp_extension reads. Where no GPU was named and one is
-    here, or the caller has set it, it is left alone.
-    """
-    env = {}
-    folders = [*dict.fromkeys(str(Path(program).parent) for program in programs), os.environ.get("PATH", "")]
-    if programs:
-        env["PATH"] = os.pathsep.join(folder for folder in folders if folder)
-    named = run.request.gpus or run.subject.gpus
-    archs = {spec.arch for spec in (targets(run) if named else map(find_gpu, run.gpus))}
-    if named or not (run.has_gpu or "TORCH_CUDA_ARCH_LIST" in os.environ):
-        env["TORCH_CUDA_ARCH_LIST"] = ";".join(f"{arch // 10}.{arch % 10}" for arch in sorted(archs))
-    return env
+def _wanted(run: Run) -> list[GpuSpec]:
+    """Return the GPUs to build for; none where none was named and one is here, or the caller has said it."""
+    if run.request.gpus or run.subject.gpus:
+        return targets(run)
+    return [] if run.has_gpu or ARCH_LIST in os.environ else [find_gpu(name) for name in run.gpus]
 
 
 def look_into(run: Run, details: list[str]) -> Outcome | str:
