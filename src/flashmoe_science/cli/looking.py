@@ -31,6 +31,9 @@ from ..proof.report import (
 from ..proof.report_compare import comparison_lines
 from ..proof.rows import kinds_measured
 from ..proof.store import Archive, Store, find_repository, is_path
+from ..proof.study.report import study_line, study_lines
+from ..proof.study.trials import Study, is_study, read_study, study_files
+from . import INCONCLUSIVE
 from .names import gpu_named, moment_named
 from .terminal import Terminal, as_plain, short_path, write_csv_file
 
@@ -52,14 +55,21 @@ def run_verify(*, why: bool, strict: bool, junit: Path | None, as_json: bool) ->
         hint = "run it in a repository with a folder claims/, see docs/claims.md"
         raise ClaimError("there are no claims here", hint=hint)
     verdicts = verify_claims(repository)
+    studies = [read_study(path) for path in study_files(repository)]
     code = exit_code(verdicts, strict=strict)
+    if code == 0 and not all(study.holds for study in studies):
+        code = INCONCLUSIVE  # what comparisons show rests on them being right
     if junit is not None:
         write_junit(junit, verdicts, strict=strict)
     terminal.show_verdicts(verdicts, why=why)
     terminal.show(*([""] if verdicts else []), count_line(verdicts))
     if any(verdict.status is VerdictStatus.STALE for verdict in verdicts):
         terminal.log.print("hint: a stale claim holds for the commit that it names; a new run on its GPU shows it anew")
-    terminal.document({"verdicts": [as_plain(verdict) for verdict in verdicts], "exit_code": code})
+    for study in studies:
+        terminal.show(study_line(study))
+    # Without the samples: `show` has them.
+    shown = [as_plain(study.model_copy(update={"trials": []})) | {"holds": study.holds} for study in studies]
+    terminal.document({"verdicts": [as_plain(verdict) for verdict in verdicts], "studies": shown, "exit_code": code})
     return code
 
 
@@ -69,6 +79,8 @@ def run_show(
     """Render one run again."""
     terminal = Terminal(as_json=as_json)
     repository = find_repository()
+    if is_path(key) and is_study(Path(key)):
+        return _show_study(read_study(Path(key)), terminal, verbose=verbose)
     # A file needs no store, so that a wrong one does not hide it.
     record = read_record(Path(key)) if is_path(key) else Archive(Store(store), repository).load(key)
     measured = kinds_measured(record)
@@ -95,6 +107,12 @@ def run_show(
     else:
         terminal.show_conclusion(record, verdicts)
     terminal.document(document)
+    return 0
+
+
+def _show_study(study: Study, terminal: Terminal, *, verbose: bool) -> int:
+    terminal.show(study_lines(study, verbose=verbose))
+    terminal.document({"study": as_plain(study), "holds": study.holds})
     return 0
 
 

@@ -15,12 +15,12 @@ import typer
 from typer.core import TyperGroup
 
 from .. import __version__
-from . import claim_verbs, compare_verbs, cost_verbs, diagnose_verbs, report_verbs, store_verbs
+from . import claim_verbs, compare_verbs, cost_verbs, diagnose_verbs, report_verbs, store_verbs, study_verbs
 from .options import Csv, Json, Junit, Metric, StoreName, split
 
 _ORDER = (
     *("prove", "compare", "diagnose", "history", "verify", "claim", "lint", "show", "report", "runs", "import"),
-    *("export", "cost", "explain", "doctor", "suites", "baselines", "readme"),
+    *("export", "cost", "explain", "doctor", "study", "suites", "baselines", "readme"),
 )
 
 
@@ -194,7 +194,8 @@ def verify(
     """Judge every claim in claims/ by the records in evidence/. Needs no GPU.
 
     One line a claim: verdict, sentence, the figure with its 95 % interval, the run that shows it. A claim is
-    stale when sources of its subject have changed since the run that demonstrates it.
+    stale when sources of its subject have changed since the run that demonstrates it. Then one line for every
+    study in evidence/studies/, worked out anew from its samples.
 
     \b
     Examples:
@@ -206,7 +207,8 @@ def verify(
     Exit codes:
       0  all hold (or are stale)       3  a gate failed in the run that should show one
       1  one is refuted                4  one is inconclusive, invalid, without evidence,
-      2  wrong usage                      or stale under --strict; or there is no claim
+      2  wrong usage                      or stale under --strict; or there is no claim;
+                                          or a study shows that comparisons are not to be trusted
     """
     from .looking import run_verify
 
@@ -227,7 +229,7 @@ def show(
     as_json: Json = False,
     csv: Csv = None,
 ) -> None:
-    """Show a run from the store or from evidence/: its gates, its times, its verdict.
+    """Show a run from the store or from evidence/: its gates, its times, its verdict. Or a study, by its file.
 
     \b
     Examples:
@@ -326,6 +328,9 @@ def doctor(as_json: Json = False) -> None:
     from .looking import run_doctor
 
     raise typer.Exit(run_doctor(as_json=as_json))
+
+
+app.command(short_help="See how often comparisons are wrong on this GPU.")(study_verbs.study)
 
 
 @app.command(short_help="List the suites, or the cases of one.")

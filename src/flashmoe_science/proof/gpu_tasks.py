@@ -46,7 +46,7 @@ def measure(payload: dict[str, Any], emit: Emit) -> dict[str, Any]:
         control=payload.get("control", True),
         check_stream=payload.get("check_stream", True),
     )
-    operator, loaded, timer = _start(payload)
+    operator, loaded, timer = open_gpu(payload)
     timer.settle()
     for table in payload["cases"]:
         name = table["name"]
@@ -72,7 +72,7 @@ def capture_launches(payload: dict[str, Any], emit: Emit) -> dict[str, Any]:
     Raises:
         ProofError: no GPU, or the GPU context is lost.
     """
-    operator, loaded, timer = _start(payload)
+    operator, loaded, timer = open_gpu(payload)
     subject = Subject.from_json(payload["subject"])
     cases = []
     for table in payload["cases"]:
@@ -82,7 +82,7 @@ def capture_launches(payload: dict[str, Any], emit: Emit) -> dict[str, Any]:
     return {"cases": cases}
 
 
-def _start(payload: dict[str, Any]) -> tuple[Operator, list[Loaded], CudaTimer]:
+def open_gpu(payload: dict[str, Any]) -> tuple[Operator, list[Loaded], CudaTimer]:
     """Import the arms and open the GPU. Inputs need no gradient, and nobody pays for asking."""
     if not torch.cuda.is_available():
         raise ProofError("no NVIDIA GPU here that torch can use", hint="`flashmoe doctor` says what this machine lacks")
