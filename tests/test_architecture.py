@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from . import architecture
+from .proof.processes import python_path
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src" / architecture.PACKAGE
@@ -111,7 +112,7 @@ if sys.platform == "linux":
     maps = open("/proc/self/maps").read()
     assert "libcuda.so" not in maps and "libnvidia-ml" not in maps
 """
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SOURCE.parent), os.environ.get("PYTHONPATH", "")])}
+    environment = {**os.environ, "PYTHONPATH": python_path(SOURCE.parent)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 

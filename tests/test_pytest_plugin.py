@@ -15,6 +15,7 @@ from flashmoe_science.proof.evidence import SourceFile, write_record
 from .proof import fake_operator
 from .proof.builders import build_record
 from .proof.claim_builders import claim_toml, suite_toml
+from .proof.processes import python_path
 
 pytest_plugins = ["pytester"]
 
@@ -142,7 +143,7 @@ assert pytest.main([*sys.argv[1:], "-k", "other"]) == 0
 heavy = {"torch", "triton", "pydantic", "scipy", "sqlalchemy", "flashmoe_science.proof"} & set(sys.modules)
 assert not heavy, heavy
 """
-    environment = {**os.environ, "PYTHONPATH": str(SOURCE), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    environment = {**os.environ, "PYTHONPATH": python_path(SOURCE), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     plugin = ("-p", "flashmoe_science.pytest_plugin", "-p", "no:cacheprovider")
     command = [sys.executable, "-c", code, *plugin]
     done = subprocess.run(command, cwd=repository, env=environment, capture_output=True, text=True, check=False)

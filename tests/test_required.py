@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from .proof.processes import python_path
 from .required import NAMES, VARIABLE
 
 ROOT = Path(__file__).parents[1]
@@ -34,7 +35,7 @@ def run(folder, require):
     (folder / "test_needs.py").write_text(SESSION)
     (folder / "pytest.ini").write_text("[pytest]\nmarkers = needs\n")
     argv = [sys.executable, "-m", "pytest", "-p", "tests.required", "-p", "no:cacheprovider", "-rA", "--tb=line"]
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'src'}", VARIABLE: require}
+    environment = {**os.environ, "PYTHONPATH": python_path(ROOT, ROOT / "src"), VARIABLE: require}
     return subprocess.run(argv, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 

@@ -31,6 +31,8 @@ from flashmoe_science.attention.plan import (
 from flashmoe_science.attention.problem import AttentionProblem
 from flashmoe_science.gpu.specs import SPECS
 
+from ..proof.processes import python_path
+
 H200, L4, A100, B200 = SPECS["H200"], SPECS["L4"], SPECS["A100"], SPECS["B200"]
 
 
@@ -404,8 +406,8 @@ for seqlen in (64, 4096):
 heavy = {"triton", "torch", "numpy"} & set(sys.modules)
 assert not heavy, heavy
 """
-    source = str(Path(flashmoe_science.__file__).parent.parent)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([source, os.environ.get("PYTHONPATH", "")])}
+    source = Path(flashmoe_science.__file__).parent.parent
+    environment = {**os.environ, "PYTHONPATH": python_path(source)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["forward_short_gluon True", "forward_triton True"]

@@ -16,6 +16,7 @@ import typer.main
 from flashmoe_science.errors import CompileError, TooFewRoundsError
 
 from ..proof.claim_builders import claim_toml
+from ..proof.processes import python_path
 from .conftest import RUN_ID
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,7 +27,7 @@ VERBS = (
 
 
 def run_process(*args, code="import sys; from flashmoe_science.cli import main; sys.exit(main())", **environment):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), **environment}
+    environment = {**os.environ, "PYTHONPATH": python_path(ROOT / "src"), **environment}
     command = [sys.executable, "-c", code, *args]
     return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
 
@@ -168,7 +169,7 @@ def test_quick_verbs_import_nothing_heavy(args, heavy, tmp_path):
 
 
 def test_the_module_is_the_command():
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    environment = {**os.environ, "PYTHONPATH": python_path(ROOT / "src")}
     command = [sys.executable, "-m", "flashmoe_science", "--version"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     assert done.stdout.startswith("flashmoe ")
@@ -188,7 +189,7 @@ def test_a_reader_that_goes_away_changes_no_exit_code(repository, args, stream, 
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-m", "flashmoe_science", *args]
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
+    environment = {**os.environ, "PYTHONPATH": python_path(ROOT / "src", ROOT)}
     out, err = (writer if stream == name else subprocess.PIPE for name in ("stdout", "stderr"))
     done = subprocess.run(command, stdout=out, stderr=err, text=True, check=False, env=environment)
     os.close(writer)

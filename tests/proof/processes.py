@@ -1,10 +1,20 @@
-"""Whether a process that a test has started is still there."""
+"""Processes that a test starts: what they can import, and whether they are still there."""
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+
+def python_path(*first: Path) -> str:
+    """Return a ``PYTHONPATH`` with these folders first, and everything after that this process imports from.
+
+    Packages may lie in a folder that only ``PYTHONPATH`` names, and it may name folders relative to another one.
+    """
+    return os.pathsep.join([*map(str, first), *(entry for entry in sys.path if entry)])
 
 
 def is_alive(pid: int) -> bool:

@@ -27,6 +27,7 @@ from flashmoe_science.proof.store import Store
 
 from .builders import build_gates, build_record
 from .postgres import PASSWORD, running_server, with_password
+from .processes import python_path
 
 ROOT = Path(__file__).parents[2]
 
@@ -119,7 +120,7 @@ def version_of(url: str) -> str | None:
 
 def run_together(url: str) -> list[tuple[int, str]]:
     """Let two processes save eight runs each at the same time; return exit code and stderr of both."""
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
+    environment = {**os.environ, "PYTHONPATH": python_path(ROOT / "src", ROOT)}
     command_line = [sys.executable, "-c", WORKER, url]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     processes = [

@@ -15,7 +15,7 @@ import pytest
 from flashmoe_science.proof.evidence import Record, read_record
 
 from .chain import OPERATOR_NAME
-from .processes import is_alive, wait_for
+from .processes import is_alive, python_path, wait_for
 
 ROOT = Path(__file__).parents[2]
 
@@ -86,7 +86,11 @@ def folder(tmp_path):
 
 
 def start(folder, *argv, **kwargs):
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "FLASHMOE_STORE": str(folder / "runs.sqlite")}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": python_path(ROOT / "src", ROOT),
+        "FLASHMOE_STORE": str(folder / "runs.sqlite"),
+    }
     environment["FLASHMOE_COMMIT"] = "a" * 40  # what is tested does not hang on whether this tree is clean
     return subprocess.Popen([sys.executable, *argv], cwd=folder, env=environment, stdout=subprocess.PIPE, **kwargs)
 

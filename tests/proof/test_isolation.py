@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import types
 from dataclasses import replace
 
 import pytest
@@ -134,6 +135,24 @@ def test_an_installation_in_development_mode_is_refused(compared, tmp_path):
     commit(repository, {"kernel.py": "import shared_by_both\n" + KERNEL}, tag="third")
     with pytest.raises(SubjectError, match="module shared_by_both was loaded from the repository itself"):
         load_entry(compared(repository, "first", "third"))
+
+
+def test_packages_beside_the_sources_and_modules_without_a_folder_are_no_code_of_a_revision(
+    compared, tmp_path, monkeypatch
+):
+    repository = doubling_repository(tmp_path / "repository")
+    commit(repository, {"kernel.py": "import only_installed\n" + KERNEL}, tag="third")
+    (repository / ".packages").mkdir()
+    (repository / ".packages" / "only_installed.py").write_text("")
+    sys.path.append(str(repository / ".packages"))
+    made_up = types.ModuleType("made_up_for_a_test")
+    made_up.__file__ = "kernels/kernel.py"  # of a folder that nobody knows
+    monkeypatch.setitem(sys.modules, made_up.__name__, made_up)
+    monkeypatch.chdir(repository)
+    try:
+        assert load_entry(compared(repository, "first", "third")) is not None
+    finally:
+        sys.modules.pop("only_installed", None)
 
 
 def test_operators_of_torch_library_do_not_replace_those_of_the_other_revision(compared, tmp_path):

@@ -26,7 +26,7 @@ from flashmoe_science.proof.remote.session import _Listener, _Said, _Session
 from flashmoe_science.proof.remote.wheels import REQUIREMENTS, platforms
 
 from .builders import build_record
-from .processes import is_alive, wait_for
+from .processes import is_alive, python_path, wait_for
 from .sshd import WHY_NOT, Proxy, Server, is_possible
 from .test_interruption import CODE, ROOT, SUBJECT, SUITE
 
@@ -533,7 +533,7 @@ def test_a_real_run_is_cut_and_gone_on_with(server, proxy, tmp_path):
     (folder / "my kernel" / "ops" / "fake.py").write_text(operator.replace("tests.proof.fake_operator", "ops.fake"))
     environment = {
         **os.environ,
-        "PYTHONPATH": str(ROOT / "src"),
+        "PYTHONPATH": python_path(ROOT / "src"),
         "FLASHMOE_STORE": str(tmp_path / "runs.sqlite"),
         "FLASHMOE_SSH": server.command(rented={}, cut={"Port": proxy.port}),
         "FLASHMOE_COMMIT": "c" * 40,

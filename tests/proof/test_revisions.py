@@ -32,7 +32,7 @@ from flashmoe_science.proof.revisions import (
 from flashmoe_science.proof.subject import PACKAGE_FOLDER, hash_sources, load_entry
 
 from .chain import FEW, GPU, FakeGpu, Recorder, environment_with, request_of
-from .processes import wait_until_dead
+from .processes import python_path, wait_until_dead
 from .repositories import attention_repository, commit, git
 
 ROOT = Path(__file__).parents[2]
@@ -406,7 +406,7 @@ def test_the_command_with_a_gpu_times_both_and_says_what_both_cost(repository, f
 
 def start(repository, tmp_path, *arguments):
     (tmp_path / "suite.toml").write_text(SUITE)
-    variables = {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "FLASHMOE_STORE": str(tmp_path / "runs.sqlite")}
+    variables = {"PYTHONPATH": python_path(ROOT / "src", ROOT), "FLASHMOE_STORE": str(tmp_path / "runs.sqlite")}
     variables |= {"TMPDIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
     argv = [sys.executable, "-m", "flashmoe_science", "compare", *arguments, "--subject", "kernels", "--suite"]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -421,7 +421,7 @@ def test_the_command_shows_on_a_cpu_that_both_build_and_that_one_is_wrong(tmp_pa
     monkeypatch.setattr(chain, "_read_environment", lambda: environment_with(None))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setenv("FLASHMOE_STORE", str(tmp_path / "runs.sqlite"))
-    monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'src'}:{ROOT}")
+    monkeypatch.setenv("PYTHONPATH", python_path(ROOT / "src", ROOT))
     monkeypatch.chdir(repository)
     code = cli.main(["compare", "first", "second", "--subject", "kernels", "--suite", str(tmp_path / "suite.toml")])
     out, err = capsys.readouterr()

@@ -279,7 +279,14 @@ def _lies_in(module: object, folder: Path) -> bool:
     """Return whether a module was loaded from below ``folder``."""
     values = getattr(module, "__dict__", {})  # asking the module itself may import what it loads lazily
     places = [values.get("__file__"), *_search_path(values)]
-    return any(isinstance(place, str) and Path(place).resolve().is_relative_to(folder) for place in places)
+    found = (resolved for place in places if (resolved := _resolved(place)) is not None)
+    return any(place.is_relative_to(folder) for place in found)
+
+
+def _resolved(place: object) -> Path | None:
+    """Return where a module says that it lies; None where it says nothing, or a name without a folder."""
+    # Made-up modules carry a bare name, e.g. "_ops.py": it does not lie where this process happens to be.
+    return Path(place).resolve() if isinstance(place, str) and Path(place).is_absolute() else None
 
 
 def _search_path(values: Mapping[str, Any]) -> list[Any]:
@@ -300,11 +307,12 @@ def _check_origin(name: str, checkout: Checkout) -> None:
         )
     ours = (checkout.shared, PACKAGE_FOLDER, Path(sys.prefix).resolve(), Path(sys.base_prefix).resolve())
     for other, found in list(sys.modules.items()):
-        file = getattr(found, "__dict__", {}).get("__file__")
-        if not isinstance(file, str):
+        path = _resolved(getattr(found, "__dict__", {}).get("__file__"))
+        if path is None or not path.is_relative_to(checkout.repository):
             continue
-        path = Path(file).resolve()
-        if path.is_relative_to(checkout.repository) and not any(path.is_relative_to(folder) for folder in ours):
+        # Packages may lie in a folder of the repository that git ignores: no revision has them.
+        is_code = (checkout.root / path.relative_to(checkout.repository)).exists()
+        if is_code and not any(path.is_relative_to(folder) for folder in ours):
             raise SubjectError(
                 f"module {other} was loaded from the repository itself and not from the checkout of "
                 f"{checkout.label}: both revisions would run it",

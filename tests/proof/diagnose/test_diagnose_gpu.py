@@ -16,18 +16,20 @@ from ..chain import SUBJECTS, attention
 pytestmark = [pytest.mark.gpu, pytest.mark.timing, pytest.mark.unpoisoned]
 
 
-def diagnose(subject, case, *, counters=False):
+def diagnose(subject, case, *, baselines=(), counters=False):
     gpu = describe_apart().gpu
     assert gpu is not None
     if known_spec(gpu) is None:
         pytest.skip(f"{gpu.name} is not in the table of gpu/specs.py")
-    (found,) = observe_here(Wish(subject, [case], ["sdpa"], seed=1, counters=counters), gpu, say=print)
+    (found,) = observe_here(Wish(subject, [case], baselines, seed=1, counters=counters), gpu, say=print)
     return found, diagnose_case(found)
 
 
 def test_a_plain_kernel_with_sixteen_blocks_is_a_serial_loop_on_a_small_grid():
     """The grid of (1, 1, 512, 64) is 16 blocks of 128 threads, each with one loop over all keys."""
-    found, case = diagnose(load_subject(str(SUBJECTS / "honest_triton")), attention(1, 1, 512, 64), counters=True)
+    subject, problem = load_subject(str(SUBJECTS / "honest_triton")), attention(1, 1, 512, 64)
+    found, case = diagnose(subject, problem, baselines=["sdpa"], counters=True)
+    assert [rival.name for rival in found.rivals] == ["sdpa"]
     (kernel,) = found.kernels
     assert (kernel.blocks, kernel.threads) == (16, 128)
     assert kernel.code is not None
@@ -36,14 +38,17 @@ def test_a_plain_kernel_with_sixteen_blocks_is_a_serial_loop_on_a_small_grid():
     assert told["serial loop"].status is Status.CONFIRMED
     assert told["no tensor-core instructions"].status is Status.RULED_OUT
     assert told["bound by memory bandwidth"].status is Status.RULED_OUT
-    assert kernel.counters or found.missing["counters"]
+    # Not everywhere may this user read counters; where ncu shows kernels, this one is among them.
+    assert kernel.counters or "shows no kernel" not in found.missing["counters"], found.missing
 
 
 def test_a_kernel_of_ours_on_a_problem_that_fills_the_gpu_is_no_small_grid():
     found, case = diagnose(load_subject("flash_attention"), attention(4, 16, 4096, 128))
-    assert found.times.call is not None
-    assert all(kernel.code is not None and kernel.seconds for kernel in found.kernels)
+    assert found.times.call is not None, found.missing
+    assert all(kernel.code is not None and kernel.seconds for kernel in found.kernels), found.kernels
     told = {each.hypothesis: each for each in case.findings}
-    for name in ("grid too small", "serial loop", "launch-bound", "no tensor-core instructions"):
-        assert told[name].status is Status.RULED_OUT
-    assert told["another kernel than promised"].status is Status.RULED_OUT
+    for name in (
+        *("grid too small", "serial loop", "launch-bound", "no tensor-core instructions"),
+        "another kernel than promised",
+    ):
+        assert told[name].status is Status.RULED_OUT, (told[name], found.times)

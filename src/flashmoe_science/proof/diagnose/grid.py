@@ -49,13 +49,16 @@ def launch_bound(observations: Observations) -> Finding:
     """Whether the host is slower than the GPU."""
     times = observations.times
     case = Hypothesis("launch-bound", "wall time of eager calls against the time of their kernels", observations)
-    if times.wall is None or times.device is None:
+    # The graph's time is of the same rounds as wall time. The profiler's is of another process, which may have found
+    # the GPU at another clock: under a power limit that alone is a tenth of a long call.
+    device = times.device if times.graph is None else times.graph
+    if times.wall is None or device is None:
         return case.cannot_tell(f"no times: {observations.why_missing('wall', 'times')}")
-    share = max(0.0, 1 - times.device / times.wall)
+    share = max(0.0, 1 - device / times.wall)
     launches = sum(kernel.count for kernel in observations.kernels)
-    case.numbers.update(wall_s=times.wall, device_s=times.device, host_share=share, launches=launches)
+    case.numbers.update(wall_s=times.wall, device_s=device, host_share=share, launches=launches)
     said = (
-        f"a call takes {format_seconds(times.wall)}, its kernels {format_seconds(times.device)}: "
+        f"a call takes {format_seconds(times.wall)}, its kernels {format_seconds(device)}: "
         f"{percent(share)} is the host's, for {counted(launches, 'kernel')}"
     )
     if share < HOST_LOW:
@@ -71,7 +74,7 @@ def launch_bound(observations: Observations) -> Finding:
         update={
             "part": "host",
             "share": share,
-            "most": times.wall / times.device,
+            "most": times.wall / device,
             "bound": "wall time over the kernels' time: the host costs nothing at all",
         }
     )
