@@ -17,8 +17,10 @@ from typing import Any, Literal, Protocol
 import torch
 
 from ..errors import ProofError
+from .check import not_plain
 from .evidence import Accuracy, TimeKind
 from .operator import Inputs, Operator, Rival
+from .shared_state import SharedState
 from .subject import Subject, load_entry
 from .worker import describe_error
 
@@ -193,6 +195,7 @@ def prepare_arm(
         if refusal is not None:
             arm.status, arm.reason = "refused", refusal
             return arm
+        shared = SharedState()
         with loaded.context():
             arm.calls = [operator.bind(loaded.entry, problem, inputs) for inputs in input_sets]
             arm.calls[0]()  # compiles, tunes, allocates
@@ -201,11 +204,17 @@ def prepare_arm(
             device.poison(output_bytes)
             for call in arm.calls:
                 answer = call()
+                if wrong := not_plain(answer):
+                    arm.fail(wrong)
+                    return arm
                 device.synchronize()  # here work on any stream is waited for: check_stream says what is wrong with it
                 arm.expected.append(answer.clone())
             device.poison(output_bytes)
             again = arm.calls[0]().clone()
             device.synchronize()
+        if changes := shared.changes():
+            arm.fail(f"a call of it changes what all arms share: {changes}")
+            return arm
         repeats = mismatch([again], arm.expected[:1], None) == ""
         judged = {} if loaded.yardstick else truths
         problem_found = next(
@@ -381,6 +390,8 @@ def mismatch(answers: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], 
     """
     wrong: list[torch.Tensor] = []  # read once at the end: one synchronisation for all sets
     for answer, wanted in zip(answers, expected, strict=True):
+        if odd := not_plain(answer):
+            return odd
         if answer.shape != wanted.shape or answer.dtype != wanted.dtype:
             return f"expected {wanted.dtype} of shape {list(wanted.shape)}, got {answer.dtype} of {list(answer.shape)}"
         if wanted.numel() == 0:

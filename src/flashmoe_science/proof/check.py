@@ -7,9 +7,10 @@
 
 Fresh memory holds NaN: free memory is filled with it, and on a CPU all that torch hands out in calls 1 and 4.
 
-After each: inputs unchanged bit for bit, no NaN, largest error within the operator's budget, and root mean square of
-the error within twice the framework's (and one rounding). The largest error is the luck of one element; the mean square
-shows an accumulator of low precision. After all: the outputs of earlier calls unchanged.
+After each: a plain tensor, nothing changed that other arms share, inputs unchanged bit for bit, no NaN, largest error
+within the operator's budget, and root mean square of the error within twice the framework's (and one rounding). The
+largest error is the luck of one element; the mean square shows an accumulator of low precision. After all: the outputs
+of earlier calls unchanged.
 """
 
 from __future__ import annotations
@@ -26,11 +27,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..errors import ProofError
 from .evidence import Accuracy
 from .operator import Inputs, Operator
+from .shared_state import SharedState
 from .worker import describe_error
 
 _FRESH_MEMORY = frozenset(
     getattr(torch.ops.aten, name) for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 )
+
+_FEW = 8  # elements: so few can be the same by chance
 
 NAN_BYTE = 0xFF  # bytes of it read as NaN in every floating-point format, of 16 bits too
 
@@ -62,6 +66,7 @@ def check_case(
     run = _Runner(device)
     inputs = operator.make_inputs(problem, seed=seed, device=device)
     others = operator.make_inputs(problem, seed=seed + 1, device=device)
+    require_random(operator, inputs, others)
 
     call = operator.bind(entry, problem, inputs)
     first = run(call, inputs, _Truth.of(operator, problem, inputs), "the first call", poison_all=device == "cpu")
@@ -121,6 +126,7 @@ class _Runner:
     ) -> torch.Tensor:
         """Make one call. Raises ``WrongResultError``."""
         before = {name: tensor.clone(memory_format=torch.preserve_format) for name, tensor in inputs.items()}
+        shared = SharedState()
         poison_free_memory(self._device, truth.exact.numel() * truth.dtype.itemsize)
         try:
             with PoisonFreshMemory() if poison_all else contextlib.nullcontext():  # type: ignore[no-untyped-call]
@@ -128,6 +134,8 @@ class _Runner:
             _synchronize(self._device)
         except Exception as error:
             raise WrongResultError(f"{which}: raised {describe_error(error)}") from error
+        if changes := shared.changes():
+            raise WrongResultError(f"{which} changed what all arms share: {changes}")
         _check_form(output, truth, self._device, which)
         for name, tensor in inputs.items():
             if not _same_bits(tensor, before[name]):
@@ -171,6 +179,8 @@ class _Runner:
 def _check_form(output: Any, truth: _Truth, device: str, which: str) -> None:
     if not isinstance(output, torch.Tensor):
         raise WrongResultError(f"{which}: returned {type(output).__name__}, expected a tensor")
+    if wrong := not_plain(output):
+        raise WrongResultError(f"{which}: {wrong}")
     for name, got, expected in (
         ("shape", tuple(output.shape), tuple(truth.exact.shape)),
         ("dtype", output.dtype, truth.dtype),
@@ -178,6 +188,29 @@ def _check_form(output: Any, truth: _Truth, device: str, which: str) -> None:
     ):
         if got != expected:
             raise WrongResultError(f"{which}: output has {name} {got}, expected {expected}")
+
+
+def not_plain(output: torch.Tensor) -> str:
+    """Return why ``output`` may be work that is put off until somebody looks at it, or an empty text."""
+    if type(output) is torch.Tensor:
+        return ""
+    return f"returned {type(output).__name__}, expected a plain tensor: one of a class of its own can put work off"
+
+
+def require_random(operator: Operator, inputs: Inputs, others: Inputs) -> None:
+    """Raise ``ProofError`` where two seeds give the same inputs, or inputs whose values are all the same.
+
+    Old values at an address could then not be told from new ones, and a GPU is faster on zeros than on other values.
+    """
+    if sum(tensor.numel() for tensor in inputs.values()) < _FEW:
+        return
+    if all(_same_bits(tensor, others[name]) for name, tensor in inputs.items()):
+        hint = "draw them from a generator with the seed that make_inputs is given"
+        raise ProofError(f"inputs must follow the seed, and {operator.name} makes the same from two seeds", hint=hint)
+    drawn = [tensor for tensor in inputs.values() if tensor.is_floating_point() and tensor.numel() > 1]
+    if drawn and all(bool((tensor == tensor.flatten()[0]).all()) for tensor in drawn):
+        hint = "zeros and constants are faster than data, and hide what is confused"
+        raise ProofError(f"inputs must be random, and all of those of {operator.name} are constant", hint=hint)
 
 
 def _count(mask: torch.Tensor) -> str:

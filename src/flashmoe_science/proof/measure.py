@@ -33,6 +33,7 @@ from .launches import CallTrace, Recording
 from .nvml import Reading
 
 _cuda: Any = torch.cuda  # typed in part, and differently from release to release
+_now = time.perf_counter  # taken before a subject is imported, which could put another in its place; never set back
 
 TRIAL_CALLS = 20  # in the graph that tells how long a call takes: one call would mostly show what a replay costs
 WARM_CALLS = 3  # eager calls right before a block of wall calls: they refill the allocator's cache
@@ -143,24 +144,24 @@ class CudaTimer(Timer):
         matrix = torch.randn(4096, 4096, device="cuda", dtype=torch.float16)
         product = torch.mm(matrix, matrix)
         clocks: list[int | None] = []
-        begin = time.perf_counter()
+        begin = _now()
         while True:
             for _ in range(40):
                 torch.mm(matrix, matrix, out=product)
             _cuda.synchronize()
             clocks.append(self.read_sensors().sm_clock_mhz)
-            busy = time.perf_counter() - begin
+            busy = _now() - begin
             if busy >= SETTLE_S[1] or (busy >= SETTLE_S[0] and schedule.clocks_settled(clocks)):
                 return
 
     @override
     def wall_seconds(self, sequence: Sequence[Callable[[], object]]) -> float:
         _cuda.synchronize()
-        begin = time.perf_counter()
+        begin = _now()
         for call in sequence:
             call()
         _cuda.synchronize()
-        return time.perf_counter() - begin
+        return _now() - begin
 
     @override
     def capture(self, calls: Sequence[Call], count: int) -> CudaGraph:

@@ -13,10 +13,12 @@ import torch
 from ..errors import ProofError
 from . import arms as arms_module, evidence, schedule
 from .arms import Arm, Loaded, Truth
+from .check import require_random
 from .evidence import Rounds, Settings, TimeKind
 from .measure import ClockSampler, KernelSampler, Timer, WrongAnswerError
 from .nvml import Reading
 from .operator import Inputs, Operator
+from .shared_state import SharedState
 
 ROUNDS_PER_SESSION = 10  # a profiler's buffers are finite
 
@@ -113,7 +115,9 @@ def measure_case(
     else:
         arms = _prepare(case, loaded, plan, timer, input_sets, truths)
         if arms[0].ready:
+            shared = SharedState()
             samples = _take_rounds(arms, input_sets, case, plan, timer, on_round)
+            _check_shared(arms, samples, shared)
             _check_again(arms, samples, timer)
             # Once more with other values: with two sets, what was cached in a round is right every other time.
             arms_module.roll_values(input_sets, [arm for arm in arms if arm.ready])
@@ -136,7 +140,10 @@ def _make_input_sets(case: Case, plan: Plan, timer: Timer) -> list[dict[str, tor
         return case.operator.make_inputs(case.problem, seed=seed, device=timer.name)
 
     first = make(0)
-    return [first, *(make(index) for index in range(1, schedule.input_set_count(_nbytes(first), timer.l2_bytes)))]
+    count = schedule.input_set_count(_nbytes(first), timer.l2_bytes)
+    input_sets = [first, *(make(index) for index in range(1, count))]
+    require_random(case.operator, *input_sets[:2])
+    return input_sets
 
 
 def _find_truths(case: Case, plan: Plan, input_sets: Sequence[Inputs]) -> dict[int, Truth]:
@@ -256,6 +263,16 @@ def _collect(sampler: ClockSampler | KernelSampler, arm: Arm, numbers: Sequence[
         samples.seconds["kernel"][arm.name] += sampler.late_samples(arm, numbers)
     except WrongAnswerError as error:
         arm.lose(["kernel"], str(error))
+
+
+def _check_shared(arms: Sequence[Arm], samples: Samples, shared: SharedState) -> None:
+    """Fail every arm where one of them changed what all share: whose times that changed, nobody can tell."""
+    if not (changes := shared.changes()):
+        return
+    for arm in arms:
+        if arm.ready:
+            arm.fail(f"what all arms share changed while they were timed: {changes}")
+            samples.drop(arm.name)
 
 
 def _check_again(arms: Sequence[Arm], samples: Samples, timer: Timer) -> None:

@@ -39,11 +39,16 @@ def _import(payload: dict[str, Any]) -> list[str]:
     """Import the subject, and return what is worth knowing of it. Raises ``SubjectError``."""
     subject = Subject.from_json(payload["subject"])
     operator = operator_of(subject)
+    from .shared_state import HINT, SharedState  # it imports torch, which not every task needs
+
+    before = SharedState()
     try:
         entry = load_entry(subject)
     except (ImportError, OSError) as error:  # torch.ops.load_library raises the latter
         reason, hint = explain_import(error)
         raise SubjectError(reason, hint=hint) from error
+    if changes := before.changes():
+        raise SubjectError(f"importing it changes what all arms share: {changes}", hint=HINT)
     module = importlib.import_module(subject.entry_point.partition(":")[0])
     notes = _origin_notes(subject, module.__file__)
     return notes + check_signature(operator, entry, operator.parse_case(payload["case"]))
