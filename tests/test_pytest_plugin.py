@@ -71,6 +71,36 @@ def test_a_refuted_claim_fails_and_the_body_does_not_run(run):
 
 
 @pytest.mark.parametrize(
+    ("name", "outcomes", "made"),
+    [("refuted", {"failed": 1}, 0), ("open", {"skipped": 1}, 0), ("holds", {"passed": 1}, 1)],
+)
+def test_fixtures_are_made_only_where_the_claim_holds(run, repository, name, outcomes, made):
+    fixture = "@pytest.fixture\ndef dear():\n    print('made it')\n\n"
+    result = run(fixture + marked(name).replace("test_speed()", "test_speed(dear)"), "--junit-xml=out.xml")
+    result.assert_outcomes(**outcomes)
+    assert result.stdout.str().count("made it") == made
+    assert f'errors="0" failures="{outcomes.get("failed", 0)}"' in (repository / "out.xml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        ("scipy", 'scipy is not installed\nhint: pip install "flashmoe-science[proof]"'),
+        ("torch", "torch is not installed\nhint: pip install torch"),
+        ("my_operator", "there is no module my_operator\nhint: a suite or a record names an operator that needs it"),
+    ],
+)
+def test_a_module_that_is_not_there_is_named_with_what_to_do(run, monkeypatch, module, message):
+    def missing(*_args, **_kwargs):
+        raise ModuleNotFoundError(f"No module named {module!r}", name=module)
+
+    monkeypatch.setattr(verify, "verify_claim", missing)
+    result = run(marked("holds"))
+    result.assert_outcomes(failed=1)
+    assert message in result.stdout.str()
+
+
+@pytest.mark.parametrize(
     ("name", "reason"),
     [
         ("open", "*claim open: inconclusive, about * rounds more would decide: 1 of 2 cases are open*"),

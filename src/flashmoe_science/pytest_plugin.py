@@ -14,9 +14,9 @@ Importing this file needs pytest alone: the harness is imported by the first tes
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -73,7 +73,7 @@ class _Claims:
 
             verdicts = [self.judge(name) for name in names]
         except ModuleNotFoundError as error:
-            failure = f'{error.name} is not installed: pip install "flashmoe-science[proof]"'
+            failure = _missing(error)
         except FlashmoeError as error:
             failure = str(error)
         if failure:  # out of the handler: a failure within it would be printed with what led to it
@@ -88,7 +88,21 @@ class _Claims:
         return verdicts
 
 
+def _missing(error: ModuleNotFoundError) -> str:
+    """Return what to say of a module that is not there: the harness's, or one that an operator of the user's needs."""
+    from .cli import EXTRA
+
+    name = error.name or "a module"
+    if name in EXTRA:
+        return f'{name} is not installed\nhint: pip install "flashmoe-science[proof]"'
+    if name in ("torch", "triton"):
+        return f"{name} is not installed\nhint: pip install {name}"
+    hint = "a suite or a record names an operator that needs it: put its folder on the option pythonpath of pytest"
+    return f"there is no module {name}\nhint: {hint}"
+
+
 _CLAIMS = pytest.StashKey[_Claims]()
+_FAILED = pytest.StashKey[bool]()  # of a test: a claim of its markers does not hold
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -104,11 +118,24 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_call(item: pytest.Item) -> None:
-    """Judge the claims of a marked test before its body runs."""
-    names = list(_named(item))
-    if names:
-        item.config.stash[_CLAIMS].check(*names)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Judge the claims of a marked test before its fixtures, which may be dear, and before its body."""
+    try:
+        names = list(_named(item))
+        if names:
+            item.config.stash[_CLAIMS].check(*names)
+    except pytest.fail.Exception:
+        item.stash[_FAILED] = True
+        raise
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, None]:
+    """Report a claim that does not hold as a test that failed: pytest calls what goes wrong before a body an error."""
+    outcome = yield
+    report = outcome.get_result()
+    if report.when == "setup" and report.failed and item.stash.get(_FAILED, default=False):
+        report.when = "call"
 
 
 def _named(item: pytest.Item) -> Iterator[str]:

@@ -55,6 +55,9 @@ BACKED = ("backed", "claim good, demonstrated")
         "It outperforms SDPA. <!-- claim: good -->",
         "It is 2x faster. <!-- claim: bad, good -->",
         "On an H200 it is 2x faster. <!-- claim: good -->",
+        "It is 2x faster than SDPA. <!-- claim: good -->",
+        "It is 2x faster than PyTorch's `scaled_dot_product_attention`. <!-- claim: good -->",
+        "It is 2x faster, in a flash. <!-- claim: good -->",
         "| shape | speedup |\n| --- | --- |\n| all | 2x <!-- claim: good --> |",
     ],
 )
@@ -67,6 +70,13 @@ def test_a_sentence_that_names_a_claim_is_backed(repository, text):
     [
         ("It is 2x faster.", "it names no claim"),
         ("It is 2x faster. Good. <!-- claim: good -->", "it names no claim"),
+        ("It is 2x faster than cuDNN. <!-- claim: good -->", "claim good is against sdpa, and this about sdpa-cudnn"),
+        (
+            "It is 2x faster than SDPA with cuDNN. <!-- claim: good -->",
+            "claim good is against sdpa, and this about sdpa-cudnn",
+        ),
+        ("It beats FlashAttention-3 by 2x. <!-- claim: good -->", "claim good is against sdpa, and this about fa3"),
+        ("It is 2x faster than SDPA and fa2. <!-- claim: good -->", "claim good is against sdpa, and this about fa2"),
         ("It is 2.1x faster. <!-- claim: good -->", "claim good says 2x, and this 2.1x"),
         ("It takes 60 % less time. <!-- claim: good -->", "claim good says 2x, and this 2.5x"),
         ("It is 2x faster. <!-- claim: bad -->", "claim bad is refuted"),
@@ -158,3 +168,16 @@ def test_a_file_that_is_no_text_is_an_error(tmp_path):
     (tmp_path / "a.md").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(InputError, match=r"a\.md: cannot be read"):
         lint_file(tmp_path / "a.md", Backing(None))
+
+
+def test_a_backend_of_a_rival_is_named_with_the_rival_itself(tmp_path):
+    (tmp_path / "claims").mkdir()
+    claim = claim_toml(id="good", suite="made_up", baseline="sdpa-cudnn")
+    (tmp_path / "claims" / "a.toml").write_text(claim)
+    (tmp_path / "suites").mkdir()
+    (tmp_path / "suites" / "made_up.toml").write_text(suite_toml("made_up", "case0", "case1"))
+    record = build_record(speedups=[2.3, 3.0], suite="made_up", baselines={"sdpa-cudnn": 1.0})
+    write_record(record, tmp_path / "evidence" / "run.json")
+    assert one(tmp_path, "It is 2x faster than SDPA with its cuDNN backend. <!-- claim: good -->") == BACKED
+    status, reason = one(tmp_path, "It is 2x faster than SDPA. <!-- claim: good -->")
+    assert (status, reason) == ("asserted", "claim good is against sdpa-cudnn, and this about sdpa")

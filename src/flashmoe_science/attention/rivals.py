@@ -27,6 +27,7 @@ class Rival:
     name: str
     kernels: Sequence[str] = ()
     distribution = "torch"  # the package whose version counts
+    also_called: Sequence[str] = ()  # in prose, besides its name
     yardstick = False  # whether it does other work, whose answer is none to the problem
 
     def load(self) -> Callable[..., torch.Tensor]:
@@ -310,4 +311,14 @@ _ALL: tuple[Rival, ...] = (
     FlashInfer(),
     MatrixProduct(),
 )
+_ALSO_CALLED = {
+    "sdpa": ("scaled_dot_product_attention", "PyTorch's attention"),
+    "sdpa-cudnn": ("cuDNN",),
+    "flex": ("FlexAttention",),
+    "fa2": ("FlashAttention-2", "FlashAttention2", "flash-attn 2"),
+    "fa3": ("FlashAttention-3", "FlashAttention3", "flash-attn 3"),
+    "fa4": ("FlashAttention-4", "FlashAttention4", "flash-attn 4"),
+}
+for _rival in _ALL:
+    _rival.also_called = _ALSO_CALLED.get(_rival.name, ())
 RIVALS: dict[str, Rival] = {rival.name: rival for rival in _ALL}

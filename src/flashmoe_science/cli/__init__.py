@@ -22,7 +22,7 @@ INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
 # What the extra `proof` installs: the module that is imported -> the name that pip knows. Alembic is missed only where
 # a store has to be upgraded, and says so there.
-_EXTRA = {
+EXTRA = {
     "jinja2": "jinja2",
     "markdown_it": "markdown-it-py",
     "numpy": "numpy",
@@ -36,13 +36,13 @@ _EXTRA = {
     "typer": "typer",
 }
 if sys.version_info < (3, 11):
-    _EXTRA["tomli"] = "tomli"
+    EXTRA["tomli"] = "tomli"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv`` (default: that of the process) and return its exit code."""
     args = list(sys.argv[1:] if argv is None else argv) or ["--help"]
-    missing = sorted(name for module, name in _EXTRA.items() if importlib.util.find_spec(module) is None)
+    missing = sorted(name for module, name in EXTRA.items() if importlib.util.find_spec(module) is None)
     if missing:
         return _report_missing(missing, args)
     return _run(args)

@@ -95,6 +95,7 @@ _SPEEDS_UP = (
     r"\b(?:speed-?ups?|speed(?:s|ed)?\s+(?:\w+\s+)?up|faster|quicker|accelerat\w+|outperform\w*\s+[^.;,]{1,60}?)"
     rf"\s*[:=]?\s*{_ABOUT}"
 )
+_BEATS = rf"\b(?:beats?|beaten|beating)\s+[^.;]{{1,60}}?\bby\s+{_ABOUT}"
 _CUTS = r"\b(?:reduc|cut|sav|lower|shrink|decreas)\w*\s+(?:[\w-]+\s+){0,3}?"
 _STILL = _words("much, far, significantly, consistently, considerably, still, also, even, always, slightly, a lot")
 
@@ -124,6 +125,14 @@ _PATTERNS: tuple[tuple[re.Pattern[str], Kind, str], ...] = (
     (_compile(_one_of(_FRACTIONS), _BETWEEN, _MEMORY), "memory", "plain"),
     (_compile(_one_of(_FRACTIONS), r"\s+(?:as|the)\s+", _SPEEDUP), "slowdown", "plain"),
     (_compile(_SPEEDS_UP, _N, _TIMES), "speedup", "times"),
+    (
+        _compile(r"\bspeed-?ups?\s*[:=]?\s*", _ABOUT, _N, r"(?![\d.,]*\d)(?!", _PERCENT, "|", _TIMES, ")"),
+        "speedup",
+        "times",
+    ),
+    (_compile(_BEATS, _N, _TIMES), "speedup", "times"),
+    (_compile(_BEATS, _N, _PERCENT), "speedup", "more"),
+    (_compile(r"\b(?:beats?|beaten|beating)\s+\w*[A-Z]\w*[A-Z]\w*"), "speedup", "one"),
     (_compile(_SPEEDS_UP, _N, _PERCENT), "speedup", "more"),
     (_compile(_CUTS, _TIME, r"\s+", _ABOUT, _N, _PERCENT), "speedup", "less"),
     (_compile(_CUTS, _TIME, r"\s+", _ABOUT, _N, _TIMES), "speedup", "times"),
@@ -161,9 +170,14 @@ _OTHER_MULTIPLE = _compile(
 )
 # Or where it is said of what: "0.12x of SDPA". Names of implementations have two capitals.
 _OF_A_RIVAL = re.compile(r"\s+(?:of|over|against|versus|vs\.?|compared\s+(?:to|with))\s+\w*[A-Z]\w*[A-Z]\w*")
+# Or where it is said whose figure it is.
+_SAID = _compile(r"\s*,?\s*(?:as\s+)?(?:expected|promised|announced|claimed|measured)\b")
 # Nobody asserts what stands behind such a word in the same clause.
 _SUPPOSED = _compile(r"\b(?:(?:if|unless|suppose|imagine)\b[^.,;:!?|]*|whether\b[^.;:!?|]*)$")
-_DENIED = _compile(r"\b(?:no|not|never|nothing|nobody|none|cannot|neither|without)\s+(?:[\w'-]+\s+){0,4}$")
+# "Not only 1.7x faster" denies nothing.
+_DENIED = _compile(
+    r"\b(?:no|not(?!\s+(?:only|just|merely|simply)\b)|never|nothing|nobody|none|cannot|neither|without)\s+(?:[\w'-]+\s+){0,4}$"
+)
 
 
 def find_assertions(prose: str, context: str = "") -> list[Assertion]:
@@ -177,7 +191,7 @@ def find_assertions(prose: str, context: str = "") -> list[Assertion]:
     about_speed = _ABOUT_SPEED.search(f"{context} {prose}") is not None
     for match in _BARE.finditer(prose):
         meant = about_speed and not _OTHER_MULTIPLE.match(prose, match.end())
-        if meant or _OF_A_RIVAL.match(prose, match.end()):
+        if meant or _OF_A_RIVAL.match(prose, match.end()) or _SAID.match(prose, match.end()):
             found.append((match.end(), _assertion("speedup", "times", match)))
     found = [(end, one) for end, one in found if not _is_supposed(prose, one.start)]
     kept: list[Assertion] = []

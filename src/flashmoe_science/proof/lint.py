@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,13 +11,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
-from ..errors import InputError
+from ..errors import InputError, SubjectError
 from ..gpu.specs import SPECS, name_words
 from .assertions import Assertion, find_assertions
 from .evidence import Record
 from .judge import Verdict, holds
 from .prose import Sentence, read_sentences
 from .readme import BEGIN, END, render_readme
+from .subject import BUILTIN_OPERATORS
 
 Status = Literal["backed", "waived", "asserted"]
 
@@ -53,6 +55,20 @@ class Backing:
         if self.repository is None:
             return {}, {}
         return {v.claim.id: v for v in verify_claims(self.repository)}, read_records(self.repository)
+
+    @cached_property
+    def rivals(self) -> Mapping[str, Sequence[str]]:
+        """What prose calls every baseline that is known here: its name -> names in words."""
+        from .operator import load_operator
+
+        operators = {*BUILTIN_OPERATORS, *(record.subject.operator for record in self._judged[1].values())}
+        found: dict[str, Sequence[str]] = {}
+        for operator in sorted(operators):
+            # Somebody's own operator need not be here, and then nothing is known of its rivals' names.
+            with contextlib.suppress(SubjectError, ImportError):
+                rivals = load_operator(operator).rivals()
+                found |= {name: (name, *getattr(rival, "also_called", ())) for name, rival in rivals.items()}
+        return found
 
     @property
     def verdicts(self) -> Mapping[str, Verdict]:
@@ -140,7 +156,10 @@ def _judge(path: Path, sentence: Sentence, found: Assertion, backing: Backing) -
     if sentence.marks.waiver:
         return finding("waived", sentence.marks.waiver)
     named = _named(sentence, backing)
-    reasons = [_why_not(found, name, backing) or _elsewhere(sentence, name, backing) for name in named]
+    reasons = [
+        _why_not(found, name, backing) or _elsewhere(sentence, name, backing) or _of_another(sentence, name, backing)
+        for name in named
+    ]
     for name, reason in zip(named, reasons, strict=True):
         if not reason:
             verdict = backing.verdicts[name]
@@ -156,6 +175,22 @@ def _elsewhere(sentence: Sentence, name: str, backing: Backing) -> str:
     longest = [gpu for gpu in said if not any(name_words(gpu) < name_words(other) for other in said)]
     others = [gpu for gpu in longest if not claim.fits_gpu(gpu)]
     return f"claim {name} is about {', '.join(claim.gpu)}, and this about {', '.join(others)}" if others else ""
+
+
+def _of_another(sentence: Sentence, name: str, backing: Backing) -> str:
+    """Return which rival a sentence names that the claim is not against; empty: none."""
+    text = _as_words(sentence.text)
+    said = [rival for rival, names in backing.rivals.items() if any(_as_words(each) in text for each in names)]
+    # "SDPA with its cuDNN backend" is about the latter.
+    said = [rival for rival in said if not any(other.startswith(f"{rival}-") for other in said)]
+    claim = backing.verdicts[name].claim
+    others = [rival for rival in said if rival not in claim.baseline]
+    return f"claim {name} is against {', '.join(claim.baseline)}, and this about {', '.join(others)}" if others else ""
+
+
+def _as_words(text: str) -> str:
+    """Return the words of a text between blanks, so that one is found as a whole."""
+    return f" {' '.join(re.findall(r'[a-z0-9]+', text.casefold()))} "
 
 
 def _named(sentence: Sentence, backing: Backing) -> list[str]:
