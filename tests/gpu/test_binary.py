@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from flashmoe_science.errors import CompileError
-from flashmoe_science.gpu import binary
-from flashmoe_science.gpu.binary import Binary, BinaryKernel, Target, demangle, find_cuobjdump, read_binary
+from flashmoe_science.gpu import binary, cuobjdump
+from flashmoe_science.gpu.binary import Binary, BinaryKernel, read_binary
+from flashmoe_science.gpu.cuobjdump import Target, demangle, find_cuobjdump, parse_usage
 
 # As printed by cuobjdump 13.0 for a library of two kernels.
 USAGE = """
@@ -61,9 +62,9 @@ def kernel(name="k", arch=90, kind="", **more):
 
 
 def test_registers_stack_and_static_shared_memory_are_read():
-    old, new = binary._kernels(USAGE, {("sm_89", MANGLED): 128})
-    assert (old.target, old.registers, old.stack_bytes, old.max_threads) == (Target(89), 40, 0, 128)
-    assert (new.target, new.registers, new.stack_bytes, new.max_threads) == (Target(90, "a"), 32, 12, None)
+    old, new = parse_usage(USAGE)
+    assert (old.symbol, old.target, old.registers, old.stack_bytes) == (MANGLED, Target(89), 40, 0)
+    assert (new.symbol, new.target, new.registers, new.stack_bytes) == (MANGLED, Target(90, "a"), 32, 12)
     # The driver's own 1024 bytes of sm_90 are no part of what the kernel declares.
     assert (old.shared_memory_bytes, new.shared_memory_bytes) == (528, 528)
 
@@ -118,7 +119,7 @@ def test_a_file_without_kernels_is_refused(tmp_path):
 
 
 def test_what_is_missing_is_said(tmp_path, monkeypatch):
-    monkeypatch.setattr(binary, "find_cuobjdump", lambda: None)
+    monkeypatch.setattr(cuobjdump, "find_cuobjdump", lambda: None)
     with pytest.raises(CompileError, match="cuobjdump is not here"):
         read_binary(tmp_path / "a.so")
 
@@ -128,6 +129,19 @@ def test_a_program_of_the_toolkit_is_found_in_its_folder(tmp_path, monkeypatch):
     program = tmp_path / "bin" / "no-such-compiler"
     program.write_text("")
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-    assert binary.find_program("no-such-compiler") is None
+    assert cuobjdump.find_program("no-such-compiler") is None
     program.chmod(0o755)
-    assert binary.find_program("no-such-compiler") == str(program)
+    assert cuobjdump.find_program("no-such-compiler") == str(program)
+
+
+def test_the_newest_cuobjdump_is_taken(tmp_path, monkeypatch):
+    """An older toolkit on PATH may fail to read what a newer compiler wrote."""
+    carried = find_cuobjdump.__wrapped__()
+    if carried is None:
+        pytest.skip("there is no cuobjdump here")
+    program = tmp_path / "cuobjdump"
+    monkeypatch.setattr(cuobjdump, "find_program", lambda name: str(program))
+    for release, expected in (("9.2", carried), ("99.0", str(program))):
+        program.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {release}, V{release}.1'\n")
+        program.chmod(0o755)
+        assert find_cuobjdump.__wrapped__() == expected

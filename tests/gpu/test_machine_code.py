@@ -58,6 +58,7 @@ def test_what_cuobjdump_prints_is_read_by_architecture():
     )  # fmt: skip
     assert old.opcodes == {"IMAD": 1, "STL": 1, "HMMA": 1, "LDL": 1, "BRA": 2, "EXIT": 1}
     assert (new.arch, new.registers, new.count(TENSOR_CORE_OPCODES)) == (90, 24, 1)
+    assert new.shared_memory_bytes == 0  # the driver's own KiB is no part of it
 
 
 def test_instructions_between_a_jump_backwards_and_its_target_are_in_a_loop():
@@ -93,7 +94,7 @@ def test_code_for_one_architecture_alone_is_read_as_such():
 
 def test_a_file_that_is_no_library_is_an_error_and_one_without_kernels_has_none(tmp_path):
     (tmp_path / "text.so").write_text("no library")
-    with pytest.raises(CompileError, match=r"cuobjdump cannot read text\.so"):
+    with pytest.raises(CompileError, match=r"text\.so cannot be read"):
         machine_code.read_file(tmp_path / "text.so")
     program = shutil.which("true")
     assert program is not None

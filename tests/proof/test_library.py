@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from flashmoe_science.gpu.binary import Binary, BinaryKernel, Target
+from flashmoe_science.gpu.binary import Binary, BinaryKernel
+from flashmoe_science.gpu.cuobjdump import Target
 from flashmoe_science.proof.gates import chain, library
 from flashmoe_science.proof.gates.library import short_name
 

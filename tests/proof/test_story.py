@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flashmoe_science.gpu.binary import find_program
+from flashmoe_science.gpu.cuobjdump import find_program
 from flashmoe_science.proof.evidence import Settings
 from flashmoe_science.proof.gates import ProveRequest, chain, run
 from flashmoe_science.proof.subject import expand_sources, load_subject

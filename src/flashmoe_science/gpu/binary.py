@@ -6,48 +6,17 @@ stand in the machine code's own notes. How much dynamic shared memory a launch a
 
 from __future__ import annotations
 
-import ctypes
-import ctypes.util
-import functools
-import importlib.util
-import os
 import re
-import shutil
 import struct
-import subprocess
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from ..errors import CompileError
+from .cuobjdump import Target, demangle, parse_target, parse_usage, run_cuobjdump
 
-# From sm_90 on, the driver keeps 1 KiB of each block's shared memory for itself, and compilers count it as static.
-# It is no part of the limits in specs.py, and no profiler shows it (seen with ptxas 12.8, 12.9 and 13.0).
-_RESERVED_BYTES = 1024
-_RESERVED_FROM_ARCH = 90
 _MAX_THREADS, _WITH_SIZE = 0x05, 0x04  # of a note in .nv.info: EIATTR_MAX_THREADS, EIFMT_SVAL
 _SECTION_HEADER = struct.Struct("<IIQQQQIIQQ")
-_CUDA_FOLDERS = ("CUDA_HOME", "CUDA_PATH")
-
-
-@dataclass(frozen=True)
-class Target:
-    """What some code in a library was made for."""
-
-    arch: int  # 90 for sm_90
-    kind: str = ""  # "a": this architecture alone; "f": its family
-    is_ptx: bool = False  # the driver compiles it for any architecture from this one on
-
-    def serves(self, arch: int) -> bool:
-        """Return whether a GPU of ``sm_<arch>`` can run it."""
-        if self.kind == "a":
-            return self.arch == arch
-        return self.arch <= arch and ((self.is_ptx and not self.kind) or self.arch // 10 == arch // 10)
-
-    def __str__(self) -> str:
-        return f"{'compute' if self.is_ptx else 'sm'}_{self.arch}{self.kind}"
 
 
 @dataclass(frozen=True)
@@ -86,76 +55,33 @@ class Binary:
         return list(best.values())
 
 
-def find_program(name: str) -> str | None:
-    """Return the path of a program of the CUDA toolkit, or of any on PATH; None where there is none.
-
-    The toolkit is looked for on PATH, in ``CUDA_HOME`` and ``CUDA_PATH``, and where its installer puts it.
-    """
-    folders = [Path(os.environ[key]) / "bin" for key in _CUDA_FOLDERS if os.environ.get(key)]
-    places = [*folders, Path("/usr/local/cuda/bin")]
-    return shutil.which(name) or next((str(p / name) for p in places if os.access(p / name, os.X_OK)), None)
-
-
-def find_cuobjdump() -> str | None:
-    """Return the path of ``cuobjdump``: the toolkit's, or the one that Triton carries."""
-    if (found := find_program("cuobjdump")) is not None:
-        return found
-    spec = importlib.util.find_spec("triton")
-    folders = list(spec.submodule_search_locations or ()) if spec is not None else []
-    carried = [Path(folder) / "backends" / "nvidia" / "bin" / "cuobjdump" for folder in folders]
-    return next((str(path) for path in carried if os.access(path, os.X_OK)), None)
-
-
 def read_binary(path: Path) -> Binary:
     """Read the kernels of a shared object, an object file or an executable.
 
     Raises:
         CompileError: there is no ``cuobjdump`` here, it finds no device code in the file, or the file is a cubin.
     """
-    usage = _cuobjdump("--dump-resource-usage", str(path))
+    used = list(parse_usage(run_cuobjdump("--dump-resource-usage", str(path))))
     with tempfile.TemporaryDirectory(prefix="flashmoe-cubins-") as folder:
-        _cuobjdump("--extract-elf", "all", str(path.resolve()), folder=folder, may_fail=True)
+        run_cuobjdump("--extract-elf", "all", str(path.resolve()), folder=folder, may_fail=True)
         bounds = {
-            (arch, kernel): threads
+            (arch, symbol): threads
             for cubin in sorted(Path(folder).glob("*.cubin"))
-            for arch, kernel, threads in _launch_bounds(cubin)
+            for arch, symbol, threads in _launch_bounds(cubin)
         }
-    kernels = list(_kernels(usage, bounds))
-    names = demangle([kernel.name for kernel in kernels])
-    ptx = re.findall(r"\.(sm_\w+)\.ptx", _cuobjdump("--list-ptx", str(path), may_fail=True))
-    return Binary(
-        tuple(BinaryKernel(**{**vars(kernel), "name": name}) for kernel, name in zip(kernels, names, strict=True)),
-        tuple(dict.fromkeys(_target(arch, is_ptx=True) for arch in ptx)),
-    )
-
-
-def _kernels(usage: str, bounds: dict[tuple[str, str], int]) -> Iterator[BinaryKernel]:
-    """Yield the kernels in the output of ``cuobjdump --dump-resource-usage``, with mangled names."""
-    arch = ""
-    line = re.compile(r"arch = (sm_\w+)|Function ([^\s:]+):\s+REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
-    for found in line.finditer(usage):
-        if found[1]:
-            arch = found[1]
-            continue
-        target = _target(arch)
-        reserved = _RESERVED_BYTES if target.arch >= _RESERVED_FROM_ARCH else 0
-        yield BinaryKernel(
-            name=found[2],
-            target=target,
-            registers=int(found[3]),
-            stack_bytes=int(found[4]) + int(found[6]),
-            shared_memory_bytes=max(0, int(found[5]) - reserved),
-            max_threads=bounds.get((arch, found[2])),
+    kernels = [
+        BinaryKernel(
+            name=name,
+            target=usage.target,
+            registers=usage.registers,
+            stack_bytes=usage.stack_bytes,
+            shared_memory_bytes=usage.shared_memory_bytes,
+            max_threads=bounds.get((str(usage.target), usage.symbol)),
         )
-
-
-def _target(arch: str, *, is_ptx: bool = False) -> Target:
-    """Return ``sm_90a`` as a target."""
-    found = re.fullmatch(r"sm_(\d+)([af]?)", arch)
-    if found is None:  # of a cubin by itself cuobjdump tells none
-        hint = "a cubin is not enough: name the library or object file that holds it"
-        raise CompileError(f"an architecture must read like sm_90 or sm_90a, got {arch!r}", hint=hint)
-    return Target(int(found[1]), found[2], is_ptx)
+        for usage, name in zip(used, demangle([usage.symbol for usage in used]), strict=True)
+    ]
+    ptx = re.findall(r"\.(sm_\w+)\.ptx", run_cuobjdump("--list-ptx", str(path), may_fail=True))
+    return Binary(tuple(kernels), tuple(dict.fromkeys(parse_target(arch, is_ptx=True) for arch in ptx)))
 
 
 def _launch_bounds(cubin: Path) -> Iterator[tuple[str, str, int]]:
@@ -184,48 +110,3 @@ def _max_threads(notes: bytes) -> int | None:
             return int(x * y * z)
         at += 4 + (size if kind == _WITH_SIZE else 0)  # any other kind has its value where the size would be
     return None
-
-
-def _cuobjdump(*arguments: str, folder: str | None = None, may_fail: bool = False) -> str:
-    """Run ``cuobjdump`` and return what it prints."""
-    program = find_cuobjdump()
-    if program is None:
-        raise CompileError("cuobjdump is not here, which reads what was compiled", hint="install the CUDA toolkit")
-    done = subprocess.run([program, *arguments], cwd=folder, capture_output=True, text=True, check=False)
-    if done.returncode and not may_fail:
-        said = (done.stderr or done.stdout).strip().splitlines() or [f"cuobjdump ended with status {done.returncode}"]
-        raise CompileError(f"{Path(arguments[-1]).name} cannot be read: {_said(said[0])}")
-    return done.stdout
-
-
-def _said(line: str) -> str:
-    """Return a complaint of cuobjdump without its own name and the file's folders."""
-    return re.sub(r"'[^']*/([^'/]+)'", r"'\1'", line.partition(": ")[2].strip() or line)
-
-
-def demangle(names: list[str]) -> list[str]:
-    """Return C++ names as a profiler shows them; a name that is none of C++ stays, and all where nothing can."""
-    function = _demangler()
-    if function is None:
-        return names
-    shown = []
-    for name in names:
-        status = ctypes.c_int(-1)
-        text = function(name.encode(), None, None, ctypes.byref(status)) if name.startswith("_Z") else None
-        shown.append(ctypes.string_at(text).decode() if text and status.value == 0 else name)
-        if text:
-            ctypes.CDLL(None).free(ctypes.c_void_p(text))
-    return shown
-
-
-@functools.cache
-def _demangler() -> Any:
-    """Return ``__cxa_demangle`` of the C++ library that torch needs anyway."""
-    try:
-        library = ctypes.CDLL(ctypes.util.find_library("stdc++") or "libstdc++.so.6")
-    except OSError:
-        return None
-    function = library["__cxa_demangle"]
-    function.restype = ctypes.c_void_p
-    function.argtypes = [ctypes.c_char_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.POINTER(ctypes.c_int)]
-    return function

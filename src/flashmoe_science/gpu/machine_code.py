@@ -7,18 +7,14 @@ or a CUDA extension with the code of several architectures in it.
 from __future__ import annotations
 
 import collections
-import functools
 import pathlib
 import re
-import subprocess
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..errors import CompileError
-from .binary import Target, demangle
-
-_TIMEOUT_S = 120.0
+from .cuobjdump import Target, Usage, demangle, parse_usage, run_cuobjdump
 
 # Matrix products on the tensor cores, by opcode: sm_80 to sm_89 and sm_120, sm_90, sm_100.
 TENSOR_CORE_OPCODES = frozenset(
@@ -62,24 +58,21 @@ def read_file(path: pathlib.Path) -> list[KernelCode]:
     """Return the kernels of a library or a program, for every architecture in it; none where it has none.
 
     Raises:
-        CompileError: Triton carries no cuobjdump, or it cannot read the file.
+        CompileError: there is no ``cuobjdump`` here, or it cannot read the file.
     """
     return parse(_dump(str(path), path.name))
 
 
 def _dump(path: str, what: str) -> str:
-    command = [str(cuobjdump()), "--dump-resource-usage", "--dump-sass", path]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_TIMEOUT_S)
-    except subprocess.TimeoutExpired as error:
-        raise CompileError(f"cuobjdump did not read {what} within {_TIMEOUT_S:g} s") from error
-    if done.returncode and "does not contain device code" not in done.stdout + done.stderr:
-        raise CompileError(f"cuobjdump cannot read {what}: {done.stderr.strip() or 'it gives no reason'}")
-    return done.stdout
+        return run_cuobjdump("--dump-resource-usage", "--dump-sass", path, what=what)
+    except CompileError as error:
+        if "does not contain device code" in str(error):
+            return ""
+        raise
 
 
 _ARCH = re.compile(r"^arch = sm_(\d+)([af]?)", re.MULTILINE)
-_USAGE = re.compile(r"^ Function (\S+):\s*\n\s*REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", re.MULTILINE)
 _FUNCTION = re.compile(r"^\s+Function : (\S+)$", re.MULTILINE)
 _CODE_FOR = re.compile(r"^\s+code for sm_(\d+)([af]?)", re.MULTILINE)
 _INSTRUCTION = re.compile(
@@ -90,17 +83,25 @@ _INSTRUCTION = re.compile(
 def parse(text: str) -> list[KernelCode]:
     """Return the kernels in what ``cuobjdump --dump-resource-usage --dump-sass`` printed."""
     kernels: list[KernelCode] = []
-    usage: dict[tuple[Target, str], tuple[int, ...]] = {}
+    usages: dict[tuple[Target, str], Usage] = {}
     for target, part in _parts(text):
-        for name, *numbers in _USAGE.findall(part):
-            usage[target, name] = tuple(map(int, numbers))
+        usages |= {(target, usage.symbol): usage for usage in parse_usage(part, target)}
         names = list(_FUNCTION.finditer(part))
         ends = [*(match.start() for match in names[1:]), len(part)]
         shown = demangle([match[1] for match in names])
         for match, name, end in zip(names, shown, ends, strict=False):  # without names there is one end too many
-            registers, stack, shared, local = usage.get((target, match[1]), (0, 0, 0, 0))
+            usage = usages.get((target, match[1])) or Usage(target, match[1], 0, 0, 0)
             opcodes, looped = _count(part[match.end() : end])
-            code = KernelCode(name, target.arch, registers, stack + local, shared, opcodes, looped, target.kind)
+            code = KernelCode(
+                name,
+                target.arch,
+                usage.registers,
+                usage.stack_bytes,
+                usage.shared_memory_bytes,
+                opcodes,
+                looped,
+                target.kind,
+            )
             kernels.append(code)
     return kernels
 
@@ -142,14 +143,3 @@ def for_arch(kernels: Sequence[KernelCode], arch: int) -> list[KernelCode]:
         if newer and Target(kernel.arch, kernel.kind).serves(arch):
             best[kernel.name] = kernel
     return list(best.values())
-
-
-@functools.cache
-def cuobjdump() -> pathlib.Path:
-    """Return the program that Triton's package carries. Raises ``CompileError``."""
-    import triton
-
-    path = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    if not path.exists():
-        raise CompileError(f"Triton {triton.__version__} does not carry cuobjdump", hint="install Triton from a wheel")
-    return path

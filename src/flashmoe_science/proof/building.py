@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import InputError
-from ..gpu.binary import find_program
+from ..gpu.cuobjdump import find_program
 from ..gpu.specs import GpuSpec, find_gpu
 from .evidence import Gpu
 from .subject import Subject

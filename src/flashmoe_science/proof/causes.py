@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 
-from ..gpu.binary import demangle
+from ..gpu.cuobjdump import demangle
 
 _ERROR_LINE = re.compile(r"\berror\b|\bError:|undefined reference|cannot find -l", re.IGNORECASE)
 

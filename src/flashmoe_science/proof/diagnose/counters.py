@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...gpu.binary import demangle
+from ...gpu.cuobjdump import demangle
 from ..launches import match_names
 from ..worker import TaskResult, run_command
 from .observations import Kernel

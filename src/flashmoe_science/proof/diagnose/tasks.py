@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ...errors import CompileError, ProofError
-from ...gpu.binary import Target
+from ...gpu.cuobjdump import Target
 from ...gpu.machine_code import LOCAL_MEMORY_OPCODES, TENSOR_CORE_OPCODES, KernelCode, for_arch, read_cubin, read_file
 from .. import arms as arms_module
 from ..arms import Loaded

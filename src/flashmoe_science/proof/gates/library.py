@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 
 from ...errors import CompileError
-from ...gpu.binary import Binary, BinaryKernel, find_cuobjdump, read_binary
+from ...gpu.binary import Binary, BinaryKernel, read_binary
+from ...gpu.cuobjdump import find_cuobjdump
 from ...gpu.specs import SPECS, GpuSpec, find_gpu
 from ..building import ARCH_LIST, known_gpus, run_build
 from ..causes import explain_build
