@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.metadata
 import sys
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+import scipy.special
+import torch
 
 from flashmoe_science.errors import InputError, SubjectError, SuiteError
-from flashmoe_science.proof.custom_operator import CustomOperator
+from flashmoe_science.proof.custom_operator import Baseline, CustomOperator
 from flashmoe_science.proof.gates import ProveRequest, chain
 from flashmoe_science.proof.gates.run import passed
 from flashmoe_science.proof.operator import Operator, load_operator
@@ -120,3 +124,11 @@ def test_what_an_operator_lacks_is_named(monkeypatch):
         load_operator("half_an_operator:OPERATOR")
     with pytest.raises(SubjectError, match=r"must offer an object NOTHING .*, got None"):
         load_operator("half_an_operator:NOTHING")
+
+
+def test_the_version_of_a_baseline_is_that_of_the_distribution_it_comes_from(operator):
+    rms_norm = operator.rivals()["torch"]
+    assert rms_norm.version() == ""  # a function of the user's own
+    assert Baseline("torch", torch.nn.functional.rms_norm).version() == f"torch {importlib.metadata.version('torch')}"
+    assert Baseline("scipy", scipy.special.softmax).version() == f"scipy {scipy.__version__}"
+    assert Baseline("partial", functools.partial(torch.relu)).version() == ""  # of no module

@@ -6,9 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from flashmoe_science.proof.custom_operator import CustomOperator
 from flashmoe_science.proof.evidence import Settings
 from flashmoe_science.proof.gates import chain, run
 from flashmoe_science.proof.gates.launch import case_problems
+from flashmoe_science.proof.operator import framework_kernels, load_operator
 from flashmoe_science.proof.worker import TaskResult, run_task as real_run_task
 
 from .chain import (
@@ -26,13 +28,17 @@ from .chain import (
     statuses,
     until,
 )
+from .fake_operator import OPERATOR
 
 PROMISE = {"pattern": "attend*", "grid": None, "block": [384, 1, 1], "shared_memory_bytes": None}
 
 
-def problems(launches, *, promises=(), subject=HONEST, needs_graph=True, **changes):
+FRAMEWORK = framework_kernels(load_operator("attention"))
+
+
+def problems(launches, *, promises=(), subject=HONEST, needs_graph=True, framework=FRAMEWORK, **changes):
     arm = captured("fake_attention", "subject", launches, promises=list(promises), **changes)
-    return case_problems(subject, {"name": "case", "arms": [arm]}, needs_graph=needs_graph)
+    return case_problems(subject, {"name": "case", "arms": [arm]}, framework=framework, needs_graph=needs_graph)
 
 
 def test_promise_kept_is_no_problem():
@@ -89,6 +95,11 @@ def test_fall_through_to_the_framework(name):
         ]
 
 
+def test_an_operator_that_knows_none_of_the_framework_has_no_fall_through():
+    assert framework_kernels(load_operator("tests.proof.doubling")) == CustomOperator().framework_kernels() == ()
+    assert problems([launch("void flash_fwd_kernel")], framework=()) == []
+
+
 def test_forbidden_kernel_is_a_problem_even_when_promised():
     subject = replace(HONEST, forbidden_kernels=("*gemm*",))
     promise = {**PROMISE, "pattern": "*gemm*", "block": None}
@@ -115,7 +126,7 @@ def test_baseline_that_is_not_what_it_says():
         captured("fa3", "baseline", [], patterns=["*sm90*"], status="unavailable", reason="not installed"),
         captured("sdpa", "baseline", [launch("anything")]),
     ]
-    assert case_problems(HONEST, {"name": "case", "arms": arms}, needs_graph=True) == [
+    assert case_problems(HONEST, {"name": "case", "arms": arms}, framework=FRAMEWORK, needs_graph=True) == [
         "baseline fa2 is not what it says: none of its kernels (*flash_fwd*) ran; what ran: aten_softmax"
     ]
 
@@ -134,6 +145,13 @@ def gpu(monkeypatch):
     monkeypatch.setattr(chain, "_read_environment", lambda: environment_with(GPU))
     monkeypatch.setattr(run, "run_task", run_task)
     return fake
+
+
+@pytest.mark.usefixtures("gpu")
+def test_the_kernels_of_the_framework_are_those_that_the_operator_names(monkeypatch):
+    monkeypatch.setattr(OPERATOR, "framework_kernels", lambda: ["*attend*"], raising=False)
+    gate = gate_of(run_chain(request_of(until="launch")), "launch")
+    assert gate.summary.endswith("kernel attend_kernel ran: the call fell through to the framework")
 
 
 def test_launches_go_into_the_record(gpu):

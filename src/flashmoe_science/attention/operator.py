@@ -26,6 +26,7 @@ _KEYS = {
     "dtype": str, "causal": bool, "softmax_scale": float,
 }  # fmt: skip
 _REQUIRED = ("batch", "heads", "seqlen_q", "head_dim", "dtype")
+_FRAMEWORK_KERNELS = ("*flash_fwd*", "*fmha*", "*cudnn*", "*sm80_xmma*softmax*")
 _MAX_INTERPRETER_STEPS = 4096  # about a minute in Triton's interpreter
 
 forward_triton = functools.partial(flash_attention, kernel="forward_triton")
@@ -348,6 +349,10 @@ class AttentionOperator:
             code = read_code(compiled, prepared.source.name, plan.arch)
             kernels.append(PlannedKernel(launch.pattern, launch.grid, launch.block, compiled.metadata.shared, code))
         return kernels
+
+    def framework_kernels(self) -> Sequence[str]:
+        """Return the patterns of PyTorch's own attention kernels."""
+        return _FRAMEWORK_KERNELS
 
     def axes(self) -> Sequence[Axis]:
         """Return the ways to make a problem longer."""

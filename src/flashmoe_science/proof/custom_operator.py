@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import importlib.metadata
 import json
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -42,8 +43,10 @@ class Baseline:
         return self.function
 
     def version(self) -> str:
-        """Return torch's version."""
-        return str(torch.__version__)
+        """Return name and version of the distribution that the function comes from; empty for a user's own module."""
+        top = (getattr(self.function, "__module__", None) or "").partition(".")[0]
+        names = importlib.metadata.packages_distributions().get(top, [])
+        return f"{names[0]} {importlib.metadata.version(names[0])}" if names else ""
 
     def refusal(self, problem: Any) -> str | None:  # noqa: ARG002 - the protocol's signature
         """Refuse nothing."""
@@ -130,6 +133,10 @@ class CustomOperator:
     def cpu_refusal(self, subject: str, problem: Any) -> str | None:  # noqa: ARG002 - the protocol's signature
         """Check everything on a CPU too. Override it where the interpreter would take too long."""
         return None
+
+    def framework_kernels(self) -> Sequence[str]:
+        """Return none. Override it with patterns of the framework's own kernels, where their names tell them."""
+        return ()
 
     def rivals(self) -> Mapping[str, Rival]:
         """Return no baseline; with none, nothing is compared."""

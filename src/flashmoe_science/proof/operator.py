@@ -164,6 +164,19 @@ class Axis(Protocol):
 
 
 @runtime_checkable
+class Recognising(Protocol):
+    """What an operator may offer besides: how to tell that the framework did the work of a subject."""
+
+    def framework_kernels(self) -> Sequence[str]:
+        """Return patterns of the framework's own kernels: where one runs unpromised, a call fell through to it."""
+
+
+def framework_kernels(operator: Operator) -> Sequence[str]:
+    """Return the patterns of the framework's own kernels, as far as the operator knows them."""
+    return operator.framework_kernels() if isinstance(operator, Recognising) else ()
+
+
+@runtime_checkable
 class Scalable(Protocol):
     """What an operator may offer besides: longer problems, by which a diagnosis tells waiting from work."""
 

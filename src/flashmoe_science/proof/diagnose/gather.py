@@ -13,7 +13,7 @@ from ..building import known_gpus, run_build
 from ..causes import explain_build
 from ..evidence import CaseRecord, Gate, GateStatus, Gpu, Rounds, Settings, TimeKind, Work
 from ..gates.launch import case_problems
-from ..operator import Operator, Scalable
+from ..operator import Operator, Scalable, framework_kernels
 from ..roofline import fewest_dram_bytes, known_spec
 from ..subject import Subject, operator_of
 from ..suites import SuiteCase
@@ -271,16 +271,17 @@ def _observe(
         else Sensors(sm_clock_mhz=rounds.sm_clock_mhz, throttle=rounds.throttle, max_sm_clock_mhz=gpu.max_sm_clock_mhz),
         rivals=_rivals(wish.baselines, timed, profile),
         promised=bool(launch.get("capture", {}).get("promises")),
-        broken_promises=_broken(wish.subject, name, launch),
+        broken_promises=_broken(operator, wish.subject, name, launch),
         missing=missing,
     )
 
 
-def _broken(subject: Subject, name: str, launch: Mapping[str, Any]) -> list[str] | None:
+def _broken(operator: Operator, subject: Subject, name: str, launch: Mapping[str, Any]) -> list[str] | None:
     capture = launch.get("capture")
     if not capture or capture["status"] != "captured":
         return None
-    return case_problems(subject, {"name": name, "arms": [capture]}, needs_graph=False)
+    case = {"name": name, "arms": [capture]}
+    return case_problems(subject, case, framework=framework_kernels(operator), needs_graph=False)
 
 
 def _scaled(

@@ -7,15 +7,13 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from ..evidence import Launch
+from ..operator import framework_kernels
 from ..subject import KernelPromise, Subject
 from ..words import counted
 from .run import Outcome, Run, failed, first_of, no_timing, passed
 
 _TIMEOUT_S = 600.0  # for one case: compiling on the first call is part of it
 _SHOWN_PROBLEMS = 20
-
-# The framework's own attention kernels: where one of them runs unpromised, the work fell through to it.
-FALL_THROUGH = ("*flash_fwd*", "*fmha*", "*cudnn*", "*sm80_xmma*softmax*")
 
 
 def check_launches(run: Run) -> Outcome:
@@ -32,11 +30,11 @@ def check_launches(run: Run) -> Outcome:
 
     result = run.run_task("gpu_tasks:capture_launches", run.payload(), timeout_s=_TIMEOUT_S, on_event=on_event)
     cases = result.data["cases"] if result.ok and result.data else finished
-    needs_graph = "graph" in run.settings.times
+    needs_graph, framework = "graph" in run.settings.times, framework_kernels(run.operator)
     problems = [
         f"{case['name']}: {problem}"
         for case in cases
-        for problem in case_problems(run.subject, case, needs_graph=needs_graph)
+        for problem in case_problems(run.subject, case, framework=framework, needs_graph=needs_graph)
     ]
     notes = _notes(cases)
     if not result.ok:
@@ -70,37 +68,43 @@ def _record(run: Run, case: dict[str, Any]) -> None:
         run.update_arm(case["name"], arm["name"], **changes)
 
 
-def case_problems(subject: Subject, case: dict[str, Any], *, needs_graph: bool) -> list[str]:
+def case_problems(subject: Subject, case: dict[str, Any], *, framework: Sequence[str], needs_graph: bool) -> list[str]:
     """Return what is wrong with the captures of one case, one line each.
 
     Args:
         subject: what was promised and forbidden.
         case: the captures of every arm, as the capturing task returns them.
+        framework: patterns of the framework's own kernels for this operator: where one of them runs unpromised, the
+            work fell through to it.
         needs_graph: whether graph time is to be taken, so that a call that no graph can hold is a failure.
     """
     problems = []
     for arm in case["arms"]:
         if arm["role"] == "subject":
-            problems += _subject_problems(subject, arm, needs_graph=needs_graph)
+            problems += _subject_problems(subject, arm, framework, needs_graph=needs_graph)
         else:
             problems += [f"baseline {arm['name']} is not what it says: {line}" for line in _baseline_problems(arm)]
     return problems
 
 
-def _subject_problems(subject: Subject, arm: dict[str, Any], *, needs_graph: bool) -> list[str]:
+def _subject_problems(
+    subject: Subject, arm: dict[str, Any], framework: Sequence[str], *, needs_graph: bool
+) -> list[str]:
     if arm["status"] != "captured":
         return [arm["reason"]]
     promises = [KernelPromise(**promise) for promise in arm.get("promises", [])]
-    problems = _stream_problems(subject, promises, arm["launches"])
+    problems = _stream_problems(subject, promises, framework, arm["launches"])
     if arm["graph_launches"] is not None:
-        in_graph = _stream_problems(subject, promises, arm["graph_launches"])
+        in_graph = _stream_problems(subject, promises, framework, arm["graph_launches"])
         problems += [f"in its CUDA graph: {problem}" for problem in in_graph if problem not in problems]
     elif needs_graph and not arm.get("graph_unseen", False):
         problems.append(f"a CUDA graph cannot capture the call: {arm['graph_reason']}")
     return list(dict.fromkeys([*problems, *arm.get("problems", [])]))
 
 
-def _stream_problems(subject: Subject, promises: Sequence[Any], launches: Sequence[dict[str, Any]]) -> list[str]:
+def _stream_problems(
+    subject: Subject, promises: Sequence[Any], framework: Sequence[str], launches: Sequence[dict[str, Any]]
+) -> list[str]:
     """Return what is wrong with the launches of one call or one replay."""
     from ..launches import launches_match
 
@@ -111,7 +115,7 @@ def _stream_problems(subject: Subject, promises: Sequence[Any], launches: Sequen
     for record in records:
         forbidden = [pattern for pattern in subject.forbidden_kernels if fnmatchcase(record.name, pattern)]
         problems += [f"kernel {record.name} ran, and {pattern} is forbidden" for pattern in forbidden]
-        families = [pattern for pattern in FALL_THROUGH if fnmatchcase(record.name, pattern)]
+        families = [pattern for pattern in framework if fnmatchcase(record.name, pattern)]
         if families and not any(_owns(promise.pattern, record.name, families) for promise in promises):
             problems.append(f"kernel {record.name} ran: the call fell through to the framework")
     return list(dict.fromkeys([*problems, *launches_match(promises, records)]))
