@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from flashmoe_science.errors import EvidenceError
+from flashmoe_science.proof import store as store_module
 from flashmoe_science.proof.evidence import Accuracy, write_record
 from flashmoe_science.proof.store import Archive, Store, default_url, evidence_files, find_repository, summarize
 
@@ -216,3 +217,26 @@ def test_an_error_that_is_no_number_is_kept_as_valid_json(store, tmp_path):
     for loaded in (store.load(record.id), store.load(str(tmp_path / "record.json"))):
         assert loaded.cases[0].arms[0].accuracy == accuracy
     json.loads((tmp_path / "record.json").read_text(), parse_constant=pytest.fail)
+
+
+def test_a_file_of_evidence_is_read_for_its_id_once_until_it_changes(store, tmp_path, monkeypatch):
+    repository = tmp_path / "repository"
+    (repository / "evidence").mkdir(parents=True)
+    first, second = build_record(), build_record(day=1)
+    path = repository / "evidence" / "copy.json"
+    write_record(first, path)
+    read: list[str] = []
+    real = store_module._run_id
+
+    def run_id(path):
+        read.append(path.name)
+        return real(path)
+
+    monkeypatch.setattr(store_module, "_run_id", run_id)
+    archive = Archive(store, repository)
+    for _ in range(3):
+        assert archive.load(first.id) == first
+    assert read == ["copy.json"]
+    write_record(second.model_copy(update={"command": "flashmoe prove anew"}), path)
+    assert (archive.has(first.id), archive.has(second.id)) == (False, True)
+    assert read == ["copy.json"] * 2

@@ -217,16 +217,42 @@ def find_repository(start: Path | None = None) -> Path | None:
 
 def evidence_files(repository: Path) -> dict[str, Path]:
     """Return the records in the evidence folder of ``repository`` by id. Other JSON documents there are left out."""
-    found = {}
-    for path in sorted((repository / "evidence").glob("*.json")):
+    return EvidenceFolder(repository).files()
+
+
+class EvidenceFolder:
+    """The records in the evidence folder of a repository. A file is read again only when it has changed."""
+
+    def __init__(self, repository: Path) -> None:
+        self._folder = repository / "evidence"
+        self._ids: dict[Path, tuple[tuple[int, int], str | None]] = {}  # path -> (when changed, size), id of its run
+
+    def files(self) -> dict[str, Path]:
+        """Return them by id, as they are now."""
+        found = {}
+        for path in sorted(self._folder.glob("*.json")):
+            if (run_id := self._id_in(path)) is not None:
+                found[run_id] = path
+        return found
+
+    def _id_in(self, path: Path) -> str | None:
+        """Return the id of the run in a file, or None where it holds another document."""
         try:
-            document = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            found[path.stem] = path  # reading it as a record says what is wrong
-            continue
-        if _has_gates(document):
-            found[str(document.get("id", path.stem))] = path
-    return found
+            now = path.stat()
+        except OSError:
+            return path.stem  # reading it as a record says what is wrong
+        state = (now.st_mtime_ns, now.st_size)
+        if path not in self._ids or self._ids[path][0] != state:
+            self._ids[path] = state, _run_id(path)
+        return self._ids[path][1]
+
+
+def _run_id(path: Path) -> str | None:
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return path.stem  # reading it as a record says what is wrong
+    return str(document.get("id", path.stem)) if _has_gates(document) else None
 
 
 def is_record(text: str) -> bool:
@@ -253,9 +279,10 @@ class Archive:
     def __init__(self, store: Store, repository: Path | None) -> None:
         self.store = store
         self.repository = repository
+        self._folder = EvidenceFolder(repository) if repository else None
 
     def _files(self, prefix: str = "") -> dict[str, Path]:
-        files = evidence_files(self.repository) if self.repository else {}
+        files = self._folder.files() if self._folder else {}
         return {run_id: path for run_id, path in files.items() if run_id.startswith(prefix)}
 
     def has(self, key: str) -> bool:
