@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import types
 from dataclasses import replace
@@ -153,6 +154,18 @@ def test_packages_beside_the_sources_and_modules_without_a_folder_are_no_code_of
         assert load_entry(compared(repository, "first", "third")) is not None
     finally:
         sys.modules.pop("only_installed", None)
+
+
+def test_a_package_whose_parent_is_gone_lies_nowhere(tmp_path, monkeypatch):
+    (tmp_path / "outer_of_a_test" / "inner").mkdir(parents=True)
+    monkeypatch.syspath_prepend(tmp_path)
+    inner = importlib.import_module("outer_of_a_test.inner")
+    try:
+        assert isolation._lies_in(inner, tmp_path)
+        sys.modules.pop("outer_of_a_test")
+        assert not isolation._lies_in(inner, tmp_path)
+    finally:
+        sys.modules.pop("outer_of_a_test.inner")
 
 
 def test_operators_of_torch_library_do_not_replace_those_of_the_other_revision(compared, tmp_path):

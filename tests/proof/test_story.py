@@ -12,6 +12,9 @@ import pytest
 import torch
 
 from flashmoe_science.gpu.cuobjdump import find_program
+from flashmoe_science.gpu.machine_code import TENSOR_CORE_OPCODES, for_arch, read_file
+from flashmoe_science.proof.diagnose.observations import Kernel
+from flashmoe_science.proof.diagnose.tasks import Candidate, match_code
 from flashmoe_science.proof.evidence import Settings
 from flashmoe_science.proof.gates import ProveRequest, chain, run
 from flashmoe_science.proof.subject import expand_sources, load_subject
@@ -173,6 +176,13 @@ def test_what_is_built_is_stopped_where_no_gpu_is_needed(no_gpu, tmp_path):
     built = gate_of(records["a"], "build").summary
     assert built.startswith("4 kernels for sm_89 (L4): at most ")
     assert "story::v1::attend_kernel takes at most 128 threads a block (__launch_bounds__), 384 are promised" in built
+
+    # A diagnosis finds the machine code of a kernel by the name that a profiler shows.
+    library = folder / "build" / "a_wrong_binding" / "story_extension.so"
+    candidates: list[Candidate] = [(code, None, None) for code in for_arch(read_file(library), 89)]
+    code = match_code(Kernel(name=V2), candidates)
+    assert code is not None
+    assert (code.name, code.count(TENSOR_CORE_OPCODES)) == (V2, 0)
 
     unloaded = gate_of(records["c"], "import")
     function = "cudaError story::v2::launch<__nv_bfloat16>(story::Args const&)"

@@ -293,7 +293,7 @@ def _search_path(values: Mapping[str, Any]) -> list[Any]:
     """Return where a package looks for its modules: all that is known of one without ``__init__.py``."""
     try:
         return list(values.get("__path__") or ())
-    except TypeError:
+    except (TypeError, KeyError, AttributeError):  # a namespace package asks its parent, which may be gone
         return []
 
 
