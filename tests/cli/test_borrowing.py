@@ -8,11 +8,12 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from flashmoe_science.cli.proving import without_places
-from flashmoe_science.errors import MachineLostError, RemoteError
+from flashmoe_science.cli.running import without_places
+from flashmoe_science.errors import EvidenceError, MachineLostError, RemoteError
 from flashmoe_science.proof.remote import HostResult
 
 from ..proof.builders import L4, build_record
+from .conftest import RUN_ID
 
 LOST = MachineLostError("b: the run ended early in gate bench: cut", hint="flashmoe prove --host b --resume X")
 
@@ -169,3 +170,30 @@ def test_a_record_names_no_machine():
         "--json",
     ]
     assert without_places(typed) == ["prove", "a", "-b", "sdpa", "--json"]
+
+
+@pytest.mark.parametrize("where", ["evidence", "store"])
+def test_a_machine_whose_run_has_the_id_of_another_one_replaces_nothing(run, repository, monkeypatch, where):
+    """Its first record has an id that it chose: nothing else says which run it is of."""
+    subprocess.run(["git", "init", "-q"], cwd=repository, check=True)
+    path = repository / "evidence" / f"{RUN_ID}.json"
+    record = build_record(speedups=[9.0, 9.0], suite="made_up")
+    assert record.id == RUN_ID
+    if where == "store":
+        assert run("import", str(path))[0] == 0
+        path.unlink()
+    before = run("show", RUN_ID)[1]
+
+    def prove_on(hosts, request, tree, *, progress, save):
+        try:
+            save(hosts[0].name, record)
+        except EvidenceError as error:
+            return [HostResult(hosts[0], record, error, seconds=90.0)]
+        return [HostResult(hosts[0], record, None, seconds=90.0)]
+
+    monkeypatch.setattr("flashmoe_science.cli.borrowing.prove_on", prove_on)
+    code, _, err = run("prove", "--host", "a")
+    assert code == 2
+    assert f"error: there is a run {RUN_ID} already, and no other one replaces it" in err
+    assert path.exists() == (where == "evidence")
+    assert run("show", RUN_ID)[1] == before

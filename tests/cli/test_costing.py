@@ -117,9 +117,11 @@ def test_compare_says_what_each_revision_will_cost_and_what_both_have_cost(run, 
     of_a = Revision(label="main", commit="0" * 40, arm="A", gates=gates(20, 20))
     of_b = Revision(label="HEAD", commit="1" * 40, arm="B")
     compared = Compared(a=of_a, b=of_b, tolerance=0.01)
-    record = build_record(gates=gates(1, 2, 3, 54), speedups=[2.3], day=1).model_copy(update={"compared": compared})
+    days = iter((1, 2))
 
     def prove_revisions(request, *, save, **_):
+        record = build_record(gates=gates(1, 2, 3, 54), speedups=[2.3], day=next(days))
+        record = record.model_copy(update={"compared": compared})
         request.meter.start(record, replace(size_of(record), gates=("launch", "correct")))
         request.meter.start(record, size_of(record))
         save(record)
@@ -144,7 +146,7 @@ def test_compare_says_what_each_revision_will_cost_and_what_both_have_cost(run, 
     assert lines[-2].startswith("cost: $1.00 (1 min 40 s of NVIDIA H200); estimated $")
     cost = json.loads(run("compare", "main", "HEAD", "--json")[1])["cost"]
     assert cost["gpu_seconds"] == 100
-    assert sum(entry.gpu_seconds for entry in Store().ledger()) == 100
+    assert sum(entry.gpu_seconds for entry in Store().ledger()) == 200
 
 
 # the verb cost

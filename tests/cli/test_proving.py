@@ -130,7 +130,7 @@ def test_prove_says_nothing_of_claims_where_there_are_none(prove_with, repositor
 def test_prove_with_no_gpu_says_nothing_of_claims_about_another_subject(prove_with):
     code, out, _ = prove_with(build_record(gpu=None, day=1, subject="forward_triton"), "--json")
     assert json.loads(out)["verdicts"] == []
-    code, out, _ = prove_with(build_record(gpu=None, day=1, subject="forward_triton"))
+    code, out, _ = prove_with(build_record(gpu=None, day=2, subject="forward_triton"))
     assert code == 0
     assert "\nNo claim of this repository is about forward_triton.\n" in out
     assert "It is twice as fast." not in out

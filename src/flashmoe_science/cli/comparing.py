@@ -29,7 +29,7 @@ from ..proof.suites import load_suite
 from ..proof.words import counted
 from . import HOLDS, INCONCLUSIVE
 from .names import gpu_named, moment_named
-from .proving import Keeper, as_typed, make_meter
+from .running import as_typed, make_keeper, make_meter
 from .terminal import ChainProgress, Terminal, as_plain, short_path
 
 
@@ -136,8 +136,7 @@ def _compare_revisions(wanted: Wanted, kinds: list[TimeKind], terminal: Terminal
         terminal.warn("there are uncommitted changes, which are in neither revision", "commit them, and compare HEAD")
     repository, store = find_repository(), Store(wanted.store)
     meter = make_meter(terminal, Archive(store, repository))
-    keeper = Keeper((repository or Path.cwd()) / "evidence", terminal, store)
-    keeper.dollars_per_hour = meter.rate
+    keeper = make_keeper(terminal, store, repository, meter)
     progress = ChainProgress(terminal)
     tolerance = TOLERANCE if wanted.tolerance is None else wanted.tolerance
     settings = Settings(times=kinds, processes=wanted.processes, rounds=wanted.rounds, seed=wanted.seed)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..errors import EvidenceError
 from ..proof.diagnose.observations import Diagnosis
 from ..proof.diagnose.report import case_lines, failed_lines
 from ..proof.diagnose.run import Request, choose_cases, diagnose
@@ -15,8 +14,8 @@ from ..proof.subject import Subject, load_subject, operator_of
 from ..proof.suites import Suite, SuiteCase, list_suites, load_suite
 from . import GATE_FAILED, HOLDS, INCONCLUSIVE
 from .names import check_name, gpu_named
-from .proving import as_typed
-from .terminal import Terminal, as_plain
+from .running import as_typed
+from .terminal import Terminal, as_plain, write_file
 
 DEFAULT_SUITE = "seed"
 
@@ -46,7 +45,7 @@ def run_diagnose(wanted: DiagnosisWanted, *, output: Path | None, as_json: bool)
     terminal.say(f"diagnosing {request.subject.name}: {', '.join(case.name for case in request.cases)}")
     diagnosis = diagnose(request, describe_apart(), say=say)
     if output is not None:
-        _write(diagnosis, output)
+        write_file(output, diagnosis.model_dump_json(indent=1) + "\n")
     if diagnosis.failed is not None:
         terminal.show("", failed_lines(diagnosis))
     for case in diagnosis.cases:
@@ -96,10 +95,3 @@ def _all_packaged(subject: Subject) -> Suite:
     suites = [suite for suite in map(load_suite, list_suites()) if suite.operator == subject.operator]
     cases = {case.name: case for suite in reversed(suites) for case in suite.cases}
     return Suite("", subject.operator, "All packaged cases.", tuple(cases.values()), Path())
-
-
-def _write(diagnosis: Diagnosis, path: Path) -> None:
-    try:
-        path.write_text(diagnosis.model_dump_json(indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise EvidenceError(f"{path}: cannot be written: {error.strerror}") from error

@@ -9,7 +9,7 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from ..errors import ClaimError, CompileError, EvidenceError, InputError
+from ..errors import ClaimError, CompileError, InputError
 from ..proof.compare import compare_revisions
 from ..proof.conclude import GATE_FAILED, conclude
 from ..proof.evidence import Record, TimeKind, read_record
@@ -35,7 +35,7 @@ from ..proof.study.report import study_line, study_lines
 from ..proof.study.trials import Study, is_study, read_study, study_files
 from . import INCONCLUSIVE
 from .names import gpu_named, moment_named
-from .terminal import Terminal, as_plain, short_path, write_csv_file
+from .terminal import Terminal, as_plain, short_path, write_csv_file, write_file
 
 if TYPE_CHECKING:
     from ..proof.suites import Suite
@@ -279,7 +279,7 @@ def run_readme(path: Path | None, *, check: bool, as_json: bool) -> int:
     fresh = render_readme(path)
     current = path.read_text(encoding="utf-8") == fresh
     if not current and not check:
-        _write(path, fresh)
+        write_file(path, fresh)
     said = "is current" if current else "is out of date" if check else "rewritten"
     terminal.show(f"{short_path(path)}: the table of speeds {said}")
     if check and not current:
@@ -288,13 +288,6 @@ def run_readme(path: Path | None, *, check: bool, as_json: bool) -> int:
         {"path": short_path(path), "current": current or not check, "rewritten": not current and not check}
     )
     return OUT_OF_DATE if check and not current else 0
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise EvidenceError(f"{path}: cannot be written: {error.strerror}") from error
 
 
 def _fields(thing: object, *names: str) -> dict[str, Any]:

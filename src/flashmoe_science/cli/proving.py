@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import math
-import shlex
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
-from ..errors import EvidenceError, InputError
+from ..errors import InputError
 from ..proof.conclude import conclude, run_exit_code, worst_exit_code
-from ..proof.cost import HISTORY, PastRun
-from ..proof.cost_report import announcement, bill_as_plain, receipt
-from ..proof.evidence import GATE_NAMES, Record, Settings, TimeKind, write_record
+from ..proof.cost_report import bill_as_plain, receipt
+from ..proof.evidence import GATE_NAMES, Record, Settings, TimeKind
 from ..proof.gates import ProveRequest, check_request, prove
 from ..proof.judge import Verdict
 from ..proof.junit import write_junit
-from ..proof.meter import Bill, Meter, history_of
-from ..proof.rates import load_rates
+from ..proof.meter import Bill, Meter
 from ..proof.report import case_table, count_line, outcome_table, unmeasured_lines
 from ..proof.rows import kinds_measured
 from ..proof.store import Archive, Store, find_repository
@@ -27,6 +24,7 @@ from ..proof.suites import load_suite, suite_text
 from ..proof.verify import verify_claims
 from ..proof.words import counted
 from .names import check_name, gpu_named
+from .running import as_typed, make_keeper, make_meter
 from .terminal import ChainProgress, Terminal, as_plain, short_path, write_csv_file
 
 
@@ -51,33 +49,6 @@ class Wanted:
     hosts: Sequence[str] = ()  # borrowed machines to run on; none: this one
     python: str = ""  # theirs
     given: Collection[str] = ()  # the parameters that were typed: the others are as in the run to go on with
-
-
-class Keeper:
-    """Writes the record of a run, as far as it has got, to the evidence folder and to the store."""
-
-    def __init__(self, folder: Path, terminal: Terminal, store: Store) -> None:
-        self._folder = folder
-        self._terminal = terminal
-        self._store: Store | None = store
-        self.dollars_per_hour: Callable[[Record], float | None] = lambda _: None  # what the store books it at
-        self.path: Path | None = None
-
-    def save(self, record: Record) -> None:
-        """Replace what was kept of this run before. A store that fails costs a warning, not the run."""
-        path = self._folder / f"{record.id}.json"
-        try:
-            write_record(record, path)
-        except OSError as error:
-            hint = "run it in a folder that you may write"
-            raise EvidenceError(f"{path}: cannot be written: {error.strerror}", hint=hint) from error
-        self.path = path
-        try:
-            if self._store is not None:
-                self._store.save(record, dollars_per_hour=self.dollars_per_hour(record))
-        except EvidenceError as error:
-            self._store = None  # say it once
-            self._terminal.warn_of(error)
 
 
 @dataclass(frozen=True)
@@ -143,7 +114,7 @@ def run_prove(wanted: Wanted, *, csv: Path | None, junit: Path | None, as_json: 
 def _prove(request: ProveRequest, meter: Meter, terminal: Terminal, store: Store, *, alone: bool) -> Proof:
     """Run the chain on one subject, and say what it showed."""
     repository = request.repository
-    keeper = _keeper(terminal, store, repository, meter)
+    keeper = make_keeper(terminal, store, repository, meter)
     progress = ChainProgress(terminal)
     terminal.say(_title(request))
     try:
@@ -193,33 +164,12 @@ def _prove_on_hosts(
         request,
         Borrowed(wanted.hosts, wanted.python),
         terminal,
-        keeper_of=lambda: _keeper(terminal, store, repository, meter),
+        keeper_of=lambda: make_keeper(terminal, store, repository, meter),
         bill_of=meter.bill,
         conclude_one=conclude_one,
         csv=csv,
         junit=junit,
     )
-
-
-def _keeper(terminal: Terminal, store: Store, repository: Path | None, meter: Meter) -> Keeper:
-    """Return what keeps one run, and books it at the price of its GPU."""
-    keeper = Keeper((repository or Path.cwd()) / "evidence", terminal, store)
-    keeper.dollars_per_hour = meter.rate
-    return keeper
-
-
-def make_meter(terminal: Terminal, archive: Archive, budget: float | None = None) -> Meter:
-    """Return the meter of a run. A store that cannot be read costs the estimate its history, not the run."""
-
-    def history(record: Record) -> list[PastRun]:
-        try:
-            return history_of(archive, record, most=HISTORY)
-        except EvidenceError as error:
-            terminal.warn_of(error)
-            return []
-
-    rates = load_rates(archive.repository)
-    return Meter(rates, history, budget=budget, announce=lambda bill: terminal.say(announcement(bill)))
 
 
 def as_resumed(wanted: Wanted, repository: Path | None) -> tuple[Wanted, Record | None]:
@@ -276,33 +226,6 @@ def _request(wanted: Wanted, name: str, repository: Path | None) -> ProveRequest
         command=as_typed(wanted.args),
         repository=repository,
     )
-
-
-def as_typed(args: Sequence[str]) -> str:
-    """Return the command line for a record: without folders, stores and machines."""
-    return shlex.join(["flashmoe", *map(_without_folders, without_places(args))])
-
-
-def without_places(args: Sequence[str]) -> list[str]:
-    """Return the arguments without the store and the machines: they decide no result, and a URL can hold a password."""
-    kept, skip = [], False
-    for arg in args:
-        named = arg.partition("=")[0] in ("--store", "--host", "--python")
-        if not skip and not named:
-            kept.append(arg)
-        skip = named and not skip and "=" not in arg
-    return kept
-
-
-def _without_folders(argument: str) -> str:
-    """Return an argument without this machine's folders: a record is read elsewhere. A relative path stays."""
-    option, equals, value = argument.partition("=") if argument.startswith("-") else ("", "", argument)
-    path = Path(value)
-    if path.is_absolute() and path.is_relative_to(Path.cwd()):
-        value = path.relative_to(Path.cwd()).as_posix()
-    elif path.is_absolute():
-        value = path.name
-    return f"{option}{equals}{value}"
 
 
 def _title(request: ProveRequest) -> str:

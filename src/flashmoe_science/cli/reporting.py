@@ -13,7 +13,7 @@ from ..proof.report import count_line
 from ..proof.rows import kinds_measured, write_csv
 from ..proof.store import Archive, Store, evidence_files, find_repository, is_path, summarize
 from .looking import conclude_now
-from .terminal import Terminal, as_plain, short_path
+from .terminal import Terminal, as_plain, short_path, write_file
 
 if TYPE_CHECKING:
     from ..proof.page import Page
@@ -35,7 +35,7 @@ def run_report(
     judged = [Judged(record, conclude_now(record, repository)) for record in records]
     page = build_page(judged, cast("TimeKind | None", kind))
     for path, write in writers.items():
-        _write(path, write(page))
+        write_file(path, write(page))
         terminal.show(short_path(path))
     verdicts = [verdict for each in judged for verdict in each.verdicts]
     terminal.log.print(f"{', '.join(record.id for record in records)}: {count_line(verdicts)}", style="dim")
@@ -111,10 +111,3 @@ def _csv(page: Page) -> str:
     file = io.StringIO()
     write_csv([run.record for run in page.runs], file)
     return file.getvalue()
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8", newline="")
-    except OSError as error:
-        raise EvidenceError(f"{path}: cannot be written: {error.strerror}") from error

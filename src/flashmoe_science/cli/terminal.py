@@ -133,6 +133,14 @@ def write_csv_file(records: Sequence[Record], path: Path) -> None:
         raise EvidenceError(f"{path}: cannot be written: {error.strerror}") from error
 
 
+def write_file(path: Path, text: str) -> None:
+    """Write ``text`` as it is, line ends included. Raises ``EvidenceError``."""
+    try:
+        path.write_text(text, encoding="utf-8", newline="")
+    except OSError as error:
+        raise EvidenceError(f"{path}: cannot be written: {error.strerror}") from error
+
+
 def short_path(path: Path) -> str:
     """Return ``path`` relative to the current folder where it is below it."""
     here = Path.cwd()

@@ -1,0 +1,107 @@
+"""What the verbs that run a chain share: what keeps a record, the meter, and the command line as a record has it."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from ..errors import EvidenceError
+from ..proof.cost import HISTORY, PastRun
+from ..proof.cost_report import announcement
+from ..proof.evidence import Record, write_record
+from ..proof.meter import Meter, history_of
+from ..proof.rates import load_rates
+from ..proof.store import Archive, Store
+from .terminal import Terminal
+
+
+class Keeper:
+    """Writes the record of a run, as far as it has got, to the evidence folder and to the store."""
+
+    def __init__(self, folder: Path, terminal: Terminal, store: Store) -> None:
+        self._folder = folder
+        self._terminal = terminal
+        self._store: Store | None = store
+        self.dollars_per_hour: Callable[[Record], float | None] = lambda _: None  # what the store books it at
+        self.path: Path | None = None
+
+    def save(self, record: Record) -> None:
+        """Replace what was kept of this run before, and of no other. A store that fails costs a warning, not the run.
+
+        Raises:
+            EvidenceError: another run has this id, as one from a borrowed machine may, or the file cannot be written.
+        """
+        path = self._folder / f"{record.id}.json"
+        if self.path is None and (path.exists() or self._in_store(record.id)):
+            hint = f"what is there stays as it is: {path}"
+            raise EvidenceError(f"there is a run {record.id} already, and no other one replaces it", hint=hint)
+        try:
+            write_record(record, path)
+        except OSError as error:
+            hint = "run it in a folder that you may write"
+            raise EvidenceError(f"{path}: cannot be written: {error.strerror}", hint=hint) from error
+        self.path = path
+        try:
+            if self._store is not None:
+                self._store.save(record, dollars_per_hour=self.dollars_per_hour(record))
+        except EvidenceError as error:
+            self._store = None  # say it once
+            self._terminal.warn_of(error)
+
+    def _in_store(self, run_id: str) -> bool:
+        """Return whether the store has a run of this id. One that cannot be read is warned of."""
+        try:
+            return self._store is not None and run_id in self._store.ids(run_id)
+        except EvidenceError as error:
+            self._store = None  # say it once
+            self._terminal.warn_of(error)
+            return False
+
+
+def make_keeper(terminal: Terminal, store: Store, repository: Path | None, meter: Meter) -> Keeper:
+    """Return what keeps one run, and books it at the price of its GPU."""
+    keeper = Keeper((repository or Path.cwd()) / "evidence", terminal, store)
+    keeper.dollars_per_hour = meter.rate
+    return keeper
+
+
+def make_meter(terminal: Terminal, archive: Archive, budget: float | None = None) -> Meter:
+    """Return the meter of a run. A store that cannot be read costs the estimate its history, not the run."""
+
+    def history(record: Record) -> list[PastRun]:
+        try:
+            return history_of(archive, record, most=HISTORY)
+        except EvidenceError as error:
+            terminal.warn_of(error)
+            return []
+
+    rates = load_rates(archive.repository)
+    return Meter(rates, history, budget=budget, announce=lambda bill: terminal.say(announcement(bill)))
+
+
+def as_typed(args: Sequence[str]) -> str:
+    """Return the command line for a record: without folders, stores and machines."""
+    return shlex.join(["flashmoe", *map(_without_folders, without_places(args))])
+
+
+def without_places(args: Sequence[str]) -> list[str]:
+    """Return the arguments without the store and the machines: they decide no result, and a URL can hold a password."""
+    kept, skip = [], False
+    for arg in args:
+        named = arg.partition("=")[0] in ("--store", "--host", "--python")
+        if not skip and not named:
+            kept.append(arg)
+        skip = named and not skip and "=" not in arg
+    return kept
+
+
+def _without_folders(argument: str) -> str:
+    """Return an argument without this machine's folders: a record is read elsewhere. A relative path stays."""
+    option, equals, value = argument.partition("=") if argument.startswith("-") else ("", "", argument)
+    path = Path(value)
+    if path.is_absolute() and path.is_relative_to(Path.cwd()):
+        value = path.relative_to(Path.cwd()).as_posix()
+    elif path.is_absolute():
+        value = path.name
+    return f"{option}{equals}{value}"
