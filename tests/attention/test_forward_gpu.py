@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -101,6 +102,56 @@ def test_hopper_rows_without_keys(seqlen_q, seqlen_k, head_dim):
     q, k, v = make_inputs(case, "cuda")
     o, lse = run(q, k, v, causal=True, kernel="forward_gluon_sm90")
     assert_right(o, q, k, v, causal=True, lse=lse)
+
+
+@hopper_only
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("growth", ["slow", "fast", "last key", "wide"])
+def test_hopper_scores_that_grow(growth, head_dim, causal, dtype):
+    """The walk goes from the last key to the first, and the maximum is looked at again only when a sum is too large."""
+    case = Case(2, 6, 3, 1000, 1100, head_dim, head_dim, dtype, causal, why="growth")
+    q, k, v = make_inputs(case, "cuda")
+    if growth == "last key":  # one that all rows attend to, as to the first token of a text
+        k[:, :, 0] = 8 * q[:, ::2].mean(2)
+    elif growth == "wide":
+        q = q * 30
+    else:
+        steps = torch.linspace(12 if growth == "fast" else 2, 0.1, case.seqlen_k, device="cuda", dtype=k.dtype)
+        k = k * steps[:, None]
+    o, lse = run(q, k, v, causal=causal, kernel="forward_gluon_sm90")
+    assert_right(o, q, k, v, causal=causal, lse=lse)
+
+
+@hopper_only
+def test_hopper_graphs_beside_each_other():
+    """Replayed at once on many streams, beside calls on the current one: each captured call has its own counter."""
+    case = Case(1, 24, 24, 1500, 1500, 64, 64, "bf16", causal=True, why="counters")
+    inputs = [make_inputs(case, "cuda", seed=seed) for seed in range(4)]
+    options: dict[str, Any] = {"causal": True, "kernel": "forward_gluon_sm90"}
+    expected = [flash_attention(*each, **options) for each in inputs]
+    graphs: list[torch.cuda.CUDAGraph] = []
+    outputs: list[list[torch.Tensor]] = []
+    streams: list[torch.cuda.Stream] = []
+    for each in inputs:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            outputs.append([flash_attention(*each, **options) for _ in range(5)])
+        graphs.append(graph)
+        streams.append(torch.cuda.Stream())
+    for _ in range(20):
+        for graph, stream in zip(graphs, streams, strict=True):
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                graph.replay()
+        beside = flash_attention(*inputs[0], **options)
+        torch.cuda.synchronize()
+        assert torch.equal(beside, expected[0])
+        for right, found in zip(expected, outputs, strict=True):
+            assert all(torch.equal(o, right) for o in found)
+            for o in found:
+                o.fill_(float("nan"))
 
 
 @hopper_only

@@ -13,7 +13,7 @@ from ..errors import InputError, UnsupportedError
 from ..gpu.device import gpu_of_device
 from ..gpu.specs import GpuSpec
 from . import reference
-from .plan import ForwardConfig, Plan, plan_attention
+from .plan import ForwardConfig, HopperConfig, Plan, plan_attention
 from .problem import AttentionProblem, canonical_strides, output_strides
 
 _DTYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
@@ -268,6 +268,7 @@ def _interpreter_call(plan: Plan) -> Callable[..., Any]:
 
 def _cuda_call(plan: Plan, device: int, dtype: torch.dtype) -> Callable[..., Any]:
     """Return the call that allocates the outputs, and the partials where keys are split, and launches."""
+    from ..gpu.counters import counters_of
     from ..gpu.launch import prepare_launch
     from .prepare import prepare_kernels
 
@@ -287,6 +288,18 @@ def _cuda_call(plan: Plan, device: int, dtype: torch.dtype) -> Callable[..., Any
         def call(_q: Tensor, _k: Tensor, _v: Tensor, pq: int, pk: int, pv: int) -> Any:  # noqa: ARG001 - no launch
             o = empty(shape, strides, dtype)
             return (o, empty(rows, rows_strides, torch.float32)) if return_lse else o
+
+    elif isinstance(plan.config, HopperConfig):
+        (launch,) = launches
+        counter = counters_of(device).address
+
+        def call(_q: Tensor, _k: Tensor, _v: Tensor, pq: int, pk: int, pv: int) -> Any:
+            o = empty(shape, strides, dtype)
+            lse = empty(rows, rows_strides, torch.float32) if return_lse else None
+            stream = stream_of(device)
+            lse_at = 0 if lse is None else lse.data_ptr()
+            launch(stream, pq, pk, pv, o.data_ptr(), lse_at, counter(stream))
+            return o if lse is None else (o, lse)
 
     elif len(launches) == 1:
         (launch,) = launches

@@ -1,17 +1,24 @@
 """Attention forward for Hopper: TMA, warpgroup matrix products, warp specialisation (Gluon, sm_90, fp16 and bf16).
 
-One warp, the producer, copies Q, K and V to shared memory with TMA; two or three warpgroups own 64 query rows each and
-walk over the keys from the last tile to the first. K and V lie in rings of ``STAGES`` tiles. A warpgroup issues the
-scores of one tile and the output product of the tile before together; where warpgroups take turns at that, the softmax
-of one runs under the products of another. Only the tiles at the edge are masked: the first one or two of a warpgroup's
-walk, unrolled in front of its loop.
+One warp, the producer, draws row tiles from a counter and copies their Q, K and V to shared memory with TMA; two or
+three warpgroups own 64 query rows each and walk over the keys from the last tile to the first. K and V lie in rings of
+``STAGES`` tiles. A warpgroup issues the scores of one tile and the output product of the tile before together; where
+warpgroups take turns at that, the softmax of one runs under the products of another. Only the tiles at the edge are
+masked: the first one or two of a warpgroup's walk, unrolled in front of its loop.
+
+Any number may be subtracted from the scores of a row before exp: it cancels when the output is divided by the sum. The
+maximum only keeps exp from overflowing. So the loop subtracts the maximum of the tiles seen so far without looking at
+the new tile, and looks at the sum of its exponentials, which it needs anyway: only where that is above ``LARGEST_SUM``
+does a warp find the new maximum, rescale what it has, and take the exponentials again. That leaves a multiplication,
+an exp, an addition and half a conversion for each score: no maximum, no exchange between threads, no rescaling.
 
 TMA fills what lies outside a tensor with zeros and does not store it: odd lengths and head dimensions need no code but
 the mask on the last keys.
 
 Source: FlashAttention-3 (Shah et al., 2024, arXiv 2407.08608) for the turns, the products issued together and the
-longest-first order; FlashAttention-2 for the online softmax. Ours: rounds that come out even with no counter in memory,
-a warpgroup that skips the key tiles that only later rows see, and the mask whose columns are known at compile time.
+longest-first order; FlashAttention-2 for the online softmax; FlashAttention-4 for rescaling only where it matters.
+Ours: the sum as the test, a warpgroup that skips the key tiles that only later rows see, and the mask whose columns
+are known at compile time.
 """
 
 from __future__ import annotations
@@ -29,6 +36,23 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..gpu.gluon_versions import aggregate, tma_load, tma_store
 
 ROWS = gl.constexpr(64)  # of one warpgroup: what one wgmma instruction computes
+TURNS = gl.constexpr(5)  # the first barrier of the hardware that is ours; Triton uses those before
+# Of the exponentials that a thread holds of a row of a tile: 2^10, far from fp16's largest P (65504), and far above
+# those of scores that grow little along the walk. In PTX's hexadecimal.
+LARGEST_SUM = gl.constexpr("0f44800000")
+_ONE_PER_WARP = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
+_ONE_PER_WARPGROUP = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+
+
+@gluon.jit
+def _named_barrier(WHAT: gl.constexpr, barrier, THREADS: gl.constexpr):
+    """Arrive at a barrier of the hardware (``arrive``), or wait there too (``sync``), as one of ``THREADS``.
+
+    There are 16. It costs a warp one instruction, and nothing to agree on with its warpgroup: before an arrival at an
+    mbarrier, which one thread makes for all, Triton has the whole warpgroup wait.
+    """
+    asm: gl.constexpr = f"bar.{WHAT} $1, {THREADS}; // $0"
+    gl.inline_asm_elementwise(asm, "=r,r", [barrier], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @aggregate
@@ -37,13 +61,14 @@ class Ring:
 
     bufs: gl.shared_memory_descriptor  # [slots, 1, 1, rows, columns]
     ready_bars: gl.shared_memory_descriptor  # the slot was filled
-    empty_bars: gl.shared_memory_descriptor  # all who read the slot are done
+    FREE: gl.constexpr  # barrier of the hardware that says that slot 0 is free; those of the others follow
+    READERS: gl.constexpr  # warpgroups that read a slot
 
     @gluon.jit
     def fill(self, desc, b, h, row, slot, lap):
         """Copy rows from ``row`` on of one head into the slot, once it is free."""
-        # A fresh barrier counts as having completed the phase before: the first lap never waits.
-        mbarrier.wait(self.empty_bars.index(slot), (lap & 1) ^ 1)
+        if lap > 0:
+            _named_barrier("sync", self.FREE + slot, 128 * self.READERS + 32)
         mbarrier.expect(self.ready_bars.index(slot), desc.block_type.nbytes)
         tma_load(desc, [b, h, row, 0], self.ready_bars.index(slot), self.bufs.index(slot))
 
@@ -55,19 +80,51 @@ class Ring:
 
     @gluon.jit
     def release(self, slot):
-        """Tell the producer that one reader is done."""
-        mbarrier.arrive(self.empty_bars.index(slot))
+        """Tell the producer that one reader is done: each warp for itself, with no wait for the others."""
+        _named_barrier("arrive", self.FREE + slot, 128 * self.READERS + 32)
 
 
 @gluon.jit
-def _make_ring(desc, SLOTS: gl.constexpr, READERS: gl.constexpr):
+def _slot(i, SLOTS: gl.constexpr):
+    """Return the slot of the i-th tile. Unsigned: a signed remainder costs four instructions more."""
+    return (i.to(gl.uint32, bitcast=True) % SLOTS).to(gl.int32, bitcast=True)
+
+
+@gluon.jit
+def _lap(i, SLOTS: gl.constexpr):
+    """Return how often the ring was filled before the i-th tile."""
+    return (i.to(gl.uint32, bitcast=True) // SLOTS).to(gl.int32, bitcast=True)
+
+
+@gluon.jit
+def _make_ring(desc, SLOTS: gl.constexpr, READERS: gl.constexpr, FREE: gl.constexpr):
     bufs = gl.allocate_shared_memory(desc.dtype, [SLOTS] + desc.block_type.shape, desc.layout)
     ready_bars = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    empty_bars = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(SLOTS):
         mbarrier.init(ready_bars.index(slot), count=1)
-        mbarrier.init(empty_bars.index(slot), count=READERS)
-    return Ring(bufs, ready_bars, empty_bars)  # type: ignore[call-arg] # aggregate gives it a constructor
+    return Ring(bufs, ready_bars, FREE, READERS)  # type: ignore[call-arg] # aggregate gives it a constructor
+
+
+@gluon.jit
+def _issue_scores(q, k, zero, D0: gl.constexpr, D1: gl.constexpr):
+    """Issue Q K^T over the columns that there are: ``D0``, and ``D1`` more behind them."""
+    s = warpgroup_mma(q.slice(0, D0, dim=1), k.slice(0, D0, dim=1).permute((1, 0)), zero, use_acc=False, is_async=True)
+    if D1 > 0:
+        s = warpgroup_mma(q.slice(D0, D1, dim=1), k.slice(D0, D1, dim=1).permute((1, 0)), s, is_async=True)
+    return s
+
+
+@gluon.jit
+def _issue_output(packed, v, acc, more, a):
+    """Issue P V over the columns that there are: those of ``acc``, and those of ``more`` behind them."""
+    dtype: gl.constexpr = a.q_desc.dtype
+    D0: gl.constexpr = acc.shape[1]
+    p = _unpack(packed, dtype, gl.DotOperandLayout(0, acc.type.layout, 2))
+    acc = warpgroup_mma(p, v.slice(0, D0, dim=1), acc, is_async=True)
+    if a.DV1 > 0:
+        p_more = _unpack(packed, dtype, gl.DotOperandLayout(0, more.type.layout, 2))
+        more = warpgroup_mma(p_more, v.slice(D0, a.DV1, dim=1), more, is_async=True)
+    return acc, more, p
 
 
 @gluon.jit
@@ -81,21 +138,45 @@ def _copy(x):
 
 
 @gluon.jit
+def _opaque(X: gl.constexpr):
+    """Return a constant that the compiler does not know, for the reason of ``_copy``."""
+    asm: gl.constexpr = f"mov.b32 $0, {X};"
+    return gl.inline_asm_elementwise(asm, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def _special_register(NAME: gl.constexpr):
     """Read a special register of 32 bits where it is needed, for the reason of ``_copy``."""
     asm: gl.constexpr = f"mov.b32 $0, %{NAME};"
     return gl.inline_asm_elementwise(asm, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
-@gluon.jit
-def _named_barrier(WHAT: gl.constexpr, TURN: gl.constexpr):
-    """Wait for, or arrive at, the barrier of a warpgroup's turn: 128 threads that wait and 128 that arrive.
+@aggregate
+class Tiles:
+    """The row tiles of this program, one after another: the producer says where each lies."""
 
-    A barrier of the hardware, as it costs one instruction; Triton uses the first few of the 16.
-    """
-    BARRIER: gl.constexpr = 10 + TURN
-    asm: gl.constexpr = f"bar.{WHAT} {BARRIER}, 256; // $0"
-    gl.inline_asm_elementwise(asm, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    bufs: gl.shared_memory_descriptor  # [2 * 3, 1] int32: sequence, head, first row
+    ready_bars: gl.shared_memory_descriptor
+
+    @gluon.jit
+    def publish(self, n, b, h, row):
+        """Say where the n-th tile lies. Its slot is free: who released Q of the tile before has read it."""
+        slot = n & 1
+        self.bufs.index(3 * slot).store(gl.full([1], 0, gl.int32, _ONE_PER_WARP) + b)
+        self.bufs.index(3 * slot + 1).store(gl.full([1], 0, gl.int32, _ONE_PER_WARP) + h)
+        self.bufs.index(3 * slot + 2).store(gl.full([1], 0, gl.int32, _ONE_PER_WARP) + row)
+        mbarrier.arrive(self.ready_bars.index(slot))
+
+    @gluon.jit
+    def wait(self, n):
+        """Wait until the n-th tile is known; return its first row, or -1 where there is none."""
+        mbarrier.wait(self.ready_bars.index(n & 1), (n >> 1) & 1)
+        return self.read(n, 2)
+
+    @gluon.jit
+    def read(self, n, WHAT: gl.constexpr):
+        """Return sequence (0), head (1) or first row (2) of the n-th tile, which is known."""
+        return gl.max(self.bufs.index(3 * (n & 1) + WHAT).load(_ONE_PER_WARPGROUP), 0)
 
 
 @aggregate
@@ -107,6 +188,8 @@ class Args:
     v_desc: tma.tensor_descriptor
     o_desc: tma.tensor_descriptor
     lse_ptr: gl.tensor
+    counter_ptr: gl.tensor  # of tiles drawn; 0 before and after
+    row_tiles: Tiles
     q_ring: Ring  # one slot a warpgroup
     o_bufs: gl.shared_memory_descriptor  # one a warpgroup, on the way to memory; half of the columns where DV is 256
     k_ring: Ring
@@ -126,44 +209,60 @@ class Args:
     EDGE_TILES: gl.constexpr  # key tiles that the first warpgroup masks
     PING_PONG: gl.constexpr  # the warpgroups take turns at issuing products; all must make the same number of steps
     STORE_LSE: gl.constexpr
+    IN_HALVES: gl.constexpr  # the exponentials of a tile are taken in two steps
+    D0: gl.constexpr  # columns of Q and K that are multiplied: so many, a power of two
+    D1: gl.constexpr  # and so many more, or 0
+    DV0: gl.constexpr  # likewise of V
+    DV1: gl.constexpr
 
     @gluon.jit
     def take_turn(self, W: gl.constexpr):
         """Wait until the warpgroup before has issued its products; its softmax then runs under those of this one."""
         if self.PING_PONG:
-            _named_barrier("sync", W)
+            _named_barrier("sync", TURNS + W, 256)
 
     @gluon.jit
     def pass_turn(self, W: gl.constexpr):
         """Let the next warpgroup issue its products."""
         if self.PING_PONG:
-            _named_barrier("arrive", (W + 1) % self.WARPGROUPS)
+            _named_barrier("arrive", TURNS + (W + 1) % self.WARPGROUPS, 256)
 
     @gluon.jit
-    def rounds(self):
-        """Return how many tiles this program attends."""
-        programs = _special_register("nctaid.x")
-        tiles = _copy(self.tiles_m) * self.heads_total
-        whole = tiles // programs
-        return whole + (self.place(whole) < tiles).to(gl.int32)
+    def tiles(self):
+        """Return how many tiles all programs attend."""
+        return _copy(self.tiles_m) * self.heads_total
 
     @gluon.jit
-    def place(self, round_):
-        """Return this program's tile of a round.
+    def draw(self):
+        """Ask for the next ticket; the answer takes a trip to L2, and ``collect`` waits for it.
 
-        Every second round runs backwards: the program with the longest tile of a round has the shortest of the next.
+        One lane asks. As Triton's own atomic operation it would be waited for at once.
         """
-        programs = _special_register("nctaid.x")
-        forwards = _special_register("ctaid.x")
-        return round_ * programs + gl.where((round_ & 1) == 1, programs - 1 - forwards, forwards)
+        return gl.inline_asm_elementwise(
+            "{ .reg .pred p; .reg .b32 lane; mov.b32 lane, %laneid; setp.eq.s32 p, lane, 0; mov.b32 $0, 0;"
+            " @p atom.relaxed.gpu.global.add.s32 $0, [$1], 1; }",
+            "=r,l", [self.counter_ptr.to(gl.int64, bitcast=True)], dtype=gl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
 
     @gluon.jit
-    def locate(self, round_):
-        """Return sequence, head and first row of this program's tile of a round.
+    def collect(self, ticket):
+        """Return the tile of a ticket: the next that nobody has drawn, or one past the end.
+
+        One draw a tile: who makes the last puts the counter back to 0 for the next launch.
+        """
+        ticket = gl.inline_asm_elementwise(
+            "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", "=r,r", [ticket], dtype=gl.int32, is_pure=False, pack=1
+        )
+        if ticket == self.tiles() - 1:
+            gl.store(self.counter_ptr, 0)
+        return ticket + _special_register("nctaid.x")
+
+    @gluon.jit
+    def locate(self, tile):
+        """Return sequence, head and first row of a tile.
 
         Causal: the longest row tiles of a group of heads come first, then those of the next group.
         """
-        tile = self.place(round_)
         tiles_m = _copy(self.tiles_m)
         if self.IS_CAUSAL:
             first = tile // (self.heads_per_group * tiles_m) * self.heads_per_group
@@ -177,31 +276,41 @@ class Args:
         return head // self.heads, head % self.heads, m * (ROWS * self.WARPGROUPS)
 
     @gluon.jit
-    def store(self, o, b, h, row, W: gl.constexpr):
+    def store(self, o, more, b, h, row, W: gl.constexpr):
         """Send the output of a warpgroup on its way to memory."""
         COLUMNS: gl.constexpr = self.o_bufs.shape[4]
-        if o.shape[1] == COLUMNS:
-            self.send(o, b, h, row, 0, W)
+        smem = self.o_bufs.index(_opaque(W)).reshape([ROWS, COLUMNS])
+        tma.store_wait(0)
+        if self.DV0 + self.DV1 <= COLUMNS:
+            smem.slice(0, self.DV0, dim=1).store(o)
+            if self.DV1 > 0:
+                smem.slice(self.DV0, self.DV1, dim=1).store(more)
+            self.send(b, h, row, 0, W)
         else:
-            left, right = gl.split(o.reshape([ROWS, 2, COLUMNS]).permute((0, 2, 1)))
-            self.send(left, b, h, row, 0, W)
-            self.send(right, b, h, row, COLUMNS, W)
+            if self.DV0 == COLUMNS:
+                left = o
+                right = more
+            else:
+                left, right = gl.split(o.reshape([ROWS, 2, COLUMNS]).permute((0, 2, 1)))
+            smem.store(left)
+            self.send(b, h, row, 0, W)
+            tma.store_wait(0)
+            smem.slice(0, right.shape[1], dim=1).store(right)
+            self.send(b, h, row, COLUMNS, W)
 
     @gluon.jit
-    def send(self, o, b, h, row, column, W: gl.constexpr):
-        """Send a tile on its way to memory: no wait, but for what was sent before."""
-        smem = self.o_bufs.index(W)
-        tma.store_wait(0)
-        smem.reshape(o.shape).store(o)
+    def send(self, b, h, row, column, W: gl.constexpr):
+        """Send a tile on its way to memory: no wait."""
         fence_async_shared()
-        tma_store(self.o_desc, [b, h, row, column], smem)
+        tma_store(self.o_desc, [b, h, row, column], self.o_bufs.index(_opaque(W)))
 
     @gluon.jit
     def key_tiles(self, end_row):
         """Return how many key tiles the rows before ``end_row`` walk over; at least those that are masked."""
-        end = self.seqlen_k
+        seqlen_k = _copy(self.seqlen_k)
+        end = seqlen_k
         if self.IS_CAUSAL:
-            end = gl.maximum(gl.minimum(end, end_row + self.seqlen_k - self.seqlen_q), 0)
+            end = gl.maximum(gl.minimum(end, end_row + seqlen_k - _copy(self.seqlen_q)), 0)
         return gl.maximum((end + self.BLOCK_N - 1) // self.BLOCK_N, gl.maximum(self.EDGE_TILES, 1))
 
 
@@ -211,21 +320,28 @@ def _load_partition(a):
     # All before this wait ran while the kernel before was ending. The warpgroups write nothing before they have read.
     gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
     i = 0  # tiles of K and of V so far
-    for round_ in range(a.rounds()):
-        b, h, row = a.locate(round_)
+    n = 0  # row tiles so far
+    tile = _special_register("ctaid.x")
+    while tile < a.tiles():
+        b, h, row = a.locate(tile)
+        a.row_tiles.publish(n, b, h, row)
         kv = h // a.GROUP
         steps = a.key_tiles(row + ROWS * a.WARPGROUPS)
         # K first: Q waits until the tile before has its last scores.
-        a.k_ring.fill(a.k_desc, b, kv, (steps - 1) * a.BLOCK_N, i % a.STAGES, i // a.STAGES)
+        a.k_ring.fill(a.k_desc, b, kv, (steps - 1) * a.BLOCK_N, _slot(i, a.STAGES), _lap(i, a.STAGES))
         for w in gl.static_range(a.WARPGROUPS):
-            a.q_ring.fill(a.q_desc, b, h, row + w * ROWS, w, round_)
+            a.q_ring.fill(a.q_desc, b, h, row + w * ROWS, w, n)
         for step in range(1, steps):
-            n = (steps - step) * a.BLOCK_N
-            a.k_ring.fill(a.k_desc, b, kv, n - a.BLOCK_N, (i + 1) % a.STAGES, (i + 1) // a.STAGES)
-            a.v_ring.fill(a.v_desc, b, kv, n, i % a.STAGES, i // a.STAGES)
+            key = (steps - step) * a.BLOCK_N
+            a.k_ring.fill(a.k_desc, b, kv, key - a.BLOCK_N, _slot(i + 1, a.STAGES), _lap(i + 1, a.STAGES))
+            a.v_ring.fill(a.v_desc, b, kv, key, _slot(i, a.STAGES), _lap(i, a.STAGES))
             i += 1
-        a.v_ring.fill(a.v_desc, b, kv, 0, i % a.STAGES, i // a.STAGES)
+        ticket = a.draw()  # late, so that who is behind draws less
+        a.v_ring.fill(a.v_desc, b, kv, 0, _slot(i, a.STAGES), _lap(i, a.STAGES))
         i += 1
+        n += 1
+        tile = a.collect(ticket)
+    a.row_tiles.publish(n, 0, 0, -1)  # the end
 
 
 @gluon.jit
@@ -241,7 +357,7 @@ def _mask(s, a, row, n):
     x_layout: gl.constexpr = x.type.layout
     lane_layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, x_layout))  # [ROWS, 4]
     if a.IS_CAUSAL:
-        diagonal = row + a.seqlen_k - a.seqlen_q - n
+        diagonal = row + _copy(a.seqlen_k) - _copy(a.seqlen_q) - n
         last = gl.arange(0, ROWS, gl.SliceLayout(1, lane_layout)) + diagonal
     else:
         last = gl.full([ROWS], 0, gl.int32, gl.SliceLayout(1, lane_layout)) + (a.seqlen_k - 1 - n)
@@ -254,12 +370,62 @@ def _mask(s, a, row, n):
 
 
 @gluon.jit
-def _softmax(s, m, l, a):
-    """Fold the scores of one tile into running maximum and sum; return them, P, and the factor on what was before."""
-    m_new = gl.maximum(m, gl.max(s, 1) * a.scale_log2)
-    p = gl.exp2(s * a.scale_log2 - m_new[:, None])
+def _partial_sums(p):
+    """Sum the columns that one thread holds: [ROWS, columns] -> [ROWS, 4], a sum for each of the lanes of a row."""
+    x = gl.reshape(p, [ROWS, p.shape[1] // 8, 4, 2])
+    return gl.sum(gl.sum(x, 3), 1)
+
+
+@gluon.jit
+def _raise_maximum(s, m, l, a):
+    """Raise the maximum to that of the scores; return it, the sums below it, and the factor on what was before."""
+    largest = gl.convert_layout(gl.max(s, 1), m.type.layout)
+    m_new = gl.maximum(m, largest * a.scale_log2)
     alpha = gl.exp2(m - m_new)
-    return p, m_new, l * alpha + gl.sum(p, 1), alpha
+    return m_new, l * gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))[:, None], alpha
+
+
+@gluon.jit
+def _exponentials(s, m, l, a):
+    """Return P of some columns, packed, and its sums, laid out as ``l``."""
+    p = gl.exp2(s * a.scale_log2 - gl.convert_layout(m, gl.SliceLayout(1, s.type.layout))[:, None])
+    return _pack(p, a.q_desc.dtype), gl.convert_layout(_partial_sums(p), l.type.layout)
+
+
+@gluon.jit
+def _halves(s):
+    """Return the left and the right half of the columns."""
+    return gl.split(s.reshape([ROWS, 2, s.shape[1] // 2]).permute((0, 2, 1)))
+
+
+@gluon.jit
+def _declare_too_large():
+    """Declare the predicate of ``_is_too_large``, once a kernel."""
+    gl.inline_asm_elementwise(".reg .pred too_large; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _is_too_large(sums):
+    """Return whether a sum of this warp is above ``LARGEST_SUM``: a scalar, and each warp has its own.
+
+    A reduction of the tensor would wait for the other warps. The answer leaves the tensor through a predicate of PTX.
+    What it decides may use neither shared memory nor matrix products, which take all warps of a warpgroup.
+    """
+    asm: gl.constexpr = (
+        "{ .reg .pred large; setp.gt.f32 large, $2, " + LARGEST_SUM + "; setp.gt.or.f32 large, $3, " + LARGEST_SUM
+        + ", large; vote.sync.any.pred too_large, large, 0xffffffff; mov.b32 $0, 0; mov.b32 $1, 0; }"
+    )  # fmt: skip
+    gl.inline_asm_elementwise(asm, "=r,=r,f,f", [sums], gl.int32, is_pure=False, pack=2)  # a thread holds two rows
+    return gl.inline_asm_elementwise("selp.b32 $0, 1, 0, too_large;", "=r", [], gl.int32, is_pure=False, pack=1) != 0
+
+
+@gluon.jit
+def _rescale(acc, more, alpha, a):
+    """Multiply the rows of the output by ``alpha``."""
+    acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout))[:, None]
+    if a.DV1 > 0:
+        more = more * gl.convert_layout(alpha, gl.SliceLayout(1, more.type.layout))[:, None]
+    return acc, more
 
 
 @gluon.jit
@@ -285,103 +451,154 @@ def _unpack(packed, dtype: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def _step(q, acc, packed, m, l, zero, a, i, row, n, W: gl.constexpr, IS_EDGE: gl.constexpr):
-    """Scores of tile i and the output product of tile i - 1, then the softmax of the scores."""
-    slot, before = i % a.STAGES, (i - 1) % a.STAGES
-    k = a.k_ring.wait(slot, i // a.STAGES)
+def _rescale_packed(packed, alpha, dtype: gl.constexpr):
+    """Multiply the rows of P by ``alpha``."""
+    low = packed.to(gl.int16).to(dtype, bitcast=True).to(gl.float32)
+    high = (packed >> 16).to(gl.int16).to(dtype, bitcast=True).to(gl.float32)
+    alpha = gl.convert_layout(alpha, gl.SliceLayout(1, packed.type.layout))[:, None]
+    return _pack(gl.join(low * alpha, high * alpha).reshape([packed.shape[0], packed.shape[1] * 2]), dtype)
+
+
+@gluon.jit
+def _step(q, acc, more, packed, m, l, zero, a, i, row, n, W: gl.constexpr, IS_EDGE: gl.constexpr):
+    """Scores of tile i and the output product of tile i - 1, then the exponentials of the scores."""
+    slot, before = _slot(i, a.STAGES), _slot(i - 1, a.STAGES)
+    k = a.k_ring.wait(slot, _lap(i, a.STAGES))
     a.take_turn(W)
-    s = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
-    v = a.v_ring.wait(before, (i - 1) // a.STAGES)
-    p = _unpack(packed, a.q_desc.dtype, gl.DotOperandLayout(0, acc.type.layout, 2))
-    acc = warpgroup_mma(p, v, acc, is_async=True)
+    s = _issue_scores(q, k, zero, a.D0, a.D1)
+    v = a.v_ring.wait(before, _lap(i - 1, a.STAGES))
+    acc, more, p = _issue_output(packed, v, acc, more, a)
     a.pass_turn(W)
     if IS_EDGE:
         # Both products end before the mask: beside P, three warpgroups have no registers for it.
-        s, acc, _ = warpgroup_mma_wait(0, deps=[s, acc, p])
+        s, acc, more, _ = warpgroup_mma_wait(0, deps=[s, acc, more, p])
+        a.k_ring.release(slot)
+        a.v_ring.release(before)
         s = _mask(s, a, row, n)
-    else:
-        s = warpgroup_mma_wait(1, deps=[s])
+        m, l, alpha = _raise_maximum(s, m, l, a)
+        packed, sums = _exponentials(s, m, l, a)
+        acc, more = _rescale(acc, more, alpha, a)
+        return acc, more, packed, m, l + sums
+    s = warpgroup_mma_wait(2 if a.DV1 > 0 else 1, deps=[s])
     a.k_ring.release(slot)
-    p_new, m, l, alpha = _softmax(s, m, l, a)
-    if not IS_EDGE:
-        # ptxas moves this wait up in front of the exp2. Held in its place it was up to 12 % slower (lab/hopper, run 6).
-        acc = warpgroup_mma_wait(0, deps=[acc, p])[0]
+    # A wait behind the exponentials does not let the output product run under them: ptxas moves it up in front of the
+    # exp2. Held in its place it was up to 12 % slower (lab/hopper, run 6). And P of this tile must not be packed before
+    # this wait: ptxas would serialise the products, which read P of the tile before from registers.
+    acc, more, _ = warpgroup_mma_wait(0, deps=[acc, more, p])
     a.v_ring.release(before)
-    acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout))[:, None]
-    return acc, _pack(p_new, a.q_desc.dtype), m, l
+    if a.IN_HALVES:
+        return _fold_halves(s, acc, more, packed, m, l, a)
+    packed, sums = _exponentials(s, m, l, a)
+    if _is_too_large(sums):
+        m, l, alpha = _raise_maximum(s, m, l, a)
+        acc, more = _rescale(acc, more, alpha, a)
+        packed, sums = _exponentials(s, m, l, a)
+    return acc, more, packed, m, l + sums
+
+
+@gluon.jit
+def _fold_halves(s, acc, more, packed, m, l, a):
+    """Take the exponentials of one half of the columns after the other: the scores need fewer registers beside P.
+
+    With three warpgroups, which have 160 registers a thread, 12 to 15 % faster than at once (lab/hopper, run 10).
+    """
+    packed_layout: gl.constexpr = packed.type.layout
+    left, right = _halves(s)
+    packed_left, sums = _exponentials(left, m, l, a)
+    if _is_too_large(sums):
+        m, l, alpha = _raise_maximum(s, m, l, a)
+        acc, more = _rescale(acc, more, alpha, a)
+        packed_left, sums = _exponentials(left, m, l, a)
+    l += sums
+    packed_right, sums = _exponentials(right, m, l, a)
+    if _is_too_large(sums):
+        m, l, alpha = _raise_maximum(right, m, l, a)
+        acc, more = _rescale(acc, more, alpha, a)
+        packed_left = _rescale_packed(packed_left, alpha, a.q_desc.dtype)
+        packed_right, sums = _exponentials(right, m, l, a)
+    l += sums
+    both = gl.join(packed_left, packed_right).permute((0, 2, 1)).reshape([ROWS, a.BLOCK_N // 2])
+    return acc, more, gl.convert_layout(both, packed_layout), m, l
 
 
 @gluon.jit
 def _attend_partition(a, W: gl.constexpr):
     """Attend rows 64 W to 64 W + 63 of all tiles of this program."""
     dtype: gl.constexpr = a.q_desc.dtype
-    BLOCK_DV: gl.constexpr = a.v_ring.bufs.shape[4]
     # Warpgroups that take turns all walk over the tiles of the last one; the diagonal of the others lies further back.
     AHEAD: gl.constexpr = W * ROWS // a.BLOCK_N if a.IS_CAUSAL and a.PING_PONG else 0
     EDGE_TILES: gl.constexpr = a.EDGE_TILES - AHEAD
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, a.BLOCK_N, 16])
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, a.DV0, 16])
+    DV1: gl.constexpr = a.DV1 if a.DV1 > 0 else 16  # a tensor that nobody uses costs nothing
+    more_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV1, 16])
     if W == a.WARPGROUPS - 1:
         a.pass_turn(W)  # to the first
     i = 0  # tiles of K and of V so far
-    for round_ in range(a.rounds()):
-        b, h, first_row = a.locate(round_)
+    n = 0  # row tiles so far
+    first_row = a.row_tiles.wait(0)
+    while first_row >= 0:
         row = first_row + W * ROWS
         steps = a.key_tiles(first_row + ROWS * a.WARPGROUPS if a.PING_PONG else row + ROWS)
         skipped = a.key_tiles(first_row + ROWS * a.WARPGROUPS) - steps  # key tiles that only rows of others see
         m = gl.full([ROWS], -3.0e38, gl.float32, gl.SliceLayout(1, s_layout))  # not -inf: -inf - -inf is NaN
-        l = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, s_layout))
-        acc = gl.zeros([ROWS, BLOCK_DV], gl.float32, o_layout)
+        l = _partial_sums(gl.zeros([ROWS, a.BLOCK_N], gl.float32, s_layout))
+        acc = gl.zeros([ROWS, a.DV0], gl.float32, o_layout)
+        more = gl.zeros([ROWS, DV1], gl.float32, more_layout)
         zero = gl.zeros([ROWS, a.BLOCK_N], gl.float32, s_layout)
 
         if a.IS_CAUSAL:
             for j in range(i, i + skipped):
-                a.k_ring.wait(j % a.STAGES, j // a.STAGES)
-                a.k_ring.release(j % a.STAGES)
-        q = a.q_ring.wait(W, round_)
+                a.k_ring.wait(_slot(j, a.STAGES), _lap(j, a.STAGES))
+                a.k_ring.release(_slot(j, a.STAGES))
+        q = a.q_ring.wait(W, n)
         start = i
         i += skipped
-        k = a.k_ring.wait(i % a.STAGES, i // a.STAGES)
-        s = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
-        s = warpgroup_mma_wait(0, deps=[s])
-        a.k_ring.release(i % a.STAGES)
+        last = i + steps - 1
+        k = a.k_ring.wait(_slot(i, a.STAGES), _lap(i, a.STAGES))
+        s = warpgroup_mma_wait(0, deps=[_issue_scores(q, k, zero, a.D0, a.D1)])
+        a.k_ring.release(_slot(i, a.STAGES))
         if EDGE_TILES > 0:
             s = _mask(s, a, row, (steps - 1) * a.BLOCK_N)
-        p, m, l, _ = _softmax(s, m, l, a)
-        packed = _pack(p, dtype)
+        m, l, _ = _raise_maximum(s, m, l, a)
+        packed, sums = _exponentials(s, m, l, a)
+        l += sums
         if a.IS_CAUSAL:
             for j in range(start, i):
-                a.v_ring.wait(j % a.STAGES, j // a.STAGES)
-                a.v_ring.release(j % a.STAGES)
+                a.v_ring.wait(_slot(j, a.STAGES), _lap(j, a.STAGES))
+                a.v_ring.release(_slot(j, a.STAGES))
 
         # The masked tiles, unrolled: the loop over the others has no mask.
         for edge in gl.static_range(1, EDGE_TILES):
             i += 1
-            acc, packed, m, l = _step(q, acc, packed, m, l, zero, a, i, row, (steps - 1 - edge) * a.BLOCK_N, W, True)
-        for _ in range(EDGE_TILES if EDGE_TILES > 1 else 1, steps):
-            i += 1
-            acc, packed, m, l = _step(q, acc, packed, m, l, zero, a, i, row, 0, W, False)
-        if a.WARPGROUPS == 3:
-            # Worked out again: with 160 registers a thread, b, h and row would spill.
-            b, h, first_row = a.locate(_copy(round_))
-            row = first_row + W * ROWS
+            acc, more, packed, m, l = _step(
+                q, acc, more, packed, m, l, zero, a, i, row, (steps - 1 - edge) * a.BLOCK_N, W, True
+            )
+        for j in range(i + 1, last + 1):
+            acc, more, packed, m, l = _step(q, acc, more, packed, m, l, zero, a, j, row, 0, W, False)
+        i = last
+        # Read here: kept through the loop, b, h and row would spill.
+        row = a.row_tiles.wait(n) + W * ROWS
+        b, h = a.row_tiles.read(n, 0), a.row_tiles.read(n, 1)
         a.q_ring.release(W)  # the next Q travels under all that follows
-        v = a.v_ring.wait(i % a.STAGES, i // a.STAGES)
-        p = _unpack(packed, dtype, gl.DotOperandLayout(0, o_layout, 2))
-        acc = warpgroup_mma(p, v, acc, is_async=True)
-        has_keys = l != 0  # a row without keys: output 0, LSE -inf
-        inverse = gl.where(has_keys, 1.0 / l, 0.0)
+        v = a.v_ring.wait(_slot(i, a.STAGES), _lap(i, a.STAGES))
+        acc, more, p = _issue_output(packed, v, acc, more, a)
+        l_row = gl.convert_layout(gl.sum(l, 1), gl.SliceLayout(1, s_layout))
+        has_keys = l_row != 0  # a row without keys: output 0, LSE -inf
+        inverse = gl.where(has_keys, 1.0 / l_row, 0.0)
         if a.STORE_LSE:
-            lse = gl.where(has_keys, (m + gl.log2(l)) * 0.6931471805599453, -float("inf"))
+            lse = gl.where(has_keys, (m + gl.log2(l_row)) * 0.6931471805599453, -float("inf"))
             offs_m = row + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
             seqlen_q = _copy(a.seqlen_q)
             lse_row = (b * a.heads + h).to(gl.int64) * seqlen_q
             gl.store(a.lse_ptr + lse_row + offs_m, lse, mask=offs_m < seqlen_q)
-        acc = warpgroup_mma_wait(0, deps=[acc, p])[0]
-        a.v_ring.release(i % a.STAGES)
+        acc, more, _ = warpgroup_mma_wait(0, deps=[acc, more, p])
+        a.v_ring.release(_slot(i, a.STAGES))
         i += 1
-        acc = acc * gl.convert_layout(inverse, gl.SliceLayout(1, o_layout))[:, None]
-        a.store(acc.to(dtype), b, h, row, W)
+        acc, more = _rescale(acc, more, inverse, a)
+        a.store(acc.to(dtype), more.to(dtype), b, h, row, W)
+        n += 1
+        first_row = a.row_tiles.wait(n)
     tma.store_wait(0)
 
 
@@ -392,6 +609,7 @@ def _forward_sm90_kernel(
     v_desc,  # [B, HK, Sk, DV]
     o_desc,  # [B, H, Sq, DV]
     lse_ptr,  # [B, H, Sq] fp32, natural log
+    counter_ptr,  # [1] int32, 0 before and after
     heads, seqlen_q, seqlen_k, tiles_m, heads_total,
     heads_per_group,  # heads that are walked over together when causal
     scale_log2,  # softmax_scale * log2(e), positive
@@ -399,25 +617,35 @@ def _forward_sm90_kernel(
     WARPGROUPS: gl.constexpr,  # that multiply matrices; 64 rows each
     STAGES: gl.constexpr,  # tiles of K, and of V, in flight
     IS_CAUSAL: gl.constexpr, EDGE_TILES: gl.constexpr, PING_PONG: gl.constexpr, STORE_LSE: gl.constexpr,
-    PRODUCER_REGISTERS: gl.constexpr, MATRIX_REGISTERS: gl.constexpr,
+    D0: gl.constexpr, D1: gl.constexpr, DV0: gl.constexpr, DV1: gl.constexpr,  # columns in two powers of two
+    MATRIX_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Attend 64 * WARPGROUPS rows of one head at a time. Grid: (at most tiles,), a program strides over the tiles."""
-    q_ring = _make_ring(q_desc, WARPGROUPS, 1)
-    k_ring = _make_ring(k_desc, STAGES, WARPGROUPS)
-    v_ring = _make_ring(v_desc, STAGES, WARPGROUPS)
+    gl.static_assert(TURNS + 2 * WARPGROUPS + 2 * STAGES <= 16, "the hardware has 16 barriers")
+    _declare_too_large()
+    q_ring = _make_ring(q_desc, WARPGROUPS, 1, TURNS + WARPGROUPS)
+    k_ring = _make_ring(k_desc, STAGES, WARPGROUPS, TURNS + 2 * WARPGROUPS)
+    v_ring = _make_ring(v_desc, STAGES, WARPGROUPS, TURNS + 2 * WARPGROUPS + STAGES)
     BLOCK_N: gl.constexpr = k_desc.block_type.shape[2]
     o_bufs = gl.allocate_shared_memory(o_desc.dtype, [WARPGROUPS] + o_desc.block_type.shape, o_desc.layout)
+    row_tiles = Tiles(  # type: ignore[call-arg] # aggregate gives it a constructor
+        gl.allocate_shared_memory(gl.int32, [6, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])),
+        gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout()),
+    )
+    for slot in gl.static_range(2):
+        mbarrier.init(row_tiles.ready_bars.index(slot), count=1)
     a = Args(  # type: ignore[call-arg] # aggregate gives it a constructor
-        q_desc, k_desc, v_desc, o_desc, lse_ptr, q_ring, o_bufs, k_ring, v_ring, heads, seqlen_q, seqlen_k,
-        tiles_m, heads_total, heads_per_group, scale_log2, GROUP, WARPGROUPS, BLOCK_N, STAGES, IS_CAUSAL, EDGE_TILES,
-        PING_PONG, STORE_LSE,
+        q_desc, k_desc, v_desc, o_desc, lse_ptr, counter_ptr, row_tiles, q_ring, o_bufs, k_ring, v_ring,
+        heads, seqlen_q, seqlen_k, tiles_m, heads_total, heads_per_group, scale_log2,
+        GROUP, WARPGROUPS, BLOCK_N, STAGES, IS_CAUSAL, EDGE_TILES, PING_PONG, STORE_LSE,
+        WARPGROUPS == 3 and BLOCK_N == 128, D0, D1, DV0, DV1,
     )  # fmt: skip
     R: gl.constexpr = MATRIX_REGISTERS
     if WARPGROUPS == 2:
         gl.warp_specialize(
             [(_attend_partition, (a, 0)), (_attend_partition, (a, 1)), (_load_partition, (a,))],
             [4, 1],
-            [R, PRODUCER_REGISTERS],
+            [R, 32],
         )
     else:
         gl.warp_specialize(
@@ -428,5 +656,5 @@ def _forward_sm90_kernel(
                 (_load_partition, (a,)),
             ],
             [4, 4, 1],
-            [R, R, PRODUCER_REGISTERS],
+            [R, R, 32],
         )

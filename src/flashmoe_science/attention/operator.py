@@ -98,6 +98,12 @@ class PlannedKernel:
     code: KernelCode
 
 
+# Local memory a thread that a kernel may use. The warpgroups of forward_gluon_sm90 have all registers that there are,
+# and keep a few numbers of a row tile there, once a row tile; tests/attention/test_hopper.py sees to it that no loop
+# over keys touches them.
+_SPILL_BYTES = {"_forward_sm90_kernel": 64}
+
+
 def compile_plan(plan: Plan) -> tuple[CompileOutcome, ...]:
     """Compile every kernel of ``plan`` for its architecture, with no GPU needed.
 
@@ -112,8 +118,11 @@ def compile_plan(plan: Plan) -> tuple[CompileOutcome, ...]:
     for kernel in prepare_kernels(plan):
         found = read_resources(kernel.source, plan.arch)
         problems = []
-        if found.spill_bytes:
-            problems.append(f"{found.spill_bytes} bytes of registers a thread spill to local memory")
+        allowed = _SPILL_BYTES.get(kernel.source.name, 0)
+        if found.spill_bytes > allowed:
+            problems.append(
+                f"{found.spill_bytes} bytes of registers a thread spill to local memory, {allowed} are allowed"
+            )
         if found.shared_memory_bytes > limit:
             problems.append(f"{found.shared_memory_bytes} bytes of shared memory a block, {plan.gpu} allows {limit}")
         wanted = _matrix_instruction(plan, kernel.source.name)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.metadata
-import math
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -325,45 +324,39 @@ def _short_pays(problem: AttentionProblem, gpu: GpuSpec) -> bool:
 
 
 HOPPER_ROWS = 64  # of one warpgroup
-HOPPER_REGISTERS = {2: (32, 240), 3: (32, 160)}  # by warpgroups: a producer's and a matrix warp's registers a thread
-# Of K and V that a group of heads may have. FlashAttention-3 takes 32 MiB for an L2 of 50 MB (H100; the H200 says 60);
-# a little more admits 33 heads of 1 MiB, which fill four rounds of 132 programs.
-_HOPPER_L2_BYTES = 34 << 20
-_HOPPER_WEIGHED_TILES = 2**14  # weighed one by one when a plan is made: about 5 ms a group
-# A longest share that is so much longer is taken for K and V in L2. A choice, not measured; with all heads together,
-# D 128 and 256 lost 7 to 17 % at 512 and 1k keys, though the shares were more even (lab/hopper, runs 2 and 4).
-_HOPPER_WORTH_OF_L2 = 0.05
+HOPPER_REGISTERS = {2: 240, 3: 160}  # of a thread that multiplies, by warpgroups; the producer's have the rest, 32
+_HOPPER_L2_BYTES = 32 << 20  # of K and V of a group of heads: what FlashAttention-3 takes for an L2 of 50 MB
 # Rows, keys, tiles: a sum of two of them, rounded up, stays in 32 bits. So does the count of key tiles over all rounds,
 # at about 1 us each in any call of less than half an hour.
 _HOPPER_MAX = 2**29
 
 # Tiles of forward_gluon_sm90: (columns of the wider of D and DV, causal) -> (keys up to which, configuration).
 # The numbers are TFLOP/s at 512, 1k, 2k, 4k, 8k and 16k keys, measured on an H200 (Triton 3.6, bf16, D = DV, 16,384
-# tokens, L2 flushed, median of 10 calls). The run in brackets is a file of lab/hopper: cards differ by 5 % from run to
-# run. Lengths between two of them take the longer one's configuration; unequal widths and fp16 take that of the nearest
-# measured.
+# tokens, L2 flushed, median of 10 calls): lab/hopper, run 10. Lengths between two of them take the longer one's
+# configuration; unequal widths and fp16 take that of the nearest measured.
 _HC = HopperConfig
 _ANY = 2**63
 HOPPER_TABLE: dict[tuple[int, bool], tuple[tuple[int, HopperConfig], ...]] = {
-    # 192 rows 404 465 539 551 569 565, not in turns 370 445 525 540 568 567; 128 rows 373 415 439 442 438 437 (run 7).
+    # 128 keys 444 503 572 573 594 594, not in turns 419 482 548 545 566 569; 64 keys 415 478 547 550 576 577.
     (64, False): ((_ANY, _HC(3, 128, 2, ping_pong=True)),),
-    # 128 rows 263 342 409 449 448 441; 192 rows 240 308 420 474 496 513, in turns 200 281 412 480 511 526 (run 5).
+    # 128 rows in turns 263 351 428 471 463 472; 192 rows 247 325 456 514 543 566, in turns 215 309 448 514 543 574,
+    # with 64 keys 244 325 454 520 547 563.
     (64, True): (
         (1024, _HC(2, 128, 2, ping_pong=True)),
         (2048, _HC(3, 128, 2, ping_pong=False)),
         (_ANY, _HC(3, 128, 2, ping_pong=True)),
     ),
-    # In turns 534 628 686 707 715 699, not 528 622 679 697 707 694; 64 keys 487 563 608 615 615 582 (run 7).
-    (128, False): ((_ANY, _HC(2, 128, 2, ping_pong=True)),),
-    # In turns 338 489 599 674 677 705, not 321 468 585 665 667 693 (run 7); 64 keys 331 443 537 591 572 591 (run 5).
-    (128, True): ((_ANY, _HC(2, 128, 2, ping_pong=True)),),
-    # In turns 589 697 761 789 781 783, not 581 682 730 753 762 758 (run 4).
-    (256, False): ((_ANY, _HC(2, 64, 2, ping_pong=True)),),
-    # In turns 355 508 632 688 738 763, not 361 511 610 672 712 740 (run 5).
-    (256, True): (
-        (1024, _HC(2, 64, 2, ping_pong=False)),
-        (_ANY, _HC(2, 64, 2, ping_pong=True)),
+    # 572 688 755 778 763 728, in turns 571 689 754 777 761 726.
+    (128, False): ((_ANY, _HC(2, 128, 2, ping_pong=False)),),
+    # In turns 343 519 656 740 770 746, not 340 515 654 744 776 754.
+    (128, True): (
+        (2048, _HC(2, 128, 2, ping_pong=True)),
+        (_ANY, _HC(2, 128, 2, ping_pong=False)),
     ),
+    # In turns 603 722 792 824 757 751, not 594 713 789 823 757 755.
+    (256, False): ((_ANY, _HC(2, 64, 2, ping_pong=True)),),
+    # 396 558 678 763 810 754, in turns 396 552 667 757 807 752.
+    (256, True): ((_ANY, _HC(2, 64, 2, ping_pong=False)),),
 }
 
 
@@ -385,6 +378,21 @@ def _hopper_tiles(problem: AttentionProblem) -> int:
     return _cdiv(problem.seqlen_q, rows) * problem.batch * problem.heads
 
 
+def hopper_columns(head_dim: int) -> tuple[int, int]:
+    """Return the columns that are multiplied: a power of two, and the power of two, or 0, that covers the rest.
+
+    So 96 costs 64 + 32 columns and 192 costs 128 + 64, where one power of two would cost a third more. Up to 64 there
+    is nothing to save: exp is the limit, not the matrix units.
+    """
+    if head_dim <= 64:
+        return block_dim(head_dim), 0
+    columns = _cdiv(head_dim, 16) * 16
+    first = 1 << (columns.bit_length() - 1)
+    rest = columns - first
+    second = block_dim(rest) if rest else 0
+    return (2 * first, 0) if first == second else (first, second)
+
+
 def hopper_edge_tiles(problem: AttentionProblem, config: HopperConfig) -> int:
     """Return how many key tiles the first warpgroup masks, counted from the last that it walks over."""
     if problem.causal:  # the diagonal crosses the tiles of 64 rows once, or twice where it is not aligned with them
@@ -394,43 +402,17 @@ def hopper_edge_tiles(problem: AttentionProblem, config: HopperConfig) -> int:
     return 1 if problem.seqlen_k % config.block_n else 0
 
 
-def hopper_heads_per_group(problem: AttentionProblem, config: HopperConfig, programs: int) -> int:
+def hopper_heads_per_group(problem: AttentionProblem) -> int:
     """Return how many heads are walked over together when causal.
 
-    Few heads: their K and V are still in L2 when the next row tiles need them, which counts while sequences are short.
-    And the longest row tiles of a group come first, over rounds that run forwards and backwards in turn: the programs
-    have as much to do where a group is a multiple of two rounds, or a third of that, and not where it is any number.
-    With groups of 32 MiB of K and V whatever came, the longest share was up to 1.7 times the mean.
+    As many as have their K and V in L2 together: the longest row tiles of all come first, and the next row tiles of a
+    head find its K and V there. The groups are as equal as they can be: the row tiles of a small last one would not
+    fill the GPU.
     """
     heads = problem.batch * problem.heads
-    if not problem.causal:
-        return heads  # not asked for: all row tiles are as long
-    tiles_m = _cdiv(problem.seqlen_q, HOPPER_ROWS * config.warpgroups)
-    kv_bytes = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * problem.item_bytes // problem.group
-    if heads * kv_bytes <= _HOPPER_L2_BYTES:
-        return heads
-    two_rounds = 2 * programs // math.gcd(2 * programs, tiles_m)
-    groups = [two_rounds, two_rounds // 3] if two_rounds % 3 == 0 else [two_rounds]
-    fitting = [group for group in groups if group < heads and group * kv_bytes <= _HOPPER_L2_BYTES]
-    # The last group may be smaller, and its long tiles come late. Among very many tiles that is nothing.
-    if not fitting or heads * tiles_m > _HOPPER_WEIGHED_TILES:
-        return fitting[0] if fitting else heads
-    even = _longest_share(heads, tiles_m, heads, programs) + _HOPPER_WORTH_OF_L2
-    return next((group for group in fitting if _longest_share(heads, tiles_m, group, programs) <= even), heads)
-
-
-def _longest_share(heads: int, tiles_m: int, group: int, programs: int) -> float:
-    """Return the most that one program has to do, over the mean, if ``group`` heads are walked over together.
-
-    In row tiles' worth of keys: the m-th row tile walks over m + 1, and costs about one more by itself.
-    """
-    work = [0] * programs
-    for tile in range(heads * tiles_m):
-        round_, place = divmod(tile, programs)
-        first = tile // (group * tiles_m) * group
-        m = tiles_m - 1 - (tile - first * tiles_m) // min(group, heads - first)
-        work[programs - 1 - place if round_ % 2 else place] += m + 2
-    return max(work) * programs / sum(work)
+    kv_bytes = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * problem.item_bytes
+    fitting = max(1, _HOPPER_L2_BYTES * problem.group // kv_bytes)
+    return _cdiv(heads, _cdiv(heads, fitting))
 
 
 def _hopper_refusal(problem: AttentionProblem, gpu: GpuSpec) -> str | None:

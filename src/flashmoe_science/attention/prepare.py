@@ -25,6 +25,7 @@ from .plan import (
     Plan,
     ShortConfig,
     block_dim,
+    hopper_columns,
     hopper_edge_tiles,
     hopper_heads_per_group,
     short_alignment,
@@ -154,7 +155,6 @@ def _hopper(plan: Plan, config: HopperConfig) -> PreparedKernel:
         **dict.fromkeys(("heads", "seqlen_q", "seqlen_k", "tiles_m", "heads_total", "heads_per_group"), "i32"),
         "scale_log2": "fp32",
     }
-    producer_registers, matrix_registers = HOPPER_REGISTERS[config.warpgroups]
     constants = {
         "GROUP": problem.group,
         "WARPGROUPS": config.warpgroups,
@@ -163,12 +163,13 @@ def _hopper(plan: Plan, config: HopperConfig) -> PreparedKernel:
         "EDGE_TILES": hopper_edge_tiles(problem, config),
         "PING_PONG": config.ping_pong,
         "STORE_LSE": problem.return_lse,
-        "PRODUCER_REGISTERS": producer_registers,
-        "MATRIX_REGISTERS": matrix_registers,
+        "MATRIX_REGISTERS": HOPPER_REGISTERS[config.warpgroups],
+        **dict(zip(("D0", "D1"), hopper_columns(problem.head_dim), strict=True)),
+        **dict(zip(("DV0", "DV1"), hopper_columns(problem.head_dim_v), strict=True)),
     }
     source = KernelSource(
         _forward_sm90_kernel,
-        tuple({**descriptors, "lse_ptr": "*fp32", **scalars}.items()),
+        tuple({**descriptors, "lse_ptr": "*fp32", "counter_ptr": "*i32", **scalars}.items()),
         tuple(constants.items()),
         frozenset(("lse_ptr",)),
         num_warps=4,
@@ -181,7 +182,7 @@ def _hopper(plan: Plan, config: HopperConfig) -> PreparedKernel:
         problem.seqlen_k,
         tiles_m,
         problem.batch * problem.heads,
-        hopper_heads_per_group(problem, config, plan.launches[0].grid[0]),
+        hopper_heads_per_group(problem),
         problem.scale_log2,
     )
     q_shape = (problem.batch, problem.heads, problem.seqlen_q)

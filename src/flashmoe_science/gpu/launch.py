@@ -87,7 +87,7 @@ def _primary_context(device: int) -> int:
 
 
 @contextlib.contextmanager
-def _current_context(device: int) -> Iterator[None]:
+def current_context(device: int) -> Iterator[None]:
     """Make ``device`` current in this thread, and then again what was."""
     before = ctypes.c_void_p()
     _check(_driver().cuCtxGetCurrent(ctypes.byref(before)), "cannot ask for the current CUDA context")
@@ -99,7 +99,7 @@ def _current_context(device: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _relaxed_capture() -> Iterator[None]:
+def relaxed_capture() -> Iterator[None]:
     """Let this thread load a module while one of its streams is captured: loading touches no stream."""
     mode = ctypes.c_int(_CAPTURE_MODE_RELAXED)
     _check(_driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)), "cannot relax the capture mode")
@@ -116,13 +116,18 @@ def _check(code: int, what: str) -> None:
         raise LaunchError(f"{what}: {text.value.decode() if text.value else 'unknown error'} (CUDA error {code})")
 
 
+def driver_call(name: str, *arguments: Any, what: str) -> None:
+    """Call a function of the driver. Raises ``LaunchError``: ``what``, and the driver's reason."""
+    _check(getattr(_driver(), name)(*arguments), what)
+
+
 @functools.lru_cache(maxsize=4096)
 def _load_function(source: KernelSource, arch: int, device: int) -> tuple[int, int, int]:
     """Load the machine code on ``device`` and return (function handle, shared memory bytes, threads a block)."""
     kernel = compile_kernel(source, arch)
     count_parameters(source, kernel.asm["ptx"])
     module, function = ctypes.c_void_p(), ctypes.c_void_p()
-    with _current_context(device), _relaxed_capture():
+    with current_context(device), relaxed_capture():
         _check(_driver().cuModuleLoadData(ctypes.byref(module), kernel.asm["cubin"]), f"cannot load {source.name}")
         name = kernel.metadata.name.encode()
         _check(_driver().cuModuleGetFunction(ctypes.byref(function), module, name), f"cannot find {source.name}")
@@ -176,7 +181,7 @@ def count_parameters(source: KernelSource, ptx: str) -> None:
         )
 
 
-MAX_POINTERS = 5
+MAX_POINTERS = 6
 
 
 def prepare_launch(
@@ -187,7 +192,7 @@ def prepare_launch(
     scalars: Sequence[float],
     tensor_maps: Sequence[TensorMap] = (),
 ) -> Callable[..., None]:
-    """Return ``launch(stream, p0, p1, p2, p3, p4=0)`` for a fixed grid and fixed scalars.
+    """Return ``launch(stream, p0, p1, p2, p3, p4=0, p5=0)`` for a fixed grid and fixed scalars.
 
     Args:
         source: the kernel; tensor descriptors, then pointers come first in its signature, ``MAX_POINTERS`` in all.
@@ -238,13 +243,14 @@ def prepare_launch(
     config_at, parameters_at = ctypes.addressof(config), ctypes.addressof(parameters)
     cu_launch = _driver().cuLaunchKernelEx
 
-    def launch(stream: int, p0: int, p1: int, p2: int, p3: int, p4: int = 0) -> None:
+    def launch(stream: int, p0: int, p1: int, p2: int, p3: int, p4: int = 0, p5: int = 0) -> None:
         with lock:
             words[0] = p0
             words[16] = p1
             words[32] = p2
             words[48] = p3
             words[64] = p4
+            words[80] = p5
             config.stream = stream
             code = cu_launch(config_at, function, parameters_at, None)
             if code == _INVALID_CONTEXT:

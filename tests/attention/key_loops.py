@@ -1,0 +1,38 @@
+"""Find in the machine code of ``forward_gluon_sm90`` the loops over keys: one a warpgroup, where all the time goes."""
+
+from __future__ import annotations
+
+import collections
+import re
+import subprocess
+from pathlib import Path
+
+from flashmoe_science.gpu.machine_code import cuobjdump
+
+_INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:(@!?U?P\w+) )?([A-Z0-9_.]+)(.*?);", re.MULTILINE)
+
+
+def key_loops(cubin: bytes, folder: Path) -> list[collections.Counter[str]]:
+    """Return how often each opcode, with its first modifier, occurs in each loop that multiplies matrices.
+
+    A loop ends in a branch back that depends on a predicate. Waits that are rarely needed lie behind all code and come
+    back by one that does not. Loops around other loops are left out.
+    """
+    path = folder / "kernel.cubin"
+    path.write_bytes(cubin)
+    command = [str(cuobjdump()), "--dump-sass", str(path)]
+    text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    code = [(int(at, 16), predicate, opcode, rest) for at, predicate, opcode, rest in _INSTRUCTION.findall(text)]
+    products = [at for at, _, opcode, _ in code if opcode.startswith("HGMMA")]
+    loops = []
+    for at, predicate, opcode, rest in code:
+        target = re.search(r"0x([0-9a-f]+)", rest)
+        if opcode == "BRA" and predicate and target and int(target[1], 16) < at:
+            start = int(target[1], 16)
+            if any(start <= product <= at for product in products):
+                loops.append((start, at))
+    inner = [a for a in loops if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
+    return [
+        collections.Counter(".".join(opcode.split(".")[:2]) for at, _, opcode, _ in code if start <= at <= end)
+        for start, end in inner
+    ]
