@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from xml.etree import ElementTree as ET
 
@@ -49,7 +50,8 @@ def test_one_machine_looks_like_this_one(on_hosts, repository):
     assert code == 0
     assert lines[0] == "proving flash_attention on suite seed (13 cases), against sdpa"
     assert lines[1].startswith("bench    passed")
-    assert lines[-3].startswith("demonstrated  ")
+    assert lines[-4].startswith("demonstrated  ")
+    assert "; estimated $" in lines[-2]
     assert lines[-1] == f"record: evidence/{record.id}.json"
     assert err.splitlines()[-1] == "me@gpu: NVIDIA H200, held for 1.5 min, 0.0 min of them with the GPU at work"
     assert (repository / "evidence" / f"{record.id}.json").exists()
@@ -170,6 +172,27 @@ def test_a_record_names_no_machine():
         "--json",
     ]
     assert without_places(typed) == ["prove", "a", "-b", "sdpa", "--json"]
+
+
+def test_what_each_machine_will_cost_is_said_when_its_gpu_is_known(on_hosts):
+    first = build_record(speedups=[2.0, 3.0], day=1)
+    second = build_record(speedups=[1.5, 4.0], gpu=L4, baseline_seconds=200e-6, day=2)
+    _, out, _ = on_hosts({"a": (first, None), "b": (second, None)})
+    said = [line for line in out.splitlines() if ": cost: about " in line]
+    assert [line.partition(": cost")[0] for line in said] == ["a", "b"]
+    assert "of NVIDIA H200 at $" in said[0]
+    assert "of NVIDIA L4 (no rate for it in rates.toml)" in said[1]
+    assert out.count("; estimated ") == 2  # beside what it has cost
+
+
+def test_a_run_that_is_short_is_said_to_cost_less(on_hosts):
+    def about(*args, day):
+        record = build_record(speedups=[2.0, 3.0], day=day)
+        out = on_hosts({"a": (record, None)}, *args)[1]
+        (dollars,) = re.findall(r"a: cost: about \$([\d.]+)", out)
+        return float(dollars)
+
+    assert about("--until", "correct", day=1) < about(day=2)
 
 
 @pytest.mark.parametrize("where", ["evidence", "store"])

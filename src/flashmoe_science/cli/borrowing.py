@@ -84,7 +84,7 @@ def run_on_hosts(
     borrowed: Borrowed,
     terminal: Terminal,
     *,
-    keeper_of: Callable[[], Keeper],
+    keeper_of: Callable[[str], Keeper],
     bill_of: Callable[[Record], Bill | None],
     conclude_one: Callable[[Record, Path], int],
     csv: Path | None,
@@ -96,7 +96,7 @@ def run_on_hosts(
         request: What to prove.
         borrowed: Where.
         terminal: To print to.
-        keeper_of: Makes what keeps the record of one machine.
+        keeper_of: Makes what keeps the record of the machine of this name.
         bill_of: Says what a run has cost.
         conclude_one: Prints what the run of a single machine showed, and returns the exit code.
         csv: A file for the rows of all records.
@@ -104,7 +104,7 @@ def run_on_hosts(
     """
     hosts = hosts_of(borrowed)
     tree = find_tree(Path.cwd())
-    keepers = {host.name: keeper_of() for host in hosts}
+    keepers = {host.name: keeper_of(host.name) for host in hosts}
     single = ChainProgress(terminal) if len(hosts) == 1 else None
     progress: dict[str, Progress] = {host.name: single or HostLines(terminal, host.name) for host in hosts}
     terminal.log.print(f"sending {counted(len(tree.files), 'file')} to {', '.join(borrowed.hosts)}", style="dim")

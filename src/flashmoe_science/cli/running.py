@@ -24,6 +24,7 @@ class Keeper:
         self._terminal = terminal
         self._store: Store | None = store
         self.dollars_per_hour: Callable[[Record], float | None] = lambda _: None  # what the store books it at
+        self.on_first: Callable[[Record], None] = lambda _: None  # told of the run before anything of it is kept
         self.path: Path | None = None
 
     def save(self, record: Record) -> None:
@@ -36,6 +37,8 @@ class Keeper:
         if self.path is None and (path.exists() or self._in_store(record.id)):
             hint = f"what is there stays as it is: {path}"
             raise EvidenceError(f"there is a run {record.id} already, and no other one replaces it", hint=hint)
+        if self.path is None:
+            self.on_first(record)
         try:
             write_record(record, path)
         except OSError as error:
@@ -66,8 +69,12 @@ def make_keeper(terminal: Terminal, store: Store, repository: Path | None, meter
     return keeper
 
 
-def make_meter(terminal: Terminal, archive: Archive, budget: float | None = None) -> Meter:
-    """Return the meter of a run. A store that cannot be read costs the estimate its history, not the run."""
+def make_meter(terminal: Terminal, archive: Archive, budget: float | None = None, *, host: str = "") -> Meter:
+    """Return the meter of a run, on ``host`` where it is borrowed.
+
+    A store that cannot be read costs the estimate its history, not the run.
+    """
+    where = f"{host}: " if host else ""
 
     def history(record: Record) -> list[PastRun]:
         try:
@@ -77,7 +84,7 @@ def make_meter(terminal: Terminal, archive: Archive, budget: float | None = None
             return []
 
     rates = load_rates(archive.repository)
-    return Meter(rates, history, budget=budget, announce=lambda bill: terminal.say(announcement(bill)))
+    return Meter(rates, history, budget=budget, announce=lambda bill: terminal.say(where + announcement(bill)))
 
 
 def as_typed(args: Sequence[str]) -> str:
