@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import collections
 import re
-import subprocess
 from pathlib import Path
 
-from flashmoe_science.gpu.machine_code import cuobjdump
+from flashmoe_science.gpu.cuobjdump import run_cuobjdump
 
 _INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:(@!?U?P\w+) )?([A-Z0-9_.]+)(.*?);", re.MULTILINE)
 
@@ -20,8 +19,7 @@ def key_loops(cubin: bytes, folder: Path) -> list[collections.Counter[str]]:
     """
     path = folder / "kernel.cubin"
     path.write_bytes(cubin)
-    command = [str(cuobjdump()), "--dump-sass", str(path)]
-    text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    text = run_cuobjdump("--dump-sass", str(path))
     code = [(int(at, 16), predicate, opcode, rest) for at, predicate, opcode, rest in _INSTRUCTION.findall(text)]
     products = [at for at, _, opcode, _ in code if opcode.startswith("HGMMA")]
     loops = []
