@@ -256,3 +256,20 @@ def test_command_output_status_and_limit(tmp_path):
     assert (slow.ok, slow.reason) == (False, "not finished within 0.5 s")
     absent = run_command(["no-such-compiler"], cwd=str(tmp_path), timeout_s=LIMIT_S)
     assert absent.reason == "cannot start no-such-compiler: No such file or directory"
+
+
+def test_an_interrupt_while_a_command_starts_leaves_no_process(monkeypatch):
+    started: list[int] = []
+
+    class Interrupted(worker.ProcessGroup):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            started.append(self.process.pid)
+            signal.raise_signal(signal.SIGINT)  # before anybody holds what was started
+
+    monkeypatch.setattr(worker, "ProcessGroup", Interrupted)
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        worker.run_command([sys.executable, "-c", "import time; time.sleep(600)"], cwd=".", timeout_s=600)
+    assert wait_until_dead(started[0])
+    assert signal.getsignal(signal.SIGINT) is before

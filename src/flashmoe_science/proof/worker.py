@@ -24,7 +24,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -160,20 +160,40 @@ class ProcessGroup:
 def run_command(argv: Sequence[str], *, cwd: str, timeout_s: float, env: Mapping[str, str] | None = None) -> TaskResult:
     """Run a command to its end; ``data`` is empty. A command that cannot start is a result too."""
     start = time.monotonic()
+    group: ProcessGroup | None = None
     try:
-        group = ProcessGroup(argv, env=env or {}, cwd=cwd)
+        with _interrupt_put_off():
+            group = ProcessGroup(argv, env=env or {}, cwd=cwd)
+        reason = _describe_exit(group.process.wait(timeout_s))
     except OSError as error:
         return TaskResult(
             ok=False, data=None, reason=f"cannot start {argv[0]}: {error.strerror}", seconds=0.0, output_tail=""
         )
-    try:
-        reason = _describe_exit(group.process.wait(timeout_s))
     except subprocess.TimeoutExpired:
         reason = f"not finished within {timeout_s:g} s"
     finally:
-        group.kill()
+        if group is not None:
+            group.kill()
+    assert group is not None
     ok = reason == ""
     return TaskResult(ok, {} if ok else None, reason, time.monotonic() - start, group.output_tail())
+
+
+@contextlib.contextmanager
+def _interrupt_put_off() -> Iterator[None]:
+    """Let Ctrl-C wait for the end of the block: a process that is half started is one that nobody could kill."""
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield
+        return
+    came: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, _: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if came:
+            signal.raise_signal(signal.SIGINT)
 
 
 def _describe_exit(code: int) -> str:
