@@ -59,6 +59,7 @@ def test_a_study_says_what_it_shows_and_is_kept(study, run, repository):
     assert any(row.startswith("3% +3.") and row.endswith("100.0% 47.8% to 100.0% at least 95% holds") for row in rows)
     (path,) = files(repository)
     assert rows[-1] == f"study: evidence/studies/{path.name}"
+    assert "3 processes x 10 rounds of graph time a trial, in 1 batch; 40 s of the GPU" in out
     shown = run("show", f"evidence/studies/{path.name}", "--verbose")
     assert shown[0] == 0
     assert "A trial is one comparison of a kernel with itself" in shown[1]

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
 
 import pytest
+from rich.console import Console
 
 from flashmoe_science.errors import EvidenceError, InputError, ProofError
 from flashmoe_science.proof.compare import Effect, compare_revisions
 from flashmoe_science.proof.schedule import derived_seed
 from flashmoe_science.proof.statistics import proportion_interval
+from flashmoe_science.proof.study.report import study_lines
 from flashmoe_science.proof.study.run import run_study
 from flashmoe_science.proof.study.trials import (
     Calibration,
@@ -47,6 +50,15 @@ def test_the_interval_of_clopper_and_pearson():
     assert proportion_interval(20, 20).low == pytest.approx(0.025 ** (1 / 20))
     with pytest.raises(InputError, match="got 3 of 2"):
         proportion_interval(3, 2)
+
+
+def test_what_is_shown_of_a_study_can_be_read():
+    study, _ = study_of(MadeUp(), series(4))
+    written = io.StringIO()
+    Console(width=200, file=written).print(study_lines(study))
+    text = written.getvalue()
+    assert "3 processes x 10 rounds of graph time a trial, in 2 batches; 60 s of the GPU" in text
+    assert "comparisons of a kernel with itself gave a wrong verdict" in text
 
 
 def test_a_kernel_with_itself_and_planted_work_are_counted_apart():
