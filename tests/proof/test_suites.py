@@ -123,7 +123,14 @@ def test_standard_is_the_grid_of_16k_tokens():
     assert len({(c["head_dim"], c["seqlen_q"], c["causal"]) for c in cases}) == 36
 
 
-@pytest.mark.parametrize(("name", "count"), [("scaling", 20), ("seed", 13), ("standard", 36)])
+def test_the_grid_in_fp16_is_the_same_grid():
+    assert expand("standard-fp16") == [{**case, "dtype": "fp16"} for case in expand("standard")]
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [("scaling", 20), ("seed", 13), ("standard", 36), ("standard-fp16", 36), ("unseen", 24)],
+)
 def test_packaged_suite_loads_with_an_origin_everywhere(name, count):
     suite = load_suite(name)
     assert (suite.name, suite.operator, len(suite.cases)) == (name, "attention", count)
