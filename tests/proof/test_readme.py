@@ -77,16 +77,18 @@ def test_a_claim_without_evidence_stands_there_too():
 
 def test_a_table_has_only_the_times_that_a_claim_is_about():
     lines = section(build_record(speedups=[2.3, 3.0]), {"id": "b", "metric": "wall"}, {}).splitlines()
-    assert lines[5].startswith(
-        "Suite seed against sdpa on NVIDIA H200, driver 580.00, torch 2.11.0, triton 3.6.0, commit 0000"
+    assert lines[5] == "<details>"
+    assert lines[6].startswith(
+        "<summary>Suite seed against sdpa on NVIDIA H200, driver 580.00, torch 2.11.0, triton 3.6.0, commit 0000"
     )
-    assert lines[7] == (
+    assert lines[8] == (
         "| case | flash_attention, graph | sdpa, graph | speedup, graph "
         "| flash_attention, wall | sdpa, wall | speedup, wall |"
     )
-    assert lines[8] == "| --- | ---: | ---: | ---: | ---: | ---: | ---: |"
-    assert lines[9].startswith("| case0 | 8.6")
-    assert lines[9].count("us") == 4
+    assert lines[9] == "| --- | ---: | ---: | ---: | ---: | ---: | ---: |"
+    assert lines[10].startswith("| case0 | 8.6")
+    assert lines[10].count("us") == 4
+    assert lines[-2:] == ["", "</details>"]
     assert "kernel" not in "\n".join(lines)
 
 
@@ -97,11 +99,19 @@ def test_against_several_rivals_the_fastest_of_each_case_is_named():
     assert "us (sdpa-cudnn) | 1.40x" in text
 
 
+def test_claims_about_other_cases_of_one_run_share_a_table():
+    record = build_record(speedups=[2.3, 3.0, 4.0])
+    lines = section(record, {"cases": ["case0"]}, {"id": "b", "cases": ["case2"]}).splitlines()
+    assert sum(line == "<details>" for line in lines) == 1
+    assert [line.split(" | ")[0] for line in lines if line.startswith("| case")] == ["| case", "| case0", "| case2"]
+    assert "1 of 3 cases are in the record, and no claim is about them." in lines
+
+
 def test_a_case_that_was_not_measured_says_why():
     record = build_record(speedups=[2.3, 3.0])
     case = record.cases[1].model_copy(update={"rounds": [], "correct": False})
     record = record.model_copy(update={"cases": [record.cases[0], case]})
-    assert section(record, {}).splitlines()[-1] == "| case1 |  |  | its correctness was not shown |"
+    assert section(record, {}).splitlines()[-3] == "| case1 |  |  | its correctness was not shown |"
 
 
 def test_a_bar_in_a_sentence_does_not_end_the_cell():

@@ -47,12 +47,14 @@ def speed_section(verdicts: Sequence[Verdict], records: Mapping[str, Record]) ->
         return "No claim has been made yet.\n"
     lines = ["| claim | verdict | lowest case | geometric mean | evidence |", "| --- | --- | --- | --- | --- |"]
     lines += [_claim_row(verdict) for verdict in verdicts]
-    groups: dict[tuple[str, tuple[str, ...]], dict[TimeKind, Verdict]] = {}
+    groups: dict[tuple[str, tuple[str, ...]], dict[TimeKind, list[Verdict]]] = {}
     for verdict in (part for whole in verdicts for part in whole.by_gpu or [whole]):
         if verdict.evidence and any(case.interval for case in verdict.cases):
-            groups.setdefault((verdict.evidence, verdict.claim.baseline), {})[verdict.claim.metric] = verdict
-    for (path, _), by_kind in groups.items():
-        lines += ["", *_case_table(records[path], {kind: by_kind[kind] for kind in KINDS if kind in by_kind})]
+            by_kind = groups.setdefault((verdict.evidence, verdict.claim.baseline), {})
+            by_kind.setdefault(verdict.claim.metric, []).append(verdict)
+    for (path, baseline), by_kind in groups.items():
+        kinds = {kind: by_kind[kind] for kind in KINDS if kind in by_kind}
+        lines += ["", *_case_table(records[path], baseline, kinds)]
     return "\n".join(lines) + "\n"
 
 
@@ -67,28 +69,40 @@ def _claim_row(verdict: Verdict) -> str:
     return _row(verdict.claim.sentence, status, low, format_ratio(verdict.geometric_mean), link)
 
 
-def _case_table(record: Record, verdicts: Mapping[TimeKind, Verdict]) -> list[str]:
-    """Return a table of one record against one rival, or the fastest of several: three columns for a kind of time."""
-    subject, claim = record.subject.name, next(iter(verdicts.values())).claim
-    rival = claim.baseline[0] if len(claim.baseline) == 1 else "fastest rival"
+def _case_table(record: Record, baseline: tuple[str, ...], verdicts: Mapping[TimeKind, Sequence[Verdict]]) -> list[str]:
+    """Return a table of one record against one rival, or the fastest of several: three columns for a kind of time.
+
+    It is folded, where Markdown is shown as a page. A case has a row if a claim is about it.
+    """
+    subject = record.subject.name
+    rival = baseline[0] if len(baseline) == 1 else "fastest rival"
     header, rule = ["case"], ["---"]
     for kind in verdicts:
         header += [f"{subject}, {kind}", f"{rival}, {kind}", f"speedup, {kind}"]
         rule += ["---:"] * 3
-    lines = [_caption(record, rival), "", _row(*header), _row(*rule)]
+    lines = ["<details>", f"<summary>{_caption(record, rival)}</summary>", "", _row(*header), _row(*rule)]
+    left_out = 0
     for case in record.cases:
         seconds = {arm.name: arm.rates for arm in case.arms}
+        found = {
+            kind: next((c for verdict in of_kind for c in verdict.cases if c.name == case.name), None)
+            for kind, of_kind in verdicts.items()
+        }
+        if not any(found.values()):
+            left_out += 1
+            continue
         cells = [case.name]
-        for kind, verdict in verdicts.items():
-            judged = next((c for c in verdict.cases if c.name == case.name), None)
+        for kind, judged in found.items():
             if judged is None or judged.interval is None:
                 cells += ["", "", judged.reason if judged else ""]
                 continue
-            named = f" ({judged.baseline})" if len(claim.baseline) > 1 else ""
+            named = f" ({judged.baseline})" if len(baseline) > 1 else ""
             ours, theirs = (format_seconds(seconds[name][kind].seconds) for name in (subject, judged.baseline))
             cells += [ours, theirs + named, format_ratio(judged.interval)]
         lines.append(_row(*cells))
-    return lines
+    if left_out:
+        lines += ["", f"{left_out} of {len(record.cases)} cases are in the record, and no claim is about them."]
+    return [*lines, "", "</details>"]
 
 
 def _caption(record: Record, rival: str) -> str:
@@ -98,9 +112,7 @@ def _caption(record: Record, rival: str) -> str:
     versions = [f"{name} {environment.versions[name]}" for name in names if name in environment.versions]
     where = ", ".join([gpu, *([f"driver {environment.driver}"] if environment.driver else []), *versions])
     commit = f", commit {environment.commit[:12]}" if environment.commit else ""
-    return (
-        f"Suite {record.suite} against {rival} on {where}{commit}. Medians of one call; speedups with 95 % intervals:"
-    )
+    return f"Suite {record.suite} against {rival} on {where}{commit}. Medians of one call; speedups with 95 % intervals"
 
 
 def _row(*cells: str) -> str:
