@@ -55,7 +55,11 @@ def past(factor: float, size: RunSize = SEED) -> PastRun:
 
 @pytest.mark.parametrize("path", sorted(EVIDENCE.glob("*.json")), ids=lambda path: path.stem)
 def test_the_rough_model_is_within_twice_what_was_measured(path):
-    run = past_run(read_record(path))
+    record = read_record(path)
+    run = past_run(record)
+    if record.resumed:
+        assert run is None  # it took a part of what a whole run takes
+        return
     assert run is not None
     for gate, seconds in run.gpu_seconds.items():
         assert 0.5 < model_seconds(gate, run.size) / seconds < 2, gate

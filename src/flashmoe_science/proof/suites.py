@@ -58,7 +58,7 @@ class _SuiteFile(BaseModel):
 def list_suites() -> dict[str, Path]:
     """Return the packaged suites: name -> file."""
     folder = Path(str(resources.files("flashmoe_science") / "suites"))
-    return {path.stem: path for path in sorted(folder.glob("*.toml"))}
+    return {path.stem: path for path in sorted(folder.glob("*.toml"), key=lambda path: path.stem)}
 
 
 def load_suite(name_or_path: str) -> Suite:
