@@ -26,13 +26,13 @@ def capturing(monkeypatch):
     return state
 
 
-def test_a_stream_keeps_its_counter_and_shares_it_with_no_other(capturing):
+@pytest.mark.usefixtures("capturing")
+def test_a_stream_keeps_its_counter_and_shares_it_with_no_other():
     of = Counters(0).address
     streams = [7, 8, 9, 10, 11]
     first = [of(stream) for stream in streams]
     assert len(set(first)) == 5
     assert [of(stream) for stream in streams] == first
-    assert not capturing["captured"]
 
 
 def test_every_captured_launch_has_a_counter_for_itself(capturing):

@@ -289,15 +289,14 @@ def test_pooling_drops_an_arm_that_one_process_lacks():
     assert pooled.seconds == {"graph": {"a": [1.0, 5.0]}}
 
 
+def worked(*of_processes):
+    """Return a case of 4 TFLOP, 2 TB and 100 tokens with the rounds of some processes."""
+    work = Work(flops=4e12, bytes=2e12, tokens=100)
+    return CaseRecord(name="c", problem={}, origin="", work=work, correct=True, rounds=list(of_processes))
+
+
 def test_rates_are_medians_and_what_follows_from_the_work():
-    case = CaseRecord(
-        name="c",
-        problem={},
-        origin="",
-        work=Work(flops=4e12, bytes=2e12, tokens=100),
-        correct=True,
-        rounds=[rounds(0, a=[1.0, 2.0, 9.0])],
-    )
+    case = worked(rounds(0, a=[1.0, 2.0, 9.0]))
     rates = rates_of(case, "a")["graph"]
     assert (rates.seconds, rates.tokens_per_second, rates.tflops, rates.tbytes_per_second) == (2.0, 50.0, 2.0, 1.0)
     assert rates_of(case, "b") == {}
@@ -306,12 +305,5 @@ def test_rates_are_medians_and_what_follows_from_the_work():
 def test_rates_are_medians_over_all_samples_of_a_kind_where_one_process_lacks_another_kind():
     first = rounds(0, a=[1.0, 2.0, 3.0])
     second = rounds(1, a=[9.0]).model_copy(update={"seconds": {"graph": {"a": [9.0]}, "wall": {"a": [8.0]}}})
-    case = CaseRecord(
-        name="c",
-        problem={},
-        origin="",
-        work=Work(flops=4e12, bytes=2e12, tokens=100),
-        correct=True,
-        rounds=[first, second],
-    )
+    case = worked(first, second)
     assert {kind: rates.seconds for kind, rates in rates_of(case, "a").items()} == {"graph": 2.5, "wall": 8.0}
