@@ -57,8 +57,8 @@ def past(factor: float, size: RunSize = SEED) -> PastRun:
 def test_the_rough_model_is_within_twice_what_was_measured(path):
     record = read_record(path)
     run = past_run(record)
-    if record.resumed:
-        assert run is None  # it took a part of what a whole run takes
+    if record.resumed or record.environment.gpu is None:
+        assert run is None  # it took a part of what a whole run takes, or no GPU: `make prove` leaves such records
         return
     assert run is not None
     for gate, seconds in run.gpu_seconds.items():
