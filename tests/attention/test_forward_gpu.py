@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import threading
 from typing import Any
@@ -108,13 +109,13 @@ def test_hopper_rows_without_keys(seqlen_q, seqlen_k, head_dim):
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
-@pytest.mark.parametrize("growth", ["slow", "fast", "last key", "wide"])
+@pytest.mark.parametrize("growth", ["slow", "fast", "last key", "right half", "wide"])
 def test_hopper_scores_that_grow(growth, head_dim, causal, dtype):
     """The walk goes from the last key to the first, and the maximum is looked at again only when a sum is too large."""
     case = Case(2, 6, 3, 1000, 1100, head_dim, head_dim, dtype, causal, why="growth")
     q, k, v = make_inputs(case, "cuda")
-    if growth == "last key":  # one that all rows attend to, as to the first token of a text
-        k[:, :, 0] = 8 * q[:, ::2].mean(2)
+    if growth in ("last key", "right half"):  # one that all rows attend to, as to the first token of a text
+        k[:, :, 0 if growth == "last key" else 100] = 8 * q[:, ::2].mean(2)
     elif growth == "wide":
         q = q * 30
     else:
@@ -122,6 +123,41 @@ def test_hopper_scores_that_grow(growth, head_dim, causal, dtype):
         k = k * steps[:, None]
     o, lse = run(q, k, v, causal=causal, kernel="forward_gluon_sm90")
     assert_right(o, q, k, v, causal=causal, lse=lse)
+
+
+@hopper_only
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_hopper_bits_of_a_row_are_its_own(head_dim):
+    """Row 70 sees scores that grow; its neighbours in the warp keep their bits."""
+    case = Case(1, 2, 2, 512, 1024, head_dim, head_dim, "bf16", causal=False, why="neighbours")
+    q, k, v = make_inputs(case, "cuda")
+    k = k * torch.linspace(3, 0.1, case.seqlen_k, device="cuda", dtype=k.dtype)[:, None]
+    before = flash_attention(q, k, v, kernel="forward_gluon_sm90")
+    q[:, :, 70] *= 30
+    after = flash_attention(q, k, v, kernel="forward_gluon_sm90")
+    others = [row for row in range(case.seqlen_q) if row != 70]
+    assert torch.equal(after[:, :, others], before[:, :, others])
+    assert not torch.equal(after[:, :, 70], before[:, :, 70])
+
+
+@hopper_only
+def test_hopper_on_streams_of_others():
+    """Streams that torch did not make, whose handles may come again."""
+    case = Case(1, 24, 24, 1500, 1500, 64, 64, "bf16", causal=True, why="streams")
+    q, k, v = make_inputs(case, "cuda")
+    expected = flash_attention(q, k, v, causal=True, kernel="forward_gluon_sm90")
+    torch.cuda.synchronize()
+    driver = ctypes.CDLL("libcuda.so.1")
+    for _ in range(20):
+        outputs = []
+        for _ in range(3):
+            handle = ctypes.c_void_p()
+            assert driver.cuStreamCreate(ctypes.byref(handle), 1) == 0
+            with torch.cuda.stream(torch.cuda.ExternalStream(handle.value)):
+                outputs.append(flash_attention(q, k, v, causal=True, kernel="forward_gluon_sm90"))
+            assert driver.cuStreamDestroy_v2(handle) == 0  # while its work runs
+        torch.cuda.synchronize()
+        assert all(torch.equal(o, expected) for o in outputs)
 
 
 @hopper_only

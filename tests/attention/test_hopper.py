@@ -6,6 +6,7 @@ import ctypes
 import dataclasses
 import heapq
 import itertools
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from hypothesis import example, given, settings, strategies
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
 from flashmoe_science import UnsupportedError
+from flashmoe_science.attention.forward_gluon_sm90 import TURNS
 from flashmoe_science.attention.operator import OPERATOR, compile_plan
 from flashmoe_science.attention.plan import (
     HOPPER_ROWS,
@@ -78,6 +80,11 @@ def assert_compiles(plan: Plan, folder: Path) -> None:
     compiled = compile_kernel(kernel.source, 90)
     assert (32 * compiled.metadata.num_warps, 1, 1) == plan.launches[0].block
     count_parameters(kernel.source, compiled.asm["ptx"])
+    ptx = compiled.asm["ptx"]
+    assert ptx.count(".reg .pred too_large") == 1
+    assert (
+        max(int(barrier) for barrier in re.findall(r"\bbar(?:rier\S*)?\.sync\s+(\d+)", ptx)) < TURNS.value
+    )  # Triton's
     loops = key_loops(compiled.asm["cubin"], folder)
     assert isinstance(plan.config, HopperConfig)
     assert len(loops) == plan.config.warpgroups

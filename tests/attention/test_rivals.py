@@ -10,7 +10,7 @@ import torch
 
 from flashmoe_science.attention.operator import OPERATOR
 from flashmoe_science.attention.problem import AttentionProblem
-from flashmoe_science.attention.rivals import RIVALS
+from flashmoe_science.attention.rivals import RIVALS, _sequence_major
 
 # The first of sdpa-cudnn and of sdpa-flash ran in a record of evidence/; the others are as users of each reported them.
 # Template arguments are cut.
@@ -70,3 +70,14 @@ def test_a_small_matrix_product_is_refused():
     assert RIVALS["matrix-product"].refusal(problem(4096, causal=True)) == (
         "it is asked for from 5.5e+11 operations on, this case has 2.7e+11"
     )
+
+
+@pytest.mark.parametrize("heads_kv", [1, 2])
+def test_a_rival_that_lays_its_inputs_out_keeps_its_own_copies(heads_kv):
+    """Of one head both orders are the same memory: what is moved in the inputs would reach K and V, and not Q."""
+    problem = AttentionProblem(2, 2, heads_kv, 3, 3, 8, 8, "fp16")
+    inputs = OPERATOR.make_inputs(problem, seed=1, device="cpu")
+    for mine, given in zip(_sequence_major(inputs), inputs.values(), strict=True):
+        assert mine.is_contiguous()
+        assert torch.equal(mine.transpose(1, 2), given)
+        assert mine.untyped_storage().data_ptr() != given.untyped_storage().data_ptr()

@@ -100,7 +100,7 @@ class PlannedKernel:
 
 # Local memory a thread that a kernel may use. The warpgroups of forward_gluon_sm90 have all registers that there are,
 # and keep a few numbers of a row tile there, once a row tile; tests/attention/test_hopper.py sees to it that no loop
-# over keys touches them.
+# over keys touches them, but for what it does where a sum is too large.
 _SPILL_BYTES = {"_forward_sm90_kernel": 64}
 
 

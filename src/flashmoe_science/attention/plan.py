@@ -326,8 +326,8 @@ def _short_pays(problem: AttentionProblem, gpu: GpuSpec) -> bool:
 HOPPER_ROWS = 64  # of one warpgroup
 HOPPER_REGISTERS = {2: 240, 3: 160}  # of a thread that multiplies, by warpgroups; the producer's have the rest, 32
 _HOPPER_L2_BYTES = 32 << 20  # of K and V of a group of heads: what FlashAttention-3 takes for an L2 of 50 MB
-# Rows, keys, tiles: a sum of two of them, rounded up, stays in 32 bits. So does the count of key tiles over all rounds,
-# at about 1 us each in any call of less than half an hour.
+# Rows, keys, tiles: a sum of two of them, rounded up, stays in 32 bits. So does the count of key tiles over all row
+# tiles of a program, at about 1 us each in any call of less than half an hour.
 _HOPPER_MAX = 2**29
 
 # Tiles of forward_gluon_sm90: (columns of the wider of D and DV, causal) -> (keys up to which, configuration).

@@ -164,8 +164,12 @@ class MatrixProduct(Rival):
 
 
 def _sequence_major(inputs: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return q, k and v as contiguous ``[B, S, H, D]``."""
-    q, k, v = (inputs[name].transpose(1, 2).contiguous() for name in ("q", "k", "v"))
+    """Return copies of q, k and v as contiguous ``[B, S, H, D]``.
+
+    Always copies: of one head, ``contiguous`` would hand out the memory of the input itself. New values in the inputs
+    would then reach K and V, and not Q.
+    """
+    q, k, v = (inputs[name].transpose(1, 2).clone(memory_format=torch.contiguous_format) for name in ("q", "k", "v"))
     return q, k, v
 
 

@@ -1,8 +1,9 @@
 """Counters in GPU memory that are 0 between launches, for kernels whose programs draw their work from one.
 
 A kernel leaves its counter at 0, so nobody has to clear it before the next launch. Two launches may share one if the
-second starts after the first has ended: those of one stream do. A launch that is captured gets a counter for itself,
-as its graph may be replayed beside anything.
+second draws after the first has drawn all: those of one stream do. A launch that is captured gets a counter for itself,
+as its graph may be replayed beside anything else. Two instances of one captured graph must not run at the same time:
+they write the same outputs too.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from .launch import current_context, driver_call, relaxed_capture
 
 _BLOCK = 4096  # counters allocated at once: 16 KiB
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
-_PER_THREAD_STREAM = 2  # CU_STREAM_PER_THREAD: one handle, a stream for every thread
 
-# Absent from CPU builds of torch.
-_is_capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)  # noqa: SLF001 - what torch.cuda calls
+# What torch.cuda calls; absent from CPU builds of torch.
+_is_capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)  # noqa: SLF001
+_current_stream = getattr(torch._C, "_cuda_getCurrentStream", None)  # noqa: SLF001
 
 
 class Counters:
@@ -28,7 +29,8 @@ class Counters:
 
     def __init__(self, device: int) -> None:
         self._device = device
-        self._of_stream: dict[tuple[int, int], int] = {}
+        self._of_handle: dict[int, int] = {}  # of torch's own streams, which live as long as the process
+        self._of_id: dict[int, int] = {}  # of all others
         self._fresh: list[int] = []
         self._lock = threading.Lock()
 
@@ -36,11 +38,16 @@ class Counters:
         """Return the address of the counter for a launch on ``stream``, which is the current one."""
         if _is_capturing():  # type: ignore[misc] # only CPU builds lack it
             return self._take()
-        key = (stream, threading.get_ident() if stream == _PER_THREAD_STREAM else 0)
-        found = self._of_stream.get(key)
-        if found is None:
-            found = self._of_stream.setdefault(key, self._take())
-        return found
+        found = self._of_handle.get(stream)
+        if found is not None:
+            return found
+        if _is_torchs(self._device):
+            return self._of_handle.setdefault(stream, self._take())
+        # The handle of another's stream may be given to a new one while the work of the old one still runs, and the
+        # per-thread stream has one handle in all threads. The id is never used again.
+        key = _stream_id(stream)
+        found = self._of_id.get(key)
+        return self._of_id.setdefault(key, self._take()) if found is None else found
 
     def _take(self) -> int:
         with self._lock:
@@ -53,6 +60,19 @@ class Counters:
 def counters_of(device: int) -> Counters:
     """Return the counters of a device."""
     return Counters(device)
+
+
+def _is_torchs(device: int) -> bool:
+    """Return whether the current stream is the default one or of torch's pool; the id of any other is its handle."""
+    stream_id = _current_stream(device)[0]  # type: ignore[misc] # only CPU builds lack it
+    return stream_id == 0 or bool(stream_id & 1)
+
+
+def _stream_id(stream: int) -> int:
+    """Return the driver's id of a stream. Raises ``LaunchError``: there is none before CUDA 12.0."""
+    found = ctypes.c_uint64()
+    driver_call("cuStreamGetId", ctypes.c_void_p(stream), ctypes.byref(found), what="cannot tell streams apart")
+    return found.value
 
 
 def _allocate_zeros(device: int) -> list[int]:

@@ -2,7 +2,7 @@
 
 ``kernel[grid](...)`` of Triton inspects every argument of every call to find a specialisation, and takes three times as
 long as the launch itself. Here a problem is matched once (``attention/api.py``), its kernel loaded once, and a call
-writes four or five addresses into a prepared parameter block. No C compiler is needed: Triton's launcher is not built.
+writes four to six addresses into a prepared parameter block. No C compiler is needed: Triton's launcher is not built.
 
 Measured on one H200's host in one run (lab/launch_path.txt): Triton's call 45 us, its compiled kernel called directly
 14.6 us, this 7.1 us.
