@@ -60,26 +60,37 @@ def _named_barrier(WHAT: gl.constexpr, barrier, THREADS: gl.constexpr):
 
 @aggregate
 class Ring:
-    """Tiles in shared memory that the producer fills and the warpgroups drain; a slot is used again every lap."""
+    """Tiles in shared memory that the producer fills and the warpgroups drain; a slot is used again every lap.
+
+    A tile may lie in two parts: a power of two of columns, and the power of two that covers the rest.
+    """
 
     bufs: gl.shared_memory_descriptor  # [slots, 1, 1, rows, columns]
+    more_bufs: gl.shared_memory_descriptor  # [slots, 1, 1, rows, MORE]
     ready_bars: gl.shared_memory_descriptor  # the slot was filled
+    MORE: gl.constexpr  # columns of the second part; 0 where there is none, and more_bufs is bufs
     FREE: gl.constexpr  # barrier of the hardware that says that slot 0 is free; those of the others follow
     READERS: gl.constexpr  # warpgroups that read a slot
 
     @gluon.jit
-    def fill(self, desc, b, h, row, slot, lap):
+    def fill(self, desc, more_desc, b, h, row, slot, lap):
         """Copy rows from ``row`` on of one head into the slot, once it is free."""
         if lap > 0:
             _named_barrier("sync", self.FREE + slot, 128 * self.READERS + 32)
-        mbarrier.expect(self.ready_bars.index(slot), desc.block_type.nbytes)
-        tma_load(desc, [b, h, row, 0], self.ready_bars.index(slot), self.bufs.index(slot))
+        bar = self.ready_bars.index(slot)
+        BYTES: gl.constexpr = desc.block_type.nbytes + (more_desc.block_type.nbytes if self.MORE > 0 else 0)
+        mbarrier.expect(bar, BYTES)
+        tma_load(desc, [b, h, row, 0], bar, self.bufs.index(slot))
+        if self.MORE > 0:
+            tma_load(more_desc, [b, h, row, desc.block_type.shape[3]], bar, self.more_bufs.index(slot))
 
     @gluon.jit
     def wait(self, slot, lap):
-        """Wait until the slot is filled; return it as a matrix."""
+        """Wait until the slot is filled; return its parts as matrices."""
         mbarrier.wait(self.ready_bars.index(slot), lap & 1)
-        return self.bufs.index(slot).reshape([self.bufs.shape[3], self.bufs.shape[4]])
+        first = self.bufs.index(slot).reshape([self.bufs.shape[3], self.bufs.shape[4]])
+        more = self.more_bufs.index(slot).reshape([self.more_bufs.shape[3], self.more_bufs.shape[4]])
+        return first, more
 
     @gluon.jit
     def release(self, slot):
@@ -100,20 +111,23 @@ def _lap(i, SLOTS: gl.constexpr):
 
 
 @gluon.jit
-def _make_ring(desc, SLOTS: gl.constexpr, READERS: gl.constexpr, FREE: gl.constexpr):
+def _make_ring(desc, more_desc, MORE: gl.constexpr, SLOTS: gl.constexpr, READERS: gl.constexpr, FREE: gl.constexpr):
     bufs = gl.allocate_shared_memory(desc.dtype, [SLOTS] + desc.block_type.shape, desc.layout)
+    more_bufs = bufs
+    if MORE > 0:
+        more_bufs = gl.allocate_shared_memory(desc.dtype, [SLOTS] + more_desc.block_type.shape, more_desc.layout)
     ready_bars = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(SLOTS):
         mbarrier.init(ready_bars.index(slot), count=1)
-    return Ring(bufs, ready_bars, FREE, READERS)  # type: ignore[call-arg] # aggregate gives it a constructor
+    return Ring(bufs, more_bufs, ready_bars, MORE, FREE, READERS)  # type: ignore[call-arg] # aggregate gives it a constructor
 
 
 @gluon.jit
-def _issue_scores(q, k, zero, D0: gl.constexpr, D1: gl.constexpr):
-    """Issue Q K^T over the columns that there are: ``D0``, and ``D1`` more behind them."""
-    s = warpgroup_mma(q.slice(0, D0, dim=1), k.slice(0, D0, dim=1).permute((1, 0)), zero, use_acc=False, is_async=True)
+def _issue_scores(q, k, zero, D1: gl.constexpr):
+    """Issue Q K^T over the columns that there are."""
+    s = warpgroup_mma(q[0], k[0].permute((1, 0)), zero, use_acc=False, is_async=True)
     if D1 > 0:
-        s = warpgroup_mma(q.slice(D0, D1, dim=1), k.slice(D0, D1, dim=1).permute((1, 0)), s, is_async=True)
+        s = warpgroup_mma(q[1], k[1].permute((1, 0)), s, is_async=True)
     return s
 
 
@@ -121,12 +135,11 @@ def _issue_scores(q, k, zero, D0: gl.constexpr, D1: gl.constexpr):
 def _issue_output(packed, v, acc, more, a):
     """Issue P V over the columns that there are: those of ``acc``, and those of ``more`` behind them."""
     dtype: gl.constexpr = a.q_desc.dtype
-    D0: gl.constexpr = acc.shape[1]
     p = _unpack(packed, dtype, gl.DotOperandLayout(0, acc.type.layout, 2))
-    acc = warpgroup_mma(p, v.slice(0, D0, dim=1), acc, is_async=True)
+    acc = warpgroup_mma(p, v[0], acc, is_async=True)
     if a.DV1 > 0:
         p_more = _unpack(packed, dtype, gl.DotOperandLayout(0, more.type.layout, 2))
-        more = warpgroup_mma(p_more, v.slice(D0, a.DV1, dim=1), more, is_async=True)
+        more = warpgroup_mma(p_more, v[1], more, is_async=True)
     return acc, more, p
 
 
@@ -190,6 +203,9 @@ class Args:
     k_desc: tma.tensor_descriptor
     v_desc: tma.tensor_descriptor
     o_desc: tma.tensor_descriptor
+    q_more_desc: tma.tensor_descriptor  # of the second part of the columns; q_desc where there is none
+    k_more_desc: tma.tensor_descriptor
+    v_more_desc: tma.tensor_descriptor
     lse_ptr: gl.tensor
     counter_ptr: gl.tensor  # of tiles drawn; 0 before and after
     row_tiles: Tiles
@@ -213,8 +229,7 @@ class Args:
     PING_PONG: gl.constexpr  # the warpgroups take turns at issuing products; all must make the same number of steps
     STORE_LSE: gl.constexpr
     IN_HALVES: gl.constexpr  # the exponentials of a tile are taken in two steps
-    D0: gl.constexpr  # columns of Q and K that are multiplied: so many, a power of two
-    D1: gl.constexpr  # and so many more, or 0
+    D1: gl.constexpr  # columns of Q and K in the second part, or 0
     DV0: gl.constexpr  # likewise of V
     DV1: gl.constexpr
 
@@ -331,16 +346,18 @@ def _load_partition(a):
         kv = h // a.GROUP
         steps = a.key_tiles(row + ROWS * a.WARPGROUPS)
         # K first: Q waits until the tile before has its last scores.
-        a.k_ring.fill(a.k_desc, b, kv, (steps - 1) * a.BLOCK_N, _slot(i, a.STAGES), _lap(i, a.STAGES))
+        a.k_ring.fill(a.k_desc, a.k_more_desc, b, kv, (steps - 1) * a.BLOCK_N, _slot(i, a.STAGES), _lap(i, a.STAGES))
         for w in gl.static_range(a.WARPGROUPS):
-            a.q_ring.fill(a.q_desc, b, h, row + w * ROWS, w, n)
+            a.q_ring.fill(a.q_desc, a.q_more_desc, b, h, row + w * ROWS, w, n)
         for step in range(1, steps):
             key = (steps - step) * a.BLOCK_N
-            a.k_ring.fill(a.k_desc, b, kv, key - a.BLOCK_N, _slot(i + 1, a.STAGES), _lap(i + 1, a.STAGES))
-            a.v_ring.fill(a.v_desc, b, kv, key, _slot(i, a.STAGES), _lap(i, a.STAGES))
+            a.k_ring.fill(
+                a.k_desc, a.k_more_desc, b, kv, key - a.BLOCK_N, _slot(i + 1, a.STAGES), _lap(i + 1, a.STAGES)
+            )
+            a.v_ring.fill(a.v_desc, a.v_more_desc, b, kv, key, _slot(i, a.STAGES), _lap(i, a.STAGES))
             i += 1
         ticket = a.draw()  # late, so that who is behind draws less
-        a.v_ring.fill(a.v_desc, b, kv, 0, _slot(i, a.STAGES), _lap(i, a.STAGES))
+        a.v_ring.fill(a.v_desc, a.v_more_desc, b, kv, 0, _slot(i, a.STAGES), _lap(i, a.STAGES))
         i += 1
         n += 1
         tile = a.collect(ticket)
@@ -474,7 +491,7 @@ def _step(q, acc, more, packed, m, l, zero, a, i, row, n, W: gl.constexpr, IS_ED
     slot, before = _slot(i, a.STAGES), _slot(i - 1, a.STAGES)
     k = a.k_ring.wait(slot, _lap(i, a.STAGES))
     a.take_turn(W)
-    s = _issue_scores(q, k, zero, a.D0, a.D1)
+    s = _issue_scores(q, k, zero, a.D1)
     v = a.v_ring.wait(before, _lap(i - 1, a.STAGES))
     acc, more, p = _issue_output(packed, v, acc, more, a)
     a.pass_turn(W)
@@ -565,7 +582,7 @@ def _attend_partition(a, W: gl.constexpr):
         i += skipped
         last = i + steps - 1
         k = a.k_ring.wait(_slot(i, a.STAGES), _lap(i, a.STAGES))
-        s = warpgroup_mma_wait(0, deps=[_issue_scores(q, k, zero, a.D0, a.D1)])
+        s = warpgroup_mma_wait(0, deps=[_issue_scores(q, k, zero, a.D1)])
         a.k_ring.release(_slot(i, a.STAGES))
         if EDGE_TILES > 0:
             s = _mask(s, a, row, (steps - 1) * a.BLOCK_N)
@@ -619,6 +636,7 @@ def _forward_sm90_kernel(
     o_desc,  # [B, H, Sq, DV]
     lse_ptr,  # [B, H, Sq] fp32, natural log
     counter_ptr,  # [1] int32, 0 before and after
+    q_more_desc, k_more_desc, v_more_desc,  # of the second part of the columns, or None
     heads, seqlen_q, seqlen_k, tiles_m, heads_total,
     heads_per_group,  # heads that are walked over together when causal
     scale_log2,  # softmax_scale * log2(e), positive
@@ -626,7 +644,7 @@ def _forward_sm90_kernel(
     WARPGROUPS: gl.constexpr,  # that multiply matrices; 64 rows each
     STAGES: gl.constexpr,  # tiles of K, and of V, in flight
     IS_CAUSAL: gl.constexpr, EDGE_TILES: gl.constexpr, PING_PONG: gl.constexpr, STORE_LSE: gl.constexpr,
-    D0: gl.constexpr, D1: gl.constexpr, DV0: gl.constexpr, DV1: gl.constexpr,  # columns in two powers of two
+    D1: gl.constexpr, DV0: gl.constexpr, DV1: gl.constexpr,  # columns in two powers of two
     MATRIX_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Attend 64 * WARPGROUPS rows of one head at a time. Grid: (at most tiles,), a program draws one after another."""
@@ -634,9 +652,12 @@ def _forward_sm90_kernel(
     gl.static_assert((WARPGROUPS - 1) * ROWS // k_desc.block_type.shape[2] <= STAGES, "the producer would wait for V")
     gl.static_assert(TURNS + 2 * WARPGROUPS + 2 * STAGES <= 16, "the hardware has 16 barriers")
     _declare_too_large()
-    q_ring = _make_ring(q_desc, WARPGROUPS, 1, TURNS + WARPGROUPS)
-    k_ring = _make_ring(k_desc, STAGES, WARPGROUPS, TURNS + 2 * WARPGROUPS)
-    v_ring = _make_ring(v_desc, STAGES, WARPGROUPS, TURNS + 2 * WARPGROUPS + STAGES)
+    q_more = q_more_desc if D1 > 0 else q_desc
+    k_more = k_more_desc if D1 > 0 else k_desc
+    v_more = v_more_desc if DV1 > 0 else v_desc
+    q_ring = _make_ring(q_desc, q_more, D1, WARPGROUPS, 1, TURNS + WARPGROUPS)
+    k_ring = _make_ring(k_desc, k_more, D1, STAGES, WARPGROUPS, TURNS + 2 * WARPGROUPS)
+    v_ring = _make_ring(v_desc, v_more, DV1, STAGES, WARPGROUPS, TURNS + 2 * WARPGROUPS + STAGES)
     BLOCK_N: gl.constexpr = k_desc.block_type.shape[2]
     o_bufs = gl.allocate_shared_memory(o_desc.dtype, [WARPGROUPS] + o_desc.block_type.shape, o_desc.layout)
     row_tiles = Tiles(  # type: ignore[call-arg] # aggregate gives it a constructor
@@ -646,10 +667,11 @@ def _forward_sm90_kernel(
     for slot in gl.static_range(2):
         mbarrier.init(row_tiles.ready_bars.index(slot), count=1)
     a = Args(  # type: ignore[call-arg] # aggregate gives it a constructor
-        q_desc, k_desc, v_desc, o_desc, lse_ptr, counter_ptr, row_tiles, q_ring, o_bufs, k_ring, v_ring,
+        q_desc, k_desc, v_desc, o_desc, q_more, k_more, v_more, lse_ptr, counter_ptr,
+        row_tiles, q_ring, o_bufs, k_ring, v_ring,
         heads, seqlen_q, seqlen_k, tiles_m, heads_total, heads_per_group, scale_log2,
         GROUP, WARPGROUPS, BLOCK_N, STAGES, IS_CAUSAL, EDGE_TILES, PING_PONG, STORE_LSE,
-        WARPGROUPS == 3 and BLOCK_N == 128, D0, D1, DV0, DV1,
+        WARPGROUPS == 3 and BLOCK_N == 128, D1, DV0, DV1,
     )  # fmt: skip
     R: gl.constexpr = MATRIX_REGISTERS
     if WARPGROUPS == 2:

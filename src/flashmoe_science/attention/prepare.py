@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -144,13 +145,19 @@ def _short(plan: Plan, config: ShortConfig) -> PreparedKernel:
 def _hopper(plan: Plan, config: HopperConfig) -> PreparedKernel:
     problem = plan.problem
     kind = problem.dtype
-    d, dv = block_dim(problem.head_dim), block_dim(problem.head_dim_v)
+    (d, d_more), (dv, dv_more) = hopper_columns(problem.head_dim), hopper_columns(problem.head_dim_v)
     descriptors = {
         "q_desc": descriptor_type(kind, (1, 1, HOPPER_ROWS, d)),
         "k_desc": descriptor_type(kind, (1, 1, config.block_n, d)),
         "v_desc": descriptor_type(kind, (1, 1, config.block_n, dv)),
-        "o_desc": descriptor_type(kind, (1, 1, HOPPER_ROWS, min(dv, 128))),
+        "o_desc": descriptor_type(kind, (1, 1, HOPPER_ROWS, min(block_dim(problem.head_dim_v), 128))),
     }
+    seconds = {
+        "q_more_desc": (HOPPER_ROWS, d_more),
+        "k_more_desc": (config.block_n, d_more),
+        "v_more_desc": (config.block_n, dv_more),
+    }
+    more = {name: descriptor_type(kind, (1, 1, *size)) for name, size in seconds.items() if size[1]}
     scalars = {
         **dict.fromkeys(("heads", "seqlen_q", "seqlen_k", "tiles_m", "heads_total", "heads_per_group"), "i32"),
         "scale_log2": "fp32",
@@ -164,12 +171,14 @@ def _hopper(plan: Plan, config: HopperConfig) -> PreparedKernel:
         "PING_PONG": config.ping_pong,
         "STORE_LSE": problem.return_lse,
         "MATRIX_REGISTERS": HOPPER_REGISTERS[config.warpgroups],
-        **dict(zip(("D0", "D1"), hopper_columns(problem.head_dim), strict=True)),
-        **dict(zip(("DV0", "DV1"), hopper_columns(problem.head_dim_v), strict=True)),
+        "D1": d_more,
+        "DV0": dv,
+        "DV1": dv_more,
+        **{name: None for name in seconds if name not in more},
     }
     source = KernelSource(
         _forward_sm90_kernel,
-        tuple({**descriptors, "lse_ptr": "*fp32", "counter_ptr": "*i32", **scalars}.items()),
+        tuple({**descriptors, "lse_ptr": "*fp32", "counter_ptr": "*i32", **more, **scalars}.items()),
         tuple(constants.items()),
         frozenset(("lse_ptr",)),
         num_warps=4,
@@ -187,12 +196,14 @@ def _hopper(plan: Plan, config: HopperConfig) -> PreparedKernel:
     )
     q_shape = (problem.batch, problem.heads, problem.seqlen_q)
     kv_shape = (problem.batch, problem.heads_kv, problem.seqlen_k)
-    maps = (
+    inputs = (
         TensorMap(kind, (*q_shape, problem.head_dim), problem.q_strides),
         TensorMap(kind, (*kv_shape, problem.head_dim), problem.k_strides),
         TensorMap(kind, (*kv_shape, problem.head_dim_v), problem.v_strides),
-        TensorMap(kind, (*q_shape, problem.head_dim_v), problem.output_strides),
     )
+    output = TensorMap(kind, (*q_shape, problem.head_dim_v), problem.output_strides)
+    again = [number for number, name in enumerate(seconds) if name in more]
+    maps = (*inputs, output, *(dataclasses.replace(inputs[number], of=number) for number in again))
     return PreparedKernel(source, plan.launches[0].grid, values, maps)
 
 

@@ -181,7 +181,7 @@ def count_parameters(source: KernelSource, ptx: str) -> None:
         )
 
 
-MAX_POINTERS = 6
+MAX_POINTERS = 9
 
 
 def prepare_launch(
@@ -200,7 +200,8 @@ def prepare_launch(
         device: index of the CUDA device.
         grid: blocks in x, y and z.
         scalars: values of the arguments after the pointers, in order.
-        tensor_maps: the tensors behind the descriptors, in order.
+        tensor_maps: the tensors behind the descriptors, in order. Those that are ``of`` another come after all
+            tensors whose addresses the function is given.
 
     Returns:
         A function of the raw stream handle and the device addresses of the kernel's tensors and pointers. Thread-safe.
@@ -217,10 +218,16 @@ def prepare_launch(
     first = ctypes.addressof(memory) + -ctypes.addressof(memory) % MAP_ALIGNMENT
     places = []  # where the driver finds each parameter
     values: list[Any] = []
+    repeated: list[tuple[int, int]] = []  # words of a map, and of the one whose tensor it has
+    mapped: list[int] = []  # the slots of the maps
     for i in range(tensors):
         places.append(first + MAP_BYTES * i)
-        if i < len(tensor_maps):
-            tensor_map, layout = tensor_maps[i], compile_kernel(source, arch).metadata.tensordesc_meta[i]
+        if kinds[i].startswith("tensordesc"):
+            tensor_map = tensor_maps[len(mapped)]
+            layout = compile_kernel(source, arch).metadata.tensordesc_meta[len(mapped)]
+            mapped.append(i)
+            if tensor_map.of is not None:
+                repeated.append((MAP_BYTES // 8 * i, MAP_BYTES // 8 * mapped[tensor_map.of]))
             encode_without_address(tensor_map, layout, places[-1])
             extents: list[Any] = [ctypes.c_int32(size) for size in tensor_map.shape]
             extents += [ctypes.c_int64(stride) for stride in tensor_map.strides]
@@ -251,6 +258,8 @@ def prepare_launch(
             words[48] = p3
             words[64] = p4
             words[80] = p5
+            for at, same in repeated:
+                words[at] = words[same]
             config.stream = stream
             code = cu_launch(config_at, function, parameters_at, None)
             if code == _INVALID_CONTEXT:

@@ -33,6 +33,7 @@ class TensorMap:
     dtype: str  # "fp16" or "bf16"
     shape: tuple[int, ...]
     strides: tuple[int, ...]
+    of: int | None = None  # the number of the map with the same tensor, if an earlier one has it
 
     def __post_init__(self) -> None:
         """Give axes of one element, which are never stepped along, a stride that the driver takes."""
