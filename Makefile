@@ -17,10 +17,11 @@ else
 RUN := $(VENV)/bin/python
 endif
 TEST := $(RUN) -m pytest
+SANITIZER := $(filter PYTHONPATH=%,$(RUN)) compute-sanitizer
 CPU_TESTS := -m "not gpu" --numprocesses $(WORKERS) --maxprocesses 8 --dist worksteal --timeout 600 --hypothesis-profile ci
 
 .DEFAULT_GOAL := help
-.PHONY: help prove test test-triton test-gpu lint types format format-check docs clean env-proof env-dev env-docs
+.PHONY: help prove test test-triton test-gpu sanitize lint types format format-check docs clean env-proof env-dev env-docs
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | awk -F '\t' '{ printf "make %-13s %s\n", $$1, $$2 }'
@@ -37,6 +38,11 @@ test-triton: env-dev ## run the tests that compile or interpret kernels, for ano
 test-gpu: env-dev ## run the tests that need a GPU and leave two records in evidence/gpu-tests/: in parallel, then those that time
 	$(TEST) -m "gpu and not timing" --numprocesses $(GPU_WORKERS) --gpu-record=$(GPU_RECORD) $(ARGS)
 	$(TEST) -m "gpu and timing" --gpu-record=$(GPU_RECORD) $(ARGS)
+
+# racecheck takes barriers that Triton keeps in shared memory for data (lab/README.md): no warp-specialised kernel.
+sanitize: env-proof ## watch every access of small calls with compute-sanitizer; needs a GPU and the CUDA toolkit
+	$(SANITIZER) --tool memcheck --error-exitcode 9 $(lastword $(RUN)) tools/small_calls.py
+	$(SANITIZER) --tool racecheck --error-exitcode 9 $(lastword $(RUN)) tools/small_calls.py --kernels forward_short_gluon,forward_triton
 
 lint: env-dev ## check the code with ruff
 	$(RUN) -m ruff check .

@@ -39,7 +39,7 @@ PAIRS_OF_KERNELS = [
     ],
 ]
 TABLE_ROWS = [
-    (columns, causal, min(keys, 8192)) for (columns, causal), rows in HOPPER_TABLE.items() for keys, _ in rows
+    (*widths, causal, min(keys, 8192)) for (*widths, causal), rows in HOPPER_TABLE.items() for keys, _ in rows
 ]
 
 
@@ -81,11 +81,11 @@ def test_hopper_kernel(case, dtype):
 @hopper_only
 @pytest.mark.parametrize("aligned", [False, True])
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
-@pytest.mark.parametrize(("head_dim", "causal", "keys"), TABLE_ROWS)
-def test_hopper_table_rows(head_dim, causal, keys, dtype, aligned):
+@pytest.mark.parametrize(("head_dim", "head_dim_v", "causal", "keys"), TABLE_ROWS)
+def test_hopper_table_rows(head_dim, head_dim_v, causal, keys, dtype, aligned):
     """Every row of the table, with several row tiles a program and GQA."""
     seqlen_q, seqlen_k = (384, keys) if aligned else (400, keys - 37)
-    case = Case(2, 56, 8, seqlen_q, seqlen_k, head_dim, head_dim, dtype, causal, why="table")
+    case = Case(2, 56, 8, seqlen_q, seqlen_k, head_dim, head_dim_v, dtype, causal, why="table")
     q, k, v = make_inputs(case, "cuda")
     o, lse = run(q, k, v, causal=causal, kernel="forward_gluon_sm90")
     for b in range(2):
@@ -95,7 +95,8 @@ def test_hopper_table_rows(head_dim, causal, keys, dtype, aligned):
 
 @hopper_only
 @pytest.mark.parametrize(
-    ("seqlen_q", "seqlen_k", "head_dim"), [(2112, 2048, 256), (4096, 2048, 256), (2688, 2176, 64), (2200, 1100, 128)]
+    ("seqlen_q", "seqlen_k", "head_dim"),
+    [(2112, 2048, 256), (4096, 2048, 256), (2688, 2176, 64), (2200, 1100, 128), (2048, 1900, 96)],
 )
 def test_hopper_rows_without_keys(seqlen_q, seqlen_k, head_dim):
     """Fewer keys than rows: the diagonal starts in front of the keys."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import heapq
 import itertools
 import re
@@ -28,6 +27,7 @@ from flashmoe_science.attention.plan import (
     hopper_config,
     hopper_edge_tiles,
     hopper_heads_per_group,
+    hopper_is_aligned,
     plan_attention,
 )
 from flashmoe_science.attention.prepare import prepare_kernels
@@ -46,8 +46,8 @@ pytestmark = pytest.mark.triton
 H200, L4, B200 = SPECS["H200"], SPECS["L4"], SPECS["B200"]
 LONGEST = 16384  # keys measured for the last row of an entry
 ROWS = [
-    (columns, causal, min(keys, LONGEST), config)
-    for (columns, causal), rows in HOPPER_TABLE.items()
+    (columns, columns_v, causal, min(keys, LONGEST), config)
+    for (columns, columns_v, causal), rows in HOPPER_TABLE.items()
     for keys, config in rows
 ]
 # Two problems a row, (dtype, LSE, aligned with the tiles) and its opposite: over four rows, every pair of values.
@@ -95,21 +95,22 @@ def assert_compiles(plan: Plan, folder: Path) -> None:
 
 
 TABLE_CASES = [
-    pytest.param(*row, *values, id=f"d{row[0]}-{'causal' if row[1] else 'full'}-{row[2]}-{values[0]}-{index}")
+    pytest.param(*row, *values, id=f"d{row[0]}-{row[1]}-{'causal' if row[2] else 'full'}-{row[3]}-{values[0]}-{index}")
     for row, pair in zip(ROWS, itertools.cycle(VALUES), strict=False)
     for index, values in enumerate(pair)
 ]
 
 
-@pytest.mark.parametrize(("columns", "causal", "keys", "config", "dtype", "return_lse", "aligned"), TABLE_CASES)
-def test_table_rows_compile(columns, causal, keys, config, dtype, return_lse, aligned, tmp_path):
+@pytest.mark.parametrize(
+    ("columns", "columns_v", "causal", "keys", "config", "dtype", "return_lse", "aligned"), TABLE_CASES
+)
+def test_table_rows_compile(columns, columns_v, causal, keys, config, dtype, return_lse, aligned, tmp_path):
     """Every row of the table, for sm_90."""
     seqlen_k = keys if aligned else keys - 37  # full: a rest of keys; causal: a diagonal that crosses two tiles
-    plan = forced(
-        make_problem(2, 8, keys, columns, dtype, seqlen_k=seqlen_k, causal=causal, return_lse=return_lse, heads_kv=4)
-    )
-    in_turns = config.ping_pong and not (causal and not aligned)
-    assert plan.config == dataclasses.replace(config, ping_pong=in_turns)
+    widths = {"head_dim": columns, "head_dim_v": columns_v}
+    more = {"seqlen_k": seqlen_k, "causal": causal, "return_lse": return_lse, "heads_kv": 4}
+    plan = forced(make_problem(2, 8, keys, dtype=dtype, **widths, **more))
+    assert plan.config == config
     assert_compiles(plan, tmp_path)
 
 
@@ -156,7 +157,8 @@ def test_parameters_are_laid_out_as_the_launch_path_gives_them():
 
 
 def test_table_is_complete_and_in_order():
-    assert set(HOPPER_TABLE) == set(itertools.product((64, 128, 256), (False, True)))
+    widths = [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)]
+    assert list(HOPPER_TABLE) == [(*width, causal) for width in widths for causal in (False, True)]
     for rows in HOPPER_TABLE.values():
         keys = [limit for limit, _ in rows]
         assert keys == sorted(set(keys))
@@ -174,10 +176,13 @@ def test_table_is_complete_and_in_order():
         (64, True, 2048, 192, False),
         (64, True, 2176, 192, True),
         (128, False, 4096, 128, False),
-        (96, True, 2048, 128, True),
+        (80, False, 1024, 128, True),
+        (96, False, 1152, 192, True),
+        (72, True, 4224, 128, True),
         (128, True, 2176, 128, False),
         (256, False, 2048, 128, True),
         (160, True, 1024, 128, False),
+        (192, False, 1024, 128, True),
     ],
 )
 def test_tiles_follow_the_number_of_keys(head_dim, causal, keys, rows, ping_pong):
@@ -193,16 +198,19 @@ def test_tiles_follow_the_number_of_keys(head_dim, causal, keys, rows, ping_pong
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "seqlen_k", "ping_pong", "edge_tiles"),
+    ("head_dim", "seqlen_k", "ping_pong", "aligned", "edge_tiles"),
     [
-        *((128, 2048, True, 1), (128, 1920, False, 1), (128, 2176, False, 1), (128, 2049, False, 2)),
-        *((256, 2112, False, 1), (64, 4096, True, 2), (64, 4095, False, 2), (64, 4160, False, 1)),
+        *((128, 2048, True, True, 1), (128, 1920, True, False, 2), (128, 2176, False, False, 1)),
+        *((128, 2049, False, False, 2), (256, 2112, False, False, 1), (64, 4096, True, True, 2)),
+        *((64, 4095, True, False, 3), (64, 4160, True, False, 3)),
     ],
 )
-def test_warpgroups_take_turns_where_the_diagonal_is_aligned(head_dim, seqlen_k, ping_pong, edge_tiles):
+def test_masked_tiles_follow_the_diagonal(head_dim, seqlen_k, ping_pong, aligned, edge_tiles):
+    """In turns they are fewer where the diagonal starts with a tile of keys."""
     problem = make_problem(8, 16, 2048, head_dim, seqlen_k=seqlen_k, causal=True)
     config = hopper_config(problem)
-    assert (config.ping_pong, hopper_edge_tiles(problem, config)) == (ping_pong, edge_tiles)
+    found = config.ping_pong, hopper_is_aligned(problem, config), hopper_edge_tiles(problem, config)
+    assert found == (ping_pong, aligned, edge_tiles)
 
 
 def walks(problem: AttentionProblem) -> Iterator[tuple[int, list[int], int]]:
@@ -219,13 +227,13 @@ def walks(problem: AttentionProblem) -> Iterator[tuple[int, list[int], int]]:
         for w in range(config.warpgroups):
             row = first_row + w * HOPPER_ROWS
             steps = key_tiles(first_row + rows if turns else row + HOPPER_ROWS)
-            ahead = w * HOPPER_ROWS // config.block_n if problem.causal and turns else 0
+            ahead = w * HOPPER_ROWS // config.block_n if hopper_is_aligned(problem, config) else 0
             yield row, list(range(steps - 1, -1, -1)), edge_tiles - ahead
 
 
 @settings(max_examples=400, deadline=None)
 @given(
-    head_dim=strategies.sampled_from([64, 128, 256]),
+    head_dim=strategies.sampled_from([64, 96, 128, 256]),
     causal=strategies.booleans(),
     sizes=strategies.lists(strategies.integers(1, 70), min_size=2, max_size=2),
     odd=strategies.lists(strategies.sampled_from([0, 0, 0, 1, 37]), min_size=2, max_size=2),
@@ -233,6 +241,9 @@ def walks(problem: AttentionProblem) -> Iterator[tuple[int, list[int], int]]:
 @example(head_dim=256, causal=True, sizes=[33, 32], odd=[0, 0])
 @example(head_dim=256, causal=True, sizes=[64, 32], odd=[0, 0])
 @example(head_dim=64, causal=True, sizes=[42, 34], odd=[0, 0])
+@example(head_dim=64, causal=True, sizes=[42, 44], odd=[0, 37])
+@example(head_dim=96, causal=True, sizes=[2, 1], odd=[1, 0])
+@example(head_dim=96, causal=True, sizes=[4, 5], odd=[0, 0])
 def test_every_key_that_a_row_sees_is_walked_over_and_no_other_left_unmasked(head_dim, causal, sizes, odd):
     """For the walk of every warpgroup over the key tiles, as the kernel makes it."""
     seqlen_q, seqlen_k = (64 * size + more for size, more in zip(sizes, odd, strict=True))

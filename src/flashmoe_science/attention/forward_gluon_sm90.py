@@ -35,91 +35,28 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..gpu.gluon_versions import aggregate, tma_load, tma_store
+from ..gpu.gluon_sm90 import (
+    FIRST_BARRIER,
+    Ring,
+    Tiles,
+    collect,
+    copy_of,
+    draw,
+    lap_of,
+    make_ring,
+    named_barrier,
+    opaque,
+    slot_of,
+    special_register,
+)
+from ..gpu.gluon_versions import aggregate, tma_store
 
 ROWS = gl.constexpr(64)  # of one warpgroup: what one wgmma instruction computes
-TURNS = gl.constexpr(5)  # the first barrier of the hardware that is ours; Triton uses those before
+TURNS = FIRST_BARRIER  # of the first warpgroup; those of the others follow, then those of the rings
 # Of the exponentials that a thread holds of a row of a tile: far from fp16's largest P (65504), and far above those of
 # scores that grow little along the walk.
 LARGEST_SUM = gl.constexpr(1024.0)
 _LARGEST_SUM_PTX = gl.constexpr("0f" + struct.pack(">f", 1024.0).hex())
-_ONE_PER_WARP = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
-_ONE_PER_WARPGROUP = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
-
-
-@gluon.jit
-def _named_barrier(WHAT: gl.constexpr, barrier, THREADS: gl.constexpr):
-    """Arrive at a barrier of the hardware (``arrive``), or wait there too (``sync``), as one of ``THREADS``.
-
-    There are 16. It costs a warp one instruction, and nothing to agree on with its warpgroup: before an arrival at an
-    mbarrier, which one thread makes for all, Triton has the whole warpgroup wait.
-    """
-    asm: gl.constexpr = f"bar.{WHAT} $1, {THREADS}; // $0"
-    gl.inline_asm_elementwise(asm, "=r,r", [barrier], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@aggregate
-class Ring:
-    """Tiles in shared memory that the producer fills and the warpgroups drain; a slot is used again every lap.
-
-    A tile may lie in two parts: a power of two of columns, and the power of two that covers the rest.
-    """
-
-    bufs: gl.shared_memory_descriptor  # [slots, 1, 1, rows, columns]
-    more_bufs: gl.shared_memory_descriptor  # [slots, 1, 1, rows, MORE]
-    ready_bars: gl.shared_memory_descriptor  # the slot was filled
-    MORE: gl.constexpr  # columns of the second part; 0 where there is none, and more_bufs is bufs
-    FREE: gl.constexpr  # barrier of the hardware that says that slot 0 is free; those of the others follow
-    READERS: gl.constexpr  # warpgroups that read a slot
-
-    @gluon.jit
-    def fill(self, desc, more_desc, b, h, row, slot, lap):
-        """Copy rows from ``row`` on of one head into the slot, once it is free."""
-        if lap > 0:
-            _named_barrier("sync", self.FREE + slot, 128 * self.READERS + 32)
-        bar = self.ready_bars.index(slot)
-        BYTES: gl.constexpr = desc.block_type.nbytes + (more_desc.block_type.nbytes if self.MORE > 0 else 0)
-        mbarrier.expect(bar, BYTES)
-        tma_load(desc, [b, h, row, 0], bar, self.bufs.index(slot))
-        if self.MORE > 0:
-            tma_load(more_desc, [b, h, row, desc.block_type.shape[3]], bar, self.more_bufs.index(slot))
-
-    @gluon.jit
-    def wait(self, slot, lap):
-        """Wait until the slot is filled; return its parts as matrices."""
-        mbarrier.wait(self.ready_bars.index(slot), lap & 1)
-        first = self.bufs.index(slot).reshape([self.bufs.shape[3], self.bufs.shape[4]])
-        more = self.more_bufs.index(slot).reshape([self.more_bufs.shape[3], self.more_bufs.shape[4]])
-        return first, more
-
-    @gluon.jit
-    def release(self, slot):
-        """Tell the producer that one reader is done: each warp for itself, with no wait for the others."""
-        _named_barrier("arrive", self.FREE + slot, 128 * self.READERS + 32)
-
-
-@gluon.jit
-def _slot(i, SLOTS: gl.constexpr):
-    """Return the slot of the i-th tile. Unsigned: a signed remainder costs four instructions more."""
-    return (i.to(gl.uint32, bitcast=True) % SLOTS).to(gl.int32, bitcast=True)
-
-
-@gluon.jit
-def _lap(i, SLOTS: gl.constexpr):
-    """Return how often the ring was filled before the i-th tile."""
-    return (i.to(gl.uint32, bitcast=True) // SLOTS).to(gl.int32, bitcast=True)
-
-
-@gluon.jit
-def _make_ring(desc, more_desc, MORE: gl.constexpr, SLOTS: gl.constexpr, READERS: gl.constexpr, FREE: gl.constexpr):
-    bufs = gl.allocate_shared_memory(desc.dtype, [SLOTS] + desc.block_type.shape, desc.layout)
-    more_bufs = bufs
-    if MORE > 0:
-        more_bufs = gl.allocate_shared_memory(desc.dtype, [SLOTS] + more_desc.block_type.shape, more_desc.layout)
-    ready_bars = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(SLOTS):
-        mbarrier.init(ready_bars.index(slot), count=1)
-    return Ring(bufs, more_bufs, ready_bars, MORE, FREE, READERS)  # type: ignore[call-arg] # aggregate gives it a constructor
 
 
 @gluon.jit
@@ -143,58 +80,6 @@ def _issue_output(packed, v, acc, more, a):
     return acc, more, p
 
 
-@gluon.jit
-def _copy(x):
-    """Return a copy of an integer that the compiler cannot see through.
-
-    What is computed from it is computed where it is needed. Else LLVM computes it once for all warpgroups at the start
-    of the kernel (Triton 3.9), and ptxas spills what lives that long.
-    """
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def _opaque(X: gl.constexpr):
-    """Return a constant that the compiler does not know, for the reason of ``_copy``."""
-    asm: gl.constexpr = f"mov.b32 $0, {X};"
-    return gl.inline_asm_elementwise(asm, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def _special_register(NAME: gl.constexpr):
-    """Read a special register of 32 bits where it is needed, for the reason of ``_copy``."""
-    asm: gl.constexpr = f"mov.b32 $0, %{NAME};"
-    return gl.inline_asm_elementwise(asm, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@aggregate
-class Tiles:
-    """The row tiles of this program, one after another: the producer says where each lies."""
-
-    bufs: gl.shared_memory_descriptor  # [2 * 3, 1] int32: sequence, head, first row
-    ready_bars: gl.shared_memory_descriptor
-
-    @gluon.jit
-    def publish(self, n, b, h, row):
-        """Say where the n-th tile lies. Its slot is free: who released Q of the tile before has read it."""
-        slot = n & 1
-        self.bufs.index(3 * slot).store(gl.full([1], 0, gl.int32, _ONE_PER_WARP) + b)
-        self.bufs.index(3 * slot + 1).store(gl.full([1], 0, gl.int32, _ONE_PER_WARP) + h)
-        self.bufs.index(3 * slot + 2).store(gl.full([1], 0, gl.int32, _ONE_PER_WARP) + row)
-        mbarrier.arrive(self.ready_bars.index(slot))
-
-    @gluon.jit
-    def wait(self, n):
-        """Wait until the n-th tile is known; return its first row, or -1 where there is none."""
-        mbarrier.wait(self.ready_bars.index(n & 1), (n >> 1) & 1)
-        return self.read(n, 2)
-
-    @gluon.jit
-    def read(self, n, WHAT: gl.constexpr):
-        """Return sequence (0), head (1) or first row (2) of the n-th tile, which is known."""
-        return gl.max(self.bufs.index(3 * (n & 1) + WHAT).load(_ONE_PER_WARPGROUP), 0)
-
-
 @aggregate
 class Args:
     """What every partition is given."""
@@ -210,7 +95,7 @@ class Args:
     counter_ptr: gl.tensor  # of tiles drawn; 0 before and after
     row_tiles: Tiles
     q_ring: Ring  # one slot a warpgroup
-    o_bufs: gl.shared_memory_descriptor  # one a warpgroup, on the way to memory; half of the columns where DV is 256
+    o_bufs: gl.shared_memory_descriptor  # one a warpgroup, on the way to memory; all of the columns, or half
     k_ring: Ring
     v_ring: Ring
     heads: gl.tensor
@@ -226,6 +111,7 @@ class Args:
     STAGES: gl.constexpr
     IS_CAUSAL: gl.constexpr
     EDGE_TILES: gl.constexpr  # key tiles that the first warpgroup masks
+    IS_ALIGNED: gl.constexpr  # in turns, causal: the diagonal crosses key tiles as at the start of both sequences
     PING_PONG: gl.constexpr  # the warpgroups take turns at issuing products; all must make the same number of steps
     STORE_LSE: gl.constexpr
     IN_HALVES: gl.constexpr  # the exponentials of a tile are taken in two steps
@@ -237,43 +123,18 @@ class Args:
     def take_turn(self, W: gl.constexpr):
         """Wait until the warpgroup before has issued its products; its softmax then runs under those of this one."""
         if self.PING_PONG:
-            _named_barrier("sync", TURNS + W, 256)
+            named_barrier("sync", TURNS + W, 256)
 
     @gluon.jit
     def pass_turn(self, W: gl.constexpr):
         """Let the next warpgroup issue its products."""
         if self.PING_PONG:
-            _named_barrier("arrive", TURNS + (W + 1) % self.WARPGROUPS, 256)
+            named_barrier("arrive", TURNS + (W + 1) % self.WARPGROUPS, 256)
 
     @gluon.jit
     def tiles(self):
         """Return how many tiles all programs attend."""
-        return _copy(self.tiles_m) * self.heads_total
-
-    @gluon.jit
-    def draw(self):
-        """Ask for the next ticket; the answer takes a trip to L2, and ``collect`` waits for it.
-
-        One lane asks. As Triton's own atomic operation it would be waited for at once.
-        """
-        return gl.inline_asm_elementwise(
-            "{ .reg .pred p; .reg .b32 lane; mov.b32 lane, %laneid; setp.eq.s32 p, lane, 0; mov.b32 $0, 0;"
-            " @p atom.relaxed.gpu.global.add.s32 $0, [$1], 1; }",
-            "=r,l", [self.counter_ptr.to(gl.int64, bitcast=True)], dtype=gl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
-
-    @gluon.jit
-    def collect(self, ticket):
-        """Return the tile of a ticket: the next that nobody has drawn, or one past the end.
-
-        One draw a tile: who makes the last puts the counter back to 0 for the next launch.
-        """
-        ticket = gl.inline_asm_elementwise(
-            "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", "=r,r", [ticket], dtype=gl.int32, is_pure=False, pack=1
-        )
-        if ticket == self.tiles() - 1:
-            gl.store(self.counter_ptr, 0)
-        return ticket + _special_register("nctaid.x")
+        return copy_of(self.tiles_m) * self.heads_total
 
     @gluon.jit
     def locate(self, tile):
@@ -281,7 +142,7 @@ class Args:
 
         Causal: the longest row tiles of a group of heads come first, then those of the next group.
         """
-        tiles_m = _copy(self.tiles_m)
+        tiles_m = copy_of(self.tiles_m)
         if self.IS_CAUSAL:
             first = tile // (self.heads_per_group * tiles_m) * self.heads_per_group
             width = gl.minimum(self.heads_per_group, self.heads_total - first)
@@ -297,7 +158,7 @@ class Args:
     def store(self, o, more, b, h, row, W: gl.constexpr):
         """Send the output of a warpgroup on its way to memory."""
         COLUMNS: gl.constexpr = self.o_bufs.shape[4]
-        smem = self.o_bufs.index(_opaque(W)).reshape([ROWS, COLUMNS])
+        smem = self.o_bufs.index(opaque(W)).reshape([ROWS, COLUMNS])
         tma.store_wait(0)
         if self.DV0 + self.DV1 <= COLUMNS:
             smem.slice(0, self.DV0, dim=1).store(o)
@@ -320,15 +181,15 @@ class Args:
     def send(self, b, h, row, column, W: gl.constexpr):
         """Send a tile on its way to memory: no wait."""
         fence_async_shared()
-        tma_store(self.o_desc, [b, h, row, column], self.o_bufs.index(_opaque(W)))
+        tma_store(self.o_desc, [b, h, row, column], self.o_bufs.index(opaque(W)))
 
     @gluon.jit
     def key_tiles(self, end_row):
         """Return how many key tiles the rows before ``end_row`` walk over; at least those that are masked."""
-        seqlen_k = _copy(self.seqlen_k)
+        seqlen_k = copy_of(self.seqlen_k)
         end = seqlen_k
         if self.IS_CAUSAL:
-            end = gl.maximum(gl.minimum(end, end_row + seqlen_k - _copy(self.seqlen_q)), 0)
+            end = gl.maximum(gl.minimum(end, end_row + seqlen_k - copy_of(self.seqlen_q)), 0)
         return gl.maximum((end + self.BLOCK_N - 1) // self.BLOCK_N, gl.maximum(self.EDGE_TILES, 1))
 
 
@@ -339,28 +200,30 @@ def _load_partition(a):
     gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
     i = 0  # tiles of K and of V so far
     n = 0  # row tiles so far
-    tile = _special_register("ctaid.x")
+    tile = special_register("ctaid.x")
     while tile < a.tiles():
         b, h, row = a.locate(tile)
         a.row_tiles.publish(n, b, h, row)
         kv = h // a.GROUP
         steps = a.key_tiles(row + ROWS * a.WARPGROUPS)
         # K first: Q waits until the tile before has its last scores.
-        a.k_ring.fill(a.k_desc, a.k_more_desc, b, kv, (steps - 1) * a.BLOCK_N, _slot(i, a.STAGES), _lap(i, a.STAGES))
+        a.k_ring.fill(
+            a.k_desc, a.k_more_desc, b, kv, (steps - 1) * a.BLOCK_N, slot_of(i, a.STAGES), lap_of(i, a.STAGES)
+        )
         for w in gl.static_range(a.WARPGROUPS):
             a.q_ring.fill(a.q_desc, a.q_more_desc, b, h, row + w * ROWS, w, n)
         for step in range(1, steps):
             key = (steps - step) * a.BLOCK_N
             a.k_ring.fill(
-                a.k_desc, a.k_more_desc, b, kv, key - a.BLOCK_N, _slot(i + 1, a.STAGES), _lap(i + 1, a.STAGES)
+                a.k_desc, a.k_more_desc, b, kv, key - a.BLOCK_N, slot_of(i + 1, a.STAGES), lap_of(i + 1, a.STAGES)
             )
-            a.v_ring.fill(a.v_desc, a.v_more_desc, b, kv, key, _slot(i, a.STAGES), _lap(i, a.STAGES))
+            a.v_ring.fill(a.v_desc, a.v_more_desc, b, kv, key, slot_of(i, a.STAGES), lap_of(i, a.STAGES))
             i += 1
-        ticket = a.draw()  # late, so that who is behind draws less
-        a.v_ring.fill(a.v_desc, a.v_more_desc, b, kv, 0, _slot(i, a.STAGES), _lap(i, a.STAGES))
+        ticket = draw(a.counter_ptr)  # late, so that who is behind draws less
+        a.v_ring.fill(a.v_desc, a.v_more_desc, b, kv, 0, slot_of(i, a.STAGES), lap_of(i, a.STAGES))
         i += 1
         n += 1
-        tile = a.collect(ticket)
+        tile = collect(ticket, a.counter_ptr, a.tiles())
     a.row_tiles.publish(n, 0, 0, -1)  # the end
 
 
@@ -377,7 +240,7 @@ def _mask(s, a, row, n):
     x_layout: gl.constexpr = x.type.layout
     lane_layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, x_layout))  # [ROWS, 4]
     if a.IS_CAUSAL:
-        diagonal = row + _copy(a.seqlen_k) - _copy(a.seqlen_q) - n
+        diagonal = row + copy_of(a.seqlen_k) - copy_of(a.seqlen_q) - n
         last = gl.arange(0, ROWS, gl.SliceLayout(1, lane_layout)) + diagonal
     else:
         last = gl.full([ROWS], 0, gl.int32, gl.SliceLayout(1, lane_layout)) + (a.seqlen_k - 1 - n)
@@ -488,11 +351,11 @@ def _rescale_packed(packed, alpha, dtype: gl.constexpr):
 @gluon.jit
 def _step(q, acc, more, packed, m, l, zero, a, i, row, n, W: gl.constexpr, IS_EDGE: gl.constexpr):
     """Scores of tile i and the output product of tile i - 1, then the exponentials of the scores."""
-    slot, before = _slot(i, a.STAGES), _slot(i - 1, a.STAGES)
-    k = a.k_ring.wait(slot, _lap(i, a.STAGES))
+    slot, before = slot_of(i, a.STAGES), slot_of(i - 1, a.STAGES)
+    k = a.k_ring.wait(slot, lap_of(i, a.STAGES))
     a.take_turn(W)
     s = _issue_scores(q, k, zero, a.D1)
-    v = a.v_ring.wait(before, _lap(i - 1, a.STAGES))
+    v = a.v_ring.wait(before, lap_of(i - 1, a.STAGES))
     acc, more, p = _issue_output(packed, v, acc, more, a)
     a.pass_turn(W)
     if IS_EDGE:
@@ -552,7 +415,7 @@ def _attend_partition(a, W: gl.constexpr):
     """Attend rows 64 W to 64 W + 63 of all tiles of this program."""
     dtype: gl.constexpr = a.q_desc.dtype
     # Warpgroups that take turns all walk over the tiles of the last one; the diagonal of the others lies further back.
-    AHEAD: gl.constexpr = W * ROWS // a.BLOCK_N if a.IS_CAUSAL and a.PING_PONG else 0
+    AHEAD: gl.constexpr = W * ROWS // a.BLOCK_N if a.IS_ALIGNED else 0
     EDGE_TILES: gl.constexpr = a.EDGE_TILES - AHEAD
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, a.BLOCK_N, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, a.DV0, 16])
@@ -575,15 +438,15 @@ def _attend_partition(a, W: gl.constexpr):
 
         if a.IS_CAUSAL:
             for j in range(i, i + skipped):
-                a.k_ring.wait(_slot(j, a.STAGES), _lap(j, a.STAGES))
-                a.k_ring.release(_slot(j, a.STAGES))
+                a.k_ring.wait(slot_of(j, a.STAGES), lap_of(j, a.STAGES))
+                a.k_ring.release(slot_of(j, a.STAGES))
         q = a.q_ring.wait(W, n)
         start = i
         i += skipped
         last = i + steps - 1
-        k = a.k_ring.wait(_slot(i, a.STAGES), _lap(i, a.STAGES))
+        k = a.k_ring.wait(slot_of(i, a.STAGES), lap_of(i, a.STAGES))
         s = warpgroup_mma_wait(0, deps=[_issue_scores(q, k, zero, a.D1)])
-        a.k_ring.release(_slot(i, a.STAGES))
+        a.k_ring.release(slot_of(i, a.STAGES))
         if EDGE_TILES > 0:
             s = _mask(s, a, row, (steps - 1) * a.BLOCK_N)
         m, l, _ = _raise_maximum(s, m, l, a)
@@ -591,8 +454,8 @@ def _attend_partition(a, W: gl.constexpr):
         l += sums
         if a.IS_CAUSAL:
             for j in range(start, i):
-                a.v_ring.wait(_slot(j, a.STAGES), _lap(j, a.STAGES))
-                a.v_ring.release(_slot(j, a.STAGES))
+                a.v_ring.wait(slot_of(j, a.STAGES), lap_of(j, a.STAGES))
+                a.v_ring.release(slot_of(j, a.STAGES))
 
         # The masked tiles, unrolled: the loop over the others has no mask.
         for edge in gl.static_range(1, EDGE_TILES):
@@ -607,7 +470,7 @@ def _attend_partition(a, W: gl.constexpr):
         row = a.row_tiles.wait(n) + W * ROWS
         b, h = a.row_tiles.read(n, 0), a.row_tiles.read(n, 1)
         a.q_ring.release(W)  # the next Q travels under all that follows
-        v = a.v_ring.wait(_slot(i, a.STAGES), _lap(i, a.STAGES))
+        v = a.v_ring.wait(slot_of(i, a.STAGES), lap_of(i, a.STAGES))
         acc, more, p = _issue_output(packed, v, acc, more, a)
         l_row = gl.convert_layout(gl.sum(l, 1), gl.SliceLayout(1, s_layout))
         has_keys = l_row != 0  # a row without keys: output 0, LSE -inf
@@ -615,11 +478,11 @@ def _attend_partition(a, W: gl.constexpr):
         if a.STORE_LSE:
             lse = gl.where(has_keys, (m + gl.log2(l_row)) * 0.6931471805599453, -float("inf"))
             offs_m = row + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
-            seqlen_q = _copy(a.seqlen_q)
+            seqlen_q = copy_of(a.seqlen_q)
             lse_row = (b * a.heads + h).to(gl.int64) * seqlen_q
             gl.store(a.lse_ptr + lse_row + offs_m, lse, mask=offs_m < seqlen_q)
         acc, more, _ = warpgroup_mma_wait(0, deps=[acc, more, p])
-        a.v_ring.release(_slot(i, a.STAGES))
+        a.v_ring.release(slot_of(i, a.STAGES))
         i += 1
         acc, more = _rescale(acc, more, inverse, a)
         a.store(acc.to(dtype), more.to(dtype), b, h, row, W)
@@ -643,7 +506,9 @@ def _forward_sm90_kernel(
     GROUP: gl.constexpr,  # query heads that share one K/V head
     WARPGROUPS: gl.constexpr,  # that multiply matrices; 64 rows each
     STAGES: gl.constexpr,  # tiles of K, and of V, in flight
-    IS_CAUSAL: gl.constexpr, EDGE_TILES: gl.constexpr, PING_PONG: gl.constexpr, STORE_LSE: gl.constexpr,
+    IS_CAUSAL: gl.constexpr, EDGE_TILES: gl.constexpr, IS_ALIGNED: gl.constexpr,
+    PING_PONG: gl.constexpr,  # the warpgroups take turns
+    STORE_LSE: gl.constexpr,
     D1: gl.constexpr, DV0: gl.constexpr, DV1: gl.constexpr,  # columns in two powers of two
     MATRIX_REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -655,9 +520,9 @@ def _forward_sm90_kernel(
     q_more = q_more_desc if D1 > 0 else q_desc
     k_more = k_more_desc if D1 > 0 else k_desc
     v_more = v_more_desc if DV1 > 0 else v_desc
-    q_ring = _make_ring(q_desc, q_more, D1, WARPGROUPS, 1, TURNS + WARPGROUPS)
-    k_ring = _make_ring(k_desc, k_more, D1, STAGES, WARPGROUPS, TURNS + 2 * WARPGROUPS)
-    v_ring = _make_ring(v_desc, v_more, DV1, STAGES, WARPGROUPS, TURNS + 2 * WARPGROUPS + STAGES)
+    q_ring = make_ring(q_desc, q_more, D1, WARPGROUPS, 1, TURNS + WARPGROUPS)
+    k_ring = make_ring(k_desc, k_more, D1, STAGES, WARPGROUPS, TURNS + 2 * WARPGROUPS)
+    v_ring = make_ring(v_desc, v_more, DV1, STAGES, WARPGROUPS, TURNS + 2 * WARPGROUPS + STAGES)
     BLOCK_N: gl.constexpr = k_desc.block_type.shape[2]
     o_bufs = gl.allocate_shared_memory(o_desc.dtype, [WARPGROUPS] + o_desc.block_type.shape, o_desc.layout)
     row_tiles = Tiles(  # type: ignore[call-arg] # aggregate gives it a constructor
@@ -670,7 +535,7 @@ def _forward_sm90_kernel(
         q_desc, k_desc, v_desc, o_desc, q_more, k_more, v_more, lse_ptr, counter_ptr,
         row_tiles, q_ring, o_bufs, k_ring, v_ring,
         heads, seqlen_q, seqlen_k, tiles_m, heads_total, heads_per_group, scale_log2,
-        GROUP, WARPGROUPS, BLOCK_N, STAGES, IS_CAUSAL, EDGE_TILES, PING_PONG, STORE_LSE,
+        GROUP, WARPGROUPS, BLOCK_N, STAGES, IS_CAUSAL, EDGE_TILES, IS_ALIGNED, PING_PONG, STORE_LSE,
         WARPGROUPS == 3 and BLOCK_N == 128, D1, DV0, DV1,
     )  # fmt: skip
     R: gl.constexpr = MATRIX_REGISTERS

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import InputError, UnsupportedError
-from ..gpu.specs import OLDEST_TRITON, GpuSpec
+from ..gpu.specs import OLDEST_TRITON, GpuSpec, shared_memory_limit
 from .problem import AttentionProblem
 
 MAX_HEAD_DIM = 256
@@ -325,52 +325,67 @@ def _short_pays(problem: AttentionProblem, gpu: GpuSpec) -> bool:
 
 HOPPER_ROWS = 64  # of one warpgroup
 HOPPER_REGISTERS = {2: 240, 3: 160}  # of a thread that multiplies, by warpgroups; the producer's have the rest, 32
+_HOPPER_BARRIER_BYTES = 1024  # and what else lies in shared memory: barriers, where row tiles lie, alignment
 _HOPPER_L2_BYTES = 32 << 20  # of K and V of a group of heads: what FlashAttention-3 takes for an L2 of 50 MB
 # Rows, keys, tiles: a sum of two of them, rounded up, stays in 32 bits. So does the count of key tiles over all row
 # tiles of a program, at about 1 us each in any call of less than half an hour.
 _HOPPER_MAX = 2**29
 
-# Tiles of forward_gluon_sm90: (columns of the wider of D and DV, causal) -> (keys up to which, configuration).
-# The numbers are TFLOP/s at 512, 1k, 2k, 4k, 8k and 16k keys, measured on an H200 (Triton 3.6, bf16, D = DV, 16,384
-# tokens, L2 flushed, median of 10 calls): lab/hopper, run 10. Lengths between two of them take the longer one's
-# configuration; unequal widths and fp16 take that of the nearest measured.
+# Tiles of forward_gluon_sm90: (columns of Q and K, columns of V, causal) -> (keys up to which, configuration).
+# The numbers are TFLOP/s at 512, 1k, 2k, 4k, 8k and 16k keys, measured on an H200 (Triton 3.6, bf16, 16,384 tokens, L2
+# flushed, median of 10 calls): lab/hopper, run 10, and run 12 for 96 and 192 columns. Lengths between two of them take
+# the longer one's configuration; fp16 takes bf16's; widths take the first entry that covers both.
 _HC = HopperConfig
 _ANY = 2**63
-HOPPER_TABLE: dict[tuple[int, bool], tuple[tuple[int, HopperConfig], ...]] = {
+HOPPER_TABLE: dict[tuple[int, int, bool], tuple[tuple[int, HopperConfig], ...]] = {
     # 128 keys 444 503 572 573 594 594, not in turns 419 482 548 545 566 569; 64 keys 415 478 547 550 576 577.
-    (64, False): ((_ANY, _HC(3, 128, 2, ping_pong=True)),),
+    (64, 64, False): ((_ANY, _HC(3, 128, 2, ping_pong=True)),),
     # 128 rows in turns 263 351 428 471 463 472; 192 rows 247 325 456 514 543 566, in turns 215 309 448 514 543 574,
     # with 64 keys 244 325 454 520 547 563.
-    (64, True): (
+    (64, 64, True): (
         (1024, _HC(2, 128, 2, ping_pong=True)),
         (2048, _HC(3, 128, 2, ping_pong=False)),
         (_ANY, _HC(3, 128, 2, ping_pong=True)),
     ),
+    # 128 rows 508 599 651 668 628 622, not in turns 447 504 528 522 474 474; 192 rows 485 577 683 651 684 681 (4k: of two
+    # sequences only, where 192 rows fill 5.3 rounds).
+    (96, 96, False): (
+        (1024, _HC(2, 128, 2, ping_pong=True)),
+        (_ANY, _HC(3, 64, 2, ping_pong=True)),
+    ),
+    # 128 rows 318 454 567 620 682 633, not in turns 297 402 486 532 593 533; 192 rows 267 377 538 605 684 663, but more
+    # registers spill than is allowed where the diagonal is not aligned with the tiles.
+    (96, 96, True): ((_ANY, _HC(2, 128, 2, ping_pong=True)),),
     # 572 688 755 778 763 728, in turns 571 689 754 777 761 726.
-    (128, False): ((_ANY, _HC(2, 128, 2, ping_pong=False)),),
+    (128, 128, False): ((_ANY, _HC(2, 128, 2, ping_pong=False)),),
     # In turns 343 519 656 740 770 746, not 340 515 654 744 776 754.
-    (128, True): (
+    (128, 128, True): (
         (2048, _HC(2, 128, 2, ping_pong=True)),
         (_ANY, _HC(2, 128, 2, ping_pong=False)),
     ),
+    # In turns 617 730 789 807 748 743, not 607 724 785 807 749 735; 64 keys x 3 stages 612 719 775 801 743 737.
+    (192, 128, False): ((_ANY, _HC(2, 128, 2, ping_pong=True)),),
+    # In turns 385 552 683 742 729 709, not 372 542 679 739 726 704; 64 keys x 3 stages 376 542 675 736 718 708.
+    (192, 128, True): ((_ANY, _HC(2, 128, 2, ping_pong=True)),),
+    # 3 stages in turns 624 728 771 789 728 738, not 607 704 750 777 710 741; 2 stages 602 722 776 790 718 744.
+    (192, 192, False): ((_ANY, _HC(2, 64, 3, ping_pong=True)),),
+    # 3 stages in turns 390 552 676 742 699 720, not 400 561 686 747 705 723; 2 stages 386 558 688 746 706 723.
+    (192, 192, True): ((_ANY, _HC(2, 64, 3, ping_pong=False)),),
     # In turns 603 722 792 824 757 751, not 594 713 789 823 757 755.
-    (256, False): ((_ANY, _HC(2, 64, 2, ping_pong=True)),),
+    (256, 256, False): ((_ANY, _HC(2, 64, 2, ping_pong=True)),),
     # 396 558 678 763 810 754, in turns 396 552 667 757 807 752.
-    (256, True): ((_ANY, _HC(2, 64, 2, ping_pong=False)),),
+    (256, 256, True): ((_ANY, _HC(2, 64, 2, ping_pong=False)),),
 }
 
 
 def hopper_config(problem: AttentionProblem) -> HopperConfig:
     """Return tile and schedule of ``forward_gluon_sm90``."""
-    columns = max(64, block_dim(max(problem.head_dim, problem.head_dim_v)))
-    rows = HOPPER_TABLE[columns, problem.causal]
-    config = next(config for keys, config in rows if problem.seqlen_k <= keys)
-    aligned = problem.seqlen_k >= problem.seqlen_q and (problem.seqlen_k - problem.seqlen_q) % config.block_n == 0
-    if problem.causal and config.ping_pong and not aligned:
-        # In turns all warpgroups walk over the key tiles of the last one, and the number that each masks is known at
-        # compile time: only where the diagonal crosses the tiles as it does at the start of both sequences.
-        return dataclasses.replace(config, ping_pong=False)
-    return config
+    rows = next(
+        rows
+        for (columns, columns_v, causal), rows in HOPPER_TABLE.items()
+        if problem.head_dim <= columns and problem.head_dim_v <= columns_v and problem.causal == causal
+    )
+    return next(config for keys, config in rows if problem.seqlen_k <= keys)
 
 
 def _hopper_tiles(problem: AttentionProblem) -> int:
@@ -393,13 +408,37 @@ def hopper_columns(head_dim: int) -> tuple[int, int]:
     return (2 * first, 0) if first == second else (first, second)
 
 
+def hopper_output_columns(problem: AttentionProblem, config: HopperConfig) -> int:
+    """Return how many columns of the output a warpgroup stages at once on the way to memory.
+
+    All, up to 128; half as many where shared memory holds no more beside the tiles of Q, K and V.
+    """
+    d, dv = sum(hopper_columns(problem.head_dim)), sum(hopper_columns(problem.head_dim_v))
+    rows, columns = HOPPER_ROWS * config.warpgroups, min(block_dim(problem.head_dim_v), 128)
+    tiles = problem.item_bytes * (rows * d + config.num_stages * config.block_n * (d + dv))
+    fits = tiles + problem.item_bytes * rows * columns + _HOPPER_BARRIER_BYTES <= shared_memory_limit(90)
+    return columns if fits else columns // 2
+
+
+def hopper_is_aligned(problem: AttentionProblem, config: HopperConfig) -> bool:
+    """Return whether, in turns and causal, the diagonal crosses key tiles as it does at the start of both sequences."""
+    further = problem.seqlen_k - problem.seqlen_q
+    return problem.causal and config.ping_pong and further >= 0 and further % config.block_n == 0
+
+
 def hopper_edge_tiles(problem: AttentionProblem, config: HopperConfig) -> int:
-    """Return how many key tiles the first warpgroup masks, counted from the last that it walks over."""
-    if problem.causal:  # the diagonal crosses the tiles of 64 rows once, or twice where it is not aligned with them
-        crossed = 1 if (problem.seqlen_k - problem.seqlen_q) % HOPPER_ROWS == 0 else 2
-        behind = (config.warpgroups - 1) * HOPPER_ROWS // config.block_n if config.ping_pong else 0
-        return crossed + behind
-    return 1 if problem.seqlen_k % config.block_n else 0
+    """Return how many key tiles the first warpgroup masks, counted from the last that it walks over.
+
+    In turns it walks over those of the last warpgroup, whose rows come after its own.
+    """
+    if not problem.causal:
+        return 1 if problem.seqlen_k % config.block_n else 0
+    behind = (config.warpgroups - 1) * HOPPER_ROWS if config.ping_pong else 0
+    further = problem.seqlen_k - problem.seqlen_q
+    if hopper_is_aligned(problem, config) or (not config.ping_pong and further % HOPPER_ROWS == 0):
+        return 1 + behind // config.block_n
+    # Its first row does not see the last HOPPER_ROWS - 1 + behind keys, which may begin anywhere in a tile.
+    return 1 + (HOPPER_ROWS - 2 + behind + config.block_n - 1) // config.block_n
 
 
 def hopper_heads_per_group(problem: AttentionProblem) -> int:

@@ -29,6 +29,8 @@ from .plan import (
     hopper_columns,
     hopper_edge_tiles,
     hopper_heads_per_group,
+    hopper_is_aligned,
+    hopper_output_columns,
     short_alignment,
 )
 from .problem import AttentionProblem
@@ -150,7 +152,7 @@ def _hopper(plan: Plan, config: HopperConfig) -> PreparedKernel:
         "q_desc": descriptor_type(kind, (1, 1, HOPPER_ROWS, d)),
         "k_desc": descriptor_type(kind, (1, 1, config.block_n, d)),
         "v_desc": descriptor_type(kind, (1, 1, config.block_n, dv)),
-        "o_desc": descriptor_type(kind, (1, 1, HOPPER_ROWS, min(block_dim(problem.head_dim_v), 128))),
+        "o_desc": descriptor_type(kind, (1, 1, HOPPER_ROWS, hopper_output_columns(problem, config))),
     }
     seconds = {
         "q_more_desc": (HOPPER_ROWS, d_more),
@@ -168,6 +170,7 @@ def _hopper(plan: Plan, config: HopperConfig) -> PreparedKernel:
         "STAGES": config.num_stages,
         "IS_CAUSAL": problem.causal,
         "EDGE_TILES": hopper_edge_tiles(problem, config),
+        "IS_ALIGNED": hopper_is_aligned(problem, config),
         "PING_PONG": config.ping_pong,
         "STORE_LSE": problem.return_lse,
         "MATRIX_REGISTERS": HOPPER_REGISTERS[config.warpgroups],

@@ -184,6 +184,36 @@ def count_parameters(source: KernelSource, ptx: str) -> None:
 MAX_POINTERS = 9
 
 
+def _write_maps(
+    source: KernelSource, arch: int, kinds: Sequence[str], tensor_maps: Sequence[TensorMap], first: int
+) -> tuple[list[int], list[Any], list[tuple[int, int]]]:
+    """Write the maps among the slots from the address ``first`` on.
+
+    Returns:
+        Where the driver finds each parameter of the tensors; what has to be kept for it; and of every map that has the
+        tensor of an earlier one, the words of both addresses.
+    """
+    places: list[int] = []
+    kept: list[Any] = []
+    repeated = []
+    mapped: list[int] = []  # the slots of the maps
+    for slot, kind in enumerate(kinds):
+        places.append(first + MAP_BYTES * slot)
+        if not kind.startswith("tensordesc"):
+            continue
+        tensor_map = tensor_maps[len(mapped)]
+        layout = compile_kernel(source, arch).metadata.tensordesc_meta[len(mapped)]
+        mapped.append(slot)
+        if tensor_map.of is not None:
+            repeated.append((MAP_BYTES // 8 * slot, MAP_BYTES // 8 * mapped[tensor_map.of]))
+        encode_without_address(tensor_map, layout, places[-1])
+        extents: list[Any] = [ctypes.c_int32(size) for size in tensor_map.shape]
+        extents += [ctypes.c_int64(stride) for stride in tensor_map.strides]
+        places += map(ctypes.addressof, extents)
+        kept += extents
+    return places, kept, repeated
+
+
 def prepare_launch(
     source: KernelSource,
     arch: int,
@@ -195,7 +225,7 @@ def prepare_launch(
     """Return ``launch(stream, p0, p1, p2, p3, p4=0, p5=0)`` for a fixed grid and fixed scalars.
 
     Args:
-        source: the kernel; tensor descriptors, then pointers come first in its signature, ``MAX_POINTERS`` in all.
+        source: the kernel; tensor descriptors and pointers come first in its signature, ``MAX_POINTERS`` at most.
         arch: 90 for sm_90.
         device: index of the CUDA device.
         grid: blocks in x, y and z.
@@ -216,23 +246,7 @@ def prepare_launch(
     # Every tensor has a slot of the size of a map; the first word of a slot is the address, with or without a map.
     memory = (ctypes.c_uint8 * (MAP_BYTES * MAX_POINTERS + MAP_ALIGNMENT))()
     first = ctypes.addressof(memory) + -ctypes.addressof(memory) % MAP_ALIGNMENT
-    places = []  # where the driver finds each parameter
-    values: list[Any] = []
-    repeated: list[tuple[int, int]] = []  # words of a map, and of the one whose tensor it has
-    mapped: list[int] = []  # the slots of the maps
-    for i in range(tensors):
-        places.append(first + MAP_BYTES * i)
-        if kinds[i].startswith("tensordesc"):
-            tensor_map = tensor_maps[len(mapped)]
-            layout = compile_kernel(source, arch).metadata.tensordesc_meta[len(mapped)]
-            mapped.append(i)
-            if tensor_map.of is not None:
-                repeated.append((MAP_BYTES // 8 * i, MAP_BYTES // 8 * mapped[tensor_map.of]))
-            encode_without_address(tensor_map, layout, places[-1])
-            extents: list[Any] = [ctypes.c_int32(size) for size in tensor_map.shape]
-            extents += [ctypes.c_int64(stride) for stride in tensor_map.strides]
-            places += map(ctypes.addressof, extents)
-            values += extents
+    places, values, repeated = _write_maps(source, arch, kinds[:tensors], tensor_maps, first)
     others: list[Any] = [_CTYPES[kind](value) for kind, value in zip(kinds[tensors:], scalars, strict=True)]
     others += [ctypes.c_void_p(0), ctypes.c_void_p(0)]  # Triton's scratch pointers: unused
     places += map(ctypes.addressof, others)

@@ -1,0 +1,171 @@
+"""What kernels for Hopper are built of, in Gluon: rings of tiles, barriers of the hardware, tiles drawn from a counter.
+
+And three ways to hide a value from the compiler, with the reason for each.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from .gluon_versions import aggregate, tma_load
+
+FIRST_BARRIER = gl.constexpr(5)  # of the hardware's 16 that is ours; Triton uses those before
+_ONE_PER_WARP = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
+_ONE_PER_WARPGROUP = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+
+
+@gluon.jit
+def named_barrier(WHAT: gl.constexpr, barrier, THREADS: gl.constexpr):
+    """Arrive at a barrier of the hardware (``arrive``), or wait there too (``sync``), as one of ``THREADS``.
+
+    There are 16. It costs a warp one instruction, and nothing to agree on with its warpgroup: before an arrival at an
+    mbarrier, which one thread makes for all, Triton has the whole warpgroup wait.
+    """
+    asm: gl.constexpr = f"bar.{WHAT} $1, {THREADS}; // $0"
+    gl.inline_asm_elementwise(asm, "=r,r", [barrier], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@aggregate
+class Ring:
+    """Tiles in shared memory that the producer fills and the warpgroups drain; a slot is used again every lap.
+
+    A tile may lie in two parts: a power of two of columns, and the power of two that covers the rest.
+    """
+
+    bufs: gl.shared_memory_descriptor  # [slots, 1, 1, rows, columns]
+    more_bufs: gl.shared_memory_descriptor  # [slots, 1, 1, rows, MORE]
+    ready_bars: gl.shared_memory_descriptor  # the slot was filled
+    MORE: gl.constexpr  # columns of the second part; 0 where there is none, and more_bufs is bufs
+    FREE: gl.constexpr  # barrier of the hardware that says that slot 0 is free; those of the others follow
+    READERS: gl.constexpr  # warpgroups that read a slot
+
+    @gluon.jit
+    def fill(self, desc, more_desc, b, h, row, slot, lap):
+        """Copy rows from ``row`` on of one head into the slot, once it is free."""
+        if lap > 0:
+            named_barrier("sync", self.FREE + slot, 128 * self.READERS + 32)
+        bar = self.ready_bars.index(slot)
+        BYTES: gl.constexpr = desc.block_type.nbytes + (more_desc.block_type.nbytes if self.MORE > 0 else 0)
+        mbarrier.expect(bar, BYTES)
+        tma_load(desc, [b, h, row, 0], bar, self.bufs.index(slot))
+        if self.MORE > 0:
+            tma_load(more_desc, [b, h, row, desc.block_type.shape[3]], bar, self.more_bufs.index(slot))
+
+    @gluon.jit
+    def wait(self, slot, lap):
+        """Wait until the slot is filled; return its parts as matrices."""
+        mbarrier.wait(self.ready_bars.index(slot), lap & 1)
+        first = self.bufs.index(slot).reshape([self.bufs.shape[3], self.bufs.shape[4]])
+        more = self.more_bufs.index(slot).reshape([self.more_bufs.shape[3], self.more_bufs.shape[4]])
+        return first, more
+
+    @gluon.jit
+    def release(self, slot):
+        """Tell the producer that one reader is done: each warp for itself, with no wait for the others."""
+        named_barrier("arrive", self.FREE + slot, 128 * self.READERS + 32)
+
+
+@gluon.jit
+def slot_of(i, SLOTS: gl.constexpr):
+    """Return the slot of the i-th tile. Unsigned: a signed remainder costs four instructions more."""
+    return (i.to(gl.uint32, bitcast=True) % SLOTS).to(gl.int32, bitcast=True)
+
+
+@gluon.jit
+def lap_of(i, SLOTS: gl.constexpr):
+    """Return how often the ring was filled before the i-th tile."""
+    return (i.to(gl.uint32, bitcast=True) // SLOTS).to(gl.int32, bitcast=True)
+
+
+@gluon.jit
+def make_ring(desc, more_desc, MORE: gl.constexpr, SLOTS: gl.constexpr, READERS: gl.constexpr, FREE: gl.constexpr):
+    """Allocate a ring for the tiles of ``desc``, and of ``more_desc`` where there is a second part."""
+    bufs = gl.allocate_shared_memory(desc.dtype, [SLOTS] + desc.block_type.shape, desc.layout)
+    more_bufs = bufs
+    if MORE > 0:
+        more_bufs = gl.allocate_shared_memory(desc.dtype, [SLOTS] + more_desc.block_type.shape, more_desc.layout)
+    ready_bars = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(SLOTS):
+        mbarrier.init(ready_bars.index(slot), count=1)
+    return Ring(bufs, more_bufs, ready_bars, MORE, FREE, READERS)  # type: ignore[call-arg] # aggregate gives it a constructor
+
+
+@aggregate
+class Tiles:
+    """The row tiles of this program, one after another: the producer says where each lies."""
+
+    bufs: gl.shared_memory_descriptor  # [2 * 3, 1] int32: sequence, head, first row
+    ready_bars: gl.shared_memory_descriptor
+
+    @gluon.jit
+    def publish(self, n, b, h, row):
+        """Say where the n-th tile lies. Its slot is free: who released Q of the tile before has read it."""
+        slot = n & 1
+        self.bufs.index(3 * slot).store(gl.full([1], 0, gl.int32, _ONE_PER_WARP) + b)
+        self.bufs.index(3 * slot + 1).store(gl.full([1], 0, gl.int32, _ONE_PER_WARP) + h)
+        self.bufs.index(3 * slot + 2).store(gl.full([1], 0, gl.int32, _ONE_PER_WARP) + row)
+        mbarrier.arrive(self.ready_bars.index(slot))
+
+    @gluon.jit
+    def wait(self, n):
+        """Wait until the n-th tile is known; return its first row, or -1 where there is none."""
+        mbarrier.wait(self.ready_bars.index(n & 1), (n >> 1) & 1)
+        return self.read(n, 2)
+
+    @gluon.jit
+    def read(self, n, WHAT: gl.constexpr):
+        """Return sequence (0), head (1) or first row (2) of the n-th tile, which is known."""
+        return gl.max(self.bufs.index(3 * (n & 1) + WHAT).load(_ONE_PER_WARPGROUP), 0)
+
+
+@gluon.jit
+def draw(counter_ptr):
+    """Ask for the next ticket; the answer takes a trip to L2, and ``collect`` waits for it.
+
+    One lane asks. As Triton's own atomic operation it would be waited for at once.
+    """
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred p; .reg .b32 lane; mov.b32 lane, %laneid; setp.eq.s32 p, lane, 0; mov.b32 $0, 0;"
+        " @p atom.relaxed.gpu.global.add.s32 $0, [$1], 1; }",
+        "=r,l", [counter_ptr.to(gl.int64, bitcast=True)], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def collect(ticket, counter_ptr, tiles):
+    """Return the tile of a ticket: the next that nobody has drawn, or one past the end.
+
+    One draw a tile: who makes the last puts the counter back to 0 for the next launch.
+    """
+    ticket = gl.inline_asm_elementwise(
+        "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", "=r,r", [ticket], dtype=gl.int32, is_pure=False, pack=1
+    )
+    if ticket == tiles - 1:
+        gl.store(counter_ptr, 0)
+    return ticket + special_register("nctaid.x")
+
+
+@gluon.jit
+def copy_of(x):
+    """Return a copy of an integer that the compiler cannot see through.
+
+    What is computed from it is computed where it is needed. Else LLVM computes it once for all warpgroups at the start
+    of the kernel (Triton 3.9), and ptxas spills what lives that long.
+    """
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def opaque(X: gl.constexpr):
+    """Return a constant that the compiler does not know, for the reason of ``copy_of``."""
+    asm: gl.constexpr = f"mov.b32 $0, {X};"
+    return gl.inline_asm_elementwise(asm, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def special_register(NAME: gl.constexpr):
+    """Read a special register of 32 bits where it is needed, for the reason of ``copy_of``."""
+    asm: gl.constexpr = f"mov.b32 $0, %{NAME};"
+    return gl.inline_asm_elementwise(asm, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
