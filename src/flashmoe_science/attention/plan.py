@@ -347,8 +347,8 @@ HOPPER_TABLE: dict[tuple[int, int, bool], tuple[tuple[int, HopperConfig], ...]] 
         (2048, _HC(3, 128, 2, ping_pong=False)),
         (_ANY, _HC(3, 128, 2, ping_pong=True)),
     ),
-    # 128 rows 508 599 651 668 628 622, not in turns 447 504 528 522 474 474; 192 rows 485 577 683 651 684 681 (4k: of two
-    # sequences only, where 192 rows fill 5.3 rounds).
+    # 128 rows 508 599 651 668 628 622, not in turns 447 504 528 522 474 474; 192 rows 485 577 683 651 684 681 (4k:
+    # two sequences only, where 192 rows fill 5.3 rounds).
     (96, 96, False): (
         (1024, _HC(2, 128, 2, ping_pong=True)),
         (_ANY, _HC(3, 64, 2, ping_pong=True)),
