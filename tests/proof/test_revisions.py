@@ -29,6 +29,7 @@ from flashmoe_science.proof.revisions import (
     prove_revisions,
     subjects_at,
 )
+from flashmoe_science.proof.store import Store
 from flashmoe_science.proof.subject import PACKAGE_FOLDER, hash_sources, load_entry
 
 from .chain import FEW, GPU, FakeGpu, Recorder, environment_with, request_of
@@ -368,6 +369,38 @@ def test_an_interruption_leaves_what_was_finished_of_b(repository, fake, monkeyp
     assert leftovers(repository) == (0, [])
 
 
+def test_what_a_showed_is_kept_before_b_begins(repository, fake):
+    record, recorder, _ = prove_both(repository)
+    a_gates = [saved.compared and [gate.status.value for gate in saved.compared.a.gates] for saved in recorder.saved]
+    assert a_gates[0] == ["passed", *["not reached"] * 6]  # after A's first gate
+    assert {saved.id for saved in recorder.saved} == {record.id}  # each replaces the one before
+    assert {saved.created_at for saved in recorder.saved} == {record.created_at}
+    assert not any(saved.complete for saved in recorder.saved[:-1])
+
+
+def test_an_interruption_of_a_leaves_and_books_what_a_had_finished(repository, fake, tmp_path, monkeypatch, capsys):
+    def interrupted(payload, on_event):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(fake, "_check_correct", interrupted)
+    (tmp_path / "suite.toml").write_text(SUITE)
+    monkeypatch.setenv("FLASHMOE_STORE", str(tmp_path / "runs.sqlite"))
+    monkeypatch.chdir(repository)
+    arguments = ["compare", "first", "second", "--subject", "kernels", "--suite", str(tmp_path / "suite.toml")]
+    assert cli.main(arguments) == 130
+    (path,) = (repository / "evidence").glob("*.json")
+    assert f"what was finished is in evidence/{path.name}" in capsys.readouterr().err
+    record = read_record(path)
+    assert record.incomplete_reason == "A (first): interrupted in gate correct"
+    assert record.compared is not None
+    assert {gate.name: gate.status.value for gate in record.compared.a.gates}["launch"] == "passed"
+    assert {gate.status.value for gate in record.gates} == {"not reached"}
+    booked = {(entry.run, entry.gate) for entry in Store().ledger()}
+    assert (record.id, "launch") in booked
+    assert cli.main(["show", record.id]) == 0
+    assert cli.main(["runs"]) == 0
+
+
 # The command, with real workers and no GPU
 
 SUITE = """
@@ -428,7 +461,7 @@ def test_the_command_shows_on_a_cpu_that_both_build_and_that_one_is_wrong(tmp_pa
     assert code == 3, err
     lines = out.splitlines()
     correct = [line.split()[:2] for line in lines if line.startswith("correct")]
-    assert correct == [["correct", "passed"], ["correct", "failed"]]
+    assert correct == [["correct", "passed"], ["correct", "failed"]], out
     assert any(line.startswith("gate failed  second (") and "wrong in 1 of 1 case" in line for line in lines)
     (path,) = (repository / "evidence").glob("*.json")
     assert compare_revisions(read_record(path)).gate_failed == "correct"

@@ -24,6 +24,7 @@ from .. import __version__
 from ..errors import ProofError
 from . import nvml
 from .evidence import Environment, Gpu
+from .git import git
 from .worker import Emit, describe_error, run_task
 
 PACKAGE_FOLDER = Path(__file__).resolve().parent.parent
@@ -162,7 +163,10 @@ def tree_commit() -> tuple[str | None, bool | None]:
 
 def _git(*arguments: str) -> str | None:
     """Return what git prints about the folder of this package, or None where it fails."""
-    return _output("git", "-C", str(PACKAGE_FOLDER), *arguments)
+    try:
+        return git(PACKAGE_FOLDER, *arguments, timeout_s=_COMMAND_TIMEOUT_S)
+    except ProofError:
+        return None
 
 
 def _output(*command: str) -> str | None:
@@ -311,8 +315,9 @@ def _check_rivals() -> list[Check]:
     for operator in BUILTIN_OPERATORS:
         found = available_baselines(load_operator(operator))
         here = [f"{status.name} {status.version}".strip() for status in found if status.available]
-        missing = [status.name for status in found if not status.available]
-        text = ", ".join(here) or "none found"
+        waiting = [f"{status.name} {status.version}".strip() for status in found if status.installed and not here]
+        missing = [status.name for status in found if not status.installed]
+        text = ", ".join(here) or (f"none without a GPU; installed: {', '.join(waiting)}" if waiting else "none found")
         text += f"; not here: {', '.join(missing)}" if missing else ""
         hint = "`flashmoe baselines` says why" if missing else ""
         checks.append(Check(f"rivals of {operator}", ok=True if here else None, text=text, hint=hint))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -18,11 +17,11 @@ from pathlib import Path
 
 from ..errors import FlashmoeError, ProofError, SubjectError
 from .evidence import Compared, Gate, GateStatus, Record, Revision
-from .gates import Progress, ProveRequest, prove
+from .gates import Progress, ProveRequest, Run, prove
+from .git import git
 from .operator import is_own, load_operator
 from .subject import PACKAGE_FOLDER, Checkout, Subject, builtin_names, load_subject
 
-_GIT_TIMEOUT_S = 600.0  # a large repository takes minutes to check out
 _CHECKED_BEFORE_TIMING = "correct"
 
 
@@ -37,7 +36,7 @@ class Asked:
 def find_toplevel(folder: Path) -> Path:
     """Return the root of the git repository that ``folder`` lies in. Raises ``ProofError``."""
     try:
-        return Path(_git(folder, "rev-parse", "--show-toplevel")).resolve()
+        return Path(git(folder, "rev-parse", "--show-toplevel")).resolve()
     except ProofError as error:
         hint = "run it in a clone of the repository whose revisions are compared"
         raise ProofError(f"there is no git repository here: {error}", hint=hint) from error
@@ -49,7 +48,7 @@ def find_revision(repository: Path, label: str) -> Asked | None:
         return None
     try:
         return Asked(
-            label, _git(repository, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{label}^{{commit}}")
+            label, git(repository, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{label}^{{commit}}")
         )
     except ProofError:
         return None
@@ -57,7 +56,7 @@ def find_revision(repository: Path, label: str) -> Asked | None:
 
 def has_uncommitted_changes(repository: Path) -> bool:
     """Return whether tracked files differ from the last commit: no revision has these changes."""
-    return _git(repository, "status", "--porcelain", "--untracked-files=no") != ""
+    return git(repository, "status", "--porcelain", "--untracked-files=no") != ""
 
 
 @contextlib.contextmanager
@@ -74,9 +73,9 @@ def checked_out(repository: Path, a: Asked, b: Asked) -> Iterator[tuple[Checkout
         for name, asked in (("a", a), ("b", b)):
             tree = shared / name
             try:
-                _git(repository, "worktree", "add", "--detach", "--quiet", str(tree), asked.commit)
+                git(repository, "worktree", "add", "--detach", "--quiet", str(tree), asked.commit)
                 if (tree / ".gitmodules").exists():
-                    _git(tree, "submodule", "update", "--init", "--recursive", "--quiet")
+                    git(tree, "submodule", "update", "--init", "--recursive", "--quiet")
             except ProofError as error:
                 hint = "`git worktree add` and `git submodule update` have to work in this repository"
                 raise ProofError(f"revision {asked.label} cannot be checked out: {error}", hint=hint) from error
@@ -90,26 +89,7 @@ def _remove(repository: Path, shared: Path) -> None:
     """Remove the working trees and what git remembers of them."""
     shutil.rmtree(shared, ignore_errors=True)
     with contextlib.suppress(ProofError):  # prune only tidies: git does the same by itself, later
-        _git(repository, "worktree", "prune")
-
-
-def _git(folder: Path, *arguments: str) -> str:
-    """Return what git prints in ``folder``. Raises ``ProofError`` with the last line of what it complains about."""
-    # A hook that runs us points git elsewhere; a checkout here must run no hook of the user's.
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-    command = ["git", "-C", str(folder), "-c", "core.hooksPath=/dev/null", *arguments]
-    try:
-        done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=_GIT_TIMEOUT_S, check=False
-        )
-    except OSError as error:
-        raise ProofError(f"git cannot be run: {error.strerror}", hint="install git") from error
-    except subprocess.TimeoutExpired as error:
-        raise ProofError(f"git {arguments[0]} took more than {_GIT_TIMEOUT_S:g} s") from error
-    if done.returncode != 0:
-        said = done.stderr.strip().splitlines()[-1:] or [f"it exited with status {done.returncode}"]
-        raise ProofError(f"git {arguments[0]}: {said[0]}")
-    return done.stdout.strip()
+        git(repository, "worktree", "prune")
 
 
 def subjects_at(text: str, a: Checkout, b: Checkout) -> tuple[Subject, Subject]:
@@ -226,31 +206,60 @@ def prove_revisions(
         tolerance: The smallest effect that matters.
         progress: told what is going on.
         announce: told which revision is next, in one line.
-        save: gets the record after every gate and every measured case of B.
+        save: gets the record after every gate of either revision and every measured case.
 
     Returns:
         The record of B, which holds A's gates too.
 
     Raises:
         ProofError: the request cannot be carried out.
-        KeyboardInterrupt: after what was finished of B has been saved.
+        KeyboardInterrupt: after what was finished of both has been saved.
     """
     b, a = request.subject, request.subject.rival
     assert a is not None
     assert a.checkout is not None
+    assert b.checkout is not None
+    second = replace(request, subject=b, baselines=[a.name], repository=b.checkout.root)
+    comparison = _Comparison(second, a, tolerance, progress)
     announce(f"A: {a.checkout.label} ({a.checkout.commit[:12]})")
     alone = replace(request, subject=a, baselines=[], until=_CHECKED_BEFORE_TIMING, repository=a.checkout.root)
     with _path_restored():
-        first = prove(alone, progress=progress, save=lambda _: None)
-    failed = any(gate.status is GateStatus.FAILED for gate in first.gates)
-    assert b.checkout is not None
+        first = prove(alone, progress=progress, save=lambda found: save(comparison.before_b(found)))
+    if any(gate.status is GateStatus.FAILED for gate in first.gates):
+        second = replace(second, until=_CHECKED_BEFORE_TIMING)
     announce(f"B: {b.checkout.label} ({b.checkout.commit[:12]})")
-    until = _CHECKED_BEFORE_TIMING if failed else request.until
-    second = replace(request, subject=b, baselines=[a.name], until=until, repository=b.checkout.root)
-    compared = Compared(a=_revision(a, first.gates, first), b=_revision(b, [], None), tolerance=tolerance)
     with _path_restored():
-        record = prove(second, progress=progress, save=lambda found: save(_as_comparison(found, b, compared)))
-    return _as_comparison(record, b, compared)
+        record = prove(second, progress=progress, save=lambda found: save(comparison.of_b(found)))
+    return comparison.of_b(record)
+
+
+class _Comparison:
+    """The one record of a comparison: B's, with A's gates in it from the first of them on."""
+
+    def __init__(self, second: ProveRequest, a: Subject, tolerance: float, progress: Progress) -> None:
+        self._second, self._a, self._progress = second, a, progress
+        self._b = second.subject
+        self._compared = Compared(a=_revision(a, [], None), b=_revision(self._b, [], None), tolerance=tolerance)
+        self._blank: Record | None = None  # of B, of which nothing is known yet; its id is that of the comparison
+
+    def before_b(self, first: Record) -> Record:
+        """Return the record while A is looked at, or was left: ``first`` is A's own."""
+        if self._blank is None:
+            with _path_restored():  # asking B's operator may add B's folders, and A's workers are still to come
+                run = Run(self._second, environment=first.environment, progress=self._progress, save=lambda _: None)
+            self._blank = run.record()
+        revision = _revision(self._a, first.gates, first)
+        self._compared = self._compared.model_copy(update={"a": revision})
+        found = self.of_b(self._blank)
+        if first.complete:
+            return found
+        return found.model_copy(update={"incomplete_reason": f"A ({revision.label}): {first.incomplete_reason}"})
+
+    def of_b(self, record: Record) -> Record:
+        """Return the record that ``record``, B's own, makes."""
+        if self._blank is not None:
+            record = record.model_copy(update={"id": self._blank.id, "created_at": self._blank.created_at})
+        return _as_comparison(record, self._b, self._compared)
 
 
 def _revision(subject: Subject, gates: Sequence[Gate], record: Record | None) -> Revision:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import subprocess
 import tarfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 from ...errors import ProofError, RemoteError
 from ..environment import tree_commit
 from ..gates import ProveRequest
+from ..git import git
 from ..suites import list_suites
 from .agent import RemoteRequest
 
@@ -93,7 +93,7 @@ def find_tree(folder: Path) -> Tree:
         RemoteError: there is none.
     """
     try:
-        root = Path(_git(folder, "rev-parse", "--show-toplevel").rstrip("\n"))
+        root = Path(git(folder, "rev-parse", "--show-toplevel"))
     except ProofError as error:
         hint = "`git init` is enough: nothing has to be committed, and .gitignore says what stays here"
         raise RemoteError(f"{folder} must lie in a git working tree, whose files are sent", hint=hint) from error
@@ -102,7 +102,7 @@ def find_tree(folder: Path) -> Tree:
 
 def _list(root: Path) -> list[str]:
     """Return the files of a tree, those of its submodules too. What was deleted and is still tracked is left out."""
-    listed = _git(root, "ls-files", "-z", "--cached", "--others", "--exclude-standard").split("\0")
+    listed = git(root, "ls-files", "-z", "--cached", "--others", "--exclude-standard").split("\0")
     files: list[str] = []
     for name in sorted({name for name in listed if name}):
         path = root / name
@@ -111,16 +111,6 @@ def _list(root: Path) -> list[str]:
         elif path.is_symlink() or path.exists():
             files.append(name)
     return files
-
-
-def _git(folder: Path, *arguments: str) -> str:
-    try:
-        done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, check=True)
-    except FileNotFoundError as error:
-        raise ProofError("git is not installed here") from error
-    except subprocess.CalledProcessError as error:
-        raise ProofError(error.stderr.decode(errors="replace").strip()) from error
-    return done.stdout.decode(errors="surrogateescape")
 
 
 def _package_files() -> list[Path]:
