@@ -94,7 +94,9 @@ def test_the_version(run):
         (["show", "20270101"], "there is no run '20270101'", ""),
         (["show", RUN_ID.replace("made", "mead")], "there is no run", f"did you mean {RUN_ID}?"),
         (["suites", "sede"], "suite must be one of", "did you mean seed?"),
-        (["explain", "--shape", "1,1,1,8", "--gpu", "H20"], "gpu must be one of", "did you mean H200?"),
+        (["explain", "--shape", "1,1,1,8", "--gpu", "H20"], "gpu must be one of", "no other is known"),
+        (["prove", "--gpu", "L40S"], "gpu must be one of A100, A10G, L4,", "no other is known"),  # an L40S is no L4
+        (["prove", "--gpu", "rtx4090"], "got 'rtx4090'", "did you mean RTX 4090?"),
         (["explain", "--shape", "1,2,3"], "shape must be four integers B,H,S,D, got '1,2,3'", "e.g. --shape"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import cast
 
 import pytest
+import torch
 
 from flashmoe_science.errors import ProofError
 from flashmoe_science.proof import baselines
@@ -18,7 +19,7 @@ OPERATOR_UNDER_TEST = cast("Operator", OPERATOR)
 
 def test_every_rival_is_tried_and_a_crash_counts_against_one_alone():
     found = baselines.available_baselines(OPERATOR_UNDER_TEST)
-    assert [(status.name, status.available, status.version) for status in found] == [
+    assert [(status.name, status.installed, status.version) for status in found] == [
         ("good", True, "1.0"),
         ("absent", False, ""),
         ("crashing", False, ""),
@@ -26,10 +27,18 @@ def test_every_rival_is_tried_and_a_crash_counts_against_one_alone():
         ("last", True, "1.0"),
     ]
     reasons = {status.name: status.reason for status in found}
-    assert reasons["good"] == ""
     assert reasons["absent"] == "no module named absent"
     assert "SIGSEGV" in reasons["crashing"]
     assert reasons["broken"].startswith("ValueError: bad build")
+
+
+def test_what_is_installed_runs_only_where_there_is_a_gpu():
+    """A CPU build of torch lets its CUDA backends be named: they do not run there."""
+    good = baselines.available_baselines(OPERATOR_UNDER_TEST)[0]
+    if torch.cuda.is_available():
+        assert (good.available, good.reason) == (True, "")
+    else:
+        assert (good.available, good.reason) == (False, "it is installed; it needs an NVIDIA GPU that torch can use")
 
 
 def test_names_are_resolved_in_the_order_given_and_the_default_is_the_first():

@@ -266,7 +266,8 @@ def run_baselines(operator: str, *, as_json: bool) -> int:
     found = available_baselines(load_operator(operator))
     rows = [(b.name, "yes" if b.available else "no", b.version, b.reason) for b in found]
     terminal.show(plain_table(("baseline", "here", "version", "why not"), rows))
-    terminal.document({"baselines": [_fields(b, "name", "available", "version", "reason") for b in found]})
+    names = ("name", "available", "installed", "version", "reason")
+    terminal.document({"baselines": [_fields(b, *names) for b in found]})
     return 0
 
 

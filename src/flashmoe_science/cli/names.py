@@ -24,9 +24,15 @@ def gpu_named(name: str) -> GpuSpec:
     """Return what is known of the GPU called ``name``. Raises ``InputError``."""
     try:
         return find_gpu(name)
-    except InputError:
-        check_name("gpu", name, SPECS)
-        raise
+    except InputError as error:
+        # Spelling says nothing of another card: an L40S is no L4, and an H20 no H200.
+        same = [known for known in SPECS if _letters(known) == _letters(name)]
+        hint = f"did you mean {same[0]}?" if same else "no other is known: its limits and rates are in no table here"
+        raise InputError(str(error), hint=hint) from error
+
+
+def _letters(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.casefold())
 
 
 def moment_named(text: str, *, what: str = "since", now: datetime | None = None) -> datetime:

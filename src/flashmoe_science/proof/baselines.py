@@ -11,6 +11,7 @@ from .operator import Operator, Rival, load_operator
 from .worker import Emit, run_task
 
 _TASK = f"{__name__}:probe"
+_NO_GPU = "it is installed; it needs an NVIDIA GPU that torch can use"
 _TIMEOUT_S = 120.0  # for one rival: some compile while they are imported
 
 
@@ -21,7 +22,12 @@ class BaselineStatus:
     name: str
     available: bool
     reason: str  # why not; "" when available
-    version: str  # "" when not available
+    version: str  # "" when it is not installed
+
+    @property
+    def installed(self) -> bool:
+        """Whether it can be imported: with a GPU it would run here."""
+        return self.available or self.reason == _NO_GPU
 
 
 def resolve(operator: Operator, names: Sequence[str]) -> list[Rival]:
@@ -68,19 +74,23 @@ def probe(payload: dict[str, Any], emit: Emit) -> dict[str, Any]:
     Returns:
         Nothing: an empty dict.
     """
+    import torch
+
     from .arms import load_rival
 
     rivals = load_operator(payload["operator"]).rivals()
     for name in payload["names"]:
         loaded = load_rival(rivals[name])
-        available = loaded.status == "loaded"
+        installed = loaded.status == "loaded"
+        # PyTorch lets its CUDA kernels be named where it has none: what is imported is not what runs.
+        available = installed and torch.cuda.is_available()
         emit(
             {
                 "event": "rival",
                 "name": name,
                 "available": available,
-                "reason": loaded.reason,
-                "version": loaded.version if available else "",
+                "reason": _NO_GPU if installed and not available else loaded.reason,
+                "version": loaded.version if installed else "",
             }
         )
     return {}
