@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+
+from .proof.processes import python_path
 
 SESSION = """
 import pytest
@@ -41,7 +44,8 @@ def run_session(folder: Path, *arguments: str) -> int:
     (folder / "test_session.py").write_text(SESSION, encoding="utf-8")
     (folder / "pytest.ini").write_text("[pytest]\npythonpath = " + str(Path(__file__).parent.parent), encoding="utf-8")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
-    return subprocess.run(command, cwd=folder, check=False, capture_output=True).returncode
+    environment = {**os.environ, "PYTHONPATH": python_path()}
+    return subprocess.run(command, cwd=folder, env=environment, check=False, capture_output=True).returncode
 
 
 def test_every_outcome_is_recorded(tmp_path) -> None:

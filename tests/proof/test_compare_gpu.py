@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,12 @@ import pytest
 from flashmoe_science import cli
 
 from .repositories import commit
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timing,
+    pytest.mark.skipif(shutil.which("git") is None, reason="compares revisions, which needs git"),
+]
 
 COMMON = Path(__file__).parents[1] / "subjects" / "common" / "plain_triton.py"
 
@@ -49,6 +56,17 @@ seqlen_q = 512
 """
 
 
+def story(document, err):
+    """Return what a failing test has to say: why it is decided so, every gate of both revisions, every arm."""
+    comparison, record = document["comparison"], document["record"]
+    lines = [comparison["reason"], *(f"{case['name']}: {case['effect']}: {case}" for case in comparison["cases"])]
+    for label, gates in (("A", record["compared"]["a"]["gates"]), ("B", record["gates"])):
+        lines += [f"{label} {gate['name']}: {gate['status']}: {gate['summary']} {gate['details']}" for gate in gates]
+    for case in record["cases"]:
+        lines += [f"{case['name']}: {arm['name']} {arm['status']} {arm['reason']}" for arm in case["arms"]]
+    return "\n".join(["", *lines, err])
+
+
 @pytest.fixture
 def compare(tmp_path, monkeypatch, capsys):
     """Make a repository with the revisions ``once`` and ``twice``; return a way to compare two of them."""
@@ -64,28 +82,25 @@ def compare(tmp_path, monkeypatch, capsys):
         options = ["--subject", "kernels", "--suite", str(tmp_path / "suite.toml"), "--time", "graph", *more, "--json"]
         code = cli.main(["compare", a, b, *options])
         out, err = capsys.readouterr()
+        assert out.startswith("{"), (code, out, err)
         document = json.loads(out)
         assert "comparison" in document, (document, err)
-        return code, document["comparison"], f"{document['comparison']['reason']}\n{err}"
+        return code, document["comparison"], story(document, err)
 
     return run
 
 
-@pytest.mark.gpu
-@pytest.mark.timing
 def test_a_kernel_that_works_twice_is_slower_and_the_other_way_round_faster(compare):
     few = ("--processes", "2", "--rounds", "4")  # a factor of two needs no more
     code, comparison, said = compare("once", "twice", *few)
     assert (code, [case["effect"] for case in comparison["cases"]]) == (1, ["slower", "slower"]), said
-    assert all(case["ratio"]["estimate"] < 0.9 for case in comparison["cases"]), comparison["cases"]
+    assert all(case["ratio"]["estimate"] < 0.9 for case in comparison["cases"]), said
     code, _, said = compare("twice", "once", *few)
     assert code == 0, said
 
 
-@pytest.mark.gpu
-@pytest.mark.timing
 def test_a_revision_against_itself_is_neither_faster_nor_slower(compare):
     code, comparison, said = compare("once", "once")
     assert code in (0, 4), said
     assert [case["ratio"] is not None for case in comparison["cases"]] == [True, True], said  # both were timed
-    assert {case["effect"] for case in comparison["cases"]} <= {"same", "undecided"}, comparison["cases"]
+    assert {case["effect"] for case in comparison["cases"]} <= {"same", "undecided"}, said

@@ -75,8 +75,9 @@ def interrupt_and_resume(folder, ssh, *where):
     process.send_signal(signal.SIGINT)
     output = process.communicate(timeout=120)[0]
     assert process.returncode == 130, output
+    assert len(records(folder)) == 1, output
     (old,) = records(folder)
-    assert old.incomplete_reason == "interrupted in gate bench"
+    assert old.incomplete_reason == "interrupted in gate bench", (old.incomplete_reason, output)
     resumed = start(folder, ssh, "--resume", old.id, *where)
     output = resumed.communicate(timeout=600)[0]
     assert resumed.returncode in (0, 1, 4), output
@@ -94,9 +95,15 @@ def test_an_interrupted_run_is_gone_on_with_on_the_same_gpu(folder):
     interrupt_and_resume(folder, "ssh")
 
 
+def visible():
+    """Return what lets a login of this machine find the packages and the GPU that this process has found."""
+    names = ("LD_LIBRARY_PATH", "CUDA_HOME", "CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "PATH")
+    return {name: os.environ[name] for name in names if os.environ.get(name)} | {"PYTHONPATH": python_path()}
+
+
 @pytest.mark.needs("sshd", is_possible(), WHY_NOT)
 def test_an_interrupted_run_over_ssh_is_gone_on_with(folder, tmp_path_factory):
-    server = Server(tmp_path_factory.mktemp("ssh") / "server")
+    server = Server(tmp_path_factory.mktemp("ssh") / "server", environment=visible())
     server.start()
     try:
         interrupt_and_resume(folder, server.command(rented={}), "--host", "rented", "--python", sys.executable)

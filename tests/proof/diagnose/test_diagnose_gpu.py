@@ -25,30 +25,44 @@ def diagnose(subject, case, *, baselines=(), counters=False):
     return found, diagnose_case(found)
 
 
+def assert_statuses(case, wanted):
+    """Compare what became of some hypotheses; a failing test shows what was said of each, and all that was measured."""
+    told = {each.hypothesis: each for each in case.findings}
+    lines = [f"{each.hypothesis}: {each.status.value}: {each}" for each in case.findings]
+    lines.append(str(case.observations))
+    assert {name: told[name].status for name in wanted} == wanted, "\n".join(["", *lines])
+
+
 def test_a_plain_kernel_with_sixteen_blocks_is_a_serial_loop_on_a_small_grid():
     """The grid of (1, 1, 512, 64) is 16 blocks of 128 threads, each with one loop over all keys."""
     subject, problem = load_subject(str(SUBJECTS / "honest_triton")), attention(1, 1, 512, 64)
     found, case = diagnose(subject, problem, baselines=["sdpa"], counters=True)
     assert [rival.name for rival in found.rivals] == ["sdpa"]
+    assert len(found.kernels) == 1, (found.kernels, found.missing)
     (kernel,) = found.kernels
     assert (kernel.blocks, kernel.threads) == (16, 128)
-    assert kernel.code is not None
-    told = {each.hypothesis: each for each in case.findings}
-    assert told["grid too small"].status is Status.CONFIRMED
-    assert told["serial loop"].status is Status.CONFIRMED
-    assert told["no tensor-core instructions"].status is Status.RULED_OUT
-    assert told["bound by memory bandwidth"].status is Status.RULED_OUT
+    assert kernel.code is not None, kernel.code_missing
+    assert_statuses(
+        case,
+        {
+            "grid too small": Status.CONFIRMED,
+            "serial loop": Status.CONFIRMED,
+            "no tensor-core instructions": Status.RULED_OUT,
+            "bound by memory bandwidth": Status.RULED_OUT,
+        },
+    )
     # Not everywhere may this user read counters; where ncu shows kernels, this one is among them.
     assert kernel.counters or "shows no kernel" not in found.missing["counters"], found.missing
 
 
 def test_a_kernel_of_ours_on_a_problem_that_fills_the_gpu_is_no_small_grid():
-    found, case = diagnose(load_subject("flash_attention"), attention(4, 16, 4096, 128))
+    found, case = diagnose(load_subject("flash_attention"), attention(4, 16, 2048, 128))
     assert found.times.call is not None, found.missing
+    assert found.kernels, found.missing
     assert all(kernel.code is not None and kernel.seconds for kernel in found.kernels), found.kernels
-    told = {each.hypothesis: each for each in case.findings}
-    for name in (
-        *("grid too small", "serial loop", "launch-bound", "no tensor-core instructions"),
-        "another kernel than promised",
-    ):
-        assert told[name].status is Status.RULED_OUT, (told[name], found.times)
+    names = ("grid too small", "serial loop", "no tensor-core instructions", "another kernel than promised")
+    assert_statuses(case, dict.fromkeys(names, Status.RULED_OUT))
+    # A block of eager calls lasts longer than a replay: a card at its power limit is slower in it by a tenth, which is
+    # more than what rules the host out. It must not be called a cause.
+    (host,) = (each for each in case.findings if each.hypothesis == "launch-bound")
+    assert host.status is not Status.CONFIRMED, (host, found.times, found.sensors)
