@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 from xml.etree import ElementTree as ET
 
@@ -11,6 +10,7 @@ import pytest
 
 from flashmoe_science.cli.running import without_places
 from flashmoe_science.errors import EvidenceError, MachineLostError, RemoteError
+from flashmoe_science.proof.cost import Budget, size_of
 from flashmoe_science.proof.remote import HostResult
 
 from ..proof.builders import L4, build_record
@@ -20,15 +20,22 @@ LOST = MachineLostError("b: the run ended early in gate bench: cut", hint="flash
 
 
 @pytest.fixture
-def on_hosts(run, repository, monkeypatch):
+def budgets() -> dict[str, Budget | None]:
+    """Return what each machine was held to."""
+    return {}
+
+
+@pytest.fixture
+def on_hosts(run, repository, monkeypatch, budgets):
     """Run ``flashmoe prove --host`` with machines that answer with these records and errors."""
     subprocess.run(["git", "init", "-q"], cwd=repository, check=True)
 
     def on_hosts(answers, *args, interrupt=False):
-        def prove_on(hosts, request, tree, *, progress, save):
+        def prove_on(hosts, request, tree, *, progress, save, begin):
             results = []
             for host, (record, error) in zip(hosts, answers.values(), strict=True):
                 if record is not None:
+                    budgets[host.name] = begin(host.name, record, size_of(record))
                     progress[host.name].start("bench")
                     progress[host.name].finish(record.gates[-1])
                     save(host.name, record)
@@ -49,7 +56,8 @@ def test_one_machine_looks_like_this_one(on_hosts, repository):
     lines = out.splitlines()
     assert code == 0
     assert lines[0] == "proving flash_attention on suite seed (13 cases), against sdpa"
-    assert lines[1].startswith("bench    passed")
+    assert lines[1].startswith("me@gpu: cost: about $")
+    assert lines[2].startswith("bench    passed")
     assert lines[-4].startswith("demonstrated  ")
     assert "; estimated $" in lines[-2]
     assert lines[-1] == f"record: evidence/{record.id}.json"
@@ -146,7 +154,6 @@ def test_ctrl_c_says_where_every_record_is(on_hosts):
         (["--host", "a", "--host", "a"], "host must be given once, got a twice"),
         (["--host", "-oProxyCommand=x"], "host must be user@machine or a name from ~/.ssh/config"),
         (["--python", "python3"], "--python is of a borrowed machine, and --host names none"),
-        (["--host", "a", "--budget", "1"], "--budget holds a run on this machine only"),
         (["forward_triton", "flash_attention", "--host", "a"], "--host takes one subject, got 2"),
     ],
 )
@@ -185,14 +192,24 @@ def test_what_each_machine_will_cost_is_said_when_its_gpu_is_known(on_hosts):
     assert out.count("; estimated ") == 2  # beside what it has cost
 
 
-def test_a_run_that_is_short_is_said_to_cost_less(on_hosts):
-    def about(*args, day):
-        record = build_record(speedups=[2.0, 3.0], day=day)
-        out = on_hosts({"a": (record, None)}, *args)[1]
-        (dollars,) = re.findall(r"a: cost: about \$([\d.]+)", out)
-        return float(dollars)
+def test_several_machines_share_one_budget(on_hosts, budgets):
+    records = {name: (build_record(speedups=[2.0, 3.0], day=day), None) for day, name in enumerate("ab", 1)}
+    assert on_hosts(records, "--budget", "3")[0] == 0
+    assert {name: budget.dollars for name, budget in budgets.items() if budget} == {"a": 1.5, "b": 1.5}
 
-    assert about("--until", "correct", day=1) < about(day=2)
+
+def test_a_budget_is_refused_where_the_gpu_of_a_machine_has_no_rate(run, on_hosts, monkeypatch):
+    code, _, err = on_hosts({"b": (build_record(gpu=L4, day=2), None)}, "--budget", "1")
+    assert code == 2
+    assert "error: a budget needs a rate, and there is none for NVIDIA L4" in err
+
+
+def test_a_run_that_goes_on_says_what_it_will_cost_too(on_hosts, run):
+    old = build_record(speedups=[2.0, 3.0], complete=False, day=1)
+    assert on_hosts({"a": (old, None)})[0] == 4
+    code, out, _ = on_hosts({"a": (build_record(speedups=[2.0, 3.0], day=2), None)}, "--resume", old.id)
+    assert code == 0
+    assert "a: cost: about " in out
 
 
 @pytest.mark.parametrize("where", ["evidence", "store"])
@@ -207,7 +224,7 @@ def test_a_machine_whose_run_has_the_id_of_another_one_replaces_nothing(run, rep
         path.unlink()
     before = run("show", RUN_ID)[1]
 
-    def prove_on(hosts, request, tree, *, progress, save):
+    def prove_on(hosts, request, tree, *, progress, save, begin):
         try:
             save(hosts[0].name, record)
         except EvidenceError as error:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from flashmoe_science.proof.conclude import last_word, run_exit_code
 from flashmoe_science.proof.cost import PastRun, model_seconds, past_run, size_of
-from flashmoe_science.proof.evidence import GateName, Record
+from flashmoe_science.proof.evidence import GateName, Record, parse_record
 from flashmoe_science.proof.gates import chain, run
 from flashmoe_science.proof.meter import Bill, Meter
 from flashmoe_science.proof.rates import Rate, Rates
+from flashmoe_science.proof.remote.agent import BUDGET, SIZE, _Asked
 
 from .chain import (
     FEW,
@@ -125,6 +128,39 @@ def test_nothing_runs_after_the_stop_and_what_was_shown_is_kept(gpu, meter):
     assert all(case.correct and not case.rounds for case in record.cases)
     arm = record.cases[0].arms[0]
     assert (arm.status, arm.reason) == ("not measured", record.incomplete_reason)
+
+
+@pytest.fixture
+def borrowed(meter):
+    """Run on a borrowed machine: what is asked travels as text, and a meter on the other side answers."""
+
+    def borrowed(budget, **changes):
+        asked: list[dict[str, Any]] = []
+
+        def receive():
+            used = meter(budget)
+            document = json.loads(json.dumps(asked[-1]))
+            used.start(parse_record(document["record"], "there"), SIZE.validate_python(document["size"]))
+            return {"do": "begin", "budget": json.loads(BUDGET.dump_json(used.budget))}, b""
+
+        there = _Asked(asked.append, receive)
+        settings = FEW.model_copy(update={"seed": 7})
+        request = request_of(HONEST, *CASES, settings=settings, meter=there, borrowed=True, **changes)
+        record = run_chain(request)
+        assert [each["event"] for each in asked] == ["begin"]
+        return record
+
+    return borrowed
+
+
+def test_a_borrowed_machine_is_held_to_a_budget_that_is_known_elsewhere(gpu, borrowed, bills):
+    stopped = borrowed(11 * DOLLARS_A_SECOND)
+    assert statuses(stopped) == until("bench", "not reached")
+    assert gate_of(stopped, "bench").hint == f"flashmoe prove --resume {stopped.id} --host MACHINE goes on from here"
+    rest = borrowed(1.0, resume=stopped)
+    assert rest.complete
+    assert [bill.estimate.total for bill in bills] == pytest.approx([30.0, 25.0])  # gate quick passed already
+    assert borrowed(None).complete
 
 
 def test_a_failed_gate_is_said_and_not_the_budget(gpu, meter):

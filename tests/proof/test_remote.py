@@ -15,13 +15,16 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-from flashmoe_science.errors import EvidenceError, InputError, MachineLostError, RemoteError
+from flashmoe_science.errors import EvidenceError, InputError, MachineLostError, ProofError, RemoteError
+from flashmoe_science.proof.cost import Budget, Estimate, RunSize
 from flashmoe_science.proof.evidence import Record, Settings, read_record
 from flashmoe_science.proof.remote import Host, HostResult, RemoteRequest, far_side, prove_on
+from flashmoe_science.proof.remote.agent import BUDGET
 from flashmoe_science.proof.remote.session import _Listener, _Said, _Session
 from flashmoe_science.proof.remote.wheels import REQUIREMENTS, platforms
 
@@ -35,7 +38,7 @@ SSH = pytest.mark.needs("sshd", is_possible(), WHY_NOT)
 # What is sent in place of the package. The record that it tells travels there as the one to resume.
 STUB = """
 import json, os, sys, time
-def run_request(table, tree, send):
+def run_request(table, tree, send, receive):
     what, marks = table["command"], table["folder"]
     record = table["resume"]
     print('{"event": "start", "gate": "a subject prints"}')
@@ -45,6 +48,10 @@ def run_request(table, tree, send):
     if what == "tell":
         import made_up
         send({"event": "note", "line": f"made_up {made_up.VERSION}"})
+    if what == "ask":
+        send({"event": "begin", "record": json.dumps(record), "size": table["gpus"] and json.loads(table["gpus"][0])})
+        answer, _ = receive()
+        send({"event": "note", "line": json.dumps(answer)})
     if what == "meet":
         name = os.environ["MACHINE"]
         open(f"{marks}/{name}", "w").close()
@@ -116,7 +123,8 @@ class Lines:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     """Start one server for all tests of a process."""
-    server = Server(tmp_path_factory.mktemp("ssh") / "server")
+    # A login knows nothing of a PYTHONPATH, by which this process may have found its packages.
+    server = Server(tmp_path_factory.mktemp("ssh") / "server", environment={"PYTHONPATH": python_path()})
     server.start()
     yield server
     server.stop()
@@ -216,6 +224,58 @@ def test_a_record_that_a_run_there_cannot_have_is_not_saved_and_nothing_after_it
     assert f"a record from gpu: {why}" in str(results[0].error)
     assert results[0].record is not None
     assert results[0].record.id == table["id"]
+
+
+SIZE = RunSize(cases=2, arms=3, rounds=10, workers=6, cells=12, gates=("launch", "bench"))
+
+
+def asking(size=SIZE):
+    """Return a request for a run that says how large it is, and waits for what holds it to a budget."""
+    return request("ask").model_copy(update={"gpus": [json.dumps(asdict(size))]})
+
+
+@SSH
+@pytest.mark.parametrize("budget", [None, Budget(0.5, 4.0, Estimate({"launch": 3.0, "bench": 60.0}, "a rough model"))])
+def test_a_run_there_says_how_large_it_is_and_is_held_to_a_budget_from_here(machine, python, budget):
+    begun = []
+
+    def begin(name, record, size):
+        begun.append((name, record.id, size))
+        return budget
+
+    lines = Lines()
+    (result,) = prove_on(
+        [Host("gpu", python())],
+        asking(),
+        StubTree(),
+        progress={"gpu": lines},
+        save=lambda *_: None,
+        begin=begin,
+        requirements={},
+    )
+    assert result.error is None
+    assert begun == [("gpu", result.record.id, SIZE)]  # type: ignore[union-attr]
+    answer = json.loads(lines.notes[-1])
+    assert BUDGET.validate_python(answer["budget"]) == budget
+
+
+@SSH
+def test_a_budget_without_a_rate_ends_the_run_there_before_it_costs_anything(machine, python):
+    def begin(name, record, size):
+        raise ProofError("a budget needs a rate, and there is none for NVIDIA L4", hint="write it")
+
+    saved = []
+    (result,) = prove_on(
+        [Host("gpu", python())],
+        asking(),
+        StubTree(),
+        progress={"gpu": Lines()},
+        save=lambda *found: saved.append(found),
+        begin=begin,
+        requirements={},
+    )
+    assert "a budget needs a rate" in str(result.error)
+    assert saved == []
 
 
 @SSH

@@ -258,6 +258,16 @@ def test_command_output_status_and_limit(tmp_path):
     assert absent.reason == "cannot start no-such-compiler: No such file or directory"
 
 
+def test_a_command_in_another_folder_imports_what_a_relative_path_names(tmp_path, monkeypatch):
+    (tmp_path / "here" / "packages").mkdir(parents=True)
+    (tmp_path / "here" / "packages" / "only_here.py").write_text("")
+    monkeypatch.setattr(worker, "_STARTED_IN", tmp_path / "here")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["packages", "", "/nowhere"]))
+    code = "import only_here, os; print(os.environ['PYTHONPATH'])"
+    done = run_command([sys.executable, "-c", code], cwd=str(tmp_path), timeout_s=LIMIT_S)
+    assert done.output_tail.strip() == os.pathsep.join([str(tmp_path / "here" / "packages"), "/nowhere"])
+
+
 def test_an_interrupt_while_a_command_starts_leaves_no_process(monkeypatch):
     started: list[int] = []
 

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from ..errors import InputError, MachineLostError
 from ..proof.conclude import conclude, run_exit_code
+from ..proof.cost import Budget, RunSize
 from ..proof.cost_report import bill_as_plain, receipt
 from ..proof.evidence import Gate, Record
 from ..proof.gates import Progress, ProveRequest
@@ -85,7 +86,8 @@ def run_on_hosts(
     terminal: Terminal,
     *,
     keeper_of: Callable[[str], Keeper],
-    bill_of: Callable[[Record], Bill | None],
+    begin: Callable[[str, Record, RunSize], Budget | None],
+    bill_of: Callable[[str, Record], Bill | None],
     conclude_one: Callable[[Record, Path], int],
     csv: Path | None,
     junit: Path | None,
@@ -97,7 +99,8 @@ def run_on_hosts(
         borrowed: Where.
         terminal: To print to.
         keeper_of: Makes what keeps the record of the machine of this name.
-        bill_of: Says what a run has cost.
+        begin: Takes note of the run that begins on the machine of this name; returns what holds it to a budget.
+        bill_of: Says what the run on the machine of this name has cost.
         conclude_one: Prints what the run of a single machine showed, and returns the exit code.
         csv: A file for the rows of all records.
         junit: A file for the gates and claims of all records, and for what went wrong.
@@ -115,6 +118,7 @@ def run_on_hosts(
             tree,
             progress=progress,
             save=lambda name, record: keepers[name].save(record),
+            begin=begin,
         )
     except KeyboardInterrupt:
         if single is not None:
@@ -168,7 +172,7 @@ def _conclude_all(
     results: Sequence[HostResult],
     keepers: Mapping[str, Keeper],
     terminal: Terminal,
-    bill_of: Callable[[Record], Bill | None],
+    bill_of: Callable[[str, Record], Bill | None],
     repository: Path | None,
 ) -> int:
     """Print one table, then for each machine its verdict and its record."""
@@ -183,7 +187,7 @@ def _conclude_all(
         if result.error is not None:
             terminal.warn_of(result.error)
             code = INCONCLUSIVE if isinstance(result.error, MachineLostError) else USAGE
-        bill = bill_of(result.record) if result.record is not None else None
+        bill = bill_of(name, result.record) if result.record is not None else None
         if result.record is not None and path is not None:
             terminal.show("", f"{name}:")
             terminal.show_conclusion(result.record, verdicts)

@@ -10,9 +10,9 @@ from typing import Any, cast
 
 from ..errors import InputError
 from ..proof.conclude import conclude, run_exit_code, worst_exit_code
-from ..proof.cost import RunSize, size_of
+from ..proof.cost import Budget, RunSize
 from ..proof.cost_report import bill_as_plain, receipt
-from ..proof.evidence import GATE_NAMES, GateName, Record, Settings, TimeKind
+from ..proof.evidence import GATE_NAMES, Record, Settings, TimeKind
 from ..proof.gates import ProveRequest, check_request, prove
 from ..proof.judge import Verdict
 from ..proof.junit import write_junit
@@ -25,7 +25,7 @@ from ..proof.suites import load_suite, suite_text
 from ..proof.verify import verify_claims
 from ..proof.words import counted
 from .names import check_name, gpu_named
-from .running import Keeper, as_typed, make_keeper, make_meter
+from .running import as_typed, make_keeper, make_meter
 from .terminal import ChainProgress, Terminal, as_plain, short_path, write_csv_file
 
 
@@ -146,32 +146,20 @@ def _prove_on_hosts(
     if not wanted.hosts:
         hint = "PYTHON -m flashmoe_science prove"
         raise InputError("--python is of a borrowed machine, and --host names none", hint=hint)
-    if wanted.budget is not None:
-        hint = "Ctrl-C stops them and keeps what is done; --resume goes on"
-        raise InputError("--budget holds a run on this machine only, got --host too", hint=hint)
     if len(requests) > 1:
         raise InputError(f"--host takes one subject, got {len(requests)}", hint="run it once for each")
     (request,) = requests
     repository = request.repository
-    meters: dict[str, Meter] = {}  # by the id of a run
+    share = None if wanted.budget is None else wanted.budget / len(set(wanted.hosts))  # they run at the same time
+    meters = {host: make_meter(terminal, Archive(store, repository), share, host=host) for host in wanted.hosts}
 
-    def keeper_of(host: str) -> Keeper:
-        meter = make_meter(terminal, Archive(store, repository), host=host)
-        keeper = make_keeper(terminal, store, repository, meter)
-
-        def begin(record: Record) -> None:
-            meters[record.id] = meter
-            if request.resume is None:  # how much of the other run it takes over, only that machine knows
-                meter.start(record, _size_of_new(record, request.until))
-
-        keeper.on_first = begin
-        return keeper
-
-    def bill_of(record: Record) -> Bill | None:
-        return meters[record.id].bill(record) if record.id in meters else None
+    def begin(host: str, record: Record, size: RunSize) -> Budget | None:
+        meters[host].start(record, size)
+        return meters[host].budget
 
     def conclude_one(record: Record, path: Path) -> int:
-        proof = _conclude(terminal, record, repository, path, bill_of(record), alone=True)
+        bill = meters[wanted.hosts[0]].bill(record)
+        proof = _conclude(terminal, record, repository, path, bill, alone=True)
         terminal.document(proof.document())
         return proof.exit_code
 
@@ -180,19 +168,13 @@ def _prove_on_hosts(
         request,
         Borrowed(wanted.hosts, wanted.python),
         terminal,
-        keeper_of=keeper_of,
-        bill_of=bill_of,
+        keeper_of=lambda host: make_keeper(terminal, store, repository, meters[host]),
+        begin=begin,
+        bill_of=lambda host, record: meters[host].bill(record),
         conclude_one=conclude_one,
         csv=csv,
         junit=junit,
     )
-
-
-def _size_of_new(record: Record, until: str | None) -> RunSize:
-    """Return how large a run is that has just begun and goes as far as ``until``."""
-    asked = GATE_NAMES[: GATE_NAMES.index(cast("GateName", until or GATE_NAMES[-1])) + 1]
-    size = size_of(record)
-    return replace(size, gates=tuple(gate for gate in size.gates if gate in asked))
 
 
 def as_resumed(wanted: Wanted, repository: Path | None) -> tuple[Wanted, Record | None]:

@@ -24,7 +24,6 @@ class Keeper:
         self._terminal = terminal
         self._store: Store | None = store
         self.dollars_per_hour: Callable[[Record], float | None] = lambda _: None  # what the store books it at
-        self.on_first: Callable[[Record], None] = lambda _: None  # told of the run before anything of it is kept
         self.path: Path | None = None
 
     def save(self, record: Record) -> None:
@@ -37,8 +36,6 @@ class Keeper:
         if self.path is None and (path.exists() or self._in_store(record.id)):
             hint = f"what is there stays as it is: {path}"
             raise EvidenceError(f"there is a run {record.id} already, and no other one replaces it", hint=hint)
-        if self.path is None:
-            self.on_first(record)
         try:
             write_record(record, path)
         except OSError as error:

@@ -70,6 +70,11 @@ class Meter:
         self._estimate = found if self._estimate is None else together(self._estimate, found)
         self._announce(Bill(gpu.name, rate, found))
 
+    @property
+    def budget(self) -> Budget | None:
+        """What holds the run that has started to its budget, or None where it has none or costs nothing."""
+        return self._budget
+
     def refusal(self, gate: GateName, record: Record) -> str:
         """Return why ``gate`` may not begin, or an empty text."""
         return self._budget.refusal(gate, spent_seconds(record)) if self._budget else ""

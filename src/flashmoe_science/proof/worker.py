@@ -37,6 +37,8 @@ _POLL_S = 0.25  # how often deadlines and deaths are looked for while no answer 
 # The child takes over the parent's sys.path as it is: "python -m" would put the current folder before it.
 _BOOT = "import sys; sys.path[:] = sys.argv[3:]; from flashmoe_science.proof.worker import main; main(*sys.argv[1:3])"
 
+_STARTED_IN = Path.cwd()  # what a relative entry of PYTHONPATH is relative to
+
 Emit = Callable[[dict[str, Any]], None]
 
 
@@ -127,7 +129,7 @@ class ProcessGroup:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **env},
+            env={**os.environ, **_import_path(), **env},
             cwd=cwd,
             pass_fds=pass_fds,
             start_new_session=True,  # a group of its own to kill, and a terminal's Ctrl-C reaches only us
@@ -155,6 +157,12 @@ class ProcessGroup:
             self.process.wait(10.0)
         self._reader.join(timeout=1.0)  # a descendant in a session of its own may hold the pipe for ever
         self._killed = True
+
+
+def _import_path() -> dict[str, str]:
+    """Return ``PYTHONPATH`` for a process that starts in another folder, where there is one: no entry is relative."""
+    entries = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    return {"PYTHONPATH": os.pathsep.join(str(_STARTED_IN / entry) for entry in entries)} if entries else {}
 
 
 def run_command(argv: Sequence[str], *, cwd: str, timeout_s: float, env: Mapping[str, str] | None = None) -> TaskResult:

@@ -107,7 +107,8 @@ def _holds_gpu(run: Run, name: GateName) -> bool:
 
 def _stop_before(run: Run, name: GateName, reason: str) -> None:
     """End the chain before the gate ``name``; what was shown stays."""
-    hint = f"flashmoe prove --resume {run.id} goes on from here"
+    where = " --host MACHINE" if run.request.borrowed else ""  # its name stays out of records
+    hint = f"flashmoe prove --resume {run.id}{where} goes on from here"
     run.gates[name] = Gate(name=name, status=GateStatus.NOT_REACHED, summary=reason, hint=hint)
     run.lost = f"stopped before gate {name}: {reason}"
     run.progress.finish(run.gates[name])

@@ -8,10 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from ...errors import InputError, ProofError
 from ...gpu.specs import SPECS, find_gpu
+from ..cost import RunSize
 from ..evidence import (
     GATE_NAMES,
     Arm,
@@ -33,12 +34,19 @@ from ..suites import Suite, check_operator
 from ..words import counted
 from ..worker import TaskResult, run_task
 
-if TYPE_CHECKING:
-    from ..meter import Meter
-
 _TAIL_LINES = 24
 NO_GPU = "no NVIDIA GPU here"
 CHANGED_SOURCES = "changed while the run was going on"
+
+
+class RunMeter(Protocol):
+    """What knows what a run costs: ``meter.Meter``, or on a borrowed machine what asks the one that holds it."""
+
+    def start(self, record: Record, size: RunSize) -> None:
+        """Take note of the run that begins. Raises ``ProofError`` where it has a budget, and its GPU no rate."""
+
+    def refusal(self, gate: GateName, record: Record) -> str:
+        """Return why ``gate`` may not begin, or an empty text."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +61,10 @@ class ProveRequest:
     expect: float | None = None  # speedup over the first baseline; None: what the subject says
     settings: Settings = field(default_factory=Settings)
     command: str = ""
-    meter: Meter | None = None  # told what the run will hold a GPU for, and asked before every gate
+    meter: RunMeter | None = None  # told what the run will hold a GPU for, and asked before every gate
     repository: Path | None = None  # holds claims and evidence; tells where the subject's folder lies in it
     resume: Record | None = None  # an interrupted run to go on with
+    borrowed: bool = False  # another machine has asked for it, by --host
 
 
 class Progress(Protocol):

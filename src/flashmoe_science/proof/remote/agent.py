@@ -7,14 +7,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field
+from pydantic import Field, TypeAdapter
 
-from ..evidence import Gate, Model, Record, Settings
+from ..cost import Budget, RunSize, spent_seconds
+from ..evidence import Gate, GateName, Model, Record, Settings
 from ..gates import ProveRequest, prove
 from ..subject import load_subject
 from ..suites import load_suite
 
 Send = Callable[[dict[str, Any]], None]
+Receive = Callable[[], tuple[dict[str, Any], bytes]]
+
+SIZE: TypeAdapter[RunSize] = TypeAdapter(RunSize)  # as they travel
+BUDGET: TypeAdapter[Budget | None] = TypeAdapter(Budget | None)
 
 
 class RemoteRequest(Model):
@@ -53,8 +58,31 @@ class _Told:
         self._send({"event": "finish", "gate": gate.model_dump_json()})
 
 
-def run_request(table: dict[str, Any], tree: Path, send: Send) -> None:
+class _Asked:
+    """The meter of a run here: rates and earlier runs are known on the other side, how large it is only here."""
+
+    def __init__(self, send: Send, receive: Receive) -> None:
+        self._send, self._receive = send, receive
+        self._budget: Budget | None = None
+
+    def start(self, record: Record, size: RunSize) -> None:
+        plain = SIZE.dump_python(size, mode="json")
+        self._send({"event": "begin", "record": record.model_dump_json(), "size": plain})
+        answer, _ = self._receive()
+        self._budget = BUDGET.validate_python(answer["budget"])
+
+    def refusal(self, gate: GateName, record: Record) -> str:
+        return self._budget.refusal(gate, spent_seconds(record)) if self._budget else ""
+
+
+def run_request(table: dict[str, Any], tree: Path, send: Send, receive: Receive) -> None:
     """Run what ``table``, a ``RemoteRequest``, asks in the folder ``tree``.
+
+    Args:
+        table: the request as it came.
+        tree: where the files are.
+        send: tells the other side.
+        receive: returns its next answer.
 
     Raises:
         FlashmoeError: the request cannot be carried out.
@@ -75,6 +103,8 @@ def run_request(table: dict[str, Any], tree: Path, send: Send) -> None:
         command=wanted.command,
         repository=None if wanted.repository is None else tree / wanted.repository,
         resume=wanted.resume,
+        meter=_Asked(send, receive),
+        borrowed=True,
     )
 
     def save(record: Record) -> None:

@@ -151,7 +151,7 @@ def main() -> None:
 
         link.send({"event": "unpacked"})
         request, _ = link.receive()
-        run_request(request["request"], folder / "tree", link.send)
+        run_request(request["request"], folder / "tree", link.send, link.receive)
         link.send({"event": "done"})
     except KeyboardInterrupt:
         link.send({"event": "ended", "why": link.ended or "interrupted there"})

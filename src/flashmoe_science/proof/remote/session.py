@@ -22,9 +22,10 @@ from importlib import resources
 from typing import IO, Any, Protocol
 
 from ...errors import EvidenceError, FlashmoeError, InputError, MachineLostError, RemoteError
+from ..cost import Budget, RunSize
 from ..evidence import Gate, Record, parse_record
 from ..gates import Progress
-from .agent import RemoteRequest
+from .agent import BUDGET, SIZE, RemoteRequest
 from .wheels import REQUIREMENTS, bundle_wheels
 
 HEARTBEAT_S = 5.0
@@ -127,6 +128,7 @@ def prove_on(
     *,
     progress: Mapping[str, Progress],
     save: Callable[[str, Record], None],
+    begin: Callable[[str, Record, RunSize], Budget | None] = lambda *_: None,
     requirements: Mapping[str, str] = REQUIREMENTS,
     heartbeat_s: float = HEARTBEAT_S,
     silence_s: float = SILENCE_S,
@@ -139,6 +141,8 @@ def prove_on(
         tree: what is sent.
         progress: told what is going on, one for each host's name.
         save: gets the name and the record, as it grows; each replaces the one before. Where it fails, that run ends.
+        begin: gets the name, the record before its first gate and what is going to be run there; returns what holds it
+            to a budget, if anything. Where it fails, that run ends before it costs anything.
         requirements: what the harness needs there: module -> requirement.
         heartbeat_s: between signs of life.
         silence_s: after so long without one the run over there ends.
@@ -154,7 +158,7 @@ def prove_on(
     setup = {"package": tree.package, "silence_s": silence_s, "requirements": dict(requirements)}
     sessions = [_Session(host, i, queue_, request, setup, archive, heartbeat_s) for i, host in enumerate(hosts)]
     results = [HostResult(host) for host in hosts]
-    _Listener(sessions, results, queue_, progress, save).listen()
+    _Listener(sessions, results, queue_, progress, save, begin).listen()
     return results
 
 
@@ -168,12 +172,14 @@ class _Listener:
         said: queue.SimpleQueue[_Said],
         progress: Mapping[str, Progress],
         save: Callable[[str, Record], None],
+        begin: Callable[[str, Record, RunSize], Budget | None] = lambda *_: None,
     ) -> None:
         self._sessions = sessions
         self._results = results
         self._said = said
         self._progress = progress
         self._save = save
+        self._begin = begin
         self._gates = ["" for _ in sessions]
         self._open = set(range(len(sessions)))
 
@@ -230,6 +236,11 @@ class _Listener:
         result, progress, data = self._results[said.index], self._progress_of(said.index), said.data
         if said.kind == "record":
             self._take(said.index, data["record"])
+        elif said.kind == "begin":
+            record = parse_record(data["record"], f"a record from {result.host.name}")
+            budget = self._begin(result.host.name, record, SIZE.validate_python(data["size"]))
+            plain = BUDGET.dump_python(budget, mode="json")
+            self._sessions[said.index].tell({"do": "begin", "budget": plain})
         elif said.kind == "start":
             self._gates[said.index] = data["gate"]
             progress.start(data["gate"])
