@@ -207,7 +207,7 @@ def test_prove_outside_of_a_repository_writes_to_the_current_folder(prove_with, 
         (["--suite", "sede"], "did you mean seed?"),
         (["--baseline", "sdap"], "did you mean sdpa?"),
         (["--until", "corect"], "did you mean correct?"),
-        (["--gpu", "H20"], "did you mean H200?"),
+        (["--gpu", "H20"], "no other is known"),
         (["missing.toml"], "missing.toml: cannot be read"),
     ],
 )
