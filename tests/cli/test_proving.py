@@ -208,7 +208,9 @@ def test_prove_outside_of_a_repository_writes_to_the_current_folder(prove_with, 
         (["--baseline", "sdap"], "did you mean sdpa?"),
         (["--until", "corect"], "did you mean correct?"),
         (["--gpu", "H20"], "no other is known"),
-        (["missing.toml"], "missing.toml: cannot be read"),
+        (["missing.toml"], "missing.toml: cannot be read: No such file or directory"),
+        (["--csv", "no/such/folder.csv"], "no/such/folder.csv: cannot be written: "),  # before anything runs
+        (["--junit", "."], ".: cannot be written: . is a folder"),
     ],
 )
 def test_prove_suggests_the_nearest_name(run, args, error):

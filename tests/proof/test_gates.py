@@ -153,7 +153,7 @@ def test_build_command_runs_in_the_folder(tmp_path):
     [
         ("sh -c 'echo a cause; exit 3'", "the build command exited with status 3"),
         ("sh -c 'kill -SEGV $$'", "the build command killed by SIGSEGV"),
-        ("sleep 600", "the build command not finished within 1 s"),
+        ("sleep 600", "the build command did not finish within 1 s"),
         ("no-such-compiler", "the build command cannot start no-such-compiler: No such file or directory"),
     ],
 )

@@ -253,7 +253,7 @@ def test_command_output_status_and_limit(tmp_path):
     failed = run_command([sys.executable, "-c", "raise SystemExit(2)"], cwd=str(tmp_path), timeout_s=LIMIT_S)
     assert (failed.ok, failed.reason) == (False, "exited with status 2")
     slow = run_command(["sleep", "600"], cwd=str(tmp_path), timeout_s=0.5)
-    assert (slow.ok, slow.reason) == (False, "not finished within 0.5 s")
+    assert (slow.ok, slow.reason) == (False, "did not finish within 0.5 s")
     absent = run_command(["no-such-compiler"], cwd=str(tmp_path), timeout_s=LIMIT_S)
     assert absent.reason == "cannot start no-such-compiler: No such file or directory"
 

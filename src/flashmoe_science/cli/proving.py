@@ -26,7 +26,7 @@ from ..proof.verify import verify_claims
 from ..proof.words import counted
 from .names import check_name, gpu_named
 from .running import as_typed, make_keeper, make_meter
-from .terminal import ChainProgress, Terminal, as_plain, short_path, write_csv_file
+from .terminal import ChainProgress, Terminal, as_plain, check_writable, short_path, write_csv_file
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,8 @@ class Proof:
 def run_prove(wanted: Wanted, *, csv: Path | None, junit: Path | None, as_json: bool) -> int:
     """Run the chain on every subject, one after another, and return the worst exit code."""
     terminal = Terminal(as_json=as_json)
+    check_writable(csv)
+    check_writable(junit, makes_folder=True)
     repository = find_repository()
     wanted, resume = as_resumed(wanted, repository)
     store = Store(wanted.store)

@@ -19,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Column
 from rich.theme import Theme
 
-from ..errors import EvidenceError, FlashmoeError
+from ..errors import EvidenceError, FlashmoeError, InputError
 from ..proof.evidence import Gate, Record
 from ..proof.judge import Verdict
 from ..proof.report import gate_lines, last_lines, verdict_lines
@@ -131,6 +131,20 @@ def write_csv_file(records: Sequence[Record], path: Path) -> None:
             write_csv(records, file)
     except OSError as error:
         raise EvidenceError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def check_writable(path: Path | None, *, makes_folder: bool = False) -> None:
+    """Refuse a file that cannot be written, before a run is paid for whose results are to be in it.
+
+    Raises ``InputError``.
+    """
+    if path is None:
+        return
+    folders = path.absolute().parents
+    there = path if path.exists() else next(f for f in folders if f.exists() or not makes_folder)
+    if path.is_dir() or not there.exists() or (there != path and not there.is_dir()) or not os.access(there, os.W_OK):
+        what = f"{path} is a folder" if path.is_dir() else f"{there} is no folder that you may write"
+        raise InputError(f"{path}: cannot be written: {what}")
 
 
 def write_file(path: Path, text: str) -> None:

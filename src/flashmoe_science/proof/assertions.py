@@ -97,6 +97,9 @@ _SPEEDS_UP = (
 )
 _BEATS = rf"\b(?:beats?|beaten|beating)\s+[^.;]{{1,60}}?\bby\s+{_ABOUT}"
 _CUTS = r"\b(?:reduc|cut|sav|lower|shrink|decreas)\w*\s+(?:[\w-]+\s+){0,3}?"
+_FALLS = r"\s+(?:is\s+|was\s+|has\s+)?(?:drop|f[ae]ll|shr[aiu]nk|decreas|reduc|cut)\w*\s+"
+_LESS = r"(?:less|lower|shorter|smaller)\b"
+_HALVES = r"\bhalv(?:es?|ed|ing)\s+(?:(?:the|its|their|our|wall|kernel|graph|run|device|overall|total)\s+)*"
 _STILL = _words("much, far, significantly, consistently, considerably, still, also, even, always, slightly, a lot")
 
 
@@ -135,6 +138,11 @@ _PATTERNS: tuple[tuple[re.Pattern[str], Kind, str], ...] = (
     (_compile(r"\b(?:beats?|beaten|beating)\s+\w*[A-Z]\w*[A-Z]\w*"), "speedup", "one"),
     (_compile(_SPEEDS_UP, _N, _PERCENT), "speedup", "more"),
     (_compile(_CUTS, _TIME, r"\s+", _ABOUT, _N, _PERCENT), "speedup", "less"),
+    (_compile(r"\b", _TIME, _FALLS, _ABOUT, _N, _PERCENT), "speedup", "less"),
+    (_compile(r"\b", _TIME, r"\s+(?:is|was)\s+", _ABOUT, _N, _PERCENT, r"\s+", _LESS), "speedup", "less"),
+    (_compile(_HALVES, _TIME), "speedup", "two"),
+    (_compile(_HALVES, r"(?:peak\s+)?", _MEMORY), "memory", "two"),
+    (_compile(_CUTS, _TIME, r"\s+in\s+half\b"), "speedup", "two"),
     (_compile(_CUTS, _TIME, r"\s+", _ABOUT, _N, _TIMES), "speedup", "times"),
     (_compile(_CUTS, _MEMORY, r"\s+(?:[\w-]+\s+){0,2}?", _ABOUT, _N, rf"(?:{_PERCENT}|{_TIMES})"), "memory", "plain"),
     (
@@ -209,7 +217,7 @@ def _is_supposed(prose: str, start: int) -> bool:
 
 
 def _assertion(kind: Kind, means: str, match: re.Match[str]) -> Assertion:
-    figure = {"one": 1.0, "ten": 10.0}.get(means) or _figure(means, _value(match["n"]))
+    figure = {"one": 1.0, "two": 2.0, "ten": 10.0}.get(means) or _figure(means, _value(match["n"]))
     return Assertion(kind, figure, " ".join(match[0].split()), match.start())
 
 

@@ -304,7 +304,8 @@ def read_text(path: Path) -> str:
     try:
         return path.read_bytes().decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise EvidenceError(f"{path}: cannot be read: {error}") from error
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise EvidenceError(f"{path}: cannot be read: {reason}") from error
 
 
 def parse_record(text: str, where: object) -> Record:

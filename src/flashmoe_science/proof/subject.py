@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, TypeAdapter
 
-from ..errors import SubjectError
-from ..gpu.specs import find_gpu
+from ..errors import InputError, SubjectError
+from ..gpu.specs import SPECS, find_gpu
 from .evidence import Record, SourceFile, SubjectInfo
 from .toml_files import read_toml
 
@@ -108,7 +108,10 @@ def _relative_path(value: Any) -> Any:
 
 def _known_gpu(value: Any) -> Any:
     if isinstance(value, str):
-        find_gpu(value)  # its error says which there are
+        try:
+            find_gpu(value)
+        except InputError as error:
+            raise ValueError(f"expected one of {', '.join(SPECS)}") from error
     return value
 
 

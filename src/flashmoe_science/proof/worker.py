@@ -178,7 +178,7 @@ def run_command(argv: Sequence[str], *, cwd: str, timeout_s: float, env: Mapping
             ok=False, data=None, reason=f"cannot start {argv[0]}: {error.strerror}", seconds=0.0, output_tail=""
         )
     except subprocess.TimeoutExpired:
-        reason = f"not finished within {timeout_s:g} s"
+        reason = f"did not finish within {timeout_s:g} s"
     finally:
         if group is not None:
             group.kill()

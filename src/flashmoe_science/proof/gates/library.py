@@ -79,10 +79,21 @@ def run_build_command(run: Run, details: list[str]) -> Outcome | None:
         output = run.hide_paths(result.output_tail)
         tail = output.strip().splitlines()[-_SHOWN_LINES:]
         said, hint = explain_build(output)
-        hint = hint or ("its last lines are below" if tail else "")
+        hint = (
+            hint
+            or _HINT_OF_END.get(result.reason.partition(" ")[0], "")
+            or ("its last lines are below" if tail else "")
+        )
         return failed(f"the build command {result.reason}" + (f": {said}" if said else ""), hint=hint, details=tail)
     details.append(f"build command finished in {result.seconds:.1f} s")
     return None
+
+
+# By the first word of how a command ended.
+_HINT_OF_END = {
+    "cannot": "[build] needs names the programs that it takes: without one this gate is not possible here",
+    "did": "[build] timeout_s gives it more time",
+}
 
 
 def _wanted(run: Run) -> list[GpuSpec]:

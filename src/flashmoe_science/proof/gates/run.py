@@ -12,6 +12,7 @@ from typing import Any, Literal, Protocol
 
 from ...errors import InputError, ProofError
 from ...gpu.specs import SPECS, find_gpu
+from ..causes import without_own_frames
 from ..cost import RunSize
 from ..evidence import (
     GATE_NAMES,
@@ -314,7 +315,8 @@ class Run:
         # Python's dump of the stack has its innermost call first: the import machinery and the list of modules hide it.
         noise = ("<frozen importlib", "Extension modules:")
         lines = self.hide_paths(result.output_tail).strip().splitlines()
-        tail = [line for line in lines if line.strip() and not any(word in line for word in noise)][-_TAIL_LINES:]
+        said = [line for line in lines if line.strip() and not any(word in line for word in noise)]
+        tail = without_own_frames(said)[-_TAIL_LINES:]
         hint = ""
         if result.reason == "killed by SIGKILL":
             hint = "the system may have run out of memory: `dmesg` tells"
