@@ -167,8 +167,16 @@ def test_history_of_one_run_cannot_tell(run):
     ("args", "error", "hint"),
     [
         (["nothing"], "there is no run of nothing", "there are runs of flash_attention"),
-        (["flash_attention", "--gpu", "B200"], "there is no run of flash_attention", ""),
-        (["flash_attention", "--since", "2099-01-01"], "no run of flash_attention with this suite, GPU and date", ""),
+        (
+            ["flash_attention", "--gpu", "B200"],
+            "there is no run of flash_attention on B200",
+            "its runs are of made_up on",
+        ),
+        (
+            ["flash_attention", "--suite", "x", "--since", "2099-01-01"],
+            "there is no run of flash_attention of suite x since 2099-01-01",
+            "its runs are of made_up on NVIDIA H200, the newest of 2026-",
+        ),
         (["flash_attention", "--case", "case9"], "case must be one that all 1 runs have", ""),
     ],
 )

@@ -188,10 +188,18 @@ def run_history(only: Only, *, metric: TimeKind, case: str | None, store: str | 
         subject=only.subject, suite=only.suite, gpu=only.gpu, since=moment, on_trouble=terminal.warn_of
     )
     if not listed:
-        names = sorted({run.subject for run in archive.runs(on_trouble=lambda _: None)})
+        known = archive.runs(on_trouble=lambda _: None)
+        names = sorted({run.subject for run in known})
         hint = f"there are runs of {', '.join(names)}" if names else "flashmoe prove makes the first"
-        asked = "this suite, GPU and date" if moment else "this suite and GPU"
-        raise InputError(f"there is no run of {only.subject} with {asked}", hint=hint)
+        if own := [run for run in known if run.subject == only.subject]:
+            suites, gpus = (
+                sorted({run.suite for run in own}),
+                sorted({run.gpu or "machines without a GPU" for run in own}),
+            )
+            hint = f"its runs are of {', '.join(suites)} on {', '.join(gpus)}, the newest of {own[0].created_at[:10]}"
+        asked = {"of suite": only.suite, "on": only.gpu, "since": only.since}
+        which = "".join(f" {word} {value}" for word, value in asked.items() if value)
+        raise InputError(f"there is no run of {only.subject}{which}", hint=hint)
     history = look_back([archive.load(run.id) for run in listed], metric, case=case)
     terminal.show(history_lines(history))
     code = HOLDS if history.enough else INCONCLUSIVE
