@@ -212,13 +212,15 @@ def test_a_run_that_goes_on_says_what_it_will_cost_too(on_hosts, run):
     assert "a: cost: about " in out
 
 
-@pytest.mark.parametrize("where", ["evidence", "store"])
+@pytest.mark.parametrize("where", ["evidence", "evidence under another name", "store"])
 def test_a_machine_whose_run_has_the_id_of_another_one_replaces_nothing(run, repository, monkeypatch, where):
     """Its first record has an id that it chose: nothing else says which run it is of."""
     subprocess.run(["git", "init", "-q"], cwd=repository, check=True)
     path = repository / "evidence" / f"{RUN_ID}.json"
     record = build_record(speedups=[9.0, 9.0], suite="made_up")
     assert record.id == RUN_ID
+    if where == "evidence under another name":
+        path = path.rename(path.with_name("h200.json"))
     if where == "store":
         assert run("import", str(path))[0] == 0
         path.unlink()
@@ -235,5 +237,6 @@ def test_a_machine_whose_run_has_the_id_of_another_one_replaces_nothing(run, rep
     code, _, err = run("prove", "--host", "a")
     assert code == 2
     assert f"error: there is a run {RUN_ID} already, and no other one replaces it" in err
-    assert path.exists() == (where == "evidence")
+    assert path.exists() == (where != "store")
+    assert len(list(path.parent.glob("*.json"))) == (where != "store")
     assert run("show", RUN_ID)[1] == before

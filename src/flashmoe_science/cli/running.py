@@ -12,7 +12,7 @@ from ..proof.cost_report import announcement
 from ..proof.evidence import Record, write_record
 from ..proof.meter import Meter, history_of
 from ..proof.rates import load_rates
-from ..proof.store import Archive, Store
+from ..proof.store import Archive, Store, evidence_files
 from .terminal import Terminal
 
 
@@ -33,9 +33,8 @@ class Keeper:
             EvidenceError: another run has this id, as one from a borrowed machine may, or the file cannot be written.
         """
         path = self._folder / f"{record.id}.json"
-        if self.path is None and (path.exists() or self._in_store(record.id)):
-            hint = f"what is there stays as it is: {path}"
-            raise EvidenceError(f"there is a run {record.id} already, and no other one replaces it", hint=hint)
+        if self.path is None:
+            self._refuse_taken(record.id, path)
         try:
             write_record(record, path)
         except OSError as error:
@@ -48,6 +47,13 @@ class Keeper:
         except EvidenceError as error:
             self._store = None  # say it once
             self._terminal.warn_of(error)
+
+    def _refuse_taken(self, run_id: str, path: Path) -> None:
+        """Raise ``EvidenceError`` where there is a run of this id. A file counts by what is in it, not by its name."""
+        there = path if path.exists() else evidence_files(self._folder.parent).get(run_id)
+        if there is not None or self._in_store(run_id):
+            hint = f"what is there stays as it is: {there or self._store}"
+            raise EvidenceError(f"there is a run {run_id} already, and no other one replaces it", hint=hint)
 
     def _in_store(self, run_id: str) -> bool:
         """Return whether the store has a run of this id. One that cannot be read is warned of."""
