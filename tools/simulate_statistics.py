@@ -166,6 +166,28 @@ def suites(rng: np.random.Generator, runs: int) -> None:
         print_row(cases, case_spread, offset, share(plain), share(covered))
 
 
+def processes_again(rng: np.random.Generator, runs: int) -> None:
+    """Coverage where wide intervals get more processes: once as many again, or one by one, up to 9, until narrow."""
+    print_row("width", *(f"offsets {offset:g}: once, one by one" for offset in OFFSETS))
+    for width in (0.4, 0.7, 1.0, 2.0):
+        cells = []
+        for offset in OFFSETS:
+            drawn = [draw_groups(rng, processes=9, offset=offset) for _ in range(runs)]
+            once = [_until_narrow(groups, width, (3, 6)).contains(0.0) for groups in drawn]
+            one_by_one = [_until_narrow(groups, width, range(3, 10)).contains(0.0) for groups in drawn]
+            cells.append(f"{share(once)}, {share(one_by_one)}")
+        print_row(f"\u00b1{width:g}", *cells)
+
+
+def _until_narrow(groups: Sequence[Sequence[float]], width: float, counts: Sequence[int]) -> Interval:
+    """Return the interval of the first count of processes at which it is no wider than ``width``, or of the last."""
+    for count in counts:
+        found = clustered_interval(groups[:count])
+        if (found.high - found.low) / 2 <= width:
+            break
+    return found
+
+
 def comparisons(rng: np.random.Generator, runs: int) -> None:
     """Share of comparisons of a revision with itself in which a case is called faster or slower (docs/compare.md)."""
     print_row("cases", *(f"offsets {offset:g}" for offset in OFFSETS))
@@ -214,7 +236,11 @@ def main() -> None:
     ):
         print(f"\n{simulate.__doc__} {runs // part} runs for each figure.\n")
         simulate(rng, runs // part)
-    for simulate, part in ((comparisons, 5), (histories, 10)):  # of other pages: what comes before leaves them alone
+    for simulate, part in (
+        (processes_again, 2),
+        (comparisons, 5),
+        (histories, 10),
+    ):  # what comes before leaves them alone
         print(f"\n{simulate.__doc__} {runs // part} runs for each figure.\n")
         simulate(np.random.default_rng(0), runs // part)
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from flashmoe_science.proof.evidence import CaseRecord, Rounds, Work, read_record, write_record
+from flashmoe_science.proof.evidence import CaseRecord, Rounds, Settings, Work, read_record, write_record
 from flashmoe_science.proof.gates import chain, run
 from flashmoe_science.proof.gates.speed import pool_rounds, rates_of
 
@@ -307,3 +307,57 @@ def test_rates_are_medians_over_all_samples_of_a_kind_where_one_process_lacks_an
     second = rounds(1, a=[9.0]).model_copy(update={"seconds": {"graph": {"a": [9.0]}, "wall": {"a": [8.0]}}})
     case = worked(first, second)
     assert {kind: rates.seconds for kind, rates in rates_of(case, "a").items()} == {"graph": 2.5, "wall": 8.0}
+
+
+# Cases measured in more processes.
+
+
+def unsteady(case_names, spread):
+    """Return a change of the fake GPU: the subject's time varies from process to process in these cases."""
+
+    def change(payload, case):
+        if case["name"] in case_names:
+            for kind in case["rounds"]["seconds"]:
+                times = case["rounds"]["seconds"][kind]["fake_attention"]
+                shift = 1 + spread * (-1) ** payload["process"]
+                case["rounds"]["seconds"][kind]["fake_attention"] = [shift * time for time in times]
+        return case
+
+    return change
+
+
+ENOUGH = Settings(processes=3, rounds=10, times=["kernel", "graph"])
+
+
+def processes_of(record):
+    return [sorted({p for rounds in case.rounds for p in rounds.process}) for case in record.cases]
+
+
+def bench_cells(gpu):
+    """Return process, kinds of time and cases of every measuring task behind quick."""
+    tasks = [payload for name, payload in gpu.calls if name == "measure"][1:]
+    return [(task["process"], tuple(task["times"]), [case["name"] for case in task["cases"]]) for task in tasks]
+
+
+def test_a_wide_interval_is_measured_in_as_many_processes_again(gpu):
+    names = [case.name for case in prove(SHORT, LONGER).cases]
+    gpu.calls.clear()
+    gpu.change = unsteady(names[1:], 0.05)
+    record = prove(SHORT, LONGER, settings=ENOUGH.model_copy(update={"width": 0.02}))
+    assert processes_of(record) == [[0, 1, 2], [0, 1, 2, 3, 4, 5]]
+    assert bench_cells(gpu)[6:] == [(p, kinds, names[1:]) for p in (3, 4, 5) for kinds in (("graph",), ("kernel",))]
+    assert "2 cases, 30 rounds each in 3 processes" in gate_of(record, "bench").summary
+    expected = "; 1 of them in as many again: their intervals were wider than 2.0% to either side"
+    assert gate_of(record, "bench").summary.endswith(expected)
+
+
+@pytest.mark.parametrize("width", [None, 0.5])
+def test_no_width_or_a_generous_one_asks_for_no_more_processes(gpu, width):
+    gpu.change = unsteady([case.name for case in prove(SHORT).cases], 0.05)
+    record = prove(SHORT, settings=ENOUGH.model_copy(update={"width": width}))
+    assert processes_of(record) == [[0, 1, 2]]
+    assert "again" not in gate_of(record, "bench").summary
+
+
+def test_an_interval_that_does_not_exist_is_wide(gpu):
+    assert processes_of(prove(SHORT, settings=Settings(processes=1, rounds=3, width=0.5))) == [[0, 1]]

@@ -352,6 +352,35 @@ def test_the_geometric_mean_may_hold_where_a_case_does_not():
     assert verdict.geometric_mean.estimate == pytest.approx(math.prod([1.9, 2.6, 2.7, 2.8, 2.6, 2.7]) ** (1 / 6), 0.01)
 
 
+def _with_more_processes(record, case, factor):
+    """Return ``record`` with as many processes again in one case, the subject ``factor`` times as slow in them."""
+    rounds = []
+    for old in record.cases[case].rounds:
+        more = [process + 3 for process in old.process]
+        seconds = {
+            kind: {
+                arm: [*times, *((factor if arm == record.subject.name else 1) * t for t in times)]
+                for arm, times in arms.items()
+            }
+            for kind, arms in old.seconds.items()
+        }
+        twice = {
+            name: 2 * getattr(old, name) for name in ("order", "sm_clock_mhz", "power_w", "temperature_c", "throttle")
+        }
+        rounds.append(old.model_copy(update={"process": [*old.process, *more], "seconds": seconds, **twice}))
+    return _with_case(record, case, rounds=rounds)
+
+
+def test_processes_that_few_cases_have_do_not_count_in_the_geometric_mean():
+    record = build_record(speedups=[2.5, 2.6, 2.7, 2.8])
+    claim = build_claim(scope="geometric mean")
+    plain, more = judge(claim, record), judge(claim, _with_more_processes(record, 0, 1.5))
+    assert more.geometric_mean == plain.geometric_mean
+    assert plain.cases[0].interval is not None
+    assert more.cases[0].interval is not None
+    assert more.cases[0].interval.low < plain.cases[0].interval.low
+
+
 def test_the_geometric_mean_is_refuted_or_open_by_its_own_interval():
     claim = build_claim(scope="geometric mean")
     assert judge(claim, build_record(speedups=[1.5, 1.6, 1.7, 1.6])).status is REFUTED

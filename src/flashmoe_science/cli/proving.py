@@ -42,6 +42,7 @@ class Wanted:
     times: Sequence[str] = ()
     processes: int = 3
     rounds: int = 10
+    width: float | None = None
     seed: int | None = None
     budget: float | None = None  # dollars
     store: str | None = None
@@ -195,6 +196,7 @@ def as_resumed(wanted: Wanted, repository: Path | None) -> tuple[Wanted, Record 
         "metric": ("times", settings.times),
         "processes": ("processes", settings.processes),
         "rounds": ("rounds", settings.rounds),
+        "width": ("width", settings.width),
         "seed": ("seed", settings.seed),
     }
     if "subject" not in wanted.given:
@@ -218,7 +220,7 @@ def _request(wanted: Wanted, name: str, repository: Path | None) -> ProveRequest
         gpu_named(gpu)
     if wanted.budget is not None and not math.isfinite(wanted.budget):
         raise InputError(f"budget must be a number of dollars, got {wanted.budget}")
-    settings = Settings(processes=wanted.processes, rounds=wanted.rounds, seed=wanted.seed)
+    settings = Settings(processes=wanted.processes, rounds=wanted.rounds, width=wanted.width, seed=wanted.seed)
     if wanted.times:
         kinds = cast("list[TimeKind]", list(dict.fromkeys(wanted.times)))
         settings = settings.model_copy(update={"times": kinds})

@@ -108,6 +108,15 @@ def prove(
     rounds: Annotated[
         int, typer.Option(min=1, metavar="N", help="Rounds in each process. A claim needs 30 in all.")
     ] = 10,
+    width: Annotated[
+        Optional[float],  # noqa: UP045
+        typer.Option(
+            "--width",
+            metavar="SHARE",
+            min=0,
+            help="Where an interval is wider to either side, measure in as many processes again; e.g. 0.02.",
+        ),
+    ] = None,
     seed: Annotated[
         int | None, typer.Option(min=0, metavar="N", help="Seed of inputs and orders.", show_default="drawn")
     ] = None,
@@ -165,6 +174,7 @@ def prove(
         times=[m.value for m in metric or ()],
         processes=processes,
         rounds=rounds,
+        width=width,
         seed=seed,
         budget=budget,
         store=store,

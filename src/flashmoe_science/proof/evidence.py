@@ -188,6 +188,9 @@ class Settings(Model):
     times: list[TimeKind] = ["kernel", "graph", "wall"]  # pydantic copies defaults
     processes: int = 3
     rounds: int = 10  # in each process
+    width: float | None = (
+        None  # half an interval, as a share, beyond which a case is measured in as many processes again
+    )
     cache: Literal["cold", "rotating"] = "cold"  # for kernel time; graph and wall always rotate over the input sets
     graph_seconds: float = 4e-4  # calls are captured until one replay lasts this long ...
     graph_calls: int = 100  # ... but no more than this

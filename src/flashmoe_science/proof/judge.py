@@ -7,6 +7,7 @@ that failed makes a run invalid whatever it shows.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from functools import partial
@@ -308,7 +309,9 @@ def _geometric_mean(cases: Mapping[str, _Groups | None], control: Control) -> In
     measured = {name: groups for name, groups in cases.items() if groups}
     if len(measured) < max(2, len(cases)):
         return None
-    processes = sorted({process for groups in measured.values() for process in groups})
+    # Processes that few cases have, those with wide intervals, do not show what a process does to every case.
+    counts = Counter(process for groups in measured.values() for process in groups)
+    processes = sorted(process for process, cases_with_it in counts.items() if 2 * cases_with_it > len(measured))
     table = [[groups.get(process, []) for process in processes] for groups in measured.values()]
     bias = sum(control.biases[name] for name in measured) / len(measured)
     return suite_interval(table).widened(bias).exp()

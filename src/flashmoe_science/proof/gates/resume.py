@@ -7,11 +7,15 @@ sources, cases, baselines, settings and seed, on the same card with the same sof
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...errors import EvidenceError
+from ...errors import EvidenceError, TooFewRoundsError
 from ..evidence import CaseRecord, GateName, GateStatus, Record, Resumed, Rounds, TimeKind
+from ..judge import paired_log_ratios
+from ..statistics import clustered_interval
 from ..words import counted
 from .run import CHANGED_SOURCES, Outcome, Run
 
@@ -110,8 +114,29 @@ def is_finished(run: Run, name: str) -> bool:
     case = run.cases[name]
     if not run.has_gpu:
         return _is_checked(case)
-    processes = range(run.settings.processes)
-    return all(has_cell(case, process, mode) for mode in run.modes for process in processes)
+    n = run.settings.processes
+    planned = [(process, mode) for mode in run.modes for process in range(n)]
+    if not all(has_cell(case, *cell) for cell in planned):
+        return False
+    return all(has_cell(case, p, mode) for mode in run.modes if is_wide(run, name, mode) for p in range(n, 2 * n))
+
+
+def is_wide(run: Run, name: str, mode: Sequence[TimeKind]) -> bool:
+    """Return whether the planned processes leave a speedup with a wider interval than ``--width`` to either side."""
+    case, width = run.cases[name], run.settings.width
+    if width is None:
+        return False
+    rivals = [arm.name for arm in case.arms if arm.role == "baseline"]
+    for kind, rival in itertools.product(mode, rivals):
+        found = paired_log_ratios(case, kind, rival, run.subject.name)
+        groups = [values for (_, process), values in found.items() if process < run.settings.processes]
+        try:
+            interval = clustered_interval(groups) if groups else None
+        except TooFewRoundsError:
+            return True
+        if interval is not None and (interval.high - interval.low) / 2 > math.log1p(width):
+            return True
+    return False
 
 
 def has_cell(case: CaseRecord, process: int, mode: Sequence[TimeKind]) -> bool:
@@ -138,7 +163,8 @@ def kept_outcome(run: Run, name: GateName) -> Outcome | None:
 
 def kept_note(run: Run) -> str:
     """Return how much was taken over, for the log. A measurement is one case in one process."""
-    cells = sum(len(set(rounds.process)) for case in run.cases.values() for rounds in case.rounds)
+    planned = set(range(run.settings.processes))
+    cells = sum(len(planned & set(rounds.process)) for case in run.cases.values() for rounds in case.rounds)
     finished = f"{len(run.finished)} of {counted(len(run.served), 'case')} finished"
     kept = (
         f", {cells} of {len(run.served) * len(run.modes) * run.settings.processes} measurements" if run.has_gpu else ""
