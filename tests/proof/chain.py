@@ -178,7 +178,9 @@ class FakeGpu:
     crash: Callable[[dict[str, Any], int], str] = lambda payload, index: ""
     calls: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
 
-    def run(self, task: str, payload: dict[str, Any], *, timeout_s: float, on_event: Any, env: Any) -> TaskResult:
+    def run(
+        self, task: str, payload: dict[str, Any], *, timeout_s: float, limit_s: float | None, on_event: Any, env: Any
+    ) -> TaskResult:
         """Answer in place of a worker."""
         name = task.rpartition(":")[2]
         self.calls.append((name, payload))

@@ -12,7 +12,7 @@ from flashmoe_science.attention.operator import OPERATOR
 from flashmoe_science.errors import ProofError, SuiteError
 from flashmoe_science.proof.conclude import last_word
 from flashmoe_science.proof.evidence import GATE_NAMES, read_record, write_record
-from flashmoe_science.proof.gates import chain, correct, static
+from flashmoe_science.proof.gates import chain, static
 from flashmoe_science.proof.gates.run import Run, passed
 from flashmoe_science.proof.operator import load_operator
 
@@ -339,11 +339,12 @@ def test_broken_module_fails_gate_import(tmp_path, code, summary):
     assert str(tmp_path) not in gate.model_dump_json()
 
 
-def test_import_that_hangs_fails_gate_import(tmp_path, monkeypatch):
-    monkeypatch.setattr(static, "_IMPORT_TIMEOUT_S", 20.0)  # a loaded machine needs many to import torch
-    gate, all_gates = import_gate(tmp_path, "import time\ntime.sleep(600)\n")
+def test_import_that_hangs_fails_gate_import(tmp_path):
+    tail = "[limits]\nimport_s = 20"  # a loaded machine needs many to import torch
+    gate, all_gates = import_gate(tmp_path, "import time\ntime.sleep(600)\n", tail=tail)
     assert all_gates == until("import")
     assert gate.summary == "written_subject:attend: no answer within 20 s"
+    assert gate.hint.endswith("; [limits] import_s, or --time-limit, allows more")
     assert any("written_subject.py" in line for line in gate.details)
 
 
@@ -360,7 +361,7 @@ def test_module_from_elsewhere_is_noted(tmp_path):
 # Gate correct.
 
 
-def test_crash_keeps_the_cases_before_it(tmp_path):
+def test_crash_keeps_the_cases_before_it_and_those_after_are_still_checked(tmp_path):
     code = HONEST_CODE.replace("attend", "attend as honest") + (
         "def attend(q, k, v, *, causal, softmax_scale):\n"
         "    if q.shape[2] == 66:\n"
@@ -373,21 +374,27 @@ def test_crash_keeps_the_cases_before_it(tmp_path):
     gate = gate_of(record, "correct")
     assert statuses(record)["correct"] == "failed"
     assert statuses(record)["quick"] == "not reached"
-    assert gate.summary == "case b1_h3_s66_d64_fp16: killed by SIGSEGV"
+    assert gate.summary == ("1 of 3 cases ended the process, b1_h3_s66_d64_fp16: killed by SIGSEGV; 2 right")
     assert "last words" in gate.details
-    assert [case.correct for case in record.cases] == [True, False, None]
+    assert "b1_h3_s66_d64_fp16: killed by SIGSEGV" in gate.details
+    assert [case.correct for case in record.cases] == [True, False, True]
+    assert [case.arms[0].status for case in record.cases] == ["not measured", "failed", "not measured"]
     assert record.complete
-    assert [case.correct for case in recorder.saved[-3].cases] == [True, None, None]
+    assert [case.correct for case in recorder.saved[-4].cases] == [True, None, None]
 
 
-def test_hang_fails_its_case_and_says_where(tmp_path, monkeypatch):
-    monkeypatch.setitem(correct._CASE_TIMEOUT_S, "cpu", 20.0)  # as above
+def test_hang_fails_its_case_says_where_and_ends_the_gate(tmp_path):
     code = "import time\ndef attend(q, k, v, *, causal, softmax_scale): time.sleep(600)\n"
-    record = run_chain(request_of(write_subject(tmp_path, code)))
+    subject = write_subject(tmp_path, code, tail="[limits]\ncorrect_cpu_s = 20")  # as above
+    record = run_chain(request_of(subject, SHORT, replace(SHORT, seqlen_q=66)))
     assert statuses(record)["correct"] == "failed"
     gate = gate_of(record, "correct")
-    assert gate.summary == "case b1_h3_s65_d64_fp16: no answer within 20 s"
-    assert gate.hint == "the last lines of its output say where it hung"
+    assert gate.summary == (
+        "1 of 2 cases ended the process, b1_h3_s65_d64_fp16: no answer within 20 s; 0 right, 1 not checked"
+    )
+    said = "the last lines of its output say where it hung; [limits] correct_cpu_s, or --time-limit, allows more"
+    assert gate.hint == said
+    assert [case.correct for case in record.cases] == [False, None]
     assert any("line 2 in attend" in line for line in gate.details)
 
 

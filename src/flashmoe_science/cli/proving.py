@@ -45,6 +45,7 @@ class Wanted:
     width: float | None = None
     seed: int | None = None
     budget: float | None = None  # dollars
+    time_limit: float | None = None  # seconds
     store: str | None = None
     args: Sequence[str] = field(default_factory=list)  # as they were typed, for the record
     resume: str | None = None  # the run to go on with
@@ -208,7 +209,11 @@ def as_resumed(wanted: Wanted, repository: Path | None) -> tuple[Wanted, Record 
 
 
 def _request(wanted: Wanted, name: str, repository: Path | None) -> ProveRequest:
-    subject, suite = load_subject(name), load_suite(wanted.suite)
+    if wanted.time_limit is not None and not 0 < wanted.time_limit < math.inf:
+        hint = "e.g. --time-limit 60"
+        raise InputError(f"time limit must be a number of seconds above 0, got {wanted.time_limit:g}", hint=hint)
+    subject = load_subject(name, time_limit=wanted.time_limit)
+    suite = load_suite(wanted.suite, timeout_s=subject.limits.import_s)
     rivals = list(operator_of(subject).rivals())
     for baseline in wanted.baselines:
         check_name("baseline", baseline, rivals)
@@ -234,6 +239,7 @@ def _request(wanted: Wanted, name: str, repository: Path | None) -> ProveRequest
         settings=settings,
         command=as_typed(wanted.args),
         repository=repository,
+        time_limit=wanted.time_limit,
     )
 
 

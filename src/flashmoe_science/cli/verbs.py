@@ -126,7 +126,13 @@ def prove(
     ] = None,
     budget: Annotated[
         Optional[float],  # noqa: UP045
-        typer.Option("--budget", metavar="DOLLARS", min=0, help="Stop before the gate that would pass it."),
+        typer.Option("--budget", metavar="DOLLARS", min=0, help="Stop before the gate that would pass it, or in it."),
+    ] = None,
+    time_limit: Annotated[
+        Optional[float],  # noqa: UP045
+        typer.Option(
+            "--time-limit", metavar="SECONDS", min=0, help="Longest silence of a worker. Default: [limits] of the file."
+        ),
     ] = None,
     store: StoreName = None,
     host: Annotated[
@@ -177,6 +183,7 @@ def prove(
         width=width,
         seed=seed,
         budget=budget,
+        time_limit=time_limit,
         store=store,
         args=context.obj or [],
         resume=resume,

@@ -121,6 +121,12 @@ class Budget:
             f"and {gate} takes about {format_dollars(then - spent)}"
         )
 
+    def seconds_left(self, spent_seconds: float) -> float:
+        """Return for how long the rest of the budget pays."""
+        if self.dollars_per_hour == 0:
+            return math.inf
+        return max(0.0, self.dollars / self.dollars_per_hour * 3600 - spent_seconds)
+
 
 def size_of(record: Record, kinds: int = 1) -> RunSize:
     """Return the size of the whole run that ``record`` is of, however far it came, with its ``kinds_of``."""

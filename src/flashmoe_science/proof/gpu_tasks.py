@@ -30,8 +30,8 @@ def measure(payload: dict[str, Any], emit: Emit) -> dict[str, Any]:
         payload: ``subject``, ``cases`` (name, problem, origin), ``baselines``, ``settings``, ``process`` and ``times``:
             kernel alone, or graph and wall; optionally ``control``, whether the first baseline runs twice (it does),
             and ``check_stream``, whether work on another stream fails the subject (it does).
-        emit: gets ``{"event": "round", "case", "round", "rounds"}``, and ``{"event": "case", "case"}`` with what
-            ``rounds.measure_case`` returns.
+        emit: gets ``{"event": "start", "name"}``, ``{"event": "round", "case", "round", "rounds"}``, and
+            ``{"event": "case", "case"}`` with what ``rounds.measure_case`` returns.
 
     Returns:
         ``cases``, how many were finished.
@@ -54,6 +54,7 @@ def measure(payload: dict[str, Any], emit: Emit) -> dict[str, Any]:
         def on_round(done: int, total: int, name: str = name) -> None:
             emit({"event": "round", "case": name, "round": done, "rounds": total})
 
+        emit({"event": "start", "name": name})
         case = Case(name, operator, operator.parse_case(table["problem"]))
         emit({"event": "case", "case": measure_case(case, loaded, plan, timer, on_round=on_round)})
     return {"cases": len(payload["cases"])}
@@ -64,7 +65,7 @@ def capture_launches(payload: dict[str, Any], emit: Emit) -> dict[str, Any]:
 
     Args:
         payload: ``subject``, ``cases``, ``baselines``, ``seed``.
-        emit: gets ``{"event": "case", "case"}`` after each case.
+        emit: gets ``{"event": "start", "name"}`` before each case, and ``{"event": "case", "case"}`` after it.
 
     Returns:
         ``cases``: what ``capture_case`` returns for each.
@@ -76,6 +77,7 @@ def capture_launches(payload: dict[str, Any], emit: Emit) -> dict[str, Any]:
     subject = Subject.from_json(payload["subject"])
     cases = []
     for table in payload["cases"]:
+        emit({"event": "start", "name": table["name"]})
         case = Case(table["name"], operator, operator.parse_case(table["problem"]))
         cases.append(capture_case(case, subject, loaded, timer, seed=payload["seed"]))
         emit({"event": "case", "case": cases[-1]})

@@ -80,6 +80,10 @@ class Meter:
         """Return why ``gate`` may not begin, or an empty text."""
         return self._budget.refusal(gate, spent_seconds(record)) if self._budget else ""
 
+    def seconds_left(self, record: Record) -> float | None:
+        """Return for how long the run may still hold its GPU after the gates of ``record``; None: there is no end."""
+        return self._budget.seconds_left(spent_seconds(record)) if self._budget else None
+
     def rate(self, record: Record) -> float | None:
         """Return what an hour of the run's GPU costs, or None where it has none or its price is not known."""
         gpu = record.environment.gpu

@@ -16,6 +16,7 @@ import torch
 
 from ..errors import SubjectError
 from ..gpu.machine_code import KernelCode
+from .worker import in_worker
 
 Inputs = Mapping[str, torch.Tensor]
 
@@ -230,8 +231,25 @@ def is_own(name: str) -> bool:
     return "." in name or ":" in name
 
 
-def load_operator(name: str) -> Operator:
-    """Import the operator called ``name``. Raises ``SubjectError``."""
+def load_operator(name: str, *, timeout_s: float = 300.0) -> Operator:
+    """Return the operator called ``name``; outside of workers a user's own is tried in one first.
+
+    Args:
+        name: of one of ours, or ``module:OBJECT``.
+        timeout_s: the longest that the trial of a user's own may be silent.
+
+    Raises:
+        SubjectError: there is none, it does not fit, or its code raises, hangs or crashes.
+    """
+    if is_own(name) and not in_worker():
+        from .own_operator import load_own
+
+        return load_own(name, timeout_s=timeout_s)
+    return find_operator(name)
+
+
+def find_operator(name: str) -> Operator:
+    """Import the operator called ``name`` in this process. Raises ``SubjectError``, and what its module raises."""
     module, _, attribute = name.partition(":")
     if not is_own(name):
         module = f"{__package__.rpartition('.')[0]}.{name}.operator"

@@ -8,7 +8,7 @@ import importlib
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -37,6 +37,24 @@ class KernelPromise:
     grid: tuple[int, int, int] | None = None  # blocks
     block: tuple[int, int, int] | None = None  # threads
     shared_memory_bytes: int | None = None  # a block, static and dynamic
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The longest silence of a worker in seconds, by what it does: then it is ended, with all that it started."""
+
+    import_s: float = 300.0  # an extension that compiles itself on import takes minutes
+    compile_s: float = 900.0  # one kernel, on a CPU
+    launch_s: float = 120.0  # one case, all arms: compiling on the first call is part of it
+    correct_s: float = 120.0  # one case, on a GPU
+    correct_cpu_s: float = 900.0  # one case, where an interpreter runs it
+    quick_s: float = 120.0  # one case until its first round, or one round: compiling, tuning and warming up
+    bench_s: float = 120.0  # the same
+
+    @classmethod
+    def of_all(cls, seconds: float) -> Limits:
+        """Return limits that are all the same."""
+        return cls(**dict.fromkeys((field.name for field in fields(cls)), seconds))
 
 
 @dataclass(frozen=True)
@@ -74,6 +92,7 @@ class Subject:
     deterministic: bool = False  # same input twice, same bits
     builtin: bool = False
     devices: tuple[str, ...] = ("cuda",)
+    limits: Limits = Limits()
     checkout: Checkout | None = None  # of a revision that is compared with another
     rival: Subject | None = None  # the same subject at the other revision, which is the baseline
 
@@ -121,6 +140,7 @@ _Path = Annotated[str, BeforeValidator(_relative_path), StringConstraints(min_le
 _Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
 _EntryPoint = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")]
 _Words = Annotated[list[str], BeforeValidator(_words), Field(min_length=1)]
+_Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False, description="a number of seconds above 0")]
 
 
 class _Table(BaseModel):
@@ -135,12 +155,12 @@ class _SubjectTable(_Table):
     python_path: list[_Path] = ["."]
     devices: list[Literal["cuda", "cpu"]] = Field(default=["cuda"], min_length=1)
     deterministic: bool = False
-    expected_speedup: float | None = Field(default=None, gt=0)
+    expected_speedup: float | None = Field(default=None, gt=0, allow_inf_nan=False)
 
 
 class _BuildTable(_Table):
     command: _Words | None = None
-    timeout_s: float = Field(default=1800.0, gt=0)
+    timeout_s: float = Field(default=1800.0, gt=0, allow_inf_nan=False)
     needs: list[str] = []
     binaries: list[_Path] = []
     gpus: list[_Gpu] = []
@@ -159,14 +179,29 @@ class _LaunchTable(_Table):
     kernels: list[_KernelTable] = []
 
 
+class _LimitsTable(_Table):
+    import_s: _Seconds = Limits.import_s
+    compile_s: _Seconds = Limits.compile_s
+    launch_s: _Seconds = Limits.launch_s
+    correct_s: _Seconds = Limits.correct_s
+    correct_cpu_s: _Seconds = Limits.correct_cpu_s
+    quick_s: _Seconds = Limits.quick_s
+    bench_s: _Seconds = Limits.bench_s
+
+
 class _KernelFile(_Table):
     subject: _SubjectTable = Field(description="a table [subject]")
     build: _BuildTable = _BuildTable()
     launch: _LaunchTable = _LaunchTable()
+    limits: _LimitsTable = _LimitsTable()
 
 
-def load_subject(text: str) -> Subject:
+def load_subject(text: str, *, time_limit: float | None = None) -> Subject:
     """Return the built-in subject called ``text``, or the one that the file ``text`` describes.
+
+    Args:
+        text: a name or a path.
+        time_limit: seconds of silence allowed to a worker, whatever it does. Default: what the file says.
 
     Raises:
         SubjectError: no built-in subject has this name, or the file is wrong (names file, key and what was expected).
@@ -175,12 +210,16 @@ def load_subject(text: str) -> Subject:
     if path.suffix != ".toml" and len(path.parts) == 1:
         names = builtin_names()
         if text in names:  # a folder of the same name is meant by "./name"
-            return _builtin_subject(names[text], text)
+            return _with_limit(_builtin_subject(names[text], text), time_limit)
         if not path.exists():
             close = difflib.get_close_matches(text, names, n=1)
             hint = f"did you mean {close[0]}?" if close else "give the path of a kernel.toml, see docs/kernel-toml.md"
             raise SubjectError(f"subject must be one of {', '.join(names)} or a kernel.toml, got {text!r}", hint=hint)
-    return _subject_from_file(path / "kernel.toml" if path.is_dir() else path)
+    return _subject_from_file(path / "kernel.toml" if path.is_dir() else path, time_limit)
+
+
+def _with_limit(subject: Subject, seconds: float | None) -> Subject:
+    return subject if seconds is None else replace(subject, limits=Limits.of_all(seconds))
 
 
 def builtin_names() -> dict[str, str]:
@@ -218,7 +257,7 @@ def _builtin_subject(operator_name: str, name: str) -> Subject:
     )
 
 
-def _subject_from_file(path: Path) -> Subject:
+def _subject_from_file(path: Path, time_limit: float | None) -> Subject:
     file = read_toml(path, _KernelFile, SubjectError, hint=_HINT)
     table, build, launch = file.subject, file.build, file.launch
     if table.name in builtin_names():  # its record would be taken for evidence on ours
@@ -242,7 +281,9 @@ def _subject_from_file(path: Path) -> Subject:
         expected_speedup=table.expected_speedup,
         deterministic=table.deterministic,
         devices=tuple(table.devices),
+        limits=Limits(**file.limits.model_dump()),
     )
+    subject = _with_limit(subject, time_limit)
     try:
         operator_of(subject)
     except SubjectError as error:
@@ -257,7 +298,7 @@ def operator_of(subject: Subject) -> Operator:
 
     if is_own(subject.operator):
         add_python_path(subject)
-    operator = load_operator(subject.operator)
+    operator = load_operator(subject.operator, timeout_s=subject.limits.import_s)
     if subject.checkout is None:
         return operator
     from .isolation import at_revision

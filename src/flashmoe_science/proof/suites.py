@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from ..errors import InputError, SubjectError, SuiteError
 from .evidence import Record
 from .toml_files import read_toml
+from .worker import in_worker
 
 if TYPE_CHECKING:
     from .subject import Subject
@@ -61,8 +62,12 @@ def list_suites() -> dict[str, Path]:
     return {path.stem: path for path in sorted(folder.glob("*.toml"), key=lambda path: path.stem)}
 
 
-def load_suite(name_or_path: str) -> Suite:
+def load_suite(name_or_path: str, *, timeout_s: float = 300.0) -> Suite:
     """Return the packaged suite of this name, or the one in this file.
+
+    Args:
+        name_or_path: its name or its file.
+        timeout_s: the longest that a user's own operator may be silent, when a worker asks it about the cases.
 
     Raises:
         SuiteError: there is no such suite, or the file is wrong (names file, key and what was expected).
@@ -74,7 +79,7 @@ def load_suite(name_or_path: str) -> Suite:
         hint = f"did you mean {close[0]}?" if close else "give the path of a suite file, see docs/suites.md"
         raise SuiteError(f"suite must be one of {', '.join(packaged)} or a file, got {name_or_path!r}", hint=hint)
     file = read_toml(path, _SuiteFile, SuiteError, hint=_HINT)
-    return Suite(file.name, file.operator, file.description, _parse_cases(file, path), path)
+    return Suite(file.name, file.operator, file.description, _parse_cases(file, path, timeout_s), path)
 
 
 def check_operator(suite: Suite, subject: Subject) -> None:
@@ -99,20 +104,25 @@ def suite_text(record: Record, repository: Path | None) -> str:
     return str(own) if own is not None and own.is_file() else record.suite
 
 
-def _parse_cases(file: _SuiteFile, path: Path) -> tuple[SuiteCase, ...]:
+def _parse_cases(file: _SuiteFile, path: Path, timeout_s: float) -> tuple[SuiteCase, ...]:
     from .operator import is_own, load_operator
 
     if is_own(file.operator) and (beside := str(path.resolve().parent)) not in sys.path:
         sys.path.append(beside)  # a user's own operator may lie beside its suite
     try:
-        operator = load_operator(file.operator)
+        operator = load_operator(file.operator, timeout_s=timeout_s)
     except (SubjectError, ImportError) as error:
         message = str(error).partition("\nhint: ")[0]
         raise SuiteError(f"{path}: key operator: {message}", hint=_HINT) from error
+    tables = [{**file.defaults, **own} for own in file.cases]
+    if is_own(file.operator) and not in_worker():
+        from .own_operator import try_cases
+
+        asked = [_without(table, "origin", "name") for table in tables]
+        try_cases(file.operator, asked, timeout_s=timeout_s)
     cases: dict[str, SuiteCase] = {}
-    for index, own in enumerate(file.cases):
+    for index, table in enumerate(tables):
         key = f"{path}: key cases.{index}"
-        table = {**file.defaults, **own}
         origin, name = table.pop("origin", None), table.pop("name", None)
         if not isinstance(origin, str) or not origin:
             raise SuiteError(f"{key}.origin: expected where this shape comes from, got {origin!r}", hint=_HINT)
@@ -127,3 +137,7 @@ def _parse_cases(file: _SuiteFile, path: Path) -> tuple[SuiteCase, ...]:
             raise SuiteError(f"{key}: the name {name!r} is taken by an earlier case", hint="give it a name of its own")
         cases[name] = SuiteCase(name, problem, origin)
     return tuple(cases.values())
+
+
+def _without(table: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {key: value for key, value in table.items() if key not in names}

@@ -15,6 +15,7 @@ import ctypes
 import faulthandler
 import importlib
 import json
+import math
 import os
 import resource
 import selectors
@@ -41,6 +42,8 @@ _STARTED_IN = Path.cwd()  # what a relative entry of PYTHONPATH is relative to
 
 Emit = Callable[[dict[str, Any]], None]
 
+_child: list[bool] = []  # not empty: this process is a worker
+
 
 @dataclass(frozen=True)
 class TaskResult:
@@ -51,6 +54,8 @@ class TaskResult:
     reason: str  # why it is not ok
     seconds: float
     output_tail: str  # the end of what the process wrote to stdout and stderr
+    timed_out: bool = False  # it was silent for longer than allowed
+    limit_reached: bool = False  # it ran for as long as it might in all
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,7 @@ class TaskCall:
     task: str  # module:function, called as function(payload, emit) -> dict
     payload: dict[str, Any]
     timeout_s: float  # the longest silence: each event starts it anew
+    limit_s: float | None = None  # the longest time in all
     env: Mapping[str, str] = field(default_factory=dict)  # added to this process's environment
 
 
@@ -68,6 +74,7 @@ def run_task(
     payload: dict[str, Any],
     *,
     timeout_s: float,
+    limit_s: float | None = None,
     on_event: Callable[[dict[str, Any]], None] | None = None,
     env: Mapping[str, str] | None = None,
 ) -> TaskResult:
@@ -77,13 +84,14 @@ def run_task(
         task: ``module:function``; called as ``function(payload, emit)``, returns a dict of plain JSON values.
         payload: plain JSON values.
         timeout_s: the longest silence allowed; each event starts it anew.
+        limit_s: the longest time that it may take in all.
         on_event: called here with every event that the task emits.
         env: variables added to this process's environment.
 
     Returns:
         The outcome. Nothing that the task does raises here; only ``on_event`` and Ctrl-C do, after the process is gone.
     """
-    call = TaskCall(task, payload, timeout_s, env or {})
+    call = TaskCall(task, payload, timeout_s, limit_s, env or {})
     handler = None if on_event is None else lambda _, event: on_event(event)
     return run_tasks([call], on_event=handler)[0]
 
@@ -221,9 +229,10 @@ class _Child:
         self._timeout_s = call.timeout_s
         self._start = time.monotonic()
         self._deadline = self._start + call.timeout_s
+        self._end = math.inf if call.limit_s is None else self._start + call.limit_s
         self._buffer = bytearray()
         self._outcome: tuple[bool, dict[str, Any] | None, str] | None = None
-        self._closed = False
+        self._closed = self._timed_out = self._limit_reached = False
         request_read, self._request = os.pipe()
         self.answer, answer_write = os.pipe()
         os.set_blocking(self.answer, False)
@@ -281,7 +290,12 @@ class _Child:
     def is_over(self, *, died: bool) -> bool:
         """Return whether there is nothing left to wait for; past the deadline, settle for that."""
         self._closed |= died
-        if self._outcome is None and not self._closed and time.monotonic() >= self._deadline:
+        waiting, now = self._outcome is None and not self._closed, time.monotonic()
+        if waiting and now >= self._end:
+            self._limit_reached = True
+            self._outcome = (False, None, f"stopped after {now - self._start:.0f} s")
+        elif waiting and now >= self._deadline:
+            self._timed_out = True
             self._dump_stacks()
             self._outcome = (False, None, f"no answer within {self._timeout_s:g} s")
         return self._outcome is not None or self._closed
@@ -302,7 +316,9 @@ class _Child:
             self._outcome = (False, None, reason if code and code < 0 else f"{reason} before it answered")
         self.kill()
         ok, data, reason = self._outcome
-        return TaskResult(ok, data, reason[:_REASON_LIMIT], time.monotonic() - self._start, self._group.output_tail())
+        seconds, tail = time.monotonic() - self._start, self._group.output_tail()
+        flags = {"timed_out": self._timed_out, "limit_reached": self._limit_reached}
+        return TaskResult(ok, data, reason[:_REASON_LIMIT], seconds, tail, **flags)
 
     def kill(self) -> None:
         """Kill the process and all that it started, and close our ends."""
@@ -313,8 +329,14 @@ class _Child:
                 os.close(handle)
 
 
+def in_worker() -> bool:
+    """Return whether this process is a worker."""
+    return bool(_child)
+
+
 def main(request_handle: str, answer_handle: str) -> None:
     """Run one task: the child's side. Never returns."""
+    _child.append(True)
     request_fd, answer_fd = int(request_handle), int(answer_handle)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     faulthandler.enable()

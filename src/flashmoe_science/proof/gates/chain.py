@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
+from ...errors import SubjectError
 from ..cost import GPU_GATES, RunSize, size_of
 from ..environment import describe_apart as _read_environment
 from ..evidence import GATE_NAMES, Gate, GateName, GateStatus, Record
@@ -13,7 +14,7 @@ from ..kinds import kinds_of
 from ..subject import hash_sources
 from . import correct, launch, speed, static
 from .resume import adopt, check_resumable, has_cell, kept_note, kept_outcome
-from .run import CHANGED_SOURCES, Outcome, Progress, ProveRequest, Run, check_request
+from .run import CHANGED_SOURCES, BudgetSpentError, Outcome, Progress, ProveRequest, Run, check_request
 
 _GATES: dict[GateName, Callable[[Run], Outcome]] = {
     "sources": static.check_sources,
@@ -60,12 +61,19 @@ def prove(request: ProveRequest, *, progress: Progress, save: Callable[[Record],
             if meter is not None and (reason := meter.refusal(name, run.record())):
                 _stop_before(run, name, reason)
                 break
-            _run_gate(run, name, gate)
+            try:
+                _run_gate(run, name, gate)
+            except BudgetSpentError as error:
+                _stop_within(run, name, str(error))
+                break
             if run.gates[name].status is GateStatus.FAILED or name == request.until:
                 break
         _finish(run)
     except KeyboardInterrupt:
         _mark_interrupted(run, name, "interrupted")
+        raise
+    except SubjectError as error:  # code of the user's operator, which the gates ask too
+        _mark_interrupted(run, name, run.hide_paths(str(error).partition("\n")[0]))
         raise
     except Exception as error:
         _mark_interrupted(run, name, f"the harness failed: {type(error).__name__}: {run.hide_paths(str(error))}")
@@ -75,7 +83,7 @@ def prove(request: ProveRequest, *, progress: Progress, save: Callable[[Record],
 
 def _run_gate(run: Run, name: GateName, gate: Callable[[Run], Outcome]) -> None:
     run.progress.start(name)
-    run.gate_began = time.monotonic()
+    run.gate_began, run.holds_gpu = time.monotonic(), _holds_gpu(run, name)
     outcome = kept_outcome(run, name) or gate(run)
     run.gates[name] = Gate(
         name=name,
@@ -109,11 +117,29 @@ def _holds_gpu(run: Run, name: GateName) -> bool:
 
 def _stop_before(run: Run, name: GateName, reason: str) -> None:
     """End the chain before the gate ``name``; what was shown stays."""
-    where = " --host MACHINE" if run.request.borrowed else ""  # its name stays out of records
-    hint = f"flashmoe prove --resume {run.id}{where} goes on from here"
-    run.gates[name] = Gate(name=name, status=GateStatus.NOT_REACHED, summary=reason, hint=hint)
+    run.gates[name] = Gate(name=name, status=GateStatus.NOT_REACHED, summary=reason, hint=_way_on(run))
     run.lost = f"stopped before gate {name}: {reason}"
     run.progress.finish(run.gates[name])
+
+
+def _stop_within(run: Run, name: GateName, reason: str) -> None:
+    """End the chain in the gate ``name``; what was shown stays, and what it took is paid for."""
+    seconds = time.monotonic() - run.gate_began
+    run.gates[name] = Gate(
+        name=name,
+        status=GateStatus.NOT_REACHED,
+        summary=f"{reason}: ended after {seconds:.0f} s",
+        hint=_way_on(run),
+        seconds=seconds,
+        gpu_seconds=seconds,
+    )
+    run.lost = f"stopped in gate {name}: {reason}"
+    run.progress.finish(run.gates[name])
+
+
+def _way_on(run: Run) -> str:
+    where = " --host MACHINE" if run.request.borrowed else ""  # its name stays out of records
+    return f"flashmoe prove --resume {run.id}{where} goes on from here"
 
 
 def _finish(run: Run) -> None:

@@ -2,18 +2,40 @@
 
 from __future__ import annotations
 
+import secrets
 from collections import Counter
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..evidence import Accuracy
 from ..words import counted
 from .run import NO_GPU, Outcome, Run, failed, not_possible, passed
 
-_CASE_TIMEOUT_S = {"cuda": 300.0, "cpu": 900.0}  # an interpreter is slow
+_MOST_CRASHES = 3  # then the cases left are not checked: each crash costs a process of its own
+_SHOWN_CASES = 3
+
+
+@dataclass
+class _Checks:
+    """What the processes of this gate found."""
+
+    results: list[dict[str, Any]] = field(default_factory=list)
+    ended: dict[str, str] = field(default_factory=dict)  # case that ended its process -> how
+    ending: str = ""  # how a process ended before it had begun a case
+    hung: bool = False
+    hint: str = ""
+    tail: list[str] = field(default_factory=list)  # last words of the first process that ended early
+    left: list[str] = field(default_factory=list)  # cases that nobody checked
+    under_way: str = ""  # the case that the process has begun
+    seconds: float = 0.0
 
 
 def check_results(run: Run) -> Outcome:
-    """Gate correct: fresh random inputs, poisoned memory, no NaN, error within the budget, inputs left alone."""
+    """Gate correct: fresh random inputs, poisoned memory, no NaN, error within the budget, inputs left alone.
+
+    A case that ends its process is wrong, and those after it are checked in a fresh one. A case that hangs ends the
+    gate: so may all that follow, and each would take as long.
+    """
     device = run.device
     if run.not_built:
         return not_possible(run.not_built)
@@ -23,39 +45,89 @@ def check_results(run: Run) -> Outcome:
         )
     if run.not_served_reason:
         return not_possible(run.not_served_reason)
-    under_way = ""
+    seed = secrets.randbits(31)
+    checks = _check_all(run, device, seed)
+    gpu_seconds = checks.seconds if device == "cuda" else 0.0
+    wrong = [case for case in checks.results if case["status"] == "failed" and case["name"] not in checks.ended]
+    details = [f"{case['name']}: {case['reason']}" for case in checks.results if case["reason"]]
+    if checks.ended or checks.ending:
+        details += [f"{name}: {ending}" for name, ending in checks.ended.items()]
+        summary = _say_ended(run, checks, wrong)
+        return failed(summary, hint=checks.hint, details=[*details, *checks.tail], gpu_seconds=gpu_seconds)
+    if wrong:
+        of = counted(len(checks.results), "case")
+        summary = f"wrong in {len(wrong)} of {of}; {wrong[0]['name']}: {wrong[0]['reason']}"
+        hint = "what is allowed is twice the framework's own error" if "allowed" in wrong[0]["reason"] else ""
+        said = f"the seed of the inputs was {seed}"
+        return failed(summary, hint=hint, details=[*details, said], gpu_seconds=gpu_seconds)
+    return _sum_up(run, [*_kept_results(run), *checks.results], details, device, gpu_seconds)
+
+
+def _check_all(run: Run, device: str, seed: int) -> _Checks:
+    """Check the cases, in a fresh process after each one that ends its own."""
+    checks = _Checks(left=list(run.todo))
+    limit = "correct_s" if device == "cuda" else "correct_cpu_s"
 
     def on_event(event: dict[str, Any]) -> None:
-        nonlocal under_way
         if event["event"] == "start":
-            under_way = event["name"]
+            checks.under_way = event["name"]
         else:
-            results.append(event["case"])
+            checks.results.append(event["case"])
             _record(run, event["case"])
             run.save()
-        run.progress.advance(len(results), len(run.todo), under_way)
+        run.progress.advance(len(checks.results), len(run.todo), checks.under_way)
 
-    results: list[dict[str, Any]] = []
-    payload = run.payload(device=device, seed=None)
-    result = run.run_task("tasks:check_correct", payload, timeout_s=_CASE_TIMEOUT_S[device], on_event=on_event)
-    gpu_seconds = result.seconds if device == "cuda" else 0.0
-    wrong = [case for case in results if case["status"] == "failed"]
-    details = [f"{case['name']}: {case['reason']}" for case in results if case["reason"]]
-    if not result.ok or result.data is None:
-        hint, tail = run.explain_crash(result)
-        where = f"case {under_way}: " if under_way else ""
-        unfinished = under_way in run.cases and under_way not in {case["name"] for case in results}
-        if unfinished:
-            run.drop_times(under_way)
-            run.update_case(under_way, correct=False)
-        reason = f"{where}{run.hide_paths(result.reason)}"
-        return failed(reason, hint=hint, details=[*details, *tail], gpu_seconds=gpu_seconds)
+    while checks.left:
+        checks.under_way = ""
+        payload = run.payload(device=device, seed=seed, cases=[run.case_table(name) for name in checks.left])
+        timeout_s = getattr(run.subject.limits, limit)
+        result = run.run_task("tasks:check_correct", payload, timeout_s=timeout_s, on_event=on_event)
+        checks.seconds += result.seconds
+        checked = {case["name"] for case in checks.results}
+        checks.left = [name for name in checks.left if name not in checked]
+        if result.ok:
+            break
+        if not checks.tail:
+            checks.hint, checks.tail = run.explain_crash(result, limit)
+        checks.hung = result.timed_out
+        _note_end(run, checks, run.hide_paths(result.reason))
+        if checks.ending or checks.hung or len(checks.ended) == _MOST_CRASHES:
+            break
+    return checks
+
+
+def _note_end(run: Run, checks: _Checks, ending: str) -> None:
+    """Take note that a process ended early, and of the case that was under way, which is wrong."""
+    name = checks.under_way
+    if not name:
+        checks.ending = ending
+        return
+    checks.ended[name] = ending
+    if name in checks.left:  # else its answer had come
+        checks.left.remove(name)
+        run.drop_times(name)
+        run.update_case(name, correct=False)
+        run.update_arm(name, run.subject.name, status="failed", reason=ending)
+
+
+def _say_ended(run: Run, checks: _Checks, wrong: list[dict[str, Any]]) -> str:
+    """Return which cases ended their processes and how, and what is known of the others."""
+    if not checks.ended:
+        return checks.ending
+    names = list(checks.ended)
+    of = counted(len(run.todo), "case")
+    if len(run.todo) == 1:
+        return f"case {names[0]}: {checks.ended[names[0]]}"
+    more = f" and {len(names) - _SHOWN_CASES} more" if len(names) > _SHOWN_CASES else ""
+    parts = [f"{len(names)} of {of} ended the process, {', '.join(names[:_SHOWN_CASES])}{more}"]
+    parts[0] += f": {checks.ended[names[-1] if checks.hung else names[0]]}"
     if wrong:
-        seed = f"the seed of the inputs was {result.data['seed']}"
-        summary = f"wrong in {len(wrong)} of {counted(len(results), 'case')}; {wrong[0]['name']}: {wrong[0]['reason']}"
-        hint = "what is allowed is twice the framework's own error" if "allowed" in wrong[0]["reason"] else ""
-        return failed(summary, hint=hint, details=[*details, seed], gpu_seconds=gpu_seconds)
-    return _sum_up(run, [*_kept_results(run), *results], details, device, gpu_seconds)
+        parts.append(f"{len(wrong)} wrong, {wrong[0]['name']}: {wrong[0]['reason']}")
+    if checks.ending:
+        parts.append(f"a fresh process: {checks.ending}")
+    right = sum(case["status"] == "passed" for case in checks.results)
+    parts.append(f"{right} right" + (f", {len(checks.left)} not checked" if checks.left else ""))
+    return "; ".join(parts)
 
 
 def _kept_results(run: Run) -> list[dict[str, Any]]:

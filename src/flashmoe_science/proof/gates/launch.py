@@ -12,7 +12,6 @@ from ..subject import KernelPromise, Subject
 from ..words import counted
 from .run import Outcome, Run, failed, first_of, no_timing, passed
 
-_TIMEOUT_S = 600.0  # for one case: compiling on the first call is part of it
 _SHOWN_PROBLEMS = 20
 
 
@@ -21,14 +20,20 @@ def check_launches(run: Run) -> Outcome:
     if run.no_timing_reason:
         return no_timing(run)
     finished: list[dict[str, Any]] = []
+    under_way = ""
 
     def on_event(event: dict[str, Any]) -> None:
-        if event["event"] == "case":
+        nonlocal under_way
+        if event["event"] == "start":
+            under_way = event["name"]
+        else:
             finished.append(event["case"])
             _record(run, event["case"])
-            run.progress.advance(len(finished), len(run.todo), event["case"]["name"])
+            under_way = ""
+        run.progress.advance(len(finished), len(run.todo), under_way)
 
-    result = run.run_task("gpu_tasks:capture_launches", run.payload(), timeout_s=_TIMEOUT_S, on_event=on_event)
+    limit = run.subject.limits.launch_s
+    result = run.run_task("gpu_tasks:capture_launches", run.payload(), timeout_s=limit, on_event=on_event)
     cases = result.data["cases"] if result.ok and result.data else finished
     needs_graph, framework = "graph" in run.settings.times, framework_kernels(run.operator)
     problems = [
@@ -38,8 +43,10 @@ def check_launches(run: Run) -> Outcome:
     ]
     notes = _notes(cases)
     if not result.ok:
-        hint, tail = run.explain_crash(result)
-        return failed(run.hide_paths(result.reason), hint=hint, details=[*problems, *tail], gpu_seconds=result.seconds)
+        hint, tail = run.explain_crash(result, "launch_s")
+        return failed(
+            run.how_it_ended(result, under_way), hint=hint, details=[*problems, *tail], gpu_seconds=result.seconds
+        )
     if problems:
         return failed(
             first_of(problems),

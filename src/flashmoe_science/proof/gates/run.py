@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -49,6 +50,13 @@ class RunMeter(Protocol):
     def refusal(self, gate: GateName, record: Record) -> str:
         """Return why ``gate`` may not begin, or an empty text."""
 
+    def seconds_left(self, record: Record) -> float | None:
+        """Return for how long the run may still hold its GPU after the gates of ``record``; None: there is no end."""
+
+
+class BudgetSpentError(Exception):
+    """A gate was ended because the run's budget was spent. What it had shown is in the record."""
+
 
 @dataclass(frozen=True)
 class ProveRequest:
@@ -65,6 +73,7 @@ class ProveRequest:
     meter: RunMeter | None = None  # told what the run will hold a GPU for, and asked before every gate
     repository: Path | None = None  # holds claims and evidence; tells where the subject's folder lies in it
     resume: Record | None = None  # an interrupted run to go on with
+    time_limit: float | None = None  # as --time-limit has it: the subject's limits say what it means here
     borrowed: bool = False  # another machine has asked for it, by --host
 
 
@@ -145,6 +154,7 @@ class Run:
         self.finished: set[str] = set()  # cases that a resumed run brought whole
         self.kept_gates: dict[GateName, Gate] = {}  # those that it passed
         self.gate_began = 0.0  # on the clock of time.monotonic()
+        self.holds_gpu = False  # whether the gate under way does, and so costs
         self.created_at = datetime.now(timezone.utc)
         stamp = self.created_at.strftime("%Y%m%dT%H%M%SZ")
         self.id = f"{stamp}-{request.suite.name}-{self.subject.name}-{secrets.token_hex(3)}"
@@ -289,9 +299,19 @@ class Run:
         timeout_s: float,
         on_event: Callable[[dict[str, Any]], None] | None = None,
     ) -> TaskResult:
-        """Run a task of this package in a worker process."""
+        """Run a task of this package in a worker process. Raises ``BudgetSpentError`` where the budget ended it."""
         name = f"{__package__.rpartition('.')[0]}.{task}"
-        return run_task(name, payload, timeout_s=timeout_s, on_event=on_event, env=self.worker_env())
+        left = self._seconds_left()
+        result = run_task(name, payload, timeout_s=timeout_s, limit_s=left, on_event=on_event, env=self.worker_env())
+        if result.limit_reached:
+            raise BudgetSpentError("the budget is spent")
+        return result
+
+    def _seconds_left(self) -> float | None:
+        """Return for how long this gate may still hold the GPU; None: it holds none, or there is no end."""
+        meter = self.request.meter
+        left = meter.seconds_left(self.record()) if meter is not None and self.holds_gpu else None
+        return None if left is None else max(0.0, left - (time.monotonic() - self.gate_began))
 
     def update_case(self, name: str, **changes: Any) -> None:
         """Change fields of one case; the new record is validated."""
@@ -310,8 +330,12 @@ class Run:
                 self.update_arm(name, arm.name, status="not measured", rates={})
         self.update_case(name, rounds=[])
 
-    def explain_crash(self, result: TaskResult) -> tuple[str, list[str]]:
-        """Return hint and last output lines of a worker that did not answer."""
+    def how_it_ended(self, result: TaskResult, under_way: str) -> str:
+        """Return why a worker gave no answer, after the case in which it did not."""
+        return f"{f'case {under_way}: ' if under_way else ''}{self.hide_paths(result.reason)}"
+
+    def explain_crash(self, result: TaskResult, limit: str = "") -> tuple[str, list[str]]:
+        """Return hint and last output lines of a worker that did not answer; ``limit`` is the key of its limit."""
         # Python's dump of the stack has its innermost call first: the import machinery and the list of modules hide it.
         noise = ("<frozen importlib", "Extension modules:")
         lines = self.hide_paths(result.output_tail).strip().splitlines()
@@ -322,8 +346,9 @@ class Run:
             hint = "the system may have run out of memory: `dmesg` tells"
         elif result.reason.startswith("GPU out of memory"):
             hint = "a smaller suite, or a GPU with more memory"
-        elif result.reason.startswith("no answer within"):
+        elif result.timed_out:
             hint = "the last lines of its output say where it hung"
+            hint += f"; [limits] {limit}, or --time-limit, allows more" if limit else ""
         return hint, tail
 
     def hide_paths(self, text: str) -> str:

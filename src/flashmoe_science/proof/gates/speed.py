@@ -15,7 +15,6 @@ from ..worker import TaskResult
 from .resume import has_cell, is_wide
 from .run import Outcome, Run, failed, first_of, no_timing, passed
 
-_TIMEOUT_S = 600.0  # of silence: compiling, tuning and warming up one case
 _QUICK_ROUNDS = 5
 _QUICK_RANGE = (0.5, 2.0)  # times the speedup expected
 _WORST = ("not measured", "measured", "refused", "unavailable", "failed")  # an arm keeps the worst of all processes
@@ -32,11 +31,11 @@ def measure_quickly(run: Run) -> Outcome:
     cases: list[dict[str, Any]] = []
     # Whether the work is ordered with the caller's stream is for the gate bench to say.
     step = _Step(settings, 0, [kind], run.todo, done=0, total=len(run.todo), check_stream=False)
-    result = _measure(run, step, cases.append)
+    result, under_way = _measure(run, step, cases.append, timeout_s=run.subject.limits.quick_s)
     seconds = result.seconds
     if not result.ok:
-        hint, tail = run.explain_crash(result)
-        return failed(run.hide_paths(result.reason), hint=hint, details=tail, gpu_seconds=seconds)
+        hint, tail = run.explain_crash(result, "quick_s")
+        return failed(run.how_it_ended(result, under_way), hint=hint, details=tail, gpu_seconds=seconds)
     problems = [line for case in cases if (line := _subject_failure(run, case))]
     if problems:
         return failed(first_of(problems), details=problems[:_SHOWN_PROBLEMS], gpu_seconds=seconds)
@@ -103,11 +102,11 @@ def measure_fully(run: Run) -> Outcome:
             add_measured(run, case, process)
             run.save()
 
-        result = _measure(run, step, on_case)
+        result, under_way = _measure(run, step, on_case, timeout_s=run.subject.limits.bench_s)
         gpu_seconds += result.seconds
         if not result.ok:
-            hint, tail = run.explain_crash(result)
-            reason = f"process {step.process} ({step.label}): {run.hide_paths(result.reason)}"
+            hint, tail = run.explain_crash(result, "bench_s")
+            reason = f"process {step.process} ({step.label}): {run.how_it_ended(result, under_way)}"
             run.lost = f"bench: {reason}"
             return failed(reason, hint=hint, details=tail, gpu_seconds=gpu_seconds)
     return _sum_up(run, gpu_seconds)
@@ -185,14 +184,18 @@ def _steps(
     return steps
 
 
-def _measure(run: Run, step: _Step, on_case: Callable[[dict[str, Any]], None]) -> TaskResult:
-    """Run one measuring process."""
-    finished = step.done
+def _measure(
+    run: Run, step: _Step, on_case: Callable[[dict[str, Any]], None], *, timeout_s: float
+) -> tuple[TaskResult, str]:
+    """Run one measuring process; return how it ended, and the case that was under way then."""
+    finished, under_way = step.done, ""
 
     def on_event(event: dict[str, Any]) -> None:
-        nonlocal finished
-        if event["event"] == "case":
-            finished += 1
+        nonlocal finished, under_way
+        if event["event"] == "start":
+            under_way = event["name"]
+        elif event["event"] == "case":
+            finished, under_way = finished + 1, ""
             on_case(event["case"])
             run.progress.advance(finished, step.total, f"{event['case']['name']} ({step.label})")
 
@@ -203,7 +206,8 @@ def _measure(run: Run, step: _Step, on_case: Callable[[dict[str, Any]], None]) -
         times=list(step.times),
         check_stream=step.check_stream,
     )
-    return run.run_task("gpu_tasks:measure", payload, timeout_s=_TIMEOUT_S, on_event=on_event)
+    result = run.run_task("gpu_tasks:measure", payload, timeout_s=timeout_s, on_event=on_event)
+    return result, under_way
 
 
 def add_measured(run: Run, case: dict[str, Any], process: int) -> None:

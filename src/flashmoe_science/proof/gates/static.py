@@ -13,8 +13,6 @@ from ..worker import TaskCall, run_tasks
 from . import library
 from .run import Outcome, Run, failed, first_of, not_possible, passed
 
-_COMPILE_TIMEOUT_S = 900.0  # for one kernel
-_IMPORT_TIMEOUT_S = 300.0  # an extension that compiles itself on import takes minutes
 _COMPILE_PROCESSES = 8
 _SHOWN_PROBLEMS = 20
 
@@ -60,7 +58,7 @@ def _compile(run: Run, details: list[str]) -> Outcome:
     parts = min(_COMPILE_PROCESSES, os.cpu_count() or 1)
     common = run.payload(cases=[case.problem for case in run.cases.values()], gpus=run.gpus, parts=parts)
     task = f"{__package__.rpartition('.')[0]}.tasks:compile_kernels"
-    calls = [TaskCall(task, {**common, "part": part}, _COMPILE_TIMEOUT_S) for part in range(parts)]
+    calls = [TaskCall(task, {**common, "part": part}, run.subject.limits.compile_s) for part in range(parts)]
     jobs: list[dict[str, Any]] = []
     current = [""] * parts
 
@@ -125,9 +123,10 @@ def import_entry(run: Run) -> Outcome:
     if run.not_built:
         return not_possible(run.not_built)
     smallest = min(run.cases.values(), key=lambda case: case.work.bytes)
-    result = run.run_task("tasks:import_subject", run.payload(case=smallest.problem), timeout_s=_IMPORT_TIMEOUT_S)
+    payload, limit = run.payload(case=smallest.problem), run.subject.limits.import_s
+    result = run.run_task("tasks:import_subject", payload, timeout_s=limit)
     if not result.ok or result.data is None:
-        hint, tail = run.explain_crash(result)
+        hint, tail = run.explain_crash(result, "import_s")
         return failed(f"{run.subject.entry_point}: {run.hide_paths(result.reason)}", hint=hint, details=tail)
     if "failure" in result.data:
         reason = f"{run.subject.entry_point}: {run.hide_paths(result.data['failure'])}"

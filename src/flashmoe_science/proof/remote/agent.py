@@ -37,6 +37,7 @@ class RemoteRequest(Model):
     folder: str = "."  # the current one
     commit: str = ""  # for FLASHMOE_COMMIT: what of the tree was known where it came from
     resume: Record | None = None
+    time_limit: float | None = None  # as --time-limit has it
 
 
 class _Told:
@@ -74,6 +75,9 @@ class _Asked:
     def refusal(self, gate: GateName, record: Record) -> str:
         return self._budget.refusal(gate, spent_seconds(record)) if self._budget else ""
 
+    def seconds_left(self, record: Record) -> float | None:
+        return self._budget.seconds_left(spent_seconds(record)) if self._budget else None
+
 
 def run_request(table: dict[str, Any], tree: Path, send: Send, receive: Receive) -> None:
     """Run what ``table``, a ``RemoteRequest``, asks in the folder ``tree``.
@@ -92,9 +96,10 @@ def run_request(table: dict[str, Any], tree: Path, send: Send, receive: Receive)
     if wanted.commit:
         os.environ["FLASHMOE_COMMIT"] = wanted.commit
     os.chdir(tree / wanted.folder)
+    subject = load_subject(_in_tree(wanted.subject, tree), time_limit=wanted.time_limit)
     request = ProveRequest(
-        subject=load_subject(_in_tree(wanted.subject, tree)),
-        suite=load_suite(_in_tree(wanted.suite, tree)),
+        subject=subject,
+        suite=load_suite(_in_tree(wanted.suite, tree), timeout_s=subject.limits.import_s),
         baselines=wanted.baselines,
         gpus=wanted.gpus,
         until=wanted.until,

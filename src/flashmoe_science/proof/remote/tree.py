@@ -71,6 +71,7 @@ class Tree:
             folder=self._folder(folder) or ".",
             commit=f"{commit}{suffix}" if commit else "",
             resume=request.resume,
+            time_limit=request.time_limit,
         )
 
     def _place(self, path: Path) -> str:

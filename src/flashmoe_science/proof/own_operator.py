@@ -1,0 +1,215 @@
+"""A user's own operator: its code is tried in a worker first, and what it raises here is told as its own error.
+
+A module that somebody wrote may raise, hang or crash while it is imported, and its methods whenever they are called.
+The main process keeps the record of a run: nothing runs in it that has not come back from a worker once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import json
+import math
+import re
+import sys
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+from ..errors import FlashmoeError, SubjectError
+from .causes import explain_import
+from .operator import Operator, find_operator
+from .worker import Emit, TaskResult, run_task
+
+_HINT = "the operator's own code does this; docs/operators.md says what each of its methods returns"
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>.+)')  # as faulthandler writes it
+_PACKAGE = Path(__file__).resolve().parent.parent
+_LIBRARIES = tuple({Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+
+_tried: set[str] = set()  # modules of operators that were imported here after a worker had come back from it
+_tried_cases: set[str] = set()
+_guarded: dict[int, tuple[Any, Operator]] = {}  # by the id of the operator, which is kept, so that no other gets it
+
+
+def load_own(name: str, *, timeout_s: float) -> Operator:
+    """Return the operator ``module:OBJECT``: imported in a worker first, and then here.
+
+    What its methods raise in this process is a ``SubjectError`` from now on; an error of ours stays what it is.
+
+    Raises:
+        SubjectError: it cannot be loaded, or not within ``timeout_s``: says file, line and cause.
+    """
+    module = name.partition(":")[0]
+    if module not in sys.modules and importlib.util.find_spec(module.partition(".")[0]) is not None:
+        _try({"operator": name}, f"operator {name} cannot be loaded", timeout_s)
+        _tried.add(module)
+    with _blamed(f"operator {name} cannot be loaded"):
+        operator = find_operator(name)
+    if module not in _tried:  # something else imported it here: what it raises there it raises here
+        return operator
+    if id(operator) not in _guarded:
+        _guarded[id(operator)] = operator, _guard(operator, name)
+    return _guarded[id(operator)][1]
+
+
+def try_cases(name: str, tables: Sequence[Mapping[str, Any]], *, timeout_s: float) -> None:
+    """Let a worker ask the operator all that this process is going to ask of these cases. Once is enough.
+
+    A module that something else has imported here is trusted: it runs in this process in any case.
+
+    Raises:
+        SubjectError: a method raises, hangs, crashes, or returns what it must not: says file, line and cause.
+    """
+    text = json.dumps(tables, default=str)  # TOML has dates
+    key = f"{name} {text}"
+    if name.partition(":")[0] not in _tried or key in _tried_cases:
+        return
+    _try({"operator": name, "cases": json.loads(text)}, f"operator {name}", timeout_s)
+    _tried_cases.add(key)
+
+
+def _try(payload: dict[str, Any], what: str, timeout_s: float) -> None:
+    result = run_task(f"{__name__}:ask_operator", payload, timeout_s=timeout_s)
+    if not result.ok or result.data is None:
+        hint = "[limits] import_s in the kernel.toml, or --time-limit, allows more" if result.timed_out else _HINT
+        raise SubjectError(f"{what}: {_how_it_ended(result)}", hint=hint)
+    if "failure" in result.data:
+        raise SubjectError(f"{what}: {result.data['failure']}", hint=result.data["hint"])
+
+
+def _how_it_ended(result: TaskResult) -> str:
+    """Return why a worker gave no answer, and where it was then, as far as its last words say."""
+    frames = (found for line in result.output_tail.splitlines() if (found := _FRAME.search(line)) is not None)
+    frame = next((found for found in frames if _is_theirs(found["file"])), None)
+    where = f" ({Path(frame['file']).name}:{frame['line']} in {frame['name']})" if frame is not None else ""
+    return f"{result.reason}{where}"
+
+
+def ask_operator(payload: dict[str, Any], emit: Emit) -> dict[str, Any]:
+    """Load an operator and call what the main process calls: the task of a worker.
+
+    Args:
+        payload: ``operator``, its name; ``cases``, tables of a suite, where they are known.
+        emit: gets an event before each case, so that the time limit is that of one.
+
+    Returns:
+        Nothing, or what is wrong: ``failure`` and ``hint``. A case that the operator refuses is left to the suite.
+    """
+    doing = ""
+    try:
+        operator = find_operator(payload["operator"])
+        doing = "its method rivals: "
+        rivals: object = operator.rivals()
+        if not isinstance(rivals, Mapping):
+            return _wrong("rivals", "a mapping from names to rivals", rivals)
+        for table in payload.get("cases", ()):
+            emit({"event": "case"})
+            for method, wrong in _answers(operator, table):
+                doing = f"its method {method}: "
+                if (answer := wrong()) is not None:
+                    return answer
+    except FlashmoeError as error:
+        return {"failure": doing + str(error).removesuffix(f"\nhint: {error.hint}"), "hint": error.hint or _HINT}
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever their code raises is the answer
+        return {"failure": doing + cause_of(error), "hint": _hint_of(error)}
+    return {}
+
+
+def _answers(operator: Operator, table: dict[str, Any]) -> Iterator[tuple[str, Callable[[], dict[str, Any] | None]]]:
+    """Yield each method that the main process calls for a case, and what asks it and says what is wrong."""
+    problem: list[Any] = []
+
+    def parse() -> None:
+        with contextlib.suppress(FlashmoeError):  # the suite says of its own case what is wrong with it
+            problem.append(operator.parse_case(table))
+
+    def as_table() -> dict[str, Any] | None:
+        found: object = operator.as_table(problem[0])
+        try:
+            json.dumps(found)
+        except (TypeError, ValueError):
+            return _wrong("as_table", "plain JSON values", found)
+        return None if isinstance(found, dict) else _wrong("as_table", "a dict of plain JSON values", found)
+
+    def text(method: str) -> dict[str, Any] | None:
+        found = getattr(operator, method)(problem[0])
+        return None if isinstance(found, str) and found else _wrong(method, "a text", found)
+
+    def work() -> dict[str, Any] | None:
+        found = operator.work(problem[0])
+        for part in ("flops", "bytes", "tokens"):
+            value = getattr(found, part, None)
+            if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < math.inf:
+                return _wrong("work", f"{part}, a number of at least 0", value if hasattr(found, part) else found)
+        return None
+
+    yield "parse_case", parse
+    if problem:
+        yield "as_table", as_table
+        yield "describe", functools.partial(text, "describe")
+        yield "peak_tflops_key", functools.partial(text, "peak_tflops_key")
+        yield "work", work
+
+
+def _wrong(method: str, expected: str, got: object) -> dict[str, Any]:
+    return {"failure": f"its method {method} must return {expected}, got {got!r}"[:500], "hint": _HINT}
+
+
+def cause_of(error: BaseException) -> str:
+    """Return in one line what an error of somebody's code is, and where in their files it came up."""
+    said = explain_import(error)[0] if isinstance(error, (ImportError, OSError)) else ""
+    message = str(error).strip().partition("\n")[0]
+    if isinstance(error, SyntaxError):
+        return f"{type(error).__name__}: {error.msg} ({Path(error.filename or '?').name}:{error.lineno})"
+    said = said or (f"{type(error).__name__}: {message}" if message else type(error).__name__)
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_theirs(frame.filename)]
+    return f"{said} ({Path(frames[-1].filename).name}:{frames[-1].lineno} in {frames[-1].name})" if frames else said
+
+
+def _hint_of(error: BaseException) -> str:
+    return (explain_import(error)[1] if isinstance(error, (ImportError, OSError)) else "") or _HINT
+
+
+def _is_theirs(file: str) -> bool:
+    """Return whether a frame of this file is of the user's code: not ours, Python's, or of an installed package."""
+    path = Path(file)
+    return not file.startswith("<") and not any(path.is_relative_to(each) for each in (_PACKAGE, *_LIBRARIES))
+
+
+@contextlib.contextmanager
+def _blamed(what: str) -> Iterator[None]:
+    """Tell what is raised inside as an error of somebody's operator. An error of ours stays what it is."""
+    try:
+        yield
+    except FlashmoeError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise SubjectError(f"{what}: {cause_of(error)}", hint=_hint_of(error)) from error
+
+
+def _guard(operator: Operator, name: str) -> Operator:
+    """Return an object with everything that ``operator`` offers, whose methods raise nothing that is not ours.
+
+    An instance's own attributes: whether an operator offers a protocol is asked of them, and not of ``__getattr__``.
+    """
+    guard = SimpleNamespace()
+    with _blamed(f"operator {name} cannot be loaded"):
+        for attribute in (each for each in dir(operator) if not each.startswith("_")):
+            value = getattr(operator, attribute)
+            is_method = callable(value) and not isinstance(value, type)
+            what = f"operator {name}: its method {attribute}"
+            setattr(guard, attribute, _told(value, what) if is_method else value)
+    return cast("Operator", guard)
+
+
+def _told(method: Callable[..., Any], what: str) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def asked(*args: Any, **kwargs: Any) -> Any:
+        with _blamed(what):
+            return method(*args, **kwargs)
+
+    return asked

@@ -1,0 +1,225 @@
+"""Tests of a user's own operator whose code is broken: it is told with file, line and cause."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from flashmoe_science.errors import InputError, SubjectError, SuiteError
+from flashmoe_science.proof import own_operator
+from flashmoe_science.proof.gates import chain
+from flashmoe_science.proof.operator import Operator, Scalable, load_operator
+from flashmoe_science.proof.own_operator import ask_operator, load_own, try_cases
+from flashmoe_science.proof.subject import load_subject
+from flashmoe_science.proof.suites import load_suite
+from flashmoe_science.proof.worker import TaskResult
+
+from .chain import HONEST, Recorder, gate_of, request_of, run_chain
+
+GOOD = """\
+from dataclasses import dataclass
+from flashmoe_science.proof.custom_operator import CustomOperator, Work
+
+
+@dataclass(frozen=True)
+class Problem:
+    rows: int
+    dtype: str = "fp16"
+
+
+class Mine(CustomOperator):
+    problem = Problem
+
+    def work(self, problem):
+        return Work(flops=1.0, bytes=2.0, tokens=problem.rows)
+
+    def make_inputs(self, problem, *, seed, device):
+        return {}
+
+    def exact(self, problem, inputs):
+        pass
+
+    def low_precision(self, problem, inputs):
+        pass
+
+    def rivals(self):
+        return {}
+
+
+OPERATOR = Mine()
+"""
+CASE = {"rows": 3}
+NUMBERS = itertools.count()
+
+
+@pytest.fixture(autouse=True)
+def restore(monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name in ("_tried", "_tried_cases", "_guarded"):
+        monkeypatch.setattr(own_operator, name, type(getattr(own_operator, name))())
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Return what writes a module that no other test has, and returns the operator's name."""
+
+    def write(code):
+        name = f"made_up_operator_{next(NUMBERS)}"
+        (tmp_path / f"{name}.py").write_text(code)
+        if str(tmp_path) not in sys.path:
+            sys.path.insert(0, str(tmp_path))
+        return f"{name}:OPERATOR"
+
+    return write
+
+
+@pytest.fixture
+def no_worker(monkeypatch):
+    """Let the main process load what a worker has not seen: code may behave otherwise the second time."""
+    fine = TaskResult(ok=True, data={}, reason="", seconds=0.0, output_tail="")
+    monkeypatch.setattr(own_operator, "run_task", lambda *_, **__: fine)
+
+
+def changed(before, after):
+    assert before in GOOD
+    return GOOD.replace(before, after)
+
+
+BROKEN = [
+    ("OPERATOR = Mine()", "raise RuntimeError('boom')", "RuntimeError: boom ({module}.py:30 in <module>)"),
+    ("OPERATOR = Mine()", "def f(:", "SyntaxError: invalid syntax ({module}.py:30)"),
+    ("from dataclasses", "import no_such_thing\nfrom dataclasses", "No module named 'no_such_thing' ({module}.py:1 in"),
+    ("OPERATOR = Mine()", "raise SystemExit(3)", "SystemExit: 3 ({module}.py:30 in <module>)"),
+    ("return {}\n\n\n", "return 1 / 0\n\n\n", "rivals: ZeroDivisionError: division by zero ({module}.py:27 in rivals)"),
+    ("return Work(", "raise KeyError('x')\n        return dict(", "work: KeyError: 'x' ({module}.py:15 in work)"),
+    ("return Work(", "return dict(", "its method work must return flops, a number of at least 0, got {{'flops'"),
+    ("flops=1.0", "flops=float('nan')", "its method work must return flops, a number of at least 0, got nan"),
+    (
+        "    def work",
+        "    def describe(self, problem):\n        return None\n\n    def work",
+        "describe must return a text",
+    ),
+    (
+        "    def work",
+        "    def as_table(self, problem):\n        return {1: {2}}\n\n    def work",
+        "as_table must return plain JSON values",
+    ),
+    ("return {}\n\n\n", "return ['sdpa']\n\n\n", "rivals must return a mapping from names to rivals, got ['sdpa']"),
+]
+
+
+@pytest.mark.parametrize(("before", "after", "failure"), BROKEN)
+def test_what_a_worker_says_of_broken_code(write, before, after, failure):
+    name = write(changed(before, after))
+    answer = ask_operator({"operator": name, "cases": [CASE]}, lambda _: None)
+    assert failure.format(module=name.partition(":")[0]) in answer["failure"]
+    assert answer["hint"]
+
+
+def test_a_worker_has_nothing_to_say_of_good_code_nor_of_a_case_that_is_refused(write):
+    assert ask_operator({"operator": write(GOOD), "cases": [CASE, {"columns": 3}]}, lambda _: None) == {}
+
+
+def test_an_operator_that_crashes_at_import_is_an_error_of_its_kernel_toml(tmp_path, write):
+    name = write("import ctypes\nctypes.string_at(0)\n")
+    (tmp_path / "kernel.toml").write_text(
+        f'[subject]\nname = "x"\noperator = "{name}"\nentry_point = "x:y"\nsources = ["x.py"]\n'
+    )
+    with pytest.raises(SubjectError) as caught:
+        load_subject(str(tmp_path))
+    said = f"operator {name} cannot be loaded: killed by SIGSEGV ({name.partition(':')[0]}.py:2 in <module>)"
+    assert str(caught.value).startswith(f"{tmp_path / 'kernel.toml'}: key subject.operator: {said}")
+    assert name.partition(":")[0] not in sys.modules
+
+
+def test_an_operator_that_hangs_at_import_is_ended(tmp_path, write):
+    name = write("import time\ntime.sleep(1000)\n")
+    (tmp_path / "kernel.toml").write_text(
+        f'[subject]\nname = "x"\noperator = "{name}"\nentry_point = "x:y"\nsources = ["x.py"]\n[limits]\nimport_s = 1\n'
+    )
+    with pytest.raises(SubjectError, match="no answer within 1 s") as caught:
+        load_subject(str(tmp_path))
+    assert caught.value.hint == "[limits] import_s in the kernel.toml, or --time-limit, allows more"
+
+
+def test_where_it_hung_is_said(monkeypatch, write):
+    tail = (
+        "Thread 0x01 (most recent call first):\n"
+        f'  File "{own_operator.__file__}", line 9 in watch\n'
+        "Current thread 0x02 (most recent call first):\n"
+        '  File "<frozen importlib._bootstrap>", line 5 in _call\n'
+        '  File "/somewhere/my_operator.py", line 2 in work\n'
+    )
+    hung = TaskResult(False, None, "no answer within 9 s", 9.0, tail, timed_out=True)
+    monkeypatch.setattr(own_operator, "run_task", lambda *_, **__: hung)
+    with pytest.raises(SubjectError, match=r"cannot be loaded: no answer within 9 s \(my_operator\.py:2 in work\)"):
+        load_own(write(GOOD), timeout_s=9)
+
+
+def test_a_suite_asks_a_worker_first_about_its_cases(tmp_path, write):
+    name = write(changed("return Work(", "import os; os.kill(os.getpid(), 11)\n        return Work("))
+    (tmp_path / "suite.toml").write_text(
+        f'name = "x"\noperator = "{name}"\ndescription = "Made up."\n[[cases]]\nrows = 3\norigin = "made up"\n'
+    )
+    with pytest.raises(SubjectError, match=r"killed by SIGSEGV \(made_up_operator_\d+\.py:15 in work\)"):
+        load_suite(str(tmp_path / "suite.toml"))
+
+
+def test_cases_are_asked_about_once(monkeypatch, write):
+    asked: list[dict[str, Any]] = []
+
+    def fine(_, payload, **__):
+        asked.append(payload)
+        return TaskResult(ok=True, data={}, reason="", seconds=0.0, output_tail="")
+
+    monkeypatch.setattr(own_operator, "run_task", fine)
+    name = write(GOOD)
+    operator = load_own(name, timeout_s=9)
+    for _ in range(2):
+        try_cases(name, [CASE], timeout_s=9)
+    assert asked == [{"operator": name}, {"operator": name, "cases": [CASE]}]
+    assert isinstance(operator, Operator)
+    assert not isinstance(operator, Scalable)
+    assert load_operator(name) is operator
+    assert operator.as_table(operator.parse_case(CASE)) == {"rows": 3, "dtype": "fp16"}
+    with pytest.raises(InputError, match="columns is not a key"):
+        operator.parse_case({"columns": 3})
+
+
+@pytest.mark.usefixtures("no_worker")
+def test_what_it_raises_in_the_main_process_alone_is_still_its_own_error(write):
+    operator = load_own(write(changed("return Work(", "raise KeyError('x')\n        return dict(")), timeout_s=9)
+    with pytest.raises(SubjectError, match=r"its method work: KeyError: 'x' \(made_up_operator_\d+\.py:15 in work\)"):
+        operator.work(operator.parse_case(CASE))
+    with pytest.raises(SubjectError, match=r"cannot be loaded: RuntimeError: boom \(made_up"):
+        load_own(write("raise RuntimeError('boom')"), timeout_s=9)
+
+
+@pytest.mark.usefixtures("no_worker")
+def test_a_method_that_exits_and_a_suite_that_cannot_be_read(tmp_path, write):
+    operator = load_own(write(changed("return {}\n\n\n", "raise SystemExit\n\n\n")), timeout_s=9)
+    with pytest.raises(SubjectError, match="its method rivals: SystemExit"):
+        operator.rivals()
+    name = write("1 / 0\n")
+    (tmp_path / "suite.toml").write_text(
+        f'name = "x"\noperator = "{name}"\ndescription = "Made up."\n[[cases]]\nrows = 3\norigin = "made up"\n'
+    )
+    with pytest.raises(SuiteError, match=r"key operator: operator .* cannot be loaded: ZeroDivisionError"):
+        load_suite(str(tmp_path / "suite.toml"))
+
+
+def test_the_record_is_kept_where_the_chain_had_begun(monkeypatch):
+    def raises(run):
+        raise SubjectError("operator m:O: its method work: KeyError: 'x' (m.py:3 in work)", hint="h")
+
+    monkeypatch.setitem(chain._GATES, "build", raises)
+    recorder = Recorder()
+    with pytest.raises(SubjectError):
+        run_chain(request_of(replace(HONEST)), recorder)
+    kept = recorder.saved[-1]
+    assert kept.incomplete_reason == "operator m:O: its method work: KeyError: 'x' (m.py:3 in work) in gate build"
+    assert gate_of(kept, "sources").status.value == "passed"
