@@ -10,6 +10,7 @@ from flashmoe_science.proof.claims import load_claims
 from flashmoe_science.proof.store import Store
 
 from ..proof.builders import build_record
+from ..proof.own_kernels import record_of, write_kernel
 from .conftest import RUN_ID
 
 
@@ -80,3 +81,29 @@ def test_wrong_usage_writes_nothing(run, repository, args, error):
 def test_without_new_the_command_says_what_is_missing(run):
     code, _, err = run("claim")
     assert (code, err.splitlines()[0]) == (2, "error: Missing command")
+
+
+def test_a_claim_about_a_kernel_with_its_own_suite_is_made_verified_and_reported(run, repository):
+    folder = write_kernel(repository, "mine")
+    record = record_of(repository, "mine")
+    (folder / "suite.toml").rename(folder / "kept")
+    code, out, err = run("claim", "new", record.id)
+    assert (code, out.startswith("inconclusive ")) == (4, True)
+    mend = "its file belongs beside the kernel.toml, or into suites/ as mine-suite.toml"
+    assert err == f"hint: {mend}; --asserted writes it all the same\n"
+    (folder / "kept").rename(folder / "suite.toml")
+    code, out, err = run("claim", "new", record.id)
+    assert (code, err) == (0, "")
+    assert out.startswith("demonstrated  On H200, mine is at least 2 times as fast as torch in a CUDA graph")
+    assert run("verify")[1].splitlines()[-1] == "2 claims: 2 demonstrated"
+    page = "mine is 2x faster than torch on an H200. <!-- claim: mine-mine-suite-graph-h200 -->\n"
+    (repository / "page.md").write_text(page)
+    assert run("lint", "page.md")[0] == 0
+    assert run("report", record.id, "-o", "report.md")[0] == 0
+    assert "demonstrated" in (repository / "report.md").read_text()
+
+
+def test_the_store_can_be_named(run, repository, tmp_path):
+    Store(str(tmp_path / "other.sqlite")).save(build_record(speedups=[2.5, 3.0], suite="made_up", day=3))
+    assert run("claim", "new", "20260104")[0] == 2
+    assert run("claim", "new", "20260104", "--store", str(tmp_path / "other.sqlite"))[0] == 0

@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import pytest
 
-from flashmoe_science.errors import ClaimError, EvidenceError, SuiteError
+from flashmoe_science.errors import EvidenceError
 from flashmoe_science.proof import verify
 from flashmoe_science.proof.evidence import SourceFile, SubjectInfo, read_record, write_record
 from flashmoe_science.proof.judge import VerdictStatus, exit_code
@@ -116,12 +116,23 @@ def test_a_suite_that_is_not_known_here_leaves_the_claim_open(repository):
     assert verdict.reason.startswith("suite mine is not known here")
 
 
-def test_a_suite_file_that_is_wrong_is_an_error_and_not_an_unknown_suite(repository):
+def test_a_suite_file_that_is_wrong_leaves_its_claim_open_and_hides_no_other(repository):
     repository.claim()
+    repository.claim(name="b", more='evidence = "evidence/gone.json"')
+    repository.claim(name="c")
+    path = repository.root / "claims" / "c.toml"
+    path.write_text(path.read_text().replace('"mine"', '"seed"'))
     repository.record()
+    repository.record("seed", suite="seed")
     (repository.root / "suites" / "mine.toml").write_text("name = 3")
-    with pytest.raises(SuiteError, match="key name"):
-        repository.verdict()
+    wrong, gone, other = verify_claims(repository.root)
+    assert wrong.status is VerdictStatus.INCONCLUSIVE
+    assert wrong.reason.startswith(
+        "suite mine cannot be read, so nobody compared its cases: suites/mine.toml: key name"
+    )
+    assert gone.reason.startswith("claim b: key evidence: expected the id or path of a record")
+    assert other.evidence == "evidence/seed.json"
+    assert other.reason.startswith("the suite has cases that the record lacks")
 
 
 def test_the_record_that_speaks_most_against_a_claim_decides_among_those_pinned(repository):
@@ -145,10 +156,12 @@ def test_a_newer_run_that_refutes_a_claim_is_said_when_the_claim_pins_an_older_o
     assert verdict.reason.endswith(f"; newer runs that it does not pin refute it: {bad.id}")
 
 
-def test_a_pinned_record_that_is_gone_is_an_error(repository):
+def test_a_pinned_record_that_is_gone_leaves_the_claim_open(repository):
     repository.claim(more='evidence = "evidence/gone.json"')
-    with pytest.raises(ClaimError, match=r"claim a: key evidence"):
-        verify_claims(repository.root)
+    verdict = repository.verdict()
+    assert (verdict.status, verdict.record) == (VerdictStatus.INCONCLUSIVE, None)
+    said = "claim a: key evidence: expected the id or path of a record in evidence/, got 'evidence/gone.json'"
+    assert verdict.reason == said
 
 
 def test_a_newer_run_that_failed_a_gate_leaves_the_claim_open(repository):

@@ -9,7 +9,7 @@ from typing import Annotated, Optional
 
 import typer
 
-from .options import Json, Metric, split
+from .options import Json, Metric, StoreName, split
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
@@ -58,6 +58,7 @@ def new(
     asserted: Annotated[
         bool, typer.Option("--asserted", help="Write it although the evidence does not demonstrate it.")
     ] = False,
+    store: StoreName = None,
     as_json: Json = False,
 ) -> None:
     """Write a claim from a run into claims/, and print what verify says of it.
@@ -89,7 +90,7 @@ def new(
         id=claim_id,
         sentence=sentence,
     )
-    raise typer.Exit(run_claim_new(run, wish, file=file, asserted=asserted, as_json=as_json))
+    raise typer.Exit(run_claim_new(run, wish, file=file, asserted=asserted, store=store, as_json=as_json))
 
 
 def lint(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 from ..errors import ClaimError
@@ -12,15 +13,19 @@ from ..proof.judge import Verdict, VerdictStatus, exit_code
 from ..proof.new_claim import Wish, make_claims
 from ..proof.report import count_line
 from ..proof.store import Archive, Store, find_repository
-from ..proof.verify import read_records, verify_claim
+from ..proof.verify import read_records, suite_now, verify_claim
 from .terminal import Terminal, as_plain, short_path
 
+_LITTLE = 1e-9  # a factor that every speedup is above
 
-def run_claim_new(key: str, wish: Wish, *, file: Path | None, asserted: bool, as_json: bool) -> int:
+
+def run_claim_new(
+    key: str, wish: Wish, *, file: Path | None, asserted: bool, store: str | None = None, as_json: bool
+) -> int:
     """Write claims from a run and return what ``verify`` would say of them alone."""
     terminal = Terminal(as_json=as_json)
     repository = find_repository() or Path.cwd()
-    record = Archive(Store(), repository).load(key)
+    record = Archive(Store(store), repository).load(key)
     claims = make_claims(record, wish)
     path = _place(file, repository, record)
     records = read_records(repository)
@@ -32,6 +37,7 @@ def run_claim_new(key: str, wish: Wish, *, file: Path | None, asserted: bool, as
     verdicts = [verify_claim(claim, records, repository) for claim in claims]
     code = exit_code(verdicts, strict=True)
     written = asserted or code == 0
+    hints = list(dict.fromkeys(filter(None, (_way_out(verdict, record, records, repository) for verdict in verdicts))))
     if written:
         if kept is None:  # a claim is judged by the records of the repository, and this one was in the store alone
             write_record(record, repository / "evidence" / f"{record.id}.json")
@@ -39,7 +45,8 @@ def run_claim_new(key: str, wish: Wish, *, file: Path | None, asserted: bool, as
     terminal.show_verdicts(verdicts, why=True)
     terminal.show("", *_outcome(verdicts, path, written=written))
     if not written:
-        terminal.log.print(f"hint: {_way_out(verdicts)}; --asserted writes it all the same", soft_wrap=True)
+        hint = "; ".join([*hints, "--asserted writes it all the same"])
+        terminal.log.print(f"hint: {hint}", soft_wrap=True)
     plain = [as_plain(verdict) for verdict in verdicts]
     terminal.document({"path": short_path(path), "written": written, "verdicts": plain, "exit_code": code})
     return code
@@ -63,7 +70,18 @@ def _outcome(verdicts: list[Verdict], path: Path, *, written: bool) -> list[str]
     return [f"{where}: {ids} written" if written else f"nothing was written to {where}", count_line(verdicts)]
 
 
-def _way_out(verdicts: list[Verdict]) -> str:
-    if any(verdict.status is VerdictStatus.STALE for verdict in verdicts):
+def _way_out(verdict: Verdict, record: Record, records: Mapping[str, Record], repository: Path) -> str:
+    """Return what would get a claim demonstrated; empty: the reason of its verdict says all that is known."""
+    if verdict.status is VerdictStatus.DEMONSTRATED:
+        return ""
+    if verdict.status is VerdictStatus.STALE:
         return "a new run shows it of the sources as they are"
-    return "a lower --factor, or more rounds, may show it"
+    if verdict.gate_failed is not None:
+        return f"a run that passes gate {verdict.gate_failed} is needed"
+    suite = suite_now(record, repository)
+    if suite.doubt:
+        return suite.mend or "its reason says what is wrong with the suite"
+    easier = verify_claim(verdict.claim.model_copy(update={"factor": _LITTLE}), records, repository)
+    if easier.status is VerdictStatus.DEMONSTRATED:
+        return "a lower --factor, or more rounds, may show it"
+    return "more rounds may show it" if verdict.rounds_needed else ""

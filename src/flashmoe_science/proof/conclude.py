@@ -24,21 +24,20 @@ def conclude(record: Record, repository: Path | None, *, changed: str = "", note
 
     Raises:
         ClaimError: a claim file is wrong.
-        SuiteError: the suite of a claim is known here, but its file is wrong.
     """
     from .verify import doubts_about, suite_now  # imports torch, which verbs that judge nothing do without
 
     claims = load_claims(repository / "claims") if repository else []
     about = [claim for claim in claims if why_not(claim, record) is None]
     if repository is not None and about and record.environment.gpu is not None:
-        suite, gpu = suite_now(record.suite, repository), record.environment.gpu.name
+        suite, gpu = suite_now(record, repository), record.environment.gpu.name
         verdicts = []
         for claim in about:
             one = claim.on_gpu(gpu)
             others = ", ".join(name for name in claim.gpu if name not in one.gpu)
             said = [*notes, f"on {gpu} alone, and the claim is of {others} too"] if others else notes
             doubts = doubts_about(claim, record, suite, datetime.now(timezone.utc))
-            verdicts.append(judge(one, record, suite=suite, changed=changed, notes=said, doubts=doubts))
+            verdicts.append(judge(one, record, suite=suite.problems, changed=changed, notes=said, doubts=doubts))
         return verdicts
     expected = expectation(record)
     return [judge(expected, record, changed=changed, notes=notes)] if expected else []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
-from ..errors import InputError, SubjectError
+from ..errors import InputError
 from ..gpu.specs import SPECS, name_words
 from .assertions import Assertion, find_assertions
 from .evidence import Record
@@ -60,14 +59,14 @@ class Backing:
     def rivals(self) -> Mapping[str, Sequence[str]]:
         """What prose calls every baseline that is known here: its name -> names in words."""
         from .operator import load_operator
+        from .verify import suite_now
 
-        operators = {*BUILTIN_OPERATORS, *(record.subject.operator for record in self._judged[1].values())}
         found: dict[str, Sequence[str]] = {}
-        for operator in sorted(operators):
-            # Somebody's own operator need not be here, and then nothing is known of its rivals' names.
-            with contextlib.suppress(SubjectError, ImportError):
-                rivals = load_operator(operator).rivals()
-                found |= {name: (name, *getattr(rival, "also_called", ())) for name, rival in rivals.items()}
+        for operator in BUILTIN_OPERATORS:
+            rivals = load_operator(operator).rivals()
+            found |= {name: (name, *getattr(rival, "also_called", ())) for name, rival in rivals.items()}
+        for record in self._judged[1].values():
+            found |= suite_now(record, self.repository).rivals if self.repository else {}
         return found
 
     @property

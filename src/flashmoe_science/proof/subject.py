@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import hashlib
 import importlib
@@ -389,6 +390,18 @@ def subject_text(record: Record, repository: Path | None) -> str:
     if not path.is_file():
         raise SubjectError(f"{path}: the file of {subject.name} in run {record.id} is not there", hint=hint)
     return str(path)
+
+
+def python_folders(record: Record, repository: Path) -> list[Path]:
+    """Return where the modules of a record's subject are looked for in ``repository``, as far as its file says now."""
+    if record.subject.folder is None:
+        return []
+    folder, entries = repository / record.subject.folder, ["."]
+    if record.subject.sources:
+        with contextlib.suppress(SubjectError):  # the file is gone, or wrong now: the folder itself may do
+            path = folder / record.subject.sources[0].path
+            entries = read_toml(path, _KernelFile, SubjectError, hint=_HINT).subject.python_path
+    return [(folder / entry).resolve() for entry in entries]
 
 
 def with_expectation(subject: Subject, speedup: float | None) -> Subject:

@@ -56,6 +56,14 @@ class _SuiteFile(BaseModel):
     cases: list[dict[str, Any]] = Field(min_length=1, description="a list of tables [[cases]]")
 
 
+class _Named(BaseModel):
+    """What tells a suite from other TOML files."""
+
+    name: str
+    operator: str
+    cases: list[dict[str, Any]]
+
+
 def list_suites() -> dict[str, Path]:
     """Return the packaged suites: name -> file."""
     folder = Path(str(resources.files("flashmoe_science") / "suites"))
@@ -100,8 +108,38 @@ def check_operator(suite: Suite, subject: Subject) -> None:
 
 def suite_text(record: Record, repository: Path | None) -> str:
     """Return what ``load_suite`` takes for the suite of ``record``: the file in ``repository``, or its name."""
-    own = repository / "suites" / f"{record.suite}.toml" if repository is not None else None
-    return str(own) if own is not None and own.is_file() else record.suite
+    own = own_suite_file(record, repository) if repository is not None else None
+    return str(own) if own is not None else record.suite
+
+
+def own_suite_file(record: Record, repository: Path) -> Path | None:
+    """Return the file of a record's suite in ``repository``, or None: it is a packaged one, or not there.
+
+    It is looked for in ``suites/``, by its file's name, and then beside the subject's kernel.toml, by its own name.
+    """
+    from .operator import is_own  # it imports torch
+
+    kept = repository / "suites" / f"{record.suite}.toml"
+    if kept.is_file():
+        return kept
+    if record.subject.folder is None or (record.suite in list_suites() and not is_own(record.subject.operator)):
+        return None
+    beside = sorted((repository / record.subject.folder).glob("*.toml"))
+    return next((path for path in beside if _name_and_operator(path)[0] == record.suite), None)
+
+
+def _name_and_operator(path: Path) -> tuple[str, str]:
+    """Return what a file says it is a suite of, and of which operator; empty texts where it is no suite."""
+    try:
+        table = read_toml(path, _Named, SuiteError)
+    except SuiteError:
+        return "", ""
+    return table.name, table.operator
+
+
+def operator_in(path: Path) -> str:
+    """Return the operator that a suite file names, or an empty text where it is none."""
+    return _name_and_operator(path)[1]
 
 
 def _parse_cases(file: _SuiteFile, path: Path, timeout_s: float) -> tuple[SuiteCase, ...]:

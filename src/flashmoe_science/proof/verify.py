@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from ..errors import ProofError
 from .claims import Claim, find_evidence, load_claims, other_versions, too_old, why_not
 from .evidence import GateStatus, Record, read_record
 from .judge import Verdict, VerdictStatus, judge
-from .operator import load_operator
+from .operator import is_own, load_operator
+from .own_suite import read_own_suite
 from .store import evidence_files
-from .subject import PACKAGE_FOLDER, is_builtin
-from .suites import list_suites, load_suite
+from .subject import PACKAGE_FOLDER, is_builtin, python_folders
+from .suites import list_suites, load_suite, operator_in, own_suite_file
 
 # Of several records that a claim pins, and of several GPUs, what speaks most against the claim decides.
 AGAINST = (
@@ -36,13 +38,21 @@ def verify_claims(repository: Path, *, now: datetime | None = None) -> list[Verd
         now: the moment from which the age of evidence counts. Default: this one.
 
     Raises:
-        ClaimError: a claim file is wrong, or names a record that is not there.
+        ClaimError: a claim file is wrong.
         EvidenceError: a record cannot be read.
-        SuiteError: a suite that a claim names is known here, but its file is wrong.
     """
     claims = load_claims(repository / "claims")
     records = read_records(repository) if claims else {}
-    return [verify_claim(claim, records, repository, now=now) for claim in claims]
+    return [_verify_alone(claim, records, repository, now) for claim in claims]
+
+
+def _verify_alone(claim: Claim, records: Mapping[str, Record], repository: Path, now: datetime | None) -> Verdict:
+    """Return the verdict on one claim of several: what is wrong with it does not hide those on the others."""
+    try:
+        return verify_claim(claim, records, repository, now=now)
+    except ProofError as error:
+        why = str(error).partition("\nhint: ")[0].replace(f"{repository}/", "")
+        return Verdict(claim=claim, status=VerdictStatus.INCONCLUSIVE, reason=why)
 
 
 def verify_claim(
@@ -84,20 +94,20 @@ def _verify_on(
         return judge(claim, None)
     verdicts = []
     for path, record in found.items():
-        suite = suite_now(claim.suite, repository)
+        suite = suite_now(record, repository)
         doubts = doubts_about(claim, record, suite, now)
         doubts += _failed_since(claim, record, records)
         sources = compare_sources(record, repository)
         notes = [*sources.notes, *_refuted_since(claim, found, records)]
-        verdict = judge(claim, record, suite=suite, changed=sources.changed, notes=notes, doubts=doubts)
+        verdict = judge(claim, record, suite=suite.problems, changed=sources.changed, notes=notes, doubts=doubts)
         verdicts.append(verdict.model_copy(update={"evidence": path}))
     return min(verdicts, key=lambda verdict: AGAINST.index(verdict.status))
 
 
-def doubts_about(claim: Claim, record: Record, suite: Mapping[str, Any] | None, now: datetime) -> list[str]:
-    """Return what keeps ``record`` from demonstrating ``claim`` now: its age, and a suite that is not known here."""
+def doubts_about(claim: Claim, record: Record, suite: SuiteNow, now: datetime) -> list[str]:
+    """Return what keeps ``record`` from demonstrating ``claim`` now: its age, and a suite that cannot be read here."""
     old = too_old(claim, record, now)
-    return [*([old] if old else []), *([unknown_suite(claim.suite)] if suite is None else [])]
+    return [*([old] if old else []), *([suite.doubt] if suite.doubt else [])]
 
 
 def read_records(repository: Path) -> dict[str, Record]:
@@ -181,16 +191,32 @@ def _same_subject(one: Record, other: Record) -> bool:
     return keys[0] == keys[1]
 
 
-def suite_now(name: str, repository: Path) -> dict[str, dict[str, Any]] | None:
-    """Return the cases of a suite as they are now: name -> problem; None where nothing of this name is known."""
-    own = repository / "suites" / f"{name}.toml"
-    if not own.is_file() and name not in list_suites():
-        return None
-    suite = load_suite(str(own) if own.is_file() else name)
-    operator = load_operator(suite.operator)
-    return {case.name: operator.as_table(case.problem) for case in suite.cases}
+@dataclass(frozen=True)
+class SuiteNow:
+    """The suite of a record as it is in a repository now."""
+
+    problems: Mapping[str, Mapping[str, Any]] | None = None  # of its cases by name; None: it cannot be read
+    doubt: str = ""  # why not
+    mend: str = ""  # what makes it known
+    rivals: Mapping[str, Sequence[str]] = field(
+        default_factory=dict
+    )  # of a user's own operator: name -> names in words
 
 
-def unknown_suite(name: str) -> str:
-    """Return what to say where ``suite_now`` finds no suite of this name."""
-    return f"suite {name} is not known here, so nobody compared its cases with the record's"
+def suite_now(record: Record, repository: Path) -> SuiteNow:
+    """Return the suite that ``record`` is of as it is now. One that cannot be read is a doubt, and not an error."""
+    name = record.suite
+    own = own_suite_file(record, repository)
+    if own is None and name not in list_suites():
+        doubt = f"suite {name} is not known here, so nobody compared its cases with the record's"
+        return SuiteNow(doubt=doubt, mend=f"its file belongs beside the kernel.toml, or into suites/ as {name}.toml")
+    try:
+        if own is not None and is_own(operator := operator_in(own)):
+            found = read_own_suite(own, operator, python_folders(record, repository))
+            return SuiteNow(found.problems, rivals=found.rivals)
+        suite = load_suite(str(own) if own is not None else name)
+        as_table = load_operator(suite.operator).as_table
+        return SuiteNow({case.name: as_table(case.problem) for case in suite.cases})
+    except ProofError as error:
+        why = str(error).removesuffix(f"\nhint: {error.hint}").replace(f"{repository}/", "")
+        return SuiteNow(doubt=f"suite {name} cannot be read, so nobody compared its cases: {why}", mend=error.hint)

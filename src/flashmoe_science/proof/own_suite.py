@@ -1,0 +1,97 @@
+"""Suites of users' own operators, read by a worker: the evidence on them is judged where their code must not run.
+
+One process can have one module of a name, and two kernels of a repository may each have an ``my_operator.py``. A worker
+gets the folders of one of them, and what it says is plain data.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import FlashmoeError, SuiteError
+from .operator import Operator, find_operator
+from .own_operator import cause_of
+from .subject import Limits
+from .suites import Suite, load_suite
+from .worker import Emit, run_task
+
+
+@dataclass(frozen=True)
+class OwnSuite:
+    """What is judged by: the cases as they are now, and what prose may call the rivals."""
+
+    problems: Mapping[str, dict[str, Any]]
+    rivals: Mapping[str, Sequence[str]]
+
+
+def read_own_suite(path: Path, operator: str, folders: Sequence[Path]) -> OwnSuite:
+    """Return the suite in ``path``, whose ``operator`` is looked for in ``folders`` and beside the suite.
+
+    Raises:
+        SuiteError: the file is wrong, or the operator's code does not load, hangs or crashes.
+    """
+    searched = tuple(dict.fromkeys([*folders, path.parent]))
+    if _is_loaded(operator, searched):  # what runs here in any case needs no worker
+        return _facts(load_suite(str(path)))
+    files = tuple((file, file.stat().st_mtime_ns) for file in (path, *_module_files(operator, searched)))
+    return _ask(path, searched, files)
+
+
+@functools.lru_cache(maxsize=256)
+def _ask(path: Path, folders: tuple[Path, ...], _files: tuple[tuple[Path, int], ...]) -> OwnSuite:
+    """Let a worker read it, once for each state of its files."""
+    payload = {"suite": str(path), "python_path": [str(folder) for folder in folders]}
+    result = run_task(f"{__name__}:read_suite", payload, timeout_s=Limits.import_s)
+    if not result.ok or result.data is None:
+        raise SuiteError(f"{path}: the process that read it: {result.reason}")
+    if "failure" in result.data:
+        raise SuiteError(result.data["failure"], hint=result.data["hint"])
+    return OwnSuite(result.data["problems"], result.data["rivals"])
+
+
+def read_suite(payload: dict[str, Any], emit: Emit) -> dict[str, Any]:  # noqa: ARG001 - all tasks take it
+    """Read a suite and its operator: the task of a worker.
+
+    Args:
+        payload: ``suite``, its file; ``python_path``, folders that are looked in first.
+        emit: not used.
+
+    Returns:
+        ``problems`` and ``rivals`` of ``OwnSuite``; or ``failure``, why not, and ``hint``.
+    """
+    sys.path[:0] = payload["python_path"]
+    try:
+        found = _facts(load_suite(payload["suite"]))
+    except FlashmoeError as error:
+        return {"failure": str(error).removesuffix(f"\nhint: {error.hint}"), "hint": error.hint}
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever their code raises is the answer
+        return {"failure": f"{payload['suite']}: {cause_of(error)}", "hint": ""}
+    return {"problems": dict(found.problems), "rivals": dict(found.rivals)}
+
+
+def _facts(suite: Suite) -> OwnSuite:
+    operator: Operator = find_operator(suite.operator)
+    rivals = operator.rivals().items()
+    return OwnSuite(
+        problems={case.name: operator.as_table(case.problem) for case in suite.cases},
+        rivals={name: [name, *getattr(rival, "also_called", ())] for name, rival in rivals},
+    )
+
+
+def _module_files(operator: str, folders: Sequence[Path]) -> list[Path]:
+    """Return the files in ``folders`` that importing the operator would read first."""
+    top, *rest = operator.partition(":")[0].split(".")
+    places = [Path(f"{top}.py"), Path(top, "__init__.py"), Path(top, *rest).with_suffix(".py")]
+    return [file for folder in folders for place in places if (file := folder / place).is_file()]
+
+
+def _is_loaded(operator: str, folders: Sequence[Path]) -> bool:
+    """Return whether this process has the very module that would be found from ``folders``."""
+    file = getattr(sys.modules.get(operator.partition(":")[0]), "__file__", None)
+    there = _module_files(operator, folders)
+    return file is not None and (not there or Path(file).resolve() in {each.resolve() for each in there})

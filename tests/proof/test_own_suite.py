@@ -1,0 +1,137 @@
+"""Claims about kernels with an operator and a suite of their own: judged from the folder that the record names."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from flashmoe_science.errors import SuiteError
+from flashmoe_science.proof import own_suite
+from flashmoe_science.proof.judge import VerdictStatus
+from flashmoe_science.proof.lint import Backing
+from flashmoe_science.proof.own_suite import read_own_suite, read_suite
+from flashmoe_science.proof.suites import suite_text
+from flashmoe_science.proof.verify import suite_now, verify_claims
+from flashmoe_science.proof.worker import TaskResult
+
+from .own_kernels import EXAMPLE, OPERATOR, record_of, write_claim, write_kernel
+
+MODULE = OPERATOR.partition(":")[0]
+
+
+@pytest.fixture(autouse=True)
+def restore(monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, MODULE, raising=False)
+    own_suite._ask.cache_clear()
+    yield
+    sys.modules.pop(MODULE, None)
+
+
+@pytest.fixture
+def in_process(monkeypatch):
+    """Let the task of the worker run here: what it says is the same, without a start."""
+
+    def run_task(_, payload, **__):
+        path = list(sys.path)
+        sys.modules.pop(MODULE, None)
+        data = read_suite(payload, lambda _: None)
+        sys.modules.pop(MODULE, None)
+        sys.path[:] = path
+        return TaskResult(ok=True, data=data, reason="", seconds=0.0, output_tail="")
+
+    monkeypatch.setattr(own_suite, "run_task", run_task)
+
+
+def put(root, name, change=lambda code: code):
+    write_kernel(root, name, change)
+    write_claim(root, name)
+    return record_of(root, name)
+
+
+def test_claims_about_kernels_whose_modules_have_one_name_are_all_judged_and_none_hides_another(tmp_path):
+    put(tmp_path, "good")
+    put(tmp_path, "other", lambda code: code.replace('"eps"', '"epsilon"').replace("eps:", "epsilon:"))
+    put(tmp_path, "crashes", lambda code: f"import os; os.kill(os.getpid(), 11)\n{code}")
+    found = {verdict.claim.id: verdict for verdict in verify_claims(tmp_path)}
+    assert found["good"].status is VerdictStatus.DEMONSTRATED
+    assert found["other"].status is VerdictStatus.INCONCLUSIVE
+    assert "the suite has cases that the record lacks or has other problems for" in found["other"].reason
+    assert found["crashes"].status is VerdictStatus.INCONCLUSIVE
+    said = "suite crashes-suite cannot be read, so nobody compared its cases: kernels/crashes/suite.toml: the process"
+    assert found["crashes"].reason.startswith(f"{said} that read it: killed by SIGSEGV")
+    assert MODULE not in sys.modules  # nothing of it ran here
+
+
+@pytest.mark.usefixtures("in_process")
+def test_a_suite_in_suites_comes_first_and_its_operator_lies_beside_the_kernel(tmp_path):
+    record = put(tmp_path, "mine")
+    beside = tmp_path / "kernels" / "mine" / "suite.toml"
+    assert suite_text(record, tmp_path) == str(beside)
+    (tmp_path / "suites").mkdir()
+    kept = tmp_path / "suites" / "mine-suite.toml"
+    beside.rename(kept)
+    assert suite_text(record, tmp_path) == str(kept)
+    assert [verdict.status for verdict in verify_claims(tmp_path)] == [VerdictStatus.DEMONSTRATED]
+    kept.unlink()
+    (verdict,) = verify_claims(tmp_path)
+    assert verdict.reason.startswith("suite mine-suite is not known here")
+    mend = "its file belongs beside the kernel.toml, or into suites/ as mine-suite.toml"
+    assert suite_now(record, tmp_path).mend == mend
+
+
+@pytest.mark.usefixtures("in_process")
+def test_the_operator_is_looked_for_on_the_python_path_of_the_kernel_toml(tmp_path):
+    record = put(tmp_path, "mine")
+    folder = tmp_path / "kernels" / "mine"
+    (folder / "lib").mkdir()
+    (folder / "rms_norm_operator.py").rename(folder / "lib" / "rms_norm_operator.py")
+    assert "there is no operator called" in suite_now(record, tmp_path).doubt
+    file = folder / "kernel.toml"
+    file.write_text(file.read_text().replace("deterministic", 'python_path = [".", "lib"]\ndeterministic'))
+    assert suite_now(record, tmp_path).doubt == ""
+
+
+@pytest.mark.usefixtures("in_process")
+def test_the_rivals_of_a_user_s_own_operator_are_known_to_lint(tmp_path):
+    put(tmp_path, "mine")
+    assert list(Backing(tmp_path).rivals["torch"]) == ["torch"]
+
+
+def test_a_suite_is_asked_for_again_when_its_operator_has_changed(tmp_path, monkeypatch):
+    asked = []
+
+    def run_task(_, payload, **__):
+        asked.append(payload)
+        return TaskResult(ok=True, data={"problems": {}, "rivals": {}}, reason="", seconds=0.0, output_tail="")
+
+    monkeypatch.setattr(own_suite, "run_task", run_task)
+    folder = write_kernel(tmp_path, "mine")
+    for _ in range(2):
+        read_own_suite(folder / "suite.toml", OPERATOR, [folder])
+    assert len(asked) == 1
+    file = folder / "rms_norm_operator.py"
+    file.write_text(file.read_text() + "# changed\n")
+    read_own_suite(folder / "suite.toml", OPERATOR, [folder])
+    assert len(asked) == 2
+
+
+@pytest.mark.usefixtures("in_process")
+def test_what_is_wrong_is_said_and_not_raised_as_it_came(tmp_path):
+    folder = write_kernel(tmp_path, "mine", lambda code: f"1 / 0\n{code}")
+    with pytest.raises(
+        SuiteError, match=r"ZeroDivisionError: division by zero \(rms_norm_operator\.py:1 in <module>\)"
+    ):
+        read_own_suite(folder / "suite.toml", OPERATOR, [folder])
+
+
+def test_what_this_process_has_loaded_is_read_here(tmp_path, monkeypatch):
+    monkeypatch.setattr(own_suite, "run_task", lambda *_, **__: pytest.fail("a worker was started"))
+    monkeypatch.syspath_prepend(str(EXAMPLE))
+    __import__(MODULE)
+    assert set(read_own_suite(EXAMPLE / "suite.toml", OPERATOR, [EXAMPLE]).rivals) == {"torch"}
+    elsewhere = write_kernel(Path(tmp_path), "mine")
+    with pytest.raises(pytest.fail.Exception, match="a worker was started"):
+        read_own_suite(elsewhere / "suite.toml", OPERATOR, [elsewhere])
