@@ -134,7 +134,16 @@ def test_another_gpu_than_the_one_here_is_planned_for(diagnose_with, monkeypatch
     ("args", "error", "hint"),
     [
         (["flash_atention"], "subject must be one of", "did you mean flash_attention?"),
-        (["--case", "b1_h1"], "case must be one of", "lists its cases"),
+        (
+            ["--case", "b1_h1"],
+            "the packaged suites of attention have no case 'b1_h1'",
+            "`flashmoe suites SUITE` lists the cases",
+        ),
+        (
+            ["--case", "b1_h16_s512", "--suite", "seed"],
+            "suite seed has no case 'b1_h16_s512'",
+            "did you mean b1_h1_s512_d64_fp16? `flashmoe suites seed` lists the cases",
+        ),
         (["--suite", "sede"], "suite must be one of", "did you mean seed?"),
         (["--baseline", "sdap"], "baseline must be one of", "did you mean sdpa?"),
         (["--gpu", "H20"], "gpu must be one of", "no other is known"),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
 import pytest
 
+from flashmoe_science.errors import EvidenceError
 from flashmoe_science.proof.evidence import Resumed, SourceFile, SubjectInfo
 from flashmoe_science.proof.store import Store
 
@@ -25,8 +27,8 @@ def requests():
 def prove_with(run, monkeypatch, requests):
     """Run ``flashmoe prove`` with a chain that gives back ``record``."""
 
-    def prove_with(record, *args, interrupt=False):
-        def chain(request, *, progress, save):
+    def prove_with(record, *args, interrupt=False, chain=None):
+        def whole(request, *, progress, save):
             requests.append(request)
             for gate in record.gates:
                 progress.start(gate.name)
@@ -37,7 +39,7 @@ def prove_with(run, monkeypatch, requests):
                 raise KeyboardInterrupt
             return record
 
-        monkeypatch.setattr("flashmoe_science.cli.proving.prove", chain)
+        monkeypatch.setattr("flashmoe_science.cli.proving.prove", chain or whole)
         return run("prove", *args)
 
     return prove_with
@@ -175,7 +177,8 @@ def test_prove_that_is_interrupted_says_where_the_finished_cases_are(prove_with)
     record = build_record(complete=False, day=1)
     code, out, err = prove_with(record, interrupt=True)
     assert code == 130
-    assert err == f"what was finished is in evidence/{record.id}.json\nerror: interrupted\n"
+    hint = f"hint: flashmoe prove --resume {record.id} goes on from here"
+    assert err == f"what was finished is in evidence/{record.id}.json\n{hint}\nerror: interrupted\n"
     assert "Traceback" not in out
 
 
@@ -191,6 +194,86 @@ def test_prove_goes_on_when_the_store_cannot_be_written(prove_with, repository, 
     assert code == 0
     assert err.startswith("warning: run store")
     assert (repository / "evidence" / f"{record.id}.json").exists()
+
+
+def full_disk(*_, **__):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_disk_that_fills_in_the_middle_costs_the_file_and_not_the_record(prove_with, repository, monkeypatch):
+    record = build_record(speedups=[2.3], day=1)
+    rest = record.model_copy(update={"command": "flashmoe prove, to its end"})
+
+    def chain(request, *, progress, save):
+        save(record)
+        monkeypatch.setattr("flashmoe_science.cli.running.write_record", full_disk)
+        save(record)
+        save(rest)
+        return rest
+
+    code, _, err = prove_with(record, chain=chain)
+    assert code == 0
+    path = repository / "evidence" / f"{record.id}.json"
+    assert err.count("warning: ") == 2  # when it happens, and at the end
+    assert err.splitlines()[:2] == [
+        f"warning: {path}: cannot be written: No space left on device",
+        f"hint: make room on its disk; the store has the run, and `flashmoe export {record.id} -o evidence` writes it",
+    ]
+    assert not path.exists()  # it would be taken for the whole of the run
+    assert Store().load(record.id) == rest
+
+
+def test_a_disk_that_has_room_again_gets_the_file_after_all(prove_with, repository, monkeypatch):
+    record = build_record(speedups=[2.3], day=1)
+
+    def chain(request, *, progress, save):
+        save(record)
+        with monkeypatch.context() as full:
+            full.setattr("flashmoe_science.cli.running.write_record", full_disk)
+            save(record)
+        save(record)
+        return record
+
+    assert prove_with(record, chain=chain)[2].count("warning: ") == 1
+    assert (repository / "evidence" / f"{record.id}.json").exists()
+
+
+def test_a_run_that_can_be_kept_nowhere_ends(prove_with, repository, monkeypatch):
+    record = build_record(speedups=[2.3], day=1)
+
+    def chain(request, *, progress, save):
+        save(record)
+        monkeypatch.setattr("flashmoe_science.cli.running.write_record", full_disk)
+        monkeypatch.setattr(Store, "save", lambda *_, **__: (_ for _ in ()).throw(EvidenceError("no store")))
+        save(record)
+        pytest.fail("it went on")
+
+    code, _, err = prove_with(record, chain=chain)
+    assert code == 2
+    assert "cannot be written: No space left on device" in err
+    assert "hint: make room on its disk" in err
+    assert (repository / "evidence" / f"{record.id}.json").exists()  # the last that was kept
+
+
+def test_a_time_limit_reaches_the_subject(prove_with, requests):
+    prove_with(build_record(day=1), "--time-limit", "7")
+    assert (requests[0].subject.limits.launch_s, requests[0].time_limit) == (7.0, 7.0)
+
+
+@pytest.mark.parametrize("limit", ["0", "-1", "nan", "inf"])
+def test_prove_refuses_a_time_limit_that_is_none(run, limit):
+    code, out, err = run("prove", "--time-limit", limit)
+    assert (code, out) == (2, "")
+    assert "time" in err.splitlines()[0]
+
+
+def test_a_resumed_run_whose_suite_is_not_here_says_how_to_name_it(run):
+    record = build_record(suite="away", complete=False, day=1)
+    Store().save(record)
+    code, _, err = run("prove", "--resume", record.id)
+    assert code == 2
+    assert f"the file of suite away, which run {record.id} is of, is not known here" in err
+    assert f"hint: name its file: flashmoe prove --resume {record.id} --suite FILE" in err
 
 
 def test_prove_outside_of_a_repository_writes_to_the_current_folder(prove_with, monkeypatch, tmp_path):

@@ -1,4 +1,4 @@
-"""Repositories with kernels of a user's own, each with an operator and a suite beside it, and made-up records of them."""
+"""Kernels of a user's own, each with an operator and a suite beside it, and made-up records of them."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ from flashmoe_science.proof.gates import chain, run
 from flashmoe_science.proof.meter import Bill, Meter
 from flashmoe_science.proof.rates import Rate, Rates
 from flashmoe_science.proof.remote.agent import BUDGET, SIZE, _Asked
+from flashmoe_science.proof.worker import TaskResult
 
 from .chain import (
     FEW,
@@ -25,6 +26,7 @@ from .chain import (
     Recorder,
     environment_with,
     gate_of,
+    measured,
     request_of,
     run_chain,
     statuses,
@@ -117,6 +119,45 @@ def test_a_budget_ends_the_run_before_the_gate_that_would_pass_it(gpu, meter, se
     assert sum(gate.gpu_seconds for gate in record.gates) <= seconds
     assert run_exit_code(record, []) == 4
     assert last_word(record) == ("incomplete", record.incomplete_reason)
+
+
+def test_a_gate_that_takes_longer_than_expected_is_ended_where_the_budget_is(gpu, meter, monkeypatch):
+    asked = []
+
+    def answer(task, payload, *, limit_s, **more):
+        asked.append(limit_s)
+        if task.endswith(":measure") and len(payload["times"]) == 2:  # gate bench
+            on_case = more["on_event"]
+            on_case({"event": "start", "name": payload["cases"][0]["name"]})
+            on_case({"event": "case", "case": measured(payload, payload["cases"][0], gpu.seconds)})
+            return TaskResult(False, None, "stopped after 21 s", 21.0, "", limit_reached=True)
+        return gpu.run(task, payload, limit_s=limit_s, **more)
+
+    monkeypatch.setattr(run, "run_task", answer)
+    recorder = Recorder()
+    record = run_with(meter(budget=31 * DOLLARS_A_SECOND), recorder)
+    assert [round(seconds) for seconds in asked] == [31, 29, 26, 21]
+    assert statuses(record) == until("bench", "not reached")
+    assert record.incomplete_reason == "stopped in gate bench: the budget is spent"
+    gate = gate_of(record, "bench")
+    assert gate.summary.startswith("the budget is spent: ended after ")
+    assert gate.hint == f"flashmoe prove --resume {record.id} goes on from here"
+    assert gate.gpu_seconds > 0
+    assert [bool(case.rounds) for case in record.cases] == [True, False, False]
+    assert recorder.saved[-1] == record
+    assert run_exit_code(record, []) == 4
+
+
+def test_without_a_budget_no_gate_is_ended_and_gates_that_are_free_never(gpu, meter, monkeypatch):
+    asked = {}
+
+    def answer(task, payload, *, limit_s, **more):
+        asked[task.rpartition(":")[2]] = limit_s
+        return gpu.run(task, payload, limit_s=limit_s, **more)
+
+    monkeypatch.setattr(run, "run_task", answer)
+    run_with(meter())
+    assert set(asked.values()) == {None}
 
 
 def test_nothing_runs_after_the_stop_and_what_was_shown_is_kept(gpu, meter):

@@ -205,6 +205,21 @@ def test_graph_is_only_needed_where_graph_time_is_taken(gpu):
     assert gate_of(run_chain(request_of(until="launch", settings=settings)), "launch").status.value == "passed"
 
 
+def test_hang_while_capturing_names_its_case_and_the_key_of_its_limit(gpu, monkeypatch):
+    def hang(payload, on_event):
+        on_event({"event": "start", "name": payload["cases"][1]["name"]})
+        reason, tail = "no answer within 120 s", 'File "attend.py", line 3 in attend\n'
+        return TaskResult(ok=False, data=None, reason=reason, seconds=120.0, output_tail=tail, timed_out=True)
+
+    monkeypatch.setattr(gpu, "_capture_launches", hang)
+    record = run_chain(request_of(HONEST, SHORT, replace(SHORT, seqlen_q=66)))
+    gate = gate_of(record, "launch")
+    assert statuses(record) == until("launch")
+    assert gate.summary == f"case {record.cases[1].name}: no answer within 120 s"
+    assert gate.hint.endswith("; [limits] launch_s, or --time-limit, allows more")
+    assert gate.details == ['File "attend.py", line 3 in attend']
+
+
 def test_crash_while_capturing_fails_the_gate_with_its_reason(gpu, monkeypatch):
     def crash(payload, on_event):
         arms = [captured("fake_attention", "subject", [launch()])]

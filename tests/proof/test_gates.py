@@ -12,9 +12,10 @@ from flashmoe_science.attention.operator import OPERATOR
 from flashmoe_science.errors import ProofError, SuiteError
 from flashmoe_science.proof.conclude import last_word
 from flashmoe_science.proof.evidence import GATE_NAMES, read_record, write_record
-from flashmoe_science.proof.gates import chain, static
+from flashmoe_science.proof.gates import chain, run, static
 from flashmoe_science.proof.gates.run import Run, passed
 from flashmoe_science.proof.operator import load_operator
+from flashmoe_science.proof.worker import TaskResult
 
 from .chain import (
     GPU,
@@ -381,6 +382,28 @@ def test_crash_keeps_the_cases_before_it_and_those_after_are_still_checked(tmp_p
     assert [case.arms[0].status for case in record.cases] == ["not measured", "failed", "not measured"]
     assert record.complete
     assert [case.correct for case in recorder.saved[-4].cases] == [True, None, None]
+
+
+def test_after_three_crashes_the_rest_is_not_checked(monkeypatch):
+    started = []
+
+    def crash(task, payload, *, on_event, **_):
+        started.append([case["name"] for case in payload["cases"]])
+        on_event({"event": "start", "name": payload["cases"][0]["name"]})
+        return TaskResult(ok=False, data=None, reason="killed by SIGSEGV", seconds=1.0, output_tail=f"{len(started)}\n")
+
+    monkeypatch.setitem(chain._GATES, "import", lambda _: passed("left out"))
+    monkeypatch.setattr(run, "run_task", crash)
+    problems = [replace(SHORT, seqlen_q=size) for size in range(65, 70)]
+    record = run_chain(request_of(HONEST, *problems))
+    names = [case.name for case in record.cases]
+    assert started == [names, names[1:], names[2:]]
+    gate = gate_of(record, "correct")
+    assert gate.summary == (
+        f"3 of 5 cases ended the process, {', '.join(names[:3])}: killed by SIGSEGV; 0 right, 2 not checked"
+    )
+    assert gate.details == [*(f"{name}: killed by SIGSEGV" for name in names[:3]), "1"]
+    assert [case.correct for case in record.cases] == [False, False, False, None, None]
 
 
 def test_hang_fails_its_case_says_where_and_ends_the_gate(tmp_path):

@@ -125,6 +125,10 @@ def test_what_is_wrong_is_said_and_not_raised_as_it_came(tmp_path):
         SuiteError, match=r"ZeroDivisionError: division by zero \(rms_norm_operator\.py:1 in <module>\)"
     ):
         read_own_suite(folder / "suite.toml", OPERATOR, [folder])
+    file = folder / "rms_norm_operator.py"
+    file.write_text("import no_such_thing\n")
+    with pytest.raises(SuiteError, match=r"No module named 'no_such_thing' \(rms_norm_operator\.py:1 in <module>\)"):
+        read_own_suite(folder / "suite.toml", OPERATOR, [folder])
 
 
 def test_what_this_process_has_loaded_is_read_here(tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from flashmoe_science.proof import subject as subjects
 from flashmoe_science.proof.operator import framework_kernels, load_operator
 from flashmoe_science.proof.subject import (
     KernelPromise,
+    Limits,
     Subject,
     expand_sources,
     hash_sources,
@@ -111,6 +113,18 @@ def test_subject_survives_json(folder):
         ("[launch]", "[lunch]", "key lunch: unknown key, expected one of subject, build, launch"),
         ('name = "mine"', 'name = "my kernel"', "key subject.name: expected a name of letters, digits"),
         (":attend", "", "key subject.entry_point: expected 'module:attribute', got 'my_kernel_of_test_subject'"),
+        (
+            "expected_speedup = 1.7",
+            "expected_speedup = inf",
+            "key subject.expected_speedup: expected a finite number, got inf",
+        ),
+        (
+            "expected_speedup = 1.7",
+            "expected_speedup = nan",
+            "key subject.expected_speedup: expected a finite number, got nan",
+        ),
+        ("[launch]", "[limits]\nlaunch_s = inf\n[launch]", "key limits.launch_s: expected a finite number, got inf"),
+        ("[launch]", "[limits]\nlanch_s = 3\n[launch]", "key limits.lanch_s: unknown key, expected one of import_s"),
         (
             "expected_speedup = 1.7",
             "expected_speedup = 0",
@@ -255,3 +269,37 @@ def test_the_error_in_the_docs_is_the_real_one(folder, monkeypatch):
         load_subject("my_kernel.toml")
     page = (Path(__file__).parents[2] / "docs" / "kernel-toml.md").read_text()
     assert str(error.value).replace("my_kernel.toml", "my_kernel/kernel.toml", 1) in page
+
+
+@pytest.mark.parametrize(
+    ("command", "fine"),
+    [
+        ("{pyhton} setup.py", False),
+        ("make {target}", False),
+        ("{python} setup.py", True),
+        ("bash -c '${PYTHON} x.py && { true; }'", True),
+        ("cmake -DX={a}", True),
+    ],
+)
+def test_a_misspelt_placeholder_of_a_build_command_is_refused(tmp_path, command, fine):
+    (tmp_path / "kernel.toml").write_text(
+        '[subject]\nname = "x"\noperator = "attention"\nentry_point = "x:y"\nsources = ["x.py"]\n'
+        f"[build]\ncommand = {json.dumps(command)}\n"
+    )
+    if fine:
+        assert load_subject(str(tmp_path)).build_command
+        return
+    said = "key build.command: expected no word in braces but {python}, the Python that runs the harness"
+    with pytest.raises(SubjectError, match=re.escape(said)):
+        load_subject(str(tmp_path))
+
+
+def test_the_limits_of_a_file_and_those_of_the_command_line(folder):
+    file = folder / "kernel.toml"
+    assert load_subject(str(file)).limits == Limits()
+    file.write_text(file.read_text() + "\n[limits]\nlaunch_s = 7\n")
+    assert load_subject(str(file)).limits == Limits(launch_s=7.0)
+    assert load_subject(str(file), time_limit=9.0).limits == Limits.of_all(9.0)
+    assert load_subject("flash_attention", time_limit=9.0).limits.bench_s == 9.0
+    # Of what holds a GPU: a hang costs minutes, and not the ten that a whole run may take.
+    assert max(Limits.launch_s, Limits.correct_s, Limits.quick_s, Limits.bench_s) <= 120

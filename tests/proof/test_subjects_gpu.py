@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from dataclasses import replace
 
 import pytest
@@ -86,6 +87,31 @@ def test_caught_at_gate_correct(name):
     record = prove(name, *cases)
     assert statuses(record) == until("correct"), story(record)
     assert not any(case.rounds for case in record.cases)
+
+
+def test_a_kernel_that_does_not_end_is_ended_at_gate_launch():
+    began = time.monotonic()
+    record = prove("hangs", SHORT, MEDIUM)
+    assert statuses(record) == until("launch"), story(record)
+    gate = gate_of(record, "launch")
+    assert gate.summary == f"case {SHORT.name}: no answer within 40 s"
+    assert gate.hint.endswith("; [limits] launch_s, or --time-limit, allows more")
+    assert gate.gpu_seconds < 120
+    assert time.monotonic() - began < 300
+    assert record.complete
+
+
+def test_a_kernel_that_writes_astray_fails_gate_launch_with_what_the_driver_says():
+    record = prove("crashes", SHORT, MEDIUM)
+    assert statuses(record) == until("launch"), story(record)
+    gate = gate_of(record, "launch")
+    assert "illegal memory access" in "\n".join([gate.summary, *gate.details])
+    assert record.complete
+
+
+def test_the_gpu_serves_the_next_run_after_a_hang_and_a_crash():
+    record = prove("honest_triton", SHORT, until="correct")
+    assert set(statuses(record).values()) == {"passed", "not reached"}, story(record)
 
 
 def test_impossible_time_is_caught_at_gate_quick():

@@ -134,6 +134,15 @@ def test_hang_after_an_event_is_ended_too(clock):
     assert seen == [{"event": "step"}]
 
 
+def test_a_task_is_ended_after_its_time_in_all_however_much_it_says(clock):
+    seen: list[object] = []
+    clock.ahead = lambda: 100.0 * len(seen)
+    result = run("hang_after_event", limit_s=90.0, on_event=seen.append)
+    assert (result.ok, result.limit_reached, result.timed_out) == (False, True, False)
+    assert result.reason.startswith("stopped after 1")
+    assert run("answer", limit_s=1000.0).limit_reached is False
+
+
 def test_garbage_and_huge_output_do_not_spoil_the_answer():
     result = run("print_garbage", {"bytes": 20_000_000})
     assert result.data == {"real": True}

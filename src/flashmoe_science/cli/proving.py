@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
-from ..errors import InputError
+from ..errors import InputError, SuiteError
 from ..proof.conclude import conclude, run_exit_code, worst_exit_code
 from ..proof.cost import Budget, RunSize
 from ..proof.cost_report import bill_as_plain, receipt
@@ -21,7 +21,7 @@ from ..proof.report import case_table, count_line, outcome_table, unmeasured_lin
 from ..proof.rows import kinds_measured
 from ..proof.store import Archive, Store, find_repository
 from ..proof.subject import load_subject, operator_of, subject_text
-from ..proof.suites import load_suite, suite_text
+from ..proof.suites import list_suites, load_suite, suite_text
 from ..proof.verify import verify_claims
 from ..proof.words import counted
 from .names import check_name, gpu_named
@@ -127,11 +127,15 @@ def _prove(request: ProveRequest, meter: Meter, terminal: Terminal, store: Store
     except KeyboardInterrupt:
         progress.close()
         if keeper.path is not None:
-            terminal.log.print(f"what was finished is in {short_path(keeper.path)}", soft_wrap=True)
+            where = f"run {keeper.path.stem} of the store" if keeper.behind else short_path(keeper.path)
+            terminal.log.print(f"what was finished is in {where}", soft_wrap=True)
+            terminal.log.print(f"hint: flashmoe prove --resume {keeper.path.stem} goes on from here", soft_wrap=True)
         raise
     finally:
         progress.close()  # the bar goes before anything else is printed
     assert keeper.path is not None
+    if keeper.behind is not None:  # said again, where it is read
+        terminal.warn(f"{short_path(keeper.path)} lacks this run, the store has it", keeper.behind.hint)
     return _conclude(terminal, record, repository, keeper.path, meter.bill(record), alone=alone)
 
 
@@ -203,7 +207,11 @@ def as_resumed(wanted: Wanted, repository: Path | None) -> tuple[Wanted, Record 
     if "subject" not in wanted.given:
         as_it_was["subject"] = ("subjects", [subject_text(record, repository)])
     if "suite" not in wanted.given:
-        as_it_was["suite"] = ("suite", suite_text(record, repository))
+        suite = suite_text(record, repository)
+        if suite == record.suite and suite not in list_suites():
+            hint = f"name its file: flashmoe prove --resume {wanted.resume} --suite FILE"
+            raise SuiteError(f"the file of suite {suite}, which run {record.id} is of, is not known here", hint=hint)
+        as_it_was["suite"] = ("suite", suite)
     changes = dict(change for name, change in as_it_was.items() if name not in wanted.given)
     return replace(wanted, **changes), record
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,28 +26,49 @@ class Keeper:
         self._store: Store | None = store
         self.dollars_per_hour: Callable[[Record], float | None] = lambda _: None  # what the store books it at
         self.path: Path | None = None
+        self.behind: EvidenceError | None = None  # why the file lacks what the store has
 
     def save(self, record: Record) -> None:
-        """Replace what was kept of this run before, and of no other. A store that fails costs a warning, not the run.
+        """Replace what was kept of this run before, and of no other.
+
+        A store that fails costs a warning, and so does a file that cannot be written any more while the store can.
 
         Raises:
-            EvidenceError: another run has this id, as one from a borrowed machine may, or the file cannot be written.
+            EvidenceError: another run has this id, as one from a borrowed machine may, the file cannot be begun, or
+                neither file nor store can be written.
         """
         path = self._folder / f"{record.id}.json"
         if self.path is None:
             self._refuse_taken(record.id, path)
-        try:
-            write_record(record, path)
-        except OSError as error:
-            hint = "run it in a folder that you may write"
-            raise EvidenceError(f"{path}: cannot be written: {error.strerror}", hint=hint) from error
-        self.path = path
+        written = self._write(record, path)
         try:
             if self._store is not None:
                 self._store.save(record, dollars_per_hour=self.dollars_per_hour(record))
         except EvidenceError as error:
             self._store = None  # say it once
             self._terminal.warn_of(error)
+        if written is not None and self._store is None:  # it is kept nowhere, and what follows costs the same
+            raise written
+        if written is not None and self.behind is None:
+            hint = f"the store has the run, and `flashmoe export {record.id} -o evidence` writes it"
+            self._terminal.warn(str(written).partition("\nhint: ")[0], f"{written.hint}; {hint}")
+        self.behind = written
+        if written is not None:
+            path.unlink(missing_ok=True)  # a part of the run, which every reader would take for all of it
+
+    def _write(self, record: Record, path: Path) -> EvidenceError | None:
+        """Write the file; return why it cannot be written where the run has begun to be kept there."""
+        try:
+            write_record(record, path)
+        except OSError as error:
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            hint = "make room on its disk" if full else "run it in a folder that you may write"
+            found = EvidenceError(f"{path}: cannot be written: {error.strerror}", hint=hint)
+            if self.path is None:  # nothing is spent yet
+                raise found from error
+            return found
+        self.path = path
+        return None
 
     def _refuse_taken(self, run_id: str, path: Path) -> None:
         """Raise ``EvidenceError`` where there is a run of this id. A file counts by what is in it, not by its name."""

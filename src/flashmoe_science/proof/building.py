@@ -12,7 +12,7 @@ from ..errors import InputError
 from ..gpu.cuobjdump import find_program
 from ..gpu.specs import GpuSpec, find_gpu
 from .evidence import Gpu
-from .subject import Subject
+from .subject import PYTHON, Subject
 from .worker import TaskResult, run_command
 
 ARCH_LIST = "TORCH_CUDA_ARCH_LIST"  # the variable that torch.utils.cpp_extension reads
@@ -69,5 +69,5 @@ def run_build(subject: Subject, targets: Sequence[GpuSpec], say: Callable[[str],
     if targets:
         env[ARCH_LIST] = ";".join(f"{arch // 10}.{arch % 10}" for arch in sorted({spec.arch for spec in targets}))
     say("build command: " + " ".join(subject.build_command))
-    argv = [word.replace("{python}", sys.executable) for word in subject.build_command]
+    argv = [word.replace(PYTHON, sys.executable) for word in subject.build_command]
     return Built(result=run_command(argv, cwd=str(subject.folder), timeout_s=subject.build_timeout_s, env=env))

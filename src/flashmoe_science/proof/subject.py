@@ -6,6 +6,7 @@ import contextlib
 import difflib
 import hashlib
 import importlib
+import re
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -13,7 +14,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, TypeAdapter
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, TypeAdapter
 
 from ..errors import InputError, SubjectError
 from ..gpu.specs import SPECS, find_gpu
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 BUILTIN_OPERATORS = ("attention",)
 
 PACKAGE_FOLDER = Path(__file__).resolve().parent.parent
+
+PYTHON = "{python}"  # in a build command: the Python that runs the harness
 
 _HINT = "the format is in docs/kernel-toml.md"
 
@@ -120,6 +123,13 @@ def _words(value: Any) -> Any:
     return shlex.split(value) if isinstance(value, str) else value
 
 
+def _placeholders(words: list[str]) -> list[str]:
+    wrong = [word for word in words if re.fullmatch(r"\{\w+\}", word) and word != PYTHON]
+    if wrong:
+        raise ValueError(f"expected no word in braces but {PYTHON}, the Python that runs the harness")
+    return words
+
+
 def _relative_path(value: Any) -> Any:
     if isinstance(value, str) and Path(value).is_absolute():
         raise ValueError("expected a path relative to this file")
@@ -140,7 +150,7 @@ _Dim3 = Annotated[tuple[int, int, int], BeforeValidator(_three_positive_integers
 _Path = Annotated[str, BeforeValidator(_relative_path), StringConstraints(min_length=1)]
 _Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
 _EntryPoint = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")]
-_Words = Annotated[list[str], BeforeValidator(_words), Field(min_length=1)]
+_Words = Annotated[list[str], BeforeValidator(_words), Field(min_length=1), AfterValidator(_placeholders)]
 _Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False, description="a number of seconds above 0")]
 
 

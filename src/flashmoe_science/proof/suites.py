@@ -150,7 +150,9 @@ def _parse_cases(file: _SuiteFile, path: Path, timeout_s: float) -> tuple[SuiteC
     try:
         operator = load_operator(file.operator, timeout_s=timeout_s)
     except (SubjectError, ImportError) as error:
-        message = str(error).partition("\nhint: ")[0]
+        from .own_operator import cause_of
+
+        message = str(error).partition("\nhint: ")[0] if isinstance(error, SubjectError) else cause_of(error)
         raise SuiteError(f"{path}: key operator: {message}", hint=_HINT) from error
     tables = [{**file.defaults, **own} for own in file.cases]
     if is_own(file.operator) and not in_worker():

@@ -23,7 +23,6 @@ from .experiments import main_kernel
 from .observations import Chip, Kernel, Observations, Rival, Scaled, Sensors, Times
 
 _ROUNDS = 5
-_TIMEOUT_S = 600.0  # for one case: compiling on the first call is part of it
 _SEQUENTIAL = (2, 4)
 _PARALLEL = (2, 4, 16)  # of the first parallel axis; of the others the middle one, to see that they agree
 _LARGEST_BYTES, _MOST_FLOPS = 1 << 30, 4e13  # of a longer call: inputs in several sets, and the exact answer in fp64
@@ -181,7 +180,7 @@ def _collect(
         if event.get("event") == "case":
             finished[event["case"]["name"]] = event["case"]
 
-    result = run(task, payload, timeout_s=_TIMEOUT_S, on_event=on_event)
+    result = run(task, payload, timeout_s=wish.subject.limits.launch_s, on_event=on_event)
     if not result.ok:
         say(f"the process: {result.reason}")
     ending = result.reason.replace(str(wish.subject.folder), ".")

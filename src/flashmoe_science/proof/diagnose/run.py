@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -42,8 +43,11 @@ def choose_cases(suite: Suite, subject: Subject, names: Sequence[str]) -> list[S
     known = {case.name: case for case in suite.cases}
     for name in names:
         if name not in known:
-            hint = f"`flashmoe suites {suite.name}` lists its cases"
-            raise SuiteError(f"case must be one of {', '.join(known)}, got {name!r}", hint=hint)
+            near = difflib.get_close_matches(name, known, n=1)
+            listing = f"`flashmoe suites {suite.name or 'SUITE'}` lists the cases"
+            where = f"suite {suite.name} has" if suite.name else f"the packaged suites of {suite.operator} have"
+            hint = f"did you mean {near[0]}? {listing}" if near else listing
+            raise SuiteError(f"{where} no case {name!r}", hint=hint)
     return [known[name] for name in names] or list(suite.cases)
 
 

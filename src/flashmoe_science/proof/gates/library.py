@@ -91,7 +91,7 @@ def run_build_command(run: Run, details: list[str]) -> Outcome | None:
 
 # By the first word of how a command ended.
 _HINT_OF_END = {
-    "cannot": "[build] needs names the programs that it takes: without one this gate is not possible here",
+    "cannot": "is it installed, and on PATH? With [build] needs naming it, this gate is not possible here without it",
     "did": "[build] timeout_s gives it more time",
 }
 
