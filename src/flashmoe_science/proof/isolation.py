@@ -23,7 +23,7 @@ import torch
 from .. import errors
 from ..errors import InputError, SubjectError
 from ..gpu.device import current_gpu
-from .operator import Inputs, Operator, Rival, load_operator
+from .operator import Inputs, Operator, Rival, find_operator
 from .subject import PACKAGE_FOLDER, Checkout, Subject, add_python_path, load_attribute
 from .worker import describe_error
 
@@ -125,7 +125,7 @@ class _OwnOperator:
         add_python_path(subject)
         with _operators_apart(checkout):
             try:
-                own = load_operator(f"{checkout.package}.{subject.operator}.operator")
+                own = find_operator(f"{checkout.package}.{subject.operator}.operator")
             except Exception as error:
                 hint = "what a harness asks of it is in proof/operator.py; its own harness may still compare it"
                 reason = describe_error(error)
