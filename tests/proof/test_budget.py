@@ -148,16 +148,25 @@ def test_a_gate_that_takes_longer_than_expected_is_ended_where_the_budget_is(gpu
     assert run_exit_code(record, []) == 4
 
 
-def test_without_a_budget_no_gate_is_ended_and_gates_that_are_free_never(gpu, meter, monkeypatch):
+@pytest.mark.parametrize(("seconds", "limited"), [(None, []), (31, ["capture_launches"])])
+def test_without_a_budget_no_gate_is_ended_and_one_that_holds_no_gpu_never(gpu, meter, monkeypatch, seconds, limited):
     asked = {}
 
     def answer(task, payload, *, limit_s, **more):
         asked[task.rpartition(":")[2]] = limit_s
+        if task.endswith(":import_subject"):
+            return TaskResult(ok=True, data={}, reason="", seconds=0.0, output_tail="")
         return gpu.run(task, payload, limit_s=limit_s, **more)
 
+    def import_entry(this):
+        this.run_task("tasks:import_subject", {}, timeout_s=1.0)
+        return run.passed("made up")
+
     monkeypatch.setattr(run, "run_task", answer)
-    run_with(meter())
-    assert set(asked.values()) == {None}
+    monkeypatch.setitem(chain._GATES, "import", import_entry)
+    run_with(meter(budget=None if seconds is None else seconds * DOLLARS_A_SECOND), until="launch")
+    assert set(asked) == {"import_subject", "capture_launches"}
+    assert [name for name, limit in asked.items() if limit is not None] == limited
 
 
 def test_nothing_runs_after_the_stop_and_what_was_shown_is_kept(gpu, meter):
