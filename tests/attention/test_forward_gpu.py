@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from flashmoe_science import UnsupportedError, explain, flash_attention
-from flashmoe_science.attention.plan import HOPPER_TABLE, ForwardConfig
+from flashmoe_science.attention.plan import HOPPER_TABLE, ForwardConfig, HopperConfig
 
 from .cases import EMPTY, HEAD_DIMS, PAIRS, SMALL, Case
 from .checks import assert_right, make_inputs, poison_allocator
@@ -91,6 +91,27 @@ def test_hopper_table_rows(head_dim, head_dim_v, causal, keys, dtype, aligned):
     for b in range(2):
         one = slice(b, b + 1)
         assert_right(o[one], q[one], k[one], v[one], causal=causal, lse=lse[one])
+
+
+@hopper_only
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 192, 256])
+@pytest.mark.parametrize(
+    ("heads_kv", "group", "seqlen_q", "seqlen_k"),
+    [(40, 4, 129, 333), (40, 8, 70, 1000), (40, 6, 437, 437), (140, 64, 1, 200), (70, 16, 17, 100), (40, 4, 300, 250)],
+)
+def test_hopper_packs_heads(heads_kv, group, seqlen_q, seqlen_k, head_dim, causal, dtype):
+    """Rows of several heads in a tile, their outputs and their LSE; the last has rows that see no key."""
+    case = Case(1, heads_kv * group, heads_kv, seqlen_q, seqlen_k, head_dim, head_dim, dtype, causal, why="packed")
+    q, k, v = make_inputs(case, "cuda")
+    plan = explain(q, k, v, causal=causal, kernel="forward_gluon_sm90")
+    assert isinstance(plan.config, HopperConfig)
+    assert plan.config.pack > 1
+    o, lse = run(q, k, v, causal=causal, kernel="forward_gluon_sm90")
+    for first in range(0, heads_kv, 10):
+        kv, heads = slice(first, first + 10), slice(first * group, (first + 10) * group)
+        assert_right(o[:, heads], q[:, heads], k[:, kv], v[:, kv], causal=causal, lse=lse[:, heads])
 
 
 @hopper_only

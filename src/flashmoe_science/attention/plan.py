@@ -47,6 +47,7 @@ class HopperConfig:
     block_n: int  # keys of one step
     num_stages: int  # tiles of K, and of V, in flight
     ping_pong: bool  # the warpgroups take turns at issuing products
+    pack: int = 1  # query heads of one KV head that share the rows of a warpgroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -378,19 +379,28 @@ HOPPER_TABLE: dict[tuple[int, int, bool], tuple[tuple[int, HopperConfig], ...]] 
 }
 
 
-def hopper_config(problem: AttentionProblem) -> HopperConfig:
+def hopper_config(problem: AttentionProblem, gpu: GpuSpec) -> HopperConfig:
     """Return tile and schedule of ``forward_gluon_sm90``."""
     rows = next(
         rows
         for (columns, columns_v, causal), rows in HOPPER_TABLE.items()
         if problem.head_dim <= columns and problem.head_dim_v <= columns_v and problem.causal == causal
     )
-    return next(config for keys, config in rows if problem.seqlen_k <= keys)
+    config = next(config for keys, config in rows if problem.seqlen_k <= keys)
+    # Heads of a group are packed where that leaves fewer row tiles half empty, and enough of them for the GPU.
+    packed = dataclasses.replace(config, pack=min(HOPPER_ROWS, problem.group & -problem.group))
+    tiles = _hopper_tiles(problem, packed)
+    return packed if _FULL_ENOUGH * gpu.sms <= tiles < _hopper_tiles(problem, config) else config
 
 
-def _hopper_tiles(problem: AttentionProblem) -> int:
-    rows = HOPPER_ROWS * hopper_config(problem).warpgroups
-    return _cdiv(problem.seqlen_q, rows) * problem.batch * problem.heads
+def _hopper_tiles(problem: AttentionProblem, config: HopperConfig) -> int:
+    """Return how many row tiles there are."""
+    return hopper_tiles_m(problem, config) * problem.batch * problem.heads // config.pack
+
+
+def hopper_tiles_m(problem: AttentionProblem, config: HopperConfig) -> int:
+    """Return how many row tiles one head has, or as many heads as are packed."""
+    return _cdiv(problem.seqlen_q, HOPPER_ROWS // config.pack * config.warpgroups)
 
 
 def hopper_columns(head_dim: int) -> tuple[int, int]:
@@ -421,9 +431,13 @@ def hopper_output_columns(problem: AttentionProblem, config: HopperConfig) -> in
 
 
 def hopper_is_aligned(problem: AttentionProblem, config: HopperConfig) -> bool:
-    """Return whether, in turns and causal, the diagonal crosses key tiles as it does at the start of both sequences."""
+    """Return whether, in turns and causal, the diagonal crosses key tiles as it does at the start of both sequences.
+
+    With heads packed in three warpgroups it does not: row tiles start anywhere in a key tile.
+    """
     further = problem.seqlen_k - problem.seqlen_q
-    return problem.causal and config.ping_pong and further >= 0 and further % config.block_n == 0
+    starts = config.pack == 1 or config.warpgroups == 2
+    return problem.causal and config.ping_pong and starts and further >= 0 and further % config.block_n == 0
 
 
 def hopper_edge_tiles(problem: AttentionProblem, config: HopperConfig) -> int:
@@ -433,24 +447,25 @@ def hopper_edge_tiles(problem: AttentionProblem, config: HopperConfig) -> int:
     """
     if not problem.causal:
         return 1 if problem.seqlen_k % config.block_n else 0
-    behind = (config.warpgroups - 1) * HOPPER_ROWS if config.ping_pong else 0
+    rows = HOPPER_ROWS // config.pack
+    behind = (config.warpgroups - 1) * rows if config.ping_pong else 0
     further = problem.seqlen_k - problem.seqlen_q
-    if hopper_is_aligned(problem, config) or (not config.ping_pong and further % HOPPER_ROWS == 0):
+    if hopper_is_aligned(problem, config) or (not config.ping_pong and further % rows == 0):
         return 1 + behind // config.block_n
-    # Its first row does not see the last HOPPER_ROWS - 1 + behind keys, which may begin anywhere in a tile.
-    return 1 + (HOPPER_ROWS - 2 + behind + config.block_n - 1) // config.block_n
+    # Its first row does not see the last rows - 1 + behind keys, which may begin anywhere in a tile.
+    return 1 + (rows - 2 + behind + config.block_n - 1) // config.block_n
 
 
-def hopper_heads_per_group(problem: AttentionProblem) -> int:
-    """Return how many heads are walked over together when causal.
+def hopper_heads_per_group(problem: AttentionProblem, config: HopperConfig) -> int:
+    """Return how many heads, or packs of heads, are walked over together when causal.
 
     As many as have their K and V in L2 together: the longest row tiles of all come first, and the next row tiles of a
     head find its K and V there. The groups are as equal as they can be: the row tiles of a small last one would not
     fill the GPU.
     """
-    heads = problem.batch * problem.heads
+    heads = problem.batch * problem.heads // config.pack
     kv_bytes = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * problem.item_bytes
-    fitting = max(1, _HOPPER_L2_BYTES * problem.group // kv_bytes)
+    fitting = max(1, _HOPPER_L2_BYTES * (problem.group // config.pack) // kv_bytes)
     return _cdiv(heads, _cdiv(heads, fitting))
 
 
@@ -468,7 +483,7 @@ def _hopper_refusal(problem: AttentionProblem, gpu: GpuSpec) -> str | None:
         return "it serves head dimensions that are multiples of 8 (TMA steps by 16 bytes)"
     if problem.pointer_alignment < 16:
         return "TMA reads tensors that start at multiples of 16 bytes"
-    if max(problem.seqlen_q, problem.seqlen_k, _hopper_tiles(problem)) >= _HOPPER_MAX:
+    if max(problem.seqlen_q, problem.seqlen_k, _hopper_tiles(problem, hopper_config(problem, gpu))) >= _HOPPER_MAX:
         return f"it counts rows, keys and tiles up to {_HOPPER_MAX}"
     return _hopper_layout_refusal(problem)
 
@@ -494,18 +509,21 @@ def _hopper_layout_refusal(problem: AttentionProblem) -> str | None:
 
 def _hopper_underfills(problem: AttentionProblem, gpu: GpuSpec) -> str | None:
     """Return why ``forward_triton``, which has smaller tiles and can split the keys, is left to serve it, or None."""
-    tiles = _hopper_tiles(problem)
+    tiles = _hopper_tiles(problem, hopper_config(problem, gpu))
     if tiles >= _FULL_ENOUGH * gpu.sms:
         return None
     return f"its {tiles} row tiles do not fill {gpu.sms} SMs, and it does not split the keys"
 
 
 def _hopper_plan(problem: AttentionProblem, gpu: GpuSpec, why: str) -> Plan:
-    config, tiles = hopper_config(problem), _hopper_tiles(problem)
+    config = hopper_config(problem, gpu)
+    tiles = _hopper_tiles(problem, config)
     programs = min(tiles, gpu.sms)
     # Triton rounds the producer's warp up to a warpgroup.
     launch = PlannedLaunch("_forward_sm90_kernel", (programs, 1, 1), (128 * (config.warpgroups + 1), 1, 1))
     reason = f"{why}; {tiles} row tiles of {HOPPER_ROWS * config.warpgroups} on {gpu.sms} SMs"
+    if config.pack > 1:
+        reason += f", {config.pack} heads of a KV head to a tile"
     return Plan(problem, gpu.name, gpu.arch, "forward_gluon_sm90", config, (launch,), reason)
 
 

@@ -31,6 +31,7 @@ from .plan import (
     hopper_heads_per_group,
     hopper_is_aligned,
     hopper_output_columns,
+    hopper_tiles_m,
     short_alignment,
 )
 from .problem import AttentionProblem
@@ -148,24 +149,22 @@ def _hopper(plan: Plan, config: HopperConfig) -> PreparedKernel:
     problem = plan.problem
     kind = problem.dtype
     (d, d_more), (dv, dv_more) = hopper_columns(problem.head_dim), hopper_columns(problem.head_dim_v)
+    rows, keys = (1, config.pack, HOPPER_ROWS // config.pack), (1, 1, config.block_n)
     descriptors = {
-        "q_desc": descriptor_type(kind, (1, 1, HOPPER_ROWS, d)),
-        "k_desc": descriptor_type(kind, (1, 1, config.block_n, d)),
-        "v_desc": descriptor_type(kind, (1, 1, config.block_n, dv)),
-        "o_desc": descriptor_type(kind, (1, 1, HOPPER_ROWS, hopper_output_columns(problem, config))),
+        "q_desc": descriptor_type(kind, (*rows, d)),
+        "k_desc": descriptor_type(kind, (*keys, d)),
+        "v_desc": descriptor_type(kind, (*keys, dv)),
+        "o_desc": descriptor_type(kind, (*rows, hopper_output_columns(problem, config))),
     }
-    seconds = {
-        "q_more_desc": (HOPPER_ROWS, d_more),
-        "k_more_desc": (config.block_n, d_more),
-        "v_more_desc": (config.block_n, dv_more),
-    }
-    more = {name: descriptor_type(kind, (1, 1, *size)) for name, size in seconds.items() if size[1]}
+    seconds = {"q_more_desc": (*rows, d_more), "k_more_desc": (*keys, d_more), "v_more_desc": (*keys, dv_more)}
+    more = {name: descriptor_type(kind, tile) for name, tile in seconds.items() if tile[-1]}
     scalars = {
         **dict.fromkeys(("heads", "seqlen_q", "seqlen_k", "tiles_m", "heads_total", "heads_per_group"), "i32"),
         "scale_log2": "fp32",
     }
     constants = {
         "GROUP": problem.group,
+        "PACK": config.pack,
         "WARPGROUPS": config.warpgroups,
         "STAGES": config.num_stages,
         "IS_CAUSAL": problem.causal,
@@ -187,14 +186,14 @@ def _hopper(plan: Plan, config: HopperConfig) -> PreparedKernel:
         num_warps=4,
         dependent_launch=True,
     )
-    tiles_m = -(-problem.seqlen_q // (HOPPER_ROWS * config.warpgroups))
+    heads = problem.heads // config.pack
     values = (
-        problem.heads,
+        heads,
         problem.seqlen_q,
         problem.seqlen_k,
-        tiles_m,
-        problem.batch * problem.heads,
-        hopper_heads_per_group(problem),
+        hopper_tiles_m(problem, config),
+        problem.batch * heads,
+        hopper_heads_per_group(problem, config),
         problem.scale_log2,
     )
     q_shape = (problem.batch, problem.heads, problem.seqlen_q)
