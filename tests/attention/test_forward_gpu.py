@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import math
 import threading
 from typing import Any
 
@@ -98,13 +99,24 @@ def test_hopper_table_rows(head_dim, head_dim_v, causal, keys, dtype, aligned):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 80, 128, 192, 256])
 @pytest.mark.parametrize(
-    ("heads_kv", "group", "seqlen_q", "seqlen_k"),
-    [(40, 4, 129, 333), (40, 8, 70, 1000), (40, 6, 437, 437), (140, 64, 1, 200), (70, 16, 17, 100), (40, 4, 300, 250)],
+    ("batch", "heads_kv", "group", "seqlen_q", "seqlen_k"),
+    [
+        *((1, 40, 4, 129, 333), (1, 40, 8, 70, 1000), (1, 40, 6, 437, 437), (1, 140, 64, 1, 200), (1, 70, 16, 17, 100)),
+        *(
+            (1, 40, 4, 300, 250),
+            (3, 14, 12, 129, 1500),
+            (1, 40, 8, 70, 2500),
+            (2, 20, 4, 129, 2177),
+            (1, 9, 128, 20, 2100),
+        ),
+    ],
 )
-def test_hopper_packs_heads(heads_kv, group, seqlen_q, seqlen_k, head_dim, causal, dtype):
-    """Rows of several heads in a tile, their outputs and their LSE; the last has rows that see no key."""
-    case = Case(1, heads_kv * group, heads_kv, seqlen_q, seqlen_k, head_dim, head_dim, dtype, causal, why="packed")
+def test_hopper_packs_heads(batch, heads_kv, group, seqlen_q, seqlen_k, head_dim, causal, dtype):
+    """Rows of several heads in a tile, their outputs and their LSE; one has rows that see no key."""
+    case = Case(batch, heads_kv * group, heads_kv, seqlen_q, seqlen_k, head_dim, head_dim, dtype, causal, why="packed")
     q, k, v = make_inputs(case, "cuda")
+    if dtype == "fp16":  # sequence-major, as projections leave it
+        q = q.transpose(1, 2).contiguous().transpose(1, 2)
     plan = explain(q, k, v, causal=causal, kernel="forward_gluon_sm90")
     assert isinstance(plan.config, HopperConfig)
     assert plan.config.pack > 1
@@ -112,6 +124,24 @@ def test_hopper_packs_heads(heads_kv, group, seqlen_q, seqlen_k, head_dim, causa
     for first in range(0, heads_kv, 10):
         kv, heads = slice(first, first + 10), slice(first * group, (first + 10) * group)
         assert_right(o[:, heads], q[:, heads], k[:, kv], v[:, kv], causal=causal, lse=lse[:, heads])
+
+
+@hopper_only
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_hopper_keeps_nan_where_it_belongs(head_dim, causal):
+    """A NaN in a row of Q spoils that row alone, one in a key the rows that see it."""
+    case = Case(1, 2, 2, 700, 900, head_dim, head_dim, "bf16", causal, why="NaN")
+    q, k, v = make_inputs(case, "cuda")
+    q[0, 0, 77, 3] = math.nan
+    k[0, 1, 600, 0] = math.nan
+    o, lse = run(q, k, v, causal=causal, kernel="forward_gluon_sm90")
+    expected = torch.zeros(2, 700, dtype=torch.bool, device="cuda")
+    expected[0, 77] = True
+    expected[1, 400 if causal else 0 :] = True  # row r sees the keys up to r + 200
+    assert torch.equal(o[0].isnan().any(-1), expected)
+    assert torch.equal(o[0].isnan().all(-1), expected)
+    assert torch.equal(lse[0].isnan(), expected)
 
 
 @hopper_only

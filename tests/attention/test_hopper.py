@@ -277,6 +277,7 @@ def test_every_key_that_a_row_sees_is_walked_over_and_no_other_left_unmasked(hea
             (5, 129, 1, 2 * 64 * 5),
         ),
         *((1, 129, 1, 2 * 64), (64, 65, 64, 33 * 64), (128, 3, 64, 2 * 64 * 2)),
+        *((4, 1000, 1, 8 * 64 * 4), (4, 3000, 1, 24 * 64 * 4)),  # less than a tenth would be saved
     ],
 )
 def test_heads_are_packed_where_row_tiles_would_be_half_empty(group, seqlen_q, pack, tiles):
@@ -294,19 +295,16 @@ def test_heads_are_not_packed_where_too_few_row_tiles_are_left():
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "head_dim_v", "group", "causal"),
+    ("head_dim", "head_dim_v", "group", "causal", "seqlen_k"),
     [
-        (64, 64, 8, True),
-        (80, 80, 4, True),
-        (128, 128, 64, True),
-        (192, 128, 4, True),
-        (192, 192, 8, False),
-        (256, 256, 16, False),
+        *((64, 64, 8, True, 1435), (64, 64, 8, True, 2435), (64, 64, 4, False, 2435), (80, 80, 4, True, 1435)),
+        *((80, 80, 4, False, 2435), (128, 128, 64, True, 1435), (128, 128, 8, True, 2435), (192, 128, 4, True, 1435)),
+        *((192, 192, 8, False, 1435), (256, 256, 16, False, 1435)),
     ],
 )
-def test_packed_heads_compile(head_dim, head_dim_v, group, causal, tmp_path):
+def test_packed_heads_compile(head_dim, head_dim_v, group, causal, seqlen_k, tmp_path):
     """The diagonal is aligned with nothing."""
-    sizes = {"heads_kv": 32, "head_dim_v": head_dim_v, "seqlen_k": 1435}
+    sizes = {"heads_kv": 32, "head_dim_v": head_dim_v, "seqlen_k": seqlen_k}
     plan = forced(make_problem(4, 32 * group, 70, head_dim, causal=causal, return_lse=True, **sizes))
     assert isinstance(plan.config, HopperConfig)
     assert plan.config.pack == group

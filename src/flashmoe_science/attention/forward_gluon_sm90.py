@@ -4,7 +4,7 @@ One warp, the producer, draws row tiles from a counter and copies their Q, K and
 three warpgroups own 64 query rows each and walk over the keys from the last tile to the first. K and V lie in rings of
 ``STAGES`` tiles. A warpgroup issues the scores of one tile and the output product of the tile before together; where
 warpgroups take turns at that, the softmax of one runs under the products of another. Only the tiles at the edge are
-masked: the first one or two of a warpgroup's walk, unrolled in front of its loop.
+masked: the first one to three of a warpgroup's walk, unrolled in front of its loop.
 
 Any number may be subtracted from the scores of a row before exp: it cancels when the output is divided by the sum. The
 maximum only keeps exp from overflowing. So the loop subtracts the maximum of the tiles seen so far without looking at
@@ -101,7 +101,7 @@ class Args:
     heads: gl.tensor  # of a sequence, by PACK
     seqlen_q: gl.tensor
     seqlen_k: gl.tensor
-    tiles_m: gl.tensor  # row tiles of one head
+    tiles_m: gl.tensor  # row tiles of one head, or of PACK heads
     heads_total: gl.tensor  # of all sequences, by PACK
     heads_per_group: gl.tensor  # heads, by PACK, that are walked over together when causal
     scale_log2: gl.tensor  # softmax_scale * log2(e), positive
@@ -161,8 +161,11 @@ class Args:
         """Send the output of a warpgroup on its way to memory."""
         COLUMNS: gl.constexpr = self.o_bufs.shape[4]
         smem = self.o_bufs.index(opaque(W)).reshape([ROWS, COLUMNS])
+        ALL: gl.constexpr = self.DV0 + self.DV1
+        gl.static_assert(ALL <= COLUMNS or self.DV0 == COLUMNS or ALL == 2 * COLUMNS, "columns would not be stored")
+        gl.static_assert(self.DV1 <= COLUMNS, "columns would not be stored")
         tma.store_wait(0)
-        if self.DV0 + self.DV1 <= COLUMNS:
+        if ALL <= COLUMNS:
             smem.slice(0, self.DV0, dim=1).store(o)
             if self.DV1 > 0:
                 smem.slice(self.DV0, self.DV1, dim=1).store(more)
@@ -485,10 +488,10 @@ def _attend_partition(a, W: gl.constexpr):
             seqlen_q = copy_of(a.seqlen_q)
             if a.PACK > 1:
                 offs_m = row + i_row % a.ROWS_OF_HEAD
-                lse_row = (b * a.heads * a.PACK + h + i_row // a.ROWS_OF_HEAD).to(gl.int64) * seqlen_q
+                lse_row = (b.to(gl.int64) * a.heads * a.PACK + h + i_row // a.ROWS_OF_HEAD) * seqlen_q
             else:
                 offs_m = row + i_row
-                lse_row = (b * a.heads + h).to(gl.int64) * seqlen_q
+                lse_row = (b.to(gl.int64) * a.heads + h) * seqlen_q
             gl.store(a.lse_ptr + lse_row + offs_m, lse, mask=offs_m < seqlen_q)
         acc, more, _ = warpgroup_mma_wait(0, deps=[acc, more, p])
         a.v_ring.release(slot_of(i, a.STAGES))
@@ -522,9 +525,13 @@ def _forward_sm90_kernel(
     D1: gl.constexpr, DV0: gl.constexpr, DV1: gl.constexpr,  # columns in two powers of two
     MATRIX_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Attend 64 * WARPGROUPS rows of one head at a time. Grid: (at most tiles,), a program draws one after another."""
+    """Attend 64 * WARPGROUPS rows of one head, or of PACK heads, at a time.
+
+    Grid: (at most tiles,), a program draws one after another.
+    """
     # A warpgroup that skips key tiles releases their V after all of their K; the producer fills them in turns.
-    gl.static_assert((WARPGROUPS - 1) * ROWS // k_desc.block_type.shape[2] <= STAGES, "the producer would wait for V")
+    SKIPPED: gl.constexpr = ((WARPGROUPS - 1) * ROWS + k_desc.block_type.shape[2] - 1) // k_desc.block_type.shape[2]
+    gl.static_assert(SKIPPED <= STAGES, "the producer would wait for V")
     gl.static_assert(TURNS + 2 * WARPGROUPS + 2 * STAGES <= 16, "the hardware has 16 barriers")
     _declare_too_large()
     q_more = q_more_desc if D1 > 0 else q_desc
@@ -541,6 +548,7 @@ def _forward_sm90_kernel(
     )
     for slot in gl.static_range(2):
         mbarrier.init(row_tiles.ready_bars.index(slot), count=1)
+    fence_async_shared()  # TMA, too, sees that the barriers are there
     a = Args(  # type: ignore[call-arg] # aggregate gives it a constructor
         q_desc, k_desc, v_desc, o_desc, q_more, k_more, v_more, lse_ptr, counter_ptr,
         row_tiles, q_ring, o_bufs, k_ring, v_ring,

@@ -325,7 +325,11 @@ def _short_pays(problem: AttentionProblem, gpu: GpuSpec) -> bool:
 
 
 HOPPER_ROWS = 64  # of one warpgroup
-HOPPER_REGISTERS = {2: 240, 3: 160}  # of a thread that multiplies, by warpgroups; the producer's have the rest, 32
+HOPPER_REGISTERS = {
+    2: 240,
+    3: 160,
+}  # of a thread that multiplies, by warpgroups; the producer's have 32. Of two the first
+# has what is left, 232
 _HOPPER_BARRIER_BYTES = 1024  # and what else lies in shared memory: barriers, where row tiles lie, alignment
 _HOPPER_L2_BYTES = 32 << 20  # of K and V of a group of heads: what FlashAttention-3 takes for an L2 of 50 MB
 # Rows, keys, tiles: a sum of two of them, rounded up, stays in 32 bits. So does the count of key tiles over all row
@@ -387,10 +391,11 @@ def hopper_config(problem: AttentionProblem, gpu: GpuSpec) -> HopperConfig:
         if problem.head_dim <= columns and problem.head_dim_v <= columns_v and problem.causal == causal
     )
     config = next(config for keys, config in rows if problem.seqlen_k <= keys)
-    # Heads of a group are packed where that leaves fewer row tiles half empty, and enough of them for the GPU.
+    # Heads of a group are packed where that saves a tenth of the row tiles or more, and leaves enough for the GPU.
     packed = dataclasses.replace(config, pack=min(HOPPER_ROWS, problem.group & -problem.group))
     tiles = _hopper_tiles(problem, packed)
-    return packed if _FULL_ENOUGH * gpu.sms <= tiles < _hopper_tiles(problem, config) else config
+    pays = tiles >= _FULL_ENOUGH * gpu.sms and 10 * tiles <= 9 * _hopper_tiles(problem, config)
+    return packed if pays else config
 
 
 def _hopper_tiles(problem: AttentionProblem, config: HopperConfig) -> int:

@@ -243,6 +243,8 @@ def prepare_launch(
     function, shared, threads = _load_function(source, arch, device)
     kinds = [kind for _, kind in source.signature]
     tensors = sum(kind.startswith(("*", "tensordesc")) for kind in kinds)
+    if tensors > MAX_POINTERS:
+        raise LaunchError(f"{source.name} takes {tensors} tensors and pointers, expected at most {MAX_POINTERS}")
     # Every tensor has a slot of the size of a map; the first word of a slot is the address, with or without a map.
     memory = (ctypes.c_uint8 * (MAP_BYTES * MAX_POINTERS + MAP_ALIGNMENT))()
     first = ctypes.addressof(memory) + -ctypes.addressof(memory) % MAP_ALIGNMENT
