@@ -194,6 +194,14 @@ def _nonempty_splits(seqlen_k: int, splits: int, block_n: int) -> int:
     return _cdiv(seqlen_k, share_keys(seqlen_k, splits, block_n))
 
 
+def _keys_of_a_tile(problem: AttentionProblem, block_m: int) -> int:
+    """Return the most keys that a row tile sees: all, or with bounds on both sides those between them."""
+    left, right = problem.window
+    if not (problem.bounded_left and problem.bounded_right):
+        return problem.seqlen_k
+    return min(problem.seqlen_k, left + max(0, right) + block_m)
+
+
 def _forward_plan(problem: AttentionProblem, gpu: GpuSpec, why: str) -> Plan:
     columns = block_dim(max(problem.head_dim, problem.head_dim_v))
     rows = forward_rows(gpu.arch, problem.item_bytes, columns)
@@ -203,17 +211,21 @@ def _forward_plan(problem: AttentionProblem, gpu: GpuSpec, why: str) -> Plan:
         return _cdiv(problem.seqlen_q, config.block_m) * heads
 
     enough = _FULL_ENOUGH * gpu.sms
-    most_splits = max(1, min(problem.seqlen_k // _MIN_SPLIT_KEYS, _MAX_SPLITS))
+    keys = _keys_of_a_tile(problem, rows[-1].block_m)
+    # The shares of packed sequences would be of unlike lengths, which only the GPU knows.
+    most_splits = 1 if problem.packed else max(1, min(keys // _MIN_SPLIT_KEYS, _MAX_SPLITS))
     fitting = [row for row in rows if row.block_m < 2 * problem.seqlen_q] or list(rows[-1:])  # no tile half empty
     config = next((row for row in fitting if blocks(row) * most_splits >= enough), fitting[-1])
     reason = f"{why}; {blocks(config)} row tiles of {config.block_m} "
     if blocks(config) >= enough:
         reason += f"fill {gpu.sms} SMs"
+    elif problem.packed:
+        reason += f"do not fill {gpu.sms} SMs, and the keys of packed sequences are not split"
     elif most_splits == 1:
         reason += f"do not fill {gpu.sms} SMs, and the keys are too few to be split"
     else:
         splits = min(most_splits, max(1, round(gpu.sms / blocks(config))))
-        splits = _nonempty_splits(problem.seqlen_k, splits, config.block_n)
+        splits = _nonempty_splits(keys, splits, config.block_n)
         config = dataclasses.replace(config, num_splits=splits)
         reason += f"do not fill {gpu.sms} SMs, so the keys are split over {splits}"
     tiles = _cdiv(problem.seqlen_q, config.block_m)
@@ -226,6 +238,17 @@ def _forward_plan(problem: AttentionProblem, gpu: GpuSpec, why: str) -> Plan:
     if launches[0].grid[0] >= 2**31:
         raise UnsupportedError(f"a grid of {launches[0].grid[0]} blocks is too large; at most 2**31 - 1 are possible")
     return Plan(problem, gpu.name, gpu.arch, "forward_triton", config, tuple(launches), reason)
+
+
+def _refusal(kernel: str, problem: AttentionProblem, gpu: GpuSpec) -> str | None:
+    """Return why ``kernel`` cannot serve ``problem``, or None."""
+    refuse = {"forward_short_gluon": _short_refusal, "forward_gluon_sm90": _hopper_refusal}.get(kernel)
+    if refuse is None:
+        return None
+    if not problem.features:
+        return refuse(problem, gpu)
+    *first, last = problem.features
+    return f"it does not serve {', '.join(first)}{' and ' if first else ''}{last}"
 
 
 SHORT_MAX_KEYS = 512
@@ -527,23 +550,22 @@ def _installed_triton() -> tuple[int, ...] | None:
 
 
 def _forced_plan(problem: AttentionProblem, gpu: GpuSpec, kernel: str) -> Plan:
-    refusals = {"forward_short_gluon": _short_refusal, "forward_gluon_sm90": _hopper_refusal}
     plans = {"forward_short_gluon": _short_plan, "forward_gluon_sm90": _hopper_plan, "forward_triton": _forward_plan}
-    refusal = refusals[kernel](problem, gpu) if kernel in refusals else None
+    refusal = _refusal(kernel, problem, gpu)
     if refusal:
         raise UnsupportedError(f"{kernel} does not serve {problem.describe()}: {refusal}", hint="use kernel='auto'")
     return plans[kernel](problem, gpu, "it was asked for")
 
 
 def _auto_plan(problem: AttentionProblem, gpu: GpuSpec) -> Plan:
-    refusal = _short_refusal(problem, gpu)
+    refusal = _refusal("forward_short_gluon", problem, gpu)
     if refusal is None and _short_pays(problem, gpu):
         return _short_plan(
             problem, gpu, f"{problem.seqlen_k} keys fit one pass, and the grid is at most two blocks an SM"
         )
     passed = f"forward_short_gluon is passed over ({refusal or 'its grid would be more than two blocks an SM'})"
     if gpu.arch == 90:
-        refusal = _hopper_refusal(problem, gpu) or _hopper_underfills(problem, gpu)
+        refusal = _refusal("forward_gluon_sm90", problem, gpu) or _hopper_underfills(problem, gpu)
         if refusal is None:
             return _hopper_plan(problem, gpu, passed)
         passed += f", forward_gluon_sm90 too ({refusal})"
