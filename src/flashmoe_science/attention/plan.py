@@ -157,6 +157,31 @@ FORWARD_TABLES: dict[tuple[int, ...], dict[tuple[int, int], tuple[ForwardConfig,
     },
 }  # fmt: skip
 
+# Rows in place of those above where features would make them spill, chosen like them: with any feature, and with a bias
+# or more than two of window, softcap, sinks and ALiBi, for which a thread needs more registers.
+_FEATURE_TABLES: dict[tuple[int, ...], dict[tuple[int, int], tuple[ForwardConfig, ...]]] = {
+    (80,): {(2, 64): (_T(128, 64, 8, 3), _T(64, 64, 4, 3), _T(16, 64, 4, 3))},
+    (90,): {(2, 128): (_T(128, 64, 8, 3), _T(64, 64, 4, 2), _T(16, 64, 4, 3))},
+    (120,): {(2, 64): (_T(128, 32, 8, 3), _T(64, 64, 4, 2), _T(16, 64, 4, 2))},
+}
+_MANY_FEATURES_TABLES: dict[tuple[int, ...], dict[tuple[int, int], tuple[ForwardConfig, ...]]] = {
+    (80,): {
+        (2, 64): (_T(128, 32, 8, 3), _T(64, 32, 4, 3), _T(16, 64, 4, 3)),
+        (2, 256): (_T(64, 16, 8, 2), _T(32, 32, 4, 2), _T(16, 32, 4, 2)),
+    },
+    (86, 89, 120): {(2, 64): (_T(128, 32, 8, 3), _T(64, 32, 4, 2), _T(16, 64, 4, 2))},
+    (90,): {
+        (2, 64): (_T(128, 64, 8, 2), _T(64, 64, 4, 2), _T(16, 128, 4, 2)),
+        (2, 128): (_T(128, 32, 8, 2), _T(64, 32, 4, 2), _T(16, 64, 4, 3)),
+        (2, 256): (_T(128, 16, 8, 2), _T(64, 16, 8, 2), _T(16, 32, 4, 2)),
+        (4, 64): (_T(32, 32, 8, 1), _T(16, 32, 4, 1)),
+    },
+    (100,): {
+        (2, 128): (_T(128, 32, 8, 2), _T(64, 32, 4, 2), _T(16, 64, 4, 2)),
+        (2, 256): (_T(64, 32, 8, 2), _T(16, 32, 4, 2)),
+    },
+}  # fmt: skip
+
 # When keys are split, and the merge of their shares: choices, none of them measured here yet.
 # The part of the SMs that is full enough. Below it, a split or a smaller tile puts idle SMs to work; it costs a second
 # launch and the merge, or reuse of K and V. FlashAttention-3 takes 0.8 too, for the split.
@@ -171,14 +196,27 @@ MERGE_ROWS = 4
 MERGE_WARPS = 4
 
 
-def forward_rows(arch: int, item_bytes: int, columns: int) -> tuple[ForwardConfig, ...]:
+def forward_rows(arch: int, item_bytes: int, columns: int, *, features: int = 0) -> tuple[ForwardConfig, ...]:
     """Return the table row of ``forward_triton`` for an architecture, an element size and a tile width.
 
-    An architecture without a table takes that of the one before it: sm_103 has the tiles of sm_100.
+    An architecture without a table takes that of the one before it: sm_103 has the tiles of sm_100. ``features`` is 0
+    for none, 1 for some and 2 for many (``_weight_of_features``).
     """
     near = max(known for archs in FORWARD_TABLES for known in archs if known <= arch)
-    table = next(table for archs, table in FORWARD_TABLES.items() if near in archs)
-    return table[item_bytes, max(64, columns)]
+    key = item_bytes, max(64, columns)
+    for tables in (_MANY_FEATURES_TABLES, _FEATURE_TABLES, FORWARD_TABLES)[2 - features :]:
+        for archs, table in tables.items():
+            if near in archs and key in table:
+                return table[key]
+    raise AssertionError(key)
+
+
+def _weight_of_features(problem: AttentionProblem) -> int:
+    """Return which tables serve a problem: those for none, for some or for many features."""
+    asked = len(problem.features) - problem.packed
+    if problem.bias or asked > 2:
+        return 2
+    return 1 if problem.features else 0
 
 
 def share_keys(seqlen_k: int, splits: int, block_n: int) -> int:
@@ -204,7 +242,7 @@ def _keys_of_a_tile(problem: AttentionProblem, block_m: int) -> int:
 
 def _forward_plan(problem: AttentionProblem, gpu: GpuSpec, why: str) -> Plan:
     columns = block_dim(max(problem.head_dim, problem.head_dim_v))
-    rows = forward_rows(gpu.arch, problem.item_bytes, columns)
+    rows = forward_rows(gpu.arch, problem.item_bytes, columns, features=_weight_of_features(problem))
     heads = problem.batch * problem.heads
 
     def blocks(config: ForwardConfig) -> int:
