@@ -134,6 +134,11 @@ FEATURES = [
     _F(1, 2, 2, 20, 200, 32, 32, "fp16", True, window=(90, -1), sinks="fp16", splits=3, why="split-window-sinks"),
     _F(1, 2, 2, 50, 150, 32, 32, "fp16", False, softcap=3.0, alibi="fp16", splits=4, why="split-softcap-alibi"),
     _F(1, 2, 2, 20, 150, 32, 32, "fp16", True, bias="fp32", sinks="fp32", splits=2, why="split-bias-sinks"),
+    # Of FlashAttention's list of lengths, and of the head dimensions in use.
+    _F(1, 1, 1, 239, 1, 40, 40, "fp16", True, window=(9, -1), sinks="fp16", why="one-key"),
+    _F(1, 1, 1, 113, 203, 59, 59, "fp16", True, window=(60, -1), softcap=5.0, why="odd"),
+    _F(1, 1, 1, 108, 256, 96, 96, "fp16", False, sinks="bf16", alibi="fp32", why="even"),
+    _F(1, 1, 1, 64, 128, 128, 128, "fp16", False, window=(20, 30), bias="bf16", why="round"),
     _F(
         2, 4, 2, 33, 70, 48, 80, "fp16", True, window=(20, -1), softcap=4.0, sinks="fp32", alibi="fp32", alibi_axes=2,
         bias="fp16", scale=-0.3, why="all-at-once",

@@ -56,11 +56,11 @@ def test_windows_and_biases_against_sdpa(seqlen_q, seqlen_k, window):
 def test_softcap_and_sinks_against_what_models_do():
     """Gemma-2's and gpt-oss's own eager code: softcap before mask; one more logit, dropped after the softmax."""
     q, k, v = (torch.randn(2, 3, 6, 8, dtype=torch.float64) for _ in range(3))
-    sinks = torch.randn(3, dtype=torch.float64)
-    scores = torch.tanh(q @ k.transpose(2, 3) * 0.5 / 2.0) * 2.0
+    sinks, bias = torch.randn(3, dtype=torch.float64), torch.randn(2, 3, 6, 6, dtype=torch.float64)
+    scores = torch.tanh(q @ k.transpose(2, 3) * 0.5 / 2.0) * 2.0 + bias
     scores = scores.masked_fill(torch.ones(6, 6).triu(1).bool(), -math.inf)
     combined = torch.cat([scores, sinks[None, :, None, None].expand(2, -1, 6, 1)], -1)
-    o, lse = reference.attention(q, k, v, causal=True, softmax_scale=0.5, softcap=2.0, sinks=sinks)
+    o, lse = reference.attention(q, k, v, causal=True, softmax_scale=0.5, softcap=2.0, sinks=sinks, bias=bias)
     torch.testing.assert_close(o, torch.softmax(combined, -1)[..., :-1] @ v, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(lse, torch.logsumexp(combined, -1), rtol=1e-12, atol=1e-12)
 

@@ -10,7 +10,7 @@ import torch
 
 from flashmoe_science import InputError, UnsupportedError, explain_varlen, flash_attention, flash_attention_varlen
 from flashmoe_science.attention import varlen
-from flashmoe_science.attention.plan import plan_attention
+from flashmoe_science.attention.plan import ForwardConfig, plan_attention
 from flashmoe_science.attention.problem import AttentionProblem
 from flashmoe_science.gpu.specs import SPECS
 
@@ -217,6 +217,8 @@ def test_a_plan_for_packed_sequences():
     plan = plan_attention(problem, SPECS["H200"])
     assert plan.kernel == "forward_triton"
     assert plan.reason.endswith("do not fill 132 SMs, and the keys of packed sequences are not split")
+    assert isinstance(plan.config, ForwardConfig)
+    assert (plan.config.block_m, plan.config.num_splits) == (16, 1)  # the smallest tile: nothing else fills the GPU
     assert problem.describe() == "b3_h4_2_s64_131072_d64_fp16_packed"
     assert problem.extras == ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")
     with pytest.raises(InputError, match="bias must be None for packed sequences"):
