@@ -88,8 +88,9 @@ def test_chunked_attention_makes_a_mask():
     config = SimpleNamespace(sliding_window=None, attention_chunk_size=4)
     options = {"config": config, "allow_is_causal_skip": True}
     assert make_mask(1, 9, 9, 0, 0, local_size=4, **options) is not None
+    config.sliding_window, config.attention_chunk_size = 8, None  # neither of them
+    assert make_mask(1, 9, 9, 0, 0, local_size=4, **options) is not None
     config.sliding_window = 4
-    config.attention_chunk_size = None
     assert make_mask(1, 9, 9, 0, 0, local_size=4, **options) is None
 
 
