@@ -161,7 +161,11 @@ FORWARD_TABLES: dict[tuple[int, ...], dict[tuple[int, int], tuple[ForwardConfig,
 # or more than two of window, softcap, sinks and ALiBi, for which a thread needs more registers.
 _FEATURE_TABLES: dict[tuple[int, ...], dict[tuple[int, int], tuple[ForwardConfig, ...]]] = {
     (80,): {(2, 64): (_T(128, 64, 8, 3), _T(64, 64, 4, 3), _T(16, 64, 4, 3))},
-    (90,): {(2, 128): (_T(128, 64, 8, 3), _T(64, 64, 4, 2), _T(16, 64, 4, 3))},
+    (90,): {
+        (2, 128): (_T(128, 64, 8, 3), _T(64, 64, 4, 2), _T(16, 64, 4, 3)),
+        (2, 256): (_T(128, 16, 8, 3), _T(64, 32, 8, 2), _T(16, 32, 4, 2)),
+    },
+    (100,): {(2, 256): (_T(64, 32, 8, 2), _T(16, 32, 4, 2))},
     (120,): {(2, 64): (_T(128, 32, 8, 3), _T(64, 64, 4, 2), _T(16, 64, 4, 2))},
 }
 _MANY_FEATURES_TABLES: dict[tuple[int, ...], dict[tuple[int, int], tuple[ForwardConfig, ...]]] = {
