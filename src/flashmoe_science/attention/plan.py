@@ -171,6 +171,7 @@ _FEATURE_TABLES: dict[tuple[int, ...], dict[tuple[int, int], tuple[ForwardConfig
 _MANY_FEATURES_TABLES: dict[tuple[int, ...], dict[tuple[int, int], tuple[ForwardConfig, ...]]] = {
     (80,): {
         (2, 64): (_T(128, 32, 8, 3), _T(64, 32, 4, 3), _T(16, 64, 4, 3)),
+        (2, 128): (_T(128, 16, 8, 3), _T(64, 32, 4, 3), _T(16, 64, 4, 3)),
         (2, 256): (_T(64, 16, 8, 2), _T(32, 32, 4, 2), _T(16, 32, 4, 2)),
     },
     (86, 89, 120): {(2, 64): (_T(128, 32, 8, 3), _T(64, 32, 4, 2), _T(16, 64, 4, 2))},
