@@ -12,6 +12,8 @@ __version__ = "0.1.0"
 
 _ORIGIN = {
     "flash_attention": "attention.api",
+    "flash_attention_with_kv_cache": "attention.cache_api",
+    "explain_with_kv_cache": "attention.cache_api",
     "explain": "attention.api",
     "FlashmoeError": "errors",
     "InputError": "errors",
@@ -26,11 +28,14 @@ __all__ = [
     "UnsupportedError",
     "__version__",
     "explain",
+    "explain_with_kv_cache",
     "flash_attention",
+    "flash_attention_with_kv_cache",
 ]
 
 if TYPE_CHECKING:
     from .attention.api import explain, flash_attention
+    from .attention.cache_api import explain_with_kv_cache, flash_attention_with_kv_cache
     from .errors import CompileError, FlashmoeError, InputError, UnsupportedError
 
 
