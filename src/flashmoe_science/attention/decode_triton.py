@@ -349,7 +349,7 @@ def _merge_row(
     l = tl.zeros([], tl.float32)
     acc = tl.zeros([COLUMNS], tl.float32)
     for start in tl.range(0, count, BLOCK_S):
-        present = (start + offs_s < count) & (row < rows)
+        present = offs_s < tl.where(row < rows, count - start, 0)
         at = ((chunk + start + offs_s) * heads_kv + h).to(tl.int64) * rows + row  # [BLOCK_S]
         lse_part = tl.load(lse_part_ptr + at, mask=present, other=-float("inf"))
         mask = present[:, None] & (offs_dv[None, :] < DV)
@@ -370,11 +370,11 @@ def _merge_row(
     has_keys = l != 0
     out = acc * tl.where(has_keys, 1.0 / l, 0.0)
     o_row = head_offset(b, head, stride_ob, stride_oh) * ALIGN_O + token.to(tl.int64) * STRIDE_OM
-    tl.store(o_ptr + o_row + offs_dv, out.to(o_ptr.dtype.element_ty), mask=(offs_dv < DV) & (row < rows))
+    tl.store(o_ptr + o_row + offs_dv, out.to(o_ptr.dtype.element_ty), mask=offs_dv < tl.where(row < rows, DV, 0))
     if STORE_LSE:
         lse_row = (b.to(tl.int64) * heads_kv * GROUP + head) * seqlen_q + token
         lse = tl.where(has_keys, (m + tl.log2(l)) / LOG2_E, -float("inf"))
-        tl.store(lse_ptr + lse_row, lse, mask=(row < rows) & (first_column == 0))
+        tl.store(lse_ptr + lse_row, lse, mask=row < tl.where(first_column == 0, rows, 0))
 
 
 @triton.jit

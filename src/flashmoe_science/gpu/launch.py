@@ -184,27 +184,6 @@ def count_parameters(source: KernelSource, ptx: str) -> None:
 MAX_POINTERS = 6
 
 
-def _launch_of_many(
-    name: str, device: int, tensors: int, lock: threading.Lock, words: memoryview[int], fire: Callable[[int], int]
-) -> Callable[..., None]:
-    """Return ``launch(stream, *pointers)`` of a kernel with more pointers than ``MAX_POINTERS``."""
-
-    def launch(stream: int, *pointers: int) -> None:
-        if len(pointers) != tensors:
-            raise LaunchError(f"{name} takes {tensors} pointers, got {len(pointers)}")
-        with lock:
-            for index, pointer in enumerate(pointers):
-                words[index * (MAP_BYTES // 8)] = pointer
-            code = fire(stream)
-            if code == _INVALID_CONTEXT:
-                _check(_driver().cuCtxSetCurrent(_primary_context(device)), f"cannot use CUDA device {device}")
-                code = fire(stream)
-        if code:
-            _check(code, f"cannot launch {name}")
-
-    return launch
-
-
 def prepare_launch(
     source: KernelSource,
     arch: int,
@@ -215,10 +194,8 @@ def prepare_launch(
 ) -> Callable[..., None]:
     """Return ``launch(stream, p0, p1, p2, p3, p4=0, p5=0)`` for a fixed grid and fixed scalars.
 
-    A kernel of more than ``MAX_POINTERS`` gives ``launch(stream, *pointers)``, which takes all of them.
-
     Args:
-        source: the kernel; tensor descriptors, then pointers come first in its signature.
+        source: the kernel; tensor descriptors, then pointers come first in its signature, ``MAX_POINTERS`` in all.
         arch: 90 for sm_90.
         device: index of the CUDA device.
         grid: blocks in x, y and z.
@@ -236,7 +213,7 @@ def prepare_launch(
     kinds = [kind for _, kind in source.signature]
     tensors = sum(kind.startswith(("*", "tensordesc")) for kind in kinds)
     # Every tensor has a slot of the size of a map; the first word of a slot is the address, with or without a map.
-    memory = (ctypes.c_uint8 * (MAP_BYTES * max(tensors, MAX_POINTERS) + MAP_ALIGNMENT))()
+    memory = (ctypes.c_uint8 * (MAP_BYTES * MAX_POINTERS + MAP_ALIGNMENT))()
     first = ctypes.addressof(memory) + -ctypes.addressof(memory) % MAP_ALIGNMENT
     places = []  # where the driver finds each parameter
     values: list[Any] = []
@@ -261,7 +238,7 @@ def prepare_launch(
     config = _LaunchConfig(*grid, threads, 1, 1, shared, 0, *attributes)
 
     lock = threading.Lock()  # the parameter block is shared by all threads
-    slots = (ctypes.c_uint64 * (MAP_BYTES // 8 * max(tensors, MAX_POINTERS))).from_address(first)
+    slots = (ctypes.c_uint64 * (MAP_BYTES // 8 * MAX_POINTERS)).from_address(first)
     words = memoryview(slots).cast("B").cast("Q")  # slots that the kernel does not have are written and not passed
     config_at, parameters_at = ctypes.addressof(config), ctypes.addressof(parameters)
     cu_launch = _driver().cuLaunchKernelEx
@@ -282,12 +259,6 @@ def prepare_launch(
         if code:
             _check(code, f"cannot launch {source.name}")
 
-    def fire(stream: int) -> int:
-        config.stream = stream
-        return int(cu_launch(config_at, function, parameters_at, None))
-
-    many = tensors > MAX_POINTERS
-    chosen: Callable[..., None] = _launch_of_many(source.name, device, tensors, lock, words, fire) if many else launch
     # The driver reads their memory.
-    chosen.keep_alive = (memory, values, parameters, dependent)  # type: ignore[attr-defined]
-    return chosen
+    launch.keep_alive = (memory, values, parameters, dependent)  # type: ignore[attr-defined]
+    return launch
