@@ -119,15 +119,21 @@ def attention_with_kv_cache(
         part = torch.logsumexp(scores, -1) if end > first else torch.full_like(lse[b], -torch.inf)
         lse[b] = part if sinks is None else torch.logaddexp(part, sinks)
         weights = torch.exp(scores - torch.where(lse[b] == -torch.inf, 0.0, lse[b])[..., None])
-        o[b] = weights @ v.to(dtype).repeat_interleave(p.group, 0)
+        o[b] = _by_kv_head(p, weights, v.to(dtype))
     return o, lse
+
+
+def _by_kv_head(problem: CacheProblem, rows: Tensor, columns: Tensor) -> Tensor:
+    """Return ``rows`` ``[H, Sq, X]`` times ``columns`` ``[HK, X, Y]`` as ``[H, Sq, Y]``."""
+    shape = (problem.heads_kv, problem.group * problem.seqlen_q, rows.shape[2])
+    return (rows.reshape(shape) @ columns).reshape(problem.heads, problem.seqlen_q, columns.shape[2])
 
 
 def _scores(
     problem: CacheProblem, tensors: Mapping[str, Tensor], b: int, q: Tensor, k: Tensor, first: int, end: int
 ) -> Tensor:
     """Return the scores of one sequence, -inf where a row does not see a key."""
-    scores = (q @ k.repeat_interleave(problem.group, 0).transpose(1, 2)) * problem.scale
+    scores = _by_kv_head(problem, q, k.transpose(1, 2)) * problem.scale
     if problem.softcap:
         scores = problem.softcap * torch.tanh(scores / problem.softcap)
     position = torch.arange(problem.seqlen_q, device=q.device)[:, None] + (end - problem.seqlen_q)
