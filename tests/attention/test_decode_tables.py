@@ -17,7 +17,8 @@ pytest.importorskip("triton", reason="Triton exists for Linux only")
 from flashmoe_science.attention.cache_problem import CacheProblem
 from flashmoe_science.attention.decode_plan import DECODE_TABLES, DecodeConfig, DecodePlan, plan_with_kv_cache
 from flashmoe_science.attention.decode_prepare import prepare_cache_kernels
-from flashmoe_science.gpu.compile import read_resources
+from flashmoe_science.gpu.compile import compile_kernel, read_resources
+from flashmoe_science.gpu.launch import count_parameters
 from flashmoe_science.gpu.occupancy import occupancy
 from flashmoe_science.gpu.specs import SPECS
 
@@ -85,6 +86,7 @@ def test_every_tile_compiles(row):
         shared_memory_bytes=found.shared_memory_bytes,
     )  # fmt: skip
     assert resident.blocks >= row.config.blocks_per_sm, resident
+    count_parameters(decode.source, compile_kernel(decode.source, row.arch).asm["ptx"])
     if row.item_bytes == 2:
         assert any("MMA" in opcode for opcode in found.instructions), "the matrix units are not used"
         assert found.instructions.get("LDGSTS"), "K and V are copied to shared memory asynchronously"
@@ -103,6 +105,22 @@ def test_the_merge_and_the_append_compile(arch):
             found = read_resources(kernel.source, arch)
             assert found.spill_bytes == 0
             assert found.shared_memory_bytes <= 16384
+
+
+def test_arguments_are_given_in_the_order_of_the_kernel():
+    """A launch gives values by place: pointers, then scalars."""
+    for ways in WAYS.values():
+        problem = CacheProblem(
+            **{"batch": 3, "heads": 8, "heads_kv": 2, "seqlen_q": 2, "capacity": 4096, "head_dim": 64, **ways},
+            head_dim_v=64, dtype="bf16", seqlen_new=1 if ways.get("has_seqlens", True) else 0,
+        )  # fmt: skip
+        for kernel in prepare_cache_kernels(plan_with_kv_cache(problem, SPECS["H200"])):
+            constants = dict(kernel.source.constants)
+            given = [name for name in kernel.source.function.arg_names if name not in constants]
+            assert [name for name, _ in kernel.source.signature] == given
+            kinds = [kind.startswith("*") for _, kind in kernel.source.signature]
+            assert kinds == sorted(kinds, reverse=True), "pointers come first"
+            assert len(kernel.scalars) == kinds.count(False)
 
 
 def test_a_kernel_waits_for_the_one_before_it_on_hopper_and_later():

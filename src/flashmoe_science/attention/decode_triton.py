@@ -267,9 +267,6 @@ def _decode_kernel(
         chunk, batch, seqlens_ptr, leftpad_ptr, seqlen_new, seqlen_q, capacity, window_left, splits, least_tiles,
         HAS_LEFT, BALANCED, BLOCK_B, BLOCK_N,
     )  # fmt: skip
-    if split >= count:
-        return
-
     offs_n, offs_d, offs_dv = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
     row = tile * BLOCK_M + tl.arange(0, BLOCK_M)  # token by token, in each the GROUP heads of this K/V head
     token, head = row // GROUP, h * GROUP + row % GROUP
@@ -277,7 +274,11 @@ def _decode_kernel(
     mask_m = row < rows
     q_ptrs = q_ptr + (b.to(tl.int64) * stride_qb + head.to(tl.int64) * stride_qh)[:, None] * ALIGN
     q_ptrs += (token.to(tl.int64) * STRIDE_QM)[:, None] + offs_d[None, :]
-    q = load_rows(q_ptrs, row, rows, offs_d, D, True, D != BLOCK_D)  # [BLOCK_M, BLOCK_D]
+    # Asked for before it is known whether there is a share: the length may still be on its way.
+    q = load_rows(q_ptrs, row, tl.where(b < batch, rows, 0), offs_d, D, True, D != BLOCK_D)  # [BLOCK_M, BLOCK_D]
+    if split >= count:
+        return
+
     position = token + (end - seqlen_q)  # [BLOCK_M], of a row among the keys
     slope = None
     if alibi_ptr is not None:
