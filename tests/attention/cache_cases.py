@@ -32,6 +32,7 @@ class CacheCase:
     rows: tuple[int, ...] = ()  # of the cache: cache_batch_idx
     full: bool = False  # no cache_seqlens: every cache is full
     rotary_dim: int = 0
+    shared: bool = False  # values are the first columns of the keys
     sinks: bool = False
     alibi: str = ""  # "heads" or "batch"
     options: dict[str, Any] = field(default_factory=dict)
@@ -64,7 +65,10 @@ def make_tensors(case: CacheCase, device: str = "cpu", seed: int = 0) -> Tensors
         shape = (case.heads,) if case.alibi == "heads" else (batch, case.heads)
         tensors["alibi_slopes"] = torch.rand(shape, generator=generator)
     fill_caches(case, tensors, generator)
-    return {name: tensor.to(device) for name, tensor in tensors.items()}
+    tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
+    if case.shared:
+        tensors["v_cache"] = tensors["k_cache"][..., :wide]
+    return tensors
 
 
 def fill_caches(case: CacheCase, tensors: Tensors, generator: torch.Generator) -> None:
@@ -122,6 +126,14 @@ CACHE_CASES = [
     CacheCase("many-rows-paged", lengths=(61, 31), page_size=3, heads=16, seqlen_q=5, options={"causal": True}),
     CacheCase("merge-in-steps", lengths=(300,), capacity=300, heads=64, heads_kv=1, options={"num_splits": 19}),
     CacheCase("many-sequences", lengths=(*(12 * (70,)), 1, 40), heads=1, heads_kv=1),
+    CacheCase(
+        "shared", lengths=(70, 3, 0), heads=20, heads_kv=1, head_dim=48, head_dim_v=32, page_size=16, shared=True,
+    ),
+    CacheCase(
+        "shared-rest-of-7", lengths=(37,), seqlen_q=2, head_dim=31, head_dim_v=24, shared=True,
+        options={"causal": True},
+    ),
+    CacheCase("shared-whole", lengths=(37, 20), shared=True),
     CacheCase("mqa-one-column", lengths=(20,), heads=5, heads_kv=1, head_dim=1),
 ]  # fmt: skip
 EMPTY_CACHE_CASES = [

@@ -154,6 +154,11 @@ BAD: dict[str, tuple[CacheCase, Change, str]] = {
     ),
     "device": (PLAIN, changed("k_cache", lambda t: t.to("meta")), r"k_cache must be on the device of q, cpu, got meta"),
     "no tensor": (PLAIN, changed("k_cache", lambda _: [1.0]), r"k_cache must be a torch.Tensor, got list"),
+    "written and shared": (
+        PAGED,
+        lambda t: {**t, "v_cache": t["k_cache"]},
+        r"v_cache must have memory of its own, as k and v are written to it, got columns of k_cache",
+    ),
     "written and expanded": (
         PAGED,
         changed("k_cache", lambda t: t[:1].expand_as(t)),
@@ -252,6 +257,20 @@ def test_output_keeps_the_order_of_axes_of_q():
     o, _ = call(tensors)
     assert o.stride() == tensors["q"].stride()
     assert torch.equal(o, expected)
+
+
+def test_values_that_are_columns_of_the_keys_are_known_by_their_memory():
+    """And not by their shape: the same call with a copy is another one."""
+    case = CacheCase("shared", lengths=(37,), heads_kv=1, head_dim=48, head_dim_v=32, shared=True)
+    tensors = make_tensors(case)
+    copy = {**tensors, "v_cache": torch.empty_strided(tensors["v_cache"].shape, tensors["v_cache"].stride()).half()}
+    copy["v_cache"].copy_(tensors["v_cache"])
+    assert explain_with_kv_cache(**tensors).problem.shared_kv
+    assert not explain_with_kv_cache(**copy).problem.shared_kv
+    expected, _ = call(tensors)
+    assert torch.equal(call(copy)[0], expected)
+    copy["v_cache"].fill_(1.0)
+    torch.testing.assert_close(call(copy)[0], torch.ones_like(expected))
 
 
 def test_prepared_calls_see_every_change():

@@ -75,6 +75,19 @@ def test_features(options, page_size):
         run(case)
 
 
+@pytest.mark.parametrize("heads", [16, 40, 128])
+@pytest.mark.parametrize("page_size", [0, 1, 64])
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_mla(dtype, page_size, heads):
+    """The absorbed form: values are 512 of 576 columns of the keys, and one K/V head."""
+    for seqlen_q, options in ((1, {}), (2, {"causal": True, "batch_invariant": True}), (1, {"num_splits": 1})):
+        case = CacheCase(
+            "mla", lengths=LENGTHS, capacity=3000, heads=heads, heads_kv=1, seqlen_q=seqlen_q, head_dim=576,
+            head_dim_v=512, dtype=dtype, page_size=page_size, shared=True, options=options,
+        )  # fmt: skip
+        run(case)
+
+
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("page_size", [0, 16, 3])
 @pytest.mark.parametrize("new", [1, 5, 70])

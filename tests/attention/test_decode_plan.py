@@ -161,6 +161,17 @@ def test_work_counts_visible_keys():
     assert make(1, 1, 1, 2, 5, window=(1, -1)).flops == 2 * (3 + 2) * 256
 
 
+def test_shared_values_are_read_once():
+    """MLA, absorbed: 16 heads of 576 columns, of which 512 are values too."""
+    problem = make(16, 16, 1, 1, 8192, head_dim=576, head_dim_v=512, shared_kv=True, page_size=64)
+    assert problem.kv_bytes == 16 * 8192 * 576 * 2
+    assert plan_with_kv_cache(problem, H200).config == DecodeConfig(16, 32, 4, 3, 2)
+    with pytest.raises(
+        InputError, match="with shared_kv head_dim_v must be at most D = 576 and seqlen_new 0, got 512 and 1"
+    ):
+        dataclasses.replace(problem, seqlen_new=1)
+
+
 def test_appending_and_rotating_is_one_launch():
     append = plan_with_kv_cache(make(3, 8, 2, 1, 64, seqlen_new=1, num_splits=1), H200)
     assert [launch.pattern for launch in append.launches] == ["_append_kernel", "_decode_kernel"]
@@ -184,6 +195,8 @@ def test_a_plan_says_why():
 def test_what_is_refused():
     with pytest.raises(UnsupportedError, match=r"no kernel serves head dimension 576 with a cache(.|\n)*256"):
         plan_with_kv_cache(make(1, 8, 1, 1, 64, head_dim=576), H200)
+    with pytest.raises(UnsupportedError, match=r"D 640 and DV 512 in bf16 with shared values(.|\n)*576 and 512"):
+        plan_with_kv_cache(make(1, 8, 1, 1, 64, head_dim=640, head_dim_v=512, shared_kv=True), H200)
     with pytest.raises(UnsupportedError, match="the reference reads lengths on the host"):
         plan_with_kv_cache(make(1, 8, 1, 1, 64), H200, "reference")
     with pytest.raises(UnsupportedError, match="kernels need sm_80"):
@@ -206,7 +219,7 @@ def test_what_is_refused():
 def test_every_architecture_and_width_has_a_tile():
     assert {arch for archs in DECODE_TABLES for arch in archs} == {80, 86, 89, 90, 100, 120}
     for table in DECODE_TABLES.values():
-        assert set(table) == set(itertools.product((2, 4), (64, 128, 256)))
+        assert set(table) == {*itertools.product((2, 4), (64, 128, 256)), (2, 512)}
         for configs in table.values():
             rows = [config.block_m for config in configs]
             assert rows == sorted(rows)

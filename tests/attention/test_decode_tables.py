@@ -52,9 +52,11 @@ class Row:
     def plan(self) -> DecodePlan:
         dtype = "fp32" if self.item_bytes == 4 else "bf16"
         rows = self.config.block_m // (2 if self.way == "features" else 1)
+        mla = self.columns == 512
         problem = CacheProblem(
             batch=5, heads=2 * rows, heads_kv=2, seqlen_q=2 if self.way == "features" else 1, capacity=4096,
-            head_dim=self.columns, head_dim_v=self.columns, dtype=dtype, **WAYS[self.way],
+            head_dim=576 if mla else self.columns, head_dim_v=self.columns, dtype=dtype, shared_kv=mla,
+            **WAYS[self.way],
         )  # fmt: skip
         plan = plan_with_kv_cache(problem, SPECS[GPUS[self.arch]])
         assert plan.config == self.config

@@ -61,7 +61,8 @@ def flash_attention_with_kv_cache(
         k_cache: ``[B, S, HK, D]``, or with ``page_table`` ``[pages, page_size, HK, D]`` of any page size (fast from
             16), dtype and device of q, any strides but D contiguous; H is a multiple of HK. Positions come before
             heads, as caches are written token by token: a cache ``[B, HK, S, D]`` is passed as ``.transpose(1, 2)``.
-        v_cache: the same with DV columns.
+        v_cache: the same with DV columns. ``k_cache[..., :DV]`` itself is read once for both: the absorbed form of MLA,
+            D 576 and DV 512 with one K/V head. Then nothing can be appended.
         k: ``[B, HK, Sn, D]``, written to ``k_cache`` at positions ``cache_seqlens[b]`` and on. Needs ``v`` and
             ``cache_seqlens``. What does not fit the cache is not written.
         v: ``[B, HK, Sn, DV]``, written to ``v_cache``.
@@ -120,7 +121,8 @@ def flash_attention_with_kv_cache(
         _refuse_grad(given)
     tensors = {name: tensor for name, tensor in given.items() if tensor is not None}
     check_types(options)
-    key = (*(_describe(tensors.get(name)) for name in _TENSORS), options)
+    shared = k_cache.data_ptr() == v_cache.data_ptr()
+    key = (*(_describe(tensors.get(name)) for name in _TENSORS), shared, options)
     call = _prepared.get(key)
     if call is None:
         call = _prepare(tensors, options)

@@ -87,6 +87,7 @@ def cache_problem_of(
         has_seqlens="cache_seqlens" in tensors,
         has_leftpad="leftpad_k" in tensors,
         has_batch_idx="cache_batch_idx" in tensors,
+        shared_kv=shares_memory(k_cache, v_cache),
         causal=causal,
         window=window,
         softcap=float(softcap),
@@ -111,6 +112,14 @@ def cache_problem_of(
         table_stride=0 if table is None else table.stride(0),
         pointer_alignment=_pointer_alignment(q, k_cache, v_cache),
     )
+
+
+def shares_memory(k_cache: Tensor, v_cache: Tensor) -> bool:
+    """Return whether values are the first columns of the keys, as in the absorbed form of MLA."""
+    if any(type(tensor) is not Tensor for tensor in (k_cache, v_cache)) or not v_cache.numel():
+        return False  # fake tensors have no address
+    same = k_cache.data_ptr() == v_cache.data_ptr() and k_cache.stride() == v_cache.stride()
+    return same and v_cache.shape[3] <= k_cache.shape[3]
 
 
 def _check_tensors(tensors: Mapping[str, Tensor]) -> None:
@@ -173,6 +182,11 @@ def _check_new(tensors: Mapping[str, Tensor], batch: int, heads_kv: int, head_di
         raise InputError("cache_seqlens must say where k and v are appended, got None")
     _check_shape("k", k, (batch, heads_kv, k.shape[2], head_dim), "B, HK, Sn, D")
     _check_shape("v", v, (batch, heads_kv, k.shape[2], head_dim_v), "B, HK, Sn, DV")
+    if shares_memory(tensors["k_cache"], tensors["v_cache"]):
+        raise InputError(
+            "v_cache must have memory of its own, as k and v are written to it, got columns of k_cache",
+            hint="where values are columns of the keys, write them before the call, and leave k and v out",
+        )
     for name in ("k_cache", "v_cache"):
         cache = tensors[name]
         stepped = [stride for stride, size in zip(cache.stride(), cache.shape, strict=True) if size > 1]

@@ -39,6 +39,7 @@ class CacheProblem:
     has_seqlens: bool = True  # lengths lie on the device; without, every sequence fills its cache
     has_leftpad: bool = False
     has_batch_idx: bool = False
+    shared_kv: bool = False  # values are the first DV columns of the keys, in the same memory (MLA)
     causal: bool = False
     # Row m sees keys from p - left to p + right, where p = m + length - Sq; -1: no bound.
     window: tuple[int, int] = (-1, -1)
@@ -96,6 +97,11 @@ class CacheProblem:
             raise InputError(f"window must be two integers (left, right), -1 for no bound, got {self.window}")
         if not 0 <= self.num_splits <= MAX_SPLITS:
             raise InputError(f"num_splits must be 0 (the plan chooses) to {MAX_SPLITS}, got {self.num_splits}")
+        if self.shared_kv and (self.head_dim_v > self.head_dim or self.seqlen_new):
+            raise InputError(
+                f"with shared_kv head_dim_v must be at most D = {self.head_dim} and seqlen_new 0, "
+                f"got {self.head_dim_v} and {self.seqlen_new}"
+            )
         if self.rotary_dim % 2 or self.rotary_dim > self.head_dim:
             raise InputError(
                 f"the rotary dimension must be even and at most D = {self.head_dim}, got {self.rotary_dim}"
@@ -119,7 +125,9 @@ class CacheProblem:
             "rotary_stride": self.rotary_dim // 2,
             "q_strides": _dense(self.heads, self.seqlen_q, self.head_dim),
             "k_strides": dense_cache_strides(length, self.heads_kv, self.head_dim),
-            "v_strides": dense_cache_strides(length, self.heads_kv, self.head_dim_v),
+            "v_strides": dense_cache_strides(
+                length, self.heads_kv, self.head_dim if self.shared_kv else self.head_dim_v
+            ),
             "new_k_strides": _dense(self.heads_kv, self.seqlen_new, self.head_dim),
             "new_v_strides": _dense(self.heads_kv, self.seqlen_new, self.head_dim_v),
         }
@@ -166,7 +174,7 @@ class CacheProblem:
     @property
     def kv_bytes(self) -> float:
         """Bytes of the keys and values that some row sees, where every sequence fills its cache."""
-        columns = self.head_dim + self.head_dim_v
+        columns = self.head_dim + (0 if self.shared_kv else self.head_dim_v)
         return float(self.batch * self.seen_keys * self.heads_kv * columns * self.item_bytes)
 
     @property
@@ -188,6 +196,7 @@ class CacheProblem:
         words = [f"b{self.batch}", heads, f"s{self.seqlen_q}_{self.capacity}", dim, self.dtype]
         words += [f"new{self.seqlen_new}"] if self.seqlen_new else []
         words += [f"page{self.page_size}"] if self.page_size else []
+        words += ["shared"] if self.shared_kv else []
         words += ["causal"] if self.causal and self.seqlen_q > 1 else []
         if self.window[0] >= 0 or (self.window[1] >= 0 and not self.causal):
             words.append("window" + "_".join("inf" if size < 0 else str(size) for size in self.window))

@@ -92,6 +92,7 @@ DECODE_TABLES: dict[tuple[int, ...], dict[tuple[int, int], tuple[DecodeConfig, .
         (2, 64): (_D(16, 64, 4, 4, 3), _D(32, 64, 4, 4, 2), _D(64, 64, 4, 3, 2)),
         (2, 128): (_D(16, 64, 4, 3, 2), _D(32, 64, 4, 3, 2), _D(64, 64, 8, 3, 1)),
         (2, 256): (_D(16, 32, 4, 3, 2), _D(32, 32, 4, 2, 2), _D(64, 32, 8, 2, 1)),
+        (2, 512): (_D(16, 32, 4, 3, 1), _D(32, 32, 8, 2, 1)),
         (4, 64): (_D(16, 32, 4, 3, 2), _D(32, 32, 8, 2, 1)),
         (4, 128): (_D(16, 32, 8, 2, 1), _D(32, 16, 8, 2, 1)),
         (4, 256): (_D(16, 16, 8, 2, 1),),
@@ -100,6 +101,7 @@ DECODE_TABLES: dict[tuple[int, ...], dict[tuple[int, int], tuple[DecodeConfig, .
         (2, 64): (_D(16, 64, 4, 3, 2), _D(32, 64, 4, 3, 2), _D(64, 64, 4, 2, 2)),
         (2, 128): (_D(16, 32, 4, 3, 2), _D(32, 32, 4, 3, 2), _D(64, 32, 4, 2, 2)),
         (2, 256): (_D(16, 32, 4, 2, 2), _D(32, 32, 4, 2, 1), _D(64, 16, 8, 2, 1)),
+        (2, 512): (_D(16, 32, 4, 2, 1), _D(32, 16, 8, 2, 1)),
         (4, 64): (_D(16, 32, 4, 2, 2), _D(32, 32, 8, 2, 1)),
         (4, 128): (_D(16, 32, 8, 2, 1), _D(32, 16, 8, 2, 1)),
         (4, 256): (_D(16, 16, 8, 2, 1),),
@@ -108,6 +110,7 @@ DECODE_TABLES: dict[tuple[int, ...], dict[tuple[int, int], tuple[DecodeConfig, .
         (2, 64): (_D(16, 64, 4, 4, 4), _D(32, 128, 4, 3, 2), _D(64, 128, 4, 3, 2)),
         (2, 128): (_D(16, 64, 4, 3, 3), _D(32, 64, 4, 3, 2), _D(64, 64, 4, 3, 2)),
         (2, 256): (_D(16, 32, 4, 3, 3), _D(32, 32, 4, 3, 2), _D(64, 32, 8, 3, 1)),
+        (2, 512): (_D(16, 32, 4, 3, 2), _D(32, 32, 8, 3, 1)),
         (4, 64): (_D(16, 32, 4, 3, 2), _D(32, 32, 8, 2, 1)),
         (4, 128): (_D(16, 32, 8, 2, 2), _D(32, 16, 8, 2, 1)),
         (4, 256): (_D(16, 16, 8, 2, 1),),
@@ -195,7 +198,7 @@ def _even(schedule: str, splits: int, least: int, batch: int, tiles: int, most: 
 
 
 def _merge_config(problem: CacheProblem, shares: Shares, sms: int) -> MergeConfig:
-    rows, columns = problem.batch * problem.heads * problem.seqlen_q, block_dim(problem.head_dim_v)
+    rows, columns = problem.batch * problem.heads * problem.seqlen_q, min(128, block_dim(problem.head_dim_v))
     block_s = min(64, 1 << (shares.most - 1).bit_length())
     if rows >= 8 * sms:
         return MergeConfig(4, columns, min(block_s, 16))
@@ -224,17 +227,31 @@ def plan_with_kv_cache(problem: CacheProblem, gpu: GpuSpec | None, kernel: str =
         )
     widest = max(problem.head_dim, problem.head_dim_v)
     if widest > MAX_HEAD_DIM:
-        raise UnsupportedError(
-            f"no kernel serves head dimension {widest} with a cache", hint=f"the nearest that is served: {MAX_HEAD_DIM}"
-        )
+        _refuse_wide(problem)
     if gpu is None:  # small tiles and few SMs, so that small problems are split
         config = DecodeConfig(16, 16, 4, 1, 1)
         return _decode_plan(problem, "CPU", 0, 8, config, "Triton's interpreter runs it (TRITON_INTERPRET=1)")
     refuse_architecture(gpu.arch)
-    config = decode_config(gpu.arch, problem.item_bytes, block_dim(widest), problem.packed_rows)
+    columns = 512 if widest > MAX_HEAD_DIM else block_dim(widest)
+    config = decode_config(gpu.arch, problem.item_bytes, columns, problem.packed_rows)
     return _decode_plan(
         problem, gpu.name, gpu.arch, gpu.sms, config, "it was asked for" if kernel != "auto" else "there is a cache"
     )
+
+
+def _refuse_wide(problem: CacheProblem) -> None:
+    """Raise ``UnsupportedError`` for heads that are wider than ``MAX_HEAD_DIM``, but for those of MLA."""
+    widest = max(problem.head_dim, problem.head_dim_v)
+    if not problem.shared_kv:
+        raise UnsupportedError(
+            f"no kernel serves head dimension {widest} with a cache",
+            hint=f"the nearest that is served: {MAX_HEAD_DIM}; or 576 with v_cache = k_cache[..., :512] (MLA)",
+        )
+    if problem.item_bytes != 2 or problem.head_dim_v > 512 or problem.head_dim - problem.head_dim_v > 64:
+        raise UnsupportedError(
+            f"no kernel serves D {problem.head_dim} and DV {problem.head_dim_v} in {problem.dtype} with shared values",
+            hint="the nearest that is served: 576 and 512 in fp16 and bf16",
+        )
 
 
 def _decode_plan(problem: CacheProblem, gpu: str, arch: int, sms: int, config: DecodeConfig, why: str) -> DecodePlan:

@@ -140,6 +140,8 @@ def _decode(plan: DecodePlan, grid: tuple[int, int, int]) -> PreparedKernel:
         "scale": ("fp32", problem.kernel_scale),
         "softcap": ("fp32", problem.softcap * LOG2_E) if problem.softcap else None,
     }
+    columns = problem.head_dim_v if problem.shared_kv else problem.head_dim
+    rest = problem.head_dim - columns
     page_rows = max(1, problem.page_size)
     reach = max(problem.pages * max(abs(s[0]) for s in (k, v)) + page_rows * max(abs(s[1]) for s in (k, v)), 0)
     constants = {
@@ -150,10 +152,13 @@ def _decode(plan: DecodePlan, grid: tuple[int, int, int]) -> PreparedKernel:
         "ALIGN": align,
         "ALIGN_O": align_o,
         "GROUP": problem.group,
-        "D": problem.head_dim,
+        "D": columns,
         "DV": problem.head_dim_v,
-        "BLOCK_D": block_dim(problem.head_dim),
+        "BLOCK_D": block_dim(columns),
         "BLOCK_DV": block_dim(problem.head_dim_v),
+        "SHARED_KV": problem.shared_kv,
+        "REST": rest,
+        "BLOCK_REST": block_dim(rest) if rest else 16,
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "BLOCK_B": _block_b(problem, shares),

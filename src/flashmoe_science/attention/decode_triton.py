@@ -128,8 +128,9 @@ def _tile_pointers(
 
 @triton.jit
 def _fold(
-    acc, l, m, q, k_ptrs, v_ptrs, cols, mask_n, offs_d, offs_dv, position, window_left, window_right, scale, softcap,
-    slope, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    acc, l, m, q, q_rest, k_ptrs, rest_ptrs, v_ptrs, cols, mask_n, offs_d, offs_rest, offs_dv, position, window_left,
+    window_right, scale, softcap, slope, D: tl.constexpr, REST: tl.constexpr, DV: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_DV: tl.constexpr, SHARED_KV: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Fold one tile of keys, of which ``mask_n`` are there, into the running output, sum and maximum."""
@@ -139,7 +140,14 @@ def _fold(
     if DV != BLOCK_DV:
         mask_v = mask_v & (offs_dv[None, :] < DV)
     k = tl.load(k_ptrs, mask=mask_k, other=0.0)  # [BLOCK_N, BLOCK_D]
-    s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale  # [BLOCK_M, BLOCK_N]
+    s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+    if REST > 0:
+        mask_rest = mask_n[:, None]
+        if REST != BLOCK_REST:
+            mask_rest = mask_rest & (offs_rest[None, :] < REST)
+        rest = tl.load(rest_ptrs, mask=mask_rest, other=0.0)  # [BLOCK_N, BLOCK_REST]
+        s = tl.dot(q_rest, tl.trans(rest), s, input_precision=PRECISION)
+    s *= scale
     if softcap is not None:
         s = softcap - 2 * softcap / (1 + tl.exp2(s))  # softcap * tanh
     if slope is not None:
@@ -156,7 +164,10 @@ def _fold(
     p = tl.exp2(s - m_safe[:, None])
     alpha = tl.exp2(m - m_safe)
     l = l * alpha + tl.sum(p, 1)
-    v = tl.load(v_ptrs, mask=mask_v, other=0.0)  # [BLOCK_N, BLOCK_DV]
+    if SHARED_KV:
+        v = k
+    else:
+        v = tl.load(v_ptrs, mask=mask_v, other=0.0)  # [BLOCK_N, BLOCK_DV]
     acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
     return acc, l, m_new
 
@@ -245,6 +256,8 @@ def _decode_kernel(
     STRIDE_QM: tl.constexpr, STRIDE_KN: tl.constexpr, STRIDE_VN: tl.constexpr, STRIDE_OM: tl.constexpr,
     ALIGN: tl.constexpr, ALIGN_O: tl.constexpr,
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    SHARED_KV: tl.constexpr,  # V is the first DV columns of K (then D is DV), and REST columns follow
+    REST: tl.constexpr, BLOCK_REST: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr,
     PAGE_SIZE: tl.constexpr,  # 0: without a page table
     WIDE: tl.constexpr,  # offsets in the cache, in units of ALIGN, can pass 2**31
@@ -272,10 +285,16 @@ def _decode_kernel(
     token, head = row // GROUP, h * GROUP + row % GROUP
     rows = seqlen_q * GROUP
     mask_m = row < rows
-    q_ptrs = q_ptr + (b.to(tl.int64) * stride_qb + head.to(tl.int64) * stride_qh)[:, None] * ALIGN
-    q_ptrs += (token.to(tl.int64) * STRIDE_QM)[:, None] + offs_d[None, :]
+    q_rows = q_ptr + (b.to(tl.int64) * stride_qb + head.to(tl.int64) * stride_qh) * ALIGN
+    q_rows += token.to(tl.int64) * STRIDE_QM
     # Asked for before it is known whether there is a share: the length may still be on its way.
+    q_ptrs = q_rows[:, None] + offs_d[None, :]
     q = load_rows(q_ptrs, row, tl.where(b < batch, rows, 0), offs_d, D, True, D != BLOCK_D)  # [BLOCK_M, BLOCK_D]
+    q_rest, offs_rest = q, offs_d
+    if REST > 0:
+        offs_rest = tl.arange(0, BLOCK_REST)
+        q_rest_ptrs = q_rows[:, None] + (DV + offs_rest)[None, :]
+        q_rest = load_rows(q_rest_ptrs, row, tl.where(b < batch, rows, 0), offs_rest, REST, True, REST != BLOCK_REST)
     if split >= count:
         return
 
@@ -288,11 +307,10 @@ def _decode_kernel(
     # Keys [begin, stop) of this program; tiles start at multiples of BLOCK_N, as pages do.
     begin = (first // BLOCK_N + split * share) * BLOCK_N
     stop = tl.minimum(begin + share * BLOCK_N, end)
-    if TILES_M > 1:
-        begin, stop = _keys_of_rows(
-            begin, stop, tile * BLOCK_M // GROUP, (tile * BLOCK_M + BLOCK_M - 1) // GROUP, end, seqlen_q,
-            window_left, window_right, HAS_LEFT, HAS_RIGHT, BLOCK_N,
-        )  # fmt: skip
+    begin, stop = _keys_of_rows(
+        begin, stop, tile * BLOCK_M // GROUP, (tile * BLOCK_M + BLOCK_M - 1) // GROUP, end, seqlen_q,
+        window_left, window_right, HAS_LEFT and TILES_M > 1, HAS_RIGHT and TILES_M > 1, BLOCK_N,
+    )  # fmt: skip
     k_base, v_base, table = _cache_of(
         k_ptr, v_ptr, page_table_ptr, batch_idx_ptr, b, h, stride_kp, stride_kh, stride_vp, stride_vh, stride_tb, ALIGN
     )
@@ -313,11 +331,28 @@ def _decode_kernel(
         v_ptrs = _tile_pointers(
             v_base, page, cols, start_n, offs_n, offs_dv, stride_vp, STRIDE_VN, ALIGN, PAGE_SIZE, BLOCK_N, WIDE
         )
+        rest_ptrs = k_ptrs
+        if REST > 0:
+            rest_ptrs = _tile_pointers(
+                k_base + DV,
+                page,
+                cols,
+                start_n,
+                offs_n,
+                offs_rest,
+                stride_kp,
+                STRIDE_KN,
+                ALIGN,
+                PAGE_SIZE,
+                BLOCK_N,
+                WIDE,
+            )
         if PAGE_SIZE > 0:
             page = _load_pages(table, start_n + BLOCK_N, offs_n, first, end, PAGE_SIZE, BLOCK_N)
         acc, l, m = _fold(
-            acc, l, m, q, k_ptrs, v_ptrs, cols, mask_n, offs_d, offs_dv, position, window_left, window_right, scale,
-            softcap, slope, D, DV, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT, PRECISION,
+            acc, l, m, q, q_rest, k_ptrs, rest_ptrs, v_ptrs, cols, mask_n, offs_d, offs_rest, offs_dv, position,
+            window_left, window_right, scale, softcap, slope, D, REST, DV, BLOCK_D, BLOCK_REST, BLOCK_DV, SHARED_KV,
+            HAS_LEFT, HAS_RIGHT, PRECISION,
         )  # fmt: skip
 
     mask_o = mask_m[:, None]

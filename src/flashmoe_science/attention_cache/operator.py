@@ -24,6 +24,7 @@ _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 _KEYS = {
     "batch": int, "heads": int, "heads_kv": int, "seqlen_q": int, "seqlen_k": int, "head_dim": int, "head_dim_v": int,
     "dtype": str, "causal": bool, "softmax_scale": float, "page_size": int, "batch_invariant": bool,
+    "shared_kv": bool,
 }  # fmt: skip
 _REQUIRED = ("batch", "heads", "seqlen_k", "head_dim", "dtype")
 _FRAMEWORK_KERNELS = ("*flash_fwd*", "*fmha*", "*cudnn*", "*sm80_xmma*softmax*")
@@ -146,8 +147,9 @@ class CacheOperator:
         inputs = {
             "q": normal(p.batch, p.heads, p.seqlen_q, p.head_dim),
             "k_cache": normal(p.pages, p.page_size or p.capacity, p.heads_kv, p.head_dim),
-            "v_cache": normal(p.pages, p.page_size or p.capacity, p.heads_kv, p.head_dim_v),
         }
+        if not p.shared_kv:
+            inputs["v_cache"] = normal(p.pages, p.page_size or p.capacity, p.heads_kv, p.head_dim_v)
         if p.page_size:
             order = torch.randperm(p.pages, generator=generator, device=device, dtype=torch.int32)
             inputs["page_table"] = order.reshape(p.batch, -1)
@@ -165,15 +167,17 @@ class CacheOperator:
         options.update(causal=problem.causal, softmax_scale=problem.softmax_scale)
         if problem.batch_invariant:
             options["batch_invariant"] = True
-        return functools.partial(entry, inputs["q"], inputs["k_cache"], inputs["v_cache"], **options)
+        return functools.partial(entry, inputs["q"], inputs["k_cache"], rivals.values(problem, inputs), **options)
 
     def exact(self, problem: CacheProblem, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the answer in fp64."""
-        return cache_reference.attention_with_kv_cache(problem, inputs, dtype=torch.float64)[0]
+        tensors = {**inputs, "v_cache": rivals.values(problem, inputs)}
+        return cache_reference.attention_with_kv_cache(problem, tensors, dtype=torch.float64)[0]
 
     def low_precision(self, problem: CacheProblem, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the answer with every step rounded to the problem's dtype."""
-        return cache_reference.attention_with_kv_cache(problem, inputs, dtype=_DTYPES[problem.dtype])[0]
+        tensors = {**inputs, "v_cache": rivals.values(problem, inputs)}
+        return cache_reference.attention_with_kv_cache(problem, tensors, dtype=_DTYPES[problem.dtype])[0]
 
     def error_budget(self, exact: torch.Tensor, low_precision: torch.Tensor) -> float:
         """Return twice the error of the low-precision run, and twice what adding and taking 0.3 costs in fp32.

@@ -23,6 +23,9 @@ Inputs = Mapping[str, torch.Tensor]
 Bind = Callable[[CacheProblem, Inputs], Callable[[], torch.Tensor]]
 
 
+_SEPARATE = "it is called with keys and values in memory of their own"
+
+
 class Bound:
     """An entry point that lays its inputs out before the call: ``operator.bind`` uses ``bind_inputs``."""
 
@@ -69,9 +72,14 @@ def _refuse_pages(problem: CacheProblem) -> str | None:
     return None
 
 
-def _head_major(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def values(problem: CacheProblem, inputs: Inputs) -> torch.Tensor:
+    """Return the cache of values; where it is shared with the keys, their first columns."""
+    return inputs["k_cache"][..., : problem.head_dim_v] if problem.shared_kv else inputs["v_cache"]
+
+
+def _head_major(problem: CacheProblem, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return q, k and v as contiguous ``[B, H, S, D]``."""
-    k, v = (inputs[name].transpose(1, 2).contiguous() for name in ("k_cache", "v_cache"))
+    k, v = (cache.transpose(1, 2).contiguous() for cache in (inputs["k_cache"], values(problem, inputs)))
     return inputs["q"], k, v
 
 
@@ -89,7 +97,7 @@ class Sdpa(CacheRival):
             options: dict[str, Any] = {"enable_gqa": True} if problem.group > 1 else {}
             if problem.softmax_scale is not None:
                 options["scale"] = problem.softmax_scale
-            return functools.partial(F.scaled_dot_product_attention, *_head_major(inputs), **options)
+            return functools.partial(F.scaled_dot_product_attention, *_head_major(problem, inputs), **options)
 
         return Bound(bind_inputs)
 
@@ -117,12 +125,14 @@ class Flex(CacheRival):
 
         def bind_inputs(problem: CacheProblem, inputs: Inputs) -> Callable[[], torch.Tensor]:
             options = {"scale": problem.softmax_scale, "enable_gqa": problem.group > 1}
-            return functools.partial(compiled, *_head_major(inputs), **options)
+            return functools.partial(compiled, *_head_major(problem, inputs), **options)
 
         return Bound(bind_inputs)
 
     def refusal(self, problem: CacheProblem) -> str | None:
         """It is called without a mask, over contiguous caches."""
+        if problem.shared_kv:
+            return _SEPARATE
         return "it is called without a mask" if problem.causal and problem.seqlen_q > 1 else _refuse_pages(problem)
 
 
@@ -158,6 +168,8 @@ class FlashAttention(CacheRival):
         """16-bit types; pages of flash-attn 2 hold multiples of 256."""
         if problem.dtype == "fp32":
             return "it serves fp16 and bf16 only"
+        if problem.shared_kv:
+            return _SEPARATE
         if self.distribution == "flash-attn" and problem.page_size % 256:
             return "its pages hold multiples of 256 positions"
         return None
@@ -240,7 +252,7 @@ class FlashInfer(CacheRival):
         """One query a sequence, 16-bit types, equal widths."""
         if problem.seqlen_q != 1:
             return "it is called for one query a sequence"
-        if problem.head_dim != problem.head_dim_v:
+        if problem.shared_kv or problem.head_dim != problem.head_dim_v:
             return "it is called for equal widths"
         return "it serves fp16 and bf16 only" if problem.dtype == "fp32" else None
 
