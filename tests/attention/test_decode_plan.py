@@ -203,6 +203,8 @@ def test_what_is_refused():
         plan_with_kv_cache(make(1, 8, 1, 1, 64), dataclasses.replace(H200, arch=75))
     with pytest.raises(UnsupportedError, match=r"grid .* is too large(.|\n)*at most 65535 sequences"):
         plan_with_kv_cache(make(70000, 1, 1, 1, 64, seqlen_new=1), H200)
+    with pytest.raises(UnsupportedError, match=r"positions of the cache are too far apart: 33554432 elements"):
+        plan_with_kv_cache(make(1, 8, 1, 1, 64, k_strides=(0, 2**25, 128, 1)), H200)
     for change, message in (
         ({"dtype": "fp8"}, "dtype must be one of fp16, bf16, fp32"),
         ({"head_dim": 0}, "head_dim must be at least 1"),

@@ -264,6 +264,11 @@ def _decode_plan(problem: CacheProblem, gpu: str, arch: int, sms: int, config: D
     if problem.batch * problem.heads * problem.seqlen_q == 0:
         reason = f"{why}; the output is empty"
         return DecodePlan(problem, gpu, arch, "decode_triton", None, None, None, tuple(launches), reason)
+    if max(abs(problem.k_strides[1]), abs(problem.v_strides[1])) * config.block_n >= 2**31:
+        raise UnsupportedError(
+            f"positions of the cache are too far apart: {problem.k_strides[1]} elements",
+            hint=f"less than {2**31 // config.block_n} are served",
+        )
     shares, reason = plan_shares(problem, config, sms)
     tiles_m = _cdiv(problem.packed_rows, config.block_m)
     grid = (tiles_m * problem.heads_kv * shares.programs, 1, 1)

@@ -142,8 +142,8 @@ def _decode(plan: DecodePlan, grid: tuple[int, int, int]) -> PreparedKernel:
     }
     columns = problem.head_dim_v if problem.shared_kv else problem.head_dim
     rest = problem.head_dim - columns
-    page_rows = max(1, problem.page_size)
-    reach = max(problem.pages * max(abs(s[0]) for s in (k, v)) + page_rows * max(abs(s[1]) for s in (k, v)), 0)
+    reach = max(problem.pages * abs(strides[0]) + problem.page_size * abs(strides[1]) for strides in (k, v))
+    wide = problem.page_size > 0 and reach // align >= 2**31
     constants = {
         "STRIDE_QM": q_strides[2],
         "STRIDE_KN": k[1],
@@ -163,7 +163,7 @@ def _decode(plan: DecodePlan, grid: tuple[int, int, int]) -> PreparedKernel:
         "BLOCK_N": config.block_n,
         "BLOCK_B": _block_b(problem, shares),
         "PAGE_SIZE": problem.page_size,
-        "WIDE": reach // align >= 2**31,
+        "WIDE": wide,
         "TILES_M": -(-problem.packed_rows // config.block_m),
         "HAS_LEFT": problem.window[0] >= 0,
         "HAS_RIGHT": problem.window[1] >= 0,
@@ -174,7 +174,9 @@ def _decode(plan: DecodePlan, grid: tuple[int, int, int]) -> PreparedKernel:
         "PRECISION": "ieee" if kind == "fp32" else "tf32",  # only fp32 operands read it
         "NUM_STAGES": config.num_stages,
     }
-    registers = 65536 // (config.blocks_per_sm * 32 * config.num_warps) // 8 * 8
+    # Addresses of 64 bits take more registers than the table's blocks leave: one block an SM less.
+    blocks = max(1, config.blocks_per_sm - int(wide))
+    registers = 65536 // (blocks * 32 * config.num_warps) // 8 * 8
     source, values = _source(
         _decode_kernel, plan, pointers, scalars, constants, config.num_warps, config.num_stages, min(255, registers)
     )
