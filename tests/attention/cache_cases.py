@@ -63,7 +63,7 @@ def make_tensors(case: CacheCase, device: str = "cpu", seed: int = 0) -> Tensors
         tensors["sinks"] = torch.randn(case.heads, generator=generator)
     if case.alibi:
         shape = (case.heads,) if case.alibi == "heads" else (batch, case.heads)
-        tensors["alibi_slopes"] = torch.rand(shape, generator=generator)
+        tensors["alibi"] = torch.rand(shape, generator=generator)
     fill_caches(case, tensors, generator)
     tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
     if case.shared:

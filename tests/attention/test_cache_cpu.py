@@ -149,8 +149,8 @@ BAD: dict[str, tuple[CacheCase, Change, str]] = {
     "sinks": (PLAIN, changed("sinks", lambda _: torch.zeros(3)), r"sinks must have shape \[4\], got \[3\]"),
     "slopes": (
         PLAIN,
-        changed("alibi_slopes", lambda _: torch.zeros(3)),
-        r"alibi_slopes must have shape \[4\] or \[2, 4\], got \[3\]",
+        changed("alibi", lambda _: torch.zeros(3)),
+        r"alibi must have shape \[4\] or \[2, 4\], got \[3\]",
     ),
     "device": (PLAIN, changed("k_cache", lambda t: t.to("meta")), r"k_cache must be on the device of q, cpu, got meta"),
     "no tensor": (PLAIN, changed("k_cache", lambda _: [1.0]), r"k_cache must be a torch.Tensor, got list"),
@@ -302,7 +302,7 @@ def test_compile_and_opcheck(why):
     assert torch.equal(compiled_tensors["k_cache"], expected_tensors["k_cache"])
     window = case.options.get("window", (-1, -1))
     tail = (
-        tensors.get("sinks"), tensors.get("alibi_slopes"), case.options.get("causal", False), *window,
+        tensors.get("sinks"), tensors.get("alibi"), case.options.get("causal", False), *window,
         case.options.get("softcap", 0.0), None, 0, False, "auto",
     )  # fmt: skip
     optional = [tensors.get(name) for name in ("page_table", "cache_batch_idx", "leftpad_k")]

@@ -17,7 +17,7 @@ from .problem import canonical_strides, output_strides
 
 _TENSORS = (
     "q", "k_cache", "v_cache", "k", "v", "cache_seqlens", "page_table", "cache_batch_idx", "leftpad_k", "rotary_cos",
-    "rotary_sin", "sinks", "alibi_slopes",
+    "rotary_sin", "sinks", "alibi",
 )  # fmt: skip
 _prepared: dict[tuple[Any, ...], Call] = {}
 _MAX_PREPARED = 8192
@@ -42,7 +42,7 @@ def flash_attention_with_kv_cache(
     window: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
     sinks: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
+    alibi: Tensor | None = None,
     softmax_scale: float | None = None,
     num_splits: int = 0,
     batch_invariant: bool = False,
@@ -83,7 +83,7 @@ def flash_attention_with_kv_cache(
         softcap: scores become ``softcap * tanh(score / softcap)``; 0: they do not.
         sinks: ``[H]``: a logit of each head that takes its share of the softmax and adds nothing to the output. It is
             in the LSE.
-        alibi_slopes: ``[H]`` or ``[B, H]``: ``-slope * |p - n|`` is added to the scores.
+        alibi: ``[H]`` or ``[B, H]``: ``-slope * |p - n|`` is added to the scores.
         softmax_scale: as in ``flash_attention``.
         num_splits: over how many shares the keys of a sequence are split, at most; 0 leaves it to the plan.
         batch_invariant: a sequence gets the same bits whatever else is in the batch, and whatever the capacity of the
@@ -108,7 +108,7 @@ def flash_attention_with_kv_cache(
     given: dict[str, Any] = {
         "q": q, "k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v, "cache_seqlens": cache_seqlens,
         "page_table": page_table, "cache_batch_idx": cache_batch_idx, "leftpad_k": leftpad_k,
-        "rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "sinks": sinks, "alibi_slopes": alibi_slopes,
+        "rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "sinks": sinks, "alibi": alibi,
     }  # fmt: skip
     options = (
         rotary_interleaved, causal, window, softcap, softmax_scale, num_splits, batch_invariant, return_lse, kernel,
@@ -196,7 +196,7 @@ def _attention_with_kv_cache(
     cache_batch_idx: Tensor | None,
     leftpad_k: Tensor | None,
     sinks: Tensor | None,
-    alibi_slopes: Tensor | None,
+    alibi: Tensor | None,
     causal: bool,
     window_left: int,
     window_right: int,
@@ -210,7 +210,7 @@ def _attention_with_kv_cache(
     lse: Tensor
     o, lse = flash_attention_with_kv_cache(
         q.detach(), k_cache.detach(), v_cache.detach(), cache_seqlens=cache_seqlens, page_table=page_table,
-        cache_batch_idx=cache_batch_idx, leftpad_k=leftpad_k, sinks=sinks, alibi_slopes=alibi_slopes, causal=causal,
+        cache_batch_idx=cache_batch_idx, leftpad_k=leftpad_k, sinks=sinks, alibi=alibi, causal=causal,
         window=(window_left, window_right), softcap=softcap, softmax_scale=softmax_scale, num_splits=num_splits,
         batch_invariant=batch_invariant, return_lse=True, kernel=kernel,
     )  # fmt: skip
@@ -232,7 +232,7 @@ def _attention_append_kv_cache(
     rotary_sin: Tensor | None,
     rotary_interleaved: bool,
     sinks: Tensor | None,
-    alibi_slopes: Tensor | None,
+    alibi: Tensor | None,
     causal: bool,
     window_left: int,
     window_right: int,
@@ -247,7 +247,7 @@ def _attention_append_kv_cache(
     o, lse = flash_attention_with_kv_cache(
         q.detach(), k_cache.detach(), v_cache.detach(), k.detach(), v.detach(), cache_seqlens=cache_seqlens,
         page_table=page_table, cache_batch_idx=cache_batch_idx, leftpad_k=leftpad_k, rotary_cos=rotary_cos,
-        rotary_sin=rotary_sin, rotary_interleaved=rotary_interleaved, sinks=sinks, alibi_slopes=alibi_slopes,
+        rotary_sin=rotary_sin, rotary_interleaved=rotary_interleaved, sinks=sinks, alibi=alibi,
         causal=causal, window=(window_left, window_right), softcap=softcap, softmax_scale=softmax_scale,
         num_splits=num_splits, batch_invariant=batch_invariant, return_lse=True, kernel=kernel,
     )  # fmt: skip
@@ -283,7 +283,7 @@ def _call_operator(given: Mapping[str, Any], options: tuple[Any, ...]) -> Any:
     check_types(options)
     tail = (causal, *window, float(softcap), scale, num_splits, invariant, kernel)
     common = [given[name] for name in ("page_table", "cache_batch_idx", "leftpad_k")]
-    heads = (given["sinks"], given["alibi_slopes"])
+    heads = (given["sinks"], given["alibi"])
     if given["k"] is None and given["v"] is None and given["rotary_cos"] is None and given["rotary_sin"] is None:
         o, lse = _attention_with_kv_cache(
             given["q"], given["k_cache"], given["v_cache"], given["cache_seqlens"], *common, *heads, *tail

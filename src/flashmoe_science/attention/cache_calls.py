@@ -59,7 +59,7 @@ def _allocate(problem: CacheProblem, device: torch.device, dtype: torch.dtype) -
 _NAMES = {
     "k_cache": "k_ptr", "v_cache": "v_ptr", "k": "k_new_ptr", "v": "v_new_ptr", "page_table": "page_table_ptr",
     "cache_seqlens": "seqlens_ptr", "leftpad_k": "leftpad_ptr", "cache_batch_idx": "batch_idx_ptr",
-    "rotary_cos": "cos_ptr", "rotary_sin": "sin_ptr", "sinks": "sinks_ptr", "alibi_slopes": "alibi_ptr", "q": "q_ptr",
+    "rotary_cos": "cos_ptr", "rotary_sin": "sin_ptr", "sinks": "sinks_ptr", "alibi": "alibi_ptr", "q": "q_ptr",
 }  # fmt: skip
 
 

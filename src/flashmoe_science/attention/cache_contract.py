@@ -70,7 +70,7 @@ def cache_problem_of(
     _check_vectors(tensors, batch)
     seqlen_new = _check_new(tensors, batch, heads_kv, head_dim, head_dim_v)
     rotary = _check_rotary(tensors, q, head_dim)
-    alibi = tensors.get("alibi_slopes")
+    alibi = tensors.get("alibi")
     _check_head_values(tensors, batch, heads)
     return CacheProblem(
         batch=batch,
@@ -222,13 +222,13 @@ def _check_rotary(tensors: Mapping[str, Tensor], q: Tensor, head_dim: int) -> tu
 
 
 def _check_head_values(tensors: Mapping[str, Tensor], batch: int, heads: int) -> None:
-    for name in ("sinks", "alibi_slopes"):
+    for name in ("sinks", "alibi"):
         tensor = tensors.get(name)
         if tensor is None:
             continue
         if tensor.dtype not in _DTYPE_NAMES:
             raise InputError(f"{name} must be float16, bfloat16 or float32, got {tensor.dtype}")
-        shapes = [(heads,)] + ([(batch, heads)] if name == "alibi_slopes" else [])
+        shapes = [(heads,)] + ([(batch, heads)] if name == "alibi" else [])
         if tuple(tensor.shape) not in shapes:
             expected = " or ".join(f"{list(shape)}" for shape in shapes)
             raise InputError(f"{name} must have shape {expected}, got {list(tensor.shape)}")

@@ -139,7 +139,7 @@ def _scores(
     position = torch.arange(problem.seqlen_q, device=q.device)[:, None] + (end - problem.seqlen_q)
     keys = torch.arange(first, end, device=q.device)
     if problem.alibi:
-        slopes = tensors["alibi_slopes"]
+        slopes = tensors["alibi"]
         slopes = (slopes[b] if slopes.dim() == 2 else slopes).to(scores.dtype)
         scores = scores - slopes[:, None, None] * (position - keys).abs()
     left, right = problem.window
