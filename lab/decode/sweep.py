@@ -1,6 +1,6 @@
 """Sweep the tiles and shares of decode_triton on the GPU that is here, beside SDPA (cuDNN) and FlashAttention-3.
 
-    python lab/decode/sweep.py [part ...] [--seconds 85]      parts: tiles splits pages tail latency widths; default: all
+    python lab/decode/sweep.py [part ...] [--seconds 85]      parts: latency tiles splits pages tail widths mla; default: all
 
 Kernels are compiled first, on all cores. A time is the median of replays of a CUDA graph that cycles over sets of inputs
 of more than twice L2 together, so K and V come from memory. Every configuration is compared with fp32 before it is timed.
@@ -31,6 +31,7 @@ from flashmoe_science.attention.decode_plan import DecodeConfig, plan_with_kv_ca
 from flashmoe_science.gpu.specs import GpuSpec
 
 START = time.monotonic()
+DEVICE = "cuda"
 # B, H, HK, keys (ANCHORS), D 128 unless said.
 CASES = [
     (1, 32, 8, 1024), (1, 32, 8, 8192), (1, 32, 8, 65536), (16, 32, 8, 8192), (64, 32, 8, 4096), (8, 32, 32, 8192),
@@ -93,16 +94,18 @@ class Inputs:
         self.sets, self.expected = [], None
         for _ in range(count):
             cache = [
-                torch.randn(p.pages, length, p.heads_kv, p.head_dim, device="cuda", dtype=torch.bfloat16) for _ in "kv"
+                torch.randn(p.pages, length, p.heads_kv, p.head_dim, device=DEVICE, dtype=torch.bfloat16)
+                for _ in ("k" if p.shared_kv else "kv")
             ]
-            q = torch.randn(p.batch, p.heads, 1, p.head_dim, device="cuda", dtype=torch.bfloat16)
+            cache = [cache[0], cache[0][..., : p.head_dim_v]] if p.shared_kv else cache
+            q = torch.randn(p.batch, p.heads, 1, p.head_dim, device=DEVICE, dtype=torch.bfloat16)
             tensors = {"q": q, "k_cache": cache[0], "v_cache": cache[1]}
             if p.page_size:
-                table = torch.randperm(p.pages, device="cuda").reshape(p.batch, -1).int()
+                table = torch.randperm(p.pages, device=DEVICE).reshape(p.batch, -1).int()
                 tensors["page_table"] = table
             if p.has_seqlens:
                 full = lengths if lengths is not None else [p.capacity] * p.batch
-                tensors["cache_seqlens"] = torch.tensor(full, dtype=torch.int32, device="cuda")
+                tensors["cache_seqlens"] = torch.tensor(full, dtype=torch.int32, device=DEVICE)
             self.sets.append(tensors)
 
 
@@ -137,7 +140,7 @@ def ours(inputs: Inputs, plan, check=True, only_decode=False):
 
     if only_decode:
         plan = dataclasses.replace(plan, launches=plan.launches[:1])
-    call = prepare_call(plan, torch.device("cuda", torch.cuda.current_device()))
+    call = prepare_call(plan, inputs.sets[0]["q"].device)
     if check and not only_decode:
         o, _ = call(inputs.sets[0])
         if inputs.expected is None:
@@ -162,7 +165,7 @@ def sdpa(inputs: Inputs, backend) -> float:
 
 def fa3(inputs: Inputs) -> float:
     """Variable length, or paged where the cache is."""
-    p, device = inputs.problem, "cuda"
+    p, device = inputs.problem, DEVICE
     ends_q = torch.arange(p.batch + 1, dtype=torch.int32, device=device)
     ends_k = ends_q * p.capacity
     calls = []
@@ -176,6 +179,7 @@ def fa3(inputs: Inputs) -> float:
             cu, table, used = ends_k, None, None
         arguments = [q, k, v, None, None, None, None, ends_q, cu, None, None, used, 1, p.capacity, table]
         arguments += [None] * 8 + [p.scale, False, -1, -1, 0.0, False, None, 0, None, 0, None, 1, 0, None]
+        assert not p.shared_kv, "it is called with keys and values in memory of their own"
         calls.append(lambda arguments=arguments: torch.ops._vllm_fa3_C.fwd(*arguments)[0])
     return replay(calls)
 
@@ -261,9 +265,19 @@ def part_widths(gpu: GpuSpec):
             yield case, [(problem_of(case, head_dim=dim, head_dim_v=dim), tile, "") for tile in tiles], True, None
 
 
+def part_mla(gpu: GpuSpec):
+    tiles = [(32, 4, 3, 2), (32, 8, 3, 2), (64, 8, 2, 2), (32, 4, 2, 3), (32, 4, 4, 1), (64, 8, 3, 1)]
+    for case, page in (((16, 16, 1, 8192), 0), ((64, 16, 1, 4096), 64), ((1, 16, 1, 32768), 0)):
+        mla = {"head_dim": 576, "head_dim_v": 512, "shared_kv": True, "page_size": page, "has_seqlens": page > 0}
+        yield case, [(problem_of(case, **mla), tile, "") for tile in tiles], not page, None
+    for heads in (32, 128):
+        mla = {"head_dim": 576, "head_dim_v": 512, "shared_kv": True}
+        yield (16, heads, 1, 8192), [(problem_of((16, heads, 1, 8192), **mla), None, f"{heads} heads")], False, None
+
+
 PARTS = {
     "latency": part_latency, "tiles": part_tiles, "splits": part_splits, "pages": part_pages, "tail": part_tail,
-    "widths": part_widths,
+    "widths": part_widths, "mla": part_mla,
 }
 
 

@@ -55,7 +55,7 @@ def _source(
     constants: dict[str, Any],
     warps: int,
     stages: int = 1,
-    max_registers: int | None = None,
+    max_registers: int = 255,  # left to itself, ptxas spills a few bytes to fit one more block on an SM
 ) -> tuple[KernelSource, tuple[float, ...]]:
     """Return a source in which what is None is a constant, and the values of its scalars, in the kernel's order."""
     order = list(function.arg_names)
