@@ -17,6 +17,7 @@ from flashmoe_science.attention.decode_plan import (
     DecodeConfig,
     Shares,
     even_splits,
+    partial_sizes,
     plan_shares,
     plan_with_kv_cache,
 )
@@ -138,6 +139,23 @@ def test_one_long_sequence_among_short_ones_is_split():
     assert counts[:64] == [1] * 64
     longest = max(each / count for each, count in zip(tiles, counts, strict=True))
     assert longest <= 2 * max(16, sum(tiles) / shares.splits)
+
+
+@pytest.mark.parametrize("how", [{}, {"batch_invariant": True}], ids=["auto", "invariant"])
+def test_queries_of_prompt_size_leave_no_partial_outputs(how):
+    plan = plan_with_kv_cache(make(16, 32, 8, 4096, 8192, causal=True, **how), H200)
+    assert plan.shares is not None
+    assert plan.shares.schedule == "whole"
+    assert [launch.pattern for launch in plan.launches] == ["_decode_kernel"]
+
+
+def test_partial_outputs_stay_small_beside_the_cache():
+    """A few queries a sequence: little room beside K and V, and not all of it is written."""
+    for batch, seqlen_q, keys in itertools.product((1, 4, 64, 256), (1, 4, 16), (1024, 8192, 131072)):
+        for how in ({}, {"batch_invariant": True}):
+            problem = make(batch, 32, 8, seqlen_q, keys, page_size=16, **how)
+            partials = sum(partial_sizes(plan_with_kv_cache(problem, H200))) * 4
+            assert partials <= max(0.3 * problem.kv_bytes, 64e6), problem.describe()
 
 
 def test_a_window_leaves_the_rest_of_the_cache_alone():

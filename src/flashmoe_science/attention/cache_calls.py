@@ -12,7 +12,7 @@ from ..gpu.device import gpu_of_device
 from ..gpu.specs import GpuSpec
 from . import cache_reference
 from .cache_problem import CacheProblem
-from .decode_plan import DecodePlan
+from .decode_plan import DecodePlan, partial_sizes
 
 _raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # noqa: SLF001 - what torch.compile's code calls
 Call = Callable[[Mapping[str, Tensor]], tuple[Tensor, Tensor | None]]
@@ -64,7 +64,7 @@ _NAMES = {
 
 
 def _interpreter_call(plan: DecodePlan) -> Call:
-    from .decode_prepare import partial_sizes, pointer_names, prepare_cache_kernels
+    from .decode_prepare import pointer_names, prepare_cache_kernels
     from .prepare import interpret
 
     problem = plan.problem
@@ -93,7 +93,7 @@ def _interpreter_call(plan: DecodePlan) -> Call:
 def _cuda_call(plan: DecodePlan, device: torch.device) -> Call:
     """Return the call that allocates outputs and partials, and launches."""
     from ..gpu.launch import prepare_launch
-    from .decode_prepare import partial_sizes, pointer_names, prepare_cache_kernels
+    from .decode_prepare import pointer_names, prepare_cache_kernels
 
     problem, index = plan.problem, device.index
     launches = [

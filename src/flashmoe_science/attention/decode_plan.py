@@ -82,6 +82,14 @@ class DecodePlan:
         return self.as_text()
 
 
+def partial_sizes(plan: DecodePlan) -> tuple[int, int]:
+    """Return the elements of the partial outputs and of their LSEs; 0 where nothing is merged."""
+    if plan.merge is None or plan.shares is None:
+        return 0, 0
+    rows = plan.shares.programs * plan.problem.heads * plan.problem.seqlen_q
+    return rows * plan.problem.head_dim_v, rows
+
+
 # Tiles: (architectures) -> {(bytes of an element, columns of the wider of the D and DV tiles): by rows, fewest first}.
 # What limits decoding is how many bytes of K and V an SM has asked for and not yet got: 4.8 TB/s times about 1 us over
 # 132 SMs are 36 KB. A step of 32 KB, two or three of them in flight a block and two or three blocks an SM give more
@@ -125,9 +133,12 @@ _NEARLY_AS_EVEN = 0.85
 # Balanced shares: how often the resident blocks are filled. More rounds even out sequences of unlike lengths.
 _BALANCED_ROUNDS = 2
 _MAX_BALANCED_BATCH = 1024  # every program reads all lengths
-# The shares of a batch-invariant call: of these many keys at the least, and no more than so many of one sequence.
+# The shares of a batch-invariant call: of these many keys at the least for each 16 rows, as each row has a partial
+# output; and no more than so many of one sequence.
 _INVARIANT_KEYS = 256
 _INVARIANT_SPLITS = 64
+# Queries of prompt size are tiles enough without shares, whose partial outputs would take more memory than the cache.
+_INVARIANT_ROW_TILES = 4
 MERGE_WARPS = 4
 APPEND_WARPS = 4
 APPEND_TOKENS = 4  # of one program
@@ -169,16 +180,21 @@ def plan_shares(problem: CacheProblem, config: DecodeConfig, sms: int) -> tuple[
         tiles = min(tiles + 1, _cdiv(problem.capacity, config.block_n))  # a window may start inside of a tile
     tiles = max(1, tiles)
     slots = sms * config.blocks_per_sm
-    units = _cdiv(problem.packed_rows, config.block_m) * problem.heads_kv
+    tiles_m = _cdiv(problem.packed_rows, config.block_m)
+    units = tiles_m * problem.heads_kv
     batch = problem.batch
     if problem.num_splits:
         count = min(problem.num_splits, tiles)
         return _even("even", count, 1, batch, tiles), f"num_splits is {problem.num_splits}"
-    if problem.batch_invariant:
-        least = _cdiv(_INVARIANT_KEYS, config.block_n)
+    if problem.batch_invariant and tiles_m <= _INVARIANT_ROW_TILES:
+        least = _cdiv(_INVARIANT_KEYS * config.block_m // 16, config.block_n)
         splits = min(_INVARIANT_SPLITS, _cdiv(tiles, least))
         why = "batch_invariant: a sequence is cut by its own length alone"
         return _even("own length", _INVARIANT_SPLITS, least, batch, tiles, splits), why
+    if problem.batch_invariant:
+        return _even("whole", 1, 1, batch, tiles), f"batch_invariant: {tiles_m} row tiles of a sequence are enough"
+    if units >= _FULL_ENOUGH * slots:
+        return _even("whole", 1, 1, batch, tiles), f"one sequence's {units} row tiles fill {slots} programs"
     if problem.has_seqlens and 1 < batch <= _MAX_BALANCED_BATCH and tiles > 1:
         a_head = max(1, _BALANCED_ROUNDS * slots // units)
         programs = min(a_head + batch, batch * tiles)

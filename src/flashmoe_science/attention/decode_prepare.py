@@ -27,14 +27,6 @@ def pointer_names(kernel: PreparedKernel) -> tuple[str, ...]:
     return tuple(name for name, kind in kernel.source.signature if kind.startswith("*"))
 
 
-def partial_sizes(plan: DecodePlan) -> tuple[int, int]:
-    """Return the elements of the partial outputs and of their LSEs; 0 where nothing is merged."""
-    if plan.merge is None or plan.shares is None:
-        return 0, 0
-    rows = plan.shares.programs * plan.problem.heads * plan.problem.seqlen_q
-    return rows * plan.problem.head_dim_v, rows
-
-
 def _optional(problem: CacheProblem) -> dict[str, str | None]:
     """Return the types of the pointers that a call may be without."""
     return {
