@@ -27,6 +27,7 @@ from flashmoe_science.proof.cost import (
     spent_seconds,
 )
 from flashmoe_science.proof.evidence import Arm, Compared, Resumed, Revision, read_record
+from flashmoe_science.proof.kinds import kinds_of
 from flashmoe_science.proof.meter import Bill, Meter, history_of
 from flashmoe_science.proof.rates import Rates, load_rates
 from flashmoe_science.proof.store import Archive, Store
@@ -56,16 +57,35 @@ def past(factor: float, size: RunSize = SEED) -> PastRun:
 @pytest.mark.parametrize("path", sorted(EVIDENCE.glob("*.json")), ids=lambda path: path.stem)
 def test_the_rough_model_is_within_twice_what_was_measured(path):
     record = read_record(path)
-    run = past_run(record)
+    run = past_run(record, kinds_of(record))
     if record.resumed or record.environment.gpu is None:
         assert run is None  # it took a part of what a whole run takes, or no GPU: `make prove` leaves such records
         return
     assert run is not None
-    # FlashAttention-4 compiles in every process, once for each head size and mask: the model knows nothing of it.
-    kinds = {(case.problem["head_dim"], case.problem["head_dim_v"], case.problem["causal"]) for case in record.cases}
-    slower = 5 if "fa4" in record.baselines and len(kinds) > 6 else 2
     for gate, seconds in run.gpu_seconds.items():
-        assert 1 / slower < model_seconds(gate, run.size) / seconds < 2, gate
+        assert 0.5 < model_seconds(gate, run.size) / seconds < 2, gate
+
+
+@pytest.mark.parametrize(("suite", "kinds"), [("seed", 2), ("scaling", 1), ("standard", 6), ("unseen", 14)])
+def test_problems_that_differ_in_their_lengths_alone_are_of_one_kind(suite, kinds):
+    (*_, newest) = sorted(EVIDENCE.glob(f"*Z-{suite}-flash_attention-*.json"))
+    assert kinds_of(read_record(newest)) == kinds
+
+
+def test_the_kinds_of_a_users_own_operator_are_not_looked_for():
+    record = build_record()
+    own = record.subject.model_copy(update={"operator": "nowhere.to_be_found:OPERATOR"})
+    assert kinds_of(record.model_copy(update={"subject": own})) == 1
+
+
+def test_every_kind_costs_each_arm_something_in_each_process():
+    kinds = replace(SEED, kinds=3)
+    for gate, processes in zip(GPU_GATES, (1, 0, 1, SEED.workers), strict=True):
+        more = model_seconds(gate, kinds) - model_seconds(gate, SEED)
+        assert more == pytest.approx(processes * 2 * SEED.arms * 0.4)
+    assert model_seconds("quick", replace(SEED, cases=2, kinds=3)) == model_seconds(
+        "quick", replace(SEED, cases=2, kinds=2)
+    )
 
 
 @pytest.mark.parametrize("gate", GPU_GATES)

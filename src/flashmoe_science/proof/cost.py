@@ -16,11 +16,12 @@ from .words import counted
 
 GPU_GATES: tuple[GateName, ...] = ("launch", "correct", "quick", "bench")
 
-# Seconds. They come within 1.5 times of what seed and standard took on an H200 (evidence/; a test holds them within
-# 2 times): a worker's start, and for each case, or case and arm, what compiles, warms up and runs. A rival that
-# compiles for seconds in every process is not in them: FlashAttention-4 makes unseen take up to 5 times.
+# Seconds. They come within twice of what the runs in evidence/ took on an H200, as a test sees to: a worker's start;
+# for each kind of problem and arm, in every process, what is loaded or compiled; for each case, or case and arm, what
+# warms up and runs. Some rivals take a tenth of what a kind costs here, one that compiles for seconds several times it.
 _START = 3.0
-_LAUNCH_OF_ARM = 0.08
+_KIND_OF_ARM = 0.4
+_LAUNCH_OF_ARM = 0.06
 _CORRECT_OF_CASE = 0.22
 _SETTING_UP_ARM = 0.1
 _ROUND_OF_ARM = 0.02
@@ -39,6 +40,7 @@ class RunSize:
     workers: int  # processes of gate bench
     cells: int  # one case in one of them
     gates: tuple[GateName, ...] = GPU_GATES  # that will run
+    kinds: int = 1  # of problems: those of one kind differ in nothing but their lengths
 
 
 @dataclass(frozen=True)
@@ -120,35 +122,36 @@ class Budget:
         )
 
 
-def size_of(record: Record) -> RunSize:
-    """Return the size of the whole run that ``record`` is of, however far it came."""
+def size_of(record: Record, kinds: int = 1) -> RunSize:
+    """Return the size of the whole run that ``record`` is of, however far it came, with its ``kinds_of``."""
     served = [c for c in record.cases if all(arm.role != "subject" or arm.status != "refused" for arm in c.arms)]
     settings = record.settings
     modes = len({kind == "kernel" for kind in settings.times})  # kernel time has processes of its own
     workers = settings.processes * modes
     arms = 1 + len(record.baselines) + bool(record.baselines)
-    return RunSize(len(served), arms, settings.rounds, workers, len(served) * workers)
+    return RunSize(len(served), arms, settings.rounds, workers, len(served) * workers, kinds=kinds)
 
 
-def past_run(record: Record) -> PastRun | None:
+def past_run(record: Record, kinds: int = 1) -> PastRun | None:
     """Return what ``record`` tells of the next run, or None: it held no GPU, or only went on with another run."""
     if record.environment.gpu is None or record.resumed:
         return None
     passed = {g.name: g.gpu_seconds for g in record.gates if g.status is GateStatus.PASSED and g.gpu_seconds > 0}
-    return PastRun(size_of(record), passed) if passed else None
+    return PastRun(size_of(record, kinds), passed) if passed else None
 
 
 def model_seconds(gate: GateName, size: RunSize) -> float:
     """Return how long ``gate`` holds a GPU by the rough model."""
     if size.cases == 0 or gate not in size.gates:
         return 0.0
+    process = _START + min(size.kinds, size.cases) * size.arms * _KIND_OF_ARM
     if gate == "launch":
-        return _START + size.cases * size.arms * _LAUNCH_OF_ARM
+        return process + size.cases * size.arms * _LAUNCH_OF_ARM
     if gate == "correct":
         return _START + size.cases * _CORRECT_OF_CASE
     if gate == "quick":
-        return _START + size.cases * size.arms * (_SETTING_UP_ARM + _QUICK_ROUNDS * _ROUND_OF_ARM)
-    return size.workers * _START + size.cells * size.arms * (_SETTING_UP_ARM + size.rounds * _ROUND_OF_ARM)
+        return process + size.cases * size.arms * (_SETTING_UP_ARM + _QUICK_ROUNDS * _ROUND_OF_ARM)
+    return size.workers * process + size.cells * size.arms * (_SETTING_UP_ARM + size.rounds * _ROUND_OF_ARM)
 
 
 def estimate(size: RunSize, history: Sequence[PastRun]) -> Estimate:

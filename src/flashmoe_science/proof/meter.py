@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ..errors import ProofError
 from .cost import Budget, Estimate, PastRun, RunSize, dollars, estimate, past_run, spent_seconds, together
 from .evidence import GateName, Record
+from .kinds import kinds_of
 from .rates import Rates
 from .store import Archive
 
@@ -106,7 +107,8 @@ def history_of(archive: Archive, record: Record, *, most: int) -> list[PastRun]:
     for run in runs:
         if run.gpu != gpu.name or run.id == record.id:
             continue
-        past = past_run(archive.load(run.id))
+        known = archive.load(run.id)
+        past = past_run(known, kinds_of(known))
         if past is not None:
             found.append(past)
         if len(found) == most:
