@@ -17,7 +17,8 @@ from ..gpu.machine_code import KernelCode
 from ..gpu.specs import SPECS, GpuSpec, find_gpu, shared_memory_limit
 from . import reference, rivals
 from .api import flash_attention
-from .inputs import check_window
+from .fingerprints import can_be_told, rival_code, subject_code
+from .inputs import check_window, problem_of
 from .plan import ForwardConfig, HopperConfig, Plan, PlannedLaunch, plan_attention
 from .problem import ITEM_BYTES, AttentionProblem
 
@@ -395,6 +396,40 @@ class AttentionOperator:
             code = read_code(compiled, prepared.source.name, plan.arch)
             kernels.append(PlannedKernel(launch.pattern, launch.grid, launch.block, compiled.metadata.shared, code))
         return kernels
+
+    def code(self, arm: str, problem: AttentionProblem, gpu: GpuSpec) -> str | None:
+        """Return a hash of all that decides what ``arm``, of ours or a rival, runs on ``gpu``, or None.
+
+        It is None without Triton, for a problem that is not served, and for what runs one of our kernels as a rival.
+        """
+        here = f"{__name__}:{type(self).__name__}"
+        inputs = (f"{here}.make_inputs", f"{here}.bind")
+        entry, rival = self.entry_points().get(arm), rivals.RIVALS.get(arm)
+        if rival is not None and not isinstance(rival, rivals.WithoutFeatures):
+            p = problem
+            derived = {"scale": p.scale, "group": p.group, "flops": p.flops, "features": p.features}
+            return rival_code(rival, {**self.as_table(p), **derived}, gpu, inputs)
+        if entry is None or not can_be_told():
+            return None
+        try:
+            plan = self._plan(arm, self._as_called(problem), gpu)
+        except UnsupportedError:
+            return None
+        return subject_code(plan, (entry, *inputs))
+
+    def _as_called(self, problem: AttentionProblem) -> AttentionProblem:
+        """Return ``problem`` as a call with its inputs describes it: strides and alignment are those of the tensors."""
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        with FakeTensorMode():  # shapes and strides without memory
+            tensors = self.make_inputs(problem, seed=0, device="cpu")
+            return problem_of(
+                *(tensors[name] for name in "qkv"),
+                causal=problem.causal,
+                softmax_scale=problem.softmax_scale,
+                return_lse=False,
+                **_asked(problem, tensors),
+            )
 
     def framework_kernels(self) -> Sequence[str]:
         """Return the patterns of PyTorch's own attention kernels."""

@@ -120,6 +120,8 @@ class Arm(Model):
     reason: str = ""  # why it was not measured
     version: str = ""
     launches: list[Launch] = Field(default_factory=list)
+    # A hash of all that decides what the GPU runs for it in this case; "": not known, then its source files decide.
+    code: Annotated[str, StringConstraints(pattern=r"^([0-9a-f]{64})?$")] = ""
     accuracy: Accuracy | None = None
     peak_bytes: int | None = None  # allocated by one call, beyond its inputs
     rates: dict[TimeKind, Rates] = Field(default_factory=dict)

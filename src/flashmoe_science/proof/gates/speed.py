@@ -220,7 +220,9 @@ def add_measured(run: Run, case: dict[str, Any], process: int) -> None:
     run.update_case(case["name"], rounds=rounds, input_sets=case["input_sets"], input_set_bytes=case["input_set_bytes"])
     known = {arm.name: arm for arm in record.arms}
     for arm in case["arms"]:
-        changes = {key: value for key, value in arm.items() if key not in ("launches", "rates") and value is not None}
+        of_launch = ("launches", "code")  # gate launch found them
+        told = {key: value for key, value in arm.items() if key not in (*of_launch, "rates")}
+        changes = {key: value for key, value in told.items() if value is not None}
         old = known.get(arm["name"])
         if old is not None and _WORST.index(old.status) > _WORST.index(arm["status"]):
             changes |= {"status": old.status, "reason": old.reason}
