@@ -7,22 +7,27 @@ prepares its kernels is left out: the outcome of that, kernels, constants, grids
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from ..gpu.dependencies import UntraceableError
 from ..gpu.specs import GpuSpec
-from .plan import Plan
+
+if TYPE_CHECKING:
+    from ..gpu.fingerprint import Launch
 
 _PACKAGE = __package__.rpartition(".")[0]
 _NOT_FOLLOWED = frozenset(
     f"{_PACKAGE}{module}"
     for module in (
-        "", ".errors", ".gpu.device", ".gpu.specs", ".gpu.machine_code", ".attention.inputs", ".attention.plan",
-        ".attention.prepare", ".attention.problem", ".attention.reference",
+        "", ".errors", ".gpu.device", ".gpu.specs", ".gpu.machine_code",
+        *(f".attention.{room}" for room in ("inputs", "plan", "prepare", "problem", "reference")),
+        *(f".attention.{room}" for room in ("cache_contract", "cache_problem", "cache_reference")),
+        *(f".attention.{room}" for room in ("decode_plan", "decode_prepare")),
     )
 )  # fmt: skip
-_NOT_FOLLOWED_OF_RIVALS = _NOT_FOLLOWED | {f"{_PACKAGE}.attention.api"}  # they do not call it
+# Nor do rivals call ours.
+_NOT_FOLLOWED_OF_RIVALS = _NOT_FOLLOWED | {f"{_PACKAGE}.attention.api", f"{_PACKAGE}.attention.cache_api"}
 _IN_PROSE = ("also_called",)  # what decides nothing of a rival
 
 
@@ -31,18 +36,18 @@ def can_be_told() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def subject_code(plan: Plan, host: tuple[str, ...]) -> str | None:
-    """Return the hash of a call of ours that is served by ``plan``; None where something cannot be followed.
+def subject_code(arch: int, launches: Iterable[Launch], host: tuple[str, ...]) -> str | None:
+    """Return the hash of a call of ours; None where something cannot be followed.
 
     Args:
-        plan: from the problem as the call describes it.
+        arch: 90 for sm_90.
+        launches: of the plan for the problem as the call describes it.
         host: the functions from which the host's part is followed, ``module:name``.
     """
     from ..gpu.fingerprint import fingerprint, host_code
-    from .prepare import prepare_kernels
 
     try:
-        return fingerprint(plan.arch, prepare_kernels(plan), {"host": host_code(host, _NOT_FOLLOWED)})
+        return fingerprint(arch, launches, {"host": host_code(host, _NOT_FOLLOWED)})
     except UntraceableError:
         return None
 

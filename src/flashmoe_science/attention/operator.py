@@ -415,7 +415,9 @@ class AttentionOperator:
             plan = self._plan(arm, self._as_called(problem), gpu)
         except UnsupportedError:
             return None
-        return subject_code(plan, (entry, *inputs))
+        from .prepare import prepare_kernels
+
+        return subject_code(plan.arch, prepare_kernels(plan), (entry, *inputs))
 
     def _as_called(self, problem: AttentionProblem) -> AttentionProblem:
         """Return ``problem`` as a call with its inputs describes it: strides and alignment are those of the tensors."""

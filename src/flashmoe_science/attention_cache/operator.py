@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
@@ -12,8 +13,10 @@ import torch
 
 from ..attention import cache_reference
 from ..attention.cache_api import flash_attention_with_kv_cache
+from ..attention.cache_contract import cache_problem_of
 from ..attention.cache_problem import CacheProblem
 from ..attention.decode_plan import DecodePlan, plan_with_kv_cache
+from ..attention.fingerprints import can_be_told, rival_code, subject_code
 from ..attention.plan import PlannedLaunch
 from ..errors import CompileError, InputError, UnsupportedError
 from ..gpu.device import current_gpu
@@ -256,6 +259,39 @@ class CacheOperator:
 
     def _plan(self, subject: str, problem: CacheProblem, gpu: GpuSpec) -> DecodePlan:
         return plan_with_kv_cache(problem, gpu, "decode_triton" if subject == "decode_triton" else "auto")
+
+    def code(self, arm: str, problem: CacheProblem, gpu: GpuSpec) -> str | None:
+        """Return a hash of all that decides what ``arm``, of ours or a rival, runs on ``gpu``, or None."""
+        here = f"{__name__}:{type(self).__name__}"
+        inputs = (f"{here}.make_inputs", f"{here}.bind")
+        entry, rival = self.entry_points().get(arm), rivals.RIVALS.get(arm)
+        if rival is not None:
+            p = problem
+            derived = {"scale": p.scale, "group": p.group, "pages": p.pages}
+            return rival_code(rival, {**self.as_table(p), **derived}, gpu, inputs)
+        if entry is None or not can_be_told():
+            return None
+        from ..attention.decode_prepare import prepare_cache_kernels
+
+        try:
+            plan = self._plan(arm, self._as_called(problem), gpu)
+        except UnsupportedError:
+            return None
+        return subject_code(plan.arch, prepare_cache_kernels(plan), (entry, *inputs))
+
+    def _as_called(self, problem: CacheProblem) -> CacheProblem:
+        """Return ``problem`` as a call with its inputs describes it: strides and alignment are those of the tensors."""
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        with FakeTensorMode():  # shapes and strides without memory
+            tensors = self.make_inputs(problem, seed=0, device="cpu")
+            called = cache_problem_of(
+                {**tensors, "v_cache": rivals.values(problem, tensors)},
+                causal=problem.causal,
+                softmax_scale=problem.softmax_scale,
+                batch_invariant=problem.batch_invariant,
+            )
+        return dataclasses.replace(called, shared_kv=problem.shared_kv)  # without memory nothing is shared
 
     def framework_kernels(self) -> Sequence[str]:
         """Return the patterns of PyTorch's own attention kernels."""
