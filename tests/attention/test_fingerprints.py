@@ -36,7 +36,7 @@ def code(shape, arm="flash_attention", gpu=H200):
 
 
 def forget():
-    for cached in (dependencies.trace, dependencies._load, fingerprint.host_code, fingerprint.kernel_code):  # noqa: SLF001
+    for cached in (dependencies.trace, dependencies._load, fingerprint.host_code, fingerprint.kernel_code):
         cached.cache_clear()
 
 
@@ -94,7 +94,11 @@ def test_every_case_of_the_suites_has_a_fingerprint_of_its_own_on_every_gpu_that
     [
         ("attention.forward_gluon_sm90", '"""Attend rows 64 W', '"""Attend no more than rows 64 W'),
         ("attention.forward_gluon_sm90", "  # to the first\n", "\n"),
-        ("attention.forward_gluon_sm90", "    if W == a.WARPGROUPS - 1:\n", "    if (\n        W == a.WARPGROUPS - 1\n    ):\n"),
+        (
+            "attention.forward_gluon_sm90",
+            "    if W == a.WARPGROUPS - 1:\n",
+            "    if (\n        W == a.WARPGROUPS - 1\n    ):\n",
+        ),
         ("attention.forward_gluon_sm90", "from __future__", "\n\n\nfrom __future__"),
         ("attention.forward_triton", "def _attend(", "def _attend_more("),
         ("attention.decode_triton", "import triton\n", "import triton\n\nMORE = 1\n"),
@@ -156,7 +160,7 @@ def test_an_entry_for_other_shapes_and_another_reason_change_nothing(monkeypatch
     table = dict(plan.HOPPER_TABLE)
     table[256, 256, False] = ((2**63, dataclasses.replace(table[256, 256, False][0][1], num_stages=1)),)
     monkeypatch.setattr(plan, "HOPPER_TABLE", table)
-    made = plan._hopper_plan  # noqa: SLF001 - its reason is for people
+    made = plan._hopper_plan
     monkeypatch.setattr(
         plan, "_hopper_plan", lambda *arguments: dataclasses.replace(made(*arguments), reason="for people")
     )
@@ -184,11 +188,11 @@ def test_a_card_as_its_driver_describes_it_gives_what_the_table_of_gpus_gives():
 def test_strides_and_alignment_are_those_of_the_tensors_that_the_harness_makes(shape):
     problem = OPERATOR.parse_case({**SHAPES[shape], "batch": 1, "heads": 1, "seqlen_q": 4})
     tensors = OPERATOR.make_inputs(problem, seed=0, device="cpu")
-    options = attention_operator._asked(problem, tensors)  # noqa: SLF001 - as ``bind`` does
+    options = attention_operator._asked(problem, tensors)
     described = problem_of(
         *(tensors[name] for name in "qkv"), causal=problem.causal, softmax_scale=None, return_lse=False, **options
     )
-    assert OPERATOR._as_called(problem) == described  # noqa: SLF001
+    assert OPERATOR._as_called(problem) == described
     assert described.q_strides != problem.q_strides  # an axis of one element has none
 
 
@@ -199,7 +203,8 @@ def test_arms_are_told_apart_and_what_cannot_be_told_is_none():
     assert OPERATOR.code("sdpa#2", problem, H200) is None
     assert OPERATOR.code("without-features", problem, H200) is None  # one of ours, planned from another problem
     assert OPERATOR.code("forward_gluon_sm90", problem, SPECS["L4"]) is None  # refused there
-    assert CACHE_OPERATOR.code("nobody", load_suite("decode").cases[0].problem, H200) is None
+    decode = CACHE_OPERATOR.parse_case({"batch": 1, "heads": 4, "seqlen_k": 64, "head_dim": 64, "dtype": "fp16"})
+    assert CACHE_OPERATOR.code("nobody", decode, H200) is None
 
 
 def test_a_kernel_that_cannot_be_followed_has_no_fingerprint(edit):

@@ -86,7 +86,7 @@ def package(tmp_path, monkeypatch):
 
     def forget():
         trace.cache_clear()
-        dependencies._load.cache_clear()  # noqa: SLF001 - files do not change while a process runs
+        dependencies._load.cache_clear()
         for name in [name for name in sys.modules if name.partition(".")[0] == "made_up"]:
             del sys.modules[name]
 

@@ -55,15 +55,22 @@ def changes_since(claim: Claim, record: Record, repository: Path) -> Sources:
     if not sources.changed or claim.metric not in _DEVICE_TIMES or not _is_of_this_package(record, repository):
         return sources
     cases = claim.cases_of(record)
-    compared = [pair for case in cases for pair in _fingerprints(claim, record, case)]
-    if not compared or not all(recorded for _, recorded, _ in compared):
+    compared = {case.name: _fingerprints(claim, record, case) for case in cases}
+    pairs = [pair for arms in compared.values() for pair in arms.values()]
+    if not pairs or not all(recorded for recorded, _ in pairs):
         return sources
-    differ = list(dict.fromkeys(name for name, recorded, now in compared if now != recorded))
+    differ = {
+        name: arms
+        for name, fingerprints in compared.items()
+        if (arms := [arm for arm, (recorded, now) in fingerprints.items() if now != recorded])
+    }
     if not differ:
         ran = f"what runs on the GPU in its {counted(len(cases), 'case')} did not (fingerprints equal)"
         return Sources(notes=[f"{sources.count} of its source files changed since; {ran}"], count=sources.count)
-    shown = ", ".join(differ[:_SHOWN]) + (f" and {len(differ) - _SHOWN} more" if len(differ) > _SHOWN else "")
-    where = f"what runs on the GPU is another in {len(differ)} of {counted(len(compared), 'fingerprint')}: {shown}"
+    told = [name if claim.subject in arms else f"{name} ({', '.join(arms)})" for name, arms in differ.items()]
+    shown = ", ".join(told[:_SHOWN]) + (f" and {len(told) - _SHOWN} more" if len(told) > _SHOWN else "")
+    how = "is another" if all(now for _, now in pairs) else "is another, or cannot be told here,"
+    where = f"what runs on the GPU {how} in {len(differ)} of {counted(len(cases), 'case')}: {shown}"
     return Sources(f"{sources.changed}; {where}", count=sources.count)
 
 
@@ -73,21 +80,21 @@ def _is_of_this_package(record: Record, repository: Path) -> bool:
     return is_builtin(record.subject) and (not own.exists() or own.samefile(PACKAGE_FOLDER))
 
 
-def _fingerprints(claim: Claim, record: Record, case: CaseRecord) -> list[tuple[str, str, str]]:
-    """Return of each arm that the claim compares in a case: where, the fingerprint recorded, and the one now."""
+def _fingerprints(claim: Claim, record: Record, case: CaseRecord) -> dict[str, tuple[str, str]]:
+    """Return of each arm that the claim compares in a case the fingerprint recorded, and the one now."""
     gpu = record.environment.gpu
     assert gpu is not None  # there are times
     spec = _spec_of(gpu.name, gpu.arch, gpu.sms, gpu.l2_bytes)
     problem = json.dumps(case.problem, sort_keys=True)
     arms = [arm for arm in case.arms if arm.name in (claim.subject, *claim.baseline) and arm.status == "measured"]
-    return [
-        (
-            case.name if arm.name == claim.subject else f"{case.name} ({arm.name})",
+    arms.sort(key=lambda arm: arm.name != claim.subject)
+    return {
+        arm.name: (
             arm.code,
             _code_now(record.subject.operator, arm.name, problem, spec) if arm.code else "",
         )
         for arm in arms
-    ]
+    }
 
 
 @functools.lru_cache(maxsize=256)
