@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
+from torch._subclasses.fake_tensor import FakeTensorMode
+
 from flashmoe_science.attention import operator as attention_operator, plan, prepare
+from flashmoe_science.attention.cache_contract import cache_problem_of
 from flashmoe_science.attention.inputs import problem_of
 from flashmoe_science.attention.operator import OPERATOR
 from flashmoe_science.attention_cache.operator import OPERATOR as CACHE_OPERATOR
+from flashmoe_science.attention_cache.rivals import values
 from flashmoe_science.gpu import dependencies, fingerprint
 from flashmoe_science.gpu.device import spec_of
 from flashmoe_science.gpu.specs import SPECS
@@ -184,16 +189,46 @@ def test_a_card_as_its_driver_describes_it_gives_what_the_table_of_gpus_gives():
     assert spec_of("NVIDIA H999", arch=90, sms=7, l2_bytes=1).sms == 7
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_strides_and_alignment_are_those_of_the_tensors_that_the_harness_makes(shape):
-    problem = OPERATOR.parse_case({**SHAPES[shape], "batch": 1, "heads": 1, "seqlen_q": 4})
-    tensors = OPERATOR.make_inputs(problem, seed=0, device="cpu")
+def described(problem, tensors):
+    """Return what ``flash_attention`` plans for, as ``bind`` calls it."""
     options = attention_operator._asked(problem, tensors)
-    described = problem_of(
-        *(tensors[name] for name in "qkv"), causal=problem.causal, softmax_scale=None, return_lse=False, **options
-    )
-    assert OPERATOR._as_called(problem) == described
-    assert described.q_strides != problem.q_strides  # an axis of one element has none
+    q, k, v = (tensors[name] for name in "qkv")
+    scale = problem.softmax_scale
+    return problem_of(q, k, v, causal=problem.causal, softmax_scale=scale, return_lse=False, **options)
+
+
+@pytest.mark.parametrize("suite", ["seed", "standard", "standard-fp16", "unseen", "scaling", "features"])
+def test_strides_and_alignment_are_those_of_the_tensors_that_the_harness_makes(suite):
+    for case in load_suite(suite).cases:
+        problem: Any = case.problem
+        with FakeTensorMode():  # shapes and strides without memory
+            tensors = OPERATOR.make_inputs(problem, seed=0, device="cpu")
+            assert OPERATOR._as_called(problem) == described(problem, tensors), case.name
+
+
+@pytest.mark.parametrize("ones", [(), ("batch",), ("heads",), ("seqlen_q",), ("seqlen_k", "batch"), ("head_dim",)])
+@pytest.mark.parametrize("bias", ["", "fp16"])
+def test_an_axis_of_one_element_has_the_stride_that_a_call_gives_it(ones, bias):
+    sizes = {"batch": 2, "heads": 2, "seqlen_q": 4, "seqlen_k": 8, "head_dim": 16}
+    more = {"bias": bias} if bias else {}
+    problem = OPERATOR.parse_case({**sizes, **dict.fromkeys(ones, 1), "dtype": "fp16", **more})
+    tensors = OPERATOR.make_inputs(problem, seed=0, device="cpu")
+    assert OPERATOR._as_called(problem) == described(problem, tensors)
+
+
+def test_strides_of_a_cache_are_those_of_the_tensors_that_the_harness_makes():
+    for case in load_suite("decode").cases:
+        p: Any = case.problem
+        with FakeTensorMode():
+            tensors = CACHE_OPERATOR.make_inputs(p, seed=0, device="cpu")
+            called = cache_problem_of(
+                {**tensors, "v_cache": values(p, tensors)},
+                causal=p.causal,
+                softmax_scale=p.softmax_scale,
+                batch_invariant=p.batch_invariant,
+            )
+        # Without memory nothing is shared.
+        assert CACHE_OPERATOR._as_called(p) == dataclasses.replace(called, shared_kv=p.shared_kv), case.name
 
 
 def test_arms_are_told_apart_and_what_cannot_be_told_is_none():

@@ -6,7 +6,7 @@ import functools
 import os
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,9 +18,9 @@ from ..gpu.specs import SPECS, GpuSpec, find_gpu, shared_memory_limit
 from . import reference, rivals
 from .api import flash_attention
 from .fingerprints import can_be_told, rival_code, subject_code
-from .inputs import check_window, problem_of
+from .inputs import check_window
 from .plan import ForwardConfig, HopperConfig, Plan, PlannedLaunch, plan_attention
-from .problem import ITEM_BYTES, AttentionProblem
+from .problem import ITEM_BYTES, AttentionProblem, canonical_strides
 
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 _KEYS = {
@@ -420,18 +420,18 @@ class AttentionOperator:
         return subject_code(plan.arch, prepare_kernels(plan), (entry, *inputs))
 
     def _as_called(self, problem: AttentionProblem) -> AttentionProblem:
-        """Return ``problem`` as a call with its inputs describes it: strides and alignment are those of the tensors."""
-        from torch._subclasses.fake_tensor import FakeTensorMode
-
-        with FakeTensorMode():  # shapes and strides without memory
-            tensors = self.make_inputs(problem, seed=0, device="cpu")
-            return problem_of(
-                *(tensors[name] for name in "qkv"),
-                causal=problem.causal,
-                softmax_scale=problem.softmax_scale,
-                return_lse=False,
-                **_asked(problem, tensors),
-            )
+        """Return ``problem`` as a call with its inputs describes it: axes of one element have no stride."""
+        p = problem
+        keys = p.batch, p.heads_kv, p.seqlen_k
+        scores = p.batch, p.heads, p.seqlen_q, p.seqlen_k
+        bias: Any = tuple(stride if size > 1 else 0 for size, stride in zip(scores, p.bias_strides, strict=bool(p.bias)))
+        return replace(
+            p,
+            q_strides=canonical_strides((p.batch, p.heads, p.seqlen_q, p.head_dim), p.q_strides),
+            k_strides=canonical_strides((*keys, p.head_dim), p.k_strides),
+            v_strides=canonical_strides((*keys, p.head_dim_v), p.v_strides),
+            bias_strides=bias,
+        )
 
     def framework_kernels(self) -> Sequence[str]:
         """Return the patterns of PyTorch's own attention kernels."""

@@ -13,11 +13,11 @@ import torch
 
 from ..attention import cache_reference
 from ..attention.cache_api import flash_attention_with_kv_cache
-from ..attention.cache_contract import cache_problem_of
 from ..attention.cache_problem import CacheProblem
 from ..attention.decode_plan import DecodePlan, plan_with_kv_cache
 from ..attention.fingerprints import can_be_told, rival_code, subject_code
 from ..attention.plan import PlannedLaunch
+from ..attention.problem import canonical_strides
 from ..errors import CompileError, InputError, UnsupportedError
 from ..gpu.device import current_gpu
 from ..gpu.specs import GpuSpec, find_gpu
@@ -280,18 +280,15 @@ class CacheOperator:
         return subject_code(plan.arch, prepare_cache_kernels(plan), (entry, *inputs))
 
     def _as_called(self, problem: CacheProblem) -> CacheProblem:
-        """Return ``problem`` as a call with its inputs describes it: strides and alignment are those of the tensors."""
-        from torch._subclasses.fake_tensor import FakeTensorMode
-
-        with FakeTensorMode():  # shapes and strides without memory
-            tensors = self.make_inputs(problem, seed=0, device="cpu")
-            called = cache_problem_of(
-                {**tensors, "v_cache": rivals.values(problem, tensors)},
-                causal=problem.causal,
-                softmax_scale=problem.softmax_scale,
-                batch_invariant=problem.batch_invariant,
-            )
-        return dataclasses.replace(called, shared_kv=problem.shared_kv)  # without memory nothing is shared
+        """Return ``problem`` as a call with its inputs describes it: axes of one element have no stride."""
+        p = problem
+        cache = p.pages, p.page_size or p.capacity, p.heads_kv
+        return dataclasses.replace(
+            p,
+            q_strides=canonical_strides((p.batch, p.heads, p.seqlen_q, p.head_dim), p.q_strides),
+            k_strides=canonical_strides((*cache, p.head_dim), p.k_strides),
+            v_strides=canonical_strides((*cache, p.head_dim_v), p.v_strides),
+        )
 
     def framework_kernels(self) -> Sequence[str]:
         """Return the patterns of PyTorch's own attention kernels."""

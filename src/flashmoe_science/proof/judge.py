@@ -45,7 +45,7 @@ class VerdictStatus(str, Enum):
     """What the evidence says of a claim."""
 
     DEMONSTRATED = "demonstrated"
-    STALE = "stale"  # it was demonstrated, of sources that have changed since
+    STALE = "stale"  # it was demonstrated, and what it measured has changed since
     REFUTED = "refuted"
     INCONCLUSIVE = "inconclusive"
     ASSERTED = "asserted"  # there is no evidence
