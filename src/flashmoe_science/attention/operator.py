@@ -424,7 +424,7 @@ class AttentionOperator:
         p = problem
         keys = p.batch, p.heads_kv, p.seqlen_k
         scores = p.batch, p.heads, p.seqlen_q, p.seqlen_k
-        bias: Any = tuple(stride if size > 1 else 0 for size, stride in zip(scores, p.bias_strides, strict=bool(p.bias)))
+        bias: Any = tuple(stride * (size > 1) for size, stride in zip(scores, p.bias_strides, strict=False))
         return replace(
             p,
             q_strides=canonical_strides((p.batch, p.heads, p.seqlen_q, p.head_dim), p.q_strides),
