@@ -143,6 +143,7 @@ def test_what_does_not_count_changes_nothing(package, change):
         ("deep", "BIAS = 1.0", "BIAS = 2.0"),
         ("deep", "BIAS = 1.0", "BIAS = 1"),
         ("deep", "BIAS = 1.0", "BIAS = 1.0\nBIAS += 1"),
+        ("deep", "BIAS = 1.0", "BIAS = 1.0\nBIAS.imag[0] = 1"),
         ("tools", "def used(x):\n    return x", "def used(x):\n    return 2 * x"),
         ("late", "return x", "return -x"),
     ],

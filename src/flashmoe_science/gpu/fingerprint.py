@@ -136,11 +136,9 @@ def _type(kind: str) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Return ``value`` as JSON has it, with nothing lost: ``True`` is no 1. Raises ``UntraceableError``."""
-    if value is None or isinstance(value, (bool, int, str)):
+    """Return ``value`` as JSON has it, where ``true`` is no 1, and 1 no 1.0. Raises ``UntraceableError``."""
+    if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    if isinstance(value, float):
-        return f"float {value!r}"
     if isinstance(value, Mapping):
         return {str(name): _plain(item) for name, item in value.items()}
     if isinstance(value, (set, frozenset)):
