@@ -269,10 +269,18 @@ def test_every_rival_has_a_fingerprint_of_its_own():
         ("p.scale, p.causal, -1, -1", "p.scale, p.causal, 0, -1", {"fa3"}),
         ("clone(memory_format", "contiguous(memory_format", {"fa2", "fa3", "fa4", "xformers", "flashinfer"}),
         ("_SIZE = 8192", "_SIZE = 4096", {"matrix-product"}),
-        ('"fa2": ("FlashAttention-2"', '"fa2": ("FA-2", "FlashAttention-2"', set()),
     ],
 )
 def test_a_rival_that_is_called_otherwise_has_another_fingerprint(edit, old, new, changed):
     before = {name: code("hopper", arm=name) for name in RIVALS}
     edit("attention.rivals", old, new)
     assert {name for name in RIVALS if code("hopper", arm=name) != before[name]} == changed
+
+
+def test_how_a_rival_is_called_in_prose_does_not_count_and_its_backend_does(monkeypatch):
+    before = code("hopper", arm="sdpa-cudnn")
+    rival = OPERATOR.rivals()["sdpa-cudnn"]
+    monkeypatch.setattr(rival, "also_called", ("another",))
+    assert code("hopper", arm="sdpa-cudnn") == before
+    monkeypatch.setattr(rival, "backend", None)
+    assert code("hopper", arm="sdpa-cudnn") != before

@@ -15,10 +15,11 @@ from flashmoe_science.proof.conclude import conclude
 from flashmoe_science.proof.evidence import SourceFile, parse_record, record_text, write_record
 from flashmoe_science.proof.judge import VerdictStatus
 from flashmoe_science.proof.operator import code_of, load_operator
+from flashmoe_science.proof.readme import speed_section
 from flashmoe_science.proof.store import Store
 from flashmoe_science.proof.subject import PACKAGE_FOLDER
 from flashmoe_science.proof.transfer import import_records
-from flashmoe_science.proof.verify import verify_claims
+from flashmoe_science.proof.verify import read_records, verify_claims
 
 from .builders import H200, L4, build_record
 from .claim_builders import build_claim, claim_toml, suite_toml
@@ -234,6 +235,11 @@ def test_verify_says_that_files_changed_and_leaves_the_claim_demonstrated(reposi
     assert verdict.status is VerdictStatus.DEMONSTRATED
     assert verdict.notes == [NOTE.format("2 cases")]
     assert verdict.reason.endswith(f"; {verdict.notes[0]}")
+
+
+def test_a_readme_does_not_count_the_files_that_do_not_count(repository):
+    """Else every edit of a comment would leave it out of date."""
+    assert "| **demonstrated** |" in speed_section([verdict_of(repository)], read_records(repository))
 
 
 def test_verify_says_which_cases_are_stale(repository, now):

@@ -22,6 +22,7 @@ from .words import counted
 
 # Taken on the device, of what was launched. Wall time has the host's Python in it, which no fingerprint knows.
 _DEVICE_TIMES: tuple[TimeKind, ...] = ("kernel", "graph")
+FINGERPRINTS_EQUAL = "(fingerprints equal)"  # ends a note that says of changed files that they do not count
 _SHOWN = 3  # cases that a reason lists
 
 
@@ -65,7 +66,7 @@ def changes_since(claim: Claim, record: Record, repository: Path) -> Sources:
         if (arms := [arm for arm, (recorded, now) in fingerprints.items() if now != recorded])
     }
     if not differ:
-        ran = f"what runs on the GPU in its {counted(len(cases), 'case')} did not (fingerprints equal)"
+        ran = f"what runs on the GPU in its {counted(len(cases), 'case')} did not {FINGERPRINTS_EQUAL}"
         return Sources(notes=[f"{sources.count} of its source files changed since; {ran}"], count=sources.count)
     told = [name if claim.subject in arms else f"{name} ({', '.join(arms)})" for name, arms in differ.items()]
     shown = ", ".join(told[:_SHOWN]) + (f" and {len(told) - _SHOWN} more" if len(told) > _SHOWN else "")

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ..errors import ProofError
+from .changes import FINGERPRINTS_EQUAL
 from .evidence import Record, TimeKind
 from .judge import Verdict
 from .rows import KINDS, format_ratio, format_seconds, lowest_case
@@ -64,7 +65,9 @@ def _claim_row(verdict: Verdict) -> str:
     parts = verdict.by_gpu or [verdict]
     links = [f"[{(part.record or '').partition('-')[0]}]({part.evidence})" for part in parts if part.evidence]
     link = ", ".join(links) or "none"
-    notes = "; ".join(note.partition(":")[0] for note in verdict.notes)  # the reason has all of it
+    # How many files changed changes with every edit, and takes nothing from the verdict.
+    counting = [note for note in verdict.notes if not note.endswith(FINGERPRINTS_EQUAL)]
+    notes = "; ".join(note.partition(":")[0] for note in counting)  # the reason has all of it
     status = f"**{verdict.status.value}**" + (f" ({notes})" if notes else "")
     return _row(verdict.claim.sentence, status, low, format_ratio(verdict.geometric_mean), link)
 
