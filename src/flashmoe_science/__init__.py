@@ -12,7 +12,9 @@ __version__ = "0.1.0"
 
 _ORIGIN = {
     "flash_attention": "attention.api",
+    "flash_attention_varlen": "attention.varlen",
     "explain": "attention.api",
+    "explain_varlen": "attention.varlen",
     "FlashmoeError": "errors",
     "InputError": "errors",
     "UnsupportedError": "errors",
@@ -26,11 +28,14 @@ __all__ = [
     "UnsupportedError",
     "__version__",
     "explain",
+    "explain_varlen",
     "flash_attention",
+    "flash_attention_varlen",
 ]
 
 if TYPE_CHECKING:
     from .attention.api import explain, flash_attention
+    from .attention.varlen import explain_varlen, flash_attention_varlen
     from .errors import CompileError, FlashmoeError, InputError, UnsupportedError
 
 

@@ -2,28 +2,102 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
+from collections.abc import Iterator
 
 import torch
 
-from flashmoe_science import flash_attention
+from flashmoe_science import flash_attention, flash_attention_varlen
+from flashmoe_science.attention.calls import allocate_lse, allocate_output
+from flashmoe_science.attention.inputs import problem_of
+from flashmoe_science.attention.plan import ForwardConfig, Plan, PlannedLaunch
+from flashmoe_science.attention.prepare import interpret, prepare_kernels
 
-from .cases import Case
-from .checks import assert_right, make_inputs
+from .cases import Case, FeatureCase, VarlenCase
+from .checks import assert_right, assert_varlen_right, make_features, make_inputs, make_packed
 
 
-def check(case: Case) -> None:
+@contextlib.contextmanager
+def poisoned() -> Iterator[None]:
+    """Fill fresh memory with NaN: an element that no one wrote shows."""
+    empty = torch.empty
+    torch.empty = lambda *a, **o: empty(*a, **o).fill_(math.nan)
+    try:
+        yield
+    finally:
+        torch.empty = empty
+
+
+def check(case: Case | VarlenCase) -> None:
+    """Compare one case with fp64."""
+    if isinstance(case, VarlenCase):
+        check_varlen(case)
+    elif isinstance(case, FeatureCase):
+        check_features(case)
+    else:
+        check_plain(case)
+
+
+def check_varlen(case: VarlenCase) -> None:
+    """Compare every sequence with fp64; in another memory layout too."""
+    inputs, options = make_packed(case, "cpu"), make_features(case, "cpu")
+    with poisoned():
+        o, lse = flash_attention_varlen(**inputs, **options, return_lse=True, kernel="forward_triton")
+        apart = {name: torch.stack((inputs[name], inputs[name]), 1)[:, 1] for name in "qkv"}
+        again = flash_attention_varlen(**{**inputs, **apart}, **options, kernel="forward_triton")
+    assert_varlen_right(o, lse, inputs, options)
+    rows = slice(0, sum(case.seqlens_q))
+    assert torch.equal(again[rows], o[rows]), "another memory layout gives other bits"
+
+
+def check_features(case: FeatureCase) -> None:
+    """Compare one case with fp64, its keys split where it says so, and its bias in another memory layout.
+
+    Keys that a window hides from all rows are NaN, in whole tiles: they must not be read.
+    """
+    q, clean_k, clean_v = make_inputs(case, "cpu")
+    k, v = clean_k.clone(), clean_v.clone()
+    first, last = case.keys_within_reach
+    for tensor in (k, v):
+        tensor[:, :, :first], tensor[:, :, last:] = math.nan, math.nan
+    options = make_features(case, "cpu")
+    with poisoned():
+        if case.splits > 1:
+            o, lse = attend_in_shares(q, k, v, case.splits, options)
+        else:
+            o, lse = flash_attention(q, k, v, **options, return_lse=True, kernel="forward_triton")
+            if case.bias:
+                turned = options["bias"].transpose(2, 3).contiguous().transpose(2, 3)
+                again = flash_attention(q, k, v, **{**options, "bias": turned}, kernel="forward_triton")
+                assert torch.equal(again, o), "another memory layout of the bias gives other bits"
+    assert_right(o, q, clean_k, clean_v, lse=lse, **options)
+
+
+def attend_in_shares(q, k, v, splits: int, options) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run forward and merge as a GPU with idle SMs would: plans for a CPU never split."""
+    problem = problem_of(q, k, v, return_lse=True, **options)
+    heads, config = problem.batch * problem.heads, ForwardConfig(16, 32, 4, 1, splits)
+    launches = (
+        PlannedLaunch("_forward_kernel", (-(-problem.seqlen_q // 16) * splits * heads, 1, 1), (128, 1, 1)),
+        PlannedLaunch("_merge_partials_kernel", (-(-problem.seqlen_q // 4) * heads, 1, 1), (128, 1, 1)),
+    )
+    forward, merge = prepare_kernels(Plan(problem, "CPU", 0, "forward_triton", config, launches, "a test asked"))
+    o, lse = allocate_output(problem, q), allocate_lse(problem, q)
+    o_part, lse_part = torch.empty(splits * problem.rows * problem.head_dim_v), torch.empty(splits * problem.rows)
+    interpret(forward, (q, k, v, o_part, lse_part, *(options[name] for name in problem.extras)))
+    interpret(merge, (o_part, lse_part, o, lse))
+    return o, lse
+
+
+def check_plain(case: Case) -> None:
     """Compare one case with fp64, its layout changed too."""
     q, k, v = make_inputs(case, "cpu")
-    empty = torch.empty
-    torch.empty = lambda *a, **o: empty(*a, **o).fill_(math.nan)  # an element that no one wrote shows
-    try:
+    with poisoned():
         o, lse = flash_attention(q, k, v, causal=case.causal, return_lse=True, kernel="forward_triton")
         strided = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v)]
         again = flash_attention(*strided, causal=case.causal, kernel="forward_triton")
-    finally:
-        torch.empty = empty
     assert_right(o, q, k, v, causal=case.causal, lse=lse)
     assert torch.equal(again, o), "another memory layout gives other bits"
     if o.numel() and k.numel():
@@ -51,7 +125,8 @@ def main() -> None:
     """Serve until stdin ends."""
     for line in sys.stdin:
         try:
-            check(eval(line, {"Case": Case}))  # the parent's own repr
+            kinds = {"Case": Case, "FeatureCase": FeatureCase, "VarlenCase": VarlenCase}
+            check(eval(line, kinds))  # the parent's own repr
             answer = "right"
         except Exception as error:  # noqa: BLE001 - the parent fails the test with it
             answer = f"{type(error).__name__}: {error}".replace("\n", " | ")

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -228,31 +225,6 @@ INTERPRETED = [case for case in SMALL if case.head_dim <= 128] + [
 def test_streaming_kernel_interpreted(case, interpreted):
     """The Triton kernel itself, run by Triton's interpreter in a process of its own."""
     interpreted(case)
-
-
-@pytest.fixture(scope="module")
-def interpreted():
-    """Return a check of one case in a child process, which Triton's interpreter needs (it is chosen at import)."""
-    environment = {
-        **os.environ,
-        "TRITON_INTERPRET": "1",
-        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-    }
-    child = subprocess.Popen(
-        [sys.executable, "-m", "tests.attention.interpreted"],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
-    )  # fmt: skip
-
-    def check(case: Case) -> None:
-        assert child.stdin is not None
-        assert child.stdout is not None
-        child.stdin.write(repr(case) + "\n")
-        child.stdin.flush()
-        answer = child.stdout.readline().strip()
-        assert answer == "right", answer
-
-    yield check
-    child.communicate(timeout=30)
 
 
 def test_dtypes_cover_the_contract():

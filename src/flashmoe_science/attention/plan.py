@@ -157,6 +157,36 @@ FORWARD_TABLES: dict[tuple[int, ...], dict[tuple[int, int], tuple[ForwardConfig,
     },
 }  # fmt: skip
 
+# Rows in place of those above where features would make them spill, chosen like them: with any feature, and with a bias
+# or more than two of window, softcap, sinks and ALiBi, for which a thread needs more registers.
+_FEATURE_TABLES: dict[tuple[int, ...], dict[tuple[int, int], tuple[ForwardConfig, ...]]] = {
+    (80,): {(2, 64): (_T(128, 64, 8, 3), _T(64, 64, 4, 3), _T(16, 64, 4, 3))},
+    (90,): {
+        (2, 128): (_T(128, 64, 8, 3), _T(64, 64, 4, 2), _T(16, 64, 4, 3)),
+        (2, 256): (_T(128, 16, 8, 3), _T(64, 32, 8, 2), _T(16, 32, 4, 2)),
+    },
+    (100,): {(2, 256): (_T(128, 16, 8, 2), _T(64, 32, 8, 2), _T(16, 32, 4, 2))},
+    (86, 89, 120): {(2, 64): (_T(128, 32, 8, 3), _T(64, 64, 4, 2), _T(16, 64, 4, 2))},
+}
+_MANY_FEATURES_TABLES: dict[tuple[int, ...], dict[tuple[int, int], tuple[ForwardConfig, ...]]] = {
+    (80,): {
+        (2, 64): (_T(128, 32, 8, 3), _T(64, 32, 4, 3), _T(16, 64, 4, 3)),
+        (2, 128): (_T(128, 16, 8, 3), _T(64, 32, 4, 3), _T(16, 64, 4, 3)),
+        (2, 256): (_T(64, 16, 8, 2), _T(32, 32, 4, 2), _T(16, 32, 4, 2)),
+    },
+    (86, 89, 120): {(2, 64): (_T(128, 32, 8, 3), _T(64, 32, 4, 2), _T(16, 64, 4, 2))},
+    (90,): {
+        (2, 64): (_T(128, 64, 8, 2), _T(64, 64, 4, 2), _T(16, 128, 4, 2)),
+        (2, 128): (_T(128, 32, 8, 2), _T(64, 32, 4, 2), _T(16, 64, 4, 3)),
+        (2, 256): (_T(128, 16, 8, 2), _T(64, 16, 8, 2), _T(16, 32, 4, 2)),
+        (4, 64): (_T(32, 32, 8, 1), _T(16, 32, 4, 1)),
+    },
+    (100,): {
+        (2, 128): (_T(128, 32, 8, 2), _T(64, 32, 4, 2), _T(16, 64, 4, 2)),
+        (2, 256): (_T(64, 32, 8, 2), _T(16, 32, 4, 2)),
+    },
+}  # fmt: skip
+
 # When keys are split, and the merge of their shares: choices, none of them measured here yet.
 # The part of the SMs that is full enough. Below it, a split or a smaller tile puts idle SMs to work; it costs a second
 # launch and the merge, or reuse of K and V. FlashAttention-3 takes 0.8 too, for the split.
@@ -171,14 +201,27 @@ MERGE_ROWS = 4
 MERGE_WARPS = 4
 
 
-def forward_rows(arch: int, item_bytes: int, columns: int) -> tuple[ForwardConfig, ...]:
+def forward_rows(arch: int, item_bytes: int, columns: int, *, features: int = 0) -> tuple[ForwardConfig, ...]:
     """Return the table row of ``forward_triton`` for an architecture, an element size and a tile width.
 
-    An architecture without a table takes that of the one before it: sm_103 has the tiles of sm_100.
+    An architecture without a table takes that of the one before it: sm_103 has the tiles of sm_100. ``features`` is 0
+    for none, 1 for some and 2 for many (``_weight_of_features``).
     """
     near = max(known for archs in FORWARD_TABLES for known in archs if known <= arch)
-    table = next(table for archs, table in FORWARD_TABLES.items() if near in archs)
-    return table[item_bytes, max(64, columns)]
+    key = item_bytes, max(64, columns)
+    for tables in (_MANY_FEATURES_TABLES, _FEATURE_TABLES, FORWARD_TABLES)[2 - features :]:
+        for archs, table in tables.items():
+            if near in archs and key in table:
+                return table[key]
+    raise AssertionError(key)
+
+
+def _weight_of_features(problem: AttentionProblem) -> int:
+    """Return which tables serve a problem: those for none, for some or for many features."""
+    asked = len(problem.features) - problem.packed
+    if problem.bias or asked > 2:
+        return 2
+    return 1 if problem.features else 0
 
 
 def share_keys(seqlen_k: int, splits: int, block_n: int) -> int:
@@ -194,26 +237,38 @@ def _nonempty_splits(seqlen_k: int, splits: int, block_n: int) -> int:
     return _cdiv(seqlen_k, share_keys(seqlen_k, splits, block_n))
 
 
+def _keys_of_a_tile(problem: AttentionProblem, block_m: int) -> int:
+    """Return the most keys that a row tile sees: all, or with bounds on both sides those between them."""
+    left, right = problem.window
+    if not (problem.bounded_left and problem.bounded_right):
+        return problem.seqlen_k
+    return min(problem.seqlen_k, left + max(0, right) + block_m)
+
+
 def _forward_plan(problem: AttentionProblem, gpu: GpuSpec, why: str) -> Plan:
     columns = block_dim(max(problem.head_dim, problem.head_dim_v))
-    rows = forward_rows(gpu.arch, problem.item_bytes, columns)
+    rows = forward_rows(gpu.arch, problem.item_bytes, columns, features=_weight_of_features(problem))
     heads = problem.batch * problem.heads
 
     def blocks(config: ForwardConfig) -> int:
         return _cdiv(problem.seqlen_q, config.block_m) * heads
 
     enough = _FULL_ENOUGH * gpu.sms
-    most_splits = max(1, min(problem.seqlen_k // _MIN_SPLIT_KEYS, _MAX_SPLITS))
+    keys = _keys_of_a_tile(problem, rows[-1].block_m)
+    # The shares of packed sequences would be of unlike lengths, which only the GPU knows.
+    most_splits = 1 if problem.packed else max(1, min(keys // _MIN_SPLIT_KEYS, _MAX_SPLITS))
     fitting = [row for row in rows if row.block_m < 2 * problem.seqlen_q] or list(rows[-1:])  # no tile half empty
     config = next((row for row in fitting if blocks(row) * most_splits >= enough), fitting[-1])
     reason = f"{why}; {blocks(config)} row tiles of {config.block_m} "
     if blocks(config) >= enough:
         reason += f"fill {gpu.sms} SMs"
+    elif problem.packed:
+        reason += f"do not fill {gpu.sms} SMs, and the keys of packed sequences are not split"
     elif most_splits == 1:
         reason += f"do not fill {gpu.sms} SMs, and the keys are too few to be split"
     else:
         splits = min(most_splits, max(1, round(gpu.sms / blocks(config))))
-        splits = _nonempty_splits(problem.seqlen_k, splits, config.block_n)
+        splits = _nonempty_splits(keys, splits, config.block_n)
         config = dataclasses.replace(config, num_splits=splits)
         reason += f"do not fill {gpu.sms} SMs, so the keys are split over {splits}"
     tiles = _cdiv(problem.seqlen_q, config.block_m)
@@ -226,6 +281,17 @@ def _forward_plan(problem: AttentionProblem, gpu: GpuSpec, why: str) -> Plan:
     if launches[0].grid[0] >= 2**31:
         raise UnsupportedError(f"a grid of {launches[0].grid[0]} blocks is too large; at most 2**31 - 1 are possible")
     return Plan(problem, gpu.name, gpu.arch, "forward_triton", config, tuple(launches), reason)
+
+
+def _refusal(kernel: str, problem: AttentionProblem, gpu: GpuSpec) -> str | None:
+    """Return why ``kernel`` cannot serve ``problem``, or None."""
+    refuse = {"forward_short_gluon": _short_refusal, "forward_gluon_sm90": _hopper_refusal}.get(kernel)
+    if refuse is None:
+        return None
+    if not problem.features:
+        return refuse(problem, gpu)
+    *first, last = problem.features
+    return f"it does not serve {', '.join(first)}{' and ' if first else ''}{last}"
 
 
 SHORT_MAX_KEYS = 512
@@ -566,23 +632,22 @@ def _installed_triton() -> tuple[int, ...] | None:
 
 
 def _forced_plan(problem: AttentionProblem, gpu: GpuSpec, kernel: str) -> Plan:
-    refusals = {"forward_short_gluon": _short_refusal, "forward_gluon_sm90": _hopper_refusal}
     plans = {"forward_short_gluon": _short_plan, "forward_gluon_sm90": _hopper_plan, "forward_triton": _forward_plan}
-    refusal = refusals[kernel](problem, gpu) if kernel in refusals else None
+    refusal = _refusal(kernel, problem, gpu)
     if refusal:
         raise UnsupportedError(f"{kernel} does not serve {problem.describe()}: {refusal}", hint="use kernel='auto'")
     return plans[kernel](problem, gpu, "it was asked for")
 
 
 def _auto_plan(problem: AttentionProblem, gpu: GpuSpec) -> Plan:
-    refusal = _short_refusal(problem, gpu)
+    refusal = _refusal("forward_short_gluon", problem, gpu)
     if refusal is None and _short_pays(problem, gpu):
         return _short_plan(
             problem, gpu, f"{problem.seqlen_k} keys fit one pass, and the grid is at most two blocks an SM"
         )
     passed = f"forward_short_gluon is passed over ({refusal or 'its grid would be more than two blocks an SM'})"
     if gpu.arch == 90:
-        refusal = _hopper_refusal(problem, gpu) or _hopper_underfills(problem, gpu)
+        refusal = _refusal("forward_gluon_sm90", problem, gpu) or _hopper_underfills(problem, gpu)
         if refusal is None:
             return _hopper_plan(problem, gpu, passed)
         passed += f", forward_gluon_sm90 too ({refusal})"
