@@ -13,6 +13,8 @@ __version__ = "0.1.0"
 _ORIGIN = {
     "flash_attention": "attention.api",
     "flash_attention_varlen": "attention.varlen",
+    "flash_attention_with_kv_cache": "attention.cache_api",
+    "explain_with_kv_cache": "attention.cache_api",
     "explain": "attention.api",
     "explain_varlen": "attention.varlen",
     "FlashmoeError": "errors",
@@ -29,12 +31,15 @@ __all__ = [
     "__version__",
     "explain",
     "explain_varlen",
+    "explain_with_kv_cache",
     "flash_attention",
     "flash_attention_varlen",
+    "flash_attention_with_kv_cache",
 ]
 
 if TYPE_CHECKING:
     from .attention.api import explain, flash_attention
+    from .attention.cache_api import explain_with_kv_cache, flash_attention_with_kv_cache
     from .attention.varlen import explain_varlen, flash_attention_varlen
     from .errors import CompileError, FlashmoeError, InputError, UnsupportedError
 

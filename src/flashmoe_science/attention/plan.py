@@ -595,7 +595,7 @@ def plan_attention(problem: AttentionProblem, gpu: GpuSpec | None, kernel: str =
         raise UnsupportedError(
             f"no kernel serves head dimension {widest}", hint=f"the nearest that is served: {MAX_HEAD_DIM}"
         )
-    _refuse_architecture(gpu.arch)
+    refuse_architecture(gpu.arch)
     if problem.rows == 0:
         name = "forward_triton" if kernel == "auto" else kernel
         return Plan(problem, gpu.name, gpu.arch, name, None, (), "the output is empty: nothing is launched")
@@ -604,7 +604,7 @@ def plan_attention(problem: AttentionProblem, gpu: GpuSpec | None, kernel: str =
     return _forced_plan(problem, gpu, kernel)
 
 
-def _refuse_architecture(arch: int) -> None:
+def refuse_architecture(arch: int) -> None:
     """Raise ``UnsupportedError`` where the Triton that is installed does not compile for ``sm_<arch>``."""
     if arch < OLDEST_ARCH:
         raise UnsupportedError(
