@@ -106,6 +106,13 @@ def _block_b(problem: CacheProblem, shares: Shares) -> int:
     return 1 << (problem.batch - 1).bit_length() if shares.schedule == "balanced" else 1
 
 
+def _scale(problem: CacheProblem) -> float:
+    """Return the factor on q . k: with a softcap as ``cap_scores`` takes it."""
+    if problem.softcap and problem.dtype == "fp32":
+        return problem.scale / problem.softcap
+    return problem.kernel_scale
+
+
 def _decode(plan: DecodePlan, grid: tuple[int, int, int]) -> PreparedKernel:
     problem, config, shares = plan.problem, plan.config, plan.shares
     assert isinstance(config, DecodeConfig)
@@ -129,7 +136,7 @@ def _decode(plan: DecodePlan, grid: tuple[int, int, int]) -> PreparedKernel:
         "stride_tb": ("i64", problem.table_stride),
         **_schedule(problem, shares),
         "window_right": ("i32", problem.window[1]),
-        "scale": ("fp32", problem.kernel_scale),
+        "scale": ("fp32", _scale(problem)),
         "softcap": ("fp32", problem.softcap * LOG2_E) if problem.softcap else None,
     }
     columns = problem.head_dim_v if problem.shared_kv else problem.head_dim

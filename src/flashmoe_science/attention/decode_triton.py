@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .primitives import head_offset, load_rows
+from .primitives import cap_scores, head_offset, load_rows
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
@@ -149,7 +149,7 @@ def _fold(
         s = tl.dot(q_rest, tl.trans(rest), s, input_precision=PRECISION)
     s *= scale
     if softcap is not None:
-        s = softcap - 2 * softcap / (1 + tl.exp2(s))  # softcap * tanh
+        s = cap_scores(s, softcap, PRECISION == "ieee")
     if slope is not None:
         s -= slope[:, None] * tl.abs(position[:, None] - cols[None, :]).to(tl.float32)
     visible = mask_n[None, :]
@@ -251,7 +251,7 @@ def _decode_kernel(
     batch, heads_kv, seqlen_q, seqlen_new, capacity, window_left, window_right,
     splits,  # the most shares of one sequence; BALANCED: shares of all sequences and one K/V head
     least_tiles,  # of a share
-    scale,  # softmax_scale * log2(e); with a softcap 2 * softmax_scale * log2(e) / softcap
+    scale,  # softmax_scale * log2(e); with a softcap that over softcap, times 2, or as ``cap_scores`` takes it for fp32
     softcap,  # softcap * log2(e), or None
     STRIDE_QM: tl.constexpr, STRIDE_KN: tl.constexpr, STRIDE_VN: tl.constexpr, STRIDE_OM: tl.constexpr,
     ALIGN: tl.constexpr, ALIGN_O: tl.constexpr,
