@@ -77,7 +77,15 @@ def main() -> None:
         (kernel,) = prepare.prepare_kernels(plan)
         q, k, v = (torch.randn(1, h, s, d, device="cuda").bfloat16() for h, s in ((2, rows), (1, keys), (1, keys)))
         o, lse = torch.full_like(q, torch.nan), torch.empty(1, 2, rows, device="cuda")
-        tensors = {"q_desc": q, "k_desc": k, "v_desc": v, "o_desc": o, "q_more_desc": q, "k_more_desc": k, "v_more_desc": v}
+        tensors = {
+            "q_desc": q,
+            "k_desc": k,
+            "v_desc": v,
+            "o_desc": o,
+            "q_more_desc": q,
+            "k_more_desc": k,
+            "v_more_desc": v,
+        }
         arguments, scalars = {}, iter(kernel.scalars)
         for name, kind in kernel.source.signature:
             if kind.startswith("tensordesc"):

@@ -213,7 +213,8 @@ def test_compile_and_opcheck():
 @pytest.mark.unpoisoned
 def test_nothing_waits_for_the_device():
     """With every synchronisation made an error."""
-    tensors = make_tensors(CacheCase("sync", lengths=(100, 7), capacity=120, new=1, rotary_dim=32, page_size=16), "cuda")
+    case = CacheCase("sync", lengths=(100, 7), capacity=120, new=1, rotary_dim=32, page_size=16)
+    tensors = make_tensors(case, "cuda")
     call(clone(tensors))
     with synchronisation_is_an_error():
         call(tensors)

@@ -98,6 +98,7 @@ def _schedule(problem: CacheProblem, shares: Shares) -> dict[str, tuple[str, flo
         "window_left": ("i32", problem.window[0]),
         "splits": ("i32", shares.splits),
         "least_tiles": ("i32", shares.least_tiles),
+        "alike": ("i32", shares.alike),
     }
 
 
@@ -172,6 +173,7 @@ def _decode(plan: DecodePlan, grid: tuple[int, int, int]) -> PreparedKernel:
         "STORE_LSE": problem.return_lse,
         "PRECISION": "ieee" if kind == "fp32" else "tf32",  # only fp32 operands read it
         "NUM_STAGES": config.num_stages,
+        "PREFETCH": config.prefetch,
     }
     # Addresses of 64 bits take more registers than the table's blocks leave: one block an SM less.
     blocks = max(1, config.blocks_per_sm - int(wide))

@@ -129,8 +129,8 @@ def _forward_kernel(
     stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh,  # in units of ALIGN elements
     stride_ob, stride_oh,  # in units of ALIGN_O elements
     batch, heads, seqlen_q, seqlen_k, tiles_m,  # packed: no length is read
-    # softmax_scale * log2(e); with a bias softmax_scale; with a softcap what ``cap_scores`` takes: softmax_scale / softcap
-    # for fp32 inputs, and 2 log2(e) times that for others.
+    # softmax_scale * log2(e); with a bias softmax_scale; with a softcap what ``cap_scores`` takes: for fp32 inputs
+    # softmax_scale / softcap, for others 2 log2(e) times that.
     scale,
     window_left, window_right,  # row m sees keys m + Sk - Sq - window_left to m + Sk - Sq + window_right
     softcap,  # softcap * log2(e), with a bias softcap; or None

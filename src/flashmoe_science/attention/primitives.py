@@ -31,7 +31,7 @@ def cap_scores(s, softcap, ACCURATE: tl.constexpr):
     Beside 1 the fast one loses what a small tanh has: an error of 2**-23 times the softcap, which 16-bit inputs hide.
     """
     if ACCURATE:
-        # An odd polynomial of least relative error (3e-9) up to 0.6, where 1 - 2 / (1 + exp(2x)) loses two bits at most.
+        # An odd polynomial of least relative error (3e-9) up to 0.6: beyond, the other form loses two bits at most.
         x2 = s * s
         small = tl.fma(x2, -0.005895085167139769, 0.02079591527581215)
         small = tl.fma(small, x2, -0.05378381535410881)
