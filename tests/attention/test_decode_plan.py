@@ -162,7 +162,7 @@ def test_the_tile_follows_what_an_sm_has_to_read():
     for problem, expected in tiles.items():
         config = plan_with_kv_cache(problem, H200).config
         assert config is not None
-        assert dataclasses.astuple(config)[1:] == expected, problem.describe()
+        assert config == DecodeConfig(config.block_m, *expected), problem.describe()
 
 
 @pytest.mark.parametrize("how", [{"batch_invariant": True}, {"num_splits": 5}], ids=str)
