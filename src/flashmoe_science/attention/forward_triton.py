@@ -72,7 +72,11 @@ def _attend(
         alpha = tl.exp(m - m_safe)
     l = l * alpha + tl.sum(p, 1)
     v = load_rows(v_ptrs + step * STRIDE_VN, cols, seqlen_k, offs_dv, DV, MASK_N, MASK_DV)  # [BLOCK_N, BLOCK_DV]
-    acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
+    if PRECISION == "ieee":  # keys are added one by one: to the sum of a tile, not of all, whose rounding is larger
+        part = tl.dot(p, v, input_precision=PRECISION)
+        acc = tl.fma(acc, tl.broadcast_to(alpha[:, None], acc.shape), part)  # a sum would become part of the product
+    else:
+        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
     return acc, l, m_new
 
 
@@ -244,7 +248,7 @@ def _forward_kernel(
 
     # A row that met no key has l == 0: its output is 0 and its LSE -inf. So are rows past the length of a sequence.
     has_keys = l != 0
-    if PRECISION == "ieee":  # a reciprocal costs fp32 more of its budget than all else together
+    if PRECISION == "ieee":  # a reciprocal loses two units in the last place
         out = tl.div_rn(acc, tl.where(has_keys, l, 1.0)[:, None])
     else:
         out = acc * tl.where(has_keys, 1.0 / l, 0.0)[:, None]
