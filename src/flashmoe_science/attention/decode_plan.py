@@ -97,8 +97,8 @@ def partial_sizes(plan: DecodePlan) -> tuple[int, int]:
 # What limits decoding is how many bytes of K and V an SM has asked for and not yet got: 4.8 TB/s times about 1 us over
 # 132 SMs are 36 KB. A step of 32 KB, two or three of them in flight a block and two or three blocks an SM give more
 # than that at any time. Of those with 16 rows on sm_90 the first of a width serves calls with little to read, in which
-# the start counts, and those whose bits must not depend on the batch; _MORE_TO_READ has what serves the others. All of
-# these were measured on an H200 (lab/decode/1_h200.txt); what is for other architectures, or more rows, was not.
+# the start counts, and those whose bits must not depend on the batch; _MORE_TO_READ has what serves the others. For
+# 16-bit elements these were measured on an H200 (lab/decode/1_h200.txt); other architectures, fp32 and more rows not.
 _D = DecodeConfig
 DECODE_TABLES: dict[tuple[int, ...], dict[tuple[int, int], tuple[DecodeConfig, ...]]] = {
     (80,): {
@@ -124,7 +124,7 @@ DECODE_TABLES: dict[tuple[int, ...], dict[tuple[int, int], tuple[DecodeConfig, .
         (2, 128): (_D(16, 64, 4, 3, 3), _D(32, 64, 4, 3, 2), _D(64, 64, 4, 3, 2)),
         (2, 256): (_D(16, 32, 4, 3, 3), _D(32, 32, 4, 3, 2), _D(64, 32, 8, 3, 1)),
         (2, 512): (_D(16, 64, 8, 3, 1), _D(32, 32, 8, 3, 1)),
-        (4, 64): (_D(16, 32, 4, 3, 2), _D(32, 32, 8, 2, 1)),
+        (4, 64): (_D(16, 32, 8, 3, 2), _D(32, 32, 8, 2, 1)),
         (4, 128): (_D(16, 32, 8, 2, 2), _D(32, 16, 8, 2, 1)),
         (4, 256): (_D(16, 16, 8, 2, 1),),
     },
