@@ -82,7 +82,9 @@ def test_tiles_for_more_to_read(dim, tile, page_size, prefetch, monkeypatch):
     monkeypatch.setattr(decode_plan, "decode_config", lambda *_: DecodeConfig(16, *tile, prefetch))
     # A capacity that no other test has: what is prepared for a problem is kept.
     capacity = 3008 + 16 * (2 * TILES.index((dim, tile)) + prefetch)
-    mla = {"head_dim_v": 512, "heads_kv": 1, "heads": 16, "shared": True} if dim == 576 else {"heads": 8}
+    mla: dict[str, Any] = (
+        {"head_dim_v": 512, "heads_kv": 1, "heads": 16, "shared": True} if dim == 576 else {"heads": 8}
+    )
     ways: tuple[dict[str, Any], ...] = (
         {}, {"num_splits": 7}, {"window": (700, 2), "softcap": 3.0}, {"batch_invariant": True},
     )  # fmt: skip
