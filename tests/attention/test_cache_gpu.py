@@ -79,7 +79,8 @@ def test_tiles_are_those_for_more_to_read():
 @pytest.mark.parametrize(("dim", "tile"), TILES, ids=str)
 def test_tiles_for_more_to_read(dim, tile, page_size, prefetch, monkeypatch):
     """Chosen by hand, for calls that they do not serve: unlike lengths and like ones, every way to cut the keys."""
-    monkeypatch.setattr(decode_plan, "decode_config", lambda *_: DecodeConfig(16, *tile, prefetch))
+    config = dataclasses.replace(DecodeConfig(16, *tile), prefetch=prefetch)
+    monkeypatch.setattr(decode_plan, "decode_config", lambda *_: config)
     # A capacity that no other test has: what is prepared for a problem is kept.
     capacity = 3008 + 16 * (2 * TILES.index((dim, tile)) + prefetch)
     mla: dict[str, Any] = (
