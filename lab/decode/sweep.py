@@ -1,10 +1,14 @@
 """Sweep the tiles and shares of decode_triton on the GPU that is here, beside SDPA (cuDNN) and FlashAttention-3.
 
-    python lab/decode/sweep.py [part ...] [--seconds 85]      parts: latency tiles splits pages tail widths mla; default: all
+    python lab/decode/sweep.py [part ...] [--seconds 75]
+
+Parts that are open, the default: large small short d64 d256 mla lengths tail. Answered in 1_h200.txt: latency tiles
+splits pages unlike widths.
 
 Kernels are compiled first, on all cores. A time is the median of replays of a CUDA graph that cycles over sets of inputs
 of more than twice L2 together, so K and V come from memory. Every configuration is compared with fp32 before it is timed.
-A line: case, configuration, microseconds a call, TB/s of K and V. FLASHMOE_FA3_LIBRARY names FlashAttention-3's library.
+A configuration is keys x warps x stages x blocks an SM, with "p" where it asks L2 for the first keys ahead; "table" is what
+the plan chooses. A line: case, configuration, shares and resources, microseconds a call, TB/s of K and V. FLASHMOE_FA3_LIBRARY names FlashAttention-3's library.
 """
 
 from __future__ import annotations
@@ -34,15 +38,41 @@ START = time.monotonic()
 DEVICE = "cuda"
 # B, H, HK, keys (ANCHORS), D 128 unless said.
 CASES = [
-    (1, 32, 8, 1024), (1, 32, 8, 8192), (1, 32, 8, 65536), (16, 32, 8, 8192), (64, 32, 8, 4096), (8, 32, 32, 8192),
+    (1, 32, 8, 1024),
+    (1, 32, 8, 8192),
+    (1, 32, 8, 65536),
+    (16, 32, 8, 8192),
+    (64, 32, 8, 4096),
+    (8, 32, 32, 8192),
     (1, 8, 1, 131072),
 ]
 # (block_n, warps, stages, blocks an SM) for D 128, 16 rows. A step is 32 KB with 64 keys; stages - 1 steps are held.
 TILES = [
-    (64, 4, 3, 3), (64, 4, 2, 5), (64, 4, 4, 2), (64, 4, 5, 1), (64, 4, 7, 1), (64, 8, 3, 3), (64, 2, 3, 3),
-    (32, 4, 3, 6), (32, 4, 4, 4), (32, 4, 7, 2), (32, 2, 4, 4), (32, 1, 3, 6), (32, 1, 4, 4), (32, 1, 5, 3),
-    (128, 4, 2, 3), (128, 8, 3, 1), (128, 8, 4, 1),
+    (64, 4, 3, 3),
+    (64, 4, 2, 5),
+    (64, 4, 4, 2),
+    (64, 4, 5, 1),
+    (64, 4, 7, 1),
+    (64, 8, 3, 3),
+    (64, 2, 3, 3),
+    (32, 4, 3, 6),
+    (32, 4, 4, 4),
+    (32, 4, 7, 2),
+    (32, 2, 4, 4),
+    (32, 1, 3, 6),
+    (32, 1, 4, 4),
+    (32, 1, 5, 3),
+    (128, 4, 2, 3),
+    (128, 8, 3, 1),
+    (128, 8, 4, 1),
 ]
+
+
+def ahead(*tiles):
+    """Each tile, and itself with L2 asked for the first keys ahead."""
+    return [each for tile in tiles for each in (tile, (*tile, True))]
+
+
 WIDTHS = {
     64: [(64, 4, 4, 4), (128, 4, 3, 2), (128, 4, 2, 6), (64, 4, 3, 6), (64, 2, 4, 4), (128, 8, 3, 3), (256, 8, 2, 3)],
     256: [(32, 4, 3, 3), (32, 4, 2, 5), (32, 4, 4, 2), (16, 4, 4, 4), (64, 4, 2, 3), (64, 8, 3, 1), (32, 8, 3, 3)],
@@ -56,14 +86,24 @@ def problem_of(case, **others) -> CacheProblem:
 
 
 def plan_of(problem: CacheProblem, gpu: GpuSpec, tile=None):
-    """Plan with a tile of ours, or with the table's."""
-    chosen = decode_plan.decode_config
-    if tile is not None:
+    """Plan with a tile of ours, or with the table's; ("rounds", n): with the table's and n rounds of balanced shares."""
+    chosen, rounds = decode_plan.decode_config, decode_plan._BALANCED_ROUNDS
+    if tile is not None and tile[0] == "rounds":
+        decode_plan._BALANCED_ROUNDS = tile[1]
+    elif tile is not None and tile[0] == "table":
+        decode_plan.decode_config = lambda *given: dataclasses.replace(chosen(*given), prefetch=True)
+    elif tile is not None:
         decode_plan.decode_config = lambda *_: DecodeConfig(16, *tile)
     try:
         return plan_with_kv_cache(problem, gpu)
     finally:
-        decode_plan.decode_config = chosen
+        decode_plan.decode_config, decode_plan._BALANCED_ROUNDS = chosen, rounds
+
+
+def words_of(tile) -> str:
+    if tile is None:
+        return "table"
+    return "x".join(str(part) for part in tile if part is not True) + (" p" if tile[-1] is True else "")
 
 
 def compile_only(job):
@@ -75,8 +115,11 @@ def compile_only(job):
     try:
         plan = plan_of(problem, gpu, tile)
         found = [read_resources(kernel.source, plan.arch) for kernel in prepare_cache_kernels(plan)]
-        return job, max(each.spill_bytes for each in found), max(each.registers for each in found), max(
-            each.shared_memory_bytes for each in found
+        return (
+            job,
+            max(each.spill_bytes for each in found),
+            max(each.registers for each in found),
+            max(each.shared_memory_bytes for each in found),
         )
     except Exception as error:  # noqa: BLE001
         return job, -1, str(error)[:80], 0
@@ -202,11 +245,13 @@ def attempt(case: str, what: str, run, kv_bytes: float) -> None:
         show(case, what, f"{type(error).__name__}: {str(error).splitlines()[0][:90]}", kv_bytes)
 
 
-def rivals(inputs: Inputs, name: str) -> None:
-    if not inputs.problem.page_size:
+def rivals(inputs: Inputs, name: str, which) -> None:
+    """Time those asked for: True for all."""
+    if not inputs.problem.page_size and which in (True, "all", "cudnn"):
         attempt(name, "sdpa-cudnn", lambda: sdpa(inputs, SDPBackend.CUDNN_ATTENTION), inputs.kv_bytes)
+    if not inputs.problem.page_size and which is True:
         attempt(name, "sdpa-flash", lambda: sdpa(inputs, SDPBackend.FLASH_ATTENTION), inputs.kv_bytes)
-    if os.environ.get("FLASHMOE_FA3_LIBRARY"):
+    if which in (True, "all", "fa3") and os.environ.get("FLASHMOE_FA3_LIBRARY"):
         attempt(name, "fa3", lambda: fa3(inputs), inputs.kv_bytes)
 
 
@@ -233,15 +278,93 @@ def part_pages(gpu: GpuSpec):
         for page in (0, 1, 16, 64, 256):
             problem = problem_of(case, page_size=page, has_seqlens=True)
             invariant = dataclasses.replace(problem, batch_invariant=True)
-            yield case, [
-                (problem, None, f"page {page}, lengths on the device"), (invariant, None, f"page {page}, invariant"),
-                (dataclasses.replace(problem, num_splits=4), None, f"page {page}, 4 splits"),
-            ], page in (16, 64), None
+            yield (
+                case,
+                [
+                    (problem, None, f"page {page}, lengths on the device"),
+                    (invariant, None, f"page {page}, invariant"),
+                    (dataclasses.replace(problem, num_splits=4), None, f"page {page}, 4 splits"),
+                ],
+                page in (16, 64),
+                None,
+            )
+
+
+def part_large(gpu: GpuSpec):
+    """Whether large tiles reach cuDNN where much is read: what is near the winner, and keys asked for ahead."""
+    tiles = ahead((128, 8, 3, 1), (64, 4, 4, 2)) + [
+        (128, 8, 2, 1), (64, 8, 5, 1), (64, 8, 4, 1), (128, 4, 3, 1), (64, 4, 5, 1, True),
+    ]  # fmt: skip
+    for case in (CASES[3], CASES[4], CASES[5], CASES[2], (1, 8, 1, 131072)):
+        yield case, [(problem_of(case), tile, "") for tile in [None, *tiles]], "cudnn", None
+
+
+def part_small(gpu: GpuSpec):
+    """What one sequence gains by keys asked for ahead, and from which length on one block an SM is the faster."""
+    tiles = ahead((64, 4, 3, 3), (64, 4, 3, 1)) + [(32, 4, 3, 6, True), (32, 2, 3, 6, True), (64, 4, 2, 5, True)]
+    for keys in (512, 1024, 2048, 4096, 8192):
+        case = (1, 32, 8, keys)
+        yield case, [(problem_of(case), tile, "") for tile in [None, *tiles]], "", None
+
+
+def part_short(gpu: GpuSpec):
+    """Many short sequences: blocks that come and go."""
+    tiles = ahead((64, 4, 4, 2), (64, 4, 3, 3), (128, 8, 3, 1)) + [(32, 2, 4, 4, True), (64, 8, 3, 2, True)]
+    for case in ((256, 32, 8, 512), (256, 32, 8, 1024), (128, 32, 8, 2048), (32, 32, 8, 512), (4, 32, 8, 4096)):
+        yield case, [(problem_of(case), tile, "") for tile in [None, *tiles]], "all", None
+
+
+def part_d64(gpu: GpuSpec):
+    """One block an SM at D 64: 256x8x3 has the bytes of 128x8x3 at D 128."""
+    tiles = ahead((128, 4, 3, 2), (256, 8, 3, 1), (128, 8, 4, 1)) + [
+        (256, 8, 2, 1), (128, 8, 5, 1), (128, 4, 5, 1), (128, 4, 4, 1),
+    ]  # fmt: skip
+    for case in ((16, 32, 8, 8192), (64, 16, 16, 2048), (32, 16, 1, 16384), (16, 16, 2, 8192)):
+        wide = {"head_dim": 64, "head_dim_v": 64}
+        yield case, [(problem_of(case, **wide), tile, "") for tile in tiles], "all" if case[2] == 2 else "", None
+
+
+def part_d256(gpu: GpuSpec):
+    for case in ((16, 32, 8, 8192), (1, 32, 8, 8192), (1, 32, 8, 1024)):
+        wide = {"head_dim": 256, "head_dim_v": 256}
+        tiles = [None, *ahead((64, 8, 3, 1)), (64, 8, 2, 1)]
+        yield case, [(problem_of(case, **wide), tile, "") for tile in tiles], "all" if case[3] == 1024 else "", None
+
+
+def part_mla(gpu: GpuSpec):
+    for case, page in (((16, 16, 1, 8192), 0), ((64, 16, 1, 4096), 64), ((1, 16, 1, 32768), 0)):
+        mla = {"head_dim": 576, "head_dim_v": 512, "shared_kv": True, "page_size": page, "has_seqlens": page > 0}
+        yield case, [(problem_of(case, **mla), tile, "") for tile in ahead((64, 8, 3, 1))], "", None
+
+
+def part_lengths(gpu: GpuSpec):
+    """Lengths on the device: whether they cost what a call without pays, on pages too; and what equal bits cost."""
+    for case in ((16, 32, 8, 8192), (64, 32, 8, 4096), (1, 32, 8, 8192), (256, 32, 8, 1024)):
+        for page in (0, 16, 64):
+            problem = problem_of(case, page_size=page, has_seqlens=True)
+            invariant = dataclasses.replace(problem, batch_invariant=True)
+            rows = [
+                (problem, tile, "") for tile in (None, ("table", True), (128, 8, 3, 1), (64, 4, 4, 2), ("rounds", 4))
+            ]
+            yield case, [*rows, (invariant, None, "invariant")], "fa3" if case[0] == 256 and page else "", None
 
 
 def part_tail(gpu: GpuSpec):
+    """Unlike lengths: how many rounds of shares."""
+    case, lengths = (64, 32, 8, 32768), draw_lengths()
+    problem = problem_of(case, page_size=16, has_seqlens=True)
+    tiles = [None, ("table", True), ("rounds", 1), ("rounds", 4), ("rounds", 8), (64, 4, 4, 2), (64, 4, 3, 3)]
+    invariant = dataclasses.replace(problem, batch_invariant=True)
+    yield case, [*((problem, tile, "") for tile in tiles), (invariant, None, "invariant")], "", lengths
+
+
+def draw_lengths() -> list[int]:
     generator = torch.Generator().manual_seed(1)
-    lengths = (torch.exp(torch.randn(64, generator=generator) * 1.2 + 7.0)).long().clamp(16, 32768).tolist()
+    return (torch.exp(torch.randn(64, generator=generator) * 1.2 + 7.0)).long().clamp(16, 32768).tolist()
+
+
+def part_unlike(gpu: GpuSpec):
+    lengths = draw_lengths()
     for heads_kv in (8, 1):
         case = (64, 32 if heads_kv == 8 else 8, heads_kv, 32768)
         problem = problem_of(case, page_size=16, has_seqlens=True)
@@ -253,7 +376,15 @@ def part_tail(gpu: GpuSpec):
 def part_latency(gpu: GpuSpec):
     for keys in (128, 512, 1024, 2048, 4096):
         case = (1, 32, 8, keys)
-        tiles = [(64, 4, 3, 3), (64, 4, 2, 5), (64, 8, 2, 3), (32, 4, 3, 6), (32, 2, 3, 6), (128, 8, 2, 2), (128, 4, 2, 3)]
+        tiles = [
+            (64, 4, 3, 3),
+            (64, 4, 2, 5),
+            (64, 8, 2, 3),
+            (32, 4, 3, 6),
+            (32, 2, 3, 6),
+            (128, 8, 2, 2),
+            (128, 4, 2, 3),
+        ]
         rows = [(problem_of(case), tile, "") for tile in tiles]
         rows += [(problem_of(case, page_size=16, has_seqlens=True), tiles[0], "page 16, a length on the device")]
         yield case, rows, True, None
@@ -265,19 +396,24 @@ def part_widths(gpu: GpuSpec):
             yield case, [(problem_of(case, head_dim=dim, head_dim_v=dim), tile, "") for tile in tiles], True, None
 
 
-def part_mla(gpu: GpuSpec):
-    tiles = [(32, 4, 3, 2), (32, 8, 3, 2), (64, 8, 2, 2), (32, 4, 2, 3), (32, 4, 4, 1), (64, 8, 3, 1)]
-    for case, page in (((16, 16, 1, 8192), 0), ((64, 16, 1, 4096), 64), ((1, 16, 1, 32768), 0)):
-        mla = {"head_dim": 576, "head_dim_v": 512, "shared_kv": True, "page_size": page, "has_seqlens": page > 0}
-        yield case, [(problem_of(case, **mla), tile, "") for tile in tiles], not page, None
-    for heads in (32, 128):
-        mla = {"head_dim": 576, "head_dim_v": 512, "shared_kv": True}
-        yield (16, heads, 1, 8192), [(problem_of((16, heads, 1, 8192), **mla), None, f"{heads} heads")], False, None
-
-
+OPEN = {
+    "large": part_large,
+    "small": part_small,
+    "short": part_short,
+    "lengths": part_lengths,
+    "d64": part_d64,
+    "tail": part_tail,
+    "mla": part_mla,
+    "d256": part_d256,
+}
 PARTS = {
-    "latency": part_latency, "tiles": part_tiles, "splits": part_splits, "pages": part_pages, "tail": part_tail,
-    "widths": part_widths, "mla": part_mla,
+    **OPEN,
+    "latency": part_latency,
+    "tiles": part_tiles,
+    "splits": part_splits,
+    "pages": part_pages,
+    "unlike": part_unlike,
+    "widths": part_widths,
 }
 
 
@@ -306,13 +442,13 @@ def main() -> None:
                 inputs.problem = problem
                 plan = plan_of(problem, gpu, tile)
                 shares = f" {plan.shares.most}x" if plan.shares else ""
-                what = words or "x".join(map(str, tile))
+                what = words or words_of(tile)
                 what = f"{what}{shares} {notes[problem, gpu, tile]}"
                 attempt(name, what, lambda: ours(inputs, plan, check=lengths is None), inputs.kv_bytes)
                 if part == "latency" and len(plan.launches) > 1:
                     attempt(name, "  without the merge", lambda: ours(inputs, plan, only_decode=True), inputs.kv_bytes)
             if beside:
-                rivals(inputs, name)
+                rivals(inputs, name, beside)
             del inputs
             torch.cuda.empty_cache()
     print(f"\n{time.monotonic() - START:.1f} s")
@@ -321,7 +457,7 @@ def main() -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", choices=[[], *PARTS], default=[])
-    parser.add_argument("--seconds", type=float, default=85.0)
+    parser.add_argument("--seconds", type=float, default=75.0)
     ARGS = parser.parse_args()
-    ARGS.parts = ARGS.parts or list(PARTS)
+    ARGS.parts = ARGS.parts or list(OPEN)
     main()

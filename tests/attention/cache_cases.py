@@ -73,6 +73,7 @@ def make_tensors(case: CacheCase, device: str = "cpu", seed: int = 0) -> Tensors
 
 def fill_caches(case: CacheCase, tensors: Tensors, generator: torch.Generator) -> None:
     """Add caches that are NaN but where sequences lie, and a page table that names no page behind them."""
+    assert all(keys <= case.capacity for keys in case.lengths), f"{case.lengths} do not fit {case.capacity}"
     batch, length = len(case.lengths), case.page_size or case.capacity
     pages = max(case.rows, default=batch - 1) + 1
     table = torch.arange(pages)[list(case.rows)] if case.rows else torch.arange(batch)
@@ -119,6 +120,7 @@ CACHE_CASES = [
     CacheCase("window", lengths=(60, 3), seqlen_q=3, page_size=3, heads=16, options={"window": (10, 1)}),
     CacheCase("more-rows-than-keys", lengths=(2, 0), seqlen_q=5, options={"causal": True}),
     CacheCase("features", lengths=(50, 11), seqlen_q=3, sinks=True, alibi="batch", options=FEATURES),
+    CacheCase("softcap-far-above-the-scores", lengths=(50, 11), dtype="fp32", options={"softcap": 50.0}),
     CacheCase("sinks-no-keys", lengths=(0, 5), sinks=True, alibi="heads", options={"num_splits": 3}),
     CacheCase("fp32-unequal-widths", lengths=(37, 5), dtype="fp32", head_dim=24, head_dim_v=40),
     CacheCase("splits", lengths=(70, 3), options={"num_splits": 4}),

@@ -122,6 +122,7 @@ FEATURES = [
     _F(1, 1, 1, 50, 50, 16, 16, "fp16", False, window=(0, 0), why="window-of-one-key"),
     _F(1, 2, 1, 1, 129, 64, 64, "fp16", True, window=(31, -1), why="window-one-row"),
     _F(1, 2, 2, 33, 40, 40, 24, "fp32", True, softcap=2.0, why="softcap-fp32"),
+    _F(1, 2, 1, 48, 80, 32, 32, "fp32", True, window=(70, 0), softcap=50.0, why="softcap-far-above-the-scores"),
     _F(2, 2, 1, 40, 33, 64, 64, "fp16", True, softcap=30.0, why="softcap-rows-without-keys"),
     _F(1, 4, 2, 20, 70, 32, 32, "fp16", True, sinks="bf16", why="sinks"),
     _F(1, 4, 2, 40, 24, 32, 32, "fp32", True, sinks="fp32", why="sinks-rows-without-keys"),

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import math
+import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -36,6 +39,20 @@ def poison_allocator(nbytes: int) -> None:
     # Bytes of ones are NaN in every dtype.
     blocks = [torch.full((max(1, size),), 255, dtype=torch.uint8, device="cuda") for size in sizes]
     del blocks
+
+
+@contextlib.contextmanager
+def synchronisation_is_an_error() -> Iterator[None]:
+    """Let torch raise at any synchronisation with the GPU; afterwards it does what it did before, whatever happened."""
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        # Torch says so each time that the mode is set.
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype feature", UserWarning)
+        try:
+            torch.cuda.set_sync_debug_mode("error")
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
 
 
 def make_features(case: FeatureCase | VarlenCase, device: str) -> dict[str, Any]:

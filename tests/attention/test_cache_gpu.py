@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import warnings
 from typing import Any
 
 import pytest
 import torch
 
 from flashmoe_science import UnsupportedError, explain_with_kv_cache, flash_attention, flash_attention_with_kv_cache
-from flashmoe_science.attention.decode_plan import DECODE_TABLES
+from flashmoe_science.attention import decode_plan
+from flashmoe_science.attention.decode_plan import _MORE_TO_READ, _SHORT, DECODE_TABLES, DecodeConfig
 
 from .cache_cases import CACHE_CASES, EMPTY_CACHE_CASES, CacheCase, Tensors, make_tensors
 from .cache_checks import assert_cache_right, call, clone
-from .checks import poison_allocator
+from .checks import poison_allocator, synchronisation_is_an_error
 
 pytestmark = pytest.mark.gpu
 
@@ -58,6 +60,43 @@ def test_every_row_of_the_table(dim, dtype, rows):
         "rows", lengths=(900, 64), capacity=1000, heads=2 * rows, heads_kv=2, head_dim=dim, dtype=dtype, page_size=16,
     )  # fmt: skip
     run(case)
+
+
+TILES = [
+    (64, (128, 4, 3, 2)), (128, (64, 4, 3, 1)), (128, (128, 8, 3, 1)), (128, (64, 4, 4, 2)), (256, (64, 8, 3, 1)),
+    (576, (64, 8, 3, 1)),
+]  # fmt: skip
+
+
+def test_tiles_are_those_for_more_to_read():
+    larger = [config for table in _MORE_TO_READ.values() for steps in table.values() for _, config in steps]
+    larger += [config for table in _SHORT.values() for config in table.values()]
+    assert {DecodeConfig(16, *tile) for _, tile in TILES} == set(larger)
+
+
+@pytest.mark.parametrize("prefetch", [False, True])
+@pytest.mark.parametrize("page_size", [0, 16, 64])
+@pytest.mark.parametrize(("dim", "tile"), TILES, ids=str)
+def test_tiles_for_more_to_read(dim, tile, page_size, prefetch, monkeypatch):
+    """Chosen by hand, for calls that they do not serve: unlike lengths and like ones, every way to cut the keys."""
+    config = dataclasses.replace(DecodeConfig(16, *tile), prefetch=prefetch)
+    monkeypatch.setattr(decode_plan, "decode_config", lambda *_: config)
+    # A capacity that no other test has: what is prepared for a problem is kept.
+    capacity = 3008 + 16 * (2 * TILES.index((dim, tile)) + prefetch)
+    mla: dict[str, Any] = (
+        {"head_dim_v": 512, "heads_kv": 1, "heads": 16, "shared": True} if dim == 576 else {"heads": 8}
+    )
+    ways: tuple[dict[str, Any], ...] = (
+        {}, {"num_splits": 7}, {"window": (700, 2), "softcap": 3.0}, {"batch_invariant": True},
+    )  # fmt: skip
+    for lengths, options in itertools.product((LENGTHS, (2990, 2999, 3000), (1500,)), ways):
+        case = CacheCase(
+            "tile", lengths=lengths, capacity=capacity, seqlen_q=1 if dim == 576 else 3, head_dim=dim, dtype="bf16",
+            page_size=page_size, options={"causal": True, **options}, **mla,
+        )  # fmt: skip
+        run(case)
+    if not page_size:
+        run(CacheCase("full", lengths=(capacity,) * 2, capacity=capacity, head_dim=dim, dtype="fp16", full=True, **mla))
 
 
 @pytest.mark.parametrize("page_size", [0, 16])
@@ -188,7 +227,7 @@ def test_cuda_graph_replays_with_other_lengths(append):
 
 
 def test_compile_and_opcheck():
-    case = CacheCase("compile", lengths=(100, 7), new=1, rotary_dim=32, page_size=16, dtype="fp16")
+    case = CacheCase("compile", lengths=(100, 7), capacity=120, new=1, rotary_dim=32, page_size=16, dtype="fp16")
     tensors = make_tensors(case, "cuda")
     for name in ("k_cache", "v_cache"):
         tensors[name].nan_to_num_()
@@ -212,13 +251,11 @@ def test_compile_and_opcheck():
 @pytest.mark.unpoisoned
 def test_nothing_waits_for_the_device():
     """With every synchronisation made an error."""
-    tensors = make_tensors(CacheCase("sync", lengths=(100, 7), new=1, rotary_dim=32, page_size=16), "cuda")
+    case = CacheCase("sync", lengths=(100, 7), capacity=120, new=1, rotary_dim=32, page_size=16)
+    tensors = make_tensors(case, "cuda")
     call(clone(tensors))
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with synchronisation_is_an_error():
         call(tensors)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_checks_are_refused_in_a_capture(monkeypatch):
@@ -226,8 +263,10 @@ def test_checks_are_refused_in_a_capture(monkeypatch):
     call(tensors)
     monkeypatch.setenv("FLASHMOE_CHECK", "1")
     call(tensors)
-    with pytest.raises(UnsupportedError, match="capture without"), torch.cuda.graph(torch.cuda.CUDAGraph()):
-        call(tensors)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The CUDA Graph is empty", UserWarning)  # of the capture that was given up
+        with pytest.raises(UnsupportedError, match="capture without"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+            call(tensors)
 
 
 def test_offsets_past_2_31():

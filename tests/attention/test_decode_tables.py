@@ -6,6 +6,8 @@ every architecture, contiguous and paged. The merge and the append on every arch
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +17,14 @@ import pytest
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
 from flashmoe_science.attention.cache_problem import CacheProblem
-from flashmoe_science.attention.decode_plan import DECODE_TABLES, DecodeConfig, DecodePlan, plan_with_kv_cache
+from flashmoe_science.attention.decode_plan import (
+    _MORE_TO_READ,
+    _SHORT,
+    DECODE_TABLES,
+    DecodeConfig,
+    DecodePlan,
+    plan_with_kv_cache,
+)
 from flashmoe_science.attention.decode_prepare import prepare_cache_kernels
 from flashmoe_science.gpu.compile import compile_kernel, read_resources
 from flashmoe_science.gpu.launch import count_parameters
@@ -43,10 +52,12 @@ class Row:
     item_bytes: int
     columns: int
     way: str
+    batch: int = 2
 
     def __str__(self) -> str:
         config = self.config
-        tile = f"{config.block_m}x{config.block_n}x{self.columns}-w{config.num_warps}s{config.num_stages}"
+        tile = f"{config.block_m}x{config.block_n}x{self.columns}"
+        tile += f"-w{config.num_warps}s{config.num_stages}b{config.blocks_per_sm}"
         return f"sm_{self.arch}-{8 * self.item_bytes}bit-{tile}-{self.way}"
 
     def plan(self) -> DecodePlan:
@@ -54,7 +65,7 @@ class Row:
         rows = self.config.block_m // (2 if self.way == "features" else 1)
         mla = self.columns == 512
         problem = CacheProblem(
-            batch=5, heads=2 * rows, heads_kv=2, seqlen_q=2 if self.way == "features" else 1, capacity=4096,
+            batch=self.batch, heads=2 * rows, heads_kv=2, seqlen_q=2 if self.way == "features" else 1, capacity=4096,
             head_dim=576 if mla else self.columns, head_dim_v=self.columns, dtype=dtype, shared_kv=mla,
             **WAYS[self.way],
         )  # fmt: skip
@@ -76,7 +87,20 @@ def rows() -> Iterator[Row]:
                     )
 
 
-@pytest.mark.parametrize("row", dict.fromkeys(rows()), ids=str)
+def rows_for_more_to_read() -> Iterator[Row]:
+    """Tiles of 16 rows, with batches that are large enough for each."""
+    batches = {192 << 10: 8, 384 << 10: 64}
+    for archs, table in _MORE_TO_READ.items():
+        for arch, ((item_bytes, columns), steps) in itertools.product(archs, table.items()):
+            for (least, config), way in itertools.product(steps, ("plain", "page16", "wide")):
+                yield Row(arch, config, item_bytes, columns, way, batches[least])
+    for archs, short in _SHORT.items():
+        for arch, ((item_bytes, columns), config) in itertools.product(archs, short.items()):
+            for way in ("plain", "page16", "wide"):
+                yield Row(arch, config, item_bytes, columns, way, 200)
+
+
+@pytest.mark.parametrize("row", dict.fromkeys([*rows(), *rows_for_more_to_read()]), ids=str)
 def test_every_tile_compiles(row):
     plan = row.plan()
     decode = next(kernel for kernel in prepare_cache_kernels(plan) if kernel.source.name == "_decode_kernel")
@@ -132,3 +156,22 @@ def test_a_kernel_waits_for_the_one_before_it_on_hopper_and_later():
         assert read_resources(kernel.source, 90).instructions["ACQBULK"] == 1
     for kernel in prepare_cache_kernels(plan_with_kv_cache(problem, SPECS["L4"])):
         assert not kernel.source.dependent_launch
+
+
+@pytest.mark.parametrize("way", [{"has_seqlens": False}, {}, {"page_size": 16}], ids=["plain", "lengths", "pages"])
+def test_keys_asked_for_ahead_wait_for_no_more_than_they_need(way):
+    """Before the queries; and, where no length and no page is read, before the kernel before has ended."""
+    problem = CacheProblem(16, 32, 8, 1, 8192, 128, 128, "bf16", **way)
+    plan = plan_with_kv_cache(problem, SPECS["H200"])
+    assert plan.config is not None
+    ahead = dataclasses.replace(plan, config=dataclasses.replace(plan.config, prefetch=True))
+    source = prepare_cache_kernels(ahead)[0].source
+    ptx = compile_kernel(source, 90).asm["ptx"]
+    queries = ptx.index("ld.global.v4.b32")
+    assert 0 < ptx.index("prefetch.global.L2") < queries < ptx.index("cp.async")
+    assert (ptx.index("prefetch.global.L2") < ptx.index("griddepcontrol.wait")) == (way == {"has_seqlens": False})
+    assert ptx.index("griddepcontrol.wait") < queries, "the queries are what the kernel before may write"
+    assert ptx.count("griddepcontrol.wait") == 1
+    found = read_resources(source, 90)
+    assert found.spill_bytes == 0
+    assert found.instructions["CCTL"] == ptx.count("prefetch.global.L2")

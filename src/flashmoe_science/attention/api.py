@@ -79,10 +79,10 @@ def flash_attention(
             or an input requires grad while gradients are recorded (there is no backward yet).
 
     Numerics: fp32 scores, softmax and accumulators; P is rounded to the dtype of v. Error within twice that of the
-    eager run in the same dtype, against fp64. Run-to-run bitwise equal. On Hopper P may be up to 2**10 times what the
-    softmax gives before it is divided: V beyond 2**100 may overflow. CPU tensors run ``reference.attention``.
-    Beyond 2**24 in size, scaled scores of fp32 are more than 1 apart: rows that have such are not accurate, and may be
-    0 or NaN.
+    eager run in the same dtype, against fp64. Run-to-run bitwise equal for tensors laid out alike: alignment and
+    strides may change the order of a sum, and so bits. On Hopper P may be up to 2**10 times what the softmax gives
+    before it is divided: V beyond 2**100 may overflow. CPU tensors run ``reference.attention``. Beyond 2**24 in
+    size, scaled scores of fp32 are more than 1 apart: rows that have such are not accurate, and may be 0 or NaN.
     """
     if window != (-1, -1) or softcap != 0.0 or sinks is not None or alibi is not None or bias is not None:
         return _attend_with_features(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,7 @@ class DecodeConfig:
     num_warps: int
     num_stages: int  # tiles of K and V in flight, and the one that is worked on
     blocks_per_sm: int  # resident at a time, at the least
+    prefetch: bool = False  # L2 is asked for the first keys and values while the queries are on their way
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,7 @@ class Shares:
     least_tiles: int  # key tiles of a share
     programs: int  # shares that the grid has room for, of all sequences and one row tile
     most: int  # shares of one sequence that there can be
+    alike: int = 1  # "balanced": shares of each sequence where all of them turn out about as long
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +96,9 @@ def partial_sizes(plan: DecodePlan) -> tuple[int, int]:
 # Tiles: (architectures) -> {(bytes of an element, columns of the wider of the D and DV tiles): by rows, fewest first}.
 # What limits decoding is how many bytes of K and V an SM has asked for and not yet got: 4.8 TB/s times about 1 us over
 # 132 SMs are 36 KB. A step of 32 KB, two or three of them in flight a block and two or three blocks an SM give more
-# than that at any time. None of these tiles was measured against others yet: lab/decode has the sweep.
+# than that at any time. Of those with 16 rows on sm_90 the first of a width serves calls with little to read, in which
+# the start counts, and those whose bits must not depend on the batch; _MORE_TO_READ has what serves the others. For
+# 16-bit elements these were measured on an H200 (lab/decode/1_h200.txt); other architectures, fp32 and more rows not.
 _D = DecodeConfig
 DECODE_TABLES: dict[tuple[int, ...], dict[tuple[int, int], tuple[DecodeConfig, ...]]] = {
     (80,): {
@@ -118,25 +123,44 @@ DECODE_TABLES: dict[tuple[int, ...], dict[tuple[int, int], tuple[DecodeConfig, .
         (2, 64): (_D(16, 64, 4, 4, 4), _D(32, 128, 4, 3, 2), _D(64, 128, 4, 3, 2)),
         (2, 128): (_D(16, 64, 4, 3, 3), _D(32, 64, 4, 3, 2), _D(64, 64, 4, 3, 2)),
         (2, 256): (_D(16, 32, 4, 3, 3), _D(32, 32, 4, 3, 2), _D(64, 32, 8, 3, 1)),
-        (2, 512): (_D(16, 32, 4, 3, 2), _D(32, 32, 8, 3, 1)),
-        (4, 64): (_D(16, 32, 4, 3, 2), _D(32, 32, 8, 2, 1)),
+        (2, 512): (_D(16, 64, 8, 3, 1), _D(32, 32, 8, 3, 1)),
+        (4, 64): (_D(16, 32, 8, 3, 2), _D(32, 32, 8, 2, 1)),
         (4, 128): (_D(16, 32, 8, 2, 2), _D(32, 16, 8, 2, 1)),
         (4, 256): (_D(16, 16, 8, 2, 1),),
     },
 }  # fmt: skip
 
+# (architectures) -> {(bytes of an element, columns): (bytes of K and V for each SM from which on, tile of 16 rows)}.
+# One block an SM with large tiles reads faster than more blocks with smaller ones: 4.32 and 4.08 TB/s with 16 sequences
+# of 8k keys, D 128 and 8 K/V heads; 4.15 and 3.80 with 32 sequences of 16k keys, D 256 and one. With 8k keys of one
+# sequence 64 keys a step and 16 shares, one for each SM, take 12.95 us, 43 shares 14.26, 128 keys a step 14.03.
+_MORE_TO_READ: dict[tuple[int, ...], dict[tuple[int, int], tuple[tuple[int, DecodeConfig], ...]]] = {
+    (90, 100): {
+        (2, 64): ((384 << 10, _D(16, 128, 4, 3, 2)),),
+        (2, 128): ((192 << 10, _D(16, 64, 4, 3, 1)), (384 << 10, _D(16, 128, 8, 3, 1))),
+        (2, 256): ((192 << 10, _D(16, 64, 8, 3, 1)),),
+    },
+}
+# In place of these where sequences of at most so many keys fill the SMs more than once, and blocks come and go: 244.0
+# us and 245.0 at 64 sequences of 4k keys.
+_SHORT_KEYS = 4096
+_SHORT_BLOCKS = 1.5  # an SM
+_SHORT: dict[tuple[int, ...], dict[tuple[int, int], DecodeConfig]] = {(90, 100): {(2, 128): _D(16, 64, 4, 4, 2)}}
+
 # A grid of at least this part of the blocks that are resident at a time is full enough: FlashAttention-3's rule.
 _FULL_ENOUGH = 0.8
 # Of two numbers of shares the smaller is taken where it fills the GPU nearly as evenly: each share costs a partial
-# output. FlashAttention-3's rule too.
-_NEARLY_AS_EVEN = 0.85
-# Balanced shares: how often the resident blocks are filled. More rounds even out sequences of unlike lengths.
+# output. FlashAttention-3's 0.85 leaves 14 % of the SMs without a block where there is one for each.
+_NEARLY_AS_EVEN = 0.95
+# Balanced shares: how often the resident blocks are filled. More rounds even out sequences of unlike lengths; but the
+# grid has room for all of them, and where lengths are alike the rest of it starts, reads the lengths and ends.
 _BALANCED_ROUNDS = 2
 _MAX_BALANCED_BATCH = 1024  # every program reads all lengths
 # The shares of a batch-invariant call: of these many keys at the least for each 16 rows, as each row has a partial
-# output; and no more than so many of one sequence.
+# output; and no more of one sequence than give each SM one, within these bounds. 8k keys of one sequence, 8 K/V heads:
+# 12.95 us with 16 shares, 13.68 with 32; 16 such sequences: 133.9 us and 136.1.
 _INVARIANT_KEYS = 256
-_INVARIANT_SPLITS = 64
+_INVARIANT_SPLITS = (4, 64)
 # Queries of prompt size are tiles enough without shares, whose partial outputs would take more memory than the cache.
 _INVARIANT_ROW_TILES = 4
 MERGE_WARPS = 4
@@ -148,15 +172,27 @@ def _cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def decode_config(arch: int, item_bytes: int, columns: int, rows: int) -> DecodeConfig:
-    """Return the tile for an architecture, an element size, a tile width and rows that read the same keys.
+def decode_config(problem: CacheProblem, arch: int, sms: int) -> DecodeConfig:
+    """Return the tile for a problem on an architecture; one without a table takes that of the one before it.
 
-    An architecture without a table takes that of the one before it.
+    Neither the batch nor the capacity decides where ``batch_invariant`` or ``num_splits`` promise the same bits.
     """
     near = max(known for archs in DECODE_TABLES for known in archs if known <= arch)
-    table = next(table for archs, table in DECODE_TABLES.items() if near in archs)
-    configs = table[item_bytes, max(64, columns)]
-    return next((config for config in configs if config.block_m >= rows), configs[-1])
+    widest = max(problem.head_dim, problem.head_dim_v)
+    width = problem.item_bytes, 512 if widest > MAX_HEAD_DIM else max(64, block_dim(widest))
+
+    def of(tables: Mapping[tuple[int, ...], Mapping[tuple[int, int], Any]]) -> Any:
+        return next((table.get(width) for archs, table in tables.items() if near in archs), None)
+
+    configs: tuple[DecodeConfig, ...] = of(DECODE_TABLES)
+    config = next((config for config in configs if config.block_m >= problem.packed_rows), configs[-1])
+    if problem.batch_invariant or problem.num_splits or config.block_m != configs[0].block_m:
+        return config
+    for least, larger in of(_MORE_TO_READ) or ():
+        if problem.kv_bytes >= least * sms:
+            config = larger
+    short = problem.batch * problem.heads_kv >= _SHORT_BLOCKS * sms and problem.seen_keys <= _SHORT_KEYS
+    return of(_SHORT) or config if short else config
 
 
 def even_splits(tiles: int, units: int, slots: int) -> int:
@@ -188,19 +224,24 @@ def plan_shares(problem: CacheProblem, config: DecodeConfig, sms: int) -> tuple[
         return _even("even", count, 1, batch, tiles), f"num_splits is {problem.num_splits}"
     if problem.batch_invariant and tiles_m <= _INVARIANT_ROW_TILES:
         least = _cdiv(_INVARIANT_KEYS * config.block_m // 16, config.block_n)
-        splits = min(_INVARIANT_SPLITS, _cdiv(tiles, least))
+        fewest, most = _INVARIANT_SPLITS
+        room = min(most, max(fewest, sms // units))
         why = "batch_invariant: a sequence is cut by its own length alone"
-        return _even("own length", _INVARIANT_SPLITS, least, batch, tiles, splits), why
+        return _even("own length", room, least, batch, tiles, min(room, _cdiv(tiles, least))), why
     if problem.batch_invariant:
         return _even("whole", 1, 1, batch, tiles), f"batch_invariant: {tiles_m} row tiles of a sequence are enough"
     if units >= _FULL_ENOUGH * slots:
         return _even("whole", 1, 1, batch, tiles), f"one sequence's {units} row tiles fill {slots} programs"
     if problem.has_seqlens and 1 < batch <= _MAX_BALANCED_BATCH and tiles > 1:
         a_head = max(1, _BALANCED_ROUNDS * slots // units)
-        programs = min(a_head + batch, batch * tiles)
-        most = min(tiles, a_head + 1)
-        why = f"the lengths lie on the device: about {a_head} shares a head, as equal as can be over all sequences"
-        return Shares("balanced", a_head, 1, programs, most), why
+        alike = even_splits(tiles, units * batch, slots)
+        programs = max(min(a_head + batch, batch * tiles), batch * alike)
+        most = max(min(tiles, a_head + 1), alike)
+        why = (
+            f"the lengths lie on the device: about {a_head} shares a head, as equal as can be over all sequences, "
+            f"or {alike} for each where they are alike"
+        )
+        return Shares("balanced", a_head, 1, programs, most, alike), why
     count = even_splits(tiles, units * batch, slots)
     if count == 1:
         return _even("whole", 1, 1, batch, tiles), f"{units * batch} programs for {slots} that are resident at a time"
@@ -248,8 +289,7 @@ def plan_with_kv_cache(problem: CacheProblem, gpu: GpuSpec | None, kernel: str =
         config = DecodeConfig(16, 16, 4, 1, 1)
         return _decode_plan(problem, "CPU", 0, 8, config, "Triton's interpreter runs it (TRITON_INTERPRET=1)")
     refuse_architecture(gpu.arch)
-    columns = 512 if widest > MAX_HEAD_DIM else block_dim(widest)
-    config = decode_config(gpu.arch, problem.item_bytes, columns, problem.packed_rows)
+    config = decode_config(problem, gpu.arch, gpu.sms)
     return _decode_plan(
         problem, gpu.name, gpu.arch, gpu.sms, config, "it was asked for" if kernel != "auto" else "there is a cache"
     )

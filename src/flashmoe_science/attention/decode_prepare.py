@@ -98,12 +98,20 @@ def _schedule(problem: CacheProblem, shares: Shares) -> dict[str, tuple[str, flo
         "window_left": ("i32", problem.window[0]),
         "splits": ("i32", shares.splits),
         "least_tiles": ("i32", shares.least_tiles),
+        "alike": ("i32", shares.alike),
     }
 
 
 def _block_b(problem: CacheProblem, shares: Shares) -> int:
     """Return the lengths that a program reads at once: all of them where it balances shares over sequences."""
     return 1 << (problem.batch - 1).bit_length() if shares.schedule == "balanced" else 1
+
+
+def _scale(problem: CacheProblem) -> float:
+    """Return the factor on q . k: with a softcap as ``cap_scores`` takes it."""
+    if problem.softcap and problem.dtype == "fp32":
+        return problem.scale / problem.softcap
+    return problem.kernel_scale
 
 
 def _decode(plan: DecodePlan, grid: tuple[int, int, int]) -> PreparedKernel:
@@ -129,7 +137,7 @@ def _decode(plan: DecodePlan, grid: tuple[int, int, int]) -> PreparedKernel:
         "stride_tb": ("i64", problem.table_stride),
         **_schedule(problem, shares),
         "window_right": ("i32", problem.window[1]),
-        "scale": ("fp32", problem.kernel_scale),
+        "scale": ("fp32", _scale(problem)),
         "softcap": ("fp32", problem.softcap * LOG2_E) if problem.softcap else None,
     }
     columns = problem.head_dim_v if problem.shared_kv else problem.head_dim
@@ -165,6 +173,7 @@ def _decode(plan: DecodePlan, grid: tuple[int, int, int]) -> PreparedKernel:
         "STORE_LSE": problem.return_lse,
         "PRECISION": "ieee" if kind == "fp32" else "tf32",  # only fp32 operands read it
         "NUM_STAGES": config.num_stages,
+        "PREFETCH": config.prefetch,
     }
     # Addresses of 64 bits take more registers than the table's blocks leave: one block an SM less.
     blocks = max(1, config.blocks_per_sm - int(wide))

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .primitives import head_offset, load_rows
+from .primitives import cap_scores, head_offset, load_rows
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
@@ -48,21 +48,25 @@ def _share_tiles(first, end, max_splits, least_tiles, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def _balanced_share_tiles(first, end, present, shares_a_head, least_tiles, BLOCK_N: tl.constexpr):
+def _balanced_share_tiles(first, end, batch, present, shares_a_head, least_tiles, alike, BLOCK_N: tl.constexpr):
     """Return the same for a vector of sequences, so that shares of all of them are about as long.
 
-    Their number is at most ``shares_a_head`` and one more for every sequence.
+    Their number is at most ``shares_a_head`` and one more for every sequence, or ``alike`` for every sequence where
+    none is much longer than the mean.
     """
     tiles = tl.where(present, tl.cdiv(end, BLOCK_N) - first // BLOCK_N, 0)
-    quota = tl.maximum(tl.cdiv(tl.sum(tiles, 0), shares_a_head), least_tiles)
+    total = tl.sum(tiles, 0)
+    mean = total // batch
+    quota = tl.maximum(tl.cdiv(total, shares_a_head), least_tiles)
     wanted = tl.maximum((tiles + quota // 2) // quota, 1)
+    wanted = tl.where(tl.max(tiles, 0) <= mean + mean // 8, alike, wanted)
     share = tl.maximum(tl.cdiv(tiles, wanted), 1)
     return share, tl.where(present, tl.maximum(tl.cdiv(tiles, share), 1), 0)
 
 
 @triton.jit
 def _find_share(
-    chunk, batch, seqlens_ptr, leftpad_ptr, seqlen_new, seqlen_q, capacity, window_left, splits, least_tiles,
+    chunk, batch, seqlens_ptr, leftpad_ptr, seqlen_new, seqlen_q, capacity, window_left, splits, least_tiles, alike,
     HAS_LEFT: tl.constexpr, BALANCED: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Return sequence and number of the share ``chunk``, its tiles, the shares of the sequence, and its keys.
@@ -74,7 +78,7 @@ def _find_share(
         firsts, ends = _visible_keys(
             seqs, batch, seqlens_ptr, leftpad_ptr, seqlen_new, seqlen_q, capacity, window_left, HAS_LEFT
         )
-        shares, counts = _balanced_share_tiles(firsts, ends, seqs < batch, splits, least_tiles, BLOCK_N)
+        shares, counts = _balanced_share_tiles(firsts, ends, batch, seqs < batch, splits, least_tiles, alike, BLOCK_N)
         b = tl.sum((tl.cumsum(counts, 0) <= chunk).to(tl.int32), 0)  # sequences whose shares all come before
         split = chunk - tl.sum(tl.where(seqs < b, counts, 0), 0)
         share = tl.sum(tl.where(seqs == b, shares, 0), 0)
@@ -127,6 +131,23 @@ def _tile_pointers(
 
 
 @triton.jit
+def _prefetch(
+    base, page, start_n, offs_n, end, stride_page, STRIDE_N: tl.constexpr, ALIGN: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr, WIDE: tl.constexpr, BLOCK_COLS: tl.constexpr, ITEM_BYTES: tl.constexpr,
+):  # fmt: skip
+    """Ask the L2 cache for a tile of K or V; rows past the last key ask for that one."""
+    LINE: tl.constexpr = 128 // ITEM_BYTES  # elements
+    lines = tl.arange(0, BLOCK_COLS // LINE if BLOCK_COLS > LINE else 1) * LINE
+    inside = tl.minimum(offs_n, end - 1 - start_n)
+    ptrs = _tile_pointers(
+        base, page, start_n + inside, start_n, inside, lines, stride_page, STRIDE_N, ALIGN, PAGE_SIZE, BLOCK_N, WIDE
+    )
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1];\nmov.b32 $0, 0;", "=r,l", [ptrs.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
 def _fold(
     acc, l, m, q, q_rest, k_ptrs, rest_ptrs, v_ptrs, cols, mask_n, offs_d, offs_rest, offs_dv, position, window_left,
     window_right, scale, softcap, slope, D: tl.constexpr, REST: tl.constexpr, DV: tl.constexpr,
@@ -149,7 +170,7 @@ def _fold(
         s = tl.dot(q_rest, tl.trans(rest), s, input_precision=PRECISION)
     s *= scale
     if softcap is not None:
-        s = softcap - 2 * softcap / (1 + tl.exp2(s))  # softcap * tanh
+        s = cap_scores(s, softcap, PRECISION == "ieee")
     if slope is not None:
         s -= slope[:, None] * tl.abs(position[:, None] - cols[None, :]).to(tl.float32)
     visible = mask_n[None, :]
@@ -251,7 +272,8 @@ def _decode_kernel(
     batch, heads_kv, seqlen_q, seqlen_new, capacity, window_left, window_right,
     splits,  # the most shares of one sequence; BALANCED: shares of all sequences and one K/V head
     least_tiles,  # of a share
-    scale,  # softmax_scale * log2(e); with a softcap 2 * softmax_scale * log2(e) / softcap
+    alike,  # BALANCED: shares of each sequence where all are about as long
+    scale,  # softmax_scale * log2(e); with a softcap that over softcap, times 2, or as ``cap_scores`` takes it for fp32
     softcap,  # softcap * log2(e), or None
     STRIDE_QM: tl.constexpr, STRIDE_KN: tl.constexpr, STRIDE_VN: tl.constexpr, STRIDE_OM: tl.constexpr,
     ALIGN: tl.constexpr, ALIGN_O: tl.constexpr,
@@ -264,7 +286,7 @@ def _decode_kernel(
     TILES_M: tl.constexpr,  # row tiles of one sequence and K/V head
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STRIDE_ALIBI_B: tl.constexpr,
     SPLIT: tl.constexpr, BALANCED: tl.constexpr, STORE_LSE: tl.constexpr,
-    PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr,
+    PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr, PREFETCH: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,  # launched before the kernel before it has ended (sm_90 and newer)
 ):  # fmt: skip
     """Attend BLOCK_M rows to one share of the keys of a sequence. Grid: (TILES_M * HK * shares,)."""
@@ -272,12 +294,16 @@ def _decode_kernel(
     tile = pid % TILES_M
     h = (pid // TILES_M) % heads_kv
     chunk = pid // (TILES_M * heads_kv)
-    if DEPENDENT_LAUNCH:  # no memory is touched before this wait
+    # What L2 is asked for needs no wait: it holds what the kernel before writes, too. But lengths and pages are read.
+    EARLY: tl.constexpr = (
+        PREFETCH and seqlens_ptr is None and leftpad_ptr is None and batch_idx_ptr is None and PAGE_SIZE == 0
+    )
+    if DEPENDENT_LAUNCH and not EARLY:  # no memory is read before this wait
         gdc_wait()
         gdc_launch_dependents()
 
     b, split, share, count, first, end = _find_share(
-        chunk, batch, seqlens_ptr, leftpad_ptr, seqlen_new, seqlen_q, capacity, window_left, splits, least_tiles,
+        chunk, batch, seqlens_ptr, leftpad_ptr, seqlen_new, seqlen_q, capacity, window_left, splits, least_tiles, alike,
         HAS_LEFT, BALANCED, BLOCK_B, BLOCK_N,
     )  # fmt: skip
     offs_n, offs_d, offs_dv = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
@@ -285,6 +311,30 @@ def _decode_kernel(
     token, head = row // GROUP, h * GROUP + row % GROUP
     rows = seqlen_q * GROUP
     mask_m = row < rows
+    if PREFETCH:  # keys need not wait until the queries have come, which Triton's pipeline makes them do
+        place = (first // BLOCK_N + split * share) * BLOCK_N
+        if split < count and place < end:
+            k_base, v_base, table = _cache_of(
+                k_ptr, v_ptr, page_table_ptr, batch_idx_ptr, b, h, stride_kp, stride_kh, stride_vp, stride_vh,
+                stride_tb, ALIGN,
+            )  # fmt: skip
+            page = place * 0
+            if PAGE_SIZE > 0:
+                page = _load_pages(table, place, offs_n, first, end, PAGE_SIZE, BLOCK_N)
+            for step in tl.static_range(1 if PAGE_SIZE > 0 else NUM_STAGES - 1):  # of others the pages are not known
+                start = tl.minimum(place + step * BLOCK_N, end - 1)
+                _prefetch(
+                    k_base, page, start, offs_n, end, stride_kp, STRIDE_KN, ALIGN, PAGE_SIZE, BLOCK_N, WIDE,
+                    BLOCK_D + (BLOCK_REST if REST > 0 else 0), k_ptr.dtype.element_ty.primitive_bitwidth // 8,
+                )  # fmt: skip
+                if not SHARED_KV:
+                    _prefetch(
+                        v_base, page, start, offs_n, end, stride_vp, STRIDE_VN, ALIGN, PAGE_SIZE, BLOCK_N, WIDE,
+                        BLOCK_DV, v_ptr.dtype.element_ty.primitive_bitwidth // 8,
+                    )  # fmt: skip
+    if DEPENDENT_LAUNCH and EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
     q_rows = q_ptr + (b.to(tl.int64) * stride_qb + head.to(tl.int64) * stride_qh) * ALIGN
     q_rows += token.to(tl.int64) * STRIDE_QM
     # Asked for before it is known whether there is a share: the length may still be on its way.
@@ -423,7 +473,7 @@ def _merge_shares_kernel(
     leftpad_ptr,  # [B] int32, or None
     sinks_ptr,  # [H], or None
     stride_ob, stride_oh,  # in units of ALIGN_O elements
-    batch, heads_kv, seqlen_q, seqlen_new, capacity, window_left, splits, least_tiles,
+    batch, heads_kv, seqlen_q, seqlen_new, capacity, window_left, splits, least_tiles, alike,
     STRIDE_OM: tl.constexpr, ALIGN_O: tl.constexpr, GROUP: tl.constexpr, DV: tl.constexpr,
     BLOCK_N: tl.constexpr,  # of _decode_kernel
     BLOCK_B: tl.constexpr,
@@ -438,12 +488,13 @@ def _merge_shares_kernel(
     first_column, first_row = pid % TILES_DV * COLUMNS, pid // TILES_DV * ROWS
     if DEPENDENT_LAUNCH:
         gdc_wait()
+        gdc_launch_dependents()
     if BALANCED:
         seqs = tl.arange(0, BLOCK_B)
         firsts, ends = _visible_keys(
             seqs, batch, seqlens_ptr, leftpad_ptr, seqlen_new, seqlen_q, capacity, window_left, HAS_LEFT
         )
-        _, counts = _balanced_share_tiles(firsts, ends, seqs < batch, splits, least_tiles, BLOCK_N)
+        _, counts = _balanced_share_tiles(firsts, ends, batch, seqs < batch, splits, least_tiles, alike, BLOCK_N)
         chunk = tl.sum(tl.where(seqs < b, counts, 0), 0)
         count = tl.sum(tl.where(seqs == b, counts, 0), 0)
     else:

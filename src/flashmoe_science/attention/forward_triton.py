@@ -15,17 +15,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .primitives import head_offset, load_rows
+from .primitives import cap_scores, head_offset, load_rows
 
 
 @triton.jit
 def _change_scores(
     s, cols, offs_m, offs_n, seqlen_k, diagonal, softcap, slope, bias_rows, step,
-    STRIDE_BIAS_N: tl.constexpr, MASK_N: tl.constexpr,
+    STRIDE_BIAS_N: tl.constexpr, MASK_N: tl.constexpr, ACCURATE: tl.constexpr,
 ):  # fmt: skip
     """Apply softcap, ALiBi and bias, in this order, to one tile of scaled scores."""
     if softcap is not None:
-        s = softcap - 2 * softcap / (1 + tl.exp2(s))  # softcap * tanh, as the scale has the factor 2 log2(e) / softcap
+        s = cap_scores(s, softcap, ACCURATE)
     if slope is not None:
         s -= slope * tl.abs(offs_m[:, None] + diagonal - cols[None, :]).to(tl.float32)
     if bias_rows is not None:
@@ -52,8 +52,9 @@ def _attend(
     k = load_rows(k_ptrs + step * STRIDE_KN, cols, seqlen_k, offs_d, D, MASK_N, MASK_D)  # [BLOCK_N, BLOCK_D]
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale  # [BLOCK_M, BLOCK_N]
     s = _change_scores(
-        s, cols, offs_m, key_rows, seqlen_k, diagonal, softcap, slope, bias_rows, step, STRIDE_BIAS_N, MASK_N
-    )
+        s, cols, offs_m, key_rows, seqlen_k, diagonal, softcap, slope, bias_rows, step, STRIDE_BIAS_N, MASK_N,
+        PRECISION == "ieee",
+    )  # fmt: skip
     if MASK_RIGHT:
         s = tl.where(offs_m[:, None] + (diagonal + window_right) >= cols[None, :], s, -float("inf"))
     if MASK_LEFT:
@@ -71,7 +72,11 @@ def _attend(
         alpha = tl.exp(m - m_safe)
     l = l * alpha + tl.sum(p, 1)
     v = load_rows(v_ptrs + step * STRIDE_VN, cols, seqlen_k, offs_dv, DV, MASK_N, MASK_DV)  # [BLOCK_N, BLOCK_DV]
-    acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
+    if PRECISION == "ieee":  # keys are added one by one: to the sum of a tile, not of all, whose rounding is larger
+        part = tl.dot(p, v, input_precision=PRECISION)
+        acc = tl.fma(acc, tl.broadcast_to(alpha[:, None], acc.shape), part)  # a sum would become part of the product
+    else:
+        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
     return acc, l, m_new
 
 
@@ -128,7 +133,9 @@ def _forward_kernel(
     stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh,  # in units of ALIGN elements
     stride_ob, stride_oh,  # in units of ALIGN_O elements
     batch, heads, seqlen_q, seqlen_k, tiles_m,  # packed: no length is read
-    scale,  # softmax_scale * log2(e); with a bias softmax_scale; with a softcap 2 * softmax_scale * log2(e) / softcap
+    # softmax_scale * log2(e); with a bias softmax_scale; with a softcap what ``cap_scores`` takes: for fp32 inputs
+    # softmax_scale / softcap, for others 2 log2(e) times that.
+    scale,
     window_left, window_right,  # row m sees keys m + Sk - Sq - window_left to m + Sk - Sq + window_right
     softcap,  # softcap * log2(e), with a bias softcap; or None
     stride_bias_b, stride_bias_h, stride_bias_m,  # in units of ALIGN_BIAS elements
@@ -241,7 +248,10 @@ def _forward_kernel(
 
     # A row that met no key has l == 0: its output is 0 and its LSE -inf. So are rows past the length of a sequence.
     has_keys = l != 0
-    out = acc * tl.where(has_keys, 1.0 / l, 0.0)[:, None]
+    if PRECISION == "ieee":  # a reciprocal loses two units in the last place
+        out = tl.div_rn(acc, tl.where(has_keys, l, 1.0)[:, None])
+    else:
+        out = acc * tl.where(has_keys, 1.0 / l, 0.0)[:, None]
     if seqused_q_ptr is not None:
         has_keys = has_keys & (offs_m < seqlen_q)
         out = tl.where(has_keys[:, None], out, 0.0)

@@ -313,8 +313,8 @@ _ABSENT = _Argument("constant")
 
 
 def _forward_scale(problem: AttentionProblem) -> float:
-    if problem.softcap:
-        return problem.softcap_scale
+    if problem.softcap:  # as ``cap_scores`` takes it
+        return problem.scale / problem.softcap if problem.dtype == "fp32" else problem.softcap_scale
     return problem.scale if problem.bias else problem.scale_log2
 
 
