@@ -65,8 +65,8 @@ def main() -> None:
     specs = importlib.import_module("flashmoe_science.gpu.specs")
     reference = importlib.import_module("flashmoe_science.attention.reference")
     import triton
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
     from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     triton.set_allocator(scratch)
     dims = [int(d) for d in sys.argv[1:2]] or [64, 96, 128, 256]

@@ -10,7 +10,6 @@ blocks: a batched product whose batch axis Triton lays over the warps.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 

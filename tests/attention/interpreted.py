@@ -12,8 +12,9 @@ import torch
 from flashmoe_science import flash_attention, flash_attention_varlen
 from flashmoe_science.attention.calls import allocate_lse, allocate_output
 from flashmoe_science.attention.inputs import problem_of
-from flashmoe_science.attention.plan import ForwardConfig, Plan, PlannedLaunch
 from flashmoe_science.attention.prepare import interpret, prepare_kernels
+from flashmoe_science.attention.tiles import ForwardConfig, Plan
+from flashmoe_science.gpu.planning import PlannedLaunch
 
 from .cases import Case, FeatureCase, VarlenCase
 from .checks import assert_right, assert_varlen_right, make_features, make_inputs, make_packed

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from flashmoe_science import InputError, explain, explain_varlen, flash_attention, flash_attention_varlen
-from flashmoe_science.attention.plan import ForwardConfig
+from flashmoe_science.attention.tiles import ForwardConfig
 
 from .cases import FEATURES, HEAD_DIMS, PAIRS, VARLEN, FeatureCase, VarlenCase
 from .checks import (

@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="Triton exists for Linux only")
 
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from flashmoe_science.attention import operator as attention_operator, plan, prepare
+from flashmoe_science.attention import hopper_plan, operator as attention_operator, plan, prepare
 from flashmoe_science.attention.cache_contract import cache_problem_of
 from flashmoe_science.attention.inputs import problem_of
 from flashmoe_science.attention.operator import OPERATOR
@@ -154,20 +154,20 @@ def test_an_edited_kernel_changes_the_cases_that_run_it_and_no_others(edit):
 
 def test_a_table_entry_changes_the_cases_that_take_it(monkeypatch):
     before = {shape: code(shape) for shape in SHAPES}
-    table = dict(plan.HOPPER_TABLE)
+    table = dict(hopper_plan.HOPPER_TABLE)
     table[128, 128, False] = ((2**63, dataclasses.replace(table[128, 128, False][0][1], ping_pong=True)),)
-    monkeypatch.setattr(plan, "HOPPER_TABLE", table)
+    monkeypatch.setattr(hopper_plan, "HOPPER_TABLE", table)
     assert {shape for shape in SHAPES if code(shape) != before[shape]} == {"hopper"}
 
 
 def test_an_entry_for_other_shapes_and_another_reason_change_nothing(monkeypatch):
     before = code("hopper")
-    table = dict(plan.HOPPER_TABLE)
+    table = dict(hopper_plan.HOPPER_TABLE)
     table[256, 256, False] = ((2**63, dataclasses.replace(table[256, 256, False][0][1], num_stages=1)),)
-    monkeypatch.setattr(plan, "HOPPER_TABLE", table)
-    made = plan._hopper_plan
+    monkeypatch.setattr(hopper_plan, "HOPPER_TABLE", table)
+    made = hopper_plan.hopper_plan
     monkeypatch.setattr(
-        plan, "_hopper_plan", lambda *arguments: dataclasses.replace(made(*arguments), reason="for people")
+        plan, "hopper_plan", lambda *arguments: dataclasses.replace(made(*arguments), reason="for people")
     )
     assert code("hopper") == before
 

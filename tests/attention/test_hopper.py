@@ -17,25 +17,24 @@ pytest.importorskip("triton", reason="Triton exists for Linux only")
 
 from flashmoe_science import UnsupportedError
 from flashmoe_science.attention.forward_gluon_sm90 import TURNS
-from flashmoe_science.attention.operator import OPERATOR, compile_plan
-from flashmoe_science.attention.plan import (
+from flashmoe_science.attention.hopper_plan import (
     HOPPER_ROWS,
     HOPPER_TABLE,
-    HopperConfig,
-    Plan,
-    PlannedLaunch,
     hopper_config,
     hopper_edge_tiles,
     hopper_heads_per_group,
     hopper_is_aligned,
-    plan_attention,
 )
+from flashmoe_science.attention.operator import OPERATOR, compile_plan
+from flashmoe_science.attention.plan import plan_attention
 from flashmoe_science.attention.prepare import prepare_kernels
 from flashmoe_science.attention.problem import AttentionProblem
+from flashmoe_science.attention.tiles import HopperConfig, Plan
 from flashmoe_science.errors import CompileError, LaunchError
 from flashmoe_science.gpu import tensor_map
 from flashmoe_science.gpu.compile import compile_kernel
 from flashmoe_science.gpu.launch import count_parameters, parameter_bits
+from flashmoe_science.gpu.planning import PlannedLaunch
 from flashmoe_science.gpu.specs import SPECS
 from flashmoe_science.gpu.tensor_map import TensorMap
 

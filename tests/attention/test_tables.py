@@ -30,20 +30,14 @@ import triton
 
 from flashmoe_science import UnsupportedError
 from flashmoe_science.attention.operator import CompileOutcome, compile_plan
-from flashmoe_science.attention.plan import (
-    FORWARD_TABLES,
-    SHORT_MAX_KEYS,
-    ForwardConfig,
-    Plan,
-    PlannedLaunch,
-    ShortConfig,
-    forward_rows,
-    plan_attention,
-    short_shared_bytes,
-)
+from flashmoe_science.attention.plan import plan_attention
 from flashmoe_science.attention.prepare import prepare_kernels
 from flashmoe_science.attention.problem import AttentionProblem, Strides
+from flashmoe_science.attention.short_plan import SHORT_MAX_KEYS, short_shared_bytes
+from flashmoe_science.attention.tiles import ForwardConfig, Plan, ShortConfig
+from flashmoe_science.attention.triton_plan import FORWARD_TABLES, forward_rows
 from flashmoe_science.gpu.compile import compile_kernel, read_resources
+from flashmoe_science.gpu.planning import PlannedLaunch
 from flashmoe_science.gpu.specs import SPECS
 
 pytestmark = pytest.mark.triton

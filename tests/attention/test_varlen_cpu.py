@@ -10,8 +10,9 @@ import torch
 
 from flashmoe_science import InputError, UnsupportedError, explain_varlen, flash_attention, flash_attention_varlen
 from flashmoe_science.attention import varlen
-from flashmoe_science.attention.plan import ForwardConfig, plan_attention
+from flashmoe_science.attention.plan import plan_attention
 from flashmoe_science.attention.problem import AttentionProblem
+from flashmoe_science.attention.tiles import ForwardConfig
 from flashmoe_science.gpu.specs import SPECS
 
 from .cases import VARLEN

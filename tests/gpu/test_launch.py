@@ -15,12 +15,13 @@ import triton
 import triton.language as tl
 
 from flashmoe_science import CompileError
-from flashmoe_science.attention.plan import ForwardConfig, Plan, PlannedLaunch
 from flashmoe_science.attention.prepare import prepare_kernels
 from flashmoe_science.attention.problem import AttentionProblem
+from flashmoe_science.attention.tiles import ForwardConfig, Plan
 from flashmoe_science.gpu import launch
 from flashmoe_science.gpu.compile import KernelSource, compile_kernel
 from flashmoe_science.gpu.launch import MAX_POINTERS, count_parameters
+from flashmoe_science.gpu.planning import PlannedLaunch
 
 pytestmark = pytest.mark.triton
 

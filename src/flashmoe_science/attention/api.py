@@ -20,8 +20,9 @@ from .inputs import (
     problem_of,
     refuse_derivatives,
 )
-from .plan import Plan, plan_attention
+from .plan import plan_attention
 from .problem import canonical_strides, output_strides
+from .tiles import Plan
 
 # What a call with the same key does, prepared. A key holds everything that decides plan, kernel and grid.
 _prepared: dict[tuple[Any, ...], Callable[..., Any]] = {}

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ..errors import UnsupportedError
 from . import reference
-from .plan import ForwardConfig, HopperConfig, Plan
 from .problem import AttentionProblem
+from .tiles import ForwardConfig, HopperConfig, Plan
 
 Call = Callable[..., Any]
 

@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import InputError, UnsupportedError
+from ..gpu.planning import PlannedLaunch, refuse_architecture
 from ..gpu.specs import GpuSpec
 from .cache_problem import MAX_SPLITS, CacheProblem
-from .plan import MAX_HEAD_DIM, PlannedLaunch, block_dim, refuse_architecture
+from .plan import MAX_HEAD_DIM
+from .tiles import block_dim
 
 CACHE_KERNELS = ("decode_triton", "reference")
 

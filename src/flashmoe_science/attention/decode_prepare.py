@@ -9,9 +9,9 @@ from .append_triton import _append_kernel
 from .cache_problem import CacheProblem, alignment
 from .decode_plan import APPEND_TOKENS, APPEND_WARPS, MERGE_WARPS, DecodeConfig, DecodePlan, MergeConfig, Shares
 from .decode_triton import _decode_kernel, _merge_shares_kernel
-from .plan import block_dim
 from .prepare import PreparedKernel
 from .problem import LOG2_E, Strides
+from .tiles import block_dim
 
 _OURS = ("q_out_ptr", "o_ptr", "lse_ptr", "o_part_ptr", "lse_part_ptr")  # allocated here, so aligned
 

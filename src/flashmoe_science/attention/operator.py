@@ -14,13 +14,15 @@ import torch
 from ..errors import CompileError, InputError, UnsupportedError
 from ..gpu.device import current_gpu
 from ..gpu.machine_code import KernelCode
+from ..gpu.planning import PlannedLaunch
 from ..gpu.specs import SPECS, GpuSpec, find_gpu, shared_memory_limit
 from . import reference, rivals
 from .api import flash_attention
 from .fingerprints import can_be_told, rival_code, subject_code
 from .inputs import check_window
-from .plan import ForwardConfig, HopperConfig, Plan, PlannedLaunch, plan_attention
+from .plan import plan_attention
 from .problem import ITEM_BYTES, AttentionProblem, canonical_strides
+from .tiles import ForwardConfig, HopperConfig, Plan
 
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 _KEYS = {

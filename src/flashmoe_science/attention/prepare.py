@@ -15,26 +15,21 @@ from ..gpu.tensor_map import TensorMap
 from .forward_gluon_sm90 import _forward_sm90_kernel
 from .forward_short_gluon import _forward_short_kernel
 from .forward_triton import _forward_kernel
-from .merge_triton import _merge_partials_kernel
-from .plan import (
+from .hopper_plan import (
     HOPPER_REGISTERS,
     HOPPER_ROWS,
-    MERGE_ROWS,
-    MERGE_WARPS,
-    ForwardConfig,
-    HopperConfig,
-    Plan,
-    ShortConfig,
-    block_dim,
     hopper_columns,
     hopper_edge_tiles,
     hopper_heads_per_group,
     hopper_is_aligned,
     hopper_output_columns,
     hopper_tiles_m,
-    short_alignment,
 )
+from .merge_triton import _merge_partials_kernel
 from .problem import ITEM_BYTES, LOG2_E, AttentionProblem
+from .short_plan import short_alignment
+from .tiles import ForwardConfig, HopperConfig, Plan, ShortConfig, block_dim
+from .triton_plan import MERGE_ROWS, MERGE_WARPS
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 # All that a thread can have. Left to itself, ptxas spills a few bytes to fit one more block of a small tile on an SM,

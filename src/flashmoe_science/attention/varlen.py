@@ -25,8 +25,9 @@ from .inputs import (
     pointer_alignment,
     refuse_derivatives,
 )
-from .plan import Plan, plan_attention
+from .plan import plan_attention
 from .problem import AttentionProblem
+from .tiles import Plan
 
 _prepared: dict[tuple[Any, ...], Callable[..., Any]] = {}
 _MAX_PREPARED = 8192

@@ -16,10 +16,10 @@ from ..attention.cache_api import flash_attention_with_kv_cache
 from ..attention.cache_problem import CacheProblem
 from ..attention.decode_plan import DecodePlan, plan_with_kv_cache
 from ..attention.fingerprints import can_be_told, rival_code, subject_code
-from ..attention.plan import PlannedLaunch
 from ..attention.problem import canonical_strides
 from ..errors import CompileError, InputError, UnsupportedError
 from ..gpu.device import current_gpu
+from ..gpu.planning import PlannedLaunch
 from ..gpu.specs import GpuSpec, find_gpu
 from . import rivals
 
