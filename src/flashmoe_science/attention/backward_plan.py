@@ -11,7 +11,6 @@ from ..errors import InputError, UnsupportedError
 from ..gpu.specs import GpuSpec
 from .backward_problem import BackwardProblem
 from .plan import MAX_HEAD_DIM, PlannedLaunch, block_dim, refuse_architecture
-from .problem import AttentionProblem
 
 BACKWARD_KERNELS = ("backward_triton", "reference")
 DELTA_ROWS = 32  # of one program of the pass that makes delta
@@ -100,11 +99,6 @@ def _cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def delta_rows(problem: AttentionProblem) -> tuple[int, int]:
-    """Return the rows of one head, and the heads, over which delta is made."""
-    return problem.seqlen_q, problem.batch * problem.heads
-
-
 def _launches(problem: BackwardProblem, config: BackwardConfig) -> tuple[PlannedLaunch, ...]:
     p = problem.forward
     heads, heads_kv = p.batch * p.heads, p.batch * p.heads_kv
@@ -165,7 +159,7 @@ def _cpu_plan(problem: BackwardProblem, kernel: str) -> BackwardPlan:
     if kernel in ("auto", "reference"):
         return BackwardPlan(problem, "CPU", 0, "reference", None, (), "CPU tensors run the reference")
     if os.environ.get("TRITON_INTERPRET") == "1":
-        config = _config(Tile(16, 32, 4, 1), Tile(32, 16, 4, 1), Tile(16, 16, 4, 1))
+        config = _config(Tile(16, 32, 4, 1), Tile(32, 16, 4, 1), Tile(32, 32, 4, 1))
         why = "Triton's interpreter runs it (TRITON_INTERPRET=1)"
         return BackwardPlan(problem, "CPU", 0, kernel, config, _launches(problem, config), why)
     raise UnsupportedError(

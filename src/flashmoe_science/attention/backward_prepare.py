@@ -89,6 +89,8 @@ def _delta(problem: BackwardProblem, grid: tuple[int, int, int]) -> PreparedKern
     pointers = {"o_ptr": kind, "do_ptr": kind, "lse_ptr": "*fp32", "delta_ptr": "*fp32"}
     if problem.has_dlse:
         pointers["dlse_ptr"] = "*fp32"
+    if p.packed:
+        pointers["cu_seqlens_q_ptr"] = "*i32"
     arguments = _Arguments(problem, pointers)
     align = alignment(problem)
     (ob, oh), (dob, doh) = _units(problem.o_strides, align), _units(problem.do_strides, align)
@@ -103,7 +105,6 @@ def _delta(problem: BackwardProblem, grid: tuple[int, int, int]) -> PreparedKern
         "DV": p.head_dim_v,
         "BLOCK_DV": block_dim(p.head_dim_v),
         "BLOCK_M": DELTA_ROWS,
-        "PACKED": p.packed,
     }
     return arguments.prepare(_delta_kernel, grid, DELTA_WARPS)
 

@@ -17,6 +17,7 @@ class BackwardProblem:
     has_dlse: bool = False  # whether there is a gradient of the LSE
     wants_q: bool = True
     wants_kv: bool = True
+    wants_sinks: bool = False
     # Whether one bias serves all sequences, and all heads; None: its gradient is not asked for.
     bias_sums: tuple[bool, bool] | None = None
 
@@ -48,6 +49,12 @@ class BackwardProblem:
         if self.forward.packed:
             return 0, columns, heads * columns, 1
         return output_strides(self.forward.batch, heads, seqlen, columns, strides)
+
+    @property
+    def wanted(self) -> tuple[str, ...]:
+        """Names of what gradients are asked for, in the order in which they are returned."""
+        asked = {"q": self.wants_q, "k": self.wants_kv, "v": self.wants_kv, "sinks": self.wants_sinks}
+        return tuple(name for name, is_asked in {**asked, "bias": self.bias_sums is not None}.items() if is_asked)
 
     @property
     def flops(self) -> float:

@@ -65,22 +65,33 @@ def _load_lse(ptrs, mask, UNIT: tl.constexpr):
 
 @triton.jit
 def _delta_kernel(
-    o_ptr,  # [B, H, Sq, DV]
+    o_ptr,  # [B, H, Sq, DV]; packed [T, H, DV], like do
     do_ptr,  # [B, H, Sq, DV]
     lse_ptr,  # [B, H, Sq] fp32; packed [T, H]
     delta_ptr,  # like lse
     dlse_ptr,  # like lse, or None
+    cu_seqlens_q_ptr,  # [B + 1] int32 or None: not packed
     stride_ob, stride_oh, stride_dob, stride_doh,  # in units of ALIGN elements
     heads, seqlen_q, tiles_m,
     STRIDE_OM: tl.constexpr, STRIDE_OD: tl.constexpr, STRIDE_DOM: tl.constexpr, STRIDE_DOD: tl.constexpr,
-    ALIGN: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, PACKED: tl.constexpr,
+    ALIGN: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Write delta of BLOCK_M rows of one head; packed sequences count as one. Grid: (tiles_m * B * H,)."""
+    """Write delta of BLOCK_M rows of one head. Grid: (tiles_m * B * H,)."""
     pid = tl.program_id(0)
     tile = pid % tiles_m
     b, h = (pid // tiles_m) // heads, (pid // tiles_m) % heads
     first_row = tile * BLOCK_M
     offs_m = first_row + tl.arange(0, BLOCK_M)
+    if cu_seqlens_q_ptr is not None:
+        start_q = tl.load(cu_seqlens_q_ptr + b)
+        seqlen_q = tl.load(cu_seqlens_q_ptr + b + 1) - start_q
+        if first_row >= seqlen_q:
+            return
+        o_ptr += start_q.to(tl.int64) * STRIDE_OM
+        do_ptr += start_q.to(tl.int64) * STRIDE_DOM
+        places = (start_q + offs_m).to(tl.int64) * heads + h
+    else:
+        places = (b * heads + h).to(tl.int64) * seqlen_q + offs_m
     rows = tl.arange(0, BLOCK_M).to(tl.int64)
     offs_dv = tl.arange(0, BLOCK_DV).to(tl.int64)
     o_base = o_ptr + head_offset(b, h, stride_ob, stride_oh) * ALIGN + first_row.to(tl.int64) * STRIDE_OM
@@ -90,10 +101,6 @@ def _delta_kernel(
     o = load_rows(o_ptrs, offs_m, seqlen_q, offs_dv, DV, True, DV != BLOCK_DV).to(tl.float32)  # [BLOCK_M, BLOCK_DV]
     do = load_rows(do_ptrs, offs_m, seqlen_q, offs_dv, DV, True, DV != BLOCK_DV).to(tl.float32)
     delta = tl.sum(o * do, 1)
-    if PACKED:
-        places = offs_m.to(tl.int64) * heads + h
-    else:
-        places = (b * heads + h).to(tl.int64) * seqlen_q + offs_m
     if dlse_ptr is not None:
         delta -= tl.load(dlse_ptr + places, mask=offs_m < seqlen_q, other=0.0)
     # In a row that saw no key P is 0, and the gradient of its LSE, of -inf, may be NaN.
