@@ -213,8 +213,9 @@ def differentiate(call, tensors, options, *, kernel, through_lse, seed=2) -> tup
         given["dlse"] = torch.where(lse == -math.inf, math.nan, dlse)
         dlse = torch.where(lse == -math.inf, 0.0, dlse)
     if "max_seqlen_q" in tensors:
-        lengths = planned_length("max_seqlen_q", tensors["max_seqlen_q"]), planned_length(
-            "max_seqlen_k", tensors["max_seqlen_k"]
+        lengths = (
+            planned_length("max_seqlen_q", tensors["max_seqlen_q"]),
+            planned_length("max_seqlen_k", tensors["max_seqlen_k"]),
         )
     wanted = ["q", "k", "v", *(name for name in ("sinks", "bias") if name in options)]
     return attention_gradients(options_of(options, lengths), given, wanted, kernel=kernel), do, dlse

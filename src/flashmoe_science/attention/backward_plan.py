@@ -59,40 +59,97 @@ class BackwardPlan:
             for name, tile in (("keys", self.config.kv), ("queries", self.config.q)):
                 fields = dataclasses.asdict(tile)
                 lines.append(f"  {name:7} " + ", ".join(f"{field} {value}" for field, value in fields.items()))
-        for launch in self.launches:
-            lines.append(f"  launch  {launch.pattern}, grid {launch.grid}, {launch.block[0]} threads")
-        return "\n".join(lines)
+        launches = [f"  launch  {at.pattern}, grid {at.grid}, {at.block[0]} threads" for at in self.launches]
+        return "\n".join([*lines, *launches])
 
     def __str__(self) -> str:
         return self.as_text()
 
 
-_T = Tile
-_Tiles = dict[tuple[int, int], BackwardConfig]
+@dataclass(frozen=True, slots=True)
+class BackwardTiles:
+    """One row of the tables: what features and rests need in registers decides between tiles."""
+
+    kv: Tile  # queries are a multiple of its rows, and there are no features
+    kv_ragged: Tile  # they are not, or sequences are packed
+    kv_features: Tile  # with a window, a softcap, ALiBi or a bias
+    q: Tile
+    q_features: Tile
+    bias: Tile
 
 
-def _config(kv: Tile, q: Tile, bias: Tile | None = None) -> BackwardConfig:
-    return BackwardConfig(kv, q, bias or dataclasses.replace(q, num_stages=1))
+def _row(kv: str, kv_ragged: str, kv_features: str, q: str, q_features: str, bias: str) -> BackwardTiles:
+    """Return a row from tiles written as rows x keys x warps x stages."""
+    tiles = (Tile(*map(int, tile.split("x"))) for tile in (kv, kv_ragged, kv_features, q, q_features, bias))
+    return BackwardTiles(*tiles)
 
 
-# Tiles: (architectures) -> {(bytes of an element, columns of the wider of the D and DV tiles): tiles}.
-BACKWARD_TABLES: dict[tuple[int, ...], _Tiles] = {
+# (architectures) -> {(bytes of an element, columns of the wider of the D and DV tiles): tiles}.
+# Each is the first of a list, largest first, that compiles for its architectures within their shared memory and with
+# loops over tiles that touch no local memory (test_backward_tables.py; of fp32, whose products take more registers, up
+# to 64 columns). None was timed against others.
+BACKWARD_TABLES: dict[tuple[int, ...], dict[tuple[int, int], BackwardTiles]] = {
     (80,): {
-        (2, 64): _config(_T(64, 128, 8, 2), _T(128, 64, 8, 2)),
-        (2, 128): _config(_T(32, 64, 8, 2), _T(64, 64, 8, 2)),
-        (2, 256): _config(_T(16, 32, 8, 1), _T(32, 32, 8, 1)),
-        (4, 64): _config(_T(16, 32, 8, 1), _T(32, 16, 8, 1)),
-        (4, 128): _config(_T(16, 16, 8, 1), _T(16, 16, 8, 1)),
-        (4, 256): _config(_T(16, 16, 8, 1), _T(16, 16, 8, 1)),
+        (2, 64): _row("64x128x8x2", "32x128x8x2", "32x64x4x1", "128x64x8x2", "64x64x4x2", "32x64x4x1"),
+        (2, 128): _row("64x64x8x2", "64x64x8x2", "32x64x8x2", "64x64x8x2", "64x32x4x2", "32x32x4x1"),
+        (2, 256): _row("32x64x8x2", "32x32x8x2", "16x32x8x1", "64x32x8x1", "32x32x8x1", "32x32x8x1"),
+        (4, 64): _row("16x32x8x1", "16x32x8x1", "16x16x8x1", "32x32x8x1", "32x16x8x1", "16x16x8x1"),
+        (4, 128): _row("16x16x8x1", "16x16x8x1", "16x16x8x1", "16x16x8x1", "16x16x8x1", "16x16x8x1"),
+        (4, 256): _row("16x16x8x1", "16x16x8x1", "16x16x8x1", "16x16x8x1", "16x16x8x1", "16x16x8x1"),
+    },
+    (86, 89): {
+        (2, 64): _row("32x128x8x2", "32x128x8x2", "32x64x4x1", "128x64x8x2", "64x64x4x2", "32x64x4x1"),
+        (2, 128): _row("64x64x8x2", "64x64x8x2", "32x64x8x2", "64x64x8x2", "64x32x8x2", "32x32x4x1"),
+        (2, 256): _row("32x32x8x2", "32x32x8x2", "16x32x8x1", "64x32x8x1", "32x32x8x1", "32x32x8x1"),
+        (4, 64): _row("16x32x8x1", "16x32x8x1", "16x16x8x1", "32x32x8x1", "32x16x8x1", "16x16x8x1"),
+        (4, 128): _row("16x16x8x1", "16x16x8x1", "16x16x8x1", "16x16x8x1", "16x16x8x1", "16x16x8x1"),
+        (4, 256): _row("16x16x8x1", "16x16x8x1", "16x16x8x1", "16x16x8x1", "16x16x8x1", "16x16x8x1"),
+    },
+    (90,): {
+        (2, 64): _row("64x128x8x3", "64x128x8x1", "32x64x4x2", "128x128x8x2", "128x64x8x2", "32x64x4x1"),
+        (2, 128): _row("64x128x8x1", "32x128x8x3", "32x64x8x2", "128x64x8x2", "128x64x8x2", "64x64x8x1"),
+        (2, 256): _row("32x32x8x2", "32x32x8x2", "32x32x8x2", "128x32x8x2", "32x32x8x2", "64x64x8x1"),
+        (4, 64): _row("16x32x8x1", "16x32x8x1", "16x16x8x1", "32x32x8x1", "32x16x8x1", "16x16x8x1"),
+        (4, 128): _row("16x16x8x1", "16x16x8x1", "16x16x8x1", "16x16x8x1", "16x16x8x1", "16x16x8x1"),
+        (4, 256): _row("16x16x8x1", "16x16x8x1", "16x16x8x1", "16x16x8x1", "16x16x8x1", "16x16x8x1"),
+    },
+    (100,): {
+        (2, 64): _row("64x128x8x2", "32x64x4x1", "32x64x4x1", "128x64x8x2", "64x64x4x2", "32x64x4x1"),
+        (2, 128): _row("64x128x8x1", "64x64x8x2", "32x128x8x1", "128x64x8x2", "128x32x8x2", "64x64x8x1"),
+        (2, 256): _row("32x64x8x1", "16x64x8x1", "32x32x8x2", "128x32x8x2", "64x32x8x1", "64x64x8x1"),
+        (4, 64): _row("16x32x8x1", "16x32x8x1", "16x16x8x1", "32x32x8x1", "32x16x8x1", "16x16x8x1"),
+        (4, 128): _row("16x16x8x1", "16x16x8x1", "16x16x8x1", "16x16x8x1", "16x16x8x1", "16x16x8x1"),
+        (4, 256): _row("16x16x8x1", "16x16x8x1", "16x16x8x1", "16x16x8x1", "16x16x8x1", "16x16x8x1"),
+    },
+    (120,): {
+        (2, 64): _row("64x128x8x2", "32x128x8x2", "32x64x4x1", "128x64x8x2", "64x64x4x2", "32x64x4x1"),
+        (2, 128): _row("64x64x8x2", "64x64x8x2", "32x64x8x2", "64x64x8x2", "64x32x8x2", "32x32x4x1"),
+        (2, 256): _row("32x32x8x2", "32x32x8x2", "16x32x8x1", "64x32x8x1", "32x32x8x1", "32x32x8x1"),
+        (4, 64): _row("16x32x8x1", "16x32x8x1", "16x16x8x1", "32x32x8x1", "32x16x8x1", "16x16x8x1"),
+        (4, 128): _row("16x16x8x1", "16x16x8x1", "16x16x8x1", "16x16x8x1", "16x16x8x1", "16x16x8x1"),
+        (4, 256): _row("16x16x8x1", "16x16x8x1", "16x16x8x1", "16x16x8x1", "16x16x8x1", "16x16x8x1"),
     },
 }
 
 
-def backward_config(arch: int, item_bytes: int, columns: int) -> BackwardConfig:
-    """Return the tiles of ``backward_triton`` for an architecture, an element size and a tile width."""
+def backward_tiles(arch: int, item_bytes: int, columns: int) -> BackwardTiles:
+    """Return the row of the tables for an architecture, an element size and a tile width.
+
+    An architecture without a table takes that of the one before it: sm_103 has the tiles of sm_100.
+    """
     near = max(known for archs in BACKWARD_TABLES for known in archs if known <= arch)
     key = item_bytes, max(64, columns)
     return next(table[key] for archs, table in BACKWARD_TABLES.items() if near in archs)
+
+
+def backward_config(problem: BackwardProblem, arch: int) -> BackwardConfig:
+    """Return the tiles of ``backward_triton``."""
+    p = problem.forward
+    tiles = backward_tiles(arch, p.item_bytes, block_dim(max(p.head_dim, p.head_dim_v)))
+    if p.window != (-1, -1) or p.softcap or p.alibi or p.bias:
+        return BackwardConfig(tiles.kv_features, tiles.q_features, tiles.bias)
+    whole = not p.packed and p.seqlen_q % tiles.kv.block_m == 0
+    return BackwardConfig(tiles.kv if whole else tiles.kv_ragged, tiles.q, tiles.bias)
 
 
 def _cdiv(a: int, b: int) -> int:
@@ -148,18 +205,16 @@ def plan_backward(problem: BackwardProblem, gpu: GpuSpec | None, kernel: str = "
     if p.rows == 0 or p.seqlen_k == 0:
         why = "no query sees a key, so gradients are 0: nothing is launched"
         return BackwardPlan(problem, gpu.name, gpu.arch, "backward_triton", None, (), why)
-    config = backward_config(gpu.arch, p.item_bytes, block_dim(widest))
+    config = backward_config(problem, gpu.arch)
     why = "it is the one that serves every GPU" if kernel == "auto" else "it was asked for"
-    return BackwardPlan(
-        problem, gpu.name, gpu.arch, "backward_triton", config, _launches(problem, config), why
-    )
+    return BackwardPlan(problem, gpu.name, gpu.arch, "backward_triton", config, _launches(problem, config), why)
 
 
 def _cpu_plan(problem: BackwardProblem, kernel: str) -> BackwardPlan:
     if kernel in ("auto", "reference"):
         return BackwardPlan(problem, "CPU", 0, "reference", None, (), "CPU tensors run the reference")
     if os.environ.get("TRITON_INTERPRET") == "1":
-        config = _config(Tile(16, 32, 4, 1), Tile(32, 16, 4, 1), Tile(32, 32, 4, 1))
+        config = BackwardConfig(Tile(16, 32, 4, 1), Tile(32, 16, 4, 1), Tile(32, 32, 4, 1))
         why = "Triton's interpreter runs it (TRITON_INTERPRET=1)"
         return BackwardPlan(problem, "CPU", 0, kernel, config, _launches(problem, config), why)
     raise UnsupportedError(

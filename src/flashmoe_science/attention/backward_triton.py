@@ -4,12 +4,12 @@ With P = exp(S - LSE) and delta[m] = sum_d dO[m, d] O[m, d] - dLSE[m]:
 
     dV = P^T dO      dS = P * (dO V^T - delta)      dQ = scale * dS' K      dK = scale * dS'^T Q      dbias = dS
 
-where dS' is dS times the derivative of the softcap. ``_delta_kernel`` makes delta. ``_backward_kv_kernel`` owns a tile of
-keys and walks over the queries of all heads that share it, so the heads of a group are summed in registers, in one
-order. ``_backward_q_kernel`` owns a tile of queries and walks over the keys. ``_backward_bias_kernel`` owns a tile of the
-bias and walks over the sequences and heads for which it is broadcast. So every gradient is a sum in one order, made by
-one program: the same bits in every run. It costs S and dO V^T a second time, seven products in place of five, and needs
-no memory but delta.
+where dS' is dS times the derivative of the softcap. ``_delta_kernel`` makes delta. ``_backward_kv_kernel`` owns a tile
+of keys and walks over the queries of all heads that share it, so the heads of a group are summed in registers, in one
+order. ``_backward_q_kernel`` owns a tile of queries and walks over the keys. ``_backward_bias_kernel`` owns a tile of
+the bias and walks over the sequences and heads for which it is broadcast. So every gradient is a sum in one order, made
+by one program: the same bits in every run. It costs S and dO V^T a second time, seven products in place of five, and
+needs no memory but delta.
 
 What a call does not ask for is None or a constant, and leaves no instruction behind.
 
@@ -138,7 +138,7 @@ def _row_range(
 
 @triton.jit
 def _fold_rows(
-    dk, dv, k, v, q_ptrs, do_ptrs, lse_ptr, delta_ptr, bias_head, start_m, offs_m, query_rows, offs_n, key_cols,
+    dk, dv, k, v, q_ptrs, do_ptrs, lse_ptr, delta_ptr, bias_head, start_m, offs_m, offs_n, key_cols,
     offs_d, offs_dv, seqlen_q, seqlen_k, step_lse, diagonal, window_left, window_right, scale, softcap, slope,
     stride_bias_m,
     STRIDE_QM: tl.constexpr, STRIDE_DOM: tl.constexpr, ALIGN_BIAS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
@@ -283,7 +283,7 @@ def _backward_kv_kernel(
         alibi_base += b.to(tl.int64) * STRIDE_ALIBI_B + first_head
     if bias_ptr is not None:
         bias_base += head_offset(b, first_head, stride_bias_b, stride_bias_h) * ALIGN_BIAS
-    for _ in range(0, group):
+    for _ in range(group):
         q_ptrs = q_base + query_rows[:, None] * STRIDE_QM + offs_d[None, :] * STRIDE_QD
         do_ptrs = do_base + query_rows[:, None] * STRIDE_DOM + offs_dv[None, :] * STRIDE_DOD
         slope = None
@@ -292,7 +292,7 @@ def _backward_kv_kernel(
         if BOUND_RIGHT:
             for start_m in tl.range(begin, tl.minimum(inside, end), BLOCK_M, num_stages=1):
                 dk, dv = _fold_rows(
-                    dk, dv, k, v, q_ptrs, do_ptrs, lse_base, delta_base, bias_base, start_m, offs_m, query_rows,
+                    dk, dv, k, v, q_ptrs, do_ptrs, lse_base, delta_base, bias_base, start_m, offs_m,
                     offs_n, key_cols, offs_d, offs_dv, seqlen_q, seqlen_k, step_lse, diagonal, window_left,
                     window_right, scale, softcap, slope, stride_bias_m,
                     STRIDE_QM, STRIDE_DOM, ALIGN_BIAS, D, DV, D != BLOCK_D, DV != BLOCK_DV,
@@ -300,7 +300,7 @@ def _backward_kv_kernel(
                 )  # fmt: skip
         for start_m in tl.range(inside, unmasked, BLOCK_M, num_stages=NUM_STAGES):
             dk, dv = _fold_rows(
-                dk, dv, k, v, q_ptrs, do_ptrs, lse_base, delta_base, bias_base, start_m, offs_m, query_rows,
+                dk, dv, k, v, q_ptrs, do_ptrs, lse_base, delta_base, bias_base, start_m, offs_m,
                 offs_n, key_cols, offs_d, offs_dv, seqlen_q, seqlen_k, step_lse, diagonal, window_left,
                 window_right, scale, softcap, slope, stride_bias_m,
                 STRIDE_QM, STRIDE_DOM, ALIGN_BIAS, D, DV, D != BLOCK_D, DV != BLOCK_DV,
@@ -309,7 +309,7 @@ def _backward_kv_kernel(
         if BOUND_LEFT:
             for start_m in tl.range(unmasked, end, BLOCK_M, num_stages=1):
                 dk, dv = _fold_rows(
-                    dk, dv, k, v, q_ptrs, do_ptrs, lse_base, delta_base, bias_base, start_m, offs_m, query_rows,
+                    dk, dv, k, v, q_ptrs, do_ptrs, lse_base, delta_base, bias_base, start_m, offs_m,
                     offs_n, key_cols, offs_d, offs_dv, seqlen_q, seqlen_k, step_lse, diagonal, window_left,
                     window_right, scale, softcap, slope, stride_bias_m,
                     STRIDE_QM, STRIDE_DOM, ALIGN_BIAS, D, DV, D != BLOCK_D, DV != BLOCK_DV,

@@ -267,7 +267,9 @@ def _fake_backward(
 ) -> tuple[Tensor, ...]:
     wanted = options[-2]
     return tuple(
-        _fake_gradient(name, tensor) if tensor is not None and number in wanted else torch.empty(0, dtype=q.dtype, device=q.device)
+        _fake_gradient(name, tensor)
+        if tensor is not None and number in wanted
+        else torch.empty(0, dtype=q.dtype, device=q.device)
         for number, (name, tensor) in enumerate(zip(_DIFFERENTIABLE, (q, k, v, sinks, bias), strict=True))
     )
 

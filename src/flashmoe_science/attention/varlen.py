@@ -118,11 +118,9 @@ def flash_attention_varlen(
             flash_attention_varlen, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, causal=causal,
             softmax_scale=softmax_scale, window=window, softcap=softcap, return_lse=True, kernel=kernel,
         )  # fmt: skip
-        o, lse = differentiable(
-            attend,
-            Options(causal, softmax_scale, window, softcap, lengths),
-            {**needed, "q": q, "k": k, "v": v, "sinks": sinks, "alibi": alibi, "seqused_q": seqused_q, "seqused_k": seqused_k},
-        )
+        asked = Options(causal, softmax_scale, window, softcap, lengths)
+        given = {"sinks": sinks, "alibi": alibi, "seqused_q": seqused_q, "seqused_k": seqused_k}
+        o, lse = differentiable(attend, asked, {**needed, "q": q, "k": k, "v": v, **given})
         return (o, lse) if return_lse else o
     options = {"causal": causal, "softmax_scale": softmax_scale, "window": window, "softcap": softcap}
     tensors = {
