@@ -163,14 +163,15 @@ def options_of(options: dict[str, Any], lengths: tuple[int, int] | None = None) 
 
 def low_precision_gradients(q, k, v, do, **options) -> dict[str, torch.Tensor]:
     """Return what autograd makes of the framework's eager run in the dtype of the inputs."""
-    leaves = {"q": q, "k": k, "v": v, **{name: options[name] for name in ("sinks", "bias") if name in options}}
-    leaves = {name: tensor.detach().clone().requires_grad_() for name, tensor in leaves.items()}
-    extras = {name: leaves[name] for name in ("sinks", "bias") if name in leaves}
-    o = reference.attention_low_precision(leaves["q"], leaves["k"], leaves["v"], **{**options, **extras})
-    grads = torch.autograd.grad(o, [*leaves.values()], do, allow_unused=True)
-    return {
-        name: torch.zeros_like(leaves[name]) if grad is None else grad for name, grad in zip(leaves, grads, strict=True)
+    given = {"q": q, "k": k, "v": v, **options}
+    leaves: dict[str, torch.Tensor] = {
+        name: given[name].detach().clone().requires_grad_()
+        for name in ("q", "k", "v", "sinks", "bias")
+        if name in given
     }
+    o = reference.attention_low_precision(**{**given, **leaves})
+    grads = torch.autograd.grad(o, [*leaves.values()], do, allow_unused=True, materialize_grads=True)
+    return dict(zip(leaves, grads, strict=True))
 
 
 def assert_gradients_right(found, q, k, v, do, dlse=None, *, name="", **options):
@@ -224,8 +225,12 @@ def differentiate(call, tensors, options, *, kernel, through_lse, seed=2) -> tup
 def assert_varlen_gradients_right(found, inputs, options, do):
     """Hold the gradients of every sequence against fp64, and those of tokens in none against 0."""
     q, k, v = (inputs[name] for name in "qkv")
+    q64, k64, v64, do64 = (tensor.double().nan_to_num(0.0) for tensor in (q, k, v, do))
     exact = reference.attention_varlen_backward(
-        *(tensor.double().nan_to_num(0.0) for tensor in (q, k, v, do)),
+        q64,
+        k64,
+        v64,
+        do64,
         **{name: tensor for name, tensor in inputs.items() if name.startswith(("cu_seqlens", "seqused"))},
         **options,
     )

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from flashmoe_science import UnsupportedError, flash_attention, flash_attention_varlen
 from flashmoe_science.attention import gradients as gradients_module, reference
+from flashmoe_science.attention.backward_calls import prepare_backward
 
 from .cases import GRADIENTS, FeatureCase, Gradients
 
@@ -114,8 +115,10 @@ def all_features(dtype: torch.dtype = torch.float32) -> tuple[list[torch.Tensor]
 
 
 def expected_of(inputs, options, do, dlse=None):
-    plain = {name: option.detach() if isinstance(option, torch.Tensor) else option for name, option in options.items()}
-    return reference.attention_backward(*(tensor.detach() for tensor in inputs), do, dlse, **plain)
+    plain: dict[str, Any] = {}
+    plain |= {name: option.detach() if isinstance(option, torch.Tensor) else option for name, option in options.items()}
+    q, k, v = (tensor.detach() for tensor in inputs)
+    return reference.attention_backward(q, k, v, do, dlse, **plain)
 
 
 def compare(inputs, options, expected):
@@ -207,7 +210,7 @@ def test_slopes_have_no_gradient():
 def test_autocast(training, with_bias):
     """Inputs of fp32 are cast, whether or not gradients are recorded; outside of the region they are not."""
     q, k, v, bias = leaves((1, 2, 5, 8), (1, 2, 6, 8), (1, 2, 6, 8), (1, 1, 5, 6))
-    options = {"bias": bias} if with_bias else {}
+    options: dict[str, Any] = {"bias": bias} if with_bias else {}
     with torch.set_grad_enabled(training):
         assert flash_attention(q, k, v, **options).dtype == torch.float32
         with torch.autocast("cpu", torch.bfloat16):
@@ -269,9 +272,10 @@ def test_packed_sequences(how):
     torch.autograd.backward((o, lse), (do, dlse))
     total = torch.zeros(4)
     for rows, keys in ((slice(0, 3), slice(0, 4)), (slice(3, 9), slice(7, 12))):
-        parts = (tensor.detach()[place].transpose(0, 1)[None] for tensor, place in ((q, rows), (k, keys), (v, keys)))
+        places = ((q, rows), (k, keys), (v, keys))
+        one_q, one_k, one_v = (tensor.detach()[place].transpose(0, 1)[None] for tensor, place in places)
         alone = reference.attention_backward(
-            *parts, do[rows].transpose(0, 1)[None], dlse[None, :, rows], causal=True, sinks=sinks.detach()
+            one_q, one_k, one_v, do[rows].transpose(0, 1)[None], dlse[None, :, rows], causal=True, sinks=sinks.detach()
         )
         torch.testing.assert_close(q.grad[rows], alone["q"][0].transpose(0, 1))
         torch.testing.assert_close(k.grad[keys], alone["k"][0].transpose(0, 1))
@@ -296,9 +300,13 @@ def test_prepared_gradients_see_every_change(monkeypatch):
     q, k, v = leaves((1, 2, 6, 8), (1, 2, 6, 8), (1, 2, 6, 8))
     do = torch.randn(1, 2, 6, 8)
     made = []
-    prepare = gradients_module.prepare_backward
+
+    def prepare(plan, q):
+        made.append(plan)
+        return prepare_backward(plan, q)
+
     monkeypatch.setattr(gradients_module, "_prepared", {})
-    monkeypatch.setattr(gradients_module, "prepare_backward", lambda plan, q: made.append(plan) or prepare(plan, q))
+    monkeypatch.setattr(gradients_module, "prepare_backward", prepare)
     asked: list[dict[str, Any]] = [
         {},
         {"causal": True},

@@ -50,7 +50,7 @@ def check(case: Case, *, through_lse: bool = False, repeats: int = 3) -> None:
 @pytest.mark.parametrize("pair", LONG, ids=str)
 def test_lengths(pair, dims, causal):
     """FlashAttention's own list of lengths, at the head dimensions in use, with grouped heads."""
-    check(Case(1 if max(pair) > 2000 else 2, 4, 2, *pair, *dims, "bf16", causal, why="lengths"))
+    check(Case(1 if max(pair) > 2000 else 2, 4, 2, pair[0], pair[1], dims[0], dims[1], "bf16", causal, "lengths"))
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "fp32"])
@@ -88,7 +88,10 @@ _LARGE: dict[str, dict[str, Any]] = {
 def test_features(name, dims):
     """At sizes of many tiles, with the tiles that plans choose."""
     causal = name != "window on both sides"
-    check(FeatureCase(2, 4, 2, 500, 640, *dims, "bf16", causal, why=name, **_LARGE[name]), through_lse=name == "sinks")
+    check(
+        FeatureCase(2, 4, 2, 500, 640, dims[0], dims[1], "bf16", causal, name, **_LARGE[name]),
+        through_lse=name == "sinks",
+    )
 
 
 def test_a_mask_with_lengths_of_128():
@@ -110,7 +113,8 @@ def leaves(*shape: int, dtype: torch.dtype = torch.bfloat16, number: int = 3) ->
 
 
 def gradients_of(attend, inputs, do) -> tuple[torch.Tensor, ...]:
-    return torch.autograd.grad(attend(*inputs), inputs, do)
+    found: tuple[torch.Tensor, ...] = torch.autograd.grad(attend(*inputs), inputs, do)
+    return found
 
 
 @pytest.mark.parametrize("how", ["whole graph", "checkpoint", "expanded", "sequence-major"])
@@ -208,6 +212,6 @@ def test_against_sdpa():
     inputs = leaves(2, 8, 512, 128)
     do = torch.randn(2, 8, 512, 128, device="cuda", dtype=torch.bfloat16)
     ours = gradients_of(lambda *x: flash_attention(*x, causal=True), inputs, do)
-    theirs = gradients_of(lambda *x: F.scaled_dot_product_attention(*x, is_causal=True), inputs, do)
+    theirs = gradients_of(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True), inputs, do)
     for mine, other in itertools.zip_longest(ours, theirs):
         torch.testing.assert_close(mine, other, rtol=0.05, atol=0.05)

@@ -68,7 +68,9 @@ def differentiable(
 ) -> tuple[Tensor, Tensor]:
     """Return o and the LSE of ``attend(**tensors)``, and record what their gradients need."""
     names = ("q", "k", "v", *OPTIONAL)
-    found: tuple[Tensor, Tensor] = _Attention.apply(attend, options, *(tensors.get(name) for name in names))
+    found: tuple[Tensor, Tensor] = _Attention.apply(  # type: ignore[no-untyped-call]
+        attend, options, *(tensors.get(name) for name in names)
+    )
     return found
 
 
@@ -110,7 +112,7 @@ def _gradients(
     given = {name: tensor for name, tensor in everything.items() if tensor is not None}
     names = [name for name in _DIFFERENTIABLE if wanted.get(name)]
     if torch.is_grad_enabled():
-        found = _Once.apply(options, names, tuple(given), *given.values())
+        found = _Once.apply(options, names, tuple(given), *given.values())  # type: ignore[no-untyped-call]
         return dict(zip(names, found, strict=True))
     return attention_gradients(options, given, names)
 
@@ -164,11 +166,11 @@ def attention_gradients(
     do = tensors["do"]
     if do.is_neg() or (do.stride(-1) != 1 and do.device.type == "cuda"):  # an expanded scalar, as sum() gives
         tensors["do"] = do.resolve_neg().contiguous()
-    order = ("q", "k", "v", "o", "do")
     wants = tuple(name in wanted for name in _DIFFERENTIABLE)
-    layout = layout_of if options.max_seqlens is None else layout_of_tokens
-    key = (options, wants, kernel, *(layout(tensors.get(name)) for name in order[:5]))
-    key = (*key, "dlse" in tensors, *(layout_of(tensors.get(name)) for name in OPTIONAL))
+    layout: Callable[[Tensor], Any] = layout_of if options.max_seqlens is None else layout_of_tokens
+    layouts = [layout(tensors[name]) for name in ("q", "k", "v", "o", "do")]
+    layouts += [layout_of(tensors.get(name)) for name in OPTIONAL]
+    key = (options, wants, kernel, "dlse" in tensors, *layouts)
     call = _prepared.get(key)
     if call is None:
         plan = plan_backward(_describe(options, tensors, wanted), gpu_of(tensors["q"]), kernel)

@@ -350,9 +350,11 @@ def attention_varlen_backward(
         zip(_places(cu_seqlens_q, seqused_q), _places(cu_seqlens_k, seqused_k), strict=True)
     ):
         rows, keys = slice(*place_q), slice(*place_k)
-        inputs = (tensor.transpose(0, 1)[None] for tensor in (q[rows], k[keys], v[keys], do[rows]))
+        own = [tensor.transpose(0, 1)[None] for tensor in (q[rows], k[keys], v[keys], do[rows])]
+        own += [] if dlse is None else [dlse[None, :, rows]]
         slopes = alibi[b] if alibi is not None and alibi.dim() == 2 else alibi
-        one = attention_backward(*inputs, None if dlse is None else dlse[None, :, rows], alibi=slopes, **options)
+        differentiate: Any = attention_backward
+        one = differentiate(*own, alibi=slopes, **options)
         grads["q"][rows] = one["q"][0].transpose(0, 1)
         for name in ("k", "v"):
             grads[name][keys] = one[name][0].transpose(0, 1)
