@@ -1,7 +1,7 @@
 """Plans of gradients: every tile that one can choose compiles, and its loops touch no local memory.
 
-By default that is shown of one row an architecture, and of all of Hopper's for 16-bit elements, in ways that go round. All
-rows in all ways, with ``FLASHMOE_ALL_FEATURES=1``, are 250 problems.
+By default that is shown of one row an architecture, and of all of Hopper's for 16-bit elements, in ways that go round.
+All rows in all ways, with ``FLASHMOE_ALL_FEATURES=1``, are 250 problems.
 """
 
 from __future__ import annotations
