@@ -150,7 +150,7 @@ def assert_right(o, q, k, v, *, lse=None, name="output", **options):
         torch.testing.assert_close(lse.double(), exact_lse, rtol=tolerance, atol=tolerance)
 
 
-def options_of(options: dict[str, Any], lengths: tuple[int, int] | None = None) -> Options:
+def options_of(options: dict[str, Any], lengths: tuple[int, int] | None, kernel: str) -> Options:
     """Return what gradients are told of a call with these options."""
     return Options(
         options["causal"],
@@ -158,6 +158,7 @@ def options_of(options: dict[str, Any], lengths: tuple[int, int] | None = None) 
         options.get("window", (-1, -1)),
         options.get("softcap", 0.0),
         lengths,
+        kernel,
     )
 
 
@@ -219,7 +220,7 @@ def differentiate(call, tensors, options, *, kernel, through_lse, seed=2) -> tup
             planned_length("max_seqlen_k", tensors["max_seqlen_k"]),
         )
     wanted = ["q", "k", "v", *(name for name in ("sinks", "bias") if name in options)]
-    return attention_gradients(options_of(options, lengths), given, wanted, kernel=kernel), do, dlse
+    return attention_gradients(options_of(options, lengths, kernel), given, wanted), do, dlse
 
 
 def assert_varlen_gradients_right(found, inputs, options, do):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +12,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - PyTorch's own habit
 from torch.utils.checkpoint import checkpoint
 
-from flashmoe_science import UnsupportedError, flash_attention, flash_attention_varlen
+from flashmoe_science import InputError, UnsupportedError, flash_attention, flash_attention_varlen
 from flashmoe_science.attention import gradients as gradients_module, reference
 from flashmoe_science.attention.backward_calls import prepare_backward
+from flashmoe_science.attention.gradients import Options, attention_gradients
 
 from .cases import GRADIENTS, FeatureCase, Gradients
 
@@ -320,3 +322,22 @@ def test_prepared_gradients_see_every_change(monkeypatch):
     assert torch.equal(results[0], results[-1])
     for one, other in itertools.combinations(results[:-1], 2):
         assert not torch.equal(one, other)
+
+
+def test_the_reference_follows_itself():
+    """Heads that no kernel serves have gradients where the reference is asked for; a name that is none is refused."""
+    assert gradients_module.kernel_after("reference") == "reference"
+    assert gradients_module.kernel_after("forward_triton") == "auto"
+    q, k, v = leaves((1, 1, 3, 300), (1, 1, 3, 300), (1, 1, 3, 300))
+    flash_attention(q, k, v, kernel="reference").sum().backward()
+    torch.testing.assert_close(q.grad, expected_of((q, k, v), {}, torch.ones(1, 1, 3, 300))["q"])
+    given = {name: torch.zeros(1, 1, 3, 4) for name in ("q", "k", "v", "o", "do")} | {"lse": torch.zeros(1, 1, 3)}
+    with pytest.raises(InputError, match="kernel must be auto or one of backward_triton, reference, got 'fastest'"):
+        attention_gradients(Options(causal=False, softmax_scale=None, kernel="fastest"), given, ["q"])
+
+
+def test_the_page_runs(capsys):
+    page = (Path(__file__).parents[2] / "docs" / "training.md").read_text(encoding="utf-8")
+    example, _, rest = page.partition("```python\n")[2].partition("```")
+    exec(example, {})
+    assert capsys.readouterr().out == rest.partition("```console\n")[2].partition("```")[0]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..errors import InputError
 from .calls import prepare_call
-from .gradients import Options, differentiable, records, refuse_tangents, register_gradients
+from .gradients import Options, differentiable, kernel_after, records, refuse_tangents, register_gradients
 from .inputs import (
     cast_under_autocast,
     check_optional,
@@ -97,7 +97,9 @@ def flash_attention(
     if _is_compiling() or type(q) is not Tensor or type(k) is not Tensor or type(v) is not Tensor:
         return _call_operator(q, k, v, causal, softmax_scale, return_lse, kernel)
     if (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled():
-        return _attend_recording({"q": q, "k": k, "v": v}, Options(causal, softmax_scale), return_lse, kernel)
+        return _attend_recording(
+            {"q": q, "k": k, "v": v}, Options(causal, softmax_scale, kernel=kernel_after(kernel)), return_lse, kernel
+        )
     if _forward_ad._current_level >= 0:  # noqa: SLF001 - the public way asks tensor by tensor
         refuse_tangents((q, k, v))
     # Equal keys must mean equal calls: True == 1, and a tensor equals itself after its value has changed.
@@ -229,7 +231,7 @@ def _attend_with_features(
         )
         return (o, lse) if return_lse else o
     if recording:
-        asked = Options(causal, softmax_scale, window, softcap)
+        asked = Options(causal, softmax_scale, window, softcap, kernel=kernel_after(kernel))
         return _attend_recording({"q": q, "k": k, "v": v, **named}, asked, return_lse, kernel)
     sinks, alibi, bias = tensors
     options = (causal, softmax_scale, window, softcap, return_lse, kernel)
@@ -325,9 +327,11 @@ def _fake_forward_lse(q: Tensor, _k: Tensor, v: Tensor, *_options: object) -> tu
 
 
 def _options_of(
-    *, causal: bool, softmax_scale: float | None, window_left: int, window_right: int, softcap: float, **_others: object
-) -> Options:
-    return Options(causal, softmax_scale, (window_left, window_right), softcap)
+    *, causal: bool, softmax_scale: float | None, window_left: int, window_right: int, softcap: float, kernel: str,
+    **_others: object,
+) -> Options:  # fmt: skip
+    window = window_left, window_right
+    return Options(causal, softmax_scale, window, softcap, kernel=kernel_after(kernel))
 
 
 register_gradients(_attention_features, _options_of)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..errors import UnsupportedError
 from .backward_calls import Call, allocate_gradient, prepare_backward
-from .backward_plan import BackwardPlan, plan_backward
+from .backward_plan import plan_backward
 from .backward_problem import BackwardProblem
 from .inputs import gpu_of, layout_of, pointer_alignment, problem_of
 from .packed import layout_of_tokens, packed_problem
@@ -34,6 +34,12 @@ class Options:
     window: tuple[int, int] = (-1, -1)
     softcap: float = 0.0
     max_seqlens: tuple[int, int] | None = None  # of packed sequences, as planned for
+    kernel: str = "auto"  # of the gradients: a name to force, which never falls back
+
+
+def kernel_after(forward: str) -> str:
+    """Return which kernel makes the gradients of a call that asked for ``forward``: the reference follows itself."""
+    return "reference" if forward == "reference" else "auto"
 
 
 def records(tensors: Mapping[str, Tensor | None]) -> bool:
@@ -137,14 +143,7 @@ def _no_second_order() -> UnsupportedError:
     )
 
 
-def explain_backward(options: Options, tensors: Mapping[str, Tensor], kernel: str = "auto") -> BackwardPlan:
-    """Return the plan that would make the gradients of a call; ``tensors`` as in ``attention_gradients``."""
-    return plan_backward(_describe(options, tensors, ("q", "k", "v")), gpu_of(tensors["q"]), kernel)
-
-
-def attention_gradients(
-    options: Options, tensors: Mapping[str, Tensor], wanted: Sequence[str], *, kernel: str = "auto"
-) -> dict[str, Tensor]:
+def attention_gradients(options: Options, tensors: Mapping[str, Tensor], wanted: Sequence[str]) -> dict[str, Tensor]:
     """Return gradients by name.
 
     Args:
@@ -152,7 +151,6 @@ def attention_gradients(
         tensors: q, k, v and what else the call was given; o and lse that it returned; of their gradients do, dlse, or
             both. Any strides.
         wanted: of q, k, v, sinks and bias those whose gradients are asked for; k and v come together.
-        kernel: ``"auto"``, or one name to force; a forced kernel never falls back.
 
     Raises:
         UnsupportedError: no kernel, or not the kernel forced, serves this call.
@@ -170,10 +168,10 @@ def attention_gradients(
     layout: Callable[[Tensor], Any] = layout_of if options.max_seqlens is None else layout_of_tokens
     layouts = [layout(tensors[name]) for name in ("q", "k", "v", "o", "do")]
     layouts += [layout_of(tensors.get(name)) for name in OPTIONAL]
-    key = (options, wants, kernel, "dlse" in tensors, *layouts)
+    key = (options, wants, "dlse" in tensors, *layouts)
     call = _prepared.get(key)
     if call is None:
-        plan = plan_backward(_describe(options, tensors, wanted), gpu_of(tensors["q"]), kernel)
+        plan = plan_backward(_describe(options, tensors, wanted), gpu_of(tensors["q"]), options.kernel)
         call = prepare_backward(plan, tensors["q"])
         if len(_prepared) >= _MAX_PREPARED:
             _prepared.clear()
@@ -254,8 +252,8 @@ def _attention_backward(
     everything = dict(zip(names, (q, k, v, *optional, o, lse, do, dlse), strict=True))
     given = {name: tensor for name, tensor in everything.items() if tensor is not None}
     lengths = None if cu_seqlens_q is None else (max_seqlen_q, max_seqlen_k)
-    options = Options(causal, softmax_scale, (window_left, window_right), softcap, lengths)
-    found = attention_gradients(options, given, [_DIFFERENTIABLE[number] for number in wanted], kernel=kernel)
+    options = Options(causal, softmax_scale, (window_left, window_right), softcap, lengths, kernel)
+    found = attention_gradients(options, given, [_DIFFERENTIABLE[number] for number in wanted])
     a, b, c, d, e = (
         found[name] if number in wanted else torch.empty(0, dtype=q.dtype, device=q.device)
         for number, name in enumerate(_DIFFERENTIABLE)
@@ -316,7 +314,7 @@ def register_gradients(operator: Any, options_of: Callable[..., Options]) -> Non
         o_: Options = ctx.options
         found = _attention_backward(
             given["q"], given["k"], given["v"], *(given.get(name) for name in OPTIONAL), o, lse, do, dlse,
-            *(o_.max_seqlens or (0, 0)), o_.causal, o_.softmax_scale, *o_.window, o_.softcap, wanted, "auto",
+            *(o_.max_seqlens or (0, 0)), o_.causal, o_.softmax_scale, *o_.window, o_.softcap, wanted, o_.kernel,
         )  # fmt: skip
         by_name = {_DIFFERENTIABLE[number]: found[number] for number in wanted}
         return tuple(by_name.get(name) for name in names)

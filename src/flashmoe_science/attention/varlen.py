@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..errors import InputError
 from .calls import prepare_call
-from .gradients import Options, differentiable, records, refuse_tangents, register_gradients
+from .gradients import Options, differentiable, kernel_after, records, refuse_tangents, register_gradients
 from .inputs import (
     cast_under_autocast,
     check_optional,
@@ -118,7 +118,7 @@ def flash_attention_varlen(
             flash_attention_varlen, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, causal=causal,
             softmax_scale=softmax_scale, window=window, softcap=softcap, return_lse=True, kernel=kernel,
         )  # fmt: skip
-        asked = Options(causal, softmax_scale, window, softcap, lengths)
+        asked = Options(causal, softmax_scale, window, softcap, lengths, kernel_after(kernel))
         given = {"sinks": sinks, "alibi": alibi, "seqused_q": seqused_q, "seqused_k": seqused_k}
         o, lse = differentiable(attend, asked, {**needed, "q": q, "k": k, "v": v, **given})
         return (o, lse) if return_lse else o
@@ -265,10 +265,10 @@ def _fake_varlen(q: Tensor, _k: Tensor, v: Tensor, *options: object) -> tuple[Te
 
 def _options_of(
     *, max_seqlen_q: int, max_seqlen_k: int, causal: bool, softmax_scale: float | None, window_left: int,
-    window_right: int, softcap: float, **_others: object,
+    window_right: int, softcap: float, kernel: str, **_others: object,
 ) -> Options:  # fmt: skip
     lengths = planned_length("max_seqlen_q", max_seqlen_q), planned_length("max_seqlen_k", max_seqlen_k)
-    return Options(causal, softmax_scale, (window_left, window_right), softcap, lengths)
+    return Options(causal, softmax_scale, (window_left, window_right), softcap, lengths, kernel_after(kernel))
 
 
 register_gradients(_attention_varlen, _options_of)
