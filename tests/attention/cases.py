@@ -170,6 +170,7 @@ class Gradients:
     case: Case | VarlenCase
     through_lse: bool = False  # whether the LSE has a gradient too
     turned: bool = False  # whether it is tried in another memory layout too
+    low: bool = False  # whether all scores are so low that a score of 0 would weigh infinitely much
 
     def __str__(self) -> str:
         return f"{self.case}{'-lse' if self.through_lse else ''}"
@@ -181,7 +182,9 @@ def _of(cases: list[Any], *whys: str) -> list[Gradients]:
 
 
 GRADIENTS = [
-    Gradients(Case(1, 2, 1, 37, 60, 64, 64, "fp16", True, why="several-tiles"), turned=True),
+    Gradients(Case(1, 2, 1, 37, 60, 64, 64, "fp16", True, why="several-tiles")),
+    Gradients(Case(2, 4, 2, 19, 23, 40, 24, "fp16", True, why="layout"), turned=True),
+    Gradients(Case(1, 1, 1, 20, 37, 32, 32, "fp16", False, why="low-scores"), low=True),
     Gradients(Case(1, 1, 1, 70, 65, 32, 32, "fp32", True, why="tiles-and-empty-rows"), through_lse=True),
     Gradients(Case(1, 2, 2, 64, 64, 32, 32, "fp16", False, why="whole-tiles")),
     Gradients(Case(1, 1, 1, 24, 40, 192, 128, "fp16", True, why="d192-dv128")),
@@ -199,5 +202,6 @@ GRADIENTS = [
         through_lse=True,
     ),
     *_of(VARLEN, "causal-dv-larger", "empty-sequences", "no-rows", "no-keys", "no-sequences", "one-row-each"),
+    Gradients(VarlenCase((20, 9), (60, 40), 2, 2, 32, 32, "fp16", False, "keys-not-used", seqused_k=(33, 7), tail=5)),
     *_of(VARLEN, "seqused-k", "seqused-both", "window-softcap", "window-sinks", "alibi"),
 ]

@@ -14,7 +14,7 @@ from .prepare import PreparedKernel, bias_alignment
 from .problem import LOG2_E, AttentionProblem
 
 _MAX_REGISTERS = 255  # left to itself, ptxas spills a few bytes to fit one more block on an SM
-# What a call allocates itself. The LSE and its gradient come from saved tensors and from autograd, and may lie anywhere.
+# What a call allocates itself. The LSE and its gradient come from saved tensors and from autograd: they lie anywhere.
 _OURS = ("delta_ptr", "dq_ptr", "dk_ptr", "dv_ptr", "dbias_ptr")
 
 
