@@ -188,6 +188,7 @@ GRADIENTS = [
     Gradients(Case(1, 1, 1, 70, 65, 32, 32, "fp32", True, why="tiles-and-empty-rows"), through_lse=True),
     Gradients(Case(1, 2, 2, 64, 64, 32, 32, "fp16", False, why="whole-tiles")),
     Gradients(Case(1, 1, 1, 24, 40, 192, 128, "fp16", True, why="d192-dv128")),
+    Gradients(VarlenCase((9, 20), (20, 9), 2, 1, 144, 144, "fp16", False, "apart", seqused_k=(13, 9))),
     Gradients(Case(2, 2, 1, 47, 33, 64, 64, "fp16", True, why="causal-rows-without-keys"), through_lse=True),
     *_of(SMALL, "story-smallest", "story-odd", "gqa-d80", "mqa-odd-dim", "dv-smaller", "dv-larger", "one-row"),
     *_of(SMALL, "one-key", "one-column", "fp32"),

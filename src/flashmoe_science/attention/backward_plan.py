@@ -34,6 +34,7 @@ class BackwardConfig:
     kv: Tile  # of the kernel that owns keys
     q: Tile  # of the kernel that owns queries
     bias: Tile  # of the kernel that owns a part of the bias
+    kv_apart: bool = False  # whether dK and dV have a launch each
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,24 +77,27 @@ class BackwardTiles:
     q: Tile
     q_features: Tile
     bias: Tile
+    kv_apart: bool = False  # whether dK and dV have a launch each where there are no features
 
 
-def _row(kv: str, kv_ragged: str, kv_features: str, q: str, q_features: str, bias: str) -> BackwardTiles:
+def _row(
+    kv: str, kv_ragged: str, kv_features: str, q: str, q_features: str, bias: str, *, kv_apart: bool = False
+) -> BackwardTiles:
     """Return a row from tiles written as rows x keys x warps x stages."""
     tiles = (Tile(*map(int, tile.split("x"))) for tile in (kv, kv_ragged, kv_features, q, q_features, bias))
-    return BackwardTiles(*tiles)
+    return BackwardTiles(*tiles, kv_apart=kv_apart)
 
 
 # (architectures) -> {(bytes of an element, columns of the wider of the D and DV tiles): tiles}.
-# Each is the first of a list, largest first, that compiles for its architectures within their shared memory and with
-# loops over tiles that touch no local memory (test_backward_tables.py; of fp32, whose products take more registers, up
-# to 64 columns). None was timed against others.
+# Each is the first of a list, largest first, that compiles for its architectures within their shared memory and whose
+# loop over whole tiles touches no local memory; those over tiles at an edge may a few times (test_backward_tables.py).
+# fp32, whose products take more registers, is held to it up to 64 columns. None was timed against others.
 BACKWARD_TABLES: dict[tuple[int, ...], dict[tuple[int, int], BackwardTiles]] = {
     (80,): {
         (2, 64): _row("64x128x8x2", "32x128x8x2", "32x64x4x1", "128x64x8x2", "64x64x4x2", "32x64x4x1"),
         (2, 128): _row("64x64x8x2", "64x64x8x2", "32x64x8x2", "64x64x8x2", "64x32x4x2", "32x32x4x1"),
         (2, 256): _row("32x64x8x2", "32x32x8x2", "16x32x8x1", "64x32x8x1", "32x32x8x1", "32x32x8x1"),
-        (4, 64): _row("32x32x8x1", "32x32x8x1", "16x32x8x1", "32x32x8x1", "32x16x8x1", "16x16x8x1"),
+        (4, 64): _row("32x32x8x1", "32x32x8x1", "16x32x8x1", "32x32x8x1", "16x16x8x1", "16x16x8x1"),
         (4, 128): _row("16x32x8x1", "16x32x8x1", "16x16x8x1", "16x16x8x1", "16x16x8x1", "16x16x8x1"),
         (4, 256): _row("16x16x8x1", "16x16x8x1", "16x16x8x1", "16x16x8x1", "16x16x8x1", "16x16x8x1"),
     },
@@ -101,23 +105,23 @@ BACKWARD_TABLES: dict[tuple[int, ...], dict[tuple[int, int], BackwardTiles]] = {
         (2, 64): _row("32x128x8x2", "32x128x8x2", "32x64x4x1", "128x64x8x2", "64x64x4x2", "32x64x4x1"),
         (2, 128): _row("64x64x8x2", "64x64x8x2", "32x64x8x2", "64x64x8x2", "64x32x8x2", "32x32x4x1"),
         (2, 256): _row("32x32x8x2", "32x32x8x2", "16x32x8x1", "64x32x8x1", "32x32x8x1", "32x32x8x1"),
-        (4, 64): _row("32x32x8x1", "32x32x8x1", "16x32x8x1", "32x32x8x1", "32x16x8x1", "16x16x8x1"),
+        (4, 64): _row("32x32x8x1", "32x32x8x1", "16x32x8x1", "32x32x8x1", "16x16x8x1", "16x16x8x1"),
         (4, 128): _row("16x32x8x1", "16x32x8x1", "16x16x8x1", "16x16x8x1", "16x16x8x1", "16x16x8x1"),
         (4, 256): _row("16x16x8x1", "16x16x8x1", "16x16x8x1", "16x16x8x1", "16x16x8x1", "16x16x8x1"),
     },
     (90,): {
         (2, 64): _row("64x128x8x3", "64x128x8x1", "32x64x4x2", "128x128x8x2", "128x64x8x2", "32x64x4x1"),
-        (2, 128): _row("64x128x8x1", "32x128x8x3", "32x64x8x2", "128x64x8x2", "128x64x8x2", "64x64x8x1"),
-        (2, 256): _row("32x32x8x2", "32x32x8x2", "32x32x8x2", "128x32x8x2", "32x32x8x2", "64x64x8x1"),
-        (4, 64): _row("32x32x8x1", "32x32x8x1", "16x32x8x1", "32x32x8x1", "32x16x8x1", "16x16x8x1"),
+        (2, 128): _row("64x128x8x2", "32x128x8x3", "32x64x8x2", "128x64x8x2", "128x64x8x2", "64x64x8x1"),
+        (2, 256): _row("32x128x8x2", "32x128x8x1", "32x32x8x2", "128x32x8x2", "32x32x8x2", "64x64x8x1", kv_apart=True),
+        (4, 64): _row("32x32x8x1", "32x32x8x1", "16x32x8x1", "32x32x8x1", "16x16x8x1", "16x16x8x1"),
         (4, 128): _row("16x32x8x1", "16x32x8x1", "16x16x8x1", "16x16x8x1", "16x16x8x1", "16x16x8x1"),
         (4, 256): _row("16x16x8x1", "16x16x8x1", "16x16x8x1", "16x16x8x1", "16x16x8x1", "16x16x8x1"),
     },
     (100,): {
         (2, 64): _row("64x128x8x2", "32x64x4x1", "32x64x4x1", "128x64x8x2", "64x64x4x2", "32x64x4x1"),
         (2, 128): _row("64x128x8x1", "64x64x8x2", "32x128x8x1", "128x64x8x2", "128x32x8x2", "64x64x8x1"),
-        (2, 256): _row("32x64x8x1", "16x64x8x1", "32x32x8x2", "128x32x8x2", "64x32x8x1", "64x64x8x1"),
-        (4, 64): _row("32x32x8x1", "32x32x8x1", "16x32x8x1", "32x32x8x1", "32x16x8x1", "16x16x8x1"),
+        (2, 256): _row("64x128x8x1", "32x128x8x1", "32x32x8x2", "128x32x8x2", "64x32x8x1", "64x64x8x1", kv_apart=True),
+        (4, 64): _row("32x32x8x1", "32x32x8x1", "16x32x8x1", "32x32x8x1", "16x16x8x1", "16x16x8x1"),
         (4, 128): _row("16x32x8x1", "16x32x8x1", "16x16x8x1", "16x16x8x1", "16x16x8x1", "16x16x8x1"),
         (4, 256): _row("16x16x8x1", "16x16x8x1", "16x16x8x1", "16x16x8x1", "16x16x8x1", "16x16x8x1"),
     },
@@ -125,7 +129,7 @@ BACKWARD_TABLES: dict[tuple[int, ...], dict[tuple[int, int], BackwardTiles]] = {
         (2, 64): _row("64x128x8x2", "32x128x8x2", "32x64x4x1", "128x64x8x2", "64x64x4x2", "32x64x4x1"),
         (2, 128): _row("64x64x8x2", "64x64x8x2", "32x64x8x2", "64x64x8x2", "64x32x8x2", "32x32x4x1"),
         (2, 256): _row("32x32x8x2", "32x32x8x2", "16x32x8x1", "64x32x8x1", "32x32x8x1", "32x32x8x1"),
-        (4, 64): _row("32x32x8x1", "32x32x8x1", "16x32x8x1", "32x32x8x1", "32x16x8x1", "16x16x8x1"),
+        (4, 64): _row("32x32x8x1", "32x32x8x1", "16x32x8x1", "32x32x8x1", "16x16x8x1", "16x16x8x1"),
         (4, 128): _row("16x32x8x1", "16x32x8x1", "16x16x8x1", "16x16x8x1", "16x16x8x1", "16x16x8x1"),
         (4, 256): _row("16x16x8x1", "16x16x8x1", "16x16x8x1", "16x16x8x1", "16x16x8x1", "16x16x8x1"),
     },
@@ -149,7 +153,7 @@ def backward_config(problem: BackwardProblem, arch: int) -> BackwardConfig:
     if p.window != (-1, -1) or p.softcap or p.alibi or p.bias:
         return BackwardConfig(tiles.kv_features, tiles.q_features, tiles.bias)
     whole = not p.packed and p.seqlen_q % tiles.kv.block_m == 0
-    return BackwardConfig(tiles.kv if whole else tiles.kv_ragged, tiles.q, tiles.bias)
+    return BackwardConfig(tiles.kv if whole else tiles.kv_ragged, tiles.q, tiles.bias, tiles.kv_apart)
 
 
 def _cdiv(a: int, b: int) -> int:
@@ -168,7 +172,8 @@ def _launches(problem: BackwardProblem, config: BackwardConfig) -> tuple[Planned
     launches = [launch("_delta_kernel", _cdiv(p.seqlen_q, DELTA_ROWS) * heads, DELTA_WARPS)]
     if problem.wants_kv:
         tiles = _cdiv(p.seqlen_k, config.kv.block_n)
-        launches.append(launch("_backward_kv_kernel", tiles * heads_kv, config.kv.num_warps))
+        one = launch("_backward_kv_kernel", tiles * heads_kv, config.kv.num_warps)
+        launches += [one, one] if config.kv_apart else [one]
     if problem.wants_q:
         tiles = _cdiv(p.seqlen_q, config.q.block_m)
         launches.append(launch("_backward_q_kernel", tiles * heads, config.q.num_warps))
@@ -214,7 +219,9 @@ def _cpu_plan(problem: BackwardProblem, kernel: str) -> BackwardPlan:
     if kernel in ("auto", "reference"):
         return BackwardPlan(problem, "CPU", 0, "reference", None, (), "CPU tensors run the reference")
     if os.environ.get("TRITON_INTERPRET") == "1":
-        config = BackwardConfig(Tile(16, 32, 4, 1), Tile(32, 16, 4, 1), Tile(32, 32, 4, 1))
+        p = problem.forward
+        apart = max(p.head_dim, p.head_dim_v) > 128  # as on some GPUs
+        config = BackwardConfig(Tile(16, 32, 4, 1), Tile(32, 16, 4, 1), Tile(32, 32, 4, 1), kv_apart=apart)
         why = "Triton's interpreter runs it (TRITON_INTERPRET=1)"
         return BackwardPlan(problem, "CPU", 0, kernel, config, _launches(problem, config), why)
     raise UnsupportedError(

@@ -26,7 +26,8 @@ def prepare_backward_kernels(plan: BackwardPlan) -> tuple[PreparedKernel, ...]:
     grids = {launch.pattern: launch.grid for launch in plan.launches}
     kernels = [_delta(problem, grids["_delta_kernel"])]
     if problem.wants_kv:
-        kernels.append(_kv(problem, config, grids["_backward_kv_kernel"]))
+        makes = (("dk_ptr",), ("dv_ptr",)) if config.kv_apart else (("dk_ptr", "dv_ptr"),)
+        kernels += [_kv(problem, config, grids["_backward_kv_kernel"], outputs) for outputs in makes]
     if problem.wants_q:
         kernels.append(_q(problem, config, grids["_backward_q_kernel"]))
     if problem.bias_sums is not None:
@@ -186,9 +187,11 @@ def _widest_row(problem: BackwardProblem) -> int:
     return max(abs(stride) for strides in (*inputs, *outputs) for stride in strides[2:])
 
 
-def _kv(problem: BackwardProblem, config: BackwardConfig, grid: tuple[int, int, int]) -> PreparedKernel:
+def _kv(
+    problem: BackwardProblem, config: BackwardConfig, grid: tuple[int, int, int], outputs: tuple[str, ...]
+) -> PreparedKernel:
     p, tile = problem.forward, config.kv
-    arguments = _shared(problem, ("dk_ptr", "dv_ptr"), tile)
+    arguments = _shared(problem, outputs, tile)
     align = math.gcd(8, p.head_dim, p.head_dim_v)
     (dkb, dkh), (dvb, dvh) = _units(problem.dk_strides, align), _units(problem.dv_strides, align)
     arguments.add("i64", stride_dkb=dkb, stride_dkh=dkh, stride_dvb=dvb, stride_dvh=dvh)

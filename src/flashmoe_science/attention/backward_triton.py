@@ -9,7 +9,8 @@ of keys and walks over the queries of all heads that share it, so the heads of a
 order. ``_backward_q_kernel`` owns a tile of queries and walks over the keys. ``_backward_bias_kernel`` owns a tile of
 the bias and walks over the sequences and heads for which it is broadcast. So every gradient is a sum in one order, made
 by one program: the same bits in every run. It costs S and dO V^T a second time, seven products in place of five, and
-needs no memory but delta.
+needs no memory but delta. Where the sums of dK and dV are too wide for the registers of one program, each has its own,
+at the cost of S a third time.
 
 What a call does not ask for is None or a constant, and leaves no instruction behind.
 
@@ -144,7 +145,7 @@ def _fold_rows(
     STRIDE_QM: tl.constexpr, STRIDE_DOM: tl.constexpr, ALIGN_BIAS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     MASK_D: tl.constexpr, MASK_DV: tl.constexpr,
     MASK_M: tl.constexpr, MASK_LEFT: tl.constexpr, MASK_RIGHT: tl.constexpr,
-    UNIT: tl.constexpr, PRECISION: tl.constexpr,
+    UNIT: tl.constexpr, PRECISION: tl.constexpr, MAKE_DK: tl.constexpr, MAKE_DV: tl.constexpr,
 ):  # fmt: skip
     """Add what one tile of queries gives to the gradients of a tile of keys and values."""
     step = tl.full([], 0, tl.int64) + start_m  # the interpreter counts loops in Python integers
@@ -165,16 +166,18 @@ def _fold_rows(
         softcap, slope, False, MASK_LEFT, MASK_RIGHT,
     )  # fmt: skip
     do = load_rows(do_ptrs + step * STRIDE_DOM, rows, seqlen_q, offs_dv, DV, MASK_M, MASK_DV)  # [BLOCK_M, BLOCK_DV]
-    dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
-    dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
-    if MASK_M:
-        delta = tl.load(delta_ptr + (step + offs_m) * step_lse, mask=mask, other=0.0)
-    else:
-        delta = tl.load(delta_ptr + (step + offs_m) * step_lse)
-    ds = p * (dp - delta[None, :])
-    if softcap is not None:
-        ds *= cap
-    dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+    if MAKE_DV:
+        dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
+    if MAKE_DK:
+        dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
+        if MASK_M:
+            delta = tl.load(delta_ptr + (step + offs_m) * step_lse, mask=mask, other=0.0)
+        else:
+            delta = tl.load(delta_ptr + (step + offs_m) * step_lse)
+        ds = p * (dp - delta[None, :])
+        if softcap is not None:
+            ds *= cap
+        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
     return dk, dv
 
 
@@ -186,8 +189,8 @@ def _backward_kv_kernel(
     do_ptr,  # [B, H, Sq, DV]
     lse_ptr,  # [B, H, Sq] fp32, natural log; packed [T, H]
     delta_ptr,  # like lse
-    dk_ptr,  # [B, HK, Sk, D]
-    dv_ptr,  # [B, HK, Sk, DV]
+    dk_ptr,  # [B, HK, Sk, D], or None where another launch makes it
+    dv_ptr,  # [B, HK, Sk, DV], or None
     alibi_ptr,  # [H], [B, H] or None
     bias_ptr,  # [B, H, Sq, Sk] or None
     cu_seqlens_q_ptr,  # [B + 1] int32 or None: not packed
@@ -212,7 +215,9 @@ def _backward_kv_kernel(
     MASK_M: tl.constexpr,  # whether the last tile of rows has fewer than BLOCK_M, or may have
     WIDE: tl.constexpr, PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Write dK and dV of BLOCK_N keys of one K/V head. Grid: (tiles_n * B * HK,)."""
+    """Write dK, dV or both of BLOCK_N keys of one K/V head. Grid: (tiles_n * B * HK,)."""
+    MAKE_DK: tl.constexpr = dk_ptr is not None
+    MAKE_DV: tl.constexpr = dv_ptr is not None
     UNIT: tl.constexpr = 1.4426950408889634 if bias_ptr is None else 1.0
     pid = tl.program_id(0)
     tile = pid % tiles_n  # the first keys are seen by the most rows when causal: the longest come first
@@ -233,8 +238,10 @@ def _backward_kv_kernel(
         k_ptr += start_k.to(tl.int64) * STRIDE_KN
         v_ptr += start_k.to(tl.int64) * STRIDE_VN
         do_ptr += start_q.to(tl.int64) * STRIDE_DOM
-        dk_ptr += start_k.to(tl.int64) * STRIDE_DKN
-        dv_ptr += start_k.to(tl.int64) * STRIDE_DVN
+        if MAKE_DK:
+            dk_ptr += start_k.to(tl.int64) * STRIDE_DKN
+        if MAKE_DV:
+            dv_ptr += start_k.to(tl.int64) * STRIDE_DVN
         lse_start, step_lse = start_q.to(tl.int64) * heads, heads
         lse_head = 1
     else:
@@ -296,7 +303,7 @@ def _backward_kv_kernel(
                     offs_n, key_cols, offs_d, offs_dv, seqlen_q, seqlen_k, step_lse, diagonal, window_left,
                     window_right, scale, softcap, slope, stride_bias_m,
                     STRIDE_QM, STRIDE_DOM, ALIGN_BIAS, D, DV, D != BLOCK_D, DV != BLOCK_DV,
-                    MASK_M, BOUND_LEFT, True, UNIT, PRECISION,
+                    MASK_M, BOUND_LEFT, True, UNIT, PRECISION, MAKE_DK, MAKE_DV,
                 )  # fmt: skip
         for start_m in tl.range(inside, unmasked, BLOCK_M, num_stages=NUM_STAGES):
             dk, dv = _fold_rows(
@@ -304,7 +311,7 @@ def _backward_kv_kernel(
                 offs_n, key_cols, offs_d, offs_dv, seqlen_q, seqlen_k, step_lse, diagonal, window_left,
                 window_right, scale, softcap, slope, stride_bias_m,
                 STRIDE_QM, STRIDE_DOM, ALIGN_BIAS, D, DV, D != BLOCK_D, DV != BLOCK_DV,
-                MASK_M, False, False, UNIT, PRECISION,
+                MASK_M, False, False, UNIT, PRECISION, MAKE_DK, MAKE_DV,
             )  # fmt: skip
         if BOUND_LEFT:
             for start_m in tl.range(unmasked, end, BLOCK_M, num_stages=1):
@@ -313,7 +320,7 @@ def _backward_kv_kernel(
                     offs_n, key_cols, offs_d, offs_dv, seqlen_q, seqlen_k, step_lse, diagonal, window_left,
                     window_right, scale, softcap, slope, stride_bias_m,
                     STRIDE_QM, STRIDE_DOM, ALIGN_BIAS, D, DV, D != BLOCK_D, DV != BLOCK_DV,
-                    MASK_M, True, False, UNIT, PRECISION,
+                    MASK_M, True, False, UNIT, PRECISION, MAKE_DK, MAKE_DV,
                 )  # fmt: skip
 
         q_base += stride_qh * ALIGN
@@ -325,22 +332,25 @@ def _backward_kv_kernel(
         if bias_ptr is not None:
             bias_base += stride_bias_h * ALIGN_BIAS
 
-    dk *= grad_scale
-    if seqused_k_ptr is not None:  # keys behind the length of a sequence
-        dk = tl.where(offs_n[:, None] < seqlen_k, dk, 0.0)
-        dv = tl.where(offs_n[:, None] < seqlen_k, dv, 0.0)
-    dk_base = dk_ptr + head_offset(b, hk, stride_dkb, stride_dkh) * ALIGN_OUT + start * STRIDE_DKN
-    dv_base = dv_ptr + head_offset(b, hk, stride_dvb, stride_dvh) * ALIGN_OUT + start * STRIDE_DVN
-    dk_mask = offs_n[:, None] < place_k
-    dv_mask = dk_mask
-    if D != BLOCK_D:
-        dk_mask = dk_mask & (offs_d[None, :] < D)
-    if DV != BLOCK_DV:
-        dv_mask = dv_mask & (offs_dv[None, :] < DV)
-    dk_ptrs = dk_base + keys[:, None] * STRIDE_DKN + offs_d[None, :]
-    dv_ptrs = dv_base + keys[:, None] * STRIDE_DVN + offs_dv[None, :]
-    tl.store(dv_ptrs, dv.to(dv_ptr.dtype.element_ty), mask=dv_mask)
-    tl.store(dk_ptrs, dk.to(dk_ptr.dtype.element_ty), mask=dk_mask)
+    if MAKE_DK:
+        dk *= grad_scale
+        if seqused_k_ptr is not None:  # keys behind the length of a sequence
+            dk = tl.where(offs_n[:, None] < seqlen_k, dk, 0.0)
+        dk_base = dk_ptr + head_offset(b, hk, stride_dkb, stride_dkh) * ALIGN_OUT + start * STRIDE_DKN
+        dk_mask = offs_n[:, None] < place_k
+        if D != BLOCK_D:
+            dk_mask = dk_mask & (offs_d[None, :] < D)
+        dk_ptrs = dk_base + keys[:, None] * STRIDE_DKN + offs_d[None, :]
+        tl.store(dk_ptrs, dk.to(dk_ptr.dtype.element_ty), mask=dk_mask)
+    if MAKE_DV:
+        if seqused_k_ptr is not None:
+            dv = tl.where(offs_n[:, None] < seqlen_k, dv, 0.0)
+        dv_base = dv_ptr + head_offset(b, hk, stride_dvb, stride_dvh) * ALIGN_OUT + start * STRIDE_DVN
+        dv_mask = offs_n[:, None] < place_k
+        if DV != BLOCK_DV:
+            dv_mask = dv_mask & (offs_dv[None, :] < DV)
+        dv_ptrs = dv_base + keys[:, None] * STRIDE_DVN + offs_dv[None, :]
+        tl.store(dv_ptrs, dv.to(dv_ptr.dtype.element_ty), mask=dv_mask)
 
 
 @triton.jit
