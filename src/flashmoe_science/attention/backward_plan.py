@@ -84,8 +84,8 @@ def _row(
     kv: str, kv_ragged: str, kv_features: str, q: str, q_features: str, bias: str, *, kv_apart: bool = False
 ) -> BackwardTiles:
     """Return a row from tiles written as rows x keys x warps x stages."""
-    tiles = (Tile(*map(int, tile.split("x"))) for tile in (kv, kv_ragged, kv_features, q, q_features, bias))
-    return BackwardTiles(*tiles, kv_apart=kv_apart)
+    a, b, c, d, e, f = (Tile(*map(int, tile.split("x"))) for tile in (kv, kv_ragged, kv_features, q, q_features, bias))
+    return BackwardTiles(a, b, c, d, e, f, kv_apart)
 
 
 # (architectures) -> {(bytes of an element, columns of the wider of the D and DV tiles): tiles}.
