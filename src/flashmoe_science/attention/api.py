@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..errors import InputError
 from .calls import prepare_call
-from .gradients import Options, differentiable, kernel_after, records, refuse_tangents, register_gradients
+from .gradients import PLAIN, Options, differentiable, kernel_after, records, refuse_tangents, register_gradients
 from .inputs import (
     cast_under_autocast,
     check_optional,
@@ -225,7 +225,7 @@ def _attend_with_features(
     refuse_tangents((q, k, v, *tensors))
     recording = records({"q": q, "k": k, "v": v, **named})
     given = [tensor for tensor in tensors if tensor is not None]
-    if _is_compiling() or any(type(tensor) not in (Tensor, torch.nn.Parameter) for tensor in (q, k, v, *given)):
+    if _is_compiling() or any(type(tensor) not in PLAIN for tensor in (q, k, v, *given)):
         o, lse = _attention_features(
             q, k, v, causal, softmax_scale, *window, softcap, *tensors, return_lse or recording, kernel
         )

@@ -19,6 +19,7 @@ from .packed import layout_of_tokens, packed_problem
 from .problem import canonical_strides
 
 OPTIONAL = ("sinks", "alibi", "bias", "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
+PLAIN = (Tensor, torch.nn.Parameter)  # kinds of tensors that hold what they are; others come by the operators
 _DIFFERENTIABLE = ("q", "k", "v", "sinks", "bias")
 _prepared: dict[tuple[Any, ...], Call] = {}
 _MAX_PREPARED = 8192
@@ -49,6 +50,11 @@ def records(tensors: Mapping[str, Tensor | None]) -> bool:
         UnsupportedError: of one of which there is none.
     """
     if not torch.is_grad_enabled():
+        return False
+    for tensor in tensors.values():
+        if tensor is not None and tensor.requires_grad:
+            break
+    else:
         return False
     wanted = [name for name, tensor in tensors.items() if tensor is not None and tensor.requires_grad]
     others = [name for name in wanted if name not in _DIFFERENTIABLE]

@@ -195,6 +195,8 @@ def gpu_of(q: Tensor) -> GpuSpec | None:
 
 def cast_under_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return those of q, k and v that are fp32 in the dtype of the region of autocast, where there is one."""
+    if torch.float32 not in (q.dtype, k.dtype, v.dtype):
+        return q, k, v
     device = q.device.type
     if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
         return q, k, v

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..errors import InputError
 from .calls import prepare_call
-from .gradients import Options, differentiable, kernel_after, records, refuse_tangents, register_gradients
+from .gradients import PLAIN, Options, differentiable, kernel_after, records, refuse_tangents, register_gradients
 from .inputs import (
     cast_under_autocast,
     check_optional,
@@ -103,9 +103,7 @@ def flash_attention_varlen(
     refuse_tangents((q, k, v, sinks, alibi))
     recording = records({"q": q, "k": k, "v": v, "sinks": sinks, "alibi": alibi})
     if _is_compiling() or any(
-        type(tensor) not in (Tensor, torch.nn.Parameter)
-        for tensor in (q, k, v, cu_seqlens_q, cu_seqlens_k, *optional)
-        if tensor is not None
+        type(tensor) not in PLAIN for tensor in (q, k, v, cu_seqlens_q, cu_seqlens_k, *optional) if tensor is not None
     ):
         o, lse = _attention_varlen(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
