@@ -195,7 +195,15 @@ GRADIENTS = [
     *_of(EMPTY, "no-batch", "no-heads", "no-rows", "no-keys", "no-keys-causal"),
     *_of(FEATURES, "window-narrower-than-a-tile", "window-of-several-tiles", "window-on-both-sides"),
     *_of(FEATURES, "window-right-rows-without-keys", "window-left-more-rows", "window-of-one-key"),
-    *_of(FEATURES, "softcap-fp32", "softcap-rows-without-keys", "sinks", "alibi-full", "alibi-of-each-sequence"),
+    *_of(
+        FEATURES,
+        "softcap-fp32",
+        "softcap-far-above-the-scores",
+        "softcap-rows-without-keys",
+        "sinks",
+        "alibi-full",
+        "alibi-of-each-sequence",
+    ),
     *_of(FEATURES, "bias-of-heads", "bias-of-sequences", "bias-cap", "all-at-once"),
     Gradients(FeatureCase(2, 2, 1, 20, 33, 32, 32, "fp16", False, bias="fp32", why="bias")),
     Gradients(

@@ -61,6 +61,13 @@ def test_head_dims(head_dim, dtype):
     check(Case(2, 6, 2, 113, 203, head_dim, head_dim, dtype, True, why="dims"), through_lse=True)
 
 
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_long_sums_of_fp32(head_dim, causal):
+    """Products of fp32 are not added one by one to a sum of thousands."""
+    check(Case(1, 2, 1, 2048, 4096, head_dim, head_dim, "fp32", causal, "fp32"), repeats=1)
+
+
 @pytest.mark.parametrize("gradients", GRADIENTS, ids=str)
 def test_cases(gradients):
     """What the interpreter runs on CPUs: features, rests and empty tensors."""

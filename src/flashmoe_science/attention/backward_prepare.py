@@ -175,8 +175,8 @@ def _shared(problem: BackwardProblem, outputs: tuple[str, ...], tile: Tile) -> _
 
 def _scale(p: AttentionProblem) -> float:
     """Return the factor on the scores, as the forward has it."""
-    if p.softcap:
-        return p.softcap_scale
+    if p.softcap:  # as ``cap_scores`` takes it
+        return p.scale / p.softcap if p.dtype == "fp32" else p.softcap_scale
     return p.scale if p.bias else p.scale_log2
 
 

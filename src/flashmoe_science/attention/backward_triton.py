@@ -23,19 +23,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .primitives import head_offset, load_rows
+from .primitives import cap_scores, head_offset, load_rows
 
 
 @triton.jit
 def _weigh(
     s, rows, cols, lse, bias_ptrs, seqlen_k, diagonal, window_left, window_right, softcap, slope,
-    MASK_N: tl.constexpr, MASK_LEFT: tl.constexpr, MASK_RIGHT: tl.constexpr,
+    MASK_N: tl.constexpr, MASK_LEFT: tl.constexpr, MASK_RIGHT: tl.constexpr, ACCURATE: tl.constexpr,
 ):  # fmt: skip
     """Return P for one tile of scaled products, and the derivative of the softcap; rows lie along either axis."""
     cap = 1.0
     if softcap is not None:
-        t = 1 - 2 / (1 + tl.exp2(s))  # tanh, as the scale has the factor 2 log2(e) / softcap
-        s = softcap * t
+        s = cap_scores(s, softcap, ACCURATE)
+        t = s * (1 / softcap)
         cap = 1 - t * t
     if slope is not None:
         s -= slope * tl.abs(rows + diagonal - cols).to(tl.float32)
@@ -52,6 +52,20 @@ def _weigh(
     else:
         p = tl.exp(s - lse)
     return p, cap
+
+
+@triton.jit
+def _add_product(acc, a, b, length, PRECISION: tl.constexpr):
+    """Return acc + a @ b; for fp32, whose products are added one by one, the sum of a tile is added as one.
+
+    So it is rounded less often where acc is large. ``length`` is positive, which the compiler does not know: it would
+    make a plain sum part of the product.
+    """
+    if PRECISION == "ieee":
+        one = tl.where(length > 0, 1.0, 0.0)
+        part = tl.dot(a, b, input_precision=PRECISION)
+        return tl.fma(part, tl.zeros(acc.shape, tl.float32) + one, acc)
+    return tl.dot(a, b, acc, input_precision=PRECISION)
 
 
 @triton.jit
@@ -163,11 +177,11 @@ def _fold_rows(
     # Keys past the end give rows of dK and dV that are not stored.
     p, cap = _weigh(
         s, rows[None, :], offs_n[:, None], lse[None, :], bias_ptrs, seqlen_k, diagonal, window_left, window_right,
-        softcap, slope, False, MASK_LEFT, MASK_RIGHT,
+        softcap, slope, False, MASK_LEFT, MASK_RIGHT, PRECISION == "ieee",
     )  # fmt: skip
     do = load_rows(do_ptrs + step * STRIDE_DOM, rows, seqlen_q, offs_dv, DV, MASK_M, MASK_DV)  # [BLOCK_M, BLOCK_DV]
     if MAKE_DV:
-        dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
+        dv = _add_product(dv, p.to(do.dtype), do, seqlen_q, PRECISION)
     if MAKE_DK:
         dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
         if MASK_M:
@@ -177,7 +191,7 @@ def _fold_rows(
         ds = p * (dp - delta[None, :])
         if softcap is not None:
             ds *= cap
-        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+        dk = _add_product(dk, ds.to(q.dtype), q, seqlen_q, PRECISION)
     return dk, dv
 
 
@@ -200,7 +214,7 @@ def _backward_kv_kernel(
     stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh, stride_dob, stride_doh,  # in units of ALIGN
     stride_dkb, stride_dkh, stride_dvb, stride_dvh,  # in units of ALIGN_OUT elements
     heads, heads_kv, seqlen_q, seqlen_k, tiles_n,
-    scale,  # as in the forward: times log2(e) without a bias; with a softcap 2 log2(e) / softcap times softmax_scale
+    scale,  # as in the forward: softmax_scale, times log2(e) without a bias; with a softcap what ``cap_scores`` takes
     grad_scale,  # softmax_scale
     window_left, window_right, softcap,
     stride_bias_b, stride_bias_h, stride_bias_m,  # in units of ALIGN_BIAS elements
@@ -403,14 +417,14 @@ def _fold_keys(
             bias_ptrs = bias_rows[:, None] + step * STRIDE_BIAS_N + offs_n[None, :] * STRIDE_BIAS_N
     p, cap = _weigh(
         s, rows[:, None], cols[None, :], lse[:, None], bias_ptrs, seqlen_k, diagonal, window_left, window_right,
-        softcap, slope, MASK_N, MASK_LEFT, MASK_RIGHT,
+        softcap, slope, MASK_N, MASK_LEFT, MASK_RIGHT, PRECISION == "ieee",
     )  # fmt: skip
     v = load_rows(v_ptrs + step * STRIDE_VN, cols, seqlen_k, offs_dv, DV, MASK_N, MASK_DV)  # [BLOCK_N, BLOCK_DV]
     dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
     ds = p * (dp - delta[:, None])
     if softcap is not None:
         ds *= cap
-    return tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+    return _add_product(dq, ds.to(k.dtype), k, seqlen_k, PRECISION)
 
 
 @triton.jit
@@ -601,7 +615,7 @@ def _backward_bias_kernel(
         bias_ptrs = bias_ptr + (b * stride_bias_b + h * stride_bias_h) * ALIGN_BIAS + bias_at
         p, _cap = _weigh(
             s, offs_m[:, None], offs_n[None, :], lse[:, None], bias_ptrs, seqlen_k, diagonal, window_left,
-            window_right, softcap, slope, False, BOUND_LEFT, BOUND_RIGHT,
+            window_right, softcap, slope, False, BOUND_LEFT, BOUND_RIGHT, PRECISION == "ieee",
         )  # fmt: skip
         total += p * (dp - delta[:, None])
 
