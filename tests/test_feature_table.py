@@ -9,6 +9,7 @@ from types import ModuleType
 
 import pytest
 
+from flashmoe_science.attention.backward_plan import BACKWARD_KERNELS
 from flashmoe_science.attention.plan import KERNELS
 from flashmoe_science.attention.problem import AttentionProblem
 
@@ -34,6 +35,7 @@ def test_the_page_has_the_tables_of_the_code(table):
 
 def test_the_tables_know_every_kernel_and_every_feature(table):
     assert set(table.LETTERS) == set(KERNELS) - {"reference"}
+    assert set(table.BACKWARD_LETTERS) == set(BACKWARD_KERNELS) - {"reference"}
     words = set()
     for options in table.FEATURES.values():
         sizes = {"batch": 1, "heads": 2, "heads_kv": 2, "seqlen_q": 999, "seqlen_k": 999, "head_dim": 64}

@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from flashmoe_science.attention.backward_plan import plan_backward
+from flashmoe_science.attention.backward_problem import BackwardProblem
 from flashmoe_science.attention.plan import plan_attention
 from flashmoe_science.attention.problem import AttentionProblem
 from flashmoe_science.errors import UnsupportedError
@@ -27,6 +29,7 @@ GPUS = {
     "sm_120": "RTX 5090",
 }
 LETTERS = {"forward_short_gluon": "S", "forward_gluon_sm90": "H", "forward_triton": "T"}
+BACKWARD_LETTERS = {"backward_triton": "B"}
 # Batch, heads, queries, keys: few and many, of each enough to want another kernel.
 SIZES = ((1, 4, 128, 128), (64, 16, 256, 256), (8, 16, 4096, 4096), (1, 2, 16, 8192))
 _PLAIN: dict[str, Any] = {"causal": True, "head_dim": 64, "head_dim_v": 64}
@@ -66,8 +69,27 @@ def served_by(gpu: str, dtype: str, options: dict[str, Any]) -> str:
     return " ".join(sorted(found, key="SHT–".index))
 
 
+def differentiated_by(gpu: str, dtype: str, options: dict[str, Any]) -> str:
+    """Return the letters of the kernels that make the gradients of a call with a feature, or a dash."""
+    found = set()
+    for batch, heads, seqlen_q, seqlen_k in SIZES:
+        sizes = {"batch": batch, "heads": heads, "heads_kv": heads, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
+        problem = AttentionProblem(**{**_PLAIN, **sizes, **options}, dtype=dtype)
+        asked = BackwardProblem(
+            problem,
+            has_dlse="return_lse" in options,
+            wants_sinks=bool(problem.sinks),
+            bias_sums=(False, False) if problem.bias else None,
+        )
+        try:
+            found.add(BACKWARD_LETTERS[plan_backward(asked, SPECS[gpu]).kernel])
+        except UnsupportedError:
+            found.add("–")
+    return " ".join(sorted(found))
+
+
 def render() -> str:
-    """Return the tables, one for each size of element."""
+    """Return the tables, one for each size of element, and that of gradients."""
     parts = []
     for title, dtypes in (("fp16 and bf16", ("fp16", "bf16")), ("fp32", ("fp32",))):
         lines = [f"| {title} | {' | '.join(GPUS)} |", f"| --- |{' --- |' * len(GPUS)}"]
@@ -79,6 +101,15 @@ def render() -> str:
                 cells += kinds
             lines.append(f"| {feature} | {' | '.join(cells)} |")
         parts.append("\n".join(lines))
+    lines = [f"| gradients, fp16, bf16 and fp32 | {' | '.join(GPUS)} |", f"| --- |{' --- |' * len(GPUS)}"]
+    for feature, options in FEATURES.items():
+        cells = []
+        for gpu in GPUS.values():
+            kinds = {differentiated_by(gpu, dtype, options) for dtype in ("fp16", "bf16", "fp32")}
+            assert len(kinds) == 1, (feature, gpu, kinds)
+            cells += kinds
+        lines.append(f"| {feature} | {' | '.join(cells)} |")
+    parts.append("\n".join(lines))
     return "\n\n".join(parts)
 
 

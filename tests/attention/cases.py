@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -159,4 +160,57 @@ VARLEN = [
     _V((33, 50), (70, 50), 4, 2, 32, 32, "fp16", True, window=(11, -1), softcap=4.0, why="window-softcap"),
     _V((33, 50), (70, 20), 4, 2, 32, 32, "fp16", False, window=(9, 5), sinks="bf16", why="window-sinks", tail=3),
     _V((33, 20), (33, 70), 4, 2, 32, 32, "fp16", True, alibi="fp32", alibi_axes=2, why="alibi"),
+]
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """The gradients of a case."""
+
+    case: Case | VarlenCase
+    through_lse: bool = False  # whether the LSE has a gradient too
+    turned: bool = False  # whether it is tried in another memory layout too
+    low: bool = False  # whether all scores are so low that a score of 0 would weigh infinitely much
+
+    def __str__(self) -> str:
+        return f"{self.case}{'-lse' if self.through_lse else ''}"
+
+
+def _of(cases: list[Any], *whys: str) -> list[Gradients]:
+    named = {case.why: case for case in cases}
+    return [Gradients(named[why]) for why in whys]
+
+
+GRADIENTS = [
+    Gradients(Case(1, 2, 1, 37, 60, 64, 64, "fp16", True, why="several-tiles")),
+    Gradients(Case(2, 4, 2, 19, 23, 40, 24, "fp16", True, why="layout"), turned=True),
+    Gradients(Case(1, 1, 1, 20, 37, 32, 32, "fp16", False, why="low-scores"), low=True),
+    Gradients(Case(1, 1, 1, 70, 65, 32, 32, "fp32", True, why="tiles-and-empty-rows"), through_lse=True),
+    Gradients(Case(1, 2, 2, 64, 64, 32, 32, "fp16", False, why="whole-tiles")),
+    Gradients(Case(1, 1, 1, 24, 40, 192, 128, "fp16", True, why="d192-dv128")),
+    Gradients(VarlenCase((9, 20), (20, 9), 2, 1, 144, 144, "fp16", False, "apart", seqused_k=(13, 9))),
+    Gradients(Case(2, 2, 1, 47, 33, 64, 64, "fp16", True, why="causal-rows-without-keys"), through_lse=True),
+    *_of(SMALL, "story-smallest", "story-odd", "gqa-d80", "mqa-odd-dim", "dv-smaller", "dv-larger", "one-row"),
+    *_of(SMALL, "one-key", "one-column", "fp32"),
+    *_of(EMPTY, "no-batch", "no-heads", "no-rows", "no-keys", "no-keys-causal"),
+    *_of(FEATURES, "window-narrower-than-a-tile", "window-of-several-tiles", "window-on-both-sides"),
+    *_of(FEATURES, "window-right-rows-without-keys", "window-left-more-rows", "window-of-one-key"),
+    *_of(
+        FEATURES,
+        "softcap-fp32",
+        "softcap-far-above-the-scores",
+        "softcap-rows-without-keys",
+        "sinks",
+        "alibi-full",
+        "alibi-of-each-sequence",
+    ),
+    *_of(FEATURES, "bias-of-heads", "bias-of-sequences", "bias-cap", "all-at-once"),
+    Gradients(FeatureCase(2, 2, 1, 20, 33, 32, 32, "fp16", False, bias="fp32", why="bias")),
+    Gradients(
+        FeatureCase(1, 4, 2, 40, 24, 32, 32, "fp32", True, sinks="fp32", why="sinks-rows-without-keys"),
+        through_lse=True,
+    ),
+    *_of(VARLEN, "causal-dv-larger", "empty-sequences", "no-rows", "no-keys", "no-sequences", "one-row-each"),
+    Gradients(VarlenCase((20, 9), (60, 40), 2, 2, 32, 32, "fp16", False, "keys-not-used", seqused_k=(33, 7), tail=5)),
+    *_of(VARLEN, "seqused-k", "seqused-both", "window-softcap", "window-sinks", "alibi"),
 ]

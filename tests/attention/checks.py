@@ -13,7 +13,9 @@ from typing import Any
 import torch
 
 from flashmoe_science.attention import reference
+from flashmoe_science.attention.gradients import Options, attention_gradients
 from flashmoe_science.attention.operator import OPERATOR
+from flashmoe_science.attention.packed import planned_length
 from flashmoe_science.attention.problem import AttentionProblem
 
 from .cases import Case, FeatureCase, VarlenCase
@@ -146,3 +148,105 @@ def assert_right(o, q, k, v, *, lse=None, name="output", **options):
         assert torch.equal(lse == -math.inf, exact_lse == -math.inf)
         tolerance = 1e-5 if q.dtype == torch.float32 else 1e-3
         torch.testing.assert_close(lse.double(), exact_lse, rtol=tolerance, atol=tolerance)
+
+
+def options_of(options: dict[str, Any], lengths: tuple[int, int] | None, kernel: str) -> Options:
+    """Return what gradients are told of a call with these options."""
+    return Options(
+        options["causal"],
+        options.get("softmax_scale"),
+        options.get("window", (-1, -1)),
+        options.get("softcap", 0.0),
+        lengths,
+        kernel,
+    )
+
+
+def low_precision_gradients(q, k, v, do, **options) -> dict[str, torch.Tensor]:
+    """Return what autograd makes of the framework's eager run in the dtype of the inputs."""
+    given = {"q": q, "k": k, "v": v, **options}
+    leaves: dict[str, torch.Tensor] = {
+        name: given[name].detach().clone().requires_grad_()
+        for name in ("q", "k", "v", "sinks", "bias")
+        if name in given
+    }
+    o = reference.attention_low_precision(**{**given, **leaves})
+    grads = torch.autograd.grad(o, [*leaves.values()], do, allow_unused=True, materialize_grads=True)
+    return dict(zip(leaves, grads, strict=True))
+
+
+def assert_gradients_right(found, q, k, v, do, dlse=None, *, name="", **options):
+    """Compare with fp64: each within the budget that autograd of the eager run sets.
+
+    That of the LSE is linear in ``dlse``, which the eager run does not have: it adds nothing to the budget.
+    """
+    exact = reference.attention_backward(q, k, v, do, dlse, dtype=torch.float64, **options)
+    plain = reference.attention_backward(q, k, v, do, dtype=torch.float64, **options)
+    low = low_precision_gradients(q, k, v, do, **options)
+    assert set(found) == set(exact)
+    for what, gradient in found.items():
+        of = {"q": q, "k": k, "v": v, **options}[what]
+        assert gradient.shape == of.shape
+        assert gradient.dtype == of.dtype
+        assert torch.isfinite(gradient).all(), f"{name}d{what} has NaN or inf"
+        if not gradient.numel():
+            continue
+        budget = OPERATOR.error_budget(plain[what], low[what])
+        budget += torch.finfo(gradient.dtype).eps * exact[what].abs().max().item()  # where dlse makes it larger
+        # A row that sees one key has gradients of 0, the difference of dP and delta: two sums of DV products in fp32.
+        budget += 1e-5
+        error = (gradient.double() - exact[what]).abs().max().item()
+        assert error <= budget, f"{name}d{what}: max error {error:.2e} is above the budget {budget:.2e}"
+
+
+def differentiate(call, tensors, options, *, kernel, through_lse, seed=2) -> tuple[dict[str, torch.Tensor], Any, Any]:
+    """Return the gradients that ``kernel`` makes, and the random gradients of o and LSE that it was given.
+
+    ``tensors`` are q, k, v and lengths, ``options`` what ``call`` takes besides.
+    """
+    o, lse = call(**tensors, **options, return_lse=True)
+    generator = torch.Generator(o.device).manual_seed(seed)
+    do = torch.randn(o.shape, generator=generator, device=o.device).to(o.dtype)
+    dlse = torch.randn(lse.shape, generator=generator, device=o.device) if through_lse else None
+    given = {name: tensor for name, tensor in {**tensors, **options}.items() if isinstance(tensor, torch.Tensor)}
+    given |= {"o": o, "lse": lse, "do": do}
+    lengths = None
+    if dlse is not None:
+        given["dlse"] = torch.where(lse == -math.inf, math.nan, dlse)
+        dlse = torch.where(lse == -math.inf, 0.0, dlse)
+    if "max_seqlen_q" in tensors:
+        lengths = (
+            planned_length("max_seqlen_q", tensors["max_seqlen_q"]),
+            planned_length("max_seqlen_k", tensors["max_seqlen_k"]),
+        )
+    wanted = ["q", "k", "v", *(name for name in ("sinks", "bias") if name in options)]
+    return attention_gradients(options_of(options, lengths, kernel), given, wanted), do, dlse
+
+
+def assert_varlen_gradients_right(found, inputs, options, do):
+    """Hold the gradients of every sequence against fp64, and those of tokens in none against 0."""
+    q, k, v = (inputs[name] for name in "qkv")
+    q64, k64, v64, do64 = (tensor.double().nan_to_num(0.0) for tensor in (q, k, v, do))
+    exact = reference.attention_varlen_backward(
+        q64,
+        k64,
+        v64,
+        do64,
+        **{name: tensor for name, tensor in inputs.items() if name.startswith(("cu_seqlens", "seqused"))},
+        **options,
+    )
+    assert set(found) == set(exact)
+    for name, gradient in found.items():
+        assert torch.isfinite(gradient).all(), f"d{name} has NaN or inf"
+        if gradient.numel():
+            low = 8 * torch.finfo(q.dtype).eps * exact[name].abs().max().item()
+            error = (gradient.double() - exact[name]).abs().max().item()
+            assert error <= low, f"d{name}: max error {error:.2e} is above {low:.2e}"
+        if name in ("q", "k", "v"):
+            unused = torch.ones(gradient.shape[0], dtype=torch.bool)
+            side = "q" if name == "q" else "k"
+            starts = inputs[f"cu_seqlens_{side}"].tolist()
+            lengths = inputs[f"seqused_{side}"].tolist() if f"seqused_{side}" in inputs else None
+            for b, start in enumerate(starts[:-1]):
+                unused[start : starts[b + 1] if lengths is None else start + lengths[b]] = False
+            assert not gradient[unused.to(gradient.device)].any(), f"d{name} of a token in no sequence is not 0"

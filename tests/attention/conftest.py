@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from .cases import Case, VarlenCase
+from .cases import Case, Gradients, VarlenCase
 
 
 @pytest.fixture(scope="session")
@@ -24,7 +24,7 @@ def interpreted():
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
     )  # fmt: skip
 
-    def check(case: Case | VarlenCase) -> None:
+    def check(case: Case | VarlenCase | Gradients) -> None:
         assert child.stdin is not None
         assert child.stdout is not None
         child.stdin.write(repr(case) + "\n")

@@ -6,6 +6,7 @@ import contextlib
 import math
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -16,8 +17,17 @@ from flashmoe_science.attention.prepare import interpret, prepare_kernels
 from flashmoe_science.attention.tiles import ForwardConfig, Plan
 from flashmoe_science.gpu.planning import PlannedLaunch
 
-from .cases import Case, FeatureCase, VarlenCase
-from .checks import assert_right, assert_varlen_right, make_features, make_inputs, make_packed
+from .cases import Case, FeatureCase, Gradients, VarlenCase
+from .checks import (
+    assert_gradients_right,
+    assert_right,
+    assert_varlen_gradients_right,
+    assert_varlen_right,
+    differentiate,
+    make_features,
+    make_inputs,
+    make_packed,
+)
 
 
 @contextlib.contextmanager
@@ -31,9 +41,11 @@ def poisoned() -> Iterator[None]:
         torch.empty = empty
 
 
-def check(case: Case | VarlenCase) -> None:
+def check(case: Case | VarlenCase | Gradients) -> None:
     """Compare one case with fp64."""
-    if isinstance(case, VarlenCase):
+    if isinstance(case, Gradients):
+        check_gradients(case)
+    elif isinstance(case, VarlenCase):
         check_varlen(case)
     elif isinstance(case, FeatureCase):
         check_features(case)
@@ -122,11 +134,36 @@ def check_expanded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal:
             assert_right(o, *args, causal=causal, name=f"{name} expanded along axis {axis}")
 
 
+def check_gradients(gradients: Gradients) -> None:
+    """Compare the gradients of one case with fp64; in another memory layout too, of which the bits are the same."""
+    case = gradients.case
+    asked: dict[str, Any] = {"kernel": "backward_triton", "through_lse": gradients.through_lse}
+    if isinstance(case, VarlenCase):
+        inputs, options = make_packed(case, "cpu"), make_features(case, "cpu")
+        with poisoned():
+            found, do, _ = differentiate(flash_attention_varlen, inputs, options, **asked)
+        assert_varlen_gradients_right(found, inputs, options, do)
+        return
+    q, k, v = make_inputs(case, "cpu")
+    if gradients.low:
+        q, k = 8 * q.abs(), -8 * k.abs()
+    options = make_features(case, "cpu") if isinstance(case, FeatureCase) else {"causal": case.causal}
+    with poisoned():
+        found, do, dlse = differentiate(flash_attention, {"q": q, "k": k, "v": v}, options, **asked)
+    assert_gradients_right(found, q, k, v, do, dlse, **options)
+    if gradients.turned:
+        turned = {name: t.transpose(1, 2).contiguous().transpose(1, 2) for name, t in (("q", q), ("k", k), ("v", v))}
+        again, _, _ = differentiate(flash_attention, turned, options, **asked)
+        for name, gradient in again.items():
+            assert torch.equal(gradient, found[name]), f"another memory layout gives other bits in d{name}"
+            assert gradient.stride() == turned[name].stride(), f"d{name} lies in memory as {gradient.stride()}"
+
+
 def main() -> None:
     """Serve until stdin ends."""
     for line in sys.stdin:
         try:
-            kinds = {"Case": Case, "FeatureCase": FeatureCase, "VarlenCase": VarlenCase}
+            kinds = {"Case": Case, "FeatureCase": FeatureCase, "VarlenCase": VarlenCase, "Gradients": Gradients}
             check(eval(line, kinds))  # the parent's own repr
             answer = "right"
         except Exception as error:  # noqa: BLE001 - the parent fails the test with it

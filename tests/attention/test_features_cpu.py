@@ -236,14 +236,12 @@ def test_bad_features(why):
             function(q, k, v, **options)
 
 
-def test_negative_views_and_gradients_are_refused():
+def test_negative_views_are_refused_and_parameters_served():
     q, k, v = (torch.randn(1, 2, 5, 8) for _ in range(3))
     negative = torch.randn(2, dtype=torch.complex64).conj().imag
     with pytest.raises(InputError, match="sinks must not be a negative view"):
         flash_attention(q, k, v, sinks=negative)
     sinks = torch.nn.Parameter(torch.randn(2))
-    with pytest.raises(UnsupportedError, match="sinks require grad, and there is no backward yet"):
-        flash_attention(q, k, v, sinks=sinks)
     with torch.no_grad():
         torch.testing.assert_close(
             flash_attention(q, k, v, sinks=sinks), flash_attention(q, k, v, sinks=sinks.detach())

@@ -166,16 +166,6 @@ def test_forced_kernels_never_fall_back():
         flash_attention(q, k, v, kernel="forward_triton")
 
 
-def test_requires_grad_is_refused():
-    """Until there is a backward, a call that would lose gradients raises."""
-    q, k, v = (torch.randn(1, 1, 2, 8) for _ in range(3))
-    k.requires_grad_()
-    with pytest.raises(UnsupportedError, match=r"k require grad, and there is no backward yet(.|\n)*no_grad"):
-        flash_attention(q, k, v)
-    with torch.no_grad():
-        assert flash_attention(q, k, v).shape == (1, 1, 2, 8)
-
-
 def test_output_keeps_the_order_of_axes_of_q():
     """A [B, S, H, D] view gives a [B, S, H, D] output, seen as [B, H, S, D]."""
     q, k, v = (torch.randn(2, 6, 4, 8).transpose(1, 2) for _ in range(3))

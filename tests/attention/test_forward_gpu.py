@@ -558,13 +558,3 @@ def test_first_use_in_a_thread(kernel):
     thread.start()
     thread.join()
     assert torch.equal(out[0], expected)
-
-
-def test_requires_grad():
-    """Refused while gradients are recorded, served under no_grad."""
-    q, k, v = make_inputs(SMALL[1], "cuda")
-    q.requires_grad_()
-    with pytest.raises(UnsupportedError, match="q require grad"):
-        flash_attention(q, k, v)
-    with torch.no_grad():
-        assert_right(flash_attention(q, k, v), q.detach(), k, v)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from flashmoe_science import InputError, UnsupportedError, explain_varlen, flash_attention, flash_attention_varlen
+from flashmoe_science import InputError, explain_varlen, flash_attention, flash_attention_varlen
 from flashmoe_science.attention import varlen
 from flashmoe_science.attention.plan import plan_attention
 from flashmoe_science.attention.problem import AttentionProblem
@@ -169,15 +169,6 @@ def test_lengths_on_a_gpu_are_read_only_when_asked(monkeypatch):
     assert varlen._reads_lengths(OnGpu())  # type: ignore[arg-type]
     capturing = True
     assert not varlen._reads_lengths(OnGpu())  # type: ignore[arg-type]
-
-
-def test_gradients_are_refused():
-    call = packed_call()
-    call["v"].requires_grad_()
-    with pytest.raises(UnsupportedError, match="v require grad, and there is no backward yet"):
-        flash_attention_varlen(**call)
-    with torch.no_grad():
-        assert flash_attention_varlen(**call).shape == (9, 4, 8)
 
 
 def test_prepared_calls_serve_any_number_of_tokens_and_see_every_other_change():

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -10,7 +11,9 @@ from torch import Tensor
 
 from ..errors import InputError
 from .calls import prepare_call
+from .gradients import PLAIN, Options, differentiable, kernel_after, records, refuse_tangents, register_gradients
 from .inputs import (
+    cast_under_autocast,
     check_optional,
     check_options,
     check_softcap,
@@ -18,7 +21,6 @@ from .inputs import (
     gpu_of,
     layout_of,
     problem_of,
-    refuse_derivatives,
 )
 from .plan import plan_attention
 from .problem import canonical_strides, output_strides
@@ -77,7 +79,11 @@ def flash_attention(
     Raises:
         InputError: a shape, dtype, device or value breaks the contract above.
         UnsupportedError: no kernel, or not the kernel forced, serves this call (docs/features.md has who serves what);
-            or an input requires grad while gradients are recorded (there is no backward yet).
+            alibi requires grad while gradients are recorded; or gradients are differentiated again.
+
+    Gradients, of o and of the LSE: q, k, v, sinks and bias have them, 0 in rows that see no key. Kept for them are the
+    inputs, o and the LSE. The same bits in every run (``kernel`` is that of the forward). Beside a bias or a scale of
+    more than 2**24 in size, the LSE, in fp32, is too coarse for them. Under autocast q, k and v of fp32 are cast.
 
     Numerics: fp32 scores, softmax and accumulators; P is rounded to the dtype of v. Error within twice that of the
     eager run in the same dtype, against fp64. Run-to-run bitwise equal for tensors laid out alike: alignment and
@@ -92,9 +98,11 @@ def flash_attention(
     if _is_compiling() or type(q) is not Tensor or type(k) is not Tensor or type(v) is not Tensor:
         return _call_operator(q, k, v, causal, softmax_scale, return_lse, kernel)
     if (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled():
-        refuse_derivatives({"q": q, "k": k, "v": v})
+        return _attend_recording(
+            {"q": q, "k": k, "v": v}, Options(causal, softmax_scale, kernel=kernel_after(kernel)), return_lse, kernel
+        )
     if _forward_ad._current_level >= 0:  # noqa: SLF001 - the public way asks tensor by tensor
-        refuse_derivatives({"q": q, "k": k, "v": v})
+        refuse_tangents((q, k, v))
     # Equal keys must mean equal calls: True == 1, and a tensor equals itself after its value has changed.
     if type(causal) is not bool or (softmax_scale is not None and type(softmax_scale) is not float):  # type: ignore[redundant-expr]
         softmax_scale = check_options(causal, softmax_scale)
@@ -160,8 +168,40 @@ def _prepare(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, softmax_scale: float | None, return_lse: bool, kernel: str
 ) -> Callable[..., Any]:
     """Validate one call, plan it, compile and load its kernels, and return ``call(q, k, v, pq, pk, pv)``."""
-    problem = problem_of(q, k, v, causal=causal, softmax_scale=softmax_scale, return_lse=return_lse)
-    return prepare_call(plan_attention(problem, gpu_of(q), kernel), q)
+    options: dict[str, Any] = {"causal": causal, "softmax_scale": softmax_scale, "return_lse": return_lse}
+
+    def prepare(q: Tensor, k: Tensor, v: Tensor) -> Callable[..., Any]:
+        return prepare_call(plan_attention(problem_of(q, k, v, **options), gpu_of(q), kernel), q)
+
+    if torch.float32 not in (q.dtype, k.dtype, v.dtype):
+        return prepare(q, k, v)
+    prepared: list[Callable[..., Any]] = []
+
+    def call(q: Tensor, k: Tensor, v: Tensor, *addresses: int) -> Any:  # whether autocast is on is not in the key
+        cast = cast_under_autocast(q, k, v)
+        if any(after is not before for after, before in zip(cast, (q, k, v), strict=True)):
+            return flash_attention(*cast, **options, kernel=kernel)
+        if not prepared:
+            prepared.append(prepare(q, k, v))
+        return prepared[0](q, k, v, *addresses)
+
+    return call
+
+
+def _attend_recording(tensors: Mapping[str, Tensor | None], options: Options, return_lse: bool, kernel: str) -> Any:
+    """Do what ``flash_attention`` does, and record what gradients need."""
+    refuse_tangents((*tensors.values(),))
+    q, k, v = (tensors[name] for name in ("q", "k", "v"))
+    assert q is not None
+    assert k is not None
+    assert v is not None
+    q, k, v = cast_under_autocast(q, k, v)
+    attend = functools.partial(
+        flash_attention, causal=options.causal, softmax_scale=options.softmax_scale, window=options.window,
+        softcap=options.softcap, return_lse=True, kernel=kernel,
+    )  # fmt: skip
+    o, lse = differentiable(attend, options, {**tensors, "q": q, "k": k, "v": v})
+    return (o, lse) if return_lse else o
 
 
 def _attend_with_features(
@@ -182,14 +222,19 @@ def _attend_with_features(
     named = dict(zip(("sinks", "alibi", "bias"), tensors, strict=True))
     check_optional(**named)
     _check_are_tensors(q, k, v)
-    refuse_derivatives({"q": q, "k": k, "v": v, **named})
-    sinks, alibi, bias = (tensor.detach() if type(tensor) is torch.nn.Parameter else tensor for tensor in tensors)
-    given = [tensor for tensor in (sinks, alibi, bias) if tensor is not None]
-    if _is_compiling() or any(type(tensor) is not Tensor for tensor in (q, k, v, *given)):
+    q, k, v = cast_under_autocast(q, k, v)
+    refuse_tangents((q, k, v, *tensors))
+    recording = records({"q": q, "k": k, "v": v, **named})
+    given = [tensor for tensor in tensors if tensor is not None]
+    if _is_compiling() or any(type(tensor) not in PLAIN for tensor in (q, k, v, *given)):
         o, lse = _attention_features(
-            q, k, v, causal, softmax_scale, *window, softcap, sinks, alibi, bias, return_lse, kernel
+            q, k, v, causal, softmax_scale, *window, softcap, *tensors, return_lse or recording, kernel
         )
         return (o, lse) if return_lse else o
+    if recording:
+        asked = Options(causal, softmax_scale, window, softcap, kernel=kernel_after(kernel))
+        return _attend_recording({"q": q, "k": k, "v": v, **named}, asked, return_lse, kernel)
+    sinks, alibi, bias = tensors
     options = (causal, softmax_scale, window, softcap, return_lse, kernel)
     key = ("features", options, *map(layout_of, (q, k, v, sinks, alibi, bias)))
     call = _prepared.get(key)
@@ -282,6 +327,17 @@ def _fake_forward_lse(q: Tensor, _k: Tensor, v: Tensor, *_options: object) -> tu
     return _fake_outputs(q, v)
 
 
+def _options_of(
+    *, causal: bool, softmax_scale: float | None, window_left: int, window_right: int, softcap: float, kernel: str,
+    **_others: object,
+) -> Options:  # fmt: skip
+    window = window_left, window_right
+    return Options(causal, softmax_scale, window, softcap, kernel=kernel_after(kernel))
+
+
+register_gradients(_attention_features, _options_of)
+
+
 def _fake_outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Return outputs without data, in the memory order of the real ones."""
     batch, heads, seqlen_q, _ = q.shape
@@ -294,7 +350,13 @@ def _call_operator(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, softmax_scale: float | None, return_lse: bool, kernel: str
 ) -> Any:
     _check_are_tensors(q, k, v)
-    refuse_derivatives({"q": q, "k": k, "v": v})
+    softmax_scale = check_options(causal, softmax_scale)
+    q, k, v = cast_under_autocast(q, k, v)
+    refuse_tangents((q, k, v))
+    if records({"q": q, "k": k, "v": v}):
+        nothing = (-1, -1, 0.0, None, None, None)
+        o, lse = _attention_features(q, k, v, causal, softmax_scale, *nothing, True, kernel)  # noqa: FBT003 - a schema
+        return (o, lse) if return_lse else o
     operator = _attention_forward_lse if return_lse else _attention_forward
     return operator(q, k, v, causal, softmax_scale, kernel)
 

@@ -23,7 +23,8 @@ _NOT_FOLLOWED = frozenset(
         "", ".errors", ".gpu.device", ".gpu.specs", ".gpu.machine_code",
         *(f".attention.{room}" for room in ("inputs", "plan", "prepare", "problem", "reference")),
         *(f".attention.{room}" for room in ("cache_contract", "cache_problem", "cache_reference")),
-        *(f".attention.{room}" for room in ("decode_plan", "decode_prepare")),
+        *(f".attention.{room}" for room in ("decode_plan", "decode_prepare", "packed")),
+        ".attention.gradients",  # of calls that record nothing it decides nothing
     )
 )  # fmt: skip
 # Nor do rivals call ours.

@@ -9,13 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import InputError, UnsupportedError
+from ..errors import InputError
 from ..gpu.device import gpu_of_device
 from ..gpu.specs import GpuSpec
 from .problem import AttentionProblem, canonical_strides
 
 DTYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
-_forward_ad = torch.autograd.forward_ad
 
 
 def problem_of(
@@ -194,17 +193,13 @@ def gpu_of(q: Tensor) -> GpuSpec | None:
     return gpu_of_device(q.device.index) if q.device.type == "cuda" else None
 
 
-def refuse_derivatives(tensors: Mapping[str, Tensor | None]) -> None:
-    """Raise ``UnsupportedError`` where an input requires grad or has a tangent that the call would lose."""
-    given = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
-    if torch.is_grad_enabled():
-        names = [name for name, tensor in given.items() if tensor.requires_grad]
-        if names:
-            raise UnsupportedError(
-                f"{', '.join(names)} require grad, and there is no backward yet",
-                hint="call it under torch.no_grad(), or pass detached tensors",
-            )
-    if _forward_ad._current_level >= 0:  # noqa: SLF001 - the public way asks tensor by tensor
-        tangents = [_forward_ad.unpack_dual(tensor).tangent for tensor in given.values()]  # type: ignore[no-untyped-call]
-        if any(tangent is not None for tangent in tangents):
-            raise UnsupportedError("q, k or v has a forward-mode tangent, and there is no forward-mode derivative")
+def cast_under_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return those of q, k and v that are fp32 in the dtype of the region of autocast, where there is one."""
+    if torch.float32 not in (q.dtype, k.dtype, v.dtype):
+        return q, k, v
+    device = q.device.type
+    if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(device)
+    q, k, v = (tensor.to(dtype) if tensor.dtype == torch.float32 else tensor for tensor in (q, k, v))
+    return q, k, v

@@ -71,36 +71,182 @@ def attention(
         return o, lse
     group = heads // heads_kv
     rows = max(1, min(seqlen_q, _CHUNK_SCORES // (group * seqlen_k)))
-    keys = torch.arange(seqlen_k, device=q.device)
-    slopes = None if alibi is None else alibi.to(dtype).expand(batch, heads)
+    slopes = None if alibi is None else alibi.expand(batch, heads)
     added = None if bias is None else bias.expand(batch, heads, seqlen_q, seqlen_k)
-    for b in range(batch):
-        for h in range(heads_kv):
-            kh, vh = k[b, h].to(dtype), v[b, h].to(dtype)
-            mine = slice(h * group, (h + 1) * group)
-            for first in range(0, seqlen_q, rows):
-                last = min(first + rows, seqlen_q)
-                scores = (q[b, mine, first:last].to(dtype) @ kh.T) * scale
-                if softcap:
-                    scores = softcap * torch.tanh(scores / softcap)
-                ahead = keys - torch.arange(first, last, device=q.device)[:, None] - (seqlen_k - seqlen_q)
-                if slopes is not None:
-                    scores -= slopes[b, mine, None, None] * ahead.abs()
-                if added is not None:
-                    scores += added[b, mine, first:last].to(dtype)
-                _hide(scores, ahead, causal=causal, window=window)
-                # Not exp(s - lse): beside a bias of -3e38, a common mask, the logarithm of the sum is lost.
-                top = scores.amax(-1)
-                if sinks is not None:
-                    top = torch.maximum(top, sinks[mine, None].to(dtype))
-                top = torch.where(top == -torch.inf, 0.0, top)
-                weights = torch.exp(scores - top[..., None])
-                total = weights.sum(-1)
-                if sinks is not None:
-                    total += torch.exp(sinks[mine, None].to(dtype) - top)
-                lse[b, mine, first:last] = top + torch.log(total)
-                o[b, mine, first:last] = (weights @ vh) / torch.where(total == 0, 1.0, total)[..., None]
+    for b, h, first in itertools.product(range(batch), range(heads_kv), range(0, seqlen_q, rows)):
+        mine, chunk = slice(h * group, (h + 1) * group), slice(first, first + rows)
+        o[b, mine, chunk], lse[b, mine, chunk] = _attend_rows(
+            q[b, mine, chunk].to(dtype),
+            k[b, h].to(dtype),
+            v[b, h].to(dtype),
+            None if sinks is None else sinks[mine].to(dtype),
+            None if slopes is None else slopes[b, mine].to(dtype),
+            None if added is None else added[b, mine, chunk].to(dtype),
+            position=first + seqlen_k - seqlen_q,
+            scale=scale,
+            causal=causal,
+            window=window,
+            softcap=softcap,
+        )
     return o, lse
+
+
+def _attend_rows(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    slopes: Tensor | None,
+    bias: Tensor | None,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """Return ``(o, lse)`` of rows of the heads that share one K/V head; the first is at key ``position``.
+
+    q is ``[G, M, D]``, k ``[Sk, D]``, sinks and slopes ``[G]``, bias ``[G, M, Sk]``. Autograd goes through it, also in
+    rows that see no key, whose gradients are 0.
+    """
+    weights, total, top, _ = _weigh_rows(q, k, sinks, slopes, bias, **options)
+    unseen = total == 0
+    total = torch.where(unseen, 1.0, total)
+    return (weights @ v) / total[..., None], torch.where(unseen, -torch.inf, top + torch.log(total))
+
+
+def _weigh_rows(
+    q: Tensor,
+    k: Tensor,
+    sinks: Tensor | None,
+    slopes: Tensor | None,
+    bias: Tensor | None,
+    *,
+    position: int,
+    scale: float,
+    causal: bool,
+    window: tuple[int, int],
+    softcap: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return exp(s - top), its sum with the sinks', top, and tanh of the scores where there is a softcap."""
+    scores = (q @ k.T) * scale
+    capped = None
+    if softcap:
+        capped = torch.tanh(scores / softcap)
+        scores = softcap * capped
+    rows, keys = torch.arange(q.shape[1], device=q.device), torch.arange(k.shape[0], device=q.device)
+    ahead = keys - rows[:, None] - position
+    if slopes is not None:
+        scores -= slopes[:, None, None] * ahead.abs()
+    if bias is not None:
+        scores += bias
+    _hide(scores, ahead, causal=causal, window=window)
+    # Not exp(s - lse): beside a bias of -3e38, a common mask, the logarithm of the sum is lost.
+    top = scores.detach().amax(-1)
+    if sinks is not None:
+        top = torch.maximum(top, sinks.detach()[:, None])
+    top = torch.where(top == -torch.inf, 0.0, top)
+    weights = torch.exp(scores - top[..., None])
+    total = weights.sum(-1)
+    if sinks is not None:
+        total = total + torch.exp(sinks[:, None] - top)
+    return weights, total, top, capped
+
+
+def attention_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    do: Tensor,
+    dlse: Tensor | None = None,
+    *,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    alibi: Tensor | None = None,
+    bias: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> dict[str, Tensor]:
+    """Return the gradients of q, k, v and, where they are given, sinks and bias, computed in ``dtype``.
+
+        p = exp(s - lse)      delta[m] = sum_d do[m, d] o[m, d] - dlse[m]      ds[m, n] = p (do[m] . v[n] - delta[m])
+        dv = p.T do           dbias = ds, summed over what one bias serves      dsinks = - sum_m exp(sinks - lse) delta
+        dq = scale ds' k      dk = scale ds'.T q      with ds' = ds, times 1 - tanh^2 where there is a softcap
+
+    Args:
+        q: as in ``attention``, like all that is not named here.
+        k: ``[B, HK, Sk, D]``.
+        v: ``[B, HK, Sk, DV]``.
+        do: gradient of o, ``[B, H, Sq, DV]``.
+        dlse: gradient of lse, ``[B, H, Sq]``; None for 0.
+        causal: hide later keys.
+        softmax_scale: factor on the scores.
+        window: (left, right).
+        softcap: 0 for none.
+        sinks: ``[H]``.
+        alibi: slopes, of which there is no gradient.
+        bias: ``[B or 1, H or 1, Sq, Sk]``.
+        dtype: of every step. Default: fp32 for 16-bit inputs, else the inputs' own.
+
+    Returns:
+        Gradients by name, of the shapes of what they are of, in ``dtype``.
+    """
+    if dtype is None:
+        dtype = torch.float32 if q.dtype in (torch.float16, torch.bfloat16) else q.dtype
+    batch, heads, seqlen_q, head_dim = q.shape
+    heads_kv, seqlen_k = k.shape[1], k.shape[2]
+    given = {"q": q, "k": k, "v": v, **{n: t for n, t in (("sinks", sinks), ("bias", bias)) if t is not None}}
+    grads = {name: torch.zeros(tensor.shape, dtype=dtype, device=q.device) for name, tensor in given.items()}
+    dlse = torch.zeros(do.shape[:3], dtype=dtype, device=q.device) if dlse is None else dlse.to(dtype)
+    if seqlen_k == 0 and sinks is not None:  # the LSE is the sink
+        grads["sinks"] += dlse.sum((0, 2))
+    if do.numel() == 0 or seqlen_k == 0:
+        return grads
+    group = heads // heads_kv
+    rows = max(1, min(seqlen_q, _CHUNK_SCORES // (8 * group * seqlen_k)))
+    options: dict[str, Any] = {"causal": causal, "window": window, "softcap": softcap}
+    options["scale"] = head_dim**-0.5 if softmax_scale is None else softmax_scale
+    slopes = None if alibi is None else alibi.expand(batch, heads)
+    for b, h, first in itertools.product(range(batch), range(heads_kv), range(0, seqlen_q, rows)):
+        mine, chunk = slice(h * group, (h + 1) * group), slice(first, first + rows)
+        places: dict[str, tuple[Any, ...]] = {"q": (b, mine, chunk), "k": (b, h), "v": (b, h), "sinks": (mine,)}
+        if bias is not None:
+            own_b, own_h = b if bias.shape[0] > 1 else 0, mine if bias.shape[1] > 1 else slice(0, 1)
+            places["bias"] = own_b, own_h, chunk
+        chosen = {name: given[name][places[name]].to(dtype) for name in given}
+        found = _differentiate_rows(
+            chosen,
+            None if slopes is None else slopes[b, mine].to(dtype),
+            do[b, mine, chunk].to(dtype),
+            dlse[b, mine, chunk],
+            position=first + seqlen_k - seqlen_q,
+            **options,
+        )
+        for name in given:
+            grads[name][places[name]] += found[name].sum_to_size(chosen[name].shape)
+    return grads
+
+
+def _differentiate_rows(
+    given: dict[str, Tensor], slopes: Tensor | None, do: Tensor, dlse: Tensor, **options: Any
+) -> dict[str, Tensor]:
+    """Return what ``_attend_rows`` of the same rows gives to each gradient; that of the bias as ``[G, M, Sk]``."""
+    q, k, v, sinks = given["q"], given["k"], given["v"], given.get("sinks")
+    weights, total, top, capped = _weigh_rows(q, k, sinks, slopes, given.get("bias"), **options)
+    unseen = total == 0
+    total = torch.where(unseen, 1.0, total)[..., None]
+    p = weights / total
+    delta = (do * (p @ v)).sum(-1) - dlse
+    delta = torch.where(unseen, 0.0, delta)[..., None]  # the gradient of an LSE of -inf may be NaN
+    dbias = p * (do @ v.T - delta)
+    ds = dbias if capped is None else dbias * (1 - capped**2)
+    found = {
+        "q": ds @ k * options["scale"],
+        "k": (ds.transpose(1, 2) @ q).sum(0) * options["scale"],
+        "v": (p.transpose(1, 2) @ do).sum(0),
+        "bias": dbias,
+    }
+    if sinks is not None:
+        found["sinks"] = -(torch.exp(sinks[:, None] - top)[..., None] / total * delta).sum((1, 2))
+    return found
 
 
 def _hide(scores: Tensor, ahead: Tensor, *, causal: bool, window: tuple[int, int]) -> None:
@@ -161,6 +307,62 @@ def attention_varlen(
     return o, lse
 
 
+def attention_varlen_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    do: Tensor,
+    dlse: Tensor | None = None,
+    *,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    alibi: Tensor | None = None,
+    **options: Any,
+) -> dict[str, Tensor]:
+    """Return the gradients of packed sequences: of each by ``attention_backward``, 0 of tokens in none.
+
+    Args:
+        q: as in ``attention_varlen``, like all that is not named here.
+        k: ``[Tk, HK, D]``.
+        v: ``[Tk, HK, DV]``.
+        do: gradient of o, ``[Tq, H, DV]``.
+        dlse: gradient of lse, ``[H, Tq]``; None for 0.
+        cu_seqlens_q: ``[B + 1]``.
+        cu_seqlens_k: ``[B + 1]``.
+        seqused_q: ``[B]``.
+        seqused_k: ``[B]``.
+        alibi: slopes.
+        **options: of ``attention_backward``.
+
+    Returns:
+        Gradients by name, of the shapes of what they are of.
+    """
+    dtype = options.get("dtype")
+    if dtype is None:
+        dtype = torch.float32 if q.dtype in (torch.float16, torch.bfloat16) else q.dtype
+    grads = {name: torch.zeros(x.shape, dtype=dtype, device=q.device) for name, x in (("q", q), ("k", k), ("v", v))}
+    sinks = options.get("sinks")
+    if sinks is not None:
+        grads["sinks"] = torch.zeros(sinks.shape, dtype=dtype, device=q.device)
+    for b, (place_q, place_k) in enumerate(
+        zip(_places(cu_seqlens_q, seqused_q), _places(cu_seqlens_k, seqused_k), strict=True)
+    ):
+        rows, keys = slice(*place_q), slice(*place_k)
+        own = [tensor.transpose(0, 1)[None] for tensor in (q[rows], k[keys], v[keys], do[rows])]
+        own += [] if dlse is None else [dlse[None, :, rows]]
+        slopes = alibi[b] if alibi is not None and alibi.dim() == 2 else alibi
+        differentiate: Any = attention_backward
+        one = differentiate(*own, alibi=slopes, **options)
+        grads["q"][rows] = one["q"][0].transpose(0, 1)
+        for name in ("k", "v"):
+            grads[name][keys] = one[name][0].transpose(0, 1)
+        if sinks is not None:
+            grads["sinks"] += one["sinks"]
+    return grads
+
+
 def _places(cu_seqlens: Tensor, seqused: Tensor | None) -> list[tuple[int, int]]:
     """Return where each sequence starts and ends."""
     starts: list[int] = cu_seqlens.tolist()
@@ -202,5 +404,6 @@ def attention_low_precision(
     if sinks is not None:
         column = sinks.to(q.dtype)[:, None, None].expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, column], -1)
-    weights = torch.nan_to_num(torch.softmax(scores, -1), nan=0.0)  # rows without keys: NaN, 0 by definition
+    unseen = (scores == -torch.inf).all(-1, keepdim=True)  # rows without keys: NaN, 0 by definition
+    weights = torch.softmax(scores.masked_fill(unseen, 0.0), -1).masked_fill(unseen, 0.0)
     return weights[..., : k.shape[2]] @ v

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
 from typing import Any
@@ -11,22 +12,18 @@ from torch import Tensor
 
 from ..errors import InputError
 from .calls import prepare_call
+from .gradients import PLAIN, Options, differentiable, kernel_after, records, refuse_tangents, register_gradients
 from .inputs import (
-    DTYPE_NAMES,
+    cast_under_autocast,
     check_optional,
     check_options,
-    check_shape,
     check_softcap,
-    check_tensors,
     check_window,
-    describe_heads,
     gpu_of,
     layout_of,
-    pointer_alignment,
-    refuse_derivatives,
 )
+from .packed import layout_of_tokens, packed_problem, planned_length
 from .plan import plan_attention
-from .problem import AttentionProblem
 from .tiles import Plan
 
 _prepared: dict[tuple[Any, ...], Callable[..., Any]] = {}
@@ -102,28 +99,38 @@ def flash_attention_varlen(
     for name, tensor in needed.items():
         if not isinstance(tensor, Tensor):
             raise InputError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
-    refuse_derivatives({**needed, "sinks": sinks, "alibi": alibi})
-    sinks, alibi = (tensor.detach() if type(tensor) is torch.nn.Parameter else tensor for tensor in (sinks, alibi))
+    q, k, v = cast_under_autocast(q, k, v)
     optional = (sinks, alibi, seqused_q, seqused_k)
+    refuse_tangents((q, k, v, sinks, alibi))
+    recording = records({"q": q, "k": k, "v": v, "sinks": sinks, "alibi": alibi})
     if _is_compiling() or any(
-        type(tensor) is not Tensor for tensor in (*needed.values(), *optional) if tensor is not None
+        type(tensor) not in PLAIN for tensor in (q, k, v, cu_seqlens_q, cu_seqlens_k, *optional) if tensor is not None
     ):
         o, lse = _attention_varlen(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-            causal, softmax_scale, *window, softcap, *optional, return_lse, kernel,
+            causal, softmax_scale, *window, softcap, *optional, return_lse or recording, kernel,
         )  # fmt: skip
         return (o, lse) if return_lse else o
+    lengths = planned_length("max_seqlen_q", max_seqlen_q), planned_length("max_seqlen_k", max_seqlen_k)
+    if recording:
+        attend = functools.partial(
+            flash_attention_varlen, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, causal=causal,
+            softmax_scale=softmax_scale, window=window, softcap=softcap, return_lse=True, kernel=kernel,
+        )  # fmt: skip
+        asked = Options(causal, softmax_scale, window, softcap, lengths, kernel_after(kernel))
+        given = {"sinks": sinks, "alibi": alibi, "seqused_q": seqused_q, "seqused_k": seqused_k}
+        o, lse = differentiable(attend, asked, {**needed, "q": q, "k": k, "v": v, **given})
+        return (o, lse) if return_lse else o
     options = {"causal": causal, "softmax_scale": softmax_scale, "window": window, "softcap": softcap}
-    lengths = _planned_length("max_seqlen_q", max_seqlen_q), _planned_length("max_seqlen_k", max_seqlen_k)
     tensors = {
         "q": q, "k": k, "v": v, "sinks": sinks, "alibi": alibi,
         "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_q": seqused_q, "seqused_k": seqused_k,
     }  # fmt: skip
-    key = (*options.values(), *lengths, return_lse, kernel, *map(_layout_of_tokens, (q, k, v)))
+    key = (*options.values(), *lengths, return_lse, kernel, *map(layout_of_tokens, (q, k, v)))
     key = (*key, *map(layout_of, list(tensors.values())[3:]))
     call = _prepared.get(key)
     if call is None:
-        problem = _packed_problem(tensors, lengths, return_lse=return_lse, **options)
+        problem = packed_problem(tensors, lengths, return_lse=return_lse, **options)
         call = prepare_call(plan_attention(problem, gpu_of(q), kernel), q)
         if len(_prepared) >= _MAX_PREPARED:
             _prepared.clear()
@@ -162,12 +169,12 @@ def explain_varlen(
     The lengths in it are those that are planned for: the maxima, rounded up.
     """
     check_optional(sinks=sinks, alibi=alibi, seqused_q=seqused_q, seqused_k=seqused_k)
-    problem = _packed_problem(
+    problem = packed_problem(
         {
             "q": q, "k": k, "v": v, "sinks": sinks, "alibi": alibi,
             "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_q": seqused_q, "seqused_k": seqused_k,
         },
-        (_planned_length("max_seqlen_q", max_seqlen_q), _planned_length("max_seqlen_k", max_seqlen_k)),
+        (planned_length("max_seqlen_q", max_seqlen_q), planned_length("max_seqlen_k", max_seqlen_k)),
         causal=causal,
         softmax_scale=check_options(causal, softmax_scale),
         window=check_window(window),
@@ -175,82 +182,6 @@ def explain_varlen(
         return_lse=return_lse,
     )  # fmt: skip
     return plan_attention(problem, gpu_of(q), kernel)
-
-
-def _planned_length(name: str, length: object) -> int:
-    """Round a longest length up, so that few plans serve all batches: to a power of two, or a multiple of 128.
-
-    Programs behind the end of a sequence leave at once, and no loop is bounded by it. Raises ``InputError``.
-    """
-    if type(length) is not int or not 0 <= length < 2**31:
-        raise InputError(f"{name} must be an integer from 0 to 2**31 - 1, got {length!r}")
-    if length <= 128 or name == "max_seqlen_k":
-        return min(1 << (length - 1).bit_length(), 2**31 - 1) if length > 1 else length
-    return min(-(-length // 128) * 128, 2**31 - 1)
-
-
-def _layout_of_tokens(tensor: Tensor) -> tuple[Any, ...] | None:
-    """Return ``layout_of`` but for the number of tokens, which decides nothing."""
-    layout = layout_of(tensor)
-    return layout and (layout[0][1:], len(layout[0]), *layout[1:])
-
-
-def _packed_problem(
-    tensors: dict[str, Any], lengths: tuple[int, int], *, return_lse: bool, **options: Any
-) -> AttentionProblem:
-    """Check the tensors against the contract and describe the call. Raises ``InputError``."""
-    q, k, v = (tensors[name] for name in "qkv")
-    check_tensors({"q": q, "k": k, "v": v}, "T, H, D")
-    (_, heads, head_dim), heads_kv = q.shape, k.shape[1]
-    check_shape("k", k, (k.shape[0], heads_kv, head_dim), "Tk, HK, D")
-    check_shape("v", v, (k.shape[0], heads_kv, v.shape[2]), "Tk, HK, DV")
-    batch = _check_integers("cu_seqlens_q", tensors["cu_seqlens_q"], q) - 1
-    if batch < 0:
-        raise InputError("cu_seqlens_q must have shape [B + 1], so at least one element, got []")
-    for name, size in (("cu_seqlens_k", batch + 1), ("seqused_q", batch), ("seqused_k", batch)):
-        tensor = tensors[name]
-        if tensor is not None and _check_integers(name, tensor, q) != size:
-            letters = "B + 1" if name == "cu_seqlens_k" else "B"
-            raise InputError(f"{name} must have shape [{letters}] = [{size}], got {list(tensor.shape)}")
-    return AttentionProblem(
-        batch=batch,
-        heads=heads,
-        heads_kv=heads_kv,
-        seqlen_q=lengths[0],
-        seqlen_k=lengths[1],
-        head_dim=head_dim,
-        head_dim_v=v.shape[2],
-        dtype=DTYPE_NAMES[q.dtype],
-        return_lse=return_lse,
-        q_strides=_packed_strides(q),
-        k_strides=_packed_strides(k),
-        v_strides=_packed_strides(v),
-        pointer_alignment=pointer_alignment(q, k, v),
-        packed=True,
-        seqused="".join(side for side in "qk" if tensors[f"seqused_{side}"] is not None),
-        **options,
-        **describe_heads(q, batch, heads, sinks=tensors["sinks"], alibi=tensors["alibi"]),
-    )
-
-
-def _packed_strides(tensor: Tensor) -> tuple[int, int, int, int]:
-    """Return the strides of ``[B, H, S, D]``; that of tokens also where there is one: their number decides nothing."""
-    token, head, column = tensor.stride()
-    return 0, head if tensor.shape[1] > 1 else 0, token, column if tensor.shape[2] > 1 else 1
-
-
-def _check_integers(name: str, tensor: Tensor, q: Tensor) -> int:
-    """Check a vector of lengths and return its size."""
-    if tensor.dtype != torch.int32:
-        raise InputError(f"{name} must be int32, got {tensor.dtype}")
-    if tensor.dim() != 1 or not tensor.is_contiguous():
-        raise InputError(
-            f"{name} must have 1 dimension and be contiguous, got shape {list(tensor.shape)}, "
-            f"strides {list(tensor.stride())}"
-        )
-    if tensor.device != q.device:
-        raise InputError(f"{name} must be on the device of q, {q.device}, got {tensor.device}")
-    return tensor.shape[0]
 
 
 def _reads_lengths(q: Tensor) -> bool:
@@ -329,3 +260,14 @@ def _fake_varlen(q: Tensor, _k: Tensor, v: Tensor, *options: object) -> tuple[Te
     if not options[-2]:
         return o, torch.empty(0, dtype=torch.float32, device=q.device)
     return o, torch.empty((tokens, heads), dtype=torch.float32, device=q.device).t()
+
+
+def _options_of(
+    *, max_seqlen_q: int, max_seqlen_k: int, causal: bool, softmax_scale: float | None, window_left: int,
+    window_right: int, softcap: float, kernel: str, **_others: object,
+) -> Options:  # fmt: skip
+    lengths = planned_length("max_seqlen_q", max_seqlen_q), planned_length("max_seqlen_k", max_seqlen_k)
+    return Options(causal, softmax_scale, (window_left, window_right), softcap, lengths, kernel_after(kernel))
+
+
+register_gradients(_attention_varlen, _options_of)
