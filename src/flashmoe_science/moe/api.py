@@ -19,6 +19,9 @@ from .inputs import (
     refuse_derivatives,
 )
 from .plan import MoePlan, plan_moe
+from .routing import route
+
+__all__ = ["explain_moe", "fused_moe", "route"]
 
 # What a call with the same key does, prepared. A key holds everything that decides plan, kernels and grids.
 _prepared: dict[tuple[Any, ...], Call] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,14 +27,11 @@ def prepare_call(plan: MoePlan, device: torch.device) -> Call:
 
 
 def _reference_call(problem: MoeProblem) -> Call:
-    def call(tensors: Mapping[str, Tensor]) -> Tensor:
-        return reference.fused_moe(
-            **tensors,
-            activation=problem.activation,
-            alpha=problem.alpha,
-            limit=problem.limit,
-            interleaved=problem.interleaved,
-        )
+    names = ("activation", "alpha", "limit", "interleaved")
+    options: dict[str, Any] = {name: getattr(problem, name) for name in names}
+
+    def call(tensors: Mapping[str, Any]) -> Tensor:
+        return reference.fused_moe(**tensors, **options)
 
     return call
 
@@ -53,7 +51,8 @@ def _allocate(plan: MoePlan, x: Tensor) -> dict[str, Tensor]:
         made["shared_y"] = torch.empty(rows, problem.hidden, dtype=x.dtype, device=device)
     sizes = workspace_sizes(plan)
     if sizes:
-        parts = torch.empty(sum(sizes.values()), dtype=torch.int32, device=device).split([*sizes.values()])
+        whole = torch.empty(sum(sizes.values()), dtype=torch.int32, device=device)
+        parts = torch.split(whole, [*sizes.values()])
         made.update(zip(sizes, parts, strict=True))
     return made
 

@@ -1,4 +1,4 @@
-"""The experts of one token (Triton, sm_80 and newer): two products of a matrix and a vector, near the memory's bandwidth.
+"""The experts of one token (Triton, sm_80 and newer): two products of a matrix and a vector.
 
 Weights go straight to registers, or through shared memory ahead of time, and are multiplied in fp32 without the matrix
 units, which have nothing to do with one row. The second product sums over experts too, so nothing is left to combine.

@@ -1,8 +1,8 @@
 """The two products of the experts, over tiles of rows that go to one expert (Triton, sm_80 and newer).
 
 The first gathers its rows of x and applies the activation before it stores; the second stores its rows one after
-another, and ``combine_triton`` gathers and sums them. Each row is a pair of a token and an expert; its sums run over the
-reduction in one order whatever tile it lies in, so results have the same bits in every run.
+another, and ``combine_triton`` gathers and sums them. Each row is a pair of a token and an expert. Its sums run over
+the reduction in one order, whatever tile it lies in, so results have the same bits in every run.
 
 Which rows a program has (ROWS):
 - "sorted": a tile of the table that ``sort_triton`` wrote, for many pairs;
@@ -140,7 +140,7 @@ def _find_expert(
 ):  # fmt: skip
     """Return an expert, the number of each of its pairs among them [BLOCK_P] (-1 for others'), and their count.
 
-    BY_EXPERT: the expert is ``slot``. Else it is that of pair ``slot``, and the count is 0 where an earlier pair has it.
+    BY_EXPERT: the expert is ``slot``. Else it is that of pair ``slot``; the count is 0 where an earlier pair has it.
     """
     offs = tl.arange(0, BLOCK_P)
     ids = expert_of_ids(tl.load(ids_ptr + offs, mask=offs < pairs, other=-1), EXPERTS)

@@ -80,9 +80,11 @@ class MoePlan:
                 continue
             if isinstance(config, TileConfig):
                 lines.append(f"  {name}config  block_m {config.block_m}, group_m {config.group_m}")
-            for which in ("up", "down"):
-                fields = dataclasses.asdict(getattr(config, which))
-                lines.append(f"  {name}{which}  " + ", ".join(f"{field} {value}" for field, value in fields.items()))
+            tiles = {which: dataclasses.asdict(getattr(config, which)) for which in ("up", "down")}
+            lines += [
+                f"  {name}{which}  " + ", ".join(f"{field} {value}" for field, value in fields.items())
+                for which, fields in tiles.items()
+            ]
         for launch in self.launches:
             lines.append(f"  launch  {launch.pattern}, grid {launch.grid}, {launch.block[0]} threads")
         return "\n".join(lines)
@@ -101,8 +103,9 @@ def next_power(n: int) -> int:
 
 
 # Tiles by the rows that an expert has: (architectures) -> {bytes of an element: configurations, fewest rows first}.
-# Up to 64 rows the weights' bytes count: 16 KB of them a step and two to four steps ahead give an SM more than the 36 KB
-# that have to be on their way at any time (4.8 TB/s times about 1 us over 132 SMs). At 128 rows the matrix units count.
+# Up to 64 rows the weights' bytes count: 16 KB of them a step and two to four steps ahead give an SM more than the 36
+# KB that have to be on their way at any time (4.8 TB/s times about 1 us over 132 SMs). At 128 rows the matrix units
+# count.
 # Every row compiles for its architectures without spills and within their shared memory (test_tables.py). Which is
 # fastest was not measured yet.
 _T, _C = Tile, TileConfig

@@ -40,7 +40,7 @@ _MAX_REGISTERS = 255
 
 @dataclass(frozen=True)
 class PreparedKernel:
-    """One kernel of a plan: what is compiled, its grid, the scalars after its pointers, and where each pointer leads."""
+    """One kernel of a plan: what is compiled, its grid, the scalars after its pointers, where each pointer leads."""
 
     source: KernelSource
     grid: tuple[int, int, int]
@@ -172,8 +172,8 @@ def _product(problem: MoeProblem, config: TileConfig, tile: Tile, rows: str) -> 
     }
 
 
-def _which(plan: MoePlan, shared: bool) -> tuple[MoeProblem, TileConfig, str, str]:
-    """Return problem, tiles and rows of the routed or of the shared experts, and what their tensors' names begin with."""
+def _which(plan: MoePlan, *, shared: bool) -> tuple[MoeProblem, TileConfig, str, str]:
+    """Return problem, tiles, rows, and what names of tensors begin with, of the routed or of the shared experts."""
     if shared:
         assert plan.shared is not None
         return plan.problem.shared(), plan.shared, "all", "shared_"
@@ -191,7 +191,7 @@ def _rows_pointers(problem: MoeProblem, rows: str, *, with_order: bool) -> dict[
 
 
 def _up(plan: MoePlan, grid: tuple[int, int, int], warps: int, *, shared: bool = False) -> PreparedKernel:
-    problem, config, rows, prefix = _which(plan, shared)
+    problem, config, rows, prefix = _which(plan, shared=shared)
     kind = f"*{problem.dtype}"
     pointers: dict[str, tuple[str, str] | None] = {
         "x_ptr": (kind, "x"),
@@ -212,7 +212,7 @@ def _up(plan: MoePlan, grid: tuple[int, int, int], warps: int, *, shared: bool =
 
 
 def _down(plan: MoePlan, grid: tuple[int, int, int], warps: int, *, shared: bool = False) -> PreparedKernel:
-    problem, config, rows, prefix = _which(plan, shared)
+    problem, config, rows, prefix = _which(plan, shared=shared)
     kind = f"*{problem.dtype}"
     pointers: dict[str, tuple[str, str] | None] = {
         "h_ptr": (kind, f"{prefix}h"),

@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def _gelu(x, IS_TANH: tl.constexpr):
-    """x * Phi(x), by erf or by the usual tanh: 0.5 * (1 + tanh(u)) is a sigmoid of 2 * u."""
+    """Return x * Phi(x), by erf or by the usual tanh: 0.5 * (1 + tanh(u)) is a sigmoid of 2 * u."""
     if IS_TANH:
         y = x / (1 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
     else:
@@ -27,7 +27,7 @@ def activate(gate, up, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.
         up = tl.where(up > LIMIT, LIMIT, up)
         up = tl.where(up < -LIMIT, -LIMIT, up)
         h = (up + 1) * (gate / (1 + tl.exp(-ALPHA * gate)))
-    elif ACTIVATION == "geglu" or ACTIVATION == "geglu_tanh":
+    elif ACTIVATION == "geglu" or ACTIVATION == "geglu_tanh":  # noqa: PLR1714 - Triton knows no sets
         h = _gelu(gate, ACTIVATION == "geglu_tanh") * up
     elif ACTIVATION == "relu2":
         positive = tl.where(up < 0, 0.0, up)
@@ -35,7 +35,7 @@ def activate(gate, up, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.
     elif ACTIVATION == "silu":
         h = up / (1 + tl.exp(-up))
     else:
-        tl.static_assert(ACTIVATION == "gelu" or ACTIVATION == "gelu_tanh")
+        tl.static_assert(ACTIVATION == "gelu" or ACTIVATION == "gelu_tanh")  # noqa: PLR1714 - as above
         h = _gelu(up, ACTIVATION == "gelu_tanh")
     return h
 

@@ -14,8 +14,7 @@ UNGATED = ("relu2", "silu", "gelu", "gelu_tanh")
 ACTIVATIONS = (*GATED, *UNGATED)
 DEFAULT_ALPHA, DEFAULT_LIMIT = 1.702, 7.0  # gpt-oss
 
-Strides2 = tuple[int, int]
-Strides3 = tuple[int, int, int]
+Strides = tuple[int, ...]
 
 
 def columns_up(inter: int, activation: str) -> int:
@@ -45,11 +44,11 @@ class MoeProblem:
     shared_inter: int = 0
     shared_weights: str = ""  # dtype of a weight for each token and shared expert; "": all weights are 1
     batch_invariant: bool = False
-    x_strides: Strides2 = ()  # type: ignore[assignment] # left out: contiguous
-    gate_up_strides: Strides3 = ()  # type: ignore[assignment]
-    down_strides: Strides3 = ()  # type: ignore[assignment]
-    shared_gate_up_strides: Strides3 = ()  # type: ignore[assignment]
-    shared_down_strides: Strides3 = ()  # type: ignore[assignment]
+    x_strides: Strides = ()  # left out: contiguous
+    gate_up_strides: Strides = ()
+    down_strides: Strides = ()
+    shared_gate_up_strides: Strides = ()
+    shared_down_strides: Strides = ()
     pointer_alignment: int = 16  # bytes by which the addresses of x and all weights are multiples, 16 at the most
 
     def __post_init__(self) -> None:
@@ -62,13 +61,9 @@ class MoeProblem:
             raise InputError(f"the dtype of shared_weights must be one of {allowed}, got {self.shared_weights!r}")
         if self.ids_dtype not in ("i32", "i64"):
             raise InputError(f"ids_dtype must be i32 or i64, got {self.ids_dtype!r}")
+        self._check_sizes()
         if self.activation not in ACTIVATIONS:
             raise InputError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {self.activation!r}")
-        if self.tokens < 0:
-            raise InputError(f"tokens must not be negative, got {self.tokens}")
-        for name in ("experts", "top_k", "hidden", "inter"):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.interleaved and not self.gated:
             raise InputError(f"interleaved must be False for {self.activation}, which has no gate, got True")
         self._check_clamp()
@@ -77,9 +72,16 @@ class MoeProblem:
             raise InputError(f"shared_experts and shared_inter must both be positive or both 0, got {sizes}")
         if self.shared_weights and not self.shared_experts:
             raise InputError("shared_weights must be None without shared experts, got some")
+        self._fill_strides()
+
+    def _check_sizes(self) -> None:
+        if self.tokens < 0:
+            raise InputError(f"tokens must not be negative, got {self.tokens}")
+        for name in ("experts", "top_k", "hidden", "inter"):
+            if getattr(self, name) < 1:
+                raise InputError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.pairs >= 2**31:
             raise InputError(f"tokens * top_k must be less than 2**31, got {self.pairs}")
-        self._fill_strides()
 
     def _check_clamp(self) -> None:
         """Check alpha and limit, and put gpt-oss's where none are given."""
@@ -189,3 +191,22 @@ class MoeProblem:
             shared_gate_up_strides=(),
             shared_down_strides=(),
         )
+
+
+# How often experts are drawn: all alike, or in proportion to 1 / rank (Zipf's law), ranks at random.
+ROUTINGS = ("uniform", "zipf")
+
+
+@dataclass(frozen=True, slots=True)
+class MoeCase:
+    """A problem, and how its routing is drawn: what the harness calls a problem."""
+
+    problem: MoeProblem
+    routing: str = "uniform"
+
+    def __post_init__(self) -> None:
+        """Check what a drawn routing needs."""
+        if self.routing not in ROUTINGS:
+            raise InputError(f"routing must be one of {', '.join(ROUTINGS)}, got {self.routing!r}")
+        if self.problem.top_k > self.problem.experts:
+            raise InputError(f"top_k must be at most the {self.problem.experts} experts, got {self.problem.top_k}")

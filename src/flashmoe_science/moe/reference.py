@@ -29,17 +29,20 @@ def route(
     """
     values = logits.to(dtype)
     scores = torch.softmax(values, -1) if score == "softmax" else torch.sigmoid(values)
-    choice = scores.detach() if bias is None else scores.detach() + bias.detach().to(dtype)
+    # Without a bias by the logits: scores rise with them, and round different ones to one number.
+    choice = values.detach() if bias is None else scores.detach() + bias.detach().to(dtype)
     choice = choice.masked_fill(choice.isnan(), -math.inf)
+    order = torch.sort(choice, dim=-1, descending=True, stable=True).indices
     if groups > 1:
-        best = 1 if bias is None else 2
-        of_groups = choice.unflatten(-1, (groups, -1))
-        group_scores = of_groups.topk(min(best, of_groups.shape[-1]), -1).values.sum(-1)
-        chosen = torch.sort(group_scores, -1, descending=True, stable=True).indices[..., :top_groups]
-        allowed = torch.zeros_like(group_scores, dtype=torch.bool).scatter_(-1, chosen, value=True)
-        # Sorting is stable: what is not allowed comes behind what is, at -inf too.
-        choice = torch.where(allowed[..., None], of_groups, -math.inf).flatten(-2)
-    ids = torch.sort(choice, -1, descending=True, stable=True).indices[..., :top_k]
+        of_groups = choice.reshape(*choice.shape[:-1], groups, -1)
+        best = min(1 if bias is None else 2, of_groups.shape[-1])
+        worth = of_groups.topk(best, -1).values.sum(-1)
+        worth = worth.masked_fill(worth.isnan(), -math.inf)
+        chosen = torch.sort(worth, dim=-1, descending=True, stable=True).indices[..., :top_groups]
+        allowed = torch.zeros(worth.shape, dtype=torch.int8, device=worth.device).scatter_(-1, chosen, value=1)
+        allowed = allowed.repeat_interleave(of_groups.shape[-1], -1).gather(-1, order)
+        order = order.gather(-1, torch.sort(allowed, dim=-1, descending=True, stable=True).indices)
+    ids = order[..., :top_k]
     weights = scores.gather(-1, ids)
     if renormalize:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
@@ -102,7 +105,7 @@ def fused_moe(
         hidden = activate(product, activation, alpha=alpha, limit=limit, interleaved=interleaved)
         return F.linear(hidden, down.to(dtype), None if bias is None else bias.to(dtype))
 
-    for e in topk_ids.unique().tolist():
+    for e in torch.unique(topk_ids).tolist():
         if not 0 <= e < w_gate_up.shape[0]:
             continue
         tokens, slots = torch.where(topk_ids == e)

@@ -92,11 +92,11 @@ def _count_kernel(
     DEPENDENT_LAUNCH: tl.constexpr,
 ):
     """Count the pairs of each expert in one chunk. Grid: (CHUNKS,)."""
-    chunk = tl.program_id(0)
+    chunk = tl.program_id(0).to(tl.int64)  # times BLOCK_E it can pass 2**31
     if DEPENDENT_LAUNCH:
         gdc_wait()
         gdc_launch_dependents()
-    offs = chunk * CHUNK + tl.arange(0, CHUNK)
+    offs = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     ids = _load_experts(ids_ptr, offs, pairs, EXPERTS, BLOCK_E - 1)
     tl.store(counts_ptr + chunk * BLOCK_E + tl.arange(0, BLOCK_E), tl.histogram(ids, BLOCK_E))
 
@@ -118,12 +118,12 @@ def _sum_chunks_kernel(
     total = tl.zeros([COLUMNS], tl.int32)
     for start in tl.range(0, chunks, BLOCK_C):
         rows = start + tl.arange(0, BLOCK_C)
-        at = counts_ptr + rows[:, None] * BLOCK_E + columns[None, :]
+        at = counts_ptr + rows.to(tl.int64)[:, None] * BLOCK_E + columns[None, :]
         counts = tl.load(at, mask=rows[:, None] < chunks, other=0)  # [BLOCK_C, COLUMNS]
         through = tl.cumsum(counts, 0)
         tl.store(at, through - counts + total[None, :], mask=rows[:, None] < chunks)
         total += tl.sum(counts, 0)
-    tl.store(counts_ptr + chunks * BLOCK_E + columns, total)
+    tl.store(counts_ptr + chunks.to(tl.int64) * BLOCK_E + columns, total)
 
 
 @triton.jit
@@ -144,11 +144,11 @@ def _place_kernel(
     if DEPENDENT_LAUNCH:
         gdc_wait()
         gdc_launch_dependents()
-    chunk = pid * BLOCK_P // CHUNK
-    own, others = pid * BLOCK_P + tl.arange(0, BLOCK_P), chunk * CHUNK + tl.arange(0, CHUNK)
+    chunk = (pid * BLOCK_P // CHUNK).to(tl.int64)
+    own, others = pid * BLOCK_P + tl.arange(0, BLOCK_P), pid * BLOCK_P // CHUNK * CHUNK + tl.arange(0, CHUNK)
     ids = _load_experts(ids_ptr, own, pairs, EXPERTS, BLOCK_E - 1)
     theirs = _load_experts(ids_ptr, others, pairs, EXPERTS, BLOCK_E - 1)
     same = (theirs[None, :] == ids[:, None]) & (others[None, :] < own[:, None])  # [BLOCK_P, CHUNK]
     before = tl.load(counts_ptr + chunk * BLOCK_E + ids) + tl.sum(same.to(tl.int32), 1)
-    counts = tl.load(counts_ptr + chunks * BLOCK_E + tl.arange(0, BLOCK_E))
+    counts = tl.load(counts_ptr + chunks.to(tl.int64) * BLOCK_E + tl.arange(0, BLOCK_E))
     _place(own, ids, before, counts, tiles_ptr, order_ptr, positions_ptr, pairs, pid, EXPERTS, BLOCK_E, BLOCK_M)
