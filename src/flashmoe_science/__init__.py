@@ -1,4 +1,4 @@
-"""Attention and Mixture-of-Experts kernels for PyTorch whose every speed claim ships with its evidence, and the harness that proves any other.
+"""Kernels of attention and of experts for PyTorch whose every speed claim ships with its evidence, and the harness.
 
 Importing this package touches neither Triton nor a GPU driver: the public names load on first use.
 """

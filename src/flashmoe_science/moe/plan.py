@@ -165,15 +165,35 @@ COMBINE_COLUMNS, COMBINE_WARPS, COMBINE_UNROLL = 512, 2, 8
 _INVARIANT_ROWS = {2: 64, 4: 32}
 
 
+# Where rows lie at multiples of 2 bytes only, a thread loads elements one by one, into registers.
+NARROW = _C(16, _T(16, 32, 4, 1), _T(32, 32, 4, 1))
+
+
 def tile_rows(arch: int, item_bytes: int) -> tuple[TileConfig, ...]:
     """Return the configurations for an architecture; one without a table takes that of the one before it."""
     near = max(known for archs in TABLES for known in archs if known <= arch)
     return next(table[item_bytes] for archs, table in TABLES.items() if near in archs)
 
 
+def _loads_words(problem: MoeProblem) -> bool:
+    """Return whether x and all weights can be copied to shared memory by 4 bytes or more at once."""
+    size, is_ok = problem.item_bytes, problem.pointer_alignment >= 4
+    (xt, xk), (ue, un, uk), (de, dn, dk) = problem.x_strides, problem.gate_up_strides, problem.down_strides
+    in_order = problem.interleaved or not problem.gated  # rows of a tile of w_gate_up are neighbours
+    for along, *others in (
+        (xk, xt, problem.inter),  # h lies in rows of INTER
+        (uk, ue, un) if uk == 1 or not in_order else (un, ue, uk),
+        (dk, de, dn) if dk == 1 else (dn, de, dk),
+    ):
+        is_ok = is_ok and along == 1 and all(stride * size % 4 == 0 for stride in others)
+    return is_ok
+
+
 def choose_tile(problem: MoeProblem, arch: int) -> TileConfig:
     """Return tiles for the rows that an expert has on average, with some room: experts are not equally busy."""
     configs = tile_rows(arch, problem.item_bytes)
+    if not _loads_words(problem):
+        return NARROW
     if problem.batch_invariant:
         return next(config for config in configs if config.block_m == _INVARIANT_ROWS[problem.item_bytes])
     rows = problem.pairs / min(problem.experts, problem.pairs)
