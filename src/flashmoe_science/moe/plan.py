@@ -156,9 +156,10 @@ GEMV_TABLE: dict[int, GemvConfig] = {  # by bytes of an element
 MAX_FEW_PAIRS = 128
 # Up to so many pairs each program of the sort counts all of them: one launch in place of three.
 MAX_PAIRS_SORTED_AT_ONCE = 4096
-SORT_PAIRS, SORT_FEW_CHUNK, SORT_FEW_WARPS = 32, 512, 4  # of a program of _sort_few_kernel
+SORT_FEW_CHUNK, SORT_FEW_WARPS = 512, 4
 CHUNK, COUNT_WARPS = 256, 4
-PLACE_PAIRS, PLACE_WARPS = 64, 8
+PLACE_WARPS = 8
+_PLACE_ELEMENTS = 16384  # a program compares each of its pairs with every expert
 SUM_CHUNKS, SUM_COLUMNS, SUM_WARPS = 256, 16, 4
 COMBINE_COLUMNS, COMBINE_WARPS, COMBINE_UNROLL = 512, 2, 8
 # Whatever the tokens: so that a row gets the same bits in any company.
@@ -203,6 +204,16 @@ def choose_tile(problem: MoeProblem, arch: int) -> TileConfig:
 def block_experts(experts: int) -> int:
     """Return the columns of counts: those that name no expert, and pairs past the last, have one each."""
     return max(16, next_power(experts + 2))
+
+
+def sort_pairs(experts: int) -> int:
+    """Return the pairs of one program of ``_sort_few_kernel``."""
+    return max(1, min(32, _PLACE_ELEMENTS // block_experts(experts)))
+
+
+def place_pairs(experts: int) -> int:
+    """Return the pairs of one program of ``_place_kernel``, a divisor of ``CHUNK``."""
+    return max(1, min(64, _PLACE_ELEMENTS // block_experts(experts)))
 
 
 def most_tiles(problem: MoeProblem, block_m: int) -> int:
@@ -253,11 +264,11 @@ def _launch(pattern: str, blocks: int, warps: int, more: int = 1) -> PlannedLaun
 def _sort_steps(problem: MoeProblem) -> _Steps:
     chunks = sort_chunks(problem)
     if not chunks:
-        return [("sort", _launch("_sort_few_kernel", _cdiv(problem.pairs, SORT_PAIRS), SORT_FEW_WARPS))]
+        return [("sort", _launch("_sort_few_kernel", _cdiv(problem.pairs, sort_pairs(problem.experts)), SORT_FEW_WARPS))]
     return [
         ("count", _launch("_count_kernel", chunks, COUNT_WARPS)),
         ("sum", _launch("_sum_chunks_kernel", block_experts(problem.experts) // SUM_COLUMNS, SUM_WARPS)),
-        ("place", _launch("_place_kernel", _cdiv(problem.pairs, PLACE_PAIRS), PLACE_WARPS)),
+        ("place", _launch("_place_kernel", _cdiv(problem.pairs, place_pairs(problem.experts)), PLACE_WARPS)),
     ]
 
 

@@ -15,9 +15,7 @@ from .plan import (
     CHUNK,
     COMBINE_COLUMNS,
     COMBINE_UNROLL,
-    PLACE_PAIRS,
     SORT_FEW_CHUNK,
-    SORT_PAIRS,
     SUM_CHUNKS,
     SUM_COLUMNS,
     GemvConfig,
@@ -26,7 +24,9 @@ from .plan import (
     TileConfig,
     block_experts,
     next_power,
+    place_pairs,
     sort_chunks,
+    sort_pairs,
 )
 from .problem import MoeProblem, columns_up
 from .sort_triton import _count_kernel, _place_kernel, _sort_few_kernel, _sum_chunks_kernel
@@ -99,7 +99,7 @@ def _sort(plan: MoePlan, grid: tuple[int, int, int], warps: int) -> PreparedKern
         "EXPERTS": problem.experts,
         "BLOCK_E": block_experts(problem.experts),
         "BLOCK_M": plan.config.block_m,
-        "BLOCK_P": SORT_PAIRS,
+        "BLOCK_P": sort_pairs(problem.experts),
         "CHUNK": SORT_FEW_CHUNK,
     }
     return _kernel(_sort_few_kernel, plan, grid, warps, pointers, {"pairs": problem.pairs}, constants)
@@ -130,7 +130,7 @@ def _place(plan: MoePlan, grid: tuple[int, int, int], warps: int) -> PreparedKer
         "EXPERTS": problem.experts,
         "BLOCK_E": block_experts(problem.experts),
         "BLOCK_M": plan.config.block_m,
-        "BLOCK_P": PLACE_PAIRS,
+        "BLOCK_P": place_pairs(problem.experts),
         "CHUNK": CHUNK,
     }
     scalars = {"pairs": problem.pairs, "chunks": sort_chunks(problem)}

@@ -83,17 +83,18 @@ def route(
         raise InputError(f"logits must be a torch.Tensor, got {type(logits).__name__}")
     if bias is not None and not isinstance(bias, Tensor):
         raise InputError(f"bias must be a torch.Tensor or None, got {type(bias).__name__}")
+    is_plain = all(type(t) in (Tensor, torch.nn.Parameter) for t in (logits, bias) if t is not None)
+    if _is_compiling() or not is_plain:  # the operator checks the rest when it runs
+        refuse_derivatives({"logits": logits, "bias": bias})
+        weights, ids = _route(logits, bias, top_k, score, renormalize, groups, top_groups, float(scale))
+        return weights, ids
     routing = describe_routing(
         logits, top_k, score=score, renormalize=renormalize, bias=bias, groups=groups, top_groups=top_groups,
         scale=scale,
     )  # fmt: skip
-    is_plain = all(type(t) in (Tensor, torch.nn.Parameter) for t in (logits, bias) if t is not None)
-    if logits.device.type == "cpu" and is_plain and not _is_compiling():
+    if logits.device.type == "cpu":
         return _reference(routing, logits, bias)
     refuse_derivatives({"logits": logits, "bias": bias})
-    if _is_compiling() or not is_plain:
-        weights, ids = _route(logits, bias, top_k, score, renormalize, groups, top_groups, routing.scale)
-        return weights, ids
     return run_route(routing, logits, bias)
 
 
@@ -196,7 +197,7 @@ def run_route(routing: Routing, logits: Tensor, bias: Tensor | None) -> tuple[Te
     if device.type == "cpu":
         from .prepare import interpret
 
-        kernel = _kernel_of(routing, 0)
+        kernel = kernel_of(routing, 0)
         given = {"logits": logits, "weights": weights, "ids": ids, **({} if bias is None else {"bias": bias})}
         interpret(kernel, given)
         return weights, ids
@@ -208,7 +209,7 @@ def run_route(routing: Routing, logits: Tensor, bias: Tensor | None) -> tuple[Te
     return weights, ids
 
 
-def _kernel_of(routing: Routing, arch: int) -> Any:
+def kernel_of(routing: Routing, arch: int) -> Any:
     """Return the prepared kernel. Raises ``UnsupportedError``."""
     from ..gpu.compile import KernelSource
     from .prepare import PreparedKernel
@@ -267,7 +268,7 @@ def _launch_of(routing: Routing, device: int) -> Callable[..., None]:
 
     arch = gpu_of_device(device).arch
     refuse_architecture(arch)
-    kernel = _kernel_of(routing, arch)
+    kernel = kernel_of(routing, arch)
     return prepare_launch(kernel.source, arch, device, kernel.grid, kernel.scalars)
 
 
