@@ -39,7 +39,7 @@ class Case:
         return f"{self.why.replace(' ', '-')}-{self.kernel}-{self.dtype}"
 
 
-def make_tensors(case: Case, device: str = "cpu", seed: int = 0) -> dict[str, torch.Tensor]:
+def make_tensors(case: Case, device: str = "cpu", seed: int = 0) -> dict[str, Any]:
     """Return the tensors of a call."""
     g, dtype = torch.Generator(device).manual_seed(seed), DTYPES[case.dtype]
 
@@ -48,7 +48,7 @@ def make_tensors(case: Case, device: str = "cpu", seed: int = 0) -> dict[str, to
 
     columns = 2 if case.activation in GATED else 1
     t, e, h, i = case.tokens, case.experts, case.hidden, case.inter
-    tensors = {
+    tensors: dict[str, Any] = {
         "x": draw(t, h),
         "w_gate_up": draw(e, columns * i, h, scale=h**-0.5),
         "w_down": draw(e, h, i, scale=i**-0.5),

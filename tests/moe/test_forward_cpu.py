@@ -107,9 +107,7 @@ def test_routing_of_the_models():
     assert torch.equal(ids.long(), best.indices)
     torch.testing.assert_close(weights, torch.softmax(best.values, -1))
     bias = torch.tensor([0.0, 0.0, 0.0, 0.0, 5.0, -5.0, 0.0, 0.0])
-    weights, ids = route(
-        logits, 2, score="sigmoid", renormalize=False, bias=bias, groups=4, top_groups=1, scale=2.0
-    )
+    weights, ids = route(logits, 2, score="sigmoid", renormalize=False, bias=bias, groups=4, top_groups=1, scale=2.0)
     choice = torch.sigmoid(logits) + bias
     groups = choice.view(6, 4, 2).sum(-1).argmax(-1)
     assert torch.equal(ids.long() // 2, groups[:, None].expand(6, 2))

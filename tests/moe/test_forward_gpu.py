@@ -39,7 +39,7 @@ def test_every_case_of_the_interpreter(case, dtype):
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("experts", [(8, 2), (128, 8), (32, 1)], ids=str)
 def test_tokens(experts, tokens, dtype):
-    check(Case("tokens", tokens, *experts, 256, 384, dtype))
+    check(Case("tokens", tokens, experts[0], experts[1], 256, 384, dtype))
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -52,7 +52,7 @@ def test_activations(tokens, activation):
 @pytest.mark.parametrize("tokens", [1, 20, 700])
 def test_sizes(tokens, sizes):
     for strided in (False, True):
-        check(Case("sizes", tokens, 5, 3, *sizes, "bf16", strided=strided, bias=True))
+        check(Case("sizes", tokens, 5, 3, sizes[0], sizes[1], "bf16", strided=strided, bias=True))
 
 
 @pytest.mark.parametrize("tokens", [1, 20, 700])
@@ -87,7 +87,9 @@ def test_a_token_has_the_same_bits_in_any_company(dtype):
     out = run(case, tensors)
     for tokens in (1, 2, 7, 100):
         for start in (0, 31, 200):
-            some = {name: tensors[name][start : start + tokens].contiguous() for name in ("x", "topk_weights", "topk_ids")}
+            some = {
+                name: tensors[name][start : start + tokens].contiguous() for name in ("x", "topk_weights", "topk_ids")
+            }
             assert torch.equal(run(case, {**tensors, **some}), out[start : start + tokens])
 
 
@@ -150,8 +152,8 @@ def test_weights_beyond_32_bits():
 def test_routing(tokens, dtype):
     for experts, top_k, options, biased in (
         (8, 2, {}, False), (128, 8, {"renormalize": False}, False), (60, 6, {"score": "sigmoid", "scale": 2.5}, True),
-        (256, 8, {"score": "sigmoid", "groups": 8, "top_groups": 4}, True), (160, 6, {"groups": 8, "top_groups": 3}, False),
-        (1, 1, {}, False), (2000, 16, {}, False),
+        (256, 8, {"score": "sigmoid", "groups": 8, "top_groups": 4}, True),
+        (160, 6, {"groups": 8, "top_groups": 3}, False), (1, 1, {}, False), (2000, 16, {}, False),
     ):  # fmt: skip
         logits = torch.randn(tokens, experts, device="cuda").to(dtype)
         bias = torch.randn(experts, device="cuda") * 0.3 if biased else None

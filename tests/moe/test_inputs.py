@@ -141,9 +141,7 @@ def test_torch_compile_and_opcheck_know_the_operators(tokens):
     )  # fmt: skip
     torch.library.opcheck(torch.ops.flashmoe_science.fused_moe.default, arguments)
     logits = torch.randn(tokens, 4)
-    torch.library.opcheck(
-        torch.ops.flashmoe_science.moe_route.default, (logits, None, 2, "softmax", True, 1, 1, 1.0)
-    )
+    torch.library.opcheck(torch.ops.flashmoe_science.moe_route.default, (logits, None, 2, "softmax", True, 1, 1, 1.0))
 
     @torch.compile(backend="eager", fullgraph=True)
     def layer(logits, **tensors):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -62,7 +63,7 @@ def test_one_tile_serves_any_number_of_tokens_when_batch_invariant():
 
 
 def test_a_forced_kernel_that_does_not_serve_is_refused():
-    with pytest.raises(UnsupportedError, match="gemv_triton does not serve .*: it serves one token, got 2"):
+    with pytest.raises(UnsupportedError, match=r"gemv_triton does not serve .*: it serves one token, got 2"):
         plan_moe(with_tokens(2), SPECS["H200"], "gemv_triton")
     with pytest.raises(UnsupportedError, match="up to 128 pairs of a token and an expert, got 160"):
         plan_moe(with_tokens(20), SPECS["H200"], "few_triton")
@@ -81,10 +82,13 @@ def test_tiles_grow_with_the_rows_of_an_expert(gpu):
 
 def test_rows_that_start_anywhere_have_a_narrow_tile():
     for change in ({"inter": 767}, {"hidden": 2047}, {"pointer_alignment": 2}, {"x_strides": (2049, 1)}):
-        problem = MoeProblem(**{"tokens": 600, "experts": 8, "top_k": 2, "hidden": 64, "inter": 64, **change}, dtype="bf16")
+        sizes: dict[str, Any] = {"experts": 8, "top_k": 2, "hidden": 64, "inter": 64, **change}
+        problem = MoeProblem(tokens=600, dtype="bf16", **sizes)
         assert choose_tile(problem, 90) is NARROW
     assert choose_tile(with_tokens(600, gate_up_strides=(2048 * 1536, 1, 1536)), 90) is NARROW
-    turned = with_tokens(600, gate_up_strides=(2048 * 1536, 1, 1536), interleaved=True, down_strides=(2048 * 768, 1, 2048))
+    turned = with_tokens(
+        600, gate_up_strides=(2048 * 1536, 1, 1536), interleaved=True, down_strides=(2048 * 768, 1, 2048)
+    )
     assert choose_tile(turned, 90) is not NARROW
 
 
@@ -111,7 +115,12 @@ def test_every_architecture_has_a_table():
     for spec in SPECS.values():
         for dtype in ("fp16", "bf16", "fp32"):
             assert plan_moe(with_tokens(1000, dtype=dtype), spec).config is not None
-    assert all(config.block_m & (config.block_m - 1) == 0 for table in TABLES.values() for row in table.values() for config in row)
+    assert all(
+        config.block_m & (config.block_m - 1) == 0
+        for table in TABLES.values()
+        for row in table.values()
+        for config in row
+    )
 
 
 def test_explain_shows_the_plan():

@@ -264,7 +264,9 @@ def _launch(pattern: str, blocks: int, warps: int, more: int = 1) -> PlannedLaun
 def _sort_steps(problem: MoeProblem) -> _Steps:
     chunks = sort_chunks(problem)
     if not chunks:
-        return [("sort", _launch("_sort_few_kernel", _cdiv(problem.pairs, sort_pairs(problem.experts)), SORT_FEW_WARPS))]
+        return [
+            ("sort", _launch("_sort_few_kernel", _cdiv(problem.pairs, sort_pairs(problem.experts)), SORT_FEW_WARPS))
+        ]
     return [
         ("count", _launch("_count_kernel", chunks, COUNT_WARPS)),
         ("sum", _launch("_sum_chunks_kernel", block_experts(problem.experts) // SUM_COLUMNS, SUM_WARPS)),
