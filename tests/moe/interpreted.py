@@ -65,6 +65,7 @@ def check_routes(seed: int) -> None:
         logits = torch.randn(tokens, experts, generator=g)
         if tokens > 5 and experts > 5:
             logits[2, :], logits[3, 4], logits[4, :5], logits[5, :] = math.nan, math.nan, -math.inf, 0.0
+            logits[5, ::2] = -0.0  # equal to 0.0
         bias = torch.randn(experts, generator=g) * 0.3 if biased else None
         check_route(logits, top_k, bias, **options)
         check_route(logits.t().contiguous().t(), top_k, bias, **options)
