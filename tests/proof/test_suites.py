@@ -91,7 +91,7 @@ def test_file_without_cases(tmp_path):
 def test_unknown_name_lists_what_there_is():
     with pytest.raises(
         SuiteError,
-        match=r"suite must be one of decode, features, scaling, .*, standard-fp16, unseen or a file, got 'sead'\nhint",
+        match=r"suite must be one of decode, features, moe-decode, .*, unseen or a file, got 'sead'\nhint",
     ):
         load_suite("sead")
 
@@ -151,8 +151,9 @@ def test_the_example_in_the_docs_is_valid(tmp_path):
 def test_every_key_of_a_case_is_explained_in_the_docs():
     from flashmoe_science.attention.operator import _KEYS
     from flashmoe_science.attention_cache.operator import _KEYS as KEYS_OF_A_CACHE
+    from flashmoe_science.moe.operator import _KEYS as KEYS_OF_EXPERTS
 
-    for key in (*_SuiteFile.model_fields, *_KEYS, *KEYS_OF_A_CACHE):
+    for key in (*_SuiteFile.model_fields, *_KEYS, *KEYS_OF_A_CACHE, *KEYS_OF_EXPERTS):
         assert f"`{key}`" in PAGE or f"[{key}]" in PAGE
     for name in list_suites():
         assert f"| `{name}` |" in PAGE
