@@ -1,0 +1,440 @@
+"""Attention backward for Hopper: TMA, warpgroup matrix products, warp specialisation (Gluon, sm_90, fp16 and bf16).
+
+A program owns 64 keys for each of its warpgroups, holds their dK and dV in registers, and walks over the query tiles
+that see them, in all query heads that share the K/V head. Scores are computed transposed, keys as rows, so that P and dS
+enter the products for dV and dK straight from registers. dS also goes to shared memory, where the warpgroups of a program
+read each other's: each computes one part of the query tile's dQ, one step later, and adds it to memory in fp32.
+
+One warp, the producer, copies Q, dO and the two numbers a query row needs to shared memory. Another, the turn keeper,
+has the programs add to a query tile's dQ in one order, whatever order they run in: it waits until the program before has
+added, lets its own warpgroups add, and tells the next. A program waits only for programs that started before it.
+
+dQ is accumulated as the registers hold it, 16 bytes a thread side by side; ``_finish_dq_kernel`` brings it in order.
+
+Source: FlashAttention-2 and 3 (Dao, 2023; Shah et al., 2024) for the five products, the transposed scores and the order
+by a counter for each query tile. Ours: the product for dQ a step later, dQ straight from registers in their order, and
+tiles ordered in blocks so that few wait.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ..gpu.gluon_sm90 import copy_of, lap_of, named_barrier, opaque, slot_of, special_register
+from ..gpu.gluon_versions import aggregate, tma_load, tma_store
+from .forward_gluon_sm90 import _pack, _unpack
+
+ROWS = gl.constexpr(64)  # of one warpgroup: what one wgmma instruction computes
+PART = gl.constexpr(4096)  # numbers of dQ that a warpgroup computes of a query tile
+# Barriers of the hardware; Triton uses those before.
+FREE = gl.constexpr(6)  # of the first slot of the ring
+TURN = gl.constexpr(9)  # the warpgroups may add to dQ
+DONE = gl.constexpr(10)  # they have
+READY = gl.constexpr(11)  # dS of the other warpgroups: two for each warpgroup
+END = gl.constexpr(15)
+
+
+@aggregate
+class Args:
+    """What every partition is given."""
+
+    q_desc: tma.tensor_descriptor
+    k_desc: tma.tensor_descriptor
+    v_desc: tma.tensor_descriptor
+    do_desc: tma.tensor_descriptor
+    dk_desc: tma.tensor_descriptor
+    dv_desc: tma.tensor_descriptor
+    stats_desc: tma.tensor_descriptor
+    dq_ptr: gl.tensor
+    turn_ptr: gl.tensor
+    q_bufs: gl.shared_memory_descriptor  # [STAGES, 1, 1, BLOCK_M, D]
+    do_bufs: gl.shared_memory_descriptor  # [STAGES, 1, 1, BLOCK_M, DV]
+    stats_bufs: gl.shared_memory_descriptor  # [STAGES, 2 * BLOCK_M]
+    k_bufs: gl.shared_memory_descriptor  # [WARPGROUPS, 1, 1, 64, D]
+    v_bufs: gl.shared_memory_descriptor  # [WARPGROUPS, 1, 1, 64, DV]
+    ds_bufs: gl.shared_memory_descriptor  # [2 * WARPGROUPS * BLOCK_M / 64, 64 keys, 64 queries]
+    ready_bars: gl.shared_memory_descriptor  # [STAGES + 2]: slots of the ring, K, V
+    heads: gl.tensor  # query heads of a sequence
+    heads_kv: gl.tensor
+    seqlen_q: gl.tensor
+    seqlen_k: gl.tensor
+    tiles_m: gl.tensor
+    tiles_n: gl.tensor
+    heads_total: gl.tensor  # K/V heads of all sequences
+    heads_per_group: gl.tensor  # K/V heads whose key tiles take turns in the order of programs
+    tiles_per_block: gl.tensor  # key tiles that are walked over from the last to the first
+    scale_log2: gl.tensor
+    scale: gl.tensor
+    GROUP: gl.constexpr  # query heads that share one K/V head
+    WARPGROUPS: gl.constexpr
+    BLOCK_M: gl.constexpr
+    STAGES: gl.constexpr
+    IS_CAUSAL: gl.constexpr
+    IS_ORDERED: gl.constexpr
+    D: gl.constexpr
+    DV: gl.constexpr
+
+    @gluon.jit
+    def locate(self):
+        """Return K/V head (of all sequences), key tile, and what the turn of the tile is counted from.
+
+        Programs start in this order: in a group of heads, first the first key tiles of all heads. In a block of tiles the
+        last comes first: causal, its first query tile is the next one's second, so none waits.
+        """
+        program = special_register("ctaid.x")
+        tiles_n = copy_of(self.tiles_n)
+        per_group = self.heads_per_group * tiles_n
+        group = program // per_group
+        width = gl.minimum(self.heads_per_group, self.heads_total - group * self.heads_per_group)
+        rest = program - group * per_group
+        head = group * self.heads_per_group + rest % width
+        rank = rest // width
+        block = rank // self.tiles_per_block * self.tiles_per_block
+        last = gl.minimum(block + self.tiles_per_block, tiles_n) - 1
+        n = last - (rank - block)
+        return head, n, block, last
+
+    @gluon.jit
+    def first_query_tile(self, n):
+        """Return the first query tile that sees a key of key tile ``n``."""
+        if self.IS_CAUSAL:
+            row = n * (ROWS * self.WARPGROUPS) + copy_of(self.seqlen_q) - copy_of(self.seqlen_k)
+            return gl.minimum(gl.maximum(row, 0) // self.BLOCK_M, copy_of(self.tiles_m))
+        return copy_of(self.tiles_m) * 0
+
+    @gluon.jit
+    def query_head(self, head, g):
+        """Return the number, in all sequences, of a query head of a K/V head."""
+        return head * self.GROUP + g
+
+
+@gluon.jit
+def _load_partition(a):
+    """Copy K and V, then Q, dO and the rows' numbers of all query tiles."""
+    head, n, _, _ = a.locate()
+    b, kv = head // a.heads_kv, head % a.heads_kv
+    first, tiles_m = a.first_query_tile(n), copy_of(a.tiles_m)
+    key = n * (ROWS * a.WARPGROUPS)
+    for which in gl.static_range(2):
+        bar = a.ready_bars.index(a.STAGES + which)
+        desc = a.k_desc if which == 0 else a.v_desc
+        bufs = a.k_bufs if which == 0 else a.v_bufs
+        mbarrier.expect(bar, a.WARPGROUPS * desc.block_type.nbytes)
+        for w in gl.static_range(a.WARPGROUPS):
+            tma_load(desc, [b, kv, key + w * ROWS, 0], bar, bufs.index(w))
+    i = 0
+    for g in range(a.GROUP):
+        h = kv * a.GROUP + g
+        stats = a.query_head(head, g) * tiles_m
+        for m in range(first, tiles_m):
+            slot, lap = slot_of(i, a.STAGES), lap_of(i, a.STAGES)
+            if lap > 0:
+                named_barrier("sync", FREE + slot, 128 * a.WARPGROUPS + 32)
+            bar = a.ready_bars.index(slot)
+            mbarrier.expect(
+                bar, a.q_desc.block_type.nbytes + a.do_desc.block_type.nbytes + a.stats_desc.block_type.nbytes
+            )
+            tma_load(a.q_desc, [b, h, m * a.BLOCK_M, 0], bar, a.q_bufs.index(slot))
+            tma_load(a.stats_desc, [(stats + m) * (2 * a.BLOCK_M)], bar, a.stats_bufs.index(slot))
+            tma_load(a.do_desc, [b, h, m * a.BLOCK_M, 0], bar, a.do_bufs.index(slot))
+            i += 1
+
+
+@gluon.jit
+def _poll(ptr):
+    """Read a counter; what was written before it was raised can be read and added to afterwards."""
+    return gl.inline_asm_elementwise(
+        "ld.acquire.gpu.global.s32 $0, [$1];",
+        "=r,l",
+        [ptr.to(gl.int64, bitcast=True)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _raise(ptr):
+    """Raise a counter by 1, after all that this warp knows to be done; one lane does it."""
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; .reg .b32 lane; mov.b32 lane, %laneid; setp.eq.s32 p, lane, 0; mov.b32 $0, 0;"
+        " @p fence.acq_rel.gpu; @p red.release.gpu.global.add.s32 [$1], 1; }",
+        "=r,l", [ptr.to(gl.int64, bitcast=True)], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _turn_partition(a):
+    """Let the warpgroups add to the dQ of each query tile when it is their turn, and tell the next."""
+    if a.IS_ORDERED:
+        head, n, block, last = a.locate()
+        first, tiles_m = a.first_query_tile(n), copy_of(a.tiles_m)
+        for g in range(a.GROUP):
+            ptr = a.turn_ptr + a.query_head(head, g) * tiles_m
+            for m in range(first, tiles_m):
+                # Of a block's key tiles, those that the query tile sees come before, the last first.
+                end = last
+                if a.IS_CAUSAL:
+                    row = gl.minimum(m * a.BLOCK_M + a.BLOCK_M, a.seqlen_q) - 1
+                    end = gl.minimum(end, (row + a.seqlen_k - a.seqlen_q) // (ROWS * a.WARPGROUPS))
+                turn = block + end - n
+                while _poll(ptr + m) != turn:
+                    pass
+                named_barrier("arrive", TURN, 128 * a.WARPGROUPS + 32)
+                named_barrier("sync", DONE, 128 * a.WARPGROUPS + 32)
+                _raise(ptr + m)
+
+
+@gluon.jit
+def _row_numbers(bufs, slot, WHICH: gl.constexpr, a, layout: gl.constexpr):
+    """Return LSE (0) or delta (1) of the query rows of a tile, one a column of the scores."""
+    return bufs.index(slot).slice(WHICH * a.BLOCK_M, a.BLOCK_M, dim=0).load(layout)
+
+
+@gluon.jit
+def _mask(s, a, key, row):
+    """Put -inf where a query row of the tile does not see a key: keys are rows, queries columns.
+
+    A thread holds columns 8 i + 2 lane + k with i and k known at compile time: as a 4-dimensional comparison of
+    8 i + k with a number per lane and row, the mask costs one compare and one select an element.
+    """
+    COLUMNS: gl.constexpr = s.shape[1]
+    layout: gl.constexpr = s.type.layout
+    x = gl.reshape(s, [ROWS, COLUMNS // 8, 4, 2])
+    x_layout: gl.constexpr = x.type.layout
+    lane_layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, x_layout))  # [ROWS, 4]
+    offs_n = key + gl.arange(0, ROWS, gl.SliceLayout(1, lane_layout))
+    if a.IS_CAUSAL:
+        limit = offs_n + (copy_of(a.seqlen_q) - copy_of(a.seqlen_k) - row)  # the first query that sees the key
+        limit = gl.where(offs_n < copy_of(a.seqlen_k), limit, COLUMNS)
+    else:
+        limit = gl.where(offs_n < copy_of(a.seqlen_k), 0, COLUMNS)
+    limit = limit[:, None] - 2 * gl.arange(0, 4, gl.SliceLayout(0, lane_layout))[None, :]
+    i = gl.arange(0, COLUMNS // 8, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, x_layout))))
+    k = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, x_layout))))
+    column = 8 * i[None, :, None, None] + k[None, None, None, :]
+    x = gl.where(column >= limit[:, None, :, None], x, -float("inf"))
+    return gl.convert_layout(gl.reshape(x, [ROWS, COLUMNS]), layout)
+
+
+@gluon.jit
+def _store_ds(ds, a, i, W: gl.constexpr):
+    """Put dS where the other warpgroups read it: a tile of 64 keys by 64 queries, or two."""
+    HALVES: gl.constexpr = a.BLOCK_M // 64
+    buf = ((i & 1) * a.WARPGROUPS + W) * HALVES
+    if HALVES == 1:
+        a.ds_bufs.index(buf).store(ds)
+    else:
+        left, right = gl.split(ds.reshape([ROWS, 2, 64]).permute((0, 2, 1)))
+        a.ds_bufs.index(buf).store(left)
+        a.ds_bufs.index(buf + 1).store(right)
+    fence_async_shared()
+
+
+@gluon.jit
+def _pass_ds(a, i, W: gl.constexpr):
+    """Tell the other warpgroups that this one's dS of step ``i`` is there, and that it has read that of step i - 1."""
+    for other in gl.static_range(a.WARPGROUPS):
+        if other != W:
+            named_barrier("arrive", READY + 2 * other + (i & 1), 128 * a.WARPGROUPS)
+
+
+@gluon.jit
+def _await_ds(a, i, W: gl.constexpr):
+    """Wait for dS of step ``i`` of the other warpgroups; the slot of step i - 1 is free then."""
+    named_barrier("sync", READY + 2 * W + (i & 1), 128 * a.WARPGROUPS)
+
+
+@gluon.jit
+def _issue_dq(a, i, zero, W: gl.constexpr):
+    """Issue a part of dQ = dS K, of the dS of step ``i``: 64 rows, or 64 columns."""
+    HALVES: gl.constexpr = a.BLOCK_M // 64
+    dq = zero
+    for w in gl.static_range(a.WARPGROUPS):
+        half = W if HALVES > 1 else 0
+        ds = a.ds_bufs.index(((i & 1) * a.WARPGROUPS + w) * HALVES + half)
+        k = a.k_bufs.index(w).reshape([ROWS, a.D])
+        if HALVES == 1:
+            k = k.slice(W * 64, 64, dim=1)
+        dq = warpgroup_mma(ds.permute((1, 0)), k, dq, use_acc=w > 0, is_async=True)
+    return dq
+
+
+@gluon.jit
+def _add_dq(dq, a, tile, W: gl.constexpr):
+    """Add a part of dQ to that of its query tile, in the order in which the threads hold it."""
+    if a.IS_ORDERED:
+        named_barrier("sync", TURN, 128 * a.WARPGROUPS + 32)
+    x = dq.reshape([4, 2, 8, 8, 4, 2]).permute((0, 2, 3, 4, 1, 5))  # warp, row, column / 8, lane, 8 rows further, column
+    left, right = gl.split(x)
+    x0, x2 = gl.split(left)
+    x1, x3 = gl.split(right)
+    layout: gl.constexpr = x0.type.layout
+    lane_layout: gl.constexpr = gl.SliceLayout(2, layout)  # warp, row, lane
+    warp = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, lane_layout)))
+    row = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, lane_layout)))
+    lane = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, lane_layout)))
+    thread = warp[:, None, None] * 32 + row[None, :, None] * 4 + lane[None, None, :]
+    block = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, layout))))
+    base = a.dq_ptr + tile.to(gl.int64) * (PART * a.WARPGROUPS) + W * PART
+    offs = thread[:, :, None, :] * 4 + block[None, None, :, None] * 512
+    gl.inline_asm_elementwise(
+        "red.relaxed.gpu.global.add.v4.f32 [$1], {$2, $3, $4, $5}; // $0", "=r,l,f,f,f,f",
+        [(base + offs).to(gl.int64, bitcast=True), x0, x1, x2, x3], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+    if a.IS_ORDERED:
+        named_barrier("arrive", DONE, 128 * a.WARPGROUPS + 32)
+
+
+@gluon.jit
+def _step(dk, dv, k, v, zero, zero_dq, a, i, tile, key, row, W: gl.constexpr, IS_FIRST: gl.constexpr, IS_EDGE: gl.constexpr):
+    """Add a query tile to dK and dV, and that of the step before to dQ."""
+    dtype: gl.constexpr = a.q_desc.dtype
+    slot = slot_of(i, a.STAGES)
+    mbarrier.wait(a.ready_bars.index(slot), lap_of(i, a.STAGES) & 1)
+    q = a.q_bufs.index(slot).reshape([a.BLOCK_M, a.D])
+    do = a.do_bufs.index(slot).reshape([a.BLOCK_M, a.DV])
+    s_layout: gl.constexpr = zero.type.layout
+    columns: gl.constexpr = gl.SliceLayout(0, s_layout)
+    s = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
+    dp = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
+    s = warpgroup_mma_wait(1, deps=[s])
+    if IS_EDGE:
+        s = _mask(s, a, key, row)
+    lse = _row_numbers(a.stats_bufs, slot, 0, a, columns)
+    packed = _pack(gl.exp2(s * a.scale_log2 - lse[None, :]), dtype)
+    p_operand = _unpack(packed, dtype, gl.DotOperandLayout(0, dv.type.layout, 2))
+    dv = warpgroup_mma(p_operand, do, dv, is_async=True)
+    dp = warpgroup_mma_wait(1, deps=[dp])
+    delta = _row_numbers(a.stats_bufs, slot, 1, a, columns)
+    ds = _pack(_unpack(packed, dtype, s_layout).to(gl.float32) * (dp - delta[None, :]), dtype)
+    if not IS_FIRST:
+        _await_ds(a, i - 1, W)
+    _store_ds(_unpack(ds, dtype, s_layout), a, i, W)
+    ds_operand = _unpack(ds, dtype, gl.DotOperandLayout(0, dk.type.layout, 2))
+    if IS_FIRST:
+        dk = warpgroup_mma(ds_operand, q, dk, is_async=True)
+        _pass_ds(a, i, W)
+    else:
+        dq = _issue_dq(a, i - 1, zero_dq, W)
+        dk = warpgroup_mma(ds_operand, q, dk, is_async=True)
+        dq = warpgroup_mma_wait(1, deps=[dq])
+        _pass_ds(a, i, W)
+        _add_dq(dq, a, tile - 1, W)
+    dk, dv, _, _ = warpgroup_mma_wait(0, deps=[dk, dv, p_operand, ds_operand])
+    named_barrier("arrive", FREE + slot, 128 * a.WARPGROUPS + 32)
+    return dk, dv
+
+
+@gluon.jit
+def _multiply_partition(a, W: gl.constexpr):
+    """Compute dK and dV of keys 64 W to 64 W + 63, and a part of the dQ of each query tile."""
+    dtype: gl.constexpr = a.q_desc.dtype
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, a.BLOCK_M, 16])
+    dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, a.D, 16])
+    dv_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, a.DV, 16])
+    dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    head, n, _, _ = a.locate()
+    first, tiles_m = a.first_query_tile(n), copy_of(a.tiles_m)
+    key = n * (ROWS * a.WARPGROUPS) + W * ROWS
+    edge = tiles_m  # the first query tile that is not masked
+    if key + ROWS <= copy_of(a.seqlen_k):
+        edge = first
+        if a.IS_CAUSAL:
+            row = key + ROWS - 1 + copy_of(a.seqlen_q) - copy_of(a.seqlen_k)  # sees all of the keys, as do those behind
+            edge = gl.minimum(gl.maximum((row + a.BLOCK_M - 1) // a.BLOCK_M, first), tiles_m)
+    dk = gl.zeros([ROWS, a.D], gl.float32, dk_layout)
+    dv = gl.zeros([ROWS, a.DV], gl.float32, dv_layout)
+    zero = gl.zeros([ROWS, a.BLOCK_M], gl.float32, s_layout)
+    zero_dq = gl.zeros([64, 64], gl.float32, dq_layout)
+    mbarrier.wait(a.ready_bars.index(a.STAGES), 0)
+    mbarrier.wait(a.ready_bars.index(a.STAGES + 1), 0)
+    k = a.k_bufs.index(opaque(W)).reshape([ROWS, a.D])
+    v = a.v_bufs.index(opaque(W)).reshape([ROWS, a.DV])
+    i = 0
+    for g in range(a.GROUP):
+        if first < tiles_m:
+            tile = a.query_head(head, g) * tiles_m
+            dk, dv = _step(dk, dv, k, v, zero, zero_dq, a, i, tile, key, first * a.BLOCK_M, W, True, True)
+            i += 1
+            for m in range(first + 1, edge):
+                dk, dv = _step(dk, dv, k, v, zero, zero_dq, a, i, tile + m, key, m * a.BLOCK_M, W, False, True)
+                i += 1
+            for m in range(gl.maximum(first + 1, edge), tiles_m):
+                dk, dv = _step(dk, dv, k, v, zero, zero_dq, a, i, tile + m, key, m * a.BLOCK_M, W, False, False)
+                i += 1
+            _await_ds(a, i - 1, W)
+            dq = _issue_dq(a, i - 1, zero_dq, W)
+            dq = warpgroup_mma_wait(0, deps=[dq])
+            _add_dq(dq, a, tile + tiles_m - 1, W)
+    b, kv = head // a.heads_kv, head % a.heads_kv
+    # V of this warpgroup was read for the last time; K by all when they have met.
+    v.store(dv.to(dtype))
+    fence_async_shared()
+    tma_store(a.dv_desc, [b, kv, key, 0], a.v_bufs.index(opaque(W)))
+    named_barrier("sync", END, 128 * a.WARPGROUPS)
+    k.store((dk * a.scale).to(dtype))
+    fence_async_shared()
+    tma_store(a.dk_desc, [b, kv, key, 0], a.k_bufs.index(opaque(W)))
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _backward_sm90_kernel(
+    q_desc,  # [B, H, Sq, D]
+    k_desc,  # [B, HK, Sk, D]
+    v_desc,  # [B, HK, Sk, DV]
+    do_desc,  # [B, H, Sq, DV]
+    dk_desc,  # [B, HK, Sk, D]
+    dv_desc,  # [B, HK, Sk, DV]
+    stats_desc,  # [B * H * tiles_m * 2 * BLOCK_M] fp32: of a query tile LSE * log2(e), then delta
+    dq_ptr,  # [B * H * tiles_m * BLOCK_M * D] fp32, 0 before
+    turn_ptr,  # [B * H * tiles_m] int32, 0 before
+    heads, heads_kv, seqlen_q, seqlen_k, tiles_m, tiles_n, heads_total, heads_per_group, tiles_per_block,
+    scale_log2,  # scale * log2(e)
+    scale,
+    GROUP: gl.constexpr,  # query heads that share one K/V head
+    WARPGROUPS: gl.constexpr,  # that multiply matrices; 64 keys each
+    STAGES: gl.constexpr,  # query tiles in flight
+    IS_CAUSAL: gl.constexpr,
+    IS_ORDERED: gl.constexpr,  # dQ is added in one order, so its bits do not vary
+    MATRIX_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """Compute dK and dV of 64 * WARPGROUPS keys and add what they give to dQ. Grid: (tiles_n * heads_total,)."""
+    BLOCK_M: gl.constexpr = q_desc.block_type.shape[2]
+    D: gl.constexpr = q_desc.block_type.shape[3]
+    DV: gl.constexpr = do_desc.block_type.shape[3]
+    gl.static_assert(BLOCK_M * D == PART * WARPGROUPS, "a warpgroup computes 64 x 64 of dQ")
+    gl.static_assert(STAGES <= TURN - FREE, "the hardware has 16 barriers")
+    ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, 64], q_desc.dtype)
+    ready_bars = gl.allocate_shared_memory(gl.int64, [STAGES + 2, 1], mbarrier.MBarrierLayout())
+    for bar in gl.static_range(STAGES + 2):
+        mbarrier.init(ready_bars.index(bar), count=1)
+    fence_async_shared()  # TMA, too, sees that the barriers are there
+    a = Args(  # type: ignore[call-arg] # aggregate gives it a constructor
+        q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, stats_desc, dq_ptr, turn_ptr,
+        gl.allocate_shared_memory(q_desc.dtype, [STAGES] + q_desc.block_type.shape, q_desc.layout),
+        gl.allocate_shared_memory(q_desc.dtype, [STAGES] + do_desc.block_type.shape, do_desc.layout),
+        gl.allocate_shared_memory(gl.float32, [STAGES] + stats_desc.block_type.shape, stats_desc.layout),
+        gl.allocate_shared_memory(q_desc.dtype, [WARPGROUPS] + k_desc.block_type.shape, k_desc.layout),
+        gl.allocate_shared_memory(q_desc.dtype, [WARPGROUPS] + v_desc.block_type.shape, v_desc.layout),
+        gl.allocate_shared_memory(q_desc.dtype, [2 * WARPGROUPS * BLOCK_M // 64, ROWS, 64], ds_layout),
+        ready_bars,
+        heads, heads_kv, seqlen_q, seqlen_k, tiles_m, tiles_n, heads_total, heads_per_group, tiles_per_block,
+        scale_log2, scale,
+        GROUP, WARPGROUPS, BLOCK_M, STAGES, IS_CAUSAL, IS_ORDERED, D, DV,
+    )  # fmt: skip
+    R: gl.constexpr = MATRIX_REGISTERS
+    gl.warp_specialize(
+        [(_multiply_partition, (a, 0)), (_multiply_partition, (a, 1)), (_load_partition, (a,)), (_turn_partition, (a,))],
+        [4, 1, 1],
+        [R, 24, 24],
+    )
