@@ -226,6 +226,18 @@ def _mask(s, a, key, row):
 
 
 @gluon.jit
+def _unpack_wide(packed, dtype: gl.constexpr, layout: gl.constexpr):
+    """Undo ``_pack`` to fp32."""
+    if dtype == gl.bfloat16:
+        low = (packed << 16).to(gl.float32, bitcast=True)
+        high = (packed & -65536).to(gl.float32, bitcast=True)
+    else:
+        low = packed.to(gl.int16).to(dtype, bitcast=True).to(gl.float32)
+        high = (packed >> 16).to(gl.int16).to(dtype, bitcast=True).to(gl.float32)
+    return gl.convert_layout(gl.join(low, high).reshape([packed.shape[0], packed.shape[1] * 2]), layout)
+
+
+@gluon.jit
 def _store_ds(ds, a, i, W: gl.constexpr):
     """Put dS where the other warpgroups read it: a tile of 64 keys by 64 queries, or two."""
     HALVES: gl.constexpr = a.BLOCK_M // 64
@@ -315,7 +327,7 @@ def _step(dk, dv, k, v, zero, zero_dq, a, i, tile, key, row, W: gl.constexpr, IS
     dv = warpgroup_mma(p_operand, do, dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=[dp])
     delta = _row_numbers(a.stats_bufs, slot, 1, a, columns)
-    ds = _pack(_unpack(packed, dtype, s_layout).to(gl.float32) * (dp - delta[None, :]), dtype)
+    ds = _pack(_unpack_wide(packed, dtype, s_layout) * (dp - delta[None, :]), dtype)
     if not IS_FIRST:
         _await_ds(a, i - 1, W)
     _store_ds(_unpack(ds, dtype, s_layout), a, i, W)
