@@ -1,19 +1,24 @@
 """Attention backward for Hopper: TMA, warpgroup matrix products, warp specialisation (Gluon, sm_90, fp16 and bf16).
 
 A program owns 64 keys for each of its warpgroups, holds their dK and dV in registers, and walks over the query tiles
-that see them, in all query heads that share the K/V head. Scores are computed transposed, keys as rows, so that P and dS
-enter the products for dV and dK straight from registers. dS also goes to shared memory, where the warpgroups of a program
-read each other's: each computes one part of the query tile's dQ, one step later, and adds it to memory in fp32.
+that see them, from the last to the first, in all query heads that share the K/V head. Scores are computed transposed,
+keys as rows, so that P and dS enter the products for dV and dK straight from registers. dS also goes to shared memory,
+where the warpgroups of a program read each other's: each computes one part of the query tile's dQ, one step later, and
+puts it into shared memory too.
 
-One warp, the producer, copies Q, dO and the two numbers a query row needs to shared memory. Another, the turn keeper,
-has the programs add to a query tile's dQ in one order, whatever order they run in: it waits until the program before has
-added, lets its own warpgroups add, and tells the next. A program waits only for programs that started before it.
+One warp, the producer, copies Q, dO and the two numbers a query row needs to shared memory. Two more, the writers, take
+turns at adding the dQ of a query tile to memory, in fp32, with one instruction. They do so in the order of the key
+tiles, so bits do not vary: a writer waits until the program of the key tile before has added, and tells the next. The
+warpgroups wait for neither of these; both dQ tiles of the ring would have to be full. The first key tile stores, so that
+nothing has to be made 0 before. A program waits only for programs that started before it. From the last query tile to
+the first, as all programs of a head start at the same tile, and the first key tile, whose walk is the longest when
+causal, starts first.
 
 dQ is accumulated as the registers hold it, 16 bytes a thread side by side; ``_finish_dq_kernel`` brings it in order.
 
-Source: FlashAttention-2 and 3 (Dao, 2023; Shah et al., 2024) for the five products, the transposed scores and the order
-by a counter for each query tile. Ours: the product for dQ a step later, dQ straight from registers in their order, and
-tiles ordered in blocks so that few wait.
+Source: FlashAttention-2 and 3 (Dao, 2023; Shah et al., 2024) for the five products, the transposed scores, the reduction by
+TMA and the order by a counter for each query tile. Ours: the product for dQ a step later, two writers, the first one that
+stores, and the walk from the last query tile.
 """
 
 from __future__ import annotations
@@ -30,14 +35,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..gpu.gluon_sm90 import copy_of, lap_of, named_barrier, opaque, slot_of, special_register
 from ..gpu.gluon_versions import aggregate, tma_load, tma_store
+from ..gpu.tma_reduce import tma_add, wait_until_done, wait_until_read
 from .forward_gluon_sm90 import _pack, _unpack
 
 ROWS = gl.constexpr(64)  # of one warpgroup: what one wgmma instruction computes
 PART = gl.constexpr(4096)  # numbers of dQ that a warpgroup computes of a query tile
 # Barriers of the hardware; Triton uses those before.
 FREE = gl.constexpr(6)  # of the first slot of the ring
-TURN = gl.constexpr(9)  # the warpgroups may add to dQ
-DONE = gl.constexpr(10)  # they have
+FULL = gl.constexpr(9)  # a tile of dQ lies in shared memory: two
 READY = gl.constexpr(11)  # dS of the other warpgroups: two for each warpgroup
 END = gl.constexpr(15)
 
@@ -53,7 +58,7 @@ class Args:
     dk_desc: tma.tensor_descriptor
     dv_desc: tma.tensor_descriptor
     stats_desc: tma.tensor_descriptor
-    dq_ptr: gl.tensor
+    dq_desc: tma.tensor_descriptor
     turn_ptr: gl.tensor
     q_bufs: gl.shared_memory_descriptor  # [STAGES, 1, 1, BLOCK_M, D]
     do_bufs: gl.shared_memory_descriptor  # [STAGES, 1, 1, BLOCK_M, DV]
@@ -61,7 +66,9 @@ class Args:
     k_bufs: gl.shared_memory_descriptor  # [WARPGROUPS, 1, 1, 64, D]
     v_bufs: gl.shared_memory_descriptor  # [WARPGROUPS, 1, 1, 64, DV]
     ds_bufs: gl.shared_memory_descriptor  # [2 * WARPGROUPS * BLOCK_M / 64, 64 keys, 64 queries]
+    dq_bufs: gl.shared_memory_descriptor  # [2, 128 * WARPGROUPS, 32] fp32
     ready_bars: gl.shared_memory_descriptor  # [STAGES + 2]: slots of the ring, K, V
+    written_bars: gl.shared_memory_descriptor  # [2]: a tile of dQ was read by TMA
     heads: gl.tensor  # query heads of a sequence
     heads_kv: gl.tensor
     seqlen_q: gl.tensor
@@ -70,7 +77,6 @@ class Args:
     tiles_n: gl.tensor
     heads_total: gl.tensor  # K/V heads of all sequences
     heads_per_group: gl.tensor  # K/V heads whose key tiles take turns in the order of programs
-    tiles_per_block: gl.tensor  # key tiles that are walked over from the last to the first
     scale_log2: gl.tensor
     scale: gl.tensor
     GROUP: gl.constexpr  # query heads that share one K/V head
@@ -84,23 +90,14 @@ class Args:
 
     @gluon.jit
     def locate(self):
-        """Return K/V head (of all sequences), key tile, and what the turn of the tile is counted from.
-
-        Programs start in this order: in a group of heads, first the first key tiles of all heads. In a block of tiles the
-        last comes first: causal, its first query tile is the next one's second, so none waits.
-        """
+        """Return K/V head (of all sequences) and key tile: in a group of heads, first the first key tiles of all heads."""
         program = special_register("ctaid.x")
         tiles_n = copy_of(self.tiles_n)
         per_group = self.heads_per_group * tiles_n
         group = program // per_group
         width = gl.minimum(self.heads_per_group, self.heads_total - group * self.heads_per_group)
         rest = program - group * per_group
-        head = group * self.heads_per_group + rest % width
-        rank = rest // width
-        block = rank // self.tiles_per_block * self.tiles_per_block
-        last = gl.minimum(block + self.tiles_per_block, tiles_n) - 1
-        n = last - (rank - block)
-        return head, n, block, last
+        return group * self.heads_per_group + rest % width, rest // width
 
     @gluon.jit
     def first_query_tile(self, n):
@@ -119,7 +116,7 @@ class Args:
 @gluon.jit
 def _load_partition(a):
     """Copy K and V, then Q, dO and the rows' numbers of all query tiles."""
-    head, n, _, _ = a.locate()
+    head, n = a.locate()
     b, kv = head // a.heads_kv, head % a.heads_kv
     first, tiles_m = a.first_query_tile(n), copy_of(a.tiles_m)
     key = n * (ROWS * a.WARPGROUPS)
@@ -134,7 +131,8 @@ def _load_partition(a):
     for g in range(a.GROUP):
         h = kv * a.GROUP + g
         stats = a.query_head(head, g) * tiles_m
-        for m in range(first, tiles_m):
+        for j in range(first, tiles_m):
+            m = first + tiles_m - 1 - j
             slot, lap = slot_of(i, a.STAGES), lap_of(i, a.STAGES)
             if lap > 0:
                 named_barrier("sync", FREE + slot, 128 * a.WARPGROUPS + 32)
@@ -150,9 +148,9 @@ def _load_partition(a):
 
 @gluon.jit
 def _poll(ptr):
-    """Read a counter; what was written before it was raised can be read and added to afterwards."""
+    """Read a counter; what was written before it was raised can be added to afterwards, by TMA too."""
     return gl.inline_asm_elementwise(
-        "ld.acquire.gpu.global.s32 $0, [$1];",
+        "ld.acquire.gpu.global.s32 $0, [$1]; fence.proxy.async.global;",
         "=r,l",
         [ptr.to(gl.int64, bitcast=True)],
         dtype=gl.int32,
@@ -166,31 +164,37 @@ def _raise(ptr):
     """Raise a counter by 1, after all that this warp knows to be done; one lane does it."""
     gl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .b32 lane; mov.b32 lane, %laneid; setp.eq.s32 p, lane, 0; mov.b32 $0, 0;"
-        " @p fence.acq_rel.gpu; @p red.release.gpu.global.add.s32 [$1], 1; }",
+        " @p red.release.gpu.global.add.s32 [$1], 1; }",
         "=r,l", [ptr.to(gl.int64, bitcast=True)], dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 
 
 @gluon.jit
-def _turn_partition(a):
-    """Let the warpgroups add to the dQ of each query tile when it is their turn, and tell the next."""
-    if a.IS_ORDERED:
-        head, n, block, last = a.locate()
-        first, tiles_m = a.first_query_tile(n), copy_of(a.tiles_m)
-        for g in range(a.GROUP):
-            ptr = a.turn_ptr + a.query_head(head, g) * tiles_m
-            for m in range(first, tiles_m):
-                # Of a block's key tiles, those that the query tile sees come before, the last first.
-                end = last
-                if a.IS_CAUSAL:
-                    row = gl.minimum(m * a.BLOCK_M + a.BLOCK_M, a.seqlen_q) - 1
-                    end = gl.minimum(end, (row + a.seqlen_k - a.seqlen_q) // (ROWS * a.WARPGROUPS))
-                turn = block + end - n
-                while _poll(ptr + m) != turn:
-                    pass
-                named_barrier("arrive", TURN, 128 * a.WARPGROUPS + 32)
-                named_barrier("sync", DONE, 128 * a.WARPGROUPS + 32)
-                _raise(ptr + m)
+def _write_partition(a, FIRST: gl.constexpr):
+    """Add the dQ of every second step to memory, each when it is its turn: the key tiles before have added theirs."""
+    head, n = a.locate()
+    first, tiles_m = a.first_query_tile(n), copy_of(a.tiles_m)
+    steps = tiles_m - first
+    buf = a.dq_bufs.index(FIRST)
+    for i in range(FIRST, a.GROUP * steps, 2):
+        tile = a.query_head(head, i // steps) * tiles_m + (tiles_m - 1 - i % steps)
+        if a.IS_ORDERED:
+            while _poll(a.turn_ptr + tile) != n:
+                pass
+        named_barrier("sync", FULL + FIRST, 128 * a.WARPGROUPS + 32)
+        row = tile * (128 * a.WARPGROUPS)
+        if a.IS_ORDERED:
+            if n == 0:
+                tma_store(a.dq_desc, [row, 0], buf)
+            else:
+                tma_add(a.dq_desc, [row, 0], buf)
+        else:
+            tma_add(a.dq_desc, [row, 0], buf)
+        wait_until_read()
+        mbarrier.arrive(a.written_bars.index(FIRST))
+        if a.IS_ORDERED:
+            wait_until_done()
+            _raise(a.turn_ptr + tile)
 
 
 @gluon.jit
@@ -281,33 +285,19 @@ def _issue_dq(a, i, zero, W: gl.constexpr):
 
 
 @gluon.jit
-def _add_dq(dq, a, tile, W: gl.constexpr):
-    """Add a part of dQ to that of its query tile, in the order in which the threads hold it."""
-    if a.IS_ORDERED:
-        named_barrier("sync", TURN, 128 * a.WARPGROUPS + 32)
-    x = dq.reshape([4, 2, 8, 8, 4, 2]).permute((0, 2, 3, 4, 1, 5))  # warp, row, column / 8, lane, 8 rows further, column
-    left, right = gl.split(x)
-    x0, x2 = gl.split(left)
-    x1, x3 = gl.split(right)
-    layout: gl.constexpr = x0.type.layout
-    lane_layout: gl.constexpr = gl.SliceLayout(2, layout)  # warp, row, lane
-    warp = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, lane_layout)))
-    row = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, lane_layout)))
-    lane = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, lane_layout)))
-    thread = warp[:, None, None] * 32 + row[None, :, None] * 4 + lane[None, None, :]
-    block = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, layout))))
-    base = a.dq_ptr + tile.to(gl.int64) * (PART * a.WARPGROUPS) + W * PART
-    offs = thread[:, :, None, :] * 4 + block[None, None, :, None] * 512
-    gl.inline_asm_elementwise(
-        "red.relaxed.gpu.global.add.v4.f32 [$1], {$2, $3, $4, $5}; // $0", "=r,l,f,f,f,f",
-        [(base + offs).to(gl.int64, bitcast=True), x0, x1, x2, x3], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-    if a.IS_ORDERED:
-        named_barrier("arrive", DONE, 128 * a.WARPGROUPS + 32)
+def _store_dq(dq, a, i, W: gl.constexpr):
+    """Put a part of the dQ of step ``i`` where a writer takes it, in the order in which the threads hold it."""
+    slot = i & 1
+    mbarrier.wait(a.written_bars.index(slot), ((i >> 1) & 1) ^ 1)  # of the lap before; the first does not wait
+    x = dq.reshape([4, 2, 8, 8, 4, 2])  # warp, 8 rows further, row, column / 8, lane, column
+    x = x.permute((3, 0, 2, 4, 1, 5)).reshape([128, 32])
+    a.dq_bufs.index(slot).slice(W * 128, 128, dim=0).store(x)
+    fence_async_shared()
+    named_barrier("arrive", FULL + slot, 128 * a.WARPGROUPS + 32)
 
 
 @gluon.jit
-def _step(dk, dv, k, v, zero, zero_dq, a, i, tile, key, row, W: gl.constexpr, IS_FIRST: gl.constexpr, IS_EDGE: gl.constexpr):
+def _step(dk, dv, k, v, zero, zero_dq, a, i, key, row, W: gl.constexpr, IS_FIRST: gl.constexpr, IS_EDGE: gl.constexpr):
     """Add a query tile to dK and dV, and that of the step before to dQ."""
     dtype: gl.constexpr = a.q_desc.dtype
     slot = slot_of(i, a.STAGES)
@@ -340,7 +330,7 @@ def _step(dk, dv, k, v, zero, zero_dq, a, i, tile, key, row, W: gl.constexpr, IS
         dk = warpgroup_mma(ds_operand, q, dk, is_async=True)
         dq = warpgroup_mma_wait(1, deps=[dq])
         _pass_ds(a, i, W)
-        _add_dq(dq, a, tile - 1, W)
+        _store_dq(dq, a, i - 1, W)
     dk, dv, _, _ = warpgroup_mma_wait(0, deps=[dk, dv, p_operand, ds_operand])
     named_barrier("arrive", FREE + slot, 128 * a.WARPGROUPS + 32)
     return dk, dv
@@ -354,7 +344,7 @@ def _multiply_partition(a, W: gl.constexpr):
     dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, a.D, 16])
     dv_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, a.DV, 16])
     dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    head, n, _, _ = a.locate()
+    head, n = a.locate()
     first, tiles_m = a.first_query_tile(n), copy_of(a.tiles_m)
     key = n * (ROWS * a.WARPGROUPS) + W * ROWS
     edge = tiles_m  # the first query tile that is not masked
@@ -372,21 +362,22 @@ def _multiply_partition(a, W: gl.constexpr):
     k = a.k_bufs.index(opaque(W)).reshape([ROWS, a.D])
     v = a.v_bufs.index(opaque(W)).reshape([ROWS, a.DV])
     i = 0
-    for g in range(a.GROUP):
+    for _ in range(a.GROUP):
         if first < tiles_m:
-            tile = a.query_head(head, g) * tiles_m
-            dk, dv = _step(dk, dv, k, v, zero, zero_dq, a, i, tile, key, first * a.BLOCK_M, W, True, True)
+            last = tiles_m - 1
+            dk, dv = _step(dk, dv, k, v, zero, zero_dq, a, i, key, last * a.BLOCK_M, W, True, True)
             i += 1
-            for m in range(first + 1, edge):
-                dk, dv = _step(dk, dv, k, v, zero, zero_dq, a, i, tile + m, key, m * a.BLOCK_M, W, False, True)
+            edge_end = gl.minimum(edge, last)
+            for j in range(edge_end, last):
+                dk, dv = _step(dk, dv, k, v, zero, zero_dq, a, i, key, (edge_end + last - 1 - j) * a.BLOCK_M, W, False, False)
                 i += 1
-            for m in range(gl.maximum(first + 1, edge), tiles_m):
-                dk, dv = _step(dk, dv, k, v, zero, zero_dq, a, i, tile + m, key, m * a.BLOCK_M, W, False, False)
+            for j in range(first, edge_end):
+                dk, dv = _step(dk, dv, k, v, zero, zero_dq, a, i, key, (first + edge_end - 1 - j) * a.BLOCK_M, W, False, True)
                 i += 1
             _await_ds(a, i - 1, W)
             dq = _issue_dq(a, i - 1, zero_dq, W)
             dq = warpgroup_mma_wait(0, deps=[dq])
-            _add_dq(dq, a, tile + tiles_m - 1, W)
+            _store_dq(dq, a, i - 1, W)
     b, kv = head // a.heads_kv, head % a.heads_kv
     # V of this warpgroup was read for the last time; K by all when they have met.
     v.store(dv.to(dtype))
@@ -408,9 +399,9 @@ def _backward_sm90_kernel(
     dk_desc,  # [B, HK, Sk, D]
     dv_desc,  # [B, HK, Sk, DV]
     stats_desc,  # [B * H * tiles_m * 2 * BLOCK_M] fp32: of a query tile LSE * log2(e), then delta
-    dq_ptr,  # [B * H * tiles_m * BLOCK_M * D] fp32, 0 before
+    dq_desc,  # [B * H * tiles_m * 128 * WARPGROUPS, 32] fp32; 0 before if unordered
     turn_ptr,  # [B * H * tiles_m] int32, 0 before
-    heads, heads_kv, seqlen_q, seqlen_k, tiles_m, tiles_n, heads_total, heads_per_group, tiles_per_block,
+    heads, heads_kv, seqlen_q, seqlen_k, tiles_m, tiles_n, heads_total, heads_per_group,
     scale_log2,  # scale * log2(e)
     scale,
     GROUP: gl.constexpr,  # query heads that share one K/V head
@@ -425,28 +416,38 @@ def _backward_sm90_kernel(
     D: gl.constexpr = q_desc.block_type.shape[3]
     DV: gl.constexpr = do_desc.block_type.shape[3]
     gl.static_assert(BLOCK_M * D == PART * WARPGROUPS, "a warpgroup computes 64 x 64 of dQ")
-    gl.static_assert(STAGES <= TURN - FREE, "the hardware has 16 barriers")
+    gl.static_assert(STAGES <= FULL - FREE, "the hardware has 16 barriers")
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, 64], q_desc.dtype)
     ready_bars = gl.allocate_shared_memory(gl.int64, [STAGES + 2, 1], mbarrier.MBarrierLayout())
     for bar in gl.static_range(STAGES + 2):
         mbarrier.init(ready_bars.index(bar), count=1)
+    written_bars = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for bar in gl.static_range(2):
+        mbarrier.init(written_bars.index(bar), count=1)
     fence_async_shared()  # TMA, too, sees that the barriers are there
     a = Args(  # type: ignore[call-arg] # aggregate gives it a constructor
-        q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, stats_desc, dq_ptr, turn_ptr,
+        q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, stats_desc, dq_desc, turn_ptr,
         gl.allocate_shared_memory(q_desc.dtype, [STAGES] + q_desc.block_type.shape, q_desc.layout),
         gl.allocate_shared_memory(q_desc.dtype, [STAGES] + do_desc.block_type.shape, do_desc.layout),
         gl.allocate_shared_memory(gl.float32, [STAGES] + stats_desc.block_type.shape, stats_desc.layout),
         gl.allocate_shared_memory(q_desc.dtype, [WARPGROUPS] + k_desc.block_type.shape, k_desc.layout),
         gl.allocate_shared_memory(q_desc.dtype, [WARPGROUPS] + v_desc.block_type.shape, v_desc.layout),
         gl.allocate_shared_memory(q_desc.dtype, [2 * WARPGROUPS * BLOCK_M // 64, ROWS, 64], ds_layout),
-        ready_bars,
-        heads, heads_kv, seqlen_q, seqlen_k, tiles_m, tiles_n, heads_total, heads_per_group, tiles_per_block,
+        gl.allocate_shared_memory(gl.float32, [2] + dq_desc.block_type.shape, dq_desc.layout),
+        ready_bars, written_bars,
+        heads, heads_kv, seqlen_q, seqlen_k, tiles_m, tiles_n, heads_total, heads_per_group,
         scale_log2, scale,
         GROUP, WARPGROUPS, BLOCK_M, STAGES, IS_CAUSAL, IS_ORDERED, D, DV,
     )  # fmt: skip
     R: gl.constexpr = MATRIX_REGISTERS
     gl.warp_specialize(
-        [(_multiply_partition, (a, 0)), (_multiply_partition, (a, 1)), (_load_partition, (a,)), (_turn_partition, (a,))],
-        [4, 1, 1],
-        [R, 24, 24],
+        [
+            (_multiply_partition, (a, 0)),
+            (_multiply_partition, (a, 1)),
+            (_load_partition, (a,)),
+            (_write_partition, (a, 0)),
+            (_write_partition, (a, 1)),
+        ],
+        [4, 1, 1, 1],
+        [R, 24, 24, 24],
     )
