@@ -131,8 +131,7 @@ def _load_partition(a):
     for g in range(a.GROUP):
         h = kv * a.GROUP + g
         stats = a.query_head(head, g) * tiles_m
-        for j in range(first, tiles_m):
-            m = first + tiles_m - 1 - j
+        for m in range(tiles_m - 1, first - 1, -1):
             slot, lap = slot_of(i, a.STAGES), lap_of(i, a.STAGES)
             if lap > 0:
                 named_barrier("sync", FREE + slot, 128 * a.WARPGROUPS + 32)
@@ -367,12 +366,12 @@ def _multiply_partition(a, W: gl.constexpr):
             last = tiles_m - 1
             dk, dv = _step(dk, dv, k, v, zero, zero_dq, a, i, key, last * a.BLOCK_M, W, True, True)
             i += 1
-            edge_end = gl.minimum(edge, last)
-            for j in range(edge_end, last):
-                dk, dv = _step(dk, dv, k, v, zero, zero_dq, a, i, key, (edge_end + last - 1 - j) * a.BLOCK_M, W, False, False)
+            edge = gl.minimum(edge, last)
+            for m in range(last - 1, edge - 1, -1):
+                dk, dv = _step(dk, dv, k, v, zero, zero_dq, a, i, key, m * a.BLOCK_M, W, False, False)
                 i += 1
-            for j in range(first, edge_end):
-                dk, dv = _step(dk, dv, k, v, zero, zero_dq, a, i, key, (first + edge_end - 1 - j) * a.BLOCK_M, W, False, True)
+            for m in range(edge - 1, first - 1, -1):
+                dk, dv = _step(dk, dv, k, v, zero, zero_dq, a, i, key, m * a.BLOCK_M, W, False, True)
                 i += 1
             _await_ds(a, i - 1, W)
             dq = _issue_dq(a, i - 1, zero_dq, W)

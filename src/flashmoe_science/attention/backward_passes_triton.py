@@ -26,9 +26,13 @@ def _prepare_backward_kernel(
     BLOCK_DV: tl.constexpr,  # DV rounded up to a power of two
     BLOCK_M: tl.constexpr,
     TILE: tl.constexpr,  # numbers of dQ of a query tile
+    HAS_TO_ZERO: tl.constexpr,  # dQ; else its first key tile stores
 ):  # fmt: skip
-    """Compute the numbers of a query tile's rows, and make its dQ and its turn 0. Grid: (B * H * tiles_m,)."""
-    tile = tl.program_id(0)
+    """Compute the numbers of a query tile's rows, and make its turn (and dQ) 0. Grid: (B * H * tiles_m,).
+
+    From the last tile to the first, as the next kernel starts with the first heads: what it reads still lies in L2.
+    """
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
     head = tile // tiles_m
     b, h = (head // heads).to(tl.int64), (head % heads).to(tl.int64)
     offs_m = tile % tiles_m * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -44,13 +48,15 @@ def _prepare_backward_kernel(
     stats = stats_ptr + tile.to(tl.int64) * (2 * BLOCK_M) + tl.arange(0, BLOCK_M)
     tl.store(stats, lse)
     tl.store(stats + BLOCK_M, delta)
-    tl.store(dq_ptr + tile.to(tl.int64) * TILE + tl.arange(0, TILE), tl.zeros([TILE], tl.float32))
+    if HAS_TO_ZERO:
+        tl.store(dq_ptr + tile.to(tl.int64) * TILE + tl.arange(0, TILE), tl.zeros([TILE], tl.float32))
     tl.store(turn_ptr + tile, 0)
 
 
 @triton.jit
 def _finish_dq_kernel(
     acc_ptr,  # [B * H * tiles_m, PARTS, 4096] fp32, as the registers of a warpgroup held it
+    turn_ptr,  # [B * H * tiles_m] int32: key tiles that the query tile sees
     dq_ptr,  # [B, H, Sq, D]
     stride_b, stride_h,
     heads, seqlen_q, tiles_m,
@@ -59,13 +65,22 @@ def _finish_dq_kernel(
     D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     PARTS: tl.constexpr,  # of 64 rows by 64 columns
+    IS_ZEROED: tl.constexpr,  # dQ of tiles that see no key is 0; else it was never written
 ):  # fmt: skip
-    """Scale a part of dQ and store it as a matrix. Grid: (B * H * tiles_m * PARTS,)."""
-    program = tl.program_id(0)
+    """Scale a part of dQ and store it as a matrix. Grid: (B * H * tiles_m * PARTS,).
+
+    From the last tile to the first, as the last heads were written last: they still lie in L2.
+    """
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
     tile, part = program // PARTS, program % PARTS
     head = tile // tiles_m
     b, h = (head // heads).to(tl.int64), (head % heads).to(tl.int64)
-    acc = tl.load(acc_ptr + program.to(tl.int64) * 4096 + tl.arange(0, 4096))
+    offs = tl.arange(0, 4096)
+    if IS_ZEROED:
+        acc = tl.load(acc_ptr + program.to(tl.int64) * 4096 + offs)
+    else:
+        is_written = (tl.load(turn_ptr + tile) > 0) & (offs >= 0)
+        acc = tl.load(acc_ptr + program.to(tl.int64) * 4096 + offs, mask=is_written, other=0.0)
     # columns / 8, warp, row, lane, 8 rows further, column -> rows, columns
     acc = acc.reshape(8, 4, 8, 4, 2, 2).permute(1, 4, 2, 0, 3, 5).reshape(64, 64)
     DOWN: tl.constexpr = BLOCK_M // 64  # parts of a tile that lie below one another; the others lie side by side

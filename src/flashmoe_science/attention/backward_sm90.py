@@ -18,6 +18,8 @@ from .problem import LOG2_E
 
 KINDS = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 _ROWS = 64  # keys of a warpgroup
+_PART = 4096  # numbers of dQ that a warpgroup computes of a query tile
+_LINE = 32  # numbers in 128 bytes, as TMA takes them from swizzled shared memory
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -29,7 +31,6 @@ class BackwardConfig:
     num_stages: int = 2  # query tiles in flight
     deterministic: bool = True
     heads_per_group: int = 0  # K/V heads whose key tiles take turns in the order of programs; 0: all
-    tiles_per_block: int = 1  # key tiles that start from the last to the first
     prepare_warps: int = 4
     finish_warps: int = 4
 
@@ -101,6 +102,7 @@ def prepare(shape: BackwardShape, config: BackwardConfig) -> tuple[PreparedBackw
                 "BLOCK_DV": 1 << (dv - 1).bit_length(),
                 "BLOCK_M": m,
                 "TILE": tile,
+                "HAS_TO_ZERO": not config.deterministic,
             }.items()
         ),
         frozenset(("o_ptr", "do_ptr", "lse_ptr", "stats_ptr", "dq_ptr", "stride_ob", "stride_oh", "stride_dob", "stride_doh")),
@@ -108,6 +110,7 @@ def prepare(shape: BackwardShape, config: BackwardConfig) -> tuple[PreparedBackw
     )
     before_values = (*shape.o_strides[:2], *shape.do_strides[:2], shape.heads, shape.seqlen_q, tiles_m)
 
+    parts = tile // _PART
     rows, keys = (1, 1, m), (1, 1, _ROWS)
     descriptors = {
         "q_desc": descriptor_type(kind, (*rows, d)),
@@ -117,17 +120,14 @@ def prepare(shape: BackwardShape, config: BackwardConfig) -> tuple[PreparedBackw
         "dk_desc": descriptor_type(kind, (*keys, d)),
         "dv_desc": descriptor_type(kind, (*keys, dv)),
         "stats_desc": descriptor_type("fp32", (2 * m,)),
+        "dq_desc": descriptor_type("fp32", (parts * _PART // _LINE, _LINE)),
     }
-    integers = (
-        "heads", "heads_kv", "seqlen_q", "seqlen_k", "tiles_m", "tiles_n",
-        "heads_total", "heads_per_group", "tiles_per_block",
-    )  # fmt: skip
+    integers = ("heads", "heads_kv", "seqlen_q", "seqlen_k", "tiles_m", "tiles_n", "heads_total", "heads_per_group")
     main = KernelSource(
         _backward_sm90_kernel,
         tuple(
             {
                 **descriptors,
-                "dq_ptr": "*fp32",
                 "turn_ptr": "*i32",
                 **dict.fromkeys(integers, "i32"),
                 **dict.fromkeys(("scale_log2", "scale"), "fp32"),
@@ -143,13 +143,13 @@ def prepare(shape: BackwardShape, config: BackwardConfig) -> tuple[PreparedBackw
                 "MATRIX_REGISTERS": 240,
             }.items()
         ),
-        frozenset(("dq_ptr", "turn_ptr")),
+        frozenset(("turn_ptr",)),
         num_warps=4,
     )
     kv_total = shape.batch * shape.heads_kv
     main_values = (
         shape.heads, shape.heads_kv, shape.seqlen_q, shape.seqlen_k, tiles_m, tiles_n, kv_total,
-        min(config.heads_per_group or kv_total, kv_total), config.tiles_per_block, shape.scale * LOG2_E, shape.scale,
+        min(config.heads_per_group or kv_total, kv_total), shape.scale * LOG2_E, shape.scale,
     )  # fmt: skip
     q_shape = (shape.batch, shape.heads, shape.seqlen_q)
     kv_shape = (shape.batch, shape.heads_kv, shape.seqlen_k)
@@ -161,21 +161,22 @@ def prepare(shape: BackwardShape, config: BackwardConfig) -> tuple[PreparedBackw
         TensorMap(kind, (*kv_shape, d), (*shape.dk_strides[:3], 1)),
         TensorMap(kind, (*kv_shape, dv), (*shape.dv_strides[:3], 1)),
         TensorMap("fp32", (heads_total * tiles_m * 2 * m,), (1,)),
+        TensorMap("fp32", (heads_total * tiles_m * tile // _LINE, _LINE), (_LINE, 1)),
     )
-    parts = tile // 4096
     after = KernelSource(
         _finish_dq_kernel,
         tuple(
             {
                 "acc_ptr": "*fp32",
+                "turn_ptr": "*i32",
                 "dq_ptr": f"*{kind}",
                 **dict.fromkeys(("stride_b", "stride_h"), "i64"),
                 **dict.fromkeys(("heads", "seqlen_q", "tiles_m"), "i32"),
                 "scale": "fp32",
             }.items()
         ),
-        tuple({"STRIDE_M": shape.dq_strides[2], "D": d, "BLOCK_M": m, "PARTS": parts}.items()),
-        frozenset(("acc_ptr", "dq_ptr", "stride_b", "stride_h")),
+        tuple({"STRIDE_M": shape.dq_strides[2], "D": d, "BLOCK_M": m, "PARTS": parts, "IS_ZEROED": not config.deterministic}.items()),
+        frozenset(("acc_ptr", "turn_ptr", "dq_ptr", "stride_b", "stride_h")),
         config.finish_warps,
     )
     after_values = (*shape.dq_strides[:2], shape.heads, shape.seqlen_q, tiles_m, shape.scale)
@@ -236,5 +237,5 @@ def launch(
     address = torch.Tensor.data_ptr
     before(stream, *map(address, (o, do, lse, stats, acc, turns)))
     main(stream, *map(address, (q, k, v, do, dk, dv, stats, acc, turns)))
-    after(stream, *map(address, (acc, dq)), 0, 0)
+    after(stream, *map(address, (acc, turns, dq)), 0)
     return dq, dk, dv
