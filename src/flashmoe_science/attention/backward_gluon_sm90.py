@@ -1,24 +1,25 @@
 """Attention backward for Hopper: TMA, warpgroup matrix products, warp specialisation (Gluon, sm_90, fp16 and bf16).
 
-A program owns 64 keys for each of its warpgroups, holds their dK and dV in registers, and walks over the query tiles
-that see them, from the last to the first, in all query heads that share the K/V head. Scores are computed transposed,
-keys as rows, so that P and dS enter the products for dV and dK straight from registers. dS also goes to shared memory,
-where the warpgroups of a program read each other's: each computes one part of the query tile's dQ, one step later, and
-puts it into shared memory too.
+A program draws key tiles from a counter. It owns 64 keys for each of its warpgroups, holds their dK and dV in
+registers, and walks over the query tiles that see them, from the last to the first, in all query heads that share the
+K/V head. Scores are computed transposed, keys as rows, so that P and dS enter the products for dV and dK straight from
+registers. dS also goes to shared memory, where the warpgroups of a program read each other's: each computes one part of
+the query tile's dQ, one step later, and puts it into shared memory too.
 
-One warp, the producer, copies Q, dO and the two numbers a query row needs to shared memory. Two more, the writers, take
-turns at adding the dQ of a query tile to memory, in fp32, with one instruction. They do so in the order of the key
-tiles, so bits do not vary: a writer waits until the program of the key tile before has added, and tells the next. The
-warpgroups wait for neither of these; both dQ tiles of the ring would have to be full. The first key tile stores, so that
-nothing has to be made 0 before. A program waits only for programs that started before it. From the last query tile to
-the first, as all programs of a head start at the same tile, and the first key tile, whose walk is the longest when
-causal, starts first.
+One warp, the producer, draws key tiles and copies what they need to shared memory. Two more, the writers, take turns at
+adding the dQ of a query tile to memory, in fp32, with one instruction. They do so in the order of the key tiles, so
+that bits do not vary: a writer waits until the key tile before has been added, and tells the next. The warpgroups wait
+for neither, unless both tiles of dQ in shared memory are full. The first key tile stores, so nothing has to be made 0
+before. A key tile waits only for key tiles that were drawn before it: no program waits for one that does not run.
+
+From the last query tile to the first, since all key tiles of a head then start with the same query tile, and the first
+of them, whose walk is the longest when causal, is drawn first.
 
 dQ is accumulated as the registers hold it, 16 bytes a thread side by side; ``_finish_dq_kernel`` brings it in order.
 
-Source: FlashAttention-2 and 3 (Dao, 2023; Shah et al., 2024) for the five products, the transposed scores, the reduction by
-TMA and the order by a counter for each query tile. Ours: the product for dQ a step later, two writers, the first one that
-stores, and the walk from the last query tile.
+Source: FlashAttention-2 and 3 (Dao, 2023; Shah et al., 2024) for the five products, the transposed scores, the
+reduction by TMA and the order by a counter for each query tile. Ours: the product for dQ a step later, two writers, the
+first that stores, and the walk from the last query tile.
 """
 
 from __future__ import annotations
@@ -33,18 +34,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..gpu.gluon_sm90 import copy_of, lap_of, named_barrier, opaque, slot_of, special_register
+from ..gpu.gluon_sm90 import copy_of, draw, lap_of, named_barrier, opaque, slot_of
 from ..gpu.gluon_versions import aggregate, tma_load, tma_store
-from ..gpu.tma_reduce import tma_add, wait_until_done, wait_until_read
+from ..gpu.tma_reduce import tma_add
 from .forward_gluon_sm90 import _pack, _unpack
 
 ROWS = gl.constexpr(64)  # of one warpgroup: what one wgmma instruction computes
 PART = gl.constexpr(4096)  # numbers of dQ that a warpgroup computes of a query tile
 # Barriers of the hardware; Triton uses those before.
-FREE = gl.constexpr(6)  # of the first slot of the ring
+FREE = gl.constexpr(6)  # of the first slot of the ring: two
+KV_FREE = gl.constexpr(8)
 FULL = gl.constexpr(9)  # a tile of dQ lies in shared memory: two
 READY = gl.constexpr(11)  # dS of the other warpgroups: two for each warpgroup
 END = gl.constexpr(15)
+# A writer may be behind the producer by as many key tiles as have five steps, and those may be five.
+TILES = gl.constexpr(8)
 
 
 @aggregate
@@ -69,6 +73,8 @@ class Args:
     dq_bufs: gl.shared_memory_descriptor  # [2, 128 * WARPGROUPS, 32] fp32
     ready_bars: gl.shared_memory_descriptor  # [STAGES + 2]: slots of the ring, K, V
     written_bars: gl.shared_memory_descriptor  # [2]: a tile of dQ was read by TMA
+    tile_bufs: gl.shared_memory_descriptor  # [TILES, 1] int32: the key tiles of this program, -1 behind the last
+    tile_bars: gl.shared_memory_descriptor  # [TILES]: it is there
     heads: gl.tensor  # query heads of a sequence
     heads_kv: gl.tensor
     seqlen_q: gl.tensor
@@ -89,14 +95,23 @@ class Args:
     DV: gl.constexpr
 
     @gluon.jit
-    def locate(self):
-        """Return K/V head (of all sequences) and key tile: in a group of heads, first the first key tiles of all heads."""
-        program = special_register("ctaid.x")
+    def key_tile(self, t, WARPS: gl.constexpr):
+        """Wait until the t-th key tile of this program is known, and return its number."""
+        slot, lap = slot_of(t, TILES), lap_of(t, TILES)
+        mbarrier.wait(self.tile_bars.index(slot), lap & 1)
+        tile = gl.max(self.tile_bufs.index(slot).load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
+        # All lanes have it. Read so, ptxas knows, and keeps what depends on it in registers that a warp shares.
+        asm: gl.constexpr = "redux.sync.max.s32 $0, $1, 0xffffffff;"
+        return gl.inline_asm_elementwise(asm, "=r,r", [tile], dtype=gl.int32, is_pure=False, pack=1)
+
+    @gluon.jit
+    def locate(self, tile):
+        """Return K/V head (of all sequences) and key tile: in a group of heads, first the first key tile of each."""
         tiles_n = copy_of(self.tiles_n)
         per_group = self.heads_per_group * tiles_n
-        group = program // per_group
+        group = tile // per_group
         width = gl.minimum(self.heads_per_group, self.heads_total - group * self.heads_per_group)
-        rest = program - group * per_group
+        rest = tile - group * per_group
         return group * self.heads_per_group + rest % width, rest // width
 
     @gluon.jit
@@ -114,35 +129,62 @@ class Args:
 
 
 @gluon.jit
+def _draw_key_tile(a):
+    """Return the next key tile that no program has drawn, or -1; all that it waits for were drawn before."""
+    ticket = draw(a.turn_ptr + a.heads * (a.heads_total // a.heads_kv) * a.tiles_m)  # behind the turns
+    ticket = gl.inline_asm_elementwise(
+        "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", "=r,r", [ticket], dtype=gl.int32, is_pure=False, pack=1
+    )
+    return gl.where(ticket < a.tiles_n * a.heads_total, ticket, -1)
+
+
+@gluon.jit
+def _publish(a, t, tile):
+    """Say which the t-th key tile of this program is."""
+    slot = slot_of(t, TILES)
+    a.tile_bufs.index(slot).store(gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0])) + tile)
+    mbarrier.arrive(a.tile_bars.index(slot))
+
+
+@gluon.jit
 def _load_partition(a):
-    """Copy K and V, then Q, dO and the rows' numbers of all query tiles."""
-    head, n = a.locate()
-    b, kv = head // a.heads_kv, head % a.heads_kv
-    first, tiles_m = a.first_query_tile(n), copy_of(a.tiles_m)
-    key = n * (ROWS * a.WARPGROUPS)
-    for which in gl.static_range(2):
-        bar = a.ready_bars.index(a.STAGES + which)
-        desc = a.k_desc if which == 0 else a.v_desc
-        bufs = a.k_bufs if which == 0 else a.v_bufs
-        mbarrier.expect(bar, a.WARPGROUPS * desc.block_type.nbytes)
-        for w in gl.static_range(a.WARPGROUPS):
-            tma_load(desc, [b, kv, key + w * ROWS, 0], bar, bufs.index(w))
-    i = 0
-    for g in range(a.GROUP):
-        h = kv * a.GROUP + g
-        stats = a.query_head(head, g) * tiles_m
-        for m in range(tiles_m - 1, first - 1, -1):
-            slot, lap = slot_of(i, a.STAGES), lap_of(i, a.STAGES)
-            if lap > 0:
-                named_barrier("sync", FREE + slot, 128 * a.WARPGROUPS + 32)
-            bar = a.ready_bars.index(slot)
-            mbarrier.expect(
-                bar, a.q_desc.block_type.nbytes + a.do_desc.block_type.nbytes + a.stats_desc.block_type.nbytes
-            )
-            tma_load(a.q_desc, [b, h, m * a.BLOCK_M, 0], bar, a.q_bufs.index(slot))
-            tma_load(a.stats_desc, [(stats + m) * (2 * a.BLOCK_M)], bar, a.stats_bufs.index(slot))
-            tma_load(a.do_desc, [b, h, m * a.BLOCK_M, 0], bar, a.do_bufs.index(slot))
-            i += 1
+    """Copy K and V, then Q, dO and the rows' numbers of all query tiles, for all key tiles of this program."""
+    i = 0  # query tiles so far
+    t = 0  # key tiles so far
+    tile = _draw_key_tile(a)
+    while tile >= 0:
+        _publish(a, t, tile)
+        head, n = a.locate(tile)
+        b, kv = head // a.heads_kv, head % a.heads_kv
+        first, tiles_m = a.first_query_tile(n), copy_of(a.tiles_m)
+        key = n * (ROWS * a.WARPGROUPS)
+        if t > 0:
+            named_barrier("sync", KV_FREE, 128 * a.WARPGROUPS + 32)
+        for which in gl.static_range(2):
+            bar = a.ready_bars.index(a.STAGES + which)
+            desc = a.k_desc if which == 0 else a.v_desc
+            bufs = a.k_bufs if which == 0 else a.v_bufs
+            mbarrier.expect(bar, a.WARPGROUPS * desc.block_type.nbytes)
+            for w in gl.static_range(a.WARPGROUPS):
+                tma_load(desc, [b, kv, key + w * ROWS, 0], bar, bufs.index(w))
+        for g in range(a.GROUP):
+            h = kv * a.GROUP + g
+            stats = a.query_head(head, g) * tiles_m
+            for m in range(tiles_m - 1, first - 1, -1):
+                slot, lap = slot_of(i, a.STAGES), lap_of(i, a.STAGES)
+                if lap > 0:
+                    named_barrier("sync", FREE + slot, 128 * a.WARPGROUPS + 32)
+                bar = a.ready_bars.index(slot)
+                mbarrier.expect(
+                    bar, a.q_desc.block_type.nbytes + a.do_desc.block_type.nbytes + a.stats_desc.block_type.nbytes
+                )
+                tma_load(a.q_desc, [b, h, m * a.BLOCK_M, 0], bar, a.q_bufs.index(slot))
+                tma_load(a.stats_desc, [(stats + m) * (2 * a.BLOCK_M)], bar, a.stats_bufs.index(slot))
+                tma_load(a.do_desc, [b, h, m * a.BLOCK_M, 0], bar, a.do_bufs.index(slot))
+                i += 1
+        t += 1
+        tile = _draw_key_tile(a)
+    _publish(a, t, -1)
 
 
 @gluon.jit
@@ -169,31 +211,52 @@ def _raise(ptr):
 
 
 @gluon.jit
+def _wait_until_read():
+    """Wait until the shared memory that this warp's additions read can be written again."""
+    asm: gl.constexpr = "cp.async.bulk.wait_group.read 0; bar.warp.sync 0xffffffff; // $0"
+    gl.inline_asm_elementwise(asm, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _wait_until_added():
+    """Wait until memory has what this warp added."""
+    asm: gl.constexpr = "cp.async.bulk.wait_group 0; bar.warp.sync 0xffffffff; // $0"
+    gl.inline_asm_elementwise(asm, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def _write_partition(a, FIRST: gl.constexpr):
     """Add the dQ of every second step to memory, each when it is its turn: the key tiles before have added theirs."""
-    head, n = a.locate()
-    first, tiles_m = a.first_query_tile(n), copy_of(a.tiles_m)
-    steps = tiles_m - first
     buf = a.dq_bufs.index(FIRST)
-    for i in range(FIRST, a.GROUP * steps, 2):
-        tile = a.query_head(head, i // steps) * tiles_m + (tiles_m - 1 - i % steps)
-        if a.IS_ORDERED:
-            while _poll(a.turn_ptr + tile) != n:
-                pass
-        named_barrier("sync", FULL + FIRST, 128 * a.WARPGROUPS + 32)
-        row = tile * (128 * a.WARPGROUPS)
-        if a.IS_ORDERED:
-            if n == 0:
-                tma_store(a.dq_desc, [row, 0], buf)
+    t = 0
+    i = 0  # of the first step of the key tile
+    key_tile = a.key_tile(t, 1)
+    while key_tile >= 0:
+        head, n = a.locate(key_tile)
+        first, tiles_m = a.first_query_tile(n), copy_of(a.tiles_m)
+        steps = tiles_m - first
+        for j in range((i + FIRST) & 1, a.GROUP * steps, 2):
+            tile = a.query_head(head, j // steps) * tiles_m + (tiles_m - 1 - j % steps)
+            if a.IS_ORDERED:
+                while _poll(a.turn_ptr + tile) != n:
+                    pass
+            named_barrier("sync", FULL + FIRST, 128 * a.WARPGROUPS + 32)
+            row = tile * (128 * a.WARPGROUPS)
+            if a.IS_ORDERED:
+                if n == 0:
+                    tma_store(a.dq_desc, [row, 0], buf)
+                else:
+                    tma_add(a.dq_desc, [row, 0], buf)
             else:
                 tma_add(a.dq_desc, [row, 0], buf)
-        else:
-            tma_add(a.dq_desc, [row, 0], buf)
-        wait_until_read()
-        mbarrier.arrive(a.written_bars.index(FIRST))
-        if a.IS_ORDERED:
-            wait_until_done()
-            _raise(a.turn_ptr + tile)
+            _wait_until_read()
+            mbarrier.arrive(a.written_bars.index(FIRST))
+            if a.IS_ORDERED:
+                _wait_until_added()
+                _raise(a.turn_ptr + tile)
+        i += a.GROUP * steps
+        t += 1
+        key_tile = a.key_tile(t, 1)
 
 
 @gluon.jit
@@ -343,30 +406,33 @@ def _multiply_partition(a, W: gl.constexpr):
     dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, a.D, 16])
     dv_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, a.DV, 16])
     dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    head, n = a.locate()
-    first, tiles_m = a.first_query_tile(n), copy_of(a.tiles_m)
-    key = n * (ROWS * a.WARPGROUPS) + W * ROWS
-    edge = tiles_m  # the first query tile that is not masked
-    if key + ROWS <= copy_of(a.seqlen_k):
-        edge = first
-        if a.IS_CAUSAL:
-            row = key + ROWS - 1 + copy_of(a.seqlen_q) - copy_of(a.seqlen_k)  # sees all of the keys, as do those behind
-            edge = gl.minimum(gl.maximum((row + a.BLOCK_M - 1) // a.BLOCK_M, first), tiles_m)
-    dk = gl.zeros([ROWS, a.D], gl.float32, dk_layout)
-    dv = gl.zeros([ROWS, a.DV], gl.float32, dv_layout)
-    zero = gl.zeros([ROWS, a.BLOCK_M], gl.float32, s_layout)
-    zero_dq = gl.zeros([64, 64], gl.float32, dq_layout)
-    mbarrier.wait(a.ready_bars.index(a.STAGES), 0)
-    mbarrier.wait(a.ready_bars.index(a.STAGES + 1), 0)
     k = a.k_bufs.index(opaque(W)).reshape([ROWS, a.D])
     v = a.v_bufs.index(opaque(W)).reshape([ROWS, a.DV])
-    i = 0
-    for _ in range(a.GROUP):
-        if first < tiles_m:
-            last = tiles_m - 1
+    i = 0  # query tiles so far
+    t = 0  # key tiles so far
+    tile = a.key_tile(t, 4)
+    while tile >= 0:
+        head, n = a.locate(tile)
+        first, tiles_m = a.first_query_tile(n), copy_of(a.tiles_m)
+        key = n * (ROWS * a.WARPGROUPS) + W * ROWS
+        edge = tiles_m  # the first query tile that is not masked
+        if key + ROWS <= copy_of(a.seqlen_k):
+            edge = first
+            if a.IS_CAUSAL:
+                # This row sees all of the keys, as do those behind it.
+                row = key + ROWS - 1 + copy_of(a.seqlen_q) - copy_of(a.seqlen_k)
+                edge = gl.minimum(gl.maximum((row + a.BLOCK_M - 1) // a.BLOCK_M, first), tiles_m)
+        last = tiles_m - 1
+        edge = gl.minimum(edge, last)
+        dk = gl.zeros([ROWS, a.D], gl.float32, dk_layout)
+        dv = gl.zeros([ROWS, a.DV], gl.float32, dv_layout)
+        zero = gl.zeros([ROWS, a.BLOCK_M], gl.float32, s_layout)
+        zero_dq = gl.zeros([64, 64], gl.float32, dq_layout)
+        mbarrier.wait(a.ready_bars.index(a.STAGES), t & 1)
+        mbarrier.wait(a.ready_bars.index(a.STAGES + 1), t & 1)
+        for _ in range(a.GROUP):
             dk, dv = _step(dk, dv, k, v, zero, zero_dq, a, i, key, last * a.BLOCK_M, W, True, True)
             i += 1
-            edge = gl.minimum(edge, last)
             for m in range(last - 1, edge - 1, -1):
                 dk, dv = _step(dk, dv, k, v, zero, zero_dq, a, i, key, m * a.BLOCK_M, W, False, False)
                 i += 1
@@ -377,16 +443,19 @@ def _multiply_partition(a, W: gl.constexpr):
             dq = _issue_dq(a, i - 1, zero_dq, W)
             dq = warpgroup_mma_wait(0, deps=[dq])
             _store_dq(dq, a, i - 1, W)
-    b, kv = head // a.heads_kv, head % a.heads_kv
-    # V of this warpgroup was read for the last time; K by all when they have met.
-    v.store(dv.to(dtype))
-    fence_async_shared()
-    tma_store(a.dv_desc, [b, kv, key, 0], a.v_bufs.index(opaque(W)))
-    named_barrier("sync", END, 128 * a.WARPGROUPS)
-    k.store((dk * a.scale).to(dtype))
-    fence_async_shared()
-    tma_store(a.dk_desc, [b, kv, key, 0], a.k_bufs.index(opaque(W)))
-    tma.store_wait(0)
+        b, kv = head // a.heads_kv, head % a.heads_kv
+        # V of this warpgroup was read for the last time; K by all when they have met.
+        v.store(dv.to(dtype))
+        fence_async_shared()
+        tma_store(a.dv_desc, [b, kv, key, 0], a.v_bufs.index(opaque(W)))
+        named_barrier("sync", END, 128 * a.WARPGROUPS)
+        k.store((dk * a.scale).to(dtype))
+        fence_async_shared()
+        tma_store(a.dk_desc, [b, kv, key, 0], a.k_bufs.index(opaque(W)))
+        tma.store_wait(0)
+        named_barrier("arrive", KV_FREE, 128 * a.WARPGROUPS + 32)
+        t += 1
+        tile = a.key_tile(t, 4)
 
 
 @gluon.jit
@@ -399,7 +468,7 @@ def _backward_sm90_kernel(
     dv_desc,  # [B, HK, Sk, DV]
     stats_desc,  # [B * H * tiles_m * 2 * BLOCK_M] fp32: of a query tile LSE * log2(e), then delta
     dq_desc,  # [B * H * tiles_m * 128 * WARPGROUPS, 32] fp32; 0 before if unordered
-    turn_ptr,  # [B * H * tiles_m] int32, 0 before
+    turn_ptr,  # [B * H * tiles_m + 1] int32, 0 before; the last counts key tiles that were drawn
     heads, heads_kv, seqlen_q, seqlen_k, tiles_m, tiles_n, heads_total, heads_per_group,
     scale_log2,  # scale * log2(e)
     scale,
@@ -410,12 +479,12 @@ def _backward_sm90_kernel(
     IS_ORDERED: gl.constexpr,  # dQ is added in one order, so its bits do not vary
     MATRIX_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Compute dK and dV of 64 * WARPGROUPS keys and add what they give to dQ. Grid: (tiles_n * heads_total,)."""
+    """Compute dK and dV of 64 * WARPGROUPS keys and add what they give to dQ. Grid: any."""
     BLOCK_M: gl.constexpr = q_desc.block_type.shape[2]
     D: gl.constexpr = q_desc.block_type.shape[3]
     DV: gl.constexpr = do_desc.block_type.shape[3]
     gl.static_assert(BLOCK_M * D == PART * WARPGROUPS, "a warpgroup computes 64 x 64 of dQ")
-    gl.static_assert(STAGES <= FULL - FREE, "the hardware has 16 barriers")
+    gl.static_assert(STAGES <= KV_FREE - FREE, "the hardware has 16 barriers")
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, 64], q_desc.dtype)
     ready_bars = gl.allocate_shared_memory(gl.int64, [STAGES + 2, 1], mbarrier.MBarrierLayout())
     for bar in gl.static_range(STAGES + 2):
@@ -423,6 +492,10 @@ def _backward_sm90_kernel(
     written_bars = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for bar in gl.static_range(2):
         mbarrier.init(written_bars.index(bar), count=1)
+    tile_bars = gl.allocate_shared_memory(gl.int64, [TILES, 1], mbarrier.MBarrierLayout())
+    for bar in gl.static_range(TILES):
+        mbarrier.init(tile_bars.index(bar), count=1)
+    tile_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     fence_async_shared()  # TMA, too, sees that the barriers are there
     a = Args(  # type: ignore[call-arg] # aggregate gives it a constructor
         q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, stats_desc, dq_desc, turn_ptr,
@@ -433,7 +506,7 @@ def _backward_sm90_kernel(
         gl.allocate_shared_memory(q_desc.dtype, [WARPGROUPS] + v_desc.block_type.shape, v_desc.layout),
         gl.allocate_shared_memory(q_desc.dtype, [2 * WARPGROUPS * BLOCK_M // 64, ROWS, 64], ds_layout),
         gl.allocate_shared_memory(gl.float32, [2] + dq_desc.block_type.shape, dq_desc.layout),
-        ready_bars, written_bars,
+        ready_bars, written_bars, gl.allocate_shared_memory(gl.int32, [TILES, 1], tile_layout), tile_bars,
         heads, heads_kv, seqlen_q, seqlen_k, tiles_m, tiles_n, heads_total, heads_per_group,
         scale_log2, scale,
         GROUP, WARPGROUPS, BLOCK_M, STAGES, IS_CAUSAL, IS_ORDERED, D, DV,

@@ -1,7 +1,7 @@
 """What comes before and after the backward kernel for Hopper (Triton): the numbers of each query row, and dQ in order.
 
-Source: FlashAttention-2 (Dao, 2023) for delta = rowsum(dO * O). Ours: the layouts that ``backward_gluon_sm90`` reads and
-writes.
+Source: FlashAttention-2 (Dao, 2023) for delta = rowsum(dO * O). Ours: the layouts that ``backward_gluon_sm90`` reads
+and writes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def _prepare_backward_kernel(
     lse_ptr,  # [B, H, Sq] fp32, natural log
     stats_ptr,  # [B * H * tiles_m, 2, BLOCK_M] fp32: LSE * log2(e), delta
     dq_ptr,  # [B * H * tiles_m, BLOCK_M * D] fp32
-    turn_ptr,  # [B * H * tiles_m] int32
+    turn_ptr,  # [B * H * tiles_m + 1] int32: turns, and how many key tiles were drawn
     stride_ob, stride_oh, stride_dob, stride_doh,
     heads, seqlen_q, tiles_m,
     STRIDE_OM: tl.constexpr,
@@ -51,6 +51,8 @@ def _prepare_backward_kernel(
     if HAS_TO_ZERO:
         tl.store(dq_ptr + tile.to(tl.int64) * TILE + tl.arange(0, TILE), tl.zeros([TILE], tl.float32))
     tl.store(turn_ptr + tile, 0)
+    if tile == 0:
+        tl.store(turn_ptr + tl.num_programs(0), 0)
 
 
 @triton.jit

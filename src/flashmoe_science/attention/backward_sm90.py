@@ -30,6 +30,7 @@ class BackwardConfig:
     warpgroups: int = 2  # 64 keys each
     num_stages: int = 2  # query tiles in flight
     deterministic: bool = True
+    programs: int = 132  # that draw key tiles; more than the GPU runs at a time find none left
     heads_per_group: int = 0  # K/V heads whose key tiles take turns in the order of programs; 0: all
     prepare_warps: int = 4
     finish_warps: int = 4
@@ -88,7 +89,8 @@ def prepare(shape: BackwardShape, config: BackwardConfig) -> tuple[PreparedBackw
         _prepare_backward_kernel,
         tuple(
             {
-                **{"o_ptr": f"*{kind}", "do_ptr": f"*{kind}", "lse_ptr": "*fp32", "stats_ptr": "*fp32", "dq_ptr": "*fp32"},
+                **dict.fromkeys(("o_ptr", "do_ptr"), f"*{kind}"),
+                **dict.fromkeys(("lse_ptr", "stats_ptr", "dq_ptr"), "*fp32"),
                 "turn_ptr": "*i32",
                 **dict.fromkeys(("stride_ob", "stride_oh", "stride_dob", "stride_doh"), "i64"),
                 **dict.fromkeys(("heads", "seqlen_q", "tiles_m"), "i32"),
@@ -182,7 +184,7 @@ def prepare(shape: BackwardShape, config: BackwardConfig) -> tuple[PreparedBackw
     after_values = (*shape.dq_strides[:2], shape.heads, shape.seqlen_q, tiles_m, shape.scale)
     return (
         PreparedBackward(before, (heads_total * tiles_m, 1, 1), before_values),
-        PreparedBackward(main, (kv_total * tiles_n, 1, 1), main_values, maps),
+        PreparedBackward(main, (min(kv_total * tiles_n, config.programs), 1, 1), main_values, maps),
         PreparedBackward(after, (heads_total * tiles_m * parts, 1, 1), after_values),
     )
 
@@ -230,7 +232,7 @@ def launch(
     floats: dict[str, Any] = {"dtype": torch.float32, "device": q.device}
     stats = torch.empty(tiles * 2 * config.block_m, **floats)
     acc = torch.empty(tiles * config.block_m * shape.head_dim, **floats)
-    turns = torch.empty(tiles, dtype=torch.int32, device=q.device)
+    turns = torch.empty(tiles + 1, dtype=torch.int32, device=q.device)
     device = q.device.index or 0
     before, main, after = _launches(shape, config, device)
     stream = torch.cuda.current_stream(device).cuda_stream
