@@ -80,7 +80,9 @@ def tiles_of(shape: BackwardShape, config: BackwardConfig) -> tuple[int, int]:
     return -(-shape.seqlen_q // config.block_m), -(-shape.seqlen_k // (_ROWS * config.warpgroups))
 
 
-def prepare(shape: BackwardShape, config: BackwardConfig) -> tuple[PreparedBackward, PreparedBackward, PreparedBackward]:
+def prepare(
+    shape: BackwardShape, config: BackwardConfig
+) -> tuple[PreparedBackward, PreparedBackward, PreparedBackward]:
     """Return the kernels in the order in which they are launched."""
     kind, d, dv, m = shape.dtype, shape.head_dim, shape.head_dim_v, config.block_m
     tiles_m, tiles_n = tiles_of(shape, config)
@@ -107,7 +109,9 @@ def prepare(shape: BackwardShape, config: BackwardConfig) -> tuple[PreparedBackw
                 "HAS_TO_ZERO": not config.deterministic,
             }.items()
         ),
-        frozenset(("o_ptr", "do_ptr", "lse_ptr", "stats_ptr", "dq_ptr", "stride_ob", "stride_oh", "stride_dob", "stride_doh")),
+        frozenset(
+            ("o_ptr", "do_ptr", "lse_ptr", "stats_ptr", "dq_ptr", "stride_ob", "stride_oh", "stride_dob", "stride_doh")
+        ),
         config.prepare_warps,
     )
     before_values = (*shape.o_strides[:2], *shape.do_strides[:2], shape.heads, shape.seqlen_q, tiles_m)
@@ -177,7 +181,15 @@ def prepare(shape: BackwardShape, config: BackwardConfig) -> tuple[PreparedBackw
                 "scale": "fp32",
             }.items()
         ),
-        tuple({"STRIDE_M": shape.dq_strides[2], "D": d, "BLOCK_M": m, "PARTS": parts, "IS_ZEROED": not config.deterministic}.items()),
+        tuple(
+            {
+                "STRIDE_M": shape.dq_strides[2],
+                "D": d,
+                "BLOCK_M": m,
+                "PARTS": parts,
+                "IS_ZEROED": not config.deterministic,
+            }.items()
+        ),
         frozenset(("acc_ptr", "turn_ptr", "dq_ptr", "stride_b", "stride_h")),
         config.finish_warps,
     )

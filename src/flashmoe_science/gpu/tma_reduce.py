@@ -9,7 +9,7 @@ from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 
-@builtin
+@builtin  # type: ignore[untyped-decorator] # Gluon gives it no types
 def _tma_add(desc: Any, coord: Any, src: Any, _semantic: Any = None) -> None:
     """Do what Triton 3.8 calls ``tma.async_atomic_add``; the operation is there before its name."""
     coord = _semantic._convert_to_ir_values(coord, require_i64=False)  # noqa: SLF001 - as all operations of Gluon do
