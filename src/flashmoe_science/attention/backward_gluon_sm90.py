@@ -359,11 +359,13 @@ def _store_dq(dq, a, i, W: gl.constexpr):
 
 
 @gluon.jit
-def _step(dk, dv, k, v, zero, zero_dq, a, i, key, row, W: gl.constexpr, IS_FIRST: gl.constexpr, IS_EDGE: gl.constexpr):
+def _step(dk, dv, zero, zero_dq, a, i, key, row, W: gl.constexpr, IS_FIRST: gl.constexpr, IS_EDGE: gl.constexpr):
     """Add a query tile to dK and dV, and that of the step before to dQ."""
     dtype: gl.constexpr = a.q_desc.dtype
     slot = slot_of(i, a.STAGES)
     mbarrier.wait(a.ready_bars.index(slot), lap_of(i, a.STAGES) & 1)
+    k = a.k_bufs.index(opaque(W)).reshape([ROWS, a.D])
+    v = a.v_bufs.index(opaque(W)).reshape([ROWS, a.DV])
     q = a.q_bufs.index(slot).reshape([a.BLOCK_M, a.D])
     do = a.do_bufs.index(slot).reshape([a.BLOCK_M, a.DV])
     s_layout: gl.constexpr = zero.type.layout
@@ -431,13 +433,13 @@ def _multiply_partition(a, W: gl.constexpr):
         mbarrier.wait(a.ready_bars.index(a.STAGES), t & 1)
         mbarrier.wait(a.ready_bars.index(a.STAGES + 1), t & 1)
         for _ in range(a.GROUP):
-            dk, dv = _step(dk, dv, k, v, zero, zero_dq, a, i, key, last * a.BLOCK_M, W, True, True)
+            dk, dv = _step(dk, dv, zero, zero_dq, a, i, key, last * a.BLOCK_M, W, True, True)
             i += 1
             for m in range(last - 1, edge - 1, -1):
-                dk, dv = _step(dk, dv, k, v, zero, zero_dq, a, i, key, m * a.BLOCK_M, W, False, False)
+                dk, dv = _step(dk, dv, zero, zero_dq, a, i, key, m * a.BLOCK_M, W, False, False)
                 i += 1
             for m in range(edge - 1, first - 1, -1):
-                dk, dv = _step(dk, dv, k, v, zero, zero_dq, a, i, key, m * a.BLOCK_M, W, False, True)
+                dk, dv = _step(dk, dv, zero, zero_dq, a, i, key, m * a.BLOCK_M, W, False, True)
                 i += 1
             _await_ds(a, i - 1, W)
             dq = _issue_dq(a, i - 1, zero_dq, W)
