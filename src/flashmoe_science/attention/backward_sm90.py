@@ -31,7 +31,9 @@ class BackwardConfig:
     num_stages: int = 2  # query tiles in flight
     deterministic: bool = True
     programs: int = 132  # that draw key tiles; more than the GPU runs at a time find none left
-    heads_per_group: int = 0  # K/V heads whose key tiles take turns in the order of programs; 0: all
+    # K/V heads whose first key tiles are drawn first, then their second ones... 132 programs then walk over the same
+    # query tiles eight at a time: fewer, and Q, dO and dQ come from memory; more, and all wait for one another.
+    heads_per_group: int = 16
     prepare_warps: int = 4
     finish_warps: int = 4
 
@@ -72,7 +74,13 @@ class PreparedBackward:
 
 def default_config(shape: BackwardShape) -> BackwardConfig:
     """Return the configuration of a head size."""
-    return BackwardConfig(block_m=128 if shape.head_dim <= 64 else 64)
+    return BackwardConfig(block_m=128 if columns_of(shape)[0] == 64 else 64)
+
+
+def columns_of(shape: BackwardShape) -> tuple[int, int]:
+    """Return the columns of Q and of V that the kernel computes: 64 or 128, of which TMA fills in what there is not."""
+    dv = 64 if shape.head_dim_v <= 64 else 128
+    return 64 if max(shape.head_dim, shape.head_dim_v) <= 64 else 128, dv
 
 
 def tiles_of(shape: BackwardShape, config: BackwardConfig) -> tuple[int, int]:
@@ -86,7 +94,8 @@ def prepare(
     """Return the kernels in the order in which they are launched."""
     kind, d, dv, m = shape.dtype, shape.head_dim, shape.head_dim_v, config.block_m
     tiles_m, tiles_n = tiles_of(shape, config)
-    heads_total, tile = shape.batch * shape.heads, m * d
+    d_block, dv_block = columns_of(shape)
+    heads_total, tile = shape.batch * shape.heads, m * d_block
     before = KernelSource(
         _prepare_backward_kernel,
         tuple(
@@ -119,12 +128,12 @@ def prepare(
     parts = tile // _PART
     rows, keys = (1, 1, m), (1, 1, _ROWS)
     descriptors = {
-        "q_desc": descriptor_type(kind, (*rows, d)),
-        "k_desc": descriptor_type(kind, (*keys, d)),
-        "v_desc": descriptor_type(kind, (*keys, dv)),
-        "do_desc": descriptor_type(kind, (*rows, dv)),
-        "dk_desc": descriptor_type(kind, (*keys, d)),
-        "dv_desc": descriptor_type(kind, (*keys, dv)),
+        "q_desc": descriptor_type(kind, (*rows, d_block)),
+        "k_desc": descriptor_type(kind, (*keys, d_block)),
+        "v_desc": descriptor_type(kind, (*keys, dv_block)),
+        "do_desc": descriptor_type(kind, (*rows, dv_block)),
+        "dk_desc": descriptor_type(kind, (*keys, d_block)),
+        "dv_desc": descriptor_type(kind, (*keys, dv_block)),
         "stats_desc": descriptor_type("fp32", (2 * m,)),
         "dq_desc": descriptor_type("fp32", (parts * _PART // _LINE, _LINE)),
     }
@@ -155,7 +164,7 @@ def prepare(
     kv_total = shape.batch * shape.heads_kv
     main_values = (
         shape.heads, shape.heads_kv, shape.seqlen_q, shape.seqlen_k, tiles_m, tiles_n, kv_total,
-        min(config.heads_per_group or kv_total, kv_total), shape.scale * LOG2_E, shape.scale,
+        min(config.heads_per_group, kv_total), shape.scale * LOG2_E, shape.scale,
     )  # fmt: skip
     q_shape = (shape.batch, shape.heads, shape.seqlen_q)
     kv_shape = (shape.batch, shape.heads_kv, shape.seqlen_k)
@@ -243,7 +252,7 @@ def launch(
     tiles = shape.batch * shape.heads * tiles_m
     floats: dict[str, Any] = {"dtype": torch.float32, "device": q.device}
     stats = torch.empty(tiles * 2 * config.block_m, **floats)
-    acc = torch.empty(tiles * config.block_m * shape.head_dim, **floats)
+    acc = torch.empty(tiles * config.block_m * columns_of(shape)[0], **floats)
     turns = torch.empty(tiles + 1, dtype=torch.int32, device=q.device)
     device = q.device.index or 0
     before, main, after = _launches(shape, config, device)
