@@ -37,7 +37,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..gpu.gluon_sm90 import copy_of, draw, lap_of, named_barrier, opaque, slot_of
 from ..gpu.gluon_versions import aggregate, tma_load, tma_store
 from ..gpu.tma_reduce import tma_add
-from .forward_gluon_sm90 import _pack, _unpack
 
 ROWS = gl.constexpr(64)  # of one warpgroup: what one wgmma instruction computes
 PART = gl.constexpr(4096)  # numbers of dQ that a warpgroup computes of a query tile
@@ -289,6 +288,28 @@ def _mask(s, a, key, row):
     column = 8 * i[None, :, None, None] + k[None, None, None, :]
     x = gl.where(column >= limit[:, None, :, None], x, -float("inf"))
     return gl.convert_layout(gl.reshape(x, [ROWS, COLUMNS]), layout)
+
+
+@gluon.jit
+def _pack(p, dtype: gl.constexpr):
+    """Round to 16 bits, two neighbours to an integer: [M, N] fp32 -> [M, N // 2] int32.
+
+    So P crosses from step to step: 16-bit values that do are unpacked and packed again by ptxas, an instruction a pair.
+    """
+    PTX_TYPE: gl.constexpr = "bf16x2" if dtype == gl.bfloat16 else "f16x2"
+    low, high = gl.split(p.reshape([p.shape[0], p.shape[1] // 2, 2]))
+    return gl.inline_asm_elementwise(
+        "cvt.rn." + PTX_TYPE + ".f32 $0, $2, $1;", "=r,f,f", [low, high], gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def _unpack(packed, dtype: gl.constexpr, layout: gl.constexpr):
+    """Undo ``_pack``; costs no instruction."""
+    low = packed.to(gl.int16).to(dtype, bitcast=True)
+    high = (packed >> 16).to(gl.int16).to(dtype, bitcast=True)
+    p = gl.join(low, high).reshape([packed.shape[0], packed.shape[1] * 2])
+    return gl.convert_layout(p, layout)
 
 
 @gluon.jit

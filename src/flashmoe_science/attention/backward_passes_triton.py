@@ -15,6 +15,7 @@ def _prepare_backward_kernel(
     o_ptr,  # [B, H, Sq, DV]
     do_ptr,  # [B, H, Sq, DV]
     lse_ptr,  # [B, H, Sq] fp32, natural log
+    dlse_ptr,  # [B, H, Sq] fp32, if HAS_DLSE
     stats_ptr,  # [B * H * tiles_m, 2, BLOCK_M] fp32: LSE * log2(e), delta
     dq_ptr,  # [B * H * tiles_m, BLOCK_M * D] fp32
     turn_ptr,  # [B * H * tiles_m + 1] int32: turns, and how many key tiles were drawn
@@ -26,6 +27,7 @@ def _prepare_backward_kernel(
     BLOCK_DV: tl.constexpr,  # DV rounded up to a power of two
     BLOCK_M: tl.constexpr,
     TILE: tl.constexpr,  # numbers of dQ of a query tile
+    HAS_DLSE: tl.constexpr,
     HAS_TO_ZERO: tl.constexpr,  # dQ; else its first key tile stores
 ):  # fmt: skip
     """Compute the numbers of a query tile's rows, and make its turn (and dQ) 0. Grid: (B * H * tiles_m,).
@@ -42,7 +44,10 @@ def _prepare_backward_kernel(
     o = tl.load(o_ptr + b * stride_ob + h * stride_oh + rows * STRIDE_OM + offs_d[None, :], mask=mask, other=0.0)
     do = tl.load(do_ptr + b * stride_dob + h * stride_doh + rows * STRIDE_DOM + offs_d[None, :], mask=mask, other=0.0)
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
-    lse = tl.load(lse_ptr + head.to(tl.int64) * seqlen_q + offs_m, mask=offs_m < seqlen_q, other=-float("inf"))
+    row = head.to(tl.int64) * seqlen_q + offs_m
+    if HAS_DLSE:
+        delta -= tl.load(dlse_ptr + row, mask=offs_m < seqlen_q, other=0.0)
+    lse = tl.load(lse_ptr + row, mask=offs_m < seqlen_q, other=-float("inf"))
     # Rows that see no key, and rows behind the last: P = exp2(score - inf) = 0.
     lse = tl.where(lse == -float("inf"), float("inf"), lse * 1.4426950408889634)
     stats = stats_ptr + tile.to(tl.int64) * (2 * BLOCK_M) + tl.arange(0, BLOCK_M)

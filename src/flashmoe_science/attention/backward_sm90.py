@@ -14,6 +14,7 @@ from ..gpu.gluon_versions import descriptor_type
 from ..gpu.tensor_map import TensorMap
 from .backward_gluon_sm90 import _backward_sm90_kernel
 from .backward_passes_triton import _finish_dq_kernel, _prepare_backward_kernel
+from .prepare import PreparedKernel
 from .problem import LOG2_E
 
 KINDS = {torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -52,6 +53,7 @@ class BackwardShape:
     dtype: str
     causal: bool
     scale: float
+    has_dlse: bool  # the LSE has a gradient of its own
     q_strides: tuple[int, ...]
     k_strides: tuple[int, ...]
     v_strides: tuple[int, ...]
@@ -60,16 +62,6 @@ class BackwardShape:
     dq_strides: tuple[int, ...]
     dk_strides: tuple[int, ...]
     dv_strides: tuple[int, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class PreparedBackward:
-    """One kernel: what is compiled, its grid, the scalars that follow its pointers, and what TMA is told."""
-
-    source: KernelSource
-    grid: tuple[int, int, int]
-    scalars: tuple[float, ...]
-    tensor_maps: tuple[TensorMap, ...] = ()
 
 
 def default_config(shape: BackwardShape) -> BackwardConfig:
@@ -88,9 +80,7 @@ def tiles_of(shape: BackwardShape, config: BackwardConfig) -> tuple[int, int]:
     return -(-shape.seqlen_q // config.block_m), -(-shape.seqlen_k // (_ROWS * config.warpgroups))
 
 
-def prepare(
-    shape: BackwardShape, config: BackwardConfig
-) -> tuple[PreparedBackward, PreparedBackward, PreparedBackward]:
+def prepare(shape: BackwardShape, config: BackwardConfig) -> tuple[PreparedKernel, PreparedKernel, PreparedKernel]:
     """Return the kernels in the order in which they are launched."""
     kind, d, dv, m = shape.dtype, shape.head_dim, shape.head_dim_v, config.block_m
     tiles_m, tiles_n = tiles_of(shape, config)
@@ -101,7 +91,7 @@ def prepare(
         tuple(
             {
                 **dict.fromkeys(("o_ptr", "do_ptr"), f"*{kind}"),
-                **dict.fromkeys(("lse_ptr", "stats_ptr", "dq_ptr"), "*fp32"),
+                **dict.fromkeys(("lse_ptr", "dlse_ptr", "stats_ptr", "dq_ptr"), "*fp32"),
                 "turn_ptr": "*i32",
                 **dict.fromkeys(("stride_ob", "stride_oh", "stride_dob", "stride_doh"), "i64"),
                 **dict.fromkeys(("heads", "seqlen_q", "tiles_m"), "i32"),
@@ -115,6 +105,7 @@ def prepare(
                 "BLOCK_DV": 1 << (dv - 1).bit_length(),
                 "BLOCK_M": m,
                 "TILE": tile,
+                "HAS_DLSE": shape.has_dlse,
                 "HAS_TO_ZERO": not config.deterministic,
             }.items()
         ),
@@ -204,9 +195,9 @@ def prepare(
     )
     after_values = (*shape.dq_strides[:2], shape.heads, shape.seqlen_q, tiles_m, shape.scale)
     return (
-        PreparedBackward(before, (heads_total * tiles_m, 1, 1), before_values),
-        PreparedBackward(main, (min(kv_total * tiles_n, config.programs), 1, 1), main_values, maps),
-        PreparedBackward(after, (heads_total * tiles_m * parts, 1, 1), after_values),
+        PreparedKernel(before, (heads_total * tiles_m, 1, 1), before_values),
+        PreparedKernel(main, (min(kv_total * tiles_n, config.programs), 1, 1), main_values, maps),
+        PreparedKernel(after, (heads_total * tiles_m * parts, 1, 1), after_values),
     )
 
 
@@ -222,13 +213,14 @@ def _launches(shape: BackwardShape, config: BackwardConfig, device: int) -> tupl
 
 def shape_of(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, do: torch.Tensor,
-    outputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor], *, causal: bool, scale: float | None,
+    outputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor], *, causal: bool,
+    scale: float | None, has_dlse: bool = False,
 ) -> BackwardShape:  # fmt: skip
     """Return what the kernels depend on; callers have validated the tensors."""
     strides = (tuple(x.stride()[:3]) for x in (q, k, v, o, do, *outputs))
     return BackwardShape(
         q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3], KINDS[q.dtype], causal,
-        q.shape[3] ** -0.5 if scale is None else scale, *strides,
+        q.shape[3] ** -0.5 if scale is None else scale, has_dlse, *strides,
     )  # fmt: skip
 
 
@@ -242,11 +234,12 @@ def launch(
     *,
     causal: bool = False,
     scale: float | None = None,
+    dlse: torch.Tensor | None = None,  # [B, H, Sq] fp32: the gradient of lse
     config: BackwardConfig | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return dQ, dK and dV, in the dtype of their tensors; callers have validated shapes, dtypes and strides."""
     dq, dk, dv = (torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in (q, k, v))
-    shape = shape_of(q, k, v, o, do, (dq, dk, dv), causal=causal, scale=scale)
+    shape = shape_of(q, k, v, o, do, (dq, dk, dv), causal=causal, scale=scale, has_dlse=dlse is not None)
     config = config or default_config(shape)
     tiles_m, _ = tiles_of(shape, config)
     tiles = shape.batch * shape.heads * tiles_m
@@ -258,7 +251,7 @@ def launch(
     before, main, after = _launches(shape, config, device)
     stream = torch.cuda.current_stream(device).cuda_stream
     address = torch.Tensor.data_ptr
-    before(stream, *map(address, (o, do, lse, stats, acc, turns)))
+    before(stream, *map(address, (o, do, lse, lse if dlse is None else dlse, stats, acc, turns)))
     main(stream, *map(address, (q, k, v, do, dk, dv, stats, acc, turns)))
     after(stream, *map(address, (acc, turns, dq)), 0)
     return dq, dk, dv
