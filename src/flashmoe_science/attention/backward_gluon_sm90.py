@@ -148,6 +148,8 @@ def _publish(a, t, tile):
 @gluon.jit
 def _load_partition(a):
     """Copy K and V, then Q, dO and the rows' numbers of all query tiles, for all key tiles of this program."""
+    # All before this wait ran while the kernel before was ending. The others do nothing before they know a key tile.
+    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
     i = 0  # query tiles so far
     t = 0  # key tiles so far
     tile = _draw_key_tile(a)

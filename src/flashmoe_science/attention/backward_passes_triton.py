@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 
 @triton.jit
@@ -78,6 +79,7 @@ def _finish_dq_kernel(
 
     From the last tile to the first, as the last heads were written last: they still lie in L2.
     """
+    gdc_wait()  # all before ran while the kernel before was ending
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     tile, part = program // PARTS, program % PARTS
     head = tile // tiles_m

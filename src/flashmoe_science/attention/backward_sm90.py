@@ -35,6 +35,7 @@ class BackwardConfig:
     # K/V heads whose first key tiles are drawn first, then their second ones... 132 programs then walk over the same
     # query tiles eight at a time: fewer, and Q, dO and dQ come from memory; more, and all wait for one another.
     heads_per_group: int = 16
+    dependent_launch: bool = True  # a kernel is set up while the one before ends
     prepare_warps: int = 4
     finish_warps: int = 4
 
@@ -151,6 +152,7 @@ def prepare(shape: BackwardShape, config: BackwardConfig) -> tuple[PreparedKerne
         ),
         frozenset(("turn_ptr",)),
         num_warps=4,
+        dependent_launch=config.dependent_launch,
     )
     kv_total = shape.batch * shape.heads_kv
     main_values = (
@@ -192,6 +194,7 @@ def prepare(shape: BackwardShape, config: BackwardConfig) -> tuple[PreparedKerne
         ),
         frozenset(("acc_ptr", "turn_ptr", "dq_ptr", "stride_b", "stride_h")),
         config.finish_warps,
+        dependent_launch=config.dependent_launch,
     )
     after_values = (*shape.dq_strides[:2], shape.heads, shape.seqlen_q, tiles_m, shape.scale)
     return (
