@@ -70,7 +70,9 @@ def encode(tensor_map: TensorMap, layout: Mapping[str, Any], address: int, out: 
     rank, box = len(tensor_map.shape), layout["block_size"]
     # The driver counts axes from the innermost, and takes strides in bytes, without the innermost.
     shape = (ctypes.c_uint64 * rank)(*reversed(tensor_map.shape))
-    strides = (ctypes.c_uint64 * rank)(*(_ITEM_BYTES[tensor_map.dtype] * stride for stride in reversed(tensor_map.strides[:-1])))
+    strides = (ctypes.c_uint64 * rank)(
+        *(_ITEM_BYTES[tensor_map.dtype] * stride for stride in reversed(tensor_map.strides[:-1]))
+    )
     code = _driver().cuTensorMapEncodeTiled(
         out, _DATA_TYPES[tensor_map.dtype], rank, address, shape, strides, (ctypes.c_uint32 * rank)(*reversed(box)),
         (ctypes.c_uint32 * rank)(*[1] * rank), 0, layout["swizzle"], _L2_PROMOTION_128B, 0,
