@@ -24,7 +24,7 @@ _KIND_OF_ARM = 0.4
 _LAUNCH_OF_ARM = 0.06
 _CORRECT_OF_CASE = 0.22
 _SETTING_UP_ARM = 0.1
-_ROUND_OF_ARM = 0.02
+_ROUND_OF_ARM = 0.022
 _QUICK_ROUNDS = 5
 
 HISTORY = 10  # runs at most: the code changes, and old ones say little
