@@ -227,9 +227,7 @@ def powers(rng: np.random.Generator, runs: int) -> None:
                 print_row(cases, offset, "yes" if common else "no", f"±{width:.2%}", *seen, share(same))
 
 
-def _draw_cases(
-    rng: np.random.Generator, cases: int, offset: float, *, common: bool
-) -> list[list[list[float]]]:
+def _draw_cases(rng: np.random.Generator, cases: int, offset: float, *, common: bool) -> list[list[list[float]]]:
     """Return cases of 3 x 10 rounds, whose processes have the same offset in all of them or another in each."""
     offsets = rng.normal(0.0, offset, (1 if common else cases, 3, 1))
     drawn: list[list[list[float]]] = (offsets + rng.normal(0.0, 1.0, (cases, 3, 10))).tolist()

@@ -292,9 +292,7 @@ def _medians(case: CaseRecord, kind: TimeKind, arm: str) -> float | None:
     return median(value for column in columns for value in column) if columns else None
 
 
-def _values(
-    case: CaseRecord, kind: TimeKind, subject: str, baseline: str
-) -> Mapping[tuple[int, int], Sequence[float]]:
+def _values(case: CaseRecord, kind: TimeKind, subject: str, baseline: str) -> Mapping[tuple[int, int], Sequence[float]]:
     """Return by process the log of the subject's times, over the baseline's where there is one."""
     if baseline:
         return paired_log_ratios(case, kind, subject, baseline)

@@ -222,8 +222,8 @@ def dollars(gpu_seconds: float, dollars_per_hour: float) -> float:
     return gpu_seconds / 3600 * dollars_per_hour
 
 
-def saving(record: Record, history: Sequence[PastRun]) -> Saving | None:
-    """Return what a run saved by failing at a gate: the estimated time of the gates after it.
+def saving(record: Record, history: Sequence[PastRun], kinds: int) -> Saving | None:
+    """Return what a run with so many ``kinds_of`` problems saved by failing: the estimated time of the gates after.
 
     None, where it failed at none, or at the last, or had no GPU.
     """
@@ -232,7 +232,7 @@ def saving(record: Record, history: Sequence[PastRun]) -> Saving | None:
     if failed is None or gpu is None:
         return None
     later = GATE_NAMES[GATE_NAMES.index(failed) + 1 :]
-    expected = estimate(size_of(record), history)
+    expected = estimate(size_of(record, kinds), history)
     seconds = sum(expected.gpu_seconds.get(gate, 0.0) for gate in later)
     return Saving(record.id, failed, gpu.name, seconds, expected.source) if seconds > 0 else None
 

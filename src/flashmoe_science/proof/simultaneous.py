@@ -60,9 +60,7 @@ def unpaired_intervals(
     return _together(cases, shared, confidence)
 
 
-def _together(
-    cases: Sequence[_Samples], shared: Sequence[Hashable] | None, confidence: float
-) -> list[Interval]:
+def _together(cases: Sequence[_Samples], shared: Sequence[Hashable] | None, confidence: float) -> list[Interval]:
     """Return intervals that hold together, of paired values or of two samples each."""
     if not cases:
         return []
