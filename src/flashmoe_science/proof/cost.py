@@ -55,7 +55,7 @@ class PastRun:
 class Estimate:
     """How long a run is going to hold a GPU."""
 
-    gpu_seconds: Mapping[GateName, float]
+    gpu_seconds: Mapping[str, float]  # by gate, or by what else holds a GPU
     source: str  # what it rests on
     runs: int = 0  # earlier ones that it rests on; 0: on the rough model alone
     off_by: float | None = None  # the median factor, at least 1, by which such estimates missed the earlier runs
@@ -110,7 +110,12 @@ class Budget:
     dollars_per_hour: float
     estimate: Estimate = field(repr=False)
 
-    def refusal(self, gate: GateName, spent_seconds: float) -> str:
+    @property
+    def seconds(self) -> float:
+        """Return for how long a GPU can be held."""
+        return self.dollars / self.dollars_per_hour * 3600 if self.dollars_per_hour else math.inf
+
+    def refusal(self, gate: str, spent_seconds: float) -> str:
         """Return why ``gate`` may not begin after so many seconds, or an empty text."""
         needed = self.estimate.gpu_seconds.get(gate, 0.0)
         spent, then = (dollars(s, self.dollars_per_hour) for s in (spent_seconds, spent_seconds + needed))
@@ -179,7 +184,7 @@ def together(first: Estimate, second: Estimate) -> Estimate:
     return replace(second, gpu_seconds=seconds)
 
 
-def _predict(size: RunSize, history: Sequence[PastRun]) -> dict[GateName, float]:
+def _predict(size: RunSize, history: Sequence[PastRun]) -> dict[str, float]:
     """Return the model's seconds of each gate, times the median of what the gate took over what the model says."""
     ratios = {gate: [r for past in history if (r := _ratio(gate, past)) is not None] for gate in GPU_GATES}
     seen = [ratio for of_gate in ratios.values() for ratio in of_gate]

@@ -136,7 +136,7 @@ def _less(groups: Groups, offsets: _Array) -> list[list[float]]:
 def _student_half(samples: Sequence[_Array], confidence: float) -> float | None:
     """Return half of Student's interval for a mean, or of Welch's for the difference of two; None: one value only."""
     sizes = [len(values) for values in samples]
-    if min(sizes) < 2:  # noqa: PLR2004 - a spread needs two
+    if min(sizes) < 2:
         return None
     errors = [float(values.var(ddof=1)) / size for values, size in zip(samples, sizes, strict=True)]
     total = sum(errors)
