@@ -15,6 +15,7 @@ from flashmoe_science.cli.verbs import app
 TESTS = Path(__file__).parent
 FILES = sorted(TESTS.rglob("*_gpu.py"))
 COMMAND: Any = typer.main.get_command(app)
+USAGE_ERROR: Any = typer.BadParameter.__base__  # UsageError has no public name in typer
 
 
 def words_of(node: ast.expr, known: dict[str, list[str]]) -> list[str]:
@@ -111,7 +112,7 @@ def test_the_command_lines_are_found():
 
 
 def test_an_option_that_is_gone_is_found():
-    with pytest.raises(typer.BadParameter.__base__, match="--sbject"):  # UsageError has no public name in typer
+    with pytest.raises(USAGE_ERROR, match="--sbject"):
         parse(["compare", "once", "twice", "--sbject", "X"])
-    with pytest.raises(typer.BadParameter.__base__, match="integer"):
+    with pytest.raises(USAGE_ERROR, match="integer"):
         parse(["study", "--same", "many"])

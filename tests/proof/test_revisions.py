@@ -464,7 +464,8 @@ def test_a_budget_is_of_both_revisions(repository, fake, tmp_path, monkeypatch, 
     options = ["--subject", "kernels", "--suite", str(tmp_path / "suite.toml"), "--budget", str(seconds), "--json"]
     assert cli.main(["compare", "first", "second", *options]) == 4
     document = json.loads(capsys.readouterr().out)
-    record, side, gate = document["record"], *stopped.split()
+    record = document["record"]
+    side, gate = stopped.split()
     assert document["cost"]["gpu_seconds"] <= seconds
     assert not record["complete"]
     gates = {each["name"]: each for each in (record["compared"]["a"]["gates"] if side == "A" else record["gates"])}
