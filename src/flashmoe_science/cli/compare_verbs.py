@@ -46,6 +46,10 @@ def compare(
     seed: Annotated[
         int | None, typer.Option(min=0, metavar="N", help="Seed of inputs and orders.", show_default="drawn")
     ] = None,
+    budget: Annotated[
+        Optional[float],  # noqa: UP045
+        typer.Option("--budget", metavar="DOLLARS", min=0, help="Of both: stop before the gate that would pass it."),
+    ] = None,
     store: StoreName = None,
     as_json: Json = False,
 ) -> None:
@@ -80,6 +84,7 @@ def compare(
         processes=processes,
         rounds=rounds,
         seed=seed,
+        budget=budget,
         store=store,
         args=context.obj or [],
     )
