@@ -31,6 +31,8 @@ FINE = [
     "More than twice as fast as SDPA; less than half the time.",
     "Our fused kernel is 2x faster than the baseline.",
     "SDPA takes twice as long.",
+    "SDPA is 2x slower than ours, and than flash_attention.",
+    "Compared with SDPA it is 2x faster.",
     "It outperforms SDPA by 2x.",
     "It runs at 1.5 times the rate of SDPA.",
     "SDPA is at most 2x slower.",  # at most: that says less
@@ -50,7 +52,14 @@ GPUS = [
 RIVALS = [
     *("than TensorRT", "than FlashAttention-3", "than cuDNN", "than any rival", "than everything else", "than triton"),
     *("than FlashInfer", "than SDPA and FlashInfer", "than eager PyTorch", "than our old kernel", "over xFormers"),
-    *("than before", "than the fastest of SDPA and TensorRT", "than FlashAttention", "than flex"),
+    *(
+        "compared with Triton",
+        "against xformers",
+        "than before",
+        "than the fastest of SDPA and TensorRT",
+        "than FlashAttention",
+        "than flex",
+    ),
 ]
 METRICS = [
     "by wall time",

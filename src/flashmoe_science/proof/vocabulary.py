@@ -86,6 +86,7 @@ GPU_FAMILIES = re.compile(
 COMPARED = _compile(
     r"(?<!more )(?<!less )(?<!fewer )(?<!other )(?<!rather )\bthan\b",
     r"(?:more|less|fewer)\s+than\b(?!\s+(?:\d|twice|thrice|half|double|an?\b|one\b|two\b|three\b|four\b|five\b|ten\b))",
+    r"\b(?:compared\s+(?:to|with)|relative\s+to|versus|vs\.|against)",
     r"\bas\s+(?:fast|quick|long|quickly|well)\s+as\b",
     r"\b(?:beat|outperform|outpac|outrun|outstrip|surpass|outclass|overtak|trounc|crush)\w*\b",
     r"\btimes\s+(?:the\s+)?(?:rate|speed|throughput|performance)\s+of\b",
@@ -99,7 +100,7 @@ STOPS = _set(
 # Words of such a name that add nothing to it.
 GENERIC = _set(
     "the a an its it their them those these of and or s fastest thriftiest best slowest rival rivals baseline",
-    "baselines one ones same kernel kernels call calls time speed implementation",
+    "baselines one ones same kernel kernels call calls time speed implementation ours us",
 )
 OF_MAKER = _set("pytorch torch nvidia cuda backend backends default plain own library function attention")
 

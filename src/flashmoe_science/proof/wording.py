@@ -191,7 +191,8 @@ def _rivals(text: str, shown: Shown) -> Iterator[str]:
             yield f"{against}, not {name!r}"
     bare = re.sub(r"\([^()]*\)", " ", text)  # what stands in brackets says more of a name, and is no name
     for found in COMPARED.finditer(bare):
-        if unknown := _unknown(_compared_with(bare[found.end() :]), own):
+        # "SDPA is slower than ours" compares with the subject.
+        if unknown := _unknown(_compared_with(bare[found.end() :]), [*own, claim.subject]):
             yield f"{against}, not {unknown!r}"
     for pattern in (_OF_A_NAME, _TAKES, _TIMES_A_NAME):
         for found in pattern.finditer(bare):
