@@ -180,6 +180,12 @@ def test_work_that_the_claim_names_is_its_own():
     assert faults(said, record=record, subject="moe_backward") == ""
 
 
+def test_work_has_endings():
+    record = build_record(speedups=[2.3], suite="decode")
+    assert faults("It is 2x faster in decoding.", record=record, suite="decode") == ""
+    assert faults("It is 2x faster in decoding.", record=build_record(speedups=[2.3])) != ""
+
+
 def test_a_memory_claim_is_about_memory():
     memory = {"metric": "memory", "factor": 1.5}
     assert faults("It needs 30 % less memory than SDPA.", **memory) == ""

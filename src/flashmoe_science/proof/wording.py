@@ -311,7 +311,7 @@ def _work(text: str, shown: Shown) -> Iterator[str]:
         names += [*case.problem, *(str(value) for value in case.problem.values())]
     own = as_words(" ".join(names))
     for found in OTHER_WORK.finditer(text):
-        if as_words(found[0]).rstrip("s ") not in own:
+        if not _stems(found[0]) <= _stems(own):
             yield f"subject is {claim.subject}, not {found[0]!r}"
     for found in _KERNEL_OF.finditer(text):
         word = found[1].casefold()
@@ -376,6 +376,11 @@ def _format(words: str) -> str:
 def _number(words: str) -> int:
     named = NUMBER_WORDS.get(words.casefold())
     return int(words.replace(",", "")) if named is None else int(named)
+
+
+def _stems(text: str) -> set[str]:
+    """Return the words of a text without their endings: decode and decoding are one."""
+    return {re.sub(r"(?:ing|es|ed|s|e|d)$", "", word) for word in as_words(text).split()}
 
 
 def as_words(text: str) -> str:
