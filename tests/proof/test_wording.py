@@ -48,6 +48,7 @@ FIGURES = ["50x faster", "3 times as fast", "fifty times as fast", "Sixty per ce
 GPUS = [
     *("an L4", "every GPU", "any GPU", "all GPUs", "RTX 3090", "MI300X", "an A100", "H100 NVL", "B200", "Hopper"),
     *("Blackwell", "V100", "T4", "GH200", "L40S", "AMD", "8 GPUs", "TPU", "Gaudi 3", "GTX 1080 Ti", "a CPU", "sm_90"),
+    *("consumer cards", "multi-node"),
 ]
 RIVALS = [
     *("than TensorRT", "than FlashAttention-3", "than cuDNN", "than any rival", "than everything else", "than triton"),

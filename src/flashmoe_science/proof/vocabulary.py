@@ -78,7 +78,7 @@ GPU_FAMILIES = re.compile(
     r"(?!\s+(?:GPU\s+)?(?:of|in)\s+the\s+claim)"
     r"|\bsm_?\d{2,3}a?\b"
     r"|\b(?:every|any|all|each|most|other|many|several|both|modern|consumer|two|three|four|eight|\d+)\s+(?:\w+\s+)?"
-    r"(?:GPUs?|graphics\s+cards?|accelerators?)\b"
+    r"(?:GPUs?|cards?|accelerators?|nodes?)\b|\bmulti-?node\b"
     r"|\bCPUs?\b"
 )
 
