@@ -52,6 +52,8 @@ def test_the_bytes_of_each_case_decide(cases, status):
 def test_the_figure_is_the_ratio_of_the_bytes_and_says_against_what():
     verdict = judge(memory_claim(), record_with((MIB, 3 * MIB, 3 * MIB), (MIB, 2 * MIB, 2 * MIB)))
     first, second = (case.interval for case in verdict.cases)
+    assert first is not None
+    assert second is not None
     assert (first.estimate, first.low, first.high) == pytest.approx((3.0, 3.0, 3.0))
     assert second.estimate == pytest.approx(2.0)
     assert "the lowest is case1, 2.000x (2.000 to 2.000) against sdpa" in verdict.reason
@@ -60,7 +62,9 @@ def test_the_figure_is_the_ratio_of_the_bytes_and_says_against_what():
 def test_of_several_baselines_the_thriftiest_decides():
     record = record_with((MIB, 4 * MIB, 2 * MIB, 4 * MIB), baselines=("sdpa", "fa3"))
     verdict = judge(memory_claim(baseline=["sdpa", "fa3"]), record)
-    assert (verdict.cases[0].baseline, round(verdict.cases[0].interval.low, 3)) == ("fa3", 2.0)
+    (case,) = verdict.cases
+    assert case.interval is not None
+    assert (case.baseline, round(case.interval.low, 3)) == ("fa3", 2.0)
 
 
 def test_a_mean_over_the_cases_can_be_claimed():

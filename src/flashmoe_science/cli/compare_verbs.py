@@ -17,7 +17,8 @@ def compare(
     b: Annotated[str, typer.Argument(metavar="B", help="The one that is compared with A.")],
     subject: Annotated[
         Optional[str],  # noqa: UP045
-        typer.Option(metavar="SUBJECT", help="One of ours, or a kernel.toml. Default: flash_attention."),
+        # By name: typer 0.27.0 takes the metavar for the name where they differ only in case.
+        typer.Option("--subject", metavar="SUBJECT", help="One of ours, or a kernel.toml. Default: flash_attention."),
     ] = None,
     suite: Annotated[
         Optional[str],  # noqa: UP045
