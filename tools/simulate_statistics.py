@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -13,16 +14,19 @@ from numpy.typing import NDArray
 from scipy.special import fdtri
 
 from flashmoe_science.proof.change_points import change_points
+from flashmoe_science.proof.simultaneous import comparison_intervals
 from flashmoe_science.proof.statistics import (
     Interval,
     clustered_interval,
-    comparison_intervals,
     family_intervals,
     interval,
+    proportion_interval,
     suite_interval,
 )
 
 OFFSETS = (0.0, 0.2, 0.5, 1.0)  # of processes, in the same unit
+MANY = 13  # cases; more of them take so long that half of the runs have to do
+SPREAD = 0.008  # the largest seen of graph time
 
 
 def draw_groups(
@@ -189,14 +193,45 @@ def _until_narrow(groups: Sequence[Sequence[float]], width: float, counts: Seque
 
 
 def comparisons(rng: np.random.Generator, runs: int) -> None:
-    """Share of comparisons of a revision with itself in which a case is called faster or slower (docs/compare.md)."""
-    print_row("cases", *(f"offsets {offset:g}" for offset in OFFSETS))
-    for cases in (1, 2, 3, 5, 13):
-        cells = []
+    """Share of comparisons of a revision with itself in which a case is called faster or slower (docs/compare.md).
+
+    Offsets are those of each case and process, or of a process in all its cases.
+    """
+    for common in (False, True):
+        print_row(f"cases, offsets {'common' if common else 'independent'}", *(f"offsets {o:g}" for o in OFFSETS))
+        for cases in (1, 2, 3, 5, 13, 36):
+            few = runs if cases <= MANY else runs // 2
+            cells = []
+            for offset in OFFSETS:
+                drawn = (_draw_cases(rng, cases, offset, common=common) for _ in range(few))
+                wrong = [any(not i.contains(0.0) for i in comparison_intervals(sample)) for sample in drawn]
+                bound = proportion_interval(sum(wrong), few, 0.9).high  # one-sided, at 95 %
+                cells.append(f"{share(wrong)} (up to {100 * bound:.1f} %)")
+            print_row(cases, *cells)
+
+
+def powers(rng: np.random.Generator, runs: int) -> None:
+    """How often a slowdown of one case is seen, and how wide the intervals are, at a spread of 0.8 %."""
+    sizes = (0.03, 0.01)
+    print_row("cases", "offsets", "common", "width", *(f"{size:.0%} seen" for size in sizes), "all the same")
+    for cases in (1, 2, 5, 13, 36):
         for offset in OFFSETS:
-            drawn = [[draw_groups(rng, offset=offset) for _ in range(cases)] for _ in range(runs)]
-            cells.append(share([any(not i.contains(0.0) for i in comparison_intervals(sample)) for sample in drawn]))
-        print_row(cases, *cells)
+            for common in (False, True) if offset and cases > 1 else (False,):
+                found = [comparison_intervals(_draw_cases(rng, cases, offset, common=common)) for _ in range(runs)]
+                # A slowdown moves the interval of its case, and hardly changes its width.
+                first = [intervals[0] for intervals in found]
+                seen = [share([i.high * SPREAD < math.log1p(size) for i in first]) for size in sizes]
+                limit = math.log1p(0.01) / SPREAD
+                same = [all(-limit <= i.low and i.high <= limit for i in intervals) for intervals in found]
+                width = sum(i.high - i.low for i in first) / len(first) / 2 * SPREAD
+                print_row(cases, offset, "yes" if common else "no", f"±{width:.2%}", *seen, share(same))
+
+
+def _draw_cases(rng: np.random.Generator, cases: int, offset: float, *, common: bool) -> list[list[list[float]]]:
+    """Return cases of 3 x 10 rounds, whose processes have the same offset in all of them or another in each."""
+    offsets = rng.normal(0.0, offset, (1 if common else cases, 3, 1))
+    drawn: list[list[list[float]]] = (offsets + rng.normal(0.0, 1.0, (cases, 3, 10))).tolist()
+    return drawn
 
 
 def histories(rng: np.random.Generator, runs: int) -> None:
@@ -222,7 +257,9 @@ def main() -> None:
     """Print all tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=4000, help="simulated runs for each figure")
-    runs = parser.parse_args().runs
+    parser.add_argument("--only", metavar="NAME", default="", help="only the table of this function, e.g. comparisons")
+    asked = parser.parse_args()
+    runs: int = asked.runs
     rng = np.random.default_rng(0)
     for simulate, part in (
         (one_sample, 1),
@@ -234,15 +271,18 @@ def main() -> None:
         (biases, 2),
         (suites, 4),
     ):
-        print(f"\n{simulate.__doc__} {runs // part} runs for each figure.\n")
-        simulate(rng, runs // part)
+        if asked.only in ("", simulate.__name__):
+            print(f"\n{simulate.__doc__} {runs // part} runs for each figure.\n")
+            simulate(rng, runs // part)
     for simulate, part in (
         (processes_again, 2),
         (comparisons, 5),
+        (powers, 20),
         (histories, 10),
     ):  # what comes before leaves them alone
-        print(f"\n{simulate.__doc__} {runs // part} runs for each figure.\n")
-        simulate(np.random.default_rng(0), runs // part)
+        if asked.only in ("", simulate.__name__):
+            print(f"\n{simulate.__doc__} {runs // part} runs for each figure.\n")
+            simulate(np.random.default_rng(0), runs // part)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from .operator import load_operator
 from .store import evidence_files
 from .subject import is_builtin
 from .suites import list_suites, load_suite
+from .wording import overstatement, shown_by
 
 # Of several records that a claim pins, and of several GPUs, what speaks most against the claim decides.
 AGAINST = (
@@ -94,9 +95,9 @@ def _verify_on(
 
 
 def doubts_about(claim: Claim, record: Record, suite: Mapping[str, Any] | None, now: datetime) -> list[str]:
-    """Return what keeps ``record`` from demonstrating ``claim`` now: its age, and a suite that is not known here."""
-    old = too_old(claim, record, now)
-    return [*([old] if old else []), *([unknown_suite(claim.suite)] if suite is None else [])]
+    """Return what keeps ``record`` from demonstrating ``claim`` now: its words, its age, and a suite not known here."""
+    doubts = [overstatement(shown_by(claim, record)), too_old(claim, record, now)]
+    return [*filter(None, doubts), *([unknown_suite(claim.suite)] if suite is None else [])]
 
 
 def read_records(repository: Path) -> dict[str, Record]:

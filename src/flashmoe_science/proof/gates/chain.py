@@ -111,6 +111,8 @@ def _stop_before(run: Run, name: GateName, reason: str) -> None:
     """End the chain before the gate ``name``; what was shown stays."""
     where = " --host MACHINE" if run.request.borrowed else ""  # its name stays out of records
     hint = f"flashmoe prove --resume {run.id}{where} goes on from here"
+    if run.subject.checkout is not None:
+        hint = "a comparison cannot be gone on with: compare again with a larger --budget, or fewer cases"
     run.gates[name] = Gate(name=name, status=GateStatus.NOT_REACHED, summary=reason, hint=hint)
     run.lost = f"stopped before gate {name}: {reason}"
     run.progress.finish(run.gates[name])

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..evidence import CaseRecord, Rates, Rounds, Settings, TimeKind
+from ..evidence import CaseRecord, Rounds, Settings, TimeKind, rates_of
 from ..roofline import fewest_seconds
 from ..words import counted
 from ..worker import TaskResult
@@ -249,24 +249,6 @@ def pool_rounds(old: Rounds, new: Rounds) -> Rounds:
         session = [s for rounds in (old, new) for s in rounds.session or [0] * len(rounds.process)]
     both = {name: [*getattr(old, name), *getattr(new, name)] for name in columns}
     return Rounds(seconds=seconds, session=session, **both)
-
-
-def rates_of(case: CaseRecord, arm: str) -> dict[TimeKind, Rates]:
-    """Return the medians of an arm's samples, and the rates that follow from the case's work."""
-    samples: dict[TimeKind, list[float]] = {}
-    for rounds in case.rounds:  # several have the same kind where processes took different kinds
-        for kind, arms in rounds.seconds.items():
-            samples.setdefault(kind, []).extend(arms.get(arm, []))
-    medians = {kind: statistics.median(values) for kind, values in samples.items() if values}
-    return {
-        kind: Rates(
-            seconds=seconds,
-            tokens_per_second=case.work.tokens / seconds,
-            tflops=case.work.flops / seconds / 1e12,
-            tbytes_per_second=case.work.bytes / seconds / 1e12,
-        )
-        for kind, seconds in medians.items()
-    }
 
 
 def _subject_failure(run: Run, case: dict[str, Any]) -> str:
