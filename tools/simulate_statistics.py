@@ -6,23 +6,32 @@
 from __future__ import annotations
 
 import argparse
+import itertools
+import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import get_args
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.special import fdtri
 
 from flashmoe_science.proof.change_points import change_points
+from flashmoe_science.proof.evidence import Record, TimeKind, read_record
+from flashmoe_science.proof.simultaneous import comparison_intervals
 from flashmoe_science.proof.statistics import (
     Interval,
     clustered_interval,
-    comparison_intervals,
     family_intervals,
     interval,
+    proportion_interval,
     suite_interval,
 )
 
 OFFSETS = (0.0, 0.2, 0.5, 1.0)  # of processes, in the same unit
+MOST = 36  # cases
+MANY = 13  # cases; more of them take so long that half of the runs have to do
+SPREAD = 0.008  # the largest seen of graph time
 
 
 def draw_groups(
@@ -189,14 +198,114 @@ def _until_narrow(groups: Sequence[Sequence[float]], width: float, counts: Seque
 
 
 def comparisons(rng: np.random.Generator, runs: int) -> None:
-    """Share of comparisons of a revision with itself in which a case is called faster or slower (docs/compare.md)."""
-    print_row("cases", *(f"offsets {offset:g}" for offset in OFFSETS))
-    for cases in (1, 2, 3, 5, 13):
-        cells = []
-        for offset in OFFSETS:
-            drawn = [[draw_groups(rng, offset=offset) for _ in range(cases)] for _ in range(runs)]
-            cells.append(share([any(not i.contains(0.0) for i in comparison_intervals(sample)) for sample in drawn]))
-        print_row(cases, *cells)
+    """Share of comparisons of a revision with itself in which a case is called faster or slower (docs/compare.md).
+
+    Offsets are those of each case and process, or of a process in all its cases.
+    """
+    for common in (False, True):
+        print_row(f"cases, offsets {'common' if common else 'independent'}", *(f"offsets {o:g}" for o in OFFSETS))
+        for cases in (1, 2, 3, 5, 13, 36):
+            few = runs if cases <= MANY else runs // 2
+            cells = []
+            for offset in OFFSETS:
+                drawn = (_draw_cases(rng, cases, offset, common=common) for _ in range(few))
+                wrong = [any(not i.contains(0.0) for i in comparison_intervals(sample)) for sample in drawn]
+                bound = proportion_interval(sum(wrong), few, 0.9).high  # one-sided, at 95 %
+                cells.append(f"{share(wrong)} (up to {100 * bound:.1f} %)")
+            print_row(cases, *cells)
+
+
+def powers(rng: np.random.Generator, runs: int) -> None:
+    """How often a slowdown of one case is seen, and how wide the intervals are, at a spread of 0.8 %."""
+    sizes = (0.03, 0.01)
+    print_row("processes", "cases", "common offsets", "width", *(f"{size:.0%} seen" for size in sizes), "all the same")
+    for processes, counts in ((3, (2, 5, 13, 36)), (6, (13,))):
+        for cases, offset in itertools.product(counts, OFFSETS):
+            drawn = (_draw_cases(rng, cases, offset, common=True, processes=processes) for _ in range(runs))
+            found = [comparison_intervals(sample) for sample in drawn]
+            # A slowdown moves the interval of its case, and hardly changes its width.
+            first = [intervals[0] for intervals in found]
+            seen = [share([i.high * SPREAD < math.log1p(size) for i in first]) for size in sizes]
+            limit = math.log1p(0.01) / SPREAD
+            same = [all(-limit <= i.low and i.high <= limit for i in intervals) for intervals in found]
+            width = sum(i.high - i.low for i in first) / len(first) / 2 * SPREAD
+            print_row(processes, cases, offset, f"±{width:.2%}", *seen, share(same))
+
+
+def counted_as_independent(rng: np.random.Generator, runs: int) -> None:
+    """False alarms of ``family_intervals``, whose degrees of freedom count every case, where offsets are common."""
+    print_row("cases, offsets common", *(f"offsets {offset:g}" for offset in OFFSETS))
+    for cases in (5, 13, 36):
+        print_row(cases, *(_wrong(rng, cases, offset, runs, family_intervals) for offset in OFFSETS))
+
+
+def offsets_of_unlike_size(rng: np.random.Generator, runs: int) -> None:
+    """Share of wrong comparisons of 36 cases, where cases have different shares of a process's offset."""
+    print_row("36 cases: share of the offset", *(f"offsets {offset:g}" for offset in (*OFFSETS[2:], 2.0)))
+    for name, draw in (
+        ("half or twice, at random", lambda: 2.0 ** rng.uniform(-1, 1, MOST)),
+        ("all in one half of the cases, none in the other", lambda: (np.arange(MOST) % 2).astype(float)),
+    ):
+        cells = [_wrong(rng, MOST, offset, runs, comparison_intervals, draw) for offset in (*OFFSETS[2:], 2.0)]
+        print_row(name, *cells)
+
+
+def _wrong(
+    rng: np.random.Generator,
+    cases: int,
+    offset: float,
+    runs: int,
+    intervals: Callable[[list[list[list[float]]]], list[Interval]],
+    loads: Callable[[], NDArray[np.float64]] | None = None,
+) -> str:
+    """Return how often an interval of any case excludes 0, with its one-sided upper bound at 95 %."""
+    wrong = []
+    for _ in range(runs):
+        sample = _draw_cases(rng, cases, offset, common=True, loads=None if loads is None else loads())
+        wrong.append(any(not i.contains(0.0) for i in intervals(sample)))
+    return f"{share(wrong)} (up to {100 * proportion_interval(sum(wrong), runs, 0.9).high:.1f} %)"
+
+
+def _draw_cases(
+    rng: np.random.Generator,
+    cases: int,
+    offset: float,
+    *,
+    common: bool,
+    processes: int = 3,
+    loads: NDArray[np.float64] | None = None,
+) -> list[list[list[float]]]:
+    """Return cases of 10 rounds, whose processes have the same offset in all of them, times loads, or one in each."""
+    offsets = rng.normal(0.0, offset, (1 if common else cases, processes, 1))
+    if loads is not None:
+        offsets = loads[:, None, None] * offsets
+    drawn: list[list[list[float]]] = (offsets + rng.normal(0.0, 1.0, (cases, processes, 10))).tolist()
+    return drawn
+
+
+def offsets_in_evidence() -> None:
+    """Variance of a process's mean over the cases, against that of independent cases: subject over SDPA, suite seed.
+
+    Not simulated: of the records in evidence/.
+    """
+    print_row("run", "kernel", "graph", "wall")
+    for path in sorted((Path(__file__).resolve().parent.parent / "evidence").glob("*-seed-flash_attention-*.json")):
+        record = read_record(path)
+        if record.environment.gpu is not None:
+            print_row(path.name.partition("-")[0], *(_common_part(record, kind) for kind in get_args(TimeKind)))
+
+
+def _common_part(record: Record, kind: TimeKind) -> str:
+    """Return the variance over processes of their means over the cases, times the cases, over that within a case."""
+    centres = []
+    for case in record.cases:
+        (rounds,) = (rounds for rounds in case.rounds if kind in rounds.seconds)
+        seconds = rounds.seconds[kind]
+        ratios = np.log(np.array(seconds["sdpa"]) / np.array(seconds[record.subject.name]))
+        process = np.array(rounds.process)
+        centres.append([ratios[process == one].mean() for one in np.unique(process)])
+    table = np.array(centres)
+    return f"{len(table) * table.mean(axis=0).var(ddof=1) / table.var(axis=1, ddof=1).mean():.1f}"
 
 
 def histories(rng: np.random.Generator, runs: int) -> None:
@@ -222,7 +331,9 @@ def main() -> None:
     """Print all tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=4000, help="simulated runs for each figure")
-    runs = parser.parse_args().runs
+    parser.add_argument("--only", metavar="NAME", default="", help="only the table of this function, e.g. comparisons")
+    asked = parser.parse_args()
+    runs: int = asked.runs
     rng = np.random.default_rng(0)
     for simulate, part in (
         (one_sample, 1),
@@ -234,15 +345,23 @@ def main() -> None:
         (biases, 2),
         (suites, 4),
     ):
-        print(f"\n{simulate.__doc__} {runs // part} runs for each figure.\n")
-        simulate(rng, runs // part)
+        if asked.only in ("", simulate.__name__):
+            print(f"\n{simulate.__doc__} {runs // part} runs for each figure.\n")
+            simulate(rng, runs // part)
     for simulate, part in (
         (processes_again, 2),
         (comparisons, 5),
+        (powers, 20),
+        (counted_as_independent, 10),
+        (offsets_of_unlike_size, 10),
         (histories, 10),
     ):  # what comes before leaves them alone
-        print(f"\n{simulate.__doc__} {runs // part} runs for each figure.\n")
-        simulate(np.random.default_rng(0), runs // part)
+        if asked.only in ("", simulate.__name__):
+            print(f"\n{simulate.__doc__} {runs // part} runs for each figure.\n")
+            simulate(np.random.default_rng(0), runs // part)
+    if asked.only in ("", offsets_in_evidence.__name__):
+        print(f"\n{offsets_in_evidence.__doc__}\n")
+        offsets_in_evidence()
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
 
 The kernel releases a slot of a ring by a barrier of the hardware, of which the sanitizer knows nothing. Here a copy of
 the sources releases it by an mbarrier; all else is as it is. Triton's own launcher is used: the sanitizer needs memory of
-its own. A race ends the process with an assertion of the device.
+its own, which Triton asks of the allocator that is set here. A race ends the process with an assertion of the device.
 """
 
 from __future__ import annotations
@@ -51,6 +51,11 @@ def copy_with_mbarriers() -> None:
     sys.path.insert(0, str(folder.parent))
 
 
+def scratch(size: int, _alignment: int, _stream: int | None) -> torch.Tensor:
+    """Return memory of the sanitizer; torch's is aligned to 512 bytes, and on the stream that kernels run on."""
+    return torch.empty(size, dtype=torch.int8, device="cuda")
+
+
 def main() -> None:
     """Run small problems, one after another."""
     copy_with_mbarriers()
@@ -59,9 +64,11 @@ def main() -> None:
     problem_of = importlib.import_module("flashmoe_science.attention.problem")
     specs = importlib.import_module("flashmoe_science.gpu.specs")
     reference = importlib.import_module("flashmoe_science.attention.reference")
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+    import triton
     from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+    triton.set_allocator(scratch)
     dims = [int(d) for d in sys.argv[1:2]] or [64, 96, 128, 256]
     masks = [argument == "causal" for argument in sys.argv[2:3]] or [False, True]
     for d, (rows, keys), causal in itertools.product(dims, ((512, 512), (200, 333)), masks):
@@ -70,7 +77,15 @@ def main() -> None:
         (kernel,) = prepare.prepare_kernels(plan)
         q, k, v = (torch.randn(1, h, s, d, device="cuda").bfloat16() for h, s in ((2, rows), (1, keys), (1, keys)))
         o, lse = torch.full_like(q, torch.nan), torch.empty(1, 2, rows, device="cuda")
-        tensors = {"q_desc": q, "k_desc": k, "v_desc": v, "o_desc": o, "q_more_desc": q, "k_more_desc": k, "v_more_desc": v}
+        tensors = {
+            "q_desc": q,
+            "k_desc": k,
+            "v_desc": v,
+            "o_desc": o,
+            "q_more_desc": q,
+            "k_more_desc": k,
+            "v_more_desc": v,
+        }
         arguments, scalars = {}, iter(kernel.scalars)
         for name, kind in kernel.source.signature:
             if kind.startswith("tensordesc"):

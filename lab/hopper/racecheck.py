@@ -26,6 +26,7 @@ def reader(out, buf, ready, free, N: gl.constexpr, MAIL: gl.constexpr):
             mbarrier.arrive(free)
     gl.store(out, total)
 
+
 @gluon.jit
 def writer(out, buf, ready, free, N: gl.constexpr, MAIL: gl.constexpr):
     if MAIL:
@@ -35,6 +36,7 @@ def writer(out, buf, ready, free, N: gl.constexpr, MAIL: gl.constexpr):
             buf.store(gl.full([1], 0, gl.int32, ONE_WARP) + n)
             mbarrier.arrive(ready)
 
+
 @gluon.jit
 def kernel(out, N: gl.constexpr, MAIL: gl.constexpr):
     buf = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -42,7 +44,10 @@ def kernel(out, N: gl.constexpr, MAIL: gl.constexpr):
     free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(ready, count=1)
     mbarrier.init(free, count=1)
-    gl.warp_specialize([(reader, (out, buf, ready, free, N, MAIL)), (writer, (out, buf, ready, free, N, MAIL))], [1], [32])
+    gl.warp_specialize(
+        [(reader, (out, buf, ready, free, N, MAIL)), (writer, (out, buf, ready, free, N, MAIL))], [1], [32]
+    )
+
 
 out = torch.zeros(1, dtype=torch.int32, device="cuda")
 kernel[(1,)](out, 20, sys.argv[1] == "mail", num_warps=4)

@@ -10,7 +10,6 @@ blocks: a batched product whose batch axis Triton lays over the warps.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
@@ -47,7 +46,9 @@ def _forward_short_kernel(
     v_base = v_ptr + head_offset(b, h // GROUP, stride_vb, stride_vh)
 
     q_ptrs = q_base + offs_m[:, None] * stride_qm + offs_d[None, :] * stride_qd  # [BLOCK_M, BLOCK_D]
-    k_ptrs = k_base + offs_n[:, :, None] * stride_kn + offs_d[None, None, :] * stride_kd  # [KEY_GROUPS, BLOCK_N, BLOCK_D]
+    k_ptrs = (
+        k_base + offs_n[:, :, None] * stride_kn + offs_d[None, None, :] * stride_kd
+    )  # [KEY_GROUPS, BLOCK_N, BLOCK_D]
     v_ptrs = v_base + offs_n[:, :, None] * stride_vn + offs_dv[None, None, :] * stride_vd
     q_mask = offs_m[:, None] < seqlen_q if MASK_M else tl.full([BLOCK_M, 1], True, tl.int1)
     n_mask = (offs_n < seqlen_k)[:, :, None] if MASK_N else tl.full([1, 1, 1], True, tl.int1)

@@ -1,4 +1,4 @@
-"""Attention kernels for PyTorch whose every speed claim ships with its evidence, and the harness that proves any other.
+"""Kernels of attention and of experts for PyTorch whose every speed claim ships with its evidence, and the harness.
 
 Importing this package touches neither Triton nor a GPU driver: the public names load on first use.
 """
@@ -12,7 +12,14 @@ __version__ = "0.1.0"
 
 _ORIGIN = {
     "flash_attention": "attention.api",
+    "flash_attention_varlen": "attention.varlen",
+    "flash_attention_with_kv_cache": "attention.cache_api",
+    "explain_with_kv_cache": "attention.cache_api",
     "explain": "attention.api",
+    "fused_moe": "moe.api",
+    "explain_moe": "moe.api",
+    "route": "moe.api",
+    "explain_varlen": "attention.varlen",
     "FlashmoeError": "errors",
     "InputError": "errors",
     "UnsupportedError": "errors",
@@ -26,12 +33,22 @@ __all__ = [
     "UnsupportedError",
     "__version__",
     "explain",
+    "explain_moe",
+    "explain_varlen",
+    "explain_with_kv_cache",
     "flash_attention",
+    "flash_attention_varlen",
+    "flash_attention_with_kv_cache",
+    "fused_moe",
+    "route",
 ]
 
 if TYPE_CHECKING:
     from .attention.api import explain, flash_attention
+    from .attention.cache_api import explain_with_kv_cache, flash_attention_with_kv_cache
+    from .attention.varlen import explain_varlen, flash_attention_varlen
     from .errors import CompileError, FlashmoeError, InputError, UnsupportedError
+    from .moe.api import explain_moe, fused_moe, route
 
 
 def __getattr__(name: str) -> object:

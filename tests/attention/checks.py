@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
 import math
+import warnings
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 
 from flashmoe_science.attention import reference
+from flashmoe_science.attention.gradients import Options, attention_gradients
 from flashmoe_science.attention.operator import OPERATOR
+from flashmoe_science.attention.packed import planned_length
 from flashmoe_science.attention.problem import AttentionProblem
 
-from .cases import Case
+from .cases import Case, FeatureCase, VarlenCase
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -24,9 +31,8 @@ def make_inputs(case: Case, device: str, seed: int = 0) -> tuple[torch.Tensor, t
 
 def problem_of(case: Case) -> AttentionProblem:
     """Return the problem of a case with contiguous tensors."""
-    sizes = dataclasses.asdict(case)
-    del sizes["why"]
-    return AttentionProblem(**sizes)
+    fields = [field.name for field in dataclasses.fields(Case) if field.name != "why"]
+    return AttentionProblem(**{name: getattr(case, name) for name in fields})
 
 
 def poison_allocator(nbytes: int) -> None:
@@ -37,10 +43,100 @@ def poison_allocator(nbytes: int) -> None:
     del blocks
 
 
-def assert_right(o, q, k, v, *, causal=False, softmax_scale=None, lse=None, name="output"):
+@contextlib.contextmanager
+def synchronisation_is_an_error() -> Iterator[None]:
+    """Let torch raise at any synchronisation with the GPU; afterwards it does what it did before, whatever happened."""
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        # Torch says so each time that the mode is set.
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype feature", UserWarning)
+        try:
+            torch.cuda.set_sync_debug_mode("error")
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+
+
+def make_features(case: FeatureCase | VarlenCase, device: str) -> dict[str, Any]:
+    """Return the options of a call that asks for the features of a case; random numbers go on from the inputs'."""
+    generator = torch.Generator(device).manual_seed(1)
+
+    def draw(*shape: int, dtype: str) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=device).to(DTYPES[dtype])
+
+    options: dict[str, Any] = {"causal": case.causal, "window": case.window, "softcap": case.softcap}
+    batch = case.batch if isinstance(case, FeatureCase) else len(case.seqlens_q)
+    if case.sinks:
+        options["sinks"] = draw(case.heads, dtype=case.sinks)
+    if case.alibi:
+        shape = (case.heads,) if case.alibi_axes == 1 else (batch, case.heads)
+        options["alibi"] = draw(*shape, dtype=case.alibi).abs()
+    if isinstance(case, FeatureCase):
+        options["softmax_scale"] = case.scale
+        if case.bias:
+            own_batch, own_heads = case.bias_heads
+            sizes = (batch if own_batch else 1, case.heads if own_heads else 1, case.seqlen_q, case.seqlen_k)
+            options["bias"] = bias = draw(*sizes, dtype=case.bias)
+            bias[:, :, :, 1::5] = -math.inf  # keys that it hides
+            bias[:, :, case.seqlen_q // 2] = -math.inf  # and a row that sees none
+    return options
+
+
+def make_packed(case: VarlenCase, device: str) -> dict[str, Any]:
+    """Return q, k, v and lengths; keys that nobody may read are NaN."""
+    generator = torch.Generator(device).manual_seed(0)
+    dims = {
+        "q": (case.heads, case.head_dim),
+        "k": (case.heads_kv, case.head_dim),
+        "v": (case.heads_kv, case.head_dim_v),
+    }
+    inputs: dict[str, Any] = {}
+    for name, shape in dims.items():
+        lengths = case.seqlens_q if name == "q" else case.seqlens_k
+        tensor = torch.randn(sum(lengths) + case.tail, *shape, generator=generator, device=device)
+        inputs[name] = tensor.to(DTYPES[case.dtype])
+    for side, lengths, used in (("q", case.seqlens_q, case.seqused_q), ("k", case.seqlens_k, case.seqused_k)):
+        starts = [0, *itertools.accumulate(lengths)]
+        inputs[f"cu_seqlens_{side}"] = torch.tensor(starts, dtype=torch.int32, device=device)
+        inputs[f"max_seqlen_{side}"] = max(lengths, default=0) + case.spare
+        if used is not None:
+            inputs[f"seqused_{side}"] = torch.tensor(used, dtype=torch.int32, device=device)
+        for start, length, end in zip(starts, used or lengths, starts[1:], strict=False):
+            for name in "kv" if side == "k" else "q":
+                inputs[name][start + length : end] = math.nan
+        for name in "kv" if side == "k" else "q":
+            inputs[name][starts[-1] :] = math.nan
+    return inputs
+
+
+def assert_varlen_right(o, lse, inputs, options):
+    """Hold every sequence against ``assert_right``, and rows behind ``seqused_q`` against 0 and -inf."""
+    starts_q, starts_k = inputs["cu_seqlens_q"].tolist(), inputs["cu_seqlens_k"].tolist()
+    q, k, v = (inputs[name] for name in "qkv")
+    assert o.shape == (*q.shape[:2], v.shape[2])
+    assert lse.shape == (q.shape[1], q.shape[0])
+    used = {
+        side: inputs[f"seqused_{side}"].tolist() if f"seqused_{side}" in inputs else [None] * (len(starts) - 1)
+        for side, starts in (("q", starts_q), ("k", starts_k))
+    }
+    for b, start_q in enumerate(starts_q[:-1]):
+        end_q = starts_q[b + 1] if used["q"][b] is None else start_q + used["q"][b]
+        end_k = starts_k[b + 1] if used["k"][b] is None else starts_k[b] + used["k"][b]
+        rows, keys = slice(start_q, end_q), slice(starts_k[b], end_k)
+        one = {**options}
+        if "alibi" in one and one["alibi"].dim() == 2:
+            one["alibi"] = one["alibi"][b]
+        parts = (tensor.transpose(0, 1)[None] for tensor in (o[rows], q[rows], k[keys], v[keys]))
+        assert_right(*parts, lse=lse[None, :, rows], name=f"sequence {b}", **one)
+        unused = slice(end_q, starts_q[b + 1])
+        assert torch.equal(o[unused], torch.zeros_like(o[unused]))
+        assert torch.equal(lse[:, unused], torch.full_like(lse[:, unused], -math.inf))
+
+
+def assert_right(o, q, k, v, *, lse=None, name="output", **options):
     """Compare with fp64: within the budget that the eager run sets; LSE within 1e-3, -inf where a row sees no key."""
-    exact, exact_lse = reference.attention(q, k, v, causal=causal, softmax_scale=softmax_scale, dtype=torch.float64)
-    low = reference.attention_low_precision(q, k, v, causal=causal, softmax_scale=softmax_scale)
+    exact, exact_lse = reference.attention(q, k, v, dtype=torch.float64, **options)
+    low = reference.attention_low_precision(q, k, v, **options)
     assert o.shape == exact.shape
     assert o.dtype == q.dtype
     assert torch.isfinite(o).all(), f"{name} has NaN or inf"
@@ -52,3 +148,105 @@ def assert_right(o, q, k, v, *, causal=False, softmax_scale=None, lse=None, name
         assert torch.equal(lse == -math.inf, exact_lse == -math.inf)
         tolerance = 1e-5 if q.dtype == torch.float32 else 1e-3
         torch.testing.assert_close(lse.double(), exact_lse, rtol=tolerance, atol=tolerance)
+
+
+def options_of(options: dict[str, Any], lengths: tuple[int, int] | None, kernel: str) -> Options:
+    """Return what gradients are told of a call with these options."""
+    return Options(
+        options["causal"],
+        options.get("softmax_scale"),
+        options.get("window", (-1, -1)),
+        options.get("softcap", 0.0),
+        lengths,
+        kernel,
+    )
+
+
+def low_precision_gradients(q, k, v, do, **options) -> dict[str, torch.Tensor]:
+    """Return what autograd makes of the framework's eager run in the dtype of the inputs."""
+    given = {"q": q, "k": k, "v": v, **options}
+    leaves: dict[str, torch.Tensor] = {
+        name: given[name].detach().clone().requires_grad_()
+        for name in ("q", "k", "v", "sinks", "bias")
+        if name in given
+    }
+    o = reference.attention_low_precision(**{**given, **leaves})
+    grads = torch.autograd.grad(o, [*leaves.values()], do, allow_unused=True, materialize_grads=True)
+    return dict(zip(leaves, grads, strict=True))
+
+
+def assert_gradients_right(found, q, k, v, do, dlse=None, *, name="", **options):
+    """Compare with fp64: each within the budget that autograd of the eager run sets.
+
+    That of the LSE is linear in ``dlse``, which the eager run does not have: it adds nothing to the budget.
+    """
+    exact = reference.attention_backward(q, k, v, do, dlse, dtype=torch.float64, **options)
+    plain = reference.attention_backward(q, k, v, do, dtype=torch.float64, **options)
+    low = low_precision_gradients(q, k, v, do, **options)
+    assert set(found) == set(exact)
+    for what, gradient in found.items():
+        of = {"q": q, "k": k, "v": v, **options}[what]
+        assert gradient.shape == of.shape
+        assert gradient.dtype == of.dtype
+        assert torch.isfinite(gradient).all(), f"{name}d{what} has NaN or inf"
+        if not gradient.numel():
+            continue
+        budget = OPERATOR.error_budget(plain[what], low[what])
+        budget += torch.finfo(gradient.dtype).eps * exact[what].abs().max().item()  # where dlse makes it larger
+        # A row that sees one key has gradients of 0, the difference of dP and delta: two sums of DV products in fp32.
+        budget += 1e-5
+        error = (gradient.double() - exact[what]).abs().max().item()
+        assert error <= budget, f"{name}d{what}: max error {error:.2e} is above the budget {budget:.2e}"
+
+
+def differentiate(call, tensors, options, *, kernel, through_lse, seed=2) -> tuple[dict[str, torch.Tensor], Any, Any]:
+    """Return the gradients that ``kernel`` makes, and the random gradients of o and LSE that it was given.
+
+    ``tensors`` are q, k, v and lengths, ``options`` what ``call`` takes besides.
+    """
+    o, lse = call(**tensors, **options, return_lse=True)
+    generator = torch.Generator(o.device).manual_seed(seed)
+    do = torch.randn(o.shape, generator=generator, device=o.device).to(o.dtype)
+    dlse = torch.randn(lse.shape, generator=generator, device=o.device) if through_lse else None
+    given = {name: tensor for name, tensor in {**tensors, **options}.items() if isinstance(tensor, torch.Tensor)}
+    given |= {"o": o, "lse": lse, "do": do}
+    lengths = None
+    if dlse is not None:
+        given["dlse"] = torch.where(lse == -math.inf, math.nan, dlse)
+        dlse = torch.where(lse == -math.inf, 0.0, dlse)
+    if "max_seqlen_q" in tensors:
+        lengths = (
+            planned_length("max_seqlen_q", tensors["max_seqlen_q"]),
+            planned_length("max_seqlen_k", tensors["max_seqlen_k"]),
+        )
+    wanted = ["q", "k", "v", *(name for name in ("sinks", "bias") if name in options)]
+    return attention_gradients(options_of(options, lengths, kernel), given, wanted), do, dlse
+
+
+def assert_varlen_gradients_right(found, inputs, options, do):
+    """Hold the gradients of every sequence against fp64, and those of tokens in none against 0."""
+    q, k, v = (inputs[name] for name in "qkv")
+    q64, k64, v64, do64 = (tensor.double().nan_to_num(0.0) for tensor in (q, k, v, do))
+    exact = reference.attention_varlen_backward(
+        q64,
+        k64,
+        v64,
+        do64,
+        **{name: tensor for name, tensor in inputs.items() if name.startswith(("cu_seqlens", "seqused"))},
+        **options,
+    )
+    assert set(found) == set(exact)
+    for name, gradient in found.items():
+        assert torch.isfinite(gradient).all(), f"d{name} has NaN or inf"
+        if gradient.numel():
+            low = 8 * torch.finfo(q.dtype).eps * exact[name].abs().max().item()
+            error = (gradient.double() - exact[name]).abs().max().item()
+            assert error <= low, f"d{name}: max error {error:.2e} is above {low:.2e}"
+        if name in ("q", "k", "v"):
+            unused = torch.ones(gradient.shape[0], dtype=torch.bool)
+            side = "q" if name == "q" else "k"
+            starts = inputs[f"cu_seqlens_{side}"].tolist()
+            lengths = inputs[f"seqused_{side}"].tolist() if f"seqused_{side}" in inputs else None
+            for b, start in enumerate(starts[:-1]):
+                unused[start : starts[b + 1] if lengths is None else start + lengths[b]] = False
+            assert not gradient[unused.to(gradient.device)].any(), f"d{name} of a token in no sequence is not 0"

@@ -2,28 +2,115 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 
-from flashmoe_science import flash_attention
+from flashmoe_science import flash_attention, flash_attention_varlen
+from flashmoe_science.attention.calls import allocate_lse, allocate_output
+from flashmoe_science.attention.inputs import problem_of
+from flashmoe_science.attention.prepare import interpret, prepare_kernels
+from flashmoe_science.attention.tiles import ForwardConfig, Plan
+from flashmoe_science.gpu.planning import PlannedLaunch
 
-from .cases import Case
-from .checks import assert_right, make_inputs
+from .cases import Case, FeatureCase, Gradients, VarlenCase
+from .checks import (
+    assert_gradients_right,
+    assert_right,
+    assert_varlen_gradients_right,
+    assert_varlen_right,
+    differentiate,
+    make_features,
+    make_inputs,
+    make_packed,
+)
 
 
-def check(case: Case) -> None:
+@contextlib.contextmanager
+def poisoned() -> Iterator[None]:
+    """Fill fresh memory with NaN: an element that no one wrote shows."""
+    empty = torch.empty
+    torch.empty = lambda *a, **o: empty(*a, **o).fill_(math.nan)
+    try:
+        yield
+    finally:
+        torch.empty = empty
+
+
+def check(case: Case | VarlenCase | Gradients) -> None:
+    """Compare one case with fp64."""
+    if isinstance(case, Gradients):
+        check_gradients(case)
+    elif isinstance(case, VarlenCase):
+        check_varlen(case)
+    elif isinstance(case, FeatureCase):
+        check_features(case)
+    else:
+        check_plain(case)
+
+
+def check_varlen(case: VarlenCase) -> None:
+    """Compare every sequence with fp64; in another memory layout too."""
+    inputs, options = make_packed(case, "cpu"), make_features(case, "cpu")
+    with poisoned():
+        o, lse = flash_attention_varlen(**inputs, **options, return_lse=True, kernel="forward_triton")
+        apart = {name: torch.stack((inputs[name], inputs[name]), 1)[:, 1] for name in "qkv"}
+        again = flash_attention_varlen(**{**inputs, **apart}, **options, kernel="forward_triton")
+    assert_varlen_right(o, lse, inputs, options)
+    rows = slice(0, sum(case.seqlens_q))
+    assert torch.equal(again[rows], o[rows]), "another memory layout gives other bits"
+
+
+def check_features(case: FeatureCase) -> None:
+    """Compare one case with fp64, its keys split where it says so, and its bias in another memory layout.
+
+    Keys that a window hides from all rows are NaN, in whole tiles: they must not be read.
+    """
+    q, clean_k, clean_v = make_inputs(case, "cpu")
+    k, v = clean_k.clone(), clean_v.clone()
+    first, last = case.keys_within_reach
+    for tensor in (k, v):
+        tensor[:, :, :first], tensor[:, :, last:] = math.nan, math.nan
+    options = make_features(case, "cpu")
+    with poisoned():
+        if case.splits > 1:
+            o, lse = attend_in_shares(q, k, v, case.splits, options)
+        else:
+            o, lse = flash_attention(q, k, v, **options, return_lse=True, kernel="forward_triton")
+            if case.bias:
+                turned = options["bias"].transpose(2, 3).contiguous().transpose(2, 3)
+                again = flash_attention(q, k, v, **{**options, "bias": turned}, kernel="forward_triton")
+                assert torch.equal(again, o), "another memory layout of the bias gives other bits"
+    assert_right(o, q, clean_k, clean_v, lse=lse, **options)
+
+
+def attend_in_shares(q, k, v, splits: int, options) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run forward and merge as a GPU with idle SMs would: plans for a CPU never split."""
+    problem = problem_of(q, k, v, return_lse=True, **options)
+    heads, config = problem.batch * problem.heads, ForwardConfig(16, 32, 4, 1, splits)
+    launches = (
+        PlannedLaunch("_forward_kernel", (-(-problem.seqlen_q // 16) * splits * heads, 1, 1), (128, 1, 1)),
+        PlannedLaunch("_merge_partials_kernel", (-(-problem.seqlen_q // 4) * heads, 1, 1), (128, 1, 1)),
+    )
+    forward, merge = prepare_kernels(Plan(problem, "CPU", 0, "forward_triton", config, launches, "a test asked"))
+    o, lse = allocate_output(problem, q), allocate_lse(problem, q)
+    o_part, lse_part = torch.empty(splits * problem.rows * problem.head_dim_v), torch.empty(splits * problem.rows)
+    interpret(forward, (q, k, v, o_part, lse_part, *(options[name] for name in problem.extras)))
+    interpret(merge, (o_part, lse_part, o, lse))
+    return o, lse
+
+
+def check_plain(case: Case) -> None:
     """Compare one case with fp64, its layout changed too."""
     q, k, v = make_inputs(case, "cpu")
-    empty = torch.empty
-    torch.empty = lambda *a, **o: empty(*a, **o).fill_(math.nan)  # an element that no one wrote shows
-    try:
+    with poisoned():
         o, lse = flash_attention(q, k, v, causal=case.causal, return_lse=True, kernel="forward_triton")
         strided = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v)]
         again = flash_attention(*strided, causal=case.causal, kernel="forward_triton")
-    finally:
-        torch.empty = empty
     assert_right(o, q, k, v, causal=case.causal, lse=lse)
     assert torch.equal(again, o), "another memory layout gives other bits"
     if o.numel() and k.numel():
@@ -47,11 +134,37 @@ def check_expanded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal:
             assert_right(o, *args, causal=causal, name=f"{name} expanded along axis {axis}")
 
 
+def check_gradients(gradients: Gradients) -> None:
+    """Compare the gradients of one case with fp64; in another memory layout too, of which the bits are the same."""
+    case = gradients.case
+    asked: dict[str, Any] = {"kernel": "backward_triton", "through_lse": gradients.through_lse}
+    if isinstance(case, VarlenCase):
+        inputs, options = make_packed(case, "cpu"), make_features(case, "cpu")
+        with poisoned():
+            found, do, _ = differentiate(flash_attention_varlen, inputs, options, **asked)
+        assert_varlen_gradients_right(found, inputs, options, do)
+        return
+    q, k, v = make_inputs(case, "cpu")
+    if gradients.low:
+        q, k = 8 * q.abs(), -8 * k.abs()
+    options = make_features(case, "cpu") if isinstance(case, FeatureCase) else {"causal": case.causal}
+    with poisoned():
+        found, do, dlse = differentiate(flash_attention, {"q": q, "k": k, "v": v}, options, **asked)
+    assert_gradients_right(found, q, k, v, do, dlse, **options)
+    if gradients.turned:
+        turned = {name: t.transpose(1, 2).contiguous().transpose(1, 2) for name, t in (("q", q), ("k", k), ("v", v))}
+        again, _, _ = differentiate(flash_attention, turned, options, **asked)
+        for name, gradient in again.items():
+            assert torch.equal(gradient, found[name]), f"another memory layout gives other bits in d{name}"
+            assert gradient.stride() == turned[name].stride(), f"d{name} lies in memory as {gradient.stride()}"
+
+
 def main() -> None:
     """Serve until stdin ends."""
     for line in sys.stdin:
         try:
-            check(eval(line, {"Case": Case}))  # the parent's own repr
+            kinds = {"Case": Case, "FeatureCase": FeatureCase, "VarlenCase": VarlenCase, "Gradients": Gradients}
+            check(eval(line, kinds))  # the parent's own repr
             answer = "right"
         except Exception as error:  # noqa: BLE001 - the parent fails the test with it
             answer = f"{type(error).__name__}: {error}".replace("\n", " | ")

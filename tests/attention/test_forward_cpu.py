@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -169,16 +166,6 @@ def test_forced_kernels_never_fall_back():
         flash_attention(q, k, v, kernel="forward_triton")
 
 
-def test_requires_grad_is_refused():
-    """Until there is a backward, a call that would lose gradients raises."""
-    q, k, v = (torch.randn(1, 1, 2, 8) for _ in range(3))
-    k.requires_grad_()
-    with pytest.raises(UnsupportedError, match=r"k require grad, and there is no backward yet(.|\n)*no_grad"):
-        flash_attention(q, k, v)
-    with torch.no_grad():
-        assert flash_attention(q, k, v).shape == (1, 1, 2, 8)
-
-
 def test_output_keeps_the_order_of_axes_of_q():
     """A [B, S, H, D] view gives a [B, S, H, D] output, seen as [B, H, S, D]."""
     q, k, v = (torch.randn(2, 6, 4, 8).transpose(1, 2) for _ in range(3))
@@ -228,31 +215,6 @@ INTERPRETED = [case for case in SMALL if case.head_dim <= 128] + [
 def test_streaming_kernel_interpreted(case, interpreted):
     """The Triton kernel itself, run by Triton's interpreter in a process of its own."""
     interpreted(case)
-
-
-@pytest.fixture(scope="module")
-def interpreted():
-    """Return a check of one case in a child process, which Triton's interpreter needs (it is chosen at import)."""
-    environment = {
-        **os.environ,
-        "TRITON_INTERPRET": "1",
-        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-    }
-    child = subprocess.Popen(
-        [sys.executable, "-m", "tests.attention.interpreted"],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
-    )  # fmt: skip
-
-    def check(case: Case) -> None:
-        assert child.stdin is not None
-        assert child.stdout is not None
-        child.stdin.write(repr(case) + "\n")
-        child.stdin.flush()
-        answer = child.stdout.readline().strip()
-        assert answer == "right", answer
-
-    yield check
-    child.communicate(timeout=30)
 
 
 def test_dtypes_cover_the_contract():

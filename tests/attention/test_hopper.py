@@ -17,25 +17,24 @@ pytest.importorskip("triton", reason="Triton exists for Linux only")
 
 from flashmoe_science import UnsupportedError
 from flashmoe_science.attention.forward_gluon_sm90 import TURNS
-from flashmoe_science.attention.operator import OPERATOR, compile_plan
-from flashmoe_science.attention.plan import (
+from flashmoe_science.attention.hopper_plan import (
     HOPPER_ROWS,
     HOPPER_TABLE,
-    HopperConfig,
-    Plan,
-    PlannedLaunch,
     hopper_config,
     hopper_edge_tiles,
     hopper_heads_per_group,
     hopper_is_aligned,
-    plan_attention,
 )
+from flashmoe_science.attention.operator import OPERATOR, compile_plan
+from flashmoe_science.attention.plan import plan_attention
 from flashmoe_science.attention.prepare import prepare_kernels
 from flashmoe_science.attention.problem import AttentionProblem
+from flashmoe_science.attention.tiles import HopperConfig, Plan
 from flashmoe_science.errors import CompileError, LaunchError
 from flashmoe_science.gpu import tensor_map
 from flashmoe_science.gpu.compile import compile_kernel
 from flashmoe_science.gpu.launch import count_parameters, parameter_bits
+from flashmoe_science.gpu.planning import PlannedLaunch
 from flashmoe_science.gpu.specs import SPECS
 from flashmoe_science.gpu.tensor_map import TensorMap
 
@@ -208,16 +207,17 @@ def test_tiles_follow_the_number_of_keys(head_dim, causal, keys, rows, ping_pong
 def test_masked_tiles_follow_the_diagonal(head_dim, seqlen_k, ping_pong, aligned, edge_tiles):
     """In turns they are fewer where the diagonal starts with a tile of keys."""
     problem = make_problem(8, 16, 2048, head_dim, seqlen_k=seqlen_k, causal=True)
-    config = hopper_config(problem)
+    config = hopper_config(problem, H200)
     found = config.ping_pong, hopper_is_aligned(problem, config), hopper_edge_tiles(problem, config)
     assert found == (ping_pong, aligned, edge_tiles)
 
 
-def walks(problem: AttentionProblem) -> Iterator[tuple[int, list[int], int]]:
-    """Yield first row, key tiles in order, and how many of them are masked, of every warpgroup of the kernel."""
-    config = hopper_config(problem)
+def walks(problem: AttentionProblem) -> Iterator[tuple[range, list[int], int]]:
+    """Yield its rows of a head, key tiles in order, and how many are masked, of every warpgroup of the kernel."""
+    config = hopper_config(problem, H200)
     edge_tiles = hopper_edge_tiles(problem, config)
-    rows, turns = HOPPER_ROWS * config.warpgroups, config.ping_pong
+    rows_of_head, turns = HOPPER_ROWS // config.pack, config.ping_pong
+    rows = rows_of_head * config.warpgroups
 
     def key_tiles(end_row: int) -> int:
         end = max(min(problem.seqlen_k, end_row + problem.seqlen_k - problem.seqlen_q), 0)
@@ -225,10 +225,10 @@ def walks(problem: AttentionProblem) -> Iterator[tuple[int, list[int], int]]:
 
     for first_row in range(0, problem.seqlen_q, rows):
         for w in range(config.warpgroups):
-            row = first_row + w * HOPPER_ROWS
-            steps = key_tiles(first_row + rows if turns else row + HOPPER_ROWS)
-            ahead = w * HOPPER_ROWS // config.block_n if hopper_is_aligned(problem, config) else 0
-            yield row, list(range(steps - 1, -1, -1)), edge_tiles - ahead
+            row = first_row + w * rows_of_head
+            steps = key_tiles(first_row + rows if turns else row + rows_of_head)
+            ahead = w * rows_of_head // config.block_n if hopper_is_aligned(problem, config) else 0
+            yield range(row, row + rows_of_head), list(range(steps - 1, -1, -1)), edge_tiles - ahead
 
 
 @settings(max_examples=400, deadline=None)
@@ -237,27 +237,77 @@ def walks(problem: AttentionProblem) -> Iterator[tuple[int, list[int], int]]:
     causal=strategies.booleans(),
     sizes=strategies.lists(strategies.integers(1, 70), min_size=2, max_size=2),
     odd=strategies.lists(strategies.sampled_from([0, 0, 0, 1, 37]), min_size=2, max_size=2),
+    group=strategies.sampled_from([1, 1, 2, 4, 8, 12, 64]),
 )
-@example(head_dim=256, causal=True, sizes=[33, 32], odd=[0, 0])
-@example(head_dim=256, causal=True, sizes=[64, 32], odd=[0, 0])
-@example(head_dim=64, causal=True, sizes=[42, 34], odd=[0, 0])
-@example(head_dim=64, causal=True, sizes=[42, 44], odd=[0, 37])
-@example(head_dim=96, causal=True, sizes=[2, 1], odd=[1, 0])
-@example(head_dim=96, causal=True, sizes=[4, 5], odd=[0, 0])
-def test_every_key_that_a_row_sees_is_walked_over_and_no_other_left_unmasked(head_dim, causal, sizes, odd):
+@example(head_dim=256, causal=True, sizes=[33, 32], odd=[0, 0], group=1)
+@example(head_dim=256, causal=True, sizes=[64, 32], odd=[0, 0], group=1)
+@example(head_dim=64, causal=True, sizes=[42, 34], odd=[0, 0], group=1)
+@example(head_dim=64, causal=True, sizes=[42, 44], odd=[0, 37], group=1)
+@example(head_dim=96, causal=True, sizes=[2, 1], odd=[1, 0], group=1)
+@example(head_dim=96, causal=True, sizes=[4, 5], odd=[0, 0], group=1)
+@example(head_dim=64, causal=True, sizes=[41, 41], odd=[37, 37], group=4)
+@example(head_dim=64, causal=True, sizes=[41, 41], odd=[37, 37], group=64)
+def test_every_key_that_a_row_sees_is_walked_over_and_no_other_left_unmasked(head_dim, causal, sizes, odd, group):
     """For the walk of every warpgroup over the key tiles, as the kernel makes it."""
     seqlen_q, seqlen_k = (64 * size + more for size, more in zip(sizes, odd, strict=True))
-    problem = make_problem(1, 1, seqlen_q, head_dim, seqlen_k=seqlen_k, causal=causal)
-    block_n = hopper_config(problem).block_n
-    for row, tiles, masked in walks(problem):
+    heads = {"heads": 64 * group, "heads_kv": 64}
+    problem = make_problem(1, seqlen_q=seqlen_q, head_dim=head_dim, seqlen_k=seqlen_k, causal=causal, **heads)
+    block_n = hopper_config(problem, H200).block_n
+    for rows, tiles, masked in walks(problem):
+        row = rows.start
         if row >= seqlen_q:
             continue
         offset = seqlen_k - seqlen_q if causal else seqlen_k  # the last key that row r sees is r + offset, or the last
-        last_row = min(row + HOPPER_ROWS, seqlen_q) - 1
+        last_row = min(rows.stop, seqlen_q) - 1
         seen = min(last_row + offset, seqlen_k - 1)
         assert seen < 0 or set(range(seen // block_n + 1)) <= set(tiles)
         for tile in tiles[masked:]:
             assert (tile + 1) * block_n - 1 <= min(row + offset, seqlen_k - 1), (row, tile)
+
+
+@pytest.mark.parametrize(
+    ("group", "seqlen_q", "pack", "tiles"),
+    [
+        *(
+            (4, 129, 4, 5 * 64),
+            (4, 128, 1, 64 * 4),
+            (8, 437, 8, 28 * 64),
+            (6, 129, 2, 3 * 64 * 3),
+            (5, 129, 1, 2 * 64 * 5),
+        ),
+        *((1, 129, 1, 2 * 64), (64, 65, 64, 33 * 64), (128, 3, 64, 2 * 64 * 2)),
+        *((4, 1000, 1, 8 * 64 * 4), (4, 3000, 1, 24 * 64 * 4)),  # less than a tenth would be saved
+    ],
+)
+def test_heads_are_packed_where_row_tiles_would_be_half_empty(group, seqlen_q, pack, tiles):
+    """Row tiles of 128: a power of two of the heads of a KV head share them."""
+    problem = make_problem(1, 64 * group, seqlen_q, heads_kv=64, seqlen_k=4096)
+    plan = forced(problem)
+    assert isinstance(plan.config, HopperConfig)
+    assert plan.config.pack == pack
+    assert f"{tiles} row tiles of 128" in plan.reason
+    assert (f"{pack} heads of a KV head to a tile" in plan.reason) == (pack > 1)
+
+
+def test_heads_are_not_packed_where_too_few_row_tiles_are_left():
+    assert hopper_config(make_problem(1, 64, 65, heads_kv=8, seqlen_k=4096), H200).pack == 1
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "head_dim_v", "group", "causal", "seqlen_k"),
+    [
+        *((64, 64, 8, True, 1435), (64, 64, 8, True, 2435), (64, 64, 4, False, 2435), (80, 80, 4, True, 1435)),
+        *((80, 80, 4, False, 2435), (128, 128, 64, True, 1435), (128, 128, 8, True, 2435), (192, 128, 4, True, 1435)),
+        *((192, 192, 8, False, 1435), (256, 256, 16, False, 1435)),
+    ],
+)
+def test_packed_heads_compile(head_dim, head_dim_v, group, causal, seqlen_k, tmp_path):
+    """The diagonal is aligned with nothing."""
+    sizes = {"heads_kv": 32, "head_dim_v": head_dim_v, "seqlen_k": seqlen_k}
+    plan = forced(make_problem(4, 32 * group, 70, head_dim, causal=causal, return_lse=True, **sizes))
+    assert isinstance(plan.config, HopperConfig)
+    assert plan.config.pack == group
+    assert_compiles(plan, tmp_path)
 
 
 def longest_share(problem: AttentionProblem) -> float:
@@ -265,9 +315,13 @@ def longest_share(problem: AttentionProblem) -> float:
 
     In key tiles; a row tile costs one more by itself.
     """
-    config = hopper_config(problem)
+    config = hopper_config(problem, H200)
     rows = HOPPER_ROWS * config.warpgroups
-    tiles_m, heads, group = -(-problem.seqlen_q // rows), problem.batch * problem.heads, hopper_heads_per_group(problem)
+    tiles_m, heads, group = (
+        -(-problem.seqlen_q // rows),
+        problem.batch * problem.heads,
+        hopper_heads_per_group(problem, hopper_config(problem, H200)),
+    )
     programs = [0] * min(tiles_m * heads, H200.sms)
     for tile in range(tiles_m * heads):
         first = tile // (group * tiles_m) * group
@@ -290,7 +344,7 @@ def test_causal_programs_have_as_much_to_do(head_dim, heads, keys):
 def test_heads_of_a_group_have_their_keys_in_l2(batch, heads, heads_kv, keys, group):
     """At D 128 a head's K and V take 512 B a key; groups are as equal as can be."""
     problem = make_problem(batch, heads, keys, heads_kv=heads_kv, causal=True)
-    assert hopper_heads_per_group(problem) == group
+    assert hopper_heads_per_group(problem, hopper_config(problem, H200)) == group
 
 
 def test_a_program_has_a_tile_at_least():

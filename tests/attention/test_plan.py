@@ -15,20 +15,14 @@ from hypothesis import given, settings, strategies
 
 import flashmoe_science
 from flashmoe_science import InputError, UnsupportedError
-from flashmoe_science.attention import plan as plan_module
-from flashmoe_science.attention.plan import (
-    HOPPER_ROWS,
-    MERGE_ROWS,
-    ForwardConfig,
-    HopperConfig,
-    Plan,
-    PlannedLaunch,
-    ShortConfig,
-    plan_attention,
-    share_keys,
-    short_shared_bytes,
-)
+from flashmoe_science.attention.hopper_plan import HOPPER_ROWS
+from flashmoe_science.attention.plan import plan_attention
 from flashmoe_science.attention.problem import AttentionProblem
+from flashmoe_science.attention.short_plan import short_shared_bytes
+from flashmoe_science.attention.tiles import ForwardConfig, HopperConfig, Plan, ShortConfig
+from flashmoe_science.attention.triton_plan import MERGE_ROWS, share_keys
+from flashmoe_science.gpu import planning
+from flashmoe_science.gpu.planning import PlannedLaunch
 from flashmoe_science.gpu.specs import SPECS
 
 from ..proof.processes import python_path
@@ -233,17 +227,17 @@ def test_an_architecture_that_no_triton_compiles_for_is_refused(arch):
 @pytest.mark.parametrize("kernel", ["auto", "forward_triton", "forward_short_gluon"])
 def test_an_architecture_names_the_triton_that_it_needs(monkeypatch, kernel):
     thor = dataclasses.replace(B200, name="Thor", arch=110)
-    monkeypatch.setattr(plan_module, "_installed_triton", lambda: (3, 6))
+    monkeypatch.setattr(planning, "_installed_triton", lambda: (3, 6))
     with pytest.raises(UnsupportedError, match=r"sm_110 needs Triton 3\.7 or newer, got Triton 3\.6") as caught:
         plan_attention(make_problem(), thor, kernel)
     assert caught.value.hint == "install triton>=3.7, and a torch that goes with it"
     for installed in ((3, 7), (3, 10), None):
-        monkeypatch.setattr(plan_module, "_installed_triton", lambda version=installed: version)
+        monkeypatch.setattr(planning, "_installed_triton", lambda version=installed: version)
         assert plan_attention(make_problem(), thor, kernel).arch == 110
 
 
 def test_the_version_of_triton_is_read_without_importing_it(monkeypatch):
-    find = plan_module._installed_triton.__wrapped__
+    find = planning._installed_triton.__wrapped__
     monkeypatch.setattr(importlib.metadata, "version", lambda _name: "3.10.0+git1234")
     assert find() == (3, 10)
 

@@ -5,6 +5,8 @@ No spills, no more shared memory than a block may have, and the matrix instructi
 - every row of ``FORWARD_TABLES`` on each of its architectures, full and causal, at the full width of its tile, in fp16
   or fp32; and each row on each architecture in one more way, which goes round: bf16, rests of every kind, keys split,
   split with rests, and D unlike DV.
+- every row for 16-bit elements that features can take, on one of its architectures, with some features or with all,
+  which go round. A table takes no more time to be checked whole: ``FLASHMOE_ALL_FEATURES=1`` does so.
 - every tile of ``forward_short_gluon`` for 16 to 512 keys and 16 to 128 columns, on one architecture of each kind
   (before Hopper, Hopper, after) where it fits; which one, mask, LSE, rests and dtype are drawn with a fixed seed.
 - the merge on every architecture, with 2 and with 32 shares, with and without LSE and rests.
@@ -14,9 +16,11 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -26,19 +30,14 @@ import triton
 
 from flashmoe_science import UnsupportedError
 from flashmoe_science.attention.operator import CompileOutcome, compile_plan
-from flashmoe_science.attention.plan import (
-    FORWARD_TABLES,
-    SHORT_MAX_KEYS,
-    ForwardConfig,
-    Plan,
-    PlannedLaunch,
-    ShortConfig,
-    plan_attention,
-    short_shared_bytes,
-)
+from flashmoe_science.attention.plan import plan_attention
 from flashmoe_science.attention.prepare import prepare_kernels
 from flashmoe_science.attention.problem import AttentionProblem, Strides
+from flashmoe_science.attention.short_plan import SHORT_MAX_KEYS, short_shared_bytes
+from flashmoe_science.attention.tiles import ForwardConfig, Plan, ShortConfig
+from flashmoe_science.attention.triton_plan import FORWARD_TABLES, forward_rows
 from flashmoe_science.gpu.compile import compile_kernel, read_resources
+from flashmoe_science.gpu.planning import PlannedLaunch
 from flashmoe_science.gpu.specs import SPECS
 
 pytestmark = pytest.mark.triton
@@ -151,6 +150,93 @@ def test_the_tables_cover_every_architecture_and_every_width():
 def test_every_row_of_the_tables_compiles(row):
     for outcome in compile_plan(row.plan()):
         assert problems_of(outcome, str(row)) == [], (outcome.registers, outcome.shared_memory_bytes)
+
+
+SOME: tuple[dict[str, Any], ...] = (
+    {"window": (300, -1)},
+    {"softcap": 30.0},
+    {"sinks": "bf16"},
+    {"alibi": "fp32"},
+    {"window": (300, -1), "softcap": 30.0},
+    {"window": (300, -1), "sinks": "bf16"},
+    {"window": (300, -1), "alibi": "fp32"},
+    {"softcap": 30.0, "sinks": "bf16"},
+    {"softcap": 30.0, "alibi": "fp32"},
+    {"sinks": "bf16", "alibi": "fp32"},
+)
+ALL_BUT_BIAS: dict[str, Any] = {"window": (300, -1), "softcap": 30.0, "sinks": "fp32", "alibi": "fp32"}
+MANY: tuple[dict[str, Any], ...] = (
+    ALL_BUT_BIAS,
+    {"bias": "fp32"},
+    {"bias": "fp16"},
+    {**ALL_BUT_BIAS, "bias": "fp32"},
+)
+PACKED: dict[str, Any] = {"packed": True, "seqused": "qk"}
+
+
+def featured_plans() -> Iterator[Plan]:
+    """Yield plans with features by hand, for every row that they can take; by default each in a few ways."""
+    complete = os.environ.get("FLASHMOE_ALL_FEATURES") == "1"
+    place = 0
+    for archs, table in FORWARD_TABLES.items():
+        for item_bytes, columns in table:
+            for weight, asked in ((1, SOME), (2, MANY)):
+                ways = list(itertools.product(archs, asked, ({}, PACKED), (True, False)))
+                ways = [way for way in ways if not ("bias" in way[1] and way[2])]
+                for config in forward_rows(archs[0], item_bytes, columns, features=weight):
+                    place += 1
+                    for arch, features, packed, rests in ways if complete else [ways[place * 7 % len(ways)]]:
+                        if not complete and (item_bytes == 4 or config.block_m == 16):
+                            continue
+                        dim = columns * 5 // 8 if rests else columns
+                        problem = make_problem(
+                            seqlen_q=1000, seqlen_k=900, head_dim=dim, head_dim_v=dim,
+                            dtype="fp32" if item_bytes == 4 else "bf16", causal=rests, return_lse=True,
+                            **features, **packed,
+                        )  # fmt: skip
+                        yield by_hand(problem, arch, config)
+
+
+FEATURED_PLANS = list(featured_plans())
+
+
+def name_of_featured(plan: Plan) -> str:
+    config = plan.config
+    assert isinstance(config, ForwardConfig)
+    tile = f"{config.block_m}x{config.block_n}-w{config.num_warps}s{config.num_stages}"
+    return f"sm_{plan.arch}-{tile}-{plan.problem.describe()}"
+
+
+def test_the_featured_plans_cover_every_feature():
+    assert {plan.arch for plan in FEATURED_PLANS} == set(GPUS)
+    for feature in ("a sliding window", "a softcap", "attention sinks", "ALiBi", "a bias", "packed sequences"):
+        assert sum(feature in plan.problem.features for plan in FEATURED_PLANS) >= 3, feature
+    for archs in FORWARD_TABLES:
+        for weight in (0, 1, 2):
+            for columns, item_bytes in itertools.product((64, 128, 256), (2, 4)):
+                tiles = [row.block_m for row in forward_rows(archs[-1], item_bytes, columns, features=weight)]
+                assert tiles == sorted(tiles, reverse=True)
+                assert tiles[-1] == 16
+
+
+@pytest.mark.parametrize("plan", FEATURED_PLANS, ids=name_of_featured)
+def test_rows_with_features_compile(plan):
+    for outcome in compile_plan(plan):
+        assert problems_of(outcome, name_of_featured(plan)) == [], (outcome.registers, outcome.shared_memory_bytes)
+
+
+@pytest.mark.parametrize(
+    ("asked", "weight"),
+    [({}, 0), ({"packed": True}, 1), *[(some, 1) for some in SOME], *[(many, 2) for many in MANY]],
+    ids=str,
+)
+def test_the_plan_takes_the_rows_for_as_many_features(asked, weight):
+    for arch, gpu in GPUS.items():
+        problem = make_problem(
+            seqlen_q=4096, seqlen_k=4096, head_dim=128, head_dim_v=128, dtype="bf16", **{"batch": 64, **asked}
+        )
+        plan = plan_attention(problem, gpu, "forward_triton")
+        assert plan.config == forward_rows(arch, 2, 128, features=weight)[0]
 
 
 def short_plans() -> Iterator[Plan]:

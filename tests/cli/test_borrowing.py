@@ -12,6 +12,7 @@ from flashmoe_science.cli.running import without_places
 from flashmoe_science.errors import EvidenceError, MachineLostError, RemoteError
 from flashmoe_science.proof.cost import Budget, size_of
 from flashmoe_science.proof.remote import HostResult
+from flashmoe_science.proof.store import Store
 
 from ..proof.builders import L4, build_record
 from .conftest import RUN_ID
@@ -30,7 +31,7 @@ def on_hosts(run, repository, monkeypatch, budgets):
     """Run ``flashmoe prove --host`` with machines that answer with these records and errors."""
     subprocess.run(["git", "init", "-q"], cwd=repository, check=True)
 
-    def on_hosts(answers, *args, interrupt=False):
+    def on_hosts(answers, *args, interrupt=False, reached=False):
         def prove_on(hosts, request, tree, *, progress, save, begin):
             results = []
             for host, (record, error) in zip(hosts, answers.values(), strict=True):
@@ -39,7 +40,7 @@ def on_hosts(run, repository, monkeypatch, budgets):
                     progress[host.name].start("bench")
                     progress[host.name].finish(record.gates[-1])
                     save(host.name, record)
-                results.append(HostResult(host, record, error, seconds=90.0))
+                results.append(HostResult(host, record, error, seconds=90.0, reached=reached))
             if interrupt:
                 raise KeyboardInterrupt
             return results
@@ -58,11 +59,52 @@ def test_one_machine_looks_like_this_one(on_hosts, repository):
     assert lines[0] == "proving flash_attention on suite seed (13 cases), against sdpa"
     assert lines[1].startswith("me@gpu: cost: about $")
     assert lines[2].startswith("bench    passed")
+    assert lines[3].startswith("set-up: $")
     assert lines[-4].startswith("demonstrated  ")
     assert "; estimated $" in lines[-2]
     assert lines[-1] == f"record: evidence/{record.id}.json"
     assert err.splitlines()[-1] == "me@gpu: NVIDIA H200, held for 1.5 min, 0.0 min of them with the GPU at work"
     assert (repository / "evidence" / f"{record.id}.json").exists()
+
+
+def set_ups() -> list[tuple[str, str, float]]:
+    return [(row.run, row.gpu, row.gpu_seconds) for row in Store().ledger() if row.gate == "set-up"]
+
+
+def paid(record, *seconds):
+    gates = [
+        gate.model_copy(update={"gpu_seconds": held}) for gate, held in zip(record.gates[-4:], seconds, strict=True)
+    ]
+    return record.model_copy(update={"gates": [*record.gates[:-4], *gates]})
+
+
+def test_all_the_time_that_a_machine_was_held_is_booked(on_hosts, run):
+    record = paid(build_record(speedups=[2.3, 3.0], day=1), 4, 3, 2, 21)
+    out = on_hosts({"me@gpu": (record, None)})[1]
+    assert set_ups() == [(record.id, "NVIDIA H200", 60.0)]  # of 90 s, less the 30 of its gates
+    assert "set-up: $" in out
+    assert sum(entry.gpu_seconds for entry in Store().ledger()) == 90.0
+    assert any(line.split()[:3] == ["set-up", "60", "s"] for line in run("cost")[1].splitlines())
+
+
+def test_a_machine_that_was_lost_before_its_first_gate_is_booked_too(on_hosts):
+    on_hosts({"b": (None, LOST)}, reached=True)
+    ((run_id, gpu, seconds),) = set_ups()
+    assert (run_id.startswith("set-up-"), gpu, seconds) == (True, "", 90.0)  # which GPU it has was never heard
+
+
+def test_one_that_was_never_reached_and_one_without_a_gpu_cost_nothing(on_hosts):
+    on_hosts({"c": (None, RemoteError("c cannot be reached: no", hint="look"))})
+    on_hosts({"d": (build_record(speedups=[2.0], gpu=None, day=2), None)})
+    assert set_ups() == []
+
+
+def test_ctrl_c_books_what_was_held_until_then(on_hosts):
+    record = build_record(speedups=[2.3, 3.0], day=1)
+    assert on_hosts({"me@gpu": (record, None)}, interrupt=True)[0] == 130
+    ((run_id, gpu, seconds),) = set_ups()
+    assert (run_id, gpu) == (record.id, "NVIDIA H200")
+    assert seconds > 0
 
 
 def test_several_machines_make_one_table(on_hosts):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from flashmoe_science.proof.cost import GPU_GATES, size_of
-from flashmoe_science.proof.evidence import Compared, Gate, Revision
+from flashmoe_science.proof.evidence import Compared, Gate, Revision, write_record
 from flashmoe_science.proof.revisions import Asked
 from flashmoe_science.proof.store import Store
 
@@ -208,6 +208,35 @@ def test_time_without_a_rate_is_said_apart(run):
         "a",
         "rate",
     ]
+
+
+def test_runs_of_the_evidence_folder_that_the_store_does_not_have_are_counted_and_said(run, repository):
+    write_record(build_record(gates=gates(1, 2, 3, 54), day=3), repository / "evidence" / "loose.json")
+    write_record(build_record(gates=gates(8, failed="launch"), day=4), repository / "evidence" / "failed.json")
+    code, out, err = run("cost")
+    assert code == 0
+    assert out.splitlines()[-3].split() == ["total", "68", "s", "$0.680"]
+    assert out.splitlines()[-1].startswith("saved: about $0.590 (59 s) in 1 run")
+    assert err.splitlines() == [
+        "2 runs of evidence/ that the store does not have, at the prices of now",
+        "hint: flashmoe import evidence/ keeps them there",
+    ]
+    assert len(json.loads(run("cost", "--json")[1])["not_in_store"]) == 2
+    assert json.loads(run("cost", "--since", "2026-01-05", "--json")[1])["total"]["gpu_seconds"] == 8
+    assert run("import", "evidence/")[0] == 0
+    assert run("cost")[1:] == (out, "")
+
+
+def test_what_a_run_saved_counts_its_kinds_of_problems(run, monkeypatch):
+    Store().save(build_record(gates=gates(8, failed="launch"), day=1))
+
+    def seconds() -> float:
+        (saved,) = json.loads(run("cost", "--json")[1])["saved"]
+        return float(saved["gpu_seconds"])
+
+    few = seconds()
+    monkeypatch.setattr("flashmoe_science.cli.costing.kinds_of", lambda _: 2)
+    assert seconds() > few + 1
 
 
 def test_cost_where_nothing_was_spent(run):

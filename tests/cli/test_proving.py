@@ -120,7 +120,7 @@ def test_prove_with_no_gpu_holds_even_where_a_claim_does_not(prove_with, reposit
     (repository / "claims" / "seed.toml").write_text(claim_toml(suite="made_up", factor=2.9))
     code, out, _ = prove_with(build_record(gpu=None, day=1))
     assert code == 0
-    assert "\nrefuted       It is twice as fast." in out
+    assert "\nrefuted       It is 2.9 times as fast." in out
 
 
 def test_prove_says_nothing_of_claims_where_there_are_none(prove_with, repository):

@@ -7,6 +7,7 @@ import json
 
 import pytest
 
+from flashmoe_science.proof.store import Store
 from flashmoe_science.proof.study.run import run_study
 
 from ..proof.builders import H200
@@ -108,3 +109,36 @@ def test_one_document_under_json(study):
     document = json.loads(out)
     assert document["exit_code"] == code == 0
     assert document["study"]["tallies"][0]["sound"] >= 8
+
+
+def test_a_study_says_what_it_costs_and_is_booked_as_it_grows(study):
+    code, out, _ = study("--same", "8", "--planted", "0")
+    lines = out.splitlines()
+    assert lines[1].startswith("cost: about $")
+    assert lines[1].endswith("an hour), by a rough model")
+    assert lines[-2].startswith("cost: $")
+    assert "(30 s of NVIDIA H200); estimated $" in lines[-2]  # three processes
+    (row,) = Store().ledger()
+    assert (code, row.gate, row.gpu_seconds) == (0, "study", 30.0)
+    out = study("--same", "8", "--planted", "0")[1]
+    assert "(30 s of NVIDIA H200 at $" in out.splitlines()[1]  # what the first took
+    assert "by 1 earlier study of this case on this GPU" in out.splitlines()[1]
+    assert sum(row.gpu_seconds for row in Store().ledger()) == 60.0
+
+
+def test_a_study_begins_no_process_that_would_pass_its_budget(study, repository):
+    (repository / "rates.toml").write_text("[gpu.H200]\ndollars_per_hour = 3600\n")  # a dollar a second
+    code, out, _ = study("--same", "8", "--planted", "0", "--budget", "1")
+    assert code == 4
+    assert Store().ledger() == []
+    assert "a further process would pass its 1 s of a GPU, of which 1 s are left" in " ".join(out.split())
+    (path,) = files(repository)
+    path.unlink()
+    code, out, _ = study("--same", "8", "--planted", "0", "--budget", "25")
+    assert code == 4
+    assert [row.gpu_seconds for row in Store().ledger()] == [20.0]
+    (path,) = files(repository)
+    code, out, _ = study("--resume", path.stem, "--budget", "30")
+    assert code == 0
+    assert "cost: $10.00 (10 s of NVIDIA H200)" in out
+    assert [row.gpu_seconds for row in Store().ledger()] == [30.0]

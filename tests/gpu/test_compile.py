@@ -15,9 +15,10 @@ from triton.backends.nvidia import compiler as nvidia_compiler
 
 from flashmoe_science import CompileError
 from flashmoe_science.attention.operator import compile_plan
-from flashmoe_science.attention.plan import ForwardConfig, Plan, PlannedLaunch
 from flashmoe_science.attention.problem import AttentionProblem
+from flashmoe_science.attention.tiles import ForwardConfig, Plan
 from flashmoe_science.gpu.compile import KernelSource, compile_kernel, read_resources
+from flashmoe_science.gpu.planning import PlannedLaunch
 from flashmoe_science.gpu.specs import OLDEST_TRITON
 
 pytestmark = pytest.mark.triton

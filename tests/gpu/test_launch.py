@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -12,11 +15,13 @@ import triton
 import triton.language as tl
 
 from flashmoe_science import CompileError
-from flashmoe_science.attention.plan import ForwardConfig, Plan, PlannedLaunch
 from flashmoe_science.attention.prepare import prepare_kernels
 from flashmoe_science.attention.problem import AttentionProblem
+from flashmoe_science.attention.tiles import ForwardConfig, Plan
+from flashmoe_science.gpu import launch
 from flashmoe_science.gpu.compile import KernelSource, compile_kernel
 from flashmoe_science.gpu.launch import MAX_POINTERS, count_parameters
+from flashmoe_science.gpu.planning import PlannedLaunch
 
 pytestmark = pytest.mark.triton
 
@@ -98,3 +103,56 @@ def test_attention_passes_its_pointers_first_and_no_more_than_a_launch_takes(ker
         assert sum(pointers) <= MAX_POINTERS
         assert len(prepared.scalars) == len(kinds) - sum(pointers)
         count_parameters(prepared.source, compile_kernel(prepared.source, 90).asm["ptx"])
+
+
+EVERYTHING: dict[str, Any] = {"window": (300, 100), "softcap": 30.0, "sinks": "bf16", "alibi": "fp32"}
+FEATURED: dict[str, dict[str, Any]] = {
+    "dense": {"causal": False, **EVERYTHING, "bias": "fp16"},
+    "packed": {"causal": False, **EVERYTHING, "packed": True, "seqused": "qk"},
+    "a window": {"causal": True, "window": (300, -1)},
+}
+
+
+@pytest.mark.parametrize("name", FEATURED)
+def test_attention_with_features_passes_its_pointers_first(name):
+    """In the order of ``extras``, and scalars of the kinds that it says."""
+    problem = AttentionProblem(2, 4, 2, 700, 4096, 64, 64, "fp16", return_lse=True, **FEATURED[name])
+    launches = (PlannedLaunch("_forward_kernel", (1, 1, 1), (128, 1, 1)),)
+    (prepared,) = prepare_kernels(
+        Plan(problem, "H200", 90, "forward_triton", ForwardConfig(16, 64, 4, 2), launches, "")
+    )
+    kinds = [kind for _, kind in prepared.source.signature]
+    pointers = [argument.removesuffix("_ptr") for argument, kind in prepared.source.signature if kind.startswith("*")]
+    assert pointers == ["q", "k", "v", "o", "lse", *problem.extras]
+    assert len(prepared.scalars) == len(kinds) - len(pointers)
+    names = [argument for argument, _ in prepared.source.signature[len(pointers) :]]
+    scalars = dict(zip(names, prepared.scalars, strict=True))
+    assert [scalars.get(f"window_{side}", -1) for side in ("left", "right")] == [*problem.window]
+    order = [argument for argument in prepared.source.function.arg_names if argument in dict(prepared.source.signature)]
+    assert order == [argument for argument, _ in prepared.source.signature], "the kernel takes them in this order"
+    count_parameters(prepared.source, compile_kernel(prepared.source, 90).asm["ptx"])
+
+
+SCALARS: tuple[Any, ...] = (ctypes.c_int32, ctypes.c_float)
+
+
+@pytest.mark.parametrize("pointers", [3, 6, 7, 12])
+def test_a_launch_writes_every_pointer_and_scalar(pointers, monkeypatch):
+    """What the driver finds in the parameter block, with a driver that only looks there."""
+    seen = []
+
+    def look(config_at: int, function: int, parameters_at: int, _extra: object) -> int:
+        places = (ctypes.c_void_p * (pointers + 2)).from_address(parameters_at)
+        addresses = [ctypes.c_uint64.from_address(place).value for place in places[:pointers]]
+        rows, factor = (kind.from_address(place).value for kind, place in zip(SCALARS, places[pointers:], strict=True))
+        seen.append((function, addresses, rows, factor, launch._LaunchConfig.from_address(config_at).stream))
+        return 0
+
+    monkeypatch.setattr(launch, "_load_function", lambda *_: (77, 0, 128))
+    monkeypatch.setattr(launch, "_driver", lambda: SimpleNamespace(cuLaunchKernelEx=look))
+    signature = [*((f"p{i}_ptr", "*fp16") for i in range(pointers)), ("rows", "i32"), ("factor", "fp32")]
+    source = KernelSource(_scale_kernel, tuple(signature), (), frozenset(), num_warps=4)
+    call = launch.prepare_launch(source, 90, 0, (1, 1, 1), (5, 0.5))
+    for first in (1000, 2**40):
+        call(9, *range(first, first + max(pointers, 4)))
+    assert seen == [(77, [*range(first, first + pointers)], 5, 0.5, 9) for first in (1000, 2**40)]

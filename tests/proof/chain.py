@@ -145,7 +145,15 @@ def launch(name: str = "attend_kernel", **changes: Any) -> dict[str, Any]:
 
 def captured(name: str, role: str, launches: list[dict[str, Any]], **changes: Any) -> dict[str, Any]:
     """Return one arm as a capturing task tells it."""
-    table = {"name": name, "role": role, "status": "captured", "reason": "", "version": "1", "launches": launches}
+    table = {
+        "name": name,
+        "role": role,
+        "status": "captured",
+        "reason": "",
+        "version": "1",
+        "code": "",
+        "launches": launches,
+    }
     return {**table, "graph_launches": launches, "graph_reason": "", "promises": [], "patterns": [], **changes}
 
 
@@ -153,7 +161,8 @@ def measured(payload: dict[str, Any], case: dict[str, Any], seconds: dict[str, f
     """Return one case as a measuring task tells it: every round the same."""
     n, roles = payload["settings"]["rounds"], {"fake_attention": "subject", "sdpa": "baseline", "sdpa#2": "control"}
     none = [None] * n
-    arms = [{"name": arm, "role": roles.get(arm, "subject"), "status": "measured", "reason": ""} for arm in seconds]
+    told = {"status": "measured", "reason": "", "code": ""}  # a whole ``Arm``, as the task tells it
+    arms = [{"name": arm, "role": roles.get(arm, "subject"), **told} for arm in seconds]
     rounds = {
         "process": [payload["process"]] * n,
         "order": [list(seconds)] * n,

@@ -9,7 +9,9 @@ from flashmoe_science.proof.claims import Claim
 
 def build_claim(**changes: object) -> Claim:
     """Return a claim that flash_attention is twice as fast as sdpa in each case of seed."""
-    keys = {"id": "seed-graph", "sentence": "It is twice as fast.", "subject": "flash_attention", "baseline": "sdpa"}
+    factor = changes.get("factor", 2.0)
+    sentence = "It is twice as fast." if factor == 2.0 else f"It is {factor} times as fast."  # no more than its keys
+    keys = {"id": "seed-graph", "sentence": sentence, "subject": "flash_attention", "baseline": "sdpa"}
     measured = {"suite": "seed", "metric": "graph", "factor": 2.0, "gpu": "H200", "scope": "each case"}
     return Claim.model_validate({**keys, **measured, **changes})
 

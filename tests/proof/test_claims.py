@@ -76,7 +76,7 @@ def test_a_folder_without_claims_has_none(tmp_path):
         ("factor = 2.0", "factor = -1", "key claim.0.factor: expected greater than 0, got -1"),
         ("factor = 2.0", 'factor = "2"', "key claim.0.factor: expected a valid number, got '2'"),
         ("factor = 2.0", "factor = nan", "key claim.0.factor: expected a finite number, got nan"),
-        ('"graph"', '"cuda"', "key claim.0.metric: expected 'kernel', 'graph' or 'wall', got 'cuda'"),
+        ('"graph"', '"cuda"', "key claim.0.metric: expected 'kernel', 'graph', 'wall' or 'memory', got 'cuda'"),
         ('"each case"', '"mean"', "key claim.0.scope: expected 'each case' or 'geometric mean', got 'mean'"),
         ('"sdpa"', "[]", "key claim.0.baseline: expected a name or a list of different names, got []"),
         ('"sdpa"', '["a", "a"]', "key claim.0.baseline: expected different names, got ['a', 'a']"),

@@ -12,7 +12,8 @@ from flashmoe_science.errors import EvidenceError
 from flashmoe_science.proof.compare import Effect, compare_records, compare_revisions, effect_of, exit_code
 from flashmoe_science.proof.evidence import Compared, Gate, GateStatus, Record, Revision, read_record, write_record
 from flashmoe_science.proof.judge import check_control
-from flashmoe_science.proof.statistics import Interval, comparison_intervals, unpaired_intervals
+from flashmoe_science.proof.simultaneous import comparison_intervals, unpaired_intervals
+from flashmoe_science.proof.statistics import Interval, clustered_interval, interval
 
 from .builders import H200, L4, build_gates, build_record
 
@@ -385,3 +386,80 @@ def test_a_true_difference_beyond_the_tolerance_is_hardly_ever_called_the_same()
         sample = [draw(rng, bias=math.log(1.0101), spread=0.004, process_spread=0.002) for _ in range(3)]
         wrong += any(effect_of(found, 0.01) is Effect.SAME for found in comparison_intervals(sample))
     assert wrong / RUNS <= 0.05
+
+
+# Offsets of a process that all its cases share
+
+
+def draw_common(rng, cases, *, offset, spread=0.008, loads=None):
+    """Return cases of 3 x 10 rounds; a process is off by the same in each of them, times the case's load."""
+    loads = np.ones(cases) if loads is None else np.asarray(loads)
+    offsets = loads[:, None, None] * rng.normal(0.0, offset * spread, (1, 3, 1))
+    return (offsets + rng.normal(0.0, spread, (cases, 3, 10))).tolist()
+
+
+def wrong_verdicts(samples):
+    return [any(effect_of(found, 0.01) in DIFFERS for found in comparison_intervals(sample)) for sample in samples]
+
+
+# At their worst 2.8 % of many runs; degrees of freedom that count every case's processes give more (docs/compare.md).
+@pytest.mark.parametrize(("cases", "runs", "most"), [(5, 150, 0.05), (13, 100, 0.05), (36, 120, 0.05)])
+def test_an_offset_that_a_process_has_in_all_cases_makes_no_more_than_1_wrong_run_in_20(cases, runs, most):
+    rng = np.random.default_rng(cases)
+    wrong = wrong_verdicts(draw_common(rng, cases, offset=1.0) for _ in range(runs))
+    assert sum(wrong) / runs <= most
+
+
+def test_an_offset_that_only_one_of_many_cases_has_is_seen_there():
+    rng = np.random.default_rng(3)
+    wrong = wrong_verdicts(draw_common(rng, 13, offset=2.0, loads=[1] + [0] * 12) for _ in range(80))
+    assert sum(wrong) / 80 <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / 80)
+
+
+def test_what_all_cases_share_costs_nothing_where_they_share_nothing():
+    """Of the width, with many cases: what a process does to all of them shows small where it is small."""
+    rng = np.random.default_rng(5)
+    alone, among = [], []
+    for _ in range(20):
+        sample = draw_common(rng, 13, offset=0.0)
+        alone += [found.high - found.low for case in sample for found in comparison_intervals([case])]
+        among += [found.high - found.low for found in comparison_intervals(sample)]
+    assert np.mean(among) < 1.5 * np.mean(alone)
+
+
+def test_two_kinds_of_time_have_offsets_of_their_own():
+    """Processes off by 5 % in every wall time say nothing of graph time, and the other way round."""
+    rng = np.random.default_rng(17)
+    quiet, loud = draw_common(rng, 5, offset=0.0), draw_common(rng, 5, offset=6.0)
+    together = comparison_intervals([*quiet, *loud], ["graph"] * 5 + ["wall"] * 5)
+    mixed = comparison_intervals([*quiet, *loud])
+    assert max(found.high - found.low for found in together[:5]) < min(found.high - found.low for found in mixed[:5])
+
+
+def test_two_runs_whose_processes_are_off_in_all_cases_are_seldom_told_apart():
+    rng = np.random.default_rng(19)
+    wrong = 0
+    for _ in range(80):
+        pairs = zip(draw_common(rng, 5, offset=1.0), draw_common(rng, 5, offset=1.0), strict=True)
+        wrong += any(effect_of(found, 0.0, paired=False) in DIFFERS for found in unpaired_intervals(list(pairs)))
+    assert wrong / 80 <= 0.05
+
+
+def test_no_interval_is_narrower_than_that_of_its_case_alone():
+    rng = np.random.default_rng(23)
+    for cases in (1, 2, 4, 13):
+        sample = draw_common(rng, cases, offset=0.5)
+        for groups, found in zip(sample, comparison_intervals(sample), strict=True):
+            alone = clustered_interval(groups)
+            assert found.low <= alone.low + 1e-12
+            assert alone.high <= found.high + 1e-12
+
+
+@pytest.mark.parametrize("cases", [1, 2, 4])
+def test_processes_that_agree_exactly_leave_the_interval_of_the_rounds(cases):
+    sample = [[[0.1 * n + i for n in range(10)] for _ in range(3)] for i in range(cases)]
+    for case, found in zip(sample, comparison_intervals(sample), strict=True):
+        level = 1 - 0.05 / cases
+        assert found.estimate == pytest.approx(0.45 + sample.index(case))
+        assert found.low <= interval([value for group in case for value in group], level).low
+        assert math.isfinite(found.high)

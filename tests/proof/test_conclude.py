@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from flashmoe_science.proof.changes import Sources
 from flashmoe_science.proof.conclude import conclude, expectation, last_word, run_exit_code
 from flashmoe_science.proof.evidence import Gate, GateStatus
 from flashmoe_science.proof.judge import VerdictStatus, judge
@@ -53,7 +54,9 @@ def test_a_run_of_a_suite_that_the_repository_does_not_know_demonstrates_nothing
 
 
 def test_the_notes_end_the_reason(repository):
-    (verdict,) = conclude(run_of(), repository, notes=["1 of 3 sources changed since the run: a.py"])
+    (verdict,) = conclude(
+        run_of(), repository, since=lambda _: Sources(notes=["1 of 3 sources changed since the run: a.py"])
+    )
     assert verdict.reason.endswith("1 of 3 sources changed since the run: a.py")
 
 
@@ -127,7 +130,7 @@ def test_a_run_on_one_of_several_gpus_is_judged_for_that_one_and_says_so(reposit
 
 
 def test_a_run_shown_after_its_sources_changed_is_stale(repository):
-    (verdict,) = conclude(run_of(), repository, changed="1 of 3, a.py")
+    (verdict,) = conclude(run_of(), repository, since=lambda _: Sources("1 of 3, a.py"))
     assert verdict.status is VerdictStatus.STALE
 
 

@@ -245,3 +245,16 @@ def test_a_seed_is_drawn_and_recorded_where_none_was_given(gpu):
     assert seeds[0] != seeds[1]
     given = run_chain(request_of(until="launch", settings=Settings(seed=7)))
     assert given.settings.seed == 7
+
+
+def test_fingerprints_are_in_the_record_and_measuring_leaves_them(gpu):
+    gpu.capture = lambda payload: [
+        captured(gpu.subject, "subject", [launch()], code="a" * 64),
+        captured("sdpa", "baseline", [launch("fmha")], code="b" * 64),
+    ]
+    record = run_chain(request_of())
+    (case,) = record.cases
+    assert {arm.name: arm.status for arm in case.arms} == dict.fromkeys(
+        ("fake_attention", "sdpa", "sdpa#2"), "measured"
+    )
+    assert {arm.name: arm.code for arm in case.arms} == {"fake_attention": "a" * 64, "sdpa": "b" * 64, "sdpa#2": ""}

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from flashmoe_science.proof.evidence import CaseRecord, Rounds, Settings, Work, read_record, write_record
+from flashmoe_science.proof.evidence import CaseRecord, Rounds, Settings, Work, rates_of, read_record, write_record
 from flashmoe_science.proof.gates import chain, run
-from flashmoe_science.proof.gates.speed import pool_rounds, rates_of
+from flashmoe_science.proof.gates.speed import pool_rounds
 
 from .chain import (
     FEW,

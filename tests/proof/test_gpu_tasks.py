@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from flashmoe_science.errors import ProofError
+from flashmoe_science.gpu.specs import SPECS
 from flashmoe_science.proof import arms, gpu_tasks
 from flashmoe_science.proof.evidence import Launch
 from flashmoe_science.proof.operator import Operator
@@ -41,6 +43,30 @@ def test_launches_of_a_call_and_of_its_graph_are_recorded():
     assert ours["graph_launches"] == ours["launches"]
     assert ours["promises"] == [{"pattern": "attend*", "grid": (0, 0, 0), "block": None, "shared_memory_bytes": None}]
     assert (found["sdpa"]["patterns"], found["sdpa"]["promises"]) == (["*flash*"], [])
+
+
+class Telling(Doubling):
+    """It can tell what runs: as many letters as the GPU has SMs."""
+
+    def code(self, arm, problem, gpu):
+        return None if arm == "sdpa" else "a" * gpu.sms
+
+    def promised_launches(self, subject, problem):
+        return ()
+
+
+def test_of_our_own_subjects_the_fingerprint_is_made_for_the_gpu_that_is_here(monkeypatch):
+    def codes(subject):
+        arms = [loaded("ours", implementation(gpu), role="subject"), loaded("sdpa", implementation(gpu))]
+        case = Case("n64", cast("Operator", Telling()), 64)
+        result = gpu_tasks.capture_case(case, subject, arms, SimulatedTimer(gpu), seed=0)
+        return [arm["code"] for arm in result["arms"]]
+
+    gpu, own = Gpu(), replace(SUBJECT, builtin=True)
+    assert codes(own) == ["", ""]  # there is none
+    monkeypatch.setattr(gpu_tasks, "current_gpu", lambda: replace(SPECS["H200"], sms=5))
+    assert codes(own) == ["aaaaa", ""]
+    assert codes(SUBJECT) == ["", ""]  # its name may be that of one of ours
 
 
 def test_a_kernel_absent_from_the_graph_is_a_problem():

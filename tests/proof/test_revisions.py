@@ -18,6 +18,7 @@ import pytest
 from flashmoe_science import cli
 from flashmoe_science.errors import ProofError, SubjectError
 from flashmoe_science.proof.compare import Effect, compare_revisions, exit_code
+from flashmoe_science.proof.cost import Estimate
 from flashmoe_science.proof.evidence import GateStatus, read_record, write_record
 from flashmoe_science.proof.gates import chain, run
 from flashmoe_science.proof.gates.run import passed
@@ -435,6 +436,46 @@ def test_the_command_with_a_gpu_times_both_and_says_what_both_cost(repository, f
     assert document["comparison"]["effect"] == "same"
     assert document["record"]["command"].startswith("flashmoe compare first HEAD --subject kernels")
     assert str(tmp_path) not in json.dumps(document)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "stopped"),
+    # As the simulated GPU takes them: launch 2 and correct 3 of A, the same of B, then quick 5 and bench 15.
+    [
+        (1.9, "A launch"),
+        (4.9, "A correct"),
+        (6.9, "B launch"),
+        (9.9, "B correct"),
+        (14.9, "B quick"),
+        (29.9, "B bench"),
+    ],
+)
+def test_a_budget_is_of_both_revisions(repository, fake, tmp_path, monkeypatch, capsys, seconds, stopped):
+    expected = {"launch": 2.0, "correct": 3.0, "quick": 5.0, "bench": 15.0}
+    monkeypatch.setattr(
+        "flashmoe_science.proof.meter.estimate",
+        lambda size, _: Estimate({name: s for name, s in expected.items() if name in size.gates}, "made up"),
+    )
+    (repository / "rates.toml").write_text("[gpu.H200]\ndollars_per_hour = 3600\n")
+    (repository / "evidence").mkdir()
+    (tmp_path / "suite.toml").write_text(SUITE)
+    monkeypatch.setenv("FLASHMOE_STORE", str(tmp_path / "runs.sqlite"))
+    monkeypatch.chdir(repository)
+    options = ["--subject", "kernels", "--suite", str(tmp_path / "suite.toml"), "--budget", str(seconds), "--json"]
+    assert cli.main(["compare", "first", "second", *options]) == 4
+    document = json.loads(capsys.readouterr().out)
+    record = document["record"]
+    side, gate = stopped.split()
+    assert document["cost"]["gpu_seconds"] <= seconds
+    assert not record["complete"]
+    gates = {each["name"]: each for each in (record["compared"]["a"]["gates"] if side == "A" else record["gates"])}
+    assert gates[gate]["status"] == "not reached"
+    assert gates[gate]["summary"].startswith("the budget of $")
+    assert gates[gate]["hint"].startswith("a comparison cannot be gone on with")
+    assert f"stopped before gate {gate}: the budget" in record["incomplete_reason"]
+    if side == "A":  # nothing is paid for B
+        assert {each["gpu_seconds"] for each in record["gates"]} == {0.0}
+    assert "the run is incomplete" in " ".join(document["comparison"]["notes"])
 
 
 def start(repository, tmp_path, *arguments):

@@ -201,7 +201,7 @@ def test_no_process_begins_that_would_pass_the_seconds():
     run = MadeUp()
     study, _ = study_of(run, series(12), seconds=35.0)
     assert [payload["process"] for payload in run.payloads] == [0, 1, 2]  # 10 s each
-    assert study.incomplete_reason == "its 35 seconds of a GPU are spent"
+    assert study.incomplete_reason == "a further process would pass its 35 s of a GPU, of which 5 s are left"
     assert study.gpu_seconds == 30.0
 
 

@@ -9,10 +9,11 @@ import pytest
 
 from flashmoe_science.errors import EvidenceError
 from flashmoe_science.proof import verify
+from flashmoe_science.proof.changes import Sources, compare_sources
 from flashmoe_science.proof.evidence import SourceFile, SubjectInfo, read_record, write_record
 from flashmoe_science.proof.judge import VerdictStatus, exit_code
 from flashmoe_science.proof.subject import PACKAGE_FOLDER
-from flashmoe_science.proof.verify import Sources, compare_sources, read_records, verify_claims
+from flashmoe_science.proof.verify import read_records, verify_claims
 
 from .builders import L4, build_gates, build_record
 
@@ -229,7 +230,9 @@ def test_sources_that_changed_or_went_are_named(tmp_path):
 
 
 def test_a_folder_of_the_repository_that_is_gone_has_changed(tmp_path):
-    assert compare_sources(_subject(_source("kernel.cu", "x"), folder="mine"), tmp_path) == Sources("1 of 1, kernel.cu")
+    assert compare_sources(_subject(_source("kernel.cu", "x"), folder="mine"), tmp_path) == Sources(
+        "1 of 1, kernel.cu", count=1
+    )
 
 
 def test_sources_of_our_own_are_found_in_the_repository_before_the_installed_package(tmp_path):
@@ -238,7 +241,7 @@ def test_sources_of_our_own_are_found_in_the_repository_before_the_installed_pac
     assert compare_sources(subject, tmp_path) == Sources()
     (tmp_path / "src" / PACKAGE_FOLDER.name).mkdir(parents=True)
     (tmp_path / "src" / PACKAGE_FOLDER.name / "errors.py").write_text("changed")
-    assert compare_sources(subject, tmp_path) == Sources("1 of 1, errors.py")
+    assert compare_sources(subject, tmp_path) == Sources("1 of 1, errors.py", count=1)
 
 
 def test_sources_that_are_elsewhere_are_said_to_be(tmp_path):

@@ -4,7 +4,7 @@ One warp, the producer, draws row tiles from a counter and copies their Q, K and
 three warpgroups own 64 query rows each and walk over the keys from the last tile to the first. K and V lie in rings of
 ``STAGES`` tiles. A warpgroup issues the scores of one tile and the output product of the tile before together; where
 warpgroups take turns at that, the softmax of one runs under the products of another. Only the tiles at the edge are
-masked: the first one or two of a warpgroup's walk, unrolled in front of its loop.
+masked: the first one to three of a warpgroup's walk, unrolled in front of its loop.
 
 Any number may be subtracted from the scores of a row before exp: it cancels when the output is divided by the sum. The
 maximum only keeps exp from overflowing. So the loop subtracts the maximum of the tiles seen so far without looking at
@@ -98,14 +98,16 @@ class Args:
     o_bufs: gl.shared_memory_descriptor  # one a warpgroup, on the way to memory; all of the columns, or half
     k_ring: Ring
     v_ring: Ring
-    heads: gl.tensor
+    heads: gl.tensor  # of a sequence, by PACK
     seqlen_q: gl.tensor
     seqlen_k: gl.tensor
-    tiles_m: gl.tensor  # row tiles of one head
-    heads_total: gl.tensor  # of all sequences
-    heads_per_group: gl.tensor  # heads that are walked over together when causal
+    tiles_m: gl.tensor  # row tiles of one head, or of PACK heads
+    heads_total: gl.tensor  # of all sequences, by PACK
+    heads_per_group: gl.tensor  # heads, by PACK, that are walked over together when causal
     scale_log2: gl.tensor  # softmax_scale * log2(e), positive
     GROUP: gl.constexpr  # query heads that share one K/V head
+    PACK: gl.constexpr  # of them, those that share the 64 rows of a warpgroup
+    ROWS_OF_HEAD: gl.constexpr  # 64 // PACK
     WARPGROUPS: gl.constexpr
     BLOCK_N: gl.constexpr
     STAGES: gl.constexpr
@@ -138,7 +140,7 @@ class Args:
 
     @gluon.jit
     def locate(self, tile):
-        """Return sequence, head and first row of a tile.
+        """Return sequence, first head and first row of a tile.
 
         Causal: the longest row tiles of a group of heads come first, then those of the next group.
         """
@@ -152,15 +154,18 @@ class Args:
         else:
             head = tile // tiles_m
             m = tile % tiles_m
-        return head // self.heads, head % self.heads, m * (ROWS * self.WARPGROUPS)
+        return head // self.heads, head % self.heads * self.PACK, m * (self.ROWS_OF_HEAD * self.WARPGROUPS)
 
     @gluon.jit
     def store(self, o, more, b, h, row, W: gl.constexpr):
         """Send the output of a warpgroup on its way to memory."""
         COLUMNS: gl.constexpr = self.o_bufs.shape[4]
         smem = self.o_bufs.index(opaque(W)).reshape([ROWS, COLUMNS])
+        ALL: gl.constexpr = self.DV0 + self.DV1
+        gl.static_assert(ALL <= COLUMNS or self.DV0 == COLUMNS or ALL == 2 * COLUMNS, "columns would not be stored")
+        gl.static_assert(self.DV1 <= COLUMNS, "columns would not be stored")
         tma.store_wait(0)
-        if self.DV0 + self.DV1 <= COLUMNS:
+        if ALL <= COLUMNS:
             smem.slice(0, self.DV0, dim=1).store(o)
             if self.DV1 > 0:
                 smem.slice(self.DV0, self.DV1, dim=1).store(more)
@@ -205,13 +210,13 @@ def _load_partition(a):
         b, h, row = a.locate(tile)
         a.row_tiles.publish(n, b, h, row)
         kv = h // a.GROUP
-        steps = a.key_tiles(row + ROWS * a.WARPGROUPS)
+        steps = a.key_tiles(row + a.ROWS_OF_HEAD * a.WARPGROUPS)
         # K first: Q waits until the tile before has its last scores.
         a.k_ring.fill(
             a.k_desc, a.k_more_desc, b, kv, (steps - 1) * a.BLOCK_N, slot_of(i, a.STAGES), lap_of(i, a.STAGES)
         )
         for w in gl.static_range(a.WARPGROUPS):
-            a.q_ring.fill(a.q_desc, a.q_more_desc, b, h, row + w * ROWS, w, n)
+            a.q_ring.fill(a.q_desc, a.q_more_desc, b, h, row + w * a.ROWS_OF_HEAD, w, n)
         for step in range(1, steps):
             key = (steps - step) * a.BLOCK_N
             a.k_ring.fill(
@@ -241,7 +246,8 @@ def _mask(s, a, row, n):
     lane_layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, x_layout))  # [ROWS, 4]
     if a.IS_CAUSAL:
         diagonal = row + copy_of(a.seqlen_k) - copy_of(a.seqlen_q) - n
-        last = gl.arange(0, ROWS, gl.SliceLayout(1, lane_layout)) + diagonal
+        i_row = gl.arange(0, ROWS, gl.SliceLayout(1, lane_layout))
+        last = (i_row % a.ROWS_OF_HEAD if a.PACK > 1 else i_row) + diagonal
     else:
         last = gl.full([ROWS], 0, gl.int32, gl.SliceLayout(1, lane_layout)) + (a.seqlen_k - 1 - n)
     limit = last[:, None] - 2 * gl.arange(0, 4, gl.SliceLayout(0, lane_layout))[None, :]
@@ -415,7 +421,7 @@ def _attend_partition(a, W: gl.constexpr):
     """Attend rows 64 W to 64 W + 63 of all tiles of this program."""
     dtype: gl.constexpr = a.q_desc.dtype
     # Warpgroups that take turns all walk over the tiles of the last one; the diagonal of the others lies further back.
-    AHEAD: gl.constexpr = W * ROWS // a.BLOCK_N if a.IS_ALIGNED else 0
+    AHEAD: gl.constexpr = W * a.ROWS_OF_HEAD // a.BLOCK_N if a.IS_ALIGNED else 0
     EDGE_TILES: gl.constexpr = a.EDGE_TILES - AHEAD
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, a.BLOCK_N, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, a.DV0, 16])
@@ -427,9 +433,10 @@ def _attend_partition(a, W: gl.constexpr):
     n = 0  # row tiles so far
     first_row = a.row_tiles.wait(0)
     while first_row >= 0:
-        row = first_row + W * ROWS
-        steps = a.key_tiles(first_row + ROWS * a.WARPGROUPS if a.PING_PONG else row + ROWS)
-        skipped = a.key_tiles(first_row + ROWS * a.WARPGROUPS) - steps  # key tiles that only rows of others see
+        row = first_row + W * a.ROWS_OF_HEAD
+        end_row = first_row + a.ROWS_OF_HEAD * a.WARPGROUPS
+        steps = a.key_tiles(end_row if a.PING_PONG else row + a.ROWS_OF_HEAD)
+        skipped = a.key_tiles(end_row) - steps  # key tiles that only rows of others see
         m = gl.full([ROWS], -3.0e38, gl.float32, gl.SliceLayout(1, s_layout))  # not -inf: -inf - -inf is NaN
         l = _partial_sums(gl.zeros([ROWS, a.BLOCK_N], gl.float32, s_layout))
         acc = gl.zeros([ROWS, a.DV0], gl.float32, o_layout)
@@ -467,7 +474,7 @@ def _attend_partition(a, W: gl.constexpr):
             acc, more, packed, m, l = _step(q, acc, more, packed, m, l, zero, a, j, row, 0, W, False)
         i = last
         # Read here: kept through the loop, b, h and row would spill.
-        row = a.row_tiles.wait(n) + W * ROWS
+        row = a.row_tiles.wait(n) + W * a.ROWS_OF_HEAD
         b, h = a.row_tiles.read(n, 0), a.row_tiles.read(n, 1)
         a.q_ring.release(W)  # the next Q travels under all that follows
         v = a.v_ring.wait(slot_of(i, a.STAGES), lap_of(i, a.STAGES))
@@ -477,9 +484,14 @@ def _attend_partition(a, W: gl.constexpr):
         inverse = gl.where(has_keys, 1.0 / l_row, 0.0)
         if a.STORE_LSE:
             lse = gl.where(has_keys, (m + gl.log2(l_row)) * 0.6931471805599453, -float("inf"))
-            offs_m = row + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
+            i_row = gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
             seqlen_q = copy_of(a.seqlen_q)
-            lse_row = (b * a.heads + h).to(gl.int64) * seqlen_q
+            if a.PACK > 1:
+                offs_m = row + i_row % a.ROWS_OF_HEAD
+                lse_row = (b.to(gl.int64) * a.heads * a.PACK + h + i_row // a.ROWS_OF_HEAD) * seqlen_q
+            else:
+                offs_m = row + i_row
+                lse_row = (b.to(gl.int64) * a.heads + h) * seqlen_q
             gl.store(a.lse_ptr + lse_row + offs_m, lse, mask=offs_m < seqlen_q)
         acc, more, _ = warpgroup_mma_wait(0, deps=[acc, more, p])
         a.v_ring.release(slot_of(i, a.STAGES))
@@ -500,10 +512,11 @@ def _forward_sm90_kernel(
     lse_ptr,  # [B, H, Sq] fp32, natural log
     counter_ptr,  # [1] int32, 0 before and after
     q_more_desc, k_more_desc, v_more_desc,  # of the second part of the columns, or None
-    heads, seqlen_q, seqlen_k, tiles_m, heads_total,
-    heads_per_group,  # heads that are walked over together when causal
+    heads, seqlen_q, seqlen_k, tiles_m, heads_total,  # heads by PACK
+    heads_per_group,  # heads, by PACK, that are walked over together when causal
     scale_log2,  # softmax_scale * log2(e), positive
     GROUP: gl.constexpr,  # query heads that share one K/V head
+    PACK: gl.constexpr,  # of them, those that share the rows of a warpgroup: a power of two
     WARPGROUPS: gl.constexpr,  # that multiply matrices; 64 rows each
     STAGES: gl.constexpr,  # tiles of K, and of V, in flight
     IS_CAUSAL: gl.constexpr, EDGE_TILES: gl.constexpr, IS_ALIGNED: gl.constexpr,
@@ -512,9 +525,13 @@ def _forward_sm90_kernel(
     D1: gl.constexpr, DV0: gl.constexpr, DV1: gl.constexpr,  # columns in two powers of two
     MATRIX_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Attend 64 * WARPGROUPS rows of one head at a time. Grid: (at most tiles,), a program draws one after another."""
+    """Attend 64 * WARPGROUPS rows of one head, or of PACK heads, at a time.
+
+    Grid: (at most tiles,), a program draws one after another.
+    """
     # A warpgroup that skips key tiles releases their V after all of their K; the producer fills them in turns.
-    gl.static_assert((WARPGROUPS - 1) * ROWS // k_desc.block_type.shape[2] <= STAGES, "the producer would wait for V")
+    SKIPPED: gl.constexpr = ((WARPGROUPS - 1) * ROWS + k_desc.block_type.shape[2] - 1) // k_desc.block_type.shape[2]
+    gl.static_assert(SKIPPED <= STAGES, "the producer would wait for V")
     gl.static_assert(TURNS + 2 * WARPGROUPS + 2 * STAGES <= 16, "the hardware has 16 barriers")
     _declare_too_large()
     q_more = q_more_desc if D1 > 0 else q_desc
@@ -531,11 +548,12 @@ def _forward_sm90_kernel(
     )
     for slot in gl.static_range(2):
         mbarrier.init(row_tiles.ready_bars.index(slot), count=1)
+    fence_async_shared()  # TMA, too, sees that the barriers are there
     a = Args(  # type: ignore[call-arg] # aggregate gives it a constructor
         q_desc, k_desc, v_desc, o_desc, q_more, k_more, v_more, lse_ptr, counter_ptr,
         row_tiles, q_ring, o_bufs, k_ring, v_ring,
         heads, seqlen_q, seqlen_k, tiles_m, heads_total, heads_per_group, scale_log2,
-        GROUP, WARPGROUPS, BLOCK_N, STAGES, IS_CAUSAL, EDGE_TILES, IS_ALIGNED, PING_PONG, STORE_LSE,
+        GROUP, PACK, ROWS // PACK, WARPGROUPS, BLOCK_N, STAGES, IS_CAUSAL, EDGE_TILES, IS_ALIGNED, PING_PONG, STORE_LSE,
         WARPGROUPS == 3 and BLOCK_N == 128, D1, DV0, DV1,
     )  # fmt: skip
     R: gl.constexpr = MATRIX_REGISTERS

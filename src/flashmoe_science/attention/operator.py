@@ -6,7 +6,7 @@ import functools
 import os
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,17 +14,23 @@ import torch
 from ..errors import CompileError, InputError, UnsupportedError
 from ..gpu.device import current_gpu
 from ..gpu.machine_code import KernelCode
+from ..gpu.planning import PlannedLaunch
 from ..gpu.specs import SPECS, GpuSpec, find_gpu, shared_memory_limit
 from . import reference, rivals
 from .api import flash_attention
-from .plan import ForwardConfig, HopperConfig, Plan, PlannedLaunch, plan_attention
-from .problem import AttentionProblem
+from .fingerprints import can_be_told, rival_code, subject_code
+from .inputs import check_window
+from .plan import plan_attention
+from .problem import ITEM_BYTES, AttentionProblem, canonical_strides
+from .tiles import ForwardConfig, HopperConfig, Plan
 
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 _KEYS = {
     "batch": int, "heads": int, "heads_kv": int, "seqlen_q": int, "seqlen_k": int, "head_dim": int, "head_dim_v": int,
     "dtype": str, "causal": bool, "softmax_scale": float,
+    "window": list, "softcap": float, "sinks": str, "alibi": str, "bias": str,
 }  # fmt: skip
+_FEATURES = ("window", "softcap", "sinks", "alibi", "bias")  # left out of a table where a case has none of them
 _REQUIRED = ("batch", "heads", "seqlen_q", "head_dim", "dtype")
 _FRAMEWORK_KERNELS = ("*flash_fwd*", "*fmha*", "*cudnn*", "*sm80_xmma*softmax*")
 _MAX_INTERPRETER_STEPS = 4096  # about a minute in Triton's interpreter
@@ -141,6 +147,16 @@ def compile_plan(plan: Plan) -> tuple[CompileOutcome, ...]:
     return tuple(outcomes)
 
 
+def _asked(problem: AttentionProblem, inputs: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Return the options of ``flash_attention`` for the features of a problem, and none for those that it has not."""
+    options: dict[str, Any] = {name: inputs[name] for name in problem.extras}
+    if problem.window != (-1, -1):
+        options["window"] = problem.window
+    if problem.softcap:
+        options["softcap"] = problem.softcap
+    return options
+
+
 def _matrix_instruction(plan: Plan, kernel: str) -> str | None:
     """Return the machine instruction that a kernel of 16-bit operands promises, or None."""
     if plan.problem.item_bytes != 2 or kernel == "_merge_partials_kernel":
@@ -179,13 +195,22 @@ class AttentionOperator:
         full.setdefault("heads_kv", full["heads"])
         full.setdefault("seqlen_k", full["seqlen_q"])
         full.setdefault("head_dim_v", full["head_dim"])
+        if "window" in full:
+            full["window"] = check_window(full["window"])
+        if full.get("bias"):  # one for all sequences
+            of_head = full["seqlen_q"] * full["seqlen_k"] if full["heads"] > 1 else 0
+            full["bias_strides"] = (0, of_head, full["seqlen_k"], 1)
         return AttentionProblem(**full)
 
     def as_table(self, problem: AttentionProblem) -> dict[str, Any]:
         """Return the inverse of ``parse_case``."""
         table = {key: getattr(problem, key) for key in _KEYS}
+        table["window"] = [*problem.window]
         if table["softmax_scale"] is None:
             del table["softmax_scale"]
+        for key in _FEATURES:
+            if table[key] in ([-1, -1], 0.0, ""):
+                del table[key]
         return table
 
     def describe(self, problem: AttentionProblem) -> str:
@@ -197,10 +222,11 @@ class AttentionOperator:
         p = problem
         queries = p.batch * p.heads * p.seqlen_q * (p.head_dim + p.head_dim_v)
         keys = p.batch * p.heads_kv * p.seqlen_k * (p.head_dim + p.head_dim_v)
-        return Work(p.flops, float((queries + keys) * p.item_bytes), p.batch * p.seqlen_q)
+        bias = p.heads * p.seqlen_q * p.seqlen_k * ITEM_BYTES[p.bias] if p.bias else 0
+        return Work(p.flops, float((queries + keys) * p.item_bytes + bias), p.batch * p.seqlen_q)
 
     def make_inputs(self, problem: AttentionProblem, *, seed: int, device: str) -> dict[str, torch.Tensor]:
-        """Return standard normal q, k and v."""
+        """Return standard normal q, k and v, and, where the problem has them, sinks, bias and slopes (2**-8 to 1)."""
         p, dtype = problem, _DTYPES[problem.dtype]
         generator = torch.Generator(device=device).manual_seed(seed)
         shapes = {
@@ -208,10 +234,19 @@ class AttentionOperator:
             "k": (p.batch, p.heads_kv, p.seqlen_k, p.head_dim),
             "v": (p.batch, p.heads_kv, p.seqlen_k, p.head_dim_v),
         }
-        return {
+        inputs = {
             name: torch.randn(shape, generator=generator, device=device, dtype=torch.float32).to(dtype)
             for name, shape in shapes.items()
         }
+        more: dict[str, tuple[int, ...]] = {
+            "sinks": (p.heads,), "alibi": (p.heads,), "bias": (1, p.heads, p.seqlen_q, p.seqlen_k),
+        }  # fmt: skip
+        for name in p.extras:
+            values = torch.randn(more[name], generator=generator, device=device, dtype=torch.float32)
+            if name == "alibi":
+                values = torch.exp2(-8 * torch.special.ndtr(values))
+            inputs[name] = values.to(_DTYPES[getattr(p, name)])
+        return inputs
 
     def bind(
         self, entry: Callable[..., torch.Tensor], problem: AttentionProblem, inputs: Mapping[str, torch.Tensor]
@@ -225,7 +260,7 @@ class AttentionOperator:
         if hasattr(entry, "bind_inputs"):
             bound: Callable[[], torch.Tensor] = entry.bind_inputs(problem, inputs)
             return bound
-        options: dict[str, Any] = {"causal": problem.causal, "softmax_scale": problem.softmax_scale}
+        options = {"causal": problem.causal, "softmax_scale": problem.softmax_scale, **_asked(problem, inputs)}
         on_cpu = inputs["q"].device.type == "cpu"
         if entry is flash_attention and on_cpu and os.environ.get("TRITON_INTERPRET") == "1":
             options["kernel"] = "forward_triton"
@@ -240,6 +275,7 @@ class AttentionOperator:
             causal=problem.causal,
             softmax_scale=problem.softmax_scale,
             dtype=torch.float64,
+            **_asked(problem, inputs),
         )[0]
 
     def low_precision(self, problem: AttentionProblem, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -249,12 +285,16 @@ class AttentionOperator:
         for b in range(p.batch):
             for h in range(p.heads_kv):
                 mine = slice(h * p.group, (h + 1) * p.group)
+                asked = _asked(p, inputs)
+                asked |= {name: asked[name][mine] for name in ("sinks", "alibi") if name in asked}
+                asked |= {"bias": asked["bias"][:, mine]} if p.bias else {}
                 o[b : b + 1, mine] = reference.attention_low_precision(
                     inputs["q"][b : b + 1, mine],
                     inputs["k"][b : b + 1, h : h + 1],
                     inputs["v"][b : b + 1, h : h + 1],
                     causal=p.causal,
                     softmax_scale=p.softmax_scale,
+                    **asked,
                 )
         return o
 
@@ -358,6 +398,42 @@ class AttentionOperator:
             code = read_code(compiled, prepared.source.name, plan.arch)
             kernels.append(PlannedKernel(launch.pattern, launch.grid, launch.block, compiled.metadata.shared, code))
         return kernels
+
+    def code(self, arm: str, problem: AttentionProblem, gpu: GpuSpec) -> str | None:
+        """Return a hash of all that decides what ``arm``, of ours or a rival, runs on ``gpu``, or None.
+
+        It is None without Triton, for a problem that is not served, and for what runs one of our kernels as a rival.
+        """
+        here = f"{__name__}:{type(self).__name__}"
+        inputs = (f"{here}.make_inputs", f"{here}.bind")
+        entry, rival = self.entry_points().get(arm), rivals.RIVALS.get(arm)
+        if rival is not None and not isinstance(rival, rivals.WithoutFeatures):
+            p = problem
+            derived = {"scale": p.scale, "group": p.group, "flops": p.flops, "features": p.features}
+            return rival_code(rival, {**self.as_table(p), **derived}, gpu, inputs)
+        if entry is None or not can_be_told():
+            return None
+        try:
+            plan = self._plan(arm, self._as_called(problem), gpu)
+        except UnsupportedError:
+            return None
+        from .prepare import prepare_kernels
+
+        return subject_code(plan.arch, prepare_kernels(plan), (entry, *inputs))
+
+    def _as_called(self, problem: AttentionProblem) -> AttentionProblem:
+        """Return ``problem`` as a call with its inputs describes it: axes of one element have no stride."""
+        p = problem
+        keys = p.batch, p.heads_kv, p.seqlen_k
+        scores = p.batch, p.heads, p.seqlen_q, p.seqlen_k
+        bias: Any = tuple(stride * (size > 1) for size, stride in zip(scores, p.bias_strides, strict=False))
+        return replace(
+            p,
+            q_strides=canonical_strides((p.batch, p.heads, p.seqlen_q, p.head_dim), p.q_strides),
+            k_strides=canonical_strides((*keys, p.head_dim), p.k_strides),
+            v_strides=canonical_strides((*keys, p.head_dim_v), p.v_strides),
+            bias_strides=bias,
+        )
 
     def framework_kernels(self) -> Sequence[str]:
         """Return the patterns of PyTorch's own attention kernels."""

@@ -15,25 +15,21 @@ from ..gpu.tensor_map import TensorMap
 from .forward_gluon_sm90 import _forward_sm90_kernel
 from .forward_short_gluon import _forward_short_kernel
 from .forward_triton import _forward_kernel
-from .merge_triton import _merge_partials_kernel
-from .plan import (
+from .hopper_plan import (
     HOPPER_REGISTERS,
     HOPPER_ROWS,
-    MERGE_ROWS,
-    MERGE_WARPS,
-    ForwardConfig,
-    HopperConfig,
-    Plan,
-    ShortConfig,
-    block_dim,
     hopper_columns,
     hopper_edge_tiles,
     hopper_heads_per_group,
     hopper_is_aligned,
     hopper_output_columns,
-    short_alignment,
+    hopper_tiles_m,
 )
-from .problem import AttentionProblem
+from .merge_triton import _merge_partials_kernel
+from .problem import ITEM_BYTES, LOG2_E, AttentionProblem
+from .short_plan import short_alignment
+from .tiles import ForwardConfig, HopperConfig, Plan, ShortConfig, block_dim
+from .triton_plan import MERGE_ROWS, MERGE_WARPS
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 # All that a thread can have. Left to itself, ptxas spills a few bytes to fit one more block of a small tile on an SM,
@@ -68,7 +64,8 @@ def output_alignment(problem: AttentionProblem) -> int:
 def _aligned(problem: AttentionProblem) -> frozenset[str]:
     """Outputs and partials are ours and always aligned; inputs as they come."""
     inputs = ("q_ptr", "k_ptr", "v_ptr") if problem.pointer_alignment >= 16 else ()
-    return frozenset((*inputs, "o_ptr", "lse_ptr", "o_part_ptr", "lse_part_ptr"))
+    bias = ("bias_ptr",) if problem.bias and problem.bias_alignment >= 16 else ()
+    return frozenset((*inputs, *bias, "o_ptr", "lse_ptr", "o_part_ptr", "lse_part_ptr"))
 
 
 def _in_units(strides: tuple[int, ...], unit: int) -> tuple[int, ...]:
@@ -148,24 +145,22 @@ def _hopper(plan: Plan, config: HopperConfig) -> PreparedKernel:
     problem = plan.problem
     kind = problem.dtype
     (d, d_more), (dv, dv_more) = hopper_columns(problem.head_dim), hopper_columns(problem.head_dim_v)
+    rows, keys = (1, config.pack, HOPPER_ROWS // config.pack), (1, 1, config.block_n)
     descriptors = {
-        "q_desc": descriptor_type(kind, (1, 1, HOPPER_ROWS, d)),
-        "k_desc": descriptor_type(kind, (1, 1, config.block_n, d)),
-        "v_desc": descriptor_type(kind, (1, 1, config.block_n, dv)),
-        "o_desc": descriptor_type(kind, (1, 1, HOPPER_ROWS, hopper_output_columns(problem, config))),
+        "q_desc": descriptor_type(kind, (*rows, d)),
+        "k_desc": descriptor_type(kind, (*keys, d)),
+        "v_desc": descriptor_type(kind, (*keys, dv)),
+        "o_desc": descriptor_type(kind, (*rows, hopper_output_columns(problem, config))),
     }
-    seconds = {
-        "q_more_desc": (HOPPER_ROWS, d_more),
-        "k_more_desc": (config.block_n, d_more),
-        "v_more_desc": (config.block_n, dv_more),
-    }
-    more = {name: descriptor_type(kind, (1, 1, *size)) for name, size in seconds.items() if size[1]}
+    seconds = {"q_more_desc": (*rows, d_more), "k_more_desc": (*keys, d_more), "v_more_desc": (*keys, dv_more)}
+    more = {name: descriptor_type(kind, tile) for name, tile in seconds.items() if tile[-1]}
     scalars = {
         **dict.fromkeys(("heads", "seqlen_q", "seqlen_k", "tiles_m", "heads_total", "heads_per_group"), "i32"),
         "scale_log2": "fp32",
     }
     constants = {
         "GROUP": problem.group,
+        "PACK": config.pack,
         "WARPGROUPS": config.warpgroups,
         "STAGES": config.num_stages,
         "IS_CAUSAL": problem.causal,
@@ -187,14 +182,14 @@ def _hopper(plan: Plan, config: HopperConfig) -> PreparedKernel:
         num_warps=4,
         dependent_launch=True,
     )
-    tiles_m = -(-problem.seqlen_q // (HOPPER_ROWS * config.warpgroups))
+    heads = problem.heads // config.pack
     values = (
-        problem.heads,
+        heads,
         problem.seqlen_q,
         problem.seqlen_k,
-        tiles_m,
-        problem.batch * problem.heads,
-        hopper_heads_per_group(problem),
+        hopper_tiles_m(problem, config),
+        problem.batch * heads,
+        hopper_heads_per_group(problem, config),
         problem.scale_log2,
     )
     q_shape = (problem.batch, problem.heads, problem.seqlen_q)
@@ -210,6 +205,13 @@ def _hopper(plan: Plan, config: HopperConfig) -> PreparedKernel:
     return PreparedKernel(source, plan.launches[0].grid, values, maps)
 
 
+def bias_alignment(problem: AttentionProblem) -> int:
+    """Return the largest power of two, up to 16 bytes, of which every row of the bias is a multiple, in elements."""
+    item_bytes = ITEM_BYTES[problem.bias]
+    bytes_ = math.gcd(problem.bias_alignment, *(stride * item_bytes for stride in problem.bias_strides[:3]))
+    return max(1, bytes_ // item_bytes)
+
+
 def _forward(plan: Plan, config: ForwardConfig) -> PreparedKernel:
     problem = plan.problem
     align = alignment(problem)
@@ -222,16 +224,23 @@ def _forward(plan: Plan, config: ForwardConfig) -> PreparedKernel:
         if split
         else problem.output_strides
     )
-    widest_row = max(
-        abs(s) for strides in (problem.q_strides, problem.k_strides, problem.v_strides, o_strides) for s in strides[2:]
-    )
-    scalars = {
+    rows_of = (problem.q_strides, problem.k_strides, problem.v_strides, o_strides, problem.bias_strides[1:])
+    widest_row = max(abs(s) for strides in rows_of for s in strides[2:])
+    out = "fp32" if split else kind
+    asked = _features(problem)
+    arguments = {
+        **dict.fromkeys(("q_ptr", "k_ptr", "v_ptr"), f"*{kind}"),
+        "o_ptr": f"*{out}",
+        "lse_ptr": "*fp32",
+        **{name: argument.kind for name, argument in asked.items() if argument.kind.startswith("*")},
         **dict.fromkeys(("stride_qb", "stride_qh", "stride_kb", "stride_kh", "stride_vb", "stride_vh"), "i64"),
         **dict.fromkeys(("stride_ob", "stride_oh"), "i64"),
         **dict.fromkeys(("batch", "heads", "seqlen_q", "seqlen_k", "tiles_m"), "i32"),
-        "scale_log2": "fp32",
+        "scale": "fp32",
+        **{name: argument.kind for name, argument in asked.items() if argument.kind in ("i32", "fp32", "i64")},
     }
     tiles = -(-problem.seqlen_q // config.block_m)
+    unseen_rows = problem.seqlen_q > problem.seqlen_k + max(0, problem.window[1]) or problem.packed
     constants = {
         "STRIDE_QM": problem.q_strides[2],
         "STRIDE_QD": problem.q_strides[3],
@@ -240,8 +249,11 @@ def _forward(plan: Plan, config: ForwardConfig) -> PreparedKernel:
         "STRIDE_VN": problem.v_strides[2],
         "STRIDE_VD": problem.v_strides[3],
         "STRIDE_OM": o_strides[2],
+        "STRIDE_ALIBI_B": problem.alibi_stride,
+        "STRIDE_BIAS_N": problem.bias_strides[3] if problem.bias else 0,
         "ALIGN": align,
         "ALIGN_O": output_alignment(problem),
+        "ALIGN_BIAS": bias_alignment(problem) if problem.bias else 1,
         "GROUP": problem.group,
         "SPLITS": config.num_splits,
         "D": problem.head_dim,
@@ -250,19 +262,20 @@ def _forward(plan: Plan, config: ForwardConfig) -> PreparedKernel:
         "BLOCK_DV": block_dim(problem.head_dim_v),
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
-        "IS_CAUSAL": problem.causal,
-        # A tile can hide all its keys from a row: causal with more rows than keys, or a share behind the diagonal.
-        "EMPTY_ROWS": problem.causal and (problem.seqlen_q > problem.seqlen_k or split),
+        "BOUND_LEFT": problem.bounded_left,
+        "BOUND_RIGHT": problem.bounded_right,
+        # A tile can hide all its keys from a row: the first rows where there are fewer keys, a share behind the
+        # diagonal, a window, or a bias of -inf.
+        "EMPTY_ROWS": bool((problem.bounded_right and (unseen_rows or split)) or problem.bounded_left or problem.bias),
         "WIDE": max(config.block_m, config.block_n, 256) * widest_row >= 2**31,
         "STORE_LSE": problem.return_lse or split,
         "PRECISION": "ieee" if kind == "fp32" else "tf32",  # only fp32 operands read it
         "NUM_STAGES": config.num_stages,
+        **{name: argument.value for name, argument in asked.items() if argument.kind == "constant"},
     }
-    out = "fp32" if split else kind
-    pointers = {"q_ptr": f"*{kind}", "k_ptr": f"*{kind}", "v_ptr": f"*{kind}", "o_ptr": f"*{out}", "lse_ptr": "*fp32"}
     source = KernelSource(
         _forward_kernel,
-        tuple({**pointers, **scalars}.items()),
+        tuple(arguments.items()),
         tuple(constants.items()),
         _aligned(problem),
         config.num_warps,
@@ -277,9 +290,51 @@ def _forward(plan: Plan, config: ForwardConfig) -> PreparedKernel:
         problem.seqlen_q,
         problem.seqlen_k,
         tiles,
-        problem.scale_log2,
+        _forward_scale(problem),
+        *(argument.value for argument in asked.values() if argument.kind in ("i32", "fp32", "i64")),
     )
     return PreparedKernel(source, plan.launches[0].grid, values)
+
+
+@dataclass(frozen=True)
+class _Argument:
+    """One argument of ``_forward_kernel`` that a feature needs: a type and, but for pointers, a value."""
+
+    kind: str  # of Triton; "constant" for what the call does not ask for
+    value: Any = None
+
+
+_ABSENT = _Argument("constant")
+
+
+def _forward_scale(problem: AttentionProblem) -> float:
+    if problem.softcap:  # as ``cap_scores`` takes it
+        return problem.scale / problem.softcap if problem.dtype == "fp32" else problem.softcap_scale
+    return problem.scale if problem.bias else problem.scale_log2
+
+
+def _features(problem: AttentionProblem) -> dict[str, _Argument]:
+    """Return what features add to ``_forward_kernel``, in the order of its arguments."""
+    p = problem
+    left, right = p.window
+    bias_strides = _in_units(p.bias_strides[:3], bias_alignment(p)) if p.bias else ()
+    unit = 1.0 if p.bias else LOG2_E  # the kernel's scores are to base e with a bias, else to base 2
+    return {
+        "sinks_ptr": _Argument(f"*{p.sinks}") if p.sinks else _ABSENT,
+        "alibi_ptr": _Argument(f"*{p.alibi}") if p.alibi else _ABSENT,
+        "bias_ptr": _Argument(f"*{p.bias}") if p.bias else _ABSENT,
+        "cu_seqlens_q_ptr": _Argument("*i32") if p.packed else _ABSENT,
+        "cu_seqlens_k_ptr": _Argument("*i32") if p.packed else _ABSENT,
+        "seqused_q_ptr": _Argument("*i32") if "q" in p.seqused else _ABSENT,
+        "seqused_k_ptr": _Argument("*i32") if "k" in p.seqused else _ABSENT,
+        "window_left": _Argument("i32", left) if left >= 0 else _Argument("constant", 0),
+        "window_right": _Argument("i32", right) if right >= 0 else _Argument("constant", 0),
+        "softcap": _Argument("fp32", p.softcap * unit) if p.softcap else _ABSENT,
+        **{
+            f"stride_bias_{axis}": _Argument("i64", bias_strides[i]) if p.bias else _Argument("constant", 0)
+            for i, axis in enumerate("bhm")
+        },
+    }
 
 
 def _merge(plan: Plan, config: ForwardConfig) -> PreparedKernel:

@@ -10,7 +10,8 @@ from ..errors import InputError
 
 ITEM_BYTES = {"fp16": 2, "bf16": 2, "fp32": 4}
 LOG2_E = math.log2(math.e)
-LARGEST_SCALE = (2 - 2**-23) * 2.0**127 / LOG2_E  # kernels take it times log2(e), in fp32
+_LARGEST_FP32 = (2 - 2**-23) * 2.0**127
+LARGEST_SCALE = _LARGEST_FP32 / LOG2_E  # kernels take it times log2(e), in fp32
 
 Strides = tuple[int, int, int, int]
 
@@ -53,6 +54,19 @@ class AttentionProblem:
     k_strides: Strides = ()  # type: ignore[assignment]
     v_strides: Strides = ()  # type: ignore[assignment]
     pointer_alignment: int = 16  # bytes by which the addresses of q, k and v are multiples, 16 at the most
+    # Row m sees keys from p - left to p + right, where p = m + Sk - Sq; -1: no bound. Kept in one form: a bound that
+    # hides nothing is -1, and a right bound of 0 is ``causal``.
+    window: tuple[int, int] = (-1, -1)
+    softcap: float = 0.0  # scores become softcap * tanh(score / softcap); 0: they do not
+    sinks: str = ""  # dtype of one logit a query head, [H]; "": none
+    alibi: str = ""  # dtype of the slopes, [H] or [B, H]; "": none
+    alibi_stride: int = 0  # of the slopes along B; 0 where they are [H]
+    bias: str = ""  # dtype of what is added to the scores; "": nothing is
+    bias_strides: Strides = ()  # type: ignore[assignment] # of [B, H, Sq, Sk], 0 along a broadcast axis
+    bias_alignment: int = 16  # bytes by which the address of the bias is a multiple, 16 at the most
+    # q, k, v and o are [T, H, D], sequences in a row; seqlen_q and seqlen_k are the longest. Strides have 0 for B.
+    packed: bool = False
+    seqused: str = ""  # of packed sequences that end before their place does: "q", "k" or "qk"
 
     def __post_init__(self) -> None:
         """Fill contiguous strides in, and check what does not depend on tensors."""
@@ -71,14 +85,48 @@ class AttentionProblem:
         if self.softmax_scale is not None and not abs(self.softmax_scale) <= LARGEST_SCALE:  # NaN is not
             allowed = f"finite in fp32, so at most {LARGEST_SCALE:.3g} in size"
             raise InputError(f"softmax_scale must be {allowed}, got {self.softmax_scale}")
+        self._check_features()
         shapes = {
             "q_strides": (self.batch, self.heads, self.seqlen_q, self.head_dim),
             "k_strides": (self.batch, self.heads_kv, self.seqlen_k, self.head_dim),
             "v_strides": (self.batch, self.heads_kv, self.seqlen_k, self.head_dim_v),
+            **({"bias_strides": (self.batch, self.heads, self.seqlen_q, self.seqlen_k)} if self.bias else {}),
         }
-        for name, shape in shapes.items():
+        for name, (batch, heads, seqlen, columns) in shapes.items():
             if not getattr(self, name):
-                object.__setattr__(self, name, dense_strides(*shape))
+                packed = (0, columns, heads * columns, 1)
+                strides = packed if self.packed else dense_strides(batch, heads, seqlen, columns)
+                object.__setattr__(self, name, strides)
+
+    def _check_features(self) -> None:
+        """Check what changes scores and mask, and bring the window into its one form."""
+        for name in ("sinks", "alibi", "bias"):
+            if getattr(self, name) not in ("", *ITEM_BYTES):
+                raise InputError(
+                    f"the dtype of {name} must be one of {', '.join(ITEM_BYTES)}, got {getattr(self, name)!r}"
+                )
+        if self.packed and self.bias:
+            raise InputError("bias must be None for packed sequences, got one")
+        if self.seqused not in ("", "q", "k", "qk") or (self.seqused and not self.packed):
+            raise InputError(f"seqused must be q, k or qk, and the sequences packed, got {self.seqused!r}")
+        if not 0 <= self.softcap <= LARGEST_SCALE:  # NaN is not
+            raise InputError(f"softcap must be 0 (none) or more, at most {LARGEST_SCALE:.3g}, got {self.softcap}")
+        if self.softcap and abs(self.softcap_scale) > _LARGEST_FP32:
+            raise InputError(
+                f"softmax_scale / softcap must be at most {LARGEST_SCALE / 2:.3g} in size, "
+                f"got {self.scale:.3g} / {self.softcap:.3g}"
+            )
+        left, right = self.window
+        if min(left, right) < -1:
+            raise InputError(f"window must be two integers (left, right), -1 for no bound, got {self.window}")
+        if left >= self.seqlen_k - 1:
+            left = -1
+        if self.causal or right >= self.seqlen_q - 1:
+            right = -1
+        if right == 0:
+            object.__setattr__(self, "causal", True)
+            right = -1
+        object.__setattr__(self, "window", (left, right))
 
     @property
     def scale(self) -> float:
@@ -89,6 +137,42 @@ class AttentionProblem:
     def scale_log2(self) -> float:
         """The factor on the scores for exponentials to base 2, as kernels get it (in fp32)."""
         return self.scale * LOG2_E
+
+    @property
+    def softcap_scale(self) -> float:
+        """The factor on q . k in front of an exponential to base 2 that gives tanh, as kernels get it (in fp32)."""
+        return 2 * self.scale_log2 / self.softcap
+
+    @property
+    def bounded_right(self) -> bool:
+        """Whether some keys come too late for some rows."""
+        return self.causal or self.window[1] >= 0
+
+    @property
+    def bounded_left(self) -> bool:
+        """Whether some keys come too early for some rows."""
+        return self.window[0] >= 0
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """What the call asks for besides a causal mask, a scale and an LSE, in words."""
+        asked = {
+            "a sliding window": self.window != (-1, -1),
+            "a softcap": self.softcap > 0,
+            "attention sinks": self.sinks,
+            "ALiBi": self.alibi,
+            "a bias": self.bias,
+            "packed sequences": self.packed,
+        }
+        return tuple(name for name, is_asked in asked.items() if is_asked)
+
+    @property
+    def extras(self) -> tuple[str, ...]:
+        """Names of the tensors that the call takes besides q, k and v, in the order in which kernels do."""
+        names = [name for name in ("sinks", "alibi", "bias") if getattr(self, name)]
+        if self.packed:
+            names += ["cu_seqlens_q", "cu_seqlens_k", *(f"seqused_{side}" for side in self.seqused)]
+        return tuple(names)
 
     @property
     def group(self) -> int:
@@ -108,17 +192,26 @@ class AttentionProblem:
     @property
     def output_strides(self) -> Strides:
         """Strides of the output."""
+        if self.packed:
+            return 0, self.head_dim_v, self.heads * self.head_dim_v, 1
         return output_strides(self.batch, self.heads, self.seqlen_q, self.head_dim_v, self.q_strides)
 
     @property
     def visible_scores(self) -> int:
-        """Pairs of a query and a key that it may see, per head."""
-        if not self.causal:
-            return self.seqlen_q * self.seqlen_k
-        diagonal = self.seqlen_k - self.seqlen_q  # row m sees keys 0 .. m + diagonal
-        first = max(0, -diagonal)  # rows before see no key
-        rows = self.seqlen_q - first
-        return rows * (first + diagonal + 1) + rows * (rows - 1) // 2 if rows > 0 else 0
+        """Pairs of a query and a key that it may see, per head; of packed sequences, were all the longest."""
+        left, right = self.window
+        seen = self.seqlen_q * self.seqlen_k
+        if self.bounded_right:
+            seen = self._keys_up_to(max(0, right))
+        return seen - (self._keys_up_to(-left - 1) if self.bounded_left else 0)
+
+    def _keys_up_to(self, reach: int) -> int:
+        """Return the pairs of row m and key n with n <= m + Sk - Sq + reach."""
+        first = self.seqlen_k - self.seqlen_q + reach + 1  # keys of row 0, were there any number of them
+        without = min(max(0, -first), self.seqlen_q)  # rows
+        whole = min(max(0, first + self.seqlen_q - self.seqlen_k), self.seqlen_q - without)  # rows that see all
+        between = self.seqlen_q - without - whole
+        return whole * self.seqlen_k + between * (first + without) + between * (between - 1) // 2
 
     @property
     def flops(self) -> float:
@@ -130,4 +223,10 @@ class AttentionProblem:
         heads = f"h{self.heads}" if self.heads == self.heads_kv else f"h{self.heads}_{self.heads_kv}"
         seqlen = f"s{self.seqlen_q}" if self.seqlen_q == self.seqlen_k else f"s{self.seqlen_q}_{self.seqlen_k}"
         dim = f"d{self.head_dim}" if self.head_dim == self.head_dim_v else f"d{self.head_dim}_{self.head_dim_v}"
-        return f"b{self.batch}_{heads}_{seqlen}_{dim}_{self.dtype}{'_causal' if self.causal else ''}"
+        words = [f"b{self.batch}", heads, seqlen, dim, self.dtype]
+        words += ["causal"] if self.causal else []
+        if self.window != (-1, -1):
+            words.append("window" + "_".join("all" if size < 0 else str(size) for size in self.window))
+        words += [f"softcap{self.softcap:g}"] if self.softcap else []
+        words += [name for name in ("sinks", "alibi", "bias", "packed") if getattr(self, name)]
+        return "_".join(words)

@@ -1,30 +1,45 @@
 """What attention means: eager torch, on CPU or GPU, in any floating-point dtype up to fp64.
 
     s[b, h, m, n] = softmax_scale * sum_d q[b, h, m, d] * k[b, h // G, n, d]      G = H / HK
+    s             = softcap * tanh(s / softcap)                                    where there is a softcap
+    s            -= alibi[b, h] * |m + Sk - Sq - n|                                where there are slopes
+    s            += bias[b, h, m, n]                                               where there is a bias
     s[b, h, m, n] = -inf where causal and n > m + Sk - Sq                          (aligned bottom-right)
-    o[b, h, m]    = sum_n softmax(s)[m, n] * v[b, h // G, n]
-    lse[b, h, m]  = log(sum_n exp(s[m, n]))                                        (natural logarithm)
+    s[b, h, m, n] = -inf where n < m + Sk - Sq - left or n > m + Sk - Sq + right   where the window has these bounds
+    z[b, h, m]    = sum_n exp(s[m, n]) + exp(sinks[h])                             the latter where there are sinks
+    o[b, h, m]    = sum_n exp(s[m, n]) / z * v[b, h // G, n]
+    lse[b, h, m]  = log(z)                                                         (natural logarithm)
 
-A row that sees no key has o = 0 and lse = -inf.
+A sink is the score of a key that every row sees and whose value is 0. A row that sees no key has o = 0, and lse = -inf
+or its sink.
 """
 
 from __future__ import annotations
 
+import itertools
+from typing import Any
+
 import torch
+from torch import Tensor
 
 # Scores of one chunk of rows, so that fp64 references of long sequences fit: 2**27 elements are 1 GiB.
 _CHUNK_SCORES = 1 << 27
 
 
 def attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     *,
     causal: bool = False,
     softmax_scale: float | None = None,
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    alibi: Tensor | None = None,
+    bias: Tensor | None = None,
     dtype: torch.dtype | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Return ``(o, lse)``, computed in ``dtype``.
 
     Args:
@@ -33,6 +48,11 @@ def attention(
         v: ``[B, HK, Sk, DV]``.
         causal: hide key n from row m where n > m + Sk - Sq.
         softmax_scale: factor on the scores. Default ``D ** -0.5``.
+        window: (left, right), hide keys further than that from m + Sk - Sq; -1 for no bound.
+        softcap: bound on the size of the scores; 0 for none.
+        sinks: ``[H]``.
+        alibi: slopes ``[H]`` or ``[B, H]``.
+        bias: ``[B or 1, H or 1, Sq, Sk]``.
         dtype: of every step. Default: fp32 for 16-bit inputs, else the inputs' own.
 
     Returns:
@@ -45,30 +65,325 @@ def attention(
     scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
     o = torch.zeros(batch, heads, seqlen_q, head_dim_v, dtype=dtype, device=q.device)
     lse = torch.full((batch, heads, seqlen_q), -torch.inf, dtype=dtype, device=q.device)
+    if sinks is not None:
+        lse[:] = sinks.to(dtype)[:, None]
     if o.numel() == 0 or seqlen_k == 0:
         return o, lse
     group = heads // heads_kv
     rows = max(1, min(seqlen_q, _CHUNK_SCORES // (group * seqlen_k)))
-    keys = torch.arange(seqlen_k, device=q.device)
-    for b in range(batch):
-        for h in range(heads_kv):
-            kh, vh = k[b, h].to(dtype), v[b, h].to(dtype)
-            mine = slice(h * group, (h + 1) * group)
-            for first in range(0, seqlen_q, rows):
-                last = min(first + rows, seqlen_q)
-                scores = (q[b, mine, first:last].to(dtype) @ kh.T) * scale
-                if causal:
-                    row = torch.arange(first, last, device=q.device)
-                    scores.masked_fill_(keys > row[:, None] + (seqlen_k - seqlen_q), -torch.inf)
-                lse[b, mine, first:last] = part = torch.logsumexp(scores, -1)
-                weights = torch.exp(scores - torch.where(part == -torch.inf, 0.0, part)[..., None])
-                o[b, mine, first:last] = weights @ vh
+    slopes = None if alibi is None else alibi.expand(batch, heads)
+    added = None if bias is None else bias.expand(batch, heads, seqlen_q, seqlen_k)
+    for b, h, first in itertools.product(range(batch), range(heads_kv), range(0, seqlen_q, rows)):
+        mine, chunk = slice(h * group, (h + 1) * group), slice(first, first + rows)
+        o[b, mine, chunk], lse[b, mine, chunk] = _attend_rows(
+            q[b, mine, chunk].to(dtype),
+            k[b, h].to(dtype),
+            v[b, h].to(dtype),
+            None if sinks is None else sinks[mine].to(dtype),
+            None if slopes is None else slopes[b, mine].to(dtype),
+            None if added is None else added[b, mine, chunk].to(dtype),
+            position=first + seqlen_k - seqlen_q,
+            scale=scale,
+            causal=causal,
+            window=window,
+            softcap=softcap,
+        )
     return o, lse
 
 
+def _attend_rows(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    slopes: Tensor | None,
+    bias: Tensor | None,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """Return ``(o, lse)`` of rows of the heads that share one K/V head; the first is at key ``position``.
+
+    q is ``[G, M, D]``, k ``[Sk, D]``, sinks and slopes ``[G]``, bias ``[G, M, Sk]``. Autograd goes through it, also in
+    rows that see no key, whose gradients are 0.
+    """
+    weights, total, top, _ = _weigh_rows(q, k, sinks, slopes, bias, **options)
+    unseen = total == 0
+    total = torch.where(unseen, 1.0, total)
+    return (weights @ v) / total[..., None], torch.where(unseen, -torch.inf, top + torch.log(total))
+
+
+def _weigh_rows(
+    q: Tensor,
+    k: Tensor,
+    sinks: Tensor | None,
+    slopes: Tensor | None,
+    bias: Tensor | None,
+    *,
+    position: int,
+    scale: float,
+    causal: bool,
+    window: tuple[int, int],
+    softcap: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return exp(s - top), its sum with the sinks', top, and tanh of the scores where there is a softcap."""
+    scores = (q @ k.T) * scale
+    capped = None
+    if softcap:
+        capped = torch.tanh(scores / softcap)
+        scores = softcap * capped
+    rows, keys = torch.arange(q.shape[1], device=q.device), torch.arange(k.shape[0], device=q.device)
+    ahead = keys - rows[:, None] - position
+    if slopes is not None:
+        scores -= slopes[:, None, None] * ahead.abs()
+    if bias is not None:
+        scores += bias
+    _hide(scores, ahead, causal=causal, window=window)
+    # Not exp(s - lse): beside a bias of -3e38, a common mask, the logarithm of the sum is lost.
+    top = scores.detach().amax(-1)
+    if sinks is not None:
+        top = torch.maximum(top, sinks.detach()[:, None])
+    top = torch.where(top == -torch.inf, 0.0, top)
+    weights = torch.exp(scores - top[..., None])
+    total = weights.sum(-1)
+    if sinks is not None:
+        total = total + torch.exp(sinks[:, None] - top)
+    return weights, total, top, capped
+
+
+def attention_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    do: Tensor,
+    dlse: Tensor | None = None,
+    *,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    alibi: Tensor | None = None,
+    bias: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> dict[str, Tensor]:
+    """Return the gradients of q, k, v and, where they are given, sinks and bias, computed in ``dtype``.
+
+        p = exp(s - lse)      delta[m] = sum_d do[m, d] o[m, d] - dlse[m]      ds[m, n] = p (do[m] . v[n] - delta[m])
+        dv = p.T do           dbias = ds, summed over what one bias serves      dsinks = - sum_m exp(sinks - lse) delta
+        dq = scale ds' k      dk = scale ds'.T q      with ds' = ds, times 1 - tanh^2 where there is a softcap
+
+    Args:
+        q: as in ``attention``, like all that is not named here.
+        k: ``[B, HK, Sk, D]``.
+        v: ``[B, HK, Sk, DV]``.
+        do: gradient of o, ``[B, H, Sq, DV]``.
+        dlse: gradient of lse, ``[B, H, Sq]``; None for 0.
+        causal: hide later keys.
+        softmax_scale: factor on the scores.
+        window: (left, right).
+        softcap: 0 for none.
+        sinks: ``[H]``.
+        alibi: slopes, of which there is no gradient.
+        bias: ``[B or 1, H or 1, Sq, Sk]``.
+        dtype: of every step. Default: fp32 for 16-bit inputs, else the inputs' own.
+
+    Returns:
+        Gradients by name, of the shapes of what they are of, in ``dtype``.
+    """
+    if dtype is None:
+        dtype = torch.float32 if q.dtype in (torch.float16, torch.bfloat16) else q.dtype
+    batch, heads, seqlen_q, head_dim = q.shape
+    heads_kv, seqlen_k = k.shape[1], k.shape[2]
+    given = {"q": q, "k": k, "v": v, **{n: t for n, t in (("sinks", sinks), ("bias", bias)) if t is not None}}
+    grads = {name: torch.zeros(tensor.shape, dtype=dtype, device=q.device) for name, tensor in given.items()}
+    dlse = torch.zeros(do.shape[:3], dtype=dtype, device=q.device) if dlse is None else dlse.to(dtype)
+    if seqlen_k == 0 and sinks is not None:  # the LSE is the sink
+        grads["sinks"] += dlse.sum((0, 2))
+    if do.numel() == 0 or seqlen_k == 0:
+        return grads
+    group = heads // heads_kv
+    rows = max(1, min(seqlen_q, _CHUNK_SCORES // (8 * group * seqlen_k)))
+    options: dict[str, Any] = {"causal": causal, "window": window, "softcap": softcap}
+    options["scale"] = head_dim**-0.5 if softmax_scale is None else softmax_scale
+    slopes = None if alibi is None else alibi.expand(batch, heads)
+    for b, h, first in itertools.product(range(batch), range(heads_kv), range(0, seqlen_q, rows)):
+        mine, chunk = slice(h * group, (h + 1) * group), slice(first, first + rows)
+        places: dict[str, tuple[Any, ...]] = {"q": (b, mine, chunk), "k": (b, h), "v": (b, h), "sinks": (mine,)}
+        if bias is not None:
+            own_b, own_h = b if bias.shape[0] > 1 else 0, mine if bias.shape[1] > 1 else slice(0, 1)
+            places["bias"] = own_b, own_h, chunk
+        chosen = {name: given[name][places[name]].to(dtype) for name in given}
+        found = _differentiate_rows(
+            chosen,
+            None if slopes is None else slopes[b, mine].to(dtype),
+            do[b, mine, chunk].to(dtype),
+            dlse[b, mine, chunk],
+            position=first + seqlen_k - seqlen_q,
+            **options,
+        )
+        for name in given:
+            grads[name][places[name]] += found[name].sum_to_size(chosen[name].shape)
+    return grads
+
+
+def _differentiate_rows(
+    given: dict[str, Tensor], slopes: Tensor | None, do: Tensor, dlse: Tensor, **options: Any
+) -> dict[str, Tensor]:
+    """Return what ``_attend_rows`` of the same rows gives to each gradient; that of the bias as ``[G, M, Sk]``."""
+    q, k, v, sinks = given["q"], given["k"], given["v"], given.get("sinks")
+    weights, total, top, capped = _weigh_rows(q, k, sinks, slopes, given.get("bias"), **options)
+    unseen = total == 0
+    total = torch.where(unseen, 1.0, total)[..., None]
+    p = weights / total
+    delta = (do * (p @ v)).sum(-1) - dlse
+    delta = torch.where(unseen, 0.0, delta)[..., None]  # the gradient of an LSE of -inf may be NaN
+    dbias = p * (do @ v.T - delta)
+    ds = dbias if capped is None else dbias * (1 - capped**2)
+    found = {
+        "q": ds @ k * options["scale"],
+        "k": (ds.transpose(1, 2) @ q).sum(0) * options["scale"],
+        "v": (p.transpose(1, 2) @ do).sum(0),
+        "bias": dbias,
+    }
+    if sinks is not None:
+        found["sinks"] = -(torch.exp(sinks[:, None] - top)[..., None] / total * delta).sum((1, 2))
+    return found
+
+
+def _hide(scores: Tensor, ahead: Tensor, *, causal: bool, window: tuple[int, int]) -> None:
+    """Hide keys, so far ahead of their rows, that a mask hides."""
+    left, right = window
+    if causal:
+        scores.masked_fill_(ahead > 0, -torch.inf)
+    if left >= 0:
+        scores.masked_fill_(ahead < -left, -torch.inf)
+    if right >= 0:
+        scores.masked_fill_(ahead > right, -torch.inf)
+
+
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    alibi: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """Return ``(o, lse)`` of packed sequences: each by ``attention``.
+
+    Args:
+        q: ``[Tq, H, D]``.
+        k: ``[Tk, HK, D]``.
+        v: ``[Tk, HK, DV]``.
+        cu_seqlens_q: ``[B + 1]``, where sequences start; the last one is where they end.
+        cu_seqlens_k: ``[B + 1]``.
+        seqused_q: ``[B]``, their lengths where they end earlier.
+        seqused_k: ``[B]``.
+        alibi: slopes ``[H]`` or ``[B, H]``.
+        **options: of ``attention``.
+
+    Returns:
+        o ``[Tq, H, DV]`` and lse ``[H, Tq]``; rows that are in no sequence have 0 and -inf.
+    """
+    total, heads = q.shape[:2]
+    o, lse = None, None
+    for b, (place_q, place_k) in enumerate(
+        zip(_places(cu_seqlens_q, seqused_q), _places(cu_seqlens_k, seqused_k), strict=True)
+    ):
+        rows, keys = slice(*place_q), slice(*place_k)
+        inputs = (tensor.transpose(0, 1)[None] for tensor in (q[rows], k[keys], v[keys]))
+        slopes = alibi[b] if alibi is not None and alibi.dim() == 2 else alibi
+        one, one_lse = attention(*inputs, alibi=slopes, **options)
+        if o is None or lse is None:
+            o = torch.zeros(total, heads, v.shape[2], dtype=one.dtype, device=q.device)
+            lse = torch.full((heads, total), -torch.inf, dtype=one.dtype, device=q.device)
+        o[rows], lse[:, rows] = one[0].transpose(0, 1), one_lse[0]
+    if o is None or lse is None:  # there are no sequences
+        o = torch.zeros(total, heads, v.shape[2], dtype=q.dtype, device=q.device)
+        lse = torch.full((heads, total), -torch.inf, device=q.device)
+    return o, lse
+
+
+def attention_varlen_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    do: Tensor,
+    dlse: Tensor | None = None,
+    *,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    alibi: Tensor | None = None,
+    **options: Any,
+) -> dict[str, Tensor]:
+    """Return the gradients of packed sequences: of each by ``attention_backward``, 0 of tokens in none.
+
+    Args:
+        q: as in ``attention_varlen``, like all that is not named here.
+        k: ``[Tk, HK, D]``.
+        v: ``[Tk, HK, DV]``.
+        do: gradient of o, ``[Tq, H, DV]``.
+        dlse: gradient of lse, ``[H, Tq]``; None for 0.
+        cu_seqlens_q: ``[B + 1]``.
+        cu_seqlens_k: ``[B + 1]``.
+        seqused_q: ``[B]``.
+        seqused_k: ``[B]``.
+        alibi: slopes.
+        **options: of ``attention_backward``.
+
+    Returns:
+        Gradients by name, of the shapes of what they are of.
+    """
+    dtype = options.get("dtype")
+    if dtype is None:
+        dtype = torch.float32 if q.dtype in (torch.float16, torch.bfloat16) else q.dtype
+    grads = {name: torch.zeros(x.shape, dtype=dtype, device=q.device) for name, x in (("q", q), ("k", k), ("v", v))}
+    sinks = options.get("sinks")
+    if sinks is not None:
+        grads["sinks"] = torch.zeros(sinks.shape, dtype=dtype, device=q.device)
+    for b, (place_q, place_k) in enumerate(
+        zip(_places(cu_seqlens_q, seqused_q), _places(cu_seqlens_k, seqused_k), strict=True)
+    ):
+        rows, keys = slice(*place_q), slice(*place_k)
+        own = [tensor.transpose(0, 1)[None] for tensor in (q[rows], k[keys], v[keys], do[rows])]
+        own += [] if dlse is None else [dlse[None, :, rows]]
+        slopes = alibi[b] if alibi is not None and alibi.dim() == 2 else alibi
+        differentiate: Any = attention_backward
+        one = differentiate(*own, alibi=slopes, **options)
+        grads["q"][rows] = one["q"][0].transpose(0, 1)
+        for name in ("k", "v"):
+            grads[name][keys] = one[name][0].transpose(0, 1)
+        if sinks is not None:
+            grads["sinks"] += one["sinks"]
+    return grads
+
+
+def _places(cu_seqlens: Tensor, seqused: Tensor | None) -> list[tuple[int, int]]:
+    """Return where each sequence starts and ends."""
+    starts: list[int] = cu_seqlens.tolist()
+    if seqused is None:
+        return list(itertools.pairwise(starts))
+    return [(start, start + length) for start, length in zip(starts, seqused.tolist(), strict=False)]
+
+
 def attention_low_precision(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = False, softmax_scale: float | None = None
-) -> torch.Tensor:
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    alibi: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
     """Return o as the framework's own eager code computes it in the dtype of the inputs: scores, softmax, product.
 
     What it loses against fp64 sets the error budget of the kernels.
@@ -77,8 +392,18 @@ def attention_low_precision(
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     scores = (q * scale) @ k.transpose(-1, -2)
-    if causal:
-        row, key = torch.arange(q.shape[2], device=q.device), torch.arange(k.shape[2], device=q.device)
-        scores = scores.masked_fill(key > row[:, None] + (k.shape[2] - q.shape[2]), -torch.inf)
-    weights = torch.softmax(scores, -1)
-    return torch.nan_to_num(weights, nan=0.0) @ v  # rows without keys: NaN after the softmax, 0 by definition
+    row, key = torch.arange(q.shape[2], device=q.device), torch.arange(k.shape[2], device=q.device)
+    ahead = key - row[:, None] - (k.shape[2] - q.shape[2])
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    if alibi is not None:
+        scores = (scores - alibi.float()[..., None, None] * ahead.abs()).to(q.dtype)
+    if bias is not None:
+        scores = (scores + bias.float()).to(q.dtype)
+    _hide(scores, ahead, causal=causal, window=window)
+    if sinks is not None:
+        column = sinks.to(q.dtype)[:, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, column], -1)
+    unseen = (scores == -torch.inf).all(-1, keepdim=True)  # rows without keys: NaN, 0 by definition
+    weights = torch.softmax(scores.masked_fill(unseen, 0.0), -1).masked_fill(unseen, 0.0)
+    return weights[..., : k.shape[2]] @ v

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - PyTorch's own habit
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from .. import __version__
 from ..errors import InputError
 from .problem import AttentionProblem
 
@@ -29,6 +30,7 @@ class Rival:
     distribution = "torch"  # the package whose version counts
     also_called: Sequence[str] = ()  # in prose, besides its name
     yardstick = False  # whether it does other work, whose answer is none to the problem
+    features: Sequence[str] = ()  # of ``AttentionProblem.features``, those that it is called with
 
     def load(self) -> Callable[..., torch.Tensor]:
         """Return the entry point. Raises ``ImportError`` with the reason."""
@@ -38,8 +40,13 @@ class Rival:
         """Return the version of the package behind it."""
         return f"{self.distribution} {importlib.metadata.version(self.distribution)}"
 
-    def refusal(self, problem: AttentionProblem) -> str | None:  # noqa: ARG002 - for those that override it
+    def refusal(self, problem: AttentionProblem) -> str | None:
         """Return why it cannot serve ``problem``, or None."""
+        lacking = [feature for feature in problem.features if feature not in self.features]
+        return f"it is not called with {', '.join(lacking)}" if lacking else self._refuse(problem)
+
+    def _refuse(self, problem: AttentionProblem) -> str | None:  # noqa: ARG002 - for those that override it
+        """Return why it cannot serve a problem of the features that it is called with, or None."""
         return None
 
     def context(self) -> AbstractContextManager[object]:
@@ -59,6 +66,8 @@ class Sdpa(Rival):
     def __init__(self, name: str, backend: SDPBackend | None, kernels: Sequence[str] = ()) -> None:
         """``backend`` None leaves the choice to PyTorch."""
         self.name, self.backend, self.kernels = name, backend, kernels
+        # The backends of FlashAttention-2 take none.
+        self.features = () if backend is SDPBackend.FLASH_ATTENTION else ("a bias",)
 
     def load(self) -> Callable[..., torch.Tensor]:
         """Return a function that calls SDPA with our argument names."""
@@ -71,10 +80,16 @@ class Sdpa(Rival):
             options["scale"] = problem.softmax_scale
         if problem.group > 1:
             options["enable_gqa"] = True
+        if problem.bias:
+            options["attn_mask"] = inputs["bias"]
         return functools.partial(F.scaled_dot_product_attention, inputs["q"], inputs["k"], inputs["v"], **options)
 
-    def refusal(self, problem: AttentionProblem) -> str | None:
-        """SDPA aligns its causal mask top-left."""
+    def _refuse(self, problem: AttentionProblem) -> str | None:
+        """SDPA aligns its causal mask top-left, and takes no mask beside it; a mask has the dtype of the query."""
+        if problem.bias and problem.causal:
+            return "it takes a bias or a causal mask, not both"
+        if problem.bias and problem.bias != problem.dtype:
+            return "its bias has the dtype of the query"
         return _refuse_causal_rectangle(problem)
 
     def context(self) -> AbstractContextManager[object]:
@@ -152,7 +167,7 @@ class MatrixProduct(Rival):
 
         return _Bound(bind_inputs)
 
-    def refusal(self, problem: AttentionProblem) -> str | None:
+    def _refuse(self, problem: AttentionProblem) -> str | None:
         """A small product does not reach the rate."""
         if self._rows(problem) >= self._FEWEST_ROWS:
             return None
@@ -161,6 +176,32 @@ class MatrixProduct(Rival):
 
     def _rows(self, problem: AttentionProblem) -> int:
         return round(problem.flops / (2.0 * self._SIZE**2) / 128) * 128
+
+
+class WithoutFeatures(Rival):
+    """``flash_attention`` of the same sizes and the same causal mask, without features: what the features cost."""
+
+    name = "without-features"
+    yardstick = True
+    features = ("a sliding window", "a softcap", "attention sinks", "ALiBi", "a bias")
+
+    def load(self) -> Callable[..., torch.Tensor]:
+        """Return it with the options that are no features."""
+        from .api import flash_attention
+
+        def bind_inputs(problem: AttentionProblem, inputs: Mapping[str, torch.Tensor]) -> Callable[[], torch.Tensor]:
+            options: dict[str, Any] = {"causal": problem.causal, "softmax_scale": problem.softmax_scale}
+            return functools.partial(flash_attention, inputs["q"], inputs["k"], inputs["v"], **options)
+
+        return _Bound(bind_inputs)
+
+    def version(self) -> str:
+        """Return our own version: the package may run from its sources."""
+        return f"flashmoe_science {__version__}"
+
+    def _refuse(self, problem: AttentionProblem) -> str | None:
+        """There is nothing to leave out of a plain case."""
+        return None if problem.features else "the case has no features"
 
 
 def _sequence_major(inputs: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -197,7 +238,7 @@ class FlashAttention(Rival):
 
         return _Bound(bind_inputs)
 
-    def refusal(self, problem: AttentionProblem) -> str | None:
+    def _refuse(self, problem: AttentionProblem) -> str | None:
         """The packages serve 16-bit types."""
         return "it serves fp16 and bf16 only" if problem.dtype == "fp32" else None
 
@@ -271,7 +312,7 @@ class Xformers(Rival):
 
         return _Bound(bind_inputs)
 
-    def refusal(self, problem: AttentionProblem) -> str | None:
+    def _refuse(self, problem: AttentionProblem) -> str | None:
         """Grouped heads need another layout there."""
         return "it is called for equal numbers of heads only" if problem.group > 1 else None
 
@@ -292,7 +333,7 @@ class FlashInfer(Rival):
 
         return _Bound(bind_inputs)
 
-    def refusal(self, problem: AttentionProblem) -> str | None:
+    def _refuse(self, problem: AttentionProblem) -> str | None:
         """One sequence a call, 16-bit types."""
         if problem.batch != 1:
             return "it is called for one sequence at a time"
@@ -314,6 +355,7 @@ _ALL: tuple[Rival, ...] = (
     Xformers(),
     FlashInfer(),
     MatrixProduct(),
+    WithoutFeatures(),
 )
 _ALSO_CALLED = {
     "sdpa": ("scaled_dot_product_attention", "PyTorch's attention"),

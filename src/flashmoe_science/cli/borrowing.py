@@ -12,7 +12,7 @@ from rich.table import Table
 
 from ..errors import InputError, MachineLostError
 from ..proof.conclude import conclude, run_exit_code
-from ..proof.cost import Budget, RunSize
+from ..proof.cost import Budget, RunSize, spent_seconds
 from ..proof.cost_report import bill_as_plain, receipt
 from ..proof.evidence import Gate, Record
 from ..proof.gates import Progress, ProveRequest
@@ -88,6 +88,7 @@ def run_on_hosts(
     keeper_of: Callable[[str], Keeper],
     begin: Callable[[str, Record, RunSize], Budget | None],
     bill_of: Callable[[str, Record], Bill | None],
+    book_set_up: Callable[[Record | None, float], None],
     conclude_one: Callable[[Record, Path], int],
     csv: Path | None,
     junit: Path | None,
@@ -101,6 +102,7 @@ def run_on_hosts(
         keeper_of: Makes what keeps the record of the machine of this name.
         begin: Takes note of the run that begins on the machine of this name; returns what holds it to a budget.
         bill_of: Says what the run on the machine of this name has cost.
+        book_set_up: Books for how many seconds a machine was held while no gate had its GPU.
         conclude_one: Prints what the run of a single machine showed, and returns the exit code.
         csv: A file for the rows of all records.
         junit: A file for the gates and claims of all records, and for what went wrong.
@@ -111,28 +113,34 @@ def run_on_hosts(
     single = ChainProgress(terminal) if len(hosts) == 1 else None
     progress: dict[str, Progress] = {host.name: single or HostLines(terminal, host.name) for host in hosts}
     terminal.log.print(f"sending {counted(len(tree.files), 'file')} to {', '.join(borrowed.hosts)}", style="dim")
+    kept: dict[str, Record] = {}
+
+    def save(name: str, record: Record) -> None:
+        kept[name] = record
+        keepers[name].save(record)
+
+    began = time.monotonic()
     try:
         results = prove_on(
             hosts,
             tree.request(request, Path.cwd()),
             tree,
             progress=progress,
-            save=lambda name, record: keepers[name].save(record),
+            save=save,
             begin=begin,
         )
     except KeyboardInterrupt:
         if single is not None:
             single.close()
-        for keeper in keepers.values():
-            if keeper.path is not None:
-                terminal.log.print(f"what was finished is in {short_path(keeper.path)}", soft_wrap=True)
+        for record in kept.values():  # of a machine that no record came from it is not known what it is
+            book_set_up(record, time.monotonic() - began - spent_seconds(record))
+        _say_where(keepers, terminal)
         raise
     finally:
         if single is not None:
             single.close()
     for result in results:
-        if result.record is not None:
-            terminal.log.print(_held(result), style="dim", soft_wrap=True)
+        _settle(result, terminal, book_set_up)
     if csv is not None:
         write_csv_file([result.record for result in results if result.record is not None], csv)
     if junit is not None:
@@ -140,6 +148,21 @@ def run_on_hosts(
     if single is not None:
         return _conclude_one(results[0], keepers[hosts[0].name], conclude_one)
     return _conclude_all(results, keepers, terminal, bill_of, request.repository)
+
+
+def _say_where(keepers: Mapping[str, Keeper], terminal: Terminal) -> None:
+    for keeper in keepers.values():
+        if keeper.path is not None:
+            terminal.log.print(f"what was finished is in {keeper.place}", soft_wrap=True)
+
+
+def _settle(result: HostResult, terminal: Terminal, book_set_up: Callable[[Record | None, float], None]) -> None:
+    """Book what a machine was held for beside its gates, and say for how long it was held in all."""
+    if result.record is not None or result.reached:
+        spent = spent_seconds(result.record) if result.record is not None else 0.0
+        book_set_up(result.record, result.seconds - spent)
+    if result.record is not None:
+        terminal.log.print(_held(result), style="dim", soft_wrap=True)
 
 
 def _write_junit(results: Sequence[HostResult], path: Path, repository: Path | None) -> None:
@@ -165,6 +188,7 @@ def _conclude_one(result: HostResult, keeper: Keeper, conclude_one: Callable[[Re
         raise result.error
     assert result.record is not None
     assert keeper.path is not None
+    keeper.remind()
     return conclude_one(result.record, keeper.path)
 
 
@@ -189,6 +213,7 @@ def _conclude_all(
             code = INCONCLUSIVE if isinstance(result.error, MachineLostError) else USAGE
         bill = bill_of(name, result.record) if result.record is not None else None
         if result.record is not None and path is not None:
+            keepers[name].remind()
             terminal.show("", f"{name}:")
             terminal.show_conclusion(result.record, verdicts)
             terminal.show(*([receipt(bill)] if bill else []), f"record: {short_path(path)}")

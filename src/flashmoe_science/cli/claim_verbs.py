@@ -46,6 +46,9 @@ def new(
     mean: Annotated[
         bool, typer.Option("--mean", help="Claim the geometric mean over the cases, not each case.")
     ] = False,
+    memory: Annotated[
+        bool, typer.Option("--memory", help="Claim the peak bytes that a call allocates; with --time, those times too.")
+    ] = False,
     gpu: Annotated[
         str, typer.Option("--gpu", metavar="NAME", help="Words of the GPU's name. Default: its model.")
     ] = "",
@@ -77,11 +80,13 @@ def new(
       1  refuted: not written          4  not demonstrated: not written
       2  wrong usage                      (--asserted writes it, and returns the same)
     """
+    from ..proof.claims import Metric as Kind
     from ..proof.new_claim import Wish
     from .claiming import run_claim_new
 
+    times: list[Kind] = [m.value for m in metric or ()]
     wish = Wish(
-        kinds=[m.value for m in metric or ()],
+        kinds=[*times, "memory"] if memory else times,
         baselines=split(baseline),
         scope="geometric mean" if mean else "each case",
         cases=cases or (),

@@ -81,7 +81,8 @@ def _way_out(verdict: Verdict, record: Record, records: Mapping[str, Record], re
     suite = suite_now(record, repository)
     if suite.doubt:
         return suite.mend or "its reason says what is wrong with the suite"
-    easier = verify_claim(verdict.claim.model_copy(update={"factor": _LITTLE}), records, repository)
+    less = {"factor": _LITTLE, "sentence": ""}  # no sentence says more than that
+    easier = verify_claim(verdict.claim.model_copy(update=less), records, repository)
     if easier.status is VerdictStatus.DEMONSTRATED:
         return "a lower --factor, or more rounds, may show it"
     return "more rounds may show it" if verdict.rounds_needed else ""

@@ -17,7 +17,8 @@ def compare(
     b: Annotated[str, typer.Argument(metavar="B", help="The one that is compared with A.")],
     subject: Annotated[
         Optional[str],  # noqa: UP045
-        typer.Option(metavar="SUBJECT", help="One of ours, or a kernel.toml. Default: flash_attention."),
+        # By name: typer 0.27.0 takes the metavar for the name where they differ only in case.
+        typer.Option("--subject", metavar="SUBJECT", help="One of ours, or a kernel.toml. Default: flash_attention."),
     ] = None,
     suite: Annotated[
         Optional[str],  # noqa: UP045
@@ -45,6 +46,10 @@ def compare(
     rounds: Annotated[int, typer.Option(min=1, metavar="N", help="Rounds in each process.")] = 10,
     seed: Annotated[
         int | None, typer.Option(min=0, metavar="N", help="Seed of inputs and orders.", show_default="drawn")
+    ] = None,
+    budget: Annotated[
+        Optional[float],  # noqa: UP045
+        typer.Option("--budget", metavar="DOLLARS", min=0, help="Of both: stop before the gate that would pass it."),
     ] = None,
     store: StoreName = None,
     as_json: Json = False,
@@ -80,6 +85,7 @@ def compare(
         processes=processes,
         rounds=rounds,
         seed=seed,
+        budget=budget,
         store=store,
         args=context.obj or [],
     )

@@ -29,7 +29,7 @@ from ..proof.suites import load_suite
 from ..proof.words import counted
 from . import HOLDS, INCONCLUSIVE
 from .names import gpu_named, moment_named
-from .running import as_typed, make_keeper, make_meter
+from .running import as_typed, check_budget, make_keeper, make_meter
 from .terminal import ChainProgress, Terminal, as_plain, short_path
 
 
@@ -48,6 +48,7 @@ class Wanted:
     processes: int = 3
     rounds: int = 10
     seed: int | None = None
+    budget: float | None = None  # dollars, of both revisions
     store: str | None = None
     args: Sequence[str] = field(default_factory=list)  # as they were typed, for the record
 
@@ -122,6 +123,8 @@ def _find_runs(wanted: Wanted) -> tuple[Record, Record] | None:
         raise InputError(f"A and B are the same run, {a.id}")
     if wanted.subject or wanted.suite:
         raise InputError("--subject and --suite are for two revisions: a run has its own")
+    if wanted.budget is not None:
+        raise InputError("--budget is for two revisions: to compare two runs costs nothing")
     return a, b
 
 
@@ -135,7 +138,7 @@ def _compare_revisions(wanted: Wanted, kinds: list[TimeKind], terminal: Terminal
     if has_uncommitted_changes(toplevel):
         terminal.warn("there are uncommitted changes, which are in neither revision", "commit them, and compare HEAD")
     repository, store = find_repository(), Store(wanted.store)
-    meter = make_meter(terminal, Archive(store, repository))
+    meter = make_meter(terminal, Archive(store, repository), check_budget(wanted.budget))
     keeper = make_keeper(terminal, store, repository, meter)
     progress = ChainProgress(terminal)
     tolerance = TOLERANCE if wanted.tolerance is None else wanted.tolerance

@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from typing import Any
 
 from ..errors import InputError
-from ..proof.cost import HISTORY, Entry, PastRun, Saving, Sum, add_up, dollars, format_dollars, saving
+from ..proof.cost import (
+    HISTORY,
+    Entry,
+    PastRun,
+    Saving,
+    Sum,
+    add_up,
+    dollars,
+    format_dollars,
+    saving,
+    spent_seconds,
+)
 from ..proof.cost_report import rates_table, savings_line, sums_table
-from ..proof.evidence import GATE_NAMES
+from ..proof.evidence import GATE_NAMES, Record
+from ..proof.kinds import kinds_of
 from ..proof.meter import history_of
 from ..proof.rates import PACKAGED, Rate, Rates, load_rates
-from ..proof.store import Archive, Store, find_repository
+from ..proof.soundness import failed_gate
+from ..proof.store import Archive, Store, entries_of, find_repository, summarize
+from ..proof.words import counted
 from .names import moment_named
 from .terminal import Terminal, short_path
 
@@ -29,13 +43,16 @@ _KEYS: dict[str, Callable[[Entry], str]] = {
 def run_cost(*, since: str | None, store: str | None, as_json: bool) -> int:
     """Print the sums of the ledger, and what early gates saved."""
     terminal = Terminal(as_json=as_json)
-    rates = load_rates(find_repository())
+    repository = find_repository()
+    rates = load_rates(repository)
     moment = moment_named(since) if since else None
     kept = Store(store)
-    entries = kept.ledger(since=moment)
+    archive = Archive(kept, repository)
+    loose = _not_stored(archive, moment, terminal)
+    entries = [*kept.ledger(since=moment), *(entry for record in loose for entry in entries_of(record))]
     sums = {name: _in_order(add_up(entries, key, rates.dollars_per_hour)) for name, key in _KEYS.items()}
     total = add_up(entries, lambda _: "total", rates.dollars_per_hour).get("total", Sum())
-    savings = _savings(kept, moment)
+    savings = _savings(archive, moment, loose)
     if not entries:
         terminal.log.print("nothing was spent: no run held a GPU, and nothing was entered by hand")
     else:
@@ -43,11 +60,15 @@ def run_cost(*, since: str | None, store: str | None, as_json: bool) -> int:
     if savings:
         amount, seconds = _worth(savings, rates)
         terminal.show("", savings_line(savings, amount, seconds))
+    if loose:
+        what = f"{counted(len(loose), 'run')} of evidence/ that the store does not have"
+        terminal.log.print(f"{what}, at the prices of now\nhint: flashmoe import evidence/ keeps them there")
     terminal.document(
         {
             "total": vars(total),
             **{f"by_{name}": {k: vars(v) for k, v in of_name.items()} for name, of_name in sums.items()},
             "saved": [vars(one) for one in savings],
+            "not_in_store": [record.id for record in loose],
         }
     )
     return 0
@@ -59,19 +80,24 @@ def _in_order(sums: dict[str, Sum]) -> dict[str, Sum]:
     return dict(sorted(sums.items(), key=lambda item: (item[0] == _BY_HAND, order.get(item[0], 0), item[0])))
 
 
-def _savings(store: Store, since: datetime | None) -> list[Saving]:
-    """Return what every run saved that failed early, by the times of the runs of the store."""
-    archive = Archive(store, repository=None)
+def _not_stored(archive: Archive, since: datetime | None, terminal: Terminal) -> list[Record]:
+    """Return the runs that held a GPU and are in evidence/ alone."""
+    records = archive.only_in_files(on_trouble=terminal.warn_of)
+    return [r for r in records if spent_seconds(r) > 0 and (since is None or r.created_at >= since)]
+
+
+def _savings(archive: Archive, since: datetime | None, loose: Sequence[Record]) -> list[Saving]:
+    """Return what every run saved that failed early, by the times of all runs that are known here."""
+    store = archive.store
     histories: dict[tuple[str, str, str], list[PastRun]] = {}
     found = []
-    for run in store.runs(since=since):
-        if not run.gpu or not run.result.endswith(" failed"):
-            continue
-        record = store.document(run.id)
+    stored = [store.document(run.id) for run in store.runs(since=since) if run.gpu and run.result.endswith(" failed")]
+    for record in [*stored, *(one for one in loose if failed_gate(one.gates))]:
+        run = summarize(record)
         alike = (run.subject, run.suite, run.gpu)
         if alike not in histories:
             histories[alike] = history_of(archive, record, most=HISTORY)
-        if (saved := saving(record, histories[alike])) is not None:
+        if (saved := saving(record, histories[alike], kinds_of(record))) is not None:
             found.append(saved)
     return found
 

@@ -9,7 +9,7 @@ from typing import Annotated, Optional
 
 import typer
 
-from .options import Json, split
+from .options import Json, StoreName, split
 
 
 def diagnose(
@@ -43,6 +43,11 @@ def diagnose(
         Optional[Path],  # noqa: UP045
         typer.Option("--output", "-o", metavar="FILE", help="Also write the diagnosis to FILE, as JSON."),
     ] = None,
+    budget: Annotated[
+        Optional[float],  # noqa: UP045
+        typer.Option("--budget", metavar="DOLLARS", min=0, help="Do not begin what would pass it."),
+    ] = None,
+    store: StoreName = None,
     as_json: Json = False,
 ) -> None:
     """Test every hypothesis of why a kernel is slow: confirmed, ruled out, or cannot tell, with the numbers.
@@ -71,6 +76,8 @@ def diagnose(
         gpu=gpu,
         counters=counters,
         seed=seed,
+        budget=budget,
+        store=store,
         args=context.obj or [],
     )
     raise typer.Exit(run_diagnose(wanted, output=output, as_json=as_json))

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import secrets
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import datetime, timezone
 from pathlib import Path
 
+from ..proof.cost import Entry
+from ..proof.cost_report import bill_as_plain, receipt
 from ..proof.diagnose.observations import Diagnosis
 from ..proof.diagnose.report import case_lines, failed_lines
-from ..proof.diagnose.run import Request, choose_cases, diagnose
+from ..proof.diagnose.run import Request, choose_cases, diagnose, expected_seconds, observes_here
 from ..proof.environment import describe_apart
+from ..proof.evidence import Environment
+from ..proof.store import Store
 from ..proof.subject import Subject, load_subject, operator_of
 from ..proof.suites import Suite, SuiteCase, list_suites, load_suite
 from . import GATE_FAILED, HOLDS, INCONCLUSIVE
 from .names import check_name, gpu_named
-from .running import as_typed
+from .running import Tab, as_typed, open_tab
 from .terminal import Terminal, as_plain, write_file
 
 DEFAULT_SUITE = "seed"
@@ -31,6 +38,8 @@ class DiagnosisWanted:
     gpu: str | None = None
     counters: bool = True
     seed: int | None = None
+    budget: float | None = None  # dollars
+    store: str | None = None
     args: Sequence[str] = field(default_factory=list)
 
 
@@ -43,16 +52,47 @@ def run_diagnose(wanted: DiagnosisWanted, *, output: Path | None, as_json: bool)
         terminal.log.print(line, style="dim", soft_wrap=True)
 
     terminal.say(f"diagnosing {request.subject.name}: {', '.join(case.name for case in request.cases)}")
-    diagnosis = diagnose(request, describe_apart(), say=say)
+    environment = describe_apart()
+    tab = _tab(wanted, request, environment, terminal) if observes_here(request, environment) else None
+    if tab is not None and (reason := tab.refusal()):
+        terminal.show(f"not diagnosed: {reason}")
+        terminal.document({"diagnosis": None, "cost": bill_as_plain(tab.bill), "exit_code": INCONCLUSIVE})
+        return INCONCLUSIVE
+    bill = None
+    began = time.monotonic()
+    try:
+        diagnosis = diagnose(request, environment, say=say)
+    finally:  # what was interrupted is paid for too
+        if tab is not None:
+            bill = tab.book(time.monotonic() - began)
     if output is not None:
         write_file(output, diagnosis.model_dump_json(indent=1) + "\n")
     if diagnosis.failed is not None:
         terminal.show("", failed_lines(diagnosis))
     for case in diagnosis.cases:
         terminal.show("", case_lines(case))
+    if bill is not None:
+        terminal.show("", receipt(bill))
     code = exit_code(diagnosis)
-    terminal.document({"diagnosis": as_plain(diagnosis), "exit_code": code})
+    terminal.document({"diagnosis": as_plain(diagnosis), "cost": bill_as_plain(bill), "exit_code": code})
     return code
+
+
+def _tab(wanted: DiagnosisWanted, request: Request, environment: Environment, terminal: Terminal) -> Tab:
+    """Say what the diagnosis is going to cost."""
+    assert environment.gpu is not None
+    now, name = datetime.now(timezone.utc), request.subject.name
+    about = Entry(
+        at=now.isoformat(timespec="seconds"),
+        run=f"{now:%Y%m%dT%H%M%SZ}-diagnose-{name}-{secrets.token_hex(3)}",
+        gate="diagnose",
+        subject=name,
+        suite=wanted.suite or "",
+        gpu=environment.gpu.name,
+        gpu_seconds=0.0,
+    )
+    store = Store(wanted.store)
+    return open_tab(terminal, store, about, expected_seconds(request), "a rough model", budget=wanted.budget)
 
 
 def exit_code(diagnosis: Diagnosis) -> int:

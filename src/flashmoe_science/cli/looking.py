@@ -120,10 +120,9 @@ def conclude_now(record: Record, repository: Path | None) -> list[Verdict]:
     """Return what a run says when its sources are compared with those of the repository now."""
     if repository is None:
         return conclude(record, repository)
-    from ..proof.verify import compare_sources
+    from ..proof.changes import changes_since
 
-    sources = compare_sources(record, repository)
-    return conclude(record, repository, changed=sources.changed, notes=sources.notes)
+    return conclude(record, repository, since=lambda claim: changes_since(claim, record, repository))
 
 
 def run_runs(

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import math
+import secrets
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, cast
 
-from ..errors import InputError, SuiteError
+from ..errors import EvidenceError, InputError, SuiteError
 from ..proof.conclude import conclude, run_exit_code, worst_exit_code
-from ..proof.cost import Budget, RunSize
+from ..proof.cost import Budget, Entry, RunSize, dollars, format_dollars, format_duration
 from ..proof.cost_report import bill_as_plain, receipt
 from ..proof.evidence import GATE_NAMES, Record, Settings, TimeKind
 from ..proof.gates import ProveRequest, check_request, prove
 from ..proof.judge import Verdict
 from ..proof.junit import write_junit
 from ..proof.meter import Bill, Meter
+from ..proof.rates import load_rates
 from ..proof.report import case_table, count_line, outcome_table, unmeasured_lines
 from ..proof.rows import kinds_measured
 from ..proof.store import Archive, Store, find_repository
@@ -25,7 +28,7 @@ from ..proof.suites import list_suites, load_suite, suite_text
 from ..proof.verify import verify_claims
 from ..proof.words import counted
 from .names import check_name, gpu_named
-from .running import as_typed, make_keeper, make_meter
+from .running import as_typed, check_budget, make_keeper, make_meter
 from .terminal import ChainProgress, Terminal, as_plain, check_writable, short_path, write_csv_file
 
 
@@ -127,15 +130,13 @@ def _prove(request: ProveRequest, meter: Meter, terminal: Terminal, store: Store
     except KeyboardInterrupt:
         progress.close()
         if keeper.path is not None:
-            where = f"run {keeper.path.stem} of the store" if keeper.behind else short_path(keeper.path)
-            terminal.log.print(f"what was finished is in {where}", soft_wrap=True)
+            terminal.log.print(f"what was finished is in {keeper.place}", soft_wrap=True)
             terminal.log.print(f"hint: flashmoe prove --resume {keeper.path.stem} goes on from here", soft_wrap=True)
         raise
     finally:
         progress.close()  # the bar goes before anything else is printed
     assert keeper.path is not None
-    if keeper.behind is not None:  # said again, where it is read
-        terminal.warn(f"{short_path(keeper.path)} lacks this run, the store has it", keeper.behind.hint)
+    keeper.remind()
     return _conclude(terminal, record, repository, keeper.path, meter.bill(record), alone=alone)
 
 
@@ -171,6 +172,22 @@ def _prove_on_hosts(
         terminal.document(proof.document())
         return proof.exit_code
 
+    def book_set_up(record: Record | None, seconds: float) -> None:
+        """Book the time of a machine in which its GPU was held and no gate had it: wheels, environment, build."""
+        gpu = record.environment.gpu.name if record is not None and record.environment.gpu else ""
+        if seconds <= 0 or (record is not None and not gpu):
+            return
+        now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        run = record.id if record is not None else f"set-up-{secrets.token_hex(8)}"
+        rate = load_rates(repository).dollars_per_hour(gpu) if gpu else None
+        about = Entry(now, run, "set-up", request.subject.name, request.suite.name, gpu, seconds, rate)
+        try:
+            store.book(about)
+        except EvidenceError as error:
+            terminal.warn_of(error)
+        price = f"{format_dollars(dollars(seconds, rate))} ({format_duration(seconds)})" if rate is not None else ""
+        terminal.say(f"set-up: {price or format_duration(seconds)} more, in which no gate had the GPU")
+
     terminal.say(_title(request))
     return run_on_hosts(
         request,
@@ -179,6 +196,7 @@ def _prove_on_hosts(
         keeper_of=lambda host: make_keeper(terminal, store, repository, meters[host]),
         begin=begin,
         bill_of=lambda host, record: meters[host].bill(record),
+        book_set_up=book_set_up,
         conclude_one=conclude_one,
         csv=csv,
         junit=junit,
@@ -231,8 +249,7 @@ def _request(wanted: Wanted, name: str, repository: Path | None) -> ProveRequest
         check_name("until", wanted.until, GATE_NAMES)
     for gpu in wanted.gpus:
         gpu_named(gpu)
-    if wanted.budget is not None and not math.isfinite(wanted.budget):
-        raise InputError(f"budget must be a number of dollars, got {wanted.budget}")
+    check_budget(wanted.budget)
     settings = Settings(processes=wanted.processes, rounds=wanted.rounds, width=wanted.width, seed=wanted.seed)
     if wanted.times:
         kinds = cast("list[TimeKind]", list(dict.fromkeys(wanted.times)))

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import errno
+import math
 import shlex
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ..errors import EvidenceError
-from ..proof.cost import HISTORY, PastRun
+from ..errors import EvidenceError, InputError
+from ..proof.cost import HISTORY, Budget, Entry, Estimate, PastRun
 from ..proof.cost_report import announcement
 from ..proof.evidence import Record, write_record
-from ..proof.meter import Meter, history_of
+from ..proof.meter import Bill, Meter, history_of, rate_for
 from ..proof.rates import load_rates
-from ..proof.store import Archive, Store, evidence_files
-from .terminal import Terminal
+from ..proof.store import Archive, Store, evidence_files, find_repository
+from .terminal import Terminal, short_path
 
 
 class Keeper:
@@ -55,6 +57,18 @@ class Keeper:
         self.behind = written
         if written is not None:
             path.unlink(missing_ok=True)  # a part of the run, which every reader would take for all of it
+
+    @property
+    def place(self) -> str:
+        """Where the run is kept: in its file, or only in the store."""
+        if self.path is None:
+            return "nowhere yet"
+        return f"run {self.path.stem} of the store" if self.behind else short_path(self.path)
+
+    def remind(self) -> None:
+        """Say it again at the end, where it is read, that the file lacks what the store has."""
+        if self.path is not None and self.behind is not None:
+            self._terminal.warn(f"{short_path(self.path)} lacks this run, the store has it", self.behind.hint)
 
     def _write(self, record: Record, path: Path) -> EvidenceError | None:
         """Write the file; return why it cannot be written where the run has begun to be kept there."""
@@ -110,6 +124,61 @@ def make_meter(terminal: Terminal, archive: Archive, budget: float | None = None
 
     rates = load_rates(archive.repository)
     return Meter(rates, history, budget=budget, announce=lambda bill: terminal.say(where + announcement(bill)))
+
+
+def check_budget(dollars: float | None) -> float | None:
+    """Return the budget. Raises ``InputError`` where it is no number."""
+    if dollars is not None and not math.isfinite(dollars):
+        raise InputError(f"budget must be a number of dollars, got {dollars}")
+    return dollars
+
+
+@dataclass(frozen=True)
+class Tab:
+    """The bill of what holds a GPU and is no run of the chain: said before it begins, and booked."""
+
+    terminal: Terminal
+    store: Store
+    bill: Bill
+    entry: Entry  # without time
+    budget: Budget | None
+
+    def refusal(self) -> str:
+        """Return why it may not begin, or an empty text."""
+        return self.budget.refusal(self.entry.gate, 0.0) if self.budget is not None else ""
+
+    def book(self, gpu_seconds: float) -> Bill:
+        """Book what it has taken so far, and return the bill. A store that fails costs a warning, not the result."""
+        try:
+            if gpu_seconds > 0:
+                self.store.book(replace(self.entry, gpu_seconds=gpu_seconds))
+        except EvidenceError as error:
+            self.terminal.warn_of(error)
+        return replace(self.bill, spent_seconds=gpu_seconds)
+
+
+def open_tab(
+    terminal: Terminal, store: Store, about: Entry, seconds: float, source: str, *, budget: float | None
+) -> Tab:
+    """Say what something is going to cost, and return its tab.
+
+    Args:
+        terminal: To say it on.
+        store: Where it is booked.
+        about: What is booked: all but the time.
+        seconds: That it is going to hold the GPU.
+        source: What that rests on.
+        budget: Dollars that it may cost.
+
+    Raises:
+        ProofError: it has a budget, and its GPU no rate.
+    """
+    rate = rate_for(load_rates(find_repository()), about.gpu, check_budget(budget))
+    expected = Estimate({about.gate: seconds}, source)
+    bill = Bill(about.gpu, rate, expected)
+    terminal.say(announcement(bill))
+    held = Budget(budget, rate, expected) if budget is not None and rate is not None else None
+    return Tab(terminal, store, bill, replace(about, dollars_per_hour=rate), held)
 
 
 def as_typed(args: Sequence[str]) -> str:

@@ -8,7 +8,7 @@ from typing import Annotated, Optional
 
 import typer
 
-from .options import Json
+from .options import Json, StoreName
 
 
 def study(
@@ -46,6 +46,11 @@ def study(
         Optional[str],  # noqa: UP045
         typer.Option("--resume", metavar="STUDY", help="Go on with this study: its file, or the beginning of its id."),
     ] = None,
+    budget: Annotated[
+        Optional[float],  # noqa: UP045
+        typer.Option("--budget", metavar="DOLLARS", min=0, help="Begin no process that would pass it."),
+    ] = None,
+    store: StoreName = None,
     as_json: Json = False,
 ) -> None:
     """See how often comparisons are wrong on this GPU.
@@ -80,6 +85,8 @@ def study(
         seconds=seconds,
         seed=seed,
         resume=resume,
+        budget=budget,
+        store=store,
         args=context.obj or [],
     )
     raise typer.Exit(run_study_verb(wanted, as_json=as_json))

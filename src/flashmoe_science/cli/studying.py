@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timezone
 from pathlib import Path
 
 from ..errors import EvidenceError, InputError
+from ..proof.cost import Entry
+from ..proof.cost_report import bill_as_plain, receipt
 from ..proof.environment import describe_apart
-from ..proof.evidence import Settings
-from ..proof.store import find_repository, is_path
+from ..proof.evidence import Environment, Settings
+from ..proof.meter import Bill
+from ..proof.store import Store, find_repository, is_path
+from ..proof.study.expected import expected_cost
 from ..proof.study.report import study_lines
 from ..proof.study.run import StudyRequest, asked, run_study
 from ..proof.study.trials import FOLDER, SERIES, Study, read_study, study_files, write_study
@@ -17,7 +23,7 @@ from ..proof.subject import is_builtin, load_subject
 from ..proof.suites import SuiteCase, check_operator, load_suite
 from . import HOLDS, INCONCLUSIVE
 from .names import check_name
-from .running import as_typed
+from .running import Tab, as_typed, check_budget, open_tab
 from .terminal import Terminal, as_plain, short_path
 
 DEFAULT_CASE = "b2_h16_s1024_d128_bf16"  # of suite scaling: few sets of inputs, and a call of some 50 us
@@ -40,6 +46,8 @@ class StudyWanted:
     seconds: float | None = None
     seed: int | None = None
     resume: str | None = None
+    budget: float | None = None  # dollars
+    store: str | None = None
     args: Sequence[str] = field(default_factory=list)
 
 
@@ -50,27 +58,54 @@ def run_study_verb(wanted: StudyWanted, *, as_json: bool) -> int:
     folder = (repository or Path.cwd()) / FOLDER
     earlier = find_study(wanted.resume, repository) if wanted.resume is not None else None
     request = _request(wanted, earlier)
+    environment = describe_apart()
+    terminal.say(f"studying comparisons of {request.subject.name} with itself: {request.case.name}")
+    tab, request = _with_tab(wanted, request, environment, terminal, repository)
     paths: list[Path] = []
+    bills: list[Bill] = []
+    before = earlier.gpu_seconds if earlier is not None else 0.0  # booked by the study that is gone on with
 
     def save(study: Study) -> None:
         paths[:] = [write_study(study, folder)]
+        if tab is not None:
+            spent = replace(tab, entry=replace(tab.entry, run=study.id, at=study.created_at.isoformat()))
+            bills[:] = [replace(spent.book(study.gpu_seconds), spent_seconds=study.gpu_seconds - before)]
 
     def say(line: str) -> None:
         terminal.log.print(line, style="dim", soft_wrap=True)
 
-    terminal.say(f"studying comparisons of {request.subject.name} with itself: {request.case.name}")
     try:
-        study = run_study(request, describe_apart(), say=say, save=save)
+        study = run_study(request, environment, say=say, save=save)
     except KeyboardInterrupt:
         if paths:
             terminal.log.print(f"what was finished is in {short_path(paths[0])}", soft_wrap=True)
         raise
     code = exit_code(study)
-    terminal.show("", study_lines(study), "", f"study: {short_path(paths[0])}")
+    costs = [receipt(bill) for bill in bills]
+    terminal.show("", study_lines(study), "", *costs, f"study: {short_path(paths[0])}")
     if not study.complete:
         terminal.log.print(f"hint: flashmoe study --resume {study.id}", soft_wrap=True)
-    terminal.document({"study": as_plain(study), "path": short_path(paths[0]), "exit_code": code})
+    cost = bill_as_plain(bills[0]) if bills else None
+    terminal.document({"study": as_plain(study), "path": short_path(paths[0]), "cost": cost, "exit_code": code})
     return code
+
+
+def _with_tab(
+    wanted: StudyWanted, request: StudyRequest, environment: Environment, terminal: Terminal, repository: Path | None
+) -> tuple[Tab | None, StudyRequest]:
+    """Say what the study is going to cost, and return its tab and the request with its limit in seconds."""
+    if environment.gpu is None:
+        return None, request
+    expected = expected_cost(request, environment, [read_study(path) for path in study_files(repository or Path.cwd())])
+    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    about = Entry(now, "", "study", request.subject.name, request.suite, environment.gpu.name, gpu_seconds=0.0)
+    tab = open_tab(
+        terminal, Store(wanted.store), about, expected.seconds, expected.source, budget=check_budget(wanted.budget)
+    )
+    limit = tab.budget.seconds if tab.budget is not None else math.inf
+    seconds = min(limit, math.inf if request.seconds is None else request.seconds)
+    within = replace(request, seconds=None if math.isinf(seconds) else seconds, process_seconds=expected.of_process)
+    return tab, within
 
 
 def exit_code(study: Study) -> int:

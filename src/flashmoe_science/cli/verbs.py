@@ -211,8 +211,9 @@ def verify(
     """Judge every claim in claims/ by the records in evidence/. Needs no GPU.
 
     One line a claim: verdict, sentence, the figure with its 95 % interval, the run that shows it. A claim is
-    stale when sources of its subject have changed since the run that demonstrates it. Then one line for every
-    study in evidence/studies/, worked out anew from its samples.
+    stale when what it measured has changed since the run that demonstrates it: sources of its subject, unless
+    it is about device time and the GPU runs the same. Then one line for every study in evidence/studies/,
+    worked out anew from its samples.
 
     \b
     Examples:

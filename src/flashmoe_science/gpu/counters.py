@@ -3,7 +3,7 @@
 A kernel leaves its counter at 0, so nobody has to clear it before the next launch. Two launches may share one if the
 second draws after the first has drawn all: those of one stream do. A launch that is captured gets a counter for itself,
 as its graph may be replayed beside anything else. Two instances of one captured graph must not run at the same time:
-they write the same outputs too.
+they write the same outputs, and a counter that both draw from may never come back to 0, for any later replay either.
 """
 
 from __future__ import annotations

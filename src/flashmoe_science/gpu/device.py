@@ -16,18 +16,26 @@ _CLOSEST = {80: "A100", 86: "A10G", 89: "L4", 90: "H100", 100: "B200", 120: "RTX
 def gpu_of_device(index: int) -> GpuSpec:
     """Return what is known of CUDA device ``index``: sizes from the driver, peak rates from the closest known model."""
     properties = torch.cuda.get_device_properties(index)
-    arch = properties.major * 10 + properties.minor
+    return spec_of(
+        properties.name,
+        arch=properties.major * 10 + properties.minor,
+        sms=properties.multi_processor_count,
+        l2_bytes=properties.L2_cache_size,
+    )
+
+
+def spec_of(name: str, *, arch: int, sms: int, l2_bytes: int) -> GpuSpec:
+    """Return what is known of a card that the driver describes so; peak rates from the closest known model."""
     try:
-        model = find_gpu(properties.name)
+        model = find_gpu(name)
         name = model.name
     except InputError:  # a model that the table does not know: its own sizes, the closest one's peak rates
         model = SPECS[_CLOSEST[max((known for known in _CLOSEST if known <= arch), default=min(_CLOSEST))]]
-        name = properties.name
     return GpuSpec(
         name=name,
         arch=arch,
-        sms=properties.multi_processor_count,
-        l2_bytes=properties.L2_cache_size,
+        sms=sms,
+        l2_bytes=l2_bytes,
         bandwidth_bytes_per_s=model.bandwidth_bytes_per_s,
         max_sm_clock_mhz=model.max_sm_clock_mhz,
         boost_sm_clock_mhz=model.boost_sm_clock_mhz,

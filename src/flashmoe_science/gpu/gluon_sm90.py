@@ -34,8 +34,8 @@ class Ring:
     A tile may lie in two parts: a power of two of columns, and the power of two that covers the rest.
     """
 
-    bufs: gl.shared_memory_descriptor  # [slots, 1, 1, rows, columns]
-    more_bufs: gl.shared_memory_descriptor  # [slots, 1, 1, rows, MORE]
+    bufs: gl.shared_memory_descriptor  # [slots, 1, heads, rows of one, columns]
+    more_bufs: gl.shared_memory_descriptor  # [slots, 1, heads, rows of one, MORE]
     ready_bars: gl.shared_memory_descriptor  # the slot was filled
     MORE: gl.constexpr  # columns of the second part; 0 where there is none, and more_bufs is bufs
     FREE: gl.constexpr  # barrier of the hardware that says that slot 0 is free; those of the others follow
@@ -43,7 +43,7 @@ class Ring:
 
     @gluon.jit
     def fill(self, desc, more_desc, b, h, row, slot, lap):
-        """Copy rows from ``row`` on of one head into the slot, once it is free."""
+        """Copy rows from ``row`` on, of the heads from ``h`` on that a tile has, into the slot, once it is free."""
         if lap > 0:
             named_barrier("sync", self.FREE + slot, 128 * self.READERS + 32)
         bar = self.ready_bars.index(slot)
@@ -55,10 +55,11 @@ class Ring:
 
     @gluon.jit
     def wait(self, slot, lap):
-        """Wait until the slot is filled; return its parts as matrices."""
+        """Wait until the slot is filled; return its parts as matrices, head after head."""
         mbarrier.wait(self.ready_bars.index(slot), lap & 1)
-        first = self.bufs.index(slot).reshape([self.bufs.shape[3], self.bufs.shape[4]])
-        more = self.more_bufs.index(slot).reshape([self.more_bufs.shape[3], self.more_bufs.shape[4]])
+        ROWS: gl.constexpr = self.bufs.shape[2] * self.bufs.shape[3]
+        first = self.bufs.index(slot).reshape([ROWS, self.bufs.shape[4]])
+        more = self.more_bufs.index(slot).reshape([ROWS, self.more_bufs.shape[4]])
         return first, more
 
     @gluon.jit
@@ -96,7 +97,7 @@ def make_ring(desc, more_desc, MORE: gl.constexpr, SLOTS: gl.constexpr, READERS:
 class Tiles:
     """The row tiles of this program, one after another: the producer says where each lies."""
 
-    bufs: gl.shared_memory_descriptor  # [2 * 3, 1] int32: sequence, head, first row
+    bufs: gl.shared_memory_descriptor  # [2 * 3, 1] int32: sequence, first head, first row
     ready_bars: gl.shared_memory_descriptor
 
     @gluon.jit
@@ -116,7 +117,7 @@ class Tiles:
 
     @gluon.jit
     def read(self, n, WHAT: gl.constexpr):
-        """Return sequence (0), head (1) or first row (2) of the n-th tile, which is known."""
+        """Return sequence (0), first head (1) or first row (2) of the n-th tile, which is known."""
         return gl.max(self.bufs.index(3 * (n & 1) + WHAT).load(_ONE_PER_WARPGROUP), 0)
 
 

@@ -38,5 +38,7 @@ def aggregate(cls: Any) -> Any:
 
 def descriptor_type(dtype: str, block: tuple[int, ...]) -> str:
     """Return the type of a tensor descriptor for tiles of ``block``, swizzled as the matrix units read them."""
-    layout = gl.NVMMASharedLayout.get_default_for(list(block), {"fp16": gl.float16, "bf16": gl.bfloat16}[dtype])
+    layout = gl.NVMMASharedLayout.get_default_for(
+        list(block), {"fp16": gl.float16, "bf16": gl.bfloat16, "fp32": gl.float32}[dtype]
+    )
     return f"tensordesc<{dtype}[{', '.join(map(str, block))}],{layout!r}>"

@@ -181,7 +181,7 @@ def count_parameters(source: KernelSource, ptx: str) -> None:
         )
 
 
-MAX_POINTERS = 9
+MAX_POINTERS = 6  # of the launch that writes them one by one
 
 
 def _write_maps(
@@ -224,8 +224,10 @@ def prepare_launch(
 ) -> Callable[..., None]:
     """Return ``launch(stream, p0, p1, p2, p3, p4=0, p5=0)`` for a fixed grid and fixed scalars.
 
+    A kernel of more pointers gets ``launch(stream, *pointers)``.
+
     Args:
-        source: the kernel; tensor descriptors and pointers come first in its signature, ``MAX_POINTERS`` at most.
+        source: the kernel; tensor descriptors and pointers come first in its signature.
         arch: 90 for sm_90.
         device: index of the CUDA device.
         grid: blocks in x, y and z.
@@ -244,7 +246,7 @@ def prepare_launch(
     kinds = [kind for _, kind in source.signature]
     tensors = sum(kind.startswith(("*", "tensordesc")) for kind in kinds)
     # Every tensor has a slot of the size of a map; the first word of a slot is the address, with or without a map.
-    memory = (ctypes.c_uint8 * (MAP_BYTES * MAX_POINTERS + MAP_ALIGNMENT))()
+    memory = (ctypes.c_uint8 * (MAP_BYTES * max(tensors, MAX_POINTERS) + MAP_ALIGNMENT))()
     first = ctypes.addressof(memory) + -ctypes.addressof(memory) % MAP_ALIGNMENT
     places, values, repeated = _write_maps(source, arch, kinds[:tensors], tensor_maps, first)
     others: list[Any] = [_CTYPES[kind](value) for kind, value in zip(kinds[tensors:], scalars, strict=True)]
@@ -259,7 +261,7 @@ def prepare_launch(
     config = _LaunchConfig(*grid, threads, 1, 1, shared, 0, *attributes)
 
     lock = threading.Lock()  # the parameter block is shared by all threads
-    slots = (ctypes.c_uint64 * (MAP_BYTES // 8 * MAX_POINTERS)).from_address(first)
+    slots = (ctypes.c_uint64 * (MAP_BYTES // 8 * max(tensors, MAX_POINTERS))).from_address(first)
     words = memoryview(slots).cast("B").cast("Q")  # slots that the kernel does not have are written and not passed
     config_at, parameters_at = ctypes.addressof(config), ctypes.addressof(parameters)
     cu_launch = _driver().cuLaunchKernelEx
@@ -284,4 +286,17 @@ def prepare_launch(
 
     # The driver reads their memory.
     launch.keep_alive = (memory, values, parameters, dependent)  # type: ignore[attr-defined]
-    return launch
+    return launch if tensors - len(repeated) <= MAX_POINTERS else _launch_many(launch, words)
+
+
+def _launch_many(launch: Callable[..., None], words: memoryview) -> Callable[..., None]:
+    """Return a launch that writes the addresses behind the first ``MAX_POINTERS`` too."""
+    lock = threading.Lock()
+
+    def launch_many(stream: int, *pointers: int) -> None:
+        with lock:
+            for i in range(MAX_POINTERS, len(pointers)):
+                words[MAP_BYTES // 8 * i] = pointers[i]
+            launch(stream, *pointers[:MAX_POINTERS])
+
+    return launch_many

@@ -19,8 +19,8 @@ from ..errors import LaunchError
 MAP_BYTES = 128
 MAP_ALIGNMENT = 64
 
-_DATA_TYPES = {"fp16": 6, "bf16": 9}  # CU_TENSOR_MAP_DATA_TYPE_*
-_ITEM_BYTES = 2
+_DATA_TYPES = {"fp16": 6, "fp32": 7, "bf16": 9}  # CU_TENSOR_MAP_DATA_TYPE_*
+_ITEM_BYTES = {"fp16": 2, "fp32": 4, "bf16": 2}
 _L2_PROMOTION_128B = 2
 # Two device addresses that differ in every bit that an address may have, but for the lowest four.
 _PATTERNS = (0x0000_5555_5555_5550, 0x0000_2AAA_AAAA_AAA0)
@@ -30,7 +30,7 @@ _PATTERNS = (0x0000_5555_5555_5550, 0x0000_2AAA_AAAA_AAA0)
 class TensorMap:
     """Shape and strides of one tensor, outermost axis first, strides in elements, the innermost 1."""
 
-    dtype: str  # "fp16" or "bf16"
+    dtype: str  # "fp16", "bf16" or "fp32"
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     of: int | None = None  # the number of the map with the same tensor, if an earlier one has it
@@ -70,7 +70,9 @@ def encode(tensor_map: TensorMap, layout: Mapping[str, Any], address: int, out: 
     rank, box = len(tensor_map.shape), layout["block_size"]
     # The driver counts axes from the innermost, and takes strides in bytes, without the innermost.
     shape = (ctypes.c_uint64 * rank)(*reversed(tensor_map.shape))
-    strides = (ctypes.c_uint64 * rank)(*(_ITEM_BYTES * stride for stride in reversed(tensor_map.strides[:-1])))
+    strides = (ctypes.c_uint64 * rank)(
+        *(_ITEM_BYTES[tensor_map.dtype] * stride for stride in reversed(tensor_map.strides[:-1]))
+    )
     code = _driver().cuTensorMapEncodeTiled(
         out, _DATA_TYPES[tensor_map.dtype], rank, address, shape, strides, (ctypes.c_uint32 * rank)(*reversed(box)),
         (ctypes.c_uint32 * rank)(*[1] * rank), 0, layout["swizzle"], _L2_PROMOTION_128B, 0,

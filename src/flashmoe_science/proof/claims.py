@@ -18,7 +18,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from ..errors import ClaimError, InputError
 from ..gpu.specs import find_gpu, name_words
-from .evidence import CaseRecord, Record, TimeKind
+from .evidence import CaseRecord, Record
 from .files import write_atomically
 from .subject import builtin_names, is_builtin
 from .toml_files import parse_toml, read_toml
@@ -26,6 +26,7 @@ from .toml_files import parse_toml, read_toml
 _HINT = "the format is in docs/claims.md"
 
 Scope = Literal["each case", "geometric mean"]
+Metric = Literal["kernel", "graph", "wall", "memory"]  # the three times, and the peak bytes that a call allocates
 
 
 def _names(value: object) -> object:
@@ -71,7 +72,11 @@ _Versions = Annotated[_Text, AfterValidator(_specifiers)]
 
 
 class Claim(BaseModel):
-    """One sentence about speed: ``subject`` is at least ``factor`` times as fast as ``baseline``."""
+    """One sentence about speed: ``subject`` is at least ``factor`` times as fast as ``baseline``.
+
+    Or, where ``metric`` is memory, about what a call allocates: ``baseline`` at least ``factor`` times what ``subject``
+    does.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -82,7 +87,7 @@ class Claim(BaseModel):
     subject: _Text = Field(description="the name of the subject")
     baseline: _SomeNames = Field(description="the name of a baseline, or a list of names: the fastest in each case")
     suite: _Text = Field(description="the name of a suite")
-    metric: TimeKind = Field(description="'kernel', 'graph' or 'wall'")
+    metric: Metric = Field(description="'kernel', 'graph', 'wall' or 'memory'")
     factor: float = Field(strict=True, gt=0, allow_inf_nan=False, description="a number above 0")
     gpu: _Gpus = Field(description="words of the GPU's name, e.g. 'H200', or a list of such names: on each of them")
     scope: Scope = Field(description="'each case' or 'geometric mean'")
@@ -101,12 +106,21 @@ class Claim(BaseModel):
 
     def describe(self) -> str:
         """Return what is claimed, in the words of its keys."""
-        rivals = self.baseline[0] if len(self.baseline) == 1 else f"the fastest of {', '.join(self.baseline)}"
+        rivals = self.baseline[0] if len(self.baseline) == 1 else f"the {self.best} of {', '.join(self.baseline)}"
         where = "in each case" if self.scope == "each case" else "in the geometric mean over the cases"
-        what = f"{self.subject} at least {self.factor:g}x as fast as {rivals}"
+        if self.metric == "memory":
+            what = f"{rivals} at least {self.factor:g}x the peak memory of {self.subject}"
+        else:
+            what = f"{self.subject} at least {self.factor:g}x as fast as {rivals}"
         some = f" that fits {' or '.join(self.cases)}" if self.cases else ""
         versions = "".join(f", {name} {versions}" for name, versions in self.versions.items())
-        return f"{what}, {self.metric} time, {where} of {self.suite}{some}, {' and '.join(self.gpu)}{versions}"
+        measured = "" if self.metric == "memory" else f", {self.metric} time"
+        return f"{what}{measured}, {where} of {self.suite}{some}, {' and '.join(self.gpu)}{versions}"
+
+    @property
+    def best(self) -> str:
+        """Which of several baselines decides."""
+        return "thriftiest" if self.metric == "memory" else "fastest"
 
     def fits_gpu(self, name: str) -> bool:
         """Return whether the claim is about the GPU called ``name``: by whole words, and H100 NVL is no H100."""
@@ -212,7 +226,7 @@ def find_evidence(claim: Claim, records: Mapping[str, Record]) -> dict[str, Reco
     """Return the records that decide ``claim``, out of ``records`` (path from the repository's root -> record).
 
     Those that the claim pins; else one: the newest complete record of this subject, suite, GPU and baselines that has
-    times of this metric; else the newest incomplete one; else none.
+    what this metric measures; else the newest incomplete one; else none.
 
     Raises:
         ClaimError: a record that the claim pins is not there.
@@ -241,9 +255,16 @@ def why_not(claim: Claim, record: Record) -> str | None:
     if missing := [name for name in claim.baseline if name not in record.baselines]:
         return f"the record was not asked for baseline {', '.join(missing)}"
     cases = claim.cases_of(record)
-    if not any(claim.subject in r.seconds.get(claim.metric, {}) for case in cases for r in case.rounds):
-        return f"the record has no {claim.metric} times{' of the cases that are claimed' if claim.cases else ''}"
+    if not any(_has(claim.metric, case, claim.subject) for case in cases):
+        what = "peak memory" if claim.metric == "memory" else f"{claim.metric} times"
+        return f"the record has no {what}{' of the cases that are claimed' if claim.cases else ''}"
     return None
+
+
+def _has(metric: Metric, case: CaseRecord, subject: str) -> bool:
+    if metric == "memory":
+        return any(arm.name == subject and arm.peak_bytes is not None for arm in case.arms)
+    return any(subject in rounds.seconds.get(metric, {}) for rounds in case.rounds)
 
 
 def other_versions(claim: Claim, record: Record) -> str | None:

@@ -6,7 +6,7 @@ A ratio here is A's time divided by B's: above 1, B is the faster one.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -20,8 +20,9 @@ from .evidence import CaseRecord, GateStatus, Model, Record, TimeKind
 from .judge import check_control, paired_log_ratios
 from .poolable import check_comparable, common_baseline
 from .rows import kinds_measured
+from .simultaneous import comparison_intervals, unpaired_intervals
 from .soundness import failed_gate, why_unsound
-from .statistics import Interval, comparison_intervals, suite_interval, unpaired_intervals
+from .statistics import Interval, suite_interval
 from .words import counted
 
 # The smallest effect that matters, where nothing else is said. Of two runs it has to cover what runs vary by: two
@@ -139,10 +140,10 @@ def compare_revisions(
         for case in record.cases:
             wrong = unsound or _unmeasured(case, compared.a.arm, compared.b.arm)
             pairs = {} if unsound else paired_log_ratios(case, kind, compared.a.arm, compared.b.arm)
-            groups = list(pairs.values())
+            processes, groups = sorted(pairs), [pairs[process] for process in sorted(pairs)]
             seconds = _medians(case, kind, compared.a.arm), _medians(case, kind, compared.b.arm)
             bias = biases.get(case.name, 0.0)
-            rows.append(_Row(case.name, kind, wrong or _too_few(groups), seconds, bias))
+            rows.append(_Row(case.name, kind, wrong or _too_few(groups), seconds, (kind, *processes), bias))
             samples.append(groups)
     cases = _decide(rows, samples, tolerance, paired=True)
     effect, reason = _in_all(cases, complete=record.complete, impossible=_not_possible(record))
@@ -177,9 +178,9 @@ def compare_records(
     Raises:
         EvidenceError: the runs may not be compared: says which field differs, with both values.
     """
-    both = [kind for kind in kinds_measured(a) if kind in kinds_measured(b)]
-    kinds = list(kinds or both)
-    if missing := [kind for kind in kinds if kind not in both]:
+    taken = [kind for kind in kinds_measured(a) if kind in kinds_measured(b)]
+    kinds = list(kinds or taken)
+    if missing := [kind for kind in kinds if kind not in taken]:
         raise EvidenceError(f"both runs need {missing[0]} times to be compared by them, and one has none")
     notes = check_comparable(a, b, kinds, allowed=allowed)
     baseline = common_baseline(a, b)
@@ -211,10 +212,12 @@ def compare_records(
         for case in common:
             pair = (case, a), (others[case.name], b)
             wrong = unsound or next((w for c, run in pair if (w := _unmeasured(c, run.subject.name, baseline))), "")
-            both_groups = tuple([] if unsound else _values(c, kind, run.subject.name, baseline) for c, run in pair)
+            both = [{} if unsound else _values(c, kind, run.subject.name, baseline) for c, run in pair]
+            processes = [tuple(sorted(groups)) for groups in both]
+            both_groups = [[groups[process] for process in sorted(groups)] for groups in both]
             wrong = wrong or next((w for groups in both_groups if (w := _too_few(groups))), "")
             seconds = [_medians(c, kind, run.subject.name) for c, run in pair]
-            rows.append(_Row(case.name, kind, wrong, (seconds[0], seconds[1])))
+            rows.append(_Row(case.name, kind, wrong, (seconds[0], seconds[1]), (kind, *processes)))
             samples.append((both_groups[0], both_groups[1]))
     cases = _decide(rows, samples, tolerance, paired=False)
     complete = a.complete and b.complete
@@ -231,14 +234,16 @@ class _Row:
     metric: TimeKind
     wrong: str  # why it cannot be decided, or an empty text
     seconds: tuple[float | None, float | None]
+    shared: Hashable  # the same for cases that were measured in the same processes, by the same kind of time
     bias: float = 0.0  # that the control shows
 
 
 def _decide(rows: Sequence[_Row], samples: Sequence[Any], tolerance: float, *, paired: bool) -> list[CaseComparison]:
     """Return the cases with their effects; the intervals of those that have enough rounds hold together."""
     sound = [sample for row, sample in zip(rows, samples, strict=True) if not row.wrong]
+    shared = [row.shared for row in rows if not row.wrong]
     try:
-        intervals = iter(comparison_intervals(sound) if paired else unpaired_intervals(sound))
+        intervals = iter(comparison_intervals(sound, shared) if paired else unpaired_intervals(sound, shared))
     except TooFewRoundsError as error:
         reason = str(error).partition("\n")[0]
         return [_open(row, row.wrong or reason) for row in rows]
@@ -287,15 +292,15 @@ def _medians(case: CaseRecord, kind: TimeKind, arm: str) -> float | None:
     return median(value for column in columns for value in column) if columns else None
 
 
-def _values(case: CaseRecord, kind: TimeKind, subject: str, baseline: str) -> _Groups:
+def _values(case: CaseRecord, kind: TimeKind, subject: str, baseline: str) -> Mapping[tuple[int, int], Sequence[float]]:
     """Return by process the log of the subject's times, over the baseline's where there is one."""
     if baseline:
-        return list(paired_log_ratios(case, kind, subject, baseline).values())
+        return paired_log_ratios(case, kind, subject, baseline)
     groups: dict[tuple[int, int], list[float]] = {}
     for index, rounds in enumerate(case.rounds):
         for process, seconds in zip(rounds.process, rounds.seconds.get(kind, {}).get(subject, []), strict=False):
             groups.setdefault((index, process), []).append(math.log(seconds))
-    return list(groups.values())
+    return groups
 
 
 def _paired_mean(record: Record, kind: TimeKind, cases: Sequence[CaseComparison]) -> Interval | None:

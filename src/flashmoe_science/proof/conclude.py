@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 
+from .changes import Sources
 from .claims import Claim, load_claims, why_not
 from .evidence import GateStatus, Record
 from .judge import Verdict, exit_code, judge
 from .rows import default_kind
 
+Since = Callable[[Claim], Sources]
 GATE_FAILED = 3  # the exit codes are in docs/cli.md
 _FROM_GOOD_TO_BAD = (0, 4, 1, GATE_FAILED)
 
 
-def conclude(record: Record, repository: Path | None, *, changed: str = "", notes: Sequence[str] = ()) -> list[Verdict]:
+def conclude(record: Record, repository: Path | None, *, since: Since | None = None) -> list[Verdict]:
     """Return the verdicts on those claims of ``repository`` that ``record`` is about, or else on its expectation.
 
     Nothing, when no time was measured. A claim is about the suite of its name as it is now, which need not be the one
     that ran: a file of another place can have its name. One for several GPUs is judged for that of the record alone.
-    ``changed`` and ``notes`` are those of ``judge``.
+
+    Args:
+        record: the run.
+        repository: holds the claims.
+        since: says what changed since the run for a claim. Default: nothing did, as of a run that has just ended.
 
     Raises:
         ClaimError: a claim file is wrong.
@@ -35,12 +41,16 @@ def conclude(record: Record, repository: Path | None, *, changed: str = "", note
         for claim in about:
             one = claim.on_gpu(gpu)
             others = ", ".join(name for name in claim.gpu if name not in one.gpu)
-            said = [*notes, f"on {gpu} alone, and the claim is of {others} too"] if others else notes
+            sources = since(one) if since else Sources()
+            alone = [f"on {gpu} alone, and the claim is of {others} too"] if others else []
+            said = [*sources.notes, *alone]
             doubts = doubts_about(claim, record, suite, datetime.now(timezone.utc))
-            verdicts.append(judge(one, record, suite=suite.problems, changed=changed, notes=said, doubts=doubts))
+            known = suite.problems
+            verdicts.append(judge(one, record, suite=known, changed=sources.changed, notes=said, doubts=doubts))
         return verdicts
     expected = expectation(record)
-    return [judge(expected, record, changed=changed, notes=notes)] if expected else []
+    sources = since(expected) if since and expected else Sources()
+    return [judge(expected, record, changed=sources.changed, notes=sources.notes)] if expected else []
 
 
 def expectation(record: Record) -> Claim | None:

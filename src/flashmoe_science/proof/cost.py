@@ -24,7 +24,7 @@ _KIND_OF_ARM = 0.4
 _LAUNCH_OF_ARM = 0.06
 _CORRECT_OF_CASE = 0.22
 _SETTING_UP_ARM = 0.1
-_ROUND_OF_ARM = 0.02
+_ROUND_OF_ARM = 0.022
 _QUICK_ROUNDS = 5
 
 HISTORY = 10  # runs at most: the code changes, and old ones say little
@@ -55,7 +55,7 @@ class PastRun:
 class Estimate:
     """How long a run is going to hold a GPU."""
 
-    gpu_seconds: Mapping[GateName, float]
+    gpu_seconds: Mapping[str, float]  # by gate, or by what else holds a GPU
     source: str  # what it rests on
     runs: int = 0  # earlier ones that it rests on; 0: on the rough model alone
     off_by: float | None = None  # the median factor, at least 1, by which such estimates missed the earlier runs
@@ -110,7 +110,12 @@ class Budget:
     dollars_per_hour: float
     estimate: Estimate = field(repr=False)
 
-    def refusal(self, gate: GateName, spent_seconds: float) -> str:
+    @property
+    def seconds(self) -> float:
+        """Return for how long a GPU can be held."""
+        return self.dollars / self.dollars_per_hour * 3600 if self.dollars_per_hour else math.inf
+
+    def refusal(self, gate: str, spent_seconds: float) -> str:
         """Return why ``gate`` may not begin after so many seconds, or an empty text."""
         needed = self.estimate.gpu_seconds.get(gate, 0.0)
         spent, then = (dollars(s, self.dollars_per_hour) for s in (spent_seconds, spent_seconds + needed))
@@ -123,9 +128,7 @@ class Budget:
 
     def seconds_left(self, spent_seconds: float) -> float:
         """Return for how long the rest of the budget pays."""
-        if self.dollars_per_hour == 0:
-            return math.inf
-        return max(0.0, self.dollars / self.dollars_per_hour * 3600 - spent_seconds)
+        return max(0.0, self.seconds - spent_seconds)
 
 
 def size_of(record: Record, kinds: int = 1) -> RunSize:
@@ -185,7 +188,7 @@ def together(first: Estimate, second: Estimate) -> Estimate:
     return replace(second, gpu_seconds=seconds)
 
 
-def _predict(size: RunSize, history: Sequence[PastRun]) -> dict[GateName, float]:
+def _predict(size: RunSize, history: Sequence[PastRun]) -> dict[str, float]:
     """Return the model's seconds of each gate, times the median of what the gate took over what the model says."""
     ratios = {gate: [r for past in history if (r := _ratio(gate, past)) is not None] for gate in GPU_GATES}
     seen = [ratio for of_gate in ratios.values() for ratio in of_gate]
@@ -228,8 +231,8 @@ def dollars(gpu_seconds: float, dollars_per_hour: float) -> float:
     return gpu_seconds / 3600 * dollars_per_hour
 
 
-def saving(record: Record, history: Sequence[PastRun]) -> Saving | None:
-    """Return what a run saved by failing at a gate: the estimated time of the gates after it.
+def saving(record: Record, history: Sequence[PastRun], kinds: int) -> Saving | None:
+    """Return what a run with so many ``kinds_of`` problems saved by failing: the estimated time of the gates after.
 
     None, where it failed at none, or at the last, or had no GPU.
     """
@@ -238,7 +241,7 @@ def saving(record: Record, history: Sequence[PastRun]) -> Saving | None:
     if failed is None or gpu is None:
         return None
     later = GATE_NAMES[GATE_NAMES.index(failed) + 1 :]
-    expected = estimate(size_of(record), history)
+    expected = estimate(size_of(record, kinds), history)
     seconds = sum(expected.gpu_seconds.get(gate, 0.0) for gate in later)
     return Saving(record.id, failed, gpu.name, seconds, expected.source) if seconds > 0 else None
 

@@ -8,7 +8,8 @@ finished cases, marked incomplete, or nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Sized
+import statistics
+from collections.abc import Mapping, Sized
 from datetime import datetime, timezone
 from enum import Enum
 from pathlib import Path
@@ -26,6 +27,8 @@ GateName = Literal["sources", "build", "import", "launch", "correct", "quick", "
 GATE_NAMES: tuple[GateName, ...] = ("sources", "build", "import", "launch", "correct", "quick", "bench")
 
 TimeKind = Literal["kernel", "graph", "wall"]
+
+_SAME_RATE = 1e-9  # as a share: of two ways to work out the same median
 
 # Files are named by it, and a record can come from a machine that is not trusted: it names no other folder.
 RecordId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.@-]*$")]
@@ -120,6 +123,8 @@ class Arm(Model):
     reason: str = ""  # why it was not measured
     version: str = ""
     launches: list[Launch] = Field(default_factory=list)
+    # A hash of all that decides what the GPU runs for it in this case; "": not known, then its source files decide.
+    code: Annotated[str, StringConstraints(pattern=r"^([0-9a-f]{64})?$")] = ""
     accuracy: Accuracy | None = None
     peak_bytes: int | None = None  # allocated by one call, beyond its inputs
     rates: dict[TimeKind, Rates] = Field(default_factory=dict)
@@ -312,10 +317,49 @@ def read_text(path: Path) -> str:
 
 
 def parse_record(text: str, where: object) -> Record:
-    """Return the record in ``text``. Raises ``EvidenceError`` with ``where``, key and what was expected."""
+    """Return the record in ``text``, and see that its rates follow from its samples.
+
+    Raises ``EvidenceError`` with ``where``, key and what was expected.
+    """
     try:
-        return Record.model_validate_json(text)
+        record = Record.model_validate_json(text)
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"]) or "(document)"
         raise EvidenceError(f"{where}: key {key}: {first['msg']}") from error
+    for case in record.cases:
+        for arm in case.arms:
+            _check_rates(case, arm, where)
+    return record
+
+
+def rates_of(case: CaseRecord, arm: str) -> dict[TimeKind, Rates]:
+    """Return the medians of an arm's samples, and the rates that follow from the case's work."""
+    samples: dict[TimeKind, list[float]] = {}
+    for rounds in case.rounds:  # several have the same kind where processes took different kinds
+        for kind, arms in rounds.seconds.items():
+            samples.setdefault(kind, []).extend(arms.get(arm, []))
+    medians = {kind: statistics.median(values) for kind, values in samples.items() if values}
+    return {
+        kind: Rates(
+            seconds=seconds,
+            tokens_per_second=case.work.tokens / seconds,
+            tflops=case.work.flops / seconds / 1e12,
+            tbytes_per_second=case.work.bytes / seconds / 1e12,
+        )
+        for kind, seconds in medians.items()
+        if seconds > 0  # of a time that cannot be, the judge says so
+    }
+
+
+def _check_rates(case: CaseRecord, arm: Arm, where: object) -> None:
+    """Raise ``EvidenceError`` where a rate that stands in a record is not the one that its samples show."""
+    shown: Mapping[TimeKind, Rates] = rates_of(case, arm.name) if arm.rates else {}
+    for kind, said in arm.rates.items():
+        what = f"{where}: case {case.name}, arm {arm.name}, {kind} time"
+        if kind not in shown:
+            raise EvidenceError(f"{what}: it says {said.seconds:.4g} s, and has no samples of it")
+        for name, value in said:
+            follows = getattr(shown[kind], name)
+            if not math.isclose(value, follows, rel_tol=_SAME_RATE):
+                raise EvidenceError(f"{what}: it says {value:.6g} {name}, and its samples show {follows:.6g}")

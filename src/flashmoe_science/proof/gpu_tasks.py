@@ -9,12 +9,13 @@ from typing import Any
 import torch
 
 from ..errors import ProofError
+from ..gpu.device import current_gpu
 from . import arms as arms_module, launches
 from .arms import Call, Loaded
 from .evidence import Settings
 from .launches import CallTrace, Recording
 from .measure import CudaTimer, Graph, Timer
-from .operator import Inputs, Operator
+from .operator import Inputs, Operator, code_of
 from .rounds import Case, Plan, measure_case
 from .schedule import derived_seed
 from .subject import Subject, operator_of
@@ -109,6 +110,7 @@ class _Capture:
     replay_problem: str = ""
     graph_reason: str = ""
     promises: list[dict[str, Any]] = field(default_factory=list)
+    code: str = ""
 
     def fail(self, status: str, reason: str) -> None:
         self.status, self.reason, self.call = status, reason, None
@@ -120,10 +122,10 @@ def capture_case(case: Case, subject: Subject, loaded: Sequence[Loaded], timer: 
     Between capture and replay the inputs get other values: an answer computed while capturing is not the replay's.
 
     Returns:
-        ``name``, and ``arms``: name, role, status (captured, failed, refused, unavailable), reason, version,
-        ``launches`` (``evidence.Launch``), ``graph_launches`` (None where there is no graph: ``graph_reason`` says
-        why), ``copies`` (names of copies and fills), ``promises``, ``patterns`` (the kernels by which a baseline is
-        known) and ``problems`` (calls that differ, kernels that the graph lacks).
+        ``name``, and ``arms``: name, role, status (captured, failed, refused, unavailable), reason, version, ``code``
+        (``evidence.Arm``), ``launches`` (``evidence.Launch``), ``graph_launches`` (None where there is no graph:
+        ``graph_reason`` says why), ``copies`` (names of copies and fills), ``promises``, ``patterns`` (the kernels by
+        which a baseline is known) and ``problems`` (calls that differ, kernels that the graph lacks).
     """
     captures = [_Capture(each) for each in loaded]
     try:
@@ -172,6 +174,8 @@ def _prepare(capture: _Capture, case: Case, subject: Subject, inputs: Inputs, ti
                 case.operator.promised_launches(subject.name, case.problem) if subject.builtin else subject.kernels
             )
             capture.promises = [_as_table(promise) for promise in promised]
+        if subject.builtin and (gpu := current_gpu()) is not None:
+            capture.code = code_of(case.operator, loaded.name, case.problem, gpu)
         capture.call = call
     except Exception as error:  # noqa: BLE001 - what an arm raises is a result
         capture.fail("failed", arms_module.survive(error, loaded.name, timer))
@@ -263,6 +267,7 @@ def _record(capture: _Capture, recording: Recording | None) -> dict[str, Any]:
         "status": capture.status,
         "reason": capture.reason,
         "version": loaded.version,
+        "code": capture.code,
         "launches": [launch.model_dump(mode="json") for launch in ran],
         "graph_launches": None if in_graph is None else [launch.model_dump(mode="json") for launch in in_graph],
         "graph_reason": capture.graph_reason,

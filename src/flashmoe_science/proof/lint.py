@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import difflib
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
 from ..errors import InputError
-from ..gpu.specs import SPECS, name_words
 from .assertions import Assertion, find_assertions
 from .evidence import Record
 from .judge import Verdict, holds
 from .prose import Sentence, read_sentences
-from .readme import BEGIN, END, render_readme
-from .subject import BUILTIN_OPERATORS
+from .readme import BEGIN, END, render_readme, row
+from .wording import Shown, figure_fault, joined, overstatement, own_rival_names, shown_by, word_faults
 
 Status = Literal["backed", "waived", "asserted"]
 
 _SHORTEST_SENTENCE = 20  # letters of a claim's sentence that is recognised where it is written out
-_EXACT = 1e-9  # 2.1 is 2.1, however it was worked out
-
 _SUFFIXES = (".md", ".markdown")
 
 
@@ -56,34 +52,24 @@ class Backing:
         return {v.claim.id: v for v in verify_claims(self.repository)}, read_records(self.repository)
 
     @cached_property
-    def rivals(self) -> Mapping[str, Sequence[str]]:
-        """What prose calls every baseline that is known here: its name -> names in words."""
-        from .operator import load_operator
+    def _names(self) -> tuple[Mapping[str, Sequence[str]], Collection[str]]:
         from .verify import suite_now
 
-        found: dict[str, Sequence[str]] = {}
-        for operator in BUILTIN_OPERATORS:
-            rivals = load_operator(operator).rivals()
-            found |= {name: (name, *getattr(rival, "also_called", ())) for name, rival in rivals.items()}
-        for record in self._judged[1].values():
-            found |= suite_now(record, self.repository).rivals if self.repository else {}
-        return found
+        verdicts, records = self._judged
+        suites = [suite_now(record, self.repository) for record in records.values()] if self.repository else []
+        rivals = joined([own_rival_names(), *(suite.rivals for suite in suites)])
+        subjects = {record.subject.name for record in records.values()}
+        return rivals, subjects | {verdict.claim.subject for verdict in verdicts.values()}
 
     @property
     def verdicts(self) -> Mapping[str, Verdict]:
         """The verdict on every claim, by its id."""
         return self._judged[0]
 
-    def most(self, verdict: Verdict, kind: Literal["TFLOP/s", "TB/s"]) -> float:
-        """Return the highest rate of any arm of the claim in the runs that demonstrate it."""
-        paths = [part.evidence for part in verdict.by_gpu or [verdict] if part.evidence]
-        claim, rates = verdict.claim, [0.0]
-        for record in (self._judged[1][path] for path in paths):
-            for arm in (arm for case in claim.cases_of(record) for arm in case.arms):
-                found = arm.rates.get(claim.metric)
-                if found is not None and arm.name in (claim.subject, *claim.baseline):
-                    rates.append(found.tflops if kind == "TFLOP/s" else found.tbytes_per_second)
-        return max(rates)
+    def shown(self, name: str) -> Shown:
+        """Return the claim of this name, with the run that decides on it."""
+        verdict = self.verdicts[name]
+        return shown_by(verdict.claim, self._judged[1].get(verdict.evidence or ""), *self._names)
 
 
 def markdown_files(paths: Sequence[Path]) -> list[Path]:
@@ -128,6 +114,7 @@ def lint_file(path: Path, backing: Backing) -> list[Finding]:
     if table is not None:
         reason = "as `flashmoe readme` renders it from claims/ and evidence/, with every verdict"
         findings.append(Finding(path, table.start, "backed", "the table of speeds", "", reason))
+        findings += _overstated(path, text, table, backing)
     return sorted(findings, key=lambda finding: finding.line)
 
 
@@ -145,6 +132,17 @@ def _rendered_table(path: Path, text: str) -> range | None:
     return range(first, first + inside.count("\n") + 1)
 
 
+def _overstated(path: Path, text: str, table: range, backing: Backing) -> Iterator[Finding]:
+    """Yield the claims of the table whose own sentences say more than their keys, whatever the verdict beside them."""
+    lines = text.splitlines()
+    for name, verdict in backing.verdicts.items():
+        said = overstatement(backing.shown(name))
+        cell = row(verdict.claim.sentence)[:-2]
+        if said:
+            line = next((at for at in table if lines[at - 1].startswith(cell)), table.start)
+            yield Finding(path, line, "asserted", verdict.claim.sentence, "", f"claim {name}: {said}")
+
+
 def _judge(path: Path, sentence: Sentence, found: Assertion, backing: Backing) -> Finding:
     """Return what one assertion rests on."""
 
@@ -155,41 +153,12 @@ def _judge(path: Path, sentence: Sentence, found: Assertion, backing: Backing) -
     if sentence.marks.waiver:
         return finding("waived", sentence.marks.waiver)
     named = _named(sentence, backing)
-    reasons = [
-        _why_not(found, name, backing) or _elsewhere(sentence, name, backing) or _of_another(sentence, name, backing)
-        for name in named
-    ]
+    reasons = [_why_not(sentence, found, name, backing) for name in named]
     for name, reason in zip(named, reasons, strict=True):
         if not reason:
             verdict = backing.verdicts[name]
             return finding("backed", f"claim {name}, {verdict.status.value}", name)
     return finding("asserted", "; ".join(reasons) or "it names no claim")
-
-
-def _elsewhere(sentence: Sentence, name: str, backing: Backing) -> str:
-    """Return which GPU a sentence names that the claim is not about; empty: none."""
-    words = frozenset(re.findall(r"\w+", sentence.text.casefold()))
-    claim = backing.verdicts[name].claim
-    said = [gpu for gpu in SPECS if name_words(gpu) <= words]
-    longest = [gpu for gpu in said if not any(name_words(gpu) < name_words(other) for other in said)]
-    others = [gpu for gpu in longest if not claim.fits_gpu(gpu)]
-    return f"claim {name} is about {', '.join(claim.gpu)}, and this about {', '.join(others)}" if others else ""
-
-
-def _of_another(sentence: Sentence, name: str, backing: Backing) -> str:
-    """Return which rival a sentence names that the claim is not against; empty: none."""
-    text = _as_words(sentence.text)
-    said = [rival for rival, names in backing.rivals.items() if any(_as_words(each) in text for each in names)]
-    # "SDPA with its cuDNN backend" is about the latter.
-    said = [rival for rival in said if not any(other.startswith(f"{rival}-") for other in said)]
-    claim = backing.verdicts[name].claim
-    others = [rival for rival in said if rival not in claim.baseline]
-    return f"claim {name} is against {', '.join(claim.baseline)}, and this about {', '.join(others)}" if others else ""
-
-
-def _as_words(text: str) -> str:
-    """Return the words of a text between blanks, so that one is found as a whole."""
-    return f" {' '.join(re.findall(r'[a-z0-9]+', text.casefold()))} "
 
 
 def _named(sentence: Sentence, backing: Backing) -> list[str]:
@@ -204,7 +173,7 @@ def _named(sentence: Sentence, backing: Backing) -> list[str]:
     return list(named)
 
 
-def _why_not(found: Assertion, name: str, backing: Backing) -> str:
+def _why_not(sentence: Sentence, found: Assertion, name: str, backing: Backing) -> str:
     """Return why the claim of this name does not back an assertion; empty: it does."""
     verdict = backing.verdicts.get(name)
     if verdict is None:
@@ -212,15 +181,8 @@ def _why_not(found: Assertion, name: str, backing: Backing) -> str:
         return f"there is no claim {name!r} in claims/" + (f", did you mean {near[0]}?" if near else "")
     if not holds(verdict, strict=backing.strict):
         return f"claim {name} is {verdict.status.value}"
-    if found.kind in ("TFLOP/s", "TB/s"):
-        most = backing.most(verdict, found.kind)
-        return (
-            ""
-            if found.figure <= most * (1 + _EXACT)
-            else f"the runs of claim {name} show at most {most:.4g} {found.kind}"
-        )
-    if found.kind != "speedup":
-        return f"claim {name} says how many times as fast at least, which is no {found.kind}"
-    if found.figure > verdict.claim.factor * (1 + _EXACT):
-        return f"claim {name} says {verdict.claim.factor:g}x, and this {found.figure:.4g}x"
-    return ""
+    shown = backing.shown(name)
+    text = " ".join(f"{sentence.text} {sentence.context}".split())
+    figure = figure_fault(found, " ".join(sentence.text.split()), shown)
+    faults = [figure] if figure else word_faults(text, shown)
+    return f"claim {name}: {'; '.join(faults)}" if faults else ""

@@ -61,10 +61,7 @@ class Meter:
         gpu = record.environment.gpu
         if gpu is None or not size.gates:
             return
-        rate = self._rates.dollars_per_hour(gpu.name)
-        if self._dollars is not None and rate is None:
-            hint = f'write its price to rates.toml: [gpu."{gpu.name}"] dollars_per_hour = ..., see docs/cost.md'
-            raise ProofError(f"a budget needs a rate, and there is none for {gpu.name}", hint=hint)
+        rate = rate_for(self._rates, gpu.name, self._dollars)
         found = estimate(size, self._history(record))
         if self._dollars is not None and rate is not None:
             self._budget = Budget(self._dollars, rate, found)
@@ -95,6 +92,19 @@ class Meter:
         if gpu is None or (seconds == 0 and self._estimate is None):
             return None
         return Bill(gpu.name, self._rates.dollars_per_hour(gpu.name), self._estimate, seconds)
+
+
+def rate_for(rates: Rates, gpu: str, budget: float | None) -> float | None:
+    """Return what an hour of a GPU costs, or None where its price is not known.
+
+    Raises:
+        ProofError: there is a budget, which needs the price.
+    """
+    rate = rates.dollars_per_hour(gpu)
+    if budget is not None and rate is None:
+        hint = f'write its price to rates.toml: [gpu."{gpu}"] dollars_per_hour = ..., see docs/cost.md'
+        raise ProofError(f"a budget needs a rate, and there is none for {gpu}", hint=hint)
+    return rate
 
 
 def history_of(archive: Archive, record: Record, *, most: int) -> list[PastRun]:

@@ -12,11 +12,12 @@ from pydantic import ValidationError
 
 from ..errors import ClaimError, InputError
 from ..gpu.specs import find_gpu
-from .claims import Claim, Scope, why_not
+from .claims import Claim, Metric, Scope, why_not
 from .evidence import Record, TimeKind
 from .judge import judge
-from .rows import KINDS, default_kind, kinds_measured
+from .rows import METRICS, default_kind, kinds_measured
 from .toml_files import explain_validation
+from .wording import overstatement, shown_by
 from .words import counted
 
 _LITTLE = 1e-9  # a factor that every interval lies above: judged by it, a claim tells its intervals
@@ -35,7 +36,7 @@ _HOW: dict[TimeKind, str] = {
 class Wish:
     """What the claims made from a run are to be about. What is left empty, the run decides."""
 
-    kinds: Sequence[TimeKind] = ()  # a claim for each; empty: graph, or the first that was taken
+    kinds: Sequence[Metric] = ()  # a claim for each; empty: graph, or the first that was taken
     baselines: Sequence[str] = ()  # the fastest of them; empty: the first of the run
     scope: Scope = "each case"
     cases: Sequence[str] = ()
@@ -56,15 +57,15 @@ def make_claims(record: Record, wish: Wish) -> list[Claim]:
         raise ClaimError(
             f"run {record.id} timed nothing, so it shows no speed", hint="flashmoe prove on a GPU takes times"
         )
-    kinds = [kind for kind in KINDS if kind in wish.kinds] or [default]
-    if missing := [kind for kind in kinds if kind not in measured]:
+    kinds: list[Metric] = [kind for kind in METRICS if kind in wish.kinds] or [default]
+    if missing := [kind for kind in kinds if kind not in (*measured, "memory")]:
         raise ClaimError(f"time must be one of {', '.join(measured)} in run {record.id}, got {missing[0]}")
     if len(kinds) > 1 and (wish.id or wish.sentence):
         raise ClaimError("an id and a sentence are of one claim, expected one --time")
     return [_make_claim(record, wish, kind) for kind in kinds]
 
 
-def _make_claim(record: Record, wish: Wish, kind: TimeKind) -> Claim:
+def _make_claim(record: Record, wish: Wish, kind: Metric) -> Claim:
     assert record.environment.gpu is not None  # make_claims saw to it
     gpu = wish.gpu or _short_name(record.environment.gpu.name)
     name = f"{record.subject.name}-{record.suite}-{kind}-{gpu}"
@@ -88,7 +89,10 @@ def _make_claim(record: Record, wish: Wish, kind: TimeKind) -> Claim:
         raise ClaimError(f"run {record.id} cannot show it: {mismatch}")
     if wish.factor is None:
         claim = claim.model_copy(update={"factor": _largest_factor(claim, record)})
-    return claim.model_copy(update={"sentence": wish.sentence or _sentence(claim, record)})
+    claim = claim.model_copy(update={"sentence": wish.sentence or _sentence(claim, record)})
+    if said := overstatement(shown_by(claim, record)):
+        raise ClaimError(said, hint="word --sentence as the keys are, or leave it out: it is worded from them")
+    return claim
 
 
 def _largest_factor(claim: Claim, record: Record) -> float:
@@ -126,9 +130,12 @@ def _short_name(gpu: str) -> str:
 
 
 def _sentence(claim: Claim, record: Record) -> str:
-    rival = claim.baseline[0] if len(claim.baseline) == 1 else f"the fastest of {', '.join(claim.baseline)}"
+    rival = claim.baseline[0] if len(claim.baseline) == 1 else f"the {claim.best} of {', '.join(claim.baseline)}"
     number = len(claim.cases_of(record))
     some = f" that fit {' or '.join(claim.cases)}" if claim.cases else ""
     where = "each of" if claim.scope == "each case" else "the geometric mean over"
-    what = f"{claim.subject} is at least {claim.factor:g} times as fast as {rival} {_HOW[claim.metric]}"
+    if claim.metric == "memory":
+        what = f"{claim.subject} needs at most {math.ceil(100 / claim.factor)} % of the peak memory of {rival}"
+    else:
+        what = f"{claim.subject} is at least {claim.factor:g} times as fast as {rival} {_HOW[claim.metric]}"
     return f"On {claim.gpu[0]}, {what}, in {where} the {counted(number, 'case')} of suite {claim.suite}{some}."

@@ -16,6 +16,7 @@ import torch
 
 from ..errors import SubjectError
 from ..gpu.machine_code import KernelCode
+from ..gpu.specs import GpuSpec
 from .worker import in_worker
 
 Inputs = Mapping[str, torch.Tensor]
@@ -223,6 +224,22 @@ class Planning(Protocol):
         """Return the kernels of one call, in order. Raises ``CompileError``; ``refusal`` is asked before."""
 
 
+@runtime_checkable
+class Fingerprinting(Protocol):
+    """What an operator may offer besides: by what a later change of its sources is told from one that matters."""
+
+    def code(self, arm: str, problem: Any, gpu: GpuSpec) -> str | None:
+        """Return a SHA-256 of all that decides what one of our subjects, or a baseline, runs on ``gpu``.
+
+        It needs no GPU, and no version of anything is in it. None: not known, so every change of a source counts.
+        """
+
+
+def code_of(operator: Operator, arm: str, problem: Any, gpu: GpuSpec) -> str:
+    """Return the fingerprint of what an arm runs, or an empty text where the operator cannot tell."""
+    return (operator.code(arm, problem, gpu) or "") if isinstance(operator, Fingerprinting) else ""
+
+
 _PARTS = [name for name in {**vars(Operator), **Operator.__annotations__} if not name.startswith("_")]
 
 
@@ -259,7 +276,10 @@ def find_operator(name: str) -> Operator:
     except ModuleNotFoundError as error:
         if error.name is None or not module.startswith(error.name):
             raise
-        raise SubjectError(f"there is no operator called {name!r}", hint="try: attention") from error
+        from .subject import BUILTIN_OPERATORS
+
+        hint = f"ours are {', '.join(BUILTIN_OPERATORS)}; your own is MODULE:OBJECT, see docs/operators.md"
+        raise SubjectError(f"there is no operator called {name!r}", hint=hint) from error
     if not isinstance(operator, Operator):
         lacking = [part for part in _PARTS if operator is not None and not hasattr(operator, part)]
         got = f"{type(operator).__name__} without {', '.join(lacking)}" if lacking else repr(operator)

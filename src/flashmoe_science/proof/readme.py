@@ -9,9 +9,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ..errors import ProofError
-from .evidence import Record, TimeKind
+from .changes import FINGERPRINTS_EQUAL
+from .claims import Metric
+from .evidence import Arm, Record
 from .judge import Verdict
-from .rows import KINDS, format_ratio, format_seconds, lowest_case
+from .rows import METRICS, format_bytes, format_ratio, format_seconds, lowest_case
 from .verify import read_records, verify_claims
 
 BEGIN, END = "<!-- speeds:begin -->", "<!-- speeds:end -->"
@@ -47,13 +49,13 @@ def speed_section(verdicts: Sequence[Verdict], records: Mapping[str, Record]) ->
         return "No claim has been made yet.\n"
     lines = ["| claim | verdict | lowest case | geometric mean | evidence |", "| --- | --- | --- | --- | --- |"]
     lines += [_claim_row(verdict) for verdict in verdicts]
-    groups: dict[tuple[str, tuple[str, ...]], dict[TimeKind, list[Verdict]]] = {}
+    groups: dict[tuple[str, tuple[str, ...]], dict[Metric, list[Verdict]]] = {}
     for verdict in (part for whole in verdicts for part in whole.by_gpu or [whole]):
         if verdict.evidence and any(case.interval for case in verdict.cases):
             by_kind = groups.setdefault((verdict.evidence, verdict.claim.baseline), {})
             by_kind.setdefault(verdict.claim.metric, []).append(verdict)
     for (path, baseline), by_kind in groups.items():
-        kinds = {kind: by_kind[kind] for kind in KINDS if kind in by_kind}
+        kinds = {kind: by_kind[kind] for kind in METRICS if kind in by_kind}
         lines += ["", *_case_table(records[path], baseline, kinds)]
     return "\n".join(lines) + "\n"
 
@@ -64,26 +66,29 @@ def _claim_row(verdict: Verdict) -> str:
     parts = verdict.by_gpu or [verdict]
     links = [f"[{(part.record or '').partition('-')[0]}]({part.evidence})" for part in parts if part.evidence]
     link = ", ".join(links) or "none"
-    notes = "; ".join(note.partition(":")[0] for note in verdict.notes)  # the reason has all of it
+    # How many files changed changes with every edit, and takes nothing from the verdict.
+    counting = [note for note in verdict.notes if not note.endswith(FINGERPRINTS_EQUAL)]
+    notes = "; ".join(note.partition(":")[0] for note in counting)  # the reason has all of it
     status = f"**{verdict.status.value}**" + (f" ({notes})" if notes else "")
-    return _row(verdict.claim.sentence, status, low, format_ratio(verdict.geometric_mean), link)
+    return row(verdict.claim.sentence, status, low, format_ratio(verdict.geometric_mean), link)
 
 
-def _case_table(record: Record, baseline: tuple[str, ...], verdicts: Mapping[TimeKind, Sequence[Verdict]]) -> list[str]:
+def _case_table(record: Record, baseline: tuple[str, ...], verdicts: Mapping[Metric, Sequence[Verdict]]) -> list[str]:
     """Return a table of one record against one rival, or the fastest of several: three columns for a kind of time.
 
     It is folded, where Markdown is shown as a page. A case has a row if a claim is about it.
     """
     subject = record.subject.name
-    rival = baseline[0] if len(baseline) == 1 else "fastest rival"
+    rival = baseline[0] if len(baseline) == 1 else "best rival" if "memory" in verdicts else "fastest rival"
     header, rule = ["case"], ["---"]
     for kind in verdicts:
-        header += [f"{subject}, {kind}", f"{rival}, {kind}", f"speedup, {kind}"]
+        gain = "times less memory" if kind == "memory" else f"speedup, {kind}"
+        header += [f"{subject}, {kind}", f"{rival}, {kind}", gain]
         rule += ["---:"] * 3
-    lines = ["<details>", f"<summary>{_caption(record, rival)}</summary>", "", _row(*header), _row(*rule)]
+    lines = ["<details>", f"<summary>{_caption(record, rival)}</summary>", "", row(*header), row(*rule)]
     left_out = 0
     for case in record.cases:
-        seconds = {arm.name: arm.rates for arm in case.arms}
+        arms = {arm.name: arm for arm in case.arms}
         found = {
             kind: next((c for verdict in of_kind for c in verdict.cases if c.name == case.name), None)
             for kind, of_kind in verdicts.items()
@@ -97,12 +102,16 @@ def _case_table(record: Record, baseline: tuple[str, ...], verdicts: Mapping[Tim
                 cells += ["", "", judged.reason if judged else ""]
                 continue
             named = f" ({judged.baseline})" if len(baseline) > 1 else ""
-            ours, theirs = (format_seconds(seconds[name][kind].seconds) for name in (subject, judged.baseline))
+            ours, theirs = (_measured(arms[name], kind) for name in (subject, judged.baseline))
             cells += [ours, theirs + named, format_ratio(judged.interval)]
-        lines.append(_row(*cells))
+        lines.append(row(*cells))
     if left_out:
         lines += ["", f"{left_out} of {len(record.cases)} cases are in the record, and no claim is about them."]
     return [*lines, "", "</details>"]
+
+
+def _measured(arm: Arm, metric: Metric) -> str:
+    return format_bytes(arm.peak_bytes or 0) if metric == "memory" else format_seconds(arm.rates[metric].seconds)
 
 
 def _caption(record: Record, rival: str) -> str:
@@ -115,5 +124,6 @@ def _caption(record: Record, rival: str) -> str:
     return f"Suite {record.suite} against {rival} on {where}{commit}. Medians of one call; speedups with 95 % intervals"
 
 
-def _row(*cells: str) -> str:
+def row(*cells: str) -> str:
+    """Return a row of a table."""
     return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"

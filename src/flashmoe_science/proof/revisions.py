@@ -16,13 +16,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..errors import FlashmoeError, ProofError, SubjectError
-from .evidence import Compared, Gate, GateStatus, Record, Revision
-from .gates import Progress, ProveRequest, Run, prove
+from .cost import RunSize
+from .evidence import Compared, Gate, GateName, GateStatus, Record, Revision
+from .gates import Progress, ProveRequest, Run, RunMeter, prove
 from .git import git
 from .operator import is_own, load_operator
 from .subject import PACKAGE_FOLDER, Checkout, Subject, builtin_names, load_subject
 
 _CHECKED_BEFORE_TIMING = "correct"
+_LAST_WITHOUT_GPU = "import"
 
 
 @dataclass(frozen=True)
@@ -221,16 +223,44 @@ def prove_revisions(
     assert b.checkout is not None
     second = replace(request, subject=b, baselines=[a.name], repository=b.checkout.root)
     comparison = _Comparison(second, a, tolerance, progress)
+    if request.meter is not None:
+        second = replace(second, meter=_MeterOfBoth(request.meter, comparison.of_b))
     announce(f"A: {a.checkout.label} ({a.checkout.commit[:12]})")
     alone = replace(request, subject=a, baselines=[], until=_CHECKED_BEFORE_TIMING, repository=a.checkout.root)
     with _path_restored():
         first = prove(alone, progress=progress, save=lambda found: save(comparison.before_b(found)))
     if any(gate.status is GateStatus.FAILED for gate in first.gates):
         second = replace(second, until=_CHECKED_BEFORE_TIMING)
+    elif not first.complete:  # its budget ended it, and B may not spend what A lacked
+        second = replace(second, until=_LAST_WITHOUT_GPU)
     announce(f"B: {b.checkout.label} ({b.checkout.commit[:12]})")
     with _path_restored():
         record = prove(second, progress=progress, save=lambda found: save(comparison.of_b(found)))
-    return comparison.of_b(record)
+    record = comparison.of_b(record)
+    if record.complete and not first.complete:
+        reason = f"A ({a.checkout.label}): {first.incomplete_reason}"
+        record = record.model_copy(update={"complete": False, "incomplete_reason": reason})
+        save(record)
+    return record
+
+
+class _MeterOfBoth:
+    """The meter of B: what A has spent is spent."""
+
+    def __init__(self, meter: RunMeter, as_comparison: Callable[[Record], Record]) -> None:
+        self._meter, self._as_comparison = meter, as_comparison
+
+    def start(self, record: Record, size: RunSize) -> None:
+        """Take note of the run that begins."""
+        self._meter.start(record, size)
+
+    def refusal(self, gate: GateName, record: Record) -> str:
+        """Return why ``gate`` may not begin, or an empty text."""
+        return self._meter.refusal(gate, self._as_comparison(record))
+
+    def seconds_left(self, record: Record) -> float | None:
+        """Return for how long B may still hold its GPU after the gates of ``record``; None: there is no end."""
+        return self._meter.seconds_left(self._as_comparison(record))
 
 
 class _Comparison:

@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from typing import IO
 
 from ..errors import TooFewRoundsError
+from .claims import Metric
 from .evidence import Arm, CaseRecord, Rates, Record, TimeKind
 from .judge import CaseVerdict, Control, Verdict, check_control, paired_log_ratios
 from .statistics import Interval, clustered_interval, hodges_lehmann
 
 KINDS: tuple[TimeKind, ...] = ("kernel", "graph", "wall")
+METRICS: tuple[Metric, ...] = (*KINDS, "memory")
 
 _ROLES = ("subject", "baseline", "control")
 

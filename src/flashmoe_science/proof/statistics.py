@@ -120,38 +120,6 @@ def family_intervals(cases: Sequence[Groups], confidence: float = 0.95) -> list[
     return intervals if excess <= 1 else _widened_for_processes(intervals, excess, _process_degrees(cases), level)
 
 
-def comparison_intervals(cases: Sequence[Groups], confidence: float = 0.95) -> list[Interval]:
-    """Return one interval for each case, such that all of them hold together, however few the cases are.
-
-    For one case it is ``clustered_interval``. For more it is ``family_intervals``, always with Student's t for the
-    processes: with few cases an excess of variance that does not show is no proof that there is none.
-    """
-    if len(cases) < 2:
-        return [clustered_interval(groups, confidence) for groups in cases]
-    level = 1 - (1 - confidence) / len(cases)
-    intervals = [interval([value for group in groups for value in group], level) for groups in cases]
-    degrees = _process_degrees(cases)
-    return intervals if degrees == 0 else _widened_for_processes(intervals, max(1.0, _excess(cases)), degrees, level)
-
-
-def unpaired_intervals(cases: Sequence[tuple[Groups, Groups]], confidence: float = 0.95) -> list[Interval]:
-    """Return by how much the first of two independent samples lies above the second, for each case; all hold together.
-
-    The Hodges-Lehmann shift with the exact Mann-Whitney interval over rounds, at Bonferroni's level, widened for
-    offsets of processes as in ``comparison_intervals``. What differs from run to run is not in it.
-
-    Raises:
-        TooFewRoundsError: no interval of this confidence exists.
-    """
-    if not cases:
-        return []
-    level = 1 - (1 - confidence) / len(cases)
-    intervals = [shift_interval(_pooled(above), _pooled(below), level) for above, below in cases]
-    samples = [groups for case in cases for groups in case]
-    degrees = _process_degrees(samples)
-    return intervals if degrees == 0 else _widened_for_processes(intervals, max(1.0, _excess(samples)), degrees, level)
-
-
 def shift_interval(above: Values, below: Values, confidence: float = 0.95) -> Interval:
     """Return the median of all differences between two samples, with the exact interval of the Mann-Whitney test.
 
@@ -262,13 +230,9 @@ def processes_needed(groups: Groups, effect: float, confidence: float = 0.95, po
     return None if by_process is None else max(by_process, by_round)
 
 
-def _pooled(groups: Groups) -> list[float]:
-    return [value for group in groups for value in group]
-
-
 def _excess(samples: Sequence[Groups]) -> float:
     """Return the variance between processes over what the rounds within explain, averaged; 1 without offsets."""
-    ratios = [ratio for groups in samples if (ratio := _between_to_within(groups)) is not None]
+    ratios = [ratio for groups in samples if (ratio := between_to_within(groups)) is not None]
     return float(np.mean(ratios)) if ratios else 1.0
 
 
@@ -339,7 +303,7 @@ def _student(values: _Array, confidence: float) -> tuple[float, float]:
     return float(values.mean()) - half, float(values.mean()) + half
 
 
-def _between_to_within(groups: Groups) -> float | None:
+def between_to_within(groups: Groups) -> float | None:
     """Return the variance between processes over what the rounds within explain; 1 is expected without offsets."""
     degrees = sum(len(group) for group in groups) - len(groups)
     if len(groups) < 2 or degrees <= 2:

@@ -20,7 +20,7 @@ import sqlalchemy as sa
 from ..errors import EvidenceError
 from .cost import Entry, paid_gates
 from .database import LEDGER, RUNS, Database
-from .evidence import GateStatus, Record, parse_record, read_record, read_text, record_text
+from .evidence import GATE_NAMES, GateStatus, Record, parse_record, read_record, read_text, record_text
 
 _LISTED = [column for column in RUNS.columns if column.name != "document"]
 
@@ -120,7 +120,8 @@ class Store:
         with self._database.writing() as connection:
             self._database.insert(connection, RUNS, {**row, "document": text or record_text(record)})
             ids = [entry["id"] for entry in entries]
-            connection.execute(sa.delete(LEDGER).where(LEDGER.c.run == record.id, LEDGER.c.id.not_in(ids)))
+            of_gates = sa.and_(LEDGER.c.run == record.id, LEDGER.c.gate.in_(GATE_NAMES))  # what a run grows by
+            connection.execute(sa.delete(LEDGER).where(of_gates, LEDGER.c.id.not_in(ids)))
             for entry in entries:
                 self._database.insert(connection, LEDGER, entry, keep=["dollars_per_hour"])
 
@@ -190,6 +191,12 @@ class Store:
         with self._database.reading() as connection:
             return [Entry(**row) for row in connection.execute(query).mappings()] if connection is not None else []
 
+    def book(self, entry: Entry) -> None:
+        """Book what held a GPU and is no gate of a run, e.g. a study. One of the same run and kind is replaced."""
+        with self._database.writing() as connection:
+            row = {"id": f"{entry.run}/{entry.gate}", **vars(entry)}
+            self._database.insert(connection, LEDGER, row, keep=["dollars_per_hour"])
+
     def add_cost(self, amount: float, *, note: str, gpu: str = "", at: datetime | None = None) -> Entry:
         """Enter a cost by hand, in dollars."""
         moment = _as_text(at or datetime.now(timezone.utc))
@@ -197,6 +204,12 @@ class Store:
         with self._database.writing() as connection:
             self._database.insert(connection, LEDGER, {"id": f"by hand/{secrets.token_hex(8)}", **vars(entry)})
         return entry
+
+
+def entries_of(record: Record) -> list[Entry]:
+    """Return what a run would be booked with, at no rate."""
+    rows = _entries(record, summarize(record), None)
+    return [Entry(**{key: value for key, value in row.items() if key != "id"}) for row in rows]
 
 
 def _entries(record: Record, summary: RunSummary, dollars_per_hour: float | None) -> list[dict[str, Any]]:
@@ -318,6 +331,18 @@ class Archive:
     def _nearest(self, key: str) -> str:
         near = difflib.get_close_matches(key, [*self._files(), *self.store.ids()], n=1, cutoff=0.4)
         return f"did you mean {near[0]}?" if near else "flashmoe runs lists them all"
+
+    def only_in_files(self, *, on_trouble: Callable[[EvidenceError], None]) -> list[Record]:
+        """Return the runs of the evidence folder that the store does not have, the oldest first."""
+        stored = set(self.store.ids())
+        found = []
+        for run_id, path in self._files().items():
+            if run_id not in stored:
+                try:
+                    found.append(read_record(path))
+                except EvidenceError as error:
+                    on_trouble(error)
+        return sorted(found, key=lambda record: (record.created_at, record.id))
 
     def runs(
         self,

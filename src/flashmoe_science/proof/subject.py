@@ -24,7 +24,7 @@ from .toml_files import read_toml
 if TYPE_CHECKING:
     from .operator import Operator
 
-BUILTIN_OPERATORS = ("attention",)
+BUILTIN_OPERATORS = ("attention", "attention_cache", "moe")
 
 PACKAGE_FOLDER = Path(__file__).resolve().parent.parent
 

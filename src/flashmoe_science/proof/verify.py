@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -10,14 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ProofError
+from .changes import changes_since
 from .claims import Claim, find_evidence, load_claims, other_versions, too_old, why_not
 from .evidence import GateStatus, Record, read_record
 from .judge import Verdict, VerdictStatus, judge
 from .operator import is_own, load_operator
 from .own_suite import read_own_suite
 from .store import evidence_files
-from .subject import PACKAGE_FOLDER, is_builtin, python_folders
+from .subject import is_builtin, python_folders
 from .suites import list_suites, load_suite, operator_in, own_suite_file
+from .wording import joined, overstatement, own_rival_names, shown_by
 
 # Of several records that a claim pins, and of several GPUs, what speaks most against the claim decides.
 AGAINST = (
@@ -97,7 +98,7 @@ def _verify_on(
         suite = suite_now(record, repository)
         doubts = doubts_about(claim, record, suite, now)
         doubts += _failed_since(claim, record, records)
-        sources = compare_sources(record, repository)
+        sources = changes_since(claim, record, repository)
         notes = [*sources.notes, *_refuted_since(claim, found, records)]
         verdict = judge(claim, record, suite=suite.problems, changed=sources.changed, notes=notes, doubts=doubts)
         verdicts.append(verdict.model_copy(update={"evidence": path}))
@@ -105,9 +106,9 @@ def _verify_on(
 
 
 def doubts_about(claim: Claim, record: Record, suite: SuiteNow, now: datetime) -> list[str]:
-    """Return what keeps ``record`` from demonstrating ``claim`` now: its age, and a suite that cannot be read here."""
-    old = too_old(claim, record, now)
-    return [*([old] if old else []), *([suite.doubt] if suite.doubt else [])]
+    """Return what keeps ``record`` from demonstrating ``claim`` now: its words, its age, or a suite not read here."""
+    shown = shown_by(claim, record, joined([own_rival_names(), suite.rivals]))
+    return list(filter(None, (overstatement(shown), too_old(claim, record, now), suite.doubt)))
 
 
 def read_records(repository: Path) -> dict[str, Record]:
@@ -118,36 +119,6 @@ def read_records(repository: Path) -> dict[str, Record]:
     """
     files = evidence_files(repository).values()
     return {path.relative_to(repository).as_posix(): read_record(path) for path in files}
-
-
-@dataclass(frozen=True)
-class Sources:
-    """How the sources of a record compare with those of the repository now."""
-
-    changed: str = ""  # which differ; empty: none that can be seen
-    notes: Sequence[str] = ()  # what a reader of a verdict has to know besides
-
-
-def compare_sources(record: Record, repository: Path) -> Sources:
-    """Compare the sources that ran with those in ``repository`` now."""
-    subject = record.subject
-    folders = [repository / subject.folder] if subject.folder is not None else _package_folders(repository)
-    now = {source.path: _digest(folders, source.path) for source in subject.sources}
-    if now and not any(now.values()) and subject.folder is None:
-        return Sources(notes=["its sources are not in this repository, so nobody compared them"])
-    differ = [source.path for source in subject.sources if now[source.path] != source.sha256]
-    return Sources(f"{len(differ)} of {len(now)}, {', '.join(differ)}" if differ else "")
-
-
-def _package_folders(repository: Path) -> list[Path]:
-    """Return where the sources of a built-in subject may be: this repository's own package, or the installed one."""
-    return [repository / "src" / PACKAGE_FOLDER.name, PACKAGE_FOLDER]
-
-
-def _digest(folders: list[Path], path: str) -> str | None:
-    """Return the SHA-256 of the first file of this path, or None where there is none."""
-    file = next((folder / path for folder in folders if (folder / path).is_file()), None)
-    return hashlib.sha256(file.read_bytes()).hexdigest() if file else None
 
 
 def _failed_since(claim: Claim, record: Record, records: Mapping[str, Record]) -> list[str]:

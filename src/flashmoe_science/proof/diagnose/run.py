@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ...errors import InputError, SuiteError
 from ...gpu.specs import GpuSpec
-from ..evidence import Environment, Gpu
+from ..evidence import Environment
 from ..roofline import known_spec
 from ..subject import Subject
 from ..suites import Suite, SuiteCase, check_operator
@@ -18,6 +18,9 @@ from .observations import Diagnosis, Observations
 from .reason import diagnose_case
 
 NO_GPU = "no GPU here"
+
+# Of the rough model, in seconds: processes of launches, of graph and wall time, and of kernel time, then the counters.
+_PROCESSES, _START, _CALLS_OF_CASE, _CALL_OF_ARM, _COUNTERS_OF_CASE = 3, 4.0, 8, 0.4, 15.0
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,20 @@ class Request:
     counters: bool = True
     seed: int | None = None
     command: str = ""
+
+
+def observes_here(request: Request, environment: Environment) -> bool:
+    """Return whether the GPU of this machine is observed, or only what compiling tells."""
+    here = environment.gpu
+    return here is not None and (request.gpu is None or request.gpu == known_spec(here))
+
+
+def expected_seconds(request: Request) -> float:
+    """Return roughly how long observing holds a GPU: three processes, each with every case and its longer ones."""
+    calls = len(request.cases) * _CALLS_OF_CASE
+    arms = 1 + len(request.baselines) + bool(request.baselines)
+    counted = _COUNTERS_OF_CASE * len(request.cases) if request.counters else 0.0
+    return _PROCESSES * _START + calls * arms * _CALL_OF_ARM + counted
 
 
 def choose_cases(suite: Suite, subject: Subject, names: Sequence[str]) -> list[SuiteCase]:
@@ -74,16 +91,17 @@ def diagnose(request: Request, environment: Environment, *, say: Callable[[str],
     )
     result = Diagnosis(subject=request.subject.name, command=request.command, environment=environment)
     try:
-        observations = _observe(request, wish, environment.gpu, say)
+        observations = _observe(request, wish, environment, say)
     except CannotObserveError as error:
         return result.model_copy(update={"failed": error.gate})
     return result.model_copy(update={"cases": [diagnose_case(each) for each in observations]})
 
 
-def _observe(request: Request, wish: Wish, here: Gpu | None, say: Callable[[str], None]) -> list[Observations]:
+def _observe(request: Request, wish: Wish, environment: Environment, say: Callable[[str], None]) -> list[Observations]:
+    here = environment.gpu
     if here is None and request.gpu is None:
         raise InputError("there is no NVIDIA GPU here", hint="name one to see what compiling alone tells: --gpu H200")
-    if here is not None and (request.gpu is None or request.gpu == known_spec(here)):
+    if here is not None and observes_here(request, environment):
         if "cuda" not in request.subject.devices:
             raise InputError(f"{request.subject.name} runs on the CPU only: there is no kernel to diagnose")
         build(request.subject, here, say)

@@ -6,6 +6,6 @@
 from __future__ import annotations
 
 from .chain import prove
-from .run import Progress, ProveRequest, Run, check_request
+from .run import Progress, ProveRequest, Run, RunMeter, check_request
 
-__all__ = ["Progress", "ProveRequest", "Run", "check_request", "prove"]
+__all__ = ["Progress", "ProveRequest", "Run", "RunMeter", "check_request", "prove"]

@@ -69,7 +69,7 @@ def _mend(problem: str) -> str:
 
 def _record(run: Run, case: dict[str, Any]) -> None:
     for arm in case["arms"]:
-        changes: dict[str, Any] = {"launches": arm["launches"], "version": arm["version"], "role": arm["role"]}
+        changes: dict[str, Any] = {name: arm[name] for name in ("launches", "version", "role", "code")}
         if arm["status"] != "captured":
             changes |= {"status": arm["status"], "reason": arm["reason"]}
         run.update_arm(case["name"], arm["name"], **changes)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..evidence import CaseRecord, Rates, Rounds, Settings, TimeKind
+from ..evidence import CaseRecord, Rounds, Settings, TimeKind, rates_of
 from ..roofline import fewest_seconds
 from ..words import counted
 from ..worker import TaskResult
@@ -224,7 +224,9 @@ def add_measured(run: Run, case: dict[str, Any], process: int) -> None:
     run.update_case(case["name"], rounds=rounds, input_sets=case["input_sets"], input_set_bytes=case["input_set_bytes"])
     known = {arm.name: arm for arm in record.arms}
     for arm in case["arms"]:
-        changes = {key: value for key, value in arm.items() if key not in ("launches", "rates") and value is not None}
+        of_launch = ("launches", "code")  # gate launch found them
+        told = {key: value for key, value in arm.items() if key not in (*of_launch, "rates")}
+        changes = {key: value for key, value in told.items() if value is not None}
         old = known.get(arm["name"])
         if old is not None and _WORST.index(old.status) > _WORST.index(arm["status"]):
             changes |= {"status": old.status, "reason": old.reason}
@@ -251,24 +253,6 @@ def pool_rounds(old: Rounds, new: Rounds) -> Rounds:
         session = [s for rounds in (old, new) for s in rounds.session or [0] * len(rounds.process)]
     both = {name: [*getattr(old, name), *getattr(new, name)] for name in columns}
     return Rounds(seconds=seconds, session=session, **both)
-
-
-def rates_of(case: CaseRecord, arm: str) -> dict[TimeKind, Rates]:
-    """Return the medians of an arm's samples, and the rates that follow from the case's work."""
-    samples: dict[TimeKind, list[float]] = {}
-    for rounds in case.rounds:  # several have the same kind where processes took different kinds
-        for kind, arms in rounds.seconds.items():
-            samples.setdefault(kind, []).extend(arms.get(arm, []))
-    medians = {kind: statistics.median(values) for kind, values in samples.items() if values}
-    return {
-        kind: Rates(
-            seconds=seconds,
-            tokens_per_second=case.work.tokens / seconds,
-            tflops=case.work.flops / seconds / 1e12,
-            tbytes_per_second=case.work.bytes / seconds / 1e12,
-        )
-        for kind, seconds in medians.items()
-    }
 
 
 def _subject_failure(run: Run, case: dict[str, Any]) -> str:

@@ -110,6 +110,7 @@ class HostResult:
     error: FlashmoeError | None = None  # why it is not there, or not complete
     stopped: bool = False  # on request
     seconds: float = 0.0  # how long the machine was held
+    reached: bool = False  # it answered: until then nothing is held
 
 
 @dataclass(frozen=True)
@@ -253,7 +254,7 @@ class _Listener:
         elif said.kind == "ended":
             self._open.discard(said.index)
             session = self._sessions[said.index]
-            result.seconds = session.seconds
+            result.seconds, result.reached = session.seconds, session.reached
             if not result.stopped and result.error is None:
                 result.error = session.error(self._gates[said.index], result.record)
 
@@ -303,6 +304,11 @@ class _Session:
         self._error: FlashmoeError | None = None
         self._why = ""  # what the other side said when it ended early
         self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def reached(self) -> bool:
+        """Whether the machine has answered."""
+        return self._connected
 
     def start(self) -> None:
         """Connect and begin. Raises ``RemoteError`` when there is no ssh."""

@@ -75,6 +75,7 @@ class StudyRequest:
     batches: int = 3
     tolerance: float = 0.0
     seconds: float | None = None  # of a GPU: no process begins that would pass it
+    process_seconds: float = 0.0  # that a process is expected to take, before one has shown it
     command: str = ""
     resume: Study | None = None
 
@@ -196,7 +197,7 @@ class _Runner:
         self._subject = request.subject
         self._limit = request.seconds
         self._say, self._save, self._run_task = say, save, run
-        self._spent = self._longest = 0.0  # seconds of this session's processes
+        self._spent, self._longest = 0.0, request.process_seconds  # seconds of this session's processes
 
     def run(self) -> None:
         """Calibrate, and measure batch after batch."""
@@ -256,7 +257,8 @@ class _Runner:
         if not todo:
             return True
         if self._limit is not None and self._spent + self._longest > self._limit:
-            self.stop(f"its {self._limit:g} seconds of a GPU are spent")
+            left = self._limit - self._spent
+            self.stop(f"a further process would pass its {self._limit:.3g} s of a GPU, of which {left:.3g} s are left")
             return False
         random.Random(f"{self.study.settings.seed}/{process}/trials").shuffle(todo)
         cases: list[dict[str, Any]] = []

@@ -1,0 +1,146 @@
+"""Prepared gradients: plan, kernels and grids are settled, a call allocates its outputs and launches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import UnsupportedError
+from . import reference
+from .backward_plan import BackwardPlan
+from .backward_problem import BackwardProblem
+from .problem import canonical_strides, output_strides
+
+Tensors = Mapping[str, Tensor]
+# Gradients by the names of what they are of, from the tensors of a call by name: q, k, v, o, lse, do, dlse, extras.
+Call = Callable[[Tensors], dict[str, Tensor]]
+
+_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # noqa: SLF001 - absent from CPU builds of torch
+
+
+def prepare_backward(plan: BackwardPlan, q: Tensor) -> Call:
+    """Compile and load the kernels of ``plan``, and return its call for tensors like ``q``."""
+    if plan.kernel == "reference":
+        return _reference_call(plan.problem)
+    if q.device.type == "cpu" and plan.problem.forward.dtype == "bf16":
+        raise UnsupportedError(
+            "Triton's interpreter multiplies bf16 wrongly", hint="use fp16 or fp32 with TRITON_INTERPRET=1"
+        )
+    return _kernel_call(plan, q)
+
+
+def allocate_gradient(tensor: Tensor) -> Tensor:
+    """Return a gradient of q, k or v, not written yet: dense, with axes in the order of the tensor's in memory."""
+    if tensor.dim() == 3:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    batch, heads, seqlen, columns = tensor.shape
+    strides = output_strides(batch, heads, seqlen, columns, canonical_strides(tensor.shape, tensor.stride()))
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).as_strided(tensor.shape, strides)
+
+
+def _reference_call(problem: BackwardProblem) -> Call:
+    p = problem.forward
+    differentiate: Any = reference.attention_varlen_backward if p.packed else reference.attention_backward
+    options: dict[str, Any] = {
+        "causal": p.causal, "softmax_scale": p.softmax_scale, "window": p.window, "softcap": p.softcap,
+    }  # fmt: skip
+
+    def call(tensors: Tensors) -> dict[str, Tensor]:
+        extras = {name: tensors[name] for name in p.extras}
+        inputs = (tensors["q"], tensors["k"], tensors["v"])
+        found = differentiate(*inputs, tensors["do"], tensors.get("dlse"), **options, **extras)
+        return {name: _allocate(name, tensors[name]).copy_(found[name]) for name in problem.wanted}
+
+    return call
+
+
+def _allocate(name: str, tensor: Tensor) -> Tensor:
+    """Return a gradient, not written yet."""
+    if name in ("q", "k", "v"):
+        return allocate_gradient(tensor)
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+
+
+def _kernel_call(plan: BackwardPlan, q: Tensor) -> Call:
+    """Return the call that allocates the gradients and delta, and launches, or interprets, every kernel."""
+    problem, p = plan.problem, plan.problem.forward
+    launches = _cuda_launches(plan, q.device) if q.device.type == "cuda" else _interpreted_launches(plan)
+
+    def call(tensors: Tensors) -> dict[str, Tensor]:
+        q = tensors["q"]
+        # Of packed sequences the LSE is [H, T], and lies in memory as kernels read it: rows of tokens.
+        rows = {name: tensors[name] for name in ("lse", "dlse") if name in tensors}
+        rows = {name: (tensor.t() if p.packed else tensor).contiguous() for name, tensor in rows.items()}
+        delta = torch.empty(rows["lse"].shape, dtype=torch.float32, device=q.device)
+        found = {name: _allocate(name, tensors[name]) for name in problem.wanted}
+        if p.packed or not launches:  # no program writes the gradients of rows and keys in no sequence's place
+            for gradient in found.values():
+                gradient.zero_()
+        made = {f"d{name}": gradient for name, gradient in found.items()}
+        for launch in launches:
+            launch({**tensors, **rows, "delta": delta, **made})
+        if not launches:  # o is 0 everywhere
+            torch.neg(rows["dlse"], out=delta) if "dlse" in rows else delta.zero_()
+        if problem.wants_sinks:
+            _write_sinks_gradient(found["sinks"], tensors, rows["lse"], delta)
+        return found
+
+    return call
+
+
+def _write_sinks_gradient(out: Tensor, tensors: Tensors, lse: Tensor, delta: Tensor) -> None:
+    """Write - sum P delta over the rows of each head, where P is that of the sink: its value is 0.
+
+    lse and delta are ``[B, H, Sq]``, of packed sequences ``[T, H]``.
+    """
+    packed = lse.dim() == 2
+    sinks = tensors["sinks"].float()
+    terms = -delta * torch.exp((sinks if packed else sinks[:, None]) - lse)
+    counted = lse != -torch.inf
+    if packed:  # rows in no sequence's place were not written
+        starts, tokens = tensors["cu_seqlens_q"], torch.arange(lse.shape[0], device=lse.device)
+        counted = counted & ((tokens >= starts[0]) & (tokens < starts[-1]))[:, None]
+    out.copy_(torch.where(counted, terms, 0.0).sum(0 if packed else (0, 2)))
+
+
+def _pointer_names(source: Any) -> list[str]:
+    return [name.removesuffix("_ptr") for name, kind in source.signature if kind.startswith("*")]
+
+
+def _interpreted_launches(plan: BackwardPlan) -> list[Callable[[Tensors], None]]:
+    from .backward_prepare import prepare_backward_kernels
+    from .prepare import interpret
+
+    def run(kernel: Any) -> Callable[[Tensors], None]:
+        names = _pointer_names(kernel.source)
+        return lambda tensors: interpret(kernel, tuple(tensors[name] for name in names))
+
+    return [run(kernel) for kernel in prepare_backward_kernels(plan)]
+
+
+def _cuda_launches(plan: BackwardPlan, device: torch.device) -> list[Callable[[Tensors], None]]:
+    from ..gpu.launch import prepare_launch
+    from .backward_prepare import prepare_backward_kernels
+
+    index = device.index
+    stream_of = _raw_stream
+    assert stream_of is not None
+
+    def prepare(kernel: Any) -> Callable[[Tensors], None]:
+        launch = prepare_launch(kernel.source, plan.arch, index, kernel.grid, kernel.scalars)
+        names = _pointer_names(kernel.source)
+
+        def run(tensors: Tensors) -> None:
+            addresses = [tensors[name].data_ptr() for name in names]
+            if torch.cuda.current_device() == index:
+                launch(stream_of(index), *addresses)
+            else:
+                with torch.cuda.device(index):
+                    launch(stream_of(index), *addresses)
+
+        return run
+
+    return [prepare(kernel) for kernel in prepare_backward_kernels(plan)]

@@ -1,0 +1,550 @@
+"""Attention backward for Hopper: TMA, warpgroup matrix products, warp specialisation (Gluon, sm_90, fp16 and bf16).
+
+A program draws key tiles from a counter. It owns 64 keys for each of its warpgroups, holds their dK and dV in
+registers, and walks over the query tiles that see them, from the last to the first, in all query heads that share the
+K/V head. Scores are computed transposed, keys as rows, so that P and dS enter the products for dV and dK straight from
+registers. dS also goes to shared memory, where the warpgroups of a program read each other's: each computes one part of
+the query tile's dQ, one step later, and puts it into shared memory too.
+
+One warp, the producer, draws key tiles and copies what they need to shared memory. Two more, the writers, take turns at
+adding the dQ of a query tile to memory, in fp32, with one instruction. They do so in the order of the key tiles, so
+that bits do not vary: a writer waits until the key tile before has been added, and tells the next. The warpgroups wait
+for neither, unless both tiles of dQ in shared memory are full. The first key tile stores, so nothing has to be made 0
+before. A key tile waits only for key tiles that were drawn before it: no program waits for one that does not run.
+
+From the last query tile to the first, since all key tiles of a head then start with the same query tile, and the first
+of them, whose walk is the longest when causal, is drawn first.
+
+dQ is accumulated as the registers hold it, 16 bytes a thread side by side; ``_finish_dq_kernel`` brings it in order.
+
+Source: FlashAttention-2 and 3 (Dao, 2023; Shah et al., 2024) for the five products, the transposed scores, the
+reduction by TMA and the order by a counter for each query tile. Ours: the product for dQ a step later, two writers, the
+first that stores, and the walk from the last query tile.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ..gpu.gluon_sm90 import copy_of, draw, lap_of, named_barrier, opaque, slot_of
+from ..gpu.gluon_versions import aggregate, tma_load, tma_store
+from ..gpu.tma_reduce import tma_add
+
+ROWS = gl.constexpr(64)  # of one warpgroup: what one wgmma instruction computes
+PART = gl.constexpr(4096)  # numbers of dQ that a warpgroup computes of a query tile
+# Barriers of the hardware; Triton uses those before.
+FREE = gl.constexpr(6)  # of the first slot of the ring: two
+KV_FREE = gl.constexpr(8)
+FULL = gl.constexpr(9)  # a tile of dQ lies in shared memory: two
+READY = gl.constexpr(11)  # dS of the other warpgroups: two for each warpgroup
+END = gl.constexpr(15)
+# A writer may be behind the producer by as many key tiles as have five steps, and those may be five.
+TILES = gl.constexpr(8)
+
+
+@aggregate
+class Args:
+    """What every partition is given."""
+
+    q_desc: tma.tensor_descriptor
+    k_desc: tma.tensor_descriptor
+    v_desc: tma.tensor_descriptor
+    do_desc: tma.tensor_descriptor
+    dk_desc: tma.tensor_descriptor
+    dv_desc: tma.tensor_descriptor
+    stats_desc: tma.tensor_descriptor
+    dq_desc: tma.tensor_descriptor
+    turn_ptr: gl.tensor
+    q_bufs: gl.shared_memory_descriptor  # [STAGES, 1, 1, BLOCK_M, D]
+    do_bufs: gl.shared_memory_descriptor  # [STAGES, 1, 1, BLOCK_M, DV]
+    stats_bufs: gl.shared_memory_descriptor  # [STAGES, 2 * BLOCK_M]
+    k_bufs: gl.shared_memory_descriptor  # [WARPGROUPS, 1, 1, 64, D]
+    v_bufs: gl.shared_memory_descriptor  # [WARPGROUPS, 1, 1, 64, DV]
+    ds_bufs: gl.shared_memory_descriptor  # [2 * WARPGROUPS * BLOCK_M / 64, 64 keys, 64 queries]
+    dq_bufs: gl.shared_memory_descriptor  # [2, 128 * WARPGROUPS, 32] fp32
+    ready_bars: gl.shared_memory_descriptor  # [STAGES + 2]: slots of the ring, K, V
+    written_bars: gl.shared_memory_descriptor  # [2]: a tile of dQ was read by TMA
+    tile_bufs: gl.shared_memory_descriptor  # [TILES, 1] int32: the key tiles of this program, -1 behind the last
+    tile_bars: gl.shared_memory_descriptor  # [TILES]: it is there
+    heads: gl.tensor  # query heads of a sequence
+    heads_kv: gl.tensor
+    seqlen_q: gl.tensor
+    seqlen_k: gl.tensor
+    tiles_m: gl.tensor
+    tiles_n: gl.tensor
+    heads_total: gl.tensor  # K/V heads of all sequences
+    heads_per_group: gl.tensor  # K/V heads whose key tiles take turns in the order of programs
+    scale_log2: gl.tensor
+    scale: gl.tensor
+    GROUP: gl.constexpr  # query heads that share one K/V head
+    WARPGROUPS: gl.constexpr
+    BLOCK_M: gl.constexpr
+    STAGES: gl.constexpr
+    IS_CAUSAL: gl.constexpr
+    IS_ORDERED: gl.constexpr
+    D: gl.constexpr
+    DV: gl.constexpr
+
+    @gluon.jit
+    def key_tile(self, t, WARPS: gl.constexpr):
+        """Wait until the t-th key tile of this program is known, and return its number."""
+        slot, lap = slot_of(t, TILES), lap_of(t, TILES)
+        mbarrier.wait(self.tile_bars.index(slot), lap & 1)
+        tile = gl.max(self.tile_bufs.index(slot).load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
+        # All lanes have it. Read so, ptxas knows, and keeps what depends on it in registers that a warp shares.
+        asm: gl.constexpr = "redux.sync.max.s32 $0, $1, 0xffffffff;"
+        return gl.inline_asm_elementwise(asm, "=r,r", [tile], dtype=gl.int32, is_pure=False, pack=1)
+
+    @gluon.jit
+    def locate(self, tile):
+        """Return K/V head (of all sequences) and key tile: in a group of heads, first the first key tile of each."""
+        tiles_n = copy_of(self.tiles_n)
+        per_group = self.heads_per_group * tiles_n
+        group = tile // per_group
+        width = gl.minimum(self.heads_per_group, self.heads_total - group * self.heads_per_group)
+        rest = tile - group * per_group
+        return group * self.heads_per_group + rest % width, rest // width
+
+    @gluon.jit
+    def first_query_tile(self, n):
+        """Return the first query tile that sees a key of key tile ``n``."""
+        if self.IS_CAUSAL:
+            row = n * (ROWS * self.WARPGROUPS) + copy_of(self.seqlen_q) - copy_of(self.seqlen_k)
+            return gl.minimum(gl.maximum(row, 0) // self.BLOCK_M, copy_of(self.tiles_m))
+        return copy_of(self.tiles_m) * 0
+
+    @gluon.jit
+    def query_head(self, head, g):
+        """Return the number, in all sequences, of a query head of a K/V head."""
+        return head * self.GROUP + g
+
+
+@gluon.jit
+def _draw_key_tile(a):
+    """Return the next key tile that no program has drawn, or -1; all that it waits for were drawn before."""
+    ticket = draw(a.turn_ptr + a.heads * (a.heads_total // a.heads_kv) * a.tiles_m)  # behind the turns
+    ticket = gl.inline_asm_elementwise(
+        "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", "=r,r", [ticket], dtype=gl.int32, is_pure=False, pack=1
+    )
+    return gl.where(ticket < a.tiles_n * a.heads_total, ticket, -1)
+
+
+@gluon.jit
+def _publish(a, t, tile):
+    """Say which the t-th key tile of this program is."""
+    slot = slot_of(t, TILES)
+    a.tile_bufs.index(slot).store(gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0])) + tile)
+    mbarrier.arrive(a.tile_bars.index(slot))
+
+
+@gluon.jit
+def _load_partition(a):
+    """Copy K and V, then Q, dO and the rows' numbers of all query tiles, for all key tiles of this program."""
+    # All before this wait ran while the kernel before was ending. The others do nothing before they know a key tile.
+    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    i = 0  # query tiles so far
+    t = 0  # key tiles so far
+    tile = _draw_key_tile(a)
+    while tile >= 0:
+        _publish(a, t, tile)
+        head, n = a.locate(tile)
+        b, kv = head // a.heads_kv, head % a.heads_kv
+        first, tiles_m = a.first_query_tile(n), copy_of(a.tiles_m)
+        key = n * (ROWS * a.WARPGROUPS)
+        if t > 0:
+            named_barrier("sync", KV_FREE, 128 * a.WARPGROUPS + 32)
+        for which in gl.static_range(2):
+            bar = a.ready_bars.index(a.STAGES + which)
+            desc = a.k_desc if which == 0 else a.v_desc
+            bufs = a.k_bufs if which == 0 else a.v_bufs
+            mbarrier.expect(bar, a.WARPGROUPS * desc.block_type.nbytes)
+            for w in gl.static_range(a.WARPGROUPS):
+                tma_load(desc, [b, kv, key + w * ROWS, 0], bar, bufs.index(w))
+        for g in range(a.GROUP):
+            h = kv * a.GROUP + g
+            stats = a.query_head(head, g) * tiles_m
+            for m in range(tiles_m - 1, first - 1, -1):
+                slot, lap = slot_of(i, a.STAGES), lap_of(i, a.STAGES)
+                if lap > 0:
+                    named_barrier("sync", FREE + slot, 128 * a.WARPGROUPS + 32)
+                bar = a.ready_bars.index(slot)
+                mbarrier.expect(
+                    bar, a.q_desc.block_type.nbytes + a.do_desc.block_type.nbytes + a.stats_desc.block_type.nbytes
+                )
+                tma_load(a.q_desc, [b, h, m * a.BLOCK_M, 0], bar, a.q_bufs.index(slot))
+                tma_load(a.stats_desc, [(stats + m) * (2 * a.BLOCK_M)], bar, a.stats_bufs.index(slot))
+                tma_load(a.do_desc, [b, h, m * a.BLOCK_M, 0], bar, a.do_bufs.index(slot))
+                i += 1
+        t += 1
+        tile = _draw_key_tile(a)
+    _publish(a, t, -1)
+
+
+@gluon.jit
+def _poll(ptr):
+    """Read a counter; what was written before it was raised can be added to afterwards, by TMA too."""
+    return gl.inline_asm_elementwise(
+        "ld.acquire.gpu.global.s32 $0, [$1]; fence.proxy.async.global;",
+        "=r,l",
+        [ptr.to(gl.int64, bitcast=True)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _raise(ptr):
+    """Raise a counter by 1, after all that this warp knows to be done; one lane does it."""
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; .reg .b32 lane; mov.b32 lane, %laneid; setp.eq.s32 p, lane, 0; mov.b32 $0, 0;"
+        " @p red.release.gpu.global.add.s32 [$1], 1; }",
+        "=r,l", [ptr.to(gl.int64, bitcast=True)], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _wait_until_read():
+    """Wait until the shared memory that this warp's additions read can be written again."""
+    asm: gl.constexpr = "cp.async.bulk.wait_group.read 0; bar.warp.sync 0xffffffff; // $0"
+    gl.inline_asm_elementwise(asm, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _wait_until_added():
+    """Wait until memory has what this warp added."""
+    asm: gl.constexpr = "cp.async.bulk.wait_group 0; bar.warp.sync 0xffffffff; // $0"
+    gl.inline_asm_elementwise(asm, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _write_partition(a, FIRST: gl.constexpr):
+    """Add the dQ of every second step to memory, each when it is its turn: the key tiles before have added theirs."""
+    buf = a.dq_bufs.index(FIRST)
+    t = 0
+    i = 0  # of the first step of the key tile
+    key_tile = a.key_tile(t, 1)
+    while key_tile >= 0:
+        head, n = a.locate(key_tile)
+        first, tiles_m = a.first_query_tile(n), copy_of(a.tiles_m)
+        steps = tiles_m - first
+        for j in range((i + FIRST) & 1, a.GROUP * steps, 2):
+            tile = a.query_head(head, j // steps) * tiles_m + (tiles_m - 1 - j % steps)
+            if a.IS_ORDERED:
+                while _poll(a.turn_ptr + tile) != n:
+                    pass
+            named_barrier("sync", FULL + FIRST, 128 * a.WARPGROUPS + 32)
+            row = tile * (128 * a.WARPGROUPS)
+            if a.IS_ORDERED:
+                if n == 0:
+                    tma_store(a.dq_desc, [row, 0], buf)
+                else:
+                    tma_add(a.dq_desc, [row, 0], buf)
+            else:
+                tma_add(a.dq_desc, [row, 0], buf)
+            _wait_until_read()
+            mbarrier.arrive(a.written_bars.index(FIRST))
+            if a.IS_ORDERED:
+                _wait_until_added()
+                _raise(a.turn_ptr + tile)
+        i += a.GROUP * steps
+        t += 1
+        key_tile = a.key_tile(t, 1)
+
+
+@gluon.jit
+def _row_numbers(bufs, slot, WHICH: gl.constexpr, a, layout: gl.constexpr):
+    """Return LSE (0) or delta (1) of the query rows of a tile, one a column of the scores."""
+    return bufs.index(slot).slice(WHICH * a.BLOCK_M, a.BLOCK_M, dim=0).load(layout)
+
+
+@gluon.jit
+def _mask(s, a, key, row):
+    """Put -inf where a query row of the tile does not see a key: keys are rows, queries columns.
+
+    A thread holds columns 8 i + 2 lane + k with i and k known at compile time: as a 4-dimensional comparison of
+    8 i + k with a number per lane and row, the mask costs one compare and one select an element.
+    """
+    COLUMNS: gl.constexpr = s.shape[1]
+    layout: gl.constexpr = s.type.layout
+    x = gl.reshape(s, [ROWS, COLUMNS // 8, 4, 2])
+    x_layout: gl.constexpr = x.type.layout
+    lane_layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, x_layout))  # [ROWS, 4]
+    offs_n = key + gl.arange(0, ROWS, gl.SliceLayout(1, lane_layout))
+    if a.IS_CAUSAL:
+        limit = offs_n + (copy_of(a.seqlen_q) - copy_of(a.seqlen_k) - row)  # the first query that sees the key
+        limit = gl.where(offs_n < copy_of(a.seqlen_k), limit, COLUMNS)
+    else:
+        limit = gl.where(offs_n < copy_of(a.seqlen_k), 0, COLUMNS)
+    limit = limit[:, None] - 2 * gl.arange(0, 4, gl.SliceLayout(0, lane_layout))[None, :]
+    i = gl.arange(0, COLUMNS // 8, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, x_layout))))
+    k = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, x_layout))))
+    column = 8 * i[None, :, None, None] + k[None, None, None, :]
+    x = gl.where(column >= limit[:, None, :, None], x, -float("inf"))
+    return gl.convert_layout(gl.reshape(x, [ROWS, COLUMNS]), layout)
+
+
+@gluon.jit
+def _pack(p, dtype: gl.constexpr):
+    """Round to 16 bits, two neighbours to an integer: [M, N] fp32 -> [M, N // 2] int32.
+
+    So P crosses from step to step: 16-bit values that do are unpacked and packed again by ptxas, an instruction a pair.
+    """
+    PTX_TYPE: gl.constexpr = "bf16x2" if dtype == gl.bfloat16 else "f16x2"
+    low, high = gl.split(p.reshape([p.shape[0], p.shape[1] // 2, 2]))
+    return gl.inline_asm_elementwise(
+        "cvt.rn." + PTX_TYPE + ".f32 $0, $2, $1;", "=r,f,f", [low, high], gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def _unpack(packed, dtype: gl.constexpr, layout: gl.constexpr):
+    """Undo ``_pack``; costs no instruction."""
+    low = packed.to(gl.int16).to(dtype, bitcast=True)
+    high = (packed >> 16).to(gl.int16).to(dtype, bitcast=True)
+    p = gl.join(low, high).reshape([packed.shape[0], packed.shape[1] * 2])
+    return gl.convert_layout(p, layout)
+
+
+@gluon.jit
+def _unpack_wide(packed, dtype: gl.constexpr, layout: gl.constexpr):
+    """Undo ``_pack`` to fp32."""
+    if dtype == gl.bfloat16:
+        low = (packed << 16).to(gl.float32, bitcast=True)
+        high = (packed & -65536).to(gl.float32, bitcast=True)
+    else:
+        low = packed.to(gl.int16).to(dtype, bitcast=True).to(gl.float32)
+        high = (packed >> 16).to(gl.int16).to(dtype, bitcast=True).to(gl.float32)
+    return gl.convert_layout(gl.join(low, high).reshape([packed.shape[0], packed.shape[1] * 2]), layout)
+
+
+@gluon.jit
+def _store_ds(ds, a, i, W: gl.constexpr):
+    """Put dS where the other warpgroups read it: a tile of 64 keys by 64 queries, or two."""
+    HALVES: gl.constexpr = a.BLOCK_M // 64
+    buf = ((i & 1) * a.WARPGROUPS + W) * HALVES
+    if HALVES == 1:
+        a.ds_bufs.index(buf).store(ds)
+    else:
+        left, right = gl.split(ds.reshape([ROWS, 2, 64]).permute((0, 2, 1)))
+        a.ds_bufs.index(buf).store(left)
+        a.ds_bufs.index(buf + 1).store(right)
+    fence_async_shared()
+
+
+@gluon.jit
+def _pass_ds(a, i, W: gl.constexpr):
+    """Tell the other warpgroups that this one's dS of step ``i`` is there, and that it has read that of step i - 1."""
+    for other in gl.static_range(a.WARPGROUPS):
+        if other != W:
+            named_barrier("arrive", READY + 2 * other + (i & 1), 128 * a.WARPGROUPS)
+
+
+@gluon.jit
+def _await_ds(a, i, W: gl.constexpr):
+    """Wait for dS of step ``i`` of the other warpgroups; the slot of step i - 1 is free then."""
+    named_barrier("sync", READY + 2 * W + (i & 1), 128 * a.WARPGROUPS)
+
+
+@gluon.jit
+def _issue_dq(a, i, zero, W: gl.constexpr):
+    """Issue a part of dQ = dS K, of the dS of step ``i``: 64 rows, or 64 columns."""
+    HALVES: gl.constexpr = a.BLOCK_M // 64
+    dq = zero
+    for w in gl.static_range(a.WARPGROUPS):
+        half = W if HALVES > 1 else 0
+        ds = a.ds_bufs.index(((i & 1) * a.WARPGROUPS + w) * HALVES + half)
+        k = a.k_bufs.index(w).reshape([ROWS, a.D])
+        if HALVES == 1:
+            k = k.slice(W * 64, 64, dim=1)
+        dq = warpgroup_mma(ds.permute((1, 0)), k, dq, use_acc=w > 0, is_async=True)
+    return dq
+
+
+@gluon.jit
+def _store_dq(dq, a, i, W: gl.constexpr):
+    """Put a part of the dQ of step ``i`` where a writer takes it, in the order in which the threads hold it."""
+    slot = i & 1
+    mbarrier.wait(a.written_bars.index(slot), ((i >> 1) & 1) ^ 1)  # of the lap before; the first does not wait
+    x = dq.reshape([4, 2, 8, 8, 4, 2])  # warp, 8 rows further, row, column / 8, lane, column
+    x = x.permute((3, 0, 2, 4, 1, 5)).reshape([128, 32])
+    a.dq_bufs.index(slot).slice(W * 128, 128, dim=0).store(x)
+    fence_async_shared()
+    named_barrier("arrive", FULL + slot, 128 * a.WARPGROUPS + 32)
+
+
+@gluon.jit
+def _step(dk, dv, zero, zero_dq, a, i, key, row, W: gl.constexpr, IS_FIRST: gl.constexpr, IS_EDGE: gl.constexpr):
+    """Add a query tile to dK and dV, and that of the step before to dQ."""
+    dtype: gl.constexpr = a.q_desc.dtype
+    slot = slot_of(i, a.STAGES)
+    mbarrier.wait(a.ready_bars.index(slot), lap_of(i, a.STAGES) & 1)
+    k = a.k_bufs.index(opaque(W)).reshape([ROWS, a.D])
+    v = a.v_bufs.index(opaque(W)).reshape([ROWS, a.DV])
+    q = a.q_bufs.index(slot).reshape([a.BLOCK_M, a.D])
+    do = a.do_bufs.index(slot).reshape([a.BLOCK_M, a.DV])
+    s_layout: gl.constexpr = zero.type.layout
+    columns: gl.constexpr = gl.SliceLayout(0, s_layout)
+    s = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
+    dp = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
+    s = warpgroup_mma_wait(1, deps=[s])
+    if IS_EDGE:
+        s = _mask(s, a, key, row)
+    lse = _row_numbers(a.stats_bufs, slot, 0, a, columns)
+    packed = _pack(gl.exp2(s * a.scale_log2 - lse[None, :]), dtype)
+    p_operand = _unpack(packed, dtype, gl.DotOperandLayout(0, dv.type.layout, 2))
+    dv = warpgroup_mma(p_operand, do, dv, is_async=True)
+    dp = warpgroup_mma_wait(1, deps=[dp])
+    delta = _row_numbers(a.stats_bufs, slot, 1, a, columns)
+    ds = _pack(_unpack_wide(packed, dtype, s_layout) * (dp - delta[None, :]), dtype)
+    if not IS_FIRST:
+        _await_ds(a, i - 1, W)
+    _store_ds(_unpack(ds, dtype, s_layout), a, i, W)
+    ds_operand = _unpack(ds, dtype, gl.DotOperandLayout(0, dk.type.layout, 2))
+    if IS_FIRST:
+        dk = warpgroup_mma(ds_operand, q, dk, is_async=True)
+        _pass_ds(a, i, W)
+    else:
+        dq = _issue_dq(a, i - 1, zero_dq, W)
+        dk = warpgroup_mma(ds_operand, q, dk, is_async=True)
+        dq = warpgroup_mma_wait(1, deps=[dq])
+        _pass_ds(a, i, W)
+        _store_dq(dq, a, i - 1, W)
+    dk, dv, _, _ = warpgroup_mma_wait(0, deps=[dk, dv, p_operand, ds_operand])
+    named_barrier("arrive", FREE + slot, 128 * a.WARPGROUPS + 32)
+    return dk, dv
+
+
+@gluon.jit
+def _multiply_partition(a, W: gl.constexpr):
+    """Compute dK and dV of keys 64 W to 64 W + 63, and a part of the dQ of each query tile."""
+    dtype: gl.constexpr = a.q_desc.dtype
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, a.BLOCK_M, 16])
+    dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, a.D, 16])
+    dv_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, a.DV, 16])
+    dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    k = a.k_bufs.index(opaque(W)).reshape([ROWS, a.D])
+    v = a.v_bufs.index(opaque(W)).reshape([ROWS, a.DV])
+    i = 0  # query tiles so far
+    t = 0  # key tiles so far
+    tile = a.key_tile(t, 4)
+    while tile >= 0:
+        head, n = a.locate(tile)
+        first, tiles_m = a.first_query_tile(n), copy_of(a.tiles_m)
+        key = n * (ROWS * a.WARPGROUPS) + W * ROWS
+        edge = tiles_m  # the first query tile that is not masked
+        if key + ROWS <= copy_of(a.seqlen_k):
+            edge = first
+            if a.IS_CAUSAL:
+                # This row sees all of the keys, as do those behind it.
+                row = key + ROWS - 1 + copy_of(a.seqlen_q) - copy_of(a.seqlen_k)
+                edge = gl.minimum(gl.maximum((row + a.BLOCK_M - 1) // a.BLOCK_M, first), tiles_m)
+        last = tiles_m - 1
+        edge = gl.minimum(edge, last)
+        dk = gl.zeros([ROWS, a.D], gl.float32, dk_layout)
+        dv = gl.zeros([ROWS, a.DV], gl.float32, dv_layout)
+        zero = gl.zeros([ROWS, a.BLOCK_M], gl.float32, s_layout)
+        zero_dq = gl.zeros([64, 64], gl.float32, dq_layout)
+        mbarrier.wait(a.ready_bars.index(a.STAGES), t & 1)
+        mbarrier.wait(a.ready_bars.index(a.STAGES + 1), t & 1)
+        for _ in range(a.GROUP):
+            dk, dv = _step(dk, dv, zero, zero_dq, a, i, key, last * a.BLOCK_M, W, True, True)
+            i += 1
+            for m in range(last - 1, edge - 1, -1):
+                dk, dv = _step(dk, dv, zero, zero_dq, a, i, key, m * a.BLOCK_M, W, False, False)
+                i += 1
+            for m in range(edge - 1, first - 1, -1):
+                dk, dv = _step(dk, dv, zero, zero_dq, a, i, key, m * a.BLOCK_M, W, False, True)
+                i += 1
+            _await_ds(a, i - 1, W)
+            dq = _issue_dq(a, i - 1, zero_dq, W)
+            dq = warpgroup_mma_wait(0, deps=[dq])
+            _store_dq(dq, a, i - 1, W)
+        b, kv = head // a.heads_kv, head % a.heads_kv
+        # V of this warpgroup was read for the last time; K by all when they have met.
+        v.store(dv.to(dtype))
+        fence_async_shared()
+        tma_store(a.dv_desc, [b, kv, key, 0], a.v_bufs.index(opaque(W)))
+        named_barrier("sync", END, 128 * a.WARPGROUPS)
+        k.store((dk * a.scale).to(dtype))
+        fence_async_shared()
+        tma_store(a.dk_desc, [b, kv, key, 0], a.k_bufs.index(opaque(W)))
+        tma.store_wait(0)
+        named_barrier("arrive", KV_FREE, 128 * a.WARPGROUPS + 32)
+        t += 1
+        tile = a.key_tile(t, 4)
+
+
+@gluon.jit
+def _backward_sm90_kernel(
+    q_desc,  # [B, H, Sq, D]
+    k_desc,  # [B, HK, Sk, D]
+    v_desc,  # [B, HK, Sk, DV]
+    do_desc,  # [B, H, Sq, DV]
+    dk_desc,  # [B, HK, Sk, D]
+    dv_desc,  # [B, HK, Sk, DV]
+    stats_desc,  # [B * H * tiles_m * 2 * BLOCK_M] fp32: of a query tile LSE * log2(e), then delta
+    dq_desc,  # [B * H * tiles_m * 128 * WARPGROUPS, 32] fp32; 0 before if unordered
+    turn_ptr,  # [B * H * tiles_m + 1] int32, 0 before; the last counts key tiles that were drawn
+    heads, heads_kv, seqlen_q, seqlen_k, tiles_m, tiles_n, heads_total, heads_per_group,
+    scale_log2,  # scale * log2(e)
+    scale,
+    GROUP: gl.constexpr,  # query heads that share one K/V head
+    WARPGROUPS: gl.constexpr,  # that multiply matrices; 64 keys each
+    STAGES: gl.constexpr,  # query tiles in flight
+    IS_CAUSAL: gl.constexpr,
+    IS_ORDERED: gl.constexpr,  # dQ is added in one order, so its bits do not vary
+    MATRIX_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """Compute dK and dV of 64 * WARPGROUPS keys and add what they give to dQ. Grid: any."""
+    BLOCK_M: gl.constexpr = q_desc.block_type.shape[2]
+    D: gl.constexpr = q_desc.block_type.shape[3]
+    DV: gl.constexpr = do_desc.block_type.shape[3]
+    gl.static_assert(BLOCK_M * D == PART * WARPGROUPS, "a warpgroup computes 64 x 64 of dQ")
+    gl.static_assert(STAGES <= KV_FREE - FREE, "the hardware has 16 barriers")
+    ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, 64], q_desc.dtype)
+    ready_bars = gl.allocate_shared_memory(gl.int64, [STAGES + 2, 1], mbarrier.MBarrierLayout())
+    for bar in gl.static_range(STAGES + 2):
+        mbarrier.init(ready_bars.index(bar), count=1)
+    written_bars = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for bar in gl.static_range(2):
+        mbarrier.init(written_bars.index(bar), count=1)
+    tile_bars = gl.allocate_shared_memory(gl.int64, [TILES, 1], mbarrier.MBarrierLayout())
+    for bar in gl.static_range(TILES):
+        mbarrier.init(tile_bars.index(bar), count=1)
+    tile_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    fence_async_shared()  # TMA, too, sees that the barriers are there
+    a = Args(  # type: ignore[call-arg] # aggregate gives it a constructor
+        q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, stats_desc, dq_desc, turn_ptr,
+        gl.allocate_shared_memory(q_desc.dtype, [STAGES] + q_desc.block_type.shape, q_desc.layout),
+        gl.allocate_shared_memory(q_desc.dtype, [STAGES] + do_desc.block_type.shape, do_desc.layout),
+        gl.allocate_shared_memory(gl.float32, [STAGES] + stats_desc.block_type.shape, stats_desc.layout),
+        gl.allocate_shared_memory(q_desc.dtype, [WARPGROUPS] + k_desc.block_type.shape, k_desc.layout),
+        gl.allocate_shared_memory(q_desc.dtype, [WARPGROUPS] + v_desc.block_type.shape, v_desc.layout),
+        gl.allocate_shared_memory(q_desc.dtype, [2 * WARPGROUPS * BLOCK_M // 64, ROWS, 64], ds_layout),
+        gl.allocate_shared_memory(gl.float32, [2] + dq_desc.block_type.shape, dq_desc.layout),
+        ready_bars, written_bars, gl.allocate_shared_memory(gl.int32, [TILES, 1], tile_layout), tile_bars,
+        heads, heads_kv, seqlen_q, seqlen_k, tiles_m, tiles_n, heads_total, heads_per_group,
+        scale_log2, scale,
+        GROUP, WARPGROUPS, BLOCK_M, STAGES, IS_CAUSAL, IS_ORDERED, D, DV,
+    )  # fmt: skip
+    R: gl.constexpr = MATRIX_REGISTERS
+    gl.warp_specialize(
+        [
+            (_multiply_partition, (a, 0)),
+            (_multiply_partition, (a, 1)),
+            (_load_partition, (a,)),
+            (_write_partition, (a, 0)),
+            (_write_partition, (a, 1)),
+        ],
+        [4, 1, 1, 1],
+        [R, 24, 24, 24],
+    )

@@ -1,0 +1,296 @@
+"""The contract of attention with a K/V cache: what its tensors may be, and what lies in them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError, UnsupportedError
+from .cache_problem import CacheProblem
+from .problem import canonical_strides
+
+_DTYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+
+
+def check_types(options: tuple[Any, ...]) -> None:
+    """Equal keys must mean equal calls: True == 1 == 1.0. Raises ``InputError``."""
+    interleaved, causal, window, softcap, scale, num_splits, invariant, return_lse, _ = options
+    flags = {
+        "rotary_interleaved": interleaved, "causal": causal, "batch_invariant": invariant, "return_lse": return_lse,
+    }  # fmt: skip
+    for name, value in flags.items():
+        if type(value) is not bool:
+            raise InputError(f"{name} must be True or False, got {value!r}")
+    if type(window) is not tuple or len(window) != 2 or any(type(size) is not int for size in window):
+        raise InputError(f"window must be a tuple of two integers (left, right), got {window!r}")
+    if type(num_splits) is not int:
+        raise InputError(f"num_splits must be an integer, got {num_splits!r}")
+    for name, value in (("softcap", softcap), ("softmax_scale", scale)):
+        if not (name == "softmax_scale" and value is None) and (type(value) not in (int, float)):
+            raise InputError(f"{name} must be a number, got {value!r}")
+
+
+def cache_problem_of(
+    tensors: Mapping[str, Tensor],
+    *,
+    rotary_interleaved: bool = False,
+    causal: bool = False,
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    softmax_scale: float | None = None,
+    num_splits: int = 0,
+    batch_invariant: bool = False,
+    return_lse: bool = False,
+) -> CacheProblem:
+    """Check the tensors of a call against the contract of ``flash_attention_with_kv_cache``, and describe the call.
+
+    Raises:
+        InputError: with the argument's name, what was expected and what was got.
+    """
+    check_types(
+        (rotary_interleaved, causal, window, softcap, softmax_scale, num_splits, batch_invariant, return_lse, "")
+    )
+    _check_tensors(tensors)
+    q, k_cache, v_cache = tensors["q"], tensors["k_cache"], tensors["v_cache"]
+    batch, heads, seqlen_q, head_dim = q.shape
+    pages, length, heads_kv, _ = k_cache.shape
+    head_dim_v = v_cache.shape[3]
+    table, new = tensors.get("page_table"), tensors.get("k")
+    _check_shape("k_cache", k_cache, (pages, length, heads_kv, head_dim), "pages or B, positions, HK, D")
+    _check_shape("v_cache", v_cache, (pages, length, heads_kv, head_dim_v), "pages or B, positions, HK, DV")
+    if table is None and "cache_batch_idx" not in tensors and pages != batch:
+        raise InputError(
+            f"k_cache must have one row for each of {batch} sequences, got {pages}",
+            hint="cache_batch_idx says which rows they have; page_table says so of pages",
+        )
+    _check_vectors(tensors, batch)
+    seqlen_new = _check_new(tensors, batch, heads_kv, head_dim, head_dim_v)
+    rotary = _check_rotary(tensors, q, head_dim)
+    alibi = tensors.get("alibi")
+    _check_head_values(tensors, batch, heads)
+    return CacheProblem(
+        batch=batch,
+        heads=heads,
+        heads_kv=heads_kv,
+        seqlen_q=seqlen_q,
+        capacity=length if table is None else table.shape[1] * length,
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        dtype=_DTYPE_NAMES[q.dtype],
+        seqlen_new=seqlen_new,
+        page_size=length if table is not None else 0,
+        pages=pages,
+        has_seqlens="cache_seqlens" in tensors,
+        has_leftpad="leftpad_k" in tensors,
+        has_batch_idx="cache_batch_idx" in tensors,
+        shared_kv=shares_memory(k_cache, v_cache),
+        causal=causal,
+        window=window,
+        softcap=float(softcap),
+        sinks=_DTYPE_NAMES[tensors["sinks"].dtype] if "sinks" in tensors else "",
+        alibi="" if alibi is None else _DTYPE_NAMES[alibi.dtype],
+        alibi_stride=alibi.stride(0) if alibi is not None and alibi.dim() == 2 else 0,
+        softmax_scale=None if softmax_scale is None else float(softmax_scale),
+        rotary_dim=rotary[0],
+        rotary_length=rotary[1],
+        rotary_dtype=rotary[2],
+        rotary_stride=rotary[3],
+        rotary_interleaved=rotary_interleaved and rotary[0] > 0,
+        rotary_advance=rotary[0] > 0 and (causal or window != (-1, -1)),
+        num_splits=num_splits,
+        batch_invariant=batch_invariant,
+        return_lse=return_lse,
+        q_strides=canonical_strides(q.shape, q.stride()),
+        k_strides=canonical_strides(k_cache.shape, k_cache.stride()),
+        v_strides=canonical_strides(v_cache.shape, v_cache.stride()),
+        new_k_strides=() if new is None else canonical_strides(new.shape, new.stride()),  # type: ignore[arg-type]
+        new_v_strides=() if new is None else canonical_strides(tensors["v"].shape, tensors["v"].stride()),  # type: ignore[arg-type]
+        table_stride=0 if table is None else table.stride(0),
+        pointer_alignment=_pointer_alignment(q, k_cache, v_cache),
+    )
+
+
+def shares_memory(k_cache: Tensor, v_cache: Tensor) -> bool:
+    """Return whether values are the first columns of the keys, as in the absorbed form of MLA."""
+    if any(type(tensor) is not Tensor for tensor in (k_cache, v_cache)) or not v_cache.numel():
+        return False  # fake tensors have no address
+    same = k_cache.data_ptr() == v_cache.data_ptr() and k_cache.stride() == v_cache.stride()
+    return same and v_cache.shape[3] <= k_cache.shape[3]
+
+
+def _check_tensors(tensors: Mapping[str, Tensor]) -> None:
+    q = tensors["q"]
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise InputError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+        if tensor.device != q.device:
+            raise InputError(f"{name} must be on the device of q, {q.device}, got {tensor.device}")
+        if tensor.is_neg():
+            raise InputError(f"{name} must not be a negative view, got one (is_neg()): call resolve_neg()")
+        if tensor.dim() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+            raise InputError(
+                f"{name} must be contiguous along its last axis, got strides {list(tensor.stride())}",
+                hint=".contiguous() makes a copy that is",
+            )
+    for name in ("q", "k_cache", "v_cache", "k", "v"):
+        if name in tensors and tensors[name].dim() != 4:
+            letters = "positions, HK, D" if "cache" in name else "B, H, S, D"
+            raise InputError(f"{name} must have 4 dimensions [{letters}], got shape {list(tensors[name].shape)}")
+        if name in tensors and (tensors[name].dtype not in _DTYPE_NAMES or tensors[name].dtype != q.dtype):
+            expected = (
+                f"the dtype of q, {q.dtype}"
+                if q.dtype in _DTYPE_NAMES and name != "q"
+                else "float16, bfloat16 or float32"
+            )
+            raise InputError(f"{name} must be {expected}, got {tensors[name].dtype}")
+    if q.device.type not in ("cpu", "cuda"):
+        raise InputError(f"q must be on a CUDA device or the CPU, got {q.device}")
+
+
+def _check_vectors(tensors: Mapping[str, Tensor], batch: int) -> None:
+    """Check what is int32: lengths, pages, rows of the cache, padding."""
+    for name in ("cache_seqlens", "cache_batch_idx", "leftpad_k", "page_table"):
+        tensor = tensors.get(name)
+        if tensor is None:
+            continue
+        if tensor.dtype != torch.int32:
+            raise InputError(f"{name} must be int32, got {tensor.dtype}")
+        if name == "page_table":
+            if tensor.dim() != 2 or tensor.shape[0] != batch:
+                raise InputError(f"page_table must have shape [B, P] = [{batch}, P], got {list(tensor.shape)}")
+        else:
+            _check_shape(name, tensor, (batch,), "B")
+    if "page_table" in tensors:
+        if "cache_batch_idx" in tensors:
+            raise InputError("cache_batch_idx must be None with a page_table, got one: the table names the pages")
+        if tensors["k_cache"].shape[1] == 0:
+            raise InputError("k_cache must have pages of at least 1 position, got 0")
+
+
+def _check_new(tensors: Mapping[str, Tensor], batch: int, heads_kv: int, head_dim: int, head_dim_v: int) -> int:
+    """Check what is appended, and return how many positions."""
+    k, v = tensors.get("k"), tensors.get("v")
+    if (k is None) != (v is None):
+        raise InputError(f"k and v must be given both or neither, got {'v' if k is None else 'k'} alone")
+    if k is None or v is None:
+        return 0
+    if "cache_seqlens" not in tensors:
+        raise InputError("cache_seqlens must say where k and v are appended, got None")
+    _check_shape("k", k, (batch, heads_kv, k.shape[2], head_dim), "B, HK, Sn, D")
+    _check_shape("v", v, (batch, heads_kv, k.shape[2], head_dim_v), "B, HK, Sn, DV")
+    if shares_memory(tensors["k_cache"], tensors["v_cache"]):
+        raise InputError(
+            "v_cache must have memory of its own, as k and v are written to it, got columns of k_cache",
+            hint="where values are columns of the keys, write them before the call, and leave k and v out",
+        )
+    for name in ("k_cache", "v_cache"):
+        cache = tensors[name]
+        stepped = [stride for stride, size in zip(cache.stride(), cache.shape, strict=True) if size > 1]
+        if 0 in stepped:
+            raise InputError(f"{name} must not be expanded, as k and v are written to it, got strides {cache.stride()}")
+    return int(k.shape[2])
+
+
+def _check_rotary(tensors: Mapping[str, Tensor], q: Tensor, head_dim: int) -> tuple[int, int, str, int]:
+    """Check the tables, and return columns rotated, positions, dtype and stride."""
+    cos, sin = tensors.get("rotary_cos"), tensors.get("rotary_sin")
+    if (cos is None) != (sin is None):
+        given = "rotary_sin" if cos is None else "rotary_cos"
+        raise InputError(f"rotary_cos and rotary_sin must be given both or neither, got {given} alone")
+    if cos is None or sin is None:
+        return 0, 0, "", 0
+    if "k" not in tensors:
+        raise InputError("rotary_cos needs new keys k: queries are rotated where keys are appended, got None")
+    if cos.dim() != 2 or 2 * cos.shape[1] > head_dim or not cos.shape[1]:
+        raise InputError(
+            f"rotary_cos must have shape [positions, R / 2] with R from 2 to D = {head_dim}, got {list(cos.shape)}"
+        )
+    _check_shape("rotary_sin", sin, tuple(cos.shape), "positions, R / 2")
+    for name, table in (("rotary_cos", cos), ("rotary_sin", sin)):
+        if table.dtype not in (q.dtype, torch.float32):
+            raise InputError(f"{name} must have the dtype of q, {q.dtype}, or float32, got {table.dtype}")
+    if sin.dtype != cos.dtype or (sin.shape[0] > 1 and sin.stride(0) != cos.stride(0)):
+        raise InputError(
+            f"rotary_sin must have dtype and strides of rotary_cos, {cos.dtype} and {list(cos.stride())}, "
+            f"got {sin.dtype} and {list(sin.stride())}"
+        )
+    return 2 * cos.shape[1], cos.shape[0], _DTYPE_NAMES[cos.dtype], cos.stride(0)
+
+
+def _check_head_values(tensors: Mapping[str, Tensor], batch: int, heads: int) -> None:
+    for name in ("sinks", "alibi"):
+        tensor = tensors.get(name)
+        if tensor is None:
+            continue
+        if tensor.dtype not in _DTYPE_NAMES:
+            raise InputError(f"{name} must be float16, bfloat16 or float32, got {tensor.dtype}")
+        shapes = [(heads,)] + ([(batch, heads)] if name == "alibi" else [])
+        if tuple(tensor.shape) not in shapes:
+            expected = " or ".join(f"{list(shape)}" for shape in shapes)
+            raise InputError(f"{name} must have shape {expected}, got {list(tensor.shape)}")
+
+
+def _check_shape(name: str, tensor: Tensor, expected: tuple[int, ...], letters: str) -> None:
+    if tuple(tensor.shape) != expected:
+        raise InputError(f"{name} must have shape [{letters}] = {list(expected)}, got {list(tensor.shape)}")
+
+
+def _pointer_alignment(*tensors: Tensor) -> int:
+    if any(type(tensor) is not Tensor for tensor in tensors):  # fake tensors have no address
+        return 16
+    return math.gcd(16, *(tensor.data_ptr() for tensor in tensors))
+
+
+def check_values(tensors: Mapping[str, Tensor]) -> None:
+    """Check lengths, pages, rows and positions on the host: ``FLASHMOE_CHECK=1``. It waits for the device.
+
+    Raises:
+        InputError: with the sequence, what was expected and what was got.
+        UnsupportedError: a CUDA graph is being captured, which cannot wait.
+    """
+    q, cache = tensors["q"], tensors["k_cache"]
+    if q.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise UnsupportedError(
+            "FLASHMOE_CHECK=1 reads lengths, and a graph is being captured", hint="capture without FLASHMOE_CHECK=1"
+        )
+    table, lengths = tensors.get("page_table"), tensors.get("cache_seqlens")
+    capacity = cache.shape[1] * (1 if table is None else table.shape[1])
+    new = tensors["k"].shape[2] if "k" in tensors else 0
+    before = [capacity] * q.shape[0] if lengths is None else lengths.tolist()
+    padding = tensors["leftpad_k"].tolist() if "leftpad_k" in tensors else [0] * q.shape[0]
+    for b, (length, pad) in enumerate(zip(before, padding, strict=True)):
+        if not 0 <= length <= capacity - new:
+            room = f"{capacity} positions" + (f" less {new} new ones" if new else "")
+            raise InputError(f"cache_seqlens[{b}] must be from 0 to {capacity - new} ({room}), got {length}")
+        if not 0 <= pad <= length:
+            raise InputError(f"leftpad_k[{b}] must be from 0 to the length {length}, got {pad}")
+        if "rotary_cos" in tensors:
+            last = length - pad + max(new, q.shape[2]) - 1
+            if last >= tensors["rotary_cos"].shape[0]:
+                raise InputError(
+                    f"rotary_cos must have a row for position {last} of sequence {b}, "
+                    f"got {tensors['rotary_cos'].shape[0]} rows"
+                )
+    _check_places(tensors, before, padding, new)
+
+
+def _check_places(tensors: Mapping[str, Tensor], before: list[int], padding: list[int], new: int) -> None:
+    """Check rows of the cache, or pages."""
+    rows, length = tensors["k_cache"].shape[:2]
+    if "cache_batch_idx" in tensors:
+        named = tensors["cache_batch_idx"].tolist()
+        for b, row in enumerate(named):
+            if not 0 <= row < rows:
+                raise InputError(f"cache_batch_idx[{b}] must be from 0 to {rows - 1}, got {row}")
+        if new and len(set(named)) < len(named):
+            raise InputError(f"cache_batch_idx must name a row once where k is appended, got {named}")
+    if "page_table" in tensors:
+        for b, pages in enumerate(tensors["page_table"].tolist()):
+            read = range(padding[b] // length, -(-(before[b] + new) // length))
+            for i in read:
+                if not 0 <= pages[i] < rows:
+                    raise InputError(f"page_table[{b}, {i}] must be from 0 to {rows - 1}, got {pages[i]}")

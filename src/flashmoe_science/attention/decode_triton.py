@@ -1,0 +1,513 @@
+"""Attention of few query rows to many keys in a cache, contiguous or paged (Triton, sm_80 and newer).
+
+The rows of all query heads of one K/V head, token by token, are packed into the rows of a tile, so every K and V is
+read once. The keys of a sequence are cut into shares, one program each; a second kernel merges what they leave, in a
+fixed order and without atomics, so results have the same bits in every run.
+
+Source: Flash-Decoding (Dao et al., 2023) for the shares, FlashAttention-3 (Shah et al., 2024) for the packed rows.
+Ours: shares are cut on the device from the lengths found there, of all sequences or of one alone.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from .primitives import cap_scores, head_offset, load_rows
+
+LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _visible_keys(
+    b, batch, seqlens_ptr, leftpad_ptr, seqlen_new, seqlen_q, capacity, window_left, HAS_LEFT: tl.constexpr
+):
+    """Return first and end of the keys that some row of sequence ``b`` sees; ``b`` is one or a vector."""
+    end = b * 0 + capacity
+    if seqlens_ptr is not None:
+        found = tl.load(seqlens_ptr + b, mask=b < batch, other=0) + seqlen_new
+        end = tl.minimum(tl.maximum(found, 0), capacity)
+    first = b * 0
+    if leftpad_ptr is not None:
+        first = tl.maximum(tl.load(leftpad_ptr + b, mask=b < batch, other=0), 0)
+    if HAS_LEFT:
+        first = tl.maximum(first, end - seqlen_q - window_left)
+    return tl.minimum(first, end), end
+
+
+@triton.jit
+def _share_tiles(first, end, max_splits, least_tiles, BLOCK_N: tl.constexpr):
+    """Return the tiles of one share, and how many shares there are, one at the least.
+
+    Both depend on the keys of this sequence alone.
+    """
+    tiles = tl.cdiv(end, BLOCK_N) - first // BLOCK_N
+    share = tl.maximum(tl.cdiv(tiles, max_splits), least_tiles)
+    return share, tl.maximum(tl.cdiv(tiles, share), 1)
+
+
+@triton.jit
+def _balanced_share_tiles(first, end, batch, present, shares_a_head, least_tiles, alike, BLOCK_N: tl.constexpr):
+    """Return the same for a vector of sequences, so that shares of all of them are about as long.
+
+    Their number is at most ``shares_a_head`` and one more for every sequence, or ``alike`` for every sequence where
+    none is much longer than the mean.
+    """
+    tiles = tl.where(present, tl.cdiv(end, BLOCK_N) - first // BLOCK_N, 0)
+    total = tl.sum(tiles, 0)
+    mean = total // batch
+    quota = tl.maximum(tl.cdiv(total, shares_a_head), least_tiles)
+    wanted = tl.maximum((tiles + quota // 2) // quota, 1)
+    wanted = tl.where(tl.max(tiles, 0) <= mean + mean // 8, alike, wanted)
+    share = tl.maximum(tl.cdiv(tiles, wanted), 1)
+    return share, tl.where(present, tl.maximum(tl.cdiv(tiles, share), 1), 0)
+
+
+@triton.jit
+def _find_share(
+    chunk, batch, seqlens_ptr, leftpad_ptr, seqlen_new, seqlen_q, capacity, window_left, splits, least_tiles, alike,
+    HAS_LEFT: tl.constexpr, BALANCED: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Return sequence and number of the share ``chunk``, its tiles, the shares of the sequence, and its keys.
+
+    The number is not below that of the shares where there is nothing to do.
+    """
+    if BALANCED:
+        seqs = tl.arange(0, BLOCK_B)
+        firsts, ends = _visible_keys(
+            seqs, batch, seqlens_ptr, leftpad_ptr, seqlen_new, seqlen_q, capacity, window_left, HAS_LEFT
+        )
+        shares, counts = _balanced_share_tiles(firsts, ends, batch, seqs < batch, splits, least_tiles, alike, BLOCK_N)
+        b = tl.sum((tl.cumsum(counts, 0) <= chunk).to(tl.int32), 0)  # sequences whose shares all come before
+        split = chunk - tl.sum(tl.where(seqs < b, counts, 0), 0)
+        share = tl.sum(tl.where(seqs == b, shares, 0), 0)
+        count = tl.sum(tl.where(seqs == b, counts, 0), 0)
+        first = tl.sum(tl.where(seqs == b, firsts, 0), 0)
+        end = tl.sum(tl.where(seqs == b, ends, 0), 0)
+    else:
+        b, split = chunk // splits, chunk % splits
+        first, end = _visible_keys(
+            b, batch, seqlens_ptr, leftpad_ptr, seqlen_new, seqlen_q, capacity, window_left, HAS_LEFT
+        )
+        share, count = _share_tiles(first, end, splits, least_tiles, BLOCK_N)
+    return b, split, share, count, first, end
+
+
+@triton.jit
+def _keys_of_rows(
+    begin, stop, first_token, last_token, end, seqlen_q, window_left, window_right,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Return the part of [begin, stop) that queries [first_token, last_token] see."""
+    if HAS_RIGHT:
+        last = tl.minimum(last_token, seqlen_q - 1)
+        stop = tl.minimum(stop, tl.maximum(last + (end - seqlen_q) + window_right + 1, 0))
+    if HAS_LEFT:
+        seen = tl.maximum(first_token + (end - seqlen_q) - window_left, 0)
+        begin = tl.maximum(begin, seen // BLOCK_N * BLOCK_N)
+    return begin, stop
+
+
+@triton.jit
+def _tile_pointers(
+    base, page, cols, start_n, offs_n, offs_col, stride_page, STRIDE_N: tl.constexpr, ALIGN: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Return pointers to a tile of K or V [BLOCK_N, columns], whose pages are ``page``."""
+    if PAGE_SIZE == 0:
+        step = tl.full([], 0, tl.int64) + start_n
+        return base + step * STRIDE_N + (offs_n[:, None] * STRIDE_N + offs_col[None, :])
+    else:  # noqa: RET505 - triton.jit compiles only the branch that a constexpr chooses
+        inside = cols % PAGE_SIZE
+        if PAGE_SIZE % BLOCK_N == 0:
+            inside = start_n % PAGE_SIZE + offs_n
+        if WIDE:
+            page, inside = page.to(tl.int64), inside.to(tl.int64)
+        else:  # counted in units of ALIGN, offsets mostly fit 32 bits
+            stride_page = stride_page.to(tl.int32)
+        rows = (page * stride_page + inside * (STRIDE_N // ALIGN)).to(tl.int64) * ALIGN
+        return base + rows[:, None] + offs_col[None, :]
+
+
+@triton.jit
+def _prefetch(
+    base, page, start_n, offs_n, end, stride_page, STRIDE_N: tl.constexpr, ALIGN: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr, WIDE: tl.constexpr, BLOCK_COLS: tl.constexpr, ITEM_BYTES: tl.constexpr,
+):  # fmt: skip
+    """Ask the L2 cache for a tile of K or V; rows past the last key ask for that one."""
+    LINE: tl.constexpr = 128 // ITEM_BYTES  # elements
+    lines = tl.arange(0, BLOCK_COLS // LINE if BLOCK_COLS > LINE else 1) * LINE
+    inside = tl.minimum(offs_n, end - 1 - start_n)
+    ptrs = _tile_pointers(
+        base, page, start_n + inside, start_n, inside, lines, stride_page, STRIDE_N, ALIGN, PAGE_SIZE, BLOCK_N, WIDE
+    )
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1];\nmov.b32 $0, 0;", "=r,l", [ptrs.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def _fold(
+    acc, l, m, q, q_rest, k_ptrs, rest_ptrs, v_ptrs, cols, mask_n, offs_d, offs_rest, offs_dv, position, window_left,
+    window_right, scale, softcap, slope, D: tl.constexpr, REST: tl.constexpr, DV: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_DV: tl.constexpr, SHARED_KV: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Fold one tile of keys, of which ``mask_n`` are there, into the running output, sum and maximum."""
+    mask_k, mask_v = mask_n[:, None], mask_n[:, None]
+    if D != BLOCK_D:
+        mask_k = mask_k & (offs_d[None, :] < D)
+    if DV != BLOCK_DV:
+        mask_v = mask_v & (offs_dv[None, :] < DV)
+    k = tl.load(k_ptrs, mask=mask_k, other=0.0)  # [BLOCK_N, BLOCK_D]
+    s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+    if REST > 0:
+        mask_rest = mask_n[:, None]
+        if REST != BLOCK_REST:
+            mask_rest = mask_rest & (offs_rest[None, :] < REST)
+        rest = tl.load(rest_ptrs, mask=mask_rest, other=0.0)  # [BLOCK_N, BLOCK_REST]
+        s = tl.dot(q_rest, tl.trans(rest), s, input_precision=PRECISION)
+    s *= scale
+    if softcap is not None:
+        s = cap_scores(s, softcap, PRECISION == "ieee")
+    if slope is not None:
+        s -= slope[:, None] * tl.abs(position[:, None] - cols[None, :]).to(tl.float32)
+    visible = mask_n[None, :]
+    if HAS_RIGHT:
+        visible = visible & (cols[None, :] <= position[:, None] + window_right)
+    if HAS_LEFT:
+        visible = visible & (cols[None, :] >= position[:, None] - window_left)
+    s = tl.where(visible, s, -float("inf"))
+    m_new = tl.maximum(m, tl.max(s, 1))
+    # A row that has met no key has m == -inf, and -inf - -inf is NaN.
+    m_safe = tl.where(m_new == -float("inf"), 0.0, m_new)
+    p = tl.exp2(s - m_safe[:, None])
+    alpha = tl.exp2(m - m_safe)
+    l = l * alpha + tl.sum(p, 1)
+    if SHARED_KV:
+        v = k
+    else:
+        v = tl.load(v_ptrs, mask=mask_v, other=0.0)  # [BLOCK_N, BLOCK_DV]
+    acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
+    return acc, l, m_new
+
+
+@triton.jit
+def _add_sink(sink, l, m):
+    """Add a key with this score and a value of 0; return the factor on the output, the sum and the maximum."""
+    sink *= LOG2_E
+    top = tl.maximum(m, sink)
+    top_safe = tl.where(top == -float("inf"), 0.0, top)
+    alpha = tl.exp2(m - top_safe)
+    return alpha, l * alpha + tl.exp2(sink - top_safe), top
+
+
+@triton.jit
+def _cache_of(
+    k_ptr, v_ptr, page_table_ptr, batch_idx_ptr, b, h, stride_kp, stride_kh, stride_vp, stride_vh, stride_tb,
+    ALIGN: tl.constexpr,
+):  # fmt: skip
+    """Return where head ``h`` of K and V begins, and the row of the page table; without one, the sequence's page."""
+    k_base = k_ptr + h.to(tl.int64) * stride_kh * ALIGN
+    v_base = v_ptr + h.to(tl.int64) * stride_vh * ALIGN
+    if page_table_ptr is None:
+        page = b
+        if batch_idx_ptr is not None:
+            page = tl.load(batch_idx_ptr + b)
+        k_base += page.to(tl.int64) * stride_kp * ALIGN
+        v_base += page.to(tl.int64) * stride_vp * ALIGN
+        return k_base, v_base, page
+    else:  # noqa: RET505 - triton.jit compiles only the branch that a constexpr chooses
+        return k_base, v_base, page_table_ptr + b.to(tl.int64) * stride_tb
+
+
+@triton.jit
+def _load_pages(table, start_n, offs_n, first, end, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Return the page of each key of a tile, or the one page of all; 0 for keys outside of [first, end)."""
+    if PAGE_SIZE % BLOCK_N == 0:
+        return tl.load(table + start_n // PAGE_SIZE, mask=start_n < end, other=0)
+    else:  # noqa: RET505 - triton.jit compiles only the branch that a constexpr chooses
+        cols = start_n + offs_n
+        return tl.load(table + cols // PAGE_SIZE, mask=(cols >= first) & (cols < end), other=0)
+
+
+@triton.jit
+def _store_rows(
+    acc, l, m, sinks_ptr, o_ptr, lse_ptr, b, token, head, offs_dv, mask_m, mask_o, seqlen_q, heads,
+    stride_ob, stride_oh, STRIDE_OM: tl.constexpr, ALIGN_O: tl.constexpr, STORE_LSE: tl.constexpr,
+):  # fmt: skip
+    """Store rows that have met all their keys. One that met none has l == 0: its output is 0, its LSE -inf."""
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + head, mask=mask_m, other=0.0).to(tl.float32)
+        alpha, l, m = _add_sink(sink, l, m)
+        acc *= alpha[:, None]
+    has_keys = l != 0
+    out = acc * tl.where(has_keys, 1.0 / l, 0.0)[:, None]
+    o_rows = (b.to(tl.int64) * stride_ob + head.to(tl.int64) * stride_oh) * ALIGN_O + token.to(tl.int64) * STRIDE_OM
+    tl.store(o_ptr + o_rows[:, None] + offs_dv[None, :], out.to(o_ptr.dtype.element_ty), mask=mask_o)
+    if STORE_LSE:
+        lse = tl.where(has_keys, (m + tl.log2(l)) / LOG2_E, -float("inf"))
+        tl.store(lse_ptr + (b.to(tl.int64) * heads + head) * seqlen_q + token, lse, mask=mask_m)
+
+
+@triton.jit
+def _decode_kernel(
+    q_ptr,  # [B, H, Sq, D]
+    k_ptr,  # [PAGES, PAGE_SIZE, HK, D]; without a page table a page is the cache of one sequence
+    v_ptr,  # [PAGES, PAGE_SIZE, HK, DV]
+    page_table_ptr,  # [B, pages of a sequence] int32, or None
+    seqlens_ptr,  # [B] int32: keys before the new ones, or None: the capacity
+    leftpad_ptr,  # [B] int32, or None
+    batch_idx_ptr,  # [B] int32: the page of each sequence without a page table, or None: its own number
+    sinks_ptr,  # [H], or None
+    alibi_ptr,  # [H] or [B, H], or None
+    o_ptr,  # [B, H, Sq, DV]
+    lse_ptr,  # [B, H, Sq] fp32, natural log
+    o_part_ptr,  # [SHARES, HK, Sq * GROUP, DV] fp32, each share normalised; unused without SPLIT
+    lse_part_ptr,  # [SHARES, HK, Sq * GROUP] fp32, base 2
+    stride_qb, stride_qh, stride_kp, stride_kh, stride_vp, stride_vh,  # in units of ALIGN elements
+    stride_ob, stride_oh,  # in units of ALIGN_O elements
+    stride_tb,
+    batch, heads_kv, seqlen_q, seqlen_new, capacity, window_left, window_right,
+    splits,  # the most shares of one sequence; BALANCED: shares of all sequences and one K/V head
+    least_tiles,  # of a share
+    alike,  # BALANCED: shares of each sequence where all are about as long
+    scale,  # softmax_scale * log2(e); with a softcap that over softcap, times 2, or as ``cap_scores`` takes it for fp32
+    softcap,  # softcap * log2(e), or None
+    STRIDE_QM: tl.constexpr, STRIDE_KN: tl.constexpr, STRIDE_VN: tl.constexpr, STRIDE_OM: tl.constexpr,
+    ALIGN: tl.constexpr, ALIGN_O: tl.constexpr,
+    GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    SHARED_KV: tl.constexpr,  # V is the first DV columns of K (then D is DV), and REST columns follow
+    REST: tl.constexpr, BLOCK_REST: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,  # 0: without a page table
+    WIDE: tl.constexpr,  # offsets in the cache, in units of ALIGN, can pass 2**31
+    TILES_M: tl.constexpr,  # row tiles of one sequence and K/V head
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STRIDE_ALIBI_B: tl.constexpr,
+    SPLIT: tl.constexpr, BALANCED: tl.constexpr, STORE_LSE: tl.constexpr,
+    PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr, PREFETCH: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,  # launched before the kernel before it has ended (sm_90 and newer)
+):  # fmt: skip
+    """Attend BLOCK_M rows to one share of the keys of a sequence. Grid: (TILES_M * HK * shares,)."""
+    pid = tl.program_id(0)
+    tile = pid % TILES_M
+    h = (pid // TILES_M) % heads_kv
+    chunk = pid // (TILES_M * heads_kv)
+    # What L2 is asked for needs no wait: it holds what the kernel before writes, too. But lengths and pages are read.
+    EARLY: tl.constexpr = (
+        PREFETCH and seqlens_ptr is None and leftpad_ptr is None and batch_idx_ptr is None and PAGE_SIZE == 0
+    )
+    if DEPENDENT_LAUNCH and not EARLY:  # no memory is read before this wait
+        gdc_wait()
+        gdc_launch_dependents()
+
+    b, split, share, count, first, end = _find_share(
+        chunk, batch, seqlens_ptr, leftpad_ptr, seqlen_new, seqlen_q, capacity, window_left, splits, least_tiles, alike,
+        HAS_LEFT, BALANCED, BLOCK_B, BLOCK_N,
+    )  # fmt: skip
+    offs_n, offs_d, offs_dv = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
+    row = tile * BLOCK_M + tl.arange(0, BLOCK_M)  # token by token, in each the GROUP heads of this K/V head
+    token, head = row // GROUP, h * GROUP + row % GROUP
+    rows = seqlen_q * GROUP
+    mask_m = row < rows
+    if PREFETCH:  # keys need not wait until the queries have come, which Triton's pipeline makes them do
+        place = (first // BLOCK_N + split * share) * BLOCK_N
+        if split < count and place < end:
+            k_base, v_base, table = _cache_of(
+                k_ptr, v_ptr, page_table_ptr, batch_idx_ptr, b, h, stride_kp, stride_kh, stride_vp, stride_vh,
+                stride_tb, ALIGN,
+            )  # fmt: skip
+            page = place * 0
+            if PAGE_SIZE > 0:
+                page = _load_pages(table, place, offs_n, first, end, PAGE_SIZE, BLOCK_N)
+            for step in tl.static_range(1 if PAGE_SIZE > 0 else NUM_STAGES - 1):  # of others the pages are not known
+                start = tl.minimum(place + step * BLOCK_N, end - 1)
+                _prefetch(
+                    k_base, page, start, offs_n, end, stride_kp, STRIDE_KN, ALIGN, PAGE_SIZE, BLOCK_N, WIDE,
+                    BLOCK_D + (BLOCK_REST if REST > 0 else 0), k_ptr.dtype.element_ty.primitive_bitwidth // 8,
+                )  # fmt: skip
+                if not SHARED_KV:
+                    _prefetch(
+                        v_base, page, start, offs_n, end, stride_vp, STRIDE_VN, ALIGN, PAGE_SIZE, BLOCK_N, WIDE,
+                        BLOCK_DV, v_ptr.dtype.element_ty.primitive_bitwidth // 8,
+                    )  # fmt: skip
+    if DEPENDENT_LAUNCH and EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
+    q_rows = q_ptr + (b.to(tl.int64) * stride_qb + head.to(tl.int64) * stride_qh) * ALIGN
+    q_rows += token.to(tl.int64) * STRIDE_QM
+    # Asked for before it is known whether there is a share: the length may still be on its way.
+    q_ptrs = q_rows[:, None] + offs_d[None, :]
+    q = load_rows(q_ptrs, row, tl.where(b < batch, rows, 0), offs_d, D, True, D != BLOCK_D)  # [BLOCK_M, BLOCK_D]
+    q_rest, offs_rest = q, offs_d
+    if REST > 0:
+        offs_rest = tl.arange(0, BLOCK_REST)
+        q_rest_ptrs = q_rows[:, None] + (DV + offs_rest)[None, :]
+        q_rest = load_rows(q_rest_ptrs, row, tl.where(b < batch, rows, 0), offs_rest, REST, True, REST != BLOCK_REST)
+    if split >= count:
+        return
+
+    position = token + (end - seqlen_q)  # [BLOCK_M], of a row among the keys
+    slope = None
+    if alibi_ptr is not None:
+        slope = tl.load(alibi_ptr + b * STRIDE_ALIBI_B + head, mask=mask_m, other=0.0).to(tl.float32)
+        slope *= LOG2_E
+
+    # Keys [begin, stop) of this program; tiles start at multiples of BLOCK_N, as pages do.
+    begin = (first // BLOCK_N + split * share) * BLOCK_N
+    stop = tl.minimum(begin + share * BLOCK_N, end)
+    begin, stop = _keys_of_rows(
+        begin, stop, tile * BLOCK_M // GROUP, (tile * BLOCK_M + BLOCK_M - 1) // GROUP, end, seqlen_q,
+        window_left, window_right, HAS_LEFT and TILES_M > 1, HAS_RIGHT and TILES_M > 1, BLOCK_N,
+    )  # fmt: skip
+    k_base, v_base, table = _cache_of(
+        k_ptr, v_ptr, page_table_ptr, batch_idx_ptr, b, h, stride_kp, stride_kh, stride_vp, stride_vh, stride_tb, ALIGN
+    )
+
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    l = tl.zeros([BLOCK_M], tl.float32)
+    m = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    # The pages of a tile are read one tile ahead: the addresses of K and V wait for no load.
+    page = begin * 0
+    if PAGE_SIZE > 0:
+        page = _load_pages(table, begin, offs_n, first, end, PAGE_SIZE, BLOCK_N)
+    for start_n in tl.range(begin, stop, BLOCK_N, num_stages=NUM_STAGES):
+        cols = start_n + offs_n
+        mask_n = (cols >= first) & (cols < end)  # what lies past a sequence is never read
+        k_ptrs = _tile_pointers(
+            k_base, page, cols, start_n, offs_n, offs_d, stride_kp, STRIDE_KN, ALIGN, PAGE_SIZE, BLOCK_N, WIDE
+        )
+        v_ptrs = _tile_pointers(
+            v_base, page, cols, start_n, offs_n, offs_dv, stride_vp, STRIDE_VN, ALIGN, PAGE_SIZE, BLOCK_N, WIDE
+        )
+        rest_ptrs = k_ptrs
+        if REST > 0:
+            rest_ptrs = _tile_pointers(
+                k_base + DV,
+                page,
+                cols,
+                start_n,
+                offs_n,
+                offs_rest,
+                stride_kp,
+                STRIDE_KN,
+                ALIGN,
+                PAGE_SIZE,
+                BLOCK_N,
+                WIDE,
+            )
+        if PAGE_SIZE > 0:
+            page = _load_pages(table, start_n + BLOCK_N, offs_n, first, end, PAGE_SIZE, BLOCK_N)
+        acc, l, m = _fold(
+            acc, l, m, q, q_rest, k_ptrs, rest_ptrs, v_ptrs, cols, mask_n, offs_d, offs_rest, offs_dv, position,
+            window_left, window_right, scale, softcap, slope, D, REST, DV, BLOCK_D, BLOCK_REST, BLOCK_DV, SHARED_KV,
+            HAS_LEFT, HAS_RIGHT, PRECISION,
+        )  # fmt: skip
+
+    mask_o = mask_m[:, None]
+    if DV != BLOCK_DV:
+        mask_o = mask_o & (offs_dv[None, :] < DV)
+    if SPLIT:  # noqa: SIM102 - a constexpr, and a number that only the GPU knows
+        if count > 1:
+            has_keys = l != 0
+            out = acc * tl.where(has_keys, 1.0 / l, 0.0)[:, None]
+            at = (chunk * heads_kv + h).to(tl.int64) * rows + row  # [BLOCK_M]
+            tl.store(o_part_ptr + at[:, None] * DV + offs_dv[None, :], out, mask=mask_o)
+            tl.store(lse_part_ptr + at, tl.where(has_keys, m + tl.log2(l), -float("inf")), mask=mask_m)
+            return
+    _store_rows(
+        acc, l, m, sinks_ptr, o_ptr, lse_ptr, b, token, head, offs_dv, mask_m, mask_o, seqlen_q, heads_kv * GROUP,
+        stride_ob, stride_oh, STRIDE_OM, ALIGN_O, STORE_LSE,
+    )  # fmt: skip
+
+
+@triton.jit
+def _merge_row(
+    o_part_ptr, lse_part_ptr, o_ptr, lse_ptr, sinks_ptr, stride_ob, stride_oh, b, h, row, first_column, chunk, count,
+    heads_kv, seqlen_q, STRIDE_OM: tl.constexpr, ALIGN_O: tl.constexpr, GROUP: tl.constexpr, DV: tl.constexpr,
+    COLUMNS: tl.constexpr, BLOCK_S: tl.constexpr, STORE_LSE: tl.constexpr,
+):  # fmt: skip
+    """Merge shares [chunk, chunk + count) of COLUMNS columns of one row, BLOCK_S at a time."""
+    rows = seqlen_q * GROUP
+    offs_s, offs_dv = tl.arange(0, BLOCK_S), first_column + tl.arange(0, COLUMNS)
+    m = tl.full([], -float("inf"), tl.float32)
+    l = tl.zeros([], tl.float32)
+    acc = tl.zeros([COLUMNS], tl.float32)
+    for start in tl.range(0, count, BLOCK_S):
+        present = offs_s < tl.where(row < rows, count - start, 0)
+        at = ((chunk + start + offs_s) * heads_kv + h).to(tl.int64) * rows + row  # [BLOCK_S]
+        lse_part = tl.load(lse_part_ptr + at, mask=present, other=-float("inf"))
+        mask = present[:, None] & (offs_dv[None, :] < DV)
+        part = tl.load(o_part_ptr + at[:, None] * DV + offs_dv[None, :], mask=mask, other=0.0)
+        m_new = tl.maximum(m, tl.max(lse_part, 0))
+        # A share without keys has -inf; where all have it, -inf - -inf is NaN.
+        m_safe = tl.where(m_new == -float("inf"), 0.0, m_new)
+        weight = tl.exp2(lse_part - m_safe)
+        alpha = tl.exp2(m - m_safe)
+        l = l * alpha + tl.sum(weight, 0)
+        acc = acc * alpha + tl.sum(part * weight[:, None], 0)
+        m = m_new
+    token, head = row // GROUP, h * GROUP + row % GROUP
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + head, mask=row < rows, other=0.0).to(tl.float32)
+        alpha, l, m = _add_sink(sink, l, m)
+        acc *= alpha
+    has_keys = l != 0
+    out = acc * tl.where(has_keys, 1.0 / l, 0.0)
+    o_row = head_offset(b, head, stride_ob, stride_oh) * ALIGN_O + token.to(tl.int64) * STRIDE_OM
+    tl.store(o_ptr + o_row + offs_dv, out.to(o_ptr.dtype.element_ty), mask=offs_dv < tl.where(row < rows, DV, 0))
+    if STORE_LSE:
+        lse_row = (b.to(tl.int64) * heads_kv * GROUP + head) * seqlen_q + token
+        lse = tl.where(has_keys, (m + tl.log2(l)) / LOG2_E, -float("inf"))
+        tl.store(lse_ptr + lse_row, lse, mask=row < tl.where(first_column == 0, rows, 0))
+
+
+@triton.jit
+def _merge_shares_kernel(
+    o_part_ptr,  # [SHARES, HK, Sq * GROUP, DV] fp32, each share normalised
+    lse_part_ptr,  # [SHARES, HK, Sq * GROUP] fp32, base 2
+    o_ptr,  # [B, H, Sq, DV]
+    lse_ptr,  # [B, H, Sq] fp32, natural log
+    seqlens_ptr,  # [B] int32, or None
+    leftpad_ptr,  # [B] int32, or None
+    sinks_ptr,  # [H], or None
+    stride_ob, stride_oh,  # in units of ALIGN_O elements
+    batch, heads_kv, seqlen_q, seqlen_new, capacity, window_left, splits, least_tiles, alike,
+    STRIDE_OM: tl.constexpr, ALIGN_O: tl.constexpr, GROUP: tl.constexpr, DV: tl.constexpr,
+    BLOCK_N: tl.constexpr,  # of _decode_kernel
+    BLOCK_B: tl.constexpr,
+    BLOCK_S: tl.constexpr,  # shares of one step
+    ROWS: tl.constexpr,  # of one program
+    COLUMNS: tl.constexpr,  # of one program
+    TILES_DV: tl.constexpr,  # programs that share the columns of a row
+    HAS_LEFT: tl.constexpr, BALANCED: tl.constexpr, STORE_LSE: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
+):  # fmt: skip
+    """Merge the shares of ROWS rows of one sequence and K/V head. Grid: (TILES_DV * cdiv(Sq * GROUP, ROWS), HK, B)."""
+    pid, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    first_column, first_row = pid % TILES_DV * COLUMNS, pid // TILES_DV * ROWS
+    if DEPENDENT_LAUNCH:
+        gdc_wait()
+        gdc_launch_dependents()
+    if BALANCED:
+        seqs = tl.arange(0, BLOCK_B)
+        firsts, ends = _visible_keys(
+            seqs, batch, seqlens_ptr, leftpad_ptr, seqlen_new, seqlen_q, capacity, window_left, HAS_LEFT
+        )
+        _, counts = _balanced_share_tiles(firsts, ends, batch, seqs < batch, splits, least_tiles, alike, BLOCK_N)
+        chunk = tl.sum(tl.where(seqs < b, counts, 0), 0)
+        count = tl.sum(tl.where(seqs == b, counts, 0), 0)
+    else:
+        first, end = _visible_keys(
+            b, batch, seqlens_ptr, leftpad_ptr, seqlen_new, seqlen_q, capacity, window_left, HAS_LEFT
+        )
+        _, count = _share_tiles(first, end, splits, least_tiles, BLOCK_N)
+        chunk = b * splits
+    if count == 1:  # _decode_kernel wrote the output
+        return
+
+    for i in tl.static_range(ROWS):
+        _merge_row(
+            o_part_ptr, lse_part_ptr, o_ptr, lse_ptr, sinks_ptr, stride_ob, stride_oh, b, h, first_row + i,
+            first_column, chunk, count, heads_kv, seqlen_q, STRIDE_OM, ALIGN_O, GROUP, DV, COLUMNS, BLOCK_S, STORE_LSE,
+        )  # fmt: skip

@@ -1,0 +1,273 @@
+"""Attention of packed sequences: contract, validation, and the way from a call to its prepared launch."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError
+from .calls import prepare_call
+from .gradients import PLAIN, Options, differentiable, kernel_after, records, refuse_tangents, register_gradients
+from .inputs import (
+    cast_under_autocast,
+    check_optional,
+    check_options,
+    check_softcap,
+    check_window,
+    gpu_of,
+    layout_of,
+)
+from .packed import layout_of_tokens, packed_problem, planned_length
+from .plan import plan_attention
+from .tiles import Plan
+
+_prepared: dict[tuple[Any, ...], Callable[..., Any]] = {}
+_MAX_PREPARED = 8192
+_is_compiling = torch.compiler.is_compiling
+
+
+def flash_attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    alibi: Tensor | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    return_lse: bool = False,
+    kernel: str = "auto",
+) -> Any:
+    """Attend every query of a packed batch to the keys of its own sequence.
+
+    What ``flash_attention`` computes, for each sequence b with q[cu_seqlens_q[b] : cu_seqlens_q[b + 1]] and the k and v
+    of cu_seqlens_k; masks are aligned to the ends of its own queries and keys.
+
+    Args:
+        q: ``[Tq, H, D]`` fp16, bf16 or fp32, any strides; D from 1 to 256 on a GPU.
+        k: ``[Tk, HK, D]``, dtype and device of q; H is a multiple of HK.
+        v: ``[Tk, HK, DV]``, dtype and device of q; DV from 1 to 256 on a GPU.
+        cu_seqlens_q: ``[B + 1]`` int32, contiguous, on the device of q: where sequences start in q, and where the last
+            one ends. A sequence may be empty.
+        cu_seqlens_k: ``[B + 1]`` int32, the same of k and v.
+        max_seqlen_q: queries of the longest sequence, or more. It decides the grid: a longer sequence is not finished.
+        max_seqlen_k: keys of the longest sequence, or more. It decides tiles; a window as wide as it is dropped.
+        causal: as in ``flash_attention``, like the other options.
+        softmax_scale: factor on the scores. Default ``D ** -0.5``.
+        window: (left, right), -1 for no bound.
+        softcap: 0 for none.
+        sinks: ``[H]``.
+        alibi: ``[H]`` or ``[B, H]``.
+        seqused_q: ``[B]`` int32, contiguous: queries of each sequence, where it ends before its place does.
+        seqused_k: ``[B]`` int32, the same of its keys. Keys behind it are not read.
+        return_lse: return the log-sum-exp of every row too.
+        kernel: ``"auto"``, or one name to force; a forced kernel never falls back.
+
+    Returns:
+        o ``[Tq, H, DV]`` in the dtype of q, contiguous. Rows in the place of a sequence behind ``seqused_q`` are 0;
+        rows in no sequence's place are not written on a GPU. With ``return_lse`` the pair of o and lse ``[H, Tq]``
+        fp32, natural logarithm, the transpose of a contiguous tensor; -inf where o is 0 for want of a query.
+
+    Raises:
+        InputError: a shape, dtype, device or value breaks the contract above. Lengths on a GPU are not read, as that
+            would wait for it; with ``FLASHMOE_CHECK=1`` in the environment they are read and checked, except while a
+            CUDA graph is captured. Those on a CPU always are.
+        UnsupportedError: as in ``flash_attention``.
+
+    Numerics: as in ``flash_attention``. A sequence has the same bits whatever else is in the batch, as long as
+    ``max_seqlen_q``, ``max_seqlen_k``, B and H lead to the same tile (``explain_varlen`` shows it).
+
+    The host reads no tensor, so a CUDA graph replays with other lengths in the same tensors, up to the maxima.
+    """
+    softmax_scale = check_options(causal, softmax_scale)
+    window, softcap = check_window(window), check_softcap(softcap)
+    check_optional(sinks=sinks, alibi=alibi, seqused_q=seqused_q, seqused_k=seqused_k)
+    needed = {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    for name, tensor in needed.items():
+        if not isinstance(tensor, Tensor):
+            raise InputError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+    q, k, v = cast_under_autocast(q, k, v)
+    optional = (sinks, alibi, seqused_q, seqused_k)
+    refuse_tangents((q, k, v, sinks, alibi))
+    recording = records({"q": q, "k": k, "v": v, "sinks": sinks, "alibi": alibi})
+    if _is_compiling() or any(
+        type(tensor) not in PLAIN for tensor in (q, k, v, cu_seqlens_q, cu_seqlens_k, *optional) if tensor is not None
+    ):
+        o, lse = _attention_varlen(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+            causal, softmax_scale, *window, softcap, *optional, return_lse or recording, kernel,
+        )  # fmt: skip
+        return (o, lse) if return_lse else o
+    lengths = planned_length("max_seqlen_q", max_seqlen_q), planned_length("max_seqlen_k", max_seqlen_k)
+    if recording:
+        attend = functools.partial(
+            flash_attention_varlen, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, causal=causal,
+            softmax_scale=softmax_scale, window=window, softcap=softcap, return_lse=True, kernel=kernel,
+        )  # fmt: skip
+        asked = Options(causal, softmax_scale, window, softcap, lengths, kernel_after(kernel))
+        given = {"sinks": sinks, "alibi": alibi, "seqused_q": seqused_q, "seqused_k": seqused_k}
+        o, lse = differentiable(attend, asked, {**needed, "q": q, "k": k, "v": v, **given})
+        return (o, lse) if return_lse else o
+    options = {"causal": causal, "softmax_scale": softmax_scale, "window": window, "softcap": softcap}
+    tensors = {
+        "q": q, "k": k, "v": v, "sinks": sinks, "alibi": alibi,
+        "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_q": seqused_q, "seqused_k": seqused_k,
+    }  # fmt: skip
+    key = (*options.values(), *lengths, return_lse, kernel, *map(layout_of_tokens, (q, k, v)))
+    key = (*key, *map(layout_of, list(tensors.values())[3:]))
+    call = _prepared.get(key)
+    if call is None:
+        problem = packed_problem(tensors, lengths, return_lse=return_lse, **options)
+        call = prepare_call(plan_attention(problem, gpu_of(q), kernel), q)
+        if len(_prepared) >= _MAX_PREPARED:
+            _prepared.clear()
+        _prepared[key] = call
+    if k.shape[0] != v.shape[0]:
+        raise InputError(f"v must have as many tokens as k, {k.shape[0]}, got {v.shape[0]}")
+    if _reads_lengths(q):
+        check_lengths("q", q.shape[0], cu_seqlens_q, max_seqlen_q, seqused_q)
+        check_lengths("k", k.shape[0], cu_seqlens_k, max_seqlen_k, seqused_k)
+    extras = [tensor for tensor in list(tensors.values())[3:] if tensor is not None]
+    return call(q, k, v, q.data_ptr(), k.data_ptr(), v.data_ptr(), *extras)
+
+
+def explain_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    alibi: Tensor | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    return_lse: bool = False,
+    kernel: str = "auto",
+) -> Plan:
+    """Return the plan that would serve ``flash_attention_varlen`` with the same arguments; nothing is launched.
+
+    The lengths in it are those that are planned for: the maxima, rounded up.
+    """
+    check_optional(sinks=sinks, alibi=alibi, seqused_q=seqused_q, seqused_k=seqused_k)
+    problem = packed_problem(
+        {
+            "q": q, "k": k, "v": v, "sinks": sinks, "alibi": alibi,
+            "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_q": seqused_q, "seqused_k": seqused_k,
+        },
+        (planned_length("max_seqlen_q", max_seqlen_q), planned_length("max_seqlen_k", max_seqlen_k)),
+        causal=causal,
+        softmax_scale=check_options(causal, softmax_scale),
+        window=check_window(window),
+        softcap=check_softcap(softcap),
+        return_lse=return_lse,
+    )  # fmt: skip
+    return plan_attention(problem, gpu_of(q), kernel)
+
+
+def _reads_lengths(q: Tensor) -> bool:
+    """Whether lengths are read: a GPU would have to be waited for, which a capture does not allow."""
+    if q.device.type != "cuda":
+        return True
+    return os.environ.get("FLASHMOE_CHECK") == "1" and not torch.cuda.is_current_stream_capturing()
+
+
+def check_lengths(side: str, tokens: int, cu_seqlens: Tensor, longest: int, seqused: Tensor | None) -> None:
+    """Read the lengths of one side, ``q`` or ``k``, and raise ``InputError`` where they contradict one another."""
+    starts = cu_seqlens.tolist()
+    name = f"cu_seqlens_{side}"
+    if starts[0] < 0 or starts[-1] > tokens:
+        raise InputError(f"{name} must be from 0 to {tokens}, the tokens of {side}, got {starts[0]} to {starts[-1]}")
+    used = [None] * (len(starts) - 1) if seqused is None else seqused.tolist()
+    for b, (start, end, length) in enumerate(zip(starts, starts[1:], used, strict=False)):
+        if end < start:
+            raise InputError(f"{name} must not decrease, got {start} and then {end} at index {b + 1}")
+        if length is not None and not 0 <= length <= end - start:
+            raise InputError(f"seqused_{side} must be from 0 to {end - start} at index {b}, got {length}")
+        # Rows behind seqused_q are in the grid too: they are set to 0.
+        asked = length if length is not None and side == "k" else end - start
+        if asked > longest:
+            raise InputError(f"max_seqlen_{side} must be at least {asked}, the length of sequence {b}, got {longest}")
+
+
+@torch.library.custom_op("flashmoe_science::attention_varlen", mutates_args=())
+def _attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    causal: bool,
+    softmax_scale: float | None,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    sinks: Tensor | None,
+    alibi: Tensor | None,
+    seqused_q: Tensor | None,
+    seqused_k: Tensor | None,
+    return_lse: bool,
+    kernel: str,
+) -> tuple[Tensor, Tensor]:
+    """Return o and, where it is not asked for, an LSE of no elements."""
+    result = flash_attention_varlen(
+        q.detach(),
+        k.detach(),
+        v.detach(),
+        cu_seqlens_q.detach(),
+        cu_seqlens_k.detach(),
+        max_seqlen_q,
+        max_seqlen_k,
+        causal=causal,
+        softmax_scale=softmax_scale,
+        window=(window_left, window_right),
+        softcap=softcap,
+        sinks=None if sinks is None else sinks.detach(),
+        alibi=None if alibi is None else alibi.detach(),
+        seqused_q=None if seqused_q is None else seqused_q.detach(),
+        seqused_k=None if seqused_k is None else seqused_k.detach(),
+        return_lse=return_lse,
+        kernel=kernel,
+    )
+    return result if return_lse else (result, torch.empty(0, dtype=torch.float32, device=q.device))
+
+
+@_attention_varlen.register_fake
+def _fake_varlen(q: Tensor, _k: Tensor, v: Tensor, *options: object) -> tuple[Tensor, Tensor]:
+    tokens, heads = q.shape[:2]
+    o = torch.empty((tokens, heads, v.shape[2]), dtype=q.dtype, device=q.device)
+    if not options[-2]:
+        return o, torch.empty(0, dtype=torch.float32, device=q.device)
+    return o, torch.empty((tokens, heads), dtype=torch.float32, device=q.device).t()
+
+
+def _options_of(
+    *, max_seqlen_q: int, max_seqlen_k: int, causal: bool, softmax_scale: float | None, window_left: int,
+    window_right: int, softcap: float, kernel: str, **_others: object,
+) -> Options:  # fmt: skip
+    lengths = planned_length("max_seqlen_q", max_seqlen_q), planned_length("max_seqlen_k", max_seqlen_k)
+    return Options(causal, softmax_scale, (window_left, window_right), softcap, lengths, kernel_after(kernel))
+
+
+register_gradients(_attention_varlen, _options_of)

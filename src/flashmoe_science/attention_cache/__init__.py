@@ -1,0 +1,1 @@
+"""Attention with a K/V cache, for the harness; the room of its kernels is ``attention``."""

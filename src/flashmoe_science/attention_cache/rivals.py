@@ -1,0 +1,283 @@
+"""The rivals of our attention with a cache: how each is called, in the layout it likes best, and its kernels."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import importlib.metadata
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - PyTorch's own habit
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ..attention.cache_problem import CacheProblem
+from ..attention.rivals import FA3_LIBRARY
+from ..errors import InputError
+
+Inputs = Mapping[str, torch.Tensor]
+Bind = Callable[[CacheProblem, Inputs], Callable[[], torch.Tensor]]
+
+
+_SEPARATE = "it is called with keys and values in memory of their own"
+
+
+class Bound:
+    """An entry point that lays its inputs out before the call: ``operator.bind`` uses ``bind_inputs``."""
+
+    def __init__(self, bind_inputs: Bind) -> None:
+        """``bind_inputs`` returns the call."""
+        self.bind_inputs = bind_inputs
+
+    def __call__(self, *_arguments: object, **_options: object) -> torch.Tensor:
+        """Refuse."""
+        raise InputError("this entry point is called through operator.bind")
+
+
+class CacheRival:
+    """One baseline. Without a refusal it serves every problem; without patterns no kernel is pinned."""
+
+    name: str
+    kernels: Sequence[str] = ()
+    distribution = "torch"  # the package whose version counts
+    also_called: Sequence[str] = ()  # in prose, besides its name
+    yardstick = False
+
+    def load(self) -> Callable[..., torch.Tensor]:
+        """Return the entry point. Raises ``ImportError`` with the reason."""
+        raise NotImplementedError
+
+    def version(self) -> str:
+        """Return the version of the package behind it."""
+        return f"{self.distribution} {importlib.metadata.version(self.distribution)}"
+
+    def refusal(self, problem: CacheProblem) -> str | None:  # noqa: ARG002 - for those that override it
+        """Return why it cannot serve ``problem``, or None."""
+        return None
+
+    def context(self) -> AbstractContextManager[object]:
+        """Return the context in which all calls are made."""
+        return contextlib.nullcontext()
+
+
+def _refuse_pages(problem: CacheProblem) -> str | None:
+    if problem.page_size:
+        return "it knows no page table"
+    if problem.causal and problem.seqlen_q > 1:
+        return "its causal mask is aligned top-left where lengths differ"
+    return None
+
+
+def values(problem: CacheProblem, inputs: Inputs) -> torch.Tensor:
+    """Return the cache of values; where it is shared with the keys, their first columns."""
+    return inputs["k_cache"][..., : problem.head_dim_v] if problem.shared_kv else inputs["v_cache"]
+
+
+def _head_major(problem: CacheProblem, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return q, k and v as contiguous ``[B, H, S, D]``."""
+    k, v = (cache.transpose(1, 2).contiguous() for cache in (inputs["k_cache"], values(problem, inputs)))
+    return inputs["q"], k, v
+
+
+class Sdpa(CacheRival):
+    """``torch.nn.functional.scaled_dot_product_attention``, by default or pinned to one backend."""
+
+    def __init__(self, name: str, backend: SDPBackend | None, kernels: Sequence[str] = ()) -> None:
+        """``backend`` None leaves the choice to PyTorch."""
+        self.name, self.backend, self.kernels = name, backend, kernels
+
+    def load(self) -> Callable[..., torch.Tensor]:
+        """Return a function that calls SDPA."""
+
+        def bind_inputs(problem: CacheProblem, inputs: Inputs) -> Callable[[], torch.Tensor]:
+            options: dict[str, Any] = {"enable_gqa": True} if problem.group > 1 else {}
+            if problem.softmax_scale is not None:
+                options["scale"] = problem.softmax_scale
+            return functools.partial(F.scaled_dot_product_attention, *_head_major(problem, inputs), **options)
+
+        return Bound(bind_inputs)
+
+    def refusal(self, problem: CacheProblem) -> str | None:
+        """It has no page table, and aligns its causal mask top-left."""
+        return _refuse_pages(problem)
+
+    def context(self) -> AbstractContextManager[object]:
+        """Pin the backend, where there is one."""
+        return contextlib.nullcontext() if self.backend is None else sdpa_kernel(self.backend)
+
+
+class Flex(CacheRival):
+    """FlexAttention, compiled."""
+
+    name = "flex"
+    kernels = ("*flex*",)
+
+    def load(self) -> Callable[..., torch.Tensor]:
+        """Return it without a mask."""
+        flex = importlib.import_module("torch.nn.attention.flex_attention")
+        # One process measures many shapes; beyond the limit, 8 by default, dynamo would run it eagerly without a word.
+        importlib.import_module("torch._dynamo.config").recompile_limit = 1024  # type: ignore[attr-defined]
+        compiled = torch.compile(flex.flex_attention, dynamic=False)
+
+        def bind_inputs(problem: CacheProblem, inputs: Inputs) -> Callable[[], torch.Tensor]:
+            options = {"scale": problem.softmax_scale, "enable_gqa": problem.group > 1}
+            return functools.partial(compiled, *_head_major(problem, inputs), **options)
+
+        return Bound(bind_inputs)
+
+    def refusal(self, problem: CacheProblem) -> str | None:
+        """It is called without a mask, over contiguous caches."""
+        if problem.shared_kv:
+            return _SEPARATE
+        return "it is called without a mask" if problem.causal and problem.seqlen_q > 1 else _refuse_pages(problem)
+
+
+class FlashAttention(CacheRival):
+    """``flash_attn_with_kvcache`` of flash-attn 2 or 3: q ``[B, Sq, H, D]``, caches as they are."""
+
+    def __init__(self, name: str, module: str, distribution: str, kernels: Sequence[str]) -> None:
+        """``module`` offers ``flash_attn_with_kvcache``."""
+        self.name, self.module, self.distribution, self.kernels = name, module, distribution, kernels
+
+    def load(self) -> Callable[..., torch.Tensor]:
+        """Import the package."""
+        function = importlib.import_module(self.module).flash_attn_with_kvcache
+        table = "block_table" if self.distribution == "flash-attn" else "page_table"
+
+        def bind_inputs(problem: CacheProblem, inputs: Inputs) -> Callable[[], torch.Tensor]:
+            q = inputs["q"].transpose(1, 2).contiguous()
+            options: dict[str, Any] = {"softmax_scale": problem.softmax_scale, "causal": problem.causal}
+            if problem.page_size:
+                options.update({table: inputs["page_table"], "cache_seqlens": inputs["cache_seqlens"]})
+            call = functools.partial(function, q, inputs["k_cache"], inputs["v_cache"], **options)
+
+            def run() -> torch.Tensor:
+                out = call()
+                o: torch.Tensor = out[0] if isinstance(out, tuple) else out
+                return o.transpose(1, 2)
+
+            return run
+
+        return Bound(bind_inputs)
+
+    def refusal(self, problem: CacheProblem) -> str | None:
+        """16-bit types; pages of flash-attn 2 hold multiples of 256."""
+        if problem.dtype == "fp32":
+            return "it serves fp16 and bf16 only"
+        if problem.shared_kv:
+            return _SEPARATE
+        if self.distribution == "flash-attn" and problem.page_size % 256:
+            return "its pages hold multiples of 256 positions"
+        return None
+
+
+class FlashAttention3(FlashAttention):
+    """FlashAttention-3: its package, or the library that ``FLASHMOE_FA3_LIBRARY`` names."""
+
+    def __init__(self) -> None:
+        """Prefer the shared library where one is named."""
+        super().__init__("fa3", "flash_attn_interface", "flash-attn-3", ("*FlashAttnFwdSm*",))
+
+    def load(self) -> Callable[..., torch.Tensor]:
+        """Load the library, or import the package."""
+        path = os.environ.get(FA3_LIBRARY)
+        if not path:
+            return super().load()
+        try:
+            torch.ops.load_library(path)  # type: ignore[no-untyped-call]
+        except OSError as error:
+            raise ImportError(f"{FA3_LIBRARY}={path} cannot be loaded: {error}") from error
+        return Bound(self._bind_library)
+
+    @staticmethod
+    def _bind_library(problem: CacheProblem, inputs: Inputs) -> Callable[[], torch.Tensor]:
+        """Queries packed, ``[T, H, D]``; keys paged as they are, or packed."""
+        p, device = problem, inputs["q"].device
+        q = inputs["q"].transpose(1, 2).reshape(-1, p.heads, p.head_dim).contiguous()
+        k, v = inputs["k_cache"], inputs["v_cache"]
+        steps = torch.arange(p.batch + 1, dtype=torch.int32, device=device)
+        ends_k, used, table = steps * p.capacity, None, None
+        if p.page_size:
+            ends_k, used, table = None, inputs["cache_seqlens"], inputs["page_table"]  # type: ignore[assignment]
+        else:
+            k, v = (cache.reshape(-1, *cache.shape[2:]) for cache in (k, v))
+        # In the order of the library's schema: what is new, lengths, page table, rotation and scales; then the flags.
+        arguments: list[Any] = [q, k, v, None, None, None, None, steps * p.seqlen_q, ends_k, None, None, used]
+        arguments += [p.seqlen_q, p.capacity, table, *[None] * 8, p.scale, p.causal, -1, -1, 0.0, False, None, 0, None]
+        arguments += [0, None, 1, 0, None]
+        call = functools.partial(torch.ops._vllm_fa3_C.fwd, *arguments)  # noqa: SLF001 - the name of the library
+        shape = (p.batch, p.seqlen_q, p.heads, p.head_dim_v)
+        return lambda: call()[0].view(shape).transpose(1, 2)
+
+    def version(self) -> str:
+        """Say which build."""
+        return "shared library (vLLM's build)" if os.environ.get(FA3_LIBRARY) else super().version()
+
+
+class FlashInfer(CacheRival):
+    """``flashinfer.BatchDecodeWithPagedKVCacheWrapper``, planned outside the timing; contiguous caches as one page."""
+
+    name, distribution = "flashinfer", "flashinfer-python"
+
+    def load(self) -> Callable[..., torch.Tensor]:
+        """Import the package."""
+        flashinfer = importlib.import_module("flashinfer")
+
+        def bind_inputs(problem: CacheProblem, inputs: Inputs) -> Callable[[], torch.Tensor]:
+            p, device = problem, inputs["q"].device
+            size = p.page_size or _largest_page(p.capacity)
+            caches = tuple(inputs[name].reshape(-1, size, p.heads_kv, p.head_dim) for name in ("k_cache", "v_cache"))
+            count = p.capacity // size
+            table = inputs["page_table"] if p.page_size else torch.arange(p.batch * count, device=device)
+            workspace = torch.empty(256 << 20, dtype=torch.uint8, device=device)
+            wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+                workspace, "NHD", use_cuda_graph=False, use_tensor_cores=p.group > 1
+            )
+            starts = torch.arange(p.batch + 1, dtype=torch.int32, device=device) * count
+            last = torch.full((p.batch,), size, dtype=torch.int32, device=device)
+            wrapper.plan(
+                starts, table.reshape(-1).int(), last, p.heads, p.heads_kv, p.head_dim, size,
+                q_data_type=inputs["q"].dtype, kv_data_type=inputs["q"].dtype, sm_scale=p.scale,
+            )  # fmt: skip
+            q = inputs["q"][:, :, 0].contiguous()
+            return lambda: wrapper.run(q, caches)[:, :, None]
+
+        return Bound(bind_inputs)
+
+    def refusal(self, problem: CacheProblem) -> str | None:
+        """One query a sequence, 16-bit types, equal widths."""
+        if problem.seqlen_q != 1:
+            return "it is called for one query a sequence"
+        if problem.shared_kv or problem.head_dim != problem.head_dim_v:
+            return "it is called for equal widths"
+        return "it serves fp16 and bf16 only" if problem.dtype == "fp32" else None
+
+
+def _largest_page(capacity: int) -> int:
+    """Return the largest power of two, up to 64, that divides the positions of a contiguous cache."""
+    return min(64, capacity & -capacity)
+
+
+_ALL: tuple[CacheRival, ...] = (
+    Sdpa("sdpa", None),
+    Sdpa("sdpa-cudnn", SDPBackend.CUDNN_ATTENTION, ("*cudnn*",)),
+    Sdpa("sdpa-flash", SDPBackend.FLASH_ATTENTION, ("*pytorch_flash::flash_fwd*",)),
+    Flex(),
+    FlashAttention("fa2", "flash_attn", "flash-attn", ("void flash::flash_fwd*",)),
+    FlashAttention3(),
+    FlashInfer(),
+)
+_ALSO_CALLED = {
+    "sdpa": ("scaled_dot_product_attention", "PyTorch's attention"),
+    "sdpa-cudnn": ("cuDNN",),
+    "flex": ("FlexAttention",),
+    "fa2": ("FlashAttention-2", "FlashAttention2", "flash-attn 2"),
+    "fa3": ("FlashAttention-3", "FlashAttention3", "flash-attn 3"),
+}
+for _rival in _ALL:
+    _rival.also_called = _ALSO_CALLED.get(_rival.name, ())
+RIVALS: dict[str, CacheRival] = {rival.name: rival for rival in _ALL}

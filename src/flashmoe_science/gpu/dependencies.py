@@ -1,0 +1,252 @@
+"""What a function depends on, read from the sources: comments, docstrings and format aside, nothing is left out.
+
+A name leads to the statements of its module that bind it, these to the names that they use, and so on through the
+package. Names from outside of it stand as they are imported: of which version they are is said elsewhere. Nothing is
+run, so what comes out is the same on every machine, with every version of Triton and of Python.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import functools
+import importlib.util
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+WHOLE, EFFECTS = "*", ""  # in place of a name: all of a module; what it does besides binding names
+
+_OUTSIDE = frozenset({*sys.stdlib_module_names, "numpy", "torch", "triton"})
+_BUILTINS = frozenset(dir(builtins)) | {"__name__", "__file__", "__package__"}
+_LEFT_OUT = frozenset({"ctx", "kind", "type_comment", "type_ignores"})  # of a node: they follow from the rest
+_Definition = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+_Import = (ast.Import, ast.ImportFrom)
+
+
+class UntraceableError(Exception):
+    """Something is used whose source cannot be followed, so a change of it would not be seen."""
+
+
+def normalised(node: Any) -> Any:
+    """Return a syntax tree as plain values, without docstrings and places; equal for every version of Python."""
+    if isinstance(node, list):
+        return [normalised(item) for item in node]
+    if not isinstance(node, ast.AST):
+        return f"{type(node).__name__} {node!r}"
+    fields = {
+        name: _without_docstring(node) if name == "body" and isinstance(node, (ast.Module, *_Definition)) else value
+        for name, value in ast.iter_fields(node)
+        if name not in _LEFT_OUT and (value is not None or isinstance(node, ast.Constant)) and value != []
+    }
+    return [type(node).__name__, {name: normalised(value) for name, value in fields.items()}]
+
+
+def _without_docstring(node: Any) -> list[ast.stmt]:
+    body: list[ast.stmt] = node.body
+    return body[1:] if body and _is_text(body[0]) else body
+
+
+def _is_text(statement: ast.stmt) -> bool:
+    value = statement.value if isinstance(statement, ast.Expr) else None
+    return isinstance(value, ast.Constant) and isinstance(value.value, str)
+
+
+@functools.lru_cache(maxsize=4096)
+def trace(roots: tuple[str, ...], stops: frozenset[str] = frozenset()) -> Mapping[str, Any]:
+    """Return all that ``roots`` depend on: ``module:name`` -> its normalised source.
+
+    Args:
+        roots: ``module:name``, or ``module:Class.method``.
+        stops: modules that are not followed: what is taken from them counts otherwise, or not at all.
+
+    Raises:
+        UntraceableError: a name cannot be followed.
+    """
+    found: dict[str, Any] = {}
+    todo = [tuple(root.split(":")) for root in roots]
+    while todo:
+        where, name = todo.pop()
+        key = f"{where}:{name}"
+        if key in found or where in stops:
+            continue
+        module = _load(where)
+        found[key], uses = _explain(module, name, stops)
+        todo += [(where, EFFECTS), *uses]
+    return MappingProxyType(dict(sorted(found.items())))
+
+
+@dataclass(frozen=True)
+class _Module:
+    name: str
+    package: str  # from which its relative imports start
+    body: list[ast.stmt]
+    bindings: Mapping[str, list[ast.stmt]]
+    effects: list[ast.stmt]
+
+
+def read_source(name: str) -> tuple[str, str]:
+    """Return the source of a module, and the package that its relative imports start from."""
+    spec = _find(name)
+    if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
+        raise UntraceableError(f"{name} has no source")
+    package = name if spec.submodule_search_locations is not None else name.rpartition(".")[0]
+    return Path(spec.origin).read_text(encoding="utf-8"), package
+
+
+def _find(name: str) -> Any:
+    try:
+        return importlib.util.find_spec(name)
+    except (ModuleNotFoundError, ValueError):  # its parent is no package; it was made by hand
+        return None
+
+
+@functools.lru_cache(maxsize=1024)
+def _load(name: str) -> _Module:
+    text, package = read_source(name)
+    body = _without_docstring(ast.parse(text))
+    bindings: dict[str, list[ast.stmt]] = {}
+    for statement in body:
+        if isinstance(statement, ast.ImportFrom) and statement.module == "__future__":
+            continue
+        bound = set(_bound(statement))
+        if "*" in bound:
+            raise UntraceableError(f"{name} imports all names of a module")
+        for each in bound:
+            bindings.setdefault(each, []).append(statement)
+    imported = {each for each, statements in bindings.items() if any(isinstance(s, _Import) for s in statements)}
+    plain = [statement for statement in body if not isinstance(statement, (*_Definition, *_Import))]
+    effects = [statement for statement in plain if _acts(statement, imported)]
+    return _Module(name, package, body, bindings, effects)
+
+
+def _outer(statement: ast.stmt) -> Iterator[ast.AST]:
+    """Yield the nodes of a statement that belong to its own scope: not those inside functions and classes."""
+    todo: list[ast.AST] = [statement]
+    while todo:
+        node = todo.pop()
+        yield node
+        if not isinstance(node, (*_Definition, ast.Lambda)):
+            todo += ast.iter_child_nodes(node)
+
+
+def _bound(statement: ast.stmt) -> Iterator[str]:
+    """Yield the names that a statement at the top of a module binds, or whose values it changes."""
+    for node in _outer(statement):
+        if isinstance(node, _Definition):
+            yield node.name
+        elif isinstance(node, _Import):
+            yield from (alias.asname or alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, (ast.Store, ast.Del)):
+            yield node.id
+        elif base := _changed(node):
+            yield base
+
+
+def _changed(node: ast.AST) -> str:
+    """Return the name whose attribute or item a node assigns, or an empty text."""
+    if not (isinstance(node, (ast.Attribute, ast.Subscript)) and isinstance(node.ctx, (ast.Store, ast.Del))):
+        return ""
+    base: ast.expr = node
+    while isinstance(base, (ast.Attribute, ast.Subscript)):
+        base = base.value
+    return base.id if isinstance(base, ast.Name) else ""
+
+
+def _acts(statement: ast.stmt, imported: Iterable[str]) -> bool:
+    """Return whether a statement calls something for its effect, or changes what was imported."""
+    return any((isinstance(node, ast.Expr) and not _is_text(node)) or _changed(node) in imported
+               for node in _outer(statement))  # fmt: skip
+
+
+def _explain(module: _Module, name: str, stops: frozenset[str]) -> tuple[Any, list[tuple[str, str]]]:
+    """Return what a name of a module stands for, and what that uses: pairs of module and name."""
+    if name in (WHOLE, EFFECTS):
+        statements: list[Any] = module.body if name == WHOLE else module.effects
+    else:
+        first, _, method = name.partition(".")
+        statements = list(module.bindings.get(first, ()))
+        if not statements:
+            raise UntraceableError(f"{module.name} has no {first}")
+        if method:
+            members = [m for s in statements if isinstance(s, ast.ClassDef) for m in s.body]
+            statements = [m for m in members if isinstance(m, _Definition) and m.name == method]
+            if not statements:
+                raise UntraceableError(f"{module.name} has no {name}")
+    texts: list[Any] = []
+    uses: list[tuple[str, str]] = []
+    for statement in statements:
+        if isinstance(statement, _Import):
+            for alias in statement.names:
+                if name == WHOLE or (alias.asname or alias.name.partition(".")[0]) == name:
+                    text, target = _resolve(module, statement, alias, stops)
+                    texts.append(text)
+                    uses += [target] if target else []
+        else:
+            texts.append(normalised(statement))
+            uses += _uses(module, statement, stops)
+    return texts, uses
+
+
+def _resolve(
+    module: _Module, statement: ast.stmt, alias: ast.alias, stops: frozenset[str]
+) -> tuple[str, tuple[str, str] | None]:
+    """Return what an import binds, in words, and where that is in the package; None: it is from outside."""
+    if isinstance(statement, ast.Import):
+        where, name = alias.name, ""
+    else:
+        assert isinstance(statement, ast.ImportFrom)
+        base = f"{'.' * statement.level}{statement.module or ''}"
+        where, name = importlib.util.resolve_name(base, module.package), alias.name
+    text = f"{name or 'all'} of {where}"
+    top = where.partition(".")[0]
+    if top != module.name.partition(".")[0]:
+        if top not in _OUTSIDE and top != "__future__":
+            raise UntraceableError(f"{module.name} imports {where}")
+        return text, None
+    if not name:
+        if alias.asname is None:
+            raise UntraceableError(f"{module.name} imports {where} by its whole name")
+        return text, (where, WHOLE)
+    if where in stops or name in _load(where).bindings:
+        return text, (where, name)
+    if _find(f"{where}.{name}") is None:
+        raise UntraceableError(f"{where} has no {name}")
+    return text, (f"{where}.{name}", WHOLE)
+
+
+def _uses(module: _Module, statement: ast.AST, stops: frozenset[str]) -> Iterator[tuple[str, str]]:
+    """Yield what a statement uses, as pairs of module and name.
+
+    A local name that a global one has too counts for both: rather one thing too many than one too few.
+    """
+    nodes = list(ast.walk(statement))
+    inner = {alias.asname or alias.name.partition(".")[0] for n in nodes if isinstance(n, _Import) for alias in n.names}
+    local = inner | {node.arg for node in nodes if isinstance(node, ast.arg)}
+    local |= {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
+    local |= {node.name for node in nodes if isinstance(node, (*_Definition, ast.ExceptHandler)) and node.name}
+    attributes = {id(n.value): n.attr for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name)}
+    for node in nodes:
+        if isinstance(node, _Import):
+            targets = [_resolve(module, node, alias, stops)[1] for alias in node.names]
+            yield from (target for target in targets if target)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+            if node.id in module.bindings:
+                yield from _use(module, node.id, attributes.get(id(node)), stops)
+            elif node.id not in local and node.id not in _BUILTINS:
+                raise UntraceableError(f"{module.name} uses {node.id}, which it does not bind")
+
+
+def _use(module: _Module, name: str, attribute: str | None, stops: frozenset[str]) -> Iterator[tuple[str, str]]:
+    """Yield what a name stands for; of a module of the package, the attribute that is used alone."""
+    for statement in module.bindings[name]:
+        if attribute is not None and isinstance(statement, _Import):
+            alias = next(a for a in statement.names if (a.asname or a.name.partition(".")[0]) == name)
+            _, target = _resolve(module, statement, alias, stops)
+            if target and target[1] == WHOLE:
+                yield (target[0], attribute)
+                continue
+        yield (module.name, name)

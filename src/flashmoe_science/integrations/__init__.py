@@ -1,0 +1,1 @@
+"""Our attention behind the signatures of others: flash-attn, Hugging Face transformers, PyTorch's SDPA."""

@@ -1,0 +1,260 @@
+"""The functions of flash-attn 2.8, served by our kernels.
+
+``import flashmoe_science.integrations.flash_attn as flash_attn`` serves code that calls them. What is not served raises
+``UnsupportedError`` by name. Tensors are ``[B, S, H, D]``, packed ``[T, H, D]``, as in flash-attn; no copies are made.
+
+Not as in flash-attn: rows that see no key have an LSE of -inf, there +inf. ``deterministic`` changes nothing: results
+have the same bits in every run. Besides fp16 and bf16, fp32 is served, and head dimensions need not be multiples of 8.
+
+Source: flash_attn/flash_attn_interface.py of flash-attn 2.8 for the signatures.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ..attention.api import flash_attention
+from ..attention.varlen import flash_attention_varlen
+from ..errors import InputError, UnsupportedError
+
+__all__ = [
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+]
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """Attend ``q`` ``[B, Sq, H, D]`` to ``k`` and ``v`` ``[B, Sk, HK, D]``; see ``flash_attention``.
+
+    Returns:
+        o ``[B, Sq, H, D]``; with ``return_attn_probs`` o, lse ``[B, H, Sq]`` and None (there is no dropout mask).
+    """
+    _refuse(dropout_p=dropout_p)
+    del deterministic
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        _check_axes(name, tensor, "B, S, H, D")
+    result = flash_attention(
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        causal=causal,
+        softmax_scale=softmax_scale,
+        window=window_size,
+        softcap=softcap,
+        alibi=alibi_slopes,
+        return_lse=return_attn_probs,
+    )
+    return (result[0].transpose(1, 2), result[1], None) if return_attn_probs else result.transpose(1, 2)
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """``flash_attn_func`` of ``qkv`` ``[B, S, 3, H, D]``."""
+    q, k, v = _unpack("qkv", qkv, "B, S, 3, H, D")
+    return flash_attn_func(
+        q,
+        k,
+        v,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+    )
+
+
+def flash_attn_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """``flash_attn_func`` of ``q`` ``[B, Sq, H, D]`` and ``kv`` ``[B, Sk, 2, HK, D]``."""
+    k, v = _unpack("kv", kv, "B, S, 2, HK, D")
+    return flash_attn_func(
+        q,
+        k,
+        v,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+    )
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+) -> Any:
+    """Attend packed sequences; see ``flash_attention_varlen``.
+
+    Returns:
+        o ``[Tq, H, D]``; with ``return_attn_probs`` o, lse ``[H, Tq]`` and None (there is no dropout mask).
+    """
+    _refuse(dropout_p=dropout_p, block_table=block_table)
+    del deterministic
+    result = flash_attention_varlen(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        causal=causal,
+        softmax_scale=softmax_scale,
+        window=window_size,
+        softcap=softcap,
+        alibi=alibi_slopes,
+        return_lse=return_attn_probs,
+    )
+    return (*result, None) if return_attn_probs else result
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """``flash_attn_varlen_func`` of ``qkv`` ``[T, 3, H, D]``."""
+    q, k, v = _unpack("qkv", qkv, "T, 3, H, D")
+    return flash_attn_varlen_func(
+        q,
+        k,
+        v,
+        cu_seqlens,
+        cu_seqlens,
+        max_seqlen,
+        max_seqlen,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+    )
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """``flash_attn_varlen_func`` of ``q`` ``[Tq, H, D]`` and ``kv`` ``[Tk, 2, HK, D]``."""
+    k, v = _unpack("kv", kv, "T, 2, HK, D")
+    return flash_attn_varlen_func(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+    )
+
+
+def _refuse(*, dropout_p: float = 0.0, block_table: Tensor | None = None) -> None:
+    if dropout_p:
+        raise UnsupportedError(f"dropout_p must be 0, got {dropout_p}: there is no dropout")
+    if block_table is not None:
+        raise UnsupportedError("block_table must be None: a paged cache is not served here")
+
+
+def _check_axes(name: str, tensor: Tensor, letters: str) -> None:
+    if not isinstance(tensor, Tensor):
+        raise InputError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+    axes = letters.count(",") + 1
+    if tensor.dim() != axes:
+        raise InputError(f"{name} must have {axes} dimensions [{letters}], got shape {list(tensor.shape)}")
+
+
+def _unpack(name: str, tensor: Tensor, letters: str) -> tuple[Tensor, ...]:
+    """Return the views of a packed tensor, whose third axis from the end counts q, k and v, or k and v."""
+    _check_axes(name, tensor, letters)
+    count = len(name)
+    if tensor.shape[-3] != count:
+        raise InputError(f"{name} must have shape [{letters}], got {list(tensor.shape)}")
+    return tensor.unbind(-3)

@@ -1,0 +1,1 @@
+"""Mixture of Experts: routing, and the experts' feed-forward networks, fused."""

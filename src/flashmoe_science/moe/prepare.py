@@ -1,0 +1,346 @@
+"""Turn a plan into kernels to compile and launches to make: what each kernel is given, and in which order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from ..gpu.compile import KernelSource
+from .combine_triton import _combine_kernel
+from .gemv_triton import _gemv_down_kernel, _gemv_gate_up_kernel
+from .grouped_triton import _down_kernel, _gate_up_kernel
+from .plan import (
+    CHUNK,
+    COMBINE_COLUMNS,
+    COMBINE_UNROLL,
+    SORT_FEW_CHUNK,
+    SUM_CHUNKS,
+    SUM_COLUMNS,
+    GemvConfig,
+    MoePlan,
+    Tile,
+    TileConfig,
+    block_experts,
+    next_power,
+    place_pairs,
+    sort_chunks,
+    sort_pairs,
+)
+from .problem import MoeProblem, columns_up
+from .sort_triton import _count_kernel, _place_kernel, _sort_few_kernel, _sum_chunks_kernel
+
+_OURS = frozenset(
+    ("h_ptr", "y_ptr", "out_ptr", "y_shared_ptr", "tiles_ptr", "order_ptr", "positions_ptr", "counts_ptr")
+)  # allocated here, so aligned
+# All that a thread can have. Left to itself, ptxas spills a few bytes to fit one more block on an SM.
+_MAX_REGISTERS = 255
+
+
+@dataclass(frozen=True)
+class PreparedKernel:
+    """One kernel of a plan: what is compiled, its grid, the scalars after its pointers, where each pointer leads."""
+
+    source: KernelSource
+    grid: tuple[int, int, int]
+    scalars: tuple[float, ...]
+    tensors: tuple[str, ...]  # of each pointer, in order: a name of ``calls.py``
+
+
+def prepare_moe_kernels(plan: MoePlan) -> tuple[PreparedKernel, ...]:
+    """Return the kernels of ``plan``, in the order in which they are launched."""
+    return tuple(
+        _MAKERS[step](plan, launch.grid, launch.block[0] // 32)
+        for step, launch in zip(plan.steps, plan.launches, strict=True)
+    )
+
+
+def _kernel(
+    function: Any,
+    plan: MoePlan,
+    grid: tuple[int, int, int],
+    warps: int,
+    pointers: dict[str, tuple[str, str] | None],
+    scalars: dict[str, int],
+    constants: dict[str, Any],
+    stages: int = 1,
+) -> PreparedKernel:
+    """Return a kernel in which a pointer that is None is a constant; each other has a type and a tensor."""
+    given = {name: pointer for name, pointer in pointers.items() if pointer is not None}
+    ours = plan.problem.pointer_alignment >= 16
+    missing = {name: None for name in pointers if name not in given}
+    dependent = plan.arch >= 90
+    source = KernelSource(
+        function,
+        (*((name, kind) for name, (kind, _) in given.items()), *((name, "i32") for name in scalars)),
+        tuple({**constants, **missing, "DEPENDENT_LAUNCH": dependent}.items()),
+        frozenset(name for name in given if name in _OURS or (name in ("x_ptr", "w_ptr", "bias_ptr") and ours)),
+        warps,
+        stages,
+        max_registers=_MAX_REGISTERS,
+        dependent_launch=dependent,
+    )
+    return PreparedKernel(source, grid, tuple(scalars.values()), tuple(tensor for _, tensor in given.values()))
+
+
+def _ids(problem: MoeProblem) -> tuple[str, str]:
+    return f"*{problem.ids_dtype}", "topk_ids"
+
+
+def _sort(plan: MoePlan, grid: tuple[int, int, int], warps: int) -> PreparedKernel:
+    problem = plan.problem
+    assert isinstance(plan.config, TileConfig)
+    pointers: dict[str, tuple[str, str] | None] = {
+        "ids_ptr": _ids(problem),
+        **{name: ("*i32", name) for name in ("tiles_ptr", "order_ptr", "positions_ptr")},
+    }
+    constants = {
+        "EXPERTS": problem.experts,
+        "BLOCK_E": block_experts(problem.experts),
+        "BLOCK_M": plan.config.block_m,
+        "BLOCK_P": sort_pairs(problem.experts),
+        "CHUNK": SORT_FEW_CHUNK,
+    }
+    return _kernel(_sort_few_kernel, plan, grid, warps, pointers, {"pairs": problem.pairs}, constants)
+
+
+def _count(plan: MoePlan, grid: tuple[int, int, int], warps: int) -> PreparedKernel:
+    problem = plan.problem
+    constants = {"EXPERTS": problem.experts, "BLOCK_E": block_experts(problem.experts), "CHUNK": CHUNK}
+    pointers: dict[str, tuple[str, str] | None] = {"ids_ptr": _ids(problem), "counts_ptr": ("*i32", "counts_ptr")}
+    return _kernel(_count_kernel, plan, grid, warps, pointers, {"pairs": problem.pairs}, constants)
+
+
+def _sum(plan: MoePlan, grid: tuple[int, int, int], warps: int) -> PreparedKernel:
+    problem = plan.problem
+    constants = {"BLOCK_E": block_experts(problem.experts), "BLOCK_C": SUM_CHUNKS, "COLUMNS": SUM_COLUMNS}
+    pointers: dict[str, tuple[str, str] | None] = {"counts_ptr": ("*i32", "counts_ptr")}
+    return _kernel(_sum_chunks_kernel, plan, grid, warps, pointers, {"chunks": sort_chunks(problem)}, constants)
+
+
+def _place(plan: MoePlan, grid: tuple[int, int, int], warps: int) -> PreparedKernel:
+    problem = plan.problem
+    assert isinstance(plan.config, TileConfig)
+    pointers: dict[str, tuple[str, str] | None] = {
+        "ids_ptr": _ids(problem),
+        **{name: ("*i32", name) for name in ("counts_ptr", "tiles_ptr", "order_ptr", "positions_ptr")},
+    }
+    constants = {
+        "EXPERTS": problem.experts,
+        "BLOCK_E": block_experts(problem.experts),
+        "BLOCK_M": plan.config.block_m,
+        "BLOCK_P": place_pairs(problem.experts),
+        "CHUNK": CHUNK,
+    }
+    scalars = {"pairs": problem.pairs, "chunks": sort_chunks(problem)}
+    return _kernel(_place_kernel, plan, grid, warps, pointers, scalars, constants)
+
+
+def _activation(problem: MoeProblem) -> dict[str, Any]:
+    return {
+        "GATED": problem.gated,
+        "INTERLEAVED": problem.interleaved,
+        "ACTIVATION": problem.activation,
+        "ALPHA": problem.alpha,
+        "LIMIT": problem.limit,
+    }
+
+
+def _strides(prefix: str, axes: str, strides: tuple[int, ...]) -> dict[str, int]:
+    return {f"STRIDE_{prefix}{axis}": stride for axis, stride in zip(axes, strides, strict=True)}
+
+
+def _product(problem: MoeProblem, config: TileConfig, tile: Tile, rows: str) -> dict[str, Any]:
+    """Return the constants that both products have."""
+    few = rows == "few"
+    return {
+        "EXPERTS": problem.experts,
+        "TOPK": problem.top_k,
+        "HID": problem.hidden,
+        "INTER": problem.inter,
+        "ROWS": rows,
+        "BY_EXPERT": few and problem.experts < problem.pairs,
+        "BLOCK_P": max(16, next_power(problem.pairs)) if few else 16,
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": tile.block_n,
+        "BLOCK_K": tile.block_k,
+        "GROUP_M": config.group_m,
+        "SWAP": tile.swap,
+        "PRECISION": "ieee" if problem.dtype == "fp32" else "tf32",  # only fp32 operands read it
+        "NUM_STAGES": tile.num_stages,
+    }
+
+
+def _which(plan: MoePlan, *, shared: bool) -> tuple[MoeProblem, TileConfig, str, str]:
+    """Return problem, tiles, rows, and what names of tensors begin with, of the routed or of the shared experts."""
+    if shared:
+        assert plan.shared is not None
+        return plan.problem.shared(), plan.shared, "all", "shared_"
+    assert isinstance(plan.config, TileConfig)
+    return plan.problem, plan.config, "few" if plan.kernel == "few_triton" else "sorted", ""
+
+
+def _rows_pointers(problem: MoeProblem, rows: str, *, with_order: bool) -> dict[str, tuple[str, str] | None]:
+    order = {"order_ptr": ("*i32", "order_ptr") if rows == "sorted" else None} if with_order else {}
+    return {
+        "ids_ptr": _ids(problem) if rows == "few" else None,
+        "tiles_ptr": ("*i32", "tiles_ptr") if rows == "sorted" else None,
+        **order,
+    }
+
+
+def _up(plan: MoePlan, grid: tuple[int, int, int], warps: int, *, shared: bool = False) -> PreparedKernel:
+    problem, config, rows, prefix = _which(plan, shared=shared)
+    kind = f"*{problem.dtype}"
+    pointers: dict[str, tuple[str, str] | None] = {
+        "x_ptr": (kind, "x"),
+        "w_ptr": (kind, "shared_gate_up" if shared else "w_gate_up"),
+        "bias_ptr": (kind, "bias_gate_up") if problem.bias_gate_up else None,
+        **_rows_pointers(problem, rows, with_order=True),
+        "h_ptr": (kind, f"{prefix}h"),
+    }
+    constants = {
+        **_product(problem, config, config.up, rows),
+        "COLUMNS": problem.columns_up,
+        **_strides("X", "TK", problem.x_strides),
+        **_strides("W", "ENK", problem.gate_up_strides),
+        **_activation(problem),
+    }
+    stages = config.up.num_stages
+    return _kernel(_gate_up_kernel, plan, grid, warps, pointers, {"tokens": problem.tokens}, constants, stages)
+
+
+def _down(plan: MoePlan, grid: tuple[int, int, int], warps: int, *, shared: bool = False) -> PreparedKernel:
+    problem, config, rows, prefix = _which(plan, shared=shared)
+    kind = f"*{problem.dtype}"
+    pointers: dict[str, tuple[str, str] | None] = {
+        "h_ptr": (kind, f"{prefix}h"),
+        "w_ptr": (kind, "shared_down" if shared else "w_down"),
+        "bias_ptr": (kind, "bias_down") if problem.bias_down else None,
+        **_rows_pointers(problem, rows, with_order=False),
+        "y_ptr": (kind, f"{prefix}y"),
+    }
+    constants = {
+        **_product(problem, config, config.down, rows),
+        **_strides("W", "ENK", problem.down_strides),
+    }
+    stages = config.down.num_stages
+    return _kernel(_down_kernel, plan, grid, warps, pointers, {"tokens": problem.tokens}, constants, stages)
+
+
+def _shared_up(plan: MoePlan, grid: tuple[int, int, int], warps: int) -> PreparedKernel:
+    return _up(plan, grid, warps, shared=True)
+
+
+def _shared_down(plan: MoePlan, grid: tuple[int, int, int], warps: int) -> PreparedKernel:
+    return _down(plan, grid, warps, shared=True)
+
+
+def _sources(problem: MoeProblem) -> dict[str, tuple[str, str] | None]:
+    """Return what the kernel that writes the output adds, besides what the routed experts gave."""
+    return {
+        "y_shared_ptr": (f"*{problem.dtype}", "shared_y") if problem.shared_experts else None,
+        "shared_weights_ptr": (f"*{problem.shared_weights}", "shared_weights") if problem.shared_weights else None,
+        "out_ptr": (f"*{problem.dtype}", "out"),
+    }
+
+
+def _combine(plan: MoePlan, grid: tuple[int, int, int], warps: int) -> PreparedKernel:
+    problem = plan.problem
+    is_sorted = plan.kernel == "grouped_triton"
+    pointers: dict[str, tuple[str, str] | None] = {
+        "y_ptr": (f"*{problem.dtype}", "y"),
+        "weights_ptr": (f"*{problem.weights_dtype}", "topk_weights"),
+        "ids_ptr": None if is_sorted else _ids(problem),
+        "positions_ptr": ("*i32", "positions_ptr") if is_sorted else None,
+        **_sources(problem),
+    }
+    constants = {
+        "EXPERTS": problem.experts,
+        "TOPK": problem.top_k,
+        "HID": problem.hidden,
+        "SHARED": problem.shared_experts,
+        "UNROLL": min(COMBINE_UNROLL, problem.top_k),
+        "BLOCK_N": COMBINE_COLUMNS,
+    }
+    return _kernel(_combine_kernel, plan, grid, warps, pointers, {"tokens": problem.tokens}, constants)
+
+
+def _gemv_up(plan: MoePlan, grid: tuple[int, int, int], warps: int) -> PreparedKernel:
+    problem, config = plan.problem, plan.config
+    assert isinstance(config, GemvConfig)
+    kind = f"*{problem.dtype}"
+    pointers: dict[str, tuple[str, str] | None] = {
+        "x_ptr": (kind, "x"),
+        "w_ptr": (kind, "w_gate_up"),
+        "bias_ptr": (kind, "bias_gate_up") if problem.bias_gate_up else None,
+        "ids_ptr": _ids(problem),
+        "h_ptr": (kind, "h"),
+    }
+    constants = {
+        "EXPERTS": problem.experts,
+        "HID": problem.hidden,
+        "INTER": problem.inter,
+        "COLUMNS": columns_up(problem.inter, problem.activation),
+        "STRIDE_XK": problem.x_strides[1],
+        **_strides("W", "ENK", problem.gate_up_strides),
+        **_activation(problem),
+        "BLOCK_N": config.up.block_n,
+        "BLOCK_K": config.up.block_k,
+        "NUM_STAGES": config.up.num_stages,
+    }
+    return _kernel(_gemv_gate_up_kernel, plan, grid, warps, pointers, {}, constants, config.up.num_stages)
+
+
+def _gemv_down(plan: MoePlan, grid: tuple[int, int, int], warps: int) -> PreparedKernel:
+    problem, config = plan.problem, plan.config
+    assert isinstance(config, GemvConfig)
+    kind = f"*{problem.dtype}"
+    pointers: dict[str, tuple[str, str] | None] = {
+        "h_ptr": (kind, "h"),
+        "w_ptr": (kind, "w_down"),
+        "bias_ptr": (kind, "bias_down") if problem.bias_down else None,
+        "weights_ptr": (f"*{problem.weights_dtype}", "topk_weights"),
+        "ids_ptr": _ids(problem),
+        **_sources(problem),
+    }
+    constants = {
+        "EXPERTS": problem.experts,
+        "TOPK": problem.top_k,
+        "HID": problem.hidden,
+        "INTER": problem.inter,
+        "SHARED": problem.shared_experts,
+        **_strides("W", "ENK", problem.down_strides),
+        "BLOCK_N": config.down.block_n,
+        "BLOCK_K": config.down.block_k,
+        "NUM_STAGES": config.down.num_stages,
+    }
+    return _kernel(_gemv_down_kernel, plan, grid, warps, pointers, {}, constants, config.down.num_stages)
+
+
+_MAKERS = {
+    "sort": _sort,
+    "count": _count,
+    "sum": _sum,
+    "place": _place,
+    "up": _up,
+    "down": _down,
+    "shared_up": _shared_up,
+    "shared_down": _shared_down,
+    "combine": _combine,
+    "gemv_up": _gemv_up,
+    "gemv_down": _gemv_down,
+}
+
+
+def interpret(kernel: PreparedKernel, tensors: dict[str, Tensor]) -> None:
+    """Run one kernel in Triton's interpreter on CPU tensors (the process was started with TRITON_INTERPRET=1)."""
+    pointers = [name for name, kind in kernel.source.signature if kind.startswith("*")]
+    names = [name for name, kind in kernel.source.signature if not kind.startswith("*")]
+    arguments = {
+        **{name: tensors[tensor] for name, tensor in zip(pointers, kernel.tensors, strict=True)},
+        **dict(zip(names, kernel.scalars, strict=True)),
+        **dict(kernel.source.constants),
+    }
+    kernel.source.function[kernel.grid](**arguments)

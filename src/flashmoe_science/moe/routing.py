@@ -1,0 +1,295 @@
+"""``route``: contract, validation, and the way from a call to its prepared launch."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError, UnsupportedError
+from ..gpu.planning import refuse_architecture
+from . import reference
+from .inputs import DTYPE_NAMES, refuse_derivatives
+from .plan import next_power
+
+SCORES = ("softmax", "sigmoid")
+MAX_EXPERTS = 4096  # a row of logits is held in registers
+_ELEMENTS = 2048  # of logits that one program holds, at the least one row
+_is_compiling = torch.compiler.is_compiling
+_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # noqa: SLF001 - what torch.compile's code calls
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """One call of ``route``, described."""
+
+    tokens: int
+    experts: int
+    top_k: int
+    dtype: str
+    strides: tuple[int, ...]
+    score: str
+    renormalize: bool
+    bias: str  # dtype; "": none
+    groups: int
+    top_groups: int
+    scale: float
+
+
+def route(
+    logits: Tensor,
+    top_k: int,
+    *,
+    score: str = "softmax",
+    renormalize: bool = True,
+    bias: Tensor | None = None,
+    groups: int = 1,
+    top_groups: int = 1,
+    scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """Choose the ``top_k`` experts of each token, and their weights.
+
+    Chosen are the largest score + bias; the weights are the scores, without the bias, of those that were chosen.
+
+    Args:
+        logits: ``[T, E]`` fp16, bf16 or fp32, any strides.
+        top_k: experts a token.
+        score: ``"softmax"`` over all experts, or ``"sigmoid"`` of each.
+        renormalize: divide the weights of a token by their sum. With softmax that is the softmax over the experts
+            chosen (Mixtral, Qwen3 with norm_topk_prob, gpt-oss).
+        bias: ``[E]`` fp16, bf16 or fp32, contiguous: changes who is chosen, not the weights (DeepSeek-V3).
+        groups: experts come in as many groups of neighbours, and a token chooses among its best groups only. A group is
+            worth the sum of its two best choices with a bias (DeepSeek-V3), its best without one (DeepSeek-V2).
+        top_groups: groups that a token may choose from.
+        scale: multiplies the weights (routed_scaling_factor).
+
+    Returns:
+        weights ``[T, K]`` fp32, and ids ``[T, K]`` int32, the best first. Of equal choices the lower expert comes
+        first; NaN is as low as -inf.
+
+    Raises:
+        InputError: a shape, dtype, device or value breaks the contract above.
+        UnsupportedError: no kernel serves this call, or an input requires grad on a GPU while gradients are recorded
+            (there is no backward yet; on CPU tensors torch has one).
+
+    Numerics: fp32; run-to-run bitwise equal; a token's result does not depend on its neighbours.
+    """
+    if not isinstance(logits, Tensor):
+        raise InputError(f"logits must be a torch.Tensor, got {type(logits).__name__}")
+    if bias is not None and not isinstance(bias, Tensor):
+        raise InputError(f"bias must be a torch.Tensor or None, got {type(bias).__name__}")
+    is_plain = all(type(t) in (Tensor, torch.nn.Parameter) for t in (logits, bias) if t is not None)
+    if _is_compiling() or not is_plain:  # the operator checks the rest when it runs
+        refuse_derivatives({"logits": logits, "bias": bias})
+        weights, ids = _route(logits, bias, top_k, score, renormalize, groups, top_groups, float(scale))
+        return weights, ids
+    routing = describe_routing(
+        logits, top_k, score=score, renormalize=renormalize, bias=bias, groups=groups, top_groups=top_groups,
+        scale=scale,
+    )  # fmt: skip
+    if logits.device.type == "cpu":
+        return _reference(routing, logits, bias)
+    refuse_derivatives({"logits": logits, "bias": bias})
+    return run_route(routing, logits, bias)
+
+
+def describe_routing(
+    logits: Tensor,
+    top_k: object,
+    *,
+    score: object = "softmax",
+    renormalize: object = True,
+    bias: Tensor | None = None,
+    groups: object = 1,
+    top_groups: object = 1,
+    scale: object = 1.0,
+) -> Routing:
+    """Check the arguments against the contract of ``route``, and describe the call. Raises ``InputError``."""
+    _check_tensors(logits, bias)
+    tokens, experts = logits.shape
+    k = _check_count("top_k", top_k)
+    of, best = _check_groups(experts, _check_count("groups", groups), _check_count("top_groups", top_groups))
+    allowed = best * (experts // of)
+    if k > allowed:
+        among = f"the {allowed} experts" + (f" of {best} groups" if of > 1 else "")
+        raise InputError(f"top_k must be at most {among}, got {k}")
+    if not isinstance(score, str) or score not in SCORES:
+        raise InputError(f"score must be one of {', '.join(SCORES)}, got {score!r}")
+    if not isinstance(renormalize, bool):
+        raise InputError(f"renormalize must be True or False, got {renormalize!r}")
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale):
+        raise InputError(f"scale must be a finite number, got {scale!r}")
+    return Routing(
+        tokens=tokens,
+        experts=experts,
+        top_k=k,
+        dtype=DTYPE_NAMES[logits.dtype],
+        strides=logits.stride(),
+        score=score,
+        renormalize=renormalize,
+        bias="" if bias is None else DTYPE_NAMES[bias.dtype],
+        groups=of,
+        top_groups=best,
+        scale=float(scale),
+    )
+
+
+def _check_tensors(logits: Tensor, bias: Tensor | None) -> None:
+    if logits.dim() != 2:
+        raise InputError(f"logits must have 2 dimensions [T, E], got shape {list(logits.shape)}")
+    if logits.device.type not in ("cpu", "cuda"):
+        raise InputError(f"logits must be on a CUDA device or the CPU, got {logits.device}")
+    for name, tensor in (("logits", logits), ("bias", bias)):
+        if tensor is None:
+            continue
+        if tensor.dtype not in DTYPE_NAMES:
+            raise InputError(f"{name} must be float16, bfloat16 or float32, got {tensor.dtype}")
+        if tensor.device != logits.device:
+            raise InputError(f"{name} must be on the device of logits, {logits.device}, got {tensor.device}")
+        if tensor.is_neg():
+            raise InputError(f"{name} must not be a negative view, got one (is_neg()): call resolve_neg()")
+    if bias is not None:
+        if tuple(bias.shape) != (logits.shape[1],):
+            raise InputError(f"bias must have shape [E] = {[logits.shape[1]]}, got {list(bias.shape)}")
+        if not bias.is_contiguous():
+            raise InputError(f"bias must be contiguous, got strides {list(bias.stride())}")
+
+
+def _check_groups(experts: int, groups: int, top_groups: int) -> tuple[int, int]:
+    if experts % groups:
+        raise InputError(f"groups must divide the {experts} experts, got {groups}")
+    if top_groups > groups:
+        raise InputError(f"top_groups must be at most groups = {groups}, got {top_groups}")
+    return groups, top_groups
+
+
+def _check_count(name: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise InputError(f"{name} must be an integer, 1 or more, got {value!r}")
+    return value
+
+
+def _reference(routing: Routing, logits: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    return reference.route(
+        logits,
+        routing.top_k,
+        score=routing.score,
+        renormalize=routing.renormalize,
+        bias=bias,
+        groups=routing.groups,
+        top_groups=routing.top_groups,
+        scale=routing.scale,
+    )
+
+
+def run_route(routing: Routing, logits: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Allocate the outputs and launch; on CPU tensors in Triton's interpreter."""
+    shape, device = (routing.tokens, routing.top_k), logits.device
+    weights = torch.empty(shape, dtype=torch.float32, device=device)
+    ids = torch.empty(shape, dtype=torch.int32, device=device)
+    if routing.tokens == 0:
+        return weights, ids
+    if device.type == "cpu":
+        from .prepare import interpret
+
+        kernel = kernel_of(routing, 0)
+        given = {"logits": logits, "weights": weights, "ids": ids, **({} if bias is None else {"bias": bias})}
+        interpret(kernel, given)
+        return weights, ids
+    tensors = (logits, *(() if bias is None else (bias,)), weights, ids)
+    with torch.cuda.device(device):
+        assert _raw_stream is not None
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        _launch_of(routing, device.index)(_raw_stream(device.index), *addresses, *[0] * (4 - len(addresses)))
+    return weights, ids
+
+
+def kernel_of(routing: Routing, arch: int) -> Any:
+    """Return the prepared kernel. Raises ``UnsupportedError``."""
+    from ..gpu.compile import KernelSource
+    from .prepare import PreparedKernel
+    from .route_triton import _route_kernel
+
+    r = routing
+    if r.experts > MAX_EXPERTS:
+        raise UnsupportedError(
+            f"no kernel routes among {r.experts} experts", hint=f"the most that are served: {MAX_EXPERTS}"
+        )
+    block_e = max(16, next_power(r.experts))
+    block_t = max(1, min(16, _ELEMENTS // block_e))
+    constants = {
+        "EXPERTS": r.experts,
+        "TOPK": r.top_k,
+        "STRIDE_T": r.strides[0],
+        "STRIDE_E": r.strides[1],
+        "IS_SOFTMAX": r.score == "softmax",
+        "RENORMALIZE": r.renormalize,
+        "GROUPS": r.groups,
+        "BLOCK_G": max(2, next_power(r.groups)),
+        "TOP_GROUPS": r.top_groups,
+        "BEST": min(2 if r.bias else 1, r.experts // r.groups),
+        "BLOCK_T": block_t,
+        "BLOCK_E": block_e,
+        "BLOCK_K": max(2, next_power(r.top_k)),
+        "DEPENDENT_LAUNCH": arch >= 90,
+        **({} if r.bias else {"bias_ptr": None}),
+    }
+    bias = {"bias_ptr": f"*{r.bias}"} if r.bias else {}
+    signature = {
+        "logits_ptr": f"*{r.dtype}",
+        **bias,
+        "weights_ptr": "*fp32",
+        "ids_ptr": "*i32",
+        "tokens": "i32",
+        "scale": "fp32",
+    }
+    source = KernelSource(
+        _route_kernel,
+        tuple(signature.items()),
+        tuple(constants.items()),
+        frozenset(("weights_ptr", "ids_ptr")),
+        num_warps=4,
+        max_registers=255,
+        dependent_launch=arch >= 90,
+    )
+    names = ("logits", *(("bias",) if r.bias else ()), "weights", "ids")
+    return PreparedKernel(source, (-(-r.tokens // block_t), 1, 1), (r.tokens, r.scale), names)
+
+
+@functools.lru_cache(maxsize=1024)
+def _launch_of(routing: Routing, device: int) -> Callable[..., None]:
+    from ..gpu.device import gpu_of_device
+    from ..gpu.launch import prepare_launch
+
+    arch = gpu_of_device(device).arch
+    refuse_architecture(arch)
+    kernel = kernel_of(routing, arch)
+    return prepare_launch(kernel.source, arch, device, kernel.grid, kernel.scalars)
+
+
+@torch.library.custom_op("flashmoe_science::moe_route", mutates_args=())
+def _route(
+    logits: Tensor,
+    bias: Tensor | None,
+    top_k: int,
+    score: str,
+    renormalize: bool,
+    groups: int,
+    top_groups: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    options: dict[str, Any] = {"score": score, "renormalize": renormalize, "groups": groups, "top_groups": top_groups}
+    bias = None if bias is None else bias.detach()
+    return route(logits.detach(), top_k, bias=bias, scale=scale, **options)
+
+
+@_route.register_fake
+def _fake_route(logits: Tensor, _bias: Tensor | None, top_k: int, *_options: object) -> tuple[Tensor, Tensor]:
+    shape = (logits.shape[0], top_k)
+    device = logits.device
+    return torch.empty(shape, dtype=torch.float32, device=device), torch.empty(shape, dtype=torch.int32, device=device)

@@ -1,0 +1,128 @@
+"""What changed since a run: its source files, and of a claim about device time what the GPU runs in its cases.
+
+A record hashes the files of its subject, and, where the operator can tell, all that decides what each arm runs in each
+case. A file that changed says that something may be another; equal fingerprints say that to the GPU nothing is.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import InputError
+from ..gpu.specs import GpuSpec
+from .claims import Claim
+from .evidence import CaseRecord, Record, TimeKind
+from .subject import PACKAGE_FOLDER, is_builtin
+from .words import counted
+
+# Taken on the device, of what was launched. Wall time has the host's Python in it, which no fingerprint knows.
+_DEVICE_TIMES: tuple[TimeKind, ...] = ("kernel", "graph")
+FINGERPRINTS_EQUAL = "(fingerprints equal)"  # ends a note that says of changed files that they do not count
+_SHOWN = 3  # cases that a reason lists
+
+
+@dataclass(frozen=True)
+class Sources:
+    """How the sources of a record compare with those of the repository now."""
+
+    changed: str = ""  # which differ, and in what; empty: nothing that counts, or none that can be seen
+    notes: Sequence[str] = ()  # what a reader of a verdict has to know besides
+    count: int = 0  # of the files that differ
+
+
+def compare_sources(record: Record, repository: Path) -> Sources:
+    """Compare the sources that ran with those in ``repository`` now."""
+    subject = record.subject
+    folders = [repository / subject.folder] if subject.folder is not None else _package_folders(repository)
+    now = {source.path: _digest(folders, source.path) for source in subject.sources}
+    if now and not any(now.values()) and subject.folder is None:
+        return Sources(notes=["its sources are not in this repository, so nobody compared them"])
+    differ = [source.path for source in subject.sources if now[source.path] != source.sha256]
+    return Sources(f"{len(differ)} of {len(now)}, {', '.join(differ)}" if differ else "", count=len(differ))
+
+
+def changes_since(claim: Claim, record: Record, repository: Path) -> Sources:
+    """Compare what ``claim`` rests on with what is in ``repository`` now.
+
+    Files that differ do not count for device time where the fingerprints of all its cases are those recorded. They
+    count where a fingerprint is missing, or cannot be made now.
+    """
+    sources = compare_sources(record, repository)
+    if not sources.changed or claim.metric not in _DEVICE_TIMES or not _is_of_this_package(record, repository):
+        return sources
+    cases = claim.cases_of(record)
+    compared = {case.name: _fingerprints(claim, record, case) for case in cases}
+    pairs = [pair for arms in compared.values() for pair in arms.values()]
+    if not pairs or not all(recorded for recorded, _ in pairs):
+        return sources
+    differ = {
+        name: arms
+        for name, fingerprints in compared.items()
+        if (arms := [arm for arm, (recorded, now) in fingerprints.items() if now != recorded])
+    }
+    if not differ:
+        ran = f"what runs on the GPU in its {counted(len(cases), 'case')} did not {FINGERPRINTS_EQUAL}"
+        return Sources(notes=[f"{sources.count} of its source files changed since; {ran}"], count=sources.count)
+    told = [name if claim.subject in arms else f"{name} ({', '.join(arms)})" for name, arms in differ.items()]
+    shown = ", ".join(told[:_SHOWN]) + (f" and {len(told) - _SHOWN} more" if len(told) > _SHOWN else "")
+    how = "is another" if all(now for _, now in pairs) else "is another, or cannot be told here,"
+    where = f"what runs on the GPU {how} in {len(differ)} of {counted(len(cases), 'case')}: {shown}"
+    return Sources(f"{sources.changed}; {where}", count=sources.count)
+
+
+def _is_of_this_package(record: Record, repository: Path) -> bool:
+    """Return whether the record's subject is ours, and the code that would make its fingerprints the repository's."""
+    own = repository / "src" / PACKAGE_FOLDER.name
+    return is_builtin(record.subject) and (not own.exists() or own.samefile(PACKAGE_FOLDER))
+
+
+def _fingerprints(claim: Claim, record: Record, case: CaseRecord) -> dict[str, tuple[str, str]]:
+    """Return of each arm that the claim compares in a case the fingerprint recorded, and the one now."""
+    gpu = record.environment.gpu
+    assert gpu is not None  # there are times
+    spec = _spec_of(gpu.name, gpu.arch, gpu.sms, gpu.l2_bytes)
+    problem = json.dumps(case.problem, sort_keys=True)
+    arms = [arm for arm in case.arms if arm.name in (claim.subject, *claim.baseline) and arm.status == "measured"]
+    arms.sort(key=lambda arm: arm.name != claim.subject)
+    return {
+        arm.name: (
+            arm.code,
+            _code_now(record.subject.operator, arm.name, problem, spec) if arm.code else "",
+        )
+        for arm in arms
+    }
+
+
+@functools.lru_cache(maxsize=256)
+def _spec_of(name: str, arch: int, sms: int, l2_bytes: int) -> GpuSpec:
+    from ..gpu.device import spec_of  # imports torch, as operators do: verbs that judge nothing do without
+
+    return spec_of(name, arch=arch, sms=sms, l2_bytes=l2_bytes)
+
+
+@functools.lru_cache(maxsize=65536)
+def _code_now(operator: str, arm: str, problem: str, gpu: GpuSpec) -> str:
+    """Return the fingerprint that the code here gives, or an empty text where there is none."""
+    from .operator import code_of, load_operator
+
+    found = load_operator(operator)
+    try:
+        return code_of(found, arm, found.parse_case(json.loads(problem)), gpu)
+    except InputError:  # it is no problem any more
+        return ""
+
+
+def _package_folders(repository: Path) -> list[Path]:
+    """Return where the sources of a built-in subject may be: this repository's own package, or the installed one."""
+    return [repository / "src" / PACKAGE_FOLDER.name, PACKAGE_FOLDER]
+
+
+def _digest(folders: list[Path], path: str) -> str | None:
+    """Return the SHA-256 of the first file of this path, or None where there is none."""
+    file = next((folder / path for folder in folders if (folder / path).is_file()), None)
+    return hashlib.sha256(file.read_bytes()).hexdigest() if file else None

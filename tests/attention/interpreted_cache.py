@@ -1,0 +1,66 @@
+"""Child process: run calls with a K/V cache in Triton's interpreter, answer ``right`` or why not."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+
+import torch
+
+from .cache_cases import CacheCase, Tensors, make_tensors
+from .cache_checks import assert_cache_right, call
+
+
+def check(case: CacheCase) -> None:
+    """Compare one case with fp64."""
+    tensors = make_tensors(case)
+    o, lse = assert_cache_right(case, tensors, kernel="decode_triton")
+    if case.shared:  # the same shapes and strides in memory of its own are another call
+        values = tensors["v_cache"]
+        ones = torch.empty_strided(values.shape, values.stride(), dtype=values.dtype).fill_(1.0)
+        of_ones, _ = call({**tensors, "v_cache": ones}, **case.options, kernel="decode_triton")
+        has_keys = (lse != -math.inf)[..., None].expand_as(o)
+        torch.testing.assert_close(of_ones, has_keys.to(o.dtype), rtol=1e-3, atol=1e-3)
+
+
+def check_bits(case: CacheCase) -> None:
+    """Compare each sequence alone, in a larger cache too, with the same sequence in the batch: bits must be equal."""
+    tensors = make_tensors(case)
+    o, lse = call(tensors, **case.options, kernel="decode_triton")
+    for b, length in enumerate(case.lengths):
+        one: Tensors = {
+            name: tensors[name][b : b + 1] for name in ("q", "cache_seqlens", "page_table") if name in tensors
+        }
+        for name in ("k_cache", "v_cache"):
+            one[name] = tensors[name] if case.page_size else tensors[name][b : b + 1]
+        larger = dict(one)
+        if case.page_size:
+            larger["page_table"] = torch.cat([one["page_table"], torch.full((1, 40), -1, dtype=torch.int32)], 1)
+        for alone in (one, larger):
+            o_alone, lse_alone = call(alone, **case.options, kernel="decode_triton")
+            assert torch.equal(o_alone[0], o[b]), f"sequence {b} of {length} keys has other bits alone"
+            assert torch.equal(lse_alone[0], lse[b])
+
+
+def main() -> None:
+    """Serve until stdin ends."""
+    empty = torch.empty
+    torch.empty = lambda *a, **o: fill(empty(*a, **o))
+    for line in sys.stdin:
+        try:
+            case = eval(line, {"CacheCase": CacheCase})  # the parent's own repr
+            check_bits(dataclasses.replace(case)) if case.why.startswith("bits") else check(case)
+            answer = "right"
+        except Exception as error:  # noqa: BLE001 - the parent fails the test with it
+            answer = f"{type(error).__name__}: {error}".replace("\n", " | ")
+        print(answer, flush=True)
+
+
+def fill(tensor: torch.Tensor) -> torch.Tensor:
+    """Poison fresh memory: an element that no one wrote shows."""
+    return tensor.fill_(math.nan) if tensor.is_floating_point() else tensor
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,343 @@
+"""Gradients without a GPU: their meaning, their contract, and the kernels in Triton's interpreter."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812 - PyTorch's own habit
+from torch.utils.checkpoint import checkpoint
+
+from flashmoe_science import InputError, UnsupportedError, flash_attention, flash_attention_varlen
+from flashmoe_science.attention import gradients as gradients_module, reference
+from flashmoe_science.attention.backward_calls import prepare_backward
+from flashmoe_science.attention.gradients import Options, attention_gradients
+
+from .cases import GRADIENTS, FeatureCase, Gradients
+
+ALL: dict[str, Any] = {"causal": True, "window": (3, -1), "softcap": 2.0, "softmax_scale": 0.4}
+
+
+def leaves(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    return [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("gradients", GRADIENTS, ids=str)
+def test_kernels_interpreted(gradients, interpreted):
+    """The Triton kernels themselves, run by Triton's interpreter in a process of its own."""
+    interpreted(gradients)
+
+
+def test_every_feature_is_interpreted():
+    cases = [gradients.case for gradients in GRADIENTS if isinstance(gradients.case, FeatureCase)]
+    for name in ("window", "softcap", "sinks", "alibi", "bias"):
+        plain = getattr(FeatureCase(1, 1, 1, 1, 1, 1, 1, "fp16", causal=False, why="none"), name)
+        assert sum(getattr(case, name) != plain for case in cases) >= 2, name
+    biased = {case.bias_heads for case in cases if case.bias}
+    assert biased == set(itertools.product((True, False), repeat=2))
+    assert any(gradients.through_lse for gradients in GRADIENTS)
+    assert any(gradients.turned for gradients in GRADIENTS)
+    assert Gradients(cases[0], through_lse=True) != Gradients(cases[0])
+
+
+@pytest.mark.parametrize("seqlens", [(4, 6), (6, 4)], ids=str)
+def test_gradcheck_of_the_reference(seqlens):
+    """Autograd goes through the definition, with all features at once, and through rows that see no key."""
+    seqlen_q, seqlen_k = seqlens
+    q, k, v, sinks, bias = leaves(
+        (2, 2, seqlen_q, 3), (2, 1, seqlen_k, 3), (2, 1, seqlen_k, 4), (2,), (1, 2, seqlen_q, seqlen_k),
+        dtype=torch.float64,
+    )  # fmt: skip
+    with torch.no_grad():
+        bias[:, :, 0, 1] = -math.inf  # a key that it hides
+    slopes = torch.rand(2, dtype=torch.float64)
+
+    def attend(q, k, v, sinks, bias):
+        o, lse = reference.attention(q, k, v, **ALL, sinks=sinks, alibi=slopes, bias=bias)
+        return o, lse
+
+    assert torch.autograd.gradcheck(attend, (q, k, v, sinks, bias))
+
+    def attend_without_sinks(q, k, v):
+        o, lse = reference.attention(q, k, v, causal=True)
+        return o, torch.where(lse == -math.inf, 0.0, lse)
+
+    assert torch.autograd.gradcheck(attend_without_sinks, (q, k, v))
+
+
+@pytest.mark.parametrize("own", [(1, 1), (1, 4), (2, 1), (2, 4)], ids=str)
+@pytest.mark.parametrize("seqlens", [(5, 7), (7, 5)], ids=str)
+def test_gradients_of_the_reference_are_autograds(seqlens, own, monkeypatch):
+    """The formulas, in chunks of rows, give what autograd makes of the definition."""
+    seqlen_q, seqlen_k = seqlens
+    monkeypatch.setattr(reference, "_CHUNK_SCORES", 8 * 2 * 3 * seqlen_k)
+    q, k, v, sinks, bias = leaves(
+        (2, 4, seqlen_q, 3), (2, 2, seqlen_k, 3), (2, 2, seqlen_k, 4), (4,), (*own, seqlen_q, seqlen_k),
+        dtype=torch.float64,
+    )  # fmt: skip
+    do, dlse = torch.randn(2, 4, seqlen_q, 4).double(), torch.randn(2, 4, seqlen_q).double()
+    for options in (
+        {"causal": True},
+        {**ALL, "sinks": sinks, "alibi": torch.rand(2, 4).double(), "bias": bias},
+        {"sinks": sinks, "window": (1, 0)},
+    ):
+        o, lse = reference.attention(q, k, v, **options)
+        seen = dlse * (lse != -math.inf)
+        given = {name: tensor for name, tensor in {"q": q, "k": k, "v": v, **options}.items() if name in GIVEN}
+        expected = torch.autograd.grad((o, lse.clamp(min=-1e9)), [*given.values()], (do, seen))
+        found = reference.attention_backward(q, k, v, do, torch.where(lse == -math.inf, math.nan, dlse), **options)
+        assert set(found) == set(given)
+        for name, tensor in zip(given, expected, strict=True):
+            torch.testing.assert_close(found[name], tensor, rtol=1e-10, atol=1e-10)
+
+
+GIVEN = ("q", "k", "v", "sinks", "bias")
+
+
+def test_gradients_against_sdpa():
+    """An implementation that is not ours agrees."""
+    q, k, v = leaves((2, 4, 9, 8), (2, 2, 9, 8), (2, 2, 9, 8))
+    do = torch.randn(2, 4, 9, 8)
+    ours = torch.autograd.grad(flash_attention(q, k, v, causal=True), (q, k, v), do)
+    theirs = torch.autograd.grad(
+        F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True), (q, k, v), do
+    )
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other)
+
+
+def all_features(dtype: torch.dtype = torch.float32) -> tuple[list[torch.Tensor], dict[str, Any]]:
+    q, k, v, sinks, bias = leaves((2, 4, 5, 8), (2, 2, 6, 8), (2, 2, 6, 16), (4,), (1, 4, 5, 6), dtype=dtype)
+    return [q, k, v], {**ALL, "sinks": torch.nn.Parameter(sinks.detach()), "bias": bias, "alibi": torch.rand(4)}
+
+
+def expected_of(inputs, options, do, dlse=None):
+    plain: dict[str, Any] = {}
+    plain |= {name: option.detach() if isinstance(option, torch.Tensor) else option for name, option in options.items()}
+    q, k, v = (tensor.detach() for tensor in inputs)
+    return reference.attention_backward(q, k, v, do, dlse, **plain)
+
+
+def compare(inputs, options, expected):
+    for name, tensor in zip(GIVEN, (*inputs, options["sinks"], options["bias"]), strict=True):
+        torch.testing.assert_close(tensor.grad, expected[name].to(tensor.dtype))
+        tensor.grad = None
+
+
+@pytest.mark.parametrize("how", ["eager", "whole graph", "checkpoint", "reentrant checkpoint", "offloaded"])
+def test_training(how):
+    """Gradients of all inputs, of o and of the LSE, in each way in which frameworks run a layer."""
+    inputs, options = all_features()
+    do, dlse = torch.randn(2, 4, 5, 16), torch.randn(2, 4, 5)
+
+    def attend(q, k, v, sinks, bias):
+        return flash_attention(q * 1.0, k, v, **{**options, "sinks": sinks, "bias": bias}, return_lse=True)
+
+    arguments = (*inputs, options["sinks"], options["bias"])
+    if how == "whole graph":
+        o, lse = torch.compile(attend, fullgraph=True, backend="aot_eager")(*arguments)
+    elif how.endswith("checkpoint"):
+        o, lse = checkpoint(attend, *arguments, use_reentrant=how.startswith("reentrant"))
+    elif how == "offloaded":  # saved tensors come back contiguous
+        with torch.autograd.graph.save_on_cpu():
+            o, lse = attend(*arguments)
+    else:
+        o, lse = attend(*arguments)
+    torch.autograd.backward((o, lse), (do, dlse))
+    compare(inputs, options, expected_of(inputs, options, do, dlse))
+
+
+def test_only_what_is_asked_for():
+    """Gradients of some inputs, of one output, and of a scalar sum, whose gradient has strides of 0."""
+    inputs, options = all_features()
+    o, lse = flash_attention(*inputs, **options, return_lse=True)
+    expected = expected_of(inputs, options, torch.ones_like(o))
+    (dq,) = torch.autograd.grad(o.sum(), inputs[0], retain_graph=True)
+    torch.testing.assert_close(dq, expected["q"])
+    dv, dsinks = torch.autograd.grad(o.sum(), (inputs[2], options["sinks"]), retain_graph=True)
+    torch.testing.assert_close(dv, expected["v"])
+    torch.testing.assert_close(dsinks, expected["sinks"])
+    of_lse = expected_of(inputs, options, torch.zeros_like(o), torch.ones_like(lse))
+    (dk,) = torch.autograd.grad(lse.sum(), inputs[1])
+    torch.testing.assert_close(dk, of_lse["k"])
+
+
+def test_nothing_is_recorded_where_nothing_needs_gradients():
+    inputs, options = all_features()
+    with torch.no_grad():
+        assert not flash_attention(*inputs, **options).requires_grad
+    frozen = [tensor.detach() for tensor in inputs]
+    plain = {**options, "sinks": options["sinks"].detach(), "bias": options["bias"].detach()}
+    assert not flash_attention(*frozen, **plain).requires_grad
+    o = flash_attention(*inputs)
+    kept = [tensor for tensor in o.grad_fn.saved_tensors if tensor is not None]
+    assert sorted(tuple(tensor.shape) for tensor in kept) == sorted(
+        [*(tuple(tensor.shape) for tensor in inputs), (2, 4, 5, 16), (2, 4, 5)]
+    )
+
+
+def test_second_order_gradients_are_refused():
+    """Not a wrong number; gradients that may be differentiated again are right as long as nobody does."""
+    q, k, v = leaves((1, 2, 5, 8), (1, 2, 6, 8), (1, 2, 6, 8))
+    o = flash_attention(q, k, v)
+    (dq,) = torch.autograd.grad(o.sum(), q, create_graph=True)
+    torch.testing.assert_close(dq, expected_of((q, k, v), {}, torch.ones_like(o))["q"])
+    with pytest.raises(UnsupportedError, match="no second-order gradients"):
+        torch.autograd.grad(dq.sum(), k)
+    arguments = (q, k, v, None, None, None, None, None, None, None, o.detach(), o[..., 0].detach(), torch.ones_like(o))
+    (dq, *_) = torch.ops.flashmoe_science.attention_backward(
+        *arguments, None, 0, 0, False, None, -1, -1, 0.0, [0], "auto"
+    )
+    with pytest.raises(UnsupportedError, match="no second-order gradients"):
+        dq.sum().backward()
+
+
+def test_slopes_have_no_gradient():
+    q, k, v, slopes = leaves((1, 2, 5, 8), (1, 2, 6, 8), (1, 2, 6, 8), (2,))
+    with pytest.raises(UnsupportedError, match=r"alibi must not require grad(.|\n)*detached"):
+        flash_attention(q, k, v, alibi=slopes)
+    with torch.no_grad():
+        flash_attention(q, k, v, alibi=slopes)
+    with pytest.raises(UnsupportedError, match="forward-mode"), torch.autograd.forward_ad.dual_level():
+        flash_attention(torch.autograd.forward_ad.make_dual(q, torch.ones_like(q)), k, v)
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("training", [False, True])
+def test_autocast(training, with_bias):
+    """Inputs of fp32 are cast, whether or not gradients are recorded; outside of the region they are not."""
+    q, k, v, bias = leaves((1, 2, 5, 8), (1, 2, 6, 8), (1, 2, 6, 8), (1, 1, 5, 6))
+    options: dict[str, Any] = {"bias": bias} if with_bias else {}
+    with torch.set_grad_enabled(training):
+        assert flash_attention(q, k, v, **options).dtype == torch.float32
+        with torch.autocast("cpu", torch.bfloat16):
+            o = flash_attention(q, k, v.bfloat16(), **options)
+            assert flash_attention(q, k, v, **options).dtype == torch.bfloat16
+        assert o.dtype == torch.bfloat16
+        assert flash_attention(q, k, v, **options).dtype == torch.float32
+    if training:
+        o.float().square().sum().backward()
+        assert q.grad is not None
+        assert q.grad.dtype == torch.float32
+        assert v.grad is not None
+
+
+def test_operators():
+    """The registered operators: schema, fake implementation, gradients."""
+    inputs, options = all_features()
+    arguments = (*inputs, True, 0.4, 3, -1, 2.0, options["sinks"], options["alibi"], options["bias"], True, "auto")
+    torch.library.opcheck(torch.ops.flashmoe_science.attention_features, arguments)
+    q, k, v = (tensor.detach() for tensor in inputs)
+    strided = q.transpose(1, 2).contiguous().transpose(1, 2)
+    o, lse = flash_attention(q, k, v, return_lse=True)
+    for first, wanted in ((q, [0, 1, 2]), (strided, [0]), (q, [1])):
+        torch.library.opcheck(
+            torch.ops.flashmoe_science.attention_backward,
+            (first, k, v, *[None] * 7, o, lse, o, lse, 0, 0, False, None, -1, -1, 0.0, wanted, "auto"),
+            test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
+        )
+
+
+def test_an_operator_that_kept_no_lse_says_so():
+    (q, k, v), _ = all_features()
+    o, _ = torch.ops.flashmoe_science.attention_features(
+        q, k, v, True, None, -1, -1, 0.0, None, None, None, False, "auto"
+    )
+    with pytest.raises(UnsupportedError, match="kept no LSE"):
+        o.sum().backward()
+
+
+def varlen_inputs() -> tuple[dict[str, Any], torch.Tensor]:
+    q, k, v, sinks = leaves((11, 4, 8), (14, 2, 8), (14, 2, 16), (4,))
+    starts = torch.tensor([0, 3, 3, 9], dtype=torch.int32), torch.tensor([0, 5, 7, 12], dtype=torch.int32)
+    lengths = {"cu_seqlens_q": starts[0], "cu_seqlens_k": starts[1], "max_seqlen_q": 6, "max_seqlen_k": 5}
+    return {"q": q, "k": k, "v": v, **lengths, "seqused_k": torch.tensor([4, 2, 5], dtype=torch.int32)}, sinks
+
+
+@pytest.mark.parametrize("how", ["eager", "whole graph"])
+def test_packed_sequences(how):
+    """Gradients of each sequence are those that it has alone; tokens in none have 0."""
+    inputs, sinks = varlen_inputs()
+
+    def attend(q, k, v, sinks):
+        return flash_attention_varlen(**{**inputs, "q": q, "k": k, "v": v}, causal=True, sinks=sinks, return_lse=True)
+
+    q, k, v = (inputs[name] for name in "qkv")
+    called = torch.compile(attend, fullgraph=True, backend="aot_eager") if how == "whole graph" else attend
+    o, lse = called(q, k, v, sinks)
+    do, dlse = torch.randn(11, 4, 16), torch.randn(4, 11)
+    torch.autograd.backward((o, lse), (do, dlse))
+    total = torch.zeros(4)
+    for rows, keys in ((slice(0, 3), slice(0, 4)), (slice(3, 9), slice(7, 12))):
+        places = ((q, rows), (k, keys), (v, keys))
+        one_q, one_k, one_v = (tensor.detach()[place].transpose(0, 1)[None] for tensor, place in places)
+        alone = reference.attention_backward(
+            one_q, one_k, one_v, do[rows].transpose(0, 1)[None], dlse[None, :, rows], causal=True, sinks=sinks.detach()
+        )
+        torch.testing.assert_close(q.grad[rows], alone["q"][0].transpose(0, 1))
+        torch.testing.assert_close(k.grad[keys], alone["k"][0].transpose(0, 1))
+        torch.testing.assert_close(v.grad[keys], alone["v"][0].transpose(0, 1))
+        total += alone["sinks"]
+    torch.testing.assert_close(sinks.grad, total)
+    assert not q.grad[9:].any()
+    assert not k.grad[[4, 5, 6, 12, 13]].any()
+
+
+def test_packed_operator():
+    inputs, sinks = varlen_inputs()
+    q, k, v, starts_q, starts_k, *_, used = inputs.values()
+    torch.library.opcheck(
+        torch.ops.flashmoe_science.attention_varlen,
+        (q, k, v, starts_q, starts_k, 6, 5, True, None, -1, -1, 0.0, sinks, None, None, used, True, "auto"),
+    )
+
+
+def test_prepared_gradients_see_every_change(monkeypatch):
+    """Equal shapes with another mask, scale or layout are other calls; equal calls are prepared once."""
+    q, k, v = leaves((1, 2, 6, 8), (1, 2, 6, 8), (1, 2, 6, 8))
+    do = torch.randn(1, 2, 6, 8)
+    made = []
+
+    def prepare(plan, q):
+        made.append(plan)
+        return prepare_backward(plan, q)
+
+    monkeypatch.setattr(gradients_module, "_prepared", {})
+    monkeypatch.setattr(gradients_module, "prepare_backward", prepare)
+    asked: list[dict[str, Any]] = [
+        {},
+        {"causal": True},
+        {"softmax_scale": 2.0},
+        {"window": (1, 1)},
+        {"softcap": 0.5},
+        {},
+    ]
+    results = [torch.autograd.grad(flash_attention(q, k, v, **options), q, do)[0] for options in asked]
+    assert len(made) == 5
+    assert torch.equal(results[0], results[-1])
+    for one, other in itertools.combinations(results[:-1], 2):
+        assert not torch.equal(one, other)
+
+
+def test_the_reference_follows_itself():
+    """Heads that no kernel serves have gradients where the reference is asked for; a name that is none is refused."""
+    assert gradients_module.kernel_after("reference") == "reference"
+    assert gradients_module.kernel_after("forward_triton") == "auto"
+    q, k, v = leaves((1, 1, 3, 300), (1, 1, 3, 300), (1, 1, 3, 300))
+    flash_attention(q, k, v, kernel="reference").sum().backward()
+    torch.testing.assert_close(q.grad, expected_of((q, k, v), {}, torch.ones(1, 1, 3, 300))["q"])
+    given = {name: torch.zeros(1, 1, 3, 4) for name in ("q", "k", "v", "o", "do")} | {"lse": torch.zeros(1, 1, 3)}
+    with pytest.raises(InputError, match="kernel must be auto or one of backward_triton, reference, got 'fastest'"):
+        attention_gradients(Options(causal=False, softmax_scale=None, kernel="fastest"), given, ["q"])
+
+
+def test_the_page_runs(capsys):
+    page = (Path(__file__).parents[2] / "docs" / "training.md").read_text(encoding="utf-8")
+    example, _, rest = page.partition("```python\n")[2].partition("```")
+    exec(example, {})
+    assert capsys.readouterr().out == rest.partition("```console\n")[2].partition("```")[0]

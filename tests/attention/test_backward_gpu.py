@@ -1,0 +1,226 @@
+"""Gradients on a GPU: right to the rule of the field, the same bits in every run, and in every way of training."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812 - PyTorch's own habit
+from torch.utils.checkpoint import checkpoint
+
+from flashmoe_science import flash_attention, flash_attention_varlen
+
+from .cases import GRADIENTS, HEAD_DIMS, PAIRS, Case, FeatureCase, VarlenCase
+from .checks import (
+    assert_gradients_right,
+    assert_varlen_gradients_right,
+    differentiate,
+    make_features,
+    make_inputs,
+    make_packed,
+    poison_allocator,
+)
+
+pytestmark = pytest.mark.gpu
+
+LONG = (*PAIRS, (4096, 4096), (4224, 4224))
+DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
+
+
+def check(case: Case, *, through_lse: bool = False, low: bool = False, repeats: int = 3) -> None:
+    """Compare with fp64, memory that nobody wrote being NaN; repeats give equal bits."""
+    q, k, v = make_inputs(case, "cuda")
+    if low:
+        q, k = 8 * q.abs(), -8 * k.abs()
+    options = make_features(case, "cuda") if isinstance(case, FeatureCase) else {"causal": case.causal}
+    asked: dict[str, Any] = {"kernel": "auto", "through_lse": through_lse}
+    poison_allocator(4 * max(q.numel(), k.numel(), 1))
+    found, do, dlse = differentiate(flash_attention, {"q": q, "k": k, "v": v}, options, **asked)
+    assert_gradients_right(found, q, k, v, do, dlse, **options)
+    for _ in range(repeats):
+        poison_allocator(4 * max(q.numel(), k.numel(), 1))
+        again, _, _ = differentiate(flash_attention, {"q": q, "k": k, "v": v}, options, **asked)
+        for name, gradient in found.items():
+            assert torch.equal(again[name], gradient), f"d{name} has other bits in another run"
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+@pytest.mark.parametrize("pair", LONG, ids=str)
+def test_lengths(pair, dims, causal):
+    """FlashAttention's own list of lengths, at the head dimensions in use, with grouped heads."""
+    check(Case(1 if max(pair) > 2000 else 2, 4, 2, pair[0], pair[1], dims[0], dims[1], "bf16", causal, "lengths"))
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "fp32"])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_head_dims(head_dim, dtype):
+    check(Case(2, 6, 2, 113, 203, head_dim, head_dim, dtype, True, why="dims"), through_lse=True)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_long_sums_of_fp32(head_dim, causal):
+    """Products of fp32 are not added one by one to a sum of thousands."""
+    check(Case(1, 2, 1, 2048, 4096, head_dim, head_dim, "fp32", causal, "fp32"), repeats=1)
+
+
+@pytest.mark.parametrize("gradients", GRADIENTS, ids=str)
+def test_cases(gradients):
+    """What the interpreter runs on CPUs: features, rests and empty tensors."""
+    case = gradients.case
+    if isinstance(case, VarlenCase):
+        inputs, options = make_packed(case, "cuda"), make_features(case, "cuda")
+        poison_allocator(1 << 22)
+        found, do, _ = differentiate(flash_attention_varlen, inputs, options, kernel="auto", through_lse=False)
+        assert_varlen_gradients_right(found, inputs, options, do)
+    else:
+        check(case, through_lse=gradients.through_lse, low=gradients.low)
+
+
+_LARGE: dict[str, dict[str, Any]] = {
+    "window": {"window": (100, -1)},
+    "window on both sides": {"window": (100, 70)},
+    "softcap": {"softcap": 20.0},
+    "sinks": {"sinks": "bf16"},
+    "alibi": {"alibi": "fp32", "alibi_axes": 2},
+    "bias": {"bias": "bf16", "bias_heads": (False, True)},
+    "all": {"window": (200, -1), "softcap": 20.0, "sinks": "fp32", "alibi": "fp32", "bias": "fp32"},
+}
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize("name", _LARGE)
+def test_features(name, dims):
+    """At sizes of many tiles, with the tiles that plans choose."""
+    causal = name != "window on both sides"
+    check(
+        FeatureCase(2, 4, 2, 500, 640, dims[0], dims[1], "bf16", causal, name, **_LARGE[name]),
+        through_lse=name == "sinks",
+    )
+
+
+def test_a_mask_with_lengths_of_128():
+    """Where cuDNN's backward gave NaN: a mask that hides whole rows, S a multiple of 128."""
+    q, k, v = make_inputs(Case(2, 4, 4, 256, 256, 64, 64, "bf16", False, why="mask"), "cuda")
+    bias = torch.zeros(2, 1, 256, 256, device="cuda", dtype=torch.bfloat16)
+    bias[:, :, :, 128:] = -math.inf
+    bias[1] = -math.inf
+    options = {"causal": False, "bias": bias}
+    found, do, _ = differentiate(flash_attention, {"q": q, "k": k, "v": v}, options, kernel="auto", through_lse=False)
+    assert_gradients_right(found, q, k, v, do, **options)
+    assert not found["q"][1].any()
+
+
+def leaves(*shape: int, dtype: torch.dtype = torch.bfloat16, number: int = 3) -> list[torch.Tensor]:
+    generator = torch.Generator("cuda").manual_seed(0)
+    made = [torch.randn(shape, generator=generator, device="cuda").to(dtype) for _ in range(number)]
+    return [tensor.requires_grad_() for tensor in made]
+
+
+def gradients_of(attend, inputs, do) -> tuple[torch.Tensor, ...]:
+    found: tuple[torch.Tensor, ...] = torch.autograd.grad(attend(*inputs), inputs, do)
+    return found
+
+
+@pytest.mark.parametrize("how", ["whole graph", "checkpoint", "expanded", "sequence-major"])
+def test_training(how):
+    """The same bits as the eager call, however the layer is run."""
+    inputs = leaves(2, 8, 640, 64)
+    do = torch.randn(2, 8, 640, 64, device="cuda", dtype=torch.bfloat16)
+
+    def attend(q, k, v):
+        return flash_attention(q, k, v, causal=True)
+
+    expected = gradients_of(attend, inputs, do)
+    if how == "whole graph":
+        found = gradients_of(torch.compile(attend, fullgraph=True), inputs, do)
+    elif how == "checkpoint":
+        found = gradients_of(lambda *x: checkpoint(attend, *x, use_reentrant=False), inputs, do)
+    elif how == "expanded":
+        expected = gradients_of(attend, inputs, torch.ones_like(do))
+        found = torch.autograd.grad(attend(*inputs).sum(), inputs)
+    else:
+        turned = [t.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for t in inputs]
+        found = gradients_of(attend, turned, do)
+    for mine, other in zip(found, expected, strict=True):
+        assert torch.equal(mine, other)
+
+
+@pytest.mark.unpoisoned
+def test_a_step_in_a_cuda_graph():
+    """Forward and backward, captured and replayed with other values in the same memory."""
+    inputs = leaves(2, 4, 300, 64)
+    do = torch.randn(2, 4, 300, 64, device="cuda", dtype=torch.bfloat16)
+
+    def step():
+        return gradients_of(lambda *x: flash_attention(*x, causal=True), inputs, do)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    with torch.no_grad():
+        for tensor in (*inputs, do):
+            tensor.copy_(torch.randn_like(tensor))
+    graph.replay()
+    for mine, other in zip(captured, step(), strict=True):
+        assert torch.equal(mine, other)
+
+
+def test_autocast():
+    inputs = leaves(2, 4, 300, 64, dtype=torch.float32)
+    with torch.autocast("cuda", torch.bfloat16):
+        o = flash_attention(*inputs, causal=True)
+        with torch.no_grad():
+            assert torch.equal(flash_attention(*inputs, causal=True), o)
+    assert o.dtype == torch.bfloat16
+    o.float().square().sum().backward()
+    assert all(tensor.grad is not None and tensor.grad.dtype == torch.float32 for tensor in inputs)
+
+
+def test_many_repeats():
+    """1,000 runs of one step have the same bits."""
+    inputs = leaves(2, 8, 1000, 128)
+    do = torch.randn(2, 8, 1000, 128, device="cuda", dtype=torch.bfloat16)
+    o, lse = flash_attention(*inputs, causal=True, return_lse=True)
+    expected = torch.autograd.grad(o, inputs, do, retain_graph=True)
+    differ = torch.zeros((), dtype=torch.bool, device="cuda")
+    for _ in range(1000):
+        found = torch.autograd.grad(o, inputs, do, retain_graph=True)
+        for mine, other in zip(found, expected, strict=True):
+            differ |= (mine != other).any()
+    assert not differ.item()
+    assert lse.requires_grad
+
+
+@pytest.mark.unpoisoned
+def test_memory_is_linear_in_the_length():
+    """From 8k to 64k keys, peak memory of a step grows eightfold: no scores are kept."""
+    peaks = []
+    for seqlen in (8192, 65536):
+        inputs = leaves(1, 2, seqlen, 64)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        flash_attention(*inputs, causal=True).sum().backward()
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+        del inputs
+    assert peaks[1] < 9 * peaks[0]
+
+
+def test_against_sdpa():
+    """An implementation that is not ours, within what bf16 allows."""
+    inputs = leaves(2, 8, 512, 128)
+    do = torch.randn(2, 8, 512, 128, device="cuda", dtype=torch.bfloat16)
+    ours = gradients_of(lambda *x: flash_attention(*x, causal=True), inputs, do)
+    theirs = gradients_of(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True), inputs, do)
+    for mine, other in itertools.zip_longest(ours, theirs):
+        torch.testing.assert_close(mine, other, rtol=0.05, atol=0.05)

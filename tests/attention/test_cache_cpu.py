@@ -1,0 +1,356 @@
+"""Attention with a K/V cache where no GPU is needed: the contract, the reference, the kernels in the interpreter."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from flashmoe_science import InputError, UnsupportedError, explain_with_kv_cache, flash_attention_with_kv_cache
+from flashmoe_science.attention import cache_reference, reference
+
+from .cache_cases import CACHE_CASES, EMPTY_CACHE_CASES, CacheCase, Tensors, make_tensors
+from .cache_checks import assert_cache_right, call, clone
+
+
+@pytest.mark.parametrize("case", CACHE_CASES + EMPTY_CACHE_CASES, ids=str)
+def test_cpu_tensors_run_the_reference(case):
+    tensors = make_tensors(case)
+    assert explain_with_kv_cache(**tensors, **case.options).kernel == "reference"
+    assert_cache_right(case, tensors)
+
+
+def gathered(tensors: Tensors, b: int, first: int, end: int) -> list[torch.Tensor]:
+    """Return K and V of one sequence as ``[1, HK, S, D]``, key by key."""
+    length = tensors["k_cache"].shape[1]
+    out = []
+    for name in ("k_cache", "v_cache"):
+        cache, keys = tensors[name], []
+        for n in range(first, end):
+            page, inside = b, n
+            if "page_table" in tensors:
+                page, inside = int(tensors["page_table"][b, n // length]), n % length
+            elif "cache_batch_idx" in tensors:
+                page = int(tensors["cache_batch_idx"][b])
+            keys.append(cache[page, inside])
+        out.append(torch.stack(keys, 1)[None])
+    return out
+
+
+@pytest.mark.parametrize("why", ["page-3", "batch-idx", "leftpad-paged", "append-paged", "append-rows", "many-rows"])
+def test_the_reference_is_attention_over_what_lies_in_the_cache(why):
+    """Against ``reference.attention`` over keys gathered one by one, after the call wrote the new ones."""
+    case = next(case for case in CACHE_CASES if case.why == why)
+    tensors = make_tensors(dataclasses.replace(case, dtype="fp32"))
+    o, lse = call(tensors, **case.options)
+    for b, length in enumerate(case.lengths):
+        k, v = gathered(tensors, b, case.padding[b] if case.padding else 0, length + case.new)
+        expected, expected_lse = reference.attention(tensors["q"][b : b + 1], k, v, **case.options)
+        torch.testing.assert_close(o[b : b + 1], expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(lse[b : b + 1], expected_lse, rtol=1e-5, atol=1e-6)
+
+
+def test_rotation_is_a_product_of_complex_numbers():
+    x, angles = torch.randn(2, 5, 10, dtype=torch.float64), torch.randn(20, 3, dtype=torch.float64)
+    positions = torch.tensor([3, 0, 19, 7, 7])
+    turn = torch.polar(torch.ones_like(angles), angles)[positions]
+    pairs = cache_reference.rotate(x, angles.cos(), angles.sin(), positions, interleaved=True)
+    expected = torch.view_as_real(torch.view_as_complex(x[..., :6].reshape(2, 5, 3, 2)) * turn).reshape(2, 5, 6)
+    torch.testing.assert_close(pairs, torch.cat([expected, x[..., 6:]], -1))
+    halves = cache_reference.rotate(x, angles.cos(), angles.sin(), positions, interleaved=False)
+    both = torch.complex(x[..., :3], x[..., 3:6]) * turn
+    torch.testing.assert_close(halves, torch.cat([both.real, both.imag, x[..., 6:]], -1))
+    behind = cache_reference.rotate(x, angles.cos(), angles.sin(), positions + 1, interleaved=False)
+    assert torch.isnan(behind[:, 2, :6]).all(), "a position behind the table shows"
+    assert not torch.isnan(behind[:, 3]).any()
+
+
+def test_one_length_for_all():
+    case = CacheCase("number", lengths=(37, 37))
+    tensors = make_tensors(case)
+    expected = call(tensors)
+    del tensors["cache_seqlens"]
+    for got, right in zip(call(tensors, cache_seqlens=37), expected, strict=True):
+        assert torch.equal(got, right)
+    with pytest.raises(InputError, match=r"cache_seqlens must be from 0 to 2\*\*31 - 1, got -1"):
+        call(tensors, cache_seqlens=-1)
+
+
+Change = Callable[[Tensors], dict[str, Any]]
+
+
+def changed(name: str, change: Callable[[Any], Any]) -> Change:
+    return lambda tensors: {**tensors, name: change(tensors.get(name))}
+
+
+PAGED = CacheCase("paged", lengths=(37, 5), new=1, page_size=16, rotary_dim=16)
+PLAIN = CacheCase("plain", lengths=(37, 5))
+BAD: dict[str, tuple[CacheCase, Change, str]] = {
+    "rank of q": (PLAIN, changed("q", lambda t: t[0]), r"q must have 4 dimensions .* got shape \[4, 1, 32\]"),
+    "dtype of the cache": (
+        PLAIN,
+        changed("k_cache", torch.Tensor.float),
+        r"k_cache must be the dtype of q, torch.float16, got torch.float32",
+    ),
+    "dtype of q": (PLAIN, changed("q", torch.Tensor.int), r"q must be float16, bfloat16 or float32, got torch.int32"),
+    "columns of k_cache": (PLAIN, changed("k_cache", lambda t: t[..., :16]), r"k_cache must have shape .* 32\], got"),
+    "positions of v_cache": (PLAIN, changed("v_cache", lambda t: t[:, :9]), r"v_cache must have shape \[pages or B"),
+    "rows of the cache": (
+        PLAIN,
+        lambda t: {**t, "k_cache": t["k_cache"][:1], "v_cache": t["v_cache"][:1]},
+        r"k_cache must have one row for each of 2 sequences, got 1(.|\n)*cache_batch_idx",
+    ),
+    "columns that are apart": (
+        PLAIN,
+        changed("q", lambda t: torch.cat([t, t], -1)[..., ::2]),
+        r"q must be contiguous along its last axis, got strides",
+    ),
+    "dtype of lengths": (
+        PLAIN,
+        changed("cache_seqlens", torch.Tensor.long),
+        r"cache_seqlens must be int32, got torch.int64",
+    ),
+    "number of lengths": (
+        PLAIN,
+        changed("cache_seqlens", lambda t: t[:1]),
+        r"cache_seqlens must have shape \[B\] = \[2\], got \[1\]",
+    ),
+    "page table": (
+        PAGED,
+        changed("page_table", lambda t: t[0]),
+        r"page_table must have shape \[B, P\] = \[2, P\], got \[5\]",
+    ),
+    "table and rows": (
+        PAGED,
+        changed("cache_batch_idx", lambda _: torch.zeros(2, dtype=torch.int32)),
+        r"cache_batch_idx must be None with a page_table",
+    ),
+    "k alone": (PAGED, changed("v", lambda _: None), r"k and v must be given both or neither, got k alone"),
+    "k nowhere": (
+        PAGED,
+        changed("cache_seqlens", lambda _: None),
+        r"cache_seqlens must say where k and v are appended",
+    ),
+    "shape of k": (PAGED, changed("k", lambda t: t[:, :1]), r"k must have shape \[B, HK, Sn, D\] = \[2, 2, 1, 32\]"),
+    "cos alone": (PAGED, changed("rotary_sin", lambda _: None), r"rotary_cos and rotary_sin must be given both"),
+    "rotation of nothing": (PAGED, lambda t: {**t, "k": None, "v": None}, r"rotary_cos needs new keys k"),
+    "too many columns": (
+        PAGED,
+        changed("rotary_cos", lambda t: t.repeat(1, 3)),
+        r"R from 2 to D = 32, got \[71, 24\]",
+    ),
+    "dtype of cos": (PAGED, changed("rotary_cos", torch.Tensor.bfloat16), r"rotary_cos must have the dtype of q"),
+    "sinks": (PLAIN, changed("sinks", lambda _: torch.zeros(3)), r"sinks must have shape \[4\], got \[3\]"),
+    "slopes": (
+        PLAIN,
+        changed("alibi", lambda _: torch.zeros(3)),
+        r"alibi must have shape \[4\] or \[2, 4\], got \[3\]",
+    ),
+    "device": (PLAIN, changed("k_cache", lambda t: t.to("meta")), r"k_cache must be on the device of q, cpu, got meta"),
+    "no tensor": (PLAIN, changed("k_cache", lambda _: [1.0]), r"k_cache must be a torch.Tensor, got list"),
+    "written and shared": (
+        PAGED,
+        lambda t: {**t, "v_cache": t["k_cache"]},
+        r"v_cache must have memory of its own, as k and v are written to it, got columns of k_cache",
+    ),
+    "written and expanded": (
+        PAGED,
+        changed("k_cache", lambda t: t[:1].expand_as(t)),
+        r"k_cache must not be expanded, as k and v are written to it",
+    ),
+}
+OPTIONS: dict[str, tuple[dict[str, object], str]] = {
+    "causal": ({"causal": 1}, r"causal must be True or False, got 1"),
+    "window": ({"window": (1,)}, r"window must be a tuple of two integers"),
+    "window below": ({"window": (-2, 0)}, r"window must be two integers .* got \(-2, 0\)"),
+    "softcap": ({"softcap": -1.0}, r"softcap must be 0 \(none\) or more, .* got -1.0"),
+    "scale": ({"softmax_scale": float("nan")}, r"softmax_scale must be finite"),
+    "splits": ({"num_splits": 1000}, r"num_splits must be 0 \(the plan chooses\) to 256, got 1000"),
+    "splits of what": ({"num_splits": True}, r"num_splits must be an integer, got True"),
+    "kernel": ({"kernel": "fast"}, r"kernel must be auto or one of decode_triton, reference, got 'fast'"),
+}
+
+
+@pytest.mark.parametrize("why", BAD)
+def test_bad_tensors_are_refused_and_nothing_is_written(why):
+    case, change, message = BAD[why]
+    tensors = make_tensors(case)
+    given = change(tensors)
+    before = clone(tensors)
+    with pytest.raises(InputError, match=message):
+        call({name: tensor for name, tensor in given.items() if tensor is not None})
+    for name in ("k_cache", "v_cache"):
+        torch.testing.assert_close(tensors[name], before[name], rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("why", OPTIONS)
+def test_bad_options_are_refused_and_nothing_is_written(why):
+    options, message = OPTIONS[why]
+    tensors = make_tensors(PAGED)
+    before = clone(tensors)
+    with pytest.raises(InputError, match=message):
+        call(tensors, **options)
+    assert torch.equal(tensors["k_cache"].isnan(), before["k_cache"].isnan())
+
+
+VALUES: dict[str, tuple[CacheCase, str, tuple[Any, int], str]] = {
+    "length": (PAGED, "cache_seqlens", (1, 80), r"cache_seqlens\[1\] must be from 0 to 79 \(80 positions less 1 new"),
+    "negative": (PLAIN, "cache_seqlens", (1, -1), r"cache_seqlens\[1\] must be from 0 to 70 \(70 positions\), got -1"),
+    "page": (PAGED, "page_table", ((0, 2), 13), r"page_table\[0, 2\] must be from 0 to 12, got 13"),
+    "no page": (PAGED, "page_table", ((1, 0), -1), r"page_table\[1, 0\] must be from 0 to 12, got -1"),
+    "padding": (
+        dataclasses.replace(PLAIN, padding=(0, 0)), "leftpad_k", (1, 6), r"leftpad_k\[1\] must be .* length 5, got 6",
+    ),
+    "row": (dataclasses.replace(PLAIN, rows=(0, 1)), "cache_batch_idx", (0, 2), r"cache_batch_idx\[0\] .* to 1, got 2"),
+    "one row twice": (
+        dataclasses.replace(PLAIN, rows=(0, 1), new=1), "cache_batch_idx", (0, 1), r"a row once .* got \[1, 1\]",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("why", VALUES)
+def test_values_are_checked_where_the_environment_asks_for_it(why, monkeypatch):
+    case, name, (place, value), message = VALUES[why]
+    tensors = make_tensors(case)
+    monkeypatch.setenv("FLASHMOE_CHECK", "1")
+    call(clone(tensors))  # right as it is, with table entries behind the last key that are no pages
+    tensors[name][place] = value
+    before = clone(tensors)
+    with pytest.raises(InputError, match=message):
+        call(tensors)
+    assert torch.equal(tensors["k_cache"].isnan(), before["k_cache"].isnan()), "nothing was written"
+
+
+def test_rotary_positions_are_checked(monkeypatch):
+    tensors = make_tensors(PAGED)
+    tensors["rotary_cos"], tensors["rotary_sin"] = tensors["rotary_cos"][:37], tensors["rotary_sin"][:37]
+    monkeypatch.setenv("FLASHMOE_CHECK", "1")
+    with pytest.raises(InputError, match="rotary_cos must have a row for position 37 of sequence 0, got 37 rows"):
+        call(tensors)
+
+
+def test_forced_kernels_never_fall_back():
+    tensors = make_tensors(PLAIN)
+    with pytest.raises(UnsupportedError, match=r"decode_triton needs an NVIDIA GPU(.|\n)*TRITON_INTERPRET=1"):
+        call(tensors, kernel="decode_triton")
+
+
+def test_requires_grad_is_refused():
+    tensors = make_tensors(PLAIN)
+    tensors["q"].requires_grad_()
+    with pytest.raises(UnsupportedError, match="q require grad, and there is no backward with a cache"):
+        call(tensors)
+    with torch.no_grad():
+        assert call(tensors)[0].shape == (2, 4, 1, 32)
+
+
+def test_output_keeps_the_order_of_axes_of_q():
+    tensors = make_tensors(CacheCase("order", lengths=(37, 5), seqlen_q=3, options={}))
+    expected, _ = call(tensors)
+    tensors["q"] = tensors["q"].transpose(1, 2).contiguous().transpose(1, 2)
+    o, _ = call(tensors)
+    assert o.stride() == tensors["q"].stride()
+    assert torch.equal(o, expected)
+
+
+def test_values_that_are_columns_of_the_keys_are_known_by_their_memory():
+    """And not by their shape: the same call with a copy is another one."""
+    case = CacheCase("shared", lengths=(37,), heads_kv=1, head_dim=48, head_dim_v=32, shared=True)
+    tensors = make_tensors(case)
+    copy = {**tensors, "v_cache": torch.empty_strided(tensors["v_cache"].shape, tensors["v_cache"].stride()).half()}
+    copy["v_cache"].copy_(tensors["v_cache"])
+    assert explain_with_kv_cache(**tensors).problem.shared_kv
+    assert not explain_with_kv_cache(**copy).problem.shared_kv
+    expected, _ = call(tensors)
+    assert torch.equal(call(copy)[0], expected)
+    copy["v_cache"].fill_(1.0)
+    torch.testing.assert_close(call(copy)[0], torch.ones_like(expected))
+
+
+def test_prepared_calls_see_every_change():
+    """Equal shapes with other options are other calls; other lengths at the same address are the same one."""
+    tensors = make_tensors(dataclasses.replace(PLAIN, seqlen_q=2))
+    o, _ = call(tensors)
+    for options in ({"causal": True}, {"window": (3, -1)}, {"softcap": 1.0}, {"softmax_scale": 2.0}):
+        assert not torch.equal(call(tensors, **options)[0], o)
+    given: dict[str, Any] = dict(tensors)
+    assert flash_attention_with_kv_cache(**given).shape == o.shape
+    tensors["cache_seqlens"][0] = 5
+    assert not torch.equal(call(tensors)[0], o)
+
+
+@pytest.mark.parametrize("why", ["append-paged", "features", "rotary"])
+def test_compile_and_opcheck(why):
+    """The registered operators trace whole graphs, declare what they write, and their fake implementations fit."""
+    case = next(case for case in CACHE_CASES if case.why == why)
+    tensors = make_tensors(dataclasses.replace(case, dtype="fp32"))
+    # opcheck compares caches before and after, and NaN is unlike itself.
+    for name in ("k_cache", "v_cache"):
+        tensors[name].nan_to_num_()
+    expected_tensors = clone(tensors)
+    expected = call(expected_tensors, **case.options)
+    compiled_tensors = clone(tensors)
+    compiled = torch.compile(lambda given: call(given, **case.options), fullgraph=True, backend="eager")
+    for got, right in zip(compiled(compiled_tensors), expected, strict=True):
+        torch.testing.assert_close(got, right)
+    assert torch.equal(compiled_tensors["k_cache"], expected_tensors["k_cache"])
+    window = case.options.get("window", (-1, -1))
+    tail = (
+        tensors.get("sinks"), tensors.get("alibi"), case.options.get("causal", False), *window,
+        case.options.get("softcap", 0.0), None, 0, False, "auto",
+    )  # fmt: skip
+    optional = [tensors.get(name) for name in ("page_table", "cache_batch_idx", "leftpad_k")]
+    head = [tensors[name] for name in ("q", "k_cache", "v_cache")]
+    if case.new:
+        arguments = (
+            *head, tensors["k"], tensors["v"], tensors["cache_seqlens"], *optional, tensors.get("rotary_cos"),
+            tensors.get("rotary_sin"), False, *tail,
+        )  # fmt: skip
+        torch.library.opcheck(torch.ops.flashmoe_science.attention_append_kv_cache, arguments)
+    else:
+        arguments = (*head, tensors["cache_seqlens"], *optional, *tail)
+        torch.library.opcheck(torch.ops.flashmoe_science.attention_with_kv_cache, arguments)
+
+
+BITS = [
+    CacheCase("bits-invariant", lengths=(300, 20, 0), capacity=320, page_size=16, options={"batch_invariant": True}),
+    CacheCase("bits-splits", lengths=(60, 20), page_size=4, options={"num_splits": 3}),
+]
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("case", CACHE_CASES + EMPTY_CACHE_CASES + BITS, ids=str)
+def test_kernels_interpreted(case, interpreted):
+    """The Triton kernels themselves, run by Triton's interpreter in a process of its own."""
+    interpreted(case)
+
+
+@pytest.fixture(scope="module")
+def interpreted():
+    """Return a check of one case in a child process, which Triton's interpreter needs (it is chosen at import)."""
+    environment = {
+        **os.environ,
+        "TRITON_INTERPRET": "1",
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+    }
+    child = subprocess.Popen(
+        [sys.executable, "-W", "ignore::RuntimeWarning", "-m", "tests.attention.interpreted_cache"],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
+    )  # fmt: skip
+
+    def check(case: CacheCase) -> None:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        child.stdin.write(repr(case) + "\n")
+        child.stdin.flush()
+        answer = child.stdout.readline().strip()
+        assert answer == "right", answer
+
+    yield check
+    child.communicate(timeout=30)

@@ -1,0 +1,100 @@
+"""Attention with a cache, for the harness: cases, work, rivals, and the suite."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+from flashmoe_science import InputError
+from flashmoe_science.attention_cache.operator import OPERATOR
+from flashmoe_science.attention_cache.rivals import RIVALS
+from flashmoe_science.proof.operator import Operator, Recognising
+from flashmoe_science.proof.suites import load_suite
+
+TABLE = {"batch": 3, "heads": 4, "heads_kv": 2, "seqlen_k": 48, "head_dim": 16, "dtype": "fp32"}
+TABLES = [TABLE, {**TABLE, "page_size": 16}, {**TABLE, "seqlen_q": 3, "causal": True, "softmax_scale": 0.5}]
+
+
+def test_it_fits_the_protocol():
+    operator: Any = OPERATOR
+    assert isinstance(operator, Operator)
+    assert isinstance(operator, Recognising)
+
+
+@pytest.mark.parametrize("table", TABLES, ids=["contiguous", "paged", "causal"])
+def test_a_bound_call_gives_the_exact_answer(table):
+    problem = OPERATOR.parse_case(table)
+    assert OPERATOR.parse_case(OPERATOR.as_table(problem)) == problem
+    inputs = OPERATOR.make_inputs(problem, seed=3, device="cpu")
+    for name, entry in OPERATOR.entry_points().items():
+        if name == "decode_triton":  # needs a GPU, or the interpreter
+            continue
+        module, _, attribute = entry.partition(":")
+        function = getattr(__import__(module, fromlist=[attribute]), attribute)
+        o = OPERATOR.bind(function, problem, inputs)()
+        exact = OPERATOR.exact(problem, inputs)
+        assert (o.double() - exact).abs().max() <= OPERATOR.error_budget(exact, OPERATOR.low_precision(problem, inputs))
+
+
+@pytest.mark.parametrize("table", TABLES[:1] + TABLES[2:], ids=["contiguous", "causal"])
+def test_sdpa_is_a_rival_where_it_can(table):
+    problem, rival = OPERATOR.parse_case(table), RIVALS["sdpa"]
+    if problem.causal:
+        assert rival.refusal(problem) == "its causal mask is aligned top-left where lengths differ"
+        return
+    inputs = OPERATOR.make_inputs(problem, seed=3, device="cpu")
+    o = OPERATOR.bind(rival.load(), problem, inputs)()
+    torch.testing.assert_close(o.double(), OPERATOR.exact(problem, inputs), rtol=1e-5, atol=1e-6)
+
+
+def test_rivals_say_what_they_do_not_serve():
+    paged = OPERATOR.parse_case({**TABLES[1], "dtype": "bf16"})
+    refusals = {name: rival.refusal(paged) for name, rival in RIVALS.items()}
+    assert refusals["sdpa"] == refusals["flex"] == "it knows no page table"
+    assert refusals["fa2"] == "its pages hold multiples of 256 positions"
+    assert refusals["fa3"] is refusals["flashinfer"] is None
+    assert RIVALS["flashinfer"].refusal(OPERATOR.parse_case(TABLES[2])) == "it is called for one query a sequence"
+
+
+def test_work_is_what_has_to_be_read():
+    problem = OPERATOR.parse_case({**TABLE, "dtype": "bf16", "page_size": 16})
+    work = OPERATOR.work(problem)
+    assert work.bytes == 3 * 48 * 2 * 32 * 2 + 3 * 4 * 32 * 2 + 3 * (3 + 1) * 4
+    assert work.flops == 4 * 16 * 3 * 4 * 48
+    assert work.tokens == 3
+
+
+def test_a_wrong_case_is_refused():
+    for change, message in (
+        ({"seqlen": 3}, "seqlen is not a key of a case of attention_cache"),
+        ({"page_size": 2.5}, "page_size must be int, got 2.5"),
+        ({"page_size": 20}, "seqlen_k must be a multiple of page_size = 20, got 48"),
+    ):
+        with pytest.raises(InputError, match=message):
+            OPERATOR.parse_case({**TABLE, **change})
+    with pytest.raises(InputError, match="needs batch, seqlen_k"):
+        OPERATOR.parse_case({"heads": 1, "head_dim": 8, "dtype": "fp16"})
+
+
+def test_the_suite_holds_what_it_says_and_fits_a_gpu():
+    cases: list[Any] = [case.problem for case in load_suite("decode").cases]
+    assert {(case.head_dim, case.group) for case in cases} >= {(d, g) for d in (64, 128, 256) for g in (1, 4, 8, 16)}
+    assert {case.batch for case in cases} >= {1, 4, 8, 16, 32, 64, 128, 256}
+    assert (min(case.capacity for case in cases), max(case.capacity for case in cases)) == (512, 131072)
+    assert {case.page_size for case in cases} == {0, 16, 64}
+    assert all(2 * OPERATOR.work(case).bytes < 100e9 for case in cases)
+    assert all(OPERATOR.refusal("decode_triton", case, "H200") is None for case in cases)
+
+
+@pytest.mark.triton
+def test_jobs_name_every_kernel_once():
+    problems = [OPERATOR.parse_case({**TABLE, "dtype": "bf16", "seqlen_k": keys, "heads": 8}) for keys in (512, 8192)]
+    jobs = OPERATOR.compile_jobs("flash_attention_with_kv_cache", problems, ["H200"])
+    names = [job.label.partition(" ")[0] for job in jobs]
+    assert names.count("_decode_kernel") == 1
+    outcome = next(job for job in jobs if job.label.startswith("_decode_kernel")).run()
+    assert outcome.problems == ()
+    assert isinstance(functools.reduce(max, outcome.instructions.values()), int)

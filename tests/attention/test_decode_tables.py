@@ -1,0 +1,177 @@
+"""Every tile of decode_triton compiles where it can be chosen: no spills, within shared memory, as many blocks an SM.
+
+Each on one architecture of each table, in a way that goes round; what serves most calls, 16 rows of 128 columns, on
+every architecture, contiguous and paged. The merge and the append on every architecture.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton exists for Linux only")
+
+from flashmoe_science.attention.cache_problem import CacheProblem
+from flashmoe_science.attention.decode_plan import (
+    _MORE_TO_READ,
+    _SHORT,
+    DECODE_TABLES,
+    DecodeConfig,
+    DecodePlan,
+    plan_with_kv_cache,
+)
+from flashmoe_science.attention.decode_prepare import prepare_cache_kernels
+from flashmoe_science.gpu.compile import compile_kernel, read_resources
+from flashmoe_science.gpu.launch import count_parameters
+from flashmoe_science.gpu.occupancy import occupancy
+from flashmoe_science.gpu.specs import SPECS
+
+pytestmark = pytest.mark.triton
+
+GPUS = {80: "A100", 86: "A10G", 89: "L4", 90: "H200", 100: "B200", 120: "RTX 5090"}
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {"has_seqlens": False},
+    "page16": {"page_size": 16},
+    "page64": {"page_size": 64, "batch_invariant": True, "has_leftpad": True},
+    "features": {"window": (100, 1), "softcap": 9.0, "sinks": "fp32", "alibi": "fp32", "return_lse": True},
+    "wide": {"page_size": 16, "pages": 2**22},
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a table on one architecture, and the way in which it is used."""
+
+    arch: int
+    config: DecodeConfig
+    item_bytes: int
+    columns: int
+    way: str
+    batch: int = 2
+
+    def __str__(self) -> str:
+        config = self.config
+        tile = f"{config.block_m}x{config.block_n}x{self.columns}"
+        tile += f"-w{config.num_warps}s{config.num_stages}b{config.blocks_per_sm}"
+        return f"sm_{self.arch}-{8 * self.item_bytes}bit-{tile}-{self.way}"
+
+    def plan(self) -> DecodePlan:
+        dtype = "fp32" if self.item_bytes == 4 else "bf16"
+        rows = self.config.block_m // (2 if self.way == "features" else 1)
+        mla = self.columns == 512
+        problem = CacheProblem(
+            batch=self.batch, heads=2 * rows, heads_kv=2, seqlen_q=2 if self.way == "features" else 1, capacity=4096,
+            head_dim=576 if mla else self.columns, head_dim_v=self.columns, dtype=dtype, shared_kv=mla,
+            **WAYS[self.way],
+        )  # fmt: skip
+        plan = plan_with_kv_cache(problem, SPECS[GPUS[self.arch]])
+        assert plan.config == self.config
+        return plan
+
+
+def rows() -> Iterator[Row]:
+    place = 0
+    for archs, table in DECODE_TABLES.items():
+        for (item_bytes, columns), configs in table.items():
+            for config in configs:
+                place += 1
+                yield Row(archs[place % len(archs)], config, item_bytes, columns, list(WAYS)[place % len(WAYS)])
+                if item_bytes == 2 and columns == 128 and config.block_m == 16:
+                    yield from (
+                        Row(arch, config, item_bytes, columns, way) for arch in archs for way in ("plain", "page16")
+                    )
+
+
+def rows_for_more_to_read() -> Iterator[Row]:
+    """Tiles of 16 rows, with batches that are large enough for each."""
+    batches = {192 << 10: 8, 384 << 10: 64}
+    for archs, table in _MORE_TO_READ.items():
+        for arch, ((item_bytes, columns), steps) in itertools.product(archs, table.items()):
+            for (least, config), way in itertools.product(steps, ("plain", "page16", "wide")):
+                yield Row(arch, config, item_bytes, columns, way, batches[least])
+    for archs, short in _SHORT.items():
+        for arch, ((item_bytes, columns), config) in itertools.product(archs, short.items()):
+            for way in ("plain", "page16", "wide"):
+                yield Row(arch, config, item_bytes, columns, way, 200)
+
+
+@pytest.mark.parametrize("row", dict.fromkeys([*rows(), *rows_for_more_to_read()]), ids=str)
+def test_every_tile_compiles(row):
+    plan = row.plan()
+    decode = next(kernel for kernel in prepare_cache_kernels(plan) if kernel.source.name == "_decode_kernel")
+    found, gpu = read_resources(decode.source, row.arch), SPECS[GPUS[row.arch]]
+    assert found.spill_bytes == 0, found.registers
+    assert found.shared_memory_bytes <= gpu.shared_memory_per_block_bytes
+    resident = occupancy(
+        gpu, threads=32 * row.config.num_warps, registers=found.registers,
+        shared_memory_bytes=found.shared_memory_bytes,
+    )  # fmt: skip
+    assert resident.blocks >= row.config.blocks_per_sm - (row.way == "wide"), resident
+    count_parameters(decode.source, compile_kernel(decode.source, row.arch).asm["ptx"])
+    if row.item_bytes == 2:
+        assert any("MMA" in opcode for opcode in found.instructions), "the matrix units are not used"
+        assert found.instructions.get("LDGSTS"), "K and V are copied to shared memory asynchronously"
+
+
+@pytest.mark.parametrize("arch", GPUS)
+def test_the_merge_and_the_append_compile(arch):
+    for balanced in (False, True):
+        problem = CacheProblem(
+            batch=70 if balanced else 1, heads=32, heads_kv=8, seqlen_q=1, capacity=9000, head_dim=128, head_dim_v=80,
+            dtype="fp16", seqlen_new=1, has_leftpad=balanced, sinks="bf16", rotary_dim=64, rotary_dtype="fp32",
+            rotary_interleaved=balanced, page_size=16, return_lse=True,
+        )  # fmt: skip
+        append, _, merge = prepare_cache_kernels(plan_with_kv_cache(problem, SPECS[GPUS[arch]]))
+        for kernel in (append, merge):
+            found = read_resources(kernel.source, arch)
+            assert found.spill_bytes == 0
+            assert found.shared_memory_bytes <= 16384
+
+
+def test_arguments_are_given_in_the_order_of_the_kernel():
+    """A launch gives values by place: pointers, then scalars."""
+    for ways in WAYS.values():
+        problem = CacheProblem(
+            **{"batch": 3, "heads": 8, "heads_kv": 2, "seqlen_q": 2, "capacity": 4096, "head_dim": 64, **ways},
+            head_dim_v=64, dtype="bf16", seqlen_new=1 if ways.get("has_seqlens", True) else 0,
+        )  # fmt: skip
+        for kernel in prepare_cache_kernels(plan_with_kv_cache(problem, SPECS["H200"])):
+            constants = dict(kernel.source.constants)
+            given = [name for name in kernel.source.function.arg_names if name not in constants]
+            assert [name for name, _ in kernel.source.signature] == given
+            kinds = [kind.startswith("*") for _, kind in kernel.source.signature]
+            assert kinds == sorted(kinds, reverse=True), "pointers come first"
+            assert len(kernel.scalars) == kinds.count(False)
+
+
+def test_a_kernel_waits_for_the_one_before_it_on_hopper_and_later():
+    problem = CacheProblem(1, 32, 8, 1, 4096, 128, 128, "bf16", seqlen_new=1)
+    for kernel in prepare_cache_kernels(plan_with_kv_cache(problem, SPECS["H200"])):
+        assert kernel.source.dependent_launch
+        assert read_resources(kernel.source, 90).instructions["ACQBULK"] == 1
+    for kernel in prepare_cache_kernels(plan_with_kv_cache(problem, SPECS["L4"])):
+        assert not kernel.source.dependent_launch
+
+
+@pytest.mark.parametrize("way", [{"has_seqlens": False}, {}, {"page_size": 16}], ids=["plain", "lengths", "pages"])
+def test_keys_asked_for_ahead_wait_for_no_more_than_they_need(way):
+    """Before the queries; and, where no length and no page is read, before the kernel before has ended."""
+    problem = CacheProblem(16, 32, 8, 1, 8192, 128, 128, "bf16", **way)
+    plan = plan_with_kv_cache(problem, SPECS["H200"])
+    assert plan.config is not None
+    ahead = dataclasses.replace(plan, config=dataclasses.replace(plan.config, prefetch=True))
+    source = prepare_cache_kernels(ahead)[0].source
+    ptx = compile_kernel(source, 90).asm["ptx"]
+    queries = ptx.index("ld.global.v4.b32")
+    assert 0 < ptx.index("prefetch.global.L2") < queries < ptx.index("cp.async")
+    assert (ptx.index("prefetch.global.L2") < ptx.index("griddepcontrol.wait")) == (way == {"has_seqlens": False})
+    assert ptx.index("griddepcontrol.wait") < queries, "the queries are what the kernel before may write"
+    assert ptx.count("griddepcontrol.wait") == 1
+    found = read_resources(source, 90)
+    assert found.spill_bytes == 0
+    assert found.instructions["CCTL"] == ptx.count("prefetch.global.L2")

@@ -1,0 +1,286 @@
+"""The fingerprint of a case changes with what the GPU runs in it, and with nothing else. The sources are our own."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton exists for Linux only")
+
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from flashmoe_science.attention import hopper_plan, operator as attention_operator, plan, prepare
+from flashmoe_science.attention.cache_contract import cache_problem_of
+from flashmoe_science.attention.inputs import problem_of
+from flashmoe_science.attention.operator import OPERATOR
+from flashmoe_science.attention_cache.operator import OPERATOR as CACHE_OPERATOR
+from flashmoe_science.attention_cache.rivals import values
+from flashmoe_science.gpu import dependencies, fingerprint
+from flashmoe_science.gpu.device import spec_of
+from flashmoe_science.gpu.specs import SPECS
+from flashmoe_science.proof.operator import Fingerprinting, load_operator
+from flashmoe_science.proof.suites import load_suite
+
+pytestmark = pytest.mark.triton
+
+H200 = SPECS["H200"]
+SHAPES = {
+    "hopper": {"batch": 2, "heads": 16, "seqlen_q": 4096, "head_dim": 128, "dtype": "bf16"},
+    "short": {"batch": 1, "heads": 16, "seqlen_q": 128, "head_dim": 64, "dtype": "fp16"},
+    "split": {"batch": 1, "heads": 2, "seqlen_q": 4, "seqlen_k": 8192, "head_dim": 64, "dtype": "fp16"},
+    "window": {"batch": 2, "heads": 16, "seqlen_q": 1000, "head_dim": 96, "dtype": "fp16", "window": [100, 0]},
+}
+
+
+def code(shape, arm="flash_attention", gpu=H200):
+    found = OPERATOR.code(arm, OPERATOR.parse_case(SHAPES[shape]), gpu)
+    assert found is not None
+    return found
+
+
+def forget():
+    for cached in (dependencies.trace, dependencies._load, fingerprint.host_code, fingerprint.kernel_code):
+        cached.cache_clear()
+
+
+@pytest.fixture
+def edit(monkeypatch):
+    """Let a module of the package read as if some text in it were another."""
+    read = dependencies.read_source
+    texts: dict[str, list[tuple[str, str]]] = {}
+
+    def read_edited(name):
+        text, package = read(name)
+        for old, new in texts.get(name.removeprefix("flashmoe_science."), ()):
+            assert old in text, old
+            text = text.replace(old, new)
+        return text, package
+
+    def edit(module, old, new):
+        texts.setdefault(module, []).append((old, new))
+        forget()
+
+    monkeypatch.setattr(dependencies, "read_source", read_edited)
+    yield edit
+    forget()
+
+
+KINDS = {"hopper": "forward_gluon_sm90", "short": "forward_short_gluon", "split": "forward_triton"}
+
+
+def test_the_shapes_are_served_by_the_kernels_that_they_stand_for():
+    plans = {name: plan.plan_attention(OPERATOR.parse_case(table), H200) for name, table in SHAPES.items()}
+    assert {name: plans[name].kernel for name in KINDS} == KINDS
+    assert len(plans["split"].launches) == 2
+    assert plans["window"].kernel == "forward_triton"
+
+
+@pytest.mark.parametrize("suite", ["seed", "standard", "standard-fp16", "unseen", "decode"])
+def test_every_case_of_the_suites_has_a_fingerprint_of_its_own_on_every_gpu_that_serves_it(suite):
+    loaded = load_suite(suite)
+    operator = load_operator(loaded.operator)
+    assert isinstance(operator, Fingerprinting)
+    subject = next(iter(operator.entry_points()))
+    served = {
+        (case.name, gpu): operator.code(subject, case.problem, spec)
+        for case in loaded.cases
+        for gpu, spec in SPECS.items()
+        if operator.refusal(subject, case.problem, gpu) is None
+    }
+    assert None not in served.values()
+    of_one = [found for (_, gpu), found in served.items() if gpu == "H200"]
+    assert len(set(of_one)) == len(of_one) == len(loaded.cases)
+
+
+@pytest.mark.parametrize(
+    ("module", "old", "new"),
+    [
+        ("attention.forward_gluon_sm90", '"""Attend rows 64 W', '"""Attend no more than rows 64 W'),
+        ("attention.forward_gluon_sm90", "  # to the first\n", "\n"),
+        (
+            "attention.forward_gluon_sm90",
+            "    if W == a.WARPGROUPS - 1:\n",
+            "    if (\n        W == a.WARPGROUPS - 1\n    ):\n",
+        ),
+        ("attention.forward_gluon_sm90", "from __future__", "\n\n\nfrom __future__"),
+        ("attention.forward_triton", "def _attend(", "def _attend_more("),
+        ("attention.decode_triton", "import triton\n", "import triton\n\nMORE = 1\n"),
+        ("attention.api", '"""Attend every query', '"""Attend all queries'),
+        ("attention.plan", "MERGE_ROWS = 4", "MERGE_ROWS = 8"),
+        ("attention.reference", "import torch\n", "import torch\n\nMORE = 1\n"),
+        ("gpu.gluon_sm90", "# of the hardware's 16", "# of 16"),
+    ],
+)
+def test_an_edit_that_does_not_reach_the_gpu_leaves_the_fingerprint(edit, module, old, new):
+    before = code("hopper")
+    edit(module, old, new)
+    assert code("hopper") == before
+
+
+@pytest.mark.parametrize(
+    ("module", "old", "new"),
+    [
+        ("attention.forward_gluon_sm90", "gl.constexpr(1024.0)", "gl.constexpr(512.0)"),
+        ("attention.forward_gluon_sm90", "m_new = gl.maximum(m, largest", "m_new = gl.minimum(m, largest"),
+        # kernel -> _attend_partition -> _step -> Ring.wait, in another file
+        ("gpu.gluon_sm90", "lap & 1)", "lap & 3)"),
+        ("gpu.gluon_sm90", "FIRST_BARRIER = gl.constexpr(5)", "FIRST_BARRIER = gl.constexpr(6)"),
+        ("gpu.gluon_versions", '"async_store"', '"async_stores"'),
+        ("gpu.tensor_map", "_L2_PROMOTION_128B = 2", "_L2_PROMOTION_128B = 3"),
+        ("gpu.compile", '"enable_fp_fusion": True', '"enable_fp_fusion": False'),
+        ("gpu.launch", "config = _LaunchConfig(*grid, threads,", "config = _LaunchConfig(*grid, 2 * threads,"),
+        ("gpu.counters", "_BLOCK = 4096", "_BLOCK = 8192"),
+        ("attention.calls", "o = empty(shape, strides, dtype)", "o = empty(shape, strides, dtype).zero_()"),
+        ("attention.api", "pq, pk, pv = q.data_ptr()", "q = q.contiguous()\n    pq, pk, pv = q.data_ptr()"),
+        ("attention.operator", "dtype=torch.float32).to(dtype)", "dtype=torch.float32).mul(0).to(dtype)"),
+    ],
+)
+def test_an_edit_that_reaches_the_gpu_changes_the_fingerprint(edit, module, old, new):
+    before = code("hopper")
+    edit(module, old, new)
+    assert code("hopper") != before
+
+
+def test_an_edited_kernel_changes_the_cases_that_run_it_and_no_others(edit):
+    before = {shape: code(shape) for shape in SHAPES}
+    edit("attention.primitives", "other=0.0)", "other=1.0)")
+    changed = {shape for shape in SHAPES if code(shape) != before[shape]}
+    assert changed == {"split", "window"}
+    edit("attention.merge_triton", "total += weight", "total += 2 * weight")
+    assert code("split") not in (before["split"], before["window"])
+
+
+def test_a_table_entry_changes_the_cases_that_take_it(monkeypatch):
+    before = {shape: code(shape) for shape in SHAPES}
+    table = dict(hopper_plan.HOPPER_TABLE)
+    table[128, 128, False] = ((2**63, dataclasses.replace(table[128, 128, False][0][1], ping_pong=True)),)
+    monkeypatch.setattr(hopper_plan, "HOPPER_TABLE", table)
+    assert {shape for shape in SHAPES if code(shape) != before[shape]} == {"hopper"}
+
+
+def test_an_entry_for_other_shapes_and_another_reason_change_nothing(monkeypatch):
+    before = code("hopper")
+    table = dict(hopper_plan.HOPPER_TABLE)
+    table[256, 256, False] = ((2**63, dataclasses.replace(table[256, 256, False][0][1], num_stages=1)),)
+    monkeypatch.setattr(hopper_plan, "HOPPER_TABLE", table)
+    made = hopper_plan.hopper_plan
+    monkeypatch.setattr(
+        plan, "hopper_plan", lambda *arguments: dataclasses.replace(made(*arguments), reason="for people")
+    )
+    assert code("hopper") == before
+
+
+def test_the_grid_and_the_constants_that_the_plan_decides_count(monkeypatch):
+    before = code("hopper")
+    with monkeypatch.context() as patched:
+        patched.setattr(prepare, "HOPPER_REGISTERS", {2: 232, 3: 160})
+        assert code("hopper") != before
+    # One SM fewer is one program fewer: the kernel draws its tiles from a counter.
+    assert code("hopper", gpu=dataclasses.replace(H200, sms=131)) != before
+    assert code("hopper", gpu=dataclasses.replace(H200, name="another", max_sm_clock_mhz=1)) == before
+
+
+def test_a_card_as_its_driver_describes_it_gives_what_the_table_of_gpus_gives():
+    """A GPU run asks the driver, and a machine without a GPU the table or the record."""
+    card = spec_of("NVIDIA H200", arch=90, sms=132, l2_bytes=50 << 20)
+    assert [code(shape, gpu=card) for shape in SHAPES] == [code(shape) for shape in SHAPES]
+    assert spec_of("NVIDIA H999", arch=90, sms=7, l2_bytes=1).sms == 7
+
+
+def described(problem, tensors):
+    """Return what ``flash_attention`` plans for, as ``bind`` calls it."""
+    options = attention_operator._asked(problem, tensors)
+    q, k, v = (tensors[name] for name in "qkv")
+    scale = problem.softmax_scale
+    return problem_of(q, k, v, causal=problem.causal, softmax_scale=scale, return_lse=False, **options)
+
+
+@pytest.mark.parametrize("suite", ["seed", "standard", "standard-fp16", "unseen", "scaling", "features"])
+def test_strides_and_alignment_are_those_of_the_tensors_that_the_harness_makes(suite):
+    for case in load_suite(suite).cases:
+        problem: Any = case.problem
+        with FakeTensorMode():  # shapes and strides without memory
+            tensors = OPERATOR.make_inputs(problem, seed=0, device="cpu")
+            assert OPERATOR._as_called(problem) == described(problem, tensors), case.name
+
+
+@pytest.mark.parametrize("ones", [(), ("batch",), ("heads",), ("seqlen_q",), ("seqlen_k", "batch"), ("head_dim",)])
+@pytest.mark.parametrize("bias", ["", "fp16"])
+def test_an_axis_of_one_element_has_the_stride_that_a_call_gives_it(ones, bias):
+    sizes = {"batch": 2, "heads": 2, "seqlen_q": 4, "seqlen_k": 8, "head_dim": 16}
+    more = {"bias": bias} if bias else {}
+    problem = OPERATOR.parse_case({**sizes, **dict.fromkeys(ones, 1), "dtype": "fp16", **more})
+    tensors = OPERATOR.make_inputs(problem, seed=0, device="cpu")
+    assert OPERATOR._as_called(problem) == described(problem, tensors)
+
+
+def test_strides_of_a_cache_are_those_of_the_tensors_that_the_harness_makes():
+    for case in load_suite("decode").cases:
+        p: Any = case.problem
+        with FakeTensorMode():
+            tensors = CACHE_OPERATOR.make_inputs(p, seed=0, device="cpu")
+            called = cache_problem_of(
+                {**tensors, "v_cache": values(p, tensors)},
+                causal=p.causal,
+                softmax_scale=p.softmax_scale,
+                batch_invariant=p.batch_invariant,
+            )
+        # Without memory nothing is shared.
+        assert CACHE_OPERATOR._as_called(p) == dataclasses.replace(called, shared_kv=p.shared_kv), case.name
+
+
+def test_arms_are_told_apart_and_what_cannot_be_told_is_none():
+    problem = OPERATOR.parse_case(SHAPES["hopper"])
+    assert code("hopper", arm="forward_gluon_sm90") != code("hopper", arm="forward_triton")
+    assert OPERATOR.code("nobody", problem, H200) is None
+    assert OPERATOR.code("sdpa#2", problem, H200) is None
+    assert OPERATOR.code("without-features", problem, H200) is None  # one of ours, planned from another problem
+    assert OPERATOR.code("forward_gluon_sm90", problem, SPECS["L4"]) is None  # refused there
+    decode = CACHE_OPERATOR.parse_case({"batch": 1, "heads": 4, "seqlen_k": 64, "head_dim": 64, "dtype": "fp16"})
+    assert CACHE_OPERATOR.code("nobody", decode, H200) is None
+
+
+def test_a_kernel_that_cannot_be_followed_has_no_fingerprint(edit):
+    edit("attention.forward_gluon_sm90", "import struct\n", "import struct\nfrom .primitives import *\n")
+    assert OPERATOR.code("flash_attention", OPERATOR.parse_case(SHAPES["hopper"]), H200) is None
+    code("short")
+
+
+def test_without_triton_ours_have_no_fingerprint_and_rivals_have(monkeypatch):
+    monkeypatch.setattr(attention_operator, "can_be_told", lambda: False)
+    problem = OPERATOR.parse_case(SHAPES["hopper"])
+    assert OPERATOR.code("flash_attention", problem, H200) is None
+    assert OPERATOR.code("fa3", problem, H200) is not None
+
+
+RIVALS = [name for name in OPERATOR.rivals() if name != "without-features"]
+
+
+def test_every_rival_has_a_fingerprint_of_its_own():
+    found = [code("hopper", arm=name) for name in RIVALS]
+    assert len(set(found)) == len(found)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "changed"),
+    [
+        ("p.scale, p.causal, -1, -1", "p.scale, p.causal, 0, -1", {"fa3"}),
+        ("clone(memory_format", "contiguous(memory_format", {"fa2", "fa3", "fa4", "xformers", "flashinfer"}),
+        ("_SIZE = 8192", "_SIZE = 4096", {"matrix-product"}),
+    ],
+)
+def test_a_rival_that_is_called_otherwise_has_another_fingerprint(edit, old, new, changed):
+    before = {name: code("hopper", arm=name) for name in RIVALS}
+    edit("attention.rivals", old, new)
+    assert {name for name in RIVALS if code("hopper", arm=name) != before[name]} == changed
+
+
+def test_how_a_rival_is_called_in_prose_does_not_count_and_its_backend_does(monkeypatch):
+    before = code("hopper", arm="sdpa-cudnn")
+    rival = OPERATOR.rivals()["sdpa-cudnn"]
+    monkeypatch.setattr(rival, "also_called", ("another",))
+    assert code("hopper", arm="sdpa-cudnn") == before
+    monkeypatch.setattr(rival, "backend", None)
+    assert code("hopper", arm="sdpa-cudnn") != before

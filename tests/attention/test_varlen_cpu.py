@@ -1,0 +1,246 @@
+"""Packed sequences without a GPU: their contract, the reference, and the kernel in Triton's interpreter."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from flashmoe_science import InputError, explain_varlen, flash_attention, flash_attention_varlen
+from flashmoe_science.attention import varlen
+from flashmoe_science.attention.plan import plan_attention
+from flashmoe_science.attention.problem import AttentionProblem
+from flashmoe_science.attention.tiles import ForwardConfig
+from flashmoe_science.gpu.specs import SPECS
+
+from .cases import VARLEN
+from .checks import assert_varlen_right, make_features, make_packed
+
+
+@pytest.mark.parametrize("case", VARLEN, ids=str)
+def test_cpu_tensors_run_the_reference(case):
+    """Every sequence right to fp64; rows in no sequence are 0."""
+    inputs, options = make_packed(case, "cpu"), make_features(case, "cpu")
+    assert explain_varlen(**inputs, **options).kernel == "reference"
+    o, lse = flash_attention_varlen(**inputs, **options, return_lse=True)
+    assert_varlen_right(o, lse, inputs, options)
+    tail = slice(sum(case.seqlens_q), None)
+    assert torch.equal(o[tail], torch.zeros_like(o[tail]))
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("case", VARLEN, ids=str)
+def test_streaming_kernel_interpreted(case, interpreted):
+    """The Triton kernel itself. Keys behind the length of a sequence are NaN: they must not be read."""
+    interpreted(case)
+
+
+def test_equal_lengths_are_a_batch():
+    """An invariant that needs no reference."""
+    q, k, v = torch.randn(3, 5, 4, 8), torch.randn(3, 7, 2, 8), torch.randn(3, 7, 2, 16)
+    starts_q, starts_k = (torch.arange(4, dtype=torch.int32) * length for length in (5, 7))
+    options: dict[str, Any] = {"causal": True, "window": (3, -1), "return_lse": True}
+    packed_q, packed_k, packed_v = (tensor.flatten(0, 1) for tensor in (q, k, v))
+    o, lse = flash_attention_varlen(packed_q, packed_k, packed_v, starts_q, starts_k, 5, 7, **options)
+    batch_q, batch_k, batch_v = (tensor.transpose(1, 2) for tensor in (q, k, v))
+    expected, expected_lse = flash_attention(batch_q, batch_k, batch_v, **options)
+    torch.testing.assert_close(o.view(3, 5, 4, 16), expected.transpose(1, 2))
+    torch.testing.assert_close(lse.reshape(4, 3, 5), expected_lse.transpose(0, 1))
+
+
+def packed_call(**changes: Any) -> dict[str, Any]:
+    call = {
+        "q": torch.randn(9, 4, 8),
+        "k": torch.randn(12, 2, 8),
+        "v": torch.randn(12, 2, 8),
+        "cu_seqlens_q": torch.tensor([0, 4, 9], dtype=torch.int32),
+        "cu_seqlens_k": torch.tensor([0, 5, 12], dtype=torch.int32),
+        "max_seqlen_q": 5,
+        "max_seqlen_k": 7,
+    }
+    return {**call, **changes}
+
+
+def ints(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "a batch": (
+        {"q": torch.randn(1, 9, 4, 8)},
+        r"q must have 3 dimensions \[T, H, D\], got shape \[1, 9, 4, 8\]",
+    ),
+    "a list": ({"q": [1.0]}, "q must be a torch.Tensor, got list"),
+    "starts in a list": ({"cu_seqlens_k": [0, 5, 12]}, "cu_seqlens_k must be a torch.Tensor, got list"),
+    "dtype of v": ({"v": torch.randn(12, 2, 8).half()}, "v must have the dtype of q, torch.float32, got torch.float16"),
+    "head dim of k": (
+        {"k": torch.randn(12, 2, 4)},
+        r"k must have shape \[Tk, HK, D\] = \[12, 2, 8\], got \[12, 2, 4\]",
+    ),
+    "heads of v": ({"v": torch.randn(12, 1, 8)}, r"v must have shape \[Tk, HK, DV\] = \[12, 2, 8\], got \[12, 1, 8\]"),
+    "tokens of v": ({"v": torch.randn(11, 2, 8)}, "v must have .*12"),
+    "heads": (
+        {"k": torch.randn(12, 3, 8), "v": torch.randn(12, 3, 8)},
+        "heads must be a multiple of heads_kv = 3, got 4",
+    ),
+    "64-bit starts": ({"cu_seqlens_q": torch.tensor([0, 4, 9])}, "cu_seqlens_q must be int32, got torch.int64"),
+    "starts of two axes": (
+        {"cu_seqlens_q": ints(0, 4, 9)[None]},
+        r"cu_seqlens_q must have 1 dimension and be contiguous, got shape \[1, 3\]",
+    ),
+    "starts with gaps": (
+        {"cu_seqlens_k": ints(0, 0, 5, 5, 12, 12)[::2]},
+        r"cu_seqlens_k must have 1 dimension and be contiguous, got shape \[3\], strides \[2\]",
+    ),
+    "no starts": (
+        {"cu_seqlens_q": ints()},
+        r"cu_seqlens_q must have shape \[B \+ 1\], so at least one element, got \[\]",
+    ),
+    "more starts of keys": (
+        {"cu_seqlens_k": ints(0, 5, 12, 12)},
+        r"cu_seqlens_k must have shape \[B \+ 1\] = \[3\], got \[4\]",
+    ),
+    "lengths of three": ({"seqused_k": ints(1, 2, 3)}, r"seqused_k must have shape \[B\] = \[2\], got \[3\]"),
+    "lengths in fp32": ({"seqused_q": torch.ones(2)}, "seqused_q must be int32, got torch.float32"),
+    "lengths elsewhere": (
+        {"seqused_q": torch.ones(2, dtype=torch.int32, device="meta")},
+        "seqused_q must be on the device of q, cpu, got meta",
+    ),
+    "a tensor as maximum": (
+        {"max_seqlen_q": torch.tensor(5)},
+        r"max_seqlen_q must be an integer from 0 .* got tensor\(5\)",
+    ),
+    "negative maximum": ({"max_seqlen_k": -1}, r"max_seqlen_k must be an integer from 0 to 2\*\*31 - 1, got -1"),
+    "slopes of three sequences": (
+        {"alibi": torch.ones(3, 4)},
+        r"alibi must have shape .*\[B, H\] = \[2, 4\], got \[3, 4\]",
+    ),
+    "sinks of KV heads": ({"sinks": torch.ones(2)}, r"sinks must have shape \[H\] = \[4\], got \[2\]"),
+    "window": ({"window": 3}, r"window must be two integers \(left, right\)"),
+    "causal": ({"causal": 1}, "causal must be True or False, got 1"),
+}
+LENGTHS: dict[str, tuple[dict[str, Any], str]] = {
+    "beyond the tokens": (
+        {"cu_seqlens_q": ints(0, 4, 10)},
+        "cu_seqlens_q must be from 0 to 9, the tokens of q, got 0 to 10",
+    ),
+    "before the tokens": ({"cu_seqlens_k": ints(-1, 5, 12)}, "cu_seqlens_k must be from 0 to 12, .* got -1 to 12"),
+    "backwards": ({"cu_seqlens_k": ints(0, 7, 6)}, "cu_seqlens_k must not decrease, got 7 and then 6 at index 2"),
+    "longer than the maximum": (
+        {"max_seqlen_q": 4},
+        "max_seqlen_q must be at least 5, the length of sequence 1, got 4",
+    ),
+    "more keys than the maximum": (
+        {"max_seqlen_k": 6},
+        "max_seqlen_k must be at least 7, the length of sequence 1, got 6",
+    ),
+    "used beyond its place": ({"seqused_k": ints(6, 7)}, "seqused_k must be from 0 to 5 at index 0, got 6"),
+    "negative use": ({"seqused_q": ints(4, -1)}, "seqused_q must be from 0 to 5 at index 1, got -1"),
+}
+
+
+@pytest.mark.parametrize("why", [*BAD, *LENGTHS])
+def test_bad_input(why):
+    """Each broken rule is named, with what was expected and got. Lengths on a CPU are always read."""
+    changes, message = {**BAD, **LENGTHS}[why]
+    flash_attention_varlen(**packed_call())  # what is prepared must not serve what only looks like it
+    with pytest.raises(InputError, match=message):
+        flash_attention_varlen(**packed_call(**changes))
+
+
+def test_a_length_in_use_may_be_shorter_than_its_place():
+    """The maximum counts the keys in use, not their place: a cache may have more room."""
+    flash_attention_varlen(**packed_call(max_seqlen_k=4, seqused_k=ints(4, 3)))
+
+
+def test_lengths_on_a_gpu_are_read_only_when_asked(monkeypatch):
+    """Reading waits for the GPU, which a capture does not allow."""
+
+    class OnGpu:
+        device = torch.device("cuda")
+
+    capturing = False
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    monkeypatch.delenv("FLASHMOE_CHECK", raising=False)
+    assert not varlen._reads_lengths(OnGpu())  # type: ignore[arg-type]
+    monkeypatch.setenv("FLASHMOE_CHECK", "1")
+    assert varlen._reads_lengths(OnGpu())  # type: ignore[arg-type]
+    capturing = True
+    assert not varlen._reads_lengths(OnGpu())  # type: ignore[arg-type]
+
+
+def test_prepared_calls_serve_any_number_of_tokens_and_see_every_other_change():
+    varlen._prepared.clear()
+    first = flash_attention_varlen(**packed_call())
+    longer = packed_call(q=torch.randn(20, 4, 8), cu_seqlens_q=ints(0, 4, 8))
+    assert flash_attention_varlen(**longer).shape == (20, 4, 8)
+    assert first.shape == (9, 4, 8)
+    assert len(varlen._prepared) == 1
+    call = packed_call()
+    results = [
+        flash_attention_varlen(**{**call, **changes})
+        for changes in (
+            {}, {"causal": True}, {"window": (2, -1)}, {"softcap": 0.5}, {"sinks": torch.ones(4)},
+            {"alibi": torch.ones(4)}, {"softmax_scale": 1.0}, {"seqused_k": ints(3, 3)}, {"seqused_q": ints(3, 3)},
+            {"cu_seqlens_k": ints(0, 6, 12)},
+        )
+    ]  # fmt: skip
+    for one, other in itertools.combinations(results, 2):
+        assert not torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("length", "planned_q", "planned_k"),
+    [(0, 0, 0), (1, 1, 1), (3, 4, 4), (64, 64, 64), (65, 128, 128), (129, 256, 256), (700, 768, 1024)],
+)
+def test_few_plans_serve_all_batches(length, planned_q, planned_k):
+    """Maxima are rounded up in plans, and ``explain_varlen`` shows to what."""
+    call = packed_call(max_seqlen_q=length, max_seqlen_k=length)
+    problem = explain_varlen(**call).problem
+    assert (problem.seqlen_q, problem.seqlen_k) == (planned_q, planned_k)
+    assert (problem.packed, problem.q_strides) == (True, (0, 8, 32, 1))
+
+
+def test_a_plan_for_packed_sequences():
+    """One program for each row tile of the longest sequence, of every sequence and head; keys are not split."""
+    problem = AttentionProblem(3, 4, 2, 64, 2**17, 64, 64, "fp16", packed=True, seqused="k")
+    plan = plan_attention(problem, SPECS["H200"])
+    assert plan.kernel == "forward_triton"
+    assert plan.reason.endswith("do not fill 132 SMs, and the keys of packed sequences are not split")
+    assert isinstance(plan.config, ForwardConfig)
+    assert (plan.config.block_m, plan.config.num_splits) == (16, 1)  # the smallest tile: nothing else fills the GPU
+    assert problem.describe() == "b3_h4_2_s64_131072_d64_fp16_packed"
+    assert problem.extras == ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")
+    with pytest.raises(InputError, match="bias must be None for packed sequences"):
+        AttentionProblem(3, 4, 2, 256, 256, 64, 64, "fp16", packed=True, bias="fp32")
+    with pytest.raises(InputError, match="seqused must be q, k or qk, and the sequences packed, got 'k'"):
+        AttentionProblem(3, 4, 2, 256, 256, 64, 64, "fp16", seqused="k")
+
+
+def test_compile_and_opcheck_on_cpu():
+    """The operator traces whole graphs, also with a number of tokens that changes, and its fake fits."""
+    call = packed_call(sinks=torch.randn(4), alibi=torch.rand(2, 4), seqused_k=ints(3, 7))
+
+    def attend(q, k, v, cu_seqlens_q, cu_seqlens_k, *more):
+        sinks, alibi, seqused_k = more
+        options: dict[str, Any] = {"causal": True, "window": (3, -1), "softcap": 2.0, "return_lse": True}
+        return flash_attention_varlen(
+            q + 1, k, v, cu_seqlens_q, cu_seqlens_k, 5, 7, sinks=sinks, alibi=alibi, seqused_k=seqused_k, **options
+        )
+
+    tensors = [value for value in call.values() if isinstance(value, torch.Tensor)]
+    compiled = torch.compile(attend, fullgraph=True, backend="eager", dynamic=True)
+    torch.testing.assert_close(compiled(*tensors), attend(*tensors))
+    tensors[0] = torch.randn(30, 4, 8)
+    torch.testing.assert_close(compiled(*tensors), attend(*tensors))
+    operator = torch.ops.flashmoe_science.attention_varlen
+    positional = [*packed_call().values()]
+    for return_lse in (False, True):
+        options = (True, 0.5, 3, -1, 2.0, call["sinks"], call["alibi"], None, call["seqused_k"], return_lse, "auto")
+        torch.library.opcheck(operator, (*positional, *options))
+        real = operator(*positional, *options)
+        with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
+            fake = operator(*positional, *options)
+        assert [(t.shape, t.stride()) for t in fake] == [(t.shape, t.stride()) for t in real]

@@ -1,0 +1,195 @@
+"""What a function depends on is found by its source: all that it uses, and nothing else."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import pytest
+
+from flashmoe_science.gpu import dependencies
+from flashmoe_science.gpu.dependencies import UntraceableError, trace
+
+FILES = {
+    "__init__": "",
+    "kernels": """
+        '''Two kernels.'''
+        import math
+
+        import torch.nn.functional as F
+
+        from . import tools
+        from .deep import deepest as lowest
+        from .shared import SIZE, Box
+
+        TURNS = SIZE + 1
+
+        def decorate(function):
+            return function
+
+        @decorate
+        def kernel(x, y: Box):
+            '''Add.'''
+            from .late import finish
+
+            z = F.relu(x) + TURNS  # a comment
+            return finish(middle(z, "a" "b") + tools.used(y))
+
+        def middle(x, name):
+            return lowest(x) * math.pi
+
+        def another(x):
+            return x
+
+        class Group:
+            def first(self):
+                return TURNS
+
+            def second(self):
+                return another
+        """,
+    "shared": """
+        SIZE = 4
+        STRAY = 5
+
+        class Box:
+            depth: int
+
+            def wait(self):
+                return helper(self.depth)
+
+        def helper(x):
+            return x
+        """,
+    "deep": "def deepest(x):\n    return x + BIAS\n\nBIAS = 1.0\n",
+    "tools": "def used(x):\n    return x\n\ndef unused(x):\n    return x\n",
+    "late": "def finish(x):\n    return x\n",
+}
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """Write a package, with some texts replaced, and return the dependencies of its kernel."""
+
+    def write(*changes, root="kernels:kernel", more="", stops=()):
+        files = {name: text.replace("\n        ", "\n") for name, text in FILES.items()}
+        for name, old, new in changes:
+            assert old in files[name], old
+            files[name] = files[name].replace(old, new)
+        folder = tmp_path / "made_up"
+        folder.mkdir(exist_ok=True)
+        for name, text in files.items():
+            (folder / f"{name}.py").write_text(text + (more if name == "kernels" else ""))
+        importlib.invalidate_caches()
+        forget()
+        return dict(trace((f"made_up.{root}",), frozenset(f"made_up.{stop}" for stop in stops)))
+
+    def forget():
+        trace.cache_clear()
+        dependencies._load.cache_clear()
+        for name in [name for name in sys.modules if name.partition(".")[0] == "made_up"]:
+            del sys.modules[name]
+
+    monkeypatch.syspath_prepend(tmp_path)
+    yield write
+    forget()
+
+
+def test_all_that_is_used_is_found_and_nothing_else(package):
+    found = {key.removeprefix("made_up.") for key in package()}
+    own = {key for key in found if not key.endswith(":")}
+    assert own == {
+        *("kernels:kernel", "kernels:middle", "kernels:TURNS", "kernels:decorate", "kernels:F", "kernels:math"),
+        *("kernels:SIZE", "kernels:Box", "kernels:lowest", "shared:SIZE", "shared:Box", "shared:helper"),
+        *("deep:deepest", "deep:BIAS", "tools:used", "late:finish"),
+    }
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("kernels", "  # a comment", ""),
+        ("kernels", "'''Add.'''", "'''Add two, and say so at length.'''"),
+        ("kernels", "            '''Add.'''\n".replace("    " * 2, "", 1), ""),
+        ("kernels", '"a" "b"', '(\n    "ab"\n)'),
+        ("kernels", "'''Two kernels.'''", "'''Kernels.'''\n\n\n"),
+        ("kernels", "return x\n\nclass Group", "return x + 1\n\nclass Group"),
+        ("kernels", "import math\n", "import math\nimport os\n"),
+        ("kernels", "import SIZE, Box", "import STRAY, SIZE, Box"),
+        ("shared", "STRAY = 5", "STRAY = 6"),
+        ("tools", "def unused(x):\n    return x", "def unused(x):\n    return 2 * x"),
+    ],
+    ids=lambda change: change[1][:20],
+)
+def test_what_does_not_count_changes_nothing(package, change):
+    before = package()
+    assert package(change) == before
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("kernels", "F.relu(x) +", "F.relu(x) -"),
+        ("kernels", "y: Box", "y"),
+        ("kernels", "SIZE + 1", "SIZE + 2"),
+        ("kernels", "@decorate\n", ""),
+        ("kernels", "return function", "return None"),
+        ("kernels", "import torch.nn.functional as F", "import torch.nn.init as F"),
+        ("kernels", "import deepest as lowest", "import BIAS as lowest"),
+        ("kernels", '"a" "b"', '"a" "c"'),
+        ("shared", "SIZE = 4", "SIZE = 8"),
+        ("shared", "return x\n", "return x + 1\n"),
+        ("shared", "depth: int", "depth: float"),
+        ("deep", "BIAS = 1.0", "BIAS = 2.0"),
+        ("deep", "BIAS = 1.0", "BIAS = 1"),
+        ("deep", "BIAS = 1.0", "BIAS = 1.0\nBIAS += 1"),
+        ("deep", "BIAS = 1.0", "BIAS = 1.0\nBIAS.imag[0] = 1"),
+        ("tools", "def used(x):\n    return x", "def used(x):\n    return 2 * x"),
+        ("late", "return x", "return -x"),
+    ],
+    ids=lambda change: f"{change[0]} {change[2][:20]}",
+)
+def test_what_counts_changes_something(package, change):
+    before = package()
+    assert package(change) != before
+
+
+def test_what_a_module_does_when_it_is_imported_counts(package):
+    before = package()
+    assert package(more="\nmath.pi = 3\n") != before
+    assert package(more="\nprint(TURNS)\n") != before
+    assert package(more="\nTABLE = {}\nTABLE[1] = 2\n") == before
+
+
+def test_one_method_of_a_class_is_followed_alone(package):
+    first = package(root="kernels:Group.first")
+    assert "made_up.kernels:TURNS" in first
+    assert "made_up.kernels:another" not in first
+    assert "made_up.kernels:another" in package(root="kernels:Group.second")
+
+
+def test_a_module_that_stops_is_not_followed(package):
+    found = package(stops=("shared",))
+    assert not any(key.startswith("made_up.shared") for key in found)
+    assert found == package(("shared", "SIZE = 4", "SIZE = 8"), stops=("shared",))
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (("kernels", "import math\n", "import math\nfrom .late import *\n"), "all names"),
+        (("kernels", "import math\n", "import pytest as math\n"), "imports pytest"),
+        (("kernels", "math.pi", "nowhere"), "uses nowhere"),
+        (("kernels", "from .deep import deepest", "from .deep import gone"), r"made_up\.deep has no gone"),
+        (("kernels", "import math\n", "import math\nimport made_up.late\nmath.x = made_up\n"), "whole"),
+    ],
+)
+def test_what_cannot_be_followed_is_said_and_not_left_out(package, change, what):
+    with pytest.raises(UntraceableError, match=what):
+        package(change)
+
+
+def test_names_that_are_not_there_are_said(package):
+    for root in ("kernels:gone", "kernels:Group.gone", "gone:kernel"):
+        with pytest.raises(UntraceableError, match="has no"):
+            package(root=root)

@@ -1,0 +1,103 @@
+"""The functions of flash-attn: their signatures, and what they return."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+
+from flashmoe_science import InputError, UnsupportedError
+from flashmoe_science.attention import reference
+from flashmoe_science.integrations import flash_attn
+
+_OPTIONS = (
+    "dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, "
+    "deterministic=False, return_attn_probs=False"
+)
+_LENGTHS = "cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k"
+SIGNATURES = {  # of flash-attn 2.8
+    "flash_attn_func": f"q, k, v, {_OPTIONS}",
+    "flash_attn_qkvpacked_func": f"qkv, {_OPTIONS}",
+    "flash_attn_kvpacked_func": f"q, kv, {_OPTIONS}",
+    "flash_attn_varlen_func": f"q, k, v, {_LENGTHS}, {_OPTIONS}, block_table=None",
+    "flash_attn_varlen_qkvpacked_func": f"qkv, cu_seqlens, max_seqlen, {_OPTIONS}",
+    "flash_attn_varlen_kvpacked_func": f"q, kv, {_LENGTHS}, {_OPTIONS}",
+}
+
+
+def test_signatures_are_those_of_flash_attn():
+    assert set(flash_attn.__all__) == set(SIGNATURES)
+    for name, expected in SIGNATURES.items():
+        parameters = inspect.signature(getattr(flash_attn, name)).parameters.values()
+        assert ", ".join(str(parameter.replace(annotation=parameter.empty)) for parameter in parameters) == expected
+
+
+@pytest.fixture
+def qkv() -> torch.Tensor:
+    return torch.randn(2, 9, 3, 4, 8)
+
+
+def test_dense_functions_agree_with_the_reference(qkv):
+    q, k, v = qkv.unbind(2)
+    slopes = torch.rand(4)
+    options: dict[str, Any] = {
+        "causal": True,
+        "window_size": (3, -1),
+        "softcap": 2.0,
+        "alibi_slopes": slopes,
+        "softmax_scale": 0.3,
+    }
+    expected, lse = reference.attention(
+        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2),
+        causal=True, window=(3, -1), softcap=2.0, alibi=slopes, softmax_scale=0.3,
+    )  # fmt: skip
+    results = [
+        flash_attn.flash_attn_func(q, k, v, return_attn_probs=True, **options),
+        flash_attn.flash_attn_qkvpacked_func(qkv, return_attn_probs=True, **options),
+        flash_attn.flash_attn_kvpacked_func(q, qkv[:, :, 1:], return_attn_probs=True, **options),
+    ]
+    for o, found_lse, mask in results:
+        torch.testing.assert_close(o, expected.transpose(1, 2))
+        torch.testing.assert_close(found_lse, lse)
+        assert mask is None
+        assert o.is_contiguous()
+    alone = flash_attn.flash_attn_func(q, k, v, 0.0, 0.3, True, (3, -1), 2.0, slopes, True)
+    assert torch.equal(alone, results[0][0])
+
+
+def test_packed_functions_agree_with_the_reference(qkv):
+    packed = qkv[0]
+    q, k, v = packed.unbind(1)
+    ends = torch.tensor([0, 4, 9], dtype=torch.int32)
+    expected, lse = reference.attention_varlen(q, k, v, ends, ends, causal=True)
+    results = [
+        flash_attn.flash_attn_varlen_func(q, k, v, ends, ends, 5, 5, causal=True, return_attn_probs=True),
+        flash_attn.flash_attn_varlen_qkvpacked_func(packed, ends, 5, causal=True, return_attn_probs=True),
+        flash_attn.flash_attn_varlen_kvpacked_func(
+            q, packed[:, 1:], ends, ends, 5, 5, causal=True, return_attn_probs=True
+        ),
+    ]
+    for o, found_lse, mask in results:
+        torch.testing.assert_close(o, expected)
+        torch.testing.assert_close(found_lse, lse)
+        assert mask is None
+    assert torch.equal(flash_attn.flash_attn_varlen_func(q, k, v, ends, ends, 5, 5, causal=True), results[0][0])
+
+
+def test_what_is_not_served_raises_by_name(qkv):
+    q, k, v = qkv.unbind(2)
+    ends = torch.tensor([0, 9], dtype=torch.int32)
+    with pytest.raises(UnsupportedError, match=r"dropout_p must be 0, got 0.1"):
+        flash_attn.flash_attn_func(q, k, v, dropout_p=0.1)
+    with pytest.raises(UnsupportedError, match="block_table must be None"):
+        flash_attn.flash_attn_varlen_func(q[0], k[0], v[0], ends, ends, 9, 9, block_table=torch.zeros(1, 1))
+    with pytest.raises(InputError, match=r"qkv must have shape \[B, S, 3, H, D\], got \[2, 9, 2, 4, 8\]"):
+        flash_attn.flash_attn_qkvpacked_func(qkv[:, :, :2])
+    with pytest.raises(InputError, match=r"kv must have 4 dimensions \[T, 2, HK, D\], got shape \[2, 9, 3, 4, 8\]"):
+        flash_attn.flash_attn_varlen_kvpacked_func(q[0], qkv, ends, ends, 9, 9)
+    with pytest.raises(InputError, match=r"q must have 4 dimensions \[B, S, H, D\], got shape \[9, 4, 8\]"):
+        flash_attn.flash_attn_func(q[0], k, v)
+    with pytest.raises(InputError, match=r"k must be a torch.Tensor, got NoneType"):
+        flash_attn.flash_attn_func(q, None, v)  # type: ignore[arg-type]

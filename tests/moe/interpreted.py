@@ -1,0 +1,122 @@
+"""Child process: read cases from stdin, run them in Triton's interpreter, answer ``right`` or why not."""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import Any
+
+import torch
+
+from flashmoe_science.moe import reference
+from flashmoe_science.moe.plan import Tile, TileConfig, make_plan, workspace_sizes
+from flashmoe_science.moe.prepare import interpret, prepare_moe_kernels
+from flashmoe_science.moe.problem import MoeProblem
+from flashmoe_science.moe.routing import describe_routing, run_route
+
+from .cases import Case, make_tensors
+from .checks import assert_right, run
+
+
+def fill(tensor: torch.Tensor) -> torch.Tensor:
+    """Poison fresh memory: an element that no one wrote shows, and an index that no one wrote leads nowhere."""
+    return tensor.fill_(math.nan if tensor.is_floating_point() else 1 << 30)
+
+
+def check(case: Case) -> None:
+    """Compare one call with fp64; a second one must have the same bits."""
+    tensors = make_tensors(case)
+    out = run(case, tensors)
+    assert_right(case, out, tensors)
+    if case.tokens < 100:
+        assert torch.equal(run(case, tensors), out), "another run gives other bits"
+
+
+def check_invariance(case: Case) -> None:
+    """Compare each token alone with the same token in the batch: bits must be equal."""
+    tensors = make_tensors(case)
+    out = run(case, tensors)
+    for t in range(0, case.tokens, 3):
+        one = {name: tensors[name][t : t + 1].contiguous() for name in ("x", "topk_weights", "topk_ids")}
+        assert torch.equal(run(case, {**tensors, **one})[0], out[t]), f"token {t} has other bits alone"
+
+
+def check_route(logits: torch.Tensor, top_k: int, bias: torch.Tensor | None, **options: Any) -> None:
+    """Compare with the reference: experts exactly, weights closely."""
+    weights, ids = run_route(describe_routing(logits, top_k, bias=bias, **options), logits, bias)
+    exact_weights, exact_ids = reference.route(logits, top_k, bias=bias, **options)
+    assert torch.equal(ids, exact_ids), f"{ids} instead of {exact_ids}"
+    torch.testing.assert_close(weights, exact_weights, rtol=1e-5, atol=1e-7, equal_nan=True)
+
+
+def check_routes(seed: int) -> None:
+    """Route with every option, ties, NaN and -inf among the logits."""
+    g = torch.Generator().manual_seed(seed)
+    for tokens, experts, top_k, options, biased in (
+        (5, 8, 2, {}, False),
+        (17, 128, 8, {"renormalize": False}, False),
+        (7, 60, 6, {"score": "sigmoid", "scale": 2.5}, True),
+        (9, 32, 4, {"score": "sigmoid", "groups": 8, "top_groups": 3}, True),
+        (9, 12, 2, {"groups": 3, "top_groups": 1}, False),
+        (1, 5, 5, {"score": "sigmoid", "renormalize": False, "groups": 5, "top_groups": 5}, True),
+        (6, 1, 1, {}, False),
+        (0, 4, 2, {}, False),
+    ):
+        logits = torch.randn(tokens, experts, generator=g)
+        if tokens > 5 and experts > 5:
+            logits[2, :], logits[3, 4], logits[4, :5], logits[5, :] = math.nan, math.nan, -math.inf, 0.0
+            logits[5, ::2] = -0.0  # equal to 0.0
+        bias = torch.randn(experts, generator=g) * 0.3 if biased else None
+        check_route(logits, top_k, bias, **options)
+        check_route(logits.t().contiguous().t(), top_k, bias, **options)
+
+
+def check_sort(experts: int, pairs: int) -> None:
+    """Compare order, places and tiles with torch's stable sort; most pairs go to one expert, and some to none."""
+    ids = torch.randint(-2, experts + 1, (pairs, 1), generator=torch.Generator().manual_seed(pairs), dtype=torch.int32)
+    ids[: pairs // 2] = min(2, experts - 1)
+    problem = MoeProblem(pairs, experts, 1, 16, 16, "fp32")
+    config = TileConfig(16, Tile(16, 16, 4, 1), Tile(16, 16, 4, 1))
+    plan = make_plan(problem, "CPU", 0, "grouped_triton", config, None, "a test asked")
+    made = {name: torch.full((size,), -7, dtype=torch.int32) for name, size in workspace_sizes(plan).items()}
+    for step, kernel in zip(plan.steps, prepare_moe_kernels(plan), strict=True):
+        if step in ("sort", "count", "sum", "place"):
+            interpret(kernel, {"topk_ids": ids, **made})
+    flat = ids.flatten().long()
+    exists = (flat >= 0) & (flat < experts)
+    order = torch.sort(torch.where(exists, flat, experts), stable=True).indices[: int(exists.sum())]
+    assert torch.equal(made["order_ptr"][: len(order)].long(), order)
+    places = torch.full((pairs,), -1)
+    places[order] = torch.arange(len(order))
+    assert torch.equal(made["positions_ptr"][:pairs].long(), places)
+    counts = torch.bincount(flat[exists], minlength=experts).tolist()
+    tiles, start = [], 0
+    for expert, count in enumerate(counts):
+        tiles += [[expert, row, min(row + 16, start + count)] for row in range(start, start + count, 16)]
+        start += count
+    table = made["tiles_ptr"].view(-1, 4)
+    assert table[0, 0] == len(tiles) <= len(table) - 1
+    assert table[1 : 1 + len(tiles), :3].tolist() == tiles
+
+
+def main() -> None:
+    """Serve until stdin ends."""
+    empty = torch.empty
+    torch.empty = lambda *a, **o: fill(empty(*a, **o))
+    for line in sys.stdin:
+        try:
+            what = eval(line, {"Case": Case})  # the parent's own repr
+            if isinstance(what, int):
+                check_routes(what)
+            elif isinstance(what, tuple):
+                check_sort(*what)
+            else:
+                check_invariance(what) if what.batch_invariant else check(what)
+            answer = "right"
+        except Exception as error:  # noqa: BLE001 - the parent fails the test with it
+            answer = f"{type(error).__name__}: {error}".replace("\n", " | ")
+        print(answer, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""Every refused input, by its message."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from flashmoe_science import InputError, UnsupportedError, explain_moe, fused_moe, route
+
+from .cases import Case, make_tensors
+
+
+def call(change: dict[str, Any], **options: Any) -> torch.Tensor:
+    tensors: dict[str, Any] = make_tensors(Case("refused", 3, 4, 2, 16, 8, bias=True, shared=1, shared_inter=8))
+    tensors.update(change)
+    return fused_moe(**tensors, **options)
+
+
+def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x": [1.0]}, "x must be a torch.Tensor, got list"),
+        ({"w_down": None}, "w_down must be a torch.Tensor, got NoneType"),
+        ({"bias_down": 3}, "bias_down must be a torch.Tensor or None, got int"),
+        ({"x": zeros(3, 2, 16)}, r"x must have 2 dimensions \[T, HID\], got shape \[3, 2, 16\]"),
+        ({"x": zeros(3, 16, dtype=torch.float64)}, "x must be float16, bfloat16 or float32, got torch.float64"),
+        ({"x": zeros(3, 16, dtype=torch.float16)}, "must have the dtype of x, torch.float16, got torch.float32"),
+        ({"x": zeros(3, 16).to("meta")}, "x must be on a CUDA device or the CPU, got meta"),
+        ({"w_down": zeros(4, 16, 8).to("meta")}, "w_down must be on the device of x, cpu, got meta"),
+        ({"w_gate_up": zeros(4, 16)}, r"w_gate_up must have 3 dimensions \[E, 2 \* INTER, HID\]"),
+        ({"w_gate_up": zeros(4, 8, 16)}, r"w_gate_up must have shape \[E, 2 \* INTER, HID\] = \[4, 16, 16\], got"),
+        ({"w_down": zeros(4, 15, 8)}, r"w_down must have shape \[E, HID, INTER\] = \[4, 16, 8\], got \[4, 15, 8\]"),
+        ({"topk_ids": zeros(3, 2)}, "topk_ids must be int32 or int64, got torch.float32"),
+        ({"topk_ids": zeros(4, 2, dtype=torch.int32)}, r"topk_ids must have shape \[T, K\] = \[3, 2\], got \[4, 2\]"),
+        ({"topk_ids": zeros(2, 3, dtype=torch.int32).t()}, r"topk_ids must be contiguous, got strides \[1, 3\]"),
+        ({"topk_ids": zeros(3, 0, dtype=torch.int32), "topk_weights": zeros(3, 0)}, "top_k must be at least 1, got 0"),
+        ({"topk_weights": zeros(3, 3)}, r"topk_weights must have shape \[T, K\] = \[3, 2\], got \[3, 3\]"),
+        ({"topk_weights": zeros(2, 3).t()}, "topk_weights must be contiguous"),
+        ({"bias_gate_up": zeros(4, 8)}, r"bias_gate_up must have shape \[E, 2 \* INTER\] = \[4, 16\], got \[4, 8\]"),
+        ({"bias_down": zeros(16, 4).t()}, "bias_down must be contiguous"),
+        ({"shared_down": None}, "shared_down must be given with the other weights of the shared experts, got None"),
+        ({"shared_gate_up": zeros(1, 8, 16)}, r"shared_gate_up must have shape .* = \[1, 16, 16\], got \[1, 8, 16\]"),
+        ({"shared_down": zeros(1, 8, 16)}, r"shared_down must have shape \[S, HID, INTER\] = \[1, 16, 16\]"),
+        ({"shared_weights": zeros(3, 2)}, r"shared_weights must have shape \[T, S\] = \[3, 1\], got \[3, 2\]"),
+        (
+            {"shared_gate_up": None, "shared_down": None, "shared_weights": zeros(3, 1)},
+            "shared_weights must be None without shared experts, got some",
+        ),
+    ],
+)  # fmt: skip
+def test_a_tensor_is_refused(change, message):
+    with pytest.raises(InputError, match=message):
+        call(change)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"activation": "tanh"}, "activation must be one of swiglu, .*, got 'tanh'"),
+        ({"activation": 1}, "activation must be one of swiglu, .*, got 1"),
+        ({"interleaved": 1}, "interleaved must be True or False, got 1"),
+        ({"batch_invariant": None}, "batch_invariant must be True or False, got None"),
+        ({"alpha": 1.0}, "alpha must be None for swiglu, got 1.0"),
+        ({"limit": -1.0}, "limit must be a positive number or None, got -1.0"),
+        ({"activation": "swiglu_clamped", "limit": float("inf")}, "limit must be positive and at most 1e30, got inf"),
+        ({"kernel": "fast"}, "kernel must be auto or one of gemv_triton, .*, got 'fast'"),
+    ],
+)
+def test_an_option_is_refused(options, message):
+    with pytest.raises(InputError, match=message):
+        call({}, **options)
+
+
+def test_gates_must_be_there_to_be_interleaved():
+    tensors = make_tensors(Case("refused", activation="relu2"))
+    with pytest.raises(InputError, match="interleaved must be False for relu2, which has no gate, got True"):
+        fused_moe(**tensors, activation="relu2", interleaved=True)
+
+
+@pytest.mark.parametrize("kernel", ["gemv_triton", "few_triton", "grouped_triton"])
+def test_a_forced_kernel_never_falls_back(kernel):
+    with pytest.raises(UnsupportedError, match=f"{kernel} needs an NVIDIA GPU, got CPU tensors"):
+        call({}, kernel=kernel)
+
+
+def test_gradients_are_refused_until_there_is_a_backward():
+    tensors = make_tensors(Case("grad"))
+    tensors["w_down"].requires_grad_()
+    with pytest.raises(UnsupportedError, match="w_down requires grad, and there is no backward yet"):
+        fused_moe(**tensors)
+    assert explain_moe(**tensors).kernel == "reference"
+    with torch.no_grad():
+        assert not fused_moe(**tensors).requires_grad
+    tensors["w_down"].requires_grad_(False)
+    with torch.autograd.forward_ad.dual_level():
+        tensors["x"] = torch.autograd.forward_ad.make_dual(tensors["x"], tensors["x"])
+        with pytest.raises(UnsupportedError, match="x has a forward-mode tangent"):
+            fused_moe(**tensors)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"logits": [1]}, "logits must be a torch.Tensor, got list"),
+        ({"bias": 1}, "bias must be a torch.Tensor or None, got int"),
+        ({"logits": zeros(8)}, r"logits must have 2 dimensions \[T, E\], got shape \[8\]"),
+        ({"logits": zeros(3, 8, dtype=torch.int32)}, "logits must be float16, bfloat16 or float32, got torch.int32"),
+        ({"logits": zeros(3, 8).to("meta")}, "logits must be on a CUDA device or the CPU, got meta"),
+        ({"bias": zeros(7)}, r"bias must have shape \[E\] = \[8\], got \[7\]"),
+        ({"bias": zeros(16)[::2]}, r"bias must be contiguous, got strides \[2\]"),
+        ({"top_k": 9}, "top_k must be at most the 8 experts, got 9"),
+        ({"top_k": 0}, "top_k must be an integer, 1 or more, got 0"),
+        ({"groups": 3}, "groups must divide the 8 experts, got 3"),
+        ({"groups": 2, "top_groups": 3}, "top_groups must be at most groups = 2, got 3"),
+        ({"groups": 4, "top_k": 3}, "top_k must be at most the 2 experts of 1 groups, got 3"),
+        ({"score": "relu"}, "score must be one of softmax, sigmoid, got 'relu'"),
+        ({"renormalize": 1}, "renormalize must be True or False, got 1"),
+        ({"scale": float("nan")}, "scale must be a finite number, got nan"),
+    ],
+)  # fmt: skip
+def test_a_routing_is_refused(options, message):
+    full: dict[str, Any] = {"logits": zeros(3, 8), "top_k": 2, **options}
+    with pytest.raises(InputError, match=message):
+        route(**full)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 5])
+def test_torch_compile_and_opcheck_know_the_operators(tokens):
+    case = Case("compiled", tokens, 4, 2, 16, 8, bias=True, shared=1, shared_inter=8, weighted=True)
+    tensors = make_tensors(case)
+    optional = ("bias_gate_up", "bias_down", "shared_gate_up", "shared_down", "shared_weights")
+    arguments = (
+        *(tensors[name] for name in ("x", "w_gate_up", "w_down", "topk_weights", "topk_ids")),
+        *(tensors[name] for name in optional), "swiglu", None, None, False, False, "auto",
+    )  # fmt: skip
+    torch.library.opcheck(torch.ops.flashmoe_science.fused_moe.default, arguments)
+    logits = torch.randn(tokens, 4)
+    torch.library.opcheck(torch.ops.flashmoe_science.moe_route.default, (logits, None, 2, "softmax", True, 1, 1, 1.0))
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def layer(logits, **tensors):
+        weights, ids = route(logits, 2)
+        return fused_moe(**{**tensors, "topk_weights": weights, "topk_ids": ids}) * 2
+
+    weights, ids = route(logits, 2)
+    expected = fused_moe(**{**tensors, "topk_weights": weights, "topk_ids": ids}) * 2
+    assert torch.equal(layer(logits, **tensors), expected)

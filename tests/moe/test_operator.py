@@ -1,0 +1,127 @@
+"""The experts, for the harness: cases, work, rivals, and the suites."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from flashmoe_science import InputError
+from flashmoe_science.moe.operator import OPERATOR, active_experts
+from flashmoe_science.moe.problem import MoeCase
+from flashmoe_science.moe.rivals import RIVALS
+from flashmoe_science.proof.operator import Operator, Planning, Recognising, load_operator
+from flashmoe_science.proof.suites import load_suite
+
+TABLE = {"tokens": 9, "experts": 4, "top_k": 2, "hidden": 16, "inter": 24, "dtype": "fp32"}
+TABLES: list[dict[str, Any]] = [
+    TABLE,
+    {**TABLE, "dtype": "bf16", "routing": "zipf"},
+    {
+        **TABLE, "activation": "swiglu_clamped", "interleaved": True, "bias_gate_up": True, "bias_down": True,
+        "alpha": 1.5, "limit": 0.5, "shared_experts": 2, "shared_inter": 8, "shared_weights": "fp32",
+    },
+    {**TABLE, "activation": "relu2", "batch_invariant": True, "bias_down": True},
+]  # fmt: skip
+
+
+def test_it_fits_the_protocol():
+    operator: Any = load_operator("moe")
+    assert operator is OPERATOR
+    for protocol in (Operator, Recognising, Planning):
+        assert isinstance(operator, protocol)
+
+
+@pytest.mark.parametrize("table", TABLES, ids=["plain", "zipf", "gpt-oss", "relu2"])
+def test_every_implementation_gives_the_exact_answer(table):
+    case = OPERATOR.parse_case(table)
+    assert OPERATOR.parse_case(OPERATOR.as_table(case)) == case
+    assert OPERATOR.as_table(case) == table
+    inputs = OPERATOR.make_inputs(case, seed=3, device="cpu")
+    exact = OPERATOR.exact(case, inputs)
+    budget = OPERATOR.error_budget(exact, OPERATOR.low_precision(case, inputs))
+    from flashmoe_science import fused_moe
+
+    entries = {"fused_moe": fused_moe, **{name: rival.load() for name, rival in RIVALS.items()}}
+    for name, entry in entries.items():
+        out = OPERATOR.bind(entry, case, inputs)()
+        # Other orders of the same roundings, so no closer than a few of them.
+        allowed = max(budget, 4 * torch.finfo(out.dtype).eps * exact.abs().max().item())
+        assert (out.double() - exact).abs().max() <= allowed, name
+
+
+def test_rivals_say_what_they_do_not_serve():
+    def refusals(**change: Any) -> dict[str, str | None]:
+        case = OPERATOR.parse_case({**TABLE, "dtype": "bf16", **change})
+        return {name: rival.refusal(case) for name, rival in RIVALS.items()}
+
+    assert set(refusals().values()) == {None}
+    assert refusals(dtype="fp32")["grouped_mm"] == "torch._grouped_mm serves bf16"
+    assert refusals(hidden=17)["grouped_mm"] == "torch._grouped_mm serves sizes that are multiples of 8"
+    large = refusals(tokens=4096, hidden=4096, inter=14336)
+    assert large["batched_mm"] == "it would copy 2886 GB of weights, one expert's for each pair"
+    assert large["eager"] is None
+
+
+def test_work_is_what_has_to_be_read():
+    case = OPERATOR.parse_case({**TABLE, "tokens": 1, "dtype": "bf16", "shared_experts": 1, "shared_inter": 8})
+    work = OPERATOR.work(case)
+    assert active_experts(case) == 2
+    assert work.bytes == 2 * 3 * 16 * 24 * 2 + 3 * 16 * 8 * 2 + 2 * 16 * 2 + 8 * 2
+    assert work.flops == 6 * (2 * 16 * 24 + 16 * 8)
+    assert work.tokens == 1
+    many = OPERATOR.parse_case({**TABLE, "tokens": 500})
+    assert active_experts(many) == 4
+    drawn = {routing: active_experts(MoeCase(load_case(40), routing)) for routing in ("uniform", "zipf")}
+    assert 110 < drawn["uniform"] < 125
+    assert drawn["zipf"] < drawn["uniform"] - 10
+
+
+def load_case(tokens: int) -> Any:
+    table = {"tokens": tokens, "experts": 128, "top_k": 8, "hidden": 2048, "inter": 768, "dtype": "bf16"}
+    return OPERATOR.parse_case(table).problem
+
+
+def test_a_wrong_case_is_refused():
+    for change, message in (
+        ({"seqlen": 3}, "seqlen is not a key of a case of moe"),
+        ({"tokens": 2.5}, "tokens must be int, got 2.5"),
+        ({"top_k": 5}, "top_k must be at most the 4 experts, got 5"),
+        ({"routing": "skewed"}, "routing must be one of uniform, zipf, got 'skewed'"),
+    ):
+        with pytest.raises(InputError, match=message):
+            OPERATOR.parse_case({**TABLE, **change})
+    with pytest.raises(InputError, match="a case of moe needs tokens, top_k, dtype"):
+        OPERATOR.parse_case({"experts": 1, "hidden": 8, "inter": 8})
+
+
+def test_the_suites_hold_what_they_say_and_fit_a_gpu():
+    decode: list[Any] = [case.problem for case in load_suite("moe-decode").cases]
+    prefill: list[Any] = [case.problem for case in load_suite("moe-prefill").cases]
+    assert {case.problem.tokens for case in decode} >= {1, 2, 4, 8, 16, 32, 64, 128, 256}
+    assert {case.problem.tokens for case in prefill} == {1024, 4096, 8192, 32768}
+    for cases in (decode, prefill):
+        assert {case.routing for case in cases} == {"uniform", "zipf"}
+        sizes = {(c.problem.experts, c.problem.top_k, c.problem.hidden, c.problem.inter) for c in cases}
+        assert sizes == {
+            (8, 2, 4096, 14336), (128, 8, 2048, 768), (128, 4, 2880, 2880), (32, 8, 7168, 2048), (64, 8, 2048, 1024),
+            (128, 8, 4096, 512),
+        }  # fmt: skip
+        for case in cases:
+            p = case.problem
+            assert p.experts * p.expert_bytes < 7e9
+            assert OPERATOR.refusal("fused_moe", case, "H200") is None
+            assert RIVALS["grouped_mm"].refusal(case) is None
+    assert OPERATOR.refusal("gemv_triton", decode[1], "H200") == "it serves one token, got 2"
+
+
+@pytest.mark.triton
+def test_jobs_name_every_kernel_once():
+    cases = [OPERATOR.parse_case({**TABLE, "tokens": tokens, "dtype": "bf16"}) for tokens in (100, 200)]
+    jobs = OPERATOR.compile_jobs("fused_moe", cases, ["H200"])
+    names = [job.label.partition(" ")[0] for job in jobs]
+    assert sorted(set(names)) == ["_combine_kernel", "_down_kernel", "_gate_up_kernel", "_sort_few_kernel"]
+    assert names.count("_combine_kernel") == 1
+    outcome = next(job for job in jobs if job.label.startswith("_down_kernel")).run()
+    assert outcome.problems == ()

@@ -1,0 +1,51 @@
+"""docs/features.md says what the code does."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from flashmoe_science.attention.backward_plan import BACKWARD_KERNELS
+from flashmoe_science.attention.plan import KERNELS
+from flashmoe_science.attention.problem import AttentionProblem
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "features.md"
+
+
+@pytest.fixture(scope="module")
+def table() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("feature_table", ROOT / "tools" / "feature_table.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_has_the_tables_of_the_code(table):
+    """Run ``tools/feature_table.py docs/features.md`` where it does not."""
+    page = PAGE.read_text(encoding="utf-8")
+    assert table.update(page) == page
+
+
+def test_the_tables_know_every_kernel_and_every_feature(table):
+    assert set(table.LETTERS) == set(KERNELS) - {"reference"}
+    assert set(table.BACKWARD_LETTERS) == set(BACKWARD_KERNELS) - {"reference"}
+    words = set()
+    for options in table.FEATURES.values():
+        sizes = {"batch": 1, "heads": 2, "heads_kv": 2, "seqlen_q": 999, "seqlen_k": 999, "head_dim": 64}
+        problem = AttentionProblem(**{**sizes, "head_dim_v": 64, "dtype": "fp16", **options, "heads_kv": 1})
+        words |= set(problem.features)
+    assert words == {"a sliding window", "a softcap", "attention sinks", "ALiBi", "a bias", "packed sequences"}
+
+
+def test_the_tables_are_not_empty():
+    page = PAGE.read_text(encoding="utf-8")
+    assert re.search(r"\| causal \| S T \| S T \| S T \| S H T \|", page)
+    assert re.search(r"\| sliding window \| T \| T \| T \| T \| T \| T \|", page)
+    assert re.search(r"\| D above 256 \| – \| – \|", page)
