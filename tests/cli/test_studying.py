@@ -7,10 +7,11 @@ import json
 
 import pytest
 
+from flashmoe_science.proof.evidence import write_record
 from flashmoe_science.proof.store import Store
 from flashmoe_science.proof.study.run import run_study
 
-from ..proof.builders import H200
+from ..proof.builders import H200, build_record
 from ..proof.chain import environment_with
 from ..proof.studies import MadeUp
 
@@ -102,6 +103,35 @@ def test_wrong_usage_is_2(study, args, error):
     code, _, err = study(*args)
     assert code == 2
     assert error in err
+
+
+def test_the_runs_that_are_there_show_how_often_comparisons_over_a_suite_are_wrong(run, repository):
+    for seed in range(1, 30):
+        record = build_record(speedups=[2.0] * 3, seed=seed, spread=0.003)
+        write_record(record, repository / "evidence" / f"{record.id}.json")
+    code, out, _ = run("study", "--runs")
+    rows = [" ".join(line.split()) for line in out.splitlines()]
+    assert "20260101T000000Z-seed-flash_attention-000007 NVIDIA H200 graph 3 3 0 3" in rows
+    code_of_json, document, _ = run("study", "--runs", "--json")
+    shown = json.loads(document)["suites"]
+    assert (len(shown["trials"]), shown["runs"]) == (90, 30)
+    assert code == code_of_json == {True: 0, None: 4}[shown["holds"]]
+    word = "holds" if shown["holds"] else "too few"
+    assert rows[-1].startswith(f"{word} 30 runs: {shown['counted']} of 90 comparisons of a baseline with itself")
+
+
+def test_without_runs_nothing_is_shown(run, repository):
+    for path in (repository / "evidence").glob("*.json"):
+        path.unlink()
+    code, out, _ = run("study", "--runs")
+    assert code == 4
+    assert out.splitlines()[-1] == "no run has a control in two cases or more, with enough rounds"
+
+
+def test_runs_takes_no_option_that_it_would_not_look_at(run):
+    code, _, err = run("study", "--runs", "--same", "4", "--seed", "1")
+    assert code == 2
+    assert "error: --runs does not go with same, seed" in err
 
 
 def test_one_document_under_json(study):

@@ -8,6 +8,8 @@ from typing import Annotated, Optional
 
 import typer
 
+from ..errors import InputError
+
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout; the log stays on stderr.")]
 Csv = Annotated[
     Optional[Path],  # noqa: UP045 - typer reads this on Python 3.10
@@ -34,6 +36,19 @@ class Metric(str, Enum):
     kernel = "kernel"
     graph = "graph"
     wall = "wall"
+
+
+def given(context: typer.Context) -> set[str]:
+    """Return the parameters that stand on the command line; the others have their defaults."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    return {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
+
+
+def check_alone(context: typer.Context, option: str, *beside: str) -> None:
+    """Raise ``InputError`` where anything but ``beside`` was given with ``option``, which would not look at it."""
+    others = sorted(given(context) - {option, *beside})
+    if others:
+        raise InputError(f"--{option} does not go with {', '.join(others)}")
 
 
 def split(names: list[str] | None) -> list[str]:

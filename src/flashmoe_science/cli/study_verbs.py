@@ -8,7 +8,7 @@ from typing import Annotated, Optional
 
 import typer
 
-from .options import Json, StoreName
+from .options import Json, StoreName, check_alone
 
 
 def study(
@@ -46,6 +46,10 @@ def study(
         Optional[str],  # noqa: UP045
         typer.Option("--resume", metavar="STUDY", help="Go on with this study: its file, or the beginning of its id."),
     ] = None,
+    runs: Annotated[
+        bool,
+        typer.Option("--runs", help="Measure nothing: count wrong verdicts over the suites of known runs."),
+    ] = False,
     budget: Annotated[
         Optional[float],  # noqa: UP045
         typer.Option("--budget", metavar="DOLLARS", min=0, help="Begin no process that would pass it."),
@@ -57,21 +61,26 @@ def study(
 
     The kernel is compared with itself, again and again, and with itself plus 3 % and 1 % of planted work: how many
     verdicts are wrong, and how many see what was planted? Writes a study to evidence/studies/, after every process.
+    With --runs nothing is measured: in every run the first baseline stands against its own copy, over a whole suite.
 
     \b
     Examples:
       flashmoe study
       flashmoe study --same 40 --planted 0
       flashmoe study --resume 20261121T101500Z
+      flashmoe study --runs
       flashmoe show evidence/studies/20261121T101500Z-study-flash_attention-1a2b3c.json --verbose
 
     \b
     Exit codes:
       0  as required        1  wrong too often, or planted work is seen too rarely
-      2  wrong usage        4  it did not come to its end: --resume goes on
+      2  wrong usage        4  it did not come to its end: --resume goes on; or too few runs
     """
-    from .studying import StudyWanted, run_study_verb
+    from .studying import StudyWanted, run_study_of_runs, run_study_verb
 
+    if runs:
+        check_alone(context, "runs", "store", "as_json")
+        raise typer.Exit(run_study_of_runs(store, as_json=as_json))
     wanted = StudyWanted(
         subject=subject,
         suite=suite,

@@ -14,10 +14,11 @@ from ..proof.cost_report import bill_as_plain, receipt
 from ..proof.environment import describe_apart
 from ..proof.evidence import Environment, Settings
 from ..proof.meter import Bill
-from ..proof.store import Store, find_repository, is_path
+from ..proof.store import Archive, Store, find_repository, is_path
 from ..proof.study.expected import expected_cost
-from ..proof.study.report import study_lines
+from ..proof.study.report import study_lines, suite_lines
 from ..proof.study.run import StudyRequest, asked, run_study
+from ..proof.study.suites import tally_of
 from ..proof.study.trials import FOLDER, SERIES, Study, read_study, study_files, write_study
 from ..proof.subject import is_builtin, load_subject
 from ..proof.suites import SuiteCase, check_operator, load_suite
@@ -87,6 +88,18 @@ def run_study_verb(wanted: StudyWanted, *, as_json: bool) -> int:
         terminal.log.print(f"hint: flashmoe study --resume {study.id}", soft_wrap=True)
     cost = bill_as_plain(bills[0]) if bills else None
     terminal.document({"study": as_plain(study), "path": short_path(paths[0]), "cost": cost, "exit_code": code})
+    return code
+
+
+def run_study_of_runs(store: str | None, *, as_json: bool) -> int:
+    """Count wrong verdicts over the suites of the runs that are there, and return the exit code."""
+    terminal = Terminal(as_json=as_json)
+    archive = Archive(Store(store), find_repository())
+    listed = archive.runs(on_trouble=terminal.warn_of)
+    tally = tally_of(archive.load(run.id) for run in reversed(listed))
+    code = {True: HOLDS, False: FAILS, None: INCONCLUSIVE}[tally.holds]
+    terminal.show(suite_lines(tally))
+    terminal.document({"suites": as_plain(tally) | {"holds": tally.holds}, "exit_code": code})
     return code
 
 

@@ -16,7 +16,7 @@ from typer.core import TyperGroup
 
 from .. import __version__
 from . import claim_verbs, compare_verbs, cost_verbs, diagnose_verbs, report_verbs, store_verbs, study_verbs
-from .options import Csv, Json, Junit, Metric, StoreName, split
+from .options import Csv, Json, Junit, Metric, StoreName, given, split
 
 _ORDER = (
     *("prove", "compare", "diagnose", "history", "verify", "claim", "lint", "show", "report", "runs", "import"),
@@ -189,7 +189,7 @@ def prove(
         resume=resume,
         hosts=split(host),
         python=python,
-        given=_given(context),
+        given=given(context),
     )
     raise typer.Exit(run_prove(wanted, csv=csv, junit=junit, as_json=as_json))
 
@@ -415,9 +415,3 @@ def readme(
     from .looking import run_readme
 
     raise typer.Exit(run_readme(path, check=check, as_json=as_json))
-
-
-def _given(context: typer.Context) -> set[str]:
-    """Return the parameters that stand on the command line; the others have their defaults."""
-    sources = {name: context.get_parameter_source(name) for name in context.params}
-    return {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}

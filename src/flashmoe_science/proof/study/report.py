@@ -9,6 +9,7 @@ from rich.text import Text
 from ..compare import TOLERANCE, Effect
 from ..report import new_table
 from ..words import counted
+from .suites import SuiteTally
 from .trials import Study, Tally, Trial
 
 
@@ -110,6 +111,27 @@ def _trial_cells(trial: Trial) -> list[str]:
         effect if found or trial.effect is None else "unsound",
         trial.reason if trial.effect is Effect.UNDECIDED and not found else "",
     ]
+
+
+def suite_lines(tally: SuiteTally) -> RenderableType:
+    """Return a row for every comparison of a baseline with its copy over a whole suite, and what they show."""
+    table = new_table("run", "GPU", "time", "cases", "processes", "wrong", "the same", left=3)
+    for trial in tally.trials:
+        counts = (trial.cases, trial.processes, len(trial.wrong), trial.same)
+        table.add_row(trial.run, trial.gpu, trial.metric, *map(str, counts))
+    return Group(table, "", suite_line(tally))
+
+
+def suite_line(tally: SuiteTally) -> RenderableType:
+    """Return one line: in how many comparisons over a suite any verdict is wrong."""
+    if tally.share is None:
+        return Text("no run has a control in two cases or more, with enough rounds")
+    words = {True: ("holds", "bold green"), False: ("does not hold", "bold red"), None: ("too few", "bold yellow")}
+    of = counted(len(tally.trials), "comparison")
+    between = f"95 %: {tally.share.low:.1%} to {tally.share.high:.1%}; required: at most {tally.required:.0%}"
+    said = f"{tally.counted} of {of} of a baseline with itself over a suite gave a wrong verdict ({between})"
+    same = f"in {tally.same} all cases were shown to be the same within {TOLERANCE:.0%}"
+    return Text.assemble(words[tally.holds], f"  {counted(tally.runs, 'run')}: {said}; {same}")
 
 
 def _commit(study: Study) -> str:
