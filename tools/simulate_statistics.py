@@ -197,7 +197,7 @@ def _until_narrow(groups: Sequence[Sequence[float]], width: float, counts: Seque
     return found
 
 
-def comparisons(rng: np.random.Generator, runs: int) -> None:
+def comparisons(rng: np.random.Generator, runs: int, *, processes: int = 3) -> None:
     """Share of comparisons of a revision with itself in which a case is called faster or slower (docs/compare.md).
 
     Offsets are those of each case and process, or of a process in all its cases.
@@ -208,19 +208,24 @@ def comparisons(rng: np.random.Generator, runs: int) -> None:
             few = runs if cases <= MANY else runs // 2
             cells = []
             for offset in OFFSETS:
-                drawn = (_draw_cases(rng, cases, offset, common=common) for _ in range(few))
+                drawn = (_draw_cases(rng, cases, offset, common=common, processes=processes) for _ in range(few))
                 wrong = [any(not i.contains(0.0) for i in comparison_intervals(sample)) for sample in drawn]
                 bound = proportion_interval(sum(wrong), few, 0.9).high  # one-sided, at 95 %
                 cells.append(f"{share(wrong)} (up to {100 * bound:.1f} %)")
             print_row(cases, *cells)
 
 
+def comparisons_by_default(rng: np.random.Generator, runs: int) -> None:
+    """Share of such comparisons with a wrong verdict, in six processes, as ``compare`` has without ``--processes``."""
+    comparisons(rng, runs, processes=6)
+
+
 def powers(rng: np.random.Generator, runs: int) -> None:
     """How often a slowdown of one case is seen, and how wide the intervals are, at a spread of 0.8 %."""
     sizes = (0.03, 0.01)
     print_row("processes", "cases", "common offsets", "width", *(f"{size:.0%} seen" for size in sizes), "all the same")
-    for processes, counts in ((3, (2, 5, 13, 36)), (6, (13,))):
-        for cases, offset in itertools.product(counts, OFFSETS):
+    for processes in (3, 6):
+        for cases, offset in itertools.product((2, 5, 13, 36), OFFSETS):
             drawn = (_draw_cases(rng, cases, offset, common=True, processes=processes) for _ in range(runs))
             found = [comparison_intervals(sample) for sample in drawn]
             # A slowdown moves the interval of its case, and hardly changes its width.
@@ -351,6 +356,7 @@ def main() -> None:
     for simulate, part in (
         (processes_again, 2),
         (comparisons, 5),
+        (comparisons_by_default, 10),
         (powers, 20),
         (counted_as_independent, 10),
         (offsets_of_unlike_size, 10),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -22,6 +23,8 @@ from flashmoe_science.proof.cost import Estimate
 from flashmoe_science.proof.evidence import GateStatus, read_record, write_record
 from flashmoe_science.proof.gates import chain, run
 from flashmoe_science.proof.gates.run import passed
+from flashmoe_science.proof.meter import Meter
+from flashmoe_science.proof.rates import Rate, Rates
 from flashmoe_science.proof.revisions import (
     checked_out,
     find_revision,
@@ -32,6 +35,7 @@ from flashmoe_science.proof.revisions import (
 )
 from flashmoe_science.proof.store import Store
 from flashmoe_science.proof.subject import PACKAGE_FOLDER, hash_sources, load_entry
+from flashmoe_science.proof.worker import TaskResult
 
 from .chain import FEW, GPU, FakeGpu, Recorder, environment_with, request_of
 from .processes import python_path, wait_until_dead
@@ -402,6 +406,32 @@ def test_an_interruption_of_a_leaves_and_books_what_a_had_finished(repository, f
     assert cli.main(["runs"]) == 0
 
 
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_comparison_whose_disk_fills_is_in_the_store(repository, fake, tmp_path, monkeypatch, capsys, stopped):
+    def full_disk(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def fills(payload, on_event):
+        monkeypatch.setattr("flashmoe_science.cli.running.write_record", full_disk)
+        return right(payload, on_event)
+
+    def interrupted(payload, on_event):
+        raise KeyboardInterrupt
+
+    right = fake._check_correct
+    monkeypatch.setattr(fake, "_check_correct", fills)
+    if stopped:
+        monkeypatch.setattr(fake, "_measure", interrupted)
+    (tmp_path / "suite.toml").write_text(SUITE)
+    monkeypatch.setenv("FLASHMOE_STORE", str(tmp_path / "runs.sqlite"))
+    monkeypatch.chdir(repository)
+    arguments = ["compare", "first", "second", "--subject", "kernels", "--suite", str(tmp_path / "suite.toml")]
+    assert cli.main(arguments) == (130 if stopped else 1)
+    (run_id,) = Store().ids()
+    lacks = f"warning: evidence/{run_id}.json lacks this run, the store has it"
+    assert (f"what was finished is in run {run_id} of the store" if stopped else lacks) in capsys.readouterr().err
+
+
 # The command, with real workers and no GPU
 
 SUITE = """
@@ -429,10 +459,10 @@ def test_the_command_with_a_gpu_times_both_and_says_what_both_cost(repository, f
         "slower     1 slower: slower b1_h2_s64_d32_fp16 (graph) 0.971x"
     ]
     assert out.count("cost: about") == 2
-    assert "(30 s of NVIDIA H200)" in out  # 2 + 3 for the gates launch and correct of each, and 4 x 5 for the times
+    assert "(45 s of NVIDIA H200)" in out  # 2 + 3 for the gates launch and correct of each, and 7 x 5 for the times
     assert cli.main([*arguments, "--json", "--tolerance", "0.1"]) == 0
     document = json.loads(capsys.readouterr().out)
-    assert document["cost"]["gpu_seconds"] == 30.0
+    assert document["cost"]["gpu_seconds"] == 45.0
     assert document["comparison"]["effect"] == "same"
     assert document["record"]["command"].startswith("flashmoe compare first HEAD --subject kernels")
     assert str(tmp_path) not in json.dumps(document)
@@ -476,6 +506,33 @@ def test_a_budget_is_of_both_revisions(repository, fake, tmp_path, monkeypatch, 
     if side == "A":  # nothing is paid for B
         assert {each["gpu_seconds"] for each in record["gates"]} == {0.0}
     assert "the run is incomplete" in " ".join(document["comparison"]["notes"])
+
+
+def test_a_gate_of_b_may_take_what_a_and_the_gates_before_it_have_left(repository, fake, monkeypatch, tmp_path):
+    monkeypatch.setattr(
+        "flashmoe_science.proof.meter.estimate", lambda size, _: Estimate(dict.fromkeys(size.gates, 1.0), "made up")
+    )
+    limits = []
+
+    def answer(task, payload, *, limit_s, **more):
+        limits.append((task.rpartition(":")[2], round(limit_s)))
+        result = fake.run(task, payload, limit_s=limit_s, **more)
+        if task.endswith(":measure") and len(limits) > 5:  # gate bench: its first case came in time
+            return TaskResult(False, None, "stopped after 25 s", 25.0, "", limit_reached=True)
+        return result
+
+    monkeypatch.setattr(run, "run_task", answer)
+    rates = Rates(((Rate(GPU.name, 3600.0, "", "", tmp_path),),))
+    record, _, _ = prove_both(repository, meter=Meter(rates, lambda _: [], budget=40.0))
+    # A takes 2 s and 3 s, and so does B, whose gate quick takes 5 s.
+    of_a = [("capture_launches", 40), ("check_correct", 38)]
+    assert limits == [*of_a, ("capture_launches", 35), ("check_correct", 33), ("measure", 30), ("measure", 25)]
+    gates = {gate.name: gate for gate in record.gates}
+    assert (gates["bench"].status, record.complete) == (GateStatus.NOT_REACHED, False)
+    assert gates["bench"].hint.startswith("a comparison cannot be gone on with")
+    comparison = compare_revisions(record)
+    assert (comparison.effect, exit_code(comparison)) == (Effect.UNDECIDED, 4)
+    assert "it has rounds in 1 process, expected at least 2" in comparison.cases[0].reason
 
 
 def start(repository, tmp_path, *arguments):

@@ -28,6 +28,7 @@ from ..proof.store import Archive, Store, find_repository
 from ..proof.suites import load_suite
 from ..proof.words import counted
 from . import HOLDS, INCONCLUSIVE
+from .compare_verbs import PROCESSES
 from .names import gpu_named, moment_named
 from .running import as_typed, check_budget, make_keeper, make_meter
 from .terminal import ChainProgress, Terminal, as_plain, short_path
@@ -45,7 +46,7 @@ class Wanted:
     tolerance: float | None = None  # a share; None: the default of revisions, or of runs
     allowed: Sequence[str] = ()
     gpus: Sequence[str] = ()
-    processes: int = 3
+    processes: int = PROCESSES
     rounds: int = 10
     seed: int | None = None
     budget: float | None = None  # dollars, of both revisions
@@ -164,11 +165,12 @@ def _compare_revisions(wanted: Wanted, kinds: list[TimeKind], terminal: Terminal
     except KeyboardInterrupt:
         progress.close()
         if keeper.path is not None:
-            terminal.log.print(f"what was finished is in {short_path(keeper.path)}", soft_wrap=True)
+            terminal.log.print(f"what was finished is in {keeper.place}", soft_wrap=True)
         raise
     finally:
         progress.close()
     assert keeper.path is not None
+    keeper.remind()
     return record, keeper.path, meter.bill(record)
 
 
