@@ -52,7 +52,9 @@ def compare(
     ] = None,
     budget: Annotated[
         Optional[float],  # noqa: UP045
-        typer.Option("--budget", metavar="DOLLARS", min=0, help="Of both: stop before the gate that would pass it."),
+        typer.Option(
+            "--budget", metavar="DOLLARS", min=0, help="Of both: stop before the gate that would pass it, or in it."
+        ),
     ] = None,
     store: StoreName = None,
     as_json: Json = False,
