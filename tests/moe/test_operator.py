@@ -61,7 +61,7 @@ def test_rivals_say_what_they_do_not_serve():
     assert refusals(hidden=17)["grouped_mm"] == "torch._grouped_mm serves sizes that are multiples of 8"
     large = refusals(tokens=4096, hidden=4096, inter=14336)
     assert large["batched_mm"] == "it would copy 2886 GB of weights, one expert's for each pair"
-    assert large["eager"] is None
+    assert large["transformers-eager"] is None
 
 
 def test_work_is_what_has_to_be_read():

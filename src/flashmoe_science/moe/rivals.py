@@ -155,6 +155,6 @@ def _refuse_nothing(_case: MoeCase) -> str | None:
 _ALL: tuple[MoeRival, ...] = (
     FunctionRival("grouped_mm", _grouped_mm, _refuse_grouped, ("torch._grouped_mm", "transformers' grouped_mm")),
     FunctionRival("batched_mm", _batched_mm, _refuse_batched, ("transformers' batched_mm",)),
-    FunctionRival("eager", _eager, _refuse_nothing, ("transformers' eager experts",)),
+    FunctionRival("transformers-eager", _eager, _refuse_nothing, ("transformers' eager experts",)),
 )
 RIVALS: dict[str, MoeRival] = {rival.name: rival for rival in _ALL}
