@@ -22,7 +22,7 @@ GPU_GATES: tuple[GateName, ...] = ("launch", "correct", "quick", "bench")
 _START = 3.0
 _KIND_OF_ARM = 0.4
 _LAUNCH_OF_ARM = 0.06
-_CORRECT_OF_CASE = 0.22
+_CORRECT_OF_CASE = 0.3
 _SETTING_UP_ARM = 0.1
 _ROUND_OF_ARM = 0.022
 _QUICK_ROUNDS = 5
@@ -146,7 +146,19 @@ def past_run(record: Record, kinds: int = 1) -> PastRun | None:
     if record.environment.gpu is None or record.resumed:
         return None
     passed = {g.name: g.gpu_seconds for g in record.gates if g.status is GateStatus.PASSED and g.gpu_seconds > 0}
-    return PastRun(size_of(record, kinds), passed) if passed else None
+    return PastRun(_with_more_processes(size_of(record, kinds), record), passed) if passed else None
+
+
+def _with_more_processes(size: RunSize, record: Record) -> RunSize:
+    """Return the size with the processes that ``--width`` added, of which nobody knew before."""
+    cells = [
+        ("kernel" in rounds.seconds, process)
+        for case in record.cases
+        for rounds in case.rounds
+        for process in set(rounds.process)
+        if process >= record.settings.processes
+    ]
+    return replace(size, workers=size.workers + len(set(cells)), cells=size.cells + len(cells))
 
 
 def model_seconds(gate: GateName, size: RunSize) -> float:
