@@ -47,6 +47,28 @@ FILES = {
 
             def second(self):
                 return another
+
+        class Holder:
+            size = 4
+
+            def first(self):
+                return self.size + self.help()
+
+            def help(self):
+                return TURNS
+
+            def alone(self):
+                return 1
+
+            def handed(self):
+                return another(self)
+
+            def based(self):
+                return super().first()
+
+            @staticmethod
+            def plain(x):
+                return another(x)
         """,
     "shared": """
         SIZE = 4
@@ -166,6 +188,52 @@ def test_one_method_of_a_class_is_followed_alone(package):
     assert "made_up.kernels:TURNS" in first
     assert "made_up.kernels:another" not in first
     assert "made_up.kernels:another" in package(root="kernels:Group.second")
+
+
+def test_what_a_method_uses_of_its_own_object_counts(package):
+    found = package(root="kernels:Holder.first")
+    assert {"made_up.kernels:Holder.size", "made_up.kernels:Holder.help", "made_up.kernels:TURNS"} <= set(found)
+    assert "made_up.kernels:Holder.alone" not in found
+    assert package(("kernels", "size = 4", "size = 5"), root="kernels:Holder.first") != found
+    assert package(("kernels", "return 1", "return 2"), root="kernels:Holder.first") == found
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        "\nHolder.alone = another\n",
+        "\nHolder.size = 5\n",
+        "\nclass Holder:\n    def alone(self):\n        return 2\n",
+    ],
+)
+def test_a_method_that_is_put_in_the_place_of_another_counts(package, more):
+    before = package(root="kernels:Holder.alone")
+    assert package(root="kernels:Holder.alone", more=more) != before
+
+
+def test_a_member_that_is_bound_again_in_the_body_counts(package):
+    before = package(root="kernels:Holder.alone")
+    again = ("kernels", "    def handed", "    alone = another\n\n    def handed")
+    assert package(again, root="kernels:Holder.alone") != before
+
+
+def test_a_static_method_has_no_object(package):
+    assert "made_up.kernels:another" in package(root="kernels:Holder.plain")
+
+
+@pytest.mark.parametrize(
+    ("change", "method", "what"),
+    [
+        (None, "handed", "hands on the object of Holder.handed"),
+        (None, "based", "asks its base"),
+        (("kernels", "class Holder", "@decorate\nclass Holder"), "alone", "another Holder than its body says"),
+        (("kernels", "class Holder:", "class Holder(metaclass=type):"), "alone", "another Holder than its body says"),
+        (("kernels", "self.help()", "self.gone()"), "first", r"has no Holder\.gone"),
+    ],
+)
+def test_a_method_whose_object_is_not_known_cannot_be_followed(package, change, method, what):
+    with pytest.raises(UntraceableError, match=what):
+        package(*([change] if change else []), root=f"kernels:Holder.{method}")
 
 
 def test_a_module_that_stops_is_not_followed(package):

@@ -20,7 +20,7 @@ from typing import Any
 
 WHOLE, EFFECTS = "*", ""  # in place of a name: all of a module; what it does besides binding names
 
-_OUTSIDE = frozenset({*sys.stdlib_module_names, "numpy", "torch", "triton"})
+_OUTSIDE = frozenset({*sys.stdlib_module_names, "numpy", "torch", "triton", "typing_extensions"})
 _BUILTINS = frozenset(dir(builtins)) | {"__name__", "__file__", "__package__"}
 _LEFT_OUT = frozenset({"ctx", "kind", "type_comment", "type_ignores"})  # of a node: they follow from the rest
 _Definition = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
@@ -172,10 +172,7 @@ def _explain(module: _Module, name: str, stops: frozenset[str]) -> tuple[Any, li
         if not statements:
             raise UntraceableError(f"{module.name} has no {first}")
         if method:
-            members = [m for s in statements if isinstance(s, ast.ClassDef) for m in s.body]
-            statements = [m for m in members if isinstance(m, _Definition) and m.name == method]
-            if not statements:
-                raise UntraceableError(f"{module.name} has no {name}")
+            statements = _member(module, first, method, statements)
     texts: list[Any] = []
     uses: list[tuple[str, str]] = []
     for statement in statements:
@@ -188,7 +185,39 @@ def _explain(module: _Module, name: str, stops: frozenset[str]) -> tuple[Any, li
         else:
             texts.append(normalised(statement))
             uses += _uses(module, statement, stops)
+            if "." in name:
+                uses += _uses_of_its_object(module.name, name, statement)
     return texts, uses
+
+
+def _member(module: _Module, name: str, member: str, statements: list[Any]) -> list[Any]:
+    """Return the statements that bind a member of a class, within it and behind it. Raises ``UntraceableError``."""
+    classes = [statement for statement in statements if isinstance(statement, ast.ClassDef)]
+    found = [each for statement in classes for each in statement.body if member in _bound(each)]
+    if not found:
+        raise UntraceableError(f"{module.name} has no {name}.{member}")
+    if any(statement.decorator_list or statement.keywords for statement in classes):
+        raise UntraceableError(f"{module.name} has another {name} than its body says: it is decorated or made anew")
+    return [*found, *(statement for statement in statements if statement not in classes)]
+
+
+def _uses_of_its_object(where: str, name: str, statement: ast.AST) -> Iterator[tuple[str, str]]:
+    """Yield the members of its own class that a method uses. Raises ``UntraceableError`` for any other use of it."""
+    arguments = statement.args if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef)) else None
+    if arguments is None or any(ast.unparse(each) == "staticmethod" for each in statement.decorator_list):  # type: ignore[attr-defined]
+        return
+    own = next((argument.arg for argument in [*arguments.posonlyargs, *arguments.args]), "")
+    nodes = list(ast.walk(statement))
+    members = [node for node in nodes if isinstance(node, ast.Attribute) and _is_named(node.value, own)]
+    inside = {id(node.value) for node in members}
+    for node in nodes:
+        if _is_named(node, "super") or (_is_named(node, own) and id(node) not in inside):
+            raise UntraceableError(f"{where} hands on the object of {name}, or asks its base")
+    yield from ((where, f"{name.partition('.')[0]}.{node.attr}") for node in members)
+
+
+def _is_named(node: ast.AST, name: str) -> bool:
+    return isinstance(node, ast.Name) and node.id == name
 
 
 def _resolve(
