@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
-from torch._subclasses.fake_tensor import FakeTensorMode
-
-from flashmoe_science.attention import hopper_plan, operator as attention_operator, plan, prepare
-from flashmoe_science.attention.cache_contract import cache_problem_of
+from flashmoe_science.attention import fingerprints, hopper_plan, inputs, operator as attention_operator, plan, prepare
 from flashmoe_science.attention.inputs import problem_of
 from flashmoe_science.attention.operator import OPERATOR
 from flashmoe_science.attention_cache.operator import OPERATOR as CACHE_OPERATOR
-from flashmoe_science.attention_cache.rivals import values
-from flashmoe_science.gpu import dependencies, fingerprint
+from flashmoe_science.gpu import dependencies, device, fingerprint, untold
 from flashmoe_science.gpu.device import spec_of
 from flashmoe_science.gpu.specs import SPECS
 from flashmoe_science.proof.operator import Fingerprinting, load_operator
@@ -41,7 +38,8 @@ def code(shape, arm="flash_attention", gpu=H200):
 
 
 def forget():
-    for cached in (dependencies.trace, dependencies._load, fingerprint.host_code, fingerprint.kernel_code):
+    caches = dependencies.trace, dependencies._load, fingerprint.host_code, fingerprint.kernel_code
+    for cached in (*caches, untold.asks_the_machine, untold.looks_up):
         cached.cache_clear()
 
 
@@ -108,7 +106,7 @@ def test_every_case_of_the_suites_has_a_fingerprint_of_its_own_on_every_gpu_that
         ("attention.forward_triton", "def _attend(", "def _attend_more("),
         ("attention.decode_triton", "import triton\n", "import triton\n\nMORE = 1\n"),
         ("attention.api", '"""Attend every query', '"""Attend all queries'),
-        ("attention.plan", "MERGE_ROWS = 4", "MERGE_ROWS = 8"),
+        ("attention.triton_plan", "MERGE_ROWS = 4", "MERGE_ROWS = 8"),
         ("attention.reference", "import torch\n", "import torch\n\nMORE = 1\n"),
         ("gpu.gluon_sm90", "# of the hardware's 16", "# of 16"),
     ],
@@ -197,15 +195,6 @@ def described(problem, tensors):
     return problem_of(q, k, v, causal=problem.causal, softmax_scale=scale, return_lse=False, **options)
 
 
-@pytest.mark.parametrize("suite", ["seed", "standard", "standard-fp16", "unseen", "scaling", "features"])
-def test_strides_and_alignment_are_those_of_the_tensors_that_the_harness_makes(suite):
-    for case in load_suite(suite).cases:
-        problem: Any = case.problem
-        with FakeTensorMode():  # shapes and strides without memory
-            tensors = OPERATOR.make_inputs(problem, seed=0, device="cpu")
-            assert OPERATOR._as_called(problem) == described(problem, tensors), case.name
-
-
 @pytest.mark.parametrize("ones", [(), ("batch",), ("heads",), ("seqlen_q",), ("seqlen_k", "batch"), ("head_dim",)])
 @pytest.mark.parametrize("bias", ["", "fp16"])
 def test_an_axis_of_one_element_has_the_stride_that_a_call_gives_it(ones, bias):
@@ -216,19 +205,79 @@ def test_an_axis_of_one_element_has_the_stride_that_a_call_gives_it(ones, bias):
     assert OPERATOR._as_called(problem) == described(problem, tensors)
 
 
-def test_strides_of_a_cache_are_those_of_the_tensors_that_the_harness_makes():
-    for case in load_suite("decode").cases:
-        p: Any = case.problem
-        with FakeTensorMode():
-            tensors = CACHE_OPERATOR.make_inputs(p, seed=0, device="cpu")
-            called = cache_problem_of(
-                {**tensors, "v_cache": values(p, tensors)},
-                causal=p.causal,
-                softmax_scale=p.softmax_scale,
-                batch_invariant=p.batch_invariant,
-            )
-        # Without memory nothing is shared.
-        assert CACHE_OPERATOR._as_called(p) == dataclasses.replace(called, shared_kv=p.shared_kv), case.name
+@pytest.mark.parametrize("suite", ["seed", "standard", "standard-fp16", "unseen", "scaling", "features", "decode"])
+def test_a_call_is_described_as_the_case_says(suite):
+    """Its strides, pages and sizes are those that the suite's problem has, but for axes of one element."""
+    loaded = load_suite(suite)
+    operator: Any = load_operator(loaded.operator)
+    for case in loaded.cases:
+        assert operator.as_table(operator._as_called(case.problem)) == operator.as_table(case.problem), case.name
+
+
+def test_how_a_call_is_described_counts_and_not_only_how_a_case_is(monkeypatch):
+    """What ``problem_of`` makes of the tensors is what is planned for on a GPU."""
+    before = {shape: code(shape) for shape in SHAPES}
+    made = inputs.problem_of
+
+    def misaligned(*arguments, **options):
+        return dataclasses.replace(made(*arguments, **options), pointer_alignment=8)
+
+    monkeypatch.setattr(attention_operator, "problem_of", misaligned)
+    assert {shape for shape in SHAPES if code(shape) == before[shape]} == set()
+
+
+def test_a_call_that_asks_for_its_gpu_in_another_way_has_no_fingerprint(monkeypatch):
+    assert inputs.gpu_of is device.gpu_of
+    monkeypatch.setattr(attention_operator, "asked_gpu", lambda q: device.gpu_of(q.detach()))
+    assert OPERATOR.code("flash_attention", OPERATOR.parse_case(SHAPES["hopper"]), H200) is None
+
+
+def test_the_card_is_described_by_the_function_that_describes_it_on_a_gpu():
+    properties = SimpleNamespace(
+        name="NVIDIA H200", major=9, minor=0, multi_processor_count=132, L2_cache_size=60 << 20
+    )
+    assert device.gpu_of_properties(properties) == spec_of("NVIDIA H200", arch=90, sms=132, l2_bytes=60 << 20)
+
+
+@pytest.mark.parametrize("operator", [OPERATOR, CACHE_OPERATOR], ids=lambda operator: operator.name)
+def test_an_operator_that_holds_something_has_no_fingerprints(monkeypatch, operator):
+    loaded = load_suite("decode" if operator is CACHE_OPERATOR else "seed")
+    arms = (next(iter(operator.entry_points())), "sdpa")
+    assert None not in [operator.code(arm, loaded.cases[0].problem, H200) for arm in arms]
+    monkeypatch.setattr(operator, "make_inputs", operator.make_inputs)
+    assert [operator.code(arm, loaded.cases[0].problem, H200) for arm in arms] == [None, None]
+
+
+def test_a_package_that_changes_others_at_import_has_no_fingerprints(monkeypatch):
+    monkeypatch.setattr(fingerprints, "acts_at_import", lambda _package: "attention.varlen line 1: torch.x = 1")
+    assert OPERATOR.code("flash_attention", OPERATOR.parse_case(SHAPES["hopper"]), H200) is None
+
+
+@pytest.mark.parametrize(
+    ("module", "old", "new"),
+    [
+        (
+            "attention.calls",
+            "counter = counters_of(device).address",
+            "counter = globals()['counters_of'](device).address",
+        ),
+        ("attention.forward_gluon_sm90", "    i = 0  # tiles", "    vars()\n    i = 0  # tiles"),
+    ],
+)
+def test_code_that_is_looked_up_has_no_fingerprint(edit, module, old, new):
+    edit(module, old, new)
+    assert OPERATOR.code("flash_attention", OPERATOR.parse_case(SHAPES["hopper"]), H200) is None
+
+
+def test_a_rival_that_is_looked_up_has_no_fingerprint(edit):
+    edit("attention.rivals", "return _Bound(self._call)", 'return _Bound(globals()["Sdpa"]._call)')
+    assert OPERATOR.code("sdpa", OPERATOR.parse_case(SHAPES["hopper"]), H200) is None
+
+
+def test_a_plan_that_asks_the_machine_has_no_fingerprint(edit):
+    code("hopper")
+    edit("attention.hopper_plan", "programs = min(tiles, gpu.sms)", "programs = min(tiles, int(open('x').read()))")
+    assert OPERATOR.code("flash_attention", OPERATOR.parse_case(SHAPES["hopper"]), H200) is None
 
 
 def test_arms_are_told_apart_and_what_cannot_be_told_is_none():

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from ..gpu.device import gpu_of_device
-from ..gpu.specs import GpuSpec
+from ..gpu.device import gpu_of as gpu_of  # noqa: PLC0414 - callers of this module take it from here
 from .problem import AttentionProblem, canonical_strides
 
 DTYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
@@ -186,11 +185,6 @@ def layout_of(tensor: Tensor | None) -> tuple[Any, ...] | None:
         return None
     address = tensor.data_ptr() & 15 if tensor.device.type != "meta" else 0
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, address, tensor.is_neg()
-
-
-def gpu_of(q: Tensor) -> GpuSpec | None:
-    """Return the GPU that holds ``q``, or None for CPU tensors."""
-    return gpu_of_device(q.device.index) if q.device.type == "cuda" else None
 
 
 def cast_under_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -6,22 +6,24 @@ import functools
 import os
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode  # what torch.compile traces with
 
 from ..errors import CompileError, InputError, UnsupportedError
-from ..gpu.device import current_gpu
+from ..gpu.dependencies import UntraceableError
+from ..gpu.device import current_gpu, gpu_of
 from ..gpu.machine_code import KernelCode
 from ..gpu.planning import PlannedLaunch
 from ..gpu.specs import SPECS, GpuSpec, find_gpu, shared_memory_limit
 from . import reference, rivals
 from .api import flash_attention
-from .fingerprints import can_be_told, rival_code, subject_code
-from .inputs import check_window
+from .fingerprints import can_be_told, inputs_of, rival_code, subject_code
+from .inputs import check_window, gpu_of as asked_gpu, problem_of
 from .plan import plan_attention
-from .problem import ITEM_BYTES, AttentionProblem, canonical_strides
+from .problem import ITEM_BYTES, AttentionProblem
 from .tiles import ForwardConfig, HopperConfig, Plan
 
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -404,14 +406,16 @@ class AttentionOperator:
 
         It is None without Triton, for a problem that is not served, and for what runs one of our kernels as a rival.
         """
-        here = f"{__name__}:{type(self).__name__}"
-        inputs = (f"{here}.make_inputs", f"{here}.bind")
         entry, rival = self.entry_points().get(arm), rivals.RIVALS.get(arm)
+        try:
+            inputs = inputs_of(self)
+        except UntraceableError:
+            return None
         if rival is not None and not isinstance(rival, rivals.WithoutFeatures):
             p = problem
             derived = {"scale": p.scale, "group": p.group, "flops": p.flops, "features": p.features}
             return rival_code(rival, {**self.as_table(p), **derived}, gpu, inputs)
-        if entry is None or not can_be_told():
+        if entry is None or not can_be_told() or asked_gpu is not gpu_of:
             return None
         try:
             plan = self._plan(arm, self._as_called(problem), gpu)
@@ -419,21 +423,18 @@ class AttentionOperator:
             return None
         from .prepare import prepare_kernels
 
-        return subject_code(plan.arch, prepare_kernels(plan), (entry, *inputs))
+        planned = tuple(f"{each.__module__}:{each.__name__}" for each in (plan_attention, prepare_kernels))
+        return subject_code(plan.arch, prepare_kernels(plan), (entry, *inputs), planned)
 
     def _as_called(self, problem: AttentionProblem) -> AttentionProblem:
-        """Return ``problem`` as a call with its inputs describes it: axes of one element have no stride."""
-        p = problem
-        keys = p.batch, p.heads_kv, p.seqlen_k
-        scores = p.batch, p.heads, p.seqlen_q, p.seqlen_k
-        bias: Any = tuple(stride * (size > 1) for size, stride in zip(scores, p.bias_strides, strict=False))
-        return replace(
-            p,
-            q_strides=canonical_strides((p.batch, p.heads, p.seqlen_q, p.head_dim), p.q_strides),
-            k_strides=canonical_strides((*keys, p.head_dim), p.k_strides),
-            v_strides=canonical_strides((*keys, p.head_dim_v), p.v_strides),
-            bias_strides=bias,
-        )
+        """Return ``problem`` as a call with its inputs describes it, which are made without memory."""
+        with FakeTensorMode():
+            tensors = self.make_inputs(problem, seed=0, device="cpu")
+            q, k, v = (tensors[name] for name in "qkv")
+            return problem_of(
+                q, k, v, causal=problem.causal, softmax_scale=problem.softmax_scale, return_lse=False,
+                **_asked(problem, tensors),
+            )  # fmt: skip
 
     def framework_kernels(self) -> Sequence[str]:
         """Return the patterns of PyTorch's own attention kernels."""

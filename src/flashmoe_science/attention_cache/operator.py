@@ -10,14 +10,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode  # what torch.compile traces with
 
 from ..attention import cache_reference
 from ..attention.cache_api import flash_attention_with_kv_cache
+from ..attention.cache_contract import cache_problem_of
 from ..attention.cache_problem import CacheProblem
 from ..attention.decode_plan import DecodePlan, plan_with_kv_cache
-from ..attention.fingerprints import can_be_told, rival_code, subject_code
-from ..attention.problem import canonical_strides
+from ..attention.fingerprints import can_be_told, inputs_of, rival_code, subject_code
 from ..errors import CompileError, InputError, UnsupportedError
+from ..gpu.dependencies import UntraceableError
 from ..gpu.device import current_gpu
 from ..gpu.planning import PlannedLaunch
 from ..gpu.specs import GpuSpec, find_gpu
@@ -262,9 +264,11 @@ class CacheOperator:
 
     def code(self, arm: str, problem: CacheProblem, gpu: GpuSpec) -> str | None:
         """Return a hash of all that decides what ``arm``, of ours or a rival, runs on ``gpu``, or None."""
-        here = f"{__name__}:{type(self).__name__}"
-        inputs = (f"{here}.make_inputs", f"{here}.bind")
         entry, rival = self.entry_points().get(arm), rivals.RIVALS.get(arm)
+        try:
+            inputs = inputs_of(self)
+        except UntraceableError:
+            return None
         if rival is not None:
             p = problem
             derived = {"scale": p.scale, "group": p.group, "pages": p.pages}
@@ -277,18 +281,21 @@ class CacheOperator:
             plan = self._plan(arm, self._as_called(problem), gpu)
         except UnsupportedError:
             return None
-        return subject_code(plan.arch, prepare_cache_kernels(plan), (entry, *inputs))
+        planned = tuple(f"{each.__module__}:{each.__name__}" for each in (plan_with_kv_cache, prepare_cache_kernels))
+        return subject_code(plan.arch, prepare_cache_kernels(plan), (entry, *inputs), planned)
 
     def _as_called(self, problem: CacheProblem) -> CacheProblem:
-        """Return ``problem`` as a call with its inputs describes it: axes of one element have no stride."""
+        """Return ``problem`` as a call with its inputs describes it, which are made without memory."""
         p = problem
-        cache = p.pages, p.page_size or p.capacity, p.heads_kv
-        return dataclasses.replace(
-            p,
-            q_strides=canonical_strides((p.batch, p.heads, p.seqlen_q, p.head_dim), p.q_strides),
-            k_strides=canonical_strides((*cache, p.head_dim), p.k_strides),
-            v_strides=canonical_strides((*cache, p.head_dim_v), p.v_strides),
-        )
+        with FakeTensorMode():
+            tensors = self.make_inputs(p, seed=0, device="cpu")
+            called = cache_problem_of(
+                {**tensors, "v_cache": rivals.values(p, tensors)},
+                causal=p.causal,
+                softmax_scale=p.softmax_scale,
+                batch_invariant=p.batch_invariant,
+            )
+        return dataclasses.replace(called, shared_kv=p.shared_kv)  # without memory nothing is shared
 
     def framework_kernels(self) -> Sequence[str]:
         """Return the patterns of PyTorch's own attention kernels."""

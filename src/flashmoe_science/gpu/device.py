@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 
@@ -15,7 +16,16 @@ _CLOSEST = {80: "A100", 86: "A10G", 89: "L4", 90: "H100", 100: "B200", 120: "RTX
 @functools.cache
 def gpu_of_device(index: int) -> GpuSpec:
     """Return what is known of CUDA device ``index``: sizes from the driver, peak rates from the closest known model."""
-    properties = torch.cuda.get_device_properties(index)
+    return gpu_of_properties(torch.cuda.get_device_properties(index))
+
+
+def gpu_of(tensor: torch.Tensor) -> GpuSpec | None:
+    """Return the GPU that holds a tensor, or None for a CPU tensor."""
+    return gpu_of_device(tensor.device.index) if tensor.device.type == "cuda" else None
+
+
+def gpu_of_properties(properties: Any) -> GpuSpec:
+    """Return what is known of a card from the properties that torch gives."""
     return spec_of(
         properties.name,
         arch=properties.major * 10 + properties.minor,
