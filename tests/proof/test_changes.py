@@ -119,14 +119,104 @@ def test_a_baseline_that_is_called_otherwise_counts_for_the_claims_about_it(tmp_
     assert against["fa3"].changed.endswith("another in 1 of 3 cases: case1 (fa3)")
 
 
-def test_a_baseline_that_was_not_measured_does_not_count(tmp_path, now):
-    now.other = {("fa3", 513): "1" * 64}
-    record = run_of(baselines={"sdpa": 1.0, "fa3": 1.1})
+def refused(record, name, **changes):
+    """Return ``record`` with an arm of its second case that was not measured."""
     case = record.cases[1]
-    arms = [arm.model_copy(update={"status": "refused", "code": ""}) if arm.name == "fa3" else arm for arm in case.arms]
-    cases = [record.cases[0], case.model_copy(update={"arms": arms}), record.cases[2]]
-    claim = build_claim(metric="kernel", baseline=["sdpa", "fa3"])
-    assert changes_since(claim, record.model_copy(update={"cases": cases}), tmp_path).changed == ""
+    changes = {"status": "refused", "code": "", **changes}
+    arms = [arm.model_copy(update=changes) if arm.name == name else arm for arm in case.arms]
+    return record.model_copy(
+        update={"cases": [record.cases[0], case.model_copy(update={"arms": arms}), record.cases[2]]}
+    )
+
+
+AGAINST_TWO = build_claim(metric="kernel", baseline=["sdpa", "fa3"])
+
+
+def test_a_baseline_that_does_not_serve_a_case_does_not_count(tmp_path, now, monkeypatch):
+    now.other = {("fa3", 513): "1" * 64}
+    monkeypatch.setattr(ATTENTION.rivals()["fa3"], "refusal", lambda problem: f"it does not serve {problem}")
+    record = refused(run_of(baselines={"sdpa": 1.0, "fa3": 1.1}), "fa3")
+    assert changes_since(AGAINST_TWO, record, tmp_path).changed == ""
+
+
+@pytest.mark.parametrize("problem", [{}, {"dtype": "fp8"}], ids=["it serves it now", "it is no problem any more"])
+def test_a_baseline_that_would_serve_a_case_now_counts(tmp_path, problem):
+    record = refused(run_of(baselines={"sdpa": 1.0, "fa3": 1.1}), "fa3")
+    cases = [case.model_copy(update={"problem": {**case.problem, **problem}}) for case in record.cases]
+    found = changes_since(AGAINST_TWO, record.model_copy(update={"cases": cases}), tmp_path)
+    assert "case1" in found.changed
+
+
+def test_a_baseline_that_is_none_any_more_counts(tmp_path, monkeypatch):
+    monkeypatch.delitem(ATTENTION.rivals(), "fa3")
+    record = refused(run_of(baselines={"sdpa": 1.0, "fa3": 1.1}), "fa3")
+    assert changes_since(AGAINST_TWO, record, tmp_path).changed.endswith("in 1 of 3 cases: case1 (fa3)")
+
+
+def test_a_baseline_that_is_not_installed_does_not_count(tmp_path):
+    """The judge leaves such a case open."""
+    record = refused(run_of(baselines={"sdpa": 1.0, "fa3": 1.1}), "fa3", status="unavailable")
+    assert changes_since(AGAINST_TWO, record, tmp_path).changed == ""
+
+
+def test_a_record_of_no_gpu_is_compared_by_its_files(tmp_path, now):
+    record = run_of()
+    nowhere = record.environment.model_copy(update={"gpu": None})
+    assert changes_since(KERNEL, record.model_copy(update={"environment": nowhere}), tmp_path).changed == FILES
+    assert now.asked == []
+
+
+# What counts whatever the files of the subject say
+
+
+@pytest.fixture
+def own_repository(tmp_path):
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / PACKAGE_FOLDER.name).symlink_to(PACKAGE_FOLDER)
+    return tmp_path
+
+
+def unchanged(record):
+    return record.model_copy(update={"subject": record.subject.model_copy(update={"sources": []})})
+
+
+OTHERWISE = "times are taken in another way"
+
+
+@pytest.mark.parametrize("metric", ["kernel", "graph", "wall", "memory"])
+def test_another_way_to_take_times_counts_for_every_claim(own_repository, metric, monkeypatch):
+    monkeypatch.setattr(changes, "method_code", lambda: "b" * 64)
+    for method in ("", "a" * 64):
+        record = unchanged(run_of()).model_copy(update={"method": method})
+        assert changes_since(build_claim(metric=metric), record, own_repository).changed == OTHERWISE
+    record = run_of().model_copy(update={"method": "a" * 64})
+    assert changes_since(KERNEL, record, own_repository).changed == f"{FILES}; {OTHERWISE}"
+
+
+def test_the_way_of_the_record_counts_for_no_claim(own_repository, monkeypatch):
+    monkeypatch.setattr(changes, "method_code", lambda: "b" * 64)
+    record = unchanged(run_of()).model_copy(update={"method": "b" * 64})
+    assert changes_since(KERNEL, record, own_repository) == changes.Sources()
+
+
+def test_a_way_that_cannot_be_followed_is_none_of_any_record(own_repository, monkeypatch):
+    monkeypatch.setattr(changes, "method_code", lambda: "")
+    assert changes_since(KERNEL, unchanged(run_of()), own_repository).changed == OTHERWISE
+
+
+def test_elsewhere_the_harness_is_a_package_with_a_version(tmp_path, monkeypatch):
+    monkeypatch.setattr(changes, "method_code", lambda: "b" * 64)
+    assert changes_since(KERNEL, unchanged(run_of()), tmp_path) == changes.Sources()
+
+
+def test_what_importing_changes_elsewhere_counts_for_our_own_subjects(own_repository, monkeypatch):
+    monkeypatch.setattr(changes, "acts_at_import", lambda _package: "a line 1: torch.x = 1")
+    monkeypatch.setattr(changes, "method_code", lambda: "b" * 64)
+    record = unchanged(run_of()).model_copy(update={"method": "b" * 64})
+    found = changes_since(build_claim(metric="wall"), record, own_repository).changed
+    assert found == "importing the package changes more than its own names: a line 1: torch.x = 1"
+    foreign = record.model_copy(update={"subject": record.subject.model_copy(update={"entry_point": "mine:fast"})})
+    assert changes_since(KERNEL, foreign, own_repository) == changes.Sources()
 
 
 def test_a_claim_about_some_cases_is_judged_by_these(tmp_path, now):
@@ -147,7 +237,11 @@ def test_a_record_of_before_there_were_fingerprints_is_read_and_compared_by_its_
     assert changes_since(KERNEL, parse_record(text, "old"), tmp_path).changed == FILES
 
 
-@pytest.mark.parametrize("answer", [None, InputError("it is no problem any more")], ids=["cannot tell", "refuses"])
+@pytest.mark.parametrize(
+    "answer",
+    [None, InputError("it is no problem any more"), ImportError("no module named triton.backends"), KeyError(96)],
+    ids=["cannot tell", "refuses", "has another Triton", "fails"],
+)
 def test_where_no_fingerprint_can_be_made_now_the_files_count(tmp_path, monkeypatch, answer):
     def code(*_arguments):
         if answer is not None:

@@ -1,7 +1,8 @@
-"""What changed since a run: its source files, and of a claim about device time what the GPU runs in its cases.
+"""What changed since a run: its source files, how times are taken, and what the GPU runs in the cases of a claim.
 
 A record hashes the files of its subject, and, where the operator can tell, all that decides what each arm runs in each
-case. A file that changed says that something may be another; equal fingerprints say that to the GPU nothing is.
+case. A file that changed says that something may be another; equal fingerprints say that to the GPU nothing is. A
+change of the code that takes times counts whatever the files say.
 """
 
 from __future__ import annotations
@@ -12,11 +13,14 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 from ..errors import InputError
 from ..gpu.specs import GpuSpec
+from ..gpu.untold import acts_at_import
 from .claims import Claim
-from .evidence import CaseRecord, Record, TimeKind
+from .evidence import Arm, CaseRecord, Gpu, Record, TimeKind
+from .method import UNRECORDED, method_code
 from .subject import PACKAGE_FOLDER, is_builtin
 from .words import counted
 
@@ -53,10 +57,14 @@ def changes_since(claim: Claim, record: Record, repository: Path) -> Sources:
     count where a fingerprint is missing, or cannot be made now.
     """
     sources = compare_sources(record, repository)
-    if not sources.changed or claim.metric not in _DEVICE_TIMES or not _is_of_this_package(record, repository):
+    if beyond := _beyond_its_files(record, repository):
+        return Sources("; ".join(filter(None, [sources.changed, beyond])), count=sources.count)
+    told = sources.changed and claim.metric in _DEVICE_TIMES and _is_of_this_package(record, repository)
+    if not told or record.environment.gpu is None:
         return sources
+    spec = _spec_of(record.environment.gpu)
     cases = claim.cases_of(record)
-    compared = {case.name: _fingerprints(claim, record, case) for case in cases}
+    compared = {case.name: _fingerprints(claim, record, case, spec) for case in cases}
     pairs = [pair for arms in compared.values() for pair in arms.values()]
     if not pairs or not all(recorded for recorded, _ in pairs):
         return sources
@@ -68,41 +76,84 @@ def changes_since(claim: Claim, record: Record, repository: Path) -> Sources:
     if not differ:
         ran = f"what runs on the GPU in its {counted(len(cases), 'case')} did not {FINGERPRINTS_EQUAL}"
         return Sources(notes=[f"{sources.count} of its source files changed since; {ran}"], count=sources.count)
-    told = [name if claim.subject in arms else f"{name} ({', '.join(arms)})" for name, arms in differ.items()]
-    shown = ", ".join(told[:_SHOWN]) + (f" and {len(told) - _SHOWN} more" if len(told) > _SHOWN else "")
+    told_of = [name if claim.subject in arms else f"{name} ({', '.join(arms)})" for name, arms in differ.items()]
+    shown = ", ".join(told_of[:_SHOWN]) + (f" and {len(told_of) - _SHOWN} more" if len(told_of) > _SHOWN else "")
     how = "is another" if all(now for _, now in pairs) else "is another, or cannot be told here,"
     where = f"what runs on the GPU {how} in {len(differ)} of {counted(len(cases), 'case')}: {shown}"
     return Sources(f"{sources.changed}; {where}", count=sources.count)
 
 
+def _has_this_package(repository: Path) -> bool:
+    own = repository / "src" / PACKAGE_FOLDER.name
+    return own.exists() and own.samefile(PACKAGE_FOLDER)
+
+
 def _is_of_this_package(record: Record, repository: Path) -> bool:
     """Return whether the record's subject is ours, and the code that would make its fingerprints the repository's."""
     own = repository / "src" / PACKAGE_FOLDER.name
-    return is_builtin(record.subject) and (not own.exists() or own.samefile(PACKAGE_FOLDER))
+    return is_builtin(record.subject) and (not own.exists() or _has_this_package(repository))
 
 
-def _fingerprints(claim: Claim, record: Record, case: CaseRecord) -> dict[str, tuple[str, str]]:
-    """Return of each arm that the claim compares in a case the fingerprint recorded, and the one now."""
-    gpu = record.environment.gpu
-    assert gpu is not None  # there are times
-    spec = _spec_of(gpu.name, gpu.arch, gpu.sms, gpu.l2_bytes)
+def _beyond_its_files(record: Record, repository: Path) -> str:
+    """Return what counts whatever the files of the subject say, or an empty text.
+
+    Where the repository holds the harness, its method is a source like any other; elsewhere it is a version of a
+    package, as the record's environment names it.
+    """
+    if not _has_this_package(repository):
+        return ""
+    changed = []
+    if (record.method or UNRECORDED) != method_code():
+        changed.append("times are taken in another way")
+    if is_builtin(record.subject) and (acting := acts_at_import(PACKAGE_FOLDER.name)):
+        changed.append(f"importing the package changes more than its own names: {acting}")
+    return "; ".join(changed)
+
+
+def _fingerprints(claim: Claim, record: Record, case: CaseRecord, spec: GpuSpec) -> dict[str, tuple[str, str]]:
+    """Return of each arm that the claim compares in a case the fingerprint recorded, and the one now.
+
+    A baseline that did not serve the case has none. That it still does not is asked of it.
+    """
     problem = json.dumps(case.problem, sort_keys=True)
-    arms = [arm for arm in case.arms if arm.name in (claim.subject, *claim.baseline) and arm.status == "measured"]
+    arms = [arm for arm in case.arms if arm.name in (claim.subject, *claim.baseline)]
     arms.sort(key=lambda arm: arm.name != claim.subject)
-    return {
-        arm.name: (
-            arm.code,
-            _code_now(record.subject.operator, arm.name, problem, spec) if arm.code else "",
-        )
-        for arm in arms
-    }
+    operator = record.subject.operator
+    found: dict[str, tuple[str, str]] = {}
+    for arm in arms:
+        if arm.status == "measured":
+            found[arm.name] = arm.code, _code_now(operator, arm.name, problem, spec) if arm.code else ""
+        elif _serves_now(operator, arm, problem):
+            found[arm.name] = arm.status, ""
+    return found
 
 
-@functools.lru_cache(maxsize=256)
-def _spec_of(name: str, arch: int, sms: int, l2_bytes: int) -> GpuSpec:
-    from ..gpu.device import spec_of  # imports torch, as operators do: verbs that judge nothing do without
+def _spec_of(gpu: Gpu) -> GpuSpec:
+    """Return what a run on this card would know of it."""
+    from ..gpu.device import gpu_of_properties  # imports torch, as operators do: verbs that judge nothing do without
 
-    return spec_of(name, arch=arch, sms=sms, l2_bytes=l2_bytes)
+    properties = SimpleNamespace(
+        name=gpu.name,
+        major=gpu.arch // 10,
+        minor=gpu.arch % 10,
+        multi_processor_count=gpu.sms,
+        L2_cache_size=gpu.l2_bytes,
+    )
+    return gpu_of_properties(properties)
+
+
+def _serves_now(operator: str, arm: Arm, problem: str) -> bool:
+    """Return whether a baseline that refused a case would not refuse it now, or is none any more."""
+    from .operator import load_operator
+
+    if arm.status != "refused" or arm.role != "baseline":
+        return False
+    found = load_operator(operator)
+    rival = found.rivals().get(arm.name)
+    try:
+        return rival is None or rival.refusal(found.parse_case(json.loads(problem))) is None
+    except InputError:  # it is no problem any more
+        return True
 
 
 @functools.lru_cache(maxsize=65536)
@@ -113,7 +164,7 @@ def _code_now(operator: str, arm: str, problem: str, gpu: GpuSpec) -> str:
     found = load_operator(operator)
     try:
         return code_of(found, arm, found.parse_case(json.loads(problem)), gpu)
-    except InputError:  # it is no problem any more
+    except Exception:  # noqa: BLE001 - a problem that is none any more, a plan that fails, a Triton of another kind
         return ""
 
 

@@ -282,6 +282,8 @@ class Record(Model):
     baselines: list[str]
     environment: Environment
     settings: Settings
+    # A hash of the source that takes times; "": of before records said it (``method.UNRECORDED``).
+    method: Annotated[str, StringConstraints(pattern=r"^([0-9a-f]{64})?$")] = ""
     gates: list[Gate] = Field(default_factory=list)
     cases: list[CaseRecord] = Field(default_factory=list)
     resumed: list[Resumed] = Field(default_factory=list)  # the runs that it goes on with, the latest first

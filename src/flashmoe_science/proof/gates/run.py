@@ -31,6 +31,7 @@ from ..evidence import (
     TimeKind,
     Work,
 )
+from ..method import method_code
 from ..subject import PACKAGE_FOLDER, Subject, operator_of
 from ..suites import Suite, check_operator
 from ..words import counted
@@ -386,6 +387,7 @@ class Run:
             baselines=list(self.request.baselines),
             environment=self.environment,
             settings=self.settings,
+            method=method_code(),
             gates=list(self.gates.values()),
             cases=list(self.cases.values()),
             resumed=self.resumed,
