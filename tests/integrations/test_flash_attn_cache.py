@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flashmoe_science import InputError, flash_attention, flash_attention_with_kv_cache
-from flashmoe_science.integrations.flash_attn_cache import flash_attn_with_kvcache
+from flashmoe_science.integrations.flash_attn import flash_attn_with_kvcache
 
 
 def test_the_signature_is_flash_attns():

@@ -18,6 +18,7 @@ from torch import Tensor
 from ..attention.api import flash_attention
 from ..attention.varlen import flash_attention_varlen
 from ..errors import InputError, UnsupportedError
+from .flash_attn_cache import flash_attn_with_kvcache
 
 __all__ = [
     "flash_attn_func",
@@ -26,6 +27,7 @@ __all__ = [
     "flash_attn_varlen_func",
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
 ]
 
 
