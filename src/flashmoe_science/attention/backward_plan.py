@@ -91,8 +91,9 @@ def _row(
 
 
 # (architectures) -> {(bytes of an element, columns of the wider of the D and DV tiles): tiles}.
-# Each is the first of a list, largest first, that compiles for its architectures within their shared memory and whose
-# loop over whole tiles touches no local memory; those over tiles at an edge may a few times (test_backward_tables.py).
+# Each is the first of a list, largest first, that compiles for its architectures within their shared memory, with the
+# oldest and the newest Triton, and whose loop over whole tiles touches no local memory; those over tiles at an edge may
+# a few times (test_backward_tables.py).
 # fp32, whose products take more registers, is held to it up to 64 columns. None was timed against others.
 BACKWARD_TABLES: dict[tuple[int, ...], dict[tuple[int, int], BackwardTiles]] = {
     (80,): {
@@ -113,8 +114,8 @@ BACKWARD_TABLES: dict[tuple[int, ...], dict[tuple[int, int], BackwardTiles]] = {
     },
     (90,): {
         (2, 64): _row("64x128x8x3", "64x128x8x1", "32x64x4x2", "128x128x8x2", "128x64x8x2", "32x64x4x1"),
-        (2, 128): _row("64x128x8x2", "32x128x8x3", "32x64x8x2", "128x64x8x2", "128x64x8x2", "64x64x8x1"),
-        (2, 256): _row("32x128x8x2", "32x128x8x1", "32x32x8x2", "128x32x8x2", "32x32x8x2", "64x64x8x1", kv_apart=True),
+        (2, 128): _row("64x128x8x2", "32x128x8x3", "16x64x8x2", "128x64x8x2", "128x64x8x2", "64x64x8x1"),
+        (2, 256): _row("32x128x8x2", "16x128x8x1", "32x32x8x2", "128x32x8x2", "32x32x8x2", "64x64x8x1", kv_apart=True),
         (4, 64): _row("32x32x8x1", "32x32x8x1", "16x32x8x1", "32x32x8x1", "16x16x8x1", "16x16x8x1"),
         (4, 128): _row("16x32x8x1", "16x32x8x1", "16x16x8x1", "16x16x8x1", "16x16x8x1", "16x16x8x1"),
         (4, 256): _row("16x16x8x1", "16x16x8x1", "16x16x8x1", "16x16x8x1", "16x16x8x1", "16x16x8x1"),

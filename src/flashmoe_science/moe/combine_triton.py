@@ -45,7 +45,8 @@ def _combine_kernel(
                 row = pair
                 exists &= expert_of_ids(tl.load(ids_ptr + pair, mask=exists, other=-1), EXPERTS) < EXPERTS
             weight = tl.load(weights_ptr + pair, mask=exists, other=0.0).to(tl.float32)
-            y = tl.load(y_ptr + row.to(tl.int64) * HID + offs_n, mask=mask_n & exists, other=0.0)
+            mask = offs_n < tl.where(exists, HID, 0)  # `&` with a scalar is no mask to the interpreter of Triton 3.9
+            y = tl.load(y_ptr + row.to(tl.int64) * HID + offs_n, mask=mask, other=0.0)
             acc += weight * y.to(tl.float32)
     if y_shared_ptr is not None:
         for s in tl.static_range(SHARED):

@@ -104,7 +104,7 @@ def _gemv_down_kernel(
         expert = expert_of_ids(tl.load(ids_ptr + pair), EXPERTS)
         weight = tl.load(weights_ptr + pair).to(tl.float32)
         exists = expert < EXPERTS
-        mask_k = (k < INTER) & exists
+        mask_k = k < tl.where(exists, INTER, 0)  # `&` with a scalar is no mask to the interpreter of Triton 3.9
         h = tl.load(h_ptr + pair * INTER + k, mask=mask_k, other=0.0).to(tl.float32)
         w = tl.load(w_rows + expert.to(tl.int64) * STRIDE_WE + k[None, :] * STRIDE_WK, mask=mask_k[None, :], other=0.0)
         acc += w.to(tl.float32) * tl.where(exists, h * weight, 0.0)[None, :]
@@ -114,7 +114,8 @@ def _gemv_down_kernel(
             expert = expert_of_ids(tl.load(ids_ptr + pair), EXPERTS)
             exists = expert < EXPERTS
             weight = tl.load(weights_ptr + pair, mask=exists, other=0.0).to(tl.float32)
-            bias = tl.load(bias_ptr + expert.to(tl.int64) * HID + w_row, mask=exists, other=0.0).to(tl.float32)
+            of_expert = w_row < tl.where(exists, HID, 0)
+            bias = tl.load(bias_ptr + expert.to(tl.int64) * HID + w_row, mask=of_expert, other=0.0).to(tl.float32)
             out += weight * bias
     if y_shared_ptr is not None:
         for s in tl.static_range(SHARED):

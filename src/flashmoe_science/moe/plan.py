@@ -156,7 +156,7 @@ GEMV_TABLE: dict[int, GemvConfig] = {  # by bytes of an element
 MAX_FEW_PAIRS = 128
 # Up to so many pairs each program of the sort counts all of them: one launch in place of three.
 MAX_PAIRS_SORTED_AT_ONCE = 4096
-SORT_FEW_CHUNK, SORT_FEW_WARPS = 512, 4
+SORT_FEW_CHUNK, SORT_FEW_WARPS = 512, 8
 CHUNK, COUNT_WARPS = 256, 4
 PLACE_WARPS = 8
 _PLACE_ELEMENTS = 16384  # a program compares each of its pairs with every expert
