@@ -7,8 +7,10 @@
     ├── UnsupportedError (NotImplementedError)  a valid problem that no kernel serves here
     ├── CompileError (RuntimeError)             a kernel does not compile, or not within the limits of its target
     ├── LaunchError (RuntimeError)              the driver refuses to load or to launch a kernel
+    ├── MissingPackageError (ImportError)       a package that an integration is for is not installed
     └── ProofError                              the harness cannot go on
         ├── SubjectError (ValueError)           a kernel.toml is wrong: names file, key and what was expected
+        │   └── OperatorError                   the code of a user's own operator is wrong: names method, file and line
         ├── SuiteError (ValueError)             a suite file is wrong, or no suite has this name
         ├── ClaimError (ValueError)             a claim file is wrong, or names what does not exist
         ├── EvidenceError (ValueError)          a record cannot be read, or records cannot be pooled
@@ -45,12 +47,20 @@ class LaunchError(FlashmoeError, RuntimeError):
     """The driver refuses to load or to launch a kernel."""
 
 
+class MissingPackageError(FlashmoeError, ImportError):
+    """A package that an integration is for cannot be imported."""
+
+
 class ProofError(FlashmoeError):
     """The harness cannot go on."""
 
 
 class SubjectError(ProofError, ValueError):
     """A subject's description is wrong."""
+
+
+class OperatorError(SubjectError):
+    """The code of a user's own operator raises, or gives what it must not: no fault of the kernel on trial."""
 
 
 class SuiteError(ProofError, ValueError):

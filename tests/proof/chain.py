@@ -188,7 +188,15 @@ class FakeGpu:
     calls: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
 
     def run(
-        self, task: str, payload: dict[str, Any], *, timeout_s: float, limit_s: float | None, on_event: Any, env: Any
+        self,
+        task: str,
+        payload: dict[str, Any],
+        *,
+        timeout_s: float,
+        limit_s: float | None,
+        on_event: Any,
+        env: Any,
+        on_silence: Any = None,
     ) -> TaskResult:
         """Answer in place of a worker."""
         name = task.rpartition(":")[2]

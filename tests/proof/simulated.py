@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable
 from types import SimpleNamespace
 
 import torch
 
+from flashmoe_science.proof.answers import Answer, poison
 from flashmoe_science.proof.arms import Loaded
 from flashmoe_science.proof.launches import CallTrace, DeviceEvent, Recording, Trace
 from flashmoe_science.proof.measure import Graph, Timer
@@ -60,7 +60,7 @@ class Gpu:
 class SimulatedGraph(Graph):
     def __init__(self, gpu, calls, count):
         self._gpu = gpu
-        self.outputs: list[torch.Tensor | None] = [None] * len(calls)
+        self.outputs: list[Answer | None] = [None] * len(calls)
         gpu.capturing = []
         try:
             for index in range(count):
@@ -84,7 +84,7 @@ class SimulatedGraph(Graph):
     def poison_outputs(self):
         for output in self.outputs:
             if output is not None:
-                output.fill_(math.nan)
+                poison(output)
 
     def release(self):
         self.outputs.clear()
@@ -148,11 +148,12 @@ class SimulatedTimer(Timer):
     def streams(self):
         return [contextlib.nullcontext(), contextlib.nullcontext()]
 
-    def poison(self, nbytes):
+    def poison(self, *nbytes):
         pass
 
     def peak_bytes(self, call):
-        return call().nbytes
+        answer = call()
+        return sum(part.nbytes for part in (answer if isinstance(answer, (tuple, list)) else [answer]))
 
     def wall_seconds(self, sequence):
         begin = self.gpu.now

@@ -185,7 +185,7 @@ OTHERWISE = "times are taken in another way"
 
 @pytest.mark.parametrize("metric", ["kernel", "graph", "wall", "memory"])
 def test_another_way_to_take_times_counts_for_every_claim(own_repository, metric, monkeypatch):
-    monkeypatch.setattr(changes, "method_code", lambda: "b" * 64)
+    monkeypatch.setattr("flashmoe_science.proof.method.method_code", lambda: "b" * 64)
     for method in ("", "a" * 64):
         record = unchanged(run_of()).model_copy(update={"method": method})
         assert changes_since(build_claim(metric=metric), record, own_repository).changed == OTHERWISE
@@ -194,24 +194,24 @@ def test_another_way_to_take_times_counts_for_every_claim(own_repository, metric
 
 
 def test_the_way_of_the_record_counts_for_no_claim(own_repository, monkeypatch):
-    monkeypatch.setattr(changes, "method_code", lambda: "b" * 64)
+    monkeypatch.setattr("flashmoe_science.proof.method.method_code", lambda: "b" * 64)
     record = unchanged(run_of()).model_copy(update={"method": "b" * 64})
     assert changes_since(KERNEL, record, own_repository) == changes.Sources()
 
 
 def test_a_way_that_cannot_be_followed_is_none_of_any_record(own_repository, monkeypatch):
-    monkeypatch.setattr(changes, "method_code", lambda: "")
+    monkeypatch.setattr("flashmoe_science.proof.method.method_code", lambda: "")
     assert changes_since(KERNEL, unchanged(run_of()), own_repository).changed == OTHERWISE
 
 
 def test_elsewhere_the_harness_is_a_package_with_a_version(tmp_path, monkeypatch):
-    monkeypatch.setattr(changes, "method_code", lambda: "b" * 64)
+    monkeypatch.setattr("flashmoe_science.proof.method.method_code", lambda: "b" * 64)
     assert changes_since(KERNEL, unchanged(run_of()), tmp_path) == changes.Sources()
 
 
 def test_what_importing_changes_elsewhere_counts_for_our_own_subjects(own_repository, monkeypatch):
     monkeypatch.setattr(changes, "acts_at_import", lambda _package: "a line 1: torch.x = 1")
-    monkeypatch.setattr(changes, "method_code", lambda: "b" * 64)
+    monkeypatch.setattr("flashmoe_science.proof.method.method_code", lambda: "b" * 64)
     record = unchanged(run_of()).model_copy(update={"method": "b" * 64})
     found = changes_since(build_claim(metric="wall"), record, own_repository).changed
     assert found == "importing the package changes more than its own names: a line 1: torch.x = 1"
@@ -258,6 +258,15 @@ def test_an_operator_that_offers_no_fingerprints_has_none():
     assert code_of(OPERATOR, "fake_attention", None, SPECS["H200"]) == ""
 
 
+@pytest.mark.parametrize("name", ["moe", "moe_backward"])
+def test_experts_are_compared_by_their_files(name):
+    operator = load_operator(name)
+    table = {"tokens": 12, "experts": 4, "top_k": 2, "hidden": 24, "inter": 16, "dtype": "bf16"}
+    problem = operator.parse_case(table)
+    for arm in (*operator.entry_points(), *operator.rivals()):
+        assert code_of(operator, arm, problem, SPECS["H200"]) == ""
+
+
 def test_a_subject_that_is_not_ours_is_compared_by_its_files(tmp_path, now):
     record = run_of()
     foreign = record.subject.model_copy(update={"entry_point": "mine:fast"})
@@ -272,8 +281,19 @@ def test_a_repository_with_another_copy_of_the_package_is_compared_by_its_files(
     for source in SOURCES:
         (own / source.path).parent.mkdir(exist_ok=True)
         (own / source.path).write_text("changed")
-    assert changes_since(KERNEL, run_of(), tmp_path).changed == FILES
+    found = changes_since(KERNEL, run_of(), tmp_path)
+    assert found.changed == FILES
+    assert [note.partition(":")[0] for note in found.notes] == ["what runs on the GPU was not compared"]
+    assert changes_since(build_claim(metric="wall"), run_of(), tmp_path).notes == ()
     assert now.asked == []
+
+
+def test_sources_that_are_not_here_are_not_said_to_have_changed(tmp_path):
+    """As in a folder with claims and evidence alone, beside the installed package."""
+    record = run_of()
+    subject = record.subject.model_copy(update={"folder": f"src/{PACKAGE_FOLDER.name}"})
+    found = changes_since(KERNEL, record.model_copy(update={"subject": subject}), tmp_path)
+    assert found.notes[0].startswith("2 of its source files are not in this repository; what runs on the GPU in its")
 
 
 def test_a_link_to_the_package_that_runs_is_no_other_copy(tmp_path):

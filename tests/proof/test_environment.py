@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import getpass
+import shutil
 import socket
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +15,8 @@ import torch
 
 from flashmoe_science.proof import environment as module, nvml
 from flashmoe_science.proof.environment import Check, doctor, environment, may_read_counters
-from flashmoe_science.proof.evidence import Environment
+from flashmoe_science.proof.evidence import Environment, TreeState
+from flashmoe_science.proof.subject import Subject
 
 from .test_nvml import FakeNvml
 
@@ -114,6 +117,42 @@ def test_the_commit_is_that_of_the_package_and_never_of_a_repository_around_it(t
     assert module.tree_commit() == (commit, False)
     (package / "new.py").write_text("")
     assert module.tree_commit() == (commit, True)
+
+
+def test_the_commit_of_a_kernel_of_someone_else_is_that_of_the_repository_around_its_sources(tmp_path, monkeypatch):
+    monkeypatch.delenv("FLASHMOE_COMMIT", raising=False)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    folder = tmp_path / "kernels"
+    folder.mkdir()
+    (folder / "kernel.toml").write_text("")
+    (folder / "mine.py").write_text("")
+    theirs = Subject("mine", "attention", "mine:attend", folder, ("kernel.toml", "mine.py"))
+    nowhere = TreeState(commit=None, dirty=None)
+
+    def git(*arguments):
+        identity = ["-c", "user.name=t", "-c", "user.email=t@example.org", "-c", "commit.gpgsign=false"]
+        return subprocess.run(["git", *identity, *arguments], cwd=tmp_path, check=True, capture_output=True, text=True)
+
+    assert module.subject_tree(theirs) == nowhere  # no repository
+    git("init")
+    git("commit", "--allow-empty", "-m", "other work")
+    assert module.subject_tree(theirs) == nowhere  # one that does not hold them
+    git("add", "kernels/kernel.toml")
+    git("commit", "-m", "a part")
+    head = git("rev-parse", "HEAD").stdout.strip()
+    assert module.subject_tree(theirs) == TreeState(commit=head, dirty=True)
+    git("add", ".")
+    git("commit", "-m", "all")
+    head = git("rev-parse", "HEAD").stdout.strip()
+    (folder / "evidence").mkdir()
+    (folder / "evidence" / "record.json").write_text("")
+    monkeypatch.setenv("FLASHMOE_COMMIT", "a" * 40)  # where there is git, git tells
+    assert module.subject_tree(theirs) == TreeState(commit=head, dirty=False)
+    (folder / "mine.py").write_text("changed")
+    assert module.subject_tree(theirs) == TreeState(commit=head, dirty=True)
+    assert module.subject_tree(replace(theirs, builtin=True)) is None
+    shutil.rmtree(tmp_path / ".git")
+    assert module.subject_tree(theirs) == TreeState(commit="a" * 40, dirty=None)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,8 @@ import pytest
 from flashmoe_science.attention.operator import OPERATOR
 from flashmoe_science.errors import ProofError, SuiteError
 from flashmoe_science.proof.conclude import last_word
-from flashmoe_science.proof.evidence import GATE_NAMES, read_record, write_record
+from flashmoe_science.proof.environment import subject_tree
+from flashmoe_science.proof.evidence import GATE_NAMES, TreeState, read_record, write_record
 from flashmoe_science.proof.gates import chain, run, static
 from flashmoe_science.proof.gates.run import Run, passed
 from flashmoe_science.proof.operator import load_operator
@@ -119,9 +120,11 @@ def test_folder_is_told_relative_to_the_repository(tmp_path):
 
 
 def test_missing_source_fails_gate_sources():
-    record = run_chain(request_of(replace(HONEST, sources=("fake_operator.py", "csrc/*.cu", "gone.py"))))
+    record = run_chain(request_of(replace(HONEST, sources=("fake_operator.py", "csrc/*.cu", "page_cheks.py"))))
     assert statuses(record) == until("sources")
-    assert gate_of(record, "sources").summary == "no such file: csrc/*.cu, gone.py"
+    gate = gate_of(record, "sources")
+    assert gate.summary == "no such file: csrc/*.cu, page_cheks.py"
+    assert gate.hint == "sources are relative to the folder of the kernel.toml; did you mean page_checks.py?"
     assert record.complete
 
 
@@ -323,7 +326,7 @@ def test_import_says_file_and_signature(tmp_path):
         ("import os; os.kill(os.getpid(), 11)", "killed by SIGSEGV"),
         (
             "atend = print",
-            "entry point written_subject:attend: written_subject has no attribute 'attend'",
+            "the module has no attribute 'attend'",
         ),
         (
             "def attend(q, k, v): pass",
@@ -406,15 +409,49 @@ def test_after_three_crashes_the_rest_is_not_checked(monkeypatch):
     assert [case.correct for case in record.cases] == [False, False, False, None, None]
 
 
+def test_a_case_that_says_nothing_is_told_of_while_it_runs(monkeypatch):
+    def hang(task, payload, *, on_event, on_silence, **_):
+        on_silence(3.0)
+        on_event({"event": "start", "name": payload["cases"][0]["name"]})
+        for seconds in (0.25, 1.0, 2.0, 3.0, 20.0):
+            on_silence(seconds)
+        return TaskResult(False, None, "no answer within 900 s", 900.0, "", timed_out=True)
+
+    monkeypatch.setitem(chain._GATES, "import", lambda _: passed("left out"))
+    monkeypatch.setattr(run, "run_task", hang)
+    recorder = Recorder()
+    case = run_chain(request_of(HONEST, SHORT), recorder).cases[0].name
+    assert recorder.steps == [
+        (0, 1, "starting for 3 s (ended at 900 s)"),
+        (0, 1, case),
+        (0, 1, f"{case} for 2 s (ended at 900 s)"),
+        (0, 1, f"{case} for 20 s (ended at 900 s)"),
+    ]
+
+
+def test_a_hang_after_a_crash_is_told_from_it(monkeypatch):
+    ends = [("killed by SIGSEGV", False), ("no answer within 9 s", True)]
+
+    def end(task, payload, *, on_event, **_):
+        on_event({"event": "start", "name": payload["cases"][0]["name"]})
+        reason, hung = ends.pop(0)
+        return TaskResult(False, None, reason, 1.0, "", timed_out=hung)
+
+    monkeypatch.setitem(chain._GATES, "import", lambda _: passed("left out"))
+    monkeypatch.setattr(run, "run_task", end)
+    record = run_chain(request_of(HONEST, *(replace(SHORT, seqlen_q=size) for size in (65, 66, 67))))
+    a, b, _ = (case.name for case in record.cases)
+    said = f"1 of 3 cases ended the process, {a}: killed by SIGSEGV; {b} hung: no answer within 9 s"
+    assert gate_of(record, "correct").summary == f"{said}; 0 right, 1 not checked"
+
+
 def test_hang_fails_its_case_says_where_and_ends_the_gate(tmp_path):
     code = "import time\ndef attend(q, k, v, *, causal, softmax_scale): time.sleep(600)\n"
     subject = write_subject(tmp_path, code, tail="[limits]\ncorrect_cpu_s = 20")  # as above
     record = run_chain(request_of(subject, SHORT, replace(SHORT, seqlen_q=66)))
     assert statuses(record)["correct"] == "failed"
     gate = gate_of(record, "correct")
-    assert gate.summary == (
-        "1 of 2 cases ended the process, b1_h3_s65_d64_fp16: no answer within 20 s; 0 right, 1 not checked"
-    )
+    assert gate.summary == ("1 of 2 cases hung, b1_h3_s65_d64_fp16: no answer within 20 s; 0 right, 1 not checked")
     said = "the last lines of its output say where it hung; [limits] correct_cpu_s, or --time-limit, allows more"
     assert gate.hint == said
     assert [case.correct for case in record.cases] == [False, None]
@@ -461,6 +498,16 @@ def test_a_stand_in_that_is_right_shows_nothing_of_the_subject():
         (None, "plain torch (a GPU runs a kernel)"),
     ]
     assert "correct (of a stand-in) passed; launch" in last_word(record)[1]
+
+
+def test_a_record_says_which_state_of_a_repository_holds_the_sources():
+    tree = TreeState(commit="a" * 40, dirty=True)
+    told = replace(request_of(HONEST, SHORT), tree=tree, until="sources")  # as a borrowed machine is told
+    assert run_chain(told).tree == tree
+    assert run_chain(replace(told, tree=None)).subject.tree == subject_tree(HONEST) is not None
+    ours = run_chain(replace(told, tree=None, subject=replace(HONEST, builtin=True)))
+    assert ours.subject.tree is None
+    assert ours.tree == TreeState(commit=ours.environment.commit, dirty=ours.environment.dirty)
 
 
 def test_a_stand_in_for_all_cases_is_named_once():

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from flashmoe_science.errors import EvidenceError
+from flashmoe_science.errors import EvidenceError, TooFewRoundsError
 from flashmoe_science.proof.evidence import SourceFile
 from flashmoe_science.proof.history import look_back
 
@@ -137,8 +137,14 @@ def test_one_case_can_be_looked_at_alone():
 
 
 def test_no_times_are_an_error():
-    with pytest.raises(EvidenceError, match="none of 1 run has graph times"):
-        look_back([build_record(gpu=None)], "graph")
+    with pytest.raises(EvidenceError, match="none of 2 runs has graph times"):
+        look_back([build_record(gpu=None), build_record(times=())], "graph")
+
+
+def test_runs_of_machines_without_a_gpu_are_too_few_to_tell():
+    said = "no run has times of a GPU: 2 runs of flash_attention, on machines without one"
+    with pytest.raises(TooFewRoundsError, match=said):
+        look_back([build_record(gpu=None, day=day) for day in range(2)], "graph")
 
 
 def test_the_speedup_is_the_geometric_mean_of_the_cases_that_all_runs_have():

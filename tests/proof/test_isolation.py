@@ -6,6 +6,7 @@ import importlib
 import sys
 import types
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -222,8 +223,8 @@ def test_our_own_package_is_there_twice_and_each_arm_is_bound_and_planned_by_its
     inputs = operator.make_inputs(problem, seed=0, device="cpu")
     (rival,) = operator.rivals().values()
     entries = load_entry(subject), rival.load()
-    calls = [operator.bind(entry, problem, inputs) for entry in entries]
-    functions = [call.func for call in calls]  # type: ignore[attr-defined]
+    calls: list[Any] = [operator.bind(entry, problem, inputs) for entry in entries]
+    functions = [call.func for call in calls]
     packages = ["flashmoe_science_right", "flashmoe_science_left"]
     assert [function.__module__ for function in functions] == [f"{package}.attention.api" for package in packages]
     assert torch.equal(calls[0](), calls[1]())

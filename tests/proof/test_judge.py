@@ -10,6 +10,7 @@ import pytest
 from flashmoe_science.proof.claims import Claim
 from flashmoe_science.proof.evidence import Gate, GateStatus
 from flashmoe_science.proof.judge import Verdict, VerdictStatus, check_control, exit_code, judge
+from flashmoe_science.proof.words import counted
 
 from .builders import L4, build_gates, build_record
 
@@ -151,7 +152,8 @@ def test_fewer_rounds_or_processes_than_a_claim_needs_leave_it_open(processes, r
         record = build_record(speedups=[speedup], processes=processes, rounds=rounds)
         verdict = judge(build_claim(), record)
         assert verdict.status is INCONCLUSIVE
-        assert f"{processes * rounds} rounds in {processes} processes, expected at least 30" in verdict.reason
+        said = f"{processes * rounds} rounds in {counted(processes, 'process')}"
+        assert f"it has {said}, expected at least 30" in verdict.reason
 
 
 def test_a_case_of_the_suite_that_the_record_lacks_leaves_the_claim_open():

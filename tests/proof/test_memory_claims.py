@@ -91,7 +91,10 @@ def test_a_record_without_counted_bytes_is_no_evidence():
 def test_claim_new_words_it_as_a_share():
     (claim,) = make_claims(record_with((2 * MIB, 3 * MIB + 9, 3 * MIB + 9)), Wish(kinds=["memory"]))
     assert (claim.metric, claim.factor, claim.id) == ("memory", 1.5, "flash_attention-seed-memory-h200")
-    assert claim.sentence.startswith("On H200, flash_attention needs at most 67 % of the peak memory of sdpa, in each")
+    said = "On H200, flash_attention needs at most 67 % of the peak memory of sdpa, in"
+    assert claim.sentence == f"{said} the one case of suite seed."
+    (claim,) = make_claims(record_with(*[(2 * MIB, 3 * MIB + 9, 3 * MIB + 9)] * 2), Wish(kinds=["memory"]))
+    assert claim.sentence == f"{said} each of the 2 cases of suite seed."
 
 
 @pytest.fixture

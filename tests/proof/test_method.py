@@ -7,7 +7,7 @@ import pytest
 from flashmoe_science.errors import EvidenceError
 from flashmoe_science.gpu import dependencies
 from flashmoe_science.proof.evidence import parse_record, record_text
-from flashmoe_science.proof.method import UNRECORDED, method_code
+from flashmoe_science.proof.method import ALIKE, UNRECORDED, method_code, takes_alike
 
 from .builders import build_record
 from .chain import request_of, run_chain
@@ -90,3 +90,16 @@ def test_a_record_of_before_it_was_recorded_is_read():
     assert parse_record(text.replace(' "method": "",\n', ""), "old") == build_record()
     with pytest.raises(EvidenceError, match=r"old: key method"):
         parse_record(text.replace(' "method": "",\n', ' "method": "none",\n'), "old")
+
+
+def test_the_method_is_listed():
+    assert list(ALIKE)[-1] == method_code(), "what takes times was edited: proof/method.py says what to do"
+
+
+def test_methods_that_are_listed_take_the_same_times(monkeypatch):
+    assert takes_alike("")
+    assert all(takes_alike(listed) for listed in ALIKE)
+    assert not takes_alike("a" * 64)
+    monkeypatch.setattr("flashmoe_science.proof.method.method_code", lambda: "b" * 64)
+    assert takes_alike("b" * 64)
+    assert not any(takes_alike(listed) for listed in ALIKE)

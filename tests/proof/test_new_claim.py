@@ -66,6 +66,13 @@ def test_a_claim_is_what_the_run_demonstrates():
     assert judge(above, record).status is not VerdictStatus.DEMONSTRATED
 
 
+def test_a_claim_about_one_case_says_so():
+    (claim,) = make_claims(build_record(speedups=[2.3]), Wish())
+    assert claim.sentence.endswith("as sdpa in a CUDA graph, in the one case of suite seed.")
+    (claim,) = make_claims(build_record(speedups=[2.3, 3.0]), Wish(cases=["case0"]))
+    assert claim.sentence.endswith("in the one case of suite seed that fits case0.")
+
+
 def test_a_claim_for_each_kind_of_time_against_the_fastest_of_several():
     record = build_record(speedups=[2.3, 3.0], baselines={"sdpa": 1.0, "sdpa-cudnn": 0.7})
     claims = make_claims(record, Wish(kinds=["wall", "graph"], baselines=["sdpa", "sdpa-cudnn"]))

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import itertools
+import re
 import sys
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from flashmoe_science.errors import InputError, SubjectError, SuiteError
-from flashmoe_science.proof import own_operator
-from flashmoe_science.proof.gates import chain
+from flashmoe_science.errors import InputError, OperatorError, SubjectError, SuiteError
+from flashmoe_science.proof import own_operator, worker
+from flashmoe_science.proof.gates import chain, launch
 from flashmoe_science.proof.operator import Operator, Scalable, load_operator
-from flashmoe_science.proof.own_operator import ask_operator, load_own, try_cases
-from flashmoe_science.proof.subject import load_subject
+from flashmoe_science.proof.own_operator import ask_operator, load_own, raise_blamed, try_cases
+from flashmoe_science.proof.subject import load_subject, operator_of
 from flashmoe_science.proof.suites import load_suite
-from flashmoe_science.proof.worker import TaskResult
+from flashmoe_science.proof.tasks import check_correct
+from flashmoe_science.proof.worker import TaskResult, describe_error
 
 from .chain import HONEST, Recorder, gate_of, request_of, run_chain
 
@@ -223,3 +225,163 @@ def test_the_record_is_kept_where_the_chain_had_begun(monkeypatch):
     kept = recorder.saved[-1]
     assert kept.incomplete_reason == "operator m:O: its method work: KeyError: 'x' (m.py:3 in work) in gate build"
     assert gate_of(kept, "sources").status.value == "passed"
+
+
+# What a method does in a worker, where the kernel runs too
+
+WHOLE = """\
+import torch
+from dataclasses import dataclass
+from flashmoe_science.proof.custom_operator import DTYPES, CustomOperator, Work, standard_normal
+
+
+@dataclass(frozen=True)
+class Problem:
+    rows: int
+    dtype: str = "fp16"
+
+
+class Mine(CustomOperator):
+    problem = Problem
+
+    def work(self, problem):
+        return Work(flops=1.0, bytes=2.0, tokens=problem.rows)
+
+    def make_inputs(self, problem, *, seed, device):
+        return standard_normal({"x": (problem.rows, 8)}, DTYPES[problem.dtype], seed=seed, device=device)
+
+    def exact(self, problem, inputs):
+        return 2 * inputs["x"].double()
+
+    def low_precision(self, problem, inputs):
+        return 2 * inputs["x"]
+
+
+D = Mine()
+
+
+def double(x):
+    return 2 * x
+"""
+
+EXACT, LOW = 'return 2 * inputs["x"].double()', 'return 2 * inputs["x"]\n'
+INPUTS, END = "return standard_normal(", "D = Mine()"
+ZERO = "ZeroDivisionError: division by zero"
+
+IN_WORKER = [
+    (EXACT, "raise ValueError('broken')", "its method exact: ValueError: broken ({m}.py:22 in exact)"),
+    (EXACT, "return None", "exact of {m}:D must return one tensor, got NoneType"),
+    (LOW, "return None\n", "low_precision of {m}:D must return one tensor, got NoneType"),
+    (LOW, "return inputs['y']\n", "its method low_precision: KeyError: 'y' ({m}.py:25 in low_precision)"),
+    (LOW, "return inputs['x'][:1]\n", "exact and low_precision must have one shape, got [3, 8] and [1, 8]"),
+    (INPUTS, f"1 / 0\n        {INPUTS}", f"its method make_inputs: {ZERO} ({{m}}.py:19 in make_inputs)"),
+    (
+        INPUTS,
+        f"return dict(x=torch.full((3, 8), float(seed)))\n        {INPUTS}",
+        "inputs must be random, and all of those of {m}:D are constant",
+    ),
+    (INPUTS, f"return [3]\n        {INPUTS}", "make_inputs must return a mapping from names to tensors, got [3]"),
+    (END, f"Mine.error_budget = lambda *_: None\n{END}", "the error budget must be a number, got None"),
+    (
+        END,
+        f"Mine.error_budget = lambda *_: 1 / 0\n{END}",
+        f"its method error_budget: {ZERO} ({{m}}.py:28 in <lambda>)",
+    ),
+]
+
+
+AS_OTHERS = {
+    "partial": "made = D.make_inputs\nD.make_inputs = functools.partial(lambda problem, **options: {answer})",
+    "decorated": "made = D.make_inputs\nD.make_inputs = lambda problem, **options: {answer}",
+}
+
+
+@pytest.mark.parametrize("way", AS_OTHERS)
+@pytest.mark.usefixtures("no_worker")
+def test_methods_are_known_by_what_the_operator_calls_them(write, way):
+    for answer, said in (("[3]", r"make_inputs must return .* got \[3\]"), ("1 / 0", "its method make_inputs: Zero")):
+        code = f"import functools\n{WHOLE}\n{AS_OTHERS[way].format(answer=answer)}\n"
+        operator = load_own(write(code).replace("OPERATOR", "D"), timeout_s=9)
+        with pytest.raises(OperatorError, match=said):
+            operator.make_inputs(operator.parse_case(CASE), seed=1, device="cpu")
+    code = f"import functools\n{WHOLE}\n{AS_OTHERS[way].format(answer='made(problem, **options)')}\n"
+    operator = load_own(write(code).replace("OPERATOR", "D"), timeout_s=9)
+    assert operator.make_inputs(operator.parse_case(CASE), seed=1, device="cpu")["x"].shape == (3, 8)
+
+
+def own_subject(tmp_path, write, code):
+    module = write(code).partition(":")[0]
+    (tmp_path / "kernel.toml").write_text(
+        f'[subject]\nname = "mine"\noperator = "{module}:D"\nentry_point = "{module}:double"\n'
+        f'sources = ["{module}.py"]\ndevices = ["cuda", "cpu"]\n'
+    )
+    (tmp_path / "suite.toml").write_text(
+        f'name = "x"\noperator = "{module}:D"\ndescription = "Made up."\n[[cases]]\nrows = 3\norigin = "made up"\n'
+    )
+    return load_subject(str(tmp_path)), module
+
+
+@pytest.mark.parametrize(("before", "after", "failure"), IN_WORKER)
+@pytest.mark.usefixtures("no_worker")
+def test_what_an_operator_does_wrong_beside_the_kernel_is_its_own_error(
+    monkeypatch, tmp_path, write, before, after, failure
+):
+    assert before in WHOLE
+    subject, module = own_subject(tmp_path, write, WHOLE.replace(before, after))
+    monkeypatch.setattr(worker, "_child", [True])
+    payload = {
+        "subject": subject.to_json(),
+        "cases": [{"name": "a", "problem": CASE}],
+        "device": "cpu",
+        "seed": 5,
+    }
+    with pytest.raises(OperatorError) as caught:
+        check_correct(payload, lambda _: None)
+    assert str(caught.value).startswith(f"operator {module}:D: {failure.format(m=module)}")
+    assert caught.value.hint
+    with pytest.raises(OperatorError, match=re.escape(str(caught.value).partition("\n")[0])):
+        raise_blamed(describe_error(caught.value))
+
+
+@pytest.mark.usefixtures("no_worker")
+def test_what_a_gpu_raises_within_an_operator_is_not_said_to_be_its_fault(monkeypatch, tmp_path, write):
+    broken = "raise RuntimeError('CUDA error: an illegal memory access was encountered')"
+    subject, _ = own_subject(tmp_path, write, WHOLE.replace(EXACT, broken))
+    monkeypatch.setattr(worker, "_child", [True])
+    operator = operator_of(subject)
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        operator.exact(operator.parse_case(CASE), {})
+
+
+def test_an_operator_that_fails_in_gate_correct_ends_the_run_and_not_the_kernel(tmp_path, write):
+    broken = WHOLE.replace(EXACT, "raise ValueError('broken')")
+    subject, module = own_subject(tmp_path, write, broken)
+    recorder = Recorder()
+    request = request_of(subject, suite=load_suite(str(tmp_path / "suite.toml")), baselines=[])
+    with pytest.raises(OperatorError) as caught:
+        run_chain(request, recorder)
+    said = f"operator {module}:D: its method exact: ValueError: broken ({module}.py:22 in exact)"
+    assert str(caught.value).partition("\n")[0] == said
+    assert caught.value.hint.startswith("the operator's own code does this")
+    kept = recorder.saved[-1]
+    assert kept.incomplete_reason == f"{said} in gate correct"
+    assert gate_of(kept, "correct").status.value == "not reached"
+    assert [(case.correct, case.arms[0].status) for case in kept.cases] == [(None, "not measured")]
+
+
+def test_an_operator_whose_inputs_cannot_be_made_does_not_fail_gate_import(tmp_path, write):
+    subject, module = own_subject(tmp_path, write, WHOLE.replace(INPUTS, f"1 / 0\n        {INPUTS}"))
+    recorder = Recorder()
+    request = request_of(subject, suite=load_suite(str(tmp_path / "suite.toml")), baselines=[])
+    with pytest.raises(OperatorError, match=rf"{module}:D: its method make_inputs: ZeroDivisionError"):
+        run_chain(request, recorder)
+    assert gate_of(recorder.saved[-1], "import").status.value == "not reached"
+
+
+def test_gate_launch_tells_an_operator_from_its_kernel():
+    arm = {"name": "mine", "status": "failed", "role": "subject", "launches": [], "version": "", "code": ""}
+    reason = (
+        "the case cannot be set up: OperatorError: operator m:D: its method make_inputs: KeyError: 'x' (m.py:3 in f)"
+    )
+    with pytest.raises(OperatorError, match=r"^operator m:D: its method make_inputs: KeyError: 'x' \(m\.py:3 in f\)"):
+        launch._record(None, {"name": "a", "arms": [{**arm, "reason": reason}]})  # type: ignore[arg-type]

@@ -290,8 +290,15 @@ def test_the_folder_there_goes_with_the_run(machine, python, tmp_path):
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     seen = []
-    run("finish", python=python(f'export TMPDIR="{scratch}"'), save=lambda *_: seen.append(list(scratch.iterdir())))
-    assert len(seen[0]) == 1
+
+    def begin(*_):  # the run there waits for the answer: it still has its folder
+        seen.extend(scratch.iterdir())
+
+    here = python(f'export TMPDIR="{scratch}"')
+    there = {"progress": {"gpu": Lines()}, "save": lambda *_: None, "begin": begin, "requirements": {}}
+    (result,) = prove_on([Host("gpu", here)], asking(), StubTree(), **there)
+    assert result.error is None
+    assert len(seen) == 1
     assert list(scratch.iterdir()) == []
 
 

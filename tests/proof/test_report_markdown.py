@@ -8,6 +8,7 @@ import pytest
 
 from flashmoe_science.proof.judge import judge
 from flashmoe_science.proof.page import Judged, build_page
+from flashmoe_science.proof.report_html import render_html
 from flashmoe_science.proof.report_markdown import escape, render_markdown
 
 from .builders import build_gates, build_record
@@ -80,3 +81,19 @@ def test_several_runs_have_an_index_and_sections_of_their_own():
     assert len(re.findall(r"^## \d: flash_attention", text, re.MULTILINE)) == 2
     assert len(re.findall(r"^### Gates$", text, re.MULTILINE)) == 2
     assert "| case | speedup, run 1 | speedup, run 2 |" in text
+
+
+def test_what_stood_in_for_the_kernel_is_counted_apart():
+    record = build_record(gpu=None)
+    stood_in = [case.model_copy(update={"correct": None, "stand_in": "plain torch"}) for case in record.cases[:1]]
+    wrong = stood_in[0].model_copy(update={"correct": False})
+    right = record.cases[0].model_copy(update={"correct": True})
+    for cases, said in (
+        (stood_in, "None shown of the GPU's kernel; its stand-in right in 1 of 1."),
+        ([*stood_in, wrong], "None shown of the GPU's kernel; its stand-in right in 1 of 2."),
+        ([*stood_in, right], "1 case correct, of 2; its stand-in right in 1 of 1."),
+        ([right], "1 case correct, of 1."),
+    ):
+        page = build_page([Judged(record.model_copy(update={"cases": cases}), [])])
+        assert f"## Accuracy\n\n{said}\n" in render_markdown(page)
+        assert f'<p class="note">{said} Largest error'.replace("'", "&#39;") in render_html(page)

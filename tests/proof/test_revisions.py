@@ -456,7 +456,7 @@ def test_the_command_with_a_gpu_times_both_and_says_what_both_cost(repository, f
     out, err = capsys.readouterr()
     assert err == ""
     assert [line for line in out.splitlines() if line.startswith("slower")] == [
-        "slower     1 slower: slower b1_h2_s64_d32_fp16 (graph) 0.971x"
+        "slower     1 slower: b1_h2_s64_d32_fp16 (graph) 0.971x"
     ]
     assert out.count("cost: about") == 2
     assert "(45 s of NVIDIA H200)" in out  # 2 + 3 for the gates launch and correct of each, and 7 x 5 for the times

@@ -11,6 +11,7 @@ import torch
 
 from flashmoe_science.errors import ProofError
 from flashmoe_science.proof import arms
+from flashmoe_science.proof.answers import parts
 from flashmoe_science.proof.operator import Operator
 from flashmoe_science.proof.subject import Subject
 
@@ -157,8 +158,8 @@ def test_swapping_moves_values_and_expectations_together():
     )
     arms.swap_values(sets, [follows, keeps], 0, 2)
     assert [tensors["x"][0].item() for tensors in sets] == [2.0, 1.0, 0.0]
-    assert [answer.item() for answer in follows.expected] == [4.0, 2.0, 0.0]
-    assert [answer.item() for answer in keeps.expected] == [0.0, 2.0, 4.0]
+    assert [parts(answer)[0].item() for answer in follows.expected] == [4.0, 2.0, 0.0]
+    assert [parts(answer)[0].item() for answer in keeps.expected] == [0.0, 2.0, 4.0]
     assert [tensors["x"]._version for tensors in sets] == versions
 
 
@@ -373,10 +374,10 @@ def test_mismatch_counts_answers_and_never_accepts_nan():
     nan = torch.tensor([1.0, 1.0, math.nan])
     assert arms.mismatch([ones, ones], [ones.clone(), ones], None) == ""
     assert arms.mismatch([ones, more], [ones, ones], None) == "1 of 2 answers differ, expected the same bits"
-    assert arms.mismatch([more], [ones], 2e-3) == ""
-    assert "expected a difference up to 0.0005" in arms.mismatch([more], [ones], 5e-4)
+    assert arms.mismatch([more], [ones], (2e-3,)) == ""
+    assert "expected a difference up to 0.0005" in arms.mismatch([more], [ones], (5e-4,))
     assert arms.mismatch([nan], [nan], None)
-    assert arms.mismatch([nan], [nan], 1.0)
+    assert arms.mismatch([nan], [nan], (1.0,))
     assert arms.mismatch([-torch.zeros(1)], [torch.zeros(1)], None)  # other bits, if equal numbers
     assert arms.mismatch([ones.half()], [ones], None) == "expected torch.float32 of shape [3], got torch.float16 of [3]"
     assert arms.mismatch([torch.ones(0)], [torch.ones(0)], None) == ""

@@ -8,11 +8,13 @@ import math
 
 import pytest
 
+from flashmoe_science.proof.evidence import TreeState
 from flashmoe_science.proof.judge import check_control, judge
 from flashmoe_science.proof.rows import (
     CSV_COLUMNS,
     Ratio,
     arm_rows,
+    commit_words,
     default_kind,
     format_bytes,
     format_error,
@@ -144,3 +146,16 @@ def test_csv_of_a_run_without_times_says_why():
         ("", "", "not measured", "no GPU")
     ]
     assert lines[0]["max_error"] == "0.0001"
+
+
+def test_a_record_names_the_commit_of_the_subjects_sources():
+    record = build_record()
+    harness = record.environment.model_copy(update={"commit": "b" * 40, "dirty": True})
+
+    def words(tree):
+        subject = record.subject.model_copy(update={"tree": tree})
+        return commit_words(record.model_copy(update={"environment": harness, "subject": subject}), letters=4)
+
+    assert words(None) == "bbbb with uncommitted changes"  # ours lie in the harness's tree
+    assert words(TreeState(commit="a" * 40, dirty=False)) == "aaaa"
+    assert words(TreeState(commit=None, dirty=None)) == "none: no git repository holds the sources"

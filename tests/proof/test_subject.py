@@ -130,6 +130,17 @@ def test_subject_survives_json(folder):
             "expected_speedup = 0",
             "key subject.expected_speedup: expected greater than 0, got 0",
         ),
+        (
+            "expected_speedup = 1.7",
+            'expected_speedup = "1.7"',
+            "key subject.expected_speedup: expected a valid number, got '1.7'",
+        ),
+        ("expected_speedup = 1.7", "expected_speedup = true", "expected_speedup: expected a valid number, got True"),
+        ("[subject]", '[subject]\ndeterministic = "yes"', "deterministic: expected true or false, got 'yes'"),
+        ("[subject]", "[subject]\ndeterministic = 1", "key subject.deterministic: expected true or false, got 1"),
+        ("49152", "true", "key launch.kernels.0.shared_memory_bytes: expected a valid integer, got True"),
+        ("49152", "49152.0", "key launch.kernels.0.shared_memory_bytes: expected a valid integer, got 49152.0"),
+        ("[launch]", '[limits]\nlaunch_s = "3"\n[launch]', "key limits.launch_s: expected a valid number, got '3'"),
         ("timeout_s = 60", 'timeout_s = "long"', "key build.timeout_s: expected a valid number"),
         ('"csrc/*.cu"', '"/usr/a.cu"', "key subject.sources.1: expected a path relative to this file, got '/usr/a.cu'"),
         (f'operator = "{OPERATOR}"', "", "key subject.operator: missing, expected the operator that it implements"),
@@ -172,6 +183,30 @@ def test_absent_file_and_unknown_name(monkeypatch):
         SubjectError, match=r"subject must be one of fake_attention or a kernel.toml, got 'fake_atention'"
     ):
         load_subject("fake_atention")
+
+
+def test_a_hint_names_the_file_that_lies_beside(folder, monkeypatch):
+    monkeypatch.setattr(subjects, "BUILTIN_OPERATORS", (OPERATOR,))
+    monkeypatch.chdir(folder)
+    (folder / "pyproject.toml").write_text("[project]\n")
+    name = load_subject("kernel.toml").name
+    for text, said in (
+        (name, f"got '{name}'\nhint: name its file: ./kernel.toml"),
+        (f"{name}.py", f"{name}.py: a .py is no subject: name its kernel.toml\nhint: beside it is kernel.toml"),
+        ("gone/x.py", "gone/x.py: a .py is no subject: name its kernel.toml\nhint: the format is in"),
+        ("kernal.toml", "kernal.toml: cannot be read: No such file or directory\nhint: did you mean kernel.toml?"),
+    ):
+        with pytest.raises(SubjectError) as error:
+            load_subject(text)
+        assert said in str(error.value)
+
+
+def test_one_bracket_where_a_list_of_tables_is_meant_is_said(folder):
+    head = GOOD.partition("[[launch.kernels]]")[0]
+    (folder / "kernel.toml").write_text(f'{head}[launch.kernels]\npattern = "*merge*"\n')
+    with pytest.raises(SubjectError) as error:
+        load_subject(str(folder))
+    assert "key launch.kernels: expected a list of tables: write [[launch.kernels]], not [" in str(error.value)
 
 
 def test_builtin_name_asks_the_operator(monkeypatch):
@@ -225,7 +260,9 @@ def test_custom_operator_is_found_beside_the_file(folder, restore_path):
     (package / "__init__.py").touch()
     (package / "mine.py").write_text("from tests.proof.fake_operator import OPERATOR\n")
     (folder / "kernel.toml").write_text(GOOD.replace(OPERATOR, "operators_of_test_subject.mine"))
-    assert subjects.operator_of(load_subject(str(folder))).name == OPERATOR
+    operator = subjects.operator_of(load_subject(str(folder)))
+    assert operator.name == "operators_of_test_subject.mine"  # as the file has it
+    assert "sdpa" in operator.rivals()
 
 
 # The page about it.

@@ -91,7 +91,7 @@ def test_file_without_cases(tmp_path):
 def test_unknown_name_lists_what_there_is():
     with pytest.raises(
         SuiteError,
-        match=r"suite must be one of decode, features, moe-decode, .*, unseen or a file, got 'sead'\nhint",
+        match=r"suite must be one of decode, features, host, moe-decode, .*, varlen or a file, got 'sead'\nhint",
     ):
         load_suite("sead")
 
@@ -128,9 +128,21 @@ def test_the_grid_in_fp16_is_the_same_grid():
     assert expand("standard-fp16") == [{**case, "dtype": "fp16"} for case in expand("standard")]
 
 
+def test_the_grid_of_gradients_is_the_same_grid():
+    assert expand("standard-backward") == expand("standard")
+
+
 @pytest.mark.parametrize(
     ("name", "count"),
-    [("features", 12), ("scaling", 20), ("seed", 13), ("standard", 36), ("standard-fp16", 36), ("unseen", 24)],
+    [
+        ("features", 12),
+        ("host", 6),
+        ("scaling", 20),
+        ("seed", 13),
+        ("standard", 36),
+        ("standard-fp16", 36),
+        ("unseen", 24),
+    ],
 )
 def test_packaged_suite_loads_with_an_origin_everywhere(name, count):
     suite = load_suite(name)
@@ -150,10 +162,21 @@ def test_the_example_in_the_docs_is_valid(tmp_path):
 
 def test_every_key_of_a_case_is_explained_in_the_docs():
     from flashmoe_science.attention.operator import _KEYS
+    from flashmoe_science.attention_backward.operator import _KEYS as KEYS_OF_GRADIENTS
     from flashmoe_science.attention_cache.operator import _KEYS as KEYS_OF_A_CACHE
+    from flashmoe_science.attention_train.operator import TrainOperator
+    from flashmoe_science.attention_varlen.operator import _KEYS as KEYS_OF_PACKED_SEQUENCES
     from flashmoe_science.moe.operator import _KEYS as KEYS_OF_EXPERTS
 
-    for key in (*_SuiteFile.model_fields, *_KEYS, *KEYS_OF_A_CACHE, *KEYS_OF_EXPERTS):
+    for key in (
+        *_SuiteFile.model_fields,
+        *_KEYS,
+        *KEYS_OF_GRADIENTS,
+        *TrainOperator.keys,
+        *KEYS_OF_A_CACHE,
+        *KEYS_OF_PACKED_SEQUENCES,
+        *KEYS_OF_EXPERTS,
+    ):
         assert f"`{key}`" in PAGE or f"[{key}]" in PAGE
     for name in list_suites():
         assert f"| `{name}` |" in PAGE

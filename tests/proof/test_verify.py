@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from datetime import timedelta
 
 import pytest
@@ -199,6 +200,82 @@ def test_a_broken_record_is_an_error_that_names_it(repository):
         verify_claims(repository.root)
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"schema_version": 2}, "it has schema 2, and this flashmoe reads up to 1"),
+        ({"schema_version": 2, "suite": 3}, "it has schema 2, and this flashmoe reads up to 1"),
+        ({"invented": 1}, "key invented: unknown key"),
+    ],
+)
+def test_a_record_of_a_newer_flashmoe_is_said_to_be_one(repository, change, said):
+    repository.record()
+    path = repository.root / "evidence" / "run.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(EvidenceError) as caught:
+        read_record(path)
+    assert str(caught.value).startswith(f"{path}: {said}\nhint: a newer flashmoe made it: update this one")
+
+
+def spoil(repository, name, **changes):
+    """Make a record one that cannot be read, and which still says what it is of."""
+    path = repository.root / "evidence" / f"{name}.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"invented": 1} | changes))
+
+
+def test_a_record_that_cannot_be_read_leaves_open_what_may_rest_on_it(repository):
+    repository.claim()
+    repository.record()
+    repository.record("other", day=1)
+    troubles: list[EvidenceError] = []
+    spoil(repository, "other")
+    (verdict,) = verify_claims(repository.root, on_trouble=troubles.append)
+    assert verdict.status is VerdictStatus.INCONCLUSIVE
+    said = "evidence/other.json cannot be read, and may be of a run that decides it (key invented: unknown key)"
+    assert verdict.reason.startswith(f"{said}; of what was measured, ")
+    assert ["other.json" in str(trouble) for trouble in troubles] == [True]
+
+
+@pytest.mark.parametrize(
+    "of", [{"suite": "seed"}, {"subject": {"name": "mine"}}, {"environment": {"gpu": {"name": "NVIDIA L4"}}}]
+)
+def test_a_record_that_cannot_be_read_and_is_of_something_else_hides_no_verdict(repository, of):
+    repository.claim()
+    repository.record()
+    repository.record("other", day=1)
+    troubles: list[EvidenceError] = []
+    spoil(repository, "other", **of)
+    (verdict,) = verify_claims(repository.root, on_trouble=troubles.append)
+    assert (verdict.status, len(troubles)) == (VerdictStatus.DEMONSTRATED, 1)
+
+
+def test_a_record_that_tells_nothing_may_be_of_any_claim_and_saves_none_from_being_refuted(repository):
+    repository.claim()
+    repository.claim(factor=9.0, name="b")
+    repository.record()
+    (repository.root / "evidence" / "broken.json").write_text("{")
+    found = verify_claims(repository.root, on_trouble=lambda _: None)
+    assert [verdict.status for verdict in found] == [VerdictStatus.INCONCLUSIVE, VerdictStatus.REFUTED]
+
+
+def test_a_pinned_record_that_cannot_be_read_leaves_the_claim_open_and_is_named(repository):
+    repository.claim(more='evidence = "evidence/run.json"')
+    repository.record()
+    (repository.root / "evidence" / "run.json").write_text("{")
+    (verdict,) = verify_claims(repository.root, on_trouble=lambda _: None)
+    assert verdict.status is VerdictStatus.INCONCLUSIVE
+    assert verdict.reason.startswith("evidence/run.json, which it pins, cannot be read: key (document): Invalid JSON")
+
+
+def test_a_claim_without_evidence_says_which_record_could_not_be_read(repository):
+    repository.claim()
+    repository.record()
+    (repository.root / "evidence" / "run.json").write_text("{")
+    (verdict,) = verify_claims(repository.root, on_trouble=lambda _: None)
+    assert verdict.status is VerdictStatus.ASSERTED
+    assert "; evidence/run.json cannot be read, and may be of a run" in verdict.reason
+
+
 def test_other_documents_in_the_evidence_folder_are_left_alone(repository):
     repository.record()
     (repository.root / "evidence" / "gpu-tests.json").write_text('{"kind": "gpu-tests"}')
@@ -224,14 +301,16 @@ def test_sources_that_changed_or_went_are_named(tmp_path):
     for name in ("same.cu", "changed.cu"):
         (tmp_path / "mine" / name).write_text("old")
     subject = _subject(*(_source(n, "old") for n in ("same.cu", "changed.cu", "gone.cu")), folder="mine")
-    assert compare_sources(subject, tmp_path).changed == "1 of 3, gone.cu"
+    assert compare_sources(subject, tmp_path).changed == "1 of 3 (1 of them not in this repository), gone.cu"
     (tmp_path / "mine" / "changed.cu").write_text("new")
-    assert compare_sources(subject, tmp_path).changed == "2 of 3, changed.cu, gone.cu"
+    assert (
+        compare_sources(subject, tmp_path).changed == "2 of 3 (1 of them not in this repository), changed.cu, gone.cu"
+    )
 
 
 def test_a_folder_of_the_repository_that_is_gone_has_changed(tmp_path):
     assert compare_sources(_subject(_source("kernel.cu", "x"), folder="mine"), tmp_path) == Sources(
-        "1 of 1, kernel.cu", count=1
+        "1 of 1 (1 of them not in this repository), kernel.cu", count=1, absent=1
     )
 
 

@@ -134,6 +134,20 @@ def test_hang_after_an_event_is_ended_too(clock):
     assert seen == [{"event": "step"}]
 
 
+def test_silence_is_told_while_it_lasts(clock):
+    seen: list[object] = []
+    after: list[float] = []  # the event
+    clock.ahead = lambda: 50.0 * len(after)
+
+    def on_silence(seconds: float) -> None:
+        if seen:
+            after.append(seconds)
+
+    assert run("hang_after_event", on_event=seen.append, on_silence=on_silence).timed_out
+    assert len(after) in (2, 3)
+    assert 50.0 <= after[1] < LIMIT_S
+
+
 def test_a_task_is_ended_after_its_time_in_all_however_much_it_says(clock):
     seen: list[object] = []
     clock.ahead = lambda: 100.0 * len(seen)

@@ -17,14 +17,14 @@ from typing import Any, Literal, Protocol
 import torch
 
 from ..errors import ProofError
-from .check import not_plain
-from .evidence import Accuracy, TimeKind
+from .answers import Answer, Call, copied, known_parts, names_of, not_formed, parts, sizes_of
+from .check import accuracy_of, not_plain
+from .evidence import Accuracy, OutputAccuracy, TimeKind
 from .operator import Inputs, Operator, Rival
 from .shared_state import SharedState
 from .subject import Subject, load_entry
 from .worker import describe_error
 
-Call = Callable[[], torch.Tensor]
 Role = Literal["subject", "baseline", "control"]
 
 CONTROL_SUFFIX = "#2"
@@ -38,8 +38,8 @@ class Device(Protocol):
     def synchronize(self) -> None:
         """Wait for all work on all streams; raises when the context is lost."""
 
-    def poison(self, nbytes: int) -> None:
-        """Fill the free memory that the next outputs will get with NaN; an output takes ``nbytes``."""
+    def poison(self, *nbytes: int) -> None:
+        """Fill the free memory that the next outputs will get with NaN; each takes one of ``nbytes``."""
 
     def peak_bytes(self, call: Call) -> int:
         """Return how much memory one call allocates at its peak."""
@@ -57,7 +57,7 @@ class Loaded:
 
     name: str
     role: Role
-    entry: Callable[..., torch.Tensor] | None
+    entry: Callable[..., Any] | None
     status: Literal["loaded", "unavailable", "failed"]
     reason: str = ""
     version: str = ""
@@ -80,12 +80,17 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Truth:
-    """What the answer to one set of inputs should be."""
+    """What the answer to one set of inputs should be, in one of its tensors."""
 
+    output: str  # its name; empty where a call gives one tensor
     exact: torch.Tensor  # fp64
     budget: float  # largest absolute error allowed
     low_precision_error: float
     output_bytes: int
+
+
+Truths = tuple[Truth, ...]  # one for each tensor of an answer
+Tolerance = tuple[float, ...]  # largest absolute difference, of each tensor of an answer
 
 
 @dataclass
@@ -98,8 +103,8 @@ class Arm:
     status: Literal["ready", "refused", "unavailable", "failed", "not measured"] = "ready"
     reason: str = ""
     calls: list[Call] = field(default_factory=list)  # one for each set of inputs
-    expected: list[torch.Tensor] = field(default_factory=list)  # its first answer to each set
-    tolerance: float | None = None  # of a later answer; None: the same bits
+    expected: list[Answer] = field(default_factory=list)  # its first answer to each set
+    tolerance: Tolerance | None = None  # of a later answer; None: the same bits
     follows: bool = True  # its answers follow the inputs' values; a baseline may have laid out copies when it was bound
     accuracy: Accuracy | None = None
     peak_bytes: int | None = None
@@ -163,12 +168,21 @@ def load_rival(rival: Rival) -> Loaded:
     return Loaded(rival.name, "baseline", entry, "loaded", version=version, rival=rival)
 
 
-def find_truth(operator: Operator, problem: Any, inputs: Inputs) -> Truth:
+def find_truth(operator: Operator, problem: Any, inputs: Inputs) -> Truths:
     """Return the exact answer, the error allowed, and what the framework's own low-precision run makes of it."""
-    exact = operator.exact(problem, inputs)
-    low = operator.low_precision(problem, inputs)
-    budget = float(operator.error_budget(exact, low))
-    return Truth(exact, budget, max_error(low, exact), low.numel() * low.element_size())
+    names = names_of(operator, problem)
+    exacts = known_parts(operator, "exact", operator.exact(problem, inputs), names)
+    lows = known_parts(operator, "low_precision", operator.low_precision(problem, inputs), names)
+    return tuple(
+        Truth(
+            name,
+            exact,
+            float(operator.error_budget(exact, low)),
+            max_error(low, exact),
+            low.numel() * low.element_size(),
+        )
+        for name, exact, low in zip(names, exacts, lows, strict=True)
+    )
 
 
 def prepare_arm(
@@ -176,7 +190,7 @@ def prepare_arm(
     operator: Operator,
     problem: Any,
     input_sets: Sequence[Inputs],
-    truths: Mapping[int, Truth],
+    truths: Mapping[int, Truths],
     device: Device,
 ) -> Arm:
     """Bind ``loaded`` to every set of inputs, call it, and check its answers.
@@ -184,8 +198,9 @@ def prepare_arm(
     Compiling, tuning and the first allocation happen here. The answers to the sets that ``truths`` knows are compared
     with the exact ones; the answers to all sets are kept, to be compared with those after timing.
     """
-    tolerance = None if loaded.deterministic else 2 * max(truth.budget for truth in truths.values())
-    output_bytes = max(truth.output_bytes for truth in truths.values())
+    budgets = zip(*([truth.budget for truth in each] for each in truths.values()), strict=True)
+    tolerance = None if loaded.deterministic else tuple(2 * max(each) for each in budgets)
+    output_bytes = [truth.output_bytes for truth in next(iter(truths.values()))]
     arm = Arm(loaded, loaded.name, loaded.role, tolerance=tolerance)
     if loaded.entry is None:
         arm.status, arm.reason = "unavailable" if loaded.status == "unavailable" else "failed", loaded.reason
@@ -195,22 +210,23 @@ def prepare_arm(
         if refusal is not None:
             arm.status, arm.reason = "refused", refusal
             return arm
+        names = names_of(operator, problem)
         shared = SharedState()
         with loaded.context():
             arm.calls = [operator.bind(loaded.entry, problem, inputs) for inputs in input_sets]
             arm.calls[0]()  # compiles, tunes, allocates
             device.synchronize()
             arm.peak_bytes = device.peak_bytes(arm.calls[0])
-            device.poison(output_bytes)
+            device.poison(*output_bytes)
             for call in arm.calls:
                 answer = call()
-                if wrong := not_plain(answer):
+                if wrong := not_an_answer(answer, loaded, names):
                     arm.fail(wrong)
                     return arm
                 device.synchronize()  # here work on any stream is waited for: check_stream says what is wrong with it
-                arm.expected.append(answer.clone())
-            device.poison(output_bytes)
-            again = arm.calls[0]().clone()
+                arm.expected.append(copied(answer))
+            device.poison(*output_bytes)
+            again = copied(arm.calls[0]())
             device.synchronize()
         if changes := shared.changes():
             arm.fail(f"a call of it changes what all arms share: {changes}")
@@ -218,7 +234,7 @@ def prepare_arm(
         repeats = mismatch([again], arm.expected[:1], None) == ""
         judged = {} if loaded.yardstick else truths
         problem_found = next(
-            (wrong for index, truth in judged.items() if (wrong := _judge_answer(arm, index, truth, repeats=repeats))),
+            (wrong for index, each in judged.items() if (wrong := _judge_answer(arm, index, each, repeats=repeats))),
             "",
         )
     except Exception as error:  # noqa: BLE001 - what an arm raises is a result
@@ -228,21 +244,33 @@ def prepare_arm(
     return arm
 
 
-def _judge_answer(arm: Arm, index: int, truth: Truth, *, repeats: bool) -> str:
+def not_an_answer(answer: Any, loaded: Loaded, names: Sequence[str]) -> str:
+    """Return why ``answer`` is not what the call of an arm has to give, or an empty text."""
+    wrong = "" if loaded.yardstick else not_formed(answer, names)
+    return wrong or next((odd for part in parts(answer) if (odd := not_plain(part))), "")
+
+
+def _judge_answer(arm: Arm, index: int, truths: Truths, *, repeats: bool) -> str:
     """Return what is wrong with the answer to one set, or an empty string; records the worst accuracy of all sets."""
-    first = arm.expected[index]
-    if first.shape != truth.exact.shape:
-        return f"its answer must have shape {list(truth.exact.shape)}, got {list(first.shape)}"
-    error = max_error(first, truth.exact)
-    if math.isnan(error):
-        return "its answer has NaN"
-    accuracy = Accuracy(
-        max_error=error, budget=truth.budget, low_precision_error=truth.low_precision_error, deterministic=repeats
-    )
+    found: dict[str, OutputAccuracy] = {}
+    answer = parts(arm.expected[index])
+    for first, truth in zip(answer, truths, strict=True):
+        its = f"its {truth.output}" if truth.output else "its answer"
+        if first.shape != truth.exact.shape:
+            return f"{its} must have shape {list(truth.exact.shape)}, got {list(first.shape)}"
+        error = max_error(first, truth.exact)
+        if math.isnan(error):
+            return f"{its} has NaN"
+        found[truth.output] = OutputAccuracy(
+            max_error=error, budget=truth.budget, low_precision_error=truth.low_precision_error
+        )
+    accuracy = accuracy_of(found, deterministic=repeats)
     if arm.accuracy is None or accuracy.share > arm.accuracy.share:
         arm.accuracy = accuracy
-    if error > truth.budget:
-        return f"its answer is off by {error:.3g}, allowed are {truth.budget:.3g}"
+    for name, each in found.items():
+        if each.max_error > each.budget:
+            its = f"its {name}" if name else "its answer"
+            return f"{its} is off by {each.max_error:.3g}, allowed are {each.budget:.3g}"
     if arm.loaded.deterministic and not repeats:
         return "the same input gave other bits the second time, and the same bits are promised"
     return ""
@@ -265,15 +293,15 @@ def check_stream(arm: Arm, operator: Operator, problem: Any, inputs: Inputs, dev
         fresh = operator.make_inputs(problem, seed=seed, device=device.name)
         saved = {name: tensor.clone() for name, tensor in inputs.items()}
         with arm.loaded.context():
-            expected = operator.bind(arm.loaded.entry, problem, fresh)().clone()
+            expected = copied(operator.bind(arm.loaded.entry, problem, fresh)())
             device.synchronize()
             for stream in device.streams():
-                device.poison(expected.numel() * expected.element_size())
+                device.poison(*sizes_of(expected))
                 device.synchronize()
                 with stream:
                     device.sleep()
                     copy_values(fresh, inputs)
-                    answer = arm.calls[0]().clone()
+                    answer = copied(arm.calls[0]())
                 device.synchronize()
                 wrong = mismatch([answer], [expected], arm.tolerance)
                 copy_values(saved, inputs)
@@ -292,8 +320,8 @@ def check_again(arm: Arm, device: Device) -> str:
     """Return how the arm's answers differ from its first, or an empty string. Poisons memory before."""
     try:
         with arm.loaded.context():
-            device.poison(max(tensor.numel() * tensor.element_size() for tensor in arm.expected))
-            answers = [call().clone() for call in arm.calls]
+            device.poison(*sizes_of(arm.expected[0]))
+            answers = [copied(call()) for call in arm.calls]
             device.synchronize()
             wrong = mismatch(answers, arm.expected, arm.tolerance)
     except Exception as error:  # noqa: BLE001 - what an arm raises is a result
@@ -314,7 +342,7 @@ def find_followers(input_sets: Sequence[Inputs], arms: Sequence[Arm], device: De
         old, new = arm.expected[:2]
         try:
             with arm.loaded.context():
-                answer = arm.calls[0]().clone()
+                answer = copied(arm.calls[0]())
                 device.synchronize()
                 arm.follows = not mismatch([answer], [new], arm.tolerance)
                 kept = not mismatch([answer], [old], arm.tolerance)
@@ -380,31 +408,41 @@ def max_error(answer: torch.Tensor, exact: torch.Tensor) -> float:
     return (answer.to(exact.device, torch.float64) - exact.to(torch.float64)).abs().max().item()
 
 
-def mismatch(answers: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], tolerance: float | None) -> str:
+def mismatch(answers: Sequence[Answer], expected: Sequence[Answer], tolerance: Tolerance | None) -> str:
     """Return how ``answers`` differ from ``expected``, or an empty string. NaN always differs.
 
     Args:
         answers: on one device.
         expected: as many, on the same device.
-        tolerance: largest absolute difference; None: the same bits.
+        tolerance: largest absolute difference of each tensor of an answer; None: the same bits.
     """
     wrong: list[torch.Tensor] = []  # read once at the end: one synchronisation for all sets
     for answer, wanted in zip(answers, expected, strict=True):
-        if odd := not_plain(answer):
-            return odd
-        if answer.shape != wanted.shape or answer.dtype != wanted.dtype:
-            return f"expected {wanted.dtype} of shape {list(wanted.shape)}, got {answer.dtype} of {list(answer.shape)}"
-        if wanted.numel() == 0:
-            continue
-        if tolerance is None:
-            wrong.append((_bytes(answer) != _bytes(wanted)).any() | answer.isnan().any())
-        else:
-            wrong.append(~((answer.double() - wanted.double()).abs().max() <= tolerance))
+        got, asked = parts(answer), parts(wanted)
+        if len(got) != len(asked):
+            return f"expected {len(asked)} tensors, got {len(got)}"
+        differ = []
+        for number, (part, right) in enumerate(zip(got, asked, strict=True)):
+            if odd := not_plain(part):
+                return odd
+            if part.shape != right.shape or part.dtype != right.dtype:
+                return f"expected {right.dtype} of shape {list(right.shape)}, got {part.dtype} of {list(part.shape)}"
+            if right.numel() == 0:
+                continue
+            if tolerance is None:
+                differ.append((_bytes(part) != _bytes(right)).any() | part.isnan().any())
+            else:
+                allowed = tolerance[min(number, len(tolerance) - 1)]
+                differ.append(~((part.double() - right.double()).abs().max() <= allowed))
+        if differ:
+            wrong.append(torch.stack(differ).any())
     if not wrong:
         return ""
     count = int(torch.stack(wrong).sum().item())
-    allowed = "the same bits" if tolerance is None else f"a difference up to {tolerance:.3g}"
-    return f"{count} of {len(wrong)} answers differ, expected {allowed}" if count else ""
+    within = "the same bits"
+    if tolerance is not None:
+        within = f"a difference up to {', '.join(f'{each:.3g}' for each in tolerance)}"
+    return f"{count} of {len(wrong)} answers differ, expected {within}" if count else ""
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -20,13 +20,17 @@ from ..gpu.specs import GpuSpec
 from ..gpu.untold import acts_at_import
 from .claims import Claim
 from .evidence import Arm, CaseRecord, Gpu, Record, TimeKind
-from .method import UNRECORDED, method_code
+from .method import takes_alike
 from .subject import PACKAGE_FOLDER, is_builtin
 from .words import counted
 
 # Taken on the device, of what was launched. Wall time has the host's Python in it, which no fingerprint knows.
 _DEVICE_TIMES: tuple[TimeKind, ...] = ("kernel", "graph")
 FINGERPRINTS_EQUAL = "(fingerprints equal)"  # ends a note that says of changed files that they do not count
+_ANOTHER_COPY = (
+    "what runs on the GPU was not compared: another copy of the package runs here than the repository's own "
+    "(pip install -e . takes that one)"
+)
 _SHOWN = 3  # cases that a reason lists
 
 
@@ -37,6 +41,14 @@ class Sources:
     changed: str = ""  # which differ, and in what; empty: nothing that counts, or none that can be seen
     notes: Sequence[str] = ()  # what a reader of a verdict has to know besides
     count: int = 0  # of the files that differ
+    absent: int = 0  # of those, how many there are none of
+
+    @property
+    def differing(self) -> str:
+        """How many files differ, in words."""
+        if self.absent == self.count:
+            return f"{self.count} of its source files are not in this repository"
+        return f"{self.count} of its source files changed since" + (" or are gone" if self.absent else "")
 
 
 def compare_sources(record: Record, repository: Path) -> Sources:
@@ -47,7 +59,10 @@ def compare_sources(record: Record, repository: Path) -> Sources:
     if now and not any(now.values()) and subject.folder is None:
         return Sources(notes=["its sources are not in this repository, so nobody compared them"])
     differ = [source.path for source in subject.sources if now[source.path] != source.sha256]
-    return Sources(f"{len(differ)} of {len(now)}, {', '.join(differ)}" if differ else "", count=len(differ))
+    absent = sum(now[path] is None for path in differ)
+    some = f" ({absent} of them not in this repository)" if absent else ""
+    changed = f"{len(differ)} of {len(now)}{some}, {', '.join(differ)}" if differ else ""
+    return Sources(changed, count=len(differ), absent=absent)
 
 
 def changes_since(claim: Claim, record: Record, repository: Path) -> Sources:
@@ -59,6 +74,10 @@ def changes_since(claim: Claim, record: Record, repository: Path) -> Sources:
     sources = compare_sources(record, repository)
     if beyond := _beyond_its_files(record, repository):
         return Sources("; ".join(filter(None, [sources.changed, beyond])), count=sources.count)
+    elsewhere = is_builtin(record.subject) and not _is_of_this_package(record, repository)
+    recorded = any(arm.code for case in claim.cases_of(record) for arm in case.arms)
+    if sources.changed and claim.metric in _DEVICE_TIMES and elsewhere and recorded:
+        return Sources(sources.changed, notes=[*sources.notes, _ANOTHER_COPY], count=sources.count)
     told = sources.changed and claim.metric in _DEVICE_TIMES and _is_of_this_package(record, repository)
     if not told or record.environment.gpu is None:
         return sources
@@ -75,7 +94,7 @@ def changes_since(claim: Claim, record: Record, repository: Path) -> Sources:
     }
     if not differ:
         ran = f"what runs on the GPU in its {counted(len(cases), 'case')} did not {FINGERPRINTS_EQUAL}"
-        return Sources(notes=[f"{sources.count} of its source files changed since; {ran}"], count=sources.count)
+        return Sources(notes=[f"{sources.differing}; {ran}"], count=sources.count)
     told_of = [name if claim.subject in arms else f"{name} ({', '.join(arms)})" for name, arms in differ.items()]
     shown = ", ".join(told_of[:_SHOWN]) + (f" and {len(told_of) - _SHOWN} more" if len(told_of) > _SHOWN else "")
     how = "is another" if all(now for _, now in pairs) else "is another, or cannot be told here,"
@@ -103,7 +122,7 @@ def _beyond_its_files(record: Record, repository: Path) -> str:
     if not _has_this_package(repository):
         return ""
     changed = []
-    if (record.method or UNRECORDED) != method_code():
+    if not takes_alike(record.method):
         changed.append("times are taken in another way")
     if is_builtin(record.subject) and (acting := acts_at_import(PACKAGE_FOLDER.name)):
         changed.append(f"importing the package changes more than its own names: {acting}")

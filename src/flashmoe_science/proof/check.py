@@ -7,17 +7,17 @@
 
 Fresh memory holds NaN: free memory is filled with it, and on a CPU all that torch hands out in calls 1 and 4.
 
-After each: a plain tensor, nothing changed that other arms share, inputs unchanged bit for bit, no NaN, largest error
-within the operator's budget, and root mean square of the error within twice the framework's (and one rounding). The
-largest error is the luck of one element; the mean square shows an accumulator of low precision. After all: the outputs
-of earlier calls unchanged.
+After each: plain tensors, one for each output, nothing changed that other arms share, inputs unchanged bit for bit, no
+NaN, of each output the largest error within the operator's budget, and root mean square of the error within twice the
+framework's (and one rounding). The largest error is the luck of one element; the mean square shows an accumulator of
+low precision. After all: the outputs of earlier calls unchanged.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import ProofError
-from .evidence import Accuracy
+from .answers import known_parts, names_of, not_formed, parts
+from .evidence import Accuracy, OutputAccuracy
 from .operator import Inputs, Operator
 from .shared_state import SharedState
 from .worker import describe_error
@@ -82,8 +83,8 @@ def check_case(
     fourth = run(call, moved, truth, "the same call again", poison_all=device == "cpu")
     run.check_earlier_outputs()
 
-    same = all(_same_bits(second, other) for other in (third, fourth))
-    accuracy = run.worst.model_copy(update={"deterministic": same})
+    same = all(_same_bits(a, b) for other in (third, fourth) for a, b in zip(second, other, strict=True))
+    accuracy = run.accuracy(deterministic=same)
     if deterministic and not same:
         raise WrongResultError("the same input gave other bits, and determinism was promised", accuracy)
     del first
@@ -92,8 +93,9 @@ def check_case(
 
 @dataclass(frozen=True)
 class _Truth:
-    """What is right for one set of inputs."""
+    """What is right for one set of inputs, of one output."""
 
+    output: str  # its name; empty where a call gives one tensor
     exact: torch.Tensor
     dtype: torch.dtype
     budget: float
@@ -101,16 +103,31 @@ class _Truth:
     rms_budget: float
 
     @classmethod
-    def of(cls, operator: Operator, problem: Any, inputs: Inputs) -> _Truth:
-        """Compute it. Raises ``ProofError`` where the operator's own rule gives no finite budget."""
-        exact = operator.exact(problem, inputs)
-        low = operator.low_precision(problem, inputs)
-        budget = operator.error_budget(exact, low)
+    def of(cls, operator: Operator, problem: Any, inputs: Inputs) -> tuple[_Truth, ...]:
+        """Compute it, for every output. Raises ``ProofError`` where the operator's own rule gives no finite budget."""
+        names = names_of(operator, problem)
+        exact = known_parts(operator, "exact", operator.exact(problem, inputs), names)
+        low = known_parts(operator, "low_precision", operator.low_precision(problem, inputs), names)
+        return tuple(cls._of_one(operator, *each) for each in zip(names, exact, low, strict=True))
+
+    @classmethod
+    def _of_one(cls, operator: Operator, output: str, exact: torch.Tensor, low: torch.Tensor) -> _Truth:
+        if exact.shape != low.shape:
+            raise ProofError(
+                f"exact and low_precision must have one shape, got {list(exact.shape)} and {list(low.shape)}"
+            )
+        budget: object = operator.error_budget(exact, low)
+        if not isinstance(budget, (int, float)):
+            raise ProofError(f"the error budget must be a number, got {budget!r}")
         if not math.isfinite(budget):
             raise ProofError(f"the error budget must be finite, got {budget}: the framework's own run overflows")
         errors = low.double() - exact
         rounding = 0.5 * torch.finfo(low.dtype).eps * _rms(exact)
-        return cls(exact, low.dtype, budget, _largest(errors.abs()), 2 * _rms(errors) + rounding)
+        return cls(output, exact, low.dtype, budget, _largest(errors.abs()), 2 * _rms(errors) + rounding)
+
+    def within(self, which: str) -> str:
+        """Return of what a message is, ``which`` being the call."""
+        return f"{which}, {self.output}" if self.output else which
 
 
 class _Runner:
@@ -119,44 +136,44 @@ class _Runner:
     def __init__(self, device: str) -> None:
         self._device = device
         self._outputs: list[tuple[str, torch.Tensor, torch.Tensor]] = []  # which call, output, copy made at once
-        self.worst = Accuracy(max_error=0.0, budget=math.inf, low_precision_error=0.0)
+        self._worst: dict[str, OutputAccuracy] = {}  # by output
 
     def __call__(
-        self, call: Callable[[], Any], inputs: Inputs, truth: _Truth, which: str, *, poison_all: bool = False
-    ) -> torch.Tensor:
+        self, call: Callable[[], Any], inputs: Inputs, truths: Sequence[_Truth], which: str, *, poison_all: bool = False
+    ) -> tuple[torch.Tensor, ...]:
         """Make one call. Raises ``WrongResultError``."""
         before = {name: tensor.clone(memory_format=torch.preserve_format) for name, tensor in inputs.items()}
         shared = SharedState()
-        poison_free_memory(self._device, truth.exact.numel() * truth.dtype.itemsize)
+        poison_free_memory(self._device, *(truth.exact.numel() * truth.dtype.itemsize for truth in truths))
         try:
             with PoisonFreshMemory() if poison_all else contextlib.nullcontext():  # type: ignore[no-untyped-call]
-                output = call()
+                answer = call()
             _synchronize(self._device)
         except Exception as error:
             raise WrongResultError(f"{which}: raised {describe_error(error)}") from error
         if changes := shared.changes():
             raise WrongResultError(f"{which} changed what all arms share: {changes}")
-        _check_form(output, truth, self._device, which)
+        outputs = _check_form(answer, truths, self._device, which)
         for name, tensor in inputs.items():
             if not _same_bits(tensor, before[name]):
                 raise WrongResultError(f"{which}: the input {name} was overwritten")
-        checked: torch.Tensor = output
-        self._check_error(checked, truth, which)
-        self._outputs.append((which, checked, checked.clone(memory_format=torch.preserve_format)))
-        return checked
+        for output, truth in zip(outputs, truths, strict=True):
+            self._check_error(output, truth, truth.within(which))
+            copy = output.clone(memory_format=torch.preserve_format)
+            self._outputs.append((truth.within(which), output, copy))
+        return outputs
 
     def _check_error(self, output: torch.Tensor, truth: _Truth, which: str) -> None:
         unwritten = torch.isnan(output)
         if unwritten.any():
-            reason = f"{which}: NaN in {_count(unwritten)}; memory that nobody wrote reads so here"
+            reason = f"{which}: NaN in {_count(unwritten)}: computed, or never written (fresh memory reads so here)"
             raise WrongResultError(reason)
         errors = (output.double() - truth.exact).abs()
         largest = _largest(errors)
         if not math.isfinite(largest):
             raise WrongResultError(f"{which}: infinite in {_count(torch.isinf(output))}")
-        accuracy = Accuracy(
-            max_error=largest, budget=truth.budget, low_precision_error=truth.low_precision_error, deterministic=None
-        )
+        found = OutputAccuracy(max_error=largest, budget=truth.budget, low_precision_error=truth.low_precision_error)
+        accuracy = Accuracy(**found.model_dump(), output=truth.output)
         if largest > truth.budget:
             reason = (
                 f"{which}: error {largest:.3g}, allowed {truth.budget:.3g}; wrong in {_count(errors > truth.budget)}"
@@ -165,8 +182,13 @@ class _Runner:
         if (rms := _rms(errors)) > truth.rms_budget:
             reason = f"{which}: root mean square of the error {rms:.3g}, allowed {truth.rms_budget:.3g}"
             raise WrongResultError(f"{reason}: sums of too low a precision show so", accuracy)
-        if accuracy.share >= self.worst.share:
-            self.worst = accuracy
+        before = self._worst.get(truth.output)
+        if before is None or found.share >= before.share:
+            self._worst[truth.output] = found
+
+    def accuracy(self, *, deterministic: bool) -> Accuracy:
+        """Return the largest errors of all calls."""
+        return accuracy_of(self._worst, deterministic=deterministic)
 
     def check_earlier_outputs(self) -> None:
         """Compare every output with the copy made when it came. Raises ``WrongResultError``."""
@@ -176,9 +198,24 @@ class _Runner:
                 raise WrongResultError(reason)
 
 
-def _check_form(output: Any, truth: _Truth, device: str, which: str) -> None:
-    if not isinstance(output, torch.Tensor):
-        raise WrongResultError(f"{which}: returned {type(output).__name__}, expected a tensor")
+def accuracy_of(found: Mapping[str, OutputAccuracy], *, deterministic: bool) -> Accuracy:
+    """Return the accuracy of a case from the error of each output; one without a name is all that there is."""
+    name, worst = max(found.items(), key=lambda item: item[1].share)
+    outputs = {} if tuple(found) == ("",) else dict(found)
+    return Accuracy(**worst.model_dump(), deterministic=deterministic, output=name, outputs=outputs)
+
+
+def _check_form(answer: Any, truths: Sequence[_Truth], device: str, which: str) -> tuple[torch.Tensor, ...]:
+    """Return the outputs. Raises ``WrongResultError``."""
+    if wrong := not_formed(answer, [truth.output for truth in truths]):
+        raise WrongResultError(f"{which}: {wrong}")
+    outputs = parts(answer)
+    for output, truth in zip(outputs, truths, strict=True):
+        _check_output(output, truth, device, truth.within(which))
+    return outputs
+
+
+def _check_output(output: torch.Tensor, truth: _Truth, device: str, which: str) -> None:
     if wrong := not_plain(output):
         raise WrongResultError(f"{which}: {wrong}")
     for name, got, expected in (
@@ -239,15 +276,16 @@ def _synchronize(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def poison_free_memory(device: str, output_bytes: int) -> None:
+def poison_free_memory(device: str, *output_bytes: int) -> None:
     """Fill memory with NaN and give it back, so that what the subject allocates next holds NaN where it does not write.
 
-    The allocator hands out blocks by size: some of every size, and several of the output's own.
+    The allocator hands out blocks by size: some of every size, and several of each output's own.
     """
     if device == "cuda":
         # Blocks that held the right answer a moment ago go back to the driver: an unwritten tile must not inherit it.
         torch.cuda.empty_cache()
-    sizes = [512 << step for step in range(17)] + [max(output_bytes, 512)] * 8  # 512 bytes to 32 MiB
+    sizes = [512 << step for step in range(17)]  # 512 bytes to 32 MiB
+    sizes += [max(size, 512) for size in output_bytes for _ in range(8)]
     blocks = [torch.full((size,), NAN_BYTE, device=device, dtype=torch.uint8) for size in sizes]
     _synchronize(device)
     del blocks

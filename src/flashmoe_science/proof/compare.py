@@ -336,15 +336,20 @@ def _in_all(cases: Sequence[CaseComparison], *, complete: bool, impossible: str)
     counts = ", ".join(f"{len(found)} {effect.value}" for effect, found in by_effect.items() if found)
     slower, undecided = by_effect[Effect.SLOWER], by_effect[Effect.UNDECIDED]
     if slower:
-        return Effect.SLOWER, f"{counts}: slower {_listed(slower)}"
+        return Effect.SLOWER, f"{counts}: {_named(slower, cases)}"
     if undecided:
         reasons = list(dict.fromkeys(case.reason for case in undecided))
         why = f": {reasons[0]}" if len(reasons) == 1 else ""
-        return Effect.UNDECIDED, f"{counts}: undecided {_listed(undecided)}{why}"
+        return Effect.UNDECIDED, f"{counts}: {_named(undecided, cases)}{why}"
     if not complete:
         return Effect.UNDECIDED, f"{counts}, but not everything was measured"
     faster = by_effect[Effect.FASTER]
-    return (Effect.FASTER, f"{counts}: faster {_listed(faster)}") if faster else (Effect.SAME, counts)
+    return (Effect.FASTER, f"{counts}: {_named(faster, cases)}") if faster else (Effect.SAME, counts)
+
+
+def _named(some: Sequence[CaseComparison], cases: Sequence[CaseComparison]) -> str:
+    """Return which cases these are, after their word where the count before does not say it of all."""
+    return _listed(some) if len(some) == len(cases) else f"{some[0].effect.value} {_listed(some)}"
 
 
 def _listed(cases: Sequence[CaseComparison]) -> str:

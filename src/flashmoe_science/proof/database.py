@@ -17,6 +17,7 @@ import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
 
 from ..errors import EvidenceError
+from .evidence import NEWER
 
 METADATA = sa.MetaData()
 
@@ -164,7 +165,7 @@ class Database:
         if found not in REVISIONS:
             raise EvidenceError(
                 f"run store {self} has schema {found}, and this flashmoe knows {REVISIONS[0]} to {REVISIONS[-1]}",
-                hint="a newer flashmoe made it: update this one (pip install --upgrade flashmoe-science)",
+                hint=NEWER,
             )
         return found
 

@@ -23,8 +23,9 @@ import torch
 from .. import __version__
 from ..errors import ProofError
 from . import nvml
-from .evidence import Environment, Gpu
+from .evidence import Environment, Gpu, TreeState
 from .git import git
+from .subject import Subject, expand_sources
 from .worker import Emit, describe_error, run_task
 
 PACKAGE_FOLDER = Path(__file__).resolve().parent.parent
@@ -151,20 +152,43 @@ def tree_commit() -> tuple[str | None, bool | None]:
     A copy without git says its commit in ``FLASHMOE_COMMIT``; whether it is clean is known only if that ends in
     ``-dirty`` or ``-clean``. An installed package that lies inside some other repository has no commit.
     """
-    given = os.environ.get("FLASHMOE_COMMIT", "").strip()
-    if given:
-        named = given.removesuffix("-dirty").removesuffix("-clean")
-        return named, {"-dirty": True, "-clean": False}.get(given[len(named) :])
+    if given := _given_commit():
+        return given
     if _git("ls-files", "--error-unmatch", "__init__.py") is None:
         return None, None
     commit, changes = _git("rev-parse", "HEAD"), _git("status", "--porcelain", "--", ".")
     return commit, None if commit is None or changes is None else changes != ""
 
 
-def _git(*arguments: str) -> str | None:
-    """Return what git prints about the folder of this package, or None where it fails."""
+def _given_commit() -> tuple[str, bool | None] | None:
+    given = os.environ.get("FLASHMOE_COMMIT", "").strip()
+    named = given.removesuffix("-dirty").removesuffix("-clean")
+    return (named, {"-dirty": True, "-clean": False}.get(given[len(named) :])) if given else None
+
+
+def subject_tree(subject: Subject) -> TreeState | None:
+    """Return the commit of the repository that holds a subject's sources, and whether they differ from it.
+
+    None for a subject of ours: it lies in the tree of this package. A copy without git says its commit as that does.
+    """
+    if subject.builtin:
+        return None
+    sources, _ = expand_sources(subject)
+    tracked = _git("ls-files", "-z", "--", *sources, folder=subject.folder) if sources else ""
+    if not tracked:
+        given, dirty = _given_commit() or (None, None)
+        return TreeState(commit=given, dirty=dirty)
+    commit = _git("rev-parse", "HEAD", folder=subject.folder)
+    changes = _git("status", "--porcelain", "--", *sources, folder=subject.folder)
+    some_untracked = len(set(filter(None, tracked.split("\0")))) < len(sources)
+    dirty = None if commit is None or changes is None else some_untracked or changes != ""
+    return TreeState(commit=commit, dirty=dirty)
+
+
+def _git(*arguments: str, folder: Path | None = None) -> str | None:
+    """Return what git prints about a folder, that of this package unless named, or None where it fails."""
     try:
-        return git(PACKAGE_FOLDER, *arguments, timeout_s=_COMMAND_TIMEOUT_S)
+        return git(folder or PACKAGE_FOLDER, *arguments, timeout_s=_COMMAND_TIMEOUT_S)
     except ProofError:
         return None
 

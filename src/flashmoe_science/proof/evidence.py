@@ -7,6 +7,7 @@ finished cases, marked incomplete, or nothing.
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 from collections.abc import Mapping, Sized
@@ -21,6 +22,8 @@ from ..errors import EvidenceError
 from .files import write_atomically
 
 SCHEMA_VERSION = 1
+
+NEWER = "a newer flashmoe made it: update this one (pip install --upgrade flashmoe-science)"
 
 GateName = Literal["sources", "build", "import", "launch", "correct", "quick", "bench"]
 
@@ -85,13 +88,12 @@ class SourceFile(Model):
     sha256: str
 
 
-class Accuracy(Model):
-    """Error of one arm on one case against the exact answer, and what was allowed."""
+class OutputAccuracy(Model):
+    """Error of one output against the exact one, and what was allowed."""
 
     max_error: float
     budget: float
     low_precision_error: float  # of the framework's own run in the same dtype
-    deterministic: bool | None = None  # same input twice, same bits; None: not tried
 
     @property
     def share(self) -> float:
@@ -102,6 +104,14 @@ class Accuracy(Model):
         if self.budget == 0.0:
             return 0.0 if self.max_error == 0.0 else math.inf
         return self.max_error / self.budget
+
+
+class Accuracy(OutputAccuracy):
+    """Error of one arm on one case; of several outputs that of the one with the largest share."""
+
+    deterministic: bool | None = None  # same input twice, same bits in all outputs; None: not tried
+    output: str = ""  # which output it is of, where a call gives several by name
+    outputs: dict[str, OutputAccuracy] = Field(default_factory=dict)  # then, of each the largest that was seen
 
 
 class Rates(Model):
@@ -227,9 +237,16 @@ class Environment(Model):
     platform: str  # e.g. Linux-x86_64
     cpu: str = ""
     versions: dict[str, str]  # torch, triton, numpy, cudnn, flashmoe-science, ...
-    commit: str | None  # of the tree that ran
+    commit: str | None  # of the harness's tree, which holds our own subjects too
     dirty: bool | None  # uncommitted changes in it
     settings: dict[str, str] = Field(default_factory=dict)  # environment variables and flags that change results
+
+
+class TreeState(Model):
+    """Which state of a repository ran."""
+
+    commit: str | None  # None: no repository holds the files
+    dirty: bool | None  # uncommitted changes in them
 
 
 class SubjectInfo(Model):
@@ -240,6 +257,7 @@ class SubjectInfo(Model):
     entry_point: str
     sources: list[SourceFile] = Field(default_factory=list)
     folder: str | None = None  # of the sources, relative to the repository; None: outside of it
+    tree: TreeState | None = None  # that holds the sources; None: the harness's, or not recorded
     expected_speedup: float | None = None
 
 
@@ -289,6 +307,11 @@ class Record(Model):
     resumed: list[Resumed] = Field(default_factory=list)  # the runs that it goes on with, the latest first
     compared: Compared | None = None  # of `flashmoe compare` with two revisions
 
+    @property
+    def tree(self) -> TreeState:
+        """The state of the repository that holds the subject's sources."""
+        return self.subject.tree or TreeState(commit=self.environment.commit, dirty=self.environment.dirty)
+
     def gate(self, name: str) -> Gate | None:
         """Return the gate of this name, if the run reached the point of recording it."""
         return next((gate for gate in self.gates if gate.name == name), None)
@@ -326,13 +349,29 @@ def parse_record(text: str, where: object) -> Record:
     try:
         record = Record.model_validate_json(text)
     except ValidationError as error:
-        first = error.errors()[0]
+        newer = _newer_schema(text)
+        unknown = [found for found in error.errors() if found["type"] == "extra_forbidden"]
+        first = (unknown or error.errors())[0]
         key = ".".join(str(part) for part in first["loc"]) or "(document)"
-        raise EvidenceError(f"{where}: key {key}: {first['msg']}") from error
+        why = newer or f"key {key}: {'unknown key' if unknown else first['msg']}"
+        raise EvidenceError(f"{where}: {why}", hint=NEWER if newer or unknown else "") from error
+    if record.schema_version > SCHEMA_VERSION:  # a name that is known may mean something else there
+        raise EvidenceError(f"{where}: {_newer_schema(text)}", hint=NEWER)
     for case in record.cases:
         for arm in case.arms:
             _check_rates(case, arm, where)
     return record
+
+
+def _newer_schema(text: str) -> str:
+    """Return that a record says of itself that it is of a newer schema, or an empty text."""
+    try:
+        document = json.loads(text)
+    except ValueError:
+        return ""
+    version = document.get("schema_version") if isinstance(document, dict) else None
+    newer = isinstance(version, int) and version > SCHEMA_VERSION
+    return f"it has schema {version}, and this flashmoe reads up to {SCHEMA_VERSION}" if newer else ""
 
 
 def rates_of(case: CaseRecord, arm: str) -> dict[TimeKind, Rates]:

@@ -11,7 +11,8 @@ import torch
 from ..errors import ProofError
 from ..gpu.device import current_gpu
 from . import arms as arms_module, launches
-from .arms import Call, Loaded
+from .answers import Answer, Call, copied, parts, sizes_of
+from .arms import Loaded
 from .evidence import Settings
 from .launches import CallTrace, Recording
 from .measure import CudaTimer, Graph, Timer
@@ -104,8 +105,8 @@ class _Capture:
     reason: str = ""
     call: Call | None = None
     graph: Graph | None = None
-    replayed: torch.Tensor | None = None  # answer of the graph to values that it was not captured with
-    answer: torch.Tensor | None = None  # of an eager call to the same
+    replayed: Answer | None = None  # answer of the graph to values that it was not captured with
+    answer: Answer | None = None  # of an eager call to the same
     replay_matches: bool | None = None  # replay and eager call; None: not known
     replay_problem: str = ""
     graph_reason: str = ""
@@ -205,10 +206,10 @@ def _record_calls(capture: _Capture, inputs: Inputs, others: Inputs, recording: 
                     capture.graph.replay_once()
                 output = capture.graph.outputs[0]
                 # Copied before the eager call: the two may write to the same memory.
-                capture.replayed = None if output is None else output.clone()
+                capture.replayed = None if output is None else copied(output)
                 if output is not None:
-                    timer.poison(output.nbytes)  # what the call does not write is not right by luck
-                capture.answer = capture.call().clone()
+                    timer.poison(*sizes_of(output))  # what the call does not write is not right by luck
+                capture.answer = copied(capture.call())
                 timer.synchronize()
     except Exception as error:  # noqa: BLE001 - what an arm raises is a result
         capture.fail("failed", arms_module.survive(error, name, timer))
@@ -224,21 +225,26 @@ def _compare_replay(capture: _Capture, case: Case, inputs: Inputs, timer: Timer)
     wrong = arms_module.mismatch([capture.replayed], [capture.answer], None)
     if wrong:
         try:
-            truth = arms_module.find_truth(case.operator, case.problem, inputs)  # slow, and rarely needed
+            truths = arms_module.find_truth(case.operator, case.problem, inputs)  # slow, and rarely needed
         except Exception as error:  # noqa: BLE001 - one case of many fails, with its reason
             wrong = f"{wrong}; {arms_module.survive(error, 'of none', timer)}"
         else:
-            if not _is_right(capture.answer, truth):
+            if not _is_right(capture.answer, truths):
                 return
             if not (capture.loaded.role == "subject" and capture.loaded.deterministic):
-                wrong = arms_module.mismatch([capture.replayed], [capture.answer], 2 * truth.budget)
+                tolerance = tuple(2 * truth.budget for truth in truths)
+                wrong = arms_module.mismatch([capture.replayed], [capture.answer], tolerance)
     capture.replay_matches = not wrong
     if wrong:
         capture.replay_problem = f"a replay of its CUDA graph does not answer as the eager call does: {wrong}"
 
 
-def _is_right(answer: torch.Tensor, truth: arms_module.Truth) -> bool:
-    return answer.shape == truth.exact.shape and arms_module.max_error(answer, truth.exact) <= truth.budget
+def _is_right(answer: Answer, truths: arms_module.Truths) -> bool:
+    found = parts(answer)
+    return len(found) == len(truths) and all(
+        part.shape == truth.exact.shape and arms_module.max_error(part, truth.exact) <= truth.budget
+        for part, truth in zip(found, truths, strict=True)
+    )
 
 
 def _record(capture: _Capture, recording: Recording | None) -> dict[str, Any]:

@@ -70,8 +70,14 @@ def look_back(records: Sequence[Record], metric: TimeKind, *, case: str | None =
         level: The chance of a false alarm in a series without change.
 
     Raises:
+        TooFewRoundsError: no run has times of a GPU.
         EvidenceError: no run that counts has this time of the subject and of the newest run's suite and baseline.
     """
+    if records and all(record.environment.gpu is None for record in records):
+        what = f"{counted(len(records), 'run')} of {records[0].subject.name}"
+        raise TooFewRoundsError(
+            f"no run has times of a GPU: {what}, on machines without one", hint="flashmoe prove on a GPU takes times"
+        )
     unsound = {r.id: why for r in records if (why := why_unsound(r, metric, (r.subject.name, *r.baselines)))}
     sound = [record for record in records if record.id not in unsound]
     timed = sorted((r for r in sound if _measured(r, metric)), key=lambda record: (record.created_at, record.id))
@@ -116,7 +122,7 @@ def look_back(records: Sequence[Record], metric: TimeKind, *, case: str | None =
             Point(
                 run=record.id,
                 created_at=record.created_at,
-                commit=record.environment.commit or "",
+                commit=record.tree.commit or "",
                 speedup=math.exp(value),
                 level=next(n for n, stretch in enumerate(stretches) if index in stretch),
             )

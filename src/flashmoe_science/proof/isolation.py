@@ -23,11 +23,12 @@ import torch
 from .. import errors
 from ..errors import InputError, SubjectError
 from ..gpu.device import current_gpu
+from .answers import Call
 from .operator import Inputs, Operator, Rival, find_operator
 from .subject import PACKAGE_FOLDER, Checkout, Subject, add_python_path, load_attribute
 from .worker import describe_error
 
-_Entry = Callable[..., torch.Tensor]
+_Entry = Callable[..., Any]
 
 
 def at_revision(operator: Operator, subject: Subject) -> Operator:
@@ -72,7 +73,7 @@ class _AtRevision:
     def _own(self) -> _OwnOperator | None:
         return _OwnOperator.of(self._operator, self._subject)
 
-    def bind(self, entry: _Entry, problem: Any, inputs: Inputs) -> Callable[[], torch.Tensor]:
+    def bind(self, entry: _Entry, problem: Any, inputs: Inputs) -> Call:
         if isinstance(entry, _BoundByItself):
             return entry.bind(problem, inputs)
         return self._own.bind(entry, problem, inputs) if self._own else self._operator.bind(entry, problem, inputs)
@@ -136,7 +137,7 @@ class _OwnOperator:
         """Return the revision's own description of ``problem``. Raises what its ``parse_case`` raises."""
         return self.own.parse_case(self.harness.as_table(problem))
 
-    def bind(self, entry: _Entry, problem: Any, inputs: Inputs) -> Callable[[], torch.Tensor]:
+    def bind(self, entry: _Entry, problem: Any, inputs: Inputs) -> Call:
         return self.own.bind(entry, self._problem(problem), inputs)
 
     def ask(self, method: str, problem: Any) -> Any:
@@ -188,9 +189,9 @@ class _BoundByItself:
     """The entry point of the other revision, which knows how its own revision binds it."""
 
     entry: _Entry
-    bind: Callable[[Any, Inputs], Callable[[], torch.Tensor]]
+    bind: Callable[[Any, Inputs], Call]
 
-    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.entry(*args, **kwargs)
 
 

@@ -273,7 +273,7 @@ def _weigh(claim: Claim, name: str, found: Interval, groups: Sequence[Sequence[f
     smallest = math.expm1(clustered_smallest_effect(groups) + bias)
     effect = abs(found.estimate - target) - bias
     processes = processes_needed(groups, effect) if effect > 0 else None
-    lacking = f": {claim.factor:g}x lies inside; {rounds} rounds in {len(groups)} processes see {smallest:.2%}"
+    lacking = f": {claim.factor:g}x lies inside; {_rounds_in(groups)} see {smallest:.2%}"
     if processes is None:
         return verdict(
             status=VerdictStatus.INCONCLUSIVE,
@@ -285,7 +285,7 @@ def _weigh(claim: Claim, name: str, found: Interval, groups: Sequence[Sequence[f
     needed = math.ceil(more * rounds / len(groups))
     return verdict(
         status=VerdictStatus.INCONCLUSIVE,
-        reason=f"{lacking}; about {needed} rounds more, in {more} further processes, would decide",
+        reason=f"{lacking}; about {needed} rounds more, in {counted(more, 'further process')}, would decide",
         smallest_effect=smallest,
         rounds_needed=needed,
     )
@@ -313,9 +313,14 @@ def _too_few(groups: _Groups) -> str | None:
     if len(groups) >= FEWEST_PROCESSES and rounds >= FEWEST_ROUNDS:
         return None
     return (
-        f"it has {rounds} rounds in {len(groups)} processes, "
+        f"it has {_rounds_in(groups.values())}, "
         f"expected at least {FEWEST_ROUNDS} rounds in {FEWEST_PROCESSES} processes"
     )
+
+
+def _rounds_in(groups: Iterable[Sequence[float]]) -> str:
+    sizes = [len(values) for values in groups]
+    return f"{counted(sum(sizes), 'round')} in {counted(len(sizes), 'process')}"
 
 
 def _shown_bias(groups: _Groups) -> float:
@@ -406,15 +411,17 @@ def _notes_on(record: Record) -> list[str]:
         notes.append(f"times were held against the SMs of {gpu.name} alone: the limits of its memory are not known")
     elif gpu is not None and known_spec(gpu) is None:
         notes.append(f"impossible times were not looked for: the limits of {gpu.name} are not known")
-    if record.environment.dirty:
-        commit = record.environment.commit
+    if record.tree.dirty:
+        commit = record.tree.commit
         where = f", at commit {commit[:12]}," if commit else ""
         notes.append(f"the tree that ran{where} had uncommitted changes")
+    if record.subject.tree is not None and record.environment.dirty:
+        notes.append("the harness that ran had uncommitted changes")
     return notes
 
 
 def _before_change(record: Record, changed: str) -> str:
-    commit = record.environment.commit
+    commit = record.tree.commit
     return f"{f'at commit {commit[:12]}, ' if commit else ''}before its sources changed: {changed}"
 
 

@@ -26,7 +26,8 @@ import torch
 from typing_extensions import override  # a dependency of torch
 
 from . import arms as arms_module, launches, nvml, schedule
-from .arms import Arm, Call, Device
+from .answers import Answer, Call, poison
+from .arms import Arm, Device
 from .check import poison_free_memory
 from .evidence import Settings, TimeKind
 from .launches import CallTrace, Recording
@@ -44,7 +45,7 @@ SETTLE_S = (1.0, 3.0)  # clocks get at least so much work before the first sampl
 class Graph(Protocol):
     """A captured graph of several calls."""
 
-    outputs: list[torch.Tensor | None]  # the last answer to each set of inputs; None where no call used the set
+    outputs: list[Answer | None]  # the last answer to each set of inputs; None where no call used the set
 
     def replay_seconds(self, replays: int) -> list[float]:
         """Return the device time of each of ``replays`` replays, after one that is not timed."""
@@ -125,8 +126,8 @@ class CudaTimer(Timer):
         return [_cuda.stream(stream) for stream in (_cuda.default_stream(), self._side_stream)]
 
     @override
-    def poison(self, nbytes: int) -> None:
-        poison_free_memory(self.name, nbytes)
+    def poison(self, *nbytes: int) -> None:
+        poison_free_memory(self.name, *nbytes)
 
     @override
     def peak_bytes(self, call: Call) -> int:
@@ -172,7 +173,7 @@ class CudaGraph(Graph):
     """One capture, with a memory pool of its own. Each set of inputs keeps the output of its last call."""
 
     def __init__(self, calls: Sequence[Call], count: int, stream: torch.cuda.Stream) -> None:
-        self.outputs: list[torch.Tensor | None] = [None] * len(calls)
+        self.outputs: list[Answer | None] = [None] * len(calls)
         self._graph = _cuda.CUDAGraph()
         pool = _cuda.graph_pool_handle()
         before = _cuda.current_stream()
@@ -208,7 +209,7 @@ class CudaGraph(Graph):
     def poison_outputs(self) -> None:
         for output in self.outputs:
             if output is not None:
-                output.fill_(float("nan"))
+                poison(output)
 
     @override
     def release(self) -> None:
@@ -300,7 +301,7 @@ class ClockSampler:
     def _wall_sample(self, arm: Arm) -> float:
         """Time a block, and see that its last answer is right. No other is kept: the block's memory stays as it is."""
         sequence = self._wall_sequences[arm.name]
-        answers: list[torch.Tensor] = []
+        answers: list[Answer] = []
         last = sequence[-1]
         block = [*sequence[:-1], lambda: answers.append(last())]
         for call in sequence[: WARM_CALLS if len(sequence) > schedule.MIN_WALL_CALLS else 1]:
@@ -399,7 +400,7 @@ class KernelSampler:
         return [statistics.median(trace.device_seconds() for trace in traces) / calls for traces in rounds]
 
 
-def _require_right(arm: Arm, index: int, answer: torch.Tensor) -> None:
+def _require_right(arm: Arm, index: int, answer: Answer) -> None:
     """Compare the answer of call ``index`` of a sample. Raises ``WrongAnswerError``."""
     wrong = arms_module.mismatch([answer], [arm.expected[index % len(arm.calls)]], arm.tolerance)
     if wrong:

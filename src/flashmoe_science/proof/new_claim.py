@@ -18,7 +18,6 @@ from .judge import judge
 from .rows import METRICS, default_kind, kinds_measured
 from .toml_files import explain_validation
 from .wording import overstatement, shown_by
-from .words import counted
 
 _LITTLE = 1e-9  # a factor that every interval lies above: judged by it, a claim tells its intervals
 
@@ -132,10 +131,11 @@ def _short_name(gpu: str) -> str:
 def _sentence(claim: Claim, record: Record) -> str:
     rival = claim.baseline[0] if len(claim.baseline) == 1 else f"the {claim.best} of {', '.join(claim.baseline)}"
     number = len(claim.cases_of(record))
-    some = f" that fit {' or '.join(claim.cases)}" if claim.cases else ""
-    where = "each of" if claim.scope == "each case" else "the geometric mean over"
+    some = f" that {'fits' if number == 1 else 'fit'} {' or '.join(claim.cases)}" if claim.cases else ""
+    over = "each of" if claim.scope == "each case" else "the geometric mean over"
+    where = "the one case" if number == 1 else f"{over} the {number} cases"  # there is no mean over one
     if claim.metric == "memory":
         what = f"{claim.subject} needs at most {math.ceil(100 / claim.factor)} % of the peak memory of {rival}"
     else:
         what = f"{claim.subject} is at least {claim.factor:g} times as fast as {rival} {_HOW[claim.metric]}"
-    return f"On {claim.gpu[0]}, {what}, in {where} the {counted(number, 'case')} of suite {claim.suite}{some}."
+    return f"On {claim.gpu[0]}, {what}, in {where} of suite {claim.suite}{some}."

@@ -17,6 +17,7 @@ import torch
 from ..errors import SubjectError
 from ..gpu.machine_code import KernelCode
 from ..gpu.specs import GpuSpec
+from .answers import Answer, Call
 from .worker import in_worker
 
 Inputs = Mapping[str, torch.Tensor]
@@ -69,7 +70,7 @@ class Rival(Protocol):
     name: str
     kernels: Sequence[str]  # fnmatch patterns; every call must launch at least one match. Empty: nothing is pinned
 
-    def load(self) -> Callable[..., torch.Tensor]:
+    def load(self) -> Callable[..., Any]:
         """Return its entry point, called as the operator calls. Raises ``ImportError`` with the reason."""
 
     def version(self) -> str:
@@ -103,17 +104,19 @@ class Operator(Protocol):
     def make_inputs(self, problem: Any, *, seed: int, device: str) -> dict[str, torch.Tensor]:
         """Return fresh random inputs."""
 
-    def bind(self, entry: Callable[..., torch.Tensor], problem: Any, inputs: Inputs) -> Callable[[], torch.Tensor]:
+    # An answer is one tensor, or, where ``Naming`` names several, a tuple of them.
+
+    def bind(self, entry: Callable[..., Any], problem: Any, inputs: Inputs) -> Call:
         """Return a call with no arguments and as little overhead as Python allows."""
 
-    def exact(self, problem: Any, inputs: Inputs) -> torch.Tensor:
+    def exact(self, problem: Any, inputs: Inputs) -> Answer:
         """Return the answer in fp64."""
 
-    def low_precision(self, problem: Any, inputs: Inputs) -> torch.Tensor:
+    def low_precision(self, problem: Any, inputs: Inputs) -> Answer:
         """Return the framework's own answer in the problem's dtype."""
 
     def error_budget(self, exact: torch.Tensor, low_precision: torch.Tensor) -> float:
-        """Return the largest absolute error allowed."""
+        """Return the largest absolute error allowed, of one tensor of the answer."""
 
     def peak_tflops_key(self, problem: Any) -> str:
         """Return which of a GPU's peak rates bounds this problem, e.g. ``fp16``."""
@@ -147,6 +150,17 @@ class Operator(Protocol):
 
     def rivals(self) -> Mapping[str, Rival]:
         """Return all known baselines by name; the first is the default."""
+
+
+@runtime_checkable
+class Naming(Protocol):
+    """What an operator may offer besides: names for the tensors of calls that give several.
+
+    A call then gives a tuple of as many, and so do ``exact`` and ``low_precision``. Each has its own error budget.
+    """
+
+    def outputs(self, problem: Any) -> Sequence[str]:
+        """Return their names, e.g. ``dq``, in the order in which a call gives them."""
 
 
 class Axis(Protocol):
@@ -258,11 +272,11 @@ def load_operator(name: str, *, timeout_s: float = 300.0) -> Operator:
     Raises:
         SubjectError: there is none, it does not fit, or its code raises, hangs or crashes.
     """
-    if is_own(name) and not in_worker():
-        from .own_operator import load_own
+    if not is_own(name):
+        return find_operator(name)
+    from .own_operator import find_own, load_own
 
-        return load_own(name, timeout_s=timeout_s)
-    return find_operator(name)
+    return find_own(name) if in_worker() else load_own(name, timeout_s=timeout_s)
 
 
 def find_operator(name: str) -> Operator:

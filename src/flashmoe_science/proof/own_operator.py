@@ -1,7 +1,8 @@
 """A user's own operator: its code is tried in a worker first, and what it raises here is told as its own error.
 
 A module that somebody wrote may raise, hang or crash while it is imported, and its methods whenever they are called.
-The main process keeps the record of a run: nothing runs in it that has not come back from a worker once.
+The main process keeps the record of a run: nothing runs in it that has not come back from a worker once. What a method
+raises in a worker, in which the kernel runs too, is told from what the kernel raises, and ends the run.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-from ..errors import FlashmoeError, SubjectError
+from ..errors import FlashmoeError, OperatorError, ProofError
 from .causes import explain_import
-from .operator import Operator, find_operator
-from .worker import Emit, TaskResult, run_task
+from .operator import Operator, find_operator, is_own
+from .worker import Emit, TaskResult, in_worker, run_task
 
 _HINT = "the operator's own code does this; docs/operators.md says what each of its methods returns"
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>.+)')  # as faulthandler writes it
@@ -32,16 +33,17 @@ _LIBRARIES = tuple({Path(sysconfig.get_path(name)) for name in ("stdlib", "plats
 
 _tried: set[str] = set()  # modules of operators that were imported here after a worker had come back from it
 _tried_cases: set[str] = set()
-_guarded: dict[int, tuple[Any, Operator]] = {}  # by the id of the operator, which is kept, so that no other gets it
+# By the name that it was asked for by, and the id of the operator, which is kept, so that no other gets it.
+_guarded: dict[tuple[str, int], tuple[Any, Operator]] = {}
 
 
 def load_own(name: str, *, timeout_s: float) -> Operator:
     """Return the operator ``module:OBJECT``: imported in a worker first, and then here.
 
-    What its methods raise in this process is a ``SubjectError`` from now on; an error of ours stays what it is.
+    What its methods raise in this process is an ``OperatorError`` from now on; an error of ours stays what it is.
 
     Raises:
-        SubjectError: it cannot be loaded, or not within ``timeout_s``: says file, line and cause.
+        OperatorError: it cannot be loaded, or not within ``timeout_s``: says file, line and cause.
     """
     module = name.partition(":")[0]
     if module not in sys.modules and importlib.util.find_spec(module.partition(".")[0]) is not None:
@@ -51,9 +53,40 @@ def load_own(name: str, *, timeout_s: float) -> Operator:
         operator = find_operator(name)
     if module not in _tried:  # something else imported it here: what it raises there it raises here
         return operator
-    if id(operator) not in _guarded:
-        _guarded[id(operator)] = operator, _guard(operator, name)
-    return _guarded[id(operator)][1]
+    return _guarded_once(operator, name)
+
+
+def find_own(name: str) -> Operator:
+    """Return the operator ``module:OBJECT`` in a worker: what its methods raise is an ``OperatorError``."""
+    return _guarded_once(find_operator(name), name)
+
+
+def _guarded_once(operator: Operator, name: str) -> Operator:
+    key = name, id(operator)
+    if key not in _guarded:
+        _guarded[key] = operator, _guard(operator, name)
+    return _guarded[key][1]
+
+
+@contextlib.contextmanager
+def blaming(name: str) -> Iterator[None]:
+    """Tell what the harness finds wrong with what an operator gave it: an error of the operator, if it is a user's."""
+    try:
+        yield
+    except OperatorError:
+        raise
+    except ProofError as error:
+        if not is_own(name):
+            raise
+        said = str(error).removesuffix(f"\nhint: {error.hint}")
+        raise OperatorError(f"operator {name}: {said}", hint=error.hint or _HINT) from error
+
+
+def raise_blamed(reason: str) -> None:
+    """Raise the ``OperatorError`` by which a task in a worker ended, if ``reason`` holds one."""
+    _, found, said = reason.partition(f"{OperatorError.__name__}: operator ")
+    if found:
+        raise OperatorError(f"operator {said}", hint=_HINT)
 
 
 def try_cases(name: str, tables: Sequence[Mapping[str, Any]], *, timeout_s: float) -> None:
@@ -62,7 +95,7 @@ def try_cases(name: str, tables: Sequence[Mapping[str, Any]], *, timeout_s: floa
     A module that something else has imported here is trusted: it runs in this process in any case.
 
     Raises:
-        SubjectError: a method raises, hangs, crashes, or returns what it must not: says file, line and cause.
+        OperatorError: a method raises, hangs, crashes, or returns what it must not: says file, line and cause.
     """
     text = json.dumps(tables, default=str)  # TOML has dates
     key = f"{name} {text}"
@@ -76,9 +109,9 @@ def _try(payload: dict[str, Any], what: str, timeout_s: float) -> None:
     result = run_task(f"{__name__}:ask_operator", payload, timeout_s=timeout_s)
     if not result.ok or result.data is None:
         hint = "[limits] import_s in the kernel.toml, or --time-limit, allows more" if result.timed_out else _HINT
-        raise SubjectError(f"{what}: {_how_it_ended(result)}", hint=hint)
+        raise OperatorError(f"{what}: {_how_it_ended(result)}", hint=hint)
     if "failure" in result.data:
-        raise SubjectError(f"{what}: {result.data['failure']}", hint=result.data["hint"])
+        raise OperatorError(f"{what}: {result.data['failure']}", hint=result.data["hint"])
 
 
 def _how_it_ended(result: TaskResult) -> str:
@@ -188,7 +221,13 @@ def _blamed(what: str) -> Iterator[None]:
     except FlashmoeError:
         raise
     except (Exception, SystemExit) as error:
-        raise SubjectError(f"{what}: {cause_of(error)}", hint=_hint_of(error)) from error
+        if _is_of_the_gpu(error):  # whose fault it is that a GPU answers no more, its line does not tell
+            raise
+        raise OperatorError(f"{what}: {cause_of(error)}", hint=_hint_of(error)) from error
+
+
+def _is_of_the_gpu(error: BaseException) -> bool:
+    return type(error).__name__ == "OutOfMemoryError" or "CUDA" in str(error)
 
 
 def _guard(operator: Operator, name: str) -> Operator:
@@ -200,16 +239,27 @@ def _guard(operator: Operator, name: str) -> Operator:
     with _blamed(f"operator {name} cannot be loaded"):
         for attribute in (each for each in dir(operator) if not each.startswith("_")):
             value = getattr(operator, attribute)
-            is_method = callable(value) and not isinstance(value, type)
-            what = f"operator {name}: its method {attribute}"
-            setattr(guard, attribute, _told(value, what) if is_method else value)
+            # A call that is bound runs the kernel, and what that raises is not the operator's.
+            is_method = callable(value) and not isinstance(value, type) and not (in_worker() and attribute == "bind")
+            setattr(guard, attribute, _told(value, name, attribute) if is_method else value)
+    guard.name = name  # as its file has it: an object need not be called OPERATOR
     return cast("Operator", guard)
 
 
-def _told(method: Callable[..., Any], what: str) -> Callable[..., Any]:
+def _are_inputs(answer: object) -> bool:
+    from torch import Tensor  # a listing should not wait for it
+
+    return isinstance(answer, Mapping) and all(isinstance(value, Tensor) for value in answer.values())
+
+
+def _told(method: Callable[..., Any], operator: str, attribute: str) -> Callable[..., Any]:
     @functools.wraps(method)
     def asked(*args: Any, **kwargs: Any) -> Any:
-        with _blamed(what):
-            return method(*args, **kwargs)
+        with _blamed(f"operator {operator}: its method {attribute}"):
+            answer = method(*args, **kwargs)
+        if attribute == "make_inputs" and not _are_inputs(answer):
+            said = f"make_inputs must return a mapping from names to tensors, got {answer!r}"[:500]
+            raise OperatorError(f"operator {operator}: {said}", hint=_HINT)
+        return answer
 
     return asked

@@ -17,9 +17,11 @@ from .report import conditions, count_line, figure, what_is_in_cache
 from .resources import launch_groups, memory_rows
 from .rows import (
     Unmeasured,
+    commit_words,
     default_kind,
     format_bytes,
     format_error,
+    format_largest_error,
     format_ratio,
     format_seconds,
     kinds_measured,
@@ -67,6 +69,7 @@ class AccuracyRow:
     same_bits: str
     baselines: Sequence[str]  # their shares
     note: str
+    stood_in: bool  # something else than the subject was checked
 
 
 @dataclass(frozen=True)
@@ -116,6 +119,17 @@ class RunPart:
     def accuracy_notes(self) -> bool:
         """Whether any case has a note."""
         return any(row.note for row in self.accuracy)
+
+    @property
+    def accuracy_count(self) -> str:
+        """In how many cases the subject is shown to be right, and, apart from them, what stood in for it."""
+        right = sum(row.correct == "yes" for row in self.accuracy)
+        said = f"{counted(right, 'case')} correct, of {len(self.accuracy)}"
+        stood_in = [row.correct != "no" for row in self.accuracy if row.stood_in]
+        if not stood_in:
+            return said
+        shown = said if right else "none shown of the GPU's kernel"
+        return f"{shown}; its stand-in right in {sum(stood_in)} of {len(stood_in)}"
 
     @property
     def record_json(self) -> str:
@@ -318,13 +332,14 @@ def _accuracy_row(record: Record, case: CaseRecord) -> AccuracyRow:
     return AccuracyRow(
         case=case.name,
         correct={True: "yes", False: "no", None: "not shown"}[case.correct],
-        error=format_error(accuracy.max_error) if accuracy else "",
+        error=format_largest_error(accuracy) if accuracy else "",
         allowed=format_error(accuracy.budget) if accuracy else "",
         share=round(min(1.0, accuracy.share) * 100, 1) if accuracy else None,
         said=_share(accuracy),
         same_bits=bits[accuracy.deterministic] if accuracy else "",
         baselines=[_share(found.get(name)) for name in record.baselines],
         note=f"checked was {case.stand_in}" if case.stand_in else subject.reason if subject else "",
+        stood_in=bool(case.stand_in),
     )
 
 
@@ -347,7 +362,7 @@ def _environment(record: Record) -> list[tuple[str, str]]:
     facts += [(name, value) for name, value in (("driver", here.driver), ("CUDA", here.cuda)) if value]
     facts += [("Python", here.python), ("platform", ", ".join(filter(None, (here.platform, here.cpu))))]
     facts.append(("versions", ", ".join(f"{name} {version}" for name, version in here.versions.items())))
-    facts.append(("commit", (here.commit or "unknown") + (", with uncommitted changes" if here.dirty else "")))
+    facts.append(("commit", commit_words(record)))
     if here.settings:
         facts.append(("settings", ", ".join(f"{name}={value}" for name, value in here.settings.items())))
     protocol = record.settings
@@ -373,7 +388,7 @@ def _index(runs: Sequence[RunPart]) -> Table:
     for number, part in enumerate(runs, 1):
         record, gpu = part.record, part.record.environment.gpu
         result = part.headline.word or part.headline.sentence
-        commit = (record.environment.commit or "unknown")[:12]
+        commit = (record.tree.commit or "unknown")[:12]
         rows.append(
             (str(number), result, record.subject.name, record.suite, gpu.name if gpu else "none", commit, record.id)
         )

@@ -72,7 +72,7 @@ def traits(record: Record) -> dict[str, dict[str, object]]:
     first = record.baselines[:1]
     settings = record.settings
     return {
-        "code": {"sources": sources} if sources else {"commit": record.environment.commit},
+        "code": {"sources": sources} if sources else {"commit": record.tree.commit},
         "method": {
             **{name: of(record) for name, of in {**_METHOD, **_HOST}.items()},
             **{name: of(record) for name, of in _SOFTWARE.items() if name != "driver"},
@@ -98,7 +98,7 @@ def describe_change(name: str, before: Record, after: Record, kind: str) -> str:
     old, new = ({source.path: source.sha256 for source in run.subject.sources} for run in (before, after))
     changed = sorted(path for path in old.keys() | new.keys() if old.get(path) != new.get(path))
     shown = ", ".join(changed[:3]) + (f" and {len(changed) - 3} more" if len(changed) > 3 else "")
-    commits = [(run.environment.commit or "unknown")[:12] for run in (before, after)]
+    commits = [(run.tree.commit or "unknown")[:12] for run in (before, after)]
     return f"{len(changed)} of {counted(len(old | new), 'source')} ({shown}), commit {commits[0]} -> {commits[1]}"
 
 

@@ -120,7 +120,7 @@ def _caption(record: Record, rival: str) -> str:
     names = ("torch", "triton", "cudnn")
     versions = [f"{name} {environment.versions[name]}" for name in names if name in environment.versions]
     where = ", ".join([gpu, *([f"driver {environment.driver}"] if environment.driver else []), *versions])
-    commit = f", commit {environment.commit[:12]}" if environment.commit else ""
+    commit = f", commit {record.tree.commit[:12]}" if record.tree.commit else ""
     return f"Suite {record.suite} against {rival} on {where}{commit}. Medians of one call; speedups with 95 % intervals"
 
 

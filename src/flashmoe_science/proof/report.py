@@ -15,15 +15,17 @@ from rich.table import Table
 from rich.text import Text
 
 from .conclude import last_word
-from .evidence import Environment, Gate, GateStatus, Launch, Record, TimeKind
+from .evidence import Gate, GateStatus, Launch, Record, TimeKind
 from .judge import Verdict, VerdictStatus, holds
 from .rows import (
     ArmRow,
     arm_rows,
     by_role,
+    commit_words,
     default_kind,
     format_bytes,
     format_error,
+    format_largest_error,
     format_rate,
     format_ratio,
     format_seconds,
@@ -97,7 +99,7 @@ def head_lines(record: Record) -> RenderableType:
     grid.add_row(Text("subject", "dim"), f"{subject.name} ({subject.operator}), {subject.entry_point}")
     against = f", against {', '.join(record.baselines)}" if record.baselines else ""
     grid.add_row(Text("suite", "dim"), f"{record.suite}{against}")
-    for label, text in _environment(record.environment):
+    for label, text in _environment(record):
         grid.add_row(Text(label, "dim"), text)
     for resumed in record.resumed:
         grid.add_row(Text("note", "dim"), f"goes on with {resumed.run}")
@@ -106,13 +108,13 @@ def head_lines(record: Record) -> RenderableType:
     return grid
 
 
-def _environment(environment: Environment) -> list[tuple[str, str]]:
+def _environment(record: Record) -> list[tuple[str, str]]:
+    environment = record.environment
     gpu = environment.gpu
     parts = [gpu.name if gpu else "no GPU", environment.platform, f"Python {environment.python}"]
     parts[1:1] = [f"driver {environment.driver}"] if environment.driver else []
     versions = [f"{name} {version}" for name, version in environment.versions.items() if name in ("torch", "triton")]
-    commit = (environment.commit or "unknown")[:12] + (" with uncommitted changes" if environment.dirty else "")
-    return [("machine", ", ".join([*parts, *versions])), ("commit", commit)]
+    return [("machine", ", ".join([*parts, *versions])), ("commit", commit_words(record, letters=12))]
 
 
 def case_table(record: Record, kind: TimeKind | None = None) -> RenderableType:
@@ -208,7 +210,7 @@ def _accuracy_table(record: Record) -> RenderableType:
     correct = {True: Text("yes", "green"), False: Text("no", "bold red"), None: Text("not shown", "yellow")}
     for case, arm, note, before in zip(record.cases, subjects, notes, ["", *notes], strict=False):
         accuracy = arm.accuracy if arm else None
-        errors = [format_error(accuracy.max_error), format_error(accuracy.budget)] if accuracy else ["", ""]
+        errors = [format_largest_error(accuracy), format_error(accuracy.budget)] if accuracy else ["", ""]
         table.add_row(case.name, correct[case.correct], *errors, "the same" if note and note == before else note)
     return table
 

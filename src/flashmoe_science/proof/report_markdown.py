@@ -12,7 +12,7 @@ from .page import KERNEL_COLUMNS, Kernel, Page, RunPart, Said
 from .page_plots import Table
 from .page_speed import Speeds
 from .report import shortened_kernel
-from .words import as_sentence, counted
+from .words import as_sentence
 
 _SPECIAL = re.compile(r"[\\`*\[<>|$]|~~|^#|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])")  # an underscore in a word stays itself
 
@@ -127,8 +127,7 @@ def _accuracy(run: RunPart) -> list[str]:
         )
         for r in run.accuracy
     ]
-    checked = counted(sum(row.correct == "yes" for row in run.accuracy), "case")
-    return [f"{checked} correct, of {len(rows)}.", "", *_table(Table("", columns, rows, words=3))]
+    return [escape(as_sentence(run.accuracy_count)), "", *_table(Table("", columns, rows, words=3))]
 
 
 def _table(table: Table) -> list[str]:

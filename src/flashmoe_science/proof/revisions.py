@@ -305,7 +305,7 @@ def _as_comparison(record: Record, b: Subject, compared: Compared) -> Record:
     entry_point = record.subject.entry_point
     if b.checkout.package:
         entry_point = entry_point.replace(b.checkout.package, PACKAGE_FOLDER.name, 1)
-    subject = record.subject.model_copy(update={"entry_point": entry_point})
+    subject = record.subject.model_copy(update={"entry_point": entry_point, "tree": None})
     environment = record.environment.model_copy(update={"commit": b.checkout.commit, "dirty": False})
     compared = compared.model_copy(update={"b": compared.b.model_copy(update={"sources": record.subject.sources})})
     return record.model_copy(update={"subject": subject, "environment": environment, "compared": compared})

@@ -12,7 +12,7 @@ import torch
 
 from ..errors import ProofError
 from . import arms as arms_module, evidence, schedule
-from .arms import Arm, Loaded, Truth
+from .arms import Arm, Loaded, Truths
 from .check import require_random
 from .evidence import Rounds, Settings, TimeKind
 from .measure import ClockSampler, KernelSampler, Timer, WrongAnswerError
@@ -148,7 +148,7 @@ def _make_input_sets(case: Case, plan: Plan, timer: Timer) -> list[dict[str, tor
     return input_sets
 
 
-def _find_truths(case: Case, plan: Plan, input_sets: Sequence[Inputs]) -> dict[int, Truth]:
+def _find_truths(case: Case, plan: Plan, input_sets: Sequence[Inputs]) -> dict[int, Truths]:
     """Return the exact answers to two sets drawn at random: exact answers to all would take longer than the times."""
     draw = random.Random(f"{plan.settings.seed}/{case.name}/{plan.process}/{'+'.join(plan.times)}/truths")
     places = draw.sample(range(len(input_sets)), min(2, len(input_sets)))
@@ -165,7 +165,7 @@ def _prepare(
     plan: Plan,
     timer: Timer,
     input_sets: Sequence[Inputs],
-    truths: Mapping[int, Truth],
+    truths: Mapping[int, Truths],
 ) -> list[Arm]:
     """Return the arms, the subject first; when the subject is not ready the baselines are not even tried."""
 

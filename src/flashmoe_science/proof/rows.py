@@ -10,7 +10,7 @@ from typing import IO
 
 from ..errors import TooFewRoundsError
 from .claims import Metric
-from .evidence import Arm, CaseRecord, Rates, Record, TimeKind
+from .evidence import Accuracy, Arm, CaseRecord, Rates, Record, TimeKind
 from .judge import CaseVerdict, Control, Verdict, check_control, paired_log_ratios
 from .statistics import Interval, clustered_interval, hodges_lehmann
 
@@ -43,6 +43,14 @@ class ArmRow:
     def rates(self) -> Rates | None:
         """Seconds and rates of this kind, or None where it was not measured."""
         return self.arm.rates.get(self.kind)
+
+
+def commit_words(record: Record, *, letters: int = 40) -> str:
+    """Return which commit of the subject's sources ran, or that none did."""
+    tree = record.tree
+    if tree.commit is None:
+        return "none: no git repository holds the sources" if record.subject.tree else "unknown"
+    return tree.commit[:letters] + (" with uncommitted changes" if tree.dirty else "")
 
 
 def by_role(arms: Iterable[Arm]) -> list[Arm]:
@@ -149,6 +157,11 @@ def format_ratio(ratio: Ratio | Interval | None) -> str:
 def format_rate(rate: float) -> str:
     """Return three digits, or three decimals where that is less, e.g. ``53.8`` and ``0.025``."""
     return "<0.001" if 0 < rate < 0.001 else f"{rate:.{min(3, _decimals(rate, 3))}f}"
+
+
+def format_largest_error(accuracy: Accuracy) -> str:
+    """Return the error of an arm, and of which output it is where there are several."""
+    return format_error(accuracy.max_error) + (f" ({accuracy.output})" if accuracy.output else "")
 
 
 def format_error(error: float) -> str:

@@ -24,7 +24,15 @@ from .toml_files import read_toml
 if TYPE_CHECKING:
     from .operator import Operator
 
-BUILTIN_OPERATORS = ("attention", "attention_cache", "moe")
+BUILTIN_OPERATORS = (
+    "attention",
+    "attention_backward",
+    "attention_cache",
+    "attention_train",
+    "attention_varlen",
+    "moe",
+    "moe_backward",
+)
 
 PACKAGE_FOLDER = Path(__file__).resolve().parent.parent
 
@@ -155,7 +163,7 @@ _Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False, description="a numb
 
 
 class _Table(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)  # "no" is no boolean, and "1.7" no number
 
 
 class _SubjectTable(_Table):
@@ -218,6 +226,11 @@ def load_subject(text: str, *, time_limit: float | None = None) -> Subject:
         SubjectError: no built-in subject has this name, or the file is wrong (names file, key and what was expected).
     """
     path = Path(text)
+    if path.suffix == ".py":
+        beside = sorted(path.parent.glob("*.toml"))
+        near = [file for file in beside if file.name == "kernel.toml"] or beside
+        hint = f"beside it is {near[0]}" if near else _HINT
+        raise SubjectError(f"{text}: a .py is no subject: name its kernel.toml", hint=hint)
     if path.suffix != ".toml" and len(path.parts) == 1:
         names = builtin_names()
         if text in names:  # a folder of the same name is meant by "./name"
@@ -225,8 +238,19 @@ def load_subject(text: str, *, time_limit: float | None = None) -> Subject:
         if not path.exists():
             close = difflib.get_close_matches(text, names, n=1)
             hint = f"did you mean {close[0]}?" if close else "give the path of a kernel.toml, see docs/kernel-toml.md"
+            if file := _file_that_names(text, Path()):
+                hint = f"name its file: ./{file}"
             raise SubjectError(f"subject must be one of {', '.join(names)} or a kernel.toml, got {text!r}", hint=hint)
     return _subject_from_file(path / "kernel.toml" if path.is_dir() else path, time_limit)
+
+
+def _file_that_names(name: str, folder: Path) -> Path | None:
+    """Return the TOML file in ``folder`` whose subject has this name, or None."""
+    for path in sorted(folder.glob("*.toml")):
+        with contextlib.suppress(SubjectError):  # some other TOML file, e.g. pyproject.toml
+            if read_toml(path, _KernelFile, SubjectError).subject.name == name:
+                return path
+    return None
 
 
 def _with_limit(subject: Subject, seconds: float | None) -> Subject:
@@ -262,14 +286,16 @@ def _builtin_subject(operator_name: str, name: str) -> Subject:
         folder=PACKAGE_FOLDER,
         sources=tuple(operator.sources(name)),
         python_path=(),
-        deterministic=True,  # our forward kernels have no atomics: docs promise the same bits
+        deterministic=True,  # our kernels add in one order: docs promise the same bits
         builtin=True,
         devices=("cuda", "cpu"),  # Triton's interpreter runs them where there is no GPU
     )
 
 
 def _subject_from_file(path: Path, time_limit: float | None) -> Subject:
-    file = read_toml(path, _KernelFile, SubjectError, hint=_HINT)
+    near = [] if path.exists() else difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.toml")])
+    hint = f"did you mean {path.parent / near[0]}?" if near else _HINT
+    file = read_toml(path, _KernelFile, SubjectError, hint=hint)
     table, build, launch = file.subject, file.build, file.launch
     if table.name in builtin_names():  # its record would be taken for evidence on ours
         message = f"expected a name that none of our own subjects has, got {table.name!r}"
@@ -347,7 +373,7 @@ def load_attribute(entry_point: str) -> Callable[..., Any]:
         if not hasattr(found, part):
             close = difflib.get_close_matches(part, dir(found), n=1)
             hint = f"did you mean {close[0]}?" if close else ""
-            raise SubjectError(f"entry point {entry_point}: {module_name} has no attribute {part!r}", hint=hint)
+            raise SubjectError(f"entry point {entry_point}: the module has no attribute {part!r}", hint=hint)
         found = getattr(found, part)
     if not callable(found):
         raise SubjectError(f"entry point {entry_point} must be callable, got {type(found).__name__}")

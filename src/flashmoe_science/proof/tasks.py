@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..errors import CompileError, SubjectError
+from ..errors import CompileError, OperatorError, SubjectError
 from .causes import explain_import
+from .own_operator import blaming
 from .subject import Subject, add_python_path, expand_sources, load_attribute, load_entry, operator_of
 from .worker import Emit, describe_error
 
@@ -31,6 +32,8 @@ def import_subject(payload: dict[str, Any], emit: Emit) -> dict[str, Any]:  # no
     """
     try:
         return {"notes": _import(payload)}
+    except OperatorError:
+        raise
     except SubjectError as error:
         return {"failure": str(error).removesuffix(f"\nhint: {error.hint}"), "hint": error.hint}
 
@@ -187,14 +190,15 @@ def check_correct(payload: dict[str, Any], emit: Emit) -> dict[str, Any]:
 def _check(subject: Subject, operator: Any, entry: Any, problem: Any, device: str, seed: int) -> dict[str, Any]:
     from .check import WrongResultError, check_case
 
-    stand_in = ""
+    stand_in, promised = "", subject.deterministic
     if device == "cpu":
         ours = subject.name if subject.builtin else ""  # a name of ours says nothing about a kernel of someone else's
         if (refusal := operator.cpu_refusal(ours, problem)) is not None:
             return {"status": "not possible here", "reason": refusal, "accuracy": None, "stand_in": ""}
         stand_in = operator.cpu_stand_in(subject.name, problem) if subject.builtin else ""
     try:
-        accuracy = check_case(operator, entry, problem, device=device, seed=seed, deterministic=subject.deterministic)
+        with blaming(subject.operator):
+            accuracy = check_case(operator, entry, problem, device=device, seed=seed, deterministic=promised)
     except WrongResultError as error:
         accuracy_json = error.accuracy.model_dump(mode="json") if error.accuracy else None
         return {"status": "failed", "reason": str(error), "accuracy": accuracy_json, "stand_in": stand_in}

@@ -60,6 +60,8 @@ def explain_validation(problem: ValidationError, model: type[BaseModel]) -> list
             near = difflib.get_close_matches(str(detail["loc"][-1]), known, n=1)
             meant = f"; did you mean {near[0]}?" if near else ""
             lines.append(f"key {key}: unknown key, expected one of {', '.join(known)}{meant}")
+        elif detail["type"] == "list_type" and isinstance(detail["input"], dict) and _model_at(model, detail["loc"]):
+            lines.append(f"key {key}: expected a list of tables: write [[{key}]], not [{key}]")
         elif detail["type"] in _OUR_WORDS:
             expected = _description(model, detail["loc"]) or _OUR_WORDS[detail["type"]]
             lines.append(f"key {key}: expected {expected}, got {detail['input']!r}")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from ..errors import ProofError
+from ..errors import EvidenceError, ProofError
 from .changes import changes_since
 from .claims import Claim, find_evidence, load_claims, other_versions, too_old, why_not
 from .evidence import GateStatus, Record, read_record
@@ -18,6 +18,7 @@ from .own_suite import read_own_suite
 from .store import evidence_files
 from .subject import is_builtin, python_folders
 from .suites import list_suites, load_suite, operator_in, own_suite_file
+from .unread import Unread, unread_doubts
 from .wording import joined, overstatement, own_rival_names, shown_by
 
 # Of several records that a claim pins, and of several GPUs, what speaks most against the claim decides.
@@ -31,38 +32,53 @@ AGAINST = (
 )
 
 
-def verify_claims(repository: Path, *, now: datetime | None = None) -> list[Verdict]:
+def verify_claims(
+    repository: Path, *, now: datetime | None = None, on_trouble: Callable[[EvidenceError], None] | None = None
+) -> list[Verdict]:
     """Return the verdict on every claim in ``claims/`` of ``repository``, by the records in its ``evidence/``.
 
     Args:
         repository: the folder that holds both.
         now: the moment from which the age of evidence counts. Default: this one.
+        on_trouble: gets what is wrong with a record that cannot be read, and the claims that may rest on it are not
+            demonstrated. Default: it is raised.
 
     Raises:
         ClaimError: a claim file is wrong.
         EvidenceError: a record cannot be read.
     """
     claims = load_claims(repository / "claims")
-    records = read_records(repository) if claims else {}
-    return [_verify_alone(claim, records, repository, now) for claim in claims]
+    unread: list[Unread] = []
+    records = (_read_most(repository, unread, on_trouble) if on_trouble else read_records(repository)) if claims else {}
+    return [_verify_alone(claim, records, repository, now, unread) for claim in claims]
 
 
-def _verify_alone(claim: Claim, records: Mapping[str, Record], repository: Path, now: datetime | None) -> Verdict:
+def _verify_alone(
+    claim: Claim, records: Mapping[str, Record], repository: Path, now: datetime | None, unread: Sequence[Unread]
+) -> Verdict:
     """Return the verdict on one claim of several: what is wrong with it does not hide those on the others."""
+    if pinned := next((one for one in unread if one.is_pinned_by(claim)), None):
+        why = f"{pinned.path}, which it pins, cannot be read: {pinned.why}"
+        return Verdict(claim=claim, status=VerdictStatus.INCONCLUSIVE, reason=why)
     try:
-        return verify_claim(claim, records, repository, now=now)
+        return verify_claim(claim, records, repository, now=now, unread=unread)
     except ProofError as error:
         why = str(error).partition("\nhint: ")[0].replace(f"{repository}/", "")
         return Verdict(claim=claim, status=VerdictStatus.INCONCLUSIVE, reason=why)
 
 
 def verify_claim(
-    claim: Claim, records: Mapping[str, Record], repository: Path, *, now: datetime | None = None
+    claim: Claim,
+    records: Mapping[str, Record],
+    repository: Path,
+    *,
+    now: datetime | None = None,
+    unread: Sequence[Unread] = (),
 ) -> Verdict:
     """Return the verdict on one claim; ``records`` are those of ``read_records``. Each of several GPUs has its own."""
     now = now or datetime.now(timezone.utc)
     parts = [
-        _verify_on(one, _evidence_on(one, claim, records), records, repository, now)
+        _verify_on(one, _evidence_on(one, claim, records), records, repository, now, unread)
         for one in (claim.model_copy(update={"gpu": (gpu,)}) for gpu in claim.gpu)
     ]
     parts.sort(key=lambda verdict: AGAINST.index(verdict.status))
@@ -88,15 +104,22 @@ def _is_on(claim: Claim, record: Record) -> bool:
 
 
 def _verify_on(
-    claim: Claim, found: Mapping[str, Record], records: Mapping[str, Record], repository: Path, now: datetime
+    claim: Claim,
+    found: Mapping[str, Record],
+    records: Mapping[str, Record],
+    repository: Path,
+    now: datetime,
+    unread: Sequence[Unread],
 ) -> Verdict:
     """Return the verdict on a claim about one GPU, by that of the records ``found`` which speaks most against it."""
+    lost = unread_doubts(claim, unread)
     if not found:
-        return judge(claim, None)
+        nothing = judge(claim, None)
+        return nothing.model_copy(update={"reason": "; ".join([nothing.reason, *lost]), "notes": lost})
     verdicts = []
     for path, record in found.items():
         suite = suite_now(record, repository)
-        doubts = doubts_about(claim, record, suite, now)
+        doubts = [*lost, *doubts_about(claim, record, suite, now)]
         doubts += _failed_since(claim, record, records)
         sources = changes_since(claim, record, repository)
         notes = [*sources.notes, *_refuted_since(claim, found, records)]
@@ -119,6 +142,21 @@ def read_records(repository: Path) -> dict[str, Record]:
     """
     files = evidence_files(repository).values()
     return {path.relative_to(repository).as_posix(): read_record(path) for path in files}
+
+
+def _read_most(
+    repository: Path, unread: list[Unread], on_trouble: Callable[[EvidenceError], None]
+) -> dict[str, Record]:
+    """Return the records as ``read_records`` does; one that cannot be read goes to ``unread`` and ``on_trouble``."""
+    records = {}
+    for run, file in evidence_files(repository).items():
+        path = file.relative_to(repository).as_posix()
+        try:
+            records[path] = read_record(file)
+        except EvidenceError as error:
+            unread.append(Unread.of(path, run, file, error))
+            on_trouble(error)
+    return records
 
 
 def _failed_since(claim: Claim, record: Record, records: Mapping[str, Record]) -> list[str]:

@@ -30,6 +30,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from ..errors import OperatorError
+
 OUTPUT_TAIL_BYTES = 16 * 1024
 _ANSWER_LIMIT_BYTES = 256 * 1024 * 1024  # no honest answer comes near this
 _REASON_LIMIT = 2000  # characters
@@ -77,6 +79,7 @@ def run_task(
     limit_s: float | None = None,
     on_event: Callable[[dict[str, Any]], None] | None = None,
     env: Mapping[str, str] | None = None,
+    on_silence: Callable[[float], None] | None = None,
 ) -> TaskResult:
     """Run ``task`` in a fresh process and wait for it.
 
@@ -87,17 +90,22 @@ def run_task(
         limit_s: the longest time that it may take in all.
         on_event: called here with every event that the task emits.
         env: variables added to this process's environment.
+        on_silence: called here now and then with the seconds since the last event, or since the start.
 
     Returns:
-        The outcome. Nothing that the task does raises here; only ``on_event`` and Ctrl-C do, after the process is gone.
+        The outcome. Nothing that the task does raises here; only ``on_event``, ``on_silence`` and Ctrl-C do, after the
+        process is gone.
     """
     call = TaskCall(task, payload, timeout_s, limit_s, env or {})
     handler = None if on_event is None else lambda _, event: on_event(event)
-    return run_tasks([call], on_event=handler)[0]
+    return run_tasks([call], on_event=handler, on_silence=on_silence)[0]
 
 
 def run_tasks(
-    calls: Sequence[TaskCall], *, on_event: Callable[[int, dict[str, Any]], None] | None = None
+    calls: Sequence[TaskCall],
+    *,
+    on_event: Callable[[int, dict[str, Any]], None] | None = None,
+    on_silence: Callable[[float], None] | None = None,
 ) -> list[TaskResult]:
     """Run several tasks at the same time, each in a process of its own; ``on_event`` gets the index of the call too."""
     children: list[_Child] = []
@@ -118,6 +126,8 @@ def run_tasks(
                     if child.is_over(died=died):
                         selector.unregister(key.fileobj)
                         results[key.data] = child.finish()
+                    elif on_silence is not None:
+                        on_silence(child.silent_s)
         finally:
             for child in children:
                 child.kill()
@@ -283,6 +293,11 @@ class _Child:
             self._outcome = (False, None, "its answer cannot be read: something else wrote to the answer pipe")
         return None
 
+    @property
+    def silent_s(self) -> float:
+        """For how long it has said nothing."""
+        return time.monotonic() - self._deadline + self._timeout_s
+
     def has_died(self) -> bool:
         """Return whether the process is gone; what it forked may still hold its answer pipe."""
         return self._group.process.poll() is not None
@@ -368,6 +383,8 @@ def describe_error(error: BaseException) -> str:
     """Return type, message and place of an error in one line; no path of this machine is in it."""
     message = str(error).strip().partition("\n")[0]
     text = f"{type(error).__name__}: {message}" if message else type(error).__name__
+    if isinstance(error, OperatorError):  # it names the place: that of the operator's code, and not of what asked it
+        return text[:_REASON_LIMIT]
     if type(error).__name__ == "OutOfMemoryError" or "CUDA out of memory" in message:
         text = f"GPU out of memory: {text}"
     frames = traceback.extract_tb(error.__traceback__)

@@ -13,6 +13,7 @@ from .run import NO_GPU, Outcome, Run, failed, not_possible, passed
 
 _MOST_CRASHES = 3  # then the cases left are not checked: each crash costs a process of its own
 _SHOWN_CASES = 3
+_TELL_S = 2.0  # of silence between two words on it
 
 
 @dataclass
@@ -77,11 +78,24 @@ def _check_all(run: Run, device: str, seed: int) -> _Checks:
             run.save()
         run.progress.advance(len(checks.results), len(run.todo), checks.under_way)
 
+    timeout_s = getattr(run.subject.limits, limit)
+    told_s = 0.0  # a borrowed machine tells over the network
+
+    def on_silence(seconds: float) -> None:
+        nonlocal told_s
+        if seconds < told_s:
+            told_s = 0.0
+        if seconds >= told_s + _TELL_S:
+            told_s = seconds
+            label = f"{checks.under_way or 'starting'} for {seconds:.0f} s (ended at {timeout_s:g} s)"
+            run.progress.advance(len(checks.results), len(run.todo), label)
+
     while checks.left:
         checks.under_way = ""
         payload = run.payload(device=device, seed=seed, cases=[run.case_table(name) for name in checks.left])
-        timeout_s = getattr(run.subject.limits, limit)
-        result = run.run_task("tasks:check_correct", payload, timeout_s=timeout_s, on_event=on_event)
+        result = run.run_task(
+            "tasks:check_correct", payload, timeout_s=timeout_s, on_event=on_event, on_silence=on_silence
+        )
         checks.seconds += result.seconds
         checked = {case["name"] for case in checks.results}
         checks.left = [name for name in checks.left if name not in checked]
@@ -115,12 +129,18 @@ def _say_ended(run: Run, checks: _Checks, wrong: list[dict[str, Any]]) -> str:
     if not checks.ended:
         return checks.ending
     names = list(checks.ended)
+    first = checks.ended[names[0]]
+    hung = names.pop() if checks.hung else ""  # the last: a hang ends the gate
     of = counted(len(run.todo), "case")
     if len(run.todo) == 1:
-        return f"case {names[0]}: {checks.ended[names[0]]}"
+        return f"case {hung or names[0]}: {first}"
     more = f" and {len(names) - _SHOWN_CASES} more" if len(names) > _SHOWN_CASES else ""
-    parts = [f"{len(names)} of {of} ended the process, {', '.join(names[:_SHOWN_CASES])}{more}"]
-    parts[0] += f": {checks.ended[names[-1] if checks.hung else names[0]]}"
+    parts = []
+    if names:
+        parts.append(f"{len(names)} of {of} ended the process, {', '.join(names[:_SHOWN_CASES])}{more}: {first}")
+    if hung:
+        which = f"{hung} hung" if names else f"1 of {of} hung, {hung}"
+        parts.append(f"{which}: {checks.ended[hung]}")
     if wrong:
         parts.append(f"{len(wrong)} wrong, {wrong[0]['name']}: {wrong[0]['reason']}")
     if checks.ending:

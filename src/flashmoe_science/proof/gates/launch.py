@@ -8,6 +8,7 @@ from typing import Any
 
 from ..evidence import Launch
 from ..operator import framework_kernels
+from ..own_operator import raise_blamed
 from ..subject import KernelPromise, Subject
 from ..words import counted
 from .run import Outcome, Run, failed, first_of, no_timing, passed
@@ -71,6 +72,7 @@ def _record(run: Run, case: dict[str, Any]) -> None:
     for arm in case["arms"]:
         changes: dict[str, Any] = {name: arm[name] for name in ("launches", "version", "role", "code")}
         if arm["status"] != "captured":
+            raise_blamed(arm["reason"])
             changes |= {"status": arm["status"], "reason": arm["reason"]}
         run.update_arm(case["name"], arm["name"], **changes)
 

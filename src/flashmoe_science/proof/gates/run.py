@@ -15,6 +15,7 @@ from ...errors import InputError, ProofError
 from ...gpu.specs import SPECS, find_gpu
 from ..causes import without_own_frames
 from ..cost import RunSize
+from ..environment import subject_tree
 from ..evidence import (
     GATE_NAMES,
     Arm,
@@ -29,9 +30,11 @@ from ..evidence import (
     SourceFile,
     SubjectInfo,
     TimeKind,
+    TreeState,
     Work,
 )
 from ..method import method_code
+from ..own_operator import raise_blamed
 from ..subject import PACKAGE_FOLDER, Subject, operator_of
 from ..suites import Suite, check_operator
 from ..words import counted
@@ -75,6 +78,7 @@ class ProveRequest:
     repository: Path | None = None  # holds claims and evidence; tells where the subject's folder lies in it
     resume: Record | None = None  # an interrupted run to go on with
     time_limit: float | None = None  # as --time-limit has it: the subject's limits say what it means here
+    tree: TreeState | None = None  # that holds the subject's sources, where it is not here; None: it is
     borrowed: bool = False  # another machine has asked for it, by --host
 
 
@@ -145,6 +149,7 @@ class Run:
         self.environment = environment
         self.progress = progress
         self.operator = operator_of(request.subject)
+        self.tree = request.tree or subject_tree(request.subject)
         self.sources: list[SourceFile] = []
         self.gates = {name: Gate(name=name, status=GateStatus.NOT_REACHED) for name in GATE_NAMES}
         self.cases = {case.name: self._new_case(case) for case in request.suite.cases}
@@ -299,13 +304,28 @@ class Run:
         *,
         timeout_s: float,
         on_event: Callable[[dict[str, Any]], None] | None = None,
+        on_silence: Callable[[float], None] | None = None,
     ) -> TaskResult:
-        """Run a task of this package in a worker process. Raises ``BudgetSpentError`` where the budget ended it."""
+        """Run a task of this package in a worker process.
+
+        Raises:
+            BudgetSpentError: the budget ended it.
+            OperatorError: the user's own operator did.
+        """
         name = f"{__package__.rpartition('.')[0]}.{task}"
         left = self._seconds_left()
-        result = run_task(name, payload, timeout_s=timeout_s, limit_s=left, on_event=on_event, env=self.worker_env())
+        result = run_task(
+            name,
+            payload,
+            timeout_s=timeout_s,
+            limit_s=left,
+            on_event=on_event,
+            env=self.worker_env(),
+            on_silence=on_silence,
+        )
         if result.limit_reached:
             raise BudgetSpentError("the budget is spent")
+        raise_blamed(result.reason)
         return result
 
     def _seconds_left(self) -> float | None:
@@ -381,6 +401,7 @@ class Run:
                 entry_point=self.subject.entry_point,
                 sources=self.sources,
                 folder=self._folder_in_repository(),
+                tree=self.tree,
                 expected_speedup=self.expected_speedup,
             ),
             suite=self.request.suite.name,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Sequence
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ...gpu.specs import find_gpu
@@ -22,12 +24,24 @@ def check_sources(run: Run) -> Outcome:
     run.sources = hash_sources(run.subject)
     missing = expand_sources(run.subject)[1]
     if missing:
+        hints = ["sources are relative to the folder of the kernel.toml", *_nearest(run.subject.folder, missing)]
         return failed(
             f"no such file: {', '.join(missing)}",
-            hint="sources are relative to the folder of the kernel.toml",
-            details=[f"found {source.path}" for source in run.sources],
+            hint="; ".join(hints),
+            details=[f"{source.path} is there" for source in run.sources],
         )
     return passed(f"{counted(len(run.sources), 'file')} hashed")
+
+
+def _nearest(folder: Path, missing: Sequence[str]) -> list[str]:
+    """Return what may be meant by each entry that names no file: the nearest name in the folder that it is of."""
+    hints = []
+    for entry in (entry for entry in missing if not any(letter in entry for letter in "*?[")):
+        place = PurePosixPath(entry)
+        names = [path.name for path in (folder / place.parent).glob("*") if path.is_file()]
+        if near := difflib.get_close_matches(place.name, names, n=1):
+            hints.append(f"did you mean {place.parent / near[0]}?")
+    return hints
 
 
 def build(run: Run) -> Outcome:
@@ -129,6 +143,7 @@ def import_entry(run: Run) -> Outcome:
         hint, tail = run.explain_crash(result, "import_s")
         return failed(f"{run.subject.entry_point}: {run.hide_paths(result.reason)}", hint=hint, details=tail)
     if "failure" in result.data:
-        reason = f"{run.subject.entry_point}: {run.hide_paths(result.data['failure'])}"
+        entry = run.subject.entry_point
+        reason = f"{entry}: {run.hide_paths(result.data['failure']).removeprefix(f'entry point {entry}: ')}"
         return failed(reason, hint=result.data["hint"])
     return passed(f"{run.subject.entry_point} loads in a fresh process", details=result.data["notes"])

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import Field, TypeAdapter
 
 from ..cost import Budget, RunSize, spent_seconds
-from ..evidence import Gate, GateName, Model, Record, Settings
+from ..evidence import Gate, GateName, Model, Record, Settings, TreeState
 from ..gates import ProveRequest, prove
 from ..subject import load_subject
 from ..suites import load_suite
@@ -36,6 +36,7 @@ class RemoteRequest(Model):
     repository: str | None = None  # the folder that holds claims and evidence
     folder: str = "."  # the current one
     commit: str = ""  # for FLASHMOE_COMMIT: what of the tree was known where it came from
+    tree: TreeState | None = None  # that holds the subject's sources, where they are not this package's
     resume: Record | None = None
     time_limit: float | None = None  # as --time-limit has it
 
@@ -108,6 +109,7 @@ def run_request(table: dict[str, Any], tree: Path, send: Send, receive: Receive)
         command=wanted.command,
         repository=None if wanted.repository is None else tree / wanted.repository,
         resume=wanted.resume,
+        tree=wanted.tree,
         meter=_Asked(send, receive),
         borrowed=True,
     )

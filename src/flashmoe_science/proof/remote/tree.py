@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...errors import ProofError, RemoteError
-from ..environment import tree_commit
+from ..environment import subject_tree, tree_commit
 from ..gates import ProveRequest
 from ..git import git
 from ..suites import list_suites
@@ -70,6 +70,7 @@ class Tree:
             repository=self._folder(repository) if repository is not None else None,
             folder=self._folder(folder) or ".",
             commit=f"{commit}{suffix}" if commit else "",
+            tree=subject_tree(subject),
             resume=request.resume,
             time_limit=request.time_limit,
         )
