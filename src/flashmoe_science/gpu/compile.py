@@ -7,6 +7,7 @@ on any machine. The same call makes the kernels that ``launch.py`` launches: wha
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 import functools
 import re
 import threading
@@ -23,7 +24,7 @@ from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from ..errors import CompileError
 from . import machine_code
 from .machine_code import KernelCode
-from .specs import find_gpu
+from .specs import find_gpu, shared_memory_limit
 
 _PTXAS_LINES = 8  # of its complaints in an error's message: the first is mostly the cause of the others
 _compiling = threading.local()  # ``here`` while this thread compiles a kernel of ours
@@ -153,25 +154,57 @@ class KernelOutcome:
     shared_memory_bytes: int
     seconds: float
     problems: tuple[str, ...]
+    instructions: Mapping[str, int] = dataclasses.field(default_factory=dict, hash=False)
+
+
+def check_kernel(
+    source: KernelSource, arch: int, gpu: str, *, most_spilled: int = 0, instruction: str = ""
+) -> KernelOutcome:
+    """Compile a kernel, and compare it with what a block gets and what is promised.
+
+    Args:
+        source: the kernel.
+        arch: 90 for sm_90.
+        gpu: what messages call the GPU.
+        most_spilled: bytes of local memory a thread that it may use.
+        instruction: opcode without modifiers that it has to have, as an fnmatch pattern; empty for none.
+
+    Raises:
+        CompileError: it does not compile.
+    """
+    found, limit = read_resources(source, arch), shared_memory_limit(arch)
+    problems = []
+    if found.spill_bytes > most_spilled:
+        problems.append(
+            f"{found.spill_bytes} bytes of registers a thread spill to local memory, {most_spilled} are allowed"
+        )
+    if found.shared_memory_bytes > limit:
+        problems.append(f"{found.shared_memory_bytes} bytes of shared memory a block, {gpu} allows {limit}")
+    if instruction and not fnmatch.filter(found.instructions, instruction):
+        problems.append(f"no {instruction.strip('*')} instruction: the matrix units are not used")
+    return KernelOutcome(
+        found.registers,
+        found.spill_bytes,
+        found.shared_memory_bytes,
+        found.seconds,
+        tuple(problems),
+        found.instructions,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class KernelJob:
-    """One kernel to compile for one GPU: what the ``compile_jobs`` of a kernel.toml return for Triton kernels."""
+    """One kernel to compile for one GPU: what ``compile_jobs`` returns for kernels in Triton and Gluon."""
 
     label: str  # e.g. "my_kernel fp16 BLOCK=1024"
     gpu: str  # e.g. "L4"
     source: KernelSource
+    most_spilled: int = 0  # bytes of local memory a thread that it may use
+    instruction: str = ""  # that it has to have, as ``check_kernel`` takes it
 
     def run(self) -> KernelOutcome:
         """Compile it, and compare it with what the GPU gives a block. Raises ``CompileError``."""
         spec = find_gpu(self.gpu)
-        found, limit = read_resources(self.source, spec.arch), spec.shared_memory_per_block_bytes
-        problems = []
-        if found.spill_bytes:
-            problems.append(f"{found.spill_bytes} bytes of registers a thread spill to local memory")
-        if found.shared_memory_bytes > limit:
-            problems.append(f"{found.shared_memory_bytes} bytes of shared memory a block, the limit is {limit}")
-        return KernelOutcome(
-            found.registers, found.spill_bytes, found.shared_memory_bytes, found.seconds, tuple(problems)
+        return check_kernel(
+            self.source, spec.arch, spec.name, most_spilled=self.most_spilled, instruction=self.instruction
         )

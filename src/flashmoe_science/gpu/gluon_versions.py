@@ -19,6 +19,9 @@ async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_gl
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
+# Triton 3.7 renamed the barrier of the threads of one partition.
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+
 
 def aggregate(cls: Any) -> Any:
     """Make ``cls`` a bundle of values that device code passes around; one constructor argument a field, in order."""

@@ -1,4 +1,4 @@
-"""What the plans of every room share: launches that are promised, and architectures that are served."""
+"""What the plans of every room share: launches that are promised, what a call takes, architectures that are served."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import importlib.metadata
 from dataclasses import dataclass
 
 from ..errors import UnsupportedError
+from .machine_code import KernelCode
 from .specs import OLDEST_TRITON
 
 OLDEST_ARCH = 80  # asynchronous copies to shared memory, and bf16
@@ -24,6 +25,26 @@ class PlannedLaunch:
     grid: tuple[int, int, int]
     block: tuple[int, int, int]
     shared_memory_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class PlannedKernel:
+    """One kernel of a plan with its machine code."""
+
+    name: str
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    shared_memory_bytes: int
+    code: KernelCode
+
+
+@dataclass(frozen=True)
+class Work:
+    """Operations, bytes and tokens of one call."""
+
+    flops: float
+    bytes: float
+    tokens: int
 
 
 def refuse_architecture(arch: int) -> None:
