@@ -47,5 +47,6 @@ def test_the_tables_know_every_kernel_and_every_feature(table):
 def test_the_tables_are_not_empty():
     page = PAGE.read_text(encoding="utf-8")
     assert re.search(r"\| causal \| S T \| S T \| S T \| S H T \|", page)
-    assert re.search(r"\| sliding window \| T \| T \| T \| T \| T \| T \|", page)
+    assert re.search(r"\| sliding window \| T \| T \| T \| F T \| T \| T \|", page)
+    assert re.search(r"\| ALiBi \| T \| T \| T \| T \| T \| T \|", page)
     assert re.search(r"\| D above 256 \| – \| – \|", page)

@@ -28,8 +28,13 @@ GPUS = {
     "sm_100": "B200",
     "sm_120": "RTX 5090",
 }
-LETTERS = {"forward_short_gluon": "S", "forward_gluon_sm90": "H", "forward_triton": "T"}
-BACKWARD_LETTERS = {"backward_triton": "B"}
+LETTERS = {
+    "forward_short_gluon": "S",
+    "forward_gluon_sm90": "H",
+    "forward_features_gluon_sm90": "F",
+    "forward_triton": "T",
+}
+BACKWARD_LETTERS = {"backward_gluon_sm90": "G", "backward_triton": "B"}
 # Batch, heads, queries, keys: few and many, of each enough to want another kernel.
 SIZES = ((1, 4, 128, 128), (64, 16, 256, 256), (8, 16, 4096, 4096), (1, 2, 16, 8192))
 _PLAIN: dict[str, Any] = {"causal": True, "head_dim": 64, "head_dim_v": 64}
@@ -66,7 +71,7 @@ def served_by(gpu: str, dtype: str, options: dict[str, Any]) -> str:
             found.add(LETTERS[plan_attention(problem, SPECS[gpu]).kernel])
         except UnsupportedError:
             found.add("–")
-    return " ".join(sorted(found, key="SHT–".index))
+    return " ".join(sorted(found, key="SHFT–".index))
 
 
 def differentiated_by(gpu: str, dtype: str, options: dict[str, Any]) -> str:
@@ -85,31 +90,29 @@ def differentiated_by(gpu: str, dtype: str, options: dict[str, Any]) -> str:
             found.add(BACKWARD_LETTERS[plan_backward(asked, SPECS[gpu]).kernel])
         except UnsupportedError:
             found.add("–")
-    return " ".join(sorted(found))
+    return " ".join(sorted(found, key="GB–".index))
 
 
 def render() -> str:
-    """Return the tables, one for each size of element, and that of gradients."""
+    """Return the tables, one for each size of element, of the forward and of gradients."""
+    sixteen, all32 = ("fp16", "bf16"), ("fp32",)
+    tables = (
+        ("fp16 and bf16", sixteen, served_by),
+        ("fp32", all32, served_by),
+        ("gradients, fp16 and bf16", sixteen, differentiated_by),
+        ("gradients, fp32", all32, differentiated_by),
+    )
     parts = []
-    for title, dtypes in (("fp16 and bf16", ("fp16", "bf16")), ("fp32", ("fp32",))):
+    for title, dtypes, letters in tables:
         lines = [f"| {title} | {' | '.join(GPUS)} |", f"| --- |{' --- |' * len(GPUS)}"]
         for feature, options in FEATURES.items():
             cells: list[str] = []
             for gpu in GPUS.values():
-                kinds = {served_by(gpu, dtype, options) for dtype in dtypes}
+                kinds = {letters(gpu, dtype, options) for dtype in dtypes}
                 assert len(kinds) == 1, (feature, gpu, kinds)
                 cells += kinds
             lines.append(f"| {feature} | {' | '.join(cells)} |")
         parts.append("\n".join(lines))
-    lines = [f"| gradients, fp16, bf16 and fp32 | {' | '.join(GPUS)} |", f"| --- |{' --- |' * len(GPUS)}"]
-    for feature, options in FEATURES.items():
-        cells = []
-        for gpu in GPUS.values():
-            kinds = {differentiated_by(gpu, dtype, options) for dtype in ("fp16", "bf16", "fp32")}
-            assert len(kinds) == 1, (feature, gpu, kinds)
-            cells += kinds
-        lines.append(f"| {feature} | {' | '.join(cells)} |")
-    parts.append("\n".join(lines))
     return "\n\n".join(parts)
 
 

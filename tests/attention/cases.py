@@ -113,6 +113,23 @@ class VarlenCase:
         return f"{self.why}-{len(self.seqlens_q)}x{self.heads}_{self.heads_kv}x{self.head_dim}-{self.dtype}"
 
 
+@dataclass(frozen=True)
+class Ordering:
+    """Packed sequences to be ordered; ``why`` names the test."""
+
+    seqlens_q: tuple[int, ...]
+    seqlens_k: tuple[int, ...]
+    heads: int
+    block_m: int
+    why: str
+    seqused_q: tuple[int, ...] | None = None
+    seqused_k: tuple[int, ...] | None = None
+    together_keys: int | None = None
+
+    def __str__(self) -> str:
+        return self.why
+
+
 _F = FeatureCase
 FEATURES = [
     _F(1, 2, 1, 40, 70, 32, 32, "fp16", True, window=(5, -1), why="window-narrower-than-a-tile"),

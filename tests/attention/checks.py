@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from flashmoe_science import flash_attention
 from flashmoe_science.attention import reference
 from flashmoe_science.attention.gradients import Options, attention_gradients
 from flashmoe_science.attention.operator import OPERATOR
@@ -250,3 +251,22 @@ def assert_varlen_gradients_right(found, inputs, options, do):
             for b, start in enumerate(starts[:-1]):
                 unused[start : starts[b + 1] if lengths is None else start + lengths[b]] = False
             assert not gradient[unused.to(gradient.device)].any(), f"d{name} of a token in no sequence is not 0"
+
+
+def check_gradients(
+    case: Case, *, kernel: str = "auto", through_lse: bool = False, low: bool = False, repeats: int = 3
+) -> None:
+    """Compare with fp64 on a GPU, memory that nobody wrote being NaN; repeats give equal bits."""
+    q, k, v = make_inputs(case, "cuda")
+    if low:
+        q, k = 8 * q.abs(), -8 * k.abs()
+    options = make_features(case, "cuda") if isinstance(case, FeatureCase) else {"causal": case.causal}
+    asked: dict[str, Any] = {"kernel": kernel, "through_lse": through_lse}
+    poison_allocator(4 * max(q.numel(), k.numel(), 1))
+    found, do, dlse = differentiate(flash_attention, {"q": q, "k": k, "v": v}, options, **asked)
+    assert_gradients_right(found, q, k, v, do, dlse, **options)
+    for _ in range(repeats):
+        poison_allocator(4 * max(q.numel(), k.numel(), 1))
+        again, _, _ = differentiate(flash_attention, {"q": q, "k": k, "v": v}, options, **asked)
+        for name, gradient in found.items():
+            assert torch.equal(again[name], gradient), f"d{name} has other bits in another run"

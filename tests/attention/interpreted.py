@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import sys
 from collections.abc import Iterator
@@ -14,10 +15,11 @@ from flashmoe_science import flash_attention, flash_attention_varlen
 from flashmoe_science.attention.calls import allocate_lse, allocate_output
 from flashmoe_science.attention.inputs import problem_of
 from flashmoe_science.attention.prepare import interpret, prepare_kernels
+from flashmoe_science.attention.sequences_triton import _order_sequences_kernel
 from flashmoe_science.attention.tiles import ForwardConfig, Plan
 from flashmoe_science.gpu.planning import PlannedLaunch
 
-from .cases import Case, FeatureCase, Gradients, VarlenCase
+from .cases import Case, FeatureCase, Gradients, Ordering, VarlenCase
 from .checks import (
     assert_gradients_right,
     assert_right,
@@ -41,9 +43,11 @@ def poisoned() -> Iterator[None]:
         torch.empty = empty
 
 
-def check(case: Case | VarlenCase | Gradients) -> None:
-    """Compare one case with fp64."""
-    if isinstance(case, Gradients):
+def check(case: Case | VarlenCase | Gradients | Ordering) -> None:
+    """Compare one case with fp64, or with sorting."""
+    if isinstance(case, Ordering):
+        check_ordering(case)
+    elif isinstance(case, Gradients):
         check_gradients(case)
     elif isinstance(case, VarlenCase):
         check_varlen(case)
@@ -51,6 +55,30 @@ def check(case: Case | VarlenCase | Gradients) -> None:
         check_features(case)
     else:
         check_plain(case)
+
+
+def check_ordering(case: Ordering) -> None:
+    """Compare what is known of every sequence, those with the most keys first, with sorting."""
+    batch, block_b = len(case.seqlens_q), 64
+    starts_q, starts_k = ([0, *itertools.accumulate(lengths)] for lengths in (case.seqlens_q, case.seqlens_k))
+    queries, keys = case.seqused_q or case.seqlens_q, case.seqused_k or case.seqlens_k
+    optional = {"seqused_q_ptr": case.seqused_q, "seqused_k_ptr": case.seqused_k}
+    found = torch.full((8, batch), -7, dtype=torch.int32)
+    _order_sequences_kernel[(-(-batch // block_b),)](
+        found, torch.tensor(starts_q, dtype=torch.int32), torch.tensor(starts_k, dtype=torch.int32),
+        **{name: None if given is None else torch.tensor(given, dtype=torch.int32) for name, given in optional.items()},
+        batch=batch, heads=case.heads, together_keys=case.together_keys, BLOCK_M=case.block_m, BLOCK_B=block_b,
+    )  # fmt: skip
+    expected, end = [], 0
+    for b in sorted(range(batch), key=lambda b: (-keys[b], b)):
+        tiles = -(-case.seqlens_q[b] // case.block_m)
+        end += tiles * case.heads
+        together = 1
+        if case.together_keys is not None:
+            most = min(max(case.together_keys // max(keys[b], 1), 1), case.heads)
+            together = -(-case.heads // -(-case.heads // most))
+        expected.append((end, tiles, starts_q[b], case.seqlens_q[b], queries[b], starts_k[b], keys[b], together))
+    assert [tuple(column) for column in found.T.tolist()] == expected
 
 
 def check_varlen(case: VarlenCase) -> None:
@@ -164,6 +192,7 @@ def main() -> None:
     for line in sys.stdin:
         try:
             kinds = {"Case": Case, "FeatureCase": FeatureCase, "VarlenCase": VarlenCase, "Gradients": Gradients}
+            kinds["Ordering"] = Ordering
             check(eval(line, kinds))  # the parent's own repr
             answer = "right"
         except Exception as error:  # noqa: BLE001 - the parent fails the test with it

@@ -332,7 +332,7 @@ def test_the_reference_follows_itself():
     flash_attention(q, k, v, kernel="reference").sum().backward()
     torch.testing.assert_close(q.grad, expected_of((q, k, v), {}, torch.ones(1, 1, 3, 300))["q"])
     given = {name: torch.zeros(1, 1, 3, 4) for name in ("q", "k", "v", "o", "do")} | {"lse": torch.zeros(1, 1, 3)}
-    with pytest.raises(InputError, match="kernel must be auto or one of backward_triton, reference, got 'fastest'"):
+    with pytest.raises(InputError, match=r"kernel must be auto or one of .*reference, got 'fastest'"):
         attention_gradients(Options(causal=False, softmax_scale=None, kernel="fastest"), given, ["q"])
 
 

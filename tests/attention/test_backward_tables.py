@@ -16,7 +16,13 @@ import pytest
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
 from flashmoe_science import InputError, UnsupportedError
-from flashmoe_science.attention.backward_plan import BACKWARD_TABLES, BackwardPlan, backward_tiles, plan_backward
+from flashmoe_science.attention.backward_plan import (
+    BACKWARD_TABLES,
+    BackwardConfig,
+    BackwardPlan,
+    backward_tiles,
+    plan_backward,
+)
 from flashmoe_science.attention.backward_prepare import prepare_backward_kernels
 from flashmoe_science.attention.backward_problem import BackwardProblem
 from flashmoe_science.attention.problem import AttentionProblem
@@ -51,7 +57,8 @@ def make_plan(arch: int, columns: int, dtype: str, way: str, **change: Any) -> B
     sizes = {"batch": 2, "heads": 4, "heads_kv": 2, "seqlen_q": 1024, "seqlen_k": 1024, "head_dim": dim}
     problem = AttentionProblem(**{**sizes, "head_dim_v": dim, "dtype": dtype, **asked, **change})
     sums = (True, False) if problem.bias else None
-    return plan_backward(BackwardProblem(problem, has_dlse="rests" in way, bias_sums=sums), SPECS[GPUS[arch]])
+    described = BackwardProblem(problem, has_dlse="rests" in way, bias_sums=sums)
+    return plan_backward(described, SPECS[GPUS[arch]], "backward_triton")
 
 
 def compiled() -> Iterator[tuple[int, int, str, str]]:
@@ -121,13 +128,13 @@ def test_plans():
     """Which tile, and what is launched."""
     tiles = backward_tiles(90, 2, 64)
     whole, rests = make_plan(90, 64, "bf16", "causal"), make_plan(90, 64, "bf16", "causal", seqlen_q=1000)
-    assert whole.config is not None
-    assert rests.config is not None
+    assert isinstance(whole.config, BackwardConfig)
+    assert isinstance(rests.config, BackwardConfig)
     assert (whole.config.kv, rests.config.kv) == (tiles.kv, tiles.kv_ragged)
     assert whole.config.q == rests.config.q == tiles.q
     packed, windowed = make_plan(90, 64, "bf16", "packed"), make_plan(90, 64, "bf16", "causal", window=(9, -1))
-    assert packed.config is not None
-    assert windowed.config is not None
+    assert isinstance(packed.config, BackwardConfig)
+    assert isinstance(windowed.config, BackwardConfig)
     assert packed.config.kv == tiles.kv_ragged
     assert (windowed.config.kv, windowed.config.q) == (tiles.kv_features, tiles.q_features)
     grids = {launch.pattern: launch.grid[0] for launch in whole.launches}
@@ -148,7 +155,8 @@ def test_plans():
 
 def test_refusals():
     problem = make_plan(90, 64, "bf16", "causal").problem
-    with pytest.raises(InputError, match="kernel must be auto or one of backward_triton, reference, got 'fastest'"):
+    names = "backward_gluon_sm90, backward_triton, reference"
+    with pytest.raises(InputError, match=f"kernel must be auto or one of {names}, got 'fastest'"):
         plan_backward(problem, SPECS["H200"], "fastest")
     with pytest.raises(UnsupportedError, match="no kernel serves head dimension 257"):
         make_plan(90, 64, "bf16", "causal", head_dim=257)

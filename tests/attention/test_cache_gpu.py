@@ -12,7 +12,7 @@ import torch
 
 from flashmoe_science import UnsupportedError, explain_with_kv_cache, flash_attention, flash_attention_with_kv_cache
 from flashmoe_science.attention import decode_plan
-from flashmoe_science.attention.decode_plan import _MORE_TO_READ, _SHORT, DECODE_TABLES, DecodeConfig
+from flashmoe_science.attention.decode_plan import _FEW, _FEW_KEYS, _MORE_TO_READ, _SHORT, DECODE_TABLES, DecodeConfig
 
 from .cache_cases import CACHE_CASES, EMPTY_CACHE_CASES, CacheCase, Tensors, make_tensors
 from .cache_checks import assert_cache_right, call, clone
@@ -74,15 +74,26 @@ def test_tiles_are_those_for_more_to_read():
     assert {DecodeConfig(16, *tile) for _, tile in TILES} == set(larger)
 
 
-@pytest.mark.parametrize("prefetch", [False, True])
+@pytest.mark.parametrize("keys", [1, 64, 65, 500, 512, 1000, _FEW_KEYS])
+@pytest.mark.parametrize("group", [1, 4, 16])
+def test_few_keys_of_one_sequence(group, keys):
+    """L2 is asked for them ahead: also for fewer than it is asked for."""
+    run(
+        CacheCase(
+            "few", lengths=(keys,), capacity=keys, heads=2 * group, heads_kv=2, head_dim=128, dtype="bf16", full=True
+        )
+    )
+    assert all(config.prefetch for table in _FEW.values() for config in table.values())
+
+
 @pytest.mark.parametrize("page_size", [0, 16, 64])
 @pytest.mark.parametrize(("dim", "tile"), TILES, ids=str)
-def test_tiles_for_more_to_read(dim, tile, page_size, prefetch, monkeypatch):
+def test_tiles_for_more_to_read(dim, tile, page_size, monkeypatch):
     """Chosen by hand, for calls that they do not serve: unlike lengths and like ones, every way to cut the keys."""
-    config = dataclasses.replace(DecodeConfig(16, *tile), prefetch=prefetch)
+    config = DecodeConfig(16, *tile)
     monkeypatch.setattr(decode_plan, "decode_config", lambda *_: config)
     # A capacity that no other test has: what is prepared for a problem is kept.
-    capacity = 3008 + 16 * (2 * TILES.index((dim, tile)) + prefetch)
+    capacity = 3008 + 16 * TILES.index((dim, tile))
     mla: dict[str, Any] = (
         {"head_dim_v": 512, "heads_kv": 1, "heads": 16, "shared": True} if dim == 576 else {"heads": 8}
     )

@@ -6,7 +6,6 @@ every architecture, contiguous and paged. The merge and the append on every arch
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,6 +17,8 @@ pytest.importorskip("triton", reason="Triton exists for Linux only")
 
 from flashmoe_science.attention.cache_problem import CacheProblem
 from flashmoe_science.attention.decode_plan import (
+    _FEW,
+    _FEW_KEYS,
     _MORE_TO_READ,
     _SHORT,
     DECODE_TABLES,
@@ -53,6 +54,7 @@ class Row:
     columns: int
     way: str
     batch: int = 2
+    keys: int = 4096
 
     def __str__(self) -> str:
         config = self.config
@@ -65,9 +67,9 @@ class Row:
         rows = self.config.block_m // (2 if self.way == "features" else 1)
         mla = self.columns == 512
         problem = CacheProblem(
-            batch=self.batch, heads=2 * rows, heads_kv=2, seqlen_q=2 if self.way == "features" else 1, capacity=4096,
-            head_dim=576 if mla else self.columns, head_dim_v=self.columns, dtype=dtype, shared_kv=mla,
-            **WAYS[self.way],
+            batch=self.batch, heads=2 * rows, heads_kv=2, seqlen_q=2 if self.way == "features" else 1,
+            capacity=self.keys, head_dim=576 if mla else self.columns, head_dim_v=self.columns, dtype=dtype,
+            shared_kv=mla, **WAYS[self.way],
         )  # fmt: skip
         plan = plan_with_kv_cache(problem, SPECS[GPUS[self.arch]])
         assert plan.config == self.config
@@ -94,6 +96,9 @@ def rows_for_more_to_read() -> Iterator[Row]:
         for arch, ((item_bytes, columns), steps) in itertools.product(archs, table.items()):
             for (least, config), way in itertools.product(steps, ("plain", "page16", "wide")):
                 yield Row(arch, config, item_bytes, columns, way, batches[least])
+    for archs, few in _FEW.items():
+        for arch, ((item_bytes, columns), config) in itertools.product(archs, few.items()):
+            yield Row(arch, config, item_bytes, columns, "plain", 1, _FEW_KEYS)
     for archs, short in _SHORT.items():
         for arch, ((item_bytes, columns), config) in itertools.product(archs, short.items()):
             for way in ("plain", "page16", "wide"):
@@ -158,20 +163,37 @@ def test_a_kernel_waits_for_the_one_before_it_on_hopper_and_later():
         assert not kernel.source.dependent_launch
 
 
-@pytest.mark.parametrize("way", [{"has_seqlens": False}, {}, {"page_size": 16}], ids=["plain", "lengths", "pages"])
-def test_keys_asked_for_ahead_wait_for_no_more_than_they_need(way):
-    """Before the queries; and, where no length and no page is read, before the kernel before has ended."""
-    problem = CacheProblem(16, 32, 8, 1, 8192, 128, 128, "bf16", **way)
-    plan = plan_with_kv_cache(problem, SPECS["H200"])
+def test_keys_asked_for_ahead_wait_for_nothing():
+    """Before the queries, and before the kernel before has ended."""
+    plan = plan_with_kv_cache(CacheProblem(1, 32, 8, 1, 1000, 128, 128, "bf16", has_seqlens=False), SPECS["H200"])
     assert plan.config is not None
-    ahead = dataclasses.replace(plan, config=dataclasses.replace(plan.config, prefetch=True))
-    source = prepare_cache_kernels(ahead)[0].source
+    assert plan.config.prefetch
+    source = prepare_cache_kernels(plan)[0].source
     ptx = compile_kernel(source, 90).asm["ptx"]
     queries = ptx.index("ld.global.v4.b32")
-    assert 0 < ptx.index("prefetch.global.L2") < queries < ptx.index("cp.async")
-    assert (ptx.index("prefetch.global.L2") < ptx.index("griddepcontrol.wait")) == (way == {"has_seqlens": False})
-    assert ptx.index("griddepcontrol.wait") < queries, "the queries are what the kernel before may write"
+    assert 0 < ptx.index("prefetch.global.L2") < ptx.index("griddepcontrol.wait") < queries < ptx.index("cp.async")
     assert ptx.count("griddepcontrol.wait") == 1
     found = read_resources(source, 90)
     assert found.spill_bytes == 0
     assert found.instructions["CCTL"] == ptx.count("prefetch.global.L2")
+
+
+@pytest.mark.parametrize(
+    "way",
+    [{"batch": 2}, {"capacity": 1025}, {"has_seqlens": True}, {"page_size": 16}, {"batch_invariant": True}],
+    ids=str,
+)
+def test_keys_are_asked_for_ahead_where_that_was_measured_to_pay(way):
+    sizes = {
+        "batch": 1,
+        "heads": 32,
+        "heads_kv": 8,
+        "seqlen_q": 1,
+        "capacity": 1000,
+        "head_dim": 128,
+        "head_dim_v": 128,
+    }
+    problem = CacheProblem(**{**sizes, "has_seqlens": False, **way}, dtype="bf16")
+    config = plan_with_kv_cache(problem, SPECS["H200"]).config
+    assert config is not None
+    assert not config.prefetch

@@ -12,6 +12,7 @@ import torch.nn.functional as F  # noqa: N812 - PyTorch's own habit
 
 from flashmoe_science import InputError, UnsupportedError, explain, flash_attention
 from flashmoe_science.attention import reference
+from flashmoe_science.attention.features_plan import FEATURES_KERNEL
 from flashmoe_science.attention.plan import plan_attention
 from flashmoe_science.attention.problem import AttentionProblem
 from flashmoe_science.attention.tiles import ForwardConfig
@@ -151,14 +152,20 @@ FEATURE_WORDS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("words", FEATURE_WORDS)
 def test_the_plan_says_which_kernels_do_not_serve_a_feature(words):
-    """``forward_triton`` serves it; forced, the others refuse, with the same words."""
+    """``forward_triton`` serves it, or, of long sequences, a kernel of its own; forced, the others refuse."""
     for seqlen in (128, 4096):
         problem = AttentionProblem(2, 16, 16, seqlen, seqlen, 128, 128, "bf16", True, **FEATURE_WORDS[words])
         assert problem.features == (words,)
         plan = plan_attention(problem, SPECS["H200"])
-        assert plan.kernel == "forward_triton"
         assert f"forward_short_gluon is passed over (it does not serve {words})" in plan.reason
-        assert f"forward_gluon_sm90 too (it does not serve {words})" in plan.reason
+        if words in ("ALiBi", "a bias"):
+            assert plan.kernel == "forward_triton"
+            assert f"{FEATURES_KERNEL} too (it does not serve {words})" in plan.reason
+        elif seqlen == 128:
+            assert plan.kernel == "forward_triton"
+            assert f"{FEATURES_KERNEL} too (its 32 row tiles do not fill 132 SMs" in plan.reason
+        else:
+            assert plan.kernel == FEATURES_KERNEL
         for kernel in ("forward_short_gluon", "forward_gluon_sm90"):
             with pytest.raises(UnsupportedError, match=f"{kernel} does not serve .*: it does not serve {words}"):
                 plan_attention(problem, SPECS["H200"], kernel)

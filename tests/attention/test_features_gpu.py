@@ -40,14 +40,15 @@ ASKED: dict[str, dict[str, Any]] = {
 LONG_PAIRS = ((4096, 4096), (4224, 4224))
 
 
-def check(case: FeatureCase) -> None:
-    """Run one case on poisoned memory; bits of a second run are the same."""
+def check(case: FeatureCase, kernel: str = "auto", *, lse_again: bool = False) -> None:
+    """Run one case on poisoned memory; bits of a second run, without LSE if not asked for, are the same."""
     q, k, v = make_inputs(case, "cuda")
     options = make_features(case, "cuda")
     poison_allocator(q.numel() // max(1, q.shape[-1]) * v.shape[-1] * q.element_size())
-    o, lse = flash_attention(q, k, v, **options, return_lse=True)
+    o, lse = flash_attention(q, k, v, **options, return_lse=True, kernel=kernel)
     assert_right(o, q, k, v, lse=lse, name=str(case), **options)
-    assert torch.equal(flash_attention(q, k, v, **options), o)
+    again = flash_attention(q, k, v, **options, return_lse=lse_again, kernel=kernel)
+    assert torch.equal(again[0] if lse_again else again, o)
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
@@ -120,13 +121,14 @@ def test_biases_of_any_strides():
     assert_right(flash_attention(q, k, v, bias=ragged), q, k, v, bias=ragged)
 
 
-def check_varlen(case: VarlenCase) -> None:
+def check_varlen(case: VarlenCase, kernel: str = "auto", *, lse_again: bool = False) -> None:
     inputs, options = make_packed(case, "cuda"), make_features(case, "cuda")
     poison_allocator(inputs["q"].numel() // case.head_dim * case.head_dim_v * inputs["q"].element_size())
-    o, lse = flash_attention_varlen(**inputs, **options, return_lse=True)
+    o, lse = flash_attention_varlen(**inputs, **options, return_lse=True, kernel=kernel)
     assert_varlen_right(o, lse, inputs, options)
     rows = slice(0, sum(case.seqlens_q))
-    assert torch.equal(flash_attention_varlen(**inputs, **options)[rows], o[rows])
+    again = flash_attention_varlen(**inputs, **options, return_lse=lse_again, kernel=kernel)
+    assert torch.equal((again[0] if lse_again else again)[rows], o[rows])
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])

@@ -14,7 +14,7 @@ from flashmoe_science.attention import fingerprints, hopper_plan, inputs, operat
 from flashmoe_science.attention.inputs import problem_of
 from flashmoe_science.attention.operator import OPERATOR
 from flashmoe_science.attention_cache.operator import OPERATOR as CACHE_OPERATOR
-from flashmoe_science.gpu import dependencies, device, fingerprint, untold
+from flashmoe_science.gpu import device
 from flashmoe_science.gpu.device import spec_of
 from flashmoe_science.gpu.specs import SPECS
 from flashmoe_science.proof.operator import Fingerprinting, load_operator
@@ -27,7 +27,16 @@ SHAPES = {
     "hopper": {"batch": 2, "heads": 16, "seqlen_q": 4096, "head_dim": 128, "dtype": "bf16"},
     "short": {"batch": 1, "heads": 16, "seqlen_q": 128, "head_dim": 64, "dtype": "fp16"},
     "split": {"batch": 1, "heads": 2, "seqlen_q": 4, "seqlen_k": 8192, "head_dim": 64, "dtype": "fp16"},
-    "window": {"batch": 2, "heads": 16, "seqlen_q": 1000, "head_dim": 96, "dtype": "fp16", "window": [100, 0]},
+    "window": {
+        "batch": 2,
+        "heads": 16,
+        "seqlen_q": 1000,
+        "head_dim": 96,
+        "dtype": "fp16",
+        "window": [100, 0],
+        "alibi": "fp32",
+    },
+    "features": {"batch": 2, "heads": 16, "seqlen_q": 4096, "head_dim": 128, "dtype": "bf16", "window": [100, 0]},
 }
 
 
@@ -37,35 +46,12 @@ def code(shape, arm="flash_attention", gpu=H200):
     return found
 
 
-def forget():
-    caches = dependencies.trace, dependencies._load, fingerprint.host_code, fingerprint.kernel_code
-    for cached in (*caches, untold.asks_the_machine, untold.looks_up):
-        cached.cache_clear()
-
-
-@pytest.fixture
-def edit(monkeypatch):
-    """Let a module of the package read as if some text in it were another."""
-    read = dependencies.read_source
-    texts: dict[str, list[tuple[str, str]]] = {}
-
-    def read_edited(name):
-        text, package = read(name)
-        for old, new in texts.get(name.removeprefix("flashmoe_science."), ()):
-            assert old in text, old
-            text = text.replace(old, new)
-        return text, package
-
-    def edit(module, old, new):
-        texts.setdefault(module, []).append((old, new))
-        forget()
-
-    monkeypatch.setattr(dependencies, "read_source", read_edited)
-    yield edit
-    forget()
-
-
-KINDS = {"hopper": "forward_gluon_sm90", "short": "forward_short_gluon", "split": "forward_triton"}
+KINDS = {
+    "hopper": "forward_gluon_sm90",
+    "features": "forward_features_gluon_sm90",
+    "short": "forward_short_gluon",
+    "split": "forward_triton",
+}
 
 
 def test_the_shapes_are_served_by_the_kernels_that_they_stand_for():
@@ -75,7 +61,9 @@ def test_the_shapes_are_served_by_the_kernels_that_they_stand_for():
     assert plans["window"].kernel == "forward_triton"
 
 
-@pytest.mark.parametrize("suite", ["seed", "standard", "standard-fp16", "unseen", "decode"])
+@pytest.mark.parametrize(
+    "suite", ["seed", "standard", "standard-fp16", "unseen", "decode", "standard-backward", "train", "varlen"]
+)
 def test_every_case_of_the_suites_has_a_fingerprint_of_its_own_on_every_gpu_that_serves_it(suite):
     loaded = load_suite(suite)
     operator = load_operator(loaded.operator)
@@ -228,7 +216,7 @@ def test_how_a_call_is_described_counts_and_not_only_how_a_case_is(monkeypatch):
 
 def test_a_call_that_asks_for_its_gpu_in_another_way_has_no_fingerprint(monkeypatch):
     assert inputs.gpu_of is device.gpu_of
-    monkeypatch.setattr(attention_operator, "asked_gpu", lambda q: device.gpu_of(q.detach()))
+    monkeypatch.setattr(fingerprints, "asked_gpu", lambda q: device.gpu_of(q.detach()))
     assert OPERATOR.code("flash_attention", OPERATOR.parse_case(SHAPES["hopper"]), H200) is None
 
 
@@ -237,15 +225,6 @@ def test_the_card_is_described_by_the_function_that_describes_it_on_a_gpu():
         name="NVIDIA H200", major=9, minor=0, multi_processor_count=132, L2_cache_size=60 << 20
     )
     assert device.gpu_of_properties(properties) == spec_of("NVIDIA H200", arch=90, sms=132, l2_bytes=60 << 20)
-
-
-@pytest.mark.parametrize("operator", [OPERATOR, CACHE_OPERATOR], ids=lambda operator: operator.name)
-def test_an_operator_that_holds_something_has_no_fingerprints(monkeypatch, operator):
-    loaded = load_suite("decode" if operator is CACHE_OPERATOR else "seed")
-    arms = (next(iter(operator.entry_points())), "sdpa")
-    assert None not in [operator.code(arm, loaded.cases[0].problem, H200) for arm in arms]
-    monkeypatch.setattr(operator, "make_inputs", operator.make_inputs)
-    assert [operator.code(arm, loaded.cases[0].problem, H200) for arm in arms] == [None, None]
 
 
 def test_a_package_that_changes_others_at_import_has_no_fingerprints(monkeypatch):

@@ -558,3 +558,14 @@ def test_first_use_in_a_thread(kernel):
     thread.start()
     thread.join()
     assert torch.equal(out[0], expected)
+
+
+@pytest.mark.parametrize("kernel", ["auto", HOPPER])
+def test_a_new_shape_in_a_thread_that_never_used_cuda(kernel):
+    """Its tensor maps are made there too, by the driver, which needs a context."""
+    q, k, v = make_inputs(Case(1, 3, 3, 77, 91, 128, 128, "fp16", False, why="thread"), "cuda")
+    out: list[torch.Tensor] = []
+    thread = threading.Thread(target=lambda: out.append(flash_attention(q, k, v, kernel=kernel)))
+    thread.start()
+    thread.join()
+    assert torch.equal(out[0], flash_attention(q, k, v, kernel=kernel))

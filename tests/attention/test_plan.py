@@ -64,6 +64,16 @@ def test_a_large_problem_streams_over_the_keys():
     assert plan.reason.endswith("2048 row tiles of 128 fill 108 SMs")
 
 
+def test_tiles_that_leave_a_few_sms_idle_are_not_said_to_fill_them():
+    """The keys would do for two shares, and are split only where fewer SMs have a tile."""
+    plan = plan_attention(make_problem(1, 126, 60, 80, dtype="bf16", seqlen_k=1024), B200)
+    assert isinstance(plan.config, ForwardConfig)
+    assert plan.config.num_splits == 1
+    assert plan.reason.endswith(
+        "126 row tiles of 64 leave 22 of 148 SMs idle, and the keys are not split where 80% have one"
+    )
+
+
 def test_more_than_two_blocks_an_sm_are_left_to_the_streaming_kernel():
     two_an_sm = H200.sms * 2 // 4  # sequences of four tiles of 32 rows
     assert plan_attention(make_problem(two_an_sm, 1, 128, 64), H200).kernel == "forward_short_gluon"

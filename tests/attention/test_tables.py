@@ -29,14 +29,14 @@ pytest.importorskip("triton", reason="Triton exists for Linux only")
 import triton
 
 from flashmoe_science import UnsupportedError
-from flashmoe_science.attention.operator import CompileOutcome, compile_plan
+from flashmoe_science.attention.operator import compile_plan
 from flashmoe_science.attention.plan import plan_attention
 from flashmoe_science.attention.prepare import prepare_kernels
 from flashmoe_science.attention.problem import AttentionProblem, Strides
 from flashmoe_science.attention.short_plan import SHORT_MAX_KEYS, short_shared_bytes
 from flashmoe_science.attention.tiles import ForwardConfig, Plan, ShortConfig
 from flashmoe_science.attention.triton_plan import FORWARD_TABLES, forward_rows
-from flashmoe_science.gpu.compile import compile_kernel, read_resources
+from flashmoe_science.gpu.compile import KernelOutcome, compile_kernel, read_resources
 from flashmoe_science.gpu.planning import PlannedLaunch
 from flashmoe_science.gpu.specs import SPECS
 
@@ -113,7 +113,7 @@ def by_hand(problem: AttentionProblem, arch: int, config: ForwardConfig) -> Plan
     return Plan(problem, GPUS[arch].name, arch, "forward_triton", config, tuple(launches), "a test asked for it")
 
 
-def problems_of(outcome: CompileOutcome, name: str) -> list[str]:
+def problems_of(outcome: KernelOutcome, name: str) -> list[str]:
     known = SPILLS_OF_TRITON_3_9.get(name, 0) if triton.__version__ >= "3.9" else 0
     return [text for text in outcome.problems if "spill" not in text or outcome.spill_bytes > known]
 

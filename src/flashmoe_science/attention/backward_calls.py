@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..errors import UnsupportedError
 from . import reference
+from .backward_hopper_plan import HopperBackwardConfig
 from .backward_plan import BackwardPlan
 from .backward_problem import BackwardProblem
 from .problem import canonical_strides, output_strides
@@ -29,7 +30,7 @@ def prepare_backward(plan: BackwardPlan, q: Tensor) -> Call:
         raise UnsupportedError(
             "Triton's interpreter multiplies bf16 wrongly", hint="use fp16 or fp32 with TRITON_INTERPRET=1"
         )
-    return _kernel_call(plan, q)
+    return _hopper_call(plan, q) if isinstance(plan.config, HopperBackwardConfig) else _kernel_call(plan, q)
 
 
 def allocate_gradient(tensor: Tensor) -> Tensor:
@@ -91,6 +92,35 @@ def _kernel_call(plan: BackwardPlan, q: Tensor) -> Call:
     return call
 
 
+def _hopper_call(plan: BackwardPlan, q: Tensor) -> Call:
+    """Return the call that allocates the gradients and what the kernels hand on to one another, and launches them.
+
+    The counters of a call are its own and its first kernel sets them, so calls on other streams, and replays of a CUDA
+    graph, which has memory of its own, share none.
+    """
+    from .backward_sm90 import HOPPER_TENSORS, scratch_sizes
+
+    assert isinstance(plan.config, HopperBackwardConfig)
+    sizes, wanted = scratch_sizes(plan.problem, plan.config), plan.problem.wanted
+    launches = _cuda_launches(plan, q.device, HOPPER_TENSORS)
+
+    def call(tensors: Tensors) -> dict[str, Tensor]:
+        device = tensors["q"].device
+        rows = {name: tensors[name].contiguous() for name in ("lse", "dlse") if name in tensors}
+        rows.setdefault("dlse", rows["lse"])  # not read
+        found = {name: allocate_gradient(tensors[name]) for name in wanted}
+        scratch = {
+            name: torch.empty(size, dtype=torch.int32 if name == "turns" else torch.float32, device=device)
+            for name, size in sizes.items()
+        }
+        made = {f"d{name}": gradient for name, gradient in found.items()}
+        for launch in launches:
+            launch({**tensors, **rows, **scratch, **made})
+        return found
+
+    return call
+
+
 def _write_sinks_gradient(out: Tensor, tensors: Tensors, lse: Tensor, delta: Tensor) -> None:
     """Write - sum P delta over the rows of each head, where P is that of the sink: its value is 0.
 
@@ -121,20 +151,24 @@ def _interpreted_launches(plan: BackwardPlan) -> list[Callable[[Tensors], None]]
     return [run(kernel) for kernel in prepare_backward_kernels(plan)]
 
 
-def _cuda_launches(plan: BackwardPlan, device: torch.device) -> list[Callable[[Tensors], None]]:
+def _cuda_launches(
+    plan: BackwardPlan, device: torch.device, order: Sequence[Sequence[str]] = ()
+) -> list[Callable[[Tensors], None]]:
+    """Return the launches of tensors by name. ``order`` has the tensors of each kernel; else its pointers name them."""
     from ..gpu.launch import prepare_launch
     from .backward_prepare import prepare_backward_kernels
 
     index = device.index
     stream_of = _raw_stream
     assert stream_of is not None
+    kernels = prepare_backward_kernels(plan)
 
-    def prepare(kernel: Any) -> Callable[[Tensors], None]:
-        launch = prepare_launch(kernel.source, plan.arch, index, kernel.grid, kernel.scalars)
-        names = _pointer_names(kernel.source)
+    def prepare(kernel: Any, names: Sequence[str]) -> Callable[[Tensors], None]:
+        launch = prepare_launch(kernel.source, plan.arch, index, kernel.grid, kernel.scalars, kernel.tensor_maps)
+        missing = [0] * (4 - len(names))  # a launch takes four addresses at the least
 
         def run(tensors: Tensors) -> None:
-            addresses = [tensors[name].data_ptr() for name in names]
+            addresses = [tensors[name].data_ptr() for name in names] + missing
             if torch.cuda.current_device() == index:
                 launch(stream_of(index), *addresses)
             else:
@@ -143,4 +177,5 @@ def _cuda_launches(plan: BackwardPlan, device: torch.device) -> list[Callable[[T
 
         return run
 
-    return [prepare(kernel) for kernel in prepare_backward_kernels(plan)]
+    orders = order or [_pointer_names(kernel.source) for kernel in kernels]
+    return [prepare(kernel, names) for kernel, names in zip(kernels, orders, strict=True)]

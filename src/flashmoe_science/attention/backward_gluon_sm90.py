@@ -37,6 +37,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..gpu.gluon_sm90 import copy_of, draw, lap_of, named_barrier, opaque, slot_of
 from ..gpu.gluon_versions import aggregate, tma_load, tma_store
 from ..gpu.tma_reduce import tma_add
+from .hopper_primitives import (
+    mask_scores,
+    pack,
+    poll,
+    raise_counter,
+    unpack,
+    unpack_wide,
+    wait_until_added,
+    wait_until_read,
+)
 
 ROWS = gl.constexpr(64)  # of one warpgroup: what one wgmma instruction computes
 PART = gl.constexpr(4096)  # numbers of dQ that a warpgroup computes of a query tile
@@ -189,43 +199,6 @@ def _load_partition(a):
 
 
 @gluon.jit
-def _poll(ptr):
-    """Read a counter; what was written before it was raised can be added to afterwards, by TMA too."""
-    return gl.inline_asm_elementwise(
-        "ld.acquire.gpu.global.s32 $0, [$1]; fence.proxy.async.global;",
-        "=r,l",
-        [ptr.to(gl.int64, bitcast=True)],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@gluon.jit
-def _raise(ptr):
-    """Raise a counter by 1, after all that this warp knows to be done; one lane does it."""
-    gl.inline_asm_elementwise(
-        "{ .reg .pred p; .reg .b32 lane; mov.b32 lane, %laneid; setp.eq.s32 p, lane, 0; mov.b32 $0, 0;"
-        " @p red.release.gpu.global.add.s32 [$1], 1; }",
-        "=r,l", [ptr.to(gl.int64, bitcast=True)], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _wait_until_read():
-    """Wait until the shared memory that this warp's additions read can be written again."""
-    asm: gl.constexpr = "cp.async.bulk.wait_group.read 0; bar.warp.sync 0xffffffff; // $0"
-    gl.inline_asm_elementwise(asm, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def _wait_until_added():
-    """Wait until memory has what this warp added."""
-    asm: gl.constexpr = "cp.async.bulk.wait_group 0; bar.warp.sync 0xffffffff; // $0"
-    gl.inline_asm_elementwise(asm, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
 def _write_partition(a, FIRST: gl.constexpr):
     """Add the dQ of every second step to memory, each when it is its turn: the key tiles before have added theirs."""
     buf = a.dq_bufs.index(FIRST)
@@ -239,7 +212,7 @@ def _write_partition(a, FIRST: gl.constexpr):
         for j in range((i + FIRST) & 1, a.GROUP * steps, 2):
             tile = a.query_head(head, j // steps) * tiles_m + (tiles_m - 1 - j % steps)
             if a.IS_ORDERED:
-                while _poll(a.turn_ptr + tile) != n:
+                while poll(a.turn_ptr + tile) != n:
                     pass
             named_barrier("sync", FULL + FIRST, 128 * a.WARPGROUPS + 32)
             row = tile * (128 * a.WARPGROUPS)
@@ -250,11 +223,11 @@ def _write_partition(a, FIRST: gl.constexpr):
                     tma_add(a.dq_desc, [row, 0], buf)
             else:
                 tma_add(a.dq_desc, [row, 0], buf)
-            _wait_until_read()
+            wait_until_read()
             mbarrier.arrive(a.written_bars.index(FIRST))
             if a.IS_ORDERED:
-                _wait_until_added()
-                _raise(a.turn_ptr + tile)
+                wait_until_added()
+                raise_counter(a.turn_ptr + tile)
         i += a.GROUP * steps
         t += 1
         key_tile = a.key_tile(t, 1)
@@ -264,66 +237,6 @@ def _write_partition(a, FIRST: gl.constexpr):
 def _row_numbers(bufs, slot, WHICH: gl.constexpr, a, layout: gl.constexpr):
     """Return LSE (0) or delta (1) of the query rows of a tile, one a column of the scores."""
     return bufs.index(slot).slice(WHICH * a.BLOCK_M, a.BLOCK_M, dim=0).load(layout)
-
-
-@gluon.jit
-def _mask(s, a, key, row):
-    """Put -inf where a query row of the tile does not see a key: keys are rows, queries columns.
-
-    A thread holds columns 8 i + 2 lane + k with i and k known at compile time: as a 4-dimensional comparison of
-    8 i + k with a number per lane and row, the mask costs one compare and one select an element.
-    """
-    COLUMNS: gl.constexpr = s.shape[1]
-    layout: gl.constexpr = s.type.layout
-    x = gl.reshape(s, [ROWS, COLUMNS // 8, 4, 2])
-    x_layout: gl.constexpr = x.type.layout
-    lane_layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, x_layout))  # [ROWS, 4]
-    offs_n = key + gl.arange(0, ROWS, gl.SliceLayout(1, lane_layout))
-    if a.IS_CAUSAL:
-        limit = offs_n + (copy_of(a.seqlen_q) - copy_of(a.seqlen_k) - row)  # the first query that sees the key
-        limit = gl.where(offs_n < copy_of(a.seqlen_k), limit, COLUMNS)
-    else:
-        limit = gl.where(offs_n < copy_of(a.seqlen_k), 0, COLUMNS)
-    limit = limit[:, None] - 2 * gl.arange(0, 4, gl.SliceLayout(0, lane_layout))[None, :]
-    i = gl.arange(0, COLUMNS // 8, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, x_layout))))
-    k = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, x_layout))))
-    column = 8 * i[None, :, None, None] + k[None, None, None, :]
-    x = gl.where(column >= limit[:, None, :, None], x, -float("inf"))
-    return gl.convert_layout(gl.reshape(x, [ROWS, COLUMNS]), layout)
-
-
-@gluon.jit
-def _pack(p, dtype: gl.constexpr):
-    """Round to 16 bits, two neighbours to an integer: [M, N] fp32 -> [M, N // 2] int32.
-
-    So P crosses from step to step: 16-bit values that do are unpacked and packed again by ptxas, an instruction a pair.
-    """
-    PTX_TYPE: gl.constexpr = "bf16x2" if dtype == gl.bfloat16 else "f16x2"
-    low, high = gl.split(p.reshape([p.shape[0], p.shape[1] // 2, 2]))
-    return gl.inline_asm_elementwise(
-        "cvt.rn." + PTX_TYPE + ".f32 $0, $2, $1;", "=r,f,f", [low, high], gl.int32, is_pure=True, pack=1
-    )
-
-
-@gluon.jit
-def _unpack(packed, dtype: gl.constexpr, layout: gl.constexpr):
-    """Undo ``_pack``; costs no instruction."""
-    low = packed.to(gl.int16).to(dtype, bitcast=True)
-    high = (packed >> 16).to(gl.int16).to(dtype, bitcast=True)
-    p = gl.join(low, high).reshape([packed.shape[0], packed.shape[1] * 2])
-    return gl.convert_layout(p, layout)
-
-
-@gluon.jit
-def _unpack_wide(packed, dtype: gl.constexpr, layout: gl.constexpr):
-    """Undo ``_pack`` to fp32."""
-    if dtype == gl.bfloat16:
-        low = (packed << 16).to(gl.float32, bitcast=True)
-        high = (packed & -65536).to(gl.float32, bitcast=True)
-    else:
-        low = packed.to(gl.int16).to(dtype, bitcast=True).to(gl.float32)
-        high = (packed >> 16).to(gl.int16).to(dtype, bitcast=True).to(gl.float32)
-    return gl.convert_layout(gl.join(low, high).reshape([packed.shape[0], packed.shape[1] * 2]), layout)
 
 
 @gluon.jit
@@ -397,18 +310,18 @@ def _step(dk, dv, zero, zero_dq, a, i, key, row, W: gl.constexpr, IS_FIRST: gl.c
     dp = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(1, deps=[s])
     if IS_EDGE:
-        s = _mask(s, a, key, row)
+        s = mask_scores(s, a, key, row)
     lse = _row_numbers(a.stats_bufs, slot, 0, a, columns)
-    packed = _pack(gl.exp2(s * a.scale_log2 - lse[None, :]), dtype)
-    p_operand = _unpack(packed, dtype, gl.DotOperandLayout(0, dv.type.layout, 2))
+    packed = pack(gl.exp2(s * a.scale_log2 - lse[None, :]), dtype)
+    p_operand = unpack(packed, dtype, gl.DotOperandLayout(0, dv.type.layout, 2))
     dv = warpgroup_mma(p_operand, do, dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=[dp])
     delta = _row_numbers(a.stats_bufs, slot, 1, a, columns)
-    ds = _pack(_unpack_wide(packed, dtype, s_layout) * (dp - delta[None, :]), dtype)
+    ds = pack(unpack_wide(packed, dtype, s_layout) * (dp - delta[None, :]), dtype)
     if not IS_FIRST:
         _await_ds(a, i - 1, W)
-    _store_ds(_unpack(ds, dtype, s_layout), a, i, W)
-    ds_operand = _unpack(ds, dtype, gl.DotOperandLayout(0, dk.type.layout, 2))
+    _store_ds(unpack(ds, dtype, s_layout), a, i, W)
+    ds_operand = unpack(ds, dtype, gl.DotOperandLayout(0, dk.type.layout, 2))
     if IS_FIRST:
         dk = warpgroup_mma(ds_operand, q, dk, is_async=True)
         _pass_ds(a, i, W)

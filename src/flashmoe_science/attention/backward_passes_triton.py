@@ -18,16 +18,18 @@ def _prepare_backward_kernel(
     lse_ptr,  # [B, H, Sq] fp32, natural log
     dlse_ptr,  # [B, H, Sq] fp32, if HAS_DLSE
     stats_ptr,  # [B * H * tiles_m, 2, BLOCK_M] fp32: LSE * log2(e), delta
-    dq_ptr,  # [B * H * tiles_m, BLOCK_M * D] fp32
-    turn_ptr,  # [B * H * tiles_m + 1] int32: turns, and how many key tiles were drawn
-    stride_ob, stride_oh, stride_dob, stride_doh,
+    acc_ptr,  # [B * H * tiles_m, BLOCK_M * D] fp32: dQ
+    turn_ptr,  # [B * H * tiles_m * TURNS + 1] int32: turns, and how many key tiles were drawn
+    stride_ob, stride_oh, stride_dob, stride_doh,  # in units of UNIT elements
     heads, seqlen_q, tiles_m,
     STRIDE_OM: tl.constexpr,
     STRIDE_DOM: tl.constexpr,
+    UNIT: tl.constexpr,
     DV: tl.constexpr,
     BLOCK_DV: tl.constexpr,  # DV rounded up to a power of two
     BLOCK_M: tl.constexpr,
     TILE: tl.constexpr,  # numbers of dQ of a query tile
+    TURNS: tl.constexpr,  # of a query tile
     HAS_DLSE: tl.constexpr,
     HAS_TO_ZERO: tl.constexpr,  # dQ; else its first key tile stores
 ):  # fmt: skip
@@ -42,37 +44,42 @@ def _prepare_backward_kernel(
     offs_d = tl.arange(0, BLOCK_DV)
     mask = (offs_m < seqlen_q)[:, None] & (offs_d < DV)[None, :]
     rows = offs_m.to(tl.int64)[:, None]
-    o = tl.load(o_ptr + b * stride_ob + h * stride_oh + rows * STRIDE_OM + offs_d[None, :], mask=mask, other=0.0)
-    do = tl.load(do_ptr + b * stride_dob + h * stride_doh + rows * STRIDE_DOM + offs_d[None, :], mask=mask, other=0.0)
+    o_ptr += (b * stride_ob + h * stride_oh) * UNIT
+    do_ptr += (b * stride_dob + h * stride_doh) * UNIT
+    o = tl.load(o_ptr + rows * STRIDE_OM + offs_d[None, :], mask=mask, other=0.0)
+    do = tl.load(do_ptr + rows * STRIDE_DOM + offs_d[None, :], mask=mask, other=0.0)
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     row = head.to(tl.int64) * seqlen_q + offs_m
     if HAS_DLSE:
         delta -= tl.load(dlse_ptr + row, mask=offs_m < seqlen_q, other=0.0)
     lse = tl.load(lse_ptr + row, mask=offs_m < seqlen_q, other=-float("inf"))
-    # Rows that see no key, and rows behind the last: P = exp2(score - inf) = 0.
+    # Rows that see no key, and rows behind the last: P = exp2(score - inf) = 0. The gradient of their LSE may be NaN.
+    delta = tl.where(lse == -float("inf"), 0.0, delta)
     lse = tl.where(lse == -float("inf"), float("inf"), lse * 1.4426950408889634)
     stats = stats_ptr + tile.to(tl.int64) * (2 * BLOCK_M) + tl.arange(0, BLOCK_M)
     tl.store(stats, lse)
     tl.store(stats + BLOCK_M, delta)
     if HAS_TO_ZERO:
-        tl.store(dq_ptr + tile.to(tl.int64) * TILE + tl.arange(0, TILE), tl.zeros([TILE], tl.float32))
-    tl.store(turn_ptr + tile, 0)
+        tl.store(acc_ptr + tile.to(tl.int64) * TILE + tl.arange(0, TILE), tl.zeros([TILE], tl.float32))
+    tl.store(turn_ptr + tile * TURNS + tl.arange(0, TURNS), tl.zeros([TURNS], tl.int32))
     if tile == 0:
-        tl.store(turn_ptr + tl.num_programs(0), 0)
+        tl.store(turn_ptr + tl.num_programs(0) * TURNS, 0)
 
 
 @triton.jit
 def _finish_dq_kernel(
     acc_ptr,  # [B * H * tiles_m, PARTS, 4096] fp32, as the registers of a warpgroup held it
-    turn_ptr,  # [B * H * tiles_m] int32: key tiles that the query tile sees
+    turn_ptr,  # [B * H * tiles_m, TURNS] int32: key tiles that the query tile sees
     dq_ptr,  # [B, H, Sq, D]
-    stride_b, stride_h,
+    stride_b, stride_h,  # in units of UNIT elements
     heads, seqlen_q, tiles_m,
     scale,
     STRIDE_M: tl.constexpr,
+    UNIT: tl.constexpr,
     D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     PARTS: tl.constexpr,  # of 64 rows by 64 columns
+    TURNS: tl.constexpr,  # of a query tile
     IS_ZEROED: tl.constexpr,  # dQ of tiles that see no key is 0; else it was never written
 ):  # fmt: skip
     """Scale a part of dQ and store it as a matrix. Grid: (B * H * tiles_m * PARTS,).
@@ -88,13 +95,13 @@ def _finish_dq_kernel(
     if IS_ZEROED:
         acc = tl.load(acc_ptr + program.to(tl.int64) * 4096 + offs)
     else:
-        is_written = (tl.load(turn_ptr + tile) > 0) & (offs >= 0)
-        acc = tl.load(acc_ptr + program.to(tl.int64) * 4096 + offs, mask=is_written, other=0.0)
+        written = tl.where(tl.load(turn_ptr + tile * TURNS) > 0, 4096, 0)
+        acc = tl.load(acc_ptr + program.to(tl.int64) * 4096 + offs, mask=offs < written, other=0.0)
     # columns / 8, warp, row, lane, 8 rows further, column -> rows, columns
     acc = acc.reshape(8, 4, 8, 4, 2, 2).permute(1, 4, 2, 0, 3, 5).reshape(64, 64)
     DOWN: tl.constexpr = BLOCK_M // 64  # parts of a tile that lie below one another; the others lie side by side
     offs_m = tile % tiles_m * BLOCK_M + part % DOWN * 64 + tl.arange(0, 64)
     offs_d = part // DOWN * 64 + tl.arange(0, 64)
     mask = (offs_m < seqlen_q)[:, None] & (offs_d < D)[None, :]
-    dq = dq_ptr + b * stride_b + h * stride_h + offs_m.to(tl.int64)[:, None] * STRIDE_M + offs_d[None, :]
+    dq = dq_ptr + (b * stride_b + h * stride_h) * UNIT + offs_m.to(tl.int64)[:, None] * STRIDE_M + offs_d[None, :]
     tl.store(dq, (acc * scale).to(dq_ptr.dtype.element_ty), mask=mask)

@@ -10,11 +10,18 @@ from typing import Any
 from ..errors import InputError, UnsupportedError
 from ..gpu.planning import PlannedLaunch, refuse_architecture
 from ..gpu.specs import GpuSpec
+from .backward_hopper_plan import (
+    HopperBackwardConfig,
+    hopper_backward_config,
+    hopper_backward_launches,
+    hopper_backward_refusal,
+)
 from .backward_problem import BackwardProblem
 from .plan import MAX_HEAD_DIM
 from .tiles import block_dim, cdiv
 
-BACKWARD_KERNELS = ("backward_triton", "reference")
+BACKWARD_KERNEL = "FLASHMOE_BACKWARD_KERNEL"  # in the environment: a name to force, which never falls back
+BACKWARD_KERNELS = ("backward_gluon_sm90", "backward_triton", "reference")
 DELTA_ROWS = 32  # of one program of the pass that makes delta
 DELTA_WARPS = 4
 
@@ -47,7 +54,7 @@ class BackwardPlan:
     gpu: str  # "CPU" for the reference
     arch: int  # 90 for sm_90; 0 for the reference
     kernel: str
-    config: BackwardConfig | None
+    config: BackwardConfig | HopperBackwardConfig | None
     launches: tuple[PlannedLaunch, ...]
     reason: str
 
@@ -58,15 +65,20 @@ class BackwardPlan:
     def as_text(self) -> str:
         """Return the plan for people."""
         lines = [f"{self.problem.describe()} on {self.gpu}: {self.kernel}", f"  because {self.reason}"]
-        if self.config is not None:
+        if isinstance(self.config, BackwardConfig):
             for name, tile in (("keys", self.config.kv), ("queries", self.config.q)):
-                fields = dataclasses.asdict(tile)
-                lines.append(f"  {name:7} " + ", ".join(f"{field} {value}" for field, value in fields.items()))
+                lines.append(f"  {name:7} {_words(tile)}")
+        elif self.config is not None:
+            lines.append(f"  config  {_words(self.config)}")
         launches = [f"  launch  {at.pattern}, grid {at.grid}, {at.block[0]} threads" for at in self.launches]
         return "\n".join([*lines, *launches])
 
     def __str__(self) -> str:
         return self.as_text()
+
+
+def _words(config: Tile | HopperBackwardConfig) -> str:
+    return ", ".join(f"{name} {value}" for name, value in dataclasses.asdict(config).items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,21 +220,36 @@ def plan_backward(problem: BackwardProblem, gpu: GpuSpec | None, kernel: str = "
     refuse_architecture(gpu.arch)
     if p.rows == 0 or p.seqlen_k == 0:
         why = "no query sees a key, so gradients are 0: nothing is launched"
-        return BackwardPlan(problem, gpu.name, gpu.arch, "backward_triton", None, (), why)
+        name = "backward_triton" if kernel == "auto" else kernel
+        return BackwardPlan(problem, gpu.name, gpu.arch, name, None, (), why)
+    refusal = None if kernel == "backward_triton" else hopper_backward_refusal(problem, gpu)
+    if kernel == "backward_gluon_sm90" and refusal:
+        raise UnsupportedError(f"{kernel} does not serve {problem.describe()}: {refusal}", hint="auto serves it")
+    why = "it was asked for"
+    if kernel != "backward_triton" and refusal is None:
+        if kernel == "auto":
+            why = "it is the one for Hopper"
+        return _hopper_plan(problem, gpu, why)
+    if kernel == "auto":
+        why = f"it is the one that serves every GPU; backward_gluon_sm90 is passed over ({refusal})"
     config = backward_config(problem, gpu.arch)
-    why = "it is the one that serves every GPU" if kernel == "auto" else "it was asked for"
     return BackwardPlan(problem, gpu.name, gpu.arch, "backward_triton", config, _launches(problem, config), why)
+
+
+def _hopper_plan(problem: BackwardProblem, gpu: GpuSpec, why: str) -> BackwardPlan:
+    config = hopper_backward_config(problem, gpu)
+    launches = hopper_backward_launches(problem, config)
+    return BackwardPlan(problem, gpu.name, gpu.arch, "backward_gluon_sm90", config, launches, why)
 
 
 def _cpu_plan(problem: BackwardProblem, kernel: str) -> BackwardPlan:
     if kernel in ("auto", "reference"):
         return BackwardPlan(problem, "CPU", 0, "reference", None, (), "CPU tensors run the reference")
-    if os.environ.get("TRITON_INTERPRET") == "1":
+    if kernel == "backward_triton" and os.environ.get("TRITON_INTERPRET") == "1":
         p = problem.forward
         apart = max(p.head_dim, p.head_dim_v) > 128  # as on some GPUs
         config = BackwardConfig(Tile(16, 32, 4, 1), Tile(32, 16, 4, 1), Tile(32, 32, 4, 1), kv_apart=apart)
         why = "Triton's interpreter runs it (TRITON_INTERPRET=1)"
         return BackwardPlan(problem, "CPU", 0, kernel, config, _launches(problem, config), why)
-    raise UnsupportedError(
-        f"{kernel} needs an NVIDIA GPU, got CPU tensors", hint="TRITON_INTERPRET=1 runs it in Triton's interpreter"
-    )
+    hint = "TRITON_INTERPRET=1 runs it in Triton's interpreter" if kernel == "backward_triton" else "auto serves them"
+    raise UnsupportedError(f"{kernel} needs an NVIDIA GPU, got CPU tensors", hint=hint)

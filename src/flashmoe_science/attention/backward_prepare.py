@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from ..gpu.compile import KernelSource
+from .backward_hopper_plan import HopperBackwardConfig
 from .backward_plan import DELTA_ROWS, DELTA_WARPS, BackwardConfig, BackwardPlan, Tile
 from .backward_problem import BackwardProblem
 from .backward_triton import _backward_bias_kernel, _backward_kv_kernel, _backward_q_kernel, _delta_kernel
@@ -22,6 +23,10 @@ def prepare_backward_kernels(plan: BackwardPlan) -> tuple[PreparedKernel, ...]:
     """Return the kernels of ``plan``, in the order in which they are launched."""
     if plan.config is None or not plan.launches:
         return ()
+    if isinstance(plan.config, HopperBackwardConfig):
+        from .backward_sm90 import prepare_hopper_backward  # it imports the whole of Gluon
+
+        return prepare_hopper_backward(plan)
     problem, config = plan.problem, plan.config
     grids = {launch.pattern: launch.grid for launch in plan.launches}
     kernels = [_delta(problem, grids["_delta_kernel"])]

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError, UnsupportedError
-from .cache_calls import Call, gpu_of, prepare_call
+from ..gpu.device import gpu_of
+from .cache_calls import Call, prepare_call
 from .cache_contract import cache_problem_of, check_types, check_values
 from .decode_plan import DecodePlan, plan_with_kv_cache
 from .problem import canonical_strides, output_strides

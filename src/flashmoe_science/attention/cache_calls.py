@@ -8,19 +8,12 @@ import torch
 from torch import Tensor
 
 from ..errors import UnsupportedError
-from ..gpu.device import gpu_of_device
-from ..gpu.specs import GpuSpec
 from . import cache_reference
 from .cache_problem import CacheProblem
 from .decode_plan import DecodePlan, partial_sizes
 
 _raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # noqa: SLF001 - what torch.compile's code calls
 Call = Callable[[Mapping[str, Tensor]], tuple[Tensor, Tensor | None]]
-
-
-def gpu_of(q: Tensor) -> GpuSpec | None:
-    """Return the GPU that holds a tensor; None for a CPU tensor."""
-    return gpu_of_device(q.device.index) if q.device.type == "cuda" else None
 
 
 def prepare_call(plan: DecodePlan, device: torch.device) -> Call:

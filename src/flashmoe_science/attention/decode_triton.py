@@ -131,17 +131,12 @@ def _tile_pointers(
 
 
 @triton.jit
-def _prefetch(
-    base, page, start_n, offs_n, end, stride_page, STRIDE_N: tl.constexpr, ALIGN: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr, WIDE: tl.constexpr, BLOCK_COLS: tl.constexpr, ITEM_BYTES: tl.constexpr,
-):  # fmt: skip
+def _prefetch(base, start_n, offs_n, end, STRIDE_N: tl.constexpr, BLOCK_COLS: tl.constexpr, ITEM_BYTES: tl.constexpr):
     """Ask the L2 cache for a tile of K or V; rows past the last key ask for that one."""
     LINE: tl.constexpr = 128 // ITEM_BYTES  # elements
     lines = tl.arange(0, BLOCK_COLS // LINE if BLOCK_COLS > LINE else 1) * LINE
-    inside = tl.minimum(offs_n, end - 1 - start_n)
-    ptrs = _tile_pointers(
-        base, page, start_n + inside, start_n, inside, lines, stride_page, STRIDE_N, ALIGN, PAGE_SIZE, BLOCK_N, WIDE
-    )
+    rows = tl.minimum(start_n + offs_n, end - 1).to(tl.int64)
+    ptrs = base + rows[:, None] * STRIDE_N + lines[None, :]
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1];\nmov.b32 $0, 0;", "=r,l", [ptrs.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
     )
@@ -286,7 +281,8 @@ def _decode_kernel(
     TILES_M: tl.constexpr,  # row tiles of one sequence and K/V head
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STRIDE_ALIBI_B: tl.constexpr,
     SPLIT: tl.constexpr, BALANCED: tl.constexpr, STORE_LSE: tl.constexpr,
-    PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr, PREFETCH: tl.constexpr,
+    PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr,
+    PREFETCH: tl.constexpr,  # without lengths and pages: L2 is asked for the first keys ahead of all waits
     DEPENDENT_LAUNCH: tl.constexpr,  # launched before the kernel before it has ended (sm_90 and newer)
 ):  # fmt: skip
     """Attend BLOCK_M rows to one share of the keys of a sequence. Grid: (TILES_M * HK * shares,)."""
@@ -295,10 +291,10 @@ def _decode_kernel(
     h = (pid // TILES_M) % heads_kv
     chunk = pid // (TILES_M * heads_kv)
     # What L2 is asked for needs no wait: it holds what the kernel before writes, too. But lengths and pages are read.
-    EARLY: tl.constexpr = (
-        PREFETCH and seqlens_ptr is None and leftpad_ptr is None and batch_idx_ptr is None and PAGE_SIZE == 0
-    )
-    if DEPENDENT_LAUNCH and not EARLY:  # no memory is read before this wait
+    IS_TOLD: tl.constexpr = seqlens_ptr is None and leftpad_ptr is None and batch_idx_ptr is None and PAGE_SIZE == 0
+    tl.static_assert(IS_TOLD or not PREFETCH, "which keys come first is read from memory")
+    tl.static_assert(not (PREFETCH and SHARED_KV), "columns of K are no power of two")
+    if DEPENDENT_LAUNCH and not PREFETCH:  # no memory is read before this wait
         gdc_wait()
         gdc_launch_dependents()
 
@@ -318,21 +314,12 @@ def _decode_kernel(
                 k_ptr, v_ptr, page_table_ptr, batch_idx_ptr, b, h, stride_kp, stride_kh, stride_vp, stride_vh,
                 stride_tb, ALIGN,
             )  # fmt: skip
-            page = place * 0
-            if PAGE_SIZE > 0:
-                page = _load_pages(table, place, offs_n, first, end, PAGE_SIZE, BLOCK_N)
-            for step in tl.static_range(1 if PAGE_SIZE > 0 else NUM_STAGES - 1):  # of others the pages are not known
-                start = tl.minimum(place + step * BLOCK_N, end - 1)
-                _prefetch(
-                    k_base, page, start, offs_n, end, stride_kp, STRIDE_KN, ALIGN, PAGE_SIZE, BLOCK_N, WIDE,
-                    BLOCK_D + (BLOCK_REST if REST > 0 else 0), k_ptr.dtype.element_ty.primitive_bitwidth // 8,
-                )  # fmt: skip
-                if not SHARED_KV:
-                    _prefetch(
-                        v_base, page, start, offs_n, end, stride_vp, STRIDE_VN, ALIGN, PAGE_SIZE, BLOCK_N, WIDE,
-                        BLOCK_DV, v_ptr.dtype.element_ty.primitive_bitwidth // 8,
-                    )  # fmt: skip
-    if DEPENDENT_LAUNCH and EARLY:
+            ITEM_BYTES: tl.constexpr = k_ptr.dtype.element_ty.primitive_bitwidth // 8
+            for step in tl.static_range(NUM_STAGES - 1):
+                start = place + step * BLOCK_N
+                _prefetch(k_base, start, offs_n, end, STRIDE_KN, BLOCK_D, ITEM_BYTES)
+                _prefetch(v_base, start, offs_n, end, STRIDE_VN, BLOCK_DV, ITEM_BYTES)
+    if DEPENDENT_LAUNCH and PREFETCH:
         gdc_wait()
         gdc_launch_dependents()
     q_rows = q_ptr + (b.to(tl.int64) * stride_qb + head.to(tl.int64) * stride_qh) * ALIGN

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,11 +13,11 @@ from torch import Tensor
 
 from ..errors import UnsupportedError
 from .backward_calls import Call, allocate_gradient, prepare_backward
-from .backward_plan import plan_backward
+from .backward_plan import BACKWARD_KERNEL, plan_backward
 from .backward_problem import BackwardProblem
 from .inputs import gpu_of, layout_of, pointer_alignment, problem_of
 from .packed import layout_of_tokens, packed_problem
-from .problem import canonical_strides
+from .problem import AttentionProblem, canonical_strides
 
 OPTIONAL = ("sinks", "alibi", "bias", "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
 PLAIN = (Tensor, torch.nn.Parameter)  # kinds of tensors that hold what they are; others come by the operators
@@ -159,11 +160,14 @@ def attention_gradients(options: Options, tensors: Mapping[str, Tensor], wanted:
         wanted: of q, k, v, sinks and bias those whose gradients are asked for; k and v come together.
 
     Raises:
+        InputError: ``FLASHMOE_BACKWARD_KERNEL`` in the environment is no name of a kernel.
         UnsupportedError: no kernel, or not the kernel forced, serves this call.
 
-    Numerics: fp32 products, sums and softmax; P and dS are rounded to the dtype of q between products. No atomics:
-    the same bits in every run.
+    Numerics: fp32 products, sums and softmax; P and dS are rounded to the dtype of q between products. Every sum has
+    one order, also where TMA adds to memory: the same bits in every run.
     """
+    if options.kernel == "auto" and (forced := os.environ.get(BACKWARD_KERNEL)):
+        options = replace(options, kernel=forced)
     tensors = {name: tensor.detach() for name, tensor in tensors.items()}
     if "do" not in tensors:
         tensors["do"] = torch.zeros_like(tensors["o"])
@@ -177,7 +181,7 @@ def attention_gradients(options: Options, tensors: Mapping[str, Tensor], wanted:
     key = (options, wants, "dlse" in tensors, *layouts)
     call = _prepared.get(key)
     if call is None:
-        plan = plan_backward(_describe(options, tensors, wanted), gpu_of(tensors["q"]), options.kernel)
+        plan = plan_backward(backward_problem_of(options, tensors, wanted), gpu_of(tensors["q"]), options.kernel)
         call = prepare_backward(plan, tensors["q"])
         if len(_prepared) >= _MAX_PREPARED:
             _prepared.clear()
@@ -185,7 +189,13 @@ def attention_gradients(options: Options, tensors: Mapping[str, Tensor], wanted:
     return call(tensors)
 
 
-def _describe(options: Options, tensors: Mapping[str, Tensor], wanted: Sequence[str]) -> BackwardProblem:
+def bias_sums(forward: AttentionProblem, bias: Tensor | None) -> tuple[bool, bool]:
+    """Return whether one bias serves all sequences, and all heads."""
+    assert bias is not None
+    return bias.shape[0] == 1 and forward.batch > 1, bias.shape[1] == 1 and forward.heads > 1
+
+
+def backward_problem_of(options: Options, tensors: Mapping[str, Tensor], wanted: Sequence[str]) -> BackwardProblem:
     """Describe the gradients of a call. Raises ``InputError``."""
     if options.max_seqlens is None:
         extras = {name: tensors.get(name) for name in ("sinks", "alibi", "bias")}
@@ -201,9 +211,7 @@ def _describe(options: Options, tensors: Mapping[str, Tensor], wanted: Sequence[
         )  # fmt: skip
     o, do, bias = tensors["o"], tensors["do"], tensors.get("bias")
     forward = replace(forward, pointer_alignment=math.gcd(forward.pointer_alignment, pointer_alignment(o, do)))
-    sums = None
-    if bias is not None and "bias" in wanted:
-        sums = bias.shape[0] == 1 and forward.batch > 1, bias.shape[1] == 1 and forward.heads > 1
+    sums = bias_sums(forward, bias) if bias is not None and "bias" in wanted else None
     return BackwardProblem(
         forward,
         _strides(o),

@@ -6,25 +6,26 @@ import functools
 import os
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode  # what torch.compile traces with
 
 from ..errors import CompileError, InputError, UnsupportedError
-from ..gpu.dependencies import UntraceableError
-from ..gpu.device import current_gpu, gpu_of
-from ..gpu.machine_code import KernelCode
-from ..gpu.planning import PlannedLaunch
-from ..gpu.specs import SPECS, GpuSpec, find_gpu, shared_memory_limit
+from ..gpu.device import current_gpu
+from ..gpu.planning import PlannedKernel, PlannedLaunch, Work
+from ..gpu.specs import SPECS, GpuSpec, find_gpu
 from . import reference, rivals
 from .api import flash_attention
-from .fingerprints import can_be_told, inputs_of, rival_code, subject_code
-from .inputs import check_window, gpu_of as asked_gpu, problem_of
+from .fingerprints import can_be_told, rival_code, subject_code
+from .inputs import check_window, problem_of
 from .plan import plan_attention
 from .problem import ITEM_BYTES, AttentionProblem
 from .tiles import ForwardConfig, HopperConfig, Plan
+
+if TYPE_CHECKING:
+    from ..gpu.compile import KernelJob, KernelOutcome
 
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 _KEYS = {
@@ -40,42 +41,8 @@ _MAX_INTERPRETER_STEPS = 4096  # about a minute in Triton's interpreter
 forward_triton = functools.partial(flash_attention, kernel="forward_triton")
 forward_short_gluon = functools.partial(flash_attention, kernel="forward_short_gluon")
 forward_gluon_sm90 = functools.partial(flash_attention, kernel="forward_gluon_sm90")
-_IN_GLUON = ("forward_short_gluon", "forward_gluon_sm90")
-
-
-@dataclass(frozen=True)
-class Work:
-    """Operations, bytes and tokens of one call."""
-
-    flops: float
-    bytes: float
-    tokens: int
-
-
-@dataclass(frozen=True)
-class CompileOutcome:
-    """What compiling one kernel showed."""
-
-    registers: int
-    spill_bytes: int
-    shared_memory_bytes: int
-    seconds: float
-    problems: tuple[str, ...]
-    instructions: Mapping[str, int] = field(default_factory=dict, hash=False)
-
-
-@dataclass(frozen=True)
-class CompileJob:
-    """One kernel of one plan, to be compiled for the plan's GPU."""
-
-    label: str
-    gpu: str
-    plan: Plan
-    index: int  # which of the plan's kernels
-
-    def run(self) -> CompileOutcome:
-        """Compile, and compare with what the architecture allows and the plan promises."""
-        return compile_plan(self.plan)[self.index]
+forward_features_gluon_sm90 = functools.partial(flash_attention, kernel="forward_features_gluon_sm90")
+_IN_GLUON = ("forward_short_gluon", "forward_gluon_sm90", "forward_features_gluon_sm90")
 
 
 @dataclass(frozen=True)
@@ -95,58 +62,30 @@ _AXES = (
 )
 
 
-@dataclass(frozen=True)
-class PlannedKernel:
-    """One kernel of a plan with its machine code."""
-
-    name: str
-    grid: tuple[int, int, int]
-    block: tuple[int, int, int]
-    shared_memory_bytes: int
-    code: KernelCode
-
-
 # Local memory a thread that a kernel may use. The warpgroups of forward_gluon_sm90 have all registers that there are,
 # and keep a few numbers of a row tile there, once a row tile; tests/attention/test_hopper.py sees to it that no loop
-# over keys touches them, but for what it does where a sum is too large.
-_SPILL_BYTES = {"_forward_sm90_kernel": 64}
+# over keys touches them, but for what it does where a sum is too large. So do those of forward_features_gluon_sm90.
+_SPILL_BYTES = {"_forward_sm90_kernel": 64, "_forward_features_sm90_kernel": 64}
+_WITHOUT_PRODUCTS = ("_merge_partials_kernel", "_order_sequences_kernel")
 
 
-def compile_plan(plan: Plan) -> tuple[CompileOutcome, ...]:
+def compile_plan(plan: Plan) -> tuple[KernelOutcome, ...]:
     """Compile every kernel of ``plan`` for its architecture, with no GPU needed.
 
     Raises:
         CompileError: a kernel does not compile.
     """
-    from ..gpu.compile import read_resources
+    from ..gpu.compile import check_kernel
     from .prepare import prepare_kernels
 
-    limit = shared_memory_limit(plan.arch)
-    outcomes = []
-    for kernel in prepare_kernels(plan):
-        found = read_resources(kernel.source, plan.arch)
-        problems = []
-        allowed = _SPILL_BYTES.get(kernel.source.name, 0)
-        if found.spill_bytes > allowed:
-            problems.append(
-                f"{found.spill_bytes} bytes of registers a thread spill to local memory, {allowed} are allowed"
-            )
-        if found.shared_memory_bytes > limit:
-            problems.append(f"{found.shared_memory_bytes} bytes of shared memory a block, {plan.gpu} allows {limit}")
-        wanted = _matrix_instruction(plan, kernel.source.name)
-        if wanted and not found.instructions.get(wanted):
-            problems.append(f"no {wanted} instruction: the matrix units are not used")
-        outcomes.append(
-            CompileOutcome(
-                found.registers,
-                found.spill_bytes,
-                found.shared_memory_bytes,
-                found.seconds,
-                tuple(problems),
-                found.instructions,
-            )
+    return tuple(
+        check_kernel(
+            kernel.source, plan.arch, plan.gpu,
+            most_spilled=_SPILL_BYTES.get(kernel.source.name, 0),
+            instruction=_matrix_instruction(plan, kernel.source.name),
         )
-    return tuple(outcomes)
+        for kernel in prepare_kernels(plan)
+    )  # fmt: skip
 
 
 def _asked(problem: AttentionProblem, inputs: Mapping[str, torch.Tensor]) -> dict[str, Any]:
@@ -159,10 +98,10 @@ def _asked(problem: AttentionProblem, inputs: Mapping[str, torch.Tensor]) -> dic
     return options
 
 
-def _matrix_instruction(plan: Plan, kernel: str) -> str | None:
-    """Return the machine instruction that a kernel of 16-bit operands promises, or None."""
-    if plan.problem.item_bytes != 2 or kernel == "_merge_partials_kernel":
-        return None
+def _matrix_instruction(plan: Plan, kernel: str) -> str:
+    """Return the machine instruction that a kernel of 16-bit operands promises, or an empty text."""
+    if plan.problem.item_bytes != 2 or kernel in _WITHOUT_PRODUCTS:
+        return ""
     config = plan.config
     wgmma = isinstance(config, HopperConfig) or (isinstance(config, ForwardConfig) and config.block_m >= 64)
     if plan.arch == 90:
@@ -323,6 +262,7 @@ class AttentionOperator:
             "forward_triton": f"{here}:forward_triton",
             "forward_short_gluon": f"{here}:forward_short_gluon",
             "forward_gluon_sm90": f"{here}:forward_gluon_sm90",
+            "forward_features_gluon_sm90": f"{here}:forward_features_gluon_sm90",
         }
 
     def sources(self, subject: str) -> Sequence[str]:  # noqa: ARG002 - the protocol's signature
@@ -363,8 +303,9 @@ class AttentionOperator:
 
     def compile_jobs(
         self, subject: str, problems: Sequence[AttentionProblem], gpus: Sequence[str]
-    ) -> Sequence[CompileJob]:
+    ) -> Sequence[KernelJob]:
         """Return every distinct kernel that ``problems`` need on ``gpus``, as far as ``subject`` serves them there."""
+        from ..gpu.compile import KernelJob
         from .prepare import prepare_kernels
 
         jobs, seen = [], set()
@@ -374,11 +315,13 @@ class AttentionOperator:
                 if self.refusal(subject, problem, name) is not None:
                     continue
                 plan = self._plan(subject, problem, gpu)
-                for index, kernel in enumerate(prepare_kernels(plan)):
-                    if (kernel.source, gpu.arch) in seen:
+                for kernel in prepare_kernels(plan):
+                    source, name_of_kernel = kernel.source, kernel.source.name
+                    if (source, gpu.arch) in seen:
                         continue
-                    seen.add((kernel.source, gpu.arch))
-                    jobs.append(CompileJob(f"{kernel.source.name} {problem.describe()}", gpu.name, plan, index))
+                    seen.add((source, gpu.arch))
+                    label, spilled = f"{name_of_kernel} {problem.describe()}", _SPILL_BYTES.get(name_of_kernel, 0)
+                    jobs.append(KernelJob(label, gpu.name, source, spilled, _matrix_instruction(plan, name_of_kernel)))
         return jobs
 
     def _plan(self, subject: str, problem: AttentionProblem, gpu: GpuSpec) -> Plan:
@@ -407,15 +350,11 @@ class AttentionOperator:
         It is None without Triton, for a problem that is not served, and for what runs one of our kernels as a rival.
         """
         entry, rival = self.entry_points().get(arm), rivals.RIVALS.get(arm)
-        try:
-            inputs = inputs_of(self)
-        except UntraceableError:
-            return None
         if rival is not None and not isinstance(rival, rivals.WithoutFeatures):
             p = problem
             derived = {"scale": p.scale, "group": p.group, "flops": p.flops, "features": p.features}
-            return rival_code(rival, {**self.as_table(p), **derived}, gpu, inputs)
-        if entry is None or not can_be_told() or asked_gpu is not gpu_of:
+            return rival_code(self, rival, {**self.as_table(p), **derived}, gpu)
+        if entry is None or not can_be_told():
             return None
         try:
             plan = self._plan(arm, self._as_called(problem), gpu)
@@ -423,8 +362,7 @@ class AttentionOperator:
             return None
         from .prepare import prepare_kernels
 
-        planned = tuple(f"{each.__module__}:{each.__name__}" for each in (plan_attention, prepare_kernels))
-        return subject_code(plan.arch, prepare_kernels(plan), (entry, *inputs), planned)
+        return subject_code(self, entry, plan.arch, prepare_kernels(plan), (plan_attention, prepare_kernels))
 
     def _as_called(self, problem: AttentionProblem) -> AttentionProblem:
         """Return ``problem`` as a call with its inputs describes it, which are made without memory."""

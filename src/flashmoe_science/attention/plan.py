@@ -7,6 +7,7 @@ import os
 from ..errors import InputError, UnsupportedError
 from ..gpu.planning import PlannedLaunch, refuse_architecture
 from ..gpu.specs import GpuSpec
+from .features_plan import FEATURES_KERNEL, features_passed_over, features_plan, features_refusal
 from .hopper_plan import hopper_plan, hopper_refusal, hopper_underfills
 from .problem import AttentionProblem
 from .short_plan import short_pays, short_plan, short_refusal
@@ -14,7 +15,7 @@ from .tiles import ForwardConfig, Plan, cdiv
 from .triton_plan import forward_plan
 
 MAX_HEAD_DIM = 256
-KERNELS = ("forward_short_gluon", "forward_gluon_sm90", "forward_triton", "reference")
+KERNELS = ("forward_short_gluon", "forward_gluon_sm90", FEATURES_KERNEL, "forward_triton", "reference")
 
 
 def plan_attention(problem: AttentionProblem, gpu: GpuSpec | None, kernel: str = "auto") -> Plan:
@@ -48,6 +49,8 @@ def plan_attention(problem: AttentionProblem, gpu: GpuSpec | None, kernel: str =
 
 def _refusal(kernel: str, problem: AttentionProblem, gpu: GpuSpec) -> str | None:
     """Return why ``kernel`` cannot serve ``problem``, or None."""
+    if kernel == FEATURES_KERNEL:
+        return features_refusal(problem, gpu)
     refuse = {"forward_short_gluon": short_refusal, "forward_gluon_sm90": hopper_refusal}.get(kernel)
     if refuse is None:
         return None
@@ -58,7 +61,12 @@ def _refusal(kernel: str, problem: AttentionProblem, gpu: GpuSpec) -> str | None
 
 
 def _forced_plan(problem: AttentionProblem, gpu: GpuSpec, kernel: str) -> Plan:
-    plans = {"forward_short_gluon": short_plan, "forward_gluon_sm90": hopper_plan, "forward_triton": forward_plan}
+    plans = {
+        "forward_short_gluon": short_plan,
+        "forward_gluon_sm90": hopper_plan,
+        FEATURES_KERNEL: features_plan,
+        "forward_triton": forward_plan,
+    }
     refusal = _refusal(kernel, problem, gpu)
     if refusal:
         raise UnsupportedError(f"{kernel} does not serve {problem.describe()}: {refusal}", hint="use kernel='auto'")
@@ -72,8 +80,13 @@ def _auto_plan(problem: AttentionProblem, gpu: GpuSpec) -> Plan:
             problem, gpu, f"{problem.seqlen_k} keys fit one pass, and the grid is at most two blocks an SM"
         )
     passed = f"forward_short_gluon is passed over ({refusal or 'its grid would be more than two blocks an SM'})"
-    if gpu.arch == 90:
-        refusal = _refusal("forward_gluon_sm90", problem, gpu) or hopper_underfills(problem, gpu)
+    if gpu.arch == 90 and problem.features:
+        refusal = features_refusal(problem, gpu) or features_passed_over(problem, gpu)
+        if refusal is None:
+            return features_plan(problem, gpu, passed)
+        passed += f", {FEATURES_KERNEL} too ({refusal})"
+    elif gpu.arch == 90:
+        refusal = hopper_refusal(problem, gpu) or hopper_underfills(problem, gpu)
         if refusal is None:
             return hopper_plan(problem, gpu, passed)
         passed += f", forward_gluon_sm90 too ({refusal})"

@@ -12,6 +12,7 @@ import torch
 from ..gpu.compile import KernelSource
 from ..gpu.gluon_versions import descriptor_type
 from ..gpu.tensor_map import TensorMap
+from .features_plan import FEATURES_KERNEL
 from .forward_gluon_sm90 import _forward_sm90_kernel
 from .forward_short_gluon import _forward_short_kernel
 from .forward_triton import _forward_kernel
@@ -82,6 +83,10 @@ def prepare_kernels(plan: Plan) -> tuple[PreparedKernel, ...]:
     """Return the kernels of ``plan``, in the order in which they are launched."""
     if isinstance(plan.config, ShortConfig):
         return (_short(plan, plan.config),)
+    if plan.kernel == FEATURES_KERNEL:
+        from .features_prepare import prepare_features
+
+        return prepare_features(plan)
     if isinstance(plan.config, HopperConfig):
         return (_hopper(plan, plan.config),)
     if isinstance(plan.config, ForwardConfig):

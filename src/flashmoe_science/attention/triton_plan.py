@@ -164,8 +164,11 @@ def forward_plan(problem: AttentionProblem, gpu: GpuSpec, why: str) -> Plan:
     fitting = [row for row in rows if row.block_m < 2 * problem.seqlen_q] or list(rows[-1:])  # no tile half empty
     config = next((row for row in fitting if blocks(row) * most_splits >= enough), fitting[-1])
     reason = f"{why}; {blocks(config)} row tiles of {config.block_m} "
-    if blocks(config) >= enough:
+    if blocks(config) >= gpu.sms:
         reason += f"fill {gpu.sms} SMs"
+    elif blocks(config) >= enough:
+        reason += f"leave {gpu.sms - blocks(config)} of {gpu.sms} SMs idle, and the keys are not split where "
+        reason += f"{FULL_ENOUGH:.0%} have one"
     elif problem.packed:
         reason += f"do not fill {gpu.sms} SMs, and the keys of packed sequences are not split"
     elif most_splits == 1:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from .calls import prepare_call
 from .gradients import PLAIN, Options, differentiable, kernel_after, records, refuse_tangents, register_gradients
 from .inputs import (
     cast_under_autocast,
@@ -23,6 +22,7 @@ from .inputs import (
     layout_of,
 )
 from .packed import layout_of_tokens, packed_problem, planned_length
+from .packed_calls import prepare_packed_call
 from .plan import plan_attention
 from .tiles import Plan
 
@@ -63,7 +63,7 @@ def flash_attention_varlen(
         cu_seqlens_q: ``[B + 1]`` int32, contiguous, on the device of q: where sequences start in q, and where the last
             one ends. A sequence may be empty.
         cu_seqlens_k: ``[B + 1]`` int32, the same of k and v.
-        max_seqlen_q: queries of the longest sequence, or more. It decides the grid: a longer sequence is not finished.
+        max_seqlen_q: queries of the longest sequence, or more. Most grids are of it: a longer one may not be finished.
         max_seqlen_k: keys of the longest sequence, or more. It decides tiles; a window as wide as it is dropped.
         causal: as in ``flash_attention``, like the other options.
         softmax_scale: factor on the scores. Default ``D ** -0.5``.
@@ -72,7 +72,7 @@ def flash_attention_varlen(
         sinks: ``[H]``.
         alibi: ``[H]`` or ``[B, H]``.
         seqused_q: ``[B]`` int32, contiguous: queries of each sequence, where it ends before its place does.
-        seqused_k: ``[B]`` int32, the same of its keys. Keys behind it are not read.
+        seqused_k: ``[B]`` int32, the same of its keys. Keys behind it decide nothing, whatever they are.
         return_lse: return the log-sum-exp of every row too.
         kernel: ``"auto"``, or one name to force; a forced kernel never falls back.
 
@@ -131,7 +131,7 @@ def flash_attention_varlen(
     call = _prepared.get(key)
     if call is None:
         problem = packed_problem(tensors, lengths, return_lse=return_lse, **options)
-        call = prepare_call(plan_attention(problem, gpu_of(q), kernel), q)
+        call = prepare_packed_call(plan_attention(problem, gpu_of(q), kernel), q)
         if len(_prepared) >= _MAX_PREPARED:
             _prepared.clear()
         _prepared[key] = call

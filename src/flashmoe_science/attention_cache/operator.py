@@ -6,8 +6,7 @@ import dataclasses
 import functools
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode  # what torch.compile traces with
@@ -17,13 +16,15 @@ from ..attention.cache_api import flash_attention_with_kv_cache
 from ..attention.cache_contract import cache_problem_of
 from ..attention.cache_problem import CacheProblem
 from ..attention.decode_plan import DecodePlan, plan_with_kv_cache
-from ..attention.fingerprints import can_be_told, inputs_of, rival_code, subject_code
+from ..attention.fingerprints import can_be_told, rival_code, subject_code
 from ..errors import CompileError, InputError, UnsupportedError
-from ..gpu.dependencies import UntraceableError
 from ..gpu.device import current_gpu
-from ..gpu.planning import PlannedLaunch
+from ..gpu.planning import PlannedLaunch, Work
 from ..gpu.specs import GpuSpec, find_gpu
 from . import rivals
+
+if TYPE_CHECKING:
+    from ..gpu.compile import KernelJob
 
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 _KEYS = {
@@ -37,59 +38,9 @@ _FRAMEWORK_KERNELS = ("*flash_fwd*", "*fmha*", "*cudnn*", "*sm80_xmma*softmax*")
 decode_triton = functools.partial(flash_attention_with_kv_cache, kernel="decode_triton")
 
 
-@dataclass(frozen=True)
-class Work:
-    """Operations, bytes and tokens of one call."""
-
-    flops: float
-    bytes: float
-    tokens: int
-
-
-@dataclass(frozen=True)
-class CompileOutcome:
-    """What compiling one kernel showed."""
-
-    registers: int
-    spill_bytes: int
-    shared_memory_bytes: int
-    seconds: float
-    problems: tuple[str, ...]
-    instructions: Mapping[str, int] = field(default_factory=dict, hash=False)
-
-
-@dataclass(frozen=True)
-class CompileJob:
-    """One kernel of one plan, to be compiled for the plan's GPU."""
-
-    label: str
-    gpu: str
-    plan: DecodePlan
-    index: int  # which of the plan's kernels
-
-    def run(self) -> CompileOutcome:
-        """Compile, and compare with what the architecture allows and the plan promises."""
-        from ..attention.decode_prepare import prepare_cache_kernels
-        from ..gpu.compile import read_resources
-
-        source = prepare_cache_kernels(self.plan)[self.index].source
-        found, limit = read_resources(source, self.plan.arch), find_gpu(self.gpu).shared_memory_per_block_bytes
-        problems = []
-        if found.spill_bytes:
-            problems.append(f"{found.spill_bytes} bytes of registers a thread spill to local memory, 0 are allowed")
-        if found.shared_memory_bytes > limit:
-            problems.append(f"{found.shared_memory_bytes} bytes of shared memory a block, {self.gpu} allows {limit}")
-        matrix = self.plan.problem.item_bytes == 2 and source.name == "_decode_kernel"
-        if matrix and not any("MMA" in opcode for opcode in found.instructions):
-            problems.append("no MMA instruction: the matrix units are not used")
-        return CompileOutcome(
-            found.registers,
-            found.spill_bytes,
-            found.shared_memory_bytes,
-            found.seconds,
-            tuple(problems),
-            found.instructions,
-        )
+def _matrix_instruction(plan: DecodePlan, kernel: str) -> str:
+    """Return the machine instruction that a kernel of 16-bit operands promises, as a pattern, or an empty text."""
+    return "*MMA*" if plan.problem.item_bytes == 2 and kernel == "_decode_kernel" else ""
 
 
 class CacheOperator:
@@ -241,9 +192,10 @@ class CacheOperator:
             return str(error).removesuffix(f"\nhint: {error.hint}")
         return None
 
-    def compile_jobs(self, subject: str, problems: Sequence[CacheProblem], gpus: Sequence[str]) -> Sequence[CompileJob]:
+    def compile_jobs(self, subject: str, problems: Sequence[CacheProblem], gpus: Sequence[str]) -> Sequence[KernelJob]:
         """Return every distinct kernel that ``problems`` need on ``gpus``, as far as ``subject`` serves them there."""
         from ..attention.decode_prepare import prepare_cache_kernels
+        from ..gpu.compile import KernelJob
 
         jobs, seen = [], set()
         for name in gpus:
@@ -252,11 +204,12 @@ class CacheOperator:
                 if self.refusal(subject, problem, name) is not None:
                     continue
                 plan = self._plan(subject, problem, gpu)
-                for index, kernel in enumerate(prepare_cache_kernels(plan)):
+                for kernel in prepare_cache_kernels(plan):
                     if (kernel.source, gpu.arch) not in seen:
                         seen.add((kernel.source, gpu.arch))
                         label = f"{kernel.source.name} {self.describe(problem)}"
-                        jobs.append(CompileJob(label, gpu.name, plan, index))
+                        instruction = _matrix_instruction(plan, kernel.source.name)
+                        jobs.append(KernelJob(label, gpu.name, kernel.source, instruction=instruction))
         return jobs
 
     def _plan(self, subject: str, problem: CacheProblem, gpu: GpuSpec) -> DecodePlan:
@@ -265,14 +218,10 @@ class CacheOperator:
     def code(self, arm: str, problem: CacheProblem, gpu: GpuSpec) -> str | None:
         """Return a hash of all that decides what ``arm``, of ours or a rival, runs on ``gpu``, or None."""
         entry, rival = self.entry_points().get(arm), rivals.RIVALS.get(arm)
-        try:
-            inputs = inputs_of(self)
-        except UntraceableError:
-            return None
         if rival is not None:
             p = problem
             derived = {"scale": p.scale, "group": p.group, "pages": p.pages}
-            return rival_code(rival, {**self.as_table(p), **derived}, gpu, inputs)
+            return rival_code(self, rival, {**self.as_table(p), **derived}, gpu)
         if entry is None or not can_be_told():
             return None
         from ..attention.decode_prepare import prepare_cache_kernels
@@ -281,8 +230,8 @@ class CacheOperator:
             plan = self._plan(arm, self._as_called(problem), gpu)
         except UnsupportedError:
             return None
-        planned = tuple(f"{each.__module__}:{each.__name__}" for each in (plan_with_kv_cache, prepare_cache_kernels))
-        return subject_code(plan.arch, prepare_cache_kernels(plan), (entry, *inputs), planned)
+        planned = plan_with_kv_cache, prepare_cache_kernels
+        return subject_code(self, entry, plan.arch, prepare_cache_kernels(plan), planned)
 
     def _as_called(self, problem: CacheProblem) -> CacheProblem:
         """Return ``problem`` as a call with its inputs describes it, which are made without memory."""

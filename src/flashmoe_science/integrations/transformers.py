@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..attention.api import flash_attention
 from ..attention.varlen import flash_attention_varlen
-from ..errors import InputError, UnsupportedError
+from ..errors import InputError, MissingPackageError, UnsupportedError
 from .sdpa import as_bias
 
 
@@ -35,8 +35,14 @@ def register(name: str = "moe_science", *, kernel: str = "auto") -> str:
 
     Raises:
         InputError: transformers would take the name for another implementation.
+        MissingPackageError: transformers is not installed, or too old.
     """
-    from transformers import AttentionInterface, AttentionMaskInterface
+    try:
+        from transformers import AttentionInterface, AttentionMaskInterface
+    except ImportError as error:
+        raise MissingPackageError(
+            f"transformers cannot be imported: {error}", hint='pip install "transformers>=5"'
+        ) from error
 
     if "flash" in name or name in ("eager", "sdpa") or "|" in name or "/" in name:
         raise InputError(

@@ -1,0 +1,119 @@
+"""The public functions of gradients: made without autograd, and explained."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError
+from .backward_plan import BACKWARD_KERNEL, BackwardPlan, plan_backward
+from .backward_problem import BackwardProblem
+from .gradients import Options, attention_gradients, bias_sums
+from .inputs import check_optional, check_options, check_shape, check_window, gpu_of, problem_of
+
+
+def flash_attention_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    do: Tensor,
+    *,
+    dlse: Tensor | None = None,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    window: tuple[int, int] = (-1, -1),
+    kernel: str = "auto",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v, from what the forward returned and the gradients of that.
+
+    For who keeps o and the LSE without autograd.
+
+    Args:
+        q: ``[B, H, Sq, D]``, as ``flash_attention`` takes it; so k, v, causal, softmax_scale and window.
+        k: ``[B, HK, Sk, D]``.
+        v: ``[B, HK, Sk, DV]``.
+        o: ``[B, H, Sq, DV]``, what ``flash_attention`` returned for them; any strides.
+        lse: ``[B, H, Sq]`` fp32, and its LSE.
+        do: gradient of o, like it.
+        dlse: gradient of lse, like it.
+        causal: row m sees keys up to m + Sk - Sq.
+        softmax_scale: default ``D ** -0.5``.
+        window: (left, right), -1 for no bound.
+        kernel: ``"auto"``, or one name to force (``explain_gradients`` lists them); a forced kernel never falls back.
+
+    Returns:
+        dq, dk and dv, in the shapes and the dtype of q, k and v.
+
+    Raises:
+        InputError: a shape, dtype, device or value breaks the contract above.
+        UnsupportedError: no kernel, or not the kernel forced, serves this call.
+
+    Numerics: as the gradients of ``flash_attention``; the same bits in every run.
+    """
+    for name, tensor in {"q": q, "k": k, "v": v, "o": o, "lse": lse, "do": do}.items():
+        if not isinstance(tensor, Tensor):
+            raise InputError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+    check_optional(dlse=dlse)
+    shape = (*q.shape[:3], v.shape[3]) if q.dim() == v.dim() == 4 else ()
+    rows = {"lse": lse} if dlse is None else {"lse": lse, "dlse": dlse}
+    for name, tensor, expected, dtype in (
+        *((name, tensor, shape, q.dtype) for name, tensor in (("o", o), ("do", do))),
+        *((name, tensor, shape[:3], torch.float32) for name, tensor in rows.items()),
+    ):
+        if shape:  # else q or v is refused
+            check_shape(name, tensor, expected, "B, H, Sq, DV" if len(expected) == 4 else "B, H, Sq")
+        if tensor.dtype != dtype or tensor.device != q.device:
+            raise InputError(f"{name} must be {dtype} on {q.device}, got {tensor.dtype} on {tensor.device}")
+    options = Options(causal, check_options(causal, softmax_scale), check_window(window), kernel=kernel)
+    given = {"q": q, "k": k, "v": v, "o": o, "do": do, **rows}
+    found = attention_gradients(options, given, ["q", "k", "v"])
+    return found["q"], found["k"], found["v"]
+
+
+def explain_gradients(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    alibi: Tensor | None = None,
+    bias: Tensor | None = None,
+    return_lse: bool = False,
+    kernel: str = "auto",
+) -> BackwardPlan:
+    """Return the plan that would make the gradients of ``flash_attention`` with the same arguments.
+
+    Nothing is launched. ``return_lse`` says that the LSE has a gradient, and ``kernel`` is a name of a backward kernel
+    to force, as ``FLASHMOE_BACKWARD_KERNEL`` in the environment does. Gradients are of those arguments that require
+    grad, or, where none does, of all that have one; o and its gradient are taken to lie in memory as the forward lays
+    them out.
+
+    Raises:
+        InputError: an argument breaks the contract of ``flash_attention``, or ``kernel`` is no name.
+        UnsupportedError: no kernel, or not the kernel forced, makes these gradients.
+    """
+    forward = problem_of(
+        q, k, v, causal=causal, softmax_scale=softmax_scale, return_lse=True,
+        window=window, softcap=softcap, sinks=sinks, alibi=alibi, bias=bias,
+    )  # fmt: skip
+    named = {"q": q, "k": k, "v": v, "sinks": sinks, "bias": bias}
+    given = {name: tensor for name, tensor in named.items() if tensor is not None}
+    wanted = [name for name, tensor in given.items() if tensor.requires_grad] or [*given]
+    problem = BackwardProblem(
+        forward,
+        has_dlse=return_lse,
+        wants_q="q" in wanted,
+        wants_kv="k" in wanted or "v" in wanted,
+        wants_sinks="sinks" in wanted,
+        bias_sums=bias_sums(forward, bias) if "bias" in wanted else None,
+    )
+    forced = os.environ.get(BACKWARD_KERNEL) if kernel == "auto" else None
+    return plan_backward(problem, gpu_of(q), forced or kernel)

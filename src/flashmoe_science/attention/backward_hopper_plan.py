@@ -1,0 +1,135 @@
+"""Plans of ``backward_gluon_sm90``: when it serves, and how it splits the work. No Triton.
+
+Heads wider than 128 have a kernel of their own, ``backward_wide_gluon_sm90.py``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ..gpu.planning import PlannedLaunch
+from ..gpu.specs import GpuSpec
+from .backward_problem import BackwardProblem
+from .tiles import SMALLEST_SCALE_LOG2, cdiv
+
+HOPPER_KEYS = 64  # of one warpgroup
+HOPPER_PART = 4096  # numbers of dQ that a warpgroup computes of a query tile
+_WIDEST = 256
+_NARROW = 128  # columns up to which dK and dV of 64 keys fit the registers of one warpgroup
+_MAX = 2**29  # positions: a sum of two of them, rounded up, stays in 32 bits
+_MAX_QUERY_TILES = 2**22  # rows of what is kept of them, 512 each at the most, are counted in 32 bits
+_MAX_KEY_TILES = 2**30  # so that the count of those drawn stays in 32 bits
+
+
+@dataclass(frozen=True, slots=True)
+class HopperBackwardConfig:
+    """How ``backward_gluon_sm90`` splits its work."""
+
+    block_m: int  # query rows of a step
+    programs: int  # that draw key tiles; more than the GPU runs at a time find none left
+    warpgroups: int = 2
+    keys: int = 128  # of a key tile: 64 of each warpgroup; of heads wider than 128, 64 that both share
+    turns: int = 1  # writers that add to the same query tile
+    num_stages: int = 2  # query tiles in flight
+    deterministic: bool = True
+    # K/V heads whose first key tiles are drawn first, then their second ones... 132 programs then walk over the same
+    # query tiles eight at a time: fewer, and Q, dO and dQ come from memory; more, and all wait for one another.
+    heads_per_group: int = 16
+    dependent_launch: bool = True  # a kernel is set up while the one before ends
+    prepare_warps: int = 4
+    finish_warps: int = 4
+
+
+def hopper_backward_columns(problem: BackwardProblem) -> tuple[int, int]:
+    """Return the columns of Q and of V that are computed, of which TMA fills in what there is not."""
+    p = problem.forward
+    if is_wide(problem):
+        return 256, 128 if p.head_dim_v <= _NARROW else 256
+    return 64 if max(p.head_dim, p.head_dim_v) <= 64 else 128, 64 if p.head_dim_v <= 64 else 128
+
+
+def is_wide(problem: BackwardProblem) -> bool:
+    """Return whether heads are wider than 128."""
+    return max(problem.forward.head_dim, problem.forward.head_dim_v) > _NARROW
+
+
+def hopper_backward_config(problem: BackwardProblem, gpu: GpuSpec) -> HopperBackwardConfig:
+    """Return the configuration of a head size."""
+    p = problem.forward
+    config = HopperBackwardConfig(block_m=128 if hopper_backward_columns(problem)[0] == 64 else 64, programs=gpu.sms)
+    if is_wide(problem):
+        config = replace(config, keys=64, turns=2)
+    _, tiles_n = hopper_backward_tiles(problem, config)
+    return replace(config, programs=min(gpu.sms, p.batch * p.heads_kv * tiles_n))
+
+
+def hopper_backward_tiles(problem: BackwardProblem, config: HopperBackwardConfig) -> tuple[int, int]:
+    """Return the query tiles and the key tiles of one head."""
+    p = problem.forward
+    return cdiv(p.seqlen_q, config.block_m), cdiv(p.seqlen_k, config.keys)
+
+
+def hopper_backward_refusal(problem: BackwardProblem, gpu: GpuSpec) -> str | None:
+    """Return why ``backward_gluon_sm90`` cannot serve ``problem``, or None."""
+    p = problem.forward
+    *first, last = p.features or ("",)
+    features = f"{', '.join(first)}{' and ' if first else ''}{last}"
+    tiles_m, tiles_n = hopper_backward_tiles(problem, hopper_backward_config(problem, gpu))
+    many = tiles_m * p.batch * p.heads >= _MAX_QUERY_TILES or tiles_n * p.batch * p.heads_kv >= _MAX_KEY_TILES
+    reasons = (
+        (gpu.arch != 90, f"it is for sm_90, this GPU is sm_{gpu.arch}"),
+        (features, f"it does not serve {features}"),
+        (p.item_bytes != 2, "it serves fp16 and bf16 only"),
+        (
+            not (problem.wants_q and problem.wants_kv),
+            "it makes the gradients of q, k and v together, and not all of them are asked for",
+        ),
+        (max(p.head_dim, p.head_dim_v) > _WIDEST, f"it serves head dimensions up to {_WIDEST}"),
+        (
+            p.head_dim % 8 or p.head_dim_v % 8,
+            "it serves head dimensions that are multiples of 8 (TMA steps by 16 bytes)",
+        ),
+        (p.scale_log2 < SMALLEST_SCALE_LOG2, "it needs a positive softmax_scale, of normal size in fp32"),
+        (p.pointer_alignment < 16, "TMA reads tensors that start at multiples of 16 bytes"),
+        (max(p.seqlen_q, p.seqlen_k) >= _MAX, f"it counts positions up to {_MAX}"),
+        (many, f"it counts query tiles up to {_MAX_QUERY_TILES}, key tiles up to {_MAX_KEY_TILES}"),
+    )
+    return next((why for is_so, why in reasons if is_so), None) or _layout_refusal(problem)
+
+
+def _layout_refusal(problem: BackwardProblem) -> str | None:
+    """Return why TMA, or a load of 16 bytes, cannot step through an input, or None."""
+    p = problem.forward
+    queries, keys = (p.batch, p.heads, p.seqlen_q), (p.batch, p.heads_kv, p.seqlen_k)
+    for name, strides, sizes in (
+        ("q", p.q_strides, queries),
+        ("k", p.k_strides, keys),
+        ("v", p.v_strides, keys),
+        ("o", problem.o_strides, queries),
+        ("the gradient of o", problem.do_strides, queries),
+    ):
+        if strides[3] != 1:
+            return f"rows of {name} are not contiguous"
+        stepped = [stride for stride, size in zip(strides, sizes, strict=False) if size > 1]
+        if 0 in stepped:
+            return f"{name} is expanded: TMA does not step by 0"
+        if any(stride % 8 for stride in stepped):
+            return f"rows of {name} do not start at multiples of 16 bytes"
+        if any(stride >= 2**39 for stride in stepped):
+            return f"rows of {name} are too far apart"
+    return None
+
+
+def hopper_backward_launches(problem: BackwardProblem, config: HopperBackwardConfig) -> tuple[PlannedLaunch, ...]:
+    """Return the launches: what comes before, the kernel, and what brings dQ in order."""
+    p = problem.forward
+    tiles_m, _ = hopper_backward_tiles(problem, config)
+    tiles = tiles_m * p.batch * p.heads
+    parts = config.block_m * hopper_backward_columns(problem)[0] // HOPPER_PART
+    main = "_backward_wide_sm90_kernel" if is_wide(problem) else "_backward_sm90_kernel"
+    # Triton rounds the three single warps up to a warpgroup.
+    return (
+        PlannedLaunch("_prepare_backward_kernel", (tiles, 1, 1), (32 * config.prepare_warps, 1, 1)),
+        PlannedLaunch(main, (config.programs, 1, 1), (128 * (config.warpgroups + 1), 1, 1)),
+        PlannedLaunch("_finish_dq_kernel", (tiles * parts, 1, 1), (32 * config.finish_warps, 1, 1)),
+    )

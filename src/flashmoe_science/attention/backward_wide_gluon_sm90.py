@@ -1,0 +1,493 @@
+"""Attention backward for Hopper, heads wider than 128: one warpgroup for dV, one for dK (Gluon, sm_90, fp16 and bf16).
+
+The sums of dK and dV of 64 keys fill the registers of a warpgroup each, so the two warpgroups of a program share out
+the products, not the keys: the first computes the scores, P and dV, the second dP, dS and dK. P goes from one to the
+other through shared memory, as the threads hold it. dS goes there too, and a step later each computes half of the
+columns of dQ, 64 at a time. All else is as in ``backward_gluon_sm90``: key tiles that are drawn, writers that add dQ to
+memory in the order of the key tiles, and the walk from the last query tile. Each writer has one half of every tile.
+
+Source: as there. Ours: the roles of the warpgroups.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ..gpu.gluon_sm90 import copy_of, draw, lap_of, named_barrier, opaque, slot_of
+from ..gpu.gluon_versions import aggregate, tma_load, tma_store
+from ..gpu.tma_reduce import tma_add
+from .hopper_primitives import (
+    mask_scores,
+    pack,
+    poll,
+    raise_counter,
+    unpack,
+    unpack_wide,
+    wait_until_added,
+    wait_until_read,
+)
+
+KEYS = gl.constexpr(64)  # of a program
+ROWS = gl.constexpr(64)  # query rows of a step
+STAGES = gl.constexpr(2)  # of Q; dO has one
+BOTH = gl.constexpr(256)  # threads of the two warpgroups
+LINES = gl.constexpr(128)  # of 32 numbers, of 64 x 64 of dQ
+TILES = gl.constexpr(8)
+# Barriers of the hardware; Triton uses those before.
+Q_FREE = gl.constexpr(6)  # two
+DO_FREE = gl.constexpr(8)
+KV_FREE = gl.constexpr(9)
+FULL = gl.constexpr(10)  # half a tile of dQ lies in shared memory: two
+P_FULL = gl.constexpr(12)
+P_FREE = gl.constexpr(13)
+DS_FULL = gl.constexpr(14)
+END = gl.constexpr(15)
+
+
+@aggregate
+class Args:
+    """What every partition is given."""
+
+    q_desc: tma.tensor_descriptor
+    k_desc: tma.tensor_descriptor
+    v_desc: tma.tensor_descriptor
+    do_desc: tma.tensor_descriptor
+    dk_desc: tma.tensor_descriptor
+    dv_desc: tma.tensor_descriptor
+    stats_desc: tma.tensor_descriptor
+    dq_desc: tma.tensor_descriptor
+    turn_ptr: gl.tensor
+    q_bufs: gl.shared_memory_descriptor  # [STAGES, 1, 1, ROWS, D]
+    do_bufs: gl.shared_memory_descriptor  # [1, 1, 1, ROWS, DV]
+    stats_bufs: gl.shared_memory_descriptor  # [STAGES, 2 * ROWS]
+    k_bufs: gl.shared_memory_descriptor  # [1, 1, 1, KEYS, D]
+    v_bufs: gl.shared_memory_descriptor  # [1, 1, 1, KEYS, DV]
+    p_bufs: gl.shared_memory_descriptor  # [1, 64, 32] int32: P as threads hold it
+    ds_bufs: gl.shared_memory_descriptor  # [2, KEYS, ROWS]
+    dq_bufs: gl.shared_memory_descriptor  # [1, 2 * LINES, 32] fp32
+    ready_bars: gl.shared_memory_descriptor  # [STAGES + 3]: slots of Q, dO, K, V
+    written_bars: gl.shared_memory_descriptor  # [1]: half a tile of dQ was read by TMA
+    tile_bufs: gl.shared_memory_descriptor  # [TILES, 1] int32: the key tiles of this program, -1 behind the last
+    tile_bars: gl.shared_memory_descriptor  # [TILES]: it is there
+    heads: gl.tensor  # query heads of a sequence
+    heads_kv: gl.tensor
+    seqlen_q: gl.tensor
+    seqlen_k: gl.tensor
+    tiles_m: gl.tensor
+    tiles_n: gl.tensor
+    heads_total: gl.tensor  # K/V heads of all sequences
+    heads_per_group: gl.tensor  # K/V heads whose key tiles take turns in the order of programs
+    scale_log2: gl.tensor
+    scale: gl.tensor
+    GROUP: gl.constexpr  # query heads that share one K/V head
+    IS_CAUSAL: gl.constexpr
+    D: gl.constexpr
+    DV: gl.constexpr
+
+    @gluon.jit
+    def key_tile(self, t, WARPS: gl.constexpr):
+        """Wait until the t-th key tile of this program is known, and return its number."""
+        slot, lap = slot_of(t, TILES), lap_of(t, TILES)
+        mbarrier.wait(self.tile_bars.index(slot), lap & 1)
+        tile = gl.max(self.tile_bufs.index(slot).load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
+        # All lanes have it. Read so, ptxas knows, and keeps what depends on it in registers that a warp shares.
+        asm: gl.constexpr = "redux.sync.max.s32 $0, $1, 0xffffffff;"
+        return gl.inline_asm_elementwise(asm, "=r,r", [tile], dtype=gl.int32, is_pure=False, pack=1)
+
+    @gluon.jit
+    def locate(self, tile):
+        """Return K/V head (of all sequences) and key tile: in a group of heads, first the first key tile of each."""
+        tiles_n = copy_of(self.tiles_n)
+        per_group = self.heads_per_group * tiles_n
+        group = tile // per_group
+        width = gl.minimum(self.heads_per_group, self.heads_total - group * self.heads_per_group)
+        rest = tile - group * per_group
+        return group * self.heads_per_group + rest % width, rest // width
+
+    @gluon.jit
+    def first_query_tile(self, n):
+        """Return the first query tile that sees a key of key tile ``n``."""
+        if self.IS_CAUSAL:
+            row = n * KEYS + copy_of(self.seqlen_q) - copy_of(self.seqlen_k)
+            return gl.minimum(gl.maximum(row, 0) // ROWS, copy_of(self.tiles_m))
+        return copy_of(self.tiles_m) * 0
+
+    @gluon.jit
+    def edge_query_tile(self, n, first):
+        """Return the first query tile all of whose rows see all keys of key tile ``n``; the last one is masked too."""
+        tiles_m = copy_of(self.tiles_m)
+        edge = tiles_m
+        if n * KEYS + KEYS <= copy_of(self.seqlen_k):
+            edge = first
+            if self.IS_CAUSAL:
+                row = n * KEYS + KEYS - 1 + copy_of(self.seqlen_q) - copy_of(self.seqlen_k)
+                edge = gl.minimum(gl.maximum((row + ROWS - 1) // ROWS, first), tiles_m)
+        return gl.minimum(edge, tiles_m - 1)
+
+
+@gluon.jit
+def _draw_key_tile(a):
+    """Return the next key tile that no program has drawn, or -1; all that it waits for were drawn before."""
+    ticket = draw(a.turn_ptr + 2 * (a.heads * (a.heads_total // a.heads_kv) * a.tiles_m))  # behind the turns
+    ticket = gl.inline_asm_elementwise(
+        "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", "=r,r", [ticket], dtype=gl.int32, is_pure=False, pack=1
+    )
+    return gl.where(ticket < a.tiles_n * a.heads_total, ticket, -1)
+
+
+@gluon.jit
+def _publish(a, t, tile):
+    """Say which the t-th key tile of this program is."""
+    slot = slot_of(t, TILES)
+    a.tile_bufs.index(slot).store(gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0])) + tile)
+    mbarrier.arrive(a.tile_bars.index(slot))
+
+
+@gluon.jit
+def _load_partition(a):
+    """Copy K and V, then Q, the rows' numbers and dO of all query tiles, for all key tiles of this program."""
+    # All before this wait ran while the kernel before was ending. The others do nothing before they know a key tile.
+    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    i = 0  # query tiles so far
+    t = 0  # key tiles so far
+    do_bar = a.ready_bars.index(STAGES)
+    tile = _draw_key_tile(a)
+    while tile >= 0:
+        _publish(a, t, tile)
+        head, n = a.locate(tile)
+        b, kv = head // a.heads_kv, head % a.heads_kv
+        first, tiles_m = a.first_query_tile(n), copy_of(a.tiles_m)
+        if t > 0:
+            named_barrier("sync", KV_FREE, BOTH + 32)
+        for which in gl.static_range(2):
+            bar = a.ready_bars.index(STAGES + 1 + which)
+            desc = a.k_desc if which == 0 else a.v_desc
+            bufs = a.k_bufs if which == 0 else a.v_bufs
+            mbarrier.expect(bar, desc.block_type.nbytes)
+            tma_load(desc, [b, kv, n * KEYS, 0], bar, bufs.index(0))
+        for g in range(a.GROUP):
+            h = kv * a.GROUP + g
+            stats = (head * a.GROUP + g) * tiles_m
+            for m in range(tiles_m - 1, first - 1, -1):
+                slot, lap = slot_of(i, STAGES), lap_of(i, STAGES)
+                if lap > 0:
+                    named_barrier("sync", Q_FREE + slot, BOTH + 32)
+                bar = a.ready_bars.index(slot)
+                mbarrier.expect(bar, a.q_desc.block_type.nbytes + a.stats_desc.block_type.nbytes)
+                tma_load(a.q_desc, [b, h, m * ROWS, 0], bar, a.q_bufs.index(slot))
+                tma_load(a.stats_desc, [(stats + m) * (2 * ROWS)], bar, a.stats_bufs.index(slot))
+                if i > 0:
+                    named_barrier("sync", DO_FREE, BOTH + 32)
+                mbarrier.expect(do_bar, a.do_desc.block_type.nbytes)
+                tma_load(a.do_desc, [b, h, m * ROWS, 0], do_bar, a.do_bufs.index(0))
+                i += 1
+        t += 1
+        tile = _draw_key_tile(a)
+    _publish(a, t, -1)
+
+
+@gluon.jit
+def _write_partition(a, HALF: gl.constexpr):
+    """Add half of the dQ of every step to memory, when it is its turn: the key tiles before have added theirs."""
+    buf = a.dq_bufs.index(0)
+    t = 0
+    key_tile = a.key_tile(t, 1)
+    while key_tile >= 0:
+        head, n = a.locate(key_tile)
+        first, tiles_m = a.first_query_tile(n), copy_of(a.tiles_m)
+        steps = tiles_m - first
+        for j in range(a.GROUP * steps):
+            tile = (head * a.GROUP + j // steps) * tiles_m + (tiles_m - 1 - j % steps)
+            turn_ptr = a.turn_ptr + 2 * tile + HALF
+            while poll(turn_ptr) != n:
+                pass
+            named_barrier("sync", FULL + HALF, BOTH + 32)
+            row = tile * (4 * LINES) + HALF * (2 * LINES)
+            if n == 0:
+                tma_store(a.dq_desc, [row, 0], buf)
+            else:
+                tma_add(a.dq_desc, [row, 0], buf)
+            wait_until_read()
+            mbarrier.arrive(a.written_bars.index(0))
+            wait_until_added()
+            raise_counter(turn_ptr)
+        t += 1
+        key_tile = a.key_tile(t, 1)
+
+
+@gluon.jit
+def _row_numbers(a, slot, WHICH: gl.constexpr, layout: gl.constexpr):
+    """Return LSE (0) or delta (1) of the query rows of a tile, one a column of the scores."""
+    return a.stats_bufs.index(slot).slice(WHICH * ROWS, ROWS, dim=0).load(layout)
+
+
+@gluon.jit
+def _as_held(packed):
+    """Return packed P with 8 bytes a thread side by side: [64, 32] int32."""
+    x = packed.reshape([4, 2, 8, 8, 4])  # warp, 8 rows further, row, column / 8, lane
+    return x.permute((3, 0, 2, 4, 1)).reshape([64, 32])
+
+
+@gluon.jit
+def _as_computed(x, layout: gl.constexpr):
+    """Undo ``_as_held``."""
+    x = x.reshape([8, 4, 8, 4, 2]).permute((1, 4, 2, 0, 3)).reshape([64, 32])
+    return gl.convert_layout(x, layout)
+
+
+@gluon.jit
+def _issue_dq(a, i, zero, PART: gl.constexpr):
+    """Issue 64 columns of dQ = dS K, of the dS of step ``i``."""
+    ds = a.ds_bufs.index(i & 1)
+    k = a.k_bufs.index(opaque(0)).reshape([KEYS, a.D]).slice(PART * 64, 64, dim=1)
+    return warpgroup_mma(ds.permute((1, 0)), k, zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _store_dq(dq, a, i, HALF: gl.constexpr, W: gl.constexpr):
+    """Put 64 columns of the dQ of step ``i`` where a writer takes them, as the threads hold them."""
+    number = 2 * i + HALF
+    mbarrier.wait(a.written_bars.index(0), (number & 1) ^ 1)  # of the half before; the first does not wait
+    x = dq.reshape([4, 2, 8, 8, 4, 2])  # warp, 8 rows further, row, column / 8, lane, column
+    x = x.permute((3, 0, 2, 4, 1, 5)).reshape([128, 32])
+    a.dq_bufs.index(opaque(0)).slice(W * LINES, LINES, dim=0).store(x)
+    fence_async_shared()
+    named_barrier("arrive", FULL + HALF, BOTH + 32)
+
+
+@gluon.jit
+def _score_step(dv, zero, a, i, key, row, IS_FIRST: gl.constexpr, IS_EDGE: gl.constexpr):
+    """Compute P of a query tile, hand it on, and add to dV; and half of the columns of dQ of the step before."""
+    dtype: gl.constexpr = a.q_desc.dtype
+    slot = slot_of(i, STAGES)
+    mbarrier.wait(a.ready_bars.index(slot), lap_of(i, STAGES) & 1)
+    k = a.k_bufs.index(opaque(0)).reshape([KEYS, a.D])
+    q = a.q_bufs.index(slot).reshape([ROWS, a.D])
+    s_layout: gl.constexpr = zero.type.layout
+    s = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
+    if IS_FIRST:
+        s = warpgroup_mma_wait(0, deps=[s])
+    else:
+        named_barrier("sync", DS_FULL, BOTH)
+        dq = _issue_dq(a, i - 1, zero, 0)
+        s = warpgroup_mma_wait(1, deps=[s])
+    if IS_EDGE:
+        s = mask_scores(s, a, key, row)
+    lse = _row_numbers(a, slot, 0, gl.SliceLayout(0, s_layout))
+    packed = pack(gl.exp2(s * a.scale_log2 - lse[None, :]), dtype)
+    named_barrier("arrive", Q_FREE + slot, BOTH + 32)
+    if i > 0:
+        named_barrier("sync", P_FREE, BOTH)
+    a.p_bufs.index(opaque(0)).store(_as_held(packed))
+    named_barrier("arrive", P_FULL, BOTH)
+    if not IS_FIRST:
+        dq = warpgroup_mma_wait(0, deps=[dq])
+        _store_dq(dq, a, i - 1, 0, 0)
+        dq = _issue_dq(a, i - 1, zero, 2)
+    mbarrier.wait(a.ready_bars.index(STAGES), i & 1)
+    do = a.do_bufs.index(opaque(0)).reshape([ROWS, a.DV])
+    p_operand = unpack(packed, dtype, gl.DotOperandLayout(0, dv.type.layout, 2))
+    dv = warpgroup_mma(p_operand, do, dv, is_async=True)
+    if not IS_FIRST:
+        dq = warpgroup_mma_wait(1, deps=[dq])
+        _store_dq(dq, a, i - 1, 1, 0)
+    dv, _ = warpgroup_mma_wait(0, deps=[dv, p_operand])
+    named_barrier("arrive", DO_FREE, BOTH + 32)
+    return dv
+
+
+@gluon.jit
+def _gradient_step(dk, zero, a, i, IS_FIRST: gl.constexpr):
+    """Compute dS of a query tile and add to dK; and half of the columns of dQ of the step before."""
+    dtype: gl.constexpr = a.q_desc.dtype
+    slot = slot_of(i, STAGES)
+    s_layout: gl.constexpr = zero.type.layout
+    mbarrier.wait(a.ready_bars.index(STAGES), i & 1)
+    v = a.v_bufs.index(opaque(0)).reshape([KEYS, a.DV])
+    do = a.do_bufs.index(opaque(0)).reshape([ROWS, a.DV])
+    dp = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
+    if not IS_FIRST:
+        named_barrier("sync", DS_FULL, BOTH)
+        dq = _issue_dq(a, i - 1, zero, 1)
+        dp = warpgroup_mma_wait(1, deps=[dp])
+        named_barrier("arrive", DO_FREE, BOTH + 32)
+        dq = warpgroup_mma_wait(0, deps=[dq])
+        _store_dq(dq, a, i - 1, 0, 1)
+    else:
+        dp = warpgroup_mma_wait(0, deps=[dp])
+        named_barrier("arrive", DO_FREE, BOTH + 32)
+    mbarrier.wait(a.ready_bars.index(slot), lap_of(i, STAGES) & 1)
+    named_barrier("sync", P_FULL, BOTH)
+    like = pack(zero, dtype)
+    packed_layout: gl.constexpr = like.type.layout
+    held_layout: gl.constexpr = _as_held(like).type.layout
+    packed = _as_computed(a.p_bufs.index(opaque(0)).load(held_layout), packed_layout)
+    named_barrier("arrive", P_FREE, BOTH)
+    delta = _row_numbers(a, slot, 1, gl.SliceLayout(0, s_layout))
+    ds = pack(unpack_wide(packed, dtype, s_layout) * (dp - delta[None, :]), dtype)
+    a.ds_bufs.index(i & 1).store(unpack(ds, dtype, s_layout))
+    fence_async_shared()
+    q = a.q_bufs.index(slot).reshape([ROWS, a.D])
+    ds_operand = unpack(ds, dtype, gl.DotOperandLayout(0, dk.type.layout, 2))
+    if not IS_FIRST:
+        dq = _issue_dq(a, i - 1, zero, 3)
+    dk = warpgroup_mma(ds_operand, q, dk, is_async=True)
+    if not IS_FIRST:
+        dq = warpgroup_mma_wait(1, deps=[dq])
+        _store_dq(dq, a, i - 1, 1, 1)
+    dk, _ = warpgroup_mma_wait(0, deps=[dk, ds_operand])
+    named_barrier("arrive", Q_FREE + slot, BOTH + 32)
+    return dk
+
+
+@gluon.jit
+def _flush_dq(a, i, zero, W: gl.constexpr):
+    """Compute the columns of dQ of step ``i``, the last of a head."""
+    named_barrier("sync", DS_FULL, BOTH)
+    for half in gl.static_range(2):
+        dq = _issue_dq(a, i, zero, 2 * half + W)
+        dq = warpgroup_mma_wait(0, deps=[dq])
+        _store_dq(dq, a, i, half, W)
+
+
+@gluon.jit
+def _score_partition(a):
+    """Compute P and dV."""
+    dtype: gl.constexpr = a.q_desc.dtype
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    dv_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, a.DV, 16])
+    i = 0  # query tiles so far
+    t = 0  # key tiles so far
+    tile = a.key_tile(t, 4)
+    while tile >= 0:
+        head, n = a.locate(tile)
+        first = a.first_query_tile(n)
+        edge = a.edge_query_tile(n, first)
+        last = copy_of(a.tiles_m) - 1
+        key = n * KEYS
+        dv = gl.zeros([KEYS, a.DV], gl.float32, dv_layout)
+        zero = gl.zeros([KEYS, ROWS], gl.float32, s_layout)
+        mbarrier.wait(a.ready_bars.index(STAGES + 1), t & 1)
+        for _ in range(a.GROUP):
+            dv = _score_step(dv, zero, a, i, key, last * ROWS, True, True)
+            i += 1
+            for m in range(last - 1, edge - 1, -1):
+                dv = _score_step(dv, zero, a, i, key, m * ROWS, False, False)
+                i += 1
+            for m in range(edge - 1, first - 1, -1):
+                dv = _score_step(dv, zero, a, i, key, m * ROWS, False, True)
+                i += 1
+            _flush_dq(a, i - 1, zero, 0)
+        # The other warpgroup read V for the last time; it reads K no more when they have met, nor does this one.
+        named_barrier("sync", END, BOTH)
+        a.v_bufs.index(opaque(0)).reshape([KEYS, a.DV]).store(dv.to(dtype))
+        fence_async_shared()
+        tma_store(a.dv_desc, [head // a.heads_kv, head % a.heads_kv, key, 0], a.v_bufs.index(0))
+        tma.store_wait(0)
+        named_barrier("arrive", KV_FREE, BOTH + 32)
+        t += 1
+        tile = a.key_tile(t, 4)
+
+
+@gluon.jit
+def _gradient_partition(a):
+    """Compute dS and dK."""
+    dtype: gl.constexpr = a.q_desc.dtype
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, a.D, 16])
+    i = 0  # query tiles so far
+    t = 0  # key tiles so far
+    tile = a.key_tile(t, 4)
+    while tile >= 0:
+        head, n = a.locate(tile)
+        first = a.first_query_tile(n)
+        last = copy_of(a.tiles_m) - 1
+        dk = gl.zeros([KEYS, a.D], gl.float32, dk_layout)
+        zero = gl.zeros([KEYS, ROWS], gl.float32, s_layout)
+        mbarrier.wait(a.ready_bars.index(STAGES + 2), t & 1)
+        mbarrier.wait(a.ready_bars.index(STAGES + 1), t & 1)
+        for _ in range(a.GROUP):
+            dk = _gradient_step(dk, zero, a, i, True)
+            i += 1
+            for _m in range(last - 1, first - 1, -1):
+                dk = _gradient_step(dk, zero, a, i, False)
+                i += 1
+            _flush_dq(a, i - 1, zero, 1)
+        named_barrier("sync", END, BOTH)
+        a.k_bufs.index(opaque(0)).reshape([KEYS, a.D]).store((dk * a.scale).to(dtype))
+        fence_async_shared()
+        tma_store(a.dk_desc, [head // a.heads_kv, head % a.heads_kv, n * KEYS, 0], a.k_bufs.index(0))
+        tma.store_wait(0)
+        named_barrier("arrive", KV_FREE, BOTH + 32)
+        t += 1
+        tile = a.key_tile(t, 4)
+
+
+@gluon.jit
+def _backward_wide_sm90_kernel(
+    q_desc,  # [B, H, Sq, D]
+    k_desc,  # [B, HK, Sk, D]
+    v_desc,  # [B, HK, Sk, DV]
+    do_desc,  # [B, H, Sq, DV]
+    dk_desc,  # [B, HK, Sk, D]
+    dv_desc,  # [B, HK, Sk, DV]
+    stats_desc,  # [B * H * tiles_m * 2 * ROWS] fp32: of a query tile LSE * log2(e), then delta
+    dq_desc,  # [B * H * tiles_m * 4 * LINES, 32] fp32
+    turn_ptr,  # [B * H * tiles_m * 2 + 1] int32, 0 before; the last counts key tiles that were drawn
+    heads, heads_kv, seqlen_q, seqlen_k, tiles_m, tiles_n, heads_total, heads_per_group,
+    scale_log2,  # scale * log2(e)
+    scale,
+    GROUP: gl.constexpr,  # query heads that share one K/V head
+    IS_CAUSAL: gl.constexpr,
+    MATRIX_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """Compute dK and dV of 64 keys and add what they give to dQ. Grid: any."""
+    D: gl.constexpr = q_desc.block_type.shape[3]
+    DV: gl.constexpr = do_desc.block_type.shape[3]
+    gl.static_assert(D == 256, "dQ has four parts of 64 columns")
+    ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, ROWS], q_desc.dtype)
+    p_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    ready_bars = gl.allocate_shared_memory(gl.int64, [STAGES + 3, 1], mbarrier.MBarrierLayout())
+    for bar in gl.static_range(STAGES + 3):
+        mbarrier.init(ready_bars.index(bar), count=1)
+    written_bars = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(written_bars.index(0), count=1)
+    tile_bars = gl.allocate_shared_memory(gl.int64, [TILES, 1], mbarrier.MBarrierLayout())
+    for bar in gl.static_range(TILES):
+        mbarrier.init(tile_bars.index(bar), count=1)
+    tile_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    fence_async_shared()  # TMA, too, sees that the barriers are there
+    a = Args(  # type: ignore[call-arg] # aggregate gives it a constructor
+        q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, stats_desc, dq_desc, turn_ptr,
+        gl.allocate_shared_memory(q_desc.dtype, [STAGES] + q_desc.block_type.shape, q_desc.layout),
+        gl.allocate_shared_memory(q_desc.dtype, [1] + do_desc.block_type.shape, do_desc.layout),
+        gl.allocate_shared_memory(gl.float32, [STAGES] + stats_desc.block_type.shape, stats_desc.layout),
+        gl.allocate_shared_memory(q_desc.dtype, [1] + k_desc.block_type.shape, k_desc.layout),
+        gl.allocate_shared_memory(q_desc.dtype, [1] + v_desc.block_type.shape, v_desc.layout),
+        gl.allocate_shared_memory(gl.int32, [1, 64, 32], p_layout),
+        gl.allocate_shared_memory(q_desc.dtype, [2, KEYS, ROWS], ds_layout),
+        gl.allocate_shared_memory(gl.float32, [1] + dq_desc.block_type.shape, dq_desc.layout),
+        ready_bars, written_bars, gl.allocate_shared_memory(gl.int32, [TILES, 1], tile_layout), tile_bars,
+        heads, heads_kv, seqlen_q, seqlen_k, tiles_m, tiles_n, heads_total, heads_per_group,
+        scale_log2, scale, GROUP, IS_CAUSAL, D, DV,
+    )  # fmt: skip
+    R: gl.constexpr = MATRIX_REGISTERS
+    gl.warp_specialize(
+        [
+            (_score_partition, (a,)),
+            (_gradient_partition, (a,)),
+            (_load_partition, (a,)),
+            (_write_partition, (a, 0)),
+            (_write_partition, (a, 1)),
+        ],
+        [4, 1, 1, 1],
+        [R, 24, 24, 24],
+    )

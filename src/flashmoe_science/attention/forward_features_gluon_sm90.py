@@ -1,0 +1,686 @@
+"""Attention forward for Hopper with sliding windows, softcap, sinks and packed sequences (Gluon, sm_90, fp16, bf16).
+
+``forward_gluon_sm90`` with bounds that only the GPU knows: rings, turns, the loop without a maximum and the products
+issued together are its own, and its docstring says why they are so. What differs:
+
+- A row tile has a range of key tiles, from the first that one of its rows sees to the last. Those that cross a bound
+  are masked: at the end of the range, walked over first, and with a left bound at its start. How many these are follows
+  from the lengths, so they are loops, not unrolled.
+- All warpgroups walk over the key tiles of the whole row tile, whether they take turns or not.
+- Packed sequences lie in one tensor ``[T, H, D]``, and tiles of keys may reach into the next sequence. Its keys are
+  masked. Its values meet a P of 0, but 0 times NaN is NaN: values behind the end of a sequence become 0 in shared
+  memory, in the one tile that has them. What TMA stored of a last row tile would overwrite the next sequence: such a
+  tile goes to memory by masked stores.
+- Packed row tiles are drawn from a counter, those of the sequences with the most keys first
+  (``sequences_triton``). Others lie as the host knows, and a program's tiles are fixed: they are dealt out round by
+  round, in every second one in opposite order, so that who had the longest gets the shortest.
+
+Source: as ``forward_gluon_sm90``. Ours: all that differs.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma_wait,
+)
+
+from ..gpu.gluon_sm90 import (
+    Ring,
+    collect,
+    copy_of,
+    draw,
+    lap_of,
+    make_ring,
+    named_barrier,
+    opaque,
+    slot_of,
+    special_register,
+)
+from ..gpu.gluon_versions import aggregate, barrier, tma_store
+from .forward_gluon_sm90 import (
+    ROWS,
+    TURNS,
+    _declare_too_large,
+    _exponentials,
+    _fold_halves,
+    _is_too_large,
+    _issue_output,
+    _issue_scores,
+    _partial_sums,
+    _raise_maximum,
+    _rescale,
+)
+
+_LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))  # of the producer, which is one warp
+_WARPGROUP = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+_CLEANED_ROWS = gl.constexpr(32)  # values that are looked at together
+
+# What the producer says of a row tile.
+_ROW, _HEAD, _START, _PLACE, _QUERIES, _KEYS = (gl.constexpr(i) for i in range(6))
+_FIELDS = gl.constexpr(6)
+# What ``sequences_triton`` says of a sequence.
+_ENDS, _TILES, _START_Q, _PLACE_Q, _QUERIES_Q, _START_K, _KEYS_K, _TOGETHER = (gl.constexpr(i) for i in range(8))
+
+
+@aggregate
+class RowTiles:
+    """The row tiles of this program, one after another: the producer says where each lies and what it sees."""
+
+    bufs: gl.shared_memory_descriptor  # [2 * _FIELDS, 1] int32
+    ready_bars: gl.shared_memory_descriptor
+
+    @gluon.jit
+    def put(self, n, WHAT: gl.constexpr, value):
+        """Say one thing of the n-th tile. Its slot is free: who released Q of the tile before has read it."""
+        self.bufs.index(_FIELDS * (n & 1) + WHAT).store(gl.full([1], 0, gl.int32, _LANES) + value)
+
+    @gluon.jit
+    def publish(self, n, row):
+        """Say where the n-th tile starts, after all else; a row of -1 is the end."""
+        self.put(n, _ROW, row)
+        mbarrier.arrive(self.ready_bars.index(n & 1))
+
+    @gluon.jit
+    def wait(self, n):
+        """Wait until the n-th tile is known; return its first row, or -1 where there is none."""
+        mbarrier.wait(self.ready_bars.index(n & 1), (n >> 1) & 1)
+        return self.read(n, _ROW)
+
+    @gluon.jit
+    def read(self, n, WHAT: gl.constexpr):
+        """Return what was said of the n-th tile, which is known."""
+        return gl.max(self.bufs.index(_FIELDS * (n & 1) + WHAT).load(_WARPGROUP), 0)
+
+
+@aggregate
+class Args:
+    """What every partition is given."""
+
+    q_desc: tma.tensor_descriptor
+    k_desc: tma.tensor_descriptor
+    v_desc: tma.tensor_descriptor
+    o_desc: tma.tensor_descriptor
+    q_more_desc: tma.tensor_descriptor  # of the second part of the columns; q_desc where there is none
+    k_more_desc: tma.tensor_descriptor
+    v_more_desc: tma.tensor_descriptor
+    lse_ptr: gl.tensor
+    sinks_ptr: gl.tensor
+    o_ptr: gl.tensor  # packed: the tensor of o_desc
+    sequences_ptr: gl.tensor
+    counter_ptr: gl.tensor  # of tiles drawn; 0 before and after
+    row_tiles: RowTiles
+    q_ring: Ring  # one slot a warpgroup
+    o_bufs: gl.shared_memory_descriptor  # one a warpgroup, on the way to memory; all of the columns, or half
+    k_ring: Ring
+    v_ring: Ring
+    batch: gl.tensor
+    heads: gl.tensor
+    seqlen_q: gl.tensor
+    seqlen_k: gl.tensor
+    tiles_m: gl.tensor  # row tiles of one head
+    together: gl.tensor  # heads that are walked over together
+    dealt: gl.tensor  # heads whose row tiles are dealt out in rounds of their own
+    window_left: gl.tensor
+    window_right: gl.tensor
+    scale_log2: gl.tensor  # softmax_scale * log2(e), positive; with a softcap softcap * log2(e)
+    cap_scale: gl.tensor  # softmax_scale / softcap
+    GROUP: gl.constexpr  # query heads that share one K/V head
+    WARPGROUPS: gl.constexpr
+    BLOCK_N: gl.constexpr
+    STAGES: gl.constexpr
+    IS_PACKED: gl.constexpr
+    HAS_SEQUSED_Q: gl.constexpr
+    HAS_SINKS: gl.constexpr
+    HAS_SOFTCAP: gl.constexpr
+    BOUND_LEFT: gl.constexpr
+    BOUND_RIGHT: gl.constexpr
+    PING_PONG: gl.constexpr  # the warpgroups take turns at issuing products
+    STORE_LSE: gl.constexpr
+    IN_HALVES: gl.constexpr  # the exponentials of a tile are taken in two steps
+    D1: gl.constexpr  # columns of Q and K in the second part, or 0
+    DV0: gl.constexpr  # likewise of V
+    DV1: gl.constexpr
+    DV: gl.constexpr  # columns of the output
+
+    @gluon.jit
+    def take_turn(self, W: gl.constexpr):
+        """Wait until the warpgroup before has issued its products; its softmax then runs under those of this one."""
+        if self.PING_PONG:
+            named_barrier("sync", TURNS + W, 256)
+
+    @gluon.jit
+    def pass_turn(self, W: gl.constexpr):
+        """Let the next warpgroup issue its products."""
+        if self.PING_PONG:
+            named_barrier("arrive", TURNS + (W + 1) % self.WARPGROUPS, 256)
+
+    @gluon.jit
+    def sequence(self, rank, WHAT: gl.constexpr):
+        """Return what is known of the sequence with the rank-th most keys."""
+        return gl.load(self.sequences_ptr + WHAT * self.batch + rank)
+
+    @gluon.jit
+    def count_tiles(self):
+        """Return how many tiles all programs attend."""
+        if self.IS_PACKED:
+            return self.sequence(self.batch - 1, _ENDS)
+        return self.tiles_m * self.heads * self.batch
+
+    @gluon.jit
+    def find(self, rank, tile):
+        """Return the rank of the sequence that has the tile, which is not before ``rank``."""
+        lane = gl.arange(0, 32, _LANES)
+        passed = gl.to_tensor(32)
+        while passed == 32:
+            ends = gl.load(self.sequences_ptr + rank + lane, mask=rank + lane < self.batch, other=2147483647)
+            passed = gl.sum((ends <= tile).to(gl.int32), 0)
+            rank += passed
+        return rank
+
+    @gluon.jit
+    def deal(self, turn, tiles):
+        """Return the tile that this program gets next, ``tiles`` where there is none, and the turn after that.
+
+        Programs without a tile in the last round of some heads wait for the next ones.
+        """
+        program, programs = special_register("ctaid.x"), special_register("nctaid.x")
+        heads = self.heads * self.batch
+        turns = (self.dealt * self.tiles_m + programs - 1) // programs
+        last = (heads + self.dealt - 1) // self.dealt * turns
+        tile = tiles
+        while (tile == tiles) & (turn < last):
+            first = turn // turns * self.dealt
+            in_round = turn % turns
+            place = in_round * programs + gl.where(in_round & 1 == 1, programs - 1 - program, program)
+            if place < gl.minimum(self.dealt, heads - first) * self.tiles_m:
+                tile = first * self.tiles_m + place
+            turn += 1
+        return tile, turn
+
+    @gluon.jit
+    def place(self, n, tile, rank):
+        """Say where the n-th tile of this program lies; return K/V head, first row, queries, first key and keys."""
+        tiles_m = self.tiles_m
+        heads = self.heads
+        together = self.together
+        if self.IS_PACKED:
+            tiles_m = self.sequence(rank, _TILES)
+            together = self.sequence(rank, _TOGETHER)
+            start = self.sequence(rank, _START_Q)
+            place = self.sequence(rank, _PLACE_Q)
+            queries = self.sequence(rank, _QUERIES_Q)
+            start_k = self.sequence(rank, _START_K)
+            keys = self.sequence(rank, _KEYS_K)
+            tile -= self.sequence(rank, _ENDS) - tiles_m * heads
+        else:
+            heads *= self.batch
+            queries = self.seqlen_q
+            keys = self.seqlen_k
+        # Of heads that are walked over together the last rows come first: causal, they see most.
+        first = tile // (together * tiles_m) * together
+        width = gl.minimum(together, heads - first)
+        rest = tile - first * tiles_m
+        head = first + rest % width
+        row = (tiles_m - 1 - rest // width) * (ROWS * self.WARPGROUPS)
+        if self.IS_PACKED:
+            self.row_tiles.put(n, _PLACE, place)
+            self.row_tiles.put(n, _QUERIES, queries)
+            self.row_tiles.put(n, _KEYS, keys)
+        else:
+            start = head // self.heads
+            start_k = start
+            head %= self.heads
+        self.row_tiles.put(n, _HEAD, head)
+        self.row_tiles.put(n, _START, start)
+        self.row_tiles.publish(n, row)
+        return head, row, start, queries, start_k, keys
+
+    @gluon.jit
+    def queries_of(self, n):
+        """Return the queries of the sequence of the n-th tile."""
+        return self.row_tiles.read(n, _QUERIES) if self.IS_PACKED else copy_of(self.seqlen_q)
+
+    @gluon.jit
+    def keys_of(self, n):
+        """Return the keys of the sequence of the n-th tile."""
+        return self.row_tiles.read(n, _KEYS) if self.IS_PACKED else copy_of(self.seqlen_k)
+
+    @gluon.jit
+    def key_tiles(self, row, queries, keys):
+        """Return the range of key tiles that the rows of a row tile see, of which they walk over one at least."""
+        position = row + keys - queries  # of the first row among the keys
+        begin = 0
+        end = keys
+        if self.BOUND_RIGHT:
+            end = gl.minimum(end, position + ROWS * self.WARPGROUPS + self.window_right)
+        if self.HAS_SEQUSED_Q:
+            end = gl.where(row < queries, end, 0)
+        end = gl.maximum((gl.maximum(end, 0) + self.BLOCK_N - 1) // self.BLOCK_N, 1)
+        if self.BOUND_LEFT:
+            begin = gl.minimum(gl.maximum(position - self.window_left, 0) // self.BLOCK_N, end - 1)
+        return begin, end
+
+    @gluon.jit
+    def unmasked_tiles(self, position, keys, begin, end):
+        """Return the range of key tiles all of which the rows of a warpgroup see, the last tile left out."""
+        inside = keys
+        if self.BOUND_RIGHT:
+            inside = gl.minimum(inside, gl.maximum(position + self.window_right + 1, 0))
+        until = gl.maximum(gl.minimum(inside // self.BLOCK_N, end - 1), begin)
+        since = begin
+        if self.BOUND_LEFT:
+            first = gl.maximum(position + (ROWS - 1) - self.window_left, 0)
+            since = gl.minimum(gl.maximum((first + self.BLOCK_N - 1) // self.BLOCK_N, begin), until)
+        return since, until
+
+    @gluon.jit
+    def store(self, o, more, head, start, row, place, W: gl.constexpr):
+        """Send the output of a warpgroup on its way to memory."""
+        COLUMNS: gl.constexpr = self.o_bufs.shape[4]
+        smem = self.o_bufs.index(opaque(W)).reshape([ROWS, COLUMNS])
+        ALL: gl.constexpr = self.DV0 + self.DV1
+        gl.static_assert(ALL <= COLUMNS or self.DV0 == COLUMNS or ALL == 2 * COLUMNS, "columns would not be stored")
+        gl.static_assert(self.DV1 <= COLUMNS, "columns would not be stored")
+        tma.store_wait(0)
+        if ALL <= COLUMNS:
+            smem.slice(0, self.DV0, dim=1).store(o)
+            if self.DV1 > 0:
+                smem.slice(self.DV0, self.DV1, dim=1).store(more)
+            self.send(head, start, row, 0, place, W)
+        else:
+            if self.DV0 == COLUMNS:
+                left = o
+                right = more
+            else:
+                left, right = gl.split(o.reshape([ROWS, 2, COLUMNS]).permute((0, 2, 1)))
+            smem.store(left)
+            self.send(head, start, row, 0, place, W)
+            tma.store_wait(0)
+            smem.slice(0, right.shape[1], dim=1).store(right)
+            self.send(head, start, row, COLUMNS, place, W)
+
+    @gluon.jit
+    def send(self, head, start, row, COLUMN: gl.constexpr, place, W: gl.constexpr):
+        """Send a tile on its way to memory: no wait, but for a tile that ends behind its sequence."""
+        if self.IS_PACKED:
+            if row + ROWS <= place:
+                fence_async_shared()
+                tma_store(self.o_desc, [0, head, start + row, COLUMN], self.o_bufs.index(opaque(W)))
+            else:
+                self.store_rows(head, start, row, place, COLUMN, W)
+        else:
+            fence_async_shared()
+            tma_store(self.o_desc, [start, head, row, COLUMN], self.o_bufs.index(opaque(W)))
+
+    @gluon.jit
+    def store_rows(self, head, start, row, place, COLUMN: gl.constexpr, W: gl.constexpr):
+        """Store the rows that are still in the place of the sequence."""
+        COLUMNS: gl.constexpr = self.o_bufs.shape[4]
+        layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // COLUMNS, COLUMNS // 8], [4, 1], [1, 0])
+        barrier()
+        tile = self.o_bufs.index(opaque(W)).reshape([ROWS, COLUMNS]).load(layout)
+        offs_m = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+        offs_d = COLUMN + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
+        heads = copy_of(self.heads)
+        first = ((start + row).to(gl.int64) * heads + head) * self.DV
+        offsets = offs_m[:, None] * (heads * self.DV) + offs_d[None, :]
+        mask = (offs_m[:, None] < place - row) & (offs_d[None, :] < self.DV)
+        gl.store(self.o_ptr + first + offsets, tile, mask=mask)
+        barrier()
+
+
+@gluon.jit
+def _load_partition(a):
+    """Fill the rings, for all tiles of this program."""
+    # All before this wait ran while the kernel before was ending. The warpgroups write nothing before they have read.
+    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    i = 0  # tiles of K and of V so far
+    n = 0  # row tiles so far
+    rank = gl.to_tensor(0)
+    turn = gl.to_tensor(0)
+    tile = special_register("ctaid.x")
+    tiles = a.count_tiles()
+    if not a.IS_PACKED:
+        tile, turn = a.deal(turn, tiles)
+    while tile < tiles:
+        if a.IS_PACKED:
+            rank = a.find(rank, tile)
+        head, row, start, queries, start_k, keys = a.place(n, tile, rank)
+        begin, end = a.key_tiles(row, queries, keys)
+        kv = head // a.GROUP
+        # Packed, a tile of keys lies behind where its sequence starts; else the sequence is a coordinate of its own.
+        b = 0 if a.IS_PACKED else start
+        first_q = start + row if a.IS_PACKED else row
+        first_k = start_k if a.IS_PACKED else 0
+        # K first: Q waits until the tile before has its last scores.
+        a.k_ring.fill(
+            a.k_desc, a.k_more_desc, b, kv, first_k + (end - 1) * a.BLOCK_N, slot_of(i, a.STAGES), lap_of(i, a.STAGES)
+        )
+        for w in gl.static_range(a.WARPGROUPS):
+            a.q_ring.fill(a.q_desc, a.q_more_desc, b, head, first_q + w * ROWS, w, n)
+        steps = end - begin
+        ticket = gl.to_tensor(0)
+        for step in range(1, steps):
+            # Late, so that who is behind draws less; but what is drawn has to be looked up before the next K.
+            if a.IS_PACKED and step == steps - 1:
+                ticket = draw(a.counter_ptr)
+            key = first_k + (end - step) * a.BLOCK_N
+            a.k_ring.fill(
+                a.k_desc, a.k_more_desc, b, kv, key - a.BLOCK_N, slot_of(i + 1, a.STAGES), lap_of(i + 1, a.STAGES)
+            )
+            a.v_ring.fill(a.v_desc, a.v_more_desc, b, kv, key, slot_of(i, a.STAGES), lap_of(i, a.STAGES))
+            i += 1
+        if a.IS_PACKED and steps == 1:
+            ticket = draw(a.counter_ptr)
+        a.v_ring.fill(
+            a.v_desc, a.v_more_desc, b, kv, first_k + begin * a.BLOCK_N, slot_of(i, a.STAGES), lap_of(i, a.STAGES)
+        )
+        i += 1
+        n += 1
+        if a.IS_PACKED:
+            tile = collect(ticket, a.counter_ptr, tiles)
+        else:
+            tile, turn = a.deal(turn, tiles)
+    a.row_tiles.publish(n, -1)  # the end
+
+
+@gluon.jit
+def _cap(s, a):
+    """Return tanh(softmax_scale / softcap * s), to within 2**-11: what rounding a score to fp16 costs."""
+    return gl.inline_asm_elementwise(
+        "tanh.approx.f32 $0, $1;", "=f,f", [s * a.cap_scale], gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def _mask(s, a, n, position, key):
+    """Put -inf where a row of the tile at ``key`` does not see a key; the first row is at ``position``.
+
+    A thread holds columns 8 i + 2 lane + k with i and k known at compile time: as a 4-dimensional comparison of
+    8 i + k with a number per lane, a bound costs one compare an element.
+    """
+    COLUMNS: gl.constexpr = s.shape[1]
+    layout: gl.constexpr = s.type.layout
+    x = gl.reshape(s, [ROWS, COLUMNS // 8, 4, 2])
+    x_layout: gl.constexpr = x.type.layout
+    lane_layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, x_layout))  # [ROWS, 4]
+    lane = 2 * gl.arange(0, 4, gl.SliceLayout(0, lane_layout))[None, :]
+    own = position - key + gl.arange(0, ROWS, gl.SliceLayout(1, lane_layout))
+    last = gl.full([ROWS], 0, gl.int32, gl.SliceLayout(1, lane_layout)) + (a.keys_of(n) - 1 - key)
+    if a.BOUND_RIGHT:
+        last = gl.minimum(last, own + a.window_right)
+    i = gl.arange(0, COLUMNS // 8, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, x_layout))))
+    k = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, x_layout))))
+    column = 8 * i[None, :, None, None] + k[None, None, None, :]
+    seen = column <= (last[:, None] - lane)[:, None, :, None]
+    if a.BOUND_LEFT:
+        seen = seen & (column >= (own[:, None] - a.window_left - lane)[:, None, :, None])
+    x = gl.where(seen, x, -float("inf"))
+    return gl.convert_layout(gl.reshape(x, [ROWS, COLUMNS]), layout)
+
+
+@gluon.jit
+def _clean(values, keys):
+    """Put 0 in place of the values from row ``keys`` on. Every warpgroup does it for itself: they write the same."""
+    KEYS: gl.constexpr = values.shape[0]
+    COLUMNS: gl.constexpr = values.shape[1]
+    WIDTH: gl.constexpr = 8 if COLUMNS >= 32 else 4
+    layout: gl.constexpr = gl.BlockedLayout(
+        [1, WIDTH], [32 * WIDTH // min(COLUMNS, 32 * WIDTH), min(COLUMNS, 32 * WIDTH) // WIDTH], [4, 1], [1, 0]
+    )
+    for first in gl.static_range(0, KEYS, _CLEANED_ROWS):
+        if keys < first + _CLEANED_ROWS:
+            part = values.slice(first, _CLEANED_ROWS, dim=0)
+            row = first + gl.arange(0, _CLEANED_ROWS, gl.SliceLayout(1, layout))
+            value = part.load(layout)
+            part.store(gl.where(row[:, None] < keys, value, gl.zeros_like(value)))
+
+
+@gluon.jit
+def _clean_values(a, i, keys):
+    """Put 0 in place of the values of tile i behind its keys, if there are any."""
+    if keys < a.BLOCK_N:
+        v = a.v_ring.wait(slot_of(i, a.STAGES), lap_of(i, a.STAGES))
+        _clean(v[0], keys)
+        if a.DV1 > 0:
+            _clean(v[1], keys)
+        fence_async_shared()  # the matrix units, and TMA after them, see it
+        barrier()
+
+
+@gluon.jit
+def _first_step(q, m, l, zero, a, i, n, position, key):
+    """Scores of tile i, the last in the range, and their exponentials."""
+    k = a.k_ring.wait(slot_of(i, a.STAGES), lap_of(i, a.STAGES))
+    s = warpgroup_mma_wait(0, deps=[_issue_scores(q, k, zero, a.D1)])
+    a.k_ring.release(slot_of(i, a.STAGES))
+    if a.HAS_SOFTCAP:
+        s = _cap(s, a)
+    s = _mask(s, a, n, position, key)
+    m, l, _ = _raise_maximum(s, m, l, a)
+    packed, sums = _exponentials(s, m, l, a)
+    return packed, m, l + sums
+
+
+@gluon.jit
+def _step(q, acc, more, packed, m, l, zero, a, i, n, position, key, W: gl.constexpr, IS_EDGE: gl.constexpr):
+    """Scores of tile i and the output product of tile i - 1, then the exponentials of the scores."""
+    slot, before = slot_of(i, a.STAGES), slot_of(i - 1, a.STAGES)
+    k = a.k_ring.wait(slot, lap_of(i, a.STAGES))
+    a.take_turn(W)
+    s = _issue_scores(q, k, zero, a.D1)
+    v = a.v_ring.wait(before, lap_of(i - 1, a.STAGES))
+    acc, more, p = _issue_output(packed, v, acc, more, a)
+    a.pass_turn(W)
+    if IS_EDGE:
+        # Both products end before the mask: beside P, three warpgroups have no registers for it.
+        s, acc, more, _ = warpgroup_mma_wait(0, deps=[s, acc, more, p])
+        a.k_ring.release(slot)
+        a.v_ring.release(before)
+        if a.HAS_SOFTCAP:
+            s = _cap(s, a)
+        s = _mask(s, a, n, position, key)
+        m, l, alpha = _raise_maximum(s, m, l, a)
+        packed, sums = _exponentials(s, m, l, a)
+        acc, more = _rescale(acc, more, alpha, a)
+        return acc, more, packed, m, l + sums
+    s = warpgroup_mma_wait(2 if a.DV1 > 0 else 1, deps=[s])
+    a.k_ring.release(slot)
+    # P of this tile must not be packed before this wait: see ``forward_gluon_sm90``.
+    acc, more, _ = warpgroup_mma_wait(0, deps=[acc, more, p])
+    a.v_ring.release(before)
+    if a.HAS_SOFTCAP:
+        s = _cap(s, a)
+    if a.IN_HALVES:
+        return _fold_halves(s, acc, more, packed, m, l, a)
+    packed, sums = _exponentials(s, m, l, a)
+    if _is_too_large(sums):
+        m, l, alpha = _raise_maximum(s, m, l, a, sums)
+        acc, more = _rescale(acc, more, alpha, a)
+        packed, sums = _exponentials(s, m, l, a)
+    return acc, more, packed, m, l + sums
+
+
+@gluon.jit
+def _normalise(m, l, head, a):
+    """Return the maximum, the sum and the factor on the output that make it the softmax, sinks included."""
+    factor = gl.full(l.shape, 1.0, gl.float32, l.type.layout)
+    if a.HAS_SINKS:
+        sink = gl.load(a.sinks_ptr + head).to(gl.float32) * 1.4426950408889634
+        top = gl.maximum(m, sink)
+        factor = gl.exp2(m - top)
+        l = l * factor + gl.exp2(sink - top)
+        m = top
+    return m, l, gl.where(l != 0, factor / l, 0.0)
+
+
+@gluon.jit
+def _store_lse(m, l, head, start, row, place, queries, a):
+    """Store the LSE of the rows of a warpgroup."""
+    # A row without keys, or behind the queries in use: output 0, LSE -inf.
+    lse = gl.where(l != 0, (m + gl.log2(l)) * 0.6931471805599453, -float("inf"))
+    offs_m = row + gl.arange(0, ROWS, m.type.layout)
+    if a.IS_PACKED:
+        if a.HAS_SEQUSED_Q:
+            lse = gl.where(offs_m < queries, lse, -float("inf"))
+        rows = (start + offs_m).to(gl.int64) * copy_of(a.heads) + head
+        gl.store(a.lse_ptr + rows, lse, mask=offs_m < place)
+    else:
+        seqlen_q = copy_of(a.seqlen_q)
+        rows = (start.to(gl.int64) * copy_of(a.heads) + head) * seqlen_q
+        gl.store(a.lse_ptr + rows + offs_m, lse, mask=offs_m < seqlen_q)
+
+
+@gluon.jit
+def _attend_partition(a, W: gl.constexpr):
+    """Attend rows 64 W to 64 W + 63 of all tiles of this program."""
+    dtype: gl.constexpr = a.q_desc.dtype
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, a.BLOCK_N, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, a.DV0, 16])
+    DV1: gl.constexpr = a.DV1 if a.DV1 > 0 else 16  # a tensor that nobody uses costs nothing
+    more_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV1, 16])
+    if W == a.WARPGROUPS - 1:
+        a.pass_turn(W)  # to the first
+    i = 0  # tiles of K and of V so far
+    n = 0  # row tiles so far
+    row = a.row_tiles.wait(0)
+    while row >= 0:
+        queries, keys = a.queries_of(n), a.keys_of(n)
+        begin, end = a.key_tiles(row, queries, keys)
+        position = row + W * ROWS + keys - queries
+        since, until = a.unmasked_tiles(position, keys, begin, end)
+        m = gl.full([ROWS], -3.0e38, gl.float32, gl.SliceLayout(1, s_layout))  # not -inf: -inf - -inf is NaN
+        l = _partial_sums(gl.zeros([ROWS, a.BLOCK_N], gl.float32, s_layout))
+        acc = gl.zeros([ROWS, a.DV0], gl.float32, o_layout)
+        more = gl.zeros([ROWS, DV1], gl.float32, more_layout)
+        zero = gl.zeros([ROWS, a.BLOCK_N], gl.float32, s_layout)
+
+        q = a.q_ring.wait(W, n)
+        last = i + end - 1 - begin
+        packed, m, l = _first_step(q, m, l, zero, a, i, n, position, (end - 1) * a.BLOCK_N)
+        if a.IS_PACKED:
+            _clean_values(a, i, keys - (end - 1) * a.BLOCK_N)
+
+        masked = i + end - until  # masked at the right: the tiles before this one
+        unmasked = i + end - since  # not masked: those from there to before this one
+        for j in range(i + 1, masked):
+            acc, more, packed, m, l = _step(
+                q, acc, more, packed, m, l, zero, a, j, n, position, (last - j + begin) * a.BLOCK_N, W, True
+            )
+        for j in range(masked, unmasked):
+            acc, more, packed, m, l = _step(q, acc, more, packed, m, l, zero, a, j, n, 0, 0, W, False)
+        if a.BOUND_LEFT:
+            for j in range(unmasked, last + 1):
+                acc, more, packed, m, l = _step(
+                    q, acc, more, packed, m, l, zero, a, j, n, position, (last - j + begin) * a.BLOCK_N, W, True
+                )
+        i = last
+        # Read here: kept through the loops, they would spill.
+        row = a.row_tiles.wait(n) + W * ROWS
+        head, start = a.row_tiles.read(n, _HEAD), a.row_tiles.read(n, _START)
+        place = a.row_tiles.read(n, _PLACE) if a.IS_PACKED else 0
+        queries = a.queries_of(n) if a.HAS_SEQUSED_Q else 0
+        a.q_ring.release(W)  # the next Q travels under all that follows
+        v = a.v_ring.wait(slot_of(i, a.STAGES), lap_of(i, a.STAGES))
+        acc, more, p = _issue_output(packed, v, acc, more, a)
+        l_row = gl.convert_layout(gl.sum(l, 1), gl.SliceLayout(1, s_layout))
+        m, l_row, factor = _normalise(m, l_row, head, a)
+        if a.STORE_LSE:
+            _store_lse(m, l_row, head, start, row, place, queries, a)
+        acc, more, _ = warpgroup_mma_wait(0, deps=[acc, more, p])
+        a.v_ring.release(slot_of(i, a.STAGES))
+        i += 1
+        acc, more = _rescale(acc, more, factor, a)
+        if a.HAS_SEQUSED_Q:  # rows behind the queries in use may be NaN
+            acc = gl.where(row + gl.arange(0, ROWS, gl.SliceLayout(1, o_layout))[:, None] < queries, acc, 0.0)
+            more = gl.where(row + gl.arange(0, ROWS, gl.SliceLayout(1, more_layout))[:, None] < queries, more, 0.0)
+        a.store(acc.to(dtype), more.to(dtype), head, start, row, place, W)
+        n += 1
+        row = a.row_tiles.wait(n)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _forward_features_sm90_kernel(
+    q_desc,  # [B, H, Sq, D]; packed [1, H, T, D], like k, v and o
+    k_desc,  # [B, HK, Sk, D]
+    v_desc,  # [B, HK, Sk, DV]
+    o_desc,  # [B, H, Sq, DV]
+    lse_ptr,  # [B, H, Sq] fp32, natural log; packed [T, H]
+    sinks_ptr,  # [H] or None
+    o_ptr,  # packed: [T, H, DV], that of o_desc; else None
+    sequences_ptr,  # packed: [8, B] int32, see ``sequences_triton``; else None
+    counter_ptr,  # packed: [1] int32, 0 before and after; else None
+    q_more_desc, k_more_desc, v_more_desc,  # of the second part of the columns, or None
+    batch, heads, seqlen_q, seqlen_k, tiles_m,  # packed: no length is read
+    together,  # heads, of all sequences, that are walked over together
+    dealt,  # heads whose row tiles are dealt out in rounds of their own
+    window_left, window_right,  # row m sees keys m + Sk - Sq - window_left to m + Sk - Sq + window_right
+    scale_log2,  # softmax_scale * log2(e), positive; with a softcap softcap * log2(e)
+    cap_scale,  # softmax_scale / softcap; or 0
+    GROUP: gl.constexpr,  # query heads that share one K/V head
+    WARPGROUPS: gl.constexpr,  # that multiply matrices; 64 rows each
+    STAGES: gl.constexpr,  # tiles of K, and of V, in flight
+    HAS_SEQUSED_Q: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
+    BOUND_LEFT: gl.constexpr, BOUND_RIGHT: gl.constexpr,  # whether some keys come too early, or too late, for some rows
+    PING_PONG: gl.constexpr,  # the warpgroups take turns
+    STORE_LSE: gl.constexpr,
+    D1: gl.constexpr, DV0: gl.constexpr, DV1: gl.constexpr,  # columns in two powers of two
+    DV: gl.constexpr,  # columns of o
+    MATRIX_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """Attend 64 * WARPGROUPS rows of one head of one sequence at a time.
+
+    Grid: (at most tiles,), a program attends one after another.
+    """
+    gl.static_assert(TURNS + 2 * WARPGROUPS + 2 * STAGES <= 16, "the hardware has 16 barriers")
+    _declare_too_large()
+    HAS_SINKS: gl.constexpr = sinks_ptr is not None
+    IS_PACKED: gl.constexpr = sequences_ptr is not None
+    q_more = q_more_desc if D1 > 0 else q_desc
+    k_more = k_more_desc if D1 > 0 else k_desc
+    v_more = v_more_desc if DV1 > 0 else v_desc
+    q_ring = make_ring(q_desc, q_more, D1, WARPGROUPS, 1, TURNS + WARPGROUPS)
+    k_ring = make_ring(k_desc, k_more, D1, STAGES, WARPGROUPS, TURNS + 2 * WARPGROUPS)
+    v_ring = make_ring(v_desc, v_more, DV1, STAGES, WARPGROUPS, TURNS + 2 * WARPGROUPS + STAGES)
+    BLOCK_N: gl.constexpr = k_desc.block_type.shape[2]
+    o_bufs = gl.allocate_shared_memory(o_desc.dtype, [WARPGROUPS] + o_desc.block_type.shape, o_desc.layout)
+    row_tiles = RowTiles(  # type: ignore[call-arg] # aggregate gives it a constructor
+        gl.allocate_shared_memory(gl.int32, [2 * _FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])),
+        gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout()),
+    )
+    for slot in gl.static_range(2):
+        mbarrier.init(row_tiles.ready_bars.index(slot), count=1)
+    fence_async_shared()  # TMA, too, sees that the barriers are there
+    a = Args(  # type: ignore[call-arg] # aggregate gives it a constructor
+        q_desc, k_desc, v_desc, o_desc, q_more, k_more, v_more, lse_ptr,
+        sinks_ptr if HAS_SINKS else lse_ptr, o_ptr if IS_PACKED else lse_ptr,
+        sequences_ptr if IS_PACKED else lse_ptr, counter_ptr if IS_PACKED else lse_ptr,
+        row_tiles, q_ring, o_bufs, k_ring, v_ring,
+        batch, heads, seqlen_q, seqlen_k, tiles_m, together, dealt, window_left, window_right, scale_log2,
+        cap_scale, GROUP, WARPGROUPS, BLOCK_N, STAGES, IS_PACKED, HAS_SEQUSED_Q, HAS_SINKS, HAS_SOFTCAP,
+        BOUND_LEFT, BOUND_RIGHT, PING_PONG, STORE_LSE, WARPGROUPS == 3 and BLOCK_N == 128, D1, DV0, DV1, DV,
+    )  # fmt: skip
+    R: gl.constexpr = MATRIX_REGISTERS
+    if WARPGROUPS == 2:
+        gl.warp_specialize(
+            [(_attend_partition, (a, 0)), (_attend_partition, (a, 1)), (_load_partition, (a,))],
+            [4, 1],
+            [R, 32],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_attend_partition, (a, 0)),
+                (_attend_partition, (a, 1)),
+                (_attend_partition, (a, 2)),
+                (_load_partition, (a,)),
+            ],
+            [4, 4, 1],
+            [R, R, 32],
+        )

@@ -1,0 +1,1 @@
+"""The gradients of attention, for the harness."""

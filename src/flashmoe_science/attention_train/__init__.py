@@ -1,0 +1,1 @@
+"""Attention in a step of training, forward and backward, for the harness."""

@@ -1,0 +1,1 @@
+"""Attention of packed sequences, for the harness; the operator itself lives in ``attention``."""

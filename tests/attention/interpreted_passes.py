@@ -1,0 +1,85 @@
+"""Child process: run the passes around Hopper's backward kernel in Triton's interpreter, and answer ``right``."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from flashmoe_science.attention import backward_passes_triton
+from flashmoe_science.attention.backward_hopper_plan import HopperBackwardConfig, hopper_backward_tiles
+from flashmoe_science.attention.backward_plan import plan_backward
+from flashmoe_science.attention.backward_prepare import prepare_backward_kernels
+from flashmoe_science.attention.backward_problem import BackwardProblem
+from flashmoe_science.attention.backward_sm90 import scratch_sizes
+from flashmoe_science.attention.prepare import interpret
+from flashmoe_science.attention.problem import AttentionProblem, output_strides
+from flashmoe_science.gpu.specs import SPECS
+
+
+def as_held(part: torch.Tensor) -> torch.Tensor:
+    """Return 64 x 64 numbers of dQ in the order in which the kernel's threads hold and store them."""
+    x = part.reshape(4, 2, 8, 8, 4, 2)  # warp, 8 rows further, row, column / 8, lane, column
+    return x.permute(3, 0, 2, 4, 1, 5).reshape(4096)
+
+
+def check(head_dim: int, head_dim_v: int, seqlen: int, *, turned: bool) -> None:
+    """Run both passes on random numbers and compare with what they mean."""
+    batch, heads = 2, 3
+    generator = torch.Generator().manual_seed(head_dim)
+    q_strides: Any = (heads * seqlen * head_dim, head_dim, heads * head_dim, 1) if turned else ()
+    p = AttentionProblem(
+        batch, heads, 1, seqlen, 60, head_dim, head_dim_v, "fp16", causal=True, softmax_scale=0.5, q_strides=q_strides
+    )
+    problem = BackwardProblem(p, has_dlse=True)
+    plan = plan_backward(problem, SPECS["H200"], "backward_gluon_sm90")
+    config = plan.config
+    assert isinstance(config, HopperBackwardConfig)
+    before, _, after = prepare_backward_kernels(plan)
+
+    def made(name: str, columns: int) -> torch.Tensor:
+        strides = problem.o_strides if name == "o" else output_strides(batch, heads, seqlen, columns, p.q_strides)
+        x = torch.empty(batch, heads, seqlen, columns, dtype=torch.float16)
+        return x.as_strided(x.shape, strides).copy_(torch.randn(x.shape, generator=generator))
+
+    o, do = made("o", head_dim_v), made("do", head_dim_v)
+    lse = torch.randn(batch, heads, seqlen, generator=generator)
+    lse[:, 1, : seqlen // 3] = -math.inf  # rows that see no key, whose LSE has a gradient of NaN
+    dlse = torch.where(lse == -math.inf, math.nan, torch.randn(lse.shape, generator=generator))
+    sizes = scratch_sizes(problem, config)
+    stats, acc = (torch.full((sizes[name],), math.nan) for name in ("stats", "acc"))
+    turns = torch.full((sizes["turns"],), -7, dtype=torch.int32)
+    interpret(before, (o, do, lse, dlse, stats, acc, turns))
+    assert not turns.any()
+    m, tiles_m = config.block_m, hopper_backward_tiles(problem, config)[0]
+    found = stats.reshape(batch, heads, tiles_m, 2, m).transpose(2, 3).reshape(batch, heads, 2, -1)
+    seen = lse != -math.inf
+    delta = torch.where(seen, (o.float() * do.float()).sum(-1) - dlse, 0.0)
+    torch.testing.assert_close(found[:, :, 1, :seqlen], delta, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found[:, :, 0, :seqlen], torch.where(seen, lse * math.log2(math.e), math.inf))
+    assert torch.equal(found[:, :, 0, seqlen:], torch.full_like(found[:, :, 0, seqlen:], math.inf))
+    assert not found[:, :, 1, seqlen:].any()
+
+    columns = sizes["acc"] // (batch * heads * tiles_m * m)
+    exact = torch.randn(batch, heads, tiles_m * m, columns, generator=generator)
+    parts = exact.reshape(batch * heads * tiles_m, m // 64, 64, columns // 64, 64).permute(0, 3, 1, 2, 4)
+    acc = torch.stack([as_held(part) for part in parts.reshape(-1, 64, 64)]).reshape(-1)
+    tiles = batch * heads * tiles_m
+    seen_by = torch.arange(tiles) % 3  # 0: the tile sees no key, and was not written
+    turns[:-1] = seen_by.repeat_interleave(config.turns)
+    acc.view(tiles, -1)[seen_by == 0] = math.nan
+    dq = torch.full((batch, heads, seqlen, head_dim), math.nan, dtype=torch.float16)
+    dq = dq.as_strided(dq.shape, problem.dq_strides)
+    interpret(after, (acc, turns, dq))
+    written = (seen_by > 0).reshape(batch, heads, tiles_m, 1).expand(-1, -1, -1, m).reshape(batch, heads, -1, 1)
+    expected = torch.where(written, 0.5 * exact, 0.0)[:, :, :seqlen, :head_dim]
+    assert torch.equal(dq, expected.half())
+
+
+if __name__ == "__main__":
+    # The instruction that waits for the kernel before is none to the interpreter.
+    vars(backward_passes_triton)["gdc_wait"] = lambda: None
+    for head_dim, head_dim_v, seqlen in ((64, 64, 128), (40, 24, 150), (128, 128, 64), (104, 40, 70), (192, 128, 70)):
+        check(head_dim, head_dim_v, seqlen, turned=head_dim == 40)
+    print("right")
