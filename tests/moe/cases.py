@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+import tempfile
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,10 +35,25 @@ class Case:
     ids_dtype: str = "i32"
     weights_dtype: str = "fp32"
     strided: bool = False  # x and weights lie in memory in another order
+    far: bool = False  # columns of x lie so far apart that 32 bits do not count the elements between them
     batch_invariant: bool = False
+    gradients: bool = False  # they are what is checked
 
     def __str__(self) -> str:
         return f"{self.why.replace(' ', '-')}-{self.kernel}-{self.dtype}"
+
+
+def far_apart(x: torch.Tensor) -> torch.Tensor:
+    """Return ``x`` with its columns so far apart, in a file with holes, which begins 2**31 elements before it.
+
+    So what is read at an offset that lost its upper bits is a zero, and no crash.
+    """
+    stride = 2**32 // x.shape[1]
+    elements = 2**31 + stride * x.shape[1]
+    with tempfile.TemporaryFile() as file:
+        file.truncate(elements * x.element_size())
+        memory = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=x.dtype)
+    return memory.as_strided(x.shape, (1, stride), 2**31).copy_(x)
 
 
 def make_tensors(case: Case, device: str = "cpu", seed: int = 0) -> dict[str, Any]:
@@ -73,6 +90,8 @@ def make_tensors(case: Case, device: str = "cpu", seed: int = 0) -> dict[str, An
         tensors["x"] = torch.stack((tensors["x"], tensors["x"]), 1)[:, 1]
         for name in ("w_gate_up", "w_down"):
             tensors[name] = tensors[name].transpose(1, 2).contiguous().transpose(1, 2)
+    if case.far:
+        tensors["x"] = far_apart(tensors["x"])
     return tensors
 
 
@@ -96,10 +115,26 @@ CASES = [
     Case("few tokens of fewer experts than pairs", 20, 3, 2, kernel="few_triton"),
     Case("many rows of one expert", 20, 3, 2, kernel="few_triton", ids="one"),
     Case("more tokens than a tile has rows", 70, 4, 2, kernel="grouped_triton"),
+    *(Case("columns far apart", 1, 3, 2, 40, 16, "fp16", kernel, far=True) for kernel in KERNELS),
+    Case("one token, parts of experts", 1, 6, 5, 40, 70, kernel="gemv_triton", ids="none", bias=True),
     Case("all on one expert", 40, 5, 1, kernel="grouped_triton", ids="one", shared=1, shared_inter=16),
     Case("low-precision weights", 9, kernel="grouped_triton", weights_dtype="bf16", dtype="fp16"),
     Case("top_k above one step of the sum", 3, 20, 11, 16, 16, kernel="few_triton"),
     *(Case(f"activation {name}", 5, 4, 2, 24, 16, kernel="few_triton", activation=name, bias=True)
       for name in ("geglu", "geglu_tanh", "relu2", "silu", "gelu", "gelu_tanh")),
+]  # fmt: skip
+GRADIENT_CASES = [
+    Case("grouped", 20, 3, 2, 40, 24, gradients=True),
+    Case("grouped", 9, 3, 2, 40, 24, dtype="fp16", gradients=True),
+    Case("clamps", 9, 3, 2, 24, 20, activation="swiglu_clamped", interleaved=True, bias=True, gradients=True),
+    Case("odd sizes", 5, 4, 3, 37, 29, bias=True, gradients=True),
+    Case("strange ids", 9, 3, 2, 24, 16, ids="none", ids_dtype="i64", bias=True, gradients=True),
+    Case("shared", 7, 2, 1, 24, 16, shared=2, shared_inter=24, weighted=True, gradients=True),
+    Case("one expert", 7, 3, 1, 24, 16, shared=1, shared_inter=16, ids="one", strided=True, gradients=True),
+    Case("one token", 1, 5, 2, 24, 16, bias=True, gradients=True),
+    Case("columns far apart", 5, 2, 1, 40, 16, dtype="fp16", far=True, gradients=True),
+    Case("many column tiles", 2, 1, 1, 16, 1060, activation="relu2", gradients=True),
+    *(Case(f"activation {name}", 5, 2, 1, 16, 16, activation=name, bias=True, gradients=True)
+      for name in ("geglu", "geglu_tanh", "silu", "gelu", "gelu_tanh")),
 ]  # fmt: skip
 EMPTY_CASES = [Case("no tokens", 0, kernel=kernel) for kernel in ("few_triton", "grouped_triton")]

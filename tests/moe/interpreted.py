@@ -12,10 +12,10 @@ from flashmoe_science.moe import reference
 from flashmoe_science.moe.plan import Tile, TileConfig, make_plan, workspace_sizes
 from flashmoe_science.moe.prepare import interpret, prepare_moe_kernels
 from flashmoe_science.moe.problem import MoeProblem
-from flashmoe_science.moe.routing import describe_routing, run_route
+from flashmoe_science.moe.routing import describe_routing, run_route, run_route_backward
 
-from .cases import Case, make_tensors
-from .checks import assert_right, run
+from .cases import Case, far_apart, make_tensors
+from .checks import assert_gradients_right, assert_right, run, run_gradients
 
 
 def fill(tensor: torch.Tensor) -> torch.Tensor:
@@ -30,6 +30,19 @@ def check(case: Case) -> None:
     assert_right(case, out, tensors)
     if case.tokens < 100:
         assert torch.equal(run(case, tensors), out), "another run gives other bits"
+
+
+def check_gradients(case: Case) -> None:
+    """Compare output and gradients with fp64; a second run must have the same bits."""
+    tensors = make_tensors(case)
+    do = torch.randn(tensors["x"].shape, generator=torch.Generator().manual_seed(1)).to(tensors["x"].dtype)
+    found = run_gradients(case, tensors, do)
+    assert_gradients_right(case, found, tensors, do)
+    if case.tokens != 20:
+        return
+    again = run_gradients(case, tensors, do)
+    different = [name for name in found if not torch.equal(found[name], again[name])]
+    assert not different, f"another run gives other bits: {different}"
 
 
 def check_invariance(case: Case) -> None:
@@ -47,6 +60,22 @@ def check_route(logits: torch.Tensor, top_k: int, bias: torch.Tensor | None, **o
     exact_weights, exact_ids = reference.route(logits, top_k, bias=bias, **options)
     assert torch.equal(ids, exact_ids), f"{ids} instead of {exact_ids}"
     torch.testing.assert_close(weights, exact_weights, rtol=1e-5, atol=1e-7, equal_nan=True)
+    if bias is None or not logits.isnan().any():
+        check_route_gradient(logits.nan_to_num(0.0, 0.0, -9.0), top_k, bias, **options)
+
+
+def check_route_gradient(logits: torch.Tensor, top_k: int, bias: torch.Tensor | None, **options: Any) -> None:
+    """Compare the gradient of the logits with that of autograd through the reference, in fp64."""
+    leaf = logits.double().requires_grad_()
+    exact, ids = reference.route(leaf, top_k, bias=bias, **options, dtype=torch.float64)
+    dweights = torch.randn(exact.shape, generator=torch.Generator().manual_seed(4))
+    (gradient,) = torch.autograd.grad(exact, leaf, dweights.double(), allow_unused=True)
+    routing = describe_routing(logits, top_k, bias=bias, **options)
+    found = run_route_backward(routing, logits, ids, dweights)
+    named = {name: options[name] for name in ("score", "renormalize", "scale") if name in options}
+    of_reference = reference.route_gradient(dweights, logits, ids, **named, dtype=torch.float64)
+    torch.testing.assert_close(found.double(), gradient, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(of_reference, gradient, rtol=1e-10, atol=1e-12)
 
 
 def check_routes(seed: int) -> None:
@@ -69,6 +98,9 @@ def check_routes(seed: int) -> None:
         bias = torch.randn(experts, generator=g) * 0.3 if biased else None
         check_route(logits, top_k, bias, **options)
         check_route(logits.t().contiguous().t(), top_k, bias, **options)
+    far = far_apart(torch.randn(5, 8, generator=g))
+    check_route(far, 2, None)
+    check_route_gradient(far, 2, None)
 
 
 def check_sort(experts: int, pairs: int) -> None:
@@ -110,6 +142,8 @@ def main() -> None:
                 check_routes(what)
             elif isinstance(what, tuple):
                 check_sort(*what)
+            elif what.gradients:
+                check_gradients(what)
             else:
                 check_invariance(what) if what.batch_invariant else check(what)
             answer = "right"

@@ -9,7 +9,7 @@ import torch
 
 from flashmoe_science import explain_moe, fused_moe, route
 from flashmoe_science.moe import reference
-from flashmoe_science.moe.plan import tile_rows
+from flashmoe_science.moe.tiles import tile_rows
 
 from ..attention.checks import poison_allocator
 from .cases import CASES, EMPTY_CASES, Case, make_tensors, options_of
@@ -19,6 +19,10 @@ pytestmark = pytest.mark.gpu
 
 TOKENS = (1, 2, 3, 8, 17, 64, 100, 257, 1000, 4500)
 ACTIVATIONS = ("swiglu", "swiglu_clamped", "geglu", "geglu_tanh", "relu2", "silu", "gelu", "gelu_tanh")
+
+
+def is_hopper() -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 
 
 def check(case: Case) -> torch.Tensor:
@@ -59,6 +63,22 @@ def test_sizes(tokens, sizes):
 def test_shared_experts(tokens):
     check(Case("shared", tokens, 8, 2, 128, 256, "bf16", shared=2, shared_inter=96, weighted=True))
     check(Case("shared", tokens, 8, 2, 128, 256, "bf16", shared=1, shared_inter=512))
+
+
+HOPPER_SIZES = [(1024, 256, 256), (1000, 192, 320), (999, 2880, 360), (700, 64, 64), (2500, 136, 72)]
+
+
+@pytest.mark.skipif(not is_hopper(), reason="it needs Hopper")
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("sizes", HOPPER_SIZES, ids=str)
+def test_the_kernel_for_hopper(sizes, dtype):
+    """Tiles that are full, not full, and of one warpgroup; reductions with and without a rest, and of one step."""
+    tokens, hidden, inter = sizes
+    kernel = "grouped_gluon_sm90"
+    for more in ({}, {"activation": "swiglu_clamped", "interleaved": True, "bias": True}, {"activation": "relu2"}):
+        check(Case("hopper", tokens, 5, 3, hidden, inter, dtype, kernel=kernel, **more))
+    check(Case("hopper", tokens, 5, 3, hidden, inter, dtype, kernel=kernel, ids="none", ids_dtype="i64"))
+    check(Case("hopper", tokens, 5, 1, hidden, inter, dtype, kernel=kernel, ids="one", shared=1, shared_inter=64))
 
 
 def test_every_row_of_the_table():

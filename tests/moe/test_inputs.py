@@ -65,6 +65,9 @@ def test_a_tensor_is_refused(change, message):
         ({"activation": "tanh"}, "activation must be one of swiglu, .*, got 'tanh'"),
         ({"activation": 1}, "activation must be one of swiglu, .*, got 1"),
         ({"interleaved": 1}, "interleaved must be True or False, got 1"),
+        ({"alpha": "a"}, "alpha must be a positive number or None, got 'a'"),
+        ({"alpha": True}, "alpha must be a positive number or None, got True"),
+        ({"kernel": None}, "kernel must be auto or one of gemv_triton, .*, got None"),
         ({"batch_invariant": None}, "batch_invariant must be True or False, got None"),
         ({"alpha": 1.0}, "alpha must be None for swiglu, got 1.0"),
         ({"limit": -1.0}, "limit must be a positive number or None, got -1.0"),
@@ -73,8 +76,9 @@ def test_a_tensor_is_refused(change, message):
     ],
 )
 def test_an_option_is_refused(options, message):
-    with pytest.raises(InputError, match=message):
-        call({}, **options)
+    for change in ({}, {"w_down": zeros(4, 16, 8).requires_grad_()}):
+        with pytest.raises(InputError, match=message):
+            call(change, **options)
 
 
 def test_gates_must_be_there_to_be_interleaved():
@@ -89,15 +93,17 @@ def test_a_forced_kernel_never_falls_back(kernel):
         call({}, kernel=kernel)
 
 
-def test_gradients_are_refused_until_there_is_a_backward():
+def test_gradients_are_recorded_where_they_are_wanted():
     tensors = make_tensors(Case("grad"))
     tensors["w_down"].requires_grad_()
-    with pytest.raises(UnsupportedError, match="w_down requires grad, and there is no backward yet"):
-        fused_moe(**tensors)
+    assert fused_moe(**tensors).requires_grad
     assert explain_moe(**tensors).kernel == "reference"
     with torch.no_grad():
         assert not fused_moe(**tensors).requires_grad
-    tensors["w_down"].requires_grad_(False)
+
+
+def test_forward_mode_derivatives_are_refused():
+    tensors = make_tensors(Case("tangent"))
     with torch.autograd.forward_ad.dual_level():
         tensors["x"] = torch.autograd.forward_ad.make_dual(tensors["x"], tensors["x"])
         with pytest.raises(UnsupportedError, match="x has a forward-mode tangent"):
@@ -119,6 +125,10 @@ def test_gradients_are_refused_until_there_is_a_backward():
         ({"groups": 3}, "groups must divide the 8 experts, got 3"),
         ({"groups": 2, "top_groups": 3}, "top_groups must be at most groups = 2, got 3"),
         ({"groups": 4, "top_k": 3}, "top_k must be at most the 2 experts of 1 groups, got 3"),
+        ({"top_k": 2.0}, "top_k must be an integer, 1 or more, got 2.0"),
+        ({"score": 3}, "score must be one of softmax, sigmoid, got 3"),
+        ({"scale": "x"}, "scale must be a finite number, got 'x'"),
+        ({"scale": True}, "scale must be a finite number, got True"),
         ({"score": "relu"}, "score must be one of softmax, sigmoid, got 'relu'"),
         ({"renormalize": 1}, "renormalize must be True or False, got 1"),
         ({"scale": float("nan")}, "scale must be a finite number, got nan"),
@@ -128,6 +138,10 @@ def test_a_routing_is_refused(options, message):
     full: dict[str, Any] = {"logits": zeros(3, 8), "top_k": 2, **options}
     with pytest.raises(InputError, match=message):
         route(**full)
+    if isinstance(full["logits"], torch.Tensor) and full["logits"].is_floating_point():
+        full["logits"].requires_grad_()
+        with pytest.raises(InputError, match=message):
+            route(**full)
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 5])

@@ -119,7 +119,7 @@ def test_the_suites_hold_what_they_say_and_fit_a_gpu():
 @pytest.mark.triton
 def test_jobs_name_every_kernel_once():
     cases = [OPERATOR.parse_case({**TABLE, "tokens": tokens, "dtype": "bf16"}) for tokens in (100, 200)]
-    jobs = OPERATOR.compile_jobs("fused_moe", cases, ["H200"])
+    jobs = OPERATOR.compile_jobs("fused_moe", cases, ["A100"])
     names = [job.label.partition(" ")[0] for job in jobs]
     assert sorted(set(names)) == ["_combine_kernel", "_down_kernel", "_gate_up_kernel", "_sort_few_kernel"]
     assert names.count("_combine_kernel") == 1

@@ -11,18 +11,19 @@ import torch
 
 from flashmoe_science import InputError, UnsupportedError, explain_moe
 from flashmoe_science.gpu.specs import SPECS
+from flashmoe_science.moe.backward_plan import plan_backward
 from flashmoe_science.moe.plan import (
     MAX_FEW_PAIRS,
     MAX_PAIRS_SORTED_AT_ONCE,
     NARROW,
     TABLES,
-    TileConfig,
     choose_tile,
     most_tiles,
     plan_moe,
     workspace_sizes,
 )
 from flashmoe_science.moe.problem import MoeProblem
+from flashmoe_science.moe.tiles import SMALL_BACKWARD
 
 from .cases import Case, make_tensors
 
@@ -102,8 +103,7 @@ def test_the_table_of_tiles_has_room(counts):
 def test_the_workspace_grows_with_pairs_alone():
     for tokens, experts in itertools.product((20, 600, 32768), (8, 512)):
         plan = plan_moe(with_tokens(tokens, experts=experts), SPECS["H200"])
-        assert isinstance(plan.config, TileConfig)
-        if plan.kernel == "grouped_triton":
+        if plan.kernel in ("grouped_triton", "grouped_gluon_sm90"):
             pairs = plan.problem.pairs
             counts = (pairs // 256 + 2) * 2 * (experts + 2)
             assert sum(workspace_sizes(plan).values()) < 3 * pairs + 4 * min(experts, pairs) + 16 + counts
@@ -131,7 +131,7 @@ def test_explain_shows_the_plan():
     text = str(plan_moe(with_tokens(3000, shared_experts=1, shared_inter=768), SPECS["H200"]))
     assert "launch  _gate_up_kernel, grid" in text
     assert "shared up  block_n" in text
-    assert plan_moe(with_tokens(3000), SPECS["H200"]).as_dict()["config"]["block_m"] == 128
+    assert plan_moe(with_tokens(3000), SPECS["A100"]).as_dict()["config"]["block_m"] == 128
 
 
 @pytest.mark.parametrize(
@@ -155,3 +155,82 @@ def test_work_counts_both_products():
     assert QWEN3.flops == 6 * 8 * 2048 * 768
     assert dataclasses.replace(QWEN3, activation="relu2", gate_up_strides=()).flops == 4 * 8 * 2048 * 768
     assert QWEN3.expert_bytes == 3 * 2048 * 768 * torch.bfloat16.itemsize
+
+
+HOPPER = with_tokens(8192)
+
+
+def test_hopper_has_a_kernel_of_its_own_for_many_rows():
+    plan = plan_moe(HOPPER, SPECS["H200"])
+    assert (plan.kernel, plan.steps[-3:]) == ("grouped_gluon_sm90", ("up_sm90", "down_sm90", "combine"))
+    assert "512 rows an expert" in plan.reason
+    assert "num_stages 4" in str(plan)
+    assert plan.launches[-2].grid == (132, 1, 1)
+    assert plan_moe(HOPPER, SPECS["B200"]).kernel == plan_moe(HOPPER, SPECS["L4"]).kernel == "grouped_triton"
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"tokens": 513}, "32 rows an expert are few for tiles of 128 rows"),
+        ({"dtype": "fp32"}, "it multiplies fp16 and bf16, got fp32"),
+        ({"gate_up_strides": (2048 * 1536, 1, 1536)}, "must have stride 1"),
+        ({"pointer_alignment": 8}, "multiples of 16 bytes"),
+        ({"inter": 764, "gate_up_strides": (), "down_strides": ()}, "multiples of 16 bytes"),
+        ({"x_strides": (2052, 1)}, "multiples of 16 bytes"),
+        ({"gate_up_strides": (0, 2048, 1)}, "w_gate_up is expanded: TMA does not step by 0"),
+        ({"down_strides": (2048 * 768, 0, 1)}, "w_down is expanded: TMA does not step by 0"),
+    ],
+)
+def test_where_hopper_falls_to_triton_the_plan_says_why(change, reason):
+    plan = plan_moe(dataclasses.replace(HOPPER, **change), SPECS["H200"])
+    assert plan.kernel == "grouped_triton"
+    assert reason in plan.reason
+    if "tokens" not in change:
+        with pytest.raises(UnsupportedError, match=reason):
+            plan_moe(dataclasses.replace(HOPPER, **change), SPECS["H200"], "grouped_gluon_sm90")
+
+
+def test_hopper_serves_what_is_expanded_and_not_stepped_along_by_tma():
+    """Rows of x are gathered by their addresses, and one expert has none beside it."""
+    one = {"experts": 1, "top_k": 1, "gate_up_strides": (0, 2048, 1), "down_strides": (0, 768, 1)}
+    for change in ({"x_strides": (0, 1)}, one):
+        assert plan_moe(dataclasses.replace(HOPPER, **change), SPECS["H200"]).kernel == "grouped_gluon_sm90"
+
+
+def test_the_kernel_for_hopper_is_refused_elsewhere():
+    with pytest.raises(UnsupportedError, match="it needs Hopper"):
+        plan_moe(HOPPER, SPECS["B200"], "grouped_gluon_sm90")
+    with pytest.raises(UnsupportedError, match="one token would be served by another kernel"):
+        plan_moe(dataclasses.replace(HOPPER, batch_invariant=True), SPECS["H200"], "grouped_gluon_sm90")
+
+
+def test_gradients_ask_for_kernels_that_keep_the_product():
+    plan = plan_moe(with_tokens(2, keep_product=True), SPECS["H200"])
+    assert plan.kernel == "grouped_triton"
+    assert "gradients need the first product" in plan.reason
+    for kernel in ("gemv_triton", "few_triton"):
+        with pytest.raises(UnsupportedError, match="it keeps nothing for gradients"):
+            plan_moe(with_tokens(1, keep_product=True), SPECS["H200"], kernel)
+
+
+def test_the_plan_of_gradients_makes_what_is_wanted():
+    kept = with_tokens(8192, keep_product=True)
+    plan = plan_backward(kept, SPECS["H200"], ("x", "w_gate_up", "w_down", "topk_weights"))
+    sort = ("count", "sum", "place")
+    products = ("dx_sm90", "dcombine", "dgate_up_sm90", "ddown_sm90")
+    assert plan.steps == (*sort, "dactivation", "drouting", *products)
+    assert "Hopper" in plan.reason
+    expanded = dataclasses.replace(kept, down_strides=(0, 768, 1))
+    assert "dx_sm90" not in plan_backward(expanded, SPECS["H200"], ("x",)).steps
+    assert plan_backward(kept, SPECS["A100"], ("x",)).steps == (*sort, "dactivation", "dx", "dcombine")
+    biases = plan_backward(kept, SPECS["H200"], ("w_gate_up", "bias_gate_up", "w_down"))
+    assert biases.steps[-2:] == ("dgate_up", "ddown_sm90")
+    assert plan_backward(with_tokens(30, keep_product=True), SPECS["H200"], ("x",)).steps[-2:] == ("dx", "dcombine")
+    assert plan_backward(dataclasses.replace(kept, inter=767), SPECS["H200"], ("x",)).config == SMALL_BACKWARD
+
+
+def test_every_architecture_has_tiles_for_gradients():
+    for spec in SPECS.values():
+        for dtype in ("fp16", "bf16", "fp32"):
+            assert plan_backward(with_tokens(1000, dtype=dtype), spec, ("x",)).config is not None

@@ -17,10 +17,15 @@ pytest.importorskip("triton", reason="Triton exists for Linux only")
 from flashmoe_science.gpu.compile import compile_kernel, read_resources
 from flashmoe_science.gpu.launch import count_parameters
 from flashmoe_science.gpu.specs import SPECS
+from flashmoe_science.moe.backward_plan import GRADIENTS, make_backward_plan, plan_backward
 from flashmoe_science.moe.plan import NARROW, TABLES, TileConfig, make_plan, plan_moe
-from flashmoe_science.moe.prepare import PreparedKernel, prepare_moe_kernels
+from flashmoe_science.moe.prepare import prepare_moe_kernels
+from flashmoe_science.moe.prepare_backward import prepare_backward_kernels
+from flashmoe_science.moe.prepare_sm90 import ragged_map
+from flashmoe_science.moe.prepared import PreparedKernel
 from flashmoe_science.moe.problem import MoeProblem
-from flashmoe_science.moe.routing import Routing, kernel_of
+from flashmoe_science.moe.routing import Routing, backward_kernel_of, kernel_of
+from flashmoe_science.moe.tiles import BACKWARD_TABLES, SMALL_BACKWARD, BackwardConfig
 
 pytestmark = pytest.mark.triton
 
@@ -114,6 +119,7 @@ def test_sorting_and_routing_compile(arch):
             if step in ("sort", "count", "sum", "place", "combine"):
                 check(kernel, arch)
     routing = Routing(9, experts, 4, "fp32", (experts, 1), "sigmoid", True, "fp32", 4, 2, 1.0)
+    check(backward_kernel_of(routing, arch), arch)
     check(kernel_of(dataclasses.replace(routing, groups=1, top_groups=1) if arch != 90 else routing, arch), arch)
 
 
@@ -130,7 +136,7 @@ def test_arguments_are_given_in_the_order_of_the_kernel():
                 constants = dict(kernel.source.constants)
                 given = [name for name in kernel.source.function.arg_names if name not in constants]
                 assert [name for name, _ in kernel.source.signature] == given
-                kinds = [kind.startswith("*") for _, kind in kernel.source.signature]
+                kinds = [kind.startswith(("*", "tensordesc")) for _, kind in kernel.source.signature]
                 assert kinds == sorted(kinds, reverse=True), "pointers come first"
                 assert len(kernel.scalars) == kinds.count(False)
                 assert len(kernel.tensors) == kinds.count(True)
@@ -145,3 +151,114 @@ def test_a_kernel_waits_for_the_one_before_it_on_hopper_and_later():
                 assert read_resources(kernel.source, 90).instructions["ACQBULK"] == 1
         for kernel in prepare_moe_kernels(plan_moe(problem, SPECS["L4"])):
             assert not kernel.source.dependent_launch
+
+
+HOPPER_WAYS: dict[str, dict[str, Any]] = {
+    "kept": {**PLAIN, "keep_product": True},
+    "gpt-oss": WAYS["gpt-oss"],
+    "short": {**PLAIN, "hidden": 136, "inter": 72, "activation": "relu2"},
+}
+
+
+@pytest.mark.parametrize("way", HOPPER_WAYS)
+def test_the_products_for_hopper_compile(way):
+    """Nothing spills, all of shared memory is used, and no product waits for the one before it."""
+    dtype = "fp16" if way == "short" else "bf16"
+    plan = plan_moe(MoeProblem(tokens=3000, dtype=dtype, **HOPPER_WAYS[way]), SPECS["H200"])
+    assert plan.kernel == "grouped_gluon_sm90"
+    kernels = dict(zip(plan.steps, prepare_moe_kernels(plan), strict=True))
+    for step in ("up_sm90", "down_sm90"):
+        source = kernels[step].source
+        found = read_resources(source, 90)
+        assert found.spill_bytes == 0
+        assert found.shared_memory_bytes <= SPECS["H200"].shared_memory_per_block_bytes
+        compiled = compile_kernel(source, 90)
+        count_parameters(source, compiled.asm["ptx"])
+        # Four of 16 columns a step: in front of the loop and in it, in both warpgroups.
+        assert found.instructions["HGMMA"] in (8, 16)
+        assert found.instructions["UTMASTG"], "the output is not stored by TMA"
+        assert (found.instructions.get("LDGSTS", 0) > 0) == (step == "up_sm90"), "rows are gathered in the first alone"
+        boxes = [layout["block_size"] for layout in compiled.metadata.tensordesc_meta]
+        assert [len(box) for box in boxes] == [len(tensor_map.shape) for tensor_map in kernels[step].tensor_maps]
+
+
+def test_an_output_that_ends_anywhere_wraps_around():
+    """The address of (2^30, end, 2^30 - rows + r, part, column) is that of row end - rows + r, modulo 2^64."""
+    tensor_map = ragged_map("bf16", 768, 2)
+    for end, rows, row, part, column in ((64, 64, 0, 0, 0), (700, 13, 12, 1, 64), (2**30, 1, 0, 0, 704)):
+        place = (2**30, end, 2**30 - rows + row, part, column)
+        assert all(at < size for at, size in zip(place, tensor_map.shape, strict=True))
+        address = 2 * sum(at * stride for at, stride in zip(place, tensor_map.strides, strict=True))
+        assert address % 2**64 == 2 * ((end - rows + row) * 1536 + part * 768 + column)
+    assert all(2 * stride % 16 == 0 and 2 * stride < 2**40 for stride in tensor_map.strides[:4])
+
+
+def backward_rows() -> Iterator[tuple[int, int, BackwardConfig, str]]:
+    """Each row of the tables, on one architecture of its own; those of fp32 are the same everywhere."""
+    for place, (archs, table) in enumerate(BACKWARD_TABLES.items()):
+        for number, config in enumerate(table[2]):
+            yield archs[place % len(archs)], 2, config, ("plain", "gpt-oss")[(place + number) % 2]
+    yield 80, 4, BACKWARD_TABLES[(80,)][4][0], "plain"
+    yield 90, 2, SMALL_BACKWARD, "gpt-oss"
+    yield 100, 2, BACKWARD_TABLES[(90, 100)][2][1], "gpt-oss"
+
+
+@pytest.mark.parametrize(("arch", "item_bytes", "config", "way"), [*backward_rows()])
+def test_every_tile_of_gradients_compiles(arch, item_bytes, config, way):
+    dtype = "bf16" if item_bytes == 2 else "fp32"
+    problem = MoeProblem(tokens=700, dtype=dtype, **WAYS[way], keep_product=True)
+    plan = make_backward_plan(problem, GPUS[arch], arch, config, GRADIENTS, "a test asked")
+    for step, kernel in zip(plan.steps, prepare_backward_kernels(plan), strict=True):
+        if step not in ("dactivation", "drouting", "dx", "dgate_up", "ddown"):
+            continue
+        found = read_resources(kernel.source, arch)
+        assert found.spill_bytes == 0, (kernel.source.name, found.registers)
+        assert found.shared_memory_bytes <= SPECS[GPUS[arch]].shared_memory_per_block_bytes
+        count_parameters(kernel.source, compile_kernel(kernel.source, arch).asm["ptx"])
+        constants = dict(kernel.source.constants)
+        given = [name for name in kernel.source.function.arg_names if name not in constants]
+        assert [name for name, _ in kernel.source.signature] == given
+        if item_bytes == 2 and kernel.source.name in ("_activation_backward_kernel", "_weight_gradient_kernel"):
+            assert any("MMA" in opcode for opcode in found.instructions), "the matrix units are not used"
+
+
+def test_columns_that_end_within_a_tile_are_copied_like_others():
+    """Also on a step's weights that lie along a tile's columns, of which 2880 are 22 tiles and a half."""
+    copies = []
+    for way in ({}, {"hidden": 2880, "inter": 2880}):
+        problem = MoeProblem(tokens=700, dtype="bf16", **{**PLAIN, **way}, keep_product=True)
+        config = BACKWARD_TABLES[(80,)][2][1]
+        config = dataclasses.replace(config, activation=dataclasses.replace(config.activation, block_n=128))
+        plan = make_backward_plan(problem, "A100", 80, config, GRADIENTS[:1], "a test asked")
+        kernels = dict(zip(plan.steps, prepare_backward_kernels(plan), strict=True))
+        found = [read_resources(kernels[step].source, 80) for step in ("dactivation", "dx")]
+        copies.append([(each.instructions["LDGSTS"], each.shared_memory_bytes) for each in found])
+    assert copies[0] == copies[1]
+
+
+def test_gradients_for_hopper_compile():
+    problem = MoeProblem(3000, 8, 2, 136, 72, "bf16", keep_product=True)
+    plan = plan_backward(problem, SPECS["H200"], GRADIENTS[:4])
+    kernels = dict(zip(plan.steps, prepare_backward_kernels(plan), strict=True))
+    for step in ("dx_sm90", "dgate_up_sm90", "ddown_sm90"):
+        source = kernels[step].source
+        found = read_resources(source, 90)
+        assert found.spill_bytes == 0
+        assert found.shared_memory_bytes <= SPECS["H200"].shared_memory_per_block_bytes
+        assert found.instructions["HGMMA"] in (8, 16)
+        assert (found.instructions.get("LDGSTS", 0) > 0) == (step != "dx_sm90")
+        compiled = compile_kernel(source, 90)
+        count_parameters(source, compiled.asm["ptx"])
+        boxes = [layout["block_size"] for layout in compiled.metadata.tensordesc_meta]
+        assert [len(box) for box in boxes] == [len(tensor_map.shape) for tensor_map in kernels[step].tensor_maps]
+        constants = dict(source.constants)
+        given = [name for name in source.function.arg_names if name not in constants]
+        assert [name for name, _ in source.signature] == given
+
+
+def test_what_is_kept_for_gradients_compiles():
+    for tokens in (8, 3000):
+        problem = MoeProblem(tokens=tokens, dtype="bf16", **WAYS["gpt-oss"], keep_product=True)
+        plan = plan_moe(problem, SPECS["A100"])
+        assert plan.kernel == "grouped_triton"
+        check(dict(zip(plan.steps, prepare_moe_kernels(plan), strict=True))["up"], 80, item_bytes=2)

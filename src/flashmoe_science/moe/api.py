@@ -9,16 +9,18 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
+from ..gpu.device import gpu_of
 from .calls import Call, prepare_call
+from .gradients import differentiable, records
 from .inputs import (
     TENSORS,
     check_are_tensors,
-    gpu_of,
+    check_flags,
     layout_of,
     moe_problem_of,
-    refuse_derivatives,
+    refuse_tangents,
 )
-from .plan import MoePlan, plan_moe
+from .plan import MoePlan, check_kernel_name, plan_moe
 from .routing import route
 
 __all__ = ["explain_moe", "fused_moe", "route"]
@@ -83,12 +85,15 @@ def fused_moe(
 
     Raises:
         InputError: a shape, dtype, device or value breaks the contract above.
-        UnsupportedError: no kernel, or not the kernel forced, serves this call; or an input requires grad while
-            gradients are recorded (there is no backward yet).
+        UnsupportedError: no kernel, or not the kernel forced, serves this call; or it was asked for second-order or
+            forward-mode derivatives, of which there are none.
+
+    All tensors but the ids have gradients. For them, inputs and the first product are kept; the activation is computed
+    again. Where gradients are recorded, rows are sorted by expert whatever their number.
 
     Numerics: products accumulate in fp32; the activation and each expert's output are rounded to the dtype of x, and
-    summed in fp32 in the order of k. Run-to-run bitwise equal. Neither the host waits for the device, nor the device
-    for the host. CPU tensors run ``reference.fused_moe``.
+    summed in fp32 in the order of k. Run-to-run bitwise equal, gradients too. Neither the host waits for the device,
+    nor the device for the host. CPU tensors run ``reference.fused_moe``.
     """
     given: dict[str, Tensor | None] = {
         "x": x, "w_gate_up": w_gate_up, "w_down": w_down, "topk_weights": topk_weights, "topk_ids": topk_ids,
@@ -99,7 +104,9 @@ def fused_moe(
     check_are_tensors(given)
     if _is_compiling():
         return _call_operator(given, options)
-    refuse_derivatives(given)
+    refuse_tangents(given)
+    if records(given):
+        return _call_operator(given, options)
     # A parameter is a tensor; what else has a type of its own goes by the operator, which knows what to do with it.
     if any(type(tensor) not in (Tensor, torch.nn.Parameter) for tensor in given.values() if tensor is not None):
         return _call_operator(given, options)
@@ -119,8 +126,8 @@ def explain_moe(
 ) -> MoePlan:
     """Return the plan that would serve ``fused_moe`` with the same arguments; nothing is launched.
 
-    ``print`` shows it as text, ``.as_dict()`` gives it as data. Arguments and errors are those of ``fused_moe``, but
-    inputs may require grad.
+    ``print`` shows it as text, ``.as_dict()`` gives it as data. Arguments and errors are those of ``fused_moe``; where
+    gradients would be recorded, the plan is that of the forward pass that keeps what they need.
     """
     kernel = options.pop("kernel", "auto")
     values = (x, w_gate_up, w_down, topk_weights, topk_ids)
@@ -128,7 +135,7 @@ def explain_moe(
     given.update({name: options.pop(name) for name in TENSORS if name in options})
     check_are_tensors(given)
     tensors = {name: tensor for name, tensor in given.items() if tensor is not None}
-    return plan_moe(moe_problem_of(tensors, **options), gpu_of(x), kernel)
+    return plan_moe(moe_problem_of(tensors, **options, keep_product=records(tensors)), gpu_of(x), kernel)
 
 
 def _prepare(tensors: Mapping[str, Tensor], options: tuple[Any, ...]) -> Call:
@@ -184,11 +191,17 @@ def _fake_fused_moe(x: Tensor, *_rest: object) -> Tensor:
 
 
 def _call_operator(given: Mapping[str, Tensor | None], options: tuple[Any, ...]) -> Tensor:
-    refuse_derivatives(given)
+    refuse_tangents(given)
     activation, alpha, limit, interleaved, batch_invariant, kernel = options
-    if not isinstance(activation, str):
+    if not _is_compiling():  # the operator's signature would refuse, or change, what is of another type
+        flags = {"interleaved": interleaved, "batch_invariant": batch_invariant}
+        check_flags(activation, flags, {"alpha": alpha, "limit": limit})
+        check_kernel_name(kernel)
+    elif not isinstance(activation, str):
         raise InputError(f"activation must be a name, got {activation!r}")
     alpha, limit = (None if number is None else float(number) for number in (alpha, limit))
+    if records(given):
+        return differentiable(given, (activation, alpha, limit, interleaved, batch_invariant, kernel))
     out: Tensor = _fused_moe(
         *(given[name] for name in TENSORS), activation, alpha, limit, interleaved, batch_invariant, kernel
     )

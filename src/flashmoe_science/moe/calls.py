@@ -1,4 +1,4 @@
-"""From a call of ``fused_moe`` to its prepared launches."""
+"""From a call of ``fused_moe``, or of its gradients, to its prepared launches."""
 
 from __future__ import annotations
 
@@ -10,20 +10,29 @@ from torch import Tensor
 
 from ..errors import UnsupportedError
 from . import reference
+from .backward_plan import BackwardPlan, column_tiles
 from .plan import MoePlan, workspace_sizes
 from .problem import MoeProblem
+from .tiles import BackwardConfig
 
 _raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # noqa: SLF001 - what torch.compile's code calls
 Call = Callable[[Mapping[str, Tensor]], Tensor]
+Run = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
 
 
 def prepare_call(plan: MoePlan, device: torch.device) -> Call:
     """Compile and load the kernels of a plan, and return ``call(tensors)``, which gives the output."""
     if plan.kernel == "reference":
         return _reference_call(plan.problem)
+    run = prepare_run(plan, device)
+    return lambda tensors: run(tensors)["out"]
+
+
+def prepare_run(plan: MoePlan, device: torch.device) -> Run:
+    """Compile and load the kernels of a plan, and return ``run(tensors)``, which gives all that was made, by name."""
     if device.type == "cpu":
-        return _interpreter_call(plan)
-    return _cuda_call(plan, device)
+        return _interpreter_run(plan)
+    return _cuda_run(plan, device)
 
 
 def _reference_call(problem: MoeProblem) -> Call:
@@ -39,16 +48,21 @@ def _reference_call(problem: MoeProblem) -> Call:
 def _allocate(plan: MoePlan, x: Tensor) -> dict[str, Tensor]:
     """Return output, intermediates and workspace, not written yet."""
     problem, device = plan.problem, x.device
-    made = {"out": torch.empty(problem.tokens, problem.hidden, dtype=x.dtype, device=device)}
-    if not plan.steps:
-        return made
-    made["h"] = torch.empty(problem.pairs, problem.inter, dtype=x.dtype, device=device)
-    if "combine" in plan.steps:
-        made["y"] = torch.empty(problem.pairs, problem.hidden, dtype=x.dtype, device=device)
-    if problem.shared_experts:
-        rows = problem.shared_experts * problem.tokens
-        made["shared_h"] = torch.empty(rows, problem.shared_inter, dtype=x.dtype, device=device)
-        made["shared_y"] = torch.empty(rows, problem.hidden, dtype=x.dtype, device=device)
+    if isinstance(plan, BackwardPlan):
+        made = _allocate_backward(plan, x)
+    else:
+        made = {"out": torch.empty(problem.tokens, problem.hidden, dtype=x.dtype, device=device)}
+        if problem.keep_product:
+            made.update(_allocate_products(problem, x))
+        if not plan.steps:
+            return made
+        made["h"] = torch.empty(problem.pairs, problem.inter, dtype=x.dtype, device=device)
+        if "combine" in plan.steps:
+            made["y"] = torch.empty(problem.pairs, problem.hidden, dtype=x.dtype, device=device)
+        if problem.shared_experts:
+            rows = problem.shared_experts * problem.tokens
+            made["shared_h"] = torch.empty(rows, problem.shared_inter, dtype=x.dtype, device=device)
+            made["shared_y"] = torch.empty(rows, problem.hidden, dtype=x.dtype, device=device)
     sizes = workspace_sizes(plan)
     if sizes:
         whole = torch.empty(sum(sizes.values()), dtype=torch.int32, device=device)
@@ -57,41 +71,89 @@ def _allocate(plan: MoePlan, x: Tensor) -> dict[str, Tensor]:
     return made
 
 
-def _interpreter_call(plan: MoePlan) -> Call:
-    from .prepare import interpret, prepare_moe_kernels
+def _allocate_products(problem: MoeProblem, x: Tensor) -> dict[str, Tensor]:
+    """Return what is kept for gradients, of routed and of shared experts, not written yet."""
+    theirs = problem.shared() if problem.shared_experts else None
+    return {
+        "product": torch.empty(problem.pairs, problem.columns_up, dtype=x.dtype, device=x.device),
+        "shared_product": torch.empty(
+            (theirs.pairs, theirs.columns_up) if theirs else (0, 0), dtype=x.dtype, device=x.device
+        ),
+    }
+
+
+def _allocate_backward(plan: BackwardPlan, x: Tensor) -> dict[str, Tensor]:
+    """Return gradients and intermediates, not written yet. A weight's gradient is made where its bias's is."""
+    problem, config, wanted = plan.problem, plan.config, plan.wanted
+    assert isinstance(config, BackwardConfig)
+    made: dict[str, Tensor] = {}
+
+    def add(name: str, *shape: int, dtype: torch.dtype = x.dtype) -> None:
+        made[name] = torch.empty(shape, dtype=dtype, device=x.device)
+
+    add("dproduct", problem.pairs, problem.columns_up)
+    if "topk_weights" in wanted:
+        add("sums", problem.pairs, column_tiles(problem, config), dtype=torch.float32)
+        kinds = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+        add("d_topk_weights", problem.tokens, problem.top_k, dtype=kinds[problem.weights_dtype])
+    if "x" in wanted:
+        add("dx_rows", problem.pairs, problem.hidden)
+        add("d_x", problem.tokens, problem.hidden)
+    if {"dgate_up", "dgate_up_sm90"} & set(plan.steps):
+        add("d_w_gate_up", problem.experts, problem.columns_up, problem.hidden)
+        add("d_bias_gate_up", problem.experts, problem.columns_up)
+    if {"ddown", "ddown_sm90"} & set(plan.steps):
+        add("wh", problem.pairs, problem.inter)
+        add("d_w_down", problem.experts, problem.hidden, problem.inter)
+        add("d_bias_down", problem.experts, problem.hidden)
+    return made
+
+
+def kernels_of(plan: MoePlan) -> tuple[Any, ...]:
+    """Return the kernels of a plan, in the order in which they are launched."""
+    if isinstance(plan, BackwardPlan):
+        from .prepare_backward import prepare_backward_kernels
+
+        return prepare_backward_kernels(plan)
+    from .prepare import prepare_moe_kernels
+
+    return prepare_moe_kernels(plan)
+
+
+def _interpreter_run(plan: MoePlan) -> Run:
+    from .prepare import interpret
 
     if plan.problem.dtype == "bf16":
         raise UnsupportedError(
             "Triton's interpreter multiplies bf16 wrongly", hint="use fp16 or fp32 with TRITON_INTERPRET=1"
         )
-    kernels = prepare_moe_kernels(plan)
+    kernels = kernels_of(plan)
 
-    def call(tensors: Mapping[str, Tensor]) -> Tensor:
+    def run(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         made = _allocate(plan, tensors["x"])
         for kernel in kernels:
             interpret(kernel, {**tensors, **made})
-        return made["out"]
+        return made
 
-    return call
+    return run
 
 
-def _cuda_call(plan: MoePlan, device: torch.device) -> Call:
+def _cuda_run(plan: MoePlan, device: torch.device) -> Run:
     """Return the call that allocates and launches."""
     from ..gpu.launch import prepare_launch
-    from .prepare import prepare_moe_kernels
 
     index = device.index
     launches = [
         (
-            prepare_launch(kernel.source, plan.arch, index, kernel.grid, kernel.scalars),
+            prepare_launch(kernel.source, plan.arch, index, kernel.grid, kernel.scalars, kernel.tensor_maps),
             [*kernel.tensors, *[""] * (4 - len(kernel.tensors))],  # a launch takes four addresses at the least
         )
-        for kernel in prepare_moe_kernels(plan)
+        for kernel in kernels_of(plan)
     ]
     stream_of = _raw_stream
     assert stream_of is not None
 
-    def run(tensors: Mapping[str, Tensor]) -> Tensor:
+    def run(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         made = _allocate(plan, tensors["x"])
         addresses = {name: tensor.data_ptr() for name, tensor in tensors.items()}
         addresses.update({name: tensor.data_ptr() for name, tensor in made.items()})
@@ -99,12 +161,12 @@ def _cuda_call(plan: MoePlan, device: torch.device) -> Call:
         stream = stream_of(index)
         for launch, names in launches:
             launch(stream, *[addresses[name] for name in names])
-        return made["out"]
+        return made
 
     if torch.cuda.device_count() == 1:
         return run
 
-    def run_on_device(tensors: Mapping[str, Tensor]) -> Tensor:
+    def run_on_device(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         with torch.cuda.device(device):
             return run(tensors)
 

@@ -15,7 +15,7 @@ from .primitives import expert_of_ids
 @triton.jit
 def _combine_kernel(
     y_ptr,  # [P, HID]
-    weights_ptr,  # [T, K]
+    weights_ptr,  # [T, K]; None: all are 1
     ids_ptr,  # [T, K]: rows of y are pairs as they come
     positions_ptr,  # [P] int32: they are sorted; -1 for a pair without an expert. None: they are not
     y_shared_ptr,  # [S, T, HID], or None
@@ -44,10 +44,11 @@ def _combine_kernel(
             else:
                 row = pair
                 exists &= expert_of_ids(tl.load(ids_ptr + pair, mask=exists, other=-1), EXPERTS) < EXPERTS
-            weight = tl.load(weights_ptr + pair, mask=exists, other=0.0).to(tl.float32)
             mask = offs_n < tl.where(exists, HID, 0)  # `&` with a scalar is no mask to the interpreter of Triton 3.9
-            y = tl.load(y_ptr + row.to(tl.int64) * HID + offs_n, mask=mask, other=0.0)
-            acc += weight * y.to(tl.float32)
+            y = tl.load(y_ptr + row.to(tl.int64) * HID + offs_n, mask=mask, other=0.0).to(tl.float32)
+            if weights_ptr is not None:
+                y *= tl.load(weights_ptr + pair, mask=exists, other=0.0).to(tl.float32)
+            acc += y
     if y_shared_ptr is not None:
         for s in tl.static_range(SHARED):
             y = tl.load(y_shared_ptr + (s * tokens + token) * HID + offs_n, mask=mask_n, other=0.0).to(tl.float32)

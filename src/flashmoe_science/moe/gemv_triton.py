@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .primitives import activate, expert_of_ids, rows_of_columns
+from .primitives import activate, expert_of_ids, rows_of_columns, wide_enough
 
 
 @triton.jit
@@ -41,19 +41,18 @@ def _gemv_gate_up_kernel(
     if COLUMNS % PRODUCT_N != 0:
         columns = tl.where(columns < COLUMNS, columns, 0)
     w_row = rows_of_columns(columns, COLUMNS, GATED, INTERLEAVED)
-    offs_row = w_row
-    if COLUMNS * STRIDE_WN >= 2**31:
-        offs_row = w_row.to(tl.int64)
+    offs_row = wide_enough(w_row, COLUMNS, STRIDE_WN)
     offs_k = tl.arange(0, BLOCK_K)
-    w_ptrs = w_ptr + expert.to(tl.int64) * STRIDE_WE + offs_row[:, None] * STRIDE_WN + offs_k[None, :] * STRIDE_WK
+    w_k = wide_enough(offs_k, BLOCK_K, STRIDE_WK)
+    w_ptrs = w_ptr + expert.to(tl.int64) * STRIDE_WE + offs_row[:, None] * STRIDE_WN + w_k[None, :] * STRIDE_WK
     acc = tl.zeros([PRODUCT_N, BLOCK_K], tl.float32)
     for start in tl.range(0, HID, BLOCK_K, num_stages=NUM_STAGES):
         if HID % BLOCK_K == 0:
-            x = tl.load(x_ptr + (start + offs_k) * STRIDE_XK)
+            x = tl.load(x_ptr + wide_enough(start + offs_k, HID, STRIDE_XK) * STRIDE_XK)
             w = tl.load(w_ptrs)
         else:
             mask_k = offs_k < HID - start
-            x = tl.load(x_ptr + (start + offs_k) * STRIDE_XK, mask=mask_k, other=0.0)
+            x = tl.load(x_ptr + wide_enough(start + offs_k, HID, STRIDE_XK) * STRIDE_XK, mask=mask_k, other=0.0)
             w = tl.load(w_ptrs, mask=mask_k[None, :], other=0.0)
         acc += w.to(tl.float32) * x.to(tl.float32)[None, :]
         w_ptrs += BLOCK_K * STRIDE_WK
@@ -70,6 +69,22 @@ def _gemv_gate_up_kernel(
 
 
 @triton.jit
+def _weights_of_steps(
+    w_rows, ids_ptr, first, EXPERTS: tl.constexpr, TOPK: tl.constexpr, INTER: tl.constexpr,
+    STRIDE_WE: tl.constexpr, STRIDE_WK: tl.constexpr, BLOCK_K: tl.constexpr, STEPS: tl.constexpr,
+):  # fmt: skip
+    """Return weights [STEPS, BLOCK_N, BLOCK_K] of steps from ``first`` on, one expert's after the other's."""
+    OF_EXPERT: tl.constexpr = (INTER + BLOCK_K - 1) // BLOCK_K
+    step = first + tl.arange(0, STEPS)
+    pair = step // OF_EXPERT
+    k = (step % OF_EXPERT * BLOCK_K)[:, None] + tl.arange(0, BLOCK_K)[None, :]  # [STEPS, BLOCK_K]
+    expert = expert_of_ids(tl.load(ids_ptr + pair, mask=pair < TOPK, other=-1), EXPERTS)
+    mask = (expert < EXPERTS)[:, None] & (k < INTER)
+    at = (expert.to(tl.int64) * STRIDE_WE)[:, None] + wide_enough(k, INTER, STRIDE_WK) * STRIDE_WK
+    return tl.load(w_rows[None, :, None] + at[:, None, :], mask=mask[:, None, :], other=0.0)
+
+
+@triton.jit
 def _gemv_down_kernel(
     h_ptr,  # [K, INTER]
     w_ptr,  # [E, HID, INTER]
@@ -81,38 +96,39 @@ def _gemv_down_kernel(
     out_ptr,  # [1, HID]
     EXPERTS: tl.constexpr, TOPK: tl.constexpr, HID: tl.constexpr, INTER: tl.constexpr, SHARED: tl.constexpr,
     STRIDE_WE: tl.constexpr, STRIDE_WN: tl.constexpr, STRIDE_WK: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STEPS: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
 ):  # fmt: skip
-    """Compute BLOCK_N columns of the output. Grid: (cdiv(HID, BLOCK_N),)."""
-    STEPS: tl.constexpr = (INTER + BLOCK_K - 1) // BLOCK_K  # of one expert
+    """Compute BLOCK_N columns of the output, STEPS parts of experts at a time. Grid: (cdiv(HID, BLOCK_N),)."""
+    OF_EXPERT: tl.constexpr = (INTER + BLOCK_K - 1) // BLOCK_K
     offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    if DEPENDENT_LAUNCH:
-        gdc_wait()
-        gdc_launch_dependents()
     w_row = offs_n
     if HID % BLOCK_N != 0:
         w_row = tl.where(offs_n < HID, offs_n, 0)
-    offs_row = w_row
-    if HID * STRIDE_WN >= 2**31:
-        offs_row = w_row.to(tl.int64)
-    offs_k = tl.arange(0, BLOCK_K)
-    w_rows = w_ptr + offs_row[:, None] * STRIDE_WN
-    acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    # One loop over all experts, so that the first weights of the next are asked for while this one's come.
-    for step in tl.range(0, TOPK * STEPS, num_stages=NUM_STAGES):
-        pair, k = step // STEPS, step % STEPS * BLOCK_K + offs_k
-        expert = expert_of_ids(tl.load(ids_ptr + pair), EXPERTS)
-        weight = tl.load(weights_ptr + pair).to(tl.float32)
+    w_rows = w_ptr + wide_enough(w_row, HID, STRIDE_WN) * STRIDE_WN
+    # In front of the wait: only h comes from the kernel before, which itself waited for what wrote ids and weights.
+    w = _weights_of_steps(w_rows, ids_ptr, 0, EXPERTS, TOPK, INTER, STRIDE_WE, STRIDE_WK, BLOCK_K, STEPS)
+    if DEPENDENT_LAUNCH:
+        gdc_wait()
+        gdc_launch_dependents()
+    acc = tl.zeros([STEPS, BLOCK_N, BLOCK_K], tl.float32)
+    for first in tl.range(0, TOPK * OF_EXPERT, STEPS):
+        here = w
+        w = _weights_of_steps(
+            w_rows, ids_ptr, first + STEPS, EXPERTS, TOPK, INTER, STRIDE_WE, STRIDE_WK, BLOCK_K, STEPS
+        )  # fmt: skip
+        step = first + tl.arange(0, STEPS)
+        pair = step // OF_EXPERT
+        k = (step % OF_EXPERT * BLOCK_K)[:, None] + tl.arange(0, BLOCK_K)[None, :]
+        expert = expert_of_ids(tl.load(ids_ptr + pair, mask=pair < TOPK, other=-1), EXPERTS)
         exists = expert < EXPERTS
-        mask_k = k < tl.where(exists, INTER, 0)  # `&` with a scalar is no mask to the interpreter of Triton 3.9
-        h = tl.load(h_ptr + pair * INTER + k, mask=mask_k, other=0.0).to(tl.float32)
-        w = tl.load(w_rows + expert.to(tl.int64) * STRIDE_WE + k[None, :] * STRIDE_WK, mask=mask_k[None, :], other=0.0)
-        acc += w.to(tl.float32) * tl.where(exists, h * weight, 0.0)[None, :]
-    out = tl.sum(acc, 1)
+        weight = tl.load(weights_ptr + pair, mask=exists, other=0.0).to(tl.float32)
+        h = tl.load(h_ptr + pair[:, None] * INTER + k, mask=exists[:, None] & (k < INTER), other=0.0).to(tl.float32)
+        acc += here.to(tl.float32) * (h * weight[:, None])[:, None, :]
+    out = tl.sum(tl.sum(acc, 2), 0)
     if bias_ptr is not None:
         for pair in tl.static_range(TOPK):
             expert = expert_of_ids(tl.load(ids_ptr + pair), EXPERTS)
-            exists = expert < EXPERTS
+            exists = expert < EXPERTS  # `&` with a scalar is no mask to the interpreter of Triton 3.9
             weight = tl.load(weights_ptr + pair, mask=exists, other=0.0).to(tl.float32)
             of_expert = w_row < tl.where(exists, HID, 0)
             bias = tl.load(bias_ptr + expert.to(tl.int64) * HID + w_row, mask=of_expert, other=0.0).to(tl.float32)

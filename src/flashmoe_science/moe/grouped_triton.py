@@ -16,65 +16,20 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .primitives import activate, expert_of_ids, rows_of_columns
-
-
-@triton.jit
-def _tile_of_program(
-    pid, tiles, TILES_N: tl.constexpr, GROUP_M: tl.constexpr,
-):  # fmt: skip
-    """Return row tile and column tile: GROUP_M row tiles are walked over together, so that L2 holds their operands."""
-    group = pid // (GROUP_M * TILES_N)
-    first = group * GROUP_M
-    size = tl.minimum(tiles - first, GROUP_M)
-    rest = pid - group * (GROUP_M * TILES_N)
-    return first + rest % size, rest // size
-
-
-@triton.jit
-def _multiply(
-    a_rows, b_rows, mask_m, STRIDE_AK: tl.constexpr, STRIDE_BK: tl.constexpr, K: tl.constexpr, M: tl.constexpr,
-    N: tl.constexpr, BLOCK_K: tl.constexpr, SWAP: tl.constexpr, PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr,
-):  # fmt: skip
-    """Return the product [M, N] in fp32 of rows ``a_rows`` [M] and ``b_rows`` [N], given by pointers to their starts.
-
-    SWAP computes its transpose: few rows of A then are columns of the matrix unit's tile, which can be few.
-    """
-    offs_k = tl.arange(0, BLOCK_K)
-    a_ptrs = a_rows[:, None] + offs_k[None, :] * STRIDE_AK
-    b_ptrs = b_rows[:, None] + offs_k[None, :] * STRIDE_BK
-    acc = tl.zeros([N, M] if SWAP else [M, N], tl.float32)
-    for start in tl.range(0, K, BLOCK_K, num_stages=NUM_STAGES):
-        if K % BLOCK_K == 0:
-            a = tl.load(a_ptrs, mask=mask_m[:, None], other=0.0)
-            b = tl.load(b_ptrs)
-        else:
-            mask_k = offs_k < K - start
-            a = tl.load(a_ptrs, mask=mask_m[:, None] & mask_k[None, :], other=0.0)
-            b = tl.load(b_ptrs, mask=mask_k[None, :], other=0.0)
-        if SWAP:
-            acc = tl.dot(b, tl.trans(a), acc, input_precision=PRECISION)
-        else:
-            acc = tl.dot(a, tl.trans(b), acc, input_precision=PRECISION)
-        a_ptrs += BLOCK_K * STRIDE_AK
-        b_ptrs += BLOCK_K * STRIDE_BK
-    if SWAP:
-        acc = tl.trans(acc)
-    return acc
-
-
-@triton.jit
-def _rows_of_weights(w_ptr, expert, rows, ROWS_TOTAL: tl.constexpr, STRIDE_E: tl.constexpr, STRIDE_N: tl.constexpr):
-    """Return pointers to rows of one expert's weights. Those past the last are its first, and are not stored."""
-    base = w_ptr + expert.to(tl.int64) * STRIDE_E
-    if ROWS_TOTAL * STRIDE_N >= 2**31:
-        rows = rows.to(tl.int64)
-    return base + rows * STRIDE_N
+from .primitives import (
+    activate,
+    expert_of_ids,
+    multiply,
+    rows_inside,
+    rows_of_columns,
+    rows_of_weights,
+    tile_of_program,
+)
 
 
 @triton.jit
 def _gate_up_tile(
-    x_ptr, w_ptr, bias_ptr, h_ptr, expert, token, row, mask_m, pid_n,
+    x_ptr, w_ptr, bias_ptr, product_ptr, h_ptr, expert, token, row, mask_m, pid_n,
     HID: tl.constexpr, INTER: tl.constexpr, COLUMNS: tl.constexpr,
     STRIDE_XT: tl.constexpr, STRIDE_XK: tl.constexpr,
     STRIDE_WE: tl.constexpr, STRIDE_WN: tl.constexpr, STRIDE_WK: tl.constexpr,
@@ -89,9 +44,9 @@ def _gate_up_tile(
     if COLUMNS % PRODUCT_N != 0:
         columns = tl.where(columns < COLUMNS, columns, 0)
     w_row = rows_of_columns(columns, COLUMNS, GATED, INTERLEAVED)
-    acc = _multiply(
+    acc = multiply(
         x_ptr + token.to(tl.int64) * STRIDE_XT,
-        _rows_of_weights(w_ptr, expert, w_row, COLUMNS, STRIDE_WE, STRIDE_WN),
+        rows_of_weights(w_ptr, expert, w_row, COLUMNS, STRIDE_WE, STRIDE_WN),
         mask_m, STRIDE_XK, STRIDE_WK, HID, BLOCK_M, PRODUCT_N, BLOCK_K, SWAP, PRECISION, NUM_STAGES,
     )  # fmt: skip
     if bias_ptr is not None:
@@ -105,6 +60,16 @@ def _gate_up_tile(
     mask = mask_m[:, None]
     if INTER % BLOCK_N != 0:
         mask = mask & (offs_n[None, :] < INTER)
+    if product_ptr is not None:
+        kind = product_ptr.dtype.element_ty
+        if GATED and not INTERLEAVED:
+            at = product_ptr + row.to(tl.int64)[:, None] * COLUMNS + offs_n[None, :]
+            tl.store(at, gate.to(kind), mask=mask)
+            tl.store(at + INTER, up.to(kind), mask=mask)
+        else:
+            offs_c = pid_n * PRODUCT_N + tl.arange(0, PRODUCT_N)
+            at = product_ptr + row.to(tl.int64)[:, None] * COLUMNS + offs_c[None, :]
+            tl.store(at, acc.to(kind), mask=mask_m[:, None] & (offs_c[None, :] < COLUMNS))
     tl.store(h_ptr + row.to(tl.int64)[:, None] * INTER + offs_n[None, :], h.to(h_ptr.dtype.element_ty), mask=mask)
 
 
@@ -120,10 +85,10 @@ def _down_tile(
     offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     w_row = offs_n
     if HID % BLOCK_N != 0:
-        w_row = tl.where(offs_n < HID, offs_n, 0)
-    acc = _multiply(
+        w_row = rows_inside(offs_n, HID, STRIDE_WN)
+    acc = multiply(
         h_ptr + row.to(tl.int64) * INTER,
-        _rows_of_weights(w_ptr, expert, w_row, HID, STRIDE_WE, STRIDE_WN),
+        rows_of_weights(w_ptr, expert, w_row, HID, STRIDE_WE, STRIDE_WN),
         mask_m, 1, STRIDE_WK, INTER, BLOCK_M, BLOCK_N, BLOCK_K, SWAP, PRECISION, NUM_STAGES,
     )  # fmt: skip
     if bias_ptr is not None:
@@ -172,6 +137,7 @@ def _gate_up_kernel(
     ids_ptr,  # [T, K]: "few"
     tiles_ptr,  # [1 + tiles, 4] int32: "sorted"
     order_ptr,  # [P] int32: "sorted"
+    product_ptr,  # [P, COLUMNS]: the product before the activation, for gradients; or None
     h_ptr,  # [P, INTER]: sorted rows, or pairs as they come; "all": [E, T, INTER]
     tokens,
     EXPERTS: tl.constexpr, TOPK: tl.constexpr, HID: tl.constexpr, INTER: tl.constexpr, COLUMNS: tl.constexpr,
@@ -194,8 +160,9 @@ def _gate_up_kernel(
         for first in tl.range(0, count, BLOCK_M):
             pair = _pairs_of_rows(number, first, BLOCK_M, BLOCK_P)
             _gate_up_tile(
-                x_ptr, w_ptr, bias_ptr, h_ptr, expert, pair // TOPK, pair, first + tl.arange(0, BLOCK_M) < count,
-                pid % TILES_N, HID, INTER, COLUMNS, STRIDE_XT, STRIDE_XK, STRIDE_WE, STRIDE_WN, STRIDE_WK, GATED,
+                x_ptr, w_ptr, bias_ptr, product_ptr, h_ptr, expert, pair // TOPK, pair,
+                first + tl.arange(0, BLOCK_M) < count, pid % TILES_N,
+                HID, INTER, COLUMNS, STRIDE_XT, STRIDE_XK, STRIDE_WE, STRIDE_WN, STRIDE_WK, GATED,
                 INTERLEAVED, ACTIVATION, ALPHA, LIMIT, BLOCK_M, BLOCK_N, BLOCK_K, SWAP, PRECISION, NUM_STAGES,
             )  # fmt: skip
         return
@@ -206,7 +173,7 @@ def _gate_up_kernel(
         tiles = tiles_m * EXPERTS
     if pid >= tiles * TILES_N:
         return
-    pid_m, pid_n = _tile_of_program(pid, tiles, TILES_N, GROUP_M)
+    pid_m, pid_n = tile_of_program(pid, tiles, TILES_N, GROUP_M)
     if ROWS == "sorted":
         entry = tiles_ptr + 4 + 4 * pid_m
         expert = tl.load(entry)
@@ -219,8 +186,9 @@ def _gate_up_kernel(
         mask_m = token < tokens
         row = expert * tokens + token
     _gate_up_tile(
-        x_ptr, w_ptr, bias_ptr, h_ptr, expert, token, row, mask_m, pid_n, HID, INTER, COLUMNS, STRIDE_XT, STRIDE_XK,
-        STRIDE_WE, STRIDE_WN, STRIDE_WK, GATED, INTERLEAVED, ACTIVATION, ALPHA, LIMIT, BLOCK_M, BLOCK_N, BLOCK_K, SWAP,
+        x_ptr, w_ptr, bias_ptr, product_ptr, h_ptr, expert, token, row, mask_m, pid_n, HID, INTER, COLUMNS,
+        STRIDE_XT, STRIDE_XK, STRIDE_WE, STRIDE_WN, STRIDE_WK, GATED, INTERLEAVED, ACTIVATION, ALPHA, LIMIT,
+        BLOCK_M, BLOCK_N, BLOCK_K, SWAP,
         PRECISION, NUM_STAGES,
     )  # fmt: skip
 
@@ -262,7 +230,7 @@ def _down_kernel(
         tiles = tiles_m * EXPERTS
     if pid >= tiles * TILES_N:
         return
-    pid_m, pid_n = _tile_of_program(pid, tiles, TILES_N, GROUP_M)
+    pid_m, pid_n = tile_of_program(pid, tiles, TILES_N, GROUP_M)
     if ROWS == "sorted":
         entry = tiles_ptr + 4 + 4 * pid_m
         expert = tl.load(entry)

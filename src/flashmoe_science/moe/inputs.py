@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError, UnsupportedError
-from ..gpu.device import gpu_of_device
-from ..gpu.specs import GpuSpec
 from .problem import ACTIVATIONS, MoeProblem, columns_up
 
 DTYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
@@ -22,22 +20,17 @@ TENSORS = (
     "x", "w_gate_up", "w_down", "topk_weights", "topk_ids",
     "bias_gate_up", "bias_down", "shared_gate_up", "shared_down", "shared_weights",
 )  # fmt: skip
-_REQUIRED = TENSORS[:5]
+_REQUIRED, _OPTIONAL = TENSORS[:5], TENSORS[5:]
 _WITH_DTYPE_OF_X = ("w_gate_up", "w_down", "bias_gate_up", "bias_down", "shared_gate_up", "shared_down")
 
 
-def gpu_of(tensor: Tensor) -> GpuSpec | None:
-    """Return the GPU that holds a tensor; None for a CPU tensor."""
-    return gpu_of_device(tensor.device.index) if tensor.device.type == "cuda" else None
-
-
 def check_are_tensors(given: Mapping[str, object]) -> None:
-    """Raise ``InputError`` unless what is needed is a tensor, and all else is a tensor or None."""
+    """Raise ``InputError`` unless what is needed is a tensor, and what is optional is a tensor or None."""
     for name, tensor in given.items():
         if isinstance(tensor, Tensor):
             continue
-        if tensor is not None or name in _REQUIRED:
-            wanted = "a torch.Tensor" if name in _REQUIRED else "a torch.Tensor or None"
+        if tensor is not None or name not in _OPTIONAL:
+            wanted = "a torch.Tensor or None" if name in _OPTIONAL else "a torch.Tensor"
             raise InputError(f"{name} must be {wanted}, got {type(tensor).__name__}")
 
 
@@ -101,7 +94,7 @@ def _check_shared(tensors: Mapping[str, Tensor], tokens: int, hidden: int, activ
     return shared, inter
 
 
-def _check_flags(activation: object, flags: Mapping[str, object], numbers: Mapping[str, object]) -> None:
+def check_flags(activation: object, flags: Mapping[str, object], numbers: Mapping[str, object]) -> None:
     """Check the options that are no tensors; ``MoeProblem`` says how large numbers may be."""
     if not isinstance(activation, str) or activation not in ACTIVATIONS:
         raise InputError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
@@ -121,13 +114,14 @@ def moe_problem_of(
     limit: float | None = None,
     interleaved: bool = False,
     batch_invariant: bool = False,
+    keep_product: bool = False,
 ) -> MoeProblem:
     """Check the arguments against the contract of ``fused_moe`` and describe the call.
 
     Raises:
         InputError: with the argument's name, what was expected and what was got.
     """
-    _check_flags(
+    check_flags(
         activation,
         {"interleaved": interleaved, "batch_invariant": batch_invariant},
         {"alpha": alpha, "limit": limit},
@@ -176,6 +170,7 @@ def moe_problem_of(
         shared_inter=shared_inter,
         shared_weights=DTYPE_NAMES[tensors["shared_weights"].dtype] if "shared_weights" in tensors else "",
         batch_invariant=batch_invariant,
+        keep_product=keep_product,
         x_strides=x.stride(),
         gate_up_strides=up.stride(),
         down_strides=down.stride(),
@@ -200,18 +195,10 @@ def layout_of(tensor: Tensor | None) -> tuple[Any, ...] | None:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() & 15, tensor.is_neg()
 
 
-def refuse_derivatives(tensors: Mapping[str, Tensor | None]) -> None:
-    """Raise ``UnsupportedError`` where an input requires grad or has a tangent that the call would lose."""
-    given = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
-    if torch.is_grad_enabled():
-        names = [name for name, tensor in given.items() if tensor.requires_grad]
-        if names:
-            verb = "requires" if len(names) == 1 else "require"
-            raise UnsupportedError(
-                f"{', '.join(names)} {verb} grad, and there is no backward yet",
-                hint="call it under torch.no_grad(), or pass detached tensors",
-            )
-    if _forward_ad._current_level >= 0:  # noqa: SLF001 - the public way asks tensor by tensor
-        for name, tensor in given.items():
-            if _forward_ad.unpack_dual(tensor).tangent is not None:  # type: ignore[no-untyped-call]
-                raise UnsupportedError(f"{name} has a forward-mode tangent, and there is no forward-mode derivative")
+def refuse_tangents(tensors: Mapping[str, Tensor | None]) -> None:
+    """Raise ``UnsupportedError`` where an input has a tangent that the call would lose."""
+    if _forward_ad._current_level < 0:  # noqa: SLF001 - the public way asks tensor by tensor
+        return
+    for name, tensor in tensors.items():
+        if isinstance(tensor, Tensor) and _forward_ad.unpack_dual(tensor).tangent is not None:  # type: ignore[no-untyped-call]
+            raise UnsupportedError(f"{name} has a forward-mode tangent, and there is no forward-mode derivative")

@@ -6,21 +6,22 @@ import dataclasses
 import functools
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..errors import CompileError, InputError, UnsupportedError
 from ..gpu.device import current_gpu
-from ..gpu.machine_code import KernelCode
-from ..gpu.planning import PlannedLaunch
+from ..gpu.planning import PlannedKernel, PlannedLaunch, Work
 from ..gpu.specs import GpuSpec, find_gpu
 from . import reference, rivals
 from .api import fused_moe
 from .inputs import TENSORS
 from .plan import MoePlan, plan_moe
 from .problem import MoeCase, MoeProblem
+
+if TYPE_CHECKING:
+    from ..gpu.compile import KernelJob
 
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 _KEYS = {
@@ -31,78 +32,21 @@ _KEYS = {
 _REQUIRED = ("tokens", "experts", "top_k", "hidden", "inter", "dtype")
 _DRAWN_TOKENS, _DRAWS = 4096, 8  # from which the mean of active experts is taken
 _MAX_INTERPRETER_STEPS = 4096  # about a minute in Triton's interpreter
-_MATRIX_KERNELS = ("_gate_up_kernel", "_down_kernel")
+_MATRIX_KERNELS = (
+    "_gate_up_kernel", "_down_kernel", "_grouped_sm90_kernel", "_activation_backward_kernel", "_weight_gradient_kernel",
+    "_weights_sm90_kernel",
+)  # fmt: skip
 _FRAMEWORK_KERNELS = ("*cutlass*gemm*grouped*", "*GroupProblemShape*")
 
 gemv_triton = functools.partial(fused_moe, kernel="gemv_triton")
 few_triton = functools.partial(fused_moe, kernel="few_triton")
 grouped_triton = functools.partial(fused_moe, kernel="grouped_triton")
+grouped_gluon_sm90 = functools.partial(fused_moe, kernel="grouped_gluon_sm90")
 
 
-@dataclass(frozen=True)
-class Work:
-    """Operations, bytes and tokens of one call."""
-
-    flops: float
-    bytes: float
-    tokens: int
-
-
-@dataclass(frozen=True)
-class CompileOutcome:
-    """What compiling one kernel showed."""
-
-    registers: int
-    spill_bytes: int
-    shared_memory_bytes: int
-    seconds: float
-    problems: tuple[str, ...]
-    instructions: Mapping[str, int] = field(default_factory=dict, hash=False)
-
-
-@dataclass(frozen=True)
-class CompileJob:
-    """One kernel of one plan, to be compiled for the plan's GPU."""
-
-    label: str
-    gpu: str
-    plan: MoePlan
-    index: int  # which of the plan's kernels
-
-    def run(self) -> CompileOutcome:
-        """Compile, and compare with what the architecture allows and the plan promises."""
-        from ..gpu.compile import read_resources
-        from .prepare import prepare_moe_kernels
-
-        source = prepare_moe_kernels(self.plan)[self.index].source
-        found, limit = read_resources(source, self.plan.arch), find_gpu(self.gpu).shared_memory_per_block_bytes
-        problems = []
-        if found.spill_bytes:
-            problems.append(f"{found.spill_bytes} bytes of registers a thread spill to local memory, 0 are allowed")
-        if found.shared_memory_bytes > limit:
-            problems.append(f"{found.shared_memory_bytes} bytes of shared memory a block, {self.gpu} allows {limit}")
-        matrix = self.plan.problem.item_bytes == 2 and source.name in _MATRIX_KERNELS
-        if matrix and not any("MMA" in opcode for opcode in found.instructions):
-            problems.append("no MMA instruction: the matrix units are not used")
-        return CompileOutcome(
-            found.registers,
-            found.spill_bytes,
-            found.shared_memory_bytes,
-            found.seconds,
-            tuple(problems),
-            found.instructions,
-        )
-
-
-@dataclass(frozen=True)
-class PlannedKernel:
-    """One kernel of a plan with its machine code."""
-
-    name: str
-    grid: tuple[int, int, int]
-    block: tuple[int, int, int]
-    shared_memory_bytes: int
-    code: KernelCode
+def _matrix_instruction(plan: MoePlan, kernel: str) -> str:
+    """Return the machine instruction that a kernel of 16-bit operands promises, as a pattern, or an empty text."""
+    return "*MMA*" if plan.problem.item_bytes == 2 and kernel in _MATRIX_KERNELS else ""
 
 
 def draw_ids(case: MoeCase, tokens: int, generator: torch.Generator, device: str) -> torch.Tensor:
@@ -249,6 +193,7 @@ class MoeOperator:
             "gemv_triton": f"{here}:gemv_triton",
             "few_triton": f"{here}:few_triton",
             "grouped_triton": f"{here}:grouped_triton",
+            "grouped_gluon_sm90": f"{here}:grouped_gluon_sm90",
         }
 
     def sources(self, subject: str) -> Sequence[str]:  # noqa: ARG002 - the protocol's signature
@@ -279,10 +224,10 @@ class MoeOperator:
     @staticmethod
     def _planned(plan: MoePlan, *, with_code: bool) -> list[Any]:
         from ..gpu.compile import compile_kernel, read_code
-        from .prepare import prepare_moe_kernels
+        from .calls import kernels_of
 
         kernels = []
-        for launch, prepared in zip(plan.launches, prepare_moe_kernels(plan), strict=True):
+        for launch, prepared in zip(plan.launches, kernels_of(plan), strict=True):
             compiled = compile_kernel(prepared.source, plan.arch)
             code: Any = read_code(compiled, prepared.source.name, plan.arch) if with_code else None
             kernels.append(PlannedKernel(launch.pattern, launch.grid, launch.block, compiled.metadata.shared, code))
@@ -301,9 +246,10 @@ class MoeOperator:
             return message.removeprefix(f"{subject} does not serve {case.problem.describe()}: ")
         return None
 
-    def compile_jobs(self, subject: str, cases: Sequence[MoeCase], gpus: Sequence[str]) -> Sequence[CompileJob]:
+    def compile_jobs(self, subject: str, cases: Sequence[MoeCase], gpus: Sequence[str]) -> Sequence[KernelJob]:
         """Return every distinct kernel that ``cases`` need on ``gpus``, as far as ``subject`` serves them there."""
-        from .prepare import prepare_moe_kernels
+        from ..gpu.compile import KernelJob
+        from .calls import kernels_of
 
         jobs, seen = [], set()
         for name in gpus:
@@ -312,11 +258,12 @@ class MoeOperator:
                 if self.refusal(subject, case, name) is not None:
                     continue
                 plan = self._plan(subject, case, gpu)
-                for index, kernel in enumerate(prepare_moe_kernels(plan)):
+                for kernel in kernels_of(plan):
                     if (kernel.source, gpu.arch) not in seen:
                         seen.add((kernel.source, gpu.arch))
                         label = f"{kernel.source.name} {self.describe(case)}"
-                        jobs.append(CompileJob(label, gpu.name, plan, index))
+                        instruction = _matrix_instruction(plan, kernel.source.name)
+                        jobs.append(KernelJob(label, gpu.name, kernel.source, instruction=instruction))
         return jobs
 
     def _plan(self, subject: str, case: MoeCase, gpu: GpuSpec) -> MoePlan:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
 from ..gpu.compile import KernelSource
+from . import prepare_sm90
 from .combine_triton import _combine_kernel
 from .gemv_triton import _gemv_down_kernel, _gemv_gate_up_kernel
 from .grouped_triton import _down_kernel, _gate_up_kernel
@@ -16,47 +17,53 @@ from .plan import (
     COMBINE_COLUMNS,
     COMBINE_UNROLL,
     SORT_FEW_CHUNK,
+    SORTED,
     SUM_CHUNKS,
     SUM_COLUMNS,
-    GemvConfig,
     MoePlan,
-    Tile,
-    TileConfig,
     block_experts,
     next_power,
     place_pairs,
+    rows_of_tiles,
     sort_chunks,
     sort_pairs,
 )
+from .prepared import PreparedKernel
 from .problem import MoeProblem, columns_up
 from .sort_triton import _count_kernel, _place_kernel, _sort_few_kernel, _sum_chunks_kernel
+from .tiles import BackwardConfig, GemvConfig, Tile, TileConfig
 
 _OURS = frozenset(
-    ("h_ptr", "y_ptr", "out_ptr", "y_shared_ptr", "tiles_ptr", "order_ptr", "positions_ptr", "counts_ptr")
+    (
+        "h_ptr",
+        "y_ptr",
+        "out_ptr",
+        "y_shared_ptr",
+        "tiles_ptr",
+        "order_ptr",
+        "positions_ptr",
+        "counts_ptr",
+        "product_ptr",
+        "offsets_ptr",
+        "do_ptr",
+        "dproduct_ptr",
+        "wh_ptr",
+        "sums_ptr",
+    )
 )  # allocated here, so aligned
 # All that a thread can have. Left to itself, ptxas spills a few bytes to fit one more block on an SM.
 _MAX_REGISTERS = 255
 
 
-@dataclass(frozen=True)
-class PreparedKernel:
-    """One kernel of a plan: what is compiled, its grid, the scalars after its pointers, where each pointer leads."""
-
-    source: KernelSource
-    grid: tuple[int, int, int]
-    scalars: tuple[float, ...]
-    tensors: tuple[str, ...]  # of each pointer, in order: a name of ``calls.py``
-
-
 def prepare_moe_kernels(plan: MoePlan) -> tuple[PreparedKernel, ...]:
     """Return the kernels of ``plan``, in the order in which they are launched."""
     return tuple(
-        _MAKERS[step](plan, launch.grid, launch.block[0] // 32)
+        MAKERS[step](plan, launch.grid, launch.block[0] // 32)
         for step, launch in zip(plan.steps, plan.launches, strict=True)
     )
 
 
-def _kernel(
+def prepared_kernel(
     function: Any,
     plan: MoePlan,
     grid: tuple[int, int, int],
@@ -65,6 +72,7 @@ def _kernel(
     scalars: dict[str, int],
     constants: dict[str, Any],
     stages: int = 1,
+    also_aligned: tuple[str, ...] = (),
 ) -> PreparedKernel:
     """Return a kernel in which a pointer that is None is a constant; each other has a type and a tensor."""
     given = {name: pointer for name, pointer in pointers.items() if pointer is not None}
@@ -75,7 +83,11 @@ def _kernel(
         function,
         (*((name, kind) for name, (kind, _) in given.items()), *((name, "i32") for name in scalars)),
         tuple({**constants, **missing, "DEPENDENT_LAUNCH": dependent}.items()),
-        frozenset(name for name in given if name in _OURS or (name in ("x_ptr", "w_ptr", "bias_ptr") and ours)),
+        frozenset(
+            name
+            for name in given
+            if name in _OURS or name in also_aligned or (name in ("x_ptr", "w_ptr", "bias_ptr") and ours)
+        ),
         warps,
         stages,
         max_registers=_MAX_REGISTERS,
@@ -84,60 +96,67 @@ def _kernel(
     return PreparedKernel(source, grid, tuple(scalars.values()), tuple(tensor for _, tensor in given.values()))
 
 
-def _ids(problem: MoeProblem) -> tuple[str, str]:
+def ids(problem: MoeProblem) -> tuple[str, str]:
+    """Return type and tensor of the experts of each token."""
     return f"*{problem.ids_dtype}", "topk_ids"
+
+
+def _offsets(plan: MoePlan) -> dict[str, tuple[str, str] | None]:
+    """Gradients of weights sum over an expert's rows, so they ask where these begin."""
+    return {"offsets_ptr": ("*i32", "offsets_ptr") if isinstance(plan.config, BackwardConfig) else None}
 
 
 def _sort(plan: MoePlan, grid: tuple[int, int, int], warps: int) -> PreparedKernel:
     problem = plan.problem
-    assert isinstance(plan.config, TileConfig)
     pointers: dict[str, tuple[str, str] | None] = {
-        "ids_ptr": _ids(problem),
+        "ids_ptr": ids(problem),
         **{name: ("*i32", name) for name in ("tiles_ptr", "order_ptr", "positions_ptr")},
+        **_offsets(plan),
     }
     constants = {
         "EXPERTS": problem.experts,
         "BLOCK_E": block_experts(problem.experts),
-        "BLOCK_M": plan.config.block_m,
+        "BLOCK_M": rows_of_tiles(plan.config),
         "BLOCK_P": sort_pairs(problem.experts),
         "CHUNK": SORT_FEW_CHUNK,
     }
-    return _kernel(_sort_few_kernel, plan, grid, warps, pointers, {"pairs": problem.pairs}, constants)
+    return prepared_kernel(_sort_few_kernel, plan, grid, warps, pointers, {"pairs": problem.pairs}, constants)
 
 
 def _count(plan: MoePlan, grid: tuple[int, int, int], warps: int) -> PreparedKernel:
     problem = plan.problem
     constants = {"EXPERTS": problem.experts, "BLOCK_E": block_experts(problem.experts), "CHUNK": CHUNK}
-    pointers: dict[str, tuple[str, str] | None] = {"ids_ptr": _ids(problem), "counts_ptr": ("*i32", "counts_ptr")}
-    return _kernel(_count_kernel, plan, grid, warps, pointers, {"pairs": problem.pairs}, constants)
+    pointers: dict[str, tuple[str, str] | None] = {"ids_ptr": ids(problem), "counts_ptr": ("*i32", "counts_ptr")}
+    return prepared_kernel(_count_kernel, plan, grid, warps, pointers, {"pairs": problem.pairs}, constants)
 
 
 def _sum(plan: MoePlan, grid: tuple[int, int, int], warps: int) -> PreparedKernel:
     problem = plan.problem
     constants = {"BLOCK_E": block_experts(problem.experts), "BLOCK_C": SUM_CHUNKS, "COLUMNS": SUM_COLUMNS}
     pointers: dict[str, tuple[str, str] | None] = {"counts_ptr": ("*i32", "counts_ptr")}
-    return _kernel(_sum_chunks_kernel, plan, grid, warps, pointers, {"chunks": sort_chunks(problem)}, constants)
+    return prepared_kernel(_sum_chunks_kernel, plan, grid, warps, pointers, {"chunks": sort_chunks(problem)}, constants)
 
 
 def _place(plan: MoePlan, grid: tuple[int, int, int], warps: int) -> PreparedKernel:
     problem = plan.problem
-    assert isinstance(plan.config, TileConfig)
     pointers: dict[str, tuple[str, str] | None] = {
-        "ids_ptr": _ids(problem),
+        "ids_ptr": ids(problem),
         **{name: ("*i32", name) for name in ("counts_ptr", "tiles_ptr", "order_ptr", "positions_ptr")},
+        **_offsets(plan),
     }
     constants = {
         "EXPERTS": problem.experts,
         "BLOCK_E": block_experts(problem.experts),
-        "BLOCK_M": plan.config.block_m,
+        "BLOCK_M": rows_of_tiles(plan.config),
         "BLOCK_P": place_pairs(problem.experts),
         "CHUNK": CHUNK,
     }
     scalars = {"pairs": problem.pairs, "chunks": sort_chunks(problem)}
-    return _kernel(_place_kernel, plan, grid, warps, pointers, scalars, constants)
+    return prepared_kernel(_place_kernel, plan, grid, warps, pointers, scalars, constants)
 
 
-def _activation(problem: MoeProblem) -> dict[str, Any]:
+def activation(problem: MoeProblem) -> dict[str, Any]:
+    """Return the constants of the activation."""
     return {
         "GATED": problem.gated,
         "INTERLEAVED": problem.interleaved,
@@ -147,8 +166,9 @@ def _activation(problem: MoeProblem) -> dict[str, Any]:
     }
 
 
-def _strides(prefix: str, axes: str, strides: tuple[int, ...]) -> dict[str, int]:
-    return {f"STRIDE_{prefix}{axis}": stride for axis, stride in zip(axes, strides, strict=True)}
+def strides(prefix: str, axes: Sequence[str], values: tuple[int, ...]) -> dict[str, int]:
+    """Return the constants of a tensor's strides, in elements."""
+    return {f"STRIDE_{prefix}{axis}": stride for axis, stride in zip(axes, values, strict=True)}
 
 
 def _product(problem: MoeProblem, config: TileConfig, tile: Tile, rows: str) -> dict[str, Any]:
@@ -184,7 +204,7 @@ def _which(plan: MoePlan, *, shared: bool) -> tuple[MoeProblem, TileConfig, str,
 def _rows_pointers(problem: MoeProblem, rows: str, *, with_order: bool) -> dict[str, tuple[str, str] | None]:
     order = {"order_ptr": ("*i32", "order_ptr") if rows == "sorted" else None} if with_order else {}
     return {
-        "ids_ptr": _ids(problem) if rows == "few" else None,
+        "ids_ptr": ids(problem) if rows == "few" else None,
         "tiles_ptr": ("*i32", "tiles_ptr") if rows == "sorted" else None,
         **order,
     }
@@ -198,17 +218,18 @@ def _up(plan: MoePlan, grid: tuple[int, int, int], warps: int, *, shared: bool =
         "w_ptr": (kind, "shared_gate_up" if shared else "w_gate_up"),
         "bias_ptr": (kind, "bias_gate_up") if problem.bias_gate_up else None,
         **_rows_pointers(problem, rows, with_order=True),
+        "product_ptr": (kind, f"{prefix}product") if problem.keep_product else None,
         "h_ptr": (kind, f"{prefix}h"),
     }
     constants = {
         **_product(problem, config, config.up, rows),
         "COLUMNS": problem.columns_up,
-        **_strides("X", "TK", problem.x_strides),
-        **_strides("W", "ENK", problem.gate_up_strides),
-        **_activation(problem),
+        **strides("X", "TK", problem.x_strides),
+        **strides("W", "ENK", problem.gate_up_strides),
+        **activation(problem),
     }
     stages = config.up.num_stages
-    return _kernel(_gate_up_kernel, plan, grid, warps, pointers, {"tokens": problem.tokens}, constants, stages)
+    return prepared_kernel(_gate_up_kernel, plan, grid, warps, pointers, {"tokens": problem.tokens}, constants, stages)
 
 
 def _down(plan: MoePlan, grid: tuple[int, int, int], warps: int, *, shared: bool = False) -> PreparedKernel:
@@ -223,10 +244,10 @@ def _down(plan: MoePlan, grid: tuple[int, int, int], warps: int, *, shared: bool
     }
     constants = {
         **_product(problem, config, config.down, rows),
-        **_strides("W", "ENK", problem.down_strides),
+        **strides("W", "ENK", problem.down_strides),
     }
     stages = config.down.num_stages
-    return _kernel(_down_kernel, plan, grid, warps, pointers, {"tokens": problem.tokens}, constants, stages)
+    return prepared_kernel(_down_kernel, plan, grid, warps, pointers, {"tokens": problem.tokens}, constants, stages)
 
 
 def _shared_up(plan: MoePlan, grid: tuple[int, int, int], warps: int) -> PreparedKernel:
@@ -235,6 +256,14 @@ def _shared_up(plan: MoePlan, grid: tuple[int, int, int], warps: int) -> Prepare
 
 def _shared_down(plan: MoePlan, grid: tuple[int, int, int], warps: int) -> PreparedKernel:
     return _down(plan, grid, warps, shared=True)
+
+
+def _up_sm90(plan: MoePlan, grid: tuple[int, int, int], _warps: int) -> PreparedKernel:
+    return prepare_sm90.product(plan, grid, "up")
+
+
+def _down_sm90(plan: MoePlan, grid: tuple[int, int, int], _warps: int) -> PreparedKernel:
+    return prepare_sm90.product(plan, grid, "down")
 
 
 def _sources(problem: MoeProblem) -> dict[str, tuple[str, str] | None]:
@@ -248,11 +277,11 @@ def _sources(problem: MoeProblem) -> dict[str, tuple[str, str] | None]:
 
 def _combine(plan: MoePlan, grid: tuple[int, int, int], warps: int) -> PreparedKernel:
     problem = plan.problem
-    is_sorted = plan.kernel == "grouped_triton"
+    is_sorted = plan.kernel in SORTED
     pointers: dict[str, tuple[str, str] | None] = {
         "y_ptr": (f"*{problem.dtype}", "y"),
         "weights_ptr": (f"*{problem.weights_dtype}", "topk_weights"),
-        "ids_ptr": None if is_sorted else _ids(problem),
+        "ids_ptr": None if is_sorted else ids(problem),
         "positions_ptr": ("*i32", "positions_ptr") if is_sorted else None,
         **_sources(problem),
     }
@@ -264,7 +293,7 @@ def _combine(plan: MoePlan, grid: tuple[int, int, int], warps: int) -> PreparedK
         "UNROLL": min(COMBINE_UNROLL, problem.top_k),
         "BLOCK_N": COMBINE_COLUMNS,
     }
-    return _kernel(_combine_kernel, plan, grid, warps, pointers, {"tokens": problem.tokens}, constants)
+    return prepared_kernel(_combine_kernel, plan, grid, warps, pointers, {"tokens": problem.tokens}, constants)
 
 
 def _gemv_up(plan: MoePlan, grid: tuple[int, int, int], warps: int) -> PreparedKernel:
@@ -275,7 +304,7 @@ def _gemv_up(plan: MoePlan, grid: tuple[int, int, int], warps: int) -> PreparedK
         "x_ptr": (kind, "x"),
         "w_ptr": (kind, "w_gate_up"),
         "bias_ptr": (kind, "bias_gate_up") if problem.bias_gate_up else None,
-        "ids_ptr": _ids(problem),
+        "ids_ptr": ids(problem),
         "h_ptr": (kind, "h"),
     }
     constants = {
@@ -284,13 +313,13 @@ def _gemv_up(plan: MoePlan, grid: tuple[int, int, int], warps: int) -> PreparedK
         "INTER": problem.inter,
         "COLUMNS": columns_up(problem.inter, problem.activation),
         "STRIDE_XK": problem.x_strides[1],
-        **_strides("W", "ENK", problem.gate_up_strides),
-        **_activation(problem),
+        **strides("W", "ENK", problem.gate_up_strides),
+        **activation(problem),
         "BLOCK_N": config.up.block_n,
         "BLOCK_K": config.up.block_k,
         "NUM_STAGES": config.up.num_stages,
     }
-    return _kernel(_gemv_gate_up_kernel, plan, grid, warps, pointers, {}, constants, config.up.num_stages)
+    return prepared_kernel(_gemv_gate_up_kernel, plan, grid, warps, pointers, {}, constants, config.up.num_stages)
 
 
 def _gemv_down(plan: MoePlan, grid: tuple[int, int, int], warps: int) -> PreparedKernel:
@@ -302,7 +331,7 @@ def _gemv_down(plan: MoePlan, grid: tuple[int, int, int], warps: int) -> Prepare
         "w_ptr": (kind, "w_down"),
         "bias_ptr": (kind, "bias_down") if problem.bias_down else None,
         "weights_ptr": (f"*{problem.weights_dtype}", "topk_weights"),
-        "ids_ptr": _ids(problem),
+        "ids_ptr": ids(problem),
         **_sources(problem),
     }
     constants = {
@@ -311,21 +340,23 @@ def _gemv_down(plan: MoePlan, grid: tuple[int, int, int], warps: int) -> Prepare
         "HID": problem.hidden,
         "INTER": problem.inter,
         "SHARED": problem.shared_experts,
-        **_strides("W", "ENK", problem.down_strides),
+        **strides("W", "ENK", problem.down_strides),
         "BLOCK_N": config.down.block_n,
         "BLOCK_K": config.down.block_k,
-        "NUM_STAGES": config.down.num_stages,
+        "STEPS": config.down.steps,
     }
-    return _kernel(_gemv_down_kernel, plan, grid, warps, pointers, {}, constants, config.down.num_stages)
+    return prepared_kernel(_gemv_down_kernel, plan, grid, warps, pointers, {}, constants)
 
 
-_MAKERS = {
+MAKERS = {
     "sort": _sort,
     "count": _count,
     "sum": _sum,
     "place": _place,
     "up": _up,
     "down": _down,
+    "up_sm90": _up_sm90,
+    "down_sm90": _down_sm90,
     "shared_up": _shared_up,
     "shared_down": _shared_down,
     "combine": _combine,

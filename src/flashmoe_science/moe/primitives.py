@@ -55,3 +55,116 @@ def rows_of_columns(columns, COLUMNS: tl.constexpr, GATED: tl.constexpr, INTERLE
 def expert_of_ids(ids, EXPERTS: tl.constexpr):
     """Return ids as int32, with EXPERTS for each that names no expert: it contributes nothing."""
     return tl.where((ids >= 0) & (ids < EXPERTS), ids, EXPERTS).to(tl.int32)
+
+
+@triton.jit
+def tile_of_program(
+    pid, tiles, TILES_N: tl.constexpr, GROUP_M: tl.constexpr,
+):  # fmt: skip
+    """Return row tile and column tile: GROUP_M row tiles are walked over together, so that L2 holds their operands."""
+    group = pid // (GROUP_M * TILES_N)
+    first = group * GROUP_M
+    size = tl.minimum(tiles - first, GROUP_M)
+    rest = pid - group * (GROUP_M * TILES_N)
+    return first + rest % size, rest // size
+
+
+@triton.jit
+def wide_enough(places, SIZE: tl.constexpr, STRIDE: tl.constexpr):
+    """Return ``places`` on an axis of SIZE elements, in 64 bits if they times STRIDE can pass 2**31."""
+    if SIZE * STRIDE >= 2**31:
+        places = places.to(tl.int64)
+    return places
+
+
+@triton.jit
+def multiply(
+    a_rows, b_rows, mask_m, STRIDE_AK: tl.constexpr, STRIDE_BK: tl.constexpr, K: tl.constexpr, M: tl.constexpr,
+    N: tl.constexpr, BLOCK_K: tl.constexpr, SWAP: tl.constexpr, PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    """Return the product [M, N] in fp32 of rows ``a_rows`` [M] and ``b_rows`` [N], given by pointers to their starts.
+
+    SWAP computes its transpose: few rows of A then are columns of the matrix unit's tile, which can be few.
+    """
+    offs_k = tl.arange(0, BLOCK_K)
+    a_ptrs = a_rows[:, None] + wide_enough(offs_k, BLOCK_K, STRIDE_AK)[None, :] * STRIDE_AK
+    b_ptrs = b_rows[:, None] + wide_enough(offs_k, BLOCK_K, STRIDE_BK)[None, :] * STRIDE_BK
+    acc = tl.zeros([N, M] if SWAP else [M, N], tl.float32)
+    for start in tl.range(0, K, BLOCK_K, num_stages=NUM_STAGES):
+        if K % BLOCK_K == 0:
+            a = tl.load(a_ptrs, mask=mask_m[:, None], other=0.0)
+            b = tl.load(b_ptrs)
+        else:
+            mask_k = offs_k < K - start
+            a = tl.load(a_ptrs, mask=mask_m[:, None] & mask_k[None, :], other=0.0)
+            b = tl.load(b_ptrs, mask=mask_k[None, :], other=0.0)
+        if SWAP:
+            acc = tl.dot(b, tl.trans(a), acc, input_precision=PRECISION)
+        else:
+            acc = tl.dot(a, tl.trans(b), acc, input_precision=PRECISION)
+        a_ptrs += BLOCK_K * STRIDE_AK
+        b_ptrs += BLOCK_K * STRIDE_BK
+    if SWAP:
+        acc = tl.trans(acc)
+    return acc
+
+
+@triton.jit
+def rows_inside(rows, ROWS_TOTAL: tl.constexpr, STRIDE_N: tl.constexpr):
+    """Return ``rows``, and some that are there in place of those past the last, which are not stored."""
+    if STRIDE_N == 1:  # they follow each other as their bytes do, and are copied together
+        found = rows % ROWS_TOTAL
+    else:  # all the same one, to read little
+        found = tl.where(rows < ROWS_TOTAL, rows, 0)
+    return found
+
+
+@triton.jit
+def rows_of_weights(w_ptr, expert, rows, ROWS_TOTAL: tl.constexpr, STRIDE_E: tl.constexpr, STRIDE_N: tl.constexpr):
+    """Return pointers to rows of one expert's weights; ``rows_inside`` says what stands for those past the last."""
+    base = w_ptr + expert.to(tl.int64) * STRIDE_E
+    return base + wide_enough(rows, ROWS_TOTAL, STRIDE_N) * STRIDE_N
+
+
+@triton.jit
+def _gelu_slope(x, IS_TANH: tl.constexpr):
+    """Return the derivative of ``_gelu``."""
+    if IS_TANH:
+        u = 1.5957691216057308 * (x + 0.044715 * x * x * x)
+        s, rest = 1 / (1 + tl.exp(-u)), 1 / (1 + tl.exp(u))  # 1 - s, without what it would cancel
+        y = s + x * s * rest * (1.5957691216057308 + 0.21406444881780076 * x * x)
+    else:
+        cdf = 0.5 * (1 + tl.erf(x * 0.7071067811865476))
+        y = cdf + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
+    return y
+
+
+@triton.jit
+def activation_slopes(gate, up, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
+    """Return the derivatives of ``activate`` by ``gate`` and by ``up``; without a gate both are the one there is."""
+    if ACTIVATION == "swiglu":
+        s = 1 / (1 + tl.exp(-gate))
+        by_gate = up * s * (1 + gate * (1 - s))
+        by_up = gate * s
+    elif ACTIVATION == "swiglu_clamped":
+        g = tl.where(gate > LIMIT, LIMIT, gate)
+        u = tl.where(up > LIMIT, LIMIT, up)
+        u = tl.where(u < -LIMIT, -LIMIT, u)
+        s = 1 / (1 + tl.exp(-ALPHA * g))
+        by_gate = tl.where(gate > LIMIT, 0.0, (u + 1) * s * (1 + ALPHA * g * (1 - s)))
+        by_up = tl.where((up > LIMIT) | (up < -LIMIT), 0.0, g * s)
+    elif ACTIVATION == "geglu" or ACTIVATION == "geglu_tanh":  # noqa: PLR1714 - Triton knows no sets
+        by_gate = _gelu_slope(gate, ACTIVATION == "geglu_tanh") * up
+        by_up = _gelu(gate, ACTIVATION == "geglu_tanh")
+    elif ACTIVATION == "relu2":
+        by_up = 2 * tl.where(up < 0, 0.0, up)
+        by_gate = by_up
+    elif ACTIVATION == "silu":
+        s = 1 / (1 + tl.exp(-up))
+        by_up = s * (1 + up * (1 - s))
+        by_gate = by_up
+    else:
+        tl.static_assert(ACTIVATION == "gelu" or ACTIVATION == "gelu_tanh")  # noqa: PLR1714 - as above
+        by_up = _gelu_slope(up, ACTIVATION == "gelu_tanh")
+        by_gate = by_up
+    return by_gate, by_up

@@ -44,6 +44,7 @@ class MoeProblem:
     shared_inter: int = 0
     shared_weights: str = ""  # dtype of a weight for each token and shared expert; "": all weights are 1
     batch_invariant: bool = False
+    keep_product: bool = False  # the first product is kept, before the activation: gradients need it
     x_strides: Strides = ()  # left out: contiguous
     gate_up_strides: Strides = ()
     down_strides: Strides = ()
@@ -172,7 +173,8 @@ class MoeProblem:
             name += "_bias"
         if self.shared_experts:
             name += f"_shared{self.shared_experts}x{self.shared_inter}"
-        return name + ("_invariant" if self.batch_invariant else "")
+        name += "_invariant" if self.batch_invariant else ""
+        return name + ("_kept" if self.keep_product else "")
 
     def shared(self) -> MoeProblem:
         """Return the problem that the shared experts are: every token goes to each."""

@@ -49,6 +49,29 @@ def route(
     return weights * scale, ids.to(torch.int32)
 
 
+def route_gradient(
+    dweights: Tensor,
+    logits: Tensor,
+    ids: Tensor,
+    *,
+    score: str = "softmax",
+    renormalize: bool = True,
+    scale: float = 1.0,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Return the gradient of the logits of ``route`` in ``dtype``, given that of the weights."""
+    values, chosen = logits.to(dtype), ids.long()
+    scores = torch.softmax(values, -1) if score == "softmax" else torch.sigmoid(values)
+    weights, gradient = scores.gather(-1, chosen), dweights.to(dtype) * scale
+    if renormalize:
+        total = weights.sum(-1, keepdim=True) + 1e-20
+        gradient = (gradient - (gradient * weights).sum(-1, keepdim=True) / total) / total
+    dscores = torch.zeros_like(scores).scatter(-1, chosen, gradient)
+    if score == "softmax":
+        return scores * (dscores - (dscores * scores).sum(-1, keepdim=True))
+    return dscores * scores * (1 - scores)
+
+
 def activate(
     product: Tensor, activation: str, *, alpha: float = 0.0, limit: float = 0.0, interleaved: bool = False
 ) -> Tensor:
@@ -117,3 +140,88 @@ def fused_moe(
             y = expert(x, shared_gate_up[s], shared_down[s], None, None)
             out = out + (y if shared_weights is None else y * shared_weights[:, s, None].to(dtype))
     return out
+
+
+def activation_slopes(
+    product: Tensor, activation: str, *, alpha: float = 0.0, limit: float = 0.0, interleaved: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Return the derivatives of ``activate`` by gate and by up; without a gate both are the one there is."""
+    if activation not in GATED:
+        if activation == "relu2":
+            slope = 2 * torch.relu(product)
+        elif activation == "silu":
+            sigmoid = torch.sigmoid(product)
+            slope = sigmoid * (1 + product * (1 - sigmoid))
+        else:
+            slope = _gelu_slope(product, activation)
+        return slope, slope
+    gate, up = (product[..., 0::2], product[..., 1::2]) if interleaved else product.chunk(2, -1)
+    if activation == "swiglu":
+        sigmoid = torch.sigmoid(gate)
+        return up * sigmoid * (1 + gate * (1 - sigmoid)), gate * sigmoid
+    if activation == "swiglu_clamped":
+        alpha, limit = alpha or DEFAULT_ALPHA, limit or DEFAULT_LIMIT
+        inside_gate, inside_up = gate <= limit, (up >= -limit) & (up <= limit)
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        sigmoid = torch.sigmoid(alpha * gate)
+        by_gate = (up + 1) * sigmoid * (1 + alpha * gate * (1 - sigmoid))
+        return torch.where(inside_gate, by_gate, 0), torch.where(inside_up, gate * sigmoid, 0)
+    return _gelu_slope(gate, activation) * up, _gelu(gate, activation)
+
+
+def _gelu_slope(x: Tensor, activation: str) -> Tensor:
+    if activation.endswith("_tanh"):
+        factor = 2 * math.sqrt(2 / math.pi)
+        sigmoid = torch.sigmoid(factor * (x + 0.044715 * x**3))
+        return sigmoid + x * sigmoid * (1 - sigmoid) * factor * (1 + 3 * 0.044715 * x * x)
+    return 0.5 * (1 + torch.erf(x * 0.5**0.5)) + x * torch.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
+
+
+def moe_gradients(
+    do: Tensor,
+    x: Tensor,
+    w_gate_up: Tensor,
+    w_down: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    *,
+    activation: str = "swiglu",
+    alpha: float = 0.0,
+    limit: float = 0.0,
+    interleaved: bool = False,
+    bias_gate_up: Tensor | None = None,
+    bias_down: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> dict[str, Tensor]:
+    """Return the gradients of routed experts by name, given that of their output, in ``dtype`` (default: that of x)."""
+    dtype = dtype or x.dtype
+    do, x = do.to(dtype), x.to(dtype)
+    options = {"alpha": alpha, "limit": limit, "interleaved": interleaved}
+    given = {"x": x, "w_gate_up": w_gate_up, "w_down": w_down, "topk_weights": topk_weights}
+    given.update({n: b for n, b in (("bias_gate_up", bias_gate_up), ("bias_down", bias_down)) if b is not None})
+    found = {name: torch.zeros(tensor.shape, dtype=dtype, device=x.device) for name, tensor in given.items()}
+    for e in torch.unique(topk_ids).tolist():
+        if not 0 <= e < w_gate_up.shape[0]:
+            continue
+        tokens, slots = torch.where(topk_ids == e)
+        rows, do_rows = x[tokens], do[tokens]
+        up, down = w_gate_up[e].to(dtype), w_down[e].to(dtype)
+        product = F.linear(rows, up, None if bias_gate_up is None else bias_gate_up[e].to(dtype))
+        h = activate(product, activation, **options)  # type: ignore[arg-type]
+        da, weight = do_rows @ down, topk_weights[tokens, slots, None].to(dtype)
+        by_gate, by_up = activation_slopes(product, activation, **options)  # type: ignore[arg-type]
+        parts = (da * weight * by_gate, da * weight * by_up)
+        if activation not in GATED:
+            dproduct = parts[1]
+        else:
+            dproduct = torch.stack(parts, -1).flatten(-2) if interleaved else torch.cat(parts, -1)
+        found["x"].index_add_(0, tokens, dproduct @ up)
+        found["w_gate_up"][e] = dproduct.t() @ rows
+        found["w_down"][e] = (do_rows * weight).t() @ h
+        y = F.linear(h, down, None if bias_down is None else bias_down[e].to(dtype))
+        found["topk_weights"][tokens, slots] = (do_rows * y).sum(-1)
+        if bias_gate_up is not None:
+            found["bias_gate_up"][e] = dproduct.sum(0)
+        if bias_down is not None:
+            found["bias_down"][e] = (do_rows * weight).sum(0)
+    return found

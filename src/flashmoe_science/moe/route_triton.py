@@ -1,4 +1,4 @@
-"""Choose the experts of each token, and their weights (Triton, sm_80 and newer).
+"""Choose the experts of each token, and their weights; the gradient of the logits (Triton, sm_80 and newer).
 
 Choices are compared as integers that have the order of their floats, so that ties, NaN and what was taken already have
 one order in every run: of equal choices the lower expert comes first.
@@ -9,6 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from .primitives import wide_enough
 
 TAKEN: tl.constexpr = tl.constexpr(-(2**31))
 FORBIDDEN: tl.constexpr = tl.constexpr(-(2**31) + 1)
@@ -60,6 +62,18 @@ def _forbid_groups(
 
 
 @triton.jit
+def _scores(logits, mask_e, IS_SOFTMAX: tl.constexpr):
+    """Return softmax or sigmoid of each row."""
+    if IS_SOFTMAX:
+        score = tl.exp(logits - tl.max(logits, 1)[:, None])
+        score = tl.where(mask_e[None, :], score, 0.0)
+        score /= tl.sum(score, 1)[:, None]
+    else:
+        score = 1 / (1 + tl.exp(-logits))
+    return score
+
+
+@triton.jit
 def _route_kernel(
     logits_ptr,  # [T, E]
     bias_ptr,  # [E], or None
@@ -79,15 +93,10 @@ def _route_kernel(
     if DEPENDENT_LAUNCH:
         gdc_wait()
         gdc_launch_dependents()
-    at = rows.to(tl.int64)[:, None] * STRIDE_T + columns[None, :] * STRIDE_E
+    at = rows.to(tl.int64)[:, None] * STRIDE_T + wide_enough(columns, EXPERTS, STRIDE_E)[None, :] * STRIDE_E
     logits = tl.load(logits_ptr + at, mask=mask_t[:, None] & mask_e[None, :], other=-float("inf")).to(tl.float32)
     logits = tl.where(mask_t[:, None], logits, 0.0)  # rows past the last have nothing that gives NaN
-    if IS_SOFTMAX:
-        score = tl.exp(logits - tl.max(logits, 1)[:, None])
-        score = tl.where(mask_e[None, :], score, 0.0)
-        score /= tl.sum(score, 1)[:, None]
-    else:
-        score = 1 / (1 + tl.exp(-logits))
+    score = _scores(logits, mask_e, IS_SOFTMAX)
     # Scores rise with logits, which tell apart what scores round to one number.
     choice = logits
     if bias_ptr is not None:
@@ -113,3 +122,48 @@ def _route_kernel(
     mask = mask_t[:, None] & (slots < TOPK)[None, :]
     tl.store(weights_ptr + out, weights * scale, mask=mask)
     tl.store(ids_ptr + out, ids, mask=mask)
+
+
+@triton.jit
+def _route_backward_kernel(
+    logits_ptr,  # [T, E]
+    ids_ptr,  # [T, K] int32
+    dweights_ptr,  # [T, K] fp32
+    dlogits_ptr,  # [T, E]
+    tokens,
+    scale,
+    EXPERTS: tl.constexpr, TOPK: tl.constexpr, STRIDE_T: tl.constexpr, STRIDE_E: tl.constexpr,
+    IS_SOFTMAX: tl.constexpr, RENORMALIZE: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
+):  # fmt: skip
+    """Compute the gradient of the logits of BLOCK_T tokens. Grid: (cdiv(T, BLOCK_T),)."""
+    rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    columns = tl.arange(0, BLOCK_E)
+    mask_t, mask_e = rows < tokens, columns < EXPERTS
+    if DEPENDENT_LAUNCH:
+        gdc_wait()
+        gdc_launch_dependents()
+    at = rows.to(tl.int64)[:, None] * STRIDE_T + wide_enough(columns, EXPERTS, STRIDE_E)[None, :] * STRIDE_E
+    logits = tl.load(logits_ptr + at, mask=mask_t[:, None] & mask_e[None, :], other=-float("inf")).to(tl.float32)
+    logits = tl.where(mask_t[:, None], logits, 0.0)  # rows past the last have nothing that gives NaN
+    score = _scores(logits, mask_e, IS_SOFTMAX)
+    dscore = tl.zeros([BLOCK_T, BLOCK_E], tl.float32)
+    chosen = tl.zeros([BLOCK_T, BLOCK_E], tl.int32)
+    for k in tl.range(0, TOPK):
+        pair = rows.to(tl.int64) * TOPK + k
+        expert = tl.load(ids_ptr + pair, mask=mask_t, other=0)
+        dweight = tl.load(dweights_ptr + pair, mask=mask_t, other=0.0)
+        is_it = columns[None, :] == expert[:, None]
+        dscore = tl.where(is_it, dweight[:, None], dscore)
+        chosen = tl.where(is_it, 1, chosen)
+    if RENORMALIZE:
+        inverse = 1 / (tl.sum(tl.where(chosen > 0, score, 0.0), 1) + 1e-20)
+        mean = tl.sum(dscore * score, 1) * inverse
+        dscore = tl.where(chosen > 0, (dscore - mean[:, None]) * inverse[:, None], 0.0)
+    if IS_SOFTMAX:
+        dlogits = score * (dscore - tl.sum(dscore * score, 1)[:, None])
+    else:
+        dlogits = dscore * score * (1 - score)
+    out = rows.to(tl.int64)[:, None] * EXPERTS + columns[None, :]
+    mask = mask_t[:, None] & mask_e[None, :]
+    tl.store(dlogits_ptr + out, (dlogits * scale).to(dlogits_ptr.dtype.element_ty), mask=mask)

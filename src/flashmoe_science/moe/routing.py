@@ -14,7 +14,7 @@ from torch import Tensor
 from ..errors import InputError, UnsupportedError
 from ..gpu.planning import refuse_architecture
 from . import reference
-from .inputs import DTYPE_NAMES, refuse_derivatives
+from .inputs import DTYPE_NAMES, refuse_tangents
 from .plan import next_power
 
 SCORES = ("softmax", "sigmoid")
@@ -74,8 +74,9 @@ def route(
 
     Raises:
         InputError: a shape, dtype, device or value breaks the contract above.
-        UnsupportedError: no kernel serves this call, or an input requires grad on a GPU while gradients are recorded
-            (there is no backward yet; on CPU tensors torch has one).
+        UnsupportedError: no kernel serves this call, or it was asked for second-order or forward-mode derivatives.
+
+    The weights have a gradient by the logits; the bias, which only chooses, has none.
 
     Numerics: fp32; run-to-run bitwise equal; a token's result does not depend on its neighbours.
     """
@@ -84,8 +85,16 @@ def route(
     if bias is not None and not isinstance(bias, Tensor):
         raise InputError(f"bias must be a torch.Tensor or None, got {type(bias).__name__}")
     is_plain = all(type(t) in (Tensor, torch.nn.Parameter) for t in (logits, bias) if t is not None)
-    if _is_compiling() or not is_plain:  # the operator checks the rest when it runs
-        refuse_derivatives({"logits": logits, "bias": bias})
+    refuse_tangents({"logits": logits, "bias": bias})
+    records = torch.is_grad_enabled() and logits.requires_grad
+    is_compiling = _is_compiling()
+    if records or is_compiling or not is_plain:  # compiled, the operator checks the rest when it runs
+        if not is_compiling:  # its signature would refuse, or change, what is of another type
+            describe_routing(
+                logits, top_k, score=score, renormalize=renormalize, bias=bias, groups=groups, top_groups=top_groups,
+                scale=scale,
+            )  # fmt: skip
+        bias = None if bias is None else bias.detach()
         weights, ids = _route(logits, bias, top_k, score, renormalize, groups, top_groups, float(scale))
         return weights, ids
     routing = describe_routing(
@@ -94,7 +103,6 @@ def route(
     )  # fmt: skip
     if logits.device.type == "cpu":
         return _reference(routing, logits, bias)
-    refuse_derivatives({"logits": logits, "bias": bias})
     return run_route(routing, logits, bias)
 
 
@@ -212,7 +220,7 @@ def run_route(routing: Routing, logits: Tensor, bias: Tensor | None) -> tuple[Te
 def kernel_of(routing: Routing, arch: int) -> Any:
     """Return the prepared kernel. Raises ``UnsupportedError``."""
     from ..gpu.compile import KernelSource
-    from .prepare import PreparedKernel
+    from .prepared import PreparedKernel
     from .route_triton import _route_kernel
 
     r = routing
@@ -261,14 +269,67 @@ def kernel_of(routing: Routing, arch: int) -> Any:
     return PreparedKernel(source, (-(-r.tokens // block_t), 1, 1), (r.tokens, r.scale), names)
 
 
+def backward_kernel_of(routing: Routing, arch: int) -> Any:
+    """Return the prepared kernel of the gradient of the logits."""
+    from ..gpu.compile import KernelSource
+    from .prepared import PreparedKernel
+    from .route_triton import _route_backward_kernel
+
+    r = routing
+    block_e = max(16, next_power(r.experts))
+    block_t = max(1, min(16, _ELEMENTS // block_e))
+    constants = {
+        "EXPERTS": r.experts, "TOPK": r.top_k, "STRIDE_T": r.strides[0], "STRIDE_E": r.strides[1],
+        "IS_SOFTMAX": r.score == "softmax", "RENORMALIZE": r.renormalize, "BLOCK_T": block_t, "BLOCK_E": block_e,
+        "DEPENDENT_LAUNCH": arch >= 90,
+    }  # fmt: skip
+    signature = {
+        "logits_ptr": f"*{r.dtype}",
+        "ids_ptr": "*i32",
+        "dweights_ptr": "*fp32",
+        "dlogits_ptr": f"*{r.dtype}",
+        "tokens": "i32",
+        "scale": "fp32",
+    }
+    source = KernelSource(
+        _route_backward_kernel,
+        tuple(signature.items()),
+        tuple(constants.items()),
+        frozenset(("dlogits_ptr",)),
+        num_warps=4,
+        max_registers=255,
+        dependent_launch=arch >= 90,
+    )
+    names = ("logits", "ids", "dweights", "dlogits")
+    return PreparedKernel(source, (-(-r.tokens // block_t), 1, 1), (r.tokens, r.scale), names)
+
+
+def run_route_backward(routing: Routing, logits: Tensor, ids: Tensor, dweights: Tensor) -> Tensor:
+    """Return the gradient of the logits; on CPU tensors in Triton's interpreter."""
+    dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    if routing.tokens == 0:
+        return dlogits
+    given = {"logits": logits, "ids": ids, "dweights": dweights.contiguous(), "dlogits": dlogits}
+    if logits.device.type == "cpu":
+        from .prepare import interpret
+
+        interpret(backward_kernel_of(routing, 0), given)
+        return dlogits
+    with torch.cuda.device(logits.device):
+        assert _raw_stream is not None
+        addresses = [tensor.data_ptr() for tensor in given.values()]
+        _launch_of(routing, logits.device.index, is_backward=True)(_raw_stream(logits.device.index), *addresses)
+    return dlogits
+
+
 @functools.lru_cache(maxsize=1024)
-def _launch_of(routing: Routing, device: int) -> Callable[..., None]:
+def _launch_of(routing: Routing, device: int, *, is_backward: bool = False) -> Callable[..., None]:
     from ..gpu.device import gpu_of_device
     from ..gpu.launch import prepare_launch
 
     arch = gpu_of_device(device).arch
     refuse_architecture(arch)
-    kernel = kernel_of(routing, arch)
+    kernel = backward_kernel_of(routing, arch) if is_backward else kernel_of(routing, arch)
     return prepare_launch(kernel.source, arch, device, kernel.grid, kernel.scalars)
 
 
@@ -293,3 +354,49 @@ def _fake_route(logits: Tensor, _bias: Tensor | None, top_k: int, *_options: obj
     shape = (logits.shape[0], top_k)
     device = logits.device
     return torch.empty(shape, dtype=torch.float32, device=device), torch.empty(shape, dtype=torch.int32, device=device)
+
+
+@torch.library.custom_op("flashmoe_science::moe_route_backward", mutates_args=())
+def _route_backward(
+    dweights: Tensor, logits: Tensor, ids: Tensor, score: str, renormalize: bool, scale: float
+) -> Tensor:
+    """Return the gradient of the logits."""
+    dweights, logits, ids = dweights.detach(), logits.detach(), ids.detach()
+    if logits.device.type == "cpu":
+        found = reference.route_gradient(dweights, logits, ids, score=score, renormalize=renormalize, scale=scale)
+        return found.to(logits.dtype)
+    top_k = ids.shape[1]
+    routing = describe_routing(logits, top_k, score=score, renormalize=renormalize, scale=scale)
+    return run_route_backward(routing, logits, ids, dweights)
+
+
+@_route_backward.register_fake
+def _fake_route_backward(_dweights: Tensor, logits: Tensor, *_options: object) -> Tensor:
+    return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+
+
+def _refuse_second_order(_ctx: Any, *_gradients: Any) -> Any:
+    raise UnsupportedError(
+        "there are no second-order gradients of route", hint="for them, use flashmoe_science.moe.reference"
+    )
+
+
+_route_backward.register_autograd(_refuse_second_order)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    logits, _, _, ctx.score, ctx.renormalize, _, _, ctx.scale = inputs
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(logits, output[1])
+
+
+def _backward(ctx: Any, dweights: Tensor | None, _dids: Tensor | None) -> Any:
+    logits, ids = ctx.saved_tensors
+    found = None
+    if dweights is not None:
+        found = _route_backward(dweights, logits, ids, ctx.score, ctx.renormalize, ctx.scale)
+    return found, *[None] * 7
+
+
+_route.register_autograd(_backward, setup_context=_setup_context)

@@ -4,7 +4,8 @@ A counting sort: a pair's place is the number of pairs of experts before its own
 It is stable, without atomics on memory, and the host learns nothing: tiles of rows are listed in a table that has room
 for as many as there can be. One kernel does it for few pairs, each program counting all of them; three for many.
 
-A tile is four numbers: expert, first row, end, unused. The table begins with their count, and three unused numbers.
+A tile is four numbers: expert, first row, end, unused. The table begins with their count, and three zeros: counters of
+tiles that programs draw (``grouped_gluon_sm90``).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def _load_experts(ids_ptr, offs, pairs, EXPERTS: tl.constexpr, PAST: tl.constexp
 
 @triton.jit
 def _place(
-    own, ids, before, counts, tiles_ptr, order_ptr, positions_ptr, pairs, pid,
+    own, ids, before, counts, tiles_ptr, order_ptr, positions_ptr, offsets_ptr, pairs, pid,
     EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Write the places of some pairs, given the pairs of the same expert before each, and the pairs of all experts."""
@@ -46,7 +47,11 @@ def _place(
     tl.store(entry + 1, position, mask=begins)
     tl.store(entry + 2, tl.minimum(position + BLOCK_M, first + count), mask=begins)
     if pid == 0:
-        tl.store(tiles_ptr, tl.sum(tiles, 0))
+        header = tl.arange(0, 4)
+        tl.store(tiles_ptr + header, tl.where(header == 0, tl.sum(tiles, 0), 0))
+        if offsets_ptr is not None:
+            tl.store(offsets_ptr + experts, tl.cumsum(counts, 0) - counts, mask=experts <= EXPERTS)
+            tl.store(offsets_ptr + EXPERTS + 1 + header, tl.zeros([4], tl.int32))
 
 
 @triton.jit
@@ -55,6 +60,7 @@ def _sort_few_kernel(
     tiles_ptr,  # [1 + tiles, 4] int32
     order_ptr,  # [P] int32: pairs by expert
     positions_ptr,  # [P] int32: where each pair is in that order, -1 for one without an expert
+    offsets_ptr,  # [E + 5] int32: the first row of each expert, the end, and four zeros (counters); or None
     pairs,
     EXPERTS: tl.constexpr,
     BLOCK_E: tl.constexpr,  # a power of two, EXPERTS + 2 at the least
@@ -78,7 +84,21 @@ def _sort_few_kernel(
         same = (theirs[None, :] == ids[:, None]) & (others[None, :] < own[:, None])  # [BLOCK_P, CHUNK]
         before += tl.sum(same.to(tl.int32), 1)
         counts += tl.histogram(theirs, BLOCK_E)
-    _place(own, ids, before, counts, tiles_ptr, order_ptr, positions_ptr, pairs, pid, EXPERTS, BLOCK_E, BLOCK_M)
+    _place(
+        own,
+        ids,
+        before,
+        counts,
+        tiles_ptr,
+        order_ptr,
+        positions_ptr,
+        offsets_ptr,
+        pairs,
+        pid,
+        EXPERTS,
+        BLOCK_E,
+        BLOCK_M,
+    )
 
 
 @triton.jit
@@ -133,6 +153,7 @@ def _place_kernel(
     tiles_ptr,  # [1 + tiles, 4] int32
     order_ptr,  # [P] int32
     positions_ptr,  # [P] int32
+    offsets_ptr,  # [E + 5] int32, or None
     pairs, chunks,
     EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_P: tl.constexpr,  # pairs of one program; a divisor of CHUNK
@@ -151,4 +172,18 @@ def _place_kernel(
     same = (theirs[None, :] == ids[:, None]) & (others[None, :] < own[:, None])  # [BLOCK_P, CHUNK]
     before = tl.load(counts_ptr + chunk * BLOCK_E + ids) + tl.sum(same.to(tl.int32), 1)
     counts = tl.load(counts_ptr + chunks.to(tl.int64) * BLOCK_E + tl.arange(0, BLOCK_E))
-    _place(own, ids, before, counts, tiles_ptr, order_ptr, positions_ptr, pairs, pid, EXPERTS, BLOCK_E, BLOCK_M)
+    _place(
+        own,
+        ids,
+        before,
+        counts,
+        tiles_ptr,
+        order_ptr,
+        positions_ptr,
+        offsets_ptr,
+        pairs,
+        pid,
+        EXPERTS,
+        BLOCK_E,
+        BLOCK_M,
+    )

@@ -1,0 +1,281 @@
+"""Gradients of ``fused_moe`` for autograd: what a call keeps, and the operators that graphs hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import UnsupportedError
+from ..gpu.device import gpu_of
+from . import reference
+from .backward_plan import GRADIENTS, plan_backward
+from .calls import Run, prepare_run
+from .inputs import TENSORS, layout_of, moe_problem_of
+from .plan import plan_moe
+from .problem import MoeProblem
+
+# Tensors that have a gradient, in the order of ``fused_moe``: all but the ids.
+DIFFERENTIABLE = tuple(name for name in TENSORS if name != "topk_ids")
+_SHARED = {"w_gate_up": "shared_gate_up", "w_down": "shared_down", "topk_weights": "shared_weights"}
+_prepared: dict[tuple[Any, ...], Run] = {}
+_MAX_PREPARED = 8192
+# Activation, alpha, limit, interleaved, batch_invariant, kernel.
+Options = tuple[str, float | None, float | None, bool, bool, str]
+
+
+def records(tensors: Mapping[str, Tensor | None]) -> bool:
+    """Return whether autograd wants gradients of a call."""
+    if not torch.is_grad_enabled():
+        return False
+    return any(tensor is not None and tensor.requires_grad for name, tensor in tensors.items() if name != "topk_ids")
+
+
+def _prepared_run(key: tuple[Any, ...], make: Any) -> Run:
+    run = _prepared.get(key)
+    if run is None:
+        run = make()
+        if len(_prepared) >= _MAX_PREPARED:
+            _prepared.clear()
+        _prepared[key] = run
+    return run
+
+
+def _describe(tensors: Mapping[str, Tensor], options: Options) -> MoeProblem:
+    activation, alpha, limit, interleaved, batch_invariant, _ = options
+    return moe_problem_of(
+        tensors, activation=activation, alpha=alpha, limit=limit, interleaved=interleaved,
+        batch_invariant=batch_invariant, keep_product=True,
+    )  # fmt: skip
+
+
+def _is_reference(device: torch.device, kernel: str) -> bool:
+    """Return whether eager torch serves a call: it keeps nothing, and its gradients compute all again."""
+    return device.type == "cpu" and kernel in ("auto", "reference")
+
+
+def _forward(tensors: dict[str, Tensor], options: Options) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the output and what is kept."""
+    x = tensors["x"]
+    if _is_reference(x.device, options[5]):
+        _describe(tensors, options)  # checks
+        nothing = torch.empty((0, 0), dtype=x.dtype, device=x.device)
+        everything: dict[str, Any] = {**tensors, **_named(options)}
+        return reference.fused_moe(**everything), nothing, nothing.clone()
+    key = ("forward", *(layout_of(tensors.get(name)) for name in TENSORS), options)
+    run = _prepared_run(
+        key, lambda: prepare_run(plan_moe(_describe(tensors, options), gpu_of(x), options[5]), x.device)
+    )
+    made = run(tensors)
+    return made["out"], made["product"], made["shared_product"]
+
+
+def _named(options: Options) -> dict[str, Any]:
+    activation, alpha, limit, interleaved, _, _ = options
+    return {"activation": activation, "alpha": alpha or 0.0, "limit": limit or 0.0, "interleaved": interleaved}
+
+
+def moe_gradients(
+    do: Tensor,
+    products: tuple[Tensor, Tensor],
+    tensors: Mapping[str, Tensor],
+    options: Options,
+    wanted: Sequence[str],
+    kernel: str = "auto",
+) -> dict[str, Tensor]:
+    """Return gradients by name.
+
+    Args:
+        do: of the output, any strides.
+        products: what ``fused_moe`` kept, of routed and of shared experts.
+        tensors: what it was given.
+        options: its options.
+        wanted: of ``DIFFERENTIABLE`` those that are asked for.
+        kernel: of the gradients: a name to force, which never falls back.
+
+    Raises:
+        UnsupportedError: no kernel makes them.
+
+    Numerics: fp32 products and sums; what goes into a product is rounded to the dtype of x. Every sum has one order:
+    the same bits in every run.
+    """
+    routed = {name: tensors[name] for name in TENSORS[:7] if name in tensors}
+    found = _routed(do, products[0], routed, options, [name for name in wanted if name in GRADIENTS], kernel)
+    if "shared_gate_up" not in tensors:
+        return found
+    theirs = _as_routed(tensors)
+    names = {name: shared for name, shared in _SHARED.items() if shared in wanted}
+    asked = [*names, *(["x"] if "x" in wanted else [])]
+    more = _routed(do, products[1], theirs, options, asked, kernel)
+    if "x" in wanted:
+        found["x"] = found["x"] + more["x"]
+    found.update({shared: more[name] for name, shared in names.items()})
+    return found
+
+
+def _as_routed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return shared experts as a call whose tokens all go to each; rows in the same order as the forward's."""
+    x, up = tensors["x"], tensors["shared_gate_up"]
+    shape = (x.shape[0], up.shape[0])
+    ids = torch.arange(shape[1], dtype=torch.int32, device=x.device).expand(shape).contiguous()
+    weights = tensors.get("shared_weights")
+    if weights is None:
+        weights = torch.ones(shape, dtype=torch.float32, device=x.device)
+    return {
+        "x": x, "w_gate_up": up, "w_down": tensors["shared_down"], "topk_weights": weights, "topk_ids": ids
+    }  # fmt: skip
+
+
+def _routed(
+    do: Tensor,
+    product: Tensor,
+    tensors: dict[str, Tensor],
+    options: Options,
+    wanted: Sequence[str],
+    kernel: str,
+) -> dict[str, Tensor]:
+    """Return the gradients of routed experts."""
+    if not wanted:
+        return {}
+    x = tensors["x"]
+    if x.shape[0] == 0:
+        return {name: torch.zeros(tensors[name].shape, dtype=tensors[name].dtype, device=x.device) for name in wanted}
+    if _is_reference(x.device, options[5]) and kernel == "auto":
+        everything: dict[str, Any] = {**tensors, **_named(options)}
+        gradients = reference.moe_gradients(do, **everything)
+        return {name: gradients[name].to(tensors[name].dtype) for name in wanted}
+    do = do.resolve_neg().contiguous()  # an expanded scalar, as sum() gives
+    if do.data_ptr() % 16:
+        do = do.clone()
+    key = ("backward", *(layout_of(tensors.get(name)) for name in TENSORS[:7]), options, tuple(wanted), kernel)
+    run = _prepared_run(
+        key,
+        lambda: prepare_run(plan_backward(_describe(tensors, options), gpu_of(x), tuple(wanted), kernel), x.device),
+    )
+    made = run({**tensors, "do": do, "product": product})
+    return {name: made[f"d_{name}"] for name in wanted}
+
+
+@torch.library.custom_op("flashmoe_science::fused_moe_kept", mutates_args=())
+def _fused_moe_kept(
+    x: Tensor,
+    w_gate_up: Tensor,
+    w_down: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    bias_gate_up: Tensor | None,
+    bias_down: Tensor | None,
+    shared_gate_up: Tensor | None,
+    shared_down: Tensor | None,
+    shared_weights: Tensor | None,
+    activation: str,
+    alpha: float | None,
+    limit: float | None,
+    interleaved: bool,
+    batch_invariant: bool,
+    kernel: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the output, and the first products of routed and of shared experts."""
+    given = (
+        x, w_gate_up, w_down, topk_weights, topk_ids, bias_gate_up, bias_down, shared_gate_up, shared_down,
+        shared_weights,
+    )  # fmt: skip
+    tensors = {name: tensor.detach() for name, tensor in zip(TENSORS, given, strict=True) if tensor is not None}
+    return _forward(tensors, (activation, alpha, limit, interleaved, batch_invariant, kernel))
+
+
+@_fused_moe_kept.register_fake
+def _fake_kept(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
+    tensors = {name: tensor for name, tensor in zip(TENSORS, given, strict=False) if tensor is not None}
+    options: Any = given[len(TENSORS) :]
+    x = tensors["x"]
+    shapes = [x.shape, (0, 0), (0, 0)]
+    if not _is_reference(x.device, options[5]):
+        shapes[1] = (tensors["topk_ids"].numel(), tensors["w_gate_up"].shape[1])
+        if "shared_gate_up" in tensors:
+            shared = tensors["shared_gate_up"]
+            shapes[2] = (shared.shape[0] * x.shape[0], shared.shape[1])
+    out, product, shared_product = (torch.empty(shape, dtype=x.dtype, device=x.device) for shape in shapes)
+    return out, product, shared_product
+
+
+@torch.library.custom_op("flashmoe_science::fused_moe_backward", mutates_args=())
+def _fused_moe_backward(
+    do: Tensor,
+    product: Tensor,
+    shared_product: Tensor,
+    x: Tensor,
+    w_gate_up: Tensor,
+    w_down: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    bias_gate_up: Tensor | None,
+    bias_down: Tensor | None,
+    shared_gate_up: Tensor | None,
+    shared_down: Tensor | None,
+    shared_weights: Tensor | None,
+    activation: str,
+    alpha: float | None,
+    limit: float | None,
+    interleaved: bool,
+    batch_invariant: bool,
+    kernel: str,
+    wanted: Sequence[int],
+) -> list[Tensor]:
+    """Return the gradients of which ``wanted`` has the numbers, in its order."""
+    given = (
+        x, w_gate_up, w_down, topk_weights, topk_ids, bias_gate_up, bias_down, shared_gate_up, shared_down,
+        shared_weights,
+    )  # fmt: skip
+    tensors = {name: tensor.detach() for name, tensor in zip(TENSORS, given, strict=True) if tensor is not None}
+    options = (activation, alpha, limit, interleaved, batch_invariant, kernel)
+    names = [DIFFERENTIABLE[number] for number in wanted]
+    found = moe_gradients(do.detach(), (product.detach(), shared_product.detach()), tensors, options, names)
+    return [found[name] for name in names]
+
+
+@_fused_moe_backward.register_fake
+def _fake_backward(*given: Any) -> list[Tensor]:
+    tensors = dict(zip(TENSORS, given[3:], strict=False))
+    wanted = given[-1]
+    like = [tensors[DIFFERENTIABLE[number]] for number in wanted]
+    return [torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in like]
+
+
+def _refuse_second_order(_ctx: Any, *_gradients: Any) -> Any:
+    raise UnsupportedError(
+        "there are no second-order gradients of fused_moe", hint="for them, use flashmoe_science.moe.reference"
+    )
+
+
+_fused_moe_backward.register_autograd(_refuse_second_order)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.options = inputs[len(TENSORS) :]
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*inputs[: len(TENSORS)], *output[1:])
+
+
+def _backward(ctx: Any, do: Tensor | None, *_others: Tensor | None) -> Any:
+    *inputs, product, shared_product = ctx.saved_tensors
+    nothing: list[Tensor | None] = [None] * (len(TENSORS) + len(ctx.options))
+    if do is None:
+        return tuple(nothing)
+    needed = dict(zip(TENSORS, ctx.needs_input_grad, strict=False))
+    wanted = [number for number, name in enumerate(DIFFERENTIABLE) if needed[name]]
+    found = _fused_moe_backward(do, product, shared_product, *inputs, *ctx.options, wanted)
+    for number, gradient in zip(wanted, found, strict=True):
+        nothing[TENSORS.index(DIFFERENTIABLE[number])] = gradient
+    return tuple(nothing)
+
+
+_fused_moe_kept.register_autograd(_backward, setup_context=_setup_context)
+
+
+def differentiable(given: Mapping[str, Tensor | None], options: Options) -> Tensor:
+    """Return the output of a call, and record what its gradients need."""
+    out: Tensor = _fused_moe_kept(*(given[name] for name in TENSORS), *options)[0]
+    return out

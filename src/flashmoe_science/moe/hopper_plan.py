@@ -1,0 +1,84 @@
+"""When and how ``grouped_gluon_sm90`` serves the experts on Hopper, and why not. No Triton."""
+
+from __future__ import annotations
+
+from ..gpu.planning import PlannedLaunch
+from ..gpu.specs import GpuSpec
+from .problem import MoeProblem
+from .tiles import HopperConfig
+
+ARCH = 90
+ROWS = 128  # of a tile
+STEP = 64  # columns of the reduction at a time
+PRODUCT_COLUMNS = 256  # of a tile, before the activation
+# Below it half of a tile and more is empty, and the weights' bytes count, which the tiles of Triton's kernel read as
+# well. Not measured: the fewest rows that were timed are 512 (lab/moe/1_h200.txt), where this kernel is the faster one.
+FEWEST_ROWS = 48
+# Three or four warpgroups share 504 registers a thread: the producer of the first product holds pointers to eight rows.
+REGISTERS = {"up": (216, 72), "down": (240, 32), "weights": (192, 120)}
+
+
+def output_columns(problem: MoeProblem, which: str) -> int:
+    """Return the columns of a tile of what is stored: gate and up become one."""
+    return PRODUCT_COLUMNS // 2 if which == "up" and problem.gated else PRODUCT_COLUMNS
+
+
+def column_tiles(problem: MoeProblem, which: str) -> int:
+    """Return the column tiles of one product."""
+    columns = problem.inter if which == "up" else problem.hidden
+    return -(-columns // output_columns(problem, which))
+
+
+def refusal(problem: MoeProblem, arch: int) -> str | None:
+    """Return why the kernel does not serve a problem, or None."""
+    if arch != ARCH:
+        return "it needs Hopper (sm_90)"
+    if problem.item_bytes != 2:
+        return f"it multiplies fp16 and bf16, got {problem.dtype}"
+    if problem.batch_invariant:
+        return "one token would be served by another kernel"
+    (xt, xk), (ue, un, uk), (de, dn, dk) = problem.x_strides, problem.gate_up_strides, problem.down_strides
+    if (xk, uk, dk) != (1, 1, 1):
+        return "the last axis of x, w_gate_up and w_down must have stride 1"
+    if problem.pointer_alignment < 16 or any(size % 8 for size in (xt, ue, un, de, dn, problem.hidden, problem.inter)):
+        return "rows of x and weights must be multiples of 16 bytes"
+    for name, (expert, row, _) in (("w_gate_up", problem.gate_up_strides), ("w_down", problem.down_strides)):
+        if row == 0 or (expert == 0 and problem.experts > 1):
+            return f"{name} is expanded: TMA does not step by 0"
+    if problem.pairs > 2**30:
+        return f"it serves up to {2**30} pairs of a token and an expert"
+    return None
+
+
+def choose_config(problem: MoeProblem, gpu: GpuSpec | None) -> HopperConfig:
+    """Return how it works: one program an SM.
+
+    132 programs that share g row tiles read g of them and 132 / g column tiles, twice as large, in each step: the
+    fewest bytes with g = 16, unless these are of several experts. That is by bytes. Measured on an H200 at 512 and
+    2,048 rows an expert (lab/moe/1_h200.txt), g = 8 and 16 and leads of 0 to 2 lie within 2.5 % of each other, but for
+    one product of 2,048 rows, in which 16 is 3 % slower than 8. The rows from which on it is 16 were not measured.
+    """
+    group_m = 16 if problem.pairs / problem.experts >= 8 * ROWS else 8
+    return HopperConfig(group_m=group_m, programs=gpu.sms if gpu else 132)
+
+
+def product_steps(problem: MoeProblem, config: HopperConfig, tiles: int) -> list[tuple[str, PlannedLaunch]]:
+    """Return the launches of both products, of at most ``tiles`` row tiles."""
+    steps = []
+    for which in ("up", "down"):
+        programs = min(config.programs, tiles * column_tiles(problem, which))
+        steps.append((f"{which}_sm90", PlannedLaunch("_grouped_sm90_kernel", (programs, 1, 1), (384, 1, 1))))
+    return steps
+
+
+def serves_gradients(problem: MoeProblem, arch: int) -> bool:
+    """Return whether the kernels for Hopper make the gradients of x and of the weights: as they serve the forward."""
+    return refusal(problem, arch) is None and problem.pairs / problem.experts >= FEWEST_ROWS
+
+
+def gradient_programs(problem: MoeProblem, config: HopperConfig, step: str, tiles: int) -> int:
+    """Return how many programs draw tiles of one of the gradients; ``tiles`` are the row tiles of x's."""
+    if step == "dx":
+        return min(config.programs, tiles * -(-problem.hidden // PRODUCT_COLUMNS))
+    rows, columns = (problem.columns_up, problem.hidden) if step == "dgate_up" else (problem.hidden, problem.inter)
+    return min(config.programs, problem.experts * -(-rows // ROWS) * -(-columns // PRODUCT_COLUMNS))

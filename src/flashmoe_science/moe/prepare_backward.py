@@ -1,0 +1,219 @@
+"""Turn a plan of gradients into kernels to compile and launches to make."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from . import prepare_sm90
+from .backward_plan import ROUTING_PAIRS, BackwardPlan, column_tiles
+from .backward_triton import _activation_backward_kernel, _routing_gradient_kernel, _weight_gradient_kernel
+from .combine_triton import _combine_kernel
+from .grouped_triton import _down_kernel
+from .plan import COMBINE_COLUMNS, COMBINE_UNROLL, MoePlan, next_power
+from .prepare import MAKERS, activation, prepared_kernel, strides
+from .prepared import PreparedKernel
+from .problem import MoeProblem
+from .tiles import BackwardConfig, Tile
+
+_Grid = tuple[int, int, int]
+_Pointers = dict[str, tuple[str, str] | None]
+
+
+def prepare_backward_kernels(plan: BackwardPlan) -> tuple[PreparedKernel, ...]:
+    """Return the kernels of ``plan``, in the order in which they are launched."""
+    makers = {**MAKERS, **_MAKERS}
+    return tuple(
+        makers[step](plan, launch.grid, launch.block[0] // 32)
+        for step, launch in zip(plan.steps, plan.launches, strict=True)
+    )
+
+
+def _of(plan: MoePlan) -> tuple[MoeProblem, BackwardConfig, tuple[str, ...]]:
+    assert isinstance(plan, BackwardPlan)
+    assert isinstance(plan.config, BackwardConfig)
+    return plan.problem, plan.config, plan.wanted
+
+
+def _tile(problem: MoeProblem, config: BackwardConfig, tile: Tile, block_m: int) -> dict[str, Any]:
+    return {
+        "BLOCK_M": block_m,
+        "BLOCK_N": tile.block_n,
+        "BLOCK_K": tile.block_k,
+        "GROUP_M": config.group_m,
+        "PRECISION": "ieee" if problem.dtype == "fp32" else "tf32",  # only fp32 operands read it
+        "NUM_STAGES": tile.num_stages,
+    }
+
+
+def _sizes(problem: MoeProblem) -> dict[str, int]:
+    return {"EXPERTS": problem.experts, "TOPK": problem.top_k, "HID": problem.hidden}
+
+
+def _dactivation(plan: MoePlan, grid: _Grid, warps: int) -> PreparedKernel:
+    problem, config, wanted = _of(plan)
+    kind = f"*{problem.dtype}"
+    routing, down = "topk_weights" in wanted, bool({"w_down", "bias_down"} & set(wanted))
+    pointers: _Pointers = {
+        "do_ptr": (kind, "do"),
+        "w_ptr": (kind, "w_down"),
+        "bias_ptr": (kind, "bias_down") if problem.bias_down and routing else None,
+        "weights_ptr": (f"*{problem.weights_dtype}", "topk_weights"),
+        "product_ptr": (kind, "product"),
+        "tiles_ptr": ("*i32", "tiles_ptr"),
+        "order_ptr": ("*i32", "order_ptr"),
+        "dproduct_ptr": (kind, "dproduct"),
+        "wh_ptr": (kind, "wh") if down else None,
+        "sums_ptr": ("*fp32", "sums") if routing else None,
+    }
+    constants = {
+        "TOPK": problem.top_k,
+        "HID": problem.hidden,
+        "INTER": problem.inter,
+        "COLUMNS": problem.columns_up,
+        **strides("W", "ENK", problem.down_strides),
+        **activation(problem),
+        **_tile(problem, config, config.activation, config.block_m),
+    }
+    stages = config.activation.num_stages
+    return prepared_kernel(_activation_backward_kernel, plan, grid, warps, pointers, {}, constants, stages)
+
+
+def _drouting(plan: MoePlan, grid: _Grid, warps: int) -> PreparedKernel:
+    problem, config, _ = _of(plan)
+    count = column_tiles(problem, config)
+    pointers: _Pointers = {
+        "sums_ptr": ("*fp32", "sums"),
+        "positions_ptr": ("*i32", "positions_ptr"),
+        "out_ptr": (f"*{problem.weights_dtype}", "d_topk_weights"),
+    }
+    constants = {"COUNT": count, "BLOCK_C": min(32, next_power(count)), "BLOCK_P": ROUTING_PAIRS}
+    return prepared_kernel(
+        _routing_gradient_kernel, plan, grid, warps, pointers, {"pairs": problem.pairs}, constants
+    )  # fmt: skip
+
+
+def _dx(plan: MoePlan, grid: _Grid, warps: int) -> PreparedKernel:
+    """Return the product of the first product's gradient with w_gate_up: a second product, the weights turned."""
+    problem, config, _ = _of(plan)
+    kind = f"*{problem.dtype}"
+    expert, row, column = problem.gate_up_strides
+    pointers: _Pointers = {
+        "h_ptr": (kind, "dproduct"),
+        "w_ptr": (kind, "w_gate_up"),
+        "bias_ptr": None,
+        "ids_ptr": None,
+        "tiles_ptr": ("*i32", "tiles_ptr"),
+        "y_ptr": (kind, "dx_rows"),
+    }
+    constants = {
+        **_sizes(problem),
+        "INTER": problem.columns_up,
+        **strides("W", "ENK", (expert, column, row)),
+        "ROWS": "sorted",
+        "BY_EXPERT": False,
+        "BLOCK_P": 16,
+        "SWAP": False,
+        **_tile(problem, config, config.x, config.block_m),
+    }
+    scalars = {"tokens": problem.tokens}
+    return prepared_kernel(_down_kernel, plan, grid, warps, pointers, scalars, constants, config.x.num_stages)
+
+
+def _dcombine(plan: MoePlan, grid: _Grid, warps: int) -> PreparedKernel:
+    problem, _, _ = _of(plan)
+    kind = f"*{problem.dtype}"
+    pointers: _Pointers = {
+        "y_ptr": (kind, "dx_rows"),
+        "weights_ptr": None,
+        "ids_ptr": None,
+        "positions_ptr": ("*i32", "positions_ptr"),
+        "y_shared_ptr": None,
+        "shared_weights_ptr": None,
+        "out_ptr": (kind, "d_x"),
+    }
+    constants = {
+        **_sizes(problem),
+        "SHARED": 0,
+        "UNROLL": min(COMBINE_UNROLL, problem.top_k),
+        "BLOCK_N": COMBINE_COLUMNS,
+    }
+    return prepared_kernel(_combine_kernel, plan, grid, warps, pointers, {"tokens": problem.tokens}, constants)
+
+
+def _dgate_up(plan: MoePlan, grid: _Grid, warps: int) -> PreparedKernel:
+    problem, config, wanted = _of(plan)
+    kind = f"*{problem.dtype}"
+    pointers: _Pointers = {
+        "a_ptr": (kind, "dproduct"),
+        "b_ptr": (kind, "x"),
+        "weights_ptr": None,
+        "order_ptr": ("*i32", "order_ptr"),
+        "offsets_ptr": ("*i32", "offsets_ptr"),
+        "out_ptr": (kind, "d_w_gate_up"),
+        "bias_ptr": (kind, "d_bias_gate_up") if "bias_gate_up" in wanted else None,
+    }
+    constants = {
+        "TOPK": problem.top_k,
+        "M": problem.columns_up,
+        "N": problem.hidden,
+        **strides("A", ("", "M"), (problem.columns_up, 1)),
+        **strides("B", ("", "N"), problem.x_strides),
+        "GATHER_A": False,
+        "GATHER_B": True,
+        **_tile(problem, config, config.weights, config.weights_m),
+    }
+    aligned = ("a_ptr", *(("b_ptr",) if problem.pointer_alignment >= 16 else ()))
+    stages = config.weights.num_stages
+    return prepared_kernel(_weight_gradient_kernel, plan, grid, warps, pointers, {}, constants, stages, aligned)
+
+
+def _ddown(plan: MoePlan, grid: _Grid, warps: int) -> PreparedKernel:
+    problem, config, wanted = _of(plan)
+    kind, bias = f"*{problem.dtype}", "bias_down" in wanted
+    pointers: _Pointers = {
+        "a_ptr": (kind, "do"),
+        "b_ptr": (kind, "wh"),
+        "weights_ptr": (f"*{problem.weights_dtype}", "topk_weights") if bias else None,
+        "order_ptr": ("*i32", "order_ptr"),
+        "offsets_ptr": ("*i32", "offsets_ptr"),
+        "out_ptr": (kind, "d_w_down"),
+        "bias_ptr": (kind, "d_bias_down") if bias else None,
+    }
+    constants = {
+        "TOPK": problem.top_k,
+        "M": problem.hidden,
+        "N": problem.inter,
+        **strides("A", ("", "M"), (problem.hidden, 1)),
+        **strides("B", ("", "N"), (problem.inter, 1)),
+        "GATHER_A": True,
+        "GATHER_B": False,
+        **_tile(problem, config, config.weights, config.weights_m),
+    }
+    stages = config.weights.num_stages
+    aligned = ("a_ptr", "b_ptr")
+    return prepared_kernel(_weight_gradient_kernel, plan, grid, warps, pointers, {}, constants, stages, aligned)
+
+
+def _dx_sm90(plan: MoePlan, grid: _Grid, _warps: int) -> PreparedKernel:
+    return prepare_sm90.x_gradient(plan, grid)
+
+
+def _dgate_up_sm90(plan: MoePlan, grid: _Grid, _warps: int) -> PreparedKernel:
+    return prepare_sm90.weight_gradient(plan, grid, "up")
+
+
+def _ddown_sm90(plan: MoePlan, grid: _Grid, _warps: int) -> PreparedKernel:
+    return prepare_sm90.weight_gradient(plan, grid, "down")
+
+
+_MAKERS = {
+    "dx_sm90": _dx_sm90,
+    "dgate_up_sm90": _dgate_up_sm90,
+    "ddown_sm90": _ddown_sm90,
+    "dactivation": _dactivation,
+    "drouting": _drouting,
+    "dx": _dx,
+    "dcombine": _dcombine,
+    "dgate_up": _dgate_up,
+    "ddown": _ddown,
+}

@@ -1,0 +1,19 @@
+"""One kernel of a plan, ready to be compiled and launched."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..gpu.compile import KernelSource
+from ..gpu.tensor_map import TensorMap
+
+
+@dataclass(frozen=True)
+class PreparedKernel:
+    """What is compiled, its grid, the scalars after its pointers, where each pointer leads, and what TMA is told."""
+
+    source: KernelSource
+    grid: tuple[int, int, int]
+    scalars: tuple[float, ...]
+    tensors: tuple[str, ...]  # of each descriptor and pointer, in order: a name of ``calls.py``
+    tensor_maps: tuple[TensorMap, ...] = ()

@@ -1,0 +1,75 @@
+"""Device helpers that the kernels of the experts for Hopper share (Gluon)."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+from ..gpu.gluon_sm90 import FIRST_BARRIER, lap_of, slot_of
+from ..gpu.gluon_versions import aggregate, tma_store
+
+ROWS = gl.constexpr(64)  # of one warpgroup: what one wgmma instruction computes
+CHUNK = gl.constexpr(64)  # columns of an output that are stored at once: 128 bytes, a row of what TMA swizzles
+# Tiles that are known at a time: the producer is ahead by the ring's steps, of which a tile has one at the least.
+TILES = gl.constexpr(8)
+RAGGED = gl.constexpr(2**30)  # rows that the map of rows that end anywhere believes it has
+LEADING = FIRST_BARRIER  # the first warpgroup is some steps ahead; the barriers of the ring follow
+FREE = gl.constexpr(6)
+
+
+@aggregate
+class Mailbox:
+    """The tiles of this program, one after another: the producer says of each four numbers."""
+
+    bufs: gl.shared_memory_descriptor  # [4 * TILES, 1] int32
+    bars: gl.shared_memory_descriptor  # [TILES, 1]: it is there
+    PRODUCERS: gl.constexpr  # threads
+
+    @gluon.jit
+    def publish(self, n, x, y, z, w):
+        """Say four numbers of the n-th tile."""
+        slot = slot_of(n, TILES)
+        one: gl.constexpr = gl.BlockedLayout([1], [32], [self.PRODUCERS // 32], [0])
+        self.bufs.index(4 * slot).store(gl.full([1], 0, gl.int32, one) + x)
+        self.bufs.index(4 * slot + 1).store(gl.full([1], 0, gl.int32, one) + y)
+        self.bufs.index(4 * slot + 2).store(gl.full([1], 0, gl.int32, one) + z)
+        self.bufs.index(4 * slot + 3).store(gl.full([1], 0, gl.int32, one) + w)
+        mbarrier.arrive(self.bars.index(slot))
+
+    @gluon.jit
+    def read(self, n, WHAT: gl.constexpr):
+        """Return one number of the n-th tile, which is known."""
+        one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+        return gl.max(self.bufs.index(4 * slot_of(n, TILES) + WHAT).load(one), 0)
+
+    @gluon.jit
+    def wait(self, n, WHAT: gl.constexpr):
+        """Wait until the n-th tile is known, and return one of its numbers."""
+        mbarrier.wait(self.bars.index(slot_of(n, TILES)), lap_of(n, TILES) & 1)
+        return self.read(n, WHAT)
+
+
+@gluon.jit
+def make_mailbox(PRODUCERS: gl.constexpr):
+    """Allocate a mailbox."""
+    bufs = gl.allocate_shared_memory(gl.int32, [4 * TILES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    bars = gl.allocate_shared_memory(gl.int64, [TILES, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(TILES):
+        mbarrier.init(bars.index(slot), count=1)
+    return Mailbox(bufs, bars, PRODUCERS)  # type: ignore[call-arg] # aggregate gives it a constructor
+
+
+@gluon.jit
+def left_and_right(x):
+    """Return both halves of the columns."""
+    return gl.split(x.reshape([ROWS, 2, x.shape[1] // 2]).permute((0, 2, 1)))
+
+
+@gluon.jit
+def send(desc, place, x, buf):
+    """Send 64 columns on their way to memory, through a buffer that was read two stores ago."""
+    tma.store_wait(1)
+    buf.reshape([ROWS, CHUNK]).store(x.to(desc.dtype))
+    fence_async_shared()
+    tma_store(desc, place, buf)

@@ -1,0 +1,169 @@
+"""Tiles of the experts' kernels: what a configuration says, and which there are for an architecture. No Triton."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Tile of one of the two products of ``grouped_triton``; its rows are those of ``TileConfig``."""
+
+    block_n: int  # columns of the product's output
+    block_k: int  # of one step along the reduction
+    num_warps: int
+    num_stages: int  # steps in flight, and the one that is worked on
+    swap: bool = False  # compute the transpose: few rows then are few columns of the matrix unit's tile
+
+
+@dataclass(frozen=True, slots=True)
+class TileConfig:
+    """Tiles of ``grouped_triton`` and ``few_triton``."""
+
+    block_m: int  # rows of one program: pairs of a token and an expert
+    up: Tile
+    down: Tile
+    group_m: int = 8  # row tiles that are walked over together
+
+
+@dataclass(frozen=True, slots=True)
+class Gemv:
+    """Tile of one of the two products of ``gemv_triton``."""
+
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int  # of the first product
+    steps: int = 1  # of the second product: parts of experts that are asked for at once
+
+
+@dataclass(frozen=True, slots=True)
+class GemvConfig:
+    """Tiles of ``gemv_triton``."""
+
+    up: Gemv
+    down: Gemv
+
+
+@dataclass(frozen=True, slots=True)
+class HopperConfig:
+    """How ``grouped_gluon_sm90`` works: tiles of 128 rows and 256 columns of a product, two warpgroups of 64 rows."""
+
+    num_stages: int = 4  # steps of 64 along the reduction in shared memory
+    lead: int = 1  # steps by which the first warpgroup is ahead of the second, whose epilogue then runs later
+    group_m: int = 8  # row tiles that are walked over together
+    programs: int = 132  # that draw tiles
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardConfig:
+    """Tiles of gradients."""
+
+    block_m: int  # rows of a tile: pairs of a token and an expert
+    activation: Tile  # dO with w_down
+    x: Tile  # the first product's gradient with w_gate_up
+    weights: Tile  # outer products of rows, of which block_k at a time
+    weights_m: int  # rows of such a tile; block_n are its columns
+    group_m: int = 8
+    hopper: HopperConfig | None = None  # of x and the weights, where the kernels for Hopper make them
+
+
+Config = TileConfig | GemvConfig | HopperConfig | BackwardConfig
+
+
+# Tiles by the rows that an expert has: (architectures) -> {bytes of an element: configurations, fewest rows first}.
+# Up to 64 rows the weights' bytes count: 16 KB of them a step and two to four steps ahead give an SM more than the 36
+# KB that have to be on their way at any time (4.8 TB/s times about 1 us over 132 SMs). At 128 rows the matrix units
+# count.
+# Every row compiles for its architectures without spills and within their shared memory (test_tables.py). Which is
+# fastest was not measured yet.
+_T, _C = Tile, TileConfig
+TABLES: dict[tuple[int, ...], dict[int, tuple[TileConfig, ...]]] = {
+    (80,): {
+        2: (
+            _C(16, _T(32, 128, 4, 4), _T(64, 128, 4, 4)),
+            _C(32, _T(32, 128, 4, 4), _T(64, 128, 4, 4)),
+            _C(64, _T(64, 64, 4, 4), _T(128, 64, 4, 4)),
+            _C(128, _T(64, 64, 8, 4), _T(128, 64, 8, 4)),
+        ),
+        4: (_C(16, _T(16, 32, 4, 2), _T(32, 32, 4, 2)), _C(32, _T(16, 32, 4, 2), _T(32, 32, 4, 2))),
+    },
+    (86, 89, 120): {
+        2: (
+            _C(16, _T(32, 128, 4, 3), _T(64, 128, 4, 3)),
+            _C(32, _T(32, 64, 4, 4), _T(64, 64, 4, 4)),
+            _C(64, _T(64, 64, 4, 3), _T(128, 64, 4, 3)),
+            _C(128, _T(64, 32, 8, 4), _T(128, 32, 8, 4)),
+        ),
+        4: (_C(16, _T(16, 32, 4, 2), _T(32, 32, 4, 2)), _C(32, _T(16, 32, 4, 2), _T(32, 32, 4, 2))),
+    },
+    (90,): {
+        2: (
+            _C(16, _T(32, 128, 4, 4), _T(64, 128, 4, 4)),
+            _C(32, _T(32, 128, 4, 4), _T(64, 128, 4, 4)),
+            _C(64, _T(64, 64, 4, 4), _T(128, 64, 4, 4)),
+            _C(128, _T(128, 64, 8, 4), _T(256, 64, 8, 4)),
+        ),
+        4: (_C(16, _T(16, 32, 4, 2), _T(32, 32, 4, 2)), _C(32, _T(16, 32, 4, 2), _T(32, 32, 4, 2))),
+    },
+    (100,): {
+        2: (
+            _C(16, _T(32, 128, 4, 4), _T(64, 128, 4, 4)),
+            _C(32, _T(32, 128, 4, 4), _T(64, 128, 4, 4)),
+            _C(64, _T(64, 64, 4, 4), _T(128, 64, 4, 4)),
+            _C(128, _T(128, 64, 8, 3), _T(256, 64, 8, 3)),
+        ),
+        4: (_C(16, _T(16, 32, 4, 2), _T(32, 32, 4, 2)), _C(32, _T(16, 32, 4, 2), _T(32, 32, 4, 2))),
+    },
+}
+# By bytes of an element. The first product asks for 16 KB at once in each program, and few registers let five of them
+# run on an SM, which needs 36 KB on their way at any time. The second has few programs (256 for 2,048 columns, two an
+# SM), so each asks for the next 16 KB before it multiplies.
+GEMV_TABLE: dict[int, GemvConfig] = {
+    2: GemvConfig(Gemv(4, 1024, 4, 1), Gemv(8, 256, 4, 1, steps=4)),
+    4: GemvConfig(Gemv(4, 512, 4, 1), Gemv(8, 128, 4, 1, steps=4)),
+}
+
+# Where rows lie at multiples of 2 bytes only, a thread loads elements one by one, into registers.
+NARROW = _C(16, _T(16, 32, 4, 1), _T(32, 32, 4, 1))
+
+
+def tile_rows(arch: int, item_bytes: int) -> tuple[TileConfig, ...]:
+    """Return the configurations for an architecture; one without a table takes that of the one before it."""
+    near = max(known for archs in TABLES for known in archs if known <= arch)
+    return next(table[item_bytes] for archs, table in TABLES.items() if near in archs)
+
+
+# Of gradients, as above. The products of 128 rows hold a fourth or a half of the registers in sums, and the
+# activation's epilogue needs as many again. Not measured yet.
+_B = BackwardConfig
+SMALL_BACKWARD = _B(16, _T(32, 32, 4, 1), _T(32, 32, 4, 1), _T(32, 32, 4, 1), 32)
+BACKWARD_TABLES: dict[tuple[int, ...], dict[int, tuple[BackwardConfig, ...]]] = {
+    (80,): {
+        2: (
+            _B(64, _T(64, 64, 4, 3), _T(128, 64, 4, 3), _T(128, 32, 8, 4), 128),
+            _B(128, _T(64, 64, 8, 3), _T(128, 64, 8, 3), _T(128, 32, 8, 4), 128),
+        ),
+        4: (_B(32, _T(16, 32, 4, 2), _T(32, 32, 4, 2), _T(32, 32, 4, 2), 32),),
+    },
+    (86, 89, 120): {
+        2: (
+            _B(64, _T(64, 32, 4, 3), _T(128, 32, 4, 3), _T(128, 32, 8, 3), 128),
+            _B(128, _T(64, 32, 8, 3), _T(128, 32, 8, 3), _T(128, 32, 8, 3), 128),
+        ),
+        4: (_B(32, _T(16, 32, 4, 2), _T(32, 32, 4, 2), _T(32, 32, 4, 2), 32),),
+    },
+    (90, 100): {
+        2: (
+            _B(64, _T(64, 64, 4, 4), _T(128, 64, 4, 4), _T(128, 64, 8, 4), 128),
+            _B(128, _T(128, 64, 8, 3), _T(256, 64, 8, 3), _T(256, 64, 8, 3), 128),
+        ),
+        4: (_B(32, _T(16, 32, 4, 2), _T(32, 32, 4, 2), _T(32, 32, 4, 2), 32),),
+    },
+}
+
+
+def backward_rows(arch: int, item_bytes: int) -> tuple[BackwardConfig, ...]:
+    """Return the configurations of gradients for an architecture, fewest rows first."""
+    near = max(known for archs in BACKWARD_TABLES for known in archs if known <= arch)
+    return next(table[item_bytes] for archs, table in BACKWARD_TABLES.items() if near in archs)

@@ -1,0 +1,1 @@
+"""What the harness needs to know of the gradients of the experts."""

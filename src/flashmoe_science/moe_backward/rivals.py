@@ -1,0 +1,72 @@
+"""The rivals of our gradients of experts: autograd through each rival of the forward pass.
+
+A rival runs its forward once, on its own leaves, where it is bound and outside of any timing; timed is its backward.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError
+from ..moe.inputs import TENSORS
+from ..moe.problem import MoeCase
+from ..moe.rivals import RIVALS as FORWARD_RIVALS, MoeRival
+
+Inputs = Mapping[str, Tensor]
+NAMES = ("x", "w_gate_up", "w_down", "topk_weights", "bias_gate_up", "bias_down")
+
+
+class Bound:
+    """An entry point that runs its forward before the call: ``operator.bind`` uses ``bind_inputs``."""
+
+    def __init__(self, forward: Callable[..., Tensor]) -> None:
+        """``forward`` takes what ``fused_moe`` takes."""
+        self._forward = forward
+
+    def __call__(self, *_arguments: object, **_options: object) -> tuple[Tensor, ...]:
+        """Refuse."""
+        raise InputError("this entry point is called through operator.bind")
+
+    def bind_inputs(self, inputs: Inputs, options: Mapping[str, Any]) -> Callable[[], tuple[Tensor, ...]]:
+        """Run the forward pass, and return the call that makes its gradients."""
+        with torch.enable_grad():
+            leaves = {name: inputs[name].detach().clone().requires_grad_() for name in NAMES if name in inputs}
+            tensors = {name: inputs[name] for name in TENSORS if name in inputs} | leaves
+            required = [tensors.pop(name) for name in TENSORS[:5]]
+            out = self._forward(*required, **tensors, **options)
+        do, wanted = inputs["do"].clone(), list(leaves.values())
+
+        def run() -> tuple[Tensor, ...]:
+            return torch.autograd.grad(out, wanted, do, retain_graph=True)
+
+        return run
+
+
+class BackwardRival(MoeRival):
+    """Autograd through one rival of the forward pass."""
+
+    def __init__(self, forward: MoeRival) -> None:
+        """Take its name and what it cannot serve."""
+        self.name, self._forward, self.also_called = forward.name, forward, forward.also_called
+
+    def load(self) -> Callable[..., Any]:
+        """Return what runs the forward where it is bound."""
+        return Bound(self._forward.load())
+
+    def version(self) -> str:
+        """Return the version of torch, whose autograd it is."""
+        return f"torch {importlib.metadata.version('torch')}, autograd"
+
+    def refusal(self, case: MoeCase) -> str | None:
+        """Ask the rival of the forward."""
+        return self._forward.refusal(case)
+
+
+RIVALS: dict[str, BackwardRival] = {
+    name: BackwardRival(FORWARD_RIVALS[name]) for name in ("grouped_mm", "transformers-eager")
+}

@@ -1,0 +1,119 @@
+"""Gradients of the experts on a real GPU against fp64."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from flashmoe_science import fused_moe, route
+from flashmoe_science.moe import reference
+
+from ..attention.checks import poison_allocator
+from .cases import GRADIENT_CASES, Case, make_tensors
+from .checks import assert_gradients_right, run_gradients
+
+pytestmark = pytest.mark.gpu
+
+
+def is_hopper() -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+
+
+def check(case: Case) -> dict[str, torch.Tensor]:
+    tensors = make_tensors(case, "cuda")
+    do = torch.randn(tensors["x"].shape, device="cuda", generator=torch.Generator("cuda").manual_seed(1))
+    do = do.to(tensors["x"].dtype)
+    poison_allocator(1 << 22)
+    found = run_gradients(case, tensors, do)
+    assert_gradients_right(case, found, tensors, do)
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("case", GRADIENT_CASES, ids=str)
+def test_every_case_of_the_interpreter(case, dtype):
+    check(dataclasses.replace(case, dtype=dtype))
+
+
+@pytest.mark.parametrize("tokens", [1, 30, 300, 1500])
+@pytest.mark.parametrize("sizes", [(256, 384), (200, 104)], ids=str)
+def test_tokens_and_sizes(tokens, sizes):
+    hidden, inter = sizes
+    check(Case("sizes", tokens, 8, 2, hidden, inter, "bf16"))
+    check(
+        Case("gpt-oss", tokens, 8, 2, hidden, inter, "bf16", activation="swiglu_clamped", interleaved=True, bias=True)
+    )
+
+
+@pytest.mark.skipif(not is_hopper(), reason="it needs Hopper")
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("sizes", [(1024, 256, 256), (999, 200, 104), (700, 64, 320), (600, 320, 576)], ids=str)
+def test_the_kernels_for_hopper(sizes, dtype):
+    """Experts with and without rows, tiles that are not full, reductions with a rest."""
+    tokens, hidden, inter = sizes
+    for more in ({}, {"activation": "swiglu_clamped", "interleaved": True}, {"activation": "relu2"}):
+        case = Case("hopper", tokens, 5, 3, hidden, inter, dtype, kernel="grouped_gluon_sm90", **more)
+        check(case)
+    check(Case("hopper", tokens, 5, 1, hidden, inter, dtype, kernel="grouped_gluon_sm90", ids="one"))
+    check(Case("hopper", tokens, 5, 2, hidden, inter, dtype, kernel="grouped_gluon_sm90", ids="none", bias=True))
+
+
+def test_a_hundred_runs_have_the_same_bits():
+    case = Case("bits", 1200, 16, 4, 256, 128, "bf16", shared=1, shared_inter=64, bias=True)
+    tensors = make_tensors(case, "cuda")
+    do = torch.randn(tensors["x"].shape, device="cuda").bfloat16()
+    first = run_gradients(case, tensors, do)
+    for _ in range(100):
+        again = run_gradients(case, tensors, do)
+        assert all(torch.equal(again[name], first[name]) for name in first)
+
+
+def test_a_layer_is_captured_and_learns_through_routing():
+    """Forward, backward and routing in one graph: nothing waits for the host."""
+    tensors = make_tensors(Case("graph", 400, 8, 2, 128, 128, "bf16"), "cuda")
+    logits = torch.randn(400, 8, device="cuda", requires_grad=True)
+    names = ("x", "w_gate_up", "w_down")
+    leaves: dict[str, Any] = {name: tensors[name].requires_grad_() for name in names}
+
+    def step() -> tuple[torch.Tensor, ...]:
+        weights, ids = route(logits, 2)
+        out = fused_moe(**leaves, topk_weights=weights, topk_ids=ids)
+        return torch.autograd.grad(out.float().square().sum(), [*leaves.values(), logits])
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        expected = [gradient.clone() for gradient in step()]
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for gradient in captured:
+        gradient.fill_(float("nan"))
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(a, b) for a, b in zip(captured, expected, strict=True))
+
+
+@pytest.mark.parametrize("options", [{}, {"score": "sigmoid", "scale": 2.5}, {"renormalize": False}], ids=str)
+def test_the_gradient_of_routing(options):
+    logits = torch.randn(777, 60, device="cuda", requires_grad=True)
+    weights, ids = route(logits, 6, **options)
+    dweights = torch.randn_like(weights)
+    (found,) = torch.autograd.grad(weights, logits, dweights)
+    exact = reference.route_gradient(dweights, logits.detach(), ids, **options, dtype=torch.float64)
+    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-6)
+
+
+def test_torch_compile_with_gradients():
+    tensors = make_tensors(Case("compiled", 300, 8, 2, 128, 128, "bf16", bias=True), "cuda")
+    leaf = tensors["w_down"].requires_grad_()
+
+    def step() -> torch.Tensor:
+        return fused_moe(**tensors).float().square().sum()
+
+    (expected,) = torch.autograd.grad(step(), leaf)
+    (found,) = torch.autograd.grad(torch.compile(step, fullgraph=True)(), leaf)
+    torch.testing.assert_close(found, expected)
