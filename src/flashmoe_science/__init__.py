@@ -16,6 +16,8 @@ _ORIGIN = {
     "flash_attention_with_kv_cache": "attention.cache_api",
     "explain_with_kv_cache": "attention.cache_api",
     "explain": "attention.api",
+    "explain_gradients": "attention.backward_api",
+    "flash_attention_backward": "attention.backward_api",
     "fused_moe": "moe.api",
     "explain_moe": "moe.api",
     "route": "moe.api",
@@ -33,10 +35,12 @@ __all__ = [
     "UnsupportedError",
     "__version__",
     "explain",
+    "explain_gradients",
     "explain_moe",
     "explain_varlen",
     "explain_with_kv_cache",
     "flash_attention",
+    "flash_attention_backward",
     "flash_attention_varlen",
     "flash_attention_with_kv_cache",
     "fused_moe",
@@ -45,6 +49,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from .attention.api import explain, flash_attention
+    from .attention.backward_api import explain_gradients, flash_attention_backward
     from .attention.cache_api import explain_with_kv_cache, flash_attention_with_kv_cache
     from .attention.varlen import explain_varlen, flash_attention_varlen
     from .errors import CompileError, FlashmoeError, InputError, UnsupportedError
