@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import runpy
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -139,3 +141,15 @@ def test_a_failed_installation_is_tried_again(setup, machine, tmp_path) -> None:
     machine.commands.clear()
     setup.set_up(tmp_path / "env", {"proof"})
     assert machine.installed("--editable")
+
+
+def test_an_interrupt_is_one_line_and_status_130(tmp_path, monkeypatch, capfd) -> None:
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(subprocess, "run", interrupted)
+    monkeypatch.setattr(sys, "argv", ["setup_env.py", "--folder", str(tmp_path / "venv"), "proof"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(ROOT / "tools" / "setup_env.py"), run_name="__main__")
+    assert ended.value.code == 130
+    assert capfd.readouterr().err.splitlines()[-1] == "setup: interrupted; the same command goes on"

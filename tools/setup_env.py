@@ -154,4 +154,8 @@ def fail(text: str, hint: str) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        say("interrupted; the same command goes on")
+        sys.exit(130)

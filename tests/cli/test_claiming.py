@@ -21,6 +21,7 @@ def claims_in(repository):
 def test_a_claim_is_written_and_what_verify_says_is_printed(run, repository):
     code, out, err = run("claim", "new", "20260101")
     assert (code, err) == (0, "")
+    assert "judged by run" not in out
     lines = out.splitlines()
     assert lines[0].startswith(
         "demonstrated  On H200, flash_attention is at least 2 times as fast as sdpa in a CUDA graph"
@@ -49,6 +50,9 @@ def test_a_newer_run_decides_what_is_written(run, repository):
     assert len(list((repository / "evidence").glob("20260104*.json"))) == 1
     code, out, _ = run("claim", "new", "20260101", "--id", "older")
     assert (code, out.startswith("refuted ")) == (1, True)
+    newer = build_record(speedups=[1.5, 3.0], suite="made_up", day=3).id
+    said = "a claim goes by the newest complete run that fits it, unless it pins others (key evidence)"
+    assert f"judged by run {newer}, and not by {RUN_ID}: {said}" in out.splitlines()
 
 
 def test_nothing_is_kept_of_a_run_whose_claim_was_not_written(run, repository):

@@ -151,7 +151,7 @@ def test_missing_packages_are_named_with_the_command_that_installs_them():
     assert done.returncode == 2
     assert done.stderr.splitlines() == [
         "error: flashmoe needs packages that are not installed: sqlalchemy, typer",
-        'hint: pip install "flashmoe-science[proof]", or only these: pip install sqlalchemy typer',
+        "hint: in a clone: pip install '.[proof]'; or only these: pip install sqlalchemy typer",
     ]
     assert json.loads(done.stdout)["exit_code"] == 2
 

@@ -64,7 +64,8 @@ def test_verify_of_a_stale_claim_holds_unless_strict(run, repository):
     code, out, err = run("verify")
     assert code == 0
     assert out.startswith("stale         It is twice as fast. | lowest of 2 cases 2.30x [2.29, 2.31]; ")
-    assert " | demonstrated at commit 000000000000, before its sources changed: 1 of 1, k.cu\n" in out
+    changed = "1 of 1 (1 of them not in this repository), k.cu"
+    assert f" | demonstrated at commit 000000000000, before its sources changed: {changed}\n" in out
     assert out.endswith("1 claim: 1 stale\n")
     assert err.startswith("hint: a stale claim holds for the commit that it names")
     assert run("verify", "--strict")[:2] == (4, out)
@@ -77,15 +78,33 @@ def test_verify_names_file_and_key_of_a_wrong_claim(run, repository):
     assert "seed.toml: key claim.0.faktor" in err
 
 
+def test_verify_with_a_record_that_cannot_be_read_judges_the_others_and_returns_2(run, repository):
+    broken = repository / "evidence" / "broken.json"
+    broken.write_text("{")
+    code, out, err = run("verify")
+    assert code == 2
+    assert out.startswith("inconclusive  It is twice as fast. | ")
+    assert "evidence/broken.json cannot be read, and may be of a run that decides it" in out
+    assert out.endswith("1 record cannot be read, so no claim that may rest on it is demonstrated\n")
+    assert err.startswith(f"warning: {broken}: key (document): Invalid JSON")
+    assert err.endswith("hint: restore it with git or `flashmoe export`, or take it out of evidence/\n")
+    document = json.loads(run("verify", "--json")[1])
+    assert (document["exit_code"], len(document["unreadable"])) == (2, 1)
+
+
 def test_verify_outside_of_a_repository(run, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     code, _, err = run("verify")
-    assert (code, err.splitlines()[0]) == (2, "error: there are no claims here")
+    said = f"error: there are no claims here: {tmp_path} is in no folder with claims/"
+    assert (code, err.splitlines()[0]) == (2, said)
+    assert "`flashmoe claim new`" in err
 
 
 def test_verify_without_claims_shows_nothing_and_says_so(run, repository):
     (repository / "claims" / "seed.toml").unlink()
-    assert run("verify")[:2] == (4, "0 claims\n")
+    code, out, err = run("verify")
+    assert (code, out) == (4, "0 claims\n")
+    assert err.startswith("hint: claims holds none: `flashmoe claim new`")
 
 
 # show and runs
@@ -214,6 +233,22 @@ def test_explain_takes_every_size(run):
     ]
     assert document["fits"] is True
     assert document["compiled"][0]["registers"] > 0
+
+
+@pytest.mark.triton
+def test_explain_obeys_the_environment_as_calls_do(run, monkeypatch):
+    arguments = ("explain", "--shape", "1,1,1024,64", "--dtype", "bf16", "--backward", "--gpu", "H200", "--json")
+    for kernel in ("backward_triton", "backward_gluon_sm90"):
+        monkeypatch.setenv("FLASHMOE_BACKWARD_KERNEL", kernel)
+        code, out, _ = run(*arguments)
+        assert (code, json.loads(out)["plan"]["kernel"]) == (0, kernel)
+        # Compiled in another process, which reads the environment too.
+        names = [each["kernel"] for each in json.loads(out)["compiled"]]
+        assert ("_backward_sm90_kernel" in names) == (kernel == "backward_gluon_sm90")
+    monkeypatch.setenv("FLASHMOE_BACKWARD_KERNEL", "fastest")
+    code, _, err = run(*arguments)
+    assert code == 2
+    assert "kernel must be auto or one of backward_gluon_sm90, backward_triton, reference, got 'fastest'" in err
 
 
 def test_explain_of_what_no_kernel_serves(run):

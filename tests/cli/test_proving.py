@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import shlex
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
@@ -123,6 +124,15 @@ def test_prove_with_no_gpu_holds_even_where_a_claim_does_not(prove_with, reposit
     assert "\nrefuted       It is 2.9 times as fast." in out
 
 
+def test_prove_says_its_own_end_beside_a_record_that_cannot_be_read(prove_with, repository):
+    record = build_record(gpu=None, day=1)
+    (repository / "evidence" / "newer.json").write_text('{"gates": [], "schema_version": 2}')
+    code, out, err = prove_with(record)
+    assert (code, out.splitlines()[-1]) == (0, f"record: evidence/{record.id}.json")
+    assert "newer.json: it has schema 2, and this flashmoe reads up to 1\nhint: a newer flashmoe made it" in err
+    assert "\ninconclusive  It is twice as fast. | " in out
+
+
 def test_prove_says_nothing_of_claims_where_there_are_none(prove_with, repository):
     (repository / "claims" / "seed.toml").unlink()
     code, out, _ = prove_with(build_record(gpu=None, day=1))
@@ -180,6 +190,34 @@ def test_prove_that_is_interrupted_says_where_the_finished_cases_are(prove_with)
     hint = f"hint: flashmoe prove --resume {record.id} goes on from here"
     assert err == f"what was finished is in evidence/{record.id}.json\n{hint}\nerror: interrupted\n"
     assert "Traceback" not in out
+
+
+def test_the_hint_of_an_interrupted_run_goes_on_where_kernel_and_suite_lie_elsewhere(
+    prove_with, requests, repository, tmp_path
+):
+    for folder in (tmp_path / "far away", repository / "mine"):
+        folder.mkdir()
+        (folder / "kernel.toml").write_text(
+            '[subject]\nname = "x"\noperator = "tests.proof.fake_operator"\nentry_point = "m:f"\nsources = ["m.py"]\n'
+        )
+        (folder / "suite.toml").write_text(suite_toml("own", "case0"))
+
+    def interrupted(folder, inside):
+        sources = [SourceFile(path="kernel.toml", sha256="0")]
+        subject = SubjectInfo(name="x", operator="o", entry_point="m:f", sources=sources, folder=inside)
+        record = build_record(complete=False, suite="own", day=1 if inside else 2)
+        record = record.model_copy(update={"subject": subject})
+        _, _, err = prove_with(record, str(folder), "--suite", str(folder / "suite.toml"), interrupt=True)
+        command = err.partition("hint: ")[2].partition(" goes on from here")[0]
+        prove_with(build_record(day=3 if inside else 4), *shlex.split(command)[2:])
+        assert requests[-1].resume == record
+        assert (requests[-1].subject, requests[-1].suite) == (requests[-2].subject, requests[-2].suite)
+        return command.replace(record.id, "RUN")
+
+    away = tmp_path / "far away"
+    assert interrupted(repository / "mine", "mine") == "flashmoe prove --resume RUN"
+    found = f"flashmoe prove '{away}/kernel.toml' --resume RUN --suite '{away}/suite.toml'"
+    assert interrupted(away, None) == found
 
 
 def test_prove_that_is_interrupted_prints_one_json_document(prove_with):

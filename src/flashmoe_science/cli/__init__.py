@@ -89,7 +89,7 @@ def _exit_code(error: FlashmoeError) -> int:
 
 def _report_missing(missing: list[str], args: list[str]) -> int:
     message = f"flashmoe needs packages that are not installed: {', '.join(missing)}"
-    hint = f'pip install "flashmoe-science[proof]", or only these: pip install {" ".join(missing)}'
+    hint = f"in a clone: pip install '.[proof]'; or only these: pip install {' '.join(missing)}"
     return _report(args, "ModuleNotFoundError", message, hint, USAGE)
 
 

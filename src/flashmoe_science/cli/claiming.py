@@ -43,6 +43,7 @@ def run_claim_new(
             write_record(record, repository / "evidence" / f"{record.id}.json")
         add_claims(path, claims)
     terminal.show_verdicts(verdicts, why=True)
+    terminal.show(*_judged_by_another(verdicts, record))
     terminal.show("", *_outcome(verdicts, path, written=written))
     if not written:
         hint = "; ".join([*hints, "--asserted writes it all the same"])
@@ -68,6 +69,13 @@ def _outcome(verdicts: list[Verdict], path: Path, *, written: bool) -> list[str]
     where = short_path(path)
     ids = ", ".join(verdict.claim.id for verdict in verdicts)
     return [f"{where}: {ids} written" if written else f"nothing was written to {where}", count_line(verdicts)]
+
+
+def _judged_by_another(verdicts: list[Verdict], record: Record) -> list[str]:
+    """Return which runs decide instead of the one that was named: of several that fit, a claim goes by the newest."""
+    others = dict.fromkeys(verdict.record for verdict in verdicts if verdict.record not in (None, record.id))
+    said = "a claim goes by the newest complete run that fits it, unless it pins others (key evidence)"
+    return [f"judged by run {other}, and not by {record.id}: {said}" for other in others]
 
 
 def _way_out(verdict: Verdict, record: Record, records: Mapping[str, Record], repository: Path) -> str:

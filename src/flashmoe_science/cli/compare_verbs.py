@@ -68,7 +68,7 @@ def compare(
     Examples:
       flashmoe compare main HEAD
       flashmoe compare HEAD~1 HEAD --subject my_kernel/kernel.toml --time graph --time wall
-      flashmoe compare 20261120T0910 20261121T0417 --allow-different driver
+      flashmoe compare 20261121T130849Z 20261121T190255Z --time kernel --allow-different driver
 
     \b
     Exit codes:

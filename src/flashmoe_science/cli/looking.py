@@ -6,10 +6,11 @@ What needs torch is imported where it is needed: a listing should not wait for i
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from ..errors import ClaimError, CompileError, InputError
+from ..errors import ClaimError, CompileError, EvidenceError, InputError
 from ..proof.compare import compare_revisions
 from ..proof.conclude import GATE_FAILED, conclude
 from ..proof.evidence import Record, TimeKind, read_record
@@ -33,16 +34,22 @@ from ..proof.rows import kinds_measured
 from ..proof.store import Archive, Store, find_repository, is_path
 from ..proof.study.report import study_line, study_lines
 from ..proof.study.trials import Study, is_study, read_study, study_files
-from . import INCONCLUSIVE
+from ..proof.words import counted
+from . import INCONCLUSIVE, USAGE
 from .names import gpu_named, moment_named
 from .terminal import Terminal, as_plain, short_path, write_csv_file, write_file
 
 if TYPE_CHECKING:
+    from ..attention.backward_plan import BackwardPlan
+    from ..attention.problem import AttentionProblem
+    from ..attention.tiles import Plan
+    from ..gpu.specs import GpuSpec
     from ..proof.suites import Suite
 
 OUT_OF_DATE = 1
 
 _COMPILE_TIMEOUT_S = 900.0
+_NO_CLAIMS = "`flashmoe claim new` writes one from a run; ours are in the clone of flashmoe_science"
 
 
 def run_verify(*, why: bool, strict: bool, junit: Path | None, as_json: bool) -> int:
@@ -52,24 +59,41 @@ def run_verify(*, why: bool, strict: bool, junit: Path | None, as_json: bool) ->
     terminal = Terminal(as_json=as_json)
     repository = find_repository()
     if repository is None:
-        hint = "run it in a repository with a folder claims/, see docs/claims.md"
-        raise ClaimError("there are no claims here", hint=hint)
-    verdicts = verify_claims(repository)
+        raise ClaimError(f"there are no claims here: {Path.cwd()} is in no folder with claims/", hint=_NO_CLAIMS)
+    unread: list[EvidenceError] = []
+
+    def leave_out(error: EvidenceError) -> None:
+        terminal.warn_of(error)
+        unread.append(error)
+
+    verdicts = verify_claims(repository, on_trouble=leave_out)
     studies = [read_study(path) for path in study_files(repository)]
     code = exit_code(verdicts, strict=strict)
     if code == 0 and not all(study.holds for study in studies):
         code = INCONCLUSIVE  # what comparisons show rests on them being right
+    if unread:
+        code = USAGE  # a file is wrong: what it would say of the claims nobody knows
     if junit is not None:
         write_junit(junit, verdicts, strict=strict)
     terminal.show_verdicts(verdicts, why=why)
     terminal.show(*([""] if verdicts else []), count_line(verdicts))
+    if not verdicts:
+        terminal.log.print(f"hint: {short_path(repository / 'claims')} holds none: {_NO_CLAIMS}", soft_wrap=True)
     if any(verdict.status is VerdictStatus.STALE for verdict in verdicts):
         terminal.log.print("hint: a stale claim holds for the commit that it names; a new run on its GPU shows it anew")
+    if unread:
+        said = f"{counted(len(unread), 'record')} cannot be read, so no claim that may rest on it is demonstrated"
+        terminal.show(said.replace("on it", "on them") if len(unread) > 1 else said)
+        if not all(error.hint for error in unread):
+            hint = "restore it with git or `flashmoe export`, or take it out of evidence/"
+            terminal.log.print(f"hint: {hint}", soft_wrap=True)
     for study in studies:
         terminal.show(study_line(study))
     # Without the samples: `show` has them.
     shown = [as_plain(study.model_copy(update={"trials": []})) | {"holds": study.holds} for study in studies]
-    terminal.document({"verdicts": [as_plain(verdict) for verdict in verdicts], "studies": shown, "exit_code": code})
+    plain = [as_plain(verdict) for verdict in verdicts]
+    lost = [str(error) for error in unread]
+    terminal.document({"verdicts": plain, "studies": shown, "unreadable": lost, "exit_code": code})
     return code
 
 
@@ -152,10 +176,9 @@ def run_runs(
     return 0
 
 
-def run_explain(shape: str, sizes: dict[str, Any], *, gpu: str | None, as_json: bool) -> int:
-    """Print the plan for one call, and what compiling its kernels shows."""
+def run_explain(shape: str, sizes: dict[str, Any], *, gpu: str | None, backward: bool = False, as_json: bool) -> int:
+    """Print the plan for one call, or for its gradients, and what compiling its kernels shows."""
     batch, heads, seqlen, head_dim = _four_sizes(shape)
-    from ..attention.plan import plan_attention
     from ..attention.problem import AttentionProblem
     from ..gpu.device import current_gpu
 
@@ -166,15 +189,26 @@ def run_explain(shape: str, sizes: dict[str, Any], *, gpu: str | None, as_json: 
     defaults = {"heads_kv": heads, "seqlen_k": seqlen, "head_dim_v": head_dim}
     given = {name: value for name, value in sizes.items() if value is not None}
     call = {"batch": batch, "heads": heads, "seqlen_q": seqlen, "head_dim": head_dim, **defaults, **given}
-    plan = plan_attention(AttentionProblem(**call), spec)
+    plan = _plan_call(AttentionProblem(**call), spec, backward=backward)
     terminal.show(*plan_lines(plan.as_text()))
-    compiled = _compile_apart({"call": call, "gpu": dataclasses.asdict(spec)})
+    compiled = _compile_apart({"call": call, "gpu": dataclasses.asdict(spec), "backward": backward})
     terminal.show(*(compile_line(**kernel) for kernel in compiled))
     fits = all(kernel["shared_memory_bytes"] <= spec.shared_memory_per_block_bytes for kernel in compiled)
     if not fits:
         terminal.show(f"  problem {spec.name} has {spec.shared_memory_per_block_bytes} bytes of shared memory a block")
     terminal.document({"plan": plan.as_dict(), "compiled": compiled, "fits": fits})
     return 0 if fits else GATE_FAILED
+
+
+def _plan_call(problem: AttentionProblem, gpu: GpuSpec, *, backward: bool) -> Plan | BackwardPlan:
+    if backward:
+        from ..attention.backward_plan import BACKWARD_KERNEL, plan_backward
+        from ..attention.backward_problem import BackwardProblem
+
+        return plan_backward(BackwardProblem(problem), gpu, os.environ.get(BACKWARD_KERNEL) or "auto")
+    from ..attention.plan import plan_attention
+
+    return plan_attention(problem, gpu)
 
 
 def _compile_apart(payload: dict[str, Any]) -> list[dict[str, Any]]:
@@ -191,7 +225,8 @@ def _compile_apart(payload: dict[str, Any]) -> list[dict[str, Any]]:
 
 def compile_call(payload: dict[str, Any], emit: object) -> dict[str, Any]:  # noqa: ARG001 - all tasks take it
     """Compile the kernels of ``payload["call"]`` for ``payload["gpu"]``: the task of a worker process."""
-    from ..attention.plan import plan_attention
+    from ..attention.backward_plan import BackwardPlan
+    from ..attention.backward_prepare import prepare_backward_kernels
     from ..attention.prepare import prepare_kernels
     from ..attention.problem import AttentionProblem
     from ..gpu.compile import read_resources
@@ -201,7 +236,8 @@ def compile_call(payload: dict[str, Any], emit: object) -> dict[str, Any]:  # no
     names = ("registers", "spill_bytes", "shared_memory_bytes", "seconds")
     compiled = []
     try:
-        for kernel in prepare_kernels(plan_attention(AttentionProblem(**payload["call"]), gpu)):
+        plan = _plan_call(AttentionProblem(**payload["call"]), gpu, backward=payload["backward"])
+        for kernel in prepare_backward_kernels(plan) if isinstance(plan, BackwardPlan) else prepare_kernels(plan):
             found = _fields(read_resources(kernel.source, gpu.arch), *names)
             compiled.append({"kernel": kernel.source.name, **found})
     except CompileError as error:

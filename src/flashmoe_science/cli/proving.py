@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import secrets
+import shlex
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, cast
 
-from ..errors import EvidenceError, InputError, SuiteError
+from ..errors import EvidenceError, InputError, OperatorError, SubjectError, SuiteError
 from ..proof.conclude import conclude, run_exit_code, worst_exit_code
 from ..proof.cost import Budget, Entry, RunSize, dollars, format_dollars, format_duration
 from ..proof.cost_report import bill_as_plain, receipt
@@ -127,17 +128,36 @@ def _prove(request: ProveRequest, meter: Meter, terminal: Terminal, store: Store
     terminal.say(_title(request))
     try:
         record = prove(request, progress=progress, save=keeper.save)
-    except KeyboardInterrupt:
+    except OperatorError:
         progress.close()
         if keeper.path is not None:
+            terminal.log.print(f"what was shown until then is in {keeper.place}", soft_wrap=True)
+        raise
+    except KeyboardInterrupt:
+        progress.close()
+        if keeper.path is not None and keeper.record is not None:
             terminal.log.print(f"what was finished is in {keeper.place}", soft_wrap=True)
-            terminal.log.print(f"hint: flashmoe prove --resume {keeper.path.stem} goes on from here", soft_wrap=True)
+            terminal.log.print(f"hint: {_way_on(request, keeper.record)} goes on from here", soft_wrap=True)
         raise
     finally:
         progress.close()  # the bar goes before anything else is printed
     assert keeper.path is not None
     keeper.remind()
     return _conclude(terminal, record, repository, keeper.path, meter.bill(record), alone=alone)
+
+
+def _way_on(request: ProveRequest, record: Record) -> str:
+    """Return the command that goes on with an interrupted run: it names the files that the record does not tell."""
+    words, repository = ["flashmoe", "prove"], find_repository()  # the run itself may have made one
+    try:
+        subject_text(record, repository)
+    except SubjectError:
+        words.append(short_path(request.subject.folder / request.subject.sources[0]))
+    words += ["--resume", record.id]
+    suite = suite_text(record, repository)
+    if list_suites().get(suite, Path(suite)).resolve() != request.suite.path.resolve():
+        words += ["--suite", short_path(request.suite.path.absolute())]
+    return shlex.join(words)
 
 
 def _prove_on_hosts(
@@ -287,7 +307,7 @@ def _conclude(
     terminal.show_conclusion(record, verdicts)
     if record.environment.gpu is None and repository is not None and code == 0 and alone:
         # Nothing could be timed here, so what can be said of speed is what the repository's evidence says.
-        name, judged = record.subject.name, verify_claims(repository)
+        name, judged = record.subject.name, verify_claims(repository, on_trouble=terminal.warn_of)
         verdicts = [verdict for verdict in judged if verdict.claim.subject == name]
         if verdicts:
             terminal.show("", f"The claims of this repository about {name}, by the evidence that it carries:", "")

@@ -28,6 +28,7 @@ class Keeper:
         self._store: Store | None = store
         self.dollars_per_hour: Callable[[Record], float | None] = lambda _: None  # what the store books it at
         self.path: Path | None = None
+        self.record: Record | None = None  # as it was last given
         self.behind: EvidenceError | None = None  # why the file lacks what the store has
 
     def save(self, record: Record) -> None:
@@ -43,6 +44,7 @@ class Keeper:
         if self.path is None:
             self._refuse_taken(record.id, path)
         written = self._write(record, path)
+        self.record = record
         try:
             if self._store is not None:
                 self._store.save(record, dollars_per_hour=self.dollars_per_hour(record))

@@ -306,6 +306,7 @@ def explain(
     head_dim_v: Annotated[Optional[int], typer.Option(min=1, metavar="N", help="Default: D.")] = None,  # noqa: UP045
     dtype: Annotated[str, typer.Option(metavar="NAME", help="fp16, bf16 or fp32.")] = "fp16",
     causal: Annotated[bool, typer.Option("--causal", help="With a causal mask, aligned bottom-right.")] = False,
+    backward: Annotated[bool, typer.Option("--backward", help="Of the gradients of q, k and v instead.")] = False,
     gpu: Annotated[
         Optional[str],  # noqa: UP045
         typer.Option(metavar="NAME", help="e.g. L4, A100, H100, H200, B200. Default: the GPU of this machine."),
@@ -320,6 +321,7 @@ def explain(
     Examples:
       flashmoe explain --shape 1,16,4096,128 --gpu L4
       flashmoe explain --shape 1,32,1,128 --kv-heads 8 --seqlen-k 8192 --gpu H200 --json
+      flashmoe explain --shape 2,16,4096,128 --dtype bf16 --causal --backward --gpu H200
 
     \b
     Exit codes:
@@ -328,7 +330,7 @@ def explain(
     from .looking import run_explain
 
     sizes = {"heads_kv": kv_heads, "seqlen_k": seqlen_k, "head_dim_v": head_dim_v, "dtype": dtype, "causal": causal}
-    raise typer.Exit(run_explain(shape, sizes, gpu=gpu, as_json=as_json))
+    raise typer.Exit(run_explain(shape, sizes, gpu=gpu, backward=backward, as_json=as_json))
 
 
 @app.command(short_help="Say what this machine has and lacks.")
