@@ -295,8 +295,15 @@ def test_the_folder_there_goes_with_the_run(machine, python, tmp_path):
         seen.extend(scratch.iterdir())
 
     here = python(f'export TMPDIR="{scratch}"')
-    there = {"progress": {"gpu": Lines()}, "save": lambda *_: None, "begin": begin, "requirements": {}}
-    (result,) = prove_on([Host("gpu", here)], asking(), StubTree(), **there)
+    (result,) = prove_on(
+        [Host("gpu", here)],
+        asking(),
+        StubTree(),
+        progress={"gpu": Lines()},
+        save=lambda *_: None,
+        begin=begin,
+        requirements={},
+    )
     assert result.error is None
     assert len(seen) == 1
     assert list(scratch.iterdir()) == []
