@@ -29,6 +29,7 @@ class CacheCase:
     page_size: int = 0
     new: int = 0
     padding: tuple[int, ...] = ()
+    gone: tuple[int, ...] = ()  # first keys of each sequence that no row's window reaches: NaN, and without pages
     rows: tuple[int, ...] = ()  # of the cache: cache_batch_idx
     full: bool = False  # no cache_seqlens: every cache is full
     rotary_dim: int = 0
@@ -85,13 +86,15 @@ def fill_caches(case: CacheCase, tensors: Tensors, generator: torch.Generator) -
     for name, columns in (("k_cache", case.head_dim), ("v_cache", case.head_dim_v or case.head_dim)):
         cache = torch.full((pages, length, case.heads_kv, columns), math.nan)
         for b, keys in enumerate(case.lengths):
-            for n in range(case.padding[b] if case.padding else 0, keys):
+            for n in range(case.padding[b] if case.padding else case.gone[b] if case.gone else 0, keys):
                 cache[table[b, n // length], n % length] = torch.randn(cache.shape[2:], generator=generator)
         tensors[name] = cache.to(DTYPES[case.dtype])
     if case.page_size:
         tensors["page_table"] = table.int()
         for b, keys in enumerate(case.lengths):
             tensors["page_table"][b, -(-(keys + case.new) // length) :] = 2**31 - 1
+            if case.gone:
+                tensors["page_table"][b, : case.gone[b] // length] = -1
 
 
 FEATURES = {"causal": True, "window": (9, 1), "softcap": 4.0, "softmax_scale": -0.3}
@@ -118,6 +121,12 @@ CACHE_CASES = [
     CacheCase("rotary-one-position", lengths=(37,), new=3, seqlen_q=3, rotary_dim=16),
     CacheCase("many-rows", lengths=(60, 31), heads=16, seqlen_q=5, options={"causal": True}),
     CacheCase("window", lengths=(60, 3), seqlen_q=3, page_size=3, heads=16, options={"window": (10, 1)}),
+    CacheCase(
+        "window-pages-gone", lengths=(60, 33), gone=(49, 22), seqlen_q=2, new=1, page_size=16,
+        options={"causal": True, "window": (10, -1)},
+    ),
+    CacheCase("window-small-pages-gone", lengths=(60, 33), gone=(49, 22), page_size=3, options={"window": (10, -1)}),
+    CacheCase("window-keys-gone", lengths=(60, 5), gone=(49, 0), options={"window": (10, -1)}),
     CacheCase("more-rows-than-keys", lengths=(2, 0), seqlen_q=5, options={"causal": True}),
     CacheCase("features", lengths=(50, 11), seqlen_q=3, sinks=True, alibi="batch", options=FEATURES),
     CacheCase("softcap-far-above-the-scores", lengths=(50, 11), dtype="fp32", options={"softcap": 50.0}),

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -80,6 +81,39 @@ def test_one_length_for_all():
         assert torch.equal(got, right)
     with pytest.raises(InputError, match=r"cache_seqlens must be from 0 to 2\*\*31 - 1, got -1"):
         call(tensors, cache_seqlens=-1)
+
+
+@pytest.mark.parametrize(("page_size", "most"), [(0, 69), (16, 79)])
+def test_one_length_for_all_leaves_room_for_what_is_appended(page_size, most):
+    """The host knows it, so nothing has to be asked for: the cache is not written where it contradicts."""
+    tensors = make_tensors(CacheCase("number", lengths=(69, 69), new=1, page_size=page_size))
+    del tensors["cache_seqlens"]
+    before = clone(tensors)
+    room = rf"from 0 to {most} \({most + 1} positions less 1 new ones\)"
+    functions = (call, lambda given, **options: explain_with_kv_cache(**given, **options), torch.compile(call))
+    for function in functions:
+        with pytest.raises(InputError, match=rf"cache_seqlens must be {room}, got {most + 1}"):
+            function(tensors, cache_seqlens=most + 1)
+    for name in ("k_cache", "v_cache"):
+        torch.testing.assert_close(tensors[name], before[name], rtol=0, atol=0, equal_nan=True)
+    assert call(tensors, cache_seqlens=69)[0].shape == (2, 4, 1, 32)
+
+
+@pytest.mark.parametrize("name", ["q", "k_cache", "v_cache"])
+def test_what_no_call_can_do_without(name):
+    given: dict[str, Any] = {**make_tensors(PLAIN), name: None}
+    for function in (flash_attention_with_kv_cache, explain_with_kv_cache):
+        with pytest.raises(InputError, match=f"{name} must be a torch.Tensor, got NoneType"):
+            function(**given)
+
+
+def test_numbers_of_numpy_and_windows_in_lists():
+    """What ``flash_attention`` takes is taken here."""
+    tensors = make_tensors(PLAIN)
+    expected, _ = call(tensors, softmax_scale=0.25, softcap=3.0, window=(7, 0))
+    found, _ = call(tensors, softmax_scale=np.float64(0.25), softcap=np.float64(3), window=[7, 0])
+    assert torch.equal(found, expected)
+    assert explain_with_kv_cache(**tensors, window=[7, 0]).problem.window == (7, -1)
 
 
 Change = Callable[[Tensors], dict[str, Any]]
@@ -225,6 +259,44 @@ def test_values_are_checked_where_the_environment_asks_for_it(why, monkeypatch):
     with pytest.raises(InputError, match=message):
         call(tensors)
     assert torch.equal(tensors["k_cache"].isnan(), before["k_cache"].isnan()), "nothing was written"
+
+
+PLACES = ("page", "no page", "row")
+
+
+@pytest.mark.parametrize("why", PLACES)
+def test_pages_and_rows_of_cpu_tensors_always_are_checked(why):
+    """Torch would take -1 for the last page, and raise for others after it wrote the keys of the sequences before."""
+    case, name, (place, value), message = VALUES[why]
+    tensors = make_tensors(dataclasses.replace(case, new=1))
+    tensors[name][place] = value
+    before = clone(tensors)
+    with pytest.raises(InputError, match=message):
+        call(tensors)
+    for cache in ("k_cache", "v_cache"):
+        torch.testing.assert_close(tensors[cache], before[cache], rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("why", ["window-pages-gone", "window-small-pages-gone", "leftpad-paged"])
+def test_pages_that_are_not_read_are_not_checked(why, monkeypatch):
+    """Those before a window or padding may be gone; the first one that is read may not."""
+    case = next(case for case in CACHE_CASES if case.why == why)
+    tensors = make_tensors(case)
+    monkeypatch.setenv("FLASHMOE_CHECK", "1")
+    assert_cache_right(case, clone(tensors))
+    first = (case.gone or case.padding)[0] // case.page_size
+    assert first > 0
+    tensors["page_table"][0, first] = -1
+    with pytest.raises(InputError, match=rf"page_table\[0, {first}\] must be from 0 to .*, got -1"):
+        call(tensors, **case.options)
+
+
+def test_new_keys_are_written_where_no_window_reaches():
+    """So their pages are checked."""
+    tensors = make_tensors(CacheCase("new", lengths=(37,), new=20, page_size=4))
+    tensors["page_table"][0, 37 // 4] = -1
+    with pytest.raises(InputError, match=rf"page_table\[0, {37 // 4}\] must be"):
+        call(tensors, window=(3, -1))
 
 
 def test_rotary_positions_are_checked(monkeypatch):

@@ -12,7 +12,14 @@ from torch import Tensor
 from ..errors import InputError, UnsupportedError
 from ..gpu.device import gpu_of
 from .cache_calls import Call, prepare_call
-from .cache_contract import cache_problem_of, check_types, check_values
+from .cache_contract import (
+    cache_problem_of,
+    check_needed,
+    check_number_of_keys,
+    check_places,
+    check_types,
+    check_values,
+)
 from .decode_plan import DecodePlan, plan_with_kv_cache
 from .problem import canonical_strides, output_strides
 
@@ -67,8 +74,8 @@ def flash_attention_with_kv_cache(
         k: ``[B, HK, Sn, D]``, written to ``k_cache`` at positions ``cache_seqlens[b]`` and on. Needs ``v`` and
             ``cache_seqlens``. What does not fit the cache is not written.
         v: ``[B, HK, Sn, DV]``, written to ``v_cache``.
-        cache_seqlens: ``[B]`` int32: the keys in the cache before ``k``; or one number for all. Default: the cache is
-            full. What lies behind is never read. The call does not change it.
+        cache_seqlens: ``[B]`` int32: the keys in the cache before ``k``; or one number for all, which has to leave room
+            for ``k``. Default: the cache is full. What lies behind is never read. The call does not change it.
         page_table: ``[B, P]`` int32: the page of positions ``[i * page_size, (i + 1) * page_size)`` is
             ``page_table[b, i]``. Entries behind the last key are never read.
         cache_batch_idx: ``[B]`` int32: the row of the cache for each sequence; not with ``page_table``.
@@ -80,7 +87,7 @@ def flash_attention_with_kv_cache(
         rotary_sin: the same.
         rotary_interleaved: columns 2i and 2i + 1 are a pair, else i and i + R / 2.
         causal: a right bound of 0.
-        window: ``(left, right)``, -1 for no bound.
+        window: ``(left, right)``, -1 for no bound. Keys and pages that no row's window reaches are never read.
         softcap: scores become ``softcap * tanh(score / softcap)``; 0: they do not.
         sinks: ``[H]``: a logit of each head that takes its share of the softmax and adds nothing to the output. It is
             in the LSE.
@@ -98,8 +105,8 @@ def flash_attention_with_kv_cache(
 
     Raises:
         InputError: a shape, dtype, device or value breaks the contract above; with ``FLASHMOE_CHECK=1`` in the
-            environment also a length, page, row or position that lies outside, which costs a synchronisation. Nothing
-            was written to the cache then.
+            environment also a length, page, row or position that lies outside, which costs a synchronisation; pages and
+            rows of CPU tensors always are checked. Nothing was written to the cache then.
         UnsupportedError: no kernel serves this call, or an input requires grad while gradients are recorded.
 
     Numerics: those of ``flash_attention``; shares are merged in fp32 in a fixed order, so results have the same bits in
@@ -112,10 +119,12 @@ def flash_attention_with_kv_cache(
         "rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "sinks": sinks, "alibi": alibi,
     }  # fmt: skip
     options = (
-        rotary_interleaved, causal, window, softcap, softmax_scale, num_splits, batch_invariant, return_lse, kernel,
+        rotary_interleaved, causal, tuple(window) if isinstance(window, list) else window, softcap, softmax_scale,
+        num_splits, batch_invariant, return_lse, kernel,
     )  # fmt: skip
+    check_needed(given)
     if isinstance(cache_seqlens, int):
-        given["cache_seqlens"] = _lengths(cache_seqlens, q)
+        given["cache_seqlens"] = _lengths(cache_seqlens, given)
     if _is_compiling() or any(tensor is not None and type(tensor) is not Tensor for tensor in given.values()):
         return _call_operator(given, options)
     if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in given.values()):
@@ -131,7 +140,9 @@ def flash_attention_with_kv_cache(
             _prepared.clear()
         _prepared[key] = call
     if os.environ.get("FLASHMOE_CHECK") == "1":
-        check_values(tensors)
+        check_values(tensors, window[0])
+    elif not q.is_cuda:  # torch would find it out after it wrote the new keys of the sequences before
+        check_places(tensors, window[0])
     o, lse = call(tensors)
     return (o, lse) if return_lse else o
 
@@ -144,17 +155,20 @@ def explain_with_kv_cache(q: Tensor, k_cache: Tensor, v_cache: Tensor, *new: Ten
     kernel = options.pop("kernel", "auto")
     given: dict[str, Any] = {"q": q, "k_cache": k_cache, "v_cache": v_cache, **dict(zip(("k", "v"), new, strict=False))}
     given.update({name: options.pop(name) for name in _TENSORS if name in options})
+    check_needed(given)
     if isinstance(given.get("cache_seqlens"), int):
-        given["cache_seqlens"] = _lengths(given["cache_seqlens"], q)
+        given["cache_seqlens"] = _lengths(given["cache_seqlens"], given)
+    if isinstance(options.get("window"), list):
+        options["window"] = tuple(options["window"])
     problem = cache_problem_of({name: tensor for name, tensor in given.items() if tensor is not None}, **options)
     return plan_with_kv_cache(problem, gpu_of(q), kernel)
 
 
-def _lengths(length: int, q: Any) -> Tensor:
-    if not isinstance(q, Tensor) or not q.dim():
-        raise InputError(f"q must be a torch.Tensor [B, H, S, D], got {type(q).__name__}")
-    if isinstance(length, bool) or not 0 <= length < 2**31:
-        raise InputError(f"cache_seqlens must be from 0 to 2**31 - 1, got {length}")
+def _lengths(length: int, given: Mapping[str, Any]) -> Tensor:
+    q = given["q"]
+    if not q.dim():
+        raise InputError(f"q must have 4 dimensions [B, H, S, D], got shape {list(q.shape)}")
+    check_number_of_keys(length, given)
     return torch.full((q.shape[0],), length, dtype=torch.int32, device=q.device)
 
 

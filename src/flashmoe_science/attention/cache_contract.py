@@ -30,8 +30,46 @@ def check_types(options: tuple[Any, ...]) -> None:
     if type(num_splits) is not int:
         raise InputError(f"num_splits must be an integer, got {num_splits!r}")
     for name, value in (("softcap", softcap), ("softmax_scale", scale)):
-        if not (name == "softmax_scale" and value is None) and (type(value) not in (int, float)):
+        is_number = isinstance(value, (int, float)) and type(value) is not bool  # NumPy's float64 is one
+        if not is_number and not (name == "softmax_scale" and value is None):
             raise InputError(f"{name} must be a number, got {value!r}")
+
+
+def check_needed(given: Mapping[str, Any]) -> None:
+    """Raise ``InputError`` where a tensor is missing that no call can do without."""
+    for name in ("q", "k_cache", "v_cache"):
+        if not isinstance(given.get(name), Tensor):
+            raise InputError(f"{name} must be a torch.Tensor, got {type(given.get(name)).__name__}")
+
+
+def check_number_of_keys(length: int, given: Mapping[str, Any]) -> None:
+    """Check a length that the host knows against the room in the cache. Raises ``InputError``.
+
+    Tensors of wrong shapes are left to ``cache_problem_of``.
+    """
+    if isinstance(length, bool) or not 0 <= length < 2**31:
+        raise InputError(f"cache_seqlens must be from 0 to 2**31 - 1, got {length}")
+    axes = {"k_cache": 4, "page_table": 2, "k": 4}
+    found = {name: given.get(name) for name in axes}
+    if any(tensor is not None and (not isinstance(tensor, Tensor) or tensor.dim() != axes[name])
+           for name, tensor in found.items()):  # fmt: skip
+        return
+    tensors = {name: tensor for name, tensor in found.items() if tensor is not None}
+    capacity, new = _room(tensors)
+    if length > capacity - new:
+        raise InputError(f"cache_seqlens must be {_in_words(capacity, new)}, got {length}")
+
+
+def _room(tensors: Mapping[str, Tensor]) -> tuple[int, int]:
+    """Return the positions that a sequence has in the cache, and how many are appended to it."""
+    table = tensors.get("page_table")
+    capacity = tensors["k_cache"].shape[1] * (1 if table is None else table.shape[1])
+    return capacity, tensors["k"].shape[2] if "k" in tensors else 0
+
+
+def _in_words(capacity: int, new: int) -> str:
+    room = f"{capacity} positions" + (f" less {new} new ones" if new else "")
+    return f"from 0 to {capacity - new} ({room})"
 
 
 def cache_problem_of(
@@ -245,27 +283,24 @@ def _pointer_alignment(*tensors: Tensor) -> int:
     return math.gcd(16, *(tensor.data_ptr() for tensor in tensors))
 
 
-def check_values(tensors: Mapping[str, Tensor]) -> None:
+def check_values(tensors: Mapping[str, Tensor], left: int) -> None:
     """Check lengths, pages, rows and positions on the host: ``FLASHMOE_CHECK=1``. It waits for the device.
+
+    ``left`` is the window's left bound, -1 for none.
 
     Raises:
         InputError: with the sequence, what was expected and what was got.
         UnsupportedError: a CUDA graph is being captured, which cannot wait.
     """
-    q, cache = tensors["q"], tensors["k_cache"]
+    q = tensors["q"]
     if q.is_cuda and torch.cuda.is_current_stream_capturing():
         raise UnsupportedError(
             "FLASHMOE_CHECK=1 reads lengths, and a graph is being captured", hint="capture without FLASHMOE_CHECK=1"
         )
-    table, lengths = tensors.get("page_table"), tensors.get("cache_seqlens")
-    capacity = cache.shape[1] * (1 if table is None else table.shape[1])
-    new = tensors["k"].shape[2] if "k" in tensors else 0
-    before = [capacity] * q.shape[0] if lengths is None else lengths.tolist()
-    padding = tensors["leftpad_k"].tolist() if "leftpad_k" in tensors else [0] * q.shape[0]
-    for b, (length, pad) in enumerate(zip(before, padding, strict=True)):
+    capacity, new = _room(tensors)
+    for b, (length, pad) in enumerate(_lengths_and_padding(tensors)):
         if not 0 <= length <= capacity - new:
-            room = f"{capacity} positions" + (f" less {new} new ones" if new else "")
-            raise InputError(f"cache_seqlens[{b}] must be from 0 to {capacity - new} ({room}), got {length}")
+            raise InputError(f"cache_seqlens[{b}] must be {_in_words(capacity, new)}, got {length}")
         if not 0 <= pad <= length:
             raise InputError(f"leftpad_k[{b}] must be from 0 to the length {length}, got {pad}")
         if "rotary_cos" in tensors:
@@ -275,22 +310,35 @@ def check_values(tensors: Mapping[str, Tensor]) -> None:
                     f"rotary_cos must have a row for position {last} of sequence {b}, "
                     f"got {tensors['rotary_cos'].shape[0]} rows"
                 )
-    _check_places(tensors, before, padding, new)
+    if new and "cache_batch_idx" in tensors:
+        named = tensors["cache_batch_idx"].tolist()
+        if len(set(named)) < len(named):
+            raise InputError(f"cache_batch_idx must name a row once where k is appended, got {named}")
+    check_places(tensors, left)
 
 
-def _check_places(tensors: Mapping[str, Tensor], before: list[int], padding: list[int], new: int) -> None:
-    """Check rows of the cache, or pages."""
+def _lengths_and_padding(tensors: Mapping[str, Tensor]) -> list[tuple[int, int]]:
+    """Return of each sequence the keys before the new ones, and where they start."""
+    batch = tensors["q"].shape[0]
+    before = tensors["cache_seqlens"].tolist() if "cache_seqlens" in tensors else [_room(tensors)[0]] * batch
+    padding = tensors["leftpad_k"].tolist() if "leftpad_k" in tensors else [0] * batch
+    return list(zip(before, padding, strict=True))
+
+
+def check_places(tensors: Mapping[str, Tensor], left: int) -> None:
+    """Check on the host the rows and pages of all keys that are read or written. Raises ``InputError``."""
     rows, length = tensors["k_cache"].shape[:2]
     if "cache_batch_idx" in tensors:
-        named = tensors["cache_batch_idx"].tolist()
-        for b, row in enumerate(named):
+        for b, row in enumerate(tensors["cache_batch_idx"].tolist()):
             if not 0 <= row < rows:
                 raise InputError(f"cache_batch_idx[{b}] must be from 0 to {rows - 1}, got {row}")
-        if new and len(set(named)) < len(named):
-            raise InputError(f"cache_batch_idx must name a row once where k is appended, got {named}")
-    if "page_table" in tensors:
-        for b, pages in enumerate(tensors["page_table"].tolist()):
-            read = range(padding[b] // length, -(-(before[b] + new) // length))
-            for i in read:
-                if not 0 <= pages[i] < rows:
-                    raise InputError(f"page_table[{b}, {i}] must be from 0 to {rows - 1}, got {pages[i]}")
+    if "page_table" not in tensors:
+        return
+    (capacity, new), seqlen_q = _room(tensors), tensors["q"].shape[2]
+    tables = tensors["page_table"].tolist()
+    for b, (before, pad) in enumerate(_lengths_and_padding(tensors)):
+        end = max(0, min(before + new, capacity))
+        seen = max(pad, end - seqlen_q - left if left >= 0 else 0, 0)
+        for i in range(min(seen, max(before, 0)) // length, -(-end // length)):
+            if not 0 <= tables[b][i] < rows:
+                raise InputError(f"page_table[{b}, {i}] must be from 0 to {rows - 1}, got {tables[b][i]}")

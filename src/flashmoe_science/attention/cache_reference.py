@@ -114,6 +114,8 @@ def attention_with_kv_cache(
     for b in range(p.batch if o.numel() else 0):
         end = max(0, min(lengths[b] + p.seqlen_new, p.capacity))
         first = min(max(0, padding[b]), end)
+        if p.window[0] >= 0:  # what no row's window reaches is not read: its pages may be gone
+            first = min(max(first, end - p.seqlen_q - p.window[0]), end)
         k, v = _gather(p, tensors, b, first, end)
         scores = _scores(p, tensors, b, q[b].to(dtype), k.to(dtype), first, end)  # [H, Sq, S]
         part = torch.logsumexp(scores, -1) if end > first else torch.full_like(lse[b], -torch.inf)
