@@ -36,6 +36,8 @@ class CacheCase:
     shared: bool = False  # values are the first columns of the keys
     sinks: bool = False
     alibi: str = ""  # "heads" or "batch"
+    bias: str = ""  # its dtype; " shared" behind it: of all sequences and heads; " across": columns are far
+    # apart; " lowest": keys are hidden by the most negative number
     options: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -66,10 +68,27 @@ def make_tensors(case: CacheCase, device: str = "cpu", seed: int = 0) -> Tensors
         shape = (case.heads,) if case.alibi == "heads" else (batch, case.heads)
         tensors["alibi"] = torch.rand(shape, generator=generator)
     fill_caches(case, tensors, generator)
+    if case.bias:
+        tensors["bias"] = make_bias(case, tensors, generator)
     tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
     if case.shared:
         tensors["v_cache"] = tensors["k_cache"][..., :wide]
     return tensors
+
+
+def make_bias(case: CacheCase, tensors: Tensors, generator: torch.Generator) -> torch.Tensor:
+    """Return what is added to the scores: some keys are hidden, and what lies behind the last key is NaN."""
+    dtype, _, how = case.bias.partition(" ")
+    columns = tensors["k_cache"].shape[1] * (tensors["page_table"].shape[1] if case.page_size else 1)
+    batch, heads = (1, 1) if how == "shared" else (len(case.lengths), case.heads)
+    bias = torch.randn(batch, heads, case.seqlen_q, columns, generator=generator)
+    if how == "lowest":  # of a few keys of every row, of all keys of the last row, of all but one in the first
+        bias[..., 0, 1:], bias[..., -1, :] = torch.finfo(DTYPES[dtype]).min, torch.finfo(DTYPES[dtype]).min
+    else:
+        bias[bias > 1] = -math.inf
+    bias[..., max(case.lengths) + case.new :] = math.nan
+    bias = bias.to(DTYPES[dtype])
+    return bias.transpose(2, 3).contiguous().transpose(2, 3) if how == "across" else bias
 
 
 def fill_caches(case: CacheCase, tensors: Tensors, generator: torch.Generator) -> None:
@@ -129,6 +148,14 @@ CACHE_CASES = [
     CacheCase("window-keys-gone", lengths=(60, 5), gone=(49, 0), options={"window": (10, -1)}),
     CacheCase("more-rows-than-keys", lengths=(2, 0), seqlen_q=5, options={"causal": True}),
     CacheCase("features", lengths=(50, 11), seqlen_q=3, sinks=True, alibi="batch", options=FEATURES),
+    CacheCase("bias", lengths=(50, 11, 0), seqlen_q=3, bias="fp16", options={"causal": True}),
+    CacheCase("bias-shared", lengths=(50, 11), seqlen_q=2, new=2, page_size=16, bias="bf16 shared"),
+    CacheCase(
+        "bias-across", lengths=(50, 11), heads=10, seqlen_q=3, page_size=3, bias="fp32 across", alibi="heads",
+        sinks=True, options={**FEATURES, "num_splits": 3},
+    ),
+    CacheCase("bias-lowest", lengths=(50, 11), seqlen_q=3, bias="fp32 lowest", options={"num_splits": 2}),
+    CacheCase("bias-lowest-bf16", lengths=(50, 11), seqlen_q=2, bias="bf16 lowest"),
     CacheCase("softcap-far-above-the-scores", lengths=(50, 11), dtype="fp32", options={"softcap": 50.0}),
     CacheCase("sinks-no-keys", lengths=(0, 5), sinks=True, alibi="heads", options={"num_splits": 3}),
     CacheCase("fp32-unequal-widths", lengths=(37, 5), dtype="fp32", head_dim=24, head_dim_v=40),

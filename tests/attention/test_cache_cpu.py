@@ -13,7 +13,13 @@ import numpy as np
 import pytest
 import torch
 
-from flashmoe_science import InputError, UnsupportedError, explain_with_kv_cache, flash_attention_with_kv_cache
+from flashmoe_science import (
+    InputError,
+    UnsupportedError,
+    explain_with_kv_cache,
+    flash_attention,
+    flash_attention_with_kv_cache,
+)
 from flashmoe_science.attention import cache_reference, reference
 
 from .cache_cases import CACHE_CASES, EMPTY_CACHE_CASES, CacheCase, Tensors, make_tensors
@@ -186,6 +192,21 @@ BAD: dict[str, tuple[CacheCase, Change, str]] = {
         changed("alibi", lambda _: torch.zeros(3)),
         r"alibi must have shape \[4\] or \[2, 4\], got \[3\]",
     ),
+    "positions of the bias": (
+        PAGED,
+        changed("bias", lambda _: torch.zeros(1, 1, 1, 38)),
+        r"bias must have shape \[B or 1, H or 1, Sq, positions\] = \[2 or 1, 4 or 1, 1, 80\], got \[1, 1, 1, 38\]",
+    ),
+    "heads of the bias": (
+        PLAIN,
+        changed("bias", lambda _: torch.zeros(1, 2, 1, 70)),
+        r"bias must have shape .* = \[2 or 1, 4 or 1, 1, 70\], got \[1, 2, 1, 70\]",
+    ),
+    "dtype of the bias": (
+        PLAIN,
+        changed("bias", lambda _: torch.ones(1, 1, 1, 70, dtype=torch.bool)),
+        r"bias must be float16, bfloat16 or float32, got torch.bool",
+    ),
     "device": (PLAIN, changed("k_cache", lambda t: t.to("meta")), r"k_cache must be on the device of q, cpu, got meta"),
     "no tensor": (PLAIN, changed("k_cache", lambda _: [1.0]), r"k_cache must be a torch.Tensor, got list"),
     "written and shared": (
@@ -345,6 +366,23 @@ def test_values_that_are_columns_of_the_keys_are_known_by_their_memory():
     torch.testing.assert_close(call(copy)[0], torch.ones_like(expected))
 
 
+def test_a_bias_is_that_of_attention():
+    """The most negative number hides a key behind all others; where all have it, they are equal."""
+    case = CacheCase("bias", lengths=(40, 40), capacity=40, heads=4, heads_kv=4, seqlen_q=2, dtype="fp32", full=True)
+    tensors = make_tensors(case)
+    bias = torch.randn(2, 1, 2, 40)
+    bias[0, :, :, 3:] = torch.finfo(torch.float32).min
+    bias[1, :, 1] = torch.finfo(torch.float32).min
+    found, found_lse = call({**tensors, "bias": bias})
+    k, v = (tensors[name].transpose(1, 2) for name in ("k_cache", "v_cache"))
+    expected, expected_lse = flash_attention(tensors["q"], k, v, bias=bias, return_lse=True)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(found_lse, expected_lse)
+    torch.testing.assert_close(found[1, :, 1], v[1].mean(1))
+    for changed_bias in (bias + torch.arange(40), bias.half().float()):
+        assert not torch.equal(call({**tensors, "bias": changed_bias})[0], found)
+
+
 def test_prepared_calls_see_every_change():
     """Equal shapes with other options are other calls; other lengths at the same address are the same one."""
     tensors = make_tensors(dataclasses.replace(PLAIN, seqlen_q=2))
@@ -357,14 +395,14 @@ def test_prepared_calls_see_every_change():
     assert not torch.equal(call(tensors)[0], o)
 
 
-@pytest.mark.parametrize("why", ["append-paged", "features", "rotary"])
+@pytest.mark.parametrize("why", ["append-paged", "features", "rotary", "bias", "bias-shared"])
 def test_compile_and_opcheck(why):
     """The registered operators trace whole graphs, declare what they write, and their fake implementations fit."""
     case = next(case for case in CACHE_CASES if case.why == why)
     tensors = make_tensors(dataclasses.replace(case, dtype="fp32"))
     # opcheck compares caches before and after, and NaN is unlike itself.
-    for name in ("k_cache", "v_cache"):
-        tensors[name].nan_to_num_()
+    for name in {"k_cache", "v_cache", "bias"} & set(tensors):
+        tensors[name].nan_to_num_(neginf=-torch.inf)
     expected_tensors = clone(tensors)
     expected = call(expected_tensors, **case.options)
     compiled_tensors = clone(tensors)
@@ -374,7 +412,7 @@ def test_compile_and_opcheck(why):
     assert torch.equal(compiled_tensors["k_cache"], expected_tensors["k_cache"])
     window = case.options.get("window", (-1, -1))
     tail = (
-        tensors.get("sinks"), tensors.get("alibi"), case.options.get("causal", False), *window,
+        tensors.get("sinks"), tensors.get("alibi"), tensors.get("bias"), case.options.get("causal", False), *window,
         case.options.get("softcap", 0.0), None, 0, False, "auto",
     )  # fmt: skip
     optional = [tensors.get(name) for name in ("page_table", "cache_batch_idx", "leftpad_k")]

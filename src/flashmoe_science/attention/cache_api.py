@@ -25,7 +25,7 @@ from .problem import canonical_strides, output_strides
 
 _TENSORS = (
     "q", "k_cache", "v_cache", "k", "v", "cache_seqlens", "page_table", "cache_batch_idx", "leftpad_k", "rotary_cos",
-    "rotary_sin", "sinks", "alibi",
+    "rotary_sin", "sinks", "alibi", "bias",
 )  # fmt: skip
 _prepared: dict[tuple[Any, ...], Call] = {}
 _MAX_PREPARED = 8192
@@ -51,6 +51,7 @@ def flash_attention_with_kv_cache(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     alibi: Tensor | None = None,
+    bias: Tensor | None = None,
     softmax_scale: float | None = None,
     num_splits: int = 0,
     batch_invariant: bool = False,
@@ -92,6 +93,10 @@ def flash_attention_with_kv_cache(
         sinks: ``[H]``: a logit of each head that takes its share of the softmax and adds nothing to the output. It is
             in the LSE.
         alibi: ``[H]`` or ``[B, H]``: ``-slope * |p - n|`` is added to the scores.
+        bias: ``[B or 1, H or 1, Sq, S]``, any strides, or with ``page_table`` ``[B or 1, H or 1, Sq, P * page_size]``:
+            ``bias[b, h, m, n]`` is added to the score of position n; -inf hides it. Columns of positions that are not
+            read are not read either. Where all keys of a row have the most negative number, they are equal, and the LSE
+            is below -2e38.
         softmax_scale: as in ``flash_attention``.
         num_splits: over how many shares the keys of a sequence are split, at most; 0 leaves it to the plan.
         batch_invariant: a sequence gets the same bits whatever else is in the batch, and whatever the capacity of the
@@ -116,7 +121,7 @@ def flash_attention_with_kv_cache(
     given: dict[str, Any] = {
         "q": q, "k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v, "cache_seqlens": cache_seqlens,
         "page_table": page_table, "cache_batch_idx": cache_batch_idx, "leftpad_k": leftpad_k,
-        "rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "sinks": sinks, "alibi": alibi,
+        "rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "sinks": sinks, "alibi": alibi, "bias": bias,
     }  # fmt: skip
     options = (
         rotary_interleaved, causal, tuple(window) if isinstance(window, list) else window, softcap, softmax_scale,
@@ -212,6 +217,7 @@ def _attention_with_kv_cache(
     leftpad_k: Tensor | None,
     sinks: Tensor | None,
     alibi: Tensor | None,
+    bias: Tensor | None,
     causal: bool,
     window_left: int,
     window_right: int,
@@ -225,7 +231,7 @@ def _attention_with_kv_cache(
     lse: Tensor
     o, lse = flash_attention_with_kv_cache(
         q.detach(), k_cache.detach(), v_cache.detach(), cache_seqlens=cache_seqlens, page_table=page_table,
-        cache_batch_idx=cache_batch_idx, leftpad_k=leftpad_k, sinks=sinks, alibi=alibi, causal=causal,
+        cache_batch_idx=cache_batch_idx, leftpad_k=leftpad_k, sinks=sinks, alibi=alibi, bias=bias, causal=causal,
         window=(window_left, window_right), softcap=softcap, softmax_scale=softmax_scale, num_splits=num_splits,
         batch_invariant=batch_invariant, return_lse=True, kernel=kernel,
     )  # fmt: skip
@@ -248,6 +254,7 @@ def _attention_append_kv_cache(
     rotary_interleaved: bool,
     sinks: Tensor | None,
     alibi: Tensor | None,
+    bias: Tensor | None,
     causal: bool,
     window_left: int,
     window_right: int,
@@ -262,7 +269,7 @@ def _attention_append_kv_cache(
     o, lse = flash_attention_with_kv_cache(
         q.detach(), k_cache.detach(), v_cache.detach(), k.detach(), v.detach(), cache_seqlens=cache_seqlens,
         page_table=page_table, cache_batch_idx=cache_batch_idx, leftpad_k=leftpad_k, rotary_cos=rotary_cos,
-        rotary_sin=rotary_sin, rotary_interleaved=rotary_interleaved, sinks=sinks, alibi=alibi,
+        rotary_sin=rotary_sin, rotary_interleaved=rotary_interleaved, sinks=sinks, alibi=alibi, bias=bias,
         causal=causal, window=(window_left, window_right), softcap=softcap, softmax_scale=softmax_scale,
         num_splits=num_splits, batch_invariant=batch_invariant, return_lse=True, kernel=kernel,
     )  # fmt: skip
@@ -298,7 +305,7 @@ def _call_operator(given: Mapping[str, Any], options: tuple[Any, ...]) -> Any:
     check_types(options)
     tail = (causal, *window, float(softcap), scale, num_splits, invariant, kernel)
     common = [given[name] for name in ("page_table", "cache_batch_idx", "leftpad_k")]
-    heads = (given["sinks"], given["alibi"])
+    heads = (given["sinks"], given["alibi"], given["bias"])
     if given["k"] is None and given["v"] is None and given["rotary_cos"] is None and given["rotary_sin"] is None:
         o, lse = _attention_with_kv_cache(
             given["q"], given["k_cache"], given["v_cache"], given["cache_seqlens"], *common, *heads, *tail

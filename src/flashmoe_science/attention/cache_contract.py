@@ -110,6 +110,9 @@ def cache_problem_of(
     rotary = _check_rotary(tensors, q, head_dim)
     alibi = tensors.get("alibi")
     _check_head_values(tensors, batch, heads)
+    bias = tensors.get("bias")
+    if bias is not None:
+        _check_bias(bias, (batch, heads, seqlen_q, _room(tensors)[0]))
     return CacheProblem(
         batch=batch,
         heads=heads,
@@ -132,6 +135,8 @@ def cache_problem_of(
         sinks=_DTYPE_NAMES[tensors["sinks"].dtype] if "sinks" in tensors else "",
         alibi="" if alibi is None else _DTYPE_NAMES[alibi.dtype],
         alibi_stride=alibi.stride(0) if alibi is not None and alibi.dim() == 2 else 0,
+        bias="" if bias is None else _DTYPE_NAMES[bias.dtype],
+        bias_strides=() if bias is None else _bias_strides(bias),  # type: ignore[arg-type]
         softmax_scale=None if softmax_scale is None else float(softmax_scale),
         rotary_dim=rotary[0],
         rotary_length=rotary[1],
@@ -169,7 +174,7 @@ def _check_tensors(tensors: Mapping[str, Tensor]) -> None:
             raise InputError(f"{name} must be on the device of q, {q.device}, got {tensor.device}")
         if tensor.is_neg():
             raise InputError(f"{name} must not be a negative view, got one (is_neg()): call resolve_neg()")
-        if tensor.dim() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        if name != "bias" and tensor.dim() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
             raise InputError(
                 f"{name} must be contiguous along its last axis, got strides {list(tensor.stride())}",
                 hint=".contiguous() makes a copy that is",
@@ -270,6 +275,22 @@ def _check_head_values(tensors: Mapping[str, Tensor], batch: int, heads: int) ->
         if tuple(tensor.shape) not in shapes:
             expected = " or ".join(f"{list(shape)}" for shape in shapes)
             raise InputError(f"{name} must have shape {expected}, got {list(tensor.shape)}")
+
+
+def _check_bias(bias: Tensor, shape: tuple[int, int, int, int]) -> None:
+    if bias.dtype not in _DTYPE_NAMES:
+        raise InputError(f"bias must be float16, bfloat16 or float32, got {bias.dtype}")
+    fits = bias.dim() == 4 and tuple(bias.shape[2:]) == shape[2:]
+    if not fits or bias.shape[0] not in (1, shape[0]) or bias.shape[1] not in (1, shape[1]):
+        expected = f"[{shape[0]} or 1, {shape[1]} or 1, {shape[2]}, {shape[3]}]"
+        raise InputError(
+            f"bias must have shape [B or 1, H or 1, Sq, positions] = {expected}, got {list(bias.shape)}",
+            hint="it has a column for every position of the cache, those of all pages in the table",
+        )
+
+
+def _bias_strides(bias: Tensor) -> tuple[int, ...]:
+    return tuple(stride if size > 1 else 0 for size, stride in zip(bias.shape, bias.stride(), strict=True))
 
 
 def _check_shape(name: str, tensor: Tensor, expected: tuple[int, ...], letters: str) -> None:
