@@ -343,6 +343,16 @@ def test_requires_grad_is_refused():
         assert call(tensors)[0].shape == (2, 4, 1, 32)
 
 
+def test_parameters_are_tensors(monkeypatch):
+    """Sinks of models are some: the call takes no way that others do not."""
+    tensors = make_tensors(CacheCase("sinks", lengths=(37, 5), sinks=True))
+    expected, _ = call(tensors)
+    monkeypatch.setattr("flashmoe_science.attention.cache_api._call_operator", None)
+    tensors["sinks"] = torch.nn.Parameter(tensors["sinks"])
+    with torch.no_grad():
+        assert torch.equal(call(tensors)[0], expected)
+
+
 def test_output_keeps_the_order_of_axes_of_q():
     tensors = make_tensors(CacheCase("order", lengths=(37, 5), seqlen_q=3, options={}))
     expected, _ = call(tensors)

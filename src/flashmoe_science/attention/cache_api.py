@@ -21,6 +21,7 @@ from .cache_contract import (
     check_values,
 )
 from .decode_plan import DecodePlan, plan_with_kv_cache
+from .gradients import PLAIN
 from .problem import canonical_strides, output_strides
 
 _TENSORS = (
@@ -130,7 +131,7 @@ def flash_attention_with_kv_cache(
     check_needed(given)
     if isinstance(cache_seqlens, int):
         given["cache_seqlens"] = _lengths(cache_seqlens, given)
-    if _is_compiling() or any(tensor is not None and type(tensor) is not Tensor for tensor in given.values()):
+    if _is_compiling() or any(tensor is not None and type(tensor) not in PLAIN for tensor in given.values()):
         return _call_operator(given, options)
     if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in given.values()):
         _refuse_grad(given)
