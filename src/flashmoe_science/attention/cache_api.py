@@ -22,6 +22,7 @@ from .cache_contract import (
 )
 from .decode_plan import DecodePlan, plan_with_kv_cache
 from .gradients import PLAIN
+from .inputs import check_window
 from .problem import canonical_strides, output_strides
 
 _TENSORS = (
@@ -124,9 +125,10 @@ def flash_attention_with_kv_cache(
         "page_table": page_table, "cache_batch_idx": cache_batch_idx, "leftpad_k": leftpad_k,
         "rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "sinks": sinks, "alibi": alibi, "bias": bias,
     }  # fmt: skip
+    if type(window) is not tuple:
+        window = check_window(window)
     options = (
-        rotary_interleaved, causal, tuple(window) if isinstance(window, list) else window, softcap, softmax_scale,
-        num_splits, batch_invariant, return_lse, kernel,
+        rotary_interleaved, causal, window, softcap, softmax_scale, num_splits, batch_invariant, return_lse, kernel,
     )  # fmt: skip
     check_needed(given)
     if isinstance(cache_seqlens, int):
@@ -164,8 +166,8 @@ def explain_with_kv_cache(q: Tensor, k_cache: Tensor, v_cache: Tensor, *new: Ten
     check_needed(given)
     if isinstance(given.get("cache_seqlens"), int):
         given["cache_seqlens"] = _lengths(given["cache_seqlens"], given)
-    if isinstance(options.get("window"), list):
-        options["window"] = tuple(options["window"])
+    if "window" in options:
+        options["window"] = check_window(options["window"])
     problem = cache_problem_of({name: tensor for name, tensor in given.items() if tensor is not None}, **options)
     return plan_with_kv_cache(problem, gpu_of(q), kernel)
 
