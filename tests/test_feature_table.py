@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import re
 from pathlib import Path
@@ -10,6 +11,8 @@ from types import ModuleType
 import pytest
 
 from flashmoe_science.attention.backward_plan import BACKWARD_KERNELS
+from flashmoe_science.attention.cache_problem import CacheProblem
+from flashmoe_science.attention.decode_plan import CACHE_KERNELS
 from flashmoe_science.attention.plan import KERNELS
 from flashmoe_science.attention.problem import AttentionProblem
 
@@ -35,6 +38,7 @@ def test_the_page_has_the_tables_of_the_code(table):
 
 def test_the_tables_know_every_kernel_and_every_feature(table):
     assert set(table.LETTERS) == set(KERNELS) - {"reference"}
+    assert set(table.CACHE_LETTERS) == set(CACHE_KERNELS) - {"reference"}
     assert set(table.BACKWARD_LETTERS) == set(BACKWARD_KERNELS) - {"reference"}
     words = set()
     for options in table.FEATURES.values():
@@ -44,9 +48,20 @@ def test_the_tables_know_every_kernel_and_every_feature(table):
     assert words == {"a sliding window", "a softcap", "attention sinks", "ALiBi", "a bias", "packed sequences"}
 
 
+def test_the_tables_know_every_option_of_a_call_with_a_cache(table):
+    """But those that say where things lie, and how long they are."""
+    asked = {name for options in table.CACHE_FEATURES.values() for name in options} | set(table._CACHE)
+    sizes = {"batch", "seqlen_q", "capacity", "pages", "dtype", "has_seqlens", "softmax_scale", "pointer_alignment"}
+    follow = {"rotary_length", "rotary_advance", "alibi_stride"}
+    layouts = {field.name for field in dataclasses.fields(CacheProblem) if field.name.endswith(("_strides", "_stride"))}
+    assert {field.name for field in dataclasses.fields(CacheProblem)} == asked | sizes | follow | layouts
+
+
 def test_the_tables_are_not_empty():
     page = PAGE.read_text(encoding="utf-8")
     assert re.search(r"\| causal \| S T \| S T \| S T \| S H T \|", page)
     assert re.search(r"\| sliding window \| T \| T \| T \| F T \| T \| T \|", page)
     assert re.search(r"\| ALiBi \| T \| T \| T \| T \| T \| T \|", page)
     assert re.search(r"\| D above 256 \| – \| – \|", page)
+    assert page.count("| D 576, DV 512 in the same memory (MLA) | D | D | D | D | D | D |") == 1  # not in fp32
+    assert page.count("| pages of 1 | D | D | D | D | D | D |") == 2

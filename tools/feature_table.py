@@ -1,7 +1,7 @@
 """Write the table of what is served into docs/features.md: ``feature_table.py docs/features.md``.
 
-Each cell names the kernels that ``plan_attention`` chooses for problems of several sizes, so the table is what the code
-does. A test compares the page with it.
+Each cell names the kernels that the plans choose for problems of several sizes, so the table is what the code does. A
+test compares the page with it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from typing import Any
 
 from flashmoe_science.attention.backward_plan import plan_backward
 from flashmoe_science.attention.backward_problem import BackwardProblem
+from flashmoe_science.attention.cache_problem import CacheProblem
+from flashmoe_science.attention.decode_plan import plan_with_kv_cache
 from flashmoe_science.attention.plan import plan_attention
 from flashmoe_science.attention.problem import AttentionProblem
 from flashmoe_science.errors import UnsupportedError
@@ -34,6 +36,7 @@ LETTERS = {
     "forward_features_gluon_sm90": "F",
     "forward_triton": "T",
 }
+CACHE_LETTERS = {"decode_triton": "D"}
 BACKWARD_LETTERS = {"backward_gluon_sm90": "G", "backward_triton": "B"}
 # Batch, heads, queries, keys: few and many, of each enough to want another kernel.
 SIZES = ((1, 4, 128, 128), (64, 16, 256, 256), (8, 16, 4096, 4096), (1, 2, 16, 8192))
@@ -59,6 +62,50 @@ FEATURES: dict[str, dict[str, Any]] = {
         "packed": True, "window": (100, -1), "softcap": 30.0, "sinks": "bf16", "alibi": "fp32",
     },
 }  # fmt: skip
+
+# Batch, queries, keys: a token each of one sequence and of many, and some tokens of a prompt over a cache.
+CACHE_SIZES = ((1, 1, 512), (64, 1, 8192), (4, 300, 4096))
+_CACHE: dict[str, Any] = {"heads": 32, "heads_kv": 32, "causal": True, "head_dim": 64, "head_dim_v": 64}
+CACHE_FEATURES: dict[str, dict[str, Any]] = {
+    "contiguous": {},
+    "pages of 1": {"page_size": 1},
+    "pages of 16": {"page_size": 16},
+    "appending": {"seqlen_new": 1},
+    "appending with rotary embedding, halves": {"seqlen_new": 1, "rotary_dim": 64, "rotary_dtype": "fp32"},
+    "appending with rotary embedding, interleaved": {
+        "seqlen_new": 1, "rotary_dim": 64, "rotary_dtype": "fp32", "rotary_interleaved": True,
+    },
+    "left padding": {"has_leftpad": True},
+    "batch index": {"has_batch_idx": True},
+    "`num_splits`": {"num_splits": 4},
+    "`batch_invariant`": {"batch_invariant": True},
+    "LSE": {"return_lse": True},
+    "GQA, MQA": {"heads_kv": 1},
+    "D 128": {"head_dim": 128, "head_dim_v": 128},
+    "D 256": {"head_dim": 256, "head_dim_v": 256},
+    "D 192, DV 128": {"head_dim": 192, "head_dim_v": 128},
+    "D 111": {"head_dim": 111, "head_dim_v": 111},
+    "D 576, DV 512 in the same memory (MLA)": {"heads_kv": 1, "head_dim": 576, "head_dim_v": 512, "shared_kv": True},
+    "D above 256 otherwise": {"head_dim": 257, "head_dim_v": 257},
+    "sliding window": {"window": (100, -1)},
+    "softcap": {"softcap": 30.0},
+    "attention sinks": {"sinks": "bf16"},
+    "ALiBi": {"alibi": "fp32"},
+    "bias": {"bias": "fp32"},
+}  # fmt: skip
+
+
+def decoded_by(gpu: str, dtype: str, options: dict[str, Any]) -> str:
+    """Return the letters of the kernels that serve a feature with a K/V cache, or a dash."""
+    found = set()
+    for batch, seqlen_q, capacity in CACHE_SIZES:
+        sizes = {"batch": batch, "seqlen_q": seqlen_q, "capacity": capacity}
+        problem = CacheProblem(**{**_CACHE, **sizes, **options}, dtype=dtype)
+        try:
+            found.add(CACHE_LETTERS[plan_with_kv_cache(problem, SPECS[gpu]).kernel])
+        except UnsupportedError:
+            found.add("–")
+    return " ".join(sorted(found, key="D–".index))
 
 
 def served_by(gpu: str, dtype: str, options: dict[str, Any]) -> str:
@@ -97,15 +144,17 @@ def render() -> str:
     """Return the tables, one for each size of element, of the forward and of gradients."""
     sixteen, all32 = ("fp16", "bf16"), ("fp32",)
     tables = (
-        ("fp16 and bf16", sixteen, served_by),
-        ("fp32", all32, served_by),
-        ("gradients, fp16 and bf16", sixteen, differentiated_by),
-        ("gradients, fp32", all32, differentiated_by),
+        ("fp16 and bf16", sixteen, served_by, FEATURES),
+        ("fp32", all32, served_by, FEATURES),
+        ("with a K/V cache, fp16 and bf16", sixteen, decoded_by, CACHE_FEATURES),
+        ("with a K/V cache, fp32", all32, decoded_by, CACHE_FEATURES),
+        ("gradients, fp16 and bf16", sixteen, differentiated_by, FEATURES),
+        ("gradients, fp32", all32, differentiated_by, FEATURES),
     )
     parts = []
-    for title, dtypes, letters in tables:
+    for title, dtypes, letters, features in tables:
         lines = [f"| {title} | {' | '.join(GPUS)} |", f"| --- |{' --- |' * len(GPUS)}"]
-        for feature, options in FEATURES.items():
+        for feature, options in features.items():
             cells: list[str] = []
             for gpu in GPUS.values():
                 kinds = {letters(gpu, dtype, options) for dtype in dtypes}

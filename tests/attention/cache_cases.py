@@ -29,12 +29,15 @@ class CacheCase:
     page_size: int = 0
     new: int = 0
     padding: tuple[int, ...] = ()
+    gone: tuple[int, ...] = ()  # first keys of each sequence that no row's window reaches: NaN, and without pages
     rows: tuple[int, ...] = ()  # of the cache: cache_batch_idx
     full: bool = False  # no cache_seqlens: every cache is full
     rotary_dim: int = 0
     shared: bool = False  # values are the first columns of the keys
     sinks: bool = False
     alibi: str = ""  # "heads" or "batch"
+    bias: str = ""  # its dtype; " shared" behind it: of all sequences and heads; " across": columns are far
+    # apart; " lowest": keys are hidden by the most negative number
     options: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -65,10 +68,27 @@ def make_tensors(case: CacheCase, device: str = "cpu", seed: int = 0) -> Tensors
         shape = (case.heads,) if case.alibi == "heads" else (batch, case.heads)
         tensors["alibi"] = torch.rand(shape, generator=generator)
     fill_caches(case, tensors, generator)
+    if case.bias:
+        tensors["bias"] = make_bias(case, tensors, generator)
     tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
     if case.shared:
         tensors["v_cache"] = tensors["k_cache"][..., :wide]
     return tensors
+
+
+def make_bias(case: CacheCase, tensors: Tensors, generator: torch.Generator) -> torch.Tensor:
+    """Return what is added to the scores: some keys are hidden, and what lies behind the last key is NaN."""
+    dtype, _, how = case.bias.partition(" ")
+    columns = tensors["k_cache"].shape[1] * (tensors["page_table"].shape[1] if case.page_size else 1)
+    batch, heads = (1, 1) if how == "shared" else (len(case.lengths), case.heads)
+    bias = torch.randn(batch, heads, case.seqlen_q, columns, generator=generator)
+    if how == "lowest":  # of a few keys of every row, of all keys of the last row, of all but one in the first
+        bias[..., 0, 1:], bias[..., -1, :] = torch.finfo(DTYPES[dtype]).min, torch.finfo(DTYPES[dtype]).min
+    else:
+        bias[bias > 1] = -math.inf
+    bias[..., max(case.lengths) + case.new :] = math.nan
+    bias = bias.to(DTYPES[dtype])
+    return bias.transpose(2, 3).contiguous().transpose(2, 3) if how == "across" else bias
 
 
 def fill_caches(case: CacheCase, tensors: Tensors, generator: torch.Generator) -> None:
@@ -85,13 +105,15 @@ def fill_caches(case: CacheCase, tensors: Tensors, generator: torch.Generator) -
     for name, columns in (("k_cache", case.head_dim), ("v_cache", case.head_dim_v or case.head_dim)):
         cache = torch.full((pages, length, case.heads_kv, columns), math.nan)
         for b, keys in enumerate(case.lengths):
-            for n in range(case.padding[b] if case.padding else 0, keys):
+            for n in range(case.padding[b] if case.padding else case.gone[b] if case.gone else 0, keys):
                 cache[table[b, n // length], n % length] = torch.randn(cache.shape[2:], generator=generator)
         tensors[name] = cache.to(DTYPES[case.dtype])
     if case.page_size:
         tensors["page_table"] = table.int()
         for b, keys in enumerate(case.lengths):
             tensors["page_table"][b, -(-(keys + case.new) // length) :] = 2**31 - 1
+            if case.gone:
+                tensors["page_table"][b, : case.gone[b] // length] = -1
 
 
 FEATURES = {"causal": True, "window": (9, 1), "softcap": 4.0, "softmax_scale": -0.3}
@@ -118,8 +140,22 @@ CACHE_CASES = [
     CacheCase("rotary-one-position", lengths=(37,), new=3, seqlen_q=3, rotary_dim=16),
     CacheCase("many-rows", lengths=(60, 31), heads=16, seqlen_q=5, options={"causal": True}),
     CacheCase("window", lengths=(60, 3), seqlen_q=3, page_size=3, heads=16, options={"window": (10, 1)}),
+    CacheCase(
+        "window-pages-gone", lengths=(60, 33), gone=(49, 22), seqlen_q=2, new=1, page_size=16,
+        options={"causal": True, "window": (10, -1)},
+    ),
+    CacheCase("window-small-pages-gone", lengths=(60, 33), gone=(49, 22), page_size=3, options={"window": (10, -1)}),
+    CacheCase("window-keys-gone", lengths=(60, 5), gone=(49, 0), options={"window": (10, -1)}),
     CacheCase("more-rows-than-keys", lengths=(2, 0), seqlen_q=5, options={"causal": True}),
     CacheCase("features", lengths=(50, 11), seqlen_q=3, sinks=True, alibi="batch", options=FEATURES),
+    CacheCase("bias", lengths=(50, 11, 0), seqlen_q=3, bias="fp16", options={"causal": True}),
+    CacheCase("bias-shared", lengths=(50, 11), seqlen_q=2, new=2, page_size=16, bias="bf16 shared"),
+    CacheCase(
+        "bias-across", lengths=(50, 11), heads=10, seqlen_q=3, page_size=3, bias="fp32 across", alibi="heads",
+        sinks=True, options={**FEATURES, "num_splits": 3},
+    ),
+    CacheCase("bias-lowest", lengths=(50, 11), seqlen_q=3, bias="fp32 lowest", options={"num_splits": 2}),
+    CacheCase("bias-lowest-bf16", lengths=(50, 11), seqlen_q=2, bias="bf16 lowest"),
     CacheCase("softcap-far-above-the-scores", lengths=(50, 11), dtype="fp32", options={"softcap": 50.0}),
     CacheCase("sinks-no-keys", lengths=(0, 5), sinks=True, alibi="heads", options={"num_splits": 3}),
     CacheCase("fp32-unequal-widths", lengths=(37, 5), dtype="fp32", head_dim=24, head_dim_v=40),

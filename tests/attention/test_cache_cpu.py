@@ -9,10 +9,17 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from flashmoe_science import InputError, UnsupportedError, explain_with_kv_cache, flash_attention_with_kv_cache
+from flashmoe_science import (
+    InputError,
+    UnsupportedError,
+    explain_with_kv_cache,
+    flash_attention,
+    flash_attention_with_kv_cache,
+)
 from flashmoe_science.attention import cache_reference, reference
 
 from .cache_cases import CACHE_CASES, EMPTY_CACHE_CASES, CacheCase, Tensors, make_tensors
@@ -80,6 +87,39 @@ def test_one_length_for_all():
         assert torch.equal(got, right)
     with pytest.raises(InputError, match=r"cache_seqlens must be from 0 to 2\*\*31 - 1, got -1"):
         call(tensors, cache_seqlens=-1)
+
+
+@pytest.mark.parametrize(("page_size", "most"), [(0, 69), (16, 79)])
+def test_one_length_for_all_leaves_room_for_what_is_appended(page_size, most):
+    """The host knows it, so nothing has to be asked for: the cache is not written where it contradicts."""
+    tensors = make_tensors(CacheCase("number", lengths=(69, 69), new=1, page_size=page_size))
+    del tensors["cache_seqlens"]
+    before = clone(tensors)
+    room = rf"from 0 to {most} \({most + 1} positions less 1 new ones\)"
+    functions = (call, lambda given, **options: explain_with_kv_cache(**given, **options), torch.compile(call))
+    for function in functions:
+        with pytest.raises(InputError, match=rf"cache_seqlens must be {room}, got {most + 1}"):
+            function(tensors, cache_seqlens=most + 1)
+    for name in ("k_cache", "v_cache"):
+        torch.testing.assert_close(tensors[name], before[name], rtol=0, atol=0, equal_nan=True)
+    assert call(tensors, cache_seqlens=69)[0].shape == (2, 4, 1, 32)
+
+
+@pytest.mark.parametrize("name", ["q", "k_cache", "v_cache"])
+def test_what_no_call_can_do_without(name):
+    given: dict[str, Any] = {**make_tensors(PLAIN), name: None}
+    for function in (flash_attention_with_kv_cache, explain_with_kv_cache):
+        with pytest.raises(InputError, match=f"{name} must be a torch.Tensor, got NoneType"):
+            function(**given)
+
+
+def test_numbers_of_numpy_and_windows_in_lists():
+    """What ``flash_attention`` takes is taken here."""
+    tensors = make_tensors(PLAIN)
+    expected, _ = call(tensors, softmax_scale=0.25, softcap=3.0, window=(7, 0))
+    found, _ = call(tensors, softmax_scale=np.float64(0.25), softcap=np.float64(3), window=[7, 0])
+    assert torch.equal(found, expected)
+    assert explain_with_kv_cache(**tensors, window=[7, 0]).problem.window == (7, -1)
 
 
 Change = Callable[[Tensors], dict[str, Any]]
@@ -151,6 +191,21 @@ BAD: dict[str, tuple[CacheCase, Change, str]] = {
         PLAIN,
         changed("alibi", lambda _: torch.zeros(3)),
         r"alibi must have shape \[4\] or \[2, 4\], got \[3\]",
+    ),
+    "positions of the bias": (
+        PAGED,
+        changed("bias", lambda _: torch.zeros(1, 1, 1, 38)),
+        r"bias must have shape \[B or 1, H or 1, Sq, positions\] = \[2 or 1, 4 or 1, 1, 80\], got \[1, 1, 1, 38\]",
+    ),
+    "heads of the bias": (
+        PLAIN,
+        changed("bias", lambda _: torch.zeros(1, 2, 1, 70)),
+        r"bias must have shape .* = \[2 or 1, 4 or 1, 1, 70\], got \[1, 2, 1, 70\]",
+    ),
+    "dtype of the bias": (
+        PLAIN,
+        changed("bias", lambda _: torch.ones(1, 1, 1, 70, dtype=torch.bool)),
+        r"bias must be float16, bfloat16 or float32, got torch.bool",
     ),
     "device": (PLAIN, changed("k_cache", lambda t: t.to("meta")), r"k_cache must be on the device of q, cpu, got meta"),
     "no tensor": (PLAIN, changed("k_cache", lambda _: [1.0]), r"k_cache must be a torch.Tensor, got list"),
@@ -227,6 +282,44 @@ def test_values_are_checked_where_the_environment_asks_for_it(why, monkeypatch):
     assert torch.equal(tensors["k_cache"].isnan(), before["k_cache"].isnan()), "nothing was written"
 
 
+PLACES = ("page", "no page", "row")
+
+
+@pytest.mark.parametrize("why", PLACES)
+def test_pages_and_rows_of_cpu_tensors_always_are_checked(why):
+    """Torch would take -1 for the last page, and raise for others after it wrote the keys of the sequences before."""
+    case, name, (place, value), message = VALUES[why]
+    tensors = make_tensors(dataclasses.replace(case, new=1))
+    tensors[name][place] = value
+    before = clone(tensors)
+    with pytest.raises(InputError, match=message):
+        call(tensors)
+    for cache in ("k_cache", "v_cache"):
+        torch.testing.assert_close(tensors[cache], before[cache], rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("why", ["window-pages-gone", "window-small-pages-gone", "leftpad-paged"])
+def test_pages_that_are_not_read_are_not_checked(why, monkeypatch):
+    """Those before a window or padding may be gone; the first one that is read may not."""
+    case = next(case for case in CACHE_CASES if case.why == why)
+    tensors = make_tensors(case)
+    monkeypatch.setenv("FLASHMOE_CHECK", "1")
+    assert_cache_right(case, clone(tensors))
+    first = (case.gone or case.padding)[0] // case.page_size
+    assert first > 0
+    tensors["page_table"][0, first] = -1
+    with pytest.raises(InputError, match=rf"page_table\[0, {first}\] must be from 0 to .*, got -1"):
+        call(tensors, **case.options)
+
+
+def test_new_keys_are_written_where_no_window_reaches():
+    """So their pages are checked."""
+    tensors = make_tensors(CacheCase("new", lengths=(37,), new=20, page_size=4))
+    tensors["page_table"][0, 37 // 4] = -1
+    with pytest.raises(InputError, match=rf"page_table\[0, {37 // 4}\] must be"):
+        call(tensors, window=(3, -1))
+
+
 def test_rotary_positions_are_checked(monkeypatch):
     tensors = make_tensors(PAGED)
     tensors["rotary_cos"], tensors["rotary_sin"] = tensors["rotary_cos"][:37], tensors["rotary_sin"][:37]
@@ -248,6 +341,16 @@ def test_requires_grad_is_refused():
         call(tensors)
     with torch.no_grad():
         assert call(tensors)[0].shape == (2, 4, 1, 32)
+
+
+def test_parameters_are_tensors(monkeypatch):
+    """Sinks of models are some: the call takes no way that others do not."""
+    tensors = make_tensors(CacheCase("sinks", lengths=(37, 5), sinks=True))
+    expected, _ = call(tensors)
+    monkeypatch.setattr("flashmoe_science.attention.cache_api._call_operator", None)
+    tensors["sinks"] = torch.nn.Parameter(tensors["sinks"])
+    with torch.no_grad():
+        assert torch.equal(call(tensors)[0], expected)
 
 
 def test_output_keeps_the_order_of_axes_of_q():
@@ -273,6 +376,23 @@ def test_values_that_are_columns_of_the_keys_are_known_by_their_memory():
     torch.testing.assert_close(call(copy)[0], torch.ones_like(expected))
 
 
+def test_a_bias_is_that_of_attention():
+    """The most negative number hides a key behind all others; where all have it, they are equal."""
+    case = CacheCase("bias", lengths=(40, 40), capacity=40, heads=4, heads_kv=4, seqlen_q=2, dtype="fp32", full=True)
+    tensors = make_tensors(case)
+    bias = torch.randn(2, 1, 2, 40)
+    bias[0, :, :, 3:] = torch.finfo(torch.float32).min
+    bias[1, :, 1] = torch.finfo(torch.float32).min
+    found, found_lse = call({**tensors, "bias": bias})
+    k, v = (tensors[name].transpose(1, 2) for name in ("k_cache", "v_cache"))
+    expected, expected_lse = flash_attention(tensors["q"], k, v, bias=bias, return_lse=True)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(found_lse, expected_lse)
+    torch.testing.assert_close(found[1, :, 1], v[1].mean(1))
+    for changed_bias in (bias + torch.arange(40), bias.half().float()):
+        assert not torch.equal(call({**tensors, "bias": changed_bias})[0], found)
+
+
 def test_prepared_calls_see_every_change():
     """Equal shapes with other options are other calls; other lengths at the same address are the same one."""
     tensors = make_tensors(dataclasses.replace(PLAIN, seqlen_q=2))
@@ -285,14 +405,14 @@ def test_prepared_calls_see_every_change():
     assert not torch.equal(call(tensors)[0], o)
 
 
-@pytest.mark.parametrize("why", ["append-paged", "features", "rotary"])
+@pytest.mark.parametrize("why", ["append-paged", "features", "rotary", "bias", "bias-shared"])
 def test_compile_and_opcheck(why):
     """The registered operators trace whole graphs, declare what they write, and their fake implementations fit."""
     case = next(case for case in CACHE_CASES if case.why == why)
     tensors = make_tensors(dataclasses.replace(case, dtype="fp32"))
     # opcheck compares caches before and after, and NaN is unlike itself.
-    for name in ("k_cache", "v_cache"):
-        tensors[name].nan_to_num_()
+    for name in {"k_cache", "v_cache", "bias"} & set(tensors):
+        tensors[name].nan_to_num_(neginf=-torch.inf)
     expected_tensors = clone(tensors)
     expected = call(expected_tensors, **case.options)
     compiled_tensors = clone(tensors)
@@ -302,7 +422,7 @@ def test_compile_and_opcheck(why):
     assert torch.equal(compiled_tensors["k_cache"], expected_tensors["k_cache"])
     window = case.options.get("window", (-1, -1))
     tail = (
-        tensors.get("sinks"), tensors.get("alibi"), case.options.get("causal", False), *window,
+        tensors.get("sinks"), tensors.get("alibi"), tensors.get("bias"), case.options.get("causal", False), *window,
         case.options.get("softcap", 0.0), None, 0, False, "auto",
     )  # fmt: skip
     optional = [tensors.get(name) for name in ("page_table", "cache_batch_idx", "leftpad_k")]

@@ -124,6 +124,22 @@ def test_every_tile_compiles(row):
 
 
 @pytest.mark.parametrize("arch", GPUS)
+def test_a_bias_compiles(arch):
+    """In every tile of 16 rows that decoding takes, and in the tile of many rows."""
+    for head_dim, heads, page_size, shared in ((64, 32, 0, False), (128, 32, 16, False), (256, 512, 0, False),
+                                               (576, 16, 64, True)):  # fmt: skip
+        problem = CacheProblem(
+            batch=4, heads=heads, heads_kv=1 if shared else 8, seqlen_q=1, capacity=8192, head_dim=head_dim,
+            head_dim_v=512 if shared else head_dim, dtype="bf16", page_size=page_size, shared_kv=shared, bias="fp32",
+        )  # fmt: skip
+        kernels = prepare_cache_kernels(plan_with_kv_cache(problem, SPECS[GPUS[arch]]))
+        decode = next(kernel for kernel in kernels if kernel.source.name == "_decode_kernel")
+        found = read_resources(decode.source, arch)
+        assert found.spill_bytes == 0, (head_dim, found.registers)
+        assert found.shared_memory_bytes <= SPECS[GPUS[arch]].shared_memory_per_block_bytes
+
+
+@pytest.mark.parametrize("arch", GPUS)
 def test_the_merge_and_the_append_compile(arch):
     for balanced in (False, True):
         problem = CacheProblem(

@@ -35,6 +35,10 @@ def test_signatures_are_those_of_flash_attn():
         assert ", ".join(str(parameter.replace(annotation=parameter.empty)) for parameter in parameters) == expected
 
 
+def test_code_that_asks_for_the_version_gets_that_of_the_signatures():
+    assert flash_attn.__version__.startswith("2.8.")
+
+
 @pytest.fixture
 def qkv() -> torch.Tensor:
     return torch.randn(2, 9, 3, 4, 8)
@@ -59,10 +63,10 @@ def test_dense_functions_agree_with_the_reference(qkv):
         flash_attn.flash_attn_qkvpacked_func(qkv, return_attn_probs=True, **options),
         flash_attn.flash_attn_kvpacked_func(q, qkv[:, :, 1:], return_attn_probs=True, **options),
     ]
-    for o, found_lse, mask in results:
+    for o, found_lse, probabilities in results:
         torch.testing.assert_close(o, expected.transpose(1, 2))
         torch.testing.assert_close(found_lse, lse)
-        assert mask is None
+        assert (probabilities.shape, probabilities.dtype) == ((0,), q.dtype)
         assert o.is_contiguous()
     alone = flash_attn.flash_attn_func(q, k, v, 0.0, 0.3, True, (3, -1), 2.0, slopes, True)
     assert torch.equal(alone, results[0][0])
@@ -80,10 +84,10 @@ def test_packed_functions_agree_with_the_reference(qkv):
             q, packed[:, 1:], ends, ends, 5, 5, causal=True, return_attn_probs=True
         ),
     ]
-    for o, found_lse, mask in results:
+    for o, found_lse, probabilities in results:
         torch.testing.assert_close(o, expected)
         torch.testing.assert_close(found_lse, lse)
-        assert mask is None
+        assert (probabilities.shape, probabilities.dtype) == ((0,), q.dtype)
     assert torch.equal(flash_attn.flash_attn_varlen_func(q, k, v, ends, ends, 5, 5, causal=True), results[0][0])
 
 
@@ -102,3 +106,29 @@ def test_what_is_not_served_raises_by_name(qkv):
         flash_attn.flash_attn_func(q[0], k, v)
     with pytest.raises(InputError, match=r"k must be a torch.Tensor, got NoneType"):
         flash_attn.flash_attn_func(q, None, v)  # type: ignore[arg-type]
+
+
+def test_whole_graphs_compile(qkv):
+    """Each function is one node of a graph, with its outputs as they are."""
+    ends, lengths = torch.tensor([0, 4, 9], dtype=torch.int32), torch.tensor([5, 3], dtype=torch.int32)
+    caches = torch.randn(2, 2, 12, 4, 8)
+
+    def run(qkv: torch.Tensor, caches: torch.Tensor) -> tuple[Any, ...]:
+        q, k, v = qkv.unbind(2)
+        step = (q[:, :1], caches[0], caches[1], k[:, :1], v[:, :1])
+        return (
+            flash_attn.flash_attn_func(q, k, v, causal=True, return_attn_probs=True),
+            flash_attn.flash_attn_qkvpacked_func(qkv, window_size=(3, 0)),
+            flash_attn.flash_attn_kvpacked_func(q, qkv[:, :, 1:], softcap=2.0),
+            flash_attn.flash_attn_varlen_func(q[0], k[0], v[0], ends, ends, 5, 5, return_attn_probs=True),
+            flash_attn.flash_attn_varlen_qkvpacked_func(qkv[0], ends, 5, causal=True),
+            flash_attn.flash_attn_varlen_kvpacked_func(q[0], qkv[0, :, 1:], ends, ends, 5, 5),
+            flash_attn.flash_attn_with_kvcache(*step, cache_seqlens=lengths, causal=True, return_softmax_lse=True),
+            flash_attn.flash_attn_with_kvcache(*step, cache_seqlens=7),
+        )
+
+    expected_caches, found_caches = caches.clone(), caches.clone()
+    expected = run(qkv, expected_caches)
+    found = torch.compile(run, fullgraph=True, backend="eager")(qkv, found_caches)
+    torch.testing.assert_close(found, expected)
+    assert torch.equal(found_caches, expected_caches)

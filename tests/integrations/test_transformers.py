@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from flashmoe_science import InputError, UnsupportedError, flash_attention
+from flashmoe_science import InputError, UnsupportedError, flash_attention, flash_attention_with_kv_cache
 
 pytest.importorskip("transformers", minversion="5.0", reason="transformers is optional")
 
@@ -81,6 +81,46 @@ def test_windows_make_no_mask(monkeypatch):
     models.logits(models.make("gemma3", "moe_science"), torch.randint(5, 60, (1, 30)))
     assert {options["window"] for options in calls} == {(5, -1), (-1, -1)}
     assert all(options["bias"] is None and options["causal"] for options in calls)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt-oss"])
+def test_tokens_are_decoded_by_the_kernel_for_it(name, monkeypatch):
+    """Every token after the first; sinks, windows and padding too. Where that cannot be, the other one does it."""
+    calls = []
+    for function in (flash_attention, flash_attention_with_kv_cache):
+
+        def record(*tensors, function=function, **options):
+            calls.append((function.__name__, tensors[0].shape[2], options["bias"] is not None))
+            return function(*tensors, **options)
+
+        monkeypatch.setattr(f"flashmoe_science.integrations.transformers.{function.__name__}", record)
+    model, tokens = models.make(name, "moe_science"), torch.randint(5, 60, (2, 7))
+    seen = torch.ones_like(tokens)
+    for padded in (0, 3):
+        seen[0, :padded] = 0
+        calls.clear()
+        model.generate(tokens, attention_mask=seen, max_new_tokens=3, do_sample=False)
+        steps = [(function, rows) for function, rows, _ in calls]
+        assert steps == [("flash_attention", 7)] * 2 + [("flash_attention_with_kv_cache", 1)] * 4
+        assert any(biased for *_, biased in calls[2:]) == (padded > 0)
+    calls.clear()
+    model(tokens[:, :1], use_cache=False)  # gradients are recorded
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        model(tokens[:, :1], use_cache=False)
+    assert [function for function, *_ in calls] == ["flash_attention"] * 4
+
+
+def test_whole_models_compile():
+    """A step of generation is one graph, of a prompt and of a token."""
+    model = models.make("gpt-oss", "moe_science")
+    compiled = torch.compile(model.model.layers[0].self_attn, fullgraph=True, backend="eager")
+    for rows in (1, 5):
+        states = torch.randn(2, rows, 32)
+        angles = torch.randn(2, rows, 8)
+        given = {"position_embeddings": (angles.cos(), angles.sin()), "attention_mask": None}
+        with torch.no_grad():
+            expected, _ = model.model.layers[0].self_attn(states, **given)
+            torch.testing.assert_close(compiled(states, **given)[0], expected)
 
 
 def test_chunked_attention_makes_a_mask():

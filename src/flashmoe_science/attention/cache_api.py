@@ -12,13 +12,22 @@ from torch import Tensor
 from ..errors import InputError, UnsupportedError
 from ..gpu.device import gpu_of
 from .cache_calls import Call, prepare_call
-from .cache_contract import cache_problem_of, check_types, check_values
+from .cache_contract import (
+    cache_problem_of,
+    check_needed,
+    check_number_of_keys,
+    check_places,
+    check_types,
+    check_values,
+)
 from .decode_plan import DecodePlan, plan_with_kv_cache
+from .gradients import PLAIN
+from .inputs import check_window
 from .problem import canonical_strides, output_strides
 
 _TENSORS = (
     "q", "k_cache", "v_cache", "k", "v", "cache_seqlens", "page_table", "cache_batch_idx", "leftpad_k", "rotary_cos",
-    "rotary_sin", "sinks", "alibi",
+    "rotary_sin", "sinks", "alibi", "bias",
 )  # fmt: skip
 _prepared: dict[tuple[Any, ...], Call] = {}
 _MAX_PREPARED = 8192
@@ -44,6 +53,7 @@ def flash_attention_with_kv_cache(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     alibi: Tensor | None = None,
+    bias: Tensor | None = None,
     softmax_scale: float | None = None,
     num_splits: int = 0,
     batch_invariant: bool = False,
@@ -67,8 +77,8 @@ def flash_attention_with_kv_cache(
         k: ``[B, HK, Sn, D]``, written to ``k_cache`` at positions ``cache_seqlens[b]`` and on. Needs ``v`` and
             ``cache_seqlens``. What does not fit the cache is not written.
         v: ``[B, HK, Sn, DV]``, written to ``v_cache``.
-        cache_seqlens: ``[B]`` int32: the keys in the cache before ``k``; or one number for all. Default: the cache is
-            full. What lies behind is never read. The call does not change it.
+        cache_seqlens: ``[B]`` int32: the keys in the cache before ``k``; or one number for all, which has to leave room
+            for ``k``. Default: the cache is full. What lies behind is never read. The call does not change it.
         page_table: ``[B, P]`` int32: the page of positions ``[i * page_size, (i + 1) * page_size)`` is
             ``page_table[b, i]``. Entries behind the last key are never read.
         cache_batch_idx: ``[B]`` int32: the row of the cache for each sequence; not with ``page_table``.
@@ -80,11 +90,15 @@ def flash_attention_with_kv_cache(
         rotary_sin: the same.
         rotary_interleaved: columns 2i and 2i + 1 are a pair, else i and i + R / 2.
         causal: a right bound of 0.
-        window: ``(left, right)``, -1 for no bound.
+        window: ``(left, right)``, -1 for no bound. Keys and pages that no row's window reaches are never read.
         softcap: scores become ``softcap * tanh(score / softcap)``; 0: they do not.
         sinks: ``[H]``: a logit of each head that takes its share of the softmax and adds nothing to the output. It is
             in the LSE.
         alibi: ``[H]`` or ``[B, H]``: ``-slope * |p - n|`` is added to the scores.
+        bias: ``[B or 1, H or 1, Sq, S]``, any strides, or with ``page_table`` ``[B or 1, H or 1, Sq, P * page_size]``:
+            ``bias[b, h, m, n]`` is added to the score of position n; -inf hides it. Columns of positions that are not
+            read are not read either. Where all keys of a row have the most negative number, they are equal, and the LSE
+            is below -2e38.
         softmax_scale: as in ``flash_attention``.
         num_splits: over how many shares the keys of a sequence are split, at most; 0 leaves it to the plan.
         batch_invariant: a sequence gets the same bits whatever else is in the batch, and whatever the capacity of the
@@ -98,8 +112,8 @@ def flash_attention_with_kv_cache(
 
     Raises:
         InputError: a shape, dtype, device or value breaks the contract above; with ``FLASHMOE_CHECK=1`` in the
-            environment also a length, page, row or position that lies outside, which costs a synchronisation. Nothing
-            was written to the cache then.
+            environment also a length, page, row or position that lies outside, which costs a synchronisation; pages and
+            rows of CPU tensors always are checked. Nothing was written to the cache then.
         UnsupportedError: no kernel serves this call, or an input requires grad while gradients are recorded.
 
     Numerics: those of ``flash_attention``; shares are merged in fp32 in a fixed order, so results have the same bits in
@@ -109,14 +123,17 @@ def flash_attention_with_kv_cache(
     given: dict[str, Any] = {
         "q": q, "k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v, "cache_seqlens": cache_seqlens,
         "page_table": page_table, "cache_batch_idx": cache_batch_idx, "leftpad_k": leftpad_k,
-        "rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "sinks": sinks, "alibi": alibi,
+        "rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "sinks": sinks, "alibi": alibi, "bias": bias,
     }  # fmt: skip
+    if type(window) is not tuple:
+        window = check_window(window)
     options = (
         rotary_interleaved, causal, window, softcap, softmax_scale, num_splits, batch_invariant, return_lse, kernel,
     )  # fmt: skip
+    check_needed(given)
     if isinstance(cache_seqlens, int):
-        given["cache_seqlens"] = _lengths(cache_seqlens, q)
-    if _is_compiling() or any(tensor is not None and type(tensor) is not Tensor for tensor in given.values()):
+        given["cache_seqlens"] = _lengths(cache_seqlens, given)
+    if _is_compiling() or any(tensor is not None and type(tensor) not in PLAIN for tensor in given.values()):
         return _call_operator(given, options)
     if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in given.values()):
         _refuse_grad(given)
@@ -131,7 +148,9 @@ def flash_attention_with_kv_cache(
             _prepared.clear()
         _prepared[key] = call
     if os.environ.get("FLASHMOE_CHECK") == "1":
-        check_values(tensors)
+        check_values(tensors, window[0])
+    elif not q.is_cuda:  # torch would find it out after it wrote the new keys of the sequences before
+        check_places(tensors, window[0])
     o, lse = call(tensors)
     return (o, lse) if return_lse else o
 
@@ -144,17 +163,20 @@ def explain_with_kv_cache(q: Tensor, k_cache: Tensor, v_cache: Tensor, *new: Ten
     kernel = options.pop("kernel", "auto")
     given: dict[str, Any] = {"q": q, "k_cache": k_cache, "v_cache": v_cache, **dict(zip(("k", "v"), new, strict=False))}
     given.update({name: options.pop(name) for name in _TENSORS if name in options})
+    check_needed(given)
     if isinstance(given.get("cache_seqlens"), int):
-        given["cache_seqlens"] = _lengths(given["cache_seqlens"], q)
+        given["cache_seqlens"] = _lengths(given["cache_seqlens"], given)
+    if "window" in options:
+        options["window"] = check_window(options["window"])
     problem = cache_problem_of({name: tensor for name, tensor in given.items() if tensor is not None}, **options)
     return plan_with_kv_cache(problem, gpu_of(q), kernel)
 
 
-def _lengths(length: int, q: Any) -> Tensor:
-    if not isinstance(q, Tensor) or not q.dim():
-        raise InputError(f"q must be a torch.Tensor [B, H, S, D], got {type(q).__name__}")
-    if isinstance(length, bool) or not 0 <= length < 2**31:
-        raise InputError(f"cache_seqlens must be from 0 to 2**31 - 1, got {length}")
+def _lengths(length: int, given: Mapping[str, Any]) -> Tensor:
+    q = given["q"]
+    if not q.dim():
+        raise InputError(f"q must have 4 dimensions [B, H, S, D], got shape {list(q.shape)}")
+    check_number_of_keys(length, given)
     return torch.full((q.shape[0],), length, dtype=torch.int32, device=q.device)
 
 
@@ -198,6 +220,7 @@ def _attention_with_kv_cache(
     leftpad_k: Tensor | None,
     sinks: Tensor | None,
     alibi: Tensor | None,
+    bias: Tensor | None,
     causal: bool,
     window_left: int,
     window_right: int,
@@ -211,7 +234,7 @@ def _attention_with_kv_cache(
     lse: Tensor
     o, lse = flash_attention_with_kv_cache(
         q.detach(), k_cache.detach(), v_cache.detach(), cache_seqlens=cache_seqlens, page_table=page_table,
-        cache_batch_idx=cache_batch_idx, leftpad_k=leftpad_k, sinks=sinks, alibi=alibi, causal=causal,
+        cache_batch_idx=cache_batch_idx, leftpad_k=leftpad_k, sinks=sinks, alibi=alibi, bias=bias, causal=causal,
         window=(window_left, window_right), softcap=softcap, softmax_scale=softmax_scale, num_splits=num_splits,
         batch_invariant=batch_invariant, return_lse=True, kernel=kernel,
     )  # fmt: skip
@@ -234,6 +257,7 @@ def _attention_append_kv_cache(
     rotary_interleaved: bool,
     sinks: Tensor | None,
     alibi: Tensor | None,
+    bias: Tensor | None,
     causal: bool,
     window_left: int,
     window_right: int,
@@ -248,7 +272,7 @@ def _attention_append_kv_cache(
     o, lse = flash_attention_with_kv_cache(
         q.detach(), k_cache.detach(), v_cache.detach(), k.detach(), v.detach(), cache_seqlens=cache_seqlens,
         page_table=page_table, cache_batch_idx=cache_batch_idx, leftpad_k=leftpad_k, rotary_cos=rotary_cos,
-        rotary_sin=rotary_sin, rotary_interleaved=rotary_interleaved, sinks=sinks, alibi=alibi,
+        rotary_sin=rotary_sin, rotary_interleaved=rotary_interleaved, sinks=sinks, alibi=alibi, bias=bias,
         causal=causal, window=(window_left, window_right), softcap=softcap, softmax_scale=softmax_scale,
         num_splits=num_splits, batch_invariant=batch_invariant, return_lse=True, kernel=kernel,
     )  # fmt: skip
@@ -284,7 +308,7 @@ def _call_operator(given: Mapping[str, Any], options: tuple[Any, ...]) -> Any:
     check_types(options)
     tail = (causal, *window, float(softcap), scale, num_splits, invariant, kernel)
     common = [given[name] for name in ("page_table", "cache_batch_idx", "leftpad_k")]
-    heads = (given["sinks"], given["alibi"])
+    heads = (given["sinks"], given["alibi"], given["bias"])
     if given["k"] is None and given["v"] is None and given["rotary_cos"] is None and given["rotary_sin"] is None:
         o, lse = _attention_with_kv_cache(
             given["q"], given["k_cache"], given["v_cache"], given["cache_seqlens"], *common, *heads, *tail

@@ -30,8 +30,46 @@ def check_types(options: tuple[Any, ...]) -> None:
     if type(num_splits) is not int:
         raise InputError(f"num_splits must be an integer, got {num_splits!r}")
     for name, value in (("softcap", softcap), ("softmax_scale", scale)):
-        if not (name == "softmax_scale" and value is None) and (type(value) not in (int, float)):
+        is_number = isinstance(value, (int, float)) and type(value) is not bool  # NumPy's float64 is one
+        if not is_number and not (name == "softmax_scale" and value is None):
             raise InputError(f"{name} must be a number, got {value!r}")
+
+
+def check_needed(given: Mapping[str, Any]) -> None:
+    """Raise ``InputError`` where a tensor is missing that no call can do without."""
+    for name in ("q", "k_cache", "v_cache"):
+        if not isinstance(given.get(name), Tensor):
+            raise InputError(f"{name} must be a torch.Tensor, got {type(given.get(name)).__name__}")
+
+
+def check_number_of_keys(length: int, given: Mapping[str, Any]) -> None:
+    """Check a length that the host knows against the room in the cache. Raises ``InputError``.
+
+    Tensors of wrong shapes are left to ``cache_problem_of``.
+    """
+    if isinstance(length, bool) or not 0 <= length < 2**31:
+        raise InputError(f"cache_seqlens must be from 0 to 2**31 - 1, got {length}")
+    axes = {"k_cache": 4, "page_table": 2, "k": 4}
+    found = {name: given.get(name) for name in axes}
+    if any(tensor is not None and (not isinstance(tensor, Tensor) or tensor.dim() != axes[name])
+           for name, tensor in found.items()):  # fmt: skip
+        return
+    tensors = {name: tensor for name, tensor in found.items() if tensor is not None}
+    capacity, new = _room(tensors)
+    if length > capacity - new:
+        raise InputError(f"cache_seqlens must be {_in_words(capacity, new)}, got {length}")
+
+
+def _room(tensors: Mapping[str, Tensor]) -> tuple[int, int]:
+    """Return the positions that a sequence has in the cache, and how many are appended to it."""
+    table = tensors.get("page_table")
+    capacity = tensors["k_cache"].shape[1] * (1 if table is None else table.shape[1])
+    return capacity, tensors["k"].shape[2] if "k" in tensors else 0
+
+
+def _in_words(capacity: int, new: int) -> str:
+    room = f"{capacity} positions" + (f" less {new} new ones" if new else "")
+    return f"from 0 to {capacity - new} ({room})"
 
 
 def cache_problem_of(
@@ -72,6 +110,9 @@ def cache_problem_of(
     rotary = _check_rotary(tensors, q, head_dim)
     alibi = tensors.get("alibi")
     _check_head_values(tensors, batch, heads)
+    bias = tensors.get("bias")
+    if bias is not None:
+        _check_bias(bias, (batch, heads, seqlen_q, _room(tensors)[0]))
     return CacheProblem(
         batch=batch,
         heads=heads,
@@ -94,6 +135,8 @@ def cache_problem_of(
         sinks=_DTYPE_NAMES[tensors["sinks"].dtype] if "sinks" in tensors else "",
         alibi="" if alibi is None else _DTYPE_NAMES[alibi.dtype],
         alibi_stride=alibi.stride(0) if alibi is not None and alibi.dim() == 2 else 0,
+        bias="" if bias is None else _DTYPE_NAMES[bias.dtype],
+        bias_strides=() if bias is None else _bias_strides(bias),  # type: ignore[arg-type]
         softmax_scale=None if softmax_scale is None else float(softmax_scale),
         rotary_dim=rotary[0],
         rotary_length=rotary[1],
@@ -131,7 +174,7 @@ def _check_tensors(tensors: Mapping[str, Tensor]) -> None:
             raise InputError(f"{name} must be on the device of q, {q.device}, got {tensor.device}")
         if tensor.is_neg():
             raise InputError(f"{name} must not be a negative view, got one (is_neg()): call resolve_neg()")
-        if tensor.dim() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        if name != "bias" and tensor.dim() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
             raise InputError(
                 f"{name} must be contiguous along its last axis, got strides {list(tensor.stride())}",
                 hint=".contiguous() makes a copy that is",
@@ -234,6 +277,22 @@ def _check_head_values(tensors: Mapping[str, Tensor], batch: int, heads: int) ->
             raise InputError(f"{name} must have shape {expected}, got {list(tensor.shape)}")
 
 
+def _check_bias(bias: Tensor, shape: tuple[int, int, int, int]) -> None:
+    if bias.dtype not in _DTYPE_NAMES:
+        raise InputError(f"bias must be float16, bfloat16 or float32, got {bias.dtype}")
+    fits = bias.dim() == 4 and tuple(bias.shape[2:]) == shape[2:]
+    if not fits or bias.shape[0] not in (1, shape[0]) or bias.shape[1] not in (1, shape[1]):
+        expected = f"[{shape[0]} or 1, {shape[1]} or 1, {shape[2]}, {shape[3]}]"
+        raise InputError(
+            f"bias must have shape [B or 1, H or 1, Sq, positions] = {expected}, got {list(bias.shape)}",
+            hint="it has a column for every position of the cache, those of all pages in the table",
+        )
+
+
+def _bias_strides(bias: Tensor) -> tuple[int, ...]:
+    return tuple(stride if size > 1 else 0 for size, stride in zip(bias.shape, bias.stride(), strict=True))
+
+
 def _check_shape(name: str, tensor: Tensor, expected: tuple[int, ...], letters: str) -> None:
     if tuple(tensor.shape) != expected:
         raise InputError(f"{name} must have shape [{letters}] = {list(expected)}, got {list(tensor.shape)}")
@@ -245,27 +304,24 @@ def _pointer_alignment(*tensors: Tensor) -> int:
     return math.gcd(16, *(tensor.data_ptr() for tensor in tensors))
 
 
-def check_values(tensors: Mapping[str, Tensor]) -> None:
+def check_values(tensors: Mapping[str, Tensor], left: int) -> None:
     """Check lengths, pages, rows and positions on the host: ``FLASHMOE_CHECK=1``. It waits for the device.
+
+    ``left`` is the window's left bound, -1 for none.
 
     Raises:
         InputError: with the sequence, what was expected and what was got.
         UnsupportedError: a CUDA graph is being captured, which cannot wait.
     """
-    q, cache = tensors["q"], tensors["k_cache"]
+    q = tensors["q"]
     if q.is_cuda and torch.cuda.is_current_stream_capturing():
         raise UnsupportedError(
             "FLASHMOE_CHECK=1 reads lengths, and a graph is being captured", hint="capture without FLASHMOE_CHECK=1"
         )
-    table, lengths = tensors.get("page_table"), tensors.get("cache_seqlens")
-    capacity = cache.shape[1] * (1 if table is None else table.shape[1])
-    new = tensors["k"].shape[2] if "k" in tensors else 0
-    before = [capacity] * q.shape[0] if lengths is None else lengths.tolist()
-    padding = tensors["leftpad_k"].tolist() if "leftpad_k" in tensors else [0] * q.shape[0]
-    for b, (length, pad) in enumerate(zip(before, padding, strict=True)):
+    capacity, new = _room(tensors)
+    for b, (length, pad) in enumerate(_lengths_and_padding(tensors)):
         if not 0 <= length <= capacity - new:
-            room = f"{capacity} positions" + (f" less {new} new ones" if new else "")
-            raise InputError(f"cache_seqlens[{b}] must be from 0 to {capacity - new} ({room}), got {length}")
+            raise InputError(f"cache_seqlens[{b}] must be {_in_words(capacity, new)}, got {length}")
         if not 0 <= pad <= length:
             raise InputError(f"leftpad_k[{b}] must be from 0 to the length {length}, got {pad}")
         if "rotary_cos" in tensors:
@@ -275,22 +331,35 @@ def check_values(tensors: Mapping[str, Tensor]) -> None:
                     f"rotary_cos must have a row for position {last} of sequence {b}, "
                     f"got {tensors['rotary_cos'].shape[0]} rows"
                 )
-    _check_places(tensors, before, padding, new)
+    if new and "cache_batch_idx" in tensors:
+        named = tensors["cache_batch_idx"].tolist()
+        if len(set(named)) < len(named):
+            raise InputError(f"cache_batch_idx must name a row once where k is appended, got {named}")
+    check_places(tensors, left)
 
 
-def _check_places(tensors: Mapping[str, Tensor], before: list[int], padding: list[int], new: int) -> None:
-    """Check rows of the cache, or pages."""
+def _lengths_and_padding(tensors: Mapping[str, Tensor]) -> list[tuple[int, int]]:
+    """Return of each sequence the keys before the new ones, and where they start."""
+    batch = tensors["q"].shape[0]
+    before = tensors["cache_seqlens"].tolist() if "cache_seqlens" in tensors else [_room(tensors)[0]] * batch
+    padding = tensors["leftpad_k"].tolist() if "leftpad_k" in tensors else [0] * batch
+    return list(zip(before, padding, strict=True))
+
+
+def check_places(tensors: Mapping[str, Tensor], left: int) -> None:
+    """Check on the host the rows and pages of all keys that are read or written. Raises ``InputError``."""
     rows, length = tensors["k_cache"].shape[:2]
     if "cache_batch_idx" in tensors:
-        named = tensors["cache_batch_idx"].tolist()
-        for b, row in enumerate(named):
+        for b, row in enumerate(tensors["cache_batch_idx"].tolist()):
             if not 0 <= row < rows:
                 raise InputError(f"cache_batch_idx[{b}] must be from 0 to {rows - 1}, got {row}")
-        if new and len(set(named)) < len(named):
-            raise InputError(f"cache_batch_idx must name a row once where k is appended, got {named}")
-    if "page_table" in tensors:
-        for b, pages in enumerate(tensors["page_table"].tolist()):
-            read = range(padding[b] // length, -(-(before[b] + new) // length))
-            for i in read:
-                if not 0 <= pages[i] < rows:
-                    raise InputError(f"page_table[{b}, {i}] must be from 0 to {rows - 1}, got {pages[i]}")
+    if "page_table" not in tensors:
+        return
+    (capacity, new), seqlen_q = _room(tensors), tensors["q"].shape[2]
+    tables = tensors["page_table"].tolist()
+    for b, (before, pad) in enumerate(_lengths_and_padding(tensors)):
+        end = max(0, min(before + new, capacity))
+        seen = max(pad, end - seqlen_q - left if left >= 0 else 0, 0)
+        for i in range(min(seen, max(before, 0)) // length, -(-end // length)):
+            if not 0 <= tables[b][i] < rows:
+                raise InputError(f"page_table[{b}, {i}] must be from 0 to {rows - 1}, got {tables[b][i]}")

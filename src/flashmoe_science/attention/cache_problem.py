@@ -47,6 +47,8 @@ class CacheProblem:
     sinks: str = ""  # dtype of one logit a query head; "": none
     alibi: str = ""  # dtype of the slopes, [H] or [B, H]; "": none
     alibi_stride: int = 0  # of the slopes along B; 0 where they are [H]
+    bias: str = ""  # dtype of what is added to the scores, [B or 1, H or 1, Sq, capacity]; "": nothing is
+    bias_strides: Strides = ()  # type: ignore[assignment] # 0 along a broadcast axis; left out: contiguous
     softmax_scale: float | None = None  # None: head_dim ** -0.5
     rotary_dim: int = 0  # columns that are rotated; 0: none
     rotary_length: int = 0  # positions of the tables
@@ -130,6 +132,7 @@ class CacheProblem:
             ),
             "new_k_strides": _dense(self.heads_kv, self.seqlen_new, self.head_dim),
             "new_v_strides": _dense(self.heads_kv, self.seqlen_new, self.head_dim_v),
+            "bias_strides": _dense(self.heads, self.seqlen_q, self.capacity) if self.bias else (),
         }
         for name, value in defaults.items():
             if not getattr(self, name):

@@ -5,7 +5,7 @@
                   holding k[b, :, i] (rotated) from this call on
     p[m]        = m + length[b] - Sq
     visible     : leftpad_k[b] <= n < length[b]  and  p[m] - left <= n <= p[m] + right
-    s[m, n]     = softcap(softmax_scale * q[m] . K[n]) - slope * |p[m] - n|
+    s[m, n]     = softcap(softmax_scale * q[m] . K[n]) - slope * |p[m] - n| + bias[m, n]
     o[m]        = sum_n exp(s[m, n]) V[n] / (sum_n exp(s[m, n]) + exp(sink))
     lse[m]      = log(sum_n exp(s[m, n]) + exp(sink))
 
@@ -114,11 +114,18 @@ def attention_with_kv_cache(
     for b in range(p.batch if o.numel() else 0):
         end = max(0, min(lengths[b] + p.seqlen_new, p.capacity))
         first = min(max(0, padding[b]), end)
+        if p.window[0] >= 0:  # what no row's window reaches is not read: its pages may be gone
+            first = min(max(first, end - p.seqlen_q - p.window[0]), end)
         k, v = _gather(p, tensors, b, first, end)
         scores = _scores(p, tensors, b, q[b].to(dtype), k.to(dtype), first, end)  # [H, Sq, S]
-        part = torch.logsumexp(scores, -1) if end > first else torch.full_like(lse[b], -torch.inf)
-        lse[b] = part if sinks is None else torch.logaddexp(part, sinks)
-        weights = torch.exp(scores - torch.where(lse[b] == -torch.inf, 0.0, lse[b])[..., None])
+        top = scores.amax(-1) if end > first else torch.full_like(lse[b], -torch.inf)
+        top = top if sinks is None else torch.maximum(top, sinks)
+        top = torch.where(top == -torch.inf, 0.0, top)
+        # Not the LSE is taken from the scores: among the most negative ones the logarithm of their number is lost.
+        weights = torch.exp(scores - top[..., None])
+        total = weights.sum(-1) if sinks is None else weights.sum(-1) + torch.exp(sinks - top)
+        lse[b] = top + total.log()
+        weights = weights / torch.where(total == 0, 1.0, total)[..., None]
         o[b] = _by_kv_head(p, weights, v.to(dtype))
     return o, lse
 
@@ -142,6 +149,9 @@ def _scores(
         slopes = tensors["alibi"]
         slopes = (slopes[b] if slopes.dim() == 2 else slopes).to(scores.dtype)
         scores = scores - slopes[:, None, None] * (position - keys).abs()
+    if problem.bias:
+        bias = tensors["bias"]
+        scores = scores + bias[b % bias.shape[0], :, :, first:end].to(scores.dtype)
     left, right = problem.window
     hidden = torch.zeros(problem.seqlen_q, end - first, dtype=torch.bool, device=q.device)
     if left >= 0:

@@ -36,6 +36,7 @@ def _optional(problem: CacheProblem) -> dict[str, str | None]:
         "batch_idx_ptr": "*i32" if problem.has_batch_idx else None,
         "sinks_ptr": f"*{problem.sinks}" if problem.sinks else None,
         "alibi_ptr": f"*{problem.alibi}" if problem.alibi else None,
+        "bias_ptr": f"*{problem.bias}" if problem.bias else None,
     }
 
 
@@ -135,6 +136,10 @@ def _decode(plan: DecodePlan, grid: tuple[int, int, int]) -> PreparedKernel:
     scalars: dict[str, tuple[str, float] | None] = {
         **{name: ("i64", value) for name, value in zip(names, strides, strict=True)},
         "stride_tb": ("i64", problem.table_stride),
+        **{
+            f"stride_bias_{axis}": ("i64", problem.bias_strides[i]) if problem.bias else None
+            for i, axis in enumerate("bhm")
+        },
         **_schedule(problem, shares),
         "window_right": ("i32", problem.window[1]),
         "scale": ("fp32", _scale(problem)),
@@ -168,6 +173,7 @@ def _decode(plan: DecodePlan, grid: tuple[int, int, int]) -> PreparedKernel:
         "HAS_LEFT": problem.window[0] >= 0,
         "HAS_RIGHT": problem.window[1] >= 0,
         "STRIDE_ALIBI_B": problem.alibi_stride,
+        "STRIDE_BIAS_N": problem.bias_strides[3] if problem.bias else 0,
         "SPLIT": split,
         "BALANCED": shares.schedule == "balanced",
         "STORE_LSE": problem.return_lse,

@@ -17,6 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from .primitives import cap_scores, head_offset, load_rows
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
+LARGEST: tl.constexpr = tl.constexpr(3.4028234663852886e38)  # finite number of fp32
 
 
 @triton.jit
@@ -145,9 +146,9 @@ def _prefetch(base, start_n, offs_n, end, STRIDE_N: tl.constexpr, BLOCK_COLS: tl
 @triton.jit
 def _fold(
     acc, l, m, q, q_rest, k_ptrs, rest_ptrs, v_ptrs, cols, mask_n, offs_d, offs_rest, offs_dv, position, window_left,
-    window_right, scale, softcap, slope, D: tl.constexpr, REST: tl.constexpr, DV: tl.constexpr,
+    window_right, scale, softcap, slope, bias_rows, D: tl.constexpr, REST: tl.constexpr, DV: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_DV: tl.constexpr, SHARED_KV: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PRECISION: tl.constexpr,
+    STRIDE_BIAS_N: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Fold one tile of keys, of which ``mask_n`` are there, into the running output, sum and maximum."""
     mask_k, mask_v = mask_n[:, None], mask_n[:, None]
@@ -173,6 +174,13 @@ def _fold(
         visible = visible & (cols[None, :] <= position[:, None] + window_right)
     if HAS_LEFT:
         visible = visible & (cols[None, :] >= position[:, None] - window_left)
+    if bias_rows is not None:
+        bias_ptrs = bias_rows[:, None] + cols[None, :].to(tl.int64) * STRIDE_BIAS_N
+        bias = tl.load(bias_ptrs, mask=visible, other=0.0).to(tl.float32)  # [BLOCK_M, BLOCK_N]
+        # The most negative number hides a key behind all others, but where all have it they are equal: only -inf is
+        # -inf in units of log2(e), too.
+        finite = tl.minimum(tl.maximum(bias * LOG2_E, -LARGEST), LARGEST)
+        s += tl.where(bias == -float("inf"), bias, finite)
     s = tl.where(visible, s, -float("inf"))
     m_new = tl.maximum(m, tl.max(s, 1))
     # A row that has met no key has m == -inf, and -inf - -inf is NaN.
@@ -257,6 +265,7 @@ def _decode_kernel(
     batch_idx_ptr,  # [B] int32: the page of each sequence without a page table, or None: its own number
     sinks_ptr,  # [H], or None
     alibi_ptr,  # [H] or [B, H], or None
+    bias_ptr,  # [B, H, Sq, capacity], or None
     o_ptr,  # [B, H, Sq, DV]
     lse_ptr,  # [B, H, Sq] fp32, natural log
     o_part_ptr,  # [SHARES, HK, Sq * GROUP, DV] fp32, each share normalised; unused without SPLIT
@@ -264,6 +273,7 @@ def _decode_kernel(
     stride_qb, stride_qh, stride_kp, stride_kh, stride_vp, stride_vh,  # in units of ALIGN elements
     stride_ob, stride_oh,  # in units of ALIGN_O elements
     stride_tb,
+    stride_bias_b, stride_bias_h, stride_bias_m,
     batch, heads_kv, seqlen_q, seqlen_new, capacity, window_left, window_right,
     splits,  # the most shares of one sequence; BALANCED: shares of all sequences and one K/V head
     least_tiles,  # of a share
@@ -279,7 +289,7 @@ def _decode_kernel(
     PAGE_SIZE: tl.constexpr,  # 0: without a page table
     WIDE: tl.constexpr,  # offsets in the cache, in units of ALIGN, can pass 2**31
     TILES_M: tl.constexpr,  # row tiles of one sequence and K/V head
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STRIDE_ALIBI_B: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STRIDE_ALIBI_B: tl.constexpr, STRIDE_BIAS_N: tl.constexpr,
     SPLIT: tl.constexpr, BALANCED: tl.constexpr, STORE_LSE: tl.constexpr,
     PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr,
     PREFETCH: tl.constexpr,  # without lengths and pages: L2 is asked for the first keys ahead of all waits
@@ -340,6 +350,11 @@ def _decode_kernel(
     if alibi_ptr is not None:
         slope = tl.load(alibi_ptr + b * STRIDE_ALIBI_B + head, mask=mask_m, other=0.0).to(tl.float32)
         slope *= LOG2_E
+    bias_rows = None
+    if bias_ptr is not None:
+        bias_rows = bias_ptr + b.to(tl.int64) * stride_bias_b + head.to(tl.int64) * stride_bias_h
+        # Rows past the last one, which are not stored, read what that reads.
+        bias_rows += tl.minimum(token, seqlen_q - 1).to(tl.int64) * stride_bias_m
 
     # Keys [begin, stop) of this program; tiles start at multiples of BLOCK_N, as pages do.
     begin = (first // BLOCK_N + split * share) * BLOCK_N
@@ -388,8 +403,8 @@ def _decode_kernel(
             page = _load_pages(table, start_n + BLOCK_N, offs_n, first, end, PAGE_SIZE, BLOCK_N)
         acc, l, m = _fold(
             acc, l, m, q, q_rest, k_ptrs, rest_ptrs, v_ptrs, cols, mask_n, offs_d, offs_rest, offs_dv, position,
-            window_left, window_right, scale, softcap, slope, D, REST, DV, BLOCK_D, BLOCK_REST, BLOCK_DV, SHARED_KV,
-            HAS_LEFT, HAS_RIGHT, PRECISION,
+            window_left, window_right, scale, softcap, slope, bias_rows, D, REST, DV, BLOCK_D, BLOCK_REST, BLOCK_DV,
+            SHARED_KV, STRIDE_BIAS_N, HAS_LEFT, HAS_RIGHT, PRECISION,
         )  # fmt: skip
 
     mask_o = mask_m[:, None]

@@ -3,6 +3,8 @@
 ``import flashmoe_science.integrations.flash_attn as flash_attn`` serves code that calls them. What is not served raises
 ``UnsupportedError`` by name. Tensors are ``[B, S, H, D]``, packed ``[T, H, D]``, as in flash-attn; no copies are made.
 
+``__version__`` is that of flash-attn whose functions these are, for code that asks for it.
+
 Not as in flash-attn: rows that see no key have an LSE of -inf, there +inf. ``deterministic`` changes nothing: results
 have the same bits in every run. Besides fp16 and bf16, fp32 is served, and head dimensions need not be multiples of 8.
 
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..attention.api import flash_attention
@@ -29,6 +32,8 @@ __all__ = [
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
 ]
+
+__version__ = "2.8.3"
 
 
 def flash_attn_func(
@@ -47,7 +52,8 @@ def flash_attn_func(
     """Attend ``q`` ``[B, Sq, H, D]`` to ``k`` and ``v`` ``[B, Sk, HK, D]``; see ``flash_attention``.
 
     Returns:
-        o ``[B, Sq, H, D]``; with ``return_attn_probs`` o, lse ``[B, H, Sq]`` and None (there is no dropout mask).
+        o ``[B, Sq, H, D]``; with ``return_attn_probs`` o, lse ``[B, H, Sq]`` and, as without dropout there, a tensor
+        of no elements in the place of the probabilities.
     """
     _refuse(dropout_p=dropout_p)
     del deterministic
@@ -64,7 +70,7 @@ def flash_attn_func(
         alibi=alibi_slopes,
         return_lse=return_attn_probs,
     )
-    return (result[0].transpose(1, 2), result[1], None) if return_attn_probs else result.transpose(1, 2)
+    return (result[0].transpose(1, 2), result[1], _no_probs(q)) if return_attn_probs else result.transpose(1, 2)
 
 
 def flash_attn_qkvpacked_func(
@@ -145,7 +151,8 @@ def flash_attn_varlen_func(
     """Attend packed sequences; see ``flash_attention_varlen``.
 
     Returns:
-        o ``[Tq, H, D]``; with ``return_attn_probs`` o, lse ``[H, Tq]`` and None (there is no dropout mask).
+        o ``[Tq, H, D]``; with ``return_attn_probs`` o, lse ``[H, Tq]`` and, as without dropout there, a tensor of no
+        elements in the place of the probabilities.
     """
     _refuse(dropout_p=dropout_p, block_table=block_table)
     del deterministic
@@ -164,7 +171,7 @@ def flash_attn_varlen_func(
         alibi=alibi_slopes,
         return_lse=return_attn_probs,
     )
-    return (*result, None) if return_attn_probs else result
+    return (*result, _no_probs(q)) if return_attn_probs else result
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -243,6 +250,10 @@ def _refuse(*, dropout_p: float = 0.0, block_table: Tensor | None = None) -> Non
         raise UnsupportedError(f"dropout_p must be 0, got {dropout_p}: there is no dropout")
     if block_table is not None:
         raise UnsupportedError("block_table must be None: a paged cache is not served here")
+
+
+def _no_probs(q: Tensor) -> Tensor:
+    return torch.zeros(0, dtype=q.dtype, device=q.device)
 
 
 def _check_axes(name: str, tensor: Tensor, letters: str) -> None:

@@ -64,7 +64,7 @@ def flash_attn_with_kvcache(
         rotary_sin=rotary_sin,
         rotary_interleaved=rotary_interleaved,
         causal=causal,
-        window=(window_size[0], window_size[1]),
+        window=window_size,
         softcap=softcap,
         alibi=alibi_slopes,
         softmax_scale=softmax_scale,

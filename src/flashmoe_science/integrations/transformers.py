@@ -7,7 +7,8 @@ The name must not hold "flash": transformers takes such names for builds of flas
 the name in models that list others.
 
 Causal masks and sliding windows are options of the kernel, so no mask is made for a batch without padding; padding and
-every other pattern come as a bias. Softcap and sinks go to the kernel.
+every other pattern come as a bias. Softcap and sinks go to the kernel. A single query a sequence takes the kernel that
+decodes, which reads the keys once for all query heads that share them.
 
 Source: transformers 5, integrations/sdpa_attention.py and masking_utils.py, for what is asked of an implementation.
 """
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ..attention.api import flash_attention
+from ..attention.cache_api import flash_attention_with_kv_cache
 from ..attention.varlen import flash_attention_varlen
 from ..errors import InputError, MissingPackageError, UnsupportedError
 from .sdpa import as_bias
@@ -31,7 +33,7 @@ def register(name: str = "moe_science", *, kernel: str = "auto") -> str:
 
     Args:
         name: of the implementation.
-        kernel: that serves it, as in ``flash_attention``.
+        kernel: that serves it, as in ``flash_attention``: one name for prompts and single tokens.
 
     Raises:
         InputError: transformers would take the name for another implementation.
@@ -141,8 +143,26 @@ def attend(
     if position_bias is not None:
         position_bias = position_bias[..., :seqlen_k].expand(shape)
         bias = position_bias if bias is None else bias + position_bias
-    o: Tensor = flash_attention(query, key, value, bias=bias, **options)
+    o: Tensor
+    if kernel == "auto" and _decodes(query, key, value, s_aux, bias):
+        # There is one row, at the last key, so that causal is nothing.
+        asked = {name: value for name, value in options.items() if name not in ("causal", "kernel")}
+        o = flash_attention_with_kv_cache(query, key.transpose(1, 2), value.transpose(1, 2), bias=bias, **asked)
+    else:
+        o = flash_attention(query, key, value, bias=bias, **options)
     return o.transpose(1, 2).contiguous(), None
+
+
+def _decodes(query: Tensor, key: Tensor, value: Tensor, *others: Tensor | None) -> bool:
+    """Whether there is one query a sequence, and nothing that only ``flash_attention`` does: gradients, autocast."""
+    tensors = [query, key, value, *(tensor for tensor in others if tensor is not None)]
+    return (
+        query.shape[2] == 1
+        and query.dtype == key.dtype == value.dtype
+        and all(tensor.stride(-1) == 1 for tensor in (query, key, value))
+        and not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors))
+        and not torch.is_autocast_enabled(query.device.type)
+    )
 
 
 def _attend_packed(
