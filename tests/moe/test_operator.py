@@ -96,24 +96,34 @@ def test_a_wrong_case_is_refused():
         OPERATOR.parse_case({"experts": 1, "hidden": 8, "inter": 8})
 
 
-def test_the_suites_hold_what_they_say_and_fit_a_gpu():
-    decode: list[Any] = [case.problem for case in load_suite("moe-decode").cases]
-    prefill: list[Any] = [case.problem for case in load_suite("moe-prefill").cases]
-    assert {case.problem.tokens for case in decode} >= {1, 2, 4, 8, 16, 32, 64, 128, 256}
-    assert {case.problem.tokens for case in prefill} == {1024, 4096, 8192, 32768}
-    for cases in (decode, prefill):
-        assert {case.routing for case in cases} == {"uniform", "zipf"}
-        sizes = {(c.problem.experts, c.problem.top_k, c.problem.hidden, c.problem.inter) for c in cases}
-        assert sizes == {
-            (8, 2, 4096, 14336), (128, 8, 2048, 768), (128, 4, 2880, 2880), (32, 8, 7168, 2048), (64, 8, 2048, 1024),
-            (128, 8, 4096, 512),
-        }  # fmt: skip
-        for case in cases:
-            p = case.problem
-            assert p.experts * p.expert_bytes < 7e9
-            assert OPERATOR.refusal("fused_moe", case, "H200") is None
-            assert RIVALS["grouped_mm"].refusal(case) is None
-    assert OPERATOR.refusal("gemv_triton", decode[1], "H200") == "it serves one token, got 2"
+SHAPES = {
+    "Mixtral": (8, 2, 4096, 14336), "Qwen3": (128, 8, 2048, 768), "gpt-oss": (128, 4, 2880, 2880),
+    "DeepSeek-V3": (32, 8, 7168, 2048), "OLMoE": (64, 8, 2048, 1024), "fine-grained": (128, 8, 4096, 512),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("suite", "fewest", "most"), [("moe-decode", 1, 256), ("moe-prefill", 1024, 32768), ("moe-train", 1024, 32768)]
+)
+def test_the_suites_hold_what_they_say_and_fit_a_gpu(suite, fewest, most):
+    """Every shape from few tokens to many, with routing drawn in both ways."""
+    named: list[Any] = load_suite(suite).cases
+    cases = [case.problem for case in named]
+    sizes_of = [(c.problem.experts, c.problem.top_k, c.problem.hidden, c.problem.inter) for c in cases]
+    assert set(sizes_of) == set(SHAPES.values())
+    for shape in SHAPES.values():
+        mine = [case for case, sizes in zip(cases, sizes_of, strict=True) if sizes == shape]
+        assert {case.routing for case in mine} == {"uniform", "zipf"}
+        tokens = [case.problem.tokens for case in mine]
+        assert min(tokens) == fewest, shape
+        assert max(tokens) == most, shape
+    for case in cases:
+        assert case.problem.experts * case.problem.expert_bytes < 7e9
+        assert OPERATOR.refusal("fused_moe", case, "H200") is None
+        assert RIVALS["grouped_mm"].refusal(case) is None
+    if suite == "moe-decode":
+        assert {case.problem.tokens for case in cases} == {2**n for n in range(9)}
+        assert OPERATOR.refusal("gemv_triton", cases[1], "H200") == "it serves one token, got 2"
 
 
 @pytest.mark.triton
