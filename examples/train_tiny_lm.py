@@ -1,10 +1,11 @@
-"""Train a small GPT from scratch on this repository's own pages and sources, with our attention and with PyTorch's.
+"""Train a small GPT from scratch on this repository's own pages and sources, with our kernels and with PyTorch's.
 
 Both runs start from the same weights and see the same batches, so their loss curves have to agree; what differs is
 rounding, and the time a step takes. Prints both, and writes losses.json and, with matplotlib, losses.png.
 
     python examples/train_tiny_lm.py                    # on the GPU, in bf16
     python examples/train_tiny_lm.py --device cpu --tiny
+    python examples/train_tiny_lm.py --experts 8        # a Mixture of Experts in place of each perceptron
     python examples/train_tiny_lm.py --plot losses.json  # draw again what another machine computed
 """
 
@@ -20,7 +21,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - PyTorch's own habit
 from torch import nn
 
-from flashmoe_science import flash_attention
+from flashmoe_science import MoeLayer, flash_attention
 
 ROOT = Path(__file__).parents[1]
 VOCABULARY = 256  # bytes
@@ -39,15 +40,37 @@ def attend_sdpa(q, k, v):
 ATTENTION = {"ours": attend_ours, "sdpa": attend_sdpa}
 
 
-class Block(nn.Module):
-    """Attention and a multilayer perceptron, each added to what comes in."""
+class LoopOverExperts(MoeLayer):
+    """The same layer in plain PyTorch: an expert at a time, over the tokens that go to it."""
 
-    def __init__(self, width, heads, attend):
+    def forward(self, x):
+        tokens = x.flatten(0, -2)
+        best = F.linear(tokens, self.w_router).float().topk(self.top_k)
+        weights, out = torch.softmax(best.values, -1), torch.zeros_like(tokens)
+        for expert in range(self.w_down.shape[0]):
+            rows, places = torch.where(best.indices == expert)
+            gate, up = F.linear(tokens[rows], self.w_gate_up[expert]).chunk(2, -1)
+            y = F.linear(F.silu(gate) * up, self.w_down[expert]) * weights[rows, places, None]
+            out = out.index_add(0, rows, y.to(out.dtype))
+        return out.view(x.shape)
+
+
+EXPERTS = {"ours": MoeLayer, "sdpa": LoopOverExperts}
+TOP_K = 2  # experts of a token
+
+
+class Block(nn.Module):
+    """Attention and a multilayer perceptron, or experts, each added to what comes in."""
+
+    def __init__(self, width, heads, attend, experts, expert_layer):
         super().__init__()
         self.heads, self.attend = heads, attend
         self.norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
         self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        if experts:
+            self.mlp = expert_layer(width, 2 * width, experts, TOP_K)
+        else:
+            self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x):
         batch, length, width = x.shape
@@ -60,10 +83,10 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Bytes in, the logits of the next byte out."""
 
-    def __init__(self, *, layers, width, heads, length, attend):
+    def __init__(self, *, layers, width, heads, length, attend, experts, expert_layer):
         super().__init__()
         self.embed, self.position = nn.Embedding(VOCABULARY, width), nn.Embedding(length, width)
-        self.blocks = nn.Sequential(*(Block(width, heads, attend) for _ in range(layers)))
+        self.blocks = nn.Sequential(*(Block(width, heads, attend, experts, expert_layer) for _ in range(layers)))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY, bias=False)
 
     def forward(self, tokens):
@@ -96,10 +119,10 @@ def loss_of(model, batch, device):
 
 
 def train(name, args):
-    """Train with one attention: the loss of every step, that of text not seen, and tokens a second."""
+    """Train with the kernels of one: the loss of every step, that of text not seen, and tokens a second."""
     torch.manual_seed(args.seed)
     sizes = {"layers": args.layers, "width": args.width, "heads": args.heads, "length": args.length}
-    model = GPT(**sizes, attend=ATTENTION[name]).to(args.device)
+    model = GPT(**sizes, attend=ATTENTION[name], experts=args.experts, expert_layer=EXPERTS[name]).to(args.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.1)
     seen, unseen = read_text()
     generator = torch.Generator().manual_seed(args.seed)
@@ -174,6 +197,7 @@ def parse(arguments):
     for name, value in (("steps", 400), ("batch", 32), ("length", 1024), ("layers", 6), ("width", 512), ("heads", 8)):
         parser.add_argument(f"--{name}", type=int, help=f"default: {value}", default=None)
         parser.set_defaults(**{f"full_{name}": value})
+    parser.add_argument("--experts", type=int, default=0, help="experts of each layer; default: 0, a perceptron")
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path(), help="folder for losses.json and losses.png")
@@ -200,7 +224,8 @@ def main(arguments=None):
     print(f"largest difference between the curves: {compare(runs):.4f}")
     args.out.mkdir(parents=True, exist_ok=True)
     device = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
-    settings = {name: getattr(args, name) for name in ("steps", "batch", "length", "layers", "width", "heads", "seed")}
+    names = ("steps", "batch", "length", "layers", "width", "heads", "experts", "seed")
+    settings = {name: getattr(args, name) for name in names}
     document = {"device": device, "torch": torch.__version__, **settings, "runs": runs}
     (args.out / "losses.json").write_text(json.dumps(document), encoding="utf-8")
     plot(runs, args.out / "losses.png")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 from pathlib import Path
@@ -10,7 +11,7 @@ from types import ModuleType
 
 import pytest
 
-from flashmoe_science import flash_attention
+from flashmoe_science import MoeLayer, flash_attention
 
 PATH = Path(__file__).parents[1] / "examples" / "train_tiny_lm.py"
 TINY = ["--tiny", "--device", "cpu", "--steps", "4", "--length", "32"]
@@ -37,6 +38,22 @@ def test_curves_agree_and_the_model_learns(example, tmp_path, capsys):
     # Means, as one batch of 64 bytes, wherever in the repository's text it lies, may be harder than another.
     assert fmean(ours["losses"][-12:]) < fmean(ours["losses"][:12]) - 0.2
     assert "largest difference between the curves: 0.0000" in capsys.readouterr().out
+
+
+def test_experts_learn_as_they_do_in_a_loop(example, tmp_path):
+    example.main([*TINY, "--steps", "28", "--experts", "4", "--out", str(tmp_path)])
+    found = json.loads((tmp_path / "losses.json").read_text())
+    ours, loop = (found["runs"][name]["losses"] for name in ("ours", "sdpa"))
+    assert found["experts"] == 4
+    assert ours == pytest.approx(loop, abs=1e-3)
+    assert fmean(ours[-8:]) < fmean(ours[:8]) - 0.2
+
+
+def test_wrong_experts_show(example, monkeypatch):
+    monkeypatch.setitem(example.EXPERTS, "ours", functools.partial(MoeLayer, renormalize=False))
+    args = example.parse([*TINY, "--experts", "4"])
+    runs = {name: example.train(name, args) for name in example.ATTENTION}
+    assert example.compare(runs) > 1e-3
 
 
 def test_a_wrong_attention_shows(example, monkeypatch):

@@ -21,6 +21,7 @@ _ORIGIN = {
     "fused_moe": "moe.api",
     "explain_moe": "moe.api",
     "route": "moe.api",
+    "MoeLayer": "integrations.moe_layer",
     "explain_varlen": "attention.varlen",
     "FlashmoeError": "errors",
     "InputError": "errors",
@@ -32,6 +33,7 @@ __all__ = [
     "CompileError",
     "FlashmoeError",
     "InputError",
+    "MoeLayer",
     "UnsupportedError",
     "__version__",
     "explain",
@@ -53,6 +55,7 @@ if TYPE_CHECKING:
     from .attention.cache_api import explain_with_kv_cache, flash_attention_with_kv_cache
     from .attention.varlen import explain_varlen, flash_attention_varlen
     from .errors import CompileError, FlashmoeError, InputError, UnsupportedError
+    from .integrations.moe_layer import MoeLayer
     from .moe.api import explain_moe, fused_moe, route
 
 

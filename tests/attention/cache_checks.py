@@ -58,6 +58,6 @@ def assert_cache_right(case: CacheCase, tensors: Tensors, **options) -> tuple[to
         rounding = 2 * torch.finfo(o.dtype).eps if name == "k_cache" and case.rotary_dim else 0.0
         torch.testing.assert_close(tensors[name], expected[name], rtol=rounding, atol=rounding, equal_nan=True)
     for name in set(tensors) - {"k_cache", "v_cache"}:
-        same = torch.equal(tensors[name].nan_to_num(), before[name].nan_to_num())
-        assert same, f"{name} was written"
+        said = f"{name} was written"
+        torch.testing.assert_close(tensors[name], before[name], rtol=0, atol=0, equal_nan=True, msg=said)
     return o, lse

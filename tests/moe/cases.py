@@ -38,6 +38,7 @@ class Case:
     far: bool = False  # columns of x lie so far apart that 32 bits do not count the elements between them
     batch_invariant: bool = False
     gradients: bool = False  # they are what is checked
+    permuted: bool = False  # tokens and experts in another order are
 
     def __str__(self) -> str:
         return f"{self.why.replace(' ', '-')}-{self.kernel}-{self.dtype}"

@@ -54,6 +54,27 @@ def check_invariance(case: Case) -> None:
         assert torch.equal(run(case, {**tensors, **one})[0], out[t]), f"token {t} has other bits alone"
 
 
+def check_permutation(case: Case) -> None:
+    """Compare with the same tokens in another order, to experts that are numbered in another order."""
+    tensors = make_tensors(case)
+    generator = torch.Generator().manual_seed(7)
+    rows = torch.randperm(case.tokens, generator=generator)
+    order = torch.randperm(case.experts, generator=generator)
+    of_tokens = {"x", "topk_weights", "topk_ids", "shared_weights"} & tensors.keys()
+    of_experts = {"w_gate_up", "w_down", "bias_gate_up", "bias_down"} & tensors.keys()
+    moved = {name: tensors[name][rows].contiguous() for name in of_tokens}
+    moved["topk_ids"] = order.argsort()[moved["topk_ids"].long()].to(tensors["topk_ids"].dtype)
+    moved.update({name: tensors[name][order] for name in of_experts})
+    do = torch.randn(tensors["x"].shape, generator=generator).to(tensors["x"].dtype)
+    if case.gradients:
+        found, again = run_gradients(case, tensors, do), run_gradients(case, {**tensors, **moved}, do[rows])
+    else:
+        found, again = {"out": run(case, tensors)}, {"out": run(case, {**tensors, **moved})}
+    for name, value in found.items():
+        place = rows if name in of_tokens | {"out"} else order if name in of_experts else slice(None)
+        torch.testing.assert_close(again[name], value[place], rtol=1e-5, atol=1e-5, msg=f"{name} differs")
+
+
 def check_route(logits: torch.Tensor, top_k: int, bias: torch.Tensor | None, **options: Any) -> None:
     """Compare with the reference: experts exactly, weights closely."""
     weights, ids = run_route(describe_routing(logits, top_k, bias=bias, **options), logits, bias)
@@ -142,6 +163,8 @@ def main() -> None:
                 check_routes(what)
             elif isinstance(what, tuple):
                 check_sort(*what)
+            elif what.permuted:
+                check_permutation(what)
             elif what.gradients:
                 check_gradients(what)
             else:

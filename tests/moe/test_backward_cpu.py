@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -18,6 +19,13 @@ from .checks import assert_gradients_right, eager_gradients, run_gradients
 @pytest.mark.parametrize("case", GRADIENT_CASES, ids=str)
 def test_every_case(case, interpreted):
     interpreted(case)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("kernel", ["few_triton", "grouped_triton"])
+def test_the_order_of_tokens_and_experts_does_not_matter(kernel, interpreted):
+    case = Case("permuted", 20, 4, 2, 24, 16, kernel=kernel, bias=True, shared=1, shared_inter=16, weighted=True)
+    interpreted(dataclasses.replace(case, permuted=True, gradients=kernel == "grouped_triton"))
 
 
 def draw_like(tensor: torch.Tensor) -> torch.Tensor:
@@ -100,6 +108,16 @@ def test_operators_pass_opcheck():
         "swiglu", None, None, False, False, "auto",
     )  # fmt: skip
     torch.library.opcheck(torch.ops.flashmoe_science.fused_moe_kept.default, arguments)
+    given = [tensor.detach() if isinstance(tensor, torch.Tensor) else tensor for tensor in arguments]
+    nothing = torch.empty(0, 0)
+    backward = (draw_like(tensors["x"]), nothing, nothing, *given, [0, 1, 2, 3, 4, 5])
+    torch.library.opcheck(torch.ops.flashmoe_science.fused_moe_backward.default, backward)
+    logits = torch.randn(9, 5, requires_grad=True)
+    options = ("softmax", True, 1, 1, 1.0)
+    torch.library.opcheck(torch.ops.flashmoe_science.moe_route.default, (logits, None, 2, *options))
+    weights, ids = route(logits.detach(), 2)
+    backward = (weights, logits.detach(), ids, "softmax", True, 1.0)
+    torch.library.opcheck(torch.ops.flashmoe_science.moe_route_backward.default, backward)
 
 
 def test_torch_compile_makes_one_graph_with_gradients():

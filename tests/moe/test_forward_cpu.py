@@ -120,3 +120,12 @@ def test_routing_weights_have_a_gradient_on_the_cpu():
     weights[:, 0].sum().backward()
     assert logits.grad is not None
     assert logits.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("options", [{}, {"score": "sigmoid", "groups": 4, "top_groups": 2}], ids=str)
+def test_no_tokens_are_routed_to_nobody(options):
+    logits = torch.zeros(0, 8, requires_grad=True)
+    weights, ids = route(logits, 3, **options)
+    assert (weights.shape, weights.dtype, ids.shape, ids.dtype) == ((0, 3), torch.float32, (0, 3), torch.int32)
+    (gradient,) = torch.autograd.grad(weights.sum(), logits)
+    assert gradient.shape == (0, 8)

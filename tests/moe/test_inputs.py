@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from flashmoe_science import InputError, UnsupportedError, explain_moe, fused_moe, route
+from flashmoe_science.moe.backward_api import fused_moe_backward
+from flashmoe_science.moe.routing import describe_routing, kernel_of
 
 from .cases import Case, make_tensors
 
@@ -33,6 +35,16 @@ def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         ({"x": zeros(3, 16, dtype=torch.float16)}, "must have the dtype of x, torch.float16, got torch.float32"),
         ({"x": zeros(3, 16).to("meta")}, "x must be on a CUDA device or the CPU, got meta"),
         ({"w_down": zeros(4, 16, 8).to("meta")}, "w_down must be on the device of x, cpu, got meta"),
+        ({"topk_weights": zeros(3, 2, dtype=torch.float64)}, "topk_weights must be float16, .* or float32, got"),
+        ({"shared_weights": zeros(3, 1, dtype=torch.int32)}, "shared_weights must be float16, .*, got torch.int32"),
+        ({"x": torch._neg_view(zeros(3, 16))}, r"x must not be a negative view, got one \(is_neg\(\)\)"),
+        ({"w_down": zeros(4, 16)}, r"w_down must have 3 dimensions \[E, HID, INTER\], got shape \[4, 16\]"),
+        ({"shared_gate_up": zeros(16, 16)}, r"shared_gate_up must have 3 dimensions \[S, 2 \* INTER, HID\]"),
+        ({"shared_gate_up": None}, "shared_gate_up must be given with the other weights of the shared experts"),
+        (
+            {"shared_gate_up": zeros(0, 16, 16), "shared_down": zeros(0, 16, 8)},
+            "shared experts must not be empty, got 0 of inner size 8",
+        ),
         ({"w_gate_up": zeros(4, 16)}, r"w_gate_up must have 3 dimensions \[E, 2 \* INTER, HID\]"),
         ({"w_gate_up": zeros(4, 8, 16)}, r"w_gate_up must have shape \[E, 2 \* INTER, HID\] = \[4, 16, 16\], got"),
         ({"w_down": zeros(4, 15, 8)}, r"w_down must have shape \[E, HID, INTER\] = \[4, 16, 8\], got \[4, 15, 8\]"),
@@ -110,6 +122,26 @@ def test_forward_mode_derivatives_are_refused():
             fused_moe(**tensors)
 
 
+def test_forward_mode_derivatives_of_routing_are_refused():
+    with torch.autograd.forward_ad.dual_level():
+        logits = torch.autograd.forward_ad.make_dual(zeros(3, 8), zeros(3, 8))
+        with pytest.raises(UnsupportedError, match="logits has a forward-mode tangent"):
+            route(logits, 2)
+
+
+def test_more_experts_than_a_row_of_registers_are_refused():
+    with pytest.raises(UnsupportedError, match="no kernel routes among 4097 experts") as error:
+        kernel_of(describe_routing(zeros(1, 4097), 2), 90)
+    assert error.value.hint == "the most that are served: 4096"
+
+
+def test_the_kernel_of_gradients_needs_a_gpu():
+    tensors = make_tensors(Case("refused"))
+    product = zeros(18, 48)
+    with pytest.raises(UnsupportedError, match="moe_backward_triton needs an NVIDIA GPU, got CPU tensors"):
+        fused_moe_backward(tensors["x"], product, **tensors, kernel="moe_backward_triton")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -118,6 +150,10 @@ def test_forward_mode_derivatives_are_refused():
         ({"logits": zeros(8)}, r"logits must have 2 dimensions \[T, E\], got shape \[8\]"),
         ({"logits": zeros(3, 8, dtype=torch.int32)}, "logits must be float16, bfloat16 or float32, got torch.int32"),
         ({"logits": zeros(3, 8).to("meta")}, "logits must be on a CUDA device or the CPU, got meta"),
+        ({"bias": zeros(8, dtype=torch.float64)}, "bias must be float16, bfloat16 or float32, got torch.float64"),
+        ({"bias": zeros(8).to("meta")}, "bias must be on the device of logits, cpu, got meta"),
+        ({"bias": torch._neg_view(zeros(8))}, r"bias must not be a negative view, got one \(is_neg\(\)\)"),
+        ({"top_groups": 0}, "top_groups must be an integer, 1 or more, got 0"),
         ({"bias": zeros(7)}, r"bias must have shape \[E\] = \[8\], got \[7\]"),
         ({"bias": zeros(16)[::2]}, r"bias must be contiguous, got strides \[2\]"),
         ({"top_k": 9}, "top_k must be at most the 8 experts, got 9"),

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from flashmoe_science import InputError
+from flashmoe_science.moe import reference
 from flashmoe_science.moe.operator import OPERATOR, active_experts
 from flashmoe_science.moe.problem import MoeCase
 from flashmoe_science.moe.rivals import RIVALS
+from flashmoe_science.moe_backward.rivals import RIVALS as BACKWARD_RIVALS
 from flashmoe_science.proof.operator import Operator, Planning, Recognising, load_operator
 from flashmoe_science.proof.suites import load_suite
 
@@ -43,7 +48,8 @@ def test_every_implementation_gives_the_exact_answer(table):
     budget = OPERATOR.error_budget(exact, OPERATOR.low_precision(case, inputs))
     from flashmoe_science import fused_moe
 
-    entries = {"fused_moe": fused_moe, **{name: rival.load() for name, rival in RIVALS.items()}}
+    theirs = {name: rival.load() for name, rival in RIVALS.items() if name != "liger"}  # it needs a package, and a GPU
+    entries = {"fused_moe": fused_moe, **theirs}
     for name, entry in entries.items():
         out = OPERATOR.bind(entry, case, inputs)()
         # Other orders of the same roundings, so no closer than a few of them.
@@ -62,6 +68,33 @@ def test_rivals_say_what_they_do_not_serve():
     large = refusals(tokens=4096, hidden=4096, inter=14336)
     assert large["batched_mm"] == "it would copy 2886 GB of weights, one expert's for each pair"
     assert large["transformers-eager"] is None
+    assert refusals(activation="relu2", bias_down=True)["liger"] == "it has no relu2, biases"
+    assert refusals(interleaved=True)["liger"] == "it has no interleaved gates"
+
+
+def test_liger_is_given_what_it_asks_for(monkeypatch):
+    """A stand-in with its order of arguments; shared experts, which it has none of, are added as by the others."""
+    given = []
+
+    def apply(x, gate_up_proj, down_proj, top_k_index, top_k_weights):
+        given.append(top_k_index.dtype)
+        return reference.fused_moe(x, gate_up_proj, down_proj, top_k_weights, top_k_index)
+
+    function = SimpleNamespace(LigerFusedMoEFunction=SimpleNamespace(apply=apply))
+    for name, module in (("liger_kernel", None), ("liger_kernel.ops", None), ("liger_kernel.ops.fused_moe", function)):
+        monkeypatch.setitem(sys.modules, name, module or ModuleType(name))
+    case = OPERATOR.parse_case({**TABLE, "shared_experts": 1, "shared_inter": 8})
+    inputs = OPERATOR.make_inputs(case, seed=3, device="cpu")
+    inputs["topk_ids"] = inputs["topk_ids"].long()
+    for rival in (RIVALS["liger"], BACKWARD_RIVALS["liger"]):
+        assert rival.refusal(case) is None
+    found = OPERATOR.bind(RIVALS["liger"].load(), case, inputs)()
+    assert given == [torch.int32]
+    torch.testing.assert_close(found, OPERATOR.low_precision(case, inputs))
+    monkeypatch.undo()
+    if importlib.util.find_spec("liger_kernel") is None:
+        with pytest.raises(ImportError, match="liger_kernel"):
+            RIVALS["liger"].load()
 
 
 def test_work_is_what_has_to_be_read():
@@ -96,24 +129,34 @@ def test_a_wrong_case_is_refused():
         OPERATOR.parse_case({"experts": 1, "hidden": 8, "inter": 8})
 
 
-def test_the_suites_hold_what_they_say_and_fit_a_gpu():
-    decode: list[Any] = [case.problem for case in load_suite("moe-decode").cases]
-    prefill: list[Any] = [case.problem for case in load_suite("moe-prefill").cases]
-    assert {case.problem.tokens for case in decode} >= {1, 2, 4, 8, 16, 32, 64, 128, 256}
-    assert {case.problem.tokens for case in prefill} == {1024, 4096, 8192, 32768}
-    for cases in (decode, prefill):
-        assert {case.routing for case in cases} == {"uniform", "zipf"}
-        sizes = {(c.problem.experts, c.problem.top_k, c.problem.hidden, c.problem.inter) for c in cases}
-        assert sizes == {
-            (8, 2, 4096, 14336), (128, 8, 2048, 768), (128, 4, 2880, 2880), (32, 8, 7168, 2048), (64, 8, 2048, 1024),
-            (128, 8, 4096, 512),
-        }  # fmt: skip
-        for case in cases:
-            p = case.problem
-            assert p.experts * p.expert_bytes < 7e9
-            assert OPERATOR.refusal("fused_moe", case, "H200") is None
-            assert RIVALS["grouped_mm"].refusal(case) is None
-    assert OPERATOR.refusal("gemv_triton", decode[1], "H200") == "it serves one token, got 2"
+SHAPES = {
+    "Mixtral": (8, 2, 4096, 14336), "Qwen3": (128, 8, 2048, 768), "gpt-oss": (128, 4, 2880, 2880),
+    "DeepSeek-V3": (32, 8, 7168, 2048), "OLMoE": (64, 8, 2048, 1024), "fine-grained": (128, 8, 4096, 512),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("suite", "fewest", "most"), [("moe-decode", 1, 256), ("moe-prefill", 1024, 32768), ("moe-train", 1024, 32768)]
+)
+def test_the_suites_hold_what_they_say_and_fit_a_gpu(suite, fewest, most):
+    """Every shape from few tokens to many, with routing drawn in both ways."""
+    named: list[Any] = list(load_suite(suite).cases)
+    cases = [case.problem for case in named]
+    sizes_of = [(c.problem.experts, c.problem.top_k, c.problem.hidden, c.problem.inter) for c in cases]
+    assert set(sizes_of) == set(SHAPES.values())
+    for shape in SHAPES.values():
+        mine = [case for case, sizes in zip(cases, sizes_of, strict=True) if sizes == shape]
+        assert {case.routing for case in mine} == {"uniform", "zipf"}
+        tokens = [case.problem.tokens for case in mine]
+        assert min(tokens) == fewest, shape
+        assert max(tokens) == most, shape
+    for case in cases:
+        assert case.problem.experts * case.problem.expert_bytes < 7e9
+        assert OPERATOR.refusal("fused_moe", case, "H200") is None
+        assert RIVALS["grouped_mm"].refusal(case) is None
+    if suite == "moe-decode":
+        assert {case.problem.tokens for case in cases} == {2**n for n in range(9)}
+        assert OPERATOR.refusal("gemv_triton", cases[1], "H200") == "it serves one token, got 2"
 
 
 @pytest.mark.triton

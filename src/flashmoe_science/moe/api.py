@@ -14,6 +14,7 @@ from .calls import Call, prepare_call
 from .gradients import differentiable, records
 from .inputs import (
     TENSORS,
+    cast_under_autocast,
     check_are_tensors,
     check_flags,
     layout_of,
@@ -89,7 +90,8 @@ def fused_moe(
             forward-mode derivatives, of which there are none.
 
     All tensors but the ids have gradients. For them, inputs and the first product are kept; the activation is computed
-    again. Where gradients are recorded, rows are sorted by expert whatever their number.
+    again. Where gradients are recorded, rows are sorted by expert whatever their number. Under autocast x, weights and
+    biases of fp32 are cast.
 
     Numerics: products accumulate in fp32; the activation and each expert's output are rounded to the dtype of x, and
     summed in fp32 in the order of k. Run-to-run bitwise equal, gradients too. Neither the host waits for the device,
@@ -102,6 +104,7 @@ def fused_moe(
     }  # fmt: skip
     options = (activation, alpha, limit, interleaved, batch_invariant, kernel)
     check_are_tensors(given)
+    given = cast_under_autocast(given)
     if _is_compiling():
         return _call_operator(given, options)
     refuse_tangents(given)
@@ -134,7 +137,7 @@ def explain_moe(
     given: dict[str, Any] = dict(zip(TENSORS, values, strict=False))
     given.update({name: options.pop(name) for name in TENSORS if name in options})
     check_are_tensors(given)
-    tensors = {name: tensor for name, tensor in given.items() if tensor is not None}
+    tensors = {name: tensor for name, tensor in cast_under_autocast(given).items() if tensor is not None}
     return plan_moe(moe_problem_of(tensors, **options, keep_product=records(tensors)), gpu_of(x), kernel)
 
 

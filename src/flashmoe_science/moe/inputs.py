@@ -34,6 +34,20 @@ def check_are_tensors(given: Mapping[str, object]) -> None:
             raise InputError(f"{name} must be {wanted}, got {type(tensor).__name__}")
 
 
+def cast_under_autocast(given: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
+    """Return x, weights and biases of fp32 in the dtype of the region of autocast, where there is one."""
+    x = given["x"]
+    if x is None or x.device.type not in ("cpu", "cuda") or not torch.is_autocast_enabled(x.device.type):
+        return given
+    dtype = torch.get_autocast_dtype(x.device.type)
+    cast = dict(given)
+    for name in ("x", *_WITH_DTYPE_OF_X):
+        tensor = given.get(name)
+        if tensor is not None and tensor.dtype == torch.float32:
+            cast[name] = tensor.to(dtype)
+    return cast
+
+
 def _check_shape(name: str, tensor: Tensor, expected: tuple[int, ...], letters: str) -> None:
     if tuple(tensor.shape) != expected:
         raise InputError(f"{name} must have shape [{letters}] = {list(expected)}, got {list(tensor.shape)}")

@@ -34,7 +34,7 @@ def route(
     choice = choice.masked_fill(choice.isnan(), -math.inf)
     order = torch.sort(choice, dim=-1, descending=True, stable=True).indices
     if groups > 1:
-        of_groups = choice.reshape(*choice.shape[:-1], groups, -1)
+        of_groups = choice.reshape(*choice.shape[:-1], groups, choice.shape[-1] // groups)
         best = min(1 if bias is None else 2, of_groups.shape[-1])
         worth = of_groups.topk(best, -1).values.sum(-1)
         worth = worth.masked_fill(worth.isnan(), -math.inf)

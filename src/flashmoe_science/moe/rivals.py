@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.metadata
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -132,6 +133,31 @@ class FunctionRival(MoeRival):
         return self._refuse(case)
 
 
+class Liger(MoeRival):
+    """Liger-Kernel's fused experts, in Triton; it reads the number of its tiles on the host."""
+
+    name = "liger"
+    kernels = ("*_fused_up_proj_swiglu_kernel*", "*_fused_down_proj_kernel*")
+    distribution = "liger-kernel"
+    also_called = ("Liger-Kernel", "Liger")
+
+    def load(self) -> Callable[..., Tensor]:
+        """Return it, shared experts beside it."""
+        run = importlib.import_module("liger_kernel.ops.fused_moe").LigerFusedMoEFunction.apply
+
+        def liger(
+            x: Tensor, w_gate_up: Tensor, w_down: Tensor, topk_weights: Tensor, topk_ids: Tensor, **options: Any
+        ) -> Tensor:
+            return _add_shared(run(x, w_gate_up, w_down, topk_ids.to(torch.int32), topk_weights), x, options)
+
+        return liger
+
+    def refusal(self, case: MoeCase) -> str | None:
+        """It knows one activation, and no biases."""
+        lacking = [feature for feature in case.problem.features if feature != "shared experts"]
+        return f"it has no {', '.join(lacking)}" if lacking else None
+
+
 def _refuse_grouped(case: MoeCase) -> str | None:
     problem = case.problem
     if problem.dtype != "bf16":
@@ -156,5 +182,6 @@ _ALL: tuple[MoeRival, ...] = (
     FunctionRival("grouped_mm", _grouped_mm, _refuse_grouped, ("torch._grouped_mm", "transformers' grouped_mm")),
     FunctionRival("batched_mm", _batched_mm, _refuse_batched, ("transformers' batched_mm",)),
     FunctionRival("transformers-eager", _eager, _refuse_nothing, ("transformers' eager experts",)),
+    Liger(),
 )
 RIVALS: dict[str, MoeRival] = {rival.name: rival for rival in _ALL}

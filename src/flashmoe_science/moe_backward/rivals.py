@@ -5,8 +5,7 @@ A rival runs its forward once, on its own leaves, where it is bound and outside 
 
 from __future__ import annotations
 
-import importlib.metadata
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -50,23 +49,25 @@ class Bound:
 class BackwardRival(MoeRival):
     """Autograd through one rival of the forward pass."""
 
-    def __init__(self, forward: MoeRival) -> None:
-        """Take its name and what it cannot serve."""
+    def __init__(self, forward: MoeRival, kernels: Sequence[str] = ()) -> None:
+        """Take its name and what it cannot serve; ``kernels`` are those of its gradients."""
         self.name, self._forward, self.also_called = forward.name, forward, forward.also_called
+        self.distribution, self.kernels = forward.distribution, kernels
 
     def load(self) -> Callable[..., Any]:
         """Return what runs the forward where it is bound."""
         return Bound(self._forward.load())
 
     def version(self) -> str:
-        """Return the version of torch, whose autograd it is."""
-        return f"torch {importlib.metadata.version('torch')}, autograd"
+        """Return that of the forward, whose gradients torch's autograd asks for."""
+        return f"{self._forward.version()}, autograd"
 
     def refusal(self, case: MoeCase) -> str | None:
         """Ask the rival of the forward."""
         return self._forward.refusal(case)
 
 
+_KERNELS = {"grouped_mm": (), "transformers-eager": (), "liger": ("*_moe_bwd_dW1_kernel*", "*_moe_bwd_dW2_kernel*")}
 RIVALS: dict[str, BackwardRival] = {
-    name: BackwardRival(FORWARD_RIVALS[name]) for name in ("grouped_mm", "transformers-eager")
+    name: BackwardRival(FORWARD_RIVALS[name], kernels) for name, kernels in _KERNELS.items()
 }

@@ -1,0 +1,175 @@
+"""Routing and experts as a layer of a model."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - PyTorch's own habit
+from torch import Tensor, nn
+
+from ..errors import InputError
+from ..moe.api import fused_moe
+from ..moe.inputs import check_flags
+from ..moe.plan import check_kernel_name
+from ..moe.problem import MoeProblem, columns_up
+from ..moe.routing import describe_routing, route
+
+
+class MoeLayer(nn.Module):
+    """A Mixture of Experts in the place of a multilayer perceptron: ``fused_moe`` of what ``route`` chooses.
+
+    Parameters are ``w_router`` ``[E, HID]``, ``w_gate_up`` ``[E, 2 * INTER, HID]`` (``[E, INTER, HID]`` where the
+    activation has no gate) and ``w_down`` ``[E, HID, INTER]``; with ``bias``, ``bias_gate_up`` and ``bias_down``; with
+    shared experts, ``shared_gate_up`` and ``shared_down``. With ``routing_bias`` there is a buffer ``routing_bias``
+    ``[E]`` fp32, which changes who is chosen and has no gradient (DeepSeek-V3): balance the load by adding to it.
+
+    Args:
+        hidden: size of a token.
+        inter: inner size of an expert.
+        experts: E.
+        top_k: experts a token.
+        activation: as in ``fused_moe``; so are alpha, limit, interleaved, batch_invariant and kernel.
+        alpha: likewise.
+        limit: likewise.
+        interleaved: likewise.
+        bias: whether both products have biases.
+        shared_experts: experts that every token goes to.
+        shared_inter: their inner size. Default: ``inter``.
+        score: as in ``route``; so are renormalize, groups, top_groups and scale.
+        renormalize: likewise.
+        groups: likewise.
+        top_groups: likewise.
+        scale: likewise.
+        routing_bias: whether there is one.
+        batch_invariant: as in ``fused_moe``.
+        kernel: likewise.
+        device: of the parameters.
+        dtype: of the parameters: fp16, bf16 or fp32.
+
+    Raises:
+        InputError: a size or option breaks the contract of ``fused_moe`` or ``route``.
+
+    Matrices begin uniform within one over the root of their inner size, as those of ``torch.nn.Linear``; biases at 0.
+    """
+
+    routing_bias: Tensor | None
+
+    def __init__(
+        self,
+        hidden: int,
+        inter: int,
+        experts: int,
+        top_k: int,
+        *,
+        activation: str = "swiglu",
+        alpha: float | None = None,
+        limit: float | None = None,
+        interleaved: bool = False,
+        bias: bool = False,
+        shared_experts: int = 0,
+        shared_inter: int | None = None,
+        score: str = "softmax",
+        renormalize: bool = True,
+        groups: int = 1,
+        top_groups: int = 1,
+        scale: float = 1.0,
+        routing_bias: bool = False,
+        batch_invariant: bool = False,
+        kernel: str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        shared_inter = inter if shared_inter is None else shared_inter
+        sizes: dict[str, Any] = {"hidden": hidden, "inter": inter, "experts": experts, "shared_inter": shared_inter}
+        for name, size in sizes.items():
+            if type(size) is not int or size < 1:
+                raise InputError(f"{name} must be an integer, 1 or more, got {size!r}")
+        if type(shared_experts) is not int or shared_experts < 0:
+            raise InputError(f"shared_experts must be an integer, 0 or more, got {shared_experts!r}")
+        flags = {"interleaved": interleaved, "bias": bias, "batch_invariant": batch_invariant}
+        check_flags(activation, flags, {"alpha": alpha, "limit": limit})
+        self.top_k = top_k
+        self.routing: dict[str, Any] = {
+            "score": score, "renormalize": renormalize, "groups": groups, "top_groups": top_groups, "scale": scale
+        }  # fmt: skip
+        self.options: dict[str, Any] = {
+            "activation": activation, "alpha": alpha, "limit": limit, "interleaved": interleaved,
+            "batch_invariant": batch_invariant, "kernel": kernel,
+        }  # fmt: skip
+        self._check(sizes, shared_experts)
+
+        def parameter(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+
+        rows = columns_up(inter, activation)
+        self.w_router = parameter(experts, hidden)
+        self.w_gate_up, self.w_down = parameter(experts, rows, hidden), parameter(experts, hidden, inter)
+        self.bias_gate_up = parameter(experts, rows) if bias else None
+        self.bias_down = parameter(experts, hidden) if bias else None
+        self.shared_gate_up = self.shared_down = None
+        if shared_experts:
+            self.shared_gate_up = parameter(shared_experts, columns_up(shared_inter, activation), hidden)
+            self.shared_down = parameter(shared_experts, hidden, shared_inter)
+        added = torch.zeros(experts, device=device, dtype=torch.float32) if routing_bias else None
+        self.register_buffer("routing_bias", added)
+        self.reset_parameters()
+
+    def _check(self, sizes: dict[str, Any], shared_experts: int) -> None:
+        """Raise what ``route`` and ``fused_moe`` would, before a parameter is made."""
+        describe_routing(torch.empty(0, sizes["experts"], device="cpu"), self.top_k, **self.routing)
+        check_kernel_name(self.options["kernel"])
+        named: dict[str, Any] = {name: self.options[name] for name in ("activation", "interleaved", "batch_invariant")}
+        named.update({name: float(self.options[name] or 0.0) for name in ("alpha", "limit")})
+        shared_inter = sizes.pop("shared_inter") if shared_experts else 0
+        sizes.pop("shared_inter", None)
+        MoeProblem(
+            tokens=0, top_k=self.top_k, dtype="fp32", shared_experts=shared_experts, shared_inter=shared_inter,
+            **sizes, **named,
+        )  # fmt: skip
+
+    def reset_parameters(self) -> None:
+        """Draw all matrices anew, and set biases to 0."""
+        for name, parameter in self.named_parameters():
+            if name.startswith("bias_"):
+                nn.init.zeros_(parameter)
+            else:
+                bound = 1 / math.sqrt(parameter.shape[-1])
+                nn.init.uniform_(parameter, -bound, bound)
+
+    def forward(self, x: Tensor, *, return_logits: bool = False) -> Tensor | tuple[Tensor, Tensor]:
+        """Send every token through its experts.
+
+        Args:
+            x: ``[..., HID]`` in the dtype of the parameters; under autocast in any.
+            return_logits: return those of the router too, for losses that balance the load.
+
+        Returns:
+            ``[..., HID]``; with ``return_logits`` also ``[T, E]``, a row for each token of x in their order.
+        """
+        tokens = x.reshape(-1, x.shape[-1])
+        logits = F.linear(tokens, self.w_router)
+        bias = None if self.routing_bias is None else self.routing_bias.float()
+        weights, ids = route(logits, self.top_k, bias=bias, **self.routing)
+        out = fused_moe(
+            tokens,
+            self.w_gate_up,
+            self.w_down,
+            weights,
+            ids,
+            bias_gate_up=self.bias_gate_up,
+            bias_down=self.bias_down,
+            shared_gate_up=self.shared_gate_up,
+            shared_down=self.shared_down,
+            **self.options,
+        ).view(x.shape)
+        return (out, logits) if return_logits else out
+
+    def extra_repr(self) -> str:
+        """Return its sizes, for ``print``."""
+        experts, hidden, inter = self.w_down.shape
+        more = f", shared_experts={self.shared_down.shape[0]}" if self.shared_down is not None else ""
+        activation = self.options["activation"]
+        return f"hidden={hidden}, inter={inter}, experts={experts}, top_k={self.top_k}, activation={activation}{more}"

@@ -1,0 +1,145 @@
+"""Our experts in Hugging Face transformers, behind ``experts_implementation="flashmoe_science"``.
+
+    from flashmoe_science.integrations.transformers_experts import register_experts
+    model = AutoModelForCausalLM.from_pretrained(..., experts_implementation=register_experts())
+
+Routing stays the model's own; weights are taken as they lie, nothing is copied.
+
+Source: transformers 5, integrations/moe.py, for what is asked of an implementation and what a module says of itself.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError, MissingPackageError, UnsupportedError
+from ..moe.api import fused_moe
+
+# By the class of ``act_fn``: the activation with a gate, and without one. None: there is no such kernel.
+_ACTIVATIONS: dict[str, tuple[str | None, str]] = {
+    "SiLU": ("swiglu", "silu"),
+    "SiLUActivation": ("swiglu", "silu"),
+    "GELUActivation": ("geglu", "gelu"),
+    "GELUTanh": ("geglu_tanh", "gelu_tanh"),
+    "NewGELUActivation": ("geglu_tanh", "gelu_tanh"),
+    "ReLUSquaredActivation": (None, "relu2"),
+}
+_DEFAULT_GATE = "_default_apply_gate"
+# Experts whose gate is gpt-oss's: where they have alpha and limit, and whether gate and up take turns. By their very
+# class: what inherits from one may have another gate.
+_CLAMPED_GATES = {
+    "GptOssExperts": ("alpha", "limit", True),
+    "MiniMaxM3VLExperts": ("swiglu_alpha", "swiglu_limit", False),
+    "OpenAIPrivacyFilterExperts": ("alpha", "limit", False),
+}
+_THEIRS = ("eager", "batched_mm", "grouped_mm", "deepgemm", "sonicmoe")
+
+
+def register_experts(name: str = "flashmoe_science", *, batch_invariant: bool = False, kernel: str = "auto") -> str:
+    """Let models be made with ``experts_implementation=name``, and return the name.
+
+    Args:
+        name: of the implementation.
+        batch_invariant: as in ``fused_moe``.
+        kernel: that serves it, as in ``fused_moe``.
+
+    Raises:
+        InputError: the name is one of transformers' own.
+        MissingPackageError: transformers is not installed, or too old.
+    """
+    try:
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+    except ImportError as error:
+        raise MissingPackageError(
+            f"transformers cannot be imported: {error}", hint='pip install "transformers>=5"'
+        ) from error
+
+    if name in _THEIRS:
+        raise InputError(f"name must not be one of transformers' own, {', '.join(_THEIRS)}, got {name!r}")
+    ALL_EXPERTS_FUNCTIONS.register(name, functools.partial(run_experts, batch_invariant=batch_invariant, kernel=kernel))
+    return name
+
+
+def run_experts(
+    module: torch.nn.Module,
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    *,
+    batch_invariant: bool = False,
+    kernel: str = "auto",
+) -> Tensor:
+    """Do what the forward of an experts module does.
+
+    Args:
+        module: the experts: ``gate_up_proj`` ``[E, 2 * INTER, HID]`` or ``up_proj`` ``[E, INTER, HID]``, ``down_proj``
+            ``[E, HID, INTER]``, transposed where ``is_transposed``, and biases ``gate_up_proj_bias`` and so on where
+            ``has_bias``.
+        hidden_states: ``[T, HID]``.
+        top_k_index: ``[T, K]``, int32 or int64; ``E`` stands for an expert of another GPU, and contributes nothing.
+        top_k_weights: ``[T, K]`` fp16, bf16 or fp32.
+        batch_invariant: as in ``fused_moe``.
+        kernel: as in ``fused_moe``.
+
+    Returns:
+        ``[T, HID]``.
+
+    Raises:
+        UnsupportedError: the module's activation, gate or norm has no kernel.
+        InputError: weights are of another dtype than the tokens, such as quantised ones.
+    """
+    if getattr(module, "has_post_expert_norm", False):
+        raise UnsupportedError(
+            f"{type(module).__name__} norms what each expert makes, which is not served", hint=_hint(module)
+        )
+    which: Any = module
+    prefix = "gate_up_proj" if which.has_gate else "up_proj"
+    up, down = getattr(which, prefix), which.down_proj
+    if which.is_transposed:
+        up, down = up.transpose(1, 2), down.transpose(1, 2)
+    options = _activation_of(which)
+    if which.has_bias:
+        options.update(bias_gate_up=getattr(which, f"{prefix}_bias"), bias_down=which.down_proj_bias)
+    return fused_moe(
+        hidden_states,
+        up,
+        down,
+        top_k_weights.contiguous(),
+        top_k_index.contiguous(),
+        **options,
+        batch_invariant=batch_invariant,
+        kernel=kernel,
+    )
+
+
+def _activation_of(module: Any) -> dict[str, Any]:
+    """Return the options of ``fused_moe`` that are what the module does between its products."""
+    if module.has_gate:
+        kind = type(module).__name__
+        if kind in _CLAMPED_GATES:
+            alpha, limit, interleaved = _CLAMPED_GATES[kind]
+            return {
+                "activation": "swiglu_clamped",
+                "alpha": getattr(module, alpha),
+                "limit": getattr(module, limit),
+                "interleaved": interleaved,
+            }
+        if type(module)._apply_gate.__name__ != _DEFAULT_GATE:  # noqa: SLF001 - the name that transformers gives it
+            raise UnsupportedError(f"the gate of {kind} is not served", hint=_hint(module))
+    act = type(module.act_fn).__name__
+    name = _ACTIVATIONS.get(act, (None, None))[0 if module.has_gate else 1]
+    if name is None:
+        what = "with" if module.has_gate else "without"
+        raise UnsupportedError(
+            f"{act} is not served as the activation of experts {what} a gate ({type(module).__name__})",
+            hint=_hint(module),
+        )
+    return {"activation": name}
+
+
+def _hint(module: torch.nn.Module) -> str:
+    return f'experts_implementation="grouped_mm" serves {type(module).__name__}'

@@ -1,0 +1,137 @@
+"""The layer: what it computes, what it learns, and what it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812 - PyTorch's own habit
+
+from flashmoe_science import InputError, MoeLayer
+from flashmoe_science.moe import reference
+
+WAYS: dict[str, dict[str, Any]] = {
+    "mixtral": {},
+    "gpt-oss": {"activation": "swiglu_clamped", "interleaved": True, "bias": True, "alpha": 1.5, "limit": 0.5},
+    "deepseek": {
+        "score": "sigmoid", "groups": 4, "top_groups": 2, "scale": 2.5, "routing_bias": True, "shared_experts": 2,
+        "shared_inter": 12,
+    },
+    "no gate": {"activation": "relu2", "renormalize": False, "shared_experts": 1},
+}  # fmt: skip
+
+
+def make(way: str, **more: Any) -> MoeLayer:
+    torch.manual_seed(0)
+    layer = MoeLayer(16, 24, 8, 3, **{**WAYS[way], **more})
+    with torch.no_grad():
+        for name, tensor in [*layer.named_parameters(), *layer.named_buffers()]:
+            if "bias" in name:
+                tensor.normal_()
+    return layer
+
+
+def by_reference(layer: MoeLayer, x: torch.Tensor) -> torch.Tensor:
+    """Compute the same in fp64 by the functions that say what the words mean."""
+    tokens = x.double().flatten(0, -2)
+    logits = tokens @ layer.w_router.double().t()
+    weights, ids = reference.route(logits, layer.top_k, bias=layer.routing_bias, **layer.routing, dtype=torch.float64)
+    options = {
+        name: getattr(layer, name) for name in ("bias_gate_up", "bias_down", "shared_gate_up", "shared_down")
+    }  # fmt: skip
+    options.update({name: layer.options[name] or 0.0 for name in ("alpha", "limit")})
+    options.update({name: layer.options[name] for name in ("activation", "interleaved")})
+    out = reference.fused_moe(tokens, layer.w_gate_up, layer.w_down, weights, ids, **options, dtype=torch.float64)
+    return out.view(x.shape)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_it_is_routing_and_experts(way):
+    layer, x = make(way), torch.randn(2, 5, 16)
+    out, logits = layer(x, return_logits=True)
+    assert out.shape == x.shape
+    assert logits.shape == (10, 8)
+    torch.testing.assert_close(out.double(), by_reference(layer, x), rtol=1e-5, atol=1e-5)
+    assert torch.equal(layer(x), out)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_parameter_learns(way):
+    """Its gradients are those of the reference, the router's too."""
+    layer, x = make(way), torch.randn(9, 16, requires_grad=True)
+    leaves = {"x": x, **dict(layer.named_parameters())}
+    found = torch.autograd.grad(layer(x).square().sum(), [*leaves.values()])
+    exact = torch.autograd.grad(by_reference(layer, x).square().sum(), [*leaves.values()])
+    for name, mine, theirs in zip(leaves, found, exact, strict=True):
+        assert mine.abs().sum() > 0, name
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4, msg=f"{name} differs")
+
+
+def test_no_tokens_and_one():
+    layer = make("deepseek")
+    assert layer(torch.randn(3, 0, 16)).shape == (3, 0, 16)
+    x = torch.randn(16)
+    torch.testing.assert_close(layer(x).double(), by_reference(layer, x[None])[0], rtol=1e-5, atol=1e-5)
+
+
+def test_it_compiles_and_trains_under_autocast():
+    layer, x = make("gpt-oss"), torch.randn(4, 6, 16)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    found = []
+    for function in (layer, compiled):
+        layer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            out = function(x)
+        assert out.dtype == torch.bfloat16
+        F.mse_loss(out.float(), x).backward()
+        found.append({name: p.grad.clone() for name, p in layer.named_parameters() if p.grad is not None})
+    assert found[0].keys() == dict(layer.named_parameters()).keys()
+    for name, gradient in found[0].items():
+        assert gradient.dtype == torch.float32
+        assert torch.equal(gradient, found[1][name]), name
+
+
+def test_the_routing_bias_chooses_and_is_saved():
+    layer = make("deepseek", routing_bias=True)
+    assert "routing_bias" in layer.state_dict()
+    assert "routing_bias" not in dict(layer.named_parameters())
+    layer.get_buffer("routing_bias").copy_(torch.tensor([9.0, 9, 9, 9, 0, 0, 0, 0]))
+    layer(torch.randn(20, 16)).square().sum().backward()
+    gradient = layer.w_down.grad
+    assert gradient is not None
+    used = gradient.flatten(1).abs().sum(-1) > 0
+    assert used[:4].any()
+    assert not used[4:].any()
+    assert MoeLayer(16, 24, 8, 3).routing_bias is None
+
+
+def test_it_is_made_on_any_device_in_any_dtype():
+    layer = MoeLayer(16, 24, 8, 3, bias=True, device="meta", dtype=torch.bfloat16)
+    assert {(p.device.type, p.dtype) for p in layer.parameters()} == {("meta", torch.bfloat16)}
+    assert str(MoeLayer(16, 24, 8, 3, shared_experts=2)) == (
+        "MoeLayer(hidden=16, inter=24, experts=8, top_k=3, activation=swiglu, shared_experts=2)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden": 0}, "hidden must be an integer, 1 or more, got 0"),
+        ({"inter": 2.5}, "inter must be an integer, 1 or more, got 2.5"),
+        ({"experts": True}, "experts must be an integer, 1 or more, got True"),
+        ({"shared_inter": 0}, "shared_inter must be an integer, 1 or more, got 0"),
+        ({"shared_experts": -1}, "shared_experts must be an integer, 0 or more, got -1"),
+        ({"top_k": 9}, "top_k must be at most the 8 experts, got 9"),
+        ({"groups": 3}, "groups must divide the 8 experts, got 3"),
+        ({"activation": "relu"}, "activation must be one of swiglu, .*, got 'relu'"),
+        ({"activation": "relu2", "interleaved": True}, "interleaved must be False for relu2, which has no gate"),
+        ({"alpha": 1.0}, "alpha must be None for swiglu, got 1.0"),
+        ({"bias": 1}, "bias must be True or False, got 1"),
+        ({"kernel": "fast"}, "kernel must be auto or one of gemv_triton, .*, got 'fast'"),
+    ],
+)
+def test_what_it_cannot_be_is_refused_when_it_is_made(change, message):
+    sizes = {"hidden": 16, "inter": 24, "experts": 8, "top_k": 3}
+    with pytest.raises(InputError, match=message):
+        MoeLayer(**{**sizes, **change})
