@@ -99,7 +99,6 @@ class Args:
     BLOCK_M: gl.constexpr
     STAGES: gl.constexpr
     IS_CAUSAL: gl.constexpr
-    IS_ORDERED: gl.constexpr
     D: gl.constexpr
     DV: gl.constexpr
 
@@ -211,23 +210,18 @@ def _write_partition(a, FIRST: gl.constexpr):
         steps = tiles_m - first
         for j in range((i + FIRST) & 1, a.GROUP * steps, 2):
             tile = a.query_head(head, j // steps) * tiles_m + (tiles_m - 1 - j % steps)
-            if a.IS_ORDERED:
-                while poll(a.turn_ptr + tile) != n:
-                    pass
+            while poll(a.turn_ptr + tile) != n:
+                pass
             named_barrier("sync", FULL + FIRST, 128 * a.WARPGROUPS + 32)
             row = tile * (128 * a.WARPGROUPS)
-            if a.IS_ORDERED:
-                if n == 0:
-                    tma_store(a.dq_desc, [row, 0], buf)
-                else:
-                    tma_add(a.dq_desc, [row, 0], buf)
+            if n == 0:
+                tma_store(a.dq_desc, [row, 0], buf)
             else:
                 tma_add(a.dq_desc, [row, 0], buf)
             wait_until_read()
             mbarrier.arrive(a.written_bars.index(FIRST))
-            if a.IS_ORDERED:
-                wait_until_added()
-                raise_counter(a.turn_ptr + tile)
+            wait_until_added()
+            raise_counter(a.turn_ptr + tile)
         i += a.GROUP * steps
         t += 1
         key_tile = a.key_tile(t, 1)
@@ -405,7 +399,7 @@ def _backward_sm90_kernel(
     dk_desc,  # [B, HK, Sk, D]
     dv_desc,  # [B, HK, Sk, DV]
     stats_desc,  # [B * H * tiles_m * 2 * BLOCK_M] fp32: of a query tile LSE * log2(e), then delta
-    dq_desc,  # [B * H * tiles_m * 128 * WARPGROUPS, 32] fp32; 0 before if unordered
+    dq_desc,  # [B * H * tiles_m * 128 * WARPGROUPS, 32] fp32
     turn_ptr,  # [B * H * tiles_m + 1] int32, 0 before; the last counts key tiles that were drawn
     heads, heads_kv, seqlen_q, seqlen_k, tiles_m, tiles_n, heads_total, heads_per_group,
     scale_log2,  # scale * log2(e)
@@ -414,7 +408,6 @@ def _backward_sm90_kernel(
     WARPGROUPS: gl.constexpr,  # that multiply matrices; 64 keys each
     STAGES: gl.constexpr,  # query tiles in flight
     IS_CAUSAL: gl.constexpr,
-    IS_ORDERED: gl.constexpr,  # dQ is added in one order, so its bits do not vary
     MATRIX_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Compute dK and dV of 64 * WARPGROUPS keys and add what they give to dQ. Grid: any."""
@@ -447,7 +440,7 @@ def _backward_sm90_kernel(
         ready_bars, written_bars, gl.allocate_shared_memory(gl.int32, [TILES, 1], tile_layout), tile_bars,
         heads, heads_kv, seqlen_q, seqlen_k, tiles_m, tiles_n, heads_total, heads_per_group,
         scale_log2, scale,
-        GROUP, WARPGROUPS, BLOCK_M, STAGES, IS_CAUSAL, IS_ORDERED, D, DV,
+        GROUP, WARPGROUPS, BLOCK_M, STAGES, IS_CAUSAL, D, DV,
     )  # fmt: skip
     R: gl.constexpr = MATRIX_REGISTERS
     gl.warp_specialize(
