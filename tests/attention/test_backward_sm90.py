@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
 import re
@@ -220,17 +219,18 @@ def test_each_call_has_counters_and_sums_of_its_own(monkeypatch):
     assert before["dlse"] != tensors["dlse"].data_ptr(), "it is not contiguous"
     assert [main["dk"], main["dv"], after["dq"]] == [found[name].data_ptr() for name in "kvq"]
     assert before["stats"] == main["stats"]
-    assert before["acc"] == main["acc"] == after["acc"]
+    assert main["acc"] == after["acc"]
     assert before["turns"] == main["turns"] == after["turns"]
     assert isinstance(plan.config, HopperBackwardConfig)
     sizes = scratch_sizes(plan.problem, plan.config)
     by_address = {tensor.data_ptr(): tensor for tensor in made}
     for name, size in sizes.items():
-        assert by_address[before[name]].numel() == size
-        assert by_address[before[name]].dtype == (torch.int32 if name == "turns" else torch.float32)
+        assert by_address[main[name]].numel() == size
+        assert by_address[main[name]].dtype == (torch.int32 if name == "turns" else torch.float32)
     launches.given.clear()
     call(tensors)  # while the memory of the first is in use
-    assert launches.given[0][4:7] != (before["stats"], before["acc"], before["turns"])
+    again = dict(zip(HOPPER_TENSORS[1], launches.given[1], strict=True))
+    assert [name for name in sizes if again[name] == main[name]] == []
 
 
 def test_the_passes_around_it_interpreted():
@@ -246,16 +246,16 @@ def test_the_passes_around_it_interpreted():
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "head_dim_v", "dtype", "causal", "deterministic"),
+    ("head_dim", "head_dim_v", "dtype", "causal"),
     [
-        (128, 128, "bf16", True, True),
-        (64, 64, "fp16", False, True),
-        (104, 40, "bf16", True, False),
-        (256, 256, "bf16", True, True),
-        (192, 128, "fp16", False, True),
+        (128, 128, "bf16", True),
+        (64, 64, "fp16", False),
+        (104, 40, "bf16", True),
+        (256, 256, "bf16", True),
+        (192, 128, "fp16", False),
     ],
 )
-def test_kernels_compile(head_dim, head_dim_v, dtype, causal, deterministic, tmp_path):
+def test_kernels_compile(head_dim, head_dim_v, dtype, causal, tmp_path):
     """Within shared memory; the products of a step side by side, and nothing spilled beside them."""
     from flashmoe_science.attention.backward_gluon_sm90 import FREE
 
@@ -263,8 +263,6 @@ def test_kernels_compile(head_dim, head_dim_v, dtype, causal, deterministic, tmp
         head_dim=head_dim, head_dim_v=head_dim_v, dtype=dtype, causal=causal, asked={"has_dlse": True},
         kernel="backward_gluon_sm90",
     )  # fmt: skip
-    assert isinstance(plan.config, HopperBackwardConfig)
-    plan = dataclasses.replace(plan, config=dataclasses.replace(plan.config, deterministic=deterministic))
     before, main, after = prepare_backward_kernels(plan)
     for kernel, promised in zip((before, main, after), plan.launches, strict=True):
         compiled = compile_kernel(kernel.source, 90)

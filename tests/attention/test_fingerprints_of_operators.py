@@ -90,7 +90,7 @@ GRADIENTS: list[tuple[str, str, str, bool, bool]] = [  # the last two: those of 
     ("attention_train.operator", *SAVED, False, True),
     ("attention.api", "pq, pk, pv = q.data_ptr()", "q = q.contiguous()\n    pq, pk, pv = q.data_ptr()", False, True),
     ("attention.forward_gluon_sm90", "gl.constexpr(1024.0)", "gl.constexpr(512.0)", False, True),
-    ("attention.backward_triton", "tl.exp2(s - lse)", "tl.exp2(lse - s)", False, False),
+    ("attention.backward_primitives", "tl.exp2(s - lse)", "tl.exp2(lse - s)", False, False),
     ("attention.backward_wide_gluon_sm90", "import ", "import string\nimport ", False, False),
     ("attention.backward_plan", "it is the one for Hopper", "it was made for Hopper", False, False),
     ("attention.backward_sm90", "# numbers in 128 bytes", "# in 128 bytes", False, False),

@@ -15,6 +15,7 @@ from typing import Any
 
 from flashmoe_science.attention import forward_features_gluon_sm90 as kernel
 from flashmoe_science.attention.features_plan import features_config, heads_fit, heads_together
+from flashmoe_science.attention.features_primitives_sm90 import _ROW, Args
 from flashmoe_science.attention.problem import AttentionProblem
 from flashmoe_science.gpu.specs import SPECS
 
@@ -122,7 +123,7 @@ class Walk:
     def _methods(self, names: dict[str, Any], **more: Any) -> Any:
         a = types.SimpleNamespace(**self.arguments, **more)
         for name in ("count_tiles", "deal", "place", "queries_of", "keys_of", "key_tiles", "unmasked_tiles"):
-            setattr(a, name, types.MethodType(_copy(getattr(kernel.Args, name), names), a))
+            setattr(a, name, types.MethodType(_copy(getattr(Args, name), names), a))
         a.sequence = lambda rank, what: self.sequences[rank][what] if self.sequences else None
         ends = [sequence[0] for sequence in self.sequences or ()]
         a.find = lambda rank, tile: next(r for r in range(rank, len(ends)) if tile < ends[r])  # there: 32 at a time
@@ -165,7 +166,7 @@ class Walk:
             "draw": draw, "collect": collect,
             "slot_of": lambda i, stages: i % stages, "lap_of": lambda i, stages: i // stages,
         }  # fmt: skip
-        rows = types.SimpleNamespace(put=put, publish=lambda n, row: put(n, kernel._ROW.value, row))
+        rows = types.SimpleNamespace(put=put, publish=lambda n, row: put(n, _ROW.value, row))
         a = self._methods(
             names, row_tiles=rows, q_ring=ring("q"), k_ring=ring("k"), v_ring=ring("v"),
             **dict.fromkeys(("q_desc", "k_desc", "v_desc", "q_more_desc", "k_more_desc", "v_more_desc", "counter_ptr")),

@@ -34,16 +34,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..gpu.gluon_sm90 import copy_of, draw, lap_of, named_barrier, opaque, slot_of
+from ..gpu.gluon_sm90 import copy_of, lap_of, named_barrier, opaque, slot_of
 from ..gpu.gluon_versions import aggregate, tma_load, tma_store
 from ..gpu.tma_reduce import tma_add
-from .hopper_primitives import (
+from .backward_primitives_sm90 import (
+    KeyTiles,
+    as_added,
+    make_key_tiles,
     mask_scores,
     pack,
     poll,
     raise_counter,
     unpack,
     unpack_wide,
+    wait_for_kernel_before,
     wait_until_added,
     wait_until_read,
 )
@@ -56,8 +60,6 @@ KV_FREE = gl.constexpr(8)
 FULL = gl.constexpr(9)  # a tile of dQ lies in shared memory: two
 READY = gl.constexpr(11)  # dS of the other warpgroups: two for each warpgroup
 END = gl.constexpr(15)
-# A writer may be behind the producer by as many key tiles as have five steps, and those may be five.
-TILES = gl.constexpr(8)
 
 
 @aggregate
@@ -82,16 +84,12 @@ class Args:
     dq_bufs: gl.shared_memory_descriptor  # [2, 128 * WARPGROUPS, 32] fp32
     ready_bars: gl.shared_memory_descriptor  # [STAGES + 2]: slots of the ring, K, V
     written_bars: gl.shared_memory_descriptor  # [2]: a tile of dQ was read by TMA
-    tile_bufs: gl.shared_memory_descriptor  # [TILES, 1] int32: the key tiles of this program, -1 behind the last
-    tile_bars: gl.shared_memory_descriptor  # [TILES]: it is there
+    key_tiles: KeyTiles
     heads: gl.tensor  # query heads of a sequence
     heads_kv: gl.tensor
     seqlen_q: gl.tensor
     seqlen_k: gl.tensor
     tiles_m: gl.tensor
-    tiles_n: gl.tensor
-    heads_total: gl.tensor  # K/V heads of all sequences
-    heads_per_group: gl.tensor  # K/V heads whose key tiles take turns in the order of programs
     scale_log2: gl.tensor
     scale: gl.tensor
     GROUP: gl.constexpr  # query heads that share one K/V head
@@ -99,29 +97,8 @@ class Args:
     BLOCK_M: gl.constexpr
     STAGES: gl.constexpr
     IS_CAUSAL: gl.constexpr
-    IS_ORDERED: gl.constexpr
     D: gl.constexpr
     DV: gl.constexpr
-
-    @gluon.jit
-    def key_tile(self, t, WARPS: gl.constexpr):
-        """Wait until the t-th key tile of this program is known, and return its number."""
-        slot, lap = slot_of(t, TILES), lap_of(t, TILES)
-        mbarrier.wait(self.tile_bars.index(slot), lap & 1)
-        tile = gl.max(self.tile_bufs.index(slot).load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
-        # All lanes have it. Read so, ptxas knows, and keeps what depends on it in registers that a warp shares.
-        asm: gl.constexpr = "redux.sync.max.s32 $0, $1, 0xffffffff;"
-        return gl.inline_asm_elementwise(asm, "=r,r", [tile], dtype=gl.int32, is_pure=False, pack=1)
-
-    @gluon.jit
-    def locate(self, tile):
-        """Return K/V head (of all sequences) and key tile: in a group of heads, first the first key tile of each."""
-        tiles_n = copy_of(self.tiles_n)
-        per_group = self.heads_per_group * tiles_n
-        group = tile // per_group
-        width = gl.minimum(self.heads_per_group, self.heads_total - group * self.heads_per_group)
-        rest = tile - group * per_group
-        return group * self.heads_per_group + rest % width, rest // width
 
     @gluon.jit
     def first_query_tile(self, n):
@@ -138,34 +115,17 @@ class Args:
 
 
 @gluon.jit
-def _draw_key_tile(a):
-    """Return the next key tile that no program has drawn, or -1; all that it waits for were drawn before."""
-    ticket = draw(a.turn_ptr + a.heads * (a.heads_total // a.heads_kv) * a.tiles_m)  # behind the turns
-    ticket = gl.inline_asm_elementwise(
-        "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", "=r,r", [ticket], dtype=gl.int32, is_pure=False, pack=1
-    )
-    return gl.where(ticket < a.tiles_n * a.heads_total, ticket, -1)
-
-
-@gluon.jit
-def _publish(a, t, tile):
-    """Say which the t-th key tile of this program is."""
-    slot = slot_of(t, TILES)
-    a.tile_bufs.index(slot).store(gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0])) + tile)
-    mbarrier.arrive(a.tile_bars.index(slot))
-
-
-@gluon.jit
 def _load_partition(a):
     """Copy K and V, then Q, dO and the rows' numbers of all query tiles, for all key tiles of this program."""
     # All before this wait ran while the kernel before was ending. The others do nothing before they know a key tile.
-    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    wait_for_kernel_before()
     i = 0  # query tiles so far
     t = 0  # key tiles so far
-    tile = _draw_key_tile(a)
+    counter_ptr = a.turn_ptr + a.heads * (a.key_tiles.heads_total // a.heads_kv) * a.tiles_m  # behind the turns
+    tile = a.key_tiles.draw(counter_ptr)
     while tile >= 0:
-        _publish(a, t, tile)
-        head, n = a.locate(tile)
+        a.key_tiles.publish(t, tile)
+        head, n = a.key_tiles.locate(tile)
         b, kv = head // a.heads_kv, head % a.heads_kv
         first, tiles_m = a.first_query_tile(n), copy_of(a.tiles_m)
         key = n * (ROWS * a.WARPGROUPS)
@@ -194,8 +154,8 @@ def _load_partition(a):
                 tma_load(a.do_desc, [b, h, m * a.BLOCK_M, 0], bar, a.do_bufs.index(slot))
                 i += 1
         t += 1
-        tile = _draw_key_tile(a)
-    _publish(a, t, -1)
+        tile = a.key_tiles.draw(counter_ptr)
+    a.key_tiles.publish(t, -1)
 
 
 @gluon.jit
@@ -204,33 +164,28 @@ def _write_partition(a, FIRST: gl.constexpr):
     buf = a.dq_bufs.index(FIRST)
     t = 0
     i = 0  # of the first step of the key tile
-    key_tile = a.key_tile(t, 1)
+    key_tile = a.key_tiles.wait(t, 1)
     while key_tile >= 0:
-        head, n = a.locate(key_tile)
+        head, n = a.key_tiles.locate(key_tile)
         first, tiles_m = a.first_query_tile(n), copy_of(a.tiles_m)
         steps = tiles_m - first
         for j in range((i + FIRST) & 1, a.GROUP * steps, 2):
             tile = a.query_head(head, j // steps) * tiles_m + (tiles_m - 1 - j % steps)
-            if a.IS_ORDERED:
-                while poll(a.turn_ptr + tile) != n:
-                    pass
+            while poll(a.turn_ptr + tile) != n:
+                pass
             named_barrier("sync", FULL + FIRST, 128 * a.WARPGROUPS + 32)
             row = tile * (128 * a.WARPGROUPS)
-            if a.IS_ORDERED:
-                if n == 0:
-                    tma_store(a.dq_desc, [row, 0], buf)
-                else:
-                    tma_add(a.dq_desc, [row, 0], buf)
+            if n == 0:
+                tma_store(a.dq_desc, [row, 0], buf)
             else:
                 tma_add(a.dq_desc, [row, 0], buf)
             wait_until_read()
             mbarrier.arrive(a.written_bars.index(FIRST))
-            if a.IS_ORDERED:
-                wait_until_added()
-                raise_counter(a.turn_ptr + tile)
+            wait_until_added()
+            raise_counter(a.turn_ptr + tile)
         i += a.GROUP * steps
         t += 1
-        key_tile = a.key_tile(t, 1)
+        key_tile = a.key_tiles.wait(t, 1)
 
 
 @gluon.jit
@@ -287,9 +242,7 @@ def _store_dq(dq, a, i, W: gl.constexpr):
     """Put a part of the dQ of step ``i`` where a writer takes it, in the order in which the threads hold it."""
     slot = i & 1
     mbarrier.wait(a.written_bars.index(slot), ((i >> 1) & 1) ^ 1)  # of the lap before; the first does not wait
-    x = dq.reshape([4, 2, 8, 8, 4, 2])  # warp, 8 rows further, row, column / 8, lane, column
-    x = x.permute((3, 0, 2, 4, 1, 5)).reshape([128, 32])
-    a.dq_bufs.index(slot).slice(W * 128, 128, dim=0).store(x)
+    a.dq_bufs.index(slot).slice(W * 128, 128, dim=0).store(as_added(dq))
     fence_async_shared()
     named_barrier("arrive", FULL + slot, 128 * a.WARPGROUPS + 32)
 
@@ -348,9 +301,9 @@ def _multiply_partition(a, W: gl.constexpr):
     v = a.v_bufs.index(opaque(W)).reshape([ROWS, a.DV])
     i = 0  # query tiles so far
     t = 0  # key tiles so far
-    tile = a.key_tile(t, 4)
+    tile = a.key_tiles.wait(t, 4)
     while tile >= 0:
-        head, n = a.locate(tile)
+        head, n = a.key_tiles.locate(tile)
         first, tiles_m = a.first_query_tile(n), copy_of(a.tiles_m)
         key = n * (ROWS * a.WARPGROUPS) + W * ROWS
         edge = tiles_m  # the first query tile that is not masked
@@ -393,7 +346,7 @@ def _multiply_partition(a, W: gl.constexpr):
         tma.store_wait(0)
         named_barrier("arrive", KV_FREE, 128 * a.WARPGROUPS + 32)
         t += 1
-        tile = a.key_tile(t, 4)
+        tile = a.key_tiles.wait(t, 4)
 
 
 @gluon.jit
@@ -405,7 +358,7 @@ def _backward_sm90_kernel(
     dk_desc,  # [B, HK, Sk, D]
     dv_desc,  # [B, HK, Sk, DV]
     stats_desc,  # [B * H * tiles_m * 2 * BLOCK_M] fp32: of a query tile LSE * log2(e), then delta
-    dq_desc,  # [B * H * tiles_m * 128 * WARPGROUPS, 32] fp32; 0 before if unordered
+    dq_desc,  # [B * H * tiles_m * 128 * WARPGROUPS, 32] fp32
     turn_ptr,  # [B * H * tiles_m + 1] int32, 0 before; the last counts key tiles that were drawn
     heads, heads_kv, seqlen_q, seqlen_k, tiles_m, tiles_n, heads_total, heads_per_group,
     scale_log2,  # scale * log2(e)
@@ -414,7 +367,6 @@ def _backward_sm90_kernel(
     WARPGROUPS: gl.constexpr,  # that multiply matrices; 64 keys each
     STAGES: gl.constexpr,  # query tiles in flight
     IS_CAUSAL: gl.constexpr,
-    IS_ORDERED: gl.constexpr,  # dQ is added in one order, so its bits do not vary
     MATRIX_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Compute dK and dV of 64 * WARPGROUPS keys and add what they give to dQ. Grid: any."""
@@ -430,10 +382,7 @@ def _backward_sm90_kernel(
     written_bars = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for bar in gl.static_range(2):
         mbarrier.init(written_bars.index(bar), count=1)
-    tile_bars = gl.allocate_shared_memory(gl.int64, [TILES, 1], mbarrier.MBarrierLayout())
-    for bar in gl.static_range(TILES):
-        mbarrier.init(tile_bars.index(bar), count=1)
-    tile_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    key_tiles = make_key_tiles(tiles_n, heads_total, heads_per_group)
     fence_async_shared()  # TMA, too, sees that the barriers are there
     a = Args(  # type: ignore[call-arg] # aggregate gives it a constructor
         q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, stats_desc, dq_desc, turn_ptr,
@@ -444,10 +393,9 @@ def _backward_sm90_kernel(
         gl.allocate_shared_memory(q_desc.dtype, [WARPGROUPS] + v_desc.block_type.shape, v_desc.layout),
         gl.allocate_shared_memory(q_desc.dtype, [2 * WARPGROUPS * BLOCK_M // 64, ROWS, 64], ds_layout),
         gl.allocate_shared_memory(gl.float32, [2] + dq_desc.block_type.shape, dq_desc.layout),
-        ready_bars, written_bars, gl.allocate_shared_memory(gl.int32, [TILES, 1], tile_layout), tile_bars,
-        heads, heads_kv, seqlen_q, seqlen_k, tiles_m, tiles_n, heads_total, heads_per_group,
+        ready_bars, written_bars, key_tiles, heads, heads_kv, seqlen_q, seqlen_k, tiles_m,
         scale_log2, scale,
-        GROUP, WARPGROUPS, BLOCK_M, STAGES, IS_CAUSAL, IS_ORDERED, D, DV,
+        GROUP, WARPGROUPS, BLOCK_M, STAGES, IS_CAUSAL, D, DV,
     )  # fmt: skip
     R: gl.constexpr = MATRIX_REGISTERS
     gl.warp_specialize(

@@ -31,7 +31,6 @@ class HopperBackwardConfig:
     keys: int = 128  # of a key tile: 64 of each warpgroup; of heads wider than 128, 64 that both share
     turns: int = 1  # writers that add to the same query tile
     num_stages: int = 2  # query tiles in flight
-    deterministic: bool = True
     # K/V heads whose first key tiles are drawn first, then their second ones... 132 programs then walk over the same
     # query tiles eight at a time: fewer, and Q, dO and dQ come from memory; more, and all wait for one another.
     heads_per_group: int = 16

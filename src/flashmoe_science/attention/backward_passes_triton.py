@@ -18,7 +18,6 @@ def _prepare_backward_kernel(
     lse_ptr,  # [B, H, Sq] fp32, natural log
     dlse_ptr,  # [B, H, Sq] fp32, if HAS_DLSE
     stats_ptr,  # [B * H * tiles_m, 2, BLOCK_M] fp32: LSE * log2(e), delta
-    acc_ptr,  # [B * H * tiles_m, BLOCK_M * D] fp32: dQ
     turn_ptr,  # [B * H * tiles_m * TURNS + 1] int32: turns, and how many key tiles were drawn
     stride_ob, stride_oh, stride_dob, stride_doh,  # in units of UNIT elements
     heads, seqlen_q, tiles_m,
@@ -28,12 +27,10 @@ def _prepare_backward_kernel(
     DV: tl.constexpr,
     BLOCK_DV: tl.constexpr,  # DV rounded up to a power of two
     BLOCK_M: tl.constexpr,
-    TILE: tl.constexpr,  # numbers of dQ of a query tile
     TURNS: tl.constexpr,  # of a query tile
     HAS_DLSE: tl.constexpr,
-    HAS_TO_ZERO: tl.constexpr,  # dQ; else its first key tile stores
 ):  # fmt: skip
-    """Compute the numbers of a query tile's rows, and make its turn (and dQ) 0. Grid: (B * H * tiles_m,).
+    """Compute the numbers of a query tile's rows, and make its turns 0. Grid: (B * H * tiles_m,).
 
     From the last tile to the first, as the next kernel starts with the first heads: what it reads still lies in L2.
     """
@@ -59,8 +56,6 @@ def _prepare_backward_kernel(
     stats = stats_ptr + tile.to(tl.int64) * (2 * BLOCK_M) + tl.arange(0, BLOCK_M)
     tl.store(stats, lse)
     tl.store(stats + BLOCK_M, delta)
-    if HAS_TO_ZERO:
-        tl.store(acc_ptr + tile.to(tl.int64) * TILE + tl.arange(0, TILE), tl.zeros([TILE], tl.float32))
     tl.store(turn_ptr + tile * TURNS + tl.arange(0, TURNS), tl.zeros([TURNS], tl.int32))
     if tile == 0:
         tl.store(turn_ptr + tl.num_programs(0) * TURNS, 0)
@@ -80,7 +75,6 @@ def _finish_dq_kernel(
     BLOCK_M: tl.constexpr,
     PARTS: tl.constexpr,  # of 64 rows by 64 columns
     TURNS: tl.constexpr,  # of a query tile
-    IS_ZEROED: tl.constexpr,  # dQ of tiles that see no key is 0; else it was never written
 ):  # fmt: skip
     """Scale a part of dQ and store it as a matrix. Grid: (B * H * tiles_m * PARTS,).
 
@@ -92,11 +86,8 @@ def _finish_dq_kernel(
     head = tile // tiles_m
     b, h = (head // heads).to(tl.int64), (head % heads).to(tl.int64)
     offs = tl.arange(0, 4096)
-    if IS_ZEROED:
-        acc = tl.load(acc_ptr + program.to(tl.int64) * 4096 + offs)
-    else:
-        written = tl.where(tl.load(turn_ptr + tile * TURNS) > 0, 4096, 0)
-        acc = tl.load(acc_ptr + program.to(tl.int64) * 4096 + offs, mask=offs < written, other=0.0)
+    written = tl.where(tl.load(turn_ptr + tile * TURNS) > 0, 4096, 0)  # dQ of tiles that see no key never was: it is 0
+    acc = tl.load(acc_ptr + program.to(tl.int64) * 4096 + offs, mask=offs < written, other=0.0)
     # columns / 8, warp, row, lane, 8 rows further, column -> rows, columns
     acc = acc.reshape(8, 4, 8, 4, 2, 2).permute(1, 4, 2, 0, 3, 5).reshape(64, 64)
     DOWN: tl.constexpr = BLOCK_M // 64  # parts of a tile that lie below one another; the others lie side by side

@@ -9,7 +9,8 @@ from ..gpu.compile import KernelSource
 from .backward_hopper_plan import HopperBackwardConfig
 from .backward_plan import DELTA_ROWS, DELTA_WARPS, BackwardConfig, BackwardPlan, Tile
 from .backward_problem import BackwardProblem
-from .backward_triton import _backward_bias_kernel, _backward_kv_kernel, _backward_q_kernel, _delta_kernel
+from .backward_q_triton import _backward_bias_kernel, _backward_q_kernel
+from .backward_triton import _backward_kv_kernel, _delta_kernel
 from .prepare import PreparedKernel, bias_alignment
 from .problem import LOG2_E, AttentionProblem
 from .tiles import block_dim

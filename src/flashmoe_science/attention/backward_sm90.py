@@ -23,7 +23,7 @@ from .prepare import PreparedKernel
 # Of each kernel, in the order of its arguments. ``stats``, ``acc`` and ``turns`` belong to one call; the first kernel
 # sets what the others count with, so nobody has to clear anything.
 HOPPER_TENSORS = (
-    ("o", "do", "lse", "dlse", "stats", "acc", "turns"),
+    ("o", "do", "lse", "dlse", "stats", "turns"),
     ("q", "k", "v", "do", "dk", "dv", "stats", "acc", "turns"),
     ("acc", "turns", "dq"),
 )
@@ -63,7 +63,7 @@ def _prepare(problem: BackwardProblem, config: HopperBackwardConfig, grid: tuple
         tuple(
             {
                 **dict.fromkeys(("o_ptr", "do_ptr"), f"*{p.dtype}"),
-                **dict.fromkeys(("lse_ptr", "dlse_ptr", "stats_ptr", "acc_ptr"), "*fp32"),
+                **dict.fromkeys(("lse_ptr", "dlse_ptr", "stats_ptr"), "*fp32"),
                 "turn_ptr": "*i32",
                 **dict.fromkeys(("stride_ob", "stride_oh", "stride_dob", "stride_doh"), "i64"),
                 **dict.fromkeys(("heads", "seqlen_q", "tiles_m"), "i32"),
@@ -77,13 +77,11 @@ def _prepare(problem: BackwardProblem, config: HopperBackwardConfig, grid: tuple
                 "DV": p.head_dim_v,
                 "BLOCK_DV": 1 << (p.head_dim_v - 1).bit_length(),
                 "BLOCK_M": config.block_m,
-                "TILE": config.block_m * hopper_backward_columns(problem)[0],
                 "TURNS": config.turns,
                 "HAS_DLSE": problem.has_dlse,
-                "HAS_TO_ZERO": not config.deterministic,
             }.items()
         ),
-        frozenset(("o_ptr", "do_ptr", "stats_ptr", "acc_ptr", "turn_ptr")),  # the LSE lies where autograd keeps it
+        frozenset(("o_ptr", "do_ptr", "stats_ptr", "turn_ptr")),  # the LSE lies where autograd keeps it
         config.prepare_warps,
     )
     tiles_m, _ = hopper_backward_tiles(problem, config)
@@ -109,9 +107,7 @@ def _main(problem: BackwardProblem, config: HopperBackwardConfig, grid: tuple[in
     scalars = {**dict.fromkeys(integers, "i32"), **dict.fromkeys(("scale_log2", "scale"), "fp32")}
     constants = {"GROUP": p.group, "IS_CAUSAL": p.causal, "MATRIX_REGISTERS": 240}
     if not is_wide(problem):
-        constants |= {
-            "WARPGROUPS": config.warpgroups, "STAGES": config.num_stages, "IS_ORDERED": config.deterministic,
-        }  # fmt: skip
+        constants |= {"WARPGROUPS": config.warpgroups, "STAGES": config.num_stages}
     source = KernelSource(
         _backward_wide_sm90_kernel if is_wide(problem) else _backward_sm90_kernel,
         tuple({**descriptors, "turn_ptr": "*i32", **scalars}.items()),
@@ -164,7 +160,6 @@ def _finish(problem: BackwardProblem, config: HopperBackwardConfig, grid: tuple[
                 "BLOCK_M": config.block_m,
                 "PARTS": config.block_m * hopper_backward_columns(problem)[0] // HOPPER_PART,
                 "TURNS": config.turns,
-                "IS_ZEROED": not config.deterministic,
             }.items()
         ),
         frozenset(("acc_ptr", "turn_ptr", "dq_ptr")),

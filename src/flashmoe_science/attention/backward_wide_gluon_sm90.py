@@ -21,16 +21,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..gpu.gluon_sm90 import copy_of, draw, lap_of, named_barrier, opaque, slot_of
+from ..gpu.gluon_sm90 import copy_of, lap_of, named_barrier, opaque, slot_of
 from ..gpu.gluon_versions import aggregate, tma_load, tma_store
 from ..gpu.tma_reduce import tma_add
-from .hopper_primitives import (
+from .backward_primitives_sm90 import (
+    KeyTiles,
+    as_added,
+    make_key_tiles,
     mask_scores,
     pack,
     poll,
     raise_counter,
     unpack,
     unpack_wide,
+    wait_for_kernel_before,
     wait_until_added,
     wait_until_read,
 )
@@ -40,7 +44,6 @@ ROWS = gl.constexpr(64)  # query rows of a step
 STAGES = gl.constexpr(2)  # of Q; dO has one
 BOTH = gl.constexpr(256)  # threads of the two warpgroups
 LINES = gl.constexpr(128)  # of 32 numbers, of 64 x 64 of dQ
-TILES = gl.constexpr(8)
 # Barriers of the hardware; Triton uses those before.
 Q_FREE = gl.constexpr(6)  # two
 DO_FREE = gl.constexpr(8)
@@ -75,42 +78,18 @@ class Args:
     dq_bufs: gl.shared_memory_descriptor  # [1, 2 * LINES, 32] fp32
     ready_bars: gl.shared_memory_descriptor  # [STAGES + 3]: slots of Q, dO, K, V
     written_bars: gl.shared_memory_descriptor  # [1]: half a tile of dQ was read by TMA
-    tile_bufs: gl.shared_memory_descriptor  # [TILES, 1] int32: the key tiles of this program, -1 behind the last
-    tile_bars: gl.shared_memory_descriptor  # [TILES]: it is there
+    key_tiles: KeyTiles
     heads: gl.tensor  # query heads of a sequence
     heads_kv: gl.tensor
     seqlen_q: gl.tensor
     seqlen_k: gl.tensor
     tiles_m: gl.tensor
-    tiles_n: gl.tensor
-    heads_total: gl.tensor  # K/V heads of all sequences
-    heads_per_group: gl.tensor  # K/V heads whose key tiles take turns in the order of programs
     scale_log2: gl.tensor
     scale: gl.tensor
     GROUP: gl.constexpr  # query heads that share one K/V head
     IS_CAUSAL: gl.constexpr
     D: gl.constexpr
     DV: gl.constexpr
-
-    @gluon.jit
-    def key_tile(self, t, WARPS: gl.constexpr):
-        """Wait until the t-th key tile of this program is known, and return its number."""
-        slot, lap = slot_of(t, TILES), lap_of(t, TILES)
-        mbarrier.wait(self.tile_bars.index(slot), lap & 1)
-        tile = gl.max(self.tile_bufs.index(slot).load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
-        # All lanes have it. Read so, ptxas knows, and keeps what depends on it in registers that a warp shares.
-        asm: gl.constexpr = "redux.sync.max.s32 $0, $1, 0xffffffff;"
-        return gl.inline_asm_elementwise(asm, "=r,r", [tile], dtype=gl.int32, is_pure=False, pack=1)
-
-    @gluon.jit
-    def locate(self, tile):
-        """Return K/V head (of all sequences) and key tile: in a group of heads, first the first key tile of each."""
-        tiles_n = copy_of(self.tiles_n)
-        per_group = self.heads_per_group * tiles_n
-        group = tile // per_group
-        width = gl.minimum(self.heads_per_group, self.heads_total - group * self.heads_per_group)
-        rest = tile - group * per_group
-        return group * self.heads_per_group + rest % width, rest // width
 
     @gluon.jit
     def first_query_tile(self, n):
@@ -134,35 +113,18 @@ class Args:
 
 
 @gluon.jit
-def _draw_key_tile(a):
-    """Return the next key tile that no program has drawn, or -1; all that it waits for were drawn before."""
-    ticket = draw(a.turn_ptr + 2 * (a.heads * (a.heads_total // a.heads_kv) * a.tiles_m))  # behind the turns
-    ticket = gl.inline_asm_elementwise(
-        "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", "=r,r", [ticket], dtype=gl.int32, is_pure=False, pack=1
-    )
-    return gl.where(ticket < a.tiles_n * a.heads_total, ticket, -1)
-
-
-@gluon.jit
-def _publish(a, t, tile):
-    """Say which the t-th key tile of this program is."""
-    slot = slot_of(t, TILES)
-    a.tile_bufs.index(slot).store(gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0])) + tile)
-    mbarrier.arrive(a.tile_bars.index(slot))
-
-
-@gluon.jit
 def _load_partition(a):
     """Copy K and V, then Q, the rows' numbers and dO of all query tiles, for all key tiles of this program."""
     # All before this wait ran while the kernel before was ending. The others do nothing before they know a key tile.
-    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    wait_for_kernel_before()
     i = 0  # query tiles so far
     t = 0  # key tiles so far
     do_bar = a.ready_bars.index(STAGES)
-    tile = _draw_key_tile(a)
+    counter_ptr = a.turn_ptr + 2 * (a.heads * (a.key_tiles.heads_total // a.heads_kv) * a.tiles_m)  # behind the turns
+    tile = a.key_tiles.draw(counter_ptr)
     while tile >= 0:
-        _publish(a, t, tile)
-        head, n = a.locate(tile)
+        a.key_tiles.publish(t, tile)
+        head, n = a.key_tiles.locate(tile)
         b, kv = head // a.heads_kv, head % a.heads_kv
         first, tiles_m = a.first_query_tile(n), copy_of(a.tiles_m)
         if t > 0:
@@ -190,8 +152,8 @@ def _load_partition(a):
                 tma_load(a.do_desc, [b, h, m * ROWS, 0], do_bar, a.do_bufs.index(0))
                 i += 1
         t += 1
-        tile = _draw_key_tile(a)
-    _publish(a, t, -1)
+        tile = a.key_tiles.draw(counter_ptr)
+    a.key_tiles.publish(t, -1)
 
 
 @gluon.jit
@@ -199,9 +161,9 @@ def _write_partition(a, HALF: gl.constexpr):
     """Add half of the dQ of every step to memory, when it is its turn: the key tiles before have added theirs."""
     buf = a.dq_bufs.index(0)
     t = 0
-    key_tile = a.key_tile(t, 1)
+    key_tile = a.key_tiles.wait(t, 1)
     while key_tile >= 0:
-        head, n = a.locate(key_tile)
+        head, n = a.key_tiles.locate(key_tile)
         first, tiles_m = a.first_query_tile(n), copy_of(a.tiles_m)
         steps = tiles_m - first
         for j in range(a.GROUP * steps):
@@ -220,7 +182,7 @@ def _write_partition(a, HALF: gl.constexpr):
             wait_until_added()
             raise_counter(turn_ptr)
         t += 1
-        key_tile = a.key_tile(t, 1)
+        key_tile = a.key_tiles.wait(t, 1)
 
 
 @gluon.jit
@@ -256,9 +218,7 @@ def _store_dq(dq, a, i, HALF: gl.constexpr, W: gl.constexpr):
     """Put 64 columns of the dQ of step ``i`` where a writer takes them, as the threads hold them."""
     number = 2 * i + HALF
     mbarrier.wait(a.written_bars.index(0), (number & 1) ^ 1)  # of the half before; the first does not wait
-    x = dq.reshape([4, 2, 8, 8, 4, 2])  # warp, 8 rows further, row, column / 8, lane, column
-    x = x.permute((3, 0, 2, 4, 1, 5)).reshape([128, 32])
-    a.dq_bufs.index(opaque(0)).slice(W * LINES, LINES, dim=0).store(x)
+    a.dq_bufs.index(opaque(0)).slice(W * LINES, LINES, dim=0).store(as_added(dq))
     fence_async_shared()
     named_barrier("arrive", FULL + HALF, BOTH + 32)
 
@@ -366,9 +326,9 @@ def _score_partition(a):
     dv_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, a.DV, 16])
     i = 0  # query tiles so far
     t = 0  # key tiles so far
-    tile = a.key_tile(t, 4)
+    tile = a.key_tiles.wait(t, 4)
     while tile >= 0:
-        head, n = a.locate(tile)
+        head, n = a.key_tiles.locate(tile)
         first = a.first_query_tile(n)
         edge = a.edge_query_tile(n, first)
         last = copy_of(a.tiles_m) - 1
@@ -394,7 +354,7 @@ def _score_partition(a):
         tma.store_wait(0)
         named_barrier("arrive", KV_FREE, BOTH + 32)
         t += 1
-        tile = a.key_tile(t, 4)
+        tile = a.key_tiles.wait(t, 4)
 
 
 @gluon.jit
@@ -405,9 +365,9 @@ def _gradient_partition(a):
     dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, a.D, 16])
     i = 0  # query tiles so far
     t = 0  # key tiles so far
-    tile = a.key_tile(t, 4)
+    tile = a.key_tiles.wait(t, 4)
     while tile >= 0:
-        head, n = a.locate(tile)
+        head, n = a.key_tiles.locate(tile)
         first = a.first_query_tile(n)
         last = copy_of(a.tiles_m) - 1
         dk = gl.zeros([KEYS, a.D], gl.float32, dk_layout)
@@ -428,7 +388,7 @@ def _gradient_partition(a):
         tma.store_wait(0)
         named_barrier("arrive", KV_FREE, BOTH + 32)
         t += 1
-        tile = a.key_tile(t, 4)
+        tile = a.key_tiles.wait(t, 4)
 
 
 @gluon.jit
@@ -460,10 +420,7 @@ def _backward_wide_sm90_kernel(
         mbarrier.init(ready_bars.index(bar), count=1)
     written_bars = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     mbarrier.init(written_bars.index(0), count=1)
-    tile_bars = gl.allocate_shared_memory(gl.int64, [TILES, 1], mbarrier.MBarrierLayout())
-    for bar in gl.static_range(TILES):
-        mbarrier.init(tile_bars.index(bar), count=1)
-    tile_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    key_tiles = make_key_tiles(tiles_n, heads_total, heads_per_group)
     fence_async_shared()  # TMA, too, sees that the barriers are there
     a = Args(  # type: ignore[call-arg] # aggregate gives it a constructor
         q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, stats_desc, dq_desc, turn_ptr,
@@ -475,8 +432,7 @@ def _backward_wide_sm90_kernel(
         gl.allocate_shared_memory(gl.int32, [1, 64, 32], p_layout),
         gl.allocate_shared_memory(q_desc.dtype, [2, KEYS, ROWS], ds_layout),
         gl.allocate_shared_memory(gl.float32, [1] + dq_desc.block_type.shape, dq_desc.layout),
-        ready_bars, written_bars, gl.allocate_shared_memory(gl.int32, [TILES, 1], tile_layout), tile_bars,
-        heads, heads_kv, seqlen_q, seqlen_k, tiles_m, tiles_n, heads_total, heads_per_group,
+        ready_bars, written_bars, key_tiles, heads, heads_kv, seqlen_q, seqlen_k, tiles_m,
         scale_log2, scale, GROUP, IS_CAUSAL, D, DV,
     )  # fmt: skip
     R: gl.constexpr = MATRIX_REGISTERS

@@ -51,7 +51,8 @@ _OF_KERNELS = frozenset(
     for module in (
         "append_triton", "decode_triton", "forward_gluon_sm90", "forward_short_gluon", "forward_triton", "merge_triton",
         "forward_features_gluon_sm90", "sequences_triton",
-        "backward_gluon_sm90", "backward_passes_triton", "backward_triton", "backward_wide_gluon_sm90",
+        "backward_gluon_sm90", "backward_passes_triton", "backward_q_triton", "backward_triton",
+        "backward_wide_gluon_sm90",
     )
 )  # fmt: skip
 _ASKING = frozenset(f"{_PACKAGE}.gpu.{module}" for module in ("counters", "device", "launch"))  # the machine

@@ -134,9 +134,13 @@ class _Once(torch.autograd.Function):
     """Gradients that may be asked to be differentiated again."""
 
     @staticmethod
-    def forward(_ctx: Any, options: Options, wanted: list[str], names: tuple[str, ...], *tensors: Tensor) -> Any:
+    def forward(options: Options, wanted: list[str], names: tuple[str, ...], *tensors: Tensor) -> Any:
         found = attention_gradients(options, dict(zip(names, tensors, strict=True)), wanted)
         return tuple(found[name] for name in wanted)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        """Keep nothing. torch.func, which differentiates everything that a backward does, asks for it."""
 
     @staticmethod
     def backward(_ctx: Any, *_gradients: Any) -> Any:

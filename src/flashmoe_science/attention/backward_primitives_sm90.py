@@ -1,13 +1,88 @@
-"""What both backward kernels for Hopper are built of, in Gluon: masks, P in 16 bits, and turns at adding to dQ."""
+"""What both backward kernels for Hopper are built of (Gluon): key tiles, masks, P in 16 bits, turns at adding to dQ."""
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from ..gpu.gluon_sm90 import copy_of
+from ..gpu.gluon_sm90 import copy_of, draw, lap_of, slot_of
+from ..gpu.gluon_versions import aggregate
 
 ROWS = gl.constexpr(64)  # keys that a warpgroup computes scores of
+# A writer may be behind the producer by as many key tiles as have five steps, and those may be five.
+_SLOTS = gl.constexpr(8)
+
+
+@aggregate
+class KeyTiles:
+    """The key tiles of this program, one after another: the producer draws them and says which they are."""
+
+    bufs: gl.shared_memory_descriptor  # [_SLOTS, 1] int32: numbers of key tiles, -1 behind the last
+    ready_bars: gl.shared_memory_descriptor  # [_SLOTS]
+    tiles_n: gl.tensor  # key tiles of a head
+    heads_total: gl.tensor  # K/V heads of all sequences
+    heads_per_group: gl.tensor  # K/V heads whose key tiles take turns in the order of programs
+
+    @gluon.jit
+    def draw(self, counter_ptr):
+        """Return the next key tile that no program has drawn, or -1; all that it waits for were drawn before."""
+        ticket = draw(counter_ptr)
+        ticket = gl.inline_asm_elementwise(
+            "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", "=r,r", [ticket], dtype=gl.int32, is_pure=False, pack=1
+        )
+        return gl.where(ticket < self.tiles_n * self.heads_total, ticket, -1)
+
+    @gluon.jit
+    def publish(self, t, tile):
+        """Say which the t-th key tile of this program is."""
+        slot = slot_of(t, _SLOTS)
+        self.bufs.index(slot).store(gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0])) + tile)
+        mbarrier.arrive(self.ready_bars.index(slot))
+
+    @gluon.jit
+    def wait(self, t, WARPS: gl.constexpr):
+        """Wait until the t-th key tile of this program is known, and return its number."""
+        slot, lap = slot_of(t, _SLOTS), lap_of(t, _SLOTS)
+        mbarrier.wait(self.ready_bars.index(slot), lap & 1)
+        tile = gl.max(self.bufs.index(slot).load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
+        # All lanes have it. Read so, ptxas knows, and keeps what depends on it in registers that a warp shares.
+        asm: gl.constexpr = "redux.sync.max.s32 $0, $1, 0xffffffff;"
+        return gl.inline_asm_elementwise(asm, "=r,r", [tile], dtype=gl.int32, is_pure=False, pack=1)
+
+    @gluon.jit
+    def locate(self, tile):
+        """Return K/V head (of all sequences) and key tile: in a group of heads, first the first key tile of each."""
+        tiles_n = copy_of(self.tiles_n)
+        per_group = self.heads_per_group * tiles_n
+        group = tile // per_group
+        width = gl.minimum(self.heads_per_group, self.heads_total - group * self.heads_per_group)
+        rest = tile - group * per_group
+        return group * self.heads_per_group + rest % width, rest // width
+
+
+@gluon.jit
+def make_key_tiles(tiles_n, heads_total, heads_per_group):
+    """Allocate what the key tiles of a program are told through."""
+    bars = gl.allocate_shared_memory(gl.int64, [_SLOTS, 1], mbarrier.MBarrierLayout())
+    for bar in gl.static_range(_SLOTS):
+        mbarrier.init(bars.index(bar), count=1)
+    layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    bufs = gl.allocate_shared_memory(gl.int32, [_SLOTS, 1], layout)
+    return KeyTiles(bufs, bars, tiles_n, heads_total, heads_per_group)  # type: ignore[call-arg] # aggregate gives it a constructor
+
+
+@gluon.jit
+def wait_for_kernel_before():
+    """Wait until the kernel before has ended; what stands before this ran beside its end."""
+    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def as_added(dq):
+    """Return 64 x 64 numbers of dQ as threads hold them, 16 bytes a thread side by side: [128, 32]."""
+    x = dq.reshape([4, 2, 8, 8, 4, 2])  # warp, 8 rows further, row, column / 8, lane, column
+    return x.permute((3, 0, 2, 4, 1, 5)).reshape([128, 32])
 
 
 @gluon.jit

@@ -1,0 +1,60 @@
+"""Device helpers that the gradients in Triton share: P again from the LSE, and sums of products."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .primitives import cap_scores
+
+
+@triton.jit
+def weigh(
+    s, rows, cols, lse, bias_ptrs, seqlen_k, diagonal, window_left, window_right, softcap, slope,
+    MASK_N: tl.constexpr, MASK_LEFT: tl.constexpr, MASK_RIGHT: tl.constexpr, ACCURATE: tl.constexpr,
+):  # fmt: skip
+    """Return P for one tile of scaled products, and the derivative of the softcap; rows lie along either axis."""
+    cap = 1.0
+    if softcap is not None:
+        s = cap_scores(s, softcap, ACCURATE)
+        t = s * (1 / softcap)
+        cap = 1 - t * t
+    if slope is not None:
+        s -= slope * tl.abs(rows + diagonal - cols).to(tl.float32)
+    if bias_ptrs is not None:
+        s += tl.load(bias_ptrs).to(tl.float32)
+    if MASK_RIGHT:
+        s = tl.where(rows >= cols - (diagonal + window_right), s, -float("inf"))
+    if MASK_LEFT:
+        s = tl.where(rows <= cols - (diagonal - window_left), s, -float("inf"))
+    if MASK_N:
+        s = tl.where(cols < seqlen_k, s, -float("inf"))
+    if bias_ptrs is None:
+        p = tl.exp2(s - lse)
+    else:
+        p = tl.exp(s - lse)
+    return p, cap
+
+
+@triton.jit
+def add_product(acc, a, b, length, PRECISION: tl.constexpr):
+    """Return acc + a @ b; for fp32, whose products are added one by one, the sum of a tile is added as one.
+
+    So it is rounded less often where acc is large. ``length`` is positive, which the compiler does not know: it would
+    make a plain sum part of the product.
+    """
+    if PRECISION == "ieee":
+        one = tl.where(length > 0, 1.0, 0.0)
+        part = tl.dot(a, b, input_precision=PRECISION)
+        return tl.fma(part, tl.zeros(acc.shape, tl.float32) + one, acc)
+    return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def load_lse(ptrs, mask, UNIT: tl.constexpr):
+    """Load LSEs in the unit of the scores; +inf where P is to be 0: in rows that saw no key, and outside the mask."""
+    if mask is None:
+        lse = tl.load(ptrs)
+    else:
+        lse = tl.load(ptrs, mask=mask, other=float("inf"))
+    return tl.where(lse == -float("inf"), float("inf"), lse) * UNIT

@@ -1,0 +1,47 @@
+"""Training on two ranks: the gradients of DDP and of FSDP2 are those of all sequences on one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=[
+            pytest.mark.gpu,
+            pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs of one host"),
+        ],
+    ),
+]
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="this build of torch has no torch.distributed")
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("how", ["ddp", "fsdp2"])
+def test_two_ranks(how: str, device: str, tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    command = [sys.executable, "-m", "tests.attention.parallel_step", how, device]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), "2", str(tmp_path / "store")],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        answers = [process.communicate(timeout=240) for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    for out, err in answers:
+        assert out.strip() == "right", err
