@@ -8,7 +8,7 @@ and writes tokens_per_second.md and, with all times and the environment, tokens_
     python examples/tokens_per_second.py --model Qwen/Qwen3-8B --batch 16 --prompt 2048   # weights of the hub
     python examples/tokens_per_second.py --device cpu --tiny
 
-It needs transformers 5 and flashmoe-science[proof].
+It needs transformers 5.23 or newer (pip install "transformers>=5.23") and, in a clone, pip install ".[proof]".
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ def render(document):
 def parse(arguments):
     """Return the options."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda; with --tiny cpu where there is none")
     parser.add_argument("--model", default="llama-3-8b", help=f"{', '.join(SIZES)} (random weights), or one of the hub")
     parser.add_argument("--cache", choices=("dynamic", "static"), default="dynamic", help="of transformers")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, and few tokens: seconds on a CPU")
@@ -210,6 +210,10 @@ def parse(arguments):
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path(), help="folder for tokens_per_second.md and .json")
     args = parser.parse_args(arguments)
+    if args.device is None:
+        args.device = "cuda" if torch.cuda.is_available() else "cpu"
+        if args.device == "cpu" and not args.tiny:
+            parser.error("torch finds no GPU: --tiny takes seconds on a CPU; --device cpu runs the whole model in fp32")
     for name, (value, tiny) in sizes.items():
         if getattr(args, name) is None:
             setattr(args, name, tiny if args.tiny else value)
@@ -253,6 +257,7 @@ def main(arguments=None):
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "tokens_per_second.md").write_text(table, encoding="utf-8")
     (args.out / "tokens_per_second.json").write_text(json.dumps(document, indent=1), encoding="utf-8")
+    print(f"wrote {args.out / 'tokens_per_second.md'} and {args.out / 'tokens_per_second.json'}")
 
 
 if __name__ == "__main__":

@@ -192,17 +192,25 @@ def plot(runs, path):
 def parse(arguments):
     """Return the options."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda; with --tiny cpu where there is none")
     parser.add_argument("--tiny", action="store_true", help="two layers, and few steps: seconds on a CPU")
     for name, value in (("steps", 400), ("batch", 32), ("length", 1024), ("layers", 6), ("width", 512), ("heads", 8)):
         parser.add_argument(f"--{name}", type=int, help=f"default: {value}", default=None)
         parser.set_defaults(**{f"full_{name}": value})
-    parser.add_argument("--experts", type=int, default=0, help="experts of each layer; default: 0, a perceptron")
+    parser.add_argument(
+        "--experts", type=int, default=0, help=f"experts of each layer, {TOP_K} a token; default: 0, a perceptron"
+    )
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path(), help="folder for losses.json and losses.png")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="only draw this losses.json")
     args = parser.parse_args(arguments)
+    if args.device is None:
+        args.device = "cuda" if torch.cuda.is_available() else "cpu"
+        if args.device == "cpu" and not args.tiny and args.plot is None:
+            parser.error("torch finds no GPU: --tiny takes seconds on a CPU; with --device cpu alone it takes hours")
+    if 0 < args.experts < TOP_K:
+        parser.error(f"--experts must be 0, or at least the {TOP_K} that a token goes to, got {args.experts}")
     tiny = {"steps": 8, "batch": 2, "length": 64, "layers": 2, "width": 32, "heads": 2}
     for name, small in tiny.items():
         if getattr(args, name) is None:
@@ -228,6 +236,7 @@ def main(arguments=None):
     settings = {name: getattr(args, name) for name in names}
     document = {"device": device, "torch": torch.__version__, **settings, "runs": runs}
     (args.out / "losses.json").write_text(json.dumps(document), encoding="utf-8")
+    print(f"wrote {args.out / 'losses.json'}")
     plot(runs, args.out / "losses.png")
 
 

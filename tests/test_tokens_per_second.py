@@ -104,3 +104,11 @@ def test_impossible_sizes_are_refused(example, capsys):
     with pytest.raises(SystemExit):
         example.parse(["--tiny", "--new", "1"])
     assert "--prompt and --new at least 2" in capsys.readouterr().err
+
+
+def test_a_whole_model_is_not_begun_without_a_gpu(example, capsys, monkeypatch):
+    monkeypatch.setattr(example.torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit):
+        example.parse([])
+    assert "torch finds no GPU: --tiny takes seconds on a CPU" in capsys.readouterr().err
+    assert example.parse(["--tiny"]).device == example.parse(["--device", "cpu"]).device == "cpu"

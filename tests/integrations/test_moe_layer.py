@@ -135,3 +135,11 @@ def test_what_it_cannot_be_is_refused_when_it_is_made(change, message):
     sizes = {"hidden": 16, "inter": 24, "experts": 8, "top_k": 3}
     with pytest.raises(InputError, match=message):
         MoeLayer(**{**sizes, **change})
+
+
+def test_tokens_of_another_size_or_dtype_are_refused():
+    layer = make("mixtral")
+    with pytest.raises(InputError, match=r"x must have shape \[..., HID\] = \[..., 16\], got \[2, 3, 17\]"):
+        layer(torch.randn(2, 3, 17))
+    with pytest.raises(InputError, match=r"x must have the dtype of the parameters, torch.float32, got torch.float16"):
+        layer(torch.randn(2, 16).half())

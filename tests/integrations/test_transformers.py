@@ -157,6 +157,11 @@ def test_names_that_transformers_takes_for_its_own(name):
         register(name)
 
 
+def test_kernels_that_do_not_exist_are_refused_at_once():
+    with pytest.raises(InputError, match=r"kernel must be auto or one of .*, got 'forward_tritn'"):
+        register(kernel="forward_tritn")
+
+
 def test_what_is_not_served_raises_by_name():
     layer = torch.nn.Module()
     q, k, v = (torch.randn(1, 2, 3, 8) for _ in range(3))

@@ -169,6 +169,11 @@ def test_names_of_transformers_are_refused(name):
         register_experts(name)
 
 
+def test_kernels_that_do_not_exist_are_refused_at_once():
+    with pytest.raises(InputError, match=r"kernel must be auto or one of .*, got 'grouped'"):
+        register_experts(kernel="grouped")
+
+
 ROUTERS: dict[str, tuple[Callable[[], Any], str, dict[str, Any]]] = {
     "mixtral": (models.CONFIGS["mixtral"], "MixtralTopKRouter", {}),
     "qwen3_moe": (models.CONFIGS["qwen3-moe"], "Qwen3MoeTopKRouter", {}),

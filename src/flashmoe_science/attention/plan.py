@@ -18,6 +18,12 @@ MAX_HEAD_DIM = 256
 KERNELS = ("forward_short_gluon", "forward_gluon_sm90", FEATURES_KERNEL, "forward_triton", "reference")
 
 
+def check_kernel_name(kernel: object) -> None:
+    """Raise ``InputError`` unless ``kernel`` is ``auto`` or one of ``KERNELS``."""
+    if kernel != "auto" and kernel not in KERNELS:
+        raise InputError(f"kernel must be auto or one of {', '.join(KERNELS)}, got {kernel!r}")
+
+
 def plan_attention(problem: AttentionProblem, gpu: GpuSpec | None, kernel: str = "auto") -> Plan:
     """Return how ``problem`` is served on ``gpu`` (None: CPU tensors).
 
@@ -27,8 +33,7 @@ def plan_attention(problem: AttentionProblem, gpu: GpuSpec | None, kernel: str =
         InputError: ``kernel`` is not a name.
         UnsupportedError: the kernel forced, or every kernel, refuses; the message names the nearest problem served.
     """
-    if kernel != "auto" and kernel not in KERNELS:
-        raise InputError(f"kernel must be auto or one of {', '.join(KERNELS)}, got {kernel!r}")
+    check_kernel_name(kernel)
     if gpu is None:
         return _cpu_plan(problem, kernel)
     if kernel == "reference":

@@ -148,7 +148,15 @@ class MoeLayer(nn.Module):
 
         Returns:
             ``[..., HID]``; with ``return_logits`` also ``[T, E]``, a row for each token of x in their order.
+
+        Raises:
+            InputError: x has tokens of another size, or, without autocast, another dtype.
         """
+        hidden, dtype = self.w_router.shape[1], self.w_router.dtype
+        if x.dim() == 0 or x.shape[-1] != hidden:
+            raise InputError(f"x must have shape [..., HID] = [..., {hidden}], got {list(x.shape)}")
+        if x.dtype != dtype and not torch.is_autocast_enabled(x.device.type):
+            raise InputError(f"x must have the dtype of the parameters, {dtype}, got {x.dtype}")
         tokens = x.reshape(-1, x.shape[-1])
         logits = F.linear(tokens, self.w_router)
         bias = None if self.routing_bias is None else self.routing_bias.float()

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ..attention.api import flash_attention
 from ..attention.cache_api import flash_attention_with_kv_cache
+from ..attention.plan import check_kernel_name
 from ..attention.varlen import flash_attention_varlen
 from ..errors import InputError, MissingPackageError, UnsupportedError
 from .sdpa import as_bias
@@ -36,14 +37,14 @@ def register(name: str = "moe_science", *, kernel: str = "auto") -> str:
         kernel: that serves it, as in ``flash_attention``: one name for prompts and single tokens.
 
     Raises:
-        InputError: transformers would take the name for another implementation.
+        InputError: transformers would take the name for another implementation; there is no such kernel.
         MissingPackageError: transformers is not installed, or too old.
     """
     try:
         from transformers import AttentionInterface, AttentionMaskInterface
     except ImportError as error:
         raise MissingPackageError(
-            f"transformers cannot be imported: {error}", hint='pip install "transformers>=5"'
+            f"transformers cannot be imported: {error}", hint='pip install "transformers>=5.23"'
         ) from error
 
     if "flash" in name or name in ("eager", "sdpa") or "|" in name or "/" in name:
@@ -51,6 +52,7 @@ def register(name: str = "moe_science", *, kernel: str = "auto") -> str:
             f'name must not hold "flash", "|" or "/", nor be eager or sdpa, got {name!r}',
             hint="transformers takes such names for implementations of its own",
         )
+    check_kernel_name(kernel)
     AttentionInterface.register(name, functools.partial(attend, kernel=kernel))
     AttentionMaskInterface.register(name, make_mask)
     return name
@@ -120,7 +122,10 @@ def attend(
         UnsupportedError: dropout, weights (``output_attentions``) or a paged cache are asked for.
     """
     if dropout:
-        raise UnsupportedError(f"dropout must be 0, got {dropout}: there is no dropout", hint="call model.eval()")
+        raise UnsupportedError(
+            f"dropout must be 0, got {dropout}: there is no dropout",
+            hint="set attention_dropout=0 in the configuration, or call model.eval()",
+        )
     for name in ("output_attentions", "cache"):
         if others.get(name):
             raise UnsupportedError(f"{name} is not served by flashmoe_science", hint="attn_implementation='eager' does")

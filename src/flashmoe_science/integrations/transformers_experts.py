@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..errors import InputError, MissingPackageError, UnsupportedError
 from ..moe.api import fused_moe
+from ..moe.plan import check_kernel_name
 
 # By the class of ``act_fn``: the activation with a gate, and without one. None: there is no such kernel.
 _ACTIVATIONS: dict[str, tuple[str | None, str]] = {
@@ -48,18 +49,19 @@ def register_experts(name: str = "flashmoe_science", *, batch_invariant: bool = 
         kernel: that serves it, as in ``fused_moe``.
 
     Raises:
-        InputError: the name is one of transformers' own.
+        InputError: the name is one of transformers' own; there is no such kernel.
         MissingPackageError: transformers is not installed, or too old.
     """
     try:
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
     except ImportError as error:
         raise MissingPackageError(
-            f"transformers cannot be imported: {error}", hint='pip install "transformers>=5"'
+            f"transformers cannot be imported: {error}", hint='pip install "transformers>=5.23"'
         ) from error
 
     if name in _THEIRS:
         raise InputError(f"name must not be one of transformers' own, {', '.join(_THEIRS)}, got {name!r}")
+    check_kernel_name(kernel)
     ALL_EXPERTS_FUNCTIONS.register(name, functools.partial(run_experts, batch_invariant=batch_invariant, kernel=kernel))
     return name
 
