@@ -10,7 +10,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from flashmoe_science import flash_attention
+from flashmoe_science import flash_attention, flash_attention_with_kv_cache
 
 pytest.importorskip("transformers", minversion="5.0", reason="transformers is optional")
 
@@ -53,6 +53,17 @@ def test_a_wrong_attention_is_not_timed(example, wrong, monkeypatch, tmp_path):
     monkeypatch.setattr(
         "flashmoe_science.integrations.transformers.flash_attention",
         lambda *tensors, **options: flash_attention(*tensors, **{**options, **wrong}),
+    )
+    with pytest.raises(example.WrongLogitsError, match=r"logits of moe_science must be within .*, got"):
+        example.main([*TINY, "--out", str(tmp_path)])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_wrong_step_is_not_timed(example, monkeypatch, tmp_path):
+    """The kernel that decodes is another one, and is checked too."""
+    monkeypatch.setattr(
+        "flashmoe_science.integrations.transformers.flash_attention_with_kv_cache",
+        lambda *tensors, **options: flash_attention_with_kv_cache(*tensors, **{**options, "window": (3, 0)}),
     )
     with pytest.raises(example.WrongLogitsError, match=r"logits of moe_science must be within .*, got"):
         example.main([*TINY, "--out", str(tmp_path)])

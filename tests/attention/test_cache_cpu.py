@@ -370,6 +370,8 @@ def test_values_that_are_columns_of_the_keys_are_known_by_their_memory():
     copy["v_cache"].copy_(tensors["v_cache"])
     assert explain_with_kv_cache(**tensors).problem.shared_kv
     assert not explain_with_kv_cache(**copy).problem.shared_kv
+    parameter = torch.nn.Parameter(tensors["k_cache"], requires_grad=False)
+    assert explain_with_kv_cache(tensors["q"], parameter, parameter[..., :32]).problem.shared_kv
     expected, _ = call(tensors)
     assert torch.equal(call(copy)[0], expected)
     copy["v_cache"].fill_(1.0)
@@ -391,6 +393,19 @@ def test_a_bias_is_that_of_attention():
     torch.testing.assert_close(found[1, :, 1], v[1].mean(1))
     for changed_bias in (bias + torch.arange(40), bias.half().float()):
         assert not torch.equal(call({**tensors, "bias": changed_bias})[0], found)
+
+
+def test_what_only_a_forward_pass_in_one_dtype_does():
+    """Autocast rounds no product of fp32, and tangents, which no kernel carries on, are refused."""
+    tensors = make_tensors(dataclasses.replace(PLAIN, dtype="fp32"))
+    expected, _ = call(tensors)
+    with torch.autocast("cpu", torch.bfloat16):
+        found, _ = call(tensors)
+    assert torch.equal(found, expected)
+    with torch.autograd.forward_ad.dual_level():
+        tensors["q"] = torch.autograd.forward_ad.make_dual(tensors["q"], torch.ones_like(tensors["q"]))
+        with pytest.raises(UnsupportedError, match="an input has a forward-mode tangent"):
+            call(tensors)
 
 
 def test_prepared_calls_see_every_change():
@@ -442,10 +457,14 @@ BITS = [
     CacheCase("bits-invariant", lengths=(300, 20, 0), capacity=320, page_size=16, options={"batch_invariant": True}),
     CacheCase("bits-splits", lengths=(60, 20), page_size=4, options={"num_splits": 3}),
 ]
+NOT_FINITE = [
+    CacheCase(f"not-finite-bias-{dtype}", lengths=(50, 11), seqlen_q=3, bias=dtype, options={"num_splits": splits})
+    for dtype, splits in (("fp32", 2), ("bf16", 1))
+]
 
 
 @pytest.mark.triton
-@pytest.mark.parametrize("case", CACHE_CASES + EMPTY_CACHE_CASES + BITS, ids=str)
+@pytest.mark.parametrize("case", CACHE_CASES + EMPTY_CACHE_CASES + BITS + NOT_FINITE, ids=str)
 def test_kernels_interpreted(case, interpreted):
     """The Triton kernels themselves, run by Triton's interpreter in a process of its own."""
     interpreted(case)

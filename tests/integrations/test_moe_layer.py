@@ -114,6 +114,17 @@ def test_it_is_made_on_any_device_in_any_dtype():
     )
 
 
+def test_memory_without_values_is_filled():
+    """What FSDP2 asks of a model that was made without memory."""
+    layer = MoeLayer(16, 24, 8, 3, bias=True, shared_experts=1, routing_bias=True, device="meta")
+    layer.to_empty(device="cpu")
+    for tensor in (*layer.parameters(), *layer.buffers()):
+        tensor.detach().fill_(torch.nan)
+    layer.reset_parameters()
+    assert not layer.get_buffer("routing_bias").any()
+    assert torch.isfinite(layer(torch.randn(5, 16))).all()
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -127,6 +138,7 @@ def test_it_is_made_on_any_device_in_any_dtype():
         ({"activation": "relu"}, "activation must be one of swiglu, .*, got 'relu'"),
         ({"activation": "relu2", "interleaved": True}, "interleaved must be False for relu2, which has no gate"),
         ({"alpha": 1.0}, "alpha must be None for swiglu, got 1.0"),
+        ({"dtype": torch.float64}, "dtype must be float16, bfloat16 or float32, got torch.float64"),
         ({"bias": 1}, "bias must be True or False, got 1"),
         ({"kernel": "fast"}, "kernel must be auto or one of gemv_triton, .*, got 'fast'"),
     ],

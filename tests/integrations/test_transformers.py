@@ -108,6 +108,10 @@ def test_tokens_are_decoded_by_the_kernel_for_it(name, monkeypatch):
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         model(tokens[:, :1], use_cache=False)
     assert [function for function, *_ in calls] == ["flash_attention"] * 4
+    calls.clear()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):  # nothing is cast
+        model.bfloat16()(tokens[:, :1], use_cache=False)
+    assert [function for function, *_ in calls] == ["flash_attention_with_kv_cache"] * 2
 
 
 def test_whole_models_compile():

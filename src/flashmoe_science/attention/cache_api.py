@@ -21,7 +21,7 @@ from .cache_contract import (
     check_values,
 )
 from .decode_plan import DecodePlan, plan_with_kv_cache
-from .gradients import PLAIN
+from .gradients import PLAIN, refuse_tangents
 from .inputs import check_window
 from .problem import canonical_strides, output_strides
 
@@ -114,7 +114,8 @@ def flash_attention_with_kv_cache(
         InputError: a shape, dtype, device or value breaks the contract above; with ``FLASHMOE_CHECK=1`` in the
             environment also a length, page, row or position that lies outside, which costs a synchronisation; pages and
             rows of CPU tensors always are checked. Nothing was written to the cache then.
-        UnsupportedError: no kernel serves this call, or an input requires grad while gradients are recorded.
+        UnsupportedError: no kernel serves this call, an input requires grad while gradients are recorded, or one has a
+            forward-mode tangent.
 
     Numerics: those of ``flash_attention``; shares are merged in fp32 in a fixed order, so results have the same bits in
     every run. CPU tensors run ``cache_reference``. Without ``FLASHMOE_CHECK=1`` a length is cut to what the cache
@@ -135,6 +136,7 @@ def flash_attention_with_kv_cache(
         given["cache_seqlens"] = _lengths(cache_seqlens, given)
     if _is_compiling() or any(tensor is not None and type(tensor) not in PLAIN for tensor in given.values()):
         return _call_operator(given, options)
+    refuse_tangents(given.values())
     if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in given.values()):
         _refuse_grad(given)
     tensors = {name: tensor for name, tensor in given.items() if tensor is not None}

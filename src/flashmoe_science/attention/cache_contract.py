@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..errors import InputError, UnsupportedError
 from .cache_problem import CacheProblem
+from .gradients import PLAIN
 from .problem import canonical_strides
 
 _DTYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
@@ -159,7 +160,7 @@ def cache_problem_of(
 
 def shares_memory(k_cache: Tensor, v_cache: Tensor) -> bool:
     """Return whether values are the first columns of the keys, as in the absorbed form of MLA."""
-    if any(type(tensor) is not Tensor for tensor in (k_cache, v_cache)) or not v_cache.numel():
+    if any(type(tensor) not in PLAIN for tensor in (k_cache, v_cache)) or not v_cache.numel():
         return False  # fake tensors have no address
     same = k_cache.data_ptr() == v_cache.data_ptr() and k_cache.stride() == v_cache.stride()
     return same and v_cache.shape[3] <= k_cache.shape[3]

@@ -177,10 +177,10 @@ def _fold(
     if bias_rows is not None:
         bias_ptrs = bias_rows[:, None] + cols[None, :].to(tl.int64) * STRIDE_BIAS_N
         bias = tl.load(bias_ptrs, mask=visible, other=0.0).to(tl.float32)  # [BLOCK_M, BLOCK_N]
-        # The most negative number hides a key behind all others, but where all have it they are equal: only -inf is
-        # -inf in units of log2(e), too.
-        finite = tl.minimum(tl.maximum(bias * LOG2_E, -LARGEST), LARGEST)
-        s += tl.where(bias == -float("inf"), bias, finite)
+        # The most negative number hides a key behind all others, but where all have it they are equal: only infinity is
+        # infinite in units of log2(e), too. And NaN, which a plain maximum drops, stays NaN.
+        finite = tl.clamp(bias * LOG2_E, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
+        s += tl.where(tl.abs(bias) == float("inf"), bias, finite)
     s = tl.where(visible, s, -float("inf"))
     m_new = tl.maximum(m, tl.max(s, 1))
     # A row that has met no key has m == -inf, and -inf - -inf is NaN.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -67,7 +67,7 @@ def records(tensors: Mapping[str, Tensor | None]) -> bool:
     return bool(wanted)
 
 
-def refuse_tangents(tensors: Sequence[Tensor | None]) -> None:
+def refuse_tangents(tensors: Iterable[Tensor | None]) -> None:
     """Raise ``UnsupportedError`` where an input has a tangent that the call would lose."""
     if _forward_ad._current_level < 0:  # noqa: SLF001 - the public way asks tensor by tensor
         return

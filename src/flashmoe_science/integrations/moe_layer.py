@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..errors import InputError
 from ..moe.api import fused_moe
-from ..moe.inputs import check_flags
+from ..moe.inputs import DTYPE_NAMES, check_flags
 from ..moe.plan import check_kernel_name
 from ..moe.problem import MoeProblem, columns_up
 from ..moe.routing import describe_routing, route
@@ -99,7 +99,7 @@ class MoeLayer(nn.Module):
             "activation": activation, "alpha": alpha, "limit": limit, "interleaved": interleaved,
             "batch_invariant": batch_invariant, "kernel": kernel,
         }  # fmt: skip
-        self._check(sizes, shared_experts)
+        self._check(sizes, shared_experts, torch.get_default_dtype() if dtype is None else dtype)
 
         def parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
@@ -117,8 +117,10 @@ class MoeLayer(nn.Module):
         self.register_buffer("routing_bias", added)
         self.reset_parameters()
 
-    def _check(self, sizes: dict[str, Any], shared_experts: int) -> None:
+    def _check(self, sizes: dict[str, Any], shared_experts: int, dtype: torch.dtype) -> None:
         """Raise what ``route`` and ``fused_moe`` would, before a parameter is made."""
+        if dtype not in DTYPE_NAMES:
+            raise InputError(f"dtype must be float16, bfloat16 or float32, got {dtype}")
         describe_routing(torch.empty(0, sizes["experts"], device="cpu"), self.top_k, **self.routing)
         check_kernel_name(self.options["kernel"])
         named: dict[str, Any] = {name: self.options[name] for name in ("activation", "interleaved", "batch_invariant")}
@@ -126,12 +128,14 @@ class MoeLayer(nn.Module):
         shared_inter = sizes.pop("shared_inter") if shared_experts else 0
         sizes.pop("shared_inter", None)
         MoeProblem(
-            tokens=0, top_k=self.top_k, dtype="fp32", shared_experts=shared_experts, shared_inter=shared_inter,
-            **sizes, **named,
+            tokens=0, top_k=self.top_k, dtype=DTYPE_NAMES[dtype], shared_experts=shared_experts,
+            shared_inter=shared_inter, **sizes, **named,
         )  # fmt: skip
 
     def reset_parameters(self) -> None:
-        """Draw all matrices anew, and set biases to 0."""
+        """Draw all matrices anew, and set biases to 0, that of the routing too."""
+        if self.routing_bias is not None:
+            self.routing_bias.zero_()
         for name, parameter in self.named_parameters():
             if name.startswith("bias_"):
                 nn.init.zeros_(parameter)
@@ -143,7 +147,7 @@ class MoeLayer(nn.Module):
         """Send every token through its experts.
 
         Args:
-            x: ``[..., HID]`` in the dtype of the parameters; under autocast in any.
+            x: ``[..., HID]`` in the dtype of the parameters; under autocast in fp32 or the region's.
             return_logits: return those of the router too, for losses that balance the load.
 
         Returns:

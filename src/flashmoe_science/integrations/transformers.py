@@ -159,14 +159,15 @@ def attend(
 
 
 def _decodes(query: Tensor, key: Tensor, value: Tensor, *others: Tensor | None) -> bool:
-    """Whether there is one query a sequence, and nothing that only ``flash_attention`` does: gradients, autocast."""
+    """Whether there is one query a sequence, and nothing that only ``flash_attention`` does: gradients, casts."""
     tensors = [query, key, value, *(tensor for tensor in others if tensor is not None)]
     return (
         query.shape[2] == 1
+        and query.device.type in ("cpu", "cuda")
         and query.dtype == key.dtype == value.dtype
         and all(tensor.stride(-1) == 1 for tensor in (query, key, value))
         and not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors))
-        and not torch.is_autocast_enabled(query.device.type)
+        and not (query.dtype == torch.float32 and torch.is_autocast_enabled(query.device.type))
     )
 
 

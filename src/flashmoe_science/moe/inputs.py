@@ -37,9 +37,12 @@ def check_are_tensors(given: Mapping[str, object]) -> None:
 def cast_under_autocast(given: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
     """Return x, weights and biases of fp32 in the dtype of the region of autocast, where there is one."""
     x = given["x"]
-    if x is None or x.device.type not in ("cpu", "cuda") or not torch.is_autocast_enabled(x.device.type):
+    if x is None or not (x.is_cuda or x.is_cpu):
         return given
-    dtype = torch.get_autocast_dtype(x.device.type)
+    device = "cuda" if x.is_cuda else "cpu"  # every call comes here: to ask for the name of its device takes longer
+    if not torch.is_autocast_enabled(device):
+        return given
+    dtype = torch.get_autocast_dtype(device)
     cast = dict(given)
     for name in ("x", *_WITH_DTYPE_OF_X):
         tensor = given.get(name)
