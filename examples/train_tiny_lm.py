@@ -208,9 +208,7 @@ def parse(arguments):
     if args.device is None:
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
         if args.device == "cpu" and not args.tiny and args.plot is None:
-            parser.error(
-                "torch finds no GPU: --tiny takes seconds on a CPU; with --device cpu alone the whole model trains there"
-            )
+            parser.error("torch finds no GPU: --tiny takes seconds on a CPU; --device cpu trains the whole model")
     if 0 < args.experts < TOP_K:
         parser.error(f"--experts must be 0, or at least the {TOP_K} that a token goes to, got {args.experts}")
     tiny = {"steps": 8, "batch": 2, "length": 64, "layers": 2, "width": 32, "heads": 2}
