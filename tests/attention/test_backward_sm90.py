@@ -138,6 +138,16 @@ def test_programs_are_no_more_than_key_tiles():
     assert plan_of(seqlen_k=8192).launches[1].grid == (132, 1, 1)
 
 
+def test_short_causal_steps_take_more_heads_in_turns():
+    found = {}
+    for head_dim in (64, 128, 256):
+        for causal in (False, True):
+            config = plan_of(head_dim=head_dim, head_dim_v=head_dim, causal=causal).config
+            assert isinstance(config, HopperBackwardConfig)
+            found[head_dim, causal] = config.heads_per_group
+    assert found == {key: 32 if key == (64, True) else 16 for key in found}
+
+
 def test_a_kernel_can_be_forced_from_the_environment(monkeypatch):
     """And never falls back; a name that is none is an error."""
     q, k, v = (torch.randn(1, 2, 5, 8) for _ in range(3))

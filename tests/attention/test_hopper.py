@@ -351,16 +351,62 @@ def test_a_program_has_a_tile_at_least():
     assert forced(make_problem(1, 1, 1000)).launches[0].grid == (8, 1, 1)
 
 
-def test_few_row_tiles_are_left_to_the_kernel_that_splits_keys():
-    """At 0.8 tiles an SM and more, and below."""
-    enough = plan_attention(make_problem(1, 53, 256, seqlen_k=8192), H200)
-    assert (enough.kernel, enough.launches[0].grid[0]) == ("forward_gluon_sm90", 106)
-    few = plan_attention(make_problem(1, 52, 256, seqlen_k=8192), H200)
-    assert few.kernel == "forward_triton"
-    assert (
-        "forward_gluon_sm90 too (its 104 row tiles do not fill 132 SMs, and it does not split the keys)" in few.reason
-    )
-    assert forced(few.problem).kernel == "forward_gluon_sm90"
+@pytest.mark.parametrize(
+    ("tiles", "keys", "head_dim", "splits"),
+    [
+        (52, 8192, 128, True), (53, 8192, 128, False), (41, 2048, 128, True), (42, 2048, 128, False),
+        (27, 1024, 128, True), (28, 1024, 128, False), (2, 512, 128, False), (48, 4096, 96, True),
+        (63, 4096, 64, True), (64, 4096, 64, False), (60, 4096, 256, True), (61, 4096, 192, False),
+        (2, 512, 256, False),
+    ],
+)  # fmt: skip
+def test_few_row_tiles_are_left_to_the_kernel_that_splits_keys(tiles, keys, head_dim, splits):
+    """Those of few keys are not: a second kernel costs more than it saves."""
+    plan = plan_attention(make_problem(1, tiles, 128, head_dim, seqlen_k=keys), H200)
+    if splits:
+        assert plan.kernel == "forward_triton"
+        assert (
+            f"forward_gluon_sm90 too (its {tiles} row tiles do not fill 132 SMs, and it does not split the keys)"
+            in plan.reason
+        )
+        assert plan.config.num_splits > 1
+        assert forced(plan.problem).kernel == "forward_gluon_sm90"
+    else:
+        assert (plan.kernel, plan.launches[0].grid[0]) == ("forward_gluon_sm90", tiles)
+
+
+def test_tiles_of_few_rows_are_left_to_the_kernel_that_has_smaller_ones():
+    assert plan_attention(make_problem(1, 64, 65, seqlen_k=2048), H200).kernel == "forward_gluon_sm90"
+    assert plan_attention(make_problem(1, 64, 64, seqlen_k=2048), H200).kernel == "forward_triton"
+    assert plan_attention(make_problem(1, 106, 64, seqlen_k=2048), H200).kernel == "forward_gluon_sm90"
+
+
+@pytest.mark.parametrize(("head_dim", "causal"), [(64, False), (96, False), (64, True)])
+def test_two_warpgroups_serve_what_takes_one_round(head_dim, causal):
+    one = make_problem(1, 33, 512, head_dim, seqlen_k=4096, causal=causal)
+    more = make_problem(1, 34, 512, head_dim, seqlen_k=4096, causal=causal)
+    assert [hopper_config(problem, H200).warpgroups for problem in (one, more)] == [2, 3]
+
+
+@pytest.mark.parametrize(("head_dim", "causal"), [(64, False), (96, False), (64, True)])
+def test_what_takes_one_round_compiles(head_dim, causal, tmp_path):
+    plan = forced(make_problem(1, 30, 512, head_dim, seqlen_k=4095, causal=causal, return_lse=True))
+    assert isinstance(plan.config, HopperConfig)
+    assert plan.config.warpgroups == 2
+    assert_compiles(plan, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("heads", "keys", "head_dim", "kernel"),
+    [
+        (32, 256, 64, "forward_short_gluon"), (32, 256, 128, "forward_gluon_sm90"),
+        (16, 256, 128, "forward_short_gluon"), (16, 512, 64, "forward_gluon_sm90"), (8, 512, 64, "forward_short_gluon"),
+    ],
+)  # fmt: skip
+def test_many_rows_of_few_keys_that_are_wide_are_not_for_the_one_pass_kernel(heads, keys, head_dim, kernel):
+    plan = plan_attention(make_problem(1, heads, keys, head_dim), H200)
+    assert plan.kernel == kernel
+    assert (f"32 rows to {keys} keys of {head_dim} columns" in plan.reason) == (kernel == "forward_gluon_sm90")
 
 
 def test_auto_takes_it_on_its_own_architecture_only():

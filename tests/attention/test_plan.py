@@ -75,11 +75,19 @@ def test_tiles_that_leave_a_few_sms_idle_are_not_said_to_fill_them():
 
 
 def test_more_than_two_blocks_an_sm_are_left_to_the_streaming_kernel():
-    two_an_sm = H200.sms * 2 // 4  # sequences of four tiles of 32 rows
-    assert plan_attention(make_problem(two_an_sm, 1, 128, 64), H200).kernel == "forward_short_gluon"
-    plan = plan_attention(make_problem(two_an_sm + 1, 1, 128, 64), H200)
-    assert plan.kernel == "forward_triton"
-    assert "passed over (its grid would be more than two blocks an SM)" in plan.reason
+    for gpu, streaming in ((H200, "forward_gluon_sm90"), (A100, "forward_triton")):
+        two_an_sm = gpu.sms * 2 // 4  # sequences of four tiles of 32 rows
+        assert plan_attention(make_problem(two_an_sm, 1, 128, 64), gpu).kernel == "forward_short_gluon"
+        plan = plan_attention(make_problem(two_an_sm + 1, 1, 128, 64), gpu)
+        assert plan.kernel == streaming
+        assert "forward_short_gluon is passed over (its grid would be more than two blocks an SM)" in plan.reason
+
+
+def test_keys_that_would_be_split_over_one_program_are_not_said_to_be_split():
+    plan = plan_attention(make_problem(1, 12, 128, 256, seqlen_k=512), H200, "forward_triton")
+    assert isinstance(plan.config, ForwardConfig)
+    assert plan.config.num_splits == 1
+    assert plan.reason.endswith("96 row tiles of 16 do not fill 132 SMs, and are too many for the keys to be split")
 
 
 def test_tiles_shrink_until_they_fill_the_gpu():

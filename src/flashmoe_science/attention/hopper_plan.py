@@ -18,6 +18,16 @@ _HOPPER_L2_BYTES = 32 << 20  # of K and V of a group of heads: what FlashAttenti
 # tiles of a program, at about 1 us each in any call of less than half an hour.
 _HOPPER_MAX = 2**29
 
+# Where row tiles do not fill the GPU, forward_triton may split the keys, in two kernels. By columns: up to how many row
+# tiles on 132 SMs that is faster, and how many row tiles x keys its second kernel costs. Measured on an H200 with 256
+# to 4k keys and 8 to 96 row tiles, full and causal (lab/hopper/15_few_tiles.txt): a row tile takes 6.3 us and 7.3 ns a
+# key (D 64), 7.3 and 9.2 (D 128) or 7.5 and 18 (D 256), however many there are; with split keys 9, 12 or 16 us, and
+# 105, 163 or 260 ps a key and row tile.
+_SPLIT_TILES = {64: (70, 26_000), 128: (56, 29_000), 256: (69, 34_600)}
+_SPLIT_ROWS = 64  # up to so many query rows most of a tile is empty: not measured, and the keys are split
+# Of one round at most: three warpgroups a program take 16.4 us at 1k keys, D 64, where two take 13.4.
+_ONE_ROUND = HopperConfig(2, 128, 2, ping_pong=True)
+
 # The share of the row tiles that packing heads must save.
 _PACK_FULL = 0.1
 _PACK_CAUSAL = 0.18
@@ -77,6 +87,8 @@ def hopper_config(problem: AttentionProblem, gpu: GpuSpec) -> HopperConfig:
         if problem.head_dim <= columns and problem.head_dim_v <= columns_v and problem.causal == causal
     )
     config = next(config for keys, config in rows if problem.seqlen_k <= keys)
+    if config.warpgroups == 3 and hopper_tiles(problem, _ONE_ROUND) <= gpu.sms:
+        config = _ONE_ROUND
     # Heads of a group are packed where that saves enough row tiles, and leaves enough for the GPU. Measured on an H200,
     # packed over not: an eighth fewer tiles 1.13x full, and 0.94x causal, where a packed tile masks more keys; then,
     # causal, a fifth fewer 1.08x, a quarter 1.20x and 1.28x, three eighths 1.57x, half 1.64x (lab/hopper, run 13).
@@ -205,6 +217,11 @@ def hopper_underfills(problem: AttentionProblem, gpu: GpuSpec) -> str | None:
     """Return why ``forward_triton``, which has smaller tiles and can split the keys, is left to serve it, or None."""
     tiles = hopper_tiles(problem, hopper_config(problem, gpu))
     if tiles >= FULL_ENOUGH * gpu.sms:
+        return None
+    columns = block_dim(max(problem.head_dim, problem.head_dim_v))
+    most, cost = _SPLIT_TILES[max(64, columns)]
+    few = most * gpu.sms / 132 - cost / problem.seqlen_k
+    if problem.seqlen_q > _SPLIT_ROWS and tiles > few:
         return None
     return f"its {tiles} row tiles do not fill {gpu.sms} SMs, and it does not split the keys"
 

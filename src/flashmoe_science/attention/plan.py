@@ -10,7 +10,7 @@ from ..gpu.specs import GpuSpec
 from .features_plan import FEATURES_KERNEL, features_passed_over, features_plan, features_refusal
 from .hopper_plan import hopper_plan, hopper_refusal, hopper_underfills
 from .problem import AttentionProblem
-from .short_plan import short_pays, short_plan, short_refusal
+from .short_plan import short_passed_over, short_plan, short_refusal
 from .tiles import ForwardConfig, Plan, cdiv
 from .triton_plan import forward_plan
 
@@ -79,12 +79,12 @@ def _forced_plan(problem: AttentionProblem, gpu: GpuSpec, kernel: str) -> Plan:
 
 
 def _auto_plan(problem: AttentionProblem, gpu: GpuSpec) -> Plan:
-    refusal = _refusal("forward_short_gluon", problem, gpu)
-    if refusal is None and short_pays(problem, gpu):
+    refusal = _refusal("forward_short_gluon", problem, gpu) or short_passed_over(problem, gpu)
+    if refusal is None:
         return short_plan(
             problem, gpu, f"{problem.seqlen_k} keys fit one pass, and the grid is at most two blocks an SM"
         )
-    passed = f"forward_short_gluon is passed over ({refusal or 'its grid would be more than two blocks an SM'})"
+    passed = f"forward_short_gluon is passed over ({refusal})"
     if gpu.arch == 90 and problem.features:
         refusal = features_refusal(problem, gpu) or features_passed_over(problem, gpu)
         if refusal is None:

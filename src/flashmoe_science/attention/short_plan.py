@@ -92,12 +92,22 @@ def short_plan(problem: AttentionProblem, gpu: GpuSpec, why: str) -> Plan:
     return Plan(problem, gpu.name, gpu.arch, "forward_short_gluon", config, (launch,), why)
 
 
-def short_pays(problem: AttentionProblem, gpu: GpuSpec) -> bool:
-    """Whether ``forward_short_gluon`` has at most two blocks an SM: beyond, throughput counts, not latency.
+def short_passed_over(problem: AttentionProblem, gpu: GpuSpec) -> str | None:
+    """Return why another kernel is likely to be faster than ``forward_short_gluon``, or None.
 
-    Where the line lies is a choice. At 3.9 blocks an SM, (B, H, S, D) = (32, 8, 64, 64), it still took half the time of
-    SDPA, at 15.5, (64, 8, 128, 64), 1.3 times as long (an H200, lab/one_pass/5_merge_without_conflicts.txt). Against
-    ``forward_triton``, which serves instead, it was not measured.
+    With more than two blocks an SM throughput counts, not latency. Where the line lies is a choice. At 3.9 blocks an
+    SM, (B, H, S, D) = (32, 8, 64, 64), it still took half the time of SDPA, at 15.5, (64, 8, 128, 64), 1.3 times as
+    long (an H200, lab/one_pass/5_merge_without_conflicts.txt). Against ``forward_triton``, which serves instead, it was
+    not measured.
+
+    On Hopper, with 32 rows a block, ``forward_gluon_sm90`` is faster where a block holds more than 256 keys of 64
+    columns: 11.1 us to 13.3 at (1, 32, 256, 128), 10.5 to 11.6 at (1, 16, 512, 64), and 8.8 to 8.5 at (1, 32, 256, 64)
+    (lab/hopper/15_few_tiles.txt).
     """
     config = short_config(problem, gpu)
-    return cdiv(problem.seqlen_q, config.block_m) * problem.heads * problem.batch <= 2 * gpu.sms
+    if cdiv(problem.seqlen_q, config.block_m) * problem.heads * problem.batch > 2 * gpu.sms:
+        return "its grid would be more than two blocks an SM"
+    columns = max(64, block_dim(max(problem.head_dim, problem.head_dim_v)))
+    if gpu.arch == 90 and config.block_m == 32 and problem.seqlen_k * columns > 256 * 64:
+        return f"32 rows to {problem.seqlen_k} keys of {columns} columns are for the matrix units of a warpgroup"
+    return None

@@ -177,7 +177,8 @@ def forward_plan(problem: AttentionProblem, gpu: GpuSpec, why: str) -> Plan:
         splits = min(most_splits, max(1, round(gpu.sms / blocks(config))))
         splits = _nonempty_splits(keys, splits, config.block_n)
         config = dataclasses.replace(config, num_splits=splits)
-        reason += f"do not fill {gpu.sms} SMs, so the keys are split over {splits}"
+        reason += f"do not fill {gpu.sms} SMs, "
+        reason += f"so the keys are split over {splits}" if splits > 1 else "and are too many for the keys to be split"
     tiles = cdiv(problem.seqlen_q, config.block_m)
     launches = [
         PlannedLaunch("_forward_kernel", (tiles * config.num_splits * heads, 1, 1), (32 * config.num_warps, 1, 1))
