@@ -29,7 +29,7 @@ from flashmoe_science.attention.operator import OPERATOR, compile_plan
 from flashmoe_science.attention.plan import plan_attention
 from flashmoe_science.attention.prepare import prepare_kernels
 from flashmoe_science.attention.problem import AttentionProblem
-from flashmoe_science.attention.tiles import HopperConfig, Plan
+from flashmoe_science.attention.tiles import ForwardConfig, HopperConfig, Plan
 from flashmoe_science.errors import CompileError, LaunchError
 from flashmoe_science.gpu import tensor_map
 from flashmoe_science.gpu.compile import compile_kernel
@@ -369,6 +369,7 @@ def test_few_row_tiles_are_left_to_the_kernel_that_splits_keys(tiles, keys, head
             f"forward_gluon_sm90 too (its {tiles} row tiles do not fill 132 SMs, and it does not split the keys)"
             in plan.reason
         )
+        assert isinstance(plan.config, ForwardConfig)
         assert plan.config.num_splits > 1
         assert forced(plan.problem).kernel == "forward_gluon_sm90"
     else:
