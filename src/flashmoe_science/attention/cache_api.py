@@ -31,6 +31,7 @@ _TENSORS = (
 )  # fmt: skip
 _prepared: dict[tuple[Any, ...], Call] = {}
 _MAX_PREPARED = 8192
+_HASHABLE = frozenset({bool, int, float, str, tuple, type(None)})  # types of options that a key may hold unchecked
 _is_compiling = torch.compiler.is_compiling
 
 
@@ -134,17 +135,21 @@ def flash_attention_with_kv_cache(
     check_needed(given)
     if isinstance(cache_seqlens, int):
         given["cache_seqlens"] = _lengths(cache_seqlens, given)
-    if _is_compiling() or any(tensor is not None and type(tensor) not in PLAIN for tensor in given.values()):
-        return _call_operator(given, options)
-    refuse_tangents(given.values())
-    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in given.values()):
-        _refuse_grad(given)
     tensors = {name: tensor for name, tensor in given.items() if tensor is not None}
-    check_types(options)
+    if _is_compiling() or any(type(tensor) not in PLAIN for tensor in tensors.values()):
+        return _call_operator(given, options)
+    refuse_tangents(tensors.values())
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors.values()):
+        _refuse_grad(given)
+    # Equal keys must mean equal calls, and True == 1 == 1.0.
+    types = *map(type, options), *map(type, window)
+    if not _HASHABLE.issuperset(types):
+        check_types(options)
     shared = k_cache.data_ptr() == v_cache.data_ptr()
-    key = (*(_describe(tensors.get(name)) for name in _TENSORS), shared, options)
+    key = *tensors, *map(_describe, tensors.values()), shared, options, types
     call = _prepared.get(key)
     if call is None:
+        check_types(options)
         call = _prepare(tensors, options)
         if len(_prepared) >= _MAX_PREPARED:
             _prepared.clear()
@@ -182,10 +187,8 @@ def _lengths(length: int, given: Mapping[str, Any]) -> Tensor:
     return torch.full((q.shape[0],), length, dtype=torch.int32, device=q.device)
 
 
-def _describe(tensor: Tensor | None) -> tuple[Any, ...] | None:
+def _describe(tensor: Tensor) -> tuple[Any, ...]:
     """Return all that a prepared call depends on: not what lies in the tensor, and of where it lies the alignment."""
-    if tensor is None:
-        return None
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() & 15, tensor.is_neg()
 
 

@@ -11,8 +11,10 @@ from ..errors import UnsupportedError
 from . import cache_reference
 from .cache_problem import CacheProblem
 from .decode_plan import DecodePlan, partial_sizes
+from .problem import dense_strides
 
 _raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # noqa: SLF001 - what torch.compile's code calls
+_empty_strided_cuda = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined] # noqa: SLF001 - see calls
 Call = Callable[[Mapping[str, Tensor]], tuple[Tensor, Tensor | None]]
 
 
@@ -36,17 +38,17 @@ def _reference_call(problem: CacheProblem) -> Call:
     return call
 
 
-def _allocate(problem: CacheProblem, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the outputs, and a place for rotated queries, by the names that kernels have for them."""
+def _allocate(problem: CacheProblem, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return the outputs, and a place for rotated queries, on the CPU, by the names that kernels have for them."""
     shape = (problem.batch, problem.heads, problem.seqlen_q, problem.head_dim_v)
-    o = torch.empty(shape, dtype=dtype, device=device)
+    o = torch.empty(shape, dtype=dtype)
     if problem.output_strides != o.stride():
         o = o.as_strided(shape, problem.output_strides)
     outputs = {"o_ptr": o}
     if problem.return_lse:
-        outputs["lse_ptr"] = torch.empty(shape[:3], dtype=torch.float32, device=device)
+        outputs["lse_ptr"] = torch.empty(shape[:3], dtype=torch.float32)
     if problem.rotary_dim:
-        outputs["q_out_ptr"] = torch.empty((*shape[:3], problem.head_dim), dtype=dtype, device=device)
+        outputs["q_out_ptr"] = torch.empty((*shape[:3], problem.head_dim), dtype=dtype)
     return outputs
 
 
@@ -71,9 +73,8 @@ def _interpreter_call(plan: DecodePlan) -> Call:
     sizes = partial_sizes(plan)
 
     def call(tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
-        q = tensors["q"]
         places = {_NAMES[name]: tensor for name, tensor in tensors.items()}
-        outputs = _allocate(problem, q.device, q.dtype)
+        outputs = _allocate(problem, tensors["q"].dtype)
         places.update(outputs)
         places["o_part_ptr"], places["lse_part_ptr"] = (torch.empty(size, dtype=torch.float32) for size in sizes)
         for kernel in kernels:
@@ -99,23 +100,33 @@ def _cuda_call(plan: DecodePlan, device: torch.device) -> Call:
         for kernel in prepare_cache_kernels(plan)
     ]
     o_size, lse_size = partial_sizes(plan)
-    stream_of = _raw_stream
+    stream_of, empty = _raw_stream, _empty_strided_cuda
     assert stream_of is not None
+    rows = problem.batch, problem.heads, problem.seqlen_q
+    shape, rotated_shape = (*rows, problem.head_dim_v), (*rows, problem.head_dim)
+    strides, return_lse, rotates = problem.output_strides, problem.return_lse, problem.rotary_dim > 0
+    rows_strides, rotated_strides = (rows[1] * rows[2], rows[2], 1), dense_strides(*rotated_shape)
 
     def run(tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
-        q = tensors["q"]
-        outputs = _allocate(problem, device, q.dtype)
+        dtype = tensors["q"].dtype
         addresses = {name: tensor.data_ptr() for name, tensor in tensors.items()}
-        addresses.update({name: tensor.data_ptr() for name, tensor in outputs.items()})
+        addresses[""] = 0
+        o = empty(shape, strides, dtype)
+        addresses["o_ptr"] = o.data_ptr()
+        lse = empty(rows, rows_strides, torch.float32) if return_lse else None
+        if lse is not None:
+            addresses["lse_ptr"] = lse.data_ptr()
+        if rotates:
+            rotated = empty(rotated_shape, rotated_strides, dtype)
+            addresses["q_out_ptr"] = rotated.data_ptr()
         if o_size:
-            partials = torch.empty(o_size + lse_size, dtype=torch.float32, device=device)
+            partials = empty((o_size + lse_size,), (1,), torch.float32)
             addresses["o_part_ptr"] = partials.data_ptr()
             addresses["lse_part_ptr"] = partials.data_ptr() + 4 * o_size
-        addresses[""] = 0
         stream = stream_of(index)
         for launch, names in launches:
             launch(stream, *[addresses[name] for name in names])
-        return outputs["o_ptr"], outputs.get("lse_ptr")
+        return o, lse
 
     if torch.cuda.device_count() == 1:
         return run
