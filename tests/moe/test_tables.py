@@ -179,7 +179,7 @@ def test_the_products_for_hopper_compile(way):
         assert found.instructions["UTMASTG"], "the output is not stored by TMA"
         assert (found.instructions.get("LDGSTS", 0) > 0) == (step == "up_sm90"), "rows are gathered in the first alone"
         boxes = [layout["block_size"] for layout in compiled.metadata.tensordesc_meta]
-        assert [len(box) for box in boxes] == [len(tensor_map.shape) for tensor_map in kernel.tensor_maps]
+        assert [len(box) for box in boxes] == [len(tensor_map.shape) for tensor_map in kernels[step].tensor_maps]
 
 
 def test_an_output_that_ends_anywhere_wraps_around():

@@ -39,9 +39,9 @@ SCRATCH_OF_KEPT = 12
 # Below it nothing is worth a launch more.
 SMALL_SCRATCH_BYTES = 64 << 20
 # Every part reads its other operand once more: for rows of dx the gradient of the first product, 2 * INTER columns,
-# from which C columns take 2 * INTER * C multiply-adds a row. Of 512 columns that is 512 operations a byte, and an H200
-# has 206 for each byte that its memory gives (989 TFLOP/s, 4.8 TB/s). They are two column tiles, so 128 rows an SM, or
-# 16,896 of them, fill 132 SMs twice.
+# from which C columns take 2 * INTER * C multiply-adds a row. Of 512 columns in 16 bits that is 512 operations a byte,
+# and an H200 has 206 for each byte that its memory gives (989 TFLOP/s, 4.8 TB/s). They are two column tiles, so that
+# 16,896 rows are two tiles for each of 132 SMs; where SMALL_SCRATCH_BYTES is passed, there are more.
 FEWEST_COLUMNS = 512
 # A multiple of every tile's columns.
 COLUMN_STEP = hopper_plan.PRODUCT_COLUMNS
