@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 
 import pytest
 import torch
+from torch._dynamo import compiled_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flashmoe_science import fused_moe
@@ -169,3 +171,15 @@ def test_what_is_kept_is_overwritten_where_it_is_ours_alone(monkeypatch):
     with pytest.raises(RuntimeError, match="Batching rule not implemented"):
         torch.vmap(lambda do: torch.autograd.grad(out, tensors["w_down"], do)[0])(torch.ones(2, *out.shape))
     assert answers[3:] == [False], "a transform"
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # torch's own, of its stand-ins
+def test_a_backward_pass_that_is_compiled_calls_the_operator():
+    tensors = make_tensors(Case("compiled"))
+    gradients_found = []
+    for around in (contextlib.nullcontext(), compiled_autograd._enable(torch.compile(backend="eager", fullgraph=True))):
+        leaf = tensors["w_down"].clone().requires_grad_()
+        with around:
+            fused_moe(**{**tensors, "w_down": leaf}).sum().backward()
+        gradients_found.append(leaf.grad)
+    assert torch.equal(*gradients_found)

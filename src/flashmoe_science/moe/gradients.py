@@ -274,6 +274,8 @@ def _is_plain(tensor: Tensor | None) -> bool:
 
 def _overwrites(ctx: Any, tensors: Sequence[Tensor | None]) -> bool:
     """Return whether this backward pass is the last that needs the products, and nobody records or traces it."""
+    if torch.compiler.is_compiling():
+        return False
     is_last = not _pass_keeps_graph() and not torch.is_grad_enabled() and not _count_modes()
     return is_last and getattr(ctx, _MAY_OVERWRITE, False) and all(map(_is_plain, tensors))
 
