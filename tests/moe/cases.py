@@ -39,6 +39,8 @@ class Case:
     batch_invariant: bool = False
     gradients: bool = False  # they are what is checked
     permuted: bool = False  # tokens and experts in another order are
+    overwritten: bool = False  # what is kept, by the last backward pass
+    narrow: bool = False  # gradients in parts of few columns
 
     def __str__(self) -> str:
         return f"{self.why.replace(' ', '-')}-{self.kernel}-{self.dtype}"

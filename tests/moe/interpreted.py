@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.utils.checkpoint
 
-from flashmoe_science.moe import reference
+from flashmoe_science.moe import backward_plan, gradients, reference
 from flashmoe_science.moe.plan import Tile, TileConfig, make_plan, workspace_sizes
 from flashmoe_science.moe.prepare import interpret, prepare_moe_kernels
 from flashmoe_science.moe.problem import MoeProblem
 from flashmoe_science.moe.routing import describe_routing, run_route, run_route_backward
 
 from .cases import Case, far_apart, make_tensors
-from .checks import assert_gradients_right, assert_right, run, run_gradients
+from .checks import assert_gradients_right, assert_right, names_of_gradients, run, run_gradients
 
 
 def fill(tensor: torch.Tensor) -> torch.Tensor:
@@ -43,6 +47,97 @@ def check_gradients(case: Case) -> None:
     again = run_gradients(case, tensors, do)
     different = [name for name in found if not torch.equal(found[name], again[name])]
     assert not different, f"another run gives other bits: {different}"
+
+
+@contextlib.contextmanager
+def answers_of(name: str) -> Iterator[list[Any]]:
+    """Give what a function of ``gradients`` answers, call by call."""
+    answers: list[Any] = []
+    function = getattr(gradients, name)
+
+    def ask(*given: Any) -> Any:
+        answers.append(function(*given))
+        return answers[-1]
+
+    with mock.patch.object(gradients, name, ask):
+        yield answers
+
+
+def check_overwriting(case: Case) -> None:
+    """Compare the last backward pass, which writes where the products are, with one before it, which must not."""
+    tensors = make_tensors(case)
+    do = torch.randn(tensors["x"].shape, generator=torch.Generator().manual_seed(1)).to(tensors["x"].dtype)
+    names = names_of_gradients(tensors)
+
+    def record(around: Any = contextlib.nullcontext, **options: Any) -> tuple[list[torch.Tensor], torch.Tensor]:
+        leaves = {name: tensors[name].detach().requires_grad_() for name in names}
+        with around():
+            return [*leaves.values()], options.get("call", run)(case, {**tensors, **leaves}, kernel="grouped_triton")
+
+    def checkpointed(*given: Any, **options: Any) -> Any:
+        return torch.utils.checkpoint.checkpoint(run, *given, **options, use_reentrant=False)
+
+    kept: list[torch.Tensor] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor)
+        return tensor
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(keep, keep)
+    leaves, out = record()
+    products: Any = out.grad_fn.saved_tensors[-2:]  # type: ignore[union-attr]
+    before = [product.clone() for product in products]
+    first = torch.autograd.grad(out, leaves, do, retain_graph=True)
+    assert all(map(torch.equal, products, before)), "a pass that keeps the graph overwrote what was kept"
+    recorded = torch.autograd.grad(out, leaves, do, create_graph=True)
+    assert all(map(torch.equal, products, before)), "a pass that is recorded overwrote what was kept"
+    versions = [product._version for product in products]
+    last = torch.autograd.grad(out, leaves, do)
+    changed = [not torch.equal(a, b) for a, b in zip(products, before, strict=True) if a.numel()]
+    assert changed
+    assert all(changed), "the last pass has a buffer of its own"
+    assert all(product._version > version for product, version in zip(products, versions, strict=True))
+    with answers_of("_overwrites") as answers:
+        more = [record(), record(call=checkpointed), record(lambda: hooks)]
+        versions = [tensor._version for tensor in kept]
+        others = [torch.autograd.grad(out, leaves, do) for leaves, out in more]
+    assert answers == [True, True, False], "that of a checkpoint is overwritten, what other hooks hold is not"
+    assert versions == [tensor._version for tensor in kept[: len(versions)]]
+    for found in (recorded, last, *others):
+        assert all(map(torch.equal, found, first)), "the bits are others"
+
+
+def check_parts(case: Case) -> None:
+    """Compare gradients in parts of few columns with those in one: bits must be equal."""
+    tensors = make_tensors(case)
+    do = torch.randn(tensors["x"].shape, generator=torch.Generator().manual_seed(1)).to(tensors["x"].dtype)
+    names = names_of_gradients(tensors)
+
+    def make(wanted: list[str]) -> tuple[Any, tuple[torch.Tensor, ...]]:
+        gradients._prepared.clear()
+        leaves = {name: tensors[name].detach().requires_grad_() for name in wanted}
+        out = run(case, {**tensors, **leaves}, kernel="grouped_triton")
+        with answers_of("plan_backward") as plans:
+            return plans, torch.autograd.grad(out, [*leaves.values()], do)
+
+    (plan,), found = make(names)
+    expected = dict(zip(names, found, strict=True))
+    assert plan.steps.count("dactivation") == plan.steps.count("dx") == 1
+    narrow: dict[str, Any] = {
+        "SMALL_SCRATCH_BYTES": 0,
+        "SCRATCH_OF_KEPT": 1 << 20,
+        "FEWEST_COLUMNS": 32,
+        "COLUMN_STEP": 32,
+    }
+    with mock.patch.multiple(backward_plan, **narrow):
+        for wanted in (names, [name for name in names if name not in ("w_gate_up", "bias_gate_up")]):
+            (plan,), found = make(wanted)
+            different = [name for name, a in zip(wanted, found, strict=True) if not torch.equal(a, expected[name])]
+            assert not different, f"{different} have other bits in parts"
+            parts = [plan.steps.count(step) for step in ("dactivation", "ddown", "dx", "dcombine")]
+            assert min(parts) > 1, parts
+            assert (plan.scratch == 0) == ("w_gate_up" in wanted), "whose memory it is"
+    gradients._prepared.clear()
 
 
 def check_invariance(case: Case) -> None:
@@ -165,6 +260,10 @@ def main() -> None:
                 check_sort(*what)
             elif what.permuted:
                 check_permutation(what)
+            elif what.overwritten:
+                check_overwriting(what)
+            elif what.narrow:
+                check_parts(what)
             elif what.gradients:
                 check_gradients(what)
             else:

@@ -28,6 +28,32 @@ def test_the_order_of_tokens_and_experts_does_not_matter(kernel, interpreted):
     interpreted(dataclasses.replace(case, permuted=True, gradients=kernel == "grouped_triton"))
 
 
+OVERWRITTEN = [
+    Case("halves", 20, 3, 2, 40, 72, shared=1, shared_inter=24),
+    Case("interleaved", 9, 3, 2, 24, 40, activation="swiglu_clamped", interleaved=True, bias=True),
+    Case("no gate", 9, 3, 2, 24, 40, activation="relu2"),
+]
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("case", OVERWRITTEN, ids=str)
+def test_the_last_backward_pass_writes_where_the_products_are(case, interpreted):
+    interpreted(dataclasses.replace(case, overwritten=True))
+
+
+PARTS = [
+    Case("halves", 150, 1, 1, 70, 72),
+    Case("interleaved", 160, 1, 1, 70, 70, activation="swiglu_clamped", interleaved=True, bias=True),
+    Case("no gate", 110, 1, 1, 100, 72, dtype="fp16", activation="relu2", bias=True),
+]
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("case", PARTS, ids=str)
+def test_gradients_in_parts_have_the_same_bits(case, interpreted):
+    interpreted(dataclasses.replace(case, narrow=True))
+
+
 def draw_like(tensor: torch.Tensor) -> torch.Tensor:
     return torch.randn(tensor.shape, generator=torch.Generator().manual_seed(2)).to(tensor.dtype)
 

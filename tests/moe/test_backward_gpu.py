@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from flashmoe_science import fused_moe, route
-from flashmoe_science.moe import reference
+from flashmoe_science.moe import backward_plan, gradients, reference
 
 from ..attention.checks import poison_allocator
 from .cases import GRADIENT_CASES, Case, make_tensors
-from .checks import assert_gradients_right, run_gradients
+from .checks import assert_gradients_right, names_of_gradients, run, run_gradients
 
 pytestmark = pytest.mark.gpu
 
@@ -69,6 +69,99 @@ def test_a_hundred_runs_have_the_same_bits():
     for _ in range(100):
         again = run_gradients(case, tensors, do)
         assert all(torch.equal(again[name], first[name]) for name in first)
+
+
+# Parts of some columns, where none are worth it: their sizes are small, and the first columns of each are another's.
+NARROW: dict[str, Any] = {
+    "SMALL_SCRATCH_BYTES": 0, "SCRATCH_OF_KEPT": 1 << 20, "FEWEST_COLUMNS": 256, "COLUMN_STEP": 256
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("kernel", ["grouped_gluon_sm90", "grouped_triton"])
+def test_gradients_in_parts_have_the_same_bits(kernel, bias, monkeypatch):
+    if kernel == "grouped_gluon_sm90" and not is_hopper():
+        pytest.skip("it needs Hopper")
+    strided = kernel == "grouped_triton"  # whose weights are none for TMA
+    case = Case("parts", 9000, 2, 1, 1000, 1288, "bf16", kernel=kernel, bias=bias, strided=strided)
+    tensors = make_tensors(case, "cuda")
+    do = torch.randn(tensors["x"].shape, device="cuda").bfloat16()
+    names = names_of_gradients(tensors)
+    expected = run_gradients(case, tensors, do)
+    plans = []
+    plan = backward_plan.plan_backward
+
+    def remember(*given: Any) -> Any:
+        plans.append(plan(*given))
+        return plans[-1]
+
+    monkeypatch.setattr(gradients, "plan_backward", remember)
+    for name, value in NARROW.items():
+        monkeypatch.setattr(backward_plan, name, value)
+    for without in ((), ("w_gate_up", "bias_gate_up")):
+        gradients._prepared.clear()
+        leaves = {name: tensors[name].detach().requires_grad_() for name in names if name not in without}
+        poison_allocator(1 << 26)
+        found = torch.autograd.grad(run(case, {**tensors, **leaves}), [*leaves.values()], do)
+        hopper = "_sm90" if kernel == "grouped_gluon_sm90" else ""
+        assert plans[-1].steps.count(f"dx{hopper}") > 1
+        assert plans[-1].steps.count("ddown" if bias else f"ddown{hopper}") > 1
+        assert (plans[-1].scratch == 0) == (not without)
+        for name, gradient in zip(leaves, found, strict=True):
+            assert torch.equal(gradient, expected[name]), name
+    gradients._prepared.clear()
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "swiglu_clamped", "relu2"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_the_last_backward_pass_writes_where_the_product_is(dtype, activation):
+    """A hundred times: who stores an element of the gradient is not always who loaded that of the product."""
+    interleaved = activation == "swiglu_clamped"
+    case = Case("last", 3000, 8, 2, 256, 640, dtype, activation=activation, interleaved=interleaved, bias=True)
+    tensors = make_tensors(case, "cuda")
+    do = torch.randn(tensors["x"].shape, device="cuda").to(tensors["x"].dtype)
+    leaves = {name: tensors[name].detach().requires_grad_() for name in names_of_gradients(tensors)}
+    out = run(case, {**tensors, **leaves})
+    expected = torch.autograd.grad(out, [*leaves.values()], do, retain_graph=True)
+    for _ in range(100):
+        out = run(case, {**tensors, **leaves})
+        product = out.grad_fn.saved_tensors[-2]  # type: ignore[union-attr]
+        before = product.clone()
+        found = torch.autograd.grad(out, [*leaves.values()], do)
+        assert not torch.equal(product, before)
+        assert all(map(torch.equal, found, expected))
+
+
+MEMORY = {
+    "Mixtral": (8192, 8, 2, 4096, 14336),
+    "Qwen3-30B": (8192, 128, 8, 2048, 768),
+    "gpt-oss": (4096, 128, 4, 2880, 2880),
+}
+
+
+@pytest.mark.skipif(not is_hopper(), reason="what is counted is the plan for Hopper")
+@pytest.mark.parametrize("model", MEMORY)
+def test_the_memory_of_a_backward_pass(model):
+    """At its peak at most 1.1 times what is kept, beyond inputs, outputs and gradients: measured, and as counted."""
+    tokens, experts, top_k, hidden, inter = MEMORY[model]
+    case = Case(model, tokens, experts, top_k, hidden, inter, "bf16", interleaved=model == "gpt-oss")
+    tensors = make_tensors(case, "cuda")
+    leaves = {name: tensors[name].requires_grad_() for name in names_of_gradients(tensors)}
+    kept = 2 * tokens * top_k * 2 * inter
+    peaks = []
+    for retain in (True, False):  # the first compiles
+        out = run(case, {**tensors, **leaves})
+        do = torch.ones_like(out)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        found = torch.autograd.grad(out, [*leaves.values()], do, retain_graph=retain)
+        torch.cuda.synchronize()
+        beyond = torch.cuda.max_memory_allocated() - before - sum(gradient.nbytes for gradient in found)
+        peaks.append(1 + beyond / kept)
+        del out, do, found
+    assert peaks[1] <= 1.1
+    assert peaks[0] == pytest.approx(1 + peaks[1], abs=0.01), "a pass that keeps the graph has a buffer more"
 
 
 def test_a_layer_is_captured_and_learns_through_routing():

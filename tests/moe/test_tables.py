@@ -236,12 +236,21 @@ def test_columns_that_end_within_a_tile_are_copied_like_others():
     assert copies[0] == copies[1]
 
 
-def test_gradients_for_hopper_compile():
-    problem = MoeProblem(3000, 8, 2, 136, 72, "bf16", keep_product=True)
-    plan = plan_backward(problem, SPECS["H200"], GRADIENTS[:4])
-    kernels = dict(zip(plan.steps, prepare_backward_kernels(plan), strict=True))
-    for step in ("dx_sm90", "dgate_up_sm90", "ddown_sm90"):
-        source = kernels[step].source
+@pytest.mark.parametrize("experts", [1, 8])
+def test_gradients_for_hopper_compile(experts):
+    """Also in parts, of which the last one has fewer columns."""
+    rows, hidden, inter = (300_000, 1000, 1288) if experts == 1 else (3000, 136, 72)
+    problem = MoeProblem(rows, experts, 2 if experts > 1 else 1, hidden, inter, "bf16", keep_product=True)
+    plan = plan_backward(problem, SPECS["H200"], GRADIENTS[:4] if experts > 1 else ("x", "w_down"))
+    prepared = prepare_backward_kernels(plan)
+    kernels = {step: kernel for step, kernel in zip(plan.steps, prepared, strict=True) if step.endswith("_sm90")}
+    assert set(kernels) >= {"dx_sm90", "ddown_sm90"}
+    drawn = [kernel.scalars for step, kernel in zip(plan.steps, prepared, strict=True) if step == "dx_sm90"]
+    assert drawn == ([(0,), (2,)] if experts == 1 else [(0,)])
+    drawn = [kernel.scalars for step, kernel in zip(plan.steps, prepared, strict=True) if step == "ddown_sm90"]
+    assert drawn == ([(0,), (16,), (32,)] if experts == 1 else [(0,)])
+    for step, kernel in kernels.items():
+        source = kernel.source
         found = read_resources(source, 90)
         assert found.spill_bytes == 0
         assert found.shared_memory_bytes <= SPECS["H200"].shared_memory_per_block_bytes
@@ -250,7 +259,7 @@ def test_gradients_for_hopper_compile():
         compiled = compile_kernel(source, 90)
         count_parameters(source, compiled.asm["ptx"])
         boxes = [layout["block_size"] for layout in compiled.metadata.tensordesc_meta]
-        assert [len(box) for box in boxes] == [len(tensor_map.shape) for tensor_map in kernels[step].tensor_maps]
+        assert [len(box) for box in boxes] == [len(tensor_map.shape) for tensor_map in kernel.tensor_maps]
         constants = dict(source.constants)
         given = [name for name in source.function.arg_names if name not in constants]
         assert [name for name, _ in source.signature] == given

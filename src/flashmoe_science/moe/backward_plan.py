@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 
 from ..errors import InputError, UnsupportedError
-from ..gpu.planning import refuse_architecture
+from ..gpu.planning import PlannedLaunch, refuse_architecture
 from ..gpu.specs import GpuSpec
 from . import hopper_plan
 from .plan import (
@@ -30,12 +30,32 @@ GRADIENTS = ("x", "w_gate_up", "w_down", "topk_weights", "bias_gate_up", "bias_d
 KERNELS = ("moe_backward_gluon_sm90", "moe_backward_triton")
 ROUTING_PAIRS, ROUTING_WARPS = 64, 4
 
+# What one launch leaves for the next, weighted activations and then rows of dx, lies in one buffer after the other, and
+# in parts: some columns of all rows, then what is made of them, then the next. The gradient of w_gate_up is made last,
+# so its memory is that buffer, E * 2 * INTER * HID elements: all weighted activations fit while an expert has up to
+# 2 * HID rows on average, and rows of dx up to 2 * INTER. Where nobody wants that gradient, or it is smaller, there is
+# a buffer of a twelfth of what is kept: sums for the routing and tables of the sort stay below the rest of a tenth.
+SCRATCH_OF_KEPT = 12
+# Below it nothing is worth a launch more.
+SMALL_SCRATCH_BYTES = 64 << 20
+# Every part reads its other operand once more: for rows of dx the gradient of the first product, 2 * INTER columns,
+# from which C columns take 2 * INTER * C multiply-adds a row. Of 512 columns in 16 bits that is 512 operations a byte,
+# and an H200 has 206 for each byte that its memory gives (989 TFLOP/s, 4.8 TB/s). They are two column tiles, so that
+# 16,896 rows are two tiles for each of 132 SMs; where SMALL_SCRATCH_BYTES is passed, there are more.
+FEWEST_COLUMNS = 512
+# A multiple of every tile's columns.
+COLUMN_STEP = hopper_plan.PRODUCT_COLUMNS
+
+Span = tuple[int, int]  # the first column of a launch, and how many it makes
+
 
 @dataclass(frozen=True, slots=True)
 class BackwardPlan(MoePlan):
     """How the gradients of one problem are made on one GPU."""
 
     wanted: tuple[str, ...]  # of GRADIENTS
+    spans: tuple[Span, ...]  # of each step the columns that it makes; (0, 0) for those that make all
+    scratch: int  # elements of the buffer; 0: none, or the gradient of w_gate_up lends its memory
 
 
 def choose_backward(problem: MoeProblem, arch: int) -> BackwardConfig:
@@ -52,45 +72,70 @@ def column_tiles(problem: MoeProblem, config: BackwardConfig) -> int:
     return cdiv(problem.inter, config.activation.block_n)
 
 
+def _parts(rows: int, columns: int, room: int) -> list[Span]:
+    """Return ``columns`` in as few parts as ``room`` elements need for their rows, about equally wide."""
+    if rows * columns <= room:
+        return [(0, columns)]
+    parts = cdiv(columns, max(room // (rows * COLUMN_STEP) * COLUMN_STEP, FEWEST_COLUMNS))
+    width = cdiv(cdiv(columns, parts), COLUMN_STEP) * COLUMN_STEP
+    return [(first, min(width, columns - first)) for first in range(0, columns, width)]
+
+
+def _lay_out(problem: MoeProblem, *, down: bool, x: bool, lent: int) -> tuple[list[Span], list[Span], int]:
+    """Return the parts of weighted activations and of rows of dx, and the elements of their buffer (0: it is lent)."""
+    rows = problem.pairs
+    own = max(rows * problem.columns_up // SCRATCH_OF_KEPT, SMALL_SCRATCH_BYTES // problem.item_bytes)
+    of_down = _parts(rows, problem.inter, max(lent, own)) if down else [(0, problem.inter)]
+    of_x = _parts(rows, problem.hidden, max(lent, own)) if x else []
+    need = rows * max(of_down[0][1] if down else 0, of_x[0][1] if x else 0)
+    return of_down, of_x, 0 if need <= lent else need
+
+
 def make_backward_plan(
     problem: MoeProblem, gpu: str, arch: int, config: BackwardConfig, wanted: tuple[str, ...], reason: str
 ) -> BackwardPlan:
     """Return the plan of these tiles. Raises ``UnsupportedError`` where a grid would be too large."""
-    tiles, experts = most_tiles(problem, config.block_m), problem.experts
-    activation, weights = config.activation, config.weights
+    tiles, hopper = most_tiles(problem, config.block_m), config.hopper
+    gate_up, down = ({f"w_{name}", f"bias_{name}"} & set(wanted) for name in ("gate_up", "down"))
+    lent = problem.experts * problem.columns_up * problem.hidden if gate_up else 0
+    of_down, of_x, scratch = _lay_out(problem, down=bool(down), x="x" in wanted, lent=lent)
     steps: Steps = sort_steps(problem)
-    blocks = tiles * column_tiles(problem, config)
-    steps.append(("dactivation", planned("_activation_backward_kernel", blocks, activation.num_warps)))
+    spans: list[Span] = [(0, 0)] * len(steps)
+
+    def add(step: str, launch: PlannedLaunch, span: Span = (0, 0)) -> None:
+        steps.append((step, launch))
+        spans.append(span)
+
+    def add_weights(step: str, bias: str, rows: int, span: Span) -> None:
+        if hopper and bias not in wanted:  # only Triton's kernel sums rows for the bias beside
+            programs = hopper_plan.weight_programs(problem, hopper, rows, span[1])
+            add(f"{step}_sm90", planned("_weights_sm90_kernel", programs, 12), span)
+        else:
+            tile = config.weights
+            blocks = cdiv(rows, config.weights_m) * cdiv(span[1], tile.block_n)
+            add(step, planned("_weight_gradient_kernel", blocks, tile.num_warps, problem.experts), span)
+
+    for span in of_down:
+        blocks = tiles * cdiv(span[1], config.activation.block_n)
+        add("dactivation", planned("_activation_backward_kernel", blocks, config.activation.num_warps), span)
+        if down:
+            add_weights("ddown", "bias_down", problem.hidden, span)
     if "topk_weights" in wanted:
-        blocks = cdiv(problem.pairs, ROUTING_PAIRS)
-        steps.append(("drouting", planned("_routing_gradient_kernel", blocks, ROUTING_WARPS)))
-    hopper = config.hopper
-    if "x" in wanted:
+        add("drouting", planned("_routing_gradient_kernel", cdiv(problem.pairs, ROUTING_PAIRS), ROUTING_WARPS))
+    for span in of_x:
         if hopper:
-            programs = hopper_plan.gradient_programs(problem, hopper, "dx", tiles)
-            steps.append(("dx_sm90", planned("_grouped_sm90_kernel", programs, 12)))
+            programs = hopper_plan.x_programs(hopper, tiles, span[1])
+            add("dx_sm90", planned("_grouped_sm90_kernel", programs, 12), span)
         else:
-            blocks = tiles * cdiv(problem.hidden, config.x.block_n)
-            steps.append(("dx", planned("_down_kernel", blocks, config.x.num_warps)))
-        columns = cdiv(problem.hidden, COMBINE_COLUMNS)
-        steps.append(("dcombine", planned("_combine_kernel", problem.tokens, COMBINE_WARPS, columns)))
-    for step, names, rows, columns in (
-        ("dgate_up", ("w_gate_up", "bias_gate_up"), problem.columns_up, problem.hidden),
-        ("ddown", ("w_down", "bias_down"), problem.hidden, problem.inter),
-    ):
-        if not set(names) & set(wanted):
-            continue
-        # Only Triton's kernel sums rows for the bias beside.
-        if hopper and names[1] not in wanted:
-            programs = hopper_plan.gradient_programs(problem, hopper, step, tiles)
-            steps.append((f"{step}_sm90", planned("_weights_sm90_kernel", programs, 12)))
-        else:
-            blocks = cdiv(rows, config.weights_m) * cdiv(columns, weights.block_n)
-            steps.append((step, planned("_weight_gradient_kernel", blocks, weights.num_warps, experts)))
+            add("dx", planned("_down_kernel", tiles * cdiv(span[1], config.x.block_n), config.x.num_warps), span)
+        columns = cdiv(span[1], COMBINE_COLUMNS)
+        add("dcombine", planned("_combine_kernel", problem.tokens, COMBINE_WARPS, columns), span)
+    if gate_up:  # the last: its memory is that of what comes before
+        add_weights("dgate_up", "bias_gate_up", problem.columns_up, (0, problem.hidden))
     refuse_large_grids(steps)
     what, launches = tuple(name for name, _ in steps), tuple(launch for _, launch in steps)
     name = "moe_backward_gluon_sm90" if hopper else "moe_backward_triton"
-    return BackwardPlan(problem, gpu, arch, name, config, None, what, launches, reason, wanted)
+    return BackwardPlan(problem, gpu, arch, name, config, None, what, launches, reason, wanted, tuple(spans), scratch)
 
 
 def plan_backward(

@@ -40,8 +40,9 @@ def _dot_bias(do_rows, bias_row, mask_m, STRIDE_DK: tl.constexpr, HID: tl.conste
 
 @triton.jit
 def _columns_backward(
-    da, product_ptr, dproduct_ptr, wh_ptr, row, mask_m, weight, first_column,
-    INTER: tl.constexpr, COLUMNS: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
+    da, product_ptr, dproduct_ptr, wh_ptr, row, mask_m, weight, first_column, wh_column,
+    INTER: tl.constexpr, COLUMNS: tl.constexpr, WH_COLUMNS: tl.constexpr,
+    GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
     ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """Store what follows from N columns of dA; return their <dA, h> of each row.
@@ -53,12 +54,12 @@ def _columns_backward(
         HALF: tl.constexpr = N // 2
         left, right = tl.split(tl.permute(tl.reshape(da, [M, 2, HALF]), (0, 2, 1)))
         sums = _columns_backward(
-            left, product_ptr, dproduct_ptr, wh_ptr, row, mask_m, weight, first_column,
-            INTER, COLUMNS, GATED, INTERLEAVED, ACTIVATION, ALPHA, LIMIT, M, HALF,
+            left, product_ptr, dproduct_ptr, wh_ptr, row, mask_m, weight, first_column, wh_column,
+            INTER, COLUMNS, WH_COLUMNS, GATED, INTERLEAVED, ACTIVATION, ALPHA, LIMIT, M, HALF,
         )  # fmt: skip
         sums += _columns_backward(
-            right, product_ptr, dproduct_ptr, wh_ptr, row, mask_m, weight, first_column + HALF,
-            INTER, COLUMNS, GATED, INTERLEAVED, ACTIVATION, ALPHA, LIMIT, M, HALF,
+            right, product_ptr, dproduct_ptr, wh_ptr, row, mask_m, weight, first_column + HALF, wh_column + HALF,
+            INTER, COLUMNS, WH_COLUMNS, GATED, INTERLEAVED, ACTIVATION, ALPHA, LIMIT, M, HALF,
         )  # fmt: skip
     else:
         offs_n = first_column + tl.arange(0, N)
@@ -80,9 +81,12 @@ def _columns_backward(
         sums = tl.sum(tl.where(mask, da * h, 0.0), 1)
         if wh_ptr is not None:
             wh = (weight[:, None] * h).to(kind)
-            tl.store(wh_ptr + row.to(tl.int64)[:, None] * INTER + offs_n[None, :], wh, mask=mask)
+            wh_at = wh_ptr + row.to(tl.int64)[:, None] * WH_COLUMNS + (wh_column + tl.arange(0, N))[None, :]
+            tl.store(wh_at, wh, mask=mask)
         by_gate, by_up = activation_slopes(gate, up, ACTIVATION, ALPHA, LIMIT)
         da *= weight[:, None]
+        # dproduct may be where product is, and who stores an element need not be who loaded it.
+        tl.debug_barrier()
         if INTERLEAVED:
             both = tl.reshape(tl.join((da * by_gate).to(kind), (da * by_up).to(kind)), [M, 2 * N])
             tl.store(dproduct_ptr + rows + columns[None, :], both, mask=mask_both)
@@ -103,18 +107,20 @@ def _activation_backward_kernel(
     product_ptr,  # [P, COLUMNS]
     tiles_ptr,  # [1 + tiles, 4] int32
     order_ptr,  # [P] int32
-    dproduct_ptr,  # [P, COLUMNS]
-    wh_ptr,  # [P, INTER]: the activation times the pair's weight, or None
+    dproduct_ptr,  # [P, COLUMNS]; may be product_ptr: a program reads what it overwrites, and nobody else does
+    wh_ptr,  # [P, WH_COLUMNS]: the activation times the pair's weight, of this launch's columns; or None
     sums_ptr,  # [P, column tiles] fp32: <dA, h> of the columns of a tile, or None
-    TOPK: tl.constexpr, HID: tl.constexpr, INTER: tl.constexpr, COLUMNS: tl.constexpr,
+    first_tile,  # of this launch's columns
+    TOPK: tl.constexpr, HID: tl.constexpr, INTER: tl.constexpr, COLUMNS: tl.constexpr, WH_COLUMNS: tl.constexpr,
     STRIDE_WE: tl.constexpr, STRIDE_WN: tl.constexpr, STRIDE_WK: tl.constexpr,
     GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
     ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
 ):  # fmt: skip
-    """Compute BLOCK_N columns of dA, and what follows from them. Grid: (row tiles * cdiv(INTER, BLOCK_N),)."""
-    TILES_N: tl.constexpr = (INTER + BLOCK_N - 1) // BLOCK_N
+    """Compute BLOCK_N columns of dA, and what follows from them. Grid: (row tiles * cdiv(WH_COLUMNS, BLOCK_N),)."""
+    TILES_N: tl.constexpr = (WH_COLUMNS + BLOCK_N - 1) // BLOCK_N
+    SUMS: tl.constexpr = (INTER + BLOCK_N - 1) // BLOCK_N
     pid = tl.program_id(0)
     if DEPENDENT_LAUNCH:
         gdc_wait()
@@ -123,6 +129,8 @@ def _activation_backward_kernel(
     if pid >= tiles * TILES_N:
         return
     pid_m, pid_n = tile_of_program(pid, tiles, TILES_N, GROUP_M)
+    wh_column = pid_n * BLOCK_N
+    pid_n += first_tile
     entry = tiles_ptr + 4 + 4 * pid_m
     expert = tl.load(entry)
     row = tl.load(entry + 1) + tl.arange(0, BLOCK_M)
@@ -139,14 +147,14 @@ def _activation_backward_kernel(
     )  # fmt: skip
     weight = tl.load(weights_ptr + pair, mask=mask_m, other=0.0).to(tl.float32)
     sums = _columns_backward(
-        da, product_ptr, dproduct_ptr, wh_ptr, row, mask_m, weight, pid_n * BLOCK_N,
-        INTER, COLUMNS, GATED, INTERLEAVED, ACTIVATION, ALPHA, LIMIT, BLOCK_M, BLOCK_N,
+        da, product_ptr, dproduct_ptr, wh_ptr, row, mask_m, weight, pid_n * BLOCK_N, wh_column,
+        INTER, COLUMNS, WH_COLUMNS, GATED, INTERLEAVED, ACTIVATION, ALPHA, LIMIT, BLOCK_M, BLOCK_N,
     )  # fmt: skip
     if sums_ptr is not None:
         if bias_ptr is not None:  # noqa: SIM102 - the first is known to the compiler
             if pid_n == 0:
                 sums += _dot_bias(do_rows, bias_ptr + expert.to(tl.int64) * HID, mask_m, 1, HID, BLOCK_M, 32)
-        tl.store(sums_ptr + row.to(tl.int64) * TILES_N + pid_n, sums, mask=mask_m)
+        tl.store(sums_ptr + row.to(tl.int64) * SUMS + pid_n, sums, mask=mask_m)
 
 
 @triton.jit
@@ -156,10 +164,11 @@ def _weight_gradient_kernel(
     weights_ptr,  # [T, K]: rows of A count as much for the bias; None: they count 1
     order_ptr,  # [P] int32
     offsets_ptr,  # [E + 5] int32
-    out_ptr,  # [E, M, N]
+    out_ptr,  # [E, M, N], rows STRIDE_OUT apart
     bias_ptr,  # [E, M]: the sum of rows of A, or None
     TOPK: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     STRIDE_A: tl.constexpr, STRIDE_AM: tl.constexpr, STRIDE_B: tl.constexpr, STRIDE_BN: tl.constexpr,
+    STRIDE_OUT: tl.constexpr,  # N, unless N are some columns of the gradient
     GATHER_A: tl.constexpr, GATHER_B: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
@@ -198,8 +207,8 @@ def _weight_gradient_kernel(
                 counted *= tl.load(weights_ptr + pair, mask=inside, other=0.0).to(tl.float32)[:, None]
             total += tl.sum(counted, 0)
     kind = out_ptr.dtype.element_ty
-    base = out_ptr + expert.to(tl.int64) * M * N
-    at = base + offs_m.to(tl.int64)[:, None] * N + offs_n[None, :]
+    base = out_ptr + expert.to(tl.int64) * M * STRIDE_OUT
+    at = base + offs_m.to(tl.int64)[:, None] * STRIDE_OUT + offs_n[None, :]
     tl.store(at, acc.to(kind), mask=mask_m[:, None] & mask_n[None, :])
     if bias_ptr is not None:
         tl.store(bias_ptr + expert.to(tl.int64) * M + offs_m, total.to(kind), mask=offs_m < tl.where(pid_n == 0, M, 0))

@@ -12,6 +12,7 @@ from ..errors import UnsupportedError
 from . import reference
 from .backward_plan import BackwardPlan, column_tiles
 from .plan import MoePlan, workspace_sizes
+from .prepared import place_of
 from .problem import MoeProblem
 from .tiles import BackwardConfig
 
@@ -45,11 +46,12 @@ def _reference_call(problem: MoeProblem) -> Call:
     return call
 
 
-def _allocate(plan: MoePlan, x: Tensor) -> dict[str, Tensor]:
-    """Return output, intermediates and workspace, not written yet."""
-    problem, device = plan.problem, x.device
+def allocate(plan: MoePlan, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return output, intermediates and workspace, not written yet; ``tensors`` are those of the call."""
+    problem, x = plan.problem, tensors["x"]
+    device = x.device
     if isinstance(plan, BackwardPlan):
-        made = _allocate_backward(plan, x)
+        made = _allocate_backward(plan, tensors)
     else:
         made = {"out": torch.empty(problem.tokens, problem.hidden, dtype=x.dtype, device=device)}
         if problem.keep_product:
@@ -82,30 +84,33 @@ def _allocate_products(problem: MoeProblem, x: Tensor) -> dict[str, Tensor]:
     }
 
 
-def _allocate_backward(plan: BackwardPlan, x: Tensor) -> dict[str, Tensor]:
+def _allocate_backward(plan: BackwardPlan, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return gradients and intermediates, not written yet. A weight's gradient is made where its bias's is."""
-    problem, config, wanted = plan.problem, plan.config, plan.wanted
+    problem, config, wanted, x = plan.problem, plan.config, plan.wanted, tensors["x"]
     assert isinstance(config, BackwardConfig)
     made: dict[str, Tensor] = {}
 
     def add(name: str, *shape: int, dtype: torch.dtype = x.dtype) -> None:
         made[name] = torch.empty(shape, dtype=dtype, device=x.device)
 
-    add("dproduct", problem.pairs, problem.columns_up)
+    if "dproduct" not in tensors:  # else it is to be written where the product is
+        add("dproduct", problem.pairs, problem.columns_up)
     if "topk_weights" in wanted:
         add("sums", problem.pairs, column_tiles(problem, config), dtype=torch.float32)
         kinds = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
         add("d_topk_weights", problem.tokens, problem.top_k, dtype=kinds[problem.weights_dtype])
     if "x" in wanted:
-        add("dx_rows", problem.pairs, problem.hidden)
         add("d_x", problem.tokens, problem.hidden)
     if {"dgate_up", "dgate_up_sm90"} & set(plan.steps):
         add("d_w_gate_up", problem.experts, problem.columns_up, problem.hidden)
         add("d_bias_gate_up", problem.experts, problem.columns_up)
     if {"ddown", "ddown_sm90"} & set(plan.steps):
-        add("wh", problem.pairs, problem.inter)
         add("d_w_down", problem.experts, problem.hidden, problem.inter)
         add("d_bias_down", problem.experts, problem.hidden)
+    if plan.scratch:
+        add("scratch", plan.scratch)
+    elif "d_w_gate_up" in made:
+        made["scratch"] = made["d_w_gate_up"]
     return made
 
 
@@ -130,7 +135,7 @@ def _interpreter_run(plan: MoePlan) -> Run:
     kernels = kernels_of(plan)
 
     def run(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        made = _allocate(plan, tensors["x"])
+        made = allocate(plan, tensors)
         for kernel in kernels:
             interpret(kernel, {**tensors, **made})
         return made
@@ -150,14 +155,18 @@ def _cuda_run(plan: MoePlan, device: torch.device) -> Run:
         )
         for kernel in kernels_of(plan)
     ]
+    places = {place for _, names in launches for place in names}
+    inside = [(place, *place_of(place)) for place in places if "+" in place]
     stream_of = _raw_stream
     assert stream_of is not None
 
     def run(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        made = _allocate(plan, tensors["x"])
+        made = allocate(plan, tensors)
         addresses = {name: tensor.data_ptr() for name, tensor in tensors.items()}
         addresses.update({name: tensor.data_ptr() for name, tensor in made.items()})
         addresses[""] = 0
+        for place, name, offset in inside:
+            addresses[place] = addresses[name] + offset
         stream = stream_of(index)
         for launch, names in launches:
             launch(stream, *[addresses[name] for name in names])

@@ -20,9 +20,10 @@ def _combine_kernel(
     positions_ptr,  # [P] int32: they are sorted; -1 for a pair without an expert. None: they are not
     y_shared_ptr,  # [S, T, HID], or None
     shared_weights_ptr,  # [T, S], or None
-    out_ptr,  # [T, HID]
+    out_ptr,  # [T, HID], rows STRIDE_OUT apart
     tokens,
     EXPERTS: tl.constexpr, TOPK: tl.constexpr, HID: tl.constexpr, SHARED: tl.constexpr,
+    STRIDE_OUT: tl.constexpr,  # HID, unless HID are some columns of the output
     UNROLL: tl.constexpr,  # experts whose loads are in flight together
     BLOCK_N: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
 ):  # fmt: skip
@@ -55,4 +56,4 @@ def _combine_kernel(
             if shared_weights_ptr is not None:
                 y *= tl.load(shared_weights_ptr + token * SHARED + s).to(tl.float32)
             acc += y
-    tl.store(out_ptr + token * HID + offs_n, acc.to(out_ptr.dtype.element_ty), mask=mask_n)
+    tl.store(out_ptr + token * STRIDE_OUT + offs_n, acc.to(out_ptr.dtype.element_ty), mask=mask_n)

@@ -26,6 +26,20 @@ _MAX_PREPARED = 8192
 Options = tuple[str, float | None, float | None, bool, bool, str]
 
 
+# What AOTAutograd asks before it reuses memory that was kept; a test fails should the name go away.
+_pass_keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph  # noqa: SLF001 - has no public name
+_hooks_of_kept = torch._C._autograd._top_saved_tensors_default_hooks  # noqa: SLF001 - likewise
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # noqa: SLF001 - likewise
+_count_modes = torch._C._len_torch_dispatch_stack  # noqa: SLF001 - likewise
+_MAY_OVERWRITE = "may_overwrite"  # on the context of a backward pass
+
+
+def _hooks_let_go() -> bool:
+    """Return whether nobody but the graph holds what is kept: no hooks, or those that compute it again."""
+    hooks: Any = _hooks_of_kept(True)  # noqa: FBT003 - it has no name: not those that are there because torch traces
+    return hooks is None or hooks[0].__module__ == "torch.utils.checkpoint"
+
+
 def records(tensors: Mapping[str, Tensor | None]) -> bool:
     """Return whether autograd wants gradients of a call."""
     if not torch.is_grad_enabled():
@@ -84,6 +98,8 @@ def moe_gradients(
     options: Options,
     wanted: Sequence[str],
     kernel: str = "auto",
+    *,
+    overwrite: bool = False,
 ) -> dict[str, Tensor]:
     """Return gradients by name.
 
@@ -94,6 +110,7 @@ def moe_gradients(
         options: its options.
         wanted: of ``DIFFERENTIABLE`` those that are asked for.
         kernel: of the gradients: a name to force, which never falls back.
+        overwrite: the gradients of the products may be written where these are.
 
     Raises:
         UnsupportedError: no kernel makes them.
@@ -102,16 +119,17 @@ def moe_gradients(
     the same bits in every run.
     """
     routed = {name: tensors[name] for name in TENSORS[:7] if name in tensors}
-    found = _routed(do, products[0], routed, options, [name for name in wanted if name in GRADIENTS], kernel)
+    names = [name for name in wanted if name in GRADIENTS]
+    found = _routed(do, products[0], routed, options, names, kernel, overwrite=overwrite)
     if "shared_gate_up" not in tensors:
         return found
     theirs = _as_routed(tensors)
-    names = {name: shared for name, shared in _SHARED.items() if shared in wanted}
-    asked = [*names, *(["x"] if "x" in wanted else [])]
-    more = _routed(do, products[1], theirs, options, asked, kernel)
+    of_shared = {name: shared for name, shared in _SHARED.items() if shared in wanted}
+    asked = [*of_shared, *(["x"] if "x" in wanted else [])]
+    more = _routed(do, products[1], theirs, options, asked, kernel, overwrite=overwrite)
     if "x" in wanted:
         found["x"] = found["x"] + more["x"]
-    found.update({shared: more[name] for name, shared in names.items()})
+    found.update({shared: more[name] for name, shared in of_shared.items()})
     return found
 
 
@@ -135,6 +153,8 @@ def _routed(
     options: Options,
     wanted: Sequence[str],
     kernel: str,
+    *,
+    overwrite: bool,
 ) -> dict[str, Tensor]:
     """Return the gradients of routed experts."""
     if not wanted:
@@ -154,7 +174,10 @@ def _routed(
         key,
         lambda: prepare_run(plan_backward(_describe(tensors, options), gpu_of(x), tuple(wanted), kernel), x.device),
     )
-    made = run({**tensors, "do": do, "product": product})
+    given = {**tensors, "do": do, "product": product}
+    if overwrite:
+        given["dproduct"] = product
+    made = run(given)
     return {name: made[f"d_{name}"] for name in wanted}
 
 
@@ -244,6 +267,19 @@ def _fake_backward(*given: Any) -> list[Tensor]:
     return [torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in like]
 
 
+def _is_plain(tensor: Tensor | None) -> bool:
+    """Return whether a tensor has memory of its own, and no meaning besides."""
+    return tensor is None or (type(tensor) in (Tensor, torch.nn.Parameter) and not _is_wrapped(tensor))
+
+
+def _overwrites(ctx: Any, tensors: Sequence[Tensor | None]) -> bool:
+    """Return whether this backward pass is the last that needs the products, and nobody records or traces it."""
+    if torch.compiler.is_compiling():
+        return False
+    is_last = not _pass_keeps_graph() and not torch.is_grad_enabled() and not _count_modes()
+    return is_last and getattr(ctx, _MAY_OVERWRITE, False) and all(map(_is_plain, tensors))
+
+
 def _refuse_second_order(_ctx: Any, *_gradients: Any) -> Any:
     raise UnsupportedError(
         "there are no second-order gradients of fused_moe", hint="for them, use flashmoe_science.moe.reference"
@@ -266,7 +302,15 @@ def _backward(ctx: Any, do: Tensor | None, *_others: Tensor | None) -> Any:
         return tuple(nothing)
     needed = dict(zip(TENSORS, ctx.needs_input_grad, strict=False))
     wanted = [number for number, name in enumerate(DIFFERENTIABLE) if needed[name]]
-    found = _fused_moe_backward(do, product, shared_product, *inputs, *ctx.options, wanted)
+    if _overwrites(ctx, (do, product, *inputs)):
+        tensors = {name: tensor.detach() for name, tensor in zip(TENSORS, inputs, strict=True) if tensor is not None}
+        products = product.detach(), shared_product.detach()
+        names = [DIFFERENTIABLE[number] for number in wanted]
+        made = moe_gradients(do.detach(), products, tensors, ctx.options, names, overwrite=True)
+        torch.autograd.graph.increment_version(products)  # whoever kept them too learns that they are others
+        found = [made[name] for name in names]
+    else:
+        found = _fused_moe_backward(do, product, shared_product, *inputs, *ctx.options, wanted)
     for number, gradient in zip(wanted, found, strict=True):
         nothing[TENSORS.index(DIFFERENTIABLE[number])] = gradient
     return tuple(nothing)
@@ -276,6 +320,14 @@ _fused_moe_kept.register_autograd(_backward, setup_context=_setup_context)
 
 
 def differentiable(given: Mapping[str, Tensor | None], options: Options) -> Tensor:
-    """Return the output of a call, and record what its gradients need."""
+    """Return the output of a call, and record what its gradients need.
+
+    The products are nobody else's: a backward pass that is the last one writes their gradients where they are. Not in
+    graphs that torch traces, whose operators write to nothing that they are given.
+    """
     out: Tensor = _fused_moe_kept(*(given[name] for name in TENSORS), *options)[0]
+    if not torch.compiler.is_compiling():
+        node: Any = out.grad_fn  # the context of the backward pass, but for transforms, which have their own
+        if isinstance(node, torch.autograd.function.FunctionCtx):
+            setattr(node, _MAY_OVERWRITE, _hooks_let_go())
     return out

@@ -52,6 +52,7 @@ class Args:
     bias_ptr: gl.tensor  # tiles_ptr where there is none
     tiles_ptr: gl.tensor
     order_ptr: gl.tensor
+    drawn: gl.tensor
     a_bufs: gl.shared_memory_descriptor  # [STAGES, BLOCK_M, BLOCK_K]
     w_bufs: gl.shared_memory_descriptor  # [STAGES, 1, parts, rows, BLOCK_K]; turned [STAGES, 1, 1, BLOCK_K, columns]
     out_bufs: gl.shared_memory_descriptor  # [2 * 2, 1, 1, ROWS, 1, CHUNK]: two a warpgroup
@@ -135,6 +136,7 @@ def _load_partition(a):
             i += 1
         # Late, so that who is behind draws less. The ring is full: the trip to L2 costs nothing.
         tile = gl.atomic_add(a.tiles_ptr + a.COUNTER, 1, sem="relaxed") + special_register("nctaid.x")
+        tile -= tiles_m * a.drawn
         n += 1
     a.tiles.publish(n, 0, -1, 0, 0)  # the end
 
@@ -285,6 +287,7 @@ def _grouped_sm90_kernel(
     bias_ptr,  # [E, COLUMNS], or None
     tiles_ptr,  # [1 + tiles, 4] int32; the first entry: tiles, a counter of each product
     order_ptr,  # [P] int32, or None
+    drawn,  # column tiles that earlier launches have drawn from the same counter
     GATHER: gl.constexpr, COUNTER: gl.constexpr, TOPK: gl.constexpr, STRIDE: gl.constexpr,
     K: gl.constexpr, COLUMNS: gl.constexpr, OUT: gl.constexpr, TILES_N: gl.constexpr, GROUP_M: gl.constexpr,
     STAGES: gl.constexpr, LEAD: gl.constexpr,
@@ -314,7 +317,7 @@ def _grouped_sm90_kernel(
     a = Args(  # type: ignore[call-arg] # aggregate gives it a constructor
         a_ptr if GATHER else tiles_ptr, w_desc if GATHER else a_desc, w_desc, out_desc,
         product_desc if KEEPS else out_desc,
-        bias_ptr if HAS_BIAS else tiles_ptr, tiles_ptr, order_ptr if GATHER else tiles_ptr,
+        bias_ptr if HAS_BIAS else tiles_ptr, tiles_ptr, order_ptr if GATHER else tiles_ptr, drawn,
         a_bufs, w_bufs, out_bufs, ready_bars, tiles,
         GATHER, HAS_BIAS, COUNTER, TOPK, STRIDE, K, COLUMNS, PRODUCT, OUT, TILES_N, GROUP_M, STAGES, LEAD, GATED,
         INTERLEAVED, ACTIVATION, ALPHA, LIMIT, PRODUCERS, IS_TURNED, KEEPS,

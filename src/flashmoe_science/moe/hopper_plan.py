@@ -76,9 +76,16 @@ def serves_gradients(problem: MoeProblem, arch: int) -> bool:
     return refusal(problem, arch) is None and problem.pairs / problem.experts >= FEWEST_ROWS
 
 
-def gradient_programs(problem: MoeProblem, config: HopperConfig, step: str, tiles: int) -> int:
-    """Return how many programs draw tiles of one of the gradients; ``tiles`` are the row tiles of x's."""
-    if step == "dx":
-        return min(config.programs, tiles * -(-problem.hidden // PRODUCT_COLUMNS))
-    rows, columns = (problem.columns_up, problem.hidden) if step == "dgate_up" else (problem.hidden, problem.inter)
-    return min(config.programs, problem.experts * -(-rows // ROWS) * -(-columns // PRODUCT_COLUMNS))
+def x_programs(config: HopperConfig, tiles: int, columns: int) -> int:
+    """Return how many programs draw tiles of some columns of x's gradient, of ``tiles`` row tiles."""
+    return min(config.programs, tiles * -(-columns // PRODUCT_COLUMNS))
+
+
+def weight_tiles(problem: MoeProblem, rows: int, columns: int) -> int:
+    """Return the tiles of some rows and columns of the gradients of all experts' weights."""
+    return problem.experts * -(-rows // ROWS) * -(-columns // PRODUCT_COLUMNS)
+
+
+def weight_programs(problem: MoeProblem, config: HopperConfig, rows: int, columns: int) -> int:
+    """Return how many programs draw tiles of them."""
+    return min(config.programs, weight_tiles(problem, rows, columns))

@@ -28,7 +28,7 @@ from .plan import (
     sort_chunks,
     sort_pairs,
 )
-from .prepared import PreparedKernel
+from .prepared import PreparedKernel, place_of
 from .problem import MoeProblem, columns_up
 from .sort_triton import _count_kernel, _place_kernel, _sort_few_kernel, _sum_chunks_kernel
 from .tiles import BackwardConfig, GemvConfig, Tile, TileConfig
@@ -290,6 +290,7 @@ def _combine(plan: MoePlan, grid: tuple[int, int, int], warps: int) -> PreparedK
         "TOPK": problem.top_k,
         "HID": problem.hidden,
         "SHARED": problem.shared_experts,
+        "STRIDE_OUT": problem.hidden,
         "UNROLL": min(COMBINE_UNROLL, problem.top_k),
         "BLOCK_N": COMBINE_COLUMNS,
     }
@@ -365,12 +366,19 @@ MAKERS = {
 }
 
 
+def _at(tensors: dict[str, Tensor], place: str) -> Tensor:
+    """Return a tensor that begins at a place."""
+    name, offset = place_of(place)
+    tensor = tensors[name]
+    return tensor.as_strided((1,), (1,), tensor.storage_offset() + offset // tensor.itemsize) if offset else tensor
+
+
 def interpret(kernel: PreparedKernel, tensors: dict[str, Tensor]) -> None:
     """Run one kernel in Triton's interpreter on CPU tensors (the process was started with TRITON_INTERPRET=1)."""
     pointers = [name for name, kind in kernel.source.signature if kind.startswith("*")]
     names = [name for name, kind in kernel.source.signature if not kind.startswith("*")]
     arguments = {
-        **{name: tensors[tensor] for name, tensor in zip(pointers, kernel.tensors, strict=True)},
+        **{name: _at(tensors, place) for name, place in zip(pointers, kernel.tensors, strict=True)},
         **dict(zip(names, kernel.scalars, strict=True)),
         **dict(kernel.source.constants),
     }

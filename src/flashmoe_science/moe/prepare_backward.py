@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from . import prepare_sm90
-from .backward_plan import ROUTING_PAIRS, BackwardPlan, column_tiles
+from .backward_plan import ROUTING_PAIRS, BackwardPlan, Span, column_tiles
 from .backward_triton import _activation_backward_kernel, _routing_gradient_kernel, _weight_gradient_kernel
 from .combine_triton import _combine_kernel
 from .grouped_triton import _down_kernel
 from .plan import COMBINE_COLUMNS, COMBINE_UNROLL, MoePlan, next_power
 from .prepare import MAKERS, activation, prepared_kernel, strides
-from .prepared import PreparedKernel
+from .prepared import PreparedKernel, within
 from .problem import MoeProblem
 from .tiles import BackwardConfig, Tile
 
@@ -21,11 +21,12 @@ _Pointers = dict[str, tuple[str, str] | None]
 
 def prepare_backward_kernels(plan: BackwardPlan) -> tuple[PreparedKernel, ...]:
     """Return the kernels of ``plan``, in the order in which they are launched."""
-    makers = {**MAKERS, **_MAKERS}
-    return tuple(
-        makers[step](plan, launch.grid, launch.block[0] // 32)
-        for step, launch in zip(plan.steps, plan.launches, strict=True)
-    )
+    kernels = []
+    for step, launch, span in zip(plan.steps, plan.launches, plan.spans, strict=True):
+        grid, warps = launch.grid, launch.block[0] // 32
+        maker = _MAKERS.get(step)
+        kernels.append(maker(plan, grid, warps, span) if maker else MAKERS[step](plan, grid, warps))
+    return tuple(kernels)
 
 
 def _of(plan: MoePlan) -> tuple[MoeProblem, BackwardConfig, tuple[str, ...]]:
@@ -49,7 +50,7 @@ def _sizes(problem: MoeProblem) -> dict[str, int]:
     return {"EXPERTS": problem.experts, "TOPK": problem.top_k, "HID": problem.hidden}
 
 
-def _dactivation(plan: MoePlan, grid: _Grid, warps: int) -> PreparedKernel:
+def _dactivation(plan: MoePlan, grid: _Grid, warps: int, span: Span) -> PreparedKernel:
     problem, config, wanted = _of(plan)
     kind = f"*{problem.dtype}"
     routing, down = "topk_weights" in wanted, bool({"w_down", "bias_down"} & set(wanted))
@@ -62,7 +63,7 @@ def _dactivation(plan: MoePlan, grid: _Grid, warps: int) -> PreparedKernel:
         "tiles_ptr": ("*i32", "tiles_ptr"),
         "order_ptr": ("*i32", "order_ptr"),
         "dproduct_ptr": (kind, "dproduct"),
-        "wh_ptr": (kind, "wh") if down else None,
+        "wh_ptr": (kind, "scratch") if down else None,
         "sums_ptr": ("*fp32", "sums") if routing else None,
     }
     constants = {
@@ -70,15 +71,17 @@ def _dactivation(plan: MoePlan, grid: _Grid, warps: int) -> PreparedKernel:
         "HID": problem.hidden,
         "INTER": problem.inter,
         "COLUMNS": problem.columns_up,
+        "WH_COLUMNS": span[1],
         **strides("W", "ENK", problem.down_strides),
         **activation(problem),
         **_tile(problem, config, config.activation, config.block_m),
     }
+    scalars = {"first_tile": span[0] // config.activation.block_n}
     stages = config.activation.num_stages
-    return prepared_kernel(_activation_backward_kernel, plan, grid, warps, pointers, {}, constants, stages)
+    return prepared_kernel(_activation_backward_kernel, plan, grid, warps, pointers, scalars, constants, stages)
 
 
-def _drouting(plan: MoePlan, grid: _Grid, warps: int) -> PreparedKernel:
+def _drouting(plan: MoePlan, grid: _Grid, warps: int, _span: Span) -> PreparedKernel:
     problem, config, _ = _of(plan)
     count = column_tiles(problem, config)
     pointers: _Pointers = {
@@ -92,21 +95,22 @@ def _drouting(plan: MoePlan, grid: _Grid, warps: int) -> PreparedKernel:
     )  # fmt: skip
 
 
-def _dx(plan: MoePlan, grid: _Grid, warps: int) -> PreparedKernel:
+def _dx(plan: MoePlan, grid: _Grid, warps: int, span: Span) -> PreparedKernel:
     """Return the product of the first product's gradient with w_gate_up: a second product, the weights turned."""
     problem, config, _ = _of(plan)
     kind = f"*{problem.dtype}"
     expert, row, column = problem.gate_up_strides
     pointers: _Pointers = {
         "h_ptr": (kind, "dproduct"),
-        "w_ptr": (kind, "w_gate_up"),
+        "w_ptr": (kind, within("w_gate_up", span[0] * column * problem.item_bytes)),
         "bias_ptr": None,
         "ids_ptr": None,
         "tiles_ptr": ("*i32", "tiles_ptr"),
-        "y_ptr": (kind, "dx_rows"),
+        "y_ptr": (kind, "scratch"),
     }
     constants = {
         **_sizes(problem),
+        "HID": span[1],
         "INTER": problem.columns_up,
         **strides("W", "ENK", (expert, column, row)),
         "ROWS": "sorted",
@@ -119,28 +123,30 @@ def _dx(plan: MoePlan, grid: _Grid, warps: int) -> PreparedKernel:
     return prepared_kernel(_down_kernel, plan, grid, warps, pointers, scalars, constants, config.x.num_stages)
 
 
-def _dcombine(plan: MoePlan, grid: _Grid, warps: int) -> PreparedKernel:
+def _dcombine(plan: MoePlan, grid: _Grid, warps: int, span: Span) -> PreparedKernel:
     problem, _, _ = _of(plan)
     kind = f"*{problem.dtype}"
     pointers: _Pointers = {
-        "y_ptr": (kind, "dx_rows"),
+        "y_ptr": (kind, "scratch"),
         "weights_ptr": None,
         "ids_ptr": None,
         "positions_ptr": ("*i32", "positions_ptr"),
         "y_shared_ptr": None,
         "shared_weights_ptr": None,
-        "out_ptr": (kind, "d_x"),
+        "out_ptr": (kind, within("d_x", span[0] * problem.item_bytes)),
     }
     constants = {
         **_sizes(problem),
+        "HID": span[1],
         "SHARED": 0,
+        "STRIDE_OUT": problem.hidden,
         "UNROLL": min(COMBINE_UNROLL, problem.top_k),
         "BLOCK_N": COMBINE_COLUMNS,
     }
     return prepared_kernel(_combine_kernel, plan, grid, warps, pointers, {"tokens": problem.tokens}, constants)
 
 
-def _dgate_up(plan: MoePlan, grid: _Grid, warps: int) -> PreparedKernel:
+def _dgate_up(plan: MoePlan, grid: _Grid, warps: int, _span: Span) -> PreparedKernel:
     problem, config, wanted = _of(plan)
     kind = f"*{problem.dtype}"
     pointers: _Pointers = {
@@ -158,6 +164,7 @@ def _dgate_up(plan: MoePlan, grid: _Grid, warps: int) -> PreparedKernel:
         "N": problem.hidden,
         **strides("A", ("", "M"), (problem.columns_up, 1)),
         **strides("B", ("", "N"), problem.x_strides),
+        "STRIDE_OUT": problem.hidden,
         "GATHER_A": False,
         "GATHER_B": True,
         **_tile(problem, config, config.weights, config.weights_m),
@@ -167,24 +174,25 @@ def _dgate_up(plan: MoePlan, grid: _Grid, warps: int) -> PreparedKernel:
     return prepared_kernel(_weight_gradient_kernel, plan, grid, warps, pointers, {}, constants, stages, aligned)
 
 
-def _ddown(plan: MoePlan, grid: _Grid, warps: int) -> PreparedKernel:
+def _ddown(plan: MoePlan, grid: _Grid, warps: int, span: Span) -> PreparedKernel:
     problem, config, wanted = _of(plan)
-    kind, bias = f"*{problem.dtype}", "bias_down" in wanted
+    kind, bias = f"*{problem.dtype}", "bias_down" in wanted and span[0] == 0  # rows of A are those of each span
     pointers: _Pointers = {
         "a_ptr": (kind, "do"),
-        "b_ptr": (kind, "wh"),
+        "b_ptr": (kind, "scratch"),
         "weights_ptr": (f"*{problem.weights_dtype}", "topk_weights") if bias else None,
         "order_ptr": ("*i32", "order_ptr"),
         "offsets_ptr": ("*i32", "offsets_ptr"),
-        "out_ptr": (kind, "d_w_down"),
+        "out_ptr": (kind, within("d_w_down", span[0] * problem.item_bytes)),
         "bias_ptr": (kind, "d_bias_down") if bias else None,
     }
     constants = {
         "TOPK": problem.top_k,
         "M": problem.hidden,
-        "N": problem.inter,
+        "N": span[1],
         **strides("A", ("", "M"), (problem.hidden, 1)),
-        **strides("B", ("", "N"), (problem.inter, 1)),
+        **strides("B", ("", "N"), (span[1], 1)),
+        "STRIDE_OUT": problem.inter,
         "GATHER_A": True,
         "GATHER_B": False,
         **_tile(problem, config, config.weights, config.weights_m),
@@ -194,16 +202,16 @@ def _ddown(plan: MoePlan, grid: _Grid, warps: int) -> PreparedKernel:
     return prepared_kernel(_weight_gradient_kernel, plan, grid, warps, pointers, {}, constants, stages, aligned)
 
 
-def _dx_sm90(plan: MoePlan, grid: _Grid, _warps: int) -> PreparedKernel:
-    return prepare_sm90.x_gradient(plan, grid)
+def _dx_sm90(plan: MoePlan, grid: _Grid, _warps: int, span: Span) -> PreparedKernel:
+    return prepare_sm90.x_gradient(plan, grid, span)
 
 
-def _dgate_up_sm90(plan: MoePlan, grid: _Grid, _warps: int) -> PreparedKernel:
-    return prepare_sm90.weight_gradient(plan, grid, "up")
+def _dgate_up_sm90(plan: MoePlan, grid: _Grid, _warps: int, span: Span) -> PreparedKernel:
+    return prepare_sm90.weight_gradient(plan, grid, "up", span)
 
 
-def _ddown_sm90(plan: MoePlan, grid: _Grid, _warps: int) -> PreparedKernel:
-    return prepare_sm90.weight_gradient(plan, grid, "down")
+def _ddown_sm90(plan: MoePlan, grid: _Grid, _warps: int, span: Span) -> PreparedKernel:
+    return prepare_sm90.weight_gradient(plan, grid, "down", span)
 
 
 _MAKERS = {

@@ -7,11 +7,11 @@ from typing import Any
 from ..gpu.compile import KernelSource
 from ..gpu.gluon_versions import descriptor_type
 from ..gpu.tensor_map import TensorMap
-from .backward_plan import BackwardPlan
+from .backward_plan import BackwardPlan, Span
 from .grouped_gluon_sm90 import _grouped_sm90_kernel
-from .hopper_plan import PRODUCT_COLUMNS, REGISTERS, ROWS, STEP, column_tiles, output_columns
+from .hopper_plan import PRODUCT_COLUMNS, REGISTERS, ROWS, STEP, column_tiles, output_columns, weight_tiles
 from .plan import MoePlan
-from .prepared import PreparedKernel
+from .prepared import PreparedKernel, within
 from .problem import MoeProblem
 from .tiles import BackwardConfig, HopperConfig
 from .weights_gluon_sm90 import _weights_sm90_kernel
@@ -30,8 +30,11 @@ def ragged_map(kind: str, columns: int, parts: int = 1) -> TensorMap:
     return TensorMap(kind, (0x7FFF0000, 0x7FFF0000, 2**30, parts, columns), (2**34 - width, width, width, columns, 1))
 
 
-def _weights(problem: MoeProblem, which: str, *, split: bool) -> TensorMap:
-    """Return the map of the weights: experts, gate and up apart where a tile has rows of both, rows, columns."""
+def _weights(problem: MoeProblem, which: str, *, split: bool, columns: int = 0) -> TensorMap:
+    """Return the map of the weights: experts, gate and up apart where a tile has rows of both, rows, columns.
+
+    ``columns``: of w_gate_up, where the map begins at some of them; else all.
+    """
     if which == "down":
         strides = problem.down_strides
         return TensorMap(
@@ -39,7 +42,9 @@ def _weights(problem: MoeProblem, which: str, *, split: bool) -> TensorMap:
         )
     expert, row, column = problem.gate_up_strides
     parts, rows = (2, problem.inter) if split else (1, problem.columns_up)
-    return TensorMap(problem.dtype, (problem.experts, parts, rows, problem.hidden), (expert, rows * row, row, column))
+    return TensorMap(
+        problem.dtype, (problem.experts, parts, rows, columns or problem.hidden), (expert, rows * row, row, column)
+    )
 
 
 def product(plan: MoePlan, grid: tuple[int, int, int], which: str) -> PreparedKernel:
@@ -104,51 +109,52 @@ def _backward(plan: MoePlan) -> tuple[MoeProblem, HopperConfig]:
     return plan.problem, plan.config.hopper
 
 
-def x_gradient(plan: MoePlan, grid: tuple[int, int, int]) -> PreparedKernel:
+def x_gradient(plan: MoePlan, grid: tuple[int, int, int], span: Span) -> PreparedKernel:
     """Return the product of the first product's gradient with w_gate_up, whose rows are the reduction."""
     problem, config = _backward(plan)
-    kind = problem.dtype
+    kind, (first, columns) = problem.dtype, span
     given = {
         "a_desc": (descriptor_type(kind, (ROWS, STEP)), "dproduct"),
-        "w_desc": (descriptor_type(kind, (1, 1, STEP, PRODUCT_COLUMNS)), "w_gate_up"),
-        "out_desc": (descriptor_type(kind, (1, 1, _WARPGROUP_ROWS, 1, _CHUNK)), "dx_rows"),
+        "w_desc": (descriptor_type(kind, (1, 1, STEP, PRODUCT_COLUMNS)), within("w_gate_up", 2 * first)),
+        "out_desc": (descriptor_type(kind, (1, 1, _WARPGROUP_ROWS, 1, _CHUNK)), "scratch"),
         "tiles_ptr": ("*i32", "tiles_ptr"),
     }
     maps = (
         TensorMap(kind, (problem.pairs, problem.columns_up), (problem.columns_up, 1)),
-        _weights(problem, "up", split=False),
-        ragged_map(kind, problem.hidden),
+        _weights(problem, "up", split=False, columns=columns),
+        ragged_map(kind, columns),
     )
     registers, producer_registers = REGISTERS["down"]
     constants: dict[str, Any] = {
         "GATHER": False, "COUNTER": _COUNTERS["up"], "TOPK": problem.top_k, "STRIDE": 0,
-        "K": problem.columns_up, "COLUMNS": problem.hidden, "OUT": PRODUCT_COLUMNS,
-        "TILES_N": -(-problem.hidden // PRODUCT_COLUMNS), "GROUP_M": config.group_m,
+        "K": problem.columns_up, "COLUMNS": columns, "OUT": PRODUCT_COLUMNS,
+        "TILES_N": -(-columns // PRODUCT_COLUMNS), "GROUP_M": config.group_m,
         "STAGES": config.num_stages, "LEAD": config.lead, "GATED": False, "INTERLEAVED": False, "ACTIVATION": "",
         "ALPHA": 0.0, "LIMIT": 0.0, "IS_TURNED": True,
         "MATRIX_REGISTERS": registers, "PRODUCER_REGISTERS": producer_registers,
         **dict.fromkeys(("product_desc", "a_ptr", "bias_ptr", "order_ptr")),
     }  # fmt: skip
-    return _prepared(_grouped_sm90_kernel, given, constants, grid, maps)
+    return _prepared(_grouped_sm90_kernel, given, constants, grid, maps, first // PRODUCT_COLUMNS)
 
 
-def weight_gradient(plan: MoePlan, grid: tuple[int, int, int], which: str) -> PreparedKernel:
+def weight_gradient(plan: MoePlan, grid: tuple[int, int, int], which: str, span: Span) -> PreparedKernel:
     """Return the sum of outer products that is the gradient of ``w_gate_up`` ("up") or ``w_down`` ("down")."""
     problem, config = _backward(plan)
-    kind, is_up = problem.dtype, which == "up"
-    rows, columns = (problem.columns_up, problem.hidden) if is_up else (problem.hidden, problem.inter)
+    kind, is_up, (first, columns) = problem.dtype, which == "up", span
+    rows, stride = (problem.columns_up, problem.hidden) if is_up else (problem.hidden, problem.inter)
+    out = within("d_w_gate_up" if is_up else "d_w_down", 2 * first)
     in_order = rows if is_up else columns
     box = _WARPGROUP_ROWS if is_up else PRODUCT_COLUMNS
     given = {
-        "rows_desc": (descriptor_type(kind, (1, 1, STEP, 1, box)), "dproduct" if is_up else "wh"),
-        "out_desc": (descriptor_type(kind, (1, _WARPGROUP_ROWS, _CHUNK)), "d_w_gate_up" if is_up else "d_w_down"),
+        "rows_desc": (descriptor_type(kind, (1, 1, STEP, 1, box)), "dproduct" if is_up else "scratch"),
+        "out_desc": (descriptor_type(kind, (1, _WARPGROUP_ROWS, _CHUNK)), out),
         "rows_ptr": (f"*{kind}", "x" if is_up else "do"),
         "order_ptr": ("*i32", "order_ptr"),
         "offsets_ptr": ("*i32", "offsets_ptr"),
     }
     maps = (
         ragged_map(kind, in_order),
-        TensorMap(kind, (problem.experts, rows, columns), (rows * columns, columns, 1)),
+        TensorMap(kind, (problem.experts, rows, columns), (rows * stride, stride, 1)),
     )
     registers, producer_registers = REGISTERS["weights"]
     constants: dict[str, Any] = {
@@ -157,7 +163,7 @@ def weight_gradient(plan: MoePlan, grid: tuple[int, int, int], which: str) -> Pr
         "M": rows, "N": columns, "GROUP_M": config.group_m, "STAGES": config.num_stages, "LEAD": config.lead,
         "MATRIX_REGISTERS": registers, "PRODUCER_REGISTERS": producer_registers,
     }  # fmt: skip
-    return _prepared(_weights_sm90_kernel, given, constants, grid, maps)
+    return _prepared(_weights_sm90_kernel, given, constants, grid, maps, weight_tiles(problem, rows, first))
 
 
 def _prepared(
@@ -166,13 +172,14 @@ def _prepared(
     constants: dict[str, Any],
     grid: tuple[int, int, int],
     maps: tuple[TensorMap, ...],
+    drawn: int = 0,
 ) -> PreparedKernel:
     source = KernelSource(
         function,
-        tuple((name, kind) for name, (kind, _) in given.items()),
+        (*((name, kind) for name, (kind, _) in given.items()), ("drawn", "i32")),
         tuple(constants.items()),
         frozenset(name for name in given if name.endswith("_ptr")),
         num_warps=4,
         dependent_launch=True,
     )
-    return PreparedKernel(source, grid, (), tuple(tensor for _, tensor in given.values()), maps)
+    return PreparedKernel(source, grid, (drawn,), tuple(tensor for _, tensor in given.values()), maps)

@@ -40,6 +40,7 @@ class Args:
     out_desc: tma.tensor_descriptor
     order_ptr: gl.tensor
     offsets_ptr: gl.tensor
+    drawn: gl.tensor
     a_bufs: gl.shared_memory_descriptor  # [2 * STAGES, BLOCK_K, ROWS]: one a warpgroup
     b_bufs: gl.shared_memory_descriptor  # [STAGES, BLOCK_K, BLOCK_N]
     out_bufs: gl.shared_memory_descriptor  # [2 * 2, 1, ROWS, CHUNK]: two a warpgroup
@@ -127,7 +128,7 @@ def _load_partition(a):
             i += 1
         # Late, so that who is behind draws less. The ring is full: the trip to L2 costs nothing.
         counter = a.offsets_ptr + a.EXPERTS + 1 + a.COUNTER
-        tile = gl.atomic_add(counter, 1, sem="relaxed") + special_register("nctaid.x")
+        tile = gl.atomic_add(counter, 1, sem="relaxed") + special_register("nctaid.x") - a.drawn
         n += 1
     a.tiles.publish(n, 0, 0, 0, -1)  # the end
 
@@ -192,6 +193,7 @@ def _weights_sm90_kernel(
     rows_ptr,  # [T, columns]: rows to gather, the other operand
     order_ptr,  # [P] int32
     offsets_ptr,  # [E + 5] int32: the last four are counters, 0 before
+    drawn,  # tiles that earlier launches have drawn from the same counter
     GATHER_A: gl.constexpr, EXPERTS: gl.constexpr, TOPK: gl.constexpr, STRIDE: gl.constexpr, COUNTER: gl.constexpr,
     M: gl.constexpr, N: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr, LEAD: gl.constexpr,
     MATRIX_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
@@ -211,7 +213,7 @@ def _weights_sm90_kernel(
     tiles = make_mailbox(PRODUCERS)
     fence_async_shared()  # TMA, too, sees that the barriers are there
     a = Args(  # type: ignore[call-arg] # aggregate gives it a constructor
-        rows_ptr, rows_desc, out_desc, order_ptr, offsets_ptr, a_bufs, b_bufs, out_bufs, ready_bars, tiles,
+        rows_ptr, rows_desc, out_desc, order_ptr, offsets_ptr, drawn, a_bufs, b_bufs, out_bufs, ready_bars, tiles,
         GATHER_A, EXPERTS, TOPK, STRIDE, COUNTER, M, N, GROUP_M, STAGES, LEAD,
     )  # fmt: skip
     gl.warp_specialize(
