@@ -16,7 +16,7 @@ from hypothesis import example, given, settings, strategies
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
 from flashmoe_science import UnsupportedError
-from flashmoe_science.attention.forward_gluon_sm90 import TURNS
+from flashmoe_science.attention.forward_primitives_sm90 import TURNS
 from flashmoe_science.attention.hopper_plan import (
     HOPPER_ROWS,
     HOPPER_TABLE,
