@@ -17,6 +17,7 @@ from flashmoe_science.attention import gradients as gradients_module, reference
 from flashmoe_science.attention.backward_calls import prepare_backward
 from flashmoe_science.attention.gradients import Options, attention_gradients
 
+from ..one_triton import all_but
 from .cases import GRADIENTS, FeatureCase, Gradients
 
 ALL: dict[str, Any] = {"causal": True, "window": (3, -1), "softcap": 2.0, "softmax_scale": 0.4}
@@ -26,8 +27,12 @@ def leaves(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list
     return [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
 
 
+# One kernel, two that compute dQ apart, features, packed sequences.
+WITH_EVERY_TRITON = ("several-tiles", "d192-dv128", "apart", "all-at-once", "seqused-both")
+
+
 @pytest.mark.triton
-@pytest.mark.parametrize("gradients", GRADIENTS, ids=str)
+@pytest.mark.parametrize("gradients", all_but(GRADIENTS, *WITH_EVERY_TRITON), ids=str)
 def test_kernels_interpreted(gradients, interpreted):
     """The Triton kernels themselves, run by Triton's interpreter in a process of its own."""
     interpreted(gradients)

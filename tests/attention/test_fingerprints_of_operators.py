@@ -24,7 +24,7 @@ from flashmoe_science.attention_varlen.operator import OPERATOR as VARLEN
 from flashmoe_science.gpu.specs import SPECS
 from flashmoe_science.proof.suites import load_suite
 
-pytestmark = pytest.mark.triton
+pytestmark = [pytest.mark.triton, pytest.mark.one_triton]
 
 H200 = SPECS["H200"]
 BATCH = {"batch": 2, "heads": 16, "seqlen_q": 4096, "head_dim": 128, "dtype": "bf16", "causal": True}
