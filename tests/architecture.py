@@ -18,10 +18,6 @@ STOPWATCHES = {
     *("elapsed_time", "do_bench", "do_bench_cudagraph", "timeit"),
 }
 
-# A kernel file that is built of the device code of another one. In a file of its own what they share would have another
-# fingerprint, and every record of the other would have to be measured anew for the same machine code.
-BUILT_OF = {"attention.forward_features_gluon_sm90": "attention.forward_gluon_sm90"}
-
 
 @dataclass(frozen=True)
 class Import:
@@ -158,7 +154,7 @@ def check_room(module: Module) -> Iterator[str]:
             yield f"{item.line}: imports {stem}, which is there for the harness"
         if stem == "api" and module.stem not in ("operator", "rivals", "__init__"):
             yield f"{item.line}: imports api, which is above it"
-        if module.is_kernel_file and is_kernel_name(item.target) and BUILT_OF.get(module.name) != item.target:
+        if module.is_kernel_file and is_kernel_name(item.target):
             yield f"{item.line}: a kernel file imports another one, {stem}"
         if module.is_kernel_file and stem == "reference":
             yield f"{item.line}: a kernel file imports the reference"

@@ -50,7 +50,8 @@ GOOD = {
     "attention/forward_triton.py": '"""D."""\nfrom . import primitives',
     "attention/merge_triton.py": '"""D."""\nfrom .primitives import f',
     "attention/forward_gluon_sm90.py": '"""D."""\nfrom .primitives import f',
-    "attention/forward_features_gluon_sm90.py": '"""D."""\nfrom .forward_gluon_sm90 import f',
+    "attention/forward_primitives_sm90.py": '"""D."""\nfrom ..gpu import specs',
+    "attention/forward_features_gluon_sm90.py": '"""D."""\nfrom .forward_primitives_sm90 import f',
     "attention/api.py": '"""D."""\nfrom . import plan, reference, forward_triton',
     "attention/rivals.py": '"""D."""\nfrom .problem import Problem',
     "attention/operator.py": '"""D."""\nfrom .. import __version__\nfrom . import api, rivals',
@@ -89,7 +90,7 @@ def test_the_rules_accept_the_design() -> None:
         ),
         (
             "attention/forward_features_gluon_sm90.py",
-            "from .forward_triton import f",
+            "from .forward_gluon_sm90 import f",
             "a kernel file imports another one",
         ),
         ("attention/merge_triton.py", "from . import reference", "a kernel file imports the reference"),

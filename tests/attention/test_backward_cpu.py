@@ -17,6 +17,7 @@ from flashmoe_science.attention import gradients as gradients_module, reference
 from flashmoe_science.attention.backward_calls import prepare_backward
 from flashmoe_science.attention.gradients import Options, attention_gradients
 
+from ..one_triton import all_but
 from .cases import GRADIENTS, FeatureCase, Gradients
 
 ALL: dict[str, Any] = {"causal": True, "window": (3, -1), "softcap": 2.0, "softmax_scale": 0.4}
@@ -26,8 +27,12 @@ def leaves(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list
     return [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
 
 
+# One kernel, two that compute dQ apart, features, packed sequences.
+WITH_EVERY_TRITON = ("several-tiles", "d192-dv128", "apart", "all-at-once", "seqused-both")
+
+
 @pytest.mark.triton
-@pytest.mark.parametrize("gradients", GRADIENTS, ids=str)
+@pytest.mark.parametrize("gradients", all_but(GRADIENTS, *WITH_EVERY_TRITON), ids=str)
 def test_kernels_interpreted(gradients, interpreted):
     """The Triton kernels themselves, run by Triton's interpreter in a process of its own."""
     interpreted(gradients)
@@ -256,6 +261,37 @@ def test_autocast(training, with_bias):
         assert q.grad is not None
         assert q.grad.dtype == torch.float32
         assert v.grad is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "features", [{}, {"causal": True, "window": (3, -1), "softcap": 2.0}], ids=["plain", "features"]
+)
+def test_autocast_rounds_the_inputs_and_nothing_else(features, dtype):
+    """Bits of output, LSE and gradients are those of the call with 16-bit inputs outside of the region."""
+    given = leaves((2, 2, 50, 16), (2, 2, 60, 16), (2, 2, 60, 24), dtype=dtype)
+    low = [tensor.detach().bfloat16().requires_grad_() for tensor in given]
+    expected, expected_lse = flash_attention(*low, **features, return_lse=True)
+    expected_gradients = torch.autograd.grad(expected.float().square().sum() + expected_lse.sum(), low)
+    with torch.autocast("cpu", torch.bfloat16):
+        with torch.no_grad():
+            assert torch.equal(flash_attention(*given, **features), expected)
+        o, lse = flash_attention(*given, **features, return_lse=True)
+        gradients = torch.autograd.grad(o.float().square().sum() + lse.sum(), given)
+    assert torch.equal(o, expected)
+    assert torch.equal(lse, expected_lse)
+    for found, exact in zip(gradients, expected_gradients, strict=True):
+        assert torch.equal(found.bfloat16(), exact)
+
+
+def test_autocast_rounds_the_inputs_of_packed_sequences_and_nothing_else():
+    inputs, _ = varlen_inputs()
+    given = [inputs.pop(name).detach() for name in ("q", "k", "v")]
+    expected, expected_lse = flash_attention_varlen(*(x.bfloat16() for x in given), **inputs, return_lse=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        o, lse = flash_attention_varlen(*given, **inputs, return_lse=True)
+    assert torch.equal(o, expected)
+    assert torch.equal(lse, expected_lse)
 
 
 def test_operators():

@@ -22,6 +22,7 @@ from flashmoe_science import (
 )
 from flashmoe_science.attention import cache_reference, reference
 
+from ..one_triton import all_but
 from .cache_cases import CACHE_CASES, EMPTY_CACHE_CASES, CacheCase, Tensors, make_tensors
 from .cache_checks import assert_cache_right, call, clone
 
@@ -463,8 +464,14 @@ NOT_FINITE = [
 ]
 
 
+# Keys appended, features, keys split and merged, many rows of a page.
+WITH_EVERY_TRITON = ("append-paged", "features", "splits", "many-rows-paged", "bits-invariant")
+
+
 @pytest.mark.triton
-@pytest.mark.parametrize("case", CACHE_CASES + EMPTY_CACHE_CASES + BITS + NOT_FINITE, ids=str)
+@pytest.mark.parametrize(
+    "case", all_but(CACHE_CASES + EMPTY_CACHE_CASES + BITS + NOT_FINITE, *WITH_EVERY_TRITON), ids=str
+)
 def test_kernels_interpreted(case, interpreted):
     """The Triton kernels themselves, run by Triton's interpreter in a process of its own."""
     interpreted(case)

@@ -108,9 +108,9 @@ def test_an_edit_that_does_not_reach_the_gpu_leaves_the_fingerprint(edit, module
 @pytest.mark.parametrize(
     ("module", "old", "new"),
     [
-        ("attention.forward_gluon_sm90", "gl.constexpr(1024.0)", "gl.constexpr(512.0)"),
-        ("attention.forward_gluon_sm90", "m_new = gl.maximum(m, largest", "m_new = gl.minimum(m, largest"),
-        # kernel -> _attend_partition -> _step -> Ring.wait, in another file
+        ("attention.forward_primitives_sm90", "gl.constexpr(1024.0)", "gl.constexpr(512.0)"),
+        ("attention.forward_primitives_sm90", "m_new = gl.maximum(m, largest", "m_new = gl.minimum(m, largest"),
+        # kernel -> _attend_partition -> _step -> multiply -> Ring.wait, through another file into a third
         ("gpu.gluon_sm90", "lap & 1)", "lap & 3)"),
         ("gpu.gluon_sm90", "FIRST_BARRIER = gl.constexpr(5)", "FIRST_BARRIER = gl.constexpr(6)"),
         ("gpu.gluon_versions", '"async_store"', '"async_stores"'),
@@ -271,7 +271,7 @@ def test_arms_are_told_apart_and_what_cannot_be_told_is_none():
 
 
 def test_a_kernel_that_cannot_be_followed_has_no_fingerprint(edit):
-    edit("attention.forward_gluon_sm90", "import struct\n", "import struct\nfrom .primitives import *\n")
+    edit("attention.forward_primitives_sm90", "import struct\n", "import struct\nfrom .primitives import *\n")
     assert OPERATOR.code("flash_attention", OPERATOR.parse_case(SHAPES["hopper"]), H200) is None
     code("short")
 

@@ -24,7 +24,7 @@ from flashmoe_science.attention_varlen.operator import OPERATOR as VARLEN
 from flashmoe_science.gpu.specs import SPECS
 from flashmoe_science.proof.suites import load_suite
 
-pytestmark = pytest.mark.triton
+pytestmark = [pytest.mark.triton, pytest.mark.one_triton]
 
 H200 = SPECS["H200"]
 BATCH = {"batch": 2, "heads": 16, "seqlen_q": 4096, "head_dim": 128, "dtype": "bf16", "causal": True}
@@ -89,7 +89,7 @@ GRADIENTS: list[tuple[str, str, str, bool, bool]] = [  # the last two: those of 
     ("attention.reference", "top + torch.log(total)", "top - torch.log(total)", True, False),
     ("attention_train.operator", *SAVED, False, True),
     ("attention.api", "pq, pk, pv = q.data_ptr()", "q = q.contiguous()\n    pq, pk, pv = q.data_ptr()", False, True),
-    ("attention.forward_gluon_sm90", "gl.constexpr(1024.0)", "gl.constexpr(512.0)", False, True),
+    ("attention.forward_primitives_sm90", "gl.constexpr(1024.0)", "gl.constexpr(512.0)", False, True),
     ("attention.backward_primitives", "tl.exp2(s - lse)", "tl.exp2(lse - s)", False, False),
     ("attention.backward_wide_gluon_sm90", "import ", "import string\nimport ", False, False),
     ("attention.backward_plan", "it is the one for Hopper", "it was made for Hopper", False, False),
@@ -112,7 +112,7 @@ def test_an_edit_changes_the_fingerprint_of_gradients_where_it_reaches_them(
     ("module", "old", "new", "reaches"),
     [
         ("attention.sequences_triton", "tiles = (place + BLOCK_M - 1)", "tiles = (place + BLOCK_M)", True),
-        ("attention.forward_gluon_sm90", "gl.constexpr(1024.0)", "gl.constexpr(512.0)", True),
+        ("attention.forward_primitives_sm90", "gl.constexpr(1024.0)", "gl.constexpr(512.0)", True),
         ("attention.packed_calls", "torch.empty(8 * problem.batch", "torch.zeros(8 * problem.batch", True),
         ("attention.varlen", "return call(q, k, v, q.data_ptr()", "return call(v, k, q, q.data_ptr()", True),
         ("attention_varlen.operator", "starts = [0, *itertools", "starts = [1, *itertools", True),

@@ -16,7 +16,7 @@ from hypothesis import example, given, settings, strategies
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
 from flashmoe_science import UnsupportedError
-from flashmoe_science.attention.forward_gluon_sm90 import TURNS
+from flashmoe_science.attention.forward_primitives_sm90 import TURNS
 from flashmoe_science.attention.hopper_plan import (
     HOPPER_ROWS,
     HOPPER_TABLE,
@@ -38,6 +38,7 @@ from flashmoe_science.gpu.planning import PlannedLaunch
 from flashmoe_science.gpu.specs import SPECS
 from flashmoe_science.gpu.tensor_map import TensorMap
 
+from ..one_triton import all_but_each
 from .key_loops import key_loops
 
 pytestmark = pytest.mark.triton
@@ -94,7 +95,12 @@ def assert_compiles(plan: Plan, folder: Path) -> None:
 
 
 TABLE_CASES = [
-    pytest.param(*row, *values, id=f"d{row[0]}-{row[1]}-{'causal' if row[2] else 'full'}-{row[3]}-{values[0]}-{index}")
+    pytest.param(
+        *row,
+        *values,
+        id=f"d{row[0]}-{row[1]}-{'causal' if row[2] else 'full'}-{row[3]}-{values[0]}-{index}",
+        marks=[pytest.mark.one_triton] * (index > 0),
+    )
     for row, pair in zip(ROWS, itertools.cycle(VALUES), strict=False)
     for index, values in enumerate(pair)
 ]
@@ -125,15 +131,18 @@ def test_unaligned_causal_tiles_do_not_spill(dtype, return_lse, tmp_path):
 
 @pytest.mark.parametrize(
     ("head_dim", "head_dim_v", "causal"),
-    [
-        (192, 128, True),
-        (64, 128, False),
-        (128, 64, True),
-        (64, 256, True),
-        (8, 16, True),
-        (192, 192, True),
-        (80, 96, False),
-    ],
+    all_but_each(
+        [
+            (192, 128, True),
+            (64, 128, False),
+            (128, 64, True),
+            (64, 256, True),
+            (8, 16, True),
+            (192, 192, True),
+            (80, 96, False),
+        ],
+        4,
+    ),
 )
 def test_unequal_and_narrow_widths_compile(head_dim, head_dim_v, causal, tmp_path):
     """O goes through tiles of its own width; narrow tiles have another swizzle."""
@@ -231,6 +240,7 @@ def walks(problem: AttentionProblem) -> Iterator[tuple[range, list[int], int]]:
             yield range(row, row + rows_of_head), list(range(steps - 1, -1, -1)), edge_tiles - ahead
 
 
+@pytest.mark.one_triton
 @settings(max_examples=400, deadline=None)
 @given(
     head_dim=strategies.sampled_from([64, 96, 128, 256]),
@@ -295,11 +305,14 @@ def test_heads_are_not_packed_where_too_few_row_tiles_are_left():
 
 @pytest.mark.parametrize(
     ("head_dim", "head_dim_v", "group", "causal", "seqlen_k"),
-    [
-        *((64, 64, 8, True, 1435), (64, 64, 8, True, 2435), (64, 64, 4, False, 2435), (80, 80, 4, True, 1435)),
-        *((80, 80, 4, False, 2435), (128, 128, 64, True, 1435), (128, 128, 8, True, 2435), (192, 128, 4, True, 1435)),
-        *((192, 192, 8, False, 1435), (256, 256, 16, False, 1435)),
-    ],
+    all_but_each(
+        [
+            *((64, 64, 8, True, 1435), (64, 64, 8, True, 2435), (64, 64, 4, False, 2435), (80, 80, 4, True, 1435)),
+            *((80, 80, 4, False, 2435), (128, 128, 64, True, 1435), (128, 128, 8, True, 2435)),
+            *((192, 128, 4, True, 1435), (192, 192, 8, False, 1435), (256, 256, 16, False, 1435)),
+        ],
+        5,
+    ),
 )
 def test_packed_heads_compile(head_dim, head_dim_v, group, causal, seqlen_k, tmp_path):
     """The diagonal is aligned with nothing."""
@@ -508,7 +521,12 @@ def test_the_address_must_be_the_first_word_of_a_map(monkeypatch, places):
 
 
 def test_its_sources_are_hashed():
-    hopper = {"attention/forward_gluon_sm90.py", "gpu/gluon_versions.py", "gpu/tensor_map.py"}
+    hopper = {
+        "attention/forward_gluon_sm90.py",
+        "attention/forward_primitives_sm90.py",
+        "gpu/gluon_versions.py",
+        "gpu/tensor_map.py",
+    }
     assert hopper <= set(OPERATOR.sources("forward_gluon_sm90"))
     assert hopper <= set(OPERATOR.sources("flash_attention"))
 

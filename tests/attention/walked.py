@@ -15,7 +15,7 @@ from typing import Any
 
 from flashmoe_science.attention import forward_features_gluon_sm90 as kernel
 from flashmoe_science.attention.features_plan import features_config, heads_fit, heads_together
-from flashmoe_science.attention.features_primitives_sm90 import _ROW, Args
+from flashmoe_science.attention.features_primitives_sm90 import Args
 from flashmoe_science.attention.problem import AttentionProblem
 from flashmoe_science.gpu.specs import SPECS
 
@@ -122,7 +122,9 @@ class Walk:
 
     def _methods(self, names: dict[str, Any], **more: Any) -> Any:
         a = types.SimpleNamespace(**self.arguments, **more)
-        for name in ("count_tiles", "deal", "place", "queries_of", "keys_of", "key_tiles", "unmasked_tiles"):
+        for name in (
+            "count_tiles", "deal", "place", "publish", "queries_of", "keys_of", "key_tiles", "unmasked_tiles",
+        ):  # fmt: skip
             setattr(a, name, types.MethodType(_copy(getattr(Args, name), names), a))
         a.sequence = lambda rank, what: self.sequences[rank][what] if self.sequences else None
         ends = [sequence[0] for sequence in self.sequences or ()]
@@ -163,10 +165,10 @@ class Walk:
         special = {"ctaid.x": program, "nctaid.x": self.programs}
         names = {
             "gl": _gluon(), "special_register": special.__getitem__, "copy_of": int,
-            "draw": draw, "collect": collect,
+            "draw": draw, "collect": collect, "wait_for_kernel_before": _Nothing(),
             "slot_of": lambda i, stages: i % stages, "lap_of": lambda i, stages: i // stages,
         }  # fmt: skip
-        rows = types.SimpleNamespace(put=put, publish=lambda n, row: put(n, _ROW.value, row))
+        rows = types.SimpleNamespace(put=put, publish=_Nothing())
         a = self._methods(
             names, row_tiles=rows, q_ring=ring("q"), k_ring=ring("k"), v_ring=ring("v"),
             **dict.fromkeys(("q_desc", "k_desc", "v_desc", "q_more_desc", "k_more_desc", "v_more_desc", "counter_ptr")),
@@ -178,7 +180,7 @@ class Walk:
         found: list[Seen] = []
         released: list[int] = []
 
-        def open_tile(n: int) -> int:
+        def open_tile(n: int, _what: int) -> int:
             tile = tiles[n]
             if tile[0] >= 0 and len(found) == n:
                 found.append(Seen(tile[1], tile[2], tile[0], tile.get(3, self.problem.seqlen_q)))
@@ -203,21 +205,22 @@ class Walk:
             released.append(i)
             found[-1].outputs.append(i)
 
-        def store(_o: Any, _more: Any, *where: int) -> None:
-            found[-1].stored = where
+        def store(_o: Any, _more: Any, _a: Any, where: tuple[int, ...], W: int) -> None:
+            found[-1].stored = (*where, W)
 
         nothing = _Nothing()
         names = {
             "gl": _gluon(), "copy_of": int, "slot_of": lambda i, _s: i, "lap_of": lambda i, _s: i,
-            "_first_step": first_step, "_step": step, "_partial_sums": nothing, "_rescale": lambda a, b, *_: (a, b),
-            "_issue_output": lambda *_: (nothing, nothing, nothing),
+            "_first_step": first_step, "_step": step, "partial_sums": nothing, "rescale": lambda a, b, *_: (a, b),
+            "issue_output": lambda *_: (nothing, nothing, nothing),
             "_normalise": lambda m, total, *_: (m, total, nothing),
             "_clean_values": lambda _a, i, keys: found[-1].cleaned.append((i, keys)), "_store_lse": nothing,
+            "pass_turn": nothing, "store_output": store,
             "warpgroup_mma_wait": lambda *_a, **_k: (nothing, nothing, nothing), "tma": nothing,
         }  # fmt: skip
         rows = types.SimpleNamespace(wait=open_tile, read=lambda n, what: tiles[n][what])
         a = self._methods(
-            names, row_tiles=rows, q_ring=nothing, q_desc=nothing, k_ring=nothing, pass_turn=nothing, store=store,
+            names, row_tiles=rows, q_ring=nothing, q_desc=nothing, k_ring=nothing,
             v_ring=types.SimpleNamespace(wait=nothing, release=release),
         )  # fmt: skip
         _copy(kernel._attend_partition, names)(a, w)

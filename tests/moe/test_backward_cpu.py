@@ -11,12 +11,13 @@ import torch
 from flashmoe_science import UnsupportedError, fused_moe, route
 from flashmoe_science.moe import reference
 
+from ..one_triton import all_but
 from .cases import GRADIENT_CASES, Case, make_tensors, options_of
 from .checks import assert_gradients_right, eager_gradients, run_gradients
 
 
 @pytest.mark.triton
-@pytest.mark.parametrize("case", GRADIENT_CASES, ids=str)
+@pytest.mark.parametrize("case", all_but(GRADIENT_CASES, "grouped", "shared"), ids=str)
 def test_every_case(case, interpreted):
     interpreted(case)
 

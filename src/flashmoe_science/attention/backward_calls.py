@@ -52,7 +52,8 @@ def _reference_call(problem: BackwardProblem) -> Call:
     def call(tensors: Tensors) -> dict[str, Tensor]:
         extras = {name: tensors[name] for name in p.extras}
         inputs = (tensors["q"], tensors["k"], tensors["v"])
-        found = differentiate(*inputs, tensors["do"], tensors.get("dlse"), **options, **extras)
+        with torch.autocast(inputs[0].device.type, enabled=False):  # it would round the products of fp32
+            found = differentiate(*inputs, tensors["do"], tensors.get("dlse"), **options, **extras)
         return {name: _allocate(name, tensors[name]).copy_(found[name]) for name in problem.wanted}
 
     return call

@@ -45,7 +45,8 @@ def _reference_call(problem: AttentionProblem) -> Call:
     }
 
     def call(q: Tensor, k: Tensor, v: Tensor, _pq: int, _pk: int, _pv: int, *extras: Tensor) -> Any:
-        exact, exact_lse = attend(q, k, v, **options, **dict(zip(names, extras, strict=True)))
+        with torch.autocast(q.device.type, enabled=False):  # it would round the products of fp32
+            exact, exact_lse = attend(q, k, v, **options, **dict(zip(names, extras, strict=True)))
         o = allocate_output(problem, q).copy_(exact)
         return (o, allocate_lse(problem, q).copy_(exact_lse)) if problem.return_lse else o
 

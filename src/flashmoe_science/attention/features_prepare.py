@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 from ..gpu.compile import KernelSource
-from ..gpu.gluon_versions import descriptor_type
 from ..gpu.tensor_map import TensorMap
 from .features_plan import ORDER_SEQUENCES, ORDER_WARPS, heads_fit, heads_together
 from .forward_features_gluon_sm90 import _forward_features_sm90_kernel
-from .hopper_plan import HOPPER_REGISTERS, HOPPER_ROWS, hopper_columns, hopper_output_columns
-from .prepare import PreparedKernel
+from .hopper_plan import HOPPER_REGISTERS, HOPPER_ROWS
+from .prepare import PreparedKernel, hopper_tiles
 from .problem import LOG2_E, AttentionProblem
 from .sequences_triton import _order_sequences_kernel
 from .tiles import HopperConfig, Plan, cdiv
@@ -57,15 +55,7 @@ def _forward(plan: Plan, tokens: tuple[int, int] | None) -> PreparedKernel:
     problem, config = plan.problem, plan.config
     assert isinstance(config, HopperConfig)
     kind, launch = problem.dtype, plan.launches[-1]
-    (d, d_more), (dv, dv_more) = hopper_columns(problem.head_dim), hopper_columns(problem.head_dim_v)
-    rows, keys = (1, 1, HOPPER_ROWS), (1, 1, config.block_n)
-    tiles = {
-        "q_desc": (*rows, d),
-        "k_desc": (*keys, d),
-        "v_desc": (*keys, dv),
-        "o_desc": (*rows, hopper_output_columns(problem, config)),
-    }
-    seconds = {"q_more_desc": (*rows, d_more), "k_more_desc": (*keys, d_more), "v_more_desc": (*keys, dv_more)}
+    tiles = hopper_tiles(problem, config)
     pointers = {
         "lse_ptr": "*fp32",
         "sinks_ptr": f"*{problem.sinks}" if problem.sinks else None,
@@ -74,9 +64,9 @@ def _forward(plan: Plan, tokens: tuple[int, int] | None) -> PreparedKernel:
         "counter_ptr": "*i32" if problem.packed else None,
     }
     arguments = {
-        **{name: descriptor_type(kind, tile) for name, tile in tiles.items()},
+        **tiles.descriptors,
         **{name: pointer for name, pointer in pointers.items() if pointer},
-        **{name: descriptor_type(kind, tile) for name, tile in seconds.items() if tile[-1]},
+        **tiles.more,
         **dict.fromkeys(("batch", "heads", "seqlen_q", "seqlen_k", "tiles_m"), "i32"),
         **dict.fromkeys(("together", "dealt", "window_left", "window_right"), "i32"),
         **dict.fromkeys(("scale_log2", "cap_scale"), "fp32"),
@@ -92,12 +82,9 @@ def _forward(plan: Plan, tokens: tuple[int, int] | None) -> PreparedKernel:
         "PING_PONG": config.ping_pong,
         "STORE_LSE": problem.return_lse,
         "MATRIX_REGISTERS": HOPPER_REGISTERS[config.warpgroups],
-        "D1": d_more,
-        "DV0": dv,
-        "DV1": dv_more,
         "DV": problem.head_dim_v,
+        **tiles.constants,
         **{name: None for name, pointer in pointers.items() if not pointer},
-        **{name: None for name, tile in seconds.items() if not tile[-1]},
     }
     source = KernelSource(
         _forward_features_sm90_kernel,
@@ -123,11 +110,7 @@ def _forward(plan: Plan, tokens: tuple[int, int] | None) -> PreparedKernel:
         problem.softcap * LOG2_E if problem.softcap else problem.scale_log2,
         problem.scale / problem.softcap if problem.softcap else 0.0,
     )
-    maps = _maps(problem, tokens)
-    again = [number for number, tile in enumerate(seconds.values()) if tile[-1]]
-    return PreparedKernel(
-        source, launch.grid, values, (*maps, *(dataclasses.replace(maps[number], of=number) for number in again))
-    )
+    return PreparedKernel(source, launch.grid, values, tiles.maps(_maps(problem, tokens)))
 
 
 def _maps(problem: AttentionProblem, tokens: tuple[int, int] | None) -> tuple[TensorMap, ...]:

@@ -7,51 +7,19 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
-from ..gpu.gluon_sm90 import FIRST_BARRIER, Ring, copy_of, named_barrier, opaque, special_register
+from ..gpu.gluon_sm90 import Mailbox, Ring, copy_of, opaque, special_register
 from ..gpu.gluon_versions import aggregate, barrier, tma_store
+from .forward_primitives_sm90 import ROWS
 
-ROWS = gl.constexpr(64)  # of one warpgroup
-TURNS = FIRST_BARRIER  # of the first warpgroup; those of the others follow, then those of the rings
 _LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))  # of the producer, which is one warp
-_WARPGROUP = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
 # What the producer says of a row tile.
 _ROW, _HEAD, _START, _PLACE, _QUERIES, _KEYS = (gl.constexpr(i) for i in range(6))
 _FIELDS = gl.constexpr(6)
 # What ``sequences_triton`` says of a sequence.
 _ENDS, _TILES, _START_Q, _PLACE_Q, _QUERIES_Q, _START_K, _KEYS_K, _TOGETHER = (gl.constexpr(i) for i in range(8))
-
-
-@aggregate
-class RowTiles:
-    """The row tiles of this program, one after another: the producer says where each lies and what it sees."""
-
-    bufs: gl.shared_memory_descriptor  # [2 * _FIELDS, 1] int32
-    ready_bars: gl.shared_memory_descriptor
-
-    @gluon.jit
-    def put(self, n, WHAT: gl.constexpr, value):
-        """Say one thing of the n-th tile. Its slot is free: who released Q of the tile before has read it."""
-        self.bufs.index(_FIELDS * (n & 1) + WHAT).store(gl.full([1], 0, gl.int32, _LANES) + value)
-
-    @gluon.jit
-    def publish(self, n, row):
-        """Say where the n-th tile starts, after all else; a row of -1 is the end."""
-        self.put(n, _ROW, row)
-        mbarrier.arrive(self.ready_bars.index(n & 1))
-
-    @gluon.jit
-    def wait(self, n):
-        """Wait until the n-th tile is known; return its first row, or -1 where there is none."""
-        mbarrier.wait(self.ready_bars.index(n & 1), (n >> 1) & 1)
-        return self.read(n, _ROW)
-
-    @gluon.jit
-    def read(self, n, WHAT: gl.constexpr):
-        """Return what was said of the n-th tile, which is known."""
-        return gl.max(self.bufs.index(_FIELDS * (n & 1) + WHAT).load(_WARPGROUP), 0)
 
 
 @aggregate
@@ -70,7 +38,7 @@ class Args:
     o_ptr: gl.tensor  # packed: the tensor of o_desc
     sequences_ptr: gl.tensor
     counter_ptr: gl.tensor  # of tiles drawn; 0 before and after
-    row_tiles: RowTiles
+    row_tiles: Mailbox  # where each lies, and what it sees
     q_ring: Ring  # one slot a warpgroup
     o_bufs: gl.shared_memory_descriptor  # one a warpgroup, on the way to memory; all of the columns, or half
     k_ring: Ring
@@ -103,18 +71,6 @@ class Args:
     DV0: gl.constexpr  # likewise of V
     DV1: gl.constexpr
     DV: gl.constexpr  # columns of the output
-
-    @gluon.jit
-    def take_turn(self, W: gl.constexpr):
-        """Wait until the warpgroup before has issued its products; its softmax then runs under those of this one."""
-        if self.PING_PONG:
-            named_barrier("sync", TURNS + W, 256)
-
-    @gluon.jit
-    def pass_turn(self, W: gl.constexpr):
-        """Let the next warpgroup issue its products."""
-        if self.PING_PONG:
-            named_barrier("arrive", TURNS + (W + 1) % self.WARPGROUPS, 256)
 
     @gluon.jit
     def sequence(self, rank, WHAT: gl.constexpr):
@@ -194,8 +150,14 @@ class Args:
             head %= self.heads
         self.row_tiles.put(n, _HEAD, head)
         self.row_tiles.put(n, _START, start)
-        self.row_tiles.publish(n, row)
+        self.publish(n, row)
         return head, row, start, queries, start_k, keys
+
+    @gluon.jit
+    def publish(self, n, row):
+        """Say where the n-th tile starts, after all else; a row of -1 is the end."""
+        self.row_tiles.put(n, _ROW, row)
+        self.row_tiles.publish(n)
 
     @gluon.jit
     def queries_of(self, n):
@@ -236,40 +198,15 @@ class Args:
         return since, until
 
     @gluon.jit
-    def store(self, o, more, head, start, row, place, W: gl.constexpr):
-        """Send the output of a warpgroup on its way to memory."""
-        COLUMNS: gl.constexpr = self.o_bufs.shape[4]
-        smem = self.o_bufs.index(opaque(W)).reshape([ROWS, COLUMNS])
-        ALL: gl.constexpr = self.DV0 + self.DV1
-        gl.static_assert(ALL <= COLUMNS or self.DV0 == COLUMNS or ALL == 2 * COLUMNS, "columns would not be stored")
-        gl.static_assert(self.DV1 <= COLUMNS, "columns would not be stored")
-        tma.store_wait(0)
-        if ALL <= COLUMNS:
-            smem.slice(0, self.DV0, dim=1).store(o)
-            if self.DV1 > 0:
-                smem.slice(self.DV0, self.DV1, dim=1).store(more)
-            self.send(head, start, row, 0, place, W)
-        else:
-            if self.DV0 == COLUMNS:
-                left = o
-                right = more
-            else:
-                left, right = gl.split(o.reshape([ROWS, 2, COLUMNS]).permute((0, 2, 1)))
-            smem.store(left)
-            self.send(head, start, row, 0, place, W)
-            tma.store_wait(0)
-            smem.slice(0, right.shape[1], dim=1).store(right)
-            self.send(head, start, row, COLUMNS, place, W)
-
-    @gluon.jit
-    def send(self, head, start, row, COLUMN: gl.constexpr, place, W: gl.constexpr):
+    def send(self, place, COLUMN: gl.constexpr, W: gl.constexpr):
         """Send a tile on its way to memory: no wait, but for a tile that ends behind its sequence."""
+        head, start, row, end = place
         if self.IS_PACKED:
-            if row + ROWS <= place:
+            if row + ROWS <= end:
                 fence_async_shared()
                 tma_store(self.o_desc, [0, head, start + row, COLUMN], self.o_bufs.index(opaque(W)))
             else:
-                self.store_rows(head, start, row, place, COLUMN, W)
+                self.store_rows(head, start, row, end, COLUMN, W)
         else:
             fence_async_shared()
             tma_store(self.o_desc, [start, head, row, COLUMN], self.o_bufs.index(opaque(W)))

@@ -22,26 +22,36 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma_wait
 
-from ..gpu.gluon_sm90 import collect, copy_of, draw, lap_of, make_ring, slot_of, special_register
+from ..gpu.gluon_sm90 import (
+    collect,
+    copy_of,
+    draw,
+    lap_of,
+    make_mailbox,
+    make_ring,
+    slot_of,
+    special_register,
+    wait_for_kernel_before,
+)
 from ..gpu.gluon_versions import barrier
-from .features_primitives_sm90 import _FIELDS, _HEAD, _PLACE, _START, ROWS, TURNS, Args, RowTiles
-from .forward_gluon_sm90 import (
-    _declare_too_large,
-    _exponentials,
-    _fold_halves,
-    _is_too_large,
-    _issue_output,
-    _issue_scores,
-    _partial_sums,
-    _raise_maximum,
-    _rescale,
+from .features_primitives_sm90 import _FIELDS, _HEAD, _PLACE, _ROW, _START, Args
+from .forward_primitives_sm90 import (
+    ROWS,
+    TURNS,
+    declare_too_large,
+    exponentials,
+    fold,
+    fold_masked,
+    issue_output,
+    issue_scores,
+    multiply,
+    partial_sums,
+    pass_turn,
+    raise_maximum,
+    rescale,
+    store_output,
 )
 
 _CLEANED_ROWS = gl.constexpr(32)  # values that are looked at together
@@ -51,7 +61,7 @@ _CLEANED_ROWS = gl.constexpr(32)  # values that are looked at together
 def _load_partition(a):
     """Fill the rings, for all tiles of this program."""
     # All before this wait ran while the kernel before was ending. The warpgroups write nothing before they have read.
-    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    wait_for_kernel_before()
     i = 0  # tiles of K and of V so far
     n = 0  # row tiles so far
     rank = gl.to_tensor(0)
@@ -99,7 +109,7 @@ def _load_partition(a):
             tile = collect(ticket, a.counter_ptr, tiles)
         else:
             tile, turn = a.deal(turn, tiles)
-    a.row_tiles.publish(n, -1)  # the end
+    a.publish(n, -1)  # the end
 
 
 @gluon.jit
@@ -170,53 +180,25 @@ def _clean_values(a, i, keys):
 def _first_step(q, m, l, zero, a, i, n, position, key):
     """Scores of tile i, the last in the range, and their exponentials."""
     k = a.k_ring.wait(slot_of(i, a.STAGES), lap_of(i, a.STAGES))
-    s = warpgroup_mma_wait(0, deps=[_issue_scores(q, k, zero, a.D1)])
+    s = warpgroup_mma_wait(0, deps=[issue_scores(q, k, zero, a.D1)])
     a.k_ring.release(slot_of(i, a.STAGES))
     if a.HAS_SOFTCAP:
         s = _cap(s, a)
     s = _mask(s, a, n, position, key)
-    m, l, _ = _raise_maximum(s, m, l, a)
-    packed, sums = _exponentials(s, m, l, a)
+    m, l, _ = raise_maximum(s, m, l, a)
+    packed, sums = exponentials(s, m, l, a)
     return packed, m, l + sums
 
 
 @gluon.jit
 def _step(q, acc, more, packed, m, l, zero, a, i, n, position, key, W: gl.constexpr, IS_EDGE: gl.constexpr):
     """Scores of tile i and the output product of tile i - 1, then the exponentials of the scores."""
-    slot, before = slot_of(i, a.STAGES), slot_of(i - 1, a.STAGES)
-    k = a.k_ring.wait(slot, lap_of(i, a.STAGES))
-    a.take_turn(W)
-    s = _issue_scores(q, k, zero, a.D1)
-    v = a.v_ring.wait(before, lap_of(i - 1, a.STAGES))
-    acc, more, p = _issue_output(packed, v, acc, more, a)
-    a.pass_turn(W)
-    if IS_EDGE:
-        # Both products end before the mask: beside P, three warpgroups have no registers for it.
-        s, acc, more, _ = warpgroup_mma_wait(0, deps=[s, acc, more, p])
-        a.k_ring.release(slot)
-        a.v_ring.release(before)
-        if a.HAS_SOFTCAP:
-            s = _cap(s, a)
-        s = _mask(s, a, n, position, key)
-        m, l, alpha = _raise_maximum(s, m, l, a)
-        packed, sums = _exponentials(s, m, l, a)
-        acc, more = _rescale(acc, more, alpha, a)
-        return acc, more, packed, m, l + sums
-    s = warpgroup_mma_wait(2 if a.DV1 > 0 else 1, deps=[s])
-    a.k_ring.release(slot)
-    # P of this tile must not be packed before this wait: see ``forward_gluon_sm90``.
-    acc, more, _ = warpgroup_mma_wait(0, deps=[acc, more, p])
-    a.v_ring.release(before)
+    s, acc, more = multiply(q, acc, more, packed, zero, a, i, W, IS_EDGE)
     if a.HAS_SOFTCAP:
         s = _cap(s, a)
-    if a.IN_HALVES:
-        return _fold_halves(s, acc, more, packed, m, l, a)
-    packed, sums = _exponentials(s, m, l, a)
-    if _is_too_large(sums):
-        m, l, alpha = _raise_maximum(s, m, l, a, sums)
-        acc, more = _rescale(acc, more, alpha, a)
-        packed, sums = _exponentials(s, m, l, a)
-    return acc, more, packed, m, l + sums
+    if IS_EDGE:
+        return fold_masked(_mask(s, a, n, position, key), acc, more, m, l, a)
+    return fold(s, acc, more, packed, m, l, a)
 
 
 @gluon.jit
@@ -258,17 +240,17 @@ def _attend_partition(a, W: gl.constexpr):
     DV1: gl.constexpr = a.DV1 if a.DV1 > 0 else 16  # a tensor that nobody uses costs nothing
     more_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV1, 16])
     if W == a.WARPGROUPS - 1:
-        a.pass_turn(W)  # to the first
+        pass_turn(a, W)  # to the first
     i = 0  # tiles of K and of V so far
     n = 0  # row tiles so far
-    row = a.row_tiles.wait(0)
+    row = a.row_tiles.wait(0, _ROW)
     while row >= 0:
         queries, keys = a.queries_of(n), a.keys_of(n)
         begin, end = a.key_tiles(row, queries, keys)
         position = row + W * ROWS + keys - queries
         since, until = a.unmasked_tiles(position, keys, begin, end)
         m = gl.full([ROWS], -3.0e38, gl.float32, gl.SliceLayout(1, s_layout))  # not -inf: -inf - -inf is NaN
-        l = _partial_sums(gl.zeros([ROWS, a.BLOCK_N], gl.float32, s_layout))
+        l = partial_sums(gl.zeros([ROWS, a.BLOCK_N], gl.float32, s_layout))
         acc = gl.zeros([ROWS, a.DV0], gl.float32, o_layout)
         more = gl.zeros([ROWS, DV1], gl.float32, more_layout)
         zero = gl.zeros([ROWS, a.BLOCK_N], gl.float32, s_layout)
@@ -294,13 +276,13 @@ def _attend_partition(a, W: gl.constexpr):
                 )
         i = last
         # Read here: kept through the loops, they would spill.
-        row = a.row_tiles.wait(n) + W * ROWS
+        row = a.row_tiles.wait(n, _ROW) + W * ROWS
         head, start = a.row_tiles.read(n, _HEAD), a.row_tiles.read(n, _START)
         place = a.row_tiles.read(n, _PLACE) if a.IS_PACKED else 0
         queries = a.queries_of(n) if a.HAS_SEQUSED_Q else 0
         a.q_ring.release(W)  # the next Q travels under all that follows
         v = a.v_ring.wait(slot_of(i, a.STAGES), lap_of(i, a.STAGES))
-        acc, more, p = _issue_output(packed, v, acc, more, a)
+        acc, more, p = issue_output(packed, v, acc, more, a)
         l_row = gl.convert_layout(gl.sum(l, 1), gl.SliceLayout(1, s_layout))
         m, l_row, factor = _normalise(m, l_row, head, a)
         if a.STORE_LSE:
@@ -308,13 +290,13 @@ def _attend_partition(a, W: gl.constexpr):
         acc, more, _ = warpgroup_mma_wait(0, deps=[acc, more, p])
         a.v_ring.release(slot_of(i, a.STAGES))
         i += 1
-        acc, more = _rescale(acc, more, factor, a)
+        acc, more = rescale(acc, more, factor, a)
         if a.HAS_SEQUSED_Q:  # rows behind the queries in use may be NaN
             acc = gl.where(row + gl.arange(0, ROWS, gl.SliceLayout(1, o_layout))[:, None] < queries, acc, 0.0)
             more = gl.where(row + gl.arange(0, ROWS, gl.SliceLayout(1, more_layout))[:, None] < queries, more, 0.0)
-        a.store(acc.to(dtype), more.to(dtype), head, start, row, place, W)
+        store_output(acc.to(dtype), more.to(dtype), a, (head, start, row, place), W)
         n += 1
-        row = a.row_tiles.wait(n)
+        row = a.row_tiles.wait(n, _ROW)
     tma.store_wait(0)
 
 
@@ -352,7 +334,7 @@ def _forward_features_sm90_kernel(
     Grid: (at most tiles,), a program attends one after another.
     """
     gl.static_assert(TURNS + 2 * WARPGROUPS + 2 * STAGES <= 16, "the hardware has 16 barriers")
-    _declare_too_large()
+    declare_too_large()
     HAS_SINKS: gl.constexpr = sinks_ptr is not None
     IS_PACKED: gl.constexpr = sequences_ptr is not None
     q_more = q_more_desc if D1 > 0 else q_desc
@@ -363,12 +345,7 @@ def _forward_features_sm90_kernel(
     v_ring = make_ring(v_desc, v_more, DV1, STAGES, WARPGROUPS, TURNS + 2 * WARPGROUPS + STAGES)
     BLOCK_N: gl.constexpr = k_desc.block_type.shape[2]
     o_bufs = gl.allocate_shared_memory(o_desc.dtype, [WARPGROUPS] + o_desc.block_type.shape, o_desc.layout)
-    row_tiles = RowTiles(  # type: ignore[call-arg] # aggregate gives it a constructor
-        gl.allocate_shared_memory(gl.int32, [2 * _FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])),
-        gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout()),
-    )
-    for slot in gl.static_range(2):
-        mbarrier.init(row_tiles.ready_bars.index(slot), count=1)
+    row_tiles = make_mailbox(_FIELDS)
     fence_async_shared()  # TMA, too, sees that the barriers are there
     a = Args(  # type: ignore[call-arg] # aggregate gives it a constructor
         q_desc, k_desc, v_desc, o_desc, q_more, k_more, v_more, lse_ptr,

@@ -23,61 +23,44 @@ are known at compile time.
 
 from __future__ import annotations
 
-import struct
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma_wait
 
 from ..gpu.gluon_sm90 import (
-    FIRST_BARRIER,
+    Mailbox,
     Ring,
-    Tiles,
     collect,
     copy_of,
     draw,
     lap_of,
+    make_mailbox,
     make_ring,
-    named_barrier,
     opaque,
     slot_of,
     special_register,
+    wait_for_kernel_before,
 )
 from ..gpu.gluon_versions import aggregate, tma_store
+from .forward_primitives_sm90 import (
+    ROWS,
+    TURNS,
+    declare_too_large,
+    exponentials,
+    fold,
+    fold_masked,
+    issue_output,
+    issue_scores,
+    multiply,
+    partial_sums,
+    pass_turn,
+    raise_maximum,
+    rescale,
+    store_output,
+)
 
-ROWS = gl.constexpr(64)  # of one warpgroup: what one wgmma instruction computes
-TURNS = FIRST_BARRIER  # of the first warpgroup; those of the others follow, then those of the rings
-# Of the exponentials that a thread holds of a row of a tile: far from fp16's largest P (65504), and far above those of
-# scores that grow little along the walk.
-LARGEST_SUM = gl.constexpr(1024.0)
-_LARGEST_SUM_PTX = gl.constexpr("0f" + struct.pack(">f", 1024.0).hex())
-
-
-@gluon.jit
-def _issue_scores(q, k, zero, D1: gl.constexpr):
-    """Issue Q K^T over the columns that there are."""
-    s = warpgroup_mma(q[0], k[0].permute((1, 0)), zero, use_acc=False, is_async=True)
-    if D1 > 0:
-        s = warpgroup_mma(q[1], k[1].permute((1, 0)), s, is_async=True)
-    return s
-
-
-@gluon.jit
-def _issue_output(packed, v, acc, more, a):
-    """Issue P V over the columns that there are: those of ``acc``, and those of ``more`` behind them."""
-    dtype: gl.constexpr = a.q_desc.dtype
-    p = _unpack(packed, dtype, gl.DotOperandLayout(0, acc.type.layout, 2))
-    acc = warpgroup_mma(p, v[0], acc, is_async=True)
-    if a.DV1 > 0:
-        p_more = _unpack(packed, dtype, gl.DotOperandLayout(0, more.type.layout, 2))
-        more = warpgroup_mma(p_more, v[1], more, is_async=True)
-    return acc, more, p
+# What the producer says of a row tile.
+_SEQUENCE, _HEAD, _ROW = (gl.constexpr(i) for i in range(3))
 
 
 @aggregate
@@ -93,7 +76,7 @@ class Args:
     v_more_desc: tma.tensor_descriptor
     lse_ptr: gl.tensor
     counter_ptr: gl.tensor  # of tiles drawn; 0 before and after
-    row_tiles: Tiles
+    row_tiles: Mailbox  # where each lies
     q_ring: Ring  # one slot a warpgroup
     o_bufs: gl.shared_memory_descriptor  # one a warpgroup, on the way to memory; all of the columns, or half
     k_ring: Ring
@@ -122,18 +105,6 @@ class Args:
     DV1: gl.constexpr
 
     @gluon.jit
-    def take_turn(self, W: gl.constexpr):
-        """Wait until the warpgroup before has issued its products; its softmax then runs under those of this one."""
-        if self.PING_PONG:
-            named_barrier("sync", TURNS + W, 256)
-
-    @gluon.jit
-    def pass_turn(self, W: gl.constexpr):
-        """Let the next warpgroup issue its products."""
-        if self.PING_PONG:
-            named_barrier("arrive", TURNS + (W + 1) % self.WARPGROUPS, 256)
-
-    @gluon.jit
     def tiles(self):
         """Return how many tiles all programs attend."""
         return copy_of(self.tiles_m) * self.heads_total
@@ -157,36 +128,19 @@ class Args:
         return head // self.heads, head % self.heads * self.PACK, m * (self.ROWS_OF_HEAD * self.WARPGROUPS)
 
     @gluon.jit
-    def store(self, o, more, b, h, row, W: gl.constexpr):
-        """Send the output of a warpgroup on its way to memory."""
-        COLUMNS: gl.constexpr = self.o_bufs.shape[4]
-        smem = self.o_bufs.index(opaque(W)).reshape([ROWS, COLUMNS])
-        ALL: gl.constexpr = self.DV0 + self.DV1
-        gl.static_assert(ALL <= COLUMNS or self.DV0 == COLUMNS or ALL == 2 * COLUMNS, "columns would not be stored")
-        gl.static_assert(self.DV1 <= COLUMNS, "columns would not be stored")
-        tma.store_wait(0)
-        if ALL <= COLUMNS:
-            smem.slice(0, self.DV0, dim=1).store(o)
-            if self.DV1 > 0:
-                smem.slice(self.DV0, self.DV1, dim=1).store(more)
-            self.send(b, h, row, 0, W)
-        else:
-            if self.DV0 == COLUMNS:
-                left = o
-                right = more
-            else:
-                left, right = gl.split(o.reshape([ROWS, 2, COLUMNS]).permute((0, 2, 1)))
-            smem.store(left)
-            self.send(b, h, row, 0, W)
-            tma.store_wait(0)
-            smem.slice(0, right.shape[1], dim=1).store(right)
-            self.send(b, h, row, COLUMNS, W)
+    def publish(self, n, b, h, row):
+        """Say where the n-th tile of this program lies; a row of -1 is the end."""
+        self.row_tiles.put(n, _SEQUENCE, b)
+        self.row_tiles.put(n, _HEAD, h)
+        self.row_tiles.put(n, _ROW, row)
+        self.row_tiles.publish(n)
 
     @gluon.jit
-    def send(self, b, h, row, column, W: gl.constexpr):
+    def send(self, place, COLUMN: gl.constexpr, W: gl.constexpr):
         """Send a tile on its way to memory: no wait."""
+        b, h, row = place
         fence_async_shared()
-        tma_store(self.o_desc, [b, h, row, column], self.o_bufs.index(opaque(W)))
+        tma_store(self.o_desc, [b, h, row, COLUMN], self.o_bufs.index(opaque(W)))
 
     @gluon.jit
     def key_tiles(self, end_row):
@@ -202,13 +156,13 @@ class Args:
 def _load_partition(a):
     """Fill the rings, for all tiles of this program."""
     # All before this wait ran while the kernel before was ending. The warpgroups write nothing before they have read.
-    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    wait_for_kernel_before()
     i = 0  # tiles of K and of V so far
     n = 0  # row tiles so far
     tile = special_register("ctaid.x")
     while tile < a.tiles():
         b, h, row = a.locate(tile)
-        a.row_tiles.publish(n, b, h, row)
+        a.publish(n, b, h, row)
         kv = h // a.GROUP
         steps = a.key_tiles(row + a.ROWS_OF_HEAD * a.WARPGROUPS)
         # K first: Q waits until the tile before has its last scores.
@@ -229,7 +183,7 @@ def _load_partition(a):
         i += 1
         n += 1
         tile = collect(ticket, a.counter_ptr, a.tiles())
-    a.row_tiles.publish(n, 0, 0, -1)  # the end
+    a.publish(n, 0, 0, -1)  # the end
 
 
 @gluon.jit
@@ -259,161 +213,12 @@ def _mask(s, a, row, n):
 
 
 @gluon.jit
-def _partial_sums(p):
-    """Sum the columns that one thread holds: [ROWS, columns] -> [ROWS, 4], a sum for each of the lanes of a row."""
-    x = gl.reshape(p, [ROWS, p.shape[1] // 8, 4, 2])
-    return gl.sum(gl.sum(x, 3), 1)
-
-
-@gluon.jit
-def _raise_maximum(s, m, l, a, sums=None):
-    """Raise the maximum to that of the scores; return it, the sums below it, and the factor on what was before.
-
-    With ``sums`` only that of the rows whose sum is too large: the bits of a row do not depend on its neighbours.
-    """
-    largest = gl.convert_layout(gl.max(s, 1), m.type.layout)
-    m_new = gl.maximum(m, largest * a.scale_log2)
-    if sums is not None:
-        m_new = gl.where(gl.convert_layout(gl.max(sums, 1), m.type.layout) > LARGEST_SUM, m_new, m)
-    alpha = gl.exp2(m - m_new)
-    return m_new, l * gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))[:, None], alpha
-
-
-@gluon.jit
-def _exponentials(s, m, l, a):
-    """Return P of some columns, packed, and its sums, laid out as ``l``."""
-    p = gl.exp2(s * a.scale_log2 - gl.convert_layout(m, gl.SliceLayout(1, s.type.layout))[:, None])
-    return _pack(p, a.q_desc.dtype), gl.convert_layout(_partial_sums(p), l.type.layout)
-
-
-@gluon.jit
-def _halves(s):
-    """Return the left and the right half of the columns."""
-    return gl.split(s.reshape([ROWS, 2, s.shape[1] // 2]).permute((0, 2, 1)))
-
-
-@gluon.jit
-def _declare_too_large():
-    """Declare the predicate of ``_is_too_large``, once a kernel."""
-    gl.inline_asm_elementwise(".reg .pred too_large; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def _is_too_large(sums):
-    """Return whether a sum of this warp is above ``LARGEST_SUM``: a scalar, and each warp has its own.
-
-    A reduction of the tensor would wait for the other warps. The answer leaves the tensor through a predicate of PTX.
-    What it decides may use neither shared memory nor matrix products, which take all warps of a warpgroup.
-    """
-    asm: gl.constexpr = (
-        "{ .reg .pred large; setp.gt.f32 large, $2, " + _LARGEST_SUM_PTX
-        + "; setp.gt.or.f32 large, $3, " + _LARGEST_SUM_PTX
-        + ", large; vote.sync.any.pred too_large, large, 0xffffffff; mov.b32 $0, 0; mov.b32 $1, 0; }"
-    )  # fmt: skip
-    gl.inline_asm_elementwise(asm, "=r,=r,f,f", [sums], gl.int32, is_pure=False, pack=2)  # a thread holds two rows
-    return gl.inline_asm_elementwise("selp.b32 $0, 1, 0, too_large;", "=r", [], gl.int32, is_pure=False, pack=1) != 0
-
-
-@gluon.jit
-def _rescale(acc, more, alpha, a):
-    """Multiply the rows of the output by ``alpha``."""
-    acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout))[:, None]
-    if a.DV1 > 0:
-        more = more * gl.convert_layout(alpha, gl.SliceLayout(1, more.type.layout))[:, None]
-    return acc, more
-
-
-@gluon.jit
-def _pack(p, dtype: gl.constexpr):
-    """Round to 16 bits, two neighbours to an integer: [M, N] fp32 -> [M, N // 2] int32.
-
-    So P crosses from step to step: 16-bit values that do are unpacked and packed again by ptxas, an instruction a pair.
-    """
-    PTX_TYPE: gl.constexpr = "bf16x2" if dtype == gl.bfloat16 else "f16x2"
-    low, high = gl.split(p.reshape([p.shape[0], p.shape[1] // 2, 2]))
-    return gl.inline_asm_elementwise(
-        "cvt.rn." + PTX_TYPE + ".f32 $0, $2, $1;", "=r,f,f", [low, high], gl.int32, is_pure=True, pack=1
-    )
-
-
-@gluon.jit
-def _unpack(packed, dtype: gl.constexpr, layout: gl.constexpr):
-    """Undo ``_pack``; costs no instruction."""
-    low = packed.to(gl.int16).to(dtype, bitcast=True)
-    high = (packed >> 16).to(gl.int16).to(dtype, bitcast=True)
-    p = gl.join(low, high).reshape([packed.shape[0], packed.shape[1] * 2])
-    return gl.convert_layout(p, layout)
-
-
-@gluon.jit
-def _rescale_packed(packed, alpha, dtype: gl.constexpr):
-    """Multiply the rows of P by ``alpha``."""
-    low = packed.to(gl.int16).to(dtype, bitcast=True).to(gl.float32)
-    high = (packed >> 16).to(gl.int16).to(dtype, bitcast=True).to(gl.float32)
-    alpha = gl.convert_layout(alpha, gl.SliceLayout(1, packed.type.layout))[:, None]
-    return _pack(gl.join(low * alpha, high * alpha).reshape([packed.shape[0], packed.shape[1] * 2]), dtype)
-
-
-@gluon.jit
 def _step(q, acc, more, packed, m, l, zero, a, i, row, n, W: gl.constexpr, IS_EDGE: gl.constexpr):
     """Scores of tile i and the output product of tile i - 1, then the exponentials of the scores."""
-    slot, before = slot_of(i, a.STAGES), slot_of(i - 1, a.STAGES)
-    k = a.k_ring.wait(slot, lap_of(i, a.STAGES))
-    a.take_turn(W)
-    s = _issue_scores(q, k, zero, a.D1)
-    v = a.v_ring.wait(before, lap_of(i - 1, a.STAGES))
-    acc, more, p = _issue_output(packed, v, acc, more, a)
-    a.pass_turn(W)
+    s, acc, more = multiply(q, acc, more, packed, zero, a, i, W, IS_EDGE)
     if IS_EDGE:
-        # Both products end before the mask: beside P, three warpgroups have no registers for it.
-        s, acc, more, _ = warpgroup_mma_wait(0, deps=[s, acc, more, p])
-        a.k_ring.release(slot)
-        a.v_ring.release(before)
-        s = _mask(s, a, row, n)
-        m, l, alpha = _raise_maximum(s, m, l, a)
-        packed, sums = _exponentials(s, m, l, a)
-        acc, more = _rescale(acc, more, alpha, a)
-        return acc, more, packed, m, l + sums
-    s = warpgroup_mma_wait(2 if a.DV1 > 0 else 1, deps=[s])
-    a.k_ring.release(slot)
-    # A wait behind the exponentials does not let the output product run under them: ptxas moves it up in front of the
-    # exp2. Held in its place it was up to 12 % slower (lab/hopper, run 6). And P of this tile must not be packed before
-    # this wait: ptxas would serialise the products, which read P of the tile before from registers.
-    acc, more, _ = warpgroup_mma_wait(0, deps=[acc, more, p])
-    a.v_ring.release(before)
-    if a.IN_HALVES:
-        return _fold_halves(s, acc, more, packed, m, l, a)
-    packed, sums = _exponentials(s, m, l, a)
-    if _is_too_large(sums):
-        m, l, alpha = _raise_maximum(s, m, l, a, sums)
-        acc, more = _rescale(acc, more, alpha, a)
-        packed, sums = _exponentials(s, m, l, a)
-    return acc, more, packed, m, l + sums
-
-
-@gluon.jit
-def _fold_halves(s, acc, more, packed, m, l, a):
-    """Take the exponentials of one half of the columns after the other: the scores need fewer registers beside P.
-
-    With three warpgroups, which have 160 registers a thread, 13 to 21 % faster than at once, full (lab/hopper, run 10).
-    """
-    packed_layout: gl.constexpr = packed.type.layout
-    left, right = _halves(s)
-    packed_left, sums = _exponentials(left, m, l, a)
-    if _is_too_large(sums):
-        m, l, alpha = _raise_maximum(s, m, l, a, sums)
-        acc, more = _rescale(acc, more, alpha, a)
-        packed_left, sums = _exponentials(left, m, l, a)
-    l += sums
-    packed_right, sums = _exponentials(right, m, l, a)
-    if _is_too_large(sums):
-        m, l, alpha = _raise_maximum(right, m, l, a, sums)
-        acc, more = _rescale(acc, more, alpha, a)
-        packed_left = _rescale_packed(packed_left, alpha, a.q_desc.dtype)
-        packed_right, sums = _exponentials(right, m, l, a)
-    l += sums
-    both = gl.join(packed_left, packed_right).permute((0, 2, 1)).reshape([ROWS, a.BLOCK_N // 2])
-    return acc, more, gl.convert_layout(both, packed_layout), m, l
+        return fold_masked(_mask(s, a, row, n), acc, more, m, l, a)
+    return fold(s, acc, more, packed, m, l, a)
 
 
 @gluon.jit
@@ -428,17 +233,17 @@ def _attend_partition(a, W: gl.constexpr):
     DV1: gl.constexpr = a.DV1 if a.DV1 > 0 else 16  # a tensor that nobody uses costs nothing
     more_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV1, 16])
     if W == a.WARPGROUPS - 1:
-        a.pass_turn(W)  # to the first
+        pass_turn(a, W)  # to the first
     i = 0  # tiles of K and of V so far
     n = 0  # row tiles so far
-    first_row = a.row_tiles.wait(0)
+    first_row = a.row_tiles.wait(0, _ROW)
     while first_row >= 0:
         row = first_row + W * a.ROWS_OF_HEAD
         end_row = first_row + a.ROWS_OF_HEAD * a.WARPGROUPS
         steps = a.key_tiles(end_row if a.PING_PONG else row + a.ROWS_OF_HEAD)
         skipped = a.key_tiles(end_row) - steps  # key tiles that only rows of others see
         m = gl.full([ROWS], -3.0e38, gl.float32, gl.SliceLayout(1, s_layout))  # not -inf: -inf - -inf is NaN
-        l = _partial_sums(gl.zeros([ROWS, a.BLOCK_N], gl.float32, s_layout))
+        l = partial_sums(gl.zeros([ROWS, a.BLOCK_N], gl.float32, s_layout))
         acc = gl.zeros([ROWS, a.DV0], gl.float32, o_layout)
         more = gl.zeros([ROWS, DV1], gl.float32, more_layout)
         zero = gl.zeros([ROWS, a.BLOCK_N], gl.float32, s_layout)
@@ -452,12 +257,12 @@ def _attend_partition(a, W: gl.constexpr):
         i += skipped
         last = i + steps - 1
         k = a.k_ring.wait(slot_of(i, a.STAGES), lap_of(i, a.STAGES))
-        s = warpgroup_mma_wait(0, deps=[_issue_scores(q, k, zero, a.D1)])
+        s = warpgroup_mma_wait(0, deps=[issue_scores(q, k, zero, a.D1)])
         a.k_ring.release(slot_of(i, a.STAGES))
         if EDGE_TILES > 0:
             s = _mask(s, a, row, (steps - 1) * a.BLOCK_N)
-        m, l, _ = _raise_maximum(s, m, l, a)
-        packed, sums = _exponentials(s, m, l, a)
+        m, l, _ = raise_maximum(s, m, l, a)
+        packed, sums = exponentials(s, m, l, a)
         l += sums
         if a.IS_CAUSAL:
             for j in range(start, i):
@@ -474,11 +279,11 @@ def _attend_partition(a, W: gl.constexpr):
             acc, more, packed, m, l = _step(q, acc, more, packed, m, l, zero, a, j, row, 0, W, False)
         i = last
         # Read here: kept through the loop, b, h and row would spill.
-        row = a.row_tiles.wait(n) + W * a.ROWS_OF_HEAD
-        b, h = a.row_tiles.read(n, 0), a.row_tiles.read(n, 1)
+        row = a.row_tiles.wait(n, _ROW) + W * a.ROWS_OF_HEAD
+        b, h = a.row_tiles.read(n, _SEQUENCE), a.row_tiles.read(n, _HEAD)
         a.q_ring.release(W)  # the next Q travels under all that follows
         v = a.v_ring.wait(slot_of(i, a.STAGES), lap_of(i, a.STAGES))
-        acc, more, p = _issue_output(packed, v, acc, more, a)
+        acc, more, p = issue_output(packed, v, acc, more, a)
         l_row = gl.convert_layout(gl.sum(l, 1), gl.SliceLayout(1, s_layout))
         has_keys = l_row != 0  # a row without keys: output 0, LSE -inf
         inverse = gl.where(has_keys, 1.0 / l_row, 0.0)
@@ -496,10 +301,10 @@ def _attend_partition(a, W: gl.constexpr):
         acc, more, _ = warpgroup_mma_wait(0, deps=[acc, more, p])
         a.v_ring.release(slot_of(i, a.STAGES))
         i += 1
-        acc, more = _rescale(acc, more, inverse, a)
-        a.store(acc.to(dtype), more.to(dtype), b, h, row, W)
+        acc, more = rescale(acc, more, inverse, a)
+        store_output(acc.to(dtype), more.to(dtype), a, (b, h, row), W)
         n += 1
-        first_row = a.row_tiles.wait(n)
+        first_row = a.row_tiles.wait(n, _ROW)
     tma.store_wait(0)
 
 
@@ -533,7 +338,7 @@ def _forward_sm90_kernel(
     SKIPPED: gl.constexpr = ((WARPGROUPS - 1) * ROWS + k_desc.block_type.shape[2] - 1) // k_desc.block_type.shape[2]
     gl.static_assert(SKIPPED <= STAGES, "the producer would wait for V")
     gl.static_assert(TURNS + 2 * WARPGROUPS + 2 * STAGES <= 16, "the hardware has 16 barriers")
-    _declare_too_large()
+    declare_too_large()
     q_more = q_more_desc if D1 > 0 else q_desc
     k_more = k_more_desc if D1 > 0 else k_desc
     v_more = v_more_desc if DV1 > 0 else v_desc
@@ -542,12 +347,7 @@ def _forward_sm90_kernel(
     v_ring = make_ring(v_desc, v_more, DV1, STAGES, WARPGROUPS, TURNS + 2 * WARPGROUPS + STAGES)
     BLOCK_N: gl.constexpr = k_desc.block_type.shape[2]
     o_bufs = gl.allocate_shared_memory(o_desc.dtype, [WARPGROUPS] + o_desc.block_type.shape, o_desc.layout)
-    row_tiles = Tiles(  # type: ignore[call-arg] # aggregate gives it a constructor
-        gl.allocate_shared_memory(gl.int32, [6, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])),
-        gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout()),
-    )
-    for slot in gl.static_range(2):
-        mbarrier.init(row_tiles.ready_bars.index(slot), count=1)
+    row_tiles = make_mailbox(3)
     fence_async_shared()  # TMA, too, sees that the barriers are there
     a = Args(  # type: ignore[call-arg] # aggregate gives it a constructor
         q_desc, k_desc, v_desc, o_desc, q_more, k_more, v_more, lse_ptr, counter_ptr,

@@ -146,19 +146,44 @@ def _short(plan: Plan, config: ShortConfig) -> PreparedKernel:
     return PreparedKernel(source, plan.launches[0].grid, values)
 
 
-def _hopper(plan: Plan, config: HopperConfig) -> PreparedKernel:
-    problem = plan.problem
+@dataclass(frozen=True)
+class HopperTiles:
+    """What both forward kernels for Hopper are given of their tiles: columns lie in two powers of two."""
+
+    descriptors: dict[str, str]  # of q, k, v and o
+    more: dict[str, str]  # of the second part of the columns of q, k and v, where there is one
+    again: tuple[int, ...]  # of which of q, k and v those are
+    constants: dict[str, int | None]
+
+    def maps(self, maps: tuple[TensorMap, ...]) -> tuple[TensorMap, ...]:
+        """Return the maps of q, k, v and o, and behind them those of the second parts."""
+        return (*maps, *(dataclasses.replace(maps[number], of=number) for number in self.again))
+
+
+def hopper_tiles(problem: AttentionProblem, config: HopperConfig) -> HopperTiles:
+    """Return the tiles of a plan for Hopper."""
     kind = problem.dtype
     (d, d_more), (dv, dv_more) = hopper_columns(problem.head_dim), hopper_columns(problem.head_dim_v)
     rows, keys = (1, config.pack, HOPPER_ROWS // config.pack), (1, 1, config.block_n)
-    descriptors = {
-        "q_desc": descriptor_type(kind, (*rows, d)),
-        "k_desc": descriptor_type(kind, (*keys, d)),
-        "v_desc": descriptor_type(kind, (*keys, dv)),
-        "o_desc": descriptor_type(kind, (*rows, hopper_output_columns(problem, config))),
+    first = {
+        "q_desc": (*rows, d),
+        "k_desc": (*keys, d),
+        "v_desc": (*keys, dv),
+        "o_desc": (*rows, hopper_output_columns(problem, config)),
     }
-    seconds = {"q_more_desc": (*rows, d_more), "k_more_desc": (*keys, d_more), "v_more_desc": (*keys, dv_more)}
-    more = {name: descriptor_type(kind, tile) for name, tile in seconds.items() if tile[-1]}
+    second = {"q_more_desc": (*rows, d_more), "k_more_desc": (*keys, d_more), "v_more_desc": (*keys, dv_more)}
+    return HopperTiles(
+        {name: descriptor_type(kind, tile) for name, tile in first.items()},
+        {name: descriptor_type(kind, tile) for name, tile in second.items() if tile[-1]},
+        tuple(number for number, tile in enumerate(second.values()) if tile[-1]),
+        {"D1": d_more, "DV0": dv, "DV1": dv_more, **{name: None for name, tile in second.items() if not tile[-1]}},
+    )
+
+
+def _hopper(plan: Plan, config: HopperConfig) -> PreparedKernel:
+    problem = plan.problem
+    kind = problem.dtype
+    tiles = hopper_tiles(problem, config)
     scalars = {
         **dict.fromkeys(("heads", "seqlen_q", "seqlen_k", "tiles_m", "heads_total", "heads_per_group"), "i32"),
         "scale_log2": "fp32",
@@ -174,14 +199,11 @@ def _hopper(plan: Plan, config: HopperConfig) -> PreparedKernel:
         "PING_PONG": config.ping_pong,
         "STORE_LSE": problem.return_lse,
         "MATRIX_REGISTERS": HOPPER_REGISTERS[config.warpgroups],
-        "D1": d_more,
-        "DV0": dv,
-        "DV1": dv_more,
-        **{name: None for name in seconds if name not in more},
+        **tiles.constants,
     }
     source = KernelSource(
         _forward_sm90_kernel,
-        tuple({**descriptors, "lse_ptr": "*fp32", "counter_ptr": "*i32", **more, **scalars}.items()),
+        tuple({**tiles.descriptors, "lse_ptr": "*fp32", "counter_ptr": "*i32", **tiles.more, **scalars}.items()),
         tuple(constants.items()),
         frozenset(("lse_ptr",)),
         num_warps=4,
@@ -205,9 +227,7 @@ def _hopper(plan: Plan, config: HopperConfig) -> PreparedKernel:
         TensorMap(kind, (*kv_shape, problem.head_dim_v), problem.v_strides),
     )
     output = TensorMap(kind, (*q_shape, problem.head_dim_v), problem.output_strides)
-    again = [number for number, name in enumerate(seconds) if name in more]
-    maps = (*inputs, output, *(dataclasses.replace(inputs[number], of=number) for number in again))
-    return PreparedKernel(source, plan.launches[0].grid, values, maps)
+    return PreparedKernel(source, plan.launches[0].grid, values, tiles.maps((*inputs, output)))
 
 
 def bias_alignment(problem: AttentionProblem) -> int:

@@ -1,6 +1,6 @@
 """What kernels for Hopper are built of, in Gluon: rings of tiles, barriers of the hardware, tiles drawn from a counter.
 
-And three ways to hide a value from the compiler, with the reason for each.
+And operands in 16 bits, and three ways to hide a value from the compiler, with the reason for each.
 """
 
 from __future__ import annotations
@@ -94,31 +94,49 @@ def make_ring(desc, more_desc, MORE: gl.constexpr, SLOTS: gl.constexpr, READERS:
 
 
 @aggregate
-class Tiles:
-    """The row tiles of this program, one after another: the producer says where each lies."""
+class Mailbox:
+    """What the producer, one warp, says of the tiles of its program, one after another: some numbers of each."""
 
-    bufs: gl.shared_memory_descriptor  # [2 * 3, 1] int32: sequence, first head, first row
-    ready_bars: gl.shared_memory_descriptor
-
-    @gluon.jit
-    def publish(self, n, b, h, row):
-        """Say where the n-th tile lies. Its slot is free: who released Q of the tile before has read it."""
-        slot = n & 1
-        self.bufs.index(3 * slot).store(gl.full([1], 0, gl.int32, _ONE_PER_WARP) + b)
-        self.bufs.index(3 * slot + 1).store(gl.full([1], 0, gl.int32, _ONE_PER_WARP) + h)
-        self.bufs.index(3 * slot + 2).store(gl.full([1], 0, gl.int32, _ONE_PER_WARP) + row)
-        mbarrier.arrive(self.ready_bars.index(slot))
+    bufs: gl.shared_memory_descriptor  # [2 * FIELDS, 1] int32
+    ready_bars: gl.shared_memory_descriptor  # all was said of a tile
+    FIELDS: gl.constexpr
 
     @gluon.jit
-    def wait(self, n):
-        """Wait until the n-th tile is known; return its first row, or -1 where there is none."""
+    def put(self, n, WHAT: gl.constexpr, value):
+        """Say one thing of the n-th tile. Its slot is free: who is done with the tile before has read it."""
+        self.bufs.index(self.FIELDS * (n & 1) + WHAT).store(gl.full([1], 0, gl.int32, _ONE_PER_WARP) + value)
+
+    @gluon.jit
+    def publish(self, n):
+        """Let all be read that was said of the n-th tile."""
+        mbarrier.arrive(self.ready_bars.index(n & 1))
+
+    @gluon.jit
+    def wait(self, n, WHAT: gl.constexpr):
+        """Wait until the n-th tile is known; return one thing that was said of it."""
         mbarrier.wait(self.ready_bars.index(n & 1), (n >> 1) & 1)
-        return self.read(n, 2)
+        return self.read(n, WHAT)
 
     @gluon.jit
     def read(self, n, WHAT: gl.constexpr):
-        """Return sequence (0), first head (1) or first row (2) of the n-th tile, which is known."""
-        return gl.max(self.bufs.index(3 * (n & 1) + WHAT).load(_ONE_PER_WARPGROUP), 0)
+        """Return one thing that was said of the n-th tile, which is known."""
+        return gl.max(self.bufs.index(self.FIELDS * (n & 1) + WHAT).load(_ONE_PER_WARPGROUP), 0)
+
+
+@gluon.jit
+def make_mailbox(FIELDS: gl.constexpr):
+    """Allocate a mailbox."""
+    bufs = gl.allocate_shared_memory(gl.int32, [2 * FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    ready_bars = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(2):
+        mbarrier.init(ready_bars.index(slot), count=1)
+    return Mailbox(bufs, ready_bars, FIELDS)  # type: ignore[call-arg] # aggregate gives it a constructor
+
+
+@gluon.jit
+def wait_for_kernel_before():
+    """Wait until the kernel before has ended; what stands before this ran beside its end."""
+    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -170,3 +188,25 @@ def special_register(NAME: gl.constexpr):
     """Read a special register of 32 bits where it is needed, for the reason of ``copy_of``."""
     asm: gl.constexpr = f"mov.b32 $0, %{NAME};"
     return gl.inline_asm_elementwise(asm, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def pack(p, dtype: gl.constexpr):
+    """Round to 16 bits, two neighbours to an integer: [M, N] fp32 -> [M, N // 2] int32.
+
+    So P crosses from step to step: 16-bit values that do are unpacked and packed again by ptxas, an instruction a pair.
+    """
+    PTX_TYPE: gl.constexpr = "bf16x2" if dtype == gl.bfloat16 else "f16x2"
+    low, high = gl.split(p.reshape([p.shape[0], p.shape[1] // 2, 2]))
+    return gl.inline_asm_elementwise(
+        "cvt.rn." + PTX_TYPE + ".f32 $0, $2, $1;", "=r,f,f", [low, high], gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def unpack(packed, dtype: gl.constexpr, layout: gl.constexpr):
+    """Undo ``pack``; costs no instruction."""
+    low = packed.to(gl.int16).to(dtype, bitcast=True)
+    high = (packed >> 16).to(gl.int16).to(dtype, bitcast=True)
+    p = gl.join(low, high).reshape([packed.shape[0], packed.shape[1] * 2])
+    return gl.convert_layout(p, layout)
