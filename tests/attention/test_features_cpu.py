@@ -283,9 +283,11 @@ def test_compile_and_opcheck_on_cpu():
     """The operator traces whole graphs, and its fake implementation fits."""
     q, k, v = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 6, 8), torch.randn(2, 2, 6, 16)
     sinks, alibi, bias = torch.randn(4), torch.rand(2, 4), torch.randn(1, 4, 5, 6)
+    seed = torch.tensor([3, 4])
 
     def attend(a, b, c, d, e, f):
-        options = {"window": (3, 2), "softcap": 2.0, "sinks": d, "alibi": e, "bias": f}
+        options = {"window": (3, 2), "softcap": 2.0, "sinks": d, "alibi": e, "bias": f, "dropout_p": 0.25}
+        options["dropout_seed"] = seed
         return flash_attention(a + 1, b, c, return_lse=True, **options), flash_attention(a, b, c, sinks=d)
 
     compiled = torch.compile(attend, fullgraph=True, backend="eager")
@@ -293,7 +295,7 @@ def test_compile_and_opcheck_on_cpu():
     operator = torch.ops.flashmoe_science.attention_features
     strided = q.transpose(1, 2).contiguous().transpose(1, 2)
     for first, return_lse in ((q, True), (strided, False)):
-        options = (True, 0.5, 3, -1, 2.0, sinks, alibi, bias, return_lse, "auto")
+        options = (True, 0.5, 3, -1, 2.0, sinks, alibi, bias, seed, 0.25, return_lse, "auto")
         torch.library.opcheck(operator, (first, k, v, *options))
         real = operator(first, k, v, *options)
         with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
