@@ -239,7 +239,7 @@ GRADIENTS = [
         FeatureCase(
             1, 2, 2, 70, 40, 32, 32, "fp16", True, "dropout-window-sinks", window=(33, -1), sinks="fp32", dropout=0.1
         ),
-        through_lse=True, turned=True,
+        through_lse=True,
     ),
     Gradients(FeatureCase(1, 2, 1, 40, 37, 144, 144, "fp16", False, bias="fp32", dropout=0.5, why="dropout-apart")),
     Gradients(FeatureCase(2, 2, 1, 20, 33, 32, 32, "fp16", False, bias="fp32", why="bias")),

@@ -87,7 +87,7 @@ class BackwardTiles:
 
     kv: Tile  # queries are a multiple of its rows, and there are no features
     kv_ragged: Tile  # they are not, or sequences are packed
-    kv_features: Tile  # with a window, a softcap, ALiBi or a bias
+    kv_features: Tile  # with a window, a softcap, ALiBi, a bias or dropout
     q: Tile
     q_features: Tile
     bias: Tile
@@ -165,7 +165,7 @@ def backward_config(problem: BackwardProblem, arch: int) -> BackwardConfig:
     """Return the tiles of ``backward_triton``."""
     p = problem.forward
     tiles = backward_tiles(arch, p.item_bytes, block_dim(max(p.head_dim, p.head_dim_v)))
-    if p.window != (-1, -1) or p.softcap or p.alibi or p.bias:
+    if p.window != (-1, -1) or p.softcap or p.alibi or p.bias or p.dropout_p:
         return BackwardConfig(tiles.kv_features, tiles.q_features, tiles.bias)
     whole = not p.packed and p.seqlen_q % tiles.kv.block_m == 0
     return BackwardConfig(tiles.kv if whole else tiles.kv_ragged, tiles.q, tiles.bias, tiles.kv_apart)

@@ -155,7 +155,7 @@ def seed_of_call(dropout_p: float, dropout_seed: Tensor | None, q: Tensor) -> Te
         return None
     if dropout_seed is not None:
         return dropout_seed
-    return torch.randint(-(2**63), 2**63 - 1, (2,), dtype=torch.int64, device=q.device)
+    return torch.randint(2**62, (2,), dtype=torch.int64, device=q.device)
 
 
 def describe_heads(q: Tensor, batch: int, heads: int, *, sinks: Tensor | None, alibi: Tensor | None) -> dict[str, Any]:
