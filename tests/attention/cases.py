@@ -188,7 +188,9 @@ VARLEN = [
     _V((33, 50), (70, 20), 4, 2, 32, 32, "fp16", False, window=(9, 5), sinks="bf16", why="window-sinks", tail=3),
     _V((33, 20), (33, 70), 4, 2, 32, 32, "fp16", True, alibi="fp32", alibi_axes=2, why="alibi"),
     _V((5, 0, 40), (9, 7, 60), 4, 2, 32, 48, "fp16", True, dropout=0.3, why="dropout", tail=3),
-    _V((20, 40), (60, 40), 2, 2, 32, 32, "fp32", False, seqused_k=(33, 7), sinks="fp32", dropout=0.6, why="dropout-seqused"),
+    _V(
+        (20, 9), (60, 40), 2, 2, 32, 32, "fp32", False, seqused_k=(33, 7), sinks="fp32", dropout=0.6, why="dropout-used"
+    ),
 ]
 
 
@@ -250,5 +252,5 @@ GRADIENTS = [
     *_of(VARLEN, "causal-dv-larger", "empty-sequences", "no-rows", "no-keys", "no-sequences", "one-row-each"),
     Gradients(VarlenCase((20, 9), (60, 40), 2, 2, 32, 32, "fp16", False, "keys-not-used", seqused_k=(33, 7), tail=5)),
     *_of(VARLEN, "seqused-k", "seqused-both", "window-softcap", "window-sinks", "alibi"),
-    *_of(VARLEN, "dropout", "dropout-seqused"),
+    *_of(VARLEN, "dropout", "dropout-used"),
 ]

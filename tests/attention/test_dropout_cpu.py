@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -78,7 +79,7 @@ def test_kernels_get_the_threshold_less_one(dropout_p, threshold):
 @pytest.mark.parametrize("dropout_p", [0.1, 0.5, 0.9])
 def test_the_share_that_is_kept(dropout_p):
     """Within 5 standard deviations: of all, of each row, of each column, of each head, and of neighbours together."""
-    size = {"heads": torch.arange(8), "rows": torch.arange(512), "keys": torch.arange(512)}
+    size: dict[str, Any] = {"heads": torch.arange(8), "rows": torch.arange(512), "keys": torch.arange(512)}
     kept = dropout_keeps(torch.tensor([11, 22]), dropout_p, **size).double()
     keep = 1 - dropout_p
     for axes in ((0, 1, 2), (0, 1), (0, 2), (1, 2)):
@@ -105,7 +106,7 @@ def test_the_meaning():
     """Written out: softmax, then 0 or 1 / (1 - p); LSE and p = 0 as without."""
     q, k, v = (torch.randn(2, 4, 9, 8, dtype=torch.float64) for _ in range(3))
     o, lse = reference.attention(q, k, v, dropout_p=0.3, dropout_seed=SEED)
-    sizes = {"heads": torch.arange(8), "rows": torch.arange(9), "keys": torch.arange(9)}
+    sizes: dict[str, Any] = {"heads": torch.arange(8), "rows": torch.arange(9), "keys": torch.arange(9)}
     kept = dropout_keeps(SEED, 0.3, **sizes).view(2, 4, 9, 9)
     assert 0 < kept.sum() < kept.numel()
     weights = torch.softmax(q @ k.mT * 8**-0.5, -1) * kept / 0.7
@@ -144,7 +145,7 @@ def test_gradients_of_the_reference_are_autograds(seqlens, monkeypatch):
     )  # fmt: skip
     options: dict[str, Any] = {"window": (3, 2), "dropout_p": 0.6, "dropout_seed": SEED, "first_sequence": 3}
     names = ("q", "k", "v", "sinks", "bias")
-    given = dict(zip(names, inputs, strict=True))
+    given: dict[str, Any] = dict(zip(names, inputs, strict=True))
     o, lse = reference.attention(**given, **options)
     do, dlse = torch.randn_like(o), torch.randn_like(lse)
     expected = torch.autograd.grad((o, lse), inputs, (do, dlse))
@@ -157,14 +158,14 @@ def test_no_probability_is_no_dropout():
     """The bits are those of a call without, and nothing is drawn."""
     q, k, v = (torch.randn(1, 2, 6, 8) for _ in range(3))
     ends = torch.tensor([0, 2], dtype=torch.int32)
-    packed = [tensor[0] for tensor in (q, k, v)]
+    packed: dict[str, Any] = {name: tensor[0] for name, tensor in (("q", q), ("k", k), ("v", v))}
+    packed |= {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": 2, "max_seqlen_k": 2}
     before = torch.get_rng_state()
     for dropout_p in (0, 0.0):
         assert torch.equal(flash_attention(q, k, v, dropout_p=dropout_p, dropout_seed=SEED), flash_attention(q, k, v))
-        windowed = {"window": (2, 1)}
-        assert torch.equal(flash_attention(q, k, v, dropout_p=dropout_p, **windowed), flash_attention(q, k, v, **windowed))
-        o = flash_attention_varlen(*packed, ends, ends, 2, 2, dropout_p=dropout_p)
-        assert torch.equal(o, flash_attention_varlen(*packed, ends, ends, 2, 2))
+        windowed = flash_attention(q, k, v, dropout_p=dropout_p, window=(2, 1))
+        assert torch.equal(windowed, flash_attention(q, k, v, window=(2, 1)))
+        assert torch.equal(flash_attention_varlen(**packed, dropout_p=dropout_p), flash_attention_varlen(**packed))
     assert explain(q, k, v, dropout_p=0.5).problem.features == ("dropout",)
     assert torch.equal(torch.get_rng_state(), before)
 
@@ -195,8 +196,8 @@ def test_a_mask_does_not_depend_on_the_batch():
     options: dict[str, Any] = {"dropout_p": 0.5, "dropout_seed": SEED}
     whole = flash_attention(q, k, v, **options)
     ends = torch.arange(4, dtype=torch.int32) * 8
-    packed = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (q, k, v))
-    o = flash_attention_varlen(*packed, ends, ends, 8, 8, **options)
+    a, b, c = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (q, k, v))
+    o = flash_attention_varlen(a, b, c, ends, ends, 8, 8, **options)
     torch.testing.assert_close(o.view(3, 8, 4, 8).transpose(1, 2), whole)
     torch.testing.assert_close(flash_attention(q[:2, :, :5], k[:2], v[:2], **options), whole[:2, :, :5])
     seen = flash_attention(q, k[:, :, :3], v[:, :, :3], **options)
@@ -242,7 +243,7 @@ def test_training(how, drawn):
         torch.manual_seed(3)
         seed = torch.randint(2**62, (2,))
     names = ("q", "k", "v", "sinks", "bias")
-    plain = {name: tensor.detach() for name, tensor in zip(names, inputs, strict=True)}
+    plain: dict[str, Any] = {name: tensor.detach() for name, tensor in zip(names, inputs, strict=True)}
     expected = reference.attention_backward(**plain, do=do, dropout_seed=seed, **options)
     for name, gradient in zip(names, found, strict=True):
         torch.testing.assert_close(gradient, expected[name])
@@ -276,7 +277,7 @@ def test_packed_sequences_in_training(how):
     do = torch.randn(11, 4, 16)
     found = torch.autograd.grad(called(q, k, v), (q, k, v), do)
     expected = reference.attention_varlen_backward(
-        *(tensor.detach() for tensor in (q, k, v)), do, cu_seqlens_q=ends_q, cu_seqlens_k=ends_k, **options
+        q.detach(), k.detach(), v.detach(), do, cu_seqlens_q=ends_q, cu_seqlens_k=ends_k, **options
     )
     for name, gradient in zip("qkv", found, strict=True):
         torch.testing.assert_close(gradient, expected[name])
@@ -312,20 +313,22 @@ def test_bad_input(why):
     ends = torch.tensor([0, 2], dtype=torch.int32)
     changes, message = BAD[why]
     options = {"dropout_p": 0.5, **changes}
-    for function in (flash_attention, explain, explain_gradients):
+    dense: tuple[Callable[..., Any], ...] = (flash_attention, explain, explain_gradients)
+    for function in dense:
         with pytest.raises(InputError, match=message):
             function(q, k, v, **options)
     packed = [tensor[0].transpose(0, 1) for tensor in (q, k, v)]
-    for function in (flash_attention_varlen, explain_varlen):
+    functions: tuple[Callable[..., Any], ...] = (flash_attention_varlen, explain_varlen)
+    for function in functions:
         with pytest.raises(InputError, match=message):
             function(*packed, ends, ends, 2, 2, **options)
 
 
 def test_the_plan_says_which_kernels_have_no_dropout():
     """``forward_triton`` and ``backward_triton`` have; forced, the others refuse by name."""
-    for asked in ({}, {"window": (300, -1)}):
+    for window in ((-1, -1), (300, -1)):
         problem = AttentionProblem(
-            2, 16, 16, 4096, 4096, 128, 128, "bf16", True, dropout_p=0.1, return_lse=True, **asked
+            2, 16, 16, 4096, 4096, 128, 128, "bf16", True, dropout_p=0.1, return_lse=True, window=window
         )
         plan = plan_attention(problem, SPECS["H200"])
         assert plan.kernel == "forward_triton"
@@ -338,7 +341,7 @@ def test_the_plan_says_which_kernels_have_no_dropout():
         assert backward.kernel == "backward_triton"
         assert "backward_gluon_sm90 is passed over (it does not serve" in backward.reason
         assert "dropout" in backward.reason
-        with pytest.raises(UnsupportedError, match="backward_gluon_sm90 does not serve .*dropout"):
+        with pytest.raises(UnsupportedError, match=r"backward_gluon_sm90 does not serve .*dropout"):
             plan_backward(BackwardProblem(problem), SPECS["H200"], "backward_gluon_sm90")
     assert problem.describe() == "b2_h16_s4096_d128_bf16_causal_window300_all_dropout0.1"
     assert problem.extras == ("dropout_seed",)

@@ -130,8 +130,8 @@ def check_softcap(softcap: object) -> float:
 
 
 def check_dropout(dropout_p: object) -> float:
-    """Return the probability of dropping as a float. Raises ``InputError``."""
-    return _check_number("dropout_p", dropout_p, "a number, 0 for no dropout")  # AttentionProblem says from where to where
+    """Return the share that is dropped as a float. Raises ``InputError``."""
+    return _check_number("dropout_p", dropout_p, "a number, 0 for no dropout")  # AttentionProblem has the bounds
 
 
 def check_dropout_seed(dropout_seed: Tensor | None, q: Tensor) -> None:

@@ -8,7 +8,15 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from .inputs import DTYPE_NAMES, check_dropout_seed, check_shape, check_tensors, describe_heads, layout_of, pointer_alignment
+from .inputs import (
+    DTYPE_NAMES,
+    check_dropout_seed,
+    check_shape,
+    check_tensors,
+    describe_heads,
+    layout_of,
+    pointer_alignment,
+)
 from .problem import AttentionProblem
 
 

@@ -120,9 +120,7 @@ def _kept(
         torch.arange(first, first + size, device=q.device)
         for first, size in ((first_head, q.shape[0]), (first_row, q.shape[1]))
     )
-    kept = dropout_keeps(
-        dropout_seed, dropout_p, heads=heads, rows=rows, keys=torch.arange(keys, device=q.device)
-    )
+    kept = dropout_keeps(dropout_seed, dropout_p, heads=heads, rows=rows, keys=torch.arange(keys, device=q.device))
     return kept.to(dtype) / (1 - dropout_p)
 
 
@@ -138,8 +136,8 @@ def _attend_rows(
 ) -> tuple[Tensor, Tensor]:
     """Return ``(o, lse)`` of rows of the heads that share one K/V head; the first is at key ``position``.
 
-    q is ``[G, M, D]``, k ``[Sk, D]``, sinks and slopes ``[G]``, bias and what is kept ``[G, M, Sk]``. Autograd goes through it, also in
-    rows that see no key, whose gradients are 0.
+    q is ``[G, M, D]``, k ``[Sk, D]``, sinks and slopes ``[G]``, bias and what dropout multiplies with ``[G, M, Sk]``.
+    Autograd goes through it, also in rows that see no key, whose gradients are 0.
     """
     weights, total, top, _ = _weigh_rows(q, k, sinks, slopes, bias, **options)
     unseen = total == 0

@@ -92,6 +92,8 @@ _MANY_FEATURES_TABLES: dict[tuple[int, ...], dict[tuple[int, int], tuple[Forward
 _DROPOUT_TABLES: dict[tuple[int, ...], dict[tuple[int, int], tuple[ForwardConfig, ...]]] = {
     (90,): {(2, 64): (_T(128, 64, 8, 2), _T(64, 32, 4, 2), _T(16, 64, 4, 2))},
     (100,): {(2, 64): (_T(128, 32, 8, 2), _T(64, 32, 4, 2), _T(16, 64, 4, 2))},
+    (86, 89): {(2, 128): (_T(128, 32, 8, 3), _T(64, 32, 8, 2), _T(16, 64, 4, 2))},
+    (120,): {(2, 128): (_T(64, 32, 8, 2), _T(16, 64, 4, 2))},
 }
 
 # When keys are split, and the merge of their shares: choices, none of them measured here yet.

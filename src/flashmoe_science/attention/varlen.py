@@ -286,7 +286,9 @@ def _options_of(
     window_right: int, softcap: float, dropout_p: float, kernel: str, **_others: object,
 ) -> Options:  # fmt: skip
     lengths = planned_length("max_seqlen_q", max_seqlen_q), planned_length("max_seqlen_k", max_seqlen_k)
-    return Options(causal, softmax_scale, (window_left, window_right), softcap, lengths, kernel_after(kernel), dropout_p)
+    return Options(
+        causal, softmax_scale, (window_left, window_right), softcap, lengths, kernel_after(kernel), dropout_p
+    )
 
 
 register_gradients(_attention_varlen, _options_of)

@@ -6,7 +6,8 @@
 ``__version__`` is that of flash-attn whose functions these are, for code that asks for it.
 
 Not as in flash-attn: rows that see no key have an LSE of -inf, there +inf. ``deterministic`` changes nothing: results
-have the same bits in every run. Which probabilities ``dropout_p`` drops is drawn otherwise. Besides fp16 and bf16, fp32 is served, and head dimensions need not be multiples of 8.
+have the same bits in every run. ``dropout_p`` drops other probabilities after the same seed. Besides fp16 and bf16,
+fp32 is served, and head dimensions need not be multiples of 8.
 
 Source: flash_attn/flash_attn_interface.py of flash-attn 2.8 for the signatures.
 """
