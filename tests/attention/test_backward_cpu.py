@@ -35,7 +35,7 @@ def test_kernels_interpreted(gradients, interpreted):
 
 def test_every_feature_is_interpreted():
     cases = [gradients.case for gradients in GRADIENTS if isinstance(gradients.case, FeatureCase)]
-    for name in ("window", "softcap", "sinks", "alibi", "bias"):
+    for name in ("window", "softcap", "sinks", "alibi", "bias", "dropout"):
         plain = getattr(FeatureCase(1, 1, 1, 1, 1, 1, 1, "fp16", causal=False, why="none"), name)
         assert sum(getattr(case, name) != plain for case in cases) >= 2, name
     biased = {case.bias_heads for case in cases if case.bias}

@@ -308,7 +308,7 @@ def test_compile_and_opcheck_on_cpu():
 def test_every_feature_is_interpreted():
     """Alone and together with others, with each dtype of its tensor."""
     plain = FeatureCase(1, 1, 1, 1, 1, 1, 1, "fp16", causal=False, why="none")
-    for name in ("window", "softcap", "sinks", "alibi", "bias"):
+    for name in ("window", "softcap", "sinks", "alibi", "bias", "dropout"):
         using = [case for case in FEATURES if getattr(case, name) != getattr(plain, name)]
         assert len(using) >= 3
         if name in ("sinks", "bias"):
