@@ -45,7 +45,8 @@ def test_the_tables_know_every_kernel_and_every_feature(table):
         sizes = {"batch": 1, "heads": 2, "heads_kv": 2, "seqlen_q": 999, "seqlen_k": 999, "head_dim": 64}
         problem = AttentionProblem(**{**sizes, "head_dim_v": 64, "dtype": "fp16", **options, "heads_kv": 1})
         words |= set(problem.features)
-    assert words == {"a sliding window", "a softcap", "attention sinks", "ALiBi", "a bias", "packed sequences"}
+    asked = {"a sliding window", "a softcap", "attention sinks", "ALiBi", "a bias", "packed sequences", "dropout"}
+    assert words == asked
 
 
 def test_the_tables_know_every_option_of_a_call_with_a_cache(table):

@@ -61,6 +61,11 @@ FEATURES: dict[str, dict[str, Any]] = {
     "packed, with a window, softcap, sinks, ALiBi": {
         "packed": True, "window": (100, -1), "softcap": 30.0, "sinks": "bf16", "alibi": "fp32",
     },
+    "dropout": {"dropout_p": 0.1},
+    "dropout with all of them": {
+        "window": (100, -1), "softcap": 30.0, "sinks": "bf16", "alibi": "fp32", "bias": "fp32", "dropout_p": 0.1,
+    },
+    "packed, with dropout": {"packed": True, "dropout_p": 0.1},
 }  # fmt: skip
 
 # Batch, queries, keys: a token each of one sequence and of many, and some tokens of a prompt over a cache.

@@ -72,6 +72,7 @@ class FeatureCase(Case):
     bias_heads: tuple[bool, bool] = (True, True)  # whether it has a batch and heads of its own
     scale: float | None = None
     splits: int = 1
+    dropout: float = 0.0
 
     def __str__(self) -> str:
         return super().__str__()
@@ -108,6 +109,7 @@ class VarlenCase:
     seqused_k: tuple[int, ...] | None = None
     tail: int = 0  # tokens behind the last sequence
     spare: int = 0  # that the maxima are longer than the longest sequence
+    dropout: float = 0.0
 
     def __str__(self) -> str:
         return f"{self.why}-{len(self.seqlens_q)}x{self.heads}_{self.heads_kv}x{self.head_dim}-{self.dtype}"
@@ -162,6 +164,14 @@ FEATURES = [
         2, 4, 2, 33, 70, 48, 80, "fp16", True, window=(20, -1), softcap=4.0, sinks="fp32", alibi="fp32", alibi_axes=2,
         bias="fp16", scale=-0.3, why="all-at-once",
     ),
+    _F(2, 4, 2, 40, 70, 32, 32, "fp16", True, dropout=0.3, why="dropout-gqa"),
+    _F(2, 2, 2, 37, 65, 40, 24, "fp32", False, dropout=0.75, why="dropout-odd"),
+    _F(1, 2, 2, 70, 40, 32, 32, "fp16", True, window=(33, -1), sinks="fp32", dropout=0.1, why="dropout-window-sinks"),
+    _F(1, 2, 1, 20, 200, 32, 32, "fp16", True, dropout=0.5, splits=3, why="split-dropout"),
+    _F(
+        2, 4, 2, 33, 70, 48, 80, "fp32", True, window=(20, -1), softcap=4.0, sinks="fp16", alibi="fp32", alibi_axes=2,
+        bias="bf16", bias_heads=(False, True), dropout=0.4, why="dropout-all-at-once",
+    ),
 ]  # fmt: skip
 _V = VarlenCase
 VARLEN = [
@@ -177,6 +187,10 @@ VARLEN = [
     _V((33, 50), (70, 50), 4, 2, 32, 32, "fp16", True, window=(11, -1), softcap=4.0, why="window-softcap"),
     _V((33, 50), (70, 20), 4, 2, 32, 32, "fp16", False, window=(9, 5), sinks="bf16", why="window-sinks", tail=3),
     _V((33, 20), (33, 70), 4, 2, 32, 32, "fp16", True, alibi="fp32", alibi_axes=2, why="alibi"),
+    _V((5, 0, 40), (9, 7, 60), 4, 2, 32, 48, "fp16", True, dropout=0.3, why="dropout", tail=3),
+    _V(
+        (20, 9), (60, 40), 2, 2, 32, 32, "fp32", False, seqused_k=(33, 7), sinks="fp32", dropout=0.6, why="dropout-used"
+    ),
 ]
 
 
@@ -222,6 +236,14 @@ GRADIENTS = [
         "alibi-of-each-sequence",
     ),
     *_of(FEATURES, "bias-of-heads", "bias-of-sequences", "bias-cap", "all-at-once"),
+    *_of(FEATURES, "dropout-gqa", "dropout-odd", "dropout-all-at-once"),
+    Gradients(
+        FeatureCase(
+            1, 2, 2, 70, 40, 32, 32, "fp16", True, "dropout-window-sinks", window=(33, -1), sinks="fp32", dropout=0.1
+        ),
+        through_lse=True,
+    ),
+    Gradients(FeatureCase(1, 2, 1, 40, 37, 144, 144, "fp16", False, bias="fp32", dropout=0.5, why="dropout-apart")),
     Gradients(FeatureCase(2, 2, 1, 20, 33, 32, 32, "fp16", False, bias="fp32", why="bias")),
     Gradients(
         FeatureCase(1, 4, 2, 40, 24, 32, 32, "fp32", True, sinks="fp32", why="sinks-rows-without-keys"),
@@ -230,4 +252,5 @@ GRADIENTS = [
     *_of(VARLEN, "causal-dv-larger", "empty-sequences", "no-rows", "no-keys", "no-sequences", "one-row-each"),
     Gradients(VarlenCase((20, 9), (60, 40), 2, 2, 32, 32, "fp16", False, "keys-not-used", seqused_k=(33, 7), tail=5)),
     *_of(VARLEN, "seqused-k", "seqused-both", "window-softcap", "window-sinks", "alibi"),
+    *_of(VARLEN, "dropout", "dropout-used"),
 ]

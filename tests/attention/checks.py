@@ -66,6 +66,8 @@ def make_features(case: FeatureCase | VarlenCase, device: str) -> dict[str, Any]
         return torch.randn(shape, generator=generator, device=device).to(DTYPES[dtype])
 
     options: dict[str, Any] = {"causal": case.causal, "window": case.window, "softcap": case.softcap}
+    if case.dropout:
+        options |= {"dropout_p": case.dropout, "dropout_seed": torch.tensor([-(2**62) + 5, 2**33 - 7], device=device)}
     batch = case.batch if isinstance(case, FeatureCase) else len(case.seqlens_q)
     if case.sinks:
         options["sinks"] = draw(case.heads, dtype=case.sinks)
@@ -127,6 +129,8 @@ def assert_varlen_right(o, lse, inputs, options):
         one = {**options}
         if "alibi" in one and one["alibi"].dim() == 2:
             one["alibi"] = one["alibi"][b]
+        if "dropout_p" in one:
+            one["first_sequence"] = b
         parts = (tensor.transpose(0, 1)[None] for tensor in (o[rows], q[rows], k[keys], v[keys]))
         assert_right(*parts, lse=lse[None, :, rows], name=f"sequence {b}", **one)
         unused = slice(end_q, starts_q[b + 1])
@@ -160,6 +164,7 @@ def options_of(options: dict[str, Any], lengths: tuple[int, int] | None, kernel:
         options.get("softcap", 0.0),
         lengths,
         kernel,
+        options.get("dropout_p", 0.0),
     )
 
 

@@ -40,7 +40,7 @@ def test_kernels_interpreted(gradients, interpreted):
 
 def test_every_feature_is_interpreted():
     cases = [gradients.case for gradients in GRADIENTS if isinstance(gradients.case, FeatureCase)]
-    for name in ("window", "softcap", "sinks", "alibi", "bias"):
+    for name in ("window", "softcap", "sinks", "alibi", "bias", "dropout"):
         plain = getattr(FeatureCase(1, 1, 1, 1, 1, 1, 1, "fp16", causal=False, why="none"), name)
         assert sum(getattr(case, name) != plain for case in cases) >= 2, name
     biased = {case.bias_heads for case in cases if case.bias}
@@ -194,9 +194,9 @@ def test_second_order_gradients_are_refused():
     torch.testing.assert_close(dq, expected_of((q, k, v), {}, torch.ones_like(o))["q"])
     with pytest.raises(UnsupportedError, match="no second-order gradients"):
         torch.autograd.grad(dq.sum(), k)
-    arguments = (q, k, v, None, None, None, None, None, None, None, o.detach(), o[..., 0].detach(), torch.ones_like(o))
+    arguments = (q, k, v, *[None] * 8, o.detach(), o[..., 0].detach(), torch.ones_like(o))
     (dq, *_) = torch.ops.flashmoe_science.attention_backward(
-        *arguments, None, 0, 0, False, None, -1, -1, 0.0, [0], "auto"
+        *arguments, None, 0, 0, False, None, -1, -1, 0.0, 0.0, [0], "auto"
     )
     with pytest.raises(UnsupportedError, match="no second-order gradients"):
         dq.sum().backward()
@@ -297,22 +297,24 @@ def test_autocast_rounds_the_inputs_of_packed_sequences_and_nothing_else():
 def test_operators():
     """The registered operators: schema, fake implementation, gradients."""
     inputs, options = all_features()
-    arguments = (*inputs, True, 0.4, 3, -1, 2.0, options["sinks"], options["alibi"], options["bias"], True, "auto")
-    torch.library.opcheck(torch.ops.flashmoe_science.attention_features, arguments)
+    arguments = (*inputs, True, 0.4, 3, -1, 2.0, options["sinks"], options["alibi"], options["bias"])
+    seed = torch.tensor([3, 4])
+    for dropout in ((None, 0.0), (seed, 0.25)):
+        torch.library.opcheck(torch.ops.flashmoe_science.attention_features, (*arguments, *dropout, True, "auto"))
     q, k, v = (tensor.detach() for tensor in inputs)
     strided = q.transpose(1, 2).contiguous().transpose(1, 2)
     o, lse = flash_attention(q, k, v, return_lse=True)
-    for first, wanted in ((q, [0, 1, 2]), (strided, [0]), (q, [1])):
+    for first, wanted, dropout_p in ((q, [0, 1, 2], 0.25), (strided, [0], 0.0), (q, [1], 0.25)):
         torch.library.opcheck(
             torch.ops.flashmoe_science.attention_backward,
-            (first, k, v, *[None] * 7, o, lse, o, lse, 0, 0, False, None, -1, -1, 0.0, wanted, "auto"),
+            (first, k, v, *[None] * 7, seed, o, lse, o, lse, 0, 0, False, None, -1, -1, 0.0, dropout_p, wanted, "auto"),
         )
 
 
 def test_an_operator_that_kept_no_lse_says_so():
     (q, k, v), _ = all_features()
     o, _ = torch.ops.flashmoe_science.attention_features(
-        q, k, v, True, None, -1, -1, 0.0, None, None, None, False, "auto"
+        q, k, v, True, None, -1, -1, 0.0, None, None, None, None, 0.0, False, "auto"
     )
     with pytest.raises(UnsupportedError, match="kept no LSE"):
         o.sum().backward()
@@ -359,7 +361,7 @@ def test_packed_operator():
     q, k, v, starts_q, starts_k, *_, used = inputs.values()
     torch.library.opcheck(
         torch.ops.flashmoe_science.attention_varlen,
-        (q, k, v, starts_q, starts_k, 6, 5, True, None, -1, -1, 0.0, sinks, None, None, used, True, "auto"),
+        (q, k, v, starts_q, starts_k, 6, 5, True, None, -1, -1, 0.0, sinks, None, None, used, None, 0.0, True, "auto"),
     )
 
 

@@ -23,6 +23,7 @@ from .checks import (
     make_inputs,
     make_packed,
     poison_allocator,
+    synchronisation_is_an_error,
 )
 
 pytestmark = pytest.mark.gpu
@@ -77,6 +78,15 @@ _LARGE: dict[str, dict[str, Any]] = {
     "alibi": {"alibi": "fp32", "alibi_axes": 2},
     "bias": {"bias": "bf16", "bias_heads": (False, True)},
     "all": {"window": (200, -1), "softcap": 20.0, "sinks": "fp32", "alibi": "fp32", "bias": "fp32"},
+    "dropout": {"dropout": 0.3},
+    "dropout with all": {
+        "window": (200, -1),
+        "softcap": 20.0,
+        "sinks": "fp32",
+        "alibi": "fp32",
+        "bias": "fp32",
+        "dropout": 0.1,
+    },
 }
 
 
@@ -136,6 +146,64 @@ def test_training(how):
         found = gradients_of(attend, turned, do)
     for mine, other in zip(found, expected, strict=True):
         assert torch.equal(mine, other)
+
+
+@pytest.mark.parametrize("how", ["eager", "whole graph", "checkpoint"])
+def test_training_with_dropout(how):
+    """The gradients are those of the mask of the forward, drawn on the GPU without waiting for it."""
+    inputs = leaves(2, 4, 300, 64)
+    do = torch.randn(2, 4, 300, 64, device="cuda", dtype=torch.bfloat16)
+
+    def attend(q, k, v):
+        return flash_attention(q, k, v, causal=True, dropout_p=0.4)
+
+    def again(q, k, v):
+        return checkpoint(attend, q, k, v, use_reentrant=False)
+
+    called = {"eager": attend, "whole graph": torch.compile(attend, fullgraph=True), "checkpoint": again}[how]
+    gradients_of(called, inputs, do)
+    torch.manual_seed(3)
+    found = gradients_of(called, inputs, do)
+    if how == "whole graph":  # Inductor draws otherwise: o of the same draw shows the mask
+        o = called(*inputs)
+        (dv,) = torch.autograd.grad(o, inputs[2], do)
+        torch.testing.assert_close((dv.double() * inputs[2]).sum(), (do.double() * o).sum(), rtol=0.02, atol=2.0)
+        return
+    torch.manual_seed(3)
+    seed = torch.randint(2**62, (2,), device="cuda")
+    q, k, v = (tensor.detach() for tensor in inputs)
+    named = dict(zip("qkv", found, strict=True))
+    assert_gradients_right(named, q, k, v, do, causal=True, dropout_p=0.4, dropout_seed=seed)
+    if how == "eager":
+        with synchronisation_is_an_error():
+            gradients_of(called, inputs, do)
+
+
+@pytest.mark.unpoisoned
+def test_a_graph_with_dropout_draws_in_every_replay():
+    """The mask is another one each time; with a seed in a tensor, it is that of the seed that the tensor then has."""
+    q, k, v = (tensor.detach() for tensor in leaves(2, 4, 300, 64))
+    seed = torch.tensor([1, 2], device="cuda")
+
+    def attend():
+        drawn = flash_attention(q, k, v, causal=True, dropout_p=0.5)
+        return drawn, flash_attention(q, k, v, causal=True, dropout_p=0.5, dropout_seed=seed)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        attend()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        drawn, given = attend()
+    graph.replay()
+    first, first_given = drawn.clone(), given.clone()
+    seed[1] = 3
+    graph.replay()
+    assert not torch.equal(drawn, first)
+    assert not torch.equal(given, first_given)
+    assert torch.equal(given, flash_attention(q, k, v, causal=True, dropout_p=0.5, dropout_seed=seed))
 
 
 @pytest.mark.unpoisoned

@@ -1,7 +1,7 @@
 """Plans of gradients: every tile that one can choose compiles, and its loop over whole tiles touches no local memory.
 
 By default that is shown of one row an architecture, and of all of Hopper's for 16-bit elements, in ways that go round.
-All rows in all ways, with ``FLASHMOE_ALL_FEATURES=1``, are 250 problems.
+All rows in all ways, with ``FLASHMOE_ALL_FEATURES=1``, are 324 problems.
 """
 
 from __future__ import annotations
@@ -45,6 +45,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "packed": {"packed": True, "causal": True},
     "packed-features": {**BOUNDED, "causal": True, "packed": True, "seqused": "qk"},
     "columns": {"causal": True, "rests": True},
+    "dropout": {**BOUNDED, **RESTS, "bias": "fp32", "dropout_p": 0.1},
+    "packed-dropout": {"causal": True, "packed": True, "seqused": "qk", "dropout_p": 0.1},
 }
 # Local memory a thread, outside of the loops that multiply: what one head's tiles share is kept there.
 MOST_LOCAL_BYTES = 512
@@ -73,6 +75,10 @@ def compiled() -> Iterator[tuple[int, int, str, str]]:
             yield arch, columns, ("bf16", "fp16")[turn % 2], list(WAYS)[turn % 3]
     if not complete:
         yield 80, 64, "fp32", "causal"
+        for arch, columns in ((80, 64), (89, 256), (90, 128), (100, 64), (120, 128)):
+            yield arch, columns, "bf16", "dropout"
+        yield 90, 64, "bf16", "packed-dropout"
+        yield 90, 64, "fp32", "dropout"
 
 
 COMPILED = list(compiled())
@@ -84,7 +90,7 @@ def test_the_tables_cover_every_architecture_and_every_width():
         assert set(table) == set(itertools.product((2, 4), (64, 128, 256)))
     assert {arch for arch, *_ in COMPILED} == set(GPUS)
     assert {columns for _, columns, *_ in COMPILED} == {64, 128, 256}
-    assert {way for *_, way in COMPILED} >= {"causal", "features", "rests"}
+    assert {way for *_, way in COMPILED} >= {"causal", "features", "rests", "dropout", "packed-dropout"}
 
 
 @pytest.mark.parametrize(("arch", "columns", "dtype", "way"), COMPILED)
@@ -115,7 +121,12 @@ def test_every_row_of_the_tables_compiles(arch, columns, dtype, way, tmp_path):
 
 def test_the_launch_path_passes_what_the_kernels_take():
     """Pointers and scalars in the order of the compiled parameters, of all that a call can ask for."""
-    for way, change in (("features", {}), ("packed-features", {"sinks": "bf16"}), ("causal", {"heads_kv": 1})):
+    for way, change in (
+        ("features", {}),
+        ("packed-features", {"sinks": "bf16"}),
+        ("causal", {"heads_kv": 1}),
+        ("dropout", {}),
+    ):
         for kernel in prepare_backward_kernels(make_plan(90, 64, "bf16", way, **change)):
             names = [name for name, kind in kernel.source.signature if not kind.startswith("*")]
             assert len(kernel.scalars) == len(names)
@@ -137,6 +148,10 @@ def test_plans():
     assert isinstance(windowed.config, BackwardConfig)
     assert packed.config.kv == tiles.kv_ragged
     assert (windowed.config.kv, windowed.config.q) == (tiles.kv_features, tiles.q_features)
+    dropping, windowed = (make_plan(90, 64, "bf16", "causal", dropout_p=0.1, **w) for w in ({}, {"window": (9, -1)}))
+    assert dropping.config == windowed.config
+    assert isinstance(dropping.config, BackwardConfig)
+    assert dropping.config.kv.num_warps * dropping.config.q.num_warps == 64
     grids = {launch.pattern: launch.grid[0] for launch in whole.launches}
     assert grids["_backward_kv_kernel"] == 1024 // tiles.kv.block_n * 2 * 2
     assert grids["_backward_q_kernel"] == 1024 // tiles.q.block_m * 2 * 4

@@ -284,9 +284,11 @@ def test_compile_and_opcheck_on_cpu():
     """The operator traces whole graphs, and its fake implementation fits."""
     q, k, v = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 6, 8), torch.randn(2, 2, 6, 16)
     sinks, alibi, bias = torch.randn(4), torch.rand(2, 4), torch.randn(1, 4, 5, 6)
+    seed = torch.tensor([3, 4])
 
     def attend(a, b, c, d, e, f):
-        options = {"window": (3, 2), "softcap": 2.0, "sinks": d, "alibi": e, "bias": f}
+        options = {"window": (3, 2), "softcap": 2.0, "sinks": d, "alibi": e, "bias": f, "dropout_p": 0.25}
+        options["dropout_seed"] = seed
         return flash_attention(a + 1, b, c, return_lse=True, **options), flash_attention(a, b, c, sinks=d)
 
     compiled = torch.compile(attend, fullgraph=True, backend="eager")
@@ -294,7 +296,7 @@ def test_compile_and_opcheck_on_cpu():
     operator = torch.ops.flashmoe_science.attention_features
     strided = q.transpose(1, 2).contiguous().transpose(1, 2)
     for first, return_lse in ((q, True), (strided, False)):
-        options = (True, 0.5, 3, -1, 2.0, sinks, alibi, bias, return_lse, "auto")
+        options = (True, 0.5, 3, -1, 2.0, sinks, alibi, bias, seed, 0.25, return_lse, "auto")
         torch.library.opcheck(operator, (first, k, v, *options))
         real = operator(first, k, v, *options)
         with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
@@ -307,7 +309,7 @@ def test_compile_and_opcheck_on_cpu():
 def test_every_feature_is_interpreted():
     """Alone and together with others, with each dtype of its tensor."""
     plain = FeatureCase(1, 1, 1, 1, 1, 1, 1, "fp16", causal=False, why="none")
-    for name in ("window", "softcap", "sinks", "alibi", "bias"):
+    for name in ("window", "softcap", "sinks", "alibi", "bias", "dropout"):
         using = [case for case in FEATURES if getattr(case, name) != getattr(plain, name)]
         assert len(using) >= 3
         if name in ("sinks", "bias"):

@@ -36,6 +36,8 @@ ASKED: dict[str, dict[str, Any]] = {
     "gemma": {"window": (70, 0), "softcap": 50.0},
     "gpt-oss": {"window": (127, 0), "sinks": "bf16"},
     "all": {"window": (90, -1), "softcap": 5.0, "sinks": "fp32", "alibi": "fp32", "alibi_axes": 2, "bias": "fp16"},
+    "dropout": {"dropout": 0.3},
+    "dropout-window": {"window": (50, 13), "sinks": "bf16", "dropout": 0.1},
 }
 LONG_PAIRS = ((4096, 4096), (4224, 4224))
 

@@ -5,6 +5,7 @@ No spills, no more shared memory than a block may have, and the matrix instructi
 - every row of ``FORWARD_TABLES`` on each of its architectures, full and causal, at the full width of its tile, in fp16
   or fp32; and each row on each architecture in one more way, which goes round: bf16, rests of every kind, keys split,
   split with rests, and D unlike DV.
+- the two largest tiles of one width with dropout, alone or with all features, on five architectures.
 - every row for 16-bit elements that features can take, on one of its architectures, with some features or with all,
   which go round. A table takes no more time to be checked whole: ``FLASHMOE_ALL_FEATURES=1`` does so.
 - every tile of ``forward_short_gluon`` for 16 to 512 keys and 16 to 128 columns, on one architecture of each kind
@@ -209,6 +210,29 @@ def featured_plans() -> Iterator[Plan]:
                         yield by_hand(problem, arch, config)
 
 
+FEATURES_OF_TABLES = ("a sliding window", "a softcap", "attention sinks", "ALiBi", "a bias", "packed sequences")
+
+
+def dropping_plans() -> Iterator[Plan]:
+    """Yield plans with dropout by hand; with ``FLASHMOE_ALL_FEATURES=1`` for every row that it can take."""
+    complete = os.environ.get("FLASHMOE_ALL_FEATURES") == "1"
+    asked: tuple[dict[str, Any], ...] = (MANY[-1], {}, {**ALL_BUT_BIAS, **PACKED})
+    chosen = {80: 128, 89: 128, 90: 64, 100: 64, 120: 256}
+    for turn, (arch, columns) in enumerate(itertools.product(chosen, (64, 128, 256))):
+        for item_bytes in (2, 4) if complete else (2,):
+            for place, config in enumerate(forward_rows(arch, item_bytes, columns, features=3)):
+                if not complete and (columns != chosen[arch] or place > 1):
+                    continue
+                for features in asked if complete else (asked[0] if place else asked[turn % 3],):
+                    dim = columns * 5 // 8 if place % 2 else columns
+                    problem = make_problem(
+                        seqlen_q=1000, seqlen_k=900, head_dim=dim, head_dim_v=dim, causal=True, return_lse=True,
+                        dtype="fp32" if item_bytes == 4 else "bf16", dropout_p=0.1, **features,
+                    )  # fmt: skip
+                    yield by_hand(problem, arch, config)
+
+
+DROPPING_PLANS = list(dropping_plans())
 FEATURED_PLANS = list(featured_plans())
 
 
@@ -221,17 +245,17 @@ def name_of_featured(plan: Plan) -> str:
 
 def test_the_featured_plans_cover_every_feature():
     assert {plan.arch for plan in FEATURED_PLANS} == set(GPUS)
-    for feature in ("a sliding window", "a softcap", "attention sinks", "ALiBi", "a bias", "packed sequences"):
+    for feature in FEATURES_OF_TABLES:
         assert sum(feature in plan.problem.features for plan in FEATURED_PLANS) >= 3, feature
     for archs in FORWARD_TABLES:
-        for weight in (0, 1, 2):
+        for weight in (0, 1, 2, 3):
             for columns, item_bytes in itertools.product((64, 128, 256), (2, 4)):
                 tiles = [row.block_m for row in forward_rows(archs[-1], item_bytes, columns, features=weight)]
                 assert tiles == sorted(tiles, reverse=True)
                 assert tiles[-1] == 16
 
 
-@pytest.mark.parametrize("plan", all_but_each(FEATURED_PLANS, 3), ids=name_of_featured)
+@pytest.mark.parametrize("plan", all_but_each([*FEATURED_PLANS, *DROPPING_PLANS], 3), ids=name_of_featured)
 def test_rows_with_features_compile(plan):
     for outcome in compile_plan(plan):
         assert problems_of(outcome, name_of_featured(plan)) == [], (outcome.registers, outcome.shared_memory_bytes)
@@ -239,7 +263,14 @@ def test_rows_with_features_compile(plan):
 
 @pytest.mark.parametrize(
     ("asked", "weight"),
-    [({}, 0), ({"packed": True}, 1), *[(some, 1) for some in SOME], *[(many, 2) for many in MANY]],
+    [
+        ({}, 0),
+        ({"packed": True}, 1),
+        *[(some, 1) for some in SOME],
+        *[(many, 2) for many in MANY],
+        ({"dropout_p": 0.1}, 3),
+        ({**MANY[-1], "dropout_p": 0.1}, 3),
+    ],
     ids=str,
 )
 def test_the_plan_takes_the_rows_for_as_many_features(asked, weight):

@@ -239,7 +239,8 @@ def test_compile_and_opcheck_on_cpu():
     operator = torch.ops.flashmoe_science.attention_varlen
     positional = [*packed_call().values()]
     for return_lse in (False, True):
-        options = (True, 0.5, 3, -1, 2.0, call["sinks"], call["alibi"], None, call["seqused_k"], return_lse, "auto")
+        given = call["sinks"], call["alibi"], None, call["seqused_k"], ints(3, 4).long()
+        options = (True, 0.5, 3, -1, 2.0, *given, 0.25, return_lse, "auto")
         torch.library.opcheck(operator, (*positional, *options))
         real = operator(*positional, *options)
         with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):

@@ -110,6 +110,8 @@ FEATURED: dict[str, dict[str, Any]] = {
     "dense": {"causal": False, **EVERYTHING, "bias": "fp16"},
     "packed": {"causal": False, **EVERYTHING, "packed": True, "seqused": "qk"},
     "a window": {"causal": True, "window": (300, -1)},
+    "dropout": {"causal": True, "dropout_p": 0.1},
+    "packed with dropout": {"causal": False, **EVERYTHING, "packed": True, "seqused": "k", "dropout_p": 0.9},
 }
 
 

@@ -91,11 +91,44 @@ def test_packed_functions_agree_with_the_reference(qkv):
     assert torch.equal(flash_attn.flash_attn_varlen_func(q, k, v, ends, ends, 5, 5, causal=True), results[0][0])
 
 
+def test_dropout(qkv):
+    """Every function drops what ``flash_attention`` drops after the same ``torch.manual_seed``, in training too."""
+    qkv = qkv.requires_grad_()
+    q, k, v = qkv.unbind(2)
+    packed, ends = qkv.flatten(0, 1), torch.tensor([0, 9, 18], dtype=torch.int32)
+    flat_q, flat_k, flat_v = packed.unbind(1)
+    torch.manual_seed(5)
+    seed = torch.randint(2**62, (2,))
+    expected, _ = reference.attention(
+        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal=True, dropout_p=0.4, dropout_seed=seed
+    )
+    expected = expected.transpose(1, 2)
+    (gradient,) = torch.autograd.grad(expected.sum(), qkv)
+    calls: dict[str, tuple[Any, ...]] = {
+        "flash_attn_func": (q, k, v),
+        "flash_attn_qkvpacked_func": (qkv,),
+        "flash_attn_kvpacked_func": (q, qkv[:, :, 1:]),
+        "flash_attn_varlen_func": (flat_q, flat_k, flat_v, ends, ends, 9, 9),
+        "flash_attn_varlen_qkvpacked_func": (packed, ends, 9),
+        "flash_attn_varlen_kvpacked_func": (flat_q, packed[:, 1:], ends, ends, 9, 9),
+    }
+    for name, given in calls.items():
+        torch.manual_seed(5)
+        o = getattr(flash_attn, name)(*given, dropout_p=0.4, causal=True)
+        torch.testing.assert_close(o.view_as(expected), expected)
+        torch.testing.assert_close(torch.autograd.grad(o.sum(), qkv)[0], gradient)
+        assert not torch.allclose(o, getattr(flash_attn, name)(*given, dropout_p=0.4, causal=True)), "the next draw"
+
+
 def test_what_is_not_served_raises_by_name(qkv):
     q, k, v = qkv.unbind(2)
     ends = torch.tensor([0, 9], dtype=torch.int32)
-    with pytest.raises(UnsupportedError, match=r"dropout_p must be 0, got 0.1"):
-        flash_attn.flash_attn_func(q, k, v, dropout_p=0.1)
+    with pytest.raises(UnsupportedError, match=r"return_attn_probs must be False with dropout_p of 0.1"):
+        flash_attn.flash_attn_kvpacked_func(q, qkv[:, :, 1:], dropout_p=0.1, return_attn_probs=True)
+    with pytest.raises(UnsupportedError, match=r"return_attn_probs must be False with dropout_p of 0.1"):
+        flash_attn.flash_attn_varlen_func(q[0], k[0], v[0], ends, ends, 9, 9, 0.1, return_attn_probs=True)
+    with pytest.raises(InputError, match=r"dropout_p must be at least 0 and less than 1, got 1.0"):
+        flash_attn.flash_attn_func(q, k, v, dropout_p=1.0)
     with pytest.raises(UnsupportedError, match="block_table must be None"):
         flash_attn.flash_attn_varlen_func(q[0], k[0], v[0], ends, ends, 9, 9, block_table=torch.zeros(1, 1))
     with pytest.raises(InputError, match=r"qkv must have shape \[B, S, 3, H, D\], got \[2, 9, 2, 4, 8\]"):

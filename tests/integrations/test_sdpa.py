@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - PyTorch's own habit
 
-from flashmoe_science import InputError, UnsupportedError
+from flashmoe_science import InputError, flash_attention
 from flashmoe_science.integrations.sdpa import scaled_dot_product_attention
 
 
@@ -66,10 +66,26 @@ def test_the_signature_is_that_of_pytorch():
     assert ours == " ".join(documented.split())
 
 
+def test_dropout():
+    """That of ``flash_attention``, of 3 and 4 dimensions; on average, what PyTorch gives without."""
+    q, k, v = (torch.randn(1, 2, 6, 8) for _ in range(3))
+    torch.manual_seed(1)
+    expected = flash_attention(q, k, v, causal=True, dropout_p=0.5)
+    torch.manual_seed(1)
+    assert torch.equal(scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=0.5), expected)
+    torch.manual_seed(1)
+    assert torch.equal(scaled_dot_product_attention(q[0], k[0], v[0], is_causal=True, dropout_p=0.5), expected[0])
+    mask = torch.randn(6, 6)
+    many = [scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=0.5) for _ in range(2000)]
+    plain = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    deviation = torch.stack(many).std(0) / 2000**0.5
+    assert ((torch.stack(many).mean(0) - plain).abs() < 6 * deviation + 1e-6).all()
+
+
 def test_what_is_not_served_raises_by_name():
     q, k, v = (torch.randn(1, 2, 3, 8) for _ in range(3))
-    with pytest.raises(UnsupportedError, match=r"dropout_p must be 0, got 0.5"):
-        scaled_dot_product_attention(q, k, v, dropout_p=0.5)
+    with pytest.raises(InputError, match=r"dropout_p must be at least 0 and less than 1, got 1.0"):
+        scaled_dot_product_attention(q, k, v, dropout_p=1.0)
     with pytest.raises(InputError, match="attn_mask must be None with is_causal, got both"):
         scaled_dot_product_attention(q, k, v, attn_mask=torch.ones(3, 3), is_causal=True)
     with pytest.raises(InputError, match=r"attn_mask must expand to \[1, 2, 3, 3\], got \[3, 4\]"):

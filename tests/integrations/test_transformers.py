@@ -11,7 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from flashmoe_science import InputError, UnsupportedError, flash_attention, flash_attention_with_kv_cache
+from flashmoe_science import (
+    InputError,
+    UnsupportedError,
+    flash_attention,
+    flash_attention_varlen,
+    flash_attention_with_kv_cache,
+)
 
 pytest.importorskip("transformers", minversion="5.0", reason="transformers is optional")
 
@@ -166,11 +172,46 @@ def test_kernels_that_do_not_exist_are_refused_at_once():
         register(kernel="forward_tritn")
 
 
+def test_models_in_training_drop():
+    """``attention_dropout`` of the configuration, in training only; the same again after the same seed."""
+    model, tokens = models.make("llama", "moe_science"), torch.randint(5, 60, (2, 7))
+    plain = models.logits(model, tokens)
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    assert torch.equal(models.logits(model, tokens), plain)
+    model.train()
+    found = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        found.append(models.logits(model, tokens))
+    assert torch.equal(found[0], found[1])
+    for one, other in ((found[0], plain), (found[0], found[2])):
+        assert not torch.allclose(one, other)
+
+
+def test_one_query_and_packed_sequences_drop_too(monkeypatch):
+    """What decodes has no dropout: such calls go to the one that has."""
+    calls = []
+    for function in (flash_attention, flash_attention_varlen):
+
+        def record(*tensors, function=function, **options):
+            calls.append((function.__name__, options["dropout_p"]))
+            return function(*tensors, **options)
+
+        monkeypatch.setattr(f"flashmoe_science.integrations.transformers.{function.__name__}", record)
+    layer, ends = torch.nn.Module(), torch.tensor([0, 1, 3], dtype=torch.int32)
+    q, k, v = torch.randn(1, 2, 1, 8), torch.randn(1, 2, 3, 8), torch.randn(1, 2, 3, 8)
+    attend(layer, q, k, v, None, dropout=0.25)
+    lengths: dict[str, Any] = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 2, "max_length_k": 2}
+    attend(layer, k, k, v, None, dropout=0.25, **lengths)
+    assert calls == [("flash_attention", 0.25), ("flash_attention_varlen", 0.25)]
+
+
 def test_what_is_not_served_raises_by_name():
     layer = torch.nn.Module()
     q, k, v = (torch.randn(1, 2, 3, 8) for _ in range(3))
-    with pytest.raises(UnsupportedError, match=r"dropout must be 0, got 0.1"):
-        attend(layer, q, k, v, None, dropout=0.1)
+    with pytest.raises(InputError, match=r"dropout_p must be at least 0 and less than 1, got 1.0"):
+        attend(layer, q, k, v, None, dropout=1.0)
     for name in ("output_attentions", "cache"):
         with pytest.raises(UnsupportedError, match=f"{name} is not served by flashmoe_science"):
             attend(layer, q, k, v, None, **{name: True})  # type: ignore[arg-type]

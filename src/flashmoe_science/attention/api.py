@@ -14,6 +14,7 @@ from .calls import prepare_call
 from .gradients import PLAIN, Options, differentiable, kernel_after, records, refuse_tangents, register_gradients
 from .inputs import (
     cast_under_autocast,
+    check_dropout,
     check_optional,
     check_options,
     check_softcap,
@@ -21,6 +22,7 @@ from .inputs import (
     gpu_of,
     layout_of,
     problem_of,
+    seed_of_call,
 )
 from .plan import plan_attention
 from .problem import canonical_strides, output_strides
@@ -47,6 +49,8 @@ def flash_attention(
     sinks: Tensor | None = None,
     alibi: Tensor | None = None,
     bias: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
     return_lse: bool = False,
     kernel: str = "auto",
 ) -> Any:
@@ -68,6 +72,13 @@ def flash_attention(
         alibi: slopes ``[H]`` or ``[B, H]`` fp16, bf16 or fp32: slope * |p - n| is taken from the score of key n.
         bias: ``[B or 1, H or 1, Sq, Sk]`` fp16, bf16 or fp32, any strides (0 too), is added to the scores; -inf hides
             a key. Scale, softcap, ALiBi and bias are applied in this order, the masks last.
+        dropout_p: the share of the probabilities that are dropped, at least 0 and less than 1; 0 for no dropout. After
+            the softmax those kept are divided by 1 - dropout_p; the LSE is that without dropout. Of row m, key n and
+            head h of sequence b it is kept if and only if a random number of 32 bits is at least dropout_p * 2**32: the
+            first of Philox 4x32 (10 rounds) with the counter (m, n, b * H + h, offset mod 2**32) and the seed as key.
+            So it is the same for every kernel, tile and launch, and in the gradients.
+        dropout_seed: ``[2]`` int64, contiguous, on the device of q: seed and offset, which the host does not read.
+            Default: drawn from torch's default generator. Where dropout_p is 0 it is not looked at.
         return_lse: return the log-sum-exp of every row too.
         kernel: ``"auto"``, or one name to force (``explain`` lists them); a forced kernel never falls back.
 
@@ -91,10 +102,14 @@ def flash_attention(
     before it is divided: V beyond 2**100 may overflow. CPU tensors run ``reference.attention``. Beyond 2**24 in
     size, scaled scores of fp32 are more than 1 apart: rows that have such are not accurate, and may be 0 or NaN.
     """
-    if window != (-1, -1) or softcap != 0.0 or sinks is not None or alibi is not None or bias is not None:
+    if (
+        window != (-1, -1) or softcap != 0.0 or sinks is not None or alibi is not None or bias is not None
+        or dropout_p != 0.0
+    ):  # fmt: skip
         return _attend_with_features(
-            q, k, v, causal, softmax_scale, window, softcap, (sinks, alibi, bias), return_lse, kernel
-        )
+            q, k, v, causal, softmax_scale, window, softcap, (sinks, alibi, bias, dropout_seed), dropout_p, return_lse,
+            kernel,
+        )  # fmt: skip
     if _is_compiling() or type(q) is not Tensor or type(k) is not Tensor or type(v) is not Tensor:
         return _call_operator(q, k, v, causal, softmax_scale, return_lse, kernel)
     if (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled():
@@ -131,6 +146,8 @@ def explain(
     sinks: Tensor | None = None,
     alibi: Tensor | None = None,
     bias: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
     return_lse: bool = False,
     kernel: str = "auto",
 ) -> Plan:
@@ -138,11 +155,12 @@ def explain(
 
     ``print`` shows it as text, ``.as_dict()`` gives it as data. Nothing is compiled either, so the launches' shared
     memory is None; ``flashmoe explain`` compiles and prints it. Arguments and errors are those of ``flash_attention``,
-    but inputs may require grad.
+    but inputs may require grad, and no seed is drawn.
     """
     problem = problem_of(
         q, k, v, causal=causal, softmax_scale=softmax_scale, return_lse=return_lse,
         window=window, softcap=softcap, sinks=sinks, alibi=alibi, bias=bias,
+        dropout_p=dropout_p, dropout_seed=dropout_seed,
     )  # fmt: skip
     return plan_attention(problem, gpu_of(q), kernel)
 
@@ -198,7 +216,7 @@ def _attend_recording(tensors: Mapping[str, Tensor | None], options: Options, re
     q, k, v = cast_under_autocast(q, k, v)
     attend = functools.partial(
         flash_attention, causal=options.causal, softmax_scale=options.softmax_scale, window=options.window,
-        softcap=options.softcap, return_lse=True, kernel=kernel,
+        softcap=options.softcap, dropout_p=options.dropout_p, return_lse=True, kernel=kernel,
     )  # fmt: skip
     o, lse = differentiable(attend, options, {**tensors, "q": q, "k": k, "v": v})
     return (o, lse) if return_lse else o
@@ -212,36 +230,39 @@ def _attend_with_features(
     softmax_scale: float | None,
     window: tuple[int, int],
     softcap: float,
-    tensors: tuple[Tensor | None, Tensor | None, Tensor | None],
+    tensors: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None],
+    dropout_p: float,
     return_lse: bool,
     kernel: str,
 ) -> Any:
     """Do what ``flash_attention`` does, with more to tell calls apart by."""
-    window, softcap = check_window(window), check_softcap(softcap)
+    window, softcap, dropout_p = check_window(window), check_softcap(softcap), check_dropout(dropout_p)
     softmax_scale = check_options(causal, softmax_scale)
-    named = dict(zip(("sinks", "alibi", "bias"), tensors, strict=True))
-    check_optional(**named)
+    sinks, alibi, bias, dropout_seed = tensors
+    check_optional(sinks=sinks, alibi=alibi, bias=bias, dropout_seed=dropout_seed)
     _check_are_tensors(q, k, v)
+    dropout_seed = seed_of_call(dropout_p, dropout_seed, q)
+    tensors = sinks, alibi, bias, dropout_seed
+    named = dict(zip(("sinks", "alibi", "bias", "dropout_seed"), tensors, strict=True))
     q, k, v = cast_under_autocast(q, k, v)
     refuse_tangents((q, k, v, *tensors))
     recording = records({"q": q, "k": k, "v": v, **named})
     given = [tensor for tensor in tensors if tensor is not None]
     if _is_compiling() or any(type(tensor) not in PLAIN for tensor in (q, k, v, *given)):
         o, lse = _attention_features(
-            q, k, v, causal, softmax_scale, *window, softcap, *tensors, return_lse or recording, kernel
+            q, k, v, causal, softmax_scale, *window, softcap, *tensors, dropout_p, return_lse or recording, kernel
         )
         return (o, lse) if return_lse else o
     if recording:
-        asked = Options(causal, softmax_scale, window, softcap, kernel=kernel_after(kernel))
+        asked = Options(causal, softmax_scale, window, softcap, kernel=kernel_after(kernel), dropout_p=dropout_p)
         return _attend_recording({"q": q, "k": k, "v": v, **named}, asked, return_lse, kernel)
-    sinks, alibi, bias = tensors
-    options = (causal, softmax_scale, window, softcap, return_lse, kernel)
-    key = ("features", options, *map(layout_of, (q, k, v, sinks, alibi, bias)))
+    options = (causal, softmax_scale, window, softcap, dropout_p, return_lse, kernel)
+    key = ("features", options, *map(layout_of, (q, k, v, *tensors)))
     call = _prepared.get(key)
     if call is None:
         problem = problem_of(
             q, k, v, causal=causal, softmax_scale=softmax_scale, return_lse=return_lse,
-            window=window, softcap=softcap, sinks=sinks, alibi=alibi, bias=bias,
+            window=window, softcap=softcap, dropout_p=dropout_p, **named,
         )  # fmt: skip
         call = _remember(key, prepare_call(plan_attention(problem, gpu_of(q), kernel), q))
     return call(q, k, v, q.data_ptr(), k.data_ptr(), v.data_ptr(), *given)
@@ -290,6 +311,8 @@ def _attention_features(
     sinks: Tensor | None,
     alibi: Tensor | None,
     bias: Tensor | None,
+    dropout_seed: Tensor | None,
+    dropout_p: float,
     return_lse: bool,
     kernel: str,
 ) -> tuple[Tensor, Tensor]:
@@ -305,6 +328,8 @@ def _attention_features(
         sinks=None if sinks is None else sinks.detach(),
         alibi=None if alibi is None else alibi.detach(),
         bias=None if bias is None else bias.detach(),
+        dropout_p=dropout_p,
+        dropout_seed=None if dropout_seed is None else dropout_seed.detach(),
         return_lse=return_lse,
         kernel=kernel,
     )
@@ -328,11 +353,11 @@ def _fake_forward_lse(q: Tensor, _k: Tensor, v: Tensor, *_options: object) -> tu
 
 
 def _options_of(
-    *, causal: bool, softmax_scale: float | None, window_left: int, window_right: int, softcap: float, kernel: str,
-    **_others: object,
+    *, causal: bool, softmax_scale: float | None, window_left: int, window_right: int, softcap: float,
+    dropout_p: float, kernel: str, **_others: object,
 ) -> Options:  # fmt: skip
     window = window_left, window_right
-    return Options(causal, softmax_scale, window, softcap, kernel=kernel_after(kernel))
+    return Options(causal, softmax_scale, window, softcap, kernel=kernel_after(kernel), dropout_p=dropout_p)
 
 
 register_gradients(_attention_features, _options_of)
@@ -354,7 +379,7 @@ def _call_operator(
     q, k, v = cast_under_autocast(q, k, v)
     refuse_tangents((q, k, v))
     if records({"q": q, "k": k, "v": v}):
-        nothing = (-1, -1, 0.0, None, None, None)
+        nothing = (-1, -1, 0.0, None, None, None, None, 0.0)
         o, lse = _attention_features(q, k, v, causal, softmax_scale, *nothing, True, kernel)  # noqa: FBT003 - a schema
         return (o, lse) if return_lse else o
     operator = _attention_forward_lse if return_lse else _attention_forward

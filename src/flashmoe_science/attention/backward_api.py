@@ -86,6 +86,8 @@ def explain_gradients(
     sinks: Tensor | None = None,
     alibi: Tensor | None = None,
     bias: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
     return_lse: bool = False,
     kernel: str = "auto",
 ) -> BackwardPlan:
@@ -103,6 +105,7 @@ def explain_gradients(
     forward = problem_of(
         q, k, v, causal=causal, softmax_scale=softmax_scale, return_lse=True,
         window=window, softcap=softcap, sinks=sinks, alibi=alibi, bias=bias,
+        dropout_p=dropout_p, dropout_seed=dropout_seed,
     )  # fmt: skip
     named = {"q": q, "k": k, "v": v, "sinks": sinks, "bias": bias}
     given = {name: tensor for name, tensor in named.items() if tensor is not None}

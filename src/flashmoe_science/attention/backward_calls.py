@@ -47,6 +47,7 @@ def _reference_call(problem: BackwardProblem) -> Call:
     differentiate: Any = reference.attention_varlen_backward if p.packed else reference.attention_backward
     options: dict[str, Any] = {
         "causal": p.causal, "softmax_scale": p.softmax_scale, "window": p.window, "softcap": p.softcap,
+        "dropout_p": p.dropout_p,
     }  # fmt: skip
 
     def call(tensors: Tensors) -> dict[str, Tensor]:

@@ -151,6 +151,15 @@ BACKWARD_TABLES: dict[tuple[int, ...], dict[tuple[int, int], BackwardTiles]] = {
 }
 
 
+# With dropout, whose numbers take registers: (bytes of an element, columns) -> tiles of the kernels that own keys,
+# queries and the bias. They are held to the same on every architecture, with all features too; fp32 has its own.
+_DROPOUT_TILES = {
+    (2, 64): (Tile(32, 32, 8, 1), Tile(64, 32, 8, 2), Tile(32, 64, 4, 1)),
+    (2, 128): (Tile(32, 32, 8, 1), Tile(64, 32, 8, 2), Tile(32, 32, 8, 1)),
+    (2, 256): (Tile(16, 32, 8, 1), Tile(32, 32, 8, 1), Tile(16, 64, 8, 1)),
+}
+
+
 def backward_tiles(arch: int, item_bytes: int, columns: int) -> BackwardTiles:
     """Return the row of the tables for an architecture, an element size and a tile width.
 
@@ -164,7 +173,11 @@ def backward_tiles(arch: int, item_bytes: int, columns: int) -> BackwardTiles:
 def backward_config(problem: BackwardProblem, arch: int) -> BackwardConfig:
     """Return the tiles of ``backward_triton``."""
     p = problem.forward
-    tiles = backward_tiles(arch, p.item_bytes, block_dim(max(p.head_dim, p.head_dim_v)))
+    columns = block_dim(max(p.head_dim, p.head_dim_v))
+    tiles = backward_tiles(arch, p.item_bytes, columns)
+    if p.dropout_p:
+        featured = tiles.kv_features, tiles.q_features, tiles.bias
+        return BackwardConfig(*_DROPOUT_TILES.get((p.item_bytes, max(64, columns)), featured))
     if p.window != (-1, -1) or p.softcap or p.alibi or p.bias:
         return BackwardConfig(tiles.kv_features, tiles.q_features, tiles.bias)
     whole = not p.packed and p.seqlen_q % tiles.kv.block_m == 0

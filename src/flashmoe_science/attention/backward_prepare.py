@@ -11,7 +11,7 @@ from .backward_plan import DELTA_ROWS, DELTA_WARPS, BackwardConfig, BackwardPlan
 from .backward_problem import BackwardProblem
 from .backward_q_triton import _backward_bias_kernel, _backward_q_kernel
 from .backward_triton import _backward_kv_kernel, _delta_kernel
-from .prepare import PreparedKernel, bias_alignment
+from .prepare import PreparedKernel, bias_alignment, dropout_last
 from .problem import LOG2_E, AttentionProblem
 from .tiles import block_dim
 
@@ -132,6 +132,8 @@ def _shared(problem: BackwardProblem, outputs: tuple[str, ...], tile: Tile) -> _
     for name in p.extras:
         if name.startswith(("cu_seqlens", "seqused")):
             pointers[f"{name}_ptr"] = "*i32"
+    if p.dropout_p:
+        pointers["dropout_seed_ptr"] = "*i64"
     arguments = _Arguments(problem, pointers)
     inputs = {"q": p.q_strides, "k": p.k_strides, "v": p.v_strides, "do": problem.do_strides}
     for name, strides in inputs.items():
@@ -176,6 +178,9 @@ def _shared(problem: BackwardProblem, outputs: tuple[str, ...], tile: Tile) -> _
     if p.bias:
         b, h, m = (stride // bias_alignment(p) for stride in p.bias_strides[:3])
         arguments.add("i64", stride_bias_b=b, stride_bias_h=h, stride_bias_m=m)
+    if p.dropout_p:
+        arguments.add("i32", dropout_last=dropout_last(p))
+        arguments.add("fp32", dropout_scale=p.dropout_scale)
     return arguments
 
 

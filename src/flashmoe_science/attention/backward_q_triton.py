@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from .backward_primitives import add_product, load_lse, weigh
-from .primitives import head_offset, load_rows
+from .primitives import head_offset, kept_by, load_dropout, load_rows
 
 
 @triton.jit
@@ -46,7 +46,7 @@ def _key_range(
 @triton.jit
 def _fold_keys(
     dq, q, do, lse, delta, k_ptrs, v_ptrs, bias_rows, start_n, rows, offs_n, offs_d, offs_dv, seqlen_k, diagonal,
-    window_left, window_right, scale, softcap, slope,
+    window_left, window_right, scale, softcap, slope, dropout,
     STRIDE_KN: tl.constexpr, STRIDE_VN: tl.constexpr, STRIDE_BIAS_N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     MASK_D: tl.constexpr, MASK_DV: tl.constexpr,
     MASK_N: tl.constexpr, MASK_LEFT: tl.constexpr, MASK_RIGHT: tl.constexpr, PRECISION: tl.constexpr,
@@ -69,6 +69,8 @@ def _fold_keys(
     )  # fmt: skip
     v = load_rows(v_ptrs + step * STRIDE_VN, cols, seqlen_k, offs_dv, DV, MASK_N, MASK_DV)  # [BLOCK_N, BLOCK_DV]
     dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+    if dropout is not None:
+        dp = tl.where(kept_by(dropout, rows[:, None], cols[None, :]), dp * dropout[4], 0.0)
     ds = p * (dp - delta[:, None])
     if softcap is not None:
         ds *= cap
@@ -80,11 +82,11 @@ def _backward_q_kernel(
     q_ptr,  # as in _backward_kv_kernel of backward_triton, like all below
     k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr,
     dq_ptr,  # [B, H, Sq, D]
-    alibi_ptr, bias_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_q_ptr, seqused_k_ptr,
+    alibi_ptr, bias_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_q_ptr, seqused_k_ptr, dropout_seed_ptr,
     stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh, stride_dob, stride_doh,  # in units of ALIGN
     stride_dqb, stride_dqh,  # in units of ALIGN_OUT elements
     heads, seqlen_q, seqlen_k, tiles_m, scale, grad_scale, window_left, window_right, softcap,
-    stride_bias_b, stride_bias_h, stride_bias_m,
+    stride_bias_b, stride_bias_h, stride_bias_m, dropout_last, dropout_scale,
     STRIDE_QM: tl.constexpr, STRIDE_QD: tl.constexpr, STRIDE_KN: tl.constexpr, STRIDE_KD: tl.constexpr,
     STRIDE_VN: tl.constexpr, STRIDE_VD: tl.constexpr, STRIDE_DOM: tl.constexpr, STRIDE_DOD: tl.constexpr,
     STRIDE_DQM: tl.constexpr, STRIDE_ALIBI_B: tl.constexpr, STRIDE_BIAS_N: tl.constexpr,
@@ -149,6 +151,10 @@ def _backward_q_kernel(
         bias_head = bias_ptr + head_offset(b, h, stride_bias_b, stride_bias_h) * ALIGN_BIAS
         bias_rows = bias_head + tl.minimum(offs_m, seqlen_q - 1).to(tl.int64) * (stride_bias_m * ALIGN_BIAS)
 
+    dropout = None
+    if dropout_seed_ptr is not None:
+        dropout = load_dropout(dropout_seed_ptr, b * heads + h, dropout_last, dropout_scale)
+
     diagonal = seqlen_k - seqlen_q
     begin, inside, unmasked, end = _key_range(
         first_row, seqlen_k, diagonal, window_left, window_right, BLOCK_M, BLOCK_N, BOUND_LEFT, BOUND_RIGHT
@@ -162,21 +168,21 @@ def _backward_q_kernel(
         for start_n in tl.range(begin, tl.minimum(inside, end), BLOCK_N, num_stages=1):
             dq = _fold_keys(
                 dq, q, do, lse, delta, k_ptrs, v_ptrs, bias_rows, start_n, offs_m, key_rows, offs_d, offs_dv, seqlen_k,
-                diagonal, window_left, window_right, scale, softcap, slope,
+                diagonal, window_left, window_right, scale, softcap, slope, dropout,
                 STRIDE_KN, STRIDE_VN, STRIDE_BIAS_N, D, DV, D != BLOCK_D, DV != BLOCK_DV,
                 True, True, BOUND_RIGHT, PRECISION,
             )  # fmt: skip
     for start_n in tl.range(inside, unmasked, BLOCK_N, num_stages=NUM_STAGES):
         dq = _fold_keys(
             dq, q, do, lse, delta, k_ptrs, v_ptrs, bias_rows, start_n, offs_m, key_rows, offs_d, offs_dv, seqlen_k,
-            diagonal, window_left, window_right, scale, softcap, slope,
+            diagonal, window_left, window_right, scale, softcap, slope, dropout,
             STRIDE_KN, STRIDE_VN, STRIDE_BIAS_N, D, DV, D != BLOCK_D, DV != BLOCK_DV,
             False, False, False, PRECISION,
         )  # fmt: skip
     for start_n in tl.range(unmasked, end, BLOCK_N, num_stages=1):
         dq = _fold_keys(
             dq, q, do, lse, delta, k_ptrs, v_ptrs, bias_rows, start_n, offs_m, key_rows, offs_d, offs_dv, seqlen_k,
-            diagonal, window_left, window_right, scale, softcap, slope,
+            diagonal, window_left, window_right, scale, softcap, slope, dropout,
             STRIDE_KN, STRIDE_VN, STRIDE_BIAS_N, D, DV, D != BLOCK_D, DV != BLOCK_DV,
             True, False, BOUND_RIGHT, PRECISION,
         )  # fmt: skip
@@ -195,10 +201,10 @@ def _backward_bias_kernel(
     q_ptr,  # as in _backward_q_kernel, like all below
     k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr,
     dbias_ptr,  # [BB, BH, Sq, Sk], contiguous, where BB is B or 1 and BH is H or 1
-    alibi_ptr, bias_ptr,
+    alibi_ptr, bias_ptr, dropout_seed_ptr,
     stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh, stride_dob, stride_doh,  # in units of ALIGN
     batch, heads, bias_heads, seqlen_q, seqlen_k, tiles_m, tiles_n, scale, window_left, window_right, softcap,
-    stride_bias_b, stride_bias_h, stride_bias_m,
+    stride_bias_b, stride_bias_h, stride_bias_m, dropout_last, dropout_scale,
     STRIDE_QM: tl.constexpr, STRIDE_QD: tl.constexpr, STRIDE_KN: tl.constexpr, STRIDE_KD: tl.constexpr,
     STRIDE_VN: tl.constexpr, STRIDE_VD: tl.constexpr, STRIDE_DOM: tl.constexpr, STRIDE_DOD: tl.constexpr,
     STRIDE_ALIBI_B: tl.constexpr, STRIDE_BIAS_N: tl.constexpr, ALIGN: tl.constexpr, ALIGN_BIAS: tl.constexpr,
@@ -254,6 +260,9 @@ def _backward_bias_kernel(
         do = load_rows(do_ptrs, offs_m, seqlen_q, offs_dv, DV, True, DV != BLOCK_DV)  # [BLOCK_M, BLOCK_DV]
         v = load_rows(v_ptrs, offs_n, seqlen_k, offs_dv, DV, True, DV != BLOCK_DV)  # [BLOCK_N, BLOCK_DV]
         dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+        if dropout_seed_ptr is not None:
+            dropout = load_dropout(dropout_seed_ptr, b * heads + h, dropout_last, dropout_scale)
+            dp = tl.where(kept_by(dropout, offs_m[:, None], offs_n[None, :]), dp * dropout_scale, 0.0)
         head = (b * heads + h) * seqlen_q
         lse = load_lse(lse_ptr + head + offs_m, offs_m < seqlen_q, 1.0)
         delta = tl.load(delta_ptr + head + offs_m, mask=offs_m < seqlen_q, other=0.0)

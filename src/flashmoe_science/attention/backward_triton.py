@@ -13,6 +13,9 @@ by one program: the same bits in every run. It costs S and dO V^T a second time,
 needs no memory but delta. Where the sums of dK and dV are too wide for the registers of one program, each has its own,
 at the cost of S a third time.
 
+With dropout, P in dV = P^T dO and dP = dO V^T are those that it leaves; delta has them already, in O. Each kernel makes
+the mask again, element by element, from the seed.
+
 What a call does not ask for is None or a constant, and leaves no instruction behind.
 
 Source: FlashAttention-2 (Dao, 2023, arXiv 2307.08691) for the recomputation of P; Triton's tutorial on fused attention
@@ -25,7 +28,7 @@ import triton
 import triton.language as tl
 
 from .backward_primitives import add_product, load_lse, weigh
-from .primitives import head_offset, load_rows
+from .primitives import head_offset, kept_by, load_dropout, load_rows
 
 
 @triton.jit
@@ -105,7 +108,7 @@ def _row_range(
 def _fold_rows(
     dk, dv, k, v, q_ptrs, do_ptrs, lse_ptr, delta_ptr, bias_head, start_m, offs_m, offs_n, key_cols,
     offs_d, offs_dv, seqlen_q, seqlen_k, step_lse, diagonal, window_left, window_right, scale, softcap, slope,
-    stride_bias_m,
+    stride_bias_m, dropout,
     STRIDE_QM: tl.constexpr, STRIDE_DOM: tl.constexpr, ALIGN_BIAS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     MASK_D: tl.constexpr, MASK_DV: tl.constexpr,
     MASK_M: tl.constexpr, MASK_LEFT: tl.constexpr, MASK_RIGHT: tl.constexpr,
@@ -130,10 +133,18 @@ def _fold_rows(
         softcap, slope, False, MASK_LEFT, MASK_RIGHT, PRECISION == "ieee",
     )  # fmt: skip
     do = load_rows(do_ptrs + step * STRIDE_DOM, rows, seqlen_q, offs_dv, DV, MASK_M, MASK_DV)  # [BLOCK_M, BLOCK_DV]
+    kept = None
+    if dropout is not None:
+        kept = kept_by(dropout, rows[None, :], offs_n[:, None])
     if MAKE_DV:
-        dv = add_product(dv, p.to(do.dtype), do, seqlen_q, PRECISION)
+        weights = p
+        if dropout is not None:  # what is kept is scaled at the end
+            weights = tl.where(kept, p, 0.0)
+        dv = add_product(dv, weights.to(do.dtype), do, seqlen_q, PRECISION)
     if MAKE_DK:
         dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
+        if dropout is not None:
+            dp = tl.where(kept, dp * dropout[4], 0.0)
         if MASK_M:
             delta = tl.load(delta_ptr + (step + offs_m) * step_lse, mask=mask, other=0.0)
         else:
@@ -161,6 +172,7 @@ def _backward_kv_kernel(
     cu_seqlens_k_ptr,  # [B + 1] int32 or None
     seqused_q_ptr,  # [B] int32 or None
     seqused_k_ptr,  # [B] int32 or None
+    dropout_seed_ptr,  # [2] int64 or None
     stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh, stride_dob, stride_doh,  # in units of ALIGN
     stride_dkb, stride_dkh, stride_dvb, stride_dvh,  # in units of ALIGN_OUT elements
     heads, heads_kv, seqlen_q, seqlen_k, tiles_n,
@@ -168,6 +180,7 @@ def _backward_kv_kernel(
     grad_scale,  # softmax_scale
     window_left, window_right, softcap,
     stride_bias_b, stride_bias_h, stride_bias_m,  # in units of ALIGN_BIAS elements
+    dropout_last, dropout_scale,  # as in the forward
     STRIDE_QM: tl.constexpr, STRIDE_QD: tl.constexpr, STRIDE_KN: tl.constexpr, STRIDE_KD: tl.constexpr,
     STRIDE_VN: tl.constexpr, STRIDE_VD: tl.constexpr, STRIDE_DOM: tl.constexpr, STRIDE_DOD: tl.constexpr,
     STRIDE_DKN: tl.constexpr, STRIDE_DVN: tl.constexpr, STRIDE_ALIBI_B: tl.constexpr, STRIDE_BIAS_N: tl.constexpr,
@@ -254,18 +267,22 @@ def _backward_kv_kernel(
         alibi_base += b.to(tl.int64) * STRIDE_ALIBI_B + first_head
     if bias_ptr is not None:
         bias_base += head_offset(b, first_head, stride_bias_b, stride_bias_h) * ALIGN_BIAS
-    for _ in range(group):
+    for turn in range(group):
         q_ptrs = q_base + query_rows[:, None] * STRIDE_QM + offs_d[None, :] * STRIDE_QD
         do_ptrs = do_base + query_rows[:, None] * STRIDE_DOM + offs_dv[None, :] * STRIDE_DOD
         slope = None
         if alibi_ptr is not None:
             slope = tl.load(alibi_base).to(tl.float32) * UNIT
+        dropout = None
+        if dropout_seed_ptr is not None:
+            head = b * heads + first_head + turn
+            dropout = load_dropout(dropout_seed_ptr, head, dropout_last, dropout_scale)
         if BOUND_RIGHT:
             for start_m in tl.range(begin, tl.minimum(inside, end), BLOCK_M, num_stages=1):
                 dk, dv = _fold_rows(
                     dk, dv, k, v, q_ptrs, do_ptrs, lse_base, delta_base, bias_base, start_m, offs_m,
                     offs_n, key_cols, offs_d, offs_dv, seqlen_q, seqlen_k, step_lse, diagonal, window_left,
-                    window_right, scale, softcap, slope, stride_bias_m,
+                    window_right, scale, softcap, slope, stride_bias_m, dropout,
                     STRIDE_QM, STRIDE_DOM, ALIGN_BIAS, D, DV, D != BLOCK_D, DV != BLOCK_DV,
                     MASK_M, BOUND_LEFT, True, UNIT, PRECISION, MAKE_DK, MAKE_DV,
                 )  # fmt: skip
@@ -273,7 +290,7 @@ def _backward_kv_kernel(
             dk, dv = _fold_rows(
                 dk, dv, k, v, q_ptrs, do_ptrs, lse_base, delta_base, bias_base, start_m, offs_m,
                 offs_n, key_cols, offs_d, offs_dv, seqlen_q, seqlen_k, step_lse, diagonal, window_left,
-                window_right, scale, softcap, slope, stride_bias_m,
+                window_right, scale, softcap, slope, stride_bias_m, dropout,
                 STRIDE_QM, STRIDE_DOM, ALIGN_BIAS, D, DV, D != BLOCK_D, DV != BLOCK_DV,
                 MASK_M, False, False, UNIT, PRECISION, MAKE_DK, MAKE_DV,
             )  # fmt: skip
@@ -282,7 +299,7 @@ def _backward_kv_kernel(
                 dk, dv = _fold_rows(
                     dk, dv, k, v, q_ptrs, do_ptrs, lse_base, delta_base, bias_base, start_m, offs_m,
                     offs_n, key_cols, offs_d, offs_dv, seqlen_q, seqlen_k, step_lse, diagonal, window_left,
-                    window_right, scale, softcap, slope, stride_bias_m,
+                    window_right, scale, softcap, slope, stride_bias_m, dropout,
                     STRIDE_QM, STRIDE_DOM, ALIGN_BIAS, D, DV, D != BLOCK_D, DV != BLOCK_DV,
                     MASK_M, True, False, UNIT, PRECISION, MAKE_DK, MAKE_DV,
                 )  # fmt: skip
@@ -307,6 +324,8 @@ def _backward_kv_kernel(
         dk_ptrs = dk_base + keys[:, None] * STRIDE_DKN + offs_d[None, :]
         tl.store(dk_ptrs, dk.to(dk_ptr.dtype.element_ty), mask=dk_mask)
     if MAKE_DV:
+        if dropout_seed_ptr is not None:
+            dv *= dropout_scale
         if seqused_k_ptr is not None:
             dv = tl.where(offs_n[:, None] < seqlen_k, dv, 0.0)
         dv_base = dv_ptr + head_offset(b, hk, stride_dvb, stride_dvh) * ALIGN_OUT + start * STRIDE_DVN

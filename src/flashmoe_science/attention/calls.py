@@ -42,6 +42,7 @@ def _reference_call(problem: AttentionProblem) -> Call:
         "softmax_scale": problem.softmax_scale,
         "window": problem.window,
         "softcap": problem.softcap,
+        "dropout_p": problem.dropout_p,
     }
 
     def call(q: Tensor, k: Tensor, v: Tensor, _pq: int, _pk: int, _pv: int, *extras: Tensor) -> Any:

@@ -4,7 +4,7 @@ One program owns ``BLOCK_M`` query rows of one head and walks over the keys in t
 softmax. With ``SPLITS > 1`` it walks over one share of the keys and leaves partial results for ``merge_triton``.
 
 What a call does not ask for is None or a constant, and leaves no instruction behind: a window, a softcap, sinks, ALiBi,
-a bias, packed sequences.
+a bias, packed sequences, dropout.
 
 Source: FlashAttention-2 (Dao, 2023, arXiv 2307.08691) for the loop; Flash-Decoding (Dao et al., 2023) for the split.
 Ours: tiles free of masks except at the edges, rows without keys, one grid axis in longest-first order when causal.
@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .primitives import cap_scores, head_offset, load_rows
+from .primitives import cap_scores, head_offset, kept_by, load_dropout, load_rows
 
 
 @triton.jit
@@ -40,7 +40,7 @@ def _change_scores(
 @triton.jit
 def _attend(
     acc, l, m, q, k_ptrs, v_ptrs, bias_rows, start_n, offs_m, offs_n, key_rows, offs_d, offs_dv, seqlen_k,
-    diagonal, window_left, window_right, scale, softcap, slope,
+    diagonal, window_left, window_right, scale, softcap, slope, dropout,
     STRIDE_KN: tl.constexpr, STRIDE_VN: tl.constexpr, STRIDE_BIAS_N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     MASK_D: tl.constexpr, MASK_DV: tl.constexpr,
     MASK_N: tl.constexpr, MASK_LEFT: tl.constexpr, MASK_RIGHT: tl.constexpr, EMPTY_ROWS: tl.constexpr,
@@ -71,6 +71,8 @@ def _attend(
         p = tl.exp(s - m_safe[:, None])
         alpha = tl.exp(m - m_safe)
     l = l * alpha + tl.sum(p, 1)
+    if dropout is not None:  # what is kept is scaled at the end
+        p = tl.where(kept_by(dropout, offs_m[:, None], cols[None, :]), p, 0.0)
     v = load_rows(v_ptrs + step * STRIDE_VN, cols, seqlen_k, offs_dv, DV, MASK_N, MASK_DV)  # [BLOCK_N, BLOCK_DV]
     if PRECISION == "ieee":  # keys are added one by one: to the sum of a tile, not of all, whose rounding is larger
         part = tl.dot(p, v, input_precision=PRECISION)
@@ -130,6 +132,7 @@ def _forward_kernel(
     cu_seqlens_k_ptr,  # [B + 1] int32 or None
     seqused_q_ptr,  # [B] int32: their lengths where they end before the next one starts, or None
     seqused_k_ptr,  # [B] int32 or None
+    dropout_seed_ptr,  # [2] int64: seed and offset, or None
     stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh,  # in units of ALIGN elements
     stride_ob, stride_oh,  # in units of ALIGN_O elements
     batch, heads, seqlen_q, seqlen_k, tiles_m,  # packed: no length is read
@@ -139,6 +142,8 @@ def _forward_kernel(
     window_left, window_right,  # row m sees keys m + Sk - Sq - window_left to m + Sk - Sq + window_right
     softcap,  # softcap * log2(e), with a bias softcap; or None
     stride_bias_b, stride_bias_h, stride_bias_m,  # in units of ALIGN_BIAS elements
+    dropout_last,  # the largest random number that drops a probability, the bits of a uint32
+    dropout_scale,  # of what is kept
     STRIDE_QM: tl.constexpr, STRIDE_QD: tl.constexpr, STRIDE_KN: tl.constexpr, STRIDE_KD: tl.constexpr,
     STRIDE_VN: tl.constexpr, STRIDE_VD: tl.constexpr, STRIDE_OM: tl.constexpr,
     STRIDE_ALIBI_B: tl.constexpr, STRIDE_BIAS_N: tl.constexpr,
@@ -205,6 +210,10 @@ def _forward_kernel(
         # Rows past the end read the last one: what they give is never stored.
         bias_rows = bias_head + tl.minimum(offs_m, seqlen_q - 1).to(tl.int64) * (stride_bias_m * ALIGN_BIAS)
 
+    dropout = None
+    if dropout_seed_ptr is not None:
+        dropout = load_dropout(dropout_seed_ptr, row_of_heads, dropout_last, dropout_scale)
+
     diagonal = seqlen_k - seqlen_q  # without bounds of its own, row m is at key m + diagonal
     begin, inside, unmasked, end = _key_range(
         first_row, split, seqlen_k, diagonal, window_left, window_right,
@@ -227,21 +236,21 @@ def _forward_kernel(
         for start_n in tl.range(begin, tl.minimum(inside, end), BLOCK_N, num_stages=1):
             acc, l, m = _attend(
                 acc, l, m, q, k_ptrs, v_ptrs, bias_rows, start_n, offs_m, offs_n, key_rows, offs_d, offs_dv, seqlen_k,
-                diagonal, window_left, window_right, scale, softcap, slope,
+                diagonal, window_left, window_right, scale, softcap, slope, dropout,
                 STRIDE_KN, STRIDE_VN, STRIDE_BIAS_N, D, DV, D != BLOCK_D, DV != BLOCK_DV,
                 True, True, BOUND_RIGHT, True, PRECISION,
             )  # fmt: skip
     for start_n in tl.range(inside, unmasked, BLOCK_N, num_stages=NUM_STAGES):
         acc, l, m = _attend(
             acc, l, m, q, k_ptrs, v_ptrs, bias_rows, start_n, offs_m, offs_n, key_rows, offs_d, offs_dv, seqlen_k,
-            diagonal, window_left, window_right, scale, softcap, slope,
+            diagonal, window_left, window_right, scale, softcap, slope, dropout,
             STRIDE_KN, STRIDE_VN, STRIDE_BIAS_N, D, DV, D != BLOCK_D, DV != BLOCK_DV,
             False, False, False, bias_ptr is not None, PRECISION,
         )  # fmt: skip
     for start_n in tl.range(unmasked, end, BLOCK_N, num_stages=1):
         acc, l, m = _attend(
             acc, l, m, q, k_ptrs, v_ptrs, bias_rows, start_n, offs_m, offs_n, key_rows, offs_d, offs_dv, seqlen_k,
-            diagonal, window_left, window_right, scale, softcap, slope,
+            diagonal, window_left, window_right, scale, softcap, slope, dropout,
             STRIDE_KN, STRIDE_VN, STRIDE_BIAS_N, D, DV, D != BLOCK_D, DV != BLOCK_DV,
             True, False, BOUND_RIGHT, EMPTY_ROWS, PRECISION,
         )  # fmt: skip
@@ -252,6 +261,8 @@ def _forward_kernel(
         out = tl.div_rn(acc, tl.where(has_keys, l, 1.0)[:, None])
     else:
         out = acc * tl.where(has_keys, 1.0 / l, 0.0)[:, None]
+    if dropout is not None:
+        out *= dropout_scale
     if seqused_q_ptr is not None:
         has_keys = has_keys & (offs_m < seqlen_q)
         out = tl.where(has_keys[:, None], out, 0.0)

@@ -19,7 +19,7 @@ from .inputs import gpu_of, layout_of, pointer_alignment, problem_of
 from .packed import layout_of_tokens, packed_problem
 from .problem import AttentionProblem, canonical_strides
 
-OPTIONAL = ("sinks", "alibi", "bias", "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
+OPTIONAL = ("sinks", "alibi", "bias", "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "dropout_seed")
 PLAIN = (Tensor, torch.nn.Parameter)  # kinds of tensors that hold what they are; others come by the operators
 _DIFFERENTIABLE = ("q", "k", "v", "sinks", "bias")
 _prepared: dict[tuple[Any, ...], Call] = {}
@@ -37,6 +37,7 @@ class Options:
     softcap: float = 0.0
     max_seqlens: tuple[int, int] | None = None  # of packed sequences, as planned for
     kernel: str = "auto"  # of the gradients: a name to force, which never falls back
+    dropout_p: float = 0.0
 
 
 def kernel_after(forward: str) -> str:
@@ -202,16 +203,17 @@ def bias_sums(forward: AttentionProblem, bias: Tensor | None) -> tuple[bool, boo
 def backward_problem_of(options: Options, tensors: Mapping[str, Tensor], wanted: Sequence[str]) -> BackwardProblem:
     """Describe the gradients of a call. Raises ``InputError``."""
     if options.max_seqlens is None:
-        extras = {name: tensors.get(name) for name in ("sinks", "alibi", "bias")}
+        extras = {name: tensors.get(name) for name in ("sinks", "alibi", "bias", "dropout_seed")}
         forward = problem_of(
             tensors["q"], tensors["k"], tensors["v"], causal=options.causal, softmax_scale=options.softmax_scale,
-            return_lse=True, window=options.window, softcap=options.softcap, **extras,
+            return_lse=True, window=options.window, softcap=options.softcap, dropout_p=options.dropout_p, **extras,
         )  # fmt: skip
     else:
         names = ("q", "k", "v", *(name for name in OPTIONAL if name != "bias"))
         forward = packed_problem(
             {name: tensors.get(name) for name in names}, options.max_seqlens, causal=options.causal,
             softmax_scale=options.softmax_scale, return_lse=True, window=options.window, softcap=options.softcap,
+            dropout_p=options.dropout_p,
         )  # fmt: skip
     o, do, bias = tensors["o"], tensors["do"], tensors.get("bias")
     forward = replace(forward, pointer_alignment=math.gcd(forward.pointer_alignment, pointer_alignment(o, do)))
@@ -250,6 +252,7 @@ def _attention_backward(
     cu_seqlens_k: Tensor | None,
     seqused_q: Tensor | None,
     seqused_k: Tensor | None,
+    dropout_seed: Tensor | None,
     o: Tensor,
     lse: Tensor,
     do: Tensor | None,
@@ -261,16 +264,17 @@ def _attention_backward(
     window_left: int,
     window_right: int,
     softcap: float,
+    dropout_p: float,
     wanted: Sequence[int],
     kernel: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, k, v, sinks and bias, of which ``wanted`` has the numbers."""
-    optional = (sinks, alibi, bias, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    optional = (sinks, alibi, bias, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, dropout_seed)
     names = ("q", "k", "v", *OPTIONAL, "o", "lse", "do", "dlse")
     everything = dict(zip(names, (q, k, v, *optional, o, lse, do, dlse), strict=True))
     given = {name: tensor for name, tensor in everything.items() if tensor is not None}
     lengths = None if cu_seqlens_q is None else (max_seqlen_q, max_seqlen_k)
-    options = Options(causal, softmax_scale, (window_left, window_right), softcap, lengths, kernel)
+    options = Options(causal, softmax_scale, (window_left, window_right), softcap, lengths, kernel, dropout_p)
     found = attention_gradients(options, given, [_DIFFERENTIABLE[number] for number in wanted])
     a, b, c, d, e = (
         found[name] if number in wanted else torch.empty(0, dtype=q.dtype, device=q.device)
@@ -332,7 +336,8 @@ def register_gradients(operator: Any, options_of: Callable[..., Options]) -> Non
         o_: Options = ctx.options
         found = _attention_backward(
             given["q"], given["k"], given["v"], *(given.get(name) for name in OPTIONAL), o, lse, do, dlse,
-            *(o_.max_seqlens or (0, 0)), o_.causal, o_.softmax_scale, *o_.window, o_.softcap, wanted, o_.kernel,
+            *(o_.max_seqlens or (0, 0)), o_.causal, o_.softmax_scale, *o_.window, o_.softcap, o_.dropout_p,
+            wanted, o_.kernel,
         )  # fmt: skip
         by_name = {_DIFFERENTIABLE[number]: found[number] for number in wanted}
         return tuple(by_name.get(name) for name in names)

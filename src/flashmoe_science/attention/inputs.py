@@ -29,6 +29,8 @@ def problem_of(
     sinks: Tensor | None = None,
     alibi: Tensor | None = None,
     bias: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
 ) -> AttentionProblem:
     """Check the arguments against the contract of ``flash_attention`` and describe the call.
 
@@ -40,7 +42,8 @@ def problem_of(
     heads_kv, seqlen_k = k.shape[1], k.shape[2]
     check_shape("k", k, (batch, heads_kv, seqlen_k, head_dim), "B, HK, Sk, D")
     check_shape("v", v, (batch, heads_kv, seqlen_k, v.shape[3]), "B, HK, Sk, DV")
-    check_optional(sinks=sinks, alibi=alibi, bias=bias)
+    check_optional(sinks=sinks, alibi=alibi, bias=bias, dropout_seed=dropout_seed)
+    check_dropout_seed(dropout_seed, q)
     features = describe_heads(q, batch, heads, sinks=sinks, alibi=alibi)
     if bias is not None:
         features |= _describe_bias(q, bias, (batch, heads, seqlen_q, seqlen_k))
@@ -62,6 +65,7 @@ def problem_of(
         pointer_alignment=pointer_alignment(q, k, v),
         window=check_window(window),
         softcap=check_softcap(softcap),
+        dropout_p=check_dropout(dropout_p),
         **features,
     )
 
@@ -123,6 +127,35 @@ def check_window(window: object) -> tuple[int, int]:
 def check_softcap(softcap: object) -> float:
     """Return the softcap as a float. Raises ``InputError``."""
     return _check_number("softcap", softcap, "a number, 0 for none")
+
+
+def check_dropout(dropout_p: object) -> float:
+    """Return the share that is dropped as a float. Raises ``InputError``."""
+    return _check_number("dropout_p", dropout_p, "a number, 0 for no dropout")  # AttentionProblem has the bounds
+
+
+def check_dropout_seed(dropout_seed: Tensor | None, q: Tensor) -> None:
+    """Raise ``InputError`` unless it is None, or a seed and an offset where q is."""
+    if dropout_seed is None:
+        return
+    if dropout_seed.dtype != torch.int64:
+        raise InputError(f"dropout_seed must be int64, got {dropout_seed.dtype}")
+    check_shape("dropout_seed", dropout_seed, (2,), "seed, offset")
+    if not dropout_seed.is_contiguous():
+        raise InputError(f"dropout_seed must be contiguous, got strides {list(dropout_seed.stride())}")
+    _check_place("dropout_seed", dropout_seed, q)
+
+
+def seed_of_call(dropout_p: float, dropout_seed: Tensor | None, q: Tensor) -> Tensor | None:
+    """Return the seed and offset of a call, None where there is no dropout; drawn, without waiting, if not given.
+
+    By a function of torch and outside of our operators, so what replays its generator replays the mask.
+    """
+    if dropout_p == 0:
+        return None
+    if dropout_seed is not None:
+        return dropout_seed
+    return torch.randint(2**62, (2,), dtype=torch.int64, device=q.device)
 
 
 def describe_heads(q: Tensor, batch: int, heads: int, *, sinks: Tensor | None, alibi: Tensor | None) -> dict[str, Any]:

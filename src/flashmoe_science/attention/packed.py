@@ -8,7 +8,15 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from .inputs import DTYPE_NAMES, check_shape, check_tensors, describe_heads, layout_of, pointer_alignment
+from .inputs import (
+    DTYPE_NAMES,
+    check_dropout_seed,
+    check_shape,
+    check_tensors,
+    describe_heads,
+    layout_of,
+    pointer_alignment,
+)
 from .problem import AttentionProblem
 
 
@@ -41,6 +49,7 @@ def packed_problem(
         if tensor is not None and _check_integers(name, tensor, q) != size:
             letters = "B + 1" if name == "cu_seqlens_k" else "B"
             raise InputError(f"{name} must have shape [{letters}] = [{size}], got {list(tensor.shape)}")
+    check_dropout_seed(tensors["dropout_seed"], q)
     return AttentionProblem(
         batch=batch,
         heads=heads,

@@ -352,6 +352,7 @@ def _features(problem: AttentionProblem) -> dict[str, _Argument]:
         "cu_seqlens_k_ptr": _Argument("*i32") if p.packed else _ABSENT,
         "seqused_q_ptr": _Argument("*i32") if "q" in p.seqused else _ABSENT,
         "seqused_k_ptr": _Argument("*i32") if "k" in p.seqused else _ABSENT,
+        "dropout_seed_ptr": _Argument("*i64") if p.dropout_p else _ABSENT,
         "window_left": _Argument("i32", left) if left >= 0 else _Argument("constant", 0),
         "window_right": _Argument("i32", right) if right >= 0 else _Argument("constant", 0),
         "softcap": _Argument("fp32", p.softcap * unit) if p.softcap else _ABSENT,
@@ -359,7 +360,15 @@ def _features(problem: AttentionProblem) -> dict[str, _Argument]:
             f"stride_bias_{axis}": _Argument("i64", bias_strides[i]) if p.bias else _Argument("constant", 0)
             for i, axis in enumerate("bhm")
         },
+        "dropout_last": _Argument("i32", dropout_last(p)) if p.dropout_p else _ABSENT,
+        "dropout_scale": _Argument("fp32", p.dropout_scale) if p.dropout_p else _ABSENT,
     }
+
+
+def dropout_last(problem: AttentionProblem) -> int:
+    """Return the largest random number that drops a probability, as an int32 of the same bits as that uint32."""
+    last = problem.dropout_threshold - 1
+    return last - 2**32 if last >= 2**31 else last
 
 
 def _merge(plan: Plan, config: ForwardConfig) -> PreparedKernel:

@@ -41,3 +41,23 @@ def cap_scores(s, softcap, ACCURATE: tl.constexpr):
         large = 1.0 - tl.div_rn(2.0, 1.0 + tl.exp2(tl.abs(s) * 2.885390081777927))
         return softcap * tl.where(tl.abs(s) < 0.6, small, tl.where(s < 0, -large, large))
     return softcap - 2 * softcap / (1 + tl.exp2(s))
+
+
+@triton.jit
+def load_dropout(dropout_seed_ptr, head, dropout_last, dropout_scale):
+    """Return what ``kept_by`` and who uses it need to know of one head, b * H + h."""
+    seed, offset = tl.load(dropout_seed_ptr), tl.load(dropout_seed_ptr + 1)
+    return seed, offset.to(tl.uint32), head.to(tl.uint32), dropout_last.to(tl.uint32, bitcast=True), dropout_scale
+
+
+@triton.jit
+def kept_by(dropout, rows, cols):
+    """Return which elements of a tile dropout keeps; rows and columns lie along either axis.
+
+    An element's number is the first of the four that Philox 4x32 of 10 rounds makes of its row, column and head: it is
+    the same in whatever tile it lies. Rows and columns meet in the second round only, so the first costs next to
+    nothing. ``last`` is the largest number that drops: one more, the least that keeps, can be 2**32.
+    """
+    seed, offset, head, last, _scale = dropout
+    number, _1, _2, _3 = tl.philox(seed, rows.to(tl.uint32), cols.to(tl.uint32), head, offset)
+    return number > last

@@ -67,6 +67,7 @@ class AttentionProblem:
     # q, k, v and o are [T, H, D], sequences in a row; seqlen_q and seqlen_k are the longest. Strides have 0 for B.
     packed: bool = False
     seqused: str = ""  # of packed sequences that end before their place does: "q", "k" or "qk"
+    dropout_p: float = 0.0  # the share of the probabilities that are dropped; the call takes a seed where it is not 0
 
     def __post_init__(self) -> None:
         """Fill contiguous strides in, and check what does not depend on tensors."""
@@ -116,6 +117,8 @@ class AttentionProblem:
                 f"softmax_scale / softcap must be at most {LARGEST_SCALE / 2:.3g} in size, "
                 f"got {self.scale:.3g} / {self.softcap:.3g}"
             )
+        if not 0 <= self.dropout_p < 1:  # NaN is not
+            raise InputError(f"dropout_p must be at least 0 and less than 1, got {self.dropout_p}")
         left, right = self.window
         if min(left, right) < -1:
             raise InputError(f"window must be two integers (left, right), -1 for no bound, got {self.window}")
@@ -144,6 +147,16 @@ class AttentionProblem:
         return 2 * self.scale_log2 / self.softcap
 
     @property
+    def dropout_threshold(self) -> int:
+        """The least random number of 32 bits that keeps a probability; 2**32 where none does."""
+        return math.ceil(self.dropout_p * 2.0**32)
+
+    @property
+    def dropout_scale(self) -> float:
+        """The factor on the probabilities that are kept."""
+        return 1 / (1 - self.dropout_p)
+
+    @property
     def bounded_right(self) -> bool:
         """Whether some keys come too late for some rows."""
         return self.causal or self.window[1] >= 0
@@ -163,6 +176,7 @@ class AttentionProblem:
             "ALiBi": self.alibi,
             "a bias": self.bias,
             "packed sequences": self.packed,
+            "dropout": self.dropout_p > 0,
         }
         return tuple(name for name, is_asked in asked.items() if is_asked)
 
@@ -172,6 +186,7 @@ class AttentionProblem:
         names = [name for name in ("sinks", "alibi", "bias") if getattr(self, name)]
         if self.packed:
             names += ["cu_seqlens_q", "cu_seqlens_k", *(f"seqused_{side}" for side in self.seqused)]
+        names += ["dropout_seed"] if self.dropout_p else []
         return tuple(names)
 
     @property
@@ -229,4 +244,5 @@ class AttentionProblem:
             words.append("window" + "_".join("all" if size < 0 else str(size) for size in self.window))
         words += [f"softcap{self.softcap:g}"] if self.softcap else []
         words += [name for name in ("sinks", "alibi", "bias", "packed") if getattr(self, name)]
+        words += [f"dropout{self.dropout_p:g}"] if self.dropout_p else []
         return "_".join(words)

@@ -7,11 +7,11 @@
     s[b, h, m, n] = -inf where causal and n > m + Sk - Sq                          (aligned bottom-right)
     s[b, h, m, n] = -inf where n < m + Sk - Sq - left or n > m + Sk - Sq + right   where the window has these bounds
     z[b, h, m]    = sum_n exp(s[m, n]) + exp(sinks[h])                             the latter where there are sinks
-    o[b, h, m]    = sum_n exp(s[m, n]) / z * v[b, h // G, n]
+    o[b, h, m]    = sum_n exp(s[m, n]) / z * d[b, h, m, n] * v[b, h // G, n]
     lse[b, h, m]  = log(z)                                                         (natural logarithm)
 
 A sink is the score of a key that every row sees and whose value is 0. A row that sees no key has o = 0, and lse = -inf
-or its sink.
+or its sink. d is 1 without dropout; with it 1 / (1 - dropout_p) where ``philox.dropout_keeps``, else 0.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from .philox import dropout_keeps
 
 # Scores of one chunk of rows, so that fp64 references of long sequences fit: 2**27 elements are 1 GiB.
 _CHUNK_SCORES = 1 << 27
@@ -38,6 +40,9 @@ def attention(
     sinks: Tensor | None = None,
     alibi: Tensor | None = None,
     bias: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
+    first_sequence: int = 0,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return ``(o, lse)``, computed in ``dtype``.
@@ -53,6 +58,9 @@ def attention(
         sinks: ``[H]``.
         alibi: slopes ``[H]`` or ``[B, H]``.
         bias: ``[B or 1, H or 1, Sq, Sk]``.
+        dropout_p: share of the probabilities that are dropped; 0 for none.
+        dropout_seed: ``[2]`` int64, seed and offset.
+        first_sequence: what the random numbers take b from.
         dtype: of every step. Default: fp32 for 16-bit inputs, else the inputs' own.
 
     Returns:
@@ -70,9 +78,11 @@ def attention(
     if o.numel() == 0 or seqlen_k == 0:
         return o, lse
     group = heads // heads_kv
-    rows = max(1, min(seqlen_q, _CHUNK_SCORES // (group * seqlen_k)))
+    temporaries = 8 if dropout_p else 1  # random numbers are made of int64
+    rows = max(1, min(seqlen_q, _CHUNK_SCORES // (temporaries * group * seqlen_k)))
     slopes = None if alibi is None else alibi.expand(batch, heads)
     added = None if bias is None else bias.expand(batch, heads, seqlen_q, seqlen_k)
+    dropout: dict[str, Any] = {"keys": seqlen_k, "dropout_p": dropout_p, "dropout_seed": dropout_seed, "dtype": dtype}
     for b, h, first in itertools.product(range(batch), range(heads_kv), range(0, seqlen_q, rows)):
         mine, chunk = slice(h * group, (h + 1) * group), slice(first, first + rows)
         o[b, mine, chunk], lse[b, mine, chunk] = _attend_rows(
@@ -82,6 +92,7 @@ def attention(
             None if sinks is None else sinks[mine].to(dtype),
             None if slopes is None else slopes[b, mine].to(dtype),
             None if added is None else added[b, mine, chunk].to(dtype),
+            _kept(q[b, mine, chunk], first_head=(first_sequence + b) * heads + h * group, first_row=first, **dropout),
             position=first + seqlen_k - seqlen_q,
             scale=scale,
             causal=causal,
@@ -91,6 +102,28 @@ def attention(
     return o, lse
 
 
+def _kept(
+    q: Tensor,
+    *,
+    keys: int,
+    dropout_p: float,
+    dropout_seed: Tensor | None,
+    first_head: int,
+    first_row: int,
+    dtype: torch.dtype,
+) -> Tensor | None:
+    """Return the factors that dropout puts on the probabilities of rows ``[G, M, D]``, or None where there is none."""
+    if not dropout_p:
+        return None
+    assert dropout_seed is not None
+    heads, rows = (
+        torch.arange(first, first + size, device=q.device)
+        for first, size in ((first_head, q.shape[0]), (first_row, q.shape[1]))
+    )
+    kept = dropout_keeps(dropout_seed, dropout_p, heads=heads, rows=rows, keys=torch.arange(keys, device=q.device))
+    return kept.to(dtype) / (1 - dropout_p)
+
+
 def _attend_rows(
     q: Tensor,
     k: Tensor,
@@ -98,16 +131,18 @@ def _attend_rows(
     sinks: Tensor | None,
     slopes: Tensor | None,
     bias: Tensor | None,
+    kept: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """Return ``(o, lse)`` of rows of the heads that share one K/V head; the first is at key ``position``.
 
-    q is ``[G, M, D]``, k ``[Sk, D]``, sinks and slopes ``[G]``, bias ``[G, M, Sk]``. Autograd goes through it, also in
-    rows that see no key, whose gradients are 0.
+    q is ``[G, M, D]``, k ``[Sk, D]``, sinks and slopes ``[G]``, bias and what dropout multiplies with ``[G, M, Sk]``.
+    Autograd goes through it, also in rows that see no key, whose gradients are 0.
     """
     weights, total, top, _ = _weigh_rows(q, k, sinks, slopes, bias, **options)
     unseen = total == 0
     total = torch.where(unseen, 1.0, total)
+    weights = weights if kept is None else weights * kept
     return (weights @ v) / total[..., None], torch.where(unseen, -torch.inf, top + torch.log(total))
 
 
@@ -163,6 +198,9 @@ def attention_backward(
     sinks: Tensor | None = None,
     alibi: Tensor | None = None,
     bias: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
+    first_sequence: int = 0,
     dtype: torch.dtype | None = None,
 ) -> dict[str, Tensor]:
     """Return the gradients of q, k, v and, where they are given, sinks and bias, computed in ``dtype``.
@@ -170,6 +208,8 @@ def attention_backward(
         p = exp(s - lse)      delta[m] = sum_d do[m, d] o[m, d] - dlse[m]      ds[m, n] = p (do[m] . v[n] - delta[m])
         dv = p.T do           dbias = ds, summed over what one bias serves      dsinks = - sum_m exp(sinks - lse) delta
         dq = scale ds' k      dk = scale ds'.T q      with ds' = ds, times 1 - tanh^2 where there is a softcap
+
+    With dropout p is times d in dv, and do[m] . v[n] in ds.
 
     Args:
         q: as in ``attention``, like all that is not named here.
@@ -184,6 +224,9 @@ def attention_backward(
         sinks: ``[H]``.
         alibi: slopes, of which there is no gradient.
         bias: ``[B or 1, H or 1, Sq, Sk]``.
+        dropout_p: share of the probabilities that are dropped.
+        dropout_seed: ``[2]`` int64.
+        first_sequence: what the random numbers take b from.
         dtype: of every step. Default: fp32 for 16-bit inputs, else the inputs' own.
 
     Returns:
@@ -205,6 +248,7 @@ def attention_backward(
     options: dict[str, Any] = {"causal": causal, "window": window, "softcap": softcap}
     options["scale"] = head_dim**-0.5 if softmax_scale is None else softmax_scale
     slopes = None if alibi is None else alibi.expand(batch, heads)
+    dropout: dict[str, Any] = {"keys": seqlen_k, "dropout_p": dropout_p, "dropout_seed": dropout_seed, "dtype": dtype}
     for b, h, first in itertools.product(range(batch), range(heads_kv), range(0, seqlen_q, rows)):
         mine, chunk = slice(h * group, (h + 1) * group), slice(first, first + rows)
         places: dict[str, tuple[Any, ...]] = {"q": (b, mine, chunk), "k": (b, h), "v": (b, h), "sinks": (mine,)}
@@ -215,6 +259,7 @@ def attention_backward(
         found = _differentiate_rows(
             chosen,
             None if slopes is None else slopes[b, mine].to(dtype),
+            _kept(q[b, mine, chunk], first_head=(first_sequence + b) * heads + h * group, first_row=first, **dropout),
             do[b, mine, chunk].to(dtype),
             dlse[b, mine, chunk],
             position=first + seqlen_k - seqlen_q,
@@ -226,7 +271,7 @@ def attention_backward(
 
 
 def _differentiate_rows(
-    given: dict[str, Tensor], slopes: Tensor | None, do: Tensor, dlse: Tensor, **options: Any
+    given: dict[str, Tensor], slopes: Tensor | None, kept: Tensor | None, do: Tensor, dlse: Tensor, **options: Any
 ) -> dict[str, Tensor]:
     """Return what ``_attend_rows`` of the same rows gives to each gradient; that of the bias as ``[G, M, Sk]``."""
     q, k, v, sinks = given["q"], given["k"], given["v"], given.get("sinks")
@@ -234,14 +279,16 @@ def _differentiate_rows(
     unseen = total == 0
     total = torch.where(unseen, 1.0, total)[..., None]
     p = weights / total
-    delta = (do * (p @ v)).sum(-1) - dlse
+    kept_p = p if kept is None else p * kept
+    delta = (do * (kept_p @ v)).sum(-1) - dlse
     delta = torch.where(unseen, 0.0, delta)[..., None]  # the gradient of an LSE of -inf may be NaN
-    dbias = p * (do @ v.T - delta)
+    dp = do @ v.T if kept is None else do @ v.T * kept
+    dbias = p * (dp - delta)
     ds = dbias if capped is None else dbias * (1 - capped**2)
     found = {
         "q": ds @ k * options["scale"],
         "k": (ds.transpose(1, 2) @ q).sum(0) * options["scale"],
-        "v": (p.transpose(1, 2) @ do).sum(0),
+        "v": (kept_p.transpose(1, 2) @ do).sum(0),
         "bias": dbias,
     }
     if sinks is not None:
@@ -296,7 +343,7 @@ def attention_varlen(
         rows, keys = slice(*place_q), slice(*place_k)
         inputs = (tensor.transpose(0, 1)[None] for tensor in (q[rows], k[keys], v[keys]))
         slopes = alibi[b] if alibi is not None and alibi.dim() == 2 else alibi
-        one, one_lse = attention(*inputs, alibi=slopes, **options)
+        one, one_lse = attention(*inputs, alibi=slopes, first_sequence=b, **options)
         if o is None or lse is None:
             o = torch.zeros(total, heads, v.shape[2], dtype=one.dtype, device=q.device)
             lse = torch.full((heads, total), -torch.inf, dtype=one.dtype, device=q.device)
@@ -354,7 +401,7 @@ def attention_varlen_backward(
         own += [] if dlse is None else [dlse[None, :, rows]]
         slopes = alibi[b] if alibi is not None and alibi.dim() == 2 else alibi
         differentiate: Any = attention_backward
-        one = differentiate(*own, alibi=slopes, **options)
+        one = differentiate(*own, alibi=slopes, first_sequence=b, **options)
         grads["q"][rows] = one["q"][0].transpose(0, 1)
         for name in ("k", "v"):
             grads[name][keys] = one[name][0].transpose(0, 1)
@@ -383,6 +430,9 @@ def attention_low_precision(
     sinks: Tensor | None = None,
     alibi: Tensor | None = None,
     bias: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
+    first_sequence: int = 0,
 ) -> Tensor:
     """Return o as the framework's own eager code computes it in the dtype of the inputs: scores, softmax, product.
 
@@ -406,4 +456,13 @@ def attention_low_precision(
         scores = torch.cat([scores, column], -1)
     unseen = (scores == -torch.inf).all(-1, keepdim=True)  # rows without keys: NaN, 0 by definition
     weights = torch.softmax(scores.masked_fill(unseen, 0.0), -1).masked_fill(unseen, 0.0)
-    return weights[..., : k.shape[2]] @ v
+    weights = weights[..., : k.shape[2]]
+    if dropout_p:
+        flat = q.flatten(0, 1)  # [B * H, Sq, D]
+        kept = _kept(
+            flat, keys=k.shape[2], dropout_p=dropout_p, dropout_seed=dropout_seed,
+            first_head=first_sequence * q.shape[1], first_row=0, dtype=torch.float32,
+        )  # fmt: skip
+        assert kept is not None
+        weights = weights * kept.to(q.dtype).view(weights.shape)
+    return weights @ v

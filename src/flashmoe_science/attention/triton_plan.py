@@ -59,8 +59,8 @@ FORWARD_TABLES: dict[tuple[int, ...], dict[tuple[int, int], tuple[ForwardConfig,
     },
 }  # fmt: skip
 
-# Rows in place of those above where features would make them spill, chosen like them: with any feature, and with a bias
-# or more than two of window, softcap, sinks and ALiBi, for which a thread needs more registers.
+# Rows in place of those above where features would make them spill, chosen like them: with any feature; with a bias or
+# more than two of window, softcap, sinks and ALiBi, for which a thread needs more registers; and with dropout.
 _FEATURE_TABLES: dict[tuple[int, ...], dict[tuple[int, int], tuple[ForwardConfig, ...]]] = {
     (80,): {(2, 64): (_T(128, 64, 8, 3), _T(64, 64, 4, 3), _T(16, 64, 4, 3))},
     (90,): {
@@ -89,6 +89,13 @@ _MANY_FEATURES_TABLES: dict[tuple[int, ...], dict[tuple[int, int], tuple[Forward
     },
 }  # fmt: skip
 
+_DROPOUT_TABLES: dict[tuple[int, ...], dict[tuple[int, int], tuple[ForwardConfig, ...]]] = {
+    (90,): {(2, 64): (_T(128, 64, 8, 2), _T(64, 32, 4, 2), _T(16, 64, 4, 2))},
+    (100,): {(2, 64): (_T(128, 32, 8, 2), _T(64, 32, 4, 2), _T(16, 64, 4, 2))},
+    (86, 89): {(2, 128): (_T(128, 16, 8, 3), _T(64, 32, 8, 2), _T(16, 64, 4, 2))},
+    (120,): {(2, 128): (_T(64, 32, 8, 2), _T(16, 64, 4, 2))},
+}
+
 # When keys are split, and the merge of their shares: choices, none of them measured here yet.
 # More shares put more SMs to work on few rows. Each costs a partial output in fp32, written and read again, and one
 # more unrolled step of the merge. FlashAttention-3 goes up to 256.
@@ -104,11 +111,11 @@ def forward_rows(arch: int, item_bytes: int, columns: int, *, features: int = 0)
     """Return the table row of ``forward_triton`` for an architecture, an element size and a tile width.
 
     An architecture without a table takes that of the one before it: sm_103 has the tiles of sm_100. ``features`` is 0
-    for none, 1 for some and 2 for many (``_weight_of_features``).
+    for none, 1 for some, 2 for many and 3 with dropout (``_weight_of_features``).
     """
     near = max(known for archs in FORWARD_TABLES for known in archs if known <= arch)
     key = item_bytes, max(64, columns)
-    for tables in (_MANY_FEATURES_TABLES, _FEATURE_TABLES, FORWARD_TABLES)[2 - features :]:
+    for tables in (_DROPOUT_TABLES, _MANY_FEATURES_TABLES, _FEATURE_TABLES, FORWARD_TABLES)[3 - features :]:
         for archs, table in tables.items():
             if near in archs and key in table:
                 return table[key]
@@ -116,8 +123,10 @@ def forward_rows(arch: int, item_bytes: int, columns: int, *, features: int = 0)
 
 
 def _weight_of_features(problem: AttentionProblem) -> int:
-    """Return which tables serve a problem: those for none, for some or for many features."""
+    """Return which tables serve a problem: those for none, for some or for many features, or for dropout."""
     asked = len(problem.features) - problem.packed
+    if problem.dropout_p:
+        return 3
     if problem.bias or asked > 2:
         return 2
     return 1 if problem.features else 0

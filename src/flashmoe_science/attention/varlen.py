@@ -14,12 +14,14 @@ from ..errors import InputError
 from .gradients import PLAIN, Options, differentiable, kernel_after, records, refuse_tangents, register_gradients
 from .inputs import (
     cast_under_autocast,
+    check_dropout,
     check_optional,
     check_options,
     check_softcap,
     check_window,
     gpu_of,
     layout_of,
+    seed_of_call,
 )
 from .packed import layout_of_tokens, packed_problem, planned_length
 from .packed_calls import prepare_packed_call
@@ -48,6 +50,8 @@ def flash_attention_varlen(
     alibi: Tensor | None = None,
     seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
     return_lse: bool = False,
     kernel: str = "auto",
 ) -> Any:
@@ -73,6 +77,8 @@ def flash_attention_varlen(
         alibi: ``[H]`` or ``[B, H]``.
         seqused_q: ``[B]`` int32, contiguous: queries of each sequence, where it ends before its place does.
         seqused_k: ``[B]`` int32, the same of its keys. Keys behind it decide nothing, whatever they are.
+        dropout_p: as in ``flash_attention``, with m and n counted from the start of the sequence b.
+        dropout_seed: ``[2]`` int64, contiguous, on the device of q. Default: drawn from torch's default generator.
         return_lse: return the log-sum-exp of every row too.
         kernel: ``"auto"``, or one name to force; a forced kernel never falls back.
 
@@ -93,14 +99,15 @@ def flash_attention_varlen(
     The host reads no tensor, so a CUDA graph replays with other lengths in the same tensors, up to the maxima.
     """
     softmax_scale = check_options(causal, softmax_scale)
-    window, softcap = check_window(window), check_softcap(softcap)
-    check_optional(sinks=sinks, alibi=alibi, seqused_q=seqused_q, seqused_k=seqused_k)
+    window, softcap, dropout_p = check_window(window), check_softcap(softcap), check_dropout(dropout_p)
+    check_optional(sinks=sinks, alibi=alibi, seqused_q=seqused_q, seqused_k=seqused_k, dropout_seed=dropout_seed)
     needed = {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     for name, tensor in needed.items():
         if not isinstance(tensor, Tensor):
             raise InputError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
     q, k, v = cast_under_autocast(q, k, v)
-    optional = (sinks, alibi, seqused_q, seqused_k)
+    dropout_seed = seed_of_call(dropout_p, dropout_seed, q)
+    optional = (sinks, alibi, seqused_q, seqused_k, dropout_seed)
     refuse_tangents((q, k, v, sinks, alibi))
     recording = records({"q": q, "k": k, "v": v, "sinks": sinks, "alibi": alibi})
     if _is_compiling() or any(
@@ -108,23 +115,27 @@ def flash_attention_varlen(
     ):
         o, lse = _attention_varlen(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-            causal, softmax_scale, *window, softcap, *optional, return_lse or recording, kernel,
+            causal, softmax_scale, *window, softcap, *optional, dropout_p, return_lse or recording, kernel,
         )  # fmt: skip
         return (o, lse) if return_lse else o
     lengths = planned_length("max_seqlen_q", max_seqlen_q), planned_length("max_seqlen_k", max_seqlen_k)
     if recording:
         attend = functools.partial(
             flash_attention_varlen, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, causal=causal,
-            softmax_scale=softmax_scale, window=window, softcap=softcap, return_lse=True, kernel=kernel,
+            softmax_scale=softmax_scale, window=window, softcap=softcap, dropout_p=dropout_p, return_lse=True,
+            kernel=kernel,
         )  # fmt: skip
-        asked = Options(causal, softmax_scale, window, softcap, lengths, kernel_after(kernel))
-        given = {"sinks": sinks, "alibi": alibi, "seqused_q": seqused_q, "seqused_k": seqused_k}
+        asked = Options(causal, softmax_scale, window, softcap, lengths, kernel_after(kernel), dropout_p)
+        given = dict(zip(("sinks", "alibi", "seqused_q", "seqused_k", "dropout_seed"), optional, strict=True))
         o, lse = differentiable(attend, asked, {**needed, "q": q, "k": k, "v": v, **given})
         return (o, lse) if return_lse else o
-    options = {"causal": causal, "softmax_scale": softmax_scale, "window": window, "softcap": softcap}
+    options = {
+        "causal": causal, "softmax_scale": softmax_scale, "window": window, "softcap": softcap, "dropout_p": dropout_p,
+    }  # fmt: skip
     tensors = {
         "q": q, "k": k, "v": v, "sinks": sinks, "alibi": alibi,
         "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_q": seqused_q, "seqused_k": seqused_k,
+        "dropout_seed": dropout_seed,
     }  # fmt: skip
     key = (*options.values(), *lengths, return_lse, kernel, *map(layout_of_tokens, (q, k, v)))
     key = (*key, *map(layout_of, list(tensors.values())[3:]))
@@ -161,6 +172,8 @@ def explain_varlen(
     alibi: Tensor | None = None,
     seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
     return_lse: bool = False,
     kernel: str = "auto",
 ) -> Plan:
@@ -168,17 +181,19 @@ def explain_varlen(
 
     The lengths in it are those that are planned for: the maxima, rounded up.
     """
-    check_optional(sinks=sinks, alibi=alibi, seqused_q=seqused_q, seqused_k=seqused_k)
+    check_optional(sinks=sinks, alibi=alibi, seqused_q=seqused_q, seqused_k=seqused_k, dropout_seed=dropout_seed)
     problem = packed_problem(
         {
             "q": q, "k": k, "v": v, "sinks": sinks, "alibi": alibi,
             "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_q": seqused_q, "seqused_k": seqused_k,
+            "dropout_seed": dropout_seed,
         },
         (planned_length("max_seqlen_q", max_seqlen_q), planned_length("max_seqlen_k", max_seqlen_k)),
         causal=causal,
         softmax_scale=check_options(causal, softmax_scale),
         window=check_window(window),
         softcap=check_softcap(softcap),
+        dropout_p=check_dropout(dropout_p),
         return_lse=return_lse,
     )  # fmt: skip
     return plan_attention(problem, gpu_of(q), kernel)
@@ -227,6 +242,8 @@ def _attention_varlen(
     alibi: Tensor | None,
     seqused_q: Tensor | None,
     seqused_k: Tensor | None,
+    dropout_seed: Tensor | None,
+    dropout_p: float,
     return_lse: bool,
     kernel: str,
 ) -> tuple[Tensor, Tensor]:
@@ -247,6 +264,8 @@ def _attention_varlen(
         alibi=None if alibi is None else alibi.detach(),
         seqused_q=None if seqused_q is None else seqused_q.detach(),
         seqused_k=None if seqused_k is None else seqused_k.detach(),
+        dropout_p=dropout_p,
+        dropout_seed=None if dropout_seed is None else dropout_seed.detach(),
         return_lse=return_lse,
         kernel=kernel,
     )
@@ -264,10 +283,12 @@ def _fake_varlen(q: Tensor, _k: Tensor, v: Tensor, *options: object) -> tuple[Te
 
 def _options_of(
     *, max_seqlen_q: int, max_seqlen_k: int, causal: bool, softmax_scale: float | None, window_left: int,
-    window_right: int, softcap: float, kernel: str, **_others: object,
+    window_right: int, softcap: float, dropout_p: float, kernel: str, **_others: object,
 ) -> Options:  # fmt: skip
     lengths = planned_length("max_seqlen_q", max_seqlen_q), planned_length("max_seqlen_k", max_seqlen_k)
-    return Options(causal, softmax_scale, (window_left, window_right), softcap, lengths, kernel_after(kernel))
+    return Options(
+        causal, softmax_scale, (window_left, window_right), softcap, lengths, kernel_after(kernel), dropout_p
+    )
 
 
 register_gradients(_attention_varlen, _options_of)

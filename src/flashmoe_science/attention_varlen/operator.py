@@ -213,7 +213,7 @@ class VarlenOperator:
         with FakeTensorMode():
             tensors = self.make_inputs(problem, seed=0, device="cpu")
             called = packed_problem(
-                {**dict.fromkeys(("sinks", "alibi", "seqused_q", "seqused_k")), **tensors},
+                {**dict.fromkeys(("sinks", "alibi", "seqused_q", "seqused_k", "dropout_seed")), **tensors},
                 (planned_length("max_seqlen_q", longest_q), planned_length("max_seqlen_k", longest_k)),
                 causal=p.causal,
                 softmax_scale=check_options(p.causal, p.softmax_scale),

@@ -6,7 +6,8 @@
 ``__version__`` is that of flash-attn whose functions these are, for code that asks for it.
 
 Not as in flash-attn: rows that see no key have an LSE of -inf, there +inf. ``deterministic`` changes nothing: results
-have the same bits in every run. Besides fp16 and bf16, fp32 is served, and head dimensions need not be multiples of 8.
+have the same bits in every run. ``dropout_p`` drops other probabilities after the same seed. Besides fp16 and bf16,
+fp32 is served, and head dimensions need not be multiples of 8.
 
 Source: flash_attn/flash_attn_interface.py of flash-attn 2.8 for the signatures.
 """
@@ -53,9 +54,9 @@ def flash_attn_func(
 
     Returns:
         o ``[B, Sq, H, D]``; with ``return_attn_probs`` o, lse ``[B, H, Sq]`` and, as without dropout there, a tensor
-        of no elements in the place of the probabilities.
+        of no elements in the place of the probabilities. With dropout they are refused: nobody keeps them.
     """
-    _refuse(dropout_p=dropout_p)
+    _refuse(dropout_p=dropout_p, return_attn_probs=return_attn_probs)
     del deterministic
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         _check_axes(name, tensor, "B, S, H, D")
@@ -68,6 +69,7 @@ def flash_attn_func(
         window=window_size,
         softcap=softcap,
         alibi=alibi_slopes,
+        dropout_p=dropout_p,
         return_lse=return_attn_probs,
     )
     return (result[0].transpose(1, 2), result[1], _no_probs(q)) if return_attn_probs else result.transpose(1, 2)
@@ -152,9 +154,9 @@ def flash_attn_varlen_func(
 
     Returns:
         o ``[Tq, H, D]``; with ``return_attn_probs`` o, lse ``[H, Tq]`` and, as without dropout there, a tensor of no
-        elements in the place of the probabilities.
+        elements in the place of the probabilities. With dropout they are refused.
     """
-    _refuse(dropout_p=dropout_p, block_table=block_table)
+    _refuse(dropout_p=dropout_p, return_attn_probs=return_attn_probs, block_table=block_table)
     del deterministic
     result = flash_attention_varlen(
         q,
@@ -169,6 +171,7 @@ def flash_attn_varlen_func(
         window=window_size,
         softcap=softcap,
         alibi=alibi_slopes,
+        dropout_p=dropout_p,
         return_lse=return_attn_probs,
     )
     return (*result, _no_probs(q)) if return_attn_probs else result
@@ -245,9 +248,12 @@ def flash_attn_varlen_kvpacked_func(
     )
 
 
-def _refuse(*, dropout_p: float = 0.0, block_table: Tensor | None = None) -> None:
-    if dropout_p:
-        raise UnsupportedError(f"dropout_p must be 0, got {dropout_p}: there is no dropout")
+def _refuse(*, dropout_p: float, return_attn_probs: bool, block_table: Tensor | None = None) -> None:
+    if dropout_p and return_attn_probs:
+        raise UnsupportedError(
+            f"return_attn_probs must be False with dropout_p of {dropout_p}: the probabilities are not kept",
+            hint="flash_attention(..., return_lse=True) returns the LSE with dropout too",
+        )
     if block_table is not None:
         raise UnsupportedError("block_table must be None: a paged cache is not served here")
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..attention.api import flash_attention
-from ..errors import InputError, UnsupportedError
+from ..errors import InputError
 
 
 def scaled_dot_product_attention(
@@ -33,7 +33,8 @@ def scaled_dot_product_attention(
         value: ``[B, H, Sk, DV]`` or ``[H, Sk, DV]``.
         attn_mask: boolean, True where a key is seen, or added to the scores; of a shape that expands to
             ``[B, H, Sq, Sk]``, which copies nothing.
-        dropout_p: 0.
+        dropout_p: share of the probabilities that are dropped, at least 0 and less than 1, drawn from torch's default
+            generator; another draw than PyTorch's. As there, pass 0 where a model is not trained.
         is_causal: row m sees keys up to m (aligned top-left, unlike ``flash_attention``).
         scale: factor on the scores. Default ``D ** -0.5``.
         enable_gqa: let several heads of the query share one of key and value.
@@ -43,10 +44,8 @@ def scaled_dot_product_attention(
 
     Raises:
         InputError: an argument breaks the contract above.
-        UnsupportedError: there is dropout, or no kernel serves this call.
+        UnsupportedError: no kernel serves this call.
     """
-    if dropout_p:
-        raise UnsupportedError(f"dropout_p must be 0, got {dropout_p}: there is no dropout")
     tensors = {"query": query, "key": key, "value": value}
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
@@ -73,7 +72,7 @@ def scaled_dot_product_attention(
         options["causal"] = True
     if attn_mask is not None:
         options["bias"] = as_bias(attn_mask, (*query.shape[:3], seqlen_k), query.dtype)
-    o: Tensor = flash_attention(query, key, value, softmax_scale=scale, **options)
+    o: Tensor = flash_attention(query, key, value, softmax_scale=scale, dropout_p=dropout_p, **options)
     return o
 
 

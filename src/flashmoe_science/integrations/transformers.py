@@ -105,7 +105,8 @@ def attend(
         key: ``[B, HK, Sk, D]``.
         value: ``[B, HK, Sk, DV]``.
         attention_mask: what ``make_mask`` returned, or a mask of the caller: boolean, or added to the scores.
-        dropout: 0.
+        dropout: share of the probabilities that are dropped, from torch's default generator: in training, models pass
+            ``attention_dropout`` of their configuration.
         scaling: factor on the scores. Default ``D ** -0.5``.
         sliding_window: keys that a row sees, its own among them.
         softcap: bound on the size of the scores.
@@ -119,13 +120,9 @@ def attend(
         ``[B, Sq, H, DV]``, and None for the weights.
 
     Raises:
-        UnsupportedError: dropout, weights (``output_attentions``) or a paged cache are asked for.
+        InputError: dropout is not at least 0 and less than 1.
+        UnsupportedError: weights (``output_attentions``) or a paged cache are asked for.
     """
-    if dropout:
-        raise UnsupportedError(
-            f"dropout must be 0, got {dropout}: there is no dropout",
-            hint="set attention_dropout=0 in the configuration, or call model.eval()",
-        )
     for name in ("output_attentions", "cache"):
         if others.get(name):
             raise UnsupportedError(f"{name} is not served by flashmoe_science", hint="attn_implementation='eager' does")
@@ -137,7 +134,7 @@ def attend(
         options["window"] = (sliding_window - 1, right) if sliding_window else (-1, -1)
         options["causal"] = causal and seqlen_q > 1
     if others.get("cu_seq_lens_q") is not None:
-        return _attend_packed(query, key, value, {**options, "causal": causal}, others), None
+        return _attend_packed(query, key, value, {**options, "causal": causal, "dropout_p": dropout}, others), None
     if options.get("causal") and seqlen_k > seqlen_q:
         # An empty static cache is filled: keys behind the last query are not there yet (see make_mask).
         key, value = key[:, :, :seqlen_q], value[:, :, :seqlen_q]
@@ -149,12 +146,12 @@ def attend(
         position_bias = position_bias[..., :seqlen_k].expand(shape)
         bias = position_bias if bias is None else bias + position_bias
     o: Tensor
-    if kernel == "auto" and _decodes(query, key, value, s_aux, bias):
+    if kernel == "auto" and not dropout and _decodes(query, key, value, s_aux, bias):
         # There is one row, at the last key, so that causal is nothing.
         asked = {name: value for name, value in options.items() if name not in ("causal", "kernel")}
         o = flash_attention_with_kv_cache(query, key.transpose(1, 2), value.transpose(1, 2), bias=bias, **asked)
     else:
-        o = flash_attention(query, key, value, bias=bias, **options)
+        o = flash_attention(query, key, value, bias=bias, dropout_p=dropout, **options)
     return o.transpose(1, 2).contiguous(), None
 
 
