@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 import os
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+from flashmoe_science.attention import api as attention_api, cache_api, cache_calls, calls as attention_calls
 
 from . import required
 from .gpu_record import GpuRecord
@@ -67,16 +70,25 @@ def fixed_seeds() -> None:
 
 @pytest.fixture(autouse=True)
 def poison_fresh_memory(request, monkeypatch) -> None:
-    """Fill ``torch.empty`` with NaN, so an output element no one wrote fails its test."""
+    """Fill fresh memory with NaN, so an output element no one wrote fails its test."""
+    prepared = (attention_api._prepared, cache_api._prepared)
+    for calls in prepared:  # they hold the function that allocates, poisoned or not
+        calls.clear()
     if request.node.get_closest_marker("unpoisoned"):
         return
-    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
+    for module in (attention_calls, cache_calls):
+        monkeypatch.setattr(module, "_empty_strided_cuda", poisoned(module._empty_strided_cuda))
 
-    def poisoned(*args, **kwargs):
+
+def poisoned(empty: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Return what ``empty`` returns, full of NaN."""
+
+    def filled(*args: Any, **kwargs: Any) -> torch.Tensor:
         out = empty(*args, **kwargs)
         if out.is_floating_point():
             with torch.no_grad():  # torch.compile asks for leaves that require grad
                 out.fill_(math.nan)
         return out
 
-    monkeypatch.setattr(torch, "empty", poisoned)
+    return filled

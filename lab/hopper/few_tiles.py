@@ -1,6 +1,6 @@
 """Times of calls whose row tiles do not fill an H200, by each kernel that can serve them: few_tiles.py [two].
 
-``two``: heads of 64 columns take two warpgroups for three. Microseconds of one call in a CUDA graph, L2 flushed before
+``two``: heads of 64 columns, full, take two warpgroups for three; ``two causal``: causal ones. Microseconds of one call in a CUDA graph, L2 flushed before
 each, median of 30; forward_gluon_sm90, forward_triton (which splits the keys), cuDNN.
 """
 
@@ -14,8 +14,10 @@ from flashmoe_science import flash_attention
 from flashmoe_science.attention import hopper_plan
 
 if "two" in sys.argv:
-    three = hopper_plan.HOPPER_TABLE[64, 64, False]
-    hopper_plan.HOPPER_TABLE[64, 64, False] = tuple((n, dataclasses.replace(c, warpgroups=2)) for n, c in three)
+    which = (64, 64, "causal" in sys.argv)
+    three = hopper_plan.HOPPER_TABLE[which]
+    two = dataclasses.replace(hopper_plan.HOPPER_TABLE[64, 64, False][0][1], warpgroups=2)
+    hopper_plan.HOPPER_TABLE[which] = tuple((keys, two) for keys, _ in three)
 flush = torch.empty(64 << 20, dtype=torch.int32, device="cuda")
 
 
@@ -51,6 +53,8 @@ for d in (64, 128, 256):
             if heads == 0 or ("two" in sys.argv and d != 64):
                 continue
             for causal in (False, True):
+                if "causal" in sys.argv and not (causal and length >= 2048):
+                    continue
                 q, k, v = (torch.randn(1, heads, length, d, dtype=torch.bfloat16, device="cuda") for _ in range(3))
                 found = {"cudnn": microseconds(lambda: cudnn(q, k, v, causal))}
                 for kernel in ("forward_gluon_sm90", "forward_triton", "auto"):

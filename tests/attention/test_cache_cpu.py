@@ -229,6 +229,7 @@ OPTIONS: dict[str, tuple[dict[str, object], str]] = {
     "scale": ({"softmax_scale": float("nan")}, r"softmax_scale must be finite"),
     "splits": ({"num_splits": 1000}, r"num_splits must be 0 \(the plan chooses\) to 256, got 1000"),
     "splits of what": ({"num_splits": True}, r"num_splits must be an integer, got True"),
+    "kernel of what": ({"kernel": ["decode_triton"]}, r"kernel must be the name of a kernel, got \['decode_triton'\]"),
     "kernel": ({"kernel": "fast"}, r"kernel must be auto or one of decode_triton, reference, got 'fast'"),
 }
 

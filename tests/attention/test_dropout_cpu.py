@@ -324,6 +324,36 @@ def test_bad_input(why):
             function(*packed, ends, ends, 2, 2, **options)
 
 
+def test_no_seed_is_drawn_for_a_call_that_is_refused():
+    q = torch.randn(1, 2, 5, 8)
+    state = torch.get_rng_state()
+    with pytest.raises(InputError, match="dropout_p must be at least 0 and less than 1"):
+        flash_attention(q, q, q, dropout_p=1.5)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_seed_is_not_used_without_dropout():
+    q, seed = torch.randn(1, 2, 5, 8), torch.zeros(3)
+    assert torch.equal(flash_attention(q, q, q, dropout_seed=seed), flash_attention(q, q, q))
+    explain(q, q, q, dropout_seed=seed)
+
+
+def test_an_operator_draws_no_seed():
+    """Its backward pass could not know it."""
+    q, ends = torch.randn(4, 2, 8), torch.tensor([0, 4], dtype=torch.int32)
+    operators = torch.ops.flashmoe_science
+    dense = q.transpose(0, 1)[None]
+    message = "dropout_seed must be given to the operator where dropout_p is 0.5, got None"
+    with pytest.raises(InputError, match=message):
+        operators.attention_features(
+            dense, dense, dense, False, None, -1, -1, 0.0, None, None, None, None, 0.5, False, "auto"
+        )
+    with pytest.raises(InputError, match=message):
+        operators.attention_varlen(
+            q, q, q, ends, ends, 4, 4, False, None, -1, -1, 0.0, None, None, None, None, None, 0.5, False, "auto"
+        )
+
+
 def test_the_plan_says_which_kernels_have_no_dropout():
     """``forward_triton`` and ``backward_triton`` have; forced, the others refuse by name."""
     for window in ((-1, -1), (300, -1)):

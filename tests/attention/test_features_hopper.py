@@ -108,9 +108,19 @@ def test_every_row_of_the_plain_table_serves_features():
 
 def test_a_window_takes_the_tile_of_the_keys_that_it_leaves():
     long = make_problem(64, causal=True, seqlen_q=16384, seqlen_k=16384)
-    assert features_config(dataclasses.replace(long, softcap=2.0), H200).warpgroups == 3
-    assert features_config(dataclasses.replace(long, window=(511, -1)), H200).warpgroups == 2
-    assert features_config(dataclasses.replace(long, causal=False, window=(511, -1)), H200).warpgroups == 3
+    assert features_config(dataclasses.replace(long, softcap=2.0)).warpgroups == 3
+    assert features_config(dataclasses.replace(long, window=(511, -1))).warpgroups == 2
+    assert features_config(dataclasses.replace(long, causal=False, window=(511, -1))).warpgroups == 3
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_many_packed_sequences_take_the_tile_of_calls_that_fill_the_gpu(causal):
+    """Each takes few row tiles; together they take many rounds."""
+    problem = make_problem(64, causal=causal, packed=True, batch=64, seqlen_q=4096, seqlen_k=4096)
+    plan = plan_attention(problem, H200)
+    assert plan.kernel == FEATURES_KERNEL
+    assert isinstance(plan.config, HopperConfig)
+    assert plan.config.warpgroups == 3
 
 
 @pytest.mark.parametrize(
@@ -306,7 +316,7 @@ def test_every_row_of_packed_sequences_meets_the_keys_that_it_sees(
         head_dim, batch=len(lengths), heads=4, heads_kv=2, causal=causal, seqlen_q=2048, seqlen_k=2048, window=window,
         packed=True, seqused="qk" if used else "",
     )  # fmt: skip
-    rows = 64 * features_config(problem, H200).warpgroups
+    rows = 64 * features_config(problem).warpgroups
     sequences = order_sequences(places, seen, starts_k, 4, rows, queries, together)
     walk = Walk(problem, sequences, programs=programs, seed=seed)
     assert walk.tiles == sum(-(-place // rows) for place in places) * 4
@@ -331,7 +341,7 @@ def test_programs_have_equal_shares(head_dim, seqlen):
         head_dim, batch=16384 // seqlen, heads=heads, heads_kv=heads, seqlen_q=seqlen, seqlen_k=seqlen, causal=True,
         softcap=9.0,
     )  # fmt: skip
-    config = features_config(problem, H200)
+    config = features_config(problem)
     tiles_m, all_heads = cdiv(seqlen, 64 * config.warpgroups), problem.batch * heads
     together = heads_together(problem, config, 132)
     fit = heads_fit(problem)

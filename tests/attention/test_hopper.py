@@ -369,7 +369,7 @@ def test_a_program_has_a_tile_at_least():
     [
         (52, 8192, 128, True), (53, 8192, 128, False), (41, 2048, 128, True), (42, 2048, 128, False),
         (27, 1024, 128, True), (28, 1024, 128, False), (2, 512, 128, False), (48, 4096, 96, True),
-        (63, 4096, 64, True), (64, 4096, 64, False), (60, 4096, 256, True), (61, 4096, 192, False),
+        (63, 4096, 64, True), (64, 4096, 64, False), (53, 4096, 256, True), (54, 4096, 192, False),
         (2, 512, 256, False),
     ],
 )  # fmt: skip
@@ -395,16 +395,17 @@ def test_tiles_of_few_rows_are_left_to_the_kernel_that_has_smaller_ones():
     assert plan_attention(make_problem(1, 106, 64, seqlen_k=2048), H200).kernel == "forward_gluon_sm90"
 
 
-@pytest.mark.parametrize(("head_dim", "causal"), [(64, False), (96, False), (64, True)])
-def test_two_warpgroups_serve_what_takes_one_round(head_dim, causal):
+@pytest.mark.parametrize(
+    ("head_dim", "causal", "warpgroups"), [(64, False, 2), (64, True, 3), (96, False, 3)], ids=("full", "causal", "96")
+)
+def test_two_warpgroups_serve_what_takes_one_round_where_that_was_measured(head_dim, causal, warpgroups):
     one = make_problem(1, 33, 512, head_dim, seqlen_k=4096, causal=causal)
     more = make_problem(1, 34, 512, head_dim, seqlen_k=4096, causal=causal)
-    assert [hopper_config(problem, H200).warpgroups for problem in (one, more)] == [2, 3]
+    assert [hopper_config(problem, H200).warpgroups for problem in (one, more)] == [warpgroups, 3]
 
 
-@pytest.mark.parametrize(("head_dim", "causal"), [(64, False), (96, False), (64, True)])
-def test_what_takes_one_round_compiles(head_dim, causal, tmp_path):
-    plan = forced(make_problem(1, 30, 512, head_dim, seqlen_k=4095, causal=causal, return_lse=True))
+def test_what_takes_one_round_compiles(tmp_path):
+    plan = forced(make_problem(1, 30, 512, 64, seqlen_k=4095, return_lse=True))
     assert isinstance(plan.config, HopperConfig)
     assert plan.config.warpgroups == 2
     assert_compiles(plan, tmp_path)
@@ -421,6 +422,38 @@ def test_many_rows_of_few_keys_that_are_wide_are_not_for_the_one_pass_kernel(hea
     plan = plan_attention(make_problem(1, heads, keys, head_dim), H200)
     assert plan.kernel == kernel
     assert (f"32 rows to {keys} keys of {head_dim} columns" in plan.reason) == (kernel == "forward_gluon_sm90")
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        make_problem(2, 40, 64, 64, seqlen_k=512),
+        make_problem(1, 32, 256, 128, k_strides=(0, 0, 128, 1)),
+    ],
+    ids=("rows that leave tiles empty", "keys that TMA cannot read"),
+)
+def test_what_the_hopper_kernel_does_not_take_stays_with_the_one_pass_kernel(problem):
+    assert plan_attention(problem, H200).kernel == "forward_short_gluon"
+
+
+@pytest.mark.parametrize(
+    ("heads", "keys", "kernel"),
+    [
+        (1, 1024, "forward_gluon_sm90"), (4, 1024, "forward_gluon_sm90"), (1, 2048, "forward_triton"),
+        (2, 2048, "forward_triton"), (4, 2048, "forward_gluon_sm90"), (1, 4096, "forward_triton"),
+    ],
+)  # fmt: skip
+def test_keys_of_256_columns_are_split_from_2k_on(heads, keys, kernel):
+    assert plan_attention(make_problem(1, heads, keys, 256), H200).kernel == kernel
+
+
+def test_keys_that_would_not_be_split_are_no_reason_to_pass_it_over():
+    problem = make_problem(1, 1, 2048, 256, seqlen_k=2200)
+    assert len(plan_attention(problem, H200, "forward_triton").launches) == 2
+    assert plan_attention(problem, H200).kernel == "forward_triton"
+    whole = make_problem(1, 1, 2048, 128, seqlen_k=768)
+    assert len(plan_attention(whole, H200, "forward_triton").launches) == 1
+    assert plan_attention(whole, H200).kernel == "forward_gluon_sm90"
 
 
 def test_auto_takes_it_on_its_own_architecture_only():

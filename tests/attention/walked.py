@@ -17,7 +17,6 @@ from flashmoe_science.attention import forward_features_gluon_sm90 as kernel
 from flashmoe_science.attention.features_plan import features_config, heads_fit, heads_together
 from flashmoe_science.attention.features_primitives_sm90 import Args
 from flashmoe_science.attention.problem import AttentionProblem
-from flashmoe_science.gpu.specs import SPECS
 
 
 @dataclass
@@ -88,7 +87,7 @@ class Walk:
         self, problem: AttentionProblem, sequences: list[list[int]] | None = None, *, programs: int = 132, seed: int = 0
     ) -> None:
         """``sequences`` are what ``sequences_triton`` stores of each, where they are packed."""
-        config = features_config(problem, SPECS["H200"])
+        config = features_config(problem)
         tiles_m = -(-problem.seqlen_q // (64 * config.warpgroups))
         self.tiles = sequences[-1][0] if sequences else tiles_m * problem.batch * problem.heads
         self.programs = programs

@@ -22,6 +22,7 @@ from .inputs import (
     gpu_of,
     layout_of,
     problem_of,
+    refuse_undrawn,
     seed_of_call,
 )
 from .plan import plan_attention
@@ -78,7 +79,7 @@ def flash_attention(
             first of Philox 4x32 (10 rounds) with the counter (m, n, b * H + h, offset mod 2**32) and the seed as key.
             So it is the same for every kernel, tile and launch, and in the gradients.
         dropout_seed: ``[2]`` int64, contiguous, on the device of q: seed and offset, which the host does not read.
-            Default: drawn from torch's default generator. Where dropout_p is 0 it is not looked at.
+            Default: drawn from torch's default generator. Where dropout_p is 0 it is not used.
         return_lse: return the log-sum-exp of every row too.
         kernel: ``"auto"``, or one name to force (``explain`` lists them); a forced kernel never falls back.
 
@@ -317,6 +318,7 @@ def _attention_features(
     kernel: str,
 ) -> tuple[Tensor, Tensor]:
     """Return o and, where it is not asked for, an LSE of no elements."""
+    refuse_undrawn(dropout_p, dropout_seed)
     result = flash_attention(
         q.detach(),
         k.detach(),

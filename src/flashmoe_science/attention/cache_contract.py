@@ -19,7 +19,7 @@ _DTYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "f
 
 def check_types(options: tuple[Any, ...]) -> None:
     """Equal keys must mean equal calls: True == 1 == 1.0. Raises ``InputError``."""
-    interleaved, causal, window, softcap, scale, num_splits, invariant, return_lse, _ = options
+    interleaved, causal, window, softcap, scale, num_splits, invariant, return_lse, kernel = options
     flags = {
         "rotary_interleaved": interleaved, "causal": causal, "batch_invariant": invariant, "return_lse": return_lse,
     }  # fmt: skip
@@ -34,6 +34,8 @@ def check_types(options: tuple[Any, ...]) -> None:
         is_number = isinstance(value, (int, float)) and type(value) is not bool  # NumPy's float64 is one
         if not is_number and not (name == "softmax_scale" and value is None):
             raise InputError(f"{name} must be a number, got {value!r}")
+    if type(kernel) is not str:
+        raise InputError(f"kernel must be the name of a kernel, got {kernel!r}")
 
 
 def check_needed(given: Mapping[str, Any]) -> None:

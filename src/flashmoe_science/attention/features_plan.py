@@ -7,7 +7,7 @@ import functools
 
 from ..gpu.planning import PlannedLaunch
 from ..gpu.specs import GpuSpec
-from .hopper_plan import HOPPER_ROWS, hopper_config, hopper_heads_per_group, hopper_refusal
+from .hopper_plan import HOPPER_ROWS, hopper_config_of_table, hopper_heads_per_group, hopper_refusal
 from .problem import AttentionProblem
 from .tiles import FULL_ENOUGH, HopperConfig, Plan, cdiv
 
@@ -43,17 +43,17 @@ def features_refusal(problem: AttentionProblem, gpu: GpuSpec) -> str | None:
     if not problem.features:
         return "the call has no features, which is what forward_gluon_sm90 is for"
     refusal = hopper_refusal(without_features(problem), gpu)
-    if refusal is None and features_tiles(problem, features_config(problem, gpu)) >= 2**29:
+    if refusal is None and features_tiles(problem, features_config(problem)) >= 2**29:
         return "it counts row tiles up to 2**29"
     return refusal
 
 
-def features_config(problem: AttentionProblem, gpu: GpuSpec) -> HopperConfig:
+def features_config(problem: AttentionProblem) -> HopperConfig:
     """Return tile and schedule: those of the plain problem with as many keys as a row sees."""
     (left, right), plain = problem.window, without_features(problem)
     if problem.bounded_left and (problem.causal or right >= 0):
         plain = dataclasses.replace(plain, seqlen_k=min(plain.seqlen_k, left + max(0, right) + 1))
-    return dataclasses.replace(hopper_config(plain, gpu), pack=1)
+    return hopper_config_of_table(plain)
 
 
 def features_tiles(problem: AttentionProblem, config: HopperConfig) -> int:
@@ -71,7 +71,7 @@ def features_passed_over(problem: AttentionProblem, gpu: GpuSpec) -> str | None:
         return "with a softcap its LSE is not exact enough for gradients in fp16"
     if problem.packed and problem.seqlen_q < _FEWEST_QUERIES:
         return f"its row tiles are for more than the {problem.seqlen_q} queries of the longest sequence"
-    tiles = features_tiles(problem, features_config(problem, gpu))
+    tiles = features_tiles(problem, features_config(problem))
     if tiles >= FULL_ENOUGH * gpu.sms:
         return None
     return f"its {tiles} row tiles do not fill {gpu.sms} SMs, and it does not split the keys"
@@ -121,7 +121,7 @@ def shares(tiles_m: int, heads: int, dealt: int, programs: int) -> list[int]:
 
 def features_plan(problem: AttentionProblem, gpu: GpuSpec, why: str) -> Plan:
     """Return how ``forward_features_gluon_sm90`` serves ``problem``; it does not refuse it."""
-    config = features_config(problem, gpu)
+    config = features_config(problem)
     rows, tiles = HOPPER_ROWS * config.warpgroups, features_tiles(problem, config)
     # Triton rounds the producer's warp up to a warpgroup.
     threads = (128 * (config.warpgroups + 1), 1, 1)

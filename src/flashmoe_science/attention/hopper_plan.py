@@ -8,6 +8,7 @@ from ..gpu.planning import PlannedLaunch
 from ..gpu.specs import GpuSpec, shared_memory_limit
 from .problem import AttentionProblem
 from .tiles import FULL_ENOUGH, SMALLEST_SCALE_LOG2, HopperConfig, Plan, block_dim, cdiv
+from .triton_plan import forward_plan
 
 HOPPER_ROWS = 64  # of one warpgroup
 # Of a thread that multiplies, by warpgroups. The producer's have 32; of two warpgroups the first has what is left, 232.
@@ -22,10 +23,12 @@ _HOPPER_MAX = 2**29
 # tiles on 132 SMs that is faster, and how many row tiles x keys its second kernel costs. Measured on an H200 with 256
 # to 4k keys and 8 to 96 row tiles, full and causal (lab/hopper/15_few_tiles.txt): a row tile takes 6.3 us and 7.3 ns a
 # key (D 64), 7.3 and 9.2 (D 128) or 7.5 and 18 (D 256), however many there are; with split keys 9, 12 or 16 us, and
-# 105, 163 or 260 ps a key and row tile.
-_SPLIT_TILES = {64: (70, 26_000), 128: (56, 29_000), 256: (69, 34_600)}
+# 105, 163 or 260 ps a key and row tile. Of D 256 the second number is larger than these give, 33,000: at 1k keys split
+# ones took 24 to 32 us, and 8 and 16 row tiles 25 to 26.
+_SPLIT_TILES = {64: (70, 26_000), 128: (56, 29_000), 256: (69, 64_000)}
 _SPLIT_ROWS = 64  # up to so many query rows most of a tile is empty: not measured, and the keys are split
-# Of one round at most: three warpgroups a program take 16.4 us at 1k keys, D 64, where two take 13.4.
+# D 64, full, where one round takes all row tiles: three warpgroups take 16.4 us at 1k keys, two 13.4, and 45.8 to 35.9
+# at 4k (lab/hopper/15_few_tiles.txt). Causal, and of 96 columns, it was not measured.
 _ONE_ROUND = HopperConfig(2, 128, 2, ping_pong=True)
 
 # The share of the row tiles that packing heads must save.
@@ -79,15 +82,21 @@ HOPPER_TABLE: dict[tuple[int, int, bool], tuple[tuple[int, HopperConfig], ...]] 
 }
 
 
-def hopper_config(problem: AttentionProblem, gpu: GpuSpec) -> HopperConfig:
-    """Return tile and schedule of ``forward_gluon_sm90``."""
+def hopper_config_of_table(problem: AttentionProblem) -> HopperConfig:
+    """Return tile and schedule of a call that fills the GPU."""
     rows = next(
         rows
         for (columns, columns_v, causal), rows in HOPPER_TABLE.items()
         if problem.head_dim <= columns and problem.head_dim_v <= columns_v and problem.causal == causal
     )
-    config = next(config for keys, config in rows if problem.seqlen_k <= keys)
-    if config.warpgroups == 3 and hopper_tiles(problem, _ONE_ROUND) <= gpu.sms:
+    return next(config for keys, config in rows if problem.seqlen_k <= keys)
+
+
+def hopper_config(problem: AttentionProblem, gpu: GpuSpec) -> HopperConfig:
+    """Return tile and schedule of ``forward_gluon_sm90``."""
+    config = hopper_config_of_table(problem)
+    is_wide = max(problem.head_dim, problem.head_dim_v) > 64
+    if not problem.causal and not is_wide and hopper_tiles(problem, _ONE_ROUND) <= gpu.sms:
         config = _ONE_ROUND
     # Heads of a group are packed where that saves enough row tiles, and leaves enough for the GPU. Measured on an H200,
     # packed over not: an eighth fewer tiles 1.13x full, and 0.94x causal, where a packed tile masks more keys; then,
@@ -220,8 +229,8 @@ def hopper_underfills(problem: AttentionProblem, gpu: GpuSpec) -> str | None:
         return None
     columns = block_dim(max(problem.head_dim, problem.head_dim_v))
     most, cost = _SPLIT_TILES[max(64, columns)]
-    few = most * gpu.sms / 132 - cost / problem.seqlen_k
-    if problem.seqlen_q > _SPLIT_ROWS and tiles > few:
+    few = (most - cost / problem.seqlen_k) * gpu.sms / 132
+    if problem.seqlen_q > _SPLIT_ROWS and (tiles > few or len(forward_plan(problem, gpu, "").launches) == 1):
         return None
     return f"its {tiles} row tiles do not fill {gpu.sms} SMs, and it does not split the keys"
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..errors import InputError
 from ..gpu.device import gpu_of as gpu_of  # noqa: PLC0414 - callers of this module take it from here
-from .problem import AttentionProblem, canonical_strides
+from .problem import AttentionProblem, canonical_strides, check_share
 
 DTYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
@@ -43,7 +43,9 @@ def problem_of(
     check_shape("k", k, (batch, heads_kv, seqlen_k, head_dim), "B, HK, Sk, D")
     check_shape("v", v, (batch, heads_kv, seqlen_k, v.shape[3]), "B, HK, Sk, DV")
     check_optional(sinks=sinks, alibi=alibi, bias=bias, dropout_seed=dropout_seed)
-    check_dropout_seed(dropout_seed, q)
+    dropout_p = check_dropout(dropout_p)
+    if dropout_p:
+        check_dropout_seed(dropout_seed, q)
     features = describe_heads(q, batch, heads, sinks=sinks, alibi=alibi)
     if bias is not None:
         features |= _describe_bias(q, bias, (batch, heads, seqlen_q, seqlen_k))
@@ -65,7 +67,7 @@ def problem_of(
         pointer_alignment=pointer_alignment(q, k, v),
         window=check_window(window),
         softcap=check_softcap(softcap),
-        dropout_p=check_dropout(dropout_p),
+        dropout_p=dropout_p,
         **features,
     )
 
@@ -130,8 +132,10 @@ def check_softcap(softcap: object) -> float:
 
 
 def check_dropout(dropout_p: object) -> float:
-    """Return the share that is dropped as a float. Raises ``InputError``."""
-    return _check_number("dropout_p", dropout_p, "a number, 0 for no dropout")  # AttentionProblem has the bounds
+    """Return the share that is dropped as a float; a seed is drawn only after this. Raises ``InputError``."""
+    share = _check_number("dropout_p", dropout_p, "a number, 0 for no dropout")
+    check_share(share)
+    return share
 
 
 def check_dropout_seed(dropout_seed: Tensor | None, q: Tensor) -> None:
@@ -156,6 +160,12 @@ def seed_of_call(dropout_p: float, dropout_seed: Tensor | None, q: Tensor) -> Te
     if dropout_seed is not None:
         return dropout_seed
     return torch.randint(2**62, (2,), dtype=torch.int64, device=q.device)
+
+
+def refuse_undrawn(dropout_p: float, dropout_seed: Tensor | None) -> None:
+    """Raise ``InputError`` where an operator would draw its seed: its backward pass could not know it."""
+    if dropout_p and dropout_seed is None:
+        raise InputError(f"dropout_seed must be given to the operator where dropout_p is {dropout_p}, got None")
 
 
 def describe_heads(q: Tensor, batch: int, heads: int, *, sinks: Tensor | None, alibi: Tensor | None) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from ..gpu.specs import GpuSpec
 from .features_plan import FEATURES_KERNEL, features_passed_over, features_plan, features_refusal
 from .hopper_plan import hopper_plan, hopper_refusal, hopper_underfills
 from .problem import AttentionProblem
-from .short_plan import short_passed_over, short_plan, short_refusal
+from .short_plan import short_passed_over, short_plan, short_refusal, short_slower_than_hopper
 from .tiles import ForwardConfig, Plan, cdiv
 from .triton_plan import forward_plan
 
@@ -80,6 +80,8 @@ def _forced_plan(problem: AttentionProblem, gpu: GpuSpec, kernel: str) -> Plan:
 
 def _auto_plan(problem: AttentionProblem, gpu: GpuSpec) -> Plan:
     refusal = _refusal("forward_short_gluon", problem, gpu) or short_passed_over(problem, gpu)
+    if refusal is None and _hopper_declines(problem, gpu) is None:
+        refusal = short_slower_than_hopper(problem, gpu)
     if refusal is None:
         return short_plan(
             problem, gpu, f"{problem.seqlen_k} keys fit one pass, and the grid is at most two blocks an SM"
@@ -91,11 +93,15 @@ def _auto_plan(problem: AttentionProblem, gpu: GpuSpec) -> Plan:
             return features_plan(problem, gpu, passed)
         passed += f", {FEATURES_KERNEL} too ({refusal})"
     elif gpu.arch == 90:
-        refusal = hopper_refusal(problem, gpu) or hopper_underfills(problem, gpu)
+        refusal = _hopper_declines(problem, gpu)
         if refusal is None:
             return hopper_plan(problem, gpu, passed)
         passed += f", forward_gluon_sm90 too ({refusal})"
     return forward_plan(problem, gpu, passed)
+
+
+def _hopper_declines(problem: AttentionProblem, gpu: GpuSpec) -> str | None:
+    return hopper_refusal(problem, gpu) or hopper_underfills(problem, gpu)
 
 
 def _cpu_plan(problem: AttentionProblem, kernel: str) -> Plan:

@@ -35,6 +35,12 @@ def output_strides(batch: int, heads: int, seqlen_q: int, head_dim_v: int, q_str
     return dense_strides(batch, heads, seqlen_q, head_dim_v)
 
 
+def check_share(dropout_p: float) -> None:
+    """Raise ``InputError`` unless it is a share of the probabilities that may be dropped."""
+    if not 0 <= dropout_p < 1:  # NaN is not
+        raise InputError(f"dropout_p must be at least 0 and less than 1, got {dropout_p}")
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionProblem:
     """Sizes, dtype, mask and memory layout of one call of ``flash_attention``; strides are in elements."""
@@ -117,8 +123,7 @@ class AttentionProblem:
                 f"softmax_scale / softcap must be at most {LARGEST_SCALE / 2:.3g} in size, "
                 f"got {self.scale:.3g} / {self.softcap:.3g}"
             )
-        if not 0 <= self.dropout_p < 1:  # NaN is not
-            raise InputError(f"dropout_p must be at least 0 and less than 1, got {self.dropout_p}")
+        check_share(self.dropout_p)
         left, right = self.window
         if min(left, right) < -1:
             raise InputError(f"window must be two integers (left, right), -1 for no bound, got {self.window}")

@@ -99,15 +99,21 @@ def short_passed_over(problem: AttentionProblem, gpu: GpuSpec) -> str | None:
     SM, (B, H, S, D) = (32, 8, 64, 64), it still took half the time of SDPA, at 15.5, (64, 8, 128, 64), 1.3 times as
     long (an H200, lab/one_pass/5_merge_without_conflicts.txt). Against ``forward_triton``, which serves instead, it was
     not measured.
-
-    On Hopper, with 32 rows a block, ``forward_gluon_sm90`` is faster where a block holds more than 256 keys of 64
-    columns: 11.1 us to 13.3 at (1, 32, 256, 128), 10.5 to 11.6 at (1, 16, 512, 64), and 8.8 to 8.5 at (1, 32, 256, 64)
-    (lab/hopper/15_few_tiles.txt).
     """
     config = short_config(problem, gpu)
     if cdiv(problem.seqlen_q, config.block_m) * problem.heads * problem.batch > 2 * gpu.sms:
         return "its grid would be more than two blocks an SM"
+    return None
+
+
+def short_slower_than_hopper(problem: AttentionProblem, gpu: GpuSpec) -> str | None:
+    """Return why ``forward_gluon_sm90``, which can serve ``problem`` too, is likely to be faster, or None.
+
+    With 32 rows a block it is where a block holds more than 256 keys of 64 columns: 11.1 us to 13.3 at
+    (1, 32, 256, 128), 10.5 to 11.6 at (1, 16, 512, 64), and 8.8 to 8.5 at (1, 32, 256, 64), on an H200
+    (lab/hopper/15_few_tiles.txt).
+    """
     columns = max(64, block_dim(max(problem.head_dim, problem.head_dim_v)))
-    if gpu.arch == 90 and config.block_m == 32 and problem.seqlen_k * columns > 256 * 64:
+    if short_config(problem, gpu).block_m == 32 and problem.seqlen_k * columns > 256 * 64:
         return f"32 rows to {problem.seqlen_k} keys of {columns} columns are for the matrix units of a warpgroup"
     return None

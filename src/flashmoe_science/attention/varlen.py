@@ -21,6 +21,7 @@ from .inputs import (
     check_window,
     gpu_of,
     layout_of,
+    refuse_undrawn,
     seed_of_call,
 )
 from .packed import layout_of_tokens, packed_problem, planned_length
@@ -248,6 +249,7 @@ def _attention_varlen(
     kernel: str,
 ) -> tuple[Tensor, Tensor]:
     """Return o and, where it is not asked for, an LSE of no elements."""
+    refuse_undrawn(dropout_p, dropout_seed)
     result = flash_attention_varlen(
         q.detach(),
         k.detach(),
