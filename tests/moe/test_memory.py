@@ -215,8 +215,8 @@ class Watching(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_what_is_kept_is_overwritten_where_it_is_ours_alone(monkeypatch):
-    """Not where the operator is called by its name, where operators are watched, or in a transform."""
+def remember_answers(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Return a list of what backward passes decide from now on."""
     answers: list[bool] = []
     ask = gradients._overwrites
 
@@ -225,6 +225,12 @@ def test_what_is_kept_is_overwritten_where_it_is_ours_alone(monkeypatch):
         return answers[-1]
 
     monkeypatch.setattr(gradients, "_overwrites", remember)
+    return answers
+
+
+def test_what_is_kept_is_overwritten_where_it_is_ours_alone(monkeypatch):
+    """Not where the operator is called by its name, where operators are watched, or in a transform."""
+    answers = remember_answers(monkeypatch)
     tensors = make_tensors(Case("whose"))
     tensors["w_down"].requires_grad_()
     fused_moe(**tensors).sum().backward()
@@ -255,9 +261,7 @@ def test_what_was_kept_outside_of_a_capture_is_not_overwritten_in_it(captures, o
     """Replays of a graph find a product where each makes it anew: forward and backward pass in one capture."""
     asked = iter(captures)
     monkeypatch.setattr(gradients, "_capture_of", lambda _device: next(asked))
-    answers = []
-    ask = gradients._overwrites
-    monkeypatch.setattr(gradients, "_overwrites", lambda *given: answers.append(ask(*given)) or answers[-1])
+    answers = remember_answers(monkeypatch)
     tensors = make_tensors(Case("captured"))
     tensors["w_down"].requires_grad_()
     fused_moe(**tensors).sum().backward()
