@@ -40,6 +40,7 @@ class Case:
     gradients: bool = False  # they are what is checked
     permuted: bool = False  # tokens and experts in another order are
     overwritten: bool = False  # what is kept, by the last backward pass
+    failing: bool = False  # the last backward pass, and then once more
     narrow: bool = False  # gradients in parts of few columns
 
     def __str__(self) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import math
 import sys
 from collections.abc import Iterator
@@ -12,7 +14,7 @@ from unittest import mock
 import torch
 import torch.utils.checkpoint
 
-from flashmoe_science.moe import backward_plan, gradients, reference
+from flashmoe_science.moe import backward_plan, calls, gradients, prepare, reference
 from flashmoe_science.moe.plan import Tile, TileConfig, make_plan, workspace_sizes
 from flashmoe_science.moe.prepare import interpret, prepare_moe_kernels
 from flashmoe_science.moe.problem import MoeProblem
@@ -96,7 +98,8 @@ def check_overwriting(case: Case) -> None:
     changed = [not torch.equal(a, b) for a, b in zip(products, before, strict=True) if a.numel()]
     assert changed
     assert all(changed), "the last pass has a buffer of its own"
-    assert all(product._version > version for product, version in zip(products, versions, strict=True))
+    risen = [product._version > version for product, version in zip(products, versions, strict=True) if product.numel()]
+    assert all(risen), "autograd does not know"
     with answers_of("_overwrites") as answers:
         more = [record(), record(call=checkpointed), record(lambda: hooks)]
         versions = [tensor._version for tensor in kept]
@@ -105,6 +108,90 @@ def check_overwriting(case: Case) -> None:
     assert versions == [tensor._version for tensor in kept[: len(versions)]]
     for found in (recorded, last, *others):
         assert all(map(torch.equal, found, first)), "the bits are others"
+
+
+def record_all(case: Case) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
+    """Return leaves, output and the gradient of the output, of the same call each time."""
+    tensors = make_tensors(case)
+    do = torch.randn(tensors["x"].shape, generator=torch.Generator().manual_seed(1)).to(tensors["x"].dtype)
+    leaves = {name: tensors[name].detach().requires_grad_() for name in names_of_gradients(tensors)}
+    return [*leaves.values()], run(case, {**tensors, **leaves}, kernel="grouped_triton"), do
+
+
+@contextlib.contextmanager
+def failing(module: Any, name: str, at: int) -> Iterator[None]:
+    """Let a function fail when it is called so many times, one of kernels when so many weights' gradients are made."""
+    function, times = getattr(module, name), itertools.count(1)
+
+    def call(*given: Any) -> Any:
+        counts = module is calls or given[0].source.name == "_weight_gradient_kernel"
+        if counts and next(times) == at:
+            raise MemoryError(name)
+        return function(*given)
+
+    # Prepared runs hold the functions that they call.
+    with mock.patch.dict(gradients._prepared, clear=True), mock.patch.object(module, name, call):
+        yield
+
+
+def check_failing(case: Case) -> None:
+    """Repeat a last backward pass that failed: the same bits if nothing was overwritten, else an error."""
+    leaves, out, do = record_all(case)
+    expected = torch.autograd.grad(out, leaves, do)
+    # Memory of the routed part, then of the shared one; a launch of either, behind that which overwrites.
+    for module, name, at in ((calls, "allocate", 1), (calls, "allocate", 2), (prepare, "interpret", 1),
+                             (prepare, "interpret", 3)):  # fmt: skip
+        leaves, out, do = record_all(case)
+        with failing(module, name, at):
+            assert_raises(MemoryError, name, torch.autograd.grad, out, leaves, do)
+        if (name, at) == ("allocate", 1):
+            again = torch.autograd.grad(out, leaves, do)
+            assert all(map(torch.equal, again, expected)), "nothing was overwritten"
+        else:
+            assert_raises(RuntimeError, "modified by an inplace operation", torch.autograd.grad, out, leaves, do)
+
+
+def check_elsewhere(case: Case) -> None:
+    """Make last backward passes in other ways than by one call of ``grad``: the bits must be equal."""
+    leaves, out, do = record_all(case)
+    expected = torch.autograd.grad(out, leaves, do)
+    leaves, out, do = record_all(case)
+    with torch.inference_mode():
+        found = torch.autograd.grad(out, leaves, do)
+    assert all(map(torch.equal, found, expected)), "in inference mode"
+    leaves, out, do = record_all(case)
+    hook = out.grad_fn.register_hook(lambda *_: 1 / 0)  # type: ignore[union-attr]
+    assert_raises(ZeroDivisionError, "division by zero", torch.autograd.grad, out, leaves, do)
+    hook.remove()
+    assert_raises(RuntimeError, "modified by an inplace operation", torch.autograd.grad, out, leaves, do)
+    names = names_of_gradients(make_tensors(case))
+
+    def call(*given: torch.Tensor) -> torch.Tensor:
+        return run(case, {**make_tensors(case), **dict(zip(names, given, strict=True))}, kernel="grouped_triton")
+
+    checkpoint = torch.utils.checkpoint.checkpoint
+    kept = [torch.ops.flashmoe_science.fused_moe_kept.default]
+    contexts = functools.partial(torch.utils.checkpoint.create_selective_checkpoint_contexts, kept)
+    ways: list[dict[str, Any]] = [
+        {"use_reentrant": True}, {"use_reentrant": False}, {"use_reentrant": False, "context_fn": contexts}
+    ]  # fmt: skip
+    for way in ways:
+        out = checkpoint(call, *leaves, **way)
+        for retain in (True, False) if "context_fn" not in way else (False,):  # which can be run once
+            for leaf in leaves:
+                leaf.grad = None
+            out.backward(do, retain_graph=retain)
+            found = tuple(leaf.grad for leaf in leaves)  # type: ignore[misc]
+            assert all(map(torch.equal, found, expected)), way
+
+
+def assert_raises(kind: type[Exception], words: str, call: Any, *given: Any) -> None:
+    try:
+        call(*given)
+    except kind as error:
+        assert words in str(error), error  # noqa: PT017 - this process has no pytest
+    else:
+        raise AssertionError(f"{kind.__name__} was not raised: {words}")
 
 
 def check_parts(case: Case) -> None:
@@ -262,6 +349,9 @@ def main() -> None:
                 check_permutation(what)
             elif what.overwritten:
                 check_overwriting(what)
+            elif what.failing:
+                check_failing(what)
+                check_elsewhere(what)
             elif what.narrow:
                 check_parts(what)
             elif what.gradients:

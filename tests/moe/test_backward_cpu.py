@@ -42,6 +42,12 @@ def test_the_last_backward_pass_writes_where_the_products_are(case, interpreted)
     interpreted(dataclasses.replace(case, overwritten=True))
 
 
+@pytest.mark.triton
+@pytest.mark.one_triton
+def test_a_last_backward_pass_that_fails_is_repeated_or_refused(interpreted):
+    interpreted(Case("failing", 12, 3, 2, 24, 16, shared=1, shared_inter=16, failing=True))
+
+
 PARTS = [
     Case("halves", 150, 1, 1, 70, 72),
     Case("interleaved", 160, 1, 1, 70, 70, activation="swiglu_clamped", interleaved=True, bias=True),

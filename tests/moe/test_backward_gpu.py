@@ -190,6 +190,43 @@ def test_a_layer_is_captured_and_learns_through_routing():
     assert all(torch.equal(a, b) for a, b in zip(captured, expected, strict=True))
 
 
+@pytest.mark.parametrize("forward_too", [False, True], ids=["alone", "with its forward pass"])
+def test_a_captured_backward_pass_is_replayed_twice(forward_too, monkeypatch):
+    """It overwrites what is kept only where each replay makes that anew."""
+    answers = []
+    ask = gradients._overwrites
+
+    def remember(*given: Any) -> bool:
+        answers.append(ask(*given))
+        return answers[-1]
+
+    monkeypatch.setattr(gradients, "_overwrites", remember)
+    case = Case("replayed", 400, 8, 2, 128, 128, "bf16", shared=1, shared_inter=64)
+    tensors = make_tensors(case, "cuda")
+    leaves = {name: tensors[name].requires_grad_() for name in names_of_gradients(tensors)}
+    do = torch.randn(tensors["x"].shape, device="cuda").bfloat16()
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        expected = torch.autograd.grad(run(case, {**tensors, **leaves}), [*leaves.values()], do)
+        out = run(case, {**tensors, **leaves})
+        kept = out.grad_fn.saved_tensors  # type: ignore[union-attr] # else autograd frees what replays read
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        if forward_too:
+            out = run(case, {**tensors, **leaves})
+        captured = torch.autograd.grad(out, [*leaves.values()], do)
+    assert answers == [True, forward_too]
+    for _ in range(2):
+        for gradient in captured:
+            gradient.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(map(torch.equal, captured, expected))
+    del kept
+
+
 @pytest.mark.parametrize("options", [{}, {"score": "sigmoid", "scale": 2.5}, {"renormalize": False}], ids=str)
 def test_the_gradient_of_routing(options):
     logits = torch.randn(777, 60, device="cuda", requires_grad=True)

@@ -6,6 +6,7 @@ Each on one architecture of its table, in a way that goes round; every kernel ar
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
-from flashmoe_science.gpu.compile import compile_kernel, read_resources
+from flashmoe_science.gpu.compile import KernelSource, compile_kernel, read_resources
 from flashmoe_science.gpu.launch import count_parameters
 from flashmoe_science.gpu.specs import SPECS
 from flashmoe_science.moe.backward_plan import GRADIENTS, make_backward_plan, plan_backward
@@ -220,6 +221,42 @@ def test_every_tile_of_gradients_compiles(arch, item_bytes, config, way):
         assert [name for name, _ in kernel.source.signature] == given
         if item_bytes == 2 and kernel.source.name in ("_activation_backward_kernel", "_weight_gradient_kernel"):
             assert any("MMA" in opcode for opcode in found.instructions), "the matrix units are not used"
+
+
+def accesses(source: KernelSource, arch: int, loaded: str, stored: str) -> str:
+    """Return what PTX does: L a load from memory that ``loaded`` points to, S a store to ``stored``'s, | a barrier."""
+    places = [name for name, _ in source.signature]
+    origins: dict[str, set[str]] = {}  # registers, and the parameters that they were computed from
+    found = []
+    for line in compile_kernel(source, arch).asm["ptx"].splitlines():
+        code = re.sub(r"//.*|@!?%p\d+", "", line)
+        registers, address = re.findall(r"%\w+", code), re.search(r"\[\s*(%\w+)", code)
+        parameter = re.search(r"ld\.param.*_param_(\d+)\]", code)
+        if parameter:
+            number = int(parameter[1])
+            origins[registers[0]] = {places[number]} if number < len(places) else set()
+        elif re.search(r"\bbar(rier)?\.sync", code):
+            found.append("|")
+        elif address:
+            found += ["L"] * ("ld.global" in code and loaded in origins.get(address[1], ()))
+            found += ["S"] * ("st.global" in code and stored in origins.get(address[1], ()))
+        elif registers:
+            origins[registers[0]] = {name for register in registers[1:] for name in origins.get(register, ())}
+    return "".join(found)
+
+
+@pytest.mark.parametrize(
+    "way", [{}, {"activation": "swiglu_clamped", "interleaved": True}, {"activation": "relu2"}], ids=str
+)
+@pytest.mark.parametrize("arch", [80, 90])
+def test_all_threads_have_loaded_a_product_before_one_overwrites_it(arch, way):
+    """Who stores an element of its gradient is not always who loaded it: another warp may be as fast as it likes."""
+    problem = MoeProblem(700, dtype="bf16", **{**PLAIN, **way}, keep_product=True)
+    plan = plan_backward(problem, SPECS[GPUS[arch]], GRADIENTS[:4])
+    kernels = dict(zip(plan.steps, prepare_backward_kernels(plan), strict=True))
+    found = accesses(kernels["dactivation"].source, arch, "product_ptr", "dproduct_ptr")
+    assert {"L", "S"} <= set(found), found
+    assert "LS" not in found, found
 
 
 def test_columns_that_end_within_a_tile_are_copied_like_others():

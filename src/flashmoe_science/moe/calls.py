@@ -73,6 +73,15 @@ def allocate(plan: MoePlan, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return made
 
 
+def _mark_overwritten(tensors: Mapping[str, Tensor]) -> None:
+    """Let autograd know of what a call that allocated all it needs is about to overwrite.
+
+    Before the first launch: should a later one fail, who tries again is refused. Who had no memory may try again.
+    """
+    if "dproduct" in tensors:
+        torch.autograd.graph.increment_version(tensors["dproduct"])
+
+
 def _allocate_products(problem: MoeProblem, x: Tensor) -> dict[str, Tensor]:
     """Return what is kept for gradients, of routed and of shared experts, not written yet."""
     theirs = problem.shared() if problem.shared_experts else None
@@ -136,6 +145,7 @@ def _interpreter_run(plan: MoePlan) -> Run:
 
     def run(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         made = allocate(plan, tensors)
+        _mark_overwritten(tensors)
         for kernel in kernels:
             interpret(kernel, {**tensors, **made})
         return made
@@ -167,6 +177,7 @@ def _cuda_run(plan: MoePlan, device: torch.device) -> Run:
         addresses[""] = 0
         for place, name, offset in inside:
             addresses[place] = addresses[name] + offset
+        _mark_overwritten(tensors)
         stream = stream_of(index)
         for launch, names in launches:
             launch(stream, *[addresses[name] for name in names])

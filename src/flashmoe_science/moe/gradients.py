@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -31,13 +32,33 @@ _pass_keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph  # noq
 _hooks_of_kept = torch._C._autograd._top_saved_tensors_default_hooks  # noqa: SLF001 - likewise
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # noqa: SLF001 - likewise
 _count_modes = torch._C._len_torch_dispatch_stack  # noqa: SLF001 - likewise
-_MAY_OVERWRITE = "may_overwrite"  # on the context of a backward pass
+# On the context of a backward pass, if nobody but its graph holds what is kept: the capture in which it was made.
+_MADE_IN = "made_in"
 
 
 def _hooks_let_go() -> bool:
     """Return whether nobody but the graph holds what is kept: no hooks, or those that compute it again."""
     hooks: Any = _hooks_of_kept(True)  # noqa: FBT003 - it has no name: not those that are there because torch traces
-    return hooks is None or hooks[0].__module__ == "torch.utils.checkpoint"
+    # A hook may be any callable: methods of builtin types have no module.
+    return hooks is None or getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
+
+
+def _capture_of(device: torch.device) -> int | None:
+    """Return the number of the CUDA graph capture that work on ``device`` is part of, or None."""
+    if device.type != "cuda":
+        return None
+    with torch.cuda.device(device):
+        if not torch.cuda.is_current_stream_capturing():
+            return None
+        stream = torch.cuda.current_stream().cuda_stream
+    from ..gpu.launch import driver_call
+
+    status, number = ctypes.c_int(), ctypes.c_uint64()
+    driver_call(
+        "cuStreamGetCaptureInfo_v2", ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number),
+        None, None, None, what="cannot tell which graph is captured",
+    )  # fmt: skip
+    return number.value
 
 
 def records(tensors: Mapping[str, Tensor | None]) -> bool:
@@ -110,7 +131,8 @@ def moe_gradients(
         options: its options.
         wanted: of ``DIFFERENTIABLE`` those that are asked for.
         kernel: of the gradients: a name to force, which never falls back.
-        overwrite: the gradients of the products may be written where these are.
+        overwrite: the gradients of the products may be written where these are. Versions of those that are written
+            to go up before: autograd then refuses to take them for products.
 
     Raises:
         UnsupportedError: no kernel makes them.
@@ -128,7 +150,7 @@ def moe_gradients(
     asked = [*of_shared, *(["x"] if "x" in wanted else [])]
     more = _routed(do, products[1], theirs, options, asked, kernel, overwrite=overwrite)
     if "x" in wanted:
-        found["x"] = found["x"] + more["x"]
+        found["x"].add_(more["x"])
     found.update({shared: more[name] for name, shared in of_shared.items()})
     return found
 
@@ -272,12 +294,15 @@ def _is_plain(tensor: Tensor | None) -> bool:
     return tensor is None or (type(tensor) in (Tensor, torch.nn.Parameter) and not _is_wrapped(tensor))
 
 
-def _overwrites(ctx: Any, tensors: Sequence[Tensor | None]) -> bool:
-    """Return whether this backward pass is the last that needs the products, and nobody records or traces it."""
-    if torch.compiler.is_compiling():
+def _overwrites(ctx: Any, do: Tensor, kept: Sequence[Tensor | None]) -> bool:
+    """Return whether this backward pass is the last that needs the products, and nobody records or traces it.
+
+    A pass that a CUDA graph replays is the last one only if the graph makes the products anew.
+    """
+    if torch.compiler.is_compiling() or not hasattr(ctx, _MADE_IN):
         return False
     is_last = not _pass_keeps_graph() and not torch.is_grad_enabled() and not _count_modes()
-    return is_last and getattr(ctx, _MAY_OVERWRITE, False) and all(map(_is_plain, tensors))
+    return is_last and all(map(_is_plain, (do, *kept))) and getattr(ctx, _MADE_IN) == _capture_of(do.device)
 
 
 def _refuse_second_order(_ctx: Any, *_gradients: Any) -> Any:
@@ -302,12 +327,11 @@ def _backward(ctx: Any, do: Tensor | None, *_others: Tensor | None) -> Any:
         return tuple(nothing)
     needed = dict(zip(TENSORS, ctx.needs_input_grad, strict=False))
     wanted = [number for number, name in enumerate(DIFFERENTIABLE) if needed[name]]
-    if _overwrites(ctx, (do, product, *inputs)):
+    if _overwrites(ctx, do, (product, *inputs)):
         tensors = {name: tensor.detach() for name, tensor in zip(TENSORS, inputs, strict=True) if tensor is not None}
         products = product.detach(), shared_product.detach()
         names = [DIFFERENTIABLE[number] for number in wanted]
         made = moe_gradients(do.detach(), products, tensors, ctx.options, names, overwrite=True)
-        torch.autograd.graph.increment_version(products)  # whoever kept them too learns that they are others
         found = [made[name] for name in names]
     else:
         found = _fused_moe_backward(do, product, shared_product, *inputs, *ctx.options, wanted)
@@ -328,6 +352,6 @@ def differentiable(given: Mapping[str, Tensor | None], options: Options) -> Tens
     out: Tensor = _fused_moe_kept(*(given[name] for name in TENSORS), *options)[0]
     if not torch.compiler.is_compiling():
         node: Any = out.grad_fn  # the context of the backward pass, but for transforms, which have their own
-        if isinstance(node, torch.autograd.function.FunctionCtx):
-            setattr(node, _MAY_OVERWRITE, _hooks_let_go())
+        if isinstance(node, torch.autograd.function.FunctionCtx) and _hooks_let_go() and not _count_modes():
+            setattr(node, _MADE_IN, _capture_of(out.device))
     return out
