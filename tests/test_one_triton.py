@@ -1,10 +1,25 @@
-"""Which cases run with the newest Triton alone is marked as asked, and no case is lost."""
+"""Which cases run with the newest Triton alone: marked as asked, and what is left shows every kernel and every way."""
 
 from __future__ import annotations
 
+import itertools
+import re
+from collections.abc import Hashable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
-from .one_triton import all_but, all_but_each
+pytest.importorskip("triton", reason="Triton exists for Linux only")
+
+from flashmoe_science.moe.plan import COMBINE_UNROLL
+from flashmoe_science.moe.problem import ACTIVATIONS
+
+from .one_triton import all_but, all_but_some_with
+
+TESTS = Path(__file__).parent
+SOURCES = TESTS.parent / "src" / "flashmoe_science"
 
 
 def marked(cases) -> list[bool]:
@@ -19,8 +34,238 @@ def test_all_but_those_that_are_named_are_marked():
         all_but(["one-row"], "one-column")
 
 
-def test_all_but_each_third_are_marked():
-    """Values of several parameters stay apart."""
-    cases = all_but_each([(1, 2), (3, 4), (5, 6), (7, 8)], 3)
-    assert marked(cases) == [False, True, True, False]
-    assert cases[1].values == (3, 4)
+def test_a_name_is_the_whole_name():
+    """Neither the end of another one nor its beginning."""
+    cases = [SimpleNamespace(why=why) for why in ("dropout", "all-at-once", "dropout-all-at-once")]
+    assert marked(all_but(cases, "all-at-once")) == [True, False, True]
+    assert marked(all_but(cases, "dropout")) == [False, True, True]
+    with pytest.raises(AssertionError, match="all: no case has this name"):
+        all_but(cases, "all")
+
+
+def test_all_but_some_with_every_property_are_marked():
+    """Values of several parameters stay apart. A case among the others moves the choice and loses no property."""
+    assert marked(all_but_some_with(["a", "ab", "c", "b", "c"], set)) == [True, False, False, True, True]
+    assert marked(all_but_some_with(["abc", "a", "ab", "c", "b", "c"], set)) == [False, *[True] * 5]
+    assert marked(all_but_some_with(["", ""], set)) == [True, True]
+    cases = all_but_some_with([(1, 2), (3, 2), (1, 4)], lambda case: case)
+    assert marked(cases) == [False, False, False]
+    assert all_but_some_with([(1, 2), (1, 2)], lambda case: case)[1].values == (1, 2)
+
+
+ALL = frozenset({80, 86, 89, 90, 100, 120})
+HOPPER = frozenset({90})
+FORWARD, FEATURES, VARLEN, BACKWARD, CACHE, ORDER = (
+    f"attention/{name}"
+    for name in (
+        "test_forward_cpu.py::test_streaming_kernel_interpreted",
+        "test_features_cpu.py::test_streaming_kernel_interpreted",
+        "test_varlen_cpu.py::test_streaming_kernel_interpreted",
+        "test_backward_cpu.py::test_kernels_interpreted",
+        "test_cache_cpu.py::test_kernels_interpreted",
+        "test_features_hopper.py::test_sequences_are_ordered_by_their_keys",
+    )
+)
+PASSES = "attention/test_backward_sm90.py::test_the_passes_around_it_interpreted"
+MOE, MOE_BACKWARD = (f"moe/test_{which}_cpu.py::test_every_case" for which in ("forward", "backward"))
+ROUTING, SORTING = (f"moe/test_forward_cpu.py::test_{which}" for which in ("routing", "sorting"))
+ROWS, FEATURED_ROWS, SHORT_ROWS, MERGE = (
+    f"attention/test_tables.py::{name}"
+    for name in (
+        "test_every_row_of_the_tables_compiles",
+        "test_rows_with_features_compile",
+        "test_every_tile_of_the_short_kernel_compiles",
+        "test_the_merge_compiles",
+    )
+)
+BACKWARD_ROWS = "attention/test_backward_tables.py::test_every_row_of_the_tables_compiles"
+DECODE_ROWS = "attention/test_decode_tables.py::test_every_tile_compiles"
+DECODE_ENDS = "attention/test_decode_tables.py::test_the_merge_and_the_append_compile"
+HOPPER_FORWARD = "attention/test_hopper.py::test_table_rows_compile"
+HOPPER_FEATURES = "attention/test_features_hopper.py::test_kernels_compile"
+HOPPER_BACKWARD = "attention/test_backward_sm90.py::test_kernels_compile"
+MOE_ROWS, MOE_BACKWARD_ROWS, MOE_FEW, MOE_ENDS, MOE_HOPPER, MOE_HOPPER_BACKWARD = (
+    f"moe/test_tables.py::{name}"
+    for name in (
+        "test_every_tile_compiles",
+        "test_every_tile_of_gradients_compiles",
+        "test_few_pairs_and_one_token_compile",
+        "test_sorting_and_routing_compile",
+        "test_the_products_for_hopper_compile",
+        "test_gradients_for_hopper_compile",
+    )
+)
+# The test that compiles a kernel, for which architectures, and the one that interprets it; Gluon's cannot be.
+KERNELS: dict[str, tuple[str, frozenset[int], str]] = {
+    "_forward_kernel": (ROWS, ALL, FORWARD),
+    "_merge_partials_kernel": (MERGE, ALL, FEATURES),
+    "_forward_short_kernel": (SHORT_ROWS, ALL, ""),
+    "_forward_sm90_kernel": (HOPPER_FORWARD, HOPPER, ""),
+    "_forward_features_sm90_kernel": (HOPPER_FEATURES, HOPPER, ""),
+    "_order_sequences_kernel": (HOPPER_FEATURES, HOPPER, ORDER),
+    **dict.fromkeys(("_append_kernel", "_merge_shares_kernel"), (DECODE_ENDS, ALL, CACHE)),
+    "_decode_kernel": (DECODE_ROWS, ALL, CACHE),
+    **dict.fromkeys(
+        ("_delta_kernel", "_backward_kv_kernel", "_backward_q_kernel", "_backward_bias_kernel"),
+        (BACKWARD_ROWS, ALL, BACKWARD),
+    ),
+    **dict.fromkeys(("_backward_sm90_kernel", "_backward_wide_sm90_kernel"), (HOPPER_BACKWARD, HOPPER, "")),
+    **dict.fromkeys(("_prepare_backward_kernel", "_finish_dq_kernel"), (HOPPER_BACKWARD, HOPPER, PASSES)),
+    **dict.fromkeys(("_gate_up_kernel", "_down_kernel"), (MOE_ROWS, ALL, MOE)),
+    **dict.fromkeys(("_gemv_gate_up_kernel", "_gemv_down_kernel"), (MOE_FEW, ALL, MOE)),
+    **dict.fromkeys(
+        ("_sort_few_kernel", "_count_kernel", "_sum_chunks_kernel", "_place_kernel"), (MOE_ENDS, ALL, SORTING)
+    ),
+    "_combine_kernel": (MOE_ENDS, ALL, MOE),
+    **dict.fromkeys(("_route_kernel", "_route_backward_kernel"), (MOE_ENDS, ALL, ROUTING)),
+    **dict.fromkeys(
+        ("_activation_backward_kernel", "_weight_gradient_kernel", "_routing_gradient_kernel"),
+        (MOE_BACKWARD_ROWS, ALL, MOE_BACKWARD),
+    ),
+    "_grouped_sm90_kernel": (MOE_HOPPER, HOPPER, ""),
+    "_weights_sm90_kernel": (MOE_HOPPER_BACKWARD, HOPPER, ""),
+}
+BOTH_MASKS = {"full", "causal"}
+DTYPES = {"fp16", "fp32"}  # the interpreter multiplies bf16 wrongly
+FEATURE_NAMES = ("window", "softcap", "sinks", "alibi", "dropout")
+ATTENTION = {*BOTH_MASKS, *DTYPES, *(f"{mask} dropout" for mask in BOTH_MASKS), *(f"{d} dropout" for d in DTYPES)}
+MOE_KERNELS = ("gemv_triton", "few_triton", "grouped_triton")
+# Ways that the interpreter must see with every Triton.
+WAYS: dict[str, set[Hashable]] = {
+    FORWARD: {*BOTH_MASKS, *DTYPES},
+    FEATURES: {*ATTENTION, *FEATURE_NAMES, "bias", "splits", "dropout splits", "full window", "full bias", "all"},
+    VARLEN: {*ATTENTION, *FEATURE_NAMES, "seqused_q", "seqused_k"},
+    BACKWARD: {
+        *ATTENTION, *FEATURE_NAMES, "bias", "through_lse", "wide", "wide dropout", "all",
+        "packed", "packed full", "packed causal", "packed dropout", "packed fp32",
+    },
+    CACHE: {
+        *BOTH_MASKS, *DTYPES, "window", "softcap", "sinks", "alibi", "bias", "new", "rotary_dim", "padding", "shared",
+        "page_size", "num_splits", "batch_invariant",
+    },
+    MOE: {
+        *ACTIVATIONS, *DTYPES, *MOE_KERNELS, *(f"{kernel} none" for kernel in MOE_KERNELS), "interleaved", "bias",
+        "shared", "weighted", "many experts a token",
+    },
+    MOE_BACKWARD: {*ACTIVATIONS, *DTYPES, "interleaved", "bias", "shared", "weighted", "none"},
+}  # fmt: skip
+
+
+def ways_of_attention(case: Any) -> set[str]:
+    """Return what a case asks of a kernel, and with what else it asks for dropout."""
+    through_lse = getattr(case, "through_lse", False)
+    case = getattr(case, "case", case)  # of gradients
+    asked = {"window": (-1, -1), "softcap": 0.0, "sinks": "", "alibi": "", "bias": "", "dropout": 0.0}
+    found = {name for name, none in asked.items() if getattr(case, name, none) != none}
+    kind = {"causal" if case.causal else "full", case.dtype}
+    kind |= {"splits"} if getattr(case, "splits", 1) > 1 else set()
+    kind |= {"wide"} if max(case.head_dim, case.head_dim_v) > 128 else set()
+    kind |= {"packed"} if hasattr(case, "seqlens_q") else set()
+    found |= {f"{way} dropout" if way != "splits" else "dropout splits" for way in kind if "dropout" in found}
+    found |= {f"full {name}" for name in ("window", "bias") if name in found and "full" in kind}
+    found |= {"all"} if set(asked) <= found else set()
+    found |= {f"packed {way}" for way in kind if "packed" in kind}
+    found |= {name for name in ("seqused_q", "seqused_k") if getattr(case, name, None)}
+    return found | kind | ({"through_lse"} if through_lse else set())
+
+
+def ways_of_cache(case: Any) -> set[str]:
+    names = ("new", "rotary_dim", "padding", "shared", "page_size", "sinks", "alibi", "bias")
+    causal = case.options.get("causal") and case.seqlen_q > 1
+    return {"causal" if causal else "full", case.dtype, *case.options, *(n for n in names if getattr(case, n))}
+
+
+def ways_of_experts(case: Any) -> set[str]:
+    flags = {name for name in ("interleaved", "bias", "shared", "weighted") if getattr(case, name)}
+    many = {"many experts a token"} if case.top_k > COMBINE_UNROLL else set()
+    return {case.activation, case.dtype, case.kernel, case.ids, f"{case.kernel} {case.ids}"} | flags | many
+
+
+@pytest.fixture(scope="module")
+def left(request) -> dict[str, list[pytest.Function]]:
+    """Return, test by test, what runs with the oldest Triton; collected anew, whatever tests were asked for."""
+    places = {place for test, _, interpreting in KERNELS.values() for place in (test, interpreting) if place}
+    places |= {*WAYS, FEATURED_ROWS}
+    found: dict[str, list[pytest.Function]] = {place: [] for place in places}
+    for name in sorted({place.partition("::")[0] for place in places}):
+        for item in pytest.Module.from_parent(request.session, path=TESTS / name).collect():
+            place = f"{name}::{getattr(item, 'originalname', '')}"
+            marks = {mark.name for mark in item.iter_markers()}
+            if place in found and "triton" in marks and not marks & {"one_triton", "gpu"}:
+                assert isinstance(item, pytest.Function)
+                found[place].append(item)
+    return found
+
+
+def parameters(item: pytest.Function) -> dict[str, Any]:
+    return item.callspec.params if hasattr(item, "callspec") else {}
+
+
+def launched(item: pytest.Function, test: str) -> tuple[int, set[str]] | None:
+    """Return architecture and kernels of the plan that a test compiles, where its parameters say it all."""
+    given = parameters(item)
+    plan = item.module.make_plan(**given) if test == BACKWARD_ROWS else next(iter(given.values()), None)
+    plan = plan.plan() if hasattr(plan, "plan") else plan
+    return (plan.arch, {launch.pattern for launch in plan.launches}) if hasattr(plan, "launches") else None
+
+
+def architectures(item: pytest.Function, test: str, kernel: str) -> set[int]:
+    planned, given = launched(item, test), parameters(item)
+    if planned:
+        return {planned[0]} if kernel in planned[1] else set()
+    if kernel in ("_backward_sm90_kernel", "_backward_wide_sm90_kernel"):
+        wide = max(given["head_dim"], given["head_dim_v"]) > 128
+        return {90} if wide == ("wide" in kernel) else set()
+    if kernel == "_order_sequences_kernel":
+        return {90} if item.module.COMPILED[given["name"]].get("packed") else set()
+    return {given["row"].arch if "row" in given else given.get("arch", 90)}
+
+
+def test_every_kernel_is_listed():
+    sources = [path for folder in ("attention", "moe") for path in sorted((SOURCES / folder).glob("*.py"))]
+    kernels: dict[str, Path] = {}
+    for path in sources:
+        for name in re.findall(
+            r"^@(?:triton|gluon)\.jit.*\ndef (\w+_kernel)\(", path.read_text(encoding="utf-8"), re.MULTILINE
+        ):
+            kernels[name] = path
+    assert set(kernels) == set(KERNELS)
+    assert {name for name, path in kernels.items() if path.stem.endswith("_triton")} == {
+        name for name, (_, _, interpreting) in KERNELS.items() if interpreting
+    }
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_the_oldest_triton_compiles_every_kernel_for_every_architecture(kernel, left):
+    test, expected, _ = KERNELS[kernel]
+    assert {arch for item in left[test] for arch in architectures(item, test, kernel)} == expected
+
+
+@pytest.mark.parametrize("kernel", [kernel for kernel, (_, _, interpreting) in KERNELS.items() if interpreting])
+def test_the_oldest_triton_interprets_every_kernel_in_triton(kernel, left):
+    assert left[KERNELS[kernel][2]]
+
+
+@pytest.mark.parametrize("test", WAYS)
+def test_the_oldest_triton_interprets_every_way(test, left):
+    ways = ways_of_cache if test == CACHE else ways_of_experts if test.startswith("moe/") else ways_of_attention
+    found = {way for item in left[test] for case in parameters(item).values() for way in ways(case)}
+    assert WAYS[test] - found == set()
+
+
+def test_the_oldest_triton_compiles_every_feature_and_both_masks(left):
+    """Every feature where the newest compiles it; both masks of both widths of elements for every architecture."""
+    module = left[FEATURED_ROWS][0].module
+    left_plans = [parameters(item)["plan"] for item in left[FEATURED_ROWS]]
+    places, expected = (
+        {(plan.arch, feature) for plan in plans for feature in plan.problem.features}
+        for plans in (left_plans, [*module.FEATURED_PLANS, *module.DROPPING_PLANS])
+    )
+    assert places == expected
+    assert {feature for _, feature in places} == {*module.FEATURES_OF_TABLES, "dropout"}
+    masks = {(feature, plan.problem.causal) for plan in left_plans for feature in plan.problem.features}
+    assert masks >= set(itertools.product(module.FEATURES_OF_TABLES, (False, True)))
+    rows = [parameters(item)["row"] for item in left[ROWS]]
+    kinds = {(row.arch, row.dtype, row.plan().problem.causal) for row in rows}
+    assert kinds == set(itertools.product(ALL, DTYPES, (False, True)))
+    assert {row.arch for row in rows if row.way == "bf16"} == ALL
