@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Hashable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -125,60 +124,91 @@ KERNELS: dict[str, tuple[str, frozenset[int], str]] = {
     "_grouped_sm90_kernel": (MOE_HOPPER, HOPPER, ""),
     "_weights_sm90_kernel": (MOE_HOPPER_BACKWARD, HOPPER, ""),
 }
-BOTH_MASKS = {"full", "causal"}
-DTYPES = {"fp16", "fp32"}  # the interpreter multiplies bf16 wrongly
-FEATURE_NAMES = ("window", "softcap", "sinks", "alibi", "dropout")
-ATTENTION = {*BOTH_MASKS, *DTYPES, *(f"{mask} dropout" for mask in BOTH_MASKS), *(f"{d} dropout" for d in DTYPES)}
+
+
+def with_and_without(feature: str, *ways: str) -> set[str]:
+    return {f"{way}, {word}{feature}" for way in ways for word in ("", "no ")}
+
+
+BASE = ("full", "causal", "fp16", "fp32")  # the interpreter multiplies bf16 wrongly
+FEATURE_NAMES = ("window", "softcap", "sinks", "alibi")
 MOE_KERNELS = ("gemv_triton", "few_triton", "grouped_triton")
 # Ways that the interpreter must see with every Triton.
-WAYS: dict[str, set[Hashable]] = {
-    FORWARD: {*BOTH_MASKS, *DTYPES},
-    FEATURES: {*ATTENTION, *FEATURE_NAMES, "bias", "splits", "dropout splits", "full window", "full bias", "all"},
-    VARLEN: {*ATTENTION, *FEATURE_NAMES, "seqused_q", "seqused_k"},
+WAYS: dict[str, set[str]] = {
+    FORWARD: {*BASE, "grouped heads"},
+    FEATURES: {
+        *BASE, *FEATURE_NAMES, "bias", "full window", "full bias", "grouped heads",
+        *with_and_without("dropout", *BASE, "splits", "all"),
+    },
+    VARLEN: {
+        *(f"packed {way}" for way in (*BASE, *FEATURE_NAMES, "grouped heads")), "packed full window",
+        "seqused_q", "seqused_k",
+        *with_and_without("dropout", "packed full", "packed causal"),
+    },
     BACKWARD: {
-        *ATTENTION, *FEATURE_NAMES, "bias", "through_lse", "wide", "wide dropout", "all",
-        "packed", "packed full", "packed causal", "packed dropout", "packed fp32",
+        *BASE, *FEATURE_NAMES, "bias", "through_lse", "plain full", "plain causal", "grouped heads",
+        *with_and_without("dropout", *BASE, "wide", "all"),
+        *(f"packed {way}" for way in (*BASE, *FEATURE_NAMES, "wide", "grouped heads")), "packed full window",
+        "seqused_q", "seqused_k",
+        *with_and_without("dropout", "packed full", "packed causal"),
     },
     CACHE: {
-        *BOTH_MASKS, *DTYPES, "window", "softcap", "sinks", "alibi", "bias", "new", "rotary_dim", "padding", "shared",
-        "page_size", "num_splits", "batch_invariant",
+        *BASE, "new", "rotary halves", "rotary_interleaved", "padding", "shared", "page_size", "many rows",
+        "batch_invariant", "splits alone", *with_and_without("bias", *FEATURE_NAMES),
     },
     MOE: {
-        *ACTIVATIONS, *DTYPES, *MOE_KERNELS, *(f"{kernel} none" for kernel in MOE_KERNELS), "interleaved", "bias",
-        "shared", "weighted", "many experts a token",
+        *ACTIVATIONS, "fp16", "fp32", *MOE_KERNELS, *(f"{kernel}, ids of none" for kernel in MOE_KERNELS),
+        "interleaved", "bias", "shared", "weighted", "many experts a token",
     },
-    MOE_BACKWARD: {*ACTIVATIONS, *DTYPES, "interleaved", "bias", "shared", "weighted", "none"},
+    MOE_BACKWARD: {*ACTIVATIONS, "fp16", "fp32", "interleaved", "bias", "shared", "weighted", "auto, ids of none"},
 }  # fmt: skip
 
 
 def ways_of_attention(case: Any) -> set[str]:
-    """Return what a case asks of a kernel, and with what else it asks for dropout."""
-    through_lse = getattr(case, "through_lse", False)
+    """Return what a case asks of a kernel; of packed sequences it is asked of another variant of the kernel."""
+    through_lse = {"through_lse"} if getattr(case, "through_lse", False) else set()
     case = getattr(case, "case", case)  # of gradients
-    asked = {"window": (-1, -1), "softcap": 0.0, "sinks": "", "alibi": "", "bias": "", "dropout": 0.0}
-    found = {name for name, none in asked.items() if getattr(case, name, none) != none}
-    kind = {"causal" if case.causal else "full", case.dtype}
-    kind |= {"splits"} if getattr(case, "splits", 1) > 1 else set()
-    kind |= {"wide"} if max(case.head_dim, case.head_dim_v) > 128 else set()
-    kind |= {"packed"} if hasattr(case, "seqlens_q") else set()
-    found |= {f"{way} dropout" if way != "splits" else "dropout splits" for way in kind if "dropout" in found}
-    found |= {f"full {name}" for name in ("window", "bias") if name in found and "full" in kind}
-    found |= {"all"} if set(asked) <= found else set()
-    found |= {f"packed {way}" for way in kind if "packed" in kind}
-    found |= {name for name in ("seqused_q", "seqused_k") if getattr(case, name, None)}
-    return found | kind | ({"through_lse"} if through_lse else set())
+    packed = "packed " if hasattr(case, "seqlens_q") else ""
+    none = {"window": (-1, -1), "softcap": 0.0, "sinks": "", "alibi": "", "bias": "", "dropout": 0.0}
+    features = {name for name, value in none.items() if getattr(case, name, value) != value}
+    mask = "causal" if case.causal else "full"
+    are_so = {
+        "splits": getattr(case, "splits", 1) > 1,
+        "wide": max(case.head_dim, case.head_dim_v) > 128,
+        "all": features >= {*none} - {"dropout"},
+        "grouped heads": case.heads > case.heads_kv,
+    }
+    kinds = {mask, case.dtype, *(name for name, is_so in are_so.items() if is_so)}
+    dropout = "dropout" if "dropout" in features else "no dropout"
+    found = {*kinds, *features, *(f"{kind}, {dropout}" for kind in kinds), *(f"{mask} {name}" for name in features)}
+    found |= set() if features else {f"plain {mask}"}
+    return (
+        {packed + way for way in found} | through_lse | {n for n in ("seqused_q", "seqused_k") if getattr(case, n, 0)}
+    )
 
 
 def ways_of_cache(case: Any) -> set[str]:
-    names = ("new", "rotary_dim", "padding", "shared", "page_size", "sinks", "alibi", "bias")
-    causal = case.options.get("causal") and case.seqlen_q > 1
-    return {"causal" if causal else "full", case.dtype, *case.options, *(n for n in names if getattr(case, n))}
+    """Return the same of a call with a K/V cache; a rotation is of pairs next to one another, or of two halves."""
+    given = {
+        name for name in ("new", "padding", "shared", "page_size", "sinks", "alibi", "bias") if getattr(case, name)
+    }
+    asked = {name for name, value in case.options.items() if value not in (False, (-1, -1), 0.0)}
+    features = (given | asked) & {*FEATURE_NAMES}
+    are_so = {
+        "causal": "causal" in asked and case.seqlen_q > 1,
+        "rotary halves": case.rotary_dim > 0 and "rotary_interleaved" not in asked,
+        "many rows": case.seqlen_q * case.heads // case.heads_kv > 16,
+        "splits alone": asked == {"num_splits"} and not given,
+    }
+    found = {name for name, is_so in are_so.items() if is_so} | ({"full"} if "causal" not in asked else set())
+    bias = "bias" if case.bias else "no bias"
+    return found | given | (asked - {"causal"}) | {case.dtype, *(f"{name}, {bias}" for name in features)}
 
 
 def ways_of_experts(case: Any) -> set[str]:
     flags = {name for name in ("interleaved", "bias", "shared", "weighted") if getattr(case, name)}
     many = {"many experts a token"} if case.top_k > COMBINE_UNROLL else set()
-    return {case.activation, case.dtype, case.kernel, case.ids, f"{case.kernel} {case.ids}"} | flags | many
+    return {case.activation, case.dtype, case.kernel, f"{case.kernel}, ids of {case.ids}"} | flags | many
 
 
 @pytest.fixture(scope="module")
@@ -204,7 +234,7 @@ def parameters(item: pytest.Function) -> dict[str, Any]:
 def launched(item: pytest.Function, test: str) -> tuple[int, set[str]] | None:
     """Return architecture and kernels of the plan that a test compiles, where its parameters say it all."""
     given = parameters(item)
-    plan = item.module.make_plan(**given) if test == BACKWARD_ROWS else next(iter(given.values()), None)
+    plan: Any = item.module.make_plan(**given) if test == BACKWARD_ROWS else next(iter(given.values()), None)
     plan = plan.plan() if hasattr(plan, "plan") else plan
     return (plan.arch, {launch.pattern for launch in plan.launches}) if hasattr(plan, "launches") else None
 
@@ -267,5 +297,5 @@ def test_the_oldest_triton_compiles_every_feature_and_both_masks(left):
     assert masks >= set(itertools.product(module.FEATURES_OF_TABLES, (False, True)))
     rows = [parameters(item)["row"] for item in left[ROWS]]
     kinds = {(row.arch, row.dtype, row.plan().problem.causal) for row in rows}
-    assert kinds == set(itertools.product(ALL, DTYPES, (False, True)))
+    assert kinds == set(itertools.product(ALL, ("fp16", "fp32"), (False, True)))
     assert {row.arch for row in rows if row.way == "bf16"} == ALL
