@@ -1,9 +1,10 @@
 """Which cases of a kernel run with the newest Triton alone.
 
 Another version of Triton may fail to compile a kernel, or translate an operation of its language otherwise, but hardly
-for one size or tile among many. So with the oldest version every kernel is compiled for every architecture, with some
-of its tiles, and interpreted in a few cases that have each of its ways: every feature and activation, both masks, both
-widths of elements. With the newest version every case runs. ``test_one_triton.py`` says what must be left.
+for one size or tile among many. So with the oldest version every kernel is compiled for every architecture that it is
+for, with some of its tiles, and interpreted in a few cases that have each of its ways: every feature and activation,
+both masks, both widths of elements. With the newest version every case runs. ``test_one_triton.py`` says what must be
+left.
 """
 
 from __future__ import annotations
