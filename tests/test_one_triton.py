@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
-from flashmoe_science.moe.plan import COMBINE_UNROLL
+from flashmoe_science.moe.plan import COMBINE_UNROLL, MAX_PAIRS_SORTED_AT_ONCE
 from flashmoe_science.moe.problem import ACTIVATIONS
 
 from .one_triton import all_but, all_but_some_with
@@ -274,6 +274,11 @@ def test_the_oldest_triton_compiles_every_kernel_for_every_architecture(kernel, 
 @pytest.mark.parametrize("kernel", [kernel for kernel, (_, _, interpreting) in KERNELS.items() if interpreting])
 def test_the_oldest_triton_interprets_every_kernel_in_triton(kernel, left):
     assert left[KERNELS[kernel][2]]
+
+
+def test_the_oldest_triton_interprets_both_ways_of_sorting(left):
+    pairs = [parameters(item)["pairs"] for item in left[SORTING]]
+    assert min(pairs) <= MAX_PAIRS_SORTED_AT_ONCE < max(pairs)
 
 
 @pytest.mark.parametrize("test", WAYS)
