@@ -33,7 +33,7 @@ test: env-dev ## run every test that needs no GPU (ARGS="tests/proof -k stale" f
 	$(TEST) $(CPU_TESTS) $(ARGS)
 
 # The newest Triton runs all of them in `make test`. Of another version it is asked whether every kernel compiles, and
-# whether a case or two of each are right in its interpreter: see tests/one_triton.py.
+# whether every way of each is right in its interpreter in some case: see tests/one_triton.py.
 test-triton: env-dev ## run tests that compile or interpret kernels with another Triton: set PYTHONPATH
 	$(TEST) $(CPU_TESTS) -m "triton and not one_triton and not gpu" $(ARGS)
 

@@ -203,6 +203,10 @@ class Gradients:
     turned: bool = False  # whether it is tried in another memory layout too
     low: bool = False  # whether all scores are so low that a score of 0 would weigh infinitely much
 
+    @property
+    def why(self) -> str:
+        return self.case.why
+
     def __str__(self) -> str:
         return f"{self.case}{'-lse' if self.through_lse else ''}"
 

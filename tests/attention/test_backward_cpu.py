@@ -27,8 +27,12 @@ def leaves(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list
     return [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
 
 
-# One kernel, two that compute dQ apart, features, packed sequences.
-WITH_EVERY_TRITON = ("several-tiles", "d192-dv128", "apart", "all-at-once", "seqused-both")
+# dK and dV in one launch and apart, features, packed sequences; both masks, 16-bit elements and fp32, and dropout.
+WITH_EVERY_TRITON = (
+    "several-tiles", "whole-tiles", "tiles-and-empty-rows", "d192-dv128", "all-at-once", "apart", "seqused-both",
+    "window-softcap", "alibi", "window-sinks", "dropout-all-at-once", "dropout-odd", "dropout-apart", "dropout",
+    "dropout-used",
+)  # fmt: skip
 
 
 @pytest.mark.triton

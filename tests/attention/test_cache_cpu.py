@@ -465,8 +465,11 @@ NOT_FINITE = [
 ]
 
 
-# Keys appended, features, keys split and merged, many rows of a page.
-WITH_EVERY_TRITON = ("append-paged", "features", "splits", "many-rows-paged", "bits-invariant")
+# Keys appended and rotated, features, a bias, fp32, keys split and merged, many rows of a page, values in the keys.
+WITH_EVERY_TRITON = (
+    "append-paged", "rotary", "rotary-pairs", "features", "bias-across", "fp32-unequal-widths", "splits",
+    "many-rows-paged", "shared", "bits-invariant",
+)  # fmt: skip
 
 
 @pytest.mark.triton

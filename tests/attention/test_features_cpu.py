@@ -105,8 +105,15 @@ def test_cpu_tensors_run_the_reference(case):
         assert_right(o, *low, lse=lse if dtype == q.dtype else None, **options)
 
 
+# Every feature, keys split, both masks, 16-bit elements and fp32. Each with dropout and without.
+WITH_EVERY_TRITON = (
+    "all-at-once", "split-bias-sinks", "window-on-both-sides", "bias-of-sequences",
+    "dropout-all-at-once", "split-dropout", "dropout-odd",
+)  # fmt: skip
+
+
 @pytest.mark.triton
-@pytest.mark.parametrize("case", all_but(FEATURES, "all-at-once", "split-bias-sinks"), ids=str)
+@pytest.mark.parametrize("case", all_but(FEATURES, *WITH_EVERY_TRITON), ids=str)
 def test_streaming_kernel_interpreted(case, interpreted):
     """The Triton kernel itself, its keys split too, in a child process. Tiles out of a window's reach are not read."""
     interpreted(case)

@@ -12,9 +12,15 @@ from flashmoe_science.moe import reference
 from ..one_triton import all_but
 from .cases import CASES, EMPTY_CASES, Case, make_tensors, options_of
 
+# Every activation, and in the backward pass its slope too; ids of no expert, shared experts, gates side by side.
+WITH_EVERY_TRITON = (
+    "gpt-oss", "shared experts", "ids of no expert", "top_k above one step of the sum",
+    *(f"activation {name}" for name in ("geglu", "geglu_tanh", "relu2", "silu", "gelu", "gelu_tanh")),
+)  # fmt: skip
+
 
 @pytest.mark.triton
-@pytest.mark.parametrize("case", all_but(CASES + EMPTY_CASES, "gpt-oss", "shared-experts"), ids=str)
+@pytest.mark.parametrize("case", all_but(CASES + EMPTY_CASES, *WITH_EVERY_TRITON), ids=str)
 def test_every_case(case, interpreted):
     interpreted(case)
 

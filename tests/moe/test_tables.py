@@ -89,7 +89,7 @@ def test_every_tile_compiles(row):
             assert found["HGMMA"]
 
 
-@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("arch", GPUS)
 def test_few_pairs_and_one_token_compile(arch):
     for tokens, experts in ((16, 8), (3, 64)):
         problem = MoeProblem(tokens=tokens, dtype="bf16", **{**PLAIN, "experts": experts}, ids_dtype="i64")
@@ -110,9 +110,9 @@ def test_rows_that_start_anywhere_compile():
         check(kernel, 80)
 
 
-@pytest.mark.parametrize("arch", [80, 90, 120])
+@pytest.mark.parametrize("arch", GPUS)
 def test_sorting_and_routing_compile(arch):
-    experts = {80: 8, 90: 128, 120: 512}[arch]
+    experts = {80: 8, 86: 60, 89: 16, 90: 128, 100: 256, 120: 512}[arch]
     for tokens in (300, 3000):
         problem = MoeProblem(tokens, experts, 4, 64, 64, "bf16", shared_experts=1, shared_inter=64)
         plan = plan_moe(problem, SPECS[GPUS[arch]])
@@ -202,6 +202,8 @@ def backward_rows() -> Iterator[tuple[int, int, BackwardConfig, str]]:
     yield 80, 4, BACKWARD_TABLES[(80,)][4][0], "plain"
     yield 90, 2, SMALL_BACKWARD, "gpt-oss"
     yield 100, 2, BACKWARD_TABLES[(90, 100)][2][1], "gpt-oss"
+    for arch in (86, 120):
+        yield arch, 2, BACKWARD_TABLES[(86, 89, 120)][2][0], "gpt-oss"
 
 
 @pytest.mark.parametrize(("arch", "item_bytes", "config", "way"), [*backward_rows()])
