@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
+from flashmoe_science import flash_attention
 from flashmoe_science.attention import fingerprints, hopper_plan, inputs, operator as attention_operator, plan, prepare
 from flashmoe_science.attention.inputs import problem_of
 from flashmoe_science.attention.operator import OPERATOR
 from flashmoe_science.attention_cache.operator import OPERATOR as CACHE_OPERATOR
 from flashmoe_science.gpu import device
+from flashmoe_science.gpu.dependencies import trace
 from flashmoe_science.gpu.device import spec_of
 from flashmoe_science.gpu.specs import SPECS
 from flashmoe_science.proof.operator import Fingerprinting, load_operator
+from flashmoe_science.proof.subject import PACKAGE_FOLDER
 from flashmoe_science.proof.suites import load_suite
 
 pytestmark = pytest.mark.triton
@@ -312,3 +318,37 @@ def test_how_a_rival_is_called_in_prose_does_not_count_and_its_backend_does(monk
     assert code("hopper", arm="sdpa-cudnn") == before
     monkeypatch.setattr(rival, "backend", None)
     assert code("hopper", arm="sdpa-cudnn") != before
+
+
+def files_run(call):
+    """Return the files of the package whose functions ``call`` runs, as records name them."""
+    ran = set()
+
+    def note(frame, event, _argument):
+        if event == "call":
+            ran.add(Path(frame.f_code.co_filename))
+
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return {path.relative_to(PACKAGE_FOLDER).as_posix() for path in ran if path.is_relative_to(PACKAGE_FOLDER)}
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("options", [{}, {"window": (3, 0), "softcap": 5.0}], ids=["plain", "features"])
+def test_what_the_host_runs_at_each_call_is_in_the_fingerprint_or_named(device, options):
+    """On a CPU there is the reference besides, and its checks."""
+    q, k, v = torch.randn(3, 1, 2, 300, 64, device=device, dtype=torch.bfloat16)
+    flash_attention(q, k, v, causal=True, **options)
+    ran = files_run(lambda: flash_attention(q, k, v, causal=True, **options))
+    followed = {
+        name.partition(":")[0].removeprefix("flashmoe_science.").replace(".", "/") + ".py"
+        for name in trace(("flashmoe_science.attention.api:flash_attention",), fingerprints.NOT_FOLLOWED)
+    }
+    assert "attention/api.py" in ran
+    known = followed | fingerprints.RUN_AT_EACH_CALL
+    assert ran - known <= ({"attention/reference.py", "attention/problem.py"} if device == "cpu" else set())
+    if options:
+        assert {"attention/inputs.py", "attention/gradients.py"} <= ran

@@ -7,6 +7,7 @@ import hashlib
 
 import pytest
 
+from flashmoe_science.attention.fingerprints import RUN_AT_EACH_CALL
 from flashmoe_science.errors import EvidenceError, InputError
 from flashmoe_science.gpu.specs import SPECS
 from flashmoe_science.proof import changes
@@ -14,7 +15,7 @@ from flashmoe_science.proof.changes import changes_since
 from flashmoe_science.proof.conclude import conclude
 from flashmoe_science.proof.evidence import SourceFile, parse_record, record_text, write_record
 from flashmoe_science.proof.judge import VerdictStatus
-from flashmoe_science.proof.operator import code_of, load_operator
+from flashmoe_science.proof.operator import code_of, host_files_of, load_operator
 from flashmoe_science.proof.readme import speed_section
 from flashmoe_science.proof.store import Store
 from flashmoe_science.proof.subject import PACKAGE_FOLDER
@@ -90,8 +91,35 @@ def test_files_that_changed_do_not_count_for_device_time_where_the_fingerprints_
     assert (found.changed, found.notes) == ("", [NOTE.format("3 cases")])
 
 
-def test_files_that_changed_count_for_wall_time(tmp_path, now):
-    assert changes_since(build_claim(metric="wall"), run_of(), tmp_path).changed == FILES
+WALL_NOTE = NOTE.replace("did not", "did not, nor what the host runs at each call")
+
+
+def test_files_that_changed_do_not_count_for_wall_time_where_the_host_does_not_run_them_at_each_call(tmp_path, now):
+    wall = build_claim(metric="wall")
+    found = changes_since(wall, run_of(), tmp_path)
+    assert (found.changed, found.notes) == ("", [WALL_NOTE.format("3 cases")])
+    now.other = {("flash_attention", 513): "1" * 64}
+    changes._code_now.cache_clear()
+    assert "what runs on the GPU is another in 1 of 3 cases: case1" in changes_since(wall, run_of(), tmp_path).changed
+
+
+@pytest.mark.parametrize("files", [frozenset(("a.py", "gpu/specs.py")), None], ids=["one of them", "not known"])
+def test_files_that_the_host_runs_at_each_call_count_for_wall_time(tmp_path, now, monkeypatch, files):
+    monkeypatch.setattr(type(ATTENTION), "host_files", lambda _self, _subject: files)
+    found = changes_since(build_claim(metric="wall"), run_of(), tmp_path)
+    assert (found.changed, found.notes) == (FILES, ())
+    assert now.asked == []
+    assert changes_since(KERNEL, run_of(), tmp_path).changed == ""
+
+
+def test_only_attention_s_plain_entry_says_what_the_host_runs():
+    assert host_files_of(ATTENTION, "flash_attention") == RUN_AT_EACH_CALL
+    assert host_files_of(ATTENTION, "forward_triton") is None
+    assert host_files_of(load_operator("moe"), "fused_moe") is None
+
+
+def test_files_that_changed_count_for_memory(tmp_path, now):
+    assert changes_since(build_claim(metric="memory"), run_of(), tmp_path).changed == FILES
     assert now.asked == []
 
 
@@ -284,7 +312,7 @@ def test_a_repository_with_another_copy_of_the_package_is_compared_by_its_files(
     found = changes_since(KERNEL, run_of(), tmp_path)
     assert found.changed == FILES
     assert [note.partition(":")[0] for note in found.notes] == ["what runs on the GPU was not compared"]
-    assert changes_since(build_claim(metric="wall"), run_of(), tmp_path).notes == ()
+    assert changes_since(build_claim(metric="memory"), run_of(), tmp_path).notes == ()
     assert now.asked == []
 
 

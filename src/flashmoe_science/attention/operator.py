@@ -18,7 +18,7 @@ from ..gpu.planning import PlannedKernel, PlannedLaunch, Work
 from ..gpu.specs import SPECS, GpuSpec, find_gpu
 from . import reference, rivals
 from .api import flash_attention
-from .fingerprints import can_be_told, rival_code, subject_code
+from .fingerprints import RUN_AT_EACH_CALL, can_be_told, rival_code, subject_code
 from .inputs import check_window, problem_of
 from .plan import plan_attention
 from .problem import ITEM_BYTES, AttentionProblem
@@ -363,6 +363,10 @@ class AttentionOperator:
         from .prepare import prepare_kernels
 
         return subject_code(self, entry, plan.arch, prepare_kernels(plan), (plan_attention, prepare_kernels))
+
+    def host_files(self, subject: str) -> frozenset[str] | None:
+        """Return the files that the host runs at each call of ``flash_attention``, and no fingerprint knows."""
+        return RUN_AT_EACH_CALL if subject == "flash_attention" else None
 
     def _as_called(self, problem: AttentionProblem) -> AttentionProblem:
         """Return ``problem`` as a call with its inputs describes it, which are made without memory."""

@@ -1,8 +1,9 @@
 """What changed since a run: its source files, how times are taken, and what the GPU runs in the cases of a claim.
 
 A record hashes the files of its subject, and, where the operator can tell, all that decides what each arm runs in each
-case. A file that changed says that something may be another; equal fingerprints say that to the GPU nothing is. A
-change of the code that takes times counts whatever the files say.
+case. A file that changed says that something may be another; equal fingerprints say that to the GPU nothing is, and
+for wall time the operator says which files they leave out that run on the host at each call. A change of the code that
+takes times counts whatever the files say.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import functools
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,8 +25,8 @@ from .method import takes_alike
 from .subject import PACKAGE_FOLDER, is_builtin
 from .words import counted
 
-# Taken on the device, of what was launched. Wall time has the host's Python in it, which no fingerprint knows.
-_DEVICE_TIMES: tuple[TimeKind, ...] = ("kernel", "graph")
+# Memory goes by the files: what is allocated is in no fingerprint.
+_TIMES: tuple[TimeKind, ...] = ("kernel", "graph", "wall")
 FINGERPRINTS_EQUAL = "(fingerprints equal)"  # ends a note that says of changed files that they do not count
 _ANOTHER_COPY = (
     "what runs on the GPU was not compared: another copy of the package runs here than the repository's own "
@@ -40,8 +41,13 @@ class Sources:
 
     changed: str = ""  # which differ, and in what; empty: nothing that counts, or none that can be seen
     notes: Sequence[str] = ()  # what a reader of a verdict has to know besides
-    count: int = 0  # of the files that differ
+    differ: Sequence[str] = ()  # the files that do, as the record names them
     absent: int = 0  # of those, how many there are none of
+
+    @property
+    def count(self) -> int:
+        """How many files differ."""
+        return len(self.differ)
 
     @property
     def differing(self) -> str:
@@ -58,28 +64,31 @@ def compare_sources(record: Record, repository: Path) -> Sources:
     now = {source.path: _digest(folders, source.path) for source in subject.sources}
     if now and not any(now.values()) and subject.folder is None:
         return Sources(notes=["its sources are not in this repository, so nobody compared them"])
-    differ = [source.path for source in subject.sources if now[source.path] != source.sha256]
+    differ = tuple(source.path for source in subject.sources if now[source.path] != source.sha256)
     absent = sum(now[path] is None for path in differ)
     some = f" ({absent} of them not in this repository)" if absent else ""
     changed = f"{len(differ)} of {len(now)}{some}, {', '.join(differ)}" if differ else ""
-    return Sources(changed, count=len(differ), absent=absent)
+    return Sources(changed, differ=differ, absent=absent)
 
 
 def changes_since(claim: Claim, record: Record, repository: Path) -> Sources:
     """Compare what ``claim`` rests on with what is in ``repository`` now.
 
-    Files that differ do not count for device time where the fingerprints of all its cases are those recorded. They
-    count where a fingerprint is missing, or cannot be made now.
+    Files that differ do not count for a time where the fingerprints of all its cases are those recorded, and, for wall
+    time, where they are none of those that the host runs at each call. They count where a fingerprint is missing, or
+    cannot be made now.
     """
     sources = compare_sources(record, repository)
     if beyond := _beyond_its_files(record, repository):
-        return Sources("; ".join(filter(None, [sources.changed, beyond])), count=sources.count)
+        return replace(sources, changed="; ".join(filter(None, [sources.changed, beyond])), notes=())
     elsewhere = is_builtin(record.subject) and not _is_of_this_package(record, repository)
     recorded = any(arm.code for case in claim.cases_of(record) for arm in case.arms)
-    if sources.changed and claim.metric in _DEVICE_TIMES and elsewhere and recorded:
-        return Sources(sources.changed, notes=[*sources.notes, _ANOTHER_COPY], count=sources.count)
-    told = sources.changed and claim.metric in _DEVICE_TIMES and _is_of_this_package(record, repository)
+    if sources.changed and claim.metric in _TIMES and elsewhere and recorded:
+        return replace(sources, notes=[*sources.notes, _ANOTHER_COPY])
+    told = sources.changed and claim.metric in _TIMES and _is_of_this_package(record, repository)
     if not told or record.environment.gpu is None:
+        return sources
+    if claim.metric == "wall" and _runs_at_each_call(record, sources.differ):
         return sources
     spec = _spec_of(record.environment.gpu)
     cases = claim.cases_of(record)
@@ -93,13 +102,22 @@ def changes_since(claim: Claim, record: Record, repository: Path) -> Sources:
         if (arms := [arm for arm, (recorded, now) in fingerprints.items() if now != recorded])
     }
     if not differ:
-        ran = f"what runs on the GPU in its {counted(len(cases), 'case')} did not {FINGERPRINTS_EQUAL}"
-        return Sources(notes=[f"{sources.differing}; {ran}"], count=sources.count)
+        host = ", nor what the host runs at each call" if claim.metric == "wall" else ""
+        ran = f"what runs on the GPU in its {counted(len(cases), 'case')} did not{host} {FINGERPRINTS_EQUAL}"
+        return replace(sources, changed="", notes=[f"{sources.differing}; {ran}"])
     told_of = [name if claim.subject in arms else f"{name} ({', '.join(arms)})" for name, arms in differ.items()]
     shown = ", ".join(told_of[:_SHOWN]) + (f" and {len(told_of) - _SHOWN} more" if len(told_of) > _SHOWN else "")
     how = "is another" if all(now for _, now in pairs) else "is another, or cannot be told here,"
     where = f"what runs on the GPU {how} in {len(differ)} of {counted(len(cases), 'case')}: {shown}"
-    return Sources(f"{sources.changed}; {where}", count=sources.count)
+    return replace(sources, changed=f"{sources.changed}; {where}", notes=())
+
+
+def _runs_at_each_call(record: Record, paths: Sequence[str]) -> bool:
+    """Return whether the host runs one of these files at each call, as far as fingerprints do not tell."""
+    from .operator import host_files_of, load_operator
+
+    files = host_files_of(load_operator(record.subject.operator), record.subject.name)
+    return files is None or not files.isdisjoint(paths)
 
 
 def _has_this_package(repository: Path) -> bool:
