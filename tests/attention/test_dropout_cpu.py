@@ -49,13 +49,14 @@ def test_known_answers(counter, key, numbers):
 
 
 def test_which_number_decides_an_element():
-    """The first of the counter (m, n, b * H + h, offset) with the seed as key, and from p * 2**32 on it keeps."""
-    heads, rows, keys = torch.tensor([0, 5]), torch.tensor([0, 1, 700]), torch.tensor([3, 2**20])
+    """That at n % 4 of (m, n // 4, b * H + h, offset) with the seed as key, and from p * 2**32 on it keeps."""
+    heads, rows, keys = torch.tensor([0, 5]), torch.tensor([0, 1, 700]), torch.tensor([3, 4, 2**20 + 1, 2**30 + 2])
     low, high = (5, 0xC0000000)  # of 5 - 2**62
-    number = torch.empty(2, 3, 2, dtype=torch.int64)
-    for place in torch.cartesian_prod(torch.arange(2), torch.arange(3), torch.arange(2)).tolist():
-        counter = rows[place[1]], keys[place[2]], heads[place[0]], torch.tensor(2**32 - 7)
-        number[tuple(place)] = philox4x32(counter, (torch.tensor(low), torch.tensor(high)))[0]
+    number = torch.empty(2, 3, 4, dtype=torch.int64)
+    for place in torch.cartesian_prod(torch.arange(2), torch.arange(3), torch.arange(4)).tolist():
+        key = keys[place[2]]
+        counter = rows[place[1]], key // 4, heads[place[0]], torch.tensor(2**32 - 7)
+        number[tuple(place)] = philox4x32(counter, (torch.tensor(low), torch.tensor(high)))[key % 4]
     for element in number.flatten().tolist():
         for limit in (element, element + 1):
             kept = dropout_keeps(SEED, limit / 2**32, heads=heads, rows=rows, keys=keys)

@@ -75,9 +75,9 @@ def flash_attention(
             a key. Scale, softcap, ALiBi and bias are applied in this order, the masks last.
         dropout_p: the share of the probabilities that are dropped, at least 0 and less than 1; 0 for no dropout. After
             the softmax those kept are divided by 1 - dropout_p; the LSE is that without dropout. Of row m, key n and
-            head h of sequence b it is kept if and only if a random number of 32 bits is at least dropout_p * 2**32: the
-            first of Philox 4x32 (10 rounds) with the counter (m, n, b * H + h, offset mod 2**32) and the seed as key.
-            So it is the same for every kernel, tile and launch, and in the gradients.
+            head h of sequence b it is kept if and only if a random number of 32 bits is at least dropout_p * 2**32: of
+            the four of Philox 4x32 (10 rounds) with the counter (m, n // 4, b * H + h, offset mod 2**32) and the seed
+            as key the one at n % 4. So it is the same for every kernel, tile and launch, and in the gradients.
         dropout_seed: ``[2]`` int64, contiguous, on the device of q: seed and offset, which the host does not read.
             Default: drawn from torch's default generator. Where dropout_p is 0 it is not used.
         return_lse: return the log-sum-exp of every row too.

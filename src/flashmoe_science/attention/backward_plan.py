@@ -154,7 +154,7 @@ BACKWARD_TABLES: dict[tuple[int, ...], dict[tuple[int, int], BackwardTiles]] = {
 # With dropout, whose numbers take registers: (bytes of an element, columns) -> tiles of the kernels that own keys,
 # queries and the bias. They are held to the same on every architecture, with all features too; fp32 has its own.
 _DROPOUT_TILES = {
-    (2, 64): (Tile(32, 32, 8, 1), Tile(64, 32, 8, 2), Tile(32, 64, 4, 1)),
+    (2, 64): (Tile(32, 32, 8, 1), Tile(64, 32, 8, 2), Tile(32, 64, 8, 1)),
     (2, 128): (Tile(32, 32, 8, 1), Tile(64, 32, 8, 2), Tile(32, 32, 8, 1)),
     (2, 256): (Tile(16, 32, 8, 1), Tile(32, 32, 8, 1), Tile(16, 64, 8, 1)),
 }

@@ -70,7 +70,7 @@ def _fold_keys(
     v = load_rows(v_ptrs + step * STRIDE_VN, cols, seqlen_k, offs_dv, DV, MASK_N, MASK_DV)  # [BLOCK_N, BLOCK_DV]
     dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
     if dropout is not None:
-        dp = tl.where(kept_by(dropout, rows[:, None], cols[None, :]), dp * dropout[4], 0.0)
+        dp = tl.where(kept_by(dropout, rows, start_n, offs_n.shape[0]), dp * dropout[4], 0.0)
     ds = p * (dp - delta[:, None])
     if softcap is not None:
         ds *= cap
@@ -262,7 +262,7 @@ def _backward_bias_kernel(
         dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
         if dropout_seed_ptr is not None:
             dropout = load_dropout(dropout_seed_ptr, b * heads + h, dropout_last, dropout_scale)
-            dp = tl.where(kept_by(dropout, offs_m[:, None], offs_n[None, :]), dp * dropout_scale, 0.0)
+            dp = tl.where(kept_by(dropout, offs_m, first_key, BLOCK_N), dp * dropout_scale, 0.0)
         head = (b * heads + h) * seqlen_q
         lse = load_lse(lse_ptr + head + offs_m, offs_m < seqlen_q, 1.0)
         delta = tl.load(delta_ptr + head + offs_m, mask=offs_m < seqlen_q, other=0.0)

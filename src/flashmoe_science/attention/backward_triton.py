@@ -106,7 +106,7 @@ def _row_range(
 
 @triton.jit
 def _fold_rows(
-    dk, dv, k, v, q_ptrs, do_ptrs, lse_ptr, delta_ptr, bias_head, start_m, offs_m, offs_n, key_cols,
+    dk, dv, k, v, q_ptrs, do_ptrs, lse_ptr, delta_ptr, bias_head, start_m, offs_m, first_key, offs_n, key_cols,
     offs_d, offs_dv, seqlen_q, seqlen_k, step_lse, diagonal, window_left, window_right, scale, softcap, slope,
     stride_bias_m, dropout,
     STRIDE_QM: tl.constexpr, STRIDE_DOM: tl.constexpr, ALIGN_BIAS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
@@ -135,7 +135,7 @@ def _fold_rows(
     do = load_rows(do_ptrs + step * STRIDE_DOM, rows, seqlen_q, offs_dv, DV, MASK_M, MASK_DV)  # [BLOCK_M, BLOCK_DV]
     kept = None
     if dropout is not None:
-        kept = kept_by(dropout, rows[None, :], offs_n[:, None])
+        kept = tl.trans(kept_by(dropout, rows, first_key, offs_n.shape[0]))
     if MAKE_DV:
         weights = p
         if dropout is not None:  # what is kept is scaled at the end
@@ -281,7 +281,7 @@ def _backward_kv_kernel(
             for start_m in tl.range(begin, tl.minimum(inside, end), BLOCK_M, num_stages=1):
                 dk, dv = _fold_rows(
                     dk, dv, k, v, q_ptrs, do_ptrs, lse_base, delta_base, bias_base, start_m, offs_m,
-                    offs_n, key_cols, offs_d, offs_dv, seqlen_q, seqlen_k, step_lse, diagonal, window_left,
+                    first_key, offs_n, key_cols, offs_d, offs_dv, seqlen_q, seqlen_k, step_lse, diagonal, window_left,
                     window_right, scale, softcap, slope, stride_bias_m, dropout,
                     STRIDE_QM, STRIDE_DOM, ALIGN_BIAS, D, DV, D != BLOCK_D, DV != BLOCK_DV,
                     MASK_M, BOUND_LEFT, True, UNIT, PRECISION, MAKE_DK, MAKE_DV,
@@ -289,7 +289,7 @@ def _backward_kv_kernel(
         for start_m in tl.range(inside, unmasked, BLOCK_M, num_stages=NUM_STAGES):
             dk, dv = _fold_rows(
                 dk, dv, k, v, q_ptrs, do_ptrs, lse_base, delta_base, bias_base, start_m, offs_m,
-                offs_n, key_cols, offs_d, offs_dv, seqlen_q, seqlen_k, step_lse, diagonal, window_left,
+                first_key, offs_n, key_cols, offs_d, offs_dv, seqlen_q, seqlen_k, step_lse, diagonal, window_left,
                 window_right, scale, softcap, slope, stride_bias_m, dropout,
                 STRIDE_QM, STRIDE_DOM, ALIGN_BIAS, D, DV, D != BLOCK_D, DV != BLOCK_DV,
                 MASK_M, False, False, UNIT, PRECISION, MAKE_DK, MAKE_DV,
@@ -298,7 +298,7 @@ def _backward_kv_kernel(
             for start_m in tl.range(unmasked, end, BLOCK_M, num_stages=1):
                 dk, dv = _fold_rows(
                     dk, dv, k, v, q_ptrs, do_ptrs, lse_base, delta_base, bias_base, start_m, offs_m,
-                    offs_n, key_cols, offs_d, offs_dv, seqlen_q, seqlen_k, step_lse, diagonal, window_left,
+                    first_key, offs_n, key_cols, offs_d, offs_dv, seqlen_q, seqlen_k, step_lse, diagonal, window_left,
                     window_right, scale, softcap, slope, stride_bias_m, dropout,
                     STRIDE_QM, STRIDE_DOM, ALIGN_BIAS, D, DV, D != BLOCK_D, DV != BLOCK_DV,
                     MASK_M, True, False, UNIT, PRECISION, MAKE_DK, MAKE_DV,

@@ -72,7 +72,7 @@ def _attend(
         alpha = tl.exp(m - m_safe)
     l = l * alpha + tl.sum(p, 1)
     if dropout is not None:  # what is kept is scaled at the end
-        p = tl.where(kept_by(dropout, offs_m[:, None], cols[None, :]), p, 0.0)
+        p = tl.where(kept_by(dropout, offs_m, start_n, offs_n.shape[0]), p, 0.0)
     v = load_rows(v_ptrs + step * STRIDE_VN, cols, seqlen_k, offs_dv, DV, MASK_N, MASK_DV)  # [BLOCK_N, BLOCK_DV]
     if PRECISION == "ieee":  # keys are added one by one: to the sum of a tile, not of all, whose rounding is larger
         part = tl.dot(p, v, input_precision=PRECISION)

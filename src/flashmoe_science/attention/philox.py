@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 
+import torch
 from torch import Tensor
 
 _MASK = 0xFFFFFFFF
@@ -47,6 +48,8 @@ def _multiply(word: Tensor, factor: int) -> tuple[Tensor, Tensor]:
 def dropout_keeps(dropout_seed: Tensor, dropout_p: float, *, heads: Tensor, rows: Tensor, keys: Tensor) -> Tensor:
     """Return which probabilities are kept: those whose number is at least ``dropout_p`` times 2**32.
 
+    Number n % 4 of the four that a row, n // 4 and a head have is that of key n.
+
     Args:
         dropout_seed: ``[2]`` int64: the key is the first, the last word of the counter the second modulo 2**32.
         dropout_p: at least 0, less than 1.
@@ -58,6 +61,10 @@ def dropout_keeps(dropout_seed: Tensor, dropout_p: float, *, heads: Tensor, rows
         ``[G, M, N]`` bool.
     """
     seed, offset = dropout_seed.unbind()
-    counter = rows[:, None] & _MASK, keys & _MASK, heads[:, None, None] & _MASK, offset & _MASK
-    numbers, *_ = philox4x32(counter, (seed & _MASK, (seed >> 32) & _MASK))
-    return numbers >= math.ceil(dropout_p * 2.0**32)
+    counter = rows[:, None] & _MASK, keys // 4, heads[:, None, None] & _MASK, offset & _MASK
+    numbers = philox4x32(counter, (seed & _MASK, (seed >> 32) & _MASK))
+    least = math.ceil(dropout_p * 2.0**32)
+    kept = numbers[0] >= least
+    for place, number in enumerate(numbers[1:], 1):
+        kept = torch.where(keys % 4 == place, number >= least, kept)
+    return kept

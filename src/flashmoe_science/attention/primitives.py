@@ -51,13 +51,22 @@ def load_dropout(dropout_seed_ptr, head, dropout_last, dropout_scale):
 
 
 @triton.jit
-def kept_by(dropout, rows, cols):
-    """Return which elements of a tile dropout keeps; rows and columns lie along either axis.
+def kept_by(dropout, offs_m, first_key, BLOCK_N: tl.constexpr):
+    """Return which elements of a tile ``[BLOCK_M, BLOCK_N]`` dropout keeps.
 
-    An element's number is the first of the four that Philox 4x32 of 10 rounds makes of its row, column and head: it is
-    the same in whatever tile it lies. Rows and columns meet in the second round only, so the first costs next to
-    nothing. ``last`` is the largest number that drops: one more, the least that keeps, can be 2**32.
+    The numbers of four keys in a row, the first a multiple of four, are the four that Philox 4x32 of 10 rounds makes
+    of their row, of that first key over four, and of their head: the same in whatever tile they lie. ``last`` is the
+    largest number that drops: one more, the least that keeps, can be 2**32.
+
+    Args:
+        dropout: what ``load_dropout`` gave.
+        offs_m: ``[BLOCK_M]``, numbers of the rows.
+        first_key: of the tile, a multiple of four.
+        BLOCK_N: of the tile, a multiple of four.
     """
     seed, offset, head, last, _scale = dropout
-    number, _1, _2, _3 = tl.philox(seed, rows.to(tl.uint32), cols.to(tl.uint32), head, offset)
-    return number > last
+    fours = first_key // 4 + tl.arange(0, BLOCK_N // 4)
+    rows, fours = offs_m[:, None].to(tl.uint32), fours[None, :].to(tl.uint32)
+    one, two, three, four = tl.philox(seed, rows, fours, head, offset)
+    kept = tl.join(tl.join(one > last, three > last), tl.join(two > last, four > last))
+    return tl.reshape(kept, [offs_m.shape[0], BLOCK_N])

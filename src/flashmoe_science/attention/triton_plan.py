@@ -90,6 +90,7 @@ _MANY_FEATURES_TABLES: dict[tuple[int, ...], dict[tuple[int, int], tuple[Forward
 }  # fmt: skip
 
 _DROPOUT_TABLES: dict[tuple[int, ...], dict[tuple[int, int], tuple[ForwardConfig, ...]]] = {
+    (80,): {(2, 128): (_T(128, 16, 8, 3), _T(64, 32, 8, 3), _T(16, 64, 4, 3))},
     (90,): {(2, 64): (_T(128, 64, 8, 2), _T(64, 32, 4, 2), _T(16, 64, 4, 2))},
     (100,): {(2, 64): (_T(128, 32, 8, 2), _T(64, 32, 4, 2), _T(16, 64, 4, 2))},
     (86, 89): {(2, 128): (_T(128, 16, 8, 3), _T(64, 32, 8, 2), _T(16, 64, 4, 2))},
