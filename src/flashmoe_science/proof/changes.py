@@ -32,7 +32,7 @@ _ANOTHER_COPY = (
     "what runs on the GPU was not compared: another copy of the package runs here than the repository's own "
     "(pip install -e . takes that one)"
 )
-_SHOWN = 3  # cases that a reason lists
+_SHOWN = 3  # files, and cases, that a reason lists
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def compare_sources(record: Record, repository: Path) -> Sources:
     differ = tuple(source.path for source in subject.sources if now[source.path] != source.sha256)
     absent = sum(now[path] is None for path in differ)
     some = f" ({absent} of them not in this repository)" if absent else ""
-    changed = f"{len(differ)} of {len(now)}{some}, {', '.join(differ)}" if differ else ""
+    changed = f"{len(differ)} of {len(now)}{some}, {_few(differ)}" if differ else ""
     return Sources(changed, differ=differ, absent=absent)
 
 
@@ -106,10 +106,14 @@ def changes_since(claim: Claim, record: Record, repository: Path) -> Sources:
         ran = f"what runs on the GPU in its {counted(len(cases), 'case')} did not{host} {FINGERPRINTS_EQUAL}"
         return replace(sources, changed="", notes=[f"{sources.differing}; {ran}"])
     told_of = [name if claim.subject in arms else f"{name} ({', '.join(arms)})" for name, arms in differ.items()]
-    shown = ", ".join(told_of[:_SHOWN]) + (f" and {len(told_of) - _SHOWN} more" if len(told_of) > _SHOWN else "")
     how = "is another" if all(now for _, now in pairs) else "is another, or cannot be told here,"
-    where = f"what runs on the GPU {how} in {len(differ)} of {counted(len(cases), 'case')}: {shown}"
+    where = f"what runs on the GPU {how} in {len(differ)} of {counted(len(cases), 'case')}: {_few(told_of)}"
     return replace(sources, changed=f"{sources.changed}; {where}", notes=())
+
+
+def _few(names: Sequence[str]) -> str:
+    """Return the first few names, and how many there are besides."""
+    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
 
 
 def _runs_at_each_call(record: Record, paths: Sequence[str]) -> bool:
