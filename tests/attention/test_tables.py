@@ -190,6 +190,13 @@ MANY: tuple[dict[str, Any], ...] = (
     {**ALL_BUT_BIAS, "bias": "fp32"},
 )
 PACKED: dict[str, Any] = {"packed": True, "seqused": "qk"}
+# Pages of fewer keys than a tile, of other sizes, and of whole tiles; with features that add up to as many.
+PAGED: tuple[tuple[int, dict[str, Any]], ...] = (
+    (1, {"causal": True}),
+    (1, {}),
+    (1, {"causal": True, "window": (300, -1)}),
+    (2, {"causal": True, **ALL_BUT_BIAS}),
+)
 
 
 def featured_plans() -> Iterator[Plan]:
@@ -215,7 +222,27 @@ def featured_plans() -> Iterator[Plan]:
                         yield by_hand(problem, arch, config)
 
 
-FEATURES_OF_TABLES = ("a sliding window", "a softcap", "attention sinks", "ALiBi", "a bias", "packed sequences")
+def paged_plans() -> Iterator[Plan]:
+    """Yield plans over pages by hand: of every architecture the rows of all widths, by default each in one way."""
+    complete = os.environ.get("FLASHMOE_ALL_FEATURES") == "1"
+    for turn, (arch, columns) in enumerate(itertools.product(GPUS, (64, 128, 256))):
+        for item_bytes in (2, 4) if complete else (2,):
+            for number, (weight, features) in enumerate(PAGED):
+                for place, config in enumerate(forward_rows(arch, item_bytes, columns, features=weight)):
+                    if not complete and (number != turn % len(PAGED) or place):
+                        continue
+                    dim = columns * 5 // 8 if place == 1 else columns
+                    problem = make_problem(
+                        seqlen_q=1000, seqlen_k=1024, head_dim=dim, head_dim_v=dim, return_lse=True,
+                        dtype="fp32" if item_bytes == 4 else "bf16", packed=True, seqused="k",
+                        page_size=(16, 256, 3)[(turn + place) % 3], table_stride=512, **features,
+                    )  # fmt: skip
+                    yield by_hand(problem, arch, config)
+
+
+FEATURES_OF_TABLES = (
+    "a sliding window", "a softcap", "attention sinks", "ALiBi", "a bias", "packed sequences", "a page table",
+)  # fmt: skip
 
 
 def dropping_plans() -> Iterator[Plan]:
@@ -238,7 +265,7 @@ def dropping_plans() -> Iterator[Plan]:
 
 
 DROPPING_PLANS = list(dropping_plans())
-FEATURED_PLANS = list(featured_plans())
+FEATURED_PLANS = [*featured_plans(), *paged_plans()]
 
 
 def name_of_featured(plan: Plan) -> str:
@@ -285,6 +312,9 @@ def test_rows_with_features_compile(plan):
     [
         ({}, 0),
         ({"packed": True}, 1),
+        ({"packed": True, "page_size": 16}, 1),
+        ({"packed": True, "page_size": 16, "window": (300, -1)}, 1),
+        ({"packed": True, "page_size": 16, "window": (300, -1), "softcap": 30.0}, 2),
         *[(some, 1) for some in SOME],
         *[(many, 2) for many in MANY],
         ({"dropout_p": 0.1}, 3),

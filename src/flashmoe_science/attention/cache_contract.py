@@ -371,6 +371,6 @@ def check_pages(page_table: Tensor, pages: int, page_size: int, keys: Iterable[t
     """Check on the host the pages that hold the keys [first, end) of each sequence. Raises ``InputError``."""
     tables = page_table.tolist()
     for b, (first, end) in enumerate(keys):
-        for i in range(first // page_size, -(-end // page_size)):
+        for i in range(first // page_size, -(-end // page_size)) if first < end else ():
             if not 0 <= tables[b][i] < pages:
                 raise InputError(f"page_table[{b}, {i}] must be from 0 to {pages - 1}, got {tables[b][i]}")

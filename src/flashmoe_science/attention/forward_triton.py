@@ -160,7 +160,7 @@ def _forward_kernel(
     seqused_k_ptr,  # [B] int32 or None
     page_table_ptr,  # [B, pages of a sequence] int32: where its keys lie; None: packed like q
     dropout_seed_ptr,  # [2] int64: seed and offset, or None
-    stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh,  # in units of ALIGN elements; with pages b counts them
+    stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh,  # in units of ALIGN elements; b: or of pages
     stride_ob, stride_oh,  # in units of ALIGN_O elements
     batch, heads, seqlen_q, seqlen_k, tiles_m,  # packed: no length is read
     # softmax_scale * log2(e); with a bias softmax_scale; with a softcap what ``cap_scores`` takes: for fp32 inputs

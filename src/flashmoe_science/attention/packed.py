@@ -58,7 +58,7 @@ def packed_problem(
             letters = "B + 1" if name == "cu_seqlens_k" else "B"
             raise InputError(f"{name} must have shape [{letters}] = [{size}], got {list(tensor.shape)}")
     check_dropout_seed(tensors["dropout_seed"], q)
-    pages = {} if page_table is None else _describe_table(page_table, q, batch, tokens[1])
+    pages: dict[str, Any] = {} if page_table is None else _describe_table(page_table, q, batch, tokens[1])
     return AttentionProblem(
         batch=batch,
         heads=heads,
@@ -93,17 +93,19 @@ def _packed_strides(tensor: Tensor) -> tuple[int, int, int, int]:
 
 
 def _check_pages(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int]:
-    """Check a cache of pages but for its columns, and return how many there are and their positions."""
-    for name, tensor in (("k", k), ("v", v)):
-        if isinstance(tensor, Tensor) and tensor.dim() != 4:
+    """Check what of a paged cache is no matter of sizes, and return its pages and their positions."""
+    caches: dict[str, Any] = {"k": k, "v": v}
+    for name, tensor in caches.items():
+        if not isinstance(tensor, Tensor):
+            raise InputError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+        if tensor.dim() != 4:
             axes = "4 dimensions [pages, page_size, HK, D] with a page_table"
             raise InputError(f"{name} must have {axes}, got shape {list(tensor.shape)}")
-        if isinstance(tensor, Tensor) and tensor.shape[1] == 0:
+        if tensor.shape[1] == 0:
             raise InputError(f"{name} must have pages of at least 1 position, got shape {list(tensor.shape)}")
-    # Of each page a position, so that axes are those of q.
-    check_tensors({"q": q, **{n: t[:, 0] if isinstance(t, Tensor) else t for n, t in (("k", k), ("v", v))}}, "T, H, D")
-    for name, tensor in (("k", k), ("v", v)):
         _check_columns(name, tensor)
+    # The first position of every page has the axes of q.
+    check_tensors({"q": q, **{name: tensor[:, 0] for name, tensor in caches.items()}}, "T, H, D")
     return k.shape[0], k.shape[1]
 
 
@@ -127,7 +129,7 @@ def _describe_table(page_table: Tensor, q: Tensor, batch: int, page_size: int) -
 def refuse_dropout_of_pages(page_table: Tensor | None, dropout_p: float) -> None:
     """Raise ``UnsupportedError`` for what is not served together; before a seed is drawn."""
     if page_table is not None and dropout_p:
-        raise UnsupportedError(f"dropout_p must be 0 with a page_table, got {dropout_p}: a paged cache is for inference")
+        raise UnsupportedError(f"dropout_p must be 0 with a page_table, which is for inference, got {dropout_p}")
 
 
 def check_room(page_table: Tensor, k: Tensor, max_seqlen_k: int) -> None:
