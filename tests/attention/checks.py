@@ -129,11 +129,12 @@ def make_paged(case: VarlenCase, inputs: dict[str, Any]) -> dict[str, Any]:
     rows, keys = case.seqused_q or case.seqlens_q, case.seqused_k or case.seqlens_k
     for b, start in enumerate(inputs["cu_seqlens_k"].tolist()[:-1]):
         first = max(0, keys[b] - rows[b] - case.window[0]) if case.window[0] >= 0 else 0
-        for n in range(first if rows[b] else keys[b], keys[b]):
-            if table[b, n // size].abs() == 2**30:
-                table[b, n // size] = order.pop()
+        for i in range(first // size, -(-keys[b] // size)) if rows[b] and first < keys[b] else ():
+            page, seen = order.pop(), range(max(first, i * size), min(keys[b], (i + 1) * size))
+            table[b, i] = page
             for name, cache in caches.items():
-                cache[table[b, n // size], n % size] = inputs[name][start + n]
+                places = slice(seen.start - i * size, seen.stop - i * size)
+                cache[page, places] = inputs[name][start + seen.start : start + seen.stop]
     return {**inputs, **caches, "page_table": table.to(device)}
 
 

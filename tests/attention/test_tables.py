@@ -228,7 +228,7 @@ def paged_plans() -> Iterator[Plan]:
     for turn, (arch, columns) in enumerate(itertools.product(GPUS, (64, 128, 256))):
         for item_bytes in (2, 4) if complete else (2,):
             for number, (weight, features) in enumerate(PAGED):
-                for place, config in enumerate(forward_rows(arch, item_bytes, columns, features=weight)):
+                for place, config in enumerate(forward_rows(arch, item_bytes, columns, features=weight, paged=True)):
                     if not complete and (number != turn % len(PAGED) or place):
                         continue
                     dim = columns * 5 // 8 if place == 1 else columns
@@ -281,8 +281,9 @@ def test_the_featured_plans_cover_every_feature():
         assert sum(feature in plan.problem.features for plan in FEATURED_PLANS) >= 3, feature
     for archs in FORWARD_TABLES:
         for weight in (0, 1, 2, 3):
-            for columns, item_bytes in itertools.product((64, 128, 256), (2, 4)):
-                tiles = [row.block_m for row in forward_rows(archs[-1], item_bytes, columns, features=weight)]
+            for columns, item_bytes, paged in itertools.product((64, 128, 256), (2, 4), (False, True)):
+                rows = forward_rows(archs[-1], item_bytes, columns, features=weight, paged=paged)
+                tiles = [row.block_m for row in rows]
                 assert tiles == sorted(tiles, reverse=True)
                 assert tiles[-1] == 16
 
@@ -328,7 +329,7 @@ def test_the_plan_takes_the_rows_for_as_many_features(asked, weight):
             seqlen_q=4096, seqlen_k=4096, head_dim=128, head_dim_v=128, dtype="bf16", **{"batch": 64, **asked}
         )
         plan = plan_attention(problem, gpu, "forward_triton")
-        assert plan.config == forward_rows(arch, 2, 128, features=weight)[0]
+        assert plan.config == forward_rows(arch, 2, 128, features=weight, paged="page_size" in asked)[0]
 
 
 def short_plans() -> Iterator[Plan]:
