@@ -119,7 +119,7 @@ def forward_rows(
     """Return the table row of ``forward_triton`` for an architecture, an element size and a tile width.
 
     An architecture without a table takes that of the one before it: sm_103 has the tiles of sm_100. ``features`` is 0
-    for none, 1 for some, 2 for many and 3 with dropout (``_weight_of_features``); ``paged`` says that keys lie in pages.
+    for none, 1 for some, 2 for many and 3 with dropout (``_weight_of_features``); ``paged``: keys lie in pages.
     """
     near = max(known for archs in FORWARD_TABLES for known in archs if known <= arch)
     key = item_bytes, max(64, columns)
