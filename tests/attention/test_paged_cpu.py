@@ -200,18 +200,12 @@ def test_dropout_and_gradients_are_refused_by_name():
     explain_varlen(**call)
     with torch.no_grad():
         flash_attention_varlen(**call)
-    with pytest.raises(UnsupportedError, match="an input requires grad, and there is no backward with a page_table"):
-        operator_call(paged_call(k=call["k"]), return_lse=True)
-
-
-def operator_call(call: dict[str, Any], *, return_lse: bool, **more: Any) -> Any:
-    return torch.ops.flashmoe_science.attention_varlen(*operator_arguments(call, return_lse=return_lse), **more)
 
 
 def operator_arguments(call: dict[str, Any], *, return_lse: bool) -> tuple[Any, ...]:
-    *needed, table = call.values()
-    given = torch.ones(4), torch.ones(2, 4), None, ints(3, 7), None
-    return (*needed, True, 0.5, 3, -1, 2.0, *given, 0.0, return_lse, "auto", table)
+    *needed, longest_q, longest_k, table = call.values()
+    given = torch.ones(4), torch.ones(2, 4), None, ints(3, 7)
+    return (*needed, table, longest_q, longest_k, True, 0.5, 3, -1, 2.0, *given, return_lse, "auto")
 
 
 def test_compile_and_opcheck_on_cpu():
@@ -227,16 +221,14 @@ def test_compile_and_opcheck_on_cpu():
     tensors[1:3] = torch.randn(9, 4, 2, 8), torch.randn(9, 4, 2, 8)
     tensors[-1] = torch.randint(9, (2, 7), dtype=torch.int32)
     torch.testing.assert_close(compiled(*tensors), attend(*tensors))
-    operator = torch.ops.flashmoe_science.attention_varlen
+    operator = torch.ops.flashmoe_science.attention_varlen_paged
     for return_lse in (False, True):
         arguments = operator_arguments(paged_call(), return_lse=return_lse)
         torch.library.opcheck(operator, arguments)
         real = operator(*arguments)
         with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
             fake = operator(*arguments)
-            by_name = operator(*arguments[:-1], page_table=arguments[-1])
-        for found in (fake, by_name):
-            assert [(t.shape, t.stride()) for t in found] == [(t.shape, t.stride()) for t in real]
+        assert [(t.shape, t.stride()) for t in fake] == [(t.shape, t.stride()) for t in real]
 
 
 def test_prepared_calls_serve_any_number_of_pages_and_see_every_other_change():

@@ -137,11 +137,16 @@ def flash_attention_varlen(
     if _is_compiling() or any(
         type(tensor) not in PLAIN for tensor in (q, k, v, cu_seqlens_q, cu_seqlens_k, *optional) if tensor is not None
     ):
-        o, lse = _attention_varlen(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-            causal, softmax_scale, *window, softcap, *optional[:5], dropout_p, return_lse or recording, kernel,
-            page_table,
-        )  # fmt: skip
+        masks = max_seqlen_q, max_seqlen_k, causal, softmax_scale, *window, softcap
+        o, lse = (
+            _attention_varlen(
+                q, k, v, cu_seqlens_q, cu_seqlens_k, *masks, *optional[:5], dropout_p, return_lse or recording, kernel
+            )
+            if page_table is None
+            else _attention_varlen_paged(
+                q, k, v, cu_seqlens_q, cu_seqlens_k, page_table, *masks, *optional[:4], return_lse, kernel
+            )
+        )
         return (o, lse) if return_lse else o
     lengths = planned_length("max_seqlen_q", max_seqlen_q), planned_length("max_seqlen_k", max_seqlen_k)
     if recording:
@@ -177,11 +182,7 @@ def flash_attention_varlen(
     if page_table is not None:
         check_room(page_table, k, max_seqlen_k)
     if _reads_lengths(q):
-        places_q = check_lengths("q", q.shape[0], cu_seqlens_q, max_seqlen_q, seqused_q)
-        places_k = check_lengths("k", k.shape[0] if page_table is None else None, cu_seqlens_k, max_seqlen_k, seqused_k)
-        if page_table is not None:
-            reached = [keys_in_reach(*places, window) for places in zip(places_q, places_k, strict=True)]
-            check_pages(page_table, k.shape[0], k.shape[1], reached)
+        _check_what_lies_in(tensors, (max_seqlen_q, max_seqlen_k), window)
     extras = [tensor for tensor in list(tensors.values())[3:] if tensor is not None]
     return call(q, k, v, q.data_ptr(), k.data_ptr(), v.data_ptr(), *extras)
 
@@ -245,6 +246,17 @@ def _reads_lengths(q: Tensor) -> bool:
     return os.environ.get("FLASHMOE_CHECK") == "1" and not torch.cuda.is_current_stream_capturing()
 
 
+def _check_what_lies_in(tensors: dict[str, Any], longest: tuple[int, int], window: tuple[int, int]) -> None:
+    """Read lengths, and the pages of keys that are seen, and raise ``InputError`` where they are wrong."""
+    q, k, page_table = tensors["q"], tensors["k"], tensors["page_table"]
+    tokens_k = k.shape[0] if page_table is None else None
+    places_q = check_lengths("q", q.shape[0], tensors["cu_seqlens_q"], longest[0], tensors["seqused_q"])
+    places_k = check_lengths("k", tokens_k, tensors["cu_seqlens_k"], longest[1], tensors["seqused_k"])
+    if page_table is not None:
+        reached = [keys_in_reach(*places, window) for places in zip(places_q, places_k, strict=True)]
+        check_pages(page_table, k.shape[0], k.shape[1], reached)
+
+
 def _no_gradients(tensors: dict[str, Tensor | None]) -> UnsupportedError:
     names = [name for name, tensor in tensors.items() if tensor is not None and tensor.requires_grad]
     return UnsupportedError(
@@ -301,7 +313,6 @@ def _attention_varlen(
     dropout_p: float,
     return_lse: bool,
     kernel: str,
-    page_table: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return o and, where it is not asked for, an LSE of no elements."""
     refuse_undrawn(dropout_p, dropout_seed)
@@ -323,33 +334,59 @@ def _attention_varlen(
         seqused_k=None if seqused_k is None else seqused_k.detach(),
         dropout_p=dropout_p,
         dropout_seed=None if dropout_seed is None else dropout_seed.detach(),
-        page_table=None if page_table is None else page_table.detach(),
         return_lse=return_lse,
         kernel=kernel,
     )
     return result if return_lse else (result, torch.empty(0, dtype=torch.float32, device=q.device))
 
 
-# Its place behind q, k and v.
-_RETURN_LSE = [argument.name for argument in _attention_varlen._opoverload._schema.arguments].index("return_lse") - 3  # noqa: SLF001 - as in ``gradients``
+# Of its own: what has gradients saves its inputs by name, and torch leaves those out that are as by default.
+@torch.library.custom_op("flashmoe_science::attention_varlen_paged", mutates_args=())
+def _attention_varlen_paged(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    page_table: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    causal: bool,
+    softmax_scale: float | None,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    sinks: Tensor | None,
+    alibi: Tensor | None,
+    seqused_q: Tensor | None,
+    seqused_k: Tensor | None,
+    return_lse: bool,
+    kernel: str,
+) -> tuple[Tensor, Tensor]:
+    """Return the same over pages; there are no gradients."""
+    result = flash_attention_varlen(
+        q.detach(), k.detach(), v.detach(), cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal=causal,
+        softmax_scale=softmax_scale, window=(window_left, window_right), softcap=softcap,
+        sinks=None if sinks is None else sinks.detach(), alibi=None if alibi is None else alibi.detach(),
+        seqused_q=seqused_q, seqused_k=seqused_k, page_table=page_table, return_lse=return_lse, kernel=kernel,
+    )  # fmt: skip
+    return result if return_lse else (result, torch.empty(0, dtype=torch.float32, device=q.device))
 
 
+@_attention_varlen_paged.register_fake
 @_attention_varlen.register_fake
 def _fake_varlen(q: Tensor, _k: Tensor, v: Tensor, *options: object) -> tuple[Tensor, Tensor]:
     tokens, heads = q.shape[:2]
     o = torch.empty((tokens, heads, v.shape[-1]), dtype=q.dtype, device=q.device)
-    if not options[_RETURN_LSE]:
+    if not options[-2]:
         return o, torch.empty(0, dtype=torch.float32, device=q.device)
     return o, torch.empty((tokens, heads), dtype=torch.float32, device=q.device).t()
 
 
 def _options_of(
     *, max_seqlen_q: int, max_seqlen_k: int, causal: bool, softmax_scale: float | None, window_left: int,
-    window_right: int, softcap: float, dropout_p: float, kernel: str, page_table: Tensor | None = None,
-    **_others: object,
+    window_right: int, softcap: float, dropout_p: float, kernel: str, **_others: object,
 ) -> Options:  # fmt: skip
-    if page_table is not None:
-        raise UnsupportedError("an input requires grad, and there is no backward with a page_table")
     lengths = planned_length("max_seqlen_q", max_seqlen_q), planned_length("max_seqlen_k", max_seqlen_k)
     return Options(
         causal, softmax_scale, (window_left, window_right), softcap, lengths, kernel_after(kernel), dropout_p
