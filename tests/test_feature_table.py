@@ -46,7 +46,7 @@ def test_the_tables_know_every_kernel_and_every_feature(table):
         problem = AttentionProblem(**{**sizes, "head_dim_v": 64, "dtype": "fp16", **options, "heads_kv": 1})
         words |= set(problem.features)
     asked = {"a sliding window", "a softcap", "attention sinks", "ALiBi", "a bias", "packed sequences", "dropout"}
-    assert words == asked
+    assert words == asked | {"a page table"}
 
 
 def test_the_tables_know_every_option_of_a_call_with_a_cache(table):
@@ -65,4 +65,5 @@ def test_the_tables_are_not_empty():
     assert re.search(r"\| ALiBi \| T \| T \| T \| T \| T \| T \|", page)
     assert re.search(r"\| D above 256 \| – \| – \|", page)
     assert page.count("| D 576, DV 512 in the same memory (MLA) | D | D | D | D | D | D |") == 1  # not in fp32
+    assert page.count("| packed queries over pages of 1 | T | T | T | T | T | T |") == 2  # no gradients
     assert page.count("| pages of 1 | D | D | D | D | D | D |") == 2

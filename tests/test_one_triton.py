@@ -54,12 +54,13 @@ def test_all_but_some_with_every_property_are_marked():
 
 ALL = frozenset({80, 86, 89, 90, 100, 120})
 HOPPER = frozenset({90})
-FORWARD, FEATURES, VARLEN, BACKWARD, CACHE, ORDER = (
+FORWARD, FEATURES, VARLEN, PAGED, BACKWARD, CACHE, ORDER = (
     f"attention/{name}"
     for name in (
         "test_forward_cpu.py::test_streaming_kernel_interpreted",
         "test_features_cpu.py::test_streaming_kernel_interpreted",
         "test_varlen_cpu.py::test_streaming_kernel_interpreted",
+        "test_paged_cpu.py::test_streaming_kernel_interpreted",
         "test_backward_cpu.py::test_kernels_interpreted",
         "test_cache_cpu.py::test_kernels_interpreted",
         "test_features_hopper.py::test_sequences_are_ordered_by_their_keys",
@@ -145,6 +146,7 @@ WAYS: dict[str, set[str]] = {
         "seqused_q", "seqused_k",
         *with_and_without("dropout", "packed full", "packed causal"),
     },
+    PAGED: {*(f"packed {way}" for way in (*BASE, *FEATURE_NAMES, "grouped heads")), "seqused_q", "seqused_k"},
     BACKWARD: {
         *BASE, *FEATURE_NAMES, "bias", "through_lse", "plain full", "plain causal", "grouped heads",
         *with_and_without("dropout", *BASE, "wide", "all"),

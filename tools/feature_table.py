@@ -61,12 +61,20 @@ FEATURES: dict[str, dict[str, Any]] = {
     "packed, with a window, softcap, sinks, ALiBi": {
         "packed": True, "window": (100, -1), "softcap": 30.0, "sinks": "bf16", "alibi": "fp32",
     },
+    "packed queries over pages of 1": {"packed": True, "page_size": 1},
+    "packed queries over pages of 16": {"packed": True, "page_size": 16},
+    "packed queries over pages, with a window, softcap, sinks, ALiBi": {
+        "packed": True, "page_size": 16, "window": (100, -1), "softcap": 30.0, "sinks": "bf16", "alibi": "fp32",
+    },
     "dropout": {"dropout_p": 0.1},
     "dropout with all of them": {
         "window": (100, -1), "softcap": 30.0, "sinks": "bf16", "alibi": "fp32", "bias": "fp32", "dropout_p": 0.1,
     },
     "packed, with dropout": {"packed": True, "dropout_p": 0.1},
 }  # fmt: skip
+
+# Gradients are not recorded over pages.
+DIFFERENTIATED = {name: options for name, options in FEATURES.items() if "page_size" not in options}
 
 # Batch, queries, keys: a token each of one sequence and of many, and some tokens of a prompt over a cache.
 CACHE_SIZES = ((1, 1, 512), (64, 1, 8192), (4, 300, 4096))
@@ -153,8 +161,8 @@ def render() -> str:
         ("fp32", all32, served_by, FEATURES),
         ("with a K/V cache, fp16 and bf16", sixteen, decoded_by, CACHE_FEATURES),
         ("with a K/V cache, fp32", all32, decoded_by, CACHE_FEATURES),
-        ("gradients, fp16 and bf16", sixteen, differentiated_by, FEATURES),
-        ("gradients, fp32", all32, differentiated_by, FEATURES),
+        ("gradients, fp16 and bf16", sixteen, differentiated_by, DIFFERENTIATED),
+        ("gradients, fp32", all32, differentiated_by, DIFFERENTIATED),
     )
     parts = []
     for title, dtypes, letters, features in tables:

@@ -110,6 +110,7 @@ class VarlenCase:
     tail: int = 0  # tokens behind the last sequence
     spare: int = 0  # that the maxima are longer than the longest sequence
     dropout: float = 0.0
+    page_size: int = 0  # keys lie in pages of so many; 0: in a row, as queries do
 
     def __str__(self) -> str:
         return f"{self.why}-{len(self.seqlens_q)}x{self.heads}_{self.heads_kv}x{self.head_dim}-{self.dtype}"
@@ -191,6 +192,28 @@ VARLEN = [
     _V(
         (20, 9), (60, 40), 2, 2, 32, 32, "fp32", False, seqused_k=(33, 7), sinks="fp32", dropout=0.6, why="dropout-used"
     ),
+]
+
+
+# Packed queries over keys in pages. In the interpreter a tile has 32 keys: pages of less, of more and of other sizes.
+_ALL: dict[str, Any] = {"window": (20, 3), "softcap": 4.0, "sinks": "bf16", "alibi": "fp32", "alibi_axes": 2}
+PAGED = [
+    _V((5, 40, 17), (9, 33, 60), 4, 2, 32, 48, "fp16", True, page_size=1, why="pages-of-1"),
+    _V((5, 40, 17), (9, 33, 60), 4, 2, 32, 32, "fp16", False, page_size=3, why="pages-of-3"),
+    _V((5, 40, 17), (9, 33, 60), 4, 1, 40, 40, "fp32", True, page_size=16, why="pages-of-16"),
+    _V((5, 40, 17), (9, 65, 128), 4, 2, 32, 32, "fp16", True, page_size=64, why="pages-of-64"),
+    _V((5, 0, 40, 0, 3), (0, 7, 33, 0, 50), 2, 1, 32, 32, "fp16", True, page_size=3, spare=70, why="empty-paged"),
+    _V((3, 4), (0, 0), 2, 2, 32, 32, "fp16", True, sinks="fp32", page_size=16, why="no-keys-paged"),
+    _V((), (), 2, 2, 32, 32, "fp16", True, page_size=16, why="no-sequences-paged"),
+    _V((1, 1, 1), (70, 1, 33), 4, 2, 32, 32, "fp32", False, page_size=5, tail=2, why="one-row-each-paged"),
+    _V(
+        (20, 40, 9), (60, 40, 50), 2, 2, 32, 32, "fp16", True, seqused_k=(33, 7, 50), page_size=8, why="seqused-k-paged"
+    ),
+    _V((20, 40), (60, 90), 2, 2, 32, 32, "fp16", False, seqused_q=(3, 0), seqused_k=(9, 80), page_size=16, why="used"),
+    _V((33, 20), (170, 150), 2, 1, 32, 32, "fp16", True, window=(11, -1), page_size=3, why="pages-behind-a-window"),
+    _V((33, 20), (170, 150), 2, 1, 32, 32, "fp16", True, window=(40, -1), page_size=64, why="wide-pages-behind"),
+    _V((33, 40), (170, 20), 4, 2, 32, 32, "fp16", False, page_size=16, why="all-paged", **_ALL),
+    _V((33, 40), (170, 20), 4, 2, 32, 32, "fp32", False, page_size=64, why="all-wide-pages", **_ALL),
 ]
 
 

@@ -112,6 +112,32 @@ def make_packed(case: VarlenCase, device: str) -> dict[str, Any]:
     return inputs
 
 
+def make_paged(case: VarlenCase, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Return a call of ``make_packed`` with its keys in pages; what nobody may read does not exist, or is NaN.
+
+    Pages lie in random order, among some that are in no table. Entries of pages that no row sees name none.
+    """
+    size, device = case.page_size, inputs["q"].device
+    capacity = -(-inputs["max_seqlen_k"] // size) + 1
+    table = torch.full((len(case.seqlens_k), capacity), 2**30, dtype=torch.int32)
+    table[:, ::2] = -(2**30)
+    order = torch.randperm(len(case.seqlens_k) * capacity + 3, generator=torch.Generator().manual_seed(3)).tolist()
+    caches = {
+        name: torch.full((len(order), size, *inputs[name].shape[1:]), math.nan, dtype=inputs[name].dtype, device=device)
+        for name in "kv"
+    }
+    rows, keys = case.seqused_q or case.seqlens_q, case.seqused_k or case.seqlens_k
+    for b, start in enumerate(inputs["cu_seqlens_k"].tolist()[:-1]):
+        first = max(0, keys[b] - rows[b] - case.window[0]) if case.window[0] >= 0 else 0
+        for i in range(first // size, -(-keys[b] // size)) if rows[b] and first < keys[b] else ():
+            page, seen = order.pop(), range(max(first, i * size), min(keys[b], (i + 1) * size))
+            table[b, i] = page
+            for name, cache in caches.items():
+                places = slice(seen.start - i * size, seen.stop - i * size)
+                cache[page, places] = inputs[name][start + seen.start : start + seen.stop]
+    return {**inputs, **caches, "page_table": table.to(device)}
+
+
 def assert_varlen_right(o, lse, inputs, options):
     """Hold every sequence against ``assert_right``, and rows behind ``seqused_q`` against 0 and -inf."""
     starts_q, starts_k = inputs["cu_seqlens_q"].tolist(), inputs["cu_seqlens_k"].tolist()

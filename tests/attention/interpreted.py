@@ -29,6 +29,7 @@ from .checks import (
     make_features,
     make_inputs,
     make_packed,
+    make_paged,
 )
 
 
@@ -84,10 +85,14 @@ def check_ordering(case: Ordering) -> None:
 def check_varlen(case: VarlenCase) -> None:
     """Compare every sequence with fp64; in another memory layout too."""
     inputs, options = make_packed(case, "cpu"), make_features(case, "cpu")
+    given = make_paged(case, inputs) if case.page_size else inputs
     with poisoned():
-        o, lse = flash_attention_varlen(**inputs, **options, return_lse=True, kernel="forward_triton")
-        apart = {name: torch.stack((inputs[name], inputs[name]), 1)[:, 1] for name in "qkv"}
-        again = flash_attention_varlen(**{**inputs, **apart}, **options, kernel="forward_triton")
+        o, lse = flash_attention_varlen(**given, **options, return_lse=True, kernel="forward_triton")
+        apart = {name: torch.stack((given[name], given[name]), 1)[:, 1] for name in "qkv"}
+        if case.page_size:  # heads before positions, and a table that is part of a wider one
+            apart |= {name: given[name].transpose(1, 2).contiguous().transpose(1, 2) for name in "kv"}
+            apart["page_table"] = torch.nn.functional.pad(given["page_table"], (0, 3))[:, :-3]
+        again = flash_attention_varlen(**{**given, **apart}, **options, kernel="forward_triton")
     assert_varlen_right(o, lse, inputs, options)
     rows = slice(0, sum(case.seqlens_q))
     assert torch.equal(again[rows], o[rows]), "another memory layout gives other bits"

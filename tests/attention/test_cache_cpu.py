@@ -314,6 +314,15 @@ def test_pages_that_are_not_read_are_not_checked(why, monkeypatch):
         call(tensors, **case.options)
 
 
+def test_the_page_of_a_sequence_that_padding_hides_is_not_checked():
+    """It ends inside the page, of which nothing is read."""
+    tensors = make_tensors(CacheCase("hidden", lengths=(5,), padding=(5,), page_size=4))
+    tensors["page_table"][0, 1] = -1
+    o, lse = call(tensors)
+    assert not o.any()
+    assert (lse == -torch.inf).all()
+
+
 def test_new_keys_are_written_where_no_window_reaches():
     """So their pages are checked."""
     tensors = make_tensors(CacheCase("new", lengths=(37,), new=20, page_size=4))

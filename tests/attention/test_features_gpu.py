@@ -12,13 +12,14 @@ import torch
 from flashmoe_science import InputError, explain, explain_varlen, flash_attention, flash_attention_varlen
 from flashmoe_science.attention.tiles import ForwardConfig
 
-from .cases import FEATURES, HEAD_DIMS, PAIRS, VARLEN, FeatureCase, VarlenCase
+from .cases import FEATURES, HEAD_DIMS, PAGED, PAIRS, VARLEN, FeatureCase, VarlenCase
 from .checks import (
     assert_right,
     assert_varlen_right,
     make_features,
     make_inputs,
     make_packed,
+    make_paged,
     poison_allocator,
     synchronisation_is_an_error,
 )
@@ -125,11 +126,12 @@ def test_biases_of_any_strides():
 
 def check_varlen(case: VarlenCase, kernel: str = "auto", *, lse_again: bool = False) -> None:
     inputs, options = make_packed(case, "cuda"), make_features(case, "cuda")
+    given = make_paged(case, inputs) if case.page_size else inputs
     poison_allocator(inputs["q"].numel() // case.head_dim * case.head_dim_v * inputs["q"].element_size())
-    o, lse = flash_attention_varlen(**inputs, **options, return_lse=True, kernel=kernel)
+    o, lse = flash_attention_varlen(**given, **options, return_lse=True, kernel=kernel)
     assert_varlen_right(o, lse, inputs, options)
     rows = slice(0, sum(case.seqlens_q))
-    again = flash_attention_varlen(**inputs, **options, return_lse=lse_again, kernel=kernel)
+    again = flash_attention_varlen(**given, **options, return_lse=lse_again, kernel=kernel)
     assert torch.equal((again[0] if lse_again else again)[rows], o[rows])
 
 
@@ -146,6 +148,57 @@ def test_packed_pairs_of_lengths(name, causal, head_dim):
     """All pairs of FlashAttention's list in one batch."""
     lengths_q, lengths_k = zip(*PAIRS, strict=True)
     check_varlen(VarlenCase(lengths_q, lengths_k, 6, 2, head_dim, head_dim, "bf16", causal, why="pairs", **ASKED[name]))
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize("case", PAGED, ids=str)
+def test_paged_sequences(case, dtype):
+    check_varlen(case if case.dtype == "fp32" else dataclasses.replace(case, dtype=dtype))
+
+
+@pytest.mark.parametrize("head_dim", [64, 111, 128, 256])
+@pytest.mark.parametrize("page_size", [1, 3, 16, 64, 256])
+@pytest.mark.parametrize("name", ["window", "softcap", "sinks", "alibi"])
+def test_paged_tiles(name, page_size, head_dim):
+    """Few rows take another tile than many; pages are less than a tile of keys, whole tiles, and neither."""
+    for lengths_q, lengths_k in (((5, 0, 17), (300, 9, 17)), ((700,) * 4 + (1,), (700, 705, 900, 650, 70))):
+        case = VarlenCase(
+            lengths_q, lengths_k, 8, 2, head_dim, head_dim, "bf16", causal=True, why="paged", **ASKED[name]
+        )
+        check_varlen(dataclasses.replace(case, page_size=page_size))
+        check_varlen(dataclasses.replace(case, page_size=page_size, causal=False))
+
+
+def test_pages_change_under_a_graph_and_the_host_reads_none(monkeypatch):
+    """Captured and replayed with another table and other lengths in the same tensors; asked to, pages are checked."""
+    monkeypatch.delenv("FLASHMOE_CHECK", raising=False)
+    options: dict[str, Any] = {"causal": True, "window": (200, -1)}
+
+    def draw(*seqlens_k: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        case = VarlenCase((64, 1), seqlens_k, 4, 2, 64, 64, "bf16", True, window=(200, -1), page_size=16, why="graph")
+        packed = make_packed(case, "cuda")
+        return packed, make_paged(case, packed | {"max_seqlen_k": 1024})
+
+    _, inputs = draw(1024, 1024)
+    flash_attention_varlen(**inputs, **options)
+    with synchronisation_is_an_error():
+        flash_attention_varlen(**inputs, **options)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o, lse = flash_attention_varlen(**inputs, **options, return_lse=True)
+    for lengths in ((1024, 1024), (70, 1000), (64, 1)):
+        packed, drawn = draw(*lengths)
+        for name, tensor in drawn.items():
+            if isinstance(tensor, torch.Tensor):
+                inputs[name].copy_(tensor)
+        o.fill_(torch.nan)
+        graph.replay()
+        assert_varlen_right(o, lse, packed, options)
+    monkeypatch.setenv("FLASHMOE_CHECK", "1")
+    flash_attention_varlen(**inputs, **options)
+    inputs["page_table"][1, 0] = 9999
+    with pytest.raises(InputError, match=r"page_table\[1, 0\] must be from 0 to .*, got 9999"):
+        flash_attention_varlen(**inputs, **options)
 
 
 def test_a_long_tail_of_lengths():
@@ -223,6 +276,15 @@ def test_compiled_whole_graphs():
         return flash_attention(a * 2, b, c, causal=True, window=(64, -1), softcap=20.0, sinks=sinks) + 1
 
     torch.testing.assert_close(torch.compile(attend, fullgraph=True)(q, k, v), attend(q, k, v))
+    table = torch.arange(8, dtype=torch.int32, device="cuda").view(1, 8)
+    ends_of_one = torch.tensor([0, 200], dtype=torch.int32, device="cuda")
+
+    def attend_paged(a, b, c):
+        options: dict[str, Any] = {"causal": True, "page_table": table}
+        return flash_attention_varlen(a * 2, b, c, ends_of_one, ends_of_one, 256, 200, **options) + 1
+
+    paged = q[0].transpose(0, 1), *(tensor.reshape(-1, 25, 4, 64) for tensor in (k, v))
+    torch.testing.assert_close(torch.compile(attend_paged, fullgraph=True)(*paged), attend_paged(*paged))
     ends = torch.tensor([0, 5, 100, 200], dtype=torch.int32, device="cuda")
 
     def attend_packed(a, b, c, starts):

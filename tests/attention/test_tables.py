@@ -184,6 +184,13 @@ MANY: tuple[dict[str, Any], ...] = (
     {**ALL_BUT_BIAS, "bias": "fp32"},
 )
 PACKED: dict[str, Any] = {"packed": True, "seqused": "qk"}
+# Pages of fewer keys than a tile, of other sizes, and of whole tiles; with features that add up to as many.
+PAGED: tuple[tuple[int, dict[str, Any]], ...] = (
+    (1, {"causal": True}),
+    (1, {}),
+    (1, {"causal": True, "window": (300, -1)}),
+    (2, {"causal": True, **ALL_BUT_BIAS}),
+)
 
 
 def featured_plans() -> Iterator[Plan]:
@@ -209,7 +216,27 @@ def featured_plans() -> Iterator[Plan]:
                         yield by_hand(problem, arch, config)
 
 
-FEATURES_OF_TABLES = ("a sliding window", "a softcap", "attention sinks", "ALiBi", "a bias", "packed sequences")
+def paged_plans() -> Iterator[Plan]:
+    """Yield plans over pages by hand: of every architecture the rows of all widths, by default each in one way."""
+    complete = os.environ.get("FLASHMOE_ALL_FEATURES") == "1"
+    for turn, (arch, columns) in enumerate(itertools.product(GPUS, (64, 128, 256))):
+        for item_bytes in (2, 4) if complete else (2,):
+            for number, (weight, features) in enumerate(PAGED):
+                for place, config in enumerate(forward_rows(arch, item_bytes, columns, features=weight, paged=True)):
+                    if not complete and (number != turn % len(PAGED) or place):
+                        continue
+                    dim = columns * 5 // 8 if place == 1 else columns
+                    problem = make_problem(
+                        seqlen_q=1000, seqlen_k=1024, head_dim=dim, head_dim_v=dim, return_lse=True,
+                        dtype="fp32" if item_bytes == 4 else "bf16", packed=True, seqused="k",
+                        page_size=(16, 256, 3)[(turn + place) % 3], table_stride=512, **features,
+                    )  # fmt: skip
+                    yield by_hand(problem, arch, config)
+
+
+FEATURES_OF_TABLES = (
+    "a sliding window", "a softcap", "attention sinks", "ALiBi", "a bias", "packed sequences", "a page table",
+)  # fmt: skip
 
 
 def dropping_plans() -> Iterator[Plan]:
@@ -232,7 +259,7 @@ def dropping_plans() -> Iterator[Plan]:
 
 
 DROPPING_PLANS = list(dropping_plans())
-FEATURED_PLANS = list(featured_plans())
+FEATURED_PLANS = [*featured_plans(), *paged_plans()]
 
 
 def name_of_featured(plan: Plan) -> str:
@@ -248,8 +275,9 @@ def test_the_featured_plans_cover_every_feature():
         assert sum(feature in plan.problem.features for plan in FEATURED_PLANS) >= 3, feature
     for archs in FORWARD_TABLES:
         for weight in (0, 1, 2, 3):
-            for columns, item_bytes in itertools.product((64, 128, 256), (2, 4)):
-                tiles = [row.block_m for row in forward_rows(archs[-1], item_bytes, columns, features=weight)]
+            for columns, item_bytes, paged in itertools.product((64, 128, 256), (2, 4), (False, True)):
+                rows = forward_rows(archs[-1], item_bytes, columns, features=weight, paged=paged)
+                tiles = [row.block_m for row in rows]
                 assert tiles == sorted(tiles, reverse=True)
                 assert tiles[-1] == 16
 
@@ -279,6 +307,9 @@ def test_rows_with_features_compile(plan):
     [
         ({}, 0),
         ({"packed": True}, 1),
+        ({"packed": True, "page_size": 16}, 1),
+        ({"packed": True, "page_size": 16, "window": (300, -1)}, 1),
+        ({"packed": True, "page_size": 16, "window": (300, -1), "softcap": 30.0}, 2),
         *[(some, 1) for some in SOME],
         *[(many, 2) for many in MANY],
         ({"dropout_p": 0.1}, 3),
@@ -292,7 +323,7 @@ def test_the_plan_takes_the_rows_for_as_many_features(asked, weight):
             seqlen_q=4096, seqlen_k=4096, head_dim=128, head_dim_v=128, dtype="bf16", **{"batch": 64, **asked}
         )
         plan = plan_attention(problem, gpu, "forward_triton")
-        assert plan.config == forward_rows(arch, 2, 128, features=weight)[0]
+        assert plan.config == forward_rows(arch, 2, 128, features=weight, paged="page_size" in asked)[0]
 
 
 def short_plans() -> Iterator[Plan]:

@@ -120,6 +120,33 @@ def test_dropout(qkv):
         assert not torch.allclose(o, getattr(flash_attn, name)(*given, dropout_p=0.4, causal=True)), "the next draw"
 
 
+def test_packed_queries_attend_to_a_paged_cache():
+    """As serving code calls it: prompts of some sequences, one token of others, and a padded table."""
+    lengths_q, lengths_k = torch.tensor([4, 1, 0, 7]), torch.tensor([4, 21, 3, 30])
+    starts_q, starts_k = (
+        torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int() for lengths in (lengths_q, lengths_k)
+    )
+    k_cache, v_cache = torch.randn(2, 40, 8, 2, 16).unbind(0)
+    table = torch.randperm(40)[:20].reshape(4, 5).int()
+    q, k, v = torch.randn(12, 4, 16), torch.empty(58, 2, 16), torch.empty(58, 2, 16)
+    for b, (start, length) in enumerate(zip(starts_k.tolist(), lengths_k.tolist(), strict=False)):
+        for n in range(length):
+            k[start + n], v[start + n] = (cache[table[b, n // 8], n % 8] for cache in (k_cache, v_cache))
+        table[b, -(-length // 8) :] = -1
+    slopes = torch.rand(4)
+    lse: torch.Tensor
+    o, lse, probs = flash_attn.flash_attn_varlen_func(
+        q, k_cache, v_cache, starts_q, starts_k, 7, 30, 0.0, 0.3, True, (9, -1), 2.0, slopes,
+        return_attn_probs=True, block_table=table,
+    )  # fmt: skip
+    expected, expected_lse = reference.attention_varlen(
+        q, k, v, starts_q, starts_k, causal=True, window=(9, -1), softcap=2.0, alibi=slopes, softmax_scale=0.3
+    )
+    torch.testing.assert_close(o, expected)
+    torch.testing.assert_close(lse, expected_lse)
+    assert probs.numel() == 0
+
+
 def test_what_is_not_served_raises_by_name(qkv):
     q, k, v = qkv.unbind(2)
     ends = torch.tensor([0, 9], dtype=torch.int32)
@@ -129,8 +156,11 @@ def test_what_is_not_served_raises_by_name(qkv):
         flash_attn.flash_attn_varlen_func(q[0], k[0], v[0], ends, ends, 9, 9, 0.1, return_attn_probs=True)
     with pytest.raises(InputError, match=r"dropout_p must be at least 0 and less than 1, got 1.0"):
         flash_attn.flash_attn_func(q, k, v, dropout_p=1.0)
-    with pytest.raises(UnsupportedError, match="block_table must be None"):
-        flash_attn.flash_attn_varlen_func(q[0], k[0], v[0], ends, ends, 9, 9, block_table=torch.zeros(1, 1))
+    table = torch.zeros(1, 9, dtype=torch.int32)
+    with pytest.raises(UnsupportedError, match="dropout_p must be 0 with a page_table"):
+        flash_attn.flash_attn_varlen_func(q[0], k, v, ends, ends, 9, 9, dropout_p=0.1, block_table=table)
+    with pytest.raises(InputError, match=r"k must have 4 dimensions \[pages, page_size, HK, D\] with a page_table"):
+        flash_attn.flash_attn_varlen_func(q[0], k[0], v[0], ends, ends, 9, 9, block_table=table)
     with pytest.raises(InputError, match=r"qkv must have shape \[B, S, 3, H, D\], got \[2, 9, 2, 4, 8\]"):
         flash_attn.flash_attn_qkvpacked_func(qkv[:, :, :2])
     with pytest.raises(InputError, match=r"kv must have 4 dimensions \[T, 2, HK, D\], got shape \[2, 9, 3, 4, 8\]"):
@@ -145,6 +175,7 @@ def test_whole_graphs_compile(qkv):
     """Each function is one node of a graph, with its outputs as they are."""
     ends, lengths = torch.tensor([0, 4, 9], dtype=torch.int32), torch.tensor([5, 3], dtype=torch.int32)
     caches = torch.randn(2, 2, 12, 4, 8)
+    table = torch.tensor([[1], [0]], dtype=torch.int32)  # of pages of 9
 
     def run(qkv: torch.Tensor, caches: torch.Tensor) -> tuple[Any, ...]:
         q, k, v = qkv.unbind(2)
@@ -156,6 +187,7 @@ def test_whole_graphs_compile(qkv):
             flash_attn.flash_attn_varlen_func(q[0], k[0], v[0], ends, ends, 5, 5, return_attn_probs=True),
             flash_attn.flash_attn_varlen_qkvpacked_func(qkv[0], ends, 5, causal=True),
             flash_attn.flash_attn_varlen_kvpacked_func(q[0], qkv[0, :, 1:], ends, ends, 5, 5),
+            flash_attn.flash_attn_varlen_func(q[0], k, v, ends, ends, 5, 5, causal=True, block_table=table),
             flash_attn.flash_attn_with_kvcache(*step, cache_seqlens=lengths, causal=True, return_softmax_lse=True),
             flash_attn.flash_attn_with_kvcache(*step, cache_seqlens=7),
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -359,10 +359,18 @@ def check_places(tensors: Mapping[str, Tensor], left: int) -> None:
     if "page_table" not in tensors:
         return
     (capacity, new), seqlen_q = _room(tensors), tensors["q"].shape[2]
-    tables = tensors["page_table"].tolist()
-    for b, (before, pad) in enumerate(_lengths_and_padding(tensors)):
+    keys = []
+    for before, pad in _lengths_and_padding(tensors):
         end = max(0, min(before + new, capacity))
         seen = max(pad, end - seqlen_q - left if left >= 0 else 0, 0)
-        for i in range(min(seen, max(before, 0)) // length, -(-end // length)):
-            if not 0 <= tables[b][i] < rows:
-                raise InputError(f"page_table[{b}, {i}] must be from 0 to {rows - 1}, got {tables[b][i]}")
+        keys.append((min(seen, max(before, 0)), end))
+    check_pages(tensors["page_table"], rows, length, keys)
+
+
+def check_pages(page_table: Tensor, pages: int, page_size: int, keys: Iterable[tuple[int, int]]) -> None:
+    """Check on the host the pages that hold the keys [first, end) of each sequence. Raises ``InputError``."""
+    tables = page_table.tolist()
+    for b, (first, end) in enumerate(keys):
+        for i in range(first // page_size, -(-end // page_size)) if first < end else ():
+            if not 0 <= tables[b][i] < pages:
+                raise InputError(f"page_table[{b}, {i}] must be from 0 to {pages - 1}, got {tables[b][i]}")

@@ -4,7 +4,7 @@ One program owns ``BLOCK_M`` query rows of one head and walks over the keys in t
 softmax. With ``SPLITS > 1`` it walks over one share of the keys and leaves partial results for ``merge_triton``.
 
 What a call does not ask for is None or a constant, and leaves no instruction behind: a window, a softcap, sinks, ALiBi,
-a bias, packed sequences, dropout.
+a bias, packed sequences, pages, dropout.
 
 Source: FlashAttention-2 (Dao, 2023, arXiv 2307.08691) for the loop; Flash-Decoding (Dao et al., 2023) for the split.
 Ours: tiles free of masks except at the edges, rows without keys, one grid axis in longest-first order when causal.
@@ -16,6 +16,27 @@ import triton
 import triton.language as tl
 
 from .primitives import cap_scores, head_offset, kept_by, load_dropout, load_rows
+
+
+@triton.jit
+def _load_pages(table, start_n, offs_n, first_key, seqlen_k, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Return the page of each key of a tile, or the one page of all; 0 for keys outside of [first_key, seqlen_k)."""
+    if PAGE_SIZE % BLOCK_N == 0:
+        return tl.load(table + start_n // PAGE_SIZE, mask=start_n < seqlen_k, other=0)
+    else:  # noqa: RET505 - triton.jit compiles only the branch that a constexpr chooses
+        cols = start_n + offs_n
+        return tl.load(table + cols // PAGE_SIZE, mask=(cols >= first_key) & (cols < seqlen_k), other=0)
+
+
+@triton.jit
+def _tile_pointers(ptrs, step, cols, page, stride_page, STRIDE_N: tl.constexpr, ALIGN: tl.constexpr,
+                   PAGE_SIZE: tl.constexpr):  # fmt: skip
+    """Return pointers to one tile of K or V; ``ptrs`` are those of the first one or, with pages, of a page's row 0."""
+    if PAGE_SIZE == 0:
+        return ptrs + step * STRIDE_N
+    else:  # noqa: RET505 - triton.jit compiles only the branch that a constexpr chooses
+        rows = page.to(tl.int64) * stride_page * ALIGN + (cols % PAGE_SIZE).to(tl.int64) * STRIDE_N
+        return ptrs + rows[:, None]
 
 
 @triton.jit
@@ -40,16 +61,20 @@ def _change_scores(
 @triton.jit
 def _attend(
     acc, l, m, q, k_ptrs, v_ptrs, bias_rows, start_n, offs_m, offs_n, key_rows, offs_d, offs_dv, seqlen_k,
-    diagonal, window_left, window_right, scale, softcap, slope, dropout,
+    diagonal, window_left, window_right, scale, softcap, slope, dropout, page, first_key, stride_kb, stride_vb,
     STRIDE_KN: tl.constexpr, STRIDE_VN: tl.constexpr, STRIDE_BIAS_N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    MASK_D: tl.constexpr, MASK_DV: tl.constexpr,
+    ALIGN: tl.constexpr, PAGE_SIZE: tl.constexpr, MASK_D: tl.constexpr, MASK_DV: tl.constexpr,
     MASK_N: tl.constexpr, MASK_LEFT: tl.constexpr, MASK_RIGHT: tl.constexpr, EMPTY_ROWS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Fold one tile of keys into the running output, sum and maximum."""
     step = tl.full([], 0, tl.int64) + start_n  # the interpreter counts loops in Python integers
     cols = start_n + offs_n
-    k = load_rows(k_ptrs + step * STRIDE_KN, cols, seqlen_k, offs_d, D, MASK_N, MASK_D)  # [BLOCK_N, BLOCK_D]
+    read = cols
+    if PAGE_SIZE > 0 and MASK_LEFT:  # the pages of keys before the first one in reach may be gone
+        read = tl.where(cols >= first_key, cols, seqlen_k)
+    k_tile = _tile_pointers(k_ptrs, step, cols, page, stride_kb, STRIDE_KN, ALIGN, PAGE_SIZE)
+    k = load_rows(k_tile, read, seqlen_k, offs_d, D, MASK_N, MASK_D)  # [BLOCK_N, BLOCK_D]
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale  # [BLOCK_M, BLOCK_N]
     s = _change_scores(
         s, cols, offs_m, key_rows, seqlen_k, diagonal, softcap, slope, bias_rows, step, STRIDE_BIAS_N, MASK_N,
@@ -73,7 +98,8 @@ def _attend(
     l = l * alpha + tl.sum(p, 1)
     if dropout is not None:  # what is kept is scaled at the end
         p = tl.where(kept_by(dropout, offs_m, start_n, offs_n.shape[0]), p, 0.0)
-    v = load_rows(v_ptrs + step * STRIDE_VN, cols, seqlen_k, offs_dv, DV, MASK_N, MASK_DV)  # [BLOCK_N, BLOCK_DV]
+    v_tile = _tile_pointers(v_ptrs, step, cols, page, stride_vb, STRIDE_VN, ALIGN, PAGE_SIZE)
+    v = load_rows(v_tile, read, seqlen_k, offs_dv, DV, MASK_N, MASK_DV)  # [BLOCK_N, BLOCK_DV]
     if PRECISION == "ieee":  # keys are added one by one: to the sum of a tile, not of all, whose rounding is larger
         part = tl.dot(p, v, input_precision=PRECISION)
         acc = tl.fma(acc, tl.broadcast_to(alpha[:, None], acc.shape), part)  # a sum would become part of the product
@@ -121,8 +147,8 @@ def _key_range(
 @triton.jit
 def _forward_kernel(
     q_ptr,  # [B, H, Sq, D]; packed [T, H, D], like k, v and o
-    k_ptr,  # [B, HK, Sk, D]
-    v_ptr,  # [B, HK, Sk, DV]
+    k_ptr,  # [B, HK, Sk, D]; with pages [PAGES, PAGE_SIZE, HK, D]
+    v_ptr,  # [B, HK, Sk, DV]; with pages [PAGES, PAGE_SIZE, HK, DV]
     o_ptr,  # [B, H, Sq, DV]; with SPLITS > 1 fp32 [SPLITS, B, H, Sq, DV], each share normalised
     lse_ptr,  # [B, H, Sq] fp32, natural log; with SPLITS > 1 [SPLITS, B, H, Sq]; packed [T, H]
     sinks_ptr,  # [H] or None
@@ -132,8 +158,9 @@ def _forward_kernel(
     cu_seqlens_k_ptr,  # [B + 1] int32 or None
     seqused_q_ptr,  # [B] int32: their lengths where they end before the next one starts, or None
     seqused_k_ptr,  # [B] int32 or None
+    page_table_ptr,  # [B, pages of a sequence] int32: where its keys lie; None: packed like q
     dropout_seed_ptr,  # [2] int64: seed and offset, or None
-    stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh,  # in units of ALIGN elements
+    stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh,  # in units of ALIGN elements; b: or of pages
     stride_ob, stride_oh,  # in units of ALIGN_O elements
     batch, heads, seqlen_q, seqlen_k, tiles_m,  # packed: no length is read
     # softmax_scale * log2(e); with a bias softmax_scale; with a softcap what ``cap_scores`` takes: for fp32 inputs
@@ -142,6 +169,7 @@ def _forward_kernel(
     window_left, window_right,  # row m sees keys m + Sk - Sq - window_left to m + Sk - Sq + window_right
     softcap,  # softcap * log2(e), with a bias softcap; or None
     stride_bias_b, stride_bias_h, stride_bias_m,  # in units of ALIGN_BIAS elements
+    stride_table_b,  # of the page table
     dropout_last,  # the largest random number that drops a probability, the bits of a uint32
     dropout_scale,  # of what is kept
     STRIDE_QM: tl.constexpr, STRIDE_QD: tl.constexpr, STRIDE_KN: tl.constexpr, STRIDE_KD: tl.constexpr,
@@ -155,6 +183,7 @@ def _forward_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BOUND_LEFT: tl.constexpr, BOUND_RIGHT: tl.constexpr,  # whether some keys come too early, or too late, for some rows
     EMPTY_ROWS: tl.constexpr, WIDE: tl.constexpr, STORE_LSE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,  # 0: without a page table
     PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     """Attend BLOCK_M rows of one head to one share of the keys. Grid: (tiles_m * SPLITS * B * H,)."""
@@ -180,8 +209,9 @@ def _forward_kernel(
         if seqused_k_ptr is not None:
             seqlen_k = tl.load(seqused_k_ptr + b)
         q_ptr += start_q.to(tl.int64) * STRIDE_QM
-        k_ptr += start_k.to(tl.int64) * STRIDE_KN
-        v_ptr += start_k.to(tl.int64) * STRIDE_VN
+        if PAGE_SIZE == 0:
+            k_ptr += start_k.to(tl.int64) * STRIDE_KN
+            v_ptr += start_k.to(tl.int64) * STRIDE_VN
         o_ptr += start_q.to(tl.int64) * STRIDE_OM
     else:
         place_q = seqlen_q
@@ -195,10 +225,14 @@ def _forward_kernel(
     else:
         key_rows = offs_n
     q_base = q_ptr + head_offset(b, h, stride_qb, stride_qh) * ALIGN + first_row.to(tl.int64) * STRIDE_QM
-    k_base = k_ptr + head_offset(b, h // GROUP, stride_kb, stride_kh) * ALIGN
-    v_base = v_ptr + head_offset(b, h // GROUP, stride_vb, stride_vh) * ALIGN
-    k_ptrs = k_base + key_rows[:, None] * STRIDE_KN + offs_d[None, :] * STRIDE_KD
-    v_ptrs = v_base + key_rows[:, None] * STRIDE_VN + offs_dv[None, :] * STRIDE_VD
+    if PAGE_SIZE == 0:
+        k_base = k_ptr + head_offset(b, h // GROUP, stride_kb, stride_kh) * ALIGN
+        v_base = v_ptr + head_offset(b, h // GROUP, stride_vb, stride_vh) * ALIGN
+        k_ptrs = k_base + key_rows[:, None] * STRIDE_KN + offs_d[None, :] * STRIDE_KD
+        v_ptrs = v_base + key_rows[:, None] * STRIDE_VN + offs_dv[None, :] * STRIDE_VD
+    else:  # of the first row of page 0: which page and row a key has is added tile by tile
+        k_ptrs = k_ptr + (h // GROUP).to(tl.int64) * stride_kh * ALIGN + offs_d[None, :] * STRIDE_KD
+        v_ptrs = v_ptr + (h // GROUP).to(tl.int64) * stride_vh * ALIGN + offs_dv[None, :] * STRIDE_VD
     q_ptrs = q_base + rows[:, None] * STRIDE_QM + offs_d[None, :] * STRIDE_QD
     q = load_rows(q_ptrs, offs_m, seqlen_q, offs_d, D, True, D != BLOCK_D)  # [BLOCK_M, BLOCK_D]
     slope = None
@@ -221,6 +255,15 @@ def _forward_kernel(
     )  # fmt: skip
     if seqused_q_ptr is not None:
         end = tl.where(first_row < seqlen_q, end, 0)
+        if PAGE_SIZE > 0:  # the pages of a sequence that nobody asks about may not exist
+            unmasked = tl.where(first_row < seqlen_q, unmasked, 0)
+    # The pages of a tile are read one tile ahead, also from loop to loop: the addresses of K and V wait for no load.
+    table, page, first_key = None, None, 0
+    if PAGE_SIZE > 0:
+        if BOUND_LEFT:
+            first_key = tl.maximum(first_row + diagonal - window_left, 0)  # that any row of the tile sees
+        table = page_table_ptr + b.to(tl.int64) * stride_table_b
+        page = _load_pages(table, begin, offs_n, first_key, seqlen_k, PAGE_SIZE, BLOCK_N)
 
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     if sinks_ptr is not None:  # as if a key with this score and a value of 0 came first
@@ -234,24 +277,33 @@ def _forward_kernel(
         m = tl.full([BLOCK_M], -float("inf"), tl.float32)
     if BOUND_LEFT:
         for start_n in tl.range(begin, tl.minimum(inside, end), BLOCK_N, num_stages=1):
+            page_of_tile = page
+            if PAGE_SIZE > 0:
+                page = _load_pages(table, start_n + BLOCK_N, offs_n, first_key, seqlen_k, PAGE_SIZE, BLOCK_N)
             acc, l, m = _attend(
                 acc, l, m, q, k_ptrs, v_ptrs, bias_rows, start_n, offs_m, offs_n, key_rows, offs_d, offs_dv, seqlen_k,
-                diagonal, window_left, window_right, scale, softcap, slope, dropout,
-                STRIDE_KN, STRIDE_VN, STRIDE_BIAS_N, D, DV, D != BLOCK_D, DV != BLOCK_DV,
+                diagonal, window_left, window_right, scale, softcap, slope, dropout, page_of_tile, first_key, stride_kb,
+                stride_vb, STRIDE_KN, STRIDE_VN, STRIDE_BIAS_N, D, DV, ALIGN, PAGE_SIZE, D != BLOCK_D, DV != BLOCK_DV,
                 True, True, BOUND_RIGHT, True, PRECISION,
             )  # fmt: skip
     for start_n in tl.range(inside, unmasked, BLOCK_N, num_stages=NUM_STAGES):
+        page_of_tile = page
+        if PAGE_SIZE > 0:
+            page = _load_pages(table, start_n + BLOCK_N, offs_n, first_key, seqlen_k, PAGE_SIZE, BLOCK_N)
         acc, l, m = _attend(
             acc, l, m, q, k_ptrs, v_ptrs, bias_rows, start_n, offs_m, offs_n, key_rows, offs_d, offs_dv, seqlen_k,
-            diagonal, window_left, window_right, scale, softcap, slope, dropout,
-            STRIDE_KN, STRIDE_VN, STRIDE_BIAS_N, D, DV, D != BLOCK_D, DV != BLOCK_DV,
+            diagonal, window_left, window_right, scale, softcap, slope, dropout, page_of_tile, first_key, stride_kb,
+            stride_vb, STRIDE_KN, STRIDE_VN, STRIDE_BIAS_N, D, DV, ALIGN, PAGE_SIZE, D != BLOCK_D, DV != BLOCK_DV,
             False, False, False, bias_ptr is not None, PRECISION,
         )  # fmt: skip
     for start_n in tl.range(unmasked, end, BLOCK_N, num_stages=1):
+        page_of_tile = page
+        if PAGE_SIZE > 0:
+            page = _load_pages(table, start_n + BLOCK_N, offs_n, first_key, seqlen_k, PAGE_SIZE, BLOCK_N)
         acc, l, m = _attend(
             acc, l, m, q, k_ptrs, v_ptrs, bias_rows, start_n, offs_m, offs_n, key_rows, offs_d, offs_dv, seqlen_k,
-            diagonal, window_left, window_right, scale, softcap, slope, dropout,
-            STRIDE_KN, STRIDE_VN, STRIDE_BIAS_N, D, DV, D != BLOCK_D, DV != BLOCK_DV,
+            diagonal, window_left, window_right, scale, softcap, slope, dropout, page_of_tile, first_key, stride_kb,
+            stride_vb, STRIDE_KN, STRIDE_VN, STRIDE_BIAS_N, D, DV, ALIGN, PAGE_SIZE, D != BLOCK_D, DV != BLOCK_DV,
             True, False, BOUND_RIGHT, EMPTY_ROWS, PRECISION,
         )  # fmt: skip
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import InputError
+from ..errors import InputError, UnsupportedError
 from .inputs import (
     DTYPE_NAMES,
     check_dropout_seed,
@@ -35,12 +35,20 @@ def planned_length(name: str, length: object) -> int:
 def packed_problem(
     tensors: dict[str, Any], lengths: tuple[int, int], *, return_lse: bool, **options: Any
 ) -> AttentionProblem:
-    """Check the tensors against the contract and describe the call. Raises ``InputError``."""
+    """Check the tensors against the contract and describe the call. Raises ``InputError``.
+
+    A page table may be left out of ``tensors``.
+    """
     q, k, v = (tensors[name] for name in "qkv")
-    check_tensors({"q": q, "k": k, "v": v}, "T, H, D")
-    (_, heads, head_dim), heads_kv = q.shape, k.shape[1]
-    check_shape("k", k, (k.shape[0], heads_kv, head_dim), "Tk, HK, D")
-    check_shape("v", v, (k.shape[0], heads_kv, v.shape[2]), "Tk, HK, DV")
+    page_table = tensors.get("page_table")
+    if page_table is None:
+        check_tensors({"q": q, "k": k, "v": v}, "T, H, D")
+        tokens, letters = k.shape[:1], "Tk"
+    else:
+        tokens, letters = _check_pages(q, k, v), "pages, page_size"
+    (_, heads, head_dim), heads_kv, head_dim_v = q.shape, k.shape[-2], v.shape[-1]
+    check_shape("k", k, (*tokens, heads_kv, head_dim), f"{letters}, HK, D")
+    check_shape("v", v, (*tokens, heads_kv, head_dim_v), f"{letters}, HK, DV")
     batch = _check_integers("cu_seqlens_q", tensors["cu_seqlens_q"], q) - 1
     if batch < 0:
         raise InputError("cu_seqlens_q must have shape [B + 1], so at least one element, got []")
@@ -50,6 +58,7 @@ def packed_problem(
             letters = "B + 1" if name == "cu_seqlens_k" else "B"
             raise InputError(f"{name} must have shape [{letters}] = [{size}], got {list(tensor.shape)}")
     check_dropout_seed(tensors["dropout_seed"], q)
+    pages: dict[str, Any] = {} if page_table is None else _describe_table(page_table, q, batch, tokens[1])
     return AttentionProblem(
         batch=batch,
         heads=heads,
@@ -57,7 +66,7 @@ def packed_problem(
         seqlen_q=lengths[0],
         seqlen_k=lengths[1],
         head_dim=head_dim,
-        head_dim_v=v.shape[2],
+        head_dim_v=head_dim_v,
         dtype=DTYPE_NAMES[q.dtype],
         return_lse=return_lse,
         q_strides=_packed_strides(q),
@@ -66,15 +75,71 @@ def packed_problem(
         pointer_alignment=pointer_alignment(q, k, v),
         packed=True,
         seqused="".join(side for side in "qk" if tensors[f"seqused_{side}"] is not None),
+        **pages,
         **options,
         **describe_heads(q, batch, heads, sinks=tensors["sinks"], alibi=tensors["alibi"]),
     )
 
 
 def _packed_strides(tensor: Tensor) -> tuple[int, int, int, int]:
-    """Return the strides of ``[B, H, S, D]``; that of tokens also where there is one: their number decides nothing."""
-    token, head, column = tensor.stride()
-    return 0, head if tensor.shape[1] > 1 else 0, token, column if tensor.shape[2] > 1 else 1
+    """Return the strides of ``[B, H, S, D]``, with pages in the place of B.
+
+    That of tokens or pages also where there is one: their number decides nothing.
+    """
+    *page, token, head, column = tensor.stride()
+    if page and tensor.shape[1] == 1:
+        token = 0
+    return page[0] if page else 0, head if tensor.shape[-2] > 1 else 0, token, column if tensor.shape[-1] > 1 else 1
+
+
+def _check_pages(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int]:
+    """Check what of a paged cache is no matter of sizes, and return its pages and their positions."""
+    caches: dict[str, Any] = {"k": k, "v": v}
+    for name, tensor in caches.items():
+        if not isinstance(tensor, Tensor):
+            raise InputError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+        if tensor.dim() != 4:
+            axes = "4 dimensions [pages, page_size, HK, D] with a page_table"
+            raise InputError(f"{name} must have {axes}, got shape {list(tensor.shape)}")
+        if tensor.shape[1] == 0:
+            raise InputError(f"{name} must have pages of at least 1 position, got shape {list(tensor.shape)}")
+        _check_columns(name, tensor)
+    # The first position of every page has the axes of q.
+    check_tensors({"q": q, **{name: tensor[:, 0] for name, tensor in caches.items()}}, "T, H, D")
+    return k.shape[0], k.shape[1]
+
+
+def _check_columns(name: str, tensor: Tensor) -> None:
+    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        raise InputError(f"{name} must be contiguous along its last axis, got strides {list(tensor.stride())}")
+
+
+def _describe_table(page_table: Tensor, q: Tensor, batch: int, page_size: int) -> dict[str, int]:
+    """Check a page table, and return what a problem says of it."""
+    if page_table.dtype != torch.int32:
+        raise InputError(f"page_table must be int32, got {page_table.dtype}")
+    if page_table.dim() != 2 or page_table.shape[0] != batch:
+        raise InputError(f"page_table must have shape [B, P] = [{batch}, P], got {list(page_table.shape)}")
+    _check_columns("page_table", page_table)
+    if page_table.device != q.device:
+        raise InputError(f"page_table must be on the device of q, {q.device}, got {page_table.device}")
+    return {"page_size": page_size, "table_stride": page_table.stride(0) if batch > 1 else 0}
+
+
+def refuse_dropout_of_pages(page_table: Tensor | None, dropout_p: float) -> None:
+    """Raise ``UnsupportedError`` for what is not served together; before a seed is drawn."""
+    if page_table is not None and dropout_p:
+        raise UnsupportedError(f"dropout_p must be 0 with a page_table, which is for inference, got {dropout_p}")
+
+
+def check_room(page_table: Tensor, k: Tensor, max_seqlen_k: int) -> None:
+    """Raise ``InputError`` where the pages of a sequence hold fewer keys than the longest one has."""
+    room = page_table.shape[1] * k.shape[1]
+    if room < max_seqlen_k:
+        raise InputError(
+            f"page_table must have pages for max_seqlen_k = {max_seqlen_k} keys, got {page_table.shape[1]} "
+            f"of {k.shape[1]} positions, which hold {room}"
+        )
 
 
 def _check_integers(name: str, tensor: Tensor, q: Tensor) -> int:
@@ -92,6 +157,12 @@ def _check_integers(name: str, tensor: Tensor, q: Tensor) -> int:
 
 
 def layout_of_tokens(tensor: Tensor) -> tuple[Any, ...] | None:
-    """Return ``layout_of`` but for the number of tokens, which decides nothing."""
+    """Return ``layout_of`` but for the number of tokens, or pages, which decides nothing."""
     layout = layout_of(tensor)
     return layout and (layout[0][1:], len(layout[0]), *layout[1:])
+
+
+def layout_of_table(page_table: Tensor | None) -> tuple[Any, ...] | None:
+    """Return ``layout_of`` but for how many pages a sequence may have, which decides nothing."""
+    layout = layout_of(page_table)
+    return layout and (layout[0][:1], len(layout[0]), *layout[1:])

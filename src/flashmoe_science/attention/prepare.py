@@ -294,6 +294,7 @@ def _forward(plan: Plan, config: ForwardConfig) -> PreparedKernel:
         "EMPTY_ROWS": bool((problem.bounded_right and (unseen_rows or split)) or problem.bounded_left or problem.bias),
         "WIDE": max(config.block_m, config.block_n, 256) * widest_row >= 2**31,
         "STORE_LSE": problem.return_lse or split,
+        "PAGE_SIZE": problem.page_size,
         "PRECISION": "ieee" if kind == "fp32" else "tf32",  # only fp32 operands read it
         "NUM_STAGES": config.num_stages,
         **{name: argument.value for name, argument in asked.items() if argument.kind == "constant"},
@@ -352,6 +353,7 @@ def _features(problem: AttentionProblem) -> dict[str, _Argument]:
         "cu_seqlens_k_ptr": _Argument("*i32") if p.packed else _ABSENT,
         "seqused_q_ptr": _Argument("*i32") if "q" in p.seqused else _ABSENT,
         "seqused_k_ptr": _Argument("*i32") if "k" in p.seqused else _ABSENT,
+        "page_table_ptr": _Argument("*i32") if p.page_size else _ABSENT,
         "dropout_seed_ptr": _Argument("*i64") if p.dropout_p else _ABSENT,
         "window_left": _Argument("i32", left) if left >= 0 else _Argument("constant", 0),
         "window_right": _Argument("i32", right) if right >= 0 else _Argument("constant", 0),
@@ -360,6 +362,7 @@ def _features(problem: AttentionProblem) -> dict[str, _Argument]:
             f"stride_bias_{axis}": _Argument("i64", bias_strides[i]) if p.bias else _Argument("constant", 0)
             for i, axis in enumerate("bhm")
         },
+        "stride_table_b": _Argument("i64", p.table_stride) if p.page_size else _Argument("constant", 0),
         "dropout_last": _Argument("i32", dropout_last(p)) if p.dropout_p else _ABSENT,
         "dropout_scale": _Argument("fp32", p.dropout_scale) if p.dropout_p else _ABSENT,
     }

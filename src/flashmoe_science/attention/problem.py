@@ -73,6 +73,10 @@ class AttentionProblem:
     # q, k, v and o are [T, H, D], sequences in a row; seqlen_q and seqlen_k are the longest. Strides have 0 for B.
     packed: bool = False
     seqused: str = ""  # of packed sequences that end before their place does: "q", "k" or "qk"
+    # k and v of packed sequences are [pages, page_size, HK, D], and a table [B, P] says which pages are whose; 0: they
+    # are not. Strides have that of pages for B.
+    page_size: int = 0
+    table_stride: int = 0  # of the page table along B
     dropout_p: float = 0.0  # the share of the probabilities that are dropped; the call takes a seed where it is not 0
 
     def __post_init__(self) -> None:
@@ -101,7 +105,8 @@ class AttentionProblem:
         }
         for name, (batch, heads, seqlen, columns) in shapes.items():
             if not getattr(self, name):
-                packed = (0, columns, heads * columns, 1)
+                page = self.page_size * heads * columns if name in ("k_strides", "v_strides") else 0
+                packed = (page, columns, heads * columns, 1)
                 strides = packed if self.packed else dense_strides(batch, heads, seqlen, columns)
                 object.__setattr__(self, name, strides)
 
@@ -116,6 +121,8 @@ class AttentionProblem:
             raise InputError("bias must be None for packed sequences, got one")
         if self.seqused not in ("", "q", "k", "qk") or (self.seqused and not self.packed):
             raise InputError(f"seqused must be q, k or qk, and the sequences packed, got {self.seqused!r}")
+        if self.page_size < 0 or (self.page_size and not self.packed):
+            raise InputError(f"page_size must be 0 or more, and 0 unless sequences are packed, got {self.page_size}")
         if not 0 <= self.softcap <= LARGEST_SCALE:  # NaN is not
             raise InputError(f"softcap must be 0 (none) or more, at most {LARGEST_SCALE:.3g}, got {self.softcap}")
         if self.softcap and abs(self.softcap_scale) > _LARGEST_FP32:
@@ -181,6 +188,7 @@ class AttentionProblem:
             "ALiBi": self.alibi,
             "a bias": self.bias,
             "packed sequences": self.packed,
+            "a page table": self.page_size > 0,
             "dropout": self.dropout_p > 0,
         }
         return tuple(name for name, is_asked in asked.items() if is_asked)
@@ -191,6 +199,7 @@ class AttentionProblem:
         names = [name for name in ("sinks", "alibi", "bias") if getattr(self, name)]
         if self.packed:
             names += ["cu_seqlens_q", "cu_seqlens_k", *(f"seqused_{side}" for side in self.seqused)]
+        names += ["page_table"] if self.page_size else []
         names += ["dropout_seed"] if self.dropout_p else []
         return tuple(names)
 
@@ -249,5 +258,6 @@ class AttentionProblem:
             words.append("window" + "_".join("all" if size < 0 else str(size) for size in self.window))
         words += [f"softcap{self.softcap:g}"] if self.softcap else []
         words += [name for name in ("sinks", "alibi", "bias", "packed") if getattr(self, name)]
+        words += [f"page{self.page_size}"] if self.page_size else []
         words += [f"dropout{self.dropout_p:g}"] if self.dropout_p else []
         return "_".join(words)

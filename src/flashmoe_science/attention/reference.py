@@ -316,6 +316,7 @@ def attention_varlen(
     *,
     seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None,
+    page_table: Tensor | None = None,
     alibi: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
@@ -323,12 +324,13 @@ def attention_varlen(
 
     Args:
         q: ``[Tq, H, D]``.
-        k: ``[Tk, HK, D]``.
-        v: ``[Tk, HK, DV]``.
+        k: ``[Tk, HK, D]``, or with ``page_table`` ``[pages, page_size, HK, D]``.
+        v: ``[Tk, HK, DV]``, or with ``page_table`` ``[pages, page_size, HK, DV]``.
         cu_seqlens_q: ``[B + 1]``, where sequences start; the last one is where they end.
         cu_seqlens_k: ``[B + 1]``.
         seqused_q: ``[B]``, their lengths where they end earlier.
         seqused_k: ``[B]``.
+        page_table: ``[B, P]``: the page of key n of sequence b is ``page_table[b, n // page_size]``.
         alibi: slopes ``[H]`` or ``[B, H]``.
         **options: of ``attention``.
 
@@ -340,18 +342,36 @@ def attention_varlen(
     for b, (place_q, place_k) in enumerate(
         zip(_places(cu_seqlens_q, seqused_q), _places(cu_seqlens_k, seqused_k), strict=True)
     ):
-        rows, keys = slice(*place_q), slice(*place_k)
-        inputs = (tensor.transpose(0, 1)[None] for tensor in (q[rows], k[keys], v[keys]))
+        rows = slice(*place_q)
+        if page_table is None:
+            own_k, own_v = (tensor[slice(*place_k)] for tensor in (k, v))
+        else:
+            first, end = keys_in_reach(place_q, place_k, options.get("window", (-1, -1)))
+            places = torch.arange(first, end, device=q.device)
+            pages = page_table[b, places // k.shape[1]].long()
+            own_k, own_v = (tensor[pages, places % k.shape[1]] for tensor in (k, v))
+        inputs = (tensor.transpose(0, 1)[None] for tensor in (q[rows], own_k, own_v))
         slopes = alibi[b] if alibi is not None and alibi.dim() == 2 else alibi
         one, one_lse = attention(*inputs, alibi=slopes, first_sequence=b, **options)
         if o is None or lse is None:
-            o = torch.zeros(total, heads, v.shape[2], dtype=one.dtype, device=q.device)
+            o = torch.zeros(total, heads, v.shape[-1], dtype=one.dtype, device=q.device)
             lse = torch.full((heads, total), -torch.inf, dtype=one.dtype, device=q.device)
         o[rows], lse[:, rows] = one[0].transpose(0, 1), one_lse[0]
     if o is None or lse is None:  # there are no sequences
-        o = torch.zeros(total, heads, v.shape[2], dtype=q.dtype, device=q.device)
+        o = torch.zeros(total, heads, v.shape[-1], dtype=q.dtype, device=q.device)
         lse = torch.full((heads, total), -torch.inf, device=q.device)
     return o, lse
+
+
+def keys_in_reach(place_q: tuple[int, int], place_k: tuple[int, int], window: tuple[int, int]) -> tuple[int, int]:
+    """Return first and end of the keys of one sequence that its rows can see, counted from its first key.
+
+    A right bound hides none of the last ones: they are seen by the last row.
+    """
+    rows, keys = place_q[1] - place_q[0], place_k[1] - place_k[0]
+    if rows == 0:
+        return keys, keys
+    return min(max(0, keys - rows - window[0]), keys) if window[0] >= 0 else 0, keys
 
 
 def attention_varlen_backward(

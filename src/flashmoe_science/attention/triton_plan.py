@@ -60,7 +60,8 @@ FORWARD_TABLES: dict[tuple[int, ...], dict[tuple[int, int], tuple[ForwardConfig,
 }  # fmt: skip
 
 # Rows in place of those above where features would make them spill, chosen like them: with any feature; with a bias or
-# more than two of window, softcap, sinks and ALiBi, for which a thread needs more registers; and with dropout.
+# more than two of window, softcap, sinks, ALiBi and pages, for which a thread needs more registers; with dropout; and
+# with pages, whose numbers are read ahead.
 _FEATURE_TABLES: dict[tuple[int, ...], dict[tuple[int, int], tuple[ForwardConfig, ...]]] = {
     (80,): {(2, 64): (_T(128, 64, 8, 3), _T(64, 64, 4, 3), _T(16, 64, 4, 3))},
     (90,): {
@@ -97,6 +98,11 @@ _DROPOUT_TABLES: dict[tuple[int, ...], dict[tuple[int, int], tuple[ForwardConfig
     (120,): {(2, 128): (_T(64, 32, 8, 2), _T(16, 64, 4, 2))},
 }
 
+_PAGED_TABLES: dict[tuple[int, ...], dict[tuple[int, int], tuple[ForwardConfig, ...]]] = {
+    (80,): {(2, 128): (_T(128, 16, 8, 3), _T(64, 32, 4, 3), _T(16, 64, 4, 3))},
+    (86, 89): {(2, 128): (_T(128, 16, 8, 3), _T(64, 32, 4, 2), _T(16, 64, 4, 2))},
+}
+
 # When keys are split, and the merge of their shares: choices, none of them measured here yet.
 # More shares put more SMs to work on few rows. Each costs a partial output in fp32, written and read again, and one
 # more unrolled step of the merge. FlashAttention-3 goes up to 256.
@@ -108,15 +114,18 @@ MERGE_ROWS = 4
 MERGE_WARPS = 4
 
 
-def forward_rows(arch: int, item_bytes: int, columns: int, *, features: int = 0) -> tuple[ForwardConfig, ...]:
+def forward_rows(
+    arch: int, item_bytes: int, columns: int, *, features: int = 0, paged: bool = False
+) -> tuple[ForwardConfig, ...]:
     """Return the table row of ``forward_triton`` for an architecture, an element size and a tile width.
 
     An architecture without a table takes that of the one before it: sm_103 has the tiles of sm_100. ``features`` is 0
-    for none, 1 for some, 2 for many and 3 with dropout (``_weight_of_features``).
+    for none, 1 for some, 2 for many and 3 with dropout (``_weight_of_features``); ``paged``: keys lie in pages.
     """
     near = max(known for archs in FORWARD_TABLES for known in archs if known <= arch)
     key = item_bytes, max(64, columns)
-    for tables in (_DROPOUT_TABLES, _MANY_FEATURES_TABLES, _FEATURE_TABLES, FORWARD_TABLES)[3 - features :]:
+    of_weight = (_DROPOUT_TABLES, _MANY_FEATURES_TABLES, _FEATURE_TABLES, FORWARD_TABLES)[3 - features :]
+    for tables in (_PAGED_TABLES, *of_weight) if paged else of_weight:
         for archs, table in tables.items():
             if near in archs and key in table:
                 return table[key]
@@ -161,7 +170,8 @@ def forward_plan(problem: AttentionProblem, gpu: GpuSpec, why: str) -> Plan:
         UnsupportedError: the grid would be too large.
     """
     columns = block_dim(max(problem.head_dim, problem.head_dim_v))
-    rows = forward_rows(gpu.arch, problem.item_bytes, columns, features=_weight_of_features(problem))
+    weight = _weight_of_features(problem)
+    rows = forward_rows(gpu.arch, problem.item_bytes, columns, features=weight, paged=problem.page_size > 0)
     heads = problem.batch * problem.heads
 
     def blocks(config: ForwardConfig) -> int:

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import InputError
+from ..errors import InputError, UnsupportedError
+from .cache_contract import check_pages
 from .gradients import PLAIN, Options, differentiable, kernel_after, records, refuse_tangents, register_gradients
 from .inputs import (
     cast_under_autocast,
@@ -24,9 +25,17 @@ from .inputs import (
     refuse_undrawn,
     seed_of_call,
 )
-from .packed import layout_of_tokens, packed_problem, planned_length
+from .packed import (
+    check_room,
+    layout_of_table,
+    layout_of_tokens,
+    packed_problem,
+    planned_length,
+    refuse_dropout_of_pages,
+)
 from .packed_calls import prepare_packed_call
 from .plan import plan_attention
+from .reference import keys_in_reach
 from .tiles import Plan
 
 _prepared: dict[tuple[Any, ...], Callable[..., Any]] = {}
@@ -53,6 +62,7 @@ def flash_attention_varlen(
     seqused_k: Tensor | None = None,
     dropout_p: float = 0.0,
     dropout_seed: Tensor | None = None,
+    page_table: Tensor | None = None,
     return_lse: bool = False,
     kernel: str = "auto",
 ) -> Any:
@@ -63,11 +73,14 @@ def flash_attention_varlen(
 
     Args:
         q: ``[Tq, H, D]`` fp16, bf16 or fp32, any strides; D from 1 to 256 on a GPU.
-        k: ``[Tk, HK, D]``, dtype and device of q; H is a multiple of HK.
-        v: ``[Tk, HK, DV]``, dtype and device of q; DV from 1 to 256 on a GPU.
+        k: ``[Tk, HK, D]``, dtype and device of q; H is a multiple of HK. With ``page_table`` it is a cache
+            ``[pages, page_size, HK, D]`` of any page size, any strides but D contiguous.
+        v: ``[Tk, HK, DV]``, dtype and device of q; DV from 1 to 256 on a GPU. With ``page_table``
+            ``[pages, page_size, HK, DV]``.
         cu_seqlens_q: ``[B + 1]`` int32, contiguous, on the device of q: where sequences start in q, and where the last
             one ends. A sequence may be empty.
-        cu_seqlens_k: ``[B + 1]`` int32, the same of k and v.
+        cu_seqlens_k: ``[B + 1]`` int32, the same of k and v. With ``page_table`` only the differences count: the keys
+            of each sequence.
         max_seqlen_q: queries of the longest sequence, or more. Most grids are of it: a longer one may not be finished.
         max_seqlen_k: keys of the longest sequence, or more. It decides tiles; a window as wide as it is dropped.
         causal: as in ``flash_attention``, like the other options.
@@ -80,6 +93,9 @@ def flash_attention_varlen(
         seqused_k: ``[B]`` int32, the same of its keys. Keys behind it decide nothing, whatever they are.
         dropout_p: as in ``flash_attention``, with m and n counted from the start of the sequence b.
         dropout_seed: ``[2]`` int64, contiguous, on the device of q. Default: drawn from torch's default generator.
+        page_table: ``[B, P]`` int32, contiguous along P, on the device of q: key n of sequence b lies in row
+            ``n % page_size`` of page ``page_table[b, n // page_size]``. Entries behind the last key are never read, nor
+            are pages of which a window hides all keys from the rows of a tile. Without gradients and dropout.
         return_lse: return the log-sum-exp of every row too.
         kernel: ``"auto"``, or one name to force; a forced kernel never falls back.
 
@@ -91,8 +107,9 @@ def flash_attention_varlen(
     Raises:
         InputError: a shape, dtype, device or value breaks the contract above. Lengths on a GPU are not read, as that
             would wait for it; with ``FLASHMOE_CHECK=1`` in the environment they are read and checked, except while a
-            CUDA graph is captured. Those on a CPU always are.
-        UnsupportedError: as in ``flash_attention``.
+            CUDA graph is captured. Those on a CPU always are. So are pages.
+        UnsupportedError: as in ``flash_attention``; with ``page_table`` also for dropout, and where gradients are
+            recorded and an input requires grad.
 
     Numerics: as in ``flash_attention``. A sequence has the same bits whatever else is in the batch, as long as
     ``max_seqlen_q``, ``max_seqlen_k``, B and H lead to the same tile (``explain_varlen`` shows it).
@@ -101,23 +118,35 @@ def flash_attention_varlen(
     """
     softmax_scale = check_options(causal, softmax_scale)
     window, softcap, dropout_p = check_window(window), check_softcap(softcap), check_dropout(dropout_p)
-    check_optional(sinks=sinks, alibi=alibi, seqused_q=seqused_q, seqused_k=seqused_k, dropout_seed=dropout_seed)
+    check_optional(
+        sinks=sinks, alibi=alibi, seqused_q=seqused_q, seqused_k=seqused_k, dropout_seed=dropout_seed,
+        page_table=page_table,
+    )  # fmt: skip
+    refuse_dropout_of_pages(page_table, dropout_p)
     needed = {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     for name, tensor in needed.items():
         if not isinstance(tensor, Tensor):
             raise InputError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
     q, k, v = cast_under_autocast(q, k, v)
     dropout_seed = seed_of_call(dropout_p, dropout_seed, q)
-    optional = (sinks, alibi, seqused_q, seqused_k, dropout_seed)
+    optional = (sinks, alibi, seqused_q, seqused_k, dropout_seed, page_table)
     refuse_tangents((q, k, v, sinks, alibi))
     recording = records({"q": q, "k": k, "v": v, "sinks": sinks, "alibi": alibi})
+    if recording and page_table is not None:
+        raise _no_gradients({"q": q, "k": k, "v": v, "sinks": sinks})
     if _is_compiling() or any(
         type(tensor) not in PLAIN for tensor in (q, k, v, cu_seqlens_q, cu_seqlens_k, *optional) if tensor is not None
     ):
-        o, lse = _attention_varlen(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-            causal, softmax_scale, *window, softcap, *optional, dropout_p, return_lse or recording, kernel,
-        )  # fmt: skip
+        masks = max_seqlen_q, max_seqlen_k, causal, softmax_scale, *window, softcap
+        o, lse = (
+            _attention_varlen(
+                q, k, v, cu_seqlens_q, cu_seqlens_k, *masks, *optional[:5], dropout_p, return_lse or recording, kernel
+            )
+            if page_table is None
+            else _attention_varlen_paged(
+                q, k, v, cu_seqlens_q, cu_seqlens_k, page_table, *masks, *optional[:4], return_lse, kernel
+            )
+        )
         return (o, lse) if return_lse else o
     lengths = planned_length("max_seqlen_q", max_seqlen_q), planned_length("max_seqlen_k", max_seqlen_k)
     if recording:
@@ -127,7 +156,7 @@ def flash_attention_varlen(
             kernel=kernel,
         )  # fmt: skip
         asked = Options(causal, softmax_scale, window, softcap, lengths, kernel_after(kernel), dropout_p)
-        given = dict(zip(("sinks", "alibi", "seqused_q", "seqused_k", "dropout_seed"), optional, strict=True))
+        given = dict(zip(("sinks", "alibi", "seqused_q", "seqused_k", "dropout_seed"), optional, strict=False))
         o, lse = differentiable(attend, asked, {**needed, "q": q, "k": k, "v": v, **given})
         return (o, lse) if return_lse else o
     options = {
@@ -136,10 +165,10 @@ def flash_attention_varlen(
     tensors = {
         "q": q, "k": k, "v": v, "sinks": sinks, "alibi": alibi,
         "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_q": seqused_q, "seqused_k": seqused_k,
-        "dropout_seed": dropout_seed,
+        "page_table": page_table, "dropout_seed": dropout_seed,
     }  # fmt: skip
     key = (*options.values(), *lengths, return_lse, kernel, *map(layout_of_tokens, (q, k, v)))
-    key = (*key, *map(layout_of, list(tensors.values())[3:]))
+    key = (*key, layout_of_table(page_table), *map(layout_of, (*optional[:5], cu_seqlens_q, cu_seqlens_k)))
     call = _prepared.get(key)
     if call is None:
         problem = packed_problem(tensors, lengths, return_lse=return_lse, **options)
@@ -148,10 +177,12 @@ def flash_attention_varlen(
             _prepared.clear()
         _prepared[key] = call
     if k.shape[0] != v.shape[0]:
-        raise InputError(f"v must have as many tokens as k, {k.shape[0]}, got {v.shape[0]}")
+        what = "tokens" if page_table is None else "pages"
+        raise InputError(f"v must have as many {what} as k, {k.shape[0]}, got {v.shape[0]}")
+    if page_table is not None:
+        check_room(page_table, k, max_seqlen_k)
     if _reads_lengths(q):
-        check_lengths("q", q.shape[0], cu_seqlens_q, max_seqlen_q, seqused_q)
-        check_lengths("k", k.shape[0], cu_seqlens_k, max_seqlen_k, seqused_k)
+        _check_what_lies_in(tensors, (max_seqlen_q, max_seqlen_k), window)
     extras = [tensor for tensor in list(tensors.values())[3:] if tensor is not None]
     return call(q, k, v, q.data_ptr(), k.data_ptr(), v.data_ptr(), *extras)
 
@@ -175,6 +206,7 @@ def explain_varlen(
     seqused_k: Tensor | None = None,
     dropout_p: float = 0.0,
     dropout_seed: Tensor | None = None,
+    page_table: Tensor | None = None,
     return_lse: bool = False,
     kernel: str = "auto",
 ) -> Plan:
@@ -182,21 +214,28 @@ def explain_varlen(
 
     The lengths in it are those that are planned for: the maxima, rounded up.
     """
-    check_optional(sinks=sinks, alibi=alibi, seqused_q=seqused_q, seqused_k=seqused_k, dropout_seed=dropout_seed)
+    check_optional(
+        sinks=sinks, alibi=alibi, seqused_q=seqused_q, seqused_k=seqused_k, dropout_seed=dropout_seed,
+        page_table=page_table,
+    )  # fmt: skip
+    dropout_p = check_dropout(dropout_p)
+    refuse_dropout_of_pages(page_table, dropout_p)
     problem = packed_problem(
         {
             "q": q, "k": k, "v": v, "sinks": sinks, "alibi": alibi,
             "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_q": seqused_q, "seqused_k": seqused_k,
-            "dropout_seed": dropout_seed,
+            "page_table": page_table, "dropout_seed": dropout_seed,
         },
         (planned_length("max_seqlen_q", max_seqlen_q), planned_length("max_seqlen_k", max_seqlen_k)),
         causal=causal,
         softmax_scale=check_options(causal, softmax_scale),
         window=check_window(window),
         softcap=check_softcap(softcap),
-        dropout_p=check_dropout(dropout_p),
+        dropout_p=dropout_p,
         return_lse=return_lse,
     )  # fmt: skip
+    if page_table is not None:
+        check_room(page_table, k, max_seqlen_k)
     return plan_attention(problem, gpu_of(q), kernel)
 
 
@@ -207,11 +246,36 @@ def _reads_lengths(q: Tensor) -> bool:
     return os.environ.get("FLASHMOE_CHECK") == "1" and not torch.cuda.is_current_stream_capturing()
 
 
-def check_lengths(side: str, tokens: int, cu_seqlens: Tensor, longest: int, seqused: Tensor | None) -> None:
-    """Read the lengths of one side, ``q`` or ``k``, and raise ``InputError`` where they contradict one another."""
+def _check_what_lies_in(tensors: dict[str, Any], longest: tuple[int, int], window: tuple[int, int]) -> None:
+    """Read lengths, and the pages of keys that are seen, and raise ``InputError`` where they are wrong."""
+    q, k, page_table = tensors["q"], tensors["k"], tensors["page_table"]
+    tokens_k = k.shape[0] if page_table is None else None
+    places_q = check_lengths("q", q.shape[0], tensors["cu_seqlens_q"], longest[0], tensors["seqused_q"])
+    places_k = check_lengths("k", tokens_k, tensors["cu_seqlens_k"], longest[1], tensors["seqused_k"])
+    if page_table is not None:
+        reached = [keys_in_reach(*places, window) for places in zip(places_q, places_k, strict=True)]
+        check_pages(page_table, k.shape[0], k.shape[1], reached)
+
+
+def _no_gradients(tensors: dict[str, Tensor | None]) -> UnsupportedError:
+    names = [name for name, tensor in tensors.items() if tensor is not None and tensor.requires_grad]
+    return UnsupportedError(
+        f"{', '.join(names)} require grad, and there is no backward with a page_table",
+        hint="call it under torch.no_grad(), or pass detached tensors",
+    )
+
+
+def check_lengths(
+    side: str, tokens: int | None, cu_seqlens: Tensor, longest: int, seqused: Tensor | None
+) -> list[tuple[int, int]]:
+    """Read the lengths of one side, ``q`` or ``k``, and raise ``InputError`` where they contradict one another.
+
+    ``tokens`` is None where pages hold them. Returned is where each sequence starts, and where what is used of it ends.
+    """
     starts = cu_seqlens.tolist()
     name = f"cu_seqlens_{side}"
-    if starts[0] < 0 or starts[-1] > tokens:
+    places = []
+    if tokens is not None and (starts[0] < 0 or starts[-1] > tokens):
         raise InputError(f"{name} must be from 0 to {tokens}, the tokens of {side}, got {starts[0]} to {starts[-1]}")
     used = [None] * (len(starts) - 1) if seqused is None else seqused.tolist()
     for b, (start, end, length) in enumerate(zip(starts, starts[1:], used, strict=False)):
@@ -223,6 +287,8 @@ def check_lengths(side: str, tokens: int, cu_seqlens: Tensor, longest: int, sequ
         asked = length if length is not None and side == "k" else end - start
         if asked > longest:
             raise InputError(f"max_seqlen_{side} must be at least {asked}, the length of sequence {b}, got {longest}")
+        places.append((start, end if length is None else start + length))
+    return places
 
 
 @torch.library.custom_op("flashmoe_science::attention_varlen", mutates_args=())
@@ -274,10 +340,44 @@ def _attention_varlen(
     return result if return_lse else (result, torch.empty(0, dtype=torch.float32, device=q.device))
 
 
+# Of its own: what has gradients saves its inputs by name, and torch leaves those out that are as by default.
+@torch.library.custom_op("flashmoe_science::attention_varlen_paged", mutates_args=())
+def _attention_varlen_paged(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    page_table: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    causal: bool,
+    softmax_scale: float | None,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    sinks: Tensor | None,
+    alibi: Tensor | None,
+    seqused_q: Tensor | None,
+    seqused_k: Tensor | None,
+    return_lse: bool,
+    kernel: str,
+) -> tuple[Tensor, Tensor]:
+    """Return the same over pages; there are no gradients."""
+    result = flash_attention_varlen(
+        q.detach(), k.detach(), v.detach(), cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal=causal,
+        softmax_scale=softmax_scale, window=(window_left, window_right), softcap=softcap,
+        sinks=None if sinks is None else sinks.detach(), alibi=None if alibi is None else alibi.detach(),
+        seqused_q=seqused_q, seqused_k=seqused_k, page_table=page_table, return_lse=return_lse, kernel=kernel,
+    )  # fmt: skip
+    return result if return_lse else (result, torch.empty(0, dtype=torch.float32, device=q.device))
+
+
+@_attention_varlen_paged.register_fake
 @_attention_varlen.register_fake
 def _fake_varlen(q: Tensor, _k: Tensor, v: Tensor, *options: object) -> tuple[Tensor, Tensor]:
     tokens, heads = q.shape[:2]
-    o = torch.empty((tokens, heads, v.shape[2]), dtype=q.dtype, device=q.device)
+    o = torch.empty((tokens, heads, v.shape[-1]), dtype=q.dtype, device=q.device)
     if not options[-2]:
         return o, torch.empty(0, dtype=torch.float32, device=q.device)
     return o, torch.empty((tokens, heads), dtype=torch.float32, device=q.device).t()

@@ -152,11 +152,14 @@ def flash_attn_varlen_func(
 ) -> Any:
     """Attend packed sequences; see ``flash_attention_varlen``.
 
+    With ``block_table`` ``[B, P]``, its ``page_table``, k and v are caches ``[pages, page_size, HK, D]``, of any page
+    size, and ``cu_seqlens_k`` has their lengths.
+
     Returns:
         o ``[Tq, H, D]``; with ``return_attn_probs`` o, lse ``[H, Tq]`` and, as without dropout there, a tensor of no
         elements in the place of the probabilities. With dropout they are refused.
     """
-    _refuse(dropout_p=dropout_p, return_attn_probs=return_attn_probs, block_table=block_table)
+    _refuse(dropout_p=dropout_p, return_attn_probs=return_attn_probs)
     del deterministic
     result = flash_attention_varlen(
         q,
@@ -172,6 +175,7 @@ def flash_attn_varlen_func(
         softcap=softcap,
         alibi=alibi_slopes,
         dropout_p=dropout_p,
+        page_table=block_table,
         return_lse=return_attn_probs,
     )
     return (*result, _no_probs(q)) if return_attn_probs else result
@@ -248,14 +252,12 @@ def flash_attn_varlen_kvpacked_func(
     )
 
 
-def _refuse(*, dropout_p: float, return_attn_probs: bool, block_table: Tensor | None = None) -> None:
+def _refuse(*, dropout_p: float, return_attn_probs: bool) -> None:
     if dropout_p and return_attn_probs:
         raise UnsupportedError(
             f"return_attn_probs must be False with dropout_p of {dropout_p}: the probabilities are not kept",
             hint="flash_attention(..., return_lse=True) returns the LSE with dropout too",
         )
-    if block_table is not None:
-        raise UnsupportedError("block_table must be None: a paged cache is not served here")
 
 
 def _no_probs(q: Tensor) -> Tensor:
