@@ -1,4 +1,4 @@
-"""What pages tell a reader to do can be done: their first examples run on a CPU, and nothing is installed from an index."""
+"""What pages tell a reader to do can be done: examples run on a CPU, and nothing is installed from an index."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PYTHON = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 # The package is on no index. Options and the quotation marks of an extra may stand before its name.
 FROM_INDEX = re.compile(r"""pip install\s+(?:-\S+\s+)*\\?["']?flashmoe[-_]science""")
 WRITTEN = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "DESIGN.md", "Makefile", "action.yml", "pyproject.toml")),
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "DESIGN.md", "Makefile", "action.yml")),
     *(
         path
         for folder in ("docs", "src", "tools", "examples", "tests")
