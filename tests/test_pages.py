@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,7 +41,7 @@ def test_the_example_of_the_readme_runs_on_a_cpu_as_it_says(capsys):
     for printed, here in (('"cuda"', '"cpu"'), ("4096", "512")):
         assert example.count(printed) == 1
         example = example.replace(printed, here)
-    found = {}
+    found: dict[str, Any] = {}
     exec(example, found)
     assert found["out"].shape == (1, 16, 512, 128)
     assert "reference" in capsys.readouterr().out
