@@ -8,7 +8,7 @@ and writes tokens_per_second.md and, with all times and the environment, tokens_
     python examples/tokens_per_second.py --model Qwen/Qwen3-8B --batch 16 --prompt 2048   # weights of the hub
     python examples/tokens_per_second.py --device cpu --tiny
 
-It needs transformers 5.23 or newer (pip install "transformers>=5.23") and, in a clone, pip install ".[proof]".
+It needs transformers 5.23 or newer and the harness: in a clone, pip install ".[proof,examples]".
 """
 
 from __future__ import annotations
@@ -19,12 +19,17 @@ import importlib
 import importlib.metadata
 import json
 import random
+import sys
 import time
 from pathlib import Path
 from statistics import median
 
 import torch
-import transformers
+
+try:
+    import transformers
+except ModuleNotFoundError:
+    sys.exit('error: transformers is not installed\nhint: pip install "transformers>=5.23"')
 
 from flashmoe_science.integrations.transformers import register
 from flashmoe_science.proof.environment import environment

@@ -22,6 +22,7 @@ _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _STATUS = "|".join(status.value for status in VerdictStatus)
 _VERDICT = re.compile(rf"^({_STATUS}) +(\S.*(?:\n {{14}}\S.*)*)", re.MULTILINE)
 _COUNT = re.compile(r"^\d+ claims?: .*$", re.MULTILINE)
+_OF_RUN = re.compile(rf"^(\d{{8}}T\d{{6}}Z-\S+): ({_COUNT.pattern[1:-1]})$", re.MULTILINE)
 _HOLDS = {VerdictStatus.DEMONSTRATED.value, VerdictStatus.STALE.value}
 
 
@@ -95,12 +96,23 @@ def test_the_counts_on_a_page_are_those_of_this_repository(path, verdicts):
 
 
 @pytest.mark.parametrize("path", PAGES, ids=[path.relative_to(ROOT).as_posix() for path in PAGES])
+def test_the_counts_of_a_run_are_those_of_the_claims_that_it_decides(path, verdicts):
+    for run, count in _OF_RUN.findall(path.read_text(encoding="utf-8")):
+        decided = [one for one in verdicts[0] if one.record == run]
+        assert count in (count_line(decided), count_line(unstale(decided)))
+
+
+@pytest.mark.parametrize("path", PAGES, ids=[path.relative_to(ROOT).as_posix() for path in PAGES])
 def test_a_claim_file_on_a_page_is_as_in_claims(path):
     known = {claim.id: claim for claim in load_claims(ROOT / "claims")}
     for language, block in _BLOCK.findall(path.read_text(encoding="utf-8")):
         for table in tomlkit.parse(block).unwrap().get("claim", []) if language == "toml" else []:
             if table["id"] in known:
                 assert type(known[table["id"]]).model_validate(table) == known[table["id"]]
+
+
+def test_the_page_about_reports_shows_a_count():
+    assert len(_OF_RUN.findall((ROOT / "docs" / "report.md").read_text(encoding="utf-8"))) == 1
 
 
 def test_the_first_ten_minutes_show_verdicts():

@@ -58,6 +58,28 @@ def machine(setup, monkeypatch) -> Machine:
     return machine
 
 
+@pytest.mark.parametrize(
+    ("version", "said"),
+    [
+        ((3, 9, 18), "Python 3.9.18 is too old, expected 3.10 to 3.13"),
+        ((3, 10, 0), ""),
+        ((3, 13, 9), ""),
+        ((3, 14, 0), "Python 3.14.0 is too new, expected 3.10 to 3.13"),
+    ],
+)
+def test_a_python_that_is_not_admitted_is_refused_at_once(setup, machine, tmp_path, monkeypatch, version, said) -> None:
+    monkeypatch.setattr(setup, "ROOT", ROOT)
+    monkeypatch.setattr(setup.sys, "version_info", version)
+    monkeypatch.setattr(setup.sys, "argv", ["setup_env.py", "--folder", str(tmp_path / "env"), "proof"])
+    monkeypatch.setattr(setup, "set_up", lambda folder, extras: machine.commands.append(folder.name))
+    if said:
+        with pytest.raises(SystemExit, match=f"setup: {said}\nhint: .*make PYTHON="):
+            setup.main()
+    else:
+        setup.main()
+    assert machine.commands == ([] if said else ["env"])
+
+
 def test_the_folder_is_told_as_it_is_called_from_here(setup, machine, tmp_path, monkeypatch, capfd) -> None:
     monkeypatch.chdir(tmp_path)
     setup.set_up(tmp_path / "env", {"proof"})

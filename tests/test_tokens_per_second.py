@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import runpy
+import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -27,6 +29,14 @@ def example() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def test_without_transformers_it_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(
+        SystemExit, match=r'error: transformers is not installed\nhint: pip install "transformers>=5.23"'
+    ):
+        runpy.run_path(str(PATH))
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])

@@ -13,13 +13,13 @@ import argparse
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-OLDEST_PYTHON = (3, 10)
 CPU_TORCH = "torch==2.13.0+cpu"  # the "+cpu" builds are on no default index; pip may know a place that has them
 ANY_TORCH = "torch>=2.9"
 STAMP = "flashmoe-environment.json"
@@ -31,10 +31,24 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=ROOT / ".venv", help="of the environment (default: .venv)")
     parser.add_argument("extras", nargs="+", metavar="EXTRA", help="extras of pyproject.toml, e.g. proof or dev")
     arguments = parser.parse_args()
-    if sys.version_info < OLDEST_PYTHON:
-        found = ".".join(str(part) for part in sys.version_info[:3])
-        fail(f"Python {found} is too old, expected 3.10 or newer", "name another one: make PYTHON=python3.12 ...")
+    check_python()
     set_up(arguments.folder.absolute(), set(arguments.extras))
+
+
+def check_python() -> None:
+    """Stop where this Python is none that ``pyproject.toml`` admits: pip would say so after minutes."""
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    bounds = re.search(r'^requires-python = ">=3\.(\d+),<3\.(\d+)"$', text, re.MULTILINE)
+    assert bounds, 'pyproject.toml must have a line requires-python = ">=3.x,<3.y"'
+    oldest, behind = (3, int(bounds[1])), (3, int(bounds[2]))
+    if oldest <= sys.version_info[:2] < behind:
+        return
+    found = ".".join(str(part) for part in sys.version_info[:3])
+    how = "old" if sys.version_info[:2] < oldest else "new"
+    fail(
+        f"Python {found} is too {how}, expected 3.{oldest[1]} to 3.{behind[1] - 1}",
+        "name another one: make PYTHON=python3.12 ...",
+    )
 
 
 def set_up(folder: Path, extras: set[str]) -> None:

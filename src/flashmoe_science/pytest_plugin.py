@@ -90,13 +90,13 @@ class _Claims:
 
 def _missing(error: ModuleNotFoundError) -> str:
     """Return what to say of a module that is not there: the harness's, or one that an operator of the user's needs."""
-    from .cli import EXTRA
+    from .cli import EXTRA, KERNELS
 
     name = error.name or "a module"
     if name in EXTRA:
-        return f'{name} is not installed\nhint: pip install "flashmoe-science[proof]"'
-    if name in ("torch", "triton"):
-        return f"{name} is not installed\nhint: pip install {name}"
+        return f"{name} is not installed\nhint: in a clone: pip install '.[proof]'"
+    if name in KERNELS:
+        return f"{name} is not installed\nhint: pip install '{KERNELS[name]}'"
     hint = "a suite or a record names an operator that needs it: put its folder on the option pythonpath of pytest"
     return f"there is no module {name}\nhint: {hint}"
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import typer.main
 
+from flashmoe_science import cli
 from flashmoe_science.errors import CompileError, TooFewRoundsError
 
 from ..proof.claim_builders import claim_toml
@@ -146,14 +147,23 @@ def test_a_fault_of_ours_is_no_verdict(run, monkeypatch):
 
 
 def test_missing_packages_are_named_with_the_command_that_installs_them():
-    blocked = "import sys; sys.modules.update({'typer': None, 'sqlalchemy': None}); "
+    blocked = "import sys; sys.modules.update({'typer': None, 'sqlalchemy': None, 'torch': None}); "
     done = run_process("verify", "--json", code=blocked + "from flashmoe_science.cli import main; sys.exit(main())")
     assert done.returncode == 2
+    only = "pip install 'sqlalchemy>=2.0.30' 'torch>=2.9' 'typer>=0.15'"
     assert done.stderr.splitlines() == [
-        "error: flashmoe needs packages that are not installed: sqlalchemy, typer",
-        "hint: in a clone: pip install '.[proof]'; or only these: pip install sqlalchemy typer",
+        "error: flashmoe needs packages that are not installed: sqlalchemy, torch, typer",
+        f"hint: in a clone: pip install '.[proof]'; or only these: {only}",
     ]
     assert json.loads(done.stdout)["exit_code"] == 2
+
+
+def test_what_is_missed_is_what_pyproject_says():
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    elsewhere = {"alembic>=1.16", "tomli>=2"}
+    for name, known in (("dependencies", cli.KERNELS), ("proof", cli.EXTRA)):
+        found = text.partition(f"\n{name} = [\n")[2].partition("\n]")[0]
+        assert set(re.findall(r'^    "([^";]+)', found, re.MULTILINE)) - elsewhere == set(known.values()) - elsewhere
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,15 @@ def test_without_a_run_it_is_the_newest_of_the_repository(run, repository):
     assert newer.id in (repository / "report.html").read_text()
 
 
+def test_of_a_run_that_timed_nothing_it_says_so(run, repository):
+    newer = build_record(speedups=[2.3, 3.0], suite="made_up", day=3, gpu=None)
+    write_record(newer, repository / "evidence" / f"{newer.id}.json")
+    code, out, err = run("report")
+    assert (code, out) == (0, "report.html\n")
+    assert err.startswith(f"{newer.id}: not timed, sources, build, import")
+    assert "not possible here" in err
+
+
 def test_outside_of_a_repository_it_is_the_newest_of_the_store(run, monkeypatch, tmp_path):
     Store().save(build_record(day=9))
     monkeypatch.chdir(tmp_path)

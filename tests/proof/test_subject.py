@@ -195,6 +195,7 @@ def test_a_hint_names_the_file_that_lies_beside(folder, monkeypatch):
         (f"{name}.py", f"{name}.py: a .py is no subject: name its kernel.toml\nhint: beside it is kernel.toml"),
         ("gone/x.py", "gone/x.py: a .py is no subject: name its kernel.toml\nhint: the format is in"),
         ("kernal.toml", "kernal.toml: cannot be read: No such file or directory\nhint: did you mean kernel.toml?"),
+        ("pyprojekt.toml", "pyprojekt.toml: cannot be read: No such file or directory\nhint: the format is in"),
     ):
         with pytest.raises(SubjectError) as error:
             load_subject(text)

@@ -9,9 +9,10 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from ..errors import CompileError, FlashmoeError, MachineLostError, TooFewRoundsError
@@ -20,32 +21,36 @@ HOLDS, REFUTED, USAGE, GATE_FAILED, INCONCLUSIVE = range(5)
 BUG = 70  # EX_SOFTWARE of sysexits.h: never mistaken for a verdict
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
-# What the extra `proof` installs: the module that is imported -> the name that pip knows. Alembic is missed only where
-# a store has to be upgraded, and says so there.
+# Module -> requirement, as in pyproject.toml: what the kernels need, and what the extra `proof` installs. Alembic is
+# missed only where a store has to be upgraded, and says so there.
+KERNELS = {"torch": "torch>=2.9", "triton": "triton>=3.6,<3.10"}
 EXTRA = {
-    "jinja2": "jinja2",
-    "markdown_it": "markdown-it-py",
-    "numpy": "numpy",
-    "packaging": "packaging",
-    "pydantic": "pydantic",
-    "pynvml": "nvidia-ml-py",
-    "rich": "rich",
-    "scipy": "scipy",
-    "sqlalchemy": "sqlalchemy",
-    "tomlkit": "tomlkit",
-    "typer": "typer",
+    "jinja2": "jinja2>=3.1",
+    "markdown_it": "markdown-it-py>=3",
+    "numpy": "numpy>=1.26,<2.4",
+    "packaging": "packaging>=24",
+    "pydantic": "pydantic>=2.8",
+    "pynvml": "nvidia-ml-py>=12.560",
+    "rich": "rich>=13.7",
+    "scipy": "scipy>=1.11.4",
+    "sqlalchemy": "sqlalchemy>=2.0.30",
+    "tomlkit": "tomlkit>=0.13",
+    "typer": "typer>=0.15",
 }
 if sys.version_info < (3, 11):
-    EXTRA["tomli"] = "tomli"
+    EXTRA["tomli"] = "tomli>=2"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv`` (default: that of the process) and return its exit code."""
     args = list(sys.argv[1:] if argv is None else argv) or ["--help"]
-    missing = sorted(name for module, name in EXTRA.items() if importlib.util.find_spec(module) is None)
-    if missing:
-        return _report_missing(missing, args)
+    if missing := _missing(EXTRA):
+        return _report_missing(sorted([*missing, *_missing(KERNELS)]), args)
     return _run(args)
+
+
+def _missing(requirements: Mapping[str, str]) -> list[str]:
+    return [text for module, text in requirements.items() if importlib.util.find_spec(module) is None]
 
 
 def _run(args: list[str]) -> int:
@@ -70,8 +75,8 @@ def _run(args: list[str]) -> int:
     except (KeyboardInterrupt, typer.Abort):  # which of these two, or an exit code, depends on the version of typer
         code = INTERRUPTED
     except Exception as error:  # noqa: BLE001 - a bug: its traceback is shown, and its exit code is no verdict
-        if isinstance(error, ModuleNotFoundError) and error.name in {"torch", "triton"}:
-            hint = f"pip install {error.name}"
+        if isinstance(error, ModuleNotFoundError) and error.name in KERNELS:
+            hint = f"pip install '{KERNELS[error.name]}'"
             return _report(args, type(error).__name__, f"{error.name} is not installed", hint, USAGE)
         traceback.print_exc()
         what = f"{type(error).__name__}: {error}"
@@ -88,8 +93,9 @@ def _exit_code(error: FlashmoeError) -> int:
 
 
 def _report_missing(missing: list[str], args: list[str]) -> int:
-    message = f"flashmoe needs packages that are not installed: {', '.join(missing)}"
-    hint = f"in a clone: pip install '.[proof]'; or only these: pip install {' '.join(missing)}"
+    names = ", ".join(re.split("[<>]", text)[0] for text in missing)
+    message = f"flashmoe needs packages that are not installed: {names}"
+    hint = f"in a clone: pip install '.[proof]'; or only these: pip install {' '.join(map(repr, missing))}"
     return _report(args, "ModuleNotFoundError", message, hint, USAGE)
 
 

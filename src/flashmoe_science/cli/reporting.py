@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from ..errors import EvidenceError, InputError
+from ..proof.conclude import last_word
 from ..proof.evidence import Record, TimeKind, read_record
+from ..proof.judge import Verdict
 from ..proof.report import count_line
 from ..proof.rows import kinds_measured, write_csv
 from ..proof.store import Archive, Store, evidence_files, find_repository, is_path, summarize
@@ -38,7 +40,8 @@ def run_report(
         write_file(path, write(page))
         terminal.show(short_path(path))
     verdicts = [verdict for each in judged for verdict in each.verdicts]
-    terminal.log.print(f"{', '.join(record.id for record in records)}: {count_line(verdicts)}", style="dim")
+    for line in _summary(records, verdicts):
+        terminal.log.print(line, style="dim")
     terminal.document(
         {
             "runs": [record.id for record in records],
@@ -47,6 +50,13 @@ def run_report(
         }
     )
     return 0
+
+
+def _summary(records: Sequence[Record], verdicts: Sequence[Verdict]) -> list[str]:
+    """Return what is said of the runs: how their claims stand, or how far each came where there is no verdict."""
+    if verdicts:
+        return [f"{', '.join(record.id for record in records)}: {count_line(verdicts)}"]
+    return [f"{record.id}: {', '.join(last_word(record))}" for record in records]
 
 
 def _load(keys: Sequence[str], store: str | None, repository: Path | None, terminal: Terminal) -> list[Record]:

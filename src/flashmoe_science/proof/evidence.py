@@ -23,7 +23,7 @@ from .files import write_atomically
 
 SCHEMA_VERSION = 1
 
-NEWER = "a newer flashmoe made it: update this one (pip install --upgrade flashmoe-science)"
+NEWER = "a newer flashmoe made it: update this one (in its clone: git pull, then make prove)"
 
 GateName = Literal["sources", "build", "import", "launch", "correct", "quick", "bench"]
 
