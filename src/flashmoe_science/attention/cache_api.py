@@ -195,7 +195,7 @@ def _describe(tensor: Tensor) -> tuple[Any, ...]:
 def _refuse_grad(given: Mapping[str, Any]) -> None:
     names = [name for name, tensor in given.items() if isinstance(tensor, Tensor) and tensor.requires_grad]
     raise UnsupportedError(
-        f"{', '.join(names)} require grad, and there is no backward with a cache",
+        f"there is no backward with a cache, and gradients are required of {', '.join(names)}",
         hint="call it under torch.no_grad(), or pass detached tensors",
     )
 

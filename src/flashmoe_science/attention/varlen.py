@@ -260,7 +260,7 @@ def _check_what_lies_in(tensors: dict[str, Any], longest: tuple[int, int], windo
 def _no_gradients(tensors: dict[str, Tensor | None]) -> UnsupportedError:
     names = [name for name, tensor in tensors.items() if tensor is not None and tensor.requires_grad]
     return UnsupportedError(
-        f"{', '.join(names)} require grad, and there is no backward with a page_table",
+        f"there is no backward with a page_table, and gradients are required of {', '.join(names)}",
         hint="call it under torch.no_grad(), or pass detached tensors",
     )
 
