@@ -241,7 +241,7 @@ def test_only_an_upgrade_needs_alembic(url, monkeypatch):
     monkeypatch.setitem(sys.modules, "alembic", None)
     make_first_store(url, build_record())
     with pytest.raises(
-        EvidenceError, match="has schema 0001, and alembic, which upgrades it, is not installed\nhint: pip"
+        EvidenceError, match="has schema 0001, and alembic, which upgrades it, is not installed\nhint: in a clone: pip"
     ):
         Store(url).save(build_record(day=1))
     with engine_of(url).begin() as connection:
