@@ -7,7 +7,7 @@ import hashlib
 
 import pytest
 
-from flashmoe_science.attention.fingerprints import RUN_AT_EACH_CALL
+from flashmoe_science.attention.fingerprints import RUN_AT_EACH_CALL, RUN_AT_EACH_CALL_WITH_FEATURES
 from flashmoe_science.errors import EvidenceError, InputError
 from flashmoe_science.gpu.specs import SPECS
 from flashmoe_science.proof import changes
@@ -105,7 +105,7 @@ def test_files_that_changed_do_not_count_for_wall_time_where_the_host_does_not_r
 
 @pytest.mark.parametrize("files", [frozenset(("a.py", "gpu/specs.py")), None], ids=["one of them", "not known"])
 def test_files_that_the_host_runs_at_each_call_count_for_wall_time(tmp_path, now, monkeypatch, files):
-    monkeypatch.setattr(type(ATTENTION), "host_files", lambda _self, _subject: files)
+    monkeypatch.setattr(type(ATTENTION), "host_files", lambda _self, _subject, _problem: files)
     found = changes_since(build_claim(metric="wall"), run_of(), tmp_path)
     assert (found.changed, found.notes) == (FILES, ())
     assert now.asked == []
@@ -113,9 +113,12 @@ def test_files_that_the_host_runs_at_each_call_count_for_wall_time(tmp_path, now
 
 
 def test_only_attention_s_plain_entry_says_what_the_host_runs():
-    assert host_files_of(ATTENTION, "flash_attention") == RUN_AT_EACH_CALL
-    assert host_files_of(ATTENTION, "forward_triton") is None
-    assert host_files_of(load_operator("moe"), "fused_moe") is None
+    table = {"batch": 1, "heads": 8, "seqlen_q": 512, "head_dim": 64, "dtype": "bf16"}
+    plain, soft = (ATTENTION.parse_case({**table, **options}) for options in ({}, {"softcap": 30.0}))
+    assert host_files_of(ATTENTION, "flash_attention", plain) == RUN_AT_EACH_CALL
+    assert host_files_of(ATTENTION, "flash_attention", soft) == RUN_AT_EACH_CALL_WITH_FEATURES
+    assert host_files_of(ATTENTION, "forward_triton", plain) is None
+    assert host_files_of(load_operator("moe"), "fused_moe", plain) is None
 
 
 def test_files_that_changed_count_for_memory(tmp_path, now):

@@ -18,7 +18,7 @@ from ..gpu.planning import PlannedKernel, PlannedLaunch, Work
 from ..gpu.specs import SPECS, GpuSpec, find_gpu
 from . import reference, rivals
 from .api import flash_attention
-from .fingerprints import RUN_AT_EACH_CALL, can_be_told, rival_code, subject_code
+from .fingerprints import RUN_AT_EACH_CALL, RUN_AT_EACH_CALL_WITH_FEATURES, can_be_told, rival_code, subject_code
 from .inputs import check_window, problem_of
 from .plan import plan_attention
 from .problem import ITEM_BYTES, AttentionProblem
@@ -364,9 +364,11 @@ class AttentionOperator:
 
         return subject_code(self, entry, plan.arch, prepare_kernels(plan), (plan_attention, prepare_kernels))
 
-    def host_files(self, subject: str) -> frozenset[str] | None:
+    def host_files(self, subject: str, problem: AttentionProblem) -> frozenset[str] | None:
         """Return the files that the host runs at each call of ``flash_attention``, and no fingerprint knows."""
-        return RUN_AT_EACH_CALL if subject == "flash_attention" else None
+        if subject != "flash_attention":
+            return None
+        return RUN_AT_EACH_CALL_WITH_FEATURES if problem.features else RUN_AT_EACH_CALL
 
     def _as_called(self, problem: AttentionProblem) -> AttentionProblem:
         """Return ``problem`` as a call with its inputs describes it, which are made without memory."""

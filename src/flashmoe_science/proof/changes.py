@@ -88,10 +88,10 @@ def changes_since(claim: Claim, record: Record, repository: Path) -> Sources:
     told = sources.changed and claim.metric in _TIMES and _is_of_this_package(record, repository)
     if not told or record.environment.gpu is None:
         return sources
-    if claim.metric == "wall" and _runs_at_each_call(record, sources.differ):
+    cases = claim.cases_of(record)
+    if claim.metric == "wall" and _runs_at_each_call(record, cases, sources.differ):
         return sources
     spec = _spec_of(record.environment.gpu)
-    cases = claim.cases_of(record)
     compared = {case.name: _fingerprints(claim, record, case, spec) for case in cases}
     pairs = [pair for arms in compared.values() for pair in arms.values()]
     if not pairs or not all(recorded for recorded, _ in pairs):
@@ -116,12 +116,13 @@ def _few(names: Sequence[str]) -> str:
     return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
 
 
-def _runs_at_each_call(record: Record, paths: Sequence[str]) -> bool:
-    """Return whether the host runs one of these files at each call, as far as fingerprints do not tell."""
+def _runs_at_each_call(record: Record, cases: Sequence[CaseRecord], paths: Sequence[str]) -> bool:
+    """Return whether the host runs one of these files at each call of a case, as far as fingerprints do not tell."""
     from .operator import host_files_of, load_operator
 
-    files = host_files_of(load_operator(record.subject.operator), record.subject.name)
-    return files is None or not files.isdisjoint(paths)
+    operator, subject = load_operator(record.subject.operator), record.subject.name
+    of_cases = [host_files_of(operator, subject, operator.parse_case(case.problem)) for case in cases]
+    return any(files is None or not files.isdisjoint(paths) for files in of_cases)
 
 
 def _has_this_package(repository: Path) -> bool:

@@ -253,16 +253,16 @@ class Fingerprinting(Protocol):
 class TellingHostFiles(Protocol):
     """What an operator with fingerprints may offer besides: what they leave out that wall time has in it."""
 
-    def host_files(self, subject: str) -> frozenset[str] | None:
-        """Return the files, as records name sources, that run on the host at each call and in no fingerprint.
+    def host_files(self, subject: str, problem: Any) -> frozenset[str] | None:
+        """Return the files, as records name sources, that run on the host at each such call and in no fingerprint.
 
         None: not known, so for wall time every change of a source counts.
         """
 
 
-def host_files_of(operator: Operator, subject: str) -> frozenset[str] | None:
+def host_files_of(operator: Operator, subject: str, problem: Any) -> frozenset[str] | None:
     """Return what ``host_files`` of an operator says; None where it has none."""
-    return operator.host_files(subject) if isinstance(operator, TellingHostFiles) else None
+    return operator.host_files(subject, problem) if isinstance(operator, TellingHostFiles) else None
 
 
 def code_of(operator: Operator, arm: str, problem: Any, gpu: GpuSpec) -> str:
