@@ -13,13 +13,13 @@ from flashmoe_science.moe.backward_plan import plan_backward
 from flashmoe_science.moe_backward.operator import OPERATOR
 
 TABLE = {"tokens": 12, "experts": 4, "top_k": 2, "hidden": 24, "inter": 16, "dtype": "fp32"}
+# The budget is twice the largest error of one run. Of 12 rows with 24 columns that was luck: above it in 2 of 60 draws,
+# up to 1.2 times; of these sizes the share was at most 0.85 in 25 draws.
+ROUNDED = {**TABLE, "tokens": 200, "hidden": 96, "inter": 64, "dtype": "bf16"}
 CASES = [
     TABLE,
-    {**TABLE, "dtype": "bf16", "routing": "zipf"},
-    {
-        **TABLE, "activation": "swiglu_clamped", "interleaved": True, "bias_gate_up": True, "bias_down": True,
-        "dtype": "bf16",
-    },
+    {**ROUNDED, "routing": "zipf"},
+    {**ROUNDED, "activation": "swiglu_clamped", "interleaved": True, "bias_gate_up": True, "bias_down": True},
 ]  # fmt: skip
 
 
@@ -40,7 +40,7 @@ def test_ours_and_the_rivals_are_within_each_budget(table):
             budget = factor * OPERATOR.error_budget(right, eager)
             assert (mine.double() - right).abs().max().item() <= budget, name
     wrong = [part.clone() for part in exact]
-    wrong[2][0, 0, 0] += 1
+    wrong[2][0, 0, 0] += 0.1 * exact[2].abs().max()
     assert (wrong[2] - exact[2]).abs().max().item() > OPERATOR.error_budget(exact[2], low[2])
 
 

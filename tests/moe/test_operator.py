@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from flashmoe_science import InputError
-from flashmoe_science.moe import reference
-from flashmoe_science.moe.operator import OPERATOR, active_experts
+from flashmoe_science.moe import drawn, reference
+from flashmoe_science.moe.drawn import active_experts
+from flashmoe_science.moe.operator import OPERATOR
 from flashmoe_science.moe.problem import MoeCase
 from flashmoe_science.moe.rivals import RIVALS
 from flashmoe_science.moe_backward.rivals import RIVALS as BACKWARD_RIVALS
@@ -48,7 +49,8 @@ def test_every_implementation_gives_the_exact_answer(table):
     budget = OPERATOR.error_budget(exact, OPERATOR.low_precision(case, inputs))
     from flashmoe_science import fused_moe
 
-    theirs = {name: rival.load() for name, rival in RIVALS.items() if name != "liger"}  # it needs a package, and a GPU
+    able = [rival for name, rival in RIVALS.items() if name != "liger"]  # it needs a package, and a GPU
+    theirs = {rival.name: rival.load() for rival in able if not rival.yardstick}
     entries = {"fused_moe": fused_moe, **theirs}
     for name, entry in entries.items():
         out = OPERATOR.bind(entry, case, inputs)()
@@ -60,7 +62,7 @@ def test_every_implementation_gives_the_exact_answer(table):
 def test_rivals_say_what_they_do_not_serve():
     def refusals(**change: Any) -> dict[str, str | None]:
         case = OPERATOR.parse_case({**TABLE, "dtype": "bf16", **change})
-        return {name: rival.refusal(case) for name, rival in RIVALS.items()}
+        return {name: rival.refusal(case) for name, rival in RIVALS.items() if not rival.yardstick}
 
     assert set(refusals().values()) == {None}
     assert refusals(dtype="fp32")["grouped_mm"] == "torch._grouped_mm serves bf16"
@@ -106,9 +108,50 @@ def test_work_is_what_has_to_be_read():
     assert work.tokens == 1
     many = OPERATOR.parse_case({**TABLE, "tokens": 500})
     assert active_experts(many) == 4
-    drawn = {routing: active_experts(MoeCase(load_case(40), routing)) for routing in ("uniform", "zipf")}
-    assert 110 < drawn["uniform"] < 125
-    assert drawn["zipf"] < drawn["uniform"] - 10
+    active = {routing: active_experts(MoeCase(load_case(40), routing)) for routing in ("uniform", "zipf")}
+    assert 110 < active["uniform"] < 125
+    assert active["zipf"] < active["uniform"] - 10
+
+
+@pytest.mark.parametrize("routing", ["uniform", "zipf"])
+@pytest.mark.parametrize("tokens", [1, 9, 40, 1100])
+def test_every_draw_asks_for_the_work_that_is_counted(tokens, routing):
+    """Other experts, and as many tokens for each of as many."""
+    case = OPERATOR.parse_case({**TABLE, "experts": 32, "tokens": tokens, "routing": routing})
+    draws = [OPERATOR.make_inputs(case, seed=seed, device="cpu")["topk_ids"] for seed in range(4)]
+    counts = [torch.bincount(ids.flatten(), minlength=32) for ids in draws]
+    for ids, count in zip(draws, counts, strict=True):
+        assert (ids.dtype, ids.shape) == (torch.int32, (tokens, 2))
+        assert ids.is_contiguous()
+        assert (ids[:, 0] != ids[:, 1]).all()
+        assert torch.equal(count.sort().values, counts[0].sort().values)
+        assert int((count > 0).sum()) == active_experts(case)
+    assert not torch.equal(counts[0], counts[1])
+
+
+def test_of_several_draws_the_middle_one_is_taken():
+    case = OPERATOR.parse_case({**TABLE, "experts": 8, "tokens": 8})
+    generator = torch.Generator().manual_seed(0)
+    found = sorted(int(drawn._draw(case, generator).unique().numel()) for _ in range(9))
+    assert found[0] < found[-1]
+    assert active_experts(case) == found[4]
+
+
+def test_the_copy_moves_as_many_bytes_as_the_weights_have():
+    case = OPERATOR.parse_case({**TABLE, "hidden": 1024, "inter": 8192, "experts": 8, "tokens": 2, "dtype": "bf16"})
+    rival, inputs = RIVALS["copy"], {"x": torch.empty(1)}
+    assert rival.yardstick
+    assert rival.refusal(case) is None
+    copy: Any = OPERATOR.bind(rival.load(), case, inputs)
+    found = copy()
+    assert torch.equal(found, copy.args[0])
+    assert found.data_ptr() != copy.args[0].data_ptr()
+    assert 2 * found.nbytes == active_experts(case) * 3 * 1024 * 8192 * 2
+    assert found[:4096].unique().numel() > 200  # never zeros
+    small = OPERATOR.parse_case({**TABLE, "dtype": "bf16"})
+    assert rival.refusal(small) == "it is asked for from 64 MiB on, this case has 0.00879"
+    with pytest.raises(InputError, match=r"called through operator\.bind"):
+        rival.load()(inputs["x"])
 
 
 def load_case(tokens: int) -> Any:

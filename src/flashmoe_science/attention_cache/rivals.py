@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ..attention.cache_problem import CacheProblem
 from ..attention.rivals import FA3_LIBRARY
 from ..errors import InputError
+from ..gpu.memory_copy import bind_copy, refuse_copy
 
 Inputs = Mapping[str, torch.Tensor]
 Bind = Callable[[CacheProblem, Inputs], Callable[[], torch.Tensor]]
@@ -262,6 +263,21 @@ def _largest_page(capacity: int) -> int:
     return min(64, capacity & -capacity)
 
 
+class MemoryCopy(CacheRival):
+    """A copy of as many bytes as the keys and values that are read: how fast they could be."""
+
+    name = "copy"
+    yardstick = True
+
+    def load(self) -> Callable[..., torch.Tensor]:
+        """Return PyTorch's copy."""
+        return Bound(lambda problem, inputs: bind_copy(problem.kv_bytes, inputs["q"].device))
+
+    def refusal(self, problem: CacheProblem) -> str | None:
+        """A small copy does not reach the rate."""
+        return refuse_copy(problem.kv_bytes)
+
+
 _ALL: tuple[CacheRival, ...] = (
     Sdpa("sdpa", None),
     Sdpa("sdpa-cudnn", SDPBackend.CUDNN_ATTENTION, ("*cudnn*",)),
@@ -270,6 +286,7 @@ _ALL: tuple[CacheRival, ...] = (
     FlashAttention("fa2", "flash_attn", "flash-attn", ("void flash::flash_fwd*",)),
     FlashAttention3(),
     FlashInfer(),
+    MemoryCopy(),
 )
 _ALSO_CALLED = {
     "sdpa": ("scaled_dot_product_attention", "PyTorch's attention"),

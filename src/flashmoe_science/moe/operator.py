@@ -16,6 +16,7 @@ from ..gpu.planning import PlannedKernel, PlannedLaunch, Work
 from ..gpu.specs import GpuSpec, find_gpu
 from . import reference, rivals
 from .api import fused_moe
+from .drawn import draw_ids, weight_bytes
 from .inputs import TENSORS
 from .plan import MoePlan, plan_moe
 from .problem import MoeCase, MoeProblem
@@ -30,7 +31,6 @@ _KEYS = {
     "shared_experts": int, "shared_inter": int, "shared_weights": str, "batch_invariant": bool, "routing": str,
 }  # fmt: skip
 _REQUIRED = ("tokens", "experts", "top_k", "hidden", "inter", "dtype")
-_DRAWN_TOKENS, _DRAWS = 4096, 8  # from which the mean of active experts is taken
 _MAX_INTERPRETER_STEPS = 4096  # about a minute in Triton's interpreter
 _MATRIX_KERNELS = (
     "_gate_up_kernel", "_down_kernel", "_grouped_sm90_kernel", "_activation_backward_kernel", "_weight_gradient_kernel",
@@ -47,26 +47,6 @@ grouped_gluon_sm90 = functools.partial(fused_moe, kernel="grouped_gluon_sm90")
 def _matrix_instruction(plan: MoePlan, kernel: str) -> str:
     """Return the machine instruction that a kernel of 16-bit operands promises, as a pattern, or an empty text."""
     return "*MMA*" if plan.problem.item_bytes == 2 and kernel in _MATRIX_KERNELS else ""
-
-
-def draw_ids(case: MoeCase, tokens: int, generator: torch.Generator, device: str) -> torch.Tensor:
-    """Draw K different experts for each token, ``[T, K]`` int32."""
-    p = case.problem
-    uniform = torch.rand(tokens, p.experts, generator=generator, device=device)
-    keys = -torch.log(-torch.log(uniform.clamp(1e-20, 1 - 1e-7)))  # the largest K of these are such a draw (Gumbel)
-    if case.routing == "zipf":
-        ranks = torch.randperm(p.experts, generator=generator, device=device) + 1
-        keys -= torch.log(ranks.float())
-    return keys.topk(p.top_k, -1).indices.to(torch.int32)
-
-
-@functools.lru_cache(maxsize=256)
-def active_experts(case: MoeCase) -> float:
-    """Return how many experts have a token, on average over a few draws; for very many tokens somewhat fewer."""
-    generator = torch.Generator().manual_seed(0)
-    tokens = min(case.problem.tokens, _DRAWN_TOKENS)
-    counts = [int(torch.unique(draw_ids(case, tokens, generator, "cpu")).numel()) for _ in range(_DRAWS)]
-    return sum(counts) / _DRAWS
 
 
 class MoeOperator:
@@ -107,9 +87,8 @@ class MoeOperator:
     def work(self, case: MoeCase) -> Work:
         """Count both products of every pair; and the weights of active experts, x, routing and output once."""
         p = case.problem
-        weights = active_experts(case) * p.expert_bytes + p.shared_bytes if p.tokens else 0.0
         rows = 2 * p.tokens * p.hidden * p.item_bytes + 8 * p.pairs
-        return Work(p.flops, weights + rows, p.tokens)
+        return Work(p.flops, float(weight_bytes(case) + rows), p.tokens)
 
     def make_inputs(self, case: MoeCase, *, seed: int, device: str) -> dict[str, torch.Tensor]:
         """Return standard normal x and biases, weights that keep that size, and a routing whose weights sum to 1."""
@@ -128,7 +107,7 @@ class MoeOperator:
             "w_gate_up": normal(p.experts, p.columns_up, p.hidden, scale=p.hidden**-0.5),
             "w_down": normal(p.experts, p.hidden, p.inter, scale=p.inter**-0.5),
             "topk_weights": (drawn / drawn.sum(-1, keepdim=True)).to(_DTYPES[p.weights_dtype]),
-            "topk_ids": draw_ids(case, p.tokens, generator, device).contiguous(),
+            "topk_ids": draw_ids(case, generator, device),
         }
         if p.bias_gate_up:
             inputs["bias_gate_up"] = normal(p.experts, p.columns_up)
@@ -153,7 +132,13 @@ class MoeOperator:
     def bind(
         self, entry: Callable[..., torch.Tensor], case: MoeCase, inputs: Mapping[str, torch.Tensor]
     ) -> Callable[[], torch.Tensor]:
-        """Return ``entry(x, w_gate_up, w_down, topk_weights, topk_ids, ...)`` as a call without arguments."""
+        """Return ``entry(x, w_gate_up, w_down, topk_weights, topk_ids, ...)`` as a call without arguments.
+
+        A yardstick lays out what it needs before: it offers ``bind_inputs``.
+        """
+        if hasattr(entry, "bind_inputs"):
+            bound: Callable[[], torch.Tensor] = entry.bind_inputs(case, inputs)
+            return bound
         options = self._options(case)
         if case.problem.batch_invariant:
             options["batch_invariant"] = True

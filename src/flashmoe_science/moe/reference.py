@@ -193,13 +193,18 @@ def moe_gradients(
     bias_down: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> dict[str, Tensor]:
-    """Return the gradients of routed experts by name, given that of their output, in ``dtype`` (default: that of x)."""
+    """Return the gradients of routed experts by name, given that of their output, in ``dtype`` (default: that of x).
+
+    Matrix products are rounded to ``dtype``; what is between them, and sums over experts, are in fp32 at the least.
+    """
     dtype = dtype or x.dtype
+    between = torch.promote_types(dtype, torch.float32)
     do, x = do.to(dtype), x.to(dtype)
     options = {"alpha": alpha, "limit": limit, "interleaved": interleaved}
     given = {"x": x, "w_gate_up": w_gate_up, "w_down": w_down, "topk_weights": topk_weights}
     given.update({n: b for n, b in (("bias_gate_up", bias_gate_up), ("bias_down", bias_down)) if b is not None})
     found = {name: torch.zeros(tensor.shape, dtype=dtype, device=x.device) for name, tensor in given.items()}
+    dx = torch.zeros(x.shape, dtype=between, device=x.device)
     for e in torch.unique(topk_ids).tolist():
         if not 0 <= e < w_gate_up.shape[0]:
             continue
@@ -207,21 +212,24 @@ def moe_gradients(
         rows, do_rows = x[tokens], do[tokens]
         up, down = w_gate_up[e].to(dtype), w_down[e].to(dtype)
         product = F.linear(rows, up, None if bias_gate_up is None else bias_gate_up[e].to(dtype))
-        h = activate(product, activation, **options)  # type: ignore[arg-type]
-        da, weight = do_rows @ down, topk_weights[tokens, slots, None].to(dtype)
+        product = product.to(between)
+        h = activate(product, activation, **options).to(dtype)  # type: ignore[arg-type]
+        da, weight = (do_rows @ down).to(between), topk_weights[tokens, slots, None].to(between)
         by_gate, by_up = activation_slopes(product, activation, **options)  # type: ignore[arg-type]
-        parts = (da * weight * by_gate, da * weight * by_up)
+        parts = ((da * weight * by_gate).to(dtype), (da * weight * by_up).to(dtype))
         if activation not in GATED:
             dproduct = parts[1]
         else:
             dproduct = torch.stack(parts, -1).flatten(-2) if interleaved else torch.cat(parts, -1)
-        found["x"].index_add_(0, tokens, dproduct @ up)
+        dx.index_add_(0, tokens, (dproduct @ up).to(between))
         found["w_gate_up"][e] = dproduct.t() @ rows
-        found["w_down"][e] = (do_rows * weight).t() @ h
+        weighted = (do_rows * weight).to(dtype)
+        found["w_down"][e] = weighted.t() @ h
         y = F.linear(h, down, None if bias_down is None else bias_down[e].to(dtype))
-        found["topk_weights"][tokens, slots] = (do_rows * y).sum(-1)
+        found["topk_weights"][tokens, slots] = (do_rows.to(between) * y).sum(-1).to(dtype)
         if bias_gate_up is not None:
             found["bias_gate_up"][e] = dproduct.sum(0)
         if bias_down is not None:
-            found["bias_down"][e] = (do_rows * weight).sum(0)
+            found["bias_down"][e] = weighted.sum(0)
+    found["x"] = dx.to(dtype)
     return found

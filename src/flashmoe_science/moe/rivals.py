@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.metadata
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -13,7 +13,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - PyTorch's own habit
 from torch import Tensor
 
+from ..errors import InputError
+from ..gpu.memory_copy import bind_copy, refuse_copy
 from . import reference
+from .drawn import weight_bytes
 from .problem import MoeCase
 
 _MAX_GATHERED_BYTES = 32 << 30  # of weights that batched_mm copies, one expert's for each pair
@@ -158,6 +161,33 @@ class Liger(MoeRival):
         return f"it has no {', '.join(lacking)}" if lacking else None
 
 
+class _BoundCopy:
+    """An entry point that lays out what it copies before the call: ``operator.bind`` uses ``bind_inputs``."""
+
+    def __call__(self, *_arguments: object, **_options: object) -> Tensor:
+        """Refuse."""
+        raise InputError("this entry point is called through operator.bind")
+
+    def bind_inputs(self, case: MoeCase, inputs: Mapping[str, Tensor]) -> Callable[[], Tensor]:
+        """Return the copy."""
+        return bind_copy(weight_bytes(case), inputs["x"].device)
+
+
+class MemoryCopy(MoeRival):
+    """A copy of as many bytes as the weights of the experts that have a token: how fast weights could be read."""
+
+    name = "copy"
+    yardstick = True
+
+    def load(self) -> Callable[..., Tensor]:
+        """Return PyTorch's copy."""
+        return _BoundCopy()
+
+    def refusal(self, case: MoeCase) -> str | None:
+        """A small copy does not reach the rate."""
+        return refuse_copy(weight_bytes(case))
+
+
 def _refuse_grouped(case: MoeCase) -> str | None:
     problem = case.problem
     if problem.dtype != "bf16":
@@ -183,5 +213,6 @@ _ALL: tuple[MoeRival, ...] = (
     FunctionRival("batched_mm", _batched_mm, _refuse_batched, ("transformers' batched_mm",)),
     FunctionRival("transformers-eager", _eager, _refuse_nothing, ("transformers' eager experts",)),
     Liger(),
+    MemoryCopy(),
 )
 RIVALS: dict[str, MoeRival] = {rival.name: rival for rival in _ALL}

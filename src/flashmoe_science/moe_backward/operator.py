@@ -19,8 +19,9 @@ from ..gpu.specs import GpuSpec
 from ..moe import reference
 from ..moe.backward_api import fused_moe_backward
 from ..moe.backward_plan import BackwardPlan, plan_backward
+from ..moe.drawn import active_experts
 from ..moe.inputs import TENSORS
-from ..moe.operator import MoeOperator, active_experts
+from ..moe.operator import MoeOperator
 from ..moe.problem import MoeCase
 from ..moe.rivals import RIVALS
 from . import rivals
@@ -54,7 +55,7 @@ class MoeBackwardOperator(MoeOperator):
     def work(self, case: MoeCase) -> Work:
         """Count four products of every pair; active weights, all their gradients, and every row once."""
         p = case.problem
-        weights = (active_experts(case) + p.experts) * p.expert_bytes if p.tokens else 0.0
+        weights = float((active_experts(case) + p.experts) * p.expert_bytes) if p.tokens else 0.0
         rows = (3 * p.tokens * p.hidden + p.pairs * p.columns_up) * p.item_bytes + 12 * p.pairs
         return Work(2 * p.flops, weights + rows, p.tokens)
 
