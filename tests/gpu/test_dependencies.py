@@ -69,6 +69,22 @@ FILES = {
             @staticmethod
             def plain(x):
                 return another(x)
+
+        class Heir(Holder):
+            size: int
+
+            def help(self):
+                return lowest(super().help())
+
+            def kept(self):
+                return super().first()
+
+            def typed(self):
+                return self.size
+
+        class Other(Box):
+            def wait(self):
+                return super().wait()
         """,
     "shared": """
         SIZE = 4
@@ -219,6 +235,69 @@ def test_a_member_that_is_bound_again_in_the_body_counts(package):
 
 def test_a_static_method_has_no_object(package):
     assert "made_up.kernels:another" in package(root="kernels:Holder.plain")
+
+
+def members(found):
+    return {key.removeprefix("made_up.kernels:") for key in found if "Holder." in key or "Heir." in key}
+
+
+@pytest.mark.parametrize("method", ["first", "kept"])
+def test_an_inherited_method_is_followed_with_what_its_own_class_puts_in_its_place(package, method):
+    found = package(root=f"kernels:Heir.{method}")
+    of = " of made_up.kernels:Heir"
+    assert members(found) == {
+        *(f"Heir.{method}", f"Holder.first{of}", "Heir.size", f"Holder.size{of}", "Heir.help", f"Holder.help{of}"),
+    }  # fmt: skip
+    assert "made_up.deep:deepest" in found
+    for change in (
+        ("kernels", "size = 4", "size = 5"),
+        ("kernels", "size: int", "size = 6"),
+        ("kernels", "return lowest(super", "return another(super"),
+        ("kernels", "self.size + self.help()", "self.size - self.help()"),
+        ("shared", "SIZE = 4", "SIZE = 8"),
+    ):
+        assert package(change, root=f"kernels:Heir.{method}") != found, change
+    assert package(("kernels", "return 1", "return 2"), root=f"kernels:Heir.{method}") == found
+
+
+def test_a_base_in_another_module_is_followed_there(package):
+    found = package(root="kernels:Other.wait")
+    assert {"made_up.shared:Box.wait of made_up.kernels:Other", "made_up.shared:helper"} <= set(found)
+    assert found["made_up.shared:Box.depth of made_up.kernels:Other"] != []
+    assert package(("shared", "helper(self.depth)", "-helper(self.depth)"), root="kernels:Other.wait") != found
+    # a method that its own class does not have, and one that is put in its place
+    assert package(root="kernels:Other.depth", stops=("shared",)) == {
+        "made_up.kernels:": [], "made_up.kernels:Other.depth": ["depth of made_up.shared:Box"],
+    }  # fmt: skip
+    put = package(root="kernels:Other.depth", more="\nOther.depth = another\n")
+    assert "made_up.kernels:another" in put
+
+
+def test_a_base_that_is_imported_from_where_it_is_imported_is_followed(package):
+    through = [
+        ("kernels", "from .shared import SIZE, Box", "from .late import Box\nfrom .shared import SIZE"),
+        ("late", "def finish", "from .shared import Box\n\ndef finish"),
+    ]
+    assert "made_up.shared:Box.wait of made_up.kernels:Other" in package(*through, root="kernels:Other.wait")
+
+
+@pytest.mark.parametrize(
+    ("change", "method", "what"),
+    [
+        (("kernels", "class Heir(Holder)", "class Heir(Holder, Group)"), "kept", "asks its base"),
+        (("kernels", "class Heir(Holder)", "class Heir(Holder, Group)"), "first", r"has no Heir\.first"),
+        (("kernels", "class Heir(Holder)", "class Heir(tools.Holder)"), "kept", "asks its base"),
+        (("kernels", "class Heir(Holder)", "@decorate\nclass Heir(Holder)"), "first", "another Heir than its body"),
+        (("kernels", "class Heir(Holder)", "class Heir(Gone)"), "kept", "asks its base"),
+        (("kernels", "return super().first()", "return super"), "kept", "asks its base"),
+        (("kernels", "super().first()", "super(Holder, self).first()"), "kept", "asks its base"),
+        (("kernels", "super().first()", "super().gone()"), "kept", r"has no Holder\.gone"),
+        (("kernels", "super().first()", "super().handed()"), "kept", r"hands on the object of Holder\.handed"),
+    ],
+)
+def test_a_base_that_is_not_known_cannot_be_followed(package, change, method, what):
+    with pytest.raises(UntraceableError, match=what):
+        package(change, root=f"kernels:Heir.{method}")
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from types import MappingProxyType
 from typing import Any
 
 WHOLE, EFFECTS = "*", ""  # in place of a name: all of a module; what it does besides binding names
+_OBJECT = " of "  # between a member of a base and the class of the object that uses it
 
 _OUTSIDE = frozenset({*sys.stdlib_module_names, "numpy", "torch", "triton", "typing_extensions"})
 _BUILTINS = frozenset(dir(builtins)) | {"__name__", "__file__", "__package__"}
@@ -60,7 +61,7 @@ def trace(roots: tuple[str, ...], stops: frozenset[str] = frozenset()) -> Mappin
     """Return all that ``roots`` depend on: ``module:name`` -> its normalised source.
 
     Args:
-        roots: ``module:name``, or ``module:Class.method``.
+        roots: ``module:name``, or ``module:Class.method``, of the class or of its base.
         stops: modules that are not followed: what is taken from them counts otherwise, or not at all.
 
     Raises:
@@ -164,17 +165,23 @@ def _acts(statement: ast.stmt, imported: Iterable[str]) -> bool:
 
 def _explain(module: _Module, name: str, stops: frozenset[str]) -> tuple[Any, list[tuple[str, str]]]:
     """Return what a name of a module stands for, and what that uses: pairs of module and name."""
+    texts: list[Any] = []
+    uses: list[tuple[str, str]] = []
+    of = ""
     if name in (WHOLE, EFFECTS):
         statements: list[Any] = module.body if name == WHOLE else module.effects
     else:
-        first, _, method = name.partition(".")
+        name, _, of = name.partition(_OBJECT)
+        first, _, member = name.partition(".")
         statements = list(module.bindings.get(first, ()))
         if not statements:
             raise UntraceableError(f"{module.name} has no {first}")
-        if method:
-            statements = _member(module, first, method, statements)
-    texts: list[Any] = []
-    uses: list[tuple[str, str]] = []
+        of = of or f"{module.name}:{first}"
+        if member:
+            statements, inherited = _member(module, first, member, statements)
+            if inherited:
+                texts.append(f"{member} of {':'.join(inherited)}")
+                uses.append(_of_object(*inherited, member, of))
     for statement in statements:
         if isinstance(statement, _Import):
             for alias in statement.names:
@@ -186,34 +193,76 @@ def _explain(module: _Module, name: str, stops: frozenset[str]) -> tuple[Any, li
             texts.append(normalised(statement))
             uses += _uses(module, statement, stops)
             if "." in name:
-                uses += _uses_of_its_object(module.name, name, statement)
+                uses += _uses_of_its_object(module, name, of, statement)
     return texts, uses
 
 
-def _member(module: _Module, name: str, member: str, statements: list[Any]) -> list[Any]:
-    """Return the statements that bind a member of a class, within it and behind it. Raises ``UntraceableError``."""
+def _of_object(where: str, name: str, member: str, of: str) -> tuple[str, str]:
+    """Return how ``trace`` names a member of a class that an object of the class ``of``, ``module:Class``, uses."""
+    return where, f"{name}.{member}" if of == f"{where}:{name}" else f"{name}.{member}{_OBJECT}{of}"
+
+
+def _member(module: _Module, name: str, member: str, statements: list[Any]) -> tuple[list[Any], tuple[str, str] | None]:
+    """Return the statements that bind a member of a class, within it and behind it, and the base that it comes from.
+
+    Raises:
+        UntraceableError: there is none, or the class is another than its body says.
+    """
     classes = [statement for statement in statements if isinstance(statement, ast.ClassDef)]
-    found = [each for statement in classes for each in statement.body if member in _bound(each)]
-    if not found:
-        raise UntraceableError(f"{module.name} has no {name}.{member}")
     if any(statement.decorator_list or statement.keywords for statement in classes):
         raise UntraceableError(f"{module.name} has another {name} than its body says: it is decorated or made anew")
-    return [*found, *(statement for statement in statements if statement not in classes)]
+    behind = [statement for statement in statements if statement not in classes]
+    found = [each for statement in classes for each in statement.body if member in _bound(each)]
+    says_a_type_alone = all(isinstance(each, ast.AnnAssign) and each.value is None for each in found)
+    base = _base_of(module, name) if says_a_type_alone else None
+    if not found and base is None:
+        raise UntraceableError(f"{module.name} has no {name}.{member}")
+    return [*found, *behind], base
 
 
-def _uses_of_its_object(where: str, name: str, statement: ast.AST) -> Iterator[tuple[str, str]]:
-    """Yield the members of its own class that a method uses. Raises ``UntraceableError`` for any other use of it."""
+def _base_of(module: _Module, name: str) -> tuple[str, str] | None:
+    """Return module and name of the one class that a class inherits from; None: it has none, several, or another's."""
+    classes = [statement for statement in module.bindings.get(name, ()) if isinstance(statement, ast.ClassDef)]
+    if len(classes) != 1 or len(classes[0].bases) != 1 or not isinstance(classes[0].bases[0], ast.Name):
+        return None
+    where, base = module.name, classes[0].bases[0].id
+    while True:  # to the module that defines it
+        bindings = _load(where).bindings.get(base, [])
+        if any(isinstance(statement, ast.ClassDef) for statement in bindings):
+            return where, base
+        if len(bindings) != 1 or not isinstance(bindings[0], ast.ImportFrom):
+            return None
+        alias = next(each for each in bindings[0].names if (each.asname or each.name) == base)
+        _, target = _resolve(_load(where), bindings[0], alias, frozenset())
+        if target is None or target[1] == WHOLE:
+            return None
+        where, base = target
+
+
+def _uses_of_its_object(module: _Module, name: str, of: str, statement: ast.AST) -> Iterator[tuple[str, str]]:
+    """Yield the members of its object, of the class ``of``, that a method of a class or of its base uses.
+
+    Raises:
+        UntraceableError: it uses its object in another way.
+    """
     arguments = statement.args if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef)) else None
     if arguments is None or any(ast.unparse(each) == "staticmethod" for each in statement.decorator_list):  # type: ignore[attr-defined]
         return
     own = next((argument.arg for argument in [*arguments.posonlyargs, *arguments.args]), "")
     nodes = list(ast.walk(statement))
     members = [node for node in nodes if isinstance(node, ast.Attribute) and _is_named(node.value, own)]
-    inside = {id(node.value) for node in members}
+    of_base = [node for node in nodes if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "super()"]
+    base = _base_of(module, name.partition(".")[0])
+    known = {id(node.value) for node in members}
+    if base is not None:
+        known |= {id(node.value.func) for node in of_base}  # type: ignore[attr-defined] # super() is a call
     for node in nodes:
-        if _is_named(node, "super") or (_is_named(node, own) and id(node) not in inside):
-            raise UntraceableError(f"{where} hands on the object of {name}, or asks its base")
-    yield from ((where, f"{name.partition('.')[0]}.{node.attr}") for node in members)
+        if (_is_named(node, "super") or _is_named(node, own)) and id(node) not in known:
+            raise UntraceableError(f"{module.name} hands on the object of {name}, or asks its base")
+    where, _, whole = of.partition(":")
+    yield from (_of_object(where, whole, node.attr, of) for node in members)
+    if base is not None:
+        yield from (_of_object(*base, node.attr, of) for node in of_base)
 
 
 def _is_named(node: ast.AST, name: str) -> bool:
