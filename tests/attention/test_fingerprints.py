@@ -18,7 +18,7 @@ from flashmoe_science.attention import fingerprints, hopper_plan, inputs, operat
 from flashmoe_science.attention.inputs import problem_of
 from flashmoe_science.attention.operator import OPERATOR
 from flashmoe_science.attention_cache.operator import OPERATOR as CACHE_OPERATOR
-from flashmoe_science.gpu import device
+from flashmoe_science.gpu import call_code, device
 from flashmoe_science.gpu.dependencies import trace
 from flashmoe_science.gpu.device import spec_of
 from flashmoe_science.gpu.specs import SPECS
@@ -234,7 +234,7 @@ def test_the_card_is_described_by_the_function_that_describes_it_on_a_gpu():
 
 
 def test_a_package_that_changes_others_at_import_has_no_fingerprints(monkeypatch):
-    monkeypatch.setattr(fingerprints, "acts_at_import", lambda _package: "attention.varlen line 1: torch.x = 1")
+    monkeypatch.setattr(call_code, "acts_at_import", lambda _package: "attention.varlen line 1: torch.x = 1")
     assert OPERATOR.code("flash_attention", OPERATOR.parse_case(SHAPES["hopper"]), H200) is None
 
 

@@ -21,6 +21,7 @@ from flashmoe_science.attention_cache.operator import OPERATOR as CACHE
 from flashmoe_science.attention_train.operator import OPERATOR as TRAIN
 from flashmoe_science.attention_varlen import operator as varlen_operator
 from flashmoe_science.attention_varlen.operator import OPERATOR as VARLEN
+from flashmoe_science.gpu import call_code
 from flashmoe_science.gpu.specs import SPECS
 from flashmoe_science.proof.suites import load_suite
 
@@ -243,7 +244,7 @@ def test_an_operator_that_holds_something_has_no_fingerprints(monkeypatch, opera
 
 @ALL
 def test_a_package_that_changes_others_at_import_has_no_fingerprints(monkeypatch, operator):
-    monkeypatch.setattr(fingerprints, "acts_at_import", lambda _package: "attention.varlen line 1: torch.x = 1")
+    monkeypatch.setattr(call_code, "acts_at_import", lambda _package: "attention.varlen line 1: torch.x = 1")
     assert code(operator) is None
 
 

@@ -13,12 +13,13 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode  # what torch.compile traces with
 
 from ..errors import CompileError, InputError, UnsupportedError
+from ..gpu.call_code import can_be_told
 from ..gpu.device import current_gpu
 from ..gpu.planning import PlannedKernel, PlannedLaunch, Work
 from ..gpu.specs import SPECS, GpuSpec, find_gpu
 from . import reference, rivals
 from .api import flash_attention
-from .fingerprints import RUN_AT_EACH_CALL, RUN_AT_EACH_CALL_WITH_FEATURES, can_be_told, rival_code, subject_code
+from .fingerprints import RUN_AT_EACH_CALL, RUN_AT_EACH_CALL_WITH_FEATURES, rival_code, subject_code
 from .inputs import check_window, problem_of
 from .plan import plan_attention
 from .problem import ITEM_BYTES, AttentionProblem

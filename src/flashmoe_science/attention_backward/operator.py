@@ -19,11 +19,12 @@ from ..attention import reference
 from ..attention.backward_api import flash_attention_backward
 from ..attention.backward_plan import BACKWARD_KERNEL, BackwardConfig, BackwardPlan, plan_backward
 from ..attention.backward_problem import BackwardProblem
-from ..attention.fingerprints import NOT_FOLLOWED_OF_GRADIENTS, can_be_told, rival_code, subject_code
+from ..attention.fingerprints import NOT_FOLLOWED_OF_GRADIENTS, rival_code, subject_code
 from ..attention.gradients import Options, backward_problem_of
 from ..attention.inputs import check_options, check_window
 from ..attention.problem import AttentionProblem
 from ..errors import CompileError, InputError, UnsupportedError
+from ..gpu.call_code import can_be_told
 from ..gpu.device import current_gpu
 from ..gpu.planning import PlannedLaunch, Work
 from ..gpu.specs import GpuSpec, find_gpu

@@ -16,8 +16,9 @@ from ..attention.cache_api import flash_attention_with_kv_cache
 from ..attention.cache_contract import cache_problem_of
 from ..attention.cache_problem import CacheProblem
 from ..attention.decode_plan import DecodePlan, plan_with_kv_cache
-from ..attention.fingerprints import can_be_told, rival_code, subject_code
+from ..attention.fingerprints import rival_code, subject_code
 from ..errors import CompileError, InputError, UnsupportedError
+from ..gpu.call_code import can_be_told
 from ..gpu.device import current_gpu
 from ..gpu.planning import PlannedLaunch, Work
 from ..gpu.specs import GpuSpec, find_gpu

@@ -12,7 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode  # what torch.compile traces with
 
 from ..attention import reference
-from ..attention.fingerprints import can_be_told, rival_code, subject_code
+from ..attention.fingerprints import rival_code, subject_code
 from ..attention.inputs import check_options
 from ..attention.operator import OPERATOR as PADDED
 from ..attention.packed import packed_problem, planned_length
@@ -20,6 +20,7 @@ from ..attention.plan import plan_attention
 from ..attention.problem import AttentionProblem
 from ..attention.varlen import flash_attention_varlen
 from ..errors import InputError, UnsupportedError
+from ..gpu.call_code import can_be_told
 from ..gpu.planning import PlannedKernel, PlannedLaunch, Work
 from ..gpu.specs import GpuSpec
 from . import rivals
