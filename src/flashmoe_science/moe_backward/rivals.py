@@ -69,5 +69,5 @@ class BackwardRival(MoeRival):
 
 _KERNELS = {"grouped_mm": (), "transformers-eager": (), "liger": ("*_moe_bwd_dW1_kernel*", "*_moe_bwd_dW2_kernel*")}
 RIVALS: dict[str, BackwardRival] = {
-    name: BackwardRival(FORWARD_RIVALS[name], kernels) for name, kernels in _KERNELS.items()
+    called: BackwardRival(FORWARD_RIVALS[called], theirs) for called, theirs in _KERNELS.items()
 }
