@@ -31,8 +31,9 @@ from flashmoe_science.moe import (
     prepare,
 )
 from flashmoe_science.moe.backward_api import fused_moe_backward
-from flashmoe_science.moe.inputs import TENSORS
+from flashmoe_science.moe.inputs import TENSORS, moe_problem_of
 from flashmoe_science.moe.operator import OPERATOR
+from flashmoe_science.moe.tiles import GEMV_TABLE
 from flashmoe_science.moe_backward.operator import OPERATOR as BACKWARD
 from flashmoe_science.proof.operator import Fingerprinting, TellingHostFiles
 from flashmoe_science.proof.subject import PACKAGE_FOLDER
@@ -94,8 +95,8 @@ def remember(arm="", names=EVERY):
 
 def test_the_cases_are_served_by_the_kernels_that_they_stand_for():
     for name, (operator, table) in TABLES.items():
-        assert isinstance(operator, Fingerprinting)
         assert operator._plan(subject(operator), operator.parse_case(table), H200).kernel == KINDS[name], name
+        assert isinstance(operator, Fingerprinting)
 
 
 @pytest.mark.parametrize("suite", ["moe-decode", "moe-prefill", "moe-train"])
@@ -150,6 +151,7 @@ EDITS: list[tuple[str, str, str, set[str]]] = [
     ("moe.gradients", "do = do.clone()", "do = 2 * do", GRADIENTS),
     ("moe.operator", 'scale=p.inter**-0.5),\n            "topk', 'scale=0.0),\n            "topk', EVERY),
     ("moe.operator", 'if value and value != "swiglu"', 'if value and value != "geglu"', EVERY),
+    ("moe.drawn", "_DRAWS = 9", "_DRAWS = 7", EVERY),
     ("moe_backward.operator", "manual_seed(seed + 1)", "manual_seed(seed)", GRADIENTS),
     # comments and docstrings, what no case runs, and what describes, plans and prepares: its outcome counts
     ("moe.grouped_triton", "# [T, HID]\n", "# [T, 1, HID]\n", set()),
@@ -181,15 +183,15 @@ def test_gradients_are_another_call_than_what_autograd_makes_of_the_forward(edit
 
 def test_a_tile_of_the_tables_changes_the_cases_that_take_it(monkeypatch):
     remember()
-    monkeypatch.setitem(plan.GEMV_TABLE, 2, dataclasses.replace(
-        plan.GEMV_TABLE[2], up=dataclasses.replace(plan.GEMV_TABLE[2].up, block_n=8)
+    monkeypatch.setitem(GEMV_TABLE, 2, dataclasses.replace(
+        GEMV_TABLE[2], up=dataclasses.replace(GEMV_TABLE[2].up, block_n=8)
     ))  # fmt: skip
     assert changed() == {"one"}
 
 
 def test_an_entry_for_other_cases_and_another_reason_change_nothing(monkeypatch):
     remember()
-    monkeypatch.setitem(plan.GEMV_TABLE, 4, plan.GEMV_TABLE[2])
+    monkeypatch.setitem(GEMV_TABLE, 4, GEMV_TABLE[2])
     made = plan.make_plan
     monkeypatch.setattr(plan, "make_plan", lambda *given: dataclasses.replace(made(*given), reason="for people"))
     assert changed() == set()
@@ -332,7 +334,7 @@ def test_a_call_is_described_as_the_case_says(suite):
 
 def test_how_a_call_is_described_counts_and_not_only_how_a_case_is(monkeypatch):
     remember()
-    made = fingerprints.moe_problem_of
+    made = moe_problem_of
 
     def misaligned(*given, **options):
         return dataclasses.replace(made(*given, **options), pointer_alignment=8)
@@ -348,6 +350,9 @@ RIVALS: list[tuple[str, str, str, str, set[str]]] = [
     ("few", "moe.rivals", "torch.bmm(w_down[ids]", "torch.bmm(w_down[-ids]", {"batched_mm"}),
     ("few", "moe.reference", "product = ", "product = 2 * ", {"transformers-eager"}),
     ("few", "moe.rivals", "topk_ids.to(torch.int32)", "topk_ids.to(torch.int64)", {"liger"}),
+    ("few", "gpu.memory_copy", "round(nbytes / 2)", "round(nbytes / 4)", {"copy"}),
+    ("few", "moe.drawn", "_active(_routing(case))\n\n", "2 * _active(_routing(case))\n\n", {"copy"}),
+    ("few", "moe.drawn", "names[_routing(case)", "names[-_routing(case)", set(OPERATOR.rivals())),
     ("few", "moe.rivals", '"torch._grouped_mm serves bf16"', '"it serves bf16"', {"grouped_mm"}),
     ("gradients", "moe.rivals", "order = torch.argsort(ids)", "order = torch.argsort(-ids)", {"grouped_mm"}),
     ("gradients", "moe_backward.rivals", "retain_graph=True", "retain_graph=None", set(BACKWARD.rivals())),
@@ -463,7 +468,7 @@ def test_what_the_host_runs_at_each_call_is_in_the_fingerprint_or_named(as_on_a_
         assert isinstance(operator, TellingHostFiles)
         case = operator.parse_case({**SMALL, "tokens": tokens, "inter": 16})
         name, entry = subject(operator), operator.entry_points()[subject(operator)]
-        function = api.fused_moe
+        function: Any = api.fused_moe
         if operator is BACKWARD:
             function = functools.partial(fused_moe_backward, kernel="moe_backward_triton")
         call = operator.bind(function, case, operator.make_inputs(case, seed=0, device="cpu"))
