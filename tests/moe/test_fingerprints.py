@@ -31,8 +31,9 @@ from flashmoe_science.moe import (
     prepare,
 )
 from flashmoe_science.moe.backward_api import fused_moe_backward
-from flashmoe_science.moe.inputs import TENSORS, moe_problem_of
+from flashmoe_science.moe.inputs import moe_problem_of
 from flashmoe_science.moe.operator import OPERATOR
+from flashmoe_science.moe.problem import MoeProblem
 from flashmoe_science.moe.tiles import GEMV_TABLE
 from flashmoe_science.moe_backward.operator import OPERATOR as BACKWARD
 from flashmoe_science.proof.operator import Fingerprinting, TellingHostFiles
@@ -246,9 +247,10 @@ def test_where_a_buffer_lies_counts(monkeypatch):
     assert changed(GRADIENTS) == GRADIENTS
 
 
-def test_the_order_of_arguments_counts(monkeypatch):
+@pytest.mark.parametrize("name", ["TENSORS", "GRADIENTS"])
+def test_the_order_of_what_is_given_and_made_counts(monkeypatch, name):
     remember()
-    monkeypatch.setattr(fingerprints, "TENSORS", TENSORS[::-1])
+    monkeypatch.setattr(fingerprints, name, getattr(fingerprints, name)[::-1])
     assert changed() == EVERY
 
 
@@ -256,6 +258,26 @@ def test_a_routing_that_is_drawn_otherwise_is_another_input():
     for name in EVERY:
         for arm in ("", "grouped_mm"):
             assert code(name, arm, routing="zipf") not in (None, code(name, arm))
+
+
+def test_a_default_that_is_another_one_counts(monkeypatch):
+    """A table leaves defaults out."""
+    remember("grouped_mm")
+    asked = {"interleaved": True}
+    with monkeypatch.context() as patched:
+        patched.setattr(moe_operator.MoeOperator, "_options", staticmethod(lambda _case: asked))
+        assert changed(EVERY, "grouped_mm") == EVERY
+    made = fingerprints.like_inputs
+    monkeypatch.setattr(
+        fingerprints, "like_inputs", lambda problem: made(dataclasses.replace(problem, weights_dtype="bf16"))
+    )
+    assert changed(EVERY, "grouped_mm") == EVERY
+
+
+def test_what_rivals_read_of_a_problem_counts(monkeypatch):
+    remember("copy", FORWARD)
+    monkeypatch.setattr(MoeProblem, "expert_bytes", 1)
+    assert changed(FORWARD, "copy") == FORWARD
 
 
 def test_options_that_no_kernel_of_the_case_has_are_told_to_rivals():
@@ -398,7 +420,7 @@ def test_a_package_that_changes_others_at_import_has_no_fingerprints(monkeypatch
     ("name", "module", "old", "new"),
     [
         ("few", "moe.plan", "tiles = slots(problem)", "tiles = int(open('x').read())"),
-        ("sorted", "moe.plan", "chunks = sort_chunks(problem)", "chunks = int(open('x').read())"),
+        ("sorted", "moe.plan", "pairs = cdiv(problem.pairs, 4) * 4", "pairs = int(open('x').read())"),
         ("gradients", "moe.backward_plan", "return cdiv(problem.inter,", "return int(open('x').read(),"),
         ("hopper", "moe.prepare_sm90", "width = parts * columns", "width = int(open('x').read())"),
         ("few", "moe.calls", 'addresses[""] = 0', "addresses[\"\"] = globals()['x']"),

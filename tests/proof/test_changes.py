@@ -10,6 +10,10 @@ import pytest
 from flashmoe_science.attention.fingerprints import RUN_AT_EACH_CALL, RUN_AT_EACH_CALL_WITH_FEATURES
 from flashmoe_science.errors import EvidenceError, InputError
 from flashmoe_science.gpu.specs import SPECS
+from flashmoe_science.moe.fingerprints import (
+    RUN_AT_EACH_CALL as OF_EXPERTS,
+    RUN_AT_EACH_CALL_OF_GRADIENTS as OF_GRADIENTS_OF_EXPERTS,
+)
 from flashmoe_science.proof import changes
 from flashmoe_science.proof.changes import changes_since
 from flashmoe_science.proof.conclude import conclude
@@ -112,13 +116,15 @@ def test_files_that_the_host_runs_at_each_call_count_for_wall_time(tmp_path, now
     assert changes_since(KERNEL, run_of(), tmp_path).changed == ""
 
 
-def test_only_attention_s_plain_entry_says_what_the_host_runs():
+def test_attention_s_plain_entry_and_the_experts_say_what_the_host_runs():
     table = {"batch": 1, "heads": 8, "seqlen_q": 512, "head_dim": 64, "dtype": "bf16"}
     plain, soft = (ATTENTION.parse_case({**table, **options}) for options in ({}, {"softcap": 30.0}))
     assert host_files_of(ATTENTION, "flash_attention", plain) == RUN_AT_EACH_CALL
     assert host_files_of(ATTENTION, "flash_attention", soft) == RUN_AT_EACH_CALL_WITH_FEATURES
     assert host_files_of(ATTENTION, "forward_triton", plain) is None
-    assert host_files_of(load_operator("moe"), "fused_moe", plain) is None
+    assert host_files_of(load_operator("attention_varlen"), "flash_attention_varlen", plain) is None
+    assert host_files_of(load_operator("moe"), "gemv_triton", None) == OF_EXPERTS
+    assert host_files_of(load_operator("moe_backward"), "fused_moe_backward", None) == OF_GRADIENTS_OF_EXPERTS
 
 
 def test_files_that_changed_count_for_memory(tmp_path, now):
@@ -287,15 +293,6 @@ def test_where_no_fingerprint_can_be_made_now_the_files_count(tmp_path, monkeypa
 
 def test_an_operator_that_offers_no_fingerprints_has_none():
     assert code_of(OPERATOR, "fake_attention", None, SPECS["H200"]) == ""
-
-
-@pytest.mark.parametrize("name", ["moe", "moe_backward"])
-def test_experts_are_compared_by_their_files(name):
-    operator = load_operator(name)
-    table = {"tokens": 12, "experts": 4, "top_k": 2, "hidden": 24, "inter": 16, "dtype": "bf16"}
-    problem = operator.parse_case(table)
-    for arm in (*operator.entry_points(), *operator.rivals()):
-        assert code_of(operator, arm, problem, SPECS["H200"]) == ""
 
 
 def test_a_subject_that_is_not_ours_is_compared_by_its_files(tmp_path, now):
