@@ -161,6 +161,7 @@ EDITS: list[tuple[str, str, str, set[str]]] = [
     ("moe.primitives", "import triton\n", "import triton\n\nMORE = 1\n", set()),
     ("moe.operator", "_MAX_INTERPRETER_STEPS = 4096", "_MAX_INTERPRETER_STEPS = 8192", set()),
     ("moe.plan", "are too few to sort", "are few", set()),
+    ("moe.tiles", "    weights_m: int", "    weights_n: int = 0\n    weights_m: int", set()),
     ("moe.inputs", "must not be a negative view", "must be none", set()),
     ("moe.reference", "import torch\n", "import torch\n\nMORE = 1\n", set()),
     ("moe.rivals", "order = torch.argsort(ids)", "order = torch.argsort(-ids)", set()),
