@@ -26,15 +26,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..gpu.gluon_sm90 import copy_of, lap_of, named_barrier, opaque, slot_of, special_register, wait_for_kernel_before
+from ..gpu.gluon_sm90 import lap_of, named_barrier, opaque, slot_of, special_register, wait_for_kernel_before
 from ..gpu.gluon_versions import aggregate, async_load, tma_load
 from .primitives import activate, activation_slopes
 from .primitives_sm90 import CHUNK, FREE, ROWS, TILES, Mailbox, left_and_right, make_mailbox
+
+# Triton 3.8 or 3.9 made it public.
+_reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
 
 BLOCK_M = gl.constexpr(128)
 BLOCK_N = gl.constexpr(256)
 CHUNKS = gl.constexpr(4)  # of 64 columns
 PART = gl.constexpr(16)  # rows that are finished at once
+STRIPS = gl.constexpr(4)  # of so many rows, of a warpgroup
 # Threads. With a whole warpgroup each, there were 128 registers a thread at the start, and ptxas, although they are dealt
 # out anew, refuses products of 256 columns; those of 128 read the rows twice.
 PRODUCERS = gl.constexpr(64)
@@ -59,6 +63,9 @@ class Args:
     do_bufs: gl.shared_memory_descriptor  # [STAGES, BLOCK_M, STEP]
     w_bufs: gl.shared_memory_descriptor  # [STAGES, 1, 1, STEP, BLOCK_N]
     da_bufs: gl.shared_memory_descriptor  # [2 * CHUNKS, ROWS, CHUNK]: four a warpgroup
+    da_strips: gl.shared_memory_descriptor  # [2 * CHUNKS * STRIPS, PART, CHUNK]: the same memory
+    gate_bufs: gl.shared_memory_descriptor  # [CHUNKS, PART, CHUNK], or twice as many columns: gate and up in turn
+    up_bufs: gl.shared_memory_descriptor  # likewise; gate_bufs where there is none
     ready_bars: gl.shared_memory_descriptor  # [STAGES, 1]
     tiles: Mailbox  # of each: expert, first row (-1 behind the last), end, column tile of all columns
     HAS_BIAS: gl.constexpr
@@ -218,108 +225,86 @@ def _slopes(gate, up, a):
 
 
 @gluon.jit
-def _offsets(a, STRIDE: gl.constexpr, COLUMNS: gl.constexpr, columns_left, rows_left, layout: gl.constexpr):
-    """Return offsets of 16 rows and some columns from the first on, and which there are.
+def _offsets(a, STRIDE: gl.constexpr, WIDTH: gl.constexpr, columns_left, rows_left, layout: gl.constexpr):
+    """Return offsets of 16 rows and 64 columns, so many each, from the first on, and which there are.
 
-    All that changes from chunk to chunk is in the pointer that they are added to, which all threads share. Else LLVM
-    keeps the address of each row of each tensor in registers.
+    All that changes from part to part is in the pointer that they are added to, which all threads share.
     """
     rows = gl.arange(0, PART, gl.SliceLayout(1, layout))
-    columns = gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
+    columns = gl.arange(0, CHUNK * WIDTH, gl.SliceLayout(0, layout))
     mask = (rows < rows_left)[:, None]
     if a.INTER % BLOCK_N != 0:
-        mask &= (columns < columns_left)[None, :]
+        mask &= (columns < columns_left * WIDTH)[None, :]
     return rows[:, None] * STRIDE + columns[None, :], mask
 
 
 @gluon.jit
-def _load_product(a, column, chunk, first, end, layout: gl.constexpr, pairs: gl.constexpr):
-    """Ask for gate and up of 16 rows and 64 columns; zeros where there are none.
-
-    Two neighbours to an integer: 16-bit values that cross from step to step take a register each (Triton 3.6). Where
-    gate and up take turns, they are the neighbours.
-    """
+def _ask(a, column, chunk, first, end, layout: gl.constexpr, wide: gl.constexpr):
+    """Ask for gate and up of 16 rows and 64 columns; zeros come where there are none."""
     place = column * BLOCK_N + chunk * CHUNK
+    base = a.product_ptr + first.to(gl.int64) * a.COLUMNS
     if a.INTERLEAVED:
-        base = a.product_ptr + first.to(gl.int64) * (a.COLUMNS // 2) + column * BLOCK_N + chunk * CHUNK
-        offsets, mask = _offsets(a, a.COLUMNS // 2, CHUNK, a.INTER - place, end - first, layout)
-        gate = gl.load(base + offsets, mask=mask, other=0)
-        up = gate
+        offsets, mask = _offsets(a, a.COLUMNS, 2, a.INTER - place, end - first, wide)
+        async_load(a.gate_bufs.index(chunk), base + 2 * place + offsets, mask)
     else:
-        base = a.product_ptr + first.to(gl.int64) * (a.COLUMNS // 2) + column * (BLOCK_N // 2) + chunk * (CHUNK // 2)
-        offsets, mask = _offsets(a, a.COLUMNS // 2, CHUNK // 2, (a.INTER - place) // 2, end - first, pairs)
-        gate = gl.load(base + offsets, mask=mask, other=0)
+        offsets, mask = _offsets(a, a.COLUMNS, 1, a.INTER - place, end - first, layout)
+        async_load(a.gate_bufs.index(chunk), base + place + offsets, mask)
+        if a.GATED:
+            async_load(a.up_bufs.index(chunk), base + place + a.INTER + offsets, mask)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _product(a, chunk, layout: gl.constexpr, wide: gl.constexpr):
+    """Return gate and up that were asked for, in fp32."""
+    if a.INTERLEAVED:
+        gate, up = gl.split(a.gate_bufs.index(chunk).load(wide).reshape([PART, CHUNK, 2]))
+        gate, up = gl.convert_layout(gate, layout), gl.convert_layout(up, layout)  # each where it is
+    else:
+        gate = a.gate_bufs.index(chunk).load(layout)
         up = gate
         if a.GATED:
-            up = gl.load(base + a.INTER // 2 + offsets, mask=mask, other=0)
-    return gate, up
+            up = a.up_bufs.index(chunk).load(layout)
+    return gate.to(gl.float32), up.to(gl.float32)
 
 
 @gluon.jit
-def _low(packed):
-    """Return the first of two bf16 in fp32."""
-    return (packed << 16).to(gl.float32, bitcast=True)
-
-
-@gluon.jit
-def _high(packed):
-    """Return the second of two bf16 in fp32."""
-    return (packed & -65536).to(gl.float32, bitcast=True)
-
-
-@gluon.jit
-def _unpack(packed, layout: gl.constexpr):
-    """Return twice as many columns in fp32."""
-    return gl.convert_layout(gl.join(_low(packed), _high(packed)).reshape([PART, CHUNK]), layout)  # each where it is
-
-
-@gluon.jit
-def _finish_part(
-    a, da_buf, gate, up, weight, column, chunk, first, end, layout: gl.constexpr, wide: gl.constexpr
-):  # fmt: skip
+def _finish_part(a, da, weight, column, chunk, first, end, layout: gl.constexpr, wide: gl.constexpr):
     """Store what follows from 16 rows and 64 columns of dA; return their <dA, h> of each row."""
-    if a.INTERLEAVED:
-        gate, up = _low(gate), _high(up)
-    else:
-        gate, up = _unpack(gate, layout), _unpack(up, layout)
-    da = da_buf.load(layout).to(gl.float32)
+    gate, up = _product(a, chunk, layout, wide)
     h, by_gate, by_up = _slopes(gate, up, a)
     place = column * BLOCK_N + chunk * CHUNK
     kind: gl.constexpr = a.w_desc.dtype
     if a.HAS_WH:
-        offsets, mask = _offsets(a, a.WH_COLUMNS, CHUNK, a.INTER - place, end - first, layout)
-        base = a.wh_ptr + first.to(gl.int64) * a.WH_COLUMNS + (column - a.drawn) * BLOCK_N + chunk * CHUNK
+        offsets, mask = _offsets(a, a.WH_COLUMNS, 1, a.INTER - place, end - first, layout)
+        base = a.wh_ptr + first.to(gl.int64) * a.WH_COLUMNS + (place - a.drawn * BLOCK_N)
         gl.store(base + offsets, (weight[:, None] * h).to(kind), mask=mask)
     weighted = da * weight[:, None]
     base = a.dproduct_ptr + first.to(gl.int64) * a.COLUMNS
     if a.INTERLEAVED:
         both = gl.join((weighted * by_gate).to(kind), (weighted * by_up).to(kind)).reshape([PART, 2 * CHUNK])
-        offsets, mask = _offsets(a, a.COLUMNS, 2 * CHUNK, 2 * (a.INTER - place), end - first, wide)
-        base += column * (2 * BLOCK_N) + chunk * (2 * CHUNK)
-        gl.store(base + offsets, gl.convert_layout(both, wide), mask=mask)
+        offsets, mask = _offsets(a, a.COLUMNS, 2, a.INTER - place, end - first, wide)
+        gl.store(base + 2 * place + offsets, gl.convert_layout(both, wide), mask=mask)
     else:
-        offsets, mask = _offsets(a, a.COLUMNS, CHUNK, a.INTER - place, end - first, layout)
-        base += column * BLOCK_N + chunk * CHUNK
+        offsets, mask = _offsets(a, a.COLUMNS, 1, a.INTER - place, end - first, layout)
         if a.GATED:
-            gl.store(base + offsets, (weighted * by_gate).to(kind), mask=mask)
+            gl.store(base + place + offsets, (weighted * by_gate).to(kind), mask=mask)
             base += a.INTER
-        gl.store(base + offsets, (weighted * by_up).to(kind), mask=mask)
+        gl.store(base + place + offsets, (weighted * by_up).to(kind), mask=mask)
     return gl.sum(da * h, 1)
 
 
 @gluon.jit
 def _pairs(a, first, end, layout: gl.constexpr):
-    """Return the pairs of 16 rows, and which of them there are."""
+    """Return the pairs of 16 rows; 0 for rows that are not there."""
     rows = gl.arange(0, PART, layout)
-    inside = rows < end - first
-    return gl.load(a.order_ptr + first + rows, mask=inside, other=0), inside
+    return gl.load(a.order_ptr + first + rows, mask=rows < end - first, other=0)
 
 
 @gluon.jit
-def _weights(a, first, end, layout: gl.constexpr):
-    """Return how much the pairs of 16 rows weigh."""
-    pair, inside = _pairs(a, first, end, layout)
-    return gl.load(a.weights_ptr + pair, mask=inside, other=0.0).to(gl.float32)
+def _weights(a, pair):
+    """Return how much some pairs weigh."""
+    return gl.load(a.weights_ptr + pair).to(gl.float32)
 
 
 @gluon.jit
@@ -332,13 +317,13 @@ def _store_sums(a, sums, first, end, place, layout: gl.constexpr):
 @gluon.jit
 def _dot_bias(a, expert, first, end, layout: gl.constexpr):
     """Store <dO, bias> of 16 rows behind the sums of the column tiles."""
-    pair, inside = _pairs(a, first, end, gl.SliceLayout(1, layout))
+    pair = _pairs(a, first, end, gl.SliceLayout(1, layout))
     rows = a.do_ptr + ((pair // a.TOPK).to(gl.int64) * a.HID)[:, None]
     bias_row = a.bias_ptr + expert.to(gl.int64) * a.HID
     total = gl.zeros([PART, CHUNK], gl.float32, layout)
     for start in range(0, a.HID, CHUNK):
         k = start + gl.arange(0, CHUNK, gl.SliceLayout(0, layout))
-        do = gl.load(rows + k[None, :], mask=inside[:, None] & (k < a.HID)[None, :], other=0.0)
+        do = gl.load(rows + k[None, :], mask=(k < a.HID)[None, :], other=0.0)
         bias = gl.load(bias_row + k, mask=k < a.HID, other=0.0)
         total += do.to(gl.float32) * bias.to(gl.float32)[None, :]
     _store_sums(a, gl.sum(total, 1), first, end, a.SUMS - 1, gl.SliceLayout(1, layout))
@@ -359,68 +344,54 @@ def _first_row(a, n):
 
 
 @gluon.jit
+def _finish_tile(a, n, row, layout: gl.constexpr, wide: gl.constexpr):
+    """Finish the n-th tile, 16 rows after the other, and in them 64 columns after the other."""
+    of_rows: gl.constexpr = gl.SliceLayout(1, layout)
+    end = gl.minimum(_read(a, n, 2), row + BLOCK_M)  # rows behind it are another tile's
+    column = _read(a, n, 3)
+    for first_chunk in gl.static_range(CHUNKS - 1):
+        _ask(a, column, first_chunk, row, end, layout, wide)
+    # Two trips to memory, the second of which knows of the first where it goes: each is two parts ahead of its use.
+    weight = _weights(a, _pairs(a, row, end, of_rows))
+    pair = _pairs(a, row + PART, end, of_rows)
+    parts = (end - row + PART - 1) // PART
+    for part in range(parts):
+        first = row + part * PART
+        weight_after = _weights(a, pair)
+        pair = _pairs(a, first + 2 * PART, end, of_rows)
+        w, strip = part // STRIPS, part % STRIPS
+        if strip == 0:
+            a.hand_over("sync", w)
+        sums = gl.zeros([PART], gl.float32, of_rows)
+        for chunk in range(CHUNKS):
+            # Into the buffer of the columns before. Where there are no more rows, none are read.
+            ahead = chunk + CHUNKS - 1
+            _ask(a, column, ahead % CHUNKS, first + ahead // CHUNKS * PART, end, layout, wide)
+            async_copy.wait_group(CHUNKS - 1)
+            da = a.da_strips.index((w * CHUNKS + chunk) * STRIPS + strip).load(layout).to(gl.float32)
+            sums += _finish_part(a, da, weight, column, chunk, first, end, layout, wide)
+        if (strip == STRIPS - 1) | (part == parts - 1):
+            a.take_back("arrive", w)
+        if a.HAS_SUMS:
+            _store_sums(a, sums, first, end, column, of_rows)
+        weight = weight_after
+    async_copy.wait_group(0)
+    if a.HAS_BIAS:  # noqa: SIM102 - the first is known to the compiler
+        if column == 0:
+            for part in range(parts):
+                _dot_bias(a, _read(a, n, 0), row + part * PART, end, layout)
+
+
+@gluon.jit
 def _finish_partition(a):
     """Make of dA what follows from it, for all tiles of this program."""
     wait_for_kernel_before()
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [FINISHERS // 32, 1], [1, 0])
-    pairs: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [FINISHERS // 32, 1], [1, 0])
-    wide: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [FINISHERS // 32, 1], [1, 0])
-    of_rows: gl.constexpr = gl.SliceLayout(1, layout)
+    wide: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [FINISHERS // 32, 1], [1, 0])  # of gate and up in turn
     n = 0  # tiles so far
     row = _first_row(a, n)
     while row >= 0:
-        end = gl.minimum(_read(a, n, 2), row + BLOCK_M)  # rows behind it are another tile's
-        column = _read(a, n, 3)
-        # Of the product's next 64 columns, 16 rows are asked for whenever 16 are done: their registers are free.
-        gate0, up0 = _load_product(a, column, 0, row + 0 * PART, end, layout, pairs)
-        gate1, up1 = _load_product(a, column, 0, row + 1 * PART, end, layout, pairs)
-        gate2, up2 = _load_product(a, column, 0, row + 2 * PART, end, layout, pairs)
-        gate3, up3 = _load_product(a, column, 0, row + 3 * PART, end, layout, pairs)
-        for w in range(gl.minimum((end - row + ROWS - 1) // ROWS, 2)):
-            first = row + w * ROWS
-            weight0 = _weights(a, first + 0 * PART, end, of_rows)
-            weight1 = _weights(a, first + 1 * PART, end, of_rows)
-            weight2 = _weights(a, first + 2 * PART, end, of_rows)
-            weight3 = _weights(a, first + 3 * PART, end, of_rows)
-            sums0 = gl.zeros([PART], gl.float32, of_rows)
-            sums1, sums2, sums3 = sums0, sums0, sums0
-            a.hand_over("sync", w)
-            for chunk in range(CHUNKS):
-                da = a.da_bufs.index(CHUNKS * w + chunk)
-                here = copy_of(chunk)
-                # Behind the last chunk come the next 64 rows. Where there are none, none are read.
-                then = copy_of((chunk + 1) % CHUNKS)
-                below = first + (chunk + 1) // CHUNKS * ROWS
-                da0 = da.slice(0 * PART, PART, dim=0)
-                sums0 += _finish_part(
-                    a, da0, gate0, up0, weight0, column, here, first + 0 * PART, end, layout, wide
-                )  # fmt: skip
-                gate0, up0 = _load_product(a, column, then, below + 0 * PART, end, layout, pairs)
-                da1 = da.slice(1 * PART, PART, dim=0)
-                sums1 += _finish_part(
-                    a, da1, gate1, up1, weight1, column, here, first + 1 * PART, end, layout, wide
-                )  # fmt: skip
-                gate1, up1 = _load_product(a, column, then, below + 1 * PART, end, layout, pairs)
-                da2 = da.slice(2 * PART, PART, dim=0)
-                sums2 += _finish_part(
-                    a, da2, gate2, up2, weight2, column, here, first + 2 * PART, end, layout, wide
-                )  # fmt: skip
-                gate2, up2 = _load_product(a, column, then, below + 2 * PART, end, layout, pairs)
-                da3 = da.slice(3 * PART, PART, dim=0)
-                sums3 += _finish_part(
-                    a, da3, gate3, up3, weight3, column, here, first + 3 * PART, end, layout, wide
-                )  # fmt: skip
-                gate3, up3 = _load_product(a, column, then, below + 3 * PART, end, layout, pairs)
-            a.take_back("arrive", w)
-            if a.HAS_SUMS:
-                _store_sums(a, sums0, first + 0 * PART, end, column, of_rows)
-                _store_sums(a, sums1, first + 1 * PART, end, column, of_rows)
-                _store_sums(a, sums2, first + 2 * PART, end, column, of_rows)
-                _store_sums(a, sums3, first + 3 * PART, end, column, of_rows)
-        if a.HAS_BIAS:  # noqa: SIM102 - the first is known to the compiler
-            if column == 0:
-                for part in range(BLOCK_M // PART):
-                    _dot_bias(a, _read(a, n, 0), row + part * PART, end, layout)
+        _finish_tile(a, n, row, layout, wide)
         n += 1
         row = _first_row(a, n)
 
@@ -431,7 +402,7 @@ def _activation_sm90_kernel(
     do_ptr,  # [T, HID]
     bias_ptr,  # [E, HID], or None
     weights_ptr,  # [T, K]
-    product_ptr,  # [P, COLUMNS // 2] int32: two bf16 each
+    product_ptr,  # [P, COLUMNS]
     tiles_ptr,  # [1 + tiles, 4] int32; the first entry: tiles, counters
     order_ptr,  # [P] int32
     dproduct_ptr,  # [P, COLUMNS]; may be product_ptr: a thread reads what it overwrites, and nobody else does
@@ -456,6 +427,15 @@ def _activation_sm90_kernel(
     do_bufs = gl.allocate_shared_memory(kind, [STAGES, BLOCK_M, STEP], do_layout)
     w_bufs = gl.allocate_shared_memory(kind, [STAGES] + w_desc.block_type.shape, w_desc.layout)
     da_bufs = gl.allocate_shared_memory(kind, [2 * CHUNKS, ROWS, CHUNK], da_layout)
+    # Rows of 128 bytes, of which eight are swizzled alike: 16 of them are a buffer of their own.
+    strip_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([PART, CHUNK], kind)
+    da_strips = _reinterpret(da_bufs, kind, [2 * CHUNKS * STRIPS, PART, CHUNK], strip_layout)
+    WIDTH: gl.constexpr = 2 if INTERLEAVED else 1
+    plain: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 1, [1, 0])  # each thread reads what it asked for
+    gate_bufs = gl.allocate_shared_memory(kind, [CHUNKS, PART, CHUNK * WIDTH], plain)
+    up_bufs = gate_bufs
+    if GATED and not INTERLEAVED:
+        up_bufs = gl.allocate_shared_memory(kind, [CHUNKS, PART, CHUNK], plain)
     ready_bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(STAGES):
         mbarrier.init(ready_bars.index(slot), count=PRODUCERS + 1)
@@ -467,7 +447,7 @@ def _activation_sm90_kernel(
     a = Args(  # type: ignore[call-arg] # aggregate gives it a constructor
         do_ptr, w_desc, bias_ptr if HAS_BIAS else tiles_ptr, weights_ptr, product_ptr, tiles_ptr, order_ptr,
         dproduct_ptr, wh_ptr if HAS_WH else tiles_ptr, sums_ptr if HAS_SUMS else tiles_ptr, drawn,
-        do_bufs, w_bufs, da_bufs, ready_bars, tiles, HAS_BIAS, HAS_WH, HAS_SUMS,
+        do_bufs, w_bufs, da_bufs, da_strips, gate_bufs, up_bufs, ready_bars, tiles, HAS_BIAS, HAS_WH, HAS_SUMS,
         COUNTER, TOPK, HID, INTER, COLUMNS, WH_COLUMNS, SUMS, TILES_N, GROUP_M, STEP, STAGES,
         GATED, INTERLEAVED, ACTIVATION, ALPHA, LIMIT,
     )  # fmt: skip

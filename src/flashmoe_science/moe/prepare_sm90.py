@@ -134,7 +134,7 @@ def activation_gradient(plan: MoePlan, grid: tuple[int, int, int], span: Span) -
         "do_ptr": (pointer, "do"),
         "bias_ptr": (pointer, "bias_down") if problem.bias_down and routing else None,
         "weights_ptr": (f"*{problem.weights_dtype}", "topk_weights"),
-        "product_ptr": ("*i32", "product"),
+        "product_ptr": (pointer, "product"),
         "tiles_ptr": ("*i32", "tiles_ptr"),
         "order_ptr": ("*i32", "order_ptr"),
         "dproduct_ptr": (pointer, "dproduct"),
