@@ -123,7 +123,7 @@ def make_backward_plan(
     for span in of_down:
         if hopper and config.hopper_activation:
             programs = hopper_plan.activation_programs(hopper, tiles, span[1])
-            add("dactivation_sm90", planned("_activation_sm90_kernel", programs, 16), span)
+            add("dactivation_sm90", planned("_activation_sm90_kernel", programs, 12), span)
         else:
             blocks = tiles * cdiv(span[1], config.activation.block_n)
             add("dactivation", planned("_activation_backward_kernel", blocks, config.activation.num_warps), span)
