@@ -1,14 +1,17 @@
-"""The activation's gradient for Hopper: TMA, warpgroup matrix products, an epilogue of its own warpgroup (Gluon, sm_90).
+"""The activation's gradient for Hopper: TMA, warpgroup matrix products, an epilogue beside them (Gluon, sm_90).
 
 dA = dO @ w_down of a pair's token, and what follows from it, as ``backward_triton`` has it. A program draws tiles of
-128 rows that go to one expert and 256 columns from a counter. Four warps gather rows of dO with cp.async, TMA copies
-the weights, whose reduction lies outermost, and two warpgroups multiply 64 rows each, as in ``grouped_gluon_sm90``.
+128 rows that go to one expert and 256 columns from a counter. Two warps gather rows of dO with cp.async, TMA copies the
+weights, whose reduction lies outermost, and two warpgroups multiply 64 rows each, as in ``grouped_gluon_sm90``.
 
-What follows from dA reads two numbers for each of it, and writes three: done by those that multiply, it would leave the
-matrix units idle for a tenth to a fifth of the time. They only put dA into shared memory, and begin the next tile; a
-fourth warpgroup takes it from there while they multiply. Its product is asked for one chunk of 64 columns ahead, from
-before dA is there. So dA is rounded to the dtype of x, as eager torch rounds it: 64 KB, and in fp32 the ring would have
-room for two steps. Elements of the product are read by the thread that overwrites them.
+What follows from dA reads two numbers for each of it, and writes three. Done by those that multiply, it would leave the
+matrix units idle for a tenth to a fifth of the time. They only put dA into shared memory, and begin the next tile; two
+more warps take it from there while they multiply, 16 rows and 64 columns at a time. Gate and up of three such parts are
+on their way to shared memory by cp.async, the first before dA is there. All are there before the gradient is stored, so
+it may lie where the product does.
+
+dA is rounded to bf16, as eager torch rounds it: that is 64 KB, and in fp32 the ring would have room for two steps. What
+is stored has another rounding than that of ``backward_triton``, so other bits.
 
 Source: SonicMoE (2025) for the gradient of the routing weights.
 """
@@ -31,16 +34,17 @@ from ..gpu.gluon_versions import aggregate, async_load, tma_load
 from .primitives import activate, activation_slopes
 from .primitives_sm90 import CHUNK, FREE, ROWS, TILES, Mailbox, left_and_right, make_mailbox
 
-# Triton 3.8 or 3.9 made it public.
-_reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
+# Triton 3.9 has it without the underscore; the arguments are the same: (descriptor, dtype, shape, layout).
+_Descriptor = gl.shared_memory_descriptor
+_reinterpret = getattr(_Descriptor, "reinterpret", None) or _Descriptor._reinterpret  # noqa: SLF001 - the older name
 
 BLOCK_M = gl.constexpr(128)
 BLOCK_N = gl.constexpr(256)
 CHUNKS = gl.constexpr(4)  # of 64 columns
 PART = gl.constexpr(16)  # rows that are finished at once
 STRIPS = gl.constexpr(4)  # of so many rows, of a warpgroup
-# Threads. With a whole warpgroup each, there were 128 registers a thread at the start, and ptxas, although they are dealt
-# out anew, refuses products of 256 columns; those of 128 read the rows twice.
+# Threads. With a whole warpgroup each, there would be 128 registers a thread at the start, and ptxas, although they are
+# dealt out anew, refuses products of 256 columns; those of 128 read the rows twice.
 PRODUCERS = gl.constexpr(64)
 FINISHERS = gl.constexpr(64)
 
@@ -405,7 +409,7 @@ def _activation_sm90_kernel(
     product_ptr,  # [P, COLUMNS]
     tiles_ptr,  # [1 + tiles, 4] int32; the first entry: tiles, counters
     order_ptr,  # [P] int32
-    dproduct_ptr,  # [P, COLUMNS]; may be product_ptr: a thread reads what it overwrites, and nobody else does
+    dproduct_ptr,  # [P, COLUMNS]; may be product_ptr: a program reads what it overwrites, and nobody else does
     wh_ptr,  # [P, WH_COLUMNS]: the activation times the pair's weight, of this launch's columns; or None
     sums_ptr,  # [P, SUMS] fp32: <dA, h> of the columns of a tile, and behind them <dO, bias>; or None
     drawn,  # column tiles of earlier launches, which drew from the same counter: the first of this one
@@ -420,7 +424,8 @@ def _activation_sm90_kernel(
     gl.static_assert(STAGES + FREE + 4 <= 16, "the hardware has 16 barriers")
     STEPS: gl.constexpr = (HID + STEP - 1) // STEP
     # Tiles whose steps fill the ring, one whose dA waits to be taken, one that is finished, and the next.
-    gl.static_assert((STAGES + STEPS - 1) // STEPS + 3 <= TILES, "the producer would overwrite tiles that are worked on")
+    KNOWN: gl.constexpr = (STAGES + STEPS - 1) // STEPS + 3
+    gl.static_assert(KNOWN <= TILES, "the producer would overwrite tiles that are worked on")
     kind: gl.constexpr = w_desc.dtype
     do_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, STEP], kind)
     da_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, CHUNK], kind)
@@ -452,7 +457,12 @@ def _activation_sm90_kernel(
         GATED, INTERLEAVED, ACTIVATION, ALPHA, LIMIT,
     )  # fmt: skip
     gl.warp_specialize(
-        [(_multiply_partition, (a, 0)), (_multiply_partition, (a, 1)), (_finish_partition, (a,)), (_load_partition, (a,))],
+        [
+            (_multiply_partition, (a, 0)),
+            (_multiply_partition, (a, 1)),
+            (_finish_partition, (a,)),
+            (_load_partition, (a,)),
+        ],
         [4, FINISHERS // 32, PRODUCERS // 32],
         [MATRIX_REGISTERS, FINISH_REGISTERS, PRODUCER_REGISTERS],
     )
