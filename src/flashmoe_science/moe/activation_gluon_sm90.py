@@ -5,7 +5,7 @@ dA = dO @ w_down of a pair's token, and what follows from it, as ``backward_trit
 weights, whose reduction lies outermost, and two warpgroups multiply 64 rows each, as in ``grouped_gluon_sm90``.
 
 What follows from dA reads two numbers for each of it, and writes three. Done by those that multiply, it would leave the
-matrix units idle for a tenth to a fifth of the time. They only put dA into shared memory, and begin the next tile; two
+matrix units idle for a tenth to a sixth of the time. They only put dA into shared memory, and begin the next tile; two
 more warps take it from there while they multiply, 16 rows and 64 columns at a time. Gate and up of three such parts are
 on their way to shared memory by cp.async, the first before dA is there. All are there before the gradient is stored, so
 it may lie where the product does.
