@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 from flashmoe_science import fused_moe, route
-from flashmoe_science.moe import backward_plan, gradients, reference
+from flashmoe_science.moe import backward_plan, gradients, hopper_plan, reference
 
 from ..attention.checks import poison_allocator
 from .cases import GRADIENT_CASES, Case, make_tensors
@@ -20,6 +21,26 @@ pytestmark = pytest.mark.gpu
 
 def is_hopper() -> bool:
     return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+
+
+@pytest.fixture
+def activation_on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """Have Hopper's kernel make the activation's gradient; a list of the plans that are made."""
+    if not is_hopper():
+        pytest.skip("it needs Hopper")
+    plans = []
+    plan = backward_plan.plan_backward
+
+    def remember(*given: Any) -> Any:
+        plans.append(plan(*given))
+        return plans[-1]
+
+    monkeypatch.setattr(hopper_plan, "MAKES_ACTIVATION_GRADIENT", True)
+    monkeypatch.setattr(gradients, "plan_backward", remember)
+    gradients._prepared.clear()
+    yield plans
+    gradients._prepared.clear()
+    assert all("dactivation_sm90" in each.steps for each in plans)
 
 
 def check(case: Case) -> dict[str, torch.Tensor]:
@@ -61,6 +82,71 @@ def test_the_kernels_for_hopper(sizes, dtype):
     check(Case("hopper", tokens, 5, 2, hidden, inter, dtype, kernel="grouped_gluon_sm90", ids="none", bias=True))
 
 
+SIZES = [(1024, 256, 256), (999, 200, 104), (700, 64, 320), (600, 320, 576)]
+ACTIVATIONS: list[dict[str, Any]] = [
+    {"interleaved": True}, {"activation": "swiglu_clamped", "interleaved": True, "bias": True},
+    {"activation": "geglu", "bias": True}, {"activation": "relu2", "weights_dtype": "bf16"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("sizes", "more"), [*((sizes, {}) for sizes in SIZES), *((SIZES[1], more) for more in ACTIVATIONS)], ids=str
+)
+def test_the_activation_on_hopper(sizes, more, activation_on_hopper):
+    """Experts with and without rows, all rows on one, tiles that are not full, reductions with a rest."""
+    tokens, hidden, inter = sizes
+    case = Case("activation", tokens, 5, 3, hidden, inter, "bf16", kernel="grouped_gluon_sm90", **more)
+    for ids in ("distinct", "one", "none"):
+        check(dataclasses.replace(case, ids=ids))
+    assert len(activation_on_hopper) == 1
+
+
+@pytest.mark.parametrize("hidden", [40, 192])
+def test_the_activation_of_few_steps_on_hopper(hidden, activation_on_hopper):
+    """Tiles of one warpgroup or both, of fewer steps than the ring has; many of them by each program."""
+    for tokens in (97, 128, 129, 193):
+        check(Case("few steps", tokens, 2, 1, hidden, 520, "bf16", kernel="grouped_gluon_sm90", bias=True))
+        check(Case("many tiles", 40 * tokens, 64, 1, hidden, 776, "bf16", kernel="grouped_gluon_sm90"))
+    assert len(activation_on_hopper) == 8
+
+
+def assert_near(found: torch.Tensor, expected: torch.Tensor, name: str) -> None:
+    """Compare with what rounds elsewhere. A kernel that is wrong in few places may lie within the budget."""
+    size = expected.float().abs()
+    assert ((found.float() - expected.float()).abs() <= size / 64 + 0.1 * size.mean()).all(), name
+
+
+def test_the_activation_on_hopper_has_the_same_bits(activation_on_hopper):
+    """In a hundred runs; and nearly where some gradients are not asked for."""
+    case = Case("bits", 3000, 16, 4, 256, 640, "bf16", kernel="grouped_gluon_sm90")
+    tensors = make_tensors(case, "cuda")
+    do = torch.randn(tensors["x"].shape, device="cuda").bfloat16()
+    first = run_gradients(case, tensors, do)
+    for _ in range(100):
+        poison_allocator(1 << 24)
+        again = run_gradients(case, tensors, do)
+        assert all(torch.equal(again[name], first[name]) for name in first)
+    for name in ("x", "w_down", "topk_weights"):
+        leaf = tensors[name].detach().requires_grad_()
+        (found,) = torch.autograd.grad(run(case, {**tensors, name: leaf}), leaf, do)
+        assert_near(found, first[name], name)  # other constants: multiply and add may be fused elsewhere
+    assert len(activation_on_hopper) == 4
+
+
+def test_the_activation_on_hopper_is_near_to_that_of_triton(activation_on_hopper):
+    case = Case("near", 2000, 8, 2, 1024, 768, "bf16", kernel="grouped_gluon_sm90")
+    tensors = make_tensors(case, "cuda")
+    do = torch.randn(tensors["x"].shape, device="cuda").bfloat16()
+    found = run_gradients(case, tensors, do)
+    assert len(activation_on_hopper) == 1
+    hopper_plan.MAKES_ACTIVATION_GRADIENT = False  # the fixture puts back what it was
+    gradients._prepared.clear()
+    expected = run_gradients(case, tensors, do)
+    assert "dactivation" in activation_on_hopper.pop().steps
+    for name, gradient in found.items():
+        assert_near(gradient, expected[name], name)
+
+
 def test_a_hundred_runs_have_the_same_bits():
     case = Case("bits", 1200, 16, 4, 256, 128, "bf16", shared=1, shared_inter=64, bias=True)
     tensors = make_tensors(case, "cuda")
@@ -80,6 +166,16 @@ NARROW: dict[str, Any] = {
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("kernel", ["grouped_gluon_sm90", "grouped_triton"])
 def test_gradients_in_parts_have_the_same_bits(kernel, bias, monkeypatch):
+    check_parts(kernel, bias, monkeypatch)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_parts_of_the_activation_on_hopper_have_the_same_bits(bias, monkeypatch, activation_on_hopper):
+    check_parts("grouped_gluon_sm90", bias, monkeypatch)
+    assert activation_on_hopper[-1].steps.count("dactivation_sm90") > 1
+
+
+def check_parts(kernel: str, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if kernel == "grouped_gluon_sm90" and not is_hopper():
         pytest.skip("it needs Hopper")
     strided = kernel == "grouped_triton"  # whose weights are none for TMA
@@ -89,7 +185,7 @@ def test_gradients_in_parts_have_the_same_bits(kernel, bias, monkeypatch):
     names = names_of_gradients(tensors)
     expected = run_gradients(case, tensors, do)
     plans = []
-    plan = backward_plan.plan_backward
+    plan = vars(gradients)["plan_backward"]  # it may be remembered already
 
     def remember(*given: Any) -> Any:
         plans.append(plan(*given))
@@ -116,6 +212,16 @@ def test_gradients_in_parts_have_the_same_bits(kernel, bias, monkeypatch):
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_the_last_backward_pass_writes_where_the_product_is(dtype, activation):
     """A hundred times: who stores an element of the gradient is not always who loaded that of the product."""
+    check_last(dtype, activation)
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "swiglu_clamped", "relu2"])
+def test_the_last_activation_on_hopper_writes_where_the_product_is(activation, activation_on_hopper):
+    check_last("bf16", activation)
+    assert activation_on_hopper
+
+
+def check_last(dtype: str, activation: str) -> None:
     interleaved = activation == "swiglu_clamped"
     case = Case("last", 3000, 8, 2, 256, 640, dtype, activation=activation, interleaved=interleaved, bias=True)
     tensors = make_tensors(case, "cuda")

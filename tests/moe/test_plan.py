@@ -11,7 +11,8 @@ import torch
 
 from flashmoe_science import InputError, UnsupportedError, explain_moe
 from flashmoe_science.gpu.specs import SPECS
-from flashmoe_science.moe.backward_plan import plan_backward
+from flashmoe_science.moe import hopper_plan
+from flashmoe_science.moe.backward_plan import column_sums, plan_backward
 from flashmoe_science.moe.plan import (
     MAX_FEW_PAIRS,
     MAX_PAIRS_SORTED_AT_ONCE,
@@ -23,7 +24,7 @@ from flashmoe_science.moe.plan import (
     workspace_sizes,
 )
 from flashmoe_science.moe.problem import MoeProblem
-from flashmoe_science.moe.tiles import SMALL_BACKWARD
+from flashmoe_science.moe.tiles import SMALL_BACKWARD, BackwardConfig
 
 from .cases import Case, make_tensors
 
@@ -230,6 +231,26 @@ def test_the_plan_of_gradients_makes_what_is_wanted():
     assert biases.steps[-2:] == ("ddown_sm90", "dgate_up")
     assert plan_backward(with_tokens(30, keep_product=True), SPECS["H200"], ("x",)).steps[-2:] == ("dx", "dcombine")
     assert plan_backward(dataclasses.replace(kept, inter=767), SPECS["H200"], ("x",)).config == SMALL_BACKWARD
+
+
+def test_hopper_makes_the_gradient_of_the_activation_where_it_may(monkeypatch):
+    kept = with_tokens(8192, keep_product=True)
+    wanted = ("x", "w_down", "topk_weights")
+    without = plan_backward(kept, SPECS["H200"], wanted)
+    assert "dactivation" in without.steps, "it was not run on a GPU yet"
+    monkeypatch.setattr(hopper_plan, "MAKES_ACTIVATION_GRADIENT", True)
+    plan = plan_backward(kept, SPECS["H200"], wanted)
+    assert [step.replace("dactivation_sm90", "dactivation") for step in plan.steps] == [*without.steps]
+    assert "that of the activation as well" in plan.reason
+    assert isinstance(without.config, BackwardConfig)
+    assert isinstance(plan.config, BackwardConfig)
+    assert (column_sums(kept, without.config), column_sums(kept, plan.config)) == (6, 3)
+    biased = dataclasses.replace(kept, bias_down=True)
+    assert column_sums(biased, plan.config) == 4, "the bias has a sum of its own"
+    fp16 = plan_backward(dataclasses.replace(kept, dtype="fp16"), SPECS["H200"], wanted)
+    assert {"dactivation", "dx_sm90"} <= set(fp16.steps)
+    assert "not that of the activation: it rounds dO @ w_down to 16 bits" in fp16.reason
+    assert "dactivation" in plan_backward(kept, SPECS["A100"], wanted).steps
 
 
 def test_every_architecture_has_tiles_for_gradients():

@@ -18,6 +18,7 @@ pytest.importorskip("triton", reason="Triton exists for Linux only")
 from flashmoe_science.gpu.compile import KernelSource, compile_kernel, read_resources
 from flashmoe_science.gpu.launch import count_parameters
 from flashmoe_science.gpu.specs import SPECS
+from flashmoe_science.moe import hopper_plan
 from flashmoe_science.moe.backward_plan import GRADIENTS, make_backward_plan, plan_backward
 from flashmoe_science.moe.plan import NARROW, TABLES, TileConfig, make_plan, plan_moe
 from flashmoe_science.moe.prepare import prepare_moe_kernels
@@ -302,6 +303,43 @@ def test_gradients_for_hopper_compile(experts):
         constants = dict(source.constants)
         given = [name for name in source.function.arg_names if name not in constants]
         assert [name for name, _ in source.signature] == given
+
+
+ACTIVATION_WAYS: dict[str, dict[str, Any]] = {
+    "plain": PLAIN,
+    "interleaved": {**PLAIN, "interleaved": True},
+    "gpt-oss": WAYS["gpt-oss"],
+    "geglu": WAYS["geglu"],
+    "short": {**PLAIN, "hidden": 136, "inter": 72, "activation": "relu2"},
+}
+
+
+@pytest.mark.parametrize("way", ACTIVATION_WAYS)
+def test_the_gradient_of_the_activation_for_hopper_compiles(way, monkeypatch):
+    """Nothing spills, and no value of the product goes to another thread than that which asked for it."""
+    monkeypatch.setattr(hopper_plan, "MAKES_ACTIVATION_GRADIENT", True)
+    problem = MoeProblem(3000, dtype="bf16", **ACTIVATION_WAYS[way], keep_product=True)
+    plan = plan_backward(problem, SPECS["H200"], GRADIENTS if problem.bias_down else GRADIENTS[:4])
+    prepared = dict(zip(plan.steps, prepare_backward_kernels(plan), strict=True))
+    assert "dactivation" not in prepared
+    kernel = prepared["dactivation_sm90"]
+    source = kernel.source
+    found, compiled = read_resources(source, 90), compile_kernel(source, 90)
+    assert found.spill_bytes == 0
+    assert found.shared_memory_bytes <= SPECS["H200"].shared_memory_per_block_bytes
+    assert found.instructions["HGMMA"] in (8, 16)  # four a step: in front of the loop and in it, in both warpgroups
+    assert found.instructions["STSM"] == 32, "dA goes to shared memory in pieces"
+    # Two rows of 64 columns, 16 bytes each: the product's gradient and the weighted activations; then sums of two rows.
+    rows_of_bias = 2 if problem.bias_down else 0
+    assert found.instructions["STG"] == 2 * (3 if problem.gated else 2) + 2 + rows_of_bias
+    count_parameters(source, compiled.asm["ptx"])
+    boxes = [layout["block_size"] for layout in compiled.metadata.tensordesc_meta]
+    assert [len(box) for box in boxes] == [len(tensor_map.shape) for tensor_map in kernel.tensor_maps]
+    constants = dict(source.constants)
+    assert [name for name, _ in source.signature] == [n for n in source.function.arg_names if n not in constants]
+    assert len(kernel.tensors) == len(source.signature) - 1
+    (launch,) = (launch for launch in plan.launches if launch.pattern == source.name)
+    assert launch.block == (32 * compiled.metadata.num_warps, 1, 1)
 
 
 def test_what_is_kept_for_gradients_compiles():

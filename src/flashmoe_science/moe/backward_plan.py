@@ -67,8 +67,13 @@ def choose_backward(problem: MoeProblem, arch: int) -> BackwardConfig:
     return next((config for config in configs if config.block_m >= 1.5 * rows), configs[-1])
 
 
-def column_tiles(problem: MoeProblem, config: BackwardConfig) -> int:
-    """Return how many tiles the columns of the activation have: so many sums has the gradient of a routing weight."""
+def column_sums(problem: MoeProblem, config: BackwardConfig) -> int:
+    """Return how many sums the gradient of a routing weight has: as many as the activation's columns have tiles.
+
+    On Hopper the bias has a sum of its own: who makes it has done with the tile.
+    """
+    if config.hopper_activation:
+        return cdiv(problem.inter, hopper_plan.PRODUCT_COLUMNS) + problem.bias_down
     return cdiv(problem.inter, config.activation.block_n)
 
 
@@ -116,8 +121,12 @@ def make_backward_plan(
             add(step, planned("_weight_gradient_kernel", blocks, tile.num_warps, problem.experts), span)
 
     for span in of_down:
-        blocks = tiles * cdiv(span[1], config.activation.block_n)
-        add("dactivation", planned("_activation_backward_kernel", blocks, config.activation.num_warps), span)
+        if hopper and config.hopper_activation:
+            programs = hopper_plan.activation_programs(hopper, tiles, span[1])
+            add("dactivation_sm90", planned("_activation_sm90_kernel", programs, 12), span)
+        else:
+            blocks = tiles * cdiv(span[1], config.activation.block_n)
+            add("dactivation", planned("_activation_backward_kernel", blocks, config.activation.num_warps), span)
         if down:
             add_weights("ddown", "bias_down", problem.hidden, span)
     if "topk_weights" in wanted:
@@ -162,6 +171,15 @@ def plan_backward(
         raise UnsupportedError(f"{kernel} does not serve {problem.describe()}: {refusal}", hint="use kernel='auto'")
     if kernel == "moe_backward_gluon_sm90" or (kernel == "auto" and hopper_plan.serves_gradients(problem, gpu.arch)):
         config = backward_rows(gpu.arch, problem.item_bytes)[-1]
-        config = dataclasses.replace(config, hopper=hopper_plan.choose_config(problem, gpu))
+        without = hopper_plan.activation_refusal(problem, gpu.arch)
+        config = dataclasses.replace(
+            config,
+            hopper=hopper_plan.choose_config(problem, gpu),
+            hopper_activation=hopper_plan.MAKES_ACTIVATION_GRADIENT and without is None,
+        )
         why += "; gradients of x and of the weights by Hopper's TMA and warpgroup products"
+        if config.hopper_activation:
+            why += ", that of the activation as well"
+        elif hopper_plan.MAKES_ACTIVATION_GRADIENT:
+            why += f"; not that of the activation: {without}"
     return make_backward_plan(problem, gpu.name, gpu.arch, config, wanted, why)

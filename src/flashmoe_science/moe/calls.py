@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..errors import UnsupportedError
 from . import reference
-from .backward_plan import BackwardPlan, column_tiles
+from .backward_plan import BackwardPlan, column_sums
 from .plan import MoePlan, workspace_sizes
 from .prepared import place_of
 from .problem import MoeProblem
@@ -105,7 +105,7 @@ def _allocate_backward(plan: BackwardPlan, tensors: Mapping[str, Tensor]) -> dic
     if "dproduct" not in tensors:  # else it is to be written where the product is
         add("dproduct", problem.pairs, problem.columns_up)
     if "topk_weights" in wanted:
-        add("sums", problem.pairs, column_tiles(problem, config), dtype=torch.float32)
+        add("sums", problem.pairs, column_sums(problem, config), dtype=torch.float32)
         kinds = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
         add("d_topk_weights", problem.tokens, problem.top_k, dtype=kinds[problem.weights_dtype])
     if "x" in wanted:

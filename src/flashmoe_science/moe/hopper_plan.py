@@ -16,6 +16,12 @@ PRODUCT_COLUMNS = 256  # of a tile, before the activation
 FEWEST_ROWS = 48
 # Three or four warpgroups share 504 registers a thread: the producer of the first product holds pointers to eight rows.
 REGISTERS = {"up": (216, 72), "down": (240, 32), "weights": (192, 120)}
+# Whether ``activation_gluon_sm90`` makes the activation's gradient. Written and compiled, not run yet: until a GPU has
+# shown it to be right, Triton's kernel makes it.
+MAKES_ACTIVATION_GRADIENT = False
+ACTIVATION_STEP, ACTIVATION_STAGES = 64, 3  # of the reduction; beside 64 KB of dA there is room for three
+# Of 512 a thread: those that multiply, those that finish what was multiplied, the producer.
+ACTIVATION_REGISTERS = (168, 168, 168)
 
 
 def output_columns(problem: MoeProblem, which: str) -> int:
@@ -74,6 +80,18 @@ def product_steps(problem: MoeProblem, config: HopperConfig, tiles: int) -> list
 def serves_gradients(problem: MoeProblem, arch: int) -> bool:
     """Return whether the kernels for Hopper make the gradients of x and of the weights: as they serve the forward."""
     return refusal(problem, arch) is None and problem.pairs / problem.experts >= FEWEST_ROWS
+
+
+def activation_refusal(problem: MoeProblem, arch: int) -> str | None:
+    """Return why ``activation_gluon_sm90`` does not make the activation's gradient, or None."""
+    if problem.dtype == "fp16":
+        return "it rounds dO @ w_down to 16 bits, and fp16 has no room for the gradients that weights bring down"
+    return refusal(problem, arch)
+
+
+def activation_programs(config: HopperConfig, tiles: int, columns: int) -> int:
+    """Return how many programs draw tiles of some columns of the activation's gradient, of ``tiles`` row tiles."""
+    return x_programs(config, tiles, columns)
 
 
 def x_programs(config: HopperConfig, tiles: int, columns: int) -> int:

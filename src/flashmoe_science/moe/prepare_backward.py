@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from . import prepare_sm90
-from .backward_plan import ROUTING_PAIRS, BackwardPlan, Span, column_tiles
+from .backward_plan import ROUTING_PAIRS, BackwardPlan, Span, column_sums
 from .backward_triton import _activation_backward_kernel, _routing_gradient_kernel, _weight_gradient_kernel
 from .combine_triton import _combine_kernel
 from .grouped_triton import _down_kernel
@@ -83,7 +83,7 @@ def _dactivation(plan: MoePlan, grid: _Grid, warps: int, span: Span) -> Prepared
 
 def _drouting(plan: MoePlan, grid: _Grid, warps: int, _span: Span) -> PreparedKernel:
     problem, config, _ = _of(plan)
-    count = column_tiles(problem, config)
+    count = column_sums(problem, config)
     pointers: _Pointers = {
         "sums_ptr": ("*fp32", "sums"),
         "positions_ptr": ("*i32", "positions_ptr"),
@@ -202,6 +202,10 @@ def _ddown(plan: MoePlan, grid: _Grid, warps: int, span: Span) -> PreparedKernel
     return prepared_kernel(_weight_gradient_kernel, plan, grid, warps, pointers, {}, constants, stages, aligned)
 
 
+def _dactivation_sm90(plan: MoePlan, grid: _Grid, _warps: int, span: Span) -> PreparedKernel:
+    return prepare_sm90.activation_gradient(plan, grid, span)
+
+
 def _dx_sm90(plan: MoePlan, grid: _Grid, _warps: int, span: Span) -> PreparedKernel:
     return prepare_sm90.x_gradient(plan, grid, span)
 
@@ -215,6 +219,7 @@ def _ddown_sm90(plan: MoePlan, grid: _Grid, _warps: int, span: Span) -> Prepared
 
 
 _MAKERS = {
+    "dactivation_sm90": _dactivation_sm90,
     "dx_sm90": _dx_sm90,
     "dgate_up_sm90": _dgate_up_sm90,
     "ddown_sm90": _ddown_sm90,

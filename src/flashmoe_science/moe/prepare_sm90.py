@@ -7,9 +7,21 @@ from typing import Any
 from ..gpu.compile import KernelSource
 from ..gpu.gluon_versions import descriptor_type
 from ..gpu.tensor_map import TensorMap
-from .backward_plan import BackwardPlan, Span
+from .activation_gluon_sm90 import _activation_sm90_kernel
+from .backward_plan import BackwardPlan, Span, column_sums
 from .grouped_gluon_sm90 import _grouped_sm90_kernel
-from .hopper_plan import PRODUCT_COLUMNS, REGISTERS, ROWS, STEP, column_tiles, output_columns, weight_tiles
+from .hopper_plan import (
+    ACTIVATION_REGISTERS,
+    ACTIVATION_STAGES,
+    ACTIVATION_STEP,
+    PRODUCT_COLUMNS,
+    REGISTERS,
+    ROWS,
+    STEP,
+    column_tiles,
+    output_columns,
+    weight_tiles,
+)
 from .plan import MoePlan
 from .prepared import PreparedKernel, within
 from .problem import MoeProblem
@@ -109,6 +121,42 @@ def _backward(plan: MoePlan) -> tuple[MoeProblem, HopperConfig]:
     return plan.problem, plan.config.hopper
 
 
+def activation_gradient(plan: MoePlan, grid: tuple[int, int, int], span: Span) -> PreparedKernel:
+    """Return the product of dO with w_down, and what the activation's gradients make of it."""
+    problem, config = _backward(plan)
+    assert isinstance(plan, BackwardPlan)
+    assert isinstance(plan.config, BackwardConfig)
+    kind, (first, columns), wanted = problem.dtype, span, plan.wanted
+    routing, down = "topk_weights" in wanted, bool({"w_down", "bias_down"} & set(wanted))
+    pointer, tile = f"*{kind}", (1, 1, ACTIVATION_STEP, PRODUCT_COLUMNS)
+    given = {
+        "w_desc": (descriptor_type(kind, tile), "w_down"),
+        "do_ptr": (pointer, "do"),
+        "bias_ptr": (pointer, "bias_down") if problem.bias_down and routing else None,
+        "weights_ptr": (f"*{problem.weights_dtype}", "topk_weights"),
+        "product_ptr": (pointer, "product"),
+        "tiles_ptr": ("*i32", "tiles_ptr"),
+        "order_ptr": ("*i32", "order_ptr"),
+        "dproduct_ptr": (pointer, "dproduct"),
+        "wh_ptr": (pointer, "scratch") if down else None,
+        "sums_ptr": ("*fp32", "sums") if routing else None,
+    }
+    registers, finish_registers, producer_registers = ACTIVATION_REGISTERS
+    constants: dict[str, Any] = {
+        "COUNTER": _COUNTERS["down"], "TOPK": problem.top_k, "HID": problem.hidden, "INTER": problem.inter,
+        "COLUMNS": problem.columns_up, "WH_COLUMNS": columns, "SUMS": column_sums(problem, plan.config),
+        "TILES_N": -(-columns // PRODUCT_COLUMNS), "GROUP_M": config.group_m,
+        "STEP": ACTIVATION_STEP, "STAGES": ACTIVATION_STAGES,
+        "GATED": problem.gated, "INTERLEAVED": problem.gated and problem.interleaved,
+        "ACTIVATION": problem.activation, "ALPHA": problem.alpha, "LIMIT": problem.limit,
+        "MATRIX_REGISTERS": registers, "FINISH_REGISTERS": finish_registers, "PRODUCER_REGISTERS": producer_registers,
+        **{name: None for name, what in given.items() if what is None},
+    }  # fmt: skip
+    found = {name: what for name, what in given.items() if what is not None}
+    maps = (_weights(problem, "down", split=False),)
+    return _prepared(_activation_sm90_kernel, found, constants, grid, maps, first // PRODUCT_COLUMNS)
+
+
 def x_gradient(plan: MoePlan, grid: tuple[int, int, int], span: Span) -> PreparedKernel:
     """Return the product of the first product's gradient with w_gate_up, whose rows are the reduction."""
     problem, config = _backward(plan)
@@ -178,7 +226,7 @@ def _prepared(
         function,
         (*((name, kind) for name, (kind, _) in given.items()), ("drawn", "i32")),
         tuple(constants.items()),
-        frozenset(name for name in given if name.endswith("_ptr")),
+        frozenset(name for name in given if name.endswith("_ptr") and name != "weights_ptr"),  # theirs lie anywhere
         num_warps=4,
         dependent_launch=True,
     )

@@ -66,6 +66,7 @@ class BackwardConfig:
     weights_m: int  # rows of such a tile; block_n are its columns
     group_m: int = 8
     hopper: HopperConfig | None = None  # of x and the weights, where the kernels for Hopper make them
+    hopper_activation: bool = False  # and that of the activation as well
 
 
 Config = TileConfig | GemvConfig | HopperConfig | BackwardConfig
