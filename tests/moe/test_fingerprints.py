@@ -229,7 +229,7 @@ def test_which_tensors_a_kernel_is_given_counts(monkeypatch):
     ("name", "larger", "reached"),
     [
         ("workspace_sizes", lambda made, *given: {part: 2 * size for part, size in made(*given).items()}, SORTED),
-        ("column_tiles", lambda made, *given: 2 * made(*given), GRADIENTS),
+        ("column_sums", lambda made, *given: 2 * made(*given), GRADIENTS),
     ],
 )
 def test_the_sizes_of_what_a_call_allocates_count(monkeypatch, name, larger, reached):

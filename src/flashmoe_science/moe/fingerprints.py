@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # what torch.compile t
 
 from ..gpu import call_code
 from ..gpu.specs import GpuSpec
-from .backward_plan import GRADIENTS, BackwardPlan, column_tiles, plan_backward
+from .backward_plan import GRADIENTS, BackwardPlan, column_sums, plan_backward
 from .calls import allocate, kernels_of
 from .inputs import TENSORS, cast_under_autocast, moe_problem_of
 from .plan import MoePlan, plan_moe, workspace_sizes
@@ -121,7 +121,7 @@ def subject_code(
     planned: tuple[Callable[..., Any], ...]
     if isinstance(plan, BackwardPlan):
         not_followed = NOT_FOLLOWED_OF_GRADIENTS
-        planned = plan_backward, prepare_backward_kernels, workspace_sizes, column_tiles
+        planned = plan_backward, prepare_backward_kernels, workspace_sizes, column_sums
     else:
         not_followed = NOT_FOLLOWED
         planned = plan_moe, prepare_moe_kernels, workspace_sizes
