@@ -33,8 +33,11 @@ device = torch.device("cuda", 0)
 begin = time.perf_counter()
 
 
+refusal = hopper_plan.activation_refusal
+
+
 def choose(arm):
-    hopper_plan.MAKES_ACTIVATION_GRADIENT = arm is not None
+    hopper_plan.activation_refusal = refusal if arm else lambda *_: "to be compared"
     if arm:
         prepare_sm90.ACTIVATION_STEP, prepare_sm90.ACTIVATION_STAGES = arm
 

@@ -92,6 +92,17 @@ def test_what_is_a_run_and_a_revision_is_refused(run, repository, other):
     assert "'20260101' is a run and a revision" in err
 
 
+def test_two_names_of_one_commit_are_said_to_be_that(run, repository):
+    git(repository, "init", "--quiet", "--initial-branch=main")
+    git(repository, "add", "README.md")
+    git(repository, "commit", "--quiet", "--message", "first")
+    git(repository, "branch", "twin")
+    _, _, err = run("compare", "main", "twin")
+    assert "both are commit" in err
+    git(repository, "commit", "--quiet", "--allow-empty", "--message", "second")
+    assert "both are commit" not in run("compare", "main", "twin")[2]
+
+
 def test_outside_of_a_git_repository_only_runs_are_compared(run):
     code, _, err = run("compare", "main", "HEAD")
     assert code == 2

@@ -27,27 +27,27 @@ FROZEN = ("x", "topk_weights")
 # its peak beyond gradients, as multiples of what is kept, the product that it overwrites among them; and the parts in
 # which it makes weighted activations and rows of dx. Then the same where experts are not trained: as many parts of dx.
 PEAKS = """
-DeepSeek-V3, 1024: 1.020x in 1 and 1; 1.884x in 2
-DeepSeek-V3, 4096: 1.012x in 1 and 1; 1.259x in 7
-DeepSeek-V3, 32768: 1.009x in 1 and 2; 1.134x in 14
-Mixtral 1024: 1.012x in 1 and 1; 1.151x in 1
-Mixtral 4096: 1.009x in 1 and 1; 1.151x in 1
-Mixtral 8192: 1.009x in 1 and 1; 1.079x in 2
-Mixtral 32768: 1.008x in 1 and 1; 1.079x in 2
-OLMoE 1024: 1.026x in 1 and 1; 2.010x in 1
-OLMoE 8192: 1.012x in 1 and 1; 1.260x in 4
-OLMoE 32768: 1.011x in 1 and 2; 1.260x in 4
-Qwen3-30B-A3B 1024: 1.048x in 1 and 1; 2.345x in 1
-Qwen3-30B-A3B 2048: 1.030x in 1 and 1; 2.345x in 1
-Qwen3-30B-A3B 8192: 1.016x in 1 and 1; 1.345x in 4
-Qwen3-30B-A3B 32768: 1.013x in 1 and 2; 1.345x in 4
-fine-grained 1024: 1.092x in 1 and 1; 5.014x in 1
-fine-grained 8192: 1.024x in 1 and 1; 1.514x in 8
-fine-grained 32768: 1.016x in 1 and 2; 1.514x in 8
+DeepSeek-V3, 1024: 1.016x in 1 and 1; 1.880x in 2
+DeepSeek-V3, 4096: 1.008x in 1 and 1; 1.255x in 7
+DeepSeek-V3, 32768: 1.005x in 1 and 2; 1.130x in 14
+Mixtral 1024: 1.009x in 1 and 1; 1.147x in 1
+Mixtral 4096: 1.005x in 1 and 1; 1.147x in 1
+Mixtral 8192: 1.005x in 1 and 1; 1.075x in 2
+Mixtral 32768: 1.004x in 1 and 1; 1.075x in 2
+OLMoE 1024: 1.022x in 1 and 1; 2.006x in 1
+OLMoE 8192: 1.008x in 1 and 1; 1.256x in 4
+OLMoE 32768: 1.007x in 1 and 2; 1.256x in 4
+Qwen3-30B-A3B 1024: 1.044x in 1 and 1; 2.341x in 1
+Qwen3-30B-A3B 2048: 1.026x in 1 and 1; 2.341x in 1
+Qwen3-30B-A3B 8192: 1.012x in 1 and 1; 1.341x in 4
+Qwen3-30B-A3B 32768: 1.009x in 1 and 2; 1.341x in 4
+fine-grained 1024: 1.088x in 1 and 1; 5.010x in 1
+fine-grained 8192: 1.020x in 1 and 1; 1.510x in 8
+fine-grained 32768: 1.012x in 1 and 2; 1.510x in 8
 gpt-oss-120b 1024: 1.016x in 1 and 1; 1.516x in 1
-gpt-oss-120b 4096: 1.009x in 1 and 1; 1.276x in 2
-gpt-oss-120b 32768: 1.009x in 1 and 1; 1.098x in 6
-narrow 262144: 1.512x in 1 and 4; 1.512x in 4
+gpt-oss-120b 4096: 1.006x in 1 and 1; 1.272x in 2
+gpt-oss-120b 32768: 1.006x in 1 and 1; 1.094x in 6
+narrow 262144: 1.509x in 1 and 4; 1.508x in 4
 narrower 32768: 3.030x in 1 and 4; 3.028x in 4
 """
 # Where more than a tenth is needed although all is trained: experts of few columns with many rows each. 512 columns of

@@ -138,6 +138,8 @@ def _compare_revisions(wanted: Wanted, kinds: list[TimeKind], terminal: Terminal
         gpu_named(gpu)
     if has_uncommitted_changes(toplevel):
         terminal.warn("there are uncommitted changes, which are in neither revision", "commit them, and compare HEAD")
+    if a.commit == b.commit:
+        terminal.warn(f"both are commit {a.commit[:12]}", "what differs between them is noise")
     repository, store = find_repository(), Store(wanted.store)
     meter = make_meter(terminal, Archive(store, repository), check_budget(wanted.budget))
     keeper = make_keeper(terminal, store, repository, meter)

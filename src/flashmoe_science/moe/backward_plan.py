@@ -175,11 +175,8 @@ def plan_backward(
         config = dataclasses.replace(
             config,
             hopper=hopper_plan.choose_config(problem, gpu),
-            hopper_activation=hopper_plan.MAKES_ACTIVATION_GRADIENT and without is None,
+            hopper_activation=without is None,
         )
         why += "; gradients of x and of the weights by Hopper's TMA and warpgroup products"
-        if config.hopper_activation:
-            why += ", that of the activation as well"
-        elif hopper_plan.MAKES_ACTIVATION_GRADIENT:
-            why += f"; not that of the activation: {without}"
+        why += f"; not that of the activation: {without}" if without else ", that of the activation as well"
     return make_backward_plan(problem, gpu.name, gpu.arch, config, wanted, why)

@@ -343,7 +343,7 @@ def _check_rivals() -> list[Check]:
         missing = [status.name for status in found if not status.installed]
         text = ", ".join(here) or (f"none without a GPU; installed: {', '.join(waiting)}" if waiting else "none found")
         text += f"; not here: {', '.join(missing)}" if missing else ""
-        hint = "`flashmoe baselines` says why" if missing else ""
+        hint = f"`flashmoe baselines --operator {operator}` says why" if missing else ""
         checks.append(Check(f"rivals of {operator}", ok=True if here else None, text=text, hint=hint))
     return checks
 
