@@ -40,8 +40,8 @@ _NOT_FOLLOWED_OF_RIVALS = (NOT_FOLLOWED | {f"{_PACKAGE}.moe.api"}) - {f"{_PACKAG
 _OF_KERNELS = frozenset(
     f"{_PACKAGE}.moe.{module}"
     for module in (
-        "activation_gluon_sm90", "backward_triton", "combine_triton", "gemv_triton", "grouped_gluon_sm90", "grouped_triton", "route_triton",
-        "sort_triton", "weights_gluon_sm90",
+        "activation_gluon_sm90", "backward_triton", "combine_triton", "gemv_triton", "grouped_gluon_sm90",
+        "grouped_triton", "route_triton", "sort_triton", "weights_gluon_sm90",
     )
 )  # fmt: skip
 # What rivals, and who makes the inputs, read of a problem that is not in its table.
