@@ -35,6 +35,7 @@ def activation_on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]
         plans.append(plan(*given))
         return plans[-1]
 
+    monkeypatch.setattr(hopper_plan, "ACTIVATION_FEWEST_HIDDEN", 0)
     monkeypatch.setattr(gradients, "plan_backward", remember)
     gradients._prepared.clear()
     yield plans

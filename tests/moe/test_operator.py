@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from flashmoe_science import InputError
+from flashmoe_science.gpu.compile import read_resources
+from flashmoe_science.gpu.specs import SPECS
 from flashmoe_science.moe import drawn, reference
 from flashmoe_science.moe.drawn import active_experts
 from flashmoe_science.moe.operator import OPERATOR
@@ -138,7 +140,7 @@ def test_of_several_draws_the_middle_one_is_taken():
 
 
 def test_the_copy_moves_as_many_bytes_as_the_weights_have():
-    case = OPERATOR.parse_case({**TABLE, "hidden": 1024, "inter": 8192, "experts": 8, "tokens": 2, "dtype": "bf16"})
+    case = OPERATOR.parse_case({**TABLE, "hidden": 4096, "inter": 14336, "tokens": 2, "dtype": "bf16"})
     rival, inputs = RIVALS["copy"], {"x": torch.empty(1)}
     assert rival.yardstick
     assert rival.refusal(case) is None
@@ -146,10 +148,10 @@ def test_the_copy_moves_as_many_bytes_as_the_weights_have():
     found = copy()
     assert torch.equal(found, copy.args[0])
     assert found.data_ptr() != copy.args[0].data_ptr()
-    assert 2 * found.nbytes == active_experts(case) * 3 * 1024 * 8192 * 2
+    assert 2 * found.nbytes == active_experts(case) * 3 * 4096 * 14336 * 2
     assert found[:4096].unique().numel() > 200  # never zeros
     small = OPERATOR.parse_case({**TABLE, "dtype": "bf16"})
-    assert rival.refusal(small) == "it is asked for from 64 MiB on, this case has 0.00879"
+    assert rival.refusal(small) == "it is asked for from 512 MiB on, this case has 0.00879"
     with pytest.raises(InputError, match=r"called through operator\.bind"):
         rival.load()(inputs["x"])
 
@@ -200,6 +202,21 @@ def test_the_suites_hold_what_they_say_and_fit_a_gpu(suite, fewest, most):
     if suite == "moe-decode":
         assert {case.problem.tokens for case in cases} == {2**n for n in range(9)}
         assert OPERATOR.refusal("gemv_triton", cases[1], "H200") == "it serves one token, got 2"
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("gpu", ["H200", "A100"])
+def test_what_runs_on_the_matrix_units_is_held_to_them(gpu):
+    """Building fails where a kernel that should multiply by them does not."""
+    table = {**TABLE, "tokens": 2000, "hidden": 2048, "inter": 256, "dtype": "bf16"}
+    held = {}
+    for operator in (OPERATOR, load_operator("moe_backward")):
+        for job in operator.compile_jobs(next(iter(operator.entry_points())), [operator.parse_case(table)], [gpu]):
+            found = read_resources(job.source, SPECS[gpu].arch).instructions
+            held[job.source.name] = bool(job.instruction)
+            assert bool(job.instruction) == any("MMA" in opcode for opcode in found), job.source.name
+    assert sum(held.values()) >= 3, held
+    assert "_activation_sm90_kernel" in held or gpu != "H200"
 
 
 @pytest.mark.triton

@@ -252,6 +252,13 @@ def test_hopper_makes_the_gradient_of_the_activation_where_it_may(monkeypatch):
     assert {"dactivation", "dx_sm90"} <= set(fp16.steps)
     assert "not that of the activation: it rounds dO @ w_down to 16 bits" in fp16.reason
     assert "dactivation" in plan_backward(kept, SPECS["A100"], wanted).steps
+    short = plan_backward(
+        with_tokens(8192, hidden=1024, keep_product=True, x_strides=(), gate_up_strides=(), down_strides=()),
+        SPECS["H200"],
+        wanted,
+    )
+    assert {"dactivation", "dx_sm90"} <= set(short.steps)
+    assert "it was not measured below HID 2048, got 1024" in short.reason
 
 
 def test_every_architecture_has_tiles_for_gradients():

@@ -264,7 +264,7 @@ def _largest_page(capacity: int) -> int:
 
 
 class MemoryCopy(CacheRival):
-    """A copy of as many bytes as the keys and values that are read: how fast they could be."""
+    """A copy that moves as many bytes as the keys and values that are read have, half read and half written."""
 
     name = "copy"
     yardstick = True

@@ -5,10 +5,10 @@ dA = dO @ w_down of a pair's token, and what follows from it, as ``backward_trit
 weights, whose reduction lies outermost, and two warpgroups multiply 64 rows each, as in ``grouped_gluon_sm90``.
 
 What follows from dA reads two numbers for each of it, and writes three. Done by those that multiply, it would leave the
-matrix units idle for a tenth to a sixth of the time. They only put dA into shared memory, and begin the next tile; two
-more warps take it from there while they multiply, 16 rows and 64 columns at a time. Gate and up of three such parts are
-on their way to shared memory by cp.async, the first before dA is there. All are there before the gradient is stored, so
-it may lie where the product does.
+matrix units idle for a tenth to a sixth of the time, by count of instructions. They only put dA into shared memory, and
+begin the next tile; two more warps take it from there while they multiply, 16 rows and 64 columns at a time. Gate and
+up of three such parts are on their way to shared memory by cp.async, the first before dA is there. All are there before
+the gradient is stored, so it may lie where the product does.
 
 dA is rounded to bf16, as eager torch rounds it: that is 64 KB, and in fp32 the ring would have room for two steps. What
 is stored has another rounding than that of ``backward_triton``, so other bits.
@@ -425,7 +425,7 @@ def _activation_sm90_kernel(
     gl.static_assert(STAGES + FREE + 4 <= 16, "the hardware has 16 barriers")
     STEPS: gl.constexpr = (HID + STEP - 1) // STEP
     # Tiles whose steps fill the ring, one whose dA waits to be taken, one that is finished, and the next.
-    KNOWN: gl.constexpr = (STAGES + STEPS - 1) // STEPS + 3
+    KNOWN: gl.constexpr = (STAGES + STEPS) // STEPS + 3
     gl.static_assert(KNOWN <= TILES, "the producer would overwrite tiles that are worked on")
     kind: gl.constexpr = w_desc.dtype
     do_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, STEP], kind)

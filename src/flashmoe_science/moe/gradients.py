@@ -137,8 +137,9 @@ def moe_gradients(
     Raises:
         UnsupportedError: no kernel makes them.
 
-    Numerics: fp32 products and sums; what goes into a product is rounded to the dtype of x. Every sum has one order:
-    the same bits in every run.
+    Numerics: fp32 products and sums; what goes into a product is rounded to the dtype of x. On Hopper dO @ w_down is
+    rounded to bf16 where ``activation_gluon_sm90`` makes it, as eager PyTorch does. Every sum has one order: the same
+    bits in every run. Those of one gradient may depend on which others are asked for.
     """
     routed = {name: tensors[name] for name in TENSORS[:7] if name in tensors}
     names = [name for name in wanted if name in GRADIENTS]

@@ -36,7 +36,7 @@ _REQUIRED = ("tokens", "experts", "top_k", "hidden", "inter", "dtype")
 _MAX_INTERPRETER_STEPS = 4096  # about a minute in Triton's interpreter
 _MATRIX_KERNELS = (
     "_gate_up_kernel", "_down_kernel", "_grouped_sm90_kernel", "_activation_backward_kernel", "_weight_gradient_kernel",
-    "_weights_sm90_kernel",
+    "_weights_sm90_kernel", "_activation_sm90_kernel",
 )  # fmt: skip
 _FRAMEWORK_KERNELS = ("*cutlass*gemm*grouped*", "*GroupProblemShape*")
 

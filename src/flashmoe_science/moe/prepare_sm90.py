@@ -1,4 +1,4 @@
-"""Turn a plan for Hopper into its two products: what the kernel is given."""
+"""Turn a plan for Hopper into what its kernels are given."""
 
 from __future__ import annotations
 

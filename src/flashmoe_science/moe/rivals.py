@@ -174,7 +174,7 @@ class _BoundCopy:
 
 
 class MemoryCopy(MoeRival):
-    """A copy of as many bytes as the weights of the experts that have a token: how fast weights could be read."""
+    """A copy that moves as many bytes as the weights of active experts have, half read and half written."""
 
     name = "copy"
     yardstick = True
