@@ -211,7 +211,8 @@ def test_what_runs_on_the_matrix_units_is_held_to_them(gpu):
     table = {**TABLE, "tokens": 2000, "hidden": 2048, "inter": 256, "dtype": "bf16"}
     held = {}
     for operator in (OPERATOR, load_operator("moe_backward")):
-        for job in operator.compile_jobs(next(iter(operator.entry_points())), [operator.parse_case(table)], [gpu]):
+        jobs: Any = operator.compile_jobs(next(iter(operator.entry_points())), [operator.parse_case(table)], [gpu])
+        for job in jobs:
             found = read_resources(job.source, SPECS[gpu].arch).instructions
             held[job.source.name] = bool(job.instruction)
             assert bool(job.instruction) == any("MMA" in opcode for opcode in found), job.source.name
