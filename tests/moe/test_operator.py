@@ -210,8 +210,9 @@ def test_what_runs_on_the_matrix_units_is_held_to_them(gpu):
     """Building fails where a kernel that should multiply by them does not."""
     table = {**TABLE, "tokens": 2000, "hidden": 2048, "inter": 256, "dtype": "bf16"}
     held = {}
-    for operator in (OPERATOR, load_operator("moe_backward")):
-        jobs: Any = operator.compile_jobs(next(iter(operator.entry_points())), [operator.parse_case(table)], [gpu])
+    operators: list[Any] = [OPERATOR, load_operator("moe_backward")]
+    for operator in operators:
+        jobs = operator.compile_jobs(next(iter(operator.entry_points())), [operator.parse_case(table)], [gpu])
         for job in jobs:
             found = read_resources(job.source, SPECS[gpu].arch).instructions
             held[job.source.name] = bool(job.instruction)
