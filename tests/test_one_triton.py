@@ -84,7 +84,7 @@ DECODE_ENDS = "attention/test_decode_tables.py::test_the_merge_and_the_append_co
 HOPPER_FORWARD = "attention/test_hopper.py::test_table_rows_compile"
 HOPPER_FEATURES = "attention/test_features_hopper.py::test_kernels_compile"
 HOPPER_BACKWARD = "attention/test_backward_sm90.py::test_kernels_compile"
-MOE_ROWS, MOE_BACKWARD_ROWS, MOE_FEW, MOE_ENDS, MOE_HOPPER, MOE_HOPPER_BACKWARD = (
+MOE_ROWS, MOE_BACKWARD_ROWS, MOE_FEW, MOE_ENDS, MOE_HOPPER, MOE_HOPPER_BACKWARD, MOE_HOPPER_ACTIVATION = (
     f"moe/test_tables.py::{name}"
     for name in (
         "test_every_tile_compiles",
@@ -93,6 +93,7 @@ MOE_ROWS, MOE_BACKWARD_ROWS, MOE_FEW, MOE_ENDS, MOE_HOPPER, MOE_HOPPER_BACKWARD 
         "test_sorting_and_routing_compile",
         "test_the_products_for_hopper_compile",
         "test_gradients_for_hopper_compile",
+        "test_the_gradient_of_the_activation_for_hopper_compiles",
     )
 )
 # The test that compiles a kernel, for which architectures, and the one that interprets it; Gluon's cannot be.
@@ -124,6 +125,7 @@ KERNELS: dict[str, tuple[str, frozenset[int], str]] = {
     ),
     "_grouped_sm90_kernel": (MOE_HOPPER, HOPPER, ""),
     "_weights_sm90_kernel": (MOE_HOPPER_BACKWARD, HOPPER, ""),
+    "_activation_sm90_kernel": (MOE_HOPPER_ACTIVATION, HOPPER, ""),
 }
 
 
