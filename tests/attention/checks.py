@@ -24,7 +24,8 @@ from .cases import Case, FeatureCase, VarlenCase
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 # Gradients of o that set the budget of the sinks' gradients. These are one number a head, and of so few the error of
 # one eager run is small by luck: of one or two heads in fp16, twice it was less than what rounding P and o costs in 569
-# of 6,000 draws. Twice the largest error of 8 runs was less in 2, of 16 in none: there it cost 0.66 of it at the most.
+# of 6,000 draws. Twice the largest error of 8 runs was less in 2, of 16 in none: there it cost 0.66 of it at
+# the most (lab/hopper/backward/sinks_budget.txt).
 SINKS_DRAWS = 16
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,8 +21,9 @@ from flashmoe_science.gpu.dependencies import trace
 from flashmoe_science.gpu.device import spec_of
 from flashmoe_science.gpu.specs import SPECS
 from flashmoe_science.proof.operator import Fingerprinting, load_operator
-from flashmoe_science.proof.subject import PACKAGE_FOLDER
 from flashmoe_science.proof.suites import load_suite
+
+from ..files_run import files_run
 
 pytestmark = pytest.mark.triton
 
@@ -318,22 +317,6 @@ def test_how_a_rival_is_called_in_prose_does_not_count_and_its_backend_does(monk
     assert code("hopper", arm="sdpa-cudnn") == before
     monkeypatch.setattr(rival, "backend", None)
     assert code("hopper", arm="sdpa-cudnn") != before
-
-
-def files_run(call):
-    """Return the files of the package whose functions ``call`` runs, as records name them."""
-    ran = set()
-
-    def note(frame, event, _argument):
-        if event == "call":
-            ran.add(Path(frame.f_code.co_filename))
-
-    sys.setprofile(note)
-    try:
-        call()
-    finally:
-        sys.setprofile(None)
-    return {path.relative_to(PACKAGE_FOLDER).as_posix() for path in ran if path.is_relative_to(PACKAGE_FOLDER)}
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +36,9 @@ from flashmoe_science.moe.problem import MoeProblem
 from flashmoe_science.moe.tiles import GEMV_TABLE
 from flashmoe_science.moe_backward.operator import OPERATOR as BACKWARD
 from flashmoe_science.proof.operator import Fingerprinting, TellingHostFiles
-from flashmoe_science.proof.subject import PACKAGE_FOLDER
 from flashmoe_science.proof.suites import load_suite
+
+from ..files_run import files_run
 
 pytestmark = [pytest.mark.triton, pytest.mark.one_triton]
 
@@ -456,22 +456,6 @@ def test_the_modules_of_kernels_are_known():
 
 
 # What the host runs at each call
-
-
-def files_run(call):
-    """Return the files of the package whose functions ``call`` runs, as records name them."""
-    ran = set()
-
-    def note(frame, event, _argument):
-        if event == "call":
-            ran.add(Path(frame.f_code.co_filename))
-
-    sys.setprofile(note)
-    try:
-        call()
-    finally:
-        sys.setprofile(None)
-    return {path.relative_to(PACKAGE_FOLDER).as_posix() for path in ran if path.is_relative_to(PACKAGE_FOLDER)}
 
 
 def followed(entry, stops):

@@ -13,17 +13,14 @@ import torch
 FEWEST_BYTES = 512 << 20  # below, a tenth and more of what is written may stay in L2, of 50 to 126 MB, as the copy ends
 
 
-def bind_copy(nbytes: float, device: torch.device, *, seed: int = 0) -> Callable[[], torch.Tensor]:
+def bind_copy(nbytes: float, device: torch.device) -> Callable[[], torch.Tensor]:
     """Return a call that reads half of ``nbytes`` and writes them elsewhere, so that as many cross the memory's bus.
 
     The bytes are random: what memory and buses take depends on what they carry.
     """
     half = max(1, round(nbytes / 2))
-    if device.type == "meta":  # it has no values, and no generator
-        source = torch.empty(half, dtype=torch.uint8, device=device)
-    else:
-        generator = torch.Generator(device).manual_seed(seed)
-        source = torch.empty(half, dtype=torch.uint8, device=device).random_(generator=generator)
+    generator = torch.Generator(device).manual_seed(0)
+    source = torch.empty(half, dtype=torch.uint8, device=device).random_(generator=generator)
     target = torch.empty(half, dtype=torch.uint8, device=device)
     return functools.partial(target.copy_, source)
 

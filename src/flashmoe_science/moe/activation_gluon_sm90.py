@@ -32,7 +32,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..gpu.gluon_sm90 import lap_of, named_barrier, opaque, slot_of, special_register, wait_for_kernel_before
 from ..gpu.gluon_versions import aggregate, async_load, tma_load
 from .primitives import activate, activation_slopes
-from .primitives_sm90 import CHUNK, FREE, ROWS, TILES, Mailbox, left_and_right, make_mailbox
+from .primitives_sm90 import (
+    CHUNK,
+    FREE,
+    ROWS,
+    TILES,
+    Mailbox,
+    draw_tile,
+    left_and_right,
+    make_mailbox,
+    row_and_column_tile,
+    sigmoid,
+)
 
 # Triton 3.9 has it without the underscore; the arguments are the same: (descriptor, dtype, shape, layout).
 _Descriptor = gl.shared_memory_descriptor
@@ -121,12 +132,8 @@ def _load_partition(a):
     n = 0  # tiles so far
     tile = special_register("ctaid.x")
     while tile < tiles_m * a.TILES_N:
-        group = tile // (a.GROUP_M * a.TILES_N)
-        first = group * a.GROUP_M
-        size = gl.minimum(tiles_m - first, a.GROUP_M)
-        rest = tile - group * (a.GROUP_M * a.TILES_N)
-        column = rest // size + a.drawn
-        entry = a.tiles_ptr + 4 + 4 * (first + rest % size)
+        entry, column = row_and_column_tile(a, tile, tiles_m)
+        column += a.drawn
         expert, row, end = gl.load(entry), gl.load(entry + 1), gl.load(entry + 2)
         a.tiles.publish(n, expert, row, end, column)
         # Rows past the end are the last one again: they are not stored.
@@ -149,8 +156,7 @@ def _load_partition(a):
             async_copy.mbarrier_arrive(bar, increment_count=False)
             i += 1
         # Late, so that who is behind draws less. The ring is full: the trip to L2 costs nothing.
-        tile = gl.atomic_add(a.tiles_ptr + a.COUNTER, 1, sem="relaxed") + special_register("nctaid.x")
-        tile -= tiles_m * a.drawn
+        tile = draw_tile(a, tiles_m)
         n += 1
     a.tiles.publish(n, 0, -1, 0, 0)  # the end
 
@@ -214,11 +220,7 @@ def _multiply_partition(a, W: gl.constexpr):
 def _slopes(gate, up, a):
     """Return the activation, and its derivatives by gate and by up."""
     if a.ACTIVATION == "swiglu":
-        # Two instructions of the MUFU, where exp and a division that heed denormals take ten more.
-        e = gl.inline_asm_elementwise(
-            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [gate * -1.4426950408889634], gl.float32, is_pure=True, pack=1
-        )
-        s = gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [1 + e], gl.float32, is_pure=True, pack=1)
+        s = sigmoid(gate)
         by_up = gate * s
         by_gate = up * (s + by_up * (1 - s))
         h = by_up * up
@@ -419,7 +421,7 @@ def _activation_sm90_kernel(
     STEP: gl.constexpr, STAGES: gl.constexpr,
     GATED: gl.constexpr, INTERLEAVED: gl.constexpr,
     ACTIVATION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
-    MATRIX_REGISTERS: gl.constexpr, FINISH_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Compute dA and what follows from it. Grid: (programs,), each draws one tile after another."""
     gl.static_assert(STAGES + FREE + 4 <= 16, "the hardware has 16 barriers")
@@ -465,5 +467,5 @@ def _activation_sm90_kernel(
             (_load_partition, (a,)),
         ],
         [4, FINISHERS // 32, PRODUCERS // 32],
-        [MATRIX_REGISTERS, FINISH_REGISTERS, PRODUCER_REGISTERS],
+        [REGISTERS] * 3,
     )

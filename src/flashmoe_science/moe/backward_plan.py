@@ -122,7 +122,7 @@ def make_backward_plan(
 
     for span in of_down:
         if hopper and config.hopper_activation:
-            programs = hopper_plan.activation_programs(hopper, tiles, span[1])
+            programs = hopper_plan.row_programs(hopper, tiles, span[1])
             add("dactivation_sm90", planned("_activation_sm90_kernel", programs, 12), span)
         else:
             blocks = tiles * cdiv(span[1], config.activation.block_n)
@@ -133,7 +133,7 @@ def make_backward_plan(
         add("drouting", planned("_routing_gradient_kernel", cdiv(problem.pairs, ROUTING_PAIRS), ROUTING_WARPS))
     for span in of_x:
         if hopper:
-            programs = hopper_plan.x_programs(hopper, tiles, span[1])
+            programs = hopper_plan.row_programs(hopper, tiles, span[1])
             add("dx_sm90", planned("_grouped_sm90_kernel", programs, 12), span)
         else:
             add("dx", planned("_down_kernel", tiles * cdiv(span[1], config.x.block_n), config.x.num_warps), span)

@@ -54,6 +54,6 @@ def active_experts(case: MoeCase) -> int:
 
 
 def weight_bytes(case: MoeCase) -> int:
-    """Return the bytes of all weights, and biases, that a forward pass has to read."""
+    """Return the bytes of all weights that a forward pass has to read; its biases do not count."""
     p = case.problem
     return active_experts(case) * p.expert_bytes + p.shared_bytes if p.tokens else 0

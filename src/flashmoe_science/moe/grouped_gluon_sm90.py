@@ -31,10 +31,24 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..gpu.gluon_sm90 import lap_of, named_barrier, opaque, slot_of, special_register
+from ..gpu.gluon_sm90 import lap_of, named_barrier, opaque, slot_of, special_register, wait_for_kernel_before
 from ..gpu.gluon_versions import aggregate, async_load, tma_load
 from .primitives import activate
-from .primitives_sm90 import CHUNK, FREE, LEADING, RAGGED, ROWS, TILES, Mailbox, left_and_right, make_mailbox, send
+from .primitives_sm90 import (
+    CHUNK,
+    FREE,
+    LEADING,
+    RAGGED,
+    ROWS,
+    TILES,
+    Mailbox,
+    draw_tile,
+    left_and_right,
+    make_mailbox,
+    row_and_column_tile,
+    send,
+    sigmoid,
+)
 
 BLOCK_M = gl.constexpr(128)
 BLOCK_K = gl.constexpr(64)  # 128 bytes: a row of what TMA swizzles
@@ -90,7 +104,7 @@ class Args:
 def _load_partition(a):
     """Keep the ring full, for all tiles of this program."""
     # All before this wait ran while the kernel before was ending. The warpgroups do nothing before they know a tile.
-    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    wait_for_kernel_before()
     STEPS: gl.constexpr = (a.K + BLOCK_K - 1) // BLOCK_K
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [a.PRODUCERS // 32, 1], [1, 0])
     tiles_m = gl.load(a.tiles_ptr)
@@ -98,12 +112,7 @@ def _load_partition(a):
     n = 0  # tiles so far
     tile = special_register("ctaid.x")
     while tile < tiles_m * a.TILES_N:
-        group = tile // (a.GROUP_M * a.TILES_N)
-        first = group * a.GROUP_M
-        size = gl.minimum(tiles_m - first, a.GROUP_M)
-        rest = tile - group * (a.GROUP_M * a.TILES_N)
-        column = rest // size
-        entry = a.tiles_ptr + 4 + 4 * (first + rest % size)
+        entry, column = row_and_column_tile(a, tile, tiles_m)
         expert, row, end = gl.load(entry), gl.load(entry + 1), gl.load(entry + 2)
         a.tiles.publish(n, expert, row, end, column)
         if a.GATHER:
@@ -135,8 +144,7 @@ def _load_partition(a):
                 tma_load(a.a_desc, [row, step * BLOCK_K], bar, a.a_bufs.index(slot))
             i += 1
         # Late, so that who is behind draws less. The ring is full: the trip to L2 costs nothing.
-        tile = gl.atomic_add(a.tiles_ptr + a.COUNTER, 1, sem="relaxed") + special_register("nctaid.x")
-        tile -= tiles_m * a.drawn
+        tile = draw_tile(a, tiles_m)
         n += 1
     a.tiles.publish(n, 0, -1, 0, 0)  # the end
 
@@ -154,16 +162,6 @@ def _issue(acc, a, i, W: gl.constexpr, USE_ACC: gl.constexpr):
         w = a.w_bufs.index(slot).reshape([a.PRODUCT, BLOCK_K]).permute((1, 0))
     rows = a.a_bufs.index(slot).slice(W * ROWS, ROWS, dim=0)
     return warpgroup_mma(rows, w, acc, use_acc=USE_ACC, is_async=True)
-
-
-@gluon.jit
-def _swiglu(gate, up):
-    """Return silu(gate) * up: six instructions, where exp and a division that heed denormals take twelve."""
-    e = gl.inline_asm_elementwise(
-        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [gate * -1.4426950408889634], gl.float32, is_pure=True, pack=1
-    )
-    r = gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [1 + e], gl.float32, is_pure=True, pack=1)
-    return gate * r * up
 
 
 @gluon.jit
@@ -198,7 +196,7 @@ def _finish(acc, a):
         else:
             gate, up = left_and_right(acc)
         if a.ACTIVATION == "swiglu":
-            out = _swiglu(gate, up)
+            out = gate * sigmoid(gate) * up
         else:
             out = activate(gate, up, a.ACTIVATION, a.ALPHA, a.LIMIT)
     elif a.ACTIVATION != "":

@@ -19,8 +19,8 @@ REGISTERS = {"up": (216, 72), "down": (240, 32), "weights": (192, 120)}
 # Of the reduction; beside 64 KB of dA there is room for three. Six of 32 were 2 % faster for Mixtral, 3 % slower for
 # Qwen3-30B (lab/moe/2_activation_h200.txt).
 ACTIVATION_STEP, ACTIVATION_STAGES = 64, 3
-# Of 504 a thread: the two warpgroups that multiply, and the one that is half producer and half who finishes.
-ACTIVATION_REGISTERS = (168, 168, 168)
+# A third of 504 for each warpgroup: the two that multiply, and the one that is half producer and half who finishes.
+ACTIVATION_REGISTERS = 168
 # The shorter the reduction, the less time have the two warps that finish a tile. With 2048 columns it was 1.76 times as
 # fast as Triton's kernel, with 4096 1.73 and 1.85 times (lab/moe/2_activation_h200.txt); with fewer nobody measured it.
 ACTIVATION_FEWEST_HIDDEN = 2048
@@ -93,13 +93,8 @@ def activation_refusal(problem: MoeProblem, arch: int) -> str | None:
     return refusal(problem, arch)
 
 
-def activation_programs(config: HopperConfig, tiles: int, columns: int) -> int:
-    """Return how many programs draw tiles of some columns of the activation's gradient, of ``tiles`` row tiles."""
-    return x_programs(config, tiles, columns)
-
-
-def x_programs(config: HopperConfig, tiles: int, columns: int) -> int:
-    """Return how many programs draw tiles of some columns of x's gradient, of ``tiles`` row tiles."""
+def row_programs(config: HopperConfig, tiles: int, columns: int) -> int:
+    """Return how many programs draw tiles of some columns of a gradient of rows, of ``tiles`` row tiles."""
     return min(config.programs, tiles * -(-columns // PRODUCT_COLUMNS))
 
 

@@ -141,7 +141,6 @@ def activation_gradient(plan: MoePlan, grid: tuple[int, int, int], span: Span) -
         "wh_ptr": (pointer, "scratch") if down else None,
         "sums_ptr": ("*fp32", "sums") if routing else None,
     }
-    registers, finish_registers, producer_registers = ACTIVATION_REGISTERS
     constants: dict[str, Any] = {
         "COUNTER": _COUNTERS["down"], "TOPK": problem.top_k, "HID": problem.hidden, "INTER": problem.inter,
         "COLUMNS": problem.columns_up, "WH_COLUMNS": columns, "SUMS": column_sums(problem, plan.config),
@@ -149,7 +148,7 @@ def activation_gradient(plan: MoePlan, grid: tuple[int, int, int], span: Span) -
         "STEP": ACTIVATION_STEP, "STAGES": ACTIVATION_STAGES,
         "GATED": problem.gated, "INTERLEAVED": problem.gated and problem.interleaved,
         "ACTIVATION": problem.activation, "ALPHA": problem.alpha, "LIMIT": problem.limit,
-        "MATRIX_REGISTERS": registers, "FINISH_REGISTERS": finish_registers, "PRODUCER_REGISTERS": producer_registers,
+        "REGISTERS": ACTIVATION_REGISTERS,
         **{name: None for name, what in given.items() if what is None},
     }  # fmt: skip
     found = {name: what for name, what in given.items() if what is not None}

@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from ..gpu.gluon_sm90 import FIRST_BARRIER, lap_of, slot_of
+from ..gpu.gluon_sm90 import FIRST_BARRIER, lap_of, slot_of, special_register
 from ..gpu.gluon_versions import aggregate, tma_store
 
 ROWS = gl.constexpr(64)  # of one warpgroup: what one wgmma instruction computes
@@ -58,6 +58,32 @@ def make_mailbox(PRODUCERS: gl.constexpr):
     for slot in gl.static_range(TILES):
         mbarrier.init(bars.index(slot), count=1)
     return Mailbox(bufs, bars, PRODUCERS)  # type: ignore[call-arg] # aggregate gives it a constructor
+
+
+@gluon.jit
+def row_and_column_tile(a, tile, tiles_m):
+    """Return where a row tile stands in the table, and the column tile. GROUP_M row tiles are walked over together."""
+    group = tile // (a.GROUP_M * a.TILES_N)
+    first = group * a.GROUP_M
+    size = gl.minimum(tiles_m - first, a.GROUP_M)
+    rest = tile - group * (a.GROUP_M * a.TILES_N)
+    return a.tiles_ptr + 4 + 4 * (first + rest % size), rest // size
+
+
+@gluon.jit
+def draw_tile(a, tiles_m):
+    """Return the next tile that nobody has drawn. Counted are those of earlier launches, too."""
+    tile = gl.atomic_add(a.tiles_ptr + a.COUNTER, 1, sem="relaxed") + special_register("nctaid.x")
+    return tile - tiles_m * a.drawn
+
+
+@gluon.jit
+def sigmoid(x):
+    """Return 1 / (1 + exp(-x)): four instructions, where exp and a division that heed denormals take ten."""
+    e = gl.inline_asm_elementwise(
+        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * -1.4426950408889634], gl.float32, is_pure=True, pack=1
+    )
+    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [1 + e], gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit

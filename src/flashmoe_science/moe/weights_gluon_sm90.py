@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..gpu.gluon_sm90 import lap_of, named_barrier, opaque, slot_of, special_register
+from ..gpu.gluon_sm90 import lap_of, named_barrier, opaque, slot_of, special_register, wait_for_kernel_before
 from ..gpu.gluon_versions import aggregate, async_load, tma_load
 from .primitives_sm90 import CHUNK, FREE, LEADING, RAGGED, ROWS, TILES, Mailbox, left_and_right, make_mailbox, send
 
@@ -82,7 +82,7 @@ def _gather(a, buf, token, inside, first, COLUMNS: gl.constexpr, layout: gl.cons
 @gluon.jit
 def _load_partition(a):
     """Keep the ring full, for all tiles of this program."""
-    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    wait_for_kernel_before()
     TILES_M: gl.constexpr = (a.M + BLOCK_M - 1) // BLOCK_M
     TILES_N: gl.constexpr = (a.N + BLOCK_N - 1) // BLOCK_N
     # 128 bytes of a row side by side in the tile of a warpgroup, 512 in that of both.
