@@ -1,9 +1,9 @@
-"""The activation's gradient on Hopper beside Triton's kernel, right and how fast: dactivation.py [whole].
+"""The activation's gradient on Hopper beside Triton's kernel, right and how fast: dactivation.py [whole] [fewer].
 
 Each shape of ``1_h200.txt``: first the new kernel's outputs, into memory full of NaN, against Triton's, and both against
 fp64 in 128 rows; its bits over ten repeats, and where the product is overwritten. Nothing is timed that is not right.
 Then microseconds of one launch: three in a CUDA graph, the median of 15 rounds of all arms in random order. An arm SxN
-has N steps of S columns of the reduction in shared memory. ``whole``: the whole backward pass, with each of both.
+has N steps of S columns of the reduction in shared memory. ``whole``: the whole backward pass, with each of both. ``fewer``: shapes with less work.
 """
 
 import random
@@ -26,6 +26,16 @@ SHAPES = {  # tokens, experts, top_k, hidden, inter
     "mixtral T8192": (8192, 8, 2, 4096, 14336),
     "qwen3 T32768": (32768, 128, 8, 2048, 768),
     "fine T32768": (32768, 128, 8, 4096, 512),
+}
+FEWER = {  # of the reduction's columns, and of rows an expert
+    "olmoe T8192 HID 1024": (8192, 64, 8, 1024, 1024),
+    "olmoe T8192 HID 512": (8192, 64, 8, 512, 1024),
+    "qwen3 T8192": (8192, 128, 8, 2048, 768),
+    "qwen3 T4096": (4096, 128, 8, 2048, 768),
+    "qwen3 T2048": (2048, 128, 8, 2048, 768),
+    "qwen3 T1024": (1024, 128, 8, 2048, 768),
+    "mixtral T1024": (1024, 8, 2, 4096, 14336),
+    "mixtral T256": (256, 8, 2, 4096, 14336),
 }
 ARMS = {"triton": None, "64x3": (64, 3), "32x6": (32, 6)}
 WRITTEN = ("dproduct", "scratch", "sums")
@@ -187,7 +197,9 @@ def compare_whole(name, problem, tensors):
 def main():
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; us, in brackets TFLOP/s", flush=True)
     all_right = True
-    for name, (t, e, k, h, i) in SHAPES.items():
+    if "fewer" in sys.argv:
+        hopper_plan.ACTIVATION_FEWEST_HIDDEN = 0
+    for name, (t, e, k, h, i) in (FEWER if "fewer" in sys.argv else SHAPES).items():
         problem = MoeProblem(t, e, k, h, i, "bf16", keep_product=True)
         tensors = make(problem)
         kernels = {arm: Kernel(problem, tensors, how) for arm, how in ARMS.items()}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from flashmoe_science.moe.backward_api import fused_moe_backward
 from flashmoe_science.moe.inputs import moe_problem_of
 from flashmoe_science.moe.operator import OPERATOR
 from flashmoe_science.moe.problem import MoeProblem
-from flashmoe_science.moe.tiles import GEMV_TABLE
+from flashmoe_science.moe.tiles import GEMV_TABLE, gemv_tiles
 from flashmoe_science.moe_backward.operator import OPERATOR as BACKWARD
 from flashmoe_science.proof.operator import Fingerprinting, TellingHostFiles
 from flashmoe_science.proof.suites import load_suite
@@ -47,9 +48,9 @@ MIXTRAL = {"experts": 8, "top_k": 2, "hidden": 4096, "inter": 14336, "dtype": "b
 TABLES: dict[str, tuple[Any, dict[str, Any]]] = {
     "one": (OPERATOR, {**MIXTRAL, "tokens": 1}),
     "few": (OPERATOR, {**MIXTRAL, "tokens": 8}),
-    "sorted": (OPERATOR, {**MIXTRAL, "tokens": 128}),
+    "sorted": (OPERATOR, {**MIXTRAL, "tokens": 96}),
     "hopper": (OPERATOR, {**MIXTRAL, "tokens": 4096}),
-    "shared": (OPERATOR, {**MIXTRAL, "tokens": 128, "shared_experts": 1, "shared_inter": 512}),
+    "shared": (OPERATOR, {**MIXTRAL, "tokens": 96, "shared_experts": 1, "shared_inter": 512}),
     "gradients": (BACKWARD, {**MIXTRAL, "tokens": 64}),
     "gradients-hopper": (BACKWARD, {**MIXTRAL, "tokens": 4096}),
 }
@@ -192,9 +193,9 @@ def test_gradients_are_another_call_than_what_autograd_makes_of_the_forward(edit
 
 def test_a_tile_of_the_tables_changes_the_cases_that_take_it(monkeypatch):
     remember()
-    monkeypatch.setitem(GEMV_TABLE, 2, dataclasses.replace(
-        GEMV_TABLE[2], up=dataclasses.replace(GEMV_TABLE[2].up, block_n=8)
-    ))  # fmt: skip
+    tiles = gemv_tiles(4096, 2)
+    other = dataclasses.replace(tiles, up=dataclasses.replace(tiles.up, block_n=8))
+    monkeypatch.setitem(GEMV_TABLE, 2, ((math.inf, other),))
     assert changed() == {"one"}
 
 
@@ -380,7 +381,7 @@ RIVALS: list[tuple[str, str, str, str, set[str]]] = [
     ("few", "moe.rivals", "torch.bmm(w_down[ids]", "torch.bmm(w_down[-ids]", {"batched_mm"}),
     ("few", "moe.reference", "product = ", "product = 2 * ", {"transformers-eager"}),
     ("few", "moe.rivals", "topk_ids.to(torch.int32)", "topk_ids.to(torch.int64)", {"liger"}),
-    ("few", "gpu.memory_copy", "round(nbytes / 2)", "round(nbytes / 4)", {"copy"}),
+    ("few", "gpu.memory_copy", "round(nbytes / 2 / 4)", "round(nbytes / 4 / 4)", {"copy"}),
     ("few", "moe.drawn", "_active(_routing(case))\n\n", "2 * _active(_routing(case))\n\n", {"copy"}),
     ("few", "moe.drawn", "names[_routing(case)", "names[-_routing(case)", set(OPERATOR.rivals())),
     ("few", "moe.rivals", '"torch._grouped_mm serves bf16"', '"it serves bf16"', {"grouped_mm"}),

@@ -221,19 +221,20 @@ class AttentionOperator:
         )[0]
 
     def low_precision(self, problem: AttentionProblem, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the framework's eager answer in the problem's dtype, head by head: all scores at once may not fit."""
+        """Return the framework's eager answer in the problem's dtype, by heads: all scores at once may not fit."""
         p = problem
+        at_once = reference.heads_at_once(p.heads_kv, p.group * p.seqlen_q * p.seqlen_k)
         o = torch.empty(p.batch, p.heads, p.seqlen_q, p.head_dim_v, dtype=inputs["q"].dtype, device=inputs["q"].device)
         for b in range(p.batch):
-            for h in range(p.heads_kv):
-                mine = slice(h * p.group, (h + 1) * p.group)
+            for h in range(0, p.heads_kv, at_once):
+                mine = slice(h * p.group, (h + at_once) * p.group)
                 asked = _asked(p, inputs)
                 asked |= {name: asked[name][mine] for name in ("sinks", "alibi") if name in asked}
                 asked |= {"bias": asked["bias"][:, mine]} if p.bias else {}
                 o[b : b + 1, mine] = reference.attention_low_precision(
                     inputs["q"][b : b + 1, mine],
-                    inputs["k"][b : b + 1, h : h + 1],
-                    inputs["v"][b : b + 1, h : h + 1],
+                    inputs["k"][b : b + 1, h : h + at_once],
+                    inputs["v"][b : b + 1, h : h + at_once],
                     causal=p.causal,
                     softmax_scale=p.softmax_scale,
                     **asked,

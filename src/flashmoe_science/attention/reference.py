@@ -79,27 +79,48 @@ def attention(
         return o, lse
     group = heads // heads_kv
     temporaries = 8 if dropout_p else 1  # random numbers are made of int64
-    rows = max(1, min(seqlen_q, _CHUNK_SCORES // (temporaries * group * seqlen_k)))
+    kv_heads, rows = _chunk(heads_kv, seqlen_q, temporaries * group * seqlen_k)
     slopes = None if alibi is None else alibi.expand(batch, heads)
     added = None if bias is None else bias.expand(batch, heads, seqlen_q, seqlen_k)
     dropout: dict[str, Any] = {"keys": seqlen_k, "dropout_p": dropout_p, "dropout_seed": dropout_seed, "dtype": dtype}
-    for b, h, first in itertools.product(range(batch), range(heads_kv), range(0, seqlen_q, rows)):
-        mine, chunk = slice(h * group, (h + 1) * group), slice(first, first + rows)
-        o[b, mine, chunk], lse[b, mine, chunk] = _attend_rows(
-            q[b, mine, chunk].to(dtype),
-            k[b, h].to(dtype),
-            v[b, h].to(dtype),
-            None if sinks is None else sinks[mine].to(dtype),
-            None if slopes is None else slopes[b, mine].to(dtype),
-            None if added is None else added[b, mine, chunk].to(dtype),
-            _kept(q[b, mine, chunk], first_head=(first_sequence + b) * heads + h * group, first_row=first, **dropout),
+    for b, h, first in itertools.product(range(batch), range(0, heads_kv, kv_heads), range(0, seqlen_q, rows)):
+        its, mine, chunk = slice(h, h + kv_heads), slice(h * group, (h + kv_heads) * group), slice(first, first + rows)
+        kept = _kept(q[b, mine, chunk], first_head=(first_sequence + b) * heads + h * group, first_row=first, **dropout)
+        found = _attend_rows(
+            _grouped(q[b, mine, chunk].to(dtype), group),
+            k[b, its, None].to(dtype),
+            v[b, its, None].to(dtype),
+            None if sinks is None else _grouped(sinks[mine].to(dtype), group),
+            None if slopes is None else _grouped(slopes[b, mine].to(dtype), group),
+            None if added is None else _grouped(added[b, mine, chunk].to(dtype), group),
+            None if kept is None else _grouped(kept, group),
             position=first + seqlen_k - seqlen_q,
             scale=scale,
             causal=causal,
             window=window,
             softcap=softcap,
         )
+        o[b, mine, chunk], lse[b, mine, chunk] = (each.flatten(0, 1) for each in found)
     return o, lse
+
+
+def _chunk(heads_kv: int, seqlen_q: int, scores_of_row: int) -> tuple[int, int]:
+    """Return how many K/V heads, and rows of the heads that share each, have their scores at once.
+
+    Short rows of many heads are one chunk: a GPU would do less than its host has to say.
+    """
+    rows = max(1, min(seqlen_q, _CHUNK_SCORES // scores_of_row))
+    return heads_at_once(heads_kv, scores_of_row * rows), rows
+
+
+def heads_at_once(heads_kv: int, scores: int) -> int:
+    """Return how many K/V heads are computed together, where each has so many scores."""
+    return max(1, min(heads_kv, _CHUNK_SCORES // max(1, scores)))
+
+
+def _grouped(of_heads: Tensor, group: int) -> Tensor:
+    """Return ``[N * G, ...]`` as ``[N, G, ...]``: N K/V heads, each with the G heads that share it."""
+    return of_heads.reshape(-1, group, *of_heads.shape[1:])
 
 
 def _kept(
@@ -134,10 +155,10 @@ def _attend_rows(
     kept: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Return ``(o, lse)`` of rows of the heads that share one K/V head; the first is at key ``position``.
+    """Return ``(o, lse)`` of rows of N K/V heads, each shared by G heads; the first is at key ``position``.
 
-    q is ``[G, M, D]``, k ``[Sk, D]``, sinks and slopes ``[G]``, bias and what dropout multiplies with ``[G, M, Sk]``.
-    Autograd goes through it, also in rows that see no key, whose gradients are 0.
+    q is ``[N, G, M, D]``, k ``[N, 1, Sk, D]``, sinks and slopes ``[N, G]``, bias and what dropout multiplies with
+    ``[N, G, M, Sk]``. Autograd goes through it, also in rows that see no key, whose gradients are 0.
     """
     weights, total, top, _ = _weigh_rows(q, k, sinks, slopes, bias, **options)
     unseen = total == 0
@@ -160,27 +181,27 @@ def _weigh_rows(
     softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return exp(s - top), its sum with the sinks', top, and tanh of the scores where there is a softcap."""
-    scores = (q @ k.T) * scale
+    scores = (q @ k.mT) * scale
     capped = None
     if softcap:
         capped = torch.tanh(scores / softcap)
         scores = softcap * capped
-    rows, keys = torch.arange(q.shape[1], device=q.device), torch.arange(k.shape[0], device=q.device)
+    rows, keys = torch.arange(q.shape[-2], device=q.device), torch.arange(k.shape[-2], device=q.device)
     ahead = keys - rows[:, None] - position
     if slopes is not None:
-        scores -= slopes[:, None, None] * ahead.abs()
+        scores -= slopes[..., None, None] * ahead.abs()
     if bias is not None:
         scores += bias
     _hide(scores, ahead, causal=causal, window=window)
     # Not exp(s - lse): beside a bias of -3e38, a common mask, the logarithm of the sum is lost.
     top = scores.detach().amax(-1)
     if sinks is not None:
-        top = torch.maximum(top, sinks.detach()[:, None])
+        top = torch.maximum(top, sinks.detach()[..., None])
     top = torch.where(top == -torch.inf, 0.0, top)
     weights = torch.exp(scores - top[..., None])
     total = weights.sum(-1)
     if sinks is not None:
-        total = total + torch.exp(sinks[:, None] - top)
+        total = total + torch.exp(sinks[..., None] - top)
     return weights, total, top, capped
 
 
@@ -244,36 +265,45 @@ def attention_backward(
     if do.numel() == 0 or seqlen_k == 0:
         return grads
     group = heads // heads_kv
-    rows = max(1, min(seqlen_q, _CHUNK_SCORES // (8 * group * seqlen_k)))
+    kv_heads, rows = _chunk(heads_kv, seqlen_q, 8 * group * seqlen_k)
     options: dict[str, Any] = {"causal": causal, "window": window, "softcap": softcap}
     options["scale"] = head_dim**-0.5 if softmax_scale is None else softmax_scale
     slopes = None if alibi is None else alibi.expand(batch, heads)
     dropout: dict[str, Any] = {"keys": seqlen_k, "dropout_p": dropout_p, "dropout_seed": dropout_seed, "dtype": dtype}
-    for b, h, first in itertools.product(range(batch), range(heads_kv), range(0, seqlen_q, rows)):
-        mine, chunk = slice(h * group, (h + 1) * group), slice(first, first + rows)
-        places: dict[str, tuple[Any, ...]] = {"q": (b, mine, chunk), "k": (b, h), "v": (b, h), "sinks": (mine,)}
+    for b, h, first in itertools.product(range(batch), range(0, heads_kv, kv_heads), range(0, seqlen_q, rows)):
+        its, mine, chunk = slice(h, h + kv_heads), slice(h * group, (h + kv_heads) * group), slice(first, first + rows)
+        places: dict[str, tuple[Any, ...]] = {"q": (b, mine, chunk), "k": (b, its), "v": (b, its), "sinks": (mine,)}
         if bias is not None:
             own_b, own_h = b if bias.shape[0] > 1 else 0, mine if bias.shape[1] > 1 else slice(0, 1)
             places["bias"] = own_b, own_h, chunk
         chosen = {name: given[name][places[name]].to(dtype) for name in given}
+        kept = _kept(q[b, mine, chunk], first_head=(first_sequence + b) * heads + h * group, first_row=first, **dropout)
+        # K, V and a bias that all heads share have a second axis of one.
+        width = {
+            "q": group,
+            "k": 1,
+            "v": 1,
+            "sinks": group,
+            "bias": group if bias is not None and bias.shape[1] > 1 else 1,
+        }
         found = _differentiate_rows(
-            chosen,
-            None if slopes is None else slopes[b, mine].to(dtype),
-            _kept(q[b, mine, chunk], first_head=(first_sequence + b) * heads + h * group, first_row=first, **dropout),
-            do[b, mine, chunk].to(dtype),
-            dlse[b, mine, chunk],
+            {name: _grouped(tensor, width[name]) for name, tensor in chosen.items()},
+            None if slopes is None else _grouped(slopes[b, mine].to(dtype), group),
+            None if kept is None else _grouped(kept, group),
+            _grouped(do[b, mine, chunk].to(dtype), group),
+            _grouped(dlse[b, mine, chunk], group),
             position=first + seqlen_k - seqlen_q,
             **options,
         )
         for name in given:
-            grads[name][places[name]] += found[name].sum_to_size(chosen[name].shape)
+            grads[name][places[name]] += found[name].flatten(0, 1).sum_to_size(chosen[name].shape)
     return grads
 
 
 def _differentiate_rows(
     given: dict[str, Tensor], slopes: Tensor | None, kept: Tensor | None, do: Tensor, dlse: Tensor, **options: Any
 ) -> dict[str, Tensor]:
-    """Return what ``_attend_rows`` of the same rows gives to each gradient; that of the bias as ``[G, M, Sk]``."""
+    """Return what ``_attend_rows`` of the same rows gives to each gradient; that of the bias as ``[N, G, M, Sk]``."""
     q, k, v, sinks = given["q"], given["k"], given["v"], given.get("sinks")
     weights, total, top, capped = _weigh_rows(q, k, sinks, slopes, given.get("bias"), **options)
     unseen = total == 0
@@ -282,17 +312,17 @@ def _differentiate_rows(
     kept_p = p if kept is None else p * kept
     delta = (do * (kept_p @ v)).sum(-1) - dlse
     delta = torch.where(unseen, 0.0, delta)[..., None]  # the gradient of an LSE of -inf may be NaN
-    dp = do @ v.T if kept is None else do @ v.T * kept
+    dp = do @ v.mT if kept is None else do @ v.mT * kept
     dbias = p * (dp - delta)
     ds = dbias if capped is None else dbias * (1 - capped**2)
     found = {
         "q": ds @ k * options["scale"],
-        "k": (ds.transpose(1, 2) @ q).sum(0) * options["scale"],
-        "v": (kept_p.transpose(1, 2) @ do).sum(0),
+        "k": (ds.mT @ q).sum(1, keepdim=True) * options["scale"],
+        "v": (kept_p.mT @ do).sum(1, keepdim=True),
         "bias": dbias,
     }
     if sinks is not None:
-        found["sinks"] = -(torch.exp(sinks[:, None] - top)[..., None] / total * delta).sum((1, 2))
+        found["sinks"] = -(torch.exp(sinks[..., None] - top)[..., None] / total * delta).sum((2, 3))
     return found
 
 

@@ -128,7 +128,7 @@ class VarlenOperator:
         )[0]
 
     def low_precision(self, problem: VarlenProblem, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the framework's eager answer in the problem's dtype, head by head: all scores at once may not fit."""
+        """Return the framework's eager answer in the problem's dtype, by heads: all scores at once may not fit."""
         p = problem.planned
         o = torch.zeros(*inputs["q"].shape[:2], p.head_dim_v, dtype=inputs["q"].dtype, device=inputs["q"].device)
         ends_q, ends_k = (itertools.accumulate(lengths) for lengths in (problem.lengths, problem.lengths_k))
@@ -136,13 +136,13 @@ class VarlenOperator:
             rows, keys = slice(end_q - sequence.seqlen_q, end_q), slice(end_k - sequence.seqlen_k, end_k)
             if not sequence.seqlen_q or not sequence.seqlen_k:
                 continue
-            for h in range(p.heads):
-                kv = h // p.group
-                parts = (inputs["q"][rows, h], inputs["k"][keys, kv], inputs["v"][keys, kv])
-                q, k, v = (part[None, None] for part in parts)
-                o[rows, h] = reference.attention_low_precision(q, k, v, causal=p.causal, softmax_scale=p.softmax_scale)[
-                    0, 0
-                ]
+            at_once = reference.heads_at_once(p.heads_kv, p.group * sequence.seqlen_q * sequence.seqlen_k)
+            for h in range(0, p.heads_kv, at_once):
+                mine, its = slice(h * p.group, (h + at_once) * p.group), slice(h, h + at_once)
+                parts = (inputs["q"][rows, mine], inputs["k"][keys, its], inputs["v"][keys, its])
+                q, k, v = (part.transpose(0, 1)[None] for part in parts)
+                low = reference.attention_low_precision(q, k, v, causal=p.causal, softmax_scale=p.softmax_scale)
+                o[rows, mine] = low[0].transpose(0, 1)
         return o
 
     def error_budget(self, exact: torch.Tensor, low_precision: torch.Tensor) -> float:

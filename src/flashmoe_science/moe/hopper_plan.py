@@ -11,9 +11,12 @@ ARCH = 90
 ROWS = 128  # of a tile
 STEP = 64  # columns of the reduction at a time
 PRODUCT_COLUMNS = 256  # of a tile, before the activation
-# Below it half of a tile and more is empty, and the weights' bytes count, which the tiles of Triton's kernel read as
-# well. Not measured: the fewest rows that were timed are 512 (lab/moe/1_h200.txt), where this kernel is the faster one.
-FEWEST_ROWS = 48
+# With 32 rows an expert the weights' bytes count, which the tiles of Triton's kernel read as well: 3.5 % slower than
+# those for Mixtral's experts where all are equally busy, 6 % faster by Zipf's law (lab/moe/4_decode_tiles_h200.txt),
+# where the busiest expert has three tiles of 64 rows. Real routing is skewed, too.
+FEWEST_ROWS = 32
+# Of gradients; with 64 rows they are the faster ones (lab/moe/2_activation_h200.txt), with fewer nobody measured it.
+GRADIENTS_FEWEST_ROWS = 48
 # Three or four warpgroups share 504 registers a thread: the producer of the first product holds pointers to eight rows.
 REGISTERS = {"up": (216, 72), "down": (240, 32), "weights": (192, 120)}
 # Of the reduction; beside 64 KB of dA there is room for three. Six of 32 were 2 % faster for Mixtral, 3 % slower for
@@ -21,9 +24,10 @@ REGISTERS = {"up": (216, 72), "down": (240, 32), "weights": (192, 120)}
 ACTIVATION_STEP, ACTIVATION_STAGES = 64, 3
 # A third of 504 for each warpgroup: the two that multiply, and the one that is half producer and half who finishes.
 ACTIVATION_REGISTERS = 168
-# The shorter the reduction, the less time have the two warps that finish a tile. With 2048 columns it was 1.76 times as
-# fast as Triton's kernel, with 4096 1.73 and 1.85 times (lab/moe/2_activation_h200.txt); with fewer nobody measured it.
-ACTIVATION_FEWEST_HIDDEN = 2048
+# The shorter the reduction, the less time have the two warps that finish a tile. With 512 columns it was 1.55 times as
+# fast as Triton's kernel, with 1024 1.67, with 2048 1.76 times (lab/moe/2_activation_h200.txt); with fewer nobody
+# measured it.
+ACTIVATION_FEWEST_HIDDEN = 512
 
 
 def output_columns(problem: MoeProblem, which: str) -> int:
@@ -81,7 +85,7 @@ def product_steps(problem: MoeProblem, config: HopperConfig, tiles: int) -> list
 
 def serves_gradients(problem: MoeProblem, arch: int) -> bool:
     """Return whether the kernels for Hopper make the gradients of x and of the weights: as they serve the forward."""
-    return refusal(problem, arch) is None and problem.pairs / problem.experts >= FEWEST_ROWS
+    return refusal(problem, arch) is None and problem.pairs / problem.experts >= GRADIENTS_FEWEST_ROWS
 
 
 def activation_refusal(problem: MoeProblem, arch: int) -> str | None:

@@ -13,7 +13,6 @@ from ..gpu.specs import GpuSpec
 from . import hopper_plan
 from .problem import MoeProblem
 from .tiles import (
-    GEMV_TABLE,
     NARROW,
     TABLES,
     BackwardConfig,
@@ -23,6 +22,7 @@ from .tiles import (
     HopperConfig,
     Tile,
     TileConfig,
+    gemv_tiles,
     tile_rows,
 )
 
@@ -351,7 +351,7 @@ def plan_moe(problem: MoeProblem, gpu: GpuSpec | None, kernel: str = "auto") -> 
         config: Config = GemvConfig(Gemv(8, 32, 4, 1), Gemv(8, 32, 4, 1, steps=2)) if name == "gemv_triton" else tile
         why, shared = "Triton's interpreter runs it (TRITON_INTERPRET=1)", tile
     else:
-        config = GEMV_TABLE[problem.item_bytes] if name == "gemv_triton" else choose_tile(problem, arch)
+        config = gemv_tiles(problem.hidden, problem.item_bytes) if name == "gemv_triton" else choose_tile(problem, arch)
         if name == "grouped_gluon_sm90":
             config = hopper_plan.choose_config(problem, gpu)
         shared = choose_tile(problem.shared(), arch) if problem.shared_experts else NARROW

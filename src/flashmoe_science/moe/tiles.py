@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
@@ -117,13 +118,28 @@ TABLES: dict[tuple[int, ...], dict[int, tuple[TileConfig, ...]]] = {
         4: (_C(16, _T(16, 32, 4, 2), _T(32, 32, 4, 2)), _C(32, _T(16, 32, 4, 2), _T(32, 32, 4, 2))),
     },
 }
-# By bytes of an element. The first product asks for 16 KB at once in each program, and few registers let five of them
-# run on an SM, which needs 36 KB on their way at any time. The second has few programs (256 for 2,048 columns, two an
-# SM), so each asks for the next 16 KB before it multiplies.
-GEMV_TABLE: dict[int, GemvConfig] = {
-    2: GemvConfig(Gemv(4, 1024, 4, 1), Gemv(8, 256, 4, 1, steps=4)),
-    4: GemvConfig(Gemv(4, 512, 4, 1), Gemv(8, 128, 4, 1, steps=4)),
+# By bytes of an element, and the most columns of the reduction that a row serves. The first product asks for 16 KB at
+# once in each program, and few registers let five of them run on an SM, which needs 36 KB on their way at any time.
+# Programs that ask for whole rows, once, took 0.92 to 0.97 of the time of those with two steps or more
+# (lab/moe/4_decode_tiles_h200.txt). Of rows that are longer, short steps leave the smallest part of the last one empty.
+# The second product has few programs (512 for 2,048 columns, four an SM), so each asks for the next 8 KB before it
+# multiplies. With 4 bytes nothing was measured.
+_GEMV_DOWN = Gemv(4, 256, 4, 1, steps=4)
+GEMV_TABLE: dict[int, tuple[tuple[float, GemvConfig], ...]] = {
+    2: (
+        (1024, GemvConfig(Gemv(4, 1024, 4, 1), _GEMV_DOWN)),
+        (2048, GemvConfig(Gemv(2, 2048, 4, 1), _GEMV_DOWN)),
+        (4096, GemvConfig(Gemv(1, 4096, 4, 1), _GEMV_DOWN)),
+        (math.inf, GemvConfig(Gemv(2, 1024, 4, 1), _GEMV_DOWN)),
+    ),
+    4: ((math.inf, GemvConfig(Gemv(4, 512, 4, 1), Gemv(8, 128, 4, 1, steps=4))),),
 }
+
+
+def gemv_tiles(hidden: int, item_bytes: int) -> GemvConfig:
+    """Return the tiles of one token."""
+    return next(config for most, config in GEMV_TABLE[item_bytes] if hidden <= most)
+
 
 # Where rows lie at multiples of 2 bytes only, a thread loads elements one by one, into registers.
 NARROW = _C(16, _T(16, 32, 4, 1), _T(32, 32, 4, 1))

@@ -47,6 +47,9 @@ ALIKE: dict[str, str] = {
         "who names two outputs alike, or one by nothing, is refused before anything is timed; and that context is of"
         " the tensor's GPU, should there be several"
     ),
+    "d5d4a40b17a86fa41d4b5aba153a8f35fafede29703c017eeb1bc8783fbfbb42": (
+        "what the profiler recorded is read without the tree that PyTorch made of it, after the last sample was taken"
+    ),
 }
 
 

@@ -1,0 +1,39 @@
+"""The yardstick of memory: what one call moves, and what calls find that come after it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flashmoe_science.gpu import memory_copy
+from flashmoe_science.gpu.memory_copy import bind_copy, refuse_copy
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("nbytes", [8, 1 << 12, 3 << 12])
+def test_a_call_writes_half_of_the_bytes_and_every_call_the_same_ones(monkeypatch, nbytes):
+    monkeypatch.setattr(memory_copy, "POOL_BYTES", 1 << 14)
+    copy = bind_copy(nbytes, CPU)
+    first = copy().clone()
+    assert first.nbytes == nbytes / 2
+    assert nbytes < 1 << 10 or first.unique().numel() > first.numel() / 2, "the bytes are random"
+    for _ in range(6):
+        again = copy()
+        assert torch.equal(again, first)
+        again.zero_()  # what is found the next time is written anew
+
+
+def test_calls_take_turns_with_parts_of_the_pool(monkeypatch):
+    monkeypatch.setattr(memory_copy, "POOL_BYTES", 1 << 14)
+    copy = bind_copy(1 << 12, CPU)
+    places = [copy().data_ptr() for _ in range(8)]
+    assert places[:4] == places[4:]
+    assert len(set(places)) == 4
+    one = bind_copy(1 << 20, CPU)
+    assert one().data_ptr() == one().data_ptr(), "more than the pool has one part"
+
+
+def test_a_small_copy_is_refused_by_its_size():
+    assert refuse_copy(64 << 20) is None
+    assert refuse_copy(63 << 20) == "it is asked for from 64 MiB on, this case has 63"
