@@ -154,7 +154,12 @@ CACHE_CASES = [
         "bias-across", lengths=(50, 11), heads=10, seqlen_q=3, page_size=3, bias="fp32 across", alibi="heads",
         sinks=True, options={**FEATURES, "num_splits": 3},
     ),
-    CacheCase("bias-lowest", lengths=(50, 11), seqlen_q=3, bias="fp32 lowest", options={"num_splits": 2}),
+    CacheCase("bias-lowest", lengths=(50, 11), seqlen_q=3, dtype="fp32", bias="fp32 lowest", options={"num_splits": 2}),
+    # Shares of other lengths: in rows that see the most negative number alone, keys of each count alike.
+    CacheCase(
+        "bias-lowest-shares", lengths=(700, 300), capacity=700, seqlen_q=3, dtype="fp32", bias="fp32 lowest",
+        options={"num_splits": 3},
+    ),
     CacheCase("bias-lowest-bf16", lengths=(50, 11), seqlen_q=2, bias="bf16 lowest"),
     CacheCase("softcap-far-above-the-scores", lengths=(50, 11), dtype="fp32", options={"softcap": 50.0}),
     CacheCase("sinks-no-keys", lengths=(0, 5), sinks=True, alibi="heads", options={"num_splits": 3}),

@@ -65,7 +65,7 @@ def test_the_copy_moves_as_many_bytes_as_keys_and_values_have():
     assert rival.refusal(long) is None
     copy: Any = OPERATOR.bind(rival.load(), long, {"q": torch.empty(1)})
     assert 2 * copy().nbytes == long.kv_bytes
-    assert "512 MiB" in (rival.refusal(OPERATOR.parse_case(TABLES[0])) or "")
+    assert "64 MiB" in (rival.refusal(OPERATOR.parse_case(TABLES[0])) or "")
 
 
 def test_work_is_what_has_to_be_read():

@@ -76,7 +76,7 @@ def _interpreter_call(plan: DecodePlan) -> Call:
         places = {_NAMES[name]: tensor for name, tensor in tensors.items()}
         outputs = _allocate(problem, tensors["q"].dtype)
         places.update(outputs)
-        places["o_part_ptr"], places["lse_part_ptr"] = (torch.empty(size, dtype=torch.float32) for size in sizes)
+        places["o_part_ptr"], places["sums_part_ptr"] = (torch.empty(size, dtype=torch.float32) for size in sizes)
         for kernel in kernels:
             if kernel.source.name != "_append_kernel" and problem.rotary_dim:
                 places["q_ptr"] = outputs["q_out_ptr"]
@@ -99,7 +99,7 @@ def _cuda_call(plan: DecodePlan, device: torch.device) -> Call:
         )
         for kernel in prepare_cache_kernels(plan)
     ]
-    o_size, lse_size = partial_sizes(plan)
+    o_size, sums_size = partial_sizes(plan)
     stream_of, empty = _raw_stream, _empty_strided_cuda
     assert stream_of is not None
     rows = problem.batch, problem.heads, problem.seqlen_q
@@ -120,9 +120,9 @@ def _cuda_call(plan: DecodePlan, device: torch.device) -> Call:
             rotated = empty(rotated_shape, rotated_strides, dtype)
             addresses["q_out_ptr"] = rotated.data_ptr()
         if o_size:
-            partials = empty((o_size + lse_size,), (1,), torch.float32)
+            partials = empty((o_size + sums_size,), (1,), torch.float32)
             addresses["o_part_ptr"] = partials.data_ptr()
-            addresses["lse_part_ptr"] = partials.data_ptr() + 4 * o_size
+            addresses["sums_part_ptr"] = partials.data_ptr() + 4 * o_size
         stream = stream_of(index)
         for launch, names in launches:
             launch(stream, *[addresses[name] for name in names])

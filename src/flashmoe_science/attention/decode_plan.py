@@ -88,11 +88,11 @@ class DecodePlan:
 
 
 def partial_sizes(plan: DecodePlan) -> tuple[int, int]:
-    """Return the elements of the partial outputs and of their LSEs; 0 where nothing is merged."""
+    """Return the elements of the partial outputs, and of their largest scores and sums; 0 where nothing is merged."""
     if plan.merge is None or plan.shares is None:
         return 0, 0
     rows = plan.shares.programs * plan.problem.heads * plan.problem.seqlen_q
-    return rows * plan.problem.head_dim_v, rows
+    return rows * plan.problem.head_dim_v, 2 * rows
 
 
 # Tiles: (architectures) -> {(bytes of an element, columns of the wider of the D and DV tiles): by rows, fewest first}.

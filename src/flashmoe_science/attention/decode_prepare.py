@@ -13,7 +13,7 @@ from .prepare import PreparedKernel
 from .problem import LOG2_E, Strides
 from .tiles import block_dim
 
-_OURS = ("q_out_ptr", "o_ptr", "lse_ptr", "o_part_ptr", "lse_part_ptr")  # allocated here, so aligned
+_OURS = ("q_out_ptr", "o_ptr", "lse_ptr", "o_part_ptr", "sums_part_ptr")  # allocated here, so aligned
 
 
 def prepare_cache_kernels(plan: DecodePlan) -> tuple[PreparedKernel, ...]:
@@ -128,7 +128,7 @@ def _decode(plan: DecodePlan, grid: tuple[int, int, int]) -> PreparedKernel:
         "o_ptr": f"*{kind}",
         "lse_ptr": "*fp32" if problem.return_lse else None,
         "o_part_ptr": "*fp32" if split else None,
-        "lse_part_ptr": "*fp32" if split else None,
+        "sums_part_ptr": "*fp32" if split else None,
     }
     names = ("stride_qb", "stride_qh", "stride_kp", "stride_kh", "stride_vp", "stride_vh", "stride_ob", "stride_oh")
     k, v = problem.k_strides, problem.v_strides
@@ -198,7 +198,7 @@ def _merge(plan: DecodePlan, grid: tuple[int, int, int]) -> PreparedKernel:
     align_o, optional = _output_alignment(problem), _optional(problem)
     pointers = {
         "o_part_ptr": "*fp32",
-        "lse_part_ptr": "*fp32",
+        "sums_part_ptr": "*fp32",
         "o_ptr": f"*{problem.dtype}",
         "lse_ptr": "*fp32" if problem.return_lse else None,
         **{name: optional[name] for name in ("seqlens_ptr", "leftpad_ptr", "sinks_ptr")},

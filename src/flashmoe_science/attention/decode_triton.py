@@ -268,8 +268,8 @@ def _decode_kernel(
     bias_ptr,  # [B, H, Sq, capacity], or None
     o_ptr,  # [B, H, Sq, DV]
     lse_ptr,  # [B, H, Sq] fp32, natural log
-    o_part_ptr,  # [SHARES, HK, Sq * GROUP, DV] fp32, each share normalised; unused without SPLIT
-    lse_part_ptr,  # [SHARES, HK, Sq * GROUP] fp32, base 2
+    o_part_ptr,  # [SHARES, HK, Sq * GROUP, DV] fp32, of each share before its sum divides it; unused without SPLIT
+    sums_part_ptr,  # [SHARES, HK, Sq * GROUP, 2] fp32: the largest score of a row in units of log2(e), and its sum
     stride_qb, stride_qh, stride_kp, stride_kh, stride_vp, stride_vh,  # in units of ALIGN elements
     stride_ob, stride_oh,  # in units of ALIGN_O elements
     stride_tb,
@@ -412,11 +412,11 @@ def _decode_kernel(
         mask_o = mask_o & (offs_dv[None, :] < DV)
     if SPLIT:  # noqa: SIM102 - a constexpr, and a number that only the GPU knows
         if count > 1:
-            has_keys = l != 0
-            out = acc * tl.where(has_keys, 1.0 / l, 0.0)[:, None]
             at = (chunk * heads_kv + h).to(tl.int64) * rows + row  # [BLOCK_M]
-            tl.store(o_part_ptr + at[:, None] * DV + offs_dv[None, :], out, mask=mask_o)
-            tl.store(lse_part_ptr + at, tl.where(has_keys, m + tl.log2(l), -float("inf")), mask=mask_m)
+            tl.store(o_part_ptr + at[:, None] * DV + offs_dv[None, :], acc, mask=mask_o)
+            # Not their LSE: beside the most negative number, a common mask, the logarithm of the sum is lost.
+            tl.store(sums_part_ptr + 2 * at, m, mask=mask_m)
+            tl.store(sums_part_ptr + 2 * at + 1, l, mask=mask_m)
             return
     _store_rows(
         acc, l, m, sinks_ptr, o_ptr, lse_ptr, b, token, head, offs_dv, mask_m, mask_o, seqlen_q, heads_kv * GROUP,
@@ -426,7 +426,7 @@ def _decode_kernel(
 
 @triton.jit
 def _merge_row(
-    o_part_ptr, lse_part_ptr, o_ptr, lse_ptr, sinks_ptr, stride_ob, stride_oh, b, h, row, first_column, chunk, count,
+    o_part_ptr, sums_part_ptr, o_ptr, lse_ptr, sinks_ptr, stride_ob, stride_oh, b, h, row, first_column, chunk, count,
     heads_kv, seqlen_q, STRIDE_OM: tl.constexpr, ALIGN_O: tl.constexpr, GROUP: tl.constexpr, DV: tl.constexpr,
     COLUMNS: tl.constexpr, BLOCK_S: tl.constexpr, STORE_LSE: tl.constexpr,
 ):  # fmt: skip
@@ -439,15 +439,16 @@ def _merge_row(
     for start in tl.range(0, count, BLOCK_S):
         present = offs_s < tl.where(row < rows, count - start, 0)
         at = ((chunk + start + offs_s) * heads_kv + h).to(tl.int64) * rows + row  # [BLOCK_S]
-        lse_part = tl.load(lse_part_ptr + at, mask=present, other=-float("inf"))
+        m_part = tl.load(sums_part_ptr + 2 * at, mask=present, other=-float("inf"))
+        l_part = tl.load(sums_part_ptr + 2 * at + 1, mask=present, other=0.0)
         mask = present[:, None] & (offs_dv[None, :] < DV)
         part = tl.load(o_part_ptr + at[:, None] * DV + offs_dv[None, :], mask=mask, other=0.0)
-        m_new = tl.maximum(m, tl.max(lse_part, 0))
+        m_new = tl.maximum(m, tl.max(m_part, 0))
         # A share without keys has -inf; where all have it, -inf - -inf is NaN.
         m_safe = tl.where(m_new == -float("inf"), 0.0, m_new)
-        weight = tl.exp2(lse_part - m_safe)
+        weight = tl.exp2(m_part - m_safe)
         alpha = tl.exp2(m - m_safe)
-        l = l * alpha + tl.sum(weight, 0)
+        l = l * alpha + tl.sum(l_part * weight, 0)
         acc = acc * alpha + tl.sum(part * weight[:, None], 0)
         m = m_new
     token, head = row // GROUP, h * GROUP + row % GROUP
@@ -467,8 +468,8 @@ def _merge_row(
 
 @triton.jit
 def _merge_shares_kernel(
-    o_part_ptr,  # [SHARES, HK, Sq * GROUP, DV] fp32, each share normalised
-    lse_part_ptr,  # [SHARES, HK, Sq * GROUP] fp32, base 2
+    o_part_ptr,  # [SHARES, HK, Sq * GROUP, DV] fp32, of each share before its sum divides it
+    sums_part_ptr,  # [SHARES, HK, Sq * GROUP, 2] fp32: the largest score of a row, and its sum
     o_ptr,  # [B, H, Sq, DV]
     lse_ptr,  # [B, H, Sq] fp32, natural log
     seqlens_ptr,  # [B] int32, or None
@@ -510,6 +511,6 @@ def _merge_shares_kernel(
 
     for i in tl.static_range(ROWS):
         _merge_row(
-            o_part_ptr, lse_part_ptr, o_ptr, lse_ptr, sinks_ptr, stride_ob, stride_oh, b, h, first_row + i,
+            o_part_ptr, sums_part_ptr, o_ptr, lse_ptr, sinks_ptr, stride_ob, stride_oh, b, h, first_row + i,
             first_column, chunk, count, heads_kv, seqlen_q, STRIDE_OM, ALIGN_O, GROUP, DV, COLUMNS, BLOCK_S, STORE_LSE,
         )  # fmt: skip
