@@ -98,7 +98,8 @@ def test_the_verdicts_on_a_page_are_those_of_this_repository(path, verdicts, exp
 @pytest.mark.parametrize("path", PAGES, ids=[path.relative_to(ROOT).as_posix() for path in PAGES])
 def test_the_counts_on_a_page_are_those_of_this_repository(path, verdicts):
     counts = [line for _, block in _BLOCK.findall(path.read_text(encoding="utf-8")) for line in _COUNT.findall(block)]
-    groups = [*verdicts, *(about for of_one in verdicts for about in by_subject(of_one))]  # a run ends with its subject's
+    # A run ends with the claims about its subject.
+    groups = [*verdicts, *(about for of_one in verdicts for about in by_subject(of_one))]
     assert set(counts) <= {line for group in groups for line in (count_line(group), count_line(unstale(group)))}
 
 
