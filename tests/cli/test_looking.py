@@ -251,6 +251,35 @@ def test_explain_obeys_the_environment_as_calls_do(run, monkeypatch):
     assert "kernel must be auto or one of backward_gluon_sm90, backward_triton, reference, got 'fastest'" in err
 
 
+@pytest.mark.triton
+def test_explain_of_experts(run):
+    sizes = ("explain", "--experts", "4096,16,2,256,128", "--dtype", "bf16", "--gpu", "H200", "--json")
+    plan = json.loads(run(*sizes, "--activation", "geglu")[1])["plan"]
+    assert plan["kernel"] == "grouped_gluon_sm90"
+    assert plan["problem"]["activation"] == "geglu"
+    code, out, _ = run(*sizes, "--backward")
+    found = json.loads(out)
+    assert (code, found["plan"]["kernel"], found["fits"]) == (0, "moe_backward_gluon_sm90", True)
+    assert "_weights_sm90_kernel" in [each["kernel"] for each in found["compiled"]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "expected one of --shape, for attention, and --experts"),
+        (("--shape", "1,1,64,64", "--experts", "1,2,1,64,64"), "expected one of --shape"),
+        (("--shape", "1,1,64,64", "--activation", "silu"), "--activation is of --experts"),
+        (("--experts", "1,2,1,64,64", "--causal", "--kv-heads", "2"), "--kv-heads and --causal: of attention"),
+        (("--experts", "1,2,1,64"), "experts must be five integers T,E,K,H,I, got '1,2,1,64'"),
+        (("--experts", "1,2,1,64,64", "--activation", "swigul"), "activation must be one of swiglu"),
+    ],
+)
+def test_explain_of_what_is_not_one_call(run, arguments, message):
+    code, _, err = run("explain", *arguments, "--gpu", "L4")
+    assert code == 2
+    assert message in " ".join(err.split())
+
+
 def test_explain_of_what_no_kernel_serves(run):
     code, _, err = run("explain", "--shape", "1,1,64,512", "--gpu", "L4")
     assert code == 2

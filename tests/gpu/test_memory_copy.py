@@ -35,6 +35,23 @@ def test_calls_take_turns_with_parts_of_the_pool(monkeypatch):
     assert one().data_ptr() == one().data_ptr(), "more than the pool has one part"
 
 
+def test_each_part_is_read_from_memory_of_its_own(monkeypatch):
+    monkeypatch.setattr(memory_copy, "POOL_BYTES", 1 << 14)
+    read = []
+    invert = torch.bitwise_not
+
+    def watched(source, *, out):
+        read.append(source.data_ptr())
+        return invert(source, out=out)
+
+    monkeypatch.setattr(torch, "bitwise_not", watched)
+    copy = bind_copy(1 << 12, CPU)
+    for _ in range(8):
+        copy()
+    assert read[:4] == read[4:]
+    assert len(set(read)) == 4
+
+
 def test_a_small_copy_is_refused_by_its_size():
     assert refuse_copy(64 << 20) is None
     assert refuse_copy(63 << 20) == "it is asked for from 64 MiB on, this case has 63"

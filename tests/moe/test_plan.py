@@ -12,7 +12,7 @@ import torch
 from flashmoe_science import InputError, UnsupportedError, explain_moe
 from flashmoe_science.gpu.specs import SPECS
 from flashmoe_science.moe import hopper_plan
-from flashmoe_science.moe.backward_plan import column_sums, plan_backward
+from flashmoe_science.moe.backward_plan import GRADIENTS, column_sums, plan_backward
 from flashmoe_science.moe.plan import (
     MAX_FEW_PAIRS,
     MAX_PAIRS_SORTED_AT_ONCE,
@@ -24,7 +24,7 @@ from flashmoe_science.moe.plan import (
     workspace_sizes,
 )
 from flashmoe_science.moe.problem import MoeProblem
-from flashmoe_science.moe.tiles import SMALL_BACKWARD, BackwardConfig
+from flashmoe_science.moe.tiles import SMALL_BACKWARD, BackwardConfig, gemv_tiles
 
 from .cases import Case, make_tensors
 
@@ -265,3 +265,25 @@ def test_every_architecture_has_tiles_for_gradients():
     for spec in SPECS.values():
         for dtype in ("fp16", "bf16", "fp32"):
             assert plan_backward(with_tokens(1000, dtype=dtype), spec, ("x",)).config is not None
+
+
+def test_rows_decide_what_hopper_serves():
+    """A card of 32 rows an expert is served, one of a row less not; gradients have a bound of their own."""
+    assert plan_moe(with_tokens(512), SPECS["H200"]).kernel == "grouped_gluon_sm90"
+    assert plan_moe(with_tokens(511), SPECS["H200"]).kernel == "grouped_triton"
+    for tokens, kernel in ((768, "moe_backward_gluon_sm90"), (767, "moe_backward_triton")):
+        kept = with_tokens(tokens, keep_product=True)
+        assert plan_backward(kept, SPECS["H200"], GRADIENTS[1:4]).kernel == kernel
+
+
+@pytest.mark.parametrize(
+    ("hidden", "tile"),
+    [
+        (64, (4, 1024)), (1024, (4, 1024)), (1025, (2, 2048)), (2048, (2, 2048)), (2880, (1, 4096)), (4096, (1, 4096)),
+        (4097, (2, 1024)), (7168, (2, 1024)),
+    ],
+)  # fmt: skip
+def test_a_program_of_one_token_asks_for_whole_rows_at_once_where_they_are_short(hidden, tile):
+    up = gemv_tiles(hidden, 2).up
+    assert (up.block_n, up.block_k) == tile
+    assert gemv_tiles(hidden, 4).up.block_k == 512

@@ -6,13 +6,13 @@ import functools
 import os
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode  # what torch.compile traces with
 
 from ..errors import CompileError, InputError, UnsupportedError
+from ..gpu.axis import Axis
 from ..gpu.call_code import can_be_told
 from ..gpu.device import current_gpu
 from ..gpu.planning import PlannedKernel, PlannedLaunch, Work
@@ -44,15 +44,6 @@ forward_short_gluon = functools.partial(flash_attention, kernel="forward_short_g
 forward_gluon_sm90 = functools.partial(flash_attention, kernel="forward_gluon_sm90")
 forward_features_gluon_sm90 = functools.partial(flash_attention, kernel="forward_features_gluon_sm90")
 _IN_GLUON = ("forward_short_gluon", "forward_gluon_sm90", "forward_features_gluon_sm90")
-
-
-@dataclass(frozen=True)
-class Axis:
-    """One way to make a problem longer: see ``proof.operator.Axis``."""
-
-    name: str
-    kind: str
-    meaning: str
 
 
 _AXES = (

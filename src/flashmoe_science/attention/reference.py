@@ -145,6 +145,11 @@ def _kept(
     return kept.to(dtype) / (1 - dropout_p)
 
 
+def _by_group(rows: Tensor, columns: Tensor) -> Tensor:
+    """Return ``rows`` ``[N, G, M, X]`` times ``columns`` ``[N, 1, X, Y]``, which are not copied for each of G heads."""
+    return (rows.flatten(1, 2) @ columns[:, 0]).reshape(*rows.shape[:3], columns.shape[-1])
+
+
 def _attend_rows(
     q: Tensor,
     k: Tensor,
@@ -164,7 +169,7 @@ def _attend_rows(
     unseen = total == 0
     total = torch.where(unseen, 1.0, total)
     weights = weights if kept is None else weights * kept
-    return (weights @ v) / total[..., None], torch.where(unseen, -torch.inf, top + torch.log(total))
+    return _by_group(weights, v) / total[..., None], torch.where(unseen, -torch.inf, top + torch.log(total))
 
 
 def _weigh_rows(
@@ -181,7 +186,7 @@ def _weigh_rows(
     softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return exp(s - top), its sum with the sinks', top, and tanh of the scores where there is a softcap."""
-    scores = (q @ k.mT) * scale
+    scores = _by_group(q, k.mT) * scale
     capped = None
     if softcap:
         capped = torch.tanh(scores / softcap)
@@ -310,15 +315,15 @@ def _differentiate_rows(
     total = torch.where(unseen, 1.0, total)[..., None]
     p = weights / total
     kept_p = p if kept is None else p * kept
-    delta = (do * (kept_p @ v)).sum(-1) - dlse
+    delta = (do * _by_group(kept_p, v)).sum(-1) - dlse
     delta = torch.where(unseen, 0.0, delta)[..., None]  # the gradient of an LSE of -inf may be NaN
-    dp = do @ v.mT if kept is None else do @ v.mT * kept
+    dp = _by_group(do, v.mT) if kept is None else _by_group(do, v.mT) * kept
     dbias = p * (dp - delta)
     ds = dbias if capped is None else dbias * (1 - capped**2)
     found = {
-        "q": ds @ k * options["scale"],
-        "k": (ds.mT @ q).sum(1, keepdim=True) * options["scale"],
-        "v": (kept_p.mT @ do).sum(1, keepdim=True),
+        "q": _by_group(ds, k) * options["scale"],
+        "k": (ds.flatten(1, 2).mT @ q.flatten(1, 2))[:, None] * options["scale"],
+        "v": (kept_p.flatten(1, 2).mT @ do.flatten(1, 2))[:, None],
         "bias": dbias,
     }
     if sinks is not None:

@@ -1,31 +1,27 @@
-"""The verbs that only look: verify, show, runs, explain, doctor, suites, baselines, readme.
+"""The verbs that only look: verify, show, runs, doctor, suites, baselines, readme.
 
 What needs torch is imported where it is needed: a listing should not wait for it.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from ..errors import ClaimError, CompileError, EvidenceError, InputError
+from ..errors import ClaimError, EvidenceError, InputError
 from ..proof.compare import compare_revisions
-from ..proof.conclude import GATE_FAILED, conclude
+from ..proof.conclude import conclude
 from ..proof.evidence import Record, TimeKind, read_record
 from ..proof.judge import Verdict, VerdictStatus, exit_code
 from ..proof.junit import write_junit
 from ..proof.report import (
     case_table,
     check_lines,
-    compile_line,
     count_line,
     gate_lines,
     head_lines,
     launch_table,
     plain_table,
-    plan_lines,
     run_table,
     unmeasured_lines,
 )
@@ -36,14 +32,10 @@ from ..proof.study.report import study_line, study_lines
 from ..proof.study.trials import Study, is_study, read_study, study_files
 from ..proof.words import counted
 from . import INCONCLUSIVE, USAGE
-from .names import gpu_named, moment_named
+from .names import moment_named
 from .terminal import Terminal, as_plain, short_path, write_csv_file, write_file
 
 if TYPE_CHECKING:
-    from ..attention.backward_plan import BackwardPlan
-    from ..attention.problem import AttentionProblem
-    from ..attention.tiles import Plan
-    from ..gpu.specs import GpuSpec
     from ..proof.suites import Suite
 
 OUT_OF_DATE = 1
@@ -174,85 +166,6 @@ def run_runs(
     if len(listed) < len(found):
         terminal.log.print(f"{len(found) - len(listed)} more: --limit 0 lists all", style="dim")
     return 0
-
-
-def run_explain(shape: str, sizes: dict[str, Any], *, gpu: str | None, backward: bool = False, as_json: bool) -> int:
-    """Print the plan for one call, or for its gradients, and what compiling its kernels shows."""
-    batch, heads, seqlen, head_dim = _four_sizes(shape)
-    from ..attention.problem import AttentionProblem
-    from ..gpu.device import current_gpu
-
-    terminal = Terminal(as_json=as_json)
-    spec = gpu_named(gpu) if gpu else current_gpu()
-    if spec is None:
-        raise InputError("there is no NVIDIA GPU here", hint="name one, e.g. --gpu H200")
-    defaults = {"heads_kv": heads, "seqlen_k": seqlen, "head_dim_v": head_dim}
-    given = {name: value for name, value in sizes.items() if value is not None}
-    call = {"batch": batch, "heads": heads, "seqlen_q": seqlen, "head_dim": head_dim, **defaults, **given}
-    plan = _plan_call(AttentionProblem(**call), spec, backward=backward)
-    terminal.show(*plan_lines(plan.as_text()))
-    compiled = _compile_apart({"call": call, "gpu": dataclasses.asdict(spec), "backward": backward})
-    terminal.show(*(compile_line(**kernel) for kernel in compiled))
-    fits = all(kernel["shared_memory_bytes"] <= spec.shared_memory_per_block_bytes for kernel in compiled)
-    if not fits:
-        terminal.show(f"  problem {spec.name} has {spec.shared_memory_per_block_bytes} bytes of shared memory a block")
-    terminal.document({"plan": plan.as_dict(), "compiled": compiled, "fits": fits})
-    return 0 if fits else GATE_FAILED
-
-
-def _plan_call(problem: AttentionProblem, gpu: GpuSpec, *, backward: bool) -> Plan | BackwardPlan:
-    if backward:
-        from ..attention.backward_plan import BACKWARD_KERNEL, plan_backward
-        from ..attention.backward_problem import BackwardProblem
-
-        return plan_backward(BackwardProblem(problem), gpu, os.environ.get(BACKWARD_KERNEL) or "auto")
-    from ..attention.plan import plan_attention
-
-    return plan_attention(problem, gpu)
-
-
-def _compile_apart(payload: dict[str, Any]) -> list[dict[str, Any]]:
-    """Compile the kernels of a call in a process of its own: Triton 3.9 ends with a page about objects it kept."""
-    from ..proof.worker import run_task
-
-    result = run_task(f"{__name__}:compile_call", payload, timeout_s=_COMPILE_TIMEOUT_S)
-    if result.data is None:
-        raise CompileError(f"the compiling process: {result.reason}")
-    if "error" in result.data:
-        raise CompileError(result.data["error"], hint=result.data["hint"])
-    return list(result.data["compiled"])
-
-
-def compile_call(payload: dict[str, Any], emit: object) -> dict[str, Any]:  # noqa: ARG001 - all tasks take it
-    """Compile the kernels of ``payload["call"]`` for ``payload["gpu"]``: the task of a worker process."""
-    from ..attention.backward_plan import BackwardPlan
-    from ..attention.backward_prepare import prepare_backward_kernels
-    from ..attention.prepare import prepare_kernels
-    from ..attention.problem import AttentionProblem
-    from ..gpu.compile import read_resources
-    from ..gpu.specs import GpuSpec
-
-    gpu = GpuSpec(**payload["gpu"])
-    names = ("registers", "spill_bytes", "shared_memory_bytes", "seconds")
-    compiled = []
-    try:
-        plan = _plan_call(AttentionProblem(**payload["call"]), gpu, backward=payload["backward"])
-        for kernel in prepare_backward_kernels(plan) if isinstance(plan, BackwardPlan) else prepare_kernels(plan):
-            found = _fields(read_resources(kernel.source, gpu.arch), *names)
-            compiled.append({"kernel": kernel.source.name, **found})
-    except CompileError as error:
-        return {"error": str(error).removesuffix(f"\nhint: {error.hint}"), "hint": error.hint}
-    return {"compiled": compiled}
-
-
-def _four_sizes(shape: str) -> list[int]:
-    try:
-        sizes = [int(size) for size in shape.replace("x", ",").split(",")]
-    except ValueError:
-        sizes = []
-    if len(sizes) != 4:
-        raise InputError(f"shape must be four integers B,H,S,D, got {shape!r}", hint="e.g. --shape 1,16,4096,128")
-    return sizes
 
 
 def run_doctor(*, as_json: bool) -> int:

@@ -300,20 +300,31 @@ def runs(
 
 @app.command(short_help="Say which kernel would serve a call, on any GPU.")
 def explain(
-    shape: Annotated[str, typer.Option(metavar="B,H,S,D", help="Batch, heads, positions, head size.")],
+    shape: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(metavar="B,H,S,D", help="Attention: batch, heads, positions, head size."),
+    ] = None,
+    experts: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(metavar="T,E,K,H,I", help="Experts: tokens, experts, top_k, hidden and inner size."),
+    ] = None,
+    activation: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(metavar="NAME", help="Of experts. Default: swiglu."),
+    ] = None,
     kv_heads: Annotated[Optional[int], typer.Option(min=1, metavar="N", help="Default: H.")] = None,  # noqa: UP045
     seqlen_k: Annotated[Optional[int], typer.Option(min=0, metavar="N", help="Default: S.")] = None,  # noqa: UP045
     head_dim_v: Annotated[Optional[int], typer.Option(min=1, metavar="N", help="Default: D.")] = None,  # noqa: UP045
     dtype: Annotated[str, typer.Option(metavar="NAME", help="fp16, bf16 or fp32.")] = "fp16",
     causal: Annotated[bool, typer.Option("--causal", help="With a causal mask, aligned bottom-right.")] = False,
-    backward: Annotated[bool, typer.Option("--backward", help="Of the gradients of q, k and v instead.")] = False,
+    backward: Annotated[bool, typer.Option("--backward", help="Of the gradients instead.")] = False,
     gpu: Annotated[
         Optional[str],  # noqa: UP045
         typer.Option(metavar="NAME", help="e.g. L4, A100, H100, H200, B200. Default: the GPU of this machine."),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Say which kernel would serve an attention call, with which tile and grid, and why. Needs no GPU.
+    """Say which kernel would serve a call of attention or experts, with which tile and grid, and why. Needs no GPU.
 
     The kernel is compiled for that GPU: its registers, spills and shared memory are what the compiler says.
 
@@ -322,15 +333,28 @@ def explain(
       flashmoe explain --shape 1,16,4096,128 --gpu L4
       flashmoe explain --shape 1,32,1,128 --kv-heads 8 --seqlen-k 8192 --gpu H200 --json
       flashmoe explain --shape 2,16,4096,128 --dtype bf16 --causal --backward --gpu H200
+      flashmoe explain --experts 8192,128,8,2048,768 --dtype bf16 --gpu H200
 
     \b
     Exit codes:
       0  explained    2  wrong usage, or no kernel serves this problem    3  the kernel breaks a limit
     """
-    from .looking import run_explain
+    from .explaining import attention_call, experts_call, run_explain
 
-    sizes = {"heads_kv": kv_heads, "seqlen_k": seqlen_k, "head_dim_v": head_dim_v, "dtype": dtype, "causal": causal}
-    raise typer.Exit(run_explain(shape, sizes, gpu=gpu, backward=backward, as_json=as_json))
+    if (shape is None) == (experts is None):
+        raise typer.BadParameter("expected one of --shape, for attention, and --experts")
+    if shape is not None:
+        if activation is not None:
+            raise typer.BadParameter("--activation is of --experts")
+        more = {"heads_kv": kv_heads, "seqlen_k": seqlen_k, "head_dim_v": head_dim_v, "causal": causal or None}
+        call = attention_call(shape, {**more, "dtype": dtype})
+    else:
+        assert experts is not None
+        of_attention = {"--kv-heads": kv_heads, "--seqlen-k": seqlen_k, "--head-dim-v": head_dim_v, "--causal": causal}
+        if wrong := [name for name, value in of_attention.items() if value]:
+            raise typer.BadParameter(f"{' and '.join(wrong)}: of attention, which --shape describes")
+        call = experts_call(experts, {"dtype": dtype, "activation": activation})
+    raise typer.Exit(run_explain(call, gpu=gpu, backward=backward, as_json=as_json))
 
 
 @app.command(short_help="Say what this machine has and lacks.")

@@ -10,7 +10,9 @@ from collections.abc import Callable
 
 import torch
 
-FEWEST_BYTES = 64 << 20  # of fewer, what comes before and after takes more than a tenth of a copy's time
+# Copies of 75 to 200 MB reached 0.87 to 0.89 of the rate of large ones (flashmoe show 20261122T164239Z): start and end
+# of a kernel are in their time, as in that of a call that moves as many. Of less they would be most of it.
+FEWEST_BYTES = 64 << 20
 # L2 holds 50 to 126 MB of what was written last, and could hold a small copy whole. Calls take turns with parts of so
 # much memory: what they find in L2 is not theirs, and has to be written back before.
 POOL_BYTES = 512 << 20
@@ -20,7 +22,8 @@ def bind_copy(nbytes: float, device: torch.device) -> Callable[[], torch.Tensor]
     """Return a call that reads half of ``nbytes`` and writes them elsewhere, so that as many cross the memory's bus.
 
     The bytes are random: what memory and buses take depends on what they carry. Each part holds the same ones. It is a
-    kernel, which inverts them: of 1 GiB a copy node of a CUDA graph took 1.5 times as long (H200, driver 580.159).
+    kernel, which inverts them: a copy node of a CUDA graph took 1.5 times as long of 1 GiB, though not of 256 MiB
+    (lab/moe/4_decode_tiles_h200.txt).
     What is written is read as fp32, and is finite: one bit of the exponent is 0.
     """
     words = max(1, round(nbytes / 2 / 4))

@@ -11,11 +11,12 @@ ARCH = 90
 ROWS = 128  # of a tile
 STEP = 64  # columns of the reduction at a time
 PRODUCT_COLUMNS = 256  # of a tile, before the activation
-# With 32 rows an expert the weights' bytes count, which the tiles of Triton's kernel read as well: 3.5 % slower than
-# those for Mixtral's experts where all are equally busy, 6 % faster by Zipf's law (lab/moe/4_decode_tiles_h200.txt),
-# where the busiest expert has three tiles of 64 rows. Real routing is skewed, too.
+# With 32 rows an expert the weights' bytes count, which Triton's tiles of 64 rows read as well: for Mixtral's experts
+# those are 3.5 % faster where all are equally busy, and 6 % slower by Zipf's law, where the busiest expert has two of
+# them (lab/moe/4_decode_tiles_h200.txt). Real routing is skewed, too. Other experts were not timed with so few rows.
 FEWEST_ROWS = 32
-# Of gradients; with 64 rows they are the faster ones (lab/moe/2_activation_h200.txt), with fewer nobody measured it.
+# Of gradients. Only that of the activation was timed beside Triton's kernel with 64 rows, and is the faster one
+# (lab/moe/2_activation_h200.txt); with fewer nobody measured any.
 GRADIENTS_FEWEST_ROWS = 48
 # Three or four warpgroups share 504 registers a thread: the producer of the first product holds pointers to eight rows.
 REGISTERS = {"up": (216, 72), "down": (240, 32), "weights": (192, 120)}
@@ -84,7 +85,7 @@ def product_steps(problem: MoeProblem, config: HopperConfig, tiles: int) -> list
 
 
 def serves_gradients(problem: MoeProblem, arch: int) -> bool:
-    """Return whether the kernels for Hopper make the gradients of x and of the weights: as they serve the forward."""
+    """Return whether the kernels for Hopper make the gradients of x and of the weights."""
     return refusal(problem, arch) is None and problem.pairs / problem.experts >= GRADIENTS_FEWEST_ROWS
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import CompileError, InputError, UnsupportedError
+from ..gpu.axis import Axis
 from ..gpu.call_code import can_be_told
 from ..gpu.device import current_gpu
 from ..gpu.planning import PlannedKernel, PlannedLaunch, Work
@@ -81,6 +82,15 @@ class MoeOperator:
         table = {key: getattr(case.problem, key) for key in _KEYS if key != "routing"}
         table = {key: value for key, value in table.items() if key in _REQUIRED or value != defaults[key]}
         return table if case.routing == "uniform" else {**table, "routing": case.routing}
+
+    def axes(self) -> Sequence[Axis]:
+        """Return the one axis: each token gives a row of its own."""
+        return (Axis("tokens", "parallel", "the tokens"),)
+
+    def scaled(self, case: MoeCase, axis: str, factor: int) -> MoeCase | None:
+        """Return a case of more tokens, by the kernels that serve as many."""
+        assert axis == "tokens", axis
+        return self.parse_case({**self.as_table(case), "tokens": case.problem.tokens * factor})
 
     def describe(self, case: MoeCase) -> str:
         """Return a short name of a problem."""

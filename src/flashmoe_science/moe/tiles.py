@@ -120,9 +120,10 @@ TABLES: dict[tuple[int, ...], dict[int, tuple[TileConfig, ...]]] = {
 }
 # By bytes of an element, and the most columns of the reduction that a row serves. The first product asks for 16 KB at
 # once in each program, and few registers let five of them run on an SM, which needs 36 KB on their way at any time.
-# Programs that ask for whole rows, once, took 0.92 to 0.97 of the time of those with two steps or more
-# (lab/moe/4_decode_tiles_h200.txt). Of rows that are longer, short steps leave the smallest part of the last one empty.
-# The second product has few programs (512 for 2,048 columns, four an SM), so each asks for the next 8 KB before it
+# Whole rows, asked for once, took 0.92 to 0.97 of the time of two steps or more of four columns; of two columns, two
+# steps of 1,024 were as fast with HID 2048 (lab/moe/4_decode_tiles_h200.txt), and of longer rows such steps, of 8 KB,
+# leave the smallest part of the last one empty. Sizes between the powers of two were timed at 2,880 alone. The second
+# product has few programs (512 for 2,048 columns, four an SM), so each asks for the next 8 KB before it
 # multiplies. With 4 bytes nothing was measured.
 _GEMV_DOWN = Gemv(4, 256, 4, 1, steps=4)
 GEMV_TABLE: dict[int, tuple[tuple[float, GemvConfig], ...]] = {

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 import tempfile
+import warnings
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -128,7 +129,9 @@ def recording() -> Iterator[Recording]:
 
     session = Recording()
     # CPU activity carries the annotations, CUDA activity the launches and what they ran. Without acc_events PyTorch
-    # builds no tree of its events, which takes longer than most calls that are measured.
+    # builds no tree of its events, which takes longer than most calls that are measured; PyTorch 2.10 and 2.11 warn
+    # that a new cycle drops events, but there is one cycle.
+    warnings.filterwarnings("ignore", message=".*clears events at the end of each cycle")
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         torch.ones(1, device="cuda").add_(1)  # the first launch under CUPTI is slow and sometimes lost: it is ours
         torch.cuda.synchronize()

@@ -48,7 +48,11 @@ ALIKE: dict[str, str] = {
         " the tensor's GPU, should there be several"
     ),
     "d5d4a40b17a86fa41d4b5aba153a8f35fafede29703c017eeb1bc8783fbfbb42": (
-        "what the profiler recorded is read without the tree that PyTorch made of it, after the last sample was taken"
+        "what the profiler recorded is read without the tree that PyTorch made of it between two recordings, while"
+        " nothing is timed"
+    ),
+    "870f5bd0c9250874dbb29c3d24a6fc8f0e1e92db376abe1913caef781fdbaac1": (
+        "a warning of PyTorch about what is recorded is not shown"
     ),
 }
 

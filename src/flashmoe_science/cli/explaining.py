@@ -1,0 +1,157 @@
+"""The verb explain: which kernels would serve a call of attention or of experts, and what compiling them shows.
+
+torch and triton are imported where a call is planned: the other verbs start without them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from ..errors import CompileError, InputError
+from ..gpu.specs import GpuSpec
+from ..proof.conclude import GATE_FAILED
+from ..proof.report import compile_line, plan_lines
+from .names import gpu_named
+from .terminal import Terminal
+
+_COMPILE_TIMEOUT_S = 900.0
+_RESOURCES = ("registers", "spill_bytes", "shared_memory_bytes", "seconds")
+_TRAINED = ("x", "topk_weights", "w_gate_up", "w_down")  # of experts: what has gradients
+
+
+class _Plan(Protocol):
+    def as_text(self) -> str: ...
+
+    def as_dict(self) -> dict[str, Any]: ...
+
+
+_Prepare = Callable[[], Iterable[Any]]
+
+
+@dataclass(frozen=True)
+class Explained:
+    """A call to explain."""
+
+    operator: Literal["attention", "experts"]
+    sizes: Mapping[str, Any]  # of ``AttentionProblem`` or ``MoeProblem``
+
+
+def attention_call(shape: str, more: Mapping[str, Any]) -> Explained:
+    """Return a call of attention; what is None in ``more`` is left out."""
+    batch, heads, seqlen, head_dim = _sizes("shape", shape, "B,H,S,D", "--shape 1,16,4096,128")
+    call = {"batch": batch, "heads": heads, "seqlen_q": seqlen, "head_dim": head_dim}
+    defaults = {"heads_kv": heads, "seqlen_k": seqlen, "head_dim_v": head_dim}
+    return Explained("attention", {**call, **defaults, **_given(more)})
+
+
+def experts_call(experts: str, more: Mapping[str, Any]) -> Explained:
+    """Return a call of experts; what is None in ``more`` is left out."""
+    sizes = _sizes("experts", experts, "T,E,K,H,I", "--experts 8192,128,8,2048,768")
+    names = ("tokens", "experts", "top_k", "hidden", "inter")
+    return Explained("experts", {**dict(zip(names, sizes, strict=True)), **_given(more)})
+
+
+def _given(more: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in more.items() if value is not None}
+
+
+def _sizes(option: str, text: str, names: str, example: str) -> list[int]:
+    try:
+        sizes = [int(size) for size in text.replace("x", ",").split(",")]
+    except ValueError:
+        sizes = []
+    count = len(names.split(","))
+    if len(sizes) != count:
+        number = {4: "four", 5: "five"}[count]
+        raise InputError(f"{option} must be {number} integers {names}, got {text!r}", hint=f"e.g. {example}")
+    return sizes
+
+
+def run_explain(call: Explained, *, gpu: str | None, backward: bool = False, as_json: bool) -> int:
+    """Print the plan for one call, or for its gradients, and what compiling its kernels shows."""
+    from ..gpu.device import current_gpu
+
+    terminal = Terminal(as_json=as_json)
+    spec = gpu_named(gpu) if gpu else current_gpu()
+    if spec is None:
+        raise InputError("there is no NVIDIA GPU here", hint="name one, e.g. --gpu H200")
+    plan, _ = _plan_call(call, spec, backward=backward)
+    terminal.show(*plan_lines(plan.as_text()))
+    payload = {"call": dataclasses.asdict(call), "gpu": dataclasses.asdict(spec), "backward": backward}
+    compiled = _compile_apart(payload)
+    terminal.show(*(compile_line(**kernel) for kernel in compiled))
+    fits = all(kernel["shared_memory_bytes"] <= spec.shared_memory_per_block_bytes for kernel in compiled)
+    if not fits:
+        terminal.show(f"  problem {spec.name} has {spec.shared_memory_per_block_bytes} bytes of shared memory a block")
+    terminal.document({"plan": plan.as_dict(), "compiled": compiled, "fits": fits})
+    return 0 if fits else GATE_FAILED
+
+
+def _plan_call(call: Explained, gpu: GpuSpec, *, backward: bool) -> tuple[_Plan, _Prepare]:
+    """Return the plan of a call, and what prepares its kernels."""
+    if call.operator == "experts":
+        return _plan_experts(call, gpu, backward=backward)
+    from ..attention.problem import AttentionProblem
+
+    problem = AttentionProblem(**call.sizes)
+    if backward:
+        from ..attention.backward_plan import BACKWARD_KERNEL, plan_backward
+        from ..attention.backward_prepare import prepare_backward_kernels
+        from ..attention.backward_problem import BackwardProblem
+
+        kernel = os.environ.get(BACKWARD_KERNEL) or "auto"
+        gradients = plan_backward(BackwardProblem(problem), gpu, kernel)
+        return gradients, lambda: prepare_backward_kernels(gradients)
+    from ..attention.plan import plan_attention
+    from ..attention.prepare import prepare_kernels
+
+    plan = plan_attention(problem, gpu)
+    return plan, lambda: prepare_kernels(plan)
+
+
+def _plan_experts(call: Explained, gpu: GpuSpec, *, backward: bool) -> tuple[_Plan, _Prepare]:
+    from ..moe.problem import MoeProblem
+
+    if backward:
+        from ..moe.backward_plan import plan_backward
+        from ..moe.prepare_backward import prepare_backward_kernels
+
+        gradients = plan_backward(MoeProblem(**call.sizes, keep_product=True), gpu, _TRAINED)
+        return gradients, lambda: prepare_backward_kernels(gradients)
+    from ..moe.plan import plan_moe
+    from ..moe.prepare import prepare_moe_kernels
+
+    plan = plan_moe(MoeProblem(**call.sizes), gpu)
+    return plan, lambda: prepare_moe_kernels(plan)
+
+
+def _compile_apart(payload: dict[str, Any]) -> list[dict[str, Any]]:
+    """Compile the kernels of a call in a process of its own: Triton 3.9 ends with a page about objects it kept."""
+    from ..proof.worker import run_task
+
+    result = run_task(f"{__name__}:compile_call", payload, timeout_s=_COMPILE_TIMEOUT_S)
+    if result.data is None:
+        raise CompileError(f"the compiling process: {result.reason}")
+    if "error" in result.data:
+        raise CompileError(result.data["error"], hint=result.data["hint"])
+    return list(result.data["compiled"])
+
+
+def compile_call(payload: dict[str, Any], emit: object) -> dict[str, Any]:  # noqa: ARG001 - all tasks take it
+    """Compile the kernels of ``payload["call"]`` for ``payload["gpu"]``: the task of a worker process."""
+    from ..gpu.compile import read_resources
+
+    gpu = GpuSpec(**payload["gpu"])
+    compiled = []
+    try:
+        _, prepare = _plan_call(Explained(**payload["call"]), gpu, backward=payload["backward"])
+        for kernel in prepare():
+            found = read_resources(kernel.source, gpu.arch)
+            compiled.append({"kernel": kernel.source.name, **{name: getattr(found, name) for name in _RESOURCES}})
+    except CompileError as error:
+        return {"error": str(error).removesuffix(f"\nhint: {error.hint}"), "hint": error.hint}
+    return {"compiled": compiled}
