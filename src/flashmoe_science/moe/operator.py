@@ -298,7 +298,7 @@ class MoeOperator:
     def cpu_refusal(self, subject: str, case: MoeCase) -> str | None:
         """Return why Triton's interpreter cannot check ``case``, or None."""
         if subject == "fused_moe":
-            return "on CPU tensors it runs the reference, which would prove nothing: ask for a kernel by its name"
+            return "on CPU tensors it runs the reference, which would prove nothing: ask for grouped_triton"
         if case.problem.dtype == "bf16":
             return "Triton's interpreter multiplies bf16 wrongly"
         p = case.problem

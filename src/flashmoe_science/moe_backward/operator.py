@@ -124,7 +124,7 @@ class MoeBackwardOperator(MoeOperator):
     def cpu_refusal(self, subject: str, case: MoeCase) -> str | None:
         """Return why Triton's interpreter cannot check ``case``, or None."""
         if subject == "fused_moe_backward":
-            return "on CPU tensors it runs the reference, which would prove nothing: ask for a kernel by its name"
+            return "on CPU tensors it runs the reference, which would prove nothing: ask for moe_backward_triton"
         if subject == "moe_backward_gluon_sm90":
             return "Gluon has no interpreter"
         return super().cpu_refusal(subject, case)

@@ -95,7 +95,8 @@ def check_operator(suite: Suite, subject: Subject) -> None:
     if suite.operator == subject.operator:
         return
     beside = subject.folder / "suite.toml"
-    hint = "`flashmoe suites` lists the packaged suites; docs/suites.md says how to write one"
+    own = [name for name, path in list_suites().items() if operator_in(path) == subject.operator]
+    hint = f"--suite {' or '.join(own)}" if own else "docs/suites.md says how to write one"
     if beside.is_file() and beside.resolve() != suite.path.resolve():
         here = Path.cwd().resolve()
         found = beside.resolve()
