@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
 from flashmoe_science.gpu.specs import SPECS
-from flashmoe_science.moe import grouped_gluon_sm90, weights_gluon_sm90
+from flashmoe_science.moe import grouped_gluon_sm90, primitives_sm90, weights_gluon_sm90
 from flashmoe_science.moe.backward_plan import plan_backward
 from flashmoe_science.moe.prepare_backward import prepare_backward_kernels
 from flashmoe_science.moe.prepared import PreparedKernel
@@ -59,8 +59,11 @@ def walk(module: Any, kernel: PreparedKernel, memory: dict[int, int]) -> list[tu
             "slot_of": lambda i, stages: i % stages,
             "lap_of": lambda i, stages: i // stages,
             "_tokens": lambda *_: (None, None),
+            "wait_for_kernel_before": lambda: None,
             **dict.fromkeys(("_gather", "named_barrier", "mbarrier", "async_copy", "tma_load"), MagicMock()),
         }
+        for shared in (primitives_sm90.row_and_column_tile, primitives_sm90.draw_tile):
+            names[shared.fn.__name__] = types.FunctionType(shared.fn.__code__, {**shared.fn.__globals__, **names})
         types.FunctionType(source.__code__, {**source.__globals__, **numbers, **names})(a)
         assert published.pop() in ((0, 0, 0, -1), (0, -1, 0, 0)), "the end"
     return published
