@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from flashmoe_science.proof.evidence import GATE_NAMES, TreeState, read_record, 
 from flashmoe_science.proof.gates import chain, run, static
 from flashmoe_science.proof.gates.run import Run, passed
 from flashmoe_science.proof.operator import load_operator
-from flashmoe_science.proof.suites import check_operator, load_suite
 from flashmoe_science.proof.worker import TaskResult
 
 from .chain import (
@@ -110,15 +108,6 @@ def test_suite_of_another_operator_is_refused():
     other = replace(request.suite, operator="attention")
     with pytest.raises(SuiteError, match="suite made-up is of operator 'attention', and subject fake_attention of"):
         run_chain(replace(request, suite=other))
-
-
-def test_the_hint_names_the_suites_of_the_subjects_operator():
-    experts = replace(HONEST, name="fused_moe", operator="moe", folder=Path("/nowhere"))
-    with pytest.raises(
-        SuiteError, match="suite seed is of operator 'attention', and subject fused_moe of 'moe'"
-    ) as raised:
-        check_operator(load_suite("seed"), experts)
-    assert raised.value.hint == "--suite moe-decode or moe-prefill"
 
 
 def test_folder_is_told_relative_to_the_repository(tmp_path):

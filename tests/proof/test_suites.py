@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from flashmoe_science.errors import SuiteError
-from flashmoe_science.proof.suites import _SuiteFile, list_suites, load_suite
+from flashmoe_science.proof.subject import load_subject
+from flashmoe_science.proof.suites import _SuiteFile, check_operator, list_suites, load_suite
 from flashmoe_science.proof.toml_files import read_toml
 
 from .fake_operator import Problem
@@ -205,3 +206,12 @@ def test_a_suite_of_another_operator_is_refused_with_the_one_beside_the_subject(
     monkeypatch.setattr("sys.path", list(sys.path))
     assert cli.main([verb, "examples/rms_norm"]) == 2
     assert capsys.readouterr().err.endswith("\nhint: --suite examples/rms_norm/suite.toml\n")
+
+
+def test_the_hint_names_the_suites_of_the_subjects_operator():
+    experts = load_subject("fused_moe")
+    with pytest.raises(
+        SuiteError, match="suite seed is of operator 'attention', and subject fused_moe of 'moe'"
+    ) as raised:
+        check_operator(load_suite("seed"), experts)
+    assert raised.value.hint == "--suite moe-decode or moe-prefill"

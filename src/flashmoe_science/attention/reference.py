@@ -284,15 +284,9 @@ def attention_backward(
         chosen = {name: given[name][places[name]].to(dtype) for name in given}
         kept = _kept(q[b, mine, chunk], first_head=(first_sequence + b) * heads + h * group, first_row=first, **dropout)
         # K, V and a bias that all heads share have a second axis of one.
-        width = {
-            "q": group,
-            "k": 1,
-            "v": 1,
-            "sinks": group,
-            "bias": group if bias is not None and bias.shape[1] > 1 else 1,
-        }
+        shared = {"k", "v"} if bias is None or bias.shape[1] > 1 else {"k", "v", "bias"}
         found = _differentiate_rows(
-            {name: _grouped(tensor, width[name]) for name, tensor in chosen.items()},
+            {name: _grouped(tensor, 1 if name in shared else group) for name, tensor in chosen.items()},
             None if slopes is None else _grouped(slopes[b, mine].to(dtype), group),
             None if kept is None else _grouped(kept, group),
             _grouped(do[b, mine, chunk].to(dtype), group),
