@@ -44,9 +44,9 @@ Qwen3-30B-A3B 32768: 1.009x in 1 and 2; 1.341x in 4
 fine-grained 1024: 1.088x in 1 and 1; 5.010x in 1
 fine-grained 8192: 1.020x in 1 and 1; 1.510x in 8
 fine-grained 32768: 1.012x in 1 and 2; 1.510x in 8
-gpt-oss-120b 1024: 1.016x in 1 and 1; 1.516x in 1
-gpt-oss-120b 4096: 1.006x in 1 and 1; 1.272x in 2
-gpt-oss-120b 32768: 1.006x in 1 and 1; 1.094x in 6
+gpt-oss-120b, 1024: 1.005x in 1 and 1; 1.505x in 1
+gpt-oss-120b, 4096: 1.005x in 1 and 1; 1.272x in 2
+gpt-oss-120b, 32768: 1.005x in 1 and 1; 1.094x in 6
 narrow 262144: 1.509x in 1 and 4; 1.508x in 4
 narrower 32768: 3.030x in 1 and 4; 3.028x in 4
 """

@@ -153,3 +153,13 @@ def test_what_a_gpu_hands_out_after_poisoning_is_nan(count):
     poison_free_memory("cuda", 2 * count)
     for _ in range(3):
         assert torch.isnan(torch.empty(count, dtype=torch.float16, device="cuda")).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.unpoisoned
+def test_an_output_of_a_third_of_the_free_memory_is_poisoned_once():
+    """Eight blocks of it would be more than there is."""
+    torch.cuda.empty_cache()
+    count = torch.cuda.mem_get_info()[0] // 3
+    poison_free_memory("cuda", count)
+    assert (torch.empty(count, dtype=torch.uint8, device="cuda")[::4096] == NAN_BYTE).all()

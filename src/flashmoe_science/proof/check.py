@@ -74,6 +74,7 @@ def check_case(
     for name, tensor in inputs.items():
         # Through .data the version counter stands still: a cache keyed on it too is not warned.
         tensor.data.copy_(others[name])
+    del others
     truth = _Truth.of(operator, problem, inputs)
     second = run(call, inputs, truth, "new values at the same addresses")
 
@@ -279,13 +280,17 @@ def _synchronize(device: str) -> None:
 def poison_free_memory(device: str, *output_bytes: int) -> None:
     """Fill memory with NaN and give it back, so that what the subject allocates next holds NaN where it does not write.
 
-    The allocator hands out blocks by size: some of every size, and several of each output's own.
+    The allocator hands out blocks by size: some of every size, and several of each output's own; of large outputs as
+    many as half of a GPU's free memory holds, and one at least.
     """
+    own = [max(size, 512) for size in output_bytes]
+    several = 8
     if device == "cuda":
         # Blocks that held the right answer a moment ago go back to the driver: an unwritten tile must not inherit it.
         torch.cuda.empty_cache()
-    sizes = [512 << step for step in range(17)]  # 512 bytes to 32 MiB
-    sizes += [max(size, 512) for size in output_bytes for _ in range(8)]
+        free, _ = torch.cuda.mem_get_info()
+        several = max(1, min(several, free // 2 // max(sum(own), 1)))
+    sizes = [512 << step for step in range(17)] + several * own  # the first from 512 bytes to 32 MiB
     blocks = [torch.full((size,), NAN_BYTE, device=device, dtype=torch.uint8) for size in sizes]
     _synchronize(device)
     del blocks

@@ -54,6 +54,10 @@ ALIKE: dict[str, str] = {
     "870f5bd0c9250874dbb29c3d24a6fc8f0e1e92db376abe1913caef781fdbaac1": (
         "a warning of PyTorch about what is recorded is not shown"
     ),
+    "76bbb7038bea0a5a3ec9d58f3907e9518c498760d4a0e4ba611820bd6c29b768": (
+        "of outputs so large that half of a GPU's free memory does not hold eight of each, fewer are poisoned before a"
+        " call that is checked; no record before this had any"
+    ),
 }
 
 
