@@ -120,7 +120,12 @@ KERNELS: dict[str, tuple[str, frozenset[int], str]] = {
     "_combine_kernel": (MOE_ENDS, ALL, MOE),
     **dict.fromkeys(("_route_kernel", "_route_backward_kernel"), (MOE_ENDS, ALL, ROUTING)),
     **dict.fromkeys(
-        ("_activation_backward_kernel", "_weight_gradient_kernel", "_routing_gradient_kernel"),
+        (
+            "_activation_backward_kernel",
+            "_bias_gradient_kernel",
+            "_routing_gradient_kernel",
+            "_weight_gradient_kernel",
+        ),
         (MOE_BACKWARD_ROWS, ALL, MOE_BACKWARD),
     ),
     "_grouped_sm90_kernel": (MOE_HOPPER, HOPPER, ""),

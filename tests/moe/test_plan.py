@@ -228,7 +228,7 @@ def test_the_plan_of_gradients_makes_what_is_wanted():
     assert of_x.steps == (*sort, "dactivation", *("dx", "dcombine") * 4)  # nobody lends memory for all rows of dx
     assert of_x.spans[-2:] == ((1536, 512), (1536, 512))
     biases = plan_backward(kept, SPECS["H200"], ("w_gate_up", "bias_gate_up", "w_down"))
-    assert biases.steps[-2:] == ("ddown_sm90", "dgate_up")
+    assert biases.steps[-3:] == ("ddown_sm90", "dbias_gate_up", "dgate_up_sm90")
     assert plan_backward(with_tokens(30, keep_product=True), SPECS["H200"], ("x",)).steps[-2:] == ("dx", "dcombine")
     assert plan_backward(dataclasses.replace(kept, inter=767), SPECS["H200"], ("x",)).config == SMALL_BACKWARD
 

@@ -285,3 +285,17 @@ def test_differences_are_counted_by_answers():
         "1 of 1 answers differ, expected a difference up to 0.01, 0.0001"
     )
     assert arms.mismatch([ones], [answer], None) == "expected 2 tensors, got 1"
+
+
+def test_the_largest_error_is_that_of_any_part(monkeypatch):
+    """A tensor is compared part by part: what is wrong in the last one counts, and so does NaN in the first."""
+    monkeypatch.setattr(arms, "_ELEMENTS_AT_ONCE", 7)
+    answer = torch.randn(5, 9)
+    exact = answer.double()
+    assert arms.max_error(answer, exact) == 0.0
+    assert arms.max_error(answer.t(), exact.t().contiguous()) == 0.0
+    exact[4, 8] += 3
+    assert arms.max_error(answer, exact) == pytest.approx(3)
+    assert arms.mismatch([answer.double()], [exact], (2.9,)) != ""
+    exact[0, 0] = torch.nan
+    assert math.isnan(arms.max_error(answer, exact))

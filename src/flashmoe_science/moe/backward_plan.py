@@ -29,6 +29,7 @@ from .tiles import SMALL_BACKWARD, BackwardConfig, backward_rows
 GRADIENTS = ("x", "w_gate_up", "w_down", "topk_weights", "bias_gate_up", "bias_down")
 KERNELS = ("moe_backward_gluon_sm90", "moe_backward_triton")
 ROUTING_PAIRS, ROUTING_WARPS = 64, 4
+BIAS_PAIRS, BIAS_COLUMNS, BIAS_WARPS = 32, 128, 4  # 8 KB of 16-bit rows on their way in each program
 
 # What one launch leaves for the next, weighted activations and then rows of dx, lies in one buffer after the other, and
 # in parts: some columns of all rows, then what is made of them, then the next. The gradient of w_gate_up is made last,
@@ -96,6 +97,19 @@ def _lay_out(problem: MoeProblem, *, down: bool, x: bool, lent: int) -> tuple[li
     return of_down, of_x, 0 if need <= lent else need
 
 
+def _bias_steps(problem: MoeProblem, wanted: tuple[str, ...]) -> Steps:
+    """Return the sums of rows that are gradients of biases: a pass of its own, as the weights' is made by tiles."""
+    columns = {"bias_down": problem.hidden, "bias_gate_up": problem.columns_up}
+    return [
+        (
+            f"d{bias}",
+            planned("_bias_gradient_kernel", cdiv(columns[bias], BIAS_COLUMNS), BIAS_WARPS, problem.experts),
+        )
+        for bias in columns
+        if bias in wanted
+    ]
+
+
 def make_backward_plan(
     problem: MoeProblem, gpu: str, arch: int, config: BackwardConfig, wanted: tuple[str, ...], reason: str
 ) -> BackwardPlan:
@@ -111,8 +125,8 @@ def make_backward_plan(
         steps.append((step, launch))
         spans.append(span)
 
-    def add_weights(step: str, bias: str, rows: int, span: Span) -> None:
-        if hopper and bias not in wanted:  # only Triton's kernel sums rows for the bias beside
+    def add_weights(step: str, rows: int, span: Span) -> None:
+        if hopper:
             programs = hopper_plan.weight_programs(problem, hopper, rows, span[1])
             add(f"{step}_sm90", planned("_weights_sm90_kernel", programs, 12), span)
         else:
@@ -128,7 +142,7 @@ def make_backward_plan(
             blocks = tiles * cdiv(span[1], config.activation.block_n)
             add("dactivation", planned("_activation_backward_kernel", blocks, config.activation.num_warps), span)
         if down:
-            add_weights("ddown", "bias_down", problem.hidden, span)
+            add_weights("ddown", problem.hidden, span)
     if "topk_weights" in wanted:
         add("drouting", planned("_routing_gradient_kernel", cdiv(problem.pairs, ROUTING_PAIRS), ROUTING_WARPS))
     for span in of_x:
@@ -139,8 +153,10 @@ def make_backward_plan(
             add("dx", planned("_down_kernel", tiles * cdiv(span[1], config.x.block_n), config.x.num_warps), span)
         columns = cdiv(span[1], COMBINE_COLUMNS)
         add("dcombine", planned("_combine_kernel", problem.tokens, COMBINE_WARPS, columns), span)
+    for step, launch in _bias_steps(problem, wanted):
+        add(step, launch)
     if gate_up:  # the last: its memory is that of what comes before
-        add_weights("dgate_up", "bias_gate_up", problem.columns_up, (0, problem.hidden))
+        add_weights("dgate_up", problem.columns_up, (0, problem.hidden))
     refuse_large_grids(steps)
     what, launches = tuple(name for name, _ in steps), tuple(launch for _, launch in steps)
     name = "moe_backward_gluon_sm90" if hopper else "moe_backward_triton"

@@ -161,11 +161,9 @@ def _activation_backward_kernel(
 def _weight_gradient_kernel(
     a_ptr,  # [P, M], or with GATHER_A [T, M]
     b_ptr,  # [P, N], or with GATHER_B [T, N]
-    weights_ptr,  # [T, K]: rows of A count as much for the bias; None: they count 1
     order_ptr,  # [P] int32
     offsets_ptr,  # [E + 5] int32
     out_ptr,  # [E, M, N], rows STRIDE_OUT apart
-    bias_ptr,  # [E, M]: the sum of rows of A, or None
     TOPK: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     STRIDE_A: tl.constexpr, STRIDE_AM: tl.constexpr, STRIDE_B: tl.constexpr, STRIDE_BN: tl.constexpr,
     STRIDE_OUT: tl.constexpr,  # N, unless N are some columns of the gradient
@@ -187,12 +185,11 @@ def _weight_gradient_kernel(
     a_columns = wide_enough(offs_m, M, STRIDE_AM) * STRIDE_AM
     b_columns = wide_enough(offs_n, N, STRIDE_BN) * STRIDE_BN
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
     for start in tl.range(first, end, BLOCK_K, num_stages=NUM_STAGES):
         row = start + tl.arange(0, BLOCK_K)
         inside = row < end
         pair = row
-        if GATHER_A or GATHER_B or weights_ptr is not None:
+        if GATHER_A or GATHER_B:
             pair = tl.load(order_ptr + row, mask=inside, other=0)
         a_row = (pair // TOPK if GATHER_A else row).to(tl.int64)
         b_row = (pair // TOPK if GATHER_B else row).to(tl.int64)
@@ -201,17 +198,43 @@ def _weight_gradient_kernel(
         a = tl.load(a_at, mask=inside[:, None] & mask_m[None, :], other=0.0)  # [BLOCK_K, BLOCK_M]
         b = tl.load(b_at, mask=inside[:, None] & mask_n[None, :], other=0.0)  # [BLOCK_K, BLOCK_N]
         acc = tl.dot(tl.trans(a), b, acc, input_precision=PRECISION)
-        if bias_ptr is not None:
-            counted = a.to(tl.float32)
-            if weights_ptr is not None:
-                counted *= tl.load(weights_ptr + pair, mask=inside, other=0.0).to(tl.float32)[:, None]
-            total += tl.sum(counted, 0)
     kind = out_ptr.dtype.element_ty
     base = out_ptr + expert.to(tl.int64) * M * STRIDE_OUT
     at = base + offs_m.to(tl.int64)[:, None] * STRIDE_OUT + offs_n[None, :]
     tl.store(at, acc.to(kind), mask=mask_m[:, None] & mask_n[None, :])
-    if bias_ptr is not None:
-        tl.store(bias_ptr + expert.to(tl.int64) * M + offs_m, total.to(kind), mask=offs_m < tl.where(pid_n == 0, M, 0))
+
+
+@triton.jit
+def _bias_gradient_kernel(
+    rows_ptr,  # [P, N], or with GATHER [T, N]
+    weights_ptr,  # [T, K]: rows count as much; None: they count 1
+    order_ptr,  # [P] int32
+    offsets_ptr,  # [E + 5] int32
+    out_ptr,  # [E, N]
+    TOPK: tl.constexpr, N: tl.constexpr, GATHER: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
+):  # fmt: skip
+    """Sum one expert's rows. Grid: (tiles of N, E)."""
+    if DEPENDENT_LAUNCH:
+        gdc_wait()
+        gdc_launch_dependents()
+    expert = tl.program_id(1)
+    offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask_n = offs_n < N
+    first, end = tl.load(offsets_ptr + expert), tl.load(offsets_ptr + expert + 1)
+    total = tl.zeros([BLOCK_P, BLOCK_N], tl.float32)
+    for start in tl.range(first, end, BLOCK_P):
+        row = start + tl.arange(0, BLOCK_P)
+        inside = row < end
+        pair = row
+        if GATHER or weights_ptr is not None:
+            pair = tl.load(order_ptr + row, mask=inside, other=0)
+        at = rows_ptr + (pair // TOPK if GATHER else row).to(tl.int64)[:, None] * N + offs_n[None, :]
+        found = tl.load(at, mask=inside[:, None] & mask_n[None, :], other=0.0).to(tl.float32)
+        if weights_ptr is not None:
+            found *= tl.load(weights_ptr + pair, mask=inside, other=0.0).to(tl.float32)[:, None]
+        total += found
+    tl.store(out_ptr + expert.to(tl.int64) * N + offs_n, tl.sum(total, 0).to(out_ptr.dtype.element_ty), mask=mask_n)
 
 
 @triton.jit

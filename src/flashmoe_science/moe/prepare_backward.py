@@ -5,12 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from . import prepare_sm90
-from .backward_plan import ROUTING_PAIRS, BackwardPlan, Span, column_sums
-from .backward_triton import _activation_backward_kernel, _routing_gradient_kernel, _weight_gradient_kernel
+from .backward_plan import BIAS_COLUMNS, BIAS_PAIRS, ROUTING_PAIRS, BackwardPlan, Span, column_sums
+from .backward_triton import (
+    _activation_backward_kernel,
+    _bias_gradient_kernel,
+    _routing_gradient_kernel,
+    _weight_gradient_kernel,
+)
 from .combine_triton import _combine_kernel
 from .grouped_triton import _down_kernel
 from .plan import COMBINE_COLUMNS, COMBINE_UNROLL, MoePlan, next_power
-from .prepare import MAKERS, activation, prepared_kernel, strides
+from .prepare import MAKERS, PRECISION_OF_FP32, activation, prepared_kernel, strides
 from .prepared import PreparedKernel, within
 from .problem import MoeProblem
 from .tiles import BackwardConfig, Tile
@@ -41,7 +46,7 @@ def _tile(problem: MoeProblem, config: BackwardConfig, tile: Tile, block_m: int)
         "BLOCK_N": tile.block_n,
         "BLOCK_K": tile.block_k,
         "GROUP_M": config.group_m,
-        "PRECISION": "ieee" if problem.dtype == "fp32" else "tf32",  # only fp32 operands read it
+        "PRECISION": PRECISION_OF_FP32 if problem.dtype == "fp32" else "tf32",  # only fp32 operands read it
         "NUM_STAGES": tile.num_stages,
     }
 
@@ -147,16 +152,14 @@ def _dcombine(plan: MoePlan, grid: _Grid, warps: int, span: Span) -> PreparedKer
 
 
 def _dgate_up(plan: MoePlan, grid: _Grid, warps: int, _span: Span) -> PreparedKernel:
-    problem, config, wanted = _of(plan)
+    problem, config, _ = _of(plan)
     kind = f"*{problem.dtype}"
     pointers: _Pointers = {
         "a_ptr": (kind, "dproduct"),
         "b_ptr": (kind, "x"),
-        "weights_ptr": None,
         "order_ptr": ("*i32", "order_ptr"),
         "offsets_ptr": ("*i32", "offsets_ptr"),
         "out_ptr": (kind, "d_w_gate_up"),
-        "bias_ptr": (kind, "d_bias_gate_up") if "bias_gate_up" in wanted else None,
     }
     constants = {
         "TOPK": problem.top_k,
@@ -175,16 +178,14 @@ def _dgate_up(plan: MoePlan, grid: _Grid, warps: int, _span: Span) -> PreparedKe
 
 
 def _ddown(plan: MoePlan, grid: _Grid, warps: int, span: Span) -> PreparedKernel:
-    problem, config, wanted = _of(plan)
-    kind, bias = f"*{problem.dtype}", "bias_down" in wanted and span[0] == 0  # rows of A are those of each span
+    problem, config, _ = _of(plan)
+    kind = f"*{problem.dtype}"
     pointers: _Pointers = {
         "a_ptr": (kind, "do"),
         "b_ptr": (kind, "scratch"),
-        "weights_ptr": (f"*{problem.weights_dtype}", "topk_weights") if bias else None,
         "order_ptr": ("*i32", "order_ptr"),
         "offsets_ptr": ("*i32", "offsets_ptr"),
         "out_ptr": (kind, within("d_w_down", span[0] * problem.item_bytes)),
-        "bias_ptr": (kind, "d_bias_down") if bias else None,
     }
     constants = {
         "TOPK": problem.top_k,
@@ -200,6 +201,35 @@ def _ddown(plan: MoePlan, grid: _Grid, warps: int, span: Span) -> PreparedKernel
     stages = config.weights.num_stages
     aligned = ("a_ptr", "b_ptr")
     return prepared_kernel(_weight_gradient_kernel, plan, grid, warps, pointers, {}, constants, stages, aligned)
+
+
+def _dbias_gate_up(plan: MoePlan, grid: _Grid, warps: int, _span: Span) -> PreparedKernel:
+    return _dbias(plan, grid, warps, "bias_gate_up")
+
+
+def _dbias_down(plan: MoePlan, grid: _Grid, warps: int, _span: Span) -> PreparedKernel:
+    return _dbias(plan, grid, warps, "bias_down")
+
+
+def _dbias(plan: MoePlan, grid: _Grid, warps: int, bias: str) -> PreparedKernel:
+    """Return the sum of an expert's rows: of the first product's gradient, or of dO by the routing's weights."""
+    problem, down = plan.problem, bias == "bias_down"
+    kind = f"*{problem.dtype}"
+    pointers: _Pointers = {
+        "rows_ptr": (kind, "do" if down else "dproduct"),
+        "weights_ptr": (f"*{problem.weights_dtype}", "topk_weights") if down else None,
+        "order_ptr": ("*i32", "order_ptr"),
+        "offsets_ptr": ("*i32", "offsets_ptr"),
+        "out_ptr": (kind, f"d_{bias}"),
+    }
+    constants = {
+        "TOPK": problem.top_k,
+        "N": problem.hidden if down else problem.columns_up,
+        "GATHER": down,
+        "BLOCK_P": BIAS_PAIRS,
+        "BLOCK_N": BIAS_COLUMNS,
+    }
+    return prepared_kernel(_bias_gradient_kernel, plan, grid, warps, pointers, {}, constants)
 
 
 def _dactivation_sm90(plan: MoePlan, grid: _Grid, _warps: int, span: Span) -> PreparedKernel:
@@ -229,4 +259,6 @@ _MAKERS = {
     "dcombine": _dcombine,
     "dgate_up": _dgate_up,
     "ddown": _ddown,
+    "dbias_gate_up": _dbias_gate_up,
+    "dbias_down": _dbias_down,
 }

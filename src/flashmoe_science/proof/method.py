@@ -58,6 +58,9 @@ ALIKE: dict[str, str] = {
         "of outputs so large that half of a GPU's free memory does not hold eight of each, fewer are poisoned before a"
         " call that is checked; no record before this had any"
     ),
+    "6e4b64e8b8dec77f6e5b331a04d8fbb5f370b6dce975abecba45d41b4b0404e0": (
+        "the largest error of an answer is found part by part: the same number, with less memory"
+    ),
 }
 
 
