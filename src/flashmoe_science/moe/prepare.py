@@ -33,11 +33,6 @@ from .problem import MoeProblem, columns_up
 from .sort_triton import _count_kernel, _place_kernel, _sort_few_kernel, _sum_chunks_kernel
 from .tiles import BackwardConfig, GemvConfig, Tile, TileConfig
 
-# Three parts in bf16 hold an fp32 number, and six products of them all but what lies below 2^-24 of theirs; Triton sums
-# each step of a reduction apart. With "ieee" all steps are one chain of multiply-adds: up to 1.7 times the error that
-# the rule allows, of 256 and 384 terms (H200).
-PRECISION_OF_FP32 = "bf16x6"
-
 _OURS = frozenset(
     (
         "h_ptr",
@@ -176,6 +171,18 @@ def strides(prefix: str, axes: Sequence[str], values: tuple[int, ...]) -> dict[s
     return {f"STRIDE_{prefix}{axis}": stride for axis, stride in zip(axes, values, strict=True)}
 
 
+def precision(plan: MoePlan) -> dict[str, str]:
+    """Return how fp32 is multiplied; other operands do not read it.
+
+    Three parts in bf16 hold an fp32 number, and six products of them all but what lies below 2^-24 of theirs; Triton
+    sums each step of a reduction apart. With "ieee" all steps are one chain of multiply-adds: up to 1.7 times the error
+    that the rule allows, of 256 and 384 terms (H200). Triton's interpreter has no products of parts.
+    """
+    if plan.problem.dtype != "fp32":
+        return {"PRECISION": "tf32"}
+    return {"PRECISION": "bf16x6" if plan.arch else "ieee"}
+
+
 def _product(problem: MoeProblem, config: TileConfig, tile: Tile, rows: str) -> dict[str, Any]:
     """Return the constants that both products have."""
     few = rows == "few"
@@ -192,7 +199,6 @@ def _product(problem: MoeProblem, config: TileConfig, tile: Tile, rows: str) -> 
         "BLOCK_K": tile.block_k,
         "GROUP_M": config.group_m,
         "SWAP": tile.swap,
-        "PRECISION": PRECISION_OF_FP32 if problem.dtype == "fp32" else "tf32",  # only fp32 operands read it
         "NUM_STAGES": tile.num_stages,
     }
 
@@ -228,6 +234,7 @@ def _up(plan: MoePlan, grid: tuple[int, int, int], warps: int, *, shared: bool =
     }
     constants = {
         **_product(problem, config, config.up, rows),
+        **precision(plan),
         "COLUMNS": problem.columns_up,
         **strides("X", "TK", problem.x_strides),
         **strides("W", "ENK", problem.gate_up_strides),
@@ -249,6 +256,7 @@ def _down(plan: MoePlan, grid: tuple[int, int, int], warps: int, *, shared: bool
     }
     constants = {
         **_product(problem, config, config.down, rows),
+        **precision(plan),
         **strides("W", "ENK", problem.down_strides),
     }
     stages = config.down.num_stages

@@ -15,7 +15,7 @@ from .backward_triton import (
 from .combine_triton import _combine_kernel
 from .grouped_triton import _down_kernel
 from .plan import COMBINE_COLUMNS, COMBINE_UNROLL, MoePlan, next_power
-from .prepare import MAKERS, PRECISION_OF_FP32, activation, prepared_kernel, strides
+from .prepare import MAKERS, activation, precision, prepared_kernel, strides
 from .prepared import PreparedKernel, within
 from .problem import MoeProblem
 from .tiles import BackwardConfig, Tile
@@ -40,14 +40,14 @@ def _of(plan: MoePlan) -> tuple[MoeProblem, BackwardConfig, tuple[str, ...]]:
     return plan.problem, plan.config, plan.wanted
 
 
-def _tile(problem: MoeProblem, config: BackwardConfig, tile: Tile, block_m: int) -> dict[str, Any]:
+def _tile(plan: MoePlan, config: BackwardConfig, tile: Tile, block_m: int) -> dict[str, Any]:
     return {
         "BLOCK_M": block_m,
         "BLOCK_N": tile.block_n,
         "BLOCK_K": tile.block_k,
         "GROUP_M": config.group_m,
-        "PRECISION": PRECISION_OF_FP32 if problem.dtype == "fp32" else "tf32",  # only fp32 operands read it
         "NUM_STAGES": tile.num_stages,
+        **precision(plan),
     }
 
 
@@ -79,7 +79,7 @@ def _dactivation(plan: MoePlan, grid: _Grid, warps: int, span: Span) -> Prepared
         "WH_COLUMNS": span[1],
         **strides("W", "ENK", problem.down_strides),
         **activation(problem),
-        **_tile(problem, config, config.activation, config.block_m),
+        **_tile(plan, config, config.activation, config.block_m),
     }
     scalars = {"first_tile": span[0] // config.activation.block_n}
     stages = config.activation.num_stages
@@ -122,7 +122,7 @@ def _dx(plan: MoePlan, grid: _Grid, warps: int, span: Span) -> PreparedKernel:
         "BY_EXPERT": False,
         "BLOCK_P": 16,
         "SWAP": False,
-        **_tile(problem, config, config.x, config.block_m),
+        **_tile(plan, config, config.x, config.block_m),
     }
     scalars = {"tokens": problem.tokens}
     return prepared_kernel(_down_kernel, plan, grid, warps, pointers, scalars, constants, config.x.num_stages)
@@ -170,7 +170,7 @@ def _dgate_up(plan: MoePlan, grid: _Grid, warps: int, _span: Span) -> PreparedKe
         "STRIDE_OUT": problem.hidden,
         "GATHER_A": False,
         "GATHER_B": True,
-        **_tile(problem, config, config.weights, config.weights_m),
+        **_tile(plan, config, config.weights, config.weights_m),
     }
     aligned = ("a_ptr", *(("b_ptr",) if problem.pointer_alignment >= 16 else ()))
     stages = config.weights.num_stages
@@ -196,7 +196,7 @@ def _ddown(plan: MoePlan, grid: _Grid, warps: int, span: Span) -> PreparedKernel
         "STRIDE_OUT": problem.inter,
         "GATHER_A": True,
         "GATHER_B": False,
-        **_tile(problem, config, config.weights, config.weights_m),
+        **_tile(plan, config, config.weights, config.weights_m),
     }
     stages = config.weights.num_stages
     aligned = ("a_ptr", "b_ptr")
