@@ -3,7 +3,7 @@
 Whole calls in a CUDA graph of 24, over eight draws of routing, so that weights come from memory; the median of 15 replays
 of all arms in random order. First each arm's answer, over memory full of NaN, against fp64. An arm that is slower than
 the first in one case may win in another: the table has all of them. Floor: bytes of the active experts' weights by the
-rate of a copy of 2 GiB, in the same run.
+rate of a copy of 2 GiB, in the same run. With "shared" after the model it has DeepSeek-V3's shared expert, whose tiles vary.
 """
 
 import concurrent.futures
@@ -31,6 +31,7 @@ MODELS = {
     "olmoe": (64, 8, 2048, 1024),
     "fine": (128, 8, 4096, 512),
     "deepseek": (32, 8, 7168, 2048),
+    "deepseek shared": (32, 8, 7168, 2048),
     "gpt-oss": (128, 4, 2880, 2880),
 }
 # fmt: off
@@ -41,8 +42,27 @@ FEW_DOWN = [(64, 128, 4, 4), (32, 128, 4, 4), (32, 128, 4, 5), (32, 256, 4, 3), 
 MANY = [(16, (32, 128, 4, 4), (64, 128, 4, 4)), (32, (32, 128, 4, 4), (64, 128, 4, 4)), (64, (64, 64, 4, 4), (128, 64, 4, 4)), (64, (64, 64, 4, 5), (128, 64, 4, 5)), (64, (32, 128, 4, 4), (64, 128, 4, 4)), (128, (64, 64, 4, 4), (128, 64, 4, 4)), (128, (128, 64, 8, 4), (256, 64, 8, 4)), (128, (64, 64, 8, 4), (128, 64, 8, 4))]
 
 
-def arms_of(tokens, pairs):
-    """Return configurations; the two products of a few tokens are varied one at a time."""
+# Shared experts of 128 rows: rows, then the tiles of both products; the first is what the plan takes.
+SHARED = [(128, (128, 64, 8, 4), (256, 64, 8, 4)), (64, (64, 64, 4, 4), (128, 64, 4, 4)), (128, (64, 64, 8, 4), (128, 64, 8, 4)), (128, (32, 64, 8, 5), (64, 64, 8, 5)), (64, (32, 128, 4, 4), (64, 128, 4, 4)), (128, (32, 128, 8, 3), (64, 128, 8, 3)), (64, (32, 64, 4, 6), (64, 64, 4, 6)), (128, (16, 128, 8, 4), (64, 128, 8, 3))]
+# A few tokens of few experts: one expert can have more rows than the 1.5 times the average that the plan has room for.
+SKEWED = [(16, FEW[0], FEW_DOWN[0]), (32, FEW[0], FEW_DOWN[0]), (32, (16, 128, 4, 4), (64, 128, 4, 4)), (32, (32, 128, 4, 3), (64, 128, 4, 3)), (32, (16, 256, 4, 4), (32, 256, 4, 4)), (64, (64, 64, 4, 4), (128, 64, 4, 4)), (64, (32, 128, 4, 4), (64, 128, 4, 4)), (64, (32, 64, 4, 5), (64, 64, 4, 5))]
+
+
+def tiles(config):
+    return TileConfig(config[0], Tile(*config[1]), Tile(*config[2]))
+
+
+def arms_of(model, tokens, pairs):
+    """Return configurations, of routed and of shared experts; the two products of a few tokens are varied one at a time."""
+    if "shared" in model:
+        here = [HopperConfig(), tiles(MANY[2]), tiles(MANY[6])]
+        return [(here[0], tiles(c)) for c in SHARED] + [(c, tiles(SHARED[1])) for c in here[1:]]
+    if model == "mixtral" and tokens in (32, 64):
+        return [(tiles(c), None) for c in SKEWED]
+    return [(config, None) for config in routed_arms_of(tokens, pairs)]
+
+
+def routed_arms_of(tokens, pairs):
     if tokens == 1:
         return [GemvConfig(Gemv(*u), Gemv(*d)) for u in UPS for d in DOWNS]
     if pairs <= planning.MAX_FEW_PAIRS:
@@ -50,7 +70,7 @@ def arms_of(tokens, pairs):
     return [TileConfig(m, Tile(*u), Tile(*d)) for m, u, d in MANY] + [HopperConfig()]
 
 
-CASES = [(m, 1, "") for m in MODELS] + [("mixtral", 64, ""), ("mixtral", 128, ""), ("mixtral", 128, "zipf"), ("deepseek", 64, ""), ("deepseek", 128, ""), ("deepseek", 128, "zipf"), ("olmoe", 128, "zipf"), ("olmoe", 256, ""), ("qwen3", 256, ""), ("qwen3", 512, "")]
+CASES = [("deepseek shared", 128, ""), ("deepseek shared", 128, "zipf"), ("deepseek shared", 256, ""), ("mixtral", 32, "zipf"), ("mixtral", 32, ""), ("mixtral", 64, ""), ("mixtral", 64, "zipf"), ("olmoe", 256, "")]
 
 
 def kernel_name(config, pairs):
@@ -61,7 +81,12 @@ def kernel_name(config, pairs):
     return "few_triton" if pairs <= planning.MAX_FEW_PAIRS else "grouped_triton"
 
 
-def describe(config):
+def describe(arm):
+    config, shared = arm
+    return describe_one(config) + (f", shared {describe_one(shared)}" if shared else "")
+
+
+def describe_one(config):
     if isinstance(config, HopperConfig):
         return "hopper"
     rows = f"{config.block_m}: " if isinstance(config, TileConfig) else ""
@@ -70,12 +95,12 @@ def describe(config):
 
 def problem_of(model, tokens):
     e, k, h, i = MODELS[model]
-    return MoeProblem(tokens, e, k, h, i, "bf16")
+    return MoeProblem(tokens, e, k, h, i, "bf16", **({"shared_experts": 1, "shared_inter": i} if "shared" in model else {}))
 
 
-def plan_of(problem, config):
-    gpu = gpu_of(torch.empty(0, device="cuda"))
-    return make_plan(problem, gpu.name, gpu.arch, kernel_name(config, problem.pairs), config, None, "lab")
+def plan_of(problem, arm):
+    gpu, (config, shared) = gpu_of(torch.empty(0, device="cuda")), arm
+    return make_plan(problem, gpu.name, gpu.arch, kernel_name(config, problem.pairs), config, shared, "lab")
 
 
 def launches_of(problem, config):
@@ -145,7 +170,7 @@ def replay_us(graph, count):
 
 def main():
     begin = time.perf_counter()
-    jobs = [(m, t, c) for m, t, _ in CASES for c in arms_of(t, problem_of(m, t).pairs)]
+    jobs = [(m, t, c) for m, t, _ in CASES for c in arms_of(m, t, problem_of(m, t).pairs)]
     failed = set()
     with concurrent.futures.ProcessPoolExecutor(15, mp_context=multiprocessing.get_context("spawn")) as pool:
         for job, said in zip(jobs, pool.map(compile_one, jobs)):
@@ -178,12 +203,16 @@ def main():
         e, k, h, i = MODELS[model]
         g = torch.Generator("cuda").manual_seed(0)
         weights = {"w_gate_up": torch.randn(e, 2 * i, h, generator=g, device="cuda", dtype=torch.bfloat16).mul_(h**-0.5), "w_down": torch.randn(e, h, i, generator=g, device="cuda", dtype=torch.bfloat16).mul_(i**-0.5)}
+        of_shared = {}
+        if problem.shared_experts:
+            weights |= {"shared_gate_up": weights["w_gate_up"][:1].clone(), "shared_down": weights["w_down"][:1].clone()}
+            of_shared = {name: weights[name] for name in ("shared_gate_up", "shared_down")}
         draws = [draw(model, tokens, routing, seed) for seed in range(8)]
         active = statistics.mean(len(d["topk_ids"].unique()) for d in draws)
-        floor = active * 6 * h * i / rate / 1e6
-        exact = reference.fused_moe(draws[0]["x"], weights["w_gate_up"], weights["w_down"], draws[0]["topk_weights"], draws[0]["topk_ids"], dtype=torch.float64)
+        floor = (active + problem.shared_experts) * 6 * h * i / rate / 1e6
+        exact = reference.fused_moe(draws[0]["x"], weights["w_gate_up"], weights["w_down"], draws[0]["topk_weights"], draws[0]["topk_ids"], **of_shared, dtype=torch.float64)
         arms = {}
-        for config in arms_of(tokens, problem.pairs):
+        for config in arms_of(model, tokens, problem.pairs):
             name = describe(config)
             if (model, tokens, name) in failed:
                 continue
