@@ -63,6 +63,8 @@ def test_the_rough_model_is_within_twice_what_was_measured(path):
         return
     assert run is not None
     for gate, seconds in run.gpu_seconds.items():
+        if gate == "quick" and len(record.baselines) > 1 and path.name < "20261122T21":
+            continue  # it timed all baselines then
         assert 0.5 < model_seconds(gate, run.size) / seconds < 2, gate
 
 

@@ -106,6 +106,14 @@ def test_quick_takes_five_rounds_in_one_process_and_leaves_no_times(gpu):
     assert record.cases[0].rounds == []
 
 
+def test_quick_times_the_first_baseline_alone(gpu):
+    prove(baselines=("sdpa", "picky"))
+    quick, *bench = (payload["baselines"] for name, payload in gpu.calls if name == "measure")
+    assert quick == ["sdpa"]
+    assert bench
+    assert all(baselines == ["sdpa", "picky"] for baselines in bench)
+
+
 def test_impossible_time_fails_gate_quick(gpu):
     gpu.seconds = {"fake_attention": 1e-6, "sdpa": 2e-6}
     problem = Problem(1, 16, 8192, 64)  # 2.7e11 operations: 253 us at 1.07e15 a second

@@ -165,6 +165,8 @@ def model_seconds(gate: GateName, size: RunSize) -> float:
     """Return how long ``gate`` holds a GPU by the rough model."""
     if size.cases == 0 or gate not in size.gates:
         return 0.0
+    if gate == "quick":  # subject, first baseline, control
+        size = replace(size, arms=min(size.arms, 3))
     process = _START + min(size.kinds, size.cases) * size.arms * _KIND_OF_ARM
     if gate == "launch":
         return process + size.cases * size.arms * _LAUNCH_OF_ARM

@@ -31,7 +31,8 @@ def measure_quickly(run: Run) -> Outcome:
     cases: list[dict[str, Any]] = []
     # Whether the work is ordered with the caller's stream is for the gate bench to say.
     step = _Step(settings, 0, [kind], run.todo, done=0, total=len(run.todo), check_stream=False)
-    result, under_way = _measure(run, step, cases.append, timeout_s=run.subject.limits.quick_s)
+    first = run.request.baselines[:1]  # what was expected is over the first
+    result, under_way = _measure(run, step, cases.append, first, timeout_s=run.subject.limits.quick_s)
     seconds = result.seconds
     if not result.ok:
         hint, tail = run.explain_crash(result, "quick_s")
@@ -102,7 +103,8 @@ def measure_fully(run: Run) -> Outcome:
             add_measured(run, case, process)
             run.save()
 
-        result, under_way = _measure(run, step, on_case, timeout_s=run.subject.limits.bench_s)
+        limit = run.subject.limits.bench_s
+        result, under_way = _measure(run, step, on_case, run.request.baselines, timeout_s=limit)
         gpu_seconds += result.seconds
         if not result.ok:
             hint, tail = run.explain_crash(result, "bench_s")
@@ -185,7 +187,7 @@ def _steps(
 
 
 def _measure(
-    run: Run, step: _Step, on_case: Callable[[dict[str, Any]], None], *, timeout_s: float
+    run: Run, step: _Step, on_case: Callable[[dict[str, Any]], None], baselines: Sequence[str], *, timeout_s: float
 ) -> tuple[TaskResult, str]:
     """Run one measuring process; return how it ended, and the case that was under way then."""
     finished, under_way = step.done, ""
@@ -205,6 +207,7 @@ def _measure(
         process=step.process,
         times=list(step.times),
         check_stream=step.check_stream,
+        baselines=list(baselines),
     )
     result = run.run_task("gpu_tasks:measure", payload, timeout_s=timeout_s, on_event=on_event)
     return result, under_way
