@@ -1,4 +1,4 @@
-"""Tiles of the kernels of few tokens, on one GPU: decode_tiles.py.
+"""Tiles of the kernels of few tokens, on one GPU: decode_tiles.py [few|skewed].
 
 Whole calls in a CUDA graph of 24, over eight draws of routing, so that weights come from memory; the median of 15 replays
 of all arms in random order. First each arm's answer, over memory full of NaN, against fp64. An arm that is slower than
@@ -57,7 +57,7 @@ def arms_of(model, tokens, pairs):
     if "shared" in model:
         here = [HopperConfig(), tiles(MANY[2]), tiles(MANY[6])]
         return [(here[0], tiles(c)) for c in SHARED] + [(c, tiles(SHARED[1])) for c in here[1:]]
-    if model == "mixtral" and tokens in (32, 64):
+    if CASES is SKEWED_CASES and model == "mixtral":
         return [(tiles(c), None) for c in SKEWED]
     return [(config, None) for config in routed_arms_of(tokens, pairs)]
 
@@ -70,7 +70,9 @@ def routed_arms_of(tokens, pairs):
     return [TileConfig(m, Tile(*u), Tile(*d)) for m, u, d in MANY] + [HopperConfig()]
 
 
-CASES = [("deepseek shared", 128, ""), ("deepseek shared", 128, "zipf"), ("deepseek shared", 256, ""), ("mixtral", 32, "zipf"), ("mixtral", 32, ""), ("mixtral", 64, ""), ("mixtral", 64, "zipf"), ("olmoe", 256, "")]
+FEW_CASES = [(m, 1, "") for m in MODELS if "shared" not in m] + [("mixtral", 64, ""), ("mixtral", 128, ""), ("mixtral", 128, "zipf"), ("deepseek", 64, ""), ("deepseek", 128, ""), ("deepseek", 128, "zipf"), ("olmoe", 128, "zipf"), ("olmoe", 256, ""), ("qwen3", 256, ""), ("qwen3", 512, "")]
+SKEWED_CASES = [("deepseek shared", 128, ""), ("deepseek shared", 128, "zipf"), ("deepseek shared", 256, ""), ("mixtral", 32, "zipf"), ("mixtral", 32, ""), ("mixtral", 64, ""), ("mixtral", 64, "zipf"), ("olmoe", 256, "")]
+CASES = {"few": FEW_CASES, "skewed": SKEWED_CASES}[sys.argv[1] if len(sys.argv) > 1 else "few"]
 
 
 def kernel_name(config, pairs):

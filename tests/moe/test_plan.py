@@ -173,7 +173,7 @@ def test_hopper_has_a_kernel_of_its_own_for_many_rows():
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"tokens": 511}, "31.9 rows an expert are few for tiles of 128 rows"),
+        ({"tokens": 511}, "fewer than 32 rows an expert, for tiles of 128"),
         ({"dtype": "fp32"}, "it multiplies fp16 and bf16, got fp32"),
         ({"gate_up_strides": (2048 * 1536, 1, 1536)}, "must have stride 1"),
         ({"pointer_alignment": 8}, "multiples of 16 bytes"),

@@ -224,6 +224,24 @@ def test_every_tile_of_gradients_compiles(arch, item_bytes, config, way):
         assert [name for name, _ in kernel.source.signature] == given
         if item_bytes == 2 and kernel.source.name in ("_activation_backward_kernel", "_weight_gradient_kernel"):
             assert any("MMA" in opcode for opcode in found.instructions), "the matrix units are not used"
+        if step.startswith("dbias"):
+            ptx = compile_kernel(kernel.source, arch).asm["ptx"]
+            assert "cp.async.cg.shared.global" in ptx, "rows are not copied ahead, 16 bytes at a time"
+
+
+@pytest.mark.parametrize("arch", [80, 89, 90, 100, 120])
+def test_fp32_is_multiplied_as_three_parts_in_bf16(arch):
+    problem = MoeProblem(tokens=700, dtype="fp32", **WAYS["plain"], keep_product=True)
+    spec = SPECS[GPUS[arch]]
+    kernels = [*prepare_moe_kernels(plan_moe(problem, spec))]
+    kernels += prepare_backward_kernels(plan_backward(problem, spec, GRADIENTS[:4]))
+    products = [kernel.source for kernel in kernels if "PRECISION" in dict(kernel.source.constants)]
+    assert len(products) == 6
+    for source in products:
+        assert dict(source.constants)["PRECISION"] == "bf16x6"
+        ptx = compile_kernel(source, arch).asm["ptx"]
+        assert ".bf16.bf16" in ptx, source.name
+        assert "tf32" not in ptx, source.name
 
 
 def accesses(source: KernelSource, arch: int, loaded: str, stored: str) -> str:

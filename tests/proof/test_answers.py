@@ -299,3 +299,5 @@ def test_the_largest_error_is_that_of_any_part(monkeypatch):
     assert arms.mismatch([answer.double()], [exact], (2.9,)) != ""
     exact[0, 0] = torch.nan
     assert math.isnan(arms.max_error(answer, exact))
+    with pytest.raises(ValueError, match=r"expected shape \[9, 5\], got \[5, 9\]"):
+        arms.max_error(answer, exact.t())

@@ -8,7 +8,14 @@ import pytest
 import torch
 
 from flashmoe_science.errors import ProofError
-from flashmoe_science.proof.check import NAN_BYTE, PoisonFreshMemory, WrongResultError, check_case, poison_free_memory
+from flashmoe_science.proof.check import (
+    NAN_BYTE,
+    PoisonFreshMemory,
+    WrongResultError,
+    check_case,
+    poison_free_memory,
+    poisoned_blocks,
+)
 from tests.proof.fake_operator import OPERATOR, FakeOperator, Problem, attend
 
 SHORT = Problem(1, 2, 33, 16)
@@ -153,6 +160,10 @@ def test_what_a_gpu_hands_out_after_poisoning_is_nan(count):
     poison_free_memory("cuda", 2 * count)
     for _ in range(3):
         assert torch.isnan(torch.empty(count, dtype=torch.float16, device="cuda")).all()
+
+
+def test_eight_blocks_of_an_output_are_poisoned_where_half_of_the_room_holds_them():
+    assert [poisoned_blocks(size, 1600) for size in (1, 100, 101, 400, 800, 801, 10**6)] == [8, 8, 7, 2, 1, 1, 1]
 
 
 @pytest.mark.gpu

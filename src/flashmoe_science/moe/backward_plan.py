@@ -29,7 +29,8 @@ from .tiles import SMALL_BACKWARD, BackwardConfig, backward_rows
 GRADIENTS = ("x", "w_gate_up", "w_down", "topk_weights", "bias_gate_up", "bias_down")
 KERNELS = ("moe_backward_gluon_sm90", "moe_backward_triton")
 ROUTING_PAIRS, ROUTING_WARPS = 64, 4
-BIAS_PAIRS, BIAS_COLUMNS, BIAS_WARPS = 32, 128, 4  # 8 KB of 16-bit rows on their way in each program
+# Three times 8 KB of 16-bit rows on their way in each program: one walks over all rows of its expert, however many.
+BIAS_PAIRS, BIAS_COLUMNS, BIAS_WARPS, BIAS_STAGES = 32, 128, 4, 4
 
 # What one launch leaves for the next, weighted activations and then rows of dx, lies in one buffer after the other, and
 # in parts: some columns of all rows, then what is made of them, then the next. The gradient of w_gate_up is made last,
@@ -98,7 +99,7 @@ def _lay_out(problem: MoeProblem, *, down: bool, x: bool, lent: int) -> tuple[li
 
 
 def _bias_steps(problem: MoeProblem, wanted: tuple[str, ...]) -> Steps:
-    """Return the sums of rows that are gradients of biases: a pass of its own, as the weights' is made by tiles."""
+    """Return the sums of rows that are gradients of biases: Hopper's kernel for the weights never sees a row whole."""
     columns = {"bias_down": problem.hidden, "bias_gate_up": problem.columns_up}
     return [
         (

@@ -212,7 +212,7 @@ def _bias_gradient_kernel(
     offsets_ptr,  # [E + 5] int32
     out_ptr,  # [E, N]
     TOPK: tl.constexpr, N: tl.constexpr, GATHER: tl.constexpr,
-    BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
 ):  # fmt: skip
     """Sum one expert's rows. Grid: (tiles of N, E)."""
     if DEPENDENT_LAUNCH:
@@ -223,7 +223,7 @@ def _bias_gradient_kernel(
     mask_n = offs_n < N
     first, end = tl.load(offsets_ptr + expert), tl.load(offsets_ptr + expert + 1)
     total = tl.zeros([BLOCK_P, BLOCK_N], tl.float32)
-    for start in tl.range(first, end, BLOCK_P):
+    for start in tl.range(first, end, BLOCK_P, num_stages=NUM_STAGES):
         row = start + tl.arange(0, BLOCK_P)
         inside = row < end
         pair = row

@@ -294,7 +294,7 @@ def _choose_hopper(problem: MoeProblem, gpu: GpuSpec, name: str, why: str) -> tu
         return name, f"{why}; grouped_gluon_sm90 does not serve it: {refusal}"
     rows = problem.pairs / problem.experts
     if rows < hopper_plan.FEWEST_ROWS:
-        return name, f"{why}; {rows:.3g} rows an expert are few for tiles of {hopper_plan.ROWS} rows"
+        return name, f"{why}; fewer than {hopper_plan.FEWEST_ROWS} rows an expert, for tiles of {hopper_plan.ROWS}"
     return "grouped_gluon_sm90", f"{why}; Hopper's TMA and warpgroup products, {rows:.0f} rows an expert"
 
 

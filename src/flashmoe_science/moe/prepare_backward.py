@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from . import prepare_sm90
-from .backward_plan import BIAS_COLUMNS, BIAS_PAIRS, ROUTING_PAIRS, BackwardPlan, Span, column_sums
+from .backward_plan import BIAS_COLUMNS, BIAS_PAIRS, BIAS_STAGES, ROUTING_PAIRS, BackwardPlan, Span, column_sums
 from .backward_triton import (
     _activation_backward_kernel,
     _bias_gradient_kernel,
@@ -228,8 +228,10 @@ def _dbias(plan: MoePlan, grid: _Grid, warps: int, bias: str) -> PreparedKernel:
         "GATHER": down,
         "BLOCK_P": BIAS_PAIRS,
         "BLOCK_N": BIAS_COLUMNS,
+        "NUM_STAGES": BIAS_STAGES,
     }
-    return prepared_kernel(_bias_gradient_kernel, plan, grid, warps, pointers, {}, constants)
+    aligned = ("rows_ptr",)
+    return prepared_kernel(_bias_gradient_kernel, plan, grid, warps, pointers, {}, constants, BIAS_STAGES, aligned)
 
 
 def _dactivation_sm90(plan: MoePlan, grid: _Grid, _warps: int, span: Span) -> PreparedKernel:

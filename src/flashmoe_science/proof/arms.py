@@ -408,10 +408,12 @@ def max_error(answer: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def _max_error(answer: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
-    """Return it of tensors that are not empty, without a synchronisation.
+    """Return it of tensors that are not empty; on one device without a synchronisation.
 
     By parts: a GPU that holds the gradients of a layer's experts has no room for three of their size in fp64.
     """
+    if answer.shape != exact.shape:
+        raise ValueError(f"expected shape {list(exact.shape)}, got {list(answer.shape)}")
     given = (torch.split(tensor.flatten(), _ELEMENTS_AT_ONCE) for tensor in (answer, exact))
     pairs = zip(*given, strict=True)
     return torch.stack([(some.to(right.device).double() - right.double()).abs().max() for some, right in pairs]).max()

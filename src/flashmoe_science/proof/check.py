@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -280,20 +281,25 @@ def _synchronize(device: str) -> None:
 def poison_free_memory(device: str, *output_bytes: int) -> None:
     """Fill memory with NaN and give it back, so that what the subject allocates next holds NaN where it does not write.
 
-    The allocator hands out blocks by size: some of every size, and several of each output's own; of large outputs as
-    many as half of a GPU's free memory holds, and one at least.
+    The allocator hands out blocks by size: some of every size, and several of each output's own.
     """
-    own = [max(size, 512) for size in output_bytes]
-    several = 8
+    sizes = [512 << step for step in range(17)]  # 512 bytes to 32 MiB
+    room = sys.maxsize
     if device == "cuda":
         # Blocks that held the right answer a moment ago go back to the driver: an unwritten tile must not inherit it.
         torch.cuda.empty_cache()
-        free, _ = torch.cuda.mem_get_info()
-        several = max(1, min(several, free // 2 // max(sum(own), 1)))
-    sizes = [512 << step for step in range(17)] + several * own  # the first from 512 bytes to 32 MiB
+        room = torch.cuda.mem_get_info()[0]
+    for size in output_bytes:
+        own = max(size, 512)
+        sizes += [own] * poisoned_blocks(own, room // len(output_bytes))
     blocks = [torch.full((size,), NAN_BYTE, device=device, dtype=torch.uint8) for size in sizes]
     _synchronize(device)
     del blocks
+
+
+def poisoned_blocks(size: int, room: int) -> int:
+    """Return how many blocks of an output are filled: up to eight, as half of ``room`` holds, and one at least."""
+    return max(1, min(8, room // 2 // size))
 
 
 class PoisonFreshMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -58,8 +58,9 @@ ALIKE: dict[str, str] = {
         "of outputs so large that half of a GPU's free memory does not hold eight of each, fewer are poisoned before a"
         " call that is checked; no record before this had any"
     ),
-    "6e4b64e8b8dec77f6e5b331a04d8fbb5f370b6dce975abecba45d41b4b0404e0": (
-        "the largest error of an answer is found part by part: the same number, with less memory"
+    "fdde8b4a3604ad494b249c195e7078507f65329aaff157a766bafdfb6a665da7": (
+        "the largest error of an answer is found part by part, the same number; and how many blocks of an output are"
+        " poisoned goes by its own size"
     ),
 }
 
