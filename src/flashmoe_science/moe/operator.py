@@ -16,13 +16,15 @@ from ..gpu.call_code import can_be_told
 from ..gpu.device import current_gpu
 from ..gpu.planning import PlannedKernel, PlannedLaunch, Work
 from ..gpu.specs import GpuSpec, find_gpu
-from . import reference, rivals
+from . import reference
 from .api import fused_moe
 from .drawn import draw_ids, weight_bytes
 from .fingerprints import RUN_AT_EACH_CALL, as_called, rival_code, subject_code
 from .inputs import TENSORS
 from .plan import MoePlan, plan_moe
 from .problem import MoeCase, MoeProblem
+from .rival_registry import RIVALS
+from .rivals import MoeRival
 
 if TYPE_CHECKING:
     from ..gpu.compile import KernelJob
@@ -312,9 +314,9 @@ class MoeOperator:
         """Return what the interpreter runs in place of ``subject``: nothing else."""
         return ""
 
-    def rivals(self) -> Mapping[str, rivals.MoeRival]:
+    def rivals(self) -> Mapping[str, MoeRival]:
         """Return all baselines by name; the first is the default."""
-        return rivals.RIVALS
+        return RIVALS
 
 
 OPERATOR = MoeOperator()

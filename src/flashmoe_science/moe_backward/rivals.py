@@ -14,7 +14,8 @@ from torch import Tensor
 from ..errors import InputError
 from ..moe.inputs import TENSORS
 from ..moe.problem import MoeCase
-from ..moe.rivals import RIVALS as FORWARD_RIVALS, MoeRival
+from ..moe.rival_registry import RIVALS as FORWARD_RIVALS
+from ..moe.rivals import MoeRival
 
 Inputs = Mapping[str, Tensor]
 NAMES = ("x", "w_gate_up", "w_down", "topk_weights", "bias_gate_up", "bias_down")
@@ -67,7 +68,12 @@ class BackwardRival(MoeRival):
         return self._forward.refusal(case)
 
 
-_KERNELS = {"grouped_mm": (), "transformers-eager": (), "liger": ("*_moe_bwd_dW1_kernel*", "*_moe_bwd_dW2_kernel*")}
+_KERNELS: dict[str, Sequence[str]] = {
+    "grouped_mm": (),
+    "transformers-eager": (),
+    "liger": ("*_moe_bwd_dW1_kernel*", "*_moe_bwd_dW2_kernel*"),
+    "scattermoe": ("*_groupXtY*", "*_scatter2scatter*"),
+}
 RIVALS: dict[str, BackwardRival] = {
     called: BackwardRival(FORWARD_RIVALS[called], theirs) for called, theirs in _KERNELS.items()
 }

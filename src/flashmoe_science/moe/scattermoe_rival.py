@@ -1,0 +1,40 @@
+"""ScatterMoE as a rival: sort, two products that gather and scatter, and PyTorch between them."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from .rivals import MoeRival, _activate, _add_shared
+
+
+class ScatterMoe(MoeRival):
+    """ScatterMoE's products, in Triton, put together as its ``GLUMLP`` does it; it has gradients."""
+
+    name = "scattermoe"
+    kernels = ("*_scatter2scatter*",)
+    distribution = "scattermoe"
+    also_called = ("ScatterMoE",)
+
+    def load(self) -> Callable[..., Tensor]:
+        """Return it, any activation between the products and shared experts beside it."""
+        library = importlib.import_module("scattermoe.parallel_experts")
+
+        def scattermoe(
+            x: Tensor, w_gate_up: Tensor, w_down: Tensor, topk_weights: Tensor, topk_ids: Tensor, **options: Any
+        ) -> Tensor:
+            order = library.flatten_sort_count(topk_ids, num_experts=w_gate_up.shape[0])
+            product = library.parallel_linear(
+                x, w_gate_up.permute(0, 2, 1), topk_ids.shape[1], *order,
+                expert_biases=options.get("bias_gate_up"), grouped_out=True,
+            )  # fmt: skip
+            out: Tensor = library.parallel_linear(
+                _activate(product, options), w_down.permute(0, 2, 1), 1, *order,
+                expert_biases=options.get("bias_down"), gates=topk_weights.to(x.dtype), grouped_in=True,
+            )  # fmt: skip
+            return _add_shared(out, x, options)
+
+        return scattermoe
