@@ -54,7 +54,9 @@ GOOD = {
     "attention/forward_features_gluon_sm90.py": '"""D."""\nfrom .forward_primitives_sm90 import f',
     "attention/api.py": '"""D."""\nfrom . import plan, reference, forward_triton',
     "attention/rivals.py": '"""D."""\nfrom .problem import Problem',
-    "attention/operator.py": '"""D."""\nfrom .. import __version__\nfrom . import api, rivals',
+    "attention/other_rival.py": '"""D."""\nfrom .rivals import Rival',
+    "attention/rival_registry.py": '"""D."""\nfrom . import other_rival, rivals',
+    "attention/operator.py": '"""D."""\nfrom .. import __version__\nfrom . import api, rival_registry, rivals',
     "proof/operator.py": '"""D."""\nfrom ..errors import SubjectError',
     "proof/measure.py": '"""D."""\nimport time\nt = time.perf_counter()\ne = torch.cuda.Event()',
     "proof/gates.py": '"""D."""\nimport time\nfrom . import measure\nt = time.monotonic()\ne = threading.Event()',
@@ -82,6 +84,12 @@ def test_the_rules_accept_the_design() -> None:
         ("gpu/specs.py", "from .. import flash_attention", "imports the package itself"),
         ("attention/plan.py", "from .api import f", "imports api, which is above it"),
         ("attention/api.py", "from .operator import OPERATOR", "imports operator, which is there for the harness"),
+        ("attention/api.py", "from .other_rival import Other", "imports other_rival, which is there for the harness"),
+        (
+            "attention/plan.py",
+            "from .rival_registry import RIVALS",
+            "imports rival_registry, which is there for the harness",
+        ),
         ("attention/merge_triton.py", "from .forward_triton import f", "a kernel file imports another one"),
         (
             "attention/forward_gluon_sm90.py",
