@@ -35,6 +35,10 @@ NAMES = {
         # The form of an open change to its names.
         "flash_fwd_sm100_bf16_head_dim128_kernel_cutlass_kernel_flash_attncuteflash_fwd_sm100FlashAttentionForwardSm100",
     ),
+    "flashinfer": (
+        "void flashinfer::SinglePrefillWithKVCacheKernel<flashinfer::KernelTraits<>, flashinfer::Params>(Params)",
+        "void flashinfer::PrefillWithKVCacheKernel<flashinfer::CollectiveMainloop<>, flashinfer::Traits<>>(Params)",
+    ),
 }
 
 

@@ -318,9 +318,10 @@ class Xformers(Rival):
 
 
 class FlashInfer(Rival):
-    """``flashinfer.single_prefill_with_kv_cache``, one sequence a call."""
+    """``flashinfer.single_prefill_with_kv_cache``, one sequence a call, on the backend that it chooses."""
 
     name, distribution = "flashinfer", "flashinfer-python"
+    kernels = ("*SinglePrefillWithKVCacheKernel*", "*flashinfer::PrefillWithKVCacheKernel*")  # of Ampere, of Hopper
 
     def load(self) -> Callable[..., torch.Tensor]:
         """Import the package."""

@@ -220,9 +220,14 @@ class FlashAttention3(FlashAttention):
 
 
 class FlashInfer(CacheRival):
-    """``flashinfer.BatchDecodeWithPagedKVCacheWrapper``, planned outside the timing; contiguous caches as one page."""
+    """``flashinfer.BatchDecodeWithPagedKVCacheWrapper``, planned outside the timing; contiguous caches as pages.
+
+    Tensor cores from two query heads a K/V head on, as its documentation advises: the wrapper then runs its prefill
+    kernel, else the decode kernel. A split over keys adds a kernel that merges.
+    """
 
     name, distribution = "flashinfer", "flashinfer-python"
+    kernels = ("*BatchDecodeWithPagedKVCacheKernel*", "*BatchPrefillWithPagedKVCacheKernel*")
 
     def load(self) -> Callable[..., torch.Tensor]:
         """Import the package."""
@@ -234,7 +239,7 @@ class FlashInfer(CacheRival):
             caches = tuple(inputs[name].reshape(-1, size, p.heads_kv, p.head_dim) for name in ("k_cache", "v_cache"))
             count = p.capacity // size
             table = inputs["page_table"] if p.page_size else torch.arange(p.batch * count, device=device)
-            workspace = torch.empty(256 << 20, dtype=torch.uint8, device=device)
+            workspace = torch.zeros(256 << 20, dtype=torch.uint8, device=device)  # zeros is what the wrapper asks for
             wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
                 workspace, "NHD", use_cuda_graph=False, use_tensor_cores=p.group > 1
             )
