@@ -192,7 +192,8 @@ def test_triton_kernels_says_what_it_does_not_serve():
 
 @pytest.mark.parametrize("name", sorted(set(RIVALS) - set(OF_PYTORCH)))
 def test_a_library_that_is_not_there_is_named(name):
-    if importlib.util.find_spec(name) is not None:
-        pytest.skip(f"{name} is installed")
-    with pytest.raises(ImportError, match=name):
+    module = name.partition("-")[0]
+    if importlib.util.find_spec(module) is not None:
+        pytest.skip(f"{module} is installed")
+    with pytest.raises(ImportError, match=module):
         RIVALS[name].load()

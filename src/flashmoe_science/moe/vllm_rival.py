@@ -54,10 +54,10 @@ class _Bound:
 class Vllm(MoeRival):
     """vLLM's experts in Triton, those of ``moe_backend="triton"``; tiles are from its tables, where it has one."""
 
-    name = "vllm"
+    name = "vllm-triton"
     kernels = ("*fused_moe_kernel*",)
     distribution = "vllm"
-    also_called = ("vLLM", "vLLM's fused_experts")
+    also_called = ("vLLM's Triton experts", "vLLM's fused_experts")
 
     def load(self) -> Callable[..., Tensor]:
         """Return its functional entry."""
