@@ -16,8 +16,8 @@ from torch import Tensor
 from flashmoe_science.moe.operator import OPERATOR
 from flashmoe_science.moe.rival_registry import RIVALS
 from flashmoe_science.moe.rivals import RIVALS as OF_PYTORCH
-from flashmoe_science.moe_backward.operator import OPERATOR as GRADIENTS
-from flashmoe_science.moe_backward.rivals import RIVALS as BACKWARD_RIVALS
+
+from .moved import assert_answers_wholly
 
 TABLE = {"tokens": 9, "experts": 4, "top_k": 2, "hidden": 16, "inter": 24, "dtype": "bf16"}
 GPT_OSS = {**TABLE, "activation": "swiglu_clamped", "bias_gate_up": True, "bias_down": True, "alpha": 1.5, "limit": 0.5}
@@ -75,17 +75,22 @@ def test_scattermoe_is_given_what_it_asks_for(monkeypatch, table):
     assert_right("scattermoe", table)
 
 
-def test_scattermoe_has_gradients(monkeypatch):
+def test_scattermoe_follows_its_inputs(monkeypatch):
     library = SimpleNamespace(flatten_sort_count=flatten_sort_count, parallel_linear=parallel_linear)
     stand_in(monkeypatch, scattermoe__parallel_experts=library)
-    case = GRADIENTS.parse_case(GPT_OSS)
-    inputs = GRADIENTS.make_inputs(case, seed=3, device="cpu")
-    found = GRADIENTS.bind(BACKWARD_RIVALS["scattermoe"].load(), case, inputs)()
-    wanted, eager = GRADIENTS.exact(case, inputs), GRADIENTS.low_precision(case, inputs)
-    for name, mine, exact, low in zip(GRADIENTS.outputs(case), found, wanted, eager, strict=True):
-        # Other orders of the same roundings, so no closer than a few of them.
-        allowed = max(GRADIENTS.error_budget(exact, low), 4 * torch.finfo(low.dtype).eps * exact.abs().max().item())
-        assert (mine.double() - exact).abs().max() <= allowed, name
+    assert_answers_wholly(RIVALS["scattermoe"], SHARED, follows=True)
+
+
+def test_scattermoe_says_what_it_does_not_serve():
+    def refusal(**change: Any) -> str | None:
+        return RIVALS["scattermoe"].refusal(OPERATOR.parse_case({**TABLE, **change}))
+
+    assert refusal() is None
+    assert refusal(dtype="fp32") == "it serves 16-bit operands"
+    assert refusal(batch_invariant=True) == "its tiles hold rows of several experts, so it is not batch-invariant"
+    assert refusal(tokens=2**15, hidden=2**15 - 1) is None
+    assert refusal(tokens=2**15, hidden=2**15) == "it has 32-bit offsets, which t32768_e4_k2_h32768_i24_bf16 passes"
+    assert str(refusal(experts=256, hidden=7168, inter=2048)).startswith("it has 32-bit offsets")
 
 
 @dataclass
@@ -117,11 +122,15 @@ class FusedActivation:
 def topk(x: Tensor, k: int, apply_softmax: bool = True, dim: int = 1, y_indx: Tensor | None = None) -> Any:
     assert (dim, apply_softmax) == (1, False)
     assert y_indx is not None
-    assert y_indx.dtype == torch.int16
     assert y_indx.shape[1] == k
+    # It counts by a mask of bits, which it makes in the type of the ids.
+    bits = torch.ones_like(y_indx) << (y_indx % 32)
+    masks = torch.zeros(len(y_indx), -(-x.shape[1] // 32), dtype=torch.int32)
+    masks.scatter_add_(1, (y_indx // 32).long(), bits.int())
+    columns = torch.arange(x.shape[1])
+    counts = (masks[:, columns // 32] >> (columns % 32) & 1).sum(0)
     ids = y_indx.long().flatten()
     order = torch.argsort(ids, stable=True)
-    counts = torch.bincount(ids, minlength=x.shape[1])
     metadata = SimpleNamespace(col_sum=counts, col_sorted_indx=order, row_sorted_indx=torch.argsort(order))
     return SimpleNamespace(vals=x.gather(1, y_indx.long()), indx=y_indx, mask_metadata=metadata)
 
@@ -131,6 +140,7 @@ def matmul_ogs(
     scatter_indx: Any = None, gammas: Tensor | None = None, fused_activation: FusedActivation | None = None,
 ) -> Tensor:  # fmt: skip
     """Multiply rows by expert, ``w`` ``[E, in, out]``; gather by token before, add the rows of a token after."""
+    assert routing_data.expt_hist.sum() == len(routing_data.gate_scal)
     rows = x if gather_indx is None else x[gather_indx.src_indx // routing_data.n_expts_act]
     ids = torch.repeat_interleave(torch.arange(routing_data.n_expts_tot), routing_data.expt_hist)
     out = torch.stack([row.float() @ w[e].float() for row, e in zip(rows, ids.tolist(), strict=True)])
@@ -172,12 +182,13 @@ def install_triton_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.triton
 @pytest.mark.parametrize(
     "table",
-    [TABLE, GPT_OSS, {**GPT_OSS, "interleaved": True}, SHARED],
-    ids=["swiglu", "gpt-oss", "interleaved", "shared"],
+    [TABLE, GPT_OSS, {**GPT_OSS, "interleaved": True}, {**SHARED, **GPT_OSS}, {**TABLE, "experts": 70, "top_k": 8}],
+    ids=["swiglu", "gpt-oss", "interleaved", "shared", "70-experts"],
 )
 def test_triton_kernels_is_given_what_it_asks_for(monkeypatch, table):
     install_triton_kernels(monkeypatch)
     assert_right("triton_kernels", table)
+    assert_answers_wholly(RIVALS["triton_kernels"], table, follows=False)
 
 
 def test_triton_kernels_says_what_it_does_not_serve():
@@ -187,6 +198,7 @@ def test_triton_kernels_says_what_it_does_not_serve():
     assert refusal() is None
     assert refusal(activation="relu2") == "it fuses swiglu and gpt-oss's swiglu, got relu2"
     assert refusal(dtype="fp32") == "it serves 16-bit operands"
+    assert refusal(batch_invariant=True) == "its tiles go by the number of tokens, so it is not batch-invariant"
     assert refusal(top_k=3) == "its routing serves powers of two as top_k, got 3"
 
 

@@ -178,7 +178,7 @@ SHAPES = {
 }  # fmt: skip
 
 
-#: Rivals and answers of all of gpt-oss's 128 experts do not fit beside each other in training.
+#: Rivals and answers of all of gpt-oss's 128 experts do not fit beside each other on one GPU in training.
 SHAPES_OF_TRAINING = {**SHAPES, "gpt-oss": (32, 4, 2880, 2880)}
 
 

@@ -8,11 +8,15 @@ from typing import Any
 
 from torch import Tensor
 
+from .problem import MoeCase
 from .rivals import MoeRival, _activate, _add_shared
 
 
 class ScatterMoe(MoeRival):
-    """ScatterMoE's products, in Triton, put together as its ``GLUMLP`` does it; it has gradients."""
+    """ScatterMoE's products, in Triton, put together as its ``GLUMLP`` does it. It counts on the host.
+
+    Its gradients cannot be timed apart from its forward pass: they overwrite what that saved.
+    """
 
     name = "scattermoe"
     kernels = ("*_scatter2scatter*",)
@@ -38,3 +42,15 @@ class ScatterMoe(MoeRival):
             return _add_shared(out, x, options)
 
         return scattermoe
+
+    def refusal(self, case: MoeCase) -> str | None:
+        """It multiplies fp32 as tf32, and reaches rows and weights with 32-bit offsets."""
+        p = case.problem
+        if p.dtype == "fp32":
+            return "it serves 16-bit operands"
+        if p.batch_invariant:
+            return "its tiles hold rows of several experts, so it is not batch-invariant"
+        rows, weights = p.pairs * max(p.columns_up, p.hidden, p.inter), p.experts * p.columns_up * p.hidden
+        if max(rows, weights) >= 2**31:
+            return f"it has 32-bit offsets, which {p.describe()} passes"
+        return None

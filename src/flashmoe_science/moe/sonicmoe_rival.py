@@ -22,11 +22,11 @@ _PACKAGES = ("sonic-moe", "quack-kernels", "nvidia-cutlass-dsl")
 class SonicMoe(MoeRival):
     """SonicMoE's experts, on QuACK's grouped products; it tunes itself at the first call of a size. It has gradients.
 
-    Its path for as many experts for every token: fewer kernels than that for any routing, which transformers calls.
+    Its path for routing with a fixed number of experts a token, which has fewer kernels than the path for any routing.
     """
 
     name = "sonicmoe"
-    kernels = ("*GemmGatedSm*", "*GemmDefaultSm*", "*token_gather_sum_kernel*")
+    kernels = ("*GemmGatedSm*",)
     distribution = "sonic-moe"
     also_called = ("SonicMoE", "sonic-moe")
 

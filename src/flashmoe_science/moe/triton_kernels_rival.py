@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -27,18 +28,18 @@ class _Experts:
         """Return the call: routing by given experts, a product with its activation, a product and a sum of rows.
 
         Laid out before it: gates and values of ``w_gate_up`` row by row, biases in fp32, and routing weights as a
-        matrix ``[T, E]`` of scores, since the library routes by scores.
+        matrix ``[T, E]`` of scores, since the library routes by scores. So it answers to the values that its inputs
+        have now: of the others it takes copies too.
         """
         ogs = importlib.import_module("triton_kernels.matmul_ogs")
         route = importlib.import_module("triton_kernels.topk").topk
         tile_rows = importlib.import_module("triton_kernels.tensor").make_ragged_tensor_metadata
-        p, x = case.problem, inputs["x"]
-        ids = inputs["topk_ids"].to(torch.int16)  # what the library's own choice of experts gives
+        p, up = case.problem, inputs["w_gate_up"]
+        up = up.clone() if p.interleaved else _by_turns(up)
+        inputs = {name: tensor.clone() for name, tensor in inputs.items() if name != "w_gate_up"}
+        x, ids = inputs["x"], inputs["topk_ids"].int()  # of fewer bits than 32 it would lose experts
         scores = torch.zeros(p.tokens, p.experts, dtype=torch.float32, device=x.device)
         scores.scatter_(1, inputs["topk_ids"].long(), inputs["topk_weights"].float())
-        up = inputs["w_gate_up"]
-        if not p.interleaved:
-            up = _by_turns(up)
         up, down = up.transpose(1, 2), inputs["w_down"].transpose(1, 2)
         bias_up, bias_down = (
             inputs[name].float() if name in inputs else None for name in ("bias_gate_up", "bias_down")
@@ -46,7 +47,8 @@ class _Experts:
         if bias_up is not None and not p.interleaved:
             bias_up = _by_turns(bias_up)
         activation = ogs.FusedActivation(*_activation(case, ogs.FnSpecs))
-        options = {name: inputs[name] for name in inputs if name.startswith("shared_")}
+        options: dict[str, Any] = {name: inputs[name] for name in inputs if name.startswith("shared_")}
+        options.update(activation=p.activation, alpha=p.alpha, limit=p.limit, interleaved=p.interleaved)
 
         def run() -> Tensor:
             sparse = route(scores, p.top_k, apply_softmax=False, y_indx=ids)
@@ -95,6 +97,10 @@ class TritonKernels(MoeRival):
         importlib.import_module("triton_kernels.matmul_ogs")
         return _Experts()
 
+    def version(self) -> str:
+        """Return its version, the same at every tag of Triton's repository, and that of Triton."""
+        return f"{super().version()}, triton {importlib.metadata.version('triton')}"
+
     def refusal(self, case: MoeCase) -> str | None:
         """Tell what it does not fuse, and what its routing does not serve."""
         p = case.problem
@@ -102,6 +108,8 @@ class TritonKernels(MoeRival):
             return f"it fuses {' and '.join(_SERVED.values())}, got {p.activation}"
         if p.dtype == "fp32":
             return "it serves 16-bit operands"
+        if p.batch_invariant:
+            return "its tiles go by the number of tokens, so it is not batch-invariant"
         if p.top_k & (p.top_k - 1):
             return f"its routing serves powers of two as top_k, got {p.top_k}"
         return None

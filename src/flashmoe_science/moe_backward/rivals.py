@@ -72,8 +72,7 @@ _KERNELS: dict[str, Sequence[str]] = {
     "grouped_mm": (),
     "transformers-eager": (),
     "liger": ("*_moe_bwd_dW1_kernel*", "*_moe_bwd_dW2_kernel*"),
-    "scattermoe": ("*_groupXtY*", "*_scatter2scatter*"),
-    "sonicmoe": ("*GemmDGatedSm*", "*GemmDefaultSm*", "*token_gather_sum_kernel*"),
+    "sonicmoe": ("*GemmDGatedSm*",),
 }
 RIVALS: dict[str, BackwardRival] = {
     called: BackwardRival(FORWARD_RIVALS[called], theirs) for called, theirs in _KERNELS.items()
