@@ -1,4 +1,4 @@
-"""Tiles of the kernels of few tokens, on one GPU: decode_tiles.py [few|skewed].
+"""Tiles of the kernels of few tokens, on one GPU: decode_tiles.py [few|skewed|room].
 
 Whole calls in a CUDA graph of 24, over eight draws of routing, so that weights come from memory; the median of 15 replays
 of all arms in random order. First each arm's answer, over memory full of NaN, against fp64. An arm that is slower than
@@ -54,9 +54,12 @@ def tiles(config):
 
 def arms_of(model, tokens, pairs):
     """Return configurations, of routed and of shared experts; the two products of a few tokens are varied one at a time."""
-    if "shared" in model:
+    if "shared" in model and CASES is not ROOM_CASES:
         here = [HopperConfig(), tiles(MANY[2]), tiles(MANY[6])]
         return [(here[0], tiles(c)) for c in SHARED] + [(c, tiles(SHARED[1])) for c in here[1:]]
+    if CASES is ROOM_CASES:
+        shared = plan_moe(problem_of(model, tokens), gpu_spec()).shared
+        return [(tiles(c), shared) for c in MANY[:3]]
     if CASES is SKEWED_CASES and model == "mixtral":
         return [(tiles(c), None) for c in SKEWED]
     return [(config, None) for config in routed_arms_of(tokens, pairs)]
@@ -72,7 +75,9 @@ def routed_arms_of(tokens, pairs):
 
 FEW_CASES = [(m, 1, "") for m in MODELS if "shared" not in m] + [("mixtral", 64, ""), ("mixtral", 128, ""), ("mixtral", 128, "zipf"), ("deepseek", 64, ""), ("deepseek", 128, ""), ("deepseek", 128, "zipf"), ("olmoe", 128, "zipf"), ("olmoe", 256, ""), ("qwen3", 256, ""), ("qwen3", 512, "")]
 SKEWED_CASES = [("deepseek shared", 128, ""), ("deepseek shared", 128, "zipf"), ("deepseek shared", 256, ""), ("mixtral", 32, "zipf"), ("mixtral", 32, ""), ("mixtral", 64, ""), ("mixtral", 64, "zipf"), ("olmoe", 256, "")]
-CASES = {"few": FEW_CASES, "skewed": SKEWED_CASES}[sys.argv[1] if len(sys.argv) > 1 else "few"]
+# Eight and sixteen rows an expert: one and a half or twice as many rows a tile.
+ROOM_CASES = [(m, t, r) for m, t in (("qwen3", 128), ("qwen3", 256), ("olmoe", 64), ("olmoe", 128), ("fine", 128), ("fine", 256), ("gpt-oss", 256), ("deepseek shared", 32), ("deepseek shared", 64), ("mixtral", 64)) for r in ("", "zipf")]
+CASES = {"few": FEW_CASES, "skewed": SKEWED_CASES, "room": ROOM_CASES}[sys.argv[1] if len(sys.argv) > 1 else "few"]
 
 
 def kernel_name(config, pairs):
@@ -95,13 +100,17 @@ def describe_one(config):
     return rows + " ".join(str(tuple(getattr(t, n) for n in ("block_n", "block_k", "num_warps", "num_stages", "steps") if hasattr(t, n))) for t in (config.up, config.down))
 
 
+def gpu_spec():
+    return gpu_of(torch.empty(0, device="cuda"))
+
+
 def problem_of(model, tokens):
     e, k, h, i = MODELS[model]
     return MoeProblem(tokens, e, k, h, i, "bf16", **({"shared_experts": 1, "shared_inter": i} if "shared" in model else {}))
 
 
 def plan_of(problem, arm):
-    gpu, (config, shared) = gpu_of(torch.empty(0, device="cuda")), arm
+    gpu, (config, shared) = gpu_spec(), arm
     return make_plan(problem, gpu.name, gpu.arch, kernel_name(config, problem.pairs), config, shared, "lab")
 
 

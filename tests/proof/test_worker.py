@@ -301,8 +301,11 @@ def test_an_interrupt_while_a_command_starts_leaves_no_process(monkeypatch):
             signal.raise_signal(signal.SIGINT)  # before anybody holds what was started
 
     monkeypatch.setattr(worker, "ProcessGroup", Interrupted)
-    before = signal.getsignal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt):
-        worker.run_command([sys.executable, "-c", "import time; time.sleep(600)"], cwd=".", timeout_s=600)
-    assert wait_until_dead(started[0])
-    assert signal.getsignal(signal.SIGINT) is before
+    outside = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in a shell's background ignores it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            worker.run_command([sys.executable, "-c", "import time; time.sleep(600)"], cwd=".", timeout_s=600)
+        assert wait_until_dead(started[0])
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, outside)
