@@ -128,14 +128,14 @@ def attend_in_shares(q, k, v, splits: int, options) -> tuple[torch.Tensor, torch
     heads, config = problem.batch * problem.heads, ForwardConfig(16, 32, 4, 1, splits)
     launches = (
         PlannedLaunch("_forward_kernel", (-(-problem.seqlen_q // 16) * splits * heads, 1, 1), (128, 1, 1)),
-        PlannedLaunch("_merge_partials_kernel", (-(-problem.seqlen_q // 4) * heads, 1, 1), (128, 1, 1)),
+        PlannedLaunch("_merge_partials_kernel", (problem.rows, 1, 1), (32, 1, 1)),
     )
     plan = Plan(problem, "CPU", 0, "forward_triton", config, launches, "a test asked")
     forward, merge = prepare_kernels(plan)
     o, lse = allocate_output(problem, q), allocate_lse(problem, q)
-    o_part, lse_part = (torch.empty(size) for size in partial_sizes(plan))
-    interpret(forward, (q, k, v, o_part, lse_part, *(options[name] for name in problem.extras)))
-    interpret(merge, (o_part, lse_part, o, lse))
+    o_part, sums_part = (torch.empty(size) for size in partial_sizes(plan))
+    interpret(forward, (q, k, v, o_part, sums_part, *(options[name] for name in problem.extras)))
+    interpret(merge, (o_part, sums_part, o, lse))
     return o, lse
 
 

@@ -108,7 +108,7 @@ def test_every_case_of_the_suites_has_a_fingerprint_of_its_own_on_every_gpu_that
         ("attention.forward_triton", "def _attend(", "def _attend_more("),
         ("attention.decode_triton", "import triton\n", "import triton\n\nMORE = 1\n"),
         ("attention.api", '"""Attend every query', '"""Attend all queries'),
-        ("attention.triton_plan", "MERGE_ROWS = 4", "MERGE_ROWS = 8"),
+        ("attention.triton_plan", "MERGE_WARPS = 1", "MERGE_WARPS = 2"),
         ("attention.reference", "import torch\n", "import torch\n\nMORE = 1\n"),
         ("gpu.gluon_sm90", "# of the hardware's 16", "# of 16"),
     ],
@@ -148,7 +148,7 @@ def test_an_edited_kernel_changes_the_cases_that_run_it_and_no_others(edit):
     edit("attention.primitives", "other=0.0)", "other=1.0)")
     changed = {shape for shape in SHAPES if code(shape) != before[shape]}
     assert changed == {"split", "window"}
-    edit("attention.merge_triton", "total += weight", "total += 2 * weight")
+    edit("attention.merge_triton", "acc += weight *", "acc += 2 * weight *")
     assert code("split") not in (before["split"], before["window"])
 
 

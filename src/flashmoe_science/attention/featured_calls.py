@@ -16,10 +16,10 @@ from .tiles import ForwardConfig, Plan
 
 
 def partial_sizes(plan: Plan) -> tuple[int, int]:
-    """Return the elements of the partial outputs, and of their LSEs."""
+    """Return the elements of the partial outputs, and of their largest scores and sums."""
     assert isinstance(plan.config, ForwardConfig)
     rows = plan.config.num_splits * plan.problem.rows
-    return rows * plan.problem.head_dim_v, rows
+    return rows * plan.problem.head_dim_v, 2 * rows
 
 
 def featured_call(plan: Plan, device: int, dtype: torch.dtype, launches: Sequence[Callable[..., None]]) -> Call:
@@ -52,18 +52,18 @@ def _split_call(plan: Plan, device: int, dtype: torch.dtype, launches: Sequence[
     rows_strides = (rows[1] * rows[2], rows[2], 1)
     empty, stream_of, return_lse = _empty_strided_cuda, _raw_stream, problem.return_lse
     assert stream_of is not None
-    o_size, lse_size = partial_sizes(plan)
+    o_size, sums_size = partial_sizes(plan)
     forward, merge = launches
 
     def call(_q: Tensor, _k: Tensor, _v: Tensor, pq: int, pk: int, pv: int, *extras: Tensor) -> Any:
         o = empty(shape, strides, dtype)
         lse = empty(rows, rows_strides, torch.float32) if return_lse else None
         o_part = empty((o_size,), (1,), torch.float32)
-        lse_part = empty((lse_size,), (1,), torch.float32)
-        o_part_at, lse_part_at = o_part.data_ptr(), lse_part.data_ptr()
+        sums_part = empty((sums_size,), (1,), torch.float32)
+        o_part_at, sums_part_at = o_part.data_ptr(), sums_part.data_ptr()
         stream = stream_of(device)
-        forward(stream, pq, pk, pv, o_part_at, lse_part_at, *[tensor.data_ptr() for tensor in extras])
-        merge(stream, o_part_at, lse_part_at, o.data_ptr(), 0 if lse is None else lse.data_ptr())
+        forward(stream, pq, pk, pv, o_part_at, sums_part_at, *[tensor.data_ptr() for tensor in extras])
+        merge(stream, o_part_at, sums_part_at, o.data_ptr(), 0 if lse is None else lse.data_ptr())
         return o if lse is None else (o, lse)
 
     return call
