@@ -61,6 +61,11 @@ class Plan:
     launches: tuple[PlannedLaunch, ...]
     reason: str
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether q, k and v are all that is read, and one kernel at most reads them."""
+        return not self.problem.features and len(self.launches) < 2
+
     def as_dict(self) -> dict[str, Any]:
         """Return the plan as plain JSON values."""
         return dataclasses.asdict(self)
