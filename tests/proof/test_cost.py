@@ -90,6 +90,18 @@ def test_every_kind_costs_each_arm_something_in_each_process():
     )
 
 
+def test_large_cases_take_the_time_of_their_answers_in_every_process():
+    large = replace(SEED, tflop=2.0 * SEED.cases)
+    answers = [
+        model_seconds(gate, replace(large, rounds=0)) - model_seconds(gate, replace(SEED, rounds=0))
+        for gate in GPU_GATES
+    ]
+    launch, correct, _, bench = answers
+    assert launch == 0
+    assert bench == pytest.approx(SEED.workers * correct)
+    assert model_seconds("bench", large) - model_seconds("bench", SEED) > bench  # calls take longer, too
+
+
 @pytest.mark.parametrize("gate", GPU_GATES)
 def test_more_cases_take_longer_and_none_take_nothing(gate):
     more = RunSize(cases=26, arms=3, rounds=10, workers=6, cells=156)
@@ -100,7 +112,8 @@ def test_more_cases_take_longer_and_none_take_nothing(gate):
 
 def test_the_size_of_a_record():
     record = build_record(baselines={"sdpa": 1.0, "other": 1.0}, processes=2, rounds=7)
-    assert size_of(record) == RunSize(cases=3, arms=4, rounds=7, workers=4, cells=12)
+    tflop = sum(case.work.flops for case in record.cases) / 1e12
+    assert size_of(record) == RunSize(cases=3, arms=4, rounds=7, workers=4, cells=12, tflop=tflop)
     assert size_of(build_record(times=("kernel",))).workers == 3
     assert size_of(build_record(times=("graph", "wall"))).workers == 3
     arm = Arm(name="flash_attention", role="subject", status="refused")

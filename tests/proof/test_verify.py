@@ -479,3 +479,12 @@ def test_twenty_claims_read_each_of_ten_records_once(repository, monkeypatch):
     monkeypatch.setattr(verify, "read_record", read_and_count)
     assert len(verify_claims(repository.root)) == 20
     assert sorted(read) == [f"run{number}" for number in range(10)]
+
+
+def test_it_says_how_far_it_is(repository):
+    for number in range(2):
+        repository.record(f"run{number}", day=number)
+        repository.claim(name=f"c{number}")
+    said: list[str] = []
+    verify_claims(repository.root, say=said.append)
+    assert said == ["reading evidence/", "judging claim 1 of 2", "judging claim 2 of 2"]

@@ -58,7 +58,8 @@ def run_verify(*, why: bool, strict: bool, junit: Path | None, as_json: bool) ->
         terminal.warn_of(error)
         unread.append(error)
 
-    verdicts = verify_claims(repository, on_trouble=leave_out)
+    with terminal.doing() as say:
+        verdicts = verify_claims(repository, on_trouble=leave_out, say=say)
     studies = [read_study(path) for path in study_files(repository)]
     code = exit_code(verdicts, strict=strict)
     if code == 0 and not all(study.holds for study in studies):

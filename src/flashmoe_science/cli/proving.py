@@ -307,7 +307,9 @@ def _conclude(
     terminal.show_conclusion(record, verdicts)
     if record.environment.gpu is None and repository is not None and code == 0 and alone:
         # Nothing could be timed here, so what can be said of speed is what the repository's evidence says.
-        name, judged = record.subject.name, verify_claims(repository, on_trouble=terminal.warn_of)
+        name = record.subject.name
+        with terminal.doing() as say:
+            judged = verify_claims(repository, on_trouble=terminal.warn_of, say=say)
         verdicts = [verdict for verdict in judged if verdict.claim.subject == name]
         if verdicts:
             terminal.show("", f"The claims of this repository about {name}, by the evidence that it carries:", "")

@@ -9,7 +9,8 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -84,6 +85,15 @@ class Terminal:
         """Print data for a reader. Under --json it is left out: the document says the same."""
         if not self.as_json:
             self.say(*things)
+
+    @contextmanager
+    def doing(self) -> Iterator[Callable[[str], None]]:
+        """Show what is being done for as long as it takes; where there is no terminal, nothing."""
+        if not self.log.is_terminal:
+            yield lambda _: None
+            return
+        with self.log.status("") as status:
+            yield status.update
 
     def show_verdicts(self, verdicts: Sequence[Verdict], *, why: bool = False) -> None:
         """Print a line, or on a terminal a paragraph, for every verdict; in a pipe each line says everything."""

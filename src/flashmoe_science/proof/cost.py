@@ -18,13 +18,16 @@ GPU_GATES: tuple[GateName, ...] = ("launch", "correct", "quick", "bench")
 
 # Seconds. They come within twice of what the runs in evidence/ took on an H200, as a test sees to: a worker's start;
 # for each kind of problem and arm, in every process, what is loaded or compiled; for each case, or case and arm, what
-# warms up and runs. Some rivals take a tenth of what a kind costs here, one that compiles for seconds several times it.
+# warms up and runs; for each TFLOP above one a case, what the answer in fp64 and the eager one take, and the calls of
+# a round. Some rivals take a tenth of what a kind costs here, one that compiles for seconds several times it.
 _START = 3.0
 _KIND_OF_ARM = 0.4
 _LAUNCH_OF_ARM = 0.06
 _CORRECT_OF_CASE = 0.3
 _SETTING_UP_ARM = 0.1
 _ROUND_OF_ARM = 0.022
+_ANSWERS_OF_TFLOP = 0.15
+_ROUND_OF_TFLOP = 0.005
 _QUICK_ROUNDS = 5
 
 HISTORY = 10  # runs at most: the code changes, and old ones say little
@@ -41,6 +44,7 @@ class RunSize:
     cells: int  # one case in one of them
     gates: tuple[GateName, ...] = GPU_GATES  # that will run
     kinds: int = 1  # of problems: those of one kind differ in nothing but their lengths
+    tflop: float = 0.0  # of one call of each case, together
 
 
 @dataclass(frozen=True)
@@ -138,7 +142,8 @@ def size_of(record: Record, kinds: int = 1) -> RunSize:
     modes = len({kind == "kernel" for kind in settings.times})  # kernel time has processes of its own
     workers = settings.processes * modes
     arms = 1 + len(record.baselines) + bool(record.baselines)
-    return RunSize(len(served), arms, settings.rounds, workers, len(served) * workers, kinds=kinds)
+    tflop = sum(case.work.flops for case in served) / 1e12
+    return RunSize(len(served), arms, settings.rounds, workers, len(served) * workers, kinds=kinds, tflop=tflop)
 
 
 def past_run(record: Record, kinds: int = 1) -> PastRun | None:
@@ -168,13 +173,17 @@ def model_seconds(gate: GateName, size: RunSize) -> float:
     if gate == "quick":  # subject, first baseline, control
         size = replace(size, arms=min(size.arms, 3))
     process = _START + min(size.kinds, size.cases) * size.arms * _KIND_OF_ARM
+    beyond = max(0.0, size.tflop - size.cases)  # one TFLOP a case is in the figures of a case
+    answers = beyond * _ANSWERS_OF_TFLOP
     if gate == "launch":
         return process + size.cases * size.arms * _LAUNCH_OF_ARM
     if gate == "correct":
-        return _START + size.cases * _CORRECT_OF_CASE
+        return _START + size.cases * _CORRECT_OF_CASE + answers
+    round_of_cell = _ROUND_OF_ARM + beyond / size.cases * _ROUND_OF_TFLOP
     if gate == "quick":
-        return process + size.cases * size.arms * (_SETTING_UP_ARM + _QUICK_ROUNDS * _ROUND_OF_ARM)
-    return size.workers * process + size.cells * size.arms * (_SETTING_UP_ARM + size.rounds * _ROUND_OF_ARM)
+        return process + answers + size.cases * size.arms * (_SETTING_UP_ARM + _QUICK_ROUNDS * round_of_cell)
+    cell = answers / size.cases + size.arms * (_SETTING_UP_ARM + size.rounds * round_of_cell)
+    return size.workers * process + size.cells * cell
 
 
 def estimate(size: RunSize, history: Sequence[PastRun]) -> Estimate:

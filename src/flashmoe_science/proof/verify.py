@@ -33,7 +33,11 @@ AGAINST = (
 
 
 def verify_claims(
-    repository: Path, *, now: datetime | None = None, on_trouble: Callable[[EvidenceError], None] | None = None
+    repository: Path,
+    *,
+    now: datetime | None = None,
+    on_trouble: Callable[[EvidenceError], None] | None = None,
+    say: Callable[[str], None] | None = None,
 ) -> list[Verdict]:
     """Return the verdict on every claim in ``claims/`` of ``repository``, by the records in its ``evidence/``.
 
@@ -42,6 +46,7 @@ def verify_claims(
         now: the moment from which the age of evidence counts. Default: this one.
         on_trouble: gets what is wrong with a record that cannot be read, and the claims that may rest on it are not
             demonstrated. Default: it is raised.
+        say: gets what is being done: all of it takes seconds.
 
     Raises:
         ClaimError: a claim file is wrong.
@@ -49,8 +54,14 @@ def verify_claims(
     """
     claims = load_claims(repository / "claims")
     unread: list[Unread] = []
+    say = say or (lambda _: None)
+    say("reading evidence/")
     records = (_read_most(repository, unread, on_trouble) if on_trouble else read_records(repository)) if claims else {}
-    return [_verify_alone(claim, records, repository, now, unread) for claim in claims]
+    verdicts = []
+    for number, claim in enumerate(claims, 1):
+        say(f"judging claim {number} of {len(claims)}")
+        verdicts.append(_verify_alone(claim, records, repository, now, unread))
+    return verdicts
 
 
 def _verify_alone(

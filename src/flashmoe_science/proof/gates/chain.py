@@ -108,7 +108,8 @@ def _size(run: Run) -> RunSize:
     cells = sum(
         not has_cell(run.cases[case], process, mode) for case in run.todo for mode in run.modes for process in processes
     )
-    return replace(whole, cases=len(run.todo), cells=cells, gates=tuple(gates))
+    tflop = sum(case.work.flops for case in record.cases if case.name in run.todo) / 1e12
+    return replace(whole, cases=len(run.todo), cells=cells, gates=tuple(gates), tflop=tflop)
 
 
 def _holds_gpu(run: Run, name: GateName) -> bool:
