@@ -159,6 +159,7 @@ FEATURES = [
     _F(1, 2, 2, 20, 150, 32, 32, "fp16", True, bias="fp32", sinks="fp32", splits=2, why="split-bias-sinks"),
     # Shares of 96 and of 54 keys: in rows that see the most negative number alone, keys of both count alike.
     _F(1, 2, 2, 20, 150, 32, 32, "fp32", False, bias="fp32", lowest=True, splits=2, why="split-bias-lowest"),
+    _F(2, 4, 2, 20, 150, 32, 48, "fp32", True, window=(90, -1), splits=3, why="split-batch-gqa"),
     # Of FlashAttention's list of lengths, and of the head dimensions in use.
     _F(1, 1, 1, 239, 1, 40, 40, "fp16", True, window=(9, -1), sinks="fp16", why="one-key"),
     _F(1, 1, 1, 113, 203, 59, 59, "fp16", True, window=(60, -1), softcap=5.0, why="odd"),

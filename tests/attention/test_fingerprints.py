@@ -148,14 +148,20 @@ def test_an_edited_kernel_changes_the_cases_that_run_it_and_no_others(edit):
     edit("attention.primitives", "other=0.0)", "other=1.0)")
     changed = {shape for shape in SHAPES if code(shape) != before[shape]}
     assert changed == {"split", "window"}
+    before = {shape: code(shape) for shape in SHAPES}
     edit("attention.merge_triton", "acc += weight *", "acc += 2 * weight *")
-    assert code("split") not in (before["split"], before["window"])
+    assert {shape for shape in SHAPES if code(shape) != before[shape]} == {"split"}
 
 
 def test_what_plain_calls_do_not_run_leaves_their_fingerprints(edit):
     before = {shape: code(shape) for shape in SHAPES}
     edit("attention.featured_calls", "o_part = empty((o_size,)", "o_part = empty((2 * o_size,)")
     assert {shape for shape in SHAPES if code(shape) != before[shape]} == {"split", "window", "features"}
+
+
+def test_nothing_of_a_plain_call_is_in_the_file_that_its_fingerprint_leaves_out():
+    found = trace((f"{calls.__name__}:{calls._plain_call.__name__}",), fingerprints.NOT_FOLLOWED)
+    assert not [name for name in dict(found) if name.startswith(featured_calls.__name__)]
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -96,7 +96,7 @@ def test_every_tile_compiles(row):
 
 @pytest.mark.parametrize("arch", GPUS)
 def test_few_pairs_and_one_token_compile(arch):
-    for tokens, experts in ((16, 8), (3, 64)):
+    for tokens, experts in ((16, 8), (3, 64), (64, 8)):
         problem = MoeProblem(tokens=tokens, dtype="bf16", **{**PLAIN, "experts": experts}, ids_dtype="i64")
         up, down, combine = prepare_moe_kernels(plan_moe(problem, SPECS[GPUS[arch]], "few_triton"))
         check(up, arch, item_bytes=2)

@@ -28,7 +28,7 @@ def _merge_partials_kernel(
     heads, seqlen_q,
     ALIGN_O: tl.constexpr, STRIDE_OM: tl.constexpr, SPLITS: tl.constexpr, DV: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr, BLOCK_DV: tl.constexpr,
-    NATURAL: tl.constexpr,  # scores are in natural units, else in units of log2(e)
+    NATURAL: tl.constexpr,  # scores are to base e, else to base 2
     STORE_LSE: tl.constexpr,
 ):  # fmt: skip
     """Merge the shares of one row. Grid: (B * H * Sq,)."""

@@ -63,7 +63,7 @@ class Plan:
 
     @property
     def is_plain(self) -> bool:
-        """Whether q, k and v are all that is read, and one kernel at most reads them."""
+        """Whether a call has no features, and one kernel at most."""
         return not self.problem.features and len(self.launches) < 2
 
     def as_dict(self) -> dict[str, Any]:

@@ -17,7 +17,7 @@ PRODUCT_COLUMNS = 256  # of a tile, before the activation
 # program, the last ones leave SMs idle: with 3.9 of them Triton's tiles are 5 % faster for DeepSeek-V3's experts that
 # are equally busy, as fast by Zipf's law, and 4 % faster for OLMoE's (lab/moe/5_skewed_and_shared_h200.txt).
 FEWEST_ROWS = 32
-ENOUGH_ROWS, ENOUGH_TILES = 48, 4
+ENOUGH_TILES = 4
 # Of gradients. Only that of the activation was timed beside Triton's kernel with 64 rows, and is the faster one
 # (lab/moe/2_activation_h200.txt); with fewer nobody measured any.
 GRADIENTS_FEWEST_ROWS = 48
@@ -79,9 +79,9 @@ def choose_config(problem: MoeProblem, gpu: GpuSpec | None) -> HopperConfig:
 
 
 def has_few_tiles(problem: MoeProblem, gpu: GpuSpec) -> bool:
-    """Return whether rows are few, and so are the tiles of the first product that each program draws."""
+    """Return whether a tile of 64 rows has room, and the tiles of the first product that each program draws are few."""
     tiles = problem.experts * column_tiles(problem, "up")
-    return problem.pairs / problem.experts < ENOUGH_ROWS and tiles < ENOUGH_TILES * gpu.sms
+    return problem.pairs <= FEWEST_ROWS * problem.experts and tiles < ENOUGH_TILES * gpu.sms
 
 
 def product_steps(problem: MoeProblem, config: HopperConfig, tiles: int) -> list[tuple[str, PlannedLaunch]]:

@@ -16,6 +16,7 @@ from .problem import MoeProblem
 from .tiles import (
     NARROW,
     SHARED_FEWEST_PROGRAMS,
+    SHARED_MOST_TOKENS,
     SHARED_TABLES,
     TABLES,
     BackwardConfig,
@@ -143,8 +144,10 @@ def choose_shared_tile(problem: MoeProblem, arch: int) -> TileConfig:
 
     usual = with_room(tile_rows(arch, problem.item_bytes))
     narrow = SHARED_TABLES.get(arch, {}).get(problem.item_bytes)
+    if narrow is None or problem.tokens > SHARED_MOST_TOKENS:
+        return usual
     programs = shared_tiles(problem, usual.block_m) * cdiv(problem.inter, usual.up.block_n)
-    return with_room(narrow) if narrow and programs < SHARED_FEWEST_PROGRAMS else usual
+    return with_room(narrow) if programs < SHARED_FEWEST_PROGRAMS else usual
 
 
 def block_experts(experts: int) -> int:

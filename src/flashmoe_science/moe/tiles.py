@@ -155,7 +155,8 @@ SHARED_TABLES: dict[int, dict[int, tuple[TileConfig, ...]]] = {
         ),
     },
 }
-SHARED_FEWEST_PROGRAMS = 66  # half of the SMs of an H200; between 32 and 128 nothing was timed
+SHARED_FEWEST_PROGRAMS = 66  # of the usual tiles; half of the SMs of an H200
+SHARED_MOST_TOKENS = 256  # with more nobody timed them
 
 # Where rows lie at multiples of 2 bytes only, a thread loads elements one by one, into registers.
 NARROW = _C(16, _T(16, 32, 4, 1), _T(32, 32, 4, 1))
