@@ -270,6 +270,7 @@ def test_explain_of_experts(run):
         (("--shape", "1,1,64,64", "--experts", "1,2,1,64,64"), "expected one of --shape"),
         (("--shape", "1,1,64,64", "--activation", "silu"), "--activation is of --experts"),
         (("--experts", "1,2,1,64,64", "--causal", "--kv-heads", "2"), "--kv-heads and --causal: of attention"),
+        (("--experts", "1,2,3,64,64"), "K must be at most the 2 experts, got 3"),
         (("--experts", "1,2,1,64"), "experts must be five integers T,E,K,H,I, got '1,2,1,64'"),
         (("--experts", "1,2,1,64,64", "--activation", "swigul"), "activation must be one of swiglu"),
     ],

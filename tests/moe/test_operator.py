@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import sys
 from types import ModuleType, SimpleNamespace
@@ -99,6 +100,14 @@ def test_liger_is_given_what_it_asks_for(monkeypatch):
     if importlib.util.find_spec("liger_kernel") is None:
         with pytest.raises(ImportError, match="liger_kernel"):
             RIVALS["liger"].load()
+
+
+def test_what_an_interpreter_cannot_check_is_said():
+    case = OPERATOR.parse_case(TABLES[0])
+    assert "a suite of fp16 or fp32" in str(OPERATOR.cpu_refusal("fused_moe", case))
+    assert "Gluon, which cannot be interpreted" in str(OPERATOR.cpu_refusal("grouped_gluon_sm90", case))
+    in_bf16 = dataclasses.replace(case, problem=dataclasses.replace(case.problem, dtype="bf16"))
+    assert "a suite of fp16 or fp32" in str(OPERATOR.cpu_refusal("few_triton", in_bf16))
 
 
 def test_work_is_what_has_to_be_read():

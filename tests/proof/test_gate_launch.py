@@ -247,6 +247,14 @@ def test_a_seed_is_drawn_and_recorded_where_none_was_given(gpu):
     assert given.settings.seed == 7
 
 
+def test_a_seed_gives_gate_correct_its_inputs_and_no_seed_gives_it_others(gpu):
+    for seed in (7, 7, 8, None, None):
+        run_chain(request_of(until="correct", settings=Settings(seed=seed)))
+    first, again, *others = [payload["seed"] for name, payload in gpu.calls if name == "check_correct"]
+    assert first == again != 7  # nor are they those of gate bench
+    assert len({first, *others}) == 4
+
+
 def test_fingerprints_are_in_the_record_and_measuring_leaves_them(gpu):
     gpu.capture = lambda payload: [
         captured(gpu.subject, "subject", [launch()], code="a" * 64),

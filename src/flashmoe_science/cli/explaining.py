@@ -51,6 +51,8 @@ def attention_call(shape: str, more: Mapping[str, Any]) -> Explained:
 def experts_call(experts: str, more: Mapping[str, Any]) -> Explained:
     """Return a call of experts; what is None in ``more`` is left out."""
     sizes = _sizes("experts", experts, "T,E,K,H,I", "--experts 8192,128,8,2048,768")
+    if sizes[2] > sizes[1]:
+        raise InputError(f"experts: K must be at most the {sizes[1]} experts, got {sizes[2]}")
     names = ("tokens", "experts", "top_k", "hidden", "inter")
     return Explained("experts", {**dict(zip(names, sizes, strict=True)), **_given(more)})
 

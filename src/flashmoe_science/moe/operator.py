@@ -300,9 +300,12 @@ class MoeOperator:
     def cpu_refusal(self, subject: str, case: MoeCase) -> str | None:
         """Return why Triton's interpreter cannot check ``case``, or None."""
         if subject == "fused_moe":
-            return "on CPU tensors it runs the reference, which would prove nothing: ask for grouped_triton"
+            others = "few_triton or grouped_triton, in a suite of fp16 or fp32"
+            return f"on CPU tensors it runs the reference, which would prove nothing: ask for {others}"
+        if subject == "grouped_gluon_sm90":
+            return f"{subject} is written in Gluon, which cannot be interpreted: only a GPU can check it"
         if case.problem.dtype == "bf16":
-            return "Triton's interpreter multiplies bf16 wrongly"
+            return "Triton's interpreter multiplies bf16 wrongly: a suite of fp16 or fp32 can be checked here"
         p = case.problem
         tiles = (p.pairs // 16 + min(p.experts, p.pairs)) * (-(-p.inter // 16) + -(-p.hidden // 32))
         steps = tiles * -(-max(p.hidden, p.inter) // 32)

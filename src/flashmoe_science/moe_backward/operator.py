@@ -124,9 +124,10 @@ class MoeBackwardOperator(MoeOperator):
     def cpu_refusal(self, subject: str, case: MoeCase) -> str | None:
         """Return why Triton's interpreter cannot check ``case``, or None."""
         if subject == "fused_moe_backward":
-            return "on CPU tensors it runs the reference, which would prove nothing: ask for moe_backward_triton"
+            other = "moe_backward_triton, in a suite of fp16 or fp32"
+            return f"on CPU tensors it runs the reference, which would prove nothing: ask for {other}"
         if subject == "moe_backward_gluon_sm90":
-            return "Gluon has no interpreter"
+            return f"{subject} is written in Gluon, which cannot be interpreted: only a GPU can check it"
         return super().cpu_refusal(subject, case)
 
     def rivals(self) -> Mapping[str, Any]:
