@@ -12,7 +12,7 @@ TUNE_TOKENS = int(os.environ.get("TUNE_TOKENS", "64"))
 
 def cases():
     from flashmoe_science.proof.suites import load_suite
-    return [c.problem if hasattr(c, "problem") else c.case for c in load_suite(suite_name).cases]
+    return [case.problem for case in load_suite(suite_name).cases]
 
 def shapes():
     """One case for each (hidden, inter) that liger tunes for."""
@@ -30,7 +30,6 @@ def work(i):
     from flashmoe_science.moe.operator import MoeOperator
     from flashmoe_science.moe.rival_registry import RIVALS
     op, said, begin = MoeOperator(), [], time.perf_counter()
-    parts = [0]
     if mode == "compile":
         import liger_kernel.ops.fused_moe_kernels as k
         from triton.runtime.autotuner import Autotuner

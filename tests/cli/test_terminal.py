@@ -15,6 +15,19 @@ from flashmoe_science.proof.evidence import Gate, GateStatus
 from ..proof.builders import build_gates
 
 
+def test_what_is_being_done_is_shown_on_a_terminal_and_nowhere_else(capsys):
+    terminal = Terminal()
+    with terminal.doing() as say:
+        say("judging claim 1 of 2")
+    assert capsys.readouterr() == ("", "")
+    written = on_a_terminal(terminal)
+    with terminal.doing() as say:
+        say("judging claim 1 of 2")
+        terminal.log.print("a warning")
+    assert "judging claim 1 of 2" in written.getvalue()
+    assert "a warning" in written.getvalue()
+
+
 class Clock:
     """A clock that a test moves."""
 

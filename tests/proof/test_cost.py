@@ -96,8 +96,8 @@ def test_large_cases_take_the_time_of_their_answers_in_every_process():
         model_seconds(gate, replace(large, rounds=0)) - model_seconds(gate, replace(SEED, rounds=0))
         for gate in GPU_GATES
     ]
-    launch, correct, _, bench = answers
-    assert launch == 0
+    launch, correct, _, bench = answers  # gate quick always has its five rounds
+    assert launch == 0 < correct
     assert bench == pytest.approx(SEED.workers * correct)
     assert model_seconds("bench", large) - model_seconds("bench", SEED) > bench  # calls take longer, too
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -142,6 +144,22 @@ def test_what_proves_the_machine_runs_again_for_the_missing_cases_only(gpu):
     assert gate_of(record, "bench").summary.startswith("3 cases, 30 rounds each in 3 processes")
     assert gate_of(record, "bench").summary.endswith(f"; 2 cases kept from {old.id}")
     assert recorder.notes[0] == f"going on with {old.id}: 2 of 3 cases finished, 17 of 18 measurements"
+
+
+def test_what_is_left_of_a_run_costs_the_work_of_the_missing_cases_alone(gpu):
+    old = interrupted(gpu, step=5, case=2)
+    sizes = []
+
+    def start(_record, size):
+        sizes.append(size)
+        raise PreemptedError
+
+    meter: Any = SimpleNamespace(start=start)
+    with pytest.raises(PreemptedError):
+        run_chain(request(resume=old, meter=meter))
+    (size,) = sizes
+    assert (size.cases, size.cells) == (1, 1)
+    assert size.tflop == old.cases[2].work.flops / 1e12 > 0
 
 
 def test_a_run_that_lacks_nothing_but_its_end_is_finished_without_measuring(gpu):
