@@ -42,9 +42,9 @@ FEW_DOWN = [(64, 128, 4, 4), (32, 128, 4, 4), (32, 128, 4, 5), (32, 256, 4, 3), 
 MANY = [(16, (32, 128, 4, 4), (64, 128, 4, 4)), (32, (32, 128, 4, 4), (64, 128, 4, 4)), (64, (64, 64, 4, 4), (128, 64, 4, 4)), (64, (64, 64, 4, 5), (128, 64, 4, 5)), (64, (32, 128, 4, 4), (64, 128, 4, 4)), (128, (64, 64, 4, 4), (128, 64, 4, 4)), (128, (128, 64, 8, 4), (256, 64, 8, 4)), (128, (64, 64, 8, 4), (128, 64, 8, 4))]
 
 
-# Shared experts of 128 rows: rows, then the tiles of both products; the first is what the plan takes.
+# Shared experts of 128 rows: rows, then the tiles of both products; the first is what the plan took then.
 SHARED = [(128, (128, 64, 8, 4), (256, 64, 8, 4)), (64, (64, 64, 4, 4), (128, 64, 4, 4)), (128, (64, 64, 8, 4), (128, 64, 8, 4)), (128, (32, 64, 8, 5), (64, 64, 8, 5)), (64, (32, 128, 4, 4), (64, 128, 4, 4)), (128, (32, 128, 8, 3), (64, 128, 8, 3)), (64, (32, 64, 4, 6), (64, 64, 4, 6)), (128, (16, 128, 8, 4), (64, 128, 8, 3))]
-# A few tokens of few experts: one expert can have more rows than the 1.5 times the average that the plan has room for.
+# A few tokens of few experts: one expert can have more rows than the 1.5 times the average that the plan had room for then.
 SKEWED = [(16, FEW[0], FEW_DOWN[0]), (32, FEW[0], FEW_DOWN[0]), (32, (16, 128, 4, 4), (64, 128, 4, 4)), (32, (32, 128, 4, 3), (64, 128, 4, 3)), (32, (16, 256, 4, 4), (32, 256, 4, 4)), (64, (64, 64, 4, 4), (128, 64, 4, 4)), (64, (32, 128, 4, 4), (64, 128, 4, 4)), (64, (32, 64, 4, 5), (64, 64, 4, 5))]
 
 

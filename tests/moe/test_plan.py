@@ -21,6 +21,7 @@ from flashmoe_science.moe.plan import (
     choose_tile,
     most_tiles,
     plan_moe,
+    rows_of_tiles,
     workspace_sizes,
 )
 from flashmoe_science.moe.problem import MoeProblem
@@ -80,6 +81,39 @@ def test_tiles_grow_with_the_rows_of_an_expert(gpu):
     tiles = [choose_tile(with_tokens(tokens), SPECS[gpu].arch) for tokens in (32, 300, 600, 1000, 32768)]
     assert [tile.block_m for tile in tiles] == sorted(tile.block_m for tile in tiles)
     assert (tiles[0].block_m, tiles[-1].block_m) == (16, 128)
+
+
+@pytest.mark.parametrize(("tokens", "rows"), [(31, 16), (32, 32), (63, 32), (64, 64), (128, 64), (129, 128)])
+def test_a_tile_has_room_for_an_expert_that_is_twice_as_busy(tokens, rows):
+    mixtral = MoeProblem(tokens, 8, 2, 4096, 14336, "bf16")  # pairs / 4 are the average
+    assert choose_tile(mixtral, 90).block_m == rows
+
+
+@pytest.mark.parametrize(
+    ("tokens", "sizes", "kernel", "rows"),
+    [
+        (128, (32, 8, 7168, 2048), "grouped_triton", 64),  # 3.9 tiles for each SM
+        (129, (32, 8, 7168, 2048), "grouped_gluon_sm90", 128),  # more than 32 rows an expert
+        (128, (8, 2, 4096, 14336), "grouped_gluon_sm90", 128),  # 6.8 tiles for each SM
+    ],
+)
+def test_few_rows_in_few_tiles_are_not_for_tiles_of_128_rows(
+    tokens: int, sizes: tuple[int, int, int, int], kernel: str, rows: int
+) -> None:
+    plan = plan_moe(MoeProblem(tokens, *sizes, "bf16"), SPECS["H200"])
+    assert (plan.kernel, rows_of_tiles(plan.config)) == (kernel, rows)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "rows", "programs"),
+    [(16, 16, 64), (17, 32, 64), (64, 64, 64), (256, 128, 128), (257, 128, 48), (1024, 128, 128)],
+)
+def test_shared_experts_have_programs_for_the_sms(tokens, rows, programs):
+    deepseek = MoeProblem(tokens, 32, 8, 7168, 2048, "bf16", shared_experts=1, shared_inter=2048)
+    plan = plan_moe(deepseek, SPECS["H200"])
+    assert plan.shared is not None
+    assert plan.shared.block_m == rows
+    assert plan.launches[plan.steps.index("shared_up")].grid[0] == programs
 
 
 def test_rows_that_start_anywhere_have_a_narrow_tile():

@@ -27,7 +27,7 @@ from flashmoe_science.moe.prepare_sm90 import ragged_map
 from flashmoe_science.moe.prepared import PreparedKernel
 from flashmoe_science.moe.problem import MoeProblem
 from flashmoe_science.moe.routing import Routing, backward_kernel_of, kernel_of
-from flashmoe_science.moe.tiles import BACKWARD_TABLES, SMALL_BACKWARD, BackwardConfig
+from flashmoe_science.moe.tiles import BACKWARD_TABLES, SHARED_TABLES, SMALL_BACKWARD, BackwardConfig
 
 pytestmark = pytest.mark.triton
 
@@ -65,7 +65,7 @@ class Row:
     way: str
 
     def __str__(self) -> str:
-        return f"sm_{self.arch}-{8 * self.item_bytes}bit-{self.config.block_m}-{self.way}"
+        return f"sm_{self.arch}-{8 * self.item_bytes}bit-{self.config.block_m}x{self.config.up.block_n}-{self.way}"
 
 
 def rows() -> Iterator[Row]:
@@ -76,6 +76,10 @@ def rows() -> Iterator[Row]:
                 place += 1
                 way = list(WAYS)[place % len(WAYS)] if item_bytes == 2 else "plain"
                 yield Row(archs[place % len(archs)], config, item_bytes, way)
+    for arch, table in SHARED_TABLES.items():
+        known = {config for archs, others in TABLES.items() if arch in archs for config in others[2]}
+        for item_bytes, configs in table.items():
+            yield from (Row(arch, config, item_bytes, "plain") for config in configs if config not in known)
 
 
 @pytest.mark.parametrize("row", [*rows()], ids=str)
@@ -92,7 +96,7 @@ def test_every_tile_compiles(row):
 
 @pytest.mark.parametrize("arch", GPUS)
 def test_few_pairs_and_one_token_compile(arch):
-    for tokens, experts in ((16, 8), (3, 64)):
+    for tokens, experts in ((16, 8), (3, 64), (64, 8)):
         problem = MoeProblem(tokens=tokens, dtype="bf16", **{**PLAIN, "experts": experts}, ids_dtype="i64")
         up, down, combine = prepare_moe_kernels(plan_moe(problem, SPECS[GPUS[arch]], "few_triton"))
         check(up, arch, item_bytes=2)

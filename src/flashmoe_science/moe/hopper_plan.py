@@ -13,8 +13,11 @@ STEP = 64  # columns of the reduction at a time
 PRODUCT_COLUMNS = 256  # of a tile, before the activation
 # With 32 rows an expert the weights' bytes count, which Triton's tiles of 64 rows read as well: for Mixtral's experts
 # those are 3.5 % faster where all are equally busy, and 6 % slower by Zipf's law, where the busiest expert has two of
-# them (lab/moe/4_decode_tiles_h200.txt). Real routing is skewed, too. Other experts were not timed with so few rows.
+# them (lab/moe/4_decode_tiles_h200.txt). Real routing is skewed, too. Where the first product has few tiles for each
+# program, the last ones leave SMs idle: with 3.9 of them Triton's tiles are 5 % faster for DeepSeek-V3's experts that
+# are equally busy, as fast by Zipf's law, and 4 % faster for OLMoE's (lab/moe/5_skewed_and_shared_h200.txt).
 FEWEST_ROWS = 32
+ENOUGH_TILES = 4
 # Of gradients. Only that of the activation was timed beside Triton's kernel with 64 rows, and is the faster one
 # (lab/moe/2_activation_h200.txt); with fewer nobody measured any.
 GRADIENTS_FEWEST_ROWS = 48
@@ -73,6 +76,12 @@ def choose_config(problem: MoeProblem, gpu: GpuSpec | None) -> HopperConfig:
     """
     group_m = 16 if problem.pairs / problem.experts >= 8 * ROWS else 8
     return HopperConfig(group_m=group_m, programs=gpu.sms if gpu else 132)
+
+
+def has_few_tiles(problem: MoeProblem, gpu: GpuSpec) -> bool:
+    """Return whether a tile of 64 rows has room, and the tiles of the first product that each program draws are few."""
+    tiles = problem.experts * column_tiles(problem, "up")
+    return problem.pairs <= FEWEST_ROWS * problem.experts and tiles < ENOUGH_TILES * gpu.sms
 
 
 def product_steps(problem: MoeProblem, config: HopperConfig, tiles: int) -> list[tuple[str, PlannedLaunch]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,9 @@ from . import hopper_plan
 from .problem import MoeProblem
 from .tiles import (
     NARROW,
+    SHARED_FEWEST_PROGRAMS,
+    SHARED_MOST_TOKENS,
+    SHARED_TABLES,
     TABLES,
     BackwardConfig,
     Config,
@@ -114,14 +118,36 @@ def loads_words(problem: MoeProblem) -> bool:
 
 
 def choose_tile(problem: MoeProblem, arch: int) -> TileConfig:
-    """Return tiles for the rows that an expert has on average, with some room: experts are not equally busy."""
+    """Return tiles for the rows that an expert has on average, with as much room: experts are not equally busy.
+
+    With room for half as many more, the busiest of few experts had two tiles, and its weights were read twice:
+    Mixtral's with 32 tokens by Zipf's law took 738 us, not 647. 64 rows are enough for 32, as the products of a tile
+    of 128 take longer than its bytes (lab/moe/5_skewed_and_shared_h200.txt).
+    """
     configs = tile_rows(arch, problem.item_bytes)
     if not loads_words(problem):
         return NARROW
     if problem.batch_invariant:
         return next(config for config in configs if config.block_m == _INVARIANT_ROWS[problem.item_bytes])
     rows = problem.pairs / min(problem.experts, problem.pairs)
-    return next((config for config in configs if config.block_m >= 1.5 * rows), configs[-1])
+    enough = (config for config in configs if config.block_m > 2 * rows or config.block_m == 2 * rows == 64)
+    return next(enough, configs[-1])
+
+
+def choose_shared_tile(problem: MoeProblem, arch: int) -> TileConfig:
+    """Return tiles of shared experts, each of which has a row for every token; ``problem`` is theirs."""
+    if problem.batch_invariant or not loads_words(problem):
+        return choose_tile(problem, arch)
+
+    def with_room(configs: Sequence[TileConfig]) -> TileConfig:
+        return next((config for config in configs if config.block_m >= problem.tokens), configs[-1])
+
+    usual = with_room(tile_rows(arch, problem.item_bytes))
+    narrow = SHARED_TABLES.get(arch, {}).get(problem.item_bytes)
+    if narrow is None or problem.tokens > SHARED_MOST_TOKENS:
+        return usual
+    programs = shared_tiles(problem, usual.block_m) * cdiv(problem.inter, usual.up.block_n)
+    return with_room(narrow) if programs < SHARED_FEWEST_PROGRAMS else usual
 
 
 def block_experts(experts: int) -> int:
@@ -295,6 +321,8 @@ def _choose_hopper(problem: MoeProblem, gpu: GpuSpec, name: str, why: str) -> tu
     rows = problem.pairs / problem.experts
     if rows < hopper_plan.FEWEST_ROWS:
         return name, f"{why}; fewer than {hopper_plan.FEWEST_ROWS} rows an expert, for tiles of {hopper_plan.ROWS}"
+    if hopper_plan.has_few_tiles(problem, gpu):
+        return name, f"{why}; {rows:.0f} rows an expert, and few tiles of {hopper_plan.ROWS} for each SM"
     return "grouped_gluon_sm90", f"{why}; Hopper's TMA and warpgroup products, {rows:.0f} rows an expert"
 
 
@@ -354,5 +382,5 @@ def plan_moe(problem: MoeProblem, gpu: GpuSpec | None, kernel: str = "auto") -> 
         config = gemv_tiles(problem.hidden, problem.item_bytes) if name == "gemv_triton" else choose_tile(problem, arch)
         if name == "grouped_gluon_sm90":
             config = hopper_plan.choose_config(problem, gpu)
-        shared = choose_tile(problem.shared(), arch) if problem.shared_experts else NARROW
+        shared = choose_shared_tile(problem.shared(), arch) if problem.shared_experts else NARROW
     return make_plan(problem, where, arch, name, config, shared if problem.shared_experts else None, why)

@@ -142,6 +142,22 @@ def gemv_tiles(hidden: int, item_bytes: int) -> GemvConfig:
     return next(config for most, config in GEMV_TABLE[item_bytes] if hidden <= most)
 
 
+# Of shared experts, which every token has, so that their rows are known: few programs read one expert's weights. One
+# row tile of narrow columns took 782 to 796 us of DeepSeek-V3's experts with 128 tokens, in place of 853 to 858; with
+# 256 tokens 842 in place of 903 (lab/moe/5_skewed_and_shared_h200.txt). Of many tokens TABLES' have enough programs.
+SHARED_TABLES: dict[int, dict[int, tuple[TileConfig, ...]]] = {
+    90: {
+        2: (
+            _C(16, _T(32, 128, 4, 4), _T(64, 128, 4, 4)),
+            _C(32, _T(32, 128, 4, 4), _T(64, 128, 4, 4)),
+            _C(64, _T(32, 128, 4, 4), _T(64, 128, 4, 4)),
+            _C(128, _T(32, 64, 8, 5), _T(64, 64, 8, 5)),
+        ),
+    },
+}
+SHARED_FEWEST_PROGRAMS = 66  # of the usual tiles; half of the SMs of an H200
+SHARED_MOST_TOKENS = 256  # with more nobody timed them
+
 # Where rows lie at multiples of 2 bytes only, a thread loads elements one by one, into registers.
 NARROW = _C(16, _T(16, 32, 4, 1), _T(32, 32, 4, 1))
 
