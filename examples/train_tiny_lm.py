@@ -176,12 +176,18 @@ def plot(runs, path):
     from matplotlib import pyplot as plt
 
     figure, (above, below) = plt.subplots(2, 1, sharex=True, height_ratios=(3, 1), figsize=(7, 5))
-    for name, run in runs.items():
-        above.plot(smooth(run["losses"], 20), label=f"{name}, {run['tokens_per_second']:,.0f} tokens a second")
+    # The curves lie on one another: the first is broad, and the second shows on it, dashed.
+    for (name, run), style in zip(runs.items(), ({"linewidth": 4, "alpha": 0.5}, {"linestyle": "--"}), strict=True):
+        label = f"{name}, {run['tokens_per_second']:,.0f} tokens a second"
+        above.plot(smooth(run["losses"], 20), label=label, **style)
     a, b = (run["losses"] for run in runs.values())
     below.plot([x - y for x, y in zip(a, b, strict=True)], color="grey", linewidth=0.8)
-    above.set(ylabel="loss, mean of 20 steps")
-    below.set(xlabel="step", ylabel=" - ".join(runs))
+    below.axhline(0, color="black", linewidth=0.6)
+    above.set(ylabel="loss in nats a byte\n(mean of 20 steps)")
+    below.set(xlabel="step", ylabel=f"{' - '.join(runs)}\n(each step)")
+    for axes in (above, below):
+        axes.grid(alpha=0.3)
+    figure.align_ylabels()
     above.legend()
     figure.tight_layout()
     figure.savefig(path, dpi=150)
