@@ -65,6 +65,10 @@ def test_the_rough_model_is_within_twice_what_was_measured(path):
     for gate, seconds in run.gpu_seconds.items():
         if gate == "quick" and len(record.baselines) > 1 and path.name < "20261122T21":
             continue  # it timed all baselines then
+        if gate == "launch" and "fa4-deterministic" in record.baselines:
+            # FlashAttention-4 compiles its gradients at the first call, both forms in six kinds: more than a minute.
+            assert model_seconds(gate, run.size) < seconds
+            continue
         assert 0.5 < model_seconds(gate, run.size) / seconds < 2, gate
 
 
