@@ -15,13 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from flashmoe_science.attention import (
-    api as attention_api,
-    cache_api,
-    cache_calls,
-    calls as attention_calls,
-    featured_calls,
-)
+from flashmoe_science.attention import api as attention_api, cache_api, cache_calls, calls as attention_calls
 from flashmoe_science.gpu import dependencies
 
 from . import required
@@ -87,7 +81,7 @@ def poison_fresh_memory(request, monkeypatch) -> None:
     if request.node.get_closest_marker("unpoisoned"):
         return
     monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
-    for module in (attention_calls, cache_calls, featured_calls):
+    for module in (attention_calls, cache_calls):
         monkeypatch.setattr(module, "_empty_strided_cuda", poisoned(module._empty_strided_cuda))
 
 

@@ -69,7 +69,6 @@ class FeatureCase(Case):
     alibi: str = ""
     alibi_axes: int = 1  # [H], or 2 for [B, H]
     bias: str = ""
-    lowest: bool = False  # whether the most negative number hides keys, of the last row all
     bias_heads: tuple[bool, bool] = (True, True)  # whether it has a batch and heads of its own
     scale: float | None = None
     splits: int = 1
@@ -157,9 +156,6 @@ FEATURES = [
     _F(1, 2, 2, 20, 200, 32, 32, "fp16", True, window=(90, -1), sinks="fp16", splits=3, why="split-window-sinks"),
     _F(1, 2, 2, 50, 150, 32, 32, "fp16", False, softcap=3.0, alibi="fp16", splits=4, why="split-softcap-alibi"),
     _F(1, 2, 2, 20, 150, 32, 32, "fp16", True, bias="fp32", sinks="fp32", splits=2, why="split-bias-sinks"),
-    # Shares of 96 and of 54 keys: in rows that see the most negative number alone, keys of both count alike.
-    _F(1, 2, 2, 20, 150, 32, 32, "fp32", False, bias="fp32", lowest=True, splits=2, why="split-bias-lowest"),
-    _F(2, 4, 2, 20, 150, 32, 48, "fp32", True, window=(90, -1), splits=3, why="split-batch-gqa"),
     # Of FlashAttention's list of lengths, and of the head dimensions in use.
     _F(1, 1, 1, 239, 1, 40, 40, "fp16", True, window=(9, -1), sinks="fp16", why="one-key"),
     _F(1, 1, 1, 113, 203, 59, 59, "fp16", True, window=(60, -1), softcap=5.0, why="odd"),

@@ -87,8 +87,6 @@ def make_features(case: FeatureCase | VarlenCase, device: str) -> dict[str, Any]
             options["bias"] = bias = draw(*sizes, dtype=case.bias)
             bias[:, :, :, 1::5] = -math.inf  # keys that it hides
             bias[:, :, case.seqlen_q // 2] = -math.inf  # and a row that sees none
-            if case.lowest:  # of all keys of the last row, of all but one in the first
-                bias[:, :, 0, 1:] = bias[:, :, -1] = torch.finfo(bias.dtype).min
     return options
 
 

@@ -13,7 +13,6 @@ import torch
 
 from flashmoe_science import flash_attention, flash_attention_varlen
 from flashmoe_science.attention.calls import allocate_lse, allocate_output
-from flashmoe_science.attention.featured_calls import partial_sizes
 from flashmoe_science.attention.inputs import problem_of
 from flashmoe_science.attention.prepare import interpret, prepare_kernels
 from flashmoe_science.attention.sequences_triton import _order_sequences_kernel
@@ -128,14 +127,13 @@ def attend_in_shares(q, k, v, splits: int, options) -> tuple[torch.Tensor, torch
     heads, config = problem.batch * problem.heads, ForwardConfig(16, 32, 4, 1, splits)
     launches = (
         PlannedLaunch("_forward_kernel", (-(-problem.seqlen_q // 16) * splits * heads, 1, 1), (128, 1, 1)),
-        PlannedLaunch("_merge_partials_kernel", (problem.rows, 1, 1), (32, 1, 1)),
+        PlannedLaunch("_merge_partials_kernel", (-(-problem.seqlen_q // 4) * heads, 1, 1), (128, 1, 1)),
     )
-    plan = Plan(problem, "CPU", 0, "forward_triton", config, launches, "a test asked")
-    forward, merge = prepare_kernels(plan)
+    forward, merge = prepare_kernels(Plan(problem, "CPU", 0, "forward_triton", config, launches, "a test asked"))
     o, lse = allocate_output(problem, q), allocate_lse(problem, q)
-    o_part, sums_part = (torch.empty(size) for size in partial_sizes(plan))
-    interpret(forward, (q, k, v, o_part, sums_part, *(options[name] for name in problem.extras)))
-    interpret(merge, (o_part, sums_part, o, lse))
+    o_part, lse_part = torch.empty(splits * problem.rows * problem.head_dim_v), torch.empty(splits * problem.rows)
+    interpret(forward, (q, k, v, o_part, lse_part, *(options[name] for name in problem.extras)))
+    interpret(merge, (o_part, lse_part, o, lse))
     return o, lse
 
 

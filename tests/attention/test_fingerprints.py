@@ -12,20 +12,11 @@ import torch
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
 from flashmoe_science import flash_attention
-from flashmoe_science.attention import (
-    calls,
-    featured_calls,
-    fingerprints,
-    hopper_plan,
-    inputs,
-    operator as attention_operator,
-    plan,
-    prepare,
-)
+from flashmoe_science.attention import fingerprints, hopper_plan, inputs, operator as attention_operator, plan, prepare
 from flashmoe_science.attention.inputs import problem_of
 from flashmoe_science.attention.operator import OPERATOR
 from flashmoe_science.attention_cache.operator import OPERATOR as CACHE_OPERATOR
-from flashmoe_science.gpu import call_code, device, launch
+from flashmoe_science.gpu import call_code, device
 from flashmoe_science.gpu.dependencies import trace
 from flashmoe_science.gpu.device import spec_of
 from flashmoe_science.gpu.specs import SPECS
@@ -108,7 +99,7 @@ def test_every_case_of_the_suites_has_a_fingerprint_of_its_own_on_every_gpu_that
         ("attention.forward_triton", "def _attend(", "def _attend_more("),
         ("attention.decode_triton", "import triton\n", "import triton\n\nMORE = 1\n"),
         ("attention.api", '"""Attend every query', '"""Attend all queries'),
-        ("attention.triton_plan", "MERGE_WARPS = 1", "MERGE_WARPS = 2"),
+        ("attention.triton_plan", "MERGE_ROWS = 4", "MERGE_ROWS = 8"),
         ("attention.reference", "import torch\n", "import torch\n\nMORE = 1\n"),
         ("gpu.gluon_sm90", "# of the hardware's 16", "# of 16"),
     ],
@@ -148,33 +139,8 @@ def test_an_edited_kernel_changes_the_cases_that_run_it_and_no_others(edit):
     edit("attention.primitives", "other=0.0)", "other=1.0)")
     changed = {shape for shape in SHAPES if code(shape) != before[shape]}
     assert changed == {"split", "window"}
-    before = {shape: code(shape) for shape in SHAPES}
-    edit("attention.merge_triton", "acc += weight *", "acc += 2 * weight *")
-    assert {shape for shape in SHAPES if code(shape) != before[shape]} == {"split"}
-
-
-def test_what_plain_calls_do_not_run_leaves_their_fingerprints(edit):
-    before = {shape: code(shape) for shape in SHAPES}
-    edit("attention.featured_calls", "o_part = empty((o_size,)", "o_part = empty((2 * o_size,)")
-    assert {shape for shape in SHAPES if code(shape) != before[shape]} == {"split", "window", "features"}
-
-
-def test_nothing_of_a_plain_call_is_in_the_file_that_its_fingerprint_leaves_out():
-    found = trace((f"{calls.__name__}:{calls._plain_call.__name__}",), fingerprints.NOT_FOLLOWED)
-    assert not [name for name in dict(found) if name.startswith(featured_calls.__name__)]
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_a_call_is_made_by_the_file_that_its_fingerprint_follows(shape, monkeypatch):
-    """Which of the two is asked for it, its kernels left out."""
-    made = plan.plan_attention(OPERATOR.parse_case(SHAPES[shape]), H200)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(launch, "prepare_launch", lambda *_arguments: None)
-    plain: Any = object()
-    monkeypatch.setattr(calls, "_plain_call", lambda *_arguments: plain)
-    monkeypatch.setattr(featured_calls, "featured_call", lambda *_arguments: None)
-    assert made.is_plain == (shape in ("hopper", "short"))
-    assert calls._cuda_call(made, 0, torch.float16) is (plain if made.is_plain else None)
+    edit("attention.merge_triton", "total += weight", "total += 2 * weight")
+    assert code("split") not in (before["split"], before["window"])
 
 
 def test_a_table_entry_changes_the_cases_that_take_it(monkeypatch):
@@ -360,10 +326,9 @@ def test_what_the_host_runs_at_each_call_is_in_the_fingerprint_or_named(device, 
     q, k, v = torch.randn(3, 1, 2, 300, 64, device=device, dtype=torch.bfloat16)
     flash_attention(q, k, v, causal=True, **options)
     ran = files_run(lambda: flash_attention(q, k, v, causal=True, **options))
-    stops = fingerprints.NOT_FOLLOWED if options else fingerprints.NOT_FOLLOWED_OF_PLAIN
     followed = {
         name.partition(":")[0].removeprefix("flashmoe_science.").replace(".", "/") + ".py"
-        for name in trace(("flashmoe_science.attention.api:flash_attention",), stops)
+        for name in trace(("flashmoe_science.attention.api:flash_attention",), fingerprints.NOT_FOLLOWED)
     }
     assert "attention/api.py" in ran
     known = followed | (fingerprints.RUN_AT_EACH_CALL_WITH_FEATURES if options else fingerprints.RUN_AT_EACH_CALL)

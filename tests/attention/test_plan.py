@@ -20,7 +20,7 @@ from flashmoe_science.attention.plan import plan_attention
 from flashmoe_science.attention.problem import AttentionProblem
 from flashmoe_science.attention.short_plan import short_shared_bytes
 from flashmoe_science.attention.tiles import ForwardConfig, HopperConfig, Plan, ShortConfig
-from flashmoe_science.attention.triton_plan import share_keys
+from flashmoe_science.attention.triton_plan import MERGE_ROWS, share_keys
 from flashmoe_science.gpu import planning
 from flashmoe_science.gpu.planning import PlannedLaunch
 from flashmoe_science.gpu.specs import SPECS
@@ -113,7 +113,7 @@ def test_keys_are_split_where_the_rows_are_few():
     assert splits > 1
     assert [launch.pattern for launch in plan.launches] == ["_forward_kernel", "_merge_partials_kernel"]
     assert plan.launches[0].grid == (tiles * splits * 2, 1, 1)
-    assert plan.launches[1].grid == (70 * 2, 1, 1)
+    assert plan.launches[1].grid == (-(-70 // MERGE_ROWS) * 2, 1, 1)
     assert plan.reason.endswith(f"do not fill 132 SMs, so the keys are split over {splits}")
     assert 0.8 * H200.sms <= plan.launches[0].grid[0] <= 2 * H200.sms
 
@@ -352,7 +352,7 @@ def test_a_plan_as_text_says_kernel_reason_tile_and_launches():
     assert f"because {plan.reason}" in text
     assert f"block_m {plan.config.block_m}" in text
     assert f"num_splits {plan.config.num_splits}" in text
-    assert f"_merge_partials_kernel, grid {plan.launches[1].grid}, 32 threads" in text
+    assert f"_merge_partials_kernel, grid {plan.launches[1].grid}, 128 threads" in text
     assert "shared memory" not in text  # it is not known before the kernel was compiled
     compiled = dataclasses.replace(plan.launches[0], shared_memory_bytes=4096)
     assert "4096 bytes of shared memory" in dataclasses.replace(plan, launches=(compiled,)).as_text()

@@ -112,7 +112,7 @@ def make_problem(*, sequence_major: bool = False, **sizes) -> AttentionProblem:
 def by_hand(problem: AttentionProblem, arch: int, config: ForwardConfig) -> Plan:
     launches = [PlannedLaunch("_forward_kernel", (1, 1, 1), (32 * config.num_warps, 1, 1))]
     if config.num_splits > 1:
-        launches.append(PlannedLaunch("_merge_partials_kernel", (1, 1, 1), (32, 1, 1)))
+        launches.append(PlannedLaunch("_merge_partials_kernel", (1, 1, 1), (128, 1, 1)))
     return Plan(problem, GPUS[arch].name, arch, "forward_triton", config, tuple(launches), "a test asked for it")
 
 
@@ -402,10 +402,10 @@ def test_every_tile_of_the_short_kernel_compiles(plan):
 @pytest.mark.parametrize("splits", [2, 32])
 @pytest.mark.parametrize("arch", GPUS)
 def test_the_merge_compiles(arch, splits):
-    for return_lse, head_dim_v, dtype in ((True, 256, "fp32"), (splits > 2, 80, "bf16")):
+    for return_lse, head_dim_v, dtype in ((splits == 2, 256, "fp32"), (splits > 2, 80, "bf16")):
         problem = make_problem(
             seqlen_q=70, seqlen_k=8192, head_dim=64, head_dim_v=head_dim_v, dtype=dtype, return_lse=return_lse,
-            sequence_major=return_lse, bias="fp32" if dtype == "fp32" else "",
+            sequence_major=return_lse,
         )  # fmt: skip
         _, merge = prepare_kernels(by_hand(problem, arch, ForwardConfig(16, 64, 4, 2, splits)))
         found = read_resources(merge.source, arch)

@@ -1,7 +1,6 @@
 """Prepared calls: plan, kernels, grid and scalars are settled, a call allocates its outputs and launches.
 
 A call is made of q, k and v, their addresses, and the tensors that features need, in the order of ``problem.extras``.
-Here is all that a plain call runs on a GPU, and ``featured_calls`` has the others: see ``Plan.is_plain``.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from torch import Tensor
 from ..errors import UnsupportedError
 from . import reference
 from .problem import AttentionProblem
-from .tiles import HopperConfig, Plan
+from .tiles import ForwardConfig, HopperConfig, Plan
 
 Call = Callable[..., Any]
 
@@ -91,7 +90,7 @@ def _interpreter_call(plan: Plan) -> Call:
 
 
 def _cuda_call(plan: Plan, device: int, dtype: torch.dtype) -> Call:
-    """Return the call that allocates the outputs and launches."""
+    """Return the call that allocates the outputs, and the partials where keys are split, and launches."""
     from ..gpu.launch import prepare_launch
     from .prepare import prepare_kernels
 
@@ -99,12 +98,9 @@ def _cuda_call(plan: Plan, device: int, dtype: torch.dtype) -> Call:
         prepare_launch(kernel.source, plan.arch, device, kernel.grid, kernel.scalars, kernel.tensor_maps)
         for kernel in prepare_kernels(plan)
     ]
-    if plan.is_plain:
-        call = _plain_call(plan, device, dtype, launches)
-    else:
-        from .featured_calls import featured_call
-
-        call = featured_call(plan, device, dtype, launches)
+    call = (
+        _featured_call(plan, device, launches) if plan.problem.features else _plain_call(plan, device, dtype, launches)
+    )
     if torch.cuda.device_count() == 1:
         return call
 
@@ -118,7 +114,7 @@ def _cuda_call(plan: Plan, device: int, dtype: torch.dtype) -> Call:
 
 
 def _plain_call(plan: Plan, device: int, dtype: torch.dtype, launches: Sequence[Callable[..., None]]) -> Call:
-    """Return the call of a plain problem, with as little as possible between it and its launch."""
+    """Return the call of a problem without features, with as little as possible between it and its launch."""
     from ..gpu.counters import counters_of
 
     problem = plan.problem
@@ -146,7 +142,7 @@ def _plain_call(plan: Plan, device: int, dtype: torch.dtype, launches: Sequence[
             launch(stream, pq, pk, pv, o.data_ptr(), lse_at, counter(stream))
             return o if lse is None else (o, lse)
 
-    else:
+    elif len(launches) == 1:
         (launch,) = launches
 
         def call(_q: Tensor, _k: Tensor, _v: Tensor, pq: int, pk: int, pv: int) -> Any:
@@ -157,5 +153,47 @@ def _plain_call(plan: Plan, device: int, dtype: torch.dtype, launches: Sequence[
                 return o, lse
             launch(stream_of(device), pq, pk, pv, o.data_ptr())
             return o
+
+    else:
+        assert isinstance(plan.config, ForwardConfig)
+        lse_size = plan.config.num_splits * problem.rows
+        partial_size = lse_size * problem.head_dim_v
+        forward, merge = launches
+
+        def call(_q: Tensor, _k: Tensor, _v: Tensor, pq: int, pk: int, pv: int) -> Any:
+            o = empty(shape, strides, dtype)
+            lse = empty(rows, rows_strides, torch.float32) if return_lse else None
+            o_part = empty((partial_size,), (1,), torch.float32)
+            lse_part = empty((lse_size,), (1,), torch.float32)
+            stream = stream_of(device)
+            forward(stream, pq, pk, pv, o_part.data_ptr(), lse_part.data_ptr())
+            merge(stream, o_part.data_ptr(), lse_part.data_ptr(), o.data_ptr(), 0 if lse is None else lse.data_ptr())
+            return o if lse is None else (o, lse)
+
+    return call
+
+
+def _featured_call(plan: Plan, device: int, launches: Sequence[Callable[..., None]]) -> Call:
+    """Return the call that gives the kernel the addresses of more tensors."""
+    problem, stream_of = plan.problem, _raw_stream
+    assert stream_of is not None
+    return_lse = problem.return_lse
+
+    def call(q: Tensor, _k: Tensor, _v: Tensor, pq: int, pk: int, pv: int, *extras: Tensor) -> Any:
+        o = allocate_output(problem, q)
+        lse = allocate_lse(problem, q) if return_lse else None
+        lse_at = 0 if lse is None else lse.data_ptr()
+        addresses = [tensor.data_ptr() for tensor in extras]
+        stream = stream_of(device)
+        if len(launches) == 1:
+            launches[0](stream, pq, pk, pv, o.data_ptr(), lse_at, *addresses)
+        elif launches:
+            assert isinstance(plan.config, ForwardConfig)
+            lse_part = torch.empty(plan.config.num_splits * problem.rows, dtype=torch.float32, device=q.device)
+            o_part = torch.empty(lse_part.numel() * problem.head_dim_v, dtype=torch.float32, device=q.device)
+            forward, merge = launches
+            forward(stream, pq, pk, pv, o_part.data_ptr(), lse_part.data_ptr(), *addresses)
+            merge(stream, o_part.data_ptr(), lse_part.data_ptr(), o.data_ptr(), lse_at)
+        return o if lse is None else (o, lse)
 
     return call

@@ -28,7 +28,6 @@ NOT_FOLLOWED = frozenset(
         ".attention.gradients",  # of calls that record nothing it decides nothing
     )
 )  # fmt: skip
-NOT_FOLLOWED_OF_PLAIN = NOT_FOLLOWED | {f"{_PACKAGE}.attention.featured_calls"}  # which no ``Plan.is_plain`` runs
 # Of these the following run at each call, and not only where a call of its kind is prepared: wall time has them in it.
 RUN_AT_EACH_CALL = frozenset(("__init__.py", "attention/gradients.py", "attention/inputs.py", "gpu/device.py"))
 RUN_AT_EACH_CALL_WITH_FEATURES = RUN_AT_EACH_CALL | {"attention/problem.py"}  # the checks of features

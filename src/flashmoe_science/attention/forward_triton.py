@@ -149,10 +149,8 @@ def _forward_kernel(
     q_ptr,  # [B, H, Sq, D]; packed [T, H, D], like k, v and o
     k_ptr,  # [B, HK, Sk, D]; with pages [PAGES, PAGE_SIZE, HK, D]
     v_ptr,  # [B, HK, Sk, DV]; with pages [PAGES, PAGE_SIZE, HK, DV]
-    o_ptr,  # [B, H, Sq, DV]; with SPLITS > 1 fp32 [SPLITS, B, H, Sq, DV], of each share before its sum divides it
-    # [B, H, Sq] fp32, natural log; packed [T, H]; with SPLITS > 1 [SPLITS, B, H, Sq, 2]: a row's largest score, in the
-    # unit of ``scale``, and its sum
-    lse_ptr,
+    o_ptr,  # [B, H, Sq, DV]; with SPLITS > 1 fp32 [SPLITS, B, H, Sq, DV], each share normalised
+    lse_ptr,  # [B, H, Sq] fp32, natural log; with SPLITS > 1 [SPLITS, B, H, Sq]; packed [T, H]
     sinks_ptr,  # [H] or None
     alibi_ptr,  # [H], [B, H] or None
     bias_ptr,  # [B, H, Sq, Sk] or None
@@ -311,9 +309,7 @@ def _forward_kernel(
 
     # A row that met no key has l == 0: its output is 0 and its LSE -inf. So are rows past the length of a sequence.
     has_keys = l != 0
-    if SPLITS > 1:  # the merge divides by the sum of all shares
-        out = acc
-    elif PRECISION == "ieee":  # a reciprocal loses two units in the last place
+    if PRECISION == "ieee":  # a reciprocal loses two units in the last place
         out = tl.div_rn(acc, tl.where(has_keys, l, 1.0)[:, None])
     else:
         out = acc * tl.where(has_keys, 1.0 / l, 0.0)[:, None]
@@ -331,12 +327,7 @@ def _forward_kernel(
     if DV != BLOCK_DV:
         o_mask = o_mask & (offs_dv[None, :] < DV)
     tl.store(o_ptrs, out.to(o_ptr.dtype.element_ty), mask=o_mask)
-    if SPLITS > 1:
-        # Not their LSE: beside the most negative number, a common mask, the logarithm of the sum is lost.
-        sums_rows = ((part + b) * heads + h).to(tl.int64) * seqlen_q + offs_m
-        tl.store(lse_ptr + 2 * sums_rows, m, mask=offs_m < place_q)
-        tl.store(lse_ptr + 2 * sums_rows + 1, l, mask=offs_m < place_q)
-    elif STORE_LSE:
+    if STORE_LSE:
         if bias_ptr is None:
             lse = tl.where(has_keys, (m + tl.log2(l)) * 0.6931471805599453, -float("inf"))
         else:
@@ -344,5 +335,5 @@ def _forward_kernel(
         if cu_seqlens_q_ptr is not None:
             lse_rows = (start_q + offs_m).to(tl.int64) * heads + h
         else:
-            lse_rows = (b * heads + h).to(tl.int64) * seqlen_q + offs_m
+            lse_rows = ((part + b) * heads + h).to(tl.int64) * seqlen_q + offs_m
         tl.store(lse_ptr + lse_rows, lse, mask=offs_m < place_q)

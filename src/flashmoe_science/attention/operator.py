@@ -19,14 +19,7 @@ from ..gpu.planning import PlannedKernel, PlannedLaunch, Work
 from ..gpu.specs import SPECS, GpuSpec, find_gpu
 from . import reference, rivals
 from .api import flash_attention
-from .fingerprints import (
-    NOT_FOLLOWED,
-    NOT_FOLLOWED_OF_PLAIN,
-    RUN_AT_EACH_CALL,
-    RUN_AT_EACH_CALL_WITH_FEATURES,
-    rival_code,
-    subject_code,
-)
+from .fingerprints import RUN_AT_EACH_CALL, RUN_AT_EACH_CALL_WITH_FEATURES, rival_code, subject_code
 from .inputs import check_window, problem_of
 from .plan import plan_attention
 from .problem import ITEM_BYTES, AttentionProblem
@@ -362,10 +355,7 @@ class AttentionOperator:
             return None
         from .prepare import prepare_kernels
 
-        return subject_code(
-            self, entry, plan.arch, prepare_kernels(plan), (plan_attention, prepare_kernels),
-            not_followed=NOT_FOLLOWED_OF_PLAIN if plan.is_plain else NOT_FOLLOWED,
-        )  # fmt: skip
+        return subject_code(self, entry, plan.arch, prepare_kernels(plan), (plan_attention, prepare_kernels))
 
     def host_files(self, subject: str, problem: AttentionProblem) -> frozenset[str] | None:
         """Return the files that the host runs at each call of ``flash_attention``, and no fingerprint knows."""

@@ -30,7 +30,7 @@ from .merge_triton import _merge_partials_kernel
 from .problem import ITEM_BYTES, LOG2_E, AttentionProblem
 from .short_plan import short_alignment
 from .tiles import ForwardConfig, HopperConfig, Plan, ShortConfig, block_dim
-from .triton_plan import MERGE_WARPS
+from .triton_plan import MERGE_ROWS, MERGE_WARPS
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 # All that a thread can have. Left to itself, ptxas spills a few bytes to fit one more block of a small tile on an SM,
@@ -63,10 +63,10 @@ def output_alignment(problem: AttentionProblem) -> int:
 
 
 def _aligned(problem: AttentionProblem) -> frozenset[str]:
-    """Outputs are ours and always aligned; inputs as they come."""
+    """Outputs and partials are ours and always aligned; inputs as they come."""
     inputs = ("q_ptr", "k_ptr", "v_ptr") if problem.pointer_alignment >= 16 else ()
     bias = ("bias_ptr",) if problem.bias and problem.bias_alignment >= 16 else ()
-    return frozenset((*inputs, *bias, "o_ptr", "lse_ptr"))
+    return frozenset((*inputs, *bias, "o_ptr", "lse_ptr", "o_part_ptr", "lse_part_ptr"))
 
 
 def _in_units(strides: tuple[int, ...], unit: int) -> tuple[int, ...]:
@@ -293,7 +293,7 @@ def _forward(plan: Plan, config: ForwardConfig) -> PreparedKernel:
         # diagonal, a window, or a bias of -inf.
         "EMPTY_ROWS": bool((problem.bounded_right and (unseen_rows or split)) or problem.bounded_left or problem.bias),
         "WIDE": max(config.block_m, config.block_n, 256) * widest_row >= 2**31,
-        "STORE_LSE": problem.return_lse and not split,
+        "STORE_LSE": problem.return_lse or split,
         "PAGE_SIZE": problem.page_size,
         "PRECISION": "ieee" if kind == "fp32" else "tf32",  # only fp32 operands read it
         "NUM_STAGES": config.num_stages,
@@ -376,30 +376,30 @@ def dropout_last(problem: AttentionProblem) -> int:
 
 def _merge(plan: Plan, config: ForwardConfig) -> PreparedKernel:
     problem = plan.problem
-    pointers = {"o_part_ptr": "*fp32", "sums_part_ptr": "*fp32", "o_ptr": f"*{problem.dtype}", "lse_ptr": "*fp32"}
+    pointers = {"o_part_ptr": "*fp32", "lse_part_ptr": "*fp32", "o_ptr": f"*{problem.dtype}", "lse_ptr": "*fp32"}
     scalars = {
         **dict.fromkeys(("stride_ob", "stride_oh", "rows_total"), "i64"),
-        **dict.fromkeys(("heads", "seqlen_q"), "i32"),
+        **dict.fromkeys(("heads", "seqlen_q", "tiles_m"), "i32"),
     }
     constants = {
         "ALIGN_O": output_alignment(problem),
         "STRIDE_OM": problem.output_strides[2],
         "SPLITS": config.num_splits,
         "DV": problem.head_dim_v,
-        "BLOCK_SPLITS": 1 << (config.num_splits - 1).bit_length(),
         "BLOCK_DV": block_dim(problem.head_dim_v),
-        "NATURAL": bool(problem.bias),
+        "BLOCK_M": MERGE_ROWS,
         "STORE_LSE": problem.return_lse,
     }
     source = KernelSource(
         _merge_partials_kernel,
         tuple({**pointers, **scalars}.items()),
         tuple(constants.items()),
-        frozenset(pointers),
+        _aligned(problem),
         MERGE_WARPS,
     )
+    tiles = -(-problem.seqlen_q // MERGE_ROWS)
     o_strides = _in_units(problem.output_strides[:2], output_alignment(problem))
-    values = (*o_strides, problem.rows, problem.heads, problem.seqlen_q)
+    values = (*o_strides, problem.rows, problem.heads, problem.seqlen_q, tiles)
     return PreparedKernel(source, plan.launches[1].grid, values)
 
 

@@ -61,11 +61,6 @@ class Plan:
     launches: tuple[PlannedLaunch, ...]
     reason: str
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether a call has no features, and one kernel at most."""
-        return not self.problem.features and len(self.launches) < 2
-
     def as_dict(self) -> dict[str, Any]:
         """Return the plan as plain JSON values."""
         return dataclasses.asdict(self)

@@ -109,8 +109,9 @@ _PAGED_TABLES: dict[tuple[int, ...], dict[tuple[int, int], tuple[ForwardConfig, 
 _MAX_SPLITS = 32
 # A shorter share ends sooner; its partial output weighs as much however short it is.
 _MIN_SPLIT_KEYS = 256
-# One warp merges one row: what it reads of a share is one number to all its threads, and takes no shared memory.
-MERGE_WARPS = 1
+# More rows a program read partial results in fewer programs, which a problem with few rows does not have to spare.
+MERGE_ROWS = 4
+MERGE_WARPS = 4
 
 
 def forward_rows(
@@ -203,7 +204,8 @@ def forward_plan(problem: AttentionProblem, gpu: GpuSpec, why: str) -> Plan:
         PlannedLaunch("_forward_kernel", (tiles * config.num_splits * heads, 1, 1), (32 * config.num_warps, 1, 1))
     ]
     if config.num_splits > 1:
-        launches.append(PlannedLaunch("_merge_partials_kernel", (problem.rows, 1, 1), (32 * MERGE_WARPS, 1, 1)))
+        merge_grid = (cdiv(problem.seqlen_q, MERGE_ROWS) * heads, 1, 1)
+        launches.append(PlannedLaunch("_merge_partials_kernel", merge_grid, (32 * MERGE_WARPS, 1, 1)))
     if launches[0].grid[0] >= 2**31:
         raise UnsupportedError(f"a grid of {launches[0].grid[0]} blocks is too large; at most 2**31 - 1 are possible")
     return Plan(problem, gpu.name, gpu.arch, "forward_triton", config, tuple(launches), reason)
