@@ -316,6 +316,7 @@ def test_the_passes_around_it_interpreted():
         (104, 40, "bf16", True, (-1, -1)),
         (256, 256, "bf16", True, (-1, -1)),
         (192, 128, "fp16", False, (-1, -1)),
+        (192, 128, "bf16", True, (100, -1)),
         (128, 128, "fp16", True, (100, -1)),
         (64, 64, "bf16", False, (100, 70)),
         (256, 256, "bf16", True, (100, -1)),
@@ -347,7 +348,8 @@ def test_kernels_compile(head_dim, head_dim_v, dtype, causal, window, tmp_path):
     # too early, too, a step asks whether it has to.
     assert len(loops) == (4 if head_dim <= 128 else 3) - (window[0] >= 0) * (2 if head_dim <= 128 else 1)
     for loop in loops:
-        assert loop["WARPGROUP.DEPBAR"] == 4, "the products are serialised"
+        # Heads up to 192 have three parts of dQ, and one warpgroup waits for one of them only.
+        assert loop["WARPGROUP.DEPBAR"] in ((3, 4) if 128 < head_dim <= 192 else (4,)), "the products are serialised"
         # At D 64 the window's bounds are two registers too many for ptxas of Triton 3.9.
         most = 2 if window[0] >= 0 and head_dim == 64 else 0
         assert sum(loop[opcode] for opcode in loop if opcode.startswith("STL")) <= most

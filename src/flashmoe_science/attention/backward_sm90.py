@@ -111,7 +111,9 @@ def _main(problem: BackwardProblem, config: HopperBackwardConfig, grid: tuple[in
     constants = {
         "GROUP": p.group, "BOUND_LEFT": p.bounded_left, "BOUND_RIGHT": p.bounded_right, "MATRIX_REGISTERS": 240
     }  # fmt: skip
-    if not is_wide(problem):
+    if is_wide(problem):
+        constants["COLUMNS"] = 192 if p.head_dim <= 192 else 256
+    else:
         constants |= {"WARPGROUPS": config.warpgroups, "STAGES": config.num_stages}
     source = KernelSource(
         _backward_wide_sm90_kernel if is_wide(problem) else _backward_sm90_kernel,

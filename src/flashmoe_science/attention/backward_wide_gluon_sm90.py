@@ -3,8 +3,9 @@
 The sums of dK and dV of 64 keys fill the registers of a warpgroup each, so the two warpgroups of a program share out
 the products, not the keys: the first computes the scores, P and dV, the second dP, dS and dK. P goes from one to the
 other through shared memory, as the threads hold it. dS goes there too, and a step later each computes half of the
-columns of dQ, 64 at a time. All else is as in ``backward_gluon_sm90``: key tiles that are drawn, writers that add dQ to
-memory in the order of the key tiles, and the walk from the last query tile. Each writer has one half of every tile.
+columns of dQ, 64 at a time. Of heads up to 192 the last 64 columns are 0: the first computes two parts of dQ, the
+second one. All else is as in ``backward_gluon_sm90``: key tiles that are drawn, writers that add dQ to memory in the
+order of the key tiles, and the walk from the last query tile. Each writer has one half of every tile.
 
 Source: as there. Ours: the roles of the warpgroups.
 """
@@ -45,6 +46,7 @@ ROWS = gl.constexpr(64)  # query rows of a step
 STAGES = gl.constexpr(2)  # of Q; dO has one
 BOTH = gl.constexpr(256)  # threads of the two warpgroups
 LINES = gl.constexpr(128)  # of 32 numbers, of 64 x 64 of dQ
+LEFT = gl.constexpr(128)  # columns of Q, K and dK in a first part; the rest may be 64 or 128
 # Barriers of the hardware; Triton uses those before.
 Q_FREE = gl.constexpr(6)  # two
 DO_FREE = gl.constexpr(8)
@@ -86,6 +88,7 @@ class Args:
     scale_log2: gl.tensor
     scale: gl.tensor
     GROUP: gl.constexpr  # query heads that share one K/V head
+    COLUMNS: gl.constexpr  # of Q and K that are not 0
     D: gl.constexpr
     DV: gl.constexpr
 
@@ -206,6 +209,13 @@ def _store_dq(dq, a, i, HALF: gl.constexpr, W: gl.constexpr):
 
 
 @gluon.jit
+def _pass_over_dq(a):
+    """Leave the last 64 columns of a dQ as they are: nobody reads them of heads up to 192."""
+    mbarrier.wait(a.written_bars.index(0), 0)  # the first half of the step was read: the number of this one is odd
+    named_barrier("arrive", FULL + 1, BOTH + 32)
+
+
+@gluon.jit
 def _score_step(dv, zero, a, i, key, row, IS_FIRST: gl.constexpr, IS_EDGE: gl.constexpr):
     """Compute P of a query tile, hand it on, and add to dV; and half of the columns of dQ of the step before."""
     dtype: gl.constexpr = a.q_desc.dtype
@@ -214,7 +224,11 @@ def _score_step(dv, zero, a, i, key, row, IS_FIRST: gl.constexpr, IS_EDGE: gl.co
     k = a.k_bufs.index(opaque(0)).reshape([KEYS, a.D])
     q = a.q_bufs.index(slot).reshape([ROWS, a.D])
     s_layout: gl.constexpr = zero.type.layout
-    s = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
+    REST: gl.constexpr = a.COLUMNS - LEFT
+    s = warpgroup_mma(
+        k.slice(0, LEFT, dim=1), q.slice(0, LEFT, dim=1).permute((1, 0)), zero, use_acc=False, is_async=True
+    )
+    s = warpgroup_mma(k.slice(LEFT, REST, dim=1), q.slice(LEFT, REST, dim=1).permute((1, 0)), s, is_async=True)
     if IS_FIRST:
         s = warpgroup_mma_wait(0, deps=[s])
     else:
@@ -250,7 +264,7 @@ def _score_step(dv, zero, a, i, key, row, IS_FIRST: gl.constexpr, IS_EDGE: gl.co
 
 
 @gluon.jit
-def _gradient_step(dk, zero, a, i, IS_FIRST: gl.constexpr):
+def _gradient_step(dk, dk_rest, zero, a, i, IS_FIRST: gl.constexpr):
     """Compute dS of a query tile and add to dK; and half of the columns of dQ of the step before."""
     dtype: gl.constexpr = a.q_desc.dtype
     slot = slot_of(i, STAGES)
@@ -282,15 +296,20 @@ def _gradient_step(dk, zero, a, i, IS_FIRST: gl.constexpr):
     fence_async_shared()
     q = a.q_bufs.index(slot).reshape([ROWS, a.D])
     ds_operand = unpack(ds, dtype, gl.DotOperandLayout(0, dk.type.layout, 2))
-    if not IS_FIRST:
+    rest_operand = unpack(ds, dtype, gl.DotOperandLayout(0, dk_rest.type.layout, 2))
+    if not IS_FIRST and a.COLUMNS == a.D:
         dq = _issue_dq(a, i - 1, zero, 3)
-    dk = warpgroup_mma(ds_operand, q, dk, is_async=True)
+    dk = warpgroup_mma(ds_operand, q.slice(0, LEFT, dim=1), dk, is_async=True)
+    dk_rest = warpgroup_mma(rest_operand, q.slice(LEFT, a.COLUMNS - LEFT, dim=1), dk_rest, is_async=True)
     if not IS_FIRST:
-        dq = warpgroup_mma_wait(1, deps=[dq])
-        _store_dq(dq, a, i - 1, 1, 1)
-    dk, _ = warpgroup_mma_wait(0, deps=[dk, ds_operand])
+        if a.COLUMNS == a.D:
+            dq = warpgroup_mma_wait(2, deps=[dq])
+            _store_dq(dq, a, i - 1, 1, 1)
+        else:
+            _pass_over_dq(a)
+    dk, dk_rest, _, _ = warpgroup_mma_wait(0, deps=[dk, dk_rest, ds_operand, rest_operand])
     named_barrier("arrive", Q_FREE + slot, BOTH + 32)
-    return dk
+    return dk, dk_rest
 
 
 @gluon.jit
@@ -298,9 +317,12 @@ def _flush_dq(a, i, zero, W: gl.constexpr):
     """Compute the columns of dQ of step ``i``, the last of a head."""
     named_barrier("sync", DS_FULL, BOTH)
     for half in gl.static_range(2):
-        dq = _issue_dq(a, i, zero, 2 * half + W)
-        dq = warpgroup_mma_wait(0, deps=[dq])
-        _store_dq(dq, a, i, half, W)
+        if half == 1 and W == 1 and a.COLUMNS < a.D:
+            _pass_over_dq(a)
+        else:
+            dq = _issue_dq(a, i, zero, 2 * half + W)
+            dq = warpgroup_mma_wait(0, deps=[dq])
+            _store_dq(dq, a, i, half, W)
 
 
 @gluon.jit
@@ -347,26 +369,31 @@ def _gradient_partition(a):
     """Compute dS and dK."""
     dtype: gl.constexpr = a.q_desc.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, a.D, 16])
+    REST: gl.constexpr = a.COLUMNS - LEFT
+    dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, LEFT, 16])
+    rest_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, REST, 16])
     i = 0  # query tiles so far
     t = 0  # key tiles so far
     tile = a.key_tiles.wait(t, 4)
     while tile >= 0:
         head, n = a.key_tiles.locate(tile)
         first, last = a.span.first(n), a.span.end(n) - 1
-        dk = gl.zeros([KEYS, a.D], gl.float32, dk_layout)
+        dk = gl.zeros([KEYS, LEFT], gl.float32, dk_layout)
+        dk_rest = gl.zeros([KEYS, REST], gl.float32, rest_layout)
         zero = gl.zeros([KEYS, ROWS], gl.float32, s_layout)
         mbarrier.wait(a.ready_bars.index(STAGES + 2), t & 1)
         mbarrier.wait(a.ready_bars.index(STAGES + 1), t & 1)
         for _ in range(a.GROUP):
-            dk = _gradient_step(dk, zero, a, i, True)
+            dk, dk_rest = _gradient_step(dk, dk_rest, zero, a, i, True)
             i += 1
             for _m in range(last - 1, first - 1, -1):
-                dk = _gradient_step(dk, zero, a, i, False)
+                dk, dk_rest = _gradient_step(dk, dk_rest, zero, a, i, False)
                 i += 1
             _flush_dq(a, i - 1, zero, 1)
         named_barrier("sync", END, BOTH)
-        a.k_bufs.index(opaque(0)).reshape([KEYS, a.D]).store((dk * a.scale).to(dtype))
+        k = a.k_bufs.index(opaque(0)).reshape([KEYS, a.D])
+        k.slice(0, LEFT, dim=1).store((dk * a.scale).to(dtype))
+        k.slice(LEFT, REST, dim=1).store((dk_rest * a.scale).to(dtype))
         fence_async_shared()
         tma_store(a.dk_desc, [head // a.heads_kv, head % a.heads_kv, n * KEYS, 0], a.k_bufs.index(0))
         tma.store_wait(0)
@@ -390,6 +417,7 @@ def _backward_wide_sm90_kernel(
     scale_log2,  # scale * log2(e)
     scale,
     GROUP: gl.constexpr,  # query heads that share one K/V head
+    COLUMNS: gl.constexpr,  # of Q and K: 192 or 256; those behind are 0
     BOUND_LEFT: gl.constexpr,  # whether some keys come too early for some rows
     BOUND_RIGHT: gl.constexpr,  # whether some keys come too late for some rows
     MATRIX_REGISTERS: gl.constexpr,
@@ -419,7 +447,7 @@ def _backward_wide_sm90_kernel(
         gl.allocate_shared_memory(gl.float32, [1] + dq_desc.block_type.shape, dq_desc.layout),
         ready_bars, written_bars, key_tiles, heads, heads_kv,
         Span(seqlen_q, seqlen_k, tiles_m, window_left, window_right, BOUND_LEFT, BOUND_RIGHT, ROWS, KEYS),  # type: ignore[call-arg] # aggregate gives it a constructor
-        scale_log2, scale, GROUP, D, DV,
+        scale_log2, scale, GROUP, COLUMNS, D, DV,
     )  # fmt: skip
     R: gl.constexpr = MATRIX_REGISTERS
     gl.warp_specialize(
