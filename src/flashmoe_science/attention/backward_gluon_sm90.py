@@ -328,7 +328,7 @@ def _multiply_partition(a, W: gl.constexpr):
         mbarrier.wait(a.ready_bars.index(a.STAGES + 1), t & 1)
         for _ in range(a.GROUP):
             only = _issue_scores(a, i, zero, W)
-            dk, dv, _ = _step(dk, dv, only, zero, zero_dq, a, i, key, last * a.BLOCK_M, W, True, True, False)
+            dk, dv, _only = _step(dk, dv, only, zero, zero_dq, a, i, key, last * a.BLOCK_M, W, True, True, False)
             i += 1
             if last > first:
                 s = warpgroup_mma_wait(1, deps=[_issue_scores(a, i, zero, W)])
@@ -342,7 +342,7 @@ def _multiply_partition(a, W: gl.constexpr):
                     for m in range(edge - 1, first, -1):
                         dk, dv, s = _step(dk, dv, s, zero, zero_dq, a, i, key, m * a.BLOCK_M, W, False, True, True)
                         i += 1
-                dk, dv, _ = _step(dk, dv, s, zero, zero_dq, a, i, key, first * a.BLOCK_M, W, False, True, False)
+                dk, dv, _s = _step(dk, dv, s, zero, zero_dq, a, i, key, first * a.BLOCK_M, W, False, True, False)
                 i += 1
             _await_ds(a, i - 1, W)
             dq = _issue_dq(a, i - 1, zero_dq, W)

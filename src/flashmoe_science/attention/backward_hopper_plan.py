@@ -97,7 +97,7 @@ def hopper_backward_refusal(problem: BackwardProblem, gpu: GpuSpec) -> str | Non
         ),
         (p.scale_log2 < SMALLEST_SCALE_LOG2, "it needs a positive softmax_scale, of normal size in fp32"),
         (p.pointer_alignment < 16, "TMA reads tensors that start at multiples of 16 bytes"),
-        (max(p.seqlen_q, p.seqlen_k, *p.window) >= _MAX, f"it counts positions up to {_MAX}"),
+        (max(p.seqlen_q, p.seqlen_k) >= _MAX, f"it counts positions up to {_MAX}"),
         (many, f"it counts query tiles up to {_MAX_QUERY_TILES}, key tiles up to {_MAX_KEY_TILES}"),
     )
     return next((why for is_so, why in reasons if is_so), None) or _layout_refusal(problem)

@@ -210,7 +210,7 @@ def _store_dq(dq, a, i, HALF: gl.constexpr, W: gl.constexpr):
 
 @gluon.jit
 def _pass_over_dq(a):
-    """Leave the last 64 columns of a dQ as they are: nobody reads them of heads up to 192."""
+    """Let what lies there pass for the last 64 columns of a dQ: of heads up to 192 nothing is made of them."""
     mbarrier.wait(a.written_bars.index(0), 0)  # the first half of the step was read: the number of this one is odd
     named_barrier("arrive", FULL + 1, BOTH + 32)
 
