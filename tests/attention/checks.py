@@ -234,9 +234,9 @@ def rounding_of_one_key(what: str, q: torch.Tensor, k: torch.Tensor, v: torch.Te
     of what is added. In dK the rows add up, as a random walk does. An eager run has exactly 0, so the rule of the field
     alone would allow nothing. On an H200 1.7e-5 came where 1.2e-4 is allowed (239 rows, D 256, two heads a K/V head).
     """
-    products = do.double().norm(dim=-1).max().item() * v.double().norm(dim=-1).max().item()
+    products = (do.double().norm(dim=-1).max() * v.double().norm(dim=-1).max()).item()
     other, rows = (k, 1) if what == "q" else (q, q.shape[-2] * max(1, q.shape[-3] // k.shape[-3]))
-    return float(2.0**-24 * products * other.double().abs().max().item() * q.shape[-1] ** -0.5 * rows**0.5)
+    return 2.0**-24 * products * other.double().abs().max().item() * q.shape[-1] ** -0.5 * rows**0.5
 
 
 def assert_gradients_right(found, q, k, v, do, dlse=None, *, name="", **options):
