@@ -67,7 +67,7 @@ def test_the_rough_model_is_within_twice_what_was_measured(path):
             continue  # it timed all baselines then
         if gate == "launch" and "fa4-deterministic" in record.baselines:
             # FlashAttention-4 compiles its gradients at the first call, both forms in six kinds: more than a minute.
-            assert model_seconds(gate, run.size) < seconds
+            assert 0.15 < model_seconds(gate, run.size) / seconds < 1
             continue
         assert 0.5 < model_seconds(gate, run.size) / seconds < 2, gate
 

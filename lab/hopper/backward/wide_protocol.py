@@ -5,41 +5,18 @@ and no deadlock.
 """
 
 import random, sys
+
+from barriers import Program, interleave
+
+
 def run(seed, tiles_m=4, key_tiles=4, heads=2, group=2, grid=3, sms=2, causal=False):
     rng = random.Random(seed)
     turn, added, drawn = {}, {}, [0]
     order = [(h, n) for n in range(key_tiles) for h in range(heads)]
     def program():
-        bars = {}
-        def arrive(name, who, threads, total):
-            b = bars.setdefault(name, dict(who=[], count=0, gen=0))
-            assert who not in b["who"], f"overrun of {name} by {who}"
-            b["who"].append(who); b["count"] += threads
-            assert b["count"] <= total, f"too many at {name}"
-            g = b["gen"]
-            if b["count"] == total: b.update(who=[], count=0, gen=g + 1)
-            return b, g
-        def sync(name, who, threads, total):
-            b, g = arrive(name, who, threads, total)
-            while b["gen"] == g: yield
-        def pause(k=4):
-            for _ in range(rng.randrange(k)): yield
-        phases = {}
-        def mwait(name, parity):  # a fresh barrier has completed phase 1
-            while True:
-                done = phases.get(name, 0)
-                # phase number `done` runs; the wait on parity passes unless the running phase has that parity
-                if (done & 1) != parity: return
-                yield
-        def mdone(name): phases[name] = phases.get(name, 0) + 1
-        buf = {}  # name -> dict(tag, readers)
-        def write(name, tag):
-            b = buf.setdefault(name, dict(tag=None, readers=set()))
-            assert not b["readers"], f"{name} written while {b['readers']} read"
-            b["tag"] = tag
-        def begin(name, tag, who):
-            b = buf[name]; assert b["tag"] == tag, (name, b["tag"], tag, who); b["readers"].add(who)
-        def end(name, who): buf[name]["readers"].discard(who)
+        p = Program(rng)
+        arrive, sync, pause, mwait, mdone = p.arrive, p.sync, p.pause, p.mwait, p.mdone
+        write, begin, end, buf = p.write, p.begin, p.end, p.buf
         tiles = {}
         def steps_of(hn):
             h, n = hn
@@ -157,20 +134,7 @@ def run(seed, tiles_m=4, key_tiles=4, heads=2, group=2, grid=3, sms=2, causal=Fa
                     turn[(s, half)] = turn.get((s, half), 0) + 1
                 t += 1
         return [load(), score(), gradient(), writer(0), writer(1)]
-    waiting = [program() for _ in range(grid)]
-    active = [waiting.pop() for _ in range(min(sms, len(waiting)))]
-    idle = 0
-    while active:
-        p = rng.choice(active)
-        part = rng.choice(p)
-        try: next(part)
-        except StopIteration:
-            p.remove(part); idle = 0
-            if not p:
-                active.remove(p)
-                if waiting: active.append(waiting.pop())
-        idle += 1
-        assert idle < 400000, "deadlock"
+    interleave(rng, [program() for _ in range(grid)], sms)
     want = {}
     for h, n in order:
         for g in range(group):
