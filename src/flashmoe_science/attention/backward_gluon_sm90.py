@@ -4,7 +4,8 @@ A program draws key tiles from a counter. It owns 64 keys for each of its warpgr
 registers, and walks over the query tiles that see them, from the last to the first, in all query heads that share the
 K/V head. Scores are computed transposed, keys as rows, so that P and dS enter the products for dV and dK straight from
 registers. dS also goes to shared memory, where the warpgroups of a program read each other's: each computes one part of
-the query tile's dQ, one step later, and puts it into shared memory too.
+the query tile's dQ, one step later, and puts it into shared memory too. The scores of the next step are under way
+meanwhile.
 
 One warp, the producer, draws key tiles and copies what they need to shared memory. Two more, the writers, take turns at
 adding the dQ of a query tile to memory, in fp32, with one instruction. They do so in the order of the key tiles, so
@@ -13,13 +14,14 @@ for neither, unless both tiles of dQ in shared memory are full. The first key ti
 before. A key tile waits only for key tiles that were drawn before it: no program waits for one that does not run.
 
 From the last query tile to the first, since all key tiles of a head then start with the same query tile, and the first
-of them, whose walk is the longest when causal, is drawn first.
+of them, whose walk is the longest when causal, is drawn first. With a window that bounds keys from the left, too, each
+starts where it is seen last.
 
 dQ is accumulated as the registers hold it, 16 bytes a thread side by side; ``_finish_dq_kernel`` brings it in order.
 
 Source: FlashAttention-2 and 3 (Dao, 2023; Shah et al., 2024) for the five products, the transposed scores, the
 reduction by TMA and the order by a counter for each query tile. Ours: the product for dQ a step later, two writers, the
-first that stores, and the walk from the last query tile.
+first that stores, the walk from the last query tile, and the scores of the next step under way across the loop's end.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ from ..gpu.gluon_versions import aggregate, tma_load, tma_store
 from ..gpu.tma_reduce import tma_add
 from .backward_primitives_sm90 import (
     KeyTiles,
+    Span,
     as_added,
     make_key_tiles,
     mask_scores,
@@ -87,26 +90,15 @@ class Args:
     key_tiles: KeyTiles
     heads: gl.tensor  # query heads of a sequence
     heads_kv: gl.tensor
-    seqlen_q: gl.tensor
-    seqlen_k: gl.tensor
-    tiles_m: gl.tensor
+    span: Span
     scale_log2: gl.tensor
     scale: gl.tensor
     GROUP: gl.constexpr  # query heads that share one K/V head
     WARPGROUPS: gl.constexpr
     BLOCK_M: gl.constexpr
     STAGES: gl.constexpr
-    IS_CAUSAL: gl.constexpr
     D: gl.constexpr
     DV: gl.constexpr
-
-    @gluon.jit
-    def first_query_tile(self, n):
-        """Return the first query tile that sees a key of key tile ``n``."""
-        if self.IS_CAUSAL:
-            row = n * (ROWS * self.WARPGROUPS) + copy_of(self.seqlen_q) - copy_of(self.seqlen_k)
-            return gl.minimum(gl.maximum(row, 0) // self.BLOCK_M, copy_of(self.tiles_m))
-        return copy_of(self.tiles_m) * 0
 
     @gluon.jit
     def query_head(self, head, g):
@@ -121,13 +113,14 @@ def _load_partition(a):
     wait_for_kernel_before()
     i = 0  # query tiles so far
     t = 0  # key tiles so far
-    counter_ptr = a.turn_ptr + a.heads * (a.key_tiles.heads_total // a.heads_kv) * a.tiles_m  # behind the turns
+    # Behind the turns.
+    counter_ptr = a.turn_ptr + copy_of(a.heads) * (a.key_tiles.heads_total // a.heads_kv) * copy_of(a.span.tiles_m)
     tile = a.key_tiles.draw(counter_ptr)
     while tile >= 0:
         a.key_tiles.publish(t, tile)
         head, n = a.key_tiles.locate(tile)
         b, kv = head // a.heads_kv, head % a.heads_kv
-        first, tiles_m = a.first_query_tile(n), copy_of(a.tiles_m)
+        first, end = a.span.first(n), a.span.end(n)
         key = n * (ROWS * a.WARPGROUPS)
         if t > 0:
             named_barrier("sync", KV_FREE, 128 * a.WARPGROUPS + 32)
@@ -140,8 +133,8 @@ def _load_partition(a):
                 tma_load(desc, [b, kv, key + w * ROWS, 0], bar, bufs.index(w))
         for g in range(a.GROUP):
             h = kv * a.GROUP + g
-            stats = a.query_head(head, g) * tiles_m
-            for m in range(tiles_m - 1, first - 1, -1):
+            stats = a.query_head(head, g) * copy_of(a.span.tiles_m)
+            for m in range(end - 1, first - 1, -1):
                 slot, lap = slot_of(i, a.STAGES), lap_of(i, a.STAGES)
                 if lap > 0:
                     named_barrier("sync", FREE + slot, 128 * a.WARPGROUPS + 32)
@@ -167,15 +160,17 @@ def _write_partition(a, FIRST: gl.constexpr):
     key_tile = a.key_tiles.wait(t, 1)
     while key_tile >= 0:
         head, n = a.key_tiles.locate(key_tile)
-        first, tiles_m = a.first_query_tile(n), copy_of(a.tiles_m)
-        steps = tiles_m - first
+        end = a.span.end(n)
+        steps = end - a.span.first(n)
         for j in range((i + FIRST) & 1, a.GROUP * steps, 2):
-            tile = a.query_head(head, j // steps) * tiles_m + (tiles_m - 1 - j % steps)
-            while poll(a.turn_ptr + tile) != n:
+            m = end - 1 - j % steps
+            tile = a.query_head(head, j // steps) * copy_of(a.span.tiles_m) + m
+            turn = n - a.span.first_key_tile(m)
+            while poll(a.turn_ptr + tile) != turn:
                 pass
             named_barrier("sync", FULL + FIRST, 128 * a.WARPGROUPS + 32)
             row = tile * (128 * a.WARPGROUPS)
-            if n == 0:
+            if turn == 0:
                 tma_store(a.dq_desc, [row, 0], buf)
             else:
                 tma_add(a.dq_desc, [row, 0], buf)
@@ -248,22 +243,36 @@ def _store_dq(dq, a, i, W: gl.constexpr):
 
 
 @gluon.jit
-def _step(dk, dv, zero, zero_dq, a, i, key, row, W: gl.constexpr, IS_FIRST: gl.constexpr, IS_EDGE: gl.constexpr):
-    """Add a query tile to dK and dV, and that of the step before to dQ."""
-    dtype: gl.constexpr = a.q_desc.dtype
+def _issue_scores(a, i, zero, W: gl.constexpr):
+    """Issue the scores of step ``i``, transposed, once its query tile has come."""
     slot = slot_of(i, a.STAGES)
     mbarrier.wait(a.ready_bars.index(slot), lap_of(i, a.STAGES) & 1)
     k = a.k_bufs.index(opaque(W)).reshape([ROWS, a.D])
+    q = a.q_bufs.index(slot).reshape([a.BLOCK_M, a.D])
+    return warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _step(
+    dk, dv, s, zero, zero_dq, a, i, key, row,
+    W: gl.constexpr, IS_FIRST: gl.constexpr, IS_EDGE: gl.constexpr, HAS_NEXT: gl.constexpr,
+):  # fmt: skip
+    """Add a query tile to dK and dV, and that of the step before to dQ; issue the scores of the next step."""
+    dtype: gl.constexpr = a.q_desc.dtype
+    slot = slot_of(i, a.STAGES)
     v = a.v_bufs.index(opaque(W)).reshape([ROWS, a.DV])
     q = a.q_bufs.index(slot).reshape([a.BLOCK_M, a.D])
     do = a.do_bufs.index(slot).reshape([a.BLOCK_M, a.DV])
     s_layout: gl.constexpr = zero.type.layout
     columns: gl.constexpr = gl.SliceLayout(0, s_layout)
-    s = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
+    # Waited for alone: beside another product in flight ptxas serialises all of them (C7514).
+    s = warpgroup_mma_wait(0, deps=[s])
     dp = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
-    s = warpgroup_mma_wait(1, deps=[s])
     if IS_EDGE:
-        s = mask_scores(s, a, key, row)
+        s = mask_scores(s, a.span, key, row)
+    elif a.span.BOUND_LEFT:  # noqa: SIM102 - a constant, and what a GPU finds out
+        if not a.span.is_whole(key, row):
+            s = mask_scores(s, a.span, key, row)
     lse = _row_numbers(a.stats_bufs, slot, 0, a, columns)
     packed = pack(gl.exp2(s * a.scale_log2 - lse[None, :]), dtype)
     p_operand = unpack(packed, dtype, gl.DotOperandLayout(0, dv.type.layout, 2))
@@ -275,18 +284,23 @@ def _step(dk, dv, zero, zero_dq, a, i, key, row, W: gl.constexpr, IS_FIRST: gl.c
         _await_ds(a, i - 1, W)
     _store_ds(unpack(ds, dtype, s_layout), a, i, W)
     ds_operand = unpack(ds, dtype, gl.DotOperandLayout(0, dk.type.layout, 2))
-    if IS_FIRST:
-        dk = warpgroup_mma(ds_operand, q, dk, is_async=True)
-        _pass_ds(a, i, W)
-    else:
+    if not IS_FIRST:
         dq = _issue_dq(a, i - 1, zero_dq, W)
-        dk = warpgroup_mma(ds_operand, q, dk, is_async=True)
+    dk = warpgroup_mma(ds_operand, q, dk, is_async=True)
+    s_next = s
+    if not IS_FIRST:
         dq = warpgroup_mma_wait(1, deps=[dq])
-        _pass_ds(a, i, W)
+    _pass_ds(a, i, W)
+    if HAS_NEXT:  # behind the wait for dQ: before it, registers do not suffice (C7512)
+        s_next = _issue_scores(a, i + 1, zero, W)
+    if not IS_FIRST:
         _store_dq(dq, a, i - 1, W)
-    dk, dv, _, _ = warpgroup_mma_wait(0, deps=[dk, dv, p_operand, ds_operand])
+    if HAS_NEXT:
+        dk, dv, s_next, _, _ = warpgroup_mma_wait(1, deps=[dk, dv, s_next, p_operand, ds_operand])
+    else:
+        dk, dv, _, _ = warpgroup_mma_wait(0, deps=[dk, dv, p_operand, ds_operand])
     named_barrier("arrive", FREE + slot, 128 * a.WARPGROUPS + 32)
-    return dk, dv
+    return dk, dv, s_next
 
 
 @gluon.jit
@@ -304,17 +318,8 @@ def _multiply_partition(a, W: gl.constexpr):
     tile = a.key_tiles.wait(t, 4)
     while tile >= 0:
         head, n = a.key_tiles.locate(tile)
-        first, tiles_m = a.first_query_tile(n), copy_of(a.tiles_m)
+        first, last = a.span.first(n), a.span.end(n) - 1
         key = n * (ROWS * a.WARPGROUPS) + W * ROWS
-        edge = tiles_m  # the first query tile that is not masked
-        if key + ROWS <= copy_of(a.seqlen_k):
-            edge = first
-            if a.IS_CAUSAL:
-                # This row sees all of the keys, as do those behind it.
-                row = key + ROWS - 1 + copy_of(a.seqlen_q) - copy_of(a.seqlen_k)
-                edge = gl.minimum(gl.maximum((row + a.BLOCK_M - 1) // a.BLOCK_M, first), tiles_m)
-        last = tiles_m - 1
-        edge = gl.minimum(edge, last)
         dk = gl.zeros([ROWS, a.D], gl.float32, dk_layout)
         dv = gl.zeros([ROWS, a.DV], gl.float32, dv_layout)
         zero = gl.zeros([ROWS, a.BLOCK_M], gl.float32, s_layout)
@@ -322,13 +327,22 @@ def _multiply_partition(a, W: gl.constexpr):
         mbarrier.wait(a.ready_bars.index(a.STAGES), t & 1)
         mbarrier.wait(a.ready_bars.index(a.STAGES + 1), t & 1)
         for _ in range(a.GROUP):
-            dk, dv = _step(dk, dv, zero, zero_dq, a, i, key, last * a.BLOCK_M, W, True, True)
+            only = _issue_scores(a, i, zero, W)
+            dk, dv, _only = _step(dk, dv, only, zero, zero_dq, a, i, key, last * a.BLOCK_M, W, True, True, False)
             i += 1
-            for m in range(last - 1, edge - 1, -1):
-                dk, dv = _step(dk, dv, zero, zero_dq, a, i, key, m * a.BLOCK_M, W, False, False)
-                i += 1
-            for m in range(edge - 1, first - 1, -1):
-                dk, dv = _step(dk, dv, zero, zero_dq, a, i, key, m * a.BLOCK_M, W, False, True)
+            if last > first:
+                s = warpgroup_mma_wait(1, deps=[_issue_scores(a, i, zero, W)])
+                edge = first + 1
+                if not a.span.BOUND_LEFT:
+                    edge = gl.maximum(a.span.edge(key, first, last), edge)
+                for m in range(last - 1, edge - 1, -1):
+                    dk, dv, s = _step(dk, dv, s, zero, zero_dq, a, i, key, m * a.BLOCK_M, W, False, False, True)
+                    i += 1
+                if not a.span.BOUND_LEFT:
+                    for m in range(edge - 1, first, -1):
+                        dk, dv, s = _step(dk, dv, s, zero, zero_dq, a, i, key, m * a.BLOCK_M, W, False, True, True)
+                        i += 1
+                dk, dv, _s = _step(dk, dv, s, zero, zero_dq, a, i, key, first * a.BLOCK_M, W, False, True, False)
                 i += 1
             _await_ds(a, i - 1, W)
             dq = _issue_dq(a, i - 1, zero_dq, W)
@@ -360,13 +374,14 @@ def _backward_sm90_kernel(
     stats_desc,  # [B * H * tiles_m * 2 * BLOCK_M] fp32: of a query tile LSE * log2(e), then delta
     dq_desc,  # [B * H * tiles_m * 128 * WARPGROUPS, 32] fp32
     turn_ptr,  # [B * H * tiles_m + 1] int32, 0 before; the last counts key tiles that were drawn
-    heads, heads_kv, seqlen_q, seqlen_k, tiles_m, tiles_n, heads_total, heads_per_group,
+    heads, heads_kv, seqlen_q, seqlen_k, tiles_m, tiles_n, heads_total, heads_per_group, window_left, window_right,
     scale_log2,  # scale * log2(e)
     scale,
     GROUP: gl.constexpr,  # query heads that share one K/V head
     WARPGROUPS: gl.constexpr,  # that multiply matrices; 64 keys each
     STAGES: gl.constexpr,  # query tiles in flight
-    IS_CAUSAL: gl.constexpr,
+    BOUND_LEFT: gl.constexpr,  # whether some keys come too early for some rows
+    BOUND_RIGHT: gl.constexpr,  # whether some keys come too late for some rows
     MATRIX_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Compute dK and dV of 64 * WARPGROUPS keys and add what they give to dQ. Grid: any."""
@@ -393,9 +408,10 @@ def _backward_sm90_kernel(
         gl.allocate_shared_memory(q_desc.dtype, [WARPGROUPS] + v_desc.block_type.shape, v_desc.layout),
         gl.allocate_shared_memory(q_desc.dtype, [2 * WARPGROUPS * BLOCK_M // 64, ROWS, 64], ds_layout),
         gl.allocate_shared_memory(gl.float32, [2] + dq_desc.block_type.shape, dq_desc.layout),
-        ready_bars, written_bars, key_tiles, heads, heads_kv, seqlen_q, seqlen_k, tiles_m,
+        ready_bars, written_bars, key_tiles, heads, heads_kv,
+        Span(seqlen_q, seqlen_k, tiles_m, window_left, window_right, BOUND_LEFT, BOUND_RIGHT, BLOCK_M, 64 * WARPGROUPS),  # type: ignore[call-arg] # aggregate gives it a constructor
         scale_log2, scale,
-        GROUP, WARPGROUPS, BLOCK_M, STAGES, IS_CAUSAL, D, DV,
+        GROUP, WARPGROUPS, BLOCK_M, STAGES, D, DV,
     )  # fmt: skip
     R: gl.constexpr = MATRIX_REGISTERS
     gl.warp_specialize(

@@ -75,13 +75,16 @@ def hopper_backward_tiles(problem: BackwardProblem, config: HopperBackwardConfig
 def hopper_backward_refusal(problem: BackwardProblem, gpu: GpuSpec) -> str | None:
     """Return why ``backward_gluon_sm90`` cannot serve ``problem``, or None."""
     p = problem.forward
-    *first, last = p.features or ("",)
+    *first, last = [feature for feature in p.features if feature != "a sliding window"] or ("",)
     features = f"{', '.join(first)}{' and ' if first else ''}{last}"
-    tiles_m, tiles_n = hopper_backward_tiles(problem, hopper_backward_config(problem, gpu))
+    config = hopper_backward_config(problem, gpu)
+    tiles_m, tiles_n = hopper_backward_tiles(problem, config)
+    last_to_see = config.keys - 1 + p.seqlen_q - p.seqlen_k + p.window[0]  # the first key tile
     many = tiles_m * p.batch * p.heads >= _MAX_QUERY_TILES or tiles_n * p.batch * p.heads_kv >= _MAX_KEY_TILES
     reasons = (
         (gpu.arch != 90, f"it is for sm_90, this GPU is sm_{gpu.arch}"),
         (features, f"it does not serve {features}"),
+        (p.bounded_left and last_to_see < 0, f"its window hides the first {config.keys} keys from all queries"),
         (p.item_bytes != 2, "it serves fp16 and bf16 only"),
         (
             not (problem.wants_q and problem.wants_kv),

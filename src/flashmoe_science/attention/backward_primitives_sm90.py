@@ -61,6 +61,77 @@ class KeyTiles:
         return group * self.heads_per_group + rest % width, rest // width
 
 
+@aggregate
+class Span:
+    """Which query tiles see a key tile, and which key tiles a query tile sees.
+
+    Every key tile is seen by a row: plans see to it, as the ring of key tiles counts on it.
+    """
+
+    seqlen_q: gl.tensor
+    seqlen_k: gl.tensor
+    tiles_m: gl.tensor  # query tiles of a head
+    window_left: gl.tensor  # read if BOUND_LEFT
+    window_right: gl.tensor  # read if BOUND_RIGHT; 0 if causal
+    BOUND_LEFT: gl.constexpr  # whether some keys come too early for some rows
+    BOUND_RIGHT: gl.constexpr  # whether some keys come too late for some rows
+    BLOCK_M: gl.constexpr
+    KEYS: gl.constexpr  # of a key tile
+
+    @gluon.jit
+    def earliest(self, key):
+        """Return the first row that sees a key, were there rows from minus infinity on."""
+        return key + copy_of(self.seqlen_q) - copy_of(self.seqlen_k) - copy_of(self.window_right)
+
+    @gluon.jit
+    def latest(self, key):
+        """Return the last row that sees a key, were there rows without end."""
+        return key + copy_of(self.seqlen_q) - copy_of(self.seqlen_k) + copy_of(self.window_left)
+
+    @gluon.jit
+    def first(self, n):
+        """Return the first query tile that sees a key of key tile ``n``."""
+        if self.BOUND_RIGHT:
+            row = self.earliest(n * self.KEYS)
+            return gl.minimum(gl.maximum(row, 0) // self.BLOCK_M, copy_of(self.tiles_m))
+        return copy_of(self.tiles_m) * 0
+
+    @gluon.jit
+    def end(self, n):
+        """Return the query tile behind the last that sees a key of key tile ``n``."""
+        if self.BOUND_LEFT:
+            row = self.latest(n * self.KEYS + self.KEYS - 1)
+            return gl.minimum(row // self.BLOCK_M + 1, copy_of(self.tiles_m))
+        return copy_of(self.tiles_m)
+
+    @gluon.jit
+    def first_key_tile(self, m):
+        """Return the first key tile whose span has query tile ``m``."""
+        if self.BOUND_LEFT:
+            key = m * self.BLOCK_M - copy_of(self.seqlen_q) + copy_of(self.seqlen_k) - copy_of(self.window_left)
+            return gl.maximum(key, 0) // self.KEYS
+        return copy_of(self.tiles_m) * 0
+
+    @gluon.jit
+    def is_whole(self, key, row):
+        """Return whether all rows of the query tile from ``row`` on see all of 64 keys from ``key`` on."""
+        whole = (key + ROWS <= copy_of(self.seqlen_k)) & (row + self.BLOCK_M - 1 <= self.latest(key))
+        if self.BOUND_RIGHT:
+            whole = whole & (self.earliest(key + ROWS - 1) <= row)
+        return whole
+
+    @gluon.jit
+    def edge(self, key, first, last):
+        """Return the first query tile all of whose rows see 64 keys from ``key`` on; no key comes too early."""
+        edge = last
+        if key + ROWS <= copy_of(self.seqlen_k):
+            edge = first
+            if self.BOUND_RIGHT:
+                row = self.earliest(key + ROWS - 1)
+                edge = gl.minimum(gl.maximum((row + self.BLOCK_M - 1) // self.BLOCK_M, first), last)
+        return edge
+
+
 @gluon.jit
 def make_key_tiles(tiles_n, heads_total, heads_per_group):
     """Allocate what the key tiles of a program are told through."""
@@ -123,7 +194,7 @@ def wait_until_added():
 
 
 @gluon.jit
-def mask_scores(s, a, key, row):
+def mask_scores(s, span, key, row):
     """Put -inf where a query row of the tile does not see a key: keys are rows, queries columns.
 
     A thread holds columns 8 i + 2 lane + k with i and k known at compile time: as a 4-dimensional comparison of
@@ -134,17 +205,17 @@ def mask_scores(s, a, key, row):
     x = gl.reshape(s, [ROWS, COLUMNS // 8, 4, 2])
     x_layout: gl.constexpr = x.type.layout
     lane_layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, x_layout))  # [ROWS, 4]
-    offs_n = key + gl.arange(0, ROWS, gl.SliceLayout(1, lane_layout))
-    if a.IS_CAUSAL:
-        limit = offs_n + (copy_of(a.seqlen_q) - copy_of(a.seqlen_k) - row)  # the first query that sees the key
-        limit = gl.where(offs_n < copy_of(a.seqlen_k), limit, COLUMNS)
-    else:
-        limit = gl.where(offs_n < copy_of(a.seqlen_k), 0, COLUMNS)
-    limit = limit[:, None] - 2 * gl.arange(0, 4, gl.SliceLayout(0, lane_layout))[None, :]
+    offs_n = key + copy_of(gl.arange(0, ROWS, gl.SliceLayout(1, lane_layout)))
+    is_key = offs_n < copy_of(span.seqlen_k)
+    lane = copy_of(2 * gl.arange(0, 4, gl.SliceLayout(0, lane_layout)))[None, :]
     i = gl.arange(0, COLUMNS // 8, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, x_layout))))
     k = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, x_layout))))
     column = 8 * i[None, :, None, None] + k[None, None, None, :]
-    x = gl.where(column >= limit[:, None, :, None], x, -float("inf"))
+    low = gl.where(is_key, span.earliest(offs_n) - row if span.BOUND_RIGHT else 0, COLUMNS)[:, None] - lane
+    x = gl.where(column >= low[:, None, :, None], x, -float("inf"))
+    if span.BOUND_LEFT:
+        high = (span.latest(offs_n) - row)[:, None] - lane
+        x = gl.where(column <= high[:, None, :, None], x, -float("inf"))
     return gl.convert_layout(gl.reshape(x, [ROWS, COLUMNS]), layout)
 
 

@@ -103,10 +103,17 @@ def _main(problem: BackwardProblem, config: HopperBackwardConfig, grid: tuple[in
         "stats_desc": descriptor_type("fp32", (2 * m,)),
         "dq_desc": descriptor_type("fp32", (m * d // config.turns // _LINE, _LINE)),
     }
-    integers = ("heads", "heads_kv", "seqlen_q", "seqlen_k", "tiles_m", "tiles_n", "heads_total", "heads_per_group")
+    integers = (
+        "heads", "heads_kv", "seqlen_q", "seqlen_k", "tiles_m", "tiles_n", "heads_total", "heads_per_group",
+        "window_left", "window_right",
+    )  # fmt: skip
     scalars = {**dict.fromkeys(integers, "i32"), **dict.fromkeys(("scale_log2", "scale"), "fp32")}
-    constants = {"GROUP": p.group, "IS_CAUSAL": p.causal, "MATRIX_REGISTERS": 240}
-    if not is_wide(problem):
+    constants = {
+        "GROUP": p.group, "BOUND_LEFT": p.bounded_left, "BOUND_RIGHT": p.bounded_right, "MATRIX_REGISTERS": 240
+    }  # fmt: skip
+    if is_wide(problem):
+        constants["COLUMNS"] = 192 if p.head_dim <= 192 else 256
+    else:
         constants |= {"WARPGROUPS": config.warpgroups, "STAGES": config.num_stages}
     source = KernelSource(
         _backward_wide_sm90_kernel if is_wide(problem) else _backward_sm90_kernel,
@@ -120,7 +127,7 @@ def _main(problem: BackwardProblem, config: HopperBackwardConfig, grid: tuple[in
     kv_total = p.batch * p.heads_kv
     values = (
         p.heads, p.heads_kv, p.seqlen_q, p.seqlen_k, tiles_m, tiles_n, kv_total,
-        min(config.heads_per_group, kv_total), p.scale_log2, p.scale,
+        min(config.heads_per_group, kv_total), *(max(0, reach) for reach in p.window), p.scale_log2, p.scale,
     )  # fmt: skip
     q_shape, kv_shape = (p.batch, p.heads, p.seqlen_q), (p.batch, p.heads_kv, p.seqlen_k)
     scratch = scratch_sizes(problem, config)

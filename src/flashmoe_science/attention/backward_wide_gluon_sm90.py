@@ -3,8 +3,9 @@
 The sums of dK and dV of 64 keys fill the registers of a warpgroup each, so the two warpgroups of a program share out
 the products, not the keys: the first computes the scores, P and dV, the second dP, dS and dK. P goes from one to the
 other through shared memory, as the threads hold it. dS goes there too, and a step later each computes half of the
-columns of dQ, 64 at a time. All else is as in ``backward_gluon_sm90``: key tiles that are drawn, writers that add dQ to
-memory in the order of the key tiles, and the walk from the last query tile. Each writer has one half of every tile.
+columns of dQ, 64 at a time. Of heads up to 192 the last 64 columns are 0: the first computes two parts of dQ, the
+second one. All else is as in ``backward_gluon_sm90``: key tiles that are drawn, writers that add dQ to memory in the
+order of the key tiles, and the walk from the last query tile. Each writer has one half of every tile.
 
 Source: as there. Ours: the roles of the warpgroups.
 """
@@ -26,6 +27,7 @@ from ..gpu.gluon_versions import aggregate, tma_load, tma_store
 from ..gpu.tma_reduce import tma_add
 from .backward_primitives_sm90 import (
     KeyTiles,
+    Span,
     as_added,
     make_key_tiles,
     mask_scores,
@@ -44,6 +46,7 @@ ROWS = gl.constexpr(64)  # query rows of a step
 STAGES = gl.constexpr(2)  # of Q; dO has one
 BOTH = gl.constexpr(256)  # threads of the two warpgroups
 LINES = gl.constexpr(128)  # of 32 numbers, of 64 x 64 of dQ
+LEFT = gl.constexpr(128)  # columns of Q, K and dK in a first part; the rest may be 64 or 128
 # Barriers of the hardware; Triton uses those before.
 Q_FREE = gl.constexpr(6)  # two
 DO_FREE = gl.constexpr(8)
@@ -81,35 +84,13 @@ class Args:
     key_tiles: KeyTiles
     heads: gl.tensor  # query heads of a sequence
     heads_kv: gl.tensor
-    seqlen_q: gl.tensor
-    seqlen_k: gl.tensor
-    tiles_m: gl.tensor
+    span: Span
     scale_log2: gl.tensor
     scale: gl.tensor
     GROUP: gl.constexpr  # query heads that share one K/V head
-    IS_CAUSAL: gl.constexpr
+    COLUMNS: gl.constexpr  # of Q and K that are not 0
     D: gl.constexpr
     DV: gl.constexpr
-
-    @gluon.jit
-    def first_query_tile(self, n):
-        """Return the first query tile that sees a key of key tile ``n``."""
-        if self.IS_CAUSAL:
-            row = n * KEYS + copy_of(self.seqlen_q) - copy_of(self.seqlen_k)
-            return gl.minimum(gl.maximum(row, 0) // ROWS, copy_of(self.tiles_m))
-        return copy_of(self.tiles_m) * 0
-
-    @gluon.jit
-    def edge_query_tile(self, n, first):
-        """Return the first query tile all of whose rows see all keys of key tile ``n``; the last one is masked too."""
-        tiles_m = copy_of(self.tiles_m)
-        edge = tiles_m
-        if n * KEYS + KEYS <= copy_of(self.seqlen_k):
-            edge = first
-            if self.IS_CAUSAL:
-                row = n * KEYS + KEYS - 1 + copy_of(self.seqlen_q) - copy_of(self.seqlen_k)
-                edge = gl.minimum(gl.maximum((row + ROWS - 1) // ROWS, first), tiles_m)
-        return gl.minimum(edge, tiles_m - 1)
 
 
 @gluon.jit
@@ -120,13 +101,15 @@ def _load_partition(a):
     i = 0  # query tiles so far
     t = 0  # key tiles so far
     do_bar = a.ready_bars.index(STAGES)
-    counter_ptr = a.turn_ptr + 2 * (a.heads * (a.key_tiles.heads_total // a.heads_kv) * a.tiles_m)  # behind the turns
+    # Behind the turns.
+    query_tiles = copy_of(a.heads) * (a.key_tiles.heads_total // a.heads_kv) * copy_of(a.span.tiles_m)
+    counter_ptr = a.turn_ptr + 2 * query_tiles
     tile = a.key_tiles.draw(counter_ptr)
     while tile >= 0:
         a.key_tiles.publish(t, tile)
         head, n = a.key_tiles.locate(tile)
         b, kv = head // a.heads_kv, head % a.heads_kv
-        first, tiles_m = a.first_query_tile(n), copy_of(a.tiles_m)
+        first, end = a.span.first(n), a.span.end(n)
         if t > 0:
             named_barrier("sync", KV_FREE, BOTH + 32)
         for which in gl.static_range(2):
@@ -137,8 +120,8 @@ def _load_partition(a):
             tma_load(desc, [b, kv, n * KEYS, 0], bar, bufs.index(0))
         for g in range(a.GROUP):
             h = kv * a.GROUP + g
-            stats = (head * a.GROUP + g) * tiles_m
-            for m in range(tiles_m - 1, first - 1, -1):
+            stats = (head * a.GROUP + g) * copy_of(a.span.tiles_m)
+            for m in range(end - 1, first - 1, -1):
                 slot, lap = slot_of(i, STAGES), lap_of(i, STAGES)
                 if lap > 0:
                     named_barrier("sync", Q_FREE + slot, BOTH + 32)
@@ -164,16 +147,18 @@ def _write_partition(a, HALF: gl.constexpr):
     key_tile = a.key_tiles.wait(t, 1)
     while key_tile >= 0:
         head, n = a.key_tiles.locate(key_tile)
-        first, tiles_m = a.first_query_tile(n), copy_of(a.tiles_m)
-        steps = tiles_m - first
+        end = a.span.end(n)
+        steps = end - a.span.first(n)
         for j in range(a.GROUP * steps):
-            tile = (head * a.GROUP + j // steps) * tiles_m + (tiles_m - 1 - j % steps)
+            m = end - 1 - j % steps
+            tile = (head * a.GROUP + j // steps) * copy_of(a.span.tiles_m) + m
+            turn = n - a.span.first_key_tile(m)
             turn_ptr = a.turn_ptr + 2 * tile + HALF
-            while poll(turn_ptr) != n:
+            while poll(turn_ptr) != turn:
                 pass
             named_barrier("sync", FULL + HALF, BOTH + 32)
             row = tile * (4 * LINES) + HALF * (2 * LINES)
-            if n == 0:
+            if turn == 0:
                 tma_store(a.dq_desc, [row, 0], buf)
             else:
                 tma_add(a.dq_desc, [row, 0], buf)
@@ -224,6 +209,13 @@ def _store_dq(dq, a, i, HALF: gl.constexpr, W: gl.constexpr):
 
 
 @gluon.jit
+def _pass_over_dq(a):
+    """Let what lies there pass for the last 64 columns of a dQ: of heads up to 192 nothing is made of them."""
+    mbarrier.wait(a.written_bars.index(0), 0)  # the first half of the step was read: the number of this one is odd
+    named_barrier("arrive", FULL + 1, BOTH + 32)
+
+
+@gluon.jit
 def _score_step(dv, zero, a, i, key, row, IS_FIRST: gl.constexpr, IS_EDGE: gl.constexpr):
     """Compute P of a query tile, hand it on, and add to dV; and half of the columns of dQ of the step before."""
     dtype: gl.constexpr = a.q_desc.dtype
@@ -232,7 +224,11 @@ def _score_step(dv, zero, a, i, key, row, IS_FIRST: gl.constexpr, IS_EDGE: gl.co
     k = a.k_bufs.index(opaque(0)).reshape([KEYS, a.D])
     q = a.q_bufs.index(slot).reshape([ROWS, a.D])
     s_layout: gl.constexpr = zero.type.layout
-    s = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
+    REST: gl.constexpr = a.COLUMNS - LEFT
+    s = warpgroup_mma(
+        k.slice(0, LEFT, dim=1), q.slice(0, LEFT, dim=1).permute((1, 0)), zero, use_acc=False, is_async=True
+    )
+    s = warpgroup_mma(k.slice(LEFT, REST, dim=1), q.slice(LEFT, REST, dim=1).permute((1, 0)), s, is_async=True)
     if IS_FIRST:
         s = warpgroup_mma_wait(0, deps=[s])
     else:
@@ -240,7 +236,10 @@ def _score_step(dv, zero, a, i, key, row, IS_FIRST: gl.constexpr, IS_EDGE: gl.co
         dq = _issue_dq(a, i - 1, zero, 0)
         s = warpgroup_mma_wait(1, deps=[s])
     if IS_EDGE:
-        s = mask_scores(s, a, key, row)
+        s = mask_scores(s, a.span, key, row)
+    elif a.span.BOUND_LEFT:  # noqa: SIM102 - a constant, and what a GPU finds out
+        if not a.span.is_whole(key, row):
+            s = mask_scores(s, a.span, key, row)
     lse = _row_numbers(a, slot, 0, gl.SliceLayout(0, s_layout))
     packed = pack(gl.exp2(s * a.scale_log2 - lse[None, :]), dtype)
     named_barrier("arrive", Q_FREE + slot, BOTH + 32)
@@ -265,7 +264,7 @@ def _score_step(dv, zero, a, i, key, row, IS_FIRST: gl.constexpr, IS_EDGE: gl.co
 
 
 @gluon.jit
-def _gradient_step(dk, zero, a, i, IS_FIRST: gl.constexpr):
+def _gradient_step(dk, dk_rest, zero, a, i, IS_FIRST: gl.constexpr):
     """Compute dS of a query tile and add to dK; and half of the columns of dQ of the step before."""
     dtype: gl.constexpr = a.q_desc.dtype
     slot = slot_of(i, STAGES)
@@ -297,15 +296,20 @@ def _gradient_step(dk, zero, a, i, IS_FIRST: gl.constexpr):
     fence_async_shared()
     q = a.q_bufs.index(slot).reshape([ROWS, a.D])
     ds_operand = unpack(ds, dtype, gl.DotOperandLayout(0, dk.type.layout, 2))
-    if not IS_FIRST:
+    rest_operand = unpack(ds, dtype, gl.DotOperandLayout(0, dk_rest.type.layout, 2))
+    if not IS_FIRST and a.COLUMNS == a.D:
         dq = _issue_dq(a, i - 1, zero, 3)
-    dk = warpgroup_mma(ds_operand, q, dk, is_async=True)
+    dk = warpgroup_mma(ds_operand, q.slice(0, LEFT, dim=1), dk, is_async=True)
+    dk_rest = warpgroup_mma(rest_operand, q.slice(LEFT, a.COLUMNS - LEFT, dim=1), dk_rest, is_async=True)
     if not IS_FIRST:
-        dq = warpgroup_mma_wait(1, deps=[dq])
-        _store_dq(dq, a, i - 1, 1, 1)
-    dk, _ = warpgroup_mma_wait(0, deps=[dk, ds_operand])
+        if a.COLUMNS == a.D:
+            dq = warpgroup_mma_wait(2, deps=[dq])
+            _store_dq(dq, a, i - 1, 1, 1)
+        else:
+            _pass_over_dq(a)
+    dk, dk_rest, _, _ = warpgroup_mma_wait(0, deps=[dk, dk_rest, ds_operand, rest_operand])
     named_barrier("arrive", Q_FREE + slot, BOTH + 32)
-    return dk
+    return dk, dk_rest
 
 
 @gluon.jit
@@ -313,9 +317,12 @@ def _flush_dq(a, i, zero, W: gl.constexpr):
     """Compute the columns of dQ of step ``i``, the last of a head."""
     named_barrier("sync", DS_FULL, BOTH)
     for half in gl.static_range(2):
-        dq = _issue_dq(a, i, zero, 2 * half + W)
-        dq = warpgroup_mma_wait(0, deps=[dq])
-        _store_dq(dq, a, i, half, W)
+        if half == 1 and W == 1 and a.COLUMNS < a.D:
+            _pass_over_dq(a)
+        else:
+            dq = _issue_dq(a, i, zero, 2 * half + W)
+            dq = warpgroup_mma_wait(0, deps=[dq])
+            _store_dq(dq, a, i, half, W)
 
 
 @gluon.jit
@@ -329,10 +336,9 @@ def _score_partition(a):
     tile = a.key_tiles.wait(t, 4)
     while tile >= 0:
         head, n = a.key_tiles.locate(tile)
-        first = a.first_query_tile(n)
-        edge = a.edge_query_tile(n, first)
-        last = copy_of(a.tiles_m) - 1
+        first, last = a.span.first(n), a.span.end(n) - 1
         key = n * KEYS
+        edge = first if a.span.BOUND_LEFT else a.span.edge(key, first, last)
         dv = gl.zeros([KEYS, a.DV], gl.float32, dv_layout)
         zero = gl.zeros([KEYS, ROWS], gl.float32, s_layout)
         mbarrier.wait(a.ready_bars.index(STAGES + 1), t & 1)
@@ -342,9 +348,10 @@ def _score_partition(a):
             for m in range(last - 1, edge - 1, -1):
                 dv = _score_step(dv, zero, a, i, key, m * ROWS, False, False)
                 i += 1
-            for m in range(edge - 1, first - 1, -1):
-                dv = _score_step(dv, zero, a, i, key, m * ROWS, False, True)
-                i += 1
+            if not a.span.BOUND_LEFT:
+                for m in range(edge - 1, first - 1, -1):
+                    dv = _score_step(dv, zero, a, i, key, m * ROWS, False, True)
+                    i += 1
             _flush_dq(a, i - 1, zero, 0)
         # The other warpgroup read V for the last time; it reads K no more when they have met, nor does this one.
         named_barrier("sync", END, BOTH)
@@ -362,27 +369,31 @@ def _gradient_partition(a):
     """Compute dS and dK."""
     dtype: gl.constexpr = a.q_desc.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, a.D, 16])
+    REST: gl.constexpr = a.COLUMNS - LEFT
+    dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, LEFT, 16])
+    rest_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, REST, 16])
     i = 0  # query tiles so far
     t = 0  # key tiles so far
     tile = a.key_tiles.wait(t, 4)
     while tile >= 0:
         head, n = a.key_tiles.locate(tile)
-        first = a.first_query_tile(n)
-        last = copy_of(a.tiles_m) - 1
-        dk = gl.zeros([KEYS, a.D], gl.float32, dk_layout)
+        first, last = a.span.first(n), a.span.end(n) - 1
+        dk = gl.zeros([KEYS, LEFT], gl.float32, dk_layout)
+        dk_rest = gl.zeros([KEYS, REST], gl.float32, rest_layout)
         zero = gl.zeros([KEYS, ROWS], gl.float32, s_layout)
         mbarrier.wait(a.ready_bars.index(STAGES + 2), t & 1)
         mbarrier.wait(a.ready_bars.index(STAGES + 1), t & 1)
         for _ in range(a.GROUP):
-            dk = _gradient_step(dk, zero, a, i, True)
+            dk, dk_rest = _gradient_step(dk, dk_rest, zero, a, i, True)
             i += 1
             for _m in range(last - 1, first - 1, -1):
-                dk = _gradient_step(dk, zero, a, i, False)
+                dk, dk_rest = _gradient_step(dk, dk_rest, zero, a, i, False)
                 i += 1
             _flush_dq(a, i - 1, zero, 1)
         named_barrier("sync", END, BOTH)
-        a.k_bufs.index(opaque(0)).reshape([KEYS, a.D]).store((dk * a.scale).to(dtype))
+        k = a.k_bufs.index(opaque(0)).reshape([KEYS, a.D])
+        k.slice(0, LEFT, dim=1).store((dk * a.scale).to(dtype))
+        k.slice(LEFT, REST, dim=1).store((dk_rest * a.scale).to(dtype))
         fence_async_shared()
         tma_store(a.dk_desc, [head // a.heads_kv, head % a.heads_kv, n * KEYS, 0], a.k_bufs.index(0))
         tma.store_wait(0)
@@ -402,11 +413,13 @@ def _backward_wide_sm90_kernel(
     stats_desc,  # [B * H * tiles_m * 2 * ROWS] fp32: of a query tile LSE * log2(e), then delta
     dq_desc,  # [B * H * tiles_m * 4 * LINES, 32] fp32
     turn_ptr,  # [B * H * tiles_m * 2 + 1] int32, 0 before; the last counts key tiles that were drawn
-    heads, heads_kv, seqlen_q, seqlen_k, tiles_m, tiles_n, heads_total, heads_per_group,
+    heads, heads_kv, seqlen_q, seqlen_k, tiles_m, tiles_n, heads_total, heads_per_group, window_left, window_right,
     scale_log2,  # scale * log2(e)
     scale,
     GROUP: gl.constexpr,  # query heads that share one K/V head
-    IS_CAUSAL: gl.constexpr,
+    COLUMNS: gl.constexpr,  # of Q and K: 192 or 256; those behind are 0
+    BOUND_LEFT: gl.constexpr,  # whether some keys come too early for some rows
+    BOUND_RIGHT: gl.constexpr,  # whether some keys come too late for some rows
     MATRIX_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Compute dK and dV of 64 keys and add what they give to dQ. Grid: any."""
@@ -432,8 +445,9 @@ def _backward_wide_sm90_kernel(
         gl.allocate_shared_memory(gl.int32, [1, 64, 32], p_layout),
         gl.allocate_shared_memory(q_desc.dtype, [2, KEYS, ROWS], ds_layout),
         gl.allocate_shared_memory(gl.float32, [1] + dq_desc.block_type.shape, dq_desc.layout),
-        ready_bars, written_bars, key_tiles, heads, heads_kv, seqlen_q, seqlen_k, tiles_m,
-        scale_log2, scale, GROUP, IS_CAUSAL, D, DV,
+        ready_bars, written_bars, key_tiles, heads, heads_kv,
+        Span(seqlen_q, seqlen_k, tiles_m, window_left, window_right, BOUND_LEFT, BOUND_RIGHT, ROWS, KEYS),  # type: ignore[call-arg] # aggregate gives it a constructor
+        scale_log2, scale, GROUP, COLUMNS, D, DV,
     )  # fmt: skip
     R: gl.constexpr = MATRIX_REGISTERS
     gl.warp_specialize(
