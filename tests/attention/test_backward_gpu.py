@@ -57,6 +57,23 @@ def test_long_sums_of_fp32(head_dim, causal):
     check_gradients(Case(1, 2, 1, 2048, 4096, head_dim, head_dim, "fp32", causal, "fp32"), repeats=1)
 
 
+@pytest.mark.parametrize("kernel", ["auto", "backward_triton"])
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
+@pytest.mark.parametrize("dims", [*DIMS, (24, 24), (104, 40)], ids=str)
+@pytest.mark.parametrize("rows", [1, 239, 5000])
+def test_one_key(rows, dims, dtype, kernel):
+    """Rows that see one key give it all their weight: the gradients of its scores are 0, and not a rest of rounding."""
+    case = Case(2, 4, 2, rows, 1, dims[0], dims[1], dtype, False, "one key")
+    q, k, v = make_inputs(case, "cuda")
+    found, do, _ = differentiate(
+        flash_attention, {"q": q, "k": k, "v": v}, {"causal": False}, kernel=kernel, through_lse=False
+    )
+    assert not found["q"].any()
+    assert not found["k"].any()
+    exact = do.double().unflatten(1, (2, 2)).sum((2, 3))[:, :, None]
+    assert (found["v"].double() - exact).abs().max() <= torch.finfo(found["v"].dtype).eps * exact.abs().max() + 1e-4
+
+
 @pytest.mark.parametrize("gradients", GRADIENTS, ids=str)
 def test_cases(gradients):
     """What the interpreter runs on CPUs: features, rests and empty tensors."""

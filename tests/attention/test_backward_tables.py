@@ -106,10 +106,11 @@ def test_every_row_of_the_tables_compiles(arch, columns, dtype, way, tmp_path):
         assert found.shared_memory_bytes <= shared_memory_limit(arch), kernel.source.name
         if kernel.source.name == "_delta_kernel":
             assert found.spill_bytes == 0
-            continue
         assert found.spill_bytes <= MOST_LOCAL_BYTES, kernel.source.name
         if dtype != "fp32":
             assert any("MMA" in opcode for opcode in found.instructions), kernel.source.name
+        if kernel.source.name == "_delta_kernel":
+            continue
         if dtype == "fp32" and columns > 64:  # its products take more registers than there are
             continue
         loops = matrix_loops(compile_kernel(kernel.source, arch).asm["cubin"], tmp_path)
@@ -155,7 +156,7 @@ def test_plans():
     grids = {launch.pattern: launch.grid[0] for launch in whole.launches}
     assert grids["_backward_kv_kernel"] == 1024 // tiles.kv.block_n * 2 * 2
     assert grids["_backward_q_kernel"] == 1024 // tiles.q.block_m * 2 * 4
-    assert grids["_delta_kernel"] == 1024 // 32 * 2 * 4
+    assert grids["_delta_kernel"] == 1024 // 64 * 2 * 4
     assert "_backward_kv_kernel" in str(whole)
     assert whole.as_dict()["kernel"] == "backward_triton"
     wide = [launch.pattern for launch in make_plan(90, 256, "bf16", "causal").launches]

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
+from .backward_primitives import row_products
+
 
 @triton.jit
 def _prepare_backward_kernel(
@@ -25,7 +27,7 @@ def _prepare_backward_kernel(
     STRIDE_DOM: tl.constexpr,
     UNIT: tl.constexpr,
     DV: tl.constexpr,
-    BLOCK_DV: tl.constexpr,  # DV rounded up to a power of two
+    BLOCK_DV: tl.constexpr,  # DV rounded up to a power of two, 16 at least
     BLOCK_M: tl.constexpr,
     TURNS: tl.constexpr,  # of a query tile
     HAS_DLSE: tl.constexpr,
@@ -45,7 +47,7 @@ def _prepare_backward_kernel(
     do_ptr += (b * stride_dob + h * stride_doh) * UNIT
     o = tl.load(o_ptr + rows * STRIDE_OM + offs_d[None, :], mask=mask, other=0.0)
     do = tl.load(do_ptr + rows * STRIDE_DOM + offs_d[None, :], mask=mask, other=0.0)
-    delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+    delta = row_products(o, do, "tf32")  # which is not read: operands have 16 bits
     row = head.to(tl.int64) * seqlen_q + offs_m
     if HAS_DLSE:
         delta -= tl.load(dlse_ptr + row, mask=offs_m < seqlen_q, other=0.0)

@@ -22,7 +22,6 @@ from .tiles import block_dim, cdiv
 
 BACKWARD_KERNEL = "FLASHMOE_BACKWARD_KERNEL"  # in the environment: a name to force, which never falls back
 BACKWARD_KERNELS = ("backward_gluon_sm90", "backward_triton", "reference")
-DELTA_ROWS = 32  # of one program of the pass that makes delta
 DELTA_WARPS = 4
 
 
@@ -184,6 +183,14 @@ def backward_config(problem: BackwardProblem, arch: int) -> BackwardConfig:
     return BackwardConfig(tiles.kv if whole else tiles.kv_ragged, tiles.q, tiles.bias, tiles.kv_apart)
 
 
+def delta_rows(problem: BackwardProblem) -> int:
+    """Return the query rows of one program of the pass that makes delta.
+
+    Its products have to be made as dP is: on Hopper 64 rows are the least for ``wgmma``.
+    """
+    return 64 if problem.forward.item_bytes == 2 else 16
+
+
 def _launches(problem: BackwardProblem, config: BackwardConfig) -> tuple[PlannedLaunch, ...]:
     p = problem.forward
     heads, heads_kv = p.batch * p.heads, p.batch * p.heads_kv
@@ -193,7 +200,7 @@ def _launches(problem: BackwardProblem, config: BackwardConfig) -> tuple[Planned
             raise UnsupportedError(f"a grid of {programs} blocks is too large; at most 2**31 - 1 are possible")
         return PlannedLaunch(name, (programs, 1, 1), (32 * warps, 1, 1))
 
-    launches = [launch("_delta_kernel", cdiv(p.seqlen_q, DELTA_ROWS) * heads, DELTA_WARPS)]
+    launches = [launch("_delta_kernel", cdiv(p.seqlen_q, delta_rows(problem)) * heads, DELTA_WARPS)]
     if problem.wants_kv:
         tiles = cdiv(p.seqlen_k, config.kv.block_n)
         one = launch("_backward_kv_kernel", tiles * heads_kv, config.kv.num_warps)

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..gpu.compile import KernelSource
 from .backward_hopper_plan import HopperBackwardConfig
-from .backward_plan import DELTA_ROWS, DELTA_WARPS, BackwardConfig, BackwardPlan, Tile
+from .backward_plan import DELTA_WARPS, BackwardConfig, BackwardPlan, Tile, delta_rows
 from .backward_problem import BackwardProblem
 from .backward_q_triton import _backward_bias_kernel, _backward_q_kernel
 from .backward_triton import _backward_kv_kernel, _delta_kernel
@@ -91,6 +91,11 @@ class _Arguments:
         return PreparedKernel(source, grid, values)
 
 
+def _precision(problem: BackwardProblem) -> str:
+    """Return ``input_precision`` of the products, which only fp32 operands read."""
+    return "ieee" if problem.forward.dtype == "fp32" else "tf32"
+
+
 def _delta(problem: BackwardProblem, grid: tuple[int, int, int]) -> PreparedKernel:
     p = problem.forward
     kind = f"*{p.dtype}"
@@ -103,7 +108,7 @@ def _delta(problem: BackwardProblem, grid: tuple[int, int, int]) -> PreparedKern
     align = alignment(problem)
     (ob, oh), (dob, doh) = _units(problem.o_strides, align), _units(problem.do_strides, align)
     arguments.add("i64", stride_ob=ob, stride_oh=oh, stride_dob=dob, stride_doh=doh)
-    arguments.add("i32", heads=p.heads, seqlen_q=p.seqlen_q, tiles_m=-(-p.seqlen_q // DELTA_ROWS))
+    arguments.add("i32", heads=p.heads, seqlen_q=p.seqlen_q, tiles_m=-(-p.seqlen_q // delta_rows(problem)))
     arguments.constants = {
         "STRIDE_OM": problem.o_strides[2],
         "STRIDE_OD": problem.o_strides[3],
@@ -112,7 +117,8 @@ def _delta(problem: BackwardProblem, grid: tuple[int, int, int]) -> PreparedKern
         "ALIGN": align,
         "DV": p.head_dim_v,
         "BLOCK_DV": block_dim(p.head_dim_v),
-        "BLOCK_M": DELTA_ROWS,
+        "BLOCK_M": delta_rows(problem),
+        "PRECISION": _precision(problem),
     }
     return arguments.prepare(_delta_kernel, grid, DELTA_WARPS)
 
@@ -166,7 +172,7 @@ def _shared(problem: BackwardProblem, outputs: tuple[str, ...], tile: Tile) -> _
         "BOUND_LEFT": p.bounded_left,
         "BOUND_RIGHT": p.bounded_right,
         "WIDE": max(tile.block_m, tile.block_n, 256) * _widest_row(problem) >= 2**31,
-        "PRECISION": "ieee" if p.dtype == "fp32" else "tf32",  # only fp32 operands read it
+        "PRECISION": _precision(problem),
         "NUM_STAGES": tile.num_stages,
     }
     if left >= 0:

@@ -51,6 +51,19 @@ def add_product(acc, a, b, length, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def row_products(o, do, PRECISION: tl.constexpr):
+    """Return the sum of o * do over each row, of operands [BLOCK_M, BLOCK_DV], added as ``tl.dot`` adds dP = dO V^T.
+
+    In a row that sees one key O is V and dS has to be 0, which it is of dP less this. Added in another order the same
+    numbers leave a rest of rounding, which sums of many rows showed. So this is the diagonal of a product; what lies
+    beside it is waste, in a pass that waits for memory.
+    """
+    products = tl.dot(o, tl.trans(do), input_precision=PRECISION)  # [BLOCK_M, BLOCK_M]
+    row = tl.arange(0, o.shape[0])
+    return tl.sum(tl.where(row[:, None] == row[None, :], products, 0.0), 1)
+
+
+@triton.jit
 def load_lse(ptrs, mask, UNIT: tl.constexpr):
     """Load LSEs in the unit of the scores; +inf where P is to be 0: in rows that saw no key, and outside the mask."""
     if mask is None:

@@ -19,6 +19,7 @@ from .backward_plan import BackwardPlan
 from .backward_problem import BackwardProblem
 from .backward_wide_gluon_sm90 import _backward_wide_sm90_kernel
 from .prepare import PreparedKernel
+from .tiles import block_dim
 
 # Of each kernel, in the order of its arguments. ``stats``, ``acc`` and ``turns`` belong to one call; the first kernel
 # sets what the others count with, so nobody has to clear anything.
@@ -75,7 +76,7 @@ def _prepare(problem: BackwardProblem, config: HopperBackwardConfig, grid: tuple
                 "STRIDE_DOM": problem.do_strides[2],
                 "UNIT": _UNIT,
                 "DV": p.head_dim_v,
-                "BLOCK_DV": 1 << (p.head_dim_v - 1).bit_length(),
+                "BLOCK_DV": block_dim(p.head_dim_v),
                 "BLOCK_M": config.block_m,
                 "TURNS": config.turns,
                 "HAS_DLSE": problem.has_dlse,

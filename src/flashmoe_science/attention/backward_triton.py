@@ -27,7 +27,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .backward_primitives import add_product, load_lse, weigh
+from .backward_primitives import add_product, load_lse, row_products, weigh
 from .primitives import head_offset, kept_by, load_dropout, load_rows
 
 
@@ -42,7 +42,7 @@ def _delta_kernel(
     stride_ob, stride_oh, stride_dob, stride_doh,  # in units of ALIGN elements
     heads, seqlen_q, tiles_m,
     STRIDE_OM: tl.constexpr, STRIDE_OD: tl.constexpr, STRIDE_DOM: tl.constexpr, STRIDE_DOD: tl.constexpr,
-    ALIGN: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
+    ALIGN: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write delta of BLOCK_M rows of one head. Grid: (tiles_m * B * H,)."""
     pid = tl.program_id(0)
@@ -66,9 +66,9 @@ def _delta_kernel(
     do_base = do_ptr + head_offset(b, h, stride_dob, stride_doh) * ALIGN + first_row.to(tl.int64) * STRIDE_DOM
     o_ptrs = o_base + rows[:, None] * STRIDE_OM + offs_dv[None, :] * STRIDE_OD
     do_ptrs = do_base + rows[:, None] * STRIDE_DOM + offs_dv[None, :] * STRIDE_DOD
-    o = load_rows(o_ptrs, offs_m, seqlen_q, offs_dv, DV, True, DV != BLOCK_DV).to(tl.float32)  # [BLOCK_M, BLOCK_DV]
-    do = load_rows(do_ptrs, offs_m, seqlen_q, offs_dv, DV, True, DV != BLOCK_DV).to(tl.float32)
-    delta = tl.sum(o * do, 1)
+    o = load_rows(o_ptrs, offs_m, seqlen_q, offs_dv, DV, True, DV != BLOCK_DV)  # [BLOCK_M, BLOCK_DV]
+    do = load_rows(do_ptrs, offs_m, seqlen_q, offs_dv, DV, True, DV != BLOCK_DV)
+    delta = row_products(o, do, PRECISION)
     if dlse_ptr is not None:
         delta -= tl.load(dlse_ptr + places, mask=offs_m < seqlen_q, other=0.0)
     # In a row that saw no key P is 0, and the gradient of its LSE, of -inf, may be NaN.

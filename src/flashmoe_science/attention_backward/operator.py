@@ -49,7 +49,7 @@ _SPILL_BYTES = {
     "_backward_kv_kernel": 512, "_backward_q_kernel": 512,
     "_forward_sm90_kernel": 64, "_forward_features_sm90_kernel": 64,
 }  # fmt: skip
-_WITHOUT_PRODUCTS = ("_delta_kernel", "_prepare_backward_kernel", "_finish_dq_kernel", "_merge_partials_kernel")
+_WITHOUT_PRODUCTS = ("_finish_dq_kernel", "_merge_partials_kernel")
 
 backward_triton = functools.partial(flash_attention_backward, kernel="backward_triton")
 backward_gluon_sm90 = functools.partial(flash_attention_backward, kernel="backward_gluon_sm90")
