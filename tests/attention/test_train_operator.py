@@ -91,7 +91,8 @@ def test_a_step_launches_the_kernels_of_both_plans():
     jobs = OPERATOR.compile_jobs("attention_step", [OPERATOR.parse_case(table)] * 2, ["H200", "H100"])
     names = [job.source.name for job in jobs]
     assert len(names) == len(set(names)) == 4
-    assert {job.source.name for job in jobs if job.instruction} == {"_forward_sm90_kernel", "_backward_sm90_kernel"}
+    with_products = {"_forward_sm90_kernel", "_prepare_backward_kernel", "_backward_sm90_kernel"}
+    assert {job.source.name for job in jobs if job.instruction} == with_products
 
 
 def test_the_suite_is_of_four_families():
