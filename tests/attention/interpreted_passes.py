@@ -80,6 +80,10 @@ def check(head_dim: int, head_dim_v: int, seqlen: int, *, turned: bool) -> None:
 if __name__ == "__main__":
     # The instruction that waits for the kernel before is none to the interpreter.
     vars(backward_passes_triton)["gdc_wait"] = lambda: None
-    for head_dim, head_dim_v, seqlen in ((64, 64, 128), (40, 24, 150), (128, 128, 64), (104, 40, 70), (192, 128, 70)):
+    sizes = (
+        (64, 64, 128), (40, 24, 150), (128, 128, 64), (104, 40, 70), (192, 128, 70), (136, 64, 130), (160, 160, 70),
+        (256, 128, 70),
+    )  # fmt: skip
+    for head_dim, head_dim_v, seqlen in sizes:
         check(head_dim, head_dim_v, seqlen, turned=head_dim == 40)
     print("right")

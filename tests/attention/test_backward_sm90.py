@@ -125,6 +125,45 @@ def test_wide_heads_have_a_kernel_of_their_own(dims):
         assert kernel.source.name == launch.pattern
 
 
+@pytest.mark.parametrize(
+    ("dims", "columns", "boxes", "dq"),
+    [
+        ((192, 128), 192, [(128, 64)] * 3, [(256, 128), 192]),
+        ((136, 8), 192, [(128, 64)] * 3, [(256, 128), 192]),
+        ((192, 192), 192, [(128, 64)] * 3, [(256,), 256]),
+        ((8, 136), 192, [(128, 64)] * 3, [(256,), 256]),
+        ((200, 128), 256, [(256,)] * 3, [(256,), 256]),
+        ((256, 256), 256, [(256,)] * 3, [(256,), 256]),
+    ],
+    ids=str,
+)
+def test_wide_heads_are_copied_without_the_columns_behind_192(dims, columns, boxes, dq):
+    """Q, K, dK and dQ in one part or two, both of one tensor; dQ as wide in memory as its parts."""
+    plan = plan_of(head_dim=dims[0], head_dim_v=dims[1])
+    assert isinstance(plan.config, HopperBackwardConfig)
+    tiles = 2 * 8 * 16
+    assert scratch_sizes(plan.problem, plan.config)["acc"] == tiles * 64 * dq[1]
+    assert plan.launches[2].grid == (tiles * dq[1] // 64, 1, 1)
+    _, main, after = prepare_backward_kernels(plan)
+    assert dict(main.source.constants)["COLUMNS"] == columns
+    assert dict(after.source.constants)["PARTS"] == dq[1] // 64
+    described = [(name, kind) for name, kind in main.source.signature if kind.startswith("tensordesc")]
+    block = {name: [int(size) for size in re.findall(r"\[([\d, ]+)\]", kind)[0].split(",")] for name, kind in described}
+    maps = dict(zip(block, main.tensor_maps, strict=True))
+    names = list(block)
+
+    def parts(name: str, axis: int) -> tuple[int, ...]:
+        more = name.replace("_desc", "_more_desc")
+        if more not in block:
+            return (block[name][axis],)
+        assert names[maps[more].of or 0] == name
+        assert (maps[more].shape, maps[more].strides) == (maps[name].shape, maps[name].strides)
+        return block[name][axis], block[more][axis]
+
+    assert [parts(name, 3) for name in ("q_desc", "k_desc", "dk_desc")] == boxes
+    assert parts("dq_desc", 0) == dq[0]
+
+
 def test_other_gpus_and_empty_calls():
     problem = BackwardProblem(AttentionProblem(**SIZES))
     for gpu in ("A100", "L4", "B200", "RTX 5090"):
@@ -345,6 +384,8 @@ def test_the_passes_around_it_interpreted():
         (256, 256, "bf16", True, (-1, -1)),
         (192, 128, "fp16", False, (-1, -1)),
         (192, 128, "bf16", True, (100, -1)),
+        (136, 72, "bf16", True, (-1, -1)),
+        (160, 160, "bf16", True, (-1, -1)),
         (128, 128, "fp16", True, (100, -1)),
         (64, 64, "bf16", False, (100, 70)),
         (256, 256, "bf16", True, (100, -1)),
@@ -376,8 +417,10 @@ def test_kernels_compile(head_dim, head_dim_v, dtype, causal, window, tmp_path):
     # too early, too, a step asks whether it has to.
     assert len(loops) == (4 if head_dim <= 128 else 3) - (window[0] >= 0) * (2 if head_dim <= 128 else 1)
     for loop in loops:
-        # Heads up to 192 have three parts of dQ, and one warpgroup waits for one of them only.
-        assert loop["WARPGROUP.DEPBAR"] in ((3, 4) if 128 < head_dim <= 192 else (4,)), "the products are serialised"
+        # Heads up to 192 have three parts of dQ. With V up to 128 each warpgroup multiplies for it once a step; else
+        # the first does twice, the second once.
+        waits = (3,) if head_dim_v <= 128 else (3, 4)
+        assert loop["WARPGROUP.DEPBAR"] in (waits if 128 < head_dim <= 192 else (4,)), "the products are serialised"
         # At D 64 the window's bounds are two registers too many for ptxas of Triton 3.9.
         most = 2 if window[0] >= 0 and head_dim == 64 else 0
         assert sum(loop[opcode] for opcode in loop if opcode.startswith("STL")) <= most
@@ -446,7 +489,7 @@ def test_low_scores():
     check_gradients(Case(1, 2, 2, 200, 300, 64, 64, "bf16", False, "low"), kernel="backward_gluon_sm90", low=True)
 
 
-WIDE = ((256, 256), (192, 128), (136, 256), (160, 160))
+WIDE = ((256, 256), (192, 128), (136, 72), (136, 256), (160, 160))
 
 
 @HOPPER
@@ -469,10 +512,10 @@ def differentiate_on(stream, inputs, do, lse, o):
 @HOPPER
 @pytest.mark.gpu
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_a_thousand_repeats(head_dim, causal):
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256), (192, 128)], ids=str)
+def test_a_thousand_repeats(dims, causal):
     """The same bits, with heads that share K and V, and lengths that end in a tile."""
-    case = Case(2, 16, 4, 1000, 1100, head_dim, head_dim, "bf16", causal, "repeats")
+    case = Case(2, 16, 4, 1000, 1100, dims[0], dims[1], "bf16", causal, "repeats")
     q, k, v = make_inputs(case, "cuda")
     o, lse = flash_attention(q, k, v, causal=causal, return_lse=True)
     given = {"q": q, "k": k, "v": v, "o": o, "lse": lse, "do": torch.randn_like(o)}

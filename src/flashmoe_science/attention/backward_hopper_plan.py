@@ -42,11 +42,18 @@ class HopperBackwardConfig:
 
 
 def hopper_backward_columns(problem: BackwardProblem) -> tuple[int, int]:
-    """Return the columns of Q and of V that are computed, of which TMA fills in what there is not."""
+    """Return the columns of dQ and of V that are kept, of which TMA fills in what there is not."""
     p = problem.forward
     if is_wide(problem):
-        return 256, 128 if p.head_dim_v <= _NARROW else 256
+        if p.head_dim_v > _NARROW:
+            return 256, 256
+        return hopper_wide_columns(problem), 128
     return 64 if max(p.head_dim, p.head_dim_v) <= 64 else 128, 64 if p.head_dim_v <= 64 else 128
+
+
+def hopper_wide_columns(problem: BackwardProblem) -> int:
+    """Return the columns of Q and K of a wide head: TMA fills in what there is not of them."""
+    return 192 if problem.forward.head_dim <= 192 else 256
 
 
 def is_wide(problem: BackwardProblem) -> bool:

@@ -151,9 +151,10 @@ def wait_for_kernel_before():
 
 @gluon.jit
 def as_added(dq):
-    """Return 64 x 64 numbers of dQ as threads hold them, 16 bytes a thread side by side: [128, 32]."""
-    x = dq.reshape([4, 2, 8, 8, 4, 2])  # warp, 8 rows further, row, column / 8, lane, column
-    return x.permute((3, 0, 2, 4, 1, 5)).reshape([128, 32])
+    """Return 64 rows of dQ as threads hold them, 16 bytes a thread side by side: 128 lines of 32 for 64 columns."""
+    COLUMNS: gl.constexpr = dq.shape[1]
+    x = dq.reshape([4, 2, 8, COLUMNS // 8, 4, 2])  # warp, 8 rows further, row, column / 8, lane, column
+    return x.permute((3, 0, 2, 4, 1, 5)).reshape([2 * COLUMNS, 32])
 
 
 @gluon.jit

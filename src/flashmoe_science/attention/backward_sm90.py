@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 from ..gpu.compile import KernelSource
 from ..gpu.gluon_versions import descriptor_type
 from ..gpu.tensor_map import TensorMap
@@ -12,6 +15,7 @@ from .backward_hopper_plan import (
     HopperBackwardConfig,
     hopper_backward_columns,
     hopper_backward_tiles,
+    hopper_wide_columns,
     is_wide,
 )
 from .backward_passes_triton import _finish_dq_kernel, _prepare_backward_kernel
@@ -19,7 +23,7 @@ from .backward_plan import BackwardPlan
 from .backward_problem import BackwardProblem
 from .backward_wide_gluon_sm90 import _backward_wide_sm90_kernel
 from .prepare import PreparedKernel
-from .tiles import block_dim
+from .tiles import block_dim, cdiv
 
 # Of each kernel, in the order of its arguments. ``stats``, ``acc`` and ``turns`` belong to one call; the first kernel
 # sets what the others count with, so nobody has to clear anything.
@@ -92,8 +96,11 @@ def _prepare(problem: BackwardProblem, config: HopperBackwardConfig, grid: tuple
 
 def _main(problem: BackwardProblem, config: HopperBackwardConfig, grid: tuple[int, int, int]) -> PreparedKernel:
     p, kind, m = problem.forward, problem.forward.dtype, config.block_m
-    d, dv = hopper_backward_columns(problem)
+    dq_columns, dv = hopper_backward_columns(problem)
+    columns = hopper_wide_columns(problem) if is_wide(problem) else dq_columns
+    d, d_more = (128, 64) if columns == 192 else (columns, 0)  # a box outside of a tensor slows TMA down
     rows, keys = (1, 1, m), (1, 1, HOPPER_KEYS)
+    lines = m * 64 // _LINE  # of 64 columns of dQ
     descriptors = {
         "q_desc": descriptor_type(kind, (*rows, d)),
         "k_desc": descriptor_type(kind, (*keys, d)),
@@ -102,23 +109,31 @@ def _main(problem: BackwardProblem, config: HopperBackwardConfig, grid: tuple[in
         "dk_desc": descriptor_type(kind, (*keys, d)),
         "dv_desc": descriptor_type(kind, (*keys, dv)),
         "stats_desc": descriptor_type("fp32", (2 * m,)),
-        "dq_desc": descriptor_type("fp32", (m * d // config.turns // _LINE, _LINE)),
+        "dq_desc": descriptor_type("fp32", (cdiv(dq_columns // 64, config.turns) * lines, _LINE)),
     }
     integers = (
         "heads", "heads_kv", "seqlen_q", "seqlen_k", "tiles_m", "tiles_n", "heads_total", "heads_per_group",
         "window_left", "window_right",
     )  # fmt: skip
     scalars = {**dict.fromkeys(integers, "i32"), **dict.fromkeys(("scale_log2", "scale"), "fp32")}
-    constants = {
+    constants: dict[str, Any] = {
         "GROUP": p.group, "BOUND_LEFT": p.bounded_left, "BOUND_RIGHT": p.bounded_right, "MATRIX_REGISTERS": 240
     }  # fmt: skip
+    more: dict[str, str] = {}
     if is_wide(problem):
-        constants["COLUMNS"] = 192 if p.head_dim <= 192 else 256
+        seconds = {
+            "q_more_desc": descriptor_type(kind, (*rows, d_more)) if d_more else None,
+            "k_more_desc": descriptor_type(kind, (*keys, d_more)) if d_more else None,
+            "dk_more_desc": descriptor_type(kind, (*keys, d_more)) if d_more else None,
+            "dq_more_desc": descriptor_type("fp32", (lines, _LINE)) if dq_columns == 192 else None,
+        }
+        more = {name: tile for name, tile in seconds.items() if tile}
+        constants |= {"COLUMNS": columns, **{name: None for name, tile in seconds.items() if not tile}}
     else:
         constants |= {"WARPGROUPS": config.warpgroups, "STAGES": config.num_stages}
     source = KernelSource(
         _backward_wide_sm90_kernel if is_wide(problem) else _backward_sm90_kernel,
-        tuple({**descriptors, "turn_ptr": "*i32", **scalars}.items()),
+        tuple({**descriptors, "turn_ptr": "*i32", **more, **scalars}.items()),
         tuple(constants.items()),
         frozenset(("turn_ptr",)),
         num_warps=4,
@@ -142,7 +157,9 @@ def _main(problem: BackwardProblem, config: HopperBackwardConfig, grid: tuple[in
         TensorMap("fp32", (scratch["stats"],), (1,)),
         TensorMap("fp32", (scratch["acc"] // _LINE, _LINE), (_LINE, 1)),
     )
-    return PreparedKernel(source, grid, values, maps)
+    firsts = [list(descriptors).index(name.replace("_more", "")) for name in more]
+    repeated = tuple(replace(maps[first], of=first) for first in firsts)
+    return PreparedKernel(source, grid, values, maps + repeated)
 
 
 def _finish(problem: BackwardProblem, config: HopperBackwardConfig, grid: tuple[int, int, int]) -> PreparedKernel:

@@ -3,9 +3,13 @@
 The sums of dK and dV of 64 keys fill the registers of a warpgroup each, so the two warpgroups of a program share out
 the products, not the keys: the first computes the scores, P and dV, the second dP, dS and dK. P goes from one to the
 other through shared memory, as the threads hold it. dS goes there too, and a step later each computes half of the
-columns of dQ, 64 at a time. Of heads up to 192 the last 64 columns are 0: the first computes two parts of dQ, the
-second one. All else is as in ``backward_gluon_sm90``: key tiles that are drawn, writers that add dQ to memory in the
-order of the key tiles, and the walk from the last query tile. Each writer has one half of every tile.
+columns of dQ, 64 at a time. All else is as in ``backward_gluon_sm90``: key tiles that are drawn, writers that add dQ to
+memory in the order of the key tiles, and the walk from the last query tile. Each writer has one half of every tile.
+
+Of heads up to 192 the last 64 columns are 0: nobody copies or multiplies them. With V up to 128 (``ROOMY``) there is
+room besides. The first warpgroup computes 128 columns of dQ at once, the second the other 64; each has memory and a
+writer of its own for them, so that none waits for TMA to read what the same step put there. And a tile of dO is copied
+while the one before is read.
 
 Source: as there. Ours: the roles of the warpgroups.
 """
@@ -45,13 +49,14 @@ KEYS = gl.constexpr(64)  # of a program
 ROWS = gl.constexpr(64)  # query rows of a step
 STAGES = gl.constexpr(2)  # of Q; dO has one
 BOTH = gl.constexpr(256)  # threads of the two warpgroups
+ONE = gl.constexpr(128)
 LINES = gl.constexpr(128)  # of 32 numbers, of 64 x 64 of dQ
 LEFT = gl.constexpr(128)  # columns of Q, K and dK in a first part; the rest may be 64 or 128
 # Barriers of the hardware; Triton uses those before.
 Q_FREE = gl.constexpr(6)  # two
 DO_FREE = gl.constexpr(8)
 KV_FREE = gl.constexpr(9)
-FULL = gl.constexpr(10)  # half a tile of dQ lies in shared memory: two
+FULL = gl.constexpr(10)  # half a tile of dQ, or what one warpgroup made of it, lies in shared memory: two
 P_FULL = gl.constexpr(12)
 P_FREE = gl.constexpr(13)
 DS_FULL = gl.constexpr(14)
@@ -71,16 +76,24 @@ class Args:
     stats_desc: tma.tensor_descriptor
     dq_desc: tma.tensor_descriptor
     turn_ptr: gl.tensor
+    # Of the columns behind D, and of the second warpgroup's dQ; where there are none, as those of the first.
+    q_more_desc: tma.tensor_descriptor
+    k_more_desc: tma.tensor_descriptor
+    dk_more_desc: tma.tensor_descriptor
+    dq_more_desc: tma.tensor_descriptor
     q_bufs: gl.shared_memory_descriptor  # [STAGES, 1, 1, ROWS, D]
-    do_bufs: gl.shared_memory_descriptor  # [1, 1, 1, ROWS, DV]
+    q_more_bufs: gl.shared_memory_descriptor  # [STAGES, 1, 1, ROWS, COLUMNS - D]
+    do_bufs: gl.shared_memory_descriptor  # [1 or STAGES, 1, 1, ROWS, DV]
     stats_bufs: gl.shared_memory_descriptor  # [STAGES, 2 * ROWS]
     k_bufs: gl.shared_memory_descriptor  # [1, 1, 1, KEYS, D]
+    k_more_bufs: gl.shared_memory_descriptor  # [1, 1, 1, KEYS, COLUMNS - D]
     v_bufs: gl.shared_memory_descriptor  # [1, 1, 1, KEYS, DV]
     p_bufs: gl.shared_memory_descriptor  # [1, 64, 32] int32: P as threads hold it
     ds_bufs: gl.shared_memory_descriptor  # [2, KEYS, ROWS]
     dq_bufs: gl.shared_memory_descriptor  # [1, 2 * LINES, 32] fp32
+    dq_more_bufs: gl.shared_memory_descriptor  # [1, LINES, 32] fp32
     ready_bars: gl.shared_memory_descriptor  # [STAGES + 3]: slots of Q, dO, K, V
-    written_bars: gl.shared_memory_descriptor  # [1]: half a tile of dQ was read by TMA
+    written_bars: gl.shared_memory_descriptor  # [1]: half a tile of dQ was read by TMA; if ROOMY, [2], of each writer
     key_tiles: KeyTiles
     heads: gl.tensor  # query heads of a sequence
     heads_kv: gl.tensor
@@ -89,8 +102,9 @@ class Args:
     scale: gl.tensor
     GROUP: gl.constexpr  # query heads that share one K/V head
     COLUMNS: gl.constexpr  # of Q and K that are not 0
-    D: gl.constexpr
+    D: gl.constexpr  # columns of Q and K in the first part
     DV: gl.constexpr
+    ROOMY: gl.constexpr  # whether both warpgroups have memory for their dQ, and dO has the slots of Q
 
 
 @gluon.jit
@@ -116,7 +130,11 @@ def _load_partition(a):
             bar = a.ready_bars.index(STAGES + 1 + which)
             desc = a.k_desc if which == 0 else a.v_desc
             bufs = a.k_bufs if which == 0 else a.v_bufs
-            mbarrier.expect(bar, desc.block_type.nbytes)
+            if which == 0 and a.D < a.COLUMNS:
+                mbarrier.expect(bar, desc.block_type.nbytes + a.k_more_desc.block_type.nbytes)
+                tma_load(a.k_more_desc, [b, kv, n * KEYS, a.D], bar, a.k_more_bufs.index(0))
+            else:
+                mbarrier.expect(bar, desc.block_type.nbytes)
             tma_load(desc, [b, kv, n * KEYS, 0], bar, bufs.index(0))
         for g in range(a.GROUP):
             h = kv * a.GROUP + g
@@ -126,13 +144,21 @@ def _load_partition(a):
                 if lap > 0:
                     named_barrier("sync", Q_FREE + slot, BOTH + 32)
                 bar = a.ready_bars.index(slot)
-                mbarrier.expect(bar, a.q_desc.block_type.nbytes + a.stats_desc.block_type.nbytes)
+                Q_BYTES: gl.constexpr = a.q_desc.block_type.nbytes + a.stats_desc.block_type.nbytes
+                MORE: gl.constexpr = a.q_more_desc.block_type.nbytes if a.D < a.COLUMNS else 0
+                DO_BYTES: gl.constexpr = a.do_desc.block_type.nbytes
+                mbarrier.expect(bar, Q_BYTES + MORE + (DO_BYTES if a.ROOMY else 0))
                 tma_load(a.q_desc, [b, h, m * ROWS, 0], bar, a.q_bufs.index(slot))
+                if MORE > 0:
+                    tma_load(a.q_more_desc, [b, h, m * ROWS, a.D], bar, a.q_more_bufs.index(slot))
                 tma_load(a.stats_desc, [(stats + m) * (2 * ROWS)], bar, a.stats_bufs.index(slot))
-                if i > 0:
-                    named_barrier("sync", DO_FREE, BOTH + 32)
-                mbarrier.expect(do_bar, a.do_desc.block_type.nbytes)
-                tma_load(a.do_desc, [b, h, m * ROWS, 0], do_bar, a.do_bufs.index(0))
+                if a.ROOMY:
+                    tma_load(a.do_desc, [b, h, m * ROWS, 0], bar, a.do_bufs.index(slot))
+                else:
+                    if i > 0:
+                        named_barrier("sync", DO_FREE, BOTH + 32)
+                    mbarrier.expect(do_bar, DO_BYTES)
+                    tma_load(a.do_desc, [b, h, m * ROWS, 0], do_bar, a.do_bufs.index(0))
                 i += 1
         t += 1
         tile = a.key_tiles.draw(counter_ptr)
@@ -141,8 +167,13 @@ def _load_partition(a):
 
 @gluon.jit
 def _write_partition(a, HALF: gl.constexpr):
-    """Add half of the dQ of every step to memory, when it is its turn: the key tiles before have added theirs."""
-    buf = a.dq_bufs.index(0)
+    """Add half of the dQ of every step to memory, when it is its turn: the key tiles before have added theirs.
+
+    If there is room, what one warpgroup made in place of half: two parts of three, and one.
+    """
+    IS_REST: gl.constexpr = a.ROOMY and HALF == 1
+    desc = a.dq_more_desc if IS_REST else a.dq_desc
+    buf = a.dq_more_bufs.index(0) if IS_REST else a.dq_bufs.index(0)
     t = 0
     key_tile = a.key_tiles.wait(t, 1)
     while key_tile >= 0:
@@ -156,14 +187,14 @@ def _write_partition(a, HALF: gl.constexpr):
             turn_ptr = a.turn_ptr + 2 * tile + HALF
             while poll(turn_ptr) != turn:
                 pass
-            named_barrier("sync", FULL + HALF, BOTH + 32)
-            row = tile * (4 * LINES) + HALF * (2 * LINES)
+            named_barrier("sync", FULL + HALF, (ONE if a.ROOMY else BOTH) + 32)
+            row = tile * ((3 if a.ROOMY else 4) * LINES) + HALF * (2 * LINES)
             if turn == 0:
-                tma_store(a.dq_desc, [row, 0], buf)
+                tma_store(desc, [row, 0], buf)
             else:
-                tma_add(a.dq_desc, [row, 0], buf)
+                tma_add(desc, [row, 0], buf)
             wait_until_read()
-            mbarrier.arrive(a.written_bars.index(0))
+            mbarrier.arrive(a.written_bars.index(HALF if a.ROOMY else 0))
             wait_until_added()
             raise_counter(turn_ptr)
         t += 1
@@ -191,21 +222,38 @@ def _as_computed(x, layout: gl.constexpr):
 
 
 @gluon.jit
-def _issue_dq(a, i, zero, PART: gl.constexpr):
-    """Issue 64 columns of dQ = dS K, of the dS of step ``i``."""
+def _columns(a, bufs, more_bufs, slot, FIRST: gl.constexpr, COUNT: gl.constexpr):
+    """Return columns of a tile of Q or K; none lie in both parts."""
+    if FIRST < a.D:
+        columns = bufs.index(slot).reshape([ROWS, a.D]).slice(FIRST, COUNT, dim=1)
+    else:
+        columns = more_bufs.index(slot).reshape([ROWS, a.COLUMNS - a.D]).slice(FIRST - a.D, COUNT, dim=1)
+    return columns
+
+
+@gluon.jit
+def _issue_dq(a, i, zero, FIRST: gl.constexpr):
+    """Issue as many columns of dQ = dS K, of the dS of step ``i``, as ``zero`` has."""
     ds = a.ds_bufs.index(i & 1)
-    k = a.k_bufs.index(opaque(0)).reshape([KEYS, a.D]).slice(PART * 64, 64, dim=1)
+    k = _columns(a, a.k_bufs, a.k_more_bufs, opaque(0), FIRST, zero.shape[1])
     return warpgroup_mma(ds.permute((1, 0)), k, zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
 def _store_dq(dq, a, i, HALF: gl.constexpr, W: gl.constexpr):
-    """Put 64 columns of the dQ of step ``i`` where a writer takes them, as the threads hold them."""
-    number = 2 * i + HALF
-    mbarrier.wait(a.written_bars.index(0), (number & 1) ^ 1)  # of the half before; the first does not wait
-    a.dq_bufs.index(opaque(0)).slice(W * LINES, LINES, dim=0).store(as_added(dq))
-    fence_async_shared()
-    named_barrier("arrive", FULL + HALF, BOTH + 32)
+    """Put columns of the dQ of step ``i`` where a writer takes them, as the threads hold them: 64, if ROOMY all."""
+    if a.ROOMY:
+        mbarrier.wait(a.written_bars.index(W), (i & 1) ^ 1)  # of the step before; the first does not wait
+        bufs = a.dq_bufs if W == 0 else a.dq_more_bufs
+        bufs.index(opaque(0)).store(as_added(dq))
+        fence_async_shared()
+        named_barrier("arrive", FULL + W, ONE + 32)
+    else:
+        number = 2 * i + HALF
+        mbarrier.wait(a.written_bars.index(0), (number & 1) ^ 1)  # of the half before; the first does not wait
+        a.dq_bufs.index(opaque(0)).slice(W * LINES, LINES, dim=0).store(as_added(dq))
+        fence_async_shared()
+        named_barrier("arrive", FULL + HALF, BOTH + 32)
 
 
 @gluon.jit
@@ -216,24 +264,25 @@ def _pass_over_dq(a):
 
 
 @gluon.jit
-def _score_step(dv, zero, a, i, key, row, IS_FIRST: gl.constexpr, IS_EDGE: gl.constexpr):
-    """Compute P of a query tile, hand it on, and add to dV; and half of the columns of dQ of the step before."""
+def _score_step(dv, zero, zero_dq, a, i, key, row, IS_FIRST: gl.constexpr, IS_EDGE: gl.constexpr):
+    """Compute P of a query tile, hand it on, and add to dV; and our columns of dQ of the step before."""
     dtype: gl.constexpr = a.q_desc.dtype
     slot = slot_of(i, STAGES)
     mbarrier.wait(a.ready_bars.index(slot), lap_of(i, STAGES) & 1)
-    k = a.k_bufs.index(opaque(0)).reshape([KEYS, a.D])
-    q = a.q_bufs.index(slot).reshape([ROWS, a.D])
+    here = opaque(0)
     s_layout: gl.constexpr = zero.type.layout
     REST: gl.constexpr = a.COLUMNS - LEFT
-    s = warpgroup_mma(
-        k.slice(0, LEFT, dim=1), q.slice(0, LEFT, dim=1).permute((1, 0)), zero, use_acc=False, is_async=True
-    )
-    s = warpgroup_mma(k.slice(LEFT, REST, dim=1), q.slice(LEFT, REST, dim=1).permute((1, 0)), s, is_async=True)
+    k = _columns(a, a.k_bufs, a.k_more_bufs, here, 0, LEFT)
+    q = _columns(a, a.q_bufs, a.q_more_bufs, slot, 0, LEFT)
+    s = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
+    k = _columns(a, a.k_bufs, a.k_more_bufs, here, LEFT, REST)
+    q = _columns(a, a.q_bufs, a.q_more_bufs, slot, LEFT, REST)
+    s = warpgroup_mma(k, q.permute((1, 0)), s, is_async=True)
     if IS_FIRST:
         s = warpgroup_mma_wait(0, deps=[s])
     else:
         named_barrier("sync", DS_FULL, BOTH)
-        dq = _issue_dq(a, i - 1, zero, 0)
+        dq = _issue_dq(a, i - 1, zero_dq, 0)
         s = warpgroup_mma_wait(1, deps=[s])
     if IS_EDGE:
         s = mask_scores(s, a.span, key, row)
@@ -242,48 +291,56 @@ def _score_step(dv, zero, a, i, key, row, IS_FIRST: gl.constexpr, IS_EDGE: gl.co
             s = mask_scores(s, a.span, key, row)
     lse = _row_numbers(a, slot, 0, gl.SliceLayout(0, s_layout))
     packed = pack(gl.exp2(s * a.scale_log2 - lse[None, :]), dtype)
-    named_barrier("arrive", Q_FREE + slot, BOTH + 32)
+    if not a.ROOMY:
+        named_barrier("arrive", Q_FREE + slot, BOTH + 32)
     if i > 0:
         named_barrier("sync", P_FREE, BOTH)
     a.p_bufs.index(opaque(0)).store(_as_held(packed))
     named_barrier("arrive", P_FULL, BOTH)
-    if not IS_FIRST:
+    if not IS_FIRST and not a.ROOMY:
         dq = warpgroup_mma_wait(0, deps=[dq])
         _store_dq(dq, a, i - 1, 0, 0)
-        dq = _issue_dq(a, i - 1, zero, 2)
-    mbarrier.wait(a.ready_bars.index(STAGES), i & 1)
-    do = a.do_bufs.index(opaque(0)).reshape([ROWS, a.DV])
+        dq = _issue_dq(a, i - 1, zero, 128)
+    if not a.ROOMY:  # else it came with Q
+        mbarrier.wait(a.ready_bars.index(STAGES), i & 1)
+    do = a.do_bufs.index(slot if a.ROOMY else opaque(0)).reshape([ROWS, a.DV])
     p_operand = unpack(packed, dtype, gl.DotOperandLayout(0, dv.type.layout, 2))
     dv = warpgroup_mma(p_operand, do, dv, is_async=True)
     if not IS_FIRST:
         dq = warpgroup_mma_wait(1, deps=[dq])
         _store_dq(dq, a, i - 1, 1, 0)
     dv, _ = warpgroup_mma_wait(0, deps=[dv, p_operand])
-    named_barrier("arrive", DO_FREE, BOTH + 32)
+    named_barrier("arrive", Q_FREE + slot if a.ROOMY else DO_FREE, BOTH + 32)
     return dv
 
 
 @gluon.jit
 def _gradient_step(dk, dk_rest, zero, a, i, IS_FIRST: gl.constexpr):
-    """Compute dS of a query tile and add to dK; and half of the columns of dQ of the step before."""
+    """Compute dS of a query tile and add to dK; and our columns of dQ of the step before."""
     dtype: gl.constexpr = a.q_desc.dtype
     slot = slot_of(i, STAGES)
     s_layout: gl.constexpr = zero.type.layout
-    mbarrier.wait(a.ready_bars.index(STAGES), i & 1)
+    if a.ROOMY:
+        mbarrier.wait(a.ready_bars.index(slot), lap_of(i, STAGES) & 1)
+    else:
+        mbarrier.wait(a.ready_bars.index(STAGES), i & 1)
     v = a.v_bufs.index(opaque(0)).reshape([KEYS, a.DV])
-    do = a.do_bufs.index(opaque(0)).reshape([ROWS, a.DV])
+    do = a.do_bufs.index(slot if a.ROOMY else opaque(0)).reshape([ROWS, a.DV])
     dp = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
     if not IS_FIRST:
         named_barrier("sync", DS_FULL, BOTH)
-        dq = _issue_dq(a, i - 1, zero, 1)
+        dq = _issue_dq(a, i - 1, zero, LEFT if a.ROOMY else 64)
         dp = warpgroup_mma_wait(1, deps=[dp])
-        named_barrier("arrive", DO_FREE, BOTH + 32)
+        if not a.ROOMY:
+            named_barrier("arrive", DO_FREE, BOTH + 32)
         dq = warpgroup_mma_wait(0, deps=[dq])
         _store_dq(dq, a, i - 1, 0, 1)
     else:
         dp = warpgroup_mma_wait(0, deps=[dp])
-        named_barrier("arrive", DO_FREE, BOTH + 32)
-    mbarrier.wait(a.ready_bars.index(slot), lap_of(i, STAGES) & 1)
+        if not a.ROOMY:
+            named_barrier("arrive", DO_FREE, BOTH + 32)
+    if not a.ROOMY:  # else it came with dO
+        mbarrier.wait(a.ready_bars.index(slot), lap_of(i, STAGES) & 1)
     named_barrier("sync", P_FULL, BOTH)
     like = pack(zero, dtype)
     packed_layout: gl.constexpr = like.type.layout
@@ -294,15 +351,16 @@ def _gradient_step(dk, dk_rest, zero, a, i, IS_FIRST: gl.constexpr):
     ds = pack(unpack_wide(packed, dtype, s_layout) * (dp - delta[None, :]), dtype)
     a.ds_bufs.index(i & 1).store(unpack(ds, dtype, s_layout))
     fence_async_shared()
-    q = a.q_bufs.index(slot).reshape([ROWS, a.D])
+    q = _columns(a, a.q_bufs, a.q_more_bufs, slot, 0, LEFT)
+    q_rest = _columns(a, a.q_bufs, a.q_more_bufs, slot, LEFT, a.COLUMNS - LEFT)
     ds_operand = unpack(ds, dtype, gl.DotOperandLayout(0, dk.type.layout, 2))
     rest_operand = unpack(ds, dtype, gl.DotOperandLayout(0, dk_rest.type.layout, 2))
-    if not IS_FIRST and a.COLUMNS == a.D:
-        dq = _issue_dq(a, i - 1, zero, 3)
-    dk = warpgroup_mma(ds_operand, q.slice(0, LEFT, dim=1), dk, is_async=True)
-    dk_rest = warpgroup_mma(rest_operand, q.slice(LEFT, a.COLUMNS - LEFT, dim=1), dk_rest, is_async=True)
-    if not IS_FIRST:
-        if a.COLUMNS == a.D:
+    if not IS_FIRST and a.COLUMNS == 256:
+        dq = _issue_dq(a, i - 1, zero, 192)
+    dk = warpgroup_mma(ds_operand, q, dk, is_async=True)
+    dk_rest = warpgroup_mma(rest_operand, q_rest, dk_rest, is_async=True)
+    if not IS_FIRST and not a.ROOMY:
+        if a.COLUMNS == 256:
             dq = warpgroup_mma_wait(2, deps=[dq])
             _store_dq(dq, a, i - 1, 1, 1)
         else:
@@ -316,11 +374,11 @@ def _gradient_step(dk, dk_rest, zero, a, i, IS_FIRST: gl.constexpr):
 def _flush_dq(a, i, zero, W: gl.constexpr):
     """Compute the columns of dQ of step ``i``, the last of a head."""
     named_barrier("sync", DS_FULL, BOTH)
-    for half in gl.static_range(2):
-        if half == 1 and W == 1 and a.COLUMNS < a.D:
+    for half in gl.static_range(1 if a.ROOMY else 2):
+        if half == 1 and W == 1 and a.COLUMNS < 256:
             _pass_over_dq(a)
         else:
-            dq = _issue_dq(a, i, zero, 2 * half + W)
+            dq = _issue_dq(a, i, zero, W * LEFT if a.ROOMY else 128 * half + 64 * W)
             dq = warpgroup_mma_wait(0, deps=[dq])
             _store_dq(dq, a, i, half, W)
 
@@ -331,6 +389,8 @@ def _score_partition(a):
     dtype: gl.constexpr = a.q_desc.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     dv_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, a.DV, 16])
+    DQ: gl.constexpr = LEFT if a.ROOMY else 64
+    dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DQ, 16])
     i = 0  # query tiles so far
     t = 0  # key tiles so far
     tile = a.key_tiles.wait(t, 4)
@@ -341,18 +401,19 @@ def _score_partition(a):
         edge = first if a.span.BOUND_LEFT else a.span.edge(key, first, last)
         dv = gl.zeros([KEYS, a.DV], gl.float32, dv_layout)
         zero = gl.zeros([KEYS, ROWS], gl.float32, s_layout)
+        zero_dq = gl.zeros([ROWS, DQ], gl.float32, dq_layout)
         mbarrier.wait(a.ready_bars.index(STAGES + 1), t & 1)
         for _ in range(a.GROUP):
-            dv = _score_step(dv, zero, a, i, key, last * ROWS, True, True)
+            dv = _score_step(dv, zero, zero_dq, a, i, key, last * ROWS, True, True)
             i += 1
             for m in range(last - 1, edge - 1, -1):
-                dv = _score_step(dv, zero, a, i, key, m * ROWS, False, False)
+                dv = _score_step(dv, zero, zero_dq, a, i, key, m * ROWS, False, False)
                 i += 1
             if not a.span.BOUND_LEFT:
                 for m in range(edge - 1, first - 1, -1):
-                    dv = _score_step(dv, zero, a, i, key, m * ROWS, False, True)
+                    dv = _score_step(dv, zero, zero_dq, a, i, key, m * ROWS, False, True)
                     i += 1
-            _flush_dq(a, i - 1, zero, 0)
+            _flush_dq(a, i - 1, zero_dq, 0)
         # The other warpgroup read V for the last time; it reads K no more when they have met, nor does this one.
         named_barrier("sync", END, BOTH)
         a.v_bufs.index(opaque(0)).reshape([KEYS, a.DV]).store(dv.to(dtype))
@@ -391,11 +452,14 @@ def _gradient_partition(a):
                 i += 1
             _flush_dq(a, i - 1, zero, 1)
         named_barrier("sync", END, BOTH)
-        k = a.k_bufs.index(opaque(0)).reshape([KEYS, a.D])
-        k.slice(0, LEFT, dim=1).store((dk * a.scale).to(dtype))
-        k.slice(LEFT, REST, dim=1).store((dk_rest * a.scale).to(dtype))
+        here = opaque(0)
+        _columns(a, a.k_bufs, a.k_more_bufs, here, 0, LEFT).store((dk * a.scale).to(dtype))
+        _columns(a, a.k_bufs, a.k_more_bufs, here, LEFT, REST).store((dk_rest * a.scale).to(dtype))
         fence_async_shared()
         tma_store(a.dk_desc, [head // a.heads_kv, head % a.heads_kv, n * KEYS, 0], a.k_bufs.index(0))
+        if a.D < a.COLUMNS:
+            more = a.k_more_bufs.index(0)
+            tma_store(a.dk_more_desc, [head // a.heads_kv, head % a.heads_kv, n * KEYS, a.D], more)
         tma.store_wait(0)
         named_barrier("arrive", KV_FREE, BOTH + 32)
         t += 1
@@ -404,15 +468,17 @@ def _gradient_partition(a):
 
 @gluon.jit
 def _backward_wide_sm90_kernel(
-    q_desc,  # [B, H, Sq, D]
+    q_desc,  # [B, H, Sq, D]: in boxes of all columns, or of the first 128
     k_desc,  # [B, HK, Sk, D]
     v_desc,  # [B, HK, Sk, DV]
     do_desc,  # [B, H, Sq, DV]
     dk_desc,  # [B, HK, Sk, D]
     dv_desc,  # [B, HK, Sk, DV]
     stats_desc,  # [B * H * tiles_m * 2 * ROWS] fp32: of a query tile LSE * log2(e), then delta
-    dq_desc,  # [B * H * tiles_m * 4 * LINES, 32] fp32
+    dq_desc,  # [B * H * tiles_m * 4 * LINES, 32] fp32; with COLUMNS 192 and DV 128, 3 in place of 4
     turn_ptr,  # [B * H * tiles_m * 2 + 1] int32, 0 before; the last counts key tiles that were drawn
+    q_more_desc, k_more_desc, dk_more_desc,  # of the second part of the columns, or None
+    dq_more_desc,  # of dQ in boxes of 64 columns, or None
     heads, heads_kv, seqlen_q, seqlen_k, tiles_m, tiles_n, heads_total, heads_per_group, window_left, window_right,
     scale_log2,  # scale * log2(e)
     scale,
@@ -425,29 +491,45 @@ def _backward_wide_sm90_kernel(
     """Compute dK and dV of 64 keys and add what they give to dQ. Grid: any."""
     D: gl.constexpr = q_desc.block_type.shape[3]
     DV: gl.constexpr = do_desc.block_type.shape[3]
-    gl.static_assert(D == 256, "dQ has four parts of 64 columns")
+    IN_PARTS: gl.constexpr = COLUMNS < 256  # TMA is slow where a box lies outside of a tensor
+    ROOMY: gl.constexpr = IN_PARTS and DV == 128
+    gl.static_assert((LEFT if IN_PARTS else 256) == D, "dQ has parts of 64 columns")
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, ROWS], q_desc.dtype)
     p_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     ready_bars = gl.allocate_shared_memory(gl.int64, [STAGES + 3, 1], mbarrier.MBarrierLayout())
     for bar in gl.static_range(STAGES + 3):
         mbarrier.init(ready_bars.index(bar), count=1)
-    written_bars = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(written_bars.index(0), count=1)
+    WRITTEN: gl.constexpr = 2 if ROOMY else 1
+    written_bars = gl.allocate_shared_memory(gl.int64, [WRITTEN, 1], mbarrier.MBarrierLayout())
+    for bar in gl.static_range(WRITTEN):
+        mbarrier.init(written_bars.index(bar), count=1)
     key_tiles = make_key_tiles(tiles_n, heads_total, heads_per_group)
     fence_async_shared()  # TMA, too, sees that the barriers are there
+    q_bufs = gl.allocate_shared_memory(q_desc.dtype, [STAGES] + q_desc.block_type.shape, q_desc.layout)
+    DO_STAGES: gl.constexpr = STAGES if ROOMY else 1
+    do_bufs = gl.allocate_shared_memory(q_desc.dtype, [DO_STAGES] + do_desc.block_type.shape, do_desc.layout)
+    stats_bufs = gl.allocate_shared_memory(gl.float32, [STAGES] + stats_desc.block_type.shape, stats_desc.layout)
+    k_bufs = gl.allocate_shared_memory(q_desc.dtype, [1] + k_desc.block_type.shape, k_desc.layout)
+    v_bufs = gl.allocate_shared_memory(q_desc.dtype, [1] + v_desc.block_type.shape, v_desc.layout)
+    p_bufs = gl.allocate_shared_memory(gl.int32, [1, 64, 32], p_layout)
+    ds_bufs = gl.allocate_shared_memory(q_desc.dtype, [2, KEYS, ROWS], ds_layout)
+    dq_bufs = gl.allocate_shared_memory(gl.float32, [1] + dq_desc.block_type.shape, dq_desc.layout)
+    q_more, k_more, dk_more, dq_more = q_desc, k_desc, dk_desc, dq_desc
+    q_more_bufs, k_more_bufs, dq_more_bufs = q_bufs, k_bufs, dq_bufs
+    if IN_PARTS:
+        q_more, k_more, dk_more = q_more_desc, k_more_desc, dk_more_desc
+        q_more_bufs = gl.allocate_shared_memory(q_desc.dtype, [STAGES] + q_more.block_type.shape, q_more.layout)
+        k_more_bufs = gl.allocate_shared_memory(q_desc.dtype, [1] + k_more.block_type.shape, k_more.layout)
+    if ROOMY:
+        dq_more = dq_more_desc
+        dq_more_bufs = gl.allocate_shared_memory(gl.float32, [1] + dq_more.block_type.shape, dq_more.layout)
     a = Args(  # type: ignore[call-arg] # aggregate gives it a constructor
         q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, stats_desc, dq_desc, turn_ptr,
-        gl.allocate_shared_memory(q_desc.dtype, [STAGES] + q_desc.block_type.shape, q_desc.layout),
-        gl.allocate_shared_memory(q_desc.dtype, [1] + do_desc.block_type.shape, do_desc.layout),
-        gl.allocate_shared_memory(gl.float32, [STAGES] + stats_desc.block_type.shape, stats_desc.layout),
-        gl.allocate_shared_memory(q_desc.dtype, [1] + k_desc.block_type.shape, k_desc.layout),
-        gl.allocate_shared_memory(q_desc.dtype, [1] + v_desc.block_type.shape, v_desc.layout),
-        gl.allocate_shared_memory(gl.int32, [1, 64, 32], p_layout),
-        gl.allocate_shared_memory(q_desc.dtype, [2, KEYS, ROWS], ds_layout),
-        gl.allocate_shared_memory(gl.float32, [1] + dq_desc.block_type.shape, dq_desc.layout),
+        q_more, k_more, dk_more, dq_more,
+        q_bufs, q_more_bufs, do_bufs, stats_bufs, k_bufs, k_more_bufs, v_bufs, p_bufs, ds_bufs, dq_bufs, dq_more_bufs,
         ready_bars, written_bars, key_tiles, heads, heads_kv,
         Span(seqlen_q, seqlen_k, tiles_m, window_left, window_right, BOUND_LEFT, BOUND_RIGHT, ROWS, KEYS),  # type: ignore[call-arg] # aggregate gives it a constructor
-        scale_log2, scale, GROUP, COLUMNS, D, DV,
+        scale_log2, scale, GROUP, COLUMNS, D, DV, ROOMY,
     )  # fmt: skip
     R: gl.constexpr = MATRIX_REGISTERS
     gl.warp_specialize(
