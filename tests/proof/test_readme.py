@@ -51,6 +51,18 @@ def test_the_readme_of_this_repository_is_current():
     assert path.read_text(encoding="utf-8") == render_readme(path, judged_once), "run: flashmoe readme"
 
 
+def test_the_page_of_every_case_is_current():
+    path = ROOT / "docs" / "speeds.md"
+    assert path.read_text(encoding="utf-8") == render_readme(path, judged_once), "run: flashmoe readme"
+
+
+def test_the_readme_of_this_repository_has_the_claims_and_the_page_the_cases():
+    pages = default_pages(ROOT)
+    assert [page.relative_to(ROOT).as_posix() for page in pages] == ["README.md", "docs/speeds.md"]
+    kinds = [[one.kind for one in find_sections(page, page.read_text(encoding="utf-8"))] for page in pages]
+    assert kinds == [["verdicts"], ["cases"]]
+
+
 @pytest.mark.parametrize("render", [speed_section, claim_section, case_section])
 def test_without_claims_there_is_no_table(render):
     assert render([], {}) == "No claim has been made yet.\n"
