@@ -342,3 +342,59 @@ def test_readme_rewrites_the_table_and_check_finds_it_out_of_date(run, repositor
     assert "**demonstrated**" in (repository / "README.md").read_text()
     assert run("readme", "--check")[:2] == (0, "README.md: the table of speeds is current\n")
     assert json.loads(run("readme", "--json")[1]) == {"path": "README.md", "current": True, "rewritten": False}
+
+
+CASES = "<!-- cases:begin -->\n<!-- cases:end -->\n"
+
+
+def test_readme_writes_every_page_with_marks(run, repository):
+    page = repository / "docs" / "speeds.md"
+    page.parent.mkdir()
+    page.write_text(CASES)
+    code, out, err = run("readme", "--check")
+    assert (code, err) == (1, "hint: flashmoe readme rewrites them\n")
+    assert out.splitlines() == [
+        "README.md: the table of speeds is out of date",
+        "docs/speeds.md: the tables of cases are out of date",
+    ]
+    assert run("readme", "README.md")[0] == 0
+    assert page.read_text() == CASES
+    assert run("readme", "--check")[2] == "hint: flashmoe readme rewrites it\n"
+    late = json.loads(run("readme", "--check", "--json")[1])
+    assert late == {
+        "pages": [
+            {"path": "README.md", "current": True, "rewritten": False},
+            {"path": "docs/speeds.md", "current": False, "rewritten": False},
+        ],
+        "current": False,
+        "rewritten": False,
+    }
+    done = json.loads(run("readme", "--json")[1])
+    assert [page["rewritten"] for page in done.pop("pages")] == [False, True]
+    assert done == {"current": True, "rewritten": True}
+    assert "\n## Suite made_up: " in page.read_text()
+    assert run("readme", "--check")[:2] == (
+        0,
+        "README.md: the table of speeds is current\ndocs/speeds.md: the tables of cases are current\n",
+    )
+
+
+def test_readme_of_a_page_that_is_named_gives_the_command_that_rewrites_it(run, repository):
+    (repository / "my page.md").write_text(f"<!-- verdicts:begin -->\n<!-- verdicts:end -->\n{CASES}")
+    code, out, err = run("readme", "--check", "my page.md")
+    assert (code, out) == (1, "my page.md: the table of claims and the tables of cases are out of date\n")
+    assert err == "hint: flashmoe readme 'my page.md' rewrites it\n"
+    assert json.loads(run("readme", "my page.md", "--json")[1]) == {
+        "path": "my page.md",
+        "current": True,
+        "rewritten": True,
+    }
+
+
+def test_readme_writes_nothing_where_one_page_is_wrong(run, repository):
+    (repository / "page.md").write_text("<!-- cases:begin -->\n")
+    before = (repository / "README.md").read_text()
+    code, out, err = run("readme", "README.md", "page.md")
+    assert (code, out) == (2, "")
+    assert err.startswith("error: page.md:1: expected the lines <!-- cases:begin --> and <!-- cases:end -->, got the")
+    assert (repository / "README.md").read_text() == before

@@ -159,6 +159,47 @@ def test_the_table_of_speeds_is_backed_while_it_is_as_rendered(repository):
     assert "9.30x" in words
 
 
+def test_a_rendered_section_of_any_page_is_backed_while_it_is_as_rendered(repository):
+    path = repository / "docs" / "speeds.md"
+    path.parent.mkdir()
+    pairs = "".join(f"<!-- {kind}:begin -->\n<!-- {kind}:end -->\n\n" for kind in ("verdicts", "cases"))
+    path.write_text(f"# Title\n\n{pairs}It is 9x faster.\n")
+    path.write_text(render_readme(path))
+    text = path.read_text()
+    backing = Backing(repository)
+    claims, cases, asserted = lint_file(path, backing)
+    assert (claims.status, claims.words, claims.line) == ("backed", "the table of claims", 3)
+    assert (cases.status, cases.words) == ("backed", "the tables of cases")
+    assert text.split("\n")[cases.line - 1] == "<!-- cases:begin -->"
+    assert (asserted.status, asserted.words) == ("asserted", "9x faster")
+    before, mark, tables = text.partition("<!-- cases:begin -->")
+    path.write_text(before + mark + tables.replace("3.00x [", "3.90x ["))
+    findings = lint_file(path, backing)
+    assert "3.90x" in [finding.words for finding in findings if finding.status == "asserted"]
+    # The other section is as it should be.
+    assert ("backed", "the table of claims") in [(finding.status, finding.words) for finding in findings]
+    assert "the tables of cases" not in [finding.words for finding in findings]
+
+
+def test_tables_between_marks_that_are_not_in_pairs_are_backed_by_nothing(repository):
+    path = repository / "README.md"
+    path.write_text(f"{BEGIN}\n{END}\n")
+    path.write_text(render_readme(path).replace(END, ""))
+    assert "asserted" in [finding.status for finding in lint_file(path, Backing(repository))]
+
+
+def test_a_page_of_another_repository_is_held_against_its_own_claims(repository, tmp_path_factory):
+    other = tmp_path_factory.mktemp("other")
+    (other / "claims").mkdir()
+    more = claim_toml(id="more", suite="made_up", sentence="On every GPU it is 50x faster than SDPA.")
+    (other / "claims" / "a.toml").write_text(more)
+    path = repository / "README.md"
+    path.write_text(f"{BEGIN}\n{END}\n")
+    path.write_text(render_readme(path))
+    (table,) = lint_file(path, Backing(other))
+    assert (table.status, table.words) == ("backed", "the table of speeds")
+
+
 def test_a_claim_of_the_table_whose_sentence_says_more_than_its_keys_is_asserted(repository):
     path = repository / "README.md"
     path.write_text(f"# Title\n\n{BEGIN}\n{END}\n")

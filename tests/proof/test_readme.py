@@ -1,7 +1,9 @@
-"""Tests of the table of speeds in a README."""
+"""Tests of the tables of speeds in a README and on other pages."""
 
 from __future__ import annotations
 
+import functools
+import re
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,18 @@ import pytest
 from flashmoe_science.errors import ProofError
 from flashmoe_science.proof.evidence import write_record
 from flashmoe_science.proof.judge import judge
-from flashmoe_science.proof.readme import BEGIN, END, render_readme, speed_section
+from flashmoe_science.proof.readme import (
+    BEGIN,
+    END,
+    Section,
+    case_section,
+    claim_section,
+    default_pages,
+    find_sections,
+    judge_repository,
+    render_readme,
+    speed_section,
+)
 from flashmoe_science.proof.verify import verify_claim
 
 from .builders import H200, L4, build_record
@@ -17,6 +30,10 @@ from .claim_builders import build_claim, claim_toml, suite_toml
 
 ROOT = Path(__file__).resolve().parents[2]
 ID = "20260101T000000Z-made_up-flash_attention-000000"
+VERDICTS = ("<!-- verdicts:begin -->", "<!-- verdicts:end -->")
+CASES = ("<!-- cases:begin -->", "<!-- cases:end -->")
+
+judged_once = functools.cache(judge_repository)  # takes seconds, and two tests ask for it
 
 
 def judged(record, **changes):
@@ -24,17 +41,31 @@ def judged(record, **changes):
     return judge(build_claim(**changes), record).model_copy(update={"evidence": path})
 
 
-def section(record, *claims):
-    return speed_section([judged(record, **claim) for claim in claims], {f"evidence/{record.id}.json": record})
+def section(record, *claims, render=speed_section, **where):
+    verdicts = [judged(record, **claim) for claim in claims]
+    return render(verdicts, {f"evidence/{record.id}.json": record}, **where)
 
 
 def test_the_readme_of_this_repository_is_current():
     path = ROOT / "README.md"
-    assert path.read_text(encoding="utf-8") == render_readme(path), "run: flashmoe readme"
+    assert path.read_text(encoding="utf-8") == render_readme(path, judged_once), "run: flashmoe readme"
 
 
-def test_without_claims_there_is_no_table():
-    assert speed_section([], {}) == "No claim has been made yet.\n"
+def test_the_page_of_every_case_is_current():
+    path = ROOT / "docs" / "speeds.md"
+    assert path.read_text(encoding="utf-8") == render_readme(path, judged_once), "run: flashmoe readme"
+
+
+def test_the_readme_of_this_repository_has_the_claims_and_the_page_the_cases():
+    pages = default_pages(ROOT)
+    assert [page.relative_to(ROOT).as_posix() for page in pages] == ["README.md", "docs/speeds.md"]
+    kinds = [[one.kind for one in find_sections(page, page.read_text(encoding="utf-8"))] for page in pages]
+    assert kinds == [["verdicts"], ["cases"]]
+
+
+@pytest.mark.parametrize("render", [speed_section, claim_section, case_section])
+def test_without_claims_there_is_no_table(render):
+    assert render([], {}) == "No claim has been made yet.\n"
 
 
 def test_a_claim_stands_with_its_verdict_figure_and_evidence():
@@ -118,6 +149,43 @@ def test_a_bar_in_a_sentence_does_not_end_the_cell():
     assert "| a \\| b |" in speed_section([judge(build_claim(sentence="a | b"), None)], {})
 
 
+def test_the_table_of_claims_alone_is_the_first_of_both():
+    record = build_record(speedups=[2.3, 3.0])
+    both, alone = (section(record, {}, render=render, up="../") for render in (speed_section, claim_section))
+    assert both.startswith(f"{alone}\n<details>\n")
+    assert f"](../evidence/{record.id}.json) |" in alone
+
+
+def test_the_tables_of_cases_alone_stand_below_headings_with_run_and_verdicts():
+    record = build_record(speedups=[2.3, 3.0])
+    text = section(record, {}, {"id": "b", "factor": 9.0}, render=case_section, up="../")
+    lines = text.split("\n")
+    assert lines[1] == "## Suite seed: flash_attention against sdpa on NVIDIA H200"
+    assert lines[3].startswith(f"Run [{record.id}](../evidence/{record.id}.json) on NVIDIA H200, driver 580.00, torch")
+    assert lines[3].endswith(". Medians of one call; speedups with 95 % intervals.")
+    assert re.fullmatch(r"Claims: `\S+` \*\*demonstrated\*\*, `b` \*\*refuted\*\*\.", lines[4])
+    folded = section(record, {}, {"id": "b", "factor": 9.0}).split("\n")
+    table = lines[6:-2]
+    assert table[0].startswith("| case | flash_attention, graph |")
+    assert table == folded[folded.index(table[0]) : -3]  # the same, where it is folded
+    assert "<details>" not in text
+    assert "| claim |" not in text
+
+
+def test_a_heading_names_every_rival():
+    record = build_record(speedups=[2.0, 3.0], baselines={"sdpa": 1.0, "sdpa-cudnn": 0.7, "fa3": 0.8})
+    claims = ({"baseline": names, "factor": 1.2} for names in (["sdpa", "sdpa-cudnn"], ["sdpa", "sdpa-cudnn", "fa3"]))
+    text = section(record, *claims, render=case_section)
+    assert [line.partition(" against ")[2] for line in text.splitlines() if line.startswith("## ")] == [
+        "the fastest of sdpa and sdpa-cudnn on NVIDIA H200",
+        "the fastest of sdpa, sdpa-cudnn and fa3 on NVIDIA H200",
+    ]
+
+
+def test_claims_without_a_measured_case_have_no_table_of_cases():
+    assert case_section([judge(build_claim(), None)], {}) == "No case of a claim has been measured yet.\n"
+
+
 @pytest.fixture
 def repository(tmp_path):
     (tmp_path / "claims").mkdir()
@@ -155,3 +223,79 @@ def test_a_readme_without_marks_is_refused(tmp_path):
 def test_a_missing_readme_is_named(tmp_path):
     with pytest.raises(ProofError, match=r"README\.md: cannot be read: No such file"):
         render_readme(tmp_path / "README.md")
+
+
+def test_a_file_that_is_no_text_is_named(tmp_path):
+    (tmp_path / "README.md").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ProofError, match=r"README\.md: cannot be read: 'utf-8' codec"):
+        render_readme(tmp_path / "README.md")
+
+
+def page_of(repository, text, name="docs/speeds.md"):
+    path = repository / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def test_a_page_links_evidence_from_its_own_folder(repository):
+    path = page_of(repository, "\n".join([*VERDICTS, "between", *CASES]), "docs/of/speeds.md")
+    text = render_readme(path)
+    claims, _, cases = text.partition("between")
+    assert "| **demonstrated** |" in claims
+    assert "\n## Suite made_up: " in cases
+    links = re.findall(r"\]\((.+?)\)", text)
+    assert links == [f"../../evidence/{ID}.json"] * 2
+    assert (path.parent / links[0]).is_file()
+
+
+def test_every_section_of_a_page_is_rendered_and_the_rest_stays(repository):
+    marked = ("# Title", VERDICTS[0], "old", VERDICTS[1], "between", f"  {CASES[0]}", "old", f"  {CASES[1]} ", "end")
+    path = page_of(repository, "\n".join(marked))
+    text = render_readme(path)
+    kept = [line for line in text.split("\n") if line in marked]
+    assert kept == [line for line in marked if line != "old"]
+    path.write_text(text)
+    assert render_readme(path) == text
+
+
+def test_marks_in_a_block_of_code_or_in_a_line_mark_nothing(repository):
+    shown = f"```text\n{CASES[0]}\n{CASES[1]}\n```\n\nBetween `{BEGIN}` and `{END}`.\n\n    {BEGIN}\n    {END}\n\n"
+    path = page_of(repository, f"{shown}{VERDICTS[0]}\n{VERDICTS[1]}\n")
+    assert find_sections(path, path.read_text()) == [Section("verdicts", 11, 12)]
+    assert render_readme(path).startswith(f"{shown}{VERDICTS[0]}\n| claim |")
+
+
+def test_the_default_pages_are_the_readme_and_what_has_marks_in_docs(repository):
+    page_of(repository, f"{CASES[0]}\n{CASES[1]}\n", "docs/b.md")
+    page_of(repository, f"{CASES[1]}\n", "docs/a/lone-end.md")  # wrong, which rendering it says
+    page_of(repository, f"It stands between `{CASES[0]}` and `{CASES[1]}`.\n", "docs/about.md")
+    page_of(repository, f"{CASES[0]}\n{CASES[1]}\n", "docs/.hidden/c.md")
+    page_of(repository, f"{CASES[0]}\n{CASES[1]}\n", "other/d.md")
+    found = [path.relative_to(repository).as_posix() for path in default_pages(repository)]
+    assert found == ["README.md", "docs/a/lone-end.md", "docs/b.md"]
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (
+            ["x", CASES[0], "old"],
+            r"md:2: expected the lines <!-- cases:begin --> and <!-- cases:end -->, got the first",
+        ),
+        (["x", "", CASES[1]], r"md:3: expected <!-- cases:begin --> before it, got <!-- cases:end -->"),
+        ([CASES[0], VERDICTS[1]], r"md:2: expected the line <!-- cases:end -->, got <!-- verdicts:end -->"),
+        ([BEGIN, CASES[0], CASES[1], END], r"md:2: expected the line <!-- speeds:end -->, got <!-- cases:begin -->"),
+        (["# Title"], r"md: expected the lines .* or <!-- verdicts:begin --> and .* and <!-- cases:end -->, got none"),
+    ],
+)
+def test_marks_that_are_not_in_pairs_are_refused_with_their_line(repository, lines, message):
+    path = page_of(repository, "\n".join([*lines, ""]))
+    with pytest.raises(ProofError, match=message) as caught:
+        render_readme(path)
+    assert caught.value.hint.startswith("what is rendered goes between two marks")
+
+
+def test_a_page_in_no_repository_says_that_there_is_no_claim(tmp_path):
+    path = page_of(tmp_path, f"{VERDICTS[0]}\n{VERDICTS[1]}\n", "docs/speeds.md")
+    assert render_readme(path) == f"{VERDICTS[0]}\nNo claim has been made yet.\n{VERDICTS[1]}\n"

@@ -5,6 +5,9 @@ What needs torch is imported where it is needed: a listing should not wait for i
 
 from __future__ import annotations
 
+import functools
+import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -220,24 +223,37 @@ def run_baselines(operator: str, *, as_json: bool) -> int:
     return 0
 
 
-def run_readme(path: Path | None, *, check: bool, as_json: bool) -> int:
-    """Write or check the table of speeds."""
-    from ..proof.readme import render_readme
+def run_readme(paths: Sequence[Path], *, check: bool, as_json: bool) -> int:
+    """Write or check what is rendered on pages."""
+    from ..proof.readme import default_pages, find_sections, judge_repository, read_page, render_readme
 
     terminal = Terminal(as_json=as_json)
-    path = path or (find_repository() or Path.cwd()) / "README.md"
-    fresh = render_readme(path)
-    current = path.read_text(encoding="utf-8") == fresh
-    if not current and not check:
-        write_file(path, fresh)
-    said = "is current" if current else "is out of date" if check else "rewritten"
-    terminal.show(f"{short_path(path)}: the table of speeds {said}")
-    if check and not current:
-        terminal.log.print("hint: flashmoe readme rewrites it")
-    terminal.document(
-        {"path": short_path(path), "current": current or not check, "rewritten": not current and not check}
-    )
-    return OUT_OF_DATE if check and not current else 0
+    pages = list(dict.fromkeys(paths)) or default_pages(find_repository() or Path.cwd())
+    judged = functools.cache(judge_repository)
+    fresh = {path: render_readme(path, judged) for path in pages}  # all of them, before one is written
+    written = []
+    for path, text in fresh.items():
+        before = read_page(path)
+        current = before == text
+        if not current and not check:
+            write_file(path, text)
+        titles = list(dict.fromkeys(section.title for section in find_sections(path, before)))
+        several = len(titles) > 1 or titles[0].startswith("the tables")
+        verb = "are" if several else "is"
+        said = f"{verb} current" if current else f"{verb} out of date" if check else "rewritten"
+        terminal.show(f"{short_path(path)}: {' and '.join(titles)} {said}")
+        done = {"current": current or not check, "rewritten": not current and not check}
+        written.append({"path": short_path(path), **done})
+    all_current = all(page["current"] for page in written)
+    if not all_current:
+        named = "".join(f" {shlex.quote(str(path))}" for path in paths)
+        late = sum(not page["current"] for page in written)
+        terminal.log.print(f"hint: flashmoe readme{named} rewrites {'it' if late == 1 else 'them'}", soft_wrap=True)
+    # Of one page the document has been the same since there was no other.
+    rewritten = any(page["rewritten"] for page in written)
+    several_pages = {"pages": written, "current": all_current, "rewritten": rewritten}
+    terminal.document(written[0] if len(written) == 1 else several_pages)
+    return 0 if all_current else OUT_OF_DATE
 
 
 def _fields(thing: object, *names: str) -> dict[str, Any]:

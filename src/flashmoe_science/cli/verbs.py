@@ -418,26 +418,37 @@ def baselines(
     raise typer.Exit(run_baselines(operator, as_json=as_json))
 
 
-@app.command(short_help="Write the table of speeds into README.md.")
+@app.command(short_help="Write the tables of speeds into README.md and pages.")
 def readme(
-    path: Annotated[
-        Optional[Path],  # noqa: UP045
-        typer.Argument(metavar="FILE", help="Default: README.md of this repository.", show_default=False),
+    paths: Annotated[
+        Optional[list[Path]],  # noqa: UP045
+        typer.Argument(
+            metavar="FILE",
+            help="Default: README.md of this repository, and the pages below docs/ that have marks.",
+            show_default=False,
+        ),
     ] = None,
-    check: Annotated[bool, typer.Option("--check", help="Write nothing; say whether the table is current.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Write nothing; say whether the tables are current.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Write the table of speeds, made from claims/ and evidence/, between its two marks in README.md.
+    """Write the tables of speeds, made from claims/ and evidence/, between two marks in README.md and other pages.
+
+    \b
+    Each mark is a line of its own:
+      <!-- verdicts:begin -->  <!-- verdicts:end -->   a row for every claim
+      <!-- cases:begin -->     <!-- cases:end -->      a row for every case, below a heading for each run and rival
+      <!-- speeds:begin -->    <!-- speeds:end -->     both, the cases folded
 
     \b
     Examples:
       flashmoe readme
       flashmoe readme --check
+      flashmoe readme docs/speeds.md
 
     \b
     Exit codes:
-      0  the table is current    1  --check found it out of date    2  the file lacks the marks
+      0  the tables are current    1  --check found one out of date    2  a file lacks the marks
     """
     from .looking import run_readme
 
-    raise typer.Exit(run_readme(path, check=check, as_json=as_json))
+    raise typer.Exit(run_readme(paths or [], check=check, as_json=as_json))

@@ -9,18 +9,22 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
-from ..errors import InputError
+from ..errors import InputError, ProofError
 from .assertions import Assertion, find_assertions
 from .evidence import Record
 from .judge import Verdict, holds
-from .prose import Sentence, read_sentences
-from .readme import BEGIN, END, render_readme, row
+from .prose import Sentence, markdown_in, read_sentences
+from .readme import Judged, Section, SectionKind, current_sections, find_sections, repository_of, row
 from .wording import Shown, figure_fault, joined, overstatement, own_rival_names, shown_by, word_faults
 
 Status = Literal["backed", "waived", "asserted"]
 
+_AS_RENDERED: Mapping[SectionKind, str] = {
+    "speeds": "as `flashmoe readme` renders it from claims/ and evidence/, with every verdict",
+    "verdicts": "as `flashmoe readme` renders it from claims/ and evidence/, with every verdict",
+    "cases": "as `flashmoe readme` renders them from claims/ and evidence/, with every verdict",
+}
 _SHORTEST_SENTENCE = 20  # letters of a claim's sentence that is recognised where it is written out
-_SUFFIXES = (".md", ".markdown")
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,12 @@ class Backing:
         return rivals, subjects | {verdict.claim.subject for verdict in verdicts.values()}
 
     @property
+    def judged(self) -> Judged:
+        """What the tables of the repository's pages are rendered from."""
+        verdicts, records = self._judged
+        return Judged([*verdicts.values()], records)
+
+    @property
     def verdicts(self) -> Mapping[str, Verdict]:
         """The verdict on every claim, by its id."""
         return self._judged[0]
@@ -81,8 +91,7 @@ def markdown_files(paths: Sequence[Path]) -> list[Path]:
     found: dict[Path, None] = {}
     for path in paths:
         if path.is_dir():
-            inside = (below for below in sorted(path.rglob("*")) if below.suffix in _SUFFIXES and below.is_file())
-            files = [b for b in inside if not any(part.startswith(".") for part in b.relative_to(path).parts)]
+            files = markdown_in(path)
             if not files:
                 raise InputError(f"{path}: there is no Markdown file in this folder")
             found |= dict.fromkeys(files)
@@ -105,16 +114,18 @@ def lint_file(path: Path, backing: Backing) -> list[Finding]:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise InputError(f"{path}: cannot be read: {reason}") from error
-    table = _rendered_table(path, text)
+    own = _own_backing(path, backing)
+    rendered = _rendered_sections(path, text, own)
     findings = []
     for sentence in read_sentences(text):
-        if table is not None and sentence.line in table:
+        if any(section.first <= sentence.line <= section.last for section in rendered):
             continue
         findings += [_judge(path, sentence, found, backing) for found in _assertions(sentence)]
-    if table is not None:
-        reason = "as `flashmoe readme` renders it from claims/ and evidence/, with every verdict"
-        findings.append(Finding(path, table.start, "backed", "the table of speeds", "", reason))
-        findings += _overstated(path, text, table, backing)
+    for section in rendered:
+        reason = _AS_RENDERED[section.kind]
+        findings.append(Finding(path, section.first, "backed", section.title, "", reason))
+        if section.kind != "cases":
+            findings += _overstated(path, text, section, own)
     return sorted(findings, key=lambda finding: finding.line)
 
 
@@ -122,24 +133,35 @@ def _assertions(sentence: Sentence) -> Iterator[Assertion]:
     return iter(find_assertions(sentence.prose, sentence.context))
 
 
-def _rendered_table(path: Path, text: str) -> range | None:
-    """Return the lines of the table of speeds, if it is there and as it should be."""
-    before, begin, rest = text.partition(BEGIN)
-    inside, end, _ = rest.partition(END)
-    if not (begin and end) or not (path.resolve().parent / "claims").is_dir() or render_readme(path) != text:
-        return None
-    first = before.count("\n") + 1
-    return range(first, first + inside.count("\n") + 1)
+def _own_backing(path: Path, backing: Backing) -> Backing:
+    """Return what is rendered on a page from: its own repository, which need not be the one that is linted from."""
+    repository = repository_of(path)
+    return backing if backing.repository == repository else Backing(repository, strict=backing.strict)
 
 
-def _overstated(path: Path, text: str, table: range, backing: Backing) -> Iterator[Finding]:
-    """Yield the claims of the table whose own sentences say more than their keys, whatever the verdict beside them."""
-    lines = text.splitlines()
-    for name, verdict in backing.verdicts.items():
-        said = overstatement(backing.shown(name))
+def _rendered_sections(path: Path, text: str, own: Backing) -> list[Section]:
+    """Return the sections that are there and as they should be.
+
+    Where marks are not in pairs there are none, so that all that stands there is judged as any other sentence is.
+    """
+    if own.repository is None or not (own.repository / "claims").is_dir():
+        return []
+    try:
+        find_sections(path, text)
+    except ProofError:  # most pages have no marks, and the rest `flashmoe readme` says
+        return []
+    return current_sections(path, text, own.repository, own.judged)
+
+
+def _overstated(path: Path, text: str, section: Section, own: Backing) -> Iterator[Finding]:
+    """Yield the claims of a table whose own sentences say more than their keys, whatever the verdict beside them."""
+    lines = text.split("\n")
+    table = range(section.first, section.last + 1)
+    for name, verdict in own.verdicts.items():
+        said = overstatement(own.shown(name))
         cell = row(verdict.claim.sentence)[:-2]
         if said:
-            line = next((at for at in table if lines[at - 1].startswith(cell)), table.start)
+            line = next((at for at in table if lines[at - 1].startswith(cell)), section.first)
             yield Finding(path, line, "asserted", verdict.claim.sentence, "", f"claim {name}: {said}")
 
 

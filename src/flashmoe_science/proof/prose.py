@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
@@ -22,6 +23,7 @@ _TAG = re.compile(r"<[^>]*>")
 _LINK = re.compile(r"claims/[^#]*\.toml#(?P<id>.+)$")
 _QUOTED = re.compile(r"\"[^\"]{1,300}\"|“[^”]{1,300}”")
 _ID = re.compile(r"[a-z0-9][a-z0-9_.-]*")
+_SUFFIXES = (".md", ".markdown")
 # A sentence ends at a stop before a blank and anything but a small letter, and not after these.
 _END = re.compile(r"(?<!\be\.g)(?<!\bi\.e)(?<!\bvs)(?<!\bcf)(?<!\bapprox)[.!?][\"”)\]*_]*\s+(?=[^a-z\s])")
 
@@ -69,6 +71,12 @@ class _Text:
 
     def in_range(self, start: int, end: int) -> Marks:
         return sum((marks for place, marks in self.marks if start <= place <= end), Marks())
+
+
+def markdown_in(folder: Path) -> list[Path]:
+    """Return the Markdown files below a folder, if there is one; what is hidden in it is left out."""
+    inside = (below for below in sorted(folder.rglob("*")) if below.suffix in _SUFFIXES and below.is_file())
+    return [below for below in inside if not any(part.startswith(".") for part in below.relative_to(folder).parts)]
 
 
 def read_sentences(markdown: str) -> list[Sentence]:

@@ -1,97 +1,300 @@
-"""The table of speeds in a README: Markdown made from verdicts and the records behind them, and nothing else.
+"""Tables of speeds in Markdown, made from verdicts and the records behind them, and nothing else.
 
-Times and speedups appear only where a claim is about them, so every number on the page has a verdict beside it.
+A page says with two marks, each a line of its own, where a section goes and what is in it::
+
+    <!-- verdicts:begin -->   one table: a row for every claim
+    <!-- verdicts:end -->
+    <!-- cases:begin -->      a table of cases for each record and rival, each below a heading
+    <!-- cases:end -->
+    <!-- speeds:begin -->     both: the table of claims, and the tables of cases folded
+    <!-- speeds:end -->
+
+Times and speedups appear only where a claim is about them, and its verdict stands with them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, NamedTuple, cast, get_args
+
+from markdown_it import MarkdownIt
 
 from ..errors import ProofError
 from .changes import FINGERPRINTS_EQUAL
 from .claims import Metric
 from .evidence import Arm, Record
 from .judge import Verdict
+from .prose import markdown_in
 from .rows import METRICS, format_bytes, format_ratio, format_seconds, lowest_case
+from .store import find_repository
 from .verify import read_records, verify_claims
+
+SectionKind = Literal["speeds", "verdicts", "cases"]
 
 BEGIN, END = "<!-- speeds:begin -->", "<!-- speeds:end -->"
 
+_HINT = "what is rendered goes between two marks: the table of claims (verdicts), the tables of cases, or both (speeds)"
+_NO_CLAIMS = "No claim has been made yet.\n"
+_HOW = "Medians of one call; speedups with 95 % intervals"
+_MARK = re.compile(rf"[ \t]*<!-- ({'|'.join(get_args(SectionKind))}):(begin|end) -->[ \t]*")
 
-def render_readme(path: Path) -> str:
-    """Return the text of the README at ``path`` with the table of speeds of its repository as it should be now.
 
-    Raises:
-        ProofError: the file cannot be read, or lacks the two marks.
+class Judged(NamedTuple):
+    """What sections are made from: a repository's verdicts on all its claims, and its records by path from its root."""
+
+    verdicts: Sequence[Verdict]
+    records: Mapping[str, Record]
+
+
+@dataclass(frozen=True)
+class Section:
+    """Where a page has something rendered: the lines of its two marks, from 1."""
+
+    kind: SectionKind
+    first: int
+    last: int
+
+    @property
+    def title(self) -> str:
+        """What stands in it, as a message says it."""
+        return {"speeds": "the table of speeds", "verdicts": "the table of claims", "cases": "the tables of cases"}[
+            self.kind
+        ]
+
+    @property
+    def body(self) -> slice:
+        """Where the lines between the marks are in a list of the page's lines."""
+        return slice(self.first, self.last - 1)
+
+
+def judge_repository(repository: Path) -> Judged:
+    """Return what sections of pages of ``repository`` are made from. It takes seconds."""
+    return Judged(verify_claims(repository), read_records(repository))
+
+
+def repository_of(page: Path) -> Path:
+    """Return the repository whose claims a page shows: the nearest folder upwards, as every verb has it.
+
+    Where there is none, the page's own folder: no claim has been made there.
     """
+    folder = page.resolve().parent
+    return find_repository(folder) or folder
+
+
+def default_pages(repository: Path) -> list[Path]:
+    """Return README.md of ``repository``, whatever is in it, and every page below ``docs/`` that has a mark."""
+    below = markdown_in(repository / "docs")
+    return [repository / "README.md", *(page for page in below if any(_marks(read_page(page))))]
+
+
+def read_page(path: Path) -> str:
+    """Return the text of a page. Raises ``ProofError``."""
     try:
-        text = path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8")
     except OSError as error:
         raise ProofError(f"{path}: cannot be read: {error.strerror}") from error
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end):
-        raise ProofError(f"{path}: expected the lines {BEGIN} and {END}", hint="the table of speeds goes between them")
-    repository = path.resolve().parent
-    section = speed_section(verify_claims(repository), read_records(repository))
-    return f"{before}{BEGIN}\n{section}{END}{after}"
+    except UnicodeDecodeError as error:
+        raise ProofError(f"{path}: cannot be read: {error}") from error
 
 
-def speed_section(verdicts: Sequence[Verdict], records: Mapping[str, Record]) -> str:
-    """Return the verdicts as a table, and below it the speeds behind them, a table for each record and rival.
+def find_sections(path: Path, text: str) -> list[Section]:
+    """Return the sections of the page at ``path``, whose text is ``text``, in their order; there is at least one.
+
+    Raises:
+        ProofError: there are no marks, or they are not in pairs.
+    """
+    found: list[Section] = []
+    opened: tuple[int, SectionKind] | None = None
+    for line, kind, place in _marks(text):
+        if place == "begin" and opened is None:
+            opened = line, kind
+        elif place == "end" and opened is not None and opened[1] == kind:
+            found.append(Section(kind, opened[0], line))
+            opened = None
+        else:
+            expected = f"the line <!-- {opened[1]}:end -->" if opened else f"<!-- {kind}:begin --> before it"
+            raise ProofError(f"{path}:{line}: expected {expected}, got <!-- {kind}:{place} -->", hint=_HINT)
+    if opened is not None:
+        raise ProofError(
+            f"{path}:{opened[0]}: expected the lines {' and '.join(_pair(opened[1]))}, got the first alone", hint=_HINT
+        )
+    if not found:
+        others = " or ".join(" and ".join(_pair(kind)) for kind in ("verdicts", "cases"))
+        raise ProofError(f"{path}: expected the lines {BEGIN} and {END}, or {others}, got none of them", hint=_HINT)
+    return found
+
+
+def _pair(kind: str) -> tuple[str, str]:
+    return f"<!-- {kind}:begin -->", f"<!-- {kind}:end -->"
+
+
+def _marks(text: str) -> Iterator[tuple[int, SectionKind, str]]:
+    """Yield the line, from 1, the kind and the place (begin or end) of every mark.
+
+    One that stands in a block of code is shown to the reader and marks nothing.
+    """
+    if not _MARK.search(text):
+        return  # most pages have none, and need not be parsed
+    lines = text.split("\n")
+    for token in MarkdownIt("commonmark").parse(text):
+        for at in range(*token.map) if token.type == "html_block" and token.map else ():
+            if mark := _MARK.fullmatch(lines[at]):
+                yield at + 1, cast("SectionKind", mark[1]), mark[2]
+
+
+def render_readme(path: Path, judged: Callable[[Path], Judged] = judge_repository) -> str:
+    """Return the text of the page at ``path`` with its sections as they should be now.
+
+    Args:
+        path: README.md, or any other page of a repository.
+        judged: returns what is rendered of a repository; given where several pages share it.
+
+    Raises:
+        ProofError: the file cannot be read, has no marks, or has them not in pairs.
+    """
+    text = read_page(path)
+    sections = find_sections(path, text)
+    lines = text.split("\n")
+    repository = repository_of(path)
+    made = judged(repository)
+    for section in reversed(sections):
+        lines[section.body] = _section_lines(section, made, _way_up(path, repository))
+    return "\n".join(lines)
+
+
+def current_sections(path: Path, text: str, repository: Path, made: Judged) -> list[Section]:
+    """Return those sections of a page that are as they would be rendered now.
+
+    Raises:
+        ProofError: as ``find_sections``.
+    """
+    lines = text.split("\n")
+    up = _way_up(path, repository)
+    return [one for one in find_sections(path, text) if lines[one.body] == _section_lines(one, made, up)]
+
+
+def _way_up(page: Path, repository: Path) -> str:
+    """Return what a link of ``page`` needs before a path from the repository's root."""
+    way = Path(os.path.relpath(repository, page.resolve().parent)).as_posix()
+    return "" if way == "." else f"{way}/"
+
+
+def _section_lines(section: Section, made: Judged, up: str) -> list[str]:
+    render = {"speeds": speed_section, "verdicts": claim_section, "cases": case_section}[section.kind]
+    return render(*made, up).split("\n")[:-1]
+
+
+def speed_section(verdicts: Sequence[Verdict], records: Mapping[str, Record], up: str = "") -> str:
+    """Return the verdicts as a table, and below it, folded, the speeds behind them, as ``case_section`` has them.
 
     Args:
         verdicts: on all claims of the repository.
         records: by path from the repository's root, as ``Verdict.evidence`` names them.
+        up: the way from the page's folder to that root, with a slash behind it.
     """
     if not verdicts:
-        return "No claim has been made yet.\n"
+        return _NO_CLAIMS
+    lines = claim_section(verdicts, records, up).splitlines()
+    for group in _groups(verdicts, records):
+        # Folded, where Markdown is shown as a page: whoever reads a README looks for the verdicts.
+        lines += ["", "<details>", f"<summary>{_caption(group)}</summary>", "", *_case_table(group), "", "</details>"]
+    return "\n".join(lines) + "\n"
+
+
+def claim_section(verdicts: Sequence[Verdict], _: Mapping[str, Record], up: str = "") -> str:
+    """Return the verdicts as a table. The arguments are those of ``speed_section``."""
+    if not verdicts:
+        return _NO_CLAIMS
     lines = ["| claim | verdict | lowest case | geometric mean | evidence |", "| --- | --- | --- | --- | --- |"]
-    lines += [_claim_row(verdict) for verdict in verdicts]
+    lines += [_claim_row(verdict, up) for verdict in verdicts]
+    return "\n".join(lines) + "\n"
+
+
+def case_section(verdicts: Sequence[Verdict], records: Mapping[str, Record], up: str = "") -> str:
+    """Return the speeds behind the verdicts: for each record and rival a heading, its claims, and a table.
+
+    Not folded: a page of these alone is searched, and linked by its headings. The arguments are those of
+    ``speed_section``.
+    """
+    if not verdicts:
+        return _NO_CLAIMS
+    lines: list[str] = []
+    for group in _groups(verdicts, records):
+        judged = {one.claim.id: _status(one) for of_kind in group.verdicts.values() for one in of_kind}
+        claims = "Claims: " + ", ".join(f"`{name}` {status}" for name, status in judged.items()) + "."
+        run = f"Run [{group.record.id}]({up}{group.path}) on {_where(group.record)}. {_HOW}."
+        lines += ["", f"## {_heading(group)}", "", run, claims, "", *_case_table(group)]
+    return "\n".join([*lines, "", ""]) if lines else "No case of a claim has been measured yet.\n"
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Verdicts about one record and its rival, or the fastest of several, by the kind of time."""
+
+    path: str
+    record: Record
+    baseline: tuple[str, ...]
+    verdicts: Mapping[Metric, Sequence[Verdict]]
+
+    @property
+    def rival(self) -> str:
+        if len(self.baseline) == 1:
+            return self.baseline[0]
+        return f"{self.best} rival"
+
+    @property
+    def best(self) -> str:
+        return "best" if "memory" in self.verdicts else "fastest"
+
+
+def _groups(verdicts: Sequence[Verdict], records: Mapping[str, Record]) -> list[_Group]:
     groups: dict[tuple[str, tuple[str, ...]], dict[Metric, list[Verdict]]] = {}
     for verdict in (part for whole in verdicts for part in whole.by_gpu or [whole]):
         if verdict.evidence and any(case.interval for case in verdict.cases):
             by_kind = groups.setdefault((verdict.evidence, verdict.claim.baseline), {})
             by_kind.setdefault(verdict.claim.metric, []).append(verdict)
-    for (path, baseline), by_kind in groups.items():
-        kinds = {kind: by_kind[kind] for kind in METRICS if kind in by_kind}
-        lines += ["", *_case_table(records[path], baseline, kinds)]
-    return "\n".join(lines) + "\n"
+    return [
+        _Group(path, records[path], baseline, {kind: by_kind[kind] for kind in METRICS if kind in by_kind})
+        for (path, baseline), by_kind in groups.items()
+    ]
 
 
-def _claim_row(verdict: Verdict) -> str:
+def _claim_row(verdict: Verdict, up: str) -> str:
     lowest = lowest_case(verdict)
     low = f"{format_ratio(lowest.interval)}, {lowest.name}" if lowest else ""
     parts = verdict.by_gpu or [verdict]
-    links = [f"[{(part.record or '').partition('-')[0]}]({part.evidence})" for part in parts if part.evidence]
+    links = [f"[{(part.record or '').partition('-')[0]}]({up}{part.evidence})" for part in parts if part.evidence]
     link = ", ".join(links) or "none"
+    return row(verdict.claim.sentence, _status(verdict), low, format_ratio(verdict.geometric_mean), link)
+
+
+def _status(verdict: Verdict) -> str:
     # How many files changed changes with every edit, and takes nothing from the verdict.
     counting = [note for note in verdict.notes if not note.endswith(FINGERPRINTS_EQUAL)]
     notes = "; ".join(note.partition(":")[0] for note in counting)  # the reason has all of it
-    status = f"**{verdict.status.value}**" + (f" ({notes})" if notes else "")
-    return row(verdict.claim.sentence, status, low, format_ratio(verdict.geometric_mean), link)
+    return f"**{verdict.status.value}**" + (f" ({notes})" if notes else "")
 
 
-def _case_table(record: Record, baseline: tuple[str, ...], verdicts: Mapping[Metric, Sequence[Verdict]]) -> list[str]:
-    """Return a table of one record against one rival, or the fastest of several: three columns for a kind of time.
-
-    It is folded, where Markdown is shown as a page. A case has a row if a claim is about it.
-    """
+def _case_table(group: _Group) -> list[str]:
+    """Return a table with three columns for a kind of time. A case has a row if a claim is about it."""
+    record = group.record
     subject = record.subject.name
-    rival = baseline[0] if len(baseline) == 1 else "best rival" if "memory" in verdicts else "fastest rival"
     header, rule = ["case"], ["---"]
-    for kind in verdicts:
+    for kind in group.verdicts:
         gain = "times less memory" if kind == "memory" else f"speedup, {kind}"
-        header += [f"{subject}, {kind}", f"{rival}, {kind}", gain]
+        header += [f"{subject}, {kind}", f"{group.rival}, {kind}", gain]
         rule += ["---:"] * 3
-    lines = ["<details>", f"<summary>{_caption(record, rival)}</summary>", "", row(*header), row(*rule)]
+    lines = [row(*header), row(*rule)]
     left_out = 0
     for case in record.cases:
         arms = {arm.name: arm for arm in case.arms}
         found = {
             kind: next((c for verdict in of_kind for c in verdict.cases if c.name == case.name), None)
-            for kind, of_kind in verdicts.items()
+            for kind, of_kind in group.verdicts.items()
         }
         if not any(found.values()):
             left_out += 1
@@ -101,27 +304,40 @@ def _case_table(record: Record, baseline: tuple[str, ...], verdicts: Mapping[Met
             if judged is None or judged.interval is None:
                 cells += ["", "", judged.reason if judged else ""]
                 continue
-            named = f" ({judged.baseline})" if len(baseline) > 1 else ""
+            named = f" ({judged.baseline})" if len(group.baseline) > 1 else ""
             ours, theirs = (_measured(arms[name], kind) for name in (subject, judged.baseline))
             cells += [ours, theirs + named, format_ratio(judged.interval)]
         lines.append(row(*cells))
     if left_out:
         lines += ["", f"{left_out} of {len(record.cases)} cases are in the record, and no claim is about them."]
-    return [*lines, "", "</details>"]
+    return lines
 
 
 def _measured(arm: Arm, metric: Metric) -> str:
     return format_bytes(arm.peak_bytes or 0) if metric == "memory" else format_seconds(arm.rates[metric].seconds)
 
 
-def _caption(record: Record, rival: str) -> str:
+def _caption(group: _Group) -> str:
+    return f"Suite {group.record.suite} against {group.rival} on {_where(group.record)}. {_HOW}"
+
+
+def _heading(group: _Group) -> str:
+    """Return what tells a table from the others, so that each heading can be linked: with the names of all rivals."""
+    record, names = group.record, group.baseline
+    rivals = f"the {group.best} of {', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else names[0]
+    return f"Suite {record.suite}: {record.subject.name} against {rivals} on {_card(record)}"
+
+
+def _where(record: Record) -> str:
     environment = record.environment
-    gpu = environment.gpu.name if environment.gpu else "no GPU"
     names = ("torch", "triton", "cudnn")
     versions = [f"{name} {environment.versions[name]}" for name in names if name in environment.versions]
-    where = ", ".join([gpu, *([f"driver {environment.driver}"] if environment.driver else []), *versions])
-    commit = f", commit {record.tree.commit[:12]}" if record.tree.commit else ""
-    return f"Suite {record.suite} against {rival} on {where}{commit}. Medians of one call; speedups with 95 % intervals"
+    where = ", ".join([_card(record), *([f"driver {environment.driver}"] if environment.driver else []), *versions])
+    return where + (f", commit {record.tree.commit[:12]}" if record.tree.commit else "")
+
+
+def _card(record: Record) -> str:
+    return record.environment.gpu.name if record.environment.gpu else "no GPU"
 
 
 def row(*cells: str) -> str:
