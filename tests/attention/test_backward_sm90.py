@@ -406,6 +406,8 @@ def test_kernels_compile(head_dim, head_dim_v, dtype, causal, window, tmp_path):
         assert compiled.metadata.shared <= 227 * 1024
         assert promised.block == (32 * compiled.metadata.num_warps, 1, 1)
     assert read_resources(before.source, 90).spill_bytes == read_resources(after.source, 90).spill_bytes == 0
+    # Of 128 columns and 64, with grouped heads, ptxas of Triton 3.6 spills two registers once a key tile.
+    assert read_resources(main.source, 90).spill_bytes <= (8 if 64 < head_dim <= 128 and head_dim_v <= 64 else 0)
     compiled = compile_kernel(main.source, 90)
     ptx = compiled.asm["ptx"]
     assert compiled.metadata.num_warps == 12
@@ -421,10 +423,7 @@ def test_kernels_compile(head_dim, head_dim_v, dtype, causal, window, tmp_path):
         # the first does twice, the second once.
         waits = (3,) if head_dim_v <= 128 else (3, 4)
         assert loop["WARPGROUP.DEPBAR"] in (waits if 128 < head_dim <= 192 else (4,)), "the products are serialised"
-        # At D 64 the window's bounds are two registers too many for ptxas of Triton 3.9.
-        most = 2 if window[0] >= 0 and head_dim == 64 else 0
-        assert sum(loop[opcode] for opcode in loop if opcode.startswith("STL")) <= most
-        assert sum(loop[opcode] for opcode in loop if opcode.startswith("LDL")) <= most
+        assert not [opcode for opcode in loop if opcode.startswith(("STL", "LDL"))]
 
 
 HOPPER = pytest.mark.skipif(

@@ -1,4 +1,4 @@
-"""Run the barriers of backward_gluon_sm90, with the scores of the next step under way and windows (merge 92d074e), in random interleavings.
+"""Run the barriers of backward_gluon_sm90, with windows, in random interleavings.
 
     python3 lab/hopper/backward/narrow_protocol.py [SEEDS]
 
@@ -72,11 +72,10 @@ def run(seed, tiles_m, key_tiles, heads, group, grid, sms, causal, left, biased)
                 assert per > 0
                 for g in range(group):
                     mine = steps[g * per:(g + 1) * per]
-                    prev = None; inflight = False
+                    prev = None
                     for j, s in enumerate(mine):
-                        if not inflight: yield from scores(i, hn, s)
+                        yield from scores(i, hn, s)
                         yield from pause()
-                        # wait 0 of s
                         fin(("Q", i % 2), ("S", W, i)); fin(("K", W), ("S", W, i))
                         begin(("Q", i % 2), (hn, s), ("rest", W)); begin(("V", W), hn, ("dp", W))
                         yield from pause(); fin(("V", W), ("dp", W))
@@ -85,14 +84,11 @@ def run(seed, tiles_m, key_tiles, heads, group, grid, sms, causal, left, biased)
                         if j:
                             issue_dq(i - 1, hn, prev); yield from pause(); end_dq(i - 1)
                         arrive(("READY", 1 - W, i & 1), W, 128, 256); yield
-                        nxt = j > 0 and j + 1 < per
-                        if nxt: yield from scores(i + 1, hn, mine[j + 1])
                         yield from pause()
                         if j: yield from store_dq(i - 1, hn, prev)
                         yield from pause()
                         fin(("Q", i % 2), ("rest", W))
                         arrive(("FREE", i % 2), W, 128, 288)
-                        inflight = nxt
                         prev = s; i += 1; yield
                     yield from await_ds(i - 1)
                     issue_dq(i - 1, hn, prev); yield from pause(); end_dq(i - 1)

@@ -4,8 +4,7 @@ A program draws key tiles from a counter. It owns 64 keys for each of its warpgr
 registers, and walks over the query tiles that see them, from the last to the first, in all query heads that share the
 K/V head. Scores are computed transposed, keys as rows, so that P and dS enter the products for dV and dK straight from
 registers. dS also goes to shared memory, where the warpgroups of a program read each other's: each computes one part of
-the query tile's dQ, one step later, and puts it into shared memory too. The scores of the next step are under way
-meanwhile.
+the query tile's dQ, one step later, and puts it into shared memory too.
 
 One warp, the producer, draws key tiles and copies what they need to shared memory. Two more, the writers, take turns at
 adding the dQ of a query tile to memory, in fp32, with one instruction. They do so in the order of the key tiles, so
@@ -21,7 +20,7 @@ dQ is accumulated as the registers hold it, 16 bytes a thread side by side; ``_f
 
 Source: FlashAttention-2 and 3 (Dao, 2023; Shah et al., 2024) for the five products, the transposed scores, the
 reduction by TMA and the order by a counter for each query tile. Ours: the product for dQ a step later, two writers, the
-first that stores, the walk from the last query tile, and the scores of the next step under way across the loop's end.
+first that stores, and the walk from the last query tile.
 """
 
 from __future__ import annotations
@@ -243,31 +242,20 @@ def _store_dq(dq, a, i, W: gl.constexpr):
 
 
 @gluon.jit
-def _issue_scores(a, i, zero, W: gl.constexpr):
-    """Issue the scores of step ``i``, transposed, once its query tile has come."""
+def _step(dk, dv, zero, zero_dq, a, i, key, row, W: gl.constexpr, IS_FIRST: gl.constexpr, IS_EDGE: gl.constexpr):
+    """Add a query tile to dK and dV, and that of the step before to dQ."""
+    dtype: gl.constexpr = a.q_desc.dtype
     slot = slot_of(i, a.STAGES)
     mbarrier.wait(a.ready_bars.index(slot), lap_of(i, a.STAGES) & 1)
     k = a.k_bufs.index(opaque(W)).reshape([ROWS, a.D])
-    q = a.q_bufs.index(slot).reshape([a.BLOCK_M, a.D])
-    return warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def _step(
-    dk, dv, s, zero, zero_dq, a, i, key, row,
-    W: gl.constexpr, IS_FIRST: gl.constexpr, IS_EDGE: gl.constexpr, HAS_NEXT: gl.constexpr,
-):  # fmt: skip
-    """Add a query tile to dK and dV, and that of the step before to dQ; issue the scores of the next step."""
-    dtype: gl.constexpr = a.q_desc.dtype
-    slot = slot_of(i, a.STAGES)
     v = a.v_bufs.index(opaque(W)).reshape([ROWS, a.DV])
     q = a.q_bufs.index(slot).reshape([a.BLOCK_M, a.D])
     do = a.do_bufs.index(slot).reshape([a.BLOCK_M, a.DV])
     s_layout: gl.constexpr = zero.type.layout
     columns: gl.constexpr = gl.SliceLayout(0, s_layout)
-    # Waited for alone: beside another product in flight ptxas serialises all of them (C7514).
-    s = warpgroup_mma_wait(0, deps=[s])
+    s = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
     dp = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
+    s = warpgroup_mma_wait(1, deps=[s])
     if IS_EDGE:
         s = mask_scores(s, a.span, key, row)
     elif a.span.BOUND_LEFT:  # noqa: SIM102 - a constant, and what a GPU finds out
@@ -284,23 +272,18 @@ def _step(
         _await_ds(a, i - 1, W)
     _store_ds(unpack(ds, dtype, s_layout), a, i, W)
     ds_operand = unpack(ds, dtype, gl.DotOperandLayout(0, dk.type.layout, 2))
-    if not IS_FIRST:
-        dq = _issue_dq(a, i - 1, zero_dq, W)
-    dk = warpgroup_mma(ds_operand, q, dk, is_async=True)
-    s_next = s
-    if not IS_FIRST:
-        dq = warpgroup_mma_wait(1, deps=[dq])
-    _pass_ds(a, i, W)
-    if HAS_NEXT:  # behind the wait for dQ: before it, registers do not suffice (C7512)
-        s_next = _issue_scores(a, i + 1, zero, W)
-    if not IS_FIRST:
-        _store_dq(dq, a, i - 1, W)
-    if HAS_NEXT:
-        dk, dv, s_next, _, _ = warpgroup_mma_wait(1, deps=[dk, dv, s_next, p_operand, ds_operand])
+    if IS_FIRST:
+        dk = warpgroup_mma(ds_operand, q, dk, is_async=True)
+        _pass_ds(a, i, W)
     else:
-        dk, dv, _, _ = warpgroup_mma_wait(0, deps=[dk, dv, p_operand, ds_operand])
+        dq = _issue_dq(a, i - 1, zero_dq, W)
+        dk = warpgroup_mma(ds_operand, q, dk, is_async=True)
+        dq = warpgroup_mma_wait(1, deps=[dq])
+        _pass_ds(a, i, W)
+        _store_dq(dq, a, i - 1, W)
+    dk, dv, _, _ = warpgroup_mma_wait(0, deps=[dk, dv, p_operand, ds_operand])
     named_barrier("arrive", FREE + slot, 128 * a.WARPGROUPS + 32)
-    return dk, dv, s_next
+    return dk, dv
 
 
 @gluon.jit
@@ -311,8 +294,6 @@ def _multiply_partition(a, W: gl.constexpr):
     dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, a.D, 16])
     dv_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, a.DV, 16])
     dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    k = a.k_bufs.index(opaque(W)).reshape([ROWS, a.D])
-    v = a.v_bufs.index(opaque(W)).reshape([ROWS, a.DV])
     i = 0  # query tiles so far
     t = 0  # key tiles so far
     tile = a.key_tiles.wait(t, 4)
@@ -320,6 +301,9 @@ def _multiply_partition(a, W: gl.constexpr):
         head, n = a.key_tiles.locate(tile)
         first, last = a.span.first(n), a.span.end(n) - 1
         key = n * (ROWS * a.WARPGROUPS) + W * ROWS
+        edge = first
+        if not a.span.BOUND_LEFT:
+            edge = a.span.edge(key, first, last)
         dk = gl.zeros([ROWS, a.D], gl.float32, dk_layout)
         dv = gl.zeros([ROWS, a.DV], gl.float32, dv_layout)
         zero = gl.zeros([ROWS, a.BLOCK_M], gl.float32, s_layout)
@@ -327,34 +311,26 @@ def _multiply_partition(a, W: gl.constexpr):
         mbarrier.wait(a.ready_bars.index(a.STAGES), t & 1)
         mbarrier.wait(a.ready_bars.index(a.STAGES + 1), t & 1)
         for _ in range(a.GROUP):
-            only = _issue_scores(a, i, zero, W)
-            dk, dv, _only = _step(dk, dv, only, zero, zero_dq, a, i, key, last * a.BLOCK_M, W, True, True, False)
+            dk, dv = _step(dk, dv, zero, zero_dq, a, i, key, last * a.BLOCK_M, W, True, True)
             i += 1
-            if last > first:
-                s = warpgroup_mma_wait(1, deps=[_issue_scores(a, i, zero, W)])
-                edge = first + 1
-                if not a.span.BOUND_LEFT:
-                    edge = gl.maximum(a.span.edge(key, first, last), edge)
-                for m in range(last - 1, edge - 1, -1):
-                    dk, dv, s = _step(dk, dv, s, zero, zero_dq, a, i, key, m * a.BLOCK_M, W, False, False, True)
-                    i += 1
-                if not a.span.BOUND_LEFT:
-                    for m in range(edge - 1, first, -1):
-                        dk, dv, s = _step(dk, dv, s, zero, zero_dq, a, i, key, m * a.BLOCK_M, W, False, True, True)
-                        i += 1
-                dk, dv, _s = _step(dk, dv, s, zero, zero_dq, a, i, key, first * a.BLOCK_M, W, False, True, False)
+            for m in range(last - 1, edge - 1, -1):
+                dk, dv = _step(dk, dv, zero, zero_dq, a, i, key, m * a.BLOCK_M, W, False, False)
                 i += 1
+            if not a.span.BOUND_LEFT:
+                for m in range(edge - 1, first - 1, -1):
+                    dk, dv = _step(dk, dv, zero, zero_dq, a, i, key, m * a.BLOCK_M, W, False, True)
+                    i += 1
             _await_ds(a, i - 1, W)
             dq = _issue_dq(a, i - 1, zero_dq, W)
             dq = warpgroup_mma_wait(0, deps=[dq])
             _store_dq(dq, a, i - 1, W)
         b, kv = head // a.heads_kv, head % a.heads_kv
         # V of this warpgroup was read for the last time; K by all when they have met.
-        v.store(dv.to(dtype))
+        a.v_bufs.index(opaque(W)).reshape([ROWS, a.DV]).store(dv.to(dtype))
         fence_async_shared()
         tma_store(a.dv_desc, [b, kv, key, 0], a.v_bufs.index(opaque(W)))
         named_barrier("sync", END, 128 * a.WARPGROUPS)
-        k.store((dk * a.scale).to(dtype))
+        a.k_bufs.index(opaque(W)).reshape([ROWS, a.D]).store((dk * a.scale).to(dtype))
         fence_async_shared()
         tma_store(a.dk_desc, [b, kv, key, 0], a.k_bufs.index(opaque(W)))
         tma.store_wait(0)
