@@ -94,7 +94,8 @@ def test_the_suite_holds_what_it_says_and_fits_a_gpu():
     assert {case.batch for case in cases} >= {1, 4, 8, 16, 32, 64, 128, 256}
     assert (min(case.capacity for case in cases), max(case.capacity for case in cases)) == (512, 131072)
     assert {case.page_size for case in cases} == {0, 16, 64}
-    assert all(2 * OPERATOR.work(case).bytes < 100e9 for case in cases)
+    # Two sets of inputs, and copies of both in SDPA's layout for the baseline and its control.
+    assert max(6 * OPERATOR.work(case).bytes for case in cases) < 75e9
     assert all(OPERATOR.refusal("decode_triton", case, "H200") is None for case in cases)
 
 

@@ -54,7 +54,7 @@ def _prepare_backward_kernel(
         if HAS_DLSE:
             delta -= tl.load(dlse_ptr + row, mask=offs_m < seqlen_q, other=0.0)
         lse = tl.load(lse_ptr + row, mask=offs_m < seqlen_q, other=-float("inf"))
-        # Rows that see no key, and rows behind the last: P = exp2(score - inf) = 0. The gradient of their LSE may be NaN.
+        # Rows without a key, and behind the last: P = exp2(score - inf) = 0. The gradient of their LSE may be NaN.
         delta = tl.where(lse == -float("inf"), 0.0, delta)
         lse = tl.where(lse == -float("inf"), float("inf"), lse * 1.4426950408889634)
         stats = stats_ptr + tile.to(tl.int64) * (2 * BLOCK_M) + offs
