@@ -83,11 +83,14 @@ def test_a_step_launches_the_kernels_of_both_plans():
     from flashmoe_science.gpu.specs import SPECS
 
     table = {**TABLE, "seqlen_q": 4096, "head_dim": 128, "dtype": "bf16"}
-    for change, last in (({}, "_finish_dq_kernel"), ({"window": [1023, 0]}, "_finish_dq_kernel")):
+    for change, first, last in (
+        ({}, "_forward_sm90_kernel", "_finish_dq_kernel"),
+        ({"window": [1023, 0]}, "_forward_features_sm90_kernel", "_finish_dq_kernel"),
+        ({"dtype": "fp32"}, "_forward_kernel", "_backward_q_kernel"),
+    ):
         problem = OPERATOR.parse_case({**table, **change})
         names = [launch.pattern for launch, _ in OPERATOR._launches("attention_step", problem, SPECS["H200"])]
-        assert names[0] == ("_forward_sm90_kernel" if not change else "_forward_features_sm90_kernel")
-        assert names[-1] == last
+        assert (names[0], names[-1]) == (first, last)
     jobs = OPERATOR.compile_jobs("attention_step", [OPERATOR.parse_case(table)] * 2, ["H200", "H100"])
     names = [job.source.name for job in jobs]
     assert len(names) == len(set(names)) == 4

@@ -272,6 +272,7 @@ def test_the_default_pages_are_the_readme_and_what_has_marks_in_docs(repository)
     page_of(repository, f"It stands between `{CASES[0]}` and `{CASES[1]}`.\n", "docs/about.md")
     page_of(repository, f"{CASES[0]}\n{CASES[1]}\n", "docs/.hidden/c.md")
     page_of(repository, f"{CASES[0]}\n{CASES[1]}\n", "other/d.md")
+    (repository / "docs" / "old.md").write_bytes("ein Märchen\n".encode("latin-1"))  # no mark: no page of ours
     found = [path.relative_to(repository).as_posix() for path in default_pages(repository)]
     assert found == ["README.md", "docs/a/lone-end.md", "docs/b.md"]
 

@@ -4,6 +4,7 @@
 
 Each warpgroup, the producer and the writers are one agent each. It ends with an assertion where a named barrier is overrun, a buffer is written
 while it is read, a slot or K is not the one that is expected, turns come out of order, or nobody can go on.
+Windows end with whole tiles here, and a key tile is as long as a query tile. Rows' numbers and fences are left out.
 """
 import random, sys
 

@@ -88,13 +88,14 @@ def repository_of(page: Path) -> Path:
 def default_pages(repository: Path) -> list[Path]:
     """Return README.md of ``repository``, whatever is in it, and every page below ``docs/`` that has a mark."""
     below = markdown_in(repository / "docs")
-    return [repository / "README.md", *(page for page in below if any(_marks(read_page(page))))]
+    # What is not UTF-8 and has no mark is no page of ours.
+    return [repository / "README.md", *(page for page in below if any(_marks(read_page(page, errors="replace"))))]
 
 
-def read_page(path: Path) -> str:
-    """Return the text of a page. Raises ``ProofError``."""
+def read_page(path: Path, errors: str = "strict") -> str:
+    """Return the text of a page; ``errors`` is what becomes of bytes that are not UTF-8. Raises ``ProofError``."""
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8", errors=errors)
     except OSError as error:
         raise ProofError(f"{path}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
