@@ -135,7 +135,7 @@ def test_claims_about_other_cases_of_one_run_share_a_table():
     lines = section(record, {"cases": ["case0"]}, {"id": "b", "cases": ["case2"]}).splitlines()
     assert sum(line == "<details>" for line in lines) == 1
     assert [line.split(" | ")[0] for line in lines if line.startswith("| case")] == ["| case", "| case0", "| case2"]
-    assert "1 of 3 cases are in the record, and no claim is about them." in lines
+    assert "1 of 3 cases are in the record, and no claim of this comparison is about them." in lines
 
 
 def test_a_case_that_was_not_measured_says_why():

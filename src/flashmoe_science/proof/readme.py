@@ -310,7 +310,8 @@ def _case_table(group: _Group) -> list[str]:
             cells += [ours, theirs + named, format_ratio(judged.interval)]
         lines.append(row(*cells))
     if left_out:
-        lines += ["", f"{left_out} of {len(record.cases)} cases are in the record, and no claim is about them."]
+        cases = f"{left_out} of {len(record.cases)} cases"
+        lines += ["", f"{cases} are in the record, and no claim of this comparison is about them."]
     return lines
 
 
