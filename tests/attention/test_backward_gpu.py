@@ -38,7 +38,7 @@ DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
 def test_lengths(pair, dims, causal):
     """FlashAttention's own list of lengths, at the head dimensions in use, with grouped heads.
 
-    Of ``backward_triton``, which plans choose for some of them; test_backward_sm90.py has them for Hopper's.
+    Of ``backward_triton``, which plans choose for some of them; test_backward_sm90_gpu.py has them for Hopper's.
     """
     case = Case(1 if max(pair) > 2000 else 2, 4, 2, pair[0], pair[1], dims[0], dims[1], "bf16", causal, "lengths")
     check_gradients(case, kernel="backward_triton")

@@ -325,7 +325,8 @@ def _multiply_partition(a, W: gl.constexpr):
             dq = warpgroup_mma_wait(0, deps=[dq])
             _store_dq(dq, a, i - 1, W)
         b, kv = head // a.heads_kv, head % a.heads_kv
-        # V of this warpgroup was read for the last time; K by all when they have met.
+        # V of this warpgroup was read for the last time; K by all when they have met. Both are looked up here: kept
+        # through the loops, their addresses spill.
         a.v_bufs.index(opaque(W)).reshape([ROWS, a.DV]).store(dv.to(dtype))
         fence_async_shared()
         tma_store(a.dv_desc, [b, kv, key, 0], a.v_bufs.index(opaque(W)))

@@ -1,0 +1,205 @@
+"""Gradients of attention on a Hopper GPU: right to the rule, the same bits in every run, in any layout and stream."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton exists for Linux only")
+
+from flashmoe_science import flash_attention
+from flashmoe_science.attention.gradients import Options, attention_gradients
+
+from .cases import PAIRS, Case, FeatureCase
+from .checks import assert_gradients_right, check_gradients, differentiate, make_inputs
+
+pytestmark = [
+    pytest.mark.triton,
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
+    ),
+]
+
+LENGTHS = (*PAIRS, (128, 128), (300, 700), (700, 300), (1024, 1024), (4096, 4096), (4224, 4224))
+DIMS = ((64, 64), (128, 128), (104, 40), (40, 104))
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+@pytest.mark.parametrize("pair", LENGTHS, ids=str)
+def test_gradients(pair, dims, causal):
+    """FlashAttention's own list of lengths and odd ones, with grouped heads; rows that see no key have dLSE of NaN."""
+    batch = 1 if max(pair) > 2000 else 2
+    case = Case(batch, 6, 2, pair[0], pair[1], dims[0], dims[1], "bf16", causal, "lengths")
+    check_gradients(case, kernel="backward_gluon_sm90", through_lse=True)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(2, 8, 1, 500, 700, 128, 128, "bf16", True, "mqa"),
+        Case(2, 5, 5, 500, 700, 64, 64, "fp16", True, "mha-fp16"),
+        Case(40, 8, 8, 130, 130, 128, 128, "bf16", False, "more-heads-than-programs"),
+        Case(3, 20, 20, 384, 384, 64, 64, "bf16", True, "groups-of-heads"),
+        Case(1, 2, 2, 999, 1001, 8, 8, "bf16", True, "d8"),
+        Case(1, 2, 1, 333, 555, 96, 96, "fp16", False, "d96"),
+    ],
+    ids=str,
+)
+def test_heads_and_dtypes(case):
+    check_gradients(case, kernel="backward_gluon_sm90")
+
+
+WINDOWS = ((0, -1), (5, -1), (127, -1), (128, -1), (1023, -1), (64, 64), (300, 7), (-1, 9))
+
+
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (104, 40), (256, 256), (192, 128)], ids=str)
+@pytest.mark.parametrize(
+    "pair", [(1, 1), (239, 1), (1, 700), (300, 700), (700, 300), (1024, 1024), (4096, 4096)], ids=str
+)
+def test_gradients_of_windows(pair, dims, window):
+    """Windows narrower than a tile and wider than a sequence, and keys and rows that see none."""
+    causal, batch = window[1] < 0 <= window[0], 1 if max(pair) > 2000 else 2
+    case = FeatureCase(batch, 6, 2, pair[0], pair[1], dims[0], dims[1], "bf16", causal, "windows", window=window)
+    hidden = 0 <= window[0] < pair[1] - pair[0] - (63 if max(dims) > 128 else 127)
+    check_gradients(case, kernel="auto" if hidden else "backward_gluon_sm90", through_lse=True)
+
+
+def test_low_scores():
+    """Keys behind the last, whose score would be 0, weigh nothing."""
+    check_gradients(Case(1, 2, 2, 200, 300, 64, 64, "bf16", False, "low"), kernel="backward_gluon_sm90", low=True)
+
+
+WIDE = ((256, 256), (192, 128), (136, 72), (136, 256), (160, 160))
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("dims", WIDE, ids=str)
+@pytest.mark.parametrize("pair", [*PAIRS, (128, 128), (300, 700), (700, 300), (1024, 1024), (4096, 4096)], ids=str)
+def test_gradients_of_wide_heads(pair, dims, causal):
+    case = Case(1 if max(pair) > 2000 else 2, 6, 2, pair[0], pair[1], dims[0], dims[1], "bf16", causal, "wide")
+    check_gradients(case, kernel="backward_gluon_sm90", through_lse=True)
+
+
+def differentiate_on(stream, inputs, do, lse, o):
+    with torch.cuda.stream(stream):
+        given = {**inputs, "do": do, "lse": lse, "o": o}
+        options = Options(causal=True, softmax_scale=None, kernel="backward_gluon_sm90")
+        return attention_gradients(options, given, ["q", "k", "v"])
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256), (192, 128)], ids=str)
+def test_a_thousand_repeats(dims, causal):
+    """The same bits, with heads that share K and V, and lengths that end in a tile."""
+    case = Case(2, 16, 4, 1000, 1100, dims[0], dims[1], "bf16", causal, "repeats")
+    q, k, v = make_inputs(case, "cuda")
+    o, lse = flash_attention(q, k, v, causal=causal, return_lse=True)
+    given = {"q": q, "k": k, "v": v, "o": o, "lse": lse, "do": torch.randn_like(o)}
+    options = Options(causal=causal, softmax_scale=None, kernel="backward_gluon_sm90")
+    expected = attention_gradients(options, given, ["q", "k", "v"])
+    differ = torch.zeros((), dtype=torch.bool, device="cuda")
+    for _ in range(1000):
+        found = attention_gradients(options, given, ["q", "k", "v"])
+        for name, gradient in found.items():
+            differ |= (gradient.view(torch.int16) != expected[name].view(torch.int16)).any()
+    assert not differ.item()
+
+
+def test_two_streams_at_once():
+    """Calls that run beside one another share no counter."""
+    case = Case(1, 8, 8, 2048, 2048, 128, 128, "bf16", True, "streams")
+    q, k, v = make_inputs(case, "cuda")
+    o, lse = flash_attention(q, k, v, causal=True, return_lse=True)
+    do = torch.randn_like(o)
+    inputs = {"q": q, "k": k, "v": v}
+    expected = differentiate_on(torch.cuda.current_stream(), inputs, do, lse, o)
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    found = [differentiate_on(streams[i % 2], inputs, do, lse, o) for i in range(40)]
+    torch.cuda.synchronize()
+    for gradients in found:
+        assert all(torch.equal(gradients[name], expected[name]) for name in inputs)
+
+
+@pytest.mark.unpoisoned
+def test_replays_of_a_graph():
+    """A graph of one call, replayed a hundred times with other values, beside eager calls on another stream."""
+    case = Case(2, 4, 2, 700, 700, 64, 64, "bf16", True, "graph")
+    q, k, v = make_inputs(case, "cuda")
+    inputs = {"q": q, "k": k, "v": v}
+    o, lse = flash_attention(q, k, v, causal=True, return_lse=True)
+    do = torch.randn_like(o)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    differentiate_on(side, inputs, do, lse, o)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=side):
+        captured = differentiate_on(side, inputs, do, lse, o)
+    other = torch.cuda.Stream()
+    for _ in range(100):
+        do.copy_(torch.randn_like(do))
+        torch.cuda.synchronize()
+        graph.replay()
+        beside = differentiate_on(other, inputs, do, lse, o)
+        torch.cuda.synchronize()
+        assert all(torch.equal(captured[name], beside[name]) for name in inputs)
+
+
+@pytest.mark.parametrize("how", ["sequence-major", "interleaved", "huge strides"])
+def test_layouts(how):
+    """The bits do not depend on where rows lie; batch strides beyond 2**31 elements too."""
+    case = Case(2, 4, 4, 300, 300, 128, 128, "bf16", True, "layout")
+    q, k, v = make_inputs(case, "cuda")
+    options = {"causal": True}
+    asked: dict[str, Any] = {"kernel": "backward_gluon_sm90", "through_lse": False}
+    expected, do, _ = differentiate(flash_attention, {"q": q, "k": k, "v": v}, options, **asked)
+    if how == "sequence-major":
+        turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+    elif how == "interleaved":  # [B, S, 3, H, D], as one product gives them
+        turned = [x.transpose(1, 2) for x in torch.stack([x.transpose(1, 2) for x in (q, k, v)], 2).unbind(2)]
+    else:
+        far, numbers = 2**31 + 64, q[0].numel()
+        buffer = torch.empty(far + 3 * numbers, dtype=q.dtype, device="cuda")
+        turned = [buffer.as_strided(q.shape, (far, *q.stride()[1:]), i * numbers) for i in range(3)]
+        for mine, other in zip(turned, (q, k, v), strict=True):
+            mine.copy_(other)
+    inputs = dict(zip("qkv", turned, strict=True))
+    found, _, _ = differentiate(flash_attention, inputs, options, **asked)
+    assert_gradients_right(found, q, k, v, do, causal=True)
+    if how == "huge strides":
+        assert all(torch.equal(found[name], expected[name]) for name in "qkv")
+
+
+def test_nan_stays_in_its_head():
+    case = Case(2, 4, 4, 300, 400, 64, 64, "bf16", True, "nan")
+    q, k, v = make_inputs(case, "cuda")
+    o, lse = flash_attention(q, k, v, causal=True, return_lse=True)
+    do = torch.randn_like(o)
+    here = torch.cuda.current_stream()
+    expected = differentiate_on(here, {"q": q, "k": k, "v": v}, do, lse, o)
+    do[1, 2, 7] = math.nan
+    found = differentiate_on(here, {"q": q, "k": k, "v": v}, do, lse, o)
+    for name, gradient in found.items():
+        assert gradient[1, 2].isnan().any()
+        gradient[1, 2] = expected[name][1, 2]
+        assert torch.equal(gradient, expected[name]), name
+
+
+def test_only_some_gradients():
+    """With frozen K and V another kernel makes dQ: it agrees."""
+    case = Case(2, 4, 2, 300, 300, 64, 64, "bf16", True, "frozen")
+    q, k, v = make_inputs(case, "cuda")
+    q.requires_grad_()
+    o = flash_attention(q, k, v, causal=True)
+    do = torch.randn_like(o)
+    (found,) = torch.autograd.grad(o, [q], do)
+    leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+    both = torch.autograd.grad(flash_attention(*leaves, causal=True), leaves, do)
+    torch.testing.assert_close(found, both[0], rtol=2e-2, atol=2e-2)
