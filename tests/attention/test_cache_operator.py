@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import functools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812 - PyTorch's own habit
 
 from flashmoe_science import InputError
 from flashmoe_science.attention_cache.operator import OPERATOR
-from flashmoe_science.attention_cache.rivals import RIVALS
+from flashmoe_science.attention_cache.rivals import RIVALS, Bound, FlashAttention3
 from flashmoe_science.proof.operator import Operator, Recognising
 from flashmoe_science.proof.suites import load_suite
+
+from ..moved import assert_answers_wholly
 
 TABLE = {"batch": 3, "heads": 4, "heads_kv": 2, "seqlen_k": 48, "head_dim": 16, "dtype": "fp32"}
 TABLES = [TABLE, {**TABLE, "page_size": 16}, {**TABLE, "seqlen_q": 3, "causal": True, "softmax_scale": 0.5}]
@@ -48,6 +52,33 @@ def test_sdpa_is_a_rival_where_it_can(table):
     inputs = OPERATOR.make_inputs(problem, seed=3, device="cpu")
     o = OPERATOR.bind(rival.load(), problem, inputs)()
     torch.testing.assert_close(o.double(), OPERATOR.exact(problem, inputs), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("heads_kv", [1, 2])
+def test_sdpa_answers_to_the_values_that_it_was_bound_with(heads_kv):
+    assert_answers_wholly(OPERATOR, RIVALS["sdpa"], {**TABLE, "heads_kv": heads_kv}, follows=False)
+
+
+def _packed_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *more: Any) -> list[torch.Tensor]:
+    """Answer as the library's function does: packed, sequences of one length, no pages."""
+    batch, causal = more[4].numel() - 1, more[21]
+    q, k, v = (t.view(batch, -1, *t.shape[1:]).transpose(1, 2) for t in (q, k, v))
+    mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool)
+    mask = mask.tril(k.shape[2] - q.shape[2]) if causal else mask
+    o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=more[20], enable_gqa=True)
+    return [o.transpose(1, 2).flatten(0, 1)]
+
+
+@pytest.mark.parametrize("queries", [1, 3])
+def test_flash_attention_3_takes_the_caches_as_they_are_or_copies_all(queries, monkeypatch):
+    monkeypatch.setattr(torch.ops, "_vllm_fa3_C", SimpleNamespace(fwd=_packed_attention), raising=False)
+    monkeypatch.setattr(FlashAttention3, "load", lambda rival: Bound(rival._bind_library))
+    table = {**TABLE, "dtype": "bf16", "seqlen_q": queries, "causal": queries > 1}
+    problem = OPERATOR.parse_case(table)
+    inputs = OPERATOR.make_inputs(problem, seed=3, device="cpu")
+    o, exact = OPERATOR.bind(RIVALS["fa3"].load(), problem, inputs)(), OPERATOR.exact(problem, inputs)
+    assert (o.double() - exact).abs().max() <= OPERATOR.error_budget(exact, OPERATOR.low_precision(problem, inputs))
+    assert_answers_wholly(OPERATOR, RIVALS["fa3"], table, follows=queries == 1)
 
 
 def test_rivals_say_what_they_do_not_serve():

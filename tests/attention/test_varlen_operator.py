@@ -19,6 +19,8 @@ from flashmoe_science.gpu.specs import SPECS
 from flashmoe_science.proof.operator import Fingerprinting, Operator, Planning, Recognising
 from flashmoe_science.proof.suites import load_suite
 
+from ..moved import assert_answers_wholly
+
 ROOT = Path(__file__).parents[2]
 TABLE = {"lengths": [5, 0, 17, 3], "heads": 4, "heads_kv": 2, "head_dim": 16, "dtype": "fp32"}
 TABLES = {
@@ -56,11 +58,17 @@ def test_sdpa_is_a_rival_where_it_can():
     assert RIVALS["fa3"].refusal(other) == "it serves fp16 and bf16 only"
 
 
+@pytest.mark.parametrize("heads", [1, 4])
+def test_sdpa_answers_to_the_values_that_it_was_bound_with(heads):
+    assert_answers_wholly(OPERATOR, RIVALS["sdpa"], {**TABLE, "heads": heads, "heads_kv": 1}, follows=False)
+
+
 @pytest.mark.parametrize("name", ["fa2", "fa4"])
 def test_packages_are_called_with_packed_tensors_and_the_longest_lengths(name, monkeypatch):
     seen: dict[str, Any] = {}
 
-    def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, **options):
+    # FlashAttention-4 has an argument more in the fourth place: qv.
+    def flash_attn_varlen_func(q, k, v, *, cu_seqlens_q, cu_seqlens_k, **options):
         seen.update(options, starts=(cu_seqlens_q.tolist(), cu_seqlens_k.tolist()), shapes=(q.shape, k.shape, v.shape))
         return q, None
 

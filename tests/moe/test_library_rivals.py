@@ -17,7 +17,7 @@ from flashmoe_science.moe.operator import OPERATOR
 from flashmoe_science.moe.rival_registry import RIVALS
 from flashmoe_science.moe.rivals import RIVALS as OF_PYTORCH
 
-from .moved import assert_answers_wholly
+from ..moved import assert_answers_wholly
 
 TABLE = {"tokens": 9, "experts": 4, "top_k": 2, "hidden": 16, "inter": 24, "dtype": "bf16"}
 GPT_OSS = {**TABLE, "activation": "swiglu_clamped", "bias_gate_up": True, "bias_down": True, "alpha": 1.5, "limit": 0.5}
@@ -78,7 +78,7 @@ def test_scattermoe_is_given_what_it_asks_for(monkeypatch, table):
 def test_scattermoe_follows_its_inputs(monkeypatch):
     library = SimpleNamespace(flatten_sort_count=flatten_sort_count, parallel_linear=parallel_linear)
     stand_in(monkeypatch, scattermoe__parallel_experts=library)
-    assert_answers_wholly(RIVALS["scattermoe"], SHARED, follows=True)
+    assert_answers_wholly(OPERATOR, RIVALS["scattermoe"], SHARED, follows=True)
 
 
 def test_scattermoe_says_what_it_does_not_serve():
@@ -188,7 +188,7 @@ def install_triton_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_triton_kernels_is_given_what_it_asks_for(monkeypatch, table):
     install_triton_kernels(monkeypatch)
     assert_right("triton_kernels", table)
-    assert_answers_wholly(RIVALS["triton_kernels"], table, follows=False)
+    assert_answers_wholly(OPERATOR, RIVALS["triton_kernels"], table, follows=False)
 
 
 def test_triton_kernels_says_what_it_does_not_serve():

@@ -19,7 +19,7 @@ from flashmoe_science.moe.sonicmoe_rival import SonicMoe
 from flashmoe_science.moe_backward.operator import OPERATOR as GRADIENTS
 from flashmoe_science.moe_backward.rivals import BackwardRival
 
-from .moved import assert_answers_wholly
+from ..moved import assert_answers_wholly
 
 TABLE = {"tokens": 9, "experts": 4, "top_k": 2, "hidden": 16, "inter": 24, "dtype": "bf16"}
 SHARED = {**TABLE, "shared_experts": 1, "shared_inter": 8}
@@ -122,7 +122,7 @@ def test_it_is_given_what_it_asks_for(library, table):
     budget = OPERATOR.error_budget(exact, OPERATOR.low_precision(case, inputs))
     assert (found.double() - exact).abs().max() <= budget
     assert library.kept == [False]
-    assert_answers_wholly(SonicMoe(), table, follows=True)
+    assert_answers_wholly(OPERATOR, SonicMoe(), table, follows=True)
 
 
 @pytest.mark.parametrize("table", [TABLE, INTERLEAVED], ids=["swiglu", "interleaved"])

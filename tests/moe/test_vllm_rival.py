@@ -15,7 +15,7 @@ from flashmoe_science.moe.fingerprints import rival_code
 from flashmoe_science.moe.operator import OPERATOR
 from flashmoe_science.moe.vllm_rival import Vllm
 
-from .moved import assert_answers_wholly
+from ..moved import assert_answers_wholly
 
 TABLE = {"tokens": 9, "experts": 4, "top_k": 2, "hidden": 16, "inter": 24, "dtype": "fp16"}
 GPT_OSS = {**TABLE, "activation": "swiglu_clamped", "interleaved": True, "bias_gate_up": True, "bias_down": True}
@@ -81,7 +81,7 @@ def test_it_is_given_what_it_asks_for(stand_in, change):
     torch.testing.assert_close(bound(), OPERATOR.low_precision(case, inputs))
     torch.testing.assert_close(bound(), OPERATOR.low_precision(case, inputs))  # the second call is the first again
     assert stand_in == [(inputs.get("bias_gate_up"), inputs.get("bias_down"))]  # described once, before any call
-    assert_answers_wholly(Vllm(), {**TABLE, **change}, follows=True)
+    assert_answers_wholly(OPERATOR, Vllm(), {**TABLE, **change}, follows=True)
 
 
 @pytest.mark.parametrize(

@@ -79,9 +79,26 @@ def values(problem: CacheProblem, inputs: Inputs) -> torch.Tensor:
 
 
 def _head_major(problem: CacheProblem, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return q, k and v as contiguous ``[B, H, S, D]``."""
-    k, v = (cache.transpose(1, 2).contiguous() for cache in (inputs["k_cache"], values(problem, inputs)))
-    return inputs["q"], k, v
+    """Return copies of q, k and v as contiguous ``[B, H, S, D]``.
+
+    The query is copied though it has this order, and a cache of one head, whose memory is the same in both orders: new
+    values in the inputs must reach all three or none.
+    """
+    k, v = (_copy(cache.transpose(1, 2)) for cache in (inputs["k_cache"], values(problem, inputs)))
+    return _copy(inputs["q"]), k, v
+
+
+def _token_major(problem: CacheProblem, inputs: Inputs) -> Inputs:
+    """Return the inputs with q as contiguous ``[B, Sq, H, D]``.
+
+    Of one query a sequence a view of it; of several copies of all inputs, so that new values reach all of them or none.
+    """
+    laid_out = {**inputs, "q": inputs["q"].transpose(1, 2)}
+    return laid_out if problem.seqlen_q == 1 else {name: _copy(tensor) for name, tensor in laid_out.items()}
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 class Sdpa(CacheRival):
@@ -150,11 +167,11 @@ class FlashAttention(CacheRival):
         table = "block_table" if self.distribution == "flash-attn" else "page_table"
 
         def bind_inputs(problem: CacheProblem, inputs: Inputs) -> Callable[[], torch.Tensor]:
-            q = inputs["q"].transpose(1, 2).contiguous()
+            given = _token_major(problem, inputs)
             options: dict[str, Any] = {"softmax_scale": problem.softmax_scale, "causal": problem.causal}
             if problem.page_size:
-                options.update({table: inputs["page_table"], "cache_seqlens": inputs["cache_seqlens"]})
-            call = functools.partial(function, q, inputs["k_cache"], inputs["v_cache"], **options)
+                options.update({table: given["page_table"], "cache_seqlens": given["cache_seqlens"]})
+            call = functools.partial(function, given["q"], given["k_cache"], given["v_cache"], **options)
 
             def run() -> torch.Tensor:
                 out = call()
@@ -197,15 +214,15 @@ class FlashAttention3(FlashAttention):
     @staticmethod
     def _bind_library(problem: CacheProblem, inputs: Inputs) -> Callable[[], torch.Tensor]:
         """Queries packed, ``[T, H, D]``; keys paged as they are, or packed."""
-        p, device = problem, inputs["q"].device
-        q = inputs["q"].transpose(1, 2).reshape(-1, p.heads, p.head_dim).contiguous()
-        k, v = inputs["k_cache"], inputs["v_cache"]
-        steps = torch.arange(p.batch + 1, dtype=torch.int32, device=device)
+        p, given = problem, _token_major(problem, inputs)
+        q = given["q"].view(-1, p.heads, p.head_dim)
+        k, v = given["k_cache"], given["v_cache"]
+        steps = torch.arange(p.batch + 1, dtype=torch.int32, device=q.device)
         ends_k, used, table = steps * p.capacity, None, None
         if p.page_size:
-            ends_k, used, table = None, inputs["cache_seqlens"], inputs["page_table"]  # type: ignore[assignment]
+            ends_k, used, table = None, given["cache_seqlens"], given["page_table"]  # type: ignore[assignment]
         else:
-            k, v = (cache.reshape(-1, *cache.shape[2:]) for cache in (k, v))
+            k, v = (cache.view(-1, *cache.shape[2:]) for cache in (k, v))
         # In the order of the library's schema: what is new, lengths, page table, rotation and scales; then the flags.
         arguments: list[Any] = [q, k, v, None, None, None, None, steps * p.seqlen_q, ends_k, None, None, used]
         arguments += [p.seqlen_q, p.capacity, table, *[None] * 8, p.scale, p.causal, -1, -1, 0.0, False, None, 0, None]
@@ -236,9 +253,9 @@ class FlashInfer(CacheRival):
         def bind_inputs(problem: CacheProblem, inputs: Inputs) -> Callable[[], torch.Tensor]:
             p, device = problem, inputs["q"].device
             size = p.page_size or _largest_page(p.capacity)
-            caches = tuple(inputs[name].reshape(-1, size, p.heads_kv, p.head_dim) for name in ("k_cache", "v_cache"))
+            caches = tuple(inputs[name].view(-1, size, p.heads_kv, p.head_dim) for name in ("k_cache", "v_cache"))
             count = p.capacity // size
-            table = inputs["page_table"] if p.page_size else torch.arange(p.batch * count, device=device)
+            table = inputs["page_table"] if p.page_size else torch.arange(p.batch * count, dtype=torch.int32, device=device)
             workspace = torch.zeros(256 << 20, dtype=torch.uint8, device=device)  # zeros is what the wrapper asks for
             wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
                 workspace, "NHD", use_cuda_graph=False, use_tensor_cores=p.group > 1
@@ -246,10 +263,10 @@ class FlashInfer(CacheRival):
             starts = torch.arange(p.batch + 1, dtype=torch.int32, device=device) * count
             last = torch.full((p.batch,), size, dtype=torch.int32, device=device)
             wrapper.plan(
-                starts, table.reshape(-1).int(), last, p.heads, p.heads_kv, p.head_dim, size,
+                starts, table.view(-1), last, p.heads, p.heads_kv, p.head_dim, size,
                 q_data_type=inputs["q"].dtype, kv_data_type=inputs["q"].dtype, sm_scale=p.scale,
             )  # fmt: skip
-            q = inputs["q"][:, :, 0].contiguous()
+            q = inputs["q"][:, :, 0]
             return lambda: wrapper.run(q, caches)[:, :, None]
 
         return Bound(bind_inputs)

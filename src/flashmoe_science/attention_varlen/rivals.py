@@ -103,7 +103,8 @@ class Sdpa(VarlenRival):
         def bind_inputs(problem: VarlenProblem, inputs: Inputs) -> Callable[[], torch.Tensor]:
             p = problem.planned
             parts = [
-                tuple(part.transpose(0, 1)[None].contiguous() for part in sequence)
+                # Always copies: of one head, ``contiguous`` would hand out the memory of the input itself.
+                tuple(part.transpose(0, 1)[None].clone(memory_format=torch.contiguous_format) for part in sequence)
                 for sequence in zip(
                     inputs["q"].split(problem.lengths),  # type: ignore[no-untyped-call]
                     inputs["k"].split(problem.lengths_k),  # type: ignore[no-untyped-call]
@@ -140,10 +141,11 @@ class FlashAttention(VarlenRival):
         function = importlib.import_module(self.module).flash_attn_varlen_func
 
         def bind_inputs(problem: VarlenProblem, inputs: Inputs) -> Callable[[], torch.Tensor]:
-            names = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k")
-            longest = dict(zip(("max_seqlen_q", "max_seqlen_k"), problem.longest, strict=True))
-            options = {"softmax_scale": problem.planned.softmax_scale, "causal": problem.planned.causal}
-            call = functools.partial(function, *(inputs[name] for name in names), **longest, **options)
+            # By name: after v, FlashAttention-4 has an argument that the others lack.
+            options: dict[str, Any] = {name: inputs[name] for name in ("cu_seqlens_q", "cu_seqlens_k")}
+            options.update(zip(("max_seqlen_q", "max_seqlen_k"), problem.longest, strict=True))
+            options.update(softmax_scale=problem.planned.softmax_scale, causal=problem.planned.causal)
+            call = functools.partial(function, inputs["q"], inputs["k"], inputs["v"], **options)
 
             def run() -> torch.Tensor:
                 out = call()

@@ -1,0 +1,24 @@
+"""What the harness asks of a baseline: an answer to the values that its inputs have, or had when it was bound."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from flashmoe_science.proof.answers import copied
+from flashmoe_science.proof.arms import copy_values
+from flashmoe_science.proof.operator import Operator, Rival
+
+
+def assert_answers_wholly(operator: Operator, rival: Rival, table: dict[str, Any], *, follows: bool) -> None:
+    """Give the inputs of a bound call other values: no answer may be made of both."""
+    case = operator.parse_case(table)
+    old, new = (operator.make_inputs(case, seed=seed, device="cpu") for seed in (3, 4))
+    call = operator.bind(rival.load(), case, old)
+    before, after = (copied(operator.bind(rival.load(), case, inputs)()) for inputs in (old, new))
+    assert isinstance(before, torch.Tensor)
+    assert isinstance(after, torch.Tensor)
+    assert not torch.equal(before, after)
+    copy_values(new, old)
+    torch.testing.assert_close(call(), after if follows else before)
