@@ -37,17 +37,30 @@ def weigh(
 
 
 @triton.jit
-def add_product(acc, a, b, length, PRECISION: tl.constexpr):
-    """Return acc + a @ b; for fp32, whose products are added one by one, the sum of a tile is added as one.
+def empty_sum(ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr):
+    """Return a sum [ROWS, COLUMNS] of no products: (sum,); for fp32 (sum, what rounding added to it)."""
+    zeros = tl.zeros([ROWS, COLUMNS], tl.float32)
+    if PRECISION == "ieee":
+        result = (zeros, zeros)
+    else:
+        result = (zeros,)
+    return result
 
-    So it is rounded less often where acc is large. ``length`` is positive, which the compiler does not know: it would
-    make a plain sum part of the product.
+
+@triton.jit
+def add_product(acc, a, b, PRECISION: tl.constexpr):
+    """Return the sum with a @ b added. For fp32 compensated, after Kahan: a tile's sum is as one number added.
+
+    What is added is as little as 16 products of a sum of thousands, whose roundings are larger than those of eager
+    PyTorch: of 10,000 rows that see one key they took 1.4 times what the error rule allows.
     """
     if PRECISION == "ieee":
-        one = tl.where(length > 0, 1.0, 0.0)
-        part = tl.dot(a, b, input_precision=PRECISION)
-        return tl.fma(part, tl.zeros(acc.shape, tl.float32) + one, acc)
-    return tl.dot(a, b, acc, input_precision=PRECISION)
+        part = tl.dot(a, b, input_precision=PRECISION) - acc[1]
+        total = acc[0] + part
+        result = (total, (total - acc[0]) - part)
+    else:
+        result = (tl.dot(a, b, acc[0], input_precision=PRECISION),)
+    return result
 
 
 @triton.jit

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .backward_primitives import add_product, load_lse, weigh
+from .backward_primitives import add_product, empty_sum, load_lse, weigh
 from .primitives import head_offset, kept_by, load_dropout, load_rows
 
 
@@ -74,7 +74,7 @@ def _fold_keys(
     ds = p * (dp - delta[:, None])
     if softcap is not None:
         ds *= cap
-    return add_product(dq, ds.to(k.dtype), k, seqlen_k, PRECISION)
+    return add_product(dq, ds.to(k.dtype), k, PRECISION)
 
 
 @triton.jit
@@ -163,7 +163,7 @@ def _backward_q_kernel(
         end = tl.where(first_row < seqlen_q, end, 0)
         inside, unmasked = tl.minimum(inside, end), tl.minimum(unmasked, end)
 
-    dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    dq = empty_sum(BLOCK_M, BLOCK_D, PRECISION)
     if BOUND_LEFT:
         for start_n in tl.range(begin, tl.minimum(inside, end), BLOCK_N, num_stages=1):
             dq = _fold_keys(
@@ -187,7 +187,7 @@ def _backward_q_kernel(
             True, False, BOUND_RIGHT, PRECISION,
         )  # fmt: skip
 
-    dq *= grad_scale
+    dq = dq[0] * grad_scale
     dq_base = dq_ptr + head_offset(b, h, stride_dqb, stride_dqh) * ALIGN_OUT + start * STRIDE_DQM
     dq_ptrs = dq_base + rows[:, None] * STRIDE_DQM + offs_d[None, :]
     dq_mask = offs_m[:, None] < place_q

@@ -27,7 +27,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .backward_primitives import add_product, load_lse, row_products, weigh
+from .backward_primitives import add_product, empty_sum, load_lse, row_products, weigh
 from .primitives import head_offset, kept_by, load_dropout, load_rows
 
 
@@ -140,7 +140,7 @@ def _fold_rows(
         weights = p
         if dropout is not None:  # what is kept is scaled at the end
             weights = tl.where(kept, p, 0.0)
-        dv = add_product(dv, weights.to(do.dtype), do, seqlen_q, PRECISION)
+        dv = add_product(dv, weights.to(do.dtype), do, PRECISION)
     if MAKE_DK:
         dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
         if dropout is not None:
@@ -152,7 +152,7 @@ def _fold_rows(
         ds = p * (dp - delta[None, :])
         if softcap is not None:
             ds *= cap
-        dk = add_product(dk, ds.to(q.dtype), q, seqlen_q, PRECISION)
+        dk = add_product(dk, ds.to(q.dtype), q, PRECISION)
     return dk, dv
 
 
@@ -254,8 +254,8 @@ def _backward_kv_kernel(
         end = tl.where(first_key < seqlen_k, end, 0)
         inside, unmasked = tl.minimum(inside, end), tl.minimum(unmasked, end)
 
-    dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
+    dk = empty_sum(BLOCK_N, BLOCK_D, PRECISION)
+    dv = empty_sum(BLOCK_N, BLOCK_DV, PRECISION)
     group = heads // heads_kv  # not a constant: unrolled, this loop needs registers that there are not
     first_head = hk * group
     q_base = q_ptr + head_offset(b, first_head, stride_qb, stride_qh) * ALIGN
@@ -314,7 +314,7 @@ def _backward_kv_kernel(
             bias_base += stride_bias_h * ALIGN_BIAS
 
     if MAKE_DK:
-        dk *= grad_scale
+        dk = dk[0] * grad_scale
         if seqused_k_ptr is not None:  # keys behind the length of a sequence
             dk = tl.where(offs_n[:, None] < seqlen_k, dk, 0.0)
         dk_base = dk_ptr + head_offset(b, hk, stride_dkb, stride_dkh) * ALIGN_OUT + start * STRIDE_DKN
@@ -324,6 +324,7 @@ def _backward_kv_kernel(
         dk_ptrs = dk_base + keys[:, None] * STRIDE_DKN + offs_d[None, :]
         tl.store(dk_ptrs, dk.to(dk_ptr.dtype.element_ty), mask=dk_mask)
     if MAKE_DV:
+        dv = dv[0]
         if dropout_seed_ptr is not None:
             dv *= dropout_scale
         if seqused_k_ptr is not None:
