@@ -36,7 +36,7 @@ LETTERS = {
     "forward_features_gluon_sm90": "F",
     "forward_triton": "T",
 }
-CACHE_LETTERS = {"decode_triton": "D"}
+CACHE_LETTERS = {"decode_gluon_sm90": "M", "decode_triton": "D"}
 BACKWARD_LETTERS = {"backward_gluon_sm90": "G", "backward_triton": "B"}
 # Batch, heads, queries, keys: few and many, of each enough to want another kernel.
 SIZES = ((1, 4, 128, 128), (64, 16, 256, 256), (8, 16, 4096, 4096), (1, 2, 16, 8192))
@@ -118,7 +118,7 @@ def decoded_by(gpu: str, dtype: str, options: dict[str, Any]) -> str:
             found.add(CACHE_LETTERS[plan_with_kv_cache(problem, SPECS[gpu]).kernel])
         except UnsupportedError:
             found.add("–")
-    return " ".join(sorted(found, key="D–".index))
+    return " ".join(sorted(found, key="MD–".index))
 
 
 def served_by(gpu: str, dtype: str, options: dict[str, Any]) -> str:

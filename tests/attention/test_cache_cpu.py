@@ -230,7 +230,7 @@ OPTIONS: dict[str, tuple[dict[str, object], str]] = {
     "splits": ({"num_splits": 1000}, r"num_splits must be 0 \(the plan chooses\) to 256, got 1000"),
     "splits of what": ({"num_splits": True}, r"num_splits must be an integer, got True"),
     "kernel of what": ({"kernel": ["decode_triton"]}, r"kernel must be the name of a kernel, got \['decode_triton'\]"),
-    "kernel": ({"kernel": "fast"}, r"kernel must be auto or one of decode_triton, reference, got 'fast'"),
+    "kernel": ({"kernel": "fast"}, r"auto or one of decode_gluon_sm90, decode_triton, reference, got 'fast'"),
 }
 
 

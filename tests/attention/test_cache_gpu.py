@@ -12,7 +12,8 @@ import torch
 
 from flashmoe_science import UnsupportedError, explain_with_kv_cache, flash_attention, flash_attention_with_kv_cache
 from flashmoe_science.attention import decode_plan
-from flashmoe_science.attention.decode_plan import _FEW, _FEW_KEYS, _MORE_TO_READ, _SHORT, DECODE_TABLES, DecodeConfig
+from flashmoe_science.attention.decode_config import DecodeConfig
+from flashmoe_science.attention.decode_plan import _FEW, _FEW_KEYS, _MORE_TO_READ, _SHORT, DECODE_TABLES
 
 from .cache_cases import CACHE_CASES, EMPTY_CACHE_CASES, CacheCase, Tensors, make_tensors
 from .cache_checks import assert_cache_right, call, clone
@@ -105,9 +106,10 @@ def test_tiles_for_more_to_read(dim, tile, page_size, monkeypatch):
             "tile", lengths=lengths, capacity=capacity, seqlen_q=1 if dim == 576 else 3, head_dim=dim, dtype="bf16",
             page_size=page_size, options={"causal": True, **options}, **mla,
         )  # fmt: skip
-        run(case)
+        run(case, kernel="decode_triton")
     if not page_size:
-        run(CacheCase("full", lengths=(capacity,) * 2, capacity=capacity, head_dim=dim, dtype="fp16", full=True, **mla))
+        full: dict[str, Any] = {"lengths": (capacity,) * 2, "dtype": "fp16", "full": True, **mla}
+        run(CacheCase("full", capacity=capacity, head_dim=dim, **full), kernel="decode_triton")
 
 
 @pytest.mark.parametrize("page_size", [0, 16])
@@ -125,17 +127,18 @@ def test_features(options, page_size):
         run(case)
 
 
+@pytest.mark.parametrize("kernel", ["auto", "decode_triton"])
 @pytest.mark.parametrize("heads", [16, 40, 128])
 @pytest.mark.parametrize("page_size", [0, 1, 64])
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
-def test_mla(dtype, page_size, heads):
+def test_mla(dtype, page_size, heads, kernel):
     """The absorbed form: values are 512 of 576 columns of the keys, and one K/V head."""
     for seqlen_q, options in ((1, {}), (2, {"causal": True, "batch_invariant": True}), (1, {"num_splits": 1})):
         case = CacheCase(
             "mla", lengths=LENGTHS, capacity=3000, heads=heads, heads_kv=1, seqlen_q=seqlen_q, head_dim=576,
             head_dim_v=512, dtype=dtype, page_size=page_size, shared=True, options=options,
         )  # fmt: skip
-        run(case)
+        run(case, kernel=kernel)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

@@ -12,9 +12,9 @@ from hypothesis import given, strategies as st
 
 from flashmoe_science import InputError, UnsupportedError
 from flashmoe_science.attention.cache_problem import CacheProblem
+from flashmoe_science.attention.decode_config import DecodeConfig
 from flashmoe_science.attention.decode_plan import (
     DECODE_TABLES,
-    DecodeConfig,
     Shares,
     even_splits,
     partial_sizes,
@@ -228,7 +228,7 @@ def test_shared_values_are_read_once():
     """MLA, absorbed: 16 heads of 576 columns, of which 512 are values too."""
     problem = make(16, 16, 1, 1, 8192, head_dim=576, head_dim_v=512, shared_kv=True, page_size=64)
     assert problem.kv_bytes == 16 * 8192 * 576 * 2
-    assert plan_with_kv_cache(problem, H200).config == DecodeConfig(16, 64, 8, 3, 1)
+    assert plan_with_kv_cache(problem, H200, "decode_triton").config == DecodeConfig(16, 64, 8, 3, 1)
     with pytest.raises(
         InputError, match="with shared_kv head_dim_v must be at most D = 576 and seqlen_new 0, got 512 and 1"
     ):

@@ -16,13 +16,13 @@ import pytest
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
 from flashmoe_science.attention.cache_problem import CacheProblem
+from flashmoe_science.attention.decode_config import DecodeConfig
 from flashmoe_science.attention.decode_plan import (
     _FEW,
     _FEW_KEYS,
     _MORE_TO_READ,
     _SHORT,
     DECODE_TABLES,
-    DecodeConfig,
     DecodePlan,
     plan_with_kv_cache,
 )
@@ -73,7 +73,7 @@ class Row:
             capacity=self.keys, head_dim=576 if mla else self.columns, head_dim_v=self.columns, dtype=dtype,
             shared_kv=mla, **WAYS[self.way],
         )  # fmt: skip
-        plan = plan_with_kv_cache(problem, SPECS[GPUS[self.arch]])
+        plan = plan_with_kv_cache(problem, SPECS[GPUS[self.arch]], "decode_triton")
         assert plan.config == self.config
         return plan
 

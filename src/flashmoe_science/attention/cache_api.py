@@ -105,7 +105,7 @@ def flash_attention_with_kv_cache(
         batch_invariant: a sequence gets the same bits whatever else is in the batch, and whatever the capacity of the
             cache: its keys are cut by its own length alone. Sq, H, HK, D, DV, dtype and GPU must be the same.
         return_lse: return the log-sum-exp of every row too.
-        kernel: ``"auto"``, or ``"decode_triton"``; a forced kernel never falls back.
+        kernel: ``"auto"``, ``"decode_gluon_sm90"`` or ``"decode_triton"``; a forced kernel never falls back.
 
     Returns:
         o ``[B, H, Sq, DV]`` in the dtype of q; with ``return_lse`` the pair of o and lse ``[B, H, Sq]`` fp32, natural

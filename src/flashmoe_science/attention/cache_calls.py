@@ -94,7 +94,7 @@ def _cuda_call(plan: DecodePlan, device: torch.device) -> Call:
     problem, index = plan.problem, device.index
     launches = [
         (
-            prepare_launch(kernel.source, plan.arch, index, kernel.grid, kernel.scalars),
+            prepare_launch(kernel.source, plan.arch, index, kernel.grid, kernel.scalars, kernel.tensor_maps),
             _sources(pointer_names(kernel), rotated=problem.rotary_dim > 0 and kernel.source.name != "_append_kernel"),
         )
         for kernel in prepare_cache_kernels(plan)

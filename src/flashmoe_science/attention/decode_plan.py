@@ -12,22 +12,12 @@ from ..errors import InputError, UnsupportedError
 from ..gpu.planning import PlannedLaunch, refuse_architecture
 from ..gpu.specs import GpuSpec
 from .cache_problem import MAX_SPLITS, CacheProblem
+from .decode_config import DecodeConfig
+from .decode_hopper_plan import HOPPER_DECODE, HOPPER_DECODE_KERNEL, hopper_decode_is_slower, hopper_decode_refusal
 from .plan import MAX_HEAD_DIM
 from .tiles import block_dim
 
-CACHE_KERNELS = ("decode_triton", "reference")
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeConfig:
-    """Tile of ``decode_triton``."""
-
-    block_m: int  # rows of one program: the queries of all heads of a K/V head
-    block_n: int  # keys of one step
-    num_warps: int
-    num_stages: int  # tiles of K and V in flight, and the one that is worked on
-    blocks_per_sm: int  # resident at a time, at the least
-    prefetch: bool = False  # L2 is asked for the first keys and values while the queries are on their way
+CACHE_KERNELS = (HOPPER_DECODE_KERNEL, "decode_triton", "reference")
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,6 +275,8 @@ def plan_with_kv_cache(problem: CacheProblem, gpu: GpuSpec | None, kernel: str =
     """
     if kernel != "auto" and kernel not in CACHE_KERNELS:
         raise InputError(f"kernel must be auto or one of {', '.join(CACHE_KERNELS)}, got {kernel!r}")
+    if gpu is None and kernel == HOPPER_DECODE_KERNEL:
+        raise UnsupportedError(f"{kernel} needs a Hopper GPU, got CPU tensors", hint="auto runs the reference on CPUs")
     if gpu is None and kernel != "decode_triton":
         return DecodePlan(problem, "CPU", 0, "reference", None, None, None, (), "CPU tensors run the reference")
     if gpu is None and os.environ.get("TRITON_INTERPRET") != "1":
@@ -301,12 +293,25 @@ def plan_with_kv_cache(problem: CacheProblem, gpu: GpuSpec | None, kernel: str =
         _refuse_wide(problem)
     if gpu is None:  # small tiles and few SMs, so that small problems are split
         config = DecodeConfig(16, 16, 4, 1, 1)
-        return _decode_plan(problem, "CPU", 0, 8, config, "Triton's interpreter runs it (TRITON_INTERPRET=1)")
+        why = "Triton's interpreter runs it (TRITON_INTERPRET=1)"
+        return _decode_plan(problem, "CPU", 0, 8, "decode_triton", config, why)
     refuse_architecture(gpu.arch)
+    return _gpu_plan(problem, gpu, kernel)
+
+
+def _gpu_plan(problem: CacheProblem, gpu: GpuSpec, kernel: str) -> DecodePlan:
+    refusal = hopper_decode_refusal(problem, gpu)
+    if kernel == HOPPER_DECODE_KERNEL and refusal:
+        raise UnsupportedError(f"{kernel} does not serve {problem.describe()}: {refusal}", hint="auto serves it")
+    why = "it was asked for"
+    if kernel == "auto":
+        refusal = refusal or hopper_decode_is_slower(problem)
+        passed_over = f"; {HOPPER_DECODE_KERNEL} is passed over ({refusal})" if problem.shared_kv else ""
+        why = f"there is a cache{passed_over}" if refusal else "values are columns of the keys, and this is a Hopper"
+    if kernel != "decode_triton" and refusal is None:
+        return _decode_plan(problem, gpu.name, gpu.arch, gpu.sms, HOPPER_DECODE_KERNEL, HOPPER_DECODE, why)
     config = decode_config(problem, gpu.arch, gpu.sms)
-    return _decode_plan(
-        problem, gpu.name, gpu.arch, gpu.sms, config, "it was asked for" if kernel != "auto" else "there is a cache"
-    )
+    return _decode_plan(problem, gpu.name, gpu.arch, gpu.sms, "decode_triton", config, why)
 
 
 def _refuse_wide(problem: CacheProblem) -> None:
@@ -324,7 +329,9 @@ def _refuse_wide(problem: CacheProblem) -> None:
         )
 
 
-def _decode_plan(problem: CacheProblem, gpu: str, arch: int, sms: int, config: DecodeConfig, why: str) -> DecodePlan:
+def _decode_plan(
+    problem: CacheProblem, gpu: str, arch: int, sms: int, kernel: str, config: DecodeConfig, why: str
+) -> DecodePlan:
     launches = []
     if (problem.seqlen_new or problem.rotary_dim) and problem.batch and problem.heads_kv:
         tokens = max(problem.seqlen_new, problem.seqlen_q if problem.rotary_dim else 0)
@@ -333,7 +340,7 @@ def _decode_plan(problem: CacheProblem, gpu: str, arch: int, sms: int, config: D
         launches.append(PlannedLaunch("_append_kernel", grid, (32 * APPEND_WARPS, 1, 1)))
     if problem.batch * problem.heads * problem.seqlen_q == 0:
         reason = f"{why}; the output is empty"
-        return DecodePlan(problem, gpu, arch, "decode_triton", None, None, None, tuple(launches), reason)
+        return DecodePlan(problem, gpu, arch, kernel, None, None, None, tuple(launches), reason)
     if max(abs(problem.k_strides[1]), abs(problem.v_strides[1])) * config.block_n >= 2**31:
         raise UnsupportedError(
             f"positions of the cache are too far apart: {problem.k_strides[1]} elements",
@@ -342,7 +349,8 @@ def _decode_plan(problem: CacheProblem, gpu: str, arch: int, sms: int, config: D
     shares, reason = plan_shares(problem, config, sms)
     tiles_m = _cdiv(problem.packed_rows, config.block_m)
     grid = (tiles_m * problem.heads_kv * shares.programs, 1, 1)
-    launches.append(PlannedLaunch("_decode_kernel", grid, (32 * config.num_warps, 1, 1)))
+    main = "_decode_sm90_kernel" if kernel == HOPPER_DECODE_KERNEL else "_decode_kernel"
+    launches.append(PlannedLaunch(main, grid, (32 * config.num_warps, 1, 1)))
     merge = None
     if shares.most > 1:
         merge = _merge_config(problem, shares, sms)
@@ -355,4 +363,4 @@ def _decode_plan(problem: CacheProblem, gpu: str, arch: int, sms: int, config: D
                 f"a grid of {launch.grid} blocks is too large for {launch.pattern}",
                 hint="at most 65535 sequences, and 65535 heads, are served",
             )
-    return DecodePlan(problem, gpu, arch, "decode_triton", config, shares, merge, tuple(launches), f"{why}; {reason}")
+    return DecodePlan(problem, gpu, arch, kernel, config, shares, merge, tuple(launches), f"{why}; {reason}")

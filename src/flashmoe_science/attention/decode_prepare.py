@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from ..gpu.compile import KernelSource
+from ..gpu.gluon_versions import descriptor_type
+from ..gpu.tensor_map import TensorMap
 from .append_triton import _append_kernel
 from .cache_problem import CacheProblem, alignment
-from .decode_plan import APPEND_TOKENS, APPEND_WARPS, MERGE_WARPS, DecodeConfig, DecodePlan, MergeConfig, Shares
+from .decode_config import DecodeConfig
+from .decode_gluon_sm90 import COLUMNS, KEYS, MORE, ROWS, _decode_sm90_kernel
+from .decode_plan import (
+    APPEND_TOKENS,
+    APPEND_WARPS,
+    MERGE_WARPS,
+    DecodePlan,
+    MergeConfig,
+    Shares,
+)
 from .decode_triton import _decode_kernel, _merge_shares_kernel
+from .hopper_plan import HOPPER_REGISTERS
 from .prepare import PreparedKernel
-from .problem import LOG2_E, Strides
+from .problem import LOG2_E
 from .tiles import block_dim
 
 _OURS = ("q_out_ptr", "o_ptr", "lse_ptr", "o_part_ptr", "sums_part_ptr")  # allocated here, so aligned
@@ -18,13 +31,22 @@ _OURS = ("q_out_ptr", "o_ptr", "lse_ptr", "o_part_ptr", "sums_part_ptr")  # allo
 
 def prepare_cache_kernels(plan: DecodePlan) -> tuple[PreparedKernel, ...]:
     """Return the kernels of ``plan``, in the order in which they are launched."""
-    makers = {"_append_kernel": _append, "_decode_kernel": _decode, "_merge_shares_kernel": _merge}
+    makers = {
+        "_append_kernel": _append,
+        "_decode_kernel": _decode,
+        "_decode_sm90_kernel": _decode_hopper,
+        "_merge_shares_kernel": _merge,
+    }
     return tuple(makers[launch.pattern](plan, launch.grid) for launch in plan.launches)
 
 
+_MAPPED = {"q_desc": "q_ptr", "k_desc": "k_ptr"}  # those of second parts have the address of the first
+
+
 def pointer_names(kernel: PreparedKernel) -> tuple[str, ...]:
-    """Return the pointers that a kernel takes, in order."""
-    return tuple(name for name, kind in kernel.source.signature if kind.startswith("*"))
+    """Return the pointers that a kernel takes, in order; a tensor that TMA copies is one, too."""
+    names = [name for name, kind in kernel.source.signature if kind.startswith("*") or name in _MAPPED]
+    return tuple(_MAPPED.get(name, name) for name in names)
 
 
 def _optional(problem: CacheProblem) -> dict[str, str | None]:
@@ -80,14 +102,6 @@ def _output_alignment(problem: CacheProblem) -> int:
     return min(8, problem.head_dim_v & -problem.head_dim_v)
 
 
-def _queries(problem: CacheProblem) -> Strides:
-    """Return the strides of the queries that are attended with: rotated ones are a dense copy."""
-    if not problem.rotary_dim:
-        return problem.q_strides
-    rows, dim = problem.seqlen_q, problem.head_dim
-    return problem.heads * rows * dim, rows * dim, dim, 1
-
-
 def _schedule(problem: CacheProblem, shares: Shares) -> dict[str, tuple[str, float] | None]:
     """Return what tells a program its share; the merge is told the same."""
     return {
@@ -121,7 +135,7 @@ def _decode(plan: DecodePlan, grid: tuple[int, int, int]) -> PreparedKernel:
     assert isinstance(shares, Shares)
     kind, align, align_o = problem.dtype, alignment(problem), _output_alignment(problem)
     split = shares.most > 1
-    q_strides = _queries(problem)
+    q_strides = problem.attended_strides
     pointers: dict[str, str | None] = {
         **dict.fromkeys(("q_ptr", "k_ptr", "v_ptr"), f"*{kind}"),
         **_optional(problem),
@@ -188,6 +202,60 @@ def _decode(plan: DecodePlan, grid: tuple[int, int, int]) -> PreparedKernel:
         _decode_kernel, plan, pointers, scalars, constants, config.num_warps, config.num_stages, min(255, registers)
     )
     return PreparedKernel(source, grid, values)
+
+
+def _decode_hopper(plan: DecodePlan, grid: tuple[int, int, int]) -> PreparedKernel:
+    p, shares, kind = plan.problem, plan.shares, plan.problem.dtype
+    assert isinstance(shares, Shares)
+    split, strides = shares.most > 1, p.attended_strides
+    heads = min(p.heads, ROWS.value)  # of a tile
+    queries, keys = (1, ROWS.value // heads, heads), (1, KEYS.value)
+    optional = {
+        "page_table_ptr": "*i32" if p.page_size else None,
+        "seqlens_ptr": "*i32" if p.has_seqlens else None,
+        "o_ptr": f"*{kind}",
+        "lse_ptr": "*fp32" if p.return_lse else None,
+        "o_part_ptr": "*fp32" if split else None,
+        "sums_part_ptr": "*fp32" if split else None,
+    }
+    schedule = {name: value for name, value in _schedule(p, shares).items() if name not in ("heads_kv", "window_left")}
+    scalars: dict[str, Any] = {
+        "stride_tb": ("i64", p.table_stride),
+        **dict(zip(("stride_ob", "stride_oh", "stride_om"), (("i64", n) for n in p.output_strides), strict=False)),
+        **schedule,
+        "scale_log2": ("fp32", _scale(p)),
+    }
+    signature = {
+        "q_desc": descriptor_type(kind, (*queries, COLUMNS.value)),
+        "k_desc": descriptor_type(kind, (*keys, COLUMNS.value)),
+        **{name: pointer for name, pointer in optional.items() if pointer},
+        "q_more_desc": descriptor_type(kind, (*queries, MORE.value)),
+        "k_more_desc": descriptor_type(kind, (*keys, MORE.value)),
+        **{name: type_ for name, (type_, _) in scalars.items()},
+    }
+    constants = {
+        **{name: None for name, pointer in optional.items() if not pointer},
+        "HEADS": p.heads,
+        "PAGE_SIZE": p.page_size,
+        "TILES_M": -(-p.packed_rows // ROWS.value),
+        "IS_CAUSAL": p.window[1] == 0,
+        "BALANCED": shares.schedule == "balanced",
+        "BLOCK_B": _block_b(p, shares),
+        "STORE_LSE": p.return_lse,
+        "REGISTERS": HOPPER_REGISTERS[2],
+    }
+    source = KernelSource(
+        _decode_sm90_kernel,
+        tuple(signature.items()),
+        tuple(constants.items()),
+        frozenset(name for name, pointer in optional.items() if pointer and name in _OURS),
+        num_warps=4,
+        dependent_launch=True,
+    )
+    q_map = TensorMap(kind, (p.batch, p.seqlen_q, p.heads, p.head_dim), (strides[0], strides[2], strides[1], 1))
+    k_map = TensorMap(kind, (p.pages, p.page_size or p.capacity, p.head_dim), (*p.k_strides[:2], 1))
+    maps = q_map, k_map, dataclasses.replace(q_map, of=0), dataclasses.replace(k_map, of=1)
+    return PreparedKernel(source, grid, tuple(value for _, value in scalars.values()), maps)
 
 
 def _merge(plan: DecodePlan, grid: tuple[int, int, int]) -> PreparedKernel:

@@ -23,7 +23,8 @@ NOT_FOLLOWED = frozenset(
         "", ".errors", ".gpu.device", ".gpu.specs", ".gpu.machine_code",
         *(f".attention.{room}" for room in ("inputs", "plan", "prepare", "problem", "reference")),
         *(f".attention.{room}" for room in ("cache_contract", "cache_problem", "cache_reference")),
-        *(f".attention.{room}" for room in ("decode_plan", "decode_prepare", "packed")),
+        *(f".attention.{room}" for room in ("decode_config", "decode_hopper_plan", "decode_plan", "decode_prepare")),
+        ".attention.packed",
         *(f".attention.{room}" for room in ("features_plan", "features_prepare")),
         ".attention.gradients",  # of calls that record nothing it decides nothing
     )
@@ -44,8 +45,8 @@ _NOT_FOLLOWED_OF_RIVALS = NOT_FOLLOWED | {f"{_PACKAGE}.attention.api", f"{_PACKA
 _OF_KERNELS = frozenset(
     f"{_PACKAGE}.attention.{module}"
     for module in (
-        "append_triton", "decode_triton", "forward_gluon_sm90", "forward_short_gluon", "forward_triton", "merge_triton",
-        "forward_features_gluon_sm90", "sequences_triton",
+        "append_triton", "decode_gluon_sm90", "decode_triton", "forward_gluon_sm90", "forward_short_gluon",
+        "forward_triton", "merge_triton", "forward_features_gluon_sm90", "sequences_triton",
         "backward_gluon_sm90", "backward_passes_triton", "backward_q_triton", "backward_triton",
         "backward_wide_gluon_sm90",
     )

@@ -255,7 +255,8 @@ class FlashInfer(CacheRival):
             size = p.page_size or _largest_page(p.capacity)
             caches = tuple(inputs[name].view(-1, size, p.heads_kv, p.head_dim) for name in ("k_cache", "v_cache"))
             count = p.capacity // size
-            table = inputs["page_table"] if p.page_size else torch.arange(p.batch * count, dtype=torch.int32, device=device)
+            own = torch.arange(0 if p.page_size else p.batch * count, dtype=torch.int32, device=device)
+            table = inputs["page_table"] if p.page_size else own
             workspace = torch.zeros(256 << 20, dtype=torch.uint8, device=device)  # zeros is what the wrapper asks for
             wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
                 workspace, "NHD", use_cuda_graph=False, use_tensor_cores=p.group > 1

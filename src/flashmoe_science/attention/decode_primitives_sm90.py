@@ -1,0 +1,77 @@
+"""What the kernel for Hopper that attends to a cache is built of (Gluon): shares, as ``decode_triton`` cuts them."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+_LENGTHS = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+
+
+@gluon.jit
+def launch_dependents():
+    """Let the kernel after this one start, up to its own wait for the end of this one."""
+    asm: gl.constexpr = "griddepcontrol.launch_dependents; // $0"
+    gl.inline_asm_elementwise(asm, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def uniform(x):
+    """Return an integer that all threads of a warp have alike, so that ptxas knows that they do.
+
+    A loop that ends with it then keeps the addresses of matrices in uniform registers, where 128 bytes were spilled.
+    """
+    return gl.inline_asm_elementwise(
+        "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def _cdiv(a, b):
+    return (a + b - 1) // b
+
+
+@gluon.jit
+def _add(a, b):
+    return a + b
+
+
+@gluon.jit
+def find_share(
+    chunk, batch, seqlens_ptr, seqlen_new, capacity, splits, least_tiles, alike,
+    BALANCED: gl.constexpr, BLOCK_B: gl.constexpr, BLOCK_N: gl.constexpr,
+):  # fmt: skip
+    """Return sequence and number of the share ``chunk``, its tiles, the shares of the sequence, and its keys.
+
+    The number is not below that of the shares where there is nothing to do.
+    """
+    if BALANCED:
+        seqs = gl.arange(0, BLOCK_B, _LENGTHS)
+        present = seqs < batch
+        ends = seqs * 0 + capacity
+        if seqlens_ptr is not None:
+            ends = gl.minimum(gl.maximum(gl.load(seqlens_ptr + seqs, mask=present, other=0) + seqlen_new, 0), capacity)
+        tiles = gl.where(present, _cdiv(ends, BLOCK_N), 0)
+        total = gl.sum(tiles, 0)
+        mean = total // batch
+        quota = gl.maximum(_cdiv(total, splits), least_tiles)
+        wanted = gl.maximum((tiles + quota // 2) // quota, 1)
+        if gl.max(tiles, 0) <= mean + mean // 8:
+            wanted = seqs * 0 + alike
+        shares = gl.maximum(_cdiv(tiles, wanted), 1)
+        counts = gl.where(present, gl.maximum(_cdiv(tiles, shares), 1), 0)
+        b = gl.sum((gl.associative_scan(counts, 0, _add) <= chunk).to(gl.int32), 0)
+        split = chunk - gl.sum(gl.where(seqs < b, counts, 0), 0)
+        share = gl.sum(gl.where(seqs == b, shares, 0), 0)
+        count = gl.sum(gl.where(seqs == b, counts, 0), 0)
+        end = gl.sum(gl.where(seqs == b, ends, 0), 0)
+    else:
+        b = chunk // splits
+        split = chunk % splits
+        end = b * 0 + capacity
+        if seqlens_ptr is not None:
+            end = gl.minimum(gl.maximum(gl.load(seqlens_ptr + b) + seqlen_new, 0), capacity)
+        tiles = _cdiv(end, BLOCK_N)
+        share = gl.maximum(_cdiv(tiles, splits), least_tiles)
+        count = gl.maximum(_cdiv(tiles, share), 1)
+    return b, split, share, count, end

@@ -1,0 +1,153 @@
+"""Attention to a cache on Hopper where values are columns of the keys: when it is chosen, and that it compiles."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton exists for Linux only")
+
+from flashmoe_science import UnsupportedError
+from flashmoe_science.attention.cache_problem import CacheProblem
+from flashmoe_science.attention.decode_plan import plan_with_kv_cache
+from flashmoe_science.attention.decode_prepare import pointer_names, prepare_cache_kernels
+from flashmoe_science.gpu.compile import compile_kernel, read_resources
+from flashmoe_science.gpu.launch import count_parameters
+from flashmoe_science.gpu.specs import SPECS
+
+H200 = SPECS["H200"]
+MLA: dict[str, Any] = {"heads_kv": 1, "head_dim": 576, "head_dim_v": 512, "dtype": "bf16", "shared_kv": True}
+PROBLEM = CacheProblem(batch=16, heads=128, seqlen_q=1, capacity=8192, page_size=64, **MLA)
+
+
+def change(**options) -> CacheProblem:
+    sizes = {"batch": 16, "heads": 128, "seqlen_q": 1, "capacity": 8192, "page_size": 64}
+    return CacheProblem(**{**MLA, **sizes, **options})
+
+
+@pytest.mark.parametrize("heads", [1, 2, 16, 64, 128, 192])
+@pytest.mark.parametrize("page_size", [0, 64, 256])
+def test_it_serves_mla_on_hopper(heads, page_size):
+    for seqlen_q, causal in ((1, False), (3, True)):
+        problem = change(heads=heads, page_size=page_size, seqlen_q=seqlen_q, causal=causal)
+        plan = plan_with_kv_cache(problem, H200)
+        assert plan.kernel == "decode_gluon_sm90"
+        assert "values are columns of the keys" in plan.reason
+        tiles_m = -(-heads * seqlen_q // 64)
+        assert plan.shares is not None
+        assert plan.launches[0].grid == (tiles_m * plan.shares.programs, 1, 1)
+        assert plan.launches[0].pattern == "_decode_sm90_kernel"
+        assert plan_with_kv_cache(problem, SPECS["B200"]).kernel == "decode_triton"
+
+
+def test_few_rows_with_little_to_read_go_to_triton():
+    """And where the bits must not depend on the batch, the rows alone decide."""
+    few = "up to 16 rows it pays with 4096 keys a sequence and 128 MiB of keys or more"
+    for problem in (
+        change(heads=16, batch=1),
+        change(heads=8, batch=128, capacity=1024),
+        change(heads=16, batch=8),
+        *(change(heads=16, batch=batch, batch_invariant=True) for batch in (1, 64)),
+        *(change(heads=16, batch=batch, num_splits=3) for batch in (1, 64)),
+    ):
+        plan = plan_with_kv_cache(problem, H200)
+        assert plan.kernel == "decode_triton"
+        assert few in plan.reason
+        assert plan_with_kv_cache(problem, H200, "decode_gluon_sm90").kernel == "decode_gluon_sm90"
+    for problem in (
+        change(heads=32, batch=1, capacity=64),
+        change(heads=16, batch=1, seqlen_q=2, batch_invariant=True),
+    ):
+        assert plan_with_kv_cache(problem, H200).kernel == "decode_gluon_sm90"
+
+
+REFUSED = {
+    "no MLA": (change(shared_kv=False, head_dim=128, head_dim_v=128), "the first 512 of 576 columns"),
+    "narrower": (change(head_dim=320, head_dim_v=256), "the first 512 of 576 columns"),
+    "two": (change(heads_kv=2), "one K/V head"),
+    "heads": (change(heads=40), "heads that divide 64 or are a multiple of it, got 1 and 40"),
+    "pages": (change(page_size=16), "whole tiles of 64 keys, got pages of 16"),
+    "window": (change(window=(100, -1)), "no sliding window"),
+    "right": (change(window=(-1, 1), seqlen_q=4), "no sliding window"),
+    "features": (change(softcap=3.0, sinks="bf16"), "no softcap and no attention sinks"),
+    "alibi": (change(alibi="fp32"), "no ALiBi"),
+    "bias": (change(bias="fp32"), "no bias"),
+    "padding": (change(has_leftpad=True), "no left padding"),
+    "index": (change(has_batch_idx=True, page_size=0), "no batch index"),
+    "scale": (change(softmax_scale=-0.5), "positive softmax_scale, got -0.5"),
+    "address": (change(pointer_alignment=8), "multiples of 16 bytes"),
+    "rows": (change(k_strides=(64 * 580, 580, 576, 1)), "multiples of 16 bytes"),
+    "large": (change(capacity=2**29, pages=2**23, batch=1), "up to 536870912"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_it_does_not_serve_goes_to_triton_and_says_why(name):
+    problem, message = REFUSED[name]
+    plan = plan_with_kv_cache(problem, H200)
+    assert plan.kernel == "decode_triton"
+    assert ("decode_gluon_sm90 is passed over (" in plan.reason) == problem.shared_kv
+    assert message in plan.reason or not problem.shared_kv
+    with pytest.raises(UnsupportedError, match=f"decode_gluon_sm90 does not serve .*{re.escape(message)}"):
+        plan_with_kv_cache(problem, H200, "decode_gluon_sm90")
+
+
+def test_where_there_is_no_hopper():
+    with pytest.raises(UnsupportedError, match="it needs sm_90, got sm_100"):
+        plan_with_kv_cache(PROBLEM, SPECS["B200"], "decode_gluon_sm90")
+    with pytest.raises(UnsupportedError, match="needs a Hopper GPU, got CPU tensors"):
+        plan_with_kv_cache(PROBLEM, None, "decode_gluon_sm90")
+
+
+COMPILED = [
+    change(heads=heads, seqlen_q=seqlen_q, causal=True, page_size=page_size, return_lse=return_lse, batch=batch,
+           has_seqlens=batch > 1, dtype=dtype)
+    for (heads, seqlen_q), page_size, (return_lse, batch, dtype) in itertools.product(
+        ((8, 1), (16, 3), (128, 1), (192, 2)), (0, 64), ((True, 16, "bf16"), (False, 1, "fp16"))
+    )
+]  # fmt: skip
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("problem", COMPILED, ids=str)
+def test_it_compiles(problem):
+    """Within shared memory, without spills: the outputs fill the registers of two warpgroups."""
+    plan = plan_with_kv_cache(problem, H200, "decode_gluon_sm90")
+    decode = prepare_cache_kernels(plan)[0]
+    assert decode.source.name == "_decode_sm90_kernel"
+    found = read_resources(decode.source, 90)
+    assert found.spill_bytes == 0
+    assert found.shared_memory_bytes <= H200.shared_memory_per_block_bytes
+    # 36 for scores of 576 columns, 4 for each half of the output.
+    assert sum(count for name, count in found.instructions.items() if "GMMA" in name) == 44
+    count_parameters(decode.source, compile_kernel(decode.source, 90).asm["ptx"])
+
+
+def test_a_launch_is_given_each_tensor_once():
+    """The maps of the columns behind the first 512 repeat the addresses of the first, and come behind all pointers."""
+    kernel = prepare_cache_kernels(plan_with_kv_cache(change(return_lse=True), H200))[0]
+    names = ("q_ptr", "k_ptr", "page_table_ptr", "seqlens_ptr", "o_ptr", "lse_ptr", "o_part_ptr", "sums_part_ptr")
+    assert pointer_names(kernel) == names
+    order = [name for name, _ in kernel.source.signature]
+    assert order.index("q_more_desc") == len(names)
+    assert [tensor_map.of for tensor_map in kernel.tensor_maps] == [None, None, 0, 1]
+    scalars = [name for name, kind in kernel.source.signature if kind in ("i32", "i64", "fp32")]
+    given = dict(zip(scalars, kernel.scalars, strict=True))
+    assert given["capacity"] == 8192
+    assert given["scale_log2"] == pytest.approx(576**-0.5 * 1.4426950408889634)
+    assert [name for name in kernel.source.function.arg_names if name in scalars] == scalars
+
+
+def test_rotated_queries_are_a_dense_copy():
+    """TMA is told where those lie, and not where the ones that were given do."""
+    rotary = {"rotary_dim": 64, "rotary_dtype": "fp32", "rotary_length": 8192}
+    strided = change(q_strides=(999 * 576, 576, 128 * 576, 1), heads=64, seqlen_q=2, **rotary)
+    kernel = next(k for k in prepare_cache_kernels(plan_with_kv_cache(strided, H200)) if k.tensor_maps)
+    assert kernel.tensor_maps[0].strides == (64 * 2 * 576, 576, 2 * 576, 1)
+    plain = dataclasses.replace(strided, rotary_dim=0)
+    kernel = next(k for k in prepare_cache_kernels(plan_with_kv_cache(plain, H200)) if k.tensor_maps)
+    assert kernel.tensor_maps[0].strides == (999 * 576, 128 * 576, 576, 1)

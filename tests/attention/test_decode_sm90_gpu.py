@@ -1,0 +1,159 @@
+"""Attention to a cache whose values are columns of its keys, on a Hopper GPU against fp64."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from flashmoe_science import explain_with_kv_cache, flash_attention_with_kv_cache
+from flashmoe_science.gpu.device import current_gpu
+
+from .cache_cases import CacheCase, make_tensors
+from .cache_checks import assert_cache_right, call
+from .checks import poison_allocator
+
+pytestmark = pytest.mark.gpu
+
+KERNEL = "decode_gluon_sm90"
+LENGTHS = (0, 1, 15, 63, 64, 65, 127, 128, 700, 1024, 2999)
+
+
+@pytest.fixture(autouse=True)
+def _hopper() -> None:
+    gpu = current_gpu()
+    if gpu is None or gpu.arch != 90:
+        pytest.skip("needs a Hopper GPU")
+
+
+def mla(lengths: tuple[int, ...] = LENGTHS, capacity: int = 3000, **change: Any) -> CacheCase:
+    case: dict[str, Any] = {
+        "lengths": lengths, "capacity": capacity, "heads": 16, "heads_kv": 1, "head_dim": 576, "head_dim_v": 512,
+        "dtype": "bf16", "shared": True,
+    }  # fmt: skip
+    return CacheCase("mla", **{**case, **change})
+
+
+def run(case: CacheCase, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    tensors = make_tensors(case, "cuda", seed)
+    poison_allocator(1 << 22)
+    return assert_cache_right(case, tensors, kernel=KERNEL)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4, 8, 16, 32, 64, 128, 192])
+@pytest.mark.parametrize("page_size", [0, 64, 128])
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_rows_and_pages(dtype, page_size, heads):
+    """Lengths around tiles, in one batch, none among them; what is behind a length, and in other pages, is NaN."""
+    for seqlen_q, causal in ((1, False), (2, True), (5, True), (5, False)):
+        run(mla(heads=heads, seqlen_q=seqlen_q, dtype=dtype, page_size=page_size, options={"causal": causal}))
+
+
+@pytest.mark.parametrize("page_size", [0, 64])
+@pytest.mark.parametrize(
+    "options", [{"num_splits": 1}, {"num_splits": 7}, {"num_splits": 64}, {"batch_invariant": True}, {}], ids=str
+)
+def test_every_way_to_cut_the_keys(options, page_size):
+    batches = LENGTHS, (2990, 2999, 3000), (1500,), (3000,)
+    for lengths, heads, seqlen_q in itertools.product(batches, (16, 128), (1, 3)):
+        run(mla(lengths, heads=heads, seqlen_q=seqlen_q, page_size=page_size, options={"causal": True, **options}))
+
+
+@pytest.mark.parametrize("capacity", [1, 63, 64, 1000, 4096])
+def test_full_caches(capacity):
+    """Without lengths on the device; TMA fills what a tile has past the end of a cache with zeros."""
+    for batch, heads in ((1, 16), (3, 128)):
+        run(mla((capacity,) * batch, capacity, heads=heads, full=True))
+
+
+def test_one_long_sequence_among_short_ones():
+    for heads in (16, 128):
+        run(mla((100_000, *range(1, 32)), 100_032, heads=heads, page_size=64))
+
+
+def test_prompts_over_a_cache():
+    run(mla((300, 1000, 0), 2000, heads=16, seqlen_q=300, options={"causal": True}))
+    run(mla((300, 1000), 2000, heads=128, seqlen_q=77, page_size=64, options={"causal": True}))
+
+
+def test_large_scores():
+    """The maximum rises along the keys, and the output so far is scaled down."""
+    case = mla((3000, 2000), 3000, heads=128)
+    tensors = make_tensors(case, "cuda")
+    tensors["q"] *= 20
+    tensors["k_cache"][:, :, :, 512:] *= torch.linspace(0, 3, 3000, device="cuda")[None, :, None, None].bfloat16()
+    assert_cache_right(case, tensors, kernel=KERNEL)
+
+
+def test_strides():
+    """Queries ``[B, S, H, D]``; rows of a cache that are apart, and pages of a pool that has more in each."""
+    tensors = make_tensors(mla((700, 64), 800, heads=32, seqlen_q=3), "cuda")
+    expected, _ = call(tensors, kernel=KERNEL)
+    q = tensors["q"].transpose(1, 2).contiguous().transpose(1, 2)
+    wide = torch.zeros(2, 900, 1, 640, device="cuda", dtype=torch.bfloat16)
+    cache = wide[:, :800, :, :576]
+    cache.copy_(tensors["k_cache"])
+    for change in ({"q": q}, {"k_cache": cache, "v_cache": cache[..., :512]}):
+        found, _ = call({**tensors, **change}, kernel=KERNEL)
+        assert torch.equal(found, expected)
+
+
+def test_pages_past_two_to_the_31():
+    """A pool of 4.5 GB; the last pages are used."""
+    pages = 61_000
+    pool = torch.zeros(pages, 64, 1, 576, device="cuda", dtype=torch.bfloat16)
+    small = make_tensors(mla((200, 130), 256, page_size=64, heads=128), "cuda")
+    table = small["page_table"]
+    last = pages - small["k_cache"].shape[0]
+    pool[last:] = small["k_cache"]
+    moved = {**small, "k_cache": pool, "v_cache": pool[..., :512], "page_table": table + last}
+    assert last * 64 * 576 > 2**31
+    assert torch.equal(call(moved, kernel=KERNEL)[0], call(small, kernel=KERNEL)[0])
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+def test_the_same_bits_in_every_run(heads):
+    case = mla((3000, 17, 2000, 900), 3000, heads=heads, seqlen_q=2, page_size=64, options={"causal": True})
+    tensors = make_tensors(case, "cuda")
+    first = call(tensors, causal=True, kernel=KERNEL)
+    for _ in range(1000):
+        poison_allocator(1 << 22)
+        again = call(tensors, causal=True, kernel=KERNEL)
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+def test_the_bits_of_a_sequence_do_not_depend_on_its_batch():
+    lengths = (2999, 64, 1500, 3000, 1)
+    tensors = make_tensors(mla(lengths, heads=128, page_size=64), "cuda")
+    together, _ = call(tensors, batch_invariant=True, kernel=KERNEL)
+    for b in range(len(lengths)):
+        alone = {**tensors, **{name: tensors[name][b : b + 1] for name in ("q", "page_table", "cache_seqlens")}}
+        assert torch.equal(call(alone, batch_invariant=True, kernel=KERNEL)[0][0], together[b])
+
+
+def test_a_captured_graph_follows_the_lengths():
+    tensors = make_tensors(mla((3000, 3000, 3000), page_size=64, heads=128), "cuda")
+    tensors["cache_seqlens"].fill_(5)
+    call(tensors)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o, lse = call(tensors)
+    for lengths in ((3000, 1, 64), (0, 0, 0), (5, 2000, 65)):
+        tensors["cache_seqlens"].copy_(torch.tensor(lengths))
+        graph.replay()
+        expected, expected_lse = call(tensors)
+        assert torch.equal(o, expected)
+        assert torch.equal(lse, expected_lse)
+
+
+def test_auto_takes_it():
+    tensors = make_tensors(mla(page_size=64, heads=32), "cuda")
+    options: dict[str, Any] = {
+        name: tensor for name, tensor in tensors.items() if name not in ("q", "k_cache", "v_cache")
+    }
+    q, k_cache, v_cache = (tensors[name] for name in ("q", "k_cache", "v_cache"))
+    assert explain_with_kv_cache(q, k_cache, v_cache, **options).kernel == KERNEL
+    o = flash_attention_with_kv_cache(q, k_cache, v_cache, **options)
+    assert torch.equal(o, flash_attention_with_kv_cache(q, k_cache, v_cache, **options, kernel=KERNEL))
