@@ -269,7 +269,6 @@ def test_arms_are_told_apart_and_what_cannot_be_told_is_none():
     assert code("hopper", arm="forward_gluon_sm90") != code("hopper", arm="forward_triton")
     assert OPERATOR.code("nobody", problem, H200) is None
     assert OPERATOR.code("sdpa#2", problem, H200) is None
-    assert OPERATOR.code("without-features", problem, H200) is None  # one of ours, planned from another problem
     assert OPERATOR.code("forward_gluon_sm90", problem, SPECS["L4"]) is None  # refused there
     decode = CACHE_OPERATOR.parse_case({"batch": 1, "heads": 4, "seqlen_k": 64, "head_dim": 64, "dtype": "fp16"})
     assert CACHE_OPERATOR.code("nobody", decode, H200) is None
@@ -288,7 +287,20 @@ def test_without_triton_ours_have_no_fingerprint_and_rivals_have(monkeypatch):
     assert OPERATOR.code("fa3", problem, H200) is not None
 
 
-RIVALS = [name for name in OPERATOR.rivals() if name != "without-features"]
+def test_a_rival_that_is_ours_has_the_fingerprint_of_what_runs_without_the_features(edit):
+    """So an edit of the kernel that it measures against changes it, and one of the kernel with features does not."""
+    windowed = OPERATOR.parse_case({**SHAPES["hopper"], "window": [100, -1]})
+    before = [OPERATOR.code(arm, windowed, H200) for arm in ("flash_attention", "without-features")]
+    assert None not in before
+    assert before[1] not in (before[0], code("hopper"))
+    edit("attention.forward_features_gluon_sm90", "_clean(v[0], keys)", "_clean(v[0], keys + 0)")
+    after = [OPERATOR.code(arm, windowed, H200) for arm in ("flash_attention", "without-features")]
+    assert (after[0] != before[0], after[1] == before[1]) == (True, True)
+    edit("attention.forward_gluon_sm90", "self.row_tiles.put(n, _HEAD, h)", "self.row_tiles.put(n, _HEAD, h + 0)")
+    assert OPERATOR.code("without-features", windowed, H200) not in (None, before[1])
+
+
+RIVALS = list(OPERATOR.rivals())
 
 
 def test_every_rival_has_a_fingerprint_of_its_own():

@@ -340,13 +340,14 @@ class AttentionOperator:
     def code(self, arm: str, problem: AttentionProblem, gpu: GpuSpec) -> str | None:
         """Return a hash of all that decides what ``arm``, of ours or a rival, runs on ``gpu``, or None.
 
-        It is None without Triton, for a problem that is not served, and for what runs one of our kernels as a rival.
+        It is None without Triton, and for a problem that is not served.
         """
         entry, rival = self.entry_points().get(arm), rivals.RIVALS.get(arm)
-        if rival is not None and not isinstance(rival, rivals.WithoutFeatures):
+        if rival is not None:
             p = problem
             derived = {"scale": p.scale, "group": p.group, "flops": p.flops, "features": p.features}
-            return rival_code(self, rival, {**self.as_table(p), **derived}, gpu)
+            called = rival_code(self, rival, {**self.as_table(p), **derived}, gpu)
+            return self._with_ours(called, p, gpu) if isinstance(rival, rivals.WithoutFeatures) else called
         if entry is None or not can_be_told():
             return None
         try:
@@ -356,6 +357,14 @@ class AttentionOperator:
         from .prepare import prepare_kernels
 
         return subject_code(self, entry, plan.arch, prepare_kernels(plan), (plan_attention, prepare_kernels))
+
+    def _with_ours(self, called: str | None, problem: AttentionProblem, gpu: GpuSpec) -> str | None:
+        """Return the hash of a rival that is our own kernel, called so, of ``problem`` without its features."""
+        from ..gpu.fingerprint import digest
+
+        plain = {key: value for key, value in self.as_table(problem).items() if key not in _FEATURES}
+        ours = self.code("flash_attention", self.parse_case(plain), gpu)
+        return None if called is None or ours is None else digest({"called": called, "ours": ours})
 
     def host_files(self, subject: str, problem: AttentionProblem) -> frozenset[str] | None:
         """Return the files that the host runs at each call of ``flash_attention``, and no fingerprint knows."""
