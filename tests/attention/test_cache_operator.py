@@ -19,6 +19,7 @@ from flashmoe_science.proof.suites import load_suite
 from ..moved import assert_answers_wholly
 
 TABLE = {"batch": 3, "heads": 4, "heads_kv": 2, "seqlen_k": 48, "head_dim": 16, "dtype": "fp32"}
+MLA = {"heads_kv": 1, "head_dim": 576, "head_dim_v": 512, "shared_kv": True}
 TABLES = [TABLE, {**TABLE, "page_size": 16}, {**TABLE, "seqlen_q": 3, "causal": True, "softmax_scale": 0.5}]
 
 
@@ -61,7 +62,9 @@ def test_sdpa_answers_to_the_values_that_it_was_bound_with(heads_kv):
 
 def _packed_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *more: Any) -> list[torch.Tensor]:
     """Answer as the library's function does: packed, sequences of one length, no pages."""
-    batch, causal = more[4].numel() - 1, more[21]
+    batch, causal, latent = more[4].numel() - 1, more[21], more[2]
+    if latent is not None:  # MLA: the scores are those of both parts
+        q, k = torch.cat([latent, q], -1), torch.cat([v, k], -1)
     q, k, v = (t.view(batch, -1, *t.shape[1:]).transpose(1, 2) for t in (q, k, v))
     mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool)
     mask = mask.tril(k.shape[2] - q.shape[2]) if causal else mask
@@ -69,11 +72,12 @@ def _packed_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *more: 
     return [o.transpose(1, 2).flatten(0, 1)]
 
 
+@pytest.mark.parametrize("mla", [False, True])
 @pytest.mark.parametrize("queries", [1, 3])
-def test_flash_attention_3_takes_the_caches_as_they_are_or_copies_all(queries, monkeypatch):
+def test_flash_attention_3_takes_the_caches_as_they_are_or_copies_all(queries, mla, monkeypatch):
     monkeypatch.setattr(torch.ops, "_vllm_fa3_C", SimpleNamespace(fwd=_packed_attention), raising=False)
     monkeypatch.setattr(FlashAttention3, "load", lambda rival: Bound(rival._bind_library))
-    table = {**TABLE, "dtype": "bf16", "seqlen_q": queries, "causal": queries > 1}
+    table = {**TABLE, "dtype": "bf16", "seqlen_q": queries, "causal": queries > 1, **(MLA if mla else {})}
     problem = OPERATOR.parse_case(table)
     inputs = OPERATOR.make_inputs(problem, seed=3, device="cpu")
     o, exact = OPERATOR.bind(RIVALS["fa3"].load(), problem, inputs)(), OPERATOR.exact(problem, inputs)
@@ -87,6 +91,11 @@ def test_rivals_say_what_they_do_not_serve():
     assert refusals["sdpa"] == refusals["flex"] == "it knows no page table"
     assert refusals["fa2"] == "its pages hold multiples of 256 positions"
     assert refusals["fa3"] is refusals["flashinfer"] is None
+    shared = OPERATOR.parse_case({**TABLES[1], "dtype": "bf16", **MLA})
+    assert RIVALS["fa3"].refusal(shared) is None
+    assert RIVALS["fa2"].refusal(shared) == "it is called with keys and values in memory of their own"
+    narrow = OPERATOR.parse_case({**TABLES[1], "dtype": "bf16", **MLA, "head_dim": 80, "head_dim_v": 64})
+    assert RIVALS["fa3"].refusal(narrow) == "it is called for MLA of 576 and 512 columns"
     assert RIVALS["flashinfer"].refusal(OPERATOR.parse_case(TABLES[2])) == "it is called for one query a sequence"
 
 

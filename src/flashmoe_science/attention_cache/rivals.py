@@ -97,6 +97,19 @@ def _token_major(problem: CacheProblem, inputs: Inputs) -> Inputs:
     return laid_out if problem.seqlen_q == 1 else {name: _copy(tensor) for name, tensor in laid_out.items()}
 
 
+def _parts(
+    problem: CacheProblem, given: Inputs
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Return q, k, v, and what FlashAttention-3 calls qv: of MLA the columns of q that meet those of the values.
+
+    Then q and k are the other columns.
+    """
+    q, k, columns = given["q"], given["k_cache"], problem.head_dim_v
+    if not problem.shared_kv:
+        return q, k, given["v_cache"], None
+    return q[..., columns:], k[..., columns:], k[..., :columns], q[..., :columns]
+
+
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
 
@@ -149,8 +162,10 @@ class Flex(CacheRival):
 
     def refusal(self, problem: CacheProblem) -> str | None:
         """It is called without a mask, over contiguous caches."""
-        if problem.shared_kv:
+        if problem.shared_kv and self.distribution == "flash-attn":
             return _SEPARATE
+        if problem.shared_kv and (problem.head_dim, problem.head_dim_v) != (576, 512):
+            return "it is called for MLA of 576 and 512 columns"
         return "it is called without a mask" if problem.causal and problem.seqlen_q > 1 else _refuse_pages(problem)
 
 
@@ -168,10 +183,14 @@ class FlashAttention(CacheRival):
 
         def bind_inputs(problem: CacheProblem, inputs: Inputs) -> Callable[[], torch.Tensor]:
             given = _token_major(problem, inputs)
+            q, k, v, latent = _parts(problem, given)
             options: dict[str, Any] = {"softmax_scale": problem.softmax_scale, "causal": problem.causal}
             if problem.page_size:
                 options.update({table: given["page_table"], "cache_seqlens": given["cache_seqlens"]})
-            call = functools.partial(function, given["q"], given["k_cache"], given["v_cache"], **options)
+            if latent is not None:
+                options["qv"] = latent
+                options["softmax_scale"] = problem.scale  # it would take that of its own q, the columns behind
+            call = functools.partial(function, q, k, v, **options)
 
             def run() -> torch.Tensor:
                 out = call()
@@ -186,8 +205,10 @@ class FlashAttention(CacheRival):
         """16-bit types; pages of flash-attn 2 hold multiples of 256."""
         if problem.dtype == "fp32":
             return "it serves fp16 and bf16 only"
-        if problem.shared_kv:
+        if problem.shared_kv and self.distribution == "flash-attn":
             return _SEPARATE
+        if problem.shared_kv and (problem.head_dim, problem.head_dim_v) != (576, 512):
+            return "it is called for MLA of 576 and 512 columns"
         if self.distribution == "flash-attn" and problem.page_size % 256:
             return "its pages hold multiples of 256 positions"
         return None
@@ -215,16 +236,15 @@ class FlashAttention3(FlashAttention):
     def _bind_library(problem: CacheProblem, inputs: Inputs) -> Callable[[], torch.Tensor]:
         """Queries packed, ``[T, H, D]``; keys paged as they are, or packed."""
         p, given = problem, _token_major(problem, inputs)
-        q = given["q"].view(-1, p.heads, p.head_dim)
-        k, v = given["k_cache"], given["v_cache"]
+        q, k, v, latent = _parts(p, {**given, "q": given["q"].view(-1, p.heads, p.head_dim)})
         steps = torch.arange(p.batch + 1, dtype=torch.int32, device=q.device)
         ends_k, used, table = steps * p.capacity, None, None
         if p.page_size:
             ends_k, used, table = None, given["cache_seqlens"], given["page_table"]  # type: ignore[assignment]
         else:
-            k, v = (cache.view(-1, *cache.shape[2:]) for cache in (k, v))
+            k, v = (cache.flatten(0, 1) for cache in (k, v))  # views: rows of all sequences are as far apart
         # In the order of the library's schema: what is new, lengths, page table, rotation and scales; then the flags.
-        arguments: list[Any] = [q, k, v, None, None, None, None, steps * p.seqlen_q, ends_k, None, None, used]
+        arguments: list[Any] = [q, k, v, None, None, latent, None, steps * p.seqlen_q, ends_k, None, None, used]
         arguments += [p.seqlen_q, p.capacity, table, *[None] * 8, p.scale, p.causal, -1, -1, 0.0, False, None, 0, None]
         arguments += [0, None, 1, 0, None]
         call = functools.partial(torch.ops._vllm_fa3_C.fwd, *arguments)  # noqa: SLF001 - the name of the library
