@@ -81,6 +81,7 @@ REFUSED = {
     "scale": (change(softmax_scale=-0.5), "positive softmax_scale, got -0.5"),
     "address": (change(pointer_alignment=8), "multiples of 16 bytes"),
     "rows": (change(k_strides=(64 * 580, 580, 576, 1)), "multiples of 16 bytes"),
+    "no capacity": (change(capacity=0, page_size=0), "no keys"),
     "large": (change(capacity=2**29, pages=2**23, batch=1), "up to 536870912"),
 }
 

@@ -61,6 +61,8 @@ def hopper_decode_is_slower(problem: CacheProblem) -> str | None:
 
 
 def _layout_refusal(p: CacheProblem) -> str | None:
+    if 0 in (p.capacity, p.pages):
+        return "there are no keys for TMA to be told of"
     if p.kernel_scale <= 0:
         return f"it needs a positive softmax_scale, got {p.scale:g}"
     if p.page_size % HOPPER_DECODE.block_n:
