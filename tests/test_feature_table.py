@@ -64,6 +64,6 @@ def test_the_tables_are_not_empty():
     assert re.search(r"\| sliding window \| T \| T \| T \| F T \| T \| T \|", page)
     assert re.search(r"\| ALiBi \| T \| T \| T \| T \| T \| T \|", page)
     assert re.search(r"\| D above 256 \| – \| – \|", page)
-    assert page.count("| D 576, DV 512 in the same memory (MLA) | D | D | D | M | D | D |") == 1  # not in fp32
+    assert page.count("| D 576, DV 512 in the same memory (MLA) | D | D | D | M D | D | D |") == 1  # not in fp32
     assert page.count("| packed queries over pages of 1 | T | T | T | T | T | T |") == 2  # no gradients
     assert page.count("| pages of 1 | D | D | D | D | D | D |") == 2

@@ -98,7 +98,9 @@ CACHE_FEATURES: dict[str, dict[str, Any]] = {
     "D 256": {"head_dim": 256, "head_dim_v": 256},
     "D 192, DV 128": {"head_dim": 192, "head_dim_v": 128},
     "D 111": {"head_dim": 111, "head_dim_v": 111},
-    "D 576, DV 512 in the same memory (MLA)": {"heads_kv": 1, "head_dim": 576, "head_dim_v": 512, "shared_kv": True},
+    "D 576, DV 512 in the same memory (MLA)": {
+        "heads": 16, "heads_kv": 1, "head_dim": 576, "head_dim_v": 512, "shared_kv": True,
+    },
     "D above 256 otherwise": {"head_dim": 257, "head_dim_v": 257},
     "sliding window": {"window": (100, -1)},
     "softcap": {"softcap": 30.0},

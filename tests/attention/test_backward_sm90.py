@@ -360,14 +360,15 @@ def test_each_call_has_counters_and_sums_of_its_own(monkeypatch):
     assert [name for name in sizes if again[name] == main[name]] == []
 
 
-def test_the_passes_around_it_interpreted():
-    """What comes before and after it, by Triton's interpreter, in a process of its own."""
+@pytest.mark.parametrize("module", ["interpreted_passes", "interpreted_sums"])
+def test_what_is_written_in_triton_is_interpreted(module):
+    """What comes before and after it, and the sums of fp32 that other kernels make, in a process of its own."""
     environment = {
         **os.environ,
         "TRITON_INTERPRET": "1",
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
     }
-    command = [sys.executable, "-m", "tests.attention.interpreted_passes"]
+    command = [sys.executable, "-m", f"tests.attention.{module}"]
     found = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
     assert found.stdout.strip() == "right", found.stderr
 

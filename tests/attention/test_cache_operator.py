@@ -35,7 +35,7 @@ def test_a_bound_call_gives_the_exact_answer(table):
     assert OPERATOR.parse_case(OPERATOR.as_table(problem)) == problem
     inputs = OPERATOR.make_inputs(problem, seed=3, device="cpu")
     for name, entry in OPERATOR.entry_points().items():
-        if name == "decode_triton":  # needs a GPU, or the interpreter
+        if name != "flash_attention_with_kv_cache":  # needs a GPU, or the interpreter
             continue
         module, _, attribute = entry.partition(":")
         function = getattr(__import__(module, fromlist=[attribute]), attribute)
@@ -60,9 +60,22 @@ def test_sdpa_answers_to_the_values_that_it_was_bound_with(heads_kv):
     assert_answers_wholly(OPERATOR, RIVALS["sdpa"], {**TABLE, "heads_kv": heads_kv}, follows=False)
 
 
+def _plan(*sizes: Any) -> torch.Tensor:
+    """Check what the library plans with: sizes, then the lengths of each sequence."""
+    batch, queries, keys, heads, heads_kv, width, width_v, dtype, used, ends_q, ends_k = sizes[:11]
+    assert (batch, keys, heads, dtype) == (3, 48, 4, torch.bfloat16)
+    assert (heads_kv, width, width_v) in ((2, 16, 16), (1, 64, 512))
+    assert used.tolist() == [48] * 3
+    assert ends_q.tolist() == [queries * b for b in range(4)]
+    assert ends_k.tolist() == [48 * b for b in range(4)]
+    assert len(sizes) == 23
+    return torch.full((1,), 77)
+
+
 def _packed_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *more: Any) -> list[torch.Tensor]:
     """Answer as the library's function does: packed, sequences of one length, no pages."""
     batch, causal, latent = more[4].numel() - 1, more[21], more[2]
+    assert more[26].item() == 77  # the plan
     if latent is not None:  # MLA: the scores are those of both parts
         q, k = torch.cat([latent, q], -1), torch.cat([v, k], -1)
     q, k, v = (t.view(batch, -1, *t.shape[1:]).transpose(1, 2) for t in (q, k, v))
@@ -75,7 +88,8 @@ def _packed_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *more: 
 @pytest.mark.parametrize("mla", [False, True])
 @pytest.mark.parametrize("queries", [1, 3])
 def test_flash_attention_3_takes_the_caches_as_they_are_or_copies_all(queries, mla, monkeypatch):
-    monkeypatch.setattr(torch.ops, "_vllm_fa3_C", SimpleNamespace(fwd=_packed_attention), raising=False)
+    library = SimpleNamespace(fwd=_packed_attention, get_scheduler_metadata=_plan)
+    monkeypatch.setattr(torch.ops, "_vllm_fa3_C", library, raising=False)
     monkeypatch.setattr(FlashAttention3, "load", lambda rival: Bound(rival._bind_library))
     table = {**TABLE, "dtype": "bf16", "seqlen_q": queries, "causal": queries > 1, **(MLA if mla else {})}
     problem = OPERATOR.parse_case(table)
@@ -94,6 +108,8 @@ def test_rivals_say_what_they_do_not_serve():
     shared = OPERATOR.parse_case({**TABLES[1], "dtype": "bf16", **MLA})
     assert RIVALS["fa3"].refusal(shared) is None
     assert RIVALS["fa2"].refusal(shared) == "it is called with keys and values in memory of their own"
+    contiguous = OPERATOR.parse_case({**TABLES[0], "dtype": "bf16", **MLA})
+    assert RIVALS["flex"].refusal(contiguous) == "it is called with keys and values in memory of their own"
     narrow = OPERATOR.parse_case({**TABLES[1], "dtype": "bf16", **MLA, "head_dim": 80, "head_dim_v": 64})
     assert RIVALS["fa3"].refusal(narrow) == "it is called for MLA of 576 and 512 columns"
     assert RIVALS["flashinfer"].refusal(OPERATOR.parse_case(TABLES[2])) == "it is called for one query a sequence"
@@ -137,6 +153,23 @@ def test_the_suite_holds_what_it_says_and_fits_a_gpu():
     # Two sets of inputs, and copies of both in SDPA's layout for the baseline and its control.
     assert max(6 * OPERATOR.work(case).bytes for case in cases) < 75e9
     assert all(OPERATOR.refusal("decode_triton", case, "H200") is None for case in cases)
+
+
+@pytest.mark.triton
+def test_each_kernel_can_be_forced_and_promises_its_instruction():
+    problem = OPERATOR.parse_case({**TABLE, "dtype": "bf16", "heads": 64, "page_size": 16, **MLA})
+    assert "pages of 16" in (OPERATOR.refusal("decode_gluon_sm90", problem, "H200") or "")
+    problem = OPERATOR.parse_case({**TABLE, "dtype": "bf16", "heads": 64, **MLA})
+    for subject, kernel, instruction in (
+        ("flash_attention_with_kv_cache", "_decode_sm90_kernel", "*GMMA*"),
+        ("decode_gluon_sm90", "_decode_sm90_kernel", "*GMMA*"),
+        ("decode_triton", "_decode_kernel", "*MMA*"),
+    ):
+        job = OPERATOR.compile_jobs(subject, [problem], ["H200"])[0]
+        assert job.label.startswith(f"{kernel} ")
+        assert job.instruction == instruction
+        assert job.run().problems == ()
+    assert "cannot be interpreted" in (OPERATOR.cpu_refusal("decode_gluon_sm90", problem) or "")
 
 
 @pytest.mark.triton

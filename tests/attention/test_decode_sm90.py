@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import re
 from typing import Any
@@ -78,7 +77,13 @@ REFUSED = {
     "bias": (change(bias="fp32"), "no bias"),
     "padding": (change(has_leftpad=True), "no left padding"),
     "index": (change(has_batch_idx=True, page_size=0), "no batch index"),
-    "scale": (change(softmax_scale=-0.5), "positive softmax_scale, got -0.5"),
+    "scale": (change(softmax_scale=-0.5), "positive softmax_scale, of normal size in fp32, got -0.5"),
+    "tiny scale": (change(softmax_scale=1e-46), "of normal size in fp32, got 1e-46"),
+    "rotary": (change(rotary_dim=64, rotary_dtype="fp32", rotary_length=9000), "no rotary embedding"),
+    "expanded q": (change(q_strides=(0, 576, 576, 1)), "expanded"),
+    "expanded heads": (change(q_strides=(576, 0, 576, 1)), "expanded"),
+    "expanded cache": (change(page_size=0, k_strides=(0, 576, 576, 1)), "expanded"),
+    "far": (change(page_size=0, k_strides=(2**39, 576, 576, 1)), "too far apart"),
     "address": (change(pointer_alignment=8), "multiples of 16 bytes"),
     "rows": (change(k_strides=(64 * 580, 580, 576, 1)), "multiples of 16 bytes"),
     "no capacity": (change(capacity=0, page_size=0), "no keys"),
@@ -141,14 +146,3 @@ def test_a_launch_is_given_each_tensor_once():
     assert given["capacity"] == 8192
     assert given["scale_log2"] == pytest.approx(576**-0.5 * 1.4426950408889634)
     assert [name for name in kernel.source.function.arg_names if name in scalars] == scalars
-
-
-def test_rotated_queries_are_a_dense_copy():
-    """TMA is told where those lie, and not where the ones that were given do."""
-    rotary = {"rotary_dim": 64, "rotary_dtype": "fp32", "rotary_length": 8192}
-    strided = change(q_strides=(999 * 576, 576, 128 * 576, 1), heads=64, seqlen_q=2, **rotary)
-    kernel = next(k for k in prepare_cache_kernels(plan_with_kv_cache(strided, H200)) if k.tensor_maps)
-    assert kernel.tensor_maps[0].strides == (64 * 2 * 576, 576, 2 * 576, 1)
-    plain = dataclasses.replace(strided, rotary_dim=0)
-    kernel = next(k for k in prepare_cache_kernels(plan_with_kv_cache(plain, H200)) if k.tensor_maps)
-    assert kernel.tensor_maps[0].strides == (999 * 576, 128 * 576, 576, 1)

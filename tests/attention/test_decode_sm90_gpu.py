@@ -73,6 +73,13 @@ def test_one_long_sequence_among_short_ones():
         run(mla((100_000, *range(1, 32)), 100_032, heads=heads, page_size=64))
 
 
+@pytest.mark.parametrize("batch", [33, 200, 1024])
+def test_many_sequences(batch):
+    """Shares are found by a scan over the lengths of all, several warps of them."""
+    lengths = tuple(range(batch % 7, 129 * batch, 129))[:batch]
+    run(mla(tuple(length % 1000 for length in lengths), 1024, heads=64, page_size=64))
+
+
 def test_prompts_over_a_cache():
     run(mla((300, 1000, 0), 2000, heads=16, seqlen_q=300, options={"causal": True}))
     run(mla((300, 1000), 2000, heads=128, seqlen_q=77, page_size=64, options={"causal": True}))
@@ -98,6 +105,10 @@ def test_strides():
     for change in ({"q": q}, {"k_cache": cache, "v_cache": cache[..., :512]}):
         found, _ = call({**tensors, **change}, kernel=KERNEL)
         assert torch.equal(found, expected)
+    # TMA does not step by 0: another kernel serves one cache for all sequences.
+    one = tensors["k_cache"][:1].expand(2, -1, -1, -1)
+    found, _ = call({**tensors, "k_cache": one, "v_cache": one[..., :512]})
+    torch.testing.assert_close(found[0], expected[0], rtol=2e-2, atol=2e-2)
 
 
 def test_pages_past_two_to_the_31():
@@ -124,13 +135,17 @@ def test_the_same_bits_in_every_run(heads):
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
-def test_the_bits_of_a_sequence_do_not_depend_on_its_batch():
+@pytest.mark.parametrize(("heads", "seqlen_q"), [(16, 1), (128, 1), (16, 3), (128, 2)])
+def test_the_bits_of_a_sequence_do_not_depend_on_its_batch(heads, seqlen_q):
+    """By whichever kernel: rows alone choose it."""
     lengths = (2999, 64, 1500, 3000, 1)
-    tensors = make_tensors(mla(lengths, heads=128, page_size=64), "cuda")
-    together, _ = call(tensors, batch_invariant=True, kernel=KERNEL)
-    for b in range(len(lengths)):
-        alone = {**tensors, **{name: tensors[name][b : b + 1] for name in ("q", "page_table", "cache_seqlens")}}
-        assert torch.equal(call(alone, batch_invariant=True, kernel=KERNEL)[0][0], together[b])
+    tensors = make_tensors(mla(lengths, heads=heads, seqlen_q=seqlen_q, page_size=64), "cuda")
+    for options in ({"batch_invariant": True}, {"num_splits": 1}, {"num_splits": 5}):
+        together, _ = call(tensors, causal=True, **options)
+        for b in range(len(lengths)):
+            alone = {**tensors, **{name: tensors[name][b : b + 1] for name in ("q", "page_table", "cache_seqlens")}}
+            alone["page_table"] = alone["page_table"][:, : max(1, -(-lengths[b] // 64))]  # and of another capacity
+            assert torch.equal(call(alone, causal=True, **options)[0][0], together[b])
 
 
 def test_a_captured_graph_follows_the_lengths():
@@ -143,7 +158,7 @@ def test_a_captured_graph_follows_the_lengths():
     for lengths in ((3000, 1, 64), (0, 0, 0), (5, 2000, 65)):
         tensors["cache_seqlens"].copy_(torch.tensor(lengths))
         graph.replay()
-        expected, expected_lse = call(tensors)
+        expected, expected_lse = assert_cache_right(mla(lengths, page_size=64, heads=128), tensors)
         assert torch.equal(o, expected)
         assert torch.equal(lse, expected_lse)
 

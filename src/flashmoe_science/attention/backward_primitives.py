@@ -57,7 +57,8 @@ def add_product(acc, a, b, PRECISION: tl.constexpr):
     if PRECISION == "ieee":
         part = tl.dot(a, b, input_precision=PRECISION) - acc[1]
         total = acc[0] + part
-        result = (total, (total - acc[0]) - part)
+        rest = (total - acc[0]) - part
+        result = (total, tl.where(tl.abs(rest) < float("inf"), rest, 0.0))  # an infinite sum stays infinite
     else:
         result = (tl.dot(a, b, acc[0], input_precision=PRECISION),)  # type: ignore[assignment]
     return result

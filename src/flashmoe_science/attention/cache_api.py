@@ -79,7 +79,8 @@ def flash_attention_with_kv_cache(
             ``cache_seqlens``. What does not fit the cache is not written.
         v: ``[B, HK, Sn, DV]``, written to ``v_cache``.
         cache_seqlens: ``[B]`` int32: the keys in the cache before ``k``; or one number for all, which has to leave room
-            for ``k``. Default: the cache is full. What lies behind is never read. The call does not change it.
+            for ``k``. Default: the cache is full. What lies behind changes no result, and its
+            pages are never read. The call does not change it.
         page_table: ``[B, P]`` int32: the page of positions ``[i * page_size, (i + 1) * page_size)`` is
             ``page_table[b, i]``. Entries behind the last key are never read.
         cache_batch_idx: ``[B]`` int32: the row of the cache for each sequence; not with ``page_table``.
@@ -103,7 +104,8 @@ def flash_attention_with_kv_cache(
         softmax_scale: as in ``flash_attention``.
         num_splits: over how many shares the keys of a sequence are split, at most; 0 leaves it to the plan.
         batch_invariant: a sequence gets the same bits whatever else is in the batch, and whatever the capacity of the
-            cache: its keys are cut by its own length alone. Sq, H, HK, D, DV, dtype and GPU must be the same.
+            cache: its keys are cut by its own length alone. Sq, H, HK, D, DV, dtype, page size and GPU must be the
+            same, and for MLA on Hopper whether all rows start at multiples of 16 bytes.
         return_lse: return the log-sum-exp of every row too.
         kernel: ``"auto"``, ``"decode_gluon_sm90"`` or ``"decode_triton"``; a forced kernel never falls back.
 

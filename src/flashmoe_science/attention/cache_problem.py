@@ -149,13 +149,6 @@ class CacheProblem:
         return 2 * self.scale * LOG2_E / self.softcap if self.softcap else self.scale * LOG2_E
 
     @property
-    def attended_strides(self) -> Strides:
-        """Strides of the queries that are attended with: rotated ones are a dense copy."""
-        if not self.rotary_dim:
-            return self.q_strides
-        return self.heads * self.seqlen_q * self.head_dim, self.seqlen_q * self.head_dim, self.head_dim, 1
-
-    @property
     def group(self) -> int:
         """Query heads that share one K/V head."""
         return self.heads // self.heads_kv if self.heads_kv else 1

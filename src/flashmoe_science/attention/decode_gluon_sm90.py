@@ -6,8 +6,8 @@ computes the scores and their exponentials, hands P and the factor on what was b
 memory, and both multiply P with their half of the tile of keys, which is read from memory once for all of it. One warp,
 the producer, copies tiles with TMA.
 
-What lies past the last key of a sequence is copied with the rest of its tile, but no number is computed from it: scores
-are masked, and values become 0 in shared memory. Pages past it are not asked for.
+What lies past the last key of a sequence is copied with the rest of its tile, and changes no result: its scores are
+masked, and its values become 0 in shared memory. Pages past it are not asked for.
 
 Shares are cut, and merged by a second kernel, as ``decode_triton`` has it.
 
@@ -142,6 +142,7 @@ def _mask(s, a, key):
 def _clean(values, keys):
     """Put 0 in place of the values from row ``keys`` on, if there are such."""
     if keys < KEYS:
+        barrier()  # all warps are done with products that read it
         layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
         LINES: gl.constexpr = 16  # at a time: more would take registers that hold the output
         for first in gl.static_range(0, KEYS, LINES):

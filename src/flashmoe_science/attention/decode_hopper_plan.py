@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..gpu.specs import GpuSpec
 from .cache_problem import CacheProblem
 from .decode_config import DecodeConfig
+from .tiles import SMALLEST_SCALE_LOG2
 
 HOPPER_DECODE_KERNEL = "decode_gluon_sm90"
 # Its one tile: two warpgroups and the producer, which has a warp of four.
@@ -37,6 +38,7 @@ def hopper_decode_refusal(problem: CacheProblem, gpu: GpuSpec) -> str | None:
         "attention sinks": p.sinks,
         "ALiBi": p.alibi,
         "bias": p.bias,
+        "rotary embedding": p.rotary_dim > 0,  # which needs new keys, and those go to no shared cache
     }
     features = [name for name, has in asked.items() if has]
     if features:
@@ -61,15 +63,24 @@ def hopper_decode_is_slower(problem: CacheProblem) -> str | None:
 
 
 def _layout_refusal(p: CacheProblem) -> str | None:
+    """Return why TMA cannot step through q and the cache, or how they are counted does not do."""
     if 0 in (p.capacity, p.pages):
         return "there are no keys for TMA to be told of"
-    if p.kernel_scale <= 0:
-        return f"it needs a positive softmax_scale, got {p.scale:g}"
+    if p.kernel_scale < SMALLEST_SCALE_LOG2:
+        return f"it needs a positive softmax_scale, of normal size in fp32, got {p.scale:g}"
     if p.page_size % HOPPER_DECODE.block_n:
         return f"it copies whole tiles of {HOPPER_DECODE.block_n} keys, got pages of {p.page_size}"
-    strides = *p.attended_strides[:3], *p.k_strides[:2]
-    if p.pointer_alignment < 16 or any(stride % 8 or stride < 0 for stride in strides):
+    sizes = (
+        *zip(p.q_strides, (p.batch, p.heads, p.seqlen_q), strict=False),
+        *zip(p.k_strides, (p.pages, p.page_size or p.capacity), strict=False),
+    )
+    stepped = [stride for stride, size in sizes if size > 1]
+    if 0 in stepped:
+        return "q or the cache is expanded: TMA does not step by 0"
+    if p.pointer_alignment < 16 or any(stride % 8 for stride in stepped):
         return "it copies rows that start at multiples of 16 bytes"
+    if not all(0 < stride < 2**39 for stride in stepped):
+        return "rows of q or of the cache are too far apart"
     if max(p.capacity, p.pages * max(p.page_size, 1), p.batch * p.heads * p.seqlen_q) >= _MOST:
         return f"it counts rows and keys up to {_MOST}"
     return None

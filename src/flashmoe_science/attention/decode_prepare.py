@@ -23,7 +23,7 @@ from .decode_plan import (
 from .decode_triton import _decode_kernel, _merge_shares_kernel
 from .hopper_plan import HOPPER_REGISTERS
 from .prepare import PreparedKernel
-from .problem import LOG2_E
+from .problem import LOG2_E, Strides
 from .tiles import block_dim
 
 _OURS = ("q_out_ptr", "o_ptr", "lse_ptr", "o_part_ptr", "sums_part_ptr")  # allocated here, so aligned
@@ -102,6 +102,14 @@ def _output_alignment(problem: CacheProblem) -> int:
     return min(8, problem.head_dim_v & -problem.head_dim_v)
 
 
+def _queries(problem: CacheProblem) -> Strides:
+    """Return the strides of the queries that are attended with: rotated ones are a dense copy."""
+    if not problem.rotary_dim:
+        return problem.q_strides
+    rows, dim = problem.seqlen_q, problem.head_dim
+    return problem.heads * rows * dim, rows * dim, dim, 1
+
+
 def _schedule(problem: CacheProblem, shares: Shares) -> dict[str, tuple[str, float] | None]:
     """Return what tells a program its share; the merge is told the same."""
     return {
@@ -135,7 +143,7 @@ def _decode(plan: DecodePlan, grid: tuple[int, int, int]) -> PreparedKernel:
     assert isinstance(shares, Shares)
     kind, align, align_o = problem.dtype, alignment(problem), _output_alignment(problem)
     split = shares.most > 1
-    q_strides = problem.attended_strides
+    q_strides = _queries(problem)
     pointers: dict[str, str | None] = {
         **dict.fromkeys(("q_ptr", "k_ptr", "v_ptr"), f"*{kind}"),
         **_optional(problem),
@@ -207,7 +215,7 @@ def _decode(plan: DecodePlan, grid: tuple[int, int, int]) -> PreparedKernel:
 def _decode_hopper(plan: DecodePlan, grid: tuple[int, int, int]) -> PreparedKernel:
     p, shares, kind = plan.problem, plan.shares, plan.problem.dtype
     assert isinstance(shares, Shares)
-    split, strides = shares.most > 1, p.attended_strides
+    split, strides = shares.most > 1, p.q_strides
     heads = min(p.heads, ROWS.value)  # of a tile
     queries, keys = (1, ROWS.value // heads, heads), (1, KEYS.value)
     optional = {

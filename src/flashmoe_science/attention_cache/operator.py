@@ -34,13 +34,17 @@ _KEYS = {
     "shared_kv": bool,
 }  # fmt: skip
 _REQUIRED = ("batch", "heads", "seqlen_k", "head_dim", "dtype")
+_KERNELS = ("decode_gluon_sm90", "decode_triton")
 _FRAMEWORK_KERNELS = ("*flash_fwd*", "*fmha*", "*cudnn*", "*sm80_xmma*softmax*")
 
+decode_gluon_sm90 = functools.partial(flash_attention_with_kv_cache, kernel="decode_gluon_sm90")
 decode_triton = functools.partial(flash_attention_with_kv_cache, kernel="decode_triton")
 
 
 def _matrix_instruction(plan: DecodePlan, kernel: str) -> str:
     """Return the machine instruction that a kernel of 16-bit operands promises, as a pattern, or an empty text."""
+    if kernel == "_decode_sm90_kernel":
+        return "*GMMA*"
     return "*MMA*" if plan.problem.item_bytes == 2 and kernel == "_decode_kernel" else ""
 
 
@@ -156,7 +160,7 @@ class CacheOperator:
         here = flash_attention_with_kv_cache.__module__
         return {
             "flash_attention_with_kv_cache": f"{here}:flash_attention_with_kv_cache",
-            "decode_triton": f"{__package__}.operator:decode_triton",
+            **{kernel: f"{__package__}.operator:{kernel}" for kernel in _KERNELS},
         }
 
     def sources(self, subject: str) -> Sequence[str]:  # noqa: ARG002 - the protocol's signature
@@ -214,7 +218,7 @@ class CacheOperator:
         return jobs
 
     def _plan(self, subject: str, problem: CacheProblem, gpu: GpuSpec) -> DecodePlan:
-        return plan_with_kv_cache(problem, gpu, "decode_triton" if subject == "decode_triton" else "auto")
+        return plan_with_kv_cache(problem, gpu, subject if subject in _KERNELS else "auto")
 
     def code(self, arm: str, problem: CacheProblem, gpu: GpuSpec) -> str | None:
         """Return a hash of all that decides what ``arm``, of ours or a rival, runs on ``gpu``, or None."""
@@ -255,6 +259,8 @@ class CacheOperator:
         """Return why Triton's interpreter cannot check ``problem``, or None."""
         if subject == "flash_attention_with_kv_cache":
             return "on CPU tensors it runs the reference, which would prove nothing: ask for decode_triton"
+        if subject == "decode_gluon_sm90":
+            return f"{subject} is written in Gluon, which cannot be interpreted: only a GPU can check it"
         if problem.dtype == "bf16":
             return "Triton's interpreter multiplies bf16 wrongly"
         steps = problem.batch * problem.heads_kv * -(-problem.seen_keys // 16)

@@ -162,10 +162,8 @@ class Flex(CacheRival):
 
     def refusal(self, problem: CacheProblem) -> str | None:
         """It is called without a mask, over contiguous caches."""
-        if problem.shared_kv and self.distribution == "flash-attn":
+        if problem.shared_kv:
             return _SEPARATE
-        if problem.shared_kv and (problem.head_dim, problem.head_dim_v) != (576, 512):
-            return "it is called for MLA of 576 and 512 columns"
         return "it is called without a mask" if problem.causal and problem.seqlen_q > 1 else _refuse_pages(problem)
 
 
@@ -189,7 +187,6 @@ class FlashAttention(CacheRival):
                 options.update({table: given["page_table"], "cache_seqlens": given["cache_seqlens"]})
             if latent is not None:
                 options["qv"] = latent
-                options["softmax_scale"] = problem.scale  # it would take that of its own q, the columns behind
             call = functools.partial(function, q, k, v, **options)
 
             def run() -> torch.Tensor:
@@ -234,20 +231,29 @@ class FlashAttention3(FlashAttention):
 
     @staticmethod
     def _bind_library(problem: CacheProblem, inputs: Inputs) -> Callable[[], torch.Tensor]:
-        """Queries packed, ``[T, H, D]``; keys paged as they are, or packed."""
+        """Queries packed, ``[T, H, D]``; keys paged as they are, or packed. What it plans it plans here.
+
+        So servers call it, which make the plan once for all layers. The build is for variable lengths only.
+        """
         p, given = problem, _token_major(problem, inputs)
         q, k, v, latent = _parts(p, {**given, "q": given["q"].view(-1, p.heads, p.head_dim)})
         steps = torch.arange(p.batch + 1, dtype=torch.int32, device=q.device)
-        ends_k, used, table = steps * p.capacity, None, None
+        ends_q, ends_k, table = steps * p.seqlen_q, steps * p.capacity, None
+        used = torch.full((p.batch,), p.capacity, dtype=torch.int32, device=q.device)
         if p.page_size:
             ends_k, used, table = None, given["cache_seqlens"], given["page_table"]  # type: ignore[assignment]
         else:
             k, v = (cache.flatten(0, 1) for cache in (k, v))  # views: rows of all sequences are as far apart
-        # In the order of the library's schema: what is new, lengths, page table, rotation and scales; then the flags.
-        arguments: list[Any] = [q, k, v, None, None, latent, None, steps * p.seqlen_q, ends_k, None, None, used]
-        arguments += [p.seqlen_q, p.capacity, table, *[None] * 8, p.scale, p.causal, -1, -1, 0.0, False, None, 0, None]
-        arguments += [0, None, 1, 0, None]
-        call = functools.partial(torch.ops._vllm_fa3_C.fwd, *arguments)  # noqa: SLF001 - the name of the library
+        library = torch.ops._vllm_fa3_C  # noqa: SLF001 - its name
+        # In the order of the library's schemas: sizes, lengths, pages; then mask, softcap, splits and heads of a tile.
+        sizes = p.batch, p.seqlen_q, p.capacity, p.heads, p.heads_kv, q.shape[-1], p.head_dim_v, q.dtype
+        lengths = used, ends_q, ends_k, None, None, None, p.page_size or None, 0
+        planned = library.get_scheduler_metadata(*sizes, *lengths, p.causal, -1, -1, *(False, 0, None, 0))
+        # What is new, lengths, page table, rotation and scales; then the flags.
+        arguments: list[Any] = [q, k, v, None, None, latent, None, ends_q, ends_k, None, None, used]
+        arguments += [p.seqlen_q, p.capacity, table, *[None] * 8, p.scale, p.causal, -1, -1, 0.0, False]
+        arguments += [planned, 0, None, 0, None, 1, 0, None]
+        call = functools.partial(library.fwd, *arguments)
         shape = (p.batch, p.seqlen_q, p.heads, p.head_dim_v)
         return lambda: call()[0].view(shape).transpose(1, 2)
 
