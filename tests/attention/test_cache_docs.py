@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from flashmoe_science.attention.cache_problem import CacheProblem
 from flashmoe_science.attention.decode_plan import plan_with_kv_cache
@@ -13,8 +14,12 @@ def read_page() -> str:
     return (Path(__file__).parents[2] / "docs" / "kv-cache.md").read_text(encoding="utf-8")
 
 
-def test_the_example_runs():
-    exec(read_page().partition("```python\n")[2].partition("```")[0], {})  # it asserts
+def test_the_examples_run():
+    space: dict[str, Any] = {}
+    examples = [part.partition("```")[0] for part in read_page().split("```python\n")[1:]]
+    for example in examples:
+        exec(example, space)  # they assert, and those behind use what those before have made
+    assert len(examples) == 4
 
 
 def test_the_plan_is_the_real_one():
