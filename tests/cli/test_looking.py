@@ -252,6 +252,35 @@ def test_explain_obeys_the_environment_as_calls_do(run, monkeypatch):
 
 
 @pytest.mark.triton
+def test_explain_of_a_call_with_a_cache(run):
+    call = ("explain", "--shape", "16,128,1,576", "--cache", "--mla", "--dtype", "bf16", "--gpu", "H200", "--json")
+    code, out, _ = run(*call, "--page-size", "64", "--seqlen-k", "8192")
+    found = json.loads(out)
+    assert (code, found["plan"]["kernel"], found["fits"]) == (0, "decode_gluon_sm90", True)
+    problem = found["plan"]["problem"]
+    assert [problem[key] for key in ("heads_kv", "head_dim_v", "capacity", "page_size")] == [1, 512, 8192, 64]
+    assert problem["shared_kv"]
+    assert [each["kernel"] for each in found["compiled"]] == ["_decode_sm90_kernel", "_merge_shares_kernel"]
+    plan = json.loads(run(*call, "--page-size", "16", "--seqlen-k", "8192", "--batch-invariant")[1])["plan"]
+    assert (plan["kernel"], plan["shares"]["schedule"]) == ("decode_triton", "own length")
+    plain = (
+        "explain",
+        "--shape",
+        "2,8,3,64",
+        "--cache",
+        "--kv-heads",
+        "2",
+        "--seqlen-k",
+        "100",
+        "--causal",
+        "--gpu",
+        "L4",
+    )
+    problem = json.loads(run(*plain, "--json")[1])["plan"]["problem"]
+    assert (problem["heads_kv"], problem["capacity"], problem["page_size"], problem["shared_kv"]) == (2, 100, 0, False)
+
+
+@pytest.mark.triton
 def test_explain_of_experts(run):
     sizes = ("explain", "--experts", "4096,16,2,256,128", "--dtype", "bf16", "--gpu", "H200", "--json")
     plan = json.loads(run(*sizes, "--activation", "geglu")[1])["plan"]
@@ -270,6 +299,9 @@ def test_explain_of_experts(run):
         (("--shape", "1,1,64,64", "--experts", "1,2,1,64,64"), "expected one of --shape"),
         (("--shape", "1,1,64,64", "--activation", "silu"), "--activation is of --experts"),
         (("--experts", "1,2,1,64,64", "--causal", "--kv-heads", "2"), "--kv-heads and --causal: of attention"),
+        (("--experts", "1,2,1,64,64", "--cache"), "--cache: of attention"),
+        (("--shape", "1,1,64,64", "--mla", "--page-size", "16"), "--page-size and --mla: of a cache, so --cache is"),
+        (("--shape", "1,1,64,64", "--cache", "--backward"), "no gradients through a cache"),
         (("--experts", "1,2,3,64,64"), "K must be at most the 2 experts, got 3"),
         (("--experts", "1,2,1,64"), "experts must be five integers T,E,K,H,I, got '1,2,1,64'"),
         (("--experts", "1,2,1,64,64", "--activation", "swigul"), "activation must be one of swiglu"),

@@ -1,6 +1,7 @@
-"""The verb explain: which kernels would serve a call of attention or of experts, and what compiling them shows.
+"""The verb explain: which kernels would serve a call of attention, with a cache or without, or of experts.
 
-torch and triton are imported where a call is planned: the other verbs start without them.
+And what compiling those kernels shows. torch and triton are imported where a call is planned: the other verbs start
+without them.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from .terminal import Terminal
 
 _COMPILE_TIMEOUT_S = 900.0
 _RESOURCES = ("registers", "spill_bytes", "shared_memory_bytes", "seconds")
+_ROTATED = 64  # columns of MLA's keys that are no values
 _TRAINED = ("x", "topk_weights", "w_gate_up", "w_down")  # of experts: what has gradients
 
 
@@ -36,8 +38,8 @@ _Prepare = Callable[[], Iterable[Any]]
 class Explained:
     """A call to explain."""
 
-    operator: Literal["attention", "experts"]
-    sizes: Mapping[str, Any]  # of ``AttentionProblem`` or ``MoeProblem``
+    operator: Literal["attention", "cache", "experts"]
+    sizes: Mapping[str, Any]  # of ``AttentionProblem``, ``CacheProblem`` or ``MoeProblem``
 
 
 def attention_call(shape: str, more: Mapping[str, Any]) -> Explained:
@@ -46,6 +48,19 @@ def attention_call(shape: str, more: Mapping[str, Any]) -> Explained:
     call = {"batch": batch, "heads": heads, "seqlen_q": seqlen, "head_dim": head_dim}
     defaults = {"heads_kv": heads, "seqlen_k": seqlen, "head_dim_v": head_dim}
     return Explained("attention", {**call, **defaults, **_given(more)})
+
+
+def cache_call(shape: str, more: Mapping[str, Any], *, mla: bool) -> Explained:
+    """Return a call with a cache, lengths on the device; what is None in ``more`` is left out.
+
+    Of MLA, with one K/V head, the values are the keys but for their last 64 columns, unless ``more`` says otherwise.
+    """
+    call = dict(attention_call(shape, more).sizes)
+    call["capacity"] = call.pop("seqlen_k")
+    if mla:
+        narrower = {"heads_kv": 1, "head_dim_v": call["head_dim"] - _ROTATED}
+        call |= {name: value for name, value in narrower.items() if more.get(name) is None}
+    return Explained("cache", {**call, "shared_kv": mla})
 
 
 def experts_call(experts: str, more: Mapping[str, Any]) -> Explained:
@@ -97,6 +112,13 @@ def _plan_call(call: Explained, gpu: GpuSpec, *, backward: bool) -> tuple[_Plan,
     """Return the plan of a call, and what prepares its kernels."""
     if call.operator == "experts":
         return _plan_experts(call, gpu, backward=backward)
+    if call.operator == "cache":
+        from ..attention.cache_problem import CacheProblem
+        from ..attention.decode_plan import plan_with_kv_cache
+        from ..attention.decode_prepare import prepare_cache_kernels
+
+        decoding = plan_with_kv_cache(CacheProblem(**call.sizes), gpu)
+        return decoding, lambda: prepare_cache_kernels(decoding)
     from ..attention.problem import AttentionProblem
 
     problem = AttentionProblem(**call.sizes)

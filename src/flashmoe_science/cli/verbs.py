@@ -313,10 +313,20 @@ def explain(
         typer.Option(metavar="NAME", help="Of experts. Default: swiglu."),
     ] = None,
     kv_heads: Annotated[Optional[int], typer.Option(min=1, metavar="N", help="Default: H.")] = None,  # noqa: UP045
-    seqlen_k: Annotated[Optional[int], typer.Option(min=0, metavar="N", help="Default: S.")] = None,  # noqa: UP045
+    seqlen_k: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(min=0, metavar="N", help="Default: S. With --cache what it has room for, a sequence."),
+    ] = None,
     head_dim_v: Annotated[Optional[int], typer.Option(min=1, metavar="N", help="Default: D.")] = None,  # noqa: UP045
     dtype: Annotated[str, typer.Option(metavar="NAME", help="fp16, bf16 or fp32.")] = "fp16",
     causal: Annotated[bool, typer.Option("--causal", help="With a causal mask, aligned bottom-right.")] = False,
+    cache: Annotated[bool, typer.Option("--cache", help="With a K/V cache, and lengths on the device.")] = False,
+    page_size: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(min=1, metavar="N", help="Of a cache: in pages of so many positions."),
+    ] = None,
+    mla: Annotated[bool, typer.Option("--mla", help="Of a cache: values are the first columns of the keys.")] = False,
+    batch_invariant: Annotated[bool, typer.Option("--batch-invariant", help="Of a cache.")] = False,
     backward: Annotated[bool, typer.Option("--backward", help="Of the gradients instead.")] = False,
     gpu: Annotated[
         Optional[str],  # noqa: UP045
@@ -333,24 +343,36 @@ def explain(
       flashmoe explain --shape 1,16,4096,128 --gpu L4
       flashmoe explain --shape 1,32,1,128 --kv-heads 8 --seqlen-k 8192 --gpu H200 --json
       flashmoe explain --shape 2,16,4096,128 --dtype bf16 --causal --backward --gpu H200
+      flashmoe explain --shape 16,128,1,576 --cache --mla --page-size 64 --seqlen-k 8192 --dtype bf16 --gpu H200
       flashmoe explain --experts 8192,128,8,2048,768 --dtype bf16 --gpu H200
 
     \b
     Exit codes:
       0  explained    2  wrong usage, or no kernel serves this problem    3  the kernel breaks a limit
     """
-    from .explaining import attention_call, experts_call, run_explain
+    from .explaining import attention_call, cache_call, experts_call, run_explain
 
     if (shape is None) == (experts is None):
         raise typer.BadParameter("expected one of --shape, for attention, and --experts")
+    of_cache = {"--page-size": page_size, "--mla": mla, "--batch-invariant": batch_invariant}
+    if not cache and (wrong := [name for name, value in of_cache.items() if value]):
+        raise typer.BadParameter(f"{' and '.join(wrong)}: of a cache, so --cache is needed")
+    if cache and backward:
+        raise typer.BadParameter("--backward: there are no gradients through a cache")
     if shape is not None:
         if activation is not None:
             raise typer.BadParameter("--activation is of --experts")
-        more = {"heads_kv": kv_heads, "seqlen_k": seqlen_k, "head_dim_v": head_dim_v, "causal": causal or None}
-        call = attention_call(shape, {**more, "dtype": dtype})
+        more: dict[str, Any] = {"heads_kv": kv_heads, "seqlen_k": seqlen_k, "head_dim_v": head_dim_v, "dtype": dtype}
+        more["causal"] = causal or None
+        if cache:
+            more |= {"page_size": page_size, "batch_invariant": batch_invariant or None}
+        call = cache_call(shape, more, mla=mla) if cache else attention_call(shape, more)
     else:
         assert experts is not None
-        of_attention = {"--kv-heads": kv_heads, "--seqlen-k": seqlen_k, "--head-dim-v": head_dim_v, "--causal": causal}
+        of_attention = {
+            "--kv-heads": kv_heads, "--seqlen-k": seqlen_k, "--head-dim-v": head_dim_v, "--causal": causal,
+            "--cache": cache,
+        }  # fmt: skip
         if wrong := [name for name, value in of_attention.items() if value]:
             raise typer.BadParameter(f"{' and '.join(wrong)}: of attention, which --shape describes")
         call = experts_call(experts, {"dtype": dtype, "activation": activation})
