@@ -66,7 +66,7 @@ FORWARD, FEATURES, VARLEN, PAGED, BACKWARD, CACHE, ORDER = (
         "test_features_hopper.py::test_sequences_are_ordered_by_their_keys",
     )
 )
-PASSES = "attention/test_backward_sm90.py::test_the_passes_around_it_interpreted"
+PASSES = "attention/test_backward_sm90.py::test_what_is_written_in_triton_is_interpreted"
 MOE, MOE_BACKWARD = (f"moe/test_{which}_cpu.py::test_every_case" for which in ("forward", "backward"))
 ROUTING, SORTING = (f"moe/test_forward_cpu.py::test_{which}" for which in ("routing", "sorting"))
 ROWS, FEATURED_ROWS, SHORT_ROWS, MERGE = (
@@ -81,6 +81,7 @@ ROWS, FEATURED_ROWS, SHORT_ROWS, MERGE = (
 BACKWARD_ROWS = "attention/test_backward_tables.py::test_every_row_of_the_tables_compiles"
 DECODE_ROWS = "attention/test_decode_tables.py::test_every_tile_compiles"
 DECODE_ENDS = "attention/test_decode_tables.py::test_the_merge_and_the_append_compile"
+HOPPER_DECODE = "attention/test_decode_sm90.py::test_it_compiles"
 HOPPER_FORWARD = "attention/test_hopper.py::test_table_rows_compile"
 HOPPER_FEATURES = "attention/test_features_hopper.py::test_kernels_compile"
 HOPPER_BACKWARD = "attention/test_backward_sm90.py::test_kernels_compile"
@@ -106,6 +107,7 @@ KERNELS: dict[str, tuple[str, frozenset[int], str]] = {
     "_order_sequences_kernel": (HOPPER_FEATURES, HOPPER, ORDER),
     **dict.fromkeys(("_append_kernel", "_merge_shares_kernel"), (DECODE_ENDS, ALL, CACHE)),
     "_decode_kernel": (DECODE_ROWS, ALL, CACHE),
+    "_decode_sm90_kernel": (HOPPER_DECODE, HOPPER, ""),
     **dict.fromkeys(
         ("_delta_kernel", "_backward_kv_kernel", "_backward_q_kernel", "_backward_bias_kernel"),
         (BACKWARD_ROWS, ALL, BACKWARD),

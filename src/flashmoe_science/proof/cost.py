@@ -22,9 +22,10 @@ GPU_GATES: tuple[GateName, ...] = ("launch", "correct", "quick", "bench")
 # take, and the calls of a round. Some rivals take a tenth of what a kind costs here, one that compiles for seconds
 # several times it.
 _START = 3.0
-_RECORDER = 2.0
+_RECORDER = 5.0
 _KIND_OF_ARM = 0.4
-_LAUNCH_OF_ARM = 0.06
+_KIND_OF_ARM_LAUNCHED = 0.3
+_LAUNCH_OF_ARM = 0.072
 _CORRECT_OF_CASE = 0.3
 _SETTING_UP_ARM = 0.1
 _ROUND_OF_ARM = 0.022
@@ -176,11 +177,13 @@ def model_seconds(gate: GateName, size: RunSize) -> float:
         size = replace(size, arms=min(size.arms, 3))
     if gate == "launch":  # no control
         size = replace(size, arms=max(1, size.arms - 1))
-    process = _START + min(size.kinds, size.cases) * size.arms * _KIND_OF_ARM
+    kinds = min(size.kinds, size.cases) * size.arms
+    process = _START + kinds * _KIND_OF_ARM
     beyond = max(0.0, size.tflop - size.cases)  # one TFLOP a case is in the figures of a case
     answers = beyond * _ANSWERS_OF_TFLOP
     if gate == "launch":
-        return _RECORDER + process + size.cases * size.arms * _LAUNCH_OF_ARM
+        launches = kinds * _KIND_OF_ARM_LAUNCHED + size.cases * size.arms * _LAUNCH_OF_ARM
+        return _START + _RECORDER + launches
     if gate == "correct":
         return _START + size.cases * _CORRECT_OF_CASE + answers
     round_of_cell = _ROUND_OF_ARM + beyond / size.cases * _ROUND_OF_TFLOP
