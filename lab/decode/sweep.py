@@ -31,7 +31,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flashmoe_science.attention import cache_reference, decode_plan
 from flashmoe_science.attention.cache_problem import CacheProblem
-from flashmoe_science.attention.decode_plan import DecodeConfig, plan_with_kv_cache
+from flashmoe_science.attention.decode_config import DecodeConfig
+from flashmoe_science.attention.decode_plan import plan_with_kv_cache
 from flashmoe_science.gpu.specs import GpuSpec
 
 START = time.monotonic()

@@ -122,7 +122,7 @@ def flash_attention_with_kv_cache(
 
     Numerics: those of ``flash_attention``; shares are merged in fp32 in a fixed order, so results have the same bits in
     every run. CPU tensors run ``cache_reference``. Without ``FLASHMOE_CHECK=1`` a length is cut to what the cache
-    holds, and a page that does not exist is read where it would be.
+    holds, and a page that does not exist is read where it would be, or by ``decode_gluon_sm90`` as zeros.
     """
     given: dict[str, Any] = {
         "q": q, "k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v, "cache_seqlens": cache_seqlens,
