@@ -72,9 +72,21 @@ def test_the_rough_model_is_within_twice_what_was_measured(path):
         assert 0.5 < model_seconds(gate, run.size) / seconds < 2, gate
 
 
-@pytest.mark.parametrize(("suite", "kinds"), [("seed", 2), ("scaling", 1), ("standard", 6), ("unseen", 14)])
-def test_problems_that_differ_in_their_lengths_alone_are_of_one_kind(suite, kinds):
-    (*_, newest) = sorted(EVIDENCE.glob(f"*Z-{suite}-flash_attention-*.json"))
+@pytest.mark.parametrize(
+    ("suite", "subject", "kinds"),
+    [
+        ("seed", "flash_attention", 2),
+        ("scaling", "flash_attention", 1),
+        ("standard", "flash_attention", 6),
+        ("unseen", "flash_attention", 14),
+        ("standard-backward", "flash_attention_backward", 6),
+        ("train", "attention_step", 5),
+        ("decode", "flash_attention_with_kv_cache", 9),
+        ("varlen", "flash_attention_varlen", 6),
+    ],
+)
+def test_problems_that_differ_in_their_lengths_alone_are_of_one_kind(suite, subject, kinds):
+    (*_, newest) = sorted(EVIDENCE.glob(f"*Z-{suite}-{subject}-*.json"))
     assert kinds_of(read_record(newest)) == kinds
 
 

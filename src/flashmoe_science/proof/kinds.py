@@ -7,6 +7,9 @@ from typing import Any
 from .evidence import Record
 from .operator import Operator, Scalable, is_own, load_operator
 
+# What operators that offer no longer problems, all of them of attention, call what gets longer.
+_LENGTHS = frozenset(("batch", "heads", "heads_kv", "seqlen_q", "seqlen_k", "lengths", "lengths_k"))
+
 
 def kinds_of(record: Record) -> int:
     """Return how many kinds the cases of a record are of; 1 for a user's own operator, which may not be here."""
@@ -19,10 +22,10 @@ def kinds_of(record: Record) -> int:
 
 def _without_lengths(operator: Operator, table: dict[str, Any]) -> dict[str, Any]:
     """Return what of a problem stays when any of its axes gets longer."""
-    if not isinstance(operator, Scalable):
-        return {}
     problem = operator.parse_case(table)
     tables = [operator.as_table(problem)]
+    if not isinstance(operator, Scalable):
+        return {key: str(value) for key, value in tables[0].items() if key not in _LENGTHS}
     for axis in operator.axes():
         longer = operator.scaled(problem, axis.name, 2)
         if longer is not None:
