@@ -1,6 +1,6 @@
-"""Run the barriers of backward_gluon_sm90, with windows, in random interleavings.
+"""Run the barriers of backward_gluon_sm90 and of backward_192_gluon_sm90 (heads_of_192.patch), with windows, in random interleavings.
 
-    python3 lab/hopper/backward/narrow_protocol.py [SEEDS]
+    python3 lab/hopper/backward/narrow_protocol.py [SEEDS] [192]
 
 Each warpgroup, the producer and the writers are one agent each. It ends with an assertion where a named barrier is overrun, a buffer is written
 while it is read, a slot or K is not the one that is expected, turns come out of order, or nobody can go on.
@@ -11,7 +11,7 @@ import random, sys
 from barriers import Program, interleave
 
 
-def run(seed, tiles_m, key_tiles, heads, group, grid, sms, causal, left, biased):
+def run(seed, tiles_m, key_tiles, heads, group, grid, sms, causal, left, biased, is_192):
     rng = random.Random(seed)
     turn, added, drawn = {}, {}, [0]
     order = [(h, n) for n in range(key_tiles) for h in range(heads)]
@@ -27,6 +27,7 @@ def run(seed, tiles_m, key_tiles, heads, group, grid, sms, causal, left, biased)
         def steps_of(hn):
             h, n = hn
             return [(h, g, m) for g in range(group) for m in range(end(n) - 1, fst(n) - 1, -1)]
+        def dq_buf(i, W): return ("DQ", W) if is_192 else ("DQ", i & 1, W)
         def key_tile(t, w):
             yield from mwait(("tile", t % 8), (t // 8) & 1)
             readt[w] = t; return tiles[t % 8]
@@ -49,6 +50,9 @@ def run(seed, tiles_m, key_tiles, heads, group, grid, sms, causal, left, biased)
                 for s in steps_of(hn):
                     if i >= 2: yield from sync(("FREE", i % 2), "L", 32, 288)
                     write(("Q", i % 2), None); yield from pause(6); buf[("Q", i % 2)]["tag"] = (hn, s); mdone(("Q", i % 2))
+                    if is_192:
+                        if i: yield from sync("DO_FREE", "L", 32, 288)
+                        write("DO", None); yield from pause(6); buf["DO"]["tag"] = (hn, s); mdone("DO")
                     i += 1
                 t += 1
         def wg(W):
@@ -61,10 +65,50 @@ def run(seed, tiles_m, key_tiles, heads, group, grid, sms, causal, left, biased)
             def end_dq(i):
                 for w in (0, 1): fin(("DS", i % 2, w), ("dq", W)); fin(("K", w), ("dq", W))
             def await_ds(i): yield from sync(("READY", W, i & 1), W, 128, 256)
-            def store_dq(i, hn, s):
-                yield from mwait(("written", i & 1), ((i >> 1) & 1) ^ 1, (i >> 1) - 1)
-                write(("DQ", i & 1, W), (hn, s)); yield
+            def pass_ds(i): arrive(("READY", 1 - W, i & 1), W, 128, 256)
+            def multiply_dq(i, hn, s, read=None):
+                issue_dq(i, hn, s); yield from pause()
+                if read is not None: fin(("Q", read % 2), ("rest", W))
+                end_dq(i)
+            def await_written(i, hn, s):
+                """Wait until dQ of step ``i`` can be put into shared memory, which has two tiles of it, or one; put it there."""
+                yield from (mwait("written", (i & 1) ^ 1, i - 1) if is_192 else
+                            mwait(("written", i & 1), ((i >> 1) & 1) ^ 1, (i >> 1) - 1))
+                write(dq_buf(i, W), (hn, s)); yield
+            def narrow_step(i, hn, s, prev):
+                begin(("Q", i % 2), (hn, s), ("rest", W)); begin(("V", W), hn, ("dp", W))
+                yield from pause(); fin(("V", W), ("dp", W))
+                if prev: yield from await_ds(i - 1)
+                write(("DS", i % 2, W), (hn, s)); yield
+                if prev: yield from multiply_dq(i - 1, hn, prev)
+                pass_ds(i); yield
+                yield from pause()
+                if prev: yield from narrow_store(i - 1, hn, prev)
+                yield from pause(); fin(("Q", i % 2), ("rest", W))
+            def narrow_store(i, hn, s):
+                yield from await_written(i, hn, s)
                 arrive(("FULL", i & 1), W, 128, 288)
+            def step_192(i, hn, s, prev):
+                yield from mwait("DO", i & 1, i)
+                begin(("V", W), hn, ("dp", W)); begin("DO", (hn, s), ("dp", W))
+                yield from pause(); fin(("V", W), ("dp", W)); fin("DO", ("dp", W))
+                arrive("DO_FREE", W, 128, 288)
+                if prev: yield from await_ds(i - 1)
+                write(("DS", i % 2, W), (hn, s)); yield
+                begin(("Q", i % 2), (hn, s), ("rest", W))
+                if prev:
+                    yield from multiply_dq(i - 1, hn, prev)
+                    yield from store_192(i - 1, hn, prev, i)
+                else:
+                    pass_ds(i); yield
+                    yield from pause(); fin(("Q", i % 2), ("rest", W))
+            def store_192(i, hn, s, passing=None):
+                yield from await_written(i, hn, s)
+                yield from multiply_dq(i, hn, s, passing)  # the other 64 columns
+                if passing is not None: pass_ds(passing); yield
+                write(("DQ more", W), (hn, s)); yield
+                arrive(("FULL", i & 1), W, 128, 288)
+            step, store_dq = (step_192, store_192) if is_192 else (narrow_step, narrow_store)
             while True:
                 hn = yield from key_tile(t, W)
                 if hn is None: return
@@ -74,31 +118,25 @@ def run(seed, tiles_m, key_tiles, heads, group, grid, sms, causal, left, biased)
                 for g in range(group):
                     mine = steps[g * per:(g + 1) * per]
                     prev = None
-                    for j, s in enumerate(mine):
+                    for s in mine:
                         yield from scores(i, hn, s)
                         yield from pause()
                         fin(("Q", i % 2), ("S", W, i)); fin(("K", W), ("S", W, i))
-                        begin(("Q", i % 2), (hn, s), ("rest", W)); begin(("V", W), hn, ("dp", W))
-                        yield from pause(); fin(("V", W), ("dp", W))
-                        if j: yield from await_ds(i - 1)
-                        write(("DS", i % 2, W), (hn, s)); yield
-                        if j:
-                            issue_dq(i - 1, hn, prev); yield from pause(); end_dq(i - 1)
-                        arrive(("READY", 1 - W, i & 1), W, 128, 256); yield
-                        yield from pause()
-                        if j: yield from store_dq(i - 1, hn, prev)
-                        yield from pause()
-                        fin(("Q", i % 2), ("rest", W))
+                        yield from step(i, hn, s, prev)
                         arrive(("FREE", i % 2), W, 128, 288)
                         prev = s; i += 1; yield
                     yield from await_ds(i - 1)
-                    issue_dq(i - 1, hn, prev); yield from pause(); end_dq(i - 1)
+                    yield from multiply_dq(i - 1, hn, prev)
                     yield from store_dq(i - 1, hn, prev)
                 write(("V", W), "dV"); yield
-                yield from sync("END", W, 128, 256)
+                if is_192:
+                    pass_ds(i); yield
+                    yield from await_ds(i)
+                else: yield from sync("END", W, 128, 256)
                 write(("K", W), "dK"); yield from pause()
                 arrive("KV_FREE", W, 128, 288); t += 1; yield
         def writer(F):
+            read = [dq_buf(F, W) for W in (0, 1)] + [("DQ more", W) for W in (0, 1) if is_192]
             t = i = 0
             while True:
                 if biased and rng.random() < .5: yield from pause(200)
@@ -109,10 +147,10 @@ def run(seed, tiles_m, key_tiles, heads, group, grid, sms, causal, left, biased)
                     s = st[j]
                     while turn.get(s, 0) != hn[1] - fk(s[2]): yield
                     yield from sync(("FULL", F), ("writer", F), 32, 288)
-                    for W in (0, 1): begin(("DQ", F, W), (hn, s), "tma")
+                    for name in read: begin(name, (hn, s), "tma")
                     yield from pause()
-                    for W in (0, 1): fin(("DQ", F, W), "tma")
-                    mdone(("written", F)); yield from pause(6)
+                    for name in read: fin(name, "tma")
+                    mdone("written" if is_192 else ("written", F)); yield from pause(6)
                     added.setdefault(s, []).append(hn[1]); yield
                     turn[s] = turn.get(s, 0) + 1
                 i += len(st); t += 1
@@ -130,5 +168,5 @@ for seed in range(int(sys.argv[1]) if sys.argv[1:] else 1000):
     kt = rng.choice((1, 2, 4, 12)); left = rng.choice((None, 0, 0, 1, 2)); causal = rng.random() < .5
     tm = rng.choice((1, 2, 4, 5))
     if left is not None or causal: tm = max(tm, kt)
-    lag = max(lag, run(seed, tm, kt, rng.choice((1, 2, 3)), rng.choice((1, 1, 2, 3)), rng.choice((1, 3, 4)), rng.choice((1, 2, 3)), causal, left, seed % 2))
+    lag = max(lag, run(seed, tm, kt, rng.choice((1, 2, 3)), rng.choice((1, 1, 2, 3)), rng.choice((1, 3, 4)), rng.choice((1, 2, 3)), causal, left, seed % 2, "192" in sys.argv[2:]))
 print("right, most key tiles between producer and slowest reader", lag)
