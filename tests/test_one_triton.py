@@ -112,7 +112,10 @@ KERNELS: dict[str, tuple[str, frozenset[int], str]] = {
         ("_delta_kernel", "_backward_kv_kernel", "_backward_q_kernel", "_backward_bias_kernel"),
         (BACKWARD_ROWS, ALL, BACKWARD),
     ),
-    **dict.fromkeys(("_backward_sm90_kernel", "_backward_wide_sm90_kernel"), (HOPPER_BACKWARD, HOPPER, "")),
+    **dict.fromkeys(
+        ("_backward_sm90_kernel", "_backward_192_sm90_kernel", "_backward_wide_sm90_kernel"),
+        (HOPPER_BACKWARD, HOPPER, ""),
+    ),
     **dict.fromkeys(("_prepare_backward_kernel", "_finish_dq_kernel"), (HOPPER_BACKWARD, HOPPER, PASSES)),
     **dict.fromkeys(("_gate_up_kernel", "_down_kernel"), (MOE_ROWS, ALL, MOE)),
     **dict.fromkeys(("_gemv_gate_up_kernel", "_gemv_down_kernel"), (MOE_FEW, ALL, MOE)),
@@ -254,9 +257,11 @@ def architectures(item: pytest.Function, test: str, kernel: str) -> set[int]:
     planned, given = launched(item, test), parameters(item)
     if planned:
         return {planned[0]} if kernel in planned[1] else set()
-    if kernel in ("_backward_sm90_kernel", "_backward_wide_sm90_kernel"):
-        wide = max(given["head_dim"], given["head_dim_v"]) > 128
-        return {90} if wide == ("wide" in kernel) else set()
+    if kernel in ("_backward_sm90_kernel", "_backward_192_sm90_kernel", "_backward_wide_sm90_kernel"):
+        widest = "" if max(given["head_dim"], given["head_dim_v"]) <= 128 else "wide_"
+        if widest and given["head_dim"] <= 192 and given["head_dim_v"] <= 128:
+            widest = "192_"
+        return {90} if kernel == f"_backward_{widest}sm90_kernel" else set()
     if kernel == "_order_sequences_kernel":
         return {90} if item.module.COMPILED[given["name"]].get("packed") else set()
     return {given["row"].arch if "row" in given else given.get("arch", 90)}

@@ -100,7 +100,7 @@ def _hopper_call(plan: BackwardPlan, q: Tensor) -> Call:
     The counters of a call are its own and its first kernel sets them, so calls on other streams, and replays of a CUDA
     graph, which has memory of its own, share none.
     """
-    from .backward_sm90 import HOPPER_TENSORS, scratch_sizes
+    from .backward_hopper_calls import HOPPER_TENSORS, scratch_sizes
 
     assert isinstance(plan.config, HopperBackwardConfig)
     sizes, wanted = scratch_sizes(plan.problem, plan.config), plan.problem.wanted

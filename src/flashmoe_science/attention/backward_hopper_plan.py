@@ -1,6 +1,7 @@
 """Plans of ``backward_gluon_sm90``: when it serves, and how it splits the work. No Triton.
 
-Heads wider than 128 have a kernel of their own, ``backward_wide_gluon_sm90.py``.
+Heads wider than 128 have kernels of their own: ``backward_192_gluon_sm90.py`` where they have up to 192 columns and
+values up to 128, else ``backward_wide_gluon_sm90.py``.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class HopperBackwardConfig:
     block_m: int  # query rows of a step
     programs: int  # that draw key tiles; more than the GPU runs at a time find none left
     warpgroups: int = 2
-    keys: int = 128  # of a key tile: 64 of each warpgroup; of heads wider than 128, 64 that both share
+    keys: int = 128  # of a key tile: 64 of each warpgroup; of the widest heads 64 that both share
     turns: int = 1  # writers that add to the same query tile
     num_stages: int = 2  # query tiles in flight
     # K/V heads whose first key tiles are drawn first, then their second ones... 132 programs then walk over the same
@@ -61,11 +62,20 @@ def is_wide(problem: BackwardProblem) -> bool:
     return max(problem.forward.head_dim, problem.forward.head_dim_v) > _NARROW
 
 
+def hopper_backward_kernel(problem: BackwardProblem) -> str:
+    """Return the name of the kernel that makes the sums."""
+    if not is_wide(problem):
+        return "_backward_sm90_kernel"
+    if hopper_backward_columns(problem) == (192, 128):
+        return "_backward_192_sm90_kernel"
+    return "_backward_wide_sm90_kernel"
+
+
 def hopper_backward_config(problem: BackwardProblem, gpu: GpuSpec) -> HopperBackwardConfig:
     """Return the configuration of a head size."""
     p = problem.forward
     config = HopperBackwardConfig(block_m=128 if hopper_backward_columns(problem)[0] == 64 else 64, programs=gpu.sms)
-    if is_wide(problem):
+    if hopper_backward_kernel(problem) == "_backward_wide_sm90_kernel":
         config = replace(config, keys=64, turns=2)
     elif config.block_m == 128 and p.causal:
         config = replace(config, heads_per_group=32)
@@ -139,10 +149,9 @@ def hopper_backward_launches(problem: BackwardProblem, config: HopperBackwardCon
     tiles_m, _ = hopper_backward_tiles(problem, config)
     tiles = tiles_m * p.batch * p.heads
     parts = config.block_m * hopper_backward_columns(problem)[0] // HOPPER_PART
-    main = "_backward_wide_sm90_kernel" if is_wide(problem) else "_backward_sm90_kernel"
     # Triton rounds the three single warps up to a warpgroup.
     return (
         PlannedLaunch("_prepare_backward_kernel", (tiles, 1, 1), (32 * config.prepare_warps, 1, 1)),
-        PlannedLaunch(main, (config.programs, 1, 1), (128 * (config.warpgroups + 1), 1, 1)),
+        PlannedLaunch(hopper_backward_kernel(problem), (config.programs, 1, 1), (128 * (config.warpgroups + 1), 1, 1)),
         PlannedLaunch("_finish_dq_kernel", (tiles * parts, 1, 1), (32 * config.finish_warps, 1, 1)),
     )

@@ -1,4 +1,4 @@
-"""Turn a plan of ``backward_gluon_sm90`` into its three kernels, and say which tensors each is given."""
+"""Turn a plan of ``backward_gluon_sm90`` into its three kernels."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from typing import Any
 from ..gpu.compile import KernelSource
 from ..gpu.gluon_versions import descriptor_type
 from ..gpu.tensor_map import TensorMap
+from .backward_192_gluon_sm90 import _backward_192_sm90_kernel
 from .backward_gluon_sm90 import _backward_sm90_kernel
+from .backward_hopper_calls import scratch_sizes
 from .backward_hopper_plan import (
     HOPPER_KEYS,
     HOPPER_PART,
     HopperBackwardConfig,
     hopper_backward_columns,
+    hopper_backward_kernel,
     hopper_backward_tiles,
     hopper_wide_columns,
     is_wide,
@@ -23,26 +26,13 @@ from .backward_plan import BackwardPlan
 from .backward_problem import BackwardProblem
 from .backward_wide_gluon_sm90 import _backward_wide_sm90_kernel
 from .prepare import PreparedKernel
-from .tiles import block_dim, cdiv
+from .tiles import block_dim
 
-# Of each kernel, in the order of its arguments. ``stats``, ``acc`` and ``turns`` belong to one call; the first kernel
-# sets what the others count with, so nobody has to clear anything.
-HOPPER_TENSORS = (
-    ("o", "do", "lse", "dlse", "stats", "turns"),
-    ("q", "k", "v", "do", "dk", "dv", "stats", "acc", "turns"),
-    ("acc", "turns", "dq"),
-)
+_KERNELS = {
+    kernel.__name__: kernel for kernel in (_backward_sm90_kernel, _backward_192_sm90_kernel, _backward_wide_sm90_kernel)
+}
 _LINE = 32  # numbers in 128 bytes, as TMA takes them from swizzled shared memory
 _UNIT = 8  # elements in 16 bytes: strides are multiples of it, and passed so that the compiler knows
-
-
-def scratch_sizes(problem: BackwardProblem, config: HopperBackwardConfig) -> dict[str, int]:
-    """Return how many elements of 4 bytes a call allocates for itself, by name: fp32 but for ``turns``, int32."""
-    p = problem.forward
-    tiles = hopper_backward_tiles(problem, config)[0] * p.batch * p.heads
-    columns, _ = hopper_backward_columns(problem)
-    sums = tiles * config.block_m
-    return {"stats": 2 * sums, "acc": sums * columns, "turns": tiles * config.turns + 1}
 
 
 def prepare_hopper_backward(plan: BackwardPlan) -> tuple[PreparedKernel, ...]:
@@ -101,6 +91,7 @@ def _main(problem: BackwardProblem, config: HopperBackwardConfig, grid: tuple[in
     d, d_more = (128, 64) if columns == 192 else (columns, 0)  # a box outside of a tensor slows TMA down
     rows, keys = (1, 1, m), (1, 1, HOPPER_KEYS)
     lines = m * 64 // _LINE  # of 64 columns of dQ
+    kernel = _KERNELS[hopper_backward_kernel(problem)]
     descriptors = {
         "q_desc": descriptor_type(kind, (*rows, d)),
         "k_desc": descriptor_type(kind, (*keys, d)),
@@ -109,7 +100,7 @@ def _main(problem: BackwardProblem, config: HopperBackwardConfig, grid: tuple[in
         "dk_desc": descriptor_type(kind, (*keys, d)),
         "dv_desc": descriptor_type(kind, (*keys, dv)),
         "stats_desc": descriptor_type("fp32", (2 * m,)),
-        "dq_desc": descriptor_type("fp32", (cdiv(dq_columns // 64, config.turns) * lines, _LINE)),
+        "dq_desc": descriptor_type("fp32", (2 * lines if d_more else dq_columns // 64 // config.turns * lines, _LINE)),
     }
     integers = (
         "heads", "heads_kv", "seqlen_q", "seqlen_k", "tiles_m", "tiles_n", "heads_total", "heads_per_group",
@@ -120,19 +111,20 @@ def _main(problem: BackwardProblem, config: HopperBackwardConfig, grid: tuple[in
         "GROUP": p.group, "BOUND_LEFT": p.bounded_left, "BOUND_RIGHT": p.bounded_right, "MATRIX_REGISTERS": 240
     }  # fmt: skip
     more: dict[str, str] = {}
-    if is_wide(problem):
-        seconds = {
-            "q_more_desc": descriptor_type(kind, (*rows, d_more)) if d_more else None,
-            "k_more_desc": descriptor_type(kind, (*keys, d_more)) if d_more else None,
-            "dk_more_desc": descriptor_type(kind, (*keys, d_more)) if d_more else None,
-            "dq_more_desc": descriptor_type("fp32", (lines, _LINE)) if dq_columns == 192 else None,
+    if d_more:
+        more = {
+            "q_more_desc": descriptor_type(kind, (*rows, d_more)),
+            **dict.fromkeys(("k_more_desc", "dk_more_desc"), descriptor_type(kind, (*keys, d_more))),
         }
-        more = {name: tile for name, tile in seconds.items() if tile}
-        constants |= {"COLUMNS": columns, **{name: None for name, tile in seconds.items() if not tile}}
+    if kernel is _backward_wide_sm90_kernel:
+        nothing = {} if d_more else dict.fromkeys(("q_more_desc", "k_more_desc", "dk_more_desc"))
+        constants |= {"COLUMNS": columns, **nothing}
+    elif kernel is _backward_192_sm90_kernel:
+        more["dq_more_desc"] = descriptor_type("fp32", (lines, _LINE))
     else:
         constants |= {"WARPGROUPS": config.warpgroups, "STAGES": config.num_stages}
     source = KernelSource(
-        _backward_wide_sm90_kernel if is_wide(problem) else _backward_sm90_kernel,
+        kernel,
         tuple({**descriptors, "turn_ptr": "*i32", **more, **scalars}.items()),
         tuple(constants.items()),
         frozenset(("turn_ptr",)),

@@ -1,4 +1,4 @@
-"""Attention backward for Hopper, heads wider than 128: one warpgroup for dV, one for dK (Gluon, sm_90, fp16 and bf16).
+"""Attention backward for Hopper, the widest heads: one warpgroup for dV, one for dK (Gluon, sm_90, fp16 and bf16).
 
 The sums of dK and dV of 64 keys fill the registers of a warpgroup each, so the two warpgroups of a program share out
 the products, not the keys: the first computes the scores, P and dV, the second dP, dS and dK. P goes from one to the
@@ -6,10 +6,8 @@ other through shared memory, as the threads hold it. dS goes there too, and a st
 columns of dQ, 64 at a time. All else is as in ``backward_gluon_sm90``: key tiles that are drawn, writers that add dQ to
 memory in the order of the key tiles, and the walk from the last query tile. Each writer has one half of every tile.
 
-Of heads up to 192 the last 64 columns are 0: nobody copies or multiplies them. With V up to 128 (``ROOMY``) there is
-room besides. The first warpgroup computes 128 columns of dQ at once, the second the other 64; each has memory and a
-writer of its own for them, so that none waits for TMA to read what the same step put there. And a tile of dO is copied
-while the one before is read.
+Heads up to 192 with V up to 128 are left to ``backward_192_gluon_sm90``. Of those up to 192 with a wider V the last 64
+columns are 0: nobody copies or multiplies them.
 
 Source: as there. Ours: the roles of the warpgroups.
 """
@@ -49,14 +47,13 @@ KEYS = gl.constexpr(64)  # of a program
 ROWS = gl.constexpr(64)  # query rows of a step
 STAGES = gl.constexpr(2)  # of Q; dO has one
 BOTH = gl.constexpr(256)  # threads of the two warpgroups
-ONE = gl.constexpr(128)
 LINES = gl.constexpr(128)  # of 32 numbers, of 64 x 64 of dQ
 LEFT = gl.constexpr(128)  # columns of Q, K and dK in a first part; the rest may be 64 or 128
 # Barriers of the hardware; Triton uses those before.
 Q_FREE = gl.constexpr(6)  # two
 DO_FREE = gl.constexpr(8)
 KV_FREE = gl.constexpr(9)
-FULL = gl.constexpr(10)  # half a tile of dQ, or what one warpgroup made of it, lies in shared memory: two
+FULL = gl.constexpr(10)  # half a tile of dQ lies in shared memory: two
 P_FULL = gl.constexpr(12)
 P_FREE = gl.constexpr(13)
 DS_FULL = gl.constexpr(14)
@@ -76,14 +73,13 @@ class Args:
     stats_desc: tma.tensor_descriptor
     dq_desc: tma.tensor_descriptor
     turn_ptr: gl.tensor
-    # Of the columns behind D, and of the second warpgroup's dQ; where there are none, as those of the first.
+    # Of the columns behind D; where there are none, as those of the first.
     q_more_desc: tma.tensor_descriptor
     k_more_desc: tma.tensor_descriptor
     dk_more_desc: tma.tensor_descriptor
-    dq_more_desc: tma.tensor_descriptor
     q_bufs: gl.shared_memory_descriptor  # [STAGES, 1, 1, ROWS, D]
     q_more_bufs: gl.shared_memory_descriptor  # [STAGES, 1, 1, ROWS, COLUMNS - D]
-    do_bufs: gl.shared_memory_descriptor  # [1 or STAGES, 1, 1, ROWS, DV]
+    do_bufs: gl.shared_memory_descriptor  # [1, 1, 1, ROWS, DV]
     stats_bufs: gl.shared_memory_descriptor  # [STAGES, 2 * ROWS]
     k_bufs: gl.shared_memory_descriptor  # [1, 1, 1, KEYS, D]
     k_more_bufs: gl.shared_memory_descriptor  # [1, 1, 1, KEYS, COLUMNS - D]
@@ -91,9 +87,8 @@ class Args:
     p_bufs: gl.shared_memory_descriptor  # [1, 64, 32] int32: P as threads hold it
     ds_bufs: gl.shared_memory_descriptor  # [2, KEYS, ROWS]
     dq_bufs: gl.shared_memory_descriptor  # [1, 2 * LINES, 32] fp32
-    dq_more_bufs: gl.shared_memory_descriptor  # [1, LINES, 32] fp32
     ready_bars: gl.shared_memory_descriptor  # [STAGES + 3]: slots of Q, dO, K, V
-    written_bars: gl.shared_memory_descriptor  # [1]: half a tile of dQ was read by TMA; if ROOMY, [2], of each writer
+    written_bars: gl.shared_memory_descriptor  # [1]: half a tile of dQ was read by TMA
     key_tiles: KeyTiles
     heads: gl.tensor  # query heads of a sequence
     heads_kv: gl.tensor
@@ -104,7 +99,6 @@ class Args:
     COLUMNS: gl.constexpr  # of Q and K that are not 0
     D: gl.constexpr  # columns of Q and K in the first part
     DV: gl.constexpr
-    ROOMY: gl.constexpr  # whether both warpgroups have memory for their dQ, and dO has the slots of Q
 
 
 @gluon.jit
@@ -146,19 +140,15 @@ def _load_partition(a):
                 bar = a.ready_bars.index(slot)
                 Q_BYTES: gl.constexpr = a.q_desc.block_type.nbytes + a.stats_desc.block_type.nbytes
                 MORE: gl.constexpr = a.q_more_desc.block_type.nbytes if a.D < a.COLUMNS else 0
-                DO_BYTES: gl.constexpr = a.do_desc.block_type.nbytes
-                mbarrier.expect(bar, Q_BYTES + MORE + (DO_BYTES if a.ROOMY else 0))
+                mbarrier.expect(bar, Q_BYTES + MORE)
                 tma_load(a.q_desc, [b, h, m * ROWS, 0], bar, a.q_bufs.index(slot))
                 if MORE > 0:
                     tma_load(a.q_more_desc, [b, h, m * ROWS, a.D], bar, a.q_more_bufs.index(slot))
                 tma_load(a.stats_desc, [(stats + m) * (2 * ROWS)], bar, a.stats_bufs.index(slot))
-                if a.ROOMY:
-                    tma_load(a.do_desc, [b, h, m * ROWS, 0], bar, a.do_bufs.index(slot))
-                else:
-                    if i > 0:
-                        named_barrier("sync", DO_FREE, BOTH + 32)
-                    mbarrier.expect(do_bar, DO_BYTES)
-                    tma_load(a.do_desc, [b, h, m * ROWS, 0], do_bar, a.do_bufs.index(0))
+                if i > 0:
+                    named_barrier("sync", DO_FREE, BOTH + 32)
+                mbarrier.expect(do_bar, a.do_desc.block_type.nbytes)
+                tma_load(a.do_desc, [b, h, m * ROWS, 0], do_bar, a.do_bufs.index(0))
                 i += 1
         t += 1
         tile = a.key_tiles.draw(counter_ptr)
@@ -167,13 +157,8 @@ def _load_partition(a):
 
 @gluon.jit
 def _write_partition(a, HALF: gl.constexpr):
-    """Add half of the dQ of every step to memory, when it is its turn: the key tiles before have added theirs.
-
-    If there is room, what one warpgroup made in place of half: two parts of three, and one.
-    """
-    IS_REST: gl.constexpr = a.ROOMY and HALF == 1
-    desc = a.dq_more_desc if IS_REST else a.dq_desc
-    buf = a.dq_more_bufs.index(0) if IS_REST else a.dq_bufs.index(0)
+    """Add half of the dQ of every step to memory, when it is its turn: the key tiles before have added theirs."""
+    buf = a.dq_bufs.index(0)
     t = 0
     key_tile = a.key_tiles.wait(t, 1)
     while key_tile >= 0:
@@ -187,14 +172,14 @@ def _write_partition(a, HALF: gl.constexpr):
             turn_ptr = a.turn_ptr + 2 * tile + HALF
             while poll(turn_ptr) != turn:
                 pass
-            named_barrier("sync", FULL + HALF, (ONE if a.ROOMY else BOTH) + 32)
-            row = tile * ((3 if a.ROOMY else 4) * LINES) + HALF * (2 * LINES)
+            named_barrier("sync", FULL + HALF, BOTH + 32)
+            row = tile * (4 * LINES) + HALF * (2 * LINES)
             if turn == 0:
-                tma_store(desc, [row, 0], buf)
+                tma_store(a.dq_desc, [row, 0], buf)
             else:
-                tma_add(desc, [row, 0], buf)
+                tma_add(a.dq_desc, [row, 0], buf)
             wait_until_read()
-            mbarrier.arrive(a.written_bars.index(HALF if a.ROOMY else 0))
+            mbarrier.arrive(a.written_bars.index(0))
             wait_until_added()
             raise_counter(turn_ptr)
         t += 1
@@ -241,19 +226,12 @@ def _issue_dq(a, i, zero, FIRST: gl.constexpr):
 
 @gluon.jit
 def _store_dq(dq, a, i, HALF: gl.constexpr, W: gl.constexpr):
-    """Put columns of the dQ of step ``i`` where a writer takes them, as the threads hold them: 64, if ROOMY all."""
-    if a.ROOMY:
-        mbarrier.wait(a.written_bars.index(W), (i & 1) ^ 1)  # of the step before; the first does not wait
-        bufs = a.dq_bufs if W == 0 else a.dq_more_bufs
-        bufs.index(opaque(0)).store(as_added(dq))
-        fence_async_shared()
-        named_barrier("arrive", FULL + W, ONE + 32)
-    else:
-        number = 2 * i + HALF
-        mbarrier.wait(a.written_bars.index(0), (number & 1) ^ 1)  # of the half before; the first does not wait
-        a.dq_bufs.index(opaque(0)).slice(W * LINES, LINES, dim=0).store(as_added(dq))
-        fence_async_shared()
-        named_barrier("arrive", FULL + HALF, BOTH + 32)
+    """Put 64 columns of the dQ of step ``i`` where a writer takes them, as the threads hold them."""
+    number = 2 * i + HALF
+    mbarrier.wait(a.written_bars.index(0), (number & 1) ^ 1)  # of the half before; the first does not wait
+    a.dq_bufs.index(opaque(0)).slice(W * LINES, LINES, dim=0).store(as_added(dq))
+    fence_async_shared()
+    named_barrier("arrive", FULL + HALF, BOTH + 32)
 
 
 @gluon.jit
@@ -264,7 +242,7 @@ def _pass_over_dq(a):
 
 
 @gluon.jit
-def _score_step(dv, zero, zero_dq, a, i, key, row, IS_FIRST: gl.constexpr, IS_EDGE: gl.constexpr):
+def _score_step(dv, zero, a, i, key, row, IS_FIRST: gl.constexpr, IS_EDGE: gl.constexpr):
     """Compute P of a query tile, hand it on, and add to dV; and our columns of dQ of the step before."""
     dtype: gl.constexpr = a.q_desc.dtype
     slot = slot_of(i, STAGES)
@@ -282,7 +260,7 @@ def _score_step(dv, zero, zero_dq, a, i, key, row, IS_FIRST: gl.constexpr, IS_ED
         s = warpgroup_mma_wait(0, deps=[s])
     else:
         named_barrier("sync", DS_FULL, BOTH)
-        dq = _issue_dq(a, i - 1, zero_dq, 0)
+        dq = _issue_dq(a, i - 1, zero, 0)
         s = warpgroup_mma_wait(1, deps=[s])
     if IS_EDGE:
         s = mask_scores(s, a.span, key, row)
@@ -291,26 +269,24 @@ def _score_step(dv, zero, zero_dq, a, i, key, row, IS_FIRST: gl.constexpr, IS_ED
             s = mask_scores(s, a.span, key, row)
     lse = _row_numbers(a, slot, 0, gl.SliceLayout(0, s_layout))
     packed = pack(gl.exp2(s * a.scale_log2 - lse[None, :]), dtype)
-    if not a.ROOMY:
-        named_barrier("arrive", Q_FREE + slot, BOTH + 32)
+    named_barrier("arrive", Q_FREE + slot, BOTH + 32)
     if i > 0:
         named_barrier("sync", P_FREE, BOTH)
     a.p_bufs.index(opaque(0)).store(_as_held(packed))
     named_barrier("arrive", P_FULL, BOTH)
-    if not IS_FIRST and not a.ROOMY:
+    if not IS_FIRST:
         dq = warpgroup_mma_wait(0, deps=[dq])
         _store_dq(dq, a, i - 1, 0, 0)
         dq = _issue_dq(a, i - 1, zero, 128)
-    if not a.ROOMY:  # else it came with Q
-        mbarrier.wait(a.ready_bars.index(STAGES), i & 1)
-    do = a.do_bufs.index(slot if a.ROOMY else opaque(0)).reshape([ROWS, a.DV])
+    mbarrier.wait(a.ready_bars.index(STAGES), i & 1)
+    do = a.do_bufs.index(opaque(0)).reshape([ROWS, a.DV])
     p_operand = unpack(packed, dtype, gl.DotOperandLayout(0, dv.type.layout, 2))
     dv = warpgroup_mma(p_operand, do, dv, is_async=True)
     if not IS_FIRST:
         dq = warpgroup_mma_wait(1, deps=[dq])
         _store_dq(dq, a, i - 1, 1, 0)
     dv, _ = warpgroup_mma_wait(0, deps=[dv, p_operand])
-    named_barrier("arrive", Q_FREE + slot if a.ROOMY else DO_FREE, BOTH + 32)
+    named_barrier("arrive", DO_FREE, BOTH + 32)
     return dv
 
 
@@ -320,27 +296,21 @@ def _gradient_step(dk, dk_rest, zero, a, i, IS_FIRST: gl.constexpr):
     dtype: gl.constexpr = a.q_desc.dtype
     slot = slot_of(i, STAGES)
     s_layout: gl.constexpr = zero.type.layout
-    if a.ROOMY:
-        mbarrier.wait(a.ready_bars.index(slot), lap_of(i, STAGES) & 1)
-    else:
-        mbarrier.wait(a.ready_bars.index(STAGES), i & 1)
+    mbarrier.wait(a.ready_bars.index(STAGES), i & 1)
     v = a.v_bufs.index(opaque(0)).reshape([KEYS, a.DV])
-    do = a.do_bufs.index(slot if a.ROOMY else opaque(0)).reshape([ROWS, a.DV])
+    do = a.do_bufs.index(opaque(0)).reshape([ROWS, a.DV])
     dp = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
     if not IS_FIRST:
         named_barrier("sync", DS_FULL, BOTH)
-        dq = _issue_dq(a, i - 1, zero, LEFT if a.ROOMY else 64)
+        dq = _issue_dq(a, i - 1, zero, 64)
         dp = warpgroup_mma_wait(1, deps=[dp])
-        if not a.ROOMY:
-            named_barrier("arrive", DO_FREE, BOTH + 32)
+        named_barrier("arrive", DO_FREE, BOTH + 32)
         dq = warpgroup_mma_wait(0, deps=[dq])
         _store_dq(dq, a, i - 1, 0, 1)
     else:
         dp = warpgroup_mma_wait(0, deps=[dp])
-        if not a.ROOMY:
-            named_barrier("arrive", DO_FREE, BOTH + 32)
-    if not a.ROOMY:  # else it came with dO
-        mbarrier.wait(a.ready_bars.index(slot), lap_of(i, STAGES) & 1)
+        named_barrier("arrive", DO_FREE, BOTH + 32)
+    mbarrier.wait(a.ready_bars.index(slot), lap_of(i, STAGES) & 1)
     named_barrier("sync", P_FULL, BOTH)
     like = pack(zero, dtype)
     packed_layout: gl.constexpr = like.type.layout
@@ -359,7 +329,7 @@ def _gradient_step(dk, dk_rest, zero, a, i, IS_FIRST: gl.constexpr):
         dq = _issue_dq(a, i - 1, zero, 192)
     dk = warpgroup_mma(ds_operand, q, dk, is_async=True)
     dk_rest = warpgroup_mma(rest_operand, q_rest, dk_rest, is_async=True)
-    if not IS_FIRST and not a.ROOMY:
+    if not IS_FIRST:
         if a.COLUMNS == 256:
             dq = warpgroup_mma_wait(2, deps=[dq])
             _store_dq(dq, a, i - 1, 1, 1)
@@ -374,11 +344,11 @@ def _gradient_step(dk, dk_rest, zero, a, i, IS_FIRST: gl.constexpr):
 def _flush_dq(a, i, zero, W: gl.constexpr):
     """Compute the columns of dQ of step ``i``, the last of a head."""
     named_barrier("sync", DS_FULL, BOTH)
-    for half in gl.static_range(1 if a.ROOMY else 2):
+    for half in gl.static_range(2):
         if half == 1 and W == 1 and a.COLUMNS < 256:
             _pass_over_dq(a)
         else:
-            dq = _issue_dq(a, i, zero, W * LEFT if a.ROOMY else 128 * half + 64 * W)
+            dq = _issue_dq(a, i, zero, 128 * half + 64 * W)
             dq = warpgroup_mma_wait(0, deps=[dq])
             _store_dq(dq, a, i, half, W)
 
@@ -389,8 +359,6 @@ def _score_partition(a):
     dtype: gl.constexpr = a.q_desc.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     dv_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, a.DV, 16])
-    DQ: gl.constexpr = LEFT if a.ROOMY else 64
-    dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DQ, 16])
     i = 0  # query tiles so far
     t = 0  # key tiles so far
     tile = a.key_tiles.wait(t, 4)
@@ -401,19 +369,18 @@ def _score_partition(a):
         edge = first if a.span.BOUND_LEFT else a.span.edge(key, first, last)
         dv = gl.zeros([KEYS, a.DV], gl.float32, dv_layout)
         zero = gl.zeros([KEYS, ROWS], gl.float32, s_layout)
-        zero_dq = gl.zeros([ROWS, DQ], gl.float32, dq_layout)
         mbarrier.wait(a.ready_bars.index(STAGES + 1), t & 1)
         for _ in range(a.GROUP):
-            dv = _score_step(dv, zero, zero_dq, a, i, key, last * ROWS, True, True)
+            dv = _score_step(dv, zero, a, i, key, last * ROWS, True, True)
             i += 1
             for m in range(last - 1, edge - 1, -1):
-                dv = _score_step(dv, zero, zero_dq, a, i, key, m * ROWS, False, False)
+                dv = _score_step(dv, zero, a, i, key, m * ROWS, False, False)
                 i += 1
             if not a.span.BOUND_LEFT:
                 for m in range(edge - 1, first - 1, -1):
-                    dv = _score_step(dv, zero, zero_dq, a, i, key, m * ROWS, False, True)
+                    dv = _score_step(dv, zero, a, i, key, m * ROWS, False, True)
                     i += 1
-            _flush_dq(a, i - 1, zero_dq, 0)
+            _flush_dq(a, i - 1, zero, 0)
         # The other warpgroup read V for the last time; it reads K no more when they have met, nor does this one.
         named_barrier("sync", END, BOTH)
         a.v_bufs.index(opaque(0)).reshape([KEYS, a.DV]).store(dv.to(dtype))
@@ -475,10 +442,9 @@ def _backward_wide_sm90_kernel(
     dk_desc,  # [B, HK, Sk, D]
     dv_desc,  # [B, HK, Sk, DV]
     stats_desc,  # [B * H * tiles_m * 2 * ROWS] fp32: of a query tile LSE * log2(e), then delta
-    dq_desc,  # [B * H * tiles_m * 4 * LINES, 32] fp32; with COLUMNS 192 and DV 128, 3 in place of 4
+    dq_desc,  # [B * H * tiles_m * 4 * LINES, 32] fp32
     turn_ptr,  # [B * H * tiles_m * 2 + 1] int32, 0 before; the last counts key tiles that were drawn
     q_more_desc, k_more_desc, dk_more_desc,  # of the second part of the columns, or None
-    dq_more_desc,  # of dQ in boxes of 64 columns, or None
     heads, heads_kv, seqlen_q, seqlen_k, tiles_m, tiles_n, heads_total, heads_per_group, window_left, window_right,
     scale_log2,  # scale * log2(e)
     scale,
@@ -492,44 +458,37 @@ def _backward_wide_sm90_kernel(
     D: gl.constexpr = q_desc.block_type.shape[3]
     DV: gl.constexpr = do_desc.block_type.shape[3]
     IN_PARTS: gl.constexpr = COLUMNS < 256  # TMA is slow where a box lies outside of a tensor
-    ROOMY: gl.constexpr = IN_PARTS and DV == 128
     gl.static_assert((LEFT if IN_PARTS else 256) == D, "dQ has parts of 64 columns")
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, ROWS], q_desc.dtype)
     p_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     ready_bars = gl.allocate_shared_memory(gl.int64, [STAGES + 3, 1], mbarrier.MBarrierLayout())
     for bar in gl.static_range(STAGES + 3):
         mbarrier.init(ready_bars.index(bar), count=1)
-    WRITTEN: gl.constexpr = 2 if ROOMY else 1
-    written_bars = gl.allocate_shared_memory(gl.int64, [WRITTEN, 1], mbarrier.MBarrierLayout())
-    for bar in gl.static_range(WRITTEN):
-        mbarrier.init(written_bars.index(bar), count=1)
+    written_bars = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(written_bars.index(0), count=1)
     key_tiles = make_key_tiles(tiles_n, heads_total, heads_per_group)
     fence_async_shared()  # TMA, too, sees that the barriers are there
     q_bufs = gl.allocate_shared_memory(q_desc.dtype, [STAGES] + q_desc.block_type.shape, q_desc.layout)
-    DO_STAGES: gl.constexpr = STAGES if ROOMY else 1
-    do_bufs = gl.allocate_shared_memory(q_desc.dtype, [DO_STAGES] + do_desc.block_type.shape, do_desc.layout)
+    do_bufs = gl.allocate_shared_memory(q_desc.dtype, [1] + do_desc.block_type.shape, do_desc.layout)
     stats_bufs = gl.allocate_shared_memory(gl.float32, [STAGES] + stats_desc.block_type.shape, stats_desc.layout)
     k_bufs = gl.allocate_shared_memory(q_desc.dtype, [1] + k_desc.block_type.shape, k_desc.layout)
     v_bufs = gl.allocate_shared_memory(q_desc.dtype, [1] + v_desc.block_type.shape, v_desc.layout)
     p_bufs = gl.allocate_shared_memory(gl.int32, [1, 64, 32], p_layout)
     ds_bufs = gl.allocate_shared_memory(q_desc.dtype, [2, KEYS, ROWS], ds_layout)
     dq_bufs = gl.allocate_shared_memory(gl.float32, [1] + dq_desc.block_type.shape, dq_desc.layout)
-    q_more, k_more, dk_more, dq_more = q_desc, k_desc, dk_desc, dq_desc
-    q_more_bufs, k_more_bufs, dq_more_bufs = q_bufs, k_bufs, dq_bufs
+    q_more, k_more, dk_more = q_desc, k_desc, dk_desc
+    q_more_bufs, k_more_bufs = q_bufs, k_bufs
     if IN_PARTS:
         q_more, k_more, dk_more = q_more_desc, k_more_desc, dk_more_desc
         q_more_bufs = gl.allocate_shared_memory(q_desc.dtype, [STAGES] + q_more.block_type.shape, q_more.layout)
         k_more_bufs = gl.allocate_shared_memory(q_desc.dtype, [1] + k_more.block_type.shape, k_more.layout)
-    if ROOMY:
-        dq_more = dq_more_desc
-        dq_more_bufs = gl.allocate_shared_memory(gl.float32, [1] + dq_more.block_type.shape, dq_more.layout)
     a = Args(  # type: ignore[call-arg] # aggregate gives it a constructor
         q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, stats_desc, dq_desc, turn_ptr,
-        q_more, k_more, dk_more, dq_more,
-        q_bufs, q_more_bufs, do_bufs, stats_bufs, k_bufs, k_more_bufs, v_bufs, p_bufs, ds_bufs, dq_bufs, dq_more_bufs,
+        q_more, k_more, dk_more,
+        q_bufs, q_more_bufs, do_bufs, stats_bufs, k_bufs, k_more_bufs, v_bufs, p_bufs, ds_bufs, dq_bufs,
         ready_bars, written_bars, key_tiles, heads, heads_kv,
         Span(seqlen_q, seqlen_k, tiles_m, window_left, window_right, BOUND_LEFT, BOUND_RIGHT, ROWS, KEYS),  # type: ignore[call-arg] # aggregate gives it a constructor
-        scale_log2, scale, GROUP, COLUMNS, D, DV, ROOMY,
+        scale_log2, scale, GROUP, COLUMNS, D, DV,
     )  # fmt: skip
     R: gl.constexpr = MATRIX_REGISTERS
     gl.warp_specialize(

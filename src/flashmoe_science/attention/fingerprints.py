@@ -32,11 +32,10 @@ NOT_FOLLOWED = frozenset(
 # Of these the following run at each call, and not only where a call of its kind is prepared: wall time has them in it.
 RUN_AT_EACH_CALL = frozenset(("__init__.py", "attention/gradients.py", "attention/inputs.py", "gpu/device.py"))
 RUN_AT_EACH_CALL_WITH_FEATURES = RUN_AT_EACH_CALL | {"attention/problem.py"}  # the checks of features
-# Of gradients what makes them decides, and what describes, plans and prepares them does not. Not so backward_sm90: it
-# prepares, and says besides which tensors a kernel is given.
+# Of gradients what makes them decides, and what describes, plans and prepares them does not.
 NOT_FOLLOWED_OF_STEPS = (NOT_FOLLOWED - {f"{_PACKAGE}.attention.gradients"}) | {
     f"{_PACKAGE}.attention.{room}"
-    for room in ("backward_hopper_plan", "backward_plan", "backward_prepare", "backward_problem")
+    for room in ("backward_hopper_plan", "backward_plan", "backward_prepare", "backward_problem", "backward_sm90")
 }
 # Gradients alone are given what the reference makes of the inputs.
 NOT_FOLLOWED_OF_GRADIENTS = NOT_FOLLOWED_OF_STEPS - {f"{_PACKAGE}.attention.reference"}
@@ -47,8 +46,8 @@ _OF_KERNELS = frozenset(
     for module in (
         "append_triton", "decode_gluon_sm90", "decode_triton", "forward_gluon_sm90", "forward_short_gluon",
         "forward_triton", "merge_triton", "forward_features_gluon_sm90", "sequences_triton",
-        "backward_gluon_sm90", "backward_passes_triton", "backward_q_triton", "backward_triton",
-        "backward_wide_gluon_sm90",
+        "backward_192_gluon_sm90", "backward_gluon_sm90", "backward_passes_triton", "backward_q_triton",
+        "backward_triton", "backward_wide_gluon_sm90",
     )
 )  # fmt: skip
 
