@@ -47,6 +47,12 @@ def test_gradients(pair, dims, causal):
         Case(3, 20, 20, 384, 384, 64, 64, "bf16", True, "groups-of-heads"),
         Case(1, 2, 2, 999, 1001, 8, 8, "bf16", True, "d8"),
         Case(1, 2, 1, 333, 555, 96, 96, "fp16", False, "d96"),
+        # Several key tiles a program: whole walks, walks of one step, and of one step a query head.
+        Case(40, 4, 4, 512, 512, 192, 128, "bf16", True, "d192-many-tiles"),
+        Case(40, 8, 8, 64, 130, 192, 128, "bf16", False, "d192-one-step"),
+        Case(40, 8, 4, 63, 130, 192, 128, "bf16", True, "d192-one-step-a-head"),
+        Case(16, 4, 2, 1000, 1100, 136, 72, "bf16", True, "d136-many-tiles"),
+        Case(2, 4, 2, 500, 700, 192, 128, "fp16", True, "d192-fp16"),
     ],
     ids=str,
 )
@@ -97,7 +103,7 @@ def differentiate_on(stream, inputs, do, lse, o):
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256), (192, 128)], ids=str)
 def test_a_thousand_repeats(dims, causal):
     """The same bits, with heads that share K and V, and lengths that end in a tile."""
-    case = Case(2, 16, 4, 1000, 1100, dims[0], dims[1], "bf16", causal, "repeats")
+    case = Case(8, 16, 4, 1000, 1100, dims[0], dims[1], "bf16", causal, "repeats")  # more than two key tiles a program
     q, k, v = make_inputs(case, "cuda")
     o, lse = flash_attention(q, k, v, causal=causal, return_lse=True)
     given = {"q": q, "k": k, "v": v, "o": o, "lse": lse, "do": torch.randn_like(o)}

@@ -1,6 +1,7 @@
 """Random interleavings of the barriers of backward_wide_gluon_sm90: wide_protocol.py RUNS.
 
-As heads up to 256 have them, and, in every other pair of runs, as heads up to 192 with V up to 128 do (``roomy``).
+As heads up to 256 have them, and, in every other pair of runs, as heads up to 192 with V up to 128 had them before
+they had a kernel of their own (``roomy``).
 Not windows, nor heads up to 192 with V beyond 128, whose second warpgroup passes over a part of dQ.
 
 No overrun of a barrier, no buffer written while it is read, every query tile added to in the order of the key tiles,

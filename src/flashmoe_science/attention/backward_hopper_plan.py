@@ -16,7 +16,7 @@ from .tiles import SMALLEST_SCALE_LOG2, cdiv
 HOPPER_KEYS = 64  # of one warpgroup
 HOPPER_PART = 4096  # numbers of dQ that a warpgroup computes of a query tile
 _WIDEST = 256
-_NARROW = 128  # columns up to which dK and dV of 64 keys fit the registers of one warpgroup
+_NARROW = 128  # columns of the widest heads that backward_gluon_sm90.py itself serves
 _MAX = 2**29  # positions: a sum of two of them, rounded up, stays in 32 bits
 _MAX_QUERY_TILES = 2**22  # rows of what is kept of them, 512 each at the most, are counted in 32 bits
 _MAX_KEY_TILES = 2**30  # so that the count of those drawn stays in 32 bits

@@ -1,4 +1,4 @@
-"""What both backward kernels for Hopper are built of (Gluon): key tiles, masks, P in 16 bits, turns at adding to dQ."""
+"""What the backward kernels for Hopper are built of (Gluon): key tiles, masks, P in 16 bits, turns at adding to dQ."""
 
 from __future__ import annotations
 

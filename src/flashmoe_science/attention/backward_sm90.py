@@ -100,7 +100,7 @@ def _main(problem: BackwardProblem, config: HopperBackwardConfig, grid: tuple[in
         "dk_desc": descriptor_type(kind, (*keys, d)),
         "dv_desc": descriptor_type(kind, (*keys, dv)),
         "stats_desc": descriptor_type("fp32", (2 * m,)),
-        "dq_desc": descriptor_type("fp32", (2 * lines if d_more else dq_columns // 64 // config.turns * lines, _LINE)),
+        "dq_desc": descriptor_type("fp32", (min(2, dq_columns // 64 // config.turns) * lines, _LINE)),
     }
     integers = (
         "heads", "heads_kv", "seqlen_q", "seqlen_k", "tiles_m", "tiles_n", "heads_total", "heads_per_group",
