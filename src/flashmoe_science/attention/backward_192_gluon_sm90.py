@@ -6,8 +6,8 @@ its registers. So dP is computed when the scores have become P, and a warpgroup 
 dQ in two goes, 64 and 32, in the place that dP and then dS had. Q, K, dK and dQ lie in two parts of 128 and 64 columns:
 a box of TMA that reaches out of a tensor slows it down. There is memory for one tile of dO, and one of dQ.
 
-With 64 keys a program (``backward_wide_gluon_sm90``) what is read and added for a step, 88 KiB, takes longer on its way
-from and to L2 than the step itself: 128 keys halve it.
+With 64 keys a program, as in ``backward_wide_gluon_sm90``, as much is read from L2 and added there for half of the
+work, 88 KiB a step, and a writer has one step for an addition, not two.
 
 Source: as there. Ours: the order of a step.
 """
