@@ -189,11 +189,14 @@ def sequence_of(tensors: Tensors, b: int) -> Tensors:
 
 
 @pytest.mark.parametrize("options", [{"batch_invariant": True}, {"num_splits": 5}], ids=str)
-@pytest.mark.parametrize("dim", [64, 128])
-def test_a_sequence_has_the_same_bits_alone(dim, options):
-    """Alone, in any batch, and with a page table that has room for more."""
+@pytest.mark.parametrize(("dim", "dtype"), [(64, "bf16"), (128, "bf16"), (128, "fp32")])
+@pytest.mark.parametrize("others", [0, 40, 160])
+def test_a_sequence_has_the_same_bits_alone(others, dim, dtype, options):
+    """Alone, in any batch, of few rows or of many, and with a page table that has room for more."""
     lengths = (0, 1, 64, 65, 300, 2999, 8000, 17000)
-    case = CacheCase("bits", lengths=lengths, capacity=17008, heads=8, head_dim=dim, dtype="bf16", page_size=16)
+    case = CacheCase(
+        "bits", lengths=lengths + (700,) * others, capacity=17008, heads=8, head_dim=dim, dtype=dtype, page_size=16
+    )
     tensors = make_tensors(case, "cuda")
     o, lse = call(tensors, **options)
     for b in range(len(lengths)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from flashmoe_science.attention.cache_problem import CacheProblem
 from flashmoe_science.attention.decode_config import DecodeConfig
 from flashmoe_science.attention.decode_plan import (
     DECODE_TABLES,
+    MergeConfig,
     Shares,
     even_splits,
     partial_sizes,
@@ -36,6 +38,12 @@ def shares_of(problem: CacheProblem) -> Shares:
     shares = plan_with_kv_cache(problem, H200).shares
     assert shares is not None
     return shares
+
+
+def merges(problems: Iterable[CacheProblem]) -> set[MergeConfig]:
+    """Return the tiles of all merges that there are."""
+    found = (plan_with_kv_cache(problem, H200).merge for problem in problems)
+    return {merge for merge in found if merge is not None}
 
 
 def test_rows_of_all_heads_of_a_kv_head_share_a_tile():
@@ -172,6 +180,21 @@ def test_the_tile_of_a_call_that_promises_bits_does_not_follow_the_batch(how):
     ]
     assert len({plan.config for plan in plans}) == 1
     assert all(plan.shares is not None and plan.shares.alike == 1 for plan in plans)
+
+
+@pytest.mark.parametrize("how", [{"batch_invariant": True}, {"num_splits": 5}, {"num_splits": 200}], ids=str)
+@pytest.mark.parametrize("sizes", [(32, 8, 1, {}), (16, 1, 3, {"head_dim": 576, "head_dim_v": 512, "shared_kv": True})])
+def test_the_merge_of_a_call_that_promises_bits_does_not_follow_the_batch(how, sizes):
+    """Its tile says in which order shares are summed."""
+    heads, heads_kv, seqlen_q, more = sizes
+    problems = [
+        make(batch, heads, heads_kv, seqlen_q, keys, **how, **more)
+        for batch in (1, 6, 30, 200)
+        for keys in (300, 3000, 131072)
+    ]
+    assert len(merges(problems)) == 1
+    plain = [dataclasses.replace(problem, batch_invariant=False, num_splits=0) for problem in problems]
+    assert len(merges(plain)) > 1, "these batches and capacities tell nothing"
 
 
 def test_one_long_sequence_among_short_ones_is_split():

@@ -260,6 +260,10 @@ def _even(schedule: str, splits: int, least: int, batch: int, tiles: int, most: 
 
 def _merge_config(problem: CacheProblem, shares: Shares, sms: int) -> MergeConfig:
     rows, columns = problem.batch * problem.heads * problem.seqlen_q, min(128, block_dim(problem.head_dim_v))
+    if problem.batch_invariant or problem.num_splits:
+        # The tile decides in which order shares are summed, and where a product and a sum are rounded as one, so it is
+        # the same for every batch and capacity: 16 shares, which are all of a sequence with 8 K/V heads on 132 SMs.
+        return MergeConfig(1, columns, 16)
     block_s = min(64, 1 << (shares.most - 1).bit_length())
     if rows >= 8 * sms:
         return MergeConfig(4, columns, min(block_s, 16))
