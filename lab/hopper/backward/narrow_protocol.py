@@ -1,4 +1,4 @@
-"""Run the barriers of backward_gluon_sm90 and of backward_192_gluon_sm90 (heads_of_192.patch), with windows, in random interleavings.
+"""Run the barriers of backward_gluon_sm90 and of backward_192_gluon_sm90, with windows, in random interleavings.
 
     python3 lab/hopper/backward/narrow_protocol.py [SEEDS] [192]
 

@@ -252,12 +252,12 @@ def _step(
     packed = pack(gl.exp2(s * a.scale_log2 - lse[None, :]), dtype)
     mbarrier.wait(a.ready_bars.index(STAGES), i & 1)
     do = a.do_bufs.index(opaque(0)).reshape([ROWS, DV])
-    less = zero - _row_numbers(a, slot, 1, columns)[None, :]
-    dp = warpgroup_mma(a.v_bufs.index(here).reshape([ROWS, DV]), do.permute((1, 0)), less, is_async=True)
+    dp = warpgroup_mma(a.v_bufs.index(here).reshape([ROWS, DV]), do.permute((1, 0)), zero, use_acc=False, is_async=True)
     p_operand = unpack(packed, dtype, gl.DotOperandLayout(0, dv.type.layout, 2))
     dv = warpgroup_mma(p_operand, do, dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=[dp])
-    ds = pack(unpack_wide(packed, dtype, s_layout) * dp, dtype)
+    delta = _row_numbers(a, slot, 1, columns)
+    ds = pack(unpack_wide(packed, dtype, s_layout) * (dp - delta[None, :]), dtype)
     dv, _ = warpgroup_mma_wait(0, deps=[dv, p_operand])
     named_barrier("arrive", DO_FREE, BOTH + 32)
     if not IS_FIRST:
