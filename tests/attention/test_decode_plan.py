@@ -182,19 +182,39 @@ def test_the_tile_of_a_call_that_promises_bits_does_not_follow_the_batch(how):
     assert all(plan.shares is not None and plan.shares.alike == 1 for plan in plans)
 
 
+MLA = {"head_dim": 576, "head_dim_v": 512, "shared_kv": True, "page_size": 64}
+PROMISED: dict[str, tuple[int, int, int, dict[str, Any]]] = {
+    "plain": (32, 8, 1, {}),
+    "window": (32, 8, 1, {"window": (1023, 0)}),
+    "fp32": (32, 8, 4, {"dtype": "fp32"}),
+    "mla-few": (16, 1, 1, MLA),
+    "mla": (128, 1, 1, MLA),
+    "mla-window": (128, 1, 1, {**MLA, "window": (1023, 0)}),
+    "mla-right": (16, 1, 4, {**MLA, "window": (1023, 1)}),
+}
+
+
 @pytest.mark.parametrize("how", [{"batch_invariant": True}, {"num_splits": 5}, {"num_splits": 200}], ids=str)
-@pytest.mark.parametrize("sizes", [(32, 8, 1, {}), (16, 1, 3, {"head_dim": 576, "head_dim_v": 512, "shared_kv": True})])
-def test_the_merge_of_a_call_that_promises_bits_does_not_follow_the_batch(how, sizes):
-    """Its tile says in which order shares are summed."""
-    heads, heads_kv, seqlen_q, more = sizes
+@pytest.mark.parametrize("name", PROMISED)
+def test_what_decides_bits_follows_neither_the_batch_nor_the_capacity(name, how):
+    """The kernel, its tile, whether it has a window, and the tile of the merge, which says how shares are summed."""
+    heads, heads_kv, seqlen_q, more = PROMISED[name]
     problems = [
         make(batch, heads, heads_kv, seqlen_q, keys, **how, **more)
         for batch in (1, 6, 30, 200)
-        for keys in (300, 3000, 131072)
+        for keys in (320, 1024, 1088, 3008, 131072)
     ]
+    plans = [plan_with_kv_cache(problem, H200) for problem in problems]
+    assert len({(plan.kernel, plan.config, plan.problem.window) for plan in plans}) == 1
     assert len(merges(problems)) == 1
     plain = [dataclasses.replace(problem, batch_invariant=False, num_splits=0) for problem in problems]
     assert len(merges(plain)) > 1, "these batches and capacities tell nothing"
+
+
+def test_a_promised_window_as_wide_as_can_be_stays_in_32_bits():
+    problem = make(1, 8, 8, 1, 300, window=(2**40, -1), batch_invariant=True)
+    assert problem.seen_keys == 300
+    assert -(2**31) < 300 - problem.window[0] <= 0
 
 
 def test_one_long_sequence_among_short_ones_is_split():

@@ -140,7 +140,8 @@ def test_the_bits_of_a_sequence_do_not_depend_on_its_batch(heads, seqlen_q):
     """By whichever kernel: rows alone choose it."""
     lengths = (2999, 64, 1500, 3000, 1)
     tensors = make_tensors(mla(lengths, heads=heads, seqlen_q=seqlen_q, page_size=64), "cuda")
-    for options in ({"batch_invariant": True}, {"num_splits": 1}, {"num_splits": 5}):
+    window = {"batch_invariant": True, "window": (1023, 0)}
+    for options in ({"batch_invariant": True}, {"num_splits": 1}, {"num_splits": 5}, window):
         together = call(tensors, causal=True, **options)
         for b in range(len(lengths)):
             alone = {**tensors, **{name: tensors[name][b : b + 1] for name in ("q", "page_table", "cache_seqlens")}}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -322,6 +323,17 @@ def test_the_fastest_baseline_decides_in_each_case():
     assert [case.status for case in verdict.cases] == [DEMONSTRATED, REFUTED]
     assert verdict.cases[1].baseline == "fa3"
     assert judge(build_claim(baseline="sdpa"), record).status is DEMONSTRATED
+
+
+def test_the_rival_of_the_lower_end_is_named_where_it_is_not_the_fastest():
+    """One whose times differ between processes may have the lowest lower end, and so decide, with a higher estimate."""
+    record = build_record(speedups=[2.5], baselines={"sdpa": 1.0, "fa3": 1.0})
+    samples = sum(len(each.seconds.get("graph", {}).get("fa3", [])) for each in record.cases[0].rounds)
+    slower = itertools.chain([0.8] * (samples // 3), itertools.repeat(1.6))  # in all processes but the first
+    record = _with_seconds(record, "fa3", lambda s: next(slower) * s)
+    case = judge(build_claim(baseline=["sdpa", "fa3"]), record).cases[0]
+    assert case.baseline == "sdpa"
+    assert "against sdpa, the lower end against fa3" in case.reason
 
 
 def test_a_rival_that_does_not_serve_a_problem_is_left_out_there_and_named():

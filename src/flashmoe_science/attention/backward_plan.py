@@ -13,8 +13,10 @@ from ..gpu.specs import GpuSpec
 from .backward_hopper_plan import (
     HopperBackwardConfig,
     hopper_backward_config,
+    hopper_backward_kernel,
     hopper_backward_launches,
     hopper_backward_refusal,
+    is_wide,
 )
 from .backward_problem import BackwardProblem
 from .plan import MAX_HEAD_DIM
@@ -249,6 +251,8 @@ def plan_backward(problem: BackwardProblem, gpu: GpuSpec | None, kernel: str = "
     if kernel != "backward_triton" and refusal is None:
         if kernel == "auto":
             why = "it is the one for Hopper"
+            if is_wide(problem):
+                why += f", where {hopper_backward_kernel(problem)} serves heads of this width"
         return _hopper_plan(problem, gpu, why)
     if kernel == "auto":
         why = f"it is the one that serves every GPU; backward_gluon_sm90 is passed over ({refusal})"

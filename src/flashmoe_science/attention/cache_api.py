@@ -102,10 +102,12 @@ def flash_attention_with_kv_cache(
             read are not read either. Where all keys of a row have the most negative number, they are equal, and the LSE
             is below -2e38.
         softmax_scale: as in ``flash_attention``.
-        num_splits: over how many shares the keys of a sequence are split, at most; 0 leaves it to the plan.
+        num_splits: over how many shares the keys of a sequence are split, at most; 0 leaves it to the plan. Where it is
+            given, it counts, and the bits are promised as by ``batch_invariant``.
         batch_invariant: a sequence gets the same bits whatever else is in the batch, and whatever the capacity of the
-            cache: its keys are cut by its own length alone. Sq, H, HK, D, DV, dtype, page size and GPU must be the
-            same, and for MLA on Hopper whether all rows start at multiples of 16 bytes.
+            cache: its keys are cut by its own length alone. Its left padding, the options, Sq, H, HK, D, DV, dtype,
+            page size, GPU and versions must be the same, and for MLA on Hopper whether all rows start at multiples of
+            16 bytes, whether q or the cache is expanded, and whether ``cache_batch_idx`` is given.
         return_lse: return the log-sum-exp of every row too.
         kernel: ``"auto"``, ``"decode_gluon_sm90"`` or ``"decode_triton"``; a forced kernel never falls back.
 

@@ -226,8 +226,9 @@ def _check_new(tensors: Mapping[str, Tensor], batch: int, heads_kv: int, head_di
         return 0
     if "cache_seqlens" not in tensors:
         raise InputError("cache_seqlens must say where k and v are appended, got None")
-    _check_shape("k", k, (batch, heads_kv, k.shape[2], head_dim), "B, HK, Sn, D")
-    _check_shape("v", v, (batch, heads_kv, k.shape[2], head_dim_v), "B, HK, Sn, DV")
+    caches = f"caches are [B or pages, positions, HK, D], so HK is {heads_kv}"
+    _check_shape("k", k, (batch, heads_kv, k.shape[2], head_dim), "B, HK, Sn, D", caches)
+    _check_shape("v", v, (batch, heads_kv, k.shape[2], head_dim_v), "B, HK, Sn, DV", caches)
     if shares_memory(tensors["k_cache"], tensors["v_cache"]):
         raise InputError(
             "v_cache must have memory of its own, as k and v are written to it, got columns of k_cache",
@@ -296,9 +297,10 @@ def _bias_strides(bias: Tensor) -> tuple[int, ...]:
     return tuple(stride if size > 1 else 0 for size, stride in zip(bias.shape, bias.stride(), strict=True))
 
 
-def _check_shape(name: str, tensor: Tensor, expected: tuple[int, ...], letters: str) -> None:
+def _check_shape(name: str, tensor: Tensor, expected: tuple[int, ...], letters: str, hint: str = "") -> None:
     if tuple(tensor.shape) != expected:
-        raise InputError(f"{name} must have shape [{letters}] = {list(expected)}, got {list(tensor.shape)}")
+        words = f"{name} must have shape [{letters}] = {list(expected)}, got {list(tensor.shape)}"
+        raise InputError(words, hint=hint)
 
 
 def _pointer_alignment(*tensors: Tensor) -> int:

@@ -10,6 +10,7 @@ from .problem import ITEM_BYTES, LARGEST_SCALE, LOG2_E, Strides, output_strides
 
 _LARGEST_FP32 = (2 - 2**-23) * 2.0**127
 MAX_SPLITS = 256
+_WIDEST_WINDOW = 2**30  # of those that hide nothing: positions less it stay in 32 bits
 
 
 def dense_cache_strides(length: int, heads_kv: int, columns: int) -> Strides:
@@ -80,7 +81,10 @@ class CacheProblem:
         if self.heads_kv == 0 and self.heads != 0:
             raise InputError(f"heads_kv must be at least 1 with heads = {self.heads}, got 0")
         if self.heads_kv and self.heads % self.heads_kv:
-            raise InputError(f"heads must be a multiple of heads_kv = {self.heads_kv}, got {self.heads}")
+            raise InputError(
+                f"heads must be a multiple of heads_kv = {self.heads_kv}, got {self.heads}",
+                hint="q is [B, H, Sq, D], caches are [B or pages, positions, HK, D]",
+            )
         self._check_options()
         self._fill_in()
 
@@ -110,10 +114,13 @@ class CacheProblem:
             )
 
     def _fill_in(self) -> None:
-        """Bring the window into one form, in which a bound that hides nothing is -1; fill contiguous strides in."""
+        """Bring the window into one form, in which a bound that hides nothing is -1; fill contiguous strides in.
+
+        Where bits are promised whatever the capacity is, a left bound stays, whether it hides something or not.
+        """
         left, right = self.window
-        if left >= self.capacity - 1:
-            left = -1
+        if left >= self.capacity - 1:  # where bits are promised, the capacity must not decide which kernel serves
+            left = min(left, _WIDEST_WINDOW) if self.batch_invariant or self.num_splits else -1
         if self.causal:
             right = 0
         if right >= self.seqlen_q - 1:  # the last row sees the last key anyway

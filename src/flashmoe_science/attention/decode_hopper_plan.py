@@ -54,8 +54,9 @@ def hopper_decode_is_slower(problem: CacheProblem) -> str | None:
     p = problem
     if p.packed_rows > _FEW_ROWS:
         return None
-    fixed = p.batch_invariant or p.num_splits > 0
-    if not fixed and p.seen_keys >= _MANY_KEYS and p.kv_bytes >= _MANY_BYTES:
+    if p.batch_invariant or p.num_splits:
+        return f"up to {_FEW_ROWS} rows it pays in large batches alone, and bits are not to depend on the batch"
+    if p.seen_keys >= _MANY_KEYS and p.kv_bytes >= _MANY_BYTES:
         return None
     return (
         f"up to {_FEW_ROWS} rows it pays with {_MANY_KEYS} keys a sequence and {_MANY_BYTES >> 20} MiB of keys or more"

@@ -253,7 +253,9 @@ def _judge_case(claim: Claim, case: CaseRecord, control: Control) -> tuple[CaseV
     found = _against_all(intervals.values()).widened(bias)
     verdict = _weigh(claim, case.name, found, list(compared[fastest].values()), bias)
     skipped = [f"{name} does not serve it" for name in claim.baseline if name not in rivals]
-    reason = "; ".join([f"{_shown(found.exp())} against {fastest}{verdict.reason}", *skipped])
+    lowest = min(intervals, key=lambda name: intervals[name].low)
+    other = f", the lower end against {lowest}" if lowest != fastest else ""
+    reason = "; ".join([f"{_shown(found.exp())} against {fastest}{other}{verdict.reason}", *skipped])
     return verdict.model_copy(update={"baseline": fastest, "reason": reason}), compared[fastest]
 
 
