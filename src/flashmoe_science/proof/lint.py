@@ -14,8 +14,9 @@ from .assertions import Assertion, find_assertions
 from .evidence import Record
 from .judge import Verdict, holds
 from .prose import Sentence, markdown_in, read_sentences
-from .readme import Judged, Section, SectionKind, current_sections, find_sections, repository_of, row
+from .readme import Judged, Section, SectionKind, compare_sections, find_sections, repository_of, row
 from .wording import Shown, figure_fault, joined, overstatement, own_rival_names, shown_by, word_faults
+from .words import counted
 
 Status = Literal["backed", "waived", "asserted"]
 
@@ -115,18 +116,36 @@ def lint_file(path: Path, backing: Backing) -> list[Finding]:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise InputError(f"{path}: cannot be read: {reason}") from error
     own = _own_backing(path, backing)
-    rendered = _rendered_sections(path, text, own)
-    findings = []
+    sections = _rendered_sections(path, text, own)
+    findings: list[Finding] = []
+    within: dict[Section, list[Finding]] = {section: [] for section in sections}
     for sentence in read_sentences(text):
-        if any(section.first <= sentence.line <= section.last for section in rendered):
+        section = next((each for each in sections if each.first <= sentence.line <= each.last), None)
+        if section is None or sections[section]:
+            found = [_judge(path, sentence, assertion, backing) for assertion in _assertions(sentence)]
+            (findings if section is None else within[section]).extend(found)
+    for section, differs in sections.items():
+        if differs:
+            findings += _not_as_rendered(path, text, section, differs, within[section])
             continue
-        findings += [_judge(path, sentence, found, backing) for found in _assertions(sentence)]
-    for section in rendered:
         reason = _AS_RENDERED[section.kind]
         findings.append(Finding(path, section.first, "backed", section.title, "", reason))
         if section.kind != "cases":
             findings += _overstated(path, text, section, own)
     return sorted(findings, key=lambda finding: finding.line)
+
+
+def _not_as_rendered(path: Path, text: str, section: Section, differs: int, found: list[Finding]) -> Iterator[Finding]:
+    """Yield what is found between two marks, whose line ``differs`` is not as rendered: all that is asserted as one."""
+    asserted = [each for each in found if each.status == "asserted"]
+    yield from (each for each in found if each.status != "asserted")
+    if asserted:
+        line = text.split("\n")[differs - 1]
+        figures = counted(len(asserted), "figure")
+        reason = (
+            f"`flashmoe readme` renders this line otherwise now: run it, as {figures} between the marks name no claim"
+        )
+        yield Finding(path, differs, "asserted", section.title, line, reason)
 
 
 def _assertions(sentence: Sentence) -> Iterator[Assertion]:
@@ -139,18 +158,18 @@ def _own_backing(path: Path, backing: Backing) -> Backing:
     return backing if backing.repository == repository else Backing(repository, strict=backing.strict)
 
 
-def _rendered_sections(path: Path, text: str, own: Backing) -> list[Section]:
-    """Return the sections that are there and as they should be.
+def _rendered_sections(path: Path, text: str, own: Backing) -> dict[Section, int]:
+    """Return the sections that are there, each with the first line that is not as it should be, or 0.
 
     Where marks are not in pairs there are none, so that all that stands there is judged as any other sentence is.
     """
     if own.repository is None or not (own.repository / "claims").is_dir():
-        return []
+        return {}
     try:
         find_sections(path, text)
     except ProofError:  # most pages have no marks, and the rest `flashmoe readme` says
-        return []
-    return current_sections(path, text, own.repository, own.judged)
+        return {}
+    return compare_sections(path, text, own.repository, own.judged)
 
 
 def _overstated(path: Path, text: str, section: Section, own: Backing) -> Iterator[Finding]:

@@ -14,6 +14,7 @@ Times and speedups appear only where a claim is about them, and its verdict stan
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -167,15 +168,20 @@ def render_readme(path: Path, judged: Callable[[Path], Judged] = judge_repositor
     return "\n".join(lines)
 
 
-def current_sections(path: Path, text: str, repository: Path, made: Judged) -> list[Section]:
-    """Return those sections of a page that are as they would be rendered now.
+def compare_sections(path: Path, text: str, repository: Path, made: Judged) -> dict[Section, int]:
+    """Return of each section of a page the first line, from 1, that is not as it would be rendered now, or 0.
 
     Raises:
         ProofError: as ``find_sections``.
     """
     lines = text.split("\n")
     up = _way_up(path, repository)
-    return [one for one in find_sections(path, text) if lines[one.body] == _section_lines(one, made, up)]
+    found = {}
+    for section in find_sections(path, text):
+        pairs = itertools.zip_longest(lines[section.body], _section_lines(section, made, up))
+        differs = next((at for at, (there, now) in enumerate(pairs) if there != now), None)
+        found[section] = 0 if differs is None else min(section.first + 1 + differs, section.last)
+    return found
 
 
 def _way_up(page: Path, repository: Path) -> str:
