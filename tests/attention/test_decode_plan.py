@@ -194,7 +194,10 @@ PROMISED: dict[str, tuple[int, int, int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("how", [{"batch_invariant": True}, {"num_splits": 5}, {"num_splits": 200}], ids=str)
+PROMISES: tuple[dict[str, Any], ...] = ({"batch_invariant": True}, {"num_splits": 5}, {"num_splits": 200})
+
+
+@pytest.mark.parametrize("how", PROMISES, ids=str)
 @pytest.mark.parametrize("name", PROMISED)
 def test_what_decides_bits_follows_neither_the_batch_nor_the_capacity(name, how):
     """The kernel, its tile, whether it has a window, and the tile of the merge, which says how shares are summed."""
@@ -209,6 +212,11 @@ def test_what_decides_bits_follows_neither_the_batch_nor_the_capacity(name, how)
     assert len(merges(problems)) == 1
     plain = [dataclasses.replace(problem, batch_invariant=False, num_splits=0) for problem in problems]
     assert len(merges(plain)) > 1, "these batches and capacities tell nothing"
+
+
+def test_the_name_of_a_call_says_that_bits_are_promised():
+    names = [make(16, 32, 8, 1, 8192, page_size=16, **how).describe() for how in ({}, *PROMISES)]
+    assert names == [f"b16_h32_8_s1_8192_d128_bf16_page16{end}" for end in ("", "_invariant", "_splits5", "_splits200")]
 
 
 def test_a_promised_window_as_wide_as_can_be_stays_in_32_bits():

@@ -210,6 +210,8 @@ class CacheProblem:
         words += ["causal"] if self.causal and self.seqlen_q > 1 else []
         if self.window[0] >= 0 or (self.window[1] >= 0 and not self.causal):
             words.append("window" + "_".join("inf" if size < 0 else str(size) for size in self.window))
+        words += [f"splits{self.num_splits}"] if self.num_splits else []
+        words += ["invariant"] if self.batch_invariant else []
         return "_".join(words)
 
 

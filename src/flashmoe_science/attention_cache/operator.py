@@ -88,7 +88,7 @@ class CacheOperator:
 
     def describe(self, problem: CacheProblem) -> str:
         """Return a short name of a problem."""
-        return problem.describe() + ("_invariant" if problem.batch_invariant else "")
+        return problem.describe()
 
     def work(self, problem: CacheProblem) -> Work:
         """Count 4 D operations a visible score, and every input that is read, and the output, once."""
