@@ -129,6 +129,7 @@ def test_wide_heads_have_kernels_of_their_own(dims, name, keys):
     assert isinstance(plan.config, HopperBackwardConfig)
     assert (plan.config.keys, plan.config.turns) == (keys, 128 // keys)
     assert [launch.pattern for launch in plan.launches][1] == name
+    assert plan.reason == f"it is the one for Hopper, where {name} serves heads of this width"
     assert plan_of(**change, seqlen_k=4096).launches[1].grid == (132, 1, 1)
     assert plan_of(**change, seqlen_k=130, batch=1).launches[1].grid == (4 * -(-130 // keys), 1, 1)
     for kernel, launch in zip(prepare_backward_kernels(plan), plan.launches, strict=True):
@@ -156,7 +157,10 @@ def test_wide_heads_are_copied_without_the_columns_behind_192(dims, columns, box
     assert scratch_sizes(plan.problem, plan.config)["acc"] == tiles * 64 * dq[1]
     assert plan.launches[2].grid == (tiles * dq[1] // 64, 1, 1)
     _, main, after = prepare_backward_kernels(plan)
-    assert dict(main.source.constants).get("COLUMNS", 192) == columns
+    if main.source.name == "_backward_192_sm90_kernel":
+        assert columns == 192
+    else:
+        assert dict(main.source.constants)["COLUMNS"] == columns
     assert dict(after.source.constants)["PARTS"] == dq[1] // 64
     described = [(name, kind) for name, kind in main.source.signature if kind.startswith("tensordesc")]
     block = {name: [int(size) for size in re.findall(r"\[([\d, ]+)\]", kind)[0].split(",")] for name, kind in described}
@@ -405,6 +409,8 @@ def test_what_is_written_in_triton_is_interpreted(module):
 )
 def test_kernels_compile(head_dim, head_dim_v, dtype, causal, window, tmp_path):
     """Within shared memory; the products of a step side by side, and nothing spilled beside them."""
+    import triton
+
     from flashmoe_science.attention.backward_gluon_sm90 import FREE
 
     plan = plan_of(
@@ -420,7 +426,10 @@ def test_kernels_compile(head_dim, head_dim_v, dtype, causal, window, tmp_path):
     assert read_resources(before.source, 90).spill_bytes == read_resources(after.source, 90).spill_bytes == 0
     # Of 128 columns and 64, with grouped heads, ptxas of Triton 3.6 spills two registers once a key tile.
     is_192 = main.source.name == "_backward_192_sm90_kernel"
-    outside_of_loops = 8 if 64 < head_dim <= 128 and head_dim_v <= 64 else 80 if is_192 else 0
+    # Of 192 columns up to 14; with windows and Triton 3.9 up to 20.
+    has_window, is_oldest = window[0] >= 0, triton.__version__.startswith("3.6.")
+    of_192 = 56 if is_oldest or not has_window else 80
+    outside_of_loops = 8 if 64 < head_dim <= 128 and head_dim_v <= 64 else of_192 if is_192 else 0
     assert read_resources(main.source, 90).spill_bytes <= outside_of_loops
     compiled = compile_kernel(main.source, 90)
     ptx = compiled.asm["ptx"]
@@ -432,13 +441,13 @@ def test_kernels_compile(head_dim, head_dim_v, dtype, causal, window, tmp_path):
     # A masked one and one that is not, for each warpgroup; of the widest heads only one of the two masks. Where keys
     # may come too early, too, a step asks whether it has to.
     alike = head_dim <= 128 or is_192
-    assert len(loops) == (4 if alike else 3) - (window[0] >= 0) * (2 if alike else 1)
+    assert len(loops) == (4 if alike else 3) - has_window * (2 if alike else 1)
     for loop in loops:
         # Heads up to 192 have three parts of dQ: with V up to 128 a warpgroup waits for dV and for the first of its two
         # products; with a wider one the first warpgroup multiplies for it twice a step, the second once.
         waits = (5,) if is_192 else (3, 4) if 128 < head_dim <= 192 else (4,)
         assert loop["WARPGROUP.DEPBAR"] in waits, "the products are serialised"
-        # With Triton 3.9 and 192 columns addresses are kept there, one without a window.
+        # With Triton 3.9 and 192 columns numbers that live through the loops are kept there, and never stored in them.
         loads = sum(number for opcode, number in loop.items() if opcode.startswith("LDL"))
-        assert loads <= (5 if is_192 else 0)
+        assert loads <= ((5 if has_window else 4) if is_192 and not is_oldest else 0)
         assert not [opcode for opcode in loop if opcode.startswith("STL")]

@@ -178,7 +178,11 @@ BAD: dict[str, tuple[CacheCase, Change, str]] = {
         changed("cache_seqlens", lambda _: None),
         r"cache_seqlens must say where k and v are appended",
     ),
-    "shape of k": (PAGED, changed("k", lambda t: t[:, :1]), r"k must have shape \[B, HK, Sn, D\] = \[2, 2, 1, 32\]"),
+    "shape of k": (
+        PAGED,
+        changed("k", lambda t: t[:, :1]),
+        r"k must have shape \[B, HK, Sn, D\] = \[2, 2, 1, 32\].*\nhint: caches are \[B or pages, positions, HK, D\]",
+    ),
     "cos alone": (PAGED, changed("rotary_sin", lambda _: None), r"rotary_cos and rotary_sin must be given both"),
     "rotation of nothing": (PAGED, lambda t: {**t, "k": None, "v": None}, r"rotary_cos needs new keys k"),
     "too many columns": (

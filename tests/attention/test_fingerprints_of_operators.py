@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
-from flashmoe_science.attention import api, fingerprints, gradients, varlen
+from flashmoe_science.attention import api, backward_sm90, fingerprints, gradients, varlen
 from flashmoe_science.attention.backward_plan import BACKWARD_KERNEL
 from flashmoe_science.attention.operator import OPERATOR as PLAIN
 from flashmoe_science.attention_backward import operator as backward_operator
@@ -107,6 +107,14 @@ def test_an_edit_changes_the_fingerprint_of_gradients_where_it_reaches_them(
     after = code(BACKWARD), code(TRAIN)
     assert None not in after
     assert (after[0] != before[0], after[1] != before[1]) == (of_gradients, of_a_step)
+
+
+@pytest.mark.parametrize("operator", [BACKWARD, TRAIN], ids=lambda operator: operator.name)
+def test_what_prepares_kernels_is_followed_by_what_it_prepares(operator, monkeypatch):
+    """Its text is not in the fingerprint, as the edits above show; a constant that it hands to a kernel is."""
+    before = unedited(operator)
+    monkeypatch.setattr(backward_sm90, "_UNIT", 4)
+    assert code(operator) not in (None, before)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,7 @@
 """Random interleavings of the barriers of backward_wide_gluon_sm90: wide_protocol.py RUNS.
 
-As heads up to 256 have them, and, in every other pair of runs, as heads up to 192 with V up to 128 had them before
-they had a kernel of their own (``roomy``).
-Not windows, nor heads up to 192 with V beyond 128, whose second warpgroup passes over a part of dQ.
+As heads up to 256 have them. Not windows, nor heads up to 192 with V beyond 128, whose second warpgroup passes over a
+part of dQ.
 
 No overrun of a barrier, no buffer written while it is read, every query tile added to in the order of the key tiles,
 and no deadlock.
@@ -13,7 +12,7 @@ import random, sys
 from barriers import Program, interleave
 
 
-def run(seed, tiles_m=4, key_tiles=4, heads=2, group=2, grid=3, sms=2, causal=False, roomy=False):
+def run(seed, tiles_m=4, key_tiles=4, heads=2, group=2, grid=3, sms=2, causal=False):
     rng = random.Random(seed)
     turn, added, drawn = {}, {}, [0]
     order = [(h, n) for n in range(key_tiles) for h in range(heads)]
@@ -25,10 +24,6 @@ def run(seed, tiles_m=4, key_tiles=4, heads=2, group=2, grid=3, sms=2, causal=Fa
         def steps_of(hn):
             h, n = hn
             return [(h, g, m) for g in range(group) for m in range(tiles_m - 1, (n if causal else 0) - 1, -1)]
-        def DO(i): return ("DO", i % 2) if roomy else "DO"
-        def wait_for_do(i):
-            if roomy: yield from mwait(("Q", i % 2), (i // 2) & 1, i // 2)
-            else: yield from mwait("DO", i & 1)
         def key_tile(t):
             yield from mwait(("tile", t % 8), (t // 8) & 1)
             return tiles[t % 8]
@@ -46,11 +41,9 @@ def run(seed, tiles_m=4, key_tiles=4, heads=2, group=2, grid=3, sms=2, causal=Fa
                 for s in steps_of(hn):
                     if i >= 2: yield from sync(("Q_FREE", i % 2), "L", 32, 288)
                     write(("Q", i % 2), None); yield from pause(); buf[("Q", i % 2)]["tag"] = (hn, s)
-                    if not roomy:
-                        mdone(("Q", i % 2))
-                        if i: yield from sync("DO_FREE", "L", 32, 288)
-                    write(DO(i), None); yield from pause(); buf[DO(i)]["tag"] = (hn, s)
-                    mdone(("Q", i % 2) if roomy else "DO")
+                    mdone(("Q", i % 2))
+                    if i: yield from sync("DO_FREE", "L", 32, 288)
+                    write("DO", None); yield from pause(); buf["DO"]["tag"] = (hn, s); mdone("DO")
                     i += 1
                 t += 1
         def dq(W, i, half, hn, s):
@@ -59,18 +52,13 @@ def run(seed, tiles_m=4, key_tiles=4, heads=2, group=2, grid=3, sms=2, causal=Fa
             yield from pause()
             end(("DS", i % 2), who); end("K", who)
         def store_dq(W, i, half, hn, s):
-            if roomy:
-                yield from mwait(("written", W), (i & 1) ^ 1, i - 1)
-                write(("DQ", W), (hn, s, W)); yield
-                arrive(("FULL", W), ("WG", W), 128, 160)
-                return
             number = 2 * i + half
             yield from mwait("written", (number & 1) ^ 1)
             write(("DQ", W), (hn, s, half)); yield
             arrive(("FULL", half), ("WG", W), 128, 288)
         def flush(W, i, hn, s):
             yield from sync("DS_FULL", W, 128, 256)
-            for half in range(1 if roomy else 2):
+            for half in range(2):
                 yield from dq(W, i, half, hn, s); yield from store_dq(W, i, half, hn, s)
         def score():
             i = t = 0
@@ -86,21 +74,19 @@ def run(seed, tiles_m=4, key_tiles=4, heads=2, group=2, grid=3, sms=2, causal=Fa
                     begin("K", hn, "S"); begin(("Q", i % 2), (hn, s), "S"); yield from pause()
                     if not first: yield from sync("DS_FULL", 0, 128, 256)
                     end("K", "S"); end(("Q", i % 2), "S"); yield from pause()
-                    if not roomy: arrive(("Q_FREE", i % 2), 0, 128, 288)
+                    arrive(("Q_FREE", i % 2), 0, 128, 288)
                     if i > 0: yield from sync("P_FREE", 0, 128, 256)
                     write("P", (hn, s)); yield
                     arrive("P_FULL", 0, 128, 256)
-                    if not first and roomy: yield from dq(0, i - 1, 0, hn, prev)
-                    elif not first:
+                    if not first:
                         yield from dq(0, i - 1, 0, hn, prev); yield from store_dq(0, i - 1, 0, hn, prev)
                         begin(("DS", (i - 1) % 2), (hn, prev), "dq2"); begin("K", hn, "dq2")
-                    yield from wait_for_do(i)
-                    begin(DO(i), (hn, s), "dV"); yield from pause()
-                    if not first and roomy: yield from store_dq(0, i - 1, 0, hn, prev)
-                    elif not first:
+                    yield from mwait("DO", i & 1)
+                    begin("DO", (hn, s), "dV"); yield from pause()
+                    if not first:
                         end(("DS", (i - 1) % 2), "dq2"); end("K", "dq2")
                         yield from store_dq(0, i - 1, 1, hn, prev)
-                    yield from pause(); end(DO(i), "dV"); arrive(("Q_FREE", i % 2) if roomy else "DO_FREE", 0, 128, 288)
+                    yield from pause(); end("DO", "dV"); arrive("DO_FREE", 0, 128, 288)
                     prev = s; i += 1
                     if j % per == per - 1: yield from flush(0, i - 1, hn, s)
                 yield from sync("END", 0, 128, 256)
@@ -116,20 +102,20 @@ def run(seed, tiles_m=4, key_tiles=4, heads=2, group=2, grid=3, sms=2, causal=Fa
                 steps = steps_of(hn); per = len(steps) // group
                 for j, s in enumerate(steps):
                     first = j % per == 0
-                    yield from wait_for_do(i)
-                    begin("V", hn, "dP"); begin(DO(i), (hn, s), "dP"); yield from pause()
+                    yield from mwait("DO", i & 1)
+                    begin("V", hn, "dP"); begin("DO", (hn, s), "dP"); yield from pause()
                     if not first: yield from sync("DS_FULL", 1, 128, 256)
-                    end("V", "dP"); end(DO(i), "dP")
-                    if not roomy: arrive("DO_FREE", 1, 128, 288)
+                    end("V", "dP"); end("DO", "dP")
+                    arrive("DO_FREE", 1, 128, 288)
                     if not first:
                         yield from dq(1, i - 1, 0, hn, prev); yield from store_dq(1, i - 1, 0, hn, prev)
-                    if not roomy: yield from mwait(("Q", i % 2), (i // 2) & 1)
+                    yield from mwait(("Q", i % 2), (i // 2) & 1)
                     yield from sync("P_FULL", 1, 128, 256)
                     begin("P", (hn, s), "dS"); yield from pause(); end("P", "dS")
                     arrive("P_FREE", 1, 128, 256)
                     write(("DS", i % 2), (hn, s)); yield
                     begin(("Q", i % 2), (hn, s), "dK")
-                    if not first and not roomy:
+                    if not first:
                         yield from dq(1, i - 1, 1, hn, prev); yield from store_dq(1, i - 1, 1, hn, prev)
                     yield from pause(); end(("Q", i % 2), "dK"); arrive(("Q_FREE", i % 2), 1, 128, 288)
                     prev = s; i += 1
@@ -144,11 +130,11 @@ def run(seed, tiles_m=4, key_tiles=4, heads=2, group=2, grid=3, sms=2, causal=Fa
                 if hn is None: return
                 for s in steps_of(hn):
                     while turn.get((s, half), 0) != hn[1]: yield
-                    yield from sync(("FULL", half), ("writer", half), 32, 160 if roomy else 288)
-                    for W in (half,) if roomy else (0, 1): begin(("DQ", W), (hn, s, half), "tma")
+                    yield from sync(("FULL", half), ("writer", half), 32, 288)
+                    for W in (0, 1): begin(("DQ", W), (hn, s, half), "tma")
                     yield from pause()
-                    for W in (half,) if roomy else (0, 1): end(("DQ", W), "tma")
-                    mdone(("written", half) if roomy else "written"); yield from pause(6)
+                    for W in (0, 1): end(("DQ", W), "tma")
+                    mdone("written"); yield from pause(6)
                     added.setdefault((s, half), []).append(hn[1]); yield
                     turn[(s, half)] = turn.get((s, half), 0) + 1
                 t += 1
@@ -163,5 +149,5 @@ def run(seed, tiles_m=4, key_tiles=4, heads=2, group=2, grid=3, sms=2, causal=Fa
 for seed in range(int(sys.argv[1])):
     rng = random.Random(seed)
     kt = rng.choice((1, 2, 4)); 
-    run(seed, tiles_m=rng.choice((1, 2, 4, 5)) if not seed % 2 else 4, key_tiles=kt, heads=rng.choice((1, 2, 3)), group=rng.choice((1, 2)), grid=rng.choice((1, 3, 4)), sms=rng.choice((1, 2, 3)), causal=bool(seed % 2), roomy=seed % 4 > 1)
+    run(seed, tiles_m=rng.choice((1, 2, 4, 5)) if not seed % 2 else 4, key_tiles=kt, heads=rng.choice((1, 2, 3)), group=rng.choice((1, 2)), grid=rng.choice((1, 3, 4)), sms=rng.choice((1, 2, 3)), causal=bool(seed % 2))
 print("right")

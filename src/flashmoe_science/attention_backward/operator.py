@@ -44,7 +44,7 @@ _REQUIRED = ("batch", "heads", "seqlen_q", "head_dim", "dtype")
 _FRAMEWORK_KERNELS = ("*flash_bwd*", "*fmha*", "*cudnn*", "*sm80_xmma*softmax*")
 _MAX_INTERPRETER_STEPS = 1024  # about a minute in Triton's interpreter
 # Local memory a thread that a kernel may use outside of its loops, where tests/attention/test_backward_tables.py sees
-# to it that none of their time goes.
+# to it that none of their time goes; of the one of 192 columns test_backward_sm90.py, which allows some loads.
 _SPILL_BYTES = {
     "_backward_kv_kernel": 512, "_backward_q_kernel": 512, "_backward_192_sm90_kernel": 80,
     "_forward_sm90_kernel": 64, "_forward_features_sm90_kernel": 64,

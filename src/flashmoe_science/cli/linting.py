@@ -33,7 +33,10 @@ def run_lint(paths: Sequence[Path], *, strict: bool, as_json: bool) -> int:
     )
     code = ASSERTED if counts["asserted"] else 0
     if code:
-        hint = "name a claim that shows it (<!-- claim: ID -->), or say why it is none (<!-- no claim: REASON -->)"
+        hint = (
+            "name a claim that shows it (<!-- claim: ID -->), or say why it is none (<!-- no claim: REASON -->); "
+            "tables between marks are rendered anew by `flashmoe readme`"
+        )
         terminal.log.print(f"hint: {hint}", soft_wrap=True)
     plain = [{**vars(finding), "file": short_path(finding.file)} for finding in findings]
     terminal.document({"findings": plain, "files": len(files), "exit_code": code})

@@ -142,9 +142,7 @@ def _not_as_rendered(path: Path, text: str, section: Section, differs: int, foun
     if asserted:
         line = text.split("\n")[differs - 1]
         figures = counted(len(asserted), "figure")
-        reason = (
-            f"`flashmoe readme` renders this line otherwise now: run it, as {figures} between the marks name no claim"
-        )
+        reason = f"`flashmoe readme` renders this line otherwise now; {figures} between the marks name no claim"
         yield Finding(path, differs, "asserted", section.title, line, reason)
 
 
