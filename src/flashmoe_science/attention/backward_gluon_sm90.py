@@ -16,6 +16,9 @@ From the last query tile to the first, since all key tiles of a head then start 
 of them, whose walk is the longest when causal, is drawn first. With a window that bounds keys from the left, too, each
 starts where it is seen last.
 
+Of heads with 128 columns a part of V lives in registers, as shared memory is what a step waits for. Then dP is computed
+when the scores have become P, in their place.
+
 dQ is accumulated as the registers hold it, 16 bytes a thread side by side; ``_finish_dq_kernel`` brings it in order.
 
 Source: FlashAttention-2 and 3 (Dao, 2023; Shah et al., 2024) for the five products, the transposed scores, the
@@ -98,6 +101,7 @@ class Args:
     STAGES: gl.constexpr
     D: gl.constexpr
     DV: gl.constexpr
+    V_COLUMNS: gl.constexpr  # of V that live in registers
 
     @gluon.jit
     def query_head(self, head, g):
@@ -242,20 +246,50 @@ def _store_dq(dq, a, i, W: gl.constexpr):
 
 
 @gluon.jit
-def _step(dk, dv, zero, zero_dq, a, i, key, row, W: gl.constexpr, IS_FIRST: gl.constexpr, IS_EDGE: gl.constexpr):
+def _keep_v(a, s_layout: gl.constexpr, W: gl.constexpr):
+    """Return the columns of V that live in registers: 64, and those behind them, if any."""
+    layout: gl.constexpr = gl.DotOperandLayout(0, s_layout, 2)
+    v = a.v_bufs.index(opaque(W)).reshape([ROWS, a.DV])
+    first = v.slice(0, 64, dim=1).load(layout)
+    more = first
+    if a.V_COLUMNS > 64:
+        more = v.slice(64, a.V_COLUMNS - 64, dim=1).load(layout)
+    return first, more
+
+
+@gluon.jit
+def _issue_dp(a, v, do, zero, W: gl.constexpr):
+    """Issue dP = V dO, of the columns of V in registers, then of the others."""
+    dp = warpgroup_mma(v[0], do.slice(0, 64, dim=1).permute((1, 0)), zero, use_acc=False, is_async=True)
+    if a.V_COLUMNS > 64:
+        do_part = do.slice(64, a.V_COLUMNS - 64, dim=1)
+        dp = warpgroup_mma(v[1], do_part.permute((1, 0)), dp, is_async=True)
+    if a.V_COLUMNS < a.DV:
+        REST: gl.constexpr = a.DV - a.V_COLUMNS
+        rest = a.v_bufs.index(opaque(W)).reshape([ROWS, a.DV]).slice(a.V_COLUMNS, REST, dim=1)
+        dp = warpgroup_mma(rest, do.slice(a.V_COLUMNS, REST, dim=1).permute((1, 0)), dp, is_async=True)
+    return dp
+
+
+@gluon.jit
+def _step(dk, dv, v, zero, zero_dq, a, i, key, row, W: gl.constexpr, IS_FIRST: gl.constexpr, IS_EDGE: gl.constexpr):
     """Add a query tile to dK and dV, and that of the step before to dQ."""
     dtype: gl.constexpr = a.q_desc.dtype
     slot = slot_of(i, a.STAGES)
     mbarrier.wait(a.ready_bars.index(slot), lap_of(i, a.STAGES) & 1)
     k = a.k_bufs.index(opaque(W)).reshape([ROWS, a.D])
-    v = a.v_bufs.index(opaque(W)).reshape([ROWS, a.DV])
     q = a.q_bufs.index(slot).reshape([a.BLOCK_M, a.D])
     do = a.do_bufs.index(slot).reshape([a.BLOCK_M, a.DV])
     s_layout: gl.constexpr = zero.type.layout
     columns: gl.constexpr = gl.SliceLayout(0, s_layout)
     s = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
-    dp = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
-    s = warpgroup_mma_wait(1, deps=[s])
+    dp = zero
+    if a.V_COLUMNS == 0:
+        whole_v = a.v_bufs.index(opaque(W)).reshape([ROWS, a.DV])
+        dp = warpgroup_mma(whole_v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(1, deps=[s])
+    else:
+        s = warpgroup_mma_wait(0, deps=[s])
     if IS_EDGE:
         s = mask_scores(s, a.span, key, row)
     elif a.span.BOUND_LEFT:  # noqa: SIM102 - a constant, and what a GPU finds out
@@ -263,11 +297,15 @@ def _step(dk, dv, zero, zero_dq, a, i, key, row, W: gl.constexpr, IS_FIRST: gl.c
             s = mask_scores(s, a.span, key, row)
     lse = _row_numbers(a.stats_bufs, slot, 0, a, columns)
     packed = pack(gl.exp2(s * a.scale_log2 - lse[None, :]), dtype)
+    if a.V_COLUMNS > 0:  # in the place of the scores: there is no other
+        dp = _issue_dp(a, v, do, zero, W)
     p_operand = unpack(packed, dtype, gl.DotOperandLayout(0, dv.type.layout, 2))
     dv = warpgroup_mma(p_operand, do, dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=[dp])
     delta = _row_numbers(a.stats_bufs, slot, 1, a, columns)
     ds = pack(unpack_wide(packed, dtype, s_layout) * (dp - delta[None, :]), dtype)
+    if a.V_COLUMNS > 0:  # so that the registers of P are free
+        dv, _ = warpgroup_mma_wait(0, deps=[dv, p_operand])
     if not IS_FIRST:
         _await_ds(a, i - 1, W)
     _store_ds(unpack(ds, dtype, s_layout), a, i, W)
@@ -281,7 +319,10 @@ def _step(dk, dv, zero, zero_dq, a, i, key, row, W: gl.constexpr, IS_FIRST: gl.c
         dq = warpgroup_mma_wait(1, deps=[dq])
         _pass_ds(a, i, W)
         _store_dq(dq, a, i - 1, W)
-    dk, dv, _, _ = warpgroup_mma_wait(0, deps=[dk, dv, p_operand, ds_operand])
+    if a.V_COLUMNS > 0:
+        dk, _ = warpgroup_mma_wait(0, deps=[dk, ds_operand])
+    else:
+        dk, dv, _, _ = warpgroup_mma_wait(0, deps=[dk, dv, p_operand, ds_operand])
     named_barrier("arrive", FREE + slot, 128 * a.WARPGROUPS + 32)
     return dk, dv
 
@@ -310,15 +351,18 @@ def _multiply_partition(a, W: gl.constexpr):
         zero_dq = gl.zeros([64, 64], gl.float32, dq_layout)
         mbarrier.wait(a.ready_bars.index(a.STAGES), t & 1)
         mbarrier.wait(a.ready_bars.index(a.STAGES + 1), t & 1)
+        v = zero, zero
+        if a.V_COLUMNS > 0:
+            v = _keep_v(a, s_layout, W)
         for _ in range(a.GROUP):
-            dk, dv = _step(dk, dv, zero, zero_dq, a, i, key, last * a.BLOCK_M, W, True, True)
+            dk, dv = _step(dk, dv, v, zero, zero_dq, a, i, key, last * a.BLOCK_M, W, True, True)
             i += 1
             for m in range(last - 1, edge - 1, -1):
-                dk, dv = _step(dk, dv, zero, zero_dq, a, i, key, m * a.BLOCK_M, W, False, False)
+                dk, dv = _step(dk, dv, v, zero, zero_dq, a, i, key, m * a.BLOCK_M, W, False, False)
                 i += 1
             if not a.span.BOUND_LEFT:
                 for m in range(edge - 1, first - 1, -1):
-                    dk, dv = _step(dk, dv, zero, zero_dq, a, i, key, m * a.BLOCK_M, W, False, True)
+                    dk, dv = _step(dk, dv, v, zero, zero_dq, a, i, key, m * a.BLOCK_M, W, False, True)
                     i += 1
             _await_ds(a, i - 1, W)
             dq = _issue_dq(a, i - 1, zero_dq, W)
@@ -357,6 +401,7 @@ def _backward_sm90_kernel(
     GROUP: gl.constexpr,  # query heads that share one K/V head
     WARPGROUPS: gl.constexpr,  # that multiply matrices; 64 keys each
     STAGES: gl.constexpr,  # query tiles in flight
+    V_COLUMNS: gl.constexpr,  # of V that live in registers: 0, 64, 96 or all 128
     BOUND_LEFT: gl.constexpr,  # whether some keys come too early for some rows
     BOUND_RIGHT: gl.constexpr,  # whether some keys come too late for some rows
     MATRIX_REGISTERS: gl.constexpr,
@@ -388,7 +433,7 @@ def _backward_sm90_kernel(
         ready_bars, written_bars, key_tiles, heads, heads_kv,
         Span(seqlen_q, seqlen_k, tiles_m, window_left, window_right, BOUND_LEFT, BOUND_RIGHT, BLOCK_M, 64 * WARPGROUPS),  # type: ignore[call-arg] # aggregate gives it a constructor
         scale_log2, scale,
-        GROUP, WARPGROUPS, BLOCK_M, STAGES, D, DV,
+        GROUP, WARPGROUPS, BLOCK_M, STAGES, D, DV, V_COLUMNS,
     )  # fmt: skip
     R: gl.constexpr = MATRIX_REGISTERS
     gl.warp_specialize(

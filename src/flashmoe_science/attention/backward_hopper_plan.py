@@ -32,6 +32,10 @@ class HopperBackwardConfig:
     keys: int = 128  # of a key tile: 64 of each warpgroup; of the widest heads 64 that both share
     turns: int = 1  # writers that add to the same query tile
     num_stages: int = 2  # query tiles in flight
+    # Of V that live in registers, of a head of 128. Each product of 64 x 64 x 16 with both operands in shared memory
+    # reads there as fast as it can; with 64 columns a step keeps it busy for 2,816 clocks, by count, in place of 2,944.
+    # In fp16, or with a window, ptxas of Triton 3.9 spills in the loops.
+    v_columns: int = 0
     # K/V heads whose first key tiles are drawn first, then their second ones... 132 programs then walk over the same
     # query tiles eight at a time: fewer, and Q, dO and dQ come from memory; more, and all wait for one another. At
     # D 64, causal, where steps are short and key tiles unlike, four at a time: 315 TFLOP/s to 276 at 1k keys, 501 to
@@ -79,6 +83,8 @@ def hopper_backward_config(problem: BackwardProblem, gpu: GpuSpec) -> HopperBack
         config = replace(config, keys=64, turns=2)
     elif config.block_m == 128 and p.causal:
         config = replace(config, heads_per_group=32)
+    elif hopper_backward_columns(problem) == (128, 128) and p.dtype == "bf16" and not p.bounded_left:
+        config = replace(config, v_columns=64)
     _, tiles_n = hopper_backward_tiles(problem, config)
     return replace(config, programs=min(gpu.sms, p.batch * p.heads_kv * tiles_n))
 

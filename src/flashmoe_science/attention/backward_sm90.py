@@ -122,7 +122,7 @@ def _main(problem: BackwardProblem, config: HopperBackwardConfig, grid: tuple[in
     elif kernel is _backward_192_sm90_kernel:
         more["dq_more_desc"] = descriptor_type("fp32", (lines, _LINE))
     else:
-        constants |= {"WARPGROUPS": config.warpgroups, "STAGES": config.num_stages}
+        constants |= {"WARPGROUPS": config.warpgroups, "STAGES": config.num_stages, "V_COLUMNS": config.v_columns}
     source = KernelSource(
         kernel,
         tuple({**descriptors, "turn_ptr": "*i32", **more, **scalars}.items()),
