@@ -46,7 +46,7 @@ _MAX_INTERPRETER_STEPS = 1024  # about a minute in Triton's interpreter
 # Local memory a thread that a kernel may use outside of its loops, where tests/attention/test_backward_tables.py sees
 # to it that none of their time goes; of the one of 192 columns test_backward_sm90.py, which allows some loads.
 _SPILL_BYTES = {
-    "_backward_kv_kernel": 512, "_backward_q_kernel": 512, "_backward_192_sm90_kernel": 80,
+    "_backward_kv_kernel": 512, "_backward_q_kernel": 512, "_backward_192_sm90_kernel": 80, "_backward_sm90_kernel": 32,
     "_forward_sm90_kernel": 64, "_forward_features_sm90_kernel": 64,
 }  # fmt: skip
 _WITHOUT_PRODUCTS = ("_finish_dq_kernel", "_merge_partials_kernel")
