@@ -62,14 +62,21 @@ def test_the_rough_model_is_within_twice_what_was_measured(path):
         assert run is None  # it took a part of what a whole run takes, or no GPU: `make prove` leaves such records
         return
     assert run is not None
+    refused = sum(arm.status in ("refused", "failed") for case in record.cases for arm in case.arms)
+    # What a rival refuses, of suite decode one in ten, takes no time; before a run nobody knows how much that will be.
+    size = replace(run.size, arms=round(run.size.arms - refused / len(record.cases)))
     for gate, seconds in run.gpu_seconds.items():
         if gate == "quick" and len(record.baselines) > 1 and path.name < "20261122T21":
             continue  # it timed all baselines then
         if gate == "launch" and "fa4-deterministic" in record.baselines:
             # FlashAttention-4 compiles its gradients at the first call, both forms in six kinds: more than a minute.
-            assert 0.15 < model_seconds(gate, run.size) / seconds < 1
+            assert 0.15 < model_seconds(gate, size) / seconds < 1
             continue
-        assert 0.5 < model_seconds(gate, run.size) / seconds < 2, gate
+        if gate == "launch" and "flashinfer" in record.baselines:
+            # FlashInfer compiles at the first call with a head dimension, unless the machine has it from before.
+            assert 0.3 < model_seconds(gate, size) / seconds < 2
+            continue
+        assert 0.5 < model_seconds(gate, size) / seconds < 2, gate
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from flashmoe_science.proof.evidence import Settings
 from flashmoe_science.proof.gates import chain
 from flashmoe_science.proof.gates.run import passed
 from flashmoe_science.proof.subject import expand_sources, load_subject
@@ -70,7 +71,9 @@ def test_caught_at_gate_correct(name, monkeypatch):
 
 
 def test_low_precision_accumulator_is_caught_on_long_sequences_only():
-    record = run_chain(attention_request("low_precision_accumulator", attention(1, 3, 16, 64), LONG))
+    # Sums of 16 bits come near the budget with 16 keys, too: of 60 seeds, one (19) has an element over it.
+    request = attention_request("low_precision_accumulator", attention(1, 3, 16, 64), LONG, settings=Settings(seed=0))
+    record = run_chain(request)
     assert fails_at(record) == "correct"
     assert [case.correct for case in record.cases] == [True, False]
     assert LONG.name in gate_of(record, "correct").summary
