@@ -98,7 +98,7 @@ def test_why_flash_attn_is_missing_is_said(example, monkeypatch):
 
     modules = {"flash_attn_interface", "flash_attn.cute"}
     real = importlib.import_module
-    monkeypatch.setattr(importlib, "import_module", lambda name: None if name in modules else real(name))
+    monkeypatch.setattr(importlib, "import_module", lambda name, *of: None if name in modules else real(name, *of))
     model = SimpleNamespace(device=torch.device("cuda"), set_attn_implementation=refuse)
     names, missing = example.attentions(model)
     assert names == [*NAMES, "flash_attention_4"]
