@@ -42,9 +42,9 @@ def cudnn(q, k, v):
 
 print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; 32 heads on 8 K/V heads, D 128, bf16")
 for batch, keys in ((1, 1024), (1, 8192), (4, 4096), (1, 32768), (1, 65536), (16, 8192), (64, 4096)):
-    q = torch.randn(batch, 1, 32, 128, device="cuda", dtype=torch.bfloat16)
+    q = torch.randn(batch, 32, 1, 128, device="cuda", dtype=torch.bfloat16)
     k, v = (torch.randn(batch, keys, 8, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    heads_first = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
+    heads_first = [q, *(x.transpose(1, 2).contiguous() for x in (k, v))]
     source = torch.empty(2 * k.numel(), dtype=torch.uint8, device="cuda")  # a copy reads one half of the bytes, and writes one
     target = torch.empty_like(source)
     calls = {

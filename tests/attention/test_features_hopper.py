@@ -99,13 +99,14 @@ def test_kernels_compile(name, tmp_path):
 
 
 def test_every_row_of_the_plain_table_serves_features():
-    """A tile with a feature is that of the plain problem; no problem of the table is refused for its shared memory."""
+    """A tile with a feature is that of the plain problem; with a softcap in turns at D 128. No shared memory lacks."""
     for (columns, columns_v, causal), rows in HOPPER_TABLE.items():
         for keys, config in rows:
             length = min(keys, 16384)
             problem = make_problem(columns, head_dim_v=columns_v, causal=causal, softcap=9.0, seqlen_k=length)
             plan = plan_attention(dataclasses.replace(problem, seqlen_q=length), H200)
-            assert (plan.kernel, plan.config) == (FEATURES_KERNEL, config)
+            in_turns = config.ping_pong or (64 < columns <= 128 and columns_v <= 128)
+            assert (plan.kernel, plan.config) == (FEATURES_KERNEL, dataclasses.replace(config, ping_pong=in_turns))
 
 
 def test_a_window_takes_the_tile_of_the_keys_that_it_leaves():

@@ -49,11 +49,19 @@ def features_refusal(problem: AttentionProblem, gpu: GpuSpec) -> str | None:
 
 
 def features_config(problem: AttentionProblem) -> HopperConfig:
-    """Return tile and schedule: those of the plain problem with as many keys as a row sees."""
+    """Return tile and schedule: those of the plain problem with as many keys as a row sees.
+
+    With a softcap warpgroups take turns up to 128 columns: its tanh and exp2 take as long as the products of the other
+    warpgroup. Causal, 8k keys, D 128: 598 TFLOP/s to 515 (lab/hopper/17_softcap_in_turns.txt). Wider products take
+    longer, and registers spill.
+    """
     (left, right), plain = problem.window, without_features(problem)
     if problem.bounded_left and (problem.causal or right >= 0):
         plain = dataclasses.replace(plain, seqlen_k=min(plain.seqlen_k, left + max(0, right) + 1))
-    return hopper_config_of_table(plain)
+    config = hopper_config_of_table(plain)
+    if problem.softcap and problem.head_dim > 64 and max(problem.head_dim, problem.head_dim_v) <= 128:
+        config = dataclasses.replace(config, ping_pong=True)
+    return config
 
 
 def features_tiles(problem: AttentionProblem, config: HopperConfig) -> int:
