@@ -61,6 +61,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "packed, with a window, softcap, sinks, ALiBi": {
         "packed": True, "window": (100, -1), "softcap": 30.0, "sinks": "bf16", "alibi": "fp32",
     },
+    "packed, with a window, softcap, sinks": {"packed": True, "window": (100, -1), "softcap": 30.0, "sinks": "bf16"},
     "packed queries over pages of 1": {"packed": True, "page_size": 1},
     "packed queries over pages of 16": {"packed": True, "page_size": 16},
     "packed queries over pages, with a window, softcap, sinks, ALiBi": {
