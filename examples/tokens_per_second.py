@@ -104,7 +104,8 @@ def logits_of(model, name, tokens):
     """Return in fp32 the logits of a prompt, and of one more token that finds the prompt in a cache."""
     model.set_attn_implementation(name)
     prompt = model(tokens[:, :-1], use_cache=True)
-    step = model(tokens[:, -1:], past_key_values=prompt.past_key_values)
+    # The cache by its place, behind mask and positions: transformers 5.24 gave its argument another name.
+    step = model(tokens[:, -1:], None, None, prompt.past_key_values)
     return torch.cat([prompt.logits, step.logits], 1).float()
 
 
