@@ -290,6 +290,7 @@ def test_memory_is_linear_in_the_length():
 
     ours = [peak_of_step(lambda *x: flash_attention(*x, causal=True), seqlen) for seqlen in (8192, 65536)]
     assert ours[1] < 9 * ours[0]
+    peak_of_step(eager, 128)  # the first takes workspaces besides, which stay
     theirs = [peak_of_step(eager, seqlen) for seqlen in (8192, 32768)]
     assert theirs[1] > 15 * theirs[0]
     scores = 2 * 65536**2  # of one head in bf16: what an eager step of 64k keys keeps at the least

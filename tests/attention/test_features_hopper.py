@@ -99,7 +99,7 @@ def test_kernels_compile(name, tmp_path):
 
 
 def test_every_row_of_the_plain_table_serves_features():
-    """A tile with a feature is that of the plain problem; with a softcap in turns at D 128. No shared memory lacks."""
+    """The tile is that of the plain problem, at D 128 in turns with a softcap; none is refused for shared memory."""
     for (columns, columns_v, causal), rows in HOPPER_TABLE.items():
         for keys, config in rows:
             length = min(keys, 16384)
