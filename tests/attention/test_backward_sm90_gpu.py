@@ -26,6 +26,9 @@ pytestmark = [
 
 LENGTHS = (*PAIRS, (128, 128), (300, 700), (700, 300), (1024, 1024), (4096, 4096), (4224, 4224))
 DIMS = ((64, 64), (128, 128), (104, 40), (40, 104))
+# Query and K/V heads of each: one after another; both of a group together; four of them, or two walks over two; and two
+# walks over four, or four over two.
+HEADS = {pair: ((6, 2), (4, 2), (8, 2), (8, 1))[number % 4] for number, pair in enumerate(LENGTHS)}
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
@@ -34,7 +37,7 @@ DIMS = ((64, 64), (128, 128), (104, 40), (40, 104))
 def test_gradients(pair, dims, causal):
     """FlashAttention's own list of lengths and odd ones, with grouped heads; rows that see no key have dLSE of NaN."""
     batch = 1 if max(pair) > 2000 else 2
-    case = Case(batch, 6, 2, pair[0], pair[1], dims[0], dims[1], "bf16", causal, "lengths")
+    case = Case(batch, *HEADS[pair], pair[0], pair[1], dims[0], dims[1], "bf16", causal, "lengths")
     check_gradients(case, kernel="backward_gluon_sm90", through_lse=True)
 
 
@@ -50,7 +53,11 @@ def test_gradients(pair, dims, causal):
         # Several key tiles a program: whole walks, walks of one step, and of one step a query head.
         Case(40, 4, 4, 512, 512, 192, 128, "bf16", True, "d192-many-tiles"),
         Case(40, 8, 8, 64, 130, 192, 128, "bf16", False, "d192-one-step"),
-        Case(40, 8, 4, 63, 130, 192, 128, "bf16", True, "d192-one-step-a-head"),
+        Case(40, 6, 2, 63, 130, 192, 128, "bf16", True, "d192-one-step-a-head"),
+        Case(40, 8, 2, 63, 130, 192, 128, "bf16", True, "d192-two-steps-a-walk"),
+        Case(2, 8, 1, 500, 700, 128, 128, "fp16", True, "fp16-two-walks"),
+        Case(2, 8, 1, 500, 700, 64, 64, "bf16", True, "d64-two-walks"),
+        Case(2, 8, 2, 500, 700, 256, 256, "bf16", True, "d256-two-walks"),
         Case(16, 4, 2, 1000, 1100, 136, 72, "bf16", True, "d136-many-tiles"),
         Case(2, 4, 2, 500, 700, 192, 128, "fp16", True, "d192-fp16"),
     ],
@@ -88,7 +95,8 @@ WIDE = ((256, 256), (192, 128), (136, 72), (136, 256), (160, 160))
 @pytest.mark.parametrize("dims", WIDE, ids=str)
 @pytest.mark.parametrize("pair", [*PAIRS, (128, 128), (300, 700), (700, 300), (1024, 1024), (4096, 4096)], ids=str)
 def test_gradients_of_wide_heads(pair, dims, causal):
-    case = Case(1 if max(pair) > 2000 else 2, 6, 2, pair[0], pair[1], dims[0], dims[1], "bf16", causal, "wide")
+    batch = 1 if max(pair) > 2000 else 2
+    case = Case(batch, *HEADS[pair], pair[0], pair[1], dims[0], dims[1], "bf16", causal, "wide")
     check_gradients(case, kernel="backward_gluon_sm90", through_lse=True)
 
 

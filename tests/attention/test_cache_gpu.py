@@ -261,7 +261,7 @@ def test_compile_and_opcheck():
     names = ("q", "k_cache", "v_cache", "k", "v", "cache_seqlens", "page_table")
     arguments: tuple[Any, ...] = (
         *(tensors[name] for name in names), None, None, tensors["rotary_cos"], tensors["rotary_sin"], False, None, None,
-        True, -1, -1, 0.0, None, 0, False, "auto",
+        None, True, -1, -1, 0.0, None, 0, False, "auto",
     )  # fmt: skip
     torch.library.opcheck(torch.ops.flashmoe_science.attention_append_kv_cache, arguments)
 

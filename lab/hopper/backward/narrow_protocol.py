@@ -2,7 +2,7 @@
 
     python3 lab/hopper/backward/narrow_protocol.py [SEEDS] [192]
 
-Each warpgroup, the producer and the writers are one agent each. It ends with an assertion where a named barrier is overrun, a buffer is written
+Heads of a group are walked over one after another, two or four together, or all. Each warpgroup, the producer and the writers are one agent each. It ends with an assertion where a named barrier is overrun, a buffer is written
 while it is read, a slot or K is not the one that is expected, turns come out of order, or nobody can go on.
 Windows end with whole tiles here, and a key tile is as long as a query tile. Rows' numbers and fences are left out.
 """
@@ -11,7 +11,7 @@ import random, sys
 from barriers import Program, interleave
 
 
-def run(seed, tiles_m, key_tiles, heads, group, grid, sms, causal, left, biased, is_192):
+def run(seed, tiles_m, key_tiles, heads, group, together, grid, sms, causal, left, biased, is_192):
     rng = random.Random(seed)
     turn, added, drawn = {}, {}, [0]
     order = [(h, n) for n in range(key_tiles) for h in range(heads)]
@@ -26,7 +26,8 @@ def run(seed, tiles_m, key_tiles, heads, group, grid, sms, causal, left, biased,
         tiles = {}; readt = {w: -1 for w in range(4)}
         def steps_of(hn):
             h, n = hn
-            return [(h, g, m) for g in range(group) for m in range(end(n) - 1, fst(n) - 1, -1)]
+            walks = [range(before, before + together) for before in range(0, group, together)]
+            return [(h, g, m) for walk in walks for m in range(end(n) - 1, fst(n) - 1, -1) for g in reversed(walk)]
         def dq_buf(i, W): return ("DQ", W) if is_192 else ("DQ", i & 1, W)
         def key_tile(t, w):
             yield from mwait(("tile", t % 8), (t // 8) & 1)
@@ -113,9 +114,9 @@ def run(seed, tiles_m, key_tiles, heads, group, grid, sms, causal, left, biased,
                 hn = yield from key_tile(t, W)
                 if hn is None: return
                 yield from mwait("K", t & 1, t); yield from mwait("V", t & 1, t)
-                steps = steps_of(hn); per = len(steps) // group
+                steps = steps_of(hn); walks = group // together; per = len(steps) // walks
                 assert per > 0
-                for g in range(group):
+                for g in range(walks):
                     mine = steps[g * per:(g + 1) * per]
                     prev = None
                     for s in mine:
@@ -168,5 +169,5 @@ for seed in range(int(sys.argv[1]) if sys.argv[1:] else 1000):
     kt = rng.choice((1, 2, 4, 12)); left = rng.choice((None, 0, 0, 1, 2)); causal = rng.random() < .5
     tm = rng.choice((1, 2, 4, 5))
     if left is not None or causal: tm = max(tm, kt)
-    lag = max(lag, run(seed, tm, kt, rng.choice((1, 2, 3)), rng.choice((1, 1, 2, 3)), rng.choice((1, 3, 4)), rng.choice((1, 2, 3)), causal, left, seed % 2, "192" in sys.argv[2:]))
+    lag = max(lag, run(seed, tm, kt, rng.choice((1, 2, 3)), *rng.choice(((1, 1), (1, 1), (2, 1), (2, 2), (3, 1), (3, 3), (4, 2), (4, 4), (8, 4))), rng.choice((1, 3, 4)), rng.choice((1, 2, 3)), causal, left, seed % 2, "192" in sys.argv[2:]))
 print("right, most key tiles between producer and slowest reader", lag)

@@ -1,6 +1,6 @@
 """Random interleavings of the barriers of backward_wide_gluon_sm90: wide_protocol.py RUNS.
 
-As heads up to 256 have them. Not windows, nor heads up to 192 with V beyond 128, whose second warpgroup passes over a
+As heads up to 256 have them. Heads of a group are walked over one after another, two together, or all. Not windows, nor heads up to 192 with V beyond 128, whose second warpgroup passes over a
 part of dQ.
 
 No overrun of a barrier, no buffer written while it is read, every query tile added to in the order of the key tiles,
@@ -12,7 +12,7 @@ import random, sys
 from barriers import Program, interleave
 
 
-def run(seed, tiles_m=4, key_tiles=4, heads=2, group=2, grid=3, sms=2, causal=False):
+def run(seed, tiles_m=4, key_tiles=4, heads=2, group=2, together=1, grid=3, sms=2, causal=False):
     rng = random.Random(seed)
     turn, added, drawn = {}, {}, [0]
     order = [(h, n) for n in range(key_tiles) for h in range(heads)]
@@ -23,7 +23,8 @@ def run(seed, tiles_m=4, key_tiles=4, heads=2, group=2, grid=3, sms=2, causal=Fa
         tiles = {}
         def steps_of(hn):
             h, n = hn
-            return [(h, g, m) for g in range(group) for m in range(tiles_m - 1, (n if causal else 0) - 1, -1)]
+            walks = [range(before, before + together) for before in range(0, group, together)]
+            return [(h, g, m) for walk in walks for m in range(tiles_m - 1, (n if causal else 0) - 1, -1) for g in reversed(walk)]
         def key_tile(t):
             yield from mwait(("tile", t % 8), (t // 8) & 1)
             return tiles[t % 8]
@@ -67,7 +68,7 @@ def run(seed, tiles_m=4, key_tiles=4, heads=2, group=2, grid=3, sms=2, causal=Fa
                 if hn is None: return
                 yield from mwait("K", t & 1)
                 prev = None
-                steps = steps_of(hn); per = len(steps) // group
+                steps = steps_of(hn); per = len(steps) // (group // together)
                 for j, s in enumerate(steps):
                     first = j % per == 0
                     yield from mwait(("Q", i % 2), (i // 2) & 1)
@@ -99,7 +100,7 @@ def run(seed, tiles_m=4, key_tiles=4, heads=2, group=2, grid=3, sms=2, causal=Fa
                 if hn is None: return
                 yield from mwait("V", t & 1); yield from mwait("K", t & 1)
                 prev = None
-                steps = steps_of(hn); per = len(steps) // group
+                steps = steps_of(hn); per = len(steps) // (group // together)
                 for j, s in enumerate(steps):
                     first = j % per == 0
                     yield from mwait("DO", i & 1)
@@ -148,6 +149,6 @@ def run(seed, tiles_m=4, key_tiles=4, heads=2, group=2, grid=3, sms=2, causal=Fa
     assert added == want, "order"
 for seed in range(int(sys.argv[1])):
     rng = random.Random(seed)
-    kt = rng.choice((1, 2, 4)); 
-    run(seed, tiles_m=rng.choice((1, 2, 4, 5)) if not seed % 2 else 4, key_tiles=kt, heads=rng.choice((1, 2, 3)), group=rng.choice((1, 2)), grid=rng.choice((1, 3, 4)), sms=rng.choice((1, 2, 3)), causal=bool(seed % 2))
+    kt = rng.choice((1, 2, 4)); group, together = rng.choice(((1, 1), (2, 1), (2, 2), (4, 2)))
+    run(seed, tiles_m=rng.choice((1, 2, 4, 5)) if not seed % 2 else 4, key_tiles=kt, heads=rng.choice((1, 2, 3)), group=group, together=together, grid=rng.choice((1, 3, 4)), sms=rng.choice((1, 2, 3)), causal=bool(seed % 2))
 print("right")

@@ -36,6 +36,7 @@ from .backward_primitives_sm90 import (
     pack,
     poll,
     raise_counter,
+    step_at,
     unpack,
     unpack_wide,
     wait_for_kernel_before,
@@ -95,6 +96,7 @@ class Args:
     scale_log2: gl.tensor
     scale: gl.tensor
     GROUP: gl.constexpr  # query heads that share one K/V head
+    TOGETHER: gl.constexpr  # of them that are walked over together
 
 
 @gluon.jit
@@ -124,10 +126,11 @@ def _load_partition(a):
         mbarrier.expect(bar, 2 * a.v_desc.block_type.nbytes)
         for w in gl.static_range(2):
             tma_load(a.v_desc, [b, kv, n * (2 * ROWS) + w * ROWS, 0], bar, a.v_bufs.index(w))
-        for g in range(a.GROUP):
-            h = kv * a.GROUP + g
-            stats = (head * a.GROUP + g) * copy_of(a.span.tiles_m)
-            for m in range(end - 1, first - 1, -1):
+        for heads_before in range(0, a.GROUP, a.TOGETHER):
+            for r in range(a.TOGETHER * end - 1, a.TOGETHER * first - 1, -1):
+                m, g = step_at(heads_before, r, a.TOGETHER)
+                h = kv * a.GROUP + g
+                stats = (head * a.GROUP + g) * copy_of(a.span.tiles_m)
                 slot, lap = slot_of(i, STAGES), lap_of(i, STAGES)
                 if lap > 0:
                     named_barrier("sync", Q_FREE + slot, BOTH + 32)
@@ -157,10 +160,10 @@ def _write_partition(a, PARITY: gl.constexpr):
     while key_tile >= 0:
         head, n = a.key_tiles.locate(key_tile)
         end = a.span.end(n)
-        steps = end - a.span.first(n)
-        for j in range((i + PARITY) & 1, a.GROUP * steps, 2):
-            m = end - 1 - j % steps
-            tile = (head * a.GROUP + j // steps) * copy_of(a.span.tiles_m) + m
+        steps = a.TOGETHER * (end - a.span.first(n))
+        for j in range((i + PARITY) & 1, a.GROUP // a.TOGETHER * steps, 2):
+            m, g = step_at(j // steps * a.TOGETHER, a.TOGETHER * end - 1 - j % steps, a.TOGETHER)
+            tile = (head * a.GROUP + g) * copy_of(a.span.tiles_m) + m
             turn = n - a.span.first_key_tile(m)
             while poll(a.turn_ptr + tile) != turn:
                 pass
@@ -176,7 +179,7 @@ def _write_partition(a, PARITY: gl.constexpr):
             mbarrier.arrive(a.written_bar)
             wait_until_added()
             raise_counter(a.turn_ptr + tile)
-        i += a.GROUP * steps
+        i += a.GROUP // a.TOGETHER * steps
         t += 1
         key_tile = a.key_tiles.wait(t, 1)
 
@@ -297,11 +300,13 @@ def _multiply_partition(a, W: gl.constexpr):
     tile = a.key_tiles.wait(t, 4)
     while tile >= 0:
         head, n = a.key_tiles.locate(tile)
-        first, last = a.span.first(n), a.span.end(n) - 1
+        first, end = a.span.first(n), a.span.end(n)
         key = n * (2 * ROWS) + W * ROWS
         edge = first
         if not a.span.BOUND_LEFT:
-            edge = a.span.edge(key, first, last)
+            edge = a.span.edge(key, first, end)
+            if a.TOGETHER == 1:  # the first step is masked in any case; known here, ptxas spills less
+                edge = gl.minimum(edge, end - 1)
         dk = gl.zeros([ROWS, FIRST], gl.float32, wide_layout)
         dk_more = gl.zeros([ROWS, MORE], gl.float32, s_layout)
         dv = gl.zeros([ROWS, DV], gl.float32, wide_layout)
@@ -309,15 +314,22 @@ def _multiply_partition(a, W: gl.constexpr):
         zero_rest = gl.zeros([ROWS, HALF], gl.float32, rest_layout)
         mbarrier.wait(a.ready_bars.index(STAGES + 1), t & 1)
         mbarrier.wait(a.ready_bars.index(STAGES + 2), t & 1)
-        for _ in range(a.GROUP):
-            dk, dk_more, dv = _step(dk, dk_more, dv, zero, zero_rest, a, i, key, last * ROWS, W, True, True)
+        for _ in range(a.GROUP // a.TOGETHER):
+            dk, dk_more, dv = _step(dk, dk_more, dv, zero, zero_rest, a, i, key, (end - 1) * ROWS, W, True, True)
             i += 1
-            for m in range(last - 1, edge - 1, -1):
-                dk, dk_more, dv = _step(dk, dk_more, dv, zero, zero_rest, a, i, key, m * ROWS, W, False, False)
+            for r in range(a.TOGETHER * end - 2, a.TOGETHER * edge - 1, -1):
+                dk, dk_more, dv = _step(
+                    dk, dk_more, dv, zero, zero_rest, a, i, key, r // a.TOGETHER * ROWS, W, False, False
+                )
                 i += 1
             if not a.span.BOUND_LEFT:
-                for m in range(edge - 1, first - 1, -1):
-                    dk, dk_more, dv = _step(dk, dk_more, dv, zero, zero_rest, a, i, key, m * ROWS, W, False, True)
+                masked = a.TOGETHER * edge
+                if a.TOGETHER > 1:
+                    masked = gl.minimum(masked, a.TOGETHER * end - 1)
+                for r in range(masked - 1, a.TOGETHER * first - 1, -1):
+                    dk, dk_more, dv = _step(
+                        dk, dk_more, dv, zero, zero_rest, a, i, key, r // a.TOGETHER * ROWS, W, False, True
+                    )
                     i += 1
             _await_ds(i - 1, W)
             dq = _issue_dq(a, i - 1, zero, a.k_bufs, W * 64)
@@ -361,11 +373,13 @@ def _backward_192_sm90_kernel(
     scale_log2,  # scale * log2(e)
     scale,
     GROUP: gl.constexpr,  # query heads that share one K/V head
+    TOGETHER: gl.constexpr,  # of them that are walked over together: a divisor of GROUP
     BOUND_LEFT: gl.constexpr,  # whether some keys come too early for some rows
     BOUND_RIGHT: gl.constexpr,  # whether some keys come too late for some rows
     MATRIX_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Compute dK and dV of 128 keys and add what they give to dQ. Grid: any."""
+    gl.static_assert(GROUP % TOGETHER == 0, "all partitions have as many walks")
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, ROWS], q_desc.dtype)
     ready_bars = gl.allocate_shared_memory(gl.int64, [STAGES + 3, 1], mbarrier.MBarrierLayout())
     for bar in gl.static_range(STAGES + 3):
@@ -390,7 +404,7 @@ def _backward_192_sm90_kernel(
         gl.allocate_shared_memory(gl.float32, [1] + dq_more_desc.block_type.shape, dq_more_desc.layout),
         ready_bars, written_bars.index(0), key_tiles, heads, heads_kv,
         Span(seqlen_q, seqlen_k, tiles_m, window_left, window_right, BOUND_LEFT, BOUND_RIGHT, ROWS, 2 * ROWS),  # type: ignore[call-arg] # aggregate gives it a constructor
-        scale_log2, scale, GROUP,
+        scale_log2, scale, GROUP, TOGETHER,
     )  # fmt: skip
     R: gl.constexpr = MATRIX_REGISTERS
     gl.warp_specialize(

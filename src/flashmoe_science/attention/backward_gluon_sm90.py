@@ -14,7 +14,8 @@ before. A key tile waits only for key tiles that were drawn before it: no progra
 
 From the last query tile to the first, since all key tiles of a head then start with the same query tile, and the first
 of them, whose walk is the longest when causal, is drawn first. With a window that bounds keys from the left, too, each
-starts where it is seen last.
+starts where it is seen last. Causal, four or two heads of a group are walked over together, each query tile in all of
+them: a key tile whose walk over a head is shorter waits at each further walk for the one before it, so less often.
 
 Of heads with 128 columns a part of V lives in registers, as shared memory is what a step waits for. Then dP is computed
 when the scores have become P, in their place.
@@ -23,7 +24,7 @@ dQ is accumulated as the registers hold it, 16 bytes a thread side by side; ``_f
 
 Source: FlashAttention-2 and 3 (Dao, 2023; Shah et al., 2024) for the five products, the transposed scores, the
 reduction by TMA and the order by a counter for each query tile. Ours: the product for dQ a step later, two writers, the
-first that stores, and the walk from the last query tile.
+first that stores, and the walk from the last query tile, over heads together.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ from .backward_primitives_sm90 import (
     pack,
     poll,
     raise_counter,
+    step_at,
     unpack,
     unpack_wide,
     wait_for_kernel_before,
@@ -96,6 +98,7 @@ class Args:
     scale_log2: gl.tensor
     scale: gl.tensor
     GROUP: gl.constexpr  # query heads that share one K/V head
+    TOGETHER: gl.constexpr  # of them that are walked over together
     WARPGROUPS: gl.constexpr
     BLOCK_M: gl.constexpr
     STAGES: gl.constexpr
@@ -134,10 +137,11 @@ def _load_partition(a):
             mbarrier.expect(bar, a.WARPGROUPS * desc.block_type.nbytes)
             for w in gl.static_range(a.WARPGROUPS):
                 tma_load(desc, [b, kv, key + w * ROWS, 0], bar, bufs.index(w))
-        for g in range(a.GROUP):
-            h = kv * a.GROUP + g
-            stats = a.query_head(head, g) * copy_of(a.span.tiles_m)
-            for m in range(end - 1, first - 1, -1):
+        for heads_before in range(0, a.GROUP, a.TOGETHER):
+            for r in range(a.TOGETHER * end - 1, a.TOGETHER * first - 1, -1):
+                m, g = step_at(heads_before, r, a.TOGETHER)
+                h = kv * a.GROUP + g
+                stats = a.query_head(head, g) * copy_of(a.span.tiles_m)
                 slot, lap = slot_of(i, a.STAGES), lap_of(i, a.STAGES)
                 if lap > 0:
                     named_barrier("sync", FREE + slot, 128 * a.WARPGROUPS + 32)
@@ -164,10 +168,10 @@ def _write_partition(a, FIRST: gl.constexpr):
     while key_tile >= 0:
         head, n = a.key_tiles.locate(key_tile)
         end = a.span.end(n)
-        steps = end - a.span.first(n)
-        for j in range((i + FIRST) & 1, a.GROUP * steps, 2):
-            m = end - 1 - j % steps
-            tile = a.query_head(head, j // steps) * copy_of(a.span.tiles_m) + m
+        steps = a.TOGETHER * (end - a.span.first(n))
+        for j in range((i + FIRST) & 1, a.GROUP // a.TOGETHER * steps, 2):
+            m, g = step_at(j // steps * a.TOGETHER, a.TOGETHER * end - 1 - j % steps, a.TOGETHER)
+            tile = a.query_head(head, g) * copy_of(a.span.tiles_m) + m
             turn = n - a.span.first_key_tile(m)
             while poll(a.turn_ptr + tile) != turn:
                 pass
@@ -181,7 +185,7 @@ def _write_partition(a, FIRST: gl.constexpr):
             mbarrier.arrive(a.written_bars.index(FIRST))
             wait_until_added()
             raise_counter(a.turn_ptr + tile)
-        i += a.GROUP * steps
+        i += a.GROUP // a.TOGETHER * steps
         t += 1
         key_tile = a.key_tiles.wait(t, 1)
 
@@ -340,11 +344,13 @@ def _multiply_partition(a, W: gl.constexpr):
     tile = a.key_tiles.wait(t, 4)
     while tile >= 0:
         head, n = a.key_tiles.locate(tile)
-        first, last = a.span.first(n), a.span.end(n) - 1
+        first, end = a.span.first(n), a.span.end(n)
         key = n * (ROWS * a.WARPGROUPS) + W * ROWS
         edge = first
         if not a.span.BOUND_LEFT:
-            edge = a.span.edge(key, first, last)
+            edge = a.span.edge(key, first, end)
+            if a.TOGETHER == 1:  # the first step is masked in any case; known here, ptxas spills less
+                edge = gl.minimum(edge, end - 1)
         dk = gl.zeros([ROWS, a.D], gl.float32, dk_layout)
         dv = gl.zeros([ROWS, a.DV], gl.float32, dv_layout)
         zero = gl.zeros([ROWS, a.BLOCK_M], gl.float32, s_layout)
@@ -354,15 +360,18 @@ def _multiply_partition(a, W: gl.constexpr):
         v = zero, zero
         if a.V_COLUMNS > 0:
             v = _keep_v(a, s_layout, W)
-        for _ in range(a.GROUP):
-            dk, dv = _step(dk, dv, v, zero, zero_dq, a, i, key, last * a.BLOCK_M, W, True, True)
+        for _ in range(a.GROUP // a.TOGETHER):
+            dk, dv = _step(dk, dv, v, zero, zero_dq, a, i, key, (end - 1) * a.BLOCK_M, W, True, True)
             i += 1
-            for m in range(last - 1, edge - 1, -1):
-                dk, dv = _step(dk, dv, v, zero, zero_dq, a, i, key, m * a.BLOCK_M, W, False, False)
+            for r in range(a.TOGETHER * end - 2, a.TOGETHER * edge - 1, -1):
+                dk, dv = _step(dk, dv, v, zero, zero_dq, a, i, key, r // a.TOGETHER * a.BLOCK_M, W, False, False)
                 i += 1
             if not a.span.BOUND_LEFT:
-                for m in range(edge - 1, first - 1, -1):
-                    dk, dv = _step(dk, dv, v, zero, zero_dq, a, i, key, m * a.BLOCK_M, W, False, True)
+                masked = a.TOGETHER * edge
+                if a.TOGETHER > 1:
+                    masked = gl.minimum(masked, a.TOGETHER * end - 1)
+                for r in range(masked - 1, a.TOGETHER * first - 1, -1):
+                    dk, dv = _step(dk, dv, v, zero, zero_dq, a, i, key, r // a.TOGETHER * a.BLOCK_M, W, False, True)
                     i += 1
             _await_ds(a, i - 1, W)
             dq = _issue_dq(a, i - 1, zero_dq, W)
@@ -399,6 +408,7 @@ def _backward_sm90_kernel(
     scale_log2,  # scale * log2(e)
     scale,
     GROUP: gl.constexpr,  # query heads that share one K/V head
+    TOGETHER: gl.constexpr,  # of them that are walked over together: a divisor of GROUP
     WARPGROUPS: gl.constexpr,  # that multiply matrices; 64 keys each
     STAGES: gl.constexpr,  # query tiles in flight
     V_COLUMNS: gl.constexpr,  # of V that live in registers: 0, 64, 96 or all 128
@@ -410,6 +420,7 @@ def _backward_sm90_kernel(
     BLOCK_M: gl.constexpr = q_desc.block_type.shape[2]
     D: gl.constexpr = q_desc.block_type.shape[3]
     DV: gl.constexpr = do_desc.block_type.shape[3]
+    gl.static_assert(GROUP % TOGETHER == 0, "all partitions have as many walks")
     gl.static_assert(BLOCK_M * D == PART * WARPGROUPS, "a warpgroup computes 64 x 64 of dQ")
     gl.static_assert(STAGES <= KV_FREE - FREE, "the hardware has 16 barriers")
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, 64], q_desc.dtype)
@@ -433,7 +444,7 @@ def _backward_sm90_kernel(
         ready_bars, written_bars, key_tiles, heads, heads_kv,
         Span(seqlen_q, seqlen_k, tiles_m, window_left, window_right, BOUND_LEFT, BOUND_RIGHT, BLOCK_M, 64 * WARPGROUPS),  # type: ignore[call-arg] # aggregate gives it a constructor
         scale_log2, scale,
-        GROUP, WARPGROUPS, BLOCK_M, STAGES, D, DV, V_COLUMNS,
+        GROUP, TOGETHER, WARPGROUPS, BLOCK_M, STAGES, D, DV, V_COLUMNS,
     )  # fmt: skip
     R: gl.constexpr = MATRIX_REGISTERS
     gl.warp_specialize(

@@ -6,6 +6,7 @@ values up to 128, else ``backward_wide_gluon_sm90.py``.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from ..gpu.planning import PlannedLaunch
@@ -17,6 +18,8 @@ HOPPER_KEYS = 64  # of one warpgroup
 HOPPER_PART = 4096  # numbers of dQ that a warpgroup computes of a query tile
 _WIDEST = 256
 _NARROW = 128  # columns of the widest heads that backward_gluon_sm90.py itself serves
+_FAST_MEMORY = 4e12  # bytes a second: an H200 has 4.8e12, an H100 3.4e12
+_LONGEST_TOGETHER = 16384  # keys
 _MAX = 2**29  # positions: a sum of two of them, rounded up, stays in 32 bits
 _MAX_QUERY_TILES = 2**22  # rows of what is kept of them, 512 each at the most, are counted in 32 bits
 _MAX_KEY_TILES = 2**30  # so that the count of those drawn stays in 32 bits
@@ -41,6 +44,13 @@ class HopperBackwardConfig:
     # D 64, causal, where steps are short and key tiles unlike, four at a time: 315 TFLOP/s to 276 at 1k keys, 501 to
     # 491 at 4k (lab/hopper/backward/6_groups_and_dk_that_runs_on.txt).
     heads_per_group: int = 16
+    # Query heads of a group that a key tile walks over together; those of other heads come after them. A causal walk is
+    # shorter the later its keys: at each further walk it waits for the key tile before it, so that all take as long as
+    # the first (lab/hopper/backward/turns.py). But who does not wait walks where no other program is, and reads Q, dO
+    # and dQ from memory. Up to 128 columns four heads take 0.86 to 0.96 of the time of one on an H200 and 0.94 to 1.12
+    # on an H100, two there 0.93 to 1.01; of 256 columns two take 0.88 to 0.98 and 0.97 to 1.05, four 1.04 and 1.27; of
+    # 32k keys four take 1.04, two 1.01 (13_heads_together.txt there).
+    heads_together: int = 1
     dependent_launch: bool = True  # a kernel is set up while the one before ends
     prepare_warps: int = 4
     finish_warps: int = 4
@@ -85,8 +95,16 @@ def hopper_backward_config(problem: BackwardProblem, gpu: GpuSpec) -> HopperBack
         config = replace(config, heads_per_group=32)
     elif hopper_backward_columns(problem) == (128, 128) and p.dtype == "bf16" and not p.bounded_left:
         config = replace(config, v_columns=64)
+    if p.causal and not p.bounded_left and p.seqlen_k <= _LONGEST_TOGETHER:
+        config = replace(config, heads_together=math.gcd(p.group, _most_heads_together(problem, config, gpu)))
     _, tiles_n = hopper_backward_tiles(problem, config)
     return replace(config, programs=min(gpu.sms, p.batch * p.heads_kv * tiles_n))
+
+
+def _most_heads_together(problem: BackwardProblem, config: HopperBackwardConfig, gpu: GpuSpec) -> int:
+    """Return of how many heads causal walks gain."""
+    is_short = config.block_m == 128  # of 64 columns: with them four gain on an H100, too
+    return 4 if is_short or (not is_wide(problem) and gpu.bandwidth_bytes_per_s >= _FAST_MEMORY) else 2
 
 
 def hopper_backward_tiles(problem: BackwardProblem, config: HopperBackwardConfig) -> tuple[int, int]:

@@ -121,15 +121,27 @@ class Span:
         return whole
 
     @gluon.jit
-    def edge(self, key, first, last):
-        """Return the first query tile all of whose rows see 64 keys from ``key`` on; no key comes too early."""
-        edge = last
+    def edge(self, key, first, end):
+        """Return the first query tile all of whose rows see 64 keys from ``key`` on, or ``end``.
+
+        For walks in which no key comes too early.
+        """
+        edge = end
         if key + ROWS <= copy_of(self.seqlen_k):
             edge = first
             if self.BOUND_RIGHT:
                 row = self.earliest(key + ROWS - 1)
-                edge = gl.minimum(gl.maximum((row + self.BLOCK_M - 1) // self.BLOCK_M, first), last)
+                edge = gl.minimum(gl.maximum((row + self.BLOCK_M - 1) // self.BLOCK_M, first), end)
         return edge
+
+
+@gluon.jit
+def step_at(heads_before, r, TOGETHER: gl.constexpr):
+    """Return the query tile, and the head of the group, of step ``r`` of a walk over ``TOGETHER`` heads.
+
+    Steps of a walk come in falling order.
+    """
+    return r // TOGETHER, heads_before + r % TOGETHER
 
 
 @gluon.jit

@@ -108,7 +108,8 @@ def _main(problem: BackwardProblem, config: HopperBackwardConfig, grid: tuple[in
     )  # fmt: skip
     scalars = {**dict.fromkeys(integers, "i32"), **dict.fromkeys(("scale_log2", "scale"), "fp32")}
     constants: dict[str, Any] = {
-        "GROUP": p.group, "BOUND_LEFT": p.bounded_left, "BOUND_RIGHT": p.bounded_right, "MATRIX_REGISTERS": 240
+        "GROUP": p.group, "TOGETHER": config.heads_together, "BOUND_LEFT": p.bounded_left,
+        "BOUND_RIGHT": p.bounded_right, "MATRIX_REGISTERS": 240,
     }  # fmt: skip
     more: dict[str, str] = {}
     if d_more:

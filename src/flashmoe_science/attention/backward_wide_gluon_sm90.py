@@ -36,6 +36,7 @@ from .backward_primitives_sm90 import (
     pack,
     poll,
     raise_counter,
+    step_at,
     unpack,
     unpack_wide,
     wait_for_kernel_before,
@@ -96,6 +97,7 @@ class Args:
     scale_log2: gl.tensor
     scale: gl.tensor
     GROUP: gl.constexpr  # query heads that share one K/V head
+    TOGETHER: gl.constexpr  # of them that are walked over together
     COLUMNS: gl.constexpr  # of Q and K that are not 0
     D: gl.constexpr  # columns of Q and K in the first part
     DV: gl.constexpr
@@ -130,10 +132,11 @@ def _load_partition(a):
             else:
                 mbarrier.expect(bar, desc.block_type.nbytes)
             tma_load(desc, [b, kv, n * KEYS, 0], bar, bufs.index(0))
-        for g in range(a.GROUP):
-            h = kv * a.GROUP + g
-            stats = (head * a.GROUP + g) * copy_of(a.span.tiles_m)
-            for m in range(end - 1, first - 1, -1):
+        for heads_before in range(0, a.GROUP, a.TOGETHER):
+            for r in range(a.TOGETHER * end - 1, a.TOGETHER * first - 1, -1):
+                m, g = step_at(heads_before, r, a.TOGETHER)
+                h = kv * a.GROUP + g
+                stats = (head * a.GROUP + g) * copy_of(a.span.tiles_m)
                 slot, lap = slot_of(i, STAGES), lap_of(i, STAGES)
                 if lap > 0:
                     named_barrier("sync", Q_FREE + slot, BOTH + 32)
@@ -164,10 +167,10 @@ def _write_partition(a, HALF: gl.constexpr):
     while key_tile >= 0:
         head, n = a.key_tiles.locate(key_tile)
         end = a.span.end(n)
-        steps = end - a.span.first(n)
-        for j in range(a.GROUP * steps):
-            m = end - 1 - j % steps
-            tile = (head * a.GROUP + j // steps) * copy_of(a.span.tiles_m) + m
+        steps = a.TOGETHER * (end - a.span.first(n))
+        for j in range(a.GROUP // a.TOGETHER * steps):
+            m, g = step_at(j // steps * a.TOGETHER, a.TOGETHER * end - 1 - j % steps, a.TOGETHER)
+            tile = (head * a.GROUP + g) * copy_of(a.span.tiles_m) + m
             turn = n - a.span.first_key_tile(m)
             turn_ptr = a.turn_ptr + 2 * tile + HALF
             while poll(turn_ptr) != turn:
@@ -342,7 +345,7 @@ def _gradient_step(dk, dk_rest, zero, a, i, IS_FIRST: gl.constexpr):
 
 @gluon.jit
 def _flush_dq(a, i, zero, W: gl.constexpr):
-    """Compute the columns of dQ of step ``i``, the last of a head."""
+    """Compute the columns of dQ of step ``i``, the last of a walk."""
     named_barrier("sync", DS_FULL, BOTH)
     for half in gl.static_range(2):
         if half == 1 and W == 1 and a.COLUMNS < 256:
@@ -364,21 +367,28 @@ def _score_partition(a):
     tile = a.key_tiles.wait(t, 4)
     while tile >= 0:
         head, n = a.key_tiles.locate(tile)
-        first, last = a.span.first(n), a.span.end(n) - 1
+        first, end = a.span.first(n), a.span.end(n)
         key = n * KEYS
-        edge = first if a.span.BOUND_LEFT else a.span.edge(key, first, last)
+        edge = first
+        if not a.span.BOUND_LEFT:
+            edge = a.span.edge(key, first, end)
+            if a.TOGETHER == 1:  # the first step is masked in any case; known here, ptxas spills less
+                edge = gl.minimum(edge, end - 1)
         dv = gl.zeros([KEYS, a.DV], gl.float32, dv_layout)
         zero = gl.zeros([KEYS, ROWS], gl.float32, s_layout)
         mbarrier.wait(a.ready_bars.index(STAGES + 1), t & 1)
-        for _ in range(a.GROUP):
-            dv = _score_step(dv, zero, a, i, key, last * ROWS, True, True)
+        for _ in range(a.GROUP // a.TOGETHER):
+            dv = _score_step(dv, zero, a, i, key, (end - 1) * ROWS, True, True)
             i += 1
-            for m in range(last - 1, edge - 1, -1):
-                dv = _score_step(dv, zero, a, i, key, m * ROWS, False, False)
+            for r in range(a.TOGETHER * end - 2, a.TOGETHER * edge - 1, -1):
+                dv = _score_step(dv, zero, a, i, key, r // a.TOGETHER * ROWS, False, False)
                 i += 1
             if not a.span.BOUND_LEFT:
-                for m in range(edge - 1, first - 1, -1):
-                    dv = _score_step(dv, zero, a, i, key, m * ROWS, False, True)
+                masked = a.TOGETHER * edge
+                if a.TOGETHER > 1:
+                    masked = gl.minimum(masked, a.TOGETHER * end - 1)
+                for r in range(masked - 1, a.TOGETHER * first - 1, -1):
+                    dv = _score_step(dv, zero, a, i, key, r // a.TOGETHER * ROWS, False, True)
                     i += 1
             _flush_dq(a, i - 1, zero, 0)
         # The other warpgroup read V for the last time; it reads K no more when they have met, nor does this one.
@@ -405,16 +415,16 @@ def _gradient_partition(a):
     tile = a.key_tiles.wait(t, 4)
     while tile >= 0:
         head, n = a.key_tiles.locate(tile)
-        first, last = a.span.first(n), a.span.end(n) - 1
+        steps = a.TOGETHER * (a.span.end(n) - a.span.first(n))
         dk = gl.zeros([KEYS, LEFT], gl.float32, dk_layout)
         dk_rest = gl.zeros([KEYS, REST], gl.float32, rest_layout)
         zero = gl.zeros([KEYS, ROWS], gl.float32, s_layout)
         mbarrier.wait(a.ready_bars.index(STAGES + 2), t & 1)
         mbarrier.wait(a.ready_bars.index(STAGES + 1), t & 1)
-        for _ in range(a.GROUP):
+        for _ in range(a.GROUP // a.TOGETHER):
             dk, dk_rest = _gradient_step(dk, dk_rest, zero, a, i, True)
             i += 1
-            for _m in range(last - 1, first - 1, -1):
+            for _step in range(1, steps):
                 dk, dk_rest = _gradient_step(dk, dk_rest, zero, a, i, False)
                 i += 1
             _flush_dq(a, i - 1, zero, 1)
@@ -449,6 +459,7 @@ def _backward_wide_sm90_kernel(
     scale_log2,  # scale * log2(e)
     scale,
     GROUP: gl.constexpr,  # query heads that share one K/V head
+    TOGETHER: gl.constexpr,  # of them that are walked over together: a divisor of GROUP
     COLUMNS: gl.constexpr,  # of Q and K: 192 or 256; those behind are 0
     BOUND_LEFT: gl.constexpr,  # whether some keys come too early for some rows
     BOUND_RIGHT: gl.constexpr,  # whether some keys come too late for some rows
@@ -458,6 +469,7 @@ def _backward_wide_sm90_kernel(
     D: gl.constexpr = q_desc.block_type.shape[3]
     DV: gl.constexpr = do_desc.block_type.shape[3]
     IN_PARTS: gl.constexpr = COLUMNS < 256  # TMA is slow where a box lies outside of a tensor
+    gl.static_assert(GROUP % TOGETHER == 0, "all partitions have as many walks")
     gl.static_assert((LEFT if IN_PARTS else 256) == D, "dQ has parts of 64 columns")
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, ROWS], q_desc.dtype)
     p_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
@@ -488,7 +500,7 @@ def _backward_wide_sm90_kernel(
         q_bufs, q_more_bufs, do_bufs, stats_bufs, k_bufs, k_more_bufs, v_bufs, p_bufs, ds_bufs, dq_bufs,
         ready_bars, written_bars, key_tiles, heads, heads_kv,
         Span(seqlen_q, seqlen_k, tiles_m, window_left, window_right, BOUND_LEFT, BOUND_RIGHT, ROWS, KEYS),  # type: ignore[call-arg] # aggregate gives it a constructor
-        scale_log2, scale, GROUP, COLUMNS, D, DV,
+        scale_log2, scale, GROUP, TOGETHER, COLUMNS, D, DV,
     )  # fmt: skip
     R: gl.constexpr = MATRIX_REGISTERS
     gl.warp_specialize(
