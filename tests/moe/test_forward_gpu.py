@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from flashmoe_science import explain_moe, fused_moe, route
 from flashmoe_science.moe import reference
 from flashmoe_science.moe.tiles import tile_rows
 
-from ..attention.checks import poison_allocator
+from ..attention.checks import poison_allocator, synchronisation_is_an_error
 from .cases import CASES, EMPTY_CASES, Case, make_tensors, options_of
 from .checks import assert_right, run
 
@@ -135,12 +136,9 @@ def test_the_host_never_waits(tokens):
     tensors, logits = make_tensors(case, "cuda"), torch.randn(tokens, 16, device="cuda")
     run(case, tensors)
     route(logits, 4)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with synchronisation_is_an_error():
         run(case, tensors)
         route(logits, 4)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("tokens", [1, 16, 300])
@@ -191,8 +189,11 @@ def test_the_plan_is_what_runs():
     tensors = make_tensors(case, "cuda")
     run(case, tensors)
     plan = explain_moe(**tensors)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        run(case, tensors)
-        torch.cuda.synchronize()
+    with warnings.catch_warnings():
+        # Torch says so each time that a recording begins.
+        warnings.filterwarnings("ignore", ".*Profiler clears events at the end of each cycle", UserWarning)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            run(case, tensors)
+            torch.cuda.synchronize()
     ran = [event.name for event in profile.events() if event.name.endswith("_kernel")]
     assert ran == [launch.pattern for launch in plan.launches]
