@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +20,6 @@ from flashmoe_science.attention.backward_hopper_calls import HOPPER_TENSORS, scr
 from flashmoe_science.attention.backward_hopper_plan import HopperBackwardConfig
 from flashmoe_science.attention.backward_plan import BackwardConfig, BackwardPlan, plan_backward
 from flashmoe_science.attention.backward_prepare import prepare_backward_kernels
-from flashmoe_science.attention.backward_primitives_sm90 import Span
 from flashmoe_science.attention.backward_problem import BackwardProblem
 from flashmoe_science.attention.gradients import Options, attention_gradients
 from flashmoe_science.attention.problem import AttentionProblem
@@ -29,6 +27,7 @@ from flashmoe_science.gpu.compile import compile_kernel, read_resources
 from flashmoe_science.gpu.launch import count_parameters
 from flashmoe_science.gpu.specs import SPECS
 
+from .gluon_in_python import Int32, span_of
 from .key_loops import key_loops
 
 pytestmark = pytest.mark.triton
@@ -194,37 +193,6 @@ def test_other_gpus_and_empty_calls():
         plan_backward(problem, None, "backward_gluon_sm90")
 
 
-class Int32(int):
-    """An integer as Triton has it: division truncates towards zero, and what passes 32 bits is an error."""
-
-    def __new__(cls, value: int) -> Int32:  # noqa: PYI034 - no class is made of it
-        assert -(2**31) <= value < 2**31
-        return super().__new__(cls, value)
-
-    def __add__(self, other: int) -> Int32:
-        return Int32(int(self) + int(other))
-
-    def __sub__(self, other: int) -> Int32:
-        return Int32(int(self) - int(other))
-
-    def __rsub__(self, other: int) -> Int32:
-        return Int32(int(other) - int(self))
-
-    def __mul__(self, other: int) -> Int32:
-        return Int32(int(self) * int(other))
-
-    def __floordiv__(self, other: int) -> Int32:
-        return Int32(int(int(self) / int(other)))
-
-    __radd__, __rmul__ = __add__, __mul__
-
-
-def plain(function: Any, **names: Any) -> Any:
-    """Return a function of a kernel as Python runs it."""
-    names = {"gl": SimpleNamespace(minimum=min, maximum=max), "copy_of": lambda x: x, "ROWS": 64, **names}
-    return FunctionType(function.fn.__code__, {**function.fn.__globals__, **names})
-
-
 @pytest.mark.parametrize(("block_m", "keys"), [(64, 128), (128, 128), (64, 64)])
 def test_spans_are_what_the_window_shows(block_m, keys):
     """Key tiles and query tiles by the kernels' own arithmetic, against every pair of a row and a key."""
@@ -239,13 +207,7 @@ def test_spans_are_what_the_window_shows(block_m, keys):
         tiles_m, tiles_n = -(-seqlen_q // block_m), -(-seqlen_k // keys)
         if not seen[:, :keys].any():
             continue  # plans refuse it
-        span = SimpleNamespace(
-            seqlen_q=Int32(seqlen_q), seqlen_k=Int32(seqlen_k), tiles_m=Int32(tiles_m),
-            window_left=Int32(max(left, 0)), window_right=Int32(max(right, 0)),
-            BOUND_LEFT=left >= 0, BOUND_RIGHT=right >= 0, BLOCK_M=block_m, KEYS=keys,
-        )  # fmt: skip
-        for name in ("earliest", "latest", "first", "end", "first_key_tile", "is_whole", "edge"):
-            setattr(span, name, MethodType(plain(getattr(Span, name)), span))
+        span = span_of(seqlen_q, seqlen_k, left, right, block_m, keys)
         visits: dict[int, list[int]] = {m: [] for m in range(tiles_m)}
         for n in range(tiles_n):
             for m in range(span.first(Int32(n)), span.end(Int32(n))):
@@ -292,8 +254,10 @@ def test_short_causal_steps_take_more_heads_in_turns():
         ({}, 2),
         ({"heads_kv": 2}, 4),
         ({"heads_kv": 1}, 4),
-        ({"heads_kv": 1, "seqlen_k": 16384}, 4),
-        ({"heads_kv": 1, "seqlen_k": 16385}, 1),
+        ({"heads_kv": 1, "seqlen_q": 16384, "seqlen_k": 16384}, 4),
+        ({"heads_kv": 1, "seqlen_q": 16384, "seqlen_k": 16385}, 1),
+        ({"heads_kv": 1, "seqlen_q": 1000, "seqlen_k": 2000}, 4),
+        ({"heads_kv": 1, "seqlen_q": 1000, "seqlen_k": 2001}, 1),
         ({"heads": 6, "heads_kv": 2}, 1),
         ({"heads_kv": 8}, 1),
         ({"causal": False}, 1),
@@ -313,14 +277,18 @@ def test_heads_of_a_group_are_walked_over_together(change, together):
 
 
 def test_slower_memory_takes_fewer_heads_together():
-    """Where the walk over several reads more of it: two in place of four on an H100, but for short steps."""
+    """Where the walk over several reads more of it."""
     found = {}
-    for gpu, dim in itertools.product(("H100", "H200"), (64, 128, 256)):
-        config = plan_of(gpu=gpu, heads_kv=1, head_dim=dim, head_dim_v=dim).config
+    for gpu, dim, heads_kv in itertools.product(("H100", "H200"), (64, 128, 192, 256), (1, 4)):
+        columns_v = 128 if dim == 192 else dim
+        config = plan_of(gpu=gpu, heads_kv=heads_kv, head_dim=dim, head_dim_v=columns_v).config
         assert isinstance(config, HopperBackwardConfig)
-        found[gpu, dim] = config.heads_together
+        found[gpu, dim, 8 // heads_kv] = config.heads_together
     assert found == {
-        ("H100", 64): 4, ("H100", 128): 2, ("H100", 256): 2, ("H200", 64): 4, ("H200", 128): 4, ("H200", 256): 2,
+        ("H100", 64, 8): 4, ("H100", 128, 8): 2, ("H100", 192, 8): 1, ("H100", 256, 8): 1,
+        ("H100", 64, 2): 2, ("H100", 128, 2): 2, ("H100", 192, 2): 2, ("H100", 256, 2): 2,
+        ("H200", 64, 8): 4, ("H200", 128, 8): 4, ("H200", 192, 8): 2, ("H200", 256, 8): 2,
+        ("H200", 64, 2): 2, ("H200", 128, 2): 2, ("H200", 192, 2): 2, ("H200", 256, 2): 2,
     }  # fmt: skip
 
 

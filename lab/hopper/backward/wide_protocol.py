@@ -1,6 +1,6 @@
 """Random interleavings of the barriers of backward_wide_gluon_sm90: wide_protocol.py RUNS.
 
-As heads up to 256 have them. Heads of a group are walked over one after another, two together, or all. Not windows, nor heads up to 192 with V beyond 128, whose second warpgroup passes over a
+As heads up to 256 have them. Heads of a group are walked over one after another, or two together. Not windows, nor heads up to 192 with V beyond 128, whose second warpgroup passes over a
 part of dQ.
 
 No overrun of a barrier, no buffer written while it is read, every query tile added to in the order of the key tiles,

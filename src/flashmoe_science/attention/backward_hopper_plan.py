@@ -47,9 +47,7 @@ class HopperBackwardConfig:
     # Query heads of a group that a key tile walks over together; those of other heads come after them. A causal walk is
     # shorter the later its keys: at each further walk it waits for the key tile before it, so that all take as long as
     # the first (lab/hopper/backward/turns.py). But who does not wait walks where no other program is, and reads Q, dO
-    # and dQ from memory. Up to 128 columns four heads take 0.86 to 0.96 of the time of one on an H200 and 0.94 to 1.12
-    # on an H100, two there 0.93 to 1.01; of 256 columns two take 0.88 to 0.98 and 0.97 to 1.05, four 1.04 and 1.27; of
-    # 32k keys four take 1.04, two 1.01 (13_heads_together.txt there).
+    # and dQ from memory, it seems (lab/hopper/backward/13_heads_together.txt).
     heads_together: int = 1
     dependent_launch: bool = True  # a kernel is set up while the one before ends
     prepare_warps: int = 4
@@ -95,16 +93,26 @@ def hopper_backward_config(problem: BackwardProblem, gpu: GpuSpec) -> HopperBack
         config = replace(config, heads_per_group=32)
     elif hopper_backward_columns(problem) == (128, 128) and p.dtype == "bf16" and not p.bounded_left:
         config = replace(config, v_columns=64)
-    if p.causal and not p.bounded_left and p.seqlen_k <= _LONGEST_TOGETHER:
-        config = replace(config, heads_together=math.gcd(p.group, _most_heads_together(problem, config, gpu)))
+    config = replace(config, heads_together=math.gcd(p.group, _most_heads_together(problem, config, gpu)))
     _, tiles_n = hopper_backward_tiles(problem, config)
     return replace(config, programs=min(gpu.sms, p.batch * p.heads_kv * tiles_n))
 
 
 def _most_heads_together(problem: BackwardProblem, config: HopperBackwardConfig, gpu: GpuSpec) -> int:
-    """Return of how many heads causal walks gain."""
-    is_short = config.block_m == 128  # of 64 columns: with them four gain on an H100, too
-    return 4 if is_short or (not is_wide(problem) and gpu.bandwidth_bytes_per_s >= _FAST_MEMORY) else 2
+    """Return of how many heads causal walks gain, by times of walks over one head by walks over several.
+
+    On an H200: D 64, four 1.07 and 1.15; D 128, four 1.04 to 1.16, but 0.96 with 32k keys; D 192, two 1.01; D 256, two
+    1.02 to 1.13, four 0.96. On an H100: D 64, four 1.05 and 1.16; D 128, two 1.00 to 1.07, four 0.88 to 1.06; D 192,
+    two 0.96; D 256, two of two 1.03 and 1.06, two of four 0.90.
+    """
+    p = problem.forward
+    # A window bounds walks, and where there are few queries to many keys walks are alike.
+    if not p.causal or p.bounded_left or p.seqlen_k > min(_LONGEST_TOGETHER, 2 * p.seqlen_q):
+        return 1
+    is_fast = gpu.bandwidth_bytes_per_s >= _FAST_MEMORY
+    if is_wide(problem):
+        return 2 if is_fast or p.group == 2 else 1
+    return 4 if is_fast or config.block_m == 128 else 2
 
 
 def hopper_backward_tiles(problem: BackwardProblem, config: HopperBackwardConfig) -> tuple[int, int]:

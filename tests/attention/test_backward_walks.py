@@ -1,0 +1,131 @@
+"""The walks of the gradients' kernels for Hopper, by their own source: every partition takes the same steps."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton exists for Linux only")
+
+from flashmoe_science.attention import backward_192_gluon_sm90, backward_gluon_sm90, backward_wide_gluon_sm90
+from flashmoe_science.attention.backward_primitives_sm90 import step_at
+
+from .gluon_in_python import NOTHING, Int32, partition, plain, span_of
+
+# Of each kernel: its module, query rows and keys of a step, the partitions that multiply, and the arguments of those
+# and of the writers.
+KERNELS: dict[str, tuple[ModuleType, int, int, list[tuple[str, tuple[int, ...]]]]] = {
+    "d64": (backward_gluon_sm90, 128, 128, [("_multiply_partition", (0,)), ("_multiply_partition", (1,))]),
+    "d128": (backward_gluon_sm90, 64, 128, [("_multiply_partition", (0,)), ("_multiply_partition", (1,))]),
+    "d192": (backward_192_gluon_sm90, 64, 128, [("_multiply_partition", (0,)), ("_multiply_partition", (1,))]),
+    "d256": (backward_wide_gluon_sm90, 64, 64, [("_score_partition", ()), ("_gradient_partition", ())]),
+}
+LENGTHS = (1, 63, 64, 65, 128, 200, 300)
+
+
+class _Turn:
+    """A counter that always shows the turn that is waited for."""
+
+    def __ne__(self, _other: object) -> bool:
+        return False
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class _Arguments(SimpleNamespace):
+    """Of what it was not given it has nothing."""
+
+    def __getattr__(self, _name: str) -> Any:
+        return NOTHING
+
+
+class Walk:
+    """What a partition is given, and what it did."""
+
+    def __init__(self, span: Any, block_m: int, group: int, together: int, tiles: Sequence[tuple[int, int]]):
+        self.steps: list[Any] = []
+        drawn = iter([*range(len(tiles)), -1])
+        queue = SimpleNamespace(
+            heads_total=Int32(2), publish=NOTHING, draw=lambda _pointer: next(drawn), locate=lambda tile: tiles[tile],
+            wait=lambda t, _warps: t if t < len(tiles) else -1,
+        )  # fmt: skip
+        self.queries = SimpleNamespace(dtype=NOTHING, block_type=SimpleNamespace(nbytes=0))
+        self.a = _Arguments(
+            q_desc=self.queries, turn_ptr=0, key_tiles=queue, span=span, heads=Int32(2 * group), heads_kv=Int32(2),
+            GROUP=group, TOGETHER=together, WARPGROUPS=2, BLOCK_M=block_m, STAGES=2, D=64, COLUMNS=64, V_COLUMNS=0,
+        )  # fmt: skip
+        for name in ("k_desc", "v_desc", "k_more_desc", "q_more_desc", "do_desc", "stats_desc"):
+            setattr(self.a, name, SimpleNamespace(block_type=SimpleNamespace(nbytes=0)))
+        self.a.query_head = lambda head, g: head * group + g
+
+    def run(self, module: ModuleType, name: str, *arguments: int) -> list[Any]:
+        """Run a partition, and return its steps."""
+        sums = 3 if module is backward_192_gluon_sm90 else 2
+        gluon = SimpleNamespace(
+            minimum=min, static_range=range, zeros=NOTHING, float32=NOTHING, NVMMADistributedLayout=NOTHING
+        )
+        partition(
+            getattr(module, name), gl=gluon, step_at=plain(step_at), copy_of=lambda x: x, poll=lambda _pointer: _Turn(),
+            tma_load=self._load, raise_counter=self.steps.append,
+            _step=lambda *given: self._note(*given[-6:-3], is_masked=given[-1], result=(NOTHING,) * sums),
+            _score_step=lambda *given: self._note(*given[-5:-2], is_masked=given[-1], result=NOTHING),
+            _gradient_step=lambda *given: self._note(given[-2], None, None, result=(NOTHING, NOTHING)),
+        )(self.a, *arguments)  # fmt: skip
+        return self.steps
+
+    def _load(self, desc: Any, place: list[int], *_arguments: Any) -> None:
+        if desc is self.queries:
+            self.steps.append((place[1], place[2] // self.a.BLOCK_M))
+
+    def _note(self, i: int, key: int | None, row: int | None, *, is_masked: bool = True, result: Any) -> Any:
+        self.steps.append((i, key, row, is_masked))
+        return result
+
+
+@pytest.mark.parametrize(("group", "together"), [(1, 1), (3, 1), (2, 2), (6, 2), (4, 4), (8, 4)])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_all_partitions_take_the_same_steps(kernel, causal, group, together):
+    """Loader, writers and those that multiply; each query tile that sees a key tile once, in every head; masks hold."""
+    module, block_m, keys, multiply = KERNELS[kernel]
+    for seqlen_q, seqlen_k in itertools.product(LENGTHS, LENGTHS):
+        span = span_of(seqlen_q, seqlen_k, -1, 0 if causal else -1, block_m, keys)
+        tiles_m, tiles_n = -(-seqlen_q // block_m), -(-seqlen_k // keys)
+        tiles = [(Int32(head), Int32(n)) for n in range(tiles_n) for head in range(2)]
+        if any(span.end(n) <= span.first(n) for _, n in tiles):
+            continue  # no query sees the last keys: plans refuse it
+
+        def walk(name, *arguments):
+            return Walk(span, block_m, group, together, tiles).run(module, name, *arguments)  # noqa: B023 - called here
+
+        loaded = walk("_load_partition")
+        expected: list[tuple[int, int]] = []
+        for head, n in tiles:
+            before = len(expected)
+            for walked in range(0, group, together):
+                for m in range(tiles_m - 1, span.first(n) - 1, -1):
+                    expected += [(head * group + g, m) for g in range(walked + together - 1, walked - 1, -1)]
+            assert len(set(expected[before:])) == len(expected) - before
+        assert loaded == expected
+
+        places = [head * tiles_m + m for head, m in loaded]
+        if kernel == "d256":
+            assert walk("_write_partition", 0) == [2 * place for place in places]
+            assert walk("_write_partition", 1) == [2 * place + 1 for place in places]
+        else:
+            assert walk("_write_partition", 0) == places[0::2]
+            assert walk("_write_partition", 1) == places[1::2]
+
+        for name, arguments in multiply:
+            steps = walk(name, *arguments)
+            assert [i for i, *_ in steps] == [*range(len(loaded))]
+            for (_, key, row, is_masked), (_, m) in zip(steps, loaded, strict=True):
+                if row is None:
+                    continue
+                assert row == m * block_m
+                whole = key + 64 <= seqlen_k and (not causal or key + 63 <= row + seqlen_k - seqlen_q)
+                assert is_masked or whole, f"some of the keys from {key} on are not for row {row}"
