@@ -44,6 +44,17 @@ def test_lengths(pair, dims, causal):
     check_gradients(case, kernel="backward_triton")
 
 
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("kernel", ["auto", "backward_triton"])
+def test_lengths_of_every_head_dim(kernel, head_dim, causal):
+    """The same list, 9 sequences of 6 heads on 2 K/V heads, by the kernel of choice and by that of Triton."""
+    for seqlen_q, seqlen_k in LONG:
+        batch, heads, heads_kv = (9, 6, 2) if seqlen_q < 4096 else (1, 2, 1)
+        case = Case(batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim, head_dim, "bf16", causal, "every-dim")
+        check_gradients(case, kernel=kernel, repeats=1)
+
+
 @pytest.mark.parametrize("dtype", ["fp16", "fp32"])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_head_dims(head_dim, dtype):

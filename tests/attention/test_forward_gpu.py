@@ -35,7 +35,7 @@ SHORT = [
 ]
 HOPPER_SMALL = [case for case in SMALL if case.dtype != "fp32" and case.head_dim % 8 == 0 and case.head_dim_v % 8 == 0]
 PAIRS_OF_KERNELS = [
-    *[pytest.param("auto", dim, id=f"auto-{dim}") for dim in HEAD_DIMS],
+    *[pytest.param(kernel, dim, id=f"{kernel}-{dim}") for kernel in ("auto", "forward_triton") for dim in HEAD_DIMS],
     *[
         pytest.param("forward_gluon_sm90", dim, id=f"forward_gluon_sm90-{dim}", marks=hopper_only)
         for dim in (8, 16, *HEAD_DIMS)
@@ -276,9 +276,10 @@ def test_short_kernel_lengths(batch, head_dim, seqlen_k, causal):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("kernel", "head_dim"), PAIRS_OF_KERNELS)
 def test_pairs_of_lengths(kernel, head_dim, causal):
-    """FlashAttention's list of (Sq, Sk), with 9 sequences, 6 heads and 2 KV heads."""
-    for seqlen_q, seqlen_k in PAIRS:
-        case = Case(9, 6, 2, seqlen_q, seqlen_k, head_dim, head_dim, "bf16", causal, why="pairs")
+    """FlashAttention's list of (Sq, Sk), with 9 sequences, 6 heads and 2 KV heads; of long ones with fewer."""
+    for seqlen_q, seqlen_k in (*PAIRS, (4096, 4096), (4224, 4224)):
+        heads = (9, 6, 2) if seqlen_q < 4096 else (1, 2, 1)
+        case = Case(*heads, seqlen_q, seqlen_k, head_dim, head_dim, "bf16", causal, why="pairs")
         q, k, v = make_inputs(case, "cuda", seed=seqlen_q)
         o, lse = run(q, k, v, causal=causal, kernel=kernel)
         assert_right(o, q, k, v, causal=causal, lse=lse, name=str(case))
