@@ -224,6 +224,7 @@ class Gradients:
     case: Case | VarlenCase
     through_lse: bool = False  # whether the LSE has a gradient too
     turned: bool = False  # whether it is tried in another memory layout too
+    far: bool = False  # whether the keys of its bias are tried more than 2**31 elements apart too
     low: bool = False  # whether all scores are so low that a score of 0 would weigh infinitely much
 
     @property
@@ -271,7 +272,11 @@ GRADIENTS = [
         through_lse=True,
     ),
     Gradients(FeatureCase(1, 2, 1, 40, 37, 144, 144, "fp16", False, bias="fp32", dropout=0.5, why="dropout-apart")),
-    Gradients(FeatureCase(2, 2, 1, 20, 33, 32, 32, "fp16", False, bias="fp32", why="bias")),
+    Gradients(FeatureCase(2, 2, 1, 20, 33, 32, 32, "fp16", False, bias="fp32", why="bias"), turned=True),
+    Gradients(
+        FeatureCase(1, 2, 1, 20, 300, 16, 16, "fp16", False, bias="fp16", bias_heads=(True, False), why="bias-far"),
+        far=True,
+    ),
     Gradients(
         FeatureCase(1, 4, 2, 40, 24, 32, 32, "fp32", True, sinks="fp32", why="sinks-rows-without-keys"),
         through_lse=True,

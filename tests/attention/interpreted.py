@@ -44,6 +44,17 @@ def poisoned() -> Iterator[None]:
         torch.empty = empty
 
 
+def far_apart(bias: torch.Tensor) -> torch.Tensor:
+    """Return a bias ``[1, 1, Sq, Sk]`` whose last key lies more than 2**31 elements behind the first.
+
+    Of the memory between them nothing is there until somebody touches it.
+    """
+    *_, rows, keys = bias.shape
+    stride = 2**31 // (keys - 1) + 8
+    far = torch.empty((keys - 1) * stride + rows, dtype=bias.dtype).as_strided((1, 1, rows, keys), (0, 0, 1, stride))
+    return far.copy_(bias)
+
+
 def check(case: Case | VarlenCase | Gradients | Ordering) -> None:
     """Compare one case with fp64, or with sorting."""
     if isinstance(case, Ordering):
@@ -184,12 +195,22 @@ def check_gradients(gradients: Gradients) -> None:
     with poisoned():
         found, do, dlse = differentiate(flash_attention, {"q": q, "k": k, "v": v}, options, **asked)
     assert_gradients_right(found, q, k, v, do, dlse, **options)
+    bias = options.get("bias")
+    if gradients.far:
+        assert bias is not None
+        options = {**options, "bias": far_apart(bias)}
+        again, _, _ = differentiate(flash_attention, {"q": q, "k": k, "v": v}, options, **asked)
+        for name in ("q", "k", "v"):
+            assert torch.equal(again[name], found[name]), f"keys of a bias far apart give other bits in d{name}"
     if gradients.turned:
         turned = {name: t.transpose(1, 2).contiguous().transpose(1, 2) for name, t in (("q", q), ("k", k), ("v", v))}
+        if bias is not None:
+            options = {**options, "bias": bias.transpose(2, 3).contiguous().transpose(2, 3)}
         again, _, _ = differentiate(flash_attention, turned, options, **asked)
         for name, gradient in again.items():
             assert torch.equal(gradient, found[name]), f"another memory layout gives other bits in d{name}"
-            assert gradient.stride() == turned[name].stride(), f"d{name} lies in memory as {gradient.stride()}"
+            if name in turned:
+                assert gradient.stride() == turned[name].stride(), f"d{name} lies in memory as {gradient.stride()}"
 
 
 def main() -> None:

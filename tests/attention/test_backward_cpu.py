@@ -237,6 +237,24 @@ def test_a_compiled_layer_in_autocast(dynamic):
             assert torch.equal(mine, other)
 
 
+@pytest.mark.parametrize("dynamic", [None, True], ids=["as it comes", "any length"])
+def test_a_compiled_call_of_packed_sequences_takes_any_longest_length(dynamic):
+    """Gradients through a graph in which the longest lengths are symbols."""
+    starts = torch.tensor([0, 4, 9], dtype=torch.int32), torch.tensor([0, 5, 12], dtype=torch.int32)
+
+    def attend(q, k, v, like):
+        return flash_attention_varlen(q, k, v, *starts, like.shape[0], like.shape[1], causal=True)
+
+    compiled = torch.compile(attend, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for longest in ((5, 7), (6, 9), (8, 12)):
+        inputs = leaves((9, 4, 8), (12, 2, 8), (12, 2, 8))
+        like = torch.empty(longest)
+        o, do = compiled(*inputs, like), torch.randn(9, 4, 8)
+        found = torch.autograd.grad(o, inputs, do)
+        for mine, other in zip(found, torch.autograd.grad(attend(*inputs, like), inputs, do), strict=True):
+            assert torch.equal(mine, other)
+
+
 def test_slopes_have_no_gradient():
     q, k, v, slopes = leaves((1, 2, 5, 8), (1, 2, 6, 8), (1, 2, 6, 8), (2,))
     with pytest.raises(UnsupportedError, match=r"alibi must not require grad(.|\n)*detached"):

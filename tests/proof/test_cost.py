@@ -121,8 +121,8 @@ def test_large_cases_take_the_time_of_their_answers_in_every_process():
         for gate in GPU_GATES
     ]
     launch, correct, _, bench = answers  # gate quick always has its five rounds
-    assert launch == 0 < correct
-    assert bench == pytest.approx(SEED.workers * correct)
+    assert launch == 0
+    assert 0 < bench / SEED.workers < correct  # which makes more of them, and holds repeats against one another
     assert model_seconds("bench", large) - model_seconds("bench", SEED) > bench  # calls take longer, too
 
 

@@ -242,7 +242,7 @@ def _backward_kv_kernel(
     key_cols = None
     if bias_ptr is not None:
         key_cols = tl.minimum(offs_n, seqlen_k - 1)
-        if WIDE:
+        if WIDE or STRIDE_BIAS_N > 1:  # counted from the first key, unlike what WIDE is about
             key_cols = key_cols.to(tl.int64)
         key_cols = key_cols * STRIDE_BIAS_N
 

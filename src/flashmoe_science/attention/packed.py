@@ -23,8 +23,11 @@ from .problem import AttentionProblem
 def planned_length(name: str, length: object) -> int:
     """Round a longest length up, so that few plans serve all batches: to a power of two, or a multiple of 128.
 
-    Programs behind the end of a sequence leave at once, and no loop is bounded by it. Raises ``InputError``.
+    Programs behind the end of a sequence leave at once, and no loop is bounded by it. A symbol of a graph that is being
+    compiled stays one: ``packed_problem`` rounds what it stands for. Raises ``InputError``.
     """
+    if isinstance(length, torch.SymInt):
+        return length  # type: ignore[return-value]
     if type(length) is not int or not 0 <= length < 2**31:
         raise InputError(f"{name} must be an integer from 0 to 2**31 - 1, got {length!r}")
     if length <= 128 or name == "max_seqlen_k":
@@ -37,8 +40,9 @@ def packed_problem(
 ) -> AttentionProblem:
     """Check the tensors against the contract and describe the call. Raises ``InputError``.
 
-    A page table may be left out of ``tensors``.
+    A page table may be left out of ``tensors``; ``lengths`` may be those that ``planned_length`` gives.
     """
+    lengths = planned_length("max_seqlen_q", lengths[0]), planned_length("max_seqlen_k", lengths[1])
     q, k, v = (tensors[name] for name in "qkv")
     page_table = tensors.get("page_table")
     if page_table is None:

@@ -26,7 +26,9 @@ _RECORDER = 5.0
 _KIND_OF_ARM = 0.4
 _KIND_OF_ARM_LAUNCHED = 0.3
 _LAUNCH_OF_ARM = 0.072
-_CORRECT_OF_CASE = 0.3
+_CORRECT_START = 4.0
+_CORRECT_OF_CASE = 0.28
+_CORRECT_OF_TFLOP = 0.25
 _SETTING_UP_ARM = 0.1
 _ROUND_OF_ARM = 0.022
 _ANSWERS_OF_TFLOP = 0.15
@@ -185,7 +187,7 @@ def model_seconds(gate: GateName, size: RunSize) -> float:
         launches = kinds * _KIND_OF_ARM_LAUNCHED + size.cases * size.arms * _LAUNCH_OF_ARM
         return _START + _RECORDER + launches
     if gate == "correct":
-        return _START + size.cases * _CORRECT_OF_CASE + answers
+        return _CORRECT_START + size.cases * _CORRECT_OF_CASE + beyond * _CORRECT_OF_TFLOP
     round_of_cell = _ROUND_OF_ARM + beyond / size.cases * _ROUND_OF_TFLOP
     if gate == "quick":
         return process + answers + size.cases * size.arms * (_SETTING_UP_ARM + _QUICK_ROUNDS * round_of_cell)
