@@ -247,11 +247,10 @@ def test_a_compiled_call_of_packed_sequences_takes_any_longest_length(dynamic):
 
     compiled = torch.compile(attend, fullgraph=True, dynamic=dynamic, backend="aot_eager")
     for longest in ((5, 7), (6, 9), (8, 12)):
-        inputs = leaves((9, 4, 8), (12, 2, 8), (12, 2, 8))
-        like = torch.empty(longest)
-        o, do = compiled(*inputs, like), torch.randn(9, 4, 8)
-        found = torch.autograd.grad(o, inputs, do)
-        for mine, other in zip(found, torch.autograd.grad(attend(*inputs, like), inputs, do), strict=True):
+        q, k, v = inputs = leaves((9, 4, 8), (12, 2, 8), (12, 2, 8))
+        like, do = torch.empty(longest), torch.randn(9, 4, 8)
+        found = torch.autograd.grad(compiled(q, k, v, like), inputs, do)
+        for mine, other in zip(found, torch.autograd.grad(attend(q, k, v, like), inputs, do), strict=True):
             assert torch.equal(mine, other)
 
 
