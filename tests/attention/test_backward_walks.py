@@ -16,8 +16,7 @@ from flashmoe_science.attention.backward_primitives_sm90 import step_at
 
 from .gluon_in_python import NOTHING, Int32, partition, plain, span_of
 
-# Of each kernel: its module, query rows and keys of a step, the partitions that multiply, and the arguments of those
-# and of the writers.
+# Of each kernel: its module, query rows and keys of a step, and the partitions that multiply, with their arguments.
 KERNELS: dict[str, tuple[ModuleType, int, int, list[tuple[str, tuple[int, ...]]]]] = {
     "d64": (backward_gluon_sm90, 128, 128, [("_multiply_partition", (0,)), ("_multiply_partition", (1,))]),
     "d128": (backward_gluon_sm90, 64, 128, [("_multiply_partition", (0,)), ("_multiply_partition", (1,))]),
@@ -53,13 +52,13 @@ class Walk:
             heads_total=Int32(2), publish=NOTHING, draw=lambda _pointer: next(drawn), locate=lambda tile: tiles[tile],
             wait=lambda t, _warps: t if t < len(tiles) else -1,
         )  # fmt: skip
-        self.queries = SimpleNamespace(dtype=NOTHING, block_type=SimpleNamespace(nbytes=0))
         self.a = _Arguments(
-            q_desc=self.queries, turn_ptr=0, key_tiles=queue, span=span, heads=Int32(2 * group), heads_kv=Int32(2),
+            turn_ptr=0, key_tiles=queue, span=span, heads=Int32(2 * group), heads_kv=Int32(2),
             GROUP=group, TOGETHER=together, WARPGROUPS=2, BLOCK_M=block_m, STAGES=2, D=64, COLUMNS=64, V_COLUMNS=0,
         )  # fmt: skip
-        for name in ("k_desc", "v_desc", "k_more_desc", "q_more_desc", "do_desc", "stats_desc"):
-            setattr(self.a, name, SimpleNamespace(block_type=SimpleNamespace(nbytes=0)))
+        for name in ("q_desc", "k_desc", "v_desc", "k_more_desc", "q_more_desc", "do_desc", "stats_desc"):
+            setattr(self.a, name, SimpleNamespace(dtype=NOTHING, block_type=SimpleNamespace(nbytes=0)))
+        self.loaded: dict[str, list[Any]] = {"q_desc": self.steps, "do_desc": [], "stats_desc": []}
         self.a.query_head = lambda head, g: head * group + g
 
     def run(self, module: ModuleType, name: str, *arguments: int) -> list[Any]:
@@ -78,8 +77,9 @@ class Walk:
         return self.steps
 
     def _load(self, desc: Any, place: list[int], *_arguments: Any) -> None:
-        if desc is self.queries:
-            self.steps.append((place[1], place[2] // self.a.BLOCK_M))
+        for name, tiles in self.loaded.items():
+            if desc is getattr(self.a, name):
+                tiles.append((place[1], place[2] // self.a.BLOCK_M) if len(place) == 4 else place[0])
 
     def _note(self, i: int, key: int | None, row: int | None, *, is_masked: bool = True, result: Any) -> Any:
         self.steps.append((i, key, row, is_masked))
@@ -87,13 +87,13 @@ class Walk:
 
 
 @pytest.mark.parametrize(("group", "together"), [(1, 1), (3, 1), (2, 2), (6, 2), (4, 4), (8, 4)])
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (70, 0)], ids=["full", "causal", "window"])
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_all_partitions_take_the_same_steps(kernel, causal, group, together):
+def test_all_partitions_take_the_same_steps(kernel, window, group, together):
     """Loader, writers and those that multiply; each query tile that sees a key tile once, in every head; masks hold."""
     module, block_m, keys, multiply = KERNELS[kernel]
     for seqlen_q, seqlen_k in itertools.product(LENGTHS, LENGTHS):
-        span = span_of(seqlen_q, seqlen_k, -1, 0 if causal else -1, block_m, keys)
+        span = span_of(seqlen_q, seqlen_k, window[0], window[1], block_m, keys)
         tiles_m, tiles_n = -(-seqlen_q // block_m), -(-seqlen_k // keys)
         tiles = [(Int32(head), Int32(n)) for n in range(tiles_n) for head in range(2)]
         if any(span.end(n) <= span.first(n) for _, n in tiles):
@@ -102,17 +102,20 @@ def test_all_partitions_take_the_same_steps(kernel, causal, group, together):
         def walk(name, *arguments):
             return Walk(span, block_m, group, together, tiles).run(module, name, *arguments)  # noqa: B023 - called here
 
-        loaded = walk("_load_partition")
+        loader = Walk(span, block_m, group, together, tiles)
+        loaded = loader.run(module, "_load_partition")
         expected: list[tuple[int, int]] = []
         for head, n in tiles:
             before = len(expected)
             for walked in range(0, group, together):
-                for m in range(tiles_m - 1, span.first(n) - 1, -1):
+                for m in range(span.end(n) - 1, span.first(n) - 1, -1):
                     expected += [(head * group + g, m) for g in range(walked + together - 1, walked - 1, -1)]
             assert len(set(expected[before:])) == len(expected) - before
         assert loaded == expected
 
         places = [head * tiles_m + m for head, m in loaded]
+        assert loader.loaded["do_desc"] == loaded
+        assert loader.loaded["stats_desc"] == [2 * block_m * place for place in places]
         if kernel == "d256":
             assert walk("_write_partition", 0) == [2 * place for place in places]
             assert walk("_write_partition", 1) == [2 * place + 1 for place in places]
@@ -127,5 +130,7 @@ def test_all_partitions_take_the_same_steps(kernel, causal, group, together):
                 if row is None:
                     continue
                 assert row == m * block_m
-                whole = key + 64 <= seqlen_k and (not causal or key + 63 <= row + seqlen_k - seqlen_q)
+                if span.BOUND_LEFT:  # then a step asks for itself: test_spans_are_what_the_window_shows
+                    continue
+                whole = key + 64 <= seqlen_k and (not span.BOUND_RIGHT or key + 63 <= row + seqlen_k - seqlen_q)
                 assert is_masked or whole, f"some of the keys from {key} on are not for row {row}"
