@@ -68,6 +68,22 @@ def test_every_parameter_learns(way):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4, msg=f"{name} differs")
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 9, 300])
+@pytest.mark.parametrize("way", WAYS)
+def test_it_is_routing_and_experts_on_a_gpu(way, tokens):
+    """The kernels, its router's too, against fp64; in fp32, where rounding chooses no other experts."""
+    layer = make(way).to("cuda")
+    x = torch.randn(tokens, 16, device="cuda", requires_grad=True)
+    leaves = {"x": x, **dict(layer.named_parameters())}
+    torch.testing.assert_close(layer(x).double(), by_reference(layer, x), rtol=1e-4, atol=1e-4)
+    found = torch.autograd.grad(layer(x).square().sum(), [*leaves.values()])
+    exact = torch.autograd.grad(by_reference(layer, x).square().sum(), [*leaves.values()])
+    for name, mine, theirs in zip(leaves, found, exact, strict=True):
+        scale = theirs.abs().max().item()
+        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4 * max(scale, 1), msg=f"{name} differs")
+
+
 def test_no_tokens_and_one():
     layer = make("deepseek")
     assert layer(torch.randn(3, 0, 16)).shape == (3, 0, 16)

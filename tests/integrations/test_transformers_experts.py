@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from flashmoe_science import InputError, UnsupportedError, fused_moe, route
+from flashmoe_science import InputError, UnsupportedError, explain_moe, fused_moe, route
 
 pytest.importorskip("transformers", minversion="5.0", reason="transformers is optional")
 
@@ -46,6 +46,40 @@ def test_logits_and_gradients(name, calls):
     models.assert_alike(name, "flashmoe_science")
     assert len(calls) == (1 if name == "deepseek-v3" else 2), "one call a layer with experts"
     assert {call["activation"] for call in calls} == {"swiglu_clamped" if name == "gpt-oss" else "swiglu"}
+
+
+@pytest.fixture
+def plans(monkeypatch) -> list[str]:
+    """Record which kernel serves the first product of every call that models make of our experts."""
+    found: list[str] = []
+
+    def record(*tensors, **options):
+        found.append(explain_moe(*tensors, **options).kernel)
+        return fused_moe(*tensors, **options)
+
+    monkeypatch.setattr(transformers_experts, "fused_moe", record)
+    return found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", models.CONFIGS)
+def test_logits_and_gradients_on_a_gpu(name, plans):
+    """In fp32, of few tokens and of many: the kernels in place of the reference that a CPU has."""
+    for tokens in (9, 100):
+        models.assert_alike(name, "flashmoe_science", tokens, device="cuda")
+    assert plans
+    assert "reference" not in plans
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="it needs Hopper"
+)
+@pytest.mark.parametrize("name", models.CONFIGS)
+def test_logits_and_gradients_by_the_kernels_for_many_tokens(name, plans):
+    """In bf16, with rows for whole tiles; of gpt-oss weights lie the other way round, which TMA does not read."""
+    models.assert_alike(name, "flashmoe_science", 2000, device="cuda", dtype=torch.bfloat16, **models.LARGE)
+    assert set(plans) == {"grouped_triton" if name == "gpt-oss" else "grouped_gluon_sm90"}
 
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt-oss"])

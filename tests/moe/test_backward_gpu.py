@@ -117,12 +117,12 @@ def assert_near(found: torch.Tensor, expected: torch.Tensor, name: str) -> None:
 
 
 def test_the_activation_on_hopper_has_the_same_bits(activation_on_hopper):
-    """In a hundred runs; and nearly where some gradients are not asked for."""
+    """In a thousand runs; and nearly where some gradients are not asked for."""
     case = Case("bits", 3000, 16, 4, 256, 640, "bf16", kernel="grouped_gluon_sm90")
     tensors = make_tensors(case, "cuda")
     do = torch.randn(tensors["x"].shape, device="cuda").bfloat16()
     first = run_gradients(case, tensors, do)
-    for _ in range(100):
+    for _ in range(1000):
         poison_allocator(1 << 24)
         again = run_gradients(case, tensors, do)
         assert all(torch.equal(again[name], first[name]) for name in first)
@@ -331,6 +331,75 @@ def test_a_captured_backward_pass_is_replayed_twice(forward_too, monkeypatch):
         torch.cuda.synchronize()
         assert all(map(torch.equal, captured, expected))
     del kept
+
+
+@pytest.mark.parametrize("hidden", [128, 512], ids=["kernels of Triton", "kernels of Hopper"])
+def test_a_captured_step_serves_other_routings(hidden):
+    """Forward and backward in one graph; as many rows of each expert are seen by no host."""
+    case = Case("routings", 700, 8, 2, hidden, 256, "bf16", bias=True)
+    tensors = make_tensors(case, "cuda")
+    do = torch.randn(tensors["x"].shape, device="cuda").bfloat16()
+    leaves = {name: tensors[name].requires_grad_() for name in names_of_gradients(tensors)}
+
+    def step() -> tuple[torch.Tensor, ...]:
+        out = run(case, {**tensors, **leaves})
+        return out.detach(), *torch.autograd.grad(out, [*leaves.values()], do)
+
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        captured = step()
+    for seed, ids in ((1, "distinct"), (2, "one"), (3, "none")):
+        with torch.no_grad():
+            for name, tensor in make_tensors(dataclasses.replace(case, ids=ids), "cuda", seed).items():
+                tensors[name].copy_(tensor)
+        for tensor in captured:
+            tensor.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        found = dict(zip(("out", *leaves), captured, strict=True))
+        assert_gradients_right(case, found, {name: t.detach() for name, t in tensors.items()}, do)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("hidden", [128, 512])
+def test_permuting_tokens_permutes_outputs_and_their_gradients(hidden, dtype):
+    """Those of weights are sums in another order."""
+    case = Case("permuted", 900, 8, 3, hidden, 256, dtype, bias=True, shared=1, shared_inter=64, weighted=True)
+    tensors = make_tensors(case, "cuda")
+    do = torch.randn(tensors["x"].shape, device="cuda").to(tensors["x"].dtype)
+    order = torch.randperm(case.tokens, device="cuda")
+    of_tokens = ("x", "topk_weights", "topk_ids", "shared_weights")
+    moved = {**tensors, **{name: tensors[name][order].contiguous() for name in of_tokens}}
+    found, again = run_gradients(case, tensors, do), run_gradients(case, moved, do[order])
+    for name, gradient in found.items():
+        expected = gradient[order] if name in ("out", *of_tokens) else gradient
+        assert_near(again[name], expected, name)
+    assert_gradients_right(case, again, moved, do[order])
+
+
+@pytest.mark.parametrize("hidden", [128, 512])
+def test_operators_pass_opcheck(hidden):
+    """Their products have other shapes than on a CPU, where none is kept."""
+    tensors = make_tensors(Case("opcheck", 300, 8, 2, hidden, 256, "bf16", shared=1, shared_inter=64), "cuda")
+    names = ("x", "w_gate_up", "w_down", "topk_weights", "topk_ids")
+    shared = tensors["shared_gate_up"], tensors["shared_down"], None
+    options = "swiglu", None, None, False, False, "auto"
+    arguments = (*(tensors[name] for name in names), None, None, *shared, *options)
+    with torch.no_grad():
+        out, *products = torch.ops.flashmoe_science.fused_moe_kept(*arguments)
+    backward = torch.randn_like(out), *products, *arguments, [0, 1, 2, 3, 6, 7]
+    torch.library.opcheck(torch.ops.flashmoe_science.fused_moe_backward.default, backward)
+    for name in ("x", "w_gate_up", "w_down", "topk_weights"):
+        tensors[name].requires_grad_()
+    torch.library.opcheck(torch.ops.flashmoe_science.fused_moe_kept.default, arguments)
+    torch.library.opcheck(torch.ops.flashmoe_science.fused_moe.default, tuple(
+        a.detach() if isinstance(a, torch.Tensor) else a for a in arguments
+    ))  # fmt: skip
 
 
 @pytest.mark.parametrize("options", [{}, {"score": "sigmoid", "scale": 2.5}, {"renormalize": False}], ids=str)

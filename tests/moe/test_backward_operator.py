@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -95,6 +97,14 @@ def test_a_case_with_shared_experts_is_refused():
         ({"x": np.zeros((12, 24))}, "x must be a torch.Tensor, got ndarray"),
         ({"topk_ids": None}, "topk_ids must be a torch.Tensor, got NoneType"),
         ({"bias_down": 3}, "bias_down must be a torch.Tensor or None, got int"),
+        ({"activation": "relu"}, "activation must be one of swiglu, .*, got 'relu'"),
+        ({"activation": "swiglu_clamped", "alpha": -3.0}, r"alpha must be a positive number or None, got -3\.0"),
+        ({"interleaved": 1}, "interleaved must be True or False, got 1"),
+        ({"topk_ids": torch.zeros(12, 2)}, "topk_ids must be int32 or int64, got torch.float32"),
+        ({"x": torch.zeros(24), "do": torch.zeros(24)}, r"x must have 2 dimensions \[T, HID\], got shape \[24\]"),
+        ({"w_down": torch.zeros(4, 24, 8)}, r"w_gate_up must have shape \[E, 2 \* INTER, HID\] = "),
+        ({"topk_weights": torch.zeros(12, 3)}, r"topk_weights must have shape \[T, K\] = \[12, 2\], got \[12, 3\]"),
+        ({"bias_down": torch.zeros(4, 25)}, r"bias_down must have shape \[E, HID\] = "),
     ],
 )
 def test_what_was_kept_is_checked(change, message):
@@ -102,3 +112,20 @@ def test_what_was_kept_is_checked(change, message):
     inputs = {**OPERATOR.make_inputs(case, seed=1, device="cpu"), **change}
     with pytest.raises(InputError, match=message):
         fused_moe_backward(**inputs)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"activation": "relu"}, "activation must be one of swiglu, .*, got 'relu'"),
+        ({"activation": "relu2", "interleaved": True}, "interleaved must be False for relu2, which has no gate"),
+    ],
+)
+def test_without_a_gate_nothing_is_taken_for_what_it_is_not(change, message):
+    """Weights of one row for each column fit any name of an activation without a gate."""
+    shapes = {"x": (3, 8), "do": (3, 8), "w_gate_up": (4, 6, 8), "w_down": (4, 8, 6), "product": (6, 6)}
+    inputs: dict[str, Any] = {name: torch.randn(shape) for name, shape in shapes.items()}
+    inputs |= {"topk_weights": torch.rand(3, 2), "topk_ids": torch.tensor([[0, 1]] * 3)}
+    fused_moe_backward(**inputs, activation="relu2")
+    with pytest.raises(InputError, match=message):
+        fused_moe_backward(**inputs, **change)
