@@ -22,6 +22,7 @@ from flashmoe_science.proof.readme import (
     judge_repository,
     render_readme,
     speed_section,
+    summary_section,
 )
 from flashmoe_science.proof.verify import verify_claim
 
@@ -56,14 +57,14 @@ def test_the_page_of_every_case_is_current():
     assert path.read_text(encoding="utf-8") == render_readme(path, judged_once), "run: flashmoe readme"
 
 
-def test_the_readme_of_this_repository_has_the_claims_and_the_page_the_cases():
+def test_the_readme_of_this_repository_has_the_runs_and_the_page_claims_and_cases():
     pages = default_pages(ROOT)
     assert [page.relative_to(ROOT).as_posix() for page in pages] == ["README.md", "docs/speeds.md"]
     kinds = [[one.kind for one in find_sections(page, page.read_text(encoding="utf-8"))] for page in pages]
-    assert kinds == [["verdicts"], ["cases"]]
+    assert kinds == [["summary"], ["verdicts", "cases"]]
 
 
-@pytest.mark.parametrize("render", [speed_section, claim_section, case_section])
+@pytest.mark.parametrize("render", [speed_section, summary_section, claim_section, case_section])
 def test_without_claims_there_is_no_table(render):
     assert render([], {}) == "No claim has been made yet.\n"
 
@@ -99,6 +100,56 @@ def test_a_claim_for_several_gpus_has_one_row_and_a_table_for_each():
     lines = speed_section([verdict], records).splitlines()
     assert lines[2].count("](evidence/") == 2
     assert sum(" on NVIDIA H200" in line or " on NVIDIA L4" in line for line in lines) == 2
+
+
+def test_the_row_of_a_run_has_the_claim_with_the_most_rivals_and_cases_and_counts_all():
+    record = build_record(speedups=[2.3, *[3.0] * 6], baselines={"sdpa": 1.0, "sdpa-cudnn": 0.7})
+    both = {"baseline": ["sdpa", "sdpa-cudnn"], "factor": 1.2}
+    few = {**both, "id": "few", "cases": ["case2"]}
+    lines = section(record, {}, few, {**both, "id": "both"}, {"id": "high", "factor": 9.0}, render=summary_section)
+    (line,) = lines.splitlines()[2:]
+    assert line == (
+        "| seed | flash_attention | sdpa, sdpa-cudnn | 7 | graph | 1.61x [1.60, 1.62] | 2.02x [1.82, 2.13] "
+        f"| 3 demonstrated, 1 refuted | [20260101T000000Z](evidence/{record.id}.json) |"
+    )
+
+
+def test_a_yardstick_has_a_row_of_its_own():
+    """It is no rival: the row beside rivals would have its figures."""
+    record = build_record(speedups=[2.3, 3.0], baselines={"sdpa": 1.0, "copy": 0.5})
+    cases = [
+        case.model_copy(update={"arms": [
+            arm.model_copy(update={"accuracy": None}) if arm.name == "copy" else arm for arm in case.arms
+        ]}) for case in record.cases
+    ]  # fmt: skip
+    record = record.model_copy(update={"cases": cases})
+    lines = section(
+        record, {}, {"id": "copied", "baseline": "copy", "factor": 1.1}, render=summary_section
+    ).splitlines()[2:]
+    assert [line.split(" | ")[2] for line in lines] == ["sdpa", "copy"]
+
+
+def test_the_row_of_a_run_has_no_mean_of_few_cases_and_says_how_many_there_are():
+    record = build_record(speedups=[2.3, 3.0, 4.0])
+    row = section(record, {"cases": ["case0", "case2"]}, render=summary_section).splitlines()[2]
+    assert "| 2 of 3 | graph | 2.30x [2.29, 2.31] |  | 1 demonstrated |" in row
+
+
+def test_each_kind_of_time_and_each_gpu_has_a_row_of_its_own():
+    record = build_record(speedups=[2.3, 3.0])
+    lines = section(record, {}, {"id": "b", "metric": "wall"}, render=summary_section).splitlines()[2:]
+    assert [line.split(" | ")[4] for line in lines] == ["graph", "wall"]
+    records = {
+        f"evidence/{gpu.name}.json": build_record(speedups=[2.3, 3.0], gpu=gpu, baseline_seconds=2e-4)
+        for gpu in (H200, L4)
+    }
+    verdict = verify_claim(build_claim(gpu=["H200", "L4"]), records, ROOT)
+    assert len(summary_section([verdict], records).splitlines()) == 4
+
+
+def test_what_nobody_measured_is_named_below_the_runs():
+    text = summary_section([judge(build_claim(), None)], {})
+    assert text.splitlines()[2:] == ["", "Nothing was measured of `seed-graph`."]
 
 
 def test_a_claim_without_evidence_stands_there_too():

@@ -457,6 +457,7 @@ def readme(
 
     \b
     Each mark is a line of its own:
+      <!-- summary:begin -->   <!-- summary:end -->    a row for every run and kind of time that claims are about
       <!-- verdicts:begin -->  <!-- verdicts:end -->   a row for every claim
       <!-- cases:begin -->     <!-- cases:end -->      a row for every case, below a heading for each run and rival
       <!-- speeds:begin -->    <!-- speeds:end -->     both, the cases folded

@@ -2,6 +2,8 @@
 
 A page says with two marks, each a line of its own, where a section goes and what is in it::
 
+    <!-- summary:begin -->    one table: a row for every run and kind of time that claims are about
+    <!-- summary:end -->
     <!-- verdicts:begin -->   one table: a row for every claim
     <!-- verdicts:end -->
     <!-- cases:begin -->      a table of cases for each record and rival, each below a heading
@@ -15,8 +17,10 @@ Times and speedups appear only where a claim is about them, and its verdict stan
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,17 +32,22 @@ from ..errors import ProofError
 from .changes import FINGERPRINTS_EQUAL
 from .claims import Metric
 from .evidence import Arm, Record
-from .judge import Verdict
+from .judge import Verdict, VerdictStatus
 from .prose import markdown_in
 from .rows import METRICS, format_bytes, format_ratio, format_seconds, lowest_case
 from .store import find_repository
 from .verify import read_records, verify_claims
 
-SectionKind = Literal["speeds", "verdicts", "cases"]
+SectionKind = Literal["speeds", "summary", "verdicts", "cases"]
 
 BEGIN, END = "<!-- speeds:begin -->", "<!-- speeds:end -->"
 
-_HINT = "what is rendered goes between two marks: the table of claims (verdicts), the tables of cases, or both (speeds)"
+_HINT = (
+    "what is rendered goes between two marks: a table of runs (summary), of claims (verdicts), the tables of cases, "
+    "or claims and cases (speeds)"
+)
+# Of fewer cases a mean has an interval that says nothing: it counts which cases were chosen.
+_FEWEST_OF_MEAN = 6
 _NO_CLAIMS = "No claim has been made yet.\n"
 _HOW = "Medians of one call; speedups with 95 % intervals"
 _MARK = re.compile(rf"[ \t]*<!-- ({'|'.join(get_args(SectionKind))}):(begin|end) -->[ \t]*")
@@ -62,9 +71,12 @@ class Section:
     @property
     def title(self) -> str:
         """What stands in it, as a message says it."""
-        return {"speeds": "the table of speeds", "verdicts": "the table of claims", "cases": "the tables of cases"}[
-            self.kind
-        ]
+        return {
+            "speeds": "the table of speeds",
+            "summary": "the table of runs",
+            "verdicts": "the table of claims",
+            "cases": "the tables of cases",
+        }[self.kind]
 
     @property
     def body(self) -> slice:
@@ -125,7 +137,7 @@ def find_sections(path: Path, text: str) -> list[Section]:
             f"{path}:{opened[0]}: expected the lines {' and '.join(_pair(opened[1]))}, got the first alone", hint=_HINT
         )
     if not found:
-        others = " or ".join(" and ".join(_pair(kind)) for kind in ("verdicts", "cases"))
+        others = " or ".join(" and ".join(_pair(kind)) for kind in ("summary", "verdicts", "cases"))
         raise ProofError(f"{path}: expected the lines {BEGIN} and {END}, or {others}, got none of them", hint=_HINT)
     return found
 
@@ -191,7 +203,9 @@ def _way_up(page: Path, repository: Path) -> str:
 
 
 def _section_lines(section: Section, made: Judged, up: str) -> list[str]:
-    render = {"speeds": speed_section, "verdicts": claim_section, "cases": case_section}[section.kind]
+    render = {
+        "speeds": speed_section, "summary": summary_section, "verdicts": claim_section, "cases": case_section
+    }[section.kind]  # fmt: skip
     return render(*made, up).split("\n")[:-1]
 
 
@@ -219,6 +233,59 @@ def claim_section(verdicts: Sequence[Verdict], _: Mapping[str, Record], up: str 
     lines = ["| claim | verdict | lowest case | geometric mean | evidence |", "| --- | --- | --- | --- | --- |"]
     lines += [_claim_row(verdict, up) for verdict in verdicts]
     return "\n".join(lines) + "\n"
+
+
+def summary_section(verdicts: Sequence[Verdict], records: Mapping[str, Record], up: str = "") -> str:
+    """Return a table with a row for every run and kind of time that claims are about.
+
+    Yardsticks have rows of their own. Of the claims about one, the row has the figures of that with the most rivals and
+    cases, of several the lowest, and how all were judged. Claims without a measurement are named below it. The
+    arguments are those of ``speed_section``.
+    """
+    if not verdicts:
+        return _NO_CLAIMS
+    header = ("suite", "what", "beside", "cases", "metric", "lowest case", "geometric mean", "claims", "run")
+    lines = [row(*header), row(*["---"] * len(header))]
+    for group in _groups(verdicts, records, lambda verdict: _yardsticks(verdict, records)):
+        for metric, about in group.verdicts.items():
+            lines.append(_summary_row(group, metric, max(about, key=_width), about, up))
+    lacking = [f"`{verdict.claim.id}`" for verdict in verdicts if not any(map(_measured_cases, _parts(verdict)))]
+    if lacking:
+        lines += ["", f"Nothing was measured of {', '.join(lacking)}."]
+    return "\n".join(lines) + "\n"
+
+
+def _summary_row(group: _Group, metric: Metric, widest: Verdict, about: Sequence[Verdict], up: str) -> str:
+    lowest = lowest_case(widest)
+    measured, held = _measured_cases(widest), len(group.record.cases)
+    counts = Counter(verdict.status for verdict in about)
+    return row(
+        group.record.suite,
+        group.record.subject.name,
+        ", ".join(widest.claim.baseline),
+        str(held) if measured == held else f"{measured} of {held}",
+        metric,
+        format_ratio(lowest.interval if lowest else None),
+        format_ratio(widest.geometric_mean) if measured >= _FEWEST_OF_MEAN else "",
+        ", ".join(f"{counts[status]} {status.value}" for status in VerdictStatus if counts[status]),
+        f"[{group.record.id.partition('-')[0]}]({up}{group.path})",
+    )
+
+
+def _yardsticks(verdict: Verdict, records: Mapping[str, Record]) -> tuple[str, ...]:
+    """Return which of what a claim is beside does other work, e.g. a copy: its answer is held to nothing."""
+    arms = [arm for case in records[verdict.evidence or ""].cases for arm in case.arms if arm.status == "measured"]
+    answered = {arm.name for arm in arms if arm.accuracy is not None}
+    return tuple(name for name in verdict.claim.baseline if name not in answered)
+
+
+def _width(verdict: Verdict) -> tuple[int, int, float]:
+    mean = verdict.geometric_mean.estimate if verdict.geometric_mean else math.inf
+    return len(verdict.claim.baseline), _measured_cases(verdict), -mean
+
+
+def _measured_cases(verdict: Verdict) -> int:
+    return sum(case.interval is not None for case in verdict.cases)
 
 
 def case_section(verdicts: Sequence[Verdict], records: Mapping[str, Record], up: str = "") -> str:
@@ -258,11 +325,20 @@ class _Group:
         return "best" if "memory" in self.verdicts else "fastest"
 
 
-def _groups(verdicts: Sequence[Verdict], records: Mapping[str, Record]) -> list[_Group]:
+def _parts(verdict: Verdict) -> Sequence[Verdict]:
+    return verdict.by_gpu or [verdict]
+
+
+def _groups(
+    verdicts: Sequence[Verdict],
+    records: Mapping[str, Record],
+    told_by: Callable[[Verdict], tuple[str, ...]] = lambda verdict: verdict.claim.baseline,
+) -> list[_Group]:
+    """Return verdicts by the record behind them and what else tells them from others: by default their rivals."""
     groups: dict[tuple[str, tuple[str, ...]], dict[Metric, list[Verdict]]] = {}
-    for verdict in (part for whole in verdicts for part in whole.by_gpu or [whole]):
-        if verdict.evidence and any(case.interval for case in verdict.cases):
-            by_kind = groups.setdefault((verdict.evidence, verdict.claim.baseline), {})
+    for verdict in (part for whole in verdicts for part in _parts(whole)):
+        if verdict.evidence and _measured_cases(verdict):
+            by_kind = groups.setdefault((verdict.evidence, told_by(verdict)), {})
             by_kind.setdefault(verdict.claim.metric, []).append(verdict)
     return [
         _Group(path, records[path], baseline, {kind: by_kind[kind] for kind in METRICS if kind in by_kind})
@@ -273,7 +349,7 @@ def _groups(verdicts: Sequence[Verdict], records: Mapping[str, Record]) -> list[
 def _claim_row(verdict: Verdict, up: str) -> str:
     lowest = lowest_case(verdict)
     low = f"{format_ratio(lowest.interval)}, {lowest.name}" if lowest else ""
-    parts = verdict.by_gpu or [verdict]
+    parts = _parts(verdict)
     links = [f"[{(part.record or '').partition('-')[0]}]({up}{part.evidence})" for part in parts if part.evidence]
     link = ", ".join(links) or "none"
     return row(verdict.claim.sentence, _status(verdict), low, format_ratio(verdict.geometric_mean), link)
