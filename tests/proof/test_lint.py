@@ -214,7 +214,7 @@ def test_a_claim_of_the_table_whose_sentence_says_more_than_its_keys_is_asserted
     assert table.status == "backed"
     assert (asserted.status, asserted.words) == ("asserted", more)
     assert "factor is 2, not '50x faster'; gpu is H200, not 'every GPU'" in asserted.reason
-    assert path.read_text().splitlines()[asserted.line - 1].startswith(f"| {more}")
+    assert path.read_text().splitlines()[asserted.line - 1].startswith(f"| `more` | {more}")
 
 
 def test_outside_of_a_repository_everything_is_asserted(tmp_path):

@@ -73,7 +73,7 @@ def test_a_claim_stands_with_its_verdict_figure_and_evidence():
     record = build_record(speedups=[2.3, 3.0])
     line = section(record, {}).splitlines()[2]
     assert line == (
-        "| It is twice as fast. | **demonstrated** | 2.30x [2.29, 2.31], case0 | 2.628x [0.773, 9.105] "
+        "| `seed-graph` | It is twice as fast. | **demonstrated** | 2.30x [2.29, 2.31], case0 |  "
         f"| [20260101T000000Z](evidence/{record.id}.json) |"
     )
 
@@ -109,9 +109,15 @@ def test_the_row_of_a_run_has_the_claim_with_the_most_rivals_and_cases_and_count
     lines = section(record, {}, few, {**both, "id": "both"}, {"id": "high", "factor": 9.0}, render=summary_section)
     (line,) = lines.splitlines()[2:]
     assert line == (
-        "| seed | flash_attention | sdpa, sdpa-cudnn | 7 | graph | 1.61x [1.60, 1.62] | 2.02x [1.82, 2.13] "
+        "| seed | flash_attention | sdpa, sdpa-cudnn | graph | 7 | 0, 0, 7 | 1.61x [1.60, 1.62] | 2.02x [1.82, 2.13] "
         f"| 3 demonstrated, 1 refuted | [20260101T000000Z](evidence/{record.id}.json) |"
     )
+
+
+def test_a_row_counts_slower_and_open_cases_and_shows_the_lowest_estimate_though_another_is_noisier():
+    record = build_record(speedups=[0.95, 1.0, 3.0, 3.0, 3.0, 3.0])
+    row = section(record, {"factor": 0.9}, render=summary_section).splitlines()[2]
+    assert "| graph | 6 | 1, 1, 4 | 0.950x [" in row
 
 
 def test_a_yardstick_has_a_row_of_its_own():
@@ -132,13 +138,13 @@ def test_a_yardstick_has_a_row_of_its_own():
 def test_the_row_of_a_run_has_no_mean_of_few_cases_and_says_how_many_there_are():
     record = build_record(speedups=[2.3, 3.0, 4.0])
     row = section(record, {"cases": ["case0", "case2"]}, render=summary_section).splitlines()[2]
-    assert "| 2 of 3 | graph | 2.30x [2.29, 2.31] |  | 1 demonstrated |" in row
+    assert "| graph | 2 of 3 | 0, 0, 2 | 2.30x [2.29, 2.31] |  | 1 demonstrated |" in row
 
 
 def test_each_kind_of_time_and_each_gpu_has_a_row_of_its_own():
     record = build_record(speedups=[2.3, 3.0])
     lines = section(record, {}, {"id": "b", "metric": "wall"}, render=summary_section).splitlines()[2:]
-    assert [line.split(" | ")[4] for line in lines] == ["graph", "wall"]
+    assert [line.split(" | ")[3] for line in lines] == ["graph", "wall"]
     records = {
         f"evidence/{gpu.name}.json": build_record(speedups=[2.3, 3.0], gpu=gpu, baseline_seconds=2e-4)
         for gpu in (H200, L4)
@@ -154,7 +160,7 @@ def test_what_nobody_measured_is_named_below_the_runs():
 
 def test_a_claim_without_evidence_stands_there_too():
     text = speed_section([judge(build_claim(), None)], {})
-    assert text.splitlines()[2:] == ["| It is twice as fast. | **asserted** |  |  | none |"]
+    assert text.splitlines()[2:] == ["| `seed-graph` | It is twice as fast. | **asserted** |  |  | none |"]
 
 
 def test_a_table_has_only_the_times_that_a_claim_is_about():
@@ -211,7 +217,7 @@ def test_the_tables_of_cases_alone_stand_below_headings_with_run_and_verdicts():
     record = build_record(speedups=[2.3, 3.0])
     text = section(record, {}, {"id": "b", "factor": 9.0}, render=case_section, up="../")
     lines = text.split("\n")
-    assert lines[1] == "## Suite seed: flash_attention against sdpa on NVIDIA H200"
+    assert lines[1] == "## Suite seed: flash_attention against sdpa on NVIDIA H200, graph"
     assert lines[3].startswith(f"Run [{record.id}](../evidence/{record.id}.json) on NVIDIA H200, driver 580.00, torch")
     assert lines[3].endswith(". Medians of one call; speedups with 95 % intervals.")
     assert re.fullmatch(r"Claims: `\S+` \*\*demonstrated\*\*, `b` \*\*refuted\*\*\.", lines[4])
@@ -220,7 +226,7 @@ def test_the_tables_of_cases_alone_stand_below_headings_with_run_and_verdicts():
     assert table[0].startswith("| case | flash_attention, graph |")
     assert table == folded[folded.index(table[0]) : -3]  # the same, where it is folded
     assert "<details>" not in text
-    assert "| claim |" not in text
+    assert "| claim | verdict |" not in text
 
 
 def test_a_heading_names_every_rival():
@@ -228,8 +234,8 @@ def test_a_heading_names_every_rival():
     claims = ({"baseline": names, "factor": 1.2} for names in (["sdpa", "sdpa-cudnn"], ["sdpa", "sdpa-cudnn", "fa3"]))
     text = section(record, *claims, render=case_section)
     assert [line.partition(" against ")[2] for line in text.splitlines() if line.startswith("## ")] == [
-        "the fastest of sdpa and sdpa-cudnn on NVIDIA H200",
-        "the fastest of sdpa, sdpa-cudnn and fa3 on NVIDIA H200",
+        "the fastest of sdpa and sdpa-cudnn on NVIDIA H200, graph",
+        "the fastest of sdpa, sdpa-cudnn and fa3 on NVIDIA H200, graph",
     ]
 
 
@@ -253,7 +259,7 @@ def test_only_what_is_between_the_marks_changes(repository):
     before, _, rest = text.partition(BEGIN)
     section_, _, after = rest.partition(END)
     assert (before, after) == ("# Title\n\n", "\n\nThe end, with no newline")
-    assert section_.startswith("\n| claim | verdict |")
+    assert section_.startswith("\n| id | claim | verdict |")
     assert "old" not in section_
     assert f"[20260101T000000Z](evidence/{ID}.json)" in section_
 
@@ -314,7 +320,7 @@ def test_marks_in_a_block_of_code_or_in_a_line_mark_nothing(repository):
     shown = f"```text\n{CASES[0]}\n{CASES[1]}\n```\n\nBetween `{BEGIN}` and `{END}`.\n\n    {BEGIN}\n    {END}\n\n"
     path = page_of(repository, f"{shown}{VERDICTS[0]}\n{VERDICTS[1]}\n")
     assert find_sections(path, path.read_text()) == [Section("verdicts", 11, 12)]
-    assert render_readme(path).startswith(f"{shown}{VERDICTS[0]}\n| claim |")
+    assert render_readme(path).startswith(f"{shown}{VERDICTS[0]}\n| id | claim |")
 
 
 def test_the_default_pages_are_the_readme_and_what_has_marks_in_docs(repository):

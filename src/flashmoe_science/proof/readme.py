@@ -230,7 +230,10 @@ def claim_section(verdicts: Sequence[Verdict], _: Mapping[str, Record], up: str 
     """Return the verdicts as a table. The arguments are those of ``speed_section``."""
     if not verdicts:
         return _NO_CLAIMS
-    lines = ["| claim | verdict | lowest case | geometric mean | evidence |", "| --- | --- | --- | --- | --- |"]
+    lines = [
+        "| id | claim | verdict | lowest case | geometric mean | evidence |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
     lines += [_claim_row(verdict, up) for verdict in verdicts]
     return "\n".join(lines) + "\n"
 
@@ -244,7 +247,8 @@ def summary_section(verdicts: Sequence[Verdict], records: Mapping[str, Record], 
     """
     if not verdicts:
         return _NO_CLAIMS
-    header = ("suite", "what", "beside", "cases", "metric", "lowest case", "geometric mean", "claims", "run")
+    figures = ("metric", "cases", "slower, open, faster", "lowest", "geometric mean")
+    header = ("suite", "what", "beside", *figures, "claims", "run")
     lines = [row(*header), row(*["---"] * len(header))]
     for group in _groups(verdicts, records, lambda verdict: _yardsticks(verdict, records)):
         for metric, about in group.verdicts.items():
@@ -256,20 +260,28 @@ def summary_section(verdicts: Sequence[Verdict], records: Mapping[str, Record], 
 
 
 def _summary_row(group: _Group, metric: Metric, widest: Verdict, about: Sequence[Verdict], up: str) -> str:
-    lowest = lowest_case(widest)
-    measured, held = _measured_cases(widest), len(group.record.cases)
+    intervals = [case.interval for case in widest.cases if case.interval]
+    measured, held = len(intervals), len(group.record.cases)
+    slower, faster = sum(one.high < 1 for one in intervals), sum(one.low >= 1 for one in intervals)
     counts = Counter(verdict.status for verdict in about)
     return row(
         group.record.suite,
         group.record.subject.name,
         ", ".join(widest.claim.baseline),
-        str(held) if measured == held else f"{measured} of {held}",
         metric,
-        format_ratio(lowest.interval if lowest else None),
-        format_ratio(widest.geometric_mean) if measured >= _FEWEST_OF_MEAN else "",
+        str(held) if measured == held else f"{measured} of {held}",
+        f"{slower}, {measured - slower - faster}, {faster}",
+        format_ratio(min(intervals, key=lambda one: one.estimate)),
+        _mean(widest),
         ", ".join(f"{counts[status]} {status.value}" for status in VerdictStatus if counts[status]),
         f"[{group.record.id.partition('-')[0]}]({up}{group.path})",
     )
+
+
+def _mean(verdict: Verdict) -> str:
+    """Return the mean as text, or nothing where it is of few cases and no claim is about it."""
+    is_claimed = verdict.claim.scope == "geometric mean"
+    return format_ratio(verdict.geometric_mean) if is_claimed or _measured_cases(verdict) >= _FEWEST_OF_MEAN else ""
 
 
 def _yardsticks(verdict: Verdict, records: Mapping[str, Record]) -> tuple[str, ...]:
@@ -352,7 +364,7 @@ def _claim_row(verdict: Verdict, up: str) -> str:
     parts = _parts(verdict)
     links = [f"[{(part.record or '').partition('-')[0]}]({up}{part.evidence})" for part in parts if part.evidence]
     link = ", ".join(links) or "none"
-    return row(verdict.claim.sentence, _status(verdict), low, format_ratio(verdict.geometric_mean), link)
+    return row(f"`{verdict.claim.id}`", verdict.claim.sentence, _status(verdict), low, _mean(verdict), link)
 
 
 def _status(verdict: Verdict) -> str:
@@ -408,8 +420,9 @@ def _caption(group: _Group) -> str:
 def _heading(group: _Group) -> str:
     """Return what tells a table from the others, so that each heading can be linked: with the names of all rivals."""
     record, names = group.record, group.baseline
+    kinds = ", ".join(group.verdicts)
     rivals = f"the {group.best} of {', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else names[0]
-    return f"Suite {record.suite}: {record.subject.name} against {rivals} on {_card(record)}"
+    return f"Suite {record.suite}: {record.subject.name} against {rivals} on {_card(record)}, {kinds}"
 
 
 def _where(record: Record) -> str:
