@@ -1,20 +1,29 @@
 """Train a small GPT from scratch on this repository's own pages and sources, with our kernels and with PyTorch's.
 
 Both runs start from the same weights and see the same batches, so their loss curves have to agree; what differs is
-rounding, and the time a step takes. Prints both, and writes losses.json and, with matplotlib, losses.png.
+rounding, and the time a step takes. Prints both, and writes losses.json, with what the run was made with, and, with
+matplotlib, losses.png.
 
     python examples/train_tiny_lm.py                    # on the GPU, in bf16
     python examples/train_tiny_lm.py --device cpu --tiny
     python examples/train_tiny_lm.py --experts 8        # a Mixture of Experts in place of each perceptron
+    python examples/train_tiny_lm.py --seed 1 --first sdpa   # other weights and batches; PyTorch's kernels go first
     python examples/train_tiny_lm.py --plot losses.json  # draw again what another machine computed
+
+With the harness (in a clone, pip install ".[proof]") losses.json has all that a record of it says of the machine and
+the tree; without it, what torch and git know.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.metadata
 import json
+import os
+import subprocess
 import time
+from datetime import datetime, timezone
 from pathlib import Path
 
 import torch
@@ -165,6 +174,48 @@ def compare(runs, window=20):
     return max(abs(x - y) for x, y in zip(a, b, strict=True))
 
 
+def git(*arguments):
+    """Return what git prints about this checkout, or None where there is none."""
+    if not (ROOT / ".git").exists():
+        return None
+    try:
+        done = subprocess.run(["git", "-C", ROOT, *arguments], capture_output=True, text=True, check=False)
+    except OSError:  # no git
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def describe():
+    """Return the machine, versions and commit that a run is made with, in the form of the harness' records."""
+    try:
+        from flashmoe_science.proof.environment import environment
+    except ModuleNotFoundError as error:
+        print(f'{error.name} is not installed: no driver in losses.json; in a clone, pip install ".[proof]"')
+        where = describe_without_harness()
+    else:
+        where = environment().model_dump(mode="json")
+    if where["commit"] is None:  # of an installed package too: the text is this checkout's
+        changes = git("status", "--porcelain", "--", "README.md", "docs", "src")
+        where |= {"commit": git("rev-parse", "HEAD"), "dirty": None if changes is None else changes != ""}
+    return where
+
+
+def describe_without_harness():
+    """Return what torch knows of it, and the commit that a copy without git is said to be of."""
+    versions = {}
+    for package in ("flashmoe-science", "torch", "triton"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    return {
+        "gpu": {"name": torch.cuda.get_device_name()} if torch.cuda.is_available() else None,
+        "driver": None,
+        "cuda": torch.version.cuda,
+        "versions": versions,
+        "commit": os.environ.get("FLASHMOE_COMMIT", "").strip() or None,
+        "dirty": None,
+    }
+
+
 def plot(runs, path):
     """Draw the curves, or say why not."""
     try:
@@ -207,7 +258,8 @@ def parse(arguments):
         "--experts", type=int, default=0, help=f"experts of each layer, {TOP_K} a token; default: 0, a perceptron"
     )
     parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of the weights and the batches; default: 0")
+    parser.add_argument("--first", choices=tuple(ATTENTION), default="ours", help="whose run is made first")
     parser.add_argument("--out", type=Path, default=Path(), help="folder for losses.json and losses.png")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="only draw this losses.json")
     args = parser.parse_args(arguments)
@@ -232,15 +284,24 @@ def main(arguments=None):
         return
     if args.device == "cpu":
         print("on a CPU ours is the reference in torch, not a kernel: its speed says nothing")
-    runs = {name: train(name, args) for name in ATTENTION}
+    began, where = datetime.now(timezone.utc).isoformat(timespec="seconds"), describe()
+    made = {name: train(name, args) for name in sorted(ATTENTION, key=lambda name: name != args.first)}
+    runs = {name: made[name] for name in ATTENTION}  # compared and drawn in one order, whoever went first
     for name, run in runs.items():
         print(f"{name}: loss of unseen text {run['unseen']:.4f}, {run['tokens_per_second']:,.0f} tokens a second")
     print(f"largest difference between the curves: {compare(runs):.4f}")
     args.out.mkdir(parents=True, exist_ok=True)
     device = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
-    names = ("steps", "batch", "length", "layers", "width", "heads", "experts", "seed")
+    names = ("steps", "batch", "length", "layers", "width", "heads", "experts", "lr", "seed", "first")
     settings = {name: getattr(args, name) for name in names}
-    document = {"device": device, "torch": torch.__version__, **settings, "runs": runs}
+    document = {
+        "date": began,
+        "device": device,
+        "torch": torch.__version__,
+        "environment": where,
+        **settings,
+        "runs": runs,
+    }
     (args.out / "losses.json").write_text(json.dumps(document), encoding="utf-8")
     print(f"wrote {args.out / 'losses.json'}")
     plot(runs, args.out / "losses.png")

@@ -5,13 +5,18 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
+import subprocess
+import sys
+from datetime import datetime, timezone
 from pathlib import Path
 from statistics import fmean
 from types import ModuleType
 
 import pytest
+import torch
 
 from flashmoe_science import MoeLayer, flash_attention
+from flashmoe_science.proof import environment
 
 PATH = Path(__file__).parents[1] / "examples" / "train_tiny_lm.py"
 TINY = ["--tiny", "--device", "cpu", "--steps", "4", "--length", "32"]
@@ -49,6 +54,85 @@ def test_experts_learn_as_they_do_in_a_loop(example, tmp_path):
     assert fmean(ours[-12:]) < fmean(ours[:12]) - 0.2
 
 
+def test_what_a_run_was_made_with_is_written_down(example, monkeypatch, tmp_path):
+    monkeypatch.setenv("FLASHMOE_COMMIT", "0123abc-clean")
+    before = datetime.now(timezone.utc).replace(microsecond=0)
+    example.main([*TINY, "--seed", "3", "--out", str(tmp_path)])
+    found = json.loads((tmp_path / "losses.json").read_text())
+    assert before <= datetime.fromisoformat(found["date"]) <= datetime.now(timezone.utc)
+    assert (found["seed"], found["first"], found["lr"], found["steps"]) == (3, "ours", 1e-3, 4)
+    where = found["environment"]
+    harness = environment.environment().model_dump(mode="json")
+    # Training may set variables that it takes for settings.
+    assert {**where, "settings": None} == {**harness, "settings": None}
+    assert (where["commit"], where["dirty"]) == ("0123abc", False)
+    assert where["versions"]["torch"] == torch.__version__
+    assert {"gpu", "driver", "cuda"} <= where.keys()
+
+
+@pytest.mark.parametrize("given", ["", "0123abc"])
+def test_without_the_harness_it_says_what_torch_and_git_know(example, given, monkeypatch, capsys):
+    harness = example.describe()
+    monkeypatch.setitem(sys.modules, "flashmoe_science.proof.environment", None)
+    monkeypatch.setenv("FLASHMOE_COMMIT", given)
+    monkeypatch.setattr(example, "git", lambda what, *_: {"rev-parse": "9" * 40, "status": " M src/a.py"}[what])
+    found = example.describe()
+    assert "proof.environment is not installed: no driver in losses.json" in capsys.readouterr().out
+    assert (found["commit"], found["dirty"]) == (("0123abc", None) if given else ("9" * 40, True))
+    assert found["driver"] is None
+    assert found["cuda"] == harness["cuda"]
+    assert (found["gpu"] or {}).get("name") == (harness["gpu"] or {}).get("name")
+    assert found["versions"].items() <= harness["versions"].items()
+    assert "torch" in found["versions"]
+
+
+@pytest.mark.parametrize("changes", [None, "", " M src/a.py"])
+def test_an_installed_package_is_of_the_checkout_that_is_read(example, changes, monkeypatch):
+    monkeypatch.setattr(environment, "tree_commit", lambda: (None, None))
+    head = None if changes is None else "9" * 40
+    monkeypatch.setattr(example, "git", lambda what, *_: {"rev-parse": head, "status": changes}[what])
+    found = example.describe()
+    assert (found["commit"], found["dirty"]) == (head, None if changes is None else changes != "")
+
+
+def test_a_checkout_has_a_commit_and_a_copy_has_none(example, monkeypatch, tmp_path):
+    assert example.git("rev-parse", "--no-such-option", "HEAD:nothing") is None
+    monkeypatch.setattr(example, "ROOT", tmp_path)
+    assert example.git("rev-parse", "HEAD") is None
+    (tmp_path / "text").write_text("one")
+    who = ("-c", "user.name=t", "-c", "user.email=t@example.org", "-c", "commit.gpgsign=false")
+    for command in (("init", "-q"), ("add", "."), (*who, "commit", "-q", "-m", "one")):
+        subprocess.run(["git", "-C", tmp_path, *command], check=True)
+    commit = example.git("rev-parse", "HEAD")
+    assert len(commit) == 40
+    assert example.git("status", "--porcelain") == ""
+    (tmp_path / "text").write_text("two")
+    assert example.git("status", "--porcelain") == "M text"
+    monkeypatch.setattr(example, "ROOT", tmp_path / "copy")  # inside of a repository that it is not part of
+    (tmp_path / "copy").mkdir()
+    assert example.git("rev-parse", "HEAD") is None
+    monkeypatch.setattr(example, "ROOT", tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert example.git("rev-parse", "HEAD") is None
+
+
+def test_either_goes_first_and_neither_changes(example, tmp_path, capsys):
+    """The order of two runs is in the file, and changes no loss; another seed does."""
+    found = {}
+    for seed, first in (("0", "ours"), ("0", "sdpa"), ("1", "sdpa")):
+        capsys.readouterr()
+        example.main([*TINY, "--seed", seed, "--first", first, "--out", str(tmp_path)])
+        steps = [line.partition(":")[0] for line in capsys.readouterr().out.splitlines() if ": step 0" in line]
+        assert steps[0] == first
+        assert sorted(steps) == ["ours", "sdpa"]
+        found[seed, first] = json.loads((tmp_path / "losses.json").read_text())
+        assert found[seed, first]["first"] == first
+        assert list(found[seed, first]["runs"]) == ["ours", "sdpa"]
+    losses = {key: [run["losses"] for run in document["runs"].values()] for key, document in found.items()}
+    torch.testing.assert_close(losses["0", "ours"], losses["0", "sdpa"], rtol=0, atol=1e-6)
+    assert abs(losses["0", "ours"][0][0] - losses["1", "sdpa"][0][0]) > 1e-3
+
+
 def test_wrong_experts_show(example, monkeypatch):
     monkeypatch.setitem(example.EXPERTS, "ours", functools.partial(MoeLayer, scale=2.0))
     args = example.parse([*TINY, "--experts", "4"])
@@ -82,5 +166,15 @@ def test_the_plot_can_be_drawn_elsewhere(example, tmp_path):
     run = {"losses": [5.0, 4.0, 3.5], "unseen": 3.6, "tokens_per_second": 12.0}
     path = tmp_path / "losses.json"
     path.write_text(json.dumps({"runs": {"ours": run, "sdpa": run}}))
+    example.main(["--plot", str(path)])
+    assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("name", ["tiny-lm", "tiny-lm-experts"])
+def test_files_of_earlier_runs_are_still_drawn(example, name, tmp_path):
+    """They say no more of their environment than the GPU and the version of torch."""
+    pytest.importorskip("matplotlib", reason="the plot needs the extra examples")
+    path = tmp_path / "losses.json"
+    path.write_bytes((PATH.parents[1] / "lab" / "tiny_lm" / f"{name}.json").read_bytes())
     example.main(["--plot", str(path)])
     assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")

@@ -254,8 +254,8 @@ def assert_gradients_right(found, q, k, v, do, dlse=None, *, name="", **options)
         assert error <= budget, f"{name}d{what}: max error {error:.2e} is above the budget {budget:.2e}"
 
 
-def differentiate(call, tensors, options, *, kernel, through_lse, seed=2) -> tuple[dict[str, torch.Tensor], Any, Any]:
-    """Return the gradients that ``kernel`` makes, and the random gradients of o and LSE that it was given.
+def ask_for_gradients(call, tensors, options, *, kernel, through_lse, seed=2) -> tuple[tuple[Any, Any, Any], Any, Any]:
+    """Return what ``attention_gradients`` takes after a call, and the random gradients of o and LSE that it is given.
 
     ``tensors`` are q, k, v and lengths, ``options`` what ``call`` takes besides.
     """
@@ -275,7 +275,34 @@ def differentiate(call, tensors, options, *, kernel, through_lse, seed=2) -> tup
             planned_length("max_seqlen_k", tensors["max_seqlen_k"]),
         )
     wanted = ["q", "k", "v", *(name for name in ("sinks", "bias") if name in options)]
-    return attention_gradients(options_of(options, lengths, kernel), given, wanted), do, dlse
+    return (options_of(options, lengths, kernel), given, wanted), do, dlse
+
+
+def differentiate(call, tensors, options, *, kernel, through_lse, seed=2) -> tuple[dict[str, torch.Tensor], Any, Any]:
+    """Return the gradients that ``kernel`` makes, and the random gradients of o and LSE that it was given."""
+    asked, do, dlse = ask_for_gradients(call, tensors, options, kernel=kernel, through_lse=through_lse, seed=seed)
+    return attention_gradients(*asked), do, dlse
+
+
+def bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return numbers as integers of their bits, which tell 0 from -0, and NaN from none."""
+    return tensor.view({2: torch.int16, 4: torch.int32}[tensor.element_size()])
+
+
+def assert_repeats(call, tensors, options, *, kernel, through_lse=False, repeats=1000):
+    """Hold the bits of the gradients of every run to those of the first.
+
+    What differs is counted where it lies, so that runs follow one another without a wait.
+    """
+    asked, _, _ = ask_for_gradients(call, tensors, options, kernel=kernel, through_lse=through_lse)
+    expected = attention_gradients(*asked)
+    different = {name: torch.zeros((), dtype=torch.int64, device=tensors["q"].device) for name in expected}
+    for _ in range(repeats):
+        for name, gradient in attention_gradients(*asked).items():
+            different[name] += (bits_of(gradient) != bits_of(expected[name])).sum()
+    for name, count in different.items():
+        assert torch.isfinite(expected[name]).all(), f"d{name} has NaN or inf"
+        assert count.item() == 0, f"d{name} has other bits in another run: {count.item()} numbers in {repeats} runs"
 
 
 def assert_varlen_gradients_right(found, inputs, options, do):

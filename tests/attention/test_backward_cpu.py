@@ -332,6 +332,45 @@ def test_operators():
         )
 
 
+@pytest.mark.parametrize("wanted", [[0, 1, 2, 3, 4], [3, 4], [0, 3], [1, 2, 4]], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_operator_of_gradients_with_features(dtype, wanted):
+    """Sinks and a bias, also as all that has gradients; in dtypes that are not that of q, the bias transposed."""
+    inputs, options = all_features(dtype)
+    q, k, v = (tensor.detach() for tensor in inputs)
+    bias = options["bias"].detach().half().mT.contiguous().mT
+    sinks, alibi = options["sinks"].detach().float(), options["alibi"]
+    o, lse = flash_attention(q, k, v, **ALL, sinks=sinks, alibi=alibi, bias=bias, return_lse=True)
+    tensors = q, k, v, sinks, alibi, bias, *[None] * 5, o, lse, torch.randn_like(o), None
+    arguments = (*tensors, 0, 0, True, 0.4, 3, -1, 2.0, 0.0, wanted, "auto")
+    torch.library.opcheck(torch.ops.flashmoe_science.attention_backward, arguments)
+    found = torch.ops.flashmoe_science.attention_backward(*arguments)
+    given = (q, k, v, sinks, bias)
+    assert [tensor.numel() > 0 for tensor in found] == [number in wanted for number in range(5)]
+    for number in wanted:
+        assert found[number].shape == given[number].shape
+        assert found[number].dtype == given[number].dtype
+
+
+@pytest.mark.parametrize("wanted", [[0, 1, 2, 3], [3], [0]], ids=str)
+@pytest.mark.parametrize("dropout_p", [0.0, 0.25])
+def test_operator_of_gradients_of_packed_sequences(dropout_p, wanted):
+    """Sequences that end before their place does, one without queries, and an LSE with a gradient."""
+    inputs, sinks = varlen_inputs()
+    q, k, v = (inputs[name].detach() for name in "qkv")
+    starts_q, starts_k, used = (inputs[name] for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k"))
+    sinks, seed = sinks.detach(), torch.tensor([3, 4]) if dropout_p else None
+    o, lse = flash_attention_varlen(
+        **{**inputs, "q": q, "k": k, "v": v}, sinks=sinks, dropout_p=dropout_p, dropout_seed=seed, return_lse=True
+    )
+    lengths = starts_q, starts_k, None, used
+    tensors = q, k, v, sinks, None, None, *lengths, seed, o, lse, torch.randn_like(o), torch.randn_like(lse)
+    arguments = (*tensors, 6, 5, True, None, -1, -1, 0.0, dropout_p, wanted, "auto")
+    torch.library.opcheck(torch.ops.flashmoe_science.attention_backward, arguments)
+    found = torch.ops.flashmoe_science.attention_backward(*arguments)
+    assert [tensor.numel() > 0 for tensor in found] == [number in wanted for number in range(5)]
+
+
 def test_an_operator_that_kept_no_lse_says_so():
     (q, k, v), _ = all_features()
     o, _ = torch.ops.flashmoe_science.attention_features(

@@ -12,10 +12,13 @@ import torch.nn.functional as F  # noqa: N812 - PyTorch's own habit
 from torch.utils.checkpoint import checkpoint
 
 from flashmoe_science import flash_attention, flash_attention_varlen
+from flashmoe_science.attention.gradients import attention_gradients
 
-from .cases import GRADIENTS, HEAD_DIMS, PAIRS, Case, FeatureCase, VarlenCase
+from .cases import GRADIENTS, HEAD_DIMS, PAIRS, Case, FeatureCase, Gradients, VarlenCase
 from .checks import (
+    ask_for_gradients,
     assert_gradients_right,
+    assert_repeats,
     assert_varlen_gradients_right,
     check_gradients,
     differentiate,
@@ -85,15 +88,55 @@ def test_one_key(rows, dims, dtype, kernel):
 
 @pytest.mark.parametrize("gradients", GRADIENTS, ids=str)
 def test_cases(gradients):
-    """What the interpreter runs on CPUs: features, rests and empty tensors."""
+    """What the interpreter runs on CPUs: features, rests and empty tensors, and other memory layouts."""
     case = gradients.case
     if isinstance(case, VarlenCase):
+        assert gradients == Gradients(case)  # nothing that is only of batches
         inputs, options = make_packed(case, "cuda"), make_features(case, "cuda")
         poison_allocator(1 << 22)
         found, do, _ = differentiate(flash_attention_varlen, inputs, options, kernel="auto", through_lse=False)
         assert_varlen_gradients_right(found, inputs, options, do)
-    else:
-        check_gradients(case, through_lse=gradients.through_lse, low=gradients.low)
+        return
+    check_gradients(case, through_lse=gradients.through_lse, low=gradients.low)
+    if gradients.far or gradients.turned:
+        for kernel in ("auto", "backward_triton"):
+            check_layouts(gradients, kernel)
+
+
+def far_apart(bias: torch.Tensor) -> torch.Tensor:
+    """Return a bias ``[1, 1, Sq, Sk]`` whose last key lies more than 2**31 elements behind the first."""
+    *_, rows, keys = bias.shape
+    stride = 2**31 // (keys - 1) + 8
+    far = torch.empty((keys - 1) * stride + rows, dtype=bias.dtype, device=bias.device)
+    return far.as_strided((1, 1, rows, keys), (0, 0, 1, stride)).copy_(bias)
+
+
+def check_layouts(gradients: Gradients, kernel: str) -> None:
+    """Hold the bits of the gradients in another memory layout to those in the plain one.
+
+    Both are of one o and LSE: which kernel a forward takes may depend on the layout.
+    """
+    case = gradients.case
+    assert isinstance(case, Case)
+    inputs = dict(zip("qkv", make_inputs(case, "cuda"), strict=True))
+    features = make_features(case, "cuda") if isinstance(case, FeatureCase) else {"causal": case.causal}
+    asked, _, _ = ask_for_gradients(flash_attention, inputs, features, kernel=kernel, through_lse=gradients.through_lse)
+    options, given, wanted = asked
+    expected = attention_gradients(options, given, wanted)
+    bias = given.get("bias")
+    if gradients.far:
+        assert bias is not None
+        found = attention_gradients(options, {**given, "bias": far_apart(bias)}, wanted)
+        for name, gradient in found.items():
+            assert torch.equal(gradient, expected[name]), f"keys of a bias far apart give other bits in d{name}"
+    if gradients.turned:
+        turned = {name: tensor.transpose(1, 2).contiguous().transpose(1, 2) for name, tensor in inputs.items()}
+        biases = {} if bias is None else {"bias": bias.transpose(2, 3).contiguous().transpose(2, 3)}
+        found = attention_gradients(options, {**given, **turned, **biases}, wanted)
+        for name, gradient in found.items():
+            assert torch.equal(gradient, expected[name]), f"another memory layout gives other bits in d{name}"
+            if name in turned:
+                assert gradient.stride() == turned[name].stride(), f"d{name} lies in memory as {gradient.stride()}"
 
 
 _LARGE: dict[str, dict[str, Any]] = {
@@ -281,6 +324,42 @@ def test_many_repeats():
             differ |= (mine != other).any()
     assert not differ.item()
     assert lse.requires_grad
+
+
+_EVERY_FEATURE = _LARGE["dropout with all"]
+REPEATED: dict[str, Case | VarlenCase] = {
+    "plain": Case(2, 4, 2, 1023, 1024, 64, 64, "bf16", True, "repeats"),
+    "plain, full": Case(2, 4, 2, 1023, 1024, 128, 128, "bf16", False, "repeats"),
+    "plain, dK and dV apart": Case(2, 4, 2, 1023, 1024, 256, 256, "bf16", True, "repeats"),
+    "every feature, D 64": FeatureCase(2, 4, 2, 500, 640, 64, 64, "bf16", True, "repeats", **_EVERY_FEATURE),
+    "every feature, D 128": FeatureCase(2, 4, 2, 500, 640, 128, 128, "bf16", True, "repeats", **_EVERY_FEATURE),
+    "every feature, one bias": FeatureCase(
+        2, 4, 2, 500, 640, 64, 64, "fp16", True, "repeats", **{**_EVERY_FEATURE, "bias_heads": (False, False)}
+    ),
+    "packed, dropout": VarlenCase(
+        (300, 0, 77, 500), (300, 40, 200, 431), 4, 2, 64, 64, "bf16", True, "repeats", dropout=0.2, tail=3
+    ),
+    "packed, dropout and features": VarlenCase(
+        (300, 0, 77, 500), (300, 40, 200, 431), 4, 2, 128, 128, "bf16", True, "repeats", window=(100, -1), softcap=20.0,
+        sinks="fp32", alibi="fp32", alibi_axes=2, seqused_k=(290, 40, 100, 431), dropout=0.2,
+    ),
+    "fp32": Case(2, 6, 2, 203, 211, 64, 64, "fp32", True, "repeats"),
+    "fp32, D 128": Case(2, 6, 2, 203, 211, 128, 128, "fp32", False, "repeats"),
+    "fp32, every feature": FeatureCase(2, 4, 2, 203, 211, 64, 64, "fp32", True, "repeats", **_EVERY_FEATURE),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REPEATED)
+def test_a_thousand_repeats(name):
+    """Of ``backward_triton``, which plans choose for features, packed sequences and fp32: the same bits each time."""
+    case = REPEATED[name]
+    if isinstance(case, VarlenCase):
+        packed, features = make_packed(case, "cuda"), make_features(case, "cuda")
+        assert_repeats(flash_attention_varlen, packed, features, kernel="backward_triton")
+        return
+    inputs = dict(zip("qkv", make_inputs(case, "cuda"), strict=True))
+    options = make_features(case, "cuda") if isinstance(case, FeatureCase) else {"causal": case.causal}
+    assert_repeats(flash_attention, inputs, options, kernel="backward_triton")
 
 
 def peak_of_step(attend, seqlen: int) -> int:

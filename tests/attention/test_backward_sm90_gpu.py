@@ -14,7 +14,14 @@ from flashmoe_science import flash_attention
 from flashmoe_science.attention.gradients import Options, attention_gradients
 
 from .cases import PAIRS, Case, FeatureCase
-from .checks import assert_gradients_right, check_gradients, differentiate, make_inputs
+from .checks import (
+    assert_gradients_right,
+    assert_repeats,
+    check_gradients,
+    differentiate,
+    make_features,
+    make_inputs,
+)
 
 pytestmark = [
     pytest.mark.triton,
@@ -116,17 +123,19 @@ def test_a_thousand_repeats(dims, causal):
     """The same bits, with heads that share K and V, and lengths that end in a tile."""
     case = Case(8, 16, 4, 1000, 1100, dims[0], dims[1], "bf16", causal, "repeats")  # more than two key tiles a program
     check_gradients(case, kernel="backward_gluon_sm90")
-    q, k, v = make_inputs(case, "cuda")
-    o, lse = flash_attention(q, k, v, causal=causal, return_lse=True)
-    given = {"q": q, "k": k, "v": v, "o": o, "lse": lse, "do": torch.randn_like(o)}
-    options = Options(causal=causal, softmax_scale=None, kernel="backward_gluon_sm90")
-    expected = attention_gradients(options, given, ["q", "k", "v"])
-    differ = torch.zeros((), dtype=torch.bool, device="cuda")
-    for _ in range(1000):
-        found = attention_gradients(options, given, ["q", "k", "v"])
-        for name, gradient in found.items():
-            differ |= (gradient.view(torch.int16) != expected[name].view(torch.int16)).any()
-    assert not differ.item()
+    inputs = dict(zip("qkv", make_inputs(case, "cuda"), strict=True))
+    assert_repeats(flash_attention, inputs, {"causal": causal}, kernel="backward_gluon_sm90")
+
+
+@pytest.mark.parametrize("window", [(0, -1), (200, -1), (200, 100)], ids=str)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128)], ids=str)
+def test_a_thousand_repeats_of_windows(dims, window):
+    """The same bits where turns at adding to dQ begin and end at the bounds of a window."""
+    rows = 1100 if window == (0, -1) else 1000  # a window that narrow hides the first of more keys from all rows
+    case = FeatureCase(8, 16, 4, rows, 1100, dims[0], dims[1], "bf16", window[1] < 0, "repeats", window=window)
+    check_gradients(case, kernel="backward_gluon_sm90", repeats=1)
+    inputs, options = dict(zip("qkv", make_inputs(case, "cuda"), strict=True)), make_features(case, "cuda")
+    assert_repeats(flash_attention, inputs, options, kernel="backward_gluon_sm90")
 
 
 def test_two_streams_at_once():

@@ -24,10 +24,12 @@ DEVICES = [
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="this build of torch has no torch.distributed")
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("model", ["fp32", "bf16-64", "bf16-128"])
 @pytest.mark.parametrize("how", ["ddp", "fsdp2"])
-def test_two_ranks(how: str, device: str, tmp_path: Path) -> None:
+def test_two_ranks(how: str, model: str, device: str, tmp_path: Path) -> None:
+    """In fp32 with sinks, and in bf16 as Hopper's kernels serve it."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    command = [sys.executable, "-m", "tests.attention.parallel_step", how, device]
+    command = [sys.executable, "-m", "tests.attention.parallel_step", how, model, device]
     ranks = [
         subprocess.Popen(
             [*command, str(rank), "2", str(tmp_path / "store")],
