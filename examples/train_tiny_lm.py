@@ -10,18 +10,14 @@ matplotlib, losses.png.
     python examples/train_tiny_lm.py --seed 1 --first sdpa   # other weights and batches; PyTorch's kernels go first
     python examples/train_tiny_lm.py --plot losses.json  # draw again what another machine computed
 
-With the harness (in a clone, pip install ".[proof]") losses.json has all that a record of it says of the machine and
-the tree; without it, what torch and git know.
+With the harness (in a clone, pip install ".[proof]") losses.json says of the machine and the tree what a record says.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.metadata
 import json
-import os
-import subprocess
 import time
 from datetime import datetime, timezone
 from pathlib import Path
@@ -174,46 +170,14 @@ def compare(runs, window=20):
     return max(abs(x - y) for x, y in zip(a, b, strict=True))
 
 
-def git(*arguments):
-    """Return what git prints about this checkout, or None where there is none."""
-    if not (ROOT / ".git").exists():
-        return None
-    try:
-        done = subprocess.run(["git", "-C", ROOT, *arguments], capture_output=True, text=True, check=False)
-    except OSError:  # no git
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None
-
-
 def describe():
-    """Return the machine, versions and commit that a run is made with, in the form of the harness' records."""
+    """Return machine, versions and commit as the harness' records have them, or None without the harness."""
     try:
         from flashmoe_science.proof.environment import environment
     except ModuleNotFoundError as error:
-        print(f'{error.name} is not installed: no driver in losses.json; in a clone, pip install ".[proof]"')
-        where = describe_without_harness()
-    else:
-        where = environment().model_dump(mode="json")
-    if where["commit"] is None:  # of an installed package too: the text is this checkout's
-        changes = git("status", "--porcelain", "--", "README.md", "docs", "src")
-        where |= {"commit": git("rev-parse", "HEAD"), "dirty": None if changes is None else changes != ""}
-    return where
-
-
-def describe_without_harness():
-    """Return what torch knows of it, and the commit that a copy without git is said to be of."""
-    versions = {}
-    for package in ("flashmoe-science", "torch", "triton"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[package] = importlib.metadata.version(package)
-    return {
-        "gpu": {"name": torch.cuda.get_device_name()} if torch.cuda.is_available() else None,
-        "driver": None,
-        "cuda": torch.version.cuda,
-        "versions": versions,
-        "commit": os.environ.get("FLASHMOE_COMMIT", "").strip() or None,
-        "dirty": None,
-    }
+        print(f'{error.name} is not installed, so losses.json has no environment; in a clone: pip install ".[proof]"')
+        return None
+    return environment().model_dump(mode="json")
 
 
 def plot(runs, path):

@@ -284,6 +284,17 @@ def differentiate(call, tensors, options, *, kernel, through_lse, seed=2) -> tup
     return attention_gradients(*asked), do, dlse
 
 
+def far_apart(bias: torch.Tensor) -> torch.Tensor:
+    """Return a bias ``[1, 1, Sq, Sk]`` whose last key lies more than 2**31 elements behind the first.
+
+    On a CPU nothing is there of the memory between them until somebody touches it.
+    """
+    *_, rows, keys = bias.shape
+    stride = 2**31 // (keys - 1) + 8
+    far = torch.empty((keys - 1) * stride + rows, dtype=bias.dtype, device=bias.device)
+    return far.as_strided((1, 1, rows, keys), (0, 0, 1, stride)).copy_(bias)
+
+
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return numbers as integers of their bits, which tell 0 from -0, and NaN from none."""
     return tensor.view({2: torch.int16, 4: torch.int32}[tensor.element_size()])

@@ -26,6 +26,7 @@ from .checks import (
     assert_varlen_gradients_right,
     assert_varlen_right,
     differentiate,
+    far_apart,
     make_features,
     make_inputs,
     make_packed,
@@ -42,17 +43,6 @@ def poisoned() -> Iterator[None]:
         yield
     finally:
         torch.empty = empty
-
-
-def far_apart(bias: torch.Tensor) -> torch.Tensor:
-    """Return a bias ``[1, 1, Sq, Sk]`` whose last key lies more than 2**31 elements behind the first.
-
-    Of the memory between them nothing is there until somebody touches it.
-    """
-    *_, rows, keys = bias.shape
-    stride = 2**31 // (keys - 1) + 8
-    far = torch.empty((keys - 1) * stride + rows, dtype=bias.dtype).as_strided((1, 1, rows, keys), (0, 0, 1, stride))
-    return far.copy_(bias)
 
 
 def check(case: Case | VarlenCase | Gradients | Ordering) -> None:

@@ -22,6 +22,7 @@ from .checks import (
     assert_varlen_gradients_right,
     check_gradients,
     differentiate,
+    far_apart,
     make_features,
     make_inputs,
     make_packed,
@@ -101,14 +102,6 @@ def test_cases(gradients):
     if gradients.far or gradients.turned:
         for kernel in ("auto", "backward_triton"):
             check_layouts(gradients, kernel)
-
-
-def far_apart(bias: torch.Tensor) -> torch.Tensor:
-    """Return a bias ``[1, 1, Sq, Sk]`` whose last key lies more than 2**31 elements behind the first."""
-    *_, rows, keys = bias.shape
-    stride = 2**31 // (keys - 1) + 8
-    far = torch.empty((keys - 1) * stride + rows, dtype=bias.dtype, device=bias.device)
-    return far.as_strided((1, 1, rows, keys), (0, 0, 1, stride)).copy_(bias)
 
 
 def check_layouts(gradients: Gradients, kernel: str) -> None:

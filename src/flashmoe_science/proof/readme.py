@@ -287,8 +287,8 @@ def _mean(verdict: Verdict) -> str:
 def _yardsticks(verdict: Verdict, records: Mapping[str, Record]) -> tuple[str, ...]:
     """Return which of what a claim is beside does other work, e.g. a copy: its answer is held to nothing."""
     arms = [arm for case in records[verdict.evidence or ""].cases for arm in case.arms if arm.status == "measured"]
-    answered = {arm.name for arm in arms if arm.accuracy is not None}
-    return tuple(name for name in verdict.claim.baseline if name not in answered)
+    others = {arm.name for arm in arms} - {arm.name for arm in arms if arm.accuracy is not None}
+    return tuple(name for name in verdict.claim.baseline if name in others)
 
 
 def _width(verdict: Verdict) -> tuple[int, int, float]:
