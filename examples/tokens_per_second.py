@@ -8,7 +8,7 @@ and writes tokens_per_second.md and, with all times and the environment, tokens_
     python examples/tokens_per_second.py --model Qwen/Qwen3-8B --batch 16 --prompt 2048   # weights of the hub
     python examples/tokens_per_second.py --device cpu --tiny
 
-It needs transformers 5.23 or newer and the harness: in a clone, pip install ".[proof,examples]".
+It needs transformers 5.23 or newer and the harness: in a clone, pip install -e ".[proof,examples]".
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ matplotlib, losses.png.
     python examples/train_tiny_lm.py --seed 1 --first sdpa   # other weights and batches; PyTorch's kernels go first
     python examples/train_tiny_lm.py --plot losses.json  # draw again what another machine computed
 
-With the harness (in a clone, pip install ".[proof]") losses.json says of the machine and the tree what a record says.
+With the harness (in a clone, pip install -e ".[proof]") losses.json says of machine and tree what a record says.
 """
 
 from __future__ import annotations
@@ -175,7 +175,9 @@ def describe():
     try:
         from flashmoe_science.proof.environment import environment
     except ModuleNotFoundError as error:
-        print(f'{error.name} is not installed, so losses.json has no environment; in a clone: pip install ".[proof]"')
+        print(
+            f'{error.name} is not installed, so losses.json has no environment; in a clone: pip install -e ".[proof]"'
+        )
         return None
     return environment().model_dump(mode="json")
 

@@ -67,7 +67,7 @@ def test_nothing_is_installed_from_an_index():
         ("$ pip install flashmoe-science", True),
         ("$ pip install --upgrade flashmoe_science", True),
         ('$ pip install "flashmoe-science[proof]"', True),
-        ("$ pip install '.[proof]'", False),
+        ("$ pip install -e '.[proof]'", False),
         ("pip install . in the clone of flashmoe-science", False),
     ],
 )

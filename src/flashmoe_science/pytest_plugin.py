@@ -94,7 +94,7 @@ def _missing(error: ModuleNotFoundError) -> str:
 
     name = error.name or "a module"
     if name in EXTRA:
-        return f"{name} is not installed\nhint: in a clone: pip install '.[proof]'"
+        return f"{name} is not installed\nhint: in a clone: pip install -e '.[proof]'"
     if name in KERNELS:
         return f"{name} is not installed\nhint: pip install '{KERNELS[name]}'"
     hint = "a suite or a record names an operator that needs it: put its folder on the option pythonpath of pytest"

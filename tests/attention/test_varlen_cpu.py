@@ -273,7 +273,7 @@ def test_gradients_beside_a_bias_are_refused_by_name(how, wanted):
     attend = flash_attention_varlen
     if how == "whole graph":
         attend = torch.compile(flash_attention_varlen, backend="eager")
-    message = f"there is no backward with a bias, and gradients are required of {wanted}\n"
+    message = f"there is no backward with a bias of packed sequences, and gradients are required of {wanted}\n"
     with pytest.raises(UnsupportedError, match=message):
         attend(**call)
     with torch.no_grad():

@@ -153,7 +153,7 @@ def test_missing_packages_are_named_with_the_command_that_installs_them():
     only = "pip install 'sqlalchemy>=2.0.30' 'torch>=2.9' 'typer>=0.15'"
     assert done.stderr.splitlines() == [
         "error: flashmoe needs packages that are not installed: sqlalchemy, torch, typer",
-        f"hint: in a clone: pip install '.[proof]'; or only these: {only}",
+        f"hint: in a clone: pip install -e '.[proof]'; or only these: {only}",
     ]
     assert json.loads(done.stdout)["exit_code"] == 2
 

@@ -71,6 +71,24 @@ def test_verify_of_a_stale_claim_holds_unless_strict(run, repository):
     assert run("verify", "--strict")[:2] == (4, out)
 
 
+def test_another_copy_of_the_package_is_the_cause_that_is_named(run, repository):
+    """An installation that is a copy cannot tell what runs on a GPU: its verdicts get a hint, and reach no page."""
+    record = build_record(speedups=[2.3, 3.0], suite="made_up", sources=[SourceFile(path="k.cu", sha256="0" * 64)])
+    subject = record.subject.model_copy(update={"folder": "src/flashmoe_science"})
+    write_record(record.model_copy(update={"subject": subject}), repository / "evidence" / f"{RUN_ID}.json")
+    (repository / "src" / "flashmoe_science").mkdir(parents=True)
+    code, out, err = run("verify")
+    assert (code, out.partition(" ")[0]) == (0, "stale")
+    assert err.startswith("hint: another copy of the package runs here than the repository's own, so what it runs on a")
+    assert err.endswith(": pip install -e '.[proof]' takes that one\n")
+    before = (repository / "README.md").read_text()
+    for options in ((), ("--check",), ("README.md",)):
+        code, _, err = run("readme", *options)
+        assert code == 2
+        assert "another copy of the package runs here than the repository's own, and cannot say which" in err
+    assert (repository / "README.md").read_text() == before
+
+
 def test_verify_names_file_and_key_of_a_wrong_claim(run, repository):
     (repository / "claims" / "seed.toml").write_text(claim_toml().replace("factor", "faktor"))
     code, _, err = run("verify")

@@ -49,7 +49,7 @@ def running_server() -> Iterator[str]:
     programs = {name: find_program(name) for name in ("initdb", "pg_ctl", "postgres")}
     if absent := ", ".join(name for name, path in programs.items() if path is None):
         missing("postgres", f"needs a PostgreSQL server, and there is no {absent} here: apt-get install postgresql")
-    import_needed("psycopg", "postgres", "needs psycopg: pip install '.[proof,postgres]'")
+    import_needed("psycopg", "postgres", "needs psycopg: pip install -e '.[proof,postgres]'")
     user = _other_user()
     folder = Path(tempfile.mkdtemp(prefix="flashmoe-pg-"))  # pytest's own folders let no other user in
     data, log = folder / "data", folder / "log"

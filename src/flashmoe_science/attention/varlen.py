@@ -267,7 +267,9 @@ def _check_what_lies_in(tensors: dict[str, Any], longest: tuple[int, int], windo
 
 def _no_gradients(page_table: Tensor | None, tensors: dict[str, Tensor | None]) -> UnsupportedError:
     names = [name for name, tensor in tensors.items() if tensor is not None and tensor.requires_grad]
-    given, instead = ("page_table", "") if page_table is not None else ("bias", ", or a padded batch, which has one")
+    given, instead = (
+        ("page_table", "") if page_table is not None else ("bias of packed sequences", ", or a padded batch")
+    )
     return UnsupportedError(
         f"there is no backward with a {given}, and gradients are required of {', '.join(names)}",
         hint=f"call it under torch.no_grad(), or pass detached tensors{instead}",

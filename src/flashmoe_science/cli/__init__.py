@@ -95,7 +95,7 @@ def _exit_code(error: FlashmoeError) -> int:
 def _report_missing(missing: list[str], args: list[str]) -> int:
     names = ", ".join(re.split("[<>]", text)[0] for text in missing)
     message = f"flashmoe needs packages that are not installed: {names}"
-    hint = f"in a clone: pip install '.[proof]'; or only these: pip install {' '.join(map(repr, missing))}"
+    hint = f"in a clone: pip install -e '.[proof]'; or only these: pip install {' '.join(map(repr, missing))}"
     return _report(args, "ModuleNotFoundError", message, hint, USAGE)
 
 

@@ -125,6 +125,11 @@ def _runs_at_each_call(record: Record, cases: Sequence[CaseRecord], paths: Seque
     return any(files is None or not files.isdisjoint(paths) for files in of_cases)
 
 
+def is_of_another_copy(repository: Path) -> bool:
+    """Return whether the repository holds the package, and another copy of it runs here."""
+    return (repository / "src" / PACKAGE_FOLDER.name).exists() and not _has_this_package(repository)
+
+
 def _has_this_package(repository: Path) -> bool:
     own = repository / "src" / PACKAGE_FOLDER.name
     return own.exists() and own.samefile(PACKAGE_FOLDER)

@@ -93,7 +93,7 @@ class Database:
             cause = self._without_secrets(str(error))
             raise EvidenceError(f"run store {self._shown}: cannot be used: {cause}", hint=_HINT) from error
         except ModuleNotFoundError as error:
-            hint = "in a clone: pip install '.[proof,postgres]'"
+            hint = "in a clone: pip install -e '.[proof,postgres]'"
             raise EvidenceError(f"run store {self._shown}: {error.name} is not installed", hint=hint) from error
         self._shown = self.file or self._shown
 
@@ -187,7 +187,7 @@ class Database:
             from alembic.config import Config
         except ModuleNotFoundError as error:
             message = f"run store {self} has schema {version}, and alembic, which upgrades it, is not installed"
-            raise EvidenceError(message, hint="in a clone: pip install '.[proof]'") from error
+            raise EvidenceError(message, hint="in a clone: pip install -e '.[proof]'") from error
         config = Config()
         config.set_main_option("script_location", str(_MIGRATIONS).replace("%", "%%"))
         config.attributes["connection"] = connection
