@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 import math
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -81,29 +81,13 @@ def make_features(case: FeatureCase | VarlenCase, device: str) -> dict[str, Any]
         options["alibi"] = draw(*shape, dtype=case.alibi).abs()
     if isinstance(case, FeatureCase):
         options["softmax_scale"] = case.scale
-    if case.bias:
-        own_batch, own_heads = case.bias_heads
-        longest_q, longest_k = (
-            (case.seqlen_q, case.seqlen_k)
-            if isinstance(case, FeatureCase)
-            else (max(lengths, default=0) + case.spare for lengths in (case.seqlens_q, case.seqlens_k))
-        )
-        sizes = (batch if own_batch else 1, case.heads if own_heads else 1, longest_q, longest_k)
-        options["bias"] = bias = draw(*sizes, dtype=case.bias)
-        bias[:, :, :, 1::5] = -math.inf  # keys that it hides
-        bias[:, :, longest_q // 2 : longest_q // 2 + 1] = -math.inf  # and a row that sees none
-        if isinstance(case, VarlenCase):
-            queries, keys = case.seqused_q or case.seqlens_q, case.seqused_k or case.seqlens_k
-            bias[~bias_in_use(bias, queries, keys)] = math.nan
+        if case.bias:
+            own_batch, own_heads = case.bias_heads
+            sizes = (batch if own_batch else 1, case.heads if own_heads else 1, case.seqlen_q, case.seqlen_k)
+            options["bias"] = bias = draw(*sizes, dtype=case.bias)
+            bias[:, :, :, 1::5] = -math.inf  # keys that it hides
+            bias[:, :, case.seqlen_q // 2] = -math.inf  # and a row that sees none
     return options
-
-
-def bias_in_use(bias: torch.Tensor, queries: Iterable[int], keys: Iterable[int]) -> torch.Tensor:
-    """Return of which elements of a bias a sequence has the row and the key."""
-    in_use = torch.zeros(bias.shape, dtype=torch.bool, device=bias.device)
-    for b, (rows, columns) in enumerate(zip(queries, keys, strict=True)):
-        in_use[b if bias.shape[0] > 1 else 0, :, :rows, :columns] = True
-    return in_use
 
 
 def make_packed(case: VarlenCase, device: str) -> dict[str, Any]:
@@ -178,9 +162,6 @@ def assert_varlen_right(o, lse, inputs, options):
             one["alibi"] = one["alibi"][b]
         if "dropout_p" in one:
             one["first_sequence"] = b
-        if "bias" in one:
-            own = slice(b, b + 1) if one["bias"].shape[0] > 1 else slice(None)
-            one["bias"] = one["bias"][own, :, : end_q - start_q, : end_k - starts_k[b]]
         parts = (tensor.transpose(0, 1)[None] for tensor in (o[rows], q[rows], k[keys], v[keys]))
         assert_right(*parts, lse=lse[None, :, rows], name=f"sequence {b}", **one)
         unused = slice(end_q, starts_q[b + 1])

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import itertools
 import math
-import mmap
 import sys
 from collections.abc import Iterator
 from typing import Any
 
-import pytest
 import torch
 
 from flashmoe_science import flash_attention, flash_attention_varlen
-from flashmoe_science.attention import varlen
 from flashmoe_science.attention.calls import allocate_lse, allocate_output
 from flashmoe_science.attention.inputs import problem_of
 from flashmoe_science.attention.prepare import interpret, prepare_kernels
@@ -47,32 +43,6 @@ def poisoned() -> Iterator[None]:
         yield
     finally:
         torch.empty = empty
-
-
-def fenced(tensor: torch.Tensor, side: str) -> torch.Tensor:
-    """Return a contiguous copy with a page "before" or "behind" it that ends the process where it is read."""
-    if not tensor.numel():
-        return tensor
-    page = mmap.PAGESIZE
-    room = -(-tensor.nbytes // page) * page
-    memory = mmap.mmap(-1, page + room)
-    fence, offset = (0, page) if side == "before" else (room, room - tensor.nbytes)
-    start = ctypes.addressof(ctypes.c_char.from_buffer(memory)) + fence
-    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(start), ctypes.c_size_t(page), 0) == 0
-    copy = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=offset)
-    return copy.view(tensor.shape).copy_(tensor)
-
-
-def turned_bias(bias: torch.Tensor) -> torch.Tensor:
-    """Return a bias whose rows are next to one another in memory, and behind which nobody may read."""
-    return fenced(bias.transpose(2, 3), "behind").transpose(2, 3)
-
-
-def too_small(inputs: dict[str, Any], bias: torch.Tensor) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
-    """Yield maxima that sequences are longer than, and a bias for no more: nothing beside it may be read."""
-    rows, columns = (size // 2 for size in bias.shape[2:])
-    for side in ("before", "behind"):
-        yield {**inputs, "max_seqlen_q": rows, "max_seqlen_k": columns}, fenced(bias[:, :, :rows, :columns], side)
 
 
 def check(case: Case | VarlenCase | Gradients | Ordering) -> None:
@@ -117,25 +87,16 @@ def check_varlen(case: VarlenCase) -> None:
     """Compare every sequence with fp64; in another memory layout too."""
     inputs, options = make_packed(case, "cpu"), make_features(case, "cpu")
     given = make_paged(case, inputs) if case.page_size else inputs
-    turned = options
-    if case.bias:
-        turned = {**options, "bias": turned_bias(options["bias"])}
-        options["bias"] = fenced(options["bias"], "before")
     with poisoned():
         o, lse = flash_attention_varlen(**given, **options, return_lse=True, kernel="forward_triton")
         apart = {name: torch.stack((given[name], given[name]), 1)[:, 1] for name in "qkv"}
         if case.page_size:  # heads before positions, and a table that is part of a wider one
             apart |= {name: given[name].transpose(1, 2).contiguous().transpose(1, 2) for name in "kv"}
             apart["page_table"] = torch.nn.functional.pad(given["page_table"], (0, 3))[:, :-3]
-        again = flash_attention_varlen(**{**given, **apart}, **turned, kernel="forward_triton")
+        again = flash_attention_varlen(**{**given, **apart}, **options, kernel="forward_triton")
     assert_varlen_right(o, lse, inputs, options)
     rows = slice(0, sum(case.seqlens_q))
     assert torch.equal(again[rows], o[rows]), "another memory layout gives other bits"
-    if case.bias:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(varlen, "_reads_lengths", lambda _q: False)  # as on a GPU
-            for small, bias in too_small(given, options["bias"]):
-                flash_attention_varlen(**small, **{**options, "bias": bias}, kernel="forward_triton")
 
 
 def check_features(case: FeatureCase) -> None:

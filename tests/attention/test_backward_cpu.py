@@ -421,7 +421,7 @@ def test_packed_operator():
     q, k, v, starts_q, starts_k, *_, used = inputs.values()
     torch.library.opcheck(
         torch.ops.flashmoe_science.attention_varlen,
-        (q, k, v, starts_q, starts_k, 6, 5, True, None, -1, -1, 0.0, sinks, *[None] * 3, used, None, 0.0, True, "auto"),
+        (q, k, v, starts_q, starts_k, 6, 5, True, None, -1, -1, 0.0, sinks, None, None, used, None, 0.0, True, "auto"),
     )
 
 

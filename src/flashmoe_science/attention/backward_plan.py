@@ -229,10 +229,6 @@ def plan_backward(problem: BackwardProblem, gpu: GpuSpec | None, kernel: str = "
     """
     if kernel != "auto" and kernel not in BACKWARD_KERNELS:
         raise InputError(f"kernel must be auto or one of {', '.join(BACKWARD_KERNELS)}, got {kernel!r}")
-    if problem.forward.packed and problem.forward.bias:
-        raise UnsupportedError(
-            "no kernel makes gradients of packed sequences with a bias", hint="a padded batch with a bias has gradients"
-        )
     if gpu is None:
         return _cpu_plan(problem, kernel)
     if kernel == "reference":

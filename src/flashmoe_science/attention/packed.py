@@ -10,7 +10,6 @@ from torch import Tensor
 from ..errors import InputError, UnsupportedError
 from .inputs import (
     DTYPE_NAMES,
-    _describe_bias,
     check_dropout_seed,
     check_shape,
     check_tensors,
@@ -36,31 +35,14 @@ def planned_length(name: str, length: object) -> int:
     return min(-(-length // 128) * 128, 2**31 - 1)
 
 
-def planned_lengths(max_seqlen_q: Any, max_seqlen_k: Any, bias: Tensor | None) -> tuple[int, int]:
-    """Return the longest lengths as they are planned for: rounded up, or those that a bias has rows and columns for.
-
-    So biases that are padded to the same sizes share plans. Raises ``InputError``.
-    """
-    planned = planned_length("max_seqlen_q", max_seqlen_q), planned_length("max_seqlen_k", max_seqlen_k)
-    if bias is None or bias.dim() != 4:  # ``_describe_bias`` refuses the latter
-        return planned
-    rows, columns = bias.shape[2:]
-    if rows < max_seqlen_q or columns < max_seqlen_k:
-        raise InputError(
-            f"bias must have at least max_seqlen_q = {max_seqlen_q} rows and max_seqlen_k = {max_seqlen_k} columns, "
-            f"got shape {list(bias.shape)}"
-        )
-    return rows, columns
-
-
 def packed_problem(
     tensors: dict[str, Any], lengths: tuple[int, int], *, return_lse: bool, **options: Any
 ) -> AttentionProblem:
     """Check the tensors against the contract and describe the call. Raises ``InputError``.
 
-    A bias and a page table may be left out of ``tensors``; ``lengths`` may be those that ``planned_lengths`` gives.
+    A page table may be left out of ``tensors``; ``lengths`` may be those that ``planned_length`` gives.
     """
-    lengths = planned_lengths(*lengths, tensors.get("bias"))
+    lengths = planned_length("max_seqlen_q", lengths[0]), planned_length("max_seqlen_k", lengths[1])
     q, k, v = (tensors[name] for name in "qkv")
     page_table = tensors.get("page_table")
     if page_table is None:
@@ -81,8 +63,6 @@ def packed_problem(
             raise InputError(f"{name} must have shape [{letters}] = [{size}], got {list(tensor.shape)}")
     check_dropout_seed(tensors["dropout_seed"], q)
     pages: dict[str, Any] = {} if page_table is None else _describe_table(page_table, q, batch, tokens[1])
-    if (bias := tensors.get("bias")) is not None:
-        options |= _describe_bias(q, bias, (batch, heads, *lengths))
     return AttentionProblem(
         batch=batch,
         heads=heads,

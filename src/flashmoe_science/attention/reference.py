@@ -347,7 +347,6 @@ def attention_varlen(
     seqused_k: Tensor | None = None,
     page_table: Tensor | None = None,
     alibi: Tensor | None = None,
-    bias: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """Return ``(o, lse)`` of packed sequences: each by ``attention``.
@@ -362,7 +361,6 @@ def attention_varlen(
         seqused_k: ``[B]``.
         page_table: ``[B, P]``: the page of key n of sequence b is ``page_table[b, n // page_size]``.
         alibi: slopes ``[H]`` or ``[B, H]``.
-        bias: ``[B or 1, H or 1, queries, keys]`` of the longest sequences, or more.
         **options: of ``attention``.
 
     Returns:
@@ -373,18 +371,17 @@ def attention_varlen(
     for b, (place_q, place_k) in enumerate(
         zip(_places(cu_seqlens_q, seqused_q), _places(cu_seqlens_k, seqused_k), strict=True)
     ):
-        rows, keys = slice(*place_q), (0, place_k[1] - place_k[0])
+        rows = slice(*place_q)
         if page_table is None:
             own_k, own_v = (tensor[slice(*place_k)] for tensor in (k, v))
         else:
-            keys = keys_in_reach(place_q, place_k, options.get("window", (-1, -1)))
-            places = torch.arange(*keys, device=q.device)
+            first, end = keys_in_reach(place_q, place_k, options.get("window", (-1, -1)))
+            places = torch.arange(first, end, device=q.device)
             pages = page_table[b, places // k.shape[1]].long()
             own_k, own_v = (tensor[pages, places % k.shape[1]] for tensor in (k, v))
         inputs = (tensor.transpose(0, 1)[None] for tensor in (q[rows], own_k, own_v))
         slopes = alibi[b] if alibi is not None and alibi.dim() == 2 else alibi
-        added = None if bias is None else bias[_bias_of(bias, b, place_q, keys)]
-        one, one_lse = attention(*inputs, alibi=slopes, bias=added, first_sequence=b, **options)
+        one, one_lse = attention(*inputs, alibi=slopes, first_sequence=b, **options)
         if o is None or lse is None:
             o = torch.zeros(total, heads, v.shape[-1], dtype=one.dtype, device=q.device)
             lse = torch.full((heads, total), -torch.inf, dtype=one.dtype, device=q.device)
@@ -460,12 +457,6 @@ def attention_varlen_backward(
         if sinks is not None:
             grads["sinks"] += one["sinks"]
     return grads
-
-
-def _bias_of(bias: Tensor, b: int, place_q: tuple[int, int], keys: tuple[int, int]) -> tuple[slice, ...]:
-    """Return where the bias of one sequence is: of its rows, and of its keys from the first of ``keys`` to the last."""
-    own = slice(b, b + 1) if bias.shape[0] > 1 else slice(0, 1)
-    return own, slice(None), slice(0, place_q[1] - place_q[0]), slice(*keys)
 
 
 def _places(cu_seqlens: Tensor, seqused: Tensor | None) -> list[tuple[int, int]]:
