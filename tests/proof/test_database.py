@@ -368,6 +368,6 @@ def test_a_server_that_refuses_the_password_says_so_and_not_the_password(server)
 def test_a_driver_that_is_missing_is_named_with_what_installs_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "psycopg", None)
     with pytest.raises(
-        EvidenceError, match=r"psycopg is not installed\nhint: in a clone: pip install '\.\[proof,postgres\]'"
+        EvidenceError, match=r"psycopg is not installed\nhint: in a clone: pip install -e '\.\[proof,postgres\]'"
     ):
         Database("postgresql://host/db")
