@@ -40,6 +40,11 @@ def bind(problem):
     return OPERATOR.bind(flash_attention_with_kv_cache, problem, inputs), OPERATOR.bind(FLEX.load(), problem, inputs)
 
 
+def reason(error):
+    """Return the last line of what the compiler says."""
+    return [*filter(None, str(error).splitlines())][-1]
+
+
 def compile_some(first):
     """Call FlexAttention once in every fourteenth case, so that its kernels are on the disk."""
     for name, problem in served()[first::PROCESSES]:
@@ -49,7 +54,7 @@ def compile_some(first):
             torch.cuda.synchronize()
             print("compiled", name, flush=True)
         except InductorError as error:
-            print(f"{name}: {str(error).splitlines()[-1]}", flush=True)
+            print(f"{name}: {reason(error)}", flush=True)
         torch.cuda.empty_cache()
 
 
@@ -87,7 +92,7 @@ def main():
             try:
                 a, b = ours(), theirs()
             except InductorError as error:  # torch 2.11, where K has 2**31 elements
-                print(f"{name:60} flex does not compile: {[*filter(None, str(error).splitlines())][-1]}", flush=True)
+                print(f"{name:60} flex does not compile: {reason(error)}", flush=True)
                 continue
             a, b = (x[0] if isinstance(x, tuple) else x for x in (a, b))
             off = ((a.float() - b.float().view(a.shape)).abs().max() / a.float().abs().max()).item()

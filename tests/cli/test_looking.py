@@ -80,7 +80,7 @@ def test_another_copy_of_the_package_is_the_cause_that_is_named(run, repository)
     code, out, err = run("verify")
     assert (code, out.partition(" ")[0]) == (0, "stale")
     assert err.startswith("hint: another copy of the package runs here than the repository's own, so what it runs on a")
-    assert err.endswith(": pip install -e '.[proof]' takes that one\n")
+    assert err.endswith(": pip install -e . takes that one\n")
     before = (repository / "README.md").read_text()
     for options in ((), ("--check",), ("README.md",)):
         code, _, err = run("readme", *options)

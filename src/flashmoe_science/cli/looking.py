@@ -44,8 +44,6 @@ if TYPE_CHECKING:
 OUT_OF_DATE = 1
 
 _COMPILE_TIMEOUT_S = 900.0
-_ANOTHER_COPY = "another copy of the package runs here than the repository's own"
-_EDITABLE = "pip install -e '.[proof]' takes that one"
 _NO_CLAIMS = "`flashmoe claim new` writes one from a run; ours are in the clone of flashmoe_science"
 
 
@@ -78,11 +76,11 @@ def run_verify(*, why: bool, strict: bool, junit: Path | None, as_json: bool) ->
     if not verdicts:
         terminal.log.print(f"hint: {short_path(repository / 'claims')} holds none: {_NO_CLAIMS}", soft_wrap=True)
     if any(verdict.status is VerdictStatus.STALE for verdict in verdicts):
-        from ..proof.changes import is_of_another_copy
+        from ..proof.changes import ANOTHER_COPY, OWN_COPY, is_of_another_copy
 
         hint = "a stale claim holds for the commit that it names; a new run on its GPU shows it anew"
         if is_of_another_copy(repository):
-            hint = f"{_ANOTHER_COPY}, so what it runs on a GPU was not compared: {_EDITABLE}"
+            hint = f"{ANOTHER_COPY}, so what it runs on a GPU was not compared: {OWN_COPY}"
         terminal.log.print(f"hint: {hint}", soft_wrap=True)
     if unread:
         said = f"{counted(len(unread), 'record')} cannot be read, so no claim that may rest on it is demonstrated"
@@ -232,13 +230,13 @@ def run_baselines(operator: str, *, as_json: bool) -> int:
 
 def run_readme(paths: Sequence[Path], *, check: bool, as_json: bool) -> int:
     """Write or check what is rendered on pages."""
-    from ..proof.changes import is_of_another_copy
+    from ..proof.changes import ANOTHER_COPY, OWN_COPY, is_of_another_copy
     from ..proof.readme import default_pages, find_sections, judge_repository, read_page, render_readme
 
     terminal = Terminal(as_json=as_json)
     repository = find_repository() or Path.cwd()
     if is_of_another_copy(repository):  # by which claims are stale that are not
-        raise ClaimError(f"{_ANOTHER_COPY}, and cannot say which claims are stale", hint=_EDITABLE)
+        raise ClaimError(f"{ANOTHER_COPY}, and cannot say which claims are stale", hint=OWN_COPY)
     pages = list(dict.fromkeys(paths)) or default_pages(repository)
     judged = functools.cache(judge_repository)
     fresh = {path: render_readme(path, judged) for path in pages}  # all of them, before one is written

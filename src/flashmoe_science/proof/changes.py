@@ -28,10 +28,8 @@ from .words import counted
 # Memory goes by the files: what is allocated is in no fingerprint.
 _TIMES: tuple[TimeKind, ...] = ("kernel", "graph", "wall")
 FINGERPRINTS_EQUAL = "(fingerprints equal)"  # ends a note that says of changed files that they do not count
-_ANOTHER_COPY = (
-    "what runs on the GPU was not compared: another copy of the package runs here than the repository's own "
-    "(pip install -e . takes that one)"
-)
+ANOTHER_COPY = "another copy of the package runs here than the repository's own"
+OWN_COPY = "pip install -e . takes that one"
 _SHOWN = 3  # files, and cases, that a reason lists
 
 
@@ -84,7 +82,8 @@ def changes_since(claim: Claim, record: Record, repository: Path) -> Sources:
     elsewhere = is_builtin(record.subject) and not _is_of_this_package(record, repository)
     recorded = any(arm.code for case in claim.cases_of(record) for arm in case.arms)
     if sources.changed and claim.metric in _TIMES and elsewhere and recorded:
-        return replace(sources, notes=[*sources.notes, _ANOTHER_COPY])
+        note = f"what runs on the GPU was not compared: {ANOTHER_COPY} ({OWN_COPY})"
+        return replace(sources, notes=[*sources.notes, note])
     told = sources.changed and claim.metric in _TIMES and _is_of_this_package(record, repository)
     if not told or record.environment.gpu is None:
         return sources
@@ -137,8 +136,7 @@ def _has_this_package(repository: Path) -> bool:
 
 def _is_of_this_package(record: Record, repository: Path) -> bool:
     """Return whether the record's subject is ours, and the code that would make its fingerprints the repository's."""
-    own = repository / "src" / PACKAGE_FOLDER.name
-    return is_builtin(record.subject) and (not own.exists() or _has_this_package(repository))
+    return is_builtin(record.subject) and not is_of_another_copy(repository)
 
 
 def _beyond_its_files(record: Record, repository: Path) -> str:
