@@ -154,15 +154,15 @@ WAYS: dict[str, set[str]] = {
         *with_and_without("dropout", *BASE, "splits", "all"),
     },
     VARLEN: {
-        *(f"packed {way}" for way in (*BASE, *FEATURE_NAMES, "grouped heads")), "packed full window",
+        *(f"packed {way}" for way in (*BASE, *FEATURE_NAMES, "bias", "grouped heads")), "packed full window",
         "seqused_q", "seqused_k",
         *with_and_without("dropout", "packed full", "packed causal"),
     },
-    PAGED: {*(f"packed {way}" for way in (*BASE, *FEATURE_NAMES, "grouped heads")), "seqused_q", "seqused_k"},
+    PAGED: {*(f"packed {way}" for way in (*BASE, *FEATURE_NAMES, "bias", "grouped heads")), "seqused_q", "seqused_k"},
     BACKWARD: {
         *BASE, *FEATURE_NAMES, "bias", "through_lse", "plain full", "plain causal", "grouped heads",
         *with_and_without("dropout", *BASE, "wide", "all"),
-        *(f"packed {way}" for way in (*BASE, *FEATURE_NAMES, "wide", "grouped heads")), "packed full window",
+        *(f"packed {way}" for way in (*BASE, *FEATURE_NAMES, "bias", "wide", "grouped heads")), "packed full window",
         "seqused_q", "seqused_k",
         *with_and_without("dropout", "packed full", "packed causal"),
     },

@@ -62,16 +62,19 @@ FEATURES: dict[str, dict[str, Any]] = {
         "packed": True, "window": (100, -1), "softcap": 30.0, "sinks": "bf16", "alibi": "fp32",
     },
     "packed, with a window, softcap, sinks": {"packed": True, "window": (100, -1), "softcap": 30.0, "sinks": "bf16"},
+    "packed, with a bias": {"packed": True, "bias": "fp32"},
     "packed queries over pages of 1": {"packed": True, "page_size": 1},
     "packed queries over pages of 16": {"packed": True, "page_size": 16},
     "packed queries over pages, with a window, softcap, sinks, ALiBi": {
         "packed": True, "page_size": 16, "window": (100, -1), "softcap": 30.0, "sinks": "bf16", "alibi": "fp32",
     },
+    "packed queries over pages, with a bias": {"packed": True, "page_size": 16, "bias": "fp32"},
     "dropout": {"dropout_p": 0.1},
     "dropout with all of them": {
         "window": (100, -1), "softcap": 30.0, "sinks": "bf16", "alibi": "fp32", "bias": "fp32", "dropout_p": 0.1,
     },
     "packed, with dropout": {"packed": True, "dropout_p": 0.1},
+    "packed, with dropout and a bias": {"packed": True, "bias": "fp32", "dropout_p": 0.1},
 }  # fmt: skip
 
 # Gradients are not recorded over pages.

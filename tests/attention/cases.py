@@ -105,6 +105,8 @@ class VarlenCase:
     sinks: str = ""
     alibi: str = ""
     alibi_axes: int = 1
+    bias: str = ""
+    bias_heads: tuple[bool, bool] = (True, True)
     seqused_q: tuple[int, ...] | None = None
     seqused_k: tuple[int, ...] | None = None
     tail: int = 0  # tokens behind the last sequence
@@ -192,6 +194,59 @@ VARLEN = [
     _V(
         (20, 9), (60, 40), 2, 2, 32, 32, "fp32", False, seqused_k=(33, 7), sinks="fp32", dropout=0.6, why="dropout-used"
     ),
+    _V((5, 0, 40, 7), (9, 6, 33, 70), 4, 2, 32, 48, "fp16", True, bias="fp32", why="bias", tail=3, spare=6),
+    _V(
+        (37, 20, 9),
+        (33, 70, 5),
+        4,
+        1,
+        40,
+        24,
+        "fp32",
+        False,
+        window=(20, 7),
+        bias="bf16",
+        bias_heads=(True, False),
+        seqused_q=(36, 0, 9),
+        seqused_k=(33, 61, 0),
+        why="bias-of-sequences-used",
+    ),
+    _V(
+        (40, 3, 17),
+        (65, 40, 17),
+        4,
+        2,
+        32,
+        32,
+        "fp16",
+        False,
+        bias="fp16",
+        bias_heads=(False, True),
+        sinks="fp32",
+        window=(30, 5),
+        why="bias-of-heads",
+    ),
+    _V(
+        (33, 0, 20),
+        (40, 7, 70),
+        4,
+        2,
+        32,
+        32,
+        "fp16",
+        True,
+        bias="fp32",
+        bias_heads=(False, False),
+        softcap=4.0,
+        alibi="fp32",
+        alibi_axes=2,
+        dropout=0.3,
+        why="bias-shared",
+    ),
+    _V((20, 9), (0, 0), 2, 1, 32, 32, "fp16", False, bias="fp32", sinks="fp32", why="bias-no-keys", spare=3),
+    _V((20, 9), (60, 40), 2, 2, 32, 32, "fp16", False, bias="fp32", seqused_q=(0, 8), why="bias-no-rows-used"),
+    _V((), (), 2, 2, 32, 32, "fp16", True, bias="fp32", bias_heads=(False, False), spare=5, why="bias-no-sequences"),
+    _V((0, 0), (0, 0), 2, 2, 32, 32, "fp16", True, bias="fp32", why="bias-of-nothing"),
 ]
 
 
@@ -214,6 +269,24 @@ PAGED = [
     _V((33, 20), (170, 150), 2, 1, 32, 32, "fp16", True, window=(40, -1), page_size=64, why="wide-pages-behind"),
     _V((33, 40), (170, 20), 4, 2, 32, 32, "fp16", False, page_size=16, why="all-paged", **_ALL),
     _V((33, 40), (170, 20), 4, 2, 32, 32, "fp32", False, page_size=64, why="all-wide-pages", **_ALL),
+    _V((5, 40, 17), (9, 33, 60), 4, 2, 32, 48, "fp16", True, page_size=3, bias="fp32", spare=5, why="bias-paged"),
+    _V(
+        (33, 20),
+        (170, 150),
+        4,
+        1,
+        32,
+        32,
+        "fp32",
+        False,
+        page_size=64,
+        bias="fp16",
+        bias_heads=(False, True),
+        seqused_q=(30, 0),
+        seqused_k=(165, 9),
+        why="bias-of-heads-paged",
+        **_ALL,
+    ),
 ]
 
 
@@ -285,4 +358,7 @@ GRADIENTS = [
     Gradients(VarlenCase((20, 9), (60, 40), 2, 2, 32, 32, "fp16", False, "keys-not-used", seqused_k=(33, 7), tail=5)),
     *_of(VARLEN, "seqused-k", "seqused-both", "window-softcap", "window-sinks", "alibi"),
     *_of(VARLEN, "dropout", "dropout-used"),
+    *_of(VARLEN, "bias-of-sequences-used", "bias-of-heads", "bias-shared"),
+    *(Gradients(case, through_lse=True) for case in VARLEN if case.why == "bias"),
+    *_of(VARLEN, "bias-no-keys", "bias-no-rows-used", "bias-no-sequences", "bias-of-nothing"),
 ]

@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from flashmoe_science import flash_attention
 from flashmoe_science.attention import reference
 from flashmoe_science.attention.gradients import Options, attention_gradients
 from flashmoe_science.attention.operator import OPERATOR
-from flashmoe_science.attention.packed import planned_length
+from flashmoe_science.attention.packed import planned_lengths
 from flashmoe_science.attention.problem import AttentionProblem
 
 from .cases import Case, FeatureCase, VarlenCase
@@ -81,13 +81,29 @@ def make_features(case: FeatureCase | VarlenCase, device: str) -> dict[str, Any]
         options["alibi"] = draw(*shape, dtype=case.alibi).abs()
     if isinstance(case, FeatureCase):
         options["softmax_scale"] = case.scale
-        if case.bias:
-            own_batch, own_heads = case.bias_heads
-            sizes = (batch if own_batch else 1, case.heads if own_heads else 1, case.seqlen_q, case.seqlen_k)
-            options["bias"] = bias = draw(*sizes, dtype=case.bias)
-            bias[:, :, :, 1::5] = -math.inf  # keys that it hides
-            bias[:, :, case.seqlen_q // 2] = -math.inf  # and a row that sees none
+    if case.bias:
+        own_batch, own_heads = case.bias_heads
+        longest_q, longest_k = (
+            (case.seqlen_q, case.seqlen_k)
+            if isinstance(case, FeatureCase)
+            else (max(lengths, default=0) + case.spare for lengths in (case.seqlens_q, case.seqlens_k))
+        )
+        sizes = (batch if own_batch else 1, case.heads if own_heads else 1, longest_q, longest_k)
+        options["bias"] = bias = draw(*sizes, dtype=case.bias)
+        bias[:, :, :, 1::5] = -math.inf  # keys that it hides
+        bias[:, :, longest_q // 2 : longest_q // 2 + 1] = -math.inf  # and a row that sees none
+        if isinstance(case, VarlenCase):
+            queries, keys = case.seqused_q or case.seqlens_q, case.seqused_k or case.seqlens_k
+            bias[~bias_in_use(bias, queries, keys)] = math.nan
     return options
+
+
+def bias_in_use(bias: torch.Tensor, queries: Iterable[int], keys: Iterable[int]) -> torch.Tensor:
+    """Return of which elements of a bias a sequence has the row and the key."""
+    in_use = torch.zeros(bias.shape, dtype=torch.bool, device=bias.device)
+    for b, (rows, columns) in enumerate(zip(queries, keys, strict=True)):
+        in_use[b if bias.shape[0] > 1 else 0, :, :rows, :columns] = True
+    return in_use
 
 
 def make_packed(case: VarlenCase, device: str) -> dict[str, Any]:
@@ -162,6 +178,9 @@ def assert_varlen_right(o, lse, inputs, options):
             one["alibi"] = one["alibi"][b]
         if "dropout_p" in one:
             one["first_sequence"] = b
+        if "bias" in one:
+            own = slice(b, b + 1) if one["bias"].shape[0] > 1 else slice(None)
+            one["bias"] = one["bias"][own, :, : end_q - start_q, : end_k - starts_k[b]]
         parts = (tensor.transpose(0, 1)[None] for tensor in (o[rows], q[rows], k[keys], v[keys]))
         assert_right(*parts, lse=lse[None, :, rows], name=f"sequence {b}", **one)
         unused = slice(end_q, starts_q[b + 1])
@@ -270,10 +289,7 @@ def ask_for_gradients(call, tensors, options, *, kernel, through_lse, seed=2) ->
         given["dlse"] = torch.where(lse == -math.inf, math.nan, dlse)
         dlse = torch.where(lse == -math.inf, 0.0, dlse)
     if "max_seqlen_q" in tensors:
-        lengths = (
-            planned_length("max_seqlen_q", tensors["max_seqlen_q"]),
-            planned_length("max_seqlen_k", tensors["max_seqlen_k"]),
-        )
+        lengths = planned_lengths(tensors["max_seqlen_q"], tensors["max_seqlen_k"], options.get("bias"))
     wanted = ["q", "k", "v", *(name for name in ("sinks", "bias") if name in options)]
     return (options_of(options, lengths, kernel), given, wanted), do, dlse
 
@@ -316,7 +332,7 @@ def assert_repeats(call, tensors, options, *, kernel, through_lse=False, repeats
         assert count.item() == 0, f"d{name} has other bits in another run: {count.item()} numbers in {repeats} runs"
 
 
-def assert_varlen_gradients_right(found, inputs, options, do):
+def assert_varlen_gradients_right(found, inputs, options, do, dlse=None):
     """Hold the gradients of every sequence against fp64, and those of tokens in none against 0."""
     q, k, v = (inputs[name] for name in "qkv")
     q64, k64, v64, do64 = (tensor.double().nan_to_num(0.0) for tensor in (q, k, v, do))
@@ -325,6 +341,7 @@ def assert_varlen_gradients_right(found, inputs, options, do):
         k64,
         v64,
         do64,
+        None if dlse is None else dlse.double(),
         **{name: tensor for name, tensor in inputs.items() if name.startswith(("cu_seqlens", "seqused"))},
         **options,
     )
@@ -332,9 +349,17 @@ def assert_varlen_gradients_right(found, inputs, options, do):
     for name, gradient in found.items():
         assert torch.isfinite(gradient).all(), f"d{name} has NaN or inf"
         if gradient.numel():
-            low = 8 * torch.finfo(q.dtype).eps * exact[name].abs().max().item()
-            error = (gradient.double() - exact[name]).abs().max().item()
-            assert error <= low, f"d{name}: max error {error:.2e} is above {low:.2e}"
+            eps = max(torch.finfo(q.dtype).eps, torch.finfo(gradient.dtype).eps)
+            # Of a bias each row by its own largest element; one with a single key has 0, the difference of two sums.
+            size = exact[name].abs().amax(-1, keepdim=True) if name == "bias" else exact[name].abs().max()
+            excess = (gradient.double() - exact[name]).abs() - (8 * eps * size + (1e-5 if name == "bias" else 0))
+            assert excess.max() <= 0, f"d{name}: the error is above what is allowed by {excess.max().item():.2e}"
+        if name == "bias":
+            queries, keys = (
+                (inputs[f"seqused_{side}"] if f"seqused_{side}" in inputs else inputs[f"cu_seqlens_{side}"].diff())
+                for side in "qk"
+            )
+            assert not gradient[~bias_in_use(gradient, queries.tolist(), keys.tolist())].any(), "dbias is not 0"
         if name in ("q", "k", "v"):
             unused = torch.ones(gradient.shape[0], dtype=torch.bool)
             side = "q" if name == "q" else "k"

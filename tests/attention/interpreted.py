@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import itertools
 import math
+import mmap
 import sys
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 
 from flashmoe_science import flash_attention, flash_attention_varlen
+from flashmoe_science.attention import varlen
 from flashmoe_science.attention.calls import allocate_lse, allocate_output
+from flashmoe_science.attention.gradients import attention_gradients
 from flashmoe_science.attention.inputs import problem_of
+from flashmoe_science.attention.packed import planned_lengths
 from flashmoe_science.attention.prepare import interpret, prepare_kernels
 from flashmoe_science.attention.sequences_triton import _order_sequences_kernel
 from flashmoe_science.attention.tiles import ForwardConfig, Plan
@@ -31,6 +37,7 @@ from .checks import (
     make_inputs,
     make_packed,
     make_paged,
+    options_of,
 )
 
 
@@ -43,6 +50,32 @@ def poisoned() -> Iterator[None]:
         yield
     finally:
         torch.empty = empty
+
+
+def fenced(tensor: torch.Tensor, side: str) -> torch.Tensor:
+    """Return a contiguous copy with a page "before" or "behind" it that ends the process where it is read."""
+    if not tensor.numel():
+        return tensor
+    page = mmap.PAGESIZE
+    room = -(-tensor.nbytes // page) * page
+    memory = mmap.mmap(-1, page + room)
+    fence, offset = (0, page) if side == "before" else (room, room - tensor.nbytes)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory)) + fence
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(start), ctypes.c_size_t(page), 0) == 0
+    copy = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=offset)
+    return copy.view(tensor.shape).copy_(tensor)
+
+
+def turned_bias(bias: torch.Tensor) -> torch.Tensor:
+    """Return a bias whose rows are next to one another in memory, and behind which nobody may read."""
+    return fenced(bias.transpose(2, 3), "behind").transpose(2, 3)
+
+
+def too_small(inputs: dict[str, Any], bias: torch.Tensor) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
+    """Yield maxima that sequences are longer than, and a bias for no more: nothing beside it may be read."""
+    rows, columns = (size // 2 for size in bias.shape[2:])
+    for side in ("before", "behind"):
+        yield {**inputs, "max_seqlen_q": rows, "max_seqlen_k": columns}, fenced(bias[:, :, :rows, :columns], side)
 
 
 def check(case: Case | VarlenCase | Gradients | Ordering) -> None:
@@ -87,16 +120,25 @@ def check_varlen(case: VarlenCase) -> None:
     """Compare every sequence with fp64; in another memory layout too."""
     inputs, options = make_packed(case, "cpu"), make_features(case, "cpu")
     given = make_paged(case, inputs) if case.page_size else inputs
+    turned = options
+    if case.bias:
+        turned = {**options, "bias": turned_bias(options["bias"])}
+        options["bias"] = fenced(options["bias"], "before")
     with poisoned():
         o, lse = flash_attention_varlen(**given, **options, return_lse=True, kernel="forward_triton")
         apart = {name: torch.stack((given[name], given[name]), 1)[:, 1] for name in "qkv"}
         if case.page_size:  # heads before positions, and a table that is part of a wider one
             apart |= {name: given[name].transpose(1, 2).contiguous().transpose(1, 2) for name in "kv"}
             apart["page_table"] = torch.nn.functional.pad(given["page_table"], (0, 3))[:, :-3]
-        again = flash_attention_varlen(**{**given, **apart}, **options, kernel="forward_triton")
+        again = flash_attention_varlen(**{**given, **apart}, **turned, kernel="forward_triton")
     assert_varlen_right(o, lse, inputs, options)
     rows = slice(0, sum(case.seqlens_q))
     assert torch.equal(again[rows], o[rows]), "another memory layout gives other bits"
+    if case.bias:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(varlen, "_reads_lengths", lambda _q: False)  # as on a GPU
+            for small, bias in too_small(given, options["bias"]):
+                flash_attention_varlen(**small, **{**options, "bias": bias}, kernel="forward_triton")
 
 
 def check_features(case: FeatureCase) -> None:
@@ -174,9 +216,14 @@ def check_gradients(gradients: Gradients) -> None:
     asked: dict[str, Any] = {"kernel": "backward_triton", "through_lse": gradients.through_lse}
     if isinstance(case, VarlenCase):
         inputs, options = make_packed(case, "cpu"), make_features(case, "cpu")
+        bias = options.get("bias")
+        if bias is not None:
+            options["bias"] = fenced(bias, "before")
         with poisoned():
-            found, do, _ = differentiate(flash_attention_varlen, inputs, options, **asked)
-        assert_varlen_gradients_right(found, inputs, options, do)
+            found, do, dlse = differentiate(flash_attention_varlen, inputs, options, **asked)
+        assert_varlen_gradients_right(found, inputs, options, do, dlse)
+        if bias is not None:
+            check_layouts_of_packed_bias(found, inputs, options, asked)
         return
     q, k, v = make_inputs(case, "cpu")
     if gradients.low:
@@ -201,6 +248,31 @@ def check_gradients(gradients: Gradients) -> None:
             assert torch.equal(gradient, found[name]), f"another memory layout gives other bits in d{name}"
             if name in turned:
                 assert gradient.stride() == turned[name].stride(), f"d{name} lies in memory as {gradient.stride()}"
+
+
+def check_layouts_of_packed_bias(
+    found: dict[str, torch.Tensor], inputs: dict[str, Any], options: dict[str, Any], asked: dict[str, Any]
+) -> None:
+    """Hold gradients against those of the same bias, transposed and expanded; then let sequences be longer than it."""
+    bias = options["bias"]
+    batch, heads = inputs["cu_seqlens_q"].numel() - 1, inputs["q"].shape[1]
+    for other in (turned_bias(bias), bias.expand(batch, heads, -1, -1)):
+        with poisoned():
+            again, _, _ = differentiate(flash_attention_varlen, inputs, {**options, "bias": other}, **asked)
+        for name, gradient in again.items():
+            if name == "bias" and other.shape != bias.shape:
+                shared = [axis for axis in (0, 1) if other.shape[axis] != bias.shape[axis]]
+                summed, off = gradient.double().sum(shared, keepdim=True), max(1e-3, 4 * torch.finfo(bias.dtype).eps)
+                torch.testing.assert_close(summed, found[name].double(), rtol=off, atol=off)  # summands were rounded
+            else:
+                assert torch.equal(gradient, found[name]), f"another layout of the bias gives other bits in d{name}"
+    # Kernels whose grids leave nothing of longer sequences out would write what no test can know.
+    for small, few in too_small(inputs, bias):
+        o = torch.zeros(*inputs["q"].shape[:2], inputs["v"].shape[2], dtype=inputs["q"].dtype)
+        tensors = {name: tensor for name, tensor in {**inputs, **options}.items() if isinstance(tensor, torch.Tensor)}
+        tensors |= {"bias": few, "o": o, "lse": torch.zeros(inputs["q"].shape[:2]).T, "do": o}
+        lengths = planned_lengths(small["max_seqlen_q"], small["max_seqlen_k"], few)
+        attention_gradients(options_of(options, lengths, "backward_triton"), tensors, ["q", "k", "v", "bias"])
 
 
 def main() -> None:

@@ -92,11 +92,13 @@ def test_cases(gradients):
     """What the interpreter runs on CPUs: features, rests and empty tensors, and other memory layouts."""
     case = gradients.case
     if isinstance(case, VarlenCase):
-        assert gradients == Gradients(case)  # nothing that is only of batches
+        through_lse = gradients.through_lse
+        assert gradients == Gradients(case, through_lse=through_lse)  # nothing else, which is only of batches
         inputs, options = make_packed(case, "cuda"), make_features(case, "cuda")
         poison_allocator(1 << 22)
-        found, do, _ = differentiate(flash_attention_varlen, inputs, options, kernel="auto", through_lse=False)
-        assert_varlen_gradients_right(found, inputs, options, do)
+        asked: dict[str, Any] = {"kernel": "auto", "through_lse": through_lse}
+        found, do, dlse = differentiate(flash_attention_varlen, inputs, options, **asked)
+        assert_varlen_gradients_right(found, inputs, options, do, dlse)
         return
     check_gradients(case, through_lse=gradients.through_lse, low=gradients.low)
     if gradients.far or gradients.turned:
@@ -161,6 +163,26 @@ def test_features(name, dims):
         FeatureCase(2, 4, 2, 500, 640, dims[0], dims[1], "bf16", causal, name, **_LARGE[name]),
         through_lse=name == "sinks",
     )
+
+
+@pytest.mark.parametrize("own", [(True, True), (True, False), (False, True), (False, False)], ids=str)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize("name", [name for name in _LARGE if "bias" in _LARGE[name]])
+def test_biases_of_packed_sequences(name, dims, own):
+    """Sequences of many tiles, of less than one and of none; the same bits in another run."""
+    asked: dict[str, Any] = {**_LARGE[name], "bias_heads": own}
+    case = VarlenCase(
+        (500, 0, 70, 301), (640, 50, 9, 301), 4, 2, dims[0], dims[1], "bf16", True, name,
+        seqused_q=(500, 0, 70, 260), seqused_k=(600, 50, 9, 301), tail=3, spare=40, **asked,
+    )  # fmt: skip
+    inputs, options = make_packed(case, "cuda"), make_features(case, "cuda")
+    poison_allocator(4 * options["bias"].numel())
+    found, do, _ = differentiate(flash_attention_varlen, inputs, options, kernel="auto", through_lse=False)
+    assert_varlen_gradients_right(found, inputs, options, do)
+    poison_allocator(4 * options["bias"].numel())
+    again, _, _ = differentiate(flash_attention_varlen, inputs, options, kernel="auto", through_lse=False)
+    for what, gradient in found.items():
+        assert torch.equal(again[what], gradient), f"d{what} has other bits in another run"
 
 
 def test_a_mask_with_lengths_of_128():

@@ -1,7 +1,7 @@
 """Plans of gradients: every tile that one can choose compiles, and its loop over whole tiles touches no local memory.
 
 By default that is shown of one row an architecture, and of all of Hopper's for 16-bit elements, in ways that go round.
-All rows in all ways, with ``FLASHMOE_ALL_FEATURES=1``, are 360 problems.
+All rows in all ways, with ``FLASHMOE_ALL_FEATURES=1``, are 432 problems.
 """
 
 from __future__ import annotations
@@ -51,6 +51,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "transposed": {**BOUNDED, **RESTS, "bias": "fp32", "bias_strides": (0, 900_000, 1, 1000)},
     "dropout": {**BOUNDED, **RESTS, "bias": "fp32", "dropout_p": 0.1},
     "packed-dropout": {"causal": True, "packed": True, "seqused": "qk", "dropout_p": 0.1},
+    "packed-bias": {**BOUNDED, "causal": True, "packed": True, "seqused": "qk", "bias": "fp32"},
+    "packed-bias-dropout": {**BOUNDED, "packed": True, "seqused": "k", "bias": "fp32", "dropout_p": 0.1},
 }
 # Local memory a thread, outside of the loops that multiply: what one head's tiles share is kept there.
 MOST_LOCAL_BYTES = 512
@@ -81,7 +83,11 @@ def compiled() -> Iterator[tuple[int, int, str, str]]:
         yield 80, 64, "fp32", "causal"
         for arch, columns in ((80, 64), (89, 256), (90, 128), (100, 64), (120, 128)):
             yield arch, columns, "bf16", "dropout"
+        for arch, columns in ((80, 128), (86, 64), (90, 64), (90, 128), (90, 256), (100, 256), (120, 64)):
+            yield arch, columns, "bf16", "packed-bias"
         yield 90, 64, "bf16", "packed-dropout"
+        yield 100, 128, "bf16", "packed-bias-dropout"
+        yield 80, 64, "fp32", "packed-bias"
         yield 90, 64, "fp32", "dropout"
         for arch, columns in ((80, 128), (90, 64), (90, 128), (90, 256)):
             yield arch, columns, "bf16", "transposed"
@@ -109,7 +115,7 @@ def test_the_tables_cover_every_architecture_and_every_width():
         assert set(table) == set(itertools.product((2, 4), (64, 128, 256)))
     assert {arch for arch, *_ in COMPILED} == set(GPUS)
     assert {columns for _, columns, *_ in COMPILED} == {64, 128, 256}
-    ways = {"causal", "features", "rests", "dropout", "packed-dropout", "transposed"}
+    ways = {"causal", "features", "rests", "dropout", "packed-dropout", "packed-bias", "transposed"}
     assert {way for *_, way in COMPILED} >= ways
     assert {(90, columns, "bf16", "transposed") for columns in (64, 128, 256)} <= set(COMPILED)
 
@@ -153,6 +159,7 @@ def test_the_launch_path_passes_what_the_kernels_take():
     for way, change in (
         ("features", {}),
         ("packed-features", {"sinks": "bf16"}),
+        ("packed-bias", {}),
         ("causal", {"heads_kv": 1}),
         ("dropout", {}),
     ):

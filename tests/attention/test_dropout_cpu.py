@@ -350,9 +350,7 @@ def test_an_operator_draws_no_seed():
             dense, dense, dense, False, None, -1, -1, 0.0, None, None, None, None, 0.5, False, "auto"
         )
     with pytest.raises(InputError, match=message):
-        operators.attention_varlen(
-            q, q, q, ends, ends, 4, 4, False, None, -1, -1, 0.0, None, None, None, None, None, 0.5, False, "auto"
-        )
+        operators.attention_varlen(q, q, q, ends, ends, 4, 4, False, None, -1, -1, 0.0, *[None] * 6, 0.5, False, "auto")
 
 
 def test_the_plan_says_which_kernels_have_no_dropout():

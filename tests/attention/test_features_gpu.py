@@ -143,7 +143,7 @@ def test_packed_sequences(case, dtype):
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("name", [name for name in ASKED if "bias" not in name and name != "all"])
+@pytest.mark.parametrize("name", ASKED)
 def test_packed_pairs_of_lengths(name, causal, head_dim):
     """All pairs of FlashAttention's list in one batch."""
     lengths_q, lengths_k = zip(*PAIRS, strict=True)
@@ -158,7 +158,7 @@ def test_paged_sequences(case, dtype):
 
 @pytest.mark.parametrize("head_dim", [64, 111, 128, 256])
 @pytest.mark.parametrize("page_size", [1, 3, 16, 64, 256])
-@pytest.mark.parametrize("name", ["window", "softcap", "sinks", "alibi"])
+@pytest.mark.parametrize("name", ["window", "softcap", "sinks", "alibi", "bias", "bias-16"])
 def test_paged_tiles(name, page_size, head_dim):
     """Few rows take another tile than many; pages are less than a tile of keys, whole tiles, and neither."""
     for lengths_q, lengths_k in (((5, 0, 17), (300, 9, 17)), ((700,) * 4 + (1,), (700, 705, 900, 650, 70))):
@@ -216,18 +216,22 @@ def test_the_host_reads_nothing(monkeypatch):
     monkeypatch.delenv("FLASHMOE_CHECK", raising=False)
     case = VarlenCase((5, 40), (9, 60), 4, 2, 64, 64, "fp16", causal=True, why="sync", seqused_k=(3, 60))
     inputs = make_packed(case, "cuda")
-    flash_attention_varlen(**inputs, causal=True)
-    with synchronisation_is_an_error():
-        flash_attention_varlen(**inputs, causal=True)
+    for bias in (None, torch.zeros(1, 4, 40, 60, device="cuda")):
+        flash_attention_varlen(**inputs, causal=True, bias=bias)
+        with synchronisation_is_an_error():
+            flash_attention_varlen(**inputs, causal=True, bias=bias)
     monkeypatch.setenv("FLASHMOE_CHECK", "1")
     flash_attention_varlen(**inputs, causal=True)
     with pytest.raises(InputError, match="max_seqlen_q must be at least 40, the length of sequence 1, got 39"):
         flash_attention_varlen(**{**inputs, "max_seqlen_q": 39}, causal=True)
 
 
-def test_a_graph_replays_with_other_lengths():
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_a_graph_replays_with_other_lengths(with_bias):
     """Captured with the longest, replayed with others in the same tensors, empty sequences among them."""
     options: dict[str, Any] = {"causal": True, "window": (200, -1), "softcap": 20.0, "return_lse": True}
+    if with_bias:
+        options["bias"] = torch.randn(4, 1, 512, 1024, device="cuda", dtype=torch.bfloat16)
     case = VarlenCase((512,) * 4, (1024,) * 4, 4, 2, 64, 64, "bf16", causal=True, why="graph", seqused_k=(1024,) * 4)
     inputs = make_packed(case, "cuda")
     flash_attention_varlen(**inputs, **options)
@@ -248,7 +252,7 @@ def test_a_graph_replays_with_other_lengths():
         lse.fill_(torch.nan)
         graph.replay()
         rows = sum(lengths_q)
-        shown = {name: options[name] for name in ("causal", "window", "softcap")}
+        shown = {name: option for name, option in options.items() if name != "return_lse"}
         assert_varlen_right(o[:rows], lse[:, :rows], drawn, shown)
 
 
@@ -287,10 +291,12 @@ def test_compiled_whole_graphs():
     torch.testing.assert_close(torch.compile(attend_paged, fullgraph=True)(*paged), attend_paged(*paged))
     ends = torch.tensor([0, 5, 100, 200], dtype=torch.int32, device="cuda")
 
-    def attend_packed(a, b, c, starts):
-        return flash_attention_varlen(a * 2, b, c, starts, starts, 128, 128, causal=True, window=(64, -1)) + 1
+    def attend_packed(a, b, c, starts, bias):
+        options: dict[str, Any] = {"causal": True, "window": (64, -1), "bias": bias}
+        return flash_attention_varlen(a * 2, b, c, starts, starts, 128, 128, **options) + 1
 
-    compiled = torch.compile(attend_packed, fullgraph=True, dynamic=True)
-    for tokens in (200, 200, 333):
-        a, b, c = (torch.randn(tokens, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-        torch.testing.assert_close(compiled(a, b, c, ends)[:200], attend_packed(a, b, c, ends)[:200])
+    for bias in (None, torch.randn(3, 4, 128, 128, device="cuda")):
+        compiled = torch.compile(attend_packed, fullgraph=True, dynamic=True)
+        for tokens in (200, 200, 333):
+            a, b, c = (torch.randn(tokens, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+            torch.testing.assert_close(compiled(a, b, c, ends, bias)[:200], attend_packed(a, b, c, ends, bias)[:200])

@@ -47,7 +47,7 @@ def test_cpu_tensors_run_the_reference(case):
 
 
 # Both masks, 16-bit elements and fp32, every feature, fewer tokens in use, and pages of less and more than a tile.
-WITH_EVERY_TRITON = ("pages-of-1", "pages-of-64", "used", "all-paged", "one-row-each-paged")
+WITH_EVERY_TRITON = ("pages-of-1", "pages-of-64", "used", "all-paged", "one-row-each-paged", "bias-of-heads-paged")
 
 
 @pytest.mark.triton
@@ -66,12 +66,14 @@ def test_as_many_queries_each_are_a_batch_over_a_cache(page_size):
     q, lengths = torch.randn(3, 5, 4, 8), ints(40, 3, 17)
     options: dict[str, Any] = {"causal": True, "window": (9, -1), "softcap": 3.0, "return_lse": True}
     options |= {"sinks": torch.randn(4), "alibi": torch.rand(3, 4), "softmax_scale": 0.4}
+    bias = torch.randn(3, 1, 5, 40)
+    columns = torch.nn.functional.pad(bias, (0, pages * page_size - 40))  # of every position of the cache
     starts_k = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
     o, lse = flash_attention_varlen(
-        q.flatten(0, 1), k, v, ints(0, 5, 10, 15), starts_k, 5, 40, page_table=table, **options
+        q.flatten(0, 1), k, v, ints(0, 5, 10, 15), starts_k, 5, 40, page_table=table, bias=bias, **options
     )
     expected, expected_lse = flash_attention_with_kv_cache(
-        q.transpose(1, 2), k, v, cache_seqlens=lengths, page_table=table, **options
+        q.transpose(1, 2), k, v, cache_seqlens=lengths, page_table=table, bias=columns, **options
     )
     torch.testing.assert_close(o.view(3, 5, 4, 16), expected.transpose(1, 2))
     torch.testing.assert_close(lse.reshape(4, 3, 5), expected_lse.transpose(0, 1))
@@ -188,7 +190,7 @@ def test_pages_that_nobody_sees_are_not_checked():
 
 
 def test_dropout_and_gradients_are_refused_by_name():
-    call = paged_call(sinks=torch.randn(4, requires_grad=True))
+    call = paged_call(sinks=torch.randn(4, requires_grad=True), bias=torch.randn(1, 1, 5, 7, requires_grad=True))
     state = torch.get_rng_state()
     for attend in (flash_attention_varlen, explain_varlen):
         with pytest.raises(UnsupportedError, match=r"dropout_p must be 0 with a page_table, .* got 0\.1"):
@@ -196,7 +198,7 @@ def test_dropout_and_gradients_are_refused_by_name():
     assert torch.equal(torch.get_rng_state(), state), "no seed was drawn"
     call["k"].requires_grad_()
     with pytest.raises(
-        UnsupportedError, match="there is no backward with a page_table, and gradients are required of k, sinks"
+        UnsupportedError, match="there is no backward with a page_table, and gradients are required of k, sinks, bias"
     ):
         flash_attention_varlen(**call)
     explain_varlen(**call)
@@ -206,15 +208,16 @@ def test_dropout_and_gradients_are_refused_by_name():
 
 def operator_arguments(call: dict[str, Any], *, return_lse: bool) -> tuple[Any, ...]:
     *needed, longest_q, longest_k, table = call.values()
-    given = torch.ones(4), torch.ones(2, 4), None, ints(3, 7)
+    given = torch.ones(4), torch.ones(2, 4), torch.ones(2, 1, 5, 7), None, ints(3, 7)
     return (*needed, table, longest_q, longest_k, True, 0.5, 3, -1, 2.0, *given, return_lse, "auto")
 
 
 def test_compile_and_opcheck_on_cpu():
     """The operator traces whole graphs, also with a number of pages that changes, and its fake fits."""
+    bias = torch.randn(2, 1, 5, 7)
 
     def attend(q, k, v, cu_seqlens_q, cu_seqlens_k, page_table):
-        options: dict[str, Any] = {"causal": True, "window": (3, -1), "softcap": 2.0, "return_lse": True}
+        options: dict[str, Any] = {"causal": True, "window": (3, -1), "softcap": 2.0, "return_lse": True, "bias": bias}
         return flash_attention_varlen(q + 1, k, v, cu_seqlens_q, cu_seqlens_k, 5, 7, page_table=page_table, **options)
 
     tensors = [value for value in paged_call().values() if isinstance(value, torch.Tensor)]

@@ -184,12 +184,19 @@ MANY: tuple[dict[str, Any], ...] = (
     {**ALL_BUT_BIAS, "bias": "fp32"},
 )
 PACKED: dict[str, Any] = {"packed": True, "seqused": "qk"}
+PACKED_BIASES: tuple[dict[str, Any], ...] = (
+    {"bias": "fp32", **PACKED},
+    {**ALL_BUT_BIAS, "bias": "fp32", **PACKED},
+    {**ALL_BUT_BIAS, "bias": "fp16", "dropout_p": 0.1, **PACKED},
+)
 # Pages of fewer keys than a tile, of other sizes, and of whole tiles; with features that add up to as many.
 PAGED: tuple[tuple[int, dict[str, Any]], ...] = (
     (1, {"causal": True}),
     (1, {}),
     (1, {"causal": True, "window": (300, -1)}),
     (2, {"causal": True, **ALL_BUT_BIAS}),
+    (4, {"bias": "fp32"}),
+    (4, {"causal": True, **ALL_BUT_BIAS, "bias": "fp32"}),
 )
 
 
@@ -199,8 +206,8 @@ def featured_plans() -> Iterator[Plan]:
     place = 0
     for archs, table in FORWARD_TABLES.items():
         for item_bytes, columns in table:
-            for weight, asked in ((1, SOME), (2, MANY)):
-                ways = list(itertools.product(archs, asked, ({}, PACKED), (True, False)))
+            for weight, asked in ((1, SOME), (2, MANY), (4, PACKED_BIASES)):
+                ways = list(itertools.product(archs, asked, ({}, PACKED) if weight < 4 else ({},), (True, False)))
                 ways = [way for way in ways if not ("bias" in way[1] and way[2])]
                 for config in forward_rows(archs[0], item_bytes, columns, features=weight):
                     place += 1
@@ -274,7 +281,7 @@ def test_the_featured_plans_cover_every_feature():
     for feature in FEATURES_OF_TABLES:
         assert sum(feature in plan.problem.features for plan in FEATURED_PLANS) >= 3, feature
     for archs in FORWARD_TABLES:
-        for weight in (0, 1, 2, 3):
+        for weight in (0, 1, 2, 3, 4):
             for columns, item_bytes, paged in itertools.product((64, 128, 256), (2, 4), (False, True)):
                 rows = forward_rows(archs[-1], item_bytes, columns, features=weight, paged=paged)
                 tiles = [row.block_m for row in rows]
@@ -314,6 +321,9 @@ def test_rows_with_features_compile(plan):
         *[(many, 2) for many in MANY],
         ({"dropout_p": 0.1}, 3),
         ({**MANY[-1], "dropout_p": 0.1}, 3),
+        ({"packed": True, "bias": "fp32"}, 4),
+        ({"packed": True, "bias": "fp32", "page_size": 16}, 4),
+        ({**MANY[-1], "packed": True, "dropout_p": 0.1}, 4),
     ],
     ids=str,
 )

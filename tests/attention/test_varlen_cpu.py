@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
 import pytest
 import torch
 
-from flashmoe_science import InputError, explain_varlen, flash_attention, flash_attention_varlen
+from flashmoe_science import InputError, UnsupportedError, explain_varlen, flash_attention, flash_attention_varlen
 from flashmoe_science.attention import varlen
 from flashmoe_science.attention.plan import plan_attention
 from flashmoe_science.attention.problem import AttentionProblem
@@ -32,7 +33,9 @@ def test_cpu_tensors_run_the_reference(case):
 
 
 # Both masks, 16-bit elements and fp32, features, and fewer tokens in use than there are.
-WITH_EVERY_TRITON = ("window-sinks", "window-softcap", "alibi", "seqused-both", "dropout", "dropout-used")
+WITH_EVERY_TRITON = (
+    "window-sinks", "window-softcap", "alibi", "seqused-both", "dropout", "dropout-used", "bias-of-sequences-used",
+)  # fmt: skip
 
 
 @pytest.mark.triton
@@ -123,6 +126,31 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         r"alibi must have shape .*\[B, H\] = \[2, 4\], got \[3, 4\]",
     ),
     "sinks of KV heads": ({"sinks": torch.ones(2)}, r"sinks must have shape \[H\] = \[4\], got \[2\]"),
+    "a bias of fewer rows": (
+        {"bias": torch.ones(2, 4, 4, 7)},
+        r"bias must have at least max_seqlen_q = 5 rows and max_seqlen_k = 7 columns, got shape \[2, 4, 4, 7\]",
+    ),
+    "a bias of fewer columns": (
+        {"bias": torch.ones(1, 1, 5, 7), "max_seqlen_k": 8},
+        r"bias must have at least .* max_seqlen_k = 8 columns, got shape \[1, 1, 5, 7\]",
+    ),
+    "a bias of the KV heads": (
+        {"bias": torch.ones(1, 2, 5, 7)},
+        r"bias must have shape \[B or 1, H or 1, rows, columns\] = \[2 or 1, 4 or 1, 5, 7\], got \[1, 2, 5, 7\]",
+    ),
+    "a bias of one sequence": (
+        {"bias": torch.ones(4, 5, 7)},
+        r"bias must have 4 dimensions \[B or 1, H or 1, rows, columns\], got shape \[4, 5, 7\]",
+    ),
+    "a bias of too many rows": (
+        {"bias": torch.ones(1, 1, 1, 7).expand(-1, -1, 2**31, -1)},
+        r"bias must have fewer than 2\*\*31 rows and columns, got shape \[1, 1, 2147483648, 7\]",
+    ),
+    "a mask": ({"bias": torch.ones(1, 1, 5, 7).bool()}, "bias must be float16, bfloat16 or float32, got torch.bool"),
+    "a bias elsewhere": (
+        {"bias": torch.ones(1, 1, 5, 7, device="meta")},
+        "bias must be on the device of q, cpu, got meta",
+    ),
     "window": ({"window": 3}, r"window must be two integers \(left, right\)"),
     "causal": ({"causal": 1}, "causal must be True or False, got 1"),
 }
@@ -150,7 +178,9 @@ LENGTHS: dict[str, tuple[dict[str, Any], str]] = {
 def test_bad_input(why):
     """Each broken rule is named, with what was expected and got. Lengths on a CPU are always read."""
     changes, message = {**BAD, **LENGTHS}[why]
-    flash_attention_varlen(**packed_call())  # what is prepared must not serve what only looks like it
+    # What is prepared must not serve what only looks like it.
+    flash_attention_varlen(**packed_call())
+    flash_attention_varlen(**packed_call(bias=torch.ones(1, 1, 5, 7)))
     with pytest.raises(InputError, match=message):
         flash_attention_varlen(**packed_call(**changes))
 
@@ -183,13 +213,14 @@ def test_prepared_calls_serve_any_number_of_tokens_and_see_every_other_change():
     assert flash_attention_varlen(**longer).shape == (20, 4, 8)
     assert first.shape == (9, 4, 8)
     assert len(varlen._prepared) == 1
-    call = packed_call()
+    call, bias = packed_call(), torch.randn(2, 4, 5, 7)
     results = [
         flash_attention_varlen(**{**call, **changes})
         for changes in (
             {}, {"causal": True}, {"window": (2, -1)}, {"softcap": 0.5}, {"sinks": torch.ones(4)},
             {"alibi": torch.ones(4)}, {"softmax_scale": 1.0}, {"seqused_k": ints(3, 3)}, {"seqused_q": ints(3, 3)},
-            {"cu_seqlens_k": ints(0, 6, 12)},
+            {"cu_seqlens_k": ints(0, 6, 12)}, {"bias": bias}, {"bias": bias[:1]}, {"bias": bias.half()},
+            {"bias": bias.as_strided(bias.shape, (0, 0, 7, 1))}, {"bias": bias.as_strided(bias.shape, (7, 0, 1, 1))},
         )
     ]  # fmt: skip
     for one, other in itertools.combinations(results, 2):
@@ -208,6 +239,56 @@ def test_few_plans_serve_all_batches(length, planned_q, planned_k):
     assert (problem.packed, problem.q_strides) == (True, (0, 8, 32, 1))
 
 
+def test_with_a_bias_its_sizes_are_planned_for():
+    """Rows and columns, whatever the maxima; the plan says who serves it, and who does not."""
+    bias = torch.zeros(1, 1, 129, 131)
+    problem = explain_varlen(**packed_call(max_seqlen_q=120, max_seqlen_k=131, bias=bias.expand(2, 4, -1, -1))).problem
+    assert (problem.seqlen_q, problem.seqlen_k) == (129, 131)
+    assert (problem.bias, problem.bias_strides) == ("fp32", (0, 0, 131, 1))
+    assert problem.extras == ("bias", "cu_seqlens_q", "cu_seqlens_k")
+    assert problem.describe() == "b2_h4_2_s129_131_d8_fp32_bias_packed"
+    large = AttentionProblem(8, 16, 16, 4096, 4096, 128, 128, "bf16", causal=True, packed=True, bias="bf16")
+    assert large.bias_strides == (16 * 4096**2, 4096**2, 4096, 1)
+    plan = plan_attention(large, SPECS["H200"])
+    assert plan.kernel == "forward_triton"
+    assert "forward_features_gluon_sm90 too (it does not serve a bias)" in plan.reason
+
+
+def test_biases_that_are_padded_to_one_size_share_a_plan():
+    """What is behind the maxima decides nothing; other sizes, also of the same plan without a bias, are other calls."""
+    varlen._prepared.clear()
+    call, bias = packed_call(), torch.randn(2, 4, 5, 7)
+    padded = torch.full((2, 4, 8, 16), math.nan)
+    padded[:, :, :5, :7] = bias
+    expected = flash_attention_varlen(**call, bias=bias)
+    for longest_q, longest_k in ((5, 7), (6, 7), (5, 9)):
+        changed = {**call, "max_seqlen_q": longest_q, "max_seqlen_k": longest_k}
+        assert torch.equal(flash_attention_varlen(**changed, bias=padded), expected)
+    assert len(varlen._prepared) == 2
+    assert torch.equal(flash_attention_varlen(**call, bias=padded[:, :, :6, :8].contiguous()), expected)
+    assert len(varlen._prepared) == 3
+
+
+def test_a_tangent_of_a_bias_is_refused():
+    with torch.autograd.forward_ad.dual_level():
+        bias = torch.autograd.forward_ad.make_dual(torch.zeros(1, 1, 5, 7), torch.ones(1, 1, 5, 7))
+        with pytest.raises(UnsupportedError, match="an input has a forward-mode tangent"):
+            flash_attention_varlen(**packed_call(bias=bias))
+
+
+@pytest.mark.parametrize("own", [*itertools.product((1, 3), (1, 4))], ids=str)
+def test_equal_lengths_with_a_bias_are_a_batch(own):
+    """An invariant that needs no reference: one bias serves all sequences, or all heads, or none but its own."""
+    q, k, v = torch.randn(3, 5, 4, 8), torch.randn(3, 7, 2, 8), torch.randn(3, 7, 2, 16)
+    bias = torch.randn(*own, 5, 7)
+    starts_q, starts_k = (torch.arange(4, dtype=torch.int32) * length for length in (5, 7))
+    a, b, c = (tensor.flatten(0, 1) for tensor in (q, k, v))
+    o = flash_attention_varlen(a, b, c, starts_q, starts_k, 5, 7, causal=True, bias=bias)
+    a, b, c = (tensor.transpose(1, 2) for tensor in (q, k, v))
+    expected = flash_attention(a, b, c, causal=True, bias=bias)
+    torch.testing.assert_close(o.view(3, 5, 4, 16), expected.transpose(1, 2))
+
+
 def test_a_plan_for_packed_sequences():
     """One program for each row tile of the longest sequence, of every sequence and head; keys are not split."""
     problem = AttentionProblem(3, 4, 2, 64, 2**17, 64, 64, "fp16", packed=True, seqused="k")
@@ -218,22 +299,22 @@ def test_a_plan_for_packed_sequences():
     assert (plan.config.block_m, plan.config.num_splits) == (16, 1)  # the smallest tile: nothing else fills the GPU
     assert problem.describe() == "b3_h4_2_s64_131072_d64_fp16_packed"
     assert problem.extras == ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")
-    with pytest.raises(InputError, match="bias must be None for packed sequences"):
-        AttentionProblem(3, 4, 2, 256, 256, 64, 64, "fp16", packed=True, bias="fp32")
     with pytest.raises(InputError, match="seqused must be q, k or qk, and the sequences packed, got 'k'"):
         AttentionProblem(3, 4, 2, 256, 256, 64, 64, "fp16", seqused="k")
 
 
 def test_compile_and_opcheck_on_cpu():
     """The operator traces whole graphs, also with a number of tokens that changes, and its fake fits."""
-    call = packed_call(sinks=torch.randn(4), alibi=torch.rand(2, 4), seqused_k=ints(3, 7))
+    bias = torch.randn(1, 4, 5, 7)
+    call = packed_call(sinks=torch.randn(4), alibi=torch.rand(2, 4), bias=bias, seqused_k=ints(3, 7))
 
     def attend(q, k, v, cu_seqlens_q, cu_seqlens_k, *more):
-        sinks, alibi, seqused_k = more
+        sinks, alibi, bias, seqused_k = more
         options: dict[str, Any] = {"causal": True, "window": (3, -1), "softcap": 2.0, "return_lse": True}
         return flash_attention_varlen(
-            q + 1, k, v, cu_seqlens_q, cu_seqlens_k, 5, 7, sinks=sinks, alibi=alibi, seqused_k=seqused_k, **options
-        )
+            q + 1, k, v, cu_seqlens_q, cu_seqlens_k, 5, 7, sinks=sinks, alibi=alibi, bias=bias, seqused_k=seqused_k,
+            **options,
+        )  # fmt: skip
 
     tensors = [value for value in call.values() if isinstance(value, torch.Tensor)]
     compiled = torch.compile(attend, fullgraph=True, backend="eager", dynamic=True)
@@ -243,7 +324,7 @@ def test_compile_and_opcheck_on_cpu():
     operator = torch.ops.flashmoe_science.attention_varlen
     positional = [*packed_call().values()]
     for return_lse in (False, True):
-        given = call["sinks"], call["alibi"], None, call["seqused_k"], ints(3, 4).long()
+        given = call["sinks"], call["alibi"], call["bias"], None, call["seqused_k"], ints(3, 4).long()
         options = (True, 0.5, 3, -1, 2.0, *given, 0.25, return_lse, "auto")
         torch.library.opcheck(operator, (*positional, *options))
         real = operator(*positional, *options)

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
+from .backward_inputs import bias_sums
 from .backward_plan import BACKWARD_KERNEL, BackwardPlan, plan_backward
 from .backward_problem import BackwardProblem
-from .gradients import Options, attention_gradients, bias_sums
+from .gradients import Options, attention_gradients
 from .inputs import check_optional, check_options, check_shape, check_window, gpu_of, problem_of
 
 

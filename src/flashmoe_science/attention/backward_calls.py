@@ -80,8 +80,9 @@ def _kernel_call(plan: BackwardPlan, q: Tensor) -> Call:
         delta = torch.empty(rows["lse"].shape, dtype=torch.float32, device=q.device)
         found = {name: _allocate(name, tensors[name]) for name in problem.wanted}
         if p.packed or not launches:  # no program writes the gradients of rows and keys in no sequence's place
-            for gradient in found.values():
-                gradient.zero_()
+            for name, gradient in found.items():
+                if name != "bias" or not launches:  # that of a bias is written as a whole
+                    gradient.zero_()
         made = {f"d{name}": gradient for name, gradient in found.items()}
         for launch in launches:
             launch({**tensors, **rows, "delta": delta, **made})

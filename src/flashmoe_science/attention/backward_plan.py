@@ -152,9 +152,10 @@ BACKWARD_TABLES: dict[tuple[int, ...], dict[tuple[int, int], BackwardTiles]] = {
 }
 
 
-# With dropout, whose numbers take registers: (bytes of an element, columns) -> tiles of the kernels that own keys,
-# queries and the bias. They are held to the same on every architecture, with all features too; fp32 has its own.
-_DROPOUT_TILES = {
+# With dropout, whose numbers take registers, and with a bias of packed sequences, whose ends do: (bytes of an element,
+# columns) -> tiles of the kernels that own keys, queries and the bias. They are held to the same on every architecture,
+# with all features too; fp32 has its own.
+_SMALL_TILES = {
     (2, 64): (Tile(32, 32, 8, 1), Tile(64, 32, 8, 2), Tile(32, 64, 8, 1)),
     (2, 128): (Tile(32, 32, 8, 1), Tile(64, 32, 8, 2), Tile(32, 32, 8, 1)),
     (2, 256): (Tile(16, 32, 8, 1), Tile(32, 32, 8, 1), Tile(16, 64, 8, 1)),
@@ -176,9 +177,9 @@ def backward_config(problem: BackwardProblem, arch: int) -> BackwardConfig:
     p = problem.forward
     columns = block_dim(max(p.head_dim, p.head_dim_v))
     tiles = backward_tiles(arch, p.item_bytes, columns)
-    if p.dropout_p:
+    if p.dropout_p or (p.packed and p.bias):
         featured = tiles.kv_features, tiles.q_features, tiles.bias
-        return BackwardConfig(*_DROPOUT_TILES.get((p.item_bytes, max(64, columns)), featured))
+        return BackwardConfig(*_SMALL_TILES.get((p.item_bytes, max(64, columns)), featured))
     if p.window != (-1, -1) or p.softcap or p.alibi or p.bias:
         return BackwardConfig(tiles.kv_features, tiles.q_features, tiles.bias)
     whole = not p.packed and p.seqlen_q % tiles.kv.block_m == 0
@@ -274,6 +275,7 @@ def _cpu_plan(problem: BackwardProblem, kernel: str) -> BackwardPlan:
         apart = max(p.head_dim, p.head_dim_v) > 128  # as on some GPUs
         config = BackwardConfig(Tile(16, 32, 4, 1), Tile(32, 16, 4, 1), Tile(32, 32, 4, 1), kv_apart=apart)
         why = "Triton's interpreter runs it (TRITON_INTERPRET=1)"
-        return BackwardPlan(problem, "CPU", 0, kernel, config, _launches(problem, config), why)
+        launches = _launches(problem, config) if p.rows and p.seqlen_k else ()  # as on a GPU
+        return BackwardPlan(problem, "CPU", 0, kernel, config, launches, why)
     hint = "TRITON_INTERPRET=1 runs it in Triton's interpreter" if kernel == "backward_triton" else "auto serves them"
     raise UnsupportedError(f"{kernel} needs an NVIDIA GPU, got CPU tensors", hint=hint)

@@ -109,6 +109,7 @@ def _backward_q_kernel(
         place_q = tl.load(cu_seqlens_q_ptr + b + 1) - start_q
         if first_row >= place_q:
             return
+        longest_q, longest_k = seqlen_q, seqlen_k  # that a bias has rows and columns for, whatever lengths say
         seqlen_q, seqlen_k = place_q, tl.load(cu_seqlens_k_ptr + b + 1) - start_k
         if seqused_q_ptr is not None:
             seqlen_q = tl.load(seqused_q_ptr + b)
@@ -121,7 +122,7 @@ def _backward_q_kernel(
         dq_ptr += start_q.to(tl.int64) * STRIDE_DQM
         lse_at, step_lse = start_q.to(tl.int64) * heads + h, heads
     else:
-        place_q = seqlen_q
+        place_q, longest_q = seqlen_q, seqlen_q
         lse_at, step_lse = (b * heads + h).to(tl.int64) * seqlen_q, 1
 
     offs_m = first_row + tl.arange(0, BLOCK_M)
@@ -149,13 +150,16 @@ def _backward_q_kernel(
     bias_rows = None
     if bias_ptr is not None:
         bias_head = bias_ptr + head_offset(b, h, stride_bias_b, stride_bias_h) * ALIGN_BIAS
-        bias_rows = bias_head + tl.minimum(offs_m, seqlen_q - 1).to(tl.int64) * (stride_bias_m * ALIGN_BIAS)
+        last_row = tl.minimum(seqlen_q, longest_q) - 1
+        bias_rows = bias_head + tl.minimum(offs_m, last_row).to(tl.int64) * (stride_bias_m * ALIGN_BIAS)
 
     dropout = None
     if dropout_seed_ptr is not None:
         dropout = load_dropout(dropout_seed_ptr, b * heads + h, dropout_last, dropout_scale)
 
     diagonal = seqlen_k - seqlen_q
+    if cu_seqlens_q_ptr is not None and bias_ptr is not None:
+        seqlen_k = tl.minimum(seqlen_k, longest_k)
     begin, inside, unmasked, end = _key_range(
         first_row, seqlen_k, diagonal, window_left, window_right, BLOCK_M, BLOCK_N, BOUND_LEFT, BOUND_RIGHT
     )
@@ -200,8 +204,8 @@ def _backward_q_kernel(
 def _backward_bias_kernel(
     q_ptr,  # as in _backward_q_kernel, like all below
     k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr,
-    dbias_ptr,  # [BB, BH, Sq, Sk], contiguous, where BB is B or 1 and BH is H or 1
-    alibi_ptr, bias_ptr, dropout_seed_ptr,
+    dbias_ptr,  # [BB, BH, Sq, Sk], contiguous, where BB is B or 1 and BH is H or 1; packed: of the longest lengths
+    alibi_ptr, bias_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_q_ptr, seqused_k_ptr, dropout_seed_ptr,
     stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh, stride_dob, stride_doh,  # in units of ALIGN
     batch, heads, bias_heads, seqlen_q, seqlen_k, tiles_m, tiles_n, scale, window_left, window_right, softcap,
     stride_bias_b, stride_bias_h, stride_bias_m, dropout_last, dropout_scale,
@@ -231,10 +235,11 @@ def _backward_bias_kernel(
         times = batch
     if SUM_HEADS:
         times = times * heads
-    if BOUND_RIGHT:  # a tile of which all is masked: the last row ends before the first key
-        times = tl.where(first_row + (BLOCK_M - 1) + (diagonal + window_right) >= first_key, times, 0)
-    if BOUND_LEFT:
-        times = tl.where(first_row + (diagonal - window_left) <= first_key + (BLOCK_N - 1), times, 0)
+    if cu_seqlens_q_ptr is None:  # else every sequence has a diagonal of its own
+        if BOUND_RIGHT:  # a tile of which all is masked: the last row ends before the first key
+            times = tl.where(first_row + (BLOCK_M - 1) + (diagonal + window_right) >= first_key, times, 0)
+        if BOUND_LEFT:
+            times = tl.where(first_row + (diagonal - window_left) <= first_key + (BLOCK_N - 1), times, 0)
 
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for turn in tl.range(0, times, 1, num_stages=1):
@@ -250,31 +255,61 @@ def _backward_bias_kernel(
         do_base = do_ptr + (b * stride_dob + h * stride_doh) * ALIGN
         k_base = k_ptr + (b * stride_kb + h // GROUP * stride_kh) * ALIGN
         v_base = v_ptr + (b * stride_vb + h // GROUP * stride_vh) * ALIGN
-        q_ptrs = q_base + rows[:, None] * STRIDE_QM + offs_d[None, :] * STRIDE_QD
-        do_ptrs = do_base + rows[:, None] * STRIDE_DOM + offs_dv[None, :] * STRIDE_DOD
-        k_ptrs = k_base + keys[:, None] * STRIDE_KN + offs_d[None, :] * STRIDE_KD
-        v_ptrs = v_base + keys[:, None] * STRIDE_VN + offs_dv[None, :] * STRIDE_VD
-        q = load_rows(q_ptrs, offs_m, seqlen_q, offs_d, D, True, D != BLOCK_D)  # [BLOCK_M, BLOCK_D]
-        k = load_rows(k_ptrs, offs_n, seqlen_k, offs_d, D, True, D != BLOCK_D)  # [BLOCK_N, BLOCK_D]
-        s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale  # [BLOCK_M, BLOCK_N]
-        do = load_rows(do_ptrs, offs_m, seqlen_q, offs_dv, DV, True, DV != BLOCK_DV)  # [BLOCK_M, BLOCK_DV]
-        v = load_rows(v_ptrs, offs_n, seqlen_k, offs_dv, DV, True, DV != BLOCK_DV)  # [BLOCK_N, BLOCK_DV]
-        dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
-        if dropout_seed_ptr is not None:
-            dropout = load_dropout(dropout_seed_ptr, b * heads + h, dropout_last, dropout_scale)
-            dp = tl.where(kept_by(dropout, offs_m, first_key, BLOCK_N), dp * dropout_scale, 0.0)
-        head = (b * heads + h) * seqlen_q
-        lse = load_lse(lse_ptr + head + offs_m, offs_m < seqlen_q, 1.0)
-        delta = tl.load(delta_ptr + head + offs_m, mask=offs_m < seqlen_q, other=0.0)
-        slope = None
-        if alibi_ptr is not None:
-            slope = tl.load(alibi_ptr + b * STRIDE_ALIBI_B + h).to(tl.float32)
-        bias_ptrs = bias_ptr + (b * stride_bias_b + h * stride_bias_h) * ALIGN_BIAS + bias_at
-        p, _cap = weigh(
-            s, offs_m[:, None], offs_n[None, :], lse[:, None], bias_ptrs, seqlen_k, diagonal, window_left,
-            window_right, softcap, slope, False, BOUND_LEFT, BOUND_RIGHT, PRECISION == "ieee",
-        )  # fmt: skip
-        total += p * (dp - delta[:, None])
+        own_q, own_k, own_diagonal = seqlen_q, seqlen_k, diagonal
+        reached = True
+        if cu_seqlens_q_ptr is not None:
+            start_q, start_k = tl.load(cu_seqlens_q_ptr + b), tl.load(cu_seqlens_k_ptr + b)
+            if seqused_q_ptr is not None:
+                own_q = tl.load(seqused_q_ptr + b)
+            else:
+                own_q = tl.load(cu_seqlens_q_ptr + b + 1) - start_q
+            if seqused_k_ptr is not None:
+                own_k = tl.load(seqused_k_ptr + b)
+            else:
+                own_k = tl.load(cu_seqlens_k_ptr + b + 1) - start_k
+            own_diagonal = own_k - own_q
+            q_base += start_q.to(tl.int64) * STRIDE_QM
+            do_base += start_q.to(tl.int64) * STRIDE_DOM
+            k_base += start_k.to(tl.int64) * STRIDE_KN
+            v_base += start_k.to(tl.int64) * STRIDE_VN
+            # Sequences that are shorter than the place of this tile, or of which all is masked there, add nothing.
+            reached = (first_row < own_q) & (first_key < own_k)
+            if BOUND_RIGHT:
+                reached = reached & (first_row + (BLOCK_M - 1) + (own_diagonal + window_right) >= first_key)
+            if BOUND_LEFT:
+                reached = reached & (first_row + (own_diagonal - window_left) <= first_key + (BLOCK_N - 1))
+        if reached:
+            q_ptrs = q_base + rows[:, None] * STRIDE_QM + offs_d[None, :] * STRIDE_QD
+            do_ptrs = do_base + rows[:, None] * STRIDE_DOM + offs_dv[None, :] * STRIDE_DOD
+            k_ptrs = k_base + keys[:, None] * STRIDE_KN + offs_d[None, :] * STRIDE_KD
+            v_ptrs = v_base + keys[:, None] * STRIDE_VN + offs_dv[None, :] * STRIDE_VD
+            q = load_rows(q_ptrs, offs_m, own_q, offs_d, D, True, D != BLOCK_D)  # [BLOCK_M, BLOCK_D]
+            k = load_rows(k_ptrs, offs_n, own_k, offs_d, D, True, D != BLOCK_D)  # [BLOCK_N, BLOCK_D]
+            s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale  # [BLOCK_M, BLOCK_N]
+            do = load_rows(do_ptrs, offs_m, own_q, offs_dv, DV, True, DV != BLOCK_DV)  # [BLOCK_M, BLOCK_DV]
+            v = load_rows(v_ptrs, offs_n, own_k, offs_dv, DV, True, DV != BLOCK_DV)  # [BLOCK_N, BLOCK_DV]
+            dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+            if dropout_seed_ptr is not None:
+                dropout = load_dropout(dropout_seed_ptr, b * heads + h, dropout_last, dropout_scale)
+                dp = tl.where(kept_by(dropout, offs_m, first_key, BLOCK_N), dp * dropout_scale, 0.0)
+            if cu_seqlens_q_ptr is None:
+                head, lse_rows = (b * heads + h) * seqlen_q, offs_m
+            else:
+                head, lse_rows = start_q.to(tl.int64) * heads + h, rows * heads
+            lse = load_lse(lse_ptr + head + lse_rows, offs_m < own_q, 1.0)
+            delta = tl.load(delta_ptr + head + lse_rows, mask=offs_m < own_q, other=0.0)
+            slope = None
+            if alibi_ptr is not None:
+                slope = tl.load(alibi_ptr + b * STRIDE_ALIBI_B + h).to(tl.float32)
+            bias_ptrs = bias_ptr + (b * stride_bias_b + h * stride_bias_h) * ALIGN_BIAS + bias_at
+            p, _cap = weigh(
+                s, offs_m[:, None], offs_n[None, :], lse[:, None], bias_ptrs, own_k, own_diagonal, window_left,
+                window_right, softcap, slope, False, BOUND_LEFT, BOUND_RIGHT, PRECISION == "ieee",
+            )  # fmt: skip
+            ds = p * (dp - delta[:, None])
+            if cu_seqlens_q_ptr is not None:  # what the bias has behind the ends of a sequence may be anything
+                ds = tl.where((offs_m[:, None] < own_q) & (offs_n[None, :] < own_k), ds, 0.0)
+            total += ds
 
     out = dbias_ptr + (place.to(tl.int64) * seqlen_q + rows)[:, None] * seqlen_k + keys[None, :]
     mask = (offs_m[:, None] < seqlen_q) & (offs_n[None, :] < seqlen_k)

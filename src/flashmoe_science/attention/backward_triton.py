@@ -167,7 +167,7 @@ def _backward_kv_kernel(
     dk_ptr,  # [B, HK, Sk, D], or None where another launch makes it
     dv_ptr,  # [B, HK, Sk, DV], or None
     alibi_ptr,  # [H], [B, H] or None
-    bias_ptr,  # [B, H, Sq, Sk] or None
+    bias_ptr,  # [B, H, Sq, Sk] or None; packed: of the longest lengths
     cu_seqlens_q_ptr,  # [B + 1] int32 or None: not packed
     cu_seqlens_k_ptr,  # [B + 1] int32 or None
     seqused_q_ptr,  # [B] int32 or None
@@ -206,6 +206,7 @@ def _backward_kv_kernel(
         place_k = tl.load(cu_seqlens_k_ptr + b + 1) - start_k
         if first_key >= place_k:
             return
+        longest_q, longest_k = seqlen_q, seqlen_k  # that a bias has rows and columns for, whatever lengths say
         seqlen_q, seqlen_k = tl.load(cu_seqlens_q_ptr + b + 1) - start_q, place_k
         if seqused_q_ptr is not None:
             seqlen_q = tl.load(seqused_q_ptr + b)
@@ -222,7 +223,7 @@ def _backward_kv_kernel(
         lse_start, step_lse = start_q.to(tl.int64) * heads, heads
         lse_head = 1
     else:
-        place_k = seqlen_k
+        place_k, longest_k = seqlen_k, seqlen_k
         lse_start, step_lse = b.to(tl.int64) * heads * seqlen_q, 1
         lse_head = seqlen_q
 
@@ -241,12 +242,14 @@ def _backward_kv_kernel(
     v = load_rows(v_ptrs, offs_n, seqlen_k, offs_dv, DV, True, DV != BLOCK_DV)  # [BLOCK_N, BLOCK_DV]
     key_cols = None
     if bias_ptr is not None:
-        key_cols = tl.minimum(offs_n, seqlen_k - 1)
+        key_cols = tl.minimum(offs_n, tl.minimum(seqlen_k, longest_k) - 1)
         if WIDE or STRIDE_BIAS_N > 1:  # counted from the first key, unlike what WIDE is about
             key_cols = key_cols.to(tl.int64)
         key_cols = key_cols * STRIDE_BIAS_N
 
     diagonal = seqlen_k - seqlen_q
+    if cu_seqlens_q_ptr is not None and bias_ptr is not None:
+        seqlen_q = tl.minimum(seqlen_q, longest_q)
     begin, inside, unmasked, end = _row_range(
         first_key, seqlen_q, diagonal, window_left, window_right, BLOCK_M, BLOCK_N, BOUND_LEFT, BOUND_RIGHT
     )

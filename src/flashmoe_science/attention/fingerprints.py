@@ -34,8 +34,7 @@ RUN_AT_EACH_CALL = frozenset(("__init__.py", "attention/gradients.py", "attentio
 RUN_AT_EACH_CALL_WITH_FEATURES = RUN_AT_EACH_CALL | {"attention/problem.py"}  # the checks of features
 # Of gradients what makes them decides, and what describes, plans and prepares them does not.
 NOT_FOLLOWED_OF_STEPS = (NOT_FOLLOWED - {f"{_PACKAGE}.attention.gradients"}) | {
-    f"{_PACKAGE}.attention.{room}"
-    for room in ("backward_hopper_plan", "backward_plan", "backward_prepare", "backward_problem", "backward_sm90")
+    f"{_PACKAGE}.attention.backward_{room}" for room in ("hopper_plan", "inputs", "plan", "prepare", "problem", "sm90")
 }
 # Gradients alone are given what the reference makes of the inputs.
 NOT_FOLLOWED_OF_GRADIENTS = NOT_FOLLOWED_OF_STEPS - {f"{_PACKAGE}.attention.reference"}

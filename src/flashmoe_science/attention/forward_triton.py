@@ -153,7 +153,7 @@ def _forward_kernel(
     lse_ptr,  # [B, H, Sq] fp32, natural log; with SPLITS > 1 [SPLITS, B, H, Sq]; packed [T, H]
     sinks_ptr,  # [H] or None
     alibi_ptr,  # [H], [B, H] or None
-    bias_ptr,  # [B, H, Sq, Sk] or None
+    bias_ptr,  # [B, H, Sq, Sk] or None; packed: of the longest lengths
     cu_seqlens_q_ptr,  # [B + 1] int32: where sequences start; None: not packed
     cu_seqlens_k_ptr,  # [B + 1] int32 or None
     seqused_q_ptr,  # [B] int32: their lengths where they end before the next one starts, or None
@@ -203,6 +203,7 @@ def _forward_kernel(
         place_q = tl.load(cu_seqlens_q_ptr + b + 1) - start_q  # rows up to the next sequence
         if first_row >= place_q:
             return
+        longest_q, longest_k = seqlen_q, seqlen_k  # that a bias has rows and columns for, whatever lengths say
         seqlen_q, seqlen_k = place_q, tl.load(cu_seqlens_k_ptr + b + 1) - start_k
         if seqused_q_ptr is not None:
             seqlen_q = tl.load(seqused_q_ptr + b)
@@ -214,7 +215,7 @@ def _forward_kernel(
             v_ptr += start_k.to(tl.int64) * STRIDE_VN
         o_ptr += start_q.to(tl.int64) * STRIDE_OM
     else:
-        place_q = seqlen_q
+        place_q, longest_q = seqlen_q, seqlen_q
 
     offs_m = first_row + tl.arange(0, BLOCK_M)
     offs_n, offs_d, offs_dv = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
@@ -242,20 +243,24 @@ def _forward_kernel(
     if bias_ptr is not None:
         bias_head = bias_ptr + head_offset(b, h, stride_bias_b, stride_bias_h) * ALIGN_BIAS
         # Rows past the end read the last one: what they give is never stored.
-        bias_rows = bias_head + tl.minimum(offs_m, seqlen_q - 1).to(tl.int64) * (stride_bias_m * ALIGN_BIAS)
+        last_row = tl.minimum(seqlen_q, longest_q) - 1
+        bias_rows = bias_head + tl.minimum(offs_m, last_row).to(tl.int64) * (stride_bias_m * ALIGN_BIAS)
 
     dropout = None
     if dropout_seed_ptr is not None:
         dropout = load_dropout(dropout_seed_ptr, row_of_heads, dropout_last, dropout_scale)
 
     diagonal = seqlen_k - seqlen_q  # without bounds of its own, row m is at key m + diagonal
+    if cu_seqlens_q_ptr is not None and bias_ptr is not None:
+        seqlen_k = tl.minimum(seqlen_k, longest_k)
     begin, inside, unmasked, end = _key_range(
         first_row, split, seqlen_k, diagonal, window_left, window_right,
         BLOCK_M, BLOCK_N, BOUND_LEFT, BOUND_RIGHT, SPLITS,
     )  # fmt: skip
     if seqused_q_ptr is not None:
         end = tl.where(first_row < seqlen_q, end, 0)
-        if PAGE_SIZE > 0:  # the pages of a sequence that nobody asks about may not exist
+        # Of a sequence that nobody asks about pages may not exist, and a bias has no last row.
+        if PAGE_SIZE > 0 or bias_ptr is not None:
             unmasked = tl.where(first_row < seqlen_q, unmasked, 0)
     # The pages of a tile are read one tile ahead, also from loop to loop: the addresses of K and V wait for no load.
     table, page, first_key = None, None, 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,11 +12,10 @@ from torch import Tensor
 
 from ..errors import UnsupportedError
 from .backward_calls import Call, allocate_gradient, prepare_backward
+from .backward_inputs import backward_problem_of
 from .backward_plan import BACKWARD_KERNEL, plan_backward
-from .backward_problem import BackwardProblem
-from .inputs import gpu_of, layout_of, pointer_alignment, problem_of
-from .packed import layout_of_tokens, packed_problem
-from .problem import AttentionProblem, canonical_strides
+from .inputs import gpu_of, layout_of
+from .packed import layout_of_tokens, planned_lengths
 
 OPTIONAL = ("sinks", "alibi", "bias", "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "dropout_seed")
 PLAIN = (Tensor, torch.nn.Parameter)  # kinds of tensors that hold what they are; others come by the operators
@@ -194,49 +192,6 @@ def attention_gradients(options: Options, tensors: Mapping[str, Tensor], wanted:
     return call(tensors)
 
 
-def bias_sums(forward: AttentionProblem, bias: Tensor | None) -> tuple[bool, bool]:
-    """Return whether one bias serves all sequences, and all heads."""
-    assert bias is not None
-    return bias.shape[0] == 1 and forward.batch > 1, bias.shape[1] == 1 and forward.heads > 1
-
-
-def backward_problem_of(options: Options, tensors: Mapping[str, Tensor], wanted: Sequence[str]) -> BackwardProblem:
-    """Describe the gradients of a call. Raises ``InputError``."""
-    if options.max_seqlens is None:
-        extras = {name: tensors.get(name) for name in ("sinks", "alibi", "bias", "dropout_seed")}
-        forward = problem_of(
-            tensors["q"], tensors["k"], tensors["v"], causal=options.causal, softmax_scale=options.softmax_scale,
-            return_lse=True, window=options.window, softcap=options.softcap, dropout_p=options.dropout_p, **extras,
-        )  # fmt: skip
-    else:
-        names = ("q", "k", "v", *(name for name in OPTIONAL if name != "bias"))
-        forward = packed_problem(
-            {name: tensors.get(name) for name in names}, options.max_seqlens, causal=options.causal,
-            softmax_scale=options.softmax_scale, return_lse=True, window=options.window, softcap=options.softcap,
-            dropout_p=options.dropout_p,
-        )  # fmt: skip
-    o, do, bias = tensors["o"], tensors["do"], tensors.get("bias")
-    forward = replace(forward, pointer_alignment=math.gcd(forward.pointer_alignment, pointer_alignment(o, do)))
-    sums = bias_sums(forward, bias) if bias is not None and "bias" in wanted else None
-    return BackwardProblem(
-        forward,
-        _strides(o),
-        _strides(do),
-        has_dlse="dlse" in tensors,
-        wants_q="q" in wanted,
-        wants_kv="k" in wanted or "v" in wanted,
-        wants_sinks="sinks" in wanted and "sinks" in tensors,
-        bias_sums=sums,
-    )
-
-
-def _strides(tensor: Tensor) -> tuple[int, int, int, int]:
-    if tensor.dim() == 4:
-        return canonical_strides(tensor.shape, tensor.stride())
-    token, head, column = tensor.stride()
-    return 0, head if tensor.shape[1] > 1 else 0, token, column if tensor.shape[2] > 1 else 1
-
-
 # What graphs hold. A gradient that is not asked for has no elements.
 
 
@@ -273,7 +228,7 @@ def _attention_backward(
     names = ("q", "k", "v", *OPTIONAL, "o", "lse", "do", "dlse")
     everything = dict(zip(names, (q, k, v, *optional, o, lse, do, dlse), strict=True))
     given = {name: tensor for name, tensor in everything.items() if tensor is not None}
-    lengths = None if cu_seqlens_q is None else (max_seqlen_q, max_seqlen_k)
+    lengths = None if cu_seqlens_q is None else planned_lengths(max_seqlen_q, max_seqlen_k, bias)
     options = Options(causal, softmax_scale, (window_left, window_right), softcap, lengths, kernel, dropout_p)
     found = attention_gradients(options, given, [_DIFFERENTIABLE[number] for number in wanted])
     a, b, c, d, e = (

@@ -48,7 +48,7 @@ def problem_of(
         check_dropout_seed(dropout_seed, q)
     features = describe_heads(q, batch, heads, sinks=sinks, alibi=alibi)
     if bias is not None:
-        features |= _describe_bias(q, bias, (batch, heads, seqlen_q, seqlen_k))
+        features |= describe_bias(q, bias, (batch, heads, seqlen_q, seqlen_k), "Sq, Sk")
     return AttentionProblem(
         batch=batch,
         heads=heads,
@@ -204,12 +204,13 @@ def _check_dtype(name: str, tensor: Tensor) -> None:
         raise InputError(f"{name} must be float16, bfloat16 or float32, got {tensor.dtype}")
 
 
-def _describe_bias(q: Tensor, bias: Tensor, shape: tuple[int, int, int, int]) -> dict[str, Any]:
+def describe_bias(q: Tensor, bias: Tensor, shape: tuple[int, int, int, int], letters: str) -> dict[str, Any]:
+    """Check a bias, and return it as fields of a problem; ``letters`` name the last two axes. Raises ``InputError``."""
     _check_dtype("bias", bias)
     _check_place("bias", bias, q)
     fits = bias.dim() == 4 and tuple(bias.shape[2:]) == shape[2:]
     if not fits or bias.shape[0] not in (1, shape[0]) or bias.shape[1] not in (1, shape[1]):
-        expected = f"[B or 1, H or 1, Sq, Sk] = [{shape[0]} or 1, {shape[1]} or 1, {shape[2]}, {shape[3]}]"
+        expected = f"[B or 1, H or 1, {letters}] = [{shape[0]} or 1, {shape[1]} or 1, {shape[2]}, {shape[3]}]"
         raise InputError(f"bias must have shape {expected}, got {list(bias.shape)}")
     strides = tuple(stride if size > 1 else 0 for size, stride in zip(bias.shape, bias.stride(), strict=True))
     return {"bias": DTYPE_NAMES[bias.dtype], "bias_strides": strides, "bias_alignment": pointer_alignment(bias)}

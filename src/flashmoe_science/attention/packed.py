@@ -13,6 +13,7 @@ from .inputs import (
     check_dropout_seed,
     check_shape,
     check_tensors,
+    describe_bias,
     describe_heads,
     layout_of,
     pointer_alignment,
@@ -35,14 +36,35 @@ def planned_length(name: str, length: object) -> int:
     return min(-(-length // 128) * 128, 2**31 - 1)
 
 
+def planned_lengths(max_seqlen_q: Any, max_seqlen_k: Any, bias: Tensor | None) -> tuple[int, int]:
+    """Return the longest lengths as they are planned for: rounded up, or those that a bias has rows and columns for.
+
+    So biases that are padded to the same sizes share plans. Raises ``InputError``.
+    """
+    planned = planned_length("max_seqlen_q", max_seqlen_q), planned_length("max_seqlen_k", max_seqlen_k)
+    if bias is None:
+        return planned
+    if bias.dim() != 4:
+        raise InputError(f"bias must have 4 dimensions [B or 1, H or 1, rows, columns], got shape {list(bias.shape)}")
+    rows, columns = bias.shape[2:]
+    if rows < max_seqlen_q or columns < max_seqlen_k:
+        raise InputError(
+            f"bias must have at least max_seqlen_q = {max_seqlen_q} rows and max_seqlen_k = {max_seqlen_k} columns, "
+            f"got shape {list(bias.shape)}"
+        )
+    if max(rows, columns) >= 2**31:
+        raise InputError(f"bias must have fewer than 2**31 rows and columns, got shape {list(bias.shape)}")
+    return rows, columns
+
+
 def packed_problem(
     tensors: dict[str, Any], lengths: tuple[int, int], *, return_lse: bool, **options: Any
 ) -> AttentionProblem:
     """Check the tensors against the contract and describe the call. Raises ``InputError``.
 
-    A page table may be left out of ``tensors``; ``lengths`` may be those that ``planned_length`` gives.
+    A bias and a page table may be left out of ``tensors``; ``lengths`` may be those that ``planned_lengths`` gives.
     """
-    lengths = planned_length("max_seqlen_q", lengths[0]), planned_length("max_seqlen_k", lengths[1])
+    lengths = planned_lengths(*lengths, tensors.get("bias"))
     q, k, v = (tensors[name] for name in "qkv")
     page_table = tensors.get("page_table")
     if page_table is None:
@@ -63,6 +85,8 @@ def packed_problem(
             raise InputError(f"{name} must have shape [{letters}] = [{size}], got {list(tensor.shape)}")
     check_dropout_seed(tensors["dropout_seed"], q)
     pages: dict[str, Any] = {} if page_table is None else _describe_table(page_table, q, batch, tokens[1])
+    if (bias := tensors.get("bias")) is not None:
+        options |= describe_bias(q, bias, (batch, heads, *lengths), "rows, columns")
     return AttentionProblem(
         batch=batch,
         heads=heads,

@@ -70,7 +70,8 @@ class AttentionProblem:
     bias: str = ""  # dtype of what is added to the scores; "": nothing is
     bias_strides: Strides = ()  # type: ignore[assignment] # of [B, H, Sq, Sk], 0 along a broadcast axis
     bias_alignment: int = 16  # bytes by which the address of the bias is a multiple, 16 at the most
-    # q, k, v and o are [T, H, D], sequences in a row; seqlen_q and seqlen_k are the longest. Strides have 0 for B.
+    # q, k, v and o are [T, H, D], sequences in a row; seqlen_q and seqlen_k are the longest, which a bias has rows and
+    # columns for. Strides have 0 for B.
     packed: bool = False
     seqused: str = ""  # of packed sequences that end before their place does: "q", "k" or "qk"
     # k and v of packed sequences are [pages, page_size, HK, D], and a table [B, P] says which pages are whose; 0: they
@@ -107,7 +108,8 @@ class AttentionProblem:
             if not getattr(self, name):
                 page = self.page_size * heads * columns if name in ("k_strides", "v_strides") else 0
                 packed = (page, columns, heads * columns, 1)
-                strides = packed if self.packed else dense_strides(batch, heads, seqlen, columns)
+                dense = not self.packed or name == "bias_strides"
+                strides = dense_strides(batch, heads, seqlen, columns) if dense else packed
                 object.__setattr__(self, name, strides)
 
     def _check_features(self) -> None:
@@ -117,8 +119,6 @@ class AttentionProblem:
                 raise InputError(
                     f"the dtype of {name} must be one of {', '.join(ITEM_BYTES)}, got {getattr(self, name)!r}"
                 )
-        if self.packed and self.bias:
-            raise InputError("bias must be None for packed sequences, got one")
         if self.seqused not in ("", "q", "k", "qk") or (self.seqused and not self.packed):
             raise InputError(f"seqused must be q, k or qk, and the sequences packed, got {self.seqused!r}")
         if self.page_size < 0 or (self.page_size and not self.packed):

@@ -347,6 +347,7 @@ def attention_varlen(
     seqused_k: Tensor | None = None,
     page_table: Tensor | None = None,
     alibi: Tensor | None = None,
+    bias: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """Return ``(o, lse)`` of packed sequences: each by ``attention``.
@@ -361,6 +362,7 @@ def attention_varlen(
         seqused_k: ``[B]``.
         page_table: ``[B, P]``: the page of key n of sequence b is ``page_table[b, n // page_size]``.
         alibi: slopes ``[H]`` or ``[B, H]``.
+        bias: ``[B or 1, H or 1, queries, keys]`` of the longest sequences, or more.
         **options: of ``attention``.
 
     Returns:
@@ -371,17 +373,18 @@ def attention_varlen(
     for b, (place_q, place_k) in enumerate(
         zip(_places(cu_seqlens_q, seqused_q), _places(cu_seqlens_k, seqused_k), strict=True)
     ):
-        rows = slice(*place_q)
+        rows, keys = slice(*place_q), (0, place_k[1] - place_k[0])
         if page_table is None:
             own_k, own_v = (tensor[slice(*place_k)] for tensor in (k, v))
         else:
-            first, end = keys_in_reach(place_q, place_k, options.get("window", (-1, -1)))
-            places = torch.arange(first, end, device=q.device)
+            keys = keys_in_reach(place_q, place_k, options.get("window", (-1, -1)))
+            places = torch.arange(*keys, device=q.device)
             pages = page_table[b, places // k.shape[1]].long()
             own_k, own_v = (tensor[pages, places % k.shape[1]] for tensor in (k, v))
         inputs = (tensor.transpose(0, 1)[None] for tensor in (q[rows], own_k, own_v))
         slopes = alibi[b] if alibi is not None and alibi.dim() == 2 else alibi
-        one, one_lse = attention(*inputs, alibi=slopes, first_sequence=b, **options)
+        added = None if bias is None else bias[_bias_of(bias, b, place_q, keys)]
+        one, one_lse = attention(*inputs, alibi=slopes, bias=added, first_sequence=b, **options)
         if o is None or lse is None:
             o = torch.zeros(total, heads, v.shape[-1], dtype=one.dtype, device=q.device)
             lse = torch.full((heads, total), -torch.inf, dtype=one.dtype, device=q.device)
@@ -415,6 +418,7 @@ def attention_varlen_backward(
     seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None,
     alibi: Tensor | None = None,
+    bias: Tensor | None = None,
     **options: Any,
 ) -> dict[str, Tensor]:
     """Return the gradients of packed sequences: of each by ``attention_backward``, 0 of tokens in none.
@@ -430,6 +434,7 @@ def attention_varlen_backward(
         seqused_q: ``[B]``.
         seqused_k: ``[B]``.
         alibi: slopes.
+        bias: ``[B or 1, H or 1, queries, keys]``.
         **options: of ``attention_backward``.
 
     Returns:
@@ -442,6 +447,8 @@ def attention_varlen_backward(
     sinks = options.get("sinks")
     if sinks is not None:
         grads["sinks"] = torch.zeros(sinks.shape, dtype=dtype, device=q.device)
+    if bias is not None:
+        grads["bias"] = torch.zeros(bias.shape, dtype=dtype, device=q.device)
     for b, (place_q, place_k) in enumerate(
         zip(_places(cu_seqlens_q, seqused_q), _places(cu_seqlens_k, seqused_k), strict=True)
     ):
@@ -449,14 +456,26 @@ def attention_varlen_backward(
         own = [tensor.transpose(0, 1)[None] for tensor in (q[rows], k[keys], v[keys], do[rows])]
         own += [] if dlse is None else [dlse[None, :, rows]]
         slopes = alibi[b] if alibi is not None and alibi.dim() == 2 else alibi
+        added = None
+        if bias is not None:
+            its = _bias_of(bias, b, place_q, (0, place_k[1] - place_k[0]))
+            added = bias[its]
         differentiate: Any = attention_backward
-        one = differentiate(*own, alibi=slopes, first_sequence=b, **options)
+        one = differentiate(*own, alibi=slopes, bias=added, first_sequence=b, **options)
         grads["q"][rows] = one["q"][0].transpose(0, 1)
         for name in ("k", "v"):
             grads[name][keys] = one[name][0].transpose(0, 1)
         if sinks is not None:
             grads["sinks"] += one["sinks"]
+        if bias is not None:
+            grads["bias"][its] += one["bias"]
     return grads
+
+
+def _bias_of(bias: Tensor, b: int, place_q: tuple[int, int], keys: tuple[int, int]) -> tuple[slice, ...]:
+    """Return where the bias of one sequence is: of its rows, and of its keys from the first of ``keys`` to the last."""
+    own = slice(b, b + 1) if bias.shape[0] > 1 else slice(0, 1)
+    return own, slice(None), slice(0, place_q[1] - place_q[0]), slice(*keys)
 
 
 def _places(cu_seqlens: Tensor, seqused: Tensor | None) -> list[tuple[int, int]]:

@@ -60,8 +60,8 @@ FORWARD_TABLES: dict[tuple[int, ...], dict[tuple[int, int], tuple[ForwardConfig,
 }  # fmt: skip
 
 # Rows in place of those above where features would make them spill, chosen like them: with any feature; with a bias or
-# more than two of window, softcap, sinks, ALiBi and pages, for which a thread needs more registers; with dropout; and
-# with pages, whose numbers are read ahead.
+# more than two of window, softcap, sinks, ALiBi and pages, for which a thread needs more registers; with dropout; with
+# a bias of packed sequences, dropout or not; and with pages, whose numbers are read ahead.
 _FEATURE_TABLES: dict[tuple[int, ...], dict[tuple[int, int], tuple[ForwardConfig, ...]]] = {
     (80,): {(2, 64): (_T(128, 64, 8, 3), _T(64, 64, 4, 3), _T(16, 64, 4, 3))},
     (90,): {
@@ -98,6 +98,17 @@ _DROPOUT_TABLES: dict[tuple[int, ...], dict[tuple[int, int], tuple[ForwardConfig
     (120,): {(2, 128): (_T(64, 32, 8, 2), _T(16, 64, 4, 2))},
 }
 
+_PACKED_BIAS_TABLES: dict[tuple[int, ...], dict[tuple[int, int], tuple[ForwardConfig, ...]]] = {
+    (90,): {
+        (2, 64): (_T(128, 32, 8, 2), _T(64, 32, 4, 2), _T(16, 64, 4, 2)),
+        (2, 256): (_T(128, 16, 8, 2), _T(32, 32, 8, 2), _T(16, 32, 4, 2)),
+    },
+    (100,): {
+        (2, 128): (_T(128, 32, 8, 2), _T(64, 32, 8, 2), _T(16, 64, 4, 2)),
+        (2, 256): (_T(64, 16, 8, 2), _T(16, 32, 4, 2)),
+    },
+}
+
 _PAGED_TABLES: dict[tuple[int, ...], dict[tuple[int, int], tuple[ForwardConfig, ...]]] = {
     (80,): {(2, 128): (_T(128, 16, 8, 3), _T(64, 32, 4, 3), _T(16, 64, 4, 3))},
     (86, 89): {(2, 128): (_T(128, 16, 8, 3), _T(64, 32, 4, 2), _T(16, 64, 4, 2))},
@@ -120,11 +131,13 @@ def forward_rows(
     """Return the table row of ``forward_triton`` for an architecture, an element size and a tile width.
 
     An architecture without a table takes that of the one before it: sm_103 has the tiles of sm_100. ``features`` is 0
-    for none, 1 for some, 2 for many and 3 with dropout (``_weight_of_features``); ``paged``: keys lie in pages.
+    for none, 1 for some, 2 for many, 3 with dropout and 4 with a bias of packed sequences (``_weight_of_features``);
+    ``paged``: keys lie in pages.
     """
     near = max(known for archs in FORWARD_TABLES for known in archs if known <= arch)
     key = item_bytes, max(64, columns)
-    of_weight = (_DROPOUT_TABLES, _MANY_FEATURES_TABLES, _FEATURE_TABLES, FORWARD_TABLES)[3 - features :]
+    by_weight = (_PACKED_BIAS_TABLES, _DROPOUT_TABLES, _MANY_FEATURES_TABLES, _FEATURE_TABLES, FORWARD_TABLES)
+    of_weight = by_weight[4 - features :]
     for tables in (_PAGED_TABLES, *of_weight) if paged else of_weight:
         for archs, table in tables.items():
             if near in archs and key in table:
@@ -133,8 +146,10 @@ def forward_rows(
 
 
 def _weight_of_features(problem: AttentionProblem) -> int:
-    """Return which tables serve a problem: those for none, for some or for many features, or for dropout."""
+    """Return which tables serve a problem: those for none, some or many features, dropout, or a bias when packed."""
     asked = len(problem.features) - problem.packed
+    if problem.packed and problem.bias:
+        return 4
     if problem.dropout_p:
         return 3
     if problem.bias or asked > 2:

@@ -30,7 +30,7 @@ from .packed import (
     layout_of_table,
     layout_of_tokens,
     packed_problem,
-    planned_length,
+    planned_lengths,
     refuse_dropout_of_pages,
 )
 from .packed_calls import prepare_packed_call
@@ -58,6 +58,7 @@ def flash_attention_varlen(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     alibi: Tensor | None = None,
+    bias: Tensor | None = None,
     seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None,
     dropout_p: float = 0.0,
@@ -89,6 +90,11 @@ def flash_attention_varlen(
         softcap: 0 for none.
         sinks: ``[H]``.
         alibi: ``[H]`` or ``[B, H]``.
+        bias: ``[B or 1, H or 1, rows, columns]`` fp16, bf16 or fp32, any strides (0 too), with ``max_seqlen_q`` rows
+            and ``max_seqlen_k`` columns or more: element (b, h, m, n) is added to the score of query m and key n of
+            sequence b, both counted from its start; -inf hides the key. Elements behind the ends of all sequences that
+            it serves decide nothing, whatever they are; their gradient is 0. A call is prepared, and has programs, for
+            the size of its bias and not for the maxima: pad it to few sizes, and pass of a much larger one a slice.
         seqused_q: ``[B]`` int32, contiguous: queries of each sequence, where it ends before its place does.
         seqused_k: ``[B]`` int32, the same of its keys. Keys behind it decide nothing, whatever they are.
         dropout_p: as in ``flash_attention``, with m and n counted from the start of the sequence b.
@@ -119,7 +125,7 @@ def flash_attention_varlen(
     softmax_scale = check_options(causal, softmax_scale)
     window, softcap, dropout_p = check_window(window), check_softcap(softcap), check_dropout(dropout_p)
     check_optional(
-        sinks=sinks, alibi=alibi, seqused_q=seqused_q, seqused_k=seqused_k, dropout_seed=dropout_seed,
+        sinks=sinks, alibi=alibi, bias=bias, seqused_q=seqused_q, seqused_k=seqused_k, dropout_seed=dropout_seed,
         page_table=page_table,
     )  # fmt: skip
     refuse_dropout_of_pages(page_table, dropout_p)
@@ -129,26 +135,26 @@ def flash_attention_varlen(
             raise InputError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
     q, k, v = cast_under_autocast(q, k, v)
     dropout_seed = seed_of_call(dropout_p, dropout_seed, q)
-    optional = (sinks, alibi, seqused_q, seqused_k, dropout_seed, page_table)
-    refuse_tangents((q, k, v, sinks, alibi))
-    recording = records({"q": q, "k": k, "v": v, "sinks": sinks, "alibi": alibi})
+    optional = (sinks, alibi, bias, seqused_q, seqused_k, dropout_seed, page_table)
+    refuse_tangents((q, k, v, sinks, alibi, bias))
+    recording = records({"q": q, "k": k, "v": v, "sinks": sinks, "alibi": alibi, "bias": bias})
     if recording and page_table is not None:
-        raise _no_gradients({"q": q, "k": k, "v": v, "sinks": sinks})
+        raise _no_gradients({"q": q, "k": k, "v": v, "sinks": sinks, "bias": bias})
     if _is_compiling() or any(
         type(tensor) not in PLAIN for tensor in (q, k, v, cu_seqlens_q, cu_seqlens_k, *optional) if tensor is not None
     ):
         masks = max_seqlen_q, max_seqlen_k, causal, softmax_scale, *window, softcap
         o, lse = (
             _attention_varlen(
-                q, k, v, cu_seqlens_q, cu_seqlens_k, *masks, *optional[:5], dropout_p, return_lse or recording, kernel
+                q, k, v, cu_seqlens_q, cu_seqlens_k, *masks, *optional[:6], dropout_p, return_lse or recording, kernel
             )
             if page_table is None
             else _attention_varlen_paged(
-                q, k, v, cu_seqlens_q, cu_seqlens_k, page_table, *masks, *optional[:4], return_lse, kernel
+                q, k, v, cu_seqlens_q, cu_seqlens_k, page_table, *masks, *optional[:5], return_lse, kernel
             )
         )
         return (o, lse) if return_lse else o
-    lengths = planned_length("max_seqlen_q", max_seqlen_q), planned_length("max_seqlen_k", max_seqlen_k)
+    lengths = planned_lengths(max_seqlen_q, max_seqlen_k, bias)
     if recording:
         attend = functools.partial(
             flash_attention_varlen, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, causal=causal,
@@ -156,19 +162,20 @@ def flash_attention_varlen(
             kernel=kernel,
         )  # fmt: skip
         asked = Options(causal, softmax_scale, window, softcap, lengths, kernel_after(kernel), dropout_p)
-        given = dict(zip(("sinks", "alibi", "seqused_q", "seqused_k", "dropout_seed"), optional, strict=False))
+        names = ("sinks", "alibi", "bias", "seqused_q", "seqused_k", "dropout_seed")
+        given = dict(zip(names, optional, strict=False))
         o, lse = differentiable(attend, asked, {**needed, "q": q, "k": k, "v": v, **given})
         return (o, lse) if return_lse else o
     options = {
         "causal": causal, "softmax_scale": softmax_scale, "window": window, "softcap": softcap, "dropout_p": dropout_p,
     }  # fmt: skip
     tensors = {
-        "q": q, "k": k, "v": v, "sinks": sinks, "alibi": alibi,
+        "q": q, "k": k, "v": v, "sinks": sinks, "alibi": alibi, "bias": bias,
         "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_q": seqused_q, "seqused_k": seqused_k,
         "page_table": page_table, "dropout_seed": dropout_seed,
     }  # fmt: skip
     key = (*options.values(), *lengths, return_lse, kernel, *map(layout_of_tokens, (q, k, v)))
-    key = (*key, layout_of_table(page_table), *map(layout_of, (*optional[:5], cu_seqlens_q, cu_seqlens_k)))
+    key = (*key, layout_of_table(page_table), *map(layout_of, (*optional[:6], cu_seqlens_q, cu_seqlens_k)))
     call = _prepared.get(key)
     if call is None:
         problem = packed_problem(tensors, lengths, return_lse=return_lse, **options)
@@ -202,6 +209,7 @@ def explain_varlen(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     alibi: Tensor | None = None,
+    bias: Tensor | None = None,
     seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None,
     dropout_p: float = 0.0,
@@ -212,21 +220,21 @@ def explain_varlen(
 ) -> Plan:
     """Return the plan that would serve ``flash_attention_varlen`` with the same arguments; nothing is launched.
 
-    The lengths in it are those that are planned for: the maxima, rounded up.
+    The lengths in it are those that are planned for: the maxima, rounded up, or the sizes of a bias.
     """
     check_optional(
-        sinks=sinks, alibi=alibi, seqused_q=seqused_q, seqused_k=seqused_k, dropout_seed=dropout_seed,
+        sinks=sinks, alibi=alibi, bias=bias, seqused_q=seqused_q, seqused_k=seqused_k, dropout_seed=dropout_seed,
         page_table=page_table,
     )  # fmt: skip
     dropout_p = check_dropout(dropout_p)
     refuse_dropout_of_pages(page_table, dropout_p)
     problem = packed_problem(
         {
-            "q": q, "k": k, "v": v, "sinks": sinks, "alibi": alibi,
+            "q": q, "k": k, "v": v, "sinks": sinks, "alibi": alibi, "bias": bias,
             "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_q": seqused_q, "seqused_k": seqused_k,
             "page_table": page_table, "dropout_seed": dropout_seed,
         },
-        (planned_length("max_seqlen_q", max_seqlen_q), planned_length("max_seqlen_k", max_seqlen_k)),
+        planned_lengths(max_seqlen_q, max_seqlen_k, bias),
         causal=causal,
         softmax_scale=check_options(causal, softmax_scale),
         window=check_window(window),
@@ -307,6 +315,7 @@ def _attention_varlen(
     softcap: float,
     sinks: Tensor | None,
     alibi: Tensor | None,
+    bias: Tensor | None,
     seqused_q: Tensor | None,
     seqused_k: Tensor | None,
     dropout_seed: Tensor | None,
@@ -330,6 +339,7 @@ def _attention_varlen(
         softcap=softcap,
         sinks=None if sinks is None else sinks.detach(),
         alibi=None if alibi is None else alibi.detach(),
+        bias=None if bias is None else bias.detach(),
         seqused_q=None if seqused_q is None else seqused_q.detach(),
         seqused_k=None if seqused_k is None else seqused_k.detach(),
         dropout_p=dropout_p,
@@ -358,6 +368,7 @@ def _attention_varlen_paged(
     softcap: float,
     sinks: Tensor | None,
     alibi: Tensor | None,
+    bias: Tensor | None,
     seqused_q: Tensor | None,
     seqused_k: Tensor | None,
     return_lse: bool,
@@ -368,7 +379,8 @@ def _attention_varlen_paged(
         q.detach(), k.detach(), v.detach(), cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal=causal,
         softmax_scale=softmax_scale, window=(window_left, window_right), softcap=softcap,
         sinks=None if sinks is None else sinks.detach(), alibi=None if alibi is None else alibi.detach(),
-        seqused_q=seqused_q, seqused_k=seqused_k, page_table=page_table, return_lse=return_lse, kernel=kernel,
+        bias=None if bias is None else bias.detach(), seqused_q=seqused_q, seqused_k=seqused_k, page_table=page_table,
+        return_lse=return_lse, kernel=kernel,
     )  # fmt: skip
     return result if return_lse else (result, torch.empty(0, dtype=torch.float32, device=q.device))
 
@@ -387,9 +399,9 @@ def _options_of(
     *, max_seqlen_q: int, max_seqlen_k: int, causal: bool, softmax_scale: float | None, window_left: int,
     window_right: int, softcap: float, dropout_p: float, kernel: str, **_others: object,
 ) -> Options:  # fmt: skip
-    lengths = planned_length("max_seqlen_q", max_seqlen_q), planned_length("max_seqlen_k", max_seqlen_k)
+    longest = max_seqlen_q, max_seqlen_k  # which may be symbols: what they stand for is planned for when it is known
     return Options(
-        causal, softmax_scale, (window_left, window_right), softcap, lengths, kernel_after(kernel), dropout_p
+        causal, softmax_scale, (window_left, window_right), softcap, longest, kernel_after(kernel), dropout_p
     )
 
 
