@@ -146,6 +146,23 @@ def test_every_python_file_says_what_it_is() -> None:
     assert silent == []
 
 
+def test_refusals_give_nothing_back_and_change_nothing() -> None:
+    """Fingerprints leave calls of them out (``gpu/dependencies.py``)."""
+    paths = list(SOURCE.rglob("refusals.py"))
+    assert paths
+    for path in paths:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
+            assert ast.unparse(function.returns or ast.Constant(0)) == "None", function.name
+        for node in ast.walk(tree):
+            assert not (isinstance(node, ast.Return) and node.value is not None), ast.unparse(node)
+            assert not isinstance(node, (ast.Global, ast.Nonlocal, ast.Delete, ast.AugAssign)), ast.unparse(node)
+            if isinstance(node, (ast.Attribute, ast.Subscript)):  # of what is given nothing is written
+                assert isinstance(node.ctx, ast.Load), ast.unparse(node)
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):  # in-place
+                assert not node.func.attr.endswith("_"), ast.unparse(node)
+
+
 def test_nothing_of_one_machine_is_in_the_repository() -> None:
     found = []
     for path in tracked_files():

@@ -102,6 +102,7 @@ FILES = {
     "deep": "def deepest(x):\n    return x + BIAS\n\nBIAS = 1.0\n",
     "tools": "def used(x):\n    return x\n\ndef unused(x):\n    return x\n",
     "late": "def finish(x):\n    return x\n",
+    "refusals": "LEAST = 1\n\ndef check(x, *, name):\n    assert x >= LEAST, name\n",
 }
 
 
@@ -190,6 +191,57 @@ def test_what_does_not_count_changes_nothing(package, change):
 def test_what_counts_changes_something(package, change):
     before = package()
     assert package(change) != before
+
+
+def in_kernel(statement, imported="from .refusals import check\n"):
+    """Return changes that put a statement in front of what the kernel returns."""
+    last = 'return finish(middle(z, "a" "b")'
+    return ("kernels", last, f"{statement}\n    {last}"), ("kernels", "import math\n", f"import math\n{imported}")
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "check(x, name='x')",
+        "check(z, name=y.depth)",
+        "check({'x': x, 'y': (y, 1)}, name='')",
+        "if x:\n        check(x)",
+    ],
+)
+def test_a_statement_that_only_refuses_does_not_count_nor_what_it_calls(package, statement):
+    statement = statement.replace("\n", "\n    ")
+    imported = "from .refusals import check\n"
+    without = package(("kernels", "import math\n", f"import math\n{imported}"))
+    if statement.startswith("if"):  # what decides whether it is called stays
+        assert package(*in_kernel(statement)) != without
+        assert not any("refusals" in key for key in package(*in_kernel(statement)))
+        return
+    assert package(*in_kernel(statement)) == without == package()
+    changed = ("refusals", "LEAST = 1", "LEAST = 2")
+    assert package(*in_kernel(statement), changed) == without
+
+
+@pytest.mark.parametrize(
+    ("statement", "imported"),
+    [
+        ("z = check(x, name='x')", "from .refusals import check\n"),  # its value is used
+        ("check(middle(z, ''), name='x')", "from .refusals import check\n"),  # what it is given runs, too
+        ("check((z := x), name='x')", "from .refusals import check\n"),
+        ("check(x, name='x')", "from .late import finish as check\n"),  # of another module
+        ("check(x, name='x')", "from .refusals import check\n\ndef check(x, name):\n    x.add_(1)\n"),
+        ("check = middle\ncheck(x, name='x')", "from .refusals import check\n"),  # a name of the function's own
+        ("for check in (print,):\n    check(x, name='x')", "from .refusals import check\n"),
+        ("refusals.check(x, name='x')", "from . import refusals\n"),
+    ],
+)
+def test_a_statement_that_may_do_more_than_refuse_counts(package, statement, imported):
+    changes = in_kernel(statement.replace("\n", "\n    "), imported)
+    assert package(*changes) != package(changes[1])
+
+
+def test_a_module_of_refusals_counts_where_its_values_are_used(package):
+    changes = in_kernel("z = check(x, name='x')")
+    assert package(*changes) != package(*changes, ("refusals", "LEAST = 1", "LEAST = 2"))
 
 
 def test_what_a_module_does_when_it_is_imported_counts(package):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -30,6 +31,8 @@ def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         ({"x": [1.0]}, "x must be a torch.Tensor, got list"),
         ({"w_down": None}, "w_down must be a torch.Tensor, got NoneType"),
         ({"bias_down": 3}, "bias_down must be a torch.Tensor or None, got int"),
+        ({"x": zeros(3, 16).to_sparse()}, "x must be dense, torch.strided, got torch.sparse_coo"),
+        ({"bias_down": zeros(4, 16).to_sparse()}, "bias_down must be dense, torch.strided, got torch.sparse_coo"),
         ({"x": zeros(3, 2, 16)}, r"x must have 2 dimensions \[T, HID\], got shape \[3, 2, 16\]"),
         ({"x": zeros(3, 16, dtype=torch.float64)}, "x must be float16, bfloat16 or float32, got torch.float64"),
         ({"x": zeros(3, 16, dtype=torch.float16)}, "must have the dtype of x, torch.float16, got torch.float32"),
@@ -85,6 +88,11 @@ def test_a_tensor_is_refused(change, message):
         ({"limit": -1.0}, "limit must be a positive number or None, got -1.0"),
         ({"activation": "swiglu_clamped", "limit": float("inf")}, "limit must be positive and at most 1e30, got inf"),
         ({"kernel": "fast"}, "kernel must be auto or one of gemv_triton, .*, got 'fast'"),
+        ({"kernel": ["auto"]}, r"kernel must be auto or one of gemv_triton, .*, got \['auto'\]"),
+        ({"activation": ["swiglu"]}, r"activation must be one of swiglu, .*, got \['swiglu'\]"),
+        ({"interleaved": {}}, "interleaved must be True or False, got {}"),
+        ({"limit": np.ones(2)}, "limit must be a positive number or None, got array"),
+        ({"alpha": 10**400}, "alpha must be positive and at most 1e30, got an integer of 1329 bits"),
     ],
 )
 def test_an_option_is_refused(options, message):
@@ -142,6 +150,61 @@ def test_the_kernel_of_gradients_needs_a_gpu():
         fused_moe_backward(tensors["x"], product, **tensors, kernel="moe_backward_triton")
 
 
+@pytest.mark.parametrize("tokens", [0, 3])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"do": None}, "do must be a torch.Tensor, got NoneType"),
+        ({"product": zeros(3, 32).to_sparse()}, "product must be dense, torch.strided, got torch.sparse_coo"),
+        ({"do": zeros(4, 16)}, r"do must have shape \[T, HID\] = \[\d, 16\], got \[4, 16\]"),
+        ({"do": zeros(0, 16).half()}, "do must (have shape|be torch.float32 on cpu, got torch.float16 on cpu)"),
+        ({"product": zeros(9, 32)}, r"product must have shape \[T \* K, 2 \* INTER\] = \[\d, 16\], got \[9, 32\]"),
+        ({"kernel": "fast"}, "kernel must be auto or one of moe_backward_gluon_sm90, .*, got 'fast'"),
+        ({"kernel": ["auto"]}, "kernel must be auto or one of moe_backward_gluon_sm90, .*, got"),
+        ({"activation": "tanh"}, "activation must be one of swiglu, .*, got 'tanh'"),
+        ({"activation": ["swiglu"]}, "activation must be one of swiglu, .*, got"),
+        ({"limit": 0.0}, "limit must be a positive number or None, got 0.0"),
+        ({"interleaved": 1}, "interleaved must be True or False, got 1"),
+        ({"w_down": zeros(4, 16)}, r"w_down must have 3 dimensions \[E, HID, INTER\], got shape \[4, 16\]"),
+        ({"topk_ids": zeros(3, 2)}, "topk_ids must be int32 or int64, got torch.float32"),
+        ({"topk_ids": None}, "topk_ids must be a torch.Tensor, got NoneType"),
+        ({"product": np.zeros((6, 16))}, "product must be a torch.Tensor, got ndarray"),
+        ({"bias_down": 3}, "bias_down must be a torch.Tensor or None, got int"),
+        ({"activation": "swiglu_clamped", "alpha": -3.0}, r"alpha must be a positive number or None, got -3\.0"),
+        ({"x": zeros(16), "do": zeros(16)}, r"x must have 2 dimensions \[T, HID\], got shape \[16\]"),
+        ({"w_down": zeros(4, 16, 4)}, r"w_gate_up must have shape \[E, 2 \* INTER, HID\] = "),
+        ({"topk_weights": zeros(3, 3)}, r"topk_weights must have shape \[T, K\] = \[\d, 2\], got \[3, 3\]"),
+        ({"bias_down": zeros(4, 25)}, r"bias_down must have shape \[E, HID\] = \[4, 16\], got \[4, 25\]"),
+        *(
+            ({"x": zeros(3, 16, dtype=dtype)}, f"x must be float16, bfloat16 or float32, got {dtype}")
+            for dtype in (torch.float64, torch.int32, torch.complex64)
+        ),
+    ],
+)  # fmt: skip
+def test_a_backward_call_is_refused(change, message, tokens):
+    """Whoever would serve it, and with no tokens too."""
+    tensors: dict[str, Any] = make_tensors(Case("refused", tokens, 4, 2, 16, 8, bias=True))
+    given = {"do": zeros(tokens, 16), "product": zeros(2 * tokens, 16), **tensors}
+    assert len(fused_moe_backward(**given)) == 6
+    with pytest.raises(InputError, match=message):
+        fused_moe_backward(**{**given, **change})
+
+
+@pytest.mark.parametrize(
+    ("product", "message"),
+    [
+        (zeros(16, 6).t(), r"product must be contiguous, got strides \[1, 6\]"),
+        (torch._neg_view(zeros(6, 16)), r"product must not be a negative view, got one \(is_neg\(\)\)"),
+        (zeros(97)[1:].view(6, 16), "product must begin at a multiple of 16 bytes, got an address 4 bytes behind one"),
+        (zeros(6, 16).half(), "product must be torch.float32 on cpu, got torch.float16 on cpu"),
+    ],
+)
+def test_a_product_is_refused(product, message):
+    tensors: dict[str, Any] = make_tensors(Case("refused", 3, 4, 2, 16, 8, bias=True))
+    with pytest.raises(InputError, match=message):
+        fused_moe_backward(zeros(3, 16), product, **tensors)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -160,14 +223,18 @@ def test_the_kernel_of_gradients_needs_a_gpu():
         ({"top_k": 0}, "top_k must be an integer, 1 or more, got 0"),
         ({"groups": 3}, "groups must divide the 8 experts, got 3"),
         ({"groups": 2, "top_groups": 3}, "top_groups must be at most groups = 2, got 3"),
-        ({"groups": 4, "top_k": 3}, "top_k must be at most the 2 experts of 1 groups, got 3"),
+        ({"groups": 4, "top_k": 3}, "top_k must be at most the 2 experts of 1 group, got 3"),
         ({"top_k": 2.0}, "top_k must be an integer, 1 or more, got 2.0"),
         ({"score": 3}, "score must be one of softmax, sigmoid, got 3"),
-        ({"scale": "x"}, "scale must be a finite number, got 'x'"),
-        ({"scale": True}, "scale must be a finite number, got True"),
+        ({"scale": "x"}, "scale must be a finite number of fp32, got 'x'"),
+        ({"scale": True}, "scale must be a finite number of fp32, got True"),
         ({"score": "relu"}, "score must be one of softmax, sigmoid, got 'relu'"),
         ({"renormalize": 1}, "renormalize must be True or False, got 1"),
-        ({"scale": float("nan")}, "scale must be a finite number, got nan"),
+        ({"scale": float("nan")}, "scale must be a finite number of fp32, got nan"),
+        ({"scale": 10**400}, "scale must be a finite number of fp32, got 1000"),
+        ({"groups": 4, "top_groups": 2, "top_k": 5}, "top_k must be at most the 4 experts of 2 groups, got 5"),
+        ({"logits": zeros(3, 8).to_sparse()}, "logits must be dense, torch.strided, got torch.sparse_coo"),
+        ({"bias": zeros(8).to_sparse()}, "bias must be dense, torch.strided, got torch.sparse_coo"),
     ],
 )  # fmt: skip
 def test_a_routing_is_refused(options, message):

@@ -3,6 +3,9 @@
 A name leads to the statements of its module that bind it, these to the names that they use, and so on through the
 package. Names from outside of it stand as they are imported: of which version they are is said elsewhere. Nothing is
 run, so what comes out is the same on every machine, with every version of Triton and of Python.
+
+Statements that only ask a function of a module ``refusals`` whether to go on are left out, and with them what it does:
+a call that it lets pass runs as it would without them, and of one that it refuses nothing runs.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ _OBJECT = " of "  # between a member of a base and the class of the object that 
 _OUTSIDE = frozenset({*sys.stdlib_module_names, "numpy", "torch", "triton", "typing_extensions"})
 _BUILTINS = frozenset(dir(builtins)) | {"__name__", "__file__", "__package__"}
 _LEFT_OUT = frozenset({"ctx", "kind", "type_comment", "type_ignores"})  # of a node: they follow from the rest
+_REFUSALS = "refusals"  # a module whose functions raise, or return None and change nothing
 _Definition = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _Import = (ast.Import, ast.ImportFrom)
 
@@ -108,7 +112,9 @@ def _find(name: str) -> Any:
 @functools.lru_cache(maxsize=1024)
 def _load(name: str) -> _Module:
     text, package = read_source(name)
-    body = _without_docstring(ast.parse(text))
+    tree = ast.parse(text)
+    _WithoutRefusals(tree).visit(tree)
+    body = _without_docstring(tree)
     bindings: dict[str, list[ast.stmt]] = {}
     for statement in body:
         if isinstance(statement, ast.ImportFrom) and statement.module == "__future__":
@@ -122,6 +128,36 @@ def _load(name: str) -> _Module:
     plain = [statement for statement in body if not isinstance(statement, (*_Definition, *_Import))]
     effects = [statement for statement in plain if _acts(statement, imported)]
     return _Module(name, package, body, bindings, effects)
+
+
+class _WithoutRefusals(ast.NodeTransformer):
+    """Takes those statements out of functions that do nothing but call a refusal by its name."""
+
+    def __init__(self, module: ast.Module) -> None:
+        imports = [node for node in module.body if isinstance(node, ast.ImportFrom)]
+        theirs = [node for node in imports if (node.module or "").rpartition(".")[2] == _REFUSALS]
+        bound = [name for statement in module.body for name in _bound(statement)]
+        names = {alias.asname or alias.name for node in theirs for alias in node.names}
+        self.names = frozenset(name for name in names if bound.count(name) == 1)
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        """Leave what the function binds by itself alone: a name of its own may hide that of a refusal."""
+        hidden = {name for statement in node.body for name in _bound(statement)}
+        hidden |= {argument.arg for argument in ast.walk(node) if isinstance(argument, ast.arg)}
+        outside, self.names = self.names, self.names - hidden
+        self.generic_visit(node)
+        self.names = outside
+        node.body = node.body or [ast.Pass()]
+        return node
+
+    def visit_Expr(self, node: ast.Expr) -> ast.AST | None:
+        """Keep what hands a refusal more than names, texts and attributes: to make the rest may change something."""
+        call = node.value
+        if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in self.names):
+            return node
+        given = [*call.args, *(keyword.value for keyword in call.keywords)]
+        plain = (ast.Name, ast.Constant, ast.Attribute, ast.Dict, ast.Tuple, ast.expr_context)
+        return None if all(isinstance(part, plain) for each in given for part in ast.walk(each)) else node
 
 
 def _outer(statement: ast.stmt) -> Iterator[ast.AST]:

@@ -22,6 +22,7 @@ from .inputs import (
     refuse_tangents,
 )
 from .plan import MoePlan, check_kernel_name, plan_moe
+from .refusals import check_hashable
 from .routing import route
 
 __all__ = ["explain_moe", "fused_moe", "route"]
@@ -114,6 +115,7 @@ def fused_moe(
     if any(type(tensor) not in (Tensor, torch.nn.Parameter) for tensor in given.values() if tensor is not None):
         return _call_operator(given, options)
     tensors = {name: tensor for name, tensor in given.items() if tensor is not None}
+    check_hashable(options)
     key = (*(layout_of(given[name]) for name in TENSORS), options, tuple(map(type, options)))
     call = _prepared.get(key)
     if call is None:

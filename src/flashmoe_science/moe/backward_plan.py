@@ -164,6 +164,12 @@ def make_backward_plan(
     return BackwardPlan(problem, gpu, arch, name, config, None, what, launches, reason, wanted, tuple(spans), scratch)
 
 
+def check_backward_kernel_name(kernel: object) -> None:
+    """Raise ``InputError`` unless ``kernel`` is ``auto`` or one of ``KERNELS``."""
+    if not isinstance(kernel, str) or kernel not in ("auto", *KERNELS):
+        raise InputError(f"kernel must be auto or one of {', '.join(KERNELS)}, got {kernel!r}")
+
+
 def plan_backward(
     problem: MoeProblem, gpu: GpuSpec | None, wanted: tuple[str, ...], kernel: str = "auto"
 ) -> BackwardPlan:
@@ -173,8 +179,7 @@ def plan_backward(
         InputError: ``kernel`` is not a name.
         UnsupportedError: no kernel, or not the one forced, makes them.
     """
-    if kernel not in ("auto", *KERNELS):
-        raise InputError(f"kernel must be auto or one of {', '.join(KERNELS)}, got {kernel!r}")
+    check_backward_kernel_name(kernel)
     if gpu is None:
         if os.environ.get("TRITON_INTERPRET") != "1":
             raise UnsupportedError("moe_backward_triton needs an NVIDIA GPU, got CPU tensors")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError, UnsupportedError
-from .problem import ACTIVATIONS, MoeProblem, columns_up
+from .problem import ACTIVATIONS, LARGEST, MoeProblem, columns_up
 
 DTYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 _ID_NAMES = {torch.int32: "i32", torch.int64: "i64"}
@@ -28,6 +28,8 @@ def check_are_tensors(given: Mapping[str, object]) -> None:
     """Raise ``InputError`` unless what is needed is a tensor, and what is optional is a tensor or None."""
     for name, tensor in given.items():
         if isinstance(tensor, Tensor):
+            if tensor.layout is not torch.strided:
+                raise InputError(f"{name} must be dense, torch.strided, got {tensor.layout}")
             continue
         if tensor is not None or name not in _OPTIONAL:
             wanted = "a torch.Tensor or None" if name in _OPTIONAL else "a torch.Tensor"
@@ -121,6 +123,8 @@ def check_flags(activation: object, flags: Mapping[str, object], numbers: Mappin
     for name, number in numbers.items():
         if number is not None and (isinstance(number, bool) or not isinstance(number, (int, float)) or not number > 0):
             raise InputError(f"{name} must be a positive number or None, got {number!r}")
+        if isinstance(number, int) and number > LARGEST:  # perhaps too large for a float, and for a message
+            raise InputError(f"{name} must be positive and at most 1e30, got an integer of {number.bit_length()} bits")
 
 
 def moe_problem_of(

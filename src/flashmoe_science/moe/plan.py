@@ -340,7 +340,7 @@ def _choose(problem: MoeProblem) -> tuple[str, str]:
 
 def check_kernel_name(kernel: object) -> None:
     """Raise ``InputError`` unless ``kernel`` is ``auto`` or one of ``KERNELS``."""
-    if kernel != "auto" and kernel not in KERNELS:
+    if not isinstance(kernel, str) or kernel not in ("auto", *KERNELS):
         raise InputError(f"kernel must be auto or one of {', '.join(KERNELS)}, got {kernel!r}")
 
 

@@ -13,6 +13,7 @@ GATED = ("swiglu", "swiglu_clamped", "geglu", "geglu_tanh")
 UNGATED = ("relu2", "silu", "gelu", "gelu_tanh")
 ACTIVATIONS = (*GATED, *UNGATED)
 DEFAULT_ALPHA, DEFAULT_LIMIT = 1.702, 7.0  # gpt-oss
+LARGEST = 1e30  # alpha or limit
 
 Strides = tuple[int, ...]
 
@@ -94,7 +95,7 @@ class MoeProblem:
         object.__setattr__(self, "alpha", self.alpha or DEFAULT_ALPHA)
         object.__setattr__(self, "limit", self.limit or DEFAULT_LIMIT)
         for name in ("alpha", "limit"):
-            if not 0 < getattr(self, name) <= 1e30:  # NaN is not
+            if not 0 < getattr(self, name) <= LARGEST:  # NaN is not
                 raise InputError(f"{name} must be positive and at most 1e30, got {getattr(self, name)}")
 
     def _fill_strides(self) -> None:

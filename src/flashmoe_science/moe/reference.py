@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - PyTorch's own habit
 from torch import Tensor
 
-from .inputs import DTYPE_NAMES, moe_problem_of
 from .problem import DEFAULT_ALPHA, DEFAULT_LIMIT, GATED
 
 
@@ -198,14 +196,10 @@ def moe_gradients(
     """Return the gradients of routed experts by name, given that of their output, in ``dtype`` (default: that of x).
 
     Matrix products are rounded to ``dtype``; what is between them, and sums over experts, are in fp32 at the least.
-    Raises ``InputError`` where inputs in a dtype of ``fused_moe`` break its contract.
     """
     options = {"alpha": alpha, "limit": limit, "interleaved": interleaved}
     given = {"x": x, "w_gate_up": w_gate_up, "w_down": w_down, "topk_weights": topk_weights}
     given.update({n: b for n, b in (("bias_gate_up", bias_gate_up), ("bias_down", bias_down)) if b is not None})
-    if x.dtype in DTYPE_NAMES:  # on a CPU nobody else looks at what ``fused_moe_backward`` is given
-        flags: dict[str, Any] = {**options, "alpha": alpha or None, "limit": limit or None}
-        moe_problem_of({**given, "topk_ids": topk_ids}, activation=activation, **flags)
     dtype = dtype or x.dtype
     between = torch.promote_types(dtype, torch.float32)
     do, x = do.to(dtype), x.to(dtype)

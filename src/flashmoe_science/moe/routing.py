@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +18,7 @@ from .plan import next_power
 
 SCORES = ("softmax", "sigmoid")
 MAX_EXPERTS = 4096  # a row of logits is held in registers
+_LARGEST_SCALE = (2 - 2.0**-23) * 2.0**127  # of fp32
 _ELEMENTS = 2048  # of logits that one program holds, at the least one row
 _is_compiling = torch.compiler.is_compiling
 _raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # noqa: SLF001 - what torch.compile's code calls
@@ -124,14 +124,14 @@ def describe_routing(
     of, best = _check_groups(experts, _check_count("groups", groups), _check_count("top_groups", top_groups))
     allowed = best * (experts // of)
     if k > allowed:
-        among = f"the {allowed} experts" + (f" of {best} groups" if of > 1 else "")
-        raise InputError(f"top_k must be at most {among}, got {k}")
+        whose = f" of {best} group{'s' if best > 1 else ''}" if of > 1 else ""
+        raise InputError(f"top_k must be at most the {allowed} experts{whose}, got {k}")
     if not isinstance(score, str) or score not in SCORES:
         raise InputError(f"score must be one of {', '.join(SCORES)}, got {score!r}")
     if not isinstance(renormalize, bool):
         raise InputError(f"renormalize must be True or False, got {renormalize!r}")
-    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale):
-        raise InputError(f"scale must be a finite number, got {scale!r}")
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not abs(scale) <= _LARGEST_SCALE:
+        raise InputError(f"scale must be a finite number of fp32, got {scale!r}")
     return Routing(
         tokens=tokens,
         experts=experts,
@@ -155,6 +155,8 @@ def _check_tensors(logits: Tensor, bias: Tensor | None) -> None:
     for name, tensor in (("logits", logits), ("bias", bias)):
         if tensor is None:
             continue
+        if tensor.layout is not torch.strided:
+            raise InputError(f"{name} must be dense, torch.strided, got {tensor.layout}")
         if tensor.dtype not in DTYPE_NAMES:
             raise InputError(f"{name} must be float16, bfloat16 or float32, got {tensor.dtype}")
         if tensor.device != logits.device:
