@@ -23,6 +23,14 @@
 from __future__ import annotations
 
 
+def shown(value: object) -> str:
+    """Return ``value`` as messages have it: Python prints no integer of more than some thousand digits."""
+    try:
+        return repr(value)
+    except ValueError:
+        return f"a {type(value).__name__} that has no text"
+
+
 class FlashmoeError(Exception):
     """Root of all errors raised on purpose by this package. ``hint`` says what to do next, or is empty."""
 

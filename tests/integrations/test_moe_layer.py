@@ -144,11 +144,11 @@ def test_memory_without_values_is_filled():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"hidden": 0}, "hidden must be an integer, 1 or more, got 0"),
-        ({"inter": 2.5}, "inter must be an integer, 1 or more, got 2.5"),
-        ({"experts": True}, "experts must be an integer, 1 or more, got True"),
-        ({"shared_inter": 0}, "shared_inter must be an integer, 1 or more, got 0"),
-        ({"shared_experts": -1}, "shared_experts must be an integer, 0 or more, got -1"),
+        ({"hidden": 0}, r"hidden must be an integer from 1 to 2\*\*31 - 1, got 0"),
+        ({"inter": 2.5}, r"inter must be an integer from 1 to 2\*\*31 - 1, got 2.5"),
+        ({"experts": True}, r"experts must be an integer from 1 to 2\*\*31 - 1, got True"),
+        ({"shared_inter": 0, "shared_experts": 1}, r"shared_inter must be an integer from 1 to 2\*\*31 - 1, got 0"),
+        ({"shared_experts": -1}, r"shared_experts must be an integer from 0 to 2\*\*31 - 1, got -1"),
         ({"top_k": 9}, "top_k must be at most the 8 experts, got 9"),
         ({"groups": 3}, "groups must divide the 8 experts, got 3"),
         ({"activation": "relu"}, "activation must be one of swiglu, .*, got 'relu'"),
@@ -157,6 +157,13 @@ def test_memory_without_values_is_filled():
         ({"dtype": torch.float64}, "dtype must be float16, bfloat16 or float32, got torch.float64"),
         ({"bias": 1}, "bias must be True or False, got 1"),
         ({"kernel": "fast"}, "kernel must be auto or one of gemv_triton, .*, got 'fast'"),
+        ({"shared_inter": 5}, "shared_inter must be None without shared experts, got 5"),
+        ({"inter": 10**29}, r"inter must be an integer from 1 to 2\*\*31 - 1, got 1000"),
+        ({"hidden": 10**5000}, r"hidden must be an integer from 1 to 2\*\*31 - 1, got a int that has no text"),
+        ({"routing_bias": "no"}, "routing_bias must be True or False, got 'no'"),
+        ({"dtype": []}, r"dtype must be float16, bfloat16 or float32, got \[\]"),
+        ({"device": "foo"}, "device must be one that torch has here, or None, got 'foo'"),
+        ({"device": []}, r"device must be one that torch has here, or None, got \[\]"),
     ],
 )
 def test_what_it_cannot_be_is_refused_when_it_is_made(change, message):
@@ -171,3 +178,46 @@ def test_tokens_of_another_size_or_dtype_are_refused():
         layer(torch.randn(2, 3, 17))
     with pytest.raises(InputError, match=r"x must have the dtype of the parameters, torch.float32, got torch.float16"):
         layer(torch.randn(2, 16).half())
+
+
+@pytest.mark.parametrize(
+    ("x", "message"),
+    [
+        (3, "x must be a torch.Tensor, got int"),
+        (torch.randn(2, 16).to_sparse(), "x must be dense, got torch.sparse_coo"),
+        (torch.randn(2, 16).to("meta"), "x must be on the device of the parameters, cpu, got meta"),
+    ],
+)
+def test_what_are_no_tokens_is_refused(x, message):
+    with pytest.raises(InputError, match=message):
+        make("mixtral")(x)
+
+
+def test_what_else_a_layer_refuses_when_it_is_called():
+    layer, x = make("mixtral"), torch.randn(2, 16)
+    with pytest.raises(InputError, match="return_logits must be True or False, got 1"):
+        layer(x, return_logits=1)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(InputError, match=r"x must be .* under autocast, got"):
+        layer(x.double())
+    with pytest.raises(InputError, match="parameters must be on a CUDA device or the CPU, got meta"):
+        layer.to("meta")(x)
+    with pytest.raises(InputError, match=r"parameters must be float16, bfloat16 or float32, got torch\.float64"):
+        make("mixtral").double()(x.double())
+
+
+def test_one_parameter_that_stayed_on_meta_is_named():
+    """The stand-ins of operators would serve such a call with memory that nobody wrote."""
+    layer = make("mixtral")
+    layer.w_down = torch.nn.Parameter(layer.w_down.detach().to("meta"))
+    with pytest.raises(InputError, match="w_down must be on the device of x, cpu, got meta"):
+        layer(torch.randn(2, 16))
+
+
+def test_tokens_may_be_of_a_subclass():
+    class Named(torch.Tensor):
+        pass
+
+    layer, x = make("mixtral"), torch.randn(2, 16)
+    with torch.no_grad():
+        assert torch.equal(layer(x.as_subclass(Named)).as_subclass(torch.Tensor), layer(x))
+    assert torch.equal(layer(x.as_subclass(Named)).detach().as_subclass(torch.Tensor), layer(x).detach())

@@ -9,12 +9,21 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - PyTorch's own habit
 from torch import Tensor, nn
 
-from ..errors import InputError
+from ..errors import InputError, shown
 from ..moe.api import fused_moe
-from ..moe.inputs import DTYPE_NAMES, check_flags
+from ..moe.inputs import DTYPE_NAMES, check_dense, check_flags
 from ..moe.plan import check_kernel_name
 from ..moe.problem import MoeProblem, columns_up
 from ..moe.routing import describe_routing, route
+
+_MOST = 2**31
+
+
+def _check_device(device: object) -> None:
+    try:
+        torch.empty(0, device=device)  # type: ignore[call-overload]
+    except (RuntimeError, TypeError, ValueError, AssertionError) as error:  # without CUDA, torch asserts
+        raise InputError(f"device must be one that torch has here, or None, got {shown(device)}: {error}") from error
 
 
 class MoeLayer(nn.Module):
@@ -82,14 +91,18 @@ class MoeLayer(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        if type(shared_experts) is not int or not 0 <= shared_experts < _MOST:
+            raise InputError(f"shared_experts must be an integer from 0 to 2**31 - 1, got {shown(shared_experts)}")
+        if shared_inter is not None and shared_experts == 0:
+            raise InputError(f"shared_inter must be None without shared experts, got {shown(shared_inter)}")
         shared_inter = inter if shared_inter is None else shared_inter
         sizes: dict[str, Any] = {"hidden": hidden, "inter": inter, "experts": experts, "shared_inter": shared_inter}
         for name, size in sizes.items():
-            if type(size) is not int or size < 1:
-                raise InputError(f"{name} must be an integer, 1 or more, got {size!r}")
-        if type(shared_experts) is not int or shared_experts < 0:
-            raise InputError(f"shared_experts must be an integer, 0 or more, got {shared_experts!r}")
-        flags = {"interleaved": interleaved, "bias": bias, "batch_invariant": batch_invariant}
+            if type(size) is not int or not 0 < size < _MOST:
+                raise InputError(f"{name} must be an integer from 1 to 2**31 - 1, got {shown(size)}")
+        flags = {
+            "interleaved": interleaved, "bias": bias, "routing_bias": routing_bias, "batch_invariant": batch_invariant
+        }  # fmt: skip
         check_flags(activation, flags, {"alpha": alpha, "limit": limit})
         self.top_k = top_k
         self.routing: dict[str, Any] = {
@@ -100,6 +113,7 @@ class MoeLayer(nn.Module):
             "batch_invariant": batch_invariant, "kernel": kernel,
         }  # fmt: skip
         self._check(sizes, shared_experts, torch.get_default_dtype() if dtype is None else dtype)
+        _check_device(device)
 
         def parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
@@ -117,10 +131,10 @@ class MoeLayer(nn.Module):
         self.register_buffer("routing_bias", added)
         self.reset_parameters()
 
-    def _check(self, sizes: dict[str, Any], shared_experts: int, dtype: torch.dtype) -> None:
+    def _check(self, sizes: dict[str, Any], shared_experts: int, dtype: object) -> None:
         """Raise what ``route`` and ``fused_moe`` would, before a parameter is made."""
-        if dtype not in DTYPE_NAMES:
-            raise InputError(f"dtype must be float16, bfloat16 or float32, got {dtype}")
+        if not isinstance(dtype, torch.dtype) or dtype not in DTYPE_NAMES:
+            raise InputError(f"dtype must be float16, bfloat16 or float32, got {shown(dtype)}")
         describe_routing(torch.empty(0, sizes["experts"], device="cpu"), self.top_k, **self.routing)
         check_kernel_name(self.options["kernel"])
         named: dict[str, Any] = {name: self.options[name] for name in ("activation", "interleaved", "batch_invariant")}
@@ -154,17 +168,17 @@ class MoeLayer(nn.Module):
             ``[..., HID]``; with ``return_logits`` also ``[T, E]``, a row for each token of x in their order.
 
         Raises:
-            InputError: x has tokens of another size, or, without autocast, another dtype.
+            InputError: x has tokens of another size, or another dtype or device than the parameters.
         """
-        hidden, dtype = self.w_router.shape[1], self.w_router.dtype
-        if x.dim() == 0 or x.shape[-1] != hidden:
-            raise InputError(f"x must have shape [..., HID] = [..., {hidden}], got {list(x.shape)}")
-        if x.dtype != dtype and not torch.is_autocast_enabled(x.device.type):
-            raise InputError(f"x must have the dtype of the parameters, {dtype}, got {x.dtype}")
+        self._check_tokens(x)
+        if not isinstance(return_logits, bool):
+            raise InputError(f"return_logits must be True or False, got {shown(return_logits)}")
         tokens = x.reshape(-1, x.shape[-1])
         logits = F.linear(tokens, self.w_router)
         bias = None if self.routing_bias is None else self.routing_bias.float()
         weights, ids = route(logits, self.top_k, bias=bias, **self.routing)
+        if type(ids) is not Tensor and type(x) is type(ids):  # a name that x has and numbers of experts need not
+            ids = ids.as_subclass(Tensor)
         out = fused_moe(
             tokens,
             self.w_gate_up,
@@ -178,6 +192,27 @@ class MoeLayer(nn.Module):
             **self.options,
         ).view(x.shape)
         return (out, logits) if return_logits else out
+
+    def _check_tokens(self, x: Tensor) -> None:
+        if not isinstance(x, Tensor):
+            raise InputError(f"x must be a torch.Tensor, got {type(x).__name__}")
+        check_dense("x", x)
+        hidden, dtype, device = self.w_router.shape[1], self.w_router.dtype, self.w_router.device
+        if device.type not in ("cpu", "cuda"):
+            raise InputError(f"parameters must be on a CUDA device or the CPU, got {device}")
+        if x.dim() == 0 or x.shape[-1] != hidden:
+            raise InputError(f"x must have shape [..., HID] = [..., {hidden}], got {list(x.shape)}")
+        if x.device != device:
+            raise InputError(f"x must be on the device of the parameters, {device}, got {x.device}")
+        if torch.is_autocast_enabled(x.device.type):
+            allowed = {dtype, torch.float32, torch.get_autocast_dtype(x.device.type)}
+            if x.dtype not in allowed:
+                names = " or ".join(sorted(map(str, allowed)))
+                raise InputError(f"x must be {names} under autocast, got {x.dtype}")
+        elif x.dtype != dtype:
+            raise InputError(f"x must have the dtype of the parameters, {dtype}, got {x.dtype}")
+        if dtype not in DTYPE_NAMES:
+            raise InputError(f"parameters must be float16, bfloat16 or float32, got {dtype}")
 
     def extra_repr(self) -> str:
         """Return its sizes, for ``print``."""

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import InputError, MissingPackageError, UnsupportedError
+from ..errors import InputError, MissingPackageError, UnsupportedError, shown
 from ..moe.api import fused_moe
+from ..moe.inputs import check_dense
 from ..moe.plan import check_kernel_name
 
 # By the class of ``act_fn``: the activation with a gate, and without one. None: there is no such kernel.
@@ -59,6 +60,11 @@ def register_experts(name: str = "flashmoe_science", *, batch_invariant: bool = 
             f"transformers cannot be imported: {error}", hint='pip install "transformers>=5.23"'
         ) from error
 
+    given: dict[str, object] = {"name": name, "batch_invariant": batch_invariant}
+    if not isinstance(given["name"], str) or not name:
+        raise InputError(f"name must be a text, got {shown(name)}")
+    if not isinstance(given["batch_invariant"], bool):
+        raise InputError(f"batch_invariant must be True or False, got {shown(batch_invariant)}")
     if name in _THEIRS:
         raise InputError(f"name must not be one of transformers' own, {', '.join(_THEIRS)}, got {name!r}")
     check_kernel_name(kernel)
@@ -98,10 +104,20 @@ def run_experts(
         raise UnsupportedError(
             f"{type(module).__name__} norms what each expert makes, which is not served", hint=_hint(module)
         )
+    _check_module(module)
+    given = {"hidden_states": hidden_states, "top_k_index": top_k_index, "top_k_weights": top_k_weights}
+    for name, tensor in given.items():
+        if not isinstance(tensor, Tensor):
+            raise InputError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+        check_dense(name, tensor)
     which: Any = module
     prefix = "gate_up_proj" if which.has_gate else "up_proj"
     up, down = getattr(which, prefix), which.down_proj
     if which.is_transposed:
+        for name, weight in ((prefix, up), ("down_proj", down)):
+            if not isinstance(weight, Tensor) or weight.dim() != 3:
+                got = list(weight.shape) if isinstance(weight, Tensor) else type(weight).__name__
+                raise InputError(f"{name} of {type(module).__name__} must have 3 dimensions, got {got}")
         up, down = up.transpose(1, 2), down.transpose(1, 2)
     options = _activation_of(which)
     if which.has_bias:
@@ -118,6 +134,31 @@ def run_experts(
     )
 
 
+# What transformers' own implementations read of an experts module.
+_SAID = ("has_gate", "has_bias", "is_transposed", "down_proj")
+
+
+def _check_module(module: Any) -> None:
+    """Raise ``InputError`` where a module does not say of itself what experts of transformers do."""
+    missing = [name for name in _SAID if not hasattr(module, name)]
+    if not missing:
+        prefix = "gate_up_proj" if module.has_gate else "up_proj"
+        wanted = [prefix, *((f"{prefix}_bias", "down_proj_bias") if module.has_bias else ())]
+        missing = [name for name in wanted if not hasattr(module, name)]
+    if missing:
+        raise InputError(
+            f"module must be experts of transformers 5 with {', '.join(missing)}, got {type(module).__name__} without"
+        )
+
+
+def _number_of(module: Any, name: str) -> float:
+    """Return a number that a gate has: without one ``fused_moe`` would take gpt-oss's."""
+    number = getattr(module, name, None)
+    if isinstance(number, bool) or not isinstance(number, (int, float)):
+        raise InputError(f"{name} of {type(module).__name__} must be a number, got {shown(number)}")
+    return number
+
+
 def _activation_of(module: Any) -> dict[str, Any]:
     """Return the options of ``fused_moe`` that are what the module does between its products."""
     if module.has_gate:
@@ -126,15 +167,17 @@ def _activation_of(module: Any) -> dict[str, Any]:
             alpha, limit, interleaved = _CLAMPED_GATES[kind]
             return {
                 "activation": "swiglu_clamped",
-                "alpha": getattr(module, alpha),
-                "limit": getattr(module, limit),
+                "alpha": _number_of(module, alpha),
+                "limit": _number_of(module, limit),
                 "interleaved": interleaved,
             }
-        if type(module)._apply_gate.__name__ != _DEFAULT_GATE:  # noqa: SLF001 - the name that transformers gives it
+        gate = getattr(module, "_apply_gate", None)  # its own, or one that was put on this very module
+        if getattr(gate, "__name__", None) != _DEFAULT_GATE:  # the name that transformers gives it
             raise UnsupportedError(f"the gate of {kind} is not served", hint=_hint(module))
-    act = type(module.act_fn).__name__
+    kind_of_act = type(getattr(module, "act_fn", None))
+    act = kind_of_act.__name__
     name = _ACTIVATIONS.get(act, (None, None))[0 if module.has_gate else 1]
-    if name is None:
+    if name is None or kind_of_act.__module__.partition(".")[0] not in ("torch", "transformers"):
         what = "with" if module.has_gate else "without"
         raise UnsupportedError(
             f"{act} is not served as the activation of experts {what} a gate ({type(module).__name__})",

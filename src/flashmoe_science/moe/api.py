@@ -22,7 +22,7 @@ from .inputs import (
     refuse_tangents,
 )
 from .plan import MoePlan, check_kernel_name, plan_moe
-from .refusals import check_hashable
+from .refusals import check_hashable, check_operator_call, check_same_device
 from .routing import route
 
 __all__ = ["explain_moe", "fused_moe", "route"]
@@ -127,20 +127,42 @@ def fused_moe(
 
 
 def explain_moe(
-    x: Tensor, w_gate_up: Tensor, w_down: Tensor, topk_weights: Tensor, topk_ids: Tensor, **options: Any
+    x: Tensor,
+    w_gate_up: Tensor,
+    w_down: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    *,
+    activation: str = "swiglu",
+    alpha: float | None = None,
+    limit: float | None = None,
+    interleaved: bool = False,
+    bias_gate_up: Tensor | None = None,
+    bias_down: Tensor | None = None,
+    shared_gate_up: Tensor | None = None,
+    shared_down: Tensor | None = None,
+    shared_weights: Tensor | None = None,
+    batch_invariant: bool = False,
+    kernel: str = "auto",
 ) -> MoePlan:
     """Return the plan that would serve ``fused_moe`` with the same arguments; nothing is launched.
 
     ``print`` shows it as text, ``.as_dict()`` gives it as data. Arguments and errors are those of ``fused_moe``; where
     gradients would be recorded, the plan is that of the forward pass that keeps what they need.
     """
-    kernel = options.pop("kernel", "auto")
-    values = (x, w_gate_up, w_down, topk_weights, topk_ids)
-    given: dict[str, Any] = dict(zip(TENSORS, values, strict=False))
-    given.update({name: options.pop(name) for name in TENSORS if name in options})
+    given: dict[str, Tensor | None] = {
+        "x": x, "w_gate_up": w_gate_up, "w_down": w_down, "topk_weights": topk_weights, "topk_ids": topk_ids,
+        "bias_gate_up": bias_gate_up, "bias_down": bias_down, "shared_gate_up": shared_gate_up,
+        "shared_down": shared_down, "shared_weights": shared_weights,
+    }  # fmt: skip
     check_are_tensors(given)
+    refuse_tangents(given)
     tensors = {name: tensor for name, tensor in cast_under_autocast(given).items() if tensor is not None}
-    return plan_moe(moe_problem_of(tensors, **options, keep_product=records(tensors)), gpu_of(x), kernel)
+    problem = moe_problem_of(
+        tensors, activation=activation, alpha=alpha, limit=limit, interleaved=interleaved,
+        batch_invariant=batch_invariant, keep_product=records(tensors),
+    )  # fmt: skip
+    return plan_moe(problem, gpu_of(x), kernel)
 
 
 def _prepare(tensors: Mapping[str, Tensor], options: tuple[Any, ...]) -> Call:
@@ -192,11 +214,13 @@ def _fused_moe(
 
 @_fused_moe.register_fake
 def _fake_fused_moe(x: Tensor, *_rest: object) -> Tensor:
+    check_same_device(x, _rest)
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
 def _call_operator(given: Mapping[str, Tensor | None], options: tuple[Any, ...]) -> Tensor:
     refuse_tangents(given)
+    check_operator_call(given, options)
     activation, alpha, limit, interleaved, batch_invariant, kernel = options
     if not _is_compiling():  # the operator's signature would refuse, or change, what is of another type
         flags = {"interleaved": interleaved, "batch_invariant": batch_invariant}

@@ -6,7 +6,7 @@ import dataclasses
 import os
 from dataclasses import dataclass
 
-from ..errors import InputError, UnsupportedError
+from ..errors import InputError, UnsupportedError, shown
 from ..gpu.planning import PlannedLaunch, refuse_architecture
 from ..gpu.specs import GpuSpec
 from . import hopper_plan
@@ -167,7 +167,7 @@ def make_backward_plan(
 def check_backward_kernel_name(kernel: object) -> None:
     """Raise ``InputError`` unless ``kernel`` is ``auto`` or one of ``KERNELS``."""
     if not isinstance(kernel, str) or kernel not in ("auto", *KERNELS):
-        raise InputError(f"kernel must be auto or one of {', '.join(KERNELS)}, got {kernel!r}")
+        raise InputError(f"kernel must be auto or one of {', '.join(KERNELS)}, got {shown(kernel)}")
 
 
 def plan_backward(
@@ -181,8 +181,11 @@ def plan_backward(
     """
     check_backward_kernel_name(kernel)
     if gpu is None:
-        if os.environ.get("TRITON_INTERPRET") != "1":
-            raise UnsupportedError("moe_backward_triton needs an NVIDIA GPU, got CPU tensors")
+        if os.environ.get("TRITON_INTERPRET") != "1" or kernel == "moe_backward_gluon_sm90":
+            raise UnsupportedError(
+                f"{'moe_backward_triton' if kernel == 'auto' else kernel} needs an NVIDIA GPU, got CPU tensors",
+                hint="TRITON_INTERPRET=1 runs moe_backward_triton in Triton's interpreter",
+            )
         why = "Triton's interpreter runs it (TRITON_INTERPRET=1)"
         return make_backward_plan(problem, "CPU", 0, SMALL_BACKWARD, wanted, why)
     refuse_architecture(gpu.arch)

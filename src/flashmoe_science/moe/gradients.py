@@ -17,6 +17,7 @@ from .calls import Run, prepare_run
 from .inputs import TENSORS, layout_of, moe_problem_of
 from .plan import plan_moe
 from .problem import MoeProblem
+from .refusals import check_gradient, check_not_batched, check_product, check_same_device, check_wanted
 
 # Tensors that have a gradient, in the order of ``fused_moe``: all but the ids.
 DIFFERENTIABLE = tuple(name for name in TENSORS if name != "topk_ids")
@@ -183,9 +184,15 @@ def _routed(
     if not wanted:
         return {}
     x = tensors["x"]
+    by_reference = _is_reference(x.device, options[5]) and kernel == "auto"
+    if x.shape[0] == 0 or by_reference:  # else what prepares a call checks its tensors
+        _describe(tensors, options)
+    check_gradient(do, x)
+    if not by_reference:  # which keeps no product
+        check_product(product, tensors)
     if x.shape[0] == 0:
         return {name: torch.zeros(tensors[name].shape, dtype=tensors[name].dtype, device=x.device) for name in wanted}
-    if _is_reference(x.device, options[5]) and kernel == "auto":
+    if by_reference:
         everything: dict[str, Any] = {**tensors, **_named(options)}
         gradients = reference.moe_gradients(do, **everything)
         return {name: gradients[name].to(tensors[name].dtype) for name in wanted}
@@ -237,6 +244,7 @@ def _fake_kept(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
     tensors = {name: tensor for name, tensor in zip(TENSORS, given, strict=False) if tensor is not None}
     options: Any = given[len(TENSORS) :]
     x = tensors["x"]
+    check_same_device(x, given)
     shapes = [x.shape, (0, 0), (0, 0)]
     if not _is_reference(x.device, options[5]):
         shapes[1] = (tensors["topk_ids"].numel(), tensors["w_gate_up"].shape[1])
@@ -277,6 +285,7 @@ def _fused_moe_backward(
     )  # fmt: skip
     tensors = {name: tensor.detach() for name, tensor in zip(TENSORS, given, strict=True) if tensor is not None}
     options = (activation, alpha, limit, interleaved, batch_invariant, kernel)
+    check_wanted(wanted, tensors, DIFFERENTIABLE)
     names = [DIFFERENTIABLE[number] for number in wanted]
     found = moe_gradients(do.detach(), (product.detach(), shared_product.detach()), tensors, options, names)
     return [found[name] for name in names]
@@ -286,6 +295,7 @@ def _fused_moe_backward(
 def _fake_backward(*given: Any) -> list[Tensor]:
     tensors = dict(zip(TENSORS, given[3:], strict=False))
     wanted = given[-1]
+    check_same_device(tensors["x"], given)
     like = [tensors[DIFFERENTIABLE[number]] for number in wanted]
     return [torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in like]
 
@@ -326,6 +336,7 @@ def _backward(ctx: Any, do: Tensor | None, *_others: Tensor | None) -> Any:
     nothing: list[Tensor | None] = [None] * (len(TENSORS) + len(ctx.options))
     if do is None:
         return tuple(nothing)
+    check_not_batched(do)
     needed = dict(zip(TENSORS, ctx.needs_input_grad, strict=False))
     wanted = [number for number, name in enumerate(DIFFERENTIABLE) if needed[name]]
     if _overwrites(ctx, do, (product, *inputs)):

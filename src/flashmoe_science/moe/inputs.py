@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import InputError, UnsupportedError
-from .problem import ACTIVATIONS, LARGEST, MoeProblem, columns_up
+from ..errors import InputError, UnsupportedError, shown
+from .problem import ACTIVATIONS, GATED, LARGEST, MoeProblem, columns_up
 
 DTYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 _ID_NAMES = {torch.int32: "i32", torch.int64: "i64"}
@@ -28,12 +28,31 @@ def check_are_tensors(given: Mapping[str, object]) -> None:
     """Raise ``InputError`` unless what is needed is a tensor, and what is optional is a tensor or None."""
     for name, tensor in given.items():
         if isinstance(tensor, Tensor):
-            if tensor.layout is not torch.strided:
-                raise InputError(f"{name} must be dense, torch.strided, got {tensor.layout}")
+            check_dense(name, tensor)
+            if name == "topk_ids" and _is_bare_subclass(type(tensor)):
+                raise InputError(f"topk_ids must be a torch.Tensor and of no subclass, got {type(tensor).__name__}")
             continue
         if tensor is not None or name not in _OPTIONAL:
             wanted = "a torch.Tensor or None" if name in _OPTIONAL else "a torch.Tensor"
             raise InputError(f"{name} must be {wanted}, got {type(tensor).__name__}")
+
+
+def _is_bare_subclass(kind: type[Tensor]) -> bool:
+    """Return whether tensors of a kind differ from others in their Python type alone, which operators give back."""
+    own: Any = kind.__torch_dispatch__
+    return kind not in (Tensor, torch.nn.Parameter) and own is torch._C._disabled_torch_dispatch_impl  # noqa: SLF001 - has no public name
+
+
+def check_dense(name: str, tensor: Tensor) -> None:
+    """Raise ``InputError`` unless elements lie in memory one by one: what is nested says that it is strided."""
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        raise InputError(f"{name} must be dense, got {'a nested tensor' if tensor.is_nested else tensor.layout}")
+
+
+def check_not_negative(name: str, tensor: Tensor) -> None:
+    """Raise ``InputError`` for a view whose memory holds the negatives of its elements; tracing, nobody can tell."""
+    if not torch.compiler.is_compiling() and tensor.is_neg():
+        raise InputError(f"{name} must not be a negative view, got one (is_neg()): call resolve_neg()")
 
 
 def cast_under_autocast(given: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
@@ -64,11 +83,21 @@ def _check_axes(name: str, tensor: Tensor, letters: str) -> None:
         raise InputError(f"{name} must have {axes} dimensions [{letters}], got shape {list(tensor.shape)}")
 
 
-def _check_places(tensors: Mapping[str, Tensor]) -> None:
-    """Check dtypes and devices."""
+def check_devices(tensors: Mapping[str, Tensor | None]) -> None:
+    """Raise ``InputError`` unless all tensors are on one device that is served."""
     x = tensors["x"]
+    assert x is not None
     if x.device.type not in ("cpu", "cuda"):
         raise InputError(f"x must be on a CUDA device or the CPU, got {x.device}")
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.device != x.device:
+            raise InputError(f"{name} must be on the device of x, {x.device}, got {tensor.device}")
+
+
+def check_places(tensors: Mapping[str, Tensor]) -> None:
+    """Check dtypes and devices. Raises ``InputError``."""
+    check_devices(tensors)
+    x = tensors["x"]
     for name, tensor in tensors.items():
         if name == "topk_ids":
             if tensor.dtype not in _ID_NAMES:
@@ -77,10 +106,7 @@ def _check_places(tensors: Mapping[str, Tensor]) -> None:
             raise InputError(f"{name} must be float16, bfloat16 or float32, got {tensor.dtype}")
         if name in _WITH_DTYPE_OF_X and tensor.dtype != x.dtype:
             raise InputError(f"{name} must have the dtype of x, {x.dtype}, got {tensor.dtype}")
-        if tensor.device != x.device:
-            raise InputError(f"{name} must be on the device of x, {x.device}, got {tensor.device}")
-        if tensor.is_neg():
-            raise InputError(f"{name} must not be a negative view, got one (is_neg()): call resolve_neg()")
+        check_not_negative(name, tensor)
 
 
 def _check_contiguous(name: str, tensor: Tensor) -> None:
@@ -103,26 +129,26 @@ def _check_shared(tensors: Mapping[str, Tensor], tokens: int, hidden: int, activ
     shared, inter = down.shape[0], down.shape[2]
     _check_shape("shared_down", down, (shared, hidden, inter), "S, HID, INTER")
     rows = columns_up(inter, activation)
-    letters = "S, 2 * INTER, HID" if rows != inter else "S, INTER, HID"
+    letters = "S, 2 * INTER, HID" if activation in GATED else "S, INTER, HID"
     _check_shape("shared_gate_up", up, (shared, rows, hidden), letters)
     if "shared_weights" in tensors:
         _check_shape("shared_weights", tensors["shared_weights"], (tokens, shared), "T, S")
         _check_contiguous("shared_weights", tensors["shared_weights"])
     if shared * inter == 0:
-        raise InputError(f"shared experts must not be empty, got {shared} of inner size {inter}")
+        raise InputError(f"shared_down must have S and INTER of 1 or more, got shape {list(down.shape)}")
     return shared, inter
 
 
 def check_flags(activation: object, flags: Mapping[str, object], numbers: Mapping[str, object]) -> None:
     """Check the options that are no tensors; ``MoeProblem`` says how large numbers may be."""
     if not isinstance(activation, str) or activation not in ACTIVATIONS:
-        raise InputError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
+        raise InputError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {shown(activation)}")
     for name, flag in flags.items():
         if not isinstance(flag, bool):
-            raise InputError(f"{name} must be True or False, got {flag!r}")
+            raise InputError(f"{name} must be True or False, got {shown(flag)}")
     for name, number in numbers.items():
         if number is not None and (isinstance(number, bool) or not isinstance(number, (int, float)) or not number > 0):
-            raise InputError(f"{name} must be a positive number or None, got {number!r}")
+            raise InputError(f"{name} must be a positive number or None, got {shown(number)}")
         if isinstance(number, int) and number > LARGEST:  # perhaps too large for a float, and for a message
             raise InputError(f"{name} must be positive and at most 1e30, got an integer of {number.bit_length()} bits")
 
@@ -147,15 +173,18 @@ def moe_problem_of(
         {"interleaved": interleaved, "batch_invariant": batch_invariant},
         {"alpha": alpha, "limit": limit},
     )
-    _check_places(tensors)
+    check_places(tensors)
     x, up, down, weights, ids = (tensors[name] for name in _REQUIRED)
     _check_axes("x", x, "T, HID")
     tokens, hidden = x.shape
     _check_axes("w_down", down, "E, HID, INTER")
     experts, inter = down.shape[0], down.shape[2]
     _check_shape("w_down", down, (experts, hidden, inter), "E, HID, INTER")
+    if experts * inter * hidden == 0:
+        raise InputError(f"w_down must have E, HID and INTER of 1 or more, got shape {list(down.shape)}")
     rows = columns_up(inter, activation)
-    letters = "E, 2 * INTER, HID" if rows != inter else "E, INTER, HID"
+    up_rows = "2 * INTER" if activation in GATED else "INTER"
+    letters = f"E, {up_rows}, HID"
     _check_axes("w_gate_up", up, letters)
     _check_shape("w_gate_up", up, (experts, rows, hidden), letters)
     _check_axes("topk_ids", ids, "T, K")
@@ -163,12 +192,14 @@ def moe_problem_of(
     _check_shape("topk_ids", ids, (tokens, top_k), "T, K")
     _check_shape("topk_weights", weights, (tokens, top_k), "T, K")
     for name, shape, axes in (
-        ("bias_gate_up", (experts, rows), "E, 2 * INTER" if rows != inter else "E, INTER"),
+        ("bias_gate_up", (experts, rows), f"E, {up_rows}"),
         ("bias_down", (experts, hidden), "E, HID"),
     ):
         if name in tensors:
             _check_shape(name, tensors[name], shape, axes)
             _check_contiguous(name, tensors[name])
+    if top_k == 0:
+        raise InputError(f"topk_ids must have K of 1 or more, got shape {list(ids.shape)}")
     _check_contiguous("topk_weights", weights)
     _check_contiguous("topk_ids", ids)
     shared, shared_inter = _check_shared(tensors, tokens, hidden, activation)
@@ -213,7 +244,14 @@ def layout_of(tensor: Tensor | None) -> tuple[Any, ...] | None:
     """Return all that a prepared call depends on: not what lies in the tensor, and of where it lies the alignment."""
     if tensor is None:
         return None
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() & 15, tensor.is_neg()
+    try:
+        address = tensor.data_ptr()
+    except RuntimeError as error:
+        raise UnsupportedError(
+            "an input has no memory of its own: torch.vmap and other transforms of torch.func are not served here",
+            hint="call it without them: tokens of several batches can be one call",
+        ) from error
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, address & 15, tensor.is_neg()
 
 
 def refuse_tangents(tensors: Mapping[str, Tensor | None]) -> None:

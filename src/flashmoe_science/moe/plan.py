@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import InputError, UnsupportedError
+from ..errors import InputError, UnsupportedError, shown
 from ..gpu.planning import PlannedLaunch, refuse_architecture
 from ..gpu.specs import GpuSpec
 from . import hopper_plan
@@ -341,7 +341,7 @@ def _choose(problem: MoeProblem) -> tuple[str, str]:
 def check_kernel_name(kernel: object) -> None:
     """Raise ``InputError`` unless ``kernel`` is ``auto`` or one of ``KERNELS``."""
     if not isinstance(kernel, str) or kernel not in ("auto", *KERNELS):
-        raise InputError(f"kernel must be auto or one of {', '.join(KERNELS)}, got {kernel!r}")
+        raise InputError(f"kernel must be auto or one of {', '.join(KERNELS)}, got {shown(kernel)}")
 
 
 def plan_moe(problem: MoeProblem, gpu: GpuSpec | None, kernel: str = "auto") -> MoePlan:

@@ -6,27 +6,113 @@ measurement anew.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from ..errors import InputError
+from ..errors import InputError, UnsupportedError
 from .backward_plan import check_backward_kernel_name
-from .inputs import check_are_tensors, check_flags, moe_problem_of
+from .inputs import check_are_tensors, check_devices, check_flags, check_not_negative, moe_problem_of, refuse_tangents
 from .plan import check_kernel_name
+
+_functorch = torch._C._functorch  # noqa: SLF001 - what tells of transforms has no public name
 
 
 def check_hashable(options: tuple[Any, ...]) -> None:
     """Raise ``InputError`` where options of ``fused_moe`` have no hash, by which a prepared call is found."""
     try:
         hash(options)
-    except TypeError:
-        activation, alpha, limit, interleaved, batch_invariant, kernel = options
-        flags = {"interleaved": interleaved, "batch_invariant": batch_invariant}
-        check_flags(activation, flags, {"alpha": alpha, "limit": limit})
-        check_kernel_name(kernel)
-        raise
+    except TypeError as error:
+        _check_options(options)
+        raise InputError(f"options must have a hash, got {options!r}") from error
+
+
+def _check_options(options: tuple[Any, ...]) -> None:
+    activation, alpha, limit, interleaved, batch_invariant, kernel = options
+    flags = {"interleaved": interleaved, "batch_invariant": batch_invariant}
+    check_flags(activation, flags, {"alpha": alpha, "limit": limit})
+    check_kernel_name(kernel)
+
+
+def check_operator_call(given: Mapping[str, Tensor | None], options: tuple[Any, ...]) -> None:
+    """Raise what stands in for the operator of ``fused_moe`` would not: one tensor on meta, and its fake serves all.
+
+    Its signature also would refuse, or change, options of another type.
+    """
+    check_devices(given)
+    _check_options(options)
+    for name, tensor in given.items():
+        if tensor is not None:
+            check_not_negative(name, tensor)
+            check_not_differentiated_by_torch_func(name, tensor)
+
+
+def check_not_differentiated_by_torch_func(name: str, tensor: Tensor) -> None:
+    """Raise ``UnsupportedError`` for what ``torch.func.grad`` and its like hand on."""
+    if not torch.compiler.is_compiling() and _is_differentiated_by_torch_func(tensor):
+        raise UnsupportedError(
+            f"{name} is differentiated by a transform of torch.func, which is not served",
+            hint="use torch.autograd.grad, or backward()",
+        )
+
+
+def _is_differentiated_by_torch_func(tensor: Tensor) -> bool:
+    while _functorch.is_functorch_wrapped_tensor(tensor):
+        if _functorch.is_gradtrackingtensor(tensor):
+            return True
+        tensor = _functorch.get_unwrapped(tensor)
+    return False
+
+
+def check_same_device(x: Tensor, others: Iterable[object]) -> None:
+    """Raise ``InputError`` where a stand-in of an operator is given tensors of several devices."""
+    for other in others:
+        if isinstance(other, Tensor) and other.device != x.device:
+            raise InputError(f"all tensors must be on the device of x, {x.device}, got one on {other.device}")
+
+
+def check_product(product: Tensor, tensors: Mapping[str, Tensor]) -> None:
+    """Raise ``InputError`` unless ``product`` is like the first product of a call with ``tensors``."""
+    columns = tensors["w_gate_up"].shape[1]
+    _check_like("product", product, (tensors["topk_ids"].numel(), columns), tensors["x"], "T * K, rows of w_gate_up")
+    check_not_negative("product", product)
+    if not product.is_contiguous():
+        raise InputError(f"product must be contiguous, got strides {list(product.stride())}")
+    if behind := product.data_ptr() % 16:
+        raise InputError(f"product must begin at a multiple of 16 bytes, got an address {behind} bytes behind one")
+
+
+def check_not_batched(do: Tensor) -> None:
+    """Raise ``UnsupportedError`` where autograd asks for several gradients at once."""
+    if torch.compiler.is_compiling():
+        return
+    if _functorch.is_batchedtensor(do) or _functorch.is_legacy_batchedtensor(do):
+        raise UnsupportedError(
+            "gradients of fused_moe are made one at a time, and not batched (is_grads_batched, vectorize)",
+            hint="ask for them in a loop",
+        )
+
+
+def check_gradient(do: Tensor, x: Tensor) -> None:
+    """Raise ``InputError`` unless ``do`` is like the output of tokens ``x``."""
+    _check_like("do", do, tuple(x.shape), x, "T, HID")
+
+
+def _check_like(name: str, tensor: Tensor, shape: tuple[int, ...], x: Tensor, letters: str) -> None:
+    if tuple(tensor.shape) != shape:
+        raise InputError(f"{name} must have shape [{letters}] = {list(shape)}, got {list(tensor.shape)}")
+    if tensor.dtype != x.dtype or tensor.device != x.device:
+        raise InputError(f"{name} must be {x.dtype} on {x.device}, got {tensor.dtype} on {tensor.device}")
+
+
+def check_wanted(wanted: Sequence[int], tensors: Mapping[str, Tensor], names: Sequence[str]) -> None:
+    """Raise ``InputError`` unless ``wanted`` has numbers of ``names``, each once, and only of given tensors."""
+    for number in wanted:
+        if not 0 <= number < len(names) or list(wanted).count(number) > 1 or names[number] not in tensors:
+            there = [place for place, name in enumerate(names) if name in tensors]
+            raise InputError(f"wanted must have numbers of {there}, each once, got {list(wanted)}")
 
 
 def check_backward(
@@ -41,23 +127,11 @@ def check_backward(
         options: activation, alpha, limit and interleaved.
         kernel: a name.
     """
-    check_are_tensors({"do": do, "product": product, **given})
+    everything: dict[str, Tensor | None] = {"do": do, "product": product, **given}
+    check_are_tensors(everything)
+    refuse_tangents(everything)
     check_backward_kernel_name(kernel)
-    problem = moe_problem_of({name: tensor for name, tensor in given.items() if tensor is not None}, **options)
-    x = given["x"]
-    assert x is not None
-    columns = "2 * INTER" if problem.gated else "INTER"
-    for name, tensor, shape, letters in (
-        ("do", do, (problem.tokens, problem.hidden), "T, HID"),
-        ("product", product, (problem.pairs, problem.columns_up), f"T * K, {columns}"),
-    ):
-        if tuple(tensor.shape) != shape:
-            raise InputError(f"{name} must have shape [{letters}] = {list(shape)}, got {list(tensor.shape)}")
-        if tensor.dtype != x.dtype or tensor.device != x.device:
-            raise InputError(f"{name} must be {x.dtype} on {x.device}, got {tensor.dtype} on {tensor.device}")
-    if product.is_neg():
-        raise InputError("product must not be a negative view, got one (is_neg()): call resolve_neg()")
-    if not product.is_contiguous():
-        raise InputError(f"product must be contiguous, got strides {list(product.stride())}")
-    if behind := product.data_ptr() % 16:
-        raise InputError(f"product must begin at a multiple of 16 bytes, got an address {behind} bytes behind one")
+    tensors = {name: tensor for name, tensor in given.items() if tensor is not None}
+    moe_problem_of(tensors, **options)
+    check_gradient(do, tensors["x"])
+    check_product(product, tensors)

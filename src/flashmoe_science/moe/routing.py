@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import InputError, UnsupportedError
+from ..errors import InputError, UnsupportedError, shown
 from ..gpu.planning import refuse_architecture
 from . import reference
-from .inputs import DTYPE_NAMES, refuse_tangents
+from .inputs import DTYPE_NAMES, check_dense, check_not_negative, refuse_tangents
 from .plan import next_power
+from .refusals import check_not_differentiated_by_torch_func, check_same_device
 
 SCORES = ("softmax", "sigmoid")
 MAX_EXPERTS = 4096  # a row of logits is held in registers
@@ -87,13 +88,11 @@ def route(
     is_plain = all(type(t) in (Tensor, torch.nn.Parameter) for t in (logits, bias) if t is not None)
     refuse_tangents({"logits": logits, "bias": bias})
     records = torch.is_grad_enabled() and logits.requires_grad
-    is_compiling = _is_compiling()
-    if records or is_compiling or not is_plain:  # compiled, the operator checks the rest when it runs
-        if not is_compiling:  # its signature would refuse, or change, what is of another type
-            describe_routing(
-                logits, top_k, score=score, renormalize=renormalize, bias=bias, groups=groups, top_groups=top_groups,
-                scale=scale,
-            )  # fmt: skip
+    if records or _is_compiling() or not is_plain:
+        # The operator's signature would refuse, or change, what is of another type, and its fake looks at nothing.
+        check_routing_tensors(logits, bias)
+        check_routing_options(logits.shape[1], top_k, score, renormalize, groups, top_groups, scale)
+        check_not_differentiated_by_torch_func("logits", logits)
         bias = None if bias is None else bias.detach()
         weights, ids = _route(logits, bias, top_k, score, renormalize, groups, top_groups, float(scale))
         return weights, ids
@@ -118,69 +117,80 @@ def describe_routing(
     scale: object = 1.0,
 ) -> Routing:
     """Check the arguments against the contract of ``route``, and describe the call. Raises ``InputError``."""
-    _check_tensors(logits, bias)
+    check_routing_tensors(logits, bias)
     tokens, experts = logits.shape
-    k = _check_count("top_k", top_k)
-    of, best = _check_groups(experts, _check_count("groups", groups), _check_count("top_groups", top_groups))
-    allowed = best * (experts // of)
-    if k > allowed:
-        whose = f" of {best} group{'s' if best > 1 else ''}" if of > 1 else ""
-        raise InputError(f"top_k must be at most the {allowed} experts{whose}, got {k}")
-    if not isinstance(score, str) or score not in SCORES:
-        raise InputError(f"score must be one of {', '.join(SCORES)}, got {score!r}")
-    if not isinstance(renormalize, bool):
-        raise InputError(f"renormalize must be True or False, got {renormalize!r}")
-    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not abs(scale) <= _LARGEST_SCALE:
-        raise InputError(f"scale must be a finite number of fp32, got {scale!r}")
+    k, of, best = check_routing_options(experts, top_k, score, renormalize, groups, top_groups, scale)
     return Routing(
         tokens=tokens,
         experts=experts,
         top_k=k,
         dtype=DTYPE_NAMES[logits.dtype],
         strides=logits.stride(),
-        score=score,
-        renormalize=renormalize,
+        score=str(score),
+        renormalize=bool(renormalize),
         bias="" if bias is None else DTYPE_NAMES[bias.dtype],
         groups=of,
         top_groups=best,
-        scale=float(scale),
+        scale=float(scale),  # type: ignore[arg-type]
     )
 
 
-def _check_tensors(logits: Tensor, bias: Tensor | None) -> None:
-    if logits.dim() != 2:
-        raise InputError(f"logits must have 2 dimensions [T, E], got shape {list(logits.shape)}")
+def check_routing_options(
+    experts: int, top_k: object, score: object, renormalize: object, groups: object, top_groups: object, scale: object
+) -> tuple[int, int, int]:
+    """Check what of a call of ``route`` is no tensor; return top_k, groups and top_groups. Raises ``InputError``."""
+    k = _check_count("top_k", top_k)
+    of, best = _check_groups(experts, _check_count("groups", groups), _check_count("top_groups", top_groups))
+    allowed = best * (experts // of)
+    if k > allowed:
+        whose = f" of {best} group{'s' if best > 1 else ''}" if of > 1 else ""
+        raise InputError(f"top_k must be at most the {allowed} experts{whose}, got {shown(k)}")
+    if not isinstance(score, str) or score not in SCORES:
+        raise InputError(f"score must be one of {', '.join(SCORES)}, got {shown(score)}")
+    if not isinstance(renormalize, bool):
+        raise InputError(f"renormalize must be True or False, got {shown(renormalize)}")
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not abs(scale) <= _LARGEST_SCALE:
+        raise InputError(f"scale must be a finite number of fp32, got {shown(scale)}")
+    return k, of, best
+
+
+def check_routing_tensors(logits: Tensor, bias: Tensor | None) -> None:
+    """Check logits and bias against the contract of ``route``. Raises ``InputError``."""
+    check_dense("logits", logits)
+    if logits.dim() != 2 or logits.shape[1] == 0:
+        raise InputError(f"logits must have 2 dimensions [T, E], E at least 1, got shape {list(logits.shape)}")
     if logits.device.type not in ("cpu", "cuda"):
         raise InputError(f"logits must be on a CUDA device or the CPU, got {logits.device}")
-    for name, tensor in (("logits", logits), ("bias", bias)):
-        if tensor is None:
-            continue
-        if tensor.layout is not torch.strided:
-            raise InputError(f"{name} must be dense, torch.strided, got {tensor.layout}")
-        if tensor.dtype not in DTYPE_NAMES:
-            raise InputError(f"{name} must be float16, bfloat16 or float32, got {tensor.dtype}")
-        if tensor.device != logits.device:
-            raise InputError(f"{name} must be on the device of logits, {logits.device}, got {tensor.device}")
-        if tensor.is_neg():
-            raise InputError(f"{name} must not be a negative view, got one (is_neg()): call resolve_neg()")
-    if bias is not None:
-        if tuple(bias.shape) != (logits.shape[1],):
-            raise InputError(f"bias must have shape [E] = {[logits.shape[1]]}, got {list(bias.shape)}")
-        if not bias.is_contiguous():
-            raise InputError(f"bias must be contiguous, got strides {list(bias.stride())}")
+    _check_kind("logits", logits)
+    if bias is None:
+        return
+    check_dense("bias", bias)
+    _check_kind("bias", bias)
+    if bias.device != logits.device:
+        raise InputError(f"bias must be on the device of logits, {logits.device}, got {bias.device}")
+    if tuple(bias.shape) != (logits.shape[1],):
+        raise InputError(f"bias must have shape [E] = {[logits.shape[1]]}, got {list(bias.shape)}")
+    if not bias.is_contiguous():
+        raise InputError(f"bias must be contiguous, got strides {list(bias.stride())}")
+
+
+def _check_kind(name: str, tensor: Tensor) -> None:
+    if tensor.dtype not in DTYPE_NAMES:
+        raise InputError(f"{name} must be float16, bfloat16 or float32, got {tensor.dtype}")
+    check_not_negative(name, tensor)
 
 
 def _check_groups(experts: int, groups: int, top_groups: int) -> tuple[int, int]:
     if experts % groups:
-        raise InputError(f"groups must divide the {experts} experts, got {groups}")
+        raise InputError(f"groups must divide the {experts} experts, got {shown(groups)}")
     if top_groups > groups:
-        raise InputError(f"top_groups must be at most groups = {groups}, got {top_groups}")
+        raise InputError(f"top_groups must be at most groups = {groups}, got {shown(top_groups)}")
     return groups, top_groups
 
 
 def _check_count(name: str, value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise InputError(f"{name} must be an integer, 1 or more, got {value!r}")
+        raise InputError(f"{name} must be an integer, 1 or more, got {shown(value)}")
     return value
 
 
@@ -352,10 +362,23 @@ def _route(
 
 
 @_route.register_fake
-def _fake_route(logits: Tensor, _bias: Tensor | None, top_k: int, *_options: object) -> tuple[Tensor, Tensor]:
+def _fake_route(logits: Tensor, bias: Tensor | None, top_k: int, *_options: object) -> tuple[Tensor, Tensor]:
+    check_same_device(logits, (bias,))
     shape = (logits.shape[0], top_k)
     device = logits.device
     return torch.empty(shape, dtype=torch.float32, device=device), torch.empty(shape, dtype=torch.int32, device=device)
+
+
+def _check_routed(dweights: Tensor, logits: Tensor, ids: Tensor) -> None:
+    """Raise ``InputError`` unless ids, and the gradient of the weights, are like what ``route`` made of the logits."""
+    check_routing_tensors(logits, None)
+    for name, tensor, dtype in (("ids", ids, torch.int32), ("dweights", dweights, torch.float32)):
+        if tensor.dtype != dtype or tensor.device != logits.device:
+            raise InputError(f"{name} must be {dtype} on {logits.device}, got {tensor.dtype} on {tensor.device}")
+        if tensor.dim() != 2 or tensor.shape != (logits.shape[0], ids.shape[-1]):
+            raise InputError(f"{name} must have shape [T, K], T = {logits.shape[0]}, got {list(tensor.shape)}")
+    if not ids.is_contiguous():
+        raise InputError(f"ids must be contiguous, got strides {list(ids.stride())}")
 
 
 @torch.library.custom_op("flashmoe_science::moe_route_backward", mutates_args=())
@@ -364,16 +387,17 @@ def _route_backward(
 ) -> Tensor:
     """Return the gradient of the logits."""
     dweights, logits, ids = dweights.detach(), logits.detach(), ids.detach()
+    _check_routed(dweights, logits, ids)
+    routing = describe_routing(logits, ids.shape[1], score=score, renormalize=renormalize, scale=scale)
     if logits.device.type == "cpu":
         found = reference.route_gradient(dweights, logits, ids, score=score, renormalize=renormalize, scale=scale)
         return found.to(logits.dtype)
-    top_k = ids.shape[1]
-    routing = describe_routing(logits, top_k, score=score, renormalize=renormalize, scale=scale)
     return run_route_backward(routing, logits, ids, dweights)
 
 
 @_route_backward.register_fake
-def _fake_route_backward(_dweights: Tensor, logits: Tensor, *_options: object) -> Tensor:
+def _fake_route_backward(dweights: Tensor, logits: Tensor, ids: Tensor, *_options: object) -> Tensor:
+    check_same_device(logits, (dweights, ids))
     return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
 
 
