@@ -203,6 +203,66 @@ def test_names_of_transformers_are_refused(name):
         register_experts(name)
 
 
+def test_a_gate_that_was_put_on_one_module_is_not_passed_over():
+    layer = experts("MixtralConfig", "MixtralExperts", "mixtral.modeling_mixtral")
+    layer._apply_gate = lambda gate_up: gate_up[..., ::2]
+    with pytest.raises(UnsupportedError, match="the gate of MixtralExperts is not served"):
+        layer(*draw())
+
+
+def test_an_activation_that_only_has_the_name_is_not_taken_for_it():
+    layer = experts("MixtralConfig", "MixtralExperts", "mixtral.modeling_mixtral")
+    layer.act_fn = type("SiLU", (torch.nn.Module,), {"forward": lambda self, x: x})()
+    with pytest.raises(UnsupportedError, match="SiLU is not served as the activation"):
+        layer(*draw())
+
+
+@pytest.mark.parametrize("name", ["alpha", "limit"])
+def test_a_gate_without_its_numbers_gets_none_of_ours(name):
+    layer = experts("GptOssConfig", "GptOssExperts", "gpt_oss.modeling_gpt_oss")
+    setattr(layer, name, None)
+    with pytest.raises(InputError, match=f"{name} of GptOssExperts must be a number, got None"):
+        layer(*draw())
+
+
+@pytest.mark.parametrize(
+    ("place", "what", "message"),
+    [
+        (0, None, "hidden_states must be a torch.Tensor, got NoneType"),
+        (1, [[0, 1]], "top_k_index must be a torch.Tensor, got list"),
+        (2, torch.rand(9, 2).to_sparse(), "top_k_weights must be dense, got torch.sparse_coo"),
+    ],
+)
+def test_what_experts_are_given_is_refused_by_the_names_that_they_have(place, what, message):
+    layer = experts("MixtralConfig", "MixtralExperts", "mixtral.modeling_mixtral")
+    given: list[Any] = list(draw())
+    given[place] = what
+    with pytest.raises(InputError, match=message):
+        layer(*given)
+
+
+def test_what_are_no_experts_is_refused():
+    with pytest.raises(
+        InputError, match=r"module must be experts of transformers 5 with has_gate, .*, got Linear without"
+    ):
+        run_experts(torch.nn.Linear(2, 2), *draw())
+    layer = experts("MixtralConfig", "MixtralExperts", "mixtral.modeling_mixtral")
+    layer.is_transposed, layer.down_proj = True, torch.nn.Parameter(layer.down_proj.detach()[0])
+    with pytest.raises(InputError, match="down_proj of MixtralExperts must have 3 dimensions, got"):
+        run_experts(layer, *draw())
+
+
+@pytest.mark.parametrize("name", [None, "", 3, []])
+def test_what_is_no_name_is_not_registered(name):
+    with pytest.raises(InputError, match="name must be a text, got"):
+        register_experts(name)
+
+
+def test_flags_are_checked_when_they_are_registered():
+    with pytest.raises(InputError, match="batch_invariant must be True or False, got 'x'"):
+        register_experts(batch_invariant="x")  # type: ignore[arg-type]
+
+
 def test_kernels_that_do_not_exist_are_refused_at_once():
     with pytest.raises(InputError, match=r"kernel must be auto or one of .*, got 'grouped'"):
         register_experts(kernel="grouped")
