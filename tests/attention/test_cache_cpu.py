@@ -227,7 +227,7 @@ BAD: dict[str, tuple[CacheCase, Change, str]] = {
 }
 OPTIONS: dict[str, tuple[dict[str, object], str]] = {
     "causal": ({"causal": 1}, r"causal must be True or False, got 1"),
-    "window": ({"window": (1,)}, r"window must be a tuple of two integers"),
+    "window": ({"window": (1,)}, r"window must be two integers \(left, right\)"),
     "window below": ({"window": (-2, 0)}, r"window must be two integers .* got \(-2, 0\)"),
     "softcap": ({"softcap": -1.0}, r"softcap must be 0 \(none\) or more, .* got -1.0"),
     "scale": ({"softmax_scale": float("nan")}, r"softmax_scale must be finite"),

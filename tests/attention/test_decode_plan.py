@@ -329,7 +329,7 @@ def test_what_is_refused():
     ):
         with pytest.raises(InputError, match=message):
             make(1, 8, 8, 1, 64, **change)
-    with pytest.raises(InputError, match="heads must be a multiple of heads_kv = 3, got 8"):
+    with pytest.raises(InputError, match="heads of q must be a multiple of the 3 of k_cache, got 8"):
         make(1, 8, 3, 1, 64)
 
 

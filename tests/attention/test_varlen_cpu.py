@@ -91,7 +91,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "tokens of v": ({"v": torch.randn(11, 2, 8)}, "v must have .*12"),
     "heads": (
         {"k": torch.randn(12, 3, 8), "v": torch.randn(12, 3, 8)},
-        "heads must be a multiple of heads_kv = 3, got 4",
+        "heads of q must be a multiple of the 3 of k, got 4",
     ),
     "64-bit starts": ({"cu_seqlens_q": torch.tensor([0, 4, 9])}, "cu_seqlens_q must be int32, got torch.int64"),
     "starts of two axes": (

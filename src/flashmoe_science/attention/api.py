@@ -27,6 +27,7 @@ from .inputs import (
 )
 from .plan import plan_attention
 from .problem import canonical_strides, output_strides
+from .refusals import check_call, check_devices, check_key, check_stand_in
 from .tiles import Plan
 
 # What a call with the same key does, prepared. A key holds everything that decides plan, kernel and grid.
@@ -173,6 +174,7 @@ def _describe_layout(q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
 
 def _find_call(key: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor) -> Callable[..., Any]:
     """Return the prepared call of ``key``, and remember it as the last one."""
+    check_key(key)
     global _last_call  # noqa: PLW0603 - one tuple, replaced as a whole, so threads see an old pair or a new one
     if key[7] < 0:  # CPU and meta tensors have the same device index
         key = (*key[:7], q.device.type, k.device.type, v.device.type, *key[10:])
@@ -237,6 +239,7 @@ def _attend_with_features(
     kernel: str,
 ) -> Any:
     """Do what ``flash_attention`` does, with more to tell calls apart by."""
+    check_call(return_lse, kernel)
     window, softcap, dropout_p = check_window(window), check_softcap(softcap), check_dropout(dropout_p)
     softmax_scale = check_options(causal, softmax_scale)
     sinks, alibi, bias, dropout_seed = tensors
@@ -250,6 +253,7 @@ def _attend_with_features(
     recording = records({"q": q, "k": k, "v": v, **named})
     given = [tensor for tensor in tensors if tensor is not None]
     if _is_compiling() or any(type(tensor) not in PLAIN for tensor in (q, k, v, *given)):
+        check_devices({"q": q, "k": k, "v": v, "sinks": sinks, "alibi": alibi, "bias": bias})
         o, lse = _attention_features(
             q, k, v, causal, softmax_scale, *window, softcap, *tensors, dropout_p, return_lse or recording, kernel
         )
@@ -339,18 +343,21 @@ def _attention_features(
 
 
 @_attention_features.register_fake
-def _fake_features(q: Tensor, _k: Tensor, v: Tensor, *options: object) -> tuple[Tensor, Tensor]:
+def _fake_features(q: Tensor, k: Tensor, v: Tensor, *options: object) -> tuple[Tensor, Tensor]:
+    check_stand_in(q, k, v, (4, 4, 4), options)
     o, lse = _fake_outputs(q, v)
     return o, lse if options[-2] else torch.empty(0, dtype=torch.float32, device=q.device)
 
 
 @_attention_forward.register_fake
-def _fake_forward(q: Tensor, _k: Tensor, v: Tensor, *_options: object) -> Tensor:
+def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *_options: object) -> Tensor:
+    check_stand_in(q, k, v, (4, 4, 4), ())
     return _fake_outputs(q, v)[0]
 
 
 @_attention_forward_lse.register_fake
-def _fake_forward_lse(q: Tensor, _k: Tensor, v: Tensor, *_options: object) -> tuple[Tensor, Tensor]:
+def _fake_forward_lse(q: Tensor, k: Tensor, v: Tensor, *_options: object) -> tuple[Tensor, Tensor]:
+    check_stand_in(q, k, v, (4, 4, 4), ())
     return _fake_outputs(q, v)
 
 
@@ -377,6 +384,8 @@ def _call_operator(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, softmax_scale: float | None, return_lse: bool, kernel: str
 ) -> Any:
     _check_are_tensors(q, k, v)
+    check_call(return_lse, kernel)
+    check_devices({"q": q, "k": k, "v": v})
     softmax_scale = check_options(causal, softmax_scale)
     q, k, v = cast_under_autocast(q, k, v)
     refuse_tangents((q, k, v))

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 
-import torch
 from torch import Tensor
 
 from ..errors import InputError
 from .backward_inputs import bias_sums
-from .backward_plan import BACKWARD_KERNEL, BackwardPlan, plan_backward
+from .backward_plan import BACKWARD_KERNEL, BackwardPlan, check_backward_kernel_name, plan_backward
 from .backward_problem import BackwardProblem
-from .gradients import Options, attention_gradients
-from .inputs import check_optional, check_options, check_shape, check_window, gpu_of, problem_of
+from .gradients import Options, attention_gradients, refuse_tangents
+from .inputs import check_optional, check_options, check_tensors, check_window, gpu_of, problem_of
+from .refusals import check_saved
 
 
 def flash_attention_backward(
@@ -47,7 +47,7 @@ def flash_attention_backward(
         kernel: ``"auto"``, or one name to force (``explain_gradients`` lists them); a forced kernel never falls back.
 
     Returns:
-        dq, dk and dv, in the shapes and the dtype of q, k and v.
+        dq, dk and dv, in the shapes and the dtype of q, k and v; they are detached.
 
     Raises:
         InputError: a shape, dtype, device or value breaks the contract above.
@@ -59,18 +59,12 @@ def flash_attention_backward(
         if not isinstance(tensor, Tensor):
             raise InputError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
     check_optional(dlse=dlse)
-    shape = (*q.shape[:3], v.shape[3]) if q.dim() == v.dim() == 4 else ()
-    rows = {"lse": lse} if dlse is None else {"lse": lse, "dlse": dlse}
-    for name, tensor, expected, dtype in (
-        *((name, tensor, shape, q.dtype) for name, tensor in (("o", o), ("do", do))),
-        *((name, tensor, shape[:3], torch.float32) for name, tensor in rows.items()),
-    ):
-        if shape:  # else q or v is refused
-            check_shape(name, tensor, expected, "B, H, Sq, DV" if len(expected) == 4 else "B, H, Sq")
-        if tensor.dtype != dtype or tensor.device != q.device:
-            raise InputError(f"{name} must be {dtype} on {q.device}, got {tensor.dtype} on {tensor.device}")
+    check_tensors({"q": q, "k": k, "v": v}, "B, H, S, D")
+    given = {"q": q, "k": k, "v": v, "o": o, "do": do, "lse": lse, **({} if dlse is None else {"dlse": dlse})}
+    check_saved(given)
+    refuse_tangents(given.values())
+    check_backward_kernel_name(kernel)
     options = Options(causal, check_options(causal, softmax_scale), check_window(window), kernel=kernel)
-    given = {"q": q, "k": k, "v": v, "o": o, "do": do, **rows}
     found = attention_gradients(options, given, ["q", "k", "v"])
     return found["q"], found["k"], found["v"]
 
@@ -119,5 +113,8 @@ def explain_gradients(
         wants_sinks="sinks" in wanted,
         bias_sums=bias_sums(forward, bias) if "bias" in wanted else None,
     )
+    check_backward_kernel_name(kernel)
     forced = os.environ.get(BACKWARD_KERNEL) if kernel == "auto" else None
+    if forced:
+        check_backward_kernel_name(forced, BACKWARD_KERNEL)
     return plan_backward(problem, gpu_of(q), forced or kernel)

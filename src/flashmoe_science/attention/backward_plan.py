@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import InputError, UnsupportedError
+from ..errors import InputError, UnsupportedError, shown
 from ..gpu.planning import PlannedLaunch, refuse_architecture
 from ..gpu.specs import GpuSpec
 from .backward_hopper_plan import (
@@ -219,6 +219,12 @@ def _launches(problem: BackwardProblem, config: BackwardConfig) -> tuple[Planned
     return tuple(launches)
 
 
+def check_backward_kernel_name(kernel: object, name: str = "kernel") -> None:
+    """Raise ``InputError`` unless ``kernel`` is ``auto`` or one of ``BACKWARD_KERNELS``; ``name`` says what it is."""
+    if not isinstance(kernel, str) or kernel not in ("auto", *BACKWARD_KERNELS):
+        raise InputError(f"{name} must be auto or one of {', '.join(BACKWARD_KERNELS)}, got {shown(kernel)}")
+
+
 def plan_backward(problem: BackwardProblem, gpu: GpuSpec | None, kernel: str = "auto") -> BackwardPlan:
     """Return how the gradients of ``problem`` are made on ``gpu`` (None: CPU tensors).
 
@@ -228,8 +234,7 @@ def plan_backward(problem: BackwardProblem, gpu: GpuSpec | None, kernel: str = "
         InputError: ``kernel`` is not a name.
         UnsupportedError: the kernel forced, or every kernel, refuses.
     """
-    if kernel != "auto" and kernel not in BACKWARD_KERNELS:
-        raise InputError(f"kernel must be auto or one of {', '.join(BACKWARD_KERNELS)}, got {kernel!r}")
+    check_backward_kernel_name(kernel)
     if gpu is None:
         return _cpu_plan(problem, kernel)
     if kernel == "reference":

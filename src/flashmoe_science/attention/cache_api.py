@@ -24,10 +24,15 @@ from .decode_plan import DecodePlan, plan_with_kv_cache
 from .gradients import PLAIN, refuse_tangents
 from .inputs import check_window
 from .problem import canonical_strides, output_strides
+from .refusals import check_hashable, check_operator_call, check_stand_in
 
 _TENSORS = (
     "q", "k_cache", "v_cache", "k", "v", "cache_seqlens", "page_table", "cache_batch_idx", "leftpad_k", "rotary_cos",
     "rotary_sin", "sinks", "alibi", "bias",
+)  # fmt: skip
+_OPTIONS = (
+    "rotary_interleaved", "causal", "window", "softcap", "softmax_scale", "num_splits", "batch_invariant", "return_lse",
+    "kernel",
 )  # fmt: skip
 _prepared: dict[tuple[Any, ...], Call] = {}
 _MAX_PREPARED = 8192
@@ -149,6 +154,7 @@ def flash_attention_with_kv_cache(
     types = *map(type, options), *map(type, window)
     if not _HASHABLE.issuperset(types):
         check_types(options)
+    check_hashable(options)
     shared = k_cache.data_ptr() == v_cache.data_ptr()
     key = *tensors, *map(_describe, tensors.values()), shared, options, types
     call = _prepared.get(key)
@@ -171,9 +177,17 @@ def explain_with_kv_cache(q: Tensor, k_cache: Tensor, v_cache: Tensor, *new: Ten
 
     Arguments and errors are those of ``flash_attention_with_kv_cache``, but inputs may require grad.
     """
-    kernel = options.pop("kernel", "auto")
+    if len(new) > 2:
+        raise InputError(f"q, k_cache, v_cache, k and v may be given without a name, got {3 + len(new)} arguments")
     given: dict[str, Any] = {"q": q, "k_cache": k_cache, "v_cache": v_cache, **dict(zip(("k", "v"), new, strict=False))}
-    given.update({name: options.pop(name) for name in _TENSORS if name in options})
+    named = [name for name in _TENSORS if name in options]
+    twice = [name for name in named if name in given]
+    unknown = [name for name in options if name not in (*_TENSORS, *_OPTIONS)]
+    if twice or unknown:
+        what = f"{twice[0]} once" if twice else f"options of flash_attention_with_kv_cache, {', '.join(_OPTIONS)}"
+        raise InputError(f"arguments must be {what}, got {', '.join(twice or unknown)}{' twice' if twice else ''}")
+    kernel = options.pop("kernel", "auto")
+    given.update({name: options.pop(name) for name in named})
     check_needed(given)
     if isinstance(given.get("cache_seqlens"), int):
         given["cache_seqlens"] = _lengths(given["cache_seqlens"], given)
@@ -289,12 +303,14 @@ def _attention_append_kv_cache(
 
 
 @_attention_with_kv_cache.register_fake
-def _fake_with_kv_cache(q: Tensor, _k_cache: Tensor, v_cache: Tensor, *_options: object) -> tuple[Tensor, Tensor]:
+def _fake_with_kv_cache(q: Tensor, k_cache: Tensor, v_cache: Tensor, *options: object) -> tuple[Tensor, Tensor]:
+    check_stand_in(q, k_cache, v_cache, (4, 4, 4), options)
     return _fake_outputs(q, v_cache)
 
 
 @_attention_append_kv_cache.register_fake
-def _fake_append_kv_cache(q: Tensor, _k_cache: Tensor, v_cache: Tensor, *_options: object) -> tuple[Tensor, Tensor]:
+def _fake_append_kv_cache(q: Tensor, k_cache: Tensor, v_cache: Tensor, *options: object) -> tuple[Tensor, Tensor]:
+    check_stand_in(q, k_cache, v_cache, (4, 4, 4), options)
     return _fake_outputs(q, v_cache)
 
 
@@ -308,6 +324,7 @@ def _fake_outputs(q: Tensor, v_cache: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _call_operator(given: Mapping[str, Any], options: tuple[Any, ...]) -> Any:
+    check_operator_call(given)
     for name, tensor in given.items():
         if tensor is not None and not isinstance(tensor, Tensor):
             raise InputError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")

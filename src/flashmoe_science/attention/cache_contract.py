@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import InputError, UnsupportedError
+from ..errors import InputError, UnsupportedError, shown
 from .cache_problem import CacheProblem
-from .gradients import PLAIN
-from .problem import canonical_strides
+from .gradients import PLAIN, refuse_tangents
+from .inputs import check_dense
+from .problem import LARGEST_SCALE, canonical_strides
 
 _DTYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
@@ -25,17 +26,19 @@ def check_types(options: tuple[Any, ...]) -> None:
     }  # fmt: skip
     for name, value in flags.items():
         if type(value) is not bool:
-            raise InputError(f"{name} must be True or False, got {value!r}")
+            raise InputError(f"{name} must be True or False, got {shown(value)}")
     if type(window) is not tuple or len(window) != 2 or any(type(size) is not int for size in window):
-        raise InputError(f"window must be a tuple of two integers (left, right), got {window!r}")
+        raise InputError(f"window must be two integers (left, right), -1 for no bound, got {shown(window)}")
     if type(num_splits) is not int:
-        raise InputError(f"num_splits must be an integer, got {num_splits!r}")
+        raise InputError(f"num_splits must be an integer, got {shown(num_splits)}")
     for name, value in (("softcap", softcap), ("softmax_scale", scale)):
         is_number = isinstance(value, (int, float)) and type(value) is not bool  # NumPy's float64 is one
         if not is_number and not (name == "softmax_scale" and value is None):
-            raise InputError(f"{name} must be a number, got {value!r}")
+            raise InputError(f"{name} must be a number, got {shown(value)}")
+        if isinstance(value, int) and abs(value) > LARGEST_SCALE:  # perhaps too large for a float
+            raise InputError(f"{name} must be at most {LARGEST_SCALE:.3g} in size, got a larger integer")
     if type(kernel) is not str:
-        raise InputError(f"kernel must be the name of a kernel, got {kernel!r}")
+        raise InputError(f"kernel must be the name of a kernel, got {shown(kernel)}")
 
 
 def check_needed(given: Mapping[str, Any]) -> None:
@@ -43,6 +46,23 @@ def check_needed(given: Mapping[str, Any]) -> None:
     for name in ("q", "k_cache", "v_cache"):
         if not isinstance(given.get(name), Tensor):
             raise InputError(f"{name} must be a torch.Tensor, got {type(given.get(name)).__name__}")
+    for name, tensor in given.items():
+        if not isinstance(tensor, Tensor):
+            continue
+        check_dense(name, tensor)
+        if type(tensor) not in PLAIN and name not in _DETACHED and _is_bare_subclass(type(tensor)):
+            raise InputError(f"{name} must be a torch.Tensor and of no subclass, got {type(tensor).__name__}")
+    refuse_tangents(tensor for tensor in given.values() if isinstance(tensor, Tensor))
+
+
+# What operators are given is a subclass no more, but for other tensors, which would come back from them for ever.
+_DETACHED = ("q", "k_cache", "v_cache", "k", "v")
+
+
+def _is_bare_subclass(kind: type[Tensor]) -> bool:
+    """Return whether tensors of a kind differ from others in their Python type alone."""
+    own: Any = kind.__torch_dispatch__
+    return own is torch._C._disabled_torch_dispatch_impl  # noqa: SLF001 - has no public name
 
 
 def check_number_of_keys(length: int, given: Mapping[str, Any]) -> None:
@@ -184,7 +204,7 @@ def _check_tensors(tensors: Mapping[str, Tensor]) -> None:
             )
     for name in ("q", "k_cache", "v_cache", "k", "v"):
         if name in tensors and tensors[name].dim() != 4:
-            letters = "positions, HK, D" if "cache" in name else "B, H, S, D"
+            letters = "pages or B, positions, HK, D" if "cache" in name else "B, H, S, D"
             raise InputError(f"{name} must have 4 dimensions [{letters}], got shape {list(tensors[name].shape)}")
         if name in tensors and (tensors[name].dtype not in _DTYPE_NAMES or tensors[name].dtype != q.dtype):
             expected = (
@@ -236,10 +256,60 @@ def _check_new(tensors: Mapping[str, Tensor], batch: int, heads_kv: int, head_di
         )
     for name in ("k_cache", "v_cache"):
         cache = tensors[name]
-        stepped = [stride for stride, size in zip(cache.stride(), cache.shape, strict=True) if size > 1]
-        if 0 in stepped:
-            raise InputError(f"{name} must not be expanded, as k and v are written to it, got strides {cache.stride()}")
+        why = f"as k and v are written to it, got strides {list(cache.stride())}"
+        if any(stride == 0 for stride, size in zip(cache.stride(), cache.shape, strict=True) if size > 1):
+            raise InputError(f"{name} must not be expanded, {why}")
+        if _meets_itself(cache):
+            raise InputError(f"{name} must not overlap itself, {why}")
+    if _meet(tensors["k_cache"], tensors["v_cache"]):
+        raise InputError("v_cache must have memory of its own, as k and v are written to it, got some of k_cache")
     return int(k.shape[2])
+
+
+def _meets_itself(cache: Tensor) -> bool:
+    """Return whether positions may share memory: an axis steps less than those within it reach."""
+    reach = 0
+    for stride, size in sorted(zip(cache.stride(), cache.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False
+
+
+def _meet(one: Tensor, other: Tensor) -> bool:
+    """Return whether two caches, neither of which meets itself, share memory.
+
+    Keys and values may take turns in it, as heads, tokens or pages of one tensor: these have the same strides, and do
+    not meet where no whole steps lead from an element of one to an element of the other.
+    """
+    if any(type(tensor) not in PLAIN for tensor in (one, other)) or not one.numel() or not other.numel():
+        return False  # fake tensors have no address
+    size = one.element_size()
+    distance = other.data_ptr() // size - one.data_ptr() // size
+    if -_reach(other) > distance or distance > _reach(one):
+        return False
+    axes = [*zip(one.stride(), other.stride(), one.shape, other.shape, strict=True)]
+    moving = [(step, step_other, n, m) for step, step_other, n, m in axes if n > 1 or m > 1]
+    if any(step != step_other for step, step_other, _, _ in moving):
+        return True  # perhaps: who lays caches out so, one in the other, may do it another way
+    return _steps_lead(distance, sorted(((step, n, m) for step, _, n, m in moving), reverse=True))
+
+
+def _reach(tensor: Tensor) -> int:
+    """Return how many elements the last one lies behind the first."""
+    return sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+
+
+def _steps_lead(distance: int, axes: list[tuple[int, int, int]]) -> bool:
+    """Return whether ``distance`` is a sum of steps, along each axis (stride, n, m) from 1 - m to n - 1.
+
+    Strides come the largest first, and what is left for the smaller ones is less than one step.
+    """
+    if not axes:
+        return distance == 0
+    (stride, n, m), *rest = axes
+    near = distance // stride
+    return any(1 - m <= steps <= n - 1 and _steps_lead(distance - steps * stride, rest) for steps in (near, near + 1))
 
 
 def _check_rotary(tensors: Mapping[str, Tensor], q: Tensor, head_dim: int) -> tuple[int, int, str, int]:

@@ -79,10 +79,10 @@ class CacheProblem:
             if getattr(self, name) < 1:
                 raise InputError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.heads_kv == 0 and self.heads != 0:
-            raise InputError(f"heads_kv must be at least 1 with heads = {self.heads}, got 0")
+            raise InputError(f"k_cache must have a head for the {self.heads} heads of q, got 0")
         if self.heads_kv and self.heads % self.heads_kv:
             raise InputError(
-                f"heads must be a multiple of heads_kv = {self.heads_kv}, got {self.heads}",
+                f"heads of q must be a multiple of the {self.heads_kv} of k_cache, got {self.heads}",
                 hint="q is [B, H, Sq, D], caches are [B or pages, positions, HK, D]",
             )
         self._check_options()

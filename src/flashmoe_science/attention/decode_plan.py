@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import InputError, UnsupportedError
+from ..errors import InputError, UnsupportedError, shown
 from ..gpu.planning import PlannedLaunch, refuse_architecture
 from ..gpu.specs import GpuSpec
 from .cache_problem import MAX_SPLITS, CacheProblem
@@ -270,6 +270,11 @@ def _merge_config(problem: CacheProblem, shares: Shares, sms: int) -> MergeConfi
     return MergeConfig(1, columns if rows >= 2 * sms else min(32, columns), block_s)
 
 
+def _check_kernel_name(kernel: object) -> None:
+    if not isinstance(kernel, str) or kernel not in ("auto", *CACHE_KERNELS):
+        raise InputError(f"kernel must be auto or one of {', '.join(CACHE_KERNELS)}, got {shown(kernel)}")
+
+
 def plan_with_kv_cache(problem: CacheProblem, gpu: GpuSpec | None, kernel: str = "auto") -> DecodePlan:
     """Return how ``problem`` is served on ``gpu`` (None: CPU tensors). A forced ``kernel`` never falls back.
 
@@ -277,8 +282,7 @@ def plan_with_kv_cache(problem: CacheProblem, gpu: GpuSpec | None, kernel: str =
         InputError: ``kernel`` is not a name.
         UnsupportedError: no kernel, or not the one forced, serves the problem.
     """
-    if kernel != "auto" and kernel not in CACHE_KERNELS:
-        raise InputError(f"kernel must be auto or one of {', '.join(CACHE_KERNELS)}, got {kernel!r}")
+    _check_kernel_name(kernel)
     if gpu is None and kernel == HOPPER_DECODE_KERNEL:
         raise UnsupportedError(f"{kernel} needs a Hopper GPU, got CPU tensors", hint="auto runs the reference on CPUs")
     if gpu is None and kernel != "decode_triton":

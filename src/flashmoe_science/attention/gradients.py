@@ -13,9 +13,10 @@ from torch import Tensor
 from ..errors import UnsupportedError
 from .backward_calls import Call, allocate_gradient, prepare_backward
 from .backward_inputs import backward_problem_of
-from .backward_plan import BACKWARD_KERNEL, plan_backward
+from .backward_plan import BACKWARD_KERNEL, check_backward_kernel_name, plan_backward
 from .inputs import gpu_of, layout_of
 from .packed import layout_of_tokens, planned_lengths
+from .refusals import check_backward_operator, check_not_batched, check_stand_in
 
 OPTIONAL = ("sinks", "alibi", "bias", "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "dropout_seed")
 PLAIN = (Tensor, torch.nn.Parameter)  # kinds of tensors that hold what they are; others come by the operators
@@ -120,6 +121,8 @@ def _gradients(
     do, dlse = gradients
     if do is None and dlse is None:
         return {}
+    check_not_batched(gradients)
+    refuse_tangents(gradients)
     everything = {**tensors, "o": outputs[0], "lse": outputs[1], "do": do, "dlse": dlse}
     given = {name: tensor for name, tensor in everything.items() if tensor is not None}
     names = [name for name in _DIFFERENTIABLE if wanted.get(name)]
@@ -170,6 +173,7 @@ def attention_gradients(options: Options, tensors: Mapping[str, Tensor], wanted:
     one order, also where TMA adds to memory: the same bits in every run.
     """
     if options.kernel == "auto" and (forced := os.environ.get(BACKWARD_KERNEL)):
+        check_backward_kernel_name(forced, BACKWARD_KERNEL)
         options = replace(options, kernel=forced)
     tensors = {name: tensor.detach() for name, tensor in tensors.items()}
     if "do" not in tensors:
@@ -229,6 +233,7 @@ def _attention_backward(
     everything = dict(zip(names, (q, k, v, *optional, o, lse, do, dlse), strict=True))
     given = {name: tensor for name, tensor in everything.items() if tensor is not None}
     lengths = None if cu_seqlens_q is None else planned_lengths(max_seqlen_q, max_seqlen_k, bias)
+    check_backward_operator(given, lengths, dropout_p, wanted, _DIFFERENTIABLE)
     options = Options(causal, softmax_scale, (window_left, window_right), softcap, lengths, kernel, dropout_p)
     found = attention_gradients(options, given, [_DIFFERENTIABLE[number] for number in wanted])
     a, b, c, d, e = (
@@ -240,8 +245,9 @@ def _attention_backward(
 
 @_attention_backward.register_fake
 def _fake_backward(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, _alibi: Tensor | None, bias: Tensor | None, *options: Any
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, alibi: Tensor | None, bias: Tensor | None, *options: Any
 ) -> tuple[Tensor, ...]:
+    check_stand_in(q, k, v, (q.dim(), q.dim(), q.dim()), (sinks, alibi, bias, *options))
     wanted = options[-2]
     return tuple(
         _fake_gradient(name, tensor)

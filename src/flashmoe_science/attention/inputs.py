@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import InputError
+from ..errors import InputError, UnsupportedError, shown
 from ..gpu.device import gpu_of as gpu_of  # noqa: PLC0414 - callers of this module take it from here
 from .problem import AttentionProblem, canonical_strides, check_share
 
+_LARGEST_FP64 = (2 - 2.0**-52) * 2.0**1023
 DTYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
@@ -37,6 +38,7 @@ def problem_of(
     Raises:
         InputError: with the argument's name, what was expected and what was got.
     """
+    check_flag("return_lse", return_lse)
     check_tensors({"q": q, "k": k, "v": v}, "B, H, S, D")
     batch, heads, seqlen_q, head_dim = q.shape
     heads_kv, seqlen_k = k.shape[1], k.shape[2]
@@ -79,22 +81,31 @@ def check_tensors(tensors: Mapping[str, object], letters: str) -> None:
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor) or not isinstance(q, Tensor):
             raise InputError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+        check_dense(name, tensor)
         if tensor.dim() != axes:
             raise InputError(f"{name} must have {axes} dimensions [{letters}], got shape {list(tensor.shape)}")
         if tensor.dtype not in DTYPE_NAMES:
             raise InputError(f"{name} must be float16, bfloat16 or float32, got {tensor.dtype}")
         if tensor.dtype != q.dtype:
             raise InputError(f"{name} must have the dtype of q, {q.dtype}, got {tensor.dtype}")
-        _check_place(name, tensor, q)
+        check_place(name, tensor, q)
         if q.device.type not in ("cpu", "cuda"):
             raise InputError(f"q must be on a CUDA device or the CPU, got {q.device}")
 
 
-def _check_place(name: str, tensor: Tensor, q: Tensor) -> None:
+def check_place(name: str, tensor: Tensor, q: Tensor) -> None:
+    """Raise ``InputError`` unless a tensor is where q is, and its memory holds its elements and not their negatives."""
+    check_dense(name, tensor)
     if tensor.is_neg():
         raise InputError(f"{name} must not be a negative view, got one (is_neg()): call resolve_neg()")
     if tensor.device != q.device:
         raise InputError(f"{name} must be on the device of q, {q.device}, got {tensor.device}")
+
+
+def check_dense(name: str, tensor: Tensor) -> None:
+    """Raise ``InputError`` unless elements lie in memory one by one: what is nested says that it is strided."""
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        raise InputError(f"{name} must be dense, got {'a nested tensor' if tensor.is_nested else tensor.layout}")
 
 
 def check_shape(name: str, tensor: Tensor, expected: tuple[int, ...], letters: str) -> None:
@@ -103,27 +114,31 @@ def check_shape(name: str, tensor: Tensor, expected: tuple[int, ...], letters: s
         raise InputError(f"{name} must have shape [{letters}] = {list(expected)}, got {list(tensor.shape)}")
 
 
+def check_flag(name: str, flag: object) -> None:
+    """Raise ``InputError`` unless ``flag`` is True or False."""
+    if not isinstance(flag, bool):
+        raise InputError(f"{name} must be True or False, got {shown(flag)}")
+
+
 def check_options(causal: object, softmax_scale: object) -> float | None:
     """Return the scale as a float, or None. Raises ``InputError``."""
-    if not isinstance(causal, bool):
-        raise InputError(f"causal must be True or False, got {causal!r}")
+    check_flag("causal", causal)
     return None if softmax_scale is None else _check_number("softmax_scale", softmax_scale, "a number or None")
 
 
 def _check_number(name: str, value: object, expected: str) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise InputError(f"{name} must be {expected}, got {type(value).__name__}")
-    try:
-        return float(value)  # AttentionProblem says how large it may be
-    except OverflowError:
-        raise InputError(f"{name} must be finite in fp32, got an integer beyond fp64") from None
+    if abs(value) > _LARGEST_FP64 and value not in (math.inf, -math.inf):
+        raise InputError(f"{name} must be finite in fp32, got an integer beyond fp64")
+    return float(value)  # AttentionProblem says how large it may be
 
 
 def check_window(window: object) -> tuple[int, int]:
     """Return the window as a pair. Raises ``InputError``."""
-    if isinstance(window, (tuple, list)) and len(window) == 2 and all(type(size) is int for size in window):
+    if isinstance(window, (tuple, list)) and len(window) == 2 and all(type(n) is int and n < 2**63 for n in window):
         return window[0], window[1]  # AttentionProblem says how small they may be
-    raise InputError(f"window must be two integers (left, right), -1 for no bound, got {window!r}")
+    raise InputError(f"window must be two integers (left, right), -1 for no bound, got {shown(window)}")
 
 
 def check_softcap(softcap: object) -> float:
@@ -147,7 +162,7 @@ def check_dropout_seed(dropout_seed: Tensor | None, q: Tensor) -> None:
     check_shape("dropout_seed", dropout_seed, (2,), "seed, offset")
     if not dropout_seed.is_contiguous():
         raise InputError(f"dropout_seed must be contiguous, got strides {list(dropout_seed.stride())}")
-    _check_place("dropout_seed", dropout_seed, q)
+    check_place("dropout_seed", dropout_seed, q)
 
 
 def seed_of_call(dropout_p: float, dropout_seed: Tensor | None, q: Tensor) -> Tensor | None:
@@ -186,7 +201,7 @@ def describe_heads(q: Tensor, batch: int, heads: int, *, sinks: Tensor | None, a
 def _check_heads(name: str, tensor: Tensor, q: Tensor) -> str:
     """Check a tensor with one number a head, and return the name of its dtype."""
     _check_dtype(name, tensor)
-    _check_place(name, tensor, q)
+    check_place(name, tensor, q)
     if tensor.dim() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
         raise InputError(f"{name} must be contiguous along its last axis, got stride {tensor.stride(-1)}")
     return DTYPE_NAMES[tensor.dtype]
@@ -197,6 +212,8 @@ def check_optional(**tensors: object) -> None:
     for name, tensor in tensors.items():
         if tensor is not None and not isinstance(tensor, Tensor):
             raise InputError(f"{name} must be a torch.Tensor or None, got {type(tensor).__name__}")
+        if isinstance(tensor, Tensor):
+            check_dense(name, tensor)
 
 
 def _check_dtype(name: str, tensor: Tensor) -> None:
@@ -207,7 +224,7 @@ def _check_dtype(name: str, tensor: Tensor) -> None:
 def describe_bias(q: Tensor, bias: Tensor, shape: tuple[int, int, int, int], letters: str) -> dict[str, Any]:
     """Check a bias, and return it as fields of a problem; ``letters`` name the last two axes. Raises ``InputError``."""
     _check_dtype("bias", bias)
-    _check_place("bias", bias, q)
+    check_place("bias", bias, q)
     fits = bias.dim() == 4 and tuple(bias.shape[2:]) == shape[2:]
     if not fits or bias.shape[0] not in (1, shape[0]) or bias.shape[1] not in (1, shape[1]):
         expected = f"[B or 1, H or 1, {letters}] = [{shape[0]} or 1, {shape[1]} or 1, {shape[2]}, {shape[3]}]"
@@ -227,7 +244,14 @@ def layout_of(tensor: Tensor | None) -> tuple[Any, ...] | None:
     """Return all that a plan and a prepared launch depend on, but the address."""
     if tensor is None:
         return None
-    address = tensor.data_ptr() & 15 if tensor.device.type != "meta" else 0
+    try:
+        address = tensor.data_ptr() & 15 if tensor.device.type != "meta" else 0
+    except RuntimeError as error:
+        check_dense("every tensor", tensor)
+        raise UnsupportedError(
+            "an input has no memory of its own: torch.vmap and other transforms of torch.func are not served here",
+            hint="call it without them: a batch is an axis of its own",
+        ) from error
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, address, tensor.is_neg()
 
 

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import InputError, UnsupportedError
+from ..errors import InputError, UnsupportedError, shown
 from .inputs import (
     DTYPE_NAMES,
     check_dropout_seed,
+    check_place,
     check_shape,
     check_tensors,
     describe_bias,
@@ -30,7 +31,7 @@ def planned_length(name: str, length: object) -> int:
     if isinstance(length, torch.SymInt):
         return length  # type: ignore[return-value]
     if type(length) is not int or not 0 <= length < 2**31:
-        raise InputError(f"{name} must be an integer from 0 to 2**31 - 1, got {length!r}")
+        raise InputError(f"{name} must be an integer from 0 to 2**31 - 1, got {shown(length)}")
     if length <= 128 or name == "max_seqlen_k":
         return min(1 << (length - 1).bit_length(), 2**31 - 1) if length > 1 else length
     return min(-(-length // 128) * 128, 2**31 - 1)
@@ -80,7 +81,7 @@ def packed_problem(
         raise InputError("cu_seqlens_q must have shape [B + 1], so at least one element, got []")
     for name, size in (("cu_seqlens_k", batch + 1), ("seqused_q", batch), ("seqused_k", batch)):
         tensor = tensors[name]
-        if tensor is not None and _check_integers(name, tensor, q) != size:
+        if (tensor is not None or name == "cu_seqlens_k") and _check_integers(name, tensor, q) != size:
             letters = "B + 1" if name == "cu_seqlens_k" else "B"
             raise InputError(f"{name} must have shape [{letters}] = [{size}], got {list(tensor.shape)}")
     check_dropout_seed(tensors["dropout_seed"], q)
@@ -149,8 +150,7 @@ def _describe_table(page_table: Tensor, q: Tensor, batch: int, page_size: int) -
     if page_table.dim() != 2 or page_table.shape[0] != batch:
         raise InputError(f"page_table must have shape [B, P] = [{batch}, P], got {list(page_table.shape)}")
     _check_columns("page_table", page_table)
-    if page_table.device != q.device:
-        raise InputError(f"page_table must be on the device of q, {q.device}, got {page_table.device}")
+    check_place("page_table", page_table, q)
     return {"page_size": page_size, "table_stride": page_table.stride(0) if batch > 1 else 0}
 
 
@@ -170,8 +170,10 @@ def check_room(page_table: Tensor, k: Tensor, max_seqlen_k: int) -> None:
         )
 
 
-def _check_integers(name: str, tensor: Tensor, q: Tensor) -> int:
+def _check_integers(name: str, tensor: Any, q: Tensor) -> int:
     """Check a vector of lengths and return its size."""
+    if not isinstance(tensor, Tensor):
+        raise InputError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
     if tensor.dtype != torch.int32:
         raise InputError(f"{name} must be int32, got {tensor.dtype}")
     if tensor.dim() != 1 or not tensor.is_contiguous():
@@ -179,9 +181,34 @@ def _check_integers(name: str, tensor: Tensor, q: Tensor) -> int:
             f"{name} must have 1 dimension and be contiguous, got shape {list(tensor.shape)}, "
             f"strides {list(tensor.stride())}"
         )
-    if tensor.device != q.device:
-        raise InputError(f"{name} must be on the device of q, {q.device}, got {tensor.device}")
+    check_place(name, tensor, q)
     return tensor.shape[0]
+
+
+def check_lengths(
+    side: str, tokens: int | None, cu_seqlens: Tensor, longest: int, seqused: Tensor | None
+) -> list[tuple[int, int]]:
+    """Read the lengths of one side, ``q`` or ``k``, and raise ``InputError`` where they contradict one another.
+
+    ``tokens`` is None where pages hold them. Returned is where each sequence starts, and where what is used of it ends.
+    """
+    starts = cu_seqlens.tolist()
+    name = f"cu_seqlens_{side}"
+    places = []
+    if tokens is not None and (starts[0] < 0 or starts[-1] > tokens):
+        raise InputError(f"{name} must be from 0 to {tokens}, the tokens of {side}, got {starts[0]} to {starts[-1]}")
+    used = [None] * (len(starts) - 1) if seqused is None else seqused.tolist()
+    for b, (start, end, length) in enumerate(zip(starts, starts[1:], used, strict=False)):
+        if end < start:
+            raise InputError(f"{name} must not decrease, got {start} and then {end} at index {b + 1}")
+        if length is not None and not 0 <= length <= end - start:
+            raise InputError(f"seqused_{side} must be from 0 to {end - start} at index {b}, got {length}")
+        # Rows behind seqused_q are in the grid too: they are set to 0.
+        asked = length if length is not None and side == "k" else end - start
+        if asked > longest:
+            raise InputError(f"max_seqlen_{side} must be at least {asked}, the length of sequence {b}, got {longest}")
+        places.append((start, end if length is None else start + length))
+    return places
 
 
 def layout_of_tokens(tensor: Tensor) -> tuple[Any, ...] | None:

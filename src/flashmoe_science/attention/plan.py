@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from ..errors import InputError, UnsupportedError
+from ..errors import InputError, UnsupportedError, shown
 from ..gpu.planning import PlannedLaunch, refuse_architecture
 from ..gpu.specs import GpuSpec
 from .features_plan import FEATURES_KERNEL, features_passed_over, features_plan, features_refusal
@@ -20,8 +20,8 @@ KERNELS = ("forward_short_gluon", "forward_gluon_sm90", FEATURES_KERNEL, "forwar
 
 def check_kernel_name(kernel: object) -> None:
     """Raise ``InputError`` unless ``kernel`` is ``auto`` or one of ``KERNELS``."""
-    if kernel != "auto" and kernel not in KERNELS:
-        raise InputError(f"kernel must be auto or one of {', '.join(KERNELS)}, got {kernel!r}")
+    if not isinstance(kernel, str) or kernel not in ("auto", *KERNELS):
+        raise InputError(f"kernel must be auto or one of {', '.join(KERNELS)}, got {shown(kernel)}")
 
 
 def plan_attention(problem: AttentionProblem, gpu: GpuSpec | None, kernel: str = "auto") -> Plan:

@@ -91,9 +91,9 @@ class AttentionProblem:
             if getattr(self, name) < 1:
                 raise InputError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.heads_kv == 0 and self.heads != 0:
-            raise InputError(f"heads_kv must be at least 1 with heads = {self.heads}, got 0")
+            raise InputError(f"k must have a head for the {self.heads} heads of q, got 0")
         if self.heads_kv and self.heads % self.heads_kv:
-            raise InputError(f"heads must be a multiple of heads_kv = {self.heads_kv}, got {self.heads}")
+            raise InputError(f"heads of q must be a multiple of the {self.heads_kv} of k, got {self.heads}")
         if self.softmax_scale is not None and not abs(self.softmax_scale) <= LARGEST_SCALE:  # NaN is not
             allowed = f"finite in fp32, so at most {LARGEST_SCALE:.3g} in size"
             raise InputError(f"softmax_scale must be {allowed}, got {self.softmax_scale}")

@@ -15,6 +15,7 @@ from .cache_contract import check_pages
 from .gradients import PLAIN, Options, differentiable, kernel_after, records, refuse_tangents, register_gradients
 from .inputs import (
     cast_under_autocast,
+    check_dense,
     check_dropout,
     check_optional,
     check_options,
@@ -26,6 +27,7 @@ from .inputs import (
     seed_of_call,
 )
 from .packed import (
+    check_lengths,
     check_room,
     layout_of_table,
     layout_of_tokens,
@@ -36,6 +38,7 @@ from .packed import (
 from .packed_calls import prepare_packed_call
 from .plan import plan_attention
 from .reference import keys_in_reach
+from .refusals import check_call, check_devices, check_longest, check_stand_in
 from .tiles import Plan
 
 _prepared: dict[tuple[Any, ...], Callable[..., Any]] = {}
@@ -122,6 +125,8 @@ def flash_attention_varlen(
 
     The host reads no tensor, so a CUDA graph replays with other lengths in the same tensors, up to the maxima.
     """
+    check_call(return_lse, kernel)
+    check_longest(max_seqlen_q, max_seqlen_k)
     softmax_scale = check_options(causal, softmax_scale)
     window, softcap, dropout_p = check_window(window), check_softcap(softcap), check_dropout(dropout_p)
     check_optional(
@@ -133,6 +138,7 @@ def flash_attention_varlen(
     for name, tensor in needed.items():
         if not isinstance(tensor, Tensor):
             raise InputError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+        check_dense(name, tensor)
     q, k, v = cast_under_autocast(q, k, v)
     dropout_seed = seed_of_call(dropout_p, dropout_seed, q)
     optional = (sinks, alibi, bias, seqused_q, seqused_k, dropout_seed, page_table)
@@ -143,6 +149,10 @@ def flash_attention_varlen(
     if _is_compiling() or any(
         type(tensor) not in PLAIN for tensor in (q, k, v, cu_seqlens_q, cu_seqlens_k, *optional) if tensor is not None
     ):
+        check_devices({
+            **needed, "sinks": sinks, "alibi": alibi, "bias": bias, "seqused_q": seqused_q, "seqused_k": seqused_k,
+            "page_table": page_table,
+        })  # fmt: skip
         masks = max_seqlen_q, max_seqlen_k, causal, softmax_scale, *window, softcap
         o, lse = (
             _attention_varlen(
@@ -222,6 +232,7 @@ def explain_varlen(
 
     The lengths in it are those that are planned for: the maxima, rounded up, or the sizes of a bias.
     """
+    check_call(return_lse, kernel)
     check_optional(
         sinks=sinks, alibi=alibi, bias=bias, seqused_q=seqused_q, seqused_k=seqused_k, dropout_seed=dropout_seed,
         page_table=page_table,
@@ -271,32 +282,6 @@ def _no_gradients(tensors: dict[str, Tensor | None]) -> UnsupportedError:
         f"there is no backward with a page_table, and gradients are required of {', '.join(names)}",
         hint="call it under torch.no_grad(), or pass detached tensors",
     )
-
-
-def check_lengths(
-    side: str, tokens: int | None, cu_seqlens: Tensor, longest: int, seqused: Tensor | None
-) -> list[tuple[int, int]]:
-    """Read the lengths of one side, ``q`` or ``k``, and raise ``InputError`` where they contradict one another.
-
-    ``tokens`` is None where pages hold them. Returned is where each sequence starts, and where what is used of it ends.
-    """
-    starts = cu_seqlens.tolist()
-    name = f"cu_seqlens_{side}"
-    places = []
-    if tokens is not None and (starts[0] < 0 or starts[-1] > tokens):
-        raise InputError(f"{name} must be from 0 to {tokens}, the tokens of {side}, got {starts[0]} to {starts[-1]}")
-    used = [None] * (len(starts) - 1) if seqused is None else seqused.tolist()
-    for b, (start, end, length) in enumerate(zip(starts, starts[1:], used, strict=False)):
-        if end < start:
-            raise InputError(f"{name} must not decrease, got {start} and then {end} at index {b + 1}")
-        if length is not None and not 0 <= length <= end - start:
-            raise InputError(f"seqused_{side} must be from 0 to {end - start} at index {b}, got {length}")
-        # Rows behind seqused_q are in the grid too: they are set to 0.
-        asked = length if length is not None and side == "k" else end - start
-        if asked > longest:
-            raise InputError(f"max_seqlen_{side} must be at least {asked}, the length of sequence {b}, got {longest}")
-        places.append((start, end if length is None else start + length))
-    return places
 
 
 @torch.library.custom_op("flashmoe_science::attention_varlen", mutates_args=())
@@ -376,21 +361,32 @@ def _attention_varlen_paged(
 ) -> tuple[Tensor, Tensor]:
     """Return the same over pages; there are no gradients."""
     result = flash_attention_varlen(
-        q.detach(), k.detach(), v.detach(), cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal=causal,
-        softmax_scale=softmax_scale, window=(window_left, window_right), softcap=softcap,
+        q.detach(), k.detach(), v.detach(), cu_seqlens_q.detach(), cu_seqlens_k.detach(), max_seqlen_q, max_seqlen_k,
+        causal=causal, softmax_scale=softmax_scale, window=(window_left, window_right), softcap=softcap,
         sinks=None if sinks is None else sinks.detach(), alibi=None if alibi is None else alibi.detach(),
-        bias=None if bias is None else bias.detach(), seqused_q=seqused_q, seqused_k=seqused_k, page_table=page_table,
+        bias=None if bias is None else bias.detach(), seqused_q=None if seqused_q is None else seqused_q.detach(),
+        seqused_k=None if seqused_k is None else seqused_k.detach(), page_table=page_table.detach(),
         return_lse=return_lse, kernel=kernel,
     )  # fmt: skip
     return result if return_lse else (result, torch.empty(0, dtype=torch.float32, device=q.device))
 
 
-@_attention_varlen_paged.register_fake
 @_attention_varlen.register_fake
-def _fake_varlen(q: Tensor, _k: Tensor, v: Tensor, *options: object) -> tuple[Tensor, Tensor]:
+def _fake_varlen(q: Tensor, k: Tensor, v: Tensor, *options: object) -> tuple[Tensor, Tensor]:
+    check_stand_in(q, k, v, (3, 3, 3), options)
+    return _fake_outputs(q, v, has_lse=bool(options[-2]))
+
+
+@_attention_varlen_paged.register_fake
+def _fake_varlen_paged(q: Tensor, k: Tensor, v: Tensor, *options: object) -> tuple[Tensor, Tensor]:
+    check_stand_in(q, k, v, (3, 4, 4), options)
+    return _fake_outputs(q, v, has_lse=bool(options[-2]))
+
+
+def _fake_outputs(q: Tensor, v: Tensor, *, has_lse: bool) -> tuple[Tensor, Tensor]:
     tokens, heads = q.shape[:2]
     o = torch.empty((tokens, heads, v.shape[-1]), dtype=q.dtype, device=q.device)
-    if not options[-2]:
+    if not has_lse:
         return o, torch.empty(0, dtype=torch.float32, device=q.device)
     return o, torch.empty((tokens, heads), dtype=torch.float32, device=q.device).t()
 
