@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import inspect
+import re
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from flashmoe_science import InputError, UnsupportedError
 from flashmoe_science.attention import reference
 from flashmoe_science.integrations import flash_attn
+
+from .layouts import LAYOUTS, laid_out
 
 _OPTIONS = (
     "dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, "
@@ -157,18 +161,236 @@ def test_what_is_not_served_raises_by_name(qkv):
     with pytest.raises(InputError, match=r"dropout_p must be at least 0 and less than 1, got 1.0"):
         flash_attn.flash_attn_func(q, k, v, dropout_p=1.0)
     table = torch.zeros(1, 9, dtype=torch.int32)
-    with pytest.raises(UnsupportedError, match="dropout_p must be 0 with a page_table"):
+    with pytest.raises(UnsupportedError, match="dropout_p must be 0 with a block_table"):
         flash_attn.flash_attn_varlen_func(q[0], k, v, ends, ends, 9, 9, dropout_p=0.1, block_table=table)
-    with pytest.raises(InputError, match=r"k must have 4 dimensions \[pages, page_size, HK, D\] with a page_table"):
+    with pytest.raises(InputError, match=r"k must have 4 dimensions \[pages, page_size, HK, D\] with a block_table"):
         flash_attn.flash_attn_varlen_func(q[0], k[0], v[0], ends, ends, 9, 9, block_table=table)
-    with pytest.raises(InputError, match=r"qkv must have shape \[B, S, 3, H, D\], got \[2, 9, 2, 4, 8\]"):
+    with pytest.raises(
+        InputError, match=r"qkv must have shape \[B, S, 3, H, D\] = \[2, 9, 3, 4, 8\], got \[2, 9, 2, 4, 8\]"
+    ):
         flash_attn.flash_attn_qkvpacked_func(qkv[:, :, :2])
-    with pytest.raises(InputError, match=r"kv must have 4 dimensions \[T, 2, HK, D\], got shape \[2, 9, 3, 4, 8\]"):
+    with pytest.raises(InputError, match=r"kv must have 4 dimensions \[Tk, 2, HK, D\], got shape \[2, 9, 3, 4, 8\]"):
         flash_attn.flash_attn_varlen_kvpacked_func(q[0], qkv, ends, ends, 9, 9)
-    with pytest.raises(InputError, match=r"q must have 4 dimensions \[B, S, H, D\], got shape \[9, 4, 8\]"):
+    with pytest.raises(InputError, match=r"q must have 4 dimensions \[B, Sq, H, D\], got shape \[9, 4, 8\]"):
         flash_attn.flash_attn_func(q[0], k, v)
     with pytest.raises(InputError, match=r"k must be a torch.Tensor, got NoneType"):
         flash_attn.flash_attn_func(q, None, v)  # type: ignore[arg-type]
+
+
+def _call(function: str, **changes: Any) -> dict[str, Any]:
+    """Return arguments that the function takes, with changes."""
+    starts = torch.tensor([0, 4, 9], dtype=torch.int32)
+    lengths = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": 5, "max_seqlen_k": 5}
+    q, kv, qkv = torch.randn(9, 4, 8), torch.randn(9, 2, 2, 8), torch.randn(9, 3, 4, 8)
+    given: dict[str, dict[str, Any]] = {
+        "flash_attn_func": {"q": q[None], "k": kv[None, :, 0], "v": kv[None, :, 1]},
+        "flash_attn_qkvpacked_func": {"qkv": qkv[None]},
+        "flash_attn_kvpacked_func": {"q": q[None], "kv": kv[None]},
+        "flash_attn_varlen_func": {"q": q, "k": kv[:, 0], "v": kv[:, 1], **lengths},
+        "flash_attn_varlen_qkvpacked_func": {"qkv": qkv, "cu_seqlens": starts, "max_seqlen": 5},
+        "flash_attn_varlen_kvpacked_func": {"q": q, "kv": kv, **lengths},
+    }
+    return {**given[function], **changes}
+
+
+def _refused(function: str, message: str, **changes: Any) -> None:
+    with pytest.raises(InputError, match=f"^{re.escape(message)}$"):
+        getattr(flash_attn, function)(**_call(function, **changes))
+
+
+@pytest.mark.parametrize("function", SIGNATURES)
+def test_calls_that_are_refused_below_are_served_without_the_change(function):
+    getattr(flash_attn, function)(**_call(function))
+
+
+@pytest.mark.parametrize("value", ["x", [1], 1, None, np.ones(2), torch.ones(2)], ids=str)
+@pytest.mark.parametrize("name", ["causal", "deterministic", "return_attn_probs"])
+@pytest.mark.parametrize("function", SIGNATURES)
+def test_flags_are_true_or_false(function, name, value):
+    _refused(function, f"{name} must be True or False, got {value!r}", **{name: value})
+
+
+_WINDOW = "window_size must be two integers (left, right), -1 for no bound, got "
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"window_size": None}, f"{_WINDOW}None"),
+        ({"window_size": (1,)}, f"{_WINDOW}(1,)"),
+        ({"window_size": (1, -2)}, f"{_WINDOW}(1, -2)"),
+        ({"window_size": (True, 1)}, f"{_WINDOW}(True, 1)"),
+        ({"window_size": (2**63, 1)}, f"{_WINDOW}({2**63}, 1)"),
+        ({"window_size": np.ones(2)}, f"{_WINDOW}array([1., 1.])"),
+        ({"softcap": "x"}, "softcap must be a number, 0 for none, got str"),
+        ({"softcap": np.ones(2)}, "softcap must be a number, 0 for none, got ndarray"),
+        ({"softcap": -1.0}, "softcap must be 0 (none) or more, at most 2.36e+38, got -1.0"),
+        ({"softmax_scale": np.ones(2)}, "softmax_scale must be a number or None, got ndarray"),
+        ({"softmax_scale": 1e39}, "softmax_scale must be finite in fp32, so at most 2.36e+38 in size, got 1e+39"),
+        ({"dropout_p": torch.ones(2)}, "dropout_p must be a number, 0 for no dropout, got Tensor"),
+        ({"dropout_p": -0.5}, "dropout_p must be at least 0 and less than 1, got -0.5"),
+        ({"alibi_slopes": [1]}, "alibi_slopes must be a torch.Tensor or None, got list"),
+        ({"alibi_slopes": torch.ones(4).int()}, "alibi_slopes must be float16, bfloat16 or float32, got torch.int32"),
+        ({"alibi_slopes": torch.ones(8)[::2]}, "alibi_slopes must be contiguous along its last axis, got strides [2]"),
+    ],
+)
+@pytest.mark.parametrize("function", SIGNATURES)
+def test_options_have_the_names_of_flash_attn(function, changes, message):
+    if "contiguous" in message:
+        with pytest.raises(InputError, match=f"^{re.escape(message)}\nhint: "):
+            getattr(flash_attn, function)(**_call(function, **changes))
+    else:
+        _refused(function, message, **changes)
+
+
+@pytest.mark.parametrize("function", SIGNATURES)
+def test_slopes_fit_the_heads(function):
+    given = _call(function)
+    batch = 2 if "varlen" in function else 1
+    message = f"alibi_slopes must have shape [H] = [4] or [B, H] = [{batch}, 4], got [3]"
+    _refused(function, message, alibi_slopes=torch.ones(3))
+    where = "qkv" if "qkv" in given else "q"
+    message = f"alibi_slopes must be on the device of {where}, cpu, got meta"
+    _refused(function, message, alibi_slopes=torch.ones(4, device="meta"))
+    with pytest.raises(UnsupportedError, match=r"^alibi_slopes must not require grad: there is no gradient of it\n"):
+        getattr(flash_attn, function)(**_call(function, alibi_slopes=torch.ones(4, requires_grad=True)))
+
+
+@pytest.mark.parametrize(
+    ("function", "changes", "message"),
+    [
+        (
+            "flash_attn_func",
+            {"k": torch.zeros(2, 9, 2, 8)},
+            "k must have shape [B, Sk, HK, D] = [1, 9, 2, 8], got [2, 9, 2, 8]",
+        ),
+        (
+            "flash_attn_func",
+            {"v": torch.zeros(1, 9, 4, 8)},
+            "v must have shape [B, Sk, HK, DV] = [1, 9, 2, 8], got [1, 9, 4, 8]",
+        ),
+        ("flash_attn_func", {"v": torch.zeros(1, 8, 2, 8)}, "v must have as many keys as k, 9, got 8"),
+        (
+            "flash_attn_func",
+            {"q": torch.zeros(1, 9, 3, 8)},
+            "k must have a number of heads that divides those of q, 3, got 2",
+        ),
+        (
+            "flash_attn_kvpacked_func",
+            {"kv": torch.zeros(1, 9, 2, 2, 4)},
+            "kv must have shape [B, Sk, 2, HK, D] = [1, 9, 2, 2, 8], got [1, 9, 2, 2, 4]",
+        ),
+        (
+            "flash_attn_kvpacked_func",
+            {"kv": torch.zeros(1, 9, 2, 3, 8)},
+            "kv must have a number of heads that divides those of q, 4, got 3",
+        ),
+        (
+            "flash_attn_kvpacked_func",
+            {"kv": torch.zeros(1, 9, 2, 2, 8, device="meta")},
+            "kv must be on the device of q, cpu, got meta",
+        ),
+        (
+            "flash_attn_kvpacked_func",
+            {"kv": torch.zeros(1, 9, 2, 2, 8).half()},
+            "kv must have the dtype of q, torch.float32, got torch.float16",
+        ),
+        ("flash_attn_qkvpacked_func", {"qkv": None}, "qkv must be a torch.Tensor, got NoneType"),
+        (
+            "flash_attn_qkvpacked_func",
+            {"qkv": torch.zeros(1, 9, 3, 4, 8).int()},
+            "qkv must be float16, bfloat16 or float32, got torch.int32",
+        ),
+        (
+            "flash_attn_varlen_kvpacked_func",
+            {"kv": torch.zeros(9, 2, 2, 8, device="meta")},
+            "kv must be on the device of q, cpu, got meta",
+        ),
+        ("flash_attn_varlen_func", {"v": torch.zeros(8, 2, 8)}, "v must have as many tokens as k, 9, got 8"),
+        (
+            "flash_attn_varlen_func",
+            {"k": torch.zeros(9, 2, 4)},
+            "k must have shape [Tk, HK, D] = [9, 2, 8], got [9, 2, 4]",
+        ),
+    ],
+)
+def test_tensors_are_refused_by_their_own_shapes(function, changes, message):
+    _refused(function, message, **changes)
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+@pytest.mark.parametrize("function", SIGNATURES)
+def test_tensors_are_dense(function, kind):
+    tensor, words = laid_out(kind)
+    names = [name for name, value in _call(function).items() if isinstance(value, torch.Tensor)]
+    for name in (*names, "alibi_slopes", *(["block_table"] if function == "flash_attn_varlen_func" else [])):
+        if name == "block_table":
+            pages = torch.zeros(2, 9, 2, 8)
+            _refused(function, f"{name} must be dense, got {words}", k=pages, v=pages, block_table=tensor)
+        else:
+            _refused(function, f"{name} must be dense, got {words}", **{name: tensor})
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ([0, 9], "must be a torch.Tensor, got list"),
+        (torch.tensor([0, 9]), "must be int32, got torch.int64"),
+        (torch.zeros(1, 3, dtype=torch.int32), "must have shape [B + 1], got [1, 3]"),
+        (torch.zeros(0, dtype=torch.int32), "must have shape [B + 1], so at least one element, got [0]"),
+        (torch.zeros(3, dtype=torch.int32, device="meta"), "must be on the device of {}, cpu, got meta"),
+        (torch.tensor([0, 4, 10], dtype=torch.int32), "must be from 0 to 9, the tokens of {}, got 0 to 10"),
+        (torch.tensor([5, 4, 9], dtype=torch.int32), "must not decrease, got 5 and then 4 at index 1"),
+    ],
+)
+def test_starts_have_the_name_that_the_caller_gave_them(value, message):
+    packed = message.format("qkv")
+    _refused("flash_attn_varlen_qkvpacked_func", f"cu_seqlens {packed}", cu_seqlens=value)
+    for function in ("flash_attn_varlen_func", "flash_attn_varlen_kvpacked_func"):
+        _refused(function, f"cu_seqlens_q {message.format('q')}", cu_seqlens_q=value)
+    _refused(
+        "flash_attn_varlen_func", "cu_seqlens_k must be int32, got torch.int64", cu_seqlens_k=torch.zeros(3).long()
+    )
+    message = "cu_seqlens_k must have shape [B + 1] = [3], got [2]"
+    _refused("flash_attn_varlen_kvpacked_func", message, cu_seqlens_k=torch.tensor([0, 9], dtype=torch.int32))
+    many = torch.tensor([0, 4, 10], dtype=torch.int32)
+    message = "cu_seqlens_k must be from 0 to 9, the tokens of kv, got 0 to 10"
+    _refused("flash_attn_varlen_kvpacked_func", message, cu_seqlens_k=many, max_seqlen_k=9)
+
+
+@pytest.mark.parametrize("value", ["x", None, True, -1, 2**31, 5.0, [1]], ids=str)
+def test_longest_lengths_are_integers(value):
+    message = f"must be an integer from 0 to 2**31 - 1, got {value!r}"
+    _refused("flash_attn_varlen_qkvpacked_func", f"max_seqlen {message}", max_seqlen=value)
+    for name in ("max_seqlen_q", "max_seqlen_k"):
+        _refused("flash_attn_varlen_func", f"{name} {message}", **{name: value})
+    message = "max_seqlen must be at least 5, the length of sequence 1, got 4"
+    _refused("flash_attn_varlen_qkvpacked_func", message, max_seqlen=4)
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ([0], "block_table must be a torch.Tensor, got list"),
+        (torch.zeros(2, 1), "block_table must be int32, got torch.float32"),
+        (torch.zeros(2, dtype=torch.int32), "block_table must have shape [B, P] = [2, P], got [2]"),
+        (torch.zeros(3, 1, dtype=torch.int32), "block_table must have shape [B, P] = [2, P], got [3, 1]"),
+        (
+            torch.zeros(2, 0, dtype=torch.int32),
+            "block_table must have pages for max_seqlen_k = 5 keys, got 0 of 9 positions, which hold 0",
+        ),
+        (torch.full((2, 1), 7, dtype=torch.int32), "block_table[0, 0] must be from 0 to 1, got 7"),
+    ],
+)
+def test_tables_are_refused_by_their_name(table, message):
+    pages = torch.zeros(2, 9, 2, 8)
+    _refused("flash_attn_varlen_func", message, k=pages, v=pages, block_table=table)
+
+
+def test_gradients_of_pages_are_refused_by_the_name_of_the_table():
+    pages, table = torch.zeros(2, 9, 2, 8, requires_grad=True), torch.zeros(2, 1, dtype=torch.int32)
+    with pytest.raises(UnsupportedError, match=r"^there is no backward with a block_table, and gradients are required"):
+        flash_attn.flash_attn_varlen_func(**_call("flash_attn_varlen_func", k=pages, v=pages, block_table=table))
 
 
 def test_whole_graphs_compile(qkv):

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - PyTorch's own habit
 
-from flashmoe_science import InputError, flash_attention
+from flashmoe_science import InputError, UnsupportedError, flash_attention
 from flashmoe_science.integrations.sdpa import scaled_dot_product_attention
+
+from .layouts import LAYOUTS, laid_out
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -82,19 +87,170 @@ def test_dropout():
     assert ((torch.stack(many).mean(0) - plain).abs() < 6 * deviation + 1e-6).all()
 
 
-def test_what_is_not_served_raises_by_name():
-    q, k, v = (torch.randn(1, 2, 3, 8) for _ in range(3))
-    with pytest.raises(InputError, match=r"dropout_p must be at least 0 and less than 1, got 1.0"):
-        scaled_dot_product_attention(q, k, v, dropout_p=1.0)
-    with pytest.raises(InputError, match="attn_mask must be None with is_causal, got both"):
-        scaled_dot_product_attention(q, k, v, attn_mask=torch.ones(3, 3), is_causal=True)
-    with pytest.raises(InputError, match=r"attn_mask must expand to \[1, 2, 3, 3\], got \[3, 4\]"):
-        scaled_dot_product_attention(q, k, v, attn_mask=torch.ones(3, 4))
-    with pytest.raises(InputError, match=r"attn_mask must be a torch.Tensor or None, got list"):
-        scaled_dot_product_attention(q, k, v, attn_mask=[1])  # type: ignore[arg-type]
-    with pytest.raises(
-        InputError, match=r"key must have 4 dimensions \[B, H, S, D\], or all have 3, got shape \[2, 3, 8\]"
-    ):
-        scaled_dot_product_attention(q, k[0], v)
-    with pytest.raises(InputError, match=r"value must be a torch.Tensor, got NoneType"):
-        scaled_dot_product_attention(q, k, None)  # type: ignore[arg-type]
+def _tensors(**changes: Any) -> dict[str, Any]:
+    tensors = {"query": torch.randn(2, 4, 4, 8), "key": torch.randn(2, 2, 5, 8), "value": torch.randn(2, 2, 5, 16)}
+    return {**tensors, "enable_gqa": True, **changes}
+
+
+def _refused(message: str, **given: Any) -> None:
+    with pytest.raises(InputError, match=f"^{re.escape(message)}$"):
+        scaled_dot_product_attention(**given)
+
+
+@pytest.mark.parametrize("value", ["x", [1], 1, None, np.ones(2), torch.ones(2)], ids=str)
+@pytest.mark.parametrize("name", ["is_causal", "enable_gqa"])
+def test_flags_are_true_or_false(name, value):
+    _refused(f"{name} must be True or False, got {value!r}", **_tensors(**{name: value}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"scale": "x"}, "scale must be a number or None, got str"),
+        ({"scale": True}, "scale must be a number or None, got bool"),
+        ({"scale": np.ones(2)}, "scale must be a number or None, got ndarray"),
+        ({"scale": math.inf}, "scale must be finite in fp32, so at most 2.36e+38 in size, got inf"),
+        ({"scale": math.nan}, "scale must be finite in fp32, so at most 2.36e+38 in size, got nan"),
+        (
+            {"scale": 10**5000},
+            "scale must be finite in fp32, so at most 2.36e+38 in size, got a int that has no text",
+        ),
+        ({"dropout_p": 1.0}, "dropout_p must be at least 0 and less than 1, got 1.0"),
+        ({"dropout_p": False}, "dropout_p must be a number, 0 for no dropout, got bool"),
+        ({"dropout_p": torch.zeros(2)}, "dropout_p must be a number, 0 for no dropout, got Tensor"),
+    ],
+)
+def test_numbers_are_numbers(changes, message):
+    _refused(message, **_tensors(**changes))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_key_and_value_are_as_long(is_causal):
+    """Also where causal leaves the last keys unread."""
+    message = "value must have as many keys as key, 5, got 9"
+    given = _tensors(value=torch.randn(2, 2, 9, 8), is_causal=is_causal)
+    _refused(message, **given)
+    _refused(message, **{name: each[0] if isinstance(each, torch.Tensor) else each for name, each in given.items()})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"value": None}, "value must be a torch.Tensor, got NoneType"),
+        ({"query": [1]}, "query must be a torch.Tensor, got list"),
+        (
+            {"query": torch.zeros(4, 8)},
+            "query must have 4 dimensions [B, H, Sq, D], or 3 without B, got shape [4, 8]",
+        ),
+        (
+            {"query": torch.zeros(4, 4, 8)},
+            "key must have 3 dimensions [HK, Sk, D] as query has, got shape [2, 2, 5, 8]",
+        ),
+        (
+            {"key": torch.zeros(2, 5, 8)},
+            "key must have 4 dimensions [B, HK, Sk, D] as query has, got shape [2, 5, 8]",
+        ),
+        (
+            {"key": torch.zeros(3, 2, 5, 8)},
+            "key must have shape [B, HK, Sk, D] = [2, 2, 5, 8], got [3, 2, 5, 8]",
+        ),
+        (
+            {"value": torch.zeros(2, 4, 5, 8)},
+            "value must have shape [B, HK, Sk, DV] = [2, 2, 5, 8], got [2, 4, 5, 8]",
+        ),
+        ({"key": torch.zeros(2, 3, 5, 8)}, "value must have shape [B, HK, Sk, DV] = [2, 3, 5, 16], got [2, 2, 5, 16]"),
+        ({"enable_gqa": False}, "key must have 4 heads without enable_gqa, got 2"),
+        (
+            {"query": torch.zeros(2, 3, 4, 8)},
+            "key must have a number of heads that divides those of query, 3, got 2",
+        ),
+        ({"query": torch.zeros(2, 4, 4, 0)}, "query must have D of 1 or more, got shape [2, 4, 4, 0]"),
+        ({"query": torch.zeros(2, 4, 4, 8).int()}, "query must be float16, bfloat16 or float32, got torch.int32"),
+        (
+            {"key": torch.zeros(2, 2, 5, 8).half()},
+            "key must have the dtype of query, torch.float32, got torch.float16",
+        ),
+        (
+            {"value": torch.zeros(2, 2, 5, 8, device="meta")},
+            "value must be on the device of query, cpu, got meta",
+        ),
+        (
+            {"key": torch.zeros(2, 2, 5, 8, dtype=torch.complex64).conj().imag},
+            "key must not be a negative view, got one (is_neg()): call resolve_neg()",
+        ),
+    ],
+)
+def test_tensors_that_do_not_fit(changes, message):
+    _refused(message, **_tensors(**changes))
+
+
+def test_tensors_without_a_batch_are_refused_by_the_shapes_they_have():
+    q, k, v = torch.zeros(2, 4, 8), torch.zeros(2, 5, 8), torch.zeros(2, 5, 8)
+    _refused("key must have shape [HK, Sk, D] = [3, 5, 8], got [3, 5, 4]", query=q, key=torch.zeros(3, 5, 4), value=v)
+    _refused(
+        "value must have shape [HK, Sk, DV] = [2, 5, 8], got [3, 5, 8]", query=q, key=k, value=torch.zeros(3, 5, 8)
+    )
+    for shape in ([3, 4, 5], [1, 2, 4, 5], [4, 6]):
+        message = f"attn_mask must expand to [2, 4, 5], got {shape}"
+        _refused(message, query=q, key=k, value=v, attn_mask=torch.zeros(shape))
+
+
+@pytest.mark.parametrize("batched", [True, False])
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        ([1], "attn_mask must be a torch.Tensor or None, got list"),
+        (1, "attn_mask must be a torch.Tensor or None, got int"),
+        (np.ones(2), "attn_mask must be a torch.Tensor or None, got ndarray"),
+        (torch.zeros(4, 5, dtype=torch.int64), "attn_mask must be bool, float16, bfloat16 or float32, got torch.int64"),
+        (torch.zeros(4, 5, device="meta"), "attn_mask must be on the device of query, cpu, got meta"),
+        (torch.zeros(4, 5).bool().to("meta"), "attn_mask must be on the device of query, cpu, got meta"),
+        (
+            torch.zeros(4, 5, dtype=torch.complex64).conj().imag,
+            "attn_mask must not be a negative view, got one (is_neg()): call resolve_neg()",
+        ),
+    ],
+)
+def test_masks_that_are_none(mask, message, batched):
+    given = {name: each if batched or name == "enable_gqa" else each[0] for name, each in _tensors().items()}
+    _refused(message, **given, attn_mask=mask)
+
+
+def test_masks_that_do_not_fit():
+    _refused("attn_mask must be None with is_causal, got both", **_tensors(attn_mask=torch.ones(4, 5), is_causal=True))
+    _refused("attn_mask must expand to [2, 4, 4, 5], got [4, 6]", **_tensors(attn_mask=torch.ones(4, 6)))
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+@pytest.mark.parametrize("name", ["query", "key", "value", "attn_mask"])
+def test_tensors_are_dense(name, kind):
+    tensor, words = laid_out(kind)
+    _refused(f"{name} must be dense, got {words}", **_tensors(**{name: tensor}))
+
+
+def test_autocast_makes_dtypes_one():
+    given = _tensors()
+    half = {**given, "key": given["key"].bfloat16()}
+    with torch.autocast("cpu", torch.bfloat16):
+        assert scaled_dot_product_attention(**half).dtype == torch.bfloat16
+        _refused(
+            "key must have the dtype of query, torch.float32, got torch.float16",
+            **{**given, "key": given["key"].half()},
+        )
+
+
+def test_graphs_refuse_the_same():
+    given = _tensors(attn_mask=torch.randn(4, 5))
+    whole = torch.compile(scaled_dot_product_attention, backend="eager", fullgraph=True)
+    torch.testing.assert_close(whole(**given), scaled_dot_product_attention(**given))
+    with pytest.raises(InputError, match=r"^value must have as many keys as key, 5, got 9$"):
+        torch.compile(scaled_dot_product_attention, backend="eager")(**_tensors(value=torch.randn(2, 2, 9, 8)))
+
+
+def test_what_only_the_kernels_functions_know_is_said_by_the_same_names(monkeypatch):
+    def refuse(*_tensors: torch.Tensor, **_options: Any) -> None:
+        raise UnsupportedError("q, k and softmax_scale are refused", hint="pass another v")
+
+    monkeypatch.setattr("flashmoe_science.integrations.sdpa.flash_attention", refuse)
+    with pytest.raises(UnsupportedError, match=r"^query, key and scale are refused\nhint: pass another value$"):
+        scaled_dot_product_attention(**_tensors())

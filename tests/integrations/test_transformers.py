@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -24,6 +26,7 @@ pytest.importorskip("transformers", minversion="5.0", reason="transformers is op
 from flashmoe_science.integrations.transformers import attend, make_mask, register
 
 from . import models
+from .layouts import LAYOUTS, laid_out
 
 
 @pytest.fixture(autouse=True)
@@ -211,11 +214,186 @@ def test_one_query_and_packed_sequences_drop_too(monkeypatch):
 def test_what_is_not_served_raises_by_name():
     layer = torch.nn.Module()
     q, k, v = (torch.randn(1, 2, 3, 8) for _ in range(3))
-    with pytest.raises(InputError, match=r"dropout_p must be at least 0 and less than 1, got 1.0"):
+    with pytest.raises(InputError, match=r"^dropout must be at least 0 and less than 1, got 1.0"):
         attend(layer, q, k, v, None, dropout=1.0)
     for name in ("output_attentions", "cache"):
         with pytest.raises(UnsupportedError, match=f"{name} is not served by flashmoe_science"):
             attend(layer, q, k, v, None, **{name: True})  # type: ignore[arg-type]
+
+
+def _call(rows: int = 4, **changes: Any) -> dict[str, Any]:
+    """Return arguments with changes."""
+    tensors = {"query": torch.randn(2, 4, rows, 8), "key": torch.randn(2, 2, 5, 8), "value": torch.randn(2, 2, 5, 8)}
+    return {"module": torch.nn.Module(), **tensors, "attention_mask": None, **changes}
+
+
+def _packed(**changes: Any) -> dict[str, Any]:
+    starts = torch.tensor([0, 2, 5], dtype=torch.int32)
+    tensors = {"query": torch.randn(1, 4, 5, 8), "key": torch.randn(1, 2, 5, 8), "value": torch.randn(1, 2, 5, 8)}
+    lengths = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": 3, "max_length_k": 3}
+    return _call(**{**tensors, **lengths, **changes})
+
+
+def _refused(message: str, given: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match=f"^{re.escape(message)}$"):
+        attend(**given)
+
+
+def test_calls_that_are_refused_below_are_served_without_the_change():
+    for given in (_call(1), _call(4), _packed()):
+        attend(**given)
+
+
+_FLAG = "must be True or False, got "
+_WINDOW = "sliding_window must be an integer of at least 0, or None, got "
+_NO_FLAGS: list[Any] = ["x", [], 1, np.ones(2)]
+_NO_NUMBERS: list[Any] = [[], {}, False, "x", np.ones(2)]
+_NO_WINDOWS: list[Any] = [True, [], [1], (1, 2), "x", -3, 2.0, 2**63, torch.ones(1).bool()]
+_OPTIONS: list[tuple[dict[str, Any], str]] = [
+    *(({"is_causal": value}, f"is_causal {_FLAG}{value!r}") for value in (*_NO_FLAGS, torch.ones(2))),
+    *(({"output_attentions": value}, f"output_attentions {_FLAG}{value!r}") for value in _NO_FLAGS),
+    *(({"sliding_window": value}, f"{_WINDOW}{value!r}") for value in _NO_WINDOWS),
+    *(
+        ({"softcap": value}, f"softcap must be a number, 0 for none, got {type(value).__name__}")
+        for value in _NO_NUMBERS
+    ),
+    ({"softcap": -1}, "softcap must be 0 (none) or more, at most 2.36e+38, got -1"),
+    *(
+        ({"dropout": value}, f"dropout must be a number, 0 for no dropout, got {type(value).__name__}")
+        for value in (*_NO_NUMBERS, "", None)
+    ),
+    ({"dropout": 1.5}, "dropout must be at least 0 and less than 1, got 1.5"),
+    ({"scaling": "x"}, "scaling must be a number or None, got str"),
+    ({"scaling": 1e39}, "scaling must be finite in fp32, so at most 2.36e+38 in size, got 1e+39"),
+    ({"s_aux": [1.0]}, "s_aux must be a torch.Tensor or None, got list"),
+    ({"s_aux": torch.zeros(3)}, "s_aux must have shape [H] = [4], got [3]"),
+    ({"s_aux": torch.zeros(4).long()}, "s_aux must be float16, bfloat16 or float32, got torch.int64"),
+    ({"s_aux": torch.zeros(4, device="meta")}, "s_aux must be on the device of query, cpu, got meta"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), _OPTIONS)
+def test_options_have_the_names_of_transformers(changes, message):
+    """Of a prompt, of one token and of packed sequences."""
+    for given in (_call(4, **changes), _call(1, **changes), _packed(**changes)):
+        _refused(message, given)
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"query": None}, "query must be a torch.Tensor, got NoneType"),
+        ({"key": [1]}, "key must be a torch.Tensor, got list"),
+        ({"query": torch.zeros(())}, "query must have 4 dimensions [B, H, Sq, D], got shape []"),
+        ({"value": torch.zeros(5)}, "value must have 4 dimensions [B, HK, Sk, DV], got shape [5]"),
+        ({"value": torch.zeros(2, 2, 9, 8)}, "value must have as many keys as key, 5, got 9"),
+        ({"key": torch.zeros(3, 2, 5, 8)}, "key must have shape [B, HK, Sk, D] = [2, 2, 5, 8], got [3, 2, 5, 8]"),
+        ({"key": torch.zeros(2, 2, 5, 8).half()}, "key must have the dtype of query, torch.float32, got torch.float16"),
+        ({"value": torch.zeros(2, 2, 5, 8, device="meta")}, "value must be on the device of query, cpu, got meta"),
+        *(
+            (
+                {"key": torch.zeros(2, heads, 5, 8), "value": torch.zeros(2, heads, 5, 8)},
+                f"key must have a number of heads that divides those of query, 4, got {heads}",
+            )
+            for heads in (0, 3)
+        ),
+        *(
+            ({name: value}, f"{name} must be {message}")
+            for name, kinds in (
+                ("attention_mask", "bool, float16, bfloat16 or float32"),
+                ("position_bias", "float16, bfloat16 or float32"),
+            )
+            for value, message in (
+                ([1], "a torch.Tensor or None, got list"),
+                (torch.zeros(2, 4, 1, 5).int(), f"{kinds}, got torch.int32"),
+                (torch.zeros(2, 4, 1, 5, device="meta"), "on the device of query, cpu, got meta"),
+            )
+        ),
+        (
+            {"position_bias": torch.zeros(5).bool()},
+            "position_bias must be float16, bfloat16 or float32, got torch.bool",
+        ),
+    ],
+)
+def test_tensors_have_the_names_of_transformers(changes, message, rows):
+    _refused(message, _call(rows, **changes))
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("name", ["attention_mask", "position_bias"])
+def test_what_is_added_has_a_column_for_every_key(name, rows, is_causal):
+    """Also where a cache that is being filled leaves the last keys unread."""
+    for columns in (50, 4):
+        given = _call(rows, is_causal=is_causal, **{name: torch.zeros(1, 2, 1, 1).expand(1, 2, rows, columns)})
+        _refused(f"{name} must expand to [2, 4, {rows}, 5], got [1, 2, {rows}, {columns}]", given)
+        given = _call(rows, is_causal=is_causal, **{name: torch.zeros(1, 4, rows, columns)})
+        _refused(f"{name} must expand to [2, 4, {rows}, 5], got [1, 4, {rows}, {columns}]", given)
+
+
+def test_a_position_bias_of_a_cache_that_is_being_filled():
+    """Keys behind the last query are not there yet, nor are their columns."""
+    given = _call(position_bias=torch.randn(1, 4, 4, 5))
+    o, _ = attend(**given)
+    tensors = given["query"], given["key"][:, :, :4], given["value"][:, :, :4]
+    expected = flash_attention(*tensors, causal=True, bias=given["position_bias"][..., :4])
+    torch.testing.assert_close(o, expected.transpose(1, 2))
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+@pytest.mark.parametrize("name", ["query", "key", "value", "attention_mask", "s_aux", "position_bias", "cu_seq_lens_q"])
+def test_tensors_are_dense(name, kind):
+    tensor, words = laid_out(kind)
+    changes: dict[str, Any] = {name: tensor}
+    given = _packed(**changes) if "cu_seq" in name else _call(**changes)
+    _refused(f"{name} must be dense, got {words}", given)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"cu_seq_lens_q": None}, "cu_seq_lens_q must be given with cu_seq_lens_k, got None"),
+        *(
+            ({name: None}, f"{name} must be given with cu_seq_lens_q, got None")
+            for name in ("cu_seq_lens_k", "max_length_q", "max_length_k")
+        ),
+        ({"cu_seq_lens_q": [0, 5]}, "cu_seq_lens_q must be a torch.Tensor, got list"),
+        ({"cu_seq_lens_k": torch.zeros(3).long()}, "cu_seq_lens_k must be int32, got torch.int64"),
+        ({"cu_seq_lens_k": torch.zeros(2).int()}, "cu_seq_lens_k must have shape [B + 1] = [3], got [2]"),
+        ({"max_length_q": "x"}, "max_length_q must be an integer from 0 to 2**31 - 1, got 'x'"),
+        ({"max_length_k": True}, "max_length_k must be an integer from 0 to 2**31 - 1, got True"),
+        ({"max_length_k": 2}, "max_length_k must be at least 3, the length of sequence 1, got 2"),
+        (
+            {"cu_seq_lens_q": torch.tensor([0, 3, 9]).int()},
+            "cu_seq_lens_q must be from 0 to 5, the tokens of query, got 0 to 9",
+        ),
+    ],
+)
+def test_lengths_of_packed_sequences_have_the_names_of_transformers(changes, message):
+    _refused(message, _packed(**changes))
+
+
+@pytest.mark.parametrize("cache", [[], False, {}, np.ones(2)], ids=str)
+def test_a_cache_is_refused_whatever_it_is(cache):
+    with pytest.raises(UnsupportedError, match=r"^cache is not served by flashmoe_science"):
+        attend(**_call(cache=cache))
+
+
+@pytest.mark.parametrize("name", ["", None, 1, ["a"]], ids=str)
+def test_names_are_texts(name):
+    message = f"name must be a text of one character or more, got {name!r}"
+    with pytest.raises(InputError, match=f"^{re.escape(message)}$"):
+        register(name)
+
+
+def test_layers_that_say_nothing_of_causal_are_causal_and_those_that_say_none_are_not():
+    given = _call()
+    expected, _ = attend(**given, is_causal=True)
+    torch.testing.assert_close(attend(**given)[0], expected)
+    given["module"].is_causal = None
+    expected, _ = attend(**given, is_causal=False)
+    torch.testing.assert_close(attend(**given)[0], expected)
 
 
 @pytest.mark.triton

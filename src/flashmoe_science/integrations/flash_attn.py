@@ -20,8 +20,19 @@ import torch
 from torch import Tensor
 
 from ..attention.api import flash_attention
+from ..attention.inputs import check_flag
 from ..attention.varlen import flash_attention_varlen
-from ..errors import InputError, UnsupportedError
+from ..errors import UnsupportedError
+from .arguments import (
+    call_by_names,
+    check_attended,
+    check_dropout,
+    check_integers,
+    check_per_head,
+    check_softcap,
+    check_starts,
+    check_window,
+)
 from .flash_attn_cache import flash_attn_with_kvcache
 
 __all__ = [
@@ -35,6 +46,16 @@ __all__ = [
 ]
 
 __version__ = "2.8.3"
+
+_NAMES = {"alibi": "alibi_slopes", "page_table": "block_table"}
+_NAMES_QKVPACKED = {
+    "q": "qkv",
+    "k": "qkv",
+    "cu_seqlens_q": "cu_seqlens",
+    "cu_seqlens_k": "cu_seqlens",
+    "max_seqlen_q": "max_seqlen",
+    "max_seqlen_k": "max_seqlen",
+}
 
 
 def flash_attn_func(
@@ -56,11 +77,12 @@ def flash_attn_func(
         o ``[B, Sq, H, D]``; with ``return_attn_probs`` o, lse ``[B, H, Sq]`` and, as without dropout there, a tensor
         of no elements in the place of the probabilities. With dropout they are refused: nobody keeps them.
     """
-    _refuse(dropout_p=dropout_p, return_attn_probs=return_attn_probs)
-    del deterministic
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        _check_axes(name, tensor, "B, S, H, D")
-    result = flash_attention(
+    _check_options(dropout_p, window_size, softcap, deterministic=deterministic, probs=return_attn_probs)
+    check_attended({"q": (q, "B, Sq, H, D"), "k": (k, "B, Sk, HK, D"), "v": (v, "B, Sk, HK, DV")})
+    _check_slopes(alibi_slopes, q, q.shape[0])
+    result = call_by_names(
+        flash_attention,
+        _NAMES,
         q.transpose(1, 2),
         k.transpose(1, 2),
         v.transpose(1, 2),
@@ -87,8 +109,11 @@ def flash_attn_qkvpacked_func(
     return_attn_probs: bool = False,
 ) -> Any:
     """``flash_attn_func`` of ``qkv`` ``[B, S, 3, H, D]``."""
-    q, k, v = _unpack("qkv", qkv, "B, S, 3, H, D")
-    return flash_attn_func(
+    check_attended({"qkv": (qkv, "B, S, 3, H, D")})
+    q, k, v = qkv.unbind(2)
+    return call_by_names(
+        flash_attn_func,
+        {"q": "qkv"},
         q,
         k,
         v,
@@ -116,7 +141,8 @@ def flash_attn_kvpacked_func(
     return_attn_probs: bool = False,
 ) -> Any:
     """``flash_attn_func`` of ``q`` ``[B, Sq, H, D]`` and ``kv`` ``[B, Sk, 2, HK, D]``."""
-    k, v = _unpack("kv", kv, "B, S, 2, HK, D")
+    check_attended({"q": (q, "B, Sq, H, D"), "kv": (kv, "B, Sk, 2, HK, D")})
+    k, v = kv.unbind(2)
     return flash_attn_func(
         q,
         k,
@@ -159,9 +185,18 @@ def flash_attn_varlen_func(
         o ``[Tq, H, D]``; with ``return_attn_probs`` o, lse ``[H, Tq]`` and, as without dropout there, a tensor of no
         elements in the place of the probabilities. With dropout they are refused.
     """
-    _refuse(dropout_p=dropout_p, return_attn_probs=return_attn_probs)
-    del deterministic
-    result = flash_attention_varlen(
+    _check_options(dropout_p, window_size, softcap, deterministic=deterministic, probs=return_attn_probs)
+    if block_table is None:
+        check_attended({"q": (q, "Tq, H, D"), "k": (k, "Tk, HK, D"), "v": (v, "Tk, HK, DV")})
+    else:
+        axes = "pages, page_size, HK"
+        check_attended({"q": (q, "Tq, H, D"), "k": (k, f"{axes}, D"), "v": (v, f"{axes}, DV")}, " with a block_table")
+    batch = check_starts(("q", q), {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k})
+    _check_slopes(alibi_slopes, q, batch)
+    _check_table(block_table, q, batch, dropout_p)
+    result = call_by_names(
+        flash_attention_varlen,
+        _NAMES,
         q,
         k,
         v,
@@ -195,8 +230,11 @@ def flash_attn_varlen_qkvpacked_func(
     return_attn_probs: bool = False,
 ) -> Any:
     """``flash_attn_varlen_func`` of ``qkv`` ``[T, 3, H, D]``."""
-    q, k, v = _unpack("qkv", qkv, "T, 3, H, D")
-    return flash_attn_varlen_func(
+    check_attended({"qkv": (qkv, "T, 3, H, D")})
+    q, k, v = qkv.unbind(1)
+    return call_by_names(
+        flash_attn_varlen_func,
+        _NAMES_QKVPACKED,
         q,
         k,
         v,
@@ -232,8 +270,11 @@ def flash_attn_varlen_kvpacked_func(
     return_attn_probs: bool = False,
 ) -> Any:
     """``flash_attn_varlen_func`` of ``q`` ``[Tq, H, D]`` and ``kv`` ``[Tk, 2, HK, D]``."""
-    k, v = _unpack("kv", kv, "T, 2, HK, D")
-    return flash_attn_varlen_func(
+    check_attended({"q": (q, "Tq, H, D"), "kv": (kv, "Tk, 2, HK, D")})
+    k, v = kv.unbind(1)
+    return call_by_names(
+        flash_attn_varlen_func,
+        {"k": "kv"},
         q,
         k,
         v,
@@ -252,30 +293,39 @@ def flash_attn_varlen_kvpacked_func(
     )
 
 
-def _refuse(*, dropout_p: float, return_attn_probs: bool) -> None:
-    if dropout_p and return_attn_probs:
+def _check_options(
+    dropout_p: object,
+    window_size: object,
+    softcap: object,
+    *,
+    deterministic: object,
+    probs: object,
+) -> None:
+    """Check options, but for those that ``flash_attention`` has by the same names and looks at itself."""
+    check_dropout("dropout_p", dropout_p)
+    check_window("window_size", window_size)
+    check_softcap("softcap", softcap)
+    check_flag("deterministic", deterministic)
+    check_flag("return_attn_probs", probs)
+    if dropout_p and probs:
         raise UnsupportedError(
             f"return_attn_probs must be False with dropout_p of {dropout_p}: the probabilities are not kept",
             hint="flash_attention(..., return_lse=True) returns the LSE with dropout too",
         )
 
 
+def _check_slopes(alibi_slopes: Any, q: Tensor, batch: int) -> None:
+    heads = q.shape[-2]
+    check_per_head("alibi_slopes", alibi_slopes, ("q", q), {"H": (heads,), "B, H": (batch, heads)})
+
+
+def _check_table(block_table: Any, q: Tensor, batch: int, dropout_p: float) -> None:
+    if block_table is None:
+        return
+    check_integers("block_table", block_table, ("q", q), "B, P", (batch, None))
+    if dropout_p:
+        raise UnsupportedError(f"dropout_p must be 0 with a block_table, which is for inference, got {dropout_p}")
+
+
 def _no_probs(q: Tensor) -> Tensor:
     return torch.zeros(0, dtype=q.dtype, device=q.device)
-
-
-def _check_axes(name: str, tensor: Tensor, letters: str) -> None:
-    if not isinstance(tensor, Tensor):
-        raise InputError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
-    axes = letters.count(",") + 1
-    if tensor.dim() != axes:
-        raise InputError(f"{name} must have {axes} dimensions [{letters}], got shape {list(tensor.shape)}")
-
-
-def _unpack(name: str, tensor: Tensor, letters: str) -> tuple[Tensor, ...]:
-    """Return the views of a packed tensor, whose third axis from the end counts q, k and v, or k and v."""
-    _check_axes(name, tensor, letters)
-    count = len(name)
-    if tensor.shape[-3] != count:
-        raise InputError(f"{name} must have shape [{letters}], got {list(tensor.shape)}")
-    return tensor.unbind(-3)

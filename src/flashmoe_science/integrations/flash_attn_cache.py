@@ -13,7 +13,23 @@ from typing import Any
 from torch import Tensor
 
 from ..attention.cache_api import flash_attention_with_kv_cache
-from ..errors import InputError
+from ..attention.inputs import check_flag
+from ..errors import InputError, shown
+from .arguments import (
+    Named,
+    call_by_names,
+    check_attended,
+    check_columns,
+    check_count,
+    check_integers,
+    check_optional_tensor,
+    check_per_head,
+    check_scale,
+    check_softcap,
+    check_window,
+)
+
+_NAMES = {"alibi": "alibi_slopes", "leftpad_k": "cache_leftpad", "page_table": "block_table"}
 
 
 def flash_attn_with_kvcache(
@@ -41,16 +57,34 @@ def flash_attn_with_kvcache(
 
     Caches are ``[B, S, HK, D]``, or ``[pages, page_size, HK, D]`` with ``block_table`` ``[B, P]``. See
     ``flash_attention_with_kv_cache``; its names for what is called otherwise here: ``page_table``, ``leftpad_k``,
-    ``window``, ``alibi``, ``return_lse``.
+    ``window``, ``alibi``, ``return_lse``. Errors have the names of here.
 
     Returns:
         o ``[B, Sq, H, D]``; with ``return_softmax_lse`` the pair of o and lse ``[B, H, Sq]``.
     """
-    given: tuple[tuple[str, Any], ...] = (("q", q), ("k", k), ("v", v))
-    for name, tensor in given:
-        if tensor is not None and (not isinstance(tensor, Tensor) or tensor.dim() != 4):
-            raise InputError(f"{name} must be a torch.Tensor [B, S, H, D], got {getattr(tensor, 'shape', tensor)}")
-    result = flash_attention_with_kv_cache(
+    for name, flag in (
+        ("causal", causal), ("rotary_interleaved", rotary_interleaved), ("return_softmax_lse", return_softmax_lse)
+    ):  # fmt: skip
+        check_flag(name, flag)
+    check_window("window_size", window_size)
+    check_softcap("softcap", softcap)
+    check_scale("softmax_scale", softmax_scale)
+    check_count("num_splits", num_splits)
+    _check_attended(q, k_cache, v_cache, k, v)
+    first = ("q", q)
+    batch, heads = q.shape[0], q.shape[2]
+    _check_lengths(cache_seqlens, first)
+    for name, tensor in (("rotary_cos", rotary_cos), ("rotary_sin", rotary_sin)):
+        check_optional_tensor(name, tensor)
+    for name, tensor in (("cache_batch_idx", cache_batch_idx), ("cache_leftpad", cache_leftpad)):
+        if tensor is not None:
+            check_integers(name, tensor, first, "B", (batch,))
+    if block_table is not None:
+        check_integers("block_table", block_table, first, "B, P", (batch, None))
+    check_per_head("alibi_slopes", alibi_slopes, first, {"H": (heads,), "B, H": (batch, heads)})
+    result = call_by_names(
+        flash_attention_with_kv_cache,
+        _NAMES,
         q.transpose(1, 2),
         k_cache,
         v_cache,
@@ -72,3 +106,27 @@ def flash_attn_with_kvcache(
         return_lse=return_softmax_lse,
     )
     return (result[0].transpose(1, 2), result[1]) if return_softmax_lse else result.transpose(1, 2)
+
+
+def _check_attended(q: Any, k_cache: Any, v_cache: Any, k: Any, v: Any) -> None:
+    given = {
+        "q": (q, "B, Sq, H, D"),
+        "k_cache": (k_cache, "B or pages, positions, HK, D"),
+        "v_cache": (v_cache, "B or pages, positions, HK, DV"),
+        **({} if k is None else {"k": (k, "B, Sn, HK, D")}),
+        **({} if v is None else {"v": (v, "B, Sn, HK, DV")}),
+    }
+    check_attended(given)
+    for name, (tensor, _) in given.items():
+        check_columns(name, tensor)
+
+
+def _check_lengths(cache_seqlens: Any, first: Named) -> None:
+    if cache_seqlens is None:
+        return
+    if isinstance(cache_seqlens, int) and not isinstance(cache_seqlens, bool):
+        check_count("cache_seqlens", cache_seqlens)  # the cache may have less room, of which we are told
+        return
+    if not isinstance(cache_seqlens, Tensor):
+        raise InputError(f"cache_seqlens must be a torch.Tensor, an integer or None, got {shown(cache_seqlens)}")
+    check_integers("cache_seqlens", cache_seqlens, first, "B", (first[1].shape[0],))

@@ -7,11 +7,22 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..attention.api import flash_attention
+from ..attention.inputs import check_flag
 from ..errors import InputError
+from .arguments import (
+    as_bias,
+    call_by_names,
+    check_attended,
+    check_dropout,
+    check_mask,
+    check_scale,
+    check_tensor,
+)
+
+_NAMES = {"q": "query", "k": "key", "v": "value", "softmax_scale": "scale"}
 
 
 def scaled_dot_product_attention(
@@ -46,43 +57,45 @@ def scaled_dot_product_attention(
         InputError: an argument breaks the contract above.
         UnsupportedError: no kernel serves this call.
     """
-    tensors = {"query": query, "key": key, "value": value}
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, Tensor):
-            raise InputError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
-        if tensor.dim() not in (3, 4) or tensor.dim() != query.dim():
-            raise InputError(
-                f"{name} must have 4 dimensions [B, H, S, D], or all have 3, got shape {list(tensor.shape)}"
-            )
-    if query.dim() == 3:
-        mask = attn_mask[None] if attn_mask is not None and attn_mask.dim() == 3 else attn_mask
-        return scaled_dot_product_attention(
-            query[None], key[None], value[None], mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )[0]
-    if not enable_gqa and key.shape[1] != query.shape[1]:
-        raise InputError(f"key must have {query.shape[1]} heads without enable_gqa, got {key.shape[1]}")
+    check_flag("is_causal", is_causal)
+    check_flag("enable_gqa", enable_gqa)
+    check_dropout("dropout_p", dropout_p)
+    check_scale("scale", scale)
+    _check_attended(query, key, value)
+    if not enable_gqa and key.shape[-3] != query.shape[-3]:
+        raise InputError(f"key must have {query.shape[-3]} heads without enable_gqa, got {key.shape[-3]}")
+    check_mask("attn_mask", attn_mask, ("query", query))
     if is_causal and attn_mask is not None:
         raise InputError("attn_mask must be None with is_causal, got both")
-    seqlen_q, seqlen_k = query.shape[2], key.shape[2]
+    seqlen_q, seqlen_k = query.shape[-2], key.shape[-2]
+    bias = None
+    if attn_mask is not None:
+        bias = as_bias("attn_mask", attn_mask, (*query.shape[:-1], seqlen_k), query.dtype)
+    is_one = query.dim() == 3
+    if is_one:
+        query, key, value, bias = query[None], key[None], value[None], None if bias is None else bias[None]
     options: dict[str, Any] = {}
     if is_causal and seqlen_q > seqlen_k:
         options["window"] = (-1, seqlen_q - seqlen_k)
     elif is_causal:
         key, value = key[:, :, :seqlen_q], value[:, :, :seqlen_q]  # no row sees the keys behind
         options["causal"] = True
-    if attn_mask is not None:
-        options["bias"] = as_bias(attn_mask, (*query.shape[:3], seqlen_k), query.dtype)
-    o: Tensor = flash_attention(query, key, value, softmax_scale=scale, dropout_p=dropout_p, **options)
-    return o
+    if bias is not None:
+        options["bias"] = bias
+    o: Tensor = call_by_names(
+        flash_attention, _NAMES, query, key, value, softmax_scale=scale, dropout_p=dropout_p, **options
+    )
+    return o[0] if is_one else o
 
 
-def as_bias(mask: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return a mask as what is added to scores of ``shape``, expanded without a copy. Raises ``InputError``."""
-    if not isinstance(mask, Tensor):
-        raise InputError(f"attn_mask must be a torch.Tensor or None, got {type(mask).__name__}")
-    if mask.dtype == torch.bool:
-        mask = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
-    try:
-        return mask.expand(shape)
-    except RuntimeError:
-        raise InputError(f"attn_mask must expand to {list(shape)}, got {list(mask.shape)}") from None
+def _check_attended(query: Any, key: Any, value: Any) -> None:
+    check_tensor("query", query)
+    if query.dim() not in (3, 4):
+        raise InputError(f"query must have 4 dimensions [B, H, Sq, D], or 3 without B, got shape {list(query.shape)}")
+    before = "B, " if query.dim() == 4 else ""
+    given = {
+        "query": (query, f"{before}H, Sq, D"),
+        "key": (key, f"{before}HK, Sk, D"),
+        "value": (value, f"{before}HK, Sk, DV"),
+    }
+    check_attended(given, " as query has")

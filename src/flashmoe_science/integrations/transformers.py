@@ -25,8 +25,36 @@ from ..attention.api import flash_attention
 from ..attention.cache_api import flash_attention_with_kv_cache
 from ..attention.plan import check_kernel_name
 from ..attention.varlen import flash_attention_varlen
-from ..errors import InputError, MissingPackageError, UnsupportedError
-from .sdpa import as_bias
+from ..errors import InputError, MissingPackageError, UnsupportedError, shown
+from .arguments import (
+    as_bias,
+    call_by_names,
+    check_attended,
+    check_count,
+    check_dropout,
+    check_mask,
+    check_numbers,
+    check_optional_flag,
+    check_per_head,
+    check_scale,
+    check_softcap,
+    check_starts,
+)
+
+_LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+_NAMES = {
+    "q": "query",
+    "k": "key",
+    "v": "value",
+    "k_cache": "key",
+    "v_cache": "value",
+    "softmax_scale": "scaling",
+    "dropout_p": "dropout",
+    "cu_seqlens_q": "cu_seq_lens_q",
+    "cu_seqlens_k": "cu_seq_lens_k",
+    "max_seqlen_q": "max_length_q",
+    "max_seqlen_k": "max_length_k",
+}
 
 
 def register(name: str = "moe_science", *, kernel: str = "auto") -> str:
@@ -37,7 +65,8 @@ def register(name: str = "moe_science", *, kernel: str = "auto") -> str:
         kernel: that serves it, as in ``flash_attention``: one name for prompts and single tokens.
 
     Raises:
-        InputError: transformers would take the name for another implementation; there is no such kernel.
+        InputError: the name is empty or no text, or transformers would take it for another implementation; there is no
+            such kernel.
         MissingPackageError: transformers is not installed, or too old.
     """
     try:
@@ -47,15 +76,21 @@ def register(name: str = "moe_science", *, kernel: str = "auto") -> str:
             f"transformers cannot be imported: {error}", hint='pip install "transformers>=5.23"'
         ) from error
 
+    _check_name(name)
+    check_kernel_name(kernel)
+    AttentionInterface.register(name, functools.partial(attend, kernel=kernel))
+    AttentionMaskInterface.register(name, make_mask)
+    return name
+
+
+def _check_name(name: Any) -> None:
+    if not isinstance(name, str) or not name:
+        raise InputError(f"name must be a text of one character or more, got {shown(name)}")
     if "flash" in name or name in ("eager", "sdpa") or "|" in name or "/" in name:
         raise InputError(
             f'name must not hold "flash", "|" or "/", nor be eager or sdpa, got {name!r}',
             hint="transformers takes such names for implementations of its own",
         )
-    check_kernel_name(kernel)
-    AttentionInterface.register(name, functools.partial(attend, kernel=kernel))
-    AttentionMaskInterface.register(name, make_mask)
-    return name
 
 
 def make_mask(*arguments: Any, local_size: int | None = None, **options: Any) -> Tensor | None:
@@ -78,7 +113,7 @@ def make_mask(*arguments: Any, local_size: int | None = None, **options: Any) ->
     mask: Tensor | None = sdpa_mask(*arguments, local_size=local_size, **options)
     if mask is None or mask.dtype != torch.bool:
         return mask
-    return as_bias(mask, tuple(mask.shape), options.get("dtype") or torch.float32)
+    return as_bias("attention_mask", mask, tuple(mask.shape), options.get("dtype") or torch.float32)
 
 
 def attend(
@@ -108,51 +143,78 @@ def attend(
         dropout: share of the probabilities that are dropped, from torch's default generator: in training, models pass
             ``attention_dropout`` of their configuration.
         scaling: factor on the scores. Default ``D ** -0.5``.
-        sliding_window: keys that a row sees, its own among them.
-        softcap: bound on the size of the scores.
+        sliding_window: keys that a row sees, its own among them; None or 0 for all. With a mask it is the mask's.
+        softcap: bound on the size of the scores; None or 0 for none.
         is_causal: whether keys ahead are hidden. Default: what the layer says.
         s_aux: sinks ``[H]``.
         kernel: as in ``flash_attention``.
-        **others: ``position_bias`` is added to the scores; lengths of packed sequences (``cu_seq_lens_q``, ...) are
-            those of transformers' FlashAttention; what does not concern attention is ignored.
+        **others: ``position_bias``, which expands to ``[B, H, Sq, Sk]``, is added to the scores; lengths of packed
+            sequences (``cu_seq_lens_q``, ...) are those of transformers' FlashAttention, and come together; what does
+            not concern attention is ignored.
 
     Returns:
         ``[B, Sq, H, DV]``, and None for the weights.
 
     Raises:
-        InputError: dropout is not at least 0 and less than 1.
-        UnsupportedError: weights (``output_attentions``) or a paged cache are asked for.
+        InputError: an argument breaks the contract above.
+        UnsupportedError: weights (``output_attentions``) or a paged cache are asked for; no kernel serves this call.
     """
-    for name in ("output_attentions", "cache"):
-        if others.get(name):
+    check_optional_flag("output_attentions", others.get("output_attentions"))
+    for name, is_asked in (
+        ("output_attentions", others.get("output_attentions")),
+        ("cache", others.get("cache") is not None),
+    ):
+        if is_asked:
             raise UnsupportedError(f"{name} is not served by flashmoe_science", hint="attn_implementation='eager' does")
+    position_bias = others.get("position_bias")
+    _check_tensors(query, key, value, attention_mask, s_aux, position_bias)
+    _check_options(dropout, scaling, sliding_window, softcap, is_causal, kernel)
     seqlen_q, seqlen_k = query.shape[2], key.shape[2]
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
     options: dict[str, Any] = {"softmax_scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux, "kernel": kernel}
     if attention_mask is None:
         right = -1 if causal else (sliding_window or 0) - 1
         options["window"] = (sliding_window - 1, right) if sliding_window else (-1, -1)
         options["causal"] = causal and seqlen_q > 1
-    if others.get("cu_seq_lens_q") is not None:
+    if _is_packed(others):
         return _attend_packed(query, key, value, {**options, "causal": causal, "dropout_p": dropout}, others), None
+    shape = (*query.shape[:3], seqlen_k)
+    bias = None if attention_mask is None else as_bias("attention_mask", attention_mask, shape, query.dtype)
+    if position_bias is not None:
+        position_bias = as_bias("position_bias", position_bias, shape, query.dtype)
+        bias = position_bias if bias is None else bias + position_bias
     if options.get("causal") and seqlen_k > seqlen_q:
         # An empty static cache is filled: keys behind the last query are not there yet (see make_mask).
         key, value = key[:, :, :seqlen_q], value[:, :, :seqlen_q]
-        seqlen_k = seqlen_q
-    shape = (*query.shape[:3], seqlen_k)
-    bias = None if attention_mask is None else as_bias(attention_mask, shape, query.dtype)
-    position_bias = others.get("position_bias")
-    if position_bias is not None:
-        position_bias = position_bias[..., :seqlen_k].expand(shape)
-        bias = position_bias if bias is None else bias + position_bias
+        bias = None if bias is None else bias[..., :seqlen_q]
     o: Tensor
     if kernel == "auto" and not dropout and _decodes(query, key, value, s_aux, bias):
         # There is one row, at the last key, so that causal is nothing.
         asked = {name: value for name, value in options.items() if name not in ("causal", "kernel")}
-        o = flash_attention_with_kv_cache(query, key.transpose(1, 2), value.transpose(1, 2), bias=bias, **asked)
+        keys, values = key.transpose(1, 2), value.transpose(1, 2)
+        o = call_by_names(flash_attention_with_kv_cache, _NAMES, query, keys, values, bias=bias, **asked)
     else:
-        o = flash_attention(query, key, value, bias=bias, dropout_p=dropout, **options)
+        o = call_by_names(flash_attention, _NAMES, query, key, value, bias=bias, dropout_p=dropout, **options)
     return o.transpose(1, 2).contiguous(), None
+
+
+def _check_tensors(query: Any, key: Any, value: Any, attention_mask: Any, s_aux: Any, position_bias: Any) -> None:
+    check_attended({"query": (query, "B, H, Sq, D"), "key": (key, "B, HK, Sk, D"), "value": (value, "B, HK, Sk, DV")})
+    first = ("query", query)
+    check_mask("attention_mask", attention_mask, first)
+    check_per_head("s_aux", s_aux, first, {"H": (query.shape[1],)})
+    check_numbers("position_bias", position_bias, first)
+
+
+def _check_options(dropout: Any, scaling: Any, sliding_window: Any, softcap: Any, is_causal: Any, kernel: Any) -> None:
+    check_dropout("dropout", dropout)
+    check_scale("scaling", scaling)
+    if sliding_window is not None and (type(sliding_window) is not int or not 0 <= sliding_window < 2**63):
+        raise InputError(f"sliding_window must be an integer of at least 0, or None, got {shown(sliding_window)}")
+    if softcap is not None:
+        check_softcap("softcap", softcap)
+    check_optional_flag("is_causal", is_causal)
+    check_kernel_name(kernel)
 
 
 def _decodes(query: Tensor, key: Tensor, value: Tensor, *others: Tensor | None) -> bool:
@@ -168,20 +230,33 @@ def _decodes(query: Tensor, key: Tensor, value: Tensor, *others: Tensor | None) 
     )
 
 
+def _is_packed(others: dict[str, Any]) -> bool:
+    """Whether lengths of packed sequences are given, and then all of them. Raises ``InputError``."""
+    packed = [name for name in ("cu_seq_lens_q", "cu_seq_lens_k") if others.get(name) is not None]
+    if not packed:
+        return False
+    for name in _LENGTHS:
+        if others.get(name) is None:
+            raise InputError(f"{name} must be given with {packed[0]}, got None")
+    return True
+
+
 def _attend_packed(
     query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any], lengths: dict[str, Any]
 ) -> Tensor:
     """Attend one row of packed sequences, ``[1, H, T, D]``."""
     if query.shape[0] != 1 or "window" not in options or lengths.get("position_bias") is not None:
         raise UnsupportedError("packed sequences (cu_seq_lens_q) need a batch of one, no mask and no position_bias")
-    o: Tensor = flash_attention_varlen(
+    check_starts(("query", query), {name: lengths[name] for name in _LENGTHS[:2]})
+    for name in _LENGTHS[2:]:
+        check_count(name, lengths[name])
+    o: Tensor = call_by_names(
+        flash_attention_varlen,
+        _NAMES,
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
-        lengths["cu_seq_lens_q"],
-        lengths["cu_seq_lens_k"],
-        lengths["max_length_q"],
-        lengths["max_length_k"],
+        *(lengths[name] for name in _LENGTHS),
         **options,
     )
     return o[None]

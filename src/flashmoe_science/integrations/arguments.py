@@ -1,0 +1,272 @@
+"""What drop-ins are given, checked by the names that their callers have for it.
+
+The functions behind drop-ins check everything again, in their own names and their own order of axes. What only they can
+know, as it lies in tensors of lengths or pages, ``call_by_names`` translates.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..attention.inputs import DTYPE_NAMES, check_dense, check_flag
+from ..attention.problem import LARGEST_SCALE
+from ..errors import InputError, UnsupportedError, shown
+
+_is_compiling = torch.compiler.is_compiling
+_FLOATS = "float16, bfloat16 or float32"
+# Sizes that have a word: a message with it says more than two shapes.
+_COUNTED = {"Sk": "keys", "Tk": "tokens", "pages": "pages"}
+
+Named = tuple[str, Tensor]
+
+
+def check_optional_flag(name: str, value: object) -> None:
+    """Raise ``InputError`` unless it is True, False or None."""
+    if value is not None:
+        check_flag(name, value)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def check_scale(name: str, value: Any) -> None:
+    """Raise ``InputError`` unless it is a factor on the scores, or None."""
+    if value is None:
+        return
+    if not _is_number(value):
+        raise InputError(f"{name} must be a number or None, got {type(value).__name__}")
+    if not abs(value) <= LARGEST_SCALE:  # NaN is not
+        raise InputError(f"{name} must be finite in fp32, so at most {LARGEST_SCALE:.3g} in size, got {shown(value)}")
+
+
+def check_softcap(name: str, value: Any) -> None:
+    """Raise ``InputError`` unless it is a bound on the scores, or 0."""
+    if not _is_number(value):
+        raise InputError(f"{name} must be a number, 0 for none, got {type(value).__name__}")
+    if not 0 <= value <= LARGEST_SCALE:  # NaN is not
+        raise InputError(f"{name} must be 0 (none) or more, at most {LARGEST_SCALE:.3g}, got {shown(value)}")
+
+
+def check_dropout(name: str, value: Any) -> None:
+    """Raise ``InputError`` unless it is a share of the probabilities that may be dropped."""
+    if not _is_number(value):
+        raise InputError(f"{name} must be a number, 0 for no dropout, got {type(value).__name__}")
+    if not 0 <= value < 1:  # NaN is not
+        raise InputError(f"{name} must be at least 0 and less than 1, got {shown(value)}")
+
+
+def check_window(name: str, value: object) -> None:
+    """Raise ``InputError`` unless it is a pair of bounds."""
+    if not isinstance(value, (tuple, list)) or len(value) != 2 or not all(_is_bound(size) for size in value):
+        raise InputError(f"{name} must be two integers (left, right), -1 for no bound, got {shown(value)}")
+
+
+def _is_bound(size: Any) -> bool:
+    return type(size) is int and -1 <= size < 2**63
+
+
+def check_count(name: str, value: Any) -> None:
+    """Raise ``InputError`` unless it is a number of keys, queries or splits."""
+    if isinstance(value, torch.SymInt) or (type(value) is int and _is_compiling()):  # a symbol may have no value yet
+        return
+    if type(value) is not int or not 0 <= value < 2**31:
+        raise InputError(f"{name} must be an integer from 0 to 2**31 - 1, got {shown(value)}")
+
+
+def check_tensor(name: str, value: object, expected: str = "a torch.Tensor") -> None:
+    """Raise ``InputError`` unless it is a tensor whose elements lie in memory one by one."""
+    if not isinstance(value, Tensor):
+        raise InputError(f"{name} must be {expected}, got {type(value).__name__}")
+    check_dense(name, value)
+
+
+def check_optional_tensor(name: str, value: object) -> None:
+    """Raise ``InputError`` unless it is None, or what ``check_tensor`` lets pass."""
+    if value is not None:
+        check_tensor(name, value, "a torch.Tensor or None")
+
+
+def check_place(name: str, tensor: Tensor, first: Named) -> None:
+    """Raise ``InputError`` unless a tensor is where the first one is, and holds what it is."""
+    if tensor.device != first[1].device:
+        raise InputError(f"{name} must be on the device of {first[0]}, {first[1].device}, got {tensor.device}")
+    if not _is_compiling() and tensor.is_neg():  # tracing, nobody can tell
+        raise InputError(f"{name} must not be a negative view, got one (is_neg()): call resolve_neg()")
+
+
+def check_columns(name: str, tensor: Tensor) -> None:
+    """Raise ``InputError`` unless the last axis is contiguous."""
+    if tensor.dim() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        raise InputError(
+            f"{name} must be contiguous along its last axis, got strides {list(tensor.stride())}",
+            hint=".contiguous() makes a copy that is",
+        )
+
+
+def check_attended(given: Mapping[str, tuple[Any, str]], where: str = "") -> None:
+    """Check queries, keys and values: kind, axes, dtype, place, and sizes that follow from one another.
+
+    Args:
+        given: for each name the tensor and its axes, such as ``B, HK, Sk, D``; axes of one name have one size, and a
+            number is the size itself. The first tensor has the queries, with H heads; there are HK of keys.
+        where: said of the axes of all but the first tensor.
+
+    Raises:
+        InputError: with the argument's name, what was expected and what was got.
+    """
+    sizes: dict[str, int] = {}
+    first: Named | None = None
+    for name, (tensor, letters) in given.items():
+        axes = letters.split(", ")
+        check_tensor(name, tensor)
+        if tensor.dim() != len(axes):
+            said = where if first else ""
+            raise InputError(
+                f"{name} must have {len(axes)} dimensions [{letters}]{said}, got shape {list(tensor.shape)}"
+            )
+        first = first or (name, tensor)
+        dtype = tensor.dtype
+        if dtype not in DTYPE_NAMES:
+            raise InputError(f"{name} must be {_FLOATS}, got {dtype}")
+        if dtype is not first[1].dtype and not _is_cast_to_one(tensor, first[1]):
+            raise InputError(f"{name} must have the dtype of {first[0]}, {first[1].dtype}, got {dtype}")
+        check_place(name, tensor, first)
+        for axis, size in zip(axes, tensor.shape, strict=True):
+            if axis not in sizes:
+                sizes[axis] = int(axis) if axis.isdigit() else size
+            if size != sizes[axis]:
+                _refuse_size(name, tensor, letters, sizes, axis, given)
+        if not size:
+            raise InputError(f"{name} must have {axis} of 1 or more, got shape {list(tensor.shape)}")
+    assert first is not None
+    if not (first[1].is_cuda or first[1].is_cpu):
+        raise InputError(f"{first[0]} must be on a CUDA device or the CPU, got {first[1].device}")
+    if "HK" in sizes and (sizes["H"] % sizes["HK"] if sizes["HK"] else sizes["H"]):
+        keys = _who_has("HK", given)
+        raise InputError(
+            f"{keys} must have a number of heads that divides those of {first[0]}, {sizes['H']}, got {sizes['HK']}"
+        )
+
+
+def _who_has(axis: str, given: Mapping[str, tuple[Any, str]]) -> str:
+    """Return who comes first with an axis."""
+    return next(name for name, (_, letters) in given.items() if axis in letters.split(", "))
+
+
+def _is_cast_to_one(tensor: Tensor, other: Tensor) -> bool:
+    """Whether autocast gives both one dtype."""
+    device = other.device.type
+    if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
+        return False
+    return {tensor.dtype, other.dtype} == {torch.float32, torch.get_autocast_dtype(device)}
+
+
+def _refuse_size(
+    name: str,
+    tensor: Tensor,
+    letters: str,
+    sizes: Mapping[str, int],
+    axis: str,
+    given: Mapping[str, tuple[Any, str]],
+) -> None:
+    axes = letters.split(", ")
+    if axis in _COUNTED:
+        many = f"as many {_COUNTED[axis]} as {_who_has(axis, given)}, {sizes[axis]}"
+        raise InputError(f"{name} must have {many}, got {tensor.shape[axes.index(axis)]}")
+    expected = [
+        int(other) if other.isdigit() else sizes.get(other, size)
+        for other, size in zip(axes, tensor.shape, strict=True)
+    ]
+    raise InputError(f"{name} must have shape [{letters}] = {expected}, got {list(tensor.shape)}")
+
+
+def check_per_head(name: str, tensor: Any, first: Named, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise ``InputError`` unless it is None, or has a number for each head, in one of the shapes."""
+    check_numbers(name, tensor, first)
+    if tensor is None:
+        return
+    if tuple(tensor.shape) not in shapes.values():
+        expected = " or ".join(f"[{letters}] = {list(shape)}" for letters, shape in shapes.items())
+        raise InputError(f"{name} must have shape {expected}, got {list(tensor.shape)}")
+    check_columns(name, tensor)
+
+
+def check_integers(name: str, tensor: Any, first: Named, letters: str, shape: tuple[int | None, ...]) -> None:
+    """Raise ``InputError`` unless it has int32 in this shape, of any size where that is None."""
+    check_tensor(name, tensor)
+    if tensor.dtype != torch.int32:
+        raise InputError(f"{name} must be int32, got {tensor.dtype}")
+    check_place(name, tensor, first)
+    if tensor.dim() != len(shape) or any(
+        size not in (None, own) for size, own in zip(shape, tensor.shape, strict=True)
+    ):
+        expected = ", ".join(
+            axis if size is None else str(size) for size, axis in zip(shape, letters.split(", "), strict=True)
+        )
+        known = f" = [{expected}]" if expected != letters else ""
+        raise InputError(f"{name} must have shape [{letters}]{known}, got {list(tensor.shape)}")
+    check_columns(name, tensor)
+
+
+def check_starts(first: Named, starts: Mapping[str, Any]) -> int:
+    """Check where packed sequences start in queries and in keys, and return how many there are."""
+    batch: int | None = None
+    for name, tensor in starts.items():
+        check_integers(name, tensor, first, "B + 1", (None if batch is None else batch + 1,))
+        batch = tensor.shape[0] - 1
+        if batch < 0:
+            raise InputError(f"{name} must have shape [B + 1], so at least one element, got [0]")
+    assert batch is not None
+    return batch
+
+
+def check_mask(name: str, mask: Any, first: Named) -> None:
+    """Raise ``InputError`` unless it is None, may be added to the scores, or says which are seen."""
+    check_optional_tensor(name, mask)
+    if mask is not None and mask.dtype == torch.bool:
+        check_place(name, mask, first)
+    elif mask is not None:
+        check_numbers(name, mask, first, f"bool, {_FLOATS}")
+
+
+def check_numbers(name: str, tensor: Any, first: Named, dtypes: str = _FLOATS) -> None:
+    """Raise ``InputError`` unless it is None, or has numbers; ``dtypes`` says of which kinds."""
+    check_optional_tensor(name, tensor)
+    if tensor is None:
+        return
+    if tensor.dtype not in DTYPE_NAMES:
+        raise InputError(f"{name} must be {dtypes}, got {tensor.dtype}")
+    check_place(name, tensor, first)
+
+
+def as_bias(name: str, mask: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return a mask as what is added to scores of ``shape``, expanded without a copy. Raises ``InputError``."""
+    if mask.dtype == torch.bool:
+        mask = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
+    try:
+        return mask.expand(shape)
+    except RuntimeError:
+        raise InputError(f"{name} must expand to {list(shape)}, got {list(mask.shape)}") from None
+
+
+def call_by_names(function: Callable[..., Any], names: Mapping[str, str], *arguments: Any, **options: Any) -> Any:
+    """Call a function, and put the names of a drop-in into what it refuses: those that are no words of prose."""
+    try:
+        return function(*arguments, **options)
+    except (InputError, UnsupportedError) as error:
+        raise _translated(error, names) from None
+
+
+def _translated(error: InputError | UnsupportedError, names: Mapping[str, str]) -> InputError | UnsupportedError:
+    pattern = r"\b(" + "|".join(names) + r")\b"
+    message, hint = (
+        re.sub(pattern, lambda found: names[found.group()], text)
+        for text in (str(error).partition("\nhint: ")[0], error.hint)
+    )
+    return type(error)(message, hint=hint)
