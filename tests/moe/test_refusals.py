@@ -62,7 +62,7 @@ def test_all_on_meta_is_refused_too():
         (OPS.moe_route, (torch.zeros(3, 8), logits[0].detach(), 2, "softmax", True, 1, 1, 1.0)),
         (OPS.moe_route_backward, (logits.detach(), torch.zeros(3, 8), logits.detach(), "softmax", True, 1.0)),
     ):
-        with pytest.raises(InputError, match="all tensors must be on the device of x, cpu, got one on meta"):
+        with pytest.raises(InputError, match="all tensors must be on the device of logits, cpu, got one on meta"):
             operator(*arguments)
 
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError, UnsupportedError, shown
+from ..gpu.refusals import check_dense, check_no_bare_subclass, check_not_negative
 from .cache_problem import CacheProblem
 from .gradients import PLAIN, refuse_tangents
-from .inputs import check_dense
 from .problem import LARGEST_SCALE, canonical_strides
 
 _DTYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
@@ -50,19 +50,13 @@ def check_needed(given: Mapping[str, Any]) -> None:
         if not isinstance(tensor, Tensor):
             continue
         check_dense(name, tensor)
-        if type(tensor) not in PLAIN and name not in _DETACHED and _is_bare_subclass(type(tensor)):
-            raise InputError(f"{name} must be a torch.Tensor and of no subclass, got {type(tensor).__name__}")
+        if name not in _DETACHED:
+            check_no_bare_subclass(name, tensor)
     refuse_tangents(tensor for tensor in given.values() if isinstance(tensor, Tensor))
 
 
 # What operators are given is a subclass no more, but for other tensors, which would come back from them for ever.
 _DETACHED = ("q", "k_cache", "v_cache", "k", "v")
-
-
-def _is_bare_subclass(kind: type[Tensor]) -> bool:
-    """Return whether tensors of a kind differ from others in their Python type alone."""
-    own: Any = kind.__torch_dispatch__
-    return own is torch._C._disabled_torch_dispatch_impl  # noqa: SLF001 - has no public name
 
 
 def check_number_of_keys(length: int, given: Mapping[str, Any]) -> None:
@@ -195,8 +189,7 @@ def _check_tensors(tensors: Mapping[str, Tensor]) -> None:
             raise InputError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
         if tensor.device != q.device:
             raise InputError(f"{name} must be on the device of q, {q.device}, got {tensor.device}")
-        if tensor.is_neg():
-            raise InputError(f"{name} must not be a negative view, got one (is_neg()): call resolve_neg()")
+        check_not_negative(name, tensor)
         if name != "bias" and tensor.dim() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
             raise InputError(
                 f"{name} must be contiguous along its last axis, got strides {list(tensor.stride())}",

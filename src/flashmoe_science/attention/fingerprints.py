@@ -32,6 +32,7 @@ NOT_FOLLOWED = frozenset(
 # Of these the following run at each call, and not only where a call of its kind is prepared: wall time has them in it.
 RUN_AT_EACH_CALL = frozenset((
     "__init__.py", "attention/gradients.py", "attention/inputs.py", "attention/refusals.py", "gpu/device.py",
+    "gpu/refusals.py",
 ))  # fmt: skip
 RUN_AT_EACH_CALL_WITH_FEATURES = RUN_AT_EACH_CALL | {"attention/problem.py"}  # the checks of features
 # Of gradients what makes them decides, and what describes, plans and prepares them does not.

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from ..errors import UnsupportedError
+from ..gpu.refusals import check_not_batched
 from .backward_calls import Call, allocate_gradient, prepare_backward
 from .backward_inputs import backward_problem_of
 from .backward_plan import BACKWARD_KERNEL, check_backward_kernel_name, plan_backward
 from .inputs import gpu_of, layout_of
 from .packed import layout_of_tokens, planned_lengths
-from .refusals import check_backward_operator, check_not_batched, check_stand_in
+from .refusals import check_backward_operator, check_stand_in
 
 OPTIONAL = ("sinks", "alibi", "bias", "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "dropout_seed")
 PLAIN = (Tensor, torch.nn.Parameter)  # kinds of tensors that hold what they are; others come by the operators
@@ -121,7 +122,7 @@ def _gradients(
     do, dlse = gradients
     if do is None and dlse is None:
         return {}
-    check_not_batched(gradients)
+    check_not_batched("attention", gradients)
     refuse_tangents(gradients)
     everything = {**tensors, "o": outputs[0], "lse": outputs[1], "do": do, "dlse": dlse}
     given = {name: tensor for name, tensor in everything.items() if tensor is not None}

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..errors import InputError, UnsupportedError, shown
 from ..gpu.device import gpu_of as gpu_of  # noqa: PLC0414 - callers of this module take it from here
+from ..gpu.refusals import check_dense, check_not_negative
 from .problem import AttentionProblem, canonical_strides, check_share
 
 _LARGEST_FP64 = (2 - 2.0**-52) * 2.0**1023
@@ -96,16 +97,9 @@ def check_tensors(tensors: Mapping[str, object], letters: str) -> None:
 def check_place(name: str, tensor: Tensor, q: Tensor) -> None:
     """Raise ``InputError`` unless a tensor is where q is, and its memory holds its elements and not their negatives."""
     check_dense(name, tensor)
-    if tensor.is_neg():
-        raise InputError(f"{name} must not be a negative view, got one (is_neg()): call resolve_neg()")
+    check_not_negative(name, tensor)
     if tensor.device != q.device:
         raise InputError(f"{name} must be on the device of q, {q.device}, got {tensor.device}")
-
-
-def check_dense(name: str, tensor: Tensor) -> None:
-    """Raise ``InputError`` unless elements lie in memory one by one: what is nested says that it is strided."""
-    if tensor.layout is not torch.strided or tensor.is_nested:
-        raise InputError(f"{name} must be dense, got {'a nested tensor' if tensor.is_nested else tensor.layout}")
 
 
 def check_shape(name: str, tensor: Tensor, expected: tuple[int, ...], letters: str) -> None:

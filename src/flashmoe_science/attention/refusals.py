@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import InputError, UnsupportedError, shown
+from ..errors import InputError, shown
+from ..gpu.refusals import check_not_negative, check_one_device, check_wanted
 from .inputs import check_flag, check_shape
 from .packed import check_lengths
 from .plan import check_kernel_name
 
-_functorch = torch._C._functorch  # noqa: SLF001 - what tells of transforms has no public name
 _SAVED = ("o", "lse", "do", "dlse")
 
 
@@ -77,29 +77,7 @@ def check_stand_in(q: Tensor, k: Tensor, v: Tensor, axes: tuple[int, int, int], 
     for name, tensor, expected in zip("qkv", (q, k, v), axes, strict=True):
         if tensor.dim() != expected:
             raise InputError(f"{name} must have {expected} dimensions, got shape {list(tensor.shape)}")
-    for other in (k, v, *others):
-        if isinstance(other, Tensor) and other.device != q.device:
-            raise InputError(f"all tensors must be on the device of q, {q.device}, got one on {other.device}")
-
-
-def check_not_batched(gradients: Iterable[Tensor | None]) -> None:
-    """Raise ``UnsupportedError`` where autograd asks for several gradients at once."""
-    for gradient in gradients:
-        if gradient is not None and (
-            _functorch.is_batchedtensor(gradient) or _functorch.is_legacy_batchedtensor(gradient)
-        ):
-            raise UnsupportedError(
-                "gradients of attention are made one at a time, and not batched (is_grads_batched, vectorize, vmap)",
-                hint="ask for them in a loop",
-            )
-
-
-def check_wanted(wanted: Sequence[int], tensors: Mapping[str, Tensor], names: Sequence[str]) -> None:
-    """Raise ``InputError`` unless ``wanted`` has numbers of ``names``, each once, and only of given tensors."""
-    for number in wanted:
-        if not 0 <= number < len(names) or list(wanted).count(number) > 1 or names[number] not in tensors:
-            there = [place for place, name in enumerate(names) if name in tensors]
-            raise InputError(f"wanted must have numbers of {there}, each once, got {list(wanted)}")
+    check_one_device("q", q, (k, v, *others))
 
 
 def check_saved(tensors: Mapping[str, Tensor]) -> None:
@@ -122,8 +100,8 @@ def check_saved(tensors: Mapping[str, Tensor]) -> None:
         check_shape(name, tensor, shape, letters)
         if tensor.dtype != dtype or tensor.device != q.device:
             raise InputError(f"{name} must be {dtype} on {q.device}, got {tensor.dtype} on {tensor.device}")
-        if tensor.is_neg() and name != "do":  # which is resolved: autograd makes such ones
-            raise InputError(f"{name} must not be a negative view, got one (is_neg()): call resolve_neg()")
+        if name != "do":  # which is resolved: autograd makes such ones
+            check_not_negative(name, tensor)
 
 
 def check_backward_operator(

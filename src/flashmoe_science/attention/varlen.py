@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError, UnsupportedError
+from ..gpu.refusals import check_dense
 from .cache_contract import check_pages
 from .gradients import PLAIN, Options, differentiable, kernel_after, records, refuse_tangents, register_gradients
 from .inputs import (
     cast_under_autocast,
-    check_dense,
     check_dropout,
     check_optional,
     check_options,

@@ -1,7 +1,8 @@
 """What drop-ins are given, checked by the names that their callers have for it.
 
-The functions behind drop-ins check everything again, in their own names and their own order of axes. What only they can
-know, as it lies in tensors of lengths or pages, ``call_by_names`` translates.
+The functions behind drop-ins check all tensors, in their own names and their own order of axes. So a drop-in looks at
+its tensors only when these refuse them (``blame``): a check costs microseconds, and a model calls once a layer. What
+only they can know, as it lies in tensors of lengths or pages, ``call_by_names`` translates.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..attention.inputs import DTYPE_NAMES, check_dense, check_flag
+from ..attention.inputs import DTYPE_NAMES, check_flag
 from ..attention.problem import LARGEST_SCALE
 from ..errors import InputError, UnsupportedError, shown
+from ..gpu.refusals import check_dense
 
 _is_compiling = torch.compiler.is_compiling
 _FLOATS = "float16, bfloat16 or float32"
@@ -23,6 +25,14 @@ _FLOATS = "float16, bfloat16 or float32"
 _COUNTED = {"Sk": "keys", "Tk": "tokens", "pages": "pages"}
 
 Named = tuple[str, Tensor]
+
+
+def blame(check: Callable[..., object], *arguments: Any) -> None:
+    """Raise what ``check`` does, in the place of the error that is handled; return where it finds no fault."""
+    try:
+        check(*arguments)
+    except (InputError, UnsupportedError) as error:
+        raise error from None
 
 
 def check_optional_flag(name: str, value: object) -> None:

@@ -24,6 +24,7 @@ from ..attention.inputs import check_flag
 from ..attention.varlen import flash_attention_varlen
 from ..errors import UnsupportedError
 from .arguments import (
+    blame,
     call_by_names,
     check_attended,
     check_dropout,
@@ -78,22 +79,24 @@ def flash_attn_func(
         of no elements in the place of the probabilities. With dropout they are refused: nobody keeps them.
     """
     _check_options(dropout_p, window_size, softcap, deterministic=deterministic, probs=return_attn_probs)
-    check_attended({"q": (q, "B, Sq, H, D"), "k": (k, "B, Sk, HK, D"), "v": (v, "B, Sk, HK, DV")})
-    _check_slopes(alibi_slopes, q, q.shape[0])
-    result = call_by_names(
-        flash_attention,
-        _NAMES,
-        q.transpose(1, 2),
-        k.transpose(1, 2),
-        v.transpose(1, 2),
-        causal=causal,
-        softmax_scale=softmax_scale,
-        window=window_size,
-        softcap=softcap,
-        alibi=alibi_slopes,
-        dropout_p=dropout_p,
-        return_lse=return_attn_probs,
-    )
+    try:
+        result = call_by_names(
+            flash_attention,
+            _NAMES,
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            causal=causal,
+            softmax_scale=softmax_scale,
+            window=window_size,
+            softcap=softcap,
+            alibi=alibi_slopes,
+            dropout_p=dropout_p,
+            return_lse=return_attn_probs,
+        )
+    except Exception:
+        blame(_check_batch, q, k, v, alibi_slopes)
+        raise
     return (result[0].transpose(1, 2), result[1], _no_probs(q)) if return_attn_probs else result.transpose(1, 2)
 
 
@@ -109,23 +112,26 @@ def flash_attn_qkvpacked_func(
     return_attn_probs: bool = False,
 ) -> Any:
     """``flash_attn_func`` of ``qkv`` ``[B, S, 3, H, D]``."""
-    check_attended({"qkv": (qkv, "B, S, 3, H, D")})
-    q, k, v = qkv.unbind(2)
-    return call_by_names(
-        flash_attn_func,
-        {"q": "qkv"},
-        q,
-        k,
-        v,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-    )
+    try:
+        q, k, v = qkv.unbind(2)
+        return call_by_names(
+            flash_attn_func,
+            {"q": "qkv"},
+            q,
+            k,
+            v,
+            dropout_p,
+            softmax_scale,
+            causal,
+            window_size,
+            softcap,
+            alibi_slopes,
+            deterministic,
+            return_attn_probs,
+        )
+    except Exception:
+        blame(check_attended, {"qkv": (qkv, "B, S, 3, H, D")})
+        raise
 
 
 def flash_attn_kvpacked_func(
@@ -141,21 +147,24 @@ def flash_attn_kvpacked_func(
     return_attn_probs: bool = False,
 ) -> Any:
     """``flash_attn_func`` of ``q`` ``[B, Sq, H, D]`` and ``kv`` ``[B, Sk, 2, HK, D]``."""
-    check_attended({"q": (q, "B, Sq, H, D"), "kv": (kv, "B, Sk, 2, HK, D")})
-    k, v = kv.unbind(2)
-    return flash_attn_func(
-        q,
-        k,
-        v,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-    )
+    try:
+        k, v = kv.unbind(2)
+        return flash_attn_func(
+            q,
+            k,
+            v,
+            dropout_p,
+            softmax_scale,
+            causal,
+            window_size,
+            softcap,
+            alibi_slopes,
+            deterministic,
+            return_attn_probs,
+        )
+    except Exception:
+        blame(check_attended, {"q": (q, "B, Sq, H, D"), "kv": (kv, "B, Sk, 2, HK, D")})
+        raise
 
 
 def flash_attn_varlen_func(
@@ -186,33 +195,29 @@ def flash_attn_varlen_func(
         elements in the place of the probabilities. With dropout they are refused.
     """
     _check_options(dropout_p, window_size, softcap, deterministic=deterministic, probs=return_attn_probs)
-    if block_table is None:
-        check_attended({"q": (q, "Tq, H, D"), "k": (k, "Tk, HK, D"), "v": (v, "Tk, HK, DV")})
-    else:
-        axes = "pages, page_size, HK"
-        check_attended({"q": (q, "Tq, H, D"), "k": (k, f"{axes}, D"), "v": (v, f"{axes}, DV")}, " with a block_table")
-    batch = check_starts(("q", q), {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k})
-    _check_slopes(alibi_slopes, q, batch)
-    _check_table(block_table, q, batch, dropout_p)
-    result = call_by_names(
-        flash_attention_varlen,
-        _NAMES,
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        causal=causal,
-        softmax_scale=softmax_scale,
-        window=window_size,
-        softcap=softcap,
-        alibi=alibi_slopes,
-        dropout_p=dropout_p,
-        page_table=block_table,
-        return_lse=return_attn_probs,
-    )
+    try:
+        result = call_by_names(
+            flash_attention_varlen,
+            _NAMES,
+            q,
+            k,
+            v,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            max_seqlen_q,
+            max_seqlen_k,
+            causal=causal,
+            softmax_scale=softmax_scale,
+            window=window_size,
+            softcap=softcap,
+            alibi=alibi_slopes,
+            dropout_p=dropout_p,
+            page_table=block_table,
+            return_lse=return_attn_probs,
+        )
+    except Exception:
+        blame(_check_packed, q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, block_table, dropout_p)
+        raise
     return (*result, _no_probs(q)) if return_attn_probs else result
 
 
@@ -230,27 +235,30 @@ def flash_attn_varlen_qkvpacked_func(
     return_attn_probs: bool = False,
 ) -> Any:
     """``flash_attn_varlen_func`` of ``qkv`` ``[T, 3, H, D]``."""
-    check_attended({"qkv": (qkv, "T, 3, H, D")})
-    q, k, v = qkv.unbind(1)
-    return call_by_names(
-        flash_attn_varlen_func,
-        _NAMES_QKVPACKED,
-        q,
-        k,
-        v,
-        cu_seqlens,
-        cu_seqlens,
-        max_seqlen,
-        max_seqlen,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-    )
+    try:
+        q, k, v = qkv.unbind(1)
+        return call_by_names(
+            flash_attn_varlen_func,
+            _NAMES_QKVPACKED,
+            q,
+            k,
+            v,
+            cu_seqlens,
+            cu_seqlens,
+            max_seqlen,
+            max_seqlen,
+            dropout_p,
+            softmax_scale,
+            causal,
+            window_size,
+            softcap,
+            alibi_slopes,
+            deterministic,
+            return_attn_probs,
+        )
+    except Exception:
+        blame(check_attended, {"qkv": (qkv, "T, 3, H, D")})
+        raise
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -270,27 +278,30 @@ def flash_attn_varlen_kvpacked_func(
     return_attn_probs: bool = False,
 ) -> Any:
     """``flash_attn_varlen_func`` of ``q`` ``[Tq, H, D]`` and ``kv`` ``[Tk, 2, HK, D]``."""
-    check_attended({"q": (q, "Tq, H, D"), "kv": (kv, "Tk, 2, HK, D")})
-    k, v = kv.unbind(1)
-    return call_by_names(
-        flash_attn_varlen_func,
-        {"k": "kv"},
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-    )
+    try:
+        k, v = kv.unbind(1)
+        return call_by_names(
+            flash_attn_varlen_func,
+            {"k": "kv"},
+            q,
+            k,
+            v,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            max_seqlen_q,
+            max_seqlen_k,
+            dropout_p,
+            softmax_scale,
+            causal,
+            window_size,
+            softcap,
+            alibi_slopes,
+            deterministic,
+            return_attn_probs,
+        )
+    except Exception:
+        blame(check_attended, {"q": (q, "Tq, H, D"), "kv": (kv, "Tk, 2, HK, D")})
+        raise
 
 
 def _check_options(
@@ -312,6 +323,24 @@ def _check_options(
             f"return_attn_probs must be False with dropout_p of {dropout_p}: the probabilities are not kept",
             hint="flash_attention(..., return_lse=True) returns the LSE with dropout too",
         )
+
+
+def _check_batch(q: Any, k: Any, v: Any, alibi_slopes: Any) -> None:
+    check_attended({"q": (q, "B, Sq, H, D"), "k": (k, "B, Sk, HK, D"), "v": (v, "B, Sk, HK, DV")})
+    _check_slopes(alibi_slopes, q, q.shape[0])
+
+
+def _check_packed(
+    q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, alibi_slopes: Any, block_table: Any, dropout_p: float
+) -> None:
+    if block_table is None:
+        check_attended({"q": (q, "Tq, H, D"), "k": (k, "Tk, HK, D"), "v": (v, "Tk, HK, DV")})
+    else:
+        axes = "pages, page_size, HK"
+        check_attended({"q": (q, "Tq, H, D"), "k": (k, f"{axes}, D"), "v": (v, f"{axes}, DV")}, " with a block_table")
+    batch = check_starts(("q", q), {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k})
+    _check_slopes(alibi_slopes, q, batch)
+    _check_table(block_table, q, batch, dropout_p)
 
 
 def _check_slopes(alibi_slopes: Any, q: Tensor, batch: int) -> None:

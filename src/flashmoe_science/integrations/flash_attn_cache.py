@@ -17,6 +17,7 @@ from ..attention.inputs import check_flag
 from ..errors import InputError, shown
 from .arguments import (
     Named,
+    blame,
     call_by_names,
     check_attended,
     check_columns,
@@ -70,7 +71,49 @@ def flash_attn_with_kvcache(
     check_softcap("softcap", softcap)
     check_scale("softmax_scale", softmax_scale)
     check_count("num_splits", num_splits)
-    _check_attended(q, k_cache, v_cache, k, v)
+    try:
+        result = call_by_names(
+            flash_attention_with_kv_cache,
+            _NAMES,
+            q.transpose(1, 2),
+            k_cache,
+            v_cache,
+            None if k is None else k.transpose(1, 2),
+            None if v is None else v.transpose(1, 2),
+            cache_seqlens=cache_seqlens,
+            page_table=block_table,
+            cache_batch_idx=cache_batch_idx,
+            leftpad_k=cache_leftpad,
+            rotary_cos=rotary_cos,
+            rotary_sin=rotary_sin,
+            rotary_interleaved=rotary_interleaved,
+            causal=causal,
+            window=window_size,
+            softcap=softcap,
+            alibi=alibi_slopes,
+            softmax_scale=softmax_scale,
+            num_splits=num_splits,
+            return_lse=return_softmax_lse,
+        )
+    except Exception:
+        given = (cache_seqlens, rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad, block_table, alibi_slopes)
+        blame(_check_tensors, (q, k_cache, v_cache, k, v), *given)
+        raise
+    return (result[0].transpose(1, 2), result[1]) if return_softmax_lse else result.transpose(1, 2)
+
+
+def _check_tensors(
+    attended: tuple[Any, ...],
+    cache_seqlens: Any,
+    rotary_cos: Any,
+    rotary_sin: Any,
+    cache_batch_idx: Any,
+    cache_leftpad: Any,
+    block_table: Any,
+    alibi_slopes: Any,
+) -> None:
+    _check_attended(*attended)
+    q = attended[0]
     first = ("q", q)
     batch, heads = q.shape[0], q.shape[2]
     _check_lengths(cache_seqlens, first)
@@ -82,30 +125,6 @@ def flash_attn_with_kvcache(
     if block_table is not None:
         check_integers("block_table", block_table, first, "B, P", (batch, None))
     check_per_head("alibi_slopes", alibi_slopes, first, {"H": (heads,), "B, H": (batch, heads)})
-    result = call_by_names(
-        flash_attention_with_kv_cache,
-        _NAMES,
-        q.transpose(1, 2),
-        k_cache,
-        v_cache,
-        None if k is None else k.transpose(1, 2),
-        None if v is None else v.transpose(1, 2),
-        cache_seqlens=cache_seqlens,
-        page_table=block_table,
-        cache_batch_idx=cache_batch_idx,
-        leftpad_k=cache_leftpad,
-        rotary_cos=rotary_cos,
-        rotary_sin=rotary_sin,
-        rotary_interleaved=rotary_interleaved,
-        causal=causal,
-        window=window_size,
-        softcap=softcap,
-        alibi=alibi_slopes,
-        softmax_scale=softmax_scale,
-        num_splits=num_splits,
-        return_lse=return_softmax_lse,
-    )
-    return (result[0].transpose(1, 2), result[1]) if return_softmax_lse else result.transpose(1, 2)
 
 
 def _check_attended(q: Any, k_cache: Any, v_cache: Any, k: Any, v: Any) -> None:

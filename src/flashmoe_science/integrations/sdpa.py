@@ -14,6 +14,7 @@ from ..attention.inputs import check_flag
 from ..errors import InputError
 from .arguments import (
     as_bias,
+    blame,
     call_by_names,
     check_attended,
     check_dropout,
@@ -61,13 +62,30 @@ def scaled_dot_product_attention(
     check_flag("enable_gqa", enable_gqa)
     check_dropout("dropout_p", dropout_p)
     check_scale("scale", scale)
-    _check_attended(query, key, value)
+    try:
+        return _attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    except Exception:
+        blame(_check_tensors, query, key, value, attn_mask)
+        raise
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Tensor:
     if not enable_gqa and key.shape[-3] != query.shape[-3]:
         raise InputError(f"key must have {query.shape[-3]} heads without enable_gqa, got {key.shape[-3]}")
-    check_mask("attn_mask", attn_mask, ("query", query))
+    seqlen_q, seqlen_k = query.shape[-2], key.shape[-2]
+    if value.shape[-2] != seqlen_k:  # causal, both are cut to the queries
+        raise InputError(f"value must have as many keys as key, {seqlen_k}, got {value.shape[-2]}")
     if is_causal and attn_mask is not None:
         raise InputError("attn_mask must be None with is_causal, got both")
-    seqlen_q, seqlen_k = query.shape[-2], key.shape[-2]
     bias = None
     if attn_mask is not None:
         bias = as_bias("attn_mask", attn_mask, (*query.shape[:-1], seqlen_k), query.dtype)
@@ -86,6 +104,11 @@ def scaled_dot_product_attention(
         flash_attention, _NAMES, query, key, value, softmax_scale=scale, dropout_p=dropout_p, **options
     )
     return o[0] if is_one else o
+
+
+def _check_tensors(query: Any, key: Any, value: Any, attn_mask: Any) -> None:
+    _check_attended(query, key, value)
+    check_mask("attn_mask", attn_mask, ("query", query))
 
 
 def _check_attended(query: Any, key: Any, value: Any) -> None:

@@ -28,6 +28,7 @@ from ..attention.varlen import flash_attention_varlen
 from ..errors import InputError, MissingPackageError, UnsupportedError, shown
 from .arguments import (
     as_bias,
+    blame,
     call_by_names,
     check_attended,
     check_count,
@@ -167,17 +168,42 @@ def attend(
         if is_asked:
             raise UnsupportedError(f"{name} is not served by flashmoe_science", hint="attn_implementation='eager' does")
     position_bias = others.get("position_bias")
-    _check_tensors(query, key, value, attention_mask, s_aux, position_bias)
     _check_options(dropout, scaling, sliding_window, softcap, is_causal, kernel)
-    seqlen_q, seqlen_k = query.shape[2], key.shape[2]
     causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
     options: dict[str, Any] = {"softmax_scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux, "kernel": kernel}
+    packed = others if _is_packed(others) else None
+    try:
+        o = _attend(query, key, value, attention_mask, position_bias, dropout, sliding_window, causal, options, packed)
+    except Exception:
+        blame(_check_tensors, query, key, value, attention_mask, s_aux, position_bias)
+        if packed:
+            blame(_check_lengths, query, packed)
+        raise
+    return o, None
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    position_bias: Tensor | None,
+    dropout: float,
+    sliding_window: int | None,
+    causal: bool,
+    options: dict[str, Any],
+    packed: dict[str, Any] | None,
+) -> Tensor:
+    """Return the output, rows in the order of tokens."""
+    seqlen_q, seqlen_k = query.shape[2], key.shape[2]
+    if value.shape[2] != seqlen_k:  # causal, both are cut to the queries
+        raise InputError(f"value must have as many keys as key, {seqlen_k}, got {value.shape[2]}")
     if attention_mask is None:
         right = -1 if causal else (sliding_window or 0) - 1
         options["window"] = (sliding_window - 1, right) if sliding_window else (-1, -1)
         options["causal"] = causal and seqlen_q > 1
-    if _is_packed(others):
-        return _attend_packed(query, key, value, {**options, "causal": causal, "dropout_p": dropout}, others), None
+    if packed:
+        return _attend_packed(query, key, value, {**options, "causal": causal, "dropout_p": dropout}, packed)
     shape = (*query.shape[:3], seqlen_k)
     bias = None if attention_mask is None else as_bias("attention_mask", attention_mask, shape, query.dtype)
     if position_bias is not None:
@@ -188,14 +214,14 @@ def attend(
         key, value = key[:, :, :seqlen_q], value[:, :, :seqlen_q]
         bias = None if bias is None else bias[..., :seqlen_q]
     o: Tensor
-    if kernel == "auto" and not dropout and _decodes(query, key, value, s_aux, bias):
+    if options["kernel"] == "auto" and not dropout and _decodes(query, key, value, options["sinks"], bias):
         # There is one row, at the last key, so that causal is nothing.
         asked = {name: value for name, value in options.items() if name not in ("causal", "kernel")}
         keys, values = key.transpose(1, 2), value.transpose(1, 2)
         o = call_by_names(flash_attention_with_kv_cache, _NAMES, query, keys, values, bias=bias, **asked)
     else:
         o = call_by_names(flash_attention, _NAMES, query, key, value, bias=bias, dropout_p=dropout, **options)
-    return o.transpose(1, 2).contiguous(), None
+    return o.transpose(1, 2).contiguous()
 
 
 def _check_tensors(query: Any, key: Any, value: Any, attention_mask: Any, s_aux: Any, position_bias: Any) -> None:
@@ -241,15 +267,18 @@ def _is_packed(others: dict[str, Any]) -> bool:
     return True
 
 
+def _check_lengths(query: Tensor, lengths: dict[str, Any]) -> None:
+    check_starts(("query", query), {name: lengths[name] for name in _LENGTHS[:2]})
+    for name in _LENGTHS[2:]:
+        check_count(name, lengths[name])
+
+
 def _attend_packed(
     query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any], lengths: dict[str, Any]
 ) -> Tensor:
     """Attend one row of packed sequences, ``[1, H, T, D]``."""
     if query.shape[0] != 1 or "window" not in options or lengths.get("position_bias") is not None:
         raise UnsupportedError("packed sequences (cu_seq_lens_q) need a batch of one, no mask and no position_bias")
-    check_starts(("query", query), {name: lengths[name] for name in _LENGTHS[:2]})
-    for name in _LENGTHS[2:]:
-        check_count(name, lengths[name])
     o: Tensor = call_by_names(
         flash_attention_varlen,
         _NAMES,

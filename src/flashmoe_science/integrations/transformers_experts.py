@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError, MissingPackageError, UnsupportedError, shown
+from ..gpu.refusals import check_dense
 from ..moe.api import fused_moe
-from ..moe.inputs import check_dense
 from ..moe.plan import check_kernel_name
 
 # By the class of ``act_fn``: the activation with a gate, and without one. None: there is no such kernel.

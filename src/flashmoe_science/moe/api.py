@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..errors import InputError
 from ..gpu.device import gpu_of
+from ..gpu.refusals import check_one_device
 from .calls import Call, prepare_call
 from .gradients import differentiable, records
 from .inputs import (
@@ -22,7 +23,7 @@ from .inputs import (
     refuse_tangents,
 )
 from .plan import MoePlan, check_kernel_name, plan_moe
-from .refusals import check_hashable, check_operator_call, check_same_device
+from .refusals import check_hashable, check_operator_call
 from .routing import route
 
 __all__ = ["explain_moe", "fused_moe", "route"]
@@ -214,7 +215,7 @@ def _fused_moe(
 
 @_fused_moe.register_fake
 def _fake_fused_moe(x: Tensor, *_rest: object) -> Tensor:
-    check_same_device(x, _rest)
+    check_one_device("x", x, _rest)
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 

@@ -11,13 +11,14 @@ from torch import Tensor
 
 from ..errors import UnsupportedError
 from ..gpu.device import gpu_of
+from ..gpu.refusals import check_not_batched, check_one_device, check_wanted
 from . import reference
 from .backward_plan import GRADIENTS, plan_backward
 from .calls import Run, prepare_run
 from .inputs import TENSORS, layout_of, moe_problem_of
 from .plan import plan_moe
 from .problem import MoeProblem
-from .refusals import check_gradient, check_not_batched, check_product, check_same_device, check_wanted
+from .refusals import check_gradient, check_product
 
 # Tensors that have a gradient, in the order of ``fused_moe``: all but the ids.
 DIFFERENTIABLE = tuple(name for name in TENSORS if name != "topk_ids")
@@ -244,7 +245,7 @@ def _fake_kept(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
     tensors = {name: tensor for name, tensor in zip(TENSORS, given, strict=False) if tensor is not None}
     options: Any = given[len(TENSORS) :]
     x = tensors["x"]
-    check_same_device(x, given)
+    check_one_device("x", x, given)
     shapes = [x.shape, (0, 0), (0, 0)]
     if not _is_reference(x.device, options[5]):
         shapes[1] = (tensors["topk_ids"].numel(), tensors["w_gate_up"].shape[1])
@@ -295,7 +296,7 @@ def _fused_moe_backward(
 def _fake_backward(*given: Any) -> list[Tensor]:
     tensors = dict(zip(TENSORS, given[3:], strict=False))
     wanted = given[-1]
-    check_same_device(tensors["x"], given)
+    check_one_device("x", tensors["x"], given)
     like = [tensors[DIFFERENTIABLE[number]] for number in wanted]
     return [torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in like]
 
@@ -336,7 +337,7 @@ def _backward(ctx: Any, do: Tensor | None, *_others: Tensor | None) -> Any:
     nothing: list[Tensor | None] = [None] * (len(TENSORS) + len(ctx.options))
     if do is None:
         return tuple(nothing)
-    check_not_batched(do)
+    check_not_batched("fused_moe", (do,))
     needed = dict(zip(TENSORS, ctx.needs_input_grad, strict=False))
     wanted = [number for number, name in enumerate(DIFFERENTIABLE) if needed[name]]
     if _overwrites(ctx, do, (product, *inputs)):

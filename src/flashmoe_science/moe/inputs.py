@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError, UnsupportedError, shown
+from ..gpu.refusals import check_dense, check_no_bare_subclass, check_not_negative
 from .problem import ACTIVATIONS, GATED, LARGEST, MoeProblem, columns_up
 
 DTYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
@@ -29,30 +30,12 @@ def check_are_tensors(given: Mapping[str, object]) -> None:
     for name, tensor in given.items():
         if isinstance(tensor, Tensor):
             check_dense(name, tensor)
-            if name == "topk_ids" and _is_bare_subclass(type(tensor)):
-                raise InputError(f"topk_ids must be a torch.Tensor and of no subclass, got {type(tensor).__name__}")
+            if name == "topk_ids":
+                check_no_bare_subclass(name, tensor)
             continue
         if tensor is not None or name not in _OPTIONAL:
             wanted = "a torch.Tensor or None" if name in _OPTIONAL else "a torch.Tensor"
             raise InputError(f"{name} must be {wanted}, got {type(tensor).__name__}")
-
-
-def _is_bare_subclass(kind: type[Tensor]) -> bool:
-    """Return whether tensors of a kind differ from others in their Python type alone, which operators give back."""
-    own: Any = kind.__torch_dispatch__
-    return kind not in (Tensor, torch.nn.Parameter) and own is torch._C._disabled_torch_dispatch_impl  # noqa: SLF001 - has no public name
-
-
-def check_dense(name: str, tensor: Tensor) -> None:
-    """Raise ``InputError`` unless elements lie in memory one by one: what is nested says that it is strided."""
-    if tensor.layout is not torch.strided or tensor.is_nested:
-        raise InputError(f"{name} must be dense, got {'a nested tensor' if tensor.is_nested else tensor.layout}")
-
-
-def check_not_negative(name: str, tensor: Tensor) -> None:
-    """Raise ``InputError`` for a view whose memory holds the negatives of its elements; tracing, nobody can tell."""
-    if not torch.compiler.is_compiling() and tensor.is_neg():
-        raise InputError(f"{name} must not be a negative view, got one (is_neg()): call resolve_neg()")
 
 
 def cast_under_autocast(given: dict[str, Tensor | None]) -> dict[str, Tensor | None]:

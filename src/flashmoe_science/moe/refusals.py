@@ -6,18 +6,16 @@ measurement anew.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from ..errors import InputError, UnsupportedError
+from ..errors import InputError
+from ..gpu.refusals import check_not_differentiated_by_torch_func, check_not_negative
 from .backward_plan import check_backward_kernel_name
-from .inputs import check_are_tensors, check_devices, check_flags, check_not_negative, moe_problem_of, refuse_tangents
+from .inputs import check_are_tensors, check_devices, check_flags, moe_problem_of, refuse_tangents
 from .plan import check_kernel_name
-
-_functorch = torch._C._functorch  # noqa: SLF001 - what tells of transforms has no public name
 
 
 def check_hashable(options: tuple[Any, ...]) -> None:
@@ -49,30 +47,6 @@ def check_operator_call(given: Mapping[str, Tensor | None], options: tuple[Any, 
             check_not_differentiated_by_torch_func(name, tensor)
 
 
-def check_not_differentiated_by_torch_func(name: str, tensor: Tensor) -> None:
-    """Raise ``UnsupportedError`` for what ``torch.func.grad`` and its like hand on."""
-    if not torch.compiler.is_compiling() and _is_differentiated_by_torch_func(tensor):
-        raise UnsupportedError(
-            f"{name} is differentiated by a transform of torch.func, which is not served",
-            hint="use torch.autograd.grad, or backward()",
-        )
-
-
-def _is_differentiated_by_torch_func(tensor: Tensor) -> bool:
-    while _functorch.is_functorch_wrapped_tensor(tensor):
-        if _functorch.is_gradtrackingtensor(tensor):
-            return True
-        tensor = _functorch.get_unwrapped(tensor)
-    return False
-
-
-def check_same_device(x: Tensor, others: Iterable[object]) -> None:
-    """Raise ``InputError`` where a stand-in of an operator is given tensors of several devices."""
-    for other in others:
-        if isinstance(other, Tensor) and other.device != x.device:
-            raise InputError(f"all tensors must be on the device of x, {x.device}, got one on {other.device}")
-
-
 def check_product(product: Tensor, tensors: Mapping[str, Tensor]) -> None:
     """Raise ``InputError`` unless ``product`` is like the first product of a call with ``tensors``."""
     columns = tensors["w_gate_up"].shape[1]
@@ -82,17 +56,6 @@ def check_product(product: Tensor, tensors: Mapping[str, Tensor]) -> None:
         raise InputError(f"product must be contiguous, got strides {list(product.stride())}")
     if behind := product.data_ptr() % 16:
         raise InputError(f"product must begin at a multiple of 16 bytes, got an address {behind} bytes behind one")
-
-
-def check_not_batched(do: Tensor) -> None:
-    """Raise ``UnsupportedError`` where autograd asks for several gradients at once."""
-    if torch.compiler.is_compiling():
-        return
-    if _functorch.is_batchedtensor(do) or _functorch.is_legacy_batchedtensor(do):
-        raise UnsupportedError(
-            "gradients of fused_moe are made one at a time, and not batched (is_grads_batched, vectorize)",
-            hint="ask for them in a loop",
-        )
 
 
 def check_gradient(do: Tensor, x: Tensor) -> None:
@@ -105,14 +68,6 @@ def _check_like(name: str, tensor: Tensor, shape: tuple[int, ...], x: Tensor, le
         raise InputError(f"{name} must have shape [{letters}] = {list(shape)}, got {list(tensor.shape)}")
     if tensor.dtype != x.dtype or tensor.device != x.device:
         raise InputError(f"{name} must be {x.dtype} on {x.device}, got {tensor.dtype} on {tensor.device}")
-
-
-def check_wanted(wanted: Sequence[int], tensors: Mapping[str, Tensor], names: Sequence[str]) -> None:
-    """Raise ``InputError`` unless ``wanted`` has numbers of ``names``, each once, and only of given tensors."""
-    for number in wanted:
-        if not 0 <= number < len(names) or list(wanted).count(number) > 1 or names[number] not in tensors:
-            there = [place for place, name in enumerate(names) if name in tensors]
-            raise InputError(f"wanted must have numbers of {there}, each once, got {list(wanted)}")
 
 
 def check_backward(

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from ..errors import InputError, UnsupportedError, shown
 from ..gpu.planning import refuse_architecture
+from ..gpu.refusals import check_dense, check_not_differentiated_by_torch_func, check_not_negative, check_one_device
 from . import reference
-from .inputs import DTYPE_NAMES, check_dense, check_not_negative, refuse_tangents
+from .inputs import DTYPE_NAMES, refuse_tangents
 from .plan import next_power
-from .refusals import check_not_differentiated_by_torch_func, check_same_device
 
 SCORES = ("softmax", "sigmoid")
 MAX_EXPERTS = 4096  # a row of logits is held in registers
@@ -363,7 +363,7 @@ def _route(
 
 @_route.register_fake
 def _fake_route(logits: Tensor, bias: Tensor | None, top_k: int, *_options: object) -> tuple[Tensor, Tensor]:
-    check_same_device(logits, (bias,))
+    check_one_device("logits", logits, (bias,))
     shape = (logits.shape[0], top_k)
     device = logits.device
     return torch.empty(shape, dtype=torch.float32, device=device), torch.empty(shape, dtype=torch.int32, device=device)
@@ -397,7 +397,7 @@ def _route_backward(
 
 @_route_backward.register_fake
 def _fake_route_backward(dweights: Tensor, logits: Tensor, ids: Tensor, *_options: object) -> Tensor:
-    check_same_device(logits, (dweights, ids))
+    check_one_device("logits", logits, (dweights, ids))
     return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
 
 
