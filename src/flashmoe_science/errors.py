@@ -28,7 +28,7 @@ def shown(value: object) -> str:
     try:
         return repr(value)
     except ValueError:
-        return f"a {type(value).__name__} that has no text"
+        return f"{type(value).__name__} too long to be printed"
 
 
 class FlashmoeError(Exception):

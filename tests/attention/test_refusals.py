@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from flashmoe_science import (
     flash_attention_with_kv_cache,
 )
 from flashmoe_science.attention.backward_api import explain_gradients, flash_attention_backward
-from flashmoe_science.attention.cache_contract import _meet, _meets_itself
+from flashmoe_science.attention.cache_contract import meet, meets_itself
 
 OPS = torch.ops.flashmoe_science
 
@@ -80,6 +79,21 @@ def test_features_on_meta_are_found_too():
             function(**make(**{name: make()[name].to("meta").as_subclass(Named)}))
 
 
+class Attention(torch.nn.Module):
+    """Attention, as a model has it."""
+
+    def forward(self, q, k, v):
+        return flash_attention(q, k, v, causal=True)
+
+
+def test_a_model_without_memory_can_be_traced():
+    """All on meta: there is nothing to answer wrongly."""
+    tensors = tuple(tensor.to("meta") for tensor in batch().values())
+    exported: Any = torch.export.export(Attention(), tensors).module()
+    assert exported(*tensors).device.type == "meta"
+    assert torch.compile(flash_attention, backend="eager")(*tensors).device.type == "meta"
+
+
 def test_operators_alone_do_not_answer_by_their_stand_ins():
     q, k, v = batch().values()
     other = "all tensors must be on the device of q, cpu, got one on meta"
@@ -107,7 +121,7 @@ def test_operators_alone_do_not_answer_by_their_stand_ins():
         ({"kernel": 3}, "kernel must be .*, got 3"),
         ({"return_lse": "x"}, "return_lse must be True or False, got 'x'"),
         ({"return_lse": [1]}, r"return_lse must be True or False, got \[1\]|options must be .* hash, got \[1\]"),
-        ({"causal": 10**5000}, "causal must be True or False, got a int that has no text"),
+        ({"causal": 10**5000}, "causal must be True or False, got int too long to be printed"),
         ({"softmax_scale": 10**400}, "softmax_scale must be .*, got a"),
         ({"softcap": 10**400}, "softcap must be .*, got a"),
         ({"softcap": "x"}, "softcap must be a number.*, got"),
@@ -149,7 +163,7 @@ def test_tensors_whose_elements_do_not_lie_one_by_one(kind):
 
     got = "must be dense, got (a nested tensor|torch.)"
     for name, tensor in (("sinks", torch.zeros(4)), ("bias", torch.zeros(1, 1, 5, 7))):
-        with pytest.raises(InputError, match=f"{name} {got}"):
+        with pytest.raises(InputError, match=f"every tensor {got}"):
             flash_attention(**batch(**{name: other(tensor)}))
     for name in ("q", "k_cache", "v_cache"):
         with pytest.raises(InputError, match=f"{name} {got}"):
@@ -342,7 +356,69 @@ def test_caches_that_share_memory_are_not_written_to(k_cache, v_cache, message):
     assert torch.equal(k_cache, before)
 
 
-def test_caches_that_take_turns_in_one_tensor_do_not_meet():
+def test_caches_are_looked_at_in_each_call():
+    """A prepared call of the same layout must not serve caches of which one lies in the other."""
+    whole, new = torch.zeros(4096), torch.ones(2, 2, 1, 8)
+
+    def call(begin):
+        k_cache, v_cache = (whole[at:].as_strided((2, 9, 2, 8), (512, 16, 8, 1)) for at in (0, begin))
+        flash_attention_with_kv_cache(torch.zeros(2, 4, 1, 8), k_cache, v_cache, new, new, cache_seqlens=ints(3, 5))
+
+    call(2048)
+    call(256)  # rows that take turns
+    with pytest.raises(InputError, match=r"v_cache must have memory of its own, .*, got some of k_cache"):
+        call(16)
+
+
+def cut(whole, *places):
+    """Return views of one tensor: of each (begin, shape, strides)."""
+    return [whole[begin:].as_strided(shape, strides) for begin, shape, strides in places]
+
+
+@pytest.mark.parametrize(
+    "places",
+    [
+        ((0, (3, 4, 2, 8), (128, 16, 8, 1)), (64, (3, 4, 2, 4), (128, 8, 4, 1))),  # a block of each in a page
+        ((0, (3, 4, 2, 8), (96, 24, 8, 1)), (16, (3, 4, 2, 4), (96, 24, 4, 1))),  # heads of both in a token
+        ((0, (3, 4, 2, 8), (128, 8, 32, 1)), (64, (3, 4, 2, 8), (128, 16, 8, 1))),  # heads first, and tokens first
+        ((0, (3, 4, 2, 8), (64, 16, 8, 1)), (192, (3, 4, 2, 8), (64, 16, 8, 1))),  # one behind the other
+    ],
+)
+def test_caches_that_lie_otherwise_in_one_buffer_are_served(places):
+    k_cache, v_cache = cut(torch.arange(1000.0), *places)
+    assert not set(k_cache.flatten().tolist()) & set(v_cache.flatten().tolist())
+    assert not meet(k_cache, v_cache)
+    assert not meets_itself(k_cache)
+    new = torch.ones(3, 2, 1, 8), torch.ones(3, 2, 1, v_cache.shape[3])
+    o = flash_attention_with_kv_cache(torch.zeros(3, 2, 1, 8), k_cache, v_cache, *new, cache_seqlens=ints(0, 0, 0))
+    assert torch.equal(o, torch.ones_like(o))
+
+
+def test_meeting_is_what_a_set_of_elements_says():
+    """Of layouts at random: with equal strides exactly, with others never where there is nothing shared."""
+    generator = torch.Generator().manual_seed(7)
+
+    def draw(high, count):
+        return tuple(torch.randint(1, high, (count,), generator=generator).tolist())
+
+    def elements(tensor):
+        return set(tensor.flatten().tolist())
+
+    found = 0
+    for _ in range(400):
+        strides, begin = draw(20, 3), draw(30, 1)[0]
+        one, other = cut(torch.arange(400), (0, draw(5, 3), strides), (begin, draw(5, 3), strides))
+        (third,) = cut(torch.arange(400), (begin, draw(5, 3), draw(20, 3)))
+        shared = bool(elements(one) & elements(other))
+        moving = all(size > 1 for size in (*one.shape, *other.shape))  # axes of one place have a stride of no meaning
+        assert meet(one, other) == shared if moving else not meet(one, other) or shared
+        assert meets_itself(one) == (one.numel() > len(elements(one)))
+        assert not meet(one, third) or elements(one) & elements(third)
+        found += shared
+    assert 50 < found < 350
+
+
+def test_caches_that_take_turns_in_one_tensor_do_not_share_it():
     """As pages [pages, 2, ...], heads and columns of one tensor; beside them two that do, found by their elements."""
     whole = torch.arange(3 * 2 * 4 * 2 * 16).view(3, 2, 4, 2, 16)
     apart = (
@@ -352,8 +428,7 @@ def test_caches_that_take_turns_in_one_tensor_do_not_meet():
     shifted = [(whole[..., a : a + 5], whole[..., b : b + 7]) for a in range(8) for b in range(8)]
     for one, other in (*apart, *shifted, (whole[:2], whole[1:]), (whole, whole)):
         shared = bool(set(one.flatten().tolist()) & set(other.flatten().tolist()))
-        assert _meet(one, other) == _meet(other, one) == shared
-        assert not _meets_itself(one)
-    assert _meets_itself(torch.zeros(99).as_strided((5, 8), (4, 1)))
-    assert not _meet(whole[:0], whole)
-    assert math.isfinite(float(whole.sum()))
+        assert meet(one, other) == meet(other, one) == shared
+        assert not meets_itself(one)
+    assert meets_itself(torch.zeros(99).as_strided((5, 8), (4, 1)))
+    assert not meet(whole[:0], whole)

@@ -232,6 +232,18 @@ def test_a_statement_that_only_refuses_does_not_count_nor_what_it_calls(package,
         ("check = middle\ncheck(x, name='x')", "from .refusals import check\n"),  # a name of the function's own
         ("for check in (print,):\n    check(x, name='x')", "from .refusals import check\n"),
         ("refusals.check(x, name='x')", "from . import refusals\n"),
+        ("try:\n    check(x, name='x')\nexcept ValueError:\n    z = x", "from .refusals import check\n"),
+        ("with F.a:\n    check(x, name='x')", "from .refusals import check\n"),
+        (
+            "try:\n    z = 1\nexcept ValueError as check:\n    z = 2\ncheck(x, name='x')",
+            "from .refusals import check\n",
+        ),
+        ("match z:\n    case check:\n        z = 1\ncheck(x, name='x')", "from .refusals import check\n"),
+        (
+            "check(x, name='x')",
+            "from .refusals import check\n\ndef bind():\n    global check\n    check = print\n",
+        ),
+        ("check(x, name='x')", "from torch.refusals import check\n"),
     ],
 )
 def test_a_statement_that_may_do_more_than_refuse_counts(package, statement, imported):

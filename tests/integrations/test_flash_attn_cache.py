@@ -130,7 +130,7 @@ _NO_TENSOR = "must be a torch.Tensor, got "
         ({"softcap": np.ones(2)}, "softcap must be a number, 0 for none, got ndarray"),
         ({"softmax_scale": [1]}, "softmax_scale must be a number or None, got list"),
         ({"num_splits": [1]}, "num_splits must be an integer from 0 to 2**31 - 1, got [1]"),
-        ({"num_splits": 10**5000}, "num_splits must be an integer from 0 to 2**31 - 1, got a int that has no text"),
+        ({"num_splits": 10**5000}, "num_splits must be an integer from 0 to 2**31 - 1, got int too long to be printed"),
         ({"q": None}, f"q {_NO_TENSOR}NoneType"),
         ({"v_cache": [1]}, f"v_cache {_NO_TENSOR}list"),
         ({"k": 1}, f"k {_NO_TENSOR}int"),

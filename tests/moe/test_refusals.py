@@ -121,7 +121,7 @@ def test_numbers_of_experts_of_a_subclass_are_refused():
 def test_tensors_whose_elements_do_not_lie_one_by_one(kind, function):
     x = torch.randn(3, 16)
     tensors = {**given(), "x": torch.nested.nested_tensor([x]) if kind == "nested" else x.to_mkldnn()}
-    with pytest.raises(InputError, match=r"x must be dense, got (a nested tensor|torch\._mkldnn)"):
+    with pytest.raises(InputError, match=r"(x|every tensor) must be dense, got (a nested tensor|torch\._mkldnn)"):
         function(**tensors)
     with pytest.raises(InputError, match="logits must be dense, got"):
         route(tensors["x"], 2)
@@ -241,9 +241,9 @@ def test_values_that_have_no_text_have_a_message():
         {"interleaved": 10**5000},
     )
     for options in huge:
-        with pytest.raises(InputError, match="got a int that has no text"):
+        with pytest.raises(InputError, match="got int too long to be printed"):
             fused_moe(**given(), **options)
-    with pytest.raises(InputError, match="top_k must be at most the 8 experts, got a int that has no text"):
+    with pytest.raises(InputError, match="top_k must be at most the 8 experts, got int too long to be printed"):
         route(torch.zeros(3, 8), 10**5000)
 
 

@@ -197,6 +197,8 @@ def _backward_q_kernel(
     dq_mask = offs_m[:, None] < place_q
     if D != BLOCK_D:
         dq_mask = dq_mask & (offs_d[None, :] < D)
+    if seqused_q_ptr is not None and bias_ptr is not None:  # rows behind read the last row of the bias: it may be NaN
+        dq = tl.where(offs_m[:, None] < seqlen_q, dq, 0.0)
     tl.store(dq_ptrs, dq.to(dq_ptr.dtype.element_ty), mask=dq_mask)
 
 

@@ -20,11 +20,12 @@ from .cache_contract import (
     check_types,
     check_values,
 )
+from .cache_refusals import check_apart, check_operator_call, check_tuples
 from .decode_plan import DecodePlan, plan_with_kv_cache
 from .gradients import PLAIN, refuse_tangents
 from .inputs import check_window
 from .problem import canonical_strides, output_strides
-from .refusals import check_hashable, check_operator_call, check_stand_in
+from .refusals import check_stand_in
 
 _TENSORS = (
     "q", "k_cache", "v_cache", "k", "v", "cache_seqlens", "page_table", "cache_batch_idx", "leftpad_k", "rotary_cos",
@@ -154,7 +155,8 @@ def flash_attention_with_kv_cache(
     types = *map(type, options), *map(type, window)
     if not _HASHABLE.issuperset(types):
         check_types(options)
-    check_hashable(options)
+    check_tuples(options, types)
+    check_apart(k, k_cache, v_cache)
     shared = k_cache.data_ptr() == v_cache.data_ptr()
     key = *tensors, *map(_describe, tensors.values()), shared, options, types
     call = _prepared.get(key)

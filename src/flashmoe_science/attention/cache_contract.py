@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError, UnsupportedError, shown
-from ..gpu.refusals import check_dense, check_no_bare_subclass, check_not_negative
+from ..gpu.refusals import check_dense, check_not_negative
 from .cache_problem import CacheProblem
-from .gradients import PLAIN, refuse_tangents
+from .gradients import PLAIN
 from .problem import LARGEST_SCALE, canonical_strides
 
 _DTYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
@@ -46,17 +46,7 @@ def check_needed(given: Mapping[str, Any]) -> None:
     for name in ("q", "k_cache", "v_cache"):
         if not isinstance(given.get(name), Tensor):
             raise InputError(f"{name} must be a torch.Tensor, got {type(given.get(name)).__name__}")
-    for name, tensor in given.items():
-        if not isinstance(tensor, Tensor):
-            continue
-        check_dense(name, tensor)
-        if name not in _DETACHED:
-            check_no_bare_subclass(name, tensor)
-    refuse_tangents(tensor for tensor in given.values() if isinstance(tensor, Tensor))
-
-
-# What operators are given is a subclass no more, but for other tensors, which would come back from them for ever.
-_DETACHED = ("q", "k_cache", "v_cache", "k", "v")
+        check_dense(name, given[name])
 
 
 def check_number_of_keys(length: int, given: Mapping[str, Any]) -> None:
@@ -250,42 +240,51 @@ def _check_new(tensors: Mapping[str, Tensor], batch: int, heads_kv: int, head_di
     for name in ("k_cache", "v_cache"):
         cache = tensors[name]
         why = f"as k and v are written to it, got strides {list(cache.stride())}"
-        if any(stride == 0 for stride, size in zip(cache.stride(), cache.shape, strict=True) if size > 1):
+        if _is_expanded(cache):
             raise InputError(f"{name} must not be expanded, {why}")
-        if _meets_itself(cache):
+        if meets_itself(cache):
             raise InputError(f"{name} must not overlap itself, {why}")
-    if _meet(tensors["k_cache"], tensors["v_cache"]):
-        raise InputError("v_cache must have memory of its own, as k and v are written to it, got some of k_cache")
     return int(k.shape[2])
 
 
-def _meets_itself(cache: Tensor) -> bool:
-    """Return whether positions may share memory: an axis steps less than those within it reach."""
-    reach = 0
-    for stride, size in sorted(zip(cache.stride(), cache.shape, strict=True)):
-        if size > 1 and stride <= reach:
-            return True
-        reach += stride * (size - 1)
-    return False
+def _is_expanded(cache: Tensor) -> bool:
+    return any(stride == 0 for stride, size in zip(cache.stride(), cache.shape, strict=True) if size > 1)
 
 
-def _meet(one: Tensor, other: Tensor) -> bool:
-    """Return whether two caches, neither of which meets itself, share memory.
+def meets_itself(cache: Tensor) -> bool:
+    """Return whether two positions share memory: whole steps lead from an element to itself."""
+    axes = sorted(
+        ((stride, n, n) for stride, n in zip(cache.stride(), cache.shape, strict=True) if n > 1), reverse=True
+    )
+    return any(
+        _steps_lead(steps * stride, axes[place + 1 :])
+        for place, (stride, n, _) in enumerate(axes)
+        for steps in range(1, min(n - 1, _reach_of(axes[place + 1 :]) // stride) + 1)
+    )
 
-    Keys and values may take turns in it, as heads, tokens or pages of one tensor: these have the same strides, and do
-    not meet where no whole steps lead from an element of one to an element of the other.
+
+def meet(one: Tensor, other: Tensor) -> bool:
+    """Return whether two caches are seen to share memory.
+
+    Keys and values may take turns in it, as heads, tokens or pages of one tensor. Where they have the same strides they
+    meet if whole steps lead from an element of one to an element of the other; else if one has the first of the other.
     """
     if any(type(tensor) not in PLAIN for tensor in (one, other)) or not one.numel() or not other.numel():
         return False  # fake tensors have no address
+    if _is_expanded(one) or _is_expanded(other):  # refused as such
+        return False
     size = one.element_size()
     distance = other.data_ptr() // size - one.data_ptr() // size
     if -_reach(other) > distance or distance > _reach(one):
         return False
     axes = [*zip(one.stride(), other.stride(), one.shape, other.shape, strict=True)]
-    moving = [(step, step_other, n, m) for step, step_other, n, m in axes if n > 1 or m > 1]
-    if any(step != step_other for step, step_other, _, _ in moving):
-        return True  # perhaps: who lays caches out so, one in the other, may do it another way
-    return _steps_lead(distance, sorted(((step, n, m) for step, _, n, m in moving), reverse=True))
+    if all(step == step_other or (n <= 1 and m <= 1) for step, step_other, n, m in axes):
+        return _steps_lead(distance, sorted(((step, n, m) for step, _, n, m in axes if max(n, m) > 1), reverse=True))
+    firsts = ((distance, one.stride(), one.shape), (-distance, other.stride(), other.shape))
+    return any(
+        _steps_lead(way, sorted(((step, n, 1) for step, n in zip(steps, sizes, strict=True) if n > 1), reverse=True))
+        for way, steps, sizes in firsts
+    )
 
 
 def _reach(tensor: Tensor) -> int:
@@ -293,16 +292,18 @@ def _reach(tensor: Tensor) -> int:
     return sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
-def _steps_lead(distance: int, axes: list[tuple[int, int, int]]) -> bool:
-    """Return whether ``distance`` is a sum of steps, along each axis (stride, n, m) from 1 - m to n - 1.
+def _reach_of(axes: list[tuple[int, int, int]]) -> int:
+    return sum(stride * (max(n, m) - 1) for stride, n, m in axes)
 
-    Strides come the largest first, and what is left for the smaller ones is less than one step.
-    """
+
+def _steps_lead(distance: int, axes: list[tuple[int, int, int]]) -> bool:
+    """Return whether ``distance`` is a sum of steps, along each axis (stride, n, m) from 1 - m to n - 1."""
     if not axes:
         return distance == 0
     (stride, n, m), *rest = axes
-    near = distance // stride
-    return any(1 - m <= steps <= n - 1 and _steps_lead(distance - steps * stride, rest) for steps in (near, near + 1))
+    reach = _reach_of(rest)  # what is left for the others
+    fewest, most = max(1 - m, -((reach - distance) // stride)), min(n - 1, (distance + reach) // stride)
+    return any(_steps_lead(distance - steps * stride, rest) for steps in range(fewest, most + 1))
 
 
 def _check_rotary(tensors: Mapping[str, Tensor], q: Tensor, head_dim: int) -> tuple[int, int, str, int]:

@@ -162,7 +162,7 @@ def _forward_kernel(
     dropout_seed_ptr,  # [2] int64: seed and offset, or None
     stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh,  # in units of ALIGN elements; b: or of pages
     stride_ob, stride_oh,  # in units of ALIGN_O elements
-    batch, heads, seqlen_q, seqlen_k, tiles_m,  # packed: no length is read
+    batch, heads, seqlen_q, seqlen_k, tiles_m,  # packed: of lengths those of a bias are read alone
     # softmax_scale * log2(e); with a bias softmax_scale; with a softcap what ``cap_scores`` takes: for fp32 inputs
     # softmax_scale / softcap, for others 2 log2(e) times that.
     scale,

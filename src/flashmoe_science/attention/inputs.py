@@ -206,8 +206,6 @@ def check_optional(**tensors: object) -> None:
     for name, tensor in tensors.items():
         if tensor is not None and not isinstance(tensor, Tensor):
             raise InputError(f"{name} must be a torch.Tensor or None, got {type(tensor).__name__}")
-        if isinstance(tensor, Tensor):
-            check_dense(name, tensor)
 
 
 def _check_dtype(name: str, tensor: Tensor) -> None:
@@ -240,13 +238,13 @@ def layout_of(tensor: Tensor | None) -> tuple[Any, ...] | None:
         return None
     try:
         address = tensor.data_ptr() & 15 if tensor.device.type != "meta" else 0
+        return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, address, tensor.is_neg()
     except RuntimeError as error:
         check_dense("every tensor", tensor)
         raise UnsupportedError(
             "an input has no memory of its own: torch.vmap and other transforms of torch.func are not served here",
             hint="call it without them: a batch is an axis of its own",
         ) from error
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, address, tensor.is_neg()
 
 
 def cast_under_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -13,7 +13,12 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError, shown
-from ..gpu.refusals import check_not_negative, check_one_device, check_wanted
+from ..gpu.refusals import (
+    check_not_negative,
+    check_one_device,
+    check_wanted,
+)
+from ..gpu.subclasses import is_untraced
 from .inputs import check_flag, check_shape
 from .packed import check_lengths
 from .plan import check_kernel_name
@@ -33,33 +38,15 @@ def check_key(key: Sequence[Any]) -> None:
     check_call(*key[-2:])
 
 
-def check_hashable(options: tuple[object, ...]) -> None:
-    """Raise ``InputError`` where an option has no hash, by which a prepared call is found."""
-    for value in options:
-        try:
-            hash(value)
-        except TypeError as error:
-            raise InputError(f"options must be values that have a hash, got {shown(value)}") from error
-
-
 def check_devices(tensors: Mapping[str, Tensor | None]) -> None:
     """Raise what an operator's stand-in would not: one tensor on meta, and torch takes the stand-in for all."""
     q = tensors["q"]
     assert q is not None
-    if q.device.type not in ("cpu", "cuda"):
+    if is_untraced(q) and q.device.type not in ("cpu", "cuda"):
         raise InputError(f"q must be on a CUDA device or the CPU, got {q.device}")
     for name, tensor in tensors.items():
         if tensor is not None and tensor.device != q.device:
             raise InputError(f"{name} must be on the device of q, {q.device}, got {tensor.device}")
-
-
-def check_operator_call(given: Mapping[str, Any]) -> None:
-    """Raise what the operators of a cache would not, or by other names."""
-    tensors = {name: tensor for name, tensor in given.items() if isinstance(tensor, Tensor)}
-    check_devices(tensors)
-    for name in ("rotary_cos", "rotary_sin"):
-        if name in tensors and "k" not in tensors:
-            raise InputError(f"{name} needs new keys k: queries are rotated where keys are appended, got None")
 
 
 def check_longest(max_seqlen_q: object, max_seqlen_k: object) -> None:

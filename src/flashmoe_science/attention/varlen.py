@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError, UnsupportedError
-from ..gpu.refusals import check_dense
 from .cache_contract import check_pages
 from .gradients import PLAIN, Options, differentiable, kernel_after, records, refuse_tangents, register_gradients
 from .inputs import (
@@ -126,7 +125,6 @@ def flash_attention_varlen(
     The host reads no tensor, so a CUDA graph replays with other lengths in the same tensors, up to the maxima.
     """
     check_call(return_lse, kernel)
-    check_longest(max_seqlen_q, max_seqlen_k)
     softmax_scale = check_options(causal, softmax_scale)
     window, softcap, dropout_p = check_window(window), check_softcap(softcap), check_dropout(dropout_p)
     check_optional(
@@ -138,7 +136,6 @@ def flash_attention_varlen(
     for name, tensor in needed.items():
         if not isinstance(tensor, Tensor):
             raise InputError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
-        check_dense(name, tensor)
     q, k, v = cast_under_autocast(q, k, v)
     dropout_seed = seed_of_call(dropout_p, dropout_seed, q)
     optional = (sinks, alibi, bias, seqused_q, seqused_k, dropout_seed, page_table)
@@ -149,6 +146,7 @@ def flash_attention_varlen(
     if _is_compiling() or any(
         type(tensor) not in PLAIN for tensor in (q, k, v, cu_seqlens_q, cu_seqlens_k, *optional) if tensor is not None
     ):
+        check_longest(max_seqlen_q, max_seqlen_k)
         check_devices({
             **needed, "sinks": sinks, "alibi": alibi, "bias": bias, "seqused_q": seqused_q, "seqused_k": seqused_k,
             "page_table": page_table,

@@ -4,7 +4,7 @@ A name leads to the statements of its module that bind it, these to the names th
 package. Names from outside of it stand as they are imported: of which version they are is said elsewhere. Nothing is
 run, so what comes out is the same on every machine, with every version of Triton and of Python.
 
-Statements that only ask a function of a module ``refusals`` whether to go on are left out, and with them what it does:
+Statements that only ask a function of a module of refusals whether to go on are left out, and with them what it does:
 a call that it lets pass runs as it would without them, and of one that it refuses nothing runs.
 """
 
@@ -27,7 +27,7 @@ _OBJECT = " of "  # between a member of a base and the class of the object that 
 _OUTSIDE = frozenset({*sys.stdlib_module_names, "numpy", "torch", "triton", "typing_extensions"})
 _BUILTINS = frozenset(dir(builtins)) | {"__name__", "__file__", "__package__"}
 _LEFT_OUT = frozenset({"ctx", "kind", "type_comment", "type_ignores"})  # of a node: they follow from the rest
-_REFUSALS = "refusals"  # a module whose functions raise, or return None and change nothing
+_REFUSALS = "refusals"  # how a module is called, or ends, whose functions raise, or return None and change nothing
 _Definition = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _Import = (ast.Import, ast.ImportFrom)
 
@@ -131,24 +131,30 @@ def _load(name: str) -> _Module:
 
 
 class _WithoutRefusals(ast.NodeTransformer):
-    """Takes those statements out of functions that do nothing but call a refusal by its name."""
+    """Takes those statements out of functions that do nothing but call a refusal by its name.
+
+    Not where an error leads elsewhere than out of the function, and not where the name may stand for something else.
+    """
 
     def __init__(self, module: ast.Module) -> None:
-        imports = [node for node in module.body if isinstance(node, ast.ImportFrom)]
-        theirs = [node for node in imports if (node.module or "").rpartition(".")[2] == _REFUSALS]
+        imports = [node for node in module.body if isinstance(node, ast.ImportFrom) and node.level]
+        theirs = [node for node in imports if f"_{(node.module or '').rpartition('.')[2]}".endswith(f"_{_REFUSALS}")]
         bound = [name for statement in module.body for name in _bound(statement)]
+        elsewhere = {name for node in ast.walk(module) if isinstance(node, ast.Global) for name in node.names}
         names = {alias.asname or alias.name for node in theirs for alias in node.names}
-        self.names = frozenset(name for name in names if bound.count(name) == 1)
+        self.names = frozenset(name for name in names - elsewhere if bound.count(name) == 1)
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
-        """Leave what the function binds by itself alone: a name of its own may hide that of a refusal."""
-        hidden = {name for statement in node.body for name in _bound(statement)}
-        hidden |= {argument.arg for argument in ast.walk(node) if isinstance(argument, ast.arg)}
-        outside, self.names = self.names, self.names - hidden
+        outside, self.names = self.names, self.names - _bound_within(node)
         self.generic_visit(node)
         self.names = outside
         node.body = node.body or [ast.Pass()]
         return node
+
+    def _leave(self, node: ast.AST) -> ast.AST:
+        return node
+
+    visit_Try = visit_TryStar = visit_With = visit_AsyncWith = visit_AsyncFunctionDef = _leave  # noqa: N815 - as above
 
     def visit_Expr(self, node: ast.Expr) -> ast.AST | None:
         """Keep what hands a refusal more than names, texts and attributes: to make the rest may change something."""
@@ -158,6 +164,21 @@ class _WithoutRefusals(ast.NodeTransformer):
         given = [*call.args, *(keyword.value for keyword in call.keywords)]
         plain = (ast.Name, ast.Constant, ast.Attribute, ast.Dict, ast.Tuple, ast.expr_context)
         return None if all(isinstance(part, plain) for each in given for part in ast.walk(each)) else node
+
+
+def _bound_within(function: ast.AST) -> set[str]:
+    """Return every name that a function, or one within it, binds in any way."""
+    found: set[str] = set()
+    for node in ast.walk(function):
+        if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
+            found.add(node.id)
+        elif isinstance(node, _Import):
+            found |= {alias.asname or alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.arg):
+            found.add(node.arg)
+        elif node is not function:  # functions, classes, handlers and patterns have a name, and one of these a rest
+            found |= {name for field in ("name", "rest") if isinstance(name := getattr(node, field, None), str)}
+    return found
 
 
 def _outer(statement: ast.stmt) -> Iterator[ast.AST]:

@@ -7,15 +7,15 @@ measurement anew.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import InputError, UnsupportedError
+from .subclasses import is_bare_subclass
 
+_forward_ad = torch.autograd.forward_ad
 _functorch = torch._C._functorch  # noqa: SLF001 - what tells of transforms has no public name
-_no_dispatch: Any = torch._C._disabled_torch_dispatch_impl  # noqa: SLF001 - likewise
 
 
 def check_dense(name: str, tensor: Tensor) -> None:
@@ -35,9 +35,16 @@ def check_no_bare_subclass(name: str, tensor: Tensor) -> None:
 
     For those that an operator hands on as they are: they would come back from it for ever.
     """
-    kind = type(tensor)
-    if kind not in (Tensor, torch.nn.Parameter) and kind.__torch_dispatch__ is _no_dispatch:
-        raise InputError(f"{name} must be a torch.Tensor and of no subclass, got {kind.__name__}")
+    if is_bare_subclass(type(tensor)):
+        raise InputError(f"{name} must be a torch.Tensor and of no subclass, got {type(tensor).__name__}")
+
+
+def check_no_tangent(name: str, tensor: Tensor) -> None:
+    """Raise ``UnsupportedError`` where a tensor has a tangent that a call would lose."""
+    if _forward_ad._current_level < 0:  # noqa: SLF001 - the public way asks tensor by tensor
+        return
+    if _forward_ad.unpack_dual(tensor).tangent is not None:  # type: ignore[no-untyped-call]
+        raise UnsupportedError(f"{name} has a forward-mode tangent, and there is no forward-mode derivative")
 
 
 def check_not_differentiated_by_torch_func(name: str, tensor: Tensor) -> None:

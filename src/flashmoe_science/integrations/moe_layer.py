@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..errors import InputError, shown
 from ..gpu.refusals import check_dense
+from ..gpu.subclasses import is_bare_subclass, is_untraced
 from ..moe.api import fused_moe
 from ..moe.inputs import DTYPE_NAMES, check_flags
 from ..moe.plan import check_kernel_name
@@ -178,7 +179,7 @@ class MoeLayer(nn.Module):
         logits = F.linear(tokens, self.w_router)
         bias = None if self.routing_bias is None else self.routing_bias.float()
         weights, ids = route(logits, self.top_k, bias=bias, **self.routing)
-        if type(ids) is not Tensor and type(x) is type(ids):  # a name that x has and numbers of experts need not
+        if not torch.compiler.is_compiling() and is_bare_subclass(type(ids)):  # they need not have the name that x has
             ids = ids.as_subclass(Tensor)
         out = fused_moe(
             tokens,
@@ -199,14 +200,14 @@ class MoeLayer(nn.Module):
             raise InputError(f"x must be a torch.Tensor, got {type(x).__name__}")
         check_dense("x", x)
         hidden, dtype, device = self.w_router.shape[1], self.w_router.dtype, self.w_router.device
-        if device.type not in ("cpu", "cuda"):
+        if is_untraced(x) and device.type not in ("cpu", "cuda"):
             raise InputError(f"parameters must be on a CUDA device or the CPU, got {device}")
         if x.dim() == 0 or x.shape[-1] != hidden:
             raise InputError(f"x must have shape [..., HID] = [..., {hidden}], got {list(x.shape)}")
         if x.device != device:
             raise InputError(f"x must be on the device of the parameters, {device}, got {x.device}")
-        if torch.is_autocast_enabled(x.device.type):
-            allowed = {dtype, torch.float32, torch.get_autocast_dtype(x.device.type)}
+        if x.dtype != dtype and torch.is_autocast_enabled(device.type):
+            allowed = {dtype, torch.float32, torch.get_autocast_dtype(device.type)}
             if x.dtype not in allowed:
                 names = " or ".join(sorted(map(str, allowed)))
                 raise InputError(f"x must be {names} under autocast, got {x.dtype}")

@@ -169,6 +169,8 @@ def attend(
             raise UnsupportedError(f"{name} is not served by flashmoe_science", hint="attn_implementation='eager' does")
     position_bias = others.get("position_bias")
     _check_options(dropout, scaling, sliding_window, softcap, is_causal, kernel)
+    if position_bias is not None and isinstance(position_bias, Tensor) and position_bias.dtype == torch.bool:
+        check_numbers("position_bias", position_bias, ("query", query))  # a mask may be boolean, and this may not
     causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
     options: dict[str, Any] = {"softmax_scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux, "kernel": kernel}
     packed = others if _is_packed(others) else None

@@ -180,7 +180,8 @@ def _activation_of(module: Any) -> dict[str, Any]:
     if name is None or kind_of_act.__module__.partition(".")[0] not in ("torch", "transformers"):
         what = "with" if module.has_gate else "without"
         raise UnsupportedError(
-            f"{act} is not served as the activation of experts {what} a gate ({type(module).__name__})",
+            f"{kind_of_act.__module__}.{act} is not served as the activation of experts {what} a gate "
+            f"({type(module).__name__})",
             hint=_hint(module),
         )
     return {"activation": name}

@@ -33,11 +33,9 @@ NOT_FOLLOWED_OF_GRADIENTS = frozenset(
 # Of calls that record nothing, what makes gradients decides nothing.
 NOT_FOLLOWED = NOT_FOLLOWED_OF_GRADIENTS | {f"{_PACKAGE}.moe.gradients"}
 # Of these the following run at each call, and not only where a call of its kind is prepared: wall time has them in it.
-_OF_EACH_CALL = frozenset(
-    ("gpu/refusals.py", *(f"moe/{name}.py" for name in ("inputs", "plan", "problem", "refusals")))
-)
+_OF_EACH_CALL = frozenset(f"moe/{name}.py" for name in ("inputs", "plan", "problem", "refusals"))
 RUN_AT_EACH_CALL = _OF_EACH_CALL | {"moe/gradients.py"}
-RUN_AT_EACH_CALL_OF_GRADIENTS = _OF_EACH_CALL | {"moe/backward_plan.py"}
+RUN_AT_EACH_CALL_OF_GRADIENTS = _OF_EACH_CALL | {"gpu/refusals.py", "gpu/subclasses.py", "moe/backward_plan.py"}
 # Rivals do not call ours, and one of them is the reference.
 _NOT_FOLLOWED_OF_RIVALS = (NOT_FOLLOWED | {f"{_PACKAGE}.moe.api"}) - {f"{_PACKAGE}.moe.reference"}
 _OF_KERNELS = frozenset(

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError, UnsupportedError, shown
-from ..gpu.refusals import check_dense, check_no_bare_subclass, check_not_negative
+from ..gpu.refusals import check_dense, check_not_negative
+from ..gpu.subclasses import is_untraced
 from .problem import ACTIVATIONS, GATED, LARGEST, MoeProblem, columns_up
 
 DTYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
@@ -29,9 +30,6 @@ def check_are_tensors(given: Mapping[str, object]) -> None:
     """Raise ``InputError`` unless what is needed is a tensor, and what is optional is a tensor or None."""
     for name, tensor in given.items():
         if isinstance(tensor, Tensor):
-            check_dense(name, tensor)
-            if name == "topk_ids":
-                check_no_bare_subclass(name, tensor)
             continue
         if tensor is not None or name not in _OPTIONAL:
             wanted = "a torch.Tensor or None" if name in _OPTIONAL else "a torch.Tensor"
@@ -70,7 +68,7 @@ def check_devices(tensors: Mapping[str, Tensor | None]) -> None:
     """Raise ``InputError`` unless all tensors are on one device that is served."""
     x = tensors["x"]
     assert x is not None
-    if x.device.type not in ("cpu", "cuda"):
+    if is_untraced(x) and x.device.type not in ("cpu", "cuda"):
         raise InputError(f"x must be on a CUDA device or the CPU, got {x.device}")
     for name, tensor in tensors.items():
         if tensor is not None and tensor.device != x.device:
@@ -82,6 +80,7 @@ def check_places(tensors: Mapping[str, Tensor]) -> None:
     check_devices(tensors)
     x = tensors["x"]
     for name, tensor in tensors.items():
+        check_dense(name, tensor)
         if name == "topk_ids":
             if tensor.dtype not in _ID_NAMES:
                 raise InputError(f"topk_ids must be int32 or int64, got {tensor.dtype}")
@@ -228,13 +227,14 @@ def layout_of(tensor: Tensor | None) -> tuple[Any, ...] | None:
     if tensor is None:
         return None
     try:
-        address = tensor.data_ptr()
+        address = tensor.data_ptr() & 15
+        return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, address, tensor.is_neg()
     except RuntimeError as error:
+        check_dense("every tensor", tensor)
         raise UnsupportedError(
             "an input has no memory of its own: torch.vmap and other transforms of torch.func are not served here",
             hint="call it without them: tokens of several batches can be one call",
         ) from error
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, address & 15, tensor.is_neg()
 
 
 def refuse_tangents(tensors: Mapping[str, Tensor | None]) -> None:

@@ -12,7 +12,12 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import InputError
-from ..gpu.refusals import check_not_differentiated_by_torch_func, check_not_negative
+from ..gpu.refusals import (
+    check_dense,
+    check_no_bare_subclass,
+    check_not_differentiated_by_torch_func,
+    check_not_negative,
+)
 from .backward_plan import check_backward_kernel_name
 from .inputs import check_are_tensors, check_devices, check_flags, moe_problem_of, refuse_tangents
 from .plan import check_kernel_name
@@ -39,6 +44,11 @@ def check_operator_call(given: Mapping[str, Tensor | None], options: tuple[Any, 
 
     Its signature also would refuse, or change, options of another type.
     """
+    for name, tensor in given.items():
+        if tensor is not None:
+            check_dense(name, tensor)
+            if name == "topk_ids":
+                check_no_bare_subclass(name, tensor)
     check_devices(given)
     _check_options(options)
     for name, tensor in given.items():
@@ -64,6 +74,7 @@ def check_gradient(do: Tensor, x: Tensor) -> None:
 
 
 def _check_like(name: str, tensor: Tensor, shape: tuple[int, ...], x: Tensor, letters: str) -> None:
+    check_dense(name, tensor)
     if tuple(tensor.shape) != shape:
         raise InputError(f"{name} must have shape [{letters}] = {list(shape)}, got {list(tensor.shape)}")
     if tensor.dtype != x.dtype or tensor.device != x.device:

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..errors import InputError, UnsupportedError, shown
 from ..gpu.planning import refuse_architecture
 from ..gpu.refusals import check_dense, check_not_differentiated_by_torch_func, check_not_negative, check_one_device
+from ..gpu.subclasses import is_untraced
 from . import reference
 from .inputs import DTYPE_NAMES, refuse_tangents
 from .plan import next_power
@@ -159,7 +160,7 @@ def check_routing_tensors(logits: Tensor, bias: Tensor | None) -> None:
     check_dense("logits", logits)
     if logits.dim() != 2 or logits.shape[1] == 0:
         raise InputError(f"logits must have 2 dimensions [T, E], E at least 1, got shape {list(logits.shape)}")
-    if logits.device.type not in ("cpu", "cuda"):
+    if is_untraced(logits) and logits.device.type not in ("cpu", "cuda"):
         raise InputError(f"logits must be on a CUDA device or the CPU, got {logits.device}")
     _check_kind("logits", logits)
     if bias is None:
