@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from ..errors import InputError
 from .backward_plan import GRADIENTS
 from .gradients import moe_gradients
+from .inputs import check_are_tensors
 from .refusals import check_backward
 
 
@@ -61,8 +63,17 @@ def fused_moe_backward(
         "x": x, "w_gate_up": w_gate_up, "w_down": w_down, "topk_weights": topk_weights, "topk_ids": topk_ids,
         "bias_gate_up": bias_gate_up, "bias_down": bias_down,
     }  # fmt: skip
-    settings = {"activation": activation, "alpha": alpha, "limit": limit, "interleaved": interleaved}
-    check_backward(do, product, given, settings, kernel)
+    check_backward(do, product, given, (activation, alpha, limit, interleaved), kernel)
+    # What follows down to the tensors is said better above. It goes when suite moe-train is measured anew.
+    check_are_tensors({"do": do, "product": product, **given})
+    rows = (topk_ids.numel(), w_gate_up.shape[1] if w_gate_up.dim() == 3 else 0)
+    for name, tensor, shape in (("do", do, tuple(x.shape)), ("product", product, rows)):
+        if tuple(tensor.shape) != shape:
+            raise InputError(f"{name} must have shape {list(shape)}, got {list(tensor.shape)}")
+        if tensor.dtype != x.dtype or tensor.device != x.device:
+            raise InputError(f"{name} must be {x.dtype} on {x.device}, got {tensor.dtype} on {tensor.device}")
+    if not product.is_contiguous() or product.data_ptr() % 16:
+        raise InputError("product must be contiguous and begin at a multiple of 16 bytes")
     tensors = {name: tensor.detach() for name, tensor in given.items() if tensor is not None}
     wanted = [name for name in GRADIENTS if name in tensors]
     options = (activation, alpha, limit, interleaved, False, "auto")

@@ -18,7 +18,7 @@ from .calls import Run, prepare_run
 from .inputs import TENSORS, layout_of, moe_problem_of
 from .plan import plan_moe
 from .problem import MoeProblem
-from .refusals import check_gradient, check_product
+from .refusals import check_routed
 
 # Tensors that have a gradient, in the order of ``fused_moe``: all but the ids.
 DIFFERENTIABLE = tuple(name for name in TENSORS if name != "topk_ids")
@@ -185,15 +185,10 @@ def _routed(
     if not wanted:
         return {}
     x = tensors["x"]
-    by_reference = _is_reference(x.device, options[5]) and kernel == "auto"
-    if x.shape[0] == 0 or by_reference:  # else what prepares a call checks its tensors
-        _describe(tensors, options)
-    check_gradient(do, x)
-    if not by_reference:  # which keeps no product
-        check_product(product, tensors)
+    check_routed(do, product, tensors, options, kernel)
     if x.shape[0] == 0:
         return {name: torch.zeros(tensors[name].shape, dtype=tensors[name].dtype, device=x.device) for name in wanted}
-    if by_reference:
+    if _is_reference(x.device, options[5]) and kernel == "auto":
         everything: dict[str, Any] = {**tensors, **_named(options)}
         gradients = reference.moe_gradients(do, **everything)
         return {name: gradients[name].to(tensors[name].dtype) for name in wanted}

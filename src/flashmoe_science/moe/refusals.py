@@ -81,8 +81,30 @@ def _check_like(name: str, tensor: Tensor, shape: tuple[int, ...], x: Tensor, le
         raise InputError(f"{name} must be {x.dtype} on {x.device}, got {tensor.dtype} on {tensor.device}")
 
 
+def check_routed(
+    do: Tensor, product: Tensor, tensors: Mapping[str, Tensor], options: tuple[Any, ...], kernel: str
+) -> None:
+    """Raise ``InputError`` for what nobody looks at where gradients of routed experts are made.
+
+    Args:
+        do: the gradient of the output.
+        product: the first product.
+        tensors: what the experts were given, by name; what prepares a call of kernels checks them.
+        options: activation, alpha, limit, interleaved, batch_invariant and kernel of the call.
+        kernel: of the gradients.
+    """
+    x = tensors["x"]
+    by_reference = x.device.type == "cpu" and kernel == "auto" and options[5] in ("auto", "reference")
+    if x.shape[0] == 0 or by_reference:
+        activation, alpha, limit, interleaved, *_ = options
+        moe_problem_of(tensors, activation=activation, alpha=alpha, limit=limit, interleaved=interleaved)
+    check_gradient(do, x)
+    if not by_reference:  # which keeps no product
+        check_product(product, tensors)
+
+
 def check_backward(
-    do: Tensor, product: Tensor, given: Mapping[str, Tensor | None], options: Mapping[str, Any], kernel: str
+    do: Tensor, product: Tensor, given: Mapping[str, Tensor | None], options: tuple[Any, ...], kernel: str
 ) -> None:
     """Raise ``InputError`` where arguments of ``fused_moe_backward`` break its contract, whoever would serve them.
 
@@ -98,6 +120,7 @@ def check_backward(
     refuse_tangents(everything)
     check_backward_kernel_name(kernel)
     tensors = {name: tensor for name, tensor in given.items() if tensor is not None}
-    moe_problem_of(tensors, **options)
+    activation, alpha, limit, interleaved = options
+    moe_problem_of(tensors, activation=activation, alpha=alpha, limit=limit, interleaved=interleaved)
     check_gradient(do, tensors["x"])
     check_product(product, tensors)
