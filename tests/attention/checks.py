@@ -338,17 +338,16 @@ def assert_varlen_gradients_right(found, inputs, options, do, dlse=None):
     four = [tensor.double().nan_to_num(0.0) for tensor in (q, k, v, do)]
     lengths = {name: tensor for name, tensor in inputs.items() if name.startswith(("cu_seqlens", "seqused"))}
     seen = None if dlse is None else dlse.double()
-    exact = reference.attention_varlen_backward(*four, seen, **lengths, **options)
+    differentiated: Any = reference.attention_varlen_backward
+    exact: dict[str, torch.Tensor] = differentiated(*four, seen, **lengths, **options)
     if "bias" in exact:
         # Its gradient is P (dP - delta), and delta is that of the o which the call is given: one that is rounded shifts
         # a whole row, which in rows of few keys is more than their gradient. As much as a gradient of the LSE would.
-        o = reference.attention_varlen(*four[:3], **lengths, **options)[0]
+        attended: Any = reference.attention_varlen
+        o = attended(*four[:3], **lengths, **options)[0]
         given = flash_attention_varlen(**inputs, **options)
         shift = ((o - given.double()).nan_to_num(0.0) * four[3]).sum(-1).t()
-        shifted = reference.attention_varlen_backward(
-            *four, shift if seen is None else shift + seen, **lengths, **options
-        )
-        exact["bias"] = shifted["bias"]
+        exact["bias"] = differentiated(*four, shift if seen is None else shift + seen, **lengths, **options)["bias"]
     assert set(found) == set(exact)
     for name, gradient in found.items():
         assert torch.isfinite(gradient).all(), f"d{name} has NaN or inf"
