@@ -367,9 +367,9 @@ def assert_varlen_gradients_right(found, inputs, options, do, dlse=None):
             unused = torch.ones(gradient.shape[0], dtype=torch.bool)
             side = "q" if name == "q" else "k"
             starts = inputs[f"cu_seqlens_{side}"].tolist()
-            lengths = inputs[f"seqused_{side}"].tolist() if f"seqused_{side}" in inputs else None
+            used = inputs[f"seqused_{side}"].tolist() if f"seqused_{side}" in inputs else None
             for b, start in enumerate(starts[:-1]):
-                unused[start : starts[b + 1] if lengths is None else start + lengths[b]] = False
+                unused[start : starts[b + 1] if used is None else start + used[b]] = False
             assert not gradient[unused.to(gradient.device)].any(), f"d{name} of a token in no sequence is not 0"
 
 
