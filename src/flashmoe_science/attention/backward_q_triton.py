@@ -122,7 +122,7 @@ def _backward_q_kernel(
         dq_ptr += start_q.to(tl.int64) * STRIDE_DQM
         lse_at, step_lse = start_q.to(tl.int64) * heads + h, heads
     else:
-        place_q, longest_q = seqlen_q, seqlen_q
+        place_q = seqlen_q
         lse_at, step_lse = (b * heads + h).to(tl.int64) * seqlen_q, 1
 
     offs_m = first_row + tl.arange(0, BLOCK_M)
@@ -150,7 +150,9 @@ def _backward_q_kernel(
     bias_rows = None
     if bias_ptr is not None:
         bias_head = bias_ptr + head_offset(b, h, stride_bias_b, stride_bias_h) * ALIGN_BIAS
-        last_row = tl.minimum(seqlen_q, longest_q) - 1
+        last_row = seqlen_q - 1
+        if cu_seqlens_q_ptr is not None:
+            last_row = tl.minimum(seqlen_q, longest_q) - 1
         bias_rows = bias_head + tl.minimum(offs_m, last_row).to(tl.int64) * (stride_bias_m * ALIGN_BIAS)
 
     dropout = None

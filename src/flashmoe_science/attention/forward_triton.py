@@ -215,7 +215,7 @@ def _forward_kernel(
             v_ptr += start_k.to(tl.int64) * STRIDE_VN
         o_ptr += start_q.to(tl.int64) * STRIDE_OM
     else:
-        place_q, longest_q = seqlen_q, seqlen_q
+        place_q = seqlen_q
 
     offs_m = first_row + tl.arange(0, BLOCK_M)
     offs_n, offs_d, offs_dv = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
@@ -243,7 +243,9 @@ def _forward_kernel(
     if bias_ptr is not None:
         bias_head = bias_ptr + head_offset(b, h, stride_bias_b, stride_bias_h) * ALIGN_BIAS
         # Rows past the end read the last one: what they give is never stored.
-        last_row = tl.minimum(seqlen_q, longest_q) - 1
+        last_row = seqlen_q - 1
+        if cu_seqlens_q_ptr is not None:
+            last_row = tl.minimum(seqlen_q, longest_q) - 1
         bias_rows = bias_head + tl.minimum(offs_m, last_row).to(tl.int64) * (stride_bias_m * ALIGN_BIAS)
 
     dropout = None
