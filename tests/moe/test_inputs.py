@@ -50,6 +50,10 @@ def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         ),
         ({"w_gate_up": zeros(4, 16)}, r"w_gate_up must have 3 dimensions \[E, 2 \* INTER, HID\]"),
         ({"w_gate_up": zeros(4, 8, 16)}, r"w_gate_up must have shape \[E, 2 \* INTER, HID\] = \[4, 16, 16\], got"),
+        (  # transposed: the inner size is that of w_gate_up
+            {"w_down": zeros(4, 8, 16)},
+            r"w_down must have shape \[E, HID, INTER\] = \[4, 16, 8\], got \[4, 8, 16\]",
+        ),
         ({"w_down": zeros(4, 15, 8)}, r"w_down must have shape \[E, HID, INTER\] = \[4, 16, 8\], got \[4, 15, 8\]"),
         ({"topk_ids": zeros(3, 2)}, "topk_ids must be int32 or int64, got torch.float32"),
         ({"topk_ids": zeros(4, 2, dtype=torch.int32)}, r"topk_ids must have shape \[T, K\] = \[3, 2\], got \[4, 2\]"),

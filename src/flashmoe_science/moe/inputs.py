@@ -161,7 +161,10 @@ def moe_problem_of(
     tokens, hidden = x.shape
     _check_axes("w_down", down, "E, HID, INTER")
     experts, inter = down.shape[0], down.shape[2]
-    _check_shape("w_down", down, (experts, hidden, inter), "E, HID, INTER")
+    columns = inter
+    if up.dim() == 3 and up.shape[2] == hidden:  # else it is what w_down says, which may be transposed
+        columns = up.shape[1] // columns_up(1, activation)
+    _check_shape("w_down", down, (experts, hidden, inter if down.shape[1] == hidden else columns), "E, HID, INTER")
     if experts * inter * hidden == 0:
         raise InputError(f"w_down must have E, HID and INTER of 1 or more, got shape {list(down.shape)}")
     rows = columns_up(inter, activation)
