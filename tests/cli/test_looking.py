@@ -159,6 +159,43 @@ def test_show_of_a_time_that_was_not_taken(run, repository):
     assert "speedup, wall" in run("show", record.id)[1]
 
 
+def test_show_says_how_to_see_the_speedups_of_the_other_times(run, repository):
+    record = build_record(times=("kernel", "wall"), day=2)
+    Store().save(record)
+    day = record.id.partition("-")[0]
+    line = "speedups of {0} time: flashmoe show " + day + " --time {0}"
+    assert line.format("wall") in run("show", record.id)[1].splitlines()
+    assert line.format("kernel") in run("show", record.id, "--time", "wall")[1].splitlines()
+    alone = build_record(times=("wall",), day=3)
+    Store().save(alone)
+    assert "speedups of" not in run("show", alone.id)[1]
+
+
+def test_show_of_memory(run, repository):
+    record = build_record(day=2)
+    peaks = {"flash_attention": 3 << 20, "sdpa": 4 << 20, "sdpa#2": 5 << 20}
+    arms = [arm.model_copy(update={"peak_bytes": peaks[arm.name]}) for arm in record.cases[0].arms]
+    Store().save(record.model_copy(update={"cases": [record.cases[0].model_copy(update={"arms": arms})]}))
+    _, out, _ = run("show", record.id, "--memory")
+    rows = [line.split() for line in out.splitlines() if "MiB" in line]
+    assert rows == [
+        ["flash_attention", "3.0", "MiB"],
+        ["sdpa", "4.0", "MiB", "1.333"],
+        ["sdpa#2", "(control)", "5.0", "MiB", "1.250"],
+    ]
+    assert "speedup" not in out
+
+
+def test_show_of_memory_that_was_not_counted(run, repository):
+    record = build_record(day=2)
+    arms = [arm.model_copy(update={"peak_bytes": None}) for arm in record.cases[0].arms]
+    Store().save(record.model_copy(update={"cases": [record.cases[0].model_copy(update={"arms": arms})]}))
+    code, _, err = run("show", record.id, "--memory")
+    assert (code, err.splitlines()[0]) == (2, "error: this run counted no memory")
+    code, _, err = run("show", RUN_ID, "--memory", "--time", "wall")
+    assert (code, err) == (2, "error: a table has times or memory: take --time or --memory, not both\n")
+
+
 def test_show_verbose_adds_the_kernels_that_ran(run):
     assert "made_up_kernel" not in run("show", RUN_ID)[1]
     assert "made_up_kernel" in run("show", RUN_ID, "--verbose")[1]

@@ -75,8 +75,8 @@ def test_the_rough_model_is_within_twice_what_was_measured(path):
             # FlashAttention-4 compiles its gradients at the first call, both forms in six kinds: more than a minute.
             assert 0.15 < model_seconds(gate, size) / seconds < 1
             continue
-        if gate == "launch" and "flashinfer" in record.baselines:
-            # FlashInfer compiles at the first call with a head dimension, unless the machine has it from before.
+        if gate == "launch" and {"flashinfer", "fa4"} & {*record.baselines}:
+            # Both compile at the first call of a kind, unless the machine has it from before: 18 or 48 s of `varlen`.
             assert 0.3 < model_seconds(gate, size) / seconds < 2
             continue
         assert 0.5 < model_seconds(gate, size) / seconds < 2, gate

@@ -19,6 +19,7 @@ from ..proof.judge import Verdict, VerdictStatus, exit_code
 from ..proof.junit import write_junit
 from ..proof.report import (
     case_table,
+    memory_table,
     check_lines,
     count_line,
     gate_lines,
@@ -29,7 +30,7 @@ from ..proof.report import (
     unmeasured_lines,
 )
 from ..proof.report_compare import comparison_lines
-from ..proof.rows import kinds_measured
+from ..proof.rows import kinds_measured, memory_rows
 from ..proof.store import Archive, Store, find_repository, is_path
 from ..proof.study.report import study_line, study_lines
 from ..proof.study.trials import Study, is_study, read_study, study_files
@@ -99,7 +100,14 @@ def run_verify(*, why: bool, strict: bool, junit: Path | None, as_json: bool) ->
 
 
 def run_show(
-    key: str, *, kind: str | None, verbose: bool, csv: Path | None, store: str | None = None, as_json: bool
+    key: str,
+    *,
+    kind: str | None,
+    memory: bool,
+    verbose: bool,
+    csv: Path | None,
+    store: str | None = None,
+    as_json: bool,
 ) -> int:
     """Render one run again."""
     terminal = Terminal(as_json=as_json)
@@ -111,6 +119,10 @@ def run_show(
     measured = kinds_measured(record)
     if kind is not None and measured and kind not in measured:
         raise InputError(f"time must be one of {', '.join(measured)} in this run, got {kind}")
+    if memory and kind is not None:
+        raise InputError("a table has times or memory: take --time or --memory, not both")
+    if memory and not memory_rows(record):
+        raise InputError("this run counted no memory", hint="gates quick and bench count it, on a GPU")
     if csv is not None:
         write_csv_file([record], csv)
     comparison = compare_revisions(record) if record.compared else None
@@ -122,7 +134,8 @@ def run_show(
     terminal.show("")
     if record.cases:
         unmeasured = unmeasured_lines(record)
-        terminal.show(case_table(record, cast("TimeKind | None", kind)), *([unmeasured] if unmeasured else []), "")
+        table = memory_table(record) if memory else case_table(record, cast("TimeKind | None", kind))
+        terminal.show(table, *([unmeasured] if unmeasured else []), "")
     if verbose and any(arm.launches for case in record.cases for arm in case.arms):
         terminal.show(launch_table(record), "")
     document = {"record": as_plain(record), "verdicts": [as_plain(verdict) for verdict in verdicts]}

@@ -240,6 +240,9 @@ def show(
         Optional[Metric],  # noqa: UP045
         typer.Option("--time", metavar="KIND", help="Show speedups of kernel, graph or wall time. Default: graph."),
     ] = None,
+    memory: Annotated[
+        bool, typer.Option("--memory", help="Show the peak bytes that a call allocates, in place of times.")
+    ] = False,
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Also the details of every gate, and the kernels that ran.")
     ] = False,
@@ -253,6 +256,7 @@ def show(
     Examples:
       flashmoe show 20261120
       flashmoe show evidence/20261120T235959Z-seed-flash_attention-1a2b3c.json --verbose
+      flashmoe show 20261120 --time wall
       flashmoe show 20261120 --csv times.csv
 
     \b
@@ -262,7 +266,7 @@ def show(
     from .looking import run_show
 
     kind = metric.value if metric else None
-    raise typer.Exit(run_show(run, kind=kind, verbose=verbose, csv=csv, store=store, as_json=as_json))
+    raise typer.Exit(run_show(run, kind=kind, memory=memory, verbose=verbose, csv=csv, store=store, as_json=as_json))
 
 
 @app.command(short_help="List the runs that are kept here.")

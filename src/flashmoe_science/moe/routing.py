@@ -67,7 +67,7 @@ def route(
         bias: ``[E]`` fp16, bf16 or fp32, contiguous: changes who is chosen, not the weights (DeepSeek-V3).
         groups: experts come in as many groups of neighbours, and a token chooses among its best groups only. A group is
             worth the sum of its two best choices with a bias (DeepSeek-V3), its best without one (DeepSeek-V2).
-        top_groups: groups that a token may choose from.
+        top_groups: groups that a token may choose from; by default its best one alone.
         scale: multiplies the weights (routed_scaling_factor).
 
     Returns:

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .conclude import last_word
-from .evidence import Gate, GateStatus, Launch, Record, TimeKind
+from .evidence import Arm, Gate, GateStatus, Launch, Record, TimeKind
 from .judge import Verdict, VerdictStatus, holds
 from .rows import (
     ArmRow,
@@ -31,6 +31,7 @@ from .rows import (
     format_seconds,
     kinds_measured,
     lowest_case,
+    memory_rows,
     unmeasured,
 )
 from .store import RunSummary
@@ -149,8 +150,29 @@ def _speed_table(record: Record, kind: TimeKind) -> RenderableType:
             shown = row.case
         table.add_row(*_speed_cells(row, kinds))
     legend = "speedup: an arm's time / the subject's (a control's / its original's), with its 95 % interval"
-    lines = [legend, *what_is_in_cache(record), *conditions(record)]
+    shows = f"flashmoe show {record.id.partition('-')[0]} --time"
+    others = [f"speedups of {each} time: {shows} {each}" for each in kinds if each != kind]
+    lines = [legend, *others, *what_is_in_cache(record), *conditions(record)]
     return Group(table, Text("\n".join(lines), "dim"))
+
+
+def memory_table(record: Record) -> RenderableType:
+    """Return what one call of every arm allocates, case by case, and how that compares with the subject's."""
+    table = new_table("case and arm", "peak memory", "times the subject's")
+    shown = None
+    for row in memory_rows(record):
+        if row.case is not shown:
+            table.add_row(Text(row.case.name, "bold"))
+            shown = row.case
+        ratio = f"{row.ratio:.3f}" if row.ratio is not None else ""
+        table.add_row(_arm_name(row.arm), format_bytes(row.arm.peak_bytes or 0), ratio)
+    legend = "peak memory: what one call allocates, beyond its inputs; a control's is compared with its original's"
+    return Group(table, Text(legend, "dim"))
+
+
+def _arm_name(arm: Arm) -> Text:
+    style = {"subject": "cyan", "control": "dim"}.get(arm.role, "")
+    return Text(f"  {arm.name}{' (control)' if arm.role == 'control' else ''}", style)
 
 
 def what_is_in_cache(record: Record) -> list[str]:
@@ -166,8 +188,7 @@ def what_is_in_cache(record: Record) -> list[str]:
 
 def _speed_cells(row: ArmRow, kinds: Sequence[TimeKind]) -> list[RenderableType]:
     arm = row.arm
-    style = {"subject": "cyan", "control": "dim"}.get(arm.role, "")
-    name = Text(f"  {arm.name}{' (control)' if arm.role == 'control' else ''}", style)
+    name = _arm_name(arm)
     if arm.status != "measured":
         return [name, *[""] * len(kinds), Text(arm.status, "yellow"), "", ""]
     times = [format_seconds(arm.rates[k].seconds) if k in arm.rates else "" for k in kinds]

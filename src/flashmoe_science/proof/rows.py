@@ -13,6 +13,7 @@ from .claims import Metric
 from .evidence import Accuracy, Arm, CaseRecord, Rates, Record, TimeKind
 from .judge import CaseVerdict, Control, Verdict, check_control, paired_log_ratios
 from .statistics import Interval, clustered_interval, hodges_lehmann
+from .words import counted
 
 KINDS: tuple[TimeKind, ...] = ("kernel", "graph", "wall")
 METRICS: tuple[Metric, ...] = (*KINDS, "memory")
@@ -81,7 +82,7 @@ def arm_rows(record: Record, kind: TimeKind) -> list[ArmRow]:
 
 def _ratio(record: Record, case: CaseRecord, arm: Arm, kind: TimeKind, control: Control) -> Ratio | None:
     """Return the ratio of ``arm``'s row, with the interval that the judge uses: table and verdict say the same."""
-    below = {"subject": "", "baseline": record.subject.name, "control": arm.name.rpartition("#")[0]}[arm.role]
+    below = _compared_with(record, arm)
     groups = list(paired_log_ratios(case, kind, arm.name, below).values()) if below else []
     values = [value for group in groups for value in group]
     if not values:
@@ -94,6 +95,33 @@ def _ratio(record: Record, case: CaseRecord, arm: Arm, kind: TimeKind, control: 
     except TooFewRoundsError:
         return Ratio(math.exp(hodges_lehmann(values)), None, len(values))
     return Ratio(found.estimate, found, len(values))
+
+
+@dataclass(frozen=True)
+class MemoryRow:
+    """What one call of an arm allocates at its peak, beyond its inputs, in one case."""
+
+    case: CaseRecord
+    arm: Arm
+    # Of a baseline: its bytes over the subject's, so what the subject saves. Of a control: over its original's.
+    ratio: float | None
+
+
+def memory_rows(record: Record) -> list[MemoryRow]:
+    """Return a row for every case and arm whose memory was counted, in the order of ``arm_rows``."""
+    found = []
+    for case in record.cases:
+        peaks = {arm.name: arm.peak_bytes for arm in case.arms if arm.peak_bytes is not None}
+        for arm in by_role(case.arms):
+            below = peaks.get(_compared_with(record, arm))
+            if arm.name in peaks:
+                found.append(MemoryRow(case, arm, peaks[arm.name] / below if below else None))
+    return found
+
+
+def _compared_with(record: Record, arm: Arm) -> str:
+    """Return the arm whose figures those of ``arm`` are divided by; empty for the subject."""
+    return {"subject": "", "baseline": record.subject.name, "control": arm.name.rpartition("#")[0]}[arm.role]
 
 
 @dataclass(frozen=True)
@@ -149,7 +177,7 @@ def format_ratio(ratio: Ratio | Interval | None) -> str:
     found = ratio if isinstance(ratio, Interval) else ratio.interval
     if found is None:
         assert isinstance(ratio, Ratio)
-        return f"{_digits(ratio.estimate, 3)}x ({ratio.rounds} rounds)"
+        return f"{_digits(ratio.estimate, 3)}x ({counted(ratio.rounds, 'round')})"
     decimals = min(3, _decimals(found.low, 3))  # three columns of times and this one share 100 columns
     return f"{found.estimate:.{decimals}f}x [{found.low:.{decimals}f}, {found.high:.{decimals}f}]"
 
