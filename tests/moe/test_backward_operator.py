@@ -84,6 +84,11 @@ def test_a_case_with_shared_experts_is_refused():
         OPERATOR.parse_case({**TABLE, "shared_experts": 1, "shared_inter": 8})
 
 
+def test_a_case_without_tokens_is_refused():
+    with pytest.raises(InputError, match="tokens must be at least 1, got 0: the gradients of none are zeros"):
+        OPERATOR.parse_case({**TABLE, "tokens": 0})
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
-from flashmoe_science.gpu import call_code, launch
+from flashmoe_science.gpu import call_code
 from flashmoe_science.gpu.dependencies import trace
 from flashmoe_science.gpu.device import spec_of
 from flashmoe_science.gpu.specs import SPECS
@@ -464,18 +463,6 @@ def followed(entry, stops):
     """Return the files that a fingerprint has in it."""
     modules = {name.partition(":")[0].removeprefix("flashmoe_science.") for name in trace((entry,), stops)}
     return {f"{module.replace('.', '/')}.py" for module in modules}
-
-
-@pytest.fixture
-def as_on_a_gpu(monkeypatch):
-    """Let calls on CPU tensors take the way of those on a GPU, up to the driver."""
-    for module in (api, gradients):
-        monkeypatch.setattr(module, "gpu_of", lambda _tensor: H200)
-        monkeypatch.setattr(module, "_prepared", {})
-    monkeypatch.setattr(calls, "_interpreter_run", lambda made: calls._cuda_run(made, torch.device("cuda", 0)))
-    monkeypatch.setattr(calls, "_raw_stream", lambda _index: 0)
-    monkeypatch.setattr(launch, "prepare_launch", lambda *_given: lambda *_addresses: None)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
 
 
 @pytest.mark.parametrize("tokens", [1, 8, 200, 5000])

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import weakref
+from collections.abc import Iterable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,9 +18,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from flashmoe_science import UnsupportedError, fused_moe
 from flashmoe_science.gpu.specs import SPECS
 from flashmoe_science.moe import gradients, inputs
+from flashmoe_science.moe.backward_api import fused_moe_backward
 from flashmoe_science.moe.backward_plan import COLUMN_STEP, FEWEST_COLUMNS, GRADIENTS, BackwardPlan, plan_backward
 from flashmoe_science.moe.calls import allocate
+from flashmoe_science.moe.operator import OPERATOR, MoeOperator
 from flashmoe_science.moe.problem import MoeProblem
+from flashmoe_science.moe_backward.operator import OPERATOR as BACKWARD
 from flashmoe_science.proof.suites import load_suite
 
 from .cases import Case, make_tensors
@@ -102,11 +108,11 @@ def test_the_peak_of_gradients_is_what_is_kept_and_a_tenth_of_it():
 
 
 class Counting(TorchDispatchMode):
-    """Count the bytes of tensors without memory, and the most that there are at a time."""
+    """Count the bytes of the tensors that are made, and the most that there are at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, there: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()
-        self.live: dict[int, int] = {}
+        self.live = {tensor.untyped_storage()._cdata: 0 for tensor in there}
         self.peak = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -118,6 +124,43 @@ class Counting(TorchDispatchMode):
                 weakref.finalize(storage, self.live.pop, storage._cdata)
         self.peak = max(self.peak, sum(self.live.values()))
         return made
+
+
+SIZES = {"experts": 8, "top_k": 2, "hidden": 512, "inter": 32}
+CALLS: dict[str, tuple[str, dict[str, Any]]] = {
+    "none": ("gemv_triton", {"tokens": 0}),
+    "one": ("gemv_triton", {"tokens": 1}),
+    "few": ("few_triton", {"tokens": 8}),
+    "sorted": ("grouped_triton", {"tokens": 3000}),
+    "biases": ("grouped_triton", {"tokens": 200, "bias_gate_up": True, "bias_down": True, "activation": "gelu"}),
+    "shared": ("grouped_triton", {"tokens": 200, "shared_experts": 2, "shared_inter": 48, "shared_weights": "fp32"}),
+    "hopper": ("grouped_gluon_sm90", {"tokens": 3000, "dtype": "bf16"}),
+    "gradients of one": ("moe_backward_triton", {"tokens": 1}),
+    "gradients": ("moe_backward_triton", {"tokens": 200}),
+    "gradients with biases": ("moe_backward_triton", {"tokens": 200, "bias_gate_up": True, "bias_down": True}),
+    "gradients on hopper": ("moe_backward_gluon_sm90", {"tokens": 3000, "dtype": "bf16"}),
+}
+
+
+@pytest.mark.triton
+@pytest.mark.unpoisoned
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_allocates_what_the_harness_is_told(name):
+    """All that the host does is in it, checks and preparation too; nothing is let go of before the end."""
+    kernel, table = CALLS[name]
+    operator: MoeOperator = BACKWARD if "backward" in kernel else OPERATOR
+    function: Any = fused_moe_backward if operator is BACKWARD else fused_moe
+    case = operator.parse_case({**SIZES, "dtype": "fp32", **table})
+    inputs_of_case = operator.make_inputs(case, seed=0, device="cpu")
+    call = operator.bind(functools.partial(function, kernel=kernel), case, inputs_of_case)
+    call()
+    with Counting(inputs_of_case.values()) as counting:
+        made = call()
+    told = operator.allocations(kernel, case, SPECS["H200"])
+    assert told is not None
+    assert counting.peak == sum(told)
+    del made  # what it holds was there to the end
 
 
 @pytest.mark.unpoisoned

@@ -19,7 +19,7 @@ from flashmoe_science.proof.changes import changes_since
 from flashmoe_science.proof.conclude import conclude
 from flashmoe_science.proof.evidence import SourceFile, parse_record, record_text, write_record
 from flashmoe_science.proof.judge import VerdictStatus
-from flashmoe_science.proof.operator import code_of, host_files_of, load_operator
+from flashmoe_science.proof.operator import allocations_of, code_of, host_files_of, load_operator
 from flashmoe_science.proof.readme import speed_section
 from flashmoe_science.proof.store import Store
 from flashmoe_science.proof.subject import PACKAGE_FOLDER
@@ -127,9 +127,78 @@ def test_attention_s_plain_entry_and_the_experts_say_what_the_host_runs():
     assert host_files_of(load_operator("moe_backward"), "fused_moe_backward", None) == OF_GRADIENTS_OF_EXPERTS
 
 
-def test_files_that_changed_count_for_memory(tmp_path, now):
-    assert changes_since(build_claim(metric="memory"), run_of(), tmp_path).changed == FILES
+MEMORY = build_claim(metric="memory")
+MEMORY_NOTE = NOTE.replace("did not", "did not, nor what a call allocates")
+SIZES = [1000, 3 << 20, 0]  # in blocks of 512 bytes, and the second up to 1 MiB more
+LEAST = 1024 + (3 << 20)
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """Put made-up sizes in the place of what the operator says that calls allocate, by positions."""
+    told = dict.fromkeys((512, 513, 514), SIZES)
+    monkeypatch.setattr(
+        type(ATTENTION), "allocations", lambda _self, _subject, problem, _gpu: told[problem.seqlen_q], raising=False
+    )
+    return told
+
+
+def that_counted(record, *peaks):
+    """Return ``record`` with the peaks that its subject was counted to have, by case."""
+    cases = [
+        case.model_copy(
+            update={
+                "arms": [
+                    arm.model_copy(update={"peak_bytes": peak} if arm.role == "subject" else {}) for arm in case.arms
+                ]
+            }
+        )
+        for case, peak in zip(record.cases, peaks, strict=True)
+    ]
+    return record.model_copy(update={"cases": cases})
+
+
+def test_files_that_changed_count_for_memory_where_nobody_knows_what_a_call_allocates(tmp_path, now):
+    found = changes_since(MEMORY, that_counted(run_of(), LEAST, LEAST, LEAST), tmp_path)
+    untold = "nothing tells that a call allocates now what was counted in 3 of 3 cases: case0, case1, case2"
+    assert (found.changed, found.notes) == (f"{FILES}; {untold}", ())
     assert now.asked == []
+
+
+def test_files_that_changed_do_not_count_for_memory_where_a_call_allocates_what_was_counted(tmp_path, now, told):
+    run = that_counted(run_of(), LEAST, LEAST + 4096, LEAST + (1 << 20))
+    found = changes_since(MEMORY, run, tmp_path)
+    assert (found.changed, found.notes) == ("", [MEMORY_NOTE.format("3 cases")])
+    now.other = {("sdpa", 513): "1" * 64}
+    changes._code_now.cache_clear()
+    assert (
+        "what runs on the GPU is another in 1 of 3 cases: case1 (sdpa)" in changes_since(MEMORY, run, tmp_path).changed
+    )
+
+
+@pytest.mark.parametrize("peak", [None, LEAST - 512, LEAST + (1 << 20) + 512])
+def test_a_peak_that_is_not_what_a_call_allocates_counts(tmp_path, told, peak):
+    found = changes_since(MEMORY, that_counted(run_of(), LEAST, peak, LEAST), tmp_path)
+    assert found.changed.endswith("allocates now what was counted in 1 of 3 cases: case1")
+    assert changes_since(KERNEL, that_counted(run_of(), LEAST, peak, LEAST), tmp_path).changed == ""
+
+
+def test_a_case_that_is_none_any_more_counts(tmp_path, told):
+    told[513] = None
+    del told[514]  # planning it raises
+    found = changes_since(MEMORY, that_counted(run_of(), LEAST, LEAST, LEAST), tmp_path)
+    assert found.changed.endswith("in 2 of 3 cases: case1, case2")
+
+
+def test_the_experts_say_what_a_call_allocates_and_attention_does_not():
+    table = {"tokens": 96, "experts": 8, "top_k": 2, "hidden": 64, "inter": 32, "dtype": "bf16"}
+    experts, gradients = load_operator("moe"), load_operator("moe_backward")
+    sizes = allocations_of(experts, "fused_moe", experts.parse_case(table), SPECS["H200"])
+    assert sizes is not None
+    assert sizes[:2] == [96 * 64 * 2, 192 * 32 * 2]  # out and h
+    assert allocations_of(experts, "gemv_triton", experts.parse_case(table), SPECS["H200"]) is None
+    assert allocations_of(gradients, "fused_moe_backward", gradients.parse_case(table), SPECS["H200"])
+    assert allocations_of(ATTENTION, "flash_attention", None, SPECS["H200"]) is None
 
 
 def test_where_a_fingerprint_differs_the_cases_and_the_files_are_named(tmp_path, now):
@@ -309,10 +378,10 @@ def test_a_repository_with_another_copy_of_the_package_is_compared_by_its_files(
     for source in SOURCES:
         (own / source.path).parent.mkdir(exist_ok=True)
         (own / source.path).write_text("changed")
-    found = changes_since(KERNEL, run_of(), tmp_path)
-    assert found.changed == FILES
-    assert [note.partition(":")[0] for note in found.notes] == ["what runs on the GPU was not compared"]
-    assert changes_since(build_claim(metric="memory"), run_of(), tmp_path).notes == ()
+    for claim in (KERNEL, MEMORY):
+        found = changes_since(claim, run_of(), tmp_path)
+        assert found.changed == FILES
+        assert [note.partition(":")[0] for note in found.notes] == ["what runs on the GPU was not compared"]
     assert now.asked == []
 
 

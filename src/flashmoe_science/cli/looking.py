@@ -19,12 +19,12 @@ from ..proof.judge import Verdict, VerdictStatus, exit_code
 from ..proof.junit import write_junit
 from ..proof.report import (
     case_table,
-    memory_table,
     check_lines,
     count_line,
     gate_lines,
     head_lines,
     launch_table,
+    memory_table,
     plain_table,
     run_table,
     unmeasured_lines,

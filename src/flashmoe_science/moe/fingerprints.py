@@ -95,6 +95,15 @@ def _told_of(problem: MoeProblem, table: Mapping[str, Any], options: Mapping[str
     return {"case": dict(table), "inputs": inputs, "options": dict(options), "arguments": TENSORS}
 
 
+def allocated_bytes(plan: MoePlan) -> list[int]:
+    """Return the bytes of every tensor that a call makes; parts of one count once."""
+    with FakeTensorMode():
+        made = allocate(plan, like_inputs(plan.problem))
+        storages = [tensor.untyped_storage() for tensor in made.values()]
+        # By what torch knows a storage by: an object of Python's is made anew for each question.
+        return [*{storage._cdata: storage.nbytes() for storage in storages}.values()]  # noqa: SLF001
+
+
 def subject_code(
     operator: Any, entry: str, plan: MoePlan, table: Mapping[str, Any], options: Mapping[str, Any]
 ) -> str | None:

@@ -19,7 +19,7 @@ from ..gpu.specs import GpuSpec, find_gpu
 from . import reference
 from .api import fused_moe
 from .drawn import draw_ids, weight_bytes
-from .fingerprints import RUN_AT_EACH_CALL, as_called, rival_code, subject_code
+from .fingerprints import RUN_AT_EACH_CALL, allocated_bytes, as_called, rival_code, subject_code
 from .inputs import TENSORS
 from .plan import MoePlan, plan_moe
 from .problem import MoeCase, MoeProblem
@@ -285,6 +285,13 @@ class MoeOperator:
     def host_files(self, subject: str, case: MoeCase) -> frozenset[str] | None:  # noqa: ARG002 - the protocol's signature
         """Return the files that the host runs at each call, and no fingerprint knows."""
         return RUN_AT_EACH_CALL
+
+    def allocations(self, subject: str, case: MoeCase, gpu: GpuSpec) -> Sequence[int] | None:
+        """Return the bytes of every tensor that a call makes; all of them are there at its end."""
+        try:
+            return allocated_bytes(self._plan(subject, self._as_called(case), gpu))
+        except UnsupportedError:
+            return None
 
     def _called_with(self, case: MoeCase) -> dict[str, Any]:
         return {**self._options(case), "batch_invariant": case.problem.batch_invariant}

@@ -51,6 +51,8 @@ class MoeBackwardOperator(MoeOperator):
             if table.get(key):
                 raise InputError(f"{key} is not a key of a case of {self.name}")
         case = super().parse_case(table)
+        if not case.problem.tokens:
+            raise InputError("tokens must be at least 1, got 0: the gradients of none are zeros, which no kernel makes")
         return dataclasses.replace(case, problem=dataclasses.replace(case.problem, keep_product=True))
 
     def work(self, case: MoeCase) -> Work:

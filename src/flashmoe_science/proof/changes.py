@@ -2,8 +2,8 @@
 
 A record hashes the files of its subject, and, where the operator can tell, all that decides what each arm runs in each
 case. A file that changed says that something may be another; equal fingerprints say that to the GPU nothing is, and
-for wall time the operator says which files they leave out that run on the host at each call. A change of the code that
-takes times counts whatever the files say.
+for wall time the operator says which files they leave out that run on the host at each call. For memory it says what a
+call allocates: it has to be what was counted. A change of the code that takes times counts whatever the files say.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ from ..errors import InputError
 from ..gpu.specs import GpuSpec
 from ..gpu.untold import acts_at_import
 from .claims import Claim
-from .evidence import Arm, CaseRecord, Gpu, Record, TimeKind
+from .evidence import Arm, CaseRecord, Gpu, Record
 from .method import takes_alike
 from .subject import PACKAGE_FOLDER, is_builtin
 from .words import counted
 
-# Memory goes by the files: what is allocated is in no fingerprint.
-_TIMES: tuple[TimeKind, ...] = ("kernel", "graph", "wall")
 FINGERPRINTS_EQUAL = "(fingerprints equal)"  # ends a note that says of changed files that they do not count
 ANOTHER_COPY = "another copy of the package runs here than the repository's own"
 OWN_COPY = "pip install -e . takes that one"
 _SHOWN = 3  # files, and cases, that a reason lists
+# How torch's allocator of CUDA memory counts a tensor: in blocks of 512 bytes. Of one above 1 MiB a cached block is
+# taken whole if no more than 1 MiB of it would be left.
+_BLOCK_BYTES, _WHOLE_BYTES = 512, 1 << 20
 
 
 @dataclass(frozen=True)
@@ -72,25 +73,30 @@ def compare_sources(record: Record, repository: Path) -> Sources:
 def changes_since(claim: Claim, record: Record, repository: Path) -> Sources:
     """Compare what ``claim`` rests on with what is in ``repository`` now.
 
-    Files that differ do not count for a time where the fingerprints of all its cases are those recorded, and, for wall
-    time, where they are none of those that the host runs at each call. They count where a fingerprint is missing, or
-    cannot be made now.
+    Files that differ do not count where the fingerprints of all its cases are those recorded, and, for wall time,
+    where they are none of those that the host runs at each call, for memory, where what the subject allocates is known
+    and makes the peaks that were counted. They count where a fingerprint is missing, or cannot be made now.
     """
     sources = compare_sources(record, repository)
     if beyond := _beyond_its_files(record, repository):
         return replace(sources, changed="; ".join(filter(None, [sources.changed, beyond])), notes=())
     elsewhere = is_builtin(record.subject) and not _is_of_this_package(record, repository)
     recorded = any(arm.code for case in claim.cases_of(record) for arm in case.arms)
-    if sources.changed and claim.metric in _TIMES and elsewhere and recorded:
+    if sources.changed and elsewhere and recorded:
         note = f"what runs on the GPU was not compared: {ANOTHER_COPY} ({OWN_COPY})"
         return replace(sources, notes=[*sources.notes, note])
-    told = sources.changed and claim.metric in _TIMES and _is_of_this_package(record, repository)
+    told = sources.changed and _is_of_this_package(record, repository)
     if not told or record.environment.gpu is None:
         return sources
-    cases = claim.cases_of(record)
+    cases, spec = claim.cases_of(record), _spec_of(record.environment.gpu)
     if claim.metric == "wall" and _runs_at_each_call(record, cases, sources.differ):
         return sources
-    spec = _spec_of(record.environment.gpu)
+    if claim.metric == "memory" and (
+        untold := [case.name for case in cases if not _is_told(claim, record, case, spec)]
+    ):
+        which = f"in {len(untold)} of {counted(len(cases), 'case')}: {_few(untold)}"
+        peaks = f"nothing tells that a call allocates now what was counted {which}"
+        return replace(sources, changed=f"{sources.changed}; {peaks}")
     compared = {case.name: _fingerprints(claim, record, case, spec) for case in cases}
     pairs = [pair for arms in compared.values() for pair in arms.values()]
     if not pairs or not all(recorded for recorded, _ in pairs):
@@ -101,8 +107,9 @@ def changes_since(claim: Claim, record: Record, repository: Path) -> Sources:
         if (arms := [arm for arm, (recorded, now) in fingerprints.items() if now != recorded])
     }
     if not differ:
-        host = ", nor what the host runs at each call" if claim.metric == "wall" else ""
-        ran = f"what runs on the GPU in its {counted(len(cases), 'case')} did not{host} {FINGERPRINTS_EQUAL}"
+        besides = {"wall": ", nor what the host runs at each call", "memory": ", nor what a call allocates"}
+        did_not = f"did not{besides.get(claim.metric, '')}"
+        ran = f"what runs on the GPU in its {counted(len(cases), 'case')} {did_not} {FINGERPRINTS_EQUAL}"
         return replace(sources, changed="", notes=[f"{sources.differing}; {ran}"])
     told_of = [name if claim.subject in arms else f"{name} ({', '.join(arms)})" for name, arms in differ.items()]
     how = "is another" if all(now for _, now in pairs) else "is another, or cannot be told here,"
@@ -122,6 +129,16 @@ def _runs_at_each_call(record: Record, cases: Sequence[CaseRecord], paths: Seque
     operator, subject = load_operator(record.subject.operator), record.subject.name
     of_cases = [host_files_of(operator, subject, operator.parse_case(case.problem)) for case in cases]
     return any(files is None or not files.isdisjoint(paths) for files in of_cases)
+
+
+def _is_told(claim: Claim, record: Record, case: CaseRecord, spec: GpuSpec) -> bool:
+    """Return whether the tensors that a call of the subject makes now take what one was counted to take."""
+    sizes = _allocations_now(record.subject.operator, claim.subject, json.dumps(case.problem, sort_keys=True), spec)
+    peak = next((arm.peak_bytes for arm in case.arms if arm.name == claim.subject), None)
+    if sizes is None or peak is None:
+        return False
+    least = sum(-(-size // _BLOCK_BYTES) * _BLOCK_BYTES for size in sizes)
+    return least <= peak <= least + _WHOLE_BYTES * sum(size > _WHOLE_BYTES for size in sizes)
 
 
 def is_of_another_copy(repository: Path) -> bool:
@@ -211,6 +228,17 @@ def _code_now(operator: str, arm: str, problem: str, gpu: GpuSpec) -> str:
         return code_of(found, arm, found.parse_case(json.loads(problem)), gpu)
     except Exception:  # noqa: BLE001 - a problem that is none any more, a plan that fails, a Triton of another kind
         return ""
+
+
+def _allocations_now(operator: str, subject: str, problem: str, gpu: GpuSpec) -> Sequence[int] | None:
+    """Return what a call allocates by the code here, or None where that is not known."""
+    from .operator import allocations_of, load_operator
+
+    found = load_operator(operator)
+    try:
+        return allocations_of(found, subject, found.parse_case(json.loads(problem)), gpu)
+    except Exception:  # noqa: BLE001 - as above
+        return None
 
 
 def _package_folders(repository: Path) -> list[Path]:

@@ -260,6 +260,22 @@ class TellingHostFiles(Protocol):
         """
 
 
+@runtime_checkable
+class TellingAllocations(Protocol):
+    """What an operator with fingerprints may offer besides: what its own subjects allocate, with no GPU."""
+
+    def allocations(self, subject: str, problem: Any, gpu: GpuSpec) -> Sequence[int] | None:
+        """Return the bytes of every tensor that a call makes; all of them are there at its end.
+
+        None: not known, so for memory every change of a source counts.
+        """
+
+
+def allocations_of(operator: Operator, subject: str, problem: Any, gpu: GpuSpec) -> Sequence[int] | None:
+    """Return what ``allocations`` of an operator says; None where it has none."""
+    return operator.allocations(subject, problem, gpu) if isinstance(operator, TellingAllocations) else None
+
+
 def host_files_of(operator: Operator, subject: str, problem: Any) -> frozenset[str] | None:
     """Return what ``host_files`` of an operator says; None where it has none."""
     return operator.host_files(subject, problem) if isinstance(operator, TellingHostFiles) else None
