@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from flashmoe_science.moe.fingerprints import RUN_AT_EACH_CALL, RUN_AT_EACH_CALL_OF_GRADIENTS
+
 from . import architecture
 from .proof.processes import python_path
 
@@ -203,6 +205,56 @@ def test_refusals_that_change_something_are_found(statement) -> None:
     assert faults_of_refusals(f"{head}\ndef check_a(x) -> None:\n    check_b(x)\n") == []
     for text in ("A = f()\n", "f()\n", "def check_a(x) -> bool:\n    return True\n"):
         assert faults_of_refusals(head + text) != []
+
+
+# What the host runs at each call of experts may call, where fingerprints leave it out and it is given tensors, besides
+# what refusals may: nothing of it makes a tensor, but for the cast under autocast, which fingerprints know.
+READS_OF_INPUTS = READS | {
+    "MoeProblem", "bit_length", "columns_up", "dict", "float", "gcd", "get_autocast_dtype", "is_autocast_enabled",
+    "is_grad_enabled", "pointer_alignment",
+}  # fmt: skip
+CASTS = "cast_under_autocast"
+
+
+def makers_of_tensors(text: str) -> list[str]:
+    """Return what may make a tensor, keep one, or be another on a GPU."""
+    tree = ast.parse(text)
+    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name != CASTS]
+    found: list[ast.AST] = []
+    for node in (node for function in functions for node in ast.walk(function)):
+        if isinstance(node, ast.Call):
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            found += [] if name in READS_OF_INPUTS or name.lstrip("_").startswith("check_") else [node]
+        elif isinstance(node, ast.Attribute):
+            found += [node] if node.attr in ("is_cuda", "is_cpu") or not isinstance(node.ctx, ast.Load) else []
+        elif isinstance(node, ast.Subscript):
+            found += [] if isinstance(node.ctx, ast.Load) else [node]
+        elif isinstance(node, (ast.Global, ast.Nonlocal)):
+            found.append(node)
+    return [ast.unparse(node).splitlines()[0] for node in found]
+
+
+def test_what_fingerprints_of_experts_leave_out_makes_no_tensor() -> None:
+    """Not seen by them is what these files allocate and launch at each call: they do neither."""
+    for name in sorted(RUN_AT_EACH_CALL | RUN_AT_EACH_CALL_OF_GRADIENTS):
+        text = (SOURCE / name).read_text(encoding="utf-8")
+        if name == "moe/gradients.py":  # of which a call that records nothing runs one function
+            text = next(ast.unparse(node) for node in ast.parse(text).body if getattr(node, "name", "") == "records")
+        if "torch" in text or "Tensor" in text:
+            assert makers_of_tensors(text) == [], name
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "x.clone()", "x.double().isnan().any()", "torch.empty(1)", "held[0] = x", "x.held = 1", "global A",
+        "x.new_empty(1)", "torch.cuda.memory._set_allocator_settings('')", "return 2 if x.is_cuda else 16",
+    ],
+)  # fmt: skip
+def test_what_makes_a_tensor_is_found(statement) -> None:
+    assert makers_of_tensors(f'"""A."""\ndef describe(x):\n    {statement}\n') != []
+    assert makers_of_tensors(f'"""A."""\ndef {CASTS}(x):\n    {statement}\n') == []
+    assert makers_of_tensors('"""A."""\ndef describe(x):\n    return x.stride()\n') == []
 
 
 def test_nothing_of_one_machine_is_in_the_repository() -> None:

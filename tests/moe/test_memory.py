@@ -21,6 +21,7 @@ from flashmoe_science.moe import gradients, inputs
 from flashmoe_science.moe.backward_api import fused_moe_backward
 from flashmoe_science.moe.backward_plan import COLUMN_STEP, FEWEST_COLUMNS, GRADIENTS, BackwardPlan, plan_backward
 from flashmoe_science.moe.calls import allocate
+from flashmoe_science.moe.fingerprints import like_inputs
 from flashmoe_science.moe.operator import OPERATOR, MoeOperator
 from flashmoe_science.moe.problem import MoeProblem
 from flashmoe_science.moe_backward.operator import OPERATOR as BACKWARD
@@ -126,38 +127,50 @@ class Counting(TorchDispatchMode):
         return made
 
 
-SIZES = {"experts": 8, "top_k": 2, "hidden": 512, "inter": 32}
-CALLS: dict[str, tuple[str, dict[str, Any]]] = {
-    "none": ("gemv_triton", {"tokens": 0}),
-    "one": ("gemv_triton", {"tokens": 1}),
-    "few": ("few_triton", {"tokens": 8}),
-    "sorted": ("grouped_triton", {"tokens": 3000}),
-    "biases": ("grouped_triton", {"tokens": 200, "bias_gate_up": True, "bias_down": True, "activation": "gelu"}),
-    "shared": ("grouped_triton", {"tokens": 200, "shared_experts": 2, "shared_inter": 48, "shared_weights": "fp32"}),
-    "hopper": ("grouped_gluon_sm90", {"tokens": 3000, "dtype": "bf16"}),
-    "gradients of one": ("moe_backward_triton", {"tokens": 1}),
-    "gradients": ("moe_backward_triton", {"tokens": 200}),
-    "gradients with biases": ("moe_backward_triton", {"tokens": 200, "bias_gate_up": True, "bias_down": True}),
-    "gradients on hopper": ("moe_backward_gluon_sm90", {"tokens": 3000, "dtype": "bf16"}),
+SIZES = {"experts": 8, "top_k": 2, "hidden": 512, "inter": 32, "dtype": "fp32"}
+SMALL: dict[str, dict[str, Any]] = {
+    "none": {"tokens": 0},
+    "one": {"tokens": 1},
+    "few": {"tokens": 8},
+    "sorted": {"tokens": 3000},
+    "biases": {"tokens": 200, "bias_gate_up": True, "bias_down": True, "activation": "gelu"},
+    "shared": {"tokens": 200, "shared_experts": 2, "shared_inter": 48, "shared_weights": "fp32"},
+}
+CALLS: dict[str, tuple[MoeOperator, Any]] = {
+    **{f"{name} small": (OPERATOR, OPERATOR.parse_case({**SIZES, **table})) for name, table in SMALL.items()},
+    **{
+        f"{suite} {case.name}": (BACKWARD if suite == "moe-train" else OPERATOR, case.problem)
+        for suite in ("moe-decode", "moe-prefill", "moe-train")
+        for case in load_suite(suite).cases
+    },
 }
 
 
 @pytest.mark.triton
+@pytest.mark.one_triton
 @pytest.mark.unpoisoned
 @pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_allocates_what_the_harness_is_told(name):
-    """All that the host does is in it, checks and preparation too; nothing is let go of before the end."""
-    kernel, table = CALLS[name]
-    operator: MoeOperator = BACKWARD if "backward" in kernel else OPERATOR
-    function: Any = fused_moe_backward if operator is BACKWARD else fused_moe
-    case = operator.parse_case({**SIZES, "dtype": "fp32", **table})
-    inputs_of_case = operator.make_inputs(case, seed=0, device="cpu")
-    call = operator.bind(functools.partial(function, kernel=kernel), case, inputs_of_case)
+    """Claims of memory rest on it. All that the host does is in it; nothing is let go of before the end.
+
+    Tensors are as large as those of suites: nobody writes to them, so they take no memory.
+    """
+    operator, case = CALLS[name]
+    problem = case.problem
+    given = like_inputs(problem)
+    function: Any = fused_moe
+    if operator is BACKWARD:
+        function = fused_moe_backward
+        given |= {"do": torch.empty_like(given["x"])}
+        given |= {"product": torch.empty(problem.pairs, problem.columns_up, dtype=given["x"].dtype)}
+    subject = next(iter(operator.entry_points()))
+    kernel = operator._plan(subject, case, SPECS["H200"]).kernel
+    call = operator.bind(functools.partial(function, kernel=kernel), case, given)
     call()
-    with Counting(inputs_of_case.values()) as counting:
+    with Counting(given.values()) as counting:
         made = call()
-    told = operator.allocations(kernel, case, SPECS["H200"])
+    told = operator.allocations(subject, case, SPECS["H200"])
     assert told is not None
     assert counting.peak == sum(told)
     del made  # what it holds was there to the end

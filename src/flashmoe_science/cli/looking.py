@@ -118,7 +118,7 @@ def run_show(
     record = read_record(Path(key)) if is_path(key) else Archive(Store(store), repository).load(key)
     measured = kinds_measured(record)
     if kind is not None and measured and kind not in measured:
-        raise InputError(f"time must be one of {', '.join(measured)} in this run, got {kind}")
+        raise InputError(f"this run took {' and '.join(measured)} time, not {kind} time")
     if memory and kind is not None:
         raise InputError("a table has times or memory: take --time or --memory, not both")
     if memory and not memory_rows(record):

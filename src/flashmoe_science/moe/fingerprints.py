@@ -100,8 +100,7 @@ def allocated_bytes(plan: MoePlan) -> list[int]:
     with FakeTensorMode():
         made = allocate(plan, like_inputs(plan.problem))
         storages = [tensor.untyped_storage() for tensor in made.values()]
-        # By what torch knows a storage by: an object of Python's is made anew for each question.
-        return [*{storage._cdata: storage.nbytes() for storage in storages}.values()]  # noqa: SLF001
+        return [*{storage._cdata: storage.nbytes() for storage in storages}.values()]  # noqa: SLF001 - what it is
 
 
 def subject_code(

@@ -149,9 +149,11 @@ def _speed_table(record: Record, kind: TimeKind) -> RenderableType:
             table.add_row(Text(row.case.name, "bold"))
             shown = row.case
         table.add_row(*_speed_cells(row, kinds))
-    legend = "speedup: an arm's time / the subject's (a control's / its original's), with its 95 % interval"
-    shows = f"flashmoe show {record.id.partition('-')[0]} --time"
-    others = [f"speedups of {each} time: {shows} {each}" for each in kinds if each != kind]
+    legend = (
+        "speedup: an arm's time / the subject's (a control's / its original's) round by round, with its 95 % interval; "
+        "times: medians"
+    )
+    others = [f"speedups of {each} time: flashmoe show RUN --time {each}" for each in kinds if each != kind]
     lines = [legend, *others, *what_is_in_cache(record), *conditions(record)]
     return Group(table, Text("\n".join(lines), "dim"))
 
@@ -165,7 +167,7 @@ def memory_table(record: Record) -> RenderableType:
             table.add_row(Text(row.case.name, "bold"))
             shown = row.case
         ratio = f"{row.ratio:.3f}" if row.ratio is not None else ""
-        table.add_row(_arm_name(row.arm), format_bytes(row.arm.peak_bytes or 0), ratio)
+        table.add_row(_arm_name(row.arm), f"{(row.arm.peak_bytes or 0) / 2**20:,.3f} MiB", ratio)
     legend = "peak memory: what one call allocates, beyond its inputs; a control's is compared with its original's"
     return Group(table, Text(legend, "dim"))
 
