@@ -422,10 +422,10 @@ def test_a_case_that_says_nothing_is_told_of_while_it_runs(monkeypatch):
     recorder = Recorder()
     case = run_chain(request_of(HONEST, SHORT), recorder).cases[0].name
     assert recorder.steps == [
-        (0, 1, "starting for 3 s (ended at 900 s)"),
+        (0, 1, "starting for 3 s (limit 900 s)"),
         (0, 1, case),
-        (0, 1, f"{case} for 2 s (ended at 900 s)"),
-        (0, 1, f"{case} for 20 s (ended at 900 s)"),
+        (0, 1, f"{case} for 2 s (limit 900 s)"),
+        (0, 1, f"{case} for 20 s (limit 900 s)"),
     ]
 
 

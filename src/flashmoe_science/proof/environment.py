@@ -16,7 +16,7 @@ import subprocess
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -27,6 +27,9 @@ from .evidence import Environment, Gpu, TreeState
 from .git import git
 from .subject import Subject, expand_sources
 from .worker import Emit, describe_error, run_task
+
+if TYPE_CHECKING:
+    from .baselines import BaselineStatus
 
 PACKAGE_FOLDER = Path(__file__).resolve().parent.parent
 
@@ -330,6 +333,10 @@ def _read_or_none(path: Path) -> str | None:
         return None
 
 
+def _with_version(status: BaselineStatus) -> str:
+    return f"{status.name} ({status.version})" if status.version else status.name
+
+
 def _check_rivals() -> list[Check]:
     from .baselines import available_baselines
     from .operator import load_operator
@@ -338,8 +345,8 @@ def _check_rivals() -> list[Check]:
     checks = []
     for operator in BUILTIN_OPERATORS:
         found = available_baselines(load_operator(operator))
-        here = [f"{status.name} {status.version}".strip() for status in found if status.available]
-        waiting = [f"{status.name} {status.version}".strip() for status in found if status.installed and not here]
+        here = [_with_version(status) for status in found if status.available]
+        waiting = [_with_version(status) for status in found if status.installed and not here]
         missing = [status.name for status in found if not status.installed]
         text = ", ".join(here) or (f"none without a GPU; installed: {', '.join(waiting)}" if waiting else "none found")
         text += f"; not here: {', '.join(missing)}" if missing else ""

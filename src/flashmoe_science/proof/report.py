@@ -149,12 +149,10 @@ def _speed_table(record: Record, kind: TimeKind) -> RenderableType:
             table.add_row(Text(row.case.name, "bold"))
             shown = row.case
         table.add_row(*_speed_cells(row, kinds))
-    legend = (
-        "speedup: an arm's time / the subject's (a control's / its original's) round by round, with its 95 % interval; "
-        "times: medians"
-    )
+    legend = "speedup: an arm's time / the subject's (a control's / its original's), with its 95 % interval"
+    medians = "times are medians; a speedup is of rounds, in which both ran, so the quotient of two medians may differ"
     others = [f"speedups of {each} time: flashmoe show RUN --time {each}" for each in kinds if each != kind]
-    lines = [legend, *others, *what_is_in_cache(record), *conditions(record)]
+    lines = [legend, medians, *others, *what_is_in_cache(record), *conditions(record)]
     return Group(table, Text("\n".join(lines), "dim"))
 
 

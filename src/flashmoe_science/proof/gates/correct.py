@@ -89,7 +89,7 @@ def _check_all(run: Run, device: str, seed: int) -> _Checks:
             told_s = 0.0
         if seconds >= told_s + _TELL_S:
             told_s = seconds
-            label = f"{checks.under_way or 'starting'} for {seconds:.0f} s (ended at {timeout_s:g} s)"
+            label = f"{checks.under_way or 'starting'} for {seconds:.0f} s (limit {timeout_s:g} s)"
             run.progress.advance(len(checks.results), len(run.todo), label)
 
     while checks.left:
