@@ -213,25 +213,36 @@ READS_OF_INPUTS = READS | {
     "MoeProblem", "bit_length", "columns_up", "dict", "float", "gcd", "get_autocast_dtype", "is_autocast_enabled",
     "is_grad_enabled", "pointer_alignment",
 }  # fmt: skip
-CASTS = "cast_under_autocast"
+CASTS, LAYOUT = "cast_under_autocast", "layout_of"
+AT_IMPORT = (ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign, ast.Expr)
 
 
 def makers_of_tensors(text: str) -> list[str]:
-    """Return what may make a tensor, keep one, or be another on a GPU."""
-    tree = ast.parse(text)
-    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name != CASTS]
+    """Return what may make a tensor, keep one, or be another on a GPU; checks may ask for a tensor's device."""
     found: list[ast.AST] = []
-    for node in (node for function in functions for node in ast.walk(function)):
+    for part in ast.parse(text).body:
+        if isinstance(part, ast.FunctionDef):
+            found += [] if part.name == CASTS else makers_in(part)
+        elif not isinstance(part, AT_IMPORT) or any(isinstance(node, ast.Lambda) for node in ast.walk(part)):
+            found.append(part)
+    return [ast.unparse(node).splitlines()[0] for node in found]
+
+
+def makers_in(function: ast.FunctionDef) -> list[ast.AST]:
+    may_ask = function.name == LAYOUT or function.name.lstrip("_").startswith("check_")
+    found: list[ast.AST] = []
+    for node in ast.walk(function):
         if isinstance(node, ast.Call):
             name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
             found += [] if name in READS_OF_INPUTS or name.lstrip("_").startswith("check_") else [node]
         elif isinstance(node, ast.Attribute):
-            found += [node] if node.attr in ("is_cuda", "is_cpu") or not isinstance(node.ctx, ast.Load) else []
+            asks = node.attr in ("is_cuda", "is_cpu") or (node.attr == "device" and not may_ask)
+            found += [node] if asks or not isinstance(node.ctx, ast.Load) else []
         elif isinstance(node, ast.Subscript):
             found += [] if isinstance(node.ctx, ast.Load) else [node]
-        elif isinstance(node, (ast.Global, ast.Nonlocal)):
+        elif isinstance(node, (ast.Global, ast.Nonlocal, ast.Lambda)):
             found.append(node)
-    return [ast.unparse(node).splitlines()[0] for node in found]
+    return found
 
 
 def test_what_fingerprints_of_experts_leave_out_makes_no_tensor() -> None:
@@ -249,12 +260,15 @@ def test_what_fingerprints_of_experts_leave_out_makes_no_tensor() -> None:
     [
         "x.clone()", "x.double().isnan().any()", "torch.empty(1)", "held[0] = x", "x.held = 1", "global A",
         "x.new_empty(1)", "torch.cuda.memory._set_allocator_settings('')", "return 2 if x.is_cuda else 16",
+        "return x[x > 0] if x.device.type == 'cuda' else x", "a = lambda: x",
     ],
 )  # fmt: skip
 def test_what_makes_a_tensor_is_found(statement) -> None:
     assert makers_of_tensors(f'"""A."""\ndef describe(x):\n    {statement}\n') != []
     assert makers_of_tensors(f'"""A."""\ndef {CASTS}(x):\n    {statement}\n') == []
     assert makers_of_tensors('"""A."""\ndef describe(x):\n    return x.stride()\n') == []
+    assert makers_of_tensors('"""A."""\ncheck_a = lambda x: x.clone()\n') != []
+    assert makers_of_tensors('"""A."""\ndef check_a(x):\n    same(x.device)\n') == ["same(x.device)"]
 
 
 def test_nothing_of_one_machine_is_in_the_repository() -> None:

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import itertools
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -154,26 +154,38 @@ CALLS: dict[str, tuple[MoeOperator, Any]] = {
 def test_a_call_allocates_what_the_harness_is_told(name):
     """Claims of memory rest on it. All that the host does is in it; nothing is let go of before the end.
 
-    Tensors are as large as those of suites: nobody writes to them, so they take no memory.
+    Tensors are as large as those of suites: nobody writes to them, so they take no memory. The kernel is the plan's by
+    its name, as on a CPU the reference would serve.
     """
     operator, case = CALLS[name]
     problem = case.problem
-    given = like_inputs(problem)
-    function: Any = fused_moe
-    if operator is BACKWARD:
-        function = fused_moe_backward
-        given |= {"do": torch.empty_like(given["x"])}
-        given |= {"product": torch.empty(problem.pairs, problem.columns_up, dtype=given["x"].dtype)}
+    function: Any = fused_moe_backward if operator is BACKWARD else fused_moe
     subject = next(iter(operator.entry_points()))
     kernel = operator._plan(subject, case, SPECS["H200"]).kernel
-    call = operator.bind(functools.partial(function, kernel=kernel), case, given)
-    call()
-    with Counting(given.values()) as counting:
-        made = call()
     told = operator.allocations(subject, case, SPECS["H200"])
+    with skipped_for_want_of_memory():
+        given = like_inputs(problem)
+        if operator is BACKWARD:
+            given |= {"do": torch.empty_like(given["x"])}
+            given |= {"product": torch.empty(problem.pairs, problem.columns_up, dtype=given["x"].dtype)}
+        call = operator.bind(functools.partial(function, kernel=kernel), case, given)
+        call()
+        with Counting(given.values()) as counting:
+            made = call()
     assert told is not None
     assert counting.peak == sum(told)
     del made  # what it holds was there to the end
+
+
+@contextlib.contextmanager
+def skipped_for_want_of_memory() -> Iterator[None]:
+    """Skip a test whose tensors the machine refuses, although nobody writes to them."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "can't allocate memory" not in str(error):
+            raise
+        pytest.skip("this machine has no room for tensors of this size")
 
 
 @pytest.mark.unpoisoned

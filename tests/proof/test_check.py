@@ -70,52 +70,6 @@ def test_errors_below_the_largest_allowed_are_caught_by_their_mean_square():
         check(noisy)
 
 
-class Lucky(FakeOperator):
-    """The framework's first run is right, and the others are off by 0.01."""
-
-    def __init__(self) -> None:
-        self.runs = 0
-
-    def low_precision(self, problem, inputs):
-        self.runs += 1
-        return self.exact(problem, inputs).half() + (0.0 if self.runs == 1 else 0.01)
-
-
-FEW, MANY = Problem(1, 1, 4, 4), Problem(1, 1, 64, 16)
-
-
-@pytest.mark.parametrize(("problem", "runs"), [(FEW, 2 + 63), (Problem(1, 1, 32, 16), 2 + 1), (MANY, 2)])
-def test_the_framework_s_errors_of_few_elements_are_those_of_several_draws(problem, runs):
-    """An output of 16 elements, of 512, and of 1,024."""
-    operator = Lucky()
-    check(attend, problem, operator=operator)
-    assert operator.runs == runs
-
-
-def test_few_elements_may_be_as_wrong_as_the_framework_s_and_no_more():
-    def off_by(error):
-        return lambda q, k, v, **kwargs: attend(q, k, v, **kwargs) + error
-
-    accuracy = check(off_by(0.015), FEW, operator=Lucky())
-    assert 0.014 < accuracy.max_error < 0.02 <= accuracy.budget < 0.026
-    assert 0.01 <= accuracy.low_precision_error < 0.011
-    with pytest.raises(WrongResultError, match=r"the first call: error 0\.0[34].* of 16 elements"):
-        check(off_by(0.04), FEW, operator=Lucky())
-    with pytest.raises(WrongResultError, match=r"the first call: error 0\.01.* of 1024 elements"):
-        check(off_by(0.015), MANY, operator=Lucky())
-
-
-def test_large_inputs_of_a_small_output_are_not_drawn_again():
-    class Large(Lucky):
-        def make_inputs(self, problem, *, seed, device):
-            spare = torch.full((1 << 21,), float(seed), device=device)
-            return {**super().make_inputs(problem, seed=seed, device=device), "spare": spare}
-
-    operator = Large()
-    check(attend, FEW, operator=operator)
-    assert operator.runs == 2
-
-
 def test_bits_that_vary_pass_where_nothing_was_promised():
     count = 0
 

@@ -100,7 +100,7 @@ def allocated_bytes(plan: MoePlan) -> list[int]:
     with FakeTensorMode():
         made = allocate(plan, like_inputs(plan.problem))
         storages = [tensor.untyped_storage() for tensor in made.values()]
-        return [*{storage._cdata: storage.nbytes() for storage in storages}.values()]  # noqa: SLF001 - what it is
+        return [*{storage._cdata: storage.nbytes() for storage in storages}.values()]  # noqa: SLF001 - parts share one
 
 
 def subject_code(

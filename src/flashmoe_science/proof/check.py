@@ -10,8 +10,7 @@ Fresh memory holds NaN: free memory is filled with it, and on a CPU all that tor
 After each: plain tensors, one for each output, nothing changed that other arms share, inputs unchanged bit for bit, no
 NaN, of each output the largest error within the operator's budget, and root mean square of the error within twice the
 framework's (and one rounding). The largest error is the luck of one element; the mean square shows an accumulator of
-low precision. The framework's errors of few elements may all be small by luck, too: of an output that has fewer than
-some, they are the largest of several draws. After all: the outputs of earlier calls unchanged.
+low precision. After all: the outputs of earlier calls unchanged.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import contextlib
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,10 +37,6 @@ _FRESH_MEMORY = frozenset(
 )
 
 _FEW = 8  # elements: so few can be the same by chance
-# Elements from which the framework's errors are told, of as many draws as that takes, but no more than so many, and so
-# many elements of inputs. By the errors of 16 alone a right kernel failed in 13 of 4,000 draws, by 1.5 times at most;
-# by those of 64 draws in none of 2,000, and took half of what is allowed at most.
-_ENOUGH, _MOST_DRAWS, _MOST_INPUTS = 1024, 64, 1 << 22
 
 NAN_BYTE = 0xFF  # bytes of it read as NaN in every floating-point format, of 16 bits too
 
@@ -76,17 +71,12 @@ def check_case(
     require_random(operator, inputs, others)
 
     call = operator.bind(entry, problem, inputs)
-    truth = _Truth.of(operator, problem, inputs)
-    more = [
-        _Truth.of(operator, problem, operator.make_inputs(problem, seed=seed + 2 + draw, device=device))
-        for draw in range(_draws_besides(truth, inputs))
-    ]
-    first = run(call, inputs, _with_errors_of(truth, more), "the first call", poison_all=device == "cpu")
+    first = run(call, inputs, _Truth.of(operator, problem, inputs), "the first call", poison_all=device == "cpu")
     for name, tensor in inputs.items():
         # Through .data the version counter stands still: a cache keyed on it too is not warned.
         tensor.data.copy_(others[name])
     del others
-    truth = _with_errors_of(_Truth.of(operator, problem, inputs), more)
+    truth = _Truth.of(operator, problem, inputs)
     second = run(call, inputs, truth, "new values at the same addresses")
 
     moved = {name: tensor.clone(memory_format=torch.preserve_format) for name, tensor in inputs.items()}
@@ -140,26 +130,6 @@ class _Truth:
     def within(self, which: str) -> str:
         """Return of what a message is, ``which`` being the call."""
         return f"{which}, {self.output}" if self.output else which
-
-
-def _draws_besides(truths: Sequence[_Truth], inputs: Inputs) -> int:
-    """Return how many more inputs have to be drawn to know what errors the framework makes of this problem."""
-    fewest = min((truth.exact.numel() for truth in truths if truth.exact.numel()), default=_ENOUGH)
-    affordable = _MOST_INPUTS // max(1, sum(tensor.numel() for tensor in inputs.values()))
-    return max(0, min(-(-_ENOUGH // fewest), _MOST_DRAWS, affordable) - 1)
-
-
-def _with_errors_of(truths: Sequence[_Truth], more: Sequence[Sequence[_Truth]]) -> tuple[_Truth, ...]:
-    """Return ``truths`` with the largest errors that the framework made of these and of ``more`` inputs."""
-    return tuple(
-        replace(
-            truth,
-            budget=max(each.budget for each in (truth, *drawn)),
-            low_precision_error=max(each.low_precision_error for each in (truth, *drawn)),
-            rms_budget=max(each.rms_budget for each in (truth, *drawn)),
-        )
-        for truth, *drawn in zip(truths, *more, strict=True)
-    )
 
 
 class _Runner:
