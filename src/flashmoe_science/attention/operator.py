@@ -27,6 +27,7 @@ from .tiles import ForwardConfig, HopperConfig, Plan
 
 if TYPE_CHECKING:
     from ..gpu.compile import KernelJob, KernelOutcome
+    from ..gpu.identity import PlannedSource
 
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 _KEYS = {
@@ -336,6 +337,12 @@ class AttentionOperator:
             code = read_code(compiled, prepared.source.name, plan.arch)
             kernels.append(PlannedKernel(launch.pattern, launch.grid, launch.block, compiled.metadata.shared, code))
         return kernels
+
+    def launches(self, subject: str, problem: AttentionProblem, gpu: GpuSpec) -> Sequence[PlannedSource]:
+        """Return the launches of one call on ``gpu``, in order. Raises ``UnsupportedError``."""
+        from .prepare import prepare_kernels
+
+        return prepare_kernels(self._plan(subject, self._as_called(problem), gpu))
 
     def code(self, arm: str, problem: AttentionProblem, gpu: GpuSpec) -> str | None:
         """Return a hash of all that decides what ``arm``, of ours or a rival, runs on ``gpu``, or None.

@@ -34,6 +34,7 @@ from . import rivals
 if TYPE_CHECKING:
     from ..attention.prepare import PreparedKernel
     from ..gpu.compile import KernelJob
+    from ..gpu.identity import PlannedSource
 
 OUTPUTS = ("dq", "dk", "dv")
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -283,6 +284,10 @@ class BackwardOperator:
 
     def _plan(self, subject: str, problem: BackwardProblem, gpu: GpuSpec) -> BackwardPlan:
         return plan_backward(problem, gpu, "auto" if subject == "flash_attention_backward" else subject)
+
+    def launches(self, subject: str, problem: BackwardProblem, gpu: GpuSpec) -> Sequence[PlannedSource]:
+        """Return the launches of one call on ``gpu``, in order. Raises ``UnsupportedError``."""
+        return [kernel for _, kernel in self._launches(subject, self._as_called(problem), gpu)]
 
     def code(self, arm: str, problem: BackwardProblem, gpu: GpuSpec) -> str | None:
         """Return a hash of all that decides what ``arm``, of ours or a rival, runs on ``gpu``, or None."""

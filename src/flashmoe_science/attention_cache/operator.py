@@ -26,6 +26,7 @@ from . import rivals
 
 if TYPE_CHECKING:
     from ..gpu.compile import KernelJob
+    from ..gpu.identity import PlannedSource
 
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 _KEYS = {
@@ -219,6 +220,12 @@ class CacheOperator:
 
     def _plan(self, subject: str, problem: CacheProblem, gpu: GpuSpec) -> DecodePlan:
         return plan_with_kv_cache(problem, gpu, subject if subject in _KERNELS else "auto")
+
+    def launches(self, subject: str, problem: CacheProblem, gpu: GpuSpec) -> Sequence[PlannedSource]:
+        """Return the launches of one call on ``gpu``, in order. Raises ``UnsupportedError``."""
+        from ..attention.decode_prepare import prepare_cache_kernels
+
+        return prepare_cache_kernels(self._plan(subject, self._as_called(problem), gpu))
 
     def code(self, arm: str, problem: CacheProblem, gpu: GpuSpec) -> str | None:
         """Return a hash of all that decides what ``arm``, of ours or a rival, runs on ``gpu``, or None."""

@@ -28,6 +28,7 @@ from .problem import VarlenProblem, make_problem
 
 if TYPE_CHECKING:
     from ..gpu.compile import KernelJob
+    from ..gpu.identity import PlannedSource
 
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 _KEYS = {
@@ -183,6 +184,18 @@ class VarlenOperator:
     def planned_kernels(self, subject: str, problem: VarlenProblem, gpu: str) -> Sequence[PlannedKernel]:
         """Return the kernels that ``subject`` would launch on ``gpu``, compiled for it."""
         return PADDED.planned_kernels(_KERNELS[subject], problem.planned, gpu)
+
+    def launches(self, subject: str, problem: VarlenProblem, gpu: GpuSpec) -> Sequence[PlannedSource]:
+        """Return the launches of one call on ``gpu``, in order. Raises ``UnsupportedError``."""
+        from ..attention.features_plan import FEATURES_KERNEL
+        from ..attention.features_prepare import prepare_features
+        from ..attention.prepare import prepare_kernels
+
+        kernel = _KERNELS[subject]
+        plan = plan_attention(problem.planned, gpu, "auto" if kernel == "flash_attention" else kernel)
+        if plan.kernel != FEATURES_KERNEL:
+            return prepare_kernels(plan)
+        return prepare_features(plan, (sum(problem.lengths), sum(problem.lengths_k)))  # TMA's maps have all tokens
 
     def code(self, arm: str, problem: VarlenProblem, gpu: GpuSpec) -> str | None:
         """Return a hash of all that decides what ``arm``, of ours or a rival, runs on ``gpu``, or None."""

@@ -28,6 +28,7 @@ from .rivals import MoeRival
 
 if TYPE_CHECKING:
     from ..gpu.compile import KernelJob
+    from ..gpu.identity import PlannedSource
 
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 _KEYS = {
@@ -267,6 +268,12 @@ class MoeOperator:
 
     def _plan(self, subject: str, case: MoeCase, gpu: GpuSpec) -> MoePlan:
         return plan_moe(case.problem, gpu, "auto" if subject == "fused_moe" else subject)
+
+    def launches(self, subject: str, case: MoeCase, gpu: GpuSpec) -> Sequence[PlannedSource]:
+        """Return the launches of one call on ``gpu``, in order. Raises ``UnsupportedError``."""
+        from .calls import kernels_of
+
+        return kernels_of(self._plan(subject, case, gpu))
 
     def code(self, arm: str, case: MoeCase, gpu: GpuSpec) -> str | None:
         """Return a hash of all that decides what ``arm``, of ours or a rival, runs on ``gpu``, or None."""

@@ -135,6 +135,8 @@ class Arm(Model):
     launches: list[Launch] = Field(default_factory=list)
     # A hash of all that decides what the GPU runs for it in this case; "": not known, then its source files decide.
     code: Annotated[str, StringConstraints(pattern=r"^([0-9a-f]{64})?$")] = ""
+    # Of each launch of a call of one of our subjects, in order, its identity (``gpu/identity.py``); empty: not known.
+    identities: list[Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]] = Field(default_factory=list)
     accuracy: Accuracy | None = None
     peak_bytes: int | None = None  # allocated by one call, beyond its inputs
     rates: dict[TimeKind, Rates] = Field(default_factory=dict)

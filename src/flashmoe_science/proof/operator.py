@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 
@@ -19,6 +19,9 @@ from ..gpu.machine_code import KernelCode
 from ..gpu.specs import GpuSpec
 from .answers import Answer, Call
 from .worker import in_worker
+
+if TYPE_CHECKING:
+    from ..gpu.identity import PlannedSource
 
 Inputs = Mapping[str, torch.Tensor]
 
@@ -236,6 +239,28 @@ class Planning(Protocol):
 
     def planned_kernels(self, subject: str, problem: Any, gpu: str) -> Sequence[PlannedKernel]:
         """Return the kernels of one call, in order. Raises ``CompileError``; ``refusal`` is asked before."""
+
+
+@runtime_checkable
+class Launching(Protocol):
+    """What an operator may offer besides: what a call of one of its own subjects launches, by which records go stale."""
+
+    def launches(self, subject: str, problem: Any, gpu: GpuSpec) -> Sequence[PlannedSource]:
+        """Return the launches of one call on ``gpu``, in order. It needs no GPU. Raises ``UnsupportedError``."""
+
+
+def identities_of(operator: Operator, subject: str, problem: Any, gpu: GpuSpec) -> list[str]:
+    """Return the identity of each launch of a call, in order; nothing where the operator cannot tell.
+
+    Raises:
+        UnsupportedError: the subject does not serve the problem on this GPU.
+        UnreadableError: a kernel reaches something that cannot be read.
+    """
+    if not isinstance(operator, Launching):
+        return []
+    from ..gpu.identity import launch_identity  # imports Triton
+
+    return [launch_identity(launch, gpu.arch) for launch in operator.launches(subject, problem, gpu)]
 
 
 @runtime_checkable

@@ -1,0 +1,237 @@
+"""The identity of a launch: one hash of all that the compiler and the driver are given. No GPU is needed.
+
+Two launches with one identity run the same machine code under one version of Triton, on blocks and arguments of the
+same sizes. The hash has no names of modules or files, no comments, docstrings or line numbers. So moving a kernel to
+another file leaves it, and one changed token, constant, tile or grid does not. It is equal for every supported version
+of Python and Triton.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import dataclasses
+import functools
+import hashlib
+import json
+import re
+import struct
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any, Protocol
+
+from .compile import KernelSource
+from .tensor_map import TensorMap
+
+_DIGITS = 32
+_OUTSIDE = frozenset({"builtins", "math", "torch", "triton"})  # packages whose versions a record names
+_LEFT_OUT = frozenset({"ctx", "kind", "type_comment", "type_ignores"})  # of a syntax tree: they follow from the rest
+_Definition = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+
+
+class UnreadableError(Exception):
+    """A kernel reaches something whose source or value cannot be read, so a change of it would not be seen."""
+
+
+class PlannedSource(Protocol):
+    """One launch of a plan, as ``launch.prepare_launch`` is given it."""
+
+    @property
+    def source(self) -> KernelSource:
+        """The kernel."""
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        """Blocks in x, y and z."""
+
+    @property
+    def scalars(self) -> tuple[float, ...]:
+        """Values of the arguments after the pointers."""
+
+    @property
+    def tensor_maps(self) -> tuple[TensorMap, ...]:
+        """Tensors behind the descriptors."""
+
+
+def launch_identity(launch: PlannedSource, arch: int) -> str:
+    """Return the identity of a launch on ``sm_<arch>``, 32 hexadecimal digits.
+
+    Raises:
+        UnreadableError: the kernel reaches something that cannot be read, or a constant has no plain value.
+    """
+    source = launch.source
+    kinds = [kind for _, kind in source.signature][len(source.signature) - len(launch.scalars) :]
+    return digest({
+        "arch": arch,
+        "code": code_identity(source.function),
+        "signature": [[name, _type(kind)] for name, kind in source.signature],
+        "constants": _plain(dict(source.constants)),
+        "options": _fields(source, without=("function", "signature", "constants")),
+        "grid": _plain(launch.grid),
+        # A kernel is given fp32: further digits of a double do not count.
+        "scalars": [
+            struct.pack("<f", value).hex() if kind == "fp32" else _plain(value)
+            for kind, value in zip(kinds, launch.scalars, strict=True)
+        ],
+        "maps": [_fields(tensor_map) for tensor_map in launch.tensor_maps],
+    })  # fmt: skip
+
+
+def digest(document: Any) -> str:
+    """Return the shortened SHA-256 of values of JSON."""
+    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()[:_DIGITS]
+
+
+def code_identity(function: Any) -> str:
+    """Return the hash of a jitted function and of every function, class and constant that it reaches.
+
+    Raises:
+        UnreadableError: one of them cannot be read.
+    """
+    return _code_identity(getattr(function, "fn", function))
+
+
+@functools.lru_cache(maxsize=1024)
+def _code_identity(function: Any) -> str:
+    # Definitions are numbered in the order in which they are found, so that no module is named.
+    found, lines = {function: 0}, []
+    for definition in (order := [function]):
+        text, names = _describe(definition)
+        reached = {}
+        for name, (value, is_code) in names.items():
+            if is_code and value not in found:
+                found[value] = len(order)
+                order.append(value)
+            reached[name] = ["code", found[value]] if is_code else value
+        lines.append([text, reached])
+    return digest(lines)
+
+
+@functools.lru_cache(maxsize=4096)
+def _describe(definition: Any) -> tuple[str, Mapping[str, tuple[Any, bool]]]:
+    """Return the hash of a definition's own source, and what its global names stand for, by name."""
+    where = f"{definition.__module__}:{definition.__qualname__}"
+    module = sys.modules[definition.__module__]
+    place = 0 if isinstance(definition, type) else definition.__code__.co_firstlineno
+    node = _definitions(str(module.__file__)).get((definition.__qualname__.rpartition(".")[2], place))
+    if node is None or "<locals>" in where:
+        raise UnreadableError(f"the source of {where} cannot be read: expected a class or function of a module")
+    names = {}
+    for name in sorted(_global_names(node)):
+        if name in vars(module):
+            if (reached := _reach(vars(module)[name], f"{name} of {where}")) is not None:
+                names[name] = reached
+        elif not hasattr(builtins, name):
+            raise UnreadableError(f"{where} uses {name}, which its module does not have")
+    return digest(normalised(node)), names
+
+
+@functools.lru_cache(maxsize=256)
+def _definitions(file: str) -> Mapping[tuple[str, int], ast.AST]:
+    """Return functions by name and first line, as code objects have it, and classes of the module by name and 0."""
+    tree = ast.parse(Path(file).read_text(encoding="utf-8"))
+    found: dict[tuple[str, int], ast.AST] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, _Definition):
+            found[node.name, min(part.lineno for part in (node, *node.decorator_list))] = node
+    return found | {(node.name, 0): node for node in tree.body if isinstance(node, ast.ClassDef)}
+
+
+def normalised(node: Any) -> Any:
+    """Return a syntax tree as values of JSON, without docstrings and places; equal for every version of Python."""
+    if isinstance(node, list):
+        return [normalised(item) for item in node]
+    if not isinstance(node, ast.AST):
+        return f"{type(node).__name__} {node!r}"
+    fields = {
+        name: _without_docstring(node) if name == "body" and isinstance(node, (ast.Module, *_Definition)) else value
+        for name, value in ast.iter_fields(node)
+        if name not in _LEFT_OUT and (value is not None or isinstance(node, ast.Constant)) and value != []
+    }
+    return [type(node).__name__, {name: normalised(value) for name, value in fields.items()}]
+
+
+def _without_docstring(node: Any) -> list[ast.stmt]:
+    body: list[ast.stmt] = node.body
+    first = body[0].value if body and isinstance(body[0], ast.Expr) else None
+    return body[1:] if isinstance(first, ast.Constant) and isinstance(first.value, str) else body
+
+
+def _global_names(node: ast.AST) -> set[str]:
+    """Return the names that a definition reads and does not bind. Decorators do not count: they run on the host."""
+    if isinstance(node, ast.ClassDef):
+        return set().union(*map(_global_names, [*node.bases, *node.body]))
+    parts = [part for part in ast.iter_child_nodes(node) if part not in getattr(node, "decorator_list", ())]
+    nodes = [node, *(each for part in parts for each in ast.walk(part))]
+    bound = {each.arg for each in nodes if isinstance(each, ast.arg)}
+    bound |= {each.id for each in nodes if isinstance(each, ast.Name) and not isinstance(each.ctx, ast.Load)}
+    bound |= {each.name for each in nodes if isinstance(each, _Definition)}
+    return {each.id for each in nodes if isinstance(each, ast.Name)} - bound
+
+
+def _reach(value: Any, what: str) -> tuple[Any, bool] | None:
+    """Return the definition or the plain value behind a global name, and which it is; None: it is from outside."""
+    code = getattr(value, "fn", value)
+    if isinstance(code, ModuleType) and _is_outside(code.__name__):
+        return None
+    if isinstance(code, (FunctionType, type)):
+        is_builtin = not isinstance(code, type) and hasattr(code, "__triton_builtin__")
+        return None if is_builtin or _is_outside(code.__module__) else (code, True)
+    try:
+        return _plain(value), False
+    except UnreadableError as error:
+        raise UnreadableError(f"{what} cannot be read: {error}") from None
+
+
+def _is_outside(module: str) -> bool:
+    return module.partition(".")[0] in _OUTSIDE
+
+
+def _plain(value: Any) -> Any:
+    """Return ``value`` as JSON has it, where ``true`` is not 1 and 1 is not 1.0. Raises ``UnreadableError``."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, Mapping):
+        return {str(name): _plain(item) for name, item in value.items()}
+    if isinstance(value, (set, frozenset)):
+        return sorted(_plain(item) for item in value)
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if type(value).__name__ == "constexpr":
+        return _plain(value.value)
+    if type(value).__name__ == "dtype":
+        return str(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):  # a layout
+        return [type(value).__name__, _said((each.name, getattr(value, each.name)) for each in dataclasses.fields(value))]
+    raise UnreadableError(f"a value of type {type(value).__name__} has no plain form")
+
+
+def _said(fields: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Return those fields that say something: versions of Triton add others."""
+    return {name: _plain(value) for name, value in fields if value not in (None, False, 0, [], ())}
+
+
+def _fields(item: Any, without: Iterable[str] = ()) -> dict[str, Any]:
+    """Return the fields of a dataclass that are not their defaults: a new field leaves old identities as they are."""
+    fields = [field for field in dataclasses.fields(item) if field.name not in without]
+    return {each.name: _plain(value) for each in fields if (value := getattr(item, each.name)) != each.default}
+
+
+def _type(kind: str) -> Any:
+    """Return an argument's type; of a descriptor its element, tile and layout, without fields that say nothing."""
+    descriptor = re.fullmatch(r"tensordesc<(\w+)\[([\d, ]+)\],(.*)>", kind)
+    if descriptor is None:
+        if "<" in kind:
+            raise UnreadableError(f"type {kind} is not known")
+        return kind
+    dtype, tile, layout = descriptor.groups()
+    try:
+        call = ast.parse(layout, mode="eval").body
+        if not isinstance(call, ast.Call) or call.args:
+            raise UnreadableError(f"layout {layout} is not known")
+        fields = [(str(keyword.arg), ast.literal_eval(keyword.value)) for keyword in call.keywords]
+    except (SyntaxError, ValueError) as error:
+        raise UnreadableError(f"layout {layout} is not known") from error
+    return [dtype, [int(size) for size in tile.split(",")], ast.unparse(call.func), _said(fields)]
