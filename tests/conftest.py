@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from flashmoe_science.attention import api as attention_api, cache_api, cache_calls, calls as attention_calls
-from flashmoe_science.gpu import dependencies
 
 from . import required
 from .gpu_record import GpuRecord
@@ -96,34 +95,3 @@ def poisoned(empty: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         return out
 
     return filled
-
-
-@pytest.fixture
-def edit(monkeypatch):
-    """Let a module of the package read as if some text in it were another."""
-    from flashmoe_science.gpu import fingerprint, untold
-
-    read, texts = dependencies.read_source, dict[str, list[tuple[str, str]]]()
-    caches: tuple[Any, ...] = (
-        dependencies.trace, dependencies._load, fingerprint.host_code, fingerprint.kernel_code,
-        untold.asks_the_machine, untold.looks_up,
-    )  # fmt: skip
-
-    def forget():
-        for cached in caches:
-            cached.cache_clear()
-
-    def read_edited(name):
-        text, package = read(name)
-        for old, new in texts.get(name.removeprefix("flashmoe_science."), ()):
-            assert old in text, old
-            text = text.replace(old, new)
-        return text, package
-
-    def edit(module, old, new):
-        texts.setdefault(module, []).append((old, new))
-        forget()
-
-    monkeypatch.setattr(dependencies, "read_source", read_edited)
-    yield edit
-    forget()

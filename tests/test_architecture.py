@@ -12,8 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from flashmoe_science.moe.fingerprints import RUN_AT_EACH_CALL, RUN_AT_EACH_CALL_OF_GRADIENTS
-
 from . import architecture
 from .proof.processes import python_path
 
@@ -146,129 +144,6 @@ def test_every_python_file_says_what_it_is() -> None:
         if path.suffix == ".py" and (tree := ast.parse(path.read_text(encoding="utf-8"))).body:
             silent += [] if ast.get_docstring(tree) else [path.relative_to(ROOT).as_posix()]
     assert silent == []
-
-
-# What functions of modules of refusals may call besides one another and what other modules check: nothing of it writes.
-READS = frozenset({
-    "all", "any", "enumerate", "hash", "isinstance", "len", "list", "max", "min", "range", "sorted", "str", "tuple",
-    "type", "zip", "InputError", "UnsupportedError", "shown", "is_bare_subclass", "is_untraced", "meet", "frozenset",
-    "moe_problem_of", "refuse_tangents",
-    "count", "data_ptr", "dim", "get", "get_unwrapped", "index", "is_batchedtensor", "is_compiling", "is_contiguous",
-    "is_functorch_wrapped_tensor", "is_gradtrackingtensor", "is_legacy_batchedtensor", "is_neg", "items", "join",
-    "keys", "numel", "shares_memory", "removeprefix", "stride", "unpack_dual", "values",
-})  # fmt: skip
-
-
-def faults_of_refusals(text: str) -> list[str]:
-    """Return what is in a module of refusals that may change something, or give something back."""
-    tree = ast.parse(text)
-    at_import = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.Assign)
-    found: list[ast.AST] = [node for node in tree.body[1:] if not isinstance(node, at_import)]
-    found += [node for node in tree.body if isinstance(node, ast.Assign) and any(map(is_call, ast.walk(node.value)))]
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef):
-            found += [] if ast.unparse(node.returns or ast.Constant(0)) == "None" else [node]
-        elif isinstance(node, ast.Call):
-            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-            found += [] if name in READS or name.lstrip("_").startswith("check_") else [node]
-            found += [keyword.value for keyword in node.keywords if keyword.arg == "out"]
-        elif isinstance(node, (ast.Attribute, ast.Subscript)):
-            found += [] if isinstance(node.ctx, ast.Load) else [node]
-        elif isinstance(node, (ast.Global, ast.Nonlocal, ast.Delete, ast.AugAssign, ast.Lambda, ast.ClassDef)):
-            found.append(node)
-    return [ast.unparse(node).splitlines()[0] for node in found]
-
-
-def is_call(node: ast.AST) -> bool:
-    return isinstance(node, ast.Call)
-
-
-def test_refusals_give_nothing_back_and_change_nothing() -> None:
-    """Fingerprints leave calls of them out (``gpu/dependencies.py``)."""
-    paths = list(SOURCE.rglob("*refusals.py"))
-    assert len(paths) == 4
-    for path in paths:
-        assert faults_of_refusals(path.read_text(encoding="utf-8")) == [], path
-
-
-@pytest.mark.parametrize(
-    "statement",
-    [
-        "given.pop('bias', None)", "torch.set_float32_matmul_precision('medium')", "given.update(a=1)", "x.add_(1)",
-        "given['a'] = 1", "x.grad = None", "del given['a']", "global A", "setattr(x, 'a', 1)", "check_it(x, out=x)",
-        "torch.backends.cuda.enable_flash_sdp(False)", "os.environ.setdefault('A', '1')", "x = lambda: 1",
-    ],
-)  # fmt: skip
-def test_refusals_that_change_something_are_found(statement) -> None:
-    head = '"""A."""\n'
-    assert faults_of_refusals(f"{head}\ndef check_a(x) -> None:\n    {statement}\n") != []
-    assert faults_of_refusals(f"{head}\ndef check_a(x) -> None:\n    check_b(x)\n") == []
-    for text in ("A = f()\n", "f()\n", "def check_a(x) -> bool:\n    return True\n"):
-        assert faults_of_refusals(head + text) != []
-
-
-# What the host runs at each call of experts may call, where fingerprints leave it out and it is given tensors, besides
-# what refusals may: nothing of it makes a tensor, but for the cast under autocast, which fingerprints know.
-READS_OF_INPUTS = READS | {
-    "MoeProblem", "bit_length", "columns_up", "dict", "float", "gcd", "get_autocast_dtype", "is_autocast_enabled",
-    "is_grad_enabled", "pointer_alignment",
-}  # fmt: skip
-CASTS, LAYOUT = "cast_under_autocast", "layout_of"
-AT_IMPORT = (ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign, ast.Expr)
-
-
-def makers_of_tensors(text: str) -> list[str]:
-    """Return what may make a tensor, keep one, or be another on a GPU; checks may ask for a tensor's device."""
-    found: list[ast.AST] = []
-    for part in ast.parse(text).body:
-        if isinstance(part, ast.FunctionDef):
-            found += [] if part.name == CASTS else makers_in(part)
-        elif not isinstance(part, AT_IMPORT) or any(isinstance(node, ast.Lambda) for node in ast.walk(part)):
-            found.append(part)
-    return [ast.unparse(node).splitlines()[0] for node in found]
-
-
-def makers_in(function: ast.FunctionDef) -> list[ast.AST]:
-    may_ask = function.name == LAYOUT or function.name.lstrip("_").startswith("check_")
-    found: list[ast.AST] = []
-    for node in ast.walk(function):
-        if isinstance(node, ast.Call):
-            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-            found += [] if name in READS_OF_INPUTS or name.lstrip("_").startswith("check_") else [node]
-        elif isinstance(node, ast.Attribute):
-            asks = node.attr in ("is_cuda", "is_cpu") or (node.attr == "device" and not may_ask)
-            found += [node] if asks or not isinstance(node.ctx, ast.Load) else []
-        elif isinstance(node, ast.Subscript):
-            found += [] if isinstance(node.ctx, ast.Load) else [node]
-        elif isinstance(node, (ast.Global, ast.Nonlocal, ast.Lambda)):
-            found.append(node)
-    return found
-
-
-def test_what_fingerprints_of_experts_leave_out_makes_no_tensor() -> None:
-    """Not seen by them is what these files allocate and launch at each call: they do neither."""
-    for name in sorted(RUN_AT_EACH_CALL | RUN_AT_EACH_CALL_OF_GRADIENTS):
-        text = (SOURCE / name).read_text(encoding="utf-8")
-        if name == "moe/gradients.py":  # of which a call that records nothing runs one function
-            text = next(ast.unparse(node) for node in ast.parse(text).body if getattr(node, "name", "") == "records")
-        if "torch" in text or "Tensor" in text:
-            assert makers_of_tensors(text) == [], name
-
-
-@pytest.mark.parametrize(
-    "statement",
-    [
-        "x.clone()", "x.double().isnan().any()", "torch.empty(1)", "held[0] = x", "x.held = 1", "global A",
-        "x.new_empty(1)", "torch.cuda.memory._set_allocator_settings('')", "return 2 if x.is_cuda else 16",
-        "return x[x > 0] if x.device.type == 'cuda' else x", "a = lambda: x",
-    ],
-)  # fmt: skip
-def test_what_makes_a_tensor_is_found(statement) -> None:
-    assert makers_of_tensors(f'"""A."""\ndef describe(x):\n    {statement}\n') != []
-    assert makers_of_tensors(f'"""A."""\ndef {CASTS}(x):\n    {statement}\n') == []
-    assert makers_of_tensors('"""A."""\ndef describe(x):\n    return x.stride()\n') == []
-    assert makers_of_tensors('"""A."""\ncheck_a = lambda x: x.clone()\n') != []
-    assert makers_of_tensors('"""A."""\ndef check_a(x):\n    same(x.device)\n') == ["same(x.device)"]
 
 
 def test_nothing_of_one_machine_is_in_the_repository() -> None:

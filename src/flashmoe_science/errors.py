@@ -14,6 +14,7 @@
         ├── SuiteError (ValueError)             a suite file is wrong, or no suite has this name
         ├── ClaimError (ValueError)             a claim file is wrong, or names what does not exist
         ├── EvidenceError (ValueError)          a record cannot be read, or records cannot be pooled
+        ├── UnreadableError (RuntimeError)      a kernel reaches something whose source or value cannot be read
         ├── RatesError (ValueError)             a rates.toml is wrong
         ├── TooFewRoundsError (ValueError)      so few rounds that no interval exists
         └── RemoteError (RuntimeError)          a borrowed machine cannot be reached or used
@@ -81,6 +82,10 @@ class ClaimError(ProofError, ValueError):
 
 class EvidenceError(ProofError, ValueError):
     """A record cannot be read, or records may not be pooled."""
+
+
+class UnreadableError(ProofError, RuntimeError):
+    """A kernel reaches something whose source or value cannot be read, so a change of it would not be seen."""
 
 
 class RatesError(ProofError, ValueError):

@@ -18,7 +18,7 @@ from flashmoe_science.attention_backward.operator import OPERATOR, OUTPUTS
 from flashmoe_science.attention_backward.rivals import RIVALS, FlashAttention4, Sdpa
 from flashmoe_science.proof.arms import load_rival
 from flashmoe_science.proof.check import WrongResultError, check_case
-from flashmoe_science.proof.operator import Fingerprinting, Naming, Operator, Recognising
+from flashmoe_science.proof.operator import Launching, Naming, Operator, Recognising
 from flashmoe_science.proof.suites import load_suite
 
 TABLE = {"batch": 2, "heads": 4, "heads_kv": 2, "seqlen_q": 40, "seqlen_k": 56, "head_dim": 16, "dtype": "fp16"}
@@ -27,7 +27,7 @@ TABLES = [TABLE, {**TABLE, "causal": True, "head_dim_v": 24, "softmax_scale": 0.
 
 def test_it_fits_the_protocol():
     operator: Any = OPERATOR
-    for protocol in (Operator, Recognising, Fingerprinting, Naming):
+    for protocol in (Operator, Recognising, Launching, Naming):
         assert isinstance(operator, protocol), protocol
 
 

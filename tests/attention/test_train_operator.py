@@ -15,7 +15,7 @@ from flashmoe_science.attention.reference import attention_backward
 from flashmoe_science.attention_train.operator import OPERATOR, attention_step
 from flashmoe_science.attention_train.rivals import RIVALS, SdpaStep
 from flashmoe_science.proof.check import WrongResultError, check_case
-from flashmoe_science.proof.operator import Fingerprinting, Naming, Operator, Recognising
+from flashmoe_science.proof.operator import Launching, Naming, Operator, Recognising
 from flashmoe_science.proof.suites import load_suite
 
 TABLE = {"batch": 2, "heads": 4, "heads_kv": 2, "seqlen_q": 40, "head_dim": 16, "dtype": "fp16", "causal": True}
@@ -31,7 +31,7 @@ def check(entry, table):
 
 def test_it_fits_the_protocol():
     operator: Any = OPERATOR
-    for protocol in (Operator, Recognising, Fingerprinting, Naming):
+    for protocol in (Operator, Recognising, Launching, Naming):
         assert isinstance(operator, protocol), protocol
 
 

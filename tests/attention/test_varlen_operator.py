@@ -15,8 +15,7 @@ import torch
 from flashmoe_science import InputError
 from flashmoe_science.attention_varlen.operator import OPERATOR
 from flashmoe_science.attention_varlen.rivals import RIVALS
-from flashmoe_science.gpu.specs import SPECS
-from flashmoe_science.proof.operator import Fingerprinting, Operator, Planning, Recognising
+from flashmoe_science.proof.operator import Launching, Operator, Planning, Recognising
 from flashmoe_science.proof.suites import load_suite
 
 from ..moved import assert_answers_wholly
@@ -32,7 +31,7 @@ TABLES = {
 
 def test_it_fits_the_protocol():
     operator: Any = OPERATOR
-    for protocol in (Operator, Recognising, Planning, Fingerprinting):
+    for protocol in (Operator, Recognising, Planning, Launching):
         assert isinstance(operator, protocol)
 
 
@@ -143,21 +142,6 @@ def test_the_suite_holds_what_it_says_and_fits_a_gpu():
         assert 2 * OPERATOR.work(case).bytes < 20e9
         assert OPERATOR.refusal("varlen_gluon_sm90", case, "H200") is None
         assert 4 * longest**2 * 6 < 40e9  # scores of one head, and what eager attention makes of them
-
-
-@pytest.mark.triton
-def test_fingerprints_tell_kernels_lengths_and_rivals_apart():
-    pytest.importorskip("triton", reason="Triton exists for Linux only")
-    problem: Any = load_suite("varlen").cases[0].problem
-    longer = [*problem.lengths, 5]
-    other = OPERATOR.parse_case({**OPERATOR.as_table(problem), "lengths": longer, "lengths_k": longer})
-    arms = ("flash_attention_varlen", "varlen_triton", "torch-varlen", "sdpa", "fa2", "fa3", "fa4")
-    found = [OPERATOR.code(arm, problem, SPECS["H200"]) for arm in arms]
-    assert None not in found
-    assert len(set(found)) == len(arms)
-    assert OPERATOR.code("flash_attention_varlen", other, SPECS["H200"]) not in (None, found[0])
-    assert OPERATOR.code("varlen_gluon_sm90", problem, SPECS["L4"]) is None
-    assert OPERATOR.code("nobody", problem, SPECS["H200"]) is None
 
 
 @pytest.mark.triton

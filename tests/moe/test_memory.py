@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -18,13 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from flashmoe_science import UnsupportedError, fused_moe
 from flashmoe_science.gpu.specs import SPECS
 from flashmoe_science.moe import gradients, inputs
-from flashmoe_science.moe.backward_api import fused_moe_backward
 from flashmoe_science.moe.backward_plan import COLUMN_STEP, FEWEST_COLUMNS, GRADIENTS, BackwardPlan, plan_backward
 from flashmoe_science.moe.calls import allocate
-from flashmoe_science.moe.fingerprints import like_inputs
-from flashmoe_science.moe.operator import OPERATOR, MoeOperator
 from flashmoe_science.moe.problem import MoeProblem
-from flashmoe_science.moe_backward.operator import OPERATOR as BACKWARD
 from flashmoe_science.proof.suites import load_suite
 
 from .cases import Case, make_tensors
@@ -125,67 +119,6 @@ class Counting(TorchDispatchMode):
                 weakref.finalize(storage, self.live.pop, storage._cdata)
         self.peak = max(self.peak, sum(self.live.values()))
         return made
-
-
-SIZES = {"experts": 8, "top_k": 2, "hidden": 512, "inter": 32, "dtype": "fp32"}
-SMALL: dict[str, dict[str, Any]] = {
-    "none": {"tokens": 0},
-    "one": {"tokens": 1},
-    "few": {"tokens": 8},
-    "sorted": {"tokens": 3000},
-    "biases": {"tokens": 200, "bias_gate_up": True, "bias_down": True, "activation": "gelu"},
-    "shared": {"tokens": 200, "shared_experts": 2, "shared_inter": 48, "shared_weights": "fp32"},
-}
-CALLS: dict[str, tuple[MoeOperator, Any]] = {
-    **{f"{name} small": (OPERATOR, OPERATOR.parse_case({**SIZES, **table})) for name, table in SMALL.items()},
-    **{
-        f"{suite} {case.name}": (BACKWARD if suite == "moe-train" else OPERATOR, case.problem)
-        for suite in ("moe-decode", "moe-prefill", "moe-train")
-        for case in load_suite(suite).cases
-    },
-}
-
-
-@pytest.mark.triton
-@pytest.mark.one_triton
-@pytest.mark.unpoisoned
-@pytest.mark.usefixtures("as_on_a_gpu")
-@pytest.mark.parametrize("name", CALLS)
-def test_a_call_allocates_what_the_harness_is_told(name):
-    """Claims of memory rest on it. All that the host does is in it; nothing is let go of before the end.
-
-    Tensors are as large as those of suites: nobody writes to them, so they take no memory. The kernel is the plan's by
-    its name, as on a CPU the reference would serve.
-    """
-    operator, case = CALLS[name]
-    problem = case.problem
-    function: Any = fused_moe_backward if operator is BACKWARD else fused_moe
-    subject = next(iter(operator.entry_points()))
-    kernel = operator._plan(subject, case, SPECS["H200"]).kernel
-    told = operator.allocations(subject, case, SPECS["H200"])
-    with skipped_for_want_of_memory():
-        given = like_inputs(problem)
-        if operator is BACKWARD:
-            given |= {"do": torch.empty_like(given["x"])}
-            given |= {"product": torch.empty(problem.pairs, problem.columns_up, dtype=given["x"].dtype)}
-        call = operator.bind(functools.partial(function, kernel=kernel), case, given)
-        call()
-        with Counting(given.values()) as counting:
-            made = call()
-    assert told is not None
-    assert counting.peak == sum(told)
-    del made  # what it holds was there to the end
-
-
-@contextlib.contextmanager
-def skipped_for_want_of_memory() -> Iterator[None]:
-    """Skip a test whose tensors the machine refuses, although nobody writes to them."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "can't allocate memory" not in str(error):
-            raise
-        pytest.skip("this machine has no room for tensors of this size")
 
 
 @pytest.mark.unpoisoned

@@ -11,7 +11,6 @@ import torch
 
 from flashmoe_science import InputError
 from flashmoe_science.moe import reference
-from flashmoe_science.moe.fingerprints import rival_code
 from flashmoe_science.moe.operator import OPERATOR
 from flashmoe_science.moe.vllm_rival import Vllm
 
@@ -109,10 +108,3 @@ def test_it_is_bound_by_the_operator_and_not_called(stand_in):
     with pytest.raises(InputError, match=r"operator\.bind"):
         Vllm().load()(1)
     assert stand_in == []
-
-
-def test_how_it_is_called_has_a_fingerprint():
-    from flashmoe_science.gpu.specs import find_gpu
-
-    case = OPERATOR.parse_case({**TABLE, "dtype": "bf16"})
-    assert rival_code(OPERATOR, Vllm(), case.problem, find_gpu("H200"), OPERATOR.as_table(case), {}) is not None

@@ -151,7 +151,8 @@ def captured(name: str, role: str, launches: list[dict[str, Any]], **changes: An
         "status": "captured",
         "reason": "",
         "version": "1",
-        "code": "",
+        "identities": [],
+        "host_files": {},
         "launches": launches,
     }
     return {**table, "graph_launches": launches, "graph_reason": "", "promises": [], "patterns": [], **changes}
@@ -161,7 +162,7 @@ def measured(payload: dict[str, Any], case: dict[str, Any], seconds: dict[str, f
     """Return one case as a measuring task tells it: every round the same."""
     n, roles = payload["settings"]["rounds"], {"fake_attention": "subject", "sdpa": "baseline", "sdpa#2": "control"}
     none = [None] * n
-    told = {"status": "measured", "reason": "", "code": ""}  # a whole ``Arm``, as the task tells it
+    told = {"status": "measured", "reason": "", "identities": []}  # a whole ``Arm``, as the task tells it
     arms = [{"name": arm, "role": roles.get(arm, "subject"), **told} for arm in seconds]
     rounds = {
         "process": [payload["process"]] * n,

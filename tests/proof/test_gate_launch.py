@@ -255,14 +255,14 @@ def test_a_seed_gives_gate_correct_its_inputs_and_no_seed_gives_it_others(gpu):
     assert len({first, *others}) == 4
 
 
-def test_fingerprints_are_in_the_record_and_measuring_leaves_them(gpu):
+def test_identities_and_files_are_in_the_record_and_measuring_leaves_them(gpu):
+    found = {"identities": ["a" * 32], "host_files": {"errors.py": "b" * 32}}
     gpu.capture = lambda payload: [
-        captured(gpu.subject, "subject", [launch()], code="a" * 64),
-        captured("sdpa", "baseline", [launch("fmha")], code="b" * 64),
+        captured(gpu.subject, "subject", [launch()], **found),
+        captured("sdpa", "baseline", [launch("fmha")]),
     ]
     record = run_chain(request_of())
-    (case,) = record.cases
-    assert {arm.name: arm.status for arm in case.arms} == dict.fromkeys(
-        ("fake_attention", "sdpa", "sdpa#2"), "measured"
-    )
-    assert {arm.name: arm.code for arm in case.arms} == {"fake_attention": "a" * 64, "sdpa": "b" * 64, "sdpa#2": ""}
+    subject, *others = record.cases[0].arms
+    assert subject.status == "measured"
+    assert (subject.identities, subject.host_files) == (found["identities"], found["host_files"])
+    assert not any(arm.identities or arm.host_files for arm in others)

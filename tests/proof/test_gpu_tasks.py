@@ -45,28 +45,30 @@ def test_launches_of_a_call_and_of_its_graph_are_recorded():
     assert (found["sdpa"]["patterns"], found["sdpa"]["promises"]) == (["*flash*"], [])
 
 
-class Telling(Doubling):
-    """It can tell what runs: as many letters as the GPU has SMs."""
+def test_identities_and_host_files_are_of_our_own_subject_and_the_gpu_that_is_here(monkeypatch):
+    def found(subject):
+        arms = [loaded("ours", implementation(gpu), role="subject"), loaded("sdpa", implementation(gpu))]
+        case = Case("n64", cast("Operator", Promising()), 64)
+        result = gpu_tasks.capture_case(case, subject, arms, SimulatedTimer(gpu), seed=0)
+        return [(arm["identities"], arm["host_files"]) for arm in result["arms"]]
 
-    def code(self, arm, problem, gpu):
-        return None if arm == "sdpa" else "a" * gpu.sms
+    def identities(_operator, _subject, _problem, spec):
+        return [f"{spec.sms:032}"]
+
+    monkeypatch.setattr(gpu_tasks, "identities_of", identities)
+    monkeypatch.setattr(gpu_tasks, "files_called", lambda call: {"a.py": str(call() is not None)})
+    gpu, own, nothing = Gpu(), replace(SUBJECT, builtin=True), ([], {})
+    assert found(own) == [nothing, nothing]  # there is none
+    monkeypatch.setattr(gpu_tasks, "current_gpu", lambda: replace(SPECS["H200"], sms=5))
+    assert found(own) == [(["0" * 31 + "5"], {"a.py": "True"}), nothing]
+    assert found(SUBJECT) == [nothing, nothing]  # its name may be that of one of ours
+
+
+class Promising(Doubling):
+    """It promises nothing of one of our subjects."""
 
     def promised_launches(self, subject, problem):
         return ()
-
-
-def test_of_our_own_subjects_the_fingerprint_is_made_for_the_gpu_that_is_here(monkeypatch):
-    def codes(subject):
-        arms = [loaded("ours", implementation(gpu), role="subject"), loaded("sdpa", implementation(gpu))]
-        case = Case("n64", cast("Operator", Telling()), 64)
-        result = gpu_tasks.capture_case(case, subject, arms, SimulatedTimer(gpu), seed=0)
-        return [arm["code"] for arm in result["arms"]]
-
-    gpu, own = Gpu(), replace(SUBJECT, builtin=True)
-    assert codes(own) == ["", ""]  # there is none
-    monkeypatch.setattr(gpu_tasks, "current_gpu", lambda: replace(SPECS["H200"], sms=5))
-    assert codes(own) == ["aaaaa", ""]
-    assert codes(SUBJECT) == ["", ""]  # its name may be that of one of ours
 
 
 def test_a_kernel_absent_from_the_graph_is_a_problem():

@@ -379,7 +379,8 @@ def test_an_operator_whose_inputs_cannot_be_made_does_not_fail_gate_import(tmp_p
 
 
 def test_gate_launch_tells_an_operator_from_its_kernel():
-    arm = {"name": "mine", "status": "failed", "role": "subject", "launches": [], "version": "", "code": ""}
+    arm = {"name": "mine", "status": "failed", "role": "subject", "launches": [], "version": ""}
+    arm |= {"identities": [], "host_files": {}}
     reason = (
         "the case cannot be set up: OperatorError: operator m:D: its method make_inputs: KeyError: 'x' (m.py:3 in f)"
     )

@@ -13,13 +13,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # what torch.compile t
 
 from ..errors import CompileError, InputError, UnsupportedError
 from ..gpu.axis import Axis
-from ..gpu.call_code import can_be_told
 from ..gpu.device import current_gpu
 from ..gpu.planning import PlannedKernel, PlannedLaunch, Work
 from ..gpu.specs import SPECS, GpuSpec, find_gpu
 from . import reference, rivals
 from .api import flash_attention
-from .fingerprints import RUN_AT_EACH_CALL, RUN_AT_EACH_CALL_WITH_FEATURES, rival_code, subject_code
 from .inputs import check_window, problem_of
 from .plan import plan_attention
 from .problem import ITEM_BYTES, AttentionProblem
@@ -343,41 +341,6 @@ class AttentionOperator:
         from .prepare import prepare_kernels
 
         return prepare_kernels(self._plan(subject, self._as_called(problem), gpu))
-
-    def code(self, arm: str, problem: AttentionProblem, gpu: GpuSpec) -> str | None:
-        """Return a hash of all that decides what ``arm``, of ours or a rival, runs on ``gpu``, or None.
-
-        It is None without Triton, and for a problem that is not served.
-        """
-        entry, rival = self.entry_points().get(arm), rivals.RIVALS.get(arm)
-        if rival is not None:
-            p = problem
-            derived = {"scale": p.scale, "group": p.group, "flops": p.flops, "features": p.features}
-            called = rival_code(self, rival, {**self.as_table(p), **derived}, gpu)
-            return self._with_ours(called, p, gpu) if isinstance(rival, rivals.WithoutFeatures) else called
-        if entry is None or not can_be_told():
-            return None
-        try:
-            plan = self._plan(arm, self._as_called(problem), gpu)
-        except UnsupportedError:
-            return None
-        from .prepare import prepare_kernels
-
-        return subject_code(self, entry, plan.arch, prepare_kernels(plan), (plan_attention, prepare_kernels))
-
-    def _with_ours(self, called: str | None, problem: AttentionProblem, gpu: GpuSpec) -> str | None:
-        """Return the hash of a rival that is our own kernel, called so, of ``problem`` without its features."""
-        from ..gpu.fingerprint import digest
-
-        plain = {key: value for key, value in self.as_table(problem).items() if key not in _FEATURES}
-        ours = self.code("flash_attention", self.parse_case(plain), gpu)
-        return None if called is None or ours is None else digest({"called": called, "ours": ours})
-
-    def host_files(self, subject: str, problem: AttentionProblem) -> frozenset[str] | None:
-        """Return the files that the host runs at each call of ``flash_attention``, and no fingerprint knows."""
-        if subject != "flash_attention":
-            return None
-        return RUN_AT_EACH_CALL_WITH_FEATURES if problem.features else RUN_AT_EACH_CALL
 
     def _as_called(self, problem: AttentionProblem) -> AttentionProblem:
         """Return ``problem`` as a call with its inputs describes it, which are made without memory."""

@@ -7,7 +7,6 @@ error budget of its own.
 from __future__ import annotations
 
 import functools
-import os
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -18,14 +17,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # what torch.compile t
 from ..attention import reference
 from ..attention.backward_api import flash_attention_backward
 from ..attention.backward_inputs import backward_problem_of
-from ..attention.backward_plan import BACKWARD_KERNEL, BackwardConfig, BackwardPlan, plan_backward
+from ..attention.backward_plan import BackwardConfig, BackwardPlan, plan_backward
 from ..attention.backward_problem import BackwardProblem
-from ..attention.fingerprints import NOT_FOLLOWED_OF_GRADIENTS, rival_code, subject_code
 from ..attention.gradients import Options
 from ..attention.inputs import check_options, check_window
 from ..attention.problem import AttentionProblem
 from ..errors import CompileError, InputError, UnsupportedError
-from ..gpu.call_code import can_be_told
 from ..gpu.device import current_gpu
 from ..gpu.planning import PlannedLaunch, Work
 from ..gpu.specs import GpuSpec, find_gpu
@@ -82,7 +79,6 @@ class BackwardOperator:
     """The gradients of attention, for the harness (the protocol is ``proof.operator.Operator``)."""
 
     name = "attention_backward"
-    not_followed = NOT_FOLLOWED_OF_GRADIENTS  # of what a call runs on the host
     keys: ClassVar[Mapping[str, type]] = _KEYS
 
     def outputs(self, problem: BackwardProblem) -> Sequence[str]:  # noqa: ARG002 - the protocol's signature
@@ -288,28 +284,6 @@ class BackwardOperator:
     def launches(self, subject: str, problem: BackwardProblem, gpu: GpuSpec) -> Sequence[PlannedSource]:
         """Return the launches of one call on ``gpu``, in order. Raises ``UnsupportedError``."""
         return [kernel for _, kernel in self._launches(subject, self._as_called(problem), gpu)]
-
-    def code(self, arm: str, problem: BackwardProblem, gpu: GpuSpec) -> str | None:
-        """Return a hash of all that decides what ``arm``, of ours or a rival, runs on ``gpu``, or None."""
-        entry, rival = self.entry_points().get(arm), self.rivals().get(arm)
-        if rival is not None:
-            p = problem.forward
-            derived = {"scale": p.scale, "group": p.group, "flops": problem.flops, "forward_flops": p.flops}
-            return rival_code(self, rival, {**self.as_table(problem), **derived}, gpu)
-        if entry is None or not can_be_told() or os.environ.get(BACKWARD_KERNEL):  # a call obeys it, ``_plan`` does not
-            return None
-        called = self._as_called(problem)
-        try:
-            kernels = [kernel for _, kernel in self._launches(arm, called, gpu)]
-        except UnsupportedError:
-            return None
-        return subject_code(self, entry, gpu.arch, kernels, self._planned(), not_followed=self.not_followed)
-
-    def _planned(self) -> tuple[Callable[..., Any], ...]:
-        """Return the functions whose outcome ``_launches`` are."""
-        from ..attention.backward_prepare import prepare_backward_kernels
-
-        return plan_backward, prepare_backward_kernels
 
     def _as_called(self, problem: BackwardProblem) -> BackwardProblem:
         """Return ``problem`` as a call with its inputs describes it, which are made without memory."""

@@ -16,9 +16,7 @@ from ..attention.cache_api import flash_attention_with_kv_cache
 from ..attention.cache_contract import cache_problem_of
 from ..attention.cache_problem import CacheProblem
 from ..attention.decode_plan import DecodePlan, plan_with_kv_cache
-from ..attention.fingerprints import rival_code, subject_code
 from ..errors import CompileError, InputError, UnsupportedError
-from ..gpu.call_code import can_be_told
 from ..gpu.device import current_gpu
 from ..gpu.planning import PlannedLaunch, Work
 from ..gpu.specs import GpuSpec, find_gpu
@@ -226,24 +224,6 @@ class CacheOperator:
         from ..attention.decode_prepare import prepare_cache_kernels
 
         return prepare_cache_kernels(self._plan(subject, self._as_called(problem), gpu))
-
-    def code(self, arm: str, problem: CacheProblem, gpu: GpuSpec) -> str | None:
-        """Return a hash of all that decides what ``arm``, of ours or a rival, runs on ``gpu``, or None."""
-        entry, rival = self.entry_points().get(arm), rivals.RIVALS.get(arm)
-        if rival is not None:
-            p = problem
-            derived = {"scale": p.scale, "group": p.group, "pages": p.pages}
-            return rival_code(self, rival, {**self.as_table(p), **derived}, gpu)
-        if entry is None or not can_be_told():
-            return None
-        from ..attention.decode_prepare import prepare_cache_kernels
-
-        try:
-            plan = self._plan(arm, self._as_called(problem), gpu)
-        except UnsupportedError:
-            return None
-        planned = plan_with_kv_cache, prepare_cache_kernels
-        return subject_code(self, entry, plan.arch, prepare_cache_kernels(plan), planned)
 
     def _as_called(self, problem: CacheProblem) -> CacheProblem:
         """Return ``problem`` as a call with its inputs describes it, which are made without memory."""

@@ -18,7 +18,6 @@ from ..attention.backward_api import flash_attention_backward
 from ..attention.backward_plan import BackwardPlan, plan_backward
 from ..attention.backward_problem import BackwardProblem
 from ..attention.calls import allocate_lse, allocate_output
-from ..attention.fingerprints import NOT_FOLLOWED_OF_STEPS
 from ..attention.inputs import problem_of
 from ..attention.plan import plan_attention
 from ..attention_backward import operator as backward
@@ -53,7 +52,6 @@ class TrainOperator(BackwardOperator):
     """Attention in a step of training, for the harness (the protocol is ``proof.operator.Operator``)."""
 
     name = "attention_train"
-    not_followed = NOT_FOLLOWED_OF_STEPS
     keys = {**backward._KEYS, "window": list}  # noqa: RUF012, SLF001 - those of gradients, and one more
 
     def outputs(self, problem: BackwardProblem) -> Sequence[str]:
@@ -134,11 +132,6 @@ class TrainOperator(BackwardOperator):
         forward = plan_attention(problem.forward, gpu)
         before = [*zip(forward.launches, prepare_kernels(forward), strict=True)]
         return [*before, *super()._launches(subject, problem, gpu)]
-
-    def _planned(self) -> tuple[Callable[..., Any], ...]:
-        from ..attention.prepare import prepare_kernels
-
-        return plan_attention, prepare_kernels, *super()._planned()
 
     def _saved(self, problem: BackwardProblem, drawn: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return what is drawn, with o and the LSE as the forward of a step lays them out."""

@@ -9,18 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode  # what torch.compile traces with
 
 from ..attention import reference
-from ..attention.fingerprints import rival_code, subject_code
-from ..attention.inputs import check_options
 from ..attention.operator import OPERATOR as PADDED
-from ..attention.packed import packed_problem, planned_length
 from ..attention.plan import plan_attention
-from ..attention.problem import AttentionProblem
 from ..attention.varlen import flash_attention_varlen
-from ..errors import InputError, UnsupportedError
-from ..gpu.call_code import can_be_told
+from ..errors import InputError
 from ..gpu.planning import PlannedKernel, PlannedLaunch, Work
 from ..gpu.specs import GpuSpec
 from . import rivals
@@ -196,44 +190,6 @@ class VarlenOperator:
         if plan.kernel != FEATURES_KERNEL:
             return prepare_kernels(plan)
         return prepare_features(plan, (sum(problem.lengths), sum(problem.lengths_k)))  # TMA's maps have all tokens
-
-    def code(self, arm: str, problem: VarlenProblem, gpu: GpuSpec) -> str | None:
-        """Return a hash of all that decides what ``arm``, of ours or a rival, runs on ``gpu``, or None."""
-        entry, rival = self.entry_points().get(arm), rivals.RIVALS.get(arm)
-        if rival is not None:
-            derived = {"scale": problem.planned.scale, "group": problem.planned.group}
-            return rival_code(self, rival, {**self.as_table(problem), **derived}, gpu)
-        if entry is None or not can_be_told():
-            return None
-        from ..attention.features_plan import FEATURES_KERNEL
-        from ..attention.features_prepare import prepare_features
-        from ..attention.prepare import prepare_kernels
-
-        kernel = _KERNELS[arm]
-        called, tokens = self._as_called(problem)
-        try:
-            plan = plan_attention(called, gpu, "auto" if kernel == "flash_attention" else kernel)
-        except UnsupportedError:
-            return None
-        is_told = plan.kernel == FEATURES_KERNEL  # of the tokens, besides the longest lengths
-        launches = prepare_features(plan, tokens) if is_told else prepare_kernels(plan)
-        planned = plan_attention, prepare_kernels, prepare_features
-        told: dict[str, Any] = {"lengths": problem.lengths, "lengths_k": problem.lengths_k}
-        return subject_code(self, entry, plan.arch, launches, planned, told=told)
-
-    def _as_called(self, problem: VarlenProblem) -> tuple[AttentionProblem, tuple[int, int]]:
-        """Return what a call with the inputs of ``problem`` plans for, and its tokens; they are made without memory."""
-        p, (longest_q, longest_k) = problem.planned, problem.longest
-        with FakeTensorMode():
-            tensors = self.make_inputs(problem, seed=0, device="cpu")
-            called = packed_problem(
-                {**dict.fromkeys(("sinks", "alibi", "seqused_q", "seqused_k", "dropout_seed")), **tensors},
-                (planned_length("max_seqlen_q", longest_q), planned_length("max_seqlen_k", longest_k)),
-                causal=p.causal,
-                softmax_scale=check_options(p.causal, p.softmax_scale),
-                return_lse=False,
-            )
-        return called, (tensors["q"].shape[0], tensors["k"].shape[0])
 
     def framework_kernels(self) -> Sequence[str]:
         """Return the patterns of PyTorch's own attention kernels."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ast
 import builtins
-import dataclasses
 import functools
 import hashlib
 import json
@@ -18,21 +17,21 @@ import re
 import struct
 import sys
 from collections.abc import Iterable, Mapping
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from types import FunctionType, ModuleType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from .compile import KernelSource
-from .tensor_map import TensorMap
+from ..errors import UnreadableError
+
+if TYPE_CHECKING:
+    from .compile import KernelSource
+    from .tensor_map import TensorMap
 
 _DIGITS = 32
 _OUTSIDE = frozenset({"builtins", "math", "torch", "triton"})  # packages whose versions a record names
 _LEFT_OUT = frozenset({"ctx", "kind", "type_comment", "type_ignores"})  # of a syntax tree: they follow from the rest
 _Definition = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-
-
-class UnreadableError(Exception):
-    """A kernel reaches something whose source or value cannot be read, so a change of it would not be seen."""
 
 
 class PlannedSource(Protocol):
@@ -203,8 +202,8 @@ def _plain(value: Any) -> Any:
         return _plain(value.value)
     if type(value).__name__ == "dtype":
         return str(value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):  # a layout
-        return [type(value).__name__, _said((each.name, getattr(value, each.name)) for each in dataclasses.fields(value))]
+    if is_dataclass(value) and not isinstance(value, type):  # a layout
+        return [type(value).__name__, _said((each.name, getattr(value, each.name)) for each in fields(value))]
     raise UnreadableError(f"a value of type {type(value).__name__} has no plain form")
 
 
@@ -215,8 +214,8 @@ def _said(fields: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 def _fields(item: Any, without: Iterable[str] = ()) -> dict[str, Any]:
     """Return the fields of a dataclass that are not their defaults: a new field leaves old identities as they are."""
-    fields = [field for field in dataclasses.fields(item) if field.name not in without]
-    return {each.name: _plain(value) for each in fields if (value := getattr(item, each.name)) != each.default}
+    known = [field for field in fields(item) if field.name not in without]
+    return {each.name: _plain(value) for each in known if (value := getattr(item, each.name)) != each.default}
 
 
 def _type(kind: str) -> Any:

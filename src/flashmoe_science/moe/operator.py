@@ -12,14 +12,12 @@ import torch
 
 from ..errors import CompileError, InputError, UnsupportedError
 from ..gpu.axis import Axis
-from ..gpu.call_code import can_be_told
 from ..gpu.device import current_gpu
 from ..gpu.planning import PlannedKernel, PlannedLaunch, Work
 from ..gpu.specs import GpuSpec, find_gpu
 from . import reference
 from .api import fused_moe
 from .drawn import draw_ids, weight_bytes
-from .fingerprints import RUN_AT_EACH_CALL, allocated_bytes, as_called, rival_code, subject_code
 from .inputs import TENSORS
 from .plan import MoePlan, plan_moe
 from .problem import MoeCase, MoeProblem
@@ -274,38 +272,6 @@ class MoeOperator:
         from .calls import kernels_of
 
         return kernels_of(self._plan(subject, case, gpu))
-
-    def code(self, arm: str, case: MoeCase, gpu: GpuSpec) -> str | None:
-        """Return a hash of all that decides what ``arm``, of ours or a rival, runs on ``gpu``, or None."""
-        entry, rival = self.entry_points().get(arm), self.rivals().get(arm)
-        table, options = self.as_table(case), self._called_with(case)
-        if rival is not None:
-            return rival_code(self, rival, case.problem, gpu, table, options)
-        if entry is None or not can_be_told():
-            return None
-        try:
-            plan = self._plan(arm, self._as_called(case), gpu)
-        except UnsupportedError:
-            return None
-        return subject_code(self, entry, plan, table, options)
-
-    def host_files(self, subject: str, case: MoeCase) -> frozenset[str] | None:  # noqa: ARG002 - the protocol's signature
-        """Return the files that the host runs at each call, and no fingerprint knows."""
-        return RUN_AT_EACH_CALL
-
-    def allocations(self, subject: str, case: MoeCase, gpu: GpuSpec) -> Sequence[int] | None:
-        """Return the bytes of every tensor that a call makes; all of them are there at its end."""
-        try:
-            return allocated_bytes(self._plan(subject, self._as_called(case), gpu))
-        except UnsupportedError:
-            return None
-
-    def _called_with(self, case: MoeCase) -> dict[str, Any]:
-        return {**self._options(case), "batch_invariant": case.problem.batch_invariant}
-
-    def _as_called(self, case: MoeCase) -> MoeCase:
-        """Return ``case`` as a call with its inputs describes it."""
-        return dataclasses.replace(case, problem=as_called(case.problem, self._called_with(case)))
 
     def framework_kernels(self) -> Sequence[str]:
         """Return the patterns of PyTorch's own grouped products."""

@@ -1,8 +1,4 @@
-"""What refuses a call before anything of it runs: these functions raise, or return None and change nothing.
-
-So fingerprints leave statements out that only call one of them (``gpu/dependencies.py``), and a better message makes no
-measurement anew.
-"""
+"""What refuses a call before anything of it runs: these functions raise, or return None and change nothing."""
 
 from __future__ import annotations
 

@@ -20,7 +20,6 @@ from ..moe import reference
 from ..moe.backward_api import fused_moe_backward
 from ..moe.backward_plan import BackwardPlan, plan_backward
 from ..moe.drawn import active_experts
-from ..moe.fingerprints import RUN_AT_EACH_CALL_OF_GRADIENTS
 from ..moe.inputs import TENSORS
 from ..moe.operator import MoeOperator
 from ..moe.problem import MoeCase
@@ -118,10 +117,6 @@ class MoeBackwardOperator(MoeOperator):
     def _plan(self, subject: str, case: MoeCase, gpu: GpuSpec) -> BackwardPlan:
         kernel = "auto" if subject == "fused_moe_backward" else subject
         return plan_backward(case.problem, gpu, self._wanted(case), kernel)
-
-    def host_files(self, subject: str, case: MoeCase) -> frozenset[str] | None:  # noqa: ARG002 - the protocol's signature
-        """Return the files that the host runs at each call, and no fingerprint knows."""
-        return RUN_AT_EACH_CALL_OF_GRADIENTS
 
     def cpu_refusal(self, subject: str, case: MoeCase) -> str | None:
         """Return why Triton's interpreter cannot check ``case``, or None."""

@@ -36,6 +36,8 @@ _SAME_RATE = 1e-9  # as a share: of two ways to work out the same median
 # Files are named by it, and a record can come from a machine that is not trusted: it names no other folder.
 RecordId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.@-]*$")]
 
+Hash = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
+
 # Moments are compared with one another: one that names no zone is UTC.
 Moment = Annotated[
     datetime, AfterValidator(lambda moment: moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc))
@@ -133,10 +135,11 @@ class Arm(Model):
     reason: str = ""  # why it was not measured
     version: str = ""
     launches: list[Launch] = Field(default_factory=list)
-    # A hash of all that decides what the GPU runs for it in this case; "": not known, then its source files decide.
-    code: Annotated[str, StringConstraints(pattern=r"^([0-9a-f]{64})?$")] = ""
-    # Of each launch of a call of one of our subjects, in order, its identity (``gpu/identity.py``); empty: not known.
-    identities: list[Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]] = Field(default_factory=list)
+    code: str = ""  # of older records, and ignored: what ``identities`` replaced
+    # Of the subject, if it is ours: the identity of each launch of a call, in order (``gpu/identity.py``), and the hash
+    # of each file of the package that a call runs on the host (``host_files.py``). Empty: not known.
+    identities: list[Hash] = Field(default_factory=list)
+    host_files: dict[str, Hash] = Field(default_factory=dict)
     accuracy: Accuracy | None = None
     peak_bytes: int | None = None  # allocated by one call, beyond its inputs
     rates: dict[TimeKind, Rates] = Field(default_factory=dict)
@@ -302,8 +305,7 @@ class Record(Model):
     baselines: list[str]
     environment: Environment
     settings: Settings
-    # A hash of the source that takes times; "": of before records said it (``method.UNRECORDED``).
-    method: Annotated[str, StringConstraints(pattern=r"^([0-9a-f]{64})?$")] = ""
+    method: str = ""  # of older records, and ignored: a hash of the source that took times
     gates: list[Gate] = Field(default_factory=list)
     cases: list[CaseRecord] = Field(default_factory=list)
     resumed: list[Resumed] = Field(default_factory=list)  # the runs that it goes on with, the latest first

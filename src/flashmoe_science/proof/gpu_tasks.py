@@ -14,9 +14,10 @@ from . import arms as arms_module, launches
 from .answers import Answer, Call, copied, parts, sizes_of
 from .arms import Loaded
 from .evidence import Settings
+from .host_files import files_called
 from .launches import CallTrace, Recording
 from .measure import CudaTimer, Graph, Timer
-from .operator import Inputs, Operator, code_of
+from .operator import Inputs, Operator, identities_of
 from .rounds import Case, Plan, measure_case
 from .schedule import derived_seed
 from .subject import Subject, operator_of
@@ -111,7 +112,8 @@ class _Capture:
     replay_problem: str = ""
     graph_reason: str = ""
     promises: list[dict[str, Any]] = field(default_factory=list)
-    code: str = ""
+    identities: list[str] = field(default_factory=list)
+    host_files: dict[str, str] = field(default_factory=dict)
 
     def fail(self, status: str, reason: str) -> None:
         self.status, self.reason, self.call = status, reason, None
@@ -123,10 +125,11 @@ def capture_case(case: Case, subject: Subject, loaded: Sequence[Loaded], timer: 
     Between capture and replay the inputs get other values: an answer computed while capturing is not the replay's.
 
     Returns:
-        ``name``, and ``arms``: name, role, status (captured, failed, refused, unavailable), reason, version, ``code``
-        (``evidence.Arm``), ``launches`` (``evidence.Launch``), ``graph_launches`` (None where there is no graph:
-        ``graph_reason`` says why), ``copies`` (names of copies and fills), ``promises``, ``patterns`` (the kernels by
-        which a baseline is known) and ``problems`` (calls that differ, kernels that the graph lacks).
+        ``name``, and ``arms``: name, role, status (captured, failed, refused, unavailable), reason, version,
+        ``identities``, ``host_files`` and ``launches`` (``evidence.Arm``), ``graph_launches`` (None where there is no
+        graph: ``graph_reason`` says why), ``copies`` (names of copies and fills), ``promises``,
+        ``patterns`` (the kernels by which a baseline is known) and ``problems`` (calls that differ, kernels that the
+        graph lacks).
     """
     captures = [_Capture(each) for each in loaded]
     try:
@@ -175,8 +178,11 @@ def _prepare(capture: _Capture, case: Case, subject: Subject, inputs: Inputs, ti
                 case.operator.promised_launches(subject.name, case.problem) if subject.builtin else subject.kernels
             )
             capture.promises = [_as_table(promise) for promise in promised]
-        if subject.builtin and (gpu := current_gpu()) is not None:
-            capture.code = code_of(case.operator, loaded.name, case.problem, gpu)
+            if subject.builtin and (gpu := current_gpu()) is not None:
+                capture.identities = identities_of(case.operator, subject.name, case.problem, gpu)
+                with loaded.context():
+                    capture.host_files = files_called(call)
+                    timer.synchronize()
         capture.call = call
     except Exception as error:  # noqa: BLE001 - what an arm raises is a result
         capture.fail("failed", arms_module.survive(error, loaded.name, timer))
@@ -273,7 +279,8 @@ def _record(capture: _Capture, recording: Recording | None) -> dict[str, Any]:
         "status": capture.status,
         "reason": capture.reason,
         "version": loaded.version,
-        "code": capture.code,
+        "identities": capture.identities,
+        "host_files": capture.host_files,
         "launches": [launch.model_dump(mode="json") for launch in ran],
         "graph_launches": None if in_graph is None else [launch.model_dump(mode="json") for launch in in_graph],
         "graph_reason": capture.graph_reason,

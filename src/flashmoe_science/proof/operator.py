@@ -243,7 +243,7 @@ class Planning(Protocol):
 
 @runtime_checkable
 class Launching(Protocol):
-    """What an operator may offer besides: what a call of one of its own subjects launches, by which records go stale."""
+    """What an operator may offer besides: what a call of its own subjects launches. By this records go stale."""
 
     def launches(self, subject: str, problem: Any, gpu: GpuSpec) -> Sequence[PlannedSource]:
         """Return the launches of one call on ``gpu``, in order. It needs no GPU. Raises ``UnsupportedError``."""
@@ -258,57 +258,9 @@ def identities_of(operator: Operator, subject: str, problem: Any, gpu: GpuSpec) 
     """
     if not isinstance(operator, Launching):
         return []
-    from ..gpu.identity import launch_identity  # imports Triton
+    from ..gpu.identity import launch_identity
 
     return [launch_identity(launch, gpu.arch) for launch in operator.launches(subject, problem, gpu)]
-
-
-@runtime_checkable
-class Fingerprinting(Protocol):
-    """What an operator may offer besides: by what a later change of its sources is told from one that matters."""
-
-    def code(self, arm: str, problem: Any, gpu: GpuSpec) -> str | None:
-        """Return a SHA-256 of all that decides what one of our subjects, or a baseline, runs on ``gpu``.
-
-        It needs no GPU, and no version of anything is in it. None: not known, so every change of a source counts.
-        """
-
-
-@runtime_checkable
-class TellingHostFiles(Protocol):
-    """What an operator with fingerprints may offer besides: what they leave out that wall time has in it."""
-
-    def host_files(self, subject: str, problem: Any) -> frozenset[str] | None:
-        """Return the files, as records name sources, that run on the host at each such call and in no fingerprint.
-
-        None: not known, so for wall time every change of a source counts.
-        """
-
-
-@runtime_checkable
-class TellingAllocations(Protocol):
-    """What an operator with fingerprints may offer besides: what its own subjects allocate, with no GPU."""
-
-    def allocations(self, subject: str, problem: Any, gpu: GpuSpec) -> Sequence[int] | None:
-        """Return the bytes of every tensor that a call makes; all of them are there at its end.
-
-        None: not known, so for memory every change of a source counts.
-        """
-
-
-def allocations_of(operator: Operator, subject: str, problem: Any, gpu: GpuSpec) -> Sequence[int] | None:
-    """Return what ``allocations`` of an operator says; None where it has none."""
-    return operator.allocations(subject, problem, gpu) if isinstance(operator, TellingAllocations) else None
-
-
-def host_files_of(operator: Operator, subject: str, problem: Any) -> frozenset[str] | None:
-    """Return what ``host_files`` of an operator says; None where it has none."""
-    return operator.host_files(subject, problem) if isinstance(operator, TellingHostFiles) else None
-
-
-def code_of(operator: Operator, arm: str, problem: Any, gpu: GpuSpec) -> str:
-    """Return the fingerprint of what an arm runs, or an empty text where the operator cannot tell."""
-    return (operator.code(arm, problem, gpu) or "") if isinstance(operator, Fingerprinting) else ""
 
 
 _PARTS = [name for name in {**vars(Operator), **Operator.__annotations__} if not name.startswith("_")]

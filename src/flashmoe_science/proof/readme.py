@@ -29,7 +29,6 @@ from typing import Literal, NamedTuple, cast, get_args
 from markdown_it import MarkdownIt
 
 from ..errors import ProofError
-from .changes import FINGERPRINTS_EQUAL
 from .claims import Metric
 from .evidence import Arm, Record
 from .judge import Verdict, VerdictStatus
@@ -368,9 +367,7 @@ def _claim_row(verdict: Verdict, up: str) -> str:
 
 
 def _status(verdict: Verdict) -> str:
-    # How many files changed changes with every edit, and takes nothing from the verdict.
-    counting = [note for note in verdict.notes if not note.endswith(FINGERPRINTS_EQUAL)]
-    notes = "; ".join(note.partition(":")[0] for note in counting)  # the reason has all of it
+    notes = "; ".join(note.partition(":")[0] for note in verdict.notes)  # the reason has all of it
     return f"**{verdict.status.value}**" + (f" ({notes})" if notes else "")
 
 

@@ -70,7 +70,8 @@ def _mend(problem: str) -> str:
 
 def _record(run: Run, case: dict[str, Any]) -> None:
     for arm in case["arms"]:
-        changes: dict[str, Any] = {name: arm[name] for name in ("launches", "version", "role", "code")}
+        known = ("launches", "version", "role", "identities", "host_files")
+        changes: dict[str, Any] = {name: arm[name] for name in known}
         if arm["status"] != "captured":
             raise_blamed(arm["reason"])
             changes |= {"status": arm["status"], "reason": arm["reason"]}

@@ -33,7 +33,6 @@ from ..evidence import (
     TreeState,
     Work,
 )
-from ..method import method_code
 from ..own_operator import raise_blamed
 from ..subject import PACKAGE_FOLDER, Subject, operator_of
 from ..suites import Suite, check_operator
@@ -408,7 +407,6 @@ class Run:
             baselines=list(self.request.baselines),
             environment=self.environment,
             settings=self.settings,
-            method=method_code(),
             gates=list(self.gates.values()),
             cases=list(self.cases.values()),
             resumed=self.resumed,

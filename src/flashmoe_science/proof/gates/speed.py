@@ -227,7 +227,7 @@ def add_measured(run: Run, case: dict[str, Any], process: int) -> None:
     run.update_case(case["name"], rounds=rounds, input_sets=case["input_sets"], input_set_bytes=case["input_set_bytes"])
     known = {arm.name: arm for arm in record.arms}
     for arm in case["arms"]:
-        of_launch = ("launches", "code")  # gate launch found them
+        of_launch = ("launches", "identities", "host_files")  # gate launch found them
         told = {key: value for key, value in arm.items() if key not in (*of_launch, "rates")}
         changes = {key: value for key, value in told.items() if value is not None}
         old = known.get(arm["name"])
