@@ -136,7 +136,11 @@ def _in_both(trees: Sequence[Path], requests: Sequence[Any]) -> list[Any]:
 
 
 def _ask(tree: Path, request: Any) -> Any:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tree / "src"), os.environ.get("PYTHONPATH", "")])}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(tree / "src"), os.environ.get("PYTHONPATH", "")]),
+        "TRITON_DISABLE_LINE_INFO": "1",  # where a line stands decides the order of some instructions
+    }
     command = [sys.executable, __file__, "--worker"]
     done = subprocess.run(command, cwd=tree, env=environment, input=json.dumps(request), stdout=subprocess.PIPE,
                           text=True, check=True)  # fmt: skip
