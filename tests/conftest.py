@@ -1,14 +1,16 @@
 """What every test gets: fixed seeds, poisoned fresh memory, and GPU tests that say why they were skipped.
 
-Who asks for it gets edited sources, too.
+A test that asks for ``plant`` can change a kernel's source.
 """
 
 from __future__ import annotations
 
+import ast
 import math
 import os
 import random
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -95,3 +97,25 @@ def poisoned(empty: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         return out
 
     return filled
+
+
+@pytest.fixture
+def plant() -> Iterator[Callable[[Any], None]]:
+    """Let a jitted function read as if it had one statement more."""
+    from flashmoe_science.gpu import identity
+    from flashmoe_science.proof import changes
+
+    made: tuple[Any, ...] = (identity._describe, identity._code_identity, changes._identities_now)
+
+    def forget(*more: Any) -> None:
+        for cached in (*made, *more):
+            cached.cache_clear()
+
+    def plant(function: Any) -> None:
+        python = function.fn
+        definitions: Any = identity._definitions(str(sys.modules[python.__module__].__file__))
+        definitions[python.__name__, python.__code__.co_firstlineno].body.append(ast.Pass())
+        forget()
+
+    yield plant
+    forget(identity._definitions)

@@ -57,7 +57,8 @@ def test_identities_and_host_files_are_of_our_own_subject_and_the_gpu_that_is_he
 
     monkeypatch.setattr(gpu_tasks, "identities_of", identities)
     monkeypatch.setattr(gpu_tasks, "files_called", lambda call: {"a.py": str(call() is not None)})
-    gpu, own, nothing = Gpu(), replace(SUBJECT, builtin=True), ([], {})
+    nothing: tuple[list[str], dict[str, str]] = ([], {})
+    gpu, own = Gpu(), replace(SUBJECT, builtin=True)
     assert found(own) == [nothing, nothing]  # there is none
     monkeypatch.setattr(gpu_tasks, "current_gpu", lambda: replace(SPECS["H200"], sms=5))
     assert found(own) == [(["0" * 31 + "5"], {"a.py": "True"}), nothing]

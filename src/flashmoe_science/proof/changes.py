@@ -58,10 +58,11 @@ def changes_since(claim: Claim, record: Record, repository: Path) -> Sources:
     gpu = record.environment.gpu
     if gpu is None or not is_builtin(record.subject):
         return sources
+    cases = [(case, arm) for case in claim.cases_of(record) for arm in case.arms if _is_measured(arm, record)]
     if is_of_another_copy(repository):
         note = f"what runs on the GPU was not compared: {ANOTHER_COPY} ({OWN_COPY})"
-        return replace(sources, notes=[*sources.notes, note]) if sources.changed else sources
-    cases = [(case, arm) for case in claim.cases_of(record) for arm in case.arms if _is_measured(arm, record)]
+        is_recorded = any(arm.identities for _, arm in cases)
+        return replace(sources, notes=[*sources.notes, note]) if sources.changed and is_recorded else sources
     changed = []
     if all(arm.identities for _, arm in cases):
         spec, operator = _spec_of(gpu), record.subject.operator
