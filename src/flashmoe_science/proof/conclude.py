@@ -7,6 +7,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from .changes import Sources
+from .claim_text import claim_sentence
 from .claims import Claim, load_claims, why_not
 from .evidence import GateStatus, Record
 from .judge import Verdict, exit_code, judge
@@ -62,19 +63,18 @@ def expectation(record: Record) -> Claim | None:
     if kind is None or gpu is None or not record.baselines:
         return None
     factor = subject.expected_speedup or 1.0
-    rival = record.baselines[0]
-    what = f"{subject.name} is at least {factor:g}x as fast as {rival}"
-    return Claim(
+    claim = Claim(
         id="expectation",
-        sentence=f"{what} in each case of {record.suite}, {kind} time, on {gpu.name}",
+        sentence="made below",
         subject=subject.name,
-        baseline=(rival,),
+        baseline=record.baselines[:1],
         suite=record.suite,
         metric=kind,
         factor=factor,
         gpu=(gpu.name,),
         scope="each case",
     )
+    return claim.model_copy(update={"sentence": claim_sentence(claim, record)})
 
 
 def run_exit_code(record: Record, verdicts: Sequence[Verdict]) -> int:

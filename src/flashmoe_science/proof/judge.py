@@ -15,6 +15,7 @@ from typing import Any
 
 from pydantic import Field
 
+from .claim_text import claim_sentence
 from .claims import Claim, why_not
 from .evidence import GATE_NAMES, CaseRecord, GateStatus, Model, Record, TimeKind
 from .roofline import has_limits, impossible_time, known_spec
@@ -84,6 +85,7 @@ class Verdict(Model):
     gate_failed: str | None = None
     cases: list[CaseVerdict] = Field(default_factory=list)
     geometric_mean: Interval | None = None  # of the speedups, beside the cases
+    others: str = ""  # what the other cases of the suite show, of a claim that selects cases; the notes have it too
     control: Control | None = None
     notes: list[str] = Field(default_factory=list)  # what nobody should read the status without; the reason has it too
     by_gpu: list[Verdict] = Field(default_factory=list)  # of a claim for several GPUs: that on each, weakest first
@@ -118,7 +120,7 @@ def judge(
         doubts: The same, and each of them keeps a claim from being demonstrated.
     """
     if record is None:
-        reason = f"there is no evidence: no record shows {claim.describe()}"
+        reason = f"there is no evidence, no record shows: {claim_sentence(claim, None)}"
         return Verdict(claim=claim, status=VerdictStatus.ASSERTED, reason=reason)
 
     if len(claim.gpu) > 1:
@@ -143,6 +145,10 @@ def judge(
 
     judged = [_judge_case(claim, case, control) for case in claim.cases_of(record)]
     cases = [case for case, _ in judged]
+    others = _other_cases(claim, record, control)
+    if others:
+        said = [*said, others]
+        verdict = partial(verdict, notes=said, others=others)
     mean = _geometric_mean({case.name: groups for case, groups in judged}, control)
     status, reason = _over_cases(claim, cases) if claim.scope == "each case" else _over_mean(claim, cases, mean)
     gap = _gap(claim, record, suite or {})
@@ -354,6 +360,28 @@ def _geometric_mean(cases: Mapping[str, _Groups | None], control: Control) -> In
     table = [[groups.get(process, []) for process in processes] for groups in measured.values()]
     bias = sum(control.biases[name] for name in measured) / len(measured)
     return suite_interval(table).widened(bias).exp()
+
+
+def _other_cases(claim: Claim, record: Record, control: Control) -> str:
+    """Return what the cases show that the claim leaves out, set against 1x; empty: it leaves none out."""
+    parity = claim.model_copy(update={"factor": 1.0})
+    left_out = [_judge_case(parity, case, control)[0] for case in record.cases if not claim.is_about(case.name)]
+    if not left_out:
+        return ""
+    measured = [case for case in left_out if case.interval]
+    counts = Counter(case.status for case in measured)
+    worse, better = ("more memory", "no more memory") if claim.metric == "memory" else ("slower", "faster")
+    named = {
+        worse: counts[VerdictStatus.REFUTED],
+        "inconclusive": counts[VerdictStatus.INCONCLUSIVE],
+        better: counts[VerdictStatus.DEMONSTRATED],
+        "not measured": len(left_out) - len(measured),
+    }
+    shown = [f"{count} {word}" for word, count in named.items() if count]
+    if measured:
+        shown.append(f"lowest {min(case.interval.estimate for case in measured if case.interval):.3f}x")
+    which = "the other case shows" if len(left_out) == 1 else f"the other {len(left_out)} cases show"
+    return f"{which} {', '.join(shown)}"
 
 
 def _over_cases(claim: Claim, cases: Sequence[CaseVerdict]) -> tuple[VerdictStatus, str]:

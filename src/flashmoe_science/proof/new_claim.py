@@ -12,23 +12,17 @@ from pydantic import ValidationError
 
 from ..errors import ClaimError, InputError
 from ..gpu.specs import find_gpu
+from .claim_text import claim_sentence
 from .claims import Claim, Metric, Scope, why_not
-from .evidence import Record, TimeKind
+from .evidence import Record
 from .judge import judge
 from .rows import METRICS, default_kind, kinds_measured
 from .toml_files import explain_validation
-from .wording import overstatement, shown_by
 
 _LITTLE = 1e-9  # a factor that every interval lies above: judged by it, a claim tells its intervals
 
 # Tenths of a power of ten: close enough to say something, far enough apart to be remembered.
 _ROUND = (*range(10, 20), *range(20, 50, 5), *range(50, 100, 10))
-
-_HOW: dict[TimeKind, str] = {
-    "kernel": "by the time of the kernels",
-    "graph": "in a CUDA graph",
-    "wall": "by the wall time of eager calls",
-}
 
 
 @dataclass(frozen=True)
@@ -42,7 +36,6 @@ class Wish:
     factor: float | None = None  # None: the largest round figure that the intervals lie above
     gpu: str = ""
     id: str = ""
-    sentence: str = ""
 
 
 def make_claims(record: Record, wish: Wish) -> list[Claim]:
@@ -59,8 +52,8 @@ def make_claims(record: Record, wish: Wish) -> list[Claim]:
     kinds: list[Metric] = [kind for kind in METRICS if kind in wish.kinds] or [default]
     if missing := [kind for kind in kinds if kind not in (*measured, "memory")]:
         raise ClaimError(f"time must be one of {', '.join(measured)} in run {record.id}, got {missing[0]}")
-    if len(kinds) > 1 and (wish.id or wish.sentence):
-        raise ClaimError("an id and a sentence are of one claim, expected one --time")
+    if len(kinds) > 1 and wish.id:
+        raise ClaimError("an id names one claim, expected one --time")
     return [_make_claim(record, wish, kind) for kind in kinds]
 
 
@@ -70,7 +63,7 @@ def _make_claim(record: Record, wish: Wish, kind: Metric) -> Claim:
     name = f"{record.subject.name}-{record.suite}-{kind}-{gpu}"
     keys = {
         "id": wish.id or re.sub(r"[^a-z0-9_.-]+", "-", name.lower()),
-        "sentence": wish.sentence or "not yet worded",
+        "sentence": "made below",
         "subject": record.subject.name,
         "baseline": tuple(wish.baselines) or record.baselines[:1],
         "suite": record.suite,
@@ -88,10 +81,7 @@ def _make_claim(record: Record, wish: Wish, kind: Metric) -> Claim:
         raise ClaimError(f"run {record.id} cannot show it: {mismatch}")
     if wish.factor is None:
         claim = claim.model_copy(update={"factor": _largest_factor(claim, record)})
-    claim = claim.model_copy(update={"sentence": wish.sentence or _sentence(claim, record)})
-    if said := overstatement(shown_by(claim, record)):
-        raise ClaimError(said, hint="word --sentence as the keys are, or leave it out: it is worded from them")
-    return claim
+    return claim.model_copy(update={"sentence": claim_sentence(claim, record)})
 
 
 def _largest_factor(claim: Claim, record: Record) -> float:
@@ -126,16 +116,3 @@ def _short_name(gpu: str) -> str:
         return find_gpu(gpu).name
     except InputError:
         return gpu
-
-
-def _sentence(claim: Claim, record: Record) -> str:
-    rival = claim.baseline[0] if len(claim.baseline) == 1 else f"the {claim.best} of {', '.join(claim.baseline)}"
-    number = len(claim.cases_of(record))
-    some = f" that {'fits' if number == 1 else 'fit'} {' or '.join(claim.cases)}" if claim.cases else ""
-    over = "each of" if claim.scope == "each case" else "the geometric mean over"
-    where = "the one case" if number == 1 else f"{over} the {number} cases"  # there is no mean over one
-    if claim.metric == "memory":
-        what = f"{claim.subject} needs at most {math.ceil(100 / claim.factor)} % of the peak memory of {rival}"
-    else:
-        what = f"{claim.subject} is at least {claim.factor:g} times as fast as {rival} {_HOW[claim.metric]}"
-    return f"On {claim.gpu[0]}, {what}, in {where} of suite {claim.suite}{some}."
