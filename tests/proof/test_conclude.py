@@ -72,9 +72,9 @@ def test_without_a_claim_the_expectation_is_judged(expected, status):
 def test_the_expectation_names_what_is_expected():
     claim = expectation(expecting(1.7, times=("kernel", "wall")))
     assert claim is not None
-    assert (
-        claim.sentence
-        == "flash_attention is at least 1.7x as fast as sdpa in each case of seed, kernel time, on NVIDIA H200"
+    assert (claim.factor, claim.baseline, claim.metric, claim.gpu) == (1.7, ("sdpa",), "kernel", ("NVIDIA H200",))
+    assert claim.sentence.startswith(
+        "On NVIDIA H200, flash_attention is at least 1.7 times as fast as sdpa in kernel time"
     )
 
 

@@ -113,7 +113,7 @@ def test_no_record_is_asserted():
     verdict = judge(build_claim(), None)
     assert verdict.status is ASSERTED
     assert verdict.record is None
-    assert "flash_attention at least 2x as fast as sdpa" in verdict.reason
+    assert "flash_attention is at least 2 times as fast as sdpa" in verdict.reason
 
 
 def test_an_incomplete_record_cannot_demonstrate_but_can_refute():

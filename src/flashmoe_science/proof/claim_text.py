@@ -45,12 +45,10 @@ def _scope(claim: Claim, record: Record | None) -> str:
     if record is None:
         return f"in each case of {suite}" if each else f"in the geometric mean over {suite}"
     total, selected = len(record.cases), len(claim.cases_of(record))
-    if claim.cases:
-        cases = f"{selected} of {total} cases"
-    else:
-        cases = "the one case" if total == 1 else f"the {total} cases"
-    over = "in the geometric mean over " if not each else "in each of " if selected > 1 else "in "
-    return f"{over}{cases} of {suite}"
+    whole = "the one case" if total == 1 else f"the {total} cases"
+    cases = f"{selected} of {total} cases" if claim.cases else whole
+    over = "in the geometric mean over" if not each else "in each of" if selected > 1 else "in"
+    return f"{over} {cases} of {suite}"
 
 
 def _listed(names: Sequence[str], joint: str = "and") -> str:

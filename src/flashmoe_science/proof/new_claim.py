@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from pathlib import Path
 
 from pydantic import ValidationError
 
@@ -15,11 +16,12 @@ from ..gpu.specs import find_gpu
 from .claim_text import claim_sentence
 from .claims import Claim, Metric, Scope, why_not
 from .evidence import Record
-from .judge import judge
+from .judge import Verdict, VerdictStatus, judge
 from .rows import METRICS, default_kind, kinds_measured
 from .toml_files import explain_validation
+from .verify import suite_now, verify_claim
 
-_LITTLE = 1e-9  # a factor that every interval lies above: judged by it, a claim tells its intervals
+_LITTLE = 1e-9  # a factor below every interval
 
 # Tenths of a power of ten: close enough to say something, far enough apart to be remembered.
 _ROUND = (*range(10, 20), *range(20, 50, 5), *range(50, 100, 10))
@@ -116,3 +118,21 @@ def _short_name(gpu: str) -> str:
         return find_gpu(gpu).name
     except InputError:
         return gpu
+
+
+def way_out(verdict: Verdict, record: Record, records: Mapping[str, Record], repository: Path) -> str:
+    """Return what would get a claim demonstrated; empty: the reason of its verdict says all that is known."""
+    if verdict.status is VerdictStatus.DEMONSTRATED:
+        return ""
+    if verdict.status is VerdictStatus.STALE:
+        return "a new run shows it of the sources as they are"
+    if verdict.gate_failed is not None:
+        return f"a run that passes gate {verdict.gate_failed} is needed"
+    suite = suite_now(record, repository)
+    if suite.doubt:
+        return suite.mend or "its reason says what is wrong with the suite"
+    easier = verdict.claim.model_copy(update={"factor": _LITTLE})
+    easier = easier.model_copy(update={"sentence": claim_sentence(easier, record)})
+    if verify_claim(easier, records, repository).status is VerdictStatus.DEMONSTRATED:
+        return "a lower --factor, or more rounds, may show it"
+    return "more rounds may show it" if verdict.rounds_needed else ""

@@ -19,7 +19,6 @@ from .subject import Limits
 from .suites import Suite, load_suite
 from .worker import Emit, run_task
 
-
 Problems = Mapping[str, dict[str, Any]]  # of the cases by name, as the operator writes them
 
 

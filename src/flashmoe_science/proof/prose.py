@@ -39,8 +39,8 @@ _PART = (
     r"|orders?\s+of\s+magnitude)\b"
 )
 _SPEED = (
-    r"\b(?:fast(?:er)?|quick(?:er)?|slow(?:er)?|longer|as\s+long|speeds?(?!\s+of\s+light)|speed-?ups?|throughput|latency"
-    r"|performance|bandwidth|[MH]FU|tokens\s*(?:/|per\s)|(?:wall|kernel|graph|run)[\s-]?time|outperform\w*|beats?"
+    r"\b(?:fast(?:er)?|quicker|slow(?:er)?|longer|as\s+long|speeds?(?![\s-]of[\s-]light)|speed-?ups?|throughput|latency"
+    r"|performance|bandwidth|[MH]FU|tokens\s*(?:/|per\s)|run[\s-]?time|outperform\w*|beats?"
     r"|(?<!shared\s)memory|VRAM)\b"
 )
 _OF_TIME = (
@@ -62,6 +62,7 @@ _RULES = re.compile(
         [
             _either(f"(?:{_TIMES}|(?<!\\bat\\s){_PERCENT})", _SPEED),
             rf"(?:{_TIMES}|{_PERCENT}|{_PART}|(?<![\w.])\d?\.\d+){_OF_TIME}",
+            rf"\btime\b{_CLOSE}\bby\s+(?:about\s+)?{_PERCENT}",
             rf"\bspeed-?ups?\s*(?:of|is|was|[:=])\s*{_NUMBER}",
             _X,  # "1.8x" alone
             _either(_PART, _SPEED, _CLOSE),
@@ -93,7 +94,7 @@ _COMMENT = re.compile(r"<!--\s*(no claim|claim)\s*:\s*(.*?)\s*-->", re.DOTALL)
 _ANY_COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
 _TAG = re.compile(r"</?[a-zA-Z][^>]*>")
 _ALT = re.compile(r"(?:alt|title|aria-label)\s*=\s*(\"[^\"]*\"|'[^']*')", re.IGNORECASE)
-_LINK = re.compile(r"\]\([^)\s]*\)")
+_LINK = re.compile(r"\]\([^)\s]*\)|https?://\S+")
 _ID = re.compile(r"[a-z0-9][a-z0-9_.-]*[a-z0-9]")
 _SELECTION = re.compile(r"\b(\d+ of \d+) cases\b")
 # A sentence ends at a stop before a blank and anything but a small letter; a comment behind the stop belongs to it.
@@ -286,4 +287,4 @@ def _visible(raw: str) -> str:
     """Return a text as a reader sees it: without comments, tags and the targets of links, with alt texts."""
     text = _CELL_END.sub(" | ", _ANY_COMMENT.sub(" ", raw))
     text = _TAG.sub(lambda tag: f" {' '.join(_ALT.findall(tag[0]))} ", text)
-    return re.sub(r"[`*]", "", unescape(_LINK.sub("] ", text)))
+    return re.sub(r"[`*]", "", unescape(_LINK.sub(" ", text)))

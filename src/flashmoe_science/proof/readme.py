@@ -270,7 +270,7 @@ def _summary_row(group: _Group, metric: Metric, widest: Verdict, about: Sequence
         ", ".join(widest.claim.baseline),
         metric,
         str(held) if measured == held else f"{measured} of {held}",
-        f"{slower}, {measured - slower - faster}, {faster}",
+        "; ".join(filter(None, [f"{slower}, {measured - slower - faster}, {faster}", widest.others])),
         format_ratio(min(intervals, key=lambda one: one.estimate)),
         _mean(widest),
         ", ".join(f"{counts[status]} {status.value}" for status in VerdictStatus if counts[status]),

@@ -97,7 +97,7 @@ def verify_claim(
     if len(parts) == 1:
         return weakest
     reason = "; ".join(f"{part.claim.gpu[0]}: {part.status.value}, {part.reason}" for part in parts)
-    notes = [f"{part.claim.gpu[0]}: {note}" for part in parts for note in part.notes]
+    notes = [f"on {part.claim.gpu[0]}, {note}" for part in parts for note in part.notes]
     failed = next((part.gate_failed for part in parts if part.gate_failed), None)
     changes = {"claim": claim, "reason": reason, "notes": notes, "gate_failed": failed, "by_gpu": parts}
     return weakest.model_copy(update=changes)
