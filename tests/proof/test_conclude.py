@@ -116,7 +116,7 @@ def test_the_last_word_of_a_run_that_was_told_where_to_stop():
         for i, gate in enumerate(build_gates())
     ]
     assert last_word(build_record(gates=gates, gpu=None))[1] == (
-        "sources, build passed; the gates after them were not asked for"
+        "sources, build passed; the later gates were not asked for"
     )
 
 

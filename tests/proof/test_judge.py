@@ -173,7 +173,7 @@ def test_a_case_without_correctness_or_times_leaves_the_claim_open():
     record = _with_case(build_record(speedups=[3.0, 3.0]), 1, rounds=[], correct=None)
     verdict = judge(build_claim(), record)
     assert verdict.status is INCONCLUSIVE
-    assert "1 of 2 cases are open: case1 its correctness was not shown" in verdict.reason
+    assert "1 of 2 cases are inconclusive: case1 its correctness was not shown" in verdict.reason
     no_times = judge(build_claim(), _with_case(build_record(speedups=[3.0, 3.0]), 1, rounds=[]))
     assert no_times.status is INCONCLUSIVE
     assert "case1 it has 0 rounds" in no_times.reason

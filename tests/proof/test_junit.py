@@ -53,7 +53,7 @@ def test_what_is_inconclusive_says_the_rounds_still_needed():
     result, said = outcome(verdict)
     assert result == "skipped"
     assert said.startswith(
-        f"inconclusive, about {verdict.rounds_needed} rounds more would decide: 2 of 3 cases are open"
+        f"inconclusive, about {verdict.rounds_needed} rounds more would decide: 2 of 3 cases are inconclusive"
     )
 
 

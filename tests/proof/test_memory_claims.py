@@ -7,7 +7,7 @@ import pytest
 from flashmoe_science.errors import ClaimError
 from flashmoe_science.proof.claims import why_not
 from flashmoe_science.proof.judge import VerdictStatus, judge
-from flashmoe_science.proof.new_claim import Wish, make_claims
+from flashmoe_science.proof.new_claim import ClaimRequest, make_claims
 from flashmoe_science.proof.readme import speed_section
 
 from .builders import build_gates, build_record
@@ -83,11 +83,11 @@ def test_a_record_without_counted_bytes_is_no_evidence():
     record = record_with((None, None, None))
     assert why_not(memory_claim(), record) == "the record has no peak memory"
     with pytest.raises(ClaimError, match="the record has no peak memory"):
-        make_claims(record, Wish(kinds=["memory"]))
+        make_claims(record, ClaimRequest(kinds=["memory"]))
 
 
 def test_claim_new_claims_the_largest_round_factor():
-    (claim,) = make_claims(record_with((2 * MIB, 3 * MIB + 9, 3 * MIB + 9)), Wish(kinds=["memory"]))
+    (claim,) = make_claims(record_with((2 * MIB, 3 * MIB + 9, 3 * MIB + 9)), ClaimRequest(kinds=["memory"]))
     assert (claim.metric, claim.factor, claim.id) == ("memory", 1.5, "flash_attention-seed-memory-h200")
 
 

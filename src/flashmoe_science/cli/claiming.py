@@ -14,7 +14,7 @@ from .options import Json, Metric, StoreName, split
 
 if TYPE_CHECKING:
     from ..proof.judge import Verdict
-    from ..proof.new_claim import Wish
+    from ..proof.new_claim import ClaimRequest
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
@@ -85,10 +85,10 @@ def new(
       2  wrong usage                      (--asserted writes it, and returns the same)
     """
     from ..proof.claims import Metric as Kind
-    from ..proof.new_claim import Wish
+    from ..proof.new_claim import ClaimRequest
 
     times: list[Kind] = [m.value for m in metric or ()]
-    wish = Wish(
+    request = ClaimRequest(
         kinds=[*times, "memory"] if memory else times,
         baselines=split(baseline),
         scope="geometric mean" if mean else "each case",
@@ -97,10 +97,12 @@ def new(
         gpu=gpu,
         id=claim_id,
     )
-    raise typer.Exit(_write_claims(run, wish, file=file, asserted=asserted, store=store, as_json=as_json))
+    raise typer.Exit(_write_claims(run, request, file=file, asserted=asserted, store=store, as_json=as_json))
 
 
-def _write_claims(key: str, wish: Wish, *, file: Path | None, asserted: bool, store: str | None, as_json: bool) -> int:
+def _write_claims(
+    key: str, request: ClaimRequest, *, file: Path | None, asserted: bool, store: str | None, as_json: bool
+) -> int:
     """Write claims from a run and return what ``verify`` would return for them alone."""
     from ..errors import ClaimError
     from ..proof.claims import add_claims, load_claims
@@ -115,7 +117,7 @@ def _write_claims(key: str, wish: Wish, *, file: Path | None, asserted: bool, st
     terminal = Terminal(as_json=as_json)
     repository = find_repository() or Path.cwd()
     record = Archive(Store(store), repository).load(key)
-    claims = make_claims(record, wish)
+    claims = make_claims(record, request)
     path = _claim_file(file, repository, record.subject.name)
     records = read_records(repository)
     kept = next((where for where, other in records.items() if other.id == record.id), None)

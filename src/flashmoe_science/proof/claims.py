@@ -1,6 +1,6 @@
-"""Claims: one sentence about speed each, in ``claims/*.toml``, and the records that are their evidence.
+"""Claims about speed or memory in ``claims/*.toml``, and the records that are their evidence.
 
-The format is in ``docs/claims.md``. Whether a claim holds is the business of ``judge``.
+The format is in ``docs/claims.md``. ``judge`` decides whether a claim holds.
 """
 
 from __future__ import annotations
@@ -145,9 +145,6 @@ def _model(name: str) -> str | None:
         return find_gpu(name).name
     except InputError:
         return None
-
-
-_Claims = Annotated[list[Claim], BeforeValidator(_tables)]
 
 
 class _ClaimFile(BaseModel):

@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple, cast, get_args
+from typing import NamedTuple, cast, get_args
 
 from markdown_it import MarkdownIt
 
@@ -33,12 +33,10 @@ from .changes import FINGERPRINTS_EQUAL
 from .claims import Metric
 from .evidence import Arm, Record
 from .judge import Verdict, VerdictStatus
-from .prose import markdown_in
+from .prose import SectionKind, markdown_in
 from .rows import METRICS, format_bytes, format_ratio, format_seconds, lowest_case
 from .store import find_repository
 from .verify import read_records, verify_claims
-
-SectionKind = Literal["speeds", "summary", "verdicts", "cases"]
 
 BEGIN, END = "<!-- speeds:begin -->", "<!-- speeds:end -->"
 
