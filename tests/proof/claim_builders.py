@@ -36,3 +36,6 @@ def claim_toml(**changes: object) -> str:
     """Return the same claim as a table of a claim file."""
     claim = build_claim(**changes).model_dump(exclude_defaults=True)
     return tomlkit.dumps({"claim": [claim]})
+
+
+SENTENCE = build_claim().sentence

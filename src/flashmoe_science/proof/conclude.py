@@ -67,7 +67,7 @@ def expectation(record: Record) -> Claim | None:
         id="expectation",
         sentence="made below",
         subject=subject.name,
-        baseline=record.baselines[:1],
+        baseline=(record.baselines[0],),
         suite=record.suite,
         metric=kind,
         factor=factor,

@@ -120,7 +120,7 @@ def judge(
         doubts: Notes that keep a claim from being demonstrated.
     """
     if record is None:
-        reason = f"there is no evidence, no record shows: {claim_sentence(claim, None)}"
+        reason = f"there is no evidence: no record shows {claim_sentence(claim, None)!r}"
         return Verdict(claim=claim, status=VerdictStatus.ASSERTED, reason=reason)
 
     if len(claim.gpu) > 1:
