@@ -126,9 +126,10 @@ def test_any_text_is_read(text):
 
 @pytest.fixture
 def check(tmp_path):
-    """Return the status and reason of each figure of a page, and its line, beside three claims."""
+    """Return the status and reason of each figure of a page, and its line, beside four claims."""
     some = "On H200, it is at least 2 times as fast, in each of 2 of 12 cases of suite seed (`a*`)."
     claims = [build_claim(id="two-x"), build_claim(id="nine-x", factor=9.0), build_claim(id="some", cases="a*")]
+    claims.append(build_claim(id="lean", metric="memory"))
     known = {claim.id: claim for claim in claims} | {"some": claims[2].model_copy(update={"sentence": some})}
 
     def check(text):
@@ -152,6 +153,7 @@ def check(tmp_path):
         "- It is 1.5x faster, by `two-x`.",
         "It is 2x faster, in 2 of 12 cases (`some`).",
         "It is 2x faster than SDPA (`some`, `two-x`).",
+        "It needs half the memory, `lean`.",
     ],
 )
 def test_a_figure_with_the_id_of_a_claim_is_backed(check, text):
@@ -165,6 +167,8 @@ def test_a_figure_with_the_id_of_a_claim_is_backed(check, text):
         ("One.\nIt is 2x faster. Claim `two-x` says another thing.", 2, "it names no claim"),
         ("It is 2x faster. <!-- claim: tow-x -->", 1, "there is no claim 'tow-x' in claims/"),
         ("It is 2.5x faster, by `two-x`.", 1, "claim two-x is of 2x"),
+        ("It needs 30 % less memory, by `two-x`.", 1, "claim two-x is about graph time"),
+        ("It is 2x faster, by `lean`.", 1, "claim lean is about memory"),
         (
             "The suite is 2x faster, by `some`.",
             1,

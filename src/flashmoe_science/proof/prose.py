@@ -96,6 +96,7 @@ _TAG = re.compile(r"</?[a-zA-Z][^>]*>")
 _ALT = re.compile(r"(?:alt|title|aria-label)\s*=\s*(\"[^\"]*\"|'[^']*')", re.IGNORECASE)
 _LINK = re.compile(r"\]\([^)\s]*\)|https?://\S+")
 _ID = re.compile(r"[a-z0-9][a-z0-9_.-]*[a-z0-9]")
+_MEMORY = re.compile(r"\b(?:memory|VRAM)\b(?!\s+bandwidth)", re.IGNORECASE)
 _SELECTION = re.compile(r"\b(\d+ of \d+) cases\b")
 # A sentence ends at a stop before a blank and anything but a small letter; a comment behind the stop belongs to it.
 _END = re.compile(r"(?<!\be\.g)(?<!\bi\.e)(?<!\bvs)[.!?][\"”)\]*_`]*(?:\s*<!--.*?-->)*\s+(?=[^a-z\s<])", re.DOTALL)
@@ -211,10 +212,14 @@ def _judge(unit: _Unit, words: str, claims: Mapping[str, Claim]) -> tuple[Status
 def _why_not(text: str, words: str, claim: Claim) -> str:
     """Return why ``claim`` does not back a figure; empty: it does."""
     selection = _SELECTION.search(claim.sentence)
-    if claim.cases and not (selection and selection[1] in text):
+    if claim.cases and not (selection and re.search(rf"\b{selection[1]}\b", text)):
         return (
             f"claim {claim.id} is about {selection[0] if selection else 'some cases'}, and the sentence does not say so"
         )
+    if claim.metric == "memory" and not _MEMORY.search(text):
+        return f"claim {claim.id} is about memory"
+    if claim.metric != "memory" and _MEMORY.search(words):
+        return f"claim {claim.id} is about {claim.metric} time"
     multiples = [float(number.replace(",", "")) for number in re.findall(rf"({_NUMBER})\s*(?:[x×]|times\b)", words)]
     if max(multiples, default=0) > claim.factor * (1 + 1e-9):
         return f"claim {claim.id} is of {claim.factor:g}x"
