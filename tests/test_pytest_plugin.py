@@ -103,7 +103,7 @@ def test_a_module_that_is_not_there_is_named_with_what_to_do(run, monkeypatch, m
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("open", "*claim open: inconclusive, about * rounds more would decide: 1 of 2 cases are open*"),
+        ("open", "*claim open: inconclusive, about * rounds more would decide: 1 of 2 cases are inconclusive*"),
         ("asserted", "*claim asserted: asserted: there is no evidence*"),
     ],
 )

@@ -16,7 +16,7 @@ from flashmoe_science.proof.worker import TaskResult
 
 from ..proof.builders import build_record
 from ..proof.claim_builders import claim_toml
-from .conftest import RUN_ID
+from .conftest import RUN_ID, SENTENCE
 
 # verify
 
@@ -25,7 +25,7 @@ def test_verify_prints_a_line_for_every_claim_and_the_count(run):
     code, out, err = run("verify")
     lines = out.splitlines()
     assert (code, err) == (0, "")
-    assert lines[0].startswith("demonstrated  It is twice as fast. | lowest of 2 cases 2.30x [2.29, 2.31]; " + RUN_ID)
+    assert lines[0].startswith(f"demonstrated  {SENTENCE} | lowest of 2 cases 2.30x [2.29, 2.31]; " + RUN_ID)
     assert lines[-1] == "1 claim: 1 demonstrated"
 
 
@@ -63,7 +63,7 @@ def test_verify_of_a_stale_claim_holds_unless_strict(run, repository):
     write_record(record.model_copy(update={"subject": subject}), repository / "evidence" / f"{RUN_ID}.json")
     code, out, err = run("verify")
     assert code == 0
-    assert out.startswith("stale         It is twice as fast. | lowest of 2 cases 2.30x [2.29, 2.31]; ")
+    assert out.startswith(f"stale         {SENTENCE} | lowest of 2 cases 2.30x [2.29, 2.31]; ")
     changed = "1 of 1 (1 of them not in this repository), k.cu"
     assert f" | demonstrated at commit 000000000000, before its sources changed: {changed}\n" in out
     assert out.endswith("1 claim: 1 stale\n")
@@ -101,7 +101,7 @@ def test_verify_with_a_record_that_cannot_be_read_judges_the_others_and_returns_
     broken.write_text("{")
     code, out, err = run("verify")
     assert code == 2
-    assert out.startswith("inconclusive  It is twice as fast. | ")
+    assert out.startswith(f"inconclusive  {SENTENCE} | ")
     assert "evidence/broken.json cannot be read, and may be of a run that decides it" in out
     assert out.endswith("1 record cannot be read, so no claim that may rest on it is demonstrated\n")
     assert err.startswith(f"warning: {broken}: key (document): Invalid JSON")
@@ -133,7 +133,7 @@ def test_show_renders_a_run_of_the_evidence_folder(run):
     assert (code, err) == (0, "")
     for part in (RUN_ID, "NVIDIA H200", "sources  passed", "case1", "sdpa#2 (control)", "2.30x [2.29, 2.31]"):
         assert part in out
-    assert out.splitlines()[-1].startswith("demonstrated  It is twice as fast.")
+    assert out.splitlines()[-1].startswith(f"demonstrated  {SENTENCE}")
 
 
 def test_show_reads_a_file_and_the_store(run, repository):

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import tomlkit
 
+from flashmoe_science.proof.claim_text import claim_sentence
 from flashmoe_science.proof.claims import Claim
+
+from .builders import build_record
 
 
 def build_claim(**changes: object) -> Claim:
-    """Return a claim that flash_attention is twice as fast as sdpa in each case of seed."""
-    factor = changes.get("factor", 2.0)
-    sentence = "It is twice as fast." if factor == 2.0 else f"It is {factor} times as fast."  # no more than its keys
-    keys = {"id": "seed-graph", "sentence": sentence, "subject": "flash_attention", "baseline": "sdpa"}
+    """Return a claim that flash_attention is twice as fast as sdpa in each of two cases of seed."""
+    keys = {"id": "seed-graph", "sentence": "made below", "subject": "flash_attention", "baseline": "sdpa"}
     measured = {"suite": "seed", "metric": "graph", "factor": 2.0, "gpu": "H200", "scope": "each case"}
-    return Claim.model_validate({**keys, **measured, **changes})
+    claim = Claim.model_validate({**keys, **measured, **changes})
+    return claim if "sentence" in changes else worded(claim)
+
+
+def worded(claim: Claim, case_count: int = 2) -> Claim:
+    """Return ``claim`` with the sentence that its fields make, for a suite of the cases case0, case1 and so on."""
+    record = build_record(speedups=[2.0] * case_count)
+    return claim.model_copy(update={"sentence": claim_sentence(claim, record)})
 
 
 def suite_toml(name: str, *cases: str) -> str:
@@ -28,3 +36,6 @@ def claim_toml(**changes: object) -> str:
     """Return the same claim as a table of a claim file."""
     claim = build_claim(**changes).model_dump(exclude_defaults=True)
     return tomlkit.dumps({"claim": [claim]})
+
+
+SENTENCE = build_claim().sentence

@@ -40,13 +40,11 @@ def test_a_claim_is_read_with_all_its_keys(tmp_path):
     claim = _claim(tmp_path, GOOD + 'evidence = "evidence/a.json"\n')
     assert (claim.id, claim.factor, claim.baseline) == ("seed-graph", 2.0, ("sdpa",))
     assert claim.evidence == ("evidence/a.json",)
-    assert claim.describe() == ("flash_attention at least 2x as fast as sdpa, graph time, in each case of seed, H200")
 
 
 def test_a_list_of_baselines_means_the_fastest_of_them(tmp_path):
     claim = _claim(tmp_path, GOOD.replace('"sdpa"', '["cudnn", "fa3"]'))
     assert claim.baseline == ("cudnn", "fa3")
-    assert "the fastest of cudnn, fa3" in claim.describe()
 
 
 def test_claims_come_by_file_and_then_in_their_order(tmp_path):
@@ -114,10 +112,8 @@ def test_the_page_shows_a_claim_that_is_read_and_documents_every_key(tmp_path):
     assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == list(Claim.model_fields)
 
 
-def test_a_claim_says_its_cases_gpus_and_versions(tmp_path):
-    more = 'cases = "*_s512_*"\nversions = {torch = ">=2.9"}\n'
-    claim = _claim(tmp_path, GOOD.replace('"H200"', '["H100", "H200"]') + more)
-    assert claim.describe().endswith("in each case of seed that fits *_s512_*, H100 and H200, torch >=2.9")
+def test_a_claim_for_several_gpus_is_also_one_for_each(tmp_path):
+    claim = _claim(tmp_path, GOOD.replace('"H200"', '["H100", "H200"]'))
     assert claim.on_gpu("NVIDIA H200").gpu == ("H200",)
 
 

@@ -72,9 +72,9 @@ def test_without_a_claim_the_expectation_is_judged(expected, status):
 def test_the_expectation_names_what_is_expected():
     claim = expectation(expecting(1.7, times=("kernel", "wall")))
     assert claim is not None
-    assert (
-        claim.sentence
-        == "flash_attention is at least 1.7x as fast as sdpa in each case of seed, kernel time, on NVIDIA H200"
+    assert (claim.factor, claim.baseline, claim.metric, claim.gpu) == (1.7, ("sdpa",), "kernel", ("NVIDIA H200",))
+    assert claim.sentence.startswith(
+        "On NVIDIA H200, flash_attention is at least 1.7 times as fast as sdpa in kernel time"
     )
 
 
@@ -116,7 +116,7 @@ def test_the_last_word_of_a_run_that_was_told_where_to_stop():
         for i, gate in enumerate(build_gates())
     ]
     assert last_word(build_record(gates=gates, gpu=None))[1] == (
-        "sources, build passed; the gates after them were not asked for"
+        "sources, build passed; the later gates were not asked for"
     )
 
 

@@ -113,7 +113,7 @@ def test_no_record_is_asserted():
     verdict = judge(build_claim(), None)
     assert verdict.status is ASSERTED
     assert verdict.record is None
-    assert "flash_attention at least 2x as fast as sdpa" in verdict.reason
+    assert "flash_attention is at least 2 times as fast as sdpa" in verdict.reason
 
 
 def test_an_incomplete_record_cannot_demonstrate_but_can_refute():
@@ -173,7 +173,7 @@ def test_a_case_without_correctness_or_times_leaves_the_claim_open():
     record = _with_case(build_record(speedups=[3.0, 3.0]), 1, rounds=[], correct=None)
     verdict = judge(build_claim(), record)
     assert verdict.status is INCONCLUSIVE
-    assert "1 of 2 cases are open: case1 its correctness was not shown" in verdict.reason
+    assert "1 of 2 cases are inconclusive: case1 its correctness was not shown" in verdict.reason
     no_times = judge(build_claim(), _with_case(build_record(speedups=[3.0, 3.0]), 1, rounds=[]))
     assert no_times.status is INCONCLUSIVE
     assert "case1 it has 0 rounds" in no_times.reason

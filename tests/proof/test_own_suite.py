@@ -10,7 +10,6 @@ import pytest
 from flashmoe_science.errors import SuiteError
 from flashmoe_science.proof import own_suite
 from flashmoe_science.proof.judge import VerdictStatus
-from flashmoe_science.proof.lint import Backing
 from flashmoe_science.proof.own_suite import read_own_suite, read_suite
 from flashmoe_science.proof.suites import suite_text
 from flashmoe_science.proof.verify import suite_now, verify_claims
@@ -95,11 +94,6 @@ def test_the_operator_is_looked_for_on_the_python_path_of_the_kernel_toml(tmp_pa
 
 
 @pytest.mark.usefixtures("in_process")
-def test_the_rivals_of_a_user_s_own_operator_are_known_to_lint(tmp_path):
-    put(tmp_path, "mine")
-    assert list(Backing(tmp_path).shown("mine").rivals["torch"]) == ["torch"]
-
-
 @pytest.mark.parametrize(
     ("operator", "case"),
     [
@@ -133,7 +127,7 @@ def test_a_suite_is_asked_for_again_when_its_operator_has_changed(tmp_path, monk
 
     def run_task(_, payload, **__):
         asked.append(payload)
-        return TaskResult(ok=True, data={"problems": {}, "rivals": {}}, reason="", seconds=0.0, output_tail="")
+        return TaskResult(ok=True, data={"problems": {}}, reason="", seconds=0.0, output_tail="")
 
     monkeypatch.setattr(own_suite, "run_task", run_task)
     folder = write_kernel(tmp_path, "mine")
@@ -163,7 +157,7 @@ def test_what_this_process_has_loaded_is_read_here(tmp_path, monkeypatch):
     monkeypatch.setattr(own_suite, "run_task", lambda *_, **__: pytest.fail("a worker was started"))
     monkeypatch.syspath_prepend(str(EXAMPLE))
     __import__(MODULE)
-    assert set(read_own_suite(EXAMPLE / "suite.toml", OPERATOR, [EXAMPLE]).rivals) == {"torch"}
+    assert read_own_suite(EXAMPLE / "suite.toml", OPERATOR, [EXAMPLE])
     elsewhere = write_kernel(Path(tmp_path), "mine")
     with pytest.raises(pytest.fail.Exception, match="a worker was started"):
         read_own_suite(elsewhere / "suite.toml", OPERATOR, [elsewhere])

@@ -20,7 +20,7 @@ def test_one_verdict_is_the_headline_and_several_are_counted():
     record = build_record(speedups=[2.3])
     holds, refuted = judge(build_claim(), record), judge(build_claim(factor=4.0), record)
     one = run_of(record, holds)
-    assert (one.headline.word, one.headline.sentence) == ("demonstrated", "It is twice as fast.")
+    assert (one.headline.word, one.headline.sentence) == ("demonstrated", build_claim().sentence)
     several = run_of(record, holds, refuted)
     assert several.headline.sentence == "2 claims: 1 demonstrated, 1 refuted"
     assert several.headline.kind == "refuted"

@@ -27,7 +27,7 @@ from flashmoe_science.proof.readme import (
 from flashmoe_science.proof.verify import verify_claim
 
 from .builders import H200, L4, build_record
-from .claim_builders import build_claim, claim_toml, suite_toml
+from .claim_builders import SENTENCE, build_claim, claim_toml, suite_toml
 
 ROOT = Path(__file__).resolve().parents[2]
 ID = "20260101T000000Z-made_up-flash_attention-000000"
@@ -73,7 +73,7 @@ def test_a_claim_stands_with_its_verdict_figure_and_evidence():
     record = build_record(speedups=[2.3, 3.0])
     line = section(record, {}).splitlines()[2]
     assert line == (
-        "| `seed-graph` | It is twice as fast. | **demonstrated** | 2.30x [2.29, 2.31], case0 |  "
+        f"| `seed-graph` | {SENTENCE} | **demonstrated** | 2.30x [2.29, 2.31], case0 |  "
         f"| [20260101T000000Z](evidence/{record.id}.json) |"
     )
 
@@ -138,7 +138,7 @@ def test_a_yardstick_has_a_row_of_its_own():
 def test_the_row_of_a_run_has_no_mean_of_few_cases_and_says_how_many_there_are():
     record = build_record(speedups=[2.3, 3.0, 4.0])
     row = section(record, {"cases": ["case0", "case2"]}, render=summary_section).splitlines()[2]
-    assert "| graph | 2 of 3 | 0, 0, 2 | 2.30x [2.29, 2.31] |  | 1 demonstrated |" in row
+    assert "| graph | 2 of 3 | 0, 0, 2; the other case shows 1 faster, lowest 3.001x | 2.30x [2.29, 2.31] |  |" in row
 
 
 def test_each_kind_of_time_and_each_gpu_has_a_row_of_its_own():
@@ -160,7 +160,7 @@ def test_what_nobody_measured_is_named_below_the_runs():
 
 def test_a_claim_without_evidence_stands_there_too():
     text = speed_section([judge(build_claim(), None)], {})
-    assert text.splitlines()[2:] == ["| `seed-graph` | It is twice as fast. | **asserted** |  |  | none |"]
+    assert text.splitlines()[2:] == [f"| `seed-graph` | {SENTENCE} | **asserted** |  |  | none |"]
 
 
 def test_a_table_has_only_the_times_that_a_claim_is_about():

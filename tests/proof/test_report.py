@@ -24,7 +24,7 @@ from flashmoe_science.proof.report import (
 from flashmoe_science.proof.store import summarize
 
 from .builders import build_gates, build_record
-from .claim_builders import build_claim
+from .claim_builders import SENTENCE, build_claim
 
 LONGEST_NAME = "b16_h16_s1024_d128_bf16_causal"  # of the suites that are packaged
 
@@ -159,8 +159,7 @@ def test_a_verdict_is_one_line_in_a_pipe():
     verdict = judge(build_claim(), build_record(speedups=[2.3, 3.0]))
     line = render(verdict_lines(verdict, one_line=True), width=1000)
     assert line == (
-        "demonstrated  It is twice as fast. | lowest of 2 cases 2.30x [2.29, 2.31]; "
-        "20260101T000000Z-seed-flash_attention-000000"
+        f"demonstrated  {SENTENCE} | lowest of 2 cases 2.30x [2.29, 2.31]; 20260101T000000Z-seed-flash_attention-000000"
     )
 
 
@@ -171,7 +170,7 @@ def test_a_verdict_that_is_not_good_says_why():
     assert refuted.startswith("refuted")
     assert "below 2.9x" in refuted
     asserted = render(verdict_lines(judge(build_claim(), None), one_line=True), width=1000)
-    assert asserted.startswith("asserted      It is twice as fast. | there is no evidence: no record shows")
+    assert asserted.startswith(f"asserted      {SENTENCE} | there is no evidence: no record shows")
 
 
 def test_the_figure_of_a_mean_is_the_mean():

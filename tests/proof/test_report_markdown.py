@@ -12,7 +12,7 @@ from flashmoe_science.proof.report_html import render_html
 from flashmoe_science.proof.report_markdown import escape, render_markdown
 
 from .builders import build_gates, build_record
-from .claim_builders import build_claim
+from .claim_builders import SENTENCE, build_claim
 from .page_checks import HOSTILE, hostile_record
 
 
@@ -30,7 +30,7 @@ def test_it_says_verdict_gates_speed_and_environment_in_this_order():
     record = build_record(speedups=[2.3])
     text = render(record, verdicts=[judge(build_claim(), record)])
     assert text.startswith("# flash_attention on NVIDIA H200\n")
-    assert "\n**demonstrated: It is twice as fast.**\n" in text
+    assert f"\n**demonstrated: {SENTENCE}**\n" in text
     heads = re.findall(r"^## (.*)$", text, re.MULTILINE)
     assert [head.partition(":")[0] for head in heads] == [
         *("Verdicts", "Gates", "Speed", "Time against size", "Roofline", "Kernels launched"),

@@ -11,23 +11,25 @@ import pytest
 from flashmoe_science.errors import EvidenceError
 from flashmoe_science.proof import verify
 from flashmoe_science.proof.changes import Sources, compare_sources
+from flashmoe_science.proof.claims import load_claims
 from flashmoe_science.proof.evidence import SourceFile, SubjectInfo, read_record, write_record
 from flashmoe_science.proof.judge import VerdictStatus, exit_code
 from flashmoe_science.proof.subject import PACKAGE_FOLDER
 from flashmoe_science.proof.verify import read_records, verify_claims
 
 from .builders import L4, build_gates, build_record
+from .claim_builders import worded
 
 CLAIM = """
 [[claim]]
 id = "{id}"
-sentence = "At least {factor} times as fast as SDPA in each case."
+sentence = "made below"
 subject = "flash_attention"
 baseline = "sdpa"
 suite = "mine"
 metric = "graph"
 factor = {factor}
-gpu = "H200"
+gpu = {gpu}
 scope = "each case"
 """
 
@@ -57,8 +59,11 @@ class Repository:
             (root / folder).mkdir()
         (root / "suites" / "mine.toml").write_text(SUITE)
 
-    def claim(self, factor=2.0, more="", name="a"):
-        (self.root / "claims" / f"{name}.toml").write_text(CLAIM.format(id=name, factor=factor) + more)
+    def claim(self, factor=2.0, more="", name="a", gpu='"H200"'):
+        path = self.root / "claims" / f"{name}.toml"
+        path.write_text(CLAIM.format(id=name, factor=factor, gpu=gpu) + more)
+        claim = next(claim for claim in load_claims(path.parent) if claim.id == name)
+        path.write_text(path.read_text().replace("made below", worded(claim).sentence))
 
     def record(self, name="run", **model):
         record = build_record(**{"suite": "mine", "speedups": [2.5, 2.6], **model})
@@ -414,9 +419,7 @@ def test_a_newer_failure_with_other_versions_is_not_one_of_this_claim(repository
     ],
 )
 def test_a_claim_for_several_gpus_needs_evidence_of_each_and_the_weakest_decides(repository, on_l4, status, decides):
-    repository.claim()
-    path = repository.root / "claims" / "a.toml"
-    path.write_text(path.read_text().replace('"H200"', '["H200", "L4"]'))
+    repository.claim(gpu='["H200", "L4"]')
     repository.record("h200")
     if on_l4:
         repository.record("l4", gpu=L4, speedups=on_l4, baseline_seconds=2e-4, seed=1)
@@ -433,9 +436,8 @@ def test_a_claim_for_several_gpus_needs_evidence_of_each_and_the_weakest_decides
 
 
 def test_of_several_gpus_each_is_judged_by_the_records_pinned_for_it(repository):
-    repository.claim(more='evidence = ["evidence/h200.json"]\n')
+    repository.claim(more='evidence = ["evidence/h200.json"]\n', gpu='["H200", "L4"]')
     path = repository.root / "claims" / "a.toml"
-    path.write_text(path.read_text().replace('"H200"', '["H200", "L4"]'))
     repository.record("h200")
     repository.record("l4", gpu=L4, baseline_seconds=2e-4, seed=1)
     assert repository.verdict().status is VerdictStatus.ASSERTED
@@ -444,9 +446,7 @@ def test_of_several_gpus_each_is_judged_by_the_records_pinned_for_it(repository)
 
 
 def test_a_gate_that_failed_on_one_of_several_gpus_is_that_of_the_claim(repository):
-    repository.claim()
-    path = repository.root / "claims" / "a.toml"
-    path.write_text(path.read_text().replace('"H200"', '["H200", "L4"]'))
+    repository.claim(gpu='["H200", "L4"]')
     repository.record("h200", control_bias=0.1)  # invalid, which is weaker
     failed = repository.record("l4", gpu=L4, seed=1)
     gates = {"gates": build_gates("bench")}

@@ -1,33 +1,124 @@
 """The verb ``claim``: write claims from a run, and say what they are worth."""
 
+# ruff: noqa: D301 - the character \b in a docstring tells typer to keep the lines of a paragraph apart
+
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Optional
 
-from ..errors import ClaimError
-from ..proof.claims import add_claims, load_claims
-from ..proof.evidence import Record, write_record
-from ..proof.judge import Verdict, VerdictStatus, exit_code
-from ..proof.new_claim import Wish, make_claims
-from ..proof.report import count_line
-from ..proof.store import Archive, Store, find_repository
-from ..proof.verify import read_records, suite_now, verify_claim
-from .terminal import Terminal, as_plain, short_path
+import typer
 
-_LITTLE = 1e-9  # a factor that every speedup is above
+from .options import Json, Metric, StoreName, split
+
+if TYPE_CHECKING:
+    from ..proof.judge import Verdict
+    from ..proof.new_claim import ClaimRequest
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 
-def run_claim_new(
-    key: str, wish: Wish, *, file: Path | None, asserted: bool, store: str | None = None, as_json: bool
+@app.callback()
+def claim() -> None:
+    """Write claims, which `flashmoe verify` judges.
+
+    \b
+    Example:
+      flashmoe claim new 20261120 --time graph --time wall
+    """
+
+
+@app.command("new", short_help="Write a claim from a run.")
+def new(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="The id of a run, the beginning of one, or a JSON file.")],
+    metric: Annotated[
+        Optional[list[Metric]],  # noqa: UP045
+        typer.Option("--time", metavar="KIND", help="Claim kernel, graph or wall time; repeat it. Default: graph."),
+    ] = None,
+    factor: Annotated[
+        Optional[float],  # noqa: UP045
+        typer.Option("--factor", metavar="X", help="Times as fast. Default: the largest round figure that is shown."),
+    ] = None,
+    baseline: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option("--baseline", "-b", metavar="NAME", help="Repeat it: the fastest of them. Default: the first."),
+    ] = None,
+    cases: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option("--cases", metavar="PATTERN", help="Only cases whose names fit, e.g. '*_d64_*'; repeat it."),
+    ] = None,
+    mean: Annotated[
+        bool, typer.Option("--mean", help="Claim the geometric mean over the cases, not each case.")
+    ] = False,
+    memory: Annotated[
+        bool, typer.Option("--memory", help="Claim the peak bytes that a call allocates, besides any --time.")
+    ] = False,
+    gpu: Annotated[
+        str, typer.Option("--gpu", metavar="NAME", help="Words of the GPU's name. Default: its model.")
+    ] = "",
+    claim_id: Annotated[str, typer.Option("--id", metavar="ID", help="Default: of subject, suite, time and GPU.")] = "",
+    file: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option("--file", metavar="FILE", help="In claims/; default: the subject's name.", show_default=False),
+    ] = None,
+    asserted: Annotated[
+        bool, typer.Option("--asserted", help="Write it although the evidence does not demonstrate it.")
+    ] = False,
+    store: StoreName = None,
+    as_json: Json = False,
+) -> None:
+    """Write a claim from a run into claims/, and print what verify says of it.
+
+    What the evidence does not demonstrate is not written. The default factor is the largest round figure
+    (1, 1.1 ... 1.9, 2, 2.5 ... 4.5, 5, 6 ... 9, times a power of ten) below the lower end of the interval.
+
+    \b
+    Examples:
+      flashmoe claim new 20261120
+      flashmoe claim new 20261120 --time wall --factor 1.5 --id my-kernel-wall
+
+    \b
+    Exit codes:
+      0  written                       3  a gate failed in the run
+      1  refuted: not written          4  not demonstrated: not written
+      2  wrong usage                      (--asserted writes it, and returns the same)
+    """
+    from ..proof.claims import Metric as Kind
+    from ..proof.new_claim import ClaimRequest
+
+    times: list[Kind] = [m.value for m in metric or ()]
+    request = ClaimRequest(
+        kinds=[*times, "memory"] if memory else times,
+        baselines=split(baseline),
+        scope="geometric mean" if mean else "each case",
+        cases=cases or (),
+        factor=factor,
+        gpu=gpu,
+        id=claim_id,
+    )
+    raise typer.Exit(_write_claims(run, request, file=file, asserted=asserted, store=store, as_json=as_json))
+
+
+def _write_claims(
+    key: str, request: ClaimRequest, *, file: Path | None, asserted: bool, store: str | None, as_json: bool
 ) -> int:
-    """Write claims from a run and return what ``verify`` would say of them alone."""
+    """Write claims from a run and return what ``verify`` would return for them alone."""
+    from ..errors import ClaimError
+    from ..proof.claims import add_claims, load_claims
+    from ..proof.evidence import write_record
+    from ..proof.judge import exit_code
+    from ..proof.new_claim import make_claims, way_out
+    from ..proof.report import count_line
+    from ..proof.store import Archive, Store, find_repository
+    from ..proof.verify import read_records, verify_claim
+    from .terminal import Terminal, as_plain, short_path
+
     terminal = Terminal(as_json=as_json)
     repository = find_repository() or Path.cwd()
     record = Archive(Store(store), repository).load(key)
-    claims = make_claims(record, wish)
-    path = _place(file, repository, record)
+    claims = make_claims(record, request)
+    path = _claim_file(file, repository, record.subject.name)
     records = read_records(repository)
     kept = next((where for where, other in records.items() if other.id == record.id), None)
     records[kept or f"evidence/{record.id}.json"] = record
@@ -37,27 +128,30 @@ def run_claim_new(
     verdicts = [verify_claim(claim, records, repository) for claim in claims]
     code = exit_code(verdicts, strict=True)
     written = asserted or code == 0
-    hints = list(dict.fromkeys(filter(None, (_way_out(verdict, record, records, repository) for verdict in verdicts))))
     if written:
-        if kept is None:  # a claim is judged by the records of the repository, and this one was in the store alone
+        if kept is None:  # the record was in the store alone, and claims are judged by the records of the repository
             write_record(record, repository / "evidence" / f"{record.id}.json")
         add_claims(path, claims)
     terminal.show_verdicts(verdicts, why=True)
-    terminal.show(*_judged_by_another(verdicts, record))
-    terminal.show("", *_outcome(verdicts, path, written=written))
+    terminal.show(*_judged_by_another(verdicts, record.id))
+    where, ids = short_path(path), ", ".join(claim.id for claim in claims)
+    terminal.show("", f"{where}: {ids} written" if written else f"nothing was written to {where}", count_line(verdicts))
     if not written:
-        hint = "; ".join([*hints, "--asserted writes it all the same"])
-        terminal.log.print(f"hint: {hint}", soft_wrap=True)
+        hints = dict.fromkeys(filter(None, (way_out(verdict, record, records, repository) for verdict in verdicts)))
+        terminal.log.print(f"hint: {'; '.join([*hints, '--asserted writes it all the same'])}", soft_wrap=True)
     plain = [as_plain(verdict) for verdict in verdicts]
-    terminal.document({"path": short_path(path), "written": written, "verdicts": plain, "exit_code": code})
+    terminal.document({"path": where, "written": written, "verdicts": plain, "exit_code": code})
     return code
 
 
-def _place(file: Path | None, repository: Path, record: Record) -> Path:
+def _claim_file(file: Path | None, repository: Path, subject: str) -> Path:
     """Return the claim file: the one that was named, in claims/ where it is a bare name, or one for the subject."""
+    from ..errors import ClaimError
+    from .terminal import short_path
+
     folder = repository / "claims"
     if file is None:
-        return folder / (re.sub(r"[^a-z0-9_.-]+", "-", record.subject.name.lower()) + ".toml")
+        return folder / (re.sub(r"[^a-z0-9_.-]+", "-", subject.lower()) + ".toml")
     path = file.with_suffix(".toml") if file.suffix != ".toml" else file
     path = folder / path if path.parent == Path() else Path.cwd() / path
     if path.parent.resolve() != folder.resolve():
@@ -65,32 +159,8 @@ def _place(file: Path | None, repository: Path, record: Record) -> Path:
     return path
 
 
-def _outcome(verdicts: list[Verdict], path: Path, *, written: bool) -> list[str]:
-    where = short_path(path)
-    ids = ", ".join(verdict.claim.id for verdict in verdicts)
-    return [f"{where}: {ids} written" if written else f"nothing was written to {where}", count_line(verdicts)]
-
-
-def _judged_by_another(verdicts: list[Verdict], record: Record) -> list[str]:
-    """Return which runs decide instead of the one that was named: of several that fit, a claim goes by the newest."""
-    others = dict.fromkeys(verdict.record for verdict in verdicts if verdict.record not in (None, record.id))
+def _judged_by_another(verdicts: list[Verdict], run: str) -> list[str]:
+    """Return which other runs decide: of several runs that fit a claim, the newest does."""
+    others = dict.fromkeys(verdict.record for verdict in verdicts if verdict.record not in (None, run))
     said = "a claim goes by the newest complete run that fits it, unless it pins others (key evidence)"
-    return [f"judged by run {other}, and not by {record.id}: {said}" for other in others]
-
-
-def _way_out(verdict: Verdict, record: Record, records: Mapping[str, Record], repository: Path) -> str:
-    """Return what would get a claim demonstrated; empty: the reason of its verdict says all that is known."""
-    if verdict.status is VerdictStatus.DEMONSTRATED:
-        return ""
-    if verdict.status is VerdictStatus.STALE:
-        return "a new run shows it of the sources as they are"
-    if verdict.gate_failed is not None:
-        return f"a run that passes gate {verdict.gate_failed} is needed"
-    suite = suite_now(record, repository)
-    if suite.doubt:
-        return suite.mend or "its reason says what is wrong with the suite"
-    less = {"factor": _LITTLE, "sentence": ""}  # no sentence says more than that
-    easier = verify_claim(verdict.claim.model_copy(update=less), records, repository)
-    if easier.status is VerdictStatus.DEMONSTRATED:
-        return "a lower --factor, or more rounds, may show it"
-    return "more rounds may show it" if verdict.rounds_needed else ""
+    return [f"judged by run {other}, and not by {run}: {said}" for other in others]

@@ -1,52 +1,69 @@
-"""The verb ``lint``: what Markdown files assert, and what of it rests on a claim."""
+"""The verb ``lint``: figures of speed and memory in Markdown that name no claim."""
+
+# ruff: noqa: D301 - the character \b in a docstring tells typer to keep the lines of a paragraph apart
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
-from rich.text import Text
+import typer
 
-from ..proof.lint import Backing, Finding, lint_file, markdown_files
-from ..proof.store import find_repository
-from ..proof.words import counted
-from .terminal import Terminal, short_path
+from .options import Json
 
-ASSERTED = 1  # the exit code where something is
-
-_STYLE = {"backed": "green", "waived": "dim", "asserted": "bold yellow"}
-_LONGEST_SENTENCE = 160  # letters; the file has all of it
+ASSERTED = 1  # the exit code where a figure names no claim
+_HINT = (
+    "name a claim in the sentence or row, as `ID`, a link to claims/FILE.toml#ID or <!-- claim: ID -->; "
+    "or let `flashmoe readme` render it; or delete it; or say why it needs none: <!-- no claim: REASON -->"
+)
 
 
-def run_lint(paths: Sequence[Path], *, strict: bool, as_json: bool) -> int:
-    """Print what each sentence rests on, and return 1 when one is only asserted."""
+def lint(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE", help="Markdown files, or folders that hold some.")],
+    as_json: Json = False,
+) -> None:
+    """Find figures of speed or memory in Markdown that name no claim.
+
+    A sentence, a row of a table or a block of HTML names a claim by its id: in the text, as code, in a link or in a
+    comment, <!-- claim: ID -->. A comment on the line above counts for the whole block below. A multiple must not be
+    larger than the claim's factor. A claim that selects cases needs its "n of N" in the sentence too. A comment
+    <!-- no claim: REASON --> waives a sentence, a row or a block. What `flashmoe readme` renders is left out, and so
+    are blocks of code. Whether a claim holds is for `flashmoe verify` to say.
+
+    \b
+    Examples:
+      flashmoe lint README.md docs
+      flashmoe lint README.md --json
+
+    \b
+    Exit codes:
+      0  every figure names a claim    1  one does not    2  wrong usage
+    """
+    raise typer.Exit(_lint(files, as_json=as_json))
+
+
+def _lint(paths: list[Path], *, as_json: bool) -> int:
+    from ..proof.claims import load_claims
+    from ..proof.prose import check_file, markdown_files
+    from ..proof.store import find_repository
+    from ..proof.words import counted
+    from .terminal import Terminal, short_path
+
     terminal = Terminal(as_json=as_json)
+    repository = find_repository()
+    claims = {claim.id: claim for claim in load_claims(repository / "claims")} if repository else {}
     files = markdown_files(paths)
-    backing = Backing(find_repository(), strict=strict)
-    findings = [finding for path in files for finding in lint_file(path, backing)]
+    findings = [finding for path in files for finding in check_file(path, claims)]
+    counts = {"backed": 0, "waived": 0, "asserted": 0}
     for finding in findings:
-        terminal.show(_line(finding))
-    counts = {status: sum(finding.status == status for finding in findings) for status in _STYLE}
+        counts[finding.status] += 1
+        if finding.status == "asserted":
+            terminal.show(f"{short_path(finding.file)}:{finding.line}: {finding.words!r}: {finding.reason}")
     said = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
-    terminal.show(
-        f"{counted(len(findings), 'assertion')} in {counted(len(files), 'file')}{f': {said}' if said else ''}"
-    )
+    terminal.show(f"{counted(len(findings), 'figure')} in {counted(len(files), 'file')}{f': {said}' if said else ''}")
     code = ASSERTED if counts["asserted"] else 0
     if code:
-        hint = (
-            "name a claim that shows it (<!-- claim: ID -->), or say why it is none (<!-- no claim: REASON -->); "
-            "tables between marks are rendered anew by `flashmoe readme`"
-        )
-        terminal.log.print(f"hint: {hint}", soft_wrap=True)
+        terminal.log.print(f"hint: {_HINT}", soft_wrap=True)
     plain = [{**vars(finding), "file": short_path(finding.file)} for finding in findings]
     terminal.document({"findings": plain, "files": len(files), "exit_code": code})
     return code
-
-
-def _line(finding: Finding) -> Text:
-    sentence = finding.sentence
-    if len(sentence) > _LONGEST_SENTENCE:
-        sentence = f"{sentence[: _LONGEST_SENTENCE - 3]}..."
-    parts = [finding.words, *([sentence] if sentence else []), finding.reason]
-    where = f"{short_path(finding.file)}:{finding.line}: "
-    return Text.assemble(where, (f"{finding.status:<8}", _STYLE[finding.status]), "  ", " | ".join(parts))

@@ -15,7 +15,7 @@ import typer
 from typer.core import TyperGroup
 
 from .. import __version__
-from . import claim_verbs, compare_verbs, cost_verbs, diagnose_verbs, report_verbs, store_verbs, study_verbs
+from . import claiming, compare_verbs, cost_verbs, diagnose_verbs, linting, report_verbs, store_verbs, study_verbs
 from .options import Csv, Json, Junit, Metric, StoreName, given, split
 
 _ORDER = (
@@ -38,11 +38,11 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 
-app.add_typer(claim_verbs.app, name="claim", short_help="Write a claim from a run.")
+app.add_typer(claiming.app, name="claim", short_help="Write a claim from a run.")
 app.add_typer(report_verbs.app)
 app.add_typer(store_verbs.app)
 app.add_typer(cost_verbs.app, name="cost", short_help="Say what runs have cost.")
-app.command(short_help="Say which sentences of Markdown rest on a claim.")(claim_verbs.lint)
+app.command(short_help="Find figures in Markdown that name no claim.")(linting.lint)
 
 
 def _print_version(wanted: bool) -> None:

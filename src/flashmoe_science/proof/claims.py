@@ -1,6 +1,6 @@
-"""Claims: one sentence about speed each, in ``claims/*.toml``, and the records that are their evidence.
+"""Claims about speed or memory in ``claims/*.toml``, and the records that are their evidence.
 
-The format is in ``docs/claims.md``. Whether a claim holds is the business of ``judge``.
+The format is in ``docs/claims.md``. ``judge`` decides whether a claim holds.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Claim(BaseModel):
     id: str = Field(
         pattern=r"^[a-z0-9][a-z0-9_.-]*$", description="an id of lower-case letters, digits, '-', '_' and '.'"
     )
-    sentence: _Text = Field(description="the sentence that is claimed")
+    sentence: _Text = Field(description="the sentence that `flashmoe claim new` makes from the other keys")
     subject: _Text = Field(description="the name of the subject")
     baseline: _SomeNames = Field(description="the name of a baseline, or a list of names: the fastest in each case")
     suite: _Text = Field(description="the name of a suite")
@@ -103,19 +103,6 @@ class Claim(BaseModel):
     evidence: _Names = Field(
         default=(), description="ids of records, or their paths from the repository's root; each has to show the claim"
     )
-
-    def describe(self) -> str:
-        """Return what is claimed, in the words of its keys."""
-        rivals = self.baseline[0] if len(self.baseline) == 1 else f"the {self.best} of {', '.join(self.baseline)}"
-        where = "in each case" if self.scope == "each case" else "in the geometric mean over the cases"
-        if self.metric == "memory":
-            what = f"{rivals} at least {self.factor:g}x the peak memory of {self.subject}"
-        else:
-            what = f"{self.subject} at least {self.factor:g}x as fast as {rivals}"
-        some = f" that fits {' or '.join(self.cases)}" if self.cases else ""
-        versions = "".join(f", {name} {versions}" for name, versions in self.versions.items())
-        measured = "" if self.metric == "memory" else f", {self.metric} time"
-        return f"{what}{measured}, {where} of {self.suite}{some}, {' and '.join(self.gpu)}{versions}"
 
     @property
     def best(self) -> str:
@@ -158,9 +145,6 @@ def _model(name: str) -> str | None:
         return find_gpu(name).name
     except InputError:
         return None
-
-
-_Claims = Annotated[list[Claim], BeforeValidator(_tables)]
 
 
 class _ClaimFile(BaseModel):

@@ -21,7 +21,7 @@ from .judge import check_control, paired_log_ratios
 from .poolable import check_comparable, common_baseline
 from .rows import kinds_measured
 from .simultaneous import comparison_intervals, unpaired_intervals
-from .soundness import failed_gate, why_unsound
+from .soundness import failed_gate, sanity_failure
 from .statistics import Interval, suite_interval
 from .words import counted
 
@@ -135,7 +135,7 @@ def compare_revisions(
     kinds = list(kinds or kinds_measured(record))
     rows, samples = [], []
     for kind in kinds:
-        unsound = why_unsound(record, kind, (compared.a.arm, compared.b.arm))
+        unsound = sanity_failure(record, kind, (compared.a.arm, compared.b.arm))
         biases = {} if unsound else check_control(record, kind).biases
         for case in record.cases:
             wrong = unsound or _unmeasured(case, compared.a.arm, compared.b.arm)
@@ -207,7 +207,7 @@ def compare_records(
     others = {case.name: case for case in b.cases}
     rows, samples = [], []
     for kind in kinds:
-        invalid = [(run.id, why_unsound(run, kind, (run.subject.name, baseline))) for run in (a, b)]
+        invalid = [(run.id, sanity_failure(run, kind, (run.subject.name, baseline))) for run in (a, b)]
         unsound = next((f"run {id_} is invalid: {why}" for id_, why in invalid if why), "")
         for case in common:
             pair = (case, a), (others[case.name], b)

@@ -1,4 +1,4 @@
-"""What one run says: its verdicts on the claims that it is about, or on what was expected of it."""
+"""Verdicts of one run: on the claims about it, or else on its expected speedup."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from .changes import Sources
+from .claim_text import claim_sentence
 from .claims import Claim, load_claims, why_not
 from .evidence import GateStatus, Record
 from .judge import Verdict, exit_code, judge
@@ -18,15 +19,15 @@ _FROM_GOOD_TO_BAD = (0, 4, 1, GATE_FAILED)
 
 
 def conclude(record: Record, repository: Path | None, *, since: Since | None = None) -> list[Verdict]:
-    """Return the verdicts on those claims of ``repository`` that ``record`` is about, or else on its expectation.
+    """Return the verdicts on the claims of ``repository`` about ``record``, or else on its expected speedup.
 
-    Nothing, when no time was measured. A claim is about the suite of its name as it is now, which need not be the one
-    that ran: a file of another place can have its name. One for several GPUs is judged for that of the record alone.
+    Returns no verdict where no time was measured. A claim names a suite as it is now; another file of that name may
+    have run. A claim for several GPUs is judged for the GPU of the record alone.
 
     Args:
         record: the run.
         repository: holds the claims.
-        since: says what changed since the run for a claim. Default: nothing did, as of a run that has just ended.
+        since: returns the sources that changed since the run for a claim. Default: none changed, as for a new run.
 
     Raises:
         ClaimError: a claim file is wrong.
@@ -54,33 +55,32 @@ def conclude(record: Record, repository: Path | None, *, since: Since | None = N
 
 
 def expectation(record: Record) -> Claim | None:
-    """Return what the run set out to show: the speedup expected over the first baseline, or at least parity.
+    """Return the expected speedup over the first baseline as a claim; parity where none is expected.
 
-    None, when there is no time or no baseline to judge it by.
+    None where no time or no baseline was measured.
     """
     kind, gpu, subject = default_kind(record), record.environment.gpu, record.subject
     if kind is None or gpu is None or not record.baselines:
         return None
     factor = subject.expected_speedup or 1.0
-    rival = record.baselines[0]
-    what = f"{subject.name} is at least {factor:g}x as fast as {rival}"
-    return Claim(
+    claim = Claim(
         id="expectation",
-        sentence=f"{what} in each case of {record.suite}, {kind} time, on {gpu.name}",
+        sentence="made below",
         subject=subject.name,
-        baseline=(rival,),
+        baseline=(record.baselines[0],),
         suite=record.suite,
         metric=kind,
         factor=factor,
         gpu=(gpu.name,),
         scope="each case",
     )
+    return claim.model_copy(update={"sentence": claim_sentence(claim, record)})
 
 
 def run_exit_code(record: Record, verdicts: Sequence[Verdict]) -> int:
-    """Return the exit code of a run: 3 for a failed gate, that of its verdicts, or 0 when it had nothing to time.
+    """Return the exit code of a run: 3 for a failed gate, else that of its verdicts, or 0 where nothing was timed.
 
-    A run that did not come to its end shows nothing of what it was to show: 4, as verdicts that are open.
+    A run that did not end is inconclusive: 4.
     """
     if any(gate.status is GateStatus.FAILED for gate in record.gates):
         return GATE_FAILED
@@ -88,22 +88,22 @@ def run_exit_code(record: Record, verdicts: Sequence[Verdict]) -> int:
 
 
 def worst_exit_code(codes: Sequence[int]) -> int:
-    """Return the exit code of several runs: a failed gate, then a refuted claim, then what is open."""
+    """Return the worst exit code of several runs: a failed gate, then a refuted claim, then an inconclusive one."""
     return max(codes, key=_FROM_GOOD_TO_BAD.index)
 
 
 def last_word(record: Record) -> tuple[str, str]:
-    """Return how far the chain came, for a run with no verdict: a word, and a sentence."""
+    """Return how far a run without a verdict came: a word, and a sentence."""
     failed = next((gate for gate in record.gates if gate.status is GateStatus.FAILED), None)
     if failed is not None:
         return "gate failed", f"{failed.name}: {failed.summary}"
     if not record.complete:
         return "incomplete", record.incomplete_reason
-    stood_in = {"correct": "correct (of a stand-in)"} if any(case.stand_in for case in record.cases) else {}
+    stand_in = {"correct": "correct (of a stand-in)"} if any(case.stand_in for case in record.cases) else {}
     gates = [gate.name for gate in record.gates if gate.status is GateStatus.PASSED]
-    passed = ", ".join(stood_in.get(name, name) for name in gates) or "no gate"
+    passed = ", ".join(stand_in.get(name, name) for name in gates) or "no gate"
     impossible = [gate for gate in record.gates if gate.status is GateStatus.NOT_POSSIBLE]
     if impossible:
         names = ", ".join(gate.name for gate in impossible)
         return "not timed", f"{passed} passed; {names} not possible here: {impossible[0].summary}"
-    return "not timed", f"{passed} passed; the gates after them were not asked for"
+    return "not timed", f"{passed} passed; the later gates were not asked for"

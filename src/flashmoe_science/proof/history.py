@@ -14,7 +14,7 @@ from .change_points import FEWEST_RUNS, ChangePoint, change_points, segments
 from .evidence import CaseRecord, Model, Record, TimeKind
 from .judge import paired_log_ratios
 from .poolable import describe_change, traits
-from .soundness import why_unsound
+from .soundness import sanity_failure
 from .statistics import Interval, hodges_lehmann, shift_interval
 from .words import counted
 
@@ -78,7 +78,7 @@ def look_back(records: Sequence[Record], metric: TimeKind, *, case: str | None =
         raise TooFewRoundsError(
             f"no run has times of a GPU: {what}, on machines without one", hint="flashmoe prove on a GPU takes times"
         )
-    unsound = {r.id: why for r in records if (why := why_unsound(r, metric, (r.subject.name, *r.baselines)))}
+    unsound = {r.id: why for r in records if (why := sanity_failure(r, metric, (r.subject.name, *r.baselines)))}
     sound = [record for record in records if record.id not in unsound]
     timed = sorted((r for r in sound if _measured(r, metric)), key=lambda record: (record.created_at, record.id))
     invalid = [f"run {id_} left out: {why}" for id_, why in unsound.items()]

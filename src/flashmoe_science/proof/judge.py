@@ -1,7 +1,7 @@
-"""Evidence and a claim in, a verdict with its reason out. The rules are in ``docs/claims.md``.
+"""Judge a claim by a record: a verdict and its reason. The rules are in ``docs/claims.md``.
 
-A verdict is never rounded up: whatever is missing, too noisy or not checked leaves a claim inconclusive, and a control
-that failed makes a run invalid whatever it shows.
+A verdict is never rounded up. Whatever is missing, too noisy or not checked leaves a claim inconclusive. A failed
+control makes a run invalid.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 from pydantic import Field
 
+from .claim_text import claim_sentence
 from .claims import Claim, why_not
 from .evidence import GATE_NAMES, CaseRecord, GateStatus, Model, Record, TimeKind
 from .roofline import has_limits, impossible_time, known_spec
@@ -42,7 +43,7 @@ _Groups = Mapping[_Process, Sequence[float]]
 
 
 class VerdictStatus(str, Enum):
-    """What the evidence says of a claim."""
+    """The result of judging a claim."""
 
     DEMONSTRATED = "demonstrated"
     STALE = "stale"  # it was demonstrated, and what it measured has changed since
@@ -61,7 +62,7 @@ class CaseVerdict(Model):
     baseline: str = ""  # the one that decides: of several, the fastest
     interval: Interval | None = None  # of the speedup; None where nothing was measured
     smallest_effect: float | None = None  # that the case's rounds could see, as a share: 0.01 is 1 %
-    rounds_needed: int | None = None  # still needed when open; None: more rounds would not decide
+    rounds_needed: int | None = None  # still needed where inconclusive; None: more rounds would not decide
 
 
 class Control(Model):
@@ -84,13 +85,14 @@ class Verdict(Model):
     gate_failed: str | None = None
     cases: list[CaseVerdict] = Field(default_factory=list)
     geometric_mean: Interval | None = None  # of the speedups, beside the cases
+    others: str = ""  # what the other cases of the suite show, of a claim that selects cases; the notes have it too
     control: Control | None = None
-    notes: list[str] = Field(default_factory=list)  # what nobody should read the status without; the reason has it too
-    by_gpu: list[Verdict] = Field(default_factory=list)  # of a claim for several GPUs: that on each, weakest first
+    notes: list[str] = Field(default_factory=list)  # a reader of the status must know these; the reason has them too
+    by_gpu: list[Verdict] = Field(default_factory=list)  # for a claim on several GPUs: one each, weakest first
 
     @property
     def rounds_needed(self) -> int | None:
-        """About how many rounds are still needed to decide it; None where rounds alone would not."""
+        """About how many more rounds would decide it; None: more rounds alone would not."""
         lacking = [case.rounds_needed for case in self.cases if case.status is VerdictStatus.INCONCLUSIVE]
         if self.status is not VerdictStatus.INCONCLUSIVE or not lacking or None in lacking:
             return None
@@ -113,12 +115,12 @@ def judge(
         record: The run that decides, or None for no evidence.
         suite: The suite's cases as they are now, by name; one that the record lacks leaves the claim inconclusive.
             None: not known.
-        changed: Which sources changed since the run: what would be demonstrated is stale. Empty: none that is known.
-        notes: Said at the end of the reason.
-        doubts: The same, and each of them keeps a claim from being demonstrated.
+        changed: Sources that changed since the run; they make a demonstrated claim stale. Empty: none is known.
+        notes: Added to the end of the reason.
+        doubts: Notes that keep a claim from being demonstrated.
     """
     if record is None:
-        reason = f"there is no evidence: no record shows {claim.describe()}"
+        reason = f"there is no evidence: no record shows {claim_sentence(claim, None)!r}"
         return Verdict(claim=claim, status=VerdictStatus.ASSERTED, reason=reason)
 
     if len(claim.gpu) > 1:
@@ -128,21 +130,25 @@ def judge(
     verdict = partial(Verdict, claim=claim, record=record.id, notes=said)
     failed = next((gate for gate in record.gates if gate.status is GateStatus.FAILED), None)
     if failed:
-        reason = _sentence(f"gate {failed.name} failed: {failed.summary}", said)
+        reason = _reason(f"gate {failed.name} failed: {failed.summary}", said)
         return verdict(status=VerdictStatus.INCONCLUSIVE, reason=reason, gate_failed=failed.name)
     if mismatch := why_not(claim, record):
-        return verdict(status=VerdictStatus.INCONCLUSIVE, reason=_sentence(mismatch, said))
+        return verdict(status=VerdictStatus.INCONCLUSIVE, reason=_reason(mismatch, said))
     if claim.metric == "memory":
         control = memory_control(record)
     elif impossible := impossible_time(record, claim.metric, (claim.subject, *claim.baseline)):
-        return verdict(status=VerdictStatus.INVALID, reason=_sentence(impossible, said))
+        return verdict(status=VerdictStatus.INVALID, reason=_reason(impossible, said))
     else:
         control = check_control(record, claim.metric)
     if not control.passed:
-        return verdict(status=VerdictStatus.INVALID, reason=_sentence(control.reason, said), control=control)
+        return verdict(status=VerdictStatus.INVALID, reason=_reason(control.reason, said), control=control)
 
     judged = [_judge_case(claim, case, control) for case in claim.cases_of(record)]
     cases = [case for case, _ in judged]
+    others = _other_cases(claim, record, control)
+    if others:
+        said = [*said, others]
+        verdict = partial(verdict, notes=said, others=others)
     mean = _geometric_mean({case.name: groups for case, groups in judged}, control)
     status, reason = _over_cases(claim, cases) if claim.scope == "each case" else _over_mean(claim, cases, mean)
     gap = _gap(claim, record, suite or {})
@@ -153,7 +159,7 @@ def judge(
         status = VerdictStatus.STALE
         said = [f"demonstrated {_before_change(record, changed)}", *(note for note in said if note not in since)]
         verdict = partial(verdict, notes=said)
-    return verdict(status=status, reason=_sentence(reason, said), cases=cases, geometric_mean=mean, control=control)
+    return verdict(status=status, reason=_reason(reason, said), cases=cases, geometric_mean=mean, control=control)
 
 
 def check_control(record: Record, metric: TimeKind) -> Control:
@@ -185,8 +191,8 @@ def check_control(record: Record, metric: TimeKind) -> Control:
 def memory_control(record: Record) -> Control:
     """Compare what the second copy of the first baseline allocated with what the first did, in all cases.
 
-    Bytes are counted and have no noise. Where two copies of the same code differ, because the first one called keeps
-    a workspace, nobody can say of less than this difference whose it is: it is the bias of the case.
+    Bytes are counted and have no noise. Two copies of the same code differ where the first call keeps a workspace. This
+    difference is the bias of the case.
     """
     biases: dict[str, float] = {}
     for case in record.cases:
@@ -229,30 +235,30 @@ def exit_code(verdicts: Iterable[Verdict], *, strict: bool = False) -> int:
 
 def _judge_case(claim: Claim, case: CaseRecord, control: Control) -> tuple[CaseVerdict, _Groups | None]:
     """Return the verdict on one case, and the values of the baseline that decides it where there are enough."""
-    open_because = partial(CaseVerdict, name=case.name, status=VerdictStatus.INCONCLUSIVE)
+    inconclusive = partial(CaseVerdict, name=case.name, status=VerdictStatus.INCONCLUSIVE)
     if reason := _unmeasured(claim, case):
-        return open_because(reason=reason), None
-    rivals = [arm.name for arm in case.arms if arm.name in claim.baseline and arm.status == "measured"]
+        return inconclusive(reason=reason), None
+    measured = [arm.name for arm in case.arms if arm.name in claim.baseline and arm.status == "measured"]
     if claim.metric == "memory":
         peaks = {arm.name: arm.peak_bytes for arm in case.arms}
-        if nothing := next((name for name in (claim.subject, *rivals) if not peaks[name]), None):
-            return open_because(reason=f"{nothing} allocated nothing, or it was not counted"), None
-        logs = {name: math.log((peaks[name] or 0) / (peaks[claim.subject] or 1)) for name in rivals}
+        if nothing := next((name for name in (claim.subject, *measured) if not peaks[name]), None):
+            return inconclusive(reason=f"{nothing} allocated nothing, or it was not counted"), None
+        logs = {name: math.log((peaks[name] or 0) / (peaks[claim.subject] or 1)) for name in measured}
         compared: dict[str, _Groups] = {name: {(0, 0): [value]} for name, value in logs.items()}
         intervals = {name: Interval(value, value, value, 1) for name, value in logs.items()}
     else:
-        compared = {rival: paired_log_ratios(case, claim.metric, rival, claim.subject) for rival in rivals}
+        compared = {name: paired_log_ratios(case, claim.metric, name, claim.subject) for name in measured}
         if reason := next(filter(None, map(_too_few, compared.values())), None):
-            return open_because(reason=reason), None
+            return inconclusive(reason=reason), None
         intervals = {name: clustered_interval(list(groups.values())) for name, groups in compared.items()}
     if case.name not in control.biases:
-        return open_because(reason="it has no control: the baseline has no second copy with enough rounds"), None
+        return inconclusive(reason="it has no control: the baseline has no second copy with enough rounds"), None
 
     bias = control.biases[case.name]
     fastest = min(intervals, key=lambda name: intervals[name].estimate)
     found = _against_all(intervals.values()).widened(bias)
     verdict = _weigh(claim, case.name, found, list(compared[fastest].values()), bias)
-    skipped = [f"{name} does not serve it" for name in claim.baseline if name not in rivals]
+    skipped = [f"{name} does not serve it" for name in claim.baseline if name not in measured]
     lowest = min(intervals, key=lambda name: intervals[name].low)
     other = f", the lower end against {lowest}" if lowest != fastest else ""
     reason = "; ".join([f"{_shown(found.exp())} against {fastest}{other}{verdict.reason}", *skipped])
@@ -260,14 +266,14 @@ def _judge_case(claim: Claim, case: CaseRecord, control: Control) -> tuple[CaseV
 
 
 def _weigh(claim: Claim, name: str, found: Interval, groups: Sequence[Sequence[float]], bias: float) -> CaseVerdict:
-    """Set an interval of the log-speedup against the factor; an open case learns what it lacks."""
+    """Judge an interval of the log-speedup by the factor; an inconclusive case says what it lacks."""
     verdict = partial(CaseVerdict, name=name, interval=found.exp())
     target = math.log(claim.factor)
     if found.low >= target:
         return verdict(status=VerdictStatus.DEMONSTRATED, reason="")
     if found.high < target:
         return verdict(status=VerdictStatus.REFUTED, reason="")
-    if found.n == 1:  # counted, and not timed: the control alone leaves it open
+    if found.n == 1:  # bytes are counted, not timed: only the control widens the interval
         reason = f": {claim.factor:g}x lies inside, as the two copies of the baseline allocated different amounts"
         return verdict(status=VerdictStatus.INCONCLUSIVE, reason=reason)
 
@@ -282,7 +288,7 @@ def _weigh(claim: Claim, name: str, found: Interval, groups: Sequence[Sequence[f
             reason=f"{lacking}, and no number of rounds would decide a difference this small",
             smallest_effect=smallest,
         )
-    # With the chance that sizes a run (80 %), this one might have decided; a further process is the least to add.
+    # The estimate may say that these processes suffice, and they did not: add at least one.
     more = max(1, processes - len(groups))
     needed = math.ceil(more * rounds / len(groups))
     return verdict(
@@ -334,8 +340,8 @@ def _shown_bias(groups: _Groups) -> float:
 def _against_all(intervals: Iterable[Interval]) -> Interval:
     """Return the interval of the least of several speedups: against the fastest baseline, whichever it is.
 
-    To be at least c times as fast as the fastest is to be so against every one. So the lowest lower end decides a win,
-    with no correction for choosing, and the lowest upper end a loss.
+    At least c times as fast as the fastest means at least c times as fast as each. So the lowest lower end decides a
+    win, without a correction for choosing, and the lowest upper end a loss.
     """
     intervals = list(intervals)
     low, high = min(found.low for found in intervals), min(found.high for found in intervals)
@@ -356,16 +362,38 @@ def _geometric_mean(cases: Mapping[str, _Groups | None], control: Control) -> In
     return suite_interval(table).widened(bias).exp()
 
 
+def _other_cases(claim: Claim, record: Record, control: Control) -> str:
+    """Return what the cases show that the claim leaves out, set against 1x; empty: it leaves none out."""
+    parity = claim.model_copy(update={"factor": 1.0})
+    left_out = [_judge_case(parity, case, control)[0] for case in record.cases if not claim.is_about(case.name)]
+    if not left_out:
+        return ""
+    measured = [case for case in left_out if case.interval]
+    counts = Counter(case.status for case in measured)
+    worse, better = ("more memory", "no more memory") if claim.metric == "memory" else ("slower", "faster")
+    named = {
+        worse: counts[VerdictStatus.REFUTED],
+        "inconclusive": counts[VerdictStatus.INCONCLUSIVE],
+        better: counts[VerdictStatus.DEMONSTRATED],
+        "not measured": len(left_out) - len(measured),
+    }
+    shown = [f"{count} {word}" for word, count in named.items() if count]
+    if measured:
+        shown.append(f"lowest {min(case.interval.estimate for case in measured if case.interval):.3f}x")
+    which = "the other case shows" if len(left_out) == 1 else f"the other {len(left_out)} cases show"
+    return f"{which} {', '.join(shown)}"
+
+
 def _over_cases(claim: Claim, cases: Sequence[CaseVerdict]) -> tuple[VerdictStatus, str]:
     """Return the verdict on a claim about each case."""
     refuted = [case for case in cases if case.status is VerdictStatus.REFUTED]
     if refuted:
         what = f"{len(refuted)} of {counted(len(cases), 'case')} are below {claim.factor:g}x"
         return VerdictStatus.REFUTED, f"{what}: {_listed(f'{case.name} {case.reason}' for case in refuted)}"
-    undecided = [case for case in cases if case.status is not VerdictStatus.DEMONSTRATED]
-    if undecided:
-        what = f"{len(undecided)} of {counted(len(cases), 'case')} are open"
-        return VerdictStatus.INCONCLUSIVE, f"{what}: {_listed(f'{case.name} {case.reason}' for case in undecided)}"
+    inconclusive = [case for case in cases if case.status is not VerdictStatus.DEMONSTRATED]
+    if inconclusive:
+        what = f"{len(inconclusive)} of {counted(len(cases), 'case')} are inconclusive"
+        return VerdictStatus.INCONCLUSIVE, f"{what}: {_listed(f'{case.name} {case.reason}' for case in inconclusive)}"
     lowest = min(cases, key=lambda case: case.interval.low if case.interval else math.inf)
     what = f"every one of {counted(len(cases), 'case')} is at least {claim.factor:g}x"
     return VerdictStatus.DEMONSTRATED, f"{what}; the lowest is {lowest.name}, {lowest.reason}"
@@ -406,7 +434,7 @@ def _gap(claim: Claim, record: Record, suite: Mapping[str, Problem]) -> str | No
 
 
 def _notes_on(record: Record) -> list[str]:
-    """Return what a reader of any verdict on ``record`` has to know."""
+    """Return what a reader of any verdict on ``record`` must know."""
     notes = []
     gpu = record.environment.gpu
     if gpu is not None and has_limits(gpu) and known_spec(gpu) is None:
@@ -427,7 +455,7 @@ def _before_change(record: Record, changed: str) -> str:
     return f"{f'at commit {commit[:12]}, ' if commit else ''}before its sources changed: {changed}"
 
 
-def _sentence(reason: str, notes: Sequence[str]) -> str:
+def _reason(reason: str, notes: Sequence[str]) -> str:
     return "; ".join([reason, *notes])
 
 

@@ -1,39 +1,35 @@
-"""Make claims from a run: what its intervals allow to say, and no more."""
+"""Make claims from a run: what its intervals show, and no more."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from pathlib import Path
 
 from pydantic import ValidationError
 
 from ..errors import ClaimError, InputError
 from ..gpu.specs import find_gpu
+from .claim_text import claim_sentence
 from .claims import Claim, Metric, Scope, why_not
-from .evidence import Record, TimeKind
-from .judge import judge
+from .evidence import Record
+from .judge import Verdict, VerdictStatus, judge
 from .rows import METRICS, default_kind, kinds_measured
 from .toml_files import explain_validation
-from .wording import overstatement, shown_by
+from .verify import suite_now, verify_claim
 
-_LITTLE = 1e-9  # a factor that every interval lies above: judged by it, a claim tells its intervals
+_LITTLE = 1e-9  # a factor below every interval
 
-# Tenths of a power of ten: close enough to say something, far enough apart to be remembered.
+# Tenths of a power of ten: fine enough to be useful, coarse enough to remember.
 _ROUND = (*range(10, 20), *range(20, 50, 5), *range(50, 100, 10))
-
-_HOW: dict[TimeKind, str] = {
-    "kernel": "by the time of the kernels",
-    "graph": "in a CUDA graph",
-    "wall": "by the wall time of eager calls",
-}
 
 
 @dataclass(frozen=True)
-class Wish:
-    """What the claims made from a run are to be about. What is left empty, the run decides."""
+class ClaimRequest:
+    """The fields of claims to make from a run. The run decides what is left empty."""
 
     kinds: Sequence[Metric] = ()  # a claim for each; empty: graph, or the first that was taken
     baselines: Sequence[str] = ()  # the fastest of them; empty: the first of the run
@@ -42,43 +38,42 @@ class Wish:
     factor: float | None = None  # None: the largest round figure that the intervals lie above
     gpu: str = ""
     id: str = ""
-    sentence: str = ""
 
 
-def make_claims(record: Record, wish: Wish) -> list[Claim]:
-    """Return what ``wish`` asks to be claimed of the run ``record``, a claim for each kind of time.
+def make_claims(record: Record, request: ClaimRequest) -> list[Claim]:
+    """Return the claims that ``request`` asks for, one for each kind of time.
 
     Raises:
-        ClaimError: the run cannot show it, whatever the factor: the reason is that of the judge.
+        ClaimError: the run ``record`` cannot show one of them with any factor; the reason is the judge's.
     """
     measured, default = kinds_measured(record), default_kind(record)
     if default is None or not record.baselines or record.environment.gpu is None:
         raise ClaimError(
             f"run {record.id} timed nothing, so it shows no speed", hint="flashmoe prove on a GPU takes times"
         )
-    kinds: list[Metric] = [kind for kind in METRICS if kind in wish.kinds] or [default]
+    kinds: list[Metric] = [kind for kind in METRICS if kind in request.kinds] or [default]
     if missing := [kind for kind in kinds if kind not in (*measured, "memory")]:
         raise ClaimError(f"time must be one of {', '.join(measured)} in run {record.id}, got {missing[0]}")
-    if len(kinds) > 1 and (wish.id or wish.sentence):
-        raise ClaimError("an id and a sentence are of one claim, expected one --time")
-    return [_make_claim(record, wish, kind) for kind in kinds]
+    if len(kinds) > 1 and request.id:
+        raise ClaimError("an id names one claim, expected one --time")
+    return [_make_claim(record, request, kind) for kind in kinds]
 
 
-def _make_claim(record: Record, wish: Wish, kind: Metric) -> Claim:
-    assert record.environment.gpu is not None  # make_claims saw to it
-    gpu = wish.gpu or _short_name(record.environment.gpu.name)
+def _make_claim(record: Record, request: ClaimRequest, kind: Metric) -> Claim:
+    assert record.environment.gpu is not None  # checked by make_claims
+    gpu = request.gpu or _short_name(record.environment.gpu.name)
     name = f"{record.subject.name}-{record.suite}-{kind}-{gpu}"
     keys = {
-        "id": wish.id or re.sub(r"[^a-z0-9_.-]+", "-", name.lower()),
-        "sentence": wish.sentence or "not yet worded",
+        "id": request.id or re.sub(r"[^a-z0-9_.-]+", "-", name.lower()),
+        "sentence": "made below",
         "subject": record.subject.name,
-        "baseline": tuple(wish.baselines) or record.baselines[:1],
+        "baseline": tuple(request.baselines) or record.baselines[:1],
         "suite": record.suite,
         "metric": kind,
-        "factor": _LITTLE if wish.factor is None else wish.factor,
+        "factor": _LITTLE if request.factor is None else request.factor,
         "gpu": gpu,
-        "scope": wish.scope,
-        "cases": tuple(wish.cases),
+        "scope": request.scope,
+        "cases": tuple(request.cases),
     }
     try:
         claim = Claim.model_validate(keys)
@@ -86,12 +81,9 @@ def _make_claim(record: Record, wish: Wish, kind: Metric) -> Claim:
         raise ClaimError("\n".join(explain_validation(error, Claim))) from error
     if mismatch := why_not(claim, record):
         raise ClaimError(f"run {record.id} cannot show it: {mismatch}")
-    if wish.factor is None:
+    if request.factor is None:
         claim = claim.model_copy(update={"factor": _largest_factor(claim, record)})
-    claim = claim.model_copy(update={"sentence": wish.sentence or _sentence(claim, record)})
-    if said := overstatement(shown_by(claim, record)):
-        raise ClaimError(said, hint="word --sentence as the keys are, or leave it out: it is worded from them")
-    return claim
+    return claim.model_copy(update={"sentence": claim_sentence(claim, record)})
 
 
 def _largest_factor(claim: Claim, record: Record) -> float:
@@ -121,21 +113,26 @@ def round_below(value: float) -> float:
 
 
 def _short_name(gpu: str) -> str:
-    """Return the name that a GPU has in the table of models, or the driver's."""
+    """Return the name of a GPU in the table of models, or the driver's name."""
     try:
         return find_gpu(gpu).name
     except InputError:
         return gpu
 
 
-def _sentence(claim: Claim, record: Record) -> str:
-    rival = claim.baseline[0] if len(claim.baseline) == 1 else f"the {claim.best} of {', '.join(claim.baseline)}"
-    number = len(claim.cases_of(record))
-    some = f" that {'fits' if number == 1 else 'fit'} {' or '.join(claim.cases)}" if claim.cases else ""
-    over = "each of" if claim.scope == "each case" else "the geometric mean over"
-    where = "the one case" if number == 1 else f"{over} the {number} cases"  # there is no mean over one
-    if claim.metric == "memory":
-        what = f"{claim.subject} needs at most {math.ceil(100 / claim.factor)} % of the peak memory of {rival}"
-    else:
-        what = f"{claim.subject} is at least {claim.factor:g} times as fast as {rival} {_HOW[claim.metric]}"
-    return f"On {claim.gpu[0]}, {what}, in {where} of suite {claim.suite}{some}."
+def way_out(verdict: Verdict, record: Record, records: Mapping[str, Record], repository: Path) -> str:
+    """Return what may get a claim demonstrated; empty: the reason of its verdict says all that is known."""
+    if verdict.status is VerdictStatus.DEMONSTRATED:
+        return ""
+    if verdict.status is VerdictStatus.STALE:
+        return "a new run shows it of the sources as they are"
+    if verdict.gate_failed is not None:
+        return f"a run that passes gate {verdict.gate_failed} is needed"
+    suite = suite_now(record, repository)
+    if suite.doubt:
+        return suite.mend or "its reason says what is wrong with the suite"
+    easier = verdict.claim.model_copy(update={"factor": _LITTLE})
+    easier = easier.model_copy(update={"sentence": claim_sentence(easier, record)})
+    if verify_claim(easier, records, repository).status is VerdictStatus.DEMONSTRATED:
+        return "a lower --factor, or more rounds, may show it"
+    return "more rounds may show it" if verdict.rounds_needed else ""

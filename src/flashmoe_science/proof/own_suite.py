@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,30 +19,24 @@ from .subject import Limits
 from .suites import Suite, load_suite
 from .worker import Emit, run_task
 
-
-@dataclass(frozen=True)
-class OwnSuite:
-    """What is judged by: the cases as they are now, and what prose may call the rivals."""
-
-    problems: Mapping[str, dict[str, Any]]
-    rivals: Mapping[str, Sequence[str]]
+Problems = Mapping[str, dict[str, Any]]  # of the cases by name, as the operator writes them
 
 
-def read_own_suite(path: Path, operator: str, folders: Sequence[Path]) -> OwnSuite:
-    """Return the suite in ``path``, whose ``operator`` is looked for in ``folders`` and beside the suite.
+def read_own_suite(path: Path, operator: str, folders: Sequence[Path]) -> Problems:
+    """Return the cases of the suite in ``path``, whose ``operator`` is looked for in ``folders`` and beside the suite.
 
     Raises:
         SuiteError: the file is wrong, or the operator's code does not load, hangs or crashes.
     """
     searched = tuple(dict.fromkeys([*folders, path.parent]))
     if _is_loaded(operator, searched):  # what runs here in any case needs no worker
-        return _facts(load_suite(str(path)))
+        return _problems(load_suite(str(path)))
     files = tuple((file, file.stat().st_mtime_ns) for file in (path, *_module_files(operator, searched)))
     return _ask(path, searched, files)
 
 
 @functools.lru_cache(maxsize=256)
-def _ask(path: Path, folders: tuple[Path, ...], _files: tuple[tuple[Path, int], ...]) -> OwnSuite:
+def _ask(path: Path, folders: tuple[Path, ...], _files: tuple[tuple[Path, int], ...]) -> Problems:
     """Let a worker read it, once for each state of its files."""
     payload = {"suite": str(path), "python_path": [str(folder) for folder in folders]}
     result = run_task(f"{__name__}:read_suite", payload, timeout_s=Limits.import_s)
@@ -51,7 +44,8 @@ def _ask(path: Path, folders: tuple[Path, ...], _files: tuple[tuple[Path, int], 
         raise SuiteError(f"{path}: the process that read it: {result.reason}")
     if "failure" in result.data:
         raise SuiteError(result.data["failure"], hint=result.data["hint"])
-    return OwnSuite(result.data["problems"], result.data["rivals"])
+    problems: Problems = result.data["problems"]
+    return problems
 
 
 def read_suite(payload: dict[str, Any], emit: Emit) -> dict[str, Any]:  # noqa: ARG001 - all tasks take it
@@ -62,25 +56,20 @@ def read_suite(payload: dict[str, Any], emit: Emit) -> dict[str, Any]:  # noqa: 
         emit: not used.
 
     Returns:
-        ``problems`` and ``rivals`` of ``OwnSuite``; or ``failure``, why not, and ``hint``.
+        ``problems``, those of the cases by name; or ``failure``, why not, and ``hint``.
     """
     sys.path[:0] = payload["python_path"]
     try:
-        found = _facts(load_suite(payload["suite"]))
+        return {"problems": _problems(load_suite(payload["suite"]))}
     except FlashmoeError as error:
         return {"failure": str(error).removesuffix(f"\nhint: {error.hint}"), "hint": error.hint}
     except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever their code raises is the answer
         return {"failure": f"{payload['suite']}: {cause_of(error)}", "hint": ""}
-    return {"problems": dict(found.problems), "rivals": dict(found.rivals)}
 
 
-def _facts(suite: Suite) -> OwnSuite:
+def _problems(suite: Suite) -> dict[str, dict[str, Any]]:
     operator: Operator = find_operator(suite.operator)
-    rivals = operator.rivals().items()
-    return OwnSuite(
-        problems={case.name: operator.as_table(case.problem) for case in suite.cases},
-        rivals={name: [name, *getattr(rival, "also_called", ())] for name, rival in rivals},
-    )
+    return {case.name: operator.as_table(case.problem) for case in suite.cases}
 
 
 def _module_files(operator: str, folders: Sequence[Path]) -> list[Path]:

@@ -1,76 +1,138 @@
-"""Markdown as sentences: where each stands, what of it is prose, and which claims it names.
+"""Figures of speed or memory in Markdown that name no claim.
 
-Code is printed output and not prose: blocks are left out, code in a line is blanked. So is what stands in quotation
-marks, which are somebody's words, and HTML comments, of which two are read::
+A *figure* is a multiple, a percentage, a rate, a time or a comparison in words, as ``_RULES`` and ``_COLUMN`` have
+them: patterns over words that stand near each other, with no grammar of English. It is looked for in each sentence,
+heading, list item, row of a table and block of HTML, in inline code and alt texts too. Blocks of code are printed
+output, which other tests compare; blocks between the marks that ``flashmoe readme`` renders are its own.
 
-    <!-- claim: ID -->           after a sentence: it rests on this claim. On a line of its own: so does the next block
-    <!-- no claim: REASON -->    the same, of what asserts nothing, though it reads as if it did
+A figure is *backed* where its sentence (or row, or block of HTML) holds the id of a claim in ``claims/*.toml``: as
+text, in inline code, in a link, or in a comment ``<!-- claim: ID -->``. It is *waived* by a comment with a reason,
+``<!-- no claim: REASON -->``. A comment on a line of its own counts for the whole block below it. All else is
+*asserted*. Whether a claim holds is the business of ``flashmoe verify``.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from html import unescape
 from pathlib import Path
+from typing import Literal, get_args
 
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
+from ..errors import InputError
+from .claims import Claim
+
+Status = Literal["backed", "waived", "asserted"]
+SectionKind = Literal["speeds", "summary", "verdicts", "cases"]  # what `flashmoe readme` renders between two marks
+
+_NUMBER = r"(?<![\w.,])\d[\d,]*(?:\.\d+)?"
+_COUNT = rf"(?:{_NUMBER}|\b(?:two|three|four|five|six|seven|eight|nine|ten|twelve|twenty|fifty|hundred))"
+_X = rf"{_NUMBER}\s*[x×](?![\w×]|\s*\d|\s+(?:(?:the|its|as|of\s+the)\s+)?(?:errors?|sizes?|many|GPUs?)\b)"  # no shape
+_TIMES = rf"(?:{_X}|{_COUNT}[\s-]*(?:times|fold)\b|\bfactor\s+of\s+{_COUNT})"
+_PERCENT = rf"{_NUMBER}\s*(?:%|percent\b|per\s+cent\b)(?!\s*(?:confidence|intervals?|CI)\b)"
+_PART = (
+    r"\b(?:twice|doubl(?:e|es|ed|ing)|tripl(?:e|es|ed|ing)|half|halv(?:e|es|ed|ing)|thirds?|quarters?"
+    r"|orders?\s+of\s+magnitude)\b"
+)
+_SPEED = (
+    r"\b(?:fast(?:er)?|quicker|slow(?:er)?|longer|as\s+long|speeds?(?![\s-]of[\s-]light)|speed-?ups?|throughput|latency"
+    r"|performance|bandwidth|[MH]FU|tokens\s*(?:/|per\s)|run[\s-]?time|outperform\w*|beats?"
+    r"|(?<!shared\s)memory|VRAM)\b"
+)
+_OF_TIME = (
+    r"\s+(?:(?:of|the|less|lower|more|its|our|as\s+much|wall|kernel|graph|run|peak|\w+['’]s)\s+){1,4}"
+    r"(?:time|rate|speed|throughput)\b"
+)
+_NEAR, _CLOSE = r"[^,:;|()]{0,40}?", r"[^,:;|()]{0,20}?"  # in the same clause: six words away, or three
+# The name of an implementation, a few words on: a capital letter, a digit or an underscore.
+_NAME = r"\s+(?:[a-z'’-]+\s+){0,3}?(?:(?-i:\w*[A-Z_]\w|fa\d|sdpa|torch|triton|eager|ours\b))"
+
+
+def _either(one: str, other: str, between: str = _NEAR) -> str:
+    """Return a pattern for two things near each other, in either order."""
+    return f"(?:{one}{between}{other}|{other}{between}{one})"
+
+
+_RULES = re.compile(
+    "|".join(
+        [
+            _either(f"(?:{_TIMES}|(?<!\\bat\\s){_PERCENT})", _SPEED),
+            rf"(?:{_TIMES}|{_PERCENT}|{_PART}|(?<![\w.])\d?\.\d+){_OF_TIME}",
+            rf"\btime\b{_CLOSE}\bby\s+(?:about\s+)?{_PERCENT}",
+            rf"\bspeed-?ups?\s*(?:of|is|was|[:=])\s*{_NUMBER}",
+            _X,  # "1.8x" alone
+            _either(_PART, _SPEED, _CLOSE),
+            # Rates, and times that kernels have.
+            rf"{_NUMBER}\s*[kKM]?\s*(?:[TPG]FLOPs?(?:/s)?\b|[TG]i?B/s|(?:tok(?:ens)?|samples|steps)\s*(?:/|per|a)\s*s)",
+            _either(r"\b[MH]FU\b", _NUMBER),
+            rf"{_NUMBER}\s*(?:[uµμ]s|ns|microseconds?)\b",
+            rf"\b(?:takes?|took|needs?|needed|latency|runs?\s+in|ran\s+in)\b{_CLOSE}{_NUMBER}\s*(?:ms|milliseconds?)\b",
+            rf"{_NUMBER}\s*(?:ms|milliseconds?)\s+(?:a|per)\s+(?:call|step|token|layer)\b",
+            # Bytes that are saved.
+            rf"{_NUMBER}\s*[KMGT]i?B\s+(?:less|fewer|saved)\b|\bsav(?:es?|ed|ing)\s+{_NUMBER}\s*[KMGT]i?B\b",
+            # Comparisons in words.
+            rf"\b(?:as\s+(?:fast|quick)\s+as|(?:faster|slower|quicker)\s+than|less\s+(?:peak\s+)?memory\s+than){_NAME}\w*",
+            rf"\b(?:outperform|outpac|outrun|surpass|beat)(?:s|es|ed|ing|en)?{_NAME}\w*",
+            r"\bthe\s+fastest\s+(?!of\b|baselines?\b|one\b|cases?\b|in\b|that\b|is\b|arms?\b|runs?\b|rivals?\b)\w+",
+        ]
+    ),
+    re.IGNORECASE,
+)
+# A column of a table with such a header holds figures, and a cell of it with such a number is one.
+_COLUMN = re.compile(
+    r"speed-?ups?|faster|slower|times\s+(?:as\s+)?fast|throughput|latency|tokens\s*/|FLOPs?|[TG]B/s|\b[MH]FU\b"
+    r"|\b(?:ns|us|µs|μs|ms)\b|\b(?:wall|kernel|graph)\s+time\b|peak\s+memory|less\s+memory",
+    re.IGNORECASE,
+)
+_CELL = re.compile(rf"^[\s*_`~≈<>≤≥]*{_NUMBER}")
+
 _COMMENT = re.compile(r"<!--\s*(no claim|claim)\s*:\s*(.*?)\s*-->", re.DOTALL)
 _ANY_COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
-_TAG = re.compile(r"<[^>]*>")
-_LINK = re.compile(r"claims/[^#]*\.toml#(?P<id>.+)$")
-_QUOTED = re.compile(r"\"[^\"]{1,300}\"|“[^”]{1,300}”")
-_ID = re.compile(r"[a-z0-9][a-z0-9_.-]*")
+_TAG = re.compile(r"</?[a-zA-Z][^>]*>")
+_ALT = re.compile(r"(?:alt|title|aria-label)\s*=\s*(\"[^\"]*\"|'[^']*')", re.IGNORECASE)
+_LINK = re.compile(r"\]\([^)\s]*\)|https?://\S+")
+_ID = re.compile(r"[a-z0-9][a-z0-9_.-]*[a-z0-9]")
+_MEMORY = re.compile(r"\b(?:memory|VRAM)\b(?!\s+bandwidth)", re.IGNORECASE)
+_SELECTION = re.compile(r"\b(\d+ of \d+) cases\b")
+# A sentence ends at a stop before a blank and anything but a small letter; a comment behind the stop belongs to it.
+_END = re.compile(r"(?<!\be\.g)(?<!\bi\.e)(?<!\bvs)[.!?][\"”)\]*_`]*(?:\s*<!--.*?-->)*\s+(?=[^a-z\s<])", re.DOTALL)
+_MARK = re.compile(rf"[ \t]*<!-- ({'|'.join(get_args(SectionKind))}):(begin|end) -->[ \t]*")
+_HTML_ROW = re.compile(r"<tr\b.*?</tr>", re.DOTALL | re.IGNORECASE)
+_CELL_END = re.compile(r"</t[dh]>", re.IGNORECASE)
+_HTML_CELL = re.compile(r"<t[dh]\b[^>]*>(.*?)</t[dh]>", re.DOTALL | re.IGNORECASE)
 _SUFFIXES = (".md", ".markdown")
-# A sentence ends at a stop before a blank and anything but a small letter, and not after these.
-_END = re.compile(r"(?<!\be\.g)(?<!\bi\.e)(?<!\bvs)(?<!\bcf)(?<!\bapprox)[.!?][\"”)\]*_]*\s+(?=[^a-z\s])")
 
 
 @dataclass(frozen=True)
-class Marks:
-    """What a sentence says of its own backing."""
+class Finding:
+    """One figure, and what it rests on."""
 
-    claims: tuple[str, ...] = ()  # ids that it names in comments and links
-    code: tuple[str, ...] = ()  # its code that could be an id
-    waiver: str = ""  # why it asserts nothing
-
-    def __add__(self, other: Marks) -> Marks:
-        return Marks(self.claims + other.claims, self.code + other.code, self.waiver or other.waiver)
+    file: Path
+    line: int
+    status: Status
+    words: str  # that state it, e.g. "1.7x faster"
+    reason: str  # the claims that back it, why it is waived, or what is missing
 
 
 @dataclass(frozen=True)
-class Sentence:
-    """A sentence, a heading, or a row of a table."""
+class _Unit:
+    """A sentence, a row of a table, or a block of HTML."""
 
-    line: int  # on which it begins, from 1
-    text: str  # as a reader sees it
-    prose: str  # the same length, with blanks for what is no prose
-    marks: Marks
-    context: str = ""  # the header of the table that it is a row of
+    line: int
+    raw: str  # as it is written
+    cells: tuple[str, ...] = ()  # of a row
+    header: tuple[str, ...] = ()  # of its table
+    above: str = ""  # comments on the lines before the block
 
-    def line_of(self, offset: int) -> int:
-        """Return the line on which the letter at ``offset`` stands."""
-        return self.line + self.text.count("\n", 0, offset)
-
-
-@dataclass
-class _Text:
-    """Text that grows piece by piece, with its prose, and marks where they stand."""
-
-    text: str = ""
-    prose: str = ""
-    marks: list[tuple[int, Marks]] = field(default_factory=list)
-
-    def add(self, text: str, *, prose: bool = True, marks: Marks | None = None) -> None:
-        if marks is not None:
-            self.marks.append((len(self.text), marks))
-        self.text += text
-        self.prose += text if prose else _blank(text)
-
-    def in_range(self, start: int, end: int) -> Marks:
-        return sum((marks for place, marks in self.marks if start <= place <= end), Marks())
+    @property
+    def comments(self) -> Mapping[str, str]:
+        """What its comments say, by their first word."""
+        found = _COMMENT.findall(f"{self.above}\n{self.raw}")
+        return {kind: ", ".join(said for of, said in found if of == kind and said) for kind, _ in found}
 
 
 def markdown_in(folder: Path) -> list[Path]:
@@ -79,109 +141,155 @@ def markdown_in(folder: Path) -> list[Path]:
     return [below for below in inside if not any(part.startswith(".") for part in below.relative_to(folder).parts)]
 
 
-def read_sentences(markdown: str) -> list[Sentence]:
-    """Return the sentences of a Markdown text, in their order."""
-    found: list[Sentence] = []
-    pending, scope, depth = Marks(), Marks(), -1  # marks of the next block; those that hold now, and how deep
-    header = ""
-    row: list[Token] | None = None
-    for token in MarkdownIt("commonmark").enable("table").parse(markdown):
-        if token.type == "html_block":
-            comments = _read_comments(token.content)
-            pending += comments
-            found += _sentences(_html(token), token, scope)
-            continue
-        if token.nesting == 1 and depth < 0 and pending != Marks():
-            scope, pending, depth = pending, Marks(), token.level
-        if token.type == "tr_open":
-            row = []
-        elif token.type == "inline" and row is not None:
-            row.append(token)
-        elif token.type == "inline":
-            found += _sentences(_inline(token), token, scope)
-        elif token.type == "tr_close" and row:
-            made = _row(row, scope, header)
-            header = header or made.prose
-            found.append(made)
-            row = None
-        elif token.type == "table_close":
-            header = ""
-        if token.nesting == -1 and token.level == depth:
-            scope, depth = Marks(), -1
+def markdown_files(paths: Sequence[Path]) -> list[Path]:
+    """Return the files named, and those in the folders named; what is hidden is left out.
+
+    Raises:
+        InputError: a path does not exist, or a folder holds no Markdown.
+    """
+    found: dict[Path, None] = {}
+    for path in paths:
+        files = markdown_in(path) if path.is_dir() else [path]
+        if not files:
+            raise InputError(f"{path}: there is no Markdown file in this folder")
+        if not path.exists():
+            raise InputError(f"{path}: there is no such file or folder")
+        found |= dict.fromkeys(files)
+    return list(found)
+
+
+def check_file(path: Path, claims: Mapping[str, Claim]) -> list[Finding]:
+    """Return every figure of one Markdown file with what it rests on.
+
+    Args:
+        path: the file.
+        claims: those of the repository, by id.
+
+    Raises:
+        InputError: the file cannot be read.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise InputError(f"{path}: cannot be read: {reason}") from error
+    findings = []
+    for unit in _units(path, text):
+        for words in _figures(unit):
+            status, reason = _judge(unit, words, claims)
+            findings.append(Finding(path, unit.line, status, words, reason))
+    return findings
+
+
+def find_figures(text: str) -> list[str]:
+    """Return the words of one sentence that state a figure of speed or memory."""
+    return _figures(_Unit(1, text))
+
+
+def _figures(unit: _Unit) -> list[str]:
+    found = [" ".join(match[0].split()) for match in _RULES.finditer(_visible(unit.raw))]
+    for head, cell in zip(unit.header, unit.cells, strict=False):
+        if _COLUMN.search(head) and _CELL.match(cell) and not _RULES.search(cell):  # else it was found already
+            found.append(f"{head.strip()}: {cell.strip()}")
     return found
 
 
-def _sentences(text: _Text, token: Token, scope: Marks) -> Iterator[Sentence]:
-    """Yield the sentences of one block; a comment behind a full stop belongs to the sentence before it."""
-    prose = _QUOTED.sub(lambda quoted: _blank(quoted[0]), text.prose)
-    ends = [match.end() for match in _END.finditer(prose)]
-    first = token.map[0] + 1 if token.map else 1
-    for start, end in zip([0, *ends], [*ends, len(prose)], strict=True):
-        skipped = len(text.text[start:end]) - len(text.text[start:end].lstrip())
-        line = first + text.text.count("\n", 0, start + skipped)
-        own = text.in_range(start, end - 1 if end < len(prose) else end)
-        if prose[start:end].strip():
-            yield Sentence(line, text.text[start + skipped : end], prose[start + skipped : end], own + scope)
+def _judge(unit: _Unit, words: str, claims: Mapping[str, Claim]) -> tuple[Status, str]:
+    """Return what a figure rests on."""
+    if waiver := unit.comments.get("no claim"):
+        return "waived", waiver
+    text = f"{unit.above}\n{unit.raw}"
+    named = [claims[name] for name in dict.fromkeys(_ID.findall(text)) if name in claims]
+    if not named:
+        unknown = unit.comments.get("claim")
+        return "asserted", f"there is no claim {unknown!r} in claims/" if unknown else "it names no claim"
+    reasons = [_why_not(f"{' '.join(unit.header)} {unit.raw}", words, claim) for claim in named]
+    if all(reasons):
+        return "asserted", "; ".join(dict.fromkeys(reasons))
+    return "backed", ", ".join(claim.id for claim, reason in zip(named, reasons, strict=True) if not reason)
 
 
-def _row(cells: Sequence[Token], scope: Marks, header: str) -> Sentence:
-    """Return a row of a table as one sentence: its cells belong together."""
-    text = _Text()
-    for cell in cells:
-        text.add(" | " if text.text else "")
-        inner = _inline(cell)
-        text.marks += [(len(text.text) + place, marks) for place, marks in inner.marks]
-        text.text += inner.text
-        text.prose += inner.prose
-    (whole,) = [*_whole(text, cells[0], scope)]
-    return replace(whole, context=header)
+def _why_not(text: str, words: str, claim: Claim) -> str:
+    """Return why ``claim`` does not back a figure; empty: it does."""
+    selection = _SELECTION.search(claim.sentence)
+    if claim.cases and not (selection and re.search(rf"\b{selection[1]}\b", text)):
+        return (
+            f"claim {claim.id} is about {selection[0] if selection else 'some cases'}, and the sentence does not say so"
+        )
+    if claim.metric == "memory" and not _MEMORY.search(text):
+        return f"claim {claim.id} is about memory"
+    if claim.metric != "memory" and _MEMORY.search(words):
+        return f"claim {claim.id} is about {claim.metric} time"
+    multiples = [float(number.replace(",", "")) for number in re.findall(rf"({_NUMBER})\s*(?:[x×]|times\b)", words)]
+    if max(multiples, default=0) > claim.factor * (1 + 1e-9):
+        return f"claim {claim.id} is of {claim.factor:g}x"
+    return ""
 
 
-def _whole(text: _Text, token: Token, scope: Marks) -> Iterator[Sentence]:
-    prose = _QUOTED.sub(lambda quoted: _blank(quoted[0]), text.prose)
-    line = token.map[0] + 1 if token.map else 1
-    yield Sentence(line, text.text, prose, text.in_range(0, len(text.text)) + scope)
+def _units(path: Path, markdown: str) -> Iterator[_Unit]:
+    """Yield what a Markdown text is made of, in its order, without what is rendered."""
+    above, rendered = "", ""  # comments for the next block; the kind of section that is open
+    block: list[Token] = []
+    for token in MarkdownIt("commonmark").enable("table").parse(markdown):
+        block.append(token)
+        if token.level or token.nesting > 0:
+            continue
+        ended, block = block, []
+        text = token.content if token.type == "html_block" else ""
+        if mark := _MARK.fullmatch(text.strip("\n")):
+            rendered = mark[1] if mark[2] == "begin" else ""
+        elif text and not _ANY_COMMENT.sub("", text).strip():
+            above += text
+        elif not rendered:
+            yield from _block_units(ended, above)
+            above = ""
+    if rendered:
+        raise InputError(f"{path}: expected the line <!-- {rendered}:end --> after <!-- {rendered}:begin -->, got none")
 
 
-def _inline(token: Token) -> _Text:
-    """Return what stands in one paragraph, heading or cell."""
-    text = _Text()
-    for child in token.children or []:
-        if child.type in ("softbreak", "hardbreak"):
-            text.add("\n")
-        elif child.type == "code_inline":
-            code = (child.content,) if _ID.fullmatch(child.content) else ()
-            text.add(child.content, prose=False, marks=Marks(code=code))
-        elif child.type == "html_inline":
-            text.add(_blank(child.content), marks=_read_comments(child.content))
-        elif child.type == "link_open":
-            link = _LINK.search(str(child.attrs.get("href", "")))
-            text.add("", marks=Marks(claims=(link["id"],)) if link else None)
-        elif child.type == "image":
-            text.add(child.content)
-        else:
-            text.add(child.content)
-    return text
+def _block_units(block: Sequence[Token], above: str) -> Iterator[_Unit]:
+    """Yield the units of a paragraph, a list, a table or HTML; ``above`` has the comments before it."""
+    header: tuple[str, ...] = ()
+    row: list[str] | None = None
+    line = 1
+    for token in block:
+        line = token.map[0] + 1 if token.map else line  # cells have none
+        if token.type == "html_block":
+            yield from _html_units(line, token.content, above)
+        elif token.type in ("table_open", "tr_open"):
+            header, row = ((), None) if token.type == "table_open" else (header, [])
+        elif token.type == "inline" and row is not None:
+            row.append(token.content)
+        elif token.type == "inline":
+            yield from _sentences(line, token.content, above)
+        elif token.type == "tr_close" and row is not None:
+            cells = tuple(map(_visible, row))
+            yield _Unit(line, " | ".join(row), cells, header, above)
+            header, row = header or cells, None
 
 
-def _html(token: Token) -> _Text:
-    """Return the text of an HTML block."""
-    text = _Text()
-    without = _ANY_COMMENT.sub(lambda comment: _blank(comment[0]), token.content)
-    text.add(_TAG.sub(lambda tag: _blank(tag[0]), without))
-    return text
+def _sentences(line: int, text: str, above: str) -> Iterator[_Unit]:
+    start = 0
+    for end in [*(match.end() for match in _END.finditer(text)), len(text)]:
+        sentence = text[start:end].lstrip()
+        if sentence:
+            yield _Unit(line + text.count("\n", 0, end - len(sentence)), sentence, above=above)
+        start = end
 
 
-def _read_comments(html: str) -> Marks:
-    marks = Marks()
-    for what, said in _COMMENT.findall(html):
-        if what == "claim":
-            marks += Marks(claims=tuple(name.strip() for name in said.split(",") if name.strip()))
-        else:
-            marks += Marks(waiver=" ".join(said.split()))
-    return marks
+def _html_units(line: int, html: str, above: str) -> Iterator[_Unit]:
+    """Yield the rows of tables in a block of HTML, and the rest of it as one unit."""
+    header: tuple[str, ...] = ()
+    for row in _HTML_ROW.finditer(html):
+        cells = tuple(_visible(cell) for cell in _HTML_CELL.findall(row[0]))
+        yield _Unit(line + html.count("\n", 0, row.start()), row[0], cells, header, above)
+        header = header or cells
+    rest = _HTML_ROW.sub(lambda row: re.sub(r"[^\n]", " ", row[0]), html)
+    yield from _sentences(line, rest, above)
 
 
-def _blank(text: str) -> str:
-    """Return a text of the same length and lines without a word in it."""
-    return re.sub(r"[^\n]", " ", text)
+def _visible(raw: str) -> str:
+    """Return a text as a reader sees it: without comments, tags and the targets of links, with alt texts."""
+    text = _CELL_END.sub(" | ", _ANY_COMMENT.sub(" ", raw))
+    text = _TAG.sub(lambda tag: f" {' '.join(_ALT.findall(tag[0]))} ", text)
+    return re.sub(r"[`*]", "", unescape(_LINK.sub(" ", text)))

@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple, cast, get_args
+from typing import NamedTuple, cast, get_args
 
 from markdown_it import MarkdownIt
 
@@ -32,12 +32,10 @@ from ..errors import ProofError
 from .claims import Metric
 from .evidence import Arm, Record
 from .judge import Verdict, VerdictStatus
-from .prose import markdown_in
+from .prose import SectionKind, markdown_in
 from .rows import METRICS, format_bytes, format_ratio, format_seconds, lowest_case
 from .store import find_repository
 from .verify import read_records, verify_claims
-
-SectionKind = Literal["speeds", "summary", "verdicts", "cases"]
 
 BEGIN, END = "<!-- speeds:begin -->", "<!-- speeds:end -->"
 
@@ -269,7 +267,7 @@ def _summary_row(group: _Group, metric: Metric, widest: Verdict, about: Sequence
         ", ".join(widest.claim.baseline),
         metric,
         str(held) if measured == held else f"{measured} of {held}",
-        f"{slower}, {measured - slower - faster}, {faster}",
+        "; ".join(filter(None, [f"{slower}, {measured - slower - faster}, {faster}", widest.others])),
         format_ratio(min(intervals, key=lambda one: one.estimate)),
         _mean(widest),
         ", ".join(f"{counts[status]} {status.value}" for status in VerdictStatus if counts[status]),

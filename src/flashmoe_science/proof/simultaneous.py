@@ -1,11 +1,10 @@
-"""Intervals for many cases that hold together, however the offsets of processes spread over the cases.
+"""Familywise intervals: for many cases, all of them hold together, whatever offsets processes have.
 
-Pure functions on floats. A process may have an offset that all cases share: a worker whose calls are slow, say. Then
-the cases are no independent witnesses of what a process does: three processes are three values, in 36 cases too. So the
-error of a case is taken apart. What a process does to all cases has the degrees of freedom of the processes, and needs
-no correction for many cases, because it moves all of them alike. What is left is a case's own, has the degrees of
-freedom of all cases, and is held to Bonferroni's level. An interval is as wide as both together.
-``docs/statistics.md`` says how often they hold.
+Pure functions on floats. A process may have an offset that all cases share, such as a slow worker. Then the cases are
+not independent: three processes are three values, even with 36 cases. So the error of a case is split. The part that a
+process adds to all cases has the degrees of freedom of the processes; it moves all cases alike and needs no correction
+for many cases. The rest belongs to the case, has the degrees of freedom of all cases, and uses Bonferroni's level. An
+interval is as wide as both together. ``docs/statistics.md`` gives the simulated coverage.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from scipy.special import ndtri, stdtrit
 
 from .statistics import Groups, Interval, between_to_within, hodges_lehmann, interval, shift_interval
 
-# Up to here the correction for many cases costs less than taking errors apart, and holds whatever the cases share.
+# Up to this many cases Bonferroni costs less than splitting the error, and holds whatever the cases share.
 _FEW_CASES = 3
 
 _Array = NDArray[np.float64]
@@ -43,7 +42,7 @@ def comparison_intervals(
     Raises:
         TooFewRoundsError: no interval of this confidence exists.
     """
-    return _together([(groups,) for groups in cases], shared, confidence)
+    return _familywise([(groups,) for groups in cases], shared, confidence)
 
 
 def unpaired_intervals(
@@ -57,10 +56,10 @@ def unpaired_intervals(
     Raises:
         TooFewRoundsError: no interval of this confidence exists.
     """
-    return _together(cases, shared, confidence)
+    return _familywise(cases, shared, confidence)
 
 
-def _together(cases: Sequence[_Samples], shared: Sequence[Hashable] | None, confidence: float) -> list[Interval]:
+def _familywise(cases: Sequence[_Samples], shared: Sequence[Hashable] | None, confidence: float) -> list[Interval]:
     """Return intervals that hold together, of paired values or of two samples each."""
     if not cases:
         return []
@@ -76,7 +75,7 @@ def _together(cases: Sequence[_Samples], shared: Sequence[Hashable] | None, conf
         each = level if few else 1 - (1 - confidence) / len(large)
         samples_of = [cases[number] for number in block]
         if not few:
-            for number, one in zip(block, _taken_apart(samples_of, level, each), strict=True):
+            for number, one in zip(block, _decomposed(samples_of, level, each), strict=True):
                 found[number] = one
         for number in block:
             found[number] = _with_own_processes(found[number], cases[number], each)
@@ -98,25 +97,26 @@ def _with_own_processes(found: Interval, samples: _Samples, confidence: float) -
     return replace(found, low=min(found.low, middle - half), high=max(found.high, middle + half))
 
 
-def _taken_apart(cases: Sequence[_Samples], level: float, confidence: float) -> list[Interval]:
-    """Return the intervals of cases that share their processes: what they have in common, and what is their own."""
+def _decomposed(cases: Sequence[_Samples], level: float, confidence: float) -> list[Interval]:
+    """Return the intervals of cases that share their processes: a common part and a part of each case."""
     count = len(cases)
     centred = [[_centres(groups) - _centres(groups).mean() for groups in sample] for sample in zip(*cases, strict=True)]
     common: list[_Array] = [np.mean(sample, axis=0) for sample in centred]
     half = _student_half(common, confidence)
-    own: list[_Samples] = [
-        tuple(_less(groups, offsets) for groups, offsets in zip(samples, common, strict=True)) for samples in cases
+    residuals: list[_Samples] = [
+        tuple(_without_offsets(groups, offsets) for groups, offsets in zip(samples, common, strict=True))
+        for samples in cases
     ]
     if half is None:  # one process says nothing of others
         return [_over_rounds(samples, level) for samples in cases]
-    # The mean of all cases took a share of each case's own part along.
-    ratios = [ratio for samples in own for groups in samples if (ratio := between_to_within(groups)) is not None]
+    # The mean over the cases contains 1 / count of each case's own part.
+    ratios = [ratio for samples in residuals for groups in samples if (ratio := between_to_within(groups)) is not None]
     excess = max(1.0, float(np.mean(ratios)) * count / (count - 1)) if ratios else 1.0
     degrees = (count - 1) * sum(len(offsets) - 1 for offsets in common)
     upper = (1 + level) / 2
     factor = math.sqrt(excess) * float(stdtrit(degrees, upper) / ndtri(upper))
     found = []
-    for raw, samples in zip(cases, own, strict=True):
+    for raw, samples in zip(cases, residuals, strict=True):
         estimate, rest = _over_rounds(raw, level), _over_rounds(samples, level)
         below, above = rest.estimate - rest.low, rest.high - rest.estimate
         low, high = estimate.estimate - half - factor * below, estimate.estimate + half + factor * above
@@ -128,7 +128,7 @@ def _centres(groups: Groups) -> _Array:
     return np.array([hodges_lehmann(group) for group in groups])
 
 
-def _less(groups: Groups, offsets: _Array) -> list[list[float]]:
+def _without_offsets(groups: Groups, offsets: _Array) -> list[list[float]]:
     """Return the values of each process without its offset."""
     return [[value - offset for value in group] for group, offset in zip(groups, offsets.tolist(), strict=True)]
 

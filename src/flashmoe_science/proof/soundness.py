@@ -1,4 +1,4 @@
-"""Whether the times of a run count at all. Where they do not, nothing is said by them, whatever they show."""
+"""Sanity of a run: a failed gate, an impossible time or a failed control makes its times void."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ def failed_gate(gates: Sequence[Gate]) -> Gate | None:
     return next((gate for gate in gates if gate.status is GateStatus.FAILED), None)
 
 
-def why_unsound(record: Record, kind: TimeKind, arms: Container[str]) -> str:
+def sanity_failure(record: Record, kind: TimeKind, arms: Container[str]) -> str:
     """Return why no time of this kind counts in ``record``, or an empty text.
 
     Args:
         record: of one run.
-        kind: Which time.
-        arms: Whose times must not be below what the GPU can do.
+        kind: the kind of time.
+        arms: names of the arms whose times must not be below the GPU's limits.
     """
     if failed := failed_gate(record.gates):
         return f"gate {failed.name} failed: {failed.summary}"
-    if impossible := impossible_time(record, kind, arms):  # first: no ratio can be made of a time that is none
+    if impossible := impossible_time(record, kind, arms):  # first: the control divides by times
         return impossible
     control = check_control(record, kind)
     return "" if control.passed else control.reason

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from ..errors import EvidenceError, ProofError
 from .changes import changes_since
+from .claim_text import sentence_fault
 from .claims import Claim, find_evidence, load_claims, other_versions, too_old, why_not
 from .evidence import GateStatus, Record, read_record
 from .judge import Verdict, VerdictStatus, judge
@@ -19,7 +20,6 @@ from .store import evidence_files
 from .subject import is_builtin, python_folders
 from .suites import list_suites, load_suite, operator_in, own_suite_file
 from .unread import Unread, unread_doubts
-from .wording import joined, overstatement, own_rival_names, shown_by
 
 # Of several records that a claim pins, and of several GPUs, what speaks most against the claim decides.
 AGAINST = (
@@ -89,7 +89,7 @@ def verify_claim(
     """Return the verdict on one claim; ``records`` are those of ``read_records``. Each of several GPUs has its own."""
     now = now or datetime.now(timezone.utc)
     parts = [
-        _verify_on(one, _evidence_on(one, claim, records), records, repository, now, unread)
+        _verify_on(one, claim, _evidence_on(one, claim, records), records, repository, now, unread)
         for one in (claim.model_copy(update={"gpu": (gpu,)}) for gpu in claim.gpu)
     ]
     parts.sort(key=lambda verdict: AGAINST.index(verdict.status))
@@ -97,7 +97,7 @@ def verify_claim(
     if len(parts) == 1:
         return weakest
     reason = "; ".join(f"{part.claim.gpu[0]}: {part.status.value}, {part.reason}" for part in parts)
-    notes = [f"{part.claim.gpu[0]}: {note}" for part in parts for note in part.notes]
+    notes = [f"on {part.claim.gpu[0]}, {note}" for part in parts for note in part.notes]
     failed = next((part.gate_failed for part in parts if part.gate_failed), None)
     changes = {"claim": claim, "reason": reason, "notes": notes, "gate_failed": failed, "by_gpu": parts}
     return weakest.model_copy(update=changes)
@@ -116,13 +116,17 @@ def _is_on(claim: Claim, record: Record) -> bool:
 
 def _verify_on(
     claim: Claim,
+    whole: Claim,
     found: Mapping[str, Record],
     records: Mapping[str, Record],
     repository: Path,
     now: datetime,
     unread: Sequence[Unread],
 ) -> Verdict:
-    """Return the verdict on a claim about one GPU, by that of the records ``found`` which speaks most against it."""
+    """Return the verdict on a claim about one GPU, by that of the records ``found`` which speaks most against it.
+
+    ``whole`` is the claim as it is written, about all its GPUs.
+    """
     lost = unread_doubts(claim, unread)
     if not found:
         nothing = judge(claim, None)
@@ -130,7 +134,7 @@ def _verify_on(
     verdicts = []
     for path, record in found.items():
         suite = suite_now(record, repository)
-        doubts = [*lost, *doubts_about(claim, record, suite, now)]
+        doubts = [*lost, *doubts_about(whole, record, suite, now)]
         doubts += _failed_since(claim, record, records)
         sources = changes_since(claim, record, repository)
         notes = [*sources.notes, *_refuted_since(claim, found, records)]
@@ -140,9 +144,8 @@ def _verify_on(
 
 
 def doubts_about(claim: Claim, record: Record, suite: SuiteNow, now: datetime) -> list[str]:
-    """Return what keeps ``record`` from demonstrating ``claim`` now: its words, its age, or a suite not read here."""
-    shown = shown_by(claim, record, joined([own_rival_names(), suite.rivals]))
-    return list(filter(None, (overstatement(shown), too_old(claim, record, now), suite.doubt)))
+    """Return what keeps ``record`` from demonstrating ``claim``: its sentence, its age, or a suite not read here."""
+    return list(filter(None, (sentence_fault(claim, record), too_old(claim, record, now), suite.doubt)))
 
 
 def read_records(repository: Path) -> dict[str, Record]:
@@ -218,9 +221,6 @@ class SuiteNow:
     problems: Mapping[str, Mapping[str, Any]] | None = None  # of its cases by name; None: it cannot be read
     doubt: str = ""  # why not
     mend: str = ""  # what makes it known
-    rivals: Mapping[str, Sequence[str]] = field(
-        default_factory=dict
-    )  # of a user's own operator: name -> names in words
 
 
 def suite_now(record: Record, repository: Path) -> SuiteNow:
@@ -232,8 +232,7 @@ def suite_now(record: Record, repository: Path) -> SuiteNow:
         return SuiteNow(doubt=doubt, mend=f"its file belongs beside the kernel.toml, or into suites/ as {name}.toml")
     try:
         if own is not None and is_own(operator := operator_in(own)):
-            found = read_own_suite(own, operator, python_folders(record, repository))
-            return SuiteNow(found.problems, rivals=found.rivals)
+            return SuiteNow(read_own_suite(own, operator, python_folders(record, repository)))
         suite = load_suite(str(own) if own is not None else name)
         as_table = load_operator(suite.operator).as_table
         return SuiteNow({case.name: as_table(case.problem) for case in suite.cases})
