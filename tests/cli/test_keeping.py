@@ -36,15 +36,15 @@ def test_what_is_imported_is_exported_byte_for_byte(run, files):
     assert [r.id for r in Store().runs()] == [build_record(day=day).id for day in (2, 1)]
     assert run("export", "--all", "-o", "out")[:2] == (0, "out: 2 runs: 2 new\n")
     for day in (1, 2):
-        from_store = files.parent / "repository" / "out" / f"{build_record(day=day).id}.json"
+        from_store = files.parent / "repository" / "out" / f"{build_record(day=day).id}.json.gz"
         assert from_store.read_bytes() == (files / f"{day}.json").read_bytes()
     assert run("export", "20260102", "-o", "out")[:2] == (0, "out: 1 run: 1 same\n")
 
 
 def test_a_run_of_the_evidence_folder_is_exported_too(run, repository):
     assert run("export", RUN_ID[:12], "--output", "out")[0] == 0
-    assert (repository / "out" / f"{RUN_ID}.json").read_bytes() == (
-        repository / "evidence" / f"{RUN_ID}.json"
+    assert (repository / "out" / f"{RUN_ID}.json.gz").read_bytes() == (
+        repository / "evidence" / f"{RUN_ID}.json.gz"
     ).read_bytes()
 
 
@@ -53,7 +53,7 @@ def test_a_run_that_prove_saved_is_exported_as_its_file(run, repository):
     Store().save(record)
     write_record(record, repository / "file.json")
     run("export", record.id, "-o", "out")
-    assert (repository / "out" / f"{record.id}.json").read_bytes() == (repository / "file.json").read_bytes()
+    assert (repository / "out" / f"{record.id}.json.gz").read_bytes() == (repository / "file.json").read_bytes()
 
 
 def test_importing_again_changes_nothing(run, files):
@@ -107,10 +107,10 @@ def test_wrong_usage(run, args, error):
 
 def test_a_file_with_another_content_is_not_overwritten(run, repository):
     (repository / "out").mkdir()
-    (repository / "out" / f"{RUN_ID}.json").write_text("mine")
+    (repository / "out" / f"{RUN_ID}.json.gz").write_text("mine")
     code, _, err = run("export", RUN_ID, "-o", "out")
     assert (code, "exists with another content" in err) == (2, True)
-    assert (repository / "out" / f"{RUN_ID}.json").read_text() == "mine"
+    assert (repository / "out" / f"{RUN_ID}.json.gz").read_text() == "mine"
 
 
 @pytest.mark.parametrize("id_", ["../escaped", "/escaped", "a/b", "..", ".hidden", "a\\b", "a\n", ""])
@@ -139,13 +139,13 @@ def test_every_verb_with_a_store_takes_its_name(run, files, tmp_path):
 
 def test_a_file_is_shown_whatever_the_store_is(run, monkeypatch):
     monkeypatch.setenv("FLASHMOE_STORE", "nosuchdatabase://x")
-    assert run("show", f"evidence/{RUN_ID}.json")[0] == 0
+    assert run("show", f"evidence/{RUN_ID}.json.gz")[0] == 0
     assert run("show", RUN_ID)[0] == 2
 
 
 def test_a_password_in_the_name_of_the_store_is_not_printed(run):
     url = "postgresql://ada:abcdef@127.0.0.1:1/db"
-    for args in (["runs"], ["show", "2026"], ["import", f"evidence/{RUN_ID}.json"], ["export", "--all"]):
+    for args in (["runs"], ["show", "2026"], ["import", f"evidence/{RUN_ID}.json.gz"], ["export", "--all"]):
         code, out, err = run(*args, "--store", url, "--json")
         assert code == 2
         assert "postgresql://ada:***@127.0.0.1:1/db" in err

@@ -55,8 +55,8 @@ def test_prove_prints_gates_table_verdict_and_where_the_record_is(prove_with, re
     assert [line.split()[0] for line in lines[1:8]] == [gate.name for gate in record.gates]
     assert "case and arm" in out
     assert lines[-3].startswith("demonstrated  flash_attention is at least 1x as fast as sdpa in each case of seed")
-    assert lines[-1] == f"record: evidence/{record.id}.json"
-    assert (repository / "evidence" / f"{record.id}.json").exists()
+    assert lines[-1] == f"record: evidence/{record.id}.json.gz"
+    assert (repository / "evidence" / f"{record.id}.json.gz").exists()
     assert Store().load(record.id) == record
 
 
@@ -126,10 +126,10 @@ def test_prove_with_no_gpu_holds_even_where_a_claim_does_not(prove_with, reposit
 
 def test_prove_says_its_own_end_beside_a_record_that_cannot_be_read(prove_with, repository):
     record = build_record(gpu=None, day=1)
-    (repository / "evidence" / "newer.json").write_text('{"gates": [], "schema_version": 2}')
+    (repository / "evidence" / "newer.json").write_text('{"gates": [], "schema_version": 3}')
     code, out, err = prove_with(record)
-    assert (code, out.splitlines()[-1]) == (0, f"record: evidence/{record.id}.json")
-    assert "newer.json: it has schema 2, and this flashmoe reads up to 1\nhint: a newer flashmoe made it" in err
+    assert (code, out.splitlines()[-1]) == (0, f"record: evidence/{record.id}.json.gz")
+    assert "newer.json: it has schema 3, and this flashmoe reads up to 2\nhint: a newer flashmoe made it" in err
     assert "\ninconclusive  It is twice as fast. | " in out
 
 
@@ -177,7 +177,7 @@ def test_prove_as_json_has_the_log_on_stderr(prove_with):
     document = json.loads(out)
     assert document["exit_code"] == code == 0
     assert document["record"]["id"] == record.id
-    assert document["path"] == f"evidence/{record.id}.json"
+    assert document["path"] == f"evidence/{record.id}.json.gz"
     assert document["verdicts"][0]["claim"]["id"] == "seed-graph"
     assert "launch   passed" in err
     assert Path("times.csv").read_text().count("\n") == 1 + 2 * 3 * 3
@@ -188,7 +188,7 @@ def test_prove_that_is_interrupted_says_where_the_finished_cases_are(prove_with)
     code, out, err = prove_with(record, interrupt=True)
     assert code == 130
     hint = f"hint: flashmoe prove --resume {record.id} goes on from here"
-    assert err == f"what was finished is in evidence/{record.id}.json\n{hint}\nerror: interrupted\n"
+    assert err == f"what was finished is in evidence/{record.id}.json.gz\n{hint}\nerror: interrupted\n"
     assert "Traceback" not in out
 
 
@@ -231,7 +231,7 @@ def test_prove_goes_on_when_the_store_cannot_be_written(prove_with, repository, 
     code, _, err = prove_with(record)
     assert code == 0
     assert err.startswith("warning: run store")
-    assert (repository / "evidence" / f"{record.id}.json").exists()
+    assert (repository / "evidence" / f"{record.id}.json.gz").exists()
 
 
 def full_disk(*_, **__):
@@ -251,7 +251,7 @@ def test_a_disk_that_fills_in_the_middle_costs_the_file_and_not_the_record(prove
 
     code, _, err = prove_with(record, chain=chain)
     assert code == 0
-    path = repository / "evidence" / f"{record.id}.json"
+    path = repository / "evidence" / f"{record.id}.json.gz"
     assert err.count("warning: ") == 2  # when it happens, and at the end
     assert err.splitlines()[:2] == [
         f"warning: {path}: cannot be written: No space left on device",
@@ -273,7 +273,7 @@ def test_a_disk_that_has_room_again_gets_the_file_after_all(prove_with, reposito
         return record
 
     assert prove_with(record, chain=chain)[2].count("warning: ") == 1
-    assert (repository / "evidence" / f"{record.id}.json").exists()
+    assert (repository / "evidence" / f"{record.id}.json.gz").exists()
 
 
 def test_a_run_that_can_be_kept_nowhere_ends(prove_with, repository, monkeypatch):
@@ -290,7 +290,7 @@ def test_a_run_that_can_be_kept_nowhere_ends(prove_with, repository, monkeypatch
     assert code == 2
     assert "cannot be written: No space left on device" in err
     assert "hint: make room on its disk" in err
-    assert (repository / "evidence" / f"{record.id}.json").exists()  # the last that was kept
+    assert (repository / "evidence" / f"{record.id}.json.gz").exists()  # the last that was kept
 
 
 def test_a_time_limit_reaches_the_subject(prove_with, requests):
@@ -318,7 +318,7 @@ def test_prove_outside_of_a_repository_writes_to_the_current_folder(prove_with, 
     monkeypatch.chdir(tmp_path)
     record = build_record(speedups=[2.3])
     assert prove_with(record)[0] == 0
-    assert (tmp_path / "evidence" / f"{record.id}.json").exists()
+    assert (tmp_path / "evidence" / f"{record.id}.json.gz").exists()
 
 
 @pytest.mark.parametrize(
@@ -347,7 +347,7 @@ def test_prove_suggests_the_nearest_name(run, args, error):
 def interrupted(repository):
     """Return an interrupted run that lies in the evidence of the repository."""
     record = build_record(suite="seed", baselines={"sdpa-flash": 1.0}, processes=4, rounds=8, complete=False, day=1)
-    (repository / "evidence" / f"{record.id}.json").write_text(record.model_dump_json())
+    (repository / "evidence" / f"{record.id}.json.gz").write_text(record.model_dump_json())
     return record
 
 
@@ -380,7 +380,7 @@ def test_resume_finds_the_files_of_a_users_own_subject_and_suite(prove_with, req
     sources = [SourceFile(path="kernel.toml", sha256="0"), SourceFile(path="m.py", sha256="1")]
     subject = SubjectInfo(name="mine", operator="o", entry_point="m:f", sources=sources, folder="mine")
     record = interrupted.model_copy(update={"subject": subject, "suite": "own", "baselines": ["sdpa"]})
-    (repository / "evidence" / f"{record.id}.json").write_text(record.model_dump_json())
+    (repository / "evidence" / f"{record.id}.json.gz").write_text(record.model_dump_json())
     prove_with(build_record(day=2), "--resume", record.id)
     assert (requests[0].subject.name, requests[0].suite.name) == ("mine", "own")
 
@@ -388,7 +388,7 @@ def test_resume_finds_the_files_of_a_users_own_subject_and_suite(prove_with, req
 def test_resume_of_a_subject_whose_file_is_not_known_says_what_to_do(run, interrupted, repository):
     subject = SubjectInfo(name="mine", operator="o", entry_point="m:f", folder=None)
     record = interrupted.model_copy(update={"subject": subject})
-    (repository / "evidence" / f"{record.id}.json").write_text(record.model_dump_json())
+    (repository / "evidence" / f"{record.id}.json.gz").write_text(record.model_dump_json())
     code, out, err = run("prove", "--resume", record.id)
     assert (code, out) == (2, "")
     assert err.endswith("hint: name it: flashmoe prove my_kernel.toml --resume RUN\n")

@@ -50,7 +50,7 @@ def study(run, repository, monkeypatch):
 
 
 def files(repository):
-    return sorted((repository / "evidence" / "studies").glob("*.json"))
+    return sorted((repository / "evidence" / "studies").glob("*.json.gz"))
 
 
 def test_a_study_says_what_it_shows_and_is_kept(study, run, repository):
@@ -108,7 +108,7 @@ def test_wrong_usage_is_2(study, args, error):
 def test_the_runs_that_are_there_show_how_often_comparisons_over_a_suite_are_wrong(run, repository):
     for seed in range(1, 30):
         record = build_record(speedups=[2.0] * 3, seed=seed, spread=0.003)
-        write_record(record, repository / "evidence" / f"{record.id}.json")
+        write_record(record, repository / "evidence" / f"{record.id}.json.gz")
     code, out, _ = run("study", "--runs")
     rows = [" ".join(line.split()) for line in out.splitlines()]
     assert "20260101T000000Z-seed-flash_attention-000007 NVIDIA H200 graph 3 3 0 3" in rows
@@ -121,7 +121,7 @@ def test_the_runs_that_are_there_show_how_often_comparisons_over_a_suite_are_wro
 
 
 def test_without_runs_nothing_is_shown(run, repository):
-    for path in (repository / "evidence").glob("*.json"):
+    for path in (repository / "evidence").glob("*.json.gz"):
         path.unlink()
     code, out, _ = run("study", "--runs")
     assert code == 4

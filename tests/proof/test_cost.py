@@ -57,7 +57,7 @@ def past(factor: float, size: RunSize = SEED) -> PastRun:
 # the model
 
 
-@pytest.mark.parametrize("path", sorted(EVIDENCE.glob("*.json")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(EVIDENCE.glob("*.json.gz")), ids=lambda path: path.stem)
 def test_the_rough_model_is_within_twice_what_was_measured(path):
     record = read_record(path)
     run = past_run(record, kinds_of(record))
@@ -96,7 +96,7 @@ def test_the_rough_model_is_within_twice_what_was_measured(path):
     ],
 )
 def test_problems_that_differ_in_their_lengths_alone_are_of_one_kind(suite, subject, kinds):
-    (*_, newest) = sorted(EVIDENCE.glob(f"*Z-{suite}-{subject}-*.json"))
+    (*_, newest) = sorted(EVIDENCE.glob(f"*Z-{suite}-{subject}-*.json.gz"))
     assert kinds_of(read_record(newest)) == kinds
 
 
@@ -278,7 +278,7 @@ def test_a_gate_that_fails_saves_the_estimated_time_of_those_after_it():
 @pytest.mark.parametrize("suite", ["seed", "standard", "unseen"])
 def test_what_a_real_run_would_have_saved_is_what_its_later_gates_took(suite):
     """With its kinds of problems left out, one of suite unseen said 202 s of the 334 that it took."""
-    records = [read_record(path) for path in sorted(EVIDENCE.glob(f"*Z-{suite}-flash_attention-*.json"))]
+    records = [read_record(path) for path in sorted(EVIDENCE.glob(f"*Z-{suite}-flash_attention-*.json.gz"))]
     alike = [record for record in records if record.settings.width is None]  # what a width adds is in no estimate
     *earlier, newest = alike
     history = [run for record in earlier if (run := past_run(record, kinds_of(record)))]

@@ -48,7 +48,7 @@ def folder(tmp_path):
 
 
 def records(folder) -> list[Record]:
-    return [read_record(path) for path in sorted((folder / "evidence").glob("*.json"))]
+    return [read_record(path) for path in sorted((folder / "evidence").glob("*.json.gz"))]
 
 
 def start(folder, ssh, *args):

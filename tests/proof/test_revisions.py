@@ -393,7 +393,7 @@ def test_an_interruption_of_a_leaves_and_books_what_a_had_finished(repository, f
     monkeypatch.chdir(repository)
     arguments = ["compare", "first", "second", "--subject", "kernels", "--suite", str(tmp_path / "suite.toml")]
     assert cli.main(arguments) == 130
-    (path,) = (repository / "evidence").glob("*.json")
+    (path,) = (repository / "evidence").glob("*.json.gz")
     assert f"what was finished is in evidence/{path.name}" in capsys.readouterr().err
     record = read_record(path)
     assert record.incomplete_reason == "A (first): interrupted in gate correct"
@@ -428,7 +428,7 @@ def test_a_comparison_whose_disk_fills_is_in_the_store(repository, fake, tmp_pat
     arguments = ["compare", "first", "second", "--subject", "kernels", "--suite", str(tmp_path / "suite.toml")]
     assert cli.main(arguments) == (130 if stopped else 1)
     (run_id,) = Store().ids()
-    lacks = f"warning: evidence/{run_id}.json lacks this run, the store has it"
+    lacks = f"warning: evidence/{run_id}.json.gz lacks this run, the store has it"
     assert (f"what was finished is in run {run_id} of the store" if stopped else lacks) in capsys.readouterr().err
 
 
@@ -561,7 +561,7 @@ def test_the_command_shows_on_a_cpu_that_both_build_and_that_one_is_wrong(tmp_pa
     correct = [line.split()[:2] for line in lines if line.startswith("correct")]
     assert correct == [["correct", "passed"], ["correct", "failed"]], out
     assert any(line.startswith("gate failed  second (") and "wrong in 1 of 1 case" in line for line in lines)
-    (path,) = (repository / "evidence").glob("*.json")
+    (path,) = (repository / "evidence").glob("*.json.gz")
     assert compare_revisions(read_record(path)).gate_failed == "correct"
     assert leftovers(repository) == (0, [])
     assert cli.main(["show", path.name[:8], "--json"]) == 0

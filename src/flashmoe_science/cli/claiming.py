@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..errors import ClaimError
 from ..proof.claims import add_claims, load_claims
-from ..proof.evidence import Record, write_record
+from ..proof.evidence import Record, record_path, write_record
 from ..proof.judge import Verdict, VerdictStatus, exit_code
 from ..proof.new_claim import Wish, make_claims
 from ..proof.report import count_line
@@ -30,7 +30,7 @@ def run_claim_new(
     path = _place(file, repository, record)
     records = read_records(repository)
     kept = next((where for where, other in records.items() if other.id == record.id), None)
-    records[kept or f"evidence/{record.id}.json"] = record
+    records[kept or record_path(Path("evidence"), record.id).as_posix()] = record
     taken = {claim.id for claim in load_claims(repository / "claims")}
     if known := [claim.id for claim in claims if claim.id in taken]:
         raise ClaimError(f"there is a claim {known[0]!r} in claims/ already", hint="--id names another")
@@ -40,7 +40,7 @@ def run_claim_new(
     hints = list(dict.fromkeys(filter(None, (_way_out(verdict, record, records, repository) for verdict in verdicts))))
     if written:
         if kept is None:  # a claim is judged by the records of the repository, and this one was in the store alone
-            write_record(record, repository / "evidence" / f"{record.id}.json")
+            write_record(record, record_path(repository / "evidence", record.id))
         add_claims(path, claims)
     terminal.show_verdicts(verdicts, why=True)
     terminal.show(*_judged_by_another(verdicts, record))

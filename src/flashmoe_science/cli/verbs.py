@@ -255,7 +255,7 @@ def show(
     \b
     Examples:
       flashmoe show 20261120
-      flashmoe show evidence/20261120T235959Z-seed-flash_attention-1a2b3c.json --verbose
+      flashmoe show evidence/20261120T235959Z-seed-flash_attention-1a2b3c.json.gz --verbose
       flashmoe show 20261120 --time wall
       flashmoe show 20261120 --csv times.csv
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import re
 import secrets
+import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -20,7 +22,22 @@ import sqlalchemy as sa
 from ..errors import EvidenceError
 from .cost import Entry, paid_gates
 from .database import LEDGER, RUNS, Database
-from .evidence import GATE_NAMES, GateStatus, Record, parse_record, read_record, read_text, record_text
+from .evidence import (
+    GATE_NAMES,
+    GateStatus,
+    Record,
+    documents_in,
+    is_document,
+    name_of,
+    open_document,
+    parse_record,
+    read_record,
+    read_text,
+    record_text,
+)
+
+_BEGIN_BYTES = 1000
+_ID_AT_THE_BEGIN = re.compile(rb'\s*\{\s*"schema_version":\s*\d+,\s*"id":\s*"([A-Za-z0-9_.@-]+)"')
 
 _LISTED = [column for column in RUNS.columns if column.name != "document"]
 
@@ -230,42 +247,32 @@ def find_repository(start: Path | None = None) -> Path | None:
 
 def evidence_files(repository: Path) -> dict[str, Path]:
     """Return the records in the evidence folder of ``repository`` by id. Other JSON documents there are left out."""
-    return EvidenceFolder(repository).files()
+    return record_files(repository / "evidence")
 
 
-class EvidenceFolder:
-    """The records in the evidence folder of a repository. A file is read again only when it has changed."""
-
-    def __init__(self, repository: Path) -> None:
-        self._folder = repository / "evidence"
-        self._ids: dict[Path, tuple[tuple[int, int], str | None]] = {}  # path -> (when changed, size), id of its run
-
-    def files(self) -> dict[str, Path]:
-        """Return them by id, as they are now."""
-        found = {}
-        for path in sorted(self._folder.glob("*.json")):
-            if (run_id := self._id_in(path)) is not None:
-                found[run_id] = path
-        return found
-
-    def _id_in(self, path: Path) -> str | None:
-        """Return the id of the run in a file, or None where it holds another document."""
-        try:
-            now = path.stat()
-        except OSError:
-            return path.stem  # reading it as a record says what is wrong
-        state = (now.st_mtime_ns, now.st_size)
-        if path not in self._ids or self._ids[path][0] != state:
-            self._ids[path] = state, _run_id(path)
-        return self._ids[path][1]
+def record_files(folder: Path) -> dict[str, Path]:
+    """Return the records in ``folder`` by id. Other JSON documents there are left out."""
+    found = {}
+    for path in documents_in(folder):
+        if (run_id := _run_id(path)) is not None:
+            found[run_id] = path
+    return found
 
 
 def _run_id(path: Path) -> str | None:
+    """Return the id of the run in a file, or None where it holds another document.
+
+    A record begins with its schema and its id, so its samples need not be read.
+    """
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return path.stem  # reading it as a record says what is wrong
-    return str(document.get("id", path.stem)) if _has_gates(document) else None
+        with path.open("rb") as plain, open_document(plain) as file:
+            begin = file.read(_BEGIN_BYTES)
+            if found := _ID_AT_THE_BEGIN.match(begin):
+                return found[1].decode()
+            document = json.loads(begin + file.read())
+    except (OSError, EOFError, zlib.error, ValueError):
+        return name_of(path)  # reading it as a record says what is wrong
+    return str(document.get("id", name_of(path))) if _has_gates(document) else None
 
 
 def is_record(text: str) -> bool:
@@ -283,7 +290,7 @@ def _has_gates(document: object) -> bool:
 
 def is_path(key: str) -> bool:
     """Return whether ``key`` names a run by its file."""
-    return os.sep in key or key.endswith(".json")
+    return os.sep in key or is_document(key)
 
 
 class Archive:
@@ -292,10 +299,9 @@ class Archive:
     def __init__(self, store: Store, repository: Path | None) -> None:
         self.store = store
         self.repository = repository
-        self._folder = EvidenceFolder(repository) if repository else None
 
     def _files(self, prefix: str = "") -> dict[str, Path]:
-        files = self._folder.files() if self._folder else {}
+        files = evidence_files(self.repository) if self.repository else {}
         return {run_id: path for run_id, path in files.items() if run_id.startswith(prefix)}
 
     def has(self, key: str) -> bool:

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from ..errors import EvidenceError
-from .evidence import parse_record, read_text
-from .files import write_atomically
+from .evidence import documents_in, parse_record, read_text, record_path, write_document
 from .store import Archive, Store, is_record
 
 
@@ -34,9 +33,11 @@ def record_files(paths: Sequence[Path]) -> Iterator[tuple[Path, bool]]:
         if not path.is_dir():
             yield path, True
             continue
-        files = sorted(path.glob("*.json"))
+        files = documents_in(path)
         if not files:
-            raise EvidenceError(f"{path}: holds no *.json", hint="name files, or the folder that they lie in")
+            raise EvidenceError(
+                f"{path}: holds no *.json or *.json.gz", hint="name files, or the folder that they lie in"
+            )
         yield from ((file, False) for file in files)
 
 
@@ -45,7 +46,7 @@ def import_records(store: Store, paths: Sequence[Path], *, replace: bool = False
 
     Args:
         store: Where they go.
-        paths: Files, or folders whose ``*.json`` are meant.
+        paths: Files, or folders whose JSON documents are meant.
         replace: Whether a complete run that the store has with another content is replaced. One that is incomplete
             there always is: a run grows.
     """
@@ -74,7 +75,7 @@ def _import(store: Store, path: Path, *, named: bool, replace: bool) -> Carried:
 
 
 def export_records(archive: Archive, keys: Iterable[str], folder: Path) -> Iterator[Carried]:
-    """Write the runs to ``folder``, each as ``<id>.json``.
+    """Write the runs to ``folder``, each as ``<id>.json.gz``.
 
     Raises:
         EvidenceError: there is no such run, or a file of its name with another content.
@@ -82,14 +83,14 @@ def export_records(archive: Archive, keys: Iterable[str], folder: Path) -> Itera
     for key in keys:
         text = archive.text(key)
         record = parse_record(text, key)
-        path = folder / f"{record.id}.json"
+        path = record_path(folder, record.id)
         if path.exists():
             if read_text(path) != text:
                 raise EvidenceError(f"{path}: exists with another content", hint="export to another folder")
             yield Carried(path, record.id, "same")
             continue
         try:
-            write_atomically(path, text)
+            write_document(path, text)
         except OSError as error:
             raise EvidenceError(f"{path}: cannot be written: {error.strerror}") from error
         yield Carried(path, record.id, "new")

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..errors import EvidenceError
 from .claims import Claim
+from .evidence import read_text
 
 
 @dataclass(frozen=True)
@@ -28,15 +29,15 @@ class Unread:
         """Return what can be said of the file that gave this error."""
         why = str(error).removesuffix(f"\nhint: {error.hint}").removeprefix(f"{file}: ")
         try:
-            document = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+            document = json.loads(read_text(file))
+        except (EvidenceError, ValueError):
             return cls(path, run, why)
         subject, suite = _text(document, "subject", "name"), _text(document, "suite")
         return cls(path, run, why, subject, suite, _text(document, "environment", "gpu", "name"))
 
     def is_pinned_by(self, claim: Claim) -> bool:
         """Return whether the claim names it as its evidence."""
-        return self.path in claim.evidence or self.run in claim.evidence
+        return any(name in claim.evidence for name in (self.path, self.path.removesuffix(".gz"), self.run))
 
     def may_be_about(self, claim: Claim) -> bool:
         """Return whether the claim may rest on it: nothing that the file tells is of something else."""

@@ -297,7 +297,7 @@ def test_a_real_run_is_cut_and_gone_on_with(server, proxy, tmp_path):
     }
 
     def records():
-        return [read_record(path) for path in sorted((folder / "evidence").glob("*.json"))]
+        return [read_record(path) for path in sorted((folder / "evidence").glob("*.json.gz"))]
 
     def prove(*more, meanwhile=lambda: None):
         argv = [sys.executable, "-m", "flashmoe_science", "prove", "my kernel/kernel.toml", "--suite", "a suite.toml"]
