@@ -25,7 +25,7 @@ def repository(tmp_path, monkeypatch):
     write_record(build_record(speedups=[2.3, 3.0], suite="made_up"), folder / "evidence" / f"{RUN_ID}.json.gz")
     (folder / "README.md").write_text(f"# Title\n{BEGIN}\n{END}\n")
     monkeypatch.chdir(folder)
-    monkeypatch.setenv("FLASHMOE_STORE", str(tmp_path / "runs.sqlite"))
+    monkeypatch.setenv("FLASHMOE_STORE", str(tmp_path / "runs"))
     monkeypatch.delenv("COLUMNS", raising=False)
     return folder
 

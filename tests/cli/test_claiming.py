@@ -108,6 +108,6 @@ def test_a_claim_about_a_kernel_with_its_own_suite_is_made_verified_and_reported
 
 
 def test_the_store_can_be_named(run, repository, tmp_path):
-    Store(str(tmp_path / "other.sqlite")).save(build_record(speedups=[2.5, 3.0], suite="made_up", day=3))
+    Store(str(tmp_path / "other")).save(build_record(speedups=[2.5, 3.0], suite="made_up", day=3))
     assert run("claim", "new", "20260104")[0] == 2
-    assert run("claim", "new", "20260104", "--store", str(tmp_path / "other.sqlite"))[0] == 0
+    assert run("claim", "new", "20260104", "--store", str(tmp_path / "other"))[0] == 0

@@ -96,7 +96,7 @@ def test_the_command_in_the_record_names_no_folder_of_this_machine(prove_with, r
 
 def test_the_command_in_the_record_names_no_store(prove_with, requests, tmp_path):
     record = build_record(day=1)
-    name = str(tmp_path / "mine.sqlite")
+    name = str(tmp_path / "mine")
     prove_with(record, "--seed", "1", "--store", name, "--rounds", "7")
     prove_with(record, f"--store={name}", "--seed", "2")
     assert [request.command for request in requests] == [
@@ -226,7 +226,7 @@ def test_prove_that_is_interrupted_prints_one_json_document(prove_with):
 
 
 def test_prove_goes_on_when_the_store_cannot_be_written(prove_with, repository, monkeypatch):
-    monkeypatch.setenv("FLASHMOE_STORE", str(repository / "README.md" / "runs.sqlite"))
+    monkeypatch.setenv("FLASHMOE_STORE", str(repository / "README.md" / "runs"))
     record = build_record(speedups=[2.3], day=1)
     code, _, err = prove_with(record)
     assert code == 0

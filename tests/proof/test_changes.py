@@ -21,9 +21,7 @@ from flashmoe_science.proof.evidence import SourceFile, parse_record, record_tex
 from flashmoe_science.proof.judge import VerdictStatus
 from flashmoe_science.proof.operator import allocations_of, code_of, host_files_of, load_operator
 from flashmoe_science.proof.readme import speed_section
-from flashmoe_science.proof.store import Store
 from flashmoe_science.proof.subject import PACKAGE_FOLDER
-from flashmoe_science.proof.transfer import import_records
 from flashmoe_science.proof.verify import read_records, verify_claims
 
 from .builders import H200, L4, build_record
@@ -493,17 +491,6 @@ def test_what_is_no_fingerprint_is_refused(repository, code):
     path.write_text(text.replace(first_code(parse_record(text, path)), code))
     with pytest.raises(EvidenceError, match=r"run\.json: key cases\.0\.arms\.0\.code"):
         verdict_of(repository)
-
-
-def test_a_store_takes_no_run_whose_fingerprints_were_edited(tmp_path):
-    store, record = Store(f"sqlite:///{tmp_path}/runs.db"), run_of()
-    store.save(record)
-    text = record_text(record).replace(first_code(record), "f" * 64)
-    (tmp_path / "edited.json").write_text(text)
-    (carried,) = import_records(store, [tmp_path / "edited.json"])
-    assert carried.status == "failed"
-    assert "with another content, and complete" in carried.reason
-    assert store.load(record.id) == record
 
 
 def test_a_card_that_is_not_in_the_table_has_fingerprints_too(tmp_path, now):

@@ -89,7 +89,7 @@ def start(folder, *argv, **kwargs):
     environment = {
         **os.environ,
         "PYTHONPATH": python_path(ROOT / "src", ROOT),
-        "FLASHMOE_STORE": str(folder / "runs.sqlite"),
+        "FLASHMOE_STORE": str(folder / "runs"),
     }
     environment["FLASHMOE_COMMIT"] = "a" * 40  # what is tested does not hang on whether this tree is clean
     return subprocess.Popen([sys.executable, *argv], cwd=folder, env=environment, stdout=subprocess.PIPE, **kwargs)

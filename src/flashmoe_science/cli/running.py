@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..errors import EvidenceError, InputError
-from ..proof.cost import HISTORY, Budget, Entry, Estimate, PastRun
+from ..proof.cost import HISTORY, Budget, Estimate, PastRun
 from ..proof.cost_report import announcement
 from ..proof.evidence import Record, name_of, record_path, write_record
+from ..proof.ledger import Entry
 from ..proof.meter import Bill, Meter, history_of, rate_for
 from ..proof.rates import load_rates
 from ..proof.store import Archive, Store, evidence_files, find_repository
@@ -189,7 +190,7 @@ def as_typed(args: Sequence[str]) -> str:
 
 
 def without_places(args: Sequence[str]) -> list[str]:
-    """Return the arguments without the store and the machines: they decide no result, and a URL can hold a password."""
+    """Return the arguments without the store and the machines: they decide no result."""
     kept, skip = [], False
     for arg in args:
         named = arg.partition("=")[0] in ("--store", "--host", "--python")

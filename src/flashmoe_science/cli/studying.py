@@ -9,10 +9,10 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from ..errors import EvidenceError, InputError
-from ..proof.cost import Entry
 from ..proof.cost_report import bill_as_plain, receipt
 from ..proof.environment import describe_apart
 from ..proof.evidence import Environment, Settings, name_of
+from ..proof.ledger import Entry
 from ..proof.meter import Bill
 from ..proof.store import Archive, Store, find_repository, is_path
 from ..proof.study.expected import expected_cost

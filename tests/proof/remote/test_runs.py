@@ -291,7 +291,7 @@ def test_a_real_run_is_cut_and_gone_on_with(server, proxy, tmp_path):
     environment = {
         **os.environ,
         "PYTHONPATH": python_path(ROOT / "src"),
-        "FLASHMOE_STORE": str(tmp_path / "runs.sqlite"),
+        "FLASHMOE_STORE": str(tmp_path / "runs"),
         "FLASHMOE_SSH": server.command(rented={}, cut={"Port": proxy.port}),
         "FLASHMOE_COMMIT": "c" * 40,
     }
