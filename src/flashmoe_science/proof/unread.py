@@ -14,7 +14,7 @@ from .evidence import read_text
 
 
 @dataclass(frozen=True)
-class Unread:
+class Unreadable:
     """A file in ``evidence/`` that is meant as a record. What it is of is empty where the file does not tell it."""
 
     path: str  # from the repository's root
@@ -25,7 +25,7 @@ class Unread:
     gpu: str = ""
 
     @classmethod
-    def of(cls, path: str, run: str, file: Path, error: EvidenceError) -> Unread:
+    def of(cls, path: str, run: str, file: Path, error: EvidenceError) -> Unreadable:
         """Return what can be said of the file that gave this error."""
         why = str(error).removesuffix(f"\nhint: {error.hint}").removeprefix(f"{file}: ")
         try:
@@ -48,11 +48,11 @@ class Unread:
         )
 
 
-def unread_doubts(claim: Claim, unread: Iterable[Unread]) -> list[str]:
+def unreadable_doubts(claim: Claim, unreadable: Iterable[Unreadable]) -> list[str]:
     """Return what keeps a claim from being demonstrated: one of these may be the run that decides it."""
     return [
         f"{one.path} cannot be read, and may be of a run that decides it ({one.why})"
-        for one in unread
+        for one in unreadable
         if one.may_be_about(claim)
     ]
 
