@@ -262,7 +262,7 @@ def test_a_machine_whose_run_has_the_id_of_another_one_replaces_nothing(run, rep
     record = build_record(speedups=[9.0, 9.0], suite="made_up")
     assert record.id == RUN_ID
     if where == "evidence under another name":
-        path = path.rename(path.with_name("h200.json"))
+        path = path.rename(path.with_name("h200.json.gz"))
     if where == "store":
         assert run("import", str(path))[0] == 0
         path.unlink()

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from flashmoe_science.proof.evidence import write_record
+from flashmoe_science.proof.evidence import name_of, write_record
 from flashmoe_science.proof.store import Store
 from flashmoe_science.proof.study.run import run_study
 
@@ -85,8 +85,8 @@ def test_a_study_that_is_cut_short_is_4_and_goes_on(study, repository):
     code, _, err = study("--same", "10", "--planted", "0", "--seconds", "15")
     assert code == 4
     (path,) = files(repository)
-    assert f"hint: flashmoe study --resume {path.stem}" in err
-    code, out, _ = study("--resume", path.stem[:20])
+    assert f"hint: flashmoe study --resume {name_of(path)}" in err
+    code, out, _ = study("--resume", name_of(path)[:20])
     assert code == 0, out
     assert files(repository) == [path]
 
@@ -168,7 +168,7 @@ def test_a_study_begins_no_process_that_would_pass_its_budget(study, repository)
     assert code == 4
     assert [row.gpu_seconds for row in Store().ledger()] == [20.0]
     (path,) = files(repository)
-    code, out, _ = study("--resume", path.stem, "--budget", "30")
+    code, out, _ = study("--resume", name_of(path), "--budget", "30")
     assert code == 0
     assert "cost: $10.00 (10 s of NVIDIA H200)" in out
     assert [row.gpu_seconds for row in Store().ledger()] == [30.0]
