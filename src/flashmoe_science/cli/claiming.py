@@ -106,7 +106,7 @@ def _write_claims(
     """Write claims from a run and return what ``verify`` would return for them alone."""
     from ..errors import ClaimError
     from ..proof.claims import add_claims, load_claims
-    from ..proof.evidence import write_record
+    from ..proof.evidence import record_path, write_record
     from ..proof.judge import exit_code
     from ..proof.new_claim import make_claims, way_out
     from ..proof.report import count_line
@@ -121,7 +121,7 @@ def _write_claims(
     path = _claim_file(file, repository, record.subject.name)
     records = read_records(repository)
     kept = next((where for where, other in records.items() if other.id == record.id), None)
-    records[kept or f"evidence/{record.id}.json"] = record
+    records[kept or record_path(Path("evidence"), record.id).as_posix()] = record
     taken = {claim.id for claim in load_claims(repository / "claims")}
     if known := [claim.id for claim in claims if claim.id in taken]:
         raise ClaimError(f"there is a claim {known[0]!r} in claims/ already", hint="--id names another")
@@ -129,8 +129,8 @@ def _write_claims(
     code = exit_code(verdicts, strict=True)
     written = asserted or code == 0
     if written:
-        if kept is None:  # the record was in the store alone, and claims are judged by the records of the repository
-            write_record(record, repository / "evidence" / f"{record.id}.json")
+        if kept is None:  # a claim is judged by the records of the repository, and this one was in the store alone
+            write_record(record, record_path(repository / "evidence", record.id))
         add_claims(path, claims)
     terminal.show_verdicts(verdicts, why=True)
     terminal.show(*_judged_by_another(verdicts, record.id))

@@ -10,7 +10,7 @@ from typing import cast
 from ..errors import InputError, ProofError
 from ..proof.compare import TOLERANCE, TOLERANCE_OF_RUNS, Comparison, compare_records, compare_revisions, exit_code
 from ..proof.cost_report import bill_as_plain, receipt
-from ..proof.evidence import Record, Settings, TimeKind
+from ..proof.evidence import Record, Settings, TimeKind, is_document
 from ..proof.gates import ProveRequest
 from ..proof.history import look_back
 from ..proof.meter import Bill
@@ -96,7 +96,7 @@ def _find_runs(wanted: Wanted) -> tuple[Record, Record] | None:
     """
     archive = Archive(Store(wanted.store), find_repository())
     keys = (wanted.a, wanted.b)
-    found = [archive.load(key) if archive.has(key) or key.endswith(".json") else None for key in keys]
+    found = [archive.load(key) if archive.has(key) or is_document(key) else None for key in keys]
     try:
         toplevel = find_toplevel(Path.cwd())
     except ProofError:

@@ -10,12 +10,10 @@ from typing import Any
 from ..errors import InputError
 from ..proof.cost import (
     HISTORY,
-    Entry,
     PastRun,
     Saving,
     Sum,
     add_up,
-    dollars,
     format_dollars,
     saving,
     spent_seconds,
@@ -23,10 +21,11 @@ from ..proof.cost import (
 from ..proof.cost_report import rates_table, savings_line, sums_table
 from ..proof.evidence import GATE_NAMES, Record
 from ..proof.kinds import kinds_of
+from ..proof.ledger import Entry, dollars, entries_of
 from ..proof.meter import history_of
 from ..proof.rates import PACKAGED, Rate, Rates, load_rates
 from ..proof.soundness import failed_gate
-from ..proof.store import Archive, Store, entries_of, find_repository, summarize
+from ..proof.store import Archive, RunSummary, Store, find_repository, summarize
 from ..proof.words import counted
 from .names import moment_named
 from .terminal import Terminal, short_path
@@ -91,7 +90,8 @@ def _savings(archive: Archive, since: datetime | None, loose: Sequence[Record]) 
     store = archive.store
     histories: dict[tuple[str, str, str], list[PastRun]] = {}
     found = []
-    stored = [store.document(run.id) for run in store.runs(since=since) if run.gpu and run.result.endswith(" failed")]
+    runs: list[RunSummary] = Archive(store, None).runs(since=since)
+    stored = [store.load(run.id) for run in runs if run.gpu and run.result.endswith(" failed")]
     for record in [*stored, *(one for one in loose if failed_gate(one.gates))]:
         run = summarize(record)
         alike = (run.subject, run.suite, run.gpu)

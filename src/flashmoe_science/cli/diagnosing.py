@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 
-from ..proof.cost import Entry
 from ..proof.cost_report import bill_as_plain, receipt
 from ..proof.diagnose.observations import Diagnosis
 from ..proof.diagnose.report import case_lines, failed_lines
 from ..proof.diagnose.run import Request, choose_cases, diagnose, expected_seconds, observes_here
 from ..proof.environment import describe_apart
 from ..proof.evidence import Environment
+from ..proof.ledger import Entry
 from ..proof.store import Store
 from ..proof.subject import Subject, load_subject, operator_of
 from ..proof.suites import Suite, SuiteCase, list_suites, load_suite

@@ -13,12 +13,13 @@ from typing import Any, cast
 
 from ..errors import EvidenceError, InputError, OperatorError, SubjectError, SuiteError
 from ..proof.conclude import conclude, run_exit_code, worst_exit_code
-from ..proof.cost import Budget, Entry, RunSize, dollars, format_dollars, format_duration
+from ..proof.cost import Budget, RunSize, format_dollars, format_duration
 from ..proof.cost_report import bill_as_plain, receipt
 from ..proof.evidence import GATE_NAMES, Record, Settings, TimeKind
 from ..proof.gates import ProveRequest, check_request, prove
 from ..proof.judge import Verdict
 from ..proof.junit import write_junit
+from ..proof.ledger import Entry, dollars
 from ..proof.meter import Bill, Meter
 from ..proof.rates import load_rates
 from ..proof.report import case_table, count_line, outcome_table, unmeasured_lines

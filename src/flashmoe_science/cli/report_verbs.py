@@ -46,7 +46,7 @@ def report(
     Examples:
       flashmoe report
       flashmoe report 20261120 -o report.html -o report.md
-      flashmoe report evidence/*.json -o all.html
+      flashmoe report evidence/*.json.gz -o all.html
 
     \b
     Exit codes:

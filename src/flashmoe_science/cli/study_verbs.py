@@ -69,7 +69,7 @@ def study(
       flashmoe study --same 40 --planted 0
       flashmoe study --resume 20261121T101500Z
       flashmoe study --runs
-      flashmoe show evidence/studies/20261121T101500Z-study-flash_attention-1a2b3c.json --verbose
+      flashmoe show evidence/studies/20261121T101500Z-study-flash_attention-1a2b3c.json.gz --verbose
 
     \b
     Exit codes:

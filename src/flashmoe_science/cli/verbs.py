@@ -15,7 +15,7 @@ import typer
 from typer.core import TyperGroup
 
 from .. import __version__
-from . import claiming, compare_verbs, cost_verbs, diagnose_verbs, linting, report_verbs, store_verbs, study_verbs
+from . import claiming, compare_verbs, cost_verbs, diagnose_verbs, keeping, linting, report_verbs, study_verbs
 from .options import Csv, Json, Junit, Metric, StoreName, given, split
 
 _ORDER = (
@@ -40,7 +40,7 @@ app = typer.Typer(
 
 app.add_typer(claiming.app, name="claim", short_help="Write a claim from a run.")
 app.add_typer(report_verbs.app)
-app.add_typer(store_verbs.app)
+app.add_typer(keeping.app)
 app.add_typer(cost_verbs.app, name="cost", short_help="Say what runs have cost.")
 app.command(short_help="Find figures in Markdown that name no claim.")(linting.lint)
 
@@ -255,7 +255,7 @@ def show(
     \b
     Examples:
       flashmoe show 20261120
-      flashmoe show evidence/20261120T235959Z-seed-flash_attention-1a2b3c.json --verbose
+      flashmoe show evidence/20261120T235959Z-seed-flash_attention-1a2b3c.json.gz --verbose
       flashmoe show 20261120 --time wall
       flashmoe show 20261120 --csv times.csv
 
@@ -284,12 +284,12 @@ def runs(
 ) -> None:
     """List the runs in the store and in evidence/ of this repository, newest first.
 
-    The store is the SQLite file ~/.local/share/flashmoe/runs.sqlite, or what --store or FLASHMOE_STORE names.
+    The store is the folder ~/.local/share/flashmoe/runs, or the one that --store or FLASHMOE_STORE names.
 
     \b
     Examples:
       flashmoe runs --gpu H200 --suite seed
-      flashmoe runs --since 7d --store postgresql://ada@server/runs
+      flashmoe runs --since 7d --store ~/runs
 
     \b
     Exit codes:

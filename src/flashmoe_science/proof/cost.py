@@ -11,10 +11,9 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from .evidence import GATE_NAMES, Gate, GateName, GateStatus, Record
+from .evidence import GATE_NAMES, GateName, GateStatus, Record
+from .ledger import GPU_GATES, Entry, dollars, paid_gates
 from .words import counted
-
-GPU_GATES: tuple[GateName, ...] = ("launch", "correct", "quick", "bench")
 
 # Seconds. They come within twice of what the runs in evidence/ took on an H200, as a test sees to: a worker's start;
 # what records launches; for each kind of problem and arm, in every process, what is loaded or compiled; for each case,
@@ -73,22 +72,6 @@ class Estimate:
     def total(self) -> float:
         """Seconds of all gates."""
         return sum(self.gpu_seconds.values())
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One row of the ledger: what a gate took of a GPU, or what was entered by hand."""
-
-    at: str  # ISO 8601 in UTC
-    run: str  # "" for what was entered by hand
-    gate: str
-    subject: str
-    suite: str
-    gpu: str
-    gpu_seconds: float
-    dollars_per_hour: float | None = None  # what it was booked at
-    dollars: float | None = None  # what was entered by hand
-    note: str = ""
 
 
 @dataclass
@@ -245,22 +228,9 @@ def _missed_by(past: PastRun, before: Sequence[PastRun]) -> float:
     return math.exp(abs(math.log(said / took))) if said > 0 else math.inf
 
 
-def paid_gates(record: Record) -> list[tuple[str, Gate]]:
-    """Return every gate that held a GPU, with a name of its own: a comparison has those of its revision A too."""
-    gates: list[tuple[str, Gate]] = [(gate.name, gate) for gate in record.gates]
-    if record.compared is not None:
-        gates += [(f"A/{gate.name}", gate) for gate in record.compared.a.gates]
-    return [(name, gate) for name, gate in gates if gate.gpu_seconds > 0]
-
-
 def spent_seconds(record: Record) -> float:
     """Return how long a run held a GPU."""
-    return sum(gate.gpu_seconds for _, gate in paid_gates(record))
-
-
-def dollars(gpu_seconds: float, dollars_per_hour: float) -> float:
-    """Return the price of so much time."""
-    return gpu_seconds / 3600 * dollars_per_hour
+    return sum(paid_gates(record).values())
 
 
 def saving(record: Record, history: Sequence[PastRun], kinds: int) -> Saving | None:

@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ..errors import ProofError
-from .cost import Budget, Estimate, PastRun, RunSize, dollars, estimate, past_run, spent_seconds, together
+from .cost import Budget, Estimate, PastRun, RunSize, estimate, past_run, spent_seconds, together
 from .evidence import GateName, Record
 from .kinds import kinds_of
+from .ledger import dollars
 from .rates import Rates
 from .store import Archive
 
