@@ -420,13 +420,13 @@ def test_readme_rewrites_the_table_and_check_finds_it_out_of_date(run, repositor
     code, out, err = run("readme", "--check")
     assert (code, out, err) == (
         1,
-        "README.md: the table of speeds is out of date\n",
+        "README.md: the table of claims is out of date\n",
         "hint: flashmoe readme rewrites it\n",
     )
     assert "**demonstrated**" not in (repository / "README.md").read_text()
-    assert run("readme")[:2] == (0, "README.md: the table of speeds rewritten\n")
+    assert run("readme")[:2] == (0, "README.md: the table of claims rewritten\n")
     assert "**demonstrated**" in (repository / "README.md").read_text()
-    assert run("readme", "--check")[:2] == (0, "README.md: the table of speeds is current\n")
+    assert run("readme", "--check")[:2] == (0, "README.md: the table of claims is current\n")
     assert json.loads(run("readme", "--json")[1]) == {"path": "README.md", "current": True, "rewritten": False}
 
 
@@ -440,7 +440,7 @@ def test_readme_writes_every_page_with_marks(run, repository):
     code, out, err = run("readme", "--check")
     assert (code, err) == (1, "hint: flashmoe readme rewrites them\n")
     assert out.splitlines() == [
-        "README.md: the table of speeds is out of date",
+        "README.md: the table of claims is out of date",
         "docs/speeds.md: the tables of cases are out of date",
     ]
     assert run("readme", "README.md")[0] == 0
@@ -461,7 +461,7 @@ def test_readme_writes_every_page_with_marks(run, repository):
     assert "\n## Suite made_up: " in page.read_text()
     assert run("readme", "--check")[:2] == (
         0,
-        "README.md: the table of speeds is current\ndocs/speeds.md: the tables of cases are current\n",
+        "README.md: the table of claims is current\ndocs/speeds.md: the tables of cases are current\n",
     )
 
 

@@ -20,7 +20,7 @@ from flashmoe_science.proof.conclude import conclude
 from flashmoe_science.proof.evidence import SourceFile, parse_record, record_text, write_record
 from flashmoe_science.proof.judge import VerdictStatus
 from flashmoe_science.proof.operator import allocations_of, code_of, host_files_of, load_operator
-from flashmoe_science.proof.readme import speed_section
+from flashmoe_science.proof.readme import claim_section
 from flashmoe_science.proof.store import Store
 from flashmoe_science.proof.subject import PACKAGE_FOLDER
 from flashmoe_science.proof.transfer import import_records
@@ -450,7 +450,7 @@ def test_verify_says_that_files_changed_and_leaves_the_claim_demonstrated(reposi
 
 def test_a_readme_does_not_count_the_files_that_do_not_count(repository):
     """Else every edit of a comment would leave it out of date."""
-    assert "| **demonstrated** |" in speed_section([verdict_of(repository)], read_records(repository))
+    assert "| **demonstrated** |" in claim_section([verdict_of(repository)], read_records(repository))
 
 
 def test_verify_says_which_cases_are_stale(repository, now):

@@ -152,11 +152,11 @@ def test_the_table_of_speeds_is_backed_while_it_is_as_rendered(repository):
     path.write_text(f"# Title\n\n{BEGIN}\n{END}\n\nIt is 9x faster.\n")
     path.write_text(render_readme(path))
     table, asserted = lint_file(path, Backing(repository))
-    assert (table.status, table.words, table.line) == ("backed", "the table of speeds", 3)
+    assert (table.status, table.words, table.line) == ("backed", "the table of claims", 3)
     assert asserted.status == "asserted"
     path.write_text(path.read_text().replace("2.30x [", "9.30x ["))
     first, second = (each for each in lint_file(path, Backing(repository)) if each.status == "asserted")
-    assert (first.words, "9.30x [" in first.sentence) == ("the table of speeds", True)
+    assert (first.words, "9.30x [" in first.sentence) == ("the table of claims", True)
     assert path.read_text().split("\n")[first.line - 1] == first.sentence
     assert second.words == asserted.words
 
@@ -201,7 +201,7 @@ def test_a_page_of_another_repository_is_held_against_its_own_claims(repository,
     path.write_text(f"{BEGIN}\n{END}\n")
     path.write_text(render_readme(path))
     (table,) = lint_file(path, Backing(other))
-    assert (table.status, table.words) == ("backed", "the table of speeds")
+    assert (table.status, table.words) == ("backed", "the table of claims")
 
 
 def test_a_claim_of_the_table_whose_sentence_says_more_than_its_keys_is_asserted(repository):

@@ -21,7 +21,7 @@ from .words import counted
 Status = Literal["backed", "waived", "asserted"]
 
 _AS_RENDERED: Mapping[SectionKind, str] = {
-    "speeds": "as `flashmoe readme` renders it from claims/ and evidence/, with every verdict",
+    "slower": "as `flashmoe readme` renders it from claims/ and evidence/, with every verdict",
     "summary": "as `flashmoe readme` renders it from claims/ and evidence/, with every verdict",
     "verdicts": "as `flashmoe readme` renders it from claims/ and evidence/, with every verdict",
     "cases": "as `flashmoe readme` renders them from claims/ and evidence/, with every verdict",
