@@ -9,7 +9,7 @@ import re
 import pytest
 
 from flashmoe_science.proof.baselines import BaselineStatus
-from flashmoe_science.proof.environment import Check
+from flashmoe_science.proof.doctor import Check
 from flashmoe_science.proof.evidence import SourceFile, write_record
 from flashmoe_science.proof.store import Store
 from flashmoe_science.proof.worker import TaskResult
@@ -375,7 +375,8 @@ def test_explain_of_what_no_kernel_serves(run):
 
 def test_doctor_prints_a_line_for_every_check_and_its_hint(run, monkeypatch):
     checks = [Check("torch", ok=True, text="2.11"), Check("GPU", ok=None, text="none", hint="buy one")]
-    monkeypatch.setattr("flashmoe_science.proof.environment.doctor", lambda: checks)
+    monkeypatch.setattr("flashmoe_science.proof.doctor.examine", lambda: iter(checks))
+    monkeypatch.setattr("flashmoe_science.proof.doctor.check_width", lambda: 5)
     code, out, _ = run("doctor")
     assert (code, out) == (0, "torch  ok       2.11\nGPU    none     none\n                hint: buy one\n")
     assert json.loads(run("doctor", "--json")[1])["checks"][1]["ok"] is None

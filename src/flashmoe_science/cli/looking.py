@@ -191,12 +191,14 @@ def run_runs(
 
 
 def run_doctor(*, as_json: bool) -> int:
-    """Print what this machine has and lacks."""
-    from ..proof.environment import doctor
+    """Print the checks of this machine, each as soon as it is known."""
+    from ..proof.doctor import check_width, examine
 
     terminal = Terminal(as_json=as_json)
-    checks = doctor()
-    terminal.show(check_lines(checks))
+    checks = []
+    for check in examine():
+        checks.append(check)
+        terminal.show(check_lines(check, check_width()))
     terminal.document({"checks": [_fields(check, "name", "ok", "text", "hint") for check in checks]})
     return 0
 

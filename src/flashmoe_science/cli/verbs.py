@@ -385,7 +385,7 @@ def explain(
 
 @app.command(short_help="Say what this machine has and lacks.")
 def doctor(as_json: Json = False) -> None:
-    """Check GPU, driver, torch, triton, nvcc, Nsight Compute, rivals and clocks; every trouble with a hint.
+    """Check GPU, driver, torch, triton, nvcc, Nsight Compute, baselines and clocks; every trouble with a hint.
 
     \b
     Example:
