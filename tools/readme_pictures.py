@@ -97,7 +97,7 @@ def pictures(judged: Judged) -> Iterator[tuple[str, str]]:
     record = judged.records[verdicts[SHOWN].evidence or ""]
     for colours in (LIGHT, DARK):
         yield f"speedups-{colours.name}.svg", draw_bars(bars, colours)
-        yield f"verdict-{colours.name}.svg", draw_terminal(record, conclude(record, ROOT), colours)
+        yield f"verdict-{colours.name}.svg", draw_terminal(record, conclude(record, ROOT, as_recorded=True), colours)
 
 
 def _bar(label: str, verdict: Verdict, judged: Judged) -> Bar:

@@ -130,7 +130,7 @@ def test_verify_without_claims_shows_nothing_and_says_so(run, repository):
 
 def test_show_renders_a_run_of_the_evidence_folder(run):
     code, out, err = run("show", "20260101")
-    assert (code, err) == (0, "")
+    assert (code, err.startswith("hint: these verdicts are as of the run; `flashmoe verify`")) == (0, True)
     for part in (RUN_ID, "NVIDIA H200", "sources  passed", "case1", "sdpa#2 (control)", "2.30x [2.29, 2.31]"):
         assert part in out
     assert out.splitlines()[-1].startswith("demonstrated  It is twice as fast.")
@@ -241,7 +241,7 @@ def test_runs_where_there_are_none(run, monkeypatch, tmp_path):
 @pytest.mark.triton
 def test_explain_gives_the_plan_and_what_the_compiler_says(run):
     code, out, err = run("explain", "--shape", "1,1,64,64", "--gpu", "L4")
-    assert (code, err) == (0, "")
+    assert (code, err) == (0, "compiling for L4\n")
     assert out.startswith("b1_h1_s64_d64_fp16 on L4: ")
     assert re.search(
         r"^  compile \w+: \d+ registers a thread, no spills, [\d.]+ KiB of shared memory", out, re.MULTILINE
@@ -259,7 +259,7 @@ def test_explain_says_why_a_kernel_does_not_compile(run, monkeypatch):
     answer = TaskResult(ok=True, data={"error": "no", "hint": "yes"}, reason="", seconds=0.0, output_tail="")
     monkeypatch.setattr("flashmoe_science.proof.worker.run_task", lambda *_, **__: answer)
     code, _, err = run("explain", "--shape", "1,1,64,64", "--gpu", "L4")
-    assert (code, err) == (3, "error: no\nhint: yes\n")
+    assert (code, err) == (3, "compiling for L4\nerror: no\nhint: yes\n")
 
 
 def test_explain_wraps_to_the_right_of_the_first_word(run, monkeypatch):
