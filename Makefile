@@ -59,8 +59,9 @@ format: env-dev ## format the code and mend what ruff can mend
 format-check: env-dev
 	$(RUN) -m ruff format --check .
 
-docs: env-docs ## build the documentation into site/
-	$(RUN) -m mkdocs build
+docs: env-proof env-docs ## build the documentation into site/, with the pages of speeds from claims/ and evidence/
+	$(RUN) tools/speed_pages.py
+	$(RUN) -m mkdocs build --strict
 
 clean: ## remove the environment, caches and build output
 	rm -rf $(VENV) .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist site

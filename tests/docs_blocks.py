@@ -1,6 +1,6 @@
 """Blocks of code on pages: read, run, and compared with the output that the page shows.
 
-- A block of Python runs on the CPU; blocks of one page share their names. A block ``text`` right behind it is its output.
+- A block of Python runs on the CPU; blocks of one page share their names. A block ``text`` behind it is its output.
 - A block ``console`` runs its ``flashmoe`` commands in this process; the lines behind each are its output.
 - A block with ``title="NAME"`` is a file. A block ``diff`` changes the page's files for the next console block.
 - ``<!-- not run: REASON -->`` before a block: Python is compiled, its imports and keyword arguments are looked up;
@@ -26,7 +26,8 @@ import typer
 
 ROOT = Path(__file__).resolve().parent.parent
 _BLOCK = re.compile(
-    r'^(?:<!-- not run: (?P<reason>.+?) -->\n\n?)?```(?P<language>\w+)(?: title="(?P<title>[^"]+)")?\n(?P<body>.*?)^```$',
+    r"^(?:<!-- not run: (?P<reason>.+?) -->\n\n?)?"
+    r'```(?P<language>\w+)(?: title="(?P<title>[^"]+)")?\n(?P<body>.*?)^```$',
     re.MULTILINE | re.DOTALL,
 )
 _ELISION = "[...]"

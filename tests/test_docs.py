@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -67,6 +66,7 @@ def test_every_page_is_in_the_navigation_and_every_verb_has_a_section():
     assert set(sections) == verbs
 
 
+GPU = "<!-- not run: needs a GPU -->\n\n"
 PAGE = """
 ```python
 print(6 * 7)
@@ -117,10 +117,13 @@ def test_a_page_that_shows_something_else_is_found(block, folder, capsys):
     ("block", "error"),
     [
         ("```python\nprint(43)\n```\n", AssertionError),
-        ("<!-- not run: GPU -->\n\n```python\nfrom flashmoe_science import route\nroute(x, topk=2)\n```\n", AssertionError),
-        ("<!-- not run: GPU -->\n\n```python\nfrom flashmoe_science import routes\n```\n", AttributeError),
-        ("<!-- not run: GPU -->\n\n```console\n$ flashmoe prove --siute seed\n```\n", Exception),
-        ("<!-- not run: GPU -->\n\n```console\n$ python examples/none.py\n```\n", AssertionError),
+        (
+            "<!-- not run: GPU -->\n\n```python\nfrom flashmoe_science import route\nroute(x, topk=2)\n```\n",
+            AssertionError,
+        ),
+        (f"{GPU}```python\nfrom flashmoe_science import routes\n```\n", AttributeError),
+        (f"{GPU}```console\n$ flashmoe prove --siute seed\n```\n", Exception),
+        (f"{GPU}```console\n$ python examples/none.py\n```\n", AssertionError),
     ],
 )
 def test_code_that_cannot_work_is_found(block, error, folder, capsys):

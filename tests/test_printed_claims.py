@@ -119,16 +119,6 @@ def test_a_claim_file_on_a_page_is_as_in_claims(path):
                 assert type(known[table["id"]]).model_validate(table) == known[table["id"]]
 
 
-def test_the_page_about_reports_shows_a_count():
-    assert len(_OF_RUN.findall((ROOT / "docs" / "report.md").read_text(encoding="utf-8"))) == 1
-
-
-def test_the_first_ten_minutes_show_verdicts():
-    page = (ROOT / "docs" / "first-ten-minutes.md").read_text(encoding="utf-8")
-    assert len(printed_verdicts(page)) >= 4
-    assert len(_COUNT.findall(page)) >= 2
-
-
 def page_of(verdict, **changes):
     text = {"status": verdict.status.value, "sentence": verdict.claim.sentence, "run": verdict.record, **changes}
     shown = text.get("figure", figure(verdict))

@@ -13,7 +13,7 @@ from .judge import Verdict, exit_code, judge
 from .rows import default_kind
 
 Since = Callable[[Claim], Sources]
-GATE_FAILED = 3  # the exit codes are in docs/cli.md
+GATE_FAILED = 3  # the exit codes are in docs/reference/cli.md
 _FROM_GOOD_TO_BAD = (0, 4, 1, GATE_FAILED)
 
 

@@ -1,4 +1,4 @@
-"""Evidence and a claim in, a verdict with its reason out. The rules are in ``docs/claims.md``.
+"""Evidence and a claim in, a verdict with its reason out. The rules are in ``docs/reference/claims.md``.
 
 A verdict is never rounded up: whatever is missing, too noisy or not checked leaves a claim inconclusive, and a control
 that failed makes a run invalid whatever it shows.

@@ -5,7 +5,7 @@ the cases are no independent witnesses of what a process does: three processes a
 error of a case is taken apart. What a process does to all cases has the degrees of freedom of the processes, and needs
 no correction for many cases, because it moves all of them alike. What is left is a case's own, has the degrees of
 freedom of all cases, and is held to Bonferroni's level. An interval is as wide as both together.
-``docs/statistics.md`` says how often they hold.
+``docs/explanation/statistics.md`` says how often they hold.
 """
 
 from __future__ import annotations
