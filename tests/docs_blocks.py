@@ -24,6 +24,9 @@ from typing import Any
 import tomlkit
 import typer
 
+from flashmoe_science import cli
+from flashmoe_science.cli.verbs import app
+
 ROOT = Path(__file__).resolve().parent.parent
 _BLOCK = re.compile(
     r"^(?:<!-- not run: (?P<reason>.+?) -->\n\n?)?"
@@ -55,7 +58,7 @@ def read_blocks(page: str) -> list[Block]:
     """Return the blocks of a page in their order; what a block of Python prints is its ``output``."""
     found = list(_BLOCK.finditer(page))
     blocks = []
-    for match, after in zip(found, [*found[1:], None], strict=True):
+    for match, after in zip(found, [*found[1:], None], strict=False):
         is_followed = after and after["language"] == "text" and not page[match.end() : after.start()].strip()
         output = Block("text", after["body"], after.span("body")) if after and is_followed else None
         blocks.append(
@@ -113,8 +116,6 @@ def check_command(line: str) -> None:
         assert (ROOT / words[1]).is_file(), line
     if words[0] != "flashmoe":
         return
-    from flashmoe_science.cli.verbs import app
-
     command: Any = typer.main.get_command(app)
     context, rest = command.make_context("flashmoe", words[1:2]), words[1:]
     while rest and rest[0] in getattr(command, "commands", {}):
@@ -153,7 +154,7 @@ class Page:
                     yield from self._run_commands(block)
 
     def _run_python(self, block: Block) -> Iterator[tuple[tuple[int, int], str, str]]:
-        exec(compile(block.body, "page", "exec"), self._names)
+        exec(compile(block.body, "page", "exec", dont_inherit=True), self._names)
         printed = self._printed()
         if block.output:
             yield block.output.span, block.output.body, printed
@@ -161,8 +162,6 @@ class Page:
             assert printed == "", f"a block prints what the page does not show: {printed}"
 
     def _run_commands(self, block: Block) -> Iterator[tuple[tuple[int, int], str, str]]:
-        from flashmoe_science import cli
-
         for name, body in self._changed.items():
             (self._folder / name).write_text(body, encoding="utf-8")
         for line, shown in commands_of(block):

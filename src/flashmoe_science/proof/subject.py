@@ -237,7 +237,7 @@ def load_subject(text: str, *, time_limit: float | None = None) -> Subject:
             return _with_limit(_builtin_subject(names[text], text), time_limit)
         if not path.exists():
             close = difflib.get_close_matches(text, names, n=1)
-            hint = f"did you mean {close[0]}?" if close else "give the path of a kernel.toml: docs/reference/kernel-toml.md"
+            hint = f"did you mean {close[0]}?" if close else "give the path of a kernel.toml"
             if file := _file_that_names(text, Path()):
                 hint = f"name its file: ./{file}"
             raise SubjectError(f"subject must be one of {', '.join(names)} or a kernel.toml, got {text!r}", hint=hint)
