@@ -1,4 +1,4 @@
-"""Write docs/speeds.md and docs/speeds-cases.md from claims/ and evidence/, for ``make docs``. Git ignores the pages."""
+"""Write docs/speeds.md and docs/speeds-cases.md from claims/ and evidence/ for ``make docs``; git ignores them."""
 
 from __future__ import annotations
 
