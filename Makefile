@@ -60,7 +60,6 @@ format-check: env-dev
 	$(RUN) -m ruff format --check .
 
 docs: env-proof env-docs ## build the documentation into site/, with the pages of speeds from claims/ and evidence/
-	$(RUN) tools/speed_pages.py
 	$(RUN) -m mkdocs build --strict
 
 clean: ## remove the environment, caches and build output

@@ -17,7 +17,7 @@ from flashmoe_science.cli.verbs import app
 
 from .docs_blocks import ROOT, Page, commands_of, read_blocks, same_output
 
-PAGES = sorted(path for path in (ROOT / "docs").rglob("*.md") if not path.name.startswith("speeds"))
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
 NAMES = [path.relative_to(ROOT / "docs").as_posix() for path in PAGES]
 
 

@@ -1,9 +1,11 @@
-"""Write docs/speeds.md and docs/speeds-cases.md from claims/ and evidence/ for ``make docs``; git ignores them."""
+"""A hook of mkdocs: adds the pages of speeds, made from claims/ and evidence/, to the site. They are no files."""
 
 from __future__ import annotations
 
+import functools
 import re
 from pathlib import Path
+from typing import Any
 
 from flashmoe_science.proof.readme import Judged, case_section, claim_section, judge_repository
 
@@ -32,6 +34,15 @@ def render(made: Judged) -> dict[str, str]:
     return {name: re.sub(r"\[([^\]]+)\]\(evidence/[^)]*\)", r"`\1`", text) for name, text in pages.items()}
 
 
-if __name__ == "__main__":
-    for name, text in render(judge_repository(ROOT)).items():
-        (ROOT / "docs" / name).write_text(text, encoding="utf-8")
+@functools.cache
+def _pages() -> dict[str, str]:
+    return render(judge_repository(ROOT))
+
+
+def on_files(files: Any, config: Any) -> Any:  # mkdocs calls it by this name, with these arguments
+    """Add the pages to those of the site."""
+    from mkdocs.structure.files import File
+
+    for name, text in _pages().items():
+        files.append(File.generated(config, name, content=text))
+    return files
