@@ -63,8 +63,8 @@ readme: env-proof ## render README's table and pictures from claims/ and evidenc
 	$(RUN) -m flashmoe_science readme
 	$(RUN) tools/readme_pictures.py
 
-docs: env-docs ## build the documentation into site/
-	$(RUN) -m mkdocs build
+docs: env-proof env-docs ## build the documentation into site/, with the pages of speeds from claims/ and evidence/
+	$(RUN) -m mkdocs build --strict
 
 release-check: env-dev ## build the package into dist/ and try its wheel in a fresh environment
 	rm -rf dist

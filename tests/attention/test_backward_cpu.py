@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -584,10 +583,3 @@ def test_the_reference_follows_itself():
     given = {name: torch.zeros(1, 1, 3, 4) for name in ("q", "k", "v", "o", "do")} | {"lse": torch.zeros(1, 1, 3)}
     with pytest.raises(InputError, match=r"kernel must be auto or one of .*reference, got 'fastest'"):
         attention_gradients(Options(causal=False, softmax_scale=None, kernel="fastest"), given, ["q"])
-
-
-def test_the_page_runs(capsys):
-    page = (Path(__file__).parents[2] / "docs" / "training.md").read_text(encoding="utf-8")
-    example, _, rest = page.partition("```python\n")[2].partition("```")
-    exec(example, {})
-    assert capsys.readouterr().out == rest.partition("```console\n")[2].partition("```")[0]

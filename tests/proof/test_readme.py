@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import re
+import runpy
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -23,7 +23,6 @@ from flashmoe_science.proof.readme import (
     judge_repository,
     render_readme,
     slower_section,
-    speeds_page,
     summary_section,
 )
 from flashmoe_science.proof.verify import verify_claim
@@ -69,22 +68,14 @@ def texts_of(picture):
     return re.findall(r"<text [^>]*>([^<]*)<", picture)
 
 
-def test_the_page_of_speeds_has_every_claim_and_links_no_file():
+def test_the_pages_of_speeds_have_every_claim_and_link_nothing_outside_of_the_site():
+    speed_pages = runpy.run_path(str(ROOT / "tools" / "speed_pages.py"))
     made = judged_once(ROOT)
-    text = speeds_page(*made)
-    assert [line for line in text.splitlines() if line.startswith("## ")] == ["## Runs", "## Claims", "## Cases"]
-    assert all(f"| `{verdict.claim.id}` |" in text for verdict in made.verdicts)
-    assert "](" not in text
-
-
-def test_the_site_fills_the_page_of_speeds_alone(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    import docs_hooks
-
-    monkeypatch.setattr(docs_hooks, "judge_repository", lambda _: ([], {}))
-    one, other = (SimpleNamespace(file=SimpleNamespace(src_uri=uri)) for uri in ("reference/speeds.md", "index.md"))
-    assert "## Claims\n\nNo claim" in docs_hooks.on_page_markdown("# Speeds\n", one, config=None)
-    assert docs_hooks.on_page_markdown("# Index\n", other, config=None) == "# Index\n"
+    pages = speed_pages["render"](made)
+    ids = [verdict.claim.id for verdict in made.verdicts]
+    assert [name for name in ids if f"| `{name}` |" not in pages["speeds.md"]] == []
+    links = {link for page in pages.values() for link in re.findall(r"\]\(([^)#]+)", page)}
+    assert links == {"speeds-cases.md", "explanation/measuring.md"}
 
 
 def test_of_the_pages_of_this_repository_the_readme_alone_has_a_rendered_table():

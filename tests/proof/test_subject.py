@@ -272,7 +272,7 @@ def test_custom_operator_is_found_beside_the_file(folder, restore_path):
 
 def example(page: str) -> str:
     """Return the first TOML block of a page of docs/."""
-    text = (Path(__file__).parents[2] / "docs" / page).read_text()
+    text = (Path(__file__).parents[2] / "docs" / "reference" / page).read_text()
     return text.partition("```toml\n")[2].partition("```")[0]
 
 
@@ -291,7 +291,7 @@ def test_the_example_in_the_docs_is_valid_and_has_every_key(tmp_path):
 
 
 def test_every_key_is_explained_in_the_docs():
-    page = (Path(__file__).parents[2] / "docs" / "kernel-toml.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "kernel-toml.md").read_text()
     explained = page.partition("## `[subject]`")[2]
     tables = (subjects._SubjectTable, subjects._BuildTable, subjects._LaunchTable, subjects._KernelTable)
     for key in {key for table in tables for key in table.model_fields}:
@@ -306,7 +306,7 @@ def test_the_error_in_the_docs_is_the_real_one(folder, monkeypatch):
     monkeypatch.chdir(folder)
     with pytest.raises(SubjectError) as error:
         load_subject("my_kernel.toml")
-    page = (Path(__file__).parents[2] / "docs" / "kernel-toml.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "kernel-toml.md").read_text()
     assert str(error.value).replace("my_kernel.toml", "my_kernel/kernel.toml", 1) in page
 
 

@@ -91,7 +91,7 @@ def flash_attention(
 
     Raises:
         InputError: a shape, dtype, device or value breaks the contract above.
-        UnsupportedError: no kernel, or not the kernel forced, serves this call (docs/features.md has who serves what);
+        UnsupportedError: no kernel, or not the kernel forced, serves this call (see docs/reference/features.md);
             alibi requires grad while gradients are recorded; or gradients are differentiated again.
 
     Gradients, of o and of the LSE: q, k, v, sinks and bias have them, 0 in rows that see no key. Kept for them are the

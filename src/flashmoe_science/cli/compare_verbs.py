@@ -10,7 +10,7 @@ import typer
 
 from .options import Json, Metric, StoreName, split
 
-# Three show a difference; that all of a dozen cases are the same, within 1 %, they rarely show: docs/compare.md.
+# Three show a difference; that all of a dozen cases are the same, within 1 %, they rarely show: docs/how-to/compare.md.
 PROCESSES = 6
 
 

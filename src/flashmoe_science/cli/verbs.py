@@ -25,7 +25,7 @@ _ORDER = (
 
 
 class _Verbs(TyperGroup):
-    """Lists the verbs as docs/cli.md does: typer lists groups, such as ``claim``, behind all others."""
+    """Lists the verbs as docs/reference/cli.md does: typer lists groups, such as ``claim``, behind all others."""
 
     def list_commands(self, ctx: Any) -> list[str]:  # Any: click, or the one within typer
         return sorted(super().list_commands(ctx), key=_ORDER.index)

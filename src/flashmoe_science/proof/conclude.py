@@ -15,7 +15,7 @@ from .rows import default_kind
 
 Since = Callable[[Claim], Sources]
 EXPECTATION = "expectation"  # the id of the claim that a run is expected to show
-GATE_FAILED = 3  # the exit codes are in docs/cli.md
+GATE_FAILED = 3  # the exit codes are in docs/reference/cli.md
 _FROM_GOOD_TO_BAD = (0, 4, 1, GATE_FAILED)
 
 

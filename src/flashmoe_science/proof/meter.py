@@ -103,7 +103,7 @@ def rate_for(rates: Rates, gpu: str, budget: float | None) -> float | None:
     """
     rate = rates.dollars_per_hour(gpu)
     if budget is not None and rate is None:
-        hint = f'write its price to rates.toml: [gpu."{gpu}"] dollars_per_hour = ..., see docs/cost.md'
+        hint = f'write its price to rates.toml: [gpu."{gpu}"] dollars_per_hour = ..., see docs/how-to/borrowed-gpus.md'
         raise ProofError(f"a budget needs a rate, and there is none for {gpu}", hint=hint)
     return rate
 

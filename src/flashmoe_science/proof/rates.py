@@ -19,7 +19,7 @@ from .toml_files import read_toml
 
 FILE_NAME = "rates.toml"
 PACKAGED = Path(str(resources.files("flashmoe_science") / FILE_NAME))
-_HINT = "the format is in docs/cost.md"
+_HINT = "the format is in docs/how-to/borrowed-gpus.md"
 
 
 class _Rate(BaseModel):

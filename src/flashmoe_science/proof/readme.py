@@ -11,7 +11,6 @@ A page names with two marks, each a line of its own, where a section goes::
     <!-- cases:begin -->      a table of cases for each record and baseline, each below a heading
     <!-- cases:end -->
 
-``speeds_page`` has all but the second, for a site that is built from the repository.
 """
 
 from __future__ import annotations
@@ -190,12 +189,6 @@ def _section_lines(section: Section, made: Judged, up: str | None) -> list[str]:
     return render(*made, up).split("\n")[:-1]
 
 
-def speeds_page(verdicts: Sequence[Verdict], records: Mapping[str, Record]) -> str:
-    """Return all runs, claims and cases below three headings, for a page of a site. Runs are named, not linked."""
-    sections = {"Runs": summary_section, "Claims": claim_section, "Cases": case_section}
-    return "\n".join(f"## {title}\n\n{render(verdicts, records, None)}" for title, render in sections.items())
-
-
 def claim_section(verdicts: Sequence[Verdict], _: Mapping[str, Record], up: str | None = "") -> str:
     """Return the verdicts as a table.
 
@@ -341,7 +334,7 @@ def case_section(verdicts: Sequence[Verdict], records: Mapping[str, Record], up:
     if not verdicts:
         return _NO_CLAIMS
     lines: list[str] = []
-    level = "###" if up is None else "##"  # `speeds_page` has a heading above
+    level = "###" if up is None else "##"  # a page of the site has a heading above
     for group in _groups(verdicts, records):
         judged = {one.claim.id: _status(one) for of_kind in group.verdicts.values() for one in of_kind}
         claims = "Claims: " + ", ".join(f"`{name}` {status}" for name, status in judged.items()) + "."

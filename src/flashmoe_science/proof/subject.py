@@ -42,7 +42,7 @@ PACKAGE_FOLDER = Path(__file__).resolve().parent.parent
 
 PYTHON = "{python}"  # in a build command: the Python that runs the harness
 
-_HINT = "the format is in docs/kernel-toml.md"
+_HINT = "the format is in docs/reference/kernel-toml.md"
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Subject:
     build_needs: tuple[str, ...] = ()  # programs without which the command cannot run, e.g. nvcc
     binaries: tuple[str, ...] = ()  # what it makes, to be looked into; patterns too
     gpus: tuple[str, ...] = ()  # which it is meant for; empty: not said
-    compile_jobs: str | None = None  # module:function, see docs/kernel-toml.md
+    compile_jobs: str | None = None  # module:function, see docs/reference/kernel-toml.md
     kernels: tuple[KernelPromise, ...] = ()
     forbidden_kernels: tuple[str, ...] = ()  # fnmatch patterns
     expected_speedup: float | None = None
@@ -241,7 +241,7 @@ def load_subject(text: str, *, time_limit: float | None = None) -> Subject:
             return _with_limit(_builtin_subject(names[text], text), time_limit)
         if not path.exists():
             close = difflib.get_close_matches(text, names, n=1)
-            hint = f"did you mean {close[0]}?" if close else "give the path of a kernel.toml, see docs/kernel-toml.md"
+            hint = f"did you mean {close[0]}?" if close else "give the path of a kernel.toml"
             if file := _file_that_names(text, Path()):
                 hint = f"name its file: ./{file}"
             raise SubjectError(f"subject must be one of {', '.join(names)} or a kernel.toml, got {text!r}", hint=hint)
