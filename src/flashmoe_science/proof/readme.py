@@ -215,7 +215,7 @@ def slower_section(verdicts: Sequence[Verdict], records: Mapping[str, Record], _
     only reaches below 1. Arms that do other work, such as a copy, are no baselines here. The arguments are those of
     ``claim_section``.
     """
-    header = ("suite", "cases", "slower", "open", "slowest case", "speedup there", "baseline", "run")
+    header = ("suite", "cases", "slower", "inconclusive", "slowest case", "speedup there", "baseline", "run")
     lines = [row(*header), row("---", *["---:"] * 3, *["---"] * 4)]
     for record in _newest_runs(verdicts, records):
         compared = _against_fastest(record)
