@@ -10,7 +10,8 @@ import torch
 
 from flashmoe_science import InputError, UnsupportedError, explain_moe, fused_moe, route
 from flashmoe_science.moe.backward_api import fused_moe_backward
-from flashmoe_science.moe.routing import describe_routing, kernel_of
+from flashmoe_science.moe.prepare_route import kernel_of
+from flashmoe_science.moe.routing import describe_routing
 
 from .cases import Case, make_tensors
 

@@ -213,3 +213,20 @@ class MoeCase:
             raise InputError(f"routing must be one of {', '.join(ROUTINGS)}, got {self.routing!r}")
         if self.problem.top_k > self.problem.experts:
             raise InputError(f"top_k must be at most the {self.problem.experts} experts, got {self.problem.top_k}")
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """One call of ``route``, described."""
+
+    tokens: int
+    experts: int
+    top_k: int
+    dtype: str
+    strides: tuple[int, ...]
+    score: str
+    renormalize: bool
+    bias: str  # dtype; "": none
+    groups: int
+    top_groups: int
+    scale: float

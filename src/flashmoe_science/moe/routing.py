@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,31 +15,12 @@ from ..gpu.refusals import check_dense, check_not_differentiated_by_torch_func, 
 from ..gpu.subclasses import is_untraced
 from . import reference
 from .inputs import DTYPE_NAMES, refuse_tangents
-from .plan import next_power
+from .problem import Routing
 
 SCORES = ("softmax", "sigmoid")
-MAX_EXPERTS = 4096  # a row of logits is held in registers
 _LARGEST_SCALE = (2 - 2.0**-23) * 2.0**127  # of fp32
-_ELEMENTS = 2048  # of logits that one program holds, at the least one row
 _is_compiling = torch.compiler.is_compiling
 _raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # noqa: SLF001 - what torch.compile's code calls
-
-
-@dataclass(frozen=True, slots=True)
-class Routing:
-    """One call of ``route``, described."""
-
-    tokens: int
-    experts: int
-    top_k: int
-    dtype: str
-    strides: tuple[int, ...]
-    score: str
-    renormalize: bool
-    bias: str  # dtype; "": none
-    groups: int
-    top_groups: int
-    scale: float
 
 
 def route(
@@ -217,6 +197,7 @@ def run_route(routing: Routing, logits: Tensor, bias: Tensor | None) -> tuple[Te
         return weights, ids
     if device.type == "cpu":
         from .prepare import interpret
+        from .prepare_route import kernel_of
 
         kernel = kernel_of(routing, 0)
         given = {"logits": logits, "weights": weights, "ids": ids, **({} if bias is None else {"bias": bias})}
@@ -230,93 +211,6 @@ def run_route(routing: Routing, logits: Tensor, bias: Tensor | None) -> tuple[Te
     return weights, ids
 
 
-def kernel_of(routing: Routing, arch: int) -> Any:
-    """Return the prepared kernel. Raises ``UnsupportedError``."""
-    from ..gpu.compile import KernelSource
-    from .prepared import PreparedKernel
-    from .route_triton import _route_kernel
-
-    r = routing
-    if r.experts > MAX_EXPERTS:
-        raise UnsupportedError(
-            f"no kernel routes among {r.experts} experts", hint=f"the most that are served: {MAX_EXPERTS}"
-        )
-    block_e = max(16, next_power(r.experts))
-    block_t = max(1, min(16, _ELEMENTS // block_e))
-    constants = {
-        "EXPERTS": r.experts,
-        "TOPK": r.top_k,
-        "STRIDE_T": r.strides[0],
-        "STRIDE_E": r.strides[1],
-        "IS_SOFTMAX": r.score == "softmax",
-        "RENORMALIZE": r.renormalize,
-        "GROUPS": r.groups,
-        "BLOCK_G": max(2, next_power(r.groups)),
-        "TOP_GROUPS": r.top_groups,
-        "BEST": min(2 if r.bias else 1, r.experts // r.groups),
-        "BLOCK_T": block_t,
-        "BLOCK_E": block_e,
-        "BLOCK_K": max(2, next_power(r.top_k)),
-        "DEPENDENT_LAUNCH": arch >= 90,
-        **({} if r.bias else {"bias_ptr": None}),
-    }
-    bias = {"bias_ptr": f"*{r.bias}"} if r.bias else {}
-    signature = {
-        "logits_ptr": f"*{r.dtype}",
-        **bias,
-        "weights_ptr": "*fp32",
-        "ids_ptr": "*i32",
-        "tokens": "i32",
-        "scale": "fp32",
-    }
-    source = KernelSource(
-        _route_kernel,
-        tuple(signature.items()),
-        tuple(constants.items()),
-        frozenset(("weights_ptr", "ids_ptr")),
-        num_warps=4,
-        max_registers=255,
-        dependent_launch=arch >= 90,
-    )
-    names = ("logits", *(("bias",) if r.bias else ()), "weights", "ids")
-    return PreparedKernel(source, (-(-r.tokens // block_t), 1, 1), (r.tokens, r.scale), names)
-
-
-def backward_kernel_of(routing: Routing, arch: int) -> Any:
-    """Return the prepared kernel of the gradient of the logits."""
-    from ..gpu.compile import KernelSource
-    from .prepared import PreparedKernel
-    from .route_triton import _route_backward_kernel
-
-    r = routing
-    block_e = max(16, next_power(r.experts))
-    block_t = max(1, min(16, _ELEMENTS // block_e))
-    constants = {
-        "EXPERTS": r.experts, "TOPK": r.top_k, "STRIDE_T": r.strides[0], "STRIDE_E": r.strides[1],
-        "IS_SOFTMAX": r.score == "softmax", "RENORMALIZE": r.renormalize, "BLOCK_T": block_t, "BLOCK_E": block_e,
-        "DEPENDENT_LAUNCH": arch >= 90,
-    }  # fmt: skip
-    signature = {
-        "logits_ptr": f"*{r.dtype}",
-        "ids_ptr": "*i32",
-        "dweights_ptr": "*fp32",
-        "dlogits_ptr": f"*{r.dtype}",
-        "tokens": "i32",
-        "scale": "fp32",
-    }
-    source = KernelSource(
-        _route_backward_kernel,
-        tuple(signature.items()),
-        tuple(constants.items()),
-        frozenset(("dlogits_ptr",)),
-        num_warps=4,
-        max_registers=255,
-        dependent_launch=arch >= 90,
-    )
-    names = ("logits", "ids", "dweights", "dlogits")
-    return PreparedKernel(source, (-(-r.tokens // block_t), 1, 1), (r.tokens, r.scale), names)
-
-
 def run_route_backward(routing: Routing, logits: Tensor, ids: Tensor, dweights: Tensor) -> Tensor:
     """Return the gradient of the logits; on CPU tensors in Triton's interpreter."""
     dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
@@ -325,6 +219,7 @@ def run_route_backward(routing: Routing, logits: Tensor, ids: Tensor, dweights: 
     given = {"logits": logits, "ids": ids, "dweights": dweights.contiguous(), "dlogits": dlogits}
     if logits.device.type == "cpu":
         from .prepare import interpret
+        from .prepare_route import backward_kernel_of
 
         interpret(backward_kernel_of(routing, 0), given)
         return dlogits
@@ -339,6 +234,7 @@ def run_route_backward(routing: Routing, logits: Tensor, ids: Tensor, dweights: 
 def _launch_of(routing: Routing, device: int, *, is_backward: bool = False) -> Callable[..., None]:
     from ..gpu.device import gpu_of_device
     from ..gpu.launch import prepare_launch
+    from .prepare_route import backward_kernel_of, kernel_of
 
     arch = gpu_of_device(device).arch
     refuse_architecture(arch)

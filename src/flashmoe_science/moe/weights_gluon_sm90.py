@@ -110,7 +110,7 @@ def _load_partition(a):
                 named_barrier("sync", FREE + slot, 256 + PRODUCERS)
             bar = a.ready_bars.index(slot)
             mbarrier.expect(bar, BYTES)
-            # Rows in order, zeros from ``end`` on: see ``prepare_sm90.ragged_map``.
+            # Rows in order, zeros from ``end`` on: see ``prepare_sm90.ragged``.
             left = gl.maximum(end - row, 0)
             if a.GATHER_A:
                 place = [RAGGED, end, RAGGED - left, 0, column * BLOCK_N]
