@@ -23,7 +23,7 @@ from flashmoe_science.moe.backward_plan import COLUMN_STEP, FEWEST_COLUMNS, GRAD
 from flashmoe_science.moe.calls import allocate
 from flashmoe_science.moe.fingerprints import like_inputs
 from flashmoe_science.moe.operator import OPERATOR, MoeOperator
-from flashmoe_science.moe.problem import MoeProblem
+from flashmoe_science.moe.problem import MoeProblem, Options
 from flashmoe_science.moe_backward.operator import OPERATOR as BACKWARD
 from flashmoe_science.proof.suites import load_suite
 
@@ -210,7 +210,7 @@ def test_the_peak_of_gradients_with_a_shared_expert(tokens, monkeypatch):
         "shared_down": draw(1, hidden, inter),
     }
     products = draw(tokens * top_k, 2 * inter), draw(tokens, 2 * inter)
-    options = ("swiglu", None, None, False, False, "auto")
+    options = Options()
     names = [name for name in tensors if name != "topk_ids"]
     do = draw(tokens, hidden)
     with Counting() as counting:

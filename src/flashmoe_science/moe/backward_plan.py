@@ -191,12 +191,12 @@ def plan_backward(
     refuse_architecture(gpu.arch)
     config = choose_backward(problem, gpu.arch)
     why = f"{problem.pairs} pairs of a token and an expert are sorted by expert; h is computed again"
-    refusal = hopper_plan.refusal(problem, gpu.arch)
-    if kernel == "moe_backward_gluon_sm90" and refusal:
-        raise UnsupportedError(f"{kernel} does not serve {problem.describe()}: {refusal}", hint="use kernel='auto'")
+    unsupported = hopper_plan.unsupported_reason(problem, gpu.arch)
+    if kernel == "moe_backward_gluon_sm90" and unsupported:
+        raise UnsupportedError(f"{kernel} does not serve {problem.describe()}: {unsupported}", hint="use kernel='auto'")
     if kernel == "moe_backward_gluon_sm90" or (kernel == "auto" and hopper_plan.serves_gradients(problem, gpu.arch)):
         config = backward_rows(gpu.arch, problem.item_bytes)[-1]
-        without = hopper_plan.activation_refusal(problem, gpu.arch)
+        without = hopper_plan.activation_unsupported_reason(problem, gpu.arch)
         config = dataclasses.replace(
             config,
             hopper=hopper_plan.choose_config(problem, gpu),

@@ -19,7 +19,7 @@ from .backward_plan import GRADIENTS, BackwardPlan, column_sums, plan_backward
 from .calls import allocate, kernels_of
 from .inputs import TENSORS, cast_under_autocast, moe_problem_of
 from .plan import MoePlan, plan_moe, workspace_sizes
-from .problem import MoeProblem
+from .problem import MoeProblem, Options
 
 _PACKAGE = __package__.rpartition(".")[0]
 NOT_FOLLOWED_OF_GRADIENTS = frozenset(
@@ -33,7 +33,7 @@ NOT_FOLLOWED_OF_GRADIENTS = frozenset(
 # Of calls that record nothing, what makes gradients decides nothing.
 NOT_FOLLOWED = NOT_FOLLOWED_OF_GRADIENTS | {f"{_PACKAGE}.moe.gradients"}
 # Of these the following run at each call, and not only where a call of its kind is prepared: wall time has them in it.
-_OF_EACH_CALL = frozenset(f"moe/{name}.py" for name in ("inputs", "plan", "problem", "refusals"))
+_OF_EACH_CALL = frozenset(f"moe/{name}.py" for name in ("inputs", "plan", "problem"))
 RUN_AT_EACH_CALL = _OF_EACH_CALL | {"moe/gradients.py"}
 RUN_AT_EACH_CALL_OF_GRADIENTS = _OF_EACH_CALL | {"gpu/refusals.py", "gpu/subclasses.py", "moe/backward_plan.py"}
 # Rivals do not call ours, and one of them is the reference.
@@ -79,9 +79,8 @@ def like_inputs(problem: MoeProblem) -> dict[str, Tensor]:
 def as_called(problem: MoeProblem, options: Mapping[str, Any]) -> MoeProblem:
     """Return ``problem`` as a call with its inputs and options describes it."""
     with FakeTensorMode():
-        cast = cast_under_autocast(dict(like_inputs(problem)))
-        given = {name: tensor for name, tensor in cast.items() if tensor is not None}
-        return moe_problem_of(given, **options, keep_product=problem.keep_product)
+        given = cast_under_autocast(like_inputs(problem))
+        return moe_problem_of(given, Options(**options), keep_product=problem.keep_product)
 
 
 def _layouts(tensors: Mapping[str, Tensor]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..errors import InputError
 
@@ -16,6 +17,17 @@ DEFAULT_ALPHA, DEFAULT_LIMIT = 1.702, 7.0  # gpt-oss
 LARGEST = 1e30  # alpha or limit
 
 Strides = tuple[int, ...]
+
+
+class Options(NamedTuple):
+    """What a call of ``fused_moe`` is given besides tensors, in the order of its operators."""
+
+    activation: str = "swiglu"
+    alpha: float | None = None
+    limit: float | None = None
+    interleaved: bool = False
+    batch_invariant: bool = False
+    kernel: str = "auto"
 
 
 def columns_up(inter: int, activation: str) -> int:

@@ -11,10 +11,16 @@ from torch import Tensor
 
 from ..errors import InputError, UnsupportedError, shown
 from ..gpu.planning import refuse_architecture
-from ..gpu.refusals import check_dense, check_not_differentiated_by_torch_func, check_not_negative, check_one_device
+from ..gpu.refusals import (
+    check_dense,
+    check_no_tangent,
+    check_not_differentiated_by_torch_func,
+    check_not_negative,
+    check_one_device,
+)
 from ..gpu.subclasses import is_untraced
 from . import reference
-from .inputs import DTYPE_NAMES, refuse_tangents
+from .inputs import DTYPE_NAMES
 from .problem import Routing
 
 SCORES = ("softmax", "sigmoid")
@@ -67,7 +73,9 @@ def route(
     if bias is not None and not isinstance(bias, Tensor):
         raise InputError(f"bias must be a torch.Tensor or None, got {type(bias).__name__}")
     is_plain = all(type(t) in (Tensor, torch.nn.Parameter) for t in (logits, bias) if t is not None)
-    refuse_tangents({"logits": logits, "bias": bias})
+    check_no_tangent("logits", logits)
+    if bias is not None:
+        check_no_tangent("bias", bias)
     records = torch.is_grad_enabled() and logits.requires_grad
     if records or _is_compiling() or not is_plain:
         # The operator's signature would refuse, or change, what is of another type, and its fake looks at nothing.
@@ -140,7 +148,7 @@ def check_routing_tensors(logits: Tensor, bias: Tensor | None) -> None:
     check_dense("logits", logits)
     if logits.dim() != 2 or logits.shape[1] == 0:
         raise InputError(f"logits must have 2 dimensions [T, E], E at least 1, got shape {list(logits.shape)}")
-    if is_untraced(logits) and logits.device.type not in ("cpu", "cuda"):
+    if logits.device.type not in ("cpu", "cuda") and is_untraced(logits):
         raise InputError(f"logits must be on a CUDA device or the CPU, got {logits.device}")
     _check_kind("logits", logits)
     if bias is None:
