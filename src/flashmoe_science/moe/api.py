@@ -46,8 +46,8 @@ def fused_moe(
 
     Args:
         x: ``[T, HID]`` fp16, bf16 or fp32, any strides; T may be 0.
-        w_gate_up: ``[E, 2 * INTER, HID]``, or ``[E, INTER, HID]`` for an activation without a gate; dtype and device of x,
-            any strides. transformers and vLLM use the same layout.
+        w_gate_up: ``[E, 2 * INTER, HID]``, or ``[E, INTER, HID]`` without a gate; dtype and device of x, any strides.
+            transformers and vLLM use the same layout.
         w_down: ``[E, HID, INTER]``, dtype and device of x, any strides.
         topk_weights: ``[T, K]`` fp16, bf16 or fp32, contiguous.
         topk_ids: ``[T, K]`` int32 or int64, contiguous. An id outside 0 to E - 1 contributes nothing, so that each
@@ -78,7 +78,8 @@ def fused_moe(
             are not supported.
 
     All tensors but the ids have gradients. The backward pass keeps the inputs and the first product, and recomputes the
-    activation. When gradients are recorded, rows are always sorted by expert. Autocast casts fp32 x, weights and biases.
+    activation. When gradients are recorded, rows are always sorted by expert. Autocast casts x, weights and biases of
+    fp32.
 
     Numerics: products accumulate in fp32; the activation and each expert's output are rounded to the dtype of x, and
     summed in fp32 in the order of k. Output and gradients are bitwise equal from run to run. Host and device never wait

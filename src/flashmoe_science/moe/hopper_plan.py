@@ -18,8 +18,8 @@ PRODUCT_COLUMNS = 256  # of a tile, before the activation
 # Zipf-distributed routing, and 4 % faster for OLMoE (lab/moe/5_skewed_and_shared_h200.txt).
 FEWEST_ROWS = 32
 ENOUGH_TILES = 4
-# Rows an expert from which Hopper's kernels compute gradients. With 64 rows only the activation's kernel was measured: it
-# is faster than Triton's (lab/moe/2_activation_h200.txt). Fewer rows are not measured.
+# Rows an expert from which Hopper's kernels compute gradients. With 64 rows only the activation's kernel is measured:
+# it is faster than Triton's (lab/moe/2_activation_h200.txt). Fewer rows are not measured.
 GRADIENTS_FEWEST_ROWS = 48
 # Registers a thread of (matrix warpgroups, producer), together at most 504. The first product's producer needs more: it
 # holds pointers to eight rows.

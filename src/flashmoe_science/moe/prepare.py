@@ -1,4 +1,4 @@
-"""Turn a plan into kernels to compile and launches to make: the arguments of each kernel, by name."""
+"""Turn a plan into kernels to compile and launch: the arguments of each kernel, by name."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from .problem import MoeProblem
 from .sort_triton import _count_kernel, _place_kernel, _sort_few_kernel, _sum_chunks_kernel
 from .tiles import BackwardConfig, GemvConfig, Tile, TileConfig
 
-# All that a thread can have. Left to itself, ptxas spills a few bytes to fit one more block on an SM.
+# The maximum of a thread. By default ptxas spills a few bytes to fit one more block on an SM.
 _MAX_REGISTERS = 255
 Grid = tuple[int, int, int]
 Maker = Callable[[MoePlan, Grid, int], PreparedKernel]
 
 
 def prepare_moe_kernels(plan: MoePlan) -> tuple[PreparedKernel, ...]:
-    """Return the kernels of ``plan``, in the order in which they are launched."""
+    """Return the kernels of ``plan``, in launch order."""
     return tuple(
         MAKERS[step](plan, launch.grid, launch.block[0] // 32)
         for step, launch in zip(plan.steps, plan.launches, strict=True)
@@ -56,7 +56,7 @@ def triton_kernel(
     constants: Mapping[str, Any],
     stages: int = 1,
 ) -> PreparedKernel:
-    """Return a kernel written in Triton with the options that all of them have."""
+    """Return a Triton kernel with the options that all of them share."""
     source = kernel_source(
         function, arguments, constants, num_warps=warps, num_stages=stages, max_registers=_MAX_REGISTERS,
         dependent_launch=plan.arch >= 90,
@@ -65,27 +65,27 @@ def triton_kernel(
 
 
 def ours(dtype: str, tensor: str) -> Pointer:
-    """Return the address of a tensor that is allocated here, so aligned."""
+    """Return the pointer to a tensor that the package allocates: it is aligned."""
     return Pointer(dtype, tensor, aligned=True)
 
 
 def theirs(problem: MoeProblem, tensor: str) -> Pointer:
-    """Return the address of x, of a weight or of a bias: it is aligned where the caller's tensors are."""
+    """Return the pointer to x, a weight or a bias, aligned if the problem says so."""
     return Pointer(problem.dtype, tensor, aligned=problem.pointer_alignment >= 16)
 
 
 def tables(*names: str) -> dict[str, Argument]:
-    """Return the addresses of parts of the workspace, which are named as the parameters are."""
+    """Return the pointers to parts of the workspace, which have the names of parameters."""
     return {name: ours("i32", name) for name in names}
 
 
 def ids(problem: MoeProblem) -> Pointer:
-    """Return the address of the experts of each token."""
+    """Return the pointer to the experts of each token."""
     return Pointer(problem.ids_dtype, "topk_ids")
 
 
 def _offsets(plan: MoePlan) -> dict[str, Argument]:
-    """Gradients of weights sum over an expert's rows, so they ask where these begin."""
+    """Return the pointer to the first row of each expert, which gradients of weights need."""
     return tables("offsets_ptr") if isinstance(plan.config, BackwardConfig) else {"offsets_ptr": None}
 
 
@@ -157,11 +157,11 @@ def strides(prefix: str, axes: Sequence[str], values: tuple[int, ...]) -> dict[s
 
 
 def precision(plan: MoePlan) -> dict[str, str]:
-    """Return how fp32 is multiplied; other operands do not read it.
+    """Return how fp32 operands are multiplied; other dtypes ignore it.
 
-    Three parts in bf16 hold an fp32 number, and six products of them all but what lies below 2^-24 of theirs; Triton
-    sums each step of a reduction apart. With "ieee" all steps are one chain of multiply-adds: up to 1.7 times the error
-    that the rule allows, of 256 and 384 terms (H200). Triton's interpreter has no products of parts.
+    "bf16x6" splits an fp32 number into three bf16 parts, and six products of parts have a relative error of 2^-24;
+    Triton sums each step of a reduction separately. "ieee" is one chain of multiply-adds over all steps: its error is
+    up to 1.7 times the budget for 256 and 384 terms (H200). Triton's interpreter supports only "ieee".
     """
     if plan.problem.dtype != "fp32":
         return {"PRECISION": "tf32"}
@@ -169,7 +169,7 @@ def precision(plan: MoePlan) -> dict[str, str]:
 
 
 def _product(problem: MoeProblem, config: TileConfig, tile: Tile, rows: str) -> dict[str, Any]:
-    """Return the constants that both products have."""
+    """Return the constants of both products."""
     few = rows == "few"
     return {
         "EXPERTS": problem.experts,
@@ -189,7 +189,7 @@ def _product(problem: MoeProblem, config: TileConfig, tile: Tile, rows: str) -> 
 
 
 def _which(plan: MoePlan, *, shared: bool) -> tuple[MoeProblem, TileConfig, str, str]:
-    """Return problem, tiles, rows, and what names of tensors begin with, of the routed or of the shared experts."""
+    """Return problem, tiles, ROWS and the prefix of tensor names, of the routed or the shared experts."""
     if shared:
         assert plan.shared is not None
         return plan.problem.shared(), plan.shared, "all", "shared_"
@@ -263,7 +263,7 @@ def _down_sm90(plan: MoePlan, grid: Grid, _warps: int) -> PreparedKernel:
 
 
 def _sources(problem: MoeProblem) -> dict[str, Argument]:
-    """Return what the kernel that writes the output adds, besides what the routed experts gave."""
+    """Return the pointers to the output and to the outputs of shared experts, which the last kernel adds."""
     return {
         "y_shared_ptr": ours(problem.dtype, "shared_y") if problem.shared_experts else None,
         "shared_weights_ptr": Pointer(problem.shared_weights, "shared_weights") if problem.shared_weights else None,
@@ -362,7 +362,7 @@ MAKERS: Mapping[str, Maker] = {
 
 
 def _at(tensors: dict[str, Tensor], place: str) -> Tensor:
-    """Return a tensor that begins at a place."""
+    """Return a tensor that begins at a place, which is a name and an offset."""
     name, offset = place_of(place)
     tensor = tensors[name]
     return tensor.as_strided((1,), (1,), tensor.storage_offset() + offset // tensor.itemsize) if offset else tensor

@@ -1,4 +1,4 @@
-"""Turn a plan of gradients into kernels to compile and launches to make."""
+"""Turn a plan of gradients into kernels to compile and launch."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _Arguments = dict[str, Argument]
 
 
 def prepare_backward_kernels(plan: BackwardPlan) -> tuple[PreparedKernel, ...]:
-    """Return the kernels of ``plan``, in the order in which they are launched."""
+    """Return the kernels of ``plan``, in launch order."""
     kernels = []
     for step, launch, span in zip(plan.steps, plan.launches, plan.spans, strict=True):
         grid, warps = launch.grid, launch.block[0] // 32
@@ -126,7 +126,7 @@ def _drouting(plan: MoePlan, grid: Grid, warps: int, _span: Span) -> PreparedKer
 
 
 def _dx(plan: MoePlan, grid: Grid, warps: int, span: Span) -> PreparedKernel:
-    """Return the product of the first product's gradient with w_gate_up: a second product, the weights turned."""
+    """Return dproduct @ w_gate_up: the kernel of the second product with transposed weights."""
     problem, config, _ = _of(plan)
     kind = problem.dtype
     expert, row, column = problem.gate_up_strides
@@ -234,7 +234,7 @@ def _dbias_down(plan: MoePlan, grid: Grid, warps: int, _span: Span) -> PreparedK
 
 
 def _dbias(plan: MoePlan, grid: Grid, warps: int, bias: str) -> PreparedKernel:
-    """Return the sum of an expert's rows: of the first product's gradient, or of dO by the routing's weights."""
+    """Return the sum of an expert's rows: of the first product's gradient, or of dO times the routing weights."""
     problem, down = plan.problem, bias == "bias_down"
     kind = problem.dtype
     arguments: _Arguments = {
@@ -261,7 +261,7 @@ def _hopper(plan: MoePlan) -> tuple[MoeProblem, HopperConfig]:
 
 
 def _dactivation_sm90(plan: MoePlan, grid: Grid, _warps: int, span: Span) -> PreparedKernel:
-    """Return the product of dO with w_down, and what the activation's gradients make of it."""
+    """Return dO @ w_down with the activation's gradient in its epilogue."""
     problem, hopper = _hopper(plan)
     _, config, wanted = _of(plan)
     kind, (first, columns) = problem.dtype, span
@@ -288,7 +288,7 @@ def _dactivation_sm90(plan: MoePlan, grid: Grid, _warps: int, span: Span) -> Pre
 
 
 def _dx_sm90(plan: MoePlan, grid: Grid, _warps: int, span: Span) -> PreparedKernel:
-    """Return the product of the first product's gradient with w_gate_up, whose rows are the reduction."""
+    """Return dproduct @ w_gate_up, which reduces over the rows of the weights."""
     problem, hopper = _hopper(plan)
     kind, (first, columns) = problem.dtype, span
     dproduct, w_tile = matrix(problem.pairs, problem.columns_up), (1, 1, STEP, PRODUCT_COLUMNS)
@@ -322,7 +322,7 @@ def _ddown_sm90(plan: MoePlan, grid: Grid, _warps: int, span: Span) -> PreparedK
 
 
 def _weights_sm90(plan: MoePlan, grid: Grid, which: str, span: Span) -> PreparedKernel:
-    """Return the sum of outer products that is the gradient of ``w_gate_up`` ("up") or ``w_down`` ("down")."""
+    """Return the gradient of ``w_gate_up`` ("up") or ``w_down`` ("down"): a sum of outer products."""
     problem, hopper = _hopper(plan)
     kind, is_up, (first, columns) = problem.dtype, which == "up", span
     rows, stride = (problem.columns_up, problem.hidden) if is_up else (problem.hidden, problem.inter)

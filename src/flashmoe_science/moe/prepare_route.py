@@ -12,8 +12,8 @@ from ..gpu.signature import Argument, Pointer, PreparedKernel, Scalar, kernel_so
 from .problem import Routing
 from .route_triton import _route_backward_kernel, _route_kernel
 
-MAX_EXPERTS = 4096  # a row of logits is held in registers
-_ELEMENTS = 2048  # of logits that one program holds, at the least one row
+MAX_EXPERTS = 4096  # a program holds a row of logits in registers
+_ELEMENTS = 2048  # logits of one program; at least one row
 _WARPS = 4
 
 
@@ -54,7 +54,7 @@ def backward_kernel_of(routing: Routing, arch: int) -> PreparedKernel:
 def _prepare(
     function: Any, r: Routing, arch: int, pointers: Mapping[str, Argument], constants: Mapping[str, Any]
 ) -> PreparedKernel:
-    """Return a kernel whose programs each hold some rows of logits."""
+    """Return a kernel whose programs each process some rows of logits."""
     block_e = max(16, triton.next_power_of_2(r.experts))
     block_t = max(1, min(16, _ELEMENTS // block_e))
     shared = {

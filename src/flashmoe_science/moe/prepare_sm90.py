@@ -1,4 +1,4 @@
-"""Turn both products of a plan for Hopper into launches, and what all kernels for Hopper are given."""
+"""Turn both products of a plan for Hopper into launches; arguments that all kernels for Hopper share."""
 
 from __future__ import annotations
 
@@ -13,44 +13,44 @@ from .problem import MoeProblem
 from .tiles import HopperConfig
 
 WARPGROUP_ROWS, CHUNK = 64, 64  # of one store
-RAGGED_TILE = (1, 1, WARPGROUP_ROWS, 1, CHUNK)  # of a store that can end anywhere
-COUNTERS = {"up": 1, "down": 2}  # where the table of tiles has them; the sort puts them to 0
+RAGGED_TILE = (1, 1, WARPGROUP_ROWS, 1, CHUNK)  # of a store with a ragged end
+COUNTERS = {"up": 1, "down": 2}  # their places in the table of tiles; the sort sets them to 0
 Grid = tuple[int, int, int]
-Extents = tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides of a tensor, as ``Descriptor`` takes them
+Extents = tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides of a tensor, for ``Descriptor``
 
 
 def gluon_kernel(
     function: Any, grid: Grid, arguments: Mapping[str, Argument], constants: Mapping[str, Any]
 ) -> PreparedKernel:
-    """Return a kernel for Hopper with the options that all of them have."""
+    """Return a kernel for Hopper with the options that all of them share."""
     source = kernel_source(function, arguments, constants, num_warps=4, dependent_launch=True)
     return prepare_kernel(source, grid, arguments)
 
 
 def aligned(dtype: str, tensor: str) -> Pointer:
-    """Return the address of a tensor that is a multiple of 16 bytes: x and weights are, or Hopper does not serve it."""
+    """Return a pointer that is 16-byte aligned. The plan for Hopper requires that of x, weights and biases."""
     return Pointer(dtype, tensor, aligned=True)
 
 
 def matrix(rows: int, columns: int) -> Extents:
-    """Return the extents of rows that lie one after the other."""
+    """Return the extents of a contiguous matrix."""
     return (rows, columns), (columns, 1)
 
 
 def ragged(columns: int, parts: int = 1) -> Extents:
-    """Return the extents of rows of which a store can end anywhere.
+    """Return the extents of rows whose tiles can end at any row: stores skip rows past the end, loads give zeros.
 
-    Coordinates are (2^30, end, 2^30 - rows, part, column). Rows past the last coordinate are not stored. The first two
-    axes bring the address back, modulo 2^64: see ``triton.tools.ragged_tma``.
+    Coordinates are (2^30, end, 2^30 - rows, part, column). The first two axes cancel the offset of the third, modulo
+    2^64: see ``triton.tools.ragged_tma``.
     """
     width = parts * columns
     return (0x7FFF0000, 0x7FFF0000, 2**30, parts, columns), (2**34 - width, width, width, columns, 1)
 
 
 def gate_up_extents(problem: MoeProblem, *, split: bool, columns: int = 0) -> Extents:
-    """Return the extents of w_gate_up: experts, gate and up apart where a tile has rows of both, rows, columns.
+    """Return the extents of w_gate_up: experts, parts, rows, columns.
 
-    ``columns``: where the tensor begins at some of them; else all.
+    ``split``: gate and up are two parts, as a tile has rows of both. ``columns``: of a slice; 0: all.
     """
     expert, row, column = problem.gate_up_strides
     parts, rows = (2, problem.inter) if split else (1, problem.columns_up)
@@ -58,13 +58,13 @@ def gate_up_extents(problem: MoeProblem, *, split: bool, columns: int = 0) -> Ex
 
 
 def down_extents(problem: MoeProblem) -> Extents:
-    """Return the extents of w_down, with an axis of one as w_gate_up has."""
+    """Return the extents of w_down: experts, one part, rows, columns."""
     expert, row, column = problem.down_strides
     return (problem.experts, 1, problem.hidden, problem.inter), (expert, expert, row, column)
 
 
 def product(plan: MoePlan, grid: Grid, which: str) -> PreparedKernel:
-    """Return one of the two products: "up" or "down"."""
+    """Return the launch of one product: "up" or "down"."""
     problem, config = plan.problem, plan.config
     assert isinstance(config, HopperConfig)
     is_up = which == "up"

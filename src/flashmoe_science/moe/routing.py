@@ -1,4 +1,4 @@
-"""``route``: contract, validation, and the way from a call to its prepared launch."""
+"""``route``: the public contract, its checks, and the path from a call to its prepared launch."""
 
 from __future__ import annotations
 
@@ -40,33 +40,33 @@ def route(
     top_groups: int = 1,
     scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """Choose the ``top_k`` experts of each token, and their weights.
+    """Choose the ``top_k`` experts of each token and their weights.
 
-    Chosen are the largest score + bias; the weights are the scores, without the bias, of those that were chosen.
+    The choice is by score + bias. The weights are the scores of the chosen experts, without the bias.
 
     Args:
         logits: ``[T, E]`` fp16, bf16 or fp32, any strides.
-        top_k: experts a token.
+        top_k: Experts a token.
         score: ``"softmax"`` over all experts, or ``"sigmoid"`` of each.
-        renormalize: divide the weights of a token by their sum. With softmax that is the softmax over the experts
-            chosen (Mixtral, Qwen3 with norm_topk_prob, gpt-oss).
-        bias: ``[E]`` fp16, bf16 or fp32, contiguous: changes who is chosen, not the weights (DeepSeek-V3).
-        groups: experts come in as many groups of neighbours, and a token chooses among its best groups only. A group is
-            worth the sum of its two best choices with a bias (DeepSeek-V3), its best without one (DeepSeek-V2).
-        top_groups: groups that a token may choose from; by default its best one alone.
-        scale: multiplies the weights (routed_scaling_factor).
+        renormalize: Divide the weights of a token by their sum. With softmax this equals the softmax over the chosen
+            experts (Mixtral, Qwen3 with norm_topk_prob, gpt-oss).
+        bias: ``[E]`` fp16, bf16 or fp32, contiguous. It affects the choice, not the weights (DeepSeek-V3).
+        groups: Number of groups of consecutive experts. A token chooses only among experts of its best groups. The
+            value of a group is the sum of its two best choices with a bias (DeepSeek-V3), else its best (DeepSeek-V2).
+        top_groups: Groups that a token may choose from. Default: its best one.
+        scale: Factor of the weights (routed_scaling_factor).
 
     Returns:
-        weights ``[T, K]`` fp32, and ids ``[T, K]`` int32, the best first. Of equal choices the lower expert comes
-        first; NaN is as low as -inf.
+        weights ``[T, K]`` fp32, and ids ``[T, K]`` int32, the best first. Ties go to the lower expert; NaN counts as
+        -inf.
 
     Raises:
         InputError: a shape, dtype, device or value breaks the contract above.
-        UnsupportedError: no kernel serves this call, or it was asked for second-order or forward-mode derivatives.
+        UnsupportedError: no kernel serves this call. Second-order and forward-mode derivatives are not supported.
 
-    The weights have a gradient by the logits; the bias, which only chooses, has none.
+    Gradients flow from the weights to the logits. The bias has no gradient, as it only affects the choice.
 
-    Numerics: fp32; run-to-run bitwise equal; a token's result does not depend on its neighbours.
+    Numerics: fp32; bitwise equal from run to run; a token's result does not depend on the other tokens.
     """
     if not isinstance(logits, Tensor):
         raise InputError(f"logits must be a torch.Tensor, got {type(logits).__name__}")
@@ -78,7 +78,7 @@ def route(
         check_no_tangent("bias", bias)
     records = torch.is_grad_enabled() and logits.requires_grad
     if records or _is_compiling() or not is_plain:
-        # The operator's signature would refuse, or change, what is of another type, and its fake looks at nothing.
+        # The operator converts options of another type, and its fake implementation checks nothing.
         check_routing_tensors(logits, bias)
         check_routing_options(logits.shape[1], top_k, score, renormalize, groups, top_groups, scale)
         check_not_differentiated_by_torch_func("logits", logits)
@@ -127,7 +127,7 @@ def describe_routing(
 def check_routing_options(
     experts: int, top_k: object, score: object, renormalize: object, groups: object, top_groups: object, scale: object
 ) -> tuple[int, int, int]:
-    """Check what of a call of ``route`` is no tensor; return top_k, groups and top_groups. Raises ``InputError``."""
+    """Check the options of ``route``, and return top_k, groups and top_groups. Raises ``InputError``."""
     k = _check_count("top_k", top_k)
     of, best = _check_groups(experts, _check_count("groups", groups), _check_count("top_groups", top_groups))
     allowed = best * (experts // of)
@@ -275,7 +275,7 @@ def _fake_route(logits: Tensor, bias: Tensor | None, top_k: int, *_options: obje
 
 
 def _check_routed(dweights: Tensor, logits: Tensor, ids: Tensor) -> None:
-    """Raise ``InputError`` unless ids, and the gradient of the weights, are like what ``route`` made of the logits."""
+    """Raise ``InputError`` unless ids and the gradient of the weights fit the result of ``route`` for the logits."""
     check_routing_tensors(logits, None)
     for name, tensor, dtype in (("ids", ids, torch.int32), ("dweights", dweights, torch.float32)):
         if tensor.dtype != dtype or tensor.device != logits.device:
