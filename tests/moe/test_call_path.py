@@ -20,7 +20,7 @@ MOST_CALLS = 60  # Python functions of the package that a later call runs
 HIDDEN, INTER, EXPERTS, TOP_K = 256, 512, 8, 2
 
 
-def make(tokens: int) -> dict[str, torch.Tensor]:
+def make(tokens: int) -> dict[str, Any]:
     def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype)
 
