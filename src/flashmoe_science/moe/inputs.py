@@ -280,7 +280,7 @@ def call_key(tensors: Mapping[str, Tensor], options: Options) -> tuple[Any, ...]
         UnsupportedError: a tensor has no memory of its own.
     """
     layouts: list[Any] = []
-    tensor = None
+    name = ""
     try:
         for name in TENSORS:
             tensor = tensors.get(name)
@@ -290,8 +290,7 @@ def call_key(tensors: Mapping[str, Tensor], options: Options) -> tuple[Any, ...]
             address = tensor.data_ptr() & 15
             layouts.append((tensor.shape, tensor.stride(), tensor.dtype, tensor.device, address, tensor.is_neg()))
     except RuntimeError as error:
-        assert tensor is not None
-        check_dense("every tensor", tensor)
+        check_dense(name, tensors[name])
         raise UnsupportedError(
             "an input has no memory of its own: torch.vmap and other transforms of torch.func are not served here",
             hint="call it without them: tokens of several batches can be one call",
