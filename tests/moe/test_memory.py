@@ -143,7 +143,7 @@ def test_the_peak_of_gradients_with_a_shared_expert(tokens, monkeypatch):
         "shared_down": draw(1, hidden, inter),
     }
     products = draw(tokens * top_k, 2 * inter), draw(tokens, 2 * inter)
-    options = ("swiglu", None, None, False, False, "auto")
+    options = Options()
     names = [name for name in tensors if name != "topk_ids"]
     do = draw(tokens, hidden)
     with Counting() as counting:
