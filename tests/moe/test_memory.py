@@ -18,7 +18,7 @@ from flashmoe_science.gpu.specs import SPECS
 from flashmoe_science.moe import gradients, inputs
 from flashmoe_science.moe.backward_plan import COLUMN_STEP, FEWEST_COLUMNS, GRADIENTS, BackwardPlan, plan_backward
 from flashmoe_science.moe.calls import allocate
-from flashmoe_science.moe.problem import MoeProblem
+from flashmoe_science.moe.problem import MoeProblem, Options
 from flashmoe_science.proof.suites import load_suite
 
 from .cases import Case, make_tensors
