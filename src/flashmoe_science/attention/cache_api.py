@@ -22,10 +22,9 @@ from .cache_contract import (
 )
 from .cache_refusals import check_apart, check_operator_call, check_tuples
 from .decode_plan import DecodePlan, plan_with_kv_cache
-from .gradients import PLAIN, refuse_tangents
-from .inputs import check_window
+from .inputs import PLAIN, check_window, refuse_tangents
 from .problem import canonical_strides, output_strides
-from .refusals import check_stand_in
+from .checks import check_fake
 
 _TENSORS = (
     "q", "k_cache", "v_cache", "k", "v", "cache_seqlens", "page_table", "cache_batch_idx", "leftpad_k", "rotary_cos",
@@ -306,13 +305,13 @@ def _attention_append_kv_cache(
 
 @_attention_with_kv_cache.register_fake
 def _fake_with_kv_cache(q: Tensor, k_cache: Tensor, v_cache: Tensor, *options: object) -> tuple[Tensor, Tensor]:
-    check_stand_in(q, k_cache, v_cache, (4, 4, 4), options)
+    check_fake(q, k_cache, v_cache, (4, 4, 4), options)
     return _fake_outputs(q, v_cache)
 
 
 @_attention_append_kv_cache.register_fake
 def _fake_append_kv_cache(q: Tensor, k_cache: Tensor, v_cache: Tensor, *options: object) -> tuple[Tensor, Tensor]:
-    check_stand_in(q, k_cache, v_cache, (4, 4, 4), options)
+    check_fake(q, k_cache, v_cache, (4, 4, 4), options)
     return _fake_outputs(q, v_cache)
 
 

@@ -12,7 +12,8 @@ from torch import Tensor
 from ..errors import InputError, UnsupportedError, shown
 from ..gpu.refusals import check_dense, check_not_negative
 from .cache_problem import CacheProblem
-from .gradients import PLAIN
+from .checks import check_pages
+from .inputs import PLAIN
 from .problem import LARGEST_SCALE, canonical_strides
 
 _DTYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
@@ -431,12 +432,3 @@ def check_places(tensors: Mapping[str, Tensor], left: int) -> None:
         seen = max(pad, end - seqlen_q - left if left >= 0 else 0, 0)
         keys.append((min(seen, max(before, 0)), end))
     check_pages(tensors["page_table"], rows, length, keys)
-
-
-def check_pages(page_table: Tensor, pages: int, page_size: int, keys: Iterable[tuple[int, int]]) -> None:
-    """Check on the host the pages that hold the keys [first, end) of each sequence. Raises ``InputError``."""
-    tables = page_table.tolist()
-    for b, (first, end) in enumerate(keys):
-        for i in range(first // page_size, -(-end // page_size)) if first < end else ():
-            if not 0 <= tables[b][i] < pages:
-                raise InputError(f"page_table[{b}, {i}] must be from 0 to {pages - 1}, got {tables[b][i]}")

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..errors import InputError
 from ..gpu.refusals import check_dense, check_no_bare_subclass, check_no_tangent
 from .cache_contract import check_types, meet, shares_memory
-from .refusals import check_devices
+from .checks import check_devices
 
 # What operators of a cache take the Python type off; others would come back from them for ever.
 _DETACHED = ("q", "k_cache", "v_cache", "k", "v")

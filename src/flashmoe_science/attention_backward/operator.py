@@ -17,12 +17,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # what torch.compile t
 
 from ..attention import reference
 from ..attention.backward_api import flash_attention_backward
-from ..attention.backward_inputs import backward_problem_of
+from ..attention.backward_problem import BackwardProblem, backward_problem_of
 from ..attention.backward_plan import BACKWARD_KERNEL, BackwardConfig, BackwardPlan, plan_backward
-from ..attention.backward_problem import BackwardProblem
 from ..attention.fingerprints import NOT_FOLLOWED_OF_GRADIENTS, rival_code, subject_code
-from ..attention.gradients import Options
-from ..attention.inputs import check_options, check_window
+from ..attention.inputs import Options, check_options, check_window
 from ..attention.problem import AttentionProblem
 from ..errors import CompileError, InputError, UnsupportedError
 from ..gpu.call_code import can_be_told

@@ -30,6 +30,12 @@ def check_not_negative(name: str, tensor: Tensor) -> None:
         raise InputError(f"{name} must not be a negative view, got one (is_neg()): call resolve_neg()")
 
 
+def check_memory(name: str, tensor: Tensor) -> None:
+    """Raise ``InputError`` unless a tensor is dense and no negative view."""
+    check_dense(name, tensor)
+    check_not_negative(name, tensor)
+
+
 def check_no_bare_subclass(name: str, tensor: Tensor) -> None:
     """Raise ``InputError`` for a tensor that differs from others in its Python type alone.
 
