@@ -24,7 +24,7 @@ from .backward_passes_triton import _finish_dq_kernel, _prepare_backward_kernel
 from .backward_plan import BackwardPlan
 from .backward_problem import BackwardProblem
 from .backward_wide_gluon_sm90 import _backward_wide_sm90_kernel
-from .prepare import PreparedKernel
+from .prepared import PreparedKernel
 from .tiles import block_dim
 
 _KERNELS = {

@@ -66,18 +66,14 @@ def describe_call(tensors: Mapping[str, Any], options: Options, *, traced: bool 
         InputError: with the argument's name, the expected value and the given one.
         UnsupportedError: dropout or gradients with pages, a gradient that there is not, or a forward-mode tangent.
     """
-    check_kinds(tensors)
-    given: dict[str, Tensor] = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     options = check_all_options(options)
-    refuse_dropout_of_pages(given, options)
+    given = check_kinds(tensors, options)
     recorded = is_recorded(given)
     if recorded:
         options = Options(*options[:-1], return_lse=True)
     refuse_tangents(given.values())
     given["q"], given["k"], given["v"] = cast_under_autocast(given["q"], given["k"], given["v"])
-    if not options.dropout_p:
-        given.pop("dropout_seed", None)
-    elif "dropout_seed" not in given:
+    if options.dropout_p and "dropout_seed" not in given:
         # A function of torch, outside of our operators: what replays its generator replays the mask.
         given["dropout_seed"] = torch.randint(2**62, (2,), dtype=torch.int64, device=given["q"].device)
     if traced:
@@ -85,14 +81,24 @@ def describe_call(tensors: Mapping[str, Any], options: Options, *, traced: bool 
     return AttentionCall(given, options, recorded)
 
 
-def check_kinds(tensors: Mapping[str, object]) -> None:
-    """Raise ``InputError`` unless each argument is a tensor, or None where it may be left out."""
+def check_kinds(tensors: Mapping[str, Any], options: Options) -> dict[str, Tensor]:
+    """Return the tensors that are given; a seed without dropout is not. Raises ``InputError``, ``UnsupportedError``."""
+    given = {}
     for name, tensor in tensors.items():
-        if not isinstance(tensor, Tensor) and (tensor is not None or name in _NEEDED):
+        if isinstance(tensor, Tensor):
+            given[name] = tensor
+        elif tensor is not None or name in _NEEDED:
             expected = "a torch.Tensor" if name in _NEEDED else "a torch.Tensor or None"
             raise InputError(f"{name} must be {expected}, got {type(tensor).__name__}")
-    if tensors.get("bias") is not None:
-        _check_bias_kind(type(tensors["bias"]))
+    if "bias" in given:
+        _check_bias_kind(type(given["bias"]))
+    if options.dropout_p and "page_table" in given:  # before a seed is drawn
+        raise UnsupportedError(
+            f"dropout_p must be 0 with a page_table, which is for inference, got {options.dropout_p}"
+        )
+    if not options.dropout_p:
+        given.pop("dropout_seed", None)
+    return given
 
 
 def _check_bias_kind(kind: type) -> None:
@@ -139,14 +145,6 @@ def is_recorded(tensors: Mapping[str, Tensor]) -> bool:
     return True
 
 
-def refuse_dropout_of_pages(tensors: Mapping[str, Tensor], options: Options) -> None:
-    """Raise ``UnsupportedError`` for a call that no kernel serves; before a seed is drawn."""
-    if options.dropout_p and "page_table" in tensors:
-        raise UnsupportedError(
-            f"dropout_p must be 0 with a page_table, which is for inference, got {options.dropout_p}"
-        )
-
-
 def refuse_tangents(tensors: Iterable[Tensor | None]) -> None:
     """Raise ``UnsupportedError`` where an input has a tangent that the call would lose."""
     if _forward_ad._current_level < 0:  # noqa: SLF001 - the public way asks tensor by tensor
@@ -173,8 +171,7 @@ def problem_of(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> AttentionPr
     features = ("sinks", "alibi", "bias", "dropout_seed")
     tensors = {"q": q, "k": k, "v": v, **{name: arguments.pop(name, None) for name in features}}
     options = check_all_options(Options(**{"causal": False, **arguments}))
-    check_kinds(tensors)
-    return batched_problem({name: tensor for name, tensor in tensors.items() if tensor is not None}, options)
+    return batched_problem(check_kinds(tensors, options), options)
 
 
 def batched_problem(tensors: Mapping[str, Tensor], options: Options) -> AttentionProblem:

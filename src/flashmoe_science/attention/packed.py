@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..errors import InputError, shown
 from .checks import DTYPE_NAMES, check_attended_packed, check_pages
-from .inputs import TENSORS, Options, check_all_options, check_kinds, describe_rest, refuse_dropout_of_pages
+from .inputs import Options, check_all_options, check_kinds, describe_rest
 from .problem import AttentionProblem, Strides
 from .reference import keys_in_reach
 
@@ -63,11 +63,9 @@ def packed_problem(
         return_lse: whether the LSE is asked for.
         options: other fields of ``Options``.
     """
-    check_kinds({**{name: tensors.get(name) for name in TENSORS[:8]}, **tensors})
-    given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     asked = check_all_options(Options(**{"causal": False, **options}, max_seqlens=lengths, return_lse=return_lse))
-    refuse_dropout_of_pages(given, asked)
-    return problem_of_packed(given, asked)
+    needed = {name: tensors.get(name) for name in ("cu_seqlens_q", "cu_seqlens_k")}
+    return problem_of_packed(check_kinds({**needed, **tensors}, asked), asked)
 
 
 def problem_of_packed(tensors: Mapping[str, Tensor], options: Options) -> AttentionProblem:

@@ -30,7 +30,7 @@ from ..gpu.specs import GpuSpec, find_gpu
 from . import rivals
 
 if TYPE_CHECKING:
-    from ..attention.prepare import PreparedKernel
+    from ..attention.prepared import PreparedKernel
     from ..gpu.compile import KernelJob
 
 OUTPUTS = ("dq", "dk", "dv")
