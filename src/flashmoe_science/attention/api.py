@@ -154,14 +154,14 @@ def _describe_layout(q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
 def _find_call(key: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor) -> Callable[..., Any]:
     """Return the prepared call of ``key``, and remember it as the last one."""
     causal, softmax_scale, return_lse, kernel = key[-4:]
-    options = Options(causal, softmax_scale, kernel=kernel, return_lse=return_lse)
     if type(return_lse) is not bool or type(kernel) is not str:  # perhaps without a hash, or 1, which equals True
-        check_all_options(options)
+        check_all_options(Options(causal, softmax_scale, kernel=kernel, return_lse=return_lse))
     global _last_call  # noqa: PLW0603 - one tuple, replaced as a whole, so threads see an old pair or a new one
     if key[7] < 0:  # CPU and meta tensors have the same device index
         key = (*key[:7], q.device.type, k.device.type, v.device.type, *key[10:])
     call = _prepared.get(key)
     if call is None:
+        options = Options(causal, softmax_scale, kernel=kernel, return_lse=return_lse)
         call = remember(_prepared, key, _prepare(q, k, v, options))
     _last_call = (key, call)
     return call

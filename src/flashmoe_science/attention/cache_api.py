@@ -17,7 +17,6 @@ from .cache_contract import (
     cache_problem_of,
     check_contents,
     check_operator_call,
-    check_types,
     describe_cache_call,
 )
 from .calls import remember
@@ -31,7 +30,6 @@ _TENSORS = (
     "rotary_sin", "sinks", "alibi", "bias",
 )  # fmt: skip
 _prepared: dict[tuple[Any, ...], Call] = {}
-_HASHABLE = frozenset({bool, int, float, str, tuple, type(None)})  # types of options that a key may hold unchecked
 
 
 def flash_attention_with_kv_cache(
@@ -163,12 +161,8 @@ def _run(call: CacheCall) -> tuple[Tensor, Tensor | None]:
     """Make a call, prepared once for all that have its options and layouts."""
     tensors, options = call
     refuse_tangents(tensors.values())
-    # Equal keys must mean equal calls, and True == 1 == 1.0.
-    types = *map(type, options), *map(type, options.window)
-    if not _HASHABLE.issuperset(types) or types.count(tuple) > 1:  # a tuple may hold what has no hash
-        check_types(options)
     shared = tensors["k_cache"].data_ptr() == tensors["v_cache"].data_ptr()
-    key = *tensors, *map(_describe, tensors.values()), shared, options, types
+    key = *tensors, *map(_describe, tensors.values()), shared, options
     prepared = _prepared.get(key)
     if prepared is None:
         device = tensors["q"].device
@@ -238,7 +232,7 @@ def _fake(q: Tensor, k_cache: Tensor, v_cache: Tensor, *others: object) -> tuple
 def _call_operator(call: CacheCall) -> tuple[Tensor, Tensor]:
     check_operator_call(call)
     tensors, options = call
-    given: dict[str, Any] = {**tensors, **options._asdict(), "softcap": float(options.softcap)}
+    given: dict[str, Any] = {**tensors, **options._asdict()}
     given["window_left"], given["window_right"] = options.window
     if not {"k", "v", "rotary_cos", "rotary_sin"} & tensors.keys():
         return _attention_with_kv_cache(*map(given.get, _ATTEND_NAMES))

@@ -13,9 +13,10 @@ from ..errors import InputError, UnsupportedError, shown
 from ..gpu.refusals import check_dense, check_no_bare_subclass, check_no_tangent, check_not_negative
 from .cache_problem import CacheProblem
 from .checks import DTYPE_NAMES, check_devices, check_pages
-from .inputs import PLAIN, check_window, pointer_alignment
+from .inputs import PLAIN, check_bias_kind, check_window, pointer_alignment
 from .problem import LARGEST_SCALE, canonical_strides
 
+_STRIDED = torch.strided
 DETACHED = ("q", "k_cache", "v_cache", "k", "v")  # tensors that operators take the class of a subclass off
 
 
@@ -33,6 +34,11 @@ class CacheOptions(NamedTuple):
     kernel: str = "auto"
 
 
+_OPTION_TYPES = tuple(
+    (bool, bool, tuple, float, scale, int, bool, bool, str) for scale in (type(None), float)
+)  # where nothing has to be converted
+
+
 class CacheCall(NamedTuple):
     """One call of ``flash_attention_with_kv_cache``. ``describe_cache_call`` makes it."""
 
@@ -45,7 +51,7 @@ def describe_cache_call(given: Mapping[str, Any], options: CacheOptions) -> Cach
 
     The rest of the contract is checked by ``cache_problem_of``, once for all calls of the same layouts.
     """
-    check_needed(given)
+    _check_needed(given.get("q"), given.get("k_cache"), given.get("v_cache"))
     tensors = {name: tensor for name, tensor in given.items() if tensor is not None}
     length = tensors.get("cache_seqlens")
     if isinstance(length, int):
@@ -54,15 +60,21 @@ def describe_cache_call(given: Mapping[str, Any], options: CacheOptions) -> Cach
             raise InputError(f"q must have 4 dimensions [B, H, S, D], got shape {list(q.shape)}")
         check_number_of_keys(length, given)
         tensors["cache_seqlens"] = torch.full((q.shape[0],), length, dtype=torch.int32, device=q.device)
-    if type(options.window) is not tuple:
-        options = options._replace(window=check_window(options.window))
-    check_no_grad(tensors)
-    return CacheCall(tensors, options)
+    if "bias" in tensors:
+        check_bias_kind(tensors)
+    if torch.is_grad_enabled():
+        _check_no_grad(tensors)
+    return CacheCall(tensors, check_types(options))
 
 
-def check_types(options: CacheOptions) -> None:
-    """Check the types of options: True == 1 == 1.0, and equal keys must mean equal calls. Raises ``InputError``."""
+def check_types(options: CacheOptions) -> CacheOptions:
+    """Return options in their types: True == 1 == 1.0, and equal keys must mean equal calls. Raises ``InputError``."""
+    types = (*map(type, options),)
+    if types in _OPTION_TYPES and [*map(type, options.window)] == [int, int]:
+        return options  # as nearly all are
     interleaved, causal, window, softcap, scale, num_splits, invariant, return_lse, kernel = options
+    if type(window) is not tuple:
+        window = check_window(window)
     flags = {
         "rotary_interleaved": interleaved, "causal": causal, "batch_invariant": invariant, "return_lse": return_lse,
     }  # fmt: skip
@@ -81,14 +93,18 @@ def check_types(options: CacheOptions) -> None:
             raise InputError(f"{name} must be at most {LARGEST_SCALE:.3g} in size, got a larger integer")
     if type(kernel) is not str:
         raise InputError(f"kernel must be the name of a kernel, got {shown(kernel)}")
+    return options._replace(window=window, softcap=float(softcap), softmax_scale=None if scale is None else float(scale))
 
 
-def check_needed(given: Mapping[str, Any]) -> None:
+def _check_needed(q: Any, k_cache: Any, v_cache: Any) -> None:
     """Raise ``InputError`` where a tensor is missing that no call can do without."""
-    for name in ("q", "k_cache", "v_cache"):
-        if not isinstance(given.get(name), Tensor):
-            raise InputError(f"{name} must be a torch.Tensor, got {type(given.get(name)).__name__}")
-        check_dense(name, given[name])
+    if type(q) is type(k_cache) is type(v_cache) is Tensor and q.layout is k_cache.layout is v_cache.layout is _STRIDED:
+        if not (q.is_nested or k_cache.is_nested or v_cache.is_nested):
+            return
+    for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
+        if not isinstance(tensor, Tensor):
+            raise InputError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+        check_dense(name, tensor)
 
 
 def check_number_of_keys(length: int, given: Mapping[str, Any]) -> None:
@@ -131,8 +147,7 @@ def cache_problem_of(tensors: Mapping[str, Tensor], **options: Any) -> CacheProb
     Raises:
         InputError: with the argument's name, what was expected and what was got.
     """
-    asked = CacheOptions(**options)
-    check_types(asked)
+    asked = check_types(CacheOptions(**options))
     _check_tensors(tensors)
     q, k_cache, v_cache = tensors["q"], tensors["k_cache"], tensors["v_cache"]
     batch, heads, seqlen_q, head_dim = q.shape
@@ -172,13 +187,13 @@ def cache_problem_of(tensors: Mapping[str, Tensor], **options: Any) -> CacheProb
         shared_kv=shares_memory(k_cache, v_cache),
         causal=asked.causal,
         window=asked.window,
-        softcap=float(asked.softcap),
+        softcap=asked.softcap,
         sinks=DTYPE_NAMES[tensors["sinks"].dtype] if "sinks" in tensors else "",
         alibi="" if alibi is None else DTYPE_NAMES[alibi.dtype],
         alibi_stride=alibi.stride(0) if alibi is not None and alibi.dim() == 2 else 0,
         bias="" if bias is None else DTYPE_NAMES[bias.dtype],
         bias_strides=() if bias is None else _bias_strides(bias),  # type: ignore[arg-type]
-        softmax_scale=None if asked.softmax_scale is None else float(asked.softmax_scale),
+        softmax_scale=asked.softmax_scale,
         rotary_dim=rotary[0],
         rotary_length=rotary[1],
         rotary_dtype=rotary[2],
@@ -492,13 +507,10 @@ def check_operator_call(call: CacheCall) -> None:
     for name, tensor in call.tensors.items():
         if name not in tensors:
             raise InputError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
-    check_types(call.options)
 
 
-def check_no_grad(tensors: Mapping[str, Any]) -> None:
+def _check_no_grad(tensors: Mapping[str, Any]) -> None:
     """Raise ``UnsupportedError`` where autograd would want gradients."""
-    if not torch.is_grad_enabled():
-        return
     names = [name for name, tensor in tensors.items() if isinstance(tensor, Tensor) and tensor.requires_grad]
     if names:
         raise UnsupportedError(

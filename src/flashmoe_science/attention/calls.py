@@ -43,11 +43,10 @@ def run(call: AttentionCall) -> Any:
     """Make a call, prepared once for all that have its options and layouts. Return o, or the pair of o and the LSE."""
     tensors, options = call.tensors, call.options
     packed = options.max_seqlens is not None
+    key: tuple[Any, ...] = (options, *tensors, *layouts_of(tensors, packed=packed))
     if options.max_seqlens is not None:
         lengths = planned_lengths(*options.max_seqlens, tensors.get("bias"))
-        key = (options._replace(max_seqlens=lengths), *tensors, *layouts_of(tensors, packed=True))
-    else:
-        key = (options, *tensors, *layouts_of(tensors, packed=False))
+        key = (*options[:4], lengths, *options[5:], *key[1:])
     prepared = _prepared.get(key)
     if prepared is None:
         prepared = remember(_prepared, key, prepare(call))

@@ -25,7 +25,10 @@ TENSORS = (
 )  # fmt: skip
 DIFFERENTIABLE = ("q", "k", "v", "sinks", "bias")
 PLAIN = (Tensor, torch.nn.Parameter)  # classes of tensors that are no more than their elements
-_NEEDED = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k")
+_PLAIN_OR_NONE = frozenset((*PLAIN, type(None)))
+_TWO_INTS = [int, int]
+_COUNTED = frozenset(("q", "k", "v", "o", "do", "page_table"))  # one axis counts tokens or pages in packed calls
+_NEEDED = frozenset(("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"))
 _own_torch_function = Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
 _LARGEST_FP64 = (2 - 2.0**-52) * 2.0**1023
 _forward_ad = torch.autograd.forward_ad
@@ -85,13 +88,13 @@ def check_kinds(tensors: Mapping[str, Any], options: Options) -> dict[str, Tenso
     """Return the tensors that are given; a seed without dropout is not. Raises ``InputError``, ``UnsupportedError``."""
     given = {}
     for name, tensor in tensors.items():
-        if isinstance(tensor, Tensor):
-            given[name] = tensor
-        elif tensor is not None or name in _NEEDED:
+        if tensor is None and name not in _NEEDED:
+            continue
+        if not isinstance(tensor, Tensor):
             expected = "a torch.Tensor" if name in _NEEDED else "a torch.Tensor or None"
             raise InputError(f"{name} must be {expected}, got {type(tensor).__name__}")
-    if "bias" in given:
-        _check_bias_kind(type(given["bias"]))
+        given[name] = tensor
+    check_bias_kind(given)
     if options.dropout_p and "page_table" in given:  # before a seed is drawn
         raise UnsupportedError(
             f"dropout_p must be 0 with a page_table, which is for inference, got {options.dropout_p}"
@@ -101,9 +104,12 @@ def check_kinds(tensors: Mapping[str, Any], options: Options) -> dict[str, Tenso
     return given
 
 
-def _check_bias_kind(kind: type) -> None:
+def check_bias_kind(tensors: Mapping[str, object]) -> None:
     """Refuse a bias whose class gives its elements another meaning, as ``torch.nn.attention.bias.CausalBias`` does."""
-    override = getattr(kind.__torch_function__, "__func__", None)  # type: ignore[attr-defined]
+    kind: Any = type(tensors.get("bias"))
+    if kind in _PLAIN_OR_NONE or not issubclass(kind, Tensor):
+        return
+    override = getattr(kind.__torch_function__, "__func__", None)
     if override not in (None, _own_torch_function):  # None: __torch_function__ is disabled
         raise InputError(
             f"bias must be a torch.Tensor whose class has no __torch_function__ of its own, got {kind.__name__}",
@@ -117,7 +123,7 @@ def is_traced(tensors: Iterable[object]) -> bool:
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0  # noqa: SLF001 - modes have no public name; make_fx is one
         or torch._C._is_tracing()  # noqa: SLF001 - what torch.jit.is_tracing calls
-        or any(type(tensor) not in PLAIN for tensor in tensors if tensor is not None)
+        or not _PLAIN_OR_NONE.issuperset(map(type, tensors))
     )
 
 
@@ -232,22 +238,25 @@ def layout_of(tensor: Tensor) -> tuple[Any, ...]:
 
 def layouts_of(tensors: Mapping[str, Tensor], *, packed: bool) -> list[tuple[Any, ...]]:
     """Return the layout of each tensor; of packed calls without the number of tokens and of pages a sequence."""
-    if not packed:
-        return [layout_of(tensor) for tensor in tensors.values()]
-    layouts = []
-    for name, tensor in tensors.items():
-        shape, *rest = layout_of(tensor)
-        if name in ("q", "k", "v", "o", "do"):
-            shape = shape[1:]
-        elif name == "page_table":
-            shape = shape[:1]
-        layouts.append((shape, tensor.dim(), *rest))
+    layouts = [*map(layout_of, tensors.values())]
+    if packed:
+        for i, name in enumerate(tensors):
+            if name in _COUNTED:
+                shape = layouts[i][0]
+                layouts[i] = (shape[:1] if name == "page_table" else shape[1:], len(shape), *layouts[i][1:])
     return layouts
 
 
 def check_all_options(options: Options) -> Options:
     """Return options in their types. Raises ``InputError``."""
     causal, softmax_scale, window, softcap, max_seqlens, kernel, dropout_p, return_lse = options
+    if (
+        type(causal) is type(return_lse) is bool and type(kernel) is str and type(window) is tuple
+        and type(softcap) is type(dropout_p) is float and (softmax_scale is None or type(softmax_scale) is float)
+        and [*map(type, window)] == _TWO_INTS and 0 <= dropout_p < 1 and max(window) < 2**63
+        and (max_seqlens is None or [*map(type, max_seqlens)] == _TWO_INTS)
+    ):  # fmt: skip
+        return options  # as nearly all are: nothing to convert or to refuse
     check_flag("return_lse", return_lse)
     if not isinstance(kernel, str):  # a plan checks the name
         check_kernel_name(kernel)
