@@ -16,11 +16,11 @@ pytest.importorskip("triton", reason="Triton exists for Linux only")
 
 from flashmoe_science import InputError, UnsupportedError, explain_gradients
 from flashmoe_science.attention.backward_calls import prepare_backward
-from flashmoe_science.attention.backward_sm90 import HOPPER_TENSORS, scratch_sizes
 from flashmoe_science.attention.backward_hopper_plan import HopperBackwardConfig
 from flashmoe_science.attention.backward_plan import BackwardConfig, BackwardPlan, plan_backward
 from flashmoe_science.attention.backward_prepare import prepare_backward_kernels
 from flashmoe_science.attention.backward_problem import BackwardProblem
+from flashmoe_science.attention.backward_sm90 import HOPPER_TENSORS, scratch_sizes
 from flashmoe_science.attention.gradients import attention_gradients
 from flashmoe_science.attention.inputs import Options
 from flashmoe_science.attention.problem import AttentionProblem

@@ -24,7 +24,6 @@ def batch() -> tuple[torch.Tensor, ...]:
     return torch.randn(2, 4, 5, 8), torch.randn(2, 2, 7, 8), torch.randn(2, 2, 7, 8)
 
 
-
 def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
     return flash_attention(q, k, v)
 
@@ -107,12 +106,12 @@ def test_a_bias_that_is_more_than_its_elements_is_refused():
     q, k, v = batch()
     bias = causal_upper_left(5, 7)
     for call in (flash_attention, explain):
-        with pytest.raises(InputError, match="bias must be a torch.Tensor whose class has no __torch_function__"):
+        with pytest.raises(InputError, match=r"bias must be a torch\.Tensor whose class has no __torch_function__"):
             call(q, k, v, bias=bias)
-    with pytest.raises(InputError, match="bias must be a torch.Tensor whose class has no __torch_function__"):
+    with pytest.raises(InputError, match=r"bias must be a torch\.Tensor whose class has no __torch_function__"):
         flash_attention_varlen(
             q[0].transpose(0, 1), k[0].transpose(0, 1), v[0].transpose(0, 1),
             torch.tensor([0, 5], dtype=torch.int32), torch.tensor([0, 7], dtype=torch.int32), 5, 7, bias=bias,
         )  # fmt: skip
-    with pytest.raises(InputError, match="bias must be a torch.Tensor whose class has no __torch_function__"):
+    with pytest.raises(InputError, match=r"bias must be a torch\.Tensor whose class has no __torch_function__"):
         flash_attention_with_kv_cache(q, k.transpose(1, 2), v.transpose(1, 2), bias=bias)

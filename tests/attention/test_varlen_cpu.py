@@ -192,7 +192,6 @@ def test_a_length_in_use_may_be_shorter_than_its_place():
 
 def test_lengths_on_a_gpu_are_read_only_when_asked(monkeypatch):
     """Reading waits for the GPU, which a capture does not allow."""
-
     gpu, capturing = torch.device("cuda"), False
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     monkeypatch.delenv("FLASHMOE_CHECK", raising=False)

@@ -149,7 +149,11 @@ def explain_with_kv_cache(q: Tensor, k_cache: Tensor, v_cache: Tensor, *new: Ten
     twice = [name for name in named if name in given]
     unknown = [name for name in options if name not in (*_TENSORS, *CacheOptions._fields)]
     if twice or unknown:
-        what = f"{twice[0]} once" if twice else f"options of flash_attention_with_kv_cache, {', '.join(CacheOptions._fields)}"
+        what = (
+            f"{twice[0]} once"
+            if twice
+            else f"options of flash_attention_with_kv_cache, {', '.join(CacheOptions._fields)}"
+        )
         raise InputError(f"arguments must be {what}, got {', '.join(twice or unknown)}{' twice' if twice else ''}")
     given.update({name: options.pop(name) for name in named})
     call = describe_cache_call(given, CacheOptions(**options))

@@ -93,7 +93,9 @@ def check_types(options: CacheOptions) -> CacheOptions:
             raise InputError(f"{name} must be at most {LARGEST_SCALE:.3g} in size, got a larger integer")
     if type(kernel) is not str:
         raise InputError(f"kernel must be the name of a kernel, got {shown(kernel)}")
-    return options._replace(window=window, softcap=float(softcap), softmax_scale=None if scale is None else float(scale))
+    return options._replace(
+        window=window, softcap=float(softcap), softmax_scale=None if scale is None else float(scale)
+    )
 
 
 def _check_needed(q: Any, k_cache: Any, v_cache: Any) -> None:

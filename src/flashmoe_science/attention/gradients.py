@@ -196,9 +196,7 @@ def _refuse_second_order(_ctx: Any, *_gradients: Any) -> Any:
 _attention_backward.register_autograd(_refuse_second_order)
 
 
-def register_gradients(
-    operator: Any, names: Sequence[str], options_of: Callable[[Mapping[str, Any]], Options]
-) -> None:
+def register_gradients(operator: Any, names: Sequence[str], options_of: Callable[[Mapping[str, Any]], Options]) -> None:
     """Give an operator that returns o and LSE its gradients.
 
     Args:

@@ -13,8 +13,12 @@ from torch import Tensor
 
 from ..errors import InputError, UnsupportedError, shown
 from ..gpu.device import gpu_of as gpu_of  # noqa: PLC0414 - callers of this module take it from here
-from .checks import DTYPE_NAMES as DTYPE_NAMES  # noqa: PLC0414 - callers of this module take it from here
-from .checks import check_attended, check_devices, check_has_memory
+from .checks import (
+    DTYPE_NAMES as DTYPE_NAMES,  # noqa: PLC0414 - callers of this module take it from here
+    check_attended,
+    check_devices,
+    check_has_memory,
+)
 from .plan import check_kernel_name
 from .problem import AttentionProblem, canonical_strides, check_share
 

@@ -17,8 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # what torch.compile t
 
 from ..attention import reference
 from ..attention.backward_api import flash_attention_backward
-from ..attention.backward_problem import BackwardProblem, backward_problem_of
 from ..attention.backward_plan import BACKWARD_KERNEL, BackwardConfig, BackwardPlan, plan_backward
+from ..attention.backward_problem import BackwardProblem, backward_problem_of
 from ..attention.fingerprints import NOT_FOLLOWED_OF_GRADIENTS, rival_code, subject_code
 from ..attention.inputs import Options, check_options, check_window
 from ..attention.problem import AttentionProblem
