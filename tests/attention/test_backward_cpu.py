@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from flashmoe_science import InputError, UnsupportedError, flash_attention, flash_attention_varlen
 from flashmoe_science.attention import gradients as gradients_module, reference
 from flashmoe_science.attention.backward_calls import prepare_backward
-from flashmoe_science.attention.gradients import Options, attention_gradients
+from flashmoe_science.attention.gradients import attention_gradients
+from flashmoe_science.attention.inputs import Options
 
 from ..one_triton import all_but
 from .cases import GRADIENTS, FeatureCase, Gradients
@@ -552,9 +553,9 @@ def test_prepared_gradients_see_every_change(monkeypatch):
     do = torch.randn(1, 2, 6, 8)
     made = []
 
-    def prepare(plan, q):
+    def prepare(plan, device):
         made.append(plan)
-        return prepare_backward(plan, q)
+        return prepare_backward(plan, device)
 
     monkeypatch.setattr(gradients_module, "_prepared", {})
     monkeypatch.setattr(gradients_module, "prepare_backward", prepare)

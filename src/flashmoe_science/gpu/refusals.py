@@ -27,7 +27,7 @@ def check_not_negative(name: str, tensor: Tensor) -> None:
 
 
 def check_memory(name: str, tensor: Tensor) -> None:
-    """Raise ``InputError`` unless memory holds all elements, one by one and as they are."""
+    """Raise ``InputError`` unless a tensor is dense and no negative view."""
     check_dense(name, tensor)
     check_not_negative(name, tensor)
 
