@@ -22,7 +22,7 @@ import torch
 
 from flashmoe_science import flash_attention
 from flashmoe_science.attention import reference
-from flashmoe_science.attention.operator import OPERATOR
+from flashmoe_science.operators.attention import OPERATOR
 from flashmoe_science.errors import UnsupportedError
 
 KERNELS = ("forward_gluon_sm90", "forward_short_gluon", "forward_triton")

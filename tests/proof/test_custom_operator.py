@@ -127,7 +127,7 @@ def test_what_an_operator_lacks_is_named(monkeypatch):
 
 
 def test_the_version_of_a_baseline_is_that_of_the_distribution_it_comes_from(operator):
-    rms_norm = operator.rivals()["torch"]
+    rms_norm = operator.baselines()["torch"]
     assert rms_norm.version() == ""  # a function of the user's own
     assert Baseline("torch", torch.nn.functional.rms_norm).version() == f"torch {importlib.metadata.version('torch')}"
     assert Baseline("scipy", scipy.special.softmax).version() == f"scipy {scipy.__version__}"

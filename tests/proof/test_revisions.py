@@ -143,7 +143,7 @@ def test_a_subject_at_a_revision_has_its_files_its_name_and_its_rival(repository
     b, a = subjects_at(str(repository / "kernels"), *checkouts)
     first, second = (git(repository, "rev-parse", tag)[:12] for tag in ("first", "second"))
     assert (a.name, b.name) == (f"doubling@{first}", f"doubling@{second}")
-    assert b.rival == a
+    assert b.baseline == a
     assert b.folder == checkouts[1].root / "kernels"
     assert sys.path == path  # workers inherit it
     assert type(b).from_json(b.to_json()) == b

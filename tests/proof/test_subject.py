@@ -263,7 +263,7 @@ def test_custom_operator_is_found_beside_the_file(folder, restore_path):
     (folder / "kernel.toml").write_text(GOOD.replace(OPERATOR, "operators_of_test_subject.mine"))
     operator = subjects.operator_of(load_subject(str(folder)))
     assert operator.name == "operators_of_test_subject.mine"  # as the file has it
-    assert "sdpa" in operator.rivals()
+    assert "sdpa" in operator.baselines()
 
 
 # The page about it.

@@ -162,12 +162,12 @@ def test_the_example_in_the_docs_is_valid(tmp_path):
 
 
 def test_every_key_of_a_case_is_explained_in_the_docs():
-    from flashmoe_science.attention.operator import _KEYS
-    from flashmoe_science.attention_backward.operator import _KEYS as KEYS_OF_GRADIENTS
-    from flashmoe_science.attention_cache.operator import _KEYS as KEYS_OF_A_CACHE
-    from flashmoe_science.attention_train.operator import TrainOperator
-    from flashmoe_science.attention_varlen.operator import _KEYS as KEYS_OF_PACKED_SEQUENCES
-    from flashmoe_science.moe.operator import _KEYS as KEYS_OF_EXPERTS
+    from flashmoe_science.operators.attention import _KEYS
+    from flashmoe_science.operators.attention_backward import _KEYS as KEYS_OF_GRADIENTS
+    from flashmoe_science.operators.attention_decode import _KEYS as KEYS_OF_A_CACHE
+    from flashmoe_science.operators.attention_step import TrainOperator
+    from flashmoe_science.operators.attention_varlen import _KEYS as KEYS_OF_PACKED_SEQUENCES
+    from flashmoe_science.operators.moe import _KEYS as KEYS_OF_EXPERTS
 
     for key in (
         *_SuiteFile.model_fields,

@@ -228,7 +228,7 @@ def _show_suite(terminal: Terminal, suite: Suite) -> None:
 
 
 def run_baselines(operator: str, *, as_json: bool) -> int:
-    """List the rivals of an operator."""
+    """List the baselines of an operator."""
     from ..proof.baselines import available_baselines
     from ..proof.operator import load_operator
 

@@ -337,7 +337,7 @@ def _with_version(status: BaselineStatus) -> str:
     return f"{status.name} ({status.version})" if status.version else status.name
 
 
-def _check_rivals() -> list[Check]:
+def _check_baselines() -> list[Check]:
     from .baselines import available_baselines
     from .operator import load_operator
     from .subject import BUILTIN_OPERATORS
@@ -351,7 +351,7 @@ def _check_rivals() -> list[Check]:
         text = ", ".join(here) or (f"none without a GPU; installed: {', '.join(waiting)}" if waiting else "none found")
         text += f"; not here: {', '.join(missing)}" if missing else ""
         hint = f"`flashmoe baselines --operator {operator}` says why" if missing else ""
-        checks.append(Check(f"rivals of {operator}", ok=True if here else None, text=text, hint=hint))
+        checks.append(Check(f"baselines of {operator}", ok=True if here else None, text=text, hint=hint))
     return checks
 
 
@@ -382,6 +382,6 @@ _CHECKS: dict[str, Callable[[], list[Check]]] = {
     "GPU": _check_gpu,
     "nvcc": _check_nvcc,
     "Nsight Compute": _check_ncu,
-    "rivals": _check_rivals,
+    "baselines": _check_baselines,
     "commit": _check_tree,
 }

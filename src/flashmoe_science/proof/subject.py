@@ -18,21 +18,14 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from ..errors import InputError, SubjectError
 from ..gpu.specs import SPECS, find_gpu
+from ..operators import MODULES
 from .evidence import Record, SourceFile, SubjectInfo
 from .toml_files import read_toml
 
 if TYPE_CHECKING:
     from .operator import Operator
 
-BUILTIN_OPERATORS = (
-    "attention",
-    "attention_backward",
-    "attention_cache",
-    "attention_train",
-    "attention_varlen",
-    "moe",
-    "moe_backward",
-)
+BUILTIN_OPERATORS = tuple(MODULES)
 
 PACKAGE_FOLDER = Path(__file__).resolve().parent.parent
 
@@ -106,7 +99,7 @@ class Subject:
     devices: tuple[str, ...] = ("cuda",)
     limits: Limits = Limits()
     checkout: Checkout | None = None  # of a revision that is compared with another
-    rival: Subject | None = None  # the same subject at the other revision, which is the baseline
+    baseline: Subject | None = None  # the same subject at the other revision
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values, to be handed to a worker process."""
@@ -283,7 +276,14 @@ def is_builtin(subject: SubjectInfo) -> bool:
     if operator is None or subject.operator != operator:
         return False
     own_folder = subject.folder is None or PurePosixPath(subject.folder).name == PACKAGE_FOLDER.name
-    return own_folder and subject.entry_point == load_operator(operator).entry_points()[subject.name]
+    return own_folder and same_entry(subject.entry_point, load_operator(operator).entry_points()[subject.name])
+
+
+def same_entry(one: str, other: str) -> bool:
+    """Return whether two entry points are one; of our own package its files may have moved since a record."""
+    (module, _, name), (other_module, _, other_name) = one.partition(":"), other.partition(":")
+    is_ours = {module.partition(".")[0], other_module.partition(".")[0]} == {PACKAGE_FOLDER.name}
+    return one == other or (is_ours and name == other_name)
 
 
 def _builtin_subject(operator_name: str, name: str) -> Subject:
