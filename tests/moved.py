@@ -10,7 +10,7 @@ from flashmoe_science.proof.answers import copied
 from flashmoe_science.proof.arms import copy_values
 
 
-# Any: operators and baselines of a room take problems of that room alone, which the protocols cannot say.
+# Any: an operator and its baselines take its own problems alone, which the protocols cannot say.
 def assert_answers_wholly(operator: Any, baseline: Any, table: dict[str, Any], *, follows: bool) -> None:
     """Give the inputs of a bound call other values: no answer may be made of both."""
     case = operator.parse_case(table)

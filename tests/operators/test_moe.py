@@ -16,13 +16,13 @@ from flashmoe_science.gpu.specs import SPECS
 from flashmoe_science.moe import reference
 from flashmoe_science.moe.problem import MoeCase
 from flashmoe_science.operators import moe_routing_cases
+from flashmoe_science.operators.baselines.moe import BASELINES
 from flashmoe_science.operators.baselines.moe_backward import BASELINES as BACKWARD_BASELINES
 from flashmoe_science.operators.moe import OPERATOR
 from flashmoe_science.operators.moe_routing_cases import active_experts
 from flashmoe_science.proof.operator import Scalable, load_operator
 from flashmoe_science.proof.suites import load_suite
 
-BASELINES = OPERATOR.baselines()
 TABLE = {"tokens": 9, "experts": 4, "top_k": 2, "hidden": 16, "inter": 24, "dtype": "fp32"}
 TABLES: list[dict[str, Any]] = [
     TABLE,

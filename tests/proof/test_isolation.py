@@ -236,12 +236,12 @@ def test_a_case_that_an_older_revision_does_not_know_is_refused_by_it(own, monke
     operator = operator_of(subject)
     problem = operator.parse_case({"batch": 1, "heads": 1, "seqlen_q": 8, "head_dim": 16, "dtype": "fp16"})
     assert operator.refusal(subject.name, problem, "H200") is None
-    old = sys.modules["flashmoe_science_older.attention.operator"]
-    monkeypatch.delitem(old._KEYS, "softmax_scale")
-    monkeypatch.delitem(old._KEYS, "causal")
+    old = sys.modules["flashmoe_science_older.operators.attention"].OPERATOR
+    monkeypatch.delitem(old.keys, "softmax_scale")
+    monkeypatch.delitem(old.keys, "causal")
     refusal = operator.refusal(subject.name, problem, "H200")
     assert refusal is not None
-    assert refusal.startswith("this revision does not know such a case: causal is not a key of an attention case")
+    assert refusal.startswith("this revision does not know such a case: causal is not a key of a case of attention")
 
 
 def test_errors_of_a_revision_are_those_of_the_harness(own):
