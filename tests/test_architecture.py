@@ -54,7 +54,7 @@ GOOD = {
     "attention/forward_features_gluon_sm90.py": '"""D."""\nfrom .forward_primitives_sm90 import f',
     "attention/api.py": '"""D."""\nfrom . import plan, reference, forward_triton',
     "operators/__init__.py": '"""D."""',
-    "operators/baselines/attention.py": '"""D."""\nfrom ... import __version__\nfrom ...attention.problem import Problem',
+    "operators/baselines/attention.py": '"""D."""\nfrom ... import __version__\nfrom ...attention import problem',
     "operators/attention.py": '"""D."""\nfrom ..attention import api\nfrom .baselines.attention import BASELINES',
     "proof/operator.py": '"""D."""\nfrom ..errors import SubjectError\nfrom ..operators import MODULES',
     "proof/measure.py": '"""D."""\nimport time\nt = time.perf_counter()\ne = torch.cuda.Event()',

@@ -16,7 +16,7 @@ from flashmoe_science.proof.operator import Operator
 from flashmoe_science.proof.subject import Subject
 
 from .bench import Bench
-from .simulated import HOST_SECONDS, Doubling, make_baseline, implementation, loaded
+from .simulated import HOST_SECONDS, Doubling, implementation, loaded, make_baseline
 
 
 def test_graph_and_wall_time_of_every_arm_in_every_round():

@@ -10,7 +10,7 @@ import torch
 from flashmoe_science.proof import arms
 
 from .bench import Bench
-from .simulated import make_baseline, implementation, loaded
+from .simulated import implementation, loaded, make_baseline
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from flashmoe_science.proof.subject import (
     hash_sources,
     load_entry,
     load_subject,
+    same_entry,
 )
 
 OPERATOR = "tests.proof.fake_operator"
@@ -218,6 +219,20 @@ def test_builtin_name_asks_the_operator(monkeypatch):
     assert subject.entry_point == f"{OPERATOR}:attend"
     assert (subject.folder / "proof" / "evidence.py").is_file()
     assert subject.devices == ("cuda", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("flashmoe_science.attention.operator:f", "flashmoe_science.operators.attention:f", True),
+        ("flashmoe_science.attention.operator:f", "flashmoe_science.operators.attention:g", False),
+        ("mine.attention:f", "mine.operators.attention:f", False),
+        ("mine:f", "flashmoe_science.operators.attention:f", False),
+        ("mine:f", "mine:f", True),
+    ],
+)
+def test_entry_points_of_ours_are_compared_without_their_module(one, other, same):
+    assert same_entry(one, other) is same
 
 
 def test_sources_are_expanded_and_hashed(folder):

@@ -19,8 +19,9 @@ from ..attention.tiles import ForwardConfig, HopperConfig, Plan
 from ..gpu.axis import Axis
 from ..gpu.planning import Work
 from ..gpu.specs import SPECS, GpuSpec
-from .base import DTYPES, Inputs, KernelOperator, standard_normal
+from .base import DTYPES, KernelOperator, standard_normal
 from .baselines.attention import BASELINES
+from .baselines.base import Inputs
 
 if TYPE_CHECKING:
     from ..gpu.compile import KernelOutcome
@@ -210,7 +211,8 @@ class AttentionOperator(KernelOperator):
             "batch": {"batch": p.batch * factor},
             "heads": {"heads": p.heads * factor, "heads_kv": p.heads_kv * factor},
         }[axis]
-        return self.parse_case({**self.as_table(p), **longer})
+        found: AttentionProblem = self.parse_case({**self.as_table(p), **longer})
+        return found
 
     def interpreter_steps(self, problem: AttentionProblem) -> int:
         """Count pairs of a row tile and a key tile."""

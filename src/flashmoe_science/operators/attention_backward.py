@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode  # what torch.compile traces with
@@ -24,8 +24,9 @@ from ..attention.problem import AttentionProblem
 from ..gpu.planning import Work
 from ..gpu.specs import GpuSpec
 from .attention import SPILL_BYTES as FORWARD_SPILL_BYTES
-from .base import DTYPES, Inputs, KernelOperator, standard_normal
+from .base import DTYPES, KernelOperator, standard_normal
 from .baselines.attention_backward import BASELINES
+from .baselines.base import Inputs
 
 if TYPE_CHECKING:
     from ..gpu.identity import PlannedSource
@@ -73,7 +74,7 @@ class BackwardOperator(KernelOperator):
     public_module = flash_attention_backward.__module__
     rooms = ("attention",)
     spill_bytes = _SPILL_BYTES
-    framework = ("*flash_bwd*", "*fmha*", "*cudnn*", "*sm80_xmma*softmax*")
+    framework: ClassVar[Sequence[str]] = ("*flash_bwd*", "*fmha*", "*cudnn*", "*sm80_xmma*softmax*")
     known_baselines = BASELINES
     instead = "backward_triton"
 

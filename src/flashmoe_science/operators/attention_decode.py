@@ -18,8 +18,9 @@ from ..attention.decode_plan import DecodePlan, plan_with_kv_cache
 from ..errors import InputError
 from ..gpu.planning import Work
 from ..gpu.specs import GpuSpec
-from .base import DTYPES, Inputs, KernelOperator
+from .base import DTYPES, KernelOperator
 from .baselines.attention_decode import BASELINES, values_of
+from .baselines.base import Inputs
 
 if TYPE_CHECKING:
     from ..gpu.identity import PlannedSource

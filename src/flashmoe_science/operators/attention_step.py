@@ -23,8 +23,8 @@ from ..attention.tiles import Plan
 from ..gpu.planning import PlannedLaunch, Work
 from ..gpu.specs import GpuSpec
 from .attention_backward import BackwardOperator, draw
-from .base import Inputs
 from .baselines.attention_backward import STEP_BASELINES
+from .baselines.base import Inputs
 
 if TYPE_CHECKING:
     from ..gpu.identity import PlannedSource

@@ -19,8 +19,9 @@ from ..gpu.planning import Work
 from ..gpu.specs import GpuSpec
 from .attention import AttentionOperator
 from .attention_varlen_problem import VarlenProblem, make_problem
-from .base import DTYPES, Inputs, KernelOperator, standard_normal
+from .base import DTYPES, KernelOperator, standard_normal
 from .baselines.attention_varlen import BASELINES
+from .baselines.base import Inputs
 
 if TYPE_CHECKING:
     from ..gpu.identity import PlannedSource

@@ -17,8 +17,8 @@ from ..moe.api import fused_moe
 from ..moe.inputs import TENSORS
 from ..moe.plan import MoePlan, plan_moe
 from ..moe.problem import MoeCase, MoeProblem
-from .base import DTYPES, Inputs, KernelOperator
-from .baselines.base import by_name
+from .base import DTYPES, KernelOperator
+from .baselines.base import Inputs, by_name
 from .baselines.moe import BASELINES, options_of
 from .baselines.moe_scattermoe import ScatterMoe
 from .baselines.moe_sonicmoe import SonicMoe
@@ -86,7 +86,8 @@ class MoeOperator(KernelOperator):
     def scaled(self, case: MoeCase, axis: str, factor: int) -> MoeCase | None:
         """Return a case of more tokens, by the kernels that serve as many."""
         assert axis == "tokens", axis
-        return self.parse_case({**self.as_table(case), "tokens": case.problem.tokens * factor})
+        longer: MoeCase = self.parse_case({**self.as_table(case), "tokens": case.problem.tokens * factor})
+        return longer
 
     def describe(self, case: MoeCase) -> str:
         """Return a short name of a problem."""
@@ -140,11 +141,13 @@ class MoeOperator(KernelOperator):
 
     def exact(self, case: MoeCase, inputs: Inputs) -> Any:
         """Return the answer in fp64."""
-        return reference.fused_moe(**inputs, **options_of(case), dtype=torch.float64)
+        options: dict[str, Any] = {**inputs, **options_of(case)}
+        return reference.fused_moe(**options, dtype=torch.float64)
 
     def low_precision(self, case: MoeCase, inputs: Inputs) -> Any:
         """Return the framework's eager answer: a loop over experts in the problem's dtype."""
-        return reference.fused_moe(**inputs, **options_of(case))
+        options: dict[str, Any] = {**inputs, **options_of(case)}
+        return reference.fused_moe(**options)
 
     def plan(self, subject: str, case: MoeCase, gpu: GpuSpec) -> MoePlan:
         """Return the plan of a call. Raises ``UnsupportedError``."""

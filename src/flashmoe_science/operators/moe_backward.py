@@ -20,7 +20,7 @@ from ..moe import reference
 from ..moe.backward_api import fused_moe_backward
 from ..moe.backward_plan import BackwardPlan, plan_backward
 from ..moe.problem import MoeCase
-from .base import Inputs
+from .baselines.base import Inputs
 from .baselines.moe import BASELINES as FORWARD, options_of
 from .baselines.moe_backward import BASELINES, NAMES, bind_gradients
 from .moe import MoeOperator
@@ -57,7 +57,7 @@ class MoeBackwardOperator(MoeOperator):
         for key in ("shared_experts", "batch_invariant"):
             if table.get(key):
                 raise InputError(f"{key} is not a key of a case of {self.name}")
-        case = super().parse_case(table)
+        case: MoeCase = super().parse_case(table)
         if not case.problem.tokens:
             raise InputError("tokens must be at least 1, got 0: the gradients of none are zeros, which no kernel makes")
         return dataclasses.replace(case, problem=dataclasses.replace(case.problem, keep_product=True))
@@ -92,8 +92,10 @@ class MoeBackwardOperator(MoeOperator):
 
     def exact(self, case: MoeCase, inputs: Inputs) -> Any:
         """Return the gradients in fp64, the product computed anew."""
-        tensors = {name: inputs[name] for name in inputs if name not in ("do", "product")}
-        found = reference.moe_gradients(inputs["do"], **tensors, **options_of(case), dtype=torch.float64)
+        options: dict[str, Any] = {**inputs, **options_of(case)}
+        do = options.pop("do")
+        options.pop("product")
+        found = reference.moe_gradients(do, **options, dtype=torch.float64)
         return tuple(found[name] for name in self._wanted(case))
 
     def low_precision(self, case: MoeCase, inputs: Inputs) -> Any:

@@ -299,13 +299,13 @@ def find_operator(name: str) -> Operator:
         module = f"{_OPERATORS}.{MODULES[name]}"
     attribute = attribute or "OPERATOR"
     try:
-        operator = getattr(importlib.import_module(module), attribute, None)
+        operator: Any = getattr(importlib.import_module(module), attribute, None)
     except ModuleNotFoundError as error:
         if error.name is None or not module.startswith(error.name):
             raise
         raise _no_operator(name) from error
-    if hasattr(operator, "rivals") and not hasattr(operator, "baselines"):
-        operator.baselines = operator.rivals  # the method's name before 0.1.0
+    if callable(getattr(operator, "rivals", None)):
+        operator.baselines = operator.rivals  # the method's name before 0.1.0; CustomOperator has a default for the new
     if not isinstance(operator, Operator):
         lacking = [part for part in _PARTS if operator is not None and not hasattr(operator, part)]
         got = f"{type(operator).__name__} without {', '.join(lacking)}" if lacking else repr(operator)

@@ -20,7 +20,7 @@ from flashmoe_science.proof.worker import TaskResult
 
 from ..builders import H200
 from ..chain import environment_with
-from ..simulated import SimulatedTimer, make_baseline, implementation, loaded
+from ..simulated import SimulatedTimer, implementation, loaded, make_baseline
 from . import rows_operator
 from .rows_operator import GridGpu, Problem, RowsOperator, row_loop
 

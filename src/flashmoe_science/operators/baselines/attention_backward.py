@@ -43,12 +43,12 @@ class Sdpa(SdpaBaseline):
 
     def _forward(self, problem: BackwardProblem, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Any]:
         """Return o, and the node of autograd's graph that makes its gradients."""
-        p = problem.forward
+        p, (q, k, v) = problem.forward, tensors
         options: dict[str, Any] = {"is_causal": p.causal, "scale": p.softmax_scale}
         if p.group > 1:
             options["enable_gqa"] = True
         with torch.enable_grad():
-            o = F.scaled_dot_product_attention(*tensors, **options)
+            o = F.scaled_dot_product_attention(q, k, v, **options)
         node: Any = o.grad_fn
         if self.node not in type(node).__name__:
             raise InputError(f"the backward must be that of {self.node}, got {type(node).__name__}")

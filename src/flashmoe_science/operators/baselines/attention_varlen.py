@@ -67,7 +67,7 @@ class Sdpa(SdpaBaseline):
     def bind(self, problem: VarlenProblem, inputs: Inputs) -> Call:
         """Return a function that calls SDPA for every sequence."""
         p = problem.planned
-        parts = [
+        parts: list[Any] = [
             tuple(contiguous_copy(part.transpose(0, 1)[None]) for part in sequence)
             for sequence in zip(
                 inputs["q"].split(problem.lengths),  # type: ignore[no-untyped-call]
