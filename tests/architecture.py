@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 PACKAGE = "flashmoe_science"
 
-# Every layer may import itself and those before it. A folder that is not named here is an operator.
-LAYERS = ("errors", "gpu", "operators", "proof", "cli")
-LAYER_OF_FOLDER = {"gpu": "gpu", "proof": "proof", "cli": "cli"}
-LAYER_OF_FILE = {"": "operators", "errors": "errors", "cli": "cli", "__main__": "cli", "pytest_plugin": "cli"}
+# Every layer may import itself and those before it. A folder that is not named here has kernels or their callers.
+LAYERS = ("errors", "gpu", "kernels", "operators", "proof", "cli")
+LAYER_OF_FOLDER = {"gpu": "gpu", "operators": "operators", "proof": "proof", "cli": "cli"}
+LAYER_OF_FILE = {"": "kernels", "errors": "errors", "cli": "cli", "__main__": "cli", "pytest_plugin": "cli"}
+REGISTRY = "operators"  # the module that names all operators: all that proof may know of them
 
 STOPWATCHES = {
     *("perf_counter", "perf_counter_ns", "process_time", "process_time_ns", "thread_time", "thread_time_ns"),
@@ -43,7 +44,7 @@ class Module:
 
     @property
     def room(self) -> str | None:
-        """Return the operator that it belongs to."""
+        """Return the folder of kernels that it belongs to."""
         return room_of(self.name)
 
     @property
@@ -75,11 +76,11 @@ def layer_of(name: str) -> str:
     first, _, rest = name.partition(".")
     if first in LAYER_OF_FOLDER:
         return LAYER_OF_FOLDER[first]
-    return "operators" if rest else LAYER_OF_FILE.get(first, "operators")
+    return "kernels" if rest else LAYER_OF_FILE.get(first, "kernels")
 
 
 def room_of(name: str) -> str | None:
-    return name.partition(".")[0] if name and layer_of(name) == "operators" else None
+    return name.partition(".")[0] if name and layer_of(name) == "kernels" else None
 
 
 def is_kernel_name(name: str) -> bool:
@@ -131,7 +132,7 @@ def problems(modules: Iterable[Module]) -> list[str]:
 
 
 def check_layers(module: Module) -> Iterator[str]:
-    """``cli -> proof -> operators -> gpu -> errors``."""
+    """``cli -> proof -> operators -> {attention, moe, integrations} -> gpu -> errors``."""
     for item in module.imports:
         if not item.ours:
             continue
@@ -142,22 +143,15 @@ def check_layers(module: Module) -> Iterator[str]:
             yield f"{item.line}: {module.layer} imports {item.target}, which is above it"
 
 
-def is_for_harness(stem: str) -> bool:
-    """Whether a file is an operator's side of the harness: its adapter, or how others' libraries are called."""
-    return stem in ("operator", "rivals", "rival_registry") or stem.endswith("_rival")
-
-
 def check_room(module: Module) -> Iterator[str]:
-    """Inside an operator ``api -> {reference, plan, kernels} -> primitives``; only the harness sees its operator.py."""
+    """Inside a room ``api -> {reference, plan, kernels} -> primitives``."""
     if module.room is None:
         return
     for item in module.imports:
         if not item.ours or room_of(item.target) != module.room or item.target == module.room:
             continue
         stem = item.target.rpartition(".")[2]
-        if is_for_harness(stem) and not is_for_harness(module.stem):
-            yield f"{item.line}: imports {stem}, which is there for the harness"
-        if stem == "api" and module.stem != "__init__" and not is_for_harness(module.stem):
+        if stem == "api" and module.stem != "__init__":
             yield f"{item.line}: imports api, which is above it"
         if module.is_kernel_file and is_kernel_name(item.target):
             yield f"{item.line}: a kernel file imports another one, {stem}"
@@ -169,17 +163,21 @@ def check_room(module: Module) -> Iterator[str]:
             yield f"{item.line}: primitives imports {stem}, which is above it"
 
 
+def is_known_to_operators_alone(name: str) -> bool:
+    return room_of(name) is not None or layer_of(name) == "operators"
+
+
 def check_names_no_operator(module: Module) -> Iterator[str]:
     """The harness reaches an operator through load_operator only."""
     if module.layer != "proof":
         return
     for item in module.imports:
-        if item.ours and room_of(item.target) is not None:
+        if item.ours and item.target != REGISTRY and is_known_to_operators_alone(item.target):
             yield f"{item.line}: proof imports {item.target}, expected load_operator"
     for node in ast.walk(module.tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith(f"{PACKAGE}."):
             name = node.value.partition(":")[0].removeprefix(f"{PACKAGE}.")
-            if room_of(name) is not None:
+            if is_known_to_operators_alone(name):
                 yield f"{node.lineno}: proof names {node.value}, expected load_operator"
 
 

@@ -10,13 +10,13 @@ from flashmoe_science.proof.answers import copied
 from flashmoe_science.proof.arms import copy_values
 
 
-# Any: operators and rivals of a room take problems of that room alone, which the protocols cannot say.
-def assert_answers_wholly(operator: Any, rival: Any, table: dict[str, Any], *, follows: bool) -> None:
+# Any: an operator and its baselines take its own problems alone, which the protocols cannot say.
+def assert_answers_wholly(operator: Any, baseline: Any, table: dict[str, Any], *, follows: bool) -> None:
     """Give the inputs of a bound call other values: no answer may be made of both."""
     case = operator.parse_case(table)
     old, new = (operator.make_inputs(case, seed=seed, device="cpu") for seed in (3, 4))
-    call = operator.bind(rival.load(), case, old)
-    before, after = (copied(operator.bind(rival.load(), case, inputs)()) for inputs in (old, new))
+    call = operator.bind(baseline.load(), case, old)
+    before, after = (copied(operator.bind(baseline.load(), case, inputs)()) for inputs in (old, new))
     assert isinstance(before, torch.Tensor)
     assert isinstance(after, torch.Tensor)
     assert not torch.equal(before, after)

@@ -22,8 +22,8 @@ import torch
 
 from flashmoe_science import flash_attention
 from flashmoe_science.attention import reference
-from flashmoe_science.attention.operator import OPERATOR
 from flashmoe_science.errors import UnsupportedError
+from flashmoe_science.operators.attention import OPERATOR
 
 KERNELS = ("forward_gluon_sm90", "forward_short_gluon", "forward_triton")
 # Queries, keys: one step and several, tiles that end early, rows that see no key.

@@ -1,4 +1,4 @@
-"""RMSNorm for the harness: cases, inputs, the exact answer, work and rivals. The error budget is the default one."""
+"""RMSNorm for the harness: cases, inputs, the exact answer, work and baselines. The error budget is the default one."""
 
 import functools
 from dataclasses import dataclass
@@ -55,7 +55,7 @@ class RmsNorm(CustomOperator):
         size = DTYPES[problem.dtype].itemsize
         return Work(flops=4.0 * elements, bytes=float((2 * elements + problem.columns) * size), tokens=problem.rows)
 
-    def rivals(self):
+    def baselines(self):
         """Return whom it is compared with; the first is the default."""
         return {"torch": Baseline("torch", torch_rms_norm)}
 

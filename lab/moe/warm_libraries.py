@@ -27,8 +27,7 @@ def shapes():
 
 def work(i):
     import torch
-    from flashmoe_science.moe.operator import MoeOperator
-    from flashmoe_science.moe.rival_registry import RIVALS
+    from flashmoe_science.operators.moe import MoeOperator
     op, said, begin = MoeOperator(), [], time.perf_counter()
     if mode == "compile":
         import liger_kernel.ops.fused_moe_kernels as k
@@ -44,10 +43,10 @@ def work(i):
         jobs += [(a, c) for a in arms if a != "liger" for c in cases()[i::N]]
     for name, case in jobs:
         try:
-            if RIVALS[name].refusal(case):
+            if MoeOperator.known_baselines[name].refusal(case):
                 continue
             inputs = op.make_inputs(case, seed=1, device="cuda")
-            op.bind(RIVALS[name].load(), case, inputs)()
+            op.bind(MoeOperator.known_baselines[name].load(), case, inputs)()
             torch.cuda.synchronize()
         except Exception as error:
             said.append(f"{name} {case}: {type(error).__name__} {str(error)[:200]}")

@@ -16,9 +16,9 @@ from flashmoe_science import flash_attention, flash_attention_varlen
 from flashmoe_science.attention import reference
 from flashmoe_science.attention.gradients import attention_gradients
 from flashmoe_science.attention.inputs import Options
-from flashmoe_science.attention.operator import OPERATOR
 from flashmoe_science.attention.packed import planned_lengths
 from flashmoe_science.attention.problem import AttentionProblem
+from flashmoe_science.operators.attention import OPERATOR
 
 from .cases import Case, FeatureCase, VarlenCase
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from flashmoe_science import explain_gradients, flash_attention
-from flashmoe_science.attention.operator import OPERATOR
+from flashmoe_science.operators.attention import OPERATOR
 
 HEADS, HEADS_KV = 4, 2
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flashmoe_science.attention import reference
-from flashmoe_science.attention.operator import OPERATOR
+from flashmoe_science.operators.attention import OPERATOR
 
 from .cases import GRADIENTS, FeatureCase
 from .checks import assert_gradients_right, make_features, problem_of, synchronisation_is_an_error

@@ -23,13 +23,13 @@ from flashmoe_science.attention.features_plan import (
 )
 from flashmoe_science.attention.features_prepare import prepare_features
 from flashmoe_science.attention.hopper_plan import HOPPER_TABLE
-from flashmoe_science.attention.operator import compile_plan
 from flashmoe_science.attention.plan import plan_attention
 from flashmoe_science.attention.problem import AttentionProblem
 from flashmoe_science.attention.tiles import HopperConfig, Plan
 from flashmoe_science.gpu.compile import compile_kernel
 from flashmoe_science.gpu.launch import count_parameters
 from flashmoe_science.gpu.specs import SPECS
+from flashmoe_science.operators.attention import compile_plan
 
 from ..one_triton import all_but
 from .cases import Ordering

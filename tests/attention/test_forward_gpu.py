@@ -14,8 +14,8 @@ import torch
 from flashmoe_science import UnsupportedError, explain, flash_attention
 from flashmoe_science.attention import reference
 from flashmoe_science.attention.hopper_plan import HOPPER_TABLE
-from flashmoe_science.attention.operator import OPERATOR
 from flashmoe_science.attention.tiles import ForwardConfig, HopperConfig
+from flashmoe_science.operators.attention import OPERATOR
 
 from .cases import EMPTY, HEAD_DIMS, PAIRS, SMALL, Case
 from .checks import assert_right, make_inputs, poison_allocator

@@ -25,7 +25,6 @@ from flashmoe_science.attention.hopper_plan import (
     hopper_heads_per_group,
     hopper_is_aligned,
 )
-from flashmoe_science.attention.operator import OPERATOR, compile_plan
 from flashmoe_science.attention.plan import plan_attention
 from flashmoe_science.attention.prepare import prepare_kernels
 from flashmoe_science.attention.problem import AttentionProblem
@@ -37,6 +36,7 @@ from flashmoe_science.gpu.launch import count_parameters, parameter_bits
 from flashmoe_science.gpu.planning import PlannedLaunch
 from flashmoe_science.gpu.specs import SPECS
 from flashmoe_science.gpu.tensor_map import TensorMap
+from flashmoe_science.operators.attention import OPERATOR, compile_plan
 
 from ..one_triton import all_but, all_but_some_with
 from .key_loops import key_loops

@@ -30,7 +30,6 @@ pytest.importorskip("triton", reason="Triton exists for Linux only")
 import triton
 
 from flashmoe_science import UnsupportedError
-from flashmoe_science.attention.operator import compile_plan
 from flashmoe_science.attention.plan import plan_attention
 from flashmoe_science.attention.prepare import prepare_kernels
 from flashmoe_science.attention.problem import AttentionProblem, Strides
@@ -40,6 +39,7 @@ from flashmoe_science.attention.triton_plan import FORWARD_TABLES, forward_rows
 from flashmoe_science.gpu.compile import KernelOutcome, compile_kernel, read_resources
 from flashmoe_science.gpu.planning import PlannedLaunch
 from flashmoe_science.gpu.specs import SPECS
+from flashmoe_science.operators.attention import compile_plan
 
 from ..one_triton import all_but_some_with
 

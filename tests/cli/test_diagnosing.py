@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from flashmoe_science.proof.diagnose.gather import CannotObserveError
-from flashmoe_science.proof.diagnose.observations import Diagnosis, Rival, Times
+from flashmoe_science.proof.diagnose.observations import Diagnosis, TimedBaseline, Times
 from flashmoe_science.proof.evidence import Gate, GateStatus
 from flashmoe_science.proof.store import Store
 
@@ -43,7 +43,9 @@ def diagnose_with(run, monkeypatch, wishes):
 
 
 def test_the_causes_come_before_the_hypotheses(diagnose_with):
-    story = serial_story().model_copy(update={"rivals": [Rival(name="sdpa", times=Times(graph=9e-6, wall=15e-6))]})
+    story = serial_story().model_copy(
+        update={"baselines": [TimedBaseline(name="sdpa", times=Times(graph=9e-6, wall=15e-6))]}
+    )
     code, out, err = diagnose_with([story])
     lines = out.splitlines()
     assert (code, err) == (0, "launches of 8 calls\n")

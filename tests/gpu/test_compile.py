@@ -14,12 +14,12 @@ import triton.language as tl
 from triton.backends.nvidia import compiler as nvidia_compiler
 
 from flashmoe_science import CompileError
-from flashmoe_science.attention.operator import compile_plan
 from flashmoe_science.attention.problem import AttentionProblem
 from flashmoe_science.attention.tiles import ForwardConfig, Plan
 from flashmoe_science.gpu.compile import KernelSource, compile_kernel, read_resources
 from flashmoe_science.gpu.planning import PlannedLaunch
 from flashmoe_science.gpu.specs import OLDEST_TRITON
+from flashmoe_science.operators.attention import compile_plan
 
 pytestmark = pytest.mark.triton
 

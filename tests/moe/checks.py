@@ -9,7 +9,7 @@ import torch
 
 from flashmoe_science import fused_moe
 from flashmoe_science.moe import reference
-from flashmoe_science.moe.operator import OPERATOR
+from flashmoe_science.operators.moe import OPERATOR
 
 from .cases import Case, options_of
 

@@ -48,7 +48,7 @@ def request_of(subject: Subject = HONEST, *problems: Problem, **changes: Any) ->
 
 def attention(batch: int, heads: int, seqlen_q: int, head_dim: int, **more: Any) -> SuiteCase:
     """Return a case of the real operator."""
-    from flashmoe_science.attention.operator import OPERATOR as ATTENTION
+    from flashmoe_science.operators.attention import OPERATOR as ATTENTION
 
     table = {"batch": batch, "heads": heads, "seqlen_q": seqlen_q, "head_dim": head_dim, "dtype": "fp16", **more}
     problem = ATTENTION.parse_case(table)

@@ -61,7 +61,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class FakeRival:
+class FakeBaseline:
     name: str
     kernels: tuple[str, ...] = ()
 
@@ -167,8 +167,8 @@ class FakeOperator:
     def cpu_stand_in(self, subject, problem):
         return "plain torch (a GPU runs a kernel)" if problem.causal else ""
 
-    def rivals(self):
-        return {name: FakeRival(name) for name in ("sdpa", "absent", "picky")}
+    def baselines(self):
+        return {name: FakeBaseline(name) for name in ("sdpa", "absent", "picky")}
 
 
 OPERATOR = FakeOperator()

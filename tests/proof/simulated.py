@@ -173,8 +173,8 @@ class Doubling:
 
     name = "doubling"
 
-    def __init__(self, rivals=()):
-        self._rivals = {rival.name: rival for rival in rivals}
+    def __init__(self, baselines=()):
+        self._baselines = {each.name: each for each in baselines}
 
     def parse_case(self, table):
         return table["length"]
@@ -229,8 +229,8 @@ class Doubling:
     def cpu_stand_in(self, subject, problem):
         return ""
 
-    def rivals(self):
-        return self._rivals
+    def baselines(self):
+        return self._baselines
 
 
 def implementation(gpu, *, seconds=5e-6, change=lambda out: out, **launch):
@@ -244,13 +244,13 @@ def implementation(gpu, *, seconds=5e-6, change=lambda out: out, **launch):
     return entry
 
 
-def loaded(name, entry, *, role="baseline", rival=None, **changes):
+def loaded(name, entry, *, role="baseline", baseline=None, **changes):
     """Return what ``load_arms`` would."""
-    return Loaded(name, role, entry, "loaded", version="1.0", rival=rival, **changes)
+    return Loaded(name, role, entry, "loaded", version="1.0", baseline=baseline, **changes)
 
 
-def rival(name, entry=None, *, refusal=None, kernels=(), error=None):
-    """Return a baseline for an operator's ``rivals``."""
+def make_baseline(name, entry=None, *, refusal=None, kernels=(), error=None):
+    """Return a baseline for an operator's ``baselines``."""
 
     def load():
         if error is not None:

@@ -11,13 +11,13 @@ from flashmoe_science.errors import ProofError
 from flashmoe_science.proof import baselines
 from flashmoe_science.proof.operator import Operator
 
-from .rival_operator import OPERATOR
+from .baseline_operator import OPERATOR
 from .simulated import Doubling
 
 OPERATOR_UNDER_TEST = cast("Operator", OPERATOR)
 
 
-def test_every_rival_is_tried_and_a_crash_counts_against_one_alone():
+def test_every_baseline_is_tried_and_a_crash_counts_against_one_alone():
     found = baselines.available_baselines(OPERATOR_UNDER_TEST)
     assert [(status.name, status.installed, status.version) for status in found] == [
         ("good", True, "1.0"),
@@ -42,8 +42,8 @@ def test_what_is_installed_runs_only_where_there_is_a_gpu():
 
 
 def test_names_are_resolved_in_the_order_given_and_the_default_is_the_first():
-    assert [rival.name for rival in baselines.resolve(OPERATOR_UNDER_TEST, ["last", "good"])] == ["last", "good"]
-    assert [rival.name for rival in baselines.resolve(OPERATOR_UNDER_TEST, [])] == ["good"]
+    assert [baseline.name for baseline in baselines.resolve(OPERATOR_UNDER_TEST, ["last", "good"])] == ["last", "good"]
+    assert [baseline.name for baseline in baselines.resolve(OPERATOR_UNDER_TEST, [])] == ["good"]
     assert baselines.resolve(cast("Operator", Doubling()), []) == []
 
 

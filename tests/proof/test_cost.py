@@ -62,7 +62,7 @@ def test_the_rough_model_is_within_twice_what_was_measured(path):
         return
     assert run is not None
     refused = sum(arm.status in ("refused", "failed") for case in record.cases for arm in case.arms)
-    # What a rival refuses, of suite decode one in ten, takes no time; before a run nobody knows how much that will be.
+    # What a baseline refuses, in suite decode one case in ten, takes no time; nobody knows how much before a run.
     size = replace(run.size, arms=round(run.size.arms - refused / len(record.cases)))
     for gate, seconds in run.gpu_seconds.items():
         if gate == "quick" and len(record.baselines) > 1 and path.name < "20261122T21":

@@ -22,6 +22,7 @@ from flashmoe_science.proof.subject import load_subject
 from flashmoe_science.proof.suites import load_suite
 
 from .chain import environment_with, gate_of, run_chain, statuses
+from .fake_operator import FakeOperator
 
 FOLDER = Path(__file__).parents[2] / "examples" / "rms_norm"
 
@@ -126,8 +127,19 @@ def test_what_an_operator_lacks_is_named(monkeypatch):
         load_operator("half_an_operator:NOTHING")
 
 
+def test_a_method_rivals_is_read_as_baselines(monkeypatch):
+    class Older(FakeOperator):
+        def rivals(self):
+            return {"mine": Baseline("mine", torch.relu)}
+
+    module = ModuleType("older_operator")
+    vars(module)["OPERATOR"] = Older()
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    assert list(load_operator("older_operator:OPERATOR").baselines()) == ["mine"]
+
+
 def test_the_version_of_a_baseline_is_that_of_the_distribution_it_comes_from(operator):
-    rms_norm = operator.rivals()["torch"]
+    rms_norm = operator.baselines()["torch"]
     assert rms_norm.version() == ""  # a function of the user's own
     assert Baseline("torch", torch.nn.functional.rms_norm).version() == f"torch {importlib.metadata.version('torch')}"
     assert Baseline("scipy", scipy.special.softmax).version() == f"scipy {scipy.__version__}"

@@ -65,8 +65,8 @@ def test_the_version_of_torch_is_read_without_importing_it():
 
 
 def test_every_package_of_a_baseline_is_looked_for():
-    rivals = [rival for name in BUILTIN_OPERATORS for rival in load_operator(name).rivals().values()]
-    packages = {rival.distribution for rival in rivals if hasattr(rival, "distribution")}
+    baselines = [each for name in BUILTIN_OPERATORS for each in load_operator(name).baselines().values()]
+    packages = {each.distribution for each in baselines if hasattr(each, "distribution")}
     assert packages - {"torch"} == set(module.BASELINES)
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from flashmoe_science.attention.operator import OPERATOR
 from flashmoe_science.errors import ProofError, SuiteError
+from flashmoe_science.operators.attention import OPERATOR
 from flashmoe_science.proof.conclude import last_word
 from flashmoe_science.proof.environment import subject_tree
 from flashmoe_science.proof.evidence import GATE_NAMES, TreeState, read_record, write_record

@@ -18,7 +18,7 @@ from flashmoe_science.proof.operator import Operator
 from flashmoe_science.proof.rounds import Case
 from flashmoe_science.proof.subject import KernelPromise, Subject
 
-from .simulated import Doubling, Gpu, SimulatedTimer, implementation, loaded, rival
+from .simulated import Doubling, Gpu, SimulatedTimer, implementation, loaded, make_baseline
 
 SUBJECT = Subject("ours", "doubling", "m:f", Path(), (), kernels=(KernelPromise("attend*", (0, 0, 0)),))
 
@@ -35,7 +35,9 @@ def capture(gpu, *loaded_arms, operator=None):
 def test_launches_of_a_call_and_of_its_graph_are_recorded():
     gpu = Gpu()
     subject = loaded("ours", implementation(gpu, name="attend_fwd"), role="subject")
-    baseline = loaded("sdpa", implementation(gpu, name="flash_fwd"), rival=rival("sdpa", kernels=["*flash*"]))
+    baseline = loaded(
+        "sdpa", implementation(gpu, name="flash_fwd"), baseline=make_baseline("sdpa", kernels=["*flash*"])
+    )
     found = capture(gpu, subject, baseline)
     ours = found["ours"]
     assert (ours["status"], ours["role"], ours["version"], ours["problems"]) == ("captured", "subject", "1.0", [])
@@ -215,7 +217,7 @@ def test_arms_that_do_not_run_say_why_and_the_others_are_captured():
         gpu,
         loaded("ours", implementation(gpu), role="subject"),
         arms.Loaded("fa3", "baseline", None, "unavailable", "no module named fa3"),
-        loaded("flash", implementation(gpu), rival=rival("flash", refusal="head dimension above 256")),
+        loaded("flash", implementation(gpu), baseline=make_baseline("flash", refusal="head dimension above 256")),
         loaded("math", greedy),
     )
     assert [(arm["status"], arm["launches"] != []) for arm in found.values()] == [

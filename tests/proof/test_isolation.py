@@ -54,8 +54,8 @@ def compared(tmp_path):
 
 def measured(subject):
     operator = operator_of(subject)
-    assert subject.rival is not None
-    loaded = load_arms(subject, operator, [subject.rival.name])
+    assert subject.baseline is not None
+    loaded = load_arms(subject, operator, [subject.baseline.name])
     plan = Plan(Settings(rounds=4, seed=1), ["graph", "wall"], process=0)
     return measure_case(Case("n64", operator, 64), loaded, plan, SimulatedTimer(GPU), on_round=lambda *_: None)
 
@@ -68,7 +68,7 @@ def test_rounds_of_two_revisions_are_interleaved_and_each_runs_its_own_code(comp
     subject = compared(doubling_repository(tmp_path / "repository"))
     case = measured(subject)
     assert set(statuses(case).values()) == {("measured", "")}
-    a, b = subject.rival.name, subject.name
+    a, b = subject.baseline.name, subject.name
     seconds = case["rounds"]["seconds"]["graph"]
     assert seconds[a] == pytest.approx([5e-6] * 4)
     assert seconds[f"{a}#2"] == pytest.approx([5e-6] * 4)
@@ -80,17 +80,17 @@ def test_rounds_of_two_revisions_are_interleaved_and_each_runs_its_own_code(comp
 def test_modules_of_a_are_seen_inside_of_its_calls_only(compared, tmp_path):
     subject = compared(doubling_repository(tmp_path / "repository"))
     entry = load_entry(subject)
-    (rival,) = operator_of(subject).rivals().values()
-    loaded = rival.load()
+    (baseline,) = operator_of(subject).baselines().values()
+    loaded = baseline.load()
     assert entry is not loaded
     path = list(sys.path)
-    with rival.context():
+    with baseline.context():
         import helper  # type: ignore[import-not-found]
 
         assert helper.NAME == "kernel_of_first"
         loaded(torch.ones(2))
         assert "late" in sys.modules  # imported by the call
-        with rival.context():  # again, from inside
+        with baseline.context():  # again, from inside
             assert sys.modules["helper"] is helper
         assert sys.modules["helper"] is helper
     assert sys.modules["helper"].NAME == "kernel_of_second"
@@ -112,8 +112,8 @@ def test_what_only_b_has_is_not_found_by_a(compared, tmp_path):
 
 def test_one_commit_against_itself_is_two_copies_of_its_code(compared, tmp_path):
     subject = compared(doubling_repository(tmp_path / "repository"), "second", "second")
-    assert subject.rival.name == f"{subject.name}.a"
-    assert subject.rival.folder != subject.folder
+    assert subject.baseline.name == f"{subject.name}.a"
+    assert subject.baseline.folder != subject.folder
     assert set(statuses(measured(subject)).values()) == {("measured", "")}
 
 
@@ -186,9 +186,9 @@ def double(x):
     commit(repository, {"helper.py": "NAME = 'kernel_of_first'"}, tag="fourth")
     subject = compared(repository, "fourth", "third")
     ours = load_entry(subject)
-    (rival,) = operator_of(subject).rivals().values()
-    theirs = rival.load()
-    with rival.context():
+    (baseline,) = operator_of(subject).baselines().values()
+    theirs = baseline.load()
+    with baseline.context():
         assert theirs(torch.ones(1)) == 1
     assert ours(torch.ones(1)) == 0
 
@@ -217,12 +217,12 @@ def own(tmp_path):
 
 
 def test_our_own_package_is_there_twice_and_each_arm_is_bound_and_planned_by_its_own(own):
-    subject = own("right", rival=own("left"))
+    subject = own("right", baseline=own("left"))
     operator = operator_of(subject)
     problem = operator.parse_case({"batch": 1, "heads": 1, "seqlen_q": 8, "head_dim": 16, "dtype": "fp16"})
     inputs = operator.make_inputs(problem, seed=0, device="cpu")
-    (rival,) = operator.rivals().values()
-    entries = load_entry(subject), rival.load()
+    (baseline,) = operator.baselines().values()
+    entries = load_entry(subject), baseline.load()
     calls: list[Any] = [operator.bind(entry, problem, inputs) for entry in entries]
     functions = [call.func for call in calls]
     packages = ["flashmoe_science_right", "flashmoe_science_left"]
@@ -236,12 +236,12 @@ def test_a_case_that_an_older_revision_does_not_know_is_refused_by_it(own, monke
     operator = operator_of(subject)
     problem = operator.parse_case({"batch": 1, "heads": 1, "seqlen_q": 8, "head_dim": 16, "dtype": "fp16"})
     assert operator.refusal(subject.name, problem, "H200") is None
-    old = sys.modules["flashmoe_science_older.attention.operator"]
-    monkeypatch.delitem(old._KEYS, "softmax_scale")
-    monkeypatch.delitem(old._KEYS, "causal")
+    old = sys.modules["flashmoe_science_older.operators.attention"].OPERATOR
+    monkeypatch.delitem(old.keys, "softmax_scale")
+    monkeypatch.delitem(old.keys, "causal")
     refusal = operator.refusal(subject.name, problem, "H200")
     assert refusal is not None
-    assert refusal.startswith("this revision does not know such a case: causal is not a key of an attention case")
+    assert refusal.startswith("this revision does not know such a case: causal is not a key of a case of attention")
 
 
 def test_errors_of_a_revision_are_those_of_the_harness(own):

@@ -325,7 +325,7 @@ def test_the_fastest_baseline_decides_in_each_case():
     assert judge(build_claim(baseline="sdpa"), record).status is DEMONSTRATED
 
 
-def test_the_rival_of_the_lower_end_is_named_where_it_is_not_the_fastest():
+def test_the_baseline_of_the_lower_end_is_named_where_it_is_not_the_fastest():
     """One whose times differ between processes may have the lowest lower end, and so decide, with a higher estimate."""
     record = build_record(speedups=[2.5], baselines={"sdpa": 1.0, "fa3": 1.0})
     samples = sum(len(each.seconds.get("graph", {}).get("fa3", [])) for each in record.cases[0].rounds)
@@ -336,7 +336,7 @@ def test_the_rival_of_the_lower_end_is_named_where_it_is_not_the_fastest():
     assert "against sdpa, the lower end against fa3" in case.reason
 
 
-def test_a_rival_that_does_not_serve_a_problem_is_left_out_there_and_named():
+def test_a_baseline_that_does_not_serve_a_problem_is_left_out_there_and_named():
     record = build_record(speedups=[2.5, 2.5], baselines={"sdpa": 1.0, "fa3": 1.0})
     refused = _with_arm(record, 0, "fa3", status="refused", reason="head size 4")
     verdict = judge(build_claim(baseline=["sdpa", "fa3"]), refused)
@@ -346,7 +346,7 @@ def test_a_rival_that_does_not_serve_a_problem_is_left_out_there_and_named():
     assert judge(build_claim(baseline=["sdpa", "fa3"]), both).status is INCONCLUSIVE
 
 
-def test_a_rival_that_is_not_installed_leaves_the_claim_open():
+def test_a_baseline_that_is_not_installed_leaves_the_claim_open():
     record = build_record(speedups=[2.5], baselines={"sdpa": 1.0, "fa3": 1.0})
     absent = _with_arm(record, 0, "fa3", status="unavailable", reason="no module named fa3")
     verdict = judge(build_claim(baseline=["sdpa", "fa3"]), absent)

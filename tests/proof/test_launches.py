@@ -237,9 +237,9 @@ def test_one_pattern_may_promise_several_shapes_but_no_other():
 
 
 def test_a_baseline_must_run_a_kernel_of_its_own():
-    assert launches.rival_problems(["*cudnn*", "*flash*"], [ran("void pytorch_flash::flash_fwd_kernel")]) == []
-    assert launches.rival_problems([], [ran("anything")]) == []
-    (problem,) = launches.rival_problems(["*cudnn*"], [ran("void pytorch_flash::flash_fwd_kernel")])
+    assert launches.baseline_problems(["*cudnn*", "*flash*"], [ran("void pytorch_flash::flash_fwd_kernel")]) == []
+    assert launches.baseline_problems([], [ran("anything")]) == []
+    (problem,) = launches.baseline_problems(["*cudnn*"], [ran("void pytorch_flash::flash_fwd_kernel")])
     assert "none of its kernels (*cudnn*) ran; what ran: void pytorch_flash::flash_fwd_kernel" in problem
 
 

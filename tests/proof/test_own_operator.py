@@ -48,7 +48,7 @@ class Mine(CustomOperator):
     def low_precision(self, problem, inputs):
         pass
 
-    def rivals(self):
+    def baselines(self):
         return {}
 
 
@@ -96,7 +96,11 @@ BROKEN = [
     ("OPERATOR = Mine()", "def f(:", "SyntaxError: invalid syntax ({module}.py:30)"),
     ("from dataclasses", "import no_such_thing\nfrom dataclasses", "No module named 'no_such_thing' ({module}.py:1 in"),
     ("OPERATOR = Mine()", "raise SystemExit(3)", "SystemExit: 3 ({module}.py:30 in <module>)"),
-    ("return {}\n\n\n", "return 1 / 0\n\n\n", "rivals: ZeroDivisionError: division by zero ({module}.py:27 in rivals)"),
+    (
+        "return {}\n\n\n",
+        "return 1 / 0\n\n\n",
+        "baselines: ZeroDivisionError: division by zero ({module}.py:27 in baselines)",
+    ),
     ("return Work(", "raise KeyError('x')\n        return dict(", "work: KeyError: 'x' ({module}.py:15 in work)"),
     ("return Work(", "return dict(", "its method work must return flops, a number of at least 0, got {{'flops'"),
     ("flops=1.0", "flops=float('nan')", "its method work must return flops, a number of at least 0, got nan"),
@@ -110,7 +114,11 @@ BROKEN = [
         "    def as_table(self, problem):\n        return {1: {2}}\n\n    def work",
         "as_table must return plain JSON values",
     ),
-    ("return {}\n\n\n", "return ['sdpa']\n\n\n", "rivals must return a mapping from names to rivals, got ['sdpa']"),
+    (
+        "return {}\n\n\n",
+        "return ['sdpa']\n\n\n",
+        "baselines must return a mapping from names to baselines, got ['sdpa']",
+    ),
 ]
 
 
@@ -204,8 +212,8 @@ def test_what_it_raises_in_the_main_process_alone_is_still_its_own_error(write):
 @pytest.mark.usefixtures("no_worker")
 def test_a_method_that_exits_and_a_suite_that_cannot_be_read(tmp_path, write):
     operator = load_own(write(changed("return {}\n\n\n", "raise SystemExit\n\n\n")), timeout_s=9)
-    with pytest.raises(SubjectError, match="its method rivals: SystemExit"):
-        operator.rivals()
+    with pytest.raises(SubjectError, match="its method baselines: SystemExit"):
+        operator.baselines()
     name = write("1 / 0\n")
     (tmp_path / "suite.toml").write_text(
         f'name = "x"\noperator = "{name}"\ndescription = "Made up."\n[[cases]]\nrows = 3\norigin = "made up"\n'

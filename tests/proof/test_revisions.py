@@ -143,7 +143,7 @@ def test_a_subject_at_a_revision_has_its_files_its_name_and_its_rival(repository
     b, a = subjects_at(str(repository / "kernels"), *checkouts)
     first, second = (git(repository, "rev-parse", tag)[:12] for tag in ("first", "second"))
     assert (a.name, b.name) == (f"doubling@{first}", f"doubling@{second}")
-    assert b.rival == a
+    assert b.baseline == a
     assert b.folder == checkouts[1].root / "kernels"
     assert sys.path == path  # workers inherit it
     assert type(b).from_json(b.to_json()) == b
@@ -179,16 +179,18 @@ def test_our_own_subject_is_refused_where_a_revision_has_no_package_of_ours(chec
         subjects_at("flash_attention", *checkouts)
 
 
-def with_package(repository, operator=None, tag="packaged"):
-    """Commit a copy of our own package, or one with this operator."""
+def with_package(repository, operator=None, tag="packaged", *, place="operators/attention.py"):
+    """Commit a copy of our own package, or one with this operator in this place."""
     target = repository / "src" / PACKAGE_FOLDER.name
     shutil.rmtree(target, ignore_errors=True)
-    for room in ("attention", "gpu"):
+    for room in ("attention", "gpu", "moe", "operators"):
         shutil.copytree(PACKAGE_FOLDER / room, target / room, ignore=shutil.ignore_patterns("__pycache__"))
     for file in ("__init__.py", "errors.py"):
         shutil.copy(PACKAGE_FOLDER / file, target / file)
     if operator is not None:
-        (target / "attention" / "operator.py").write_text(operator)
+        if not place.startswith("operators"):  # as it was once
+            shutil.rmtree(target / "operators")
+        (target / place).write_text(operator)
     return commit(repository, {}, tag=tag)
 
 
@@ -201,7 +203,7 @@ def test_our_own_subject_at_two_revisions_is_that_of_each_checkout(repository):
         b, a = subjects_at("forward_triton", *found)
         assert a.name == f"forward_triton@{first[:12]}"
         assert (a.builtin, a.checkout.package) == (True, "flashmoe_science_a")  # type: ignore[union-attr]
-        assert b.entry_point == "flashmoe_science_b.attention.operator:forward_triton"
+        assert b.entry_point == "flashmoe_science_b.operators.attention:forward_triton"
         hashes = [{source.path: source.sha256 for source in hash_sources(subject)} for subject in (a, b)]
         assert [path for path in hashes[0] if hashes[0][path] != hashes[1][path]] == ["attention/api.py"]
         assert load_entry(b).func.__module__ == "flashmoe_science_b.attention.api"  # type: ignore[attr-defined]
@@ -210,11 +212,12 @@ def test_our_own_subject_at_two_revisions_is_that_of_each_checkout(repository):
             subjects_at("forward_tritn", *found)
 
 
+@pytest.mark.parametrize("place", ["operators/attention.py", "attention/operator.py"])
 @pytest.mark.parametrize(
     ("operator", "reason"), [("1 / 0", "ZeroDivisionError"), ("OPERATOR = 3", "must offer an object OPERATOR")]
 )
-def test_our_own_package_with_an_operator_that_does_not_fit_is_refused(repository, operator, reason):
-    with_package(repository, operator)
+def test_our_own_package_with_an_operator_that_does_not_fit_is_refused(repository, operator, reason, place):
+    with_package(repository, operator, place=place)
     with (
         checked_out(repository, *asked(repository, "packaged", "packaged")) as found,
         pytest.raises(SubjectError) as refused,

@@ -16,7 +16,7 @@ from flashmoe_science.proof.operator import Operator
 from flashmoe_science.proof.subject import Subject
 
 from .bench import Bench
-from .simulated import HOST_SECONDS, Doubling, implementation, loaded, rival
+from .simulated import HOST_SECONDS, Doubling, implementation, loaded, make_baseline
 
 
 def test_graph_and_wall_time_of_every_arm_in_every_round():
@@ -95,7 +95,7 @@ def test_the_control_copies_the_first_baseline_that_runs_here():
     bench = Bench()
     bench.baselines = [
         arms.Loaded("fa3", "baseline", None, "unavailable", "no module named fa3"),
-        loaded("flash", bench.baselines[0].entry, rival=rival("flash", refusal="head dimension above 256")),
+        loaded("flash", bench.baselines[0].entry, baseline=make_baseline("flash", refusal="head dimension above 256")),
         loaded("sdpa", bench.baselines[0].entry),
     ]
     bench.run()
@@ -388,12 +388,12 @@ def test_mismatch_counts_answers_and_never_accepts_nan():
 def test_loading_says_what_is_missing():
     operator = Doubling(
         [
-            rival("sdpa", lambda x: 2 * x),
-            rival("fa3", error=ImportError("no module named flash_attn_interface")),
-            rival("broken", error=RuntimeError("bad build\ndetails")),
+            make_baseline("sdpa", lambda x: 2 * x),
+            make_baseline("fa3", error=ImportError("no module named flash_attn_interface")),
+            make_baseline("broken", error=RuntimeError("bad build\ndetails")),
         ]
     )
-    found = [arms.load_rival(each) for each in operator.rivals().values()]
+    found = [arms.load_baseline(each) for each in operator.baselines().values()]
     assert [(each.status, each.reason) for each in found] == [
         ("loaded", ""),
         ("unavailable", "no module named flash_attn_interface"),
@@ -403,7 +403,7 @@ def test_loading_says_what_is_missing():
 
 
 def test_arms_have_names_of_their_own():
-    operator = cast("Operator", Doubling([rival("sdpa", lambda x: 2 * x)]))
+    operator = cast("Operator", Doubling([make_baseline("sdpa", lambda x: 2 * x)]))
     subject = Subject("ours", "doubling", "no_such_module:f", Path(), ())
     ours, sdpa = arms.load_arms(subject, operator, ["sdpa"])
     assert (ours.status, ours.role, sdpa.status, sdpa.role) == ("failed", "subject", "loaded", "baseline")

@@ -10,7 +10,7 @@ import torch
 from flashmoe_science.proof import arms
 
 from .bench import Bench
-from .simulated import implementation, loaded, rival
+from .simulated import implementation, loaded, make_baseline
 
 
 @pytest.mark.parametrize(
@@ -68,9 +68,9 @@ def test_an_answer_of_another_shape_is_refused():
 def test_a_yardstick_is_timed_though_its_answer_is_none_to_the_problem():
     bench = Bench()
     work = implementation(bench.gpu, seconds=4e-6, change=lambda out: -out)
-    measure = rival("product", work)
+    measure = make_baseline("product", work)
     measure.yardstick = True
-    bench.baselines.append(loaded("product", work, rival=measure))
+    bench.baselines.append(loaded("product", work, baseline=measure))
     product = bench.run().arms["product"]
     assert (product.status, product.accuracy) == ("measured", None)
     assert bench.seconds("graph")["product"] == pytest.approx([4e-6] * 4)

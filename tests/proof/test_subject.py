@@ -27,6 +27,7 @@ from flashmoe_science.proof.subject import (
     hash_sources,
     load_entry,
     load_subject,
+    same_entry,
 )
 
 OPERATOR = "tests.proof.fake_operator"
@@ -221,6 +222,20 @@ def test_builtin_name_asks_the_operator(monkeypatch):
     assert subject.devices == ("cuda", "cpu")
 
 
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("flashmoe_science.attention.operator:f", "flashmoe_science.operators.attention:f", True),
+        ("flashmoe_science.attention.operator:f", "flashmoe_science.operators.attention:g", False),
+        ("mine.attention:f", "mine.operators.attention:f", False),
+        ("mine:f", "flashmoe_science.operators.attention:f", False),
+        ("mine:f", "mine:f", True),
+    ],
+)
+def test_entry_points_of_ours_are_compared_without_their_module(one, other, same):
+    assert same_entry(one, other) is same
+
+
 def test_sources_are_expanded_and_hashed(folder):
     subject = load_subject(str(folder))
     names = ["kernel.toml", "my_kernel_of_test_subject.py", "csrc/a.cu", "csrc/b.cu"]
@@ -264,7 +279,7 @@ def test_custom_operator_is_found_beside_the_file(folder, restore_path):
     (folder / "kernel.toml").write_text(GOOD.replace(OPERATOR, "operators_of_test_subject.mine"))
     operator = subjects.operator_of(load_subject(str(folder)))
     assert operator.name == "operators_of_test_subject.mine"  # as the file has it
-    assert "sdpa" in operator.rivals()
+    assert "sdpa" in operator.baselines()
 
 
 # The page about it.

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from flashmoe_science.errors import SuiteError
-from flashmoe_science.proof.subject import load_subject
+from flashmoe_science.proof.operator import load_operator
+from flashmoe_science.proof.subject import BUILTIN_OPERATORS, load_subject
 from flashmoe_science.proof.suites import _SuiteFile, check_operator, list_suites, load_suite
 from flashmoe_science.proof.toml_files import read_toml
 
@@ -162,22 +164,8 @@ def test_the_example_in_the_docs_is_valid(tmp_path):
 
 
 def test_every_key_of_a_case_is_explained_in_the_docs():
-    from flashmoe_science.attention.operator import _KEYS
-    from flashmoe_science.attention_backward.operator import _KEYS as KEYS_OF_GRADIENTS
-    from flashmoe_science.attention_cache.operator import _KEYS as KEYS_OF_A_CACHE
-    from flashmoe_science.attention_train.operator import TrainOperator
-    from flashmoe_science.attention_varlen.operator import _KEYS as KEYS_OF_PACKED_SEQUENCES
-    from flashmoe_science.moe.operator import _KEYS as KEYS_OF_EXPERTS
-
-    for key in (
-        *_SuiteFile.model_fields,
-        *_KEYS,
-        *KEYS_OF_GRADIENTS,
-        *TrainOperator.keys,
-        *KEYS_OF_A_CACHE,
-        *KEYS_OF_PACKED_SEQUENCES,
-        *KEYS_OF_EXPERTS,
-    ):
+    operators: list[Any] = [load_operator(name) for name in BUILTIN_OPERATORS]
+    for key in (*_SuiteFile.model_fields, *(key for operator in operators for key in operator.keys)):
         assert f"`{key}`" in PAGE or f"[{key}]" in PAGE
     for name in list_suites():
         assert f"| `{name}` |" in PAGE

@@ -27,7 +27,7 @@ def diagnose(
     ] = None,
     baseline: Annotated[
         Optional[list[str]],  # noqa: UP045
-        typer.Option("--baseline", "-b", metavar="NAME", help="A rival to time beside it. Default: the operator's."),
+        typer.Option("--baseline", "-b", metavar="NAME", help="A baseline to time beside it. Default: the operator's."),
     ] = None,
     gpu: Annotated[
         Optional[str],  # noqa: UP045

@@ -105,13 +105,13 @@ def exit_code(diagnosis: Diagnosis) -> int:
 
 def _request(wanted: DiagnosisWanted) -> Request:
     subject = load_subject(wanted.subject)
-    rivals = list(operator_of(subject).rivals())
+    known = list(operator_of(subject).baselines())
     for baseline in wanted.baselines:
-        check_name("baseline", baseline, rivals)
+        check_name("baseline", baseline, known)
     return Request(
         subject=subject,
         cases=_cases(subject, wanted),
-        baselines=list(dict.fromkeys(wanted.baselines)) or rivals[:1],
+        baselines=list(dict.fromkeys(wanted.baselines)) or known[:1],
         gpu=gpu_named(wanted.gpu) if wanted.gpu else None,
         counters=wanted.counters,
         seed=wanted.seed,

@@ -261,9 +261,9 @@ def _request(wanted: Wanted, name: str, repository: Path | None) -> ProveRequest
         raise InputError(f"time limit must be a number of seconds above 0, got {wanted.time_limit:g}", hint=hint)
     subject = load_subject(name, time_limit=wanted.time_limit)
     suite = load_suite(wanted.suite, timeout_s=subject.limits.import_s)
-    rivals = list(operator_of(subject).rivals())
+    known = list(operator_of(subject).baselines())
     for baseline in wanted.baselines:
-        check_name("baseline", baseline, rivals)
+        check_name("baseline", baseline, known)
     if wanted.expect is not None and not 0 < wanted.expect < math.inf:
         raise InputError(f"expect must be a number above 0, got {wanted.expect:g}", hint="e.g. --expect 1.7")
     if wanted.until is not None:
@@ -278,7 +278,7 @@ def _request(wanted: Wanted, name: str, repository: Path | None) -> ProveRequest
     return ProveRequest(
         subject=subject,
         suite=suite,
-        baselines=list(dict.fromkeys(wanted.baselines)) or rivals[:1],
+        baselines=list(dict.fromkeys(wanted.baselines)) or known[:1],
         gpus=list(wanted.gpus),
         until=wanted.until,
         expect=wanted.expect,

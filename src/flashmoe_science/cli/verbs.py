@@ -84,7 +84,9 @@ def prove(
     suite: Annotated[str, typer.Option("--suite", "-s", metavar="SUITE", help="A packaged suite, or a file.")] = "seed",
     baseline: Annotated[
         Optional[list[str]],  # noqa: UP045
-        typer.Option("--baseline", "-b", metavar="NAME", help="A rival; repeat it for more. Default: the operator's."),
+        typer.Option(
+            "--baseline", "-b", metavar="NAME", help="A baseline; repeat it for more. Default: the operator's."
+        ),
     ] = None,
     gpu: Annotated[
         Optional[list[str]],  # noqa: UP045
@@ -424,12 +426,12 @@ def suites(
     raise typer.Exit(run_suites(name, as_json=as_json))
 
 
-@app.command(short_help="List the rivals, and which can run here.")
+@app.command(short_help="List the baselines, and which can run here.")
 def baselines(
-    operator: Annotated[str, typer.Option(metavar="NAME", help="Rivals of this operator.")] = "attention",
+    operator: Annotated[str, typer.Option(metavar="NAME", help="Baselines of this operator.")] = "attention",
     as_json: Json = False,
 ) -> None:
-    """List the rivals of an operator, each tried in a process of its own: its version, or why it cannot run here.
+    """List the baselines of an operator, each tried in a process of its own: its version, or why it cannot run here.
 
     \b
     Example:

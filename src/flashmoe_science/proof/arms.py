@@ -20,7 +20,7 @@ from ..errors import ProofError
 from .answers import Answer, Call, copied, known_parts, names_of, not_formed, parts, sizes_of
 from .check import accuracy_of, not_plain
 from .evidence import Accuracy, OutputAccuracy, TimeKind
-from .operator import Inputs, Operator, Rival
+from .operator import Baseline, Inputs, Operator
 from .shared_state import SharedState
 from .subject import Subject, load_entry
 from .worker import describe_error
@@ -63,20 +63,20 @@ class Loaded:
     reason: str = ""
     version: str = ""
     deterministic: bool = False  # promised: the same input gives the same bits
-    rival: Rival | None = None
+    baseline: Baseline | None = None
 
     def context(self) -> AbstractContextManager[object]:
         """Return the context in which every call is made, e.g. a pinned backend."""
-        return contextlib.nullcontext() if self.rival is None else self.rival.context()
+        return contextlib.nullcontext() if self.baseline is None else self.baseline.context()
 
     @property
     def yardstick(self) -> bool:
         """Whether it does other work, whose answer is none to the problem: only that it repeats is checked."""
-        return bool(getattr(self.rival, "yardstick", False))
+        return bool(getattr(self.baseline, "yardstick", False))
 
     def refusal(self, problem: Any) -> str | None:
         """Return why it cannot serve ``problem``, or None."""
-        return None if self.rival is None else self.rival.refusal(problem)
+        return None if self.baseline is None else self.baseline.refusal(problem)
 
 
 @dataclass(frozen=True)
@@ -141,11 +141,11 @@ def load_arms(subject: Subject, operator: Operator, baselines: Sequence[str]) ->
     if len(set(names)) < len(names):
         raise ProofError(f"subject and baselines must have names of their own, got {', '.join(names)}")
     loaded = [_load_subject(subject)]
-    rivals = operator.rivals()
+    known = operator.baselines()
     for name in baselines:
-        if name not in rivals:
-            raise ProofError(f"baseline must be one of {', '.join(rivals)}, got {name!r}")
-        loaded.append(load_rival(rivals[name]))
+        if name not in known:
+            raise ProofError(f"baseline must be one of {', '.join(known)}, got {name!r}")
+        loaded.append(load_baseline(known[name]))
     return loaded
 
 
@@ -157,16 +157,16 @@ def _load_subject(subject: Subject) -> Loaded:
     return Loaded(subject.name, "subject", entry, "loaded", deterministic=subject.deterministic)
 
 
-def load_rival(rival: Rival) -> Loaded:
+def load_baseline(baseline: Baseline) -> Loaded:
     """Import one baseline; a missing package makes it unavailable, any other error failed."""
     try:
-        entry = rival.load()
-        version = rival.version()
+        entry = baseline.load()
+        version = baseline.version()
     except ImportError as error:
-        return Loaded(rival.name, "baseline", None, "unavailable", str(error).strip() or "cannot be imported")
-    except Exception as error:  # noqa: BLE001 - what a rival raises is a result
-        return Loaded(rival.name, "baseline", None, "failed", describe_error(error))
-    return Loaded(rival.name, "baseline", entry, "loaded", version=version, rival=rival)
+        return Loaded(baseline.name, "baseline", None, "unavailable", str(error).strip() or "cannot be imported")
+    except Exception as error:  # noqa: BLE001 - what a baseline raises is a result
+        return Loaded(baseline.name, "baseline", None, "failed", describe_error(error))
+    return Loaded(baseline.name, "baseline", entry, "loaded", version=version, baseline=baseline)
 
 
 def find_truth(operator: Operator, problem: Any, inputs: Inputs) -> Truths:

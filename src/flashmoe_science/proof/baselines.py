@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import ProofError
-from .operator import Operator, Rival, load_operator
+from .operator import Baseline, Operator, load_operator
 from .worker import Emit, run_task
 
 _TASK = f"{__name__}:probe"
 _NO_GPU = "it is installed; it needs an NVIDIA GPU that torch can use"
-_TIMEOUT_S = 120.0  # for one rival: some compile while they are imported
+_TIMEOUT_S = 120.0  # for one baseline: some compile while they are imported
 
 
 @dataclass(frozen=True)
@@ -30,29 +30,29 @@ class BaselineStatus:
         return self.available or self.reason == _NO_GPU
 
 
-def resolve(operator: Operator, names: Sequence[str]) -> list[Rival]:
-    """Return the rivals called ``names``; without names the default, which is the operator's first.
+def resolve(operator: Operator, names: Sequence[str]) -> list[Baseline]:
+    """Return the baselines called ``names``; without names the default, which is the operator's first.
 
     Raises:
-        ProofError: the operator has no rival of this name.
+        ProofError: the operator has no baseline of this name.
     """
-    rivals = operator.rivals()
-    unknown = [name for name in names if name not in rivals]
+    known = operator.baselines()
+    unknown = [name for name in names if name not in known]
     if unknown:
         raise ProofError(
-            f"baseline must be one of {', '.join(rivals) or 'none'}, got {unknown[0]!r}",
+            f"baseline must be one of {', '.join(known) or 'none'}, got {unknown[0]!r}",
             hint="`flashmoe baselines` lists those found here",
         )
-    return [rivals[name] for name in names] if names else list(rivals.values())[:1]
+    return [known[name] for name in names] if names else list(known.values())[:1]
 
 
 def available_baselines(operator: Operator) -> list[BaselineStatus]:
-    """Try every rival of ``operator``, and say of each whether it runs here. A crash counts against one rival alone."""
-    waiting = list(operator.rivals())
+    """Try every baseline of ``operator``, and say of each whether it runs here. A crash counts against one alone."""
+    waiting = list(operator.baselines())
     found: dict[str, BaselineStatus] = {}
 
     def on_event(event: dict[str, Any]) -> None:
-        if event.get("event") == "rival":
+        if event.get("event") == "baseline":
             found[event["name"]] = BaselineStatus(event["name"], event["available"], event["reason"], event["version"])
 
     while waiting:
@@ -61,32 +61,32 @@ def available_baselines(operator: Operator) -> list[BaselineStatus]:
         if waiting:  # the process ended at the first that is left: blame that one, and try the rest anew
             culprit = waiting.pop(0)
             found[culprit] = BaselineStatus(culprit, available=False, reason=result.reason, version="")
-    return [found[name] for name in operator.rivals()]
+    return [found[name] for name in operator.baselines()]
 
 
 def probe(payload: dict[str, Any], emit: Emit) -> dict[str, Any]:
-    """Import some rivals of an operator, in a worker.
+    """Import some baselines of an operator, in a worker.
 
     Args:
         payload: ``operator``, ``names``.
-        emit: gets ``{"event": "rival", "name", "available", "reason", "version"}`` for each.
+        emit: gets ``{"event": "baseline", "name", "available", "reason", "version"}`` for each.
 
     Returns:
         Nothing: an empty dict.
     """
     import torch
 
-    from .arms import load_rival
+    from .arms import load_baseline
 
-    rivals = load_operator(payload["operator"]).rivals()
+    known = load_operator(payload["operator"]).baselines()
     for name in payload["names"]:
-        loaded = load_rival(rivals[name])
+        loaded = load_baseline(known[name])
         installed = loaded.status == "loaded"
         # PyTorch lets its CUDA kernels be named where it has none: what is imported is not what runs.
         available = installed and torch.cuda.is_available()
         emit(
             {
-                "event": "rival",
+                "event": "baseline",
                 "name": name,
                 "available": available,
                 "reason": _NO_GPU if installed and not available else loaded.reason,

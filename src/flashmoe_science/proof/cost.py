@@ -18,7 +18,7 @@ from .words import counted
 # Seconds. They come within twice of what the runs in evidence/ took on an H200, as a test sees to: a worker's start;
 # what records launches; for each kind of problem and arm, in every process, what is loaded or compiled; for each case,
 # or case and arm, what warms up and runs; for each TFLOP above one a case, what the answer in fp64 and the eager one
-# take, and the calls of a round. Some rivals take a tenth of what a kind costs here, one that compiles for seconds
+# take, and the calls of a round. Some baselines take a tenth of what a kind costs here, one that compiles for seconds
 # several times it.
 _START = 3.0
 _RECORDER = 5.0

@@ -16,7 +16,7 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 
 from ..errors import InputError
-from .operator import CompileJob, Inputs, LaunchPromise, Rival
+from .operator import Baseline as AnyBaseline, CompileJob, Inputs, LaunchPromise
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -32,7 +32,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Baseline:
-    """A rival that is a function."""
+    """A baseline that is a function."""
 
     name: str
     function: Callable[..., torch.Tensor]  # called as the operator calls
@@ -71,8 +71,8 @@ def standard_normal(
 class CustomOperator:
     """Everything that ``proof.operator.Operator`` asks for, but what one call does and means.
 
-    To be written: ``problem``, ``work``, ``make_inputs``, ``exact``, ``low_precision``, and mostly ``rivals``. A module
-    with an instance called ``OPERATOR`` is named ``module:OPERATOR`` in a kernel.toml and in a suite.
+    To be written: ``problem``, ``work``, ``make_inputs``, ``exact``, ``low_precision``, and mostly ``baselines``. A
+    module with an instance called ``OPERATOR`` is named ``module:OPERATOR`` in a kernel.toml and in a suite.
     """
 
     problem: ClassVar[type]  # a frozen dataclass: its fields are the keys of a case in a suite
@@ -138,7 +138,7 @@ class CustomOperator:
         """Return none. Override it with patterns of the framework's own kernels, where their names tell them."""
         return ()
 
-    def rivals(self) -> Mapping[str, Rival]:
+    def baselines(self) -> Mapping[str, AnyBaseline]:
         """Return no baseline; with none, nothing is compared."""
         return {}
 

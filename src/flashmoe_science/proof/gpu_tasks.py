@@ -287,7 +287,7 @@ def _record(capture: _Capture, recording: Recording | None) -> dict[str, Any]:
         "graph_unseen": unseen,  # a graph holds the call, and what it launches is not known
         "copies": list(eager[-1].copies) if eager else [],
         "promises": capture.promises,
-        "patterns": list(loaded.rival.kernels) if loaded.rival is not None else [],
+        "patterns": list(loaded.baseline.kernels) if loaded.baseline is not None else [],
         "problems": problems,
     }
 

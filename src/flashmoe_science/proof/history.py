@@ -16,6 +16,7 @@ from .judge import paired_log_ratios
 from .poolable import describe_change, traits
 from .soundness import sanity_failure
 from .statistics import Interval, hodges_lehmann, shift_interval
+from .subject import same_entry
 from .words import counted
 
 KINDS = ("code", "method", "hardware")
@@ -144,7 +145,7 @@ def _verdict(runs: int, points: int, *, enough: bool) -> str:
 
 def _alike(one: Record, other: Record) -> bool:
     """Return whether two runs are of one suite and one subject: two files kernel.toml may use the same name."""
-    return one.suite == other.suite and one.subject.entry_point == other.subject.entry_point
+    return one.suite == other.suite and same_entry(one.subject.entry_point, other.subject.entry_point)
 
 
 def _measured(record: Record, metric: TimeKind) -> set[str]:

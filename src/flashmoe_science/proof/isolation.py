@@ -24,7 +24,7 @@ from .. import errors
 from ..errors import InputError, SubjectError
 from ..gpu.device import current_gpu
 from .answers import Call
-from .operator import Inputs, Operator, Rival, find_operator
+from .operator import Baseline, Inputs, Operator, find_operator, module_at_revision
 from .subject import PACKAGE_FOLDER, Checkout, Subject, add_python_path, load_attribute
 from .worker import describe_error
 
@@ -34,7 +34,7 @@ _Entry = Callable[..., Any]
 def at_revision(operator: Operator, subject: Subject) -> Operator:
     """Return ``operator`` for a subject at a revision: what a case means, and which answer is right, stays as it is.
 
-    How our own subject is called, planned and compiled is its revision's affair. The other revision is a rival.
+    How our own subject is called, planned and compiled is its revision's affair. The other revision is a baseline.
     """
     return cast("Operator", _AtRevision(operator, subject))
 
@@ -102,10 +102,10 @@ class _AtRevision:
             return getattr(self._operator, method)(subject, problem)
         return self._own.ask(method, problem)
 
-    def rivals(self) -> Mapping[str, Rival]:
-        """Return the other revision alone: the operator's own rivals are for `flashmoe prove`."""
-        other = self._subject.rival
-        return {} if other is None else {other.name: cast("Rival", _OtherRevision(self._operator, other))}
+    def baselines(self) -> Mapping[str, Baseline]:
+        """Return the other revision alone: the operator's own baselines are for `flashmoe prove`."""
+        other = self._subject.baseline
+        return {} if other is None else {other.name: cast("Baseline", _OtherRevision(self._operator, other))}
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class _OwnOperator:
         add_python_path(subject)
         with _operators_apart(checkout):
             try:
-                own = find_operator(f"{checkout.package}.{subject.operator}.operator")
+                own = find_operator(module_at_revision(checkout.package, subject.operator))
             except Exception as error:
                 hint = "what a harness asks of it is in proof/operator.py; its own harness may still compare it"
                 reason = describe_error(error)
@@ -196,7 +196,7 @@ class _BoundByItself:
 
 
 class _OtherRevision:
-    """Revision A as a baseline. Fits ``operator.Rival``."""
+    """Revision A as a baseline. Fits ``operator.Baseline``."""
 
     def __init__(self, operator: Operator, subject: Subject) -> None:
         assert subject.checkout is not None

@@ -333,7 +333,7 @@ def _differences(promise: LaunchPromise, launch: Launch) -> str:
     return "; ".join(found)
 
 
-def rival_problems(patterns: Sequence[str], launches: Sequence[Launch]) -> list[str]:
+def baseline_problems(patterns: Sequence[str], launches: Sequence[Launch]) -> list[str]:
     """Return why a baseline is not what it says: none of its kernels ran. Nothing pinned, nothing wrong."""
     if not patterns or matching(patterns, launches):
         return []

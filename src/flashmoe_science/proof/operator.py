@@ -1,8 +1,8 @@
 """What the harness needs to know of an operator: protocols only. No operator is named here, and none imports this.
 
-An operator called ``NAME`` lives in ``flashmoe_science.NAME.operator`` and offers one object, ``OPERATOR``. A user's
-own is named ``module:OBJECT``, or by a path with dots of a module that offers ``OPERATOR``; ``custom_operator.py`` has
-a base for it.
+One of ours is a module of ``operators/`` that offers an object ``OPERATOR``; ``operators.MODULES`` has its name. A
+user's own is named ``module:OBJECT``, or by a path with dots of a module that offers ``OPERATOR``;
+``custom_operator.py`` has a base for it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from ..errors import SubjectError
 from ..gpu.machine_code import KernelCode
 from ..gpu.specs import GpuSpec
+from ..operators import MODULES
 from .answers import Answer, Call
 from .worker import in_worker
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from ..gpu.identity import PlannedSource
 
 Inputs = Mapping[str, torch.Tensor]
+_OPERATORS = f"{__package__.rpartition('.')[0]}.operators"
 
 
 class WorkLike(Protocol):
@@ -63,7 +65,7 @@ class CompileOutcome(Protocol):
     problems: Sequence[str]  # broken promises: spills, too much shared memory, instructions missing; empty is good
 
 
-class Rival(Protocol):
+class Baseline(Protocol):
     """How one baseline is called.
 
     One with ``yardstick = True`` does other work of the same size, e.g. a matrix product: its answer is none to the
@@ -151,7 +153,7 @@ class Operator(Protocol):
         It reads on after "by", e.g. "forward_triton in Triton's interpreter (a GPU runs another kernel)".
         """
 
-    def rivals(self) -> Mapping[str, Rival]:
+    def baselines(self) -> Mapping[str, Baseline]:
         """Return all known baselines by name; the first is the default."""
 
 
@@ -292,17 +294,18 @@ def find_operator(name: str) -> Operator:
     """Import the operator called ``name`` in this process. Raises ``SubjectError``, and what its module raises."""
     module, _, attribute = name.partition(":")
     if not is_own(name):
-        module = f"{__package__.rpartition('.')[0]}.{name}.operator"
+        if name not in MODULES:
+            raise _no_operator(name)
+        module = f"{_OPERATORS}.{MODULES[name]}"
     attribute = attribute or "OPERATOR"
     try:
-        operator = getattr(importlib.import_module(module), attribute, None)
+        operator: Any = getattr(importlib.import_module(module), attribute, None)
     except ModuleNotFoundError as error:
         if error.name is None or not module.startswith(error.name):
             raise
-        from .subject import BUILTIN_OPERATORS
-
-        hint = f"ours are {', '.join(BUILTIN_OPERATORS)}; your own is MODULE:OBJECT, see docs/reference/operators.md"
-        raise SubjectError(f"there is no operator called {name!r}", hint=hint) from error
+        raise _no_operator(name) from error
+    if callable(getattr(operator, "rivals", None)):
+        operator.baselines = operator.rivals  # the method's name before 0.1.0; CustomOperator has a default for the new
     if not isinstance(operator, Operator):
         lacking = [part for part in _PARTS if operator is not None and not hasattr(operator, part)]
         got = f"{type(operator).__name__} without {', '.join(lacking)}" if lacking else repr(operator)
@@ -311,3 +314,17 @@ def find_operator(name: str) -> Operator:
             hint="proof.custom_operator.CustomOperator has a default for most of it, see docs/reference/operators.md",
         )
     return operator
+
+
+def module_at_revision(package: str, name: str) -> str:
+    """Return the module of our operator ``name`` in a revision of ours; old ones have a folder for each."""
+    try:
+        modules: Mapping[str, str] = importlib.import_module(f"{package}.operators").MODULES
+    except ModuleNotFoundError:
+        return f"{package}.{name}.operator"
+    return f"{package}.operators.{modules.get(name, name)}"
+
+
+def _no_operator(name: str) -> SubjectError:
+    hint = f"ours are {', '.join(MODULES)}; your own is MODULE:OBJECT, see docs/reference/operators.md"
+    return SubjectError(f"there is no operator called {name!r}", hint=hint)

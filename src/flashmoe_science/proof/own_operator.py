@@ -135,10 +135,10 @@ def ask_operator(payload: dict[str, Any], emit: Emit) -> dict[str, Any]:
     doing = ""
     try:
         operator = find_operator(payload["operator"])
-        doing = "its method rivals: "
-        rivals: object = operator.rivals()
-        if not isinstance(rivals, Mapping):
-            return _wrong("rivals", "a mapping from names to rivals", rivals)
+        doing = "its method baselines: "
+        baselines: object = operator.baselines()
+        if not isinstance(baselines, Mapping):
+            return _wrong("baselines", "a mapping from names to baselines", baselines)
         for table in payload.get("cases", ()):
             emit({"event": "case"})
             for method, wrong in _answers(operator, table):

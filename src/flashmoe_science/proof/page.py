@@ -88,7 +88,7 @@ class RunPart:
     record: Record
     anchor: str
     title: str
-    facts: str  # suite, rivals, time: one line
+    facts: str  # suite, baselines, time: one line
     headline: Said
     verdicts: Sequence[Said]
     gates: Sequence[Gate]

@@ -97,7 +97,7 @@ def _remove(repository: Path, shared: Path) -> None:
 def subjects_at(text: str, a: Checkout, b: Checkout) -> tuple[Subject, Subject]:
     """Return the subject called ``text``, one of ours or a ``kernel.toml`` in the repository, at both revisions.
 
-    B's is the one on trial, and knows A's as its rival.
+    B's is the one on trial, and knows A's as its baseline.
 
     Raises:
         SubjectError: a revision lacks it, its file is wrong, or the two are not implementations of one operator.
@@ -122,7 +122,7 @@ def subjects_at(text: str, a: Checkout, b: Checkout) -> tuple[Subject, Subject]:
         hint = "commit the change of the operator before A, e.g. on a branch from A"
         raise SubjectError(f"{changed} differs between A and B: they mean different things", hint=hint)
     theirs = _named(theirs, a, "" if a.commit != b.commit else ".a")
-    return replace(_named(ours, b, ""), rival=theirs), theirs
+    return replace(_named(ours, b, ""), baseline=theirs), theirs
 
 
 @contextlib.contextmanager
@@ -217,7 +217,7 @@ def prove_revisions(
         ProofError: the request cannot be carried out.
         KeyboardInterrupt: after what was finished of both has been saved.
     """
-    b, a = request.subject, request.subject.rival
+    b, a = request.subject, request.subject.baseline
     assert a is not None
     assert a.checkout is not None
     assert b.checkout is not None

@@ -110,7 +110,7 @@ class Subject:
     devices: tuple[str, ...] = ("cuda",)
     limits: Limits = Limits()
     checkout: Checkout | None = None  # of a revision that is compared with another
-    rival: Subject | None = None  # the same subject at the other revision, which is the baseline
+    baseline: Subject | None = None  # the same subject at the other revision
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values, to be handed to a worker process."""
@@ -285,6 +285,13 @@ def is_builtin(subject: SubjectInfo) -> bool:
     own_folder = subject.folder is None or PurePosixPath(subject.folder).name == PACKAGE_FOLDER.name
     own_module = subject.entry_point.startswith(f"{PACKAGE_FOLDER.name}.")
     return own_folder and own_module and builtin_names().get(subject.name) == subject.operator
+
+
+def same_entry(one: str, other: str) -> bool:
+    """Return whether two entry points are one; of our own package its files may have moved since a record."""
+    (module, _, name), (other_module, _, other_name) = one.partition(":"), other.partition(":")
+    is_ours = {module.partition(".")[0], other_module.partition(".")[0]} == {PACKAGE_FOLDER.name}
+    return one == other or (is_ours and name == other_name)
 
 
 def _builtin_subject(operator_name: str, name: str) -> Subject:

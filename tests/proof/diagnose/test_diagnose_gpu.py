@@ -37,7 +37,7 @@ def test_a_plain_kernel_with_sixteen_blocks_is_a_serial_loop_on_a_small_grid():
     """The grid of (1, 1, 512, 64) is 16 blocks of 128 threads, each with one loop over all keys."""
     subject, problem = load_subject(str(SUBJECTS / "honest_triton")), attention(1, 1, 512, 64)
     found, case = diagnose(subject, problem, baselines=["sdpa"], counters=True)
-    assert [rival.name for rival in found.rivals] == ["sdpa"]
+    assert [baseline.name for baseline in found.baselines] == ["sdpa"]
     assert len(found.kernels) == 1, (found.kernels, found.missing)
     (kernel,) = found.kernels
     assert (kernel.blocks, kernel.threads) == (16, 128)

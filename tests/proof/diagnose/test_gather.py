@@ -20,7 +20,7 @@ from flashmoe_science.proof.worker import TaskResult
 
 from ..builders import H200
 from ..chain import environment_with
-from ..simulated import SimulatedTimer, implementation, loaded, rival
+from ..simulated import SimulatedTimer, implementation, loaded, make_baseline
 from . import rows_operator
 from .rows_operator import GridGpu, Problem, RowsOperator, row_loop
 
@@ -108,9 +108,9 @@ def test_a_loop_that_is_split_is_none(observe):
 def test_a_baseline_is_timed_beside_it(observe):
     fast = implementation(observe.gpu, seconds=4e-6, name="library")
     observations, _ = observe(
-        row_loop(observe.gpu), baselines=["sdpa"], baseline=loaded("sdpa", fast, rival=rival("sdpa"))
+        row_loop(observe.gpu), baselines=["sdpa"], baseline=loaded("sdpa", fast, baseline=make_baseline("sdpa"))
     )
-    (found,) = observations.rivals
+    (found,) = observations.baselines
     assert (found.name, found.times.graph) == ("sdpa", pytest.approx(4e-6))
 
 

@@ -1,4 +1,4 @@
-"""Does the work, and makes the GPU's clock tell a thousandth of the time: no rival is there to give it away."""
+"""Does the work, and makes the GPU's clock tell a thousandth of the time: no baseline is there to give it away."""
 
 import torch
 from plain_triton import attend

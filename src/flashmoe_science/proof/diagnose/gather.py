@@ -20,7 +20,7 @@ from ..suites import SuiteCase
 from ..worker import TaskResult, run_task
 from .counters import read_counters
 from .experiments import main_kernel
-from .observations import Chip, Kernel, Observations, Rival, Scaled, Sensors, Times
+from .observations import Chip, Kernel, Observations, Scaled, Sensors, TimedBaseline, Times
 
 _ROUNDS = 5
 _SEQUENTIAL = (2, 4)
@@ -268,7 +268,7 @@ def _observe(
         sensors=Sensors(max_sm_clock_mhz=gpu.max_sm_clock_mhz)
         if rounds is None
         else Sensors(sm_clock_mhz=rounds.sm_clock_mhz, throttle=rounds.throttle, max_sm_clock_mhz=gpu.max_sm_clock_mhz),
-        rivals=_rivals(wish.baselines, timed, profile),
+        baselines=_baselines(wish.baselines, timed, profile),
         promised=bool(launch.get("capture", {}).get("promises")),
         broken_promises=_broken(operator, wish.subject, name, launch),
         missing=missing,
@@ -311,12 +311,12 @@ def _main(kernels: list[Kernel]) -> Kernel | None:
     return main_kernel(Observations(case="", problem={}, work=Work(flops=0, bytes=0, tokens=0), kernels=kernels))
 
 
-def _rivals(names: Sequence[str], timed: Mapping[str, Any], profile: Mapping[str, Any]) -> list[Rival]:
+def _baselines(names: Sequence[str], timed: Mapping[str, Any], profile: Mapping[str, Any]) -> list[TimedBaseline]:
     found = []
     for name in names:
         seconds = {**_seconds(timed, name), **_seconds(profile, name)}
         if seconds:
-            found.append(Rival(name=name, times=Times.model_validate(seconds)))
+            found.append(TimedBaseline(name=name, times=Times.model_validate(seconds)))
     return found
 
 

@@ -94,7 +94,7 @@ class Sensors(Model):
     max_sm_clock_mhz: int | None = None
 
 
-class Rival(Model):
+class TimedBaseline(Model):
     """A baseline in the same case, to see what is possible."""
 
     name: str
@@ -132,7 +132,7 @@ class Observations(Model):
     kernels: list[Kernel] = Field(default_factory=list)
     scaled: list[Scaled] = Field(default_factory=list)
     sensors: Sensors = Sensors()
-    rivals: list[Rival] = Field(default_factory=list)
+    baselines: list[TimedBaseline] = Field(default_factory=list)
     promised: bool = False  # whether launches were promised
     broken_promises: list[str] | None = None  # what ran otherwise than promised; None: not captured
     missing: dict[str, str] = Field(default_factory=dict)  # what -> why

@@ -138,12 +138,12 @@ def _owns(promised: str, name: str, families: Sequence[str]) -> bool:
 
 
 def _baseline_problems(arm: dict[str, Any]) -> list[str]:
-    from ..launches import rival_problems
+    from ..launches import baseline_problems
 
     if arm["status"] != "captured":
-        return []  # reported as it is: a rival that cannot run here says nothing against the subject
+        return []  # reported as it is: a baseline that cannot run here says nothing against the subject
     launches = [Launch.model_validate(launch) for launch in arm["launches"]]
-    return rival_problems(arm.get("patterns", []), launches)
+    return baseline_problems(arm.get("patterns", []), launches)
 
 
 def _notes(cases: Sequence[dict[str, Any]]) -> list[str]:

@@ -126,9 +126,9 @@ def is_wide(run: Run, name: str, mode: Sequence[TimeKind]) -> bool:
     case, width = run.cases[name], run.settings.width
     if width is None:
         return False
-    rivals = [arm.name for arm in case.arms if arm.role == "baseline"]
-    for kind, rival in itertools.product(mode, rivals):
-        found = paired_log_ratios(case, kind, rival, run.subject.name)
+    baselines = [arm.name for arm in case.arms if arm.role == "baseline"]
+    for kind, baseline in itertools.product(mode, baselines):
+        found = paired_log_ratios(case, kind, baseline, run.subject.name)
         groups = [values for (_, process), values in found.items() if process < run.settings.processes]
         try:
             interval = clustered_interval(groups) if groups else None

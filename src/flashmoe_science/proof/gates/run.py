@@ -437,10 +437,10 @@ def check_request(request: ProveRequest) -> None:
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ProofError(f"subject and baselines need names of their own, got {', '.join(twice)} twice")
-    rivals = operator_of(request.subject).rivals()
+    known = operator_of(request.subject).baselines()
     for baseline in request.baselines:
-        if baseline not in rivals:
+        if baseline not in known:
             raise ProofError(
-                f"baseline must be one of {', '.join(rivals)}, got {baseline!r}",
+                f"baseline must be one of {', '.join(known)}, got {baseline!r}",
                 hint="`flashmoe baselines` lists those found here",
             )

@@ -5,10 +5,10 @@ import contextlib
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from flashmoe_science.attention.operator import OPERATOR as ATTENTION
+from flashmoe_science.operators.attention import OPERATOR as ATTENTION
 
 
-class MislabelledRival:
+class MislabelledBaseline:
     """Pinned to flash attention's kernels, and calling others."""
 
     name = "mislabelled"
@@ -36,13 +36,13 @@ class MislabelledRival:
 
 
 class Operator(type(ATTENTION)):
-    """Attention, and one rival more."""
+    """Attention, and one baseline more."""
 
     name = "mislabelled_baseline.operator"
 
-    def rivals(self):
+    def baselines(self):
         """Return all baselines of attention, and the mislabelled one."""
-        return {**super().rivals(), "mislabelled": MislabelledRival()}
+        return {**super().baselines(), "mislabelled": MislabelledBaseline()}
 
 
 OPERATOR = Operator()

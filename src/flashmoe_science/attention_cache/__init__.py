@@ -1,1 +1,0 @@
-"""Attention with a K/V cache, for the harness; the room of its kernels is ``attention``."""

@@ -1,1 +1,0 @@
-"""Attention in a step of training, forward and backward, for the harness."""

@@ -1,1 +1,0 @@
-"""Attention of packed sequences, for the harness; the operator itself lives in ``attention``."""

@@ -1,1 +1,0 @@
-"""What the harness needs to know of the gradients of the experts."""

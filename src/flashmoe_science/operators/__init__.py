@@ -1,0 +1,14 @@
+"""Adapters between our kernels and the harness: the only place that knows both.
+
+An operator keeps the name that records have. Its module may have another.
+"""
+
+MODULES = {
+    "attention": "attention",
+    "attention_backward": "attention_backward",
+    "attention_cache": "attention_decode",
+    "attention_train": "attention_step",
+    "attention_varlen": "attention_varlen",
+    "moe": "moe",
+    "moe_backward": "moe_backward",
+}

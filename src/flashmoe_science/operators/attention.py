@@ -1,0 +1,265 @@
+"""Attention for the harness: cases, inputs, the exact answer, work and kernels."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode  # what torch.compile traces with
+
+from ..attention import reference
+from ..attention.api import flash_attention
+from ..attention.inputs import check_window, problem_of
+from ..attention.plan import plan_attention
+from ..attention.problem import ITEM_BYTES, AttentionProblem
+from ..attention.tiles import ForwardConfig, HopperConfig, Plan
+from ..gpu.axis import Axis
+from ..gpu.planning import Work
+from ..gpu.specs import SPECS, GpuSpec
+from .base import DTYPES, KernelOperator, standard_normal
+from .baselines.attention import BASELINES
+from .baselines.base import Inputs
+
+if TYPE_CHECKING:
+    from ..gpu.compile import KernelOutcome
+    from ..gpu.identity import PlannedSource
+
+forward_triton = functools.partial(flash_attention, kernel="forward_triton")
+forward_short_gluon = functools.partial(flash_attention, kernel="forward_short_gluon")
+forward_gluon_sm90 = functools.partial(flash_attention, kernel="forward_gluon_sm90")
+forward_features_gluon_sm90 = functools.partial(flash_attention, kernel="forward_features_gluon_sm90")
+
+_AXES = (
+    Axis("keys", "sequential", "the number of keys"),
+    Axis("length", "sequential", "the sequence length"),
+    Axis("batch", "parallel", "the batch"),
+    Axis("heads", "parallel", "the heads"),
+)
+
+# Local memory a thread that a kernel may use. The warpgroups of forward_gluon_sm90 have all registers that there are,
+# and keep a few numbers of a row tile there, once a row tile; tests/attention/test_hopper.py sees to it that no loop
+# over keys touches them, but for what it does where a sum is too large. So do those of forward_features_gluon_sm90.
+SPILL_BYTES = {"_forward_sm90_kernel": 64, "_forward_features_sm90_kernel": 64}
+_WITHOUT_PRODUCTS = ("_merge_partials_kernel", "_order_sequences_kernel")
+
+
+def _asked(problem: AttentionProblem, inputs: Inputs) -> dict[str, Any]:
+    """Return the options of ``flash_attention`` for the features of a problem, and none for those that it has not."""
+    options: dict[str, Any] = {name: inputs[name] for name in problem.extras}
+    if problem.window != (-1, -1):
+        options["window"] = problem.window
+    if problem.softcap:
+        options["softcap"] = problem.softcap
+    return options
+
+
+class AttentionOperator(KernelOperator):
+    """Attention, for the harness."""
+
+    name = "attention"
+    keys = {
+        "batch": int, "heads": int, "heads_kv": int, "seqlen_q": int, "seqlen_k": int, "head_dim": int,
+        "head_dim_v": int, "dtype": str, "causal": bool, "softmax_scale": float,
+        "window": list, "softcap": float, "sinks": str, "alibi": str, "bias": str,
+    }  # fmt: skip
+    required = ("batch", "heads", "seqlen_q", "head_dim", "dtype")
+    same_as = {"heads_kv": "heads", "seqlen_k": "seqlen_q", "head_dim_v": "head_dim"}
+    omitted = {"softmax_scale": None, "window": (-1, -1), "softcap": 0.0, "sinks": "", "alibi": "", "bias": ""}
+    kernels = {
+        "flash_attention": "auto",
+        **{kernel: kernel for kernel in (
+            "forward_triton", "forward_short_gluon", "forward_gluon_sm90", "forward_features_gluon_sm90",
+        )},
+    }  # fmt: skip
+    public_module = flash_attention.__module__
+    rooms = ("attention",)
+    spill_bytes = SPILL_BYTES
+    framework = ("*flash_fwd*", "*fmha*", "*cudnn*", "*sm80_xmma*softmax*")
+    known_baselines = BASELINES
+    instead = None
+    max_interpreter_steps = 4096
+
+    def make_problem(self, table: dict[str, Any]) -> AttentionProblem:
+        """Return the problem of a case."""
+        if "window" in table:
+            table["window"] = check_window(table["window"])
+        if table.get("bias"):  # one for all sequences
+            of_head = table["seqlen_q"] * table["seqlen_k"] if table["heads"] > 1 else 0
+            table["bias_strides"] = (0, of_head, table["seqlen_k"], 1)
+        return AttentionProblem(**table)
+
+    def work(self, problem: AttentionProblem) -> Work:
+        """Count 4 D (2 for QK, 2 for PV) operations a visible score, and every input and output once."""
+        p = problem
+        queries = p.batch * p.heads * p.seqlen_q * (p.head_dim + p.head_dim_v)
+        keys = p.batch * p.heads_kv * p.seqlen_k * (p.head_dim + p.head_dim_v)
+        bias = p.heads * p.seqlen_q * p.seqlen_k * ITEM_BYTES[p.bias] if p.bias else 0
+        return Work(p.flops, float((queries + keys) * p.item_bytes + bias), p.batch * p.seqlen_q)
+
+    def make_inputs(self, problem: AttentionProblem, *, seed: int, device: str) -> dict[str, torch.Tensor]:
+        """Return standard normal q, k and v, and, where the problem has them, sinks, bias and slopes (2**-8 to 1)."""
+        p, generator = problem, torch.Generator(device=device).manual_seed(seed)
+        shapes = {
+            "q": (p.batch, p.heads, p.seqlen_q, p.head_dim),
+            "k": (p.batch, p.heads_kv, p.seqlen_k, p.head_dim),
+            "v": (p.batch, p.heads_kv, p.seqlen_k, p.head_dim_v),
+        }
+        inputs = standard_normal(shapes, DTYPES[p.dtype], generator)
+        more: dict[str, tuple[int, ...]] = {
+            "sinks": (p.heads,), "alibi": (p.heads,), "bias": (1, p.heads, p.seqlen_q, p.seqlen_k),
+        }  # fmt: skip
+        for name in p.extras:
+            values = torch.randn(more[name], generator=generator, device=device, dtype=torch.float32)
+            if name == "alibi":
+                values = torch.exp2(-8 * torch.special.ndtr(values))
+            inputs[name] = values.to(DTYPES[getattr(p, name)])
+        return inputs
+
+    def arguments(self, problem: AttentionProblem, inputs: Inputs) -> tuple[list[torch.Tensor], dict[str, Any]]:
+        """Return q, k and v, and the options of ``flash_attention``."""
+        options = {"causal": problem.causal, "softmax_scale": problem.softmax_scale, **_asked(problem, inputs)}
+        return [inputs[name] for name in "qkv"], options
+
+    def bind(self, entry: Callable[..., Any], problem: AttentionProblem, inputs: Inputs) -> Callable[[], Any]:
+        """Return a call without arguments.
+
+        On CPU tensors ``flash_attention`` runs the Triton kernel in the interpreter, as ``cpu_stand_in`` says: the
+        reference would prove nothing.
+        """
+        on_cpu = inputs["q"].device.type == "cpu"
+        if entry is flash_attention and on_cpu and os.environ.get("TRITON_INTERPRET") == "1":
+            entry = forward_triton
+        return super().bind(entry, problem, inputs)
+
+    def exact(self, problem: AttentionProblem, inputs: Inputs) -> torch.Tensor:
+        """Return the answer in fp64."""
+        return reference.attention(
+            inputs["q"],
+            inputs["k"],
+            inputs["v"],
+            causal=problem.causal,
+            softmax_scale=problem.softmax_scale,
+            dtype=torch.float64,
+            **_asked(problem, inputs),
+        )[0]
+
+    def low_precision(self, problem: AttentionProblem, inputs: Inputs) -> torch.Tensor:
+        """Return the framework's eager answer in the problem's dtype, by heads: all scores at once may not fit."""
+        p = problem
+        at_once = reference.heads_at_once(p.heads_kv, p.group * p.seqlen_q * p.seqlen_k)
+        o = torch.empty(p.batch, p.heads, p.seqlen_q, p.head_dim_v, dtype=inputs["q"].dtype, device=inputs["q"].device)
+        for b in range(p.batch):
+            for h in range(0, p.heads_kv, at_once):
+                mine = slice(h * p.group, (h + at_once) * p.group)
+                asked = _asked(p, inputs)
+                asked |= {name: asked[name][mine] for name in ("sinks", "alibi") if name in asked}
+                asked |= {"bias": asked["bias"][:, mine]} if p.bias else {}
+                o[b : b + 1, mine] = reference.attention_low_precision(
+                    inputs["q"][b : b + 1, mine],
+                    inputs["k"][b : b + 1, h : h + at_once],
+                    inputs["v"][b : b + 1, h : h + at_once],
+                    causal=p.causal,
+                    softmax_scale=p.softmax_scale,
+                    **asked,
+                )
+        return o
+
+    def plan(self, subject: str, problem: AttentionProblem, gpu: GpuSpec) -> Plan:
+        """Return the plan of a call. Raises ``UnsupportedError``."""
+        return plan_attention(problem, gpu, self.kernels[subject])
+
+    def prepare(self, plan: Plan) -> Sequence[PlannedSource]:
+        """Return the kernels of a plan."""
+        from ..attention.prepare import prepare_kernels
+
+        return prepare_kernels(plan)
+
+    def instruction(self, plan: Plan, kernel: str) -> str:
+        """Return the machine instruction that a kernel of 16-bit operands promises, or an empty text."""
+        if plan.problem.item_bytes != 2 or kernel in _WITHOUT_PRODUCTS:
+            return ""
+        config = plan.config
+        wgmma = isinstance(config, HopperConfig) or (isinstance(config, ForwardConfig) and config.block_m >= 64)
+        if plan.arch == 90:
+            return "HGMMA" if wgmma else "HMMA"
+        if plan.arch // 10 == 10:  # sm_100 and sm_103
+            return "UTCHMMA" if wgmma else "HMMA"
+        return "HMMA"
+
+    def as_called(self, problem: AttentionProblem) -> AttentionProblem:
+        """Return ``problem`` as a call with its inputs describes it, which are made without memory."""
+        with FakeTensorMode():
+            tensors = self.make_inputs(problem, seed=0, device="cpu")
+            arguments, options = self.arguments(problem, tensors)
+            return problem_of(*arguments, return_lse=False, **options)
+
+    def axes(self) -> Sequence[Axis]:
+        """Return the ways to make a problem longer."""
+        return _AXES
+
+    def scaled(self, problem: AttentionProblem, axis: str, factor: int) -> AttentionProblem | None:
+        """Return a longer problem. More keys alone are not in proportion under a causal mask: then it is None."""
+        p = problem
+        if axis == "keys" and p.causal:
+            return None
+        longer = {
+            "keys": {"seqlen_k": p.seqlen_k * factor},
+            "length": {"seqlen_q": p.seqlen_q * factor, "seqlen_k": p.seqlen_k * factor},
+            "batch": {"batch": p.batch * factor},
+            "heads": {"heads": p.heads * factor, "heads_kv": p.heads_kv * factor},
+        }[axis]
+        found: AttentionProblem = self.parse_case({**self.as_table(p), **longer})
+        return found
+
+    def interpreter_steps(self, problem: AttentionProblem) -> int:
+        """Count pairs of a row tile and a key tile."""
+        config = plan_attention(problem, None, "auto").config or ForwardConfig(16, 32, 4, 1)
+        assert isinstance(config, ForwardConfig)
+        tiles = -(-problem.seqlen_q // config.block_m) * problem.batch * problem.heads
+        return tiles * -(-problem.seqlen_k // config.block_n)
+
+    def cpu_stand_in(self, subject: str, problem: AttentionProblem) -> str:
+        """Return what the interpreter runs in place of ``subject`` and why, or an empty text where it is the same.
+
+        ``flash_attention`` chooses: what runs here is what it gets on a GPU only where every GPU would get it. And the
+        interpreter never splits the keys.
+        """
+        if subject not in ("flash_attention", "forward_triton"):
+            return ""
+        plans = [
+            self.plan(subject, problem, gpu)
+            for name, gpu in SPECS.items()
+            if self.refusal(subject, problem, name) is None
+        ]
+        others = dict.fromkeys(plan.kernel for plan in plans if "gluon" in plan.kernel)
+        if others:
+            why = f"run {' or '.join(others)}, which cannot be interpreted"
+        elif any(len(plan.launches) > 1 for plan in plans):
+            why = "split the keys over blocks and merge their results"
+        else:
+            return ""
+        return f"forward_triton in Triton's interpreter (a GPU may {why})"
+
+
+OPERATOR = AttentionOperator()
+
+
+def compile_plan(plan: Plan) -> tuple[KernelOutcome, ...]:
+    """Compile every kernel of ``plan`` for its architecture, with no GPU needed.
+
+    Raises:
+        CompileError: a kernel does not compile.
+    """
+    from ..gpu.compile import check_kernel
+
+    return tuple(
+        check_kernel(
+            kernel.source, plan.arch, plan.gpu,
+            most_spilled=SPILL_BYTES.get(kernel.source.name, 0),
+            instruction=OPERATOR.instruction(plan, kernel.source.name),
+        )
+        for kernel in OPERATOR.prepare(plan)
+    )  # fmt: skip

@@ -1,0 +1,191 @@
+"""The gradients of attention for the harness: cases, inputs, exact ones, work and kernels.
+
+A call is given what the forward leaves, q, k, v, o and LSE, and the gradient of o, and gives dq, dk and dv. Each has an
+error budget of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode  # what torch.compile traces with
+
+from ..attention import reference
+from ..attention.backward_api import flash_attention_backward
+from ..attention.backward_plan import BackwardConfig, plan_backward
+from ..attention.backward_problem import BackwardProblem, backward_problem_of
+from ..attention.inputs import Options, check_options, check_window
+from ..attention.problem import AttentionProblem
+from ..gpu.planning import Work
+from ..gpu.specs import GpuSpec
+from .attention import SPILL_BYTES as FORWARD_SPILL_BYTES
+from .base import DTYPES, KernelOperator, standard_normal
+from .baselines.attention_backward import BASELINES
+from .baselines.base import Inputs
+
+if TYPE_CHECKING:
+    from ..gpu.identity import PlannedSource
+
+OUTPUTS = ("dq", "dk", "dv")
+# Local memory a thread that a kernel may use outside of its loops, where tests/attention/test_backward_tables.py sees
+# to it that none of their time goes; of the one of 192 columns test_backward_sm90.py, which allows some loads.
+_SPILL_BYTES = {
+    "_backward_kv_kernel": 512, "_backward_q_kernel": 512, "_backward_192_sm90_kernel": 80, "_backward_sm90_kernel": 32,
+    **FORWARD_SPILL_BYTES,
+}  # fmt: skip
+_WITHOUT_PRODUCTS = ("_finish_dq_kernel", "_merge_partials_kernel")
+
+backward_triton = functools.partial(flash_attention_backward, kernel="backward_triton")
+backward_gluon_sm90 = functools.partial(flash_attention_backward, kernel="backward_gluon_sm90")
+
+
+def draw(problem: BackwardProblem, *, seed: int, device: str) -> dict[str, torch.Tensor]:
+    """Return standard normal q, k, v and do."""
+    p = problem.forward
+    shapes = {
+        "q": (p.batch, p.heads, p.seqlen_q, p.head_dim),
+        "k": (p.batch, p.heads_kv, p.seqlen_k, p.head_dim),
+        "v": (p.batch, p.heads_kv, p.seqlen_k, p.head_dim_v),
+        "do": (p.batch, p.heads, p.seqlen_q, p.head_dim_v),
+    }
+    return standard_normal(shapes, DTYPES[p.dtype], torch.Generator(device=device).manual_seed(seed))
+
+
+class BackwardOperator(KernelOperator):
+    """The gradients of attention, for the harness."""
+
+    name = "attention_backward"
+    keys = {
+        "batch": int, "heads": int, "heads_kv": int, "seqlen_q": int, "seqlen_k": int, "head_dim": int,
+        "head_dim_v": int, "dtype": str, "causal": bool, "softmax_scale": float,
+    }  # fmt: skip
+    required = ("batch", "heads", "seqlen_q", "head_dim", "dtype")
+    same_as = {"heads_kv": "heads", "seqlen_k": "seqlen_q", "head_dim_v": "head_dim"}
+    kernels = {
+        "flash_attention_backward": "auto",
+        "backward_triton": "backward_triton",
+        "backward_gluon_sm90": "backward_gluon_sm90",
+    }
+    public_module = flash_attention_backward.__module__
+    rooms = ("attention",)
+    spill_bytes = _SPILL_BYTES
+    framework: ClassVar[Sequence[str]] = ("*flash_bwd*", "*fmha*", "*cudnn*", "*sm80_xmma*softmax*")
+    known_baselines = BASELINES
+    instead = "backward_triton"
+
+    def outputs(self, problem: BackwardProblem) -> Sequence[str]:  # noqa: ARG002 - the protocol's signature
+        """Return the names of what a call gives, in this order."""
+        return OUTPUTS
+
+    def make_problem(self, table: dict[str, Any]) -> BackwardProblem:
+        """Return the problem of a case."""
+        if "window" in table:
+            table["window"] = check_window(table["window"])
+        return BackwardProblem(AttentionProblem(**table, return_lse=True))
+
+    def sizes(self, problem: BackwardProblem) -> AttentionProblem:
+        """Return the forward's problem."""
+        return problem.forward
+
+    def work(self, problem: BackwardProblem) -> Work:
+        """Count five products a visible score, and every input and output once: the LSE is a number a row."""
+        p = problem.forward
+        columns = p.head_dim + p.head_dim_v
+        queries = p.rows * (2 * p.head_dim + 2 * p.head_dim_v)  # q and dq, o and do
+        keys = 2 * p.batch * p.heads_kv * p.seqlen_k * columns
+        return Work(problem.flops, float((queries + keys) * p.item_bytes + 4 * p.rows), p.batch * p.seqlen_q)
+
+    def make_inputs(self, problem: BackwardProblem, *, seed: int, device: str) -> dict[str, torch.Tensor]:
+        """Return standard normal q, k, v and do, and o and LSE of the reference in fp32, o rounded."""
+        p = problem.forward
+        inputs = self._saved(problem, draw(problem, seed=seed, device=device))
+        o, lse = reference.attention(
+            inputs["q"], inputs["k"], inputs["v"],
+            causal=p.causal, softmax_scale=p.softmax_scale, dtype=torch.float32,
+        )  # fmt: skip
+        inputs["o"].copy_(o)
+        inputs["lse"].copy_(lse)
+        return inputs
+
+    def _saved(self, problem: BackwardProblem, drawn: Inputs) -> dict[str, torch.Tensor]:  # noqa: ARG002 - for a step
+        """Return what is drawn, with o and the LSE as the forward leaves them, not written yet."""
+        do = drawn["do"]
+        lse = torch.empty(do.shape[:3], dtype=torch.float32, device=do.device)
+        return {**drawn, "o": torch.empty(do.shape, dtype=do.dtype, device=do.device), "lse": lse}
+
+    def arguments(self, problem: BackwardProblem, inputs: Inputs) -> tuple[list[torch.Tensor], dict[str, Any]]:
+        """Return what a call is given; a baseline runs its forward before."""
+        p = problem.forward
+        return [inputs[x] for x in ("q", "k", "v", "o", "lse", "do")], {
+            "causal": p.causal, "softmax_scale": p.softmax_scale,
+        }  # fmt: skip
+
+    def exact(self, problem: BackwardProblem, inputs: Inputs) -> tuple[torch.Tensor, ...]:
+        """Return the gradients in fp64, of q, k, v and do alone: o and the LSE are computed anew."""
+        p = problem.forward
+        found = reference.attention_backward(
+            inputs["q"], inputs["k"], inputs["v"], inputs["do"],
+            causal=p.causal, softmax_scale=p.softmax_scale, window=p.window, dtype=torch.float64,
+        )  # fmt: skip
+        return tuple(found[name] for name in ("q", "k", "v"))
+
+    def low_precision(self, problem: BackwardProblem, inputs: Inputs) -> tuple[torch.Tensor, ...]:
+        """Return what autograd makes of the eager run in the problem's dtype."""
+        _, dq, dk, dv = self.eager(problem, inputs)
+        return dq, dk, dv
+
+    def eager(self, problem: BackwardProblem, inputs: Inputs) -> list[torch.Tensor]:
+        """Return o of the eager run in the problem's dtype, and dq, dk and dv, by K/V heads to fit."""
+        p = problem.forward
+        at_once = reference.heads_at_once(p.heads_kv, 4 * p.group * p.seqlen_q * p.seqlen_k)
+        q, k, v, do = (inputs[name] for name in ("q", "k", "v", "do"))
+        found = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (do, q, k, v)]
+        for b in range(p.batch):
+            for h in range(0, p.heads_kv, at_once):
+                mine, its = slice(h * p.group, (h + at_once) * p.group), slice(h, h + at_once)
+                parts = ((q, mine), (k, its), (v, its))
+                with torch.enable_grad():
+                    leaves = [x[b : b + 1, heads].detach().requires_grad_() for x, heads in parts]
+                    o = reference.attention_low_precision(
+                        *leaves, causal=p.causal, softmax_scale=p.softmax_scale, window=p.window
+                    )
+                    grads = torch.autograd.grad(o, leaves, do[b : b + 1, mine])
+                for whole, part, heads in zip(found, (o.detach(), *grads), (mine, mine, its, its), strict=True):
+                    whole[b : b + 1, heads] = part
+        return found
+
+    def plan(self, subject: str, problem: BackwardProblem, gpu: GpuSpec) -> Any:
+        """Return the plan of a call. Raises ``UnsupportedError``."""
+        return plan_backward(problem, gpu, self.kernels[subject])
+
+    def prepare(self, plan: Any) -> Sequence[PlannedSource]:
+        """Return the kernels of a plan."""
+        from ..attention.backward_prepare import prepare_backward_kernels
+
+        return prepare_backward_kernels(plan)
+
+    def instruction(self, plan: Any, kernel: str) -> str:
+        """Return the machine instruction that a kernel of 16-bit operands promises, as a pattern, or an empty text."""
+        return "*MMA*" if plan.problem.forward.item_bytes == 2 and kernel not in _WITHOUT_PRODUCTS else ""
+
+    def as_called(self, problem: BackwardProblem) -> BackwardProblem:
+        """Return ``problem`` as a call with its inputs describes it, which are made without memory."""
+        p = problem.forward
+        with FakeTensorMode():
+            tensors = self._saved(problem, draw(problem, seed=0, device="cpu"))
+            options = Options(p.causal, check_options(p.causal, p.softmax_scale), check_window(p.window))
+            return backward_problem_of(options, tensors, ["q", "k", "v"])
+
+    def interpreter_steps(self, problem: BackwardProblem) -> int:
+        """Count pairs of a row tile and a key tile."""
+        p, config = problem.forward, plan_backward(problem, None, "backward_triton").config
+        assert config is None or isinstance(config, BackwardConfig)
+        if config is None:
+            return 0
+        return p.batch * p.heads * -(-p.seqlen_q // config.q.block_m) * -(-p.seqlen_k // config.q.block_n)
+
+
+OPERATOR = BackwardOperator()

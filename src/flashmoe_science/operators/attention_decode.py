@@ -1,0 +1,150 @@
+"""Attention with a K/V cache for the harness: cases, inputs, the exact answer, work and kernels."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode  # what torch.compile traces with
+
+from ..attention import cache_reference
+from ..attention.cache_api import flash_attention_with_kv_cache
+from ..attention.cache_contract import cache_problem_of
+from ..attention.cache_problem import CacheProblem
+from ..attention.decode_plan import DecodePlan, plan_with_kv_cache
+from ..errors import InputError
+from ..gpu.planning import Work
+from ..gpu.specs import GpuSpec
+from .base import DTYPES, KernelOperator
+from .baselines.attention_decode import BASELINES, values_of
+from .baselines.base import Inputs
+
+if TYPE_CHECKING:
+    from ..gpu.identity import PlannedSource
+
+decode_gluon_sm90 = functools.partial(flash_attention_with_kv_cache, kernel="decode_gluon_sm90")
+decode_triton = functools.partial(flash_attention_with_kv_cache, kernel="decode_triton")
+
+
+class DecodeOperator(KernelOperator):
+    """Attention with a K/V cache, for the harness.
+
+    Every sequence of a case fills its cache. With a ``page_size`` pages lie in random order and lengths on the device;
+    without, no lengths are given.
+    """
+
+    name = "attention_cache"
+    keys = {
+        "batch": int, "heads": int, "heads_kv": int, "seqlen_q": int, "seqlen_k": int, "head_dim": int,
+        "head_dim_v": int, "dtype": str, "causal": bool, "softmax_scale": float, "page_size": int,
+        "batch_invariant": bool, "shared_kv": bool,
+    }  # fmt: skip
+    required = ("batch", "heads", "seqlen_k", "head_dim", "dtype")
+    same_as = {"heads_kv": "heads", "head_dim_v": "head_dim"}
+    kernels = {
+        "flash_attention_with_kv_cache": "auto",
+        "decode_gluon_sm90": "decode_gluon_sm90",
+        "decode_triton": "decode_triton",
+    }
+    public_module = flash_attention_with_kv_cache.__module__
+    rooms = ("attention",)
+    framework = ("*flash_fwd*", "*fmha*", "*cudnn*", "*sm80_xmma*softmax*")
+    known_baselines = BASELINES
+    instead = "decode_triton"
+
+    def make_problem(self, table: dict[str, Any]) -> CacheProblem:
+        """Return the problem of a case. Raises ``InputError`` where pages do not fill the cache."""
+        full = {"seqlen_q": 1, **table}
+        full["capacity"] = full.pop("seqlen_k")
+        page_size = full.get("page_size", 0)
+        if page_size and full["capacity"] % page_size:
+            raise InputError(f"seqlen_k must be a multiple of page_size = {page_size}, got {full['capacity']}")
+        return CacheProblem(**full, has_seqlens=page_size > 0)
+
+    def values(self, problem: CacheProblem) -> dict[str, Any]:
+        """Return the value of each key."""
+        return {key: getattr(problem, "capacity" if key == "seqlen_k" else key) for key in self.keys}
+
+    def work(self, problem: CacheProblem) -> Work:
+        """Count 4 D operations a visible score, and every input that is read, and the output, once."""
+        p = problem
+        rows = p.batch * p.heads * p.seqlen_q * (p.head_dim + p.head_dim_v) * p.item_bytes
+        pages = 4.0 * p.batch * (-(-p.capacity // p.page_size) + 1) if p.page_size else 0.0
+        return Work(p.flops, p.kv_bytes + rows + pages, p.batch * p.seqlen_q)
+
+    def make_inputs(self, problem: CacheProblem, *, seed: int, device: str) -> dict[str, torch.Tensor]:
+        """Return standard normal q and caches, pages in random order, and lengths."""
+        p, dtype = problem, DTYPES[problem.dtype]
+        generator = torch.Generator(device=device).manual_seed(seed)
+
+        def normal(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=generator, device=device, dtype=dtype)
+
+        inputs = {
+            "q": normal(p.batch, p.heads, p.seqlen_q, p.head_dim),
+            "k_cache": normal(p.pages, p.page_size or p.capacity, p.heads_kv, p.head_dim),
+        }
+        if not p.shared_kv:
+            inputs["v_cache"] = normal(p.pages, p.page_size or p.capacity, p.heads_kv, p.head_dim_v)
+        if p.page_size:
+            order = torch.randperm(p.pages, generator=generator, device=device, dtype=torch.int32)
+            inputs["page_table"] = order.reshape(p.batch, -1)
+            inputs["cache_seqlens"] = torch.full((p.batch,), p.capacity, dtype=torch.int32, device=device)
+        return inputs
+
+    def arguments(self, problem: CacheProblem, inputs: Inputs) -> tuple[list[torch.Tensor], dict[str, Any]]:
+        """Return q and the caches, and options."""
+        options: dict[str, Any] = {name: inputs[name] for name in ("page_table", "cache_seqlens") if name in inputs}
+        options.update(causal=problem.causal, softmax_scale=problem.softmax_scale)
+        if problem.batch_invariant:
+            options["batch_invariant"] = True
+        return [inputs["q"], inputs["k_cache"], values_of(problem, inputs)], options
+
+    def exact(self, problem: CacheProblem, inputs: Inputs) -> torch.Tensor:
+        """Return the answer in fp64."""
+        tensors = {**inputs, "v_cache": values_of(problem, inputs)}
+        return cache_reference.attention_with_kv_cache(problem, tensors, dtype=torch.float64)[0]
+
+    def low_precision(self, problem: CacheProblem, inputs: Inputs) -> torch.Tensor:
+        """Return the answer with every step rounded to the problem's dtype."""
+        tensors = {**inputs, "v_cache": values_of(problem, inputs)}
+        return cache_reference.attention_with_kv_cache(problem, tensors, dtype=DTYPES[problem.dtype])[0]
+
+    def plan(self, subject: str, problem: CacheProblem, gpu: GpuSpec) -> DecodePlan:
+        """Return the plan of a call. Raises ``UnsupportedError``."""
+        return plan_with_kv_cache(problem, gpu, self.kernels[subject])
+
+    def prepare(self, plan: DecodePlan) -> Sequence[PlannedSource]:
+        """Return the kernels of a plan."""
+        from ..attention.decode_prepare import prepare_cache_kernels
+
+        return prepare_cache_kernels(plan)
+
+    def instruction(self, plan: DecodePlan, kernel: str) -> str:
+        """Return the machine instruction that a kernel of 16-bit operands promises, as a pattern, or an empty text."""
+        if kernel == "_decode_sm90_kernel":
+            return "*GMMA*"
+        return "*MMA*" if plan.problem.item_bytes == 2 and kernel == "_decode_kernel" else ""
+
+    def as_called(self, problem: CacheProblem) -> CacheProblem:
+        """Return ``problem`` as a call with its inputs describes it, which are made without memory."""
+        p = problem
+        with FakeTensorMode():
+            tensors = self.make_inputs(p, seed=0, device="cpu")
+            called = cache_problem_of(
+                {**tensors, "v_cache": values_of(p, tensors)},
+                causal=p.causal,
+                softmax_scale=p.softmax_scale,
+                batch_invariant=p.batch_invariant,
+            )
+        return dataclasses.replace(called, shared_kv=p.shared_kv)  # without memory nothing is shared
+
+    def interpreter_steps(self, problem: CacheProblem) -> int:
+        """Count tiles of 16 keys."""
+        return problem.batch * problem.heads_kv * -(-problem.seen_keys // 16)
+
+
+OPERATOR = DecodeOperator()

@@ -1,0 +1,135 @@
+"""Attention in a step of training for the harness: a call gives o, then dq, dk and dv.
+
+All but the forward is as ``attention_backward`` has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..attention import reference
+from ..attention.api import flash_attention
+from ..attention.backward_api import flash_attention_backward
+from ..attention.backward_plan import BackwardPlan, plan_backward
+from ..attention.backward_problem import BackwardProblem
+from ..attention.calls import allocate_lse, allocate_output
+from ..attention.inputs import problem_of
+from ..attention.plan import plan_attention
+from ..attention.tiles import Plan
+from ..gpu.planning import PlannedLaunch, Work
+from ..gpu.specs import GpuSpec
+from .attention_backward import BackwardOperator, draw
+from .baselines.attention_backward import STEP_BASELINES
+from .baselines.base import Inputs
+
+if TYPE_CHECKING:
+    from ..gpu.identity import PlannedSource
+
+
+def attention_step(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    do: torch.Tensor,
+    *,
+    causal: bool,
+    softmax_scale: float | None,
+    window: tuple[int, int],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return o, dq, dk and dv: what autograd runs of a layer's attention in one step."""
+    options: dict[str, Any] = {"causal": causal, "softmax_scale": softmax_scale, "window": window}
+    o, lse = flash_attention(q, k, v, return_lse=True, **options)
+    return o, *flash_attention_backward(q, k, v, o, lse, do, **options)
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """The plans of both passes."""
+
+    forward: Plan
+    backward: BackwardPlan
+
+    @property
+    def problem(self) -> BackwardProblem:
+        """The problem of the backward pass, which has that of the forward."""
+        return self.backward.problem
+
+    @property
+    def launches(self) -> tuple[PlannedLaunch, ...]:
+        """The launches of both, in order."""
+        return self.forward.launches + self.backward.launches
+
+
+class StepOperator(BackwardOperator):
+    """Attention in a step of training, for the harness."""
+
+    name = "attention_train"
+    keys = {**BackwardOperator.keys, "window": list}
+    omitted = {"softmax_scale": None, "window": (-1, -1)}
+    kernels = {"attention_step": "auto"}
+    public_module = ""
+    framework = ("*flash_fwd*", *BackwardOperator.framework)
+    known_baselines = STEP_BASELINES
+    instead = ""
+
+    def outputs(self, problem: BackwardProblem) -> Sequence[str]:
+        """Return the names of what a call gives, in this order."""
+        return ("o", *super().outputs(problem))
+
+    def describe(self, problem: BackwardProblem) -> str:
+        """Return a short name of a problem."""
+        return problem.forward.describe() + "_step"
+
+    def work(self, problem: BackwardProblem) -> Work:
+        """Count seven products a visible score, and every input and output once: o is an output here."""
+        found = super().work(problem)
+        return Work(found.flops + problem.forward.flops, found.bytes - 4 * problem.forward.rows, found.tokens)
+
+    def make_inputs(self, problem: BackwardProblem, *, seed: int, device: str) -> dict[str, torch.Tensor]:
+        """Return standard normal q, k, v and do."""
+        return draw(problem, seed=seed, device=device)
+
+    def arguments(self, problem: BackwardProblem, inputs: Inputs) -> tuple[list[torch.Tensor], dict[str, Any]]:
+        """Return q, k, v and do, and options."""
+        p = problem.forward
+        options = {"causal": p.causal, "softmax_scale": p.softmax_scale, "window": p.window}
+        return [inputs[name] for name in ("q", "k", "v", "do")], options
+
+    def exact(self, problem: BackwardProblem, inputs: Inputs) -> tuple[torch.Tensor, ...]:
+        """Return o and the gradients in fp64."""
+        p = problem.forward
+        o, _ = reference.attention(
+            inputs["q"], inputs["k"], inputs["v"],
+            causal=p.causal, softmax_scale=p.softmax_scale, window=p.window, dtype=torch.float64,
+        )  # fmt: skip
+        return o, *super().exact(problem, inputs)
+
+    def low_precision(self, problem: BackwardProblem, inputs: Inputs) -> tuple[torch.Tensor, ...]:
+        """Return o and what autograd makes of it, in the problem's dtype, K/V head by K/V head."""
+        o, *gradients = self.eager(problem, inputs)
+        return o, *gradients
+
+    def plan(self, subject: str, problem: BackwardProblem, gpu: GpuSpec) -> StepPlan:  # noqa: ARG002 - there is one
+        """Return the plans of both passes. Raises ``UnsupportedError``."""
+        return StepPlan(plan_attention(problem.forward, gpu), plan_backward(problem, gpu))
+
+    def prepare(self, plan: StepPlan) -> Sequence[PlannedSource]:
+        """Return the kernels of both passes."""
+        from ..attention.prepare import prepare_kernels
+
+        return [*prepare_kernels(plan.forward), *super().prepare(plan.backward)]
+
+    def _saved(self, problem: BackwardProblem, drawn: Inputs) -> dict[str, torch.Tensor]:
+        """Return what is drawn, with o and the LSE as the forward of a step lays them out."""
+        p, (q, k, v) = problem.forward, (drawn[name] for name in "qkv")
+        forward = problem_of(
+            q, k, v, causal=p.causal, softmax_scale=p.softmax_scale, window=p.window, return_lse=True
+        )  # fmt: skip
+        return {**drawn, "o": allocate_output(forward, q), "lse": allocate_lse(forward, q)}
+
+
+OPERATOR = StepOperator()

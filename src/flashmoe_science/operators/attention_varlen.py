@@ -1,0 +1,149 @@
+"""Attention of packed sequences for the harness: cases, inputs, the exact answer, work and kernels."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..attention import reference
+from ..attention.plan import plan_attention
+from ..attention.problem import AttentionProblem
+from ..attention.tiles import Plan
+from ..attention.varlen import flash_attention_varlen
+from ..errors import InputError
+from ..gpu.planning import Work
+from ..gpu.specs import GpuSpec
+from .attention import AttentionOperator
+from .attention_varlen_problem import VarlenProblem, make_problem
+from .base import DTYPES, KernelOperator, standard_normal
+from .baselines.attention_varlen import BASELINES
+from .baselines.base import Inputs
+
+if TYPE_CHECKING:
+    from ..gpu.identity import PlannedSource
+
+varlen_triton = functools.partial(flash_attention_varlen, kernel="forward_triton")
+varlen_gluon_sm90 = functools.partial(flash_attention_varlen, kernel="forward_features_gluon_sm90")
+
+
+class VarlenOperator(KernelOperator):
+    """Attention of packed sequences, for the harness."""
+
+    name = "attention_varlen"
+    keys = {
+        "lengths": list, "lengths_k": list, "heads": int, "heads_kv": int, "head_dim": int, "head_dim_v": int,
+        "dtype": str, "causal": bool, "softmax_scale": float,
+    }  # fmt: skip
+    required = ("lengths", "heads", "head_dim", "dtype")
+    same_as = {"heads_kv": "heads", "head_dim_v": "head_dim", "lengths_k": "lengths"}
+    kernels = {
+        "flash_attention_varlen": "auto",
+        "varlen_triton": "forward_triton",
+        "varlen_gluon_sm90": "forward_features_gluon_sm90",
+    }
+    public_module = flash_attention_varlen.__module__
+    rooms = ("attention",)
+    spill_bytes = AttentionOperator.spill_bytes
+    framework = AttentionOperator.framework
+    known_baselines = BASELINES
+    instead = "varlen_triton"
+
+    def make_problem(self, table: dict[str, Any]) -> VarlenProblem:
+        """Return the problem of a case. Raises ``InputError`` where a length is no integer."""
+        for key in ("lengths", "lengths_k"):
+            if not all(type(length) is int for length in table[key]):
+                raise InputError(f"{key} must be a list of integers, got {table[key]!r}")
+        return make_problem(tuple(table.pop("lengths")), tuple(table.pop("lengths_k")), **table)
+
+    def sizes(self, problem: VarlenProblem) -> AttentionProblem:
+        """Return the problem that is planned."""
+        return problem.planned
+
+    def values(self, problem: VarlenProblem) -> dict[str, Any]:
+        """Return the value of each key."""
+        lengths = ("lengths", "lengths_k")
+        return {key: getattr(problem if key in lengths else problem.planned, key) for key in self.keys}
+
+    def work(self, problem: VarlenProblem) -> Work:
+        """Count 4 D operations a visible score, and every input and output once."""
+        p, (tokens_q, tokens_k) = problem.planned, problem.tokens
+        elements = (tokens_q * p.heads + tokens_k * p.heads_kv) * (p.head_dim + p.head_dim_v)
+        return Work(problem.flops, float(elements * p.item_bytes + 8 * (p.batch + 1)), tokens_q)
+
+    def make_inputs(self, problem: VarlenProblem, *, seed: int, device: str) -> dict[str, torch.Tensor]:
+        """Return standard normal q, k and v, packed, and where sequences start."""
+        p, (tokens_q, tokens_k) = problem.planned, problem.tokens
+        shapes = {
+            "q": (tokens_q, p.heads, p.head_dim),
+            "k": (tokens_k, p.heads_kv, p.head_dim),
+            "v": (tokens_k, p.heads_kv, p.head_dim_v),
+        }
+        inputs = standard_normal(shapes, DTYPES[p.dtype], torch.Generator(device=device).manual_seed(seed))
+        for side, lengths in (("q", problem.lengths), ("k", problem.lengths_k)):
+            starts = [0, *itertools.accumulate(lengths)]
+            inputs[f"cu_seqlens_{side}"] = torch.tensor(starts, dtype=torch.int32, device=device)
+        return inputs
+
+    def arguments(self, problem: VarlenProblem, inputs: Inputs) -> tuple[list[torch.Tensor | int], dict[str, Any]]:
+        """Return q, k and v, where sequences start, the longest lengths, and options."""
+        names = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k")
+        options = {"causal": problem.planned.causal, "softmax_scale": problem.planned.softmax_scale}
+        return [*(inputs[name] for name in names), *problem.longest], options
+
+    def exact(self, problem: VarlenProblem, inputs: Inputs) -> torch.Tensor:
+        """Return the answer in fp64."""
+        return reference.attention_varlen(
+            **inputs, causal=problem.planned.causal, softmax_scale=problem.planned.softmax_scale, dtype=torch.float64
+        )[0]
+
+    def low_precision(self, problem: VarlenProblem, inputs: Inputs) -> torch.Tensor:
+        """Return the framework's eager answer in the problem's dtype, by heads: all scores at once may not fit."""
+        p = problem.planned
+        o = torch.zeros(*inputs["q"].shape[:2], p.head_dim_v, dtype=inputs["q"].dtype, device=inputs["q"].device)
+        ends_q, ends_k = (itertools.accumulate(lengths) for lengths in (problem.lengths, problem.lengths_k))
+        for sequence, end_q, end_k in zip(problem.sequences(), ends_q, ends_k, strict=True):
+            rows, keys = slice(end_q - sequence.seqlen_q, end_q), slice(end_k - sequence.seqlen_k, end_k)
+            if not sequence.seqlen_q or not sequence.seqlen_k:
+                continue
+            at_once = reference.heads_at_once(p.heads_kv, p.group * sequence.seqlen_q * sequence.seqlen_k)
+            for h in range(0, p.heads_kv, at_once):
+                mine, its = slice(h * p.group, (h + at_once) * p.group), slice(h, h + at_once)
+                parts = (inputs["q"][rows, mine], inputs["k"][keys, its], inputs["v"][keys, its])
+                q, k, v = (part.transpose(0, 1)[None] for part in parts)
+                low = reference.attention_low_precision(q, k, v, causal=p.causal, softmax_scale=p.softmax_scale)
+                o[rows, mine] = low[0].transpose(0, 1)
+        return o
+
+    def plan(self, subject: str, problem: VarlenProblem, gpu: GpuSpec) -> Plan:
+        """Return the plan of a call. Raises ``UnsupportedError``."""
+        return plan_attention(problem.planned, gpu, self.kernels[subject])
+
+    def prepare(self, plan: Plan) -> Sequence[PlannedSource]:
+        """Return the kernels of a plan."""
+        from ..attention.prepare import prepare_kernels
+
+        return prepare_kernels(plan)
+
+    instruction = AttentionOperator.instruction
+
+    def launches(self, subject: str, problem: VarlenProblem, gpu: GpuSpec) -> Sequence[PlannedSource]:
+        """Return the launches of one call on ``gpu``, in order. Raises ``UnsupportedError``."""
+        from ..attention.features_plan import FEATURES_KERNEL
+        from ..attention.features_prepare import prepare_features
+
+        plan = self.plan(subject, problem, gpu)
+        if plan.kernel != FEATURES_KERNEL:
+            return self.prepare(plan)
+        return prepare_features(plan, problem.tokens)  # TMA's maps have all tokens
+
+    def interpreter_steps(self, problem: VarlenProblem) -> int:
+        """Count pairs of 16 queries and 32 keys."""
+        tiles = sum(-(-q // 16) * -(-k // 32) for q, k in zip(problem.lengths, problem.lengths_k, strict=True))
+        return tiles * problem.planned.heads
+
+
+OPERATOR = VarlenOperator()

@@ -1,0 +1,279 @@
+"""The base of our operators: an adapter plans a call, and what the harness asks of its kernels follows from that."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from ..errors import CompileError, InputError, UnsupportedError
+from ..gpu.device import current_gpu
+from ..gpu.planning import PlannedKernel, PlannedLaunch
+from ..gpu.specs import GpuSpec, find_gpu
+from .baselines.base import Baseline, Inputs
+
+if TYPE_CHECKING:
+    from ..gpu.compile import KernelJob
+    from ..gpu.identity import PlannedSource
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+_PACKAGE = Path(__file__).resolve().parents[1]
+
+
+def standard_normal(
+    shapes: Mapping[str, Sequence[int]], dtype: torch.dtype, generator: torch.Generator
+) -> dict[str, torch.Tensor]:
+    """Return random tensors of these shapes on the generator's device, drawn in fp32."""
+    return {
+        name: torch.randn(tuple(shape), generator=generator, device=generator.device, dtype=torch.float32).to(dtype)
+        for name, shape in shapes.items()
+    }
+
+
+def reason_of(error: UnsupportedError) -> str:
+    """Return the message of an error without its hint."""
+    return str(error).removesuffix(f"\nhint: {error.hint}")
+
+
+class KernelOperator:
+    """What our operators share. It fits ``proof.operator.Operator``.
+
+    To be written: ``make_problem``, ``plan``, ``prepare``, ``work``, ``make_inputs``, ``arguments``, ``exact`` and
+    ``low_precision``. A problem is what the harness hands on; ``sizes`` returns the part with its sizes and dtype.
+    """
+
+    name: str  # in suites and records
+    keys: ClassVar[Mapping[str, type]]  # of a case
+    required: ClassVar[Sequence[str]]
+    same_as: ClassVar[Mapping[str, str]] = {}  # a key that is left out: the key whose value it takes
+    omitted: ClassVar[Mapping[str, Any]] = {"softmax_scale": None}  # values that a table leaves out
+    kernels: ClassVar[Mapping[str, str]]  # our implementations by name: the kernel that each asks for
+    public_module: ClassVar[str] = ""  # of the one that asks for "auto"; empty: the operator's own module
+    rooms: ClassVar[Sequence[str]]  # folders with the code of a call
+    spill_bytes: ClassVar[Mapping[str, int]] = {}  # local memory a thread that a kernel may use
+    framework: ClassVar[Sequence[str]]  # patterns of PyTorch's own kernels
+    known_baselines: ClassVar[Mapping[str, Baseline]]
+    instead: ClassVar[str | None] = ""  # asked for on a CPU where "auto" runs the reference; None: it does not
+    cpu_hint: ClassVar[str] = ""  # after the reason why bf16 is not interpreted
+    max_interpreter_steps: ClassVar[int] = 1024  # about a minute in Triton's interpreter
+
+    # Cases
+
+    def parse_case(self, table: Mapping[str, Any]) -> Any:
+        """Turn one case of a suite file into a problem.
+
+        Raises:
+            InputError: a key is unknown, missing or of the wrong type.
+        """
+        for key, value in table.items():
+            if key not in self.keys:
+                raise InputError(f"{key} is not a key of a case of {self.name}; keys: {', '.join(self.keys)}")
+            kind = self.keys[key]
+            if type(value) not in ((int, float) if kind is float else (kind,)):
+                raise InputError(f"{key} must be {kind.__name__}, got {value!r}")
+        missing = [key for key in self.required if key not in table]
+        if missing:
+            raise InputError(f"a case of {self.name} needs {', '.join(missing)}")
+        return self.make_problem({**{key: table[other] for key, other in self.same_as.items()}, **table})
+
+    def make_problem(self, table: dict[str, Any]) -> Hashable:
+        """Return the problem of a case whose keys and types are right. Raises ``InputError``."""
+        raise NotImplementedError
+
+    def sizes(self, problem: Any) -> Any:
+        """Return the part of a problem that has its sizes and dtype."""
+        return problem
+
+    def values(self, problem: Any) -> dict[str, Any]:
+        """Return the value of each key."""
+        return {key: getattr(self.sizes(problem), key) for key in self.keys}
+
+    def as_table(self, problem: Any) -> dict[str, Any]:
+        """Return the inverse of ``parse_case``: plain JSON values."""
+        return {
+            key: [*value] if isinstance(value, tuple) else value
+            for key, value in self.values(problem).items()
+            if key in self.required or key not in self.omitted or value != self.omitted[key]
+        }
+
+    def describe(self, problem: Any) -> str:
+        """Return a short name of a problem."""
+        return str(problem.describe())
+
+    # Calls
+
+    def arguments(self, problem: Any, inputs: Inputs) -> tuple[Sequence[torch.Tensor | int], dict[str, Any]]:
+        """Return the arguments of a call of ours, by position and by name."""
+        raise NotImplementedError
+
+    def bind(self, entry: Callable[..., Any], problem: Any, inputs: Inputs) -> Callable[[], Any]:
+        """Return a call without arguments.
+
+        A baseline with a memory layout of its own offers ``bind_inputs``, and lays its inputs out there, outside any
+        timing.
+        """
+        if hasattr(entry, "bind_inputs"):
+            bound: Callable[[], Any] = entry.bind_inputs(problem, inputs)
+            return bound
+        positional, options = self.arguments(problem, inputs)
+        return functools.partial(entry, *positional, **options)
+
+    def error_budget(self, exact: torch.Tensor, low_precision: torch.Tensor) -> float:
+        """Return twice the eager low-precision error, and twice what adding and taking 0.3 costs in fp32.
+
+        Source: the rule of FlashAttention's own tests.
+        """
+        if exact.numel() == 0:
+            return 0.0
+        exact32 = exact.float()
+        noise = ((exact32 + 0.3 - 0.3) - exact32).abs().max().item()
+        return 2 * (low_precision.double() - exact).abs().max().item() + 2 * noise
+
+    def peak_tflops_key(self, problem: Any) -> str:
+        """Return the rate that bounds a problem; fp32 may run on the tf32 units."""
+        dtype: str = self.sizes(problem).dtype
+        return "tf32" if dtype == "fp32" else dtype
+
+    # Kernels
+
+    def plan(self, subject: str, problem: Any, gpu: GpuSpec) -> Any:
+        """Return the plan of a call on ``gpu``, which has ``launches``. Raises ``UnsupportedError``."""
+        raise NotImplementedError
+
+    def prepare(self, plan: Any) -> Sequence[PlannedSource]:
+        """Return the kernels of a plan, in the order of its launches."""
+        raise NotImplementedError
+
+    def instruction(self, plan: Any, kernel: str) -> str:  # noqa: ARG002 - for those that override it
+        """Return the matrix instruction that a kernel promises, as a pattern, or an empty text."""
+        return ""
+
+    def as_called(self, problem: Any) -> Any:
+        """Return ``problem`` as a call with its inputs describes it, e.g. with their strides."""
+        return problem
+
+    def launches(self, subject: str, problem: Any, gpu: GpuSpec) -> Sequence[PlannedSource]:
+        """Return the launches of one call on ``gpu``, in order. Raises ``UnsupportedError``."""
+        return self.prepare(self.plan(subject, self.as_called(problem), gpu))
+
+    def promised_launches(self, subject: str, problem: Any) -> Sequence[PlannedLaunch]:
+        """Return the launches of the plan for the current GPU, with the shared memory that compiling showed."""
+        gpu = current_gpu()
+        if gpu is None:
+            raise CompileError("launches are promised for a GPU, and there is none")
+        return [
+            dataclasses.replace(launch, shared_memory_bytes=compiled.metadata.shared)
+            for launch, _, compiled in self._compiled(subject, problem, gpu)
+        ]
+
+    def planned_kernels(self, subject: str, problem: Any, gpu: str) -> Sequence[PlannedKernel]:
+        """Return the kernels that ``subject`` would launch on ``gpu``, compiled for it.
+
+        Raises:
+            CompileError: a kernel does not compile.
+        """
+        from ..gpu.compile import read_code
+
+        spec = find_gpu(gpu)
+        return [
+            PlannedKernel(
+                launch.pattern, launch.grid, launch.block, compiled.metadata.shared,
+                read_code(compiled, kernel, spec.arch),
+            )
+            for launch, kernel, compiled in self._compiled(subject, problem, spec)
+        ]  # fmt: skip
+
+    def _compiled(self, subject: str, problem: Any, gpu: GpuSpec) -> Iterator[tuple[PlannedLaunch, str, Any]]:
+        """Yield each launch of the plan, its kernel's name, and the kernel as Triton compiled it."""
+        from ..gpu.compile import compile_kernel
+
+        plan = self.plan(subject, problem, gpu)
+        for launch, kernel in zip(plan.launches, self.prepare(plan), strict=True):
+            yield launch, kernel.source.name, compile_kernel(kernel.source, gpu.arch)
+
+    def refusal(self, subject: str, problem: Any, gpu: str) -> str | None:
+        """Return why ``subject`` does not serve ``problem`` on ``gpu``, or None; also for a GPU that is not known."""
+        try:
+            spec = find_gpu(gpu)
+        except InputError:
+            return None
+        try:
+            self.plan(subject, problem, spec)
+        except UnsupportedError as error:
+            reason = reason_of(error)
+            opening = f"{self.kernels[subject]} does not serve "  # the problem follows, which the harness names too
+            return reason.partition(": ")[2] if reason.startswith(opening) else reason
+        return None
+
+    def compile_jobs(self, subject: str, problems: Sequence[Any], gpus: Sequence[str]) -> Sequence[KernelJob]:
+        """Return every distinct kernel that ``problems`` need on ``gpus``, as far as ``subject`` serves them there."""
+        from ..gpu.compile import KernelJob
+
+        jobs: dict[Any, KernelJob] = {}
+        for gpu in map(find_gpu, gpus):
+            for problem in problems:
+                try:
+                    plan = self.plan(subject, problem, gpu)
+                except UnsupportedError:  # refusal says why
+                    continue
+                for source in (kernel.source for kernel in self.prepare(plan)):
+                    job = KernelJob(
+                        f"{source.name} {self.describe(problem)}", gpu.name, source,
+                        self.spill_bytes.get(source.name, 0), self.instruction(plan, source.name),
+                    )  # fmt: skip
+                    jobs.setdefault((source, gpu.arch), job)
+        return list(jobs.values())
+
+    # On a CPU
+
+    def interpreter_steps(self, problem: Any) -> int:
+        """Return how many steps Triton's interpreter takes. Raises ``UnsupportedError``."""
+        raise NotImplementedError
+
+    def cpu_refusal(self, subject: str, problem: Any) -> str | None:
+        """Return why Triton's interpreter cannot check ``problem``, or None."""
+        kernel = self.kernels[subject]
+        if kernel == "auto" and self.instead is not None:
+            asked = f": ask for {self.instead}" if self.instead else ""
+            return f"on CPU tensors it runs the reference, which would prove nothing{asked}"
+        if "gluon" in kernel:
+            return f"{subject} is written in Gluon, which cannot be interpreted: only a GPU can check it"
+        if self.sizes(problem).dtype == "bf16":
+            return f"Triton's interpreter multiplies bf16 wrongly{self.cpu_hint}"
+        try:
+            steps = self.interpreter_steps(problem)
+        except UnsupportedError as error:
+            return reason_of(error)
+        most = self.max_interpreter_steps
+        return f"{steps} steps in Triton's interpreter are too many (at most {most})" if steps > most else None
+
+    def cpu_stand_in(self, subject: str, problem: Any) -> str:  # noqa: ARG002 - the protocol's signature
+        """Return what the interpreter runs in place of ``subject``: nothing else."""
+        return ""
+
+    # Names
+
+    def entry_points(self) -> Mapping[str, str]:
+        """Return our own implementations by name."""
+        here = type(self).__module__
+        public = self.public_module or here
+        return {name: f"{public if kernel == 'auto' else here}:{name}" for name, kernel in self.kernels.items()}
+
+    def sources(self, subject: str) -> Sequence[str]:  # noqa: ARG002 - the protocol's signature
+        """Return the files that decide plan, result and verdict: folders whole, so that nothing is forgotten."""
+        folders = ("gpu", "operators", *self.rooms)
+        return sorted(
+            path.relative_to(_PACKAGE).as_posix() for room in folders for path in (_PACKAGE / room).rglob("*.py")
+        )
+
+    def framework_kernels(self) -> Sequence[str]:
+        """Return the patterns of PyTorch's own kernels for this work."""
+        return self.framework
+
+    def baselines(self) -> Mapping[str, Baseline]:
+        """Return all baselines by name; the first is the default."""
+        return self.known_baselines
