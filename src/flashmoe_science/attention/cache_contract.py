@@ -51,7 +51,7 @@ def describe_cache_call(given: Mapping[str, Any], options: CacheOptions) -> Cach
 
     The rest of the contract is checked by ``cache_problem_of``, once for all calls of the same layouts.
     """
-    _check_needed(given.get("q"), given.get("k_cache"), given.get("v_cache"))
+    _check_needed(given["q"], given["k_cache"], given["v_cache"])
     tensors = {name: tensor for name, tensor in given.items() if tensor is not None}
     length = tensors.get("cache_seqlens")
     if isinstance(length, int):
