@@ -576,8 +576,6 @@ def test_prepared_gradients_see_every_change(monkeypatch):
 
 def test_the_reference_follows_itself():
     """Heads that no kernel serves have gradients where the reference is asked for; a name that is none is refused."""
-    assert gradients_module.kernel_after("reference") == "reference"
-    assert gradients_module.kernel_after("forward_triton") == "auto"
     q, k, v = leaves((1, 1, 3, 300), (1, 1, 3, 300), (1, 1, 3, 300))
     flash_attention(q, k, v, kernel="reference").sum().backward()
     torch.testing.assert_close(q.grad, expected_of((q, k, v), {}, torch.ones(1, 1, 3, 300))["q"])

@@ -227,10 +227,11 @@ def _attention_append_kv_cache(*arguments: Any) -> tuple[Tensor, Tensor]:
 def _fake(q: Tensor, k_cache: Tensor, v_cache: Tensor, *others: object) -> tuple[Tensor, Tensor]:
     """Return outputs without data, in the memory order of the real ones."""
     check_fake(q, k_cache, v_cache, (4, 4, 4), others)
-    shape = (*q.shape[:3], v_cache.shape[3])
-    strides = output_strides(*shape, canonical_strides(q.shape, q.stride()))
-    o = torch.empty_strided(shape, strides, dtype=q.dtype, device=q.device)
-    return o, torch.empty(shape[:3], dtype=torch.float32, device=q.device)
+    batch, heads, seqlen_q, _ = q.shape
+    columns = v_cache.shape[3]
+    strides = output_strides(batch, heads, seqlen_q, columns, canonical_strides(q.shape, q.stride()))
+    o = torch.empty_strided((batch, heads, seqlen_q, columns), strides, dtype=q.dtype, device=q.device)
+    return o, torch.empty((batch, heads, seqlen_q), dtype=torch.float32, device=q.device)
 
 
 def _call_operator(call: CacheCall) -> tuple[Tensor, Tensor]:
@@ -238,9 +239,12 @@ def _call_operator(call: CacheCall) -> tuple[Tensor, Tensor]:
     tensors, options = call
     given: dict[str, Any] = {**tensors, **options._asdict()}
     given["window_left"], given["window_right"] = options.window
+    found: tuple[Tensor, Tensor]
     if not {"k", "v", "rotary_cos", "rotary_sin"} & tensors.keys():
-        return _attention_with_kv_cache(*map(given.get, _ATTEND_NAMES))
+        found = _attention_with_kv_cache(*map(given.get, _ATTEND_NAMES))
+        return found
     for name, other in (("k", "v"), ("v", "k"), ("cache_seqlens", "k")):
         if name not in tensors:
             raise InputError(f"{name} must be given with {other}, got None")
-    return _attention_append_kv_cache(*map(given.get, _APPEND_NAMES))
+    found = _attention_append_kv_cache(*map(given.get, _APPEND_NAMES))
+    return found

@@ -51,7 +51,7 @@ def describe_cache_call(given: Mapping[str, Any], options: CacheOptions) -> Cach
 
     The rest of the contract is checked by ``cache_problem_of``, once for all calls of the same layouts.
     """
-    _check_needed(given.get("q"), given.get("k_cache"), given.get("v_cache"))
+    _check_needed(given["q"], given["k_cache"], given["v_cache"])
     tensors = {name: tensor for name, tensor in given.items() if tensor is not None}
     length = tensors.get("cache_seqlens")
     if isinstance(length, int):
@@ -100,9 +100,12 @@ def check_types(options: CacheOptions) -> CacheOptions:
 
 def _check_needed(q: Any, k_cache: Any, v_cache: Any) -> None:
     """Raise ``InputError`` where a tensor is missing that no call can do without."""
-    if type(q) is type(k_cache) is type(v_cache) is Tensor and q.layout is k_cache.layout is v_cache.layout is _STRIDED:
-        if not (q.is_nested or k_cache.is_nested or v_cache.is_nested):
-            return
+    if (
+        type(q) is type(k_cache) is type(v_cache) is Tensor
+        and q.layout is k_cache.layout is v_cache.layout is _STRIDED
+        and not (q.is_nested or k_cache.is_nested or v_cache.is_nested)
+    ):
+        return  # as nearly all are
     for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
         if not isinstance(tensor, Tensor):
             raise InputError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")

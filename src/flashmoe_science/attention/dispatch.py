@@ -14,7 +14,7 @@ from torch import Tensor
 from ..errors import InputError
 from .calls import run
 from .checks import check_fake
-from .gradients import differentiable, kernel_after, register_gradients
+from .gradients import differentiable, register_gradients
 from .inputs import TENSORS, AttentionCall, Options, describe_call, is_traced
 from .problem import canonical_strides, output_strides
 
@@ -102,30 +102,21 @@ class Operator:
 
     def _fake(self, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Any:
         """Return outputs without data, in the memory order of the real ones."""
-        axes_q, axes_k = (3 if "max_seqlen_q" in self.names else 4), (3 if self.names[3] == "cu_seqlens_q" else 4)
-        if "page_table" in self.names:
-            axes_k = 4
-        check_fake(q, k, v, (axes_q, axes_k, axes_k), others)
-        if axes_q == 3:
+        packed, paged = "max_seqlen_q" in self.names, "page_table" in self.names
+        axes = 3 if packed else 4
+        check_fake(q, k, v, (axes, 4, 4) if paged else (axes, axes, axes), others)
+        if packed:
             o = torch.empty((*q.shape[:2], v.shape[-1]), dtype=q.dtype, device=q.device)
             lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device).t()
         else:
-            shape = (*q.shape[:3], v.shape[3])
-            strides = output_strides(*shape, canonical_strides(q.shape, q.stride()))
-            o = torch.empty_strided(shape, strides, dtype=q.dtype, device=q.device)
-            lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+            (batch, heads, seqlen_q, _), columns = q.shape, v.shape[3]
+            strides = output_strides(batch, heads, seqlen_q, columns, canonical_strides(q.shape, q.stride()))
+            o = torch.empty_strided((batch, heads, seqlen_q, columns), strides, dtype=q.dtype, device=q.device)
+            lse = torch.empty((batch, heads, seqlen_q), dtype=torch.float32, device=q.device)
         if self._returns == 1:
             return o
         given = dict(zip(self.names[3:], others, strict=True))
         return o, lse if given.get("return_lse", True) else torch.empty(0, dtype=torch.float32, device=q.device)
-
-
-def _options_of_gradients(operator: Operator) -> Callable[[Mapping[str, Any]], Options]:
-    def options_of(given: Mapping[str, Any]) -> Options:
-        options = operator.options_of(given)
-        return options._replace(kernel=kernel_after(options.kernel), return_lse=True)
-
-    return options_of
 
 
 _attention_features = Operator(
@@ -138,10 +129,10 @@ _attention_varlen = Operator(
     f"{_PACKED}, {_LONGEST}, {_MASKS}, {_HEADS}, {_USED}, Tensor? dropout_seed, float dropout_p, bool return_lse, "
     "str kernel",
 )
-# Of its own: an operator with gradients saves its inputs by name, and torch leaves out those that are as by default.
+# A separate operator: one with gradients saves its inputs by name, and torch leaves out those that have a default.
 _attention_varlen_paged = Operator(
     "attention_varlen_paged",
     f"{_PACKED}, Tensor page_table, {_LONGEST}, {_MASKS}, {_HEADS}, {_USED}, bool return_lse, str kernel",
 )
 for _operator in (_attention_features, _attention_varlen):
-    register_gradients(_operator.definition, _operator.names, _options_of_gradients(_operator))
+    register_gradients(_operator.definition, _operator.names, _operator.options_of)

@@ -25,9 +25,9 @@ OPTIONAL = ("sinks", "alibi", "bias", "cu_seqlens_q", "cu_seqlens_k", "seqused_q
 _prepared: dict[tuple[Any, ...], Call] = {}
 
 
-def kernel_after(forward: str) -> str:
-    """Return which kernel makes the gradients of a call that asked for ``forward``: the reference follows itself."""
-    return "reference" if forward == "reference" else "auto"
+def _options_of_backward(options: Options) -> Options:
+    """Return the options of the gradients of a call: the reference follows itself, else the plan chooses."""
+    return options._replace(kernel="reference" if options.kernel == "reference" else "auto", return_lse=True)
 
 
 def differentiable(call: AttentionCall) -> tuple[Tensor, Tensor]:
@@ -46,7 +46,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         options, ctx.names, *tensors = inputs
-        ctx.options = options._replace(kernel=kernel_after(options.kernel))
+        ctx.options = _options_of_backward(options)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors, *output)
 
@@ -208,7 +208,7 @@ def register_gradients(operator: Any, names: Sequence[str], options_of: Callable
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         given = dict(zip(names, inputs, strict=True))
-        ctx.options = options_of(given)
+        ctx.options = _options_of_backward(options_of(given))
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*(given[name] for name in tensors), *output)
 

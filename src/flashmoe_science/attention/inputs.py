@@ -124,7 +124,7 @@ def check_bias_kind(tensors: Mapping[str, object]) -> None:
 def is_traced(tensors: Iterable[object]) -> bool:
     """Return whether torch has to see an operator: a graph is made of the calls, or a tensor is of another class."""
     return (
-        torch.compiler.is_compiling()
+        torch.compiler.is_dynamo_compiling()
         or torch._C._len_torch_dispatch_stack() > 0  # noqa: SLF001 - modes have no public name; make_fx is one
         or torch._C._is_tracing()  # noqa: SLF001 - what torch.jit.is_tracing calls
         or not _PLAIN_OR_NONE.issuperset(map(type, tensors))
