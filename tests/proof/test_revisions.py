@@ -412,7 +412,7 @@ def test_a_comparison_whose_disk_fills_is_in_the_store(repository, fake, tmp_pat
         raise OSError(errno.ENOSPC, "No space left on device")
 
     def fills(payload, on_event):
-        monkeypatch.setattr("flashmoe_science.cli.running.write_record", full_disk)
+        monkeypatch.setattr("flashmoe_science.cli.run_shared.write_record", full_disk)
         return right(payload, on_event)
 
     def interrupted(payload, on_event):

@@ -26,7 +26,7 @@ from .terminal import ChainProgress, Terminal, as_plain, short_path, write_csv_f
 
 if TYPE_CHECKING:
     from ..proof.meter import Bill
-    from .running import Keeper
+    from .run_shared import Keeper
 
 _SECONDS_BETWEEN_LINES = 10.0
 _WORST_FIRST = (3, 1, 2, 4)  # exit codes, where hosts differ

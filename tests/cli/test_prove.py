@@ -41,7 +41,7 @@ def prove_with(run, monkeypatch, requests):
                 raise KeyboardInterrupt
             return record
 
-        monkeypatch.setattr("flashmoe_science.cli.proving.prove", chain or whole)
+        monkeypatch.setattr("flashmoe_science.cli.prove.prove", chain or whole)
         return run("prove", *args)
 
     return prove_with
@@ -247,7 +247,7 @@ def test_a_disk_that_fills_in_the_middle_costs_the_file_and_not_the_record(prove
 
     def chain(request, *, progress, save):
         save(record)
-        monkeypatch.setattr("flashmoe_science.cli.running.write_record", full_disk)
+        monkeypatch.setattr("flashmoe_science.cli.run_shared.write_record", full_disk)
         save(record)
         save(rest)
         return rest
@@ -270,7 +270,7 @@ def test_a_disk_that_has_room_again_gets_the_file_after_all(prove_with, reposito
     def chain(request, *, progress, save):
         save(record)
         with monkeypatch.context() as full:
-            full.setattr("flashmoe_science.cli.running.write_record", full_disk)
+            full.setattr("flashmoe_science.cli.run_shared.write_record", full_disk)
             save(record)
         save(record)
         return record
@@ -284,7 +284,7 @@ def test_a_run_that_can_be_kept_nowhere_ends(prove_with, repository, monkeypatch
 
     def chain(request, *, progress, save):
         save(record)
-        monkeypatch.setattr("flashmoe_science.cli.running.write_record", full_disk)
+        monkeypatch.setattr("flashmoe_science.cli.run_shared.write_record", full_disk)
         monkeypatch.setattr(Store, "save", lambda *_, **__: (_ for _ in ()).throw(EvidenceError("no store")))
         save(record)
         pytest.fail("it went on")

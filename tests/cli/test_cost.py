@@ -39,7 +39,7 @@ def prove_with(run, monkeypatch):
             save(record)
             return record
 
-        monkeypatch.setattr("flashmoe_science.cli.proving.prove", chain)
+        monkeypatch.setattr("flashmoe_science.cli.prove.prove", chain)
         return run("prove", *args)
 
     return prove_with
@@ -140,7 +140,7 @@ def test_compare_says_what_each_revision_will_cost_and_what_both_have_cost(run, 
         "prove_revisions": prove_revisions,
     }
     for name, stand_in in stand_ins.items():
-        monkeypatch.setattr(f"flashmoe_science.cli.comparing.{name}", stand_in)
+        monkeypatch.setattr(f"flashmoe_science.cli.compare.{name}", stand_in)
     lines = run("compare", "main", "HEAD")[1].splitlines()
     assert [line.startswith("cost: about $") for line in lines[1:3]] == [True, True]
     assert lines[-2].startswith("cost: $1.00 (1 min 40 s of NVIDIA H200); estimated $")
@@ -235,7 +235,7 @@ def test_what_a_run_saved_counts_its_kinds_of_problems(run, monkeypatch):
         return float(saved["gpu_seconds"])
 
     few = seconds()
-    monkeypatch.setattr("flashmoe_science.cli.costing.kinds_of", lambda _: 2)
+    monkeypatch.setattr("flashmoe_science.cli.cost.kinds_of", lambda _: 2)
     assert seconds() > few + 1
 
 

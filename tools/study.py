@@ -24,7 +24,7 @@ from ..proof.subject import is_builtin, load_subject
 from ..proof.suites import SuiteCase, check_operator, load_suite
 from . import HOLDS, INCONCLUSIVE
 from .names import check_name
-from .running import Tab, as_typed, check_budget, open_tab
+from .run_shared import Tab, as_typed, check_budget, open_tab
 from .terminal import Terminal, as_plain, short_path
 
 DEFAULT_CASE = "b2_h16_s1024_d128_bf16"  # of suite scaling: few sets of inputs, and a call of some 50 us

@@ -36,7 +36,7 @@ def prove_all(run, repository, monkeypatch):
 
         for name in records:
             (repository / f"{name}.toml").write_text(TOML.format(name=name))
-        monkeypatch.setattr("flashmoe_science.cli.proving.prove", chain)
+        monkeypatch.setattr("flashmoe_science.cli.prove.prove", chain)
         return (*run("prove", *(f"{name}.toml" for name in records), *ARGS, *args), proved)
 
     return prove_all

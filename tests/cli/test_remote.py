@@ -8,7 +8,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from flashmoe_science.cli.running import without_places
+from flashmoe_science.cli.run_shared import without_places
 from flashmoe_science.errors import EvidenceError, MachineLostError, RemoteError
 from flashmoe_science.proof.cost import Budget, size_of
 from flashmoe_science.proof.remote import HostResult
@@ -45,7 +45,7 @@ def on_hosts(run, repository, monkeypatch, budgets):
                 raise KeyboardInterrupt
             return results
 
-        monkeypatch.setattr("flashmoe_science.cli.borrowing.prove_on", prove_on)
+        monkeypatch.setattr("flashmoe_science.cli.remote.prove_on", prove_on)
         return run("prove", *(word for name in answers for word in ("--host", name)), *args)
 
     return on_hosts
@@ -275,7 +275,7 @@ def test_a_machine_whose_run_has_the_id_of_another_one_replaces_nothing(run, rep
             return [HostResult(hosts[0], record, error, seconds=90.0)]
         return [HostResult(hosts[0], record, None, seconds=90.0)]
 
-    monkeypatch.setattr("flashmoe_science.cli.borrowing.prove_on", prove_on)
+    monkeypatch.setattr("flashmoe_science.cli.remote.prove_on", prove_on)
     code, _, err = run("prove", "--host", "a")
     assert code == 2
     assert f"error: there is a run {RUN_ID} already, and no other one replaces it" in err

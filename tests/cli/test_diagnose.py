@@ -35,7 +35,7 @@ def diagnose_with(run, monkeypatch, wishes):
                 raise found
             return found
 
-        monkeypatch.setattr("flashmoe_science.cli.diagnosing.describe_apart", lambda: environment_with(gpu))
+        monkeypatch.setattr("flashmoe_science.cli.diagnose.describe_apart", lambda: environment_with(gpu))
         monkeypatch.setattr("flashmoe_science.proof.diagnose.run.observe_here", observe_here)
         return run("diagnose", *args)
 
