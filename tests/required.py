@@ -1,6 +1,6 @@
 """What some tests need and not every machine has. They are skipped without it, or fail where it is required.
 
-``FLASHMOE_REQUIRE=postgres,sshd`` says what has to be here: then a green run has really tested it.
+``FLASHMOE_REQUIRE=nvcc,sshd`` says what has to be here: then a green run has really tested it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NoReturn
 
 import pytest
 
-NAMES = ("browser", "nvcc", "postgres", "sshd")
+NAMES = ("browser", "nvcc", "sshd")
 VARIABLE = "FLASHMOE_REQUIRE"
 
 

@@ -172,7 +172,7 @@ import sys, pytest
 arguments = [*sys.argv[1:], "--collect-only", "-q", "--strict-markers"]
 assert pytest.main(arguments) == 0
 assert pytest.main([*sys.argv[1:], "-k", "other"]) == 0
-heavy = {"torch", "triton", "pydantic", "scipy", "sqlalchemy", "flashmoe_science.proof"} & set(sys.modules)
+heavy = {"torch", "triton", "pydantic", "scipy", "flashmoe_science.proof"} & set(sys.modules)
 assert not heavy, heavy
 """
     environment = {**os.environ, "PYTHONPATH": python_path(SOURCE), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}

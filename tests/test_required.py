@@ -20,7 +20,7 @@ from tests.required import import_needed, missing
 
 @pytest.fixture
 def server():
-    missing("postgres", "needs a server")
+    missing("nvcc", "needs a compiler")
 
 def test_fixture(server): pass
 @pytest.mark.needs("sshd", False, "needs an SSH server")
@@ -47,20 +47,20 @@ def test_without_it_tests_are_skipped_with_the_reason(tmp_path):
 
 
 def test_what_is_required_fails(tmp_path):
-    done = run(tmp_path, "sshd, postgres,browser")
+    done = run(tmp_path, "sshd, nvcc,browser")
     assert done.returncode == 1, done.stdout
     assert "1 passed" in done.stdout
     assert "skipped" not in done.stdout
-    for name, reason in (("postgres", "a server"), ("sshd", "an SSH server"), ("browser", "a driver")):
+    for name, reason in (("nvcc", "a compiler"), ("sshd", "an SSH server"), ("browser", "a driver")):
         assert f"{VARIABLE} has {name}, and this test needs {reason}" in done.stdout
 
 
 def test_what_is_not_required_is_still_skipped(tmp_path):
-    done = run(tmp_path, "sshd,nvcc")
+    done = run(tmp_path, "sshd")
     assert "1 passed, 2 skipped, 1 error" in done.stdout
 
 
 def test_a_name_that_no_test_knows_is_an_error(tmp_path):
-    done = run(tmp_path, "sshd,postgresql")
+    done = run(tmp_path, "sshd,compiler")
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
-    assert f"{VARIABLE}: expected some of {', '.join(NAMES)}, got postgresql" in done.stderr
+    assert f"{VARIABLE}: expected some of {', '.join(NAMES)}, got compiler" in done.stderr

@@ -294,7 +294,7 @@ def offsets_in_evidence() -> None:
     Not simulated: of the records in evidence/.
     """
     print_row("run", "kernel", "graph", "wall")
-    for path in sorted((Path(__file__).resolve().parent.parent / "evidence").glob("*-seed-flash_attention-*.json")):
+    for path in sorted((Path(__file__).resolve().parent.parent / "evidence").glob("*-seed-flash_attention-*.json*")):
         record = read_record(path)
         if record.environment.gpu is not None:
             print_row(path.name.partition("-")[0], *(_common_part(record, kind) for kind in get_args(TimeKind)))

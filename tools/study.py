@@ -9,10 +9,10 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from ..errors import EvidenceError, InputError
-from ..proof.cost import Entry
 from ..proof.cost_report import bill_as_plain, receipt
 from ..proof.environment import describe_apart
-from ..proof.evidence import Environment, Settings
+from ..proof.evidence import Environment, Settings, name_of
+from ..proof.ledger import Entry
 from ..proof.meter import Bill
 from ..proof.store import Archive, Store, find_repository, is_path
 from ..proof.study.expected import expected_cost
@@ -132,7 +132,7 @@ def find_study(key: str, repository: Path | None) -> Study:
     """Return the study in the file ``key``, or whose id begins with it. Raises ``EvidenceError``."""
     if is_path(key):
         return read_study(Path(key))
-    found = [path for path in study_files(repository or Path.cwd()) if path.stem.startswith(key)]
+    found = [path for path in study_files(repository or Path.cwd()) if name_of(path).startswith(key)]
     if len(found) != 1:
         what = f"begins {len(found)} ids" if found else "is no study here"
         raise EvidenceError(f"{key!r} {what}", hint=f"they are in {FOLDER}/")

@@ -47,7 +47,7 @@ def test_what_is_not_demonstrated_is_not_written_unless_asserted(run, repository
 def test_a_newer_run_decides_what_is_written(run, repository):
     Store().save(build_record(speedups=[1.5, 3.0], suite="made_up", day=3))
     assert run("claim", "new", "20260104")[0] == 0  # kept in the store alone, so it is written to evidence/
-    assert len(list((repository / "evidence").glob("20260104*.json"))) == 1
+    assert len(list((repository / "evidence").glob("20260104*.json.gz"))) == 1
     code, out, _ = run("claim", "new", "20260101", "--id", "older")
     assert (code, out.startswith("refuted ")) == (1, True)
     newer = build_record(speedups=[1.5, 3.0], suite="made_up", day=3).id
@@ -108,6 +108,6 @@ def test_a_claim_about_a_kernel_with_its_own_suite_is_made_verified_and_reported
 
 
 def test_the_store_can_be_named(run, repository, tmp_path):
-    Store(str(tmp_path / "other.sqlite")).save(build_record(speedups=[2.5, 3.0], suite="made_up", day=3))
+    Store(str(tmp_path / "other")).save(build_record(speedups=[2.5, 3.0], suite="made_up", day=3))
     assert run("claim", "new", "20260104")[0] == 2
-    assert run("claim", "new", "20260104", "--store", str(tmp_path / "other.sqlite"))[0] == 0
+    assert run("claim", "new", "20260104", "--store", str(tmp_path / "other"))[0] == 0

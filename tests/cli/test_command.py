@@ -147,12 +147,12 @@ def test_a_fault_of_ours_is_no_verdict(run, monkeypatch):
 
 
 def test_missing_packages_are_named_with_the_command_that_installs_them():
-    blocked = "import sys; sys.modules.update({'typer': None, 'sqlalchemy': None, 'torch': None}); "
+    blocked = "import sys; sys.modules.update({'typer': None, 'scipy': None, 'torch': None}); "
     done = run_process("verify", "--json", code=blocked + "from flashmoe_science.cli import main; sys.exit(main())")
     assert done.returncode == 2
-    only = "pip install 'sqlalchemy>=2.0.30' 'torch>=2.9' 'typer>=0.15'"
+    only = "pip install 'scipy>=1.11.4' 'torch>=2.9' 'typer>=0.15'"
     assert done.stderr.splitlines() == [
-        "error: flashmoe needs packages that are not installed: sqlalchemy, torch, typer",
+        "error: flashmoe needs packages that are not installed: scipy, torch, typer",
         f"hint: in a clone: pip install -e '.[proof]'; or only these: {only}",
     ]
     assert json.loads(done.stdout)["exit_code"] == 2
@@ -160,7 +160,7 @@ def test_missing_packages_are_named_with_the_command_that_installs_them():
 
 def test_what_is_missed_is_what_pyproject_says():
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    elsewhere = {"alembic>=1.16", "tomli>=2"}
+    elsewhere = {"tomli>=2"}
     for name, known in (("dependencies", cli.KERNELS), ("proof", cli.EXTRA)):
         found = text.partition(f"\n{name} = [\n")[2].partition("\n]")[0]
         assert set(re.findall(r'^    "([^";]+)', found, re.MULTILINE)) - elsewhere == set(known.values()) - elsewhere
@@ -169,14 +169,14 @@ def test_what_is_missed_is_what_pyproject_says():
 @pytest.mark.parametrize(
     ("args", "heavy"),
     [
-        ([], {"torch", "triton", "rich", "pydantic", "sqlalchemy", "scipy", "numpy"}),
+        ([], {"torch", "triton", "rich", "pydantic", "scipy", "numpy"}),
         (["runs", "--limit", "0"], {"torch", "triton"}),
     ],
     ids=["help", "runs"],
 )
 def test_quick_verbs_import_nothing_heavy(args, heavy, tmp_path):
     code = f"import sys; from flashmoe_science.cli import main; main(); sys.exit(str({heavy} & set(sys.modules) or ''))"
-    done = run_process(*args, code=code, FLASHMOE_STORE=str(tmp_path / "runs.sqlite"))
+    done = run_process(*args, code=code, FLASHMOE_STORE=str(tmp_path / "runs"))
     assert done.stderr.strip().splitlines()[-1:] in ([], ["no runs yet: flashmoe prove makes the first"])
 
 

@@ -29,7 +29,7 @@ def test_two_runs_are_found_by_id_and_by_file_and_compared(run, repository, othe
     assert lines[0] == f"A        {RUN_ID}"
     assert [line.split()[-1] for line in lines if line.startswith("case")][1:] == ["same", "faster"]
     assert any(line.startswith("faster     1 faster, 1 same: faster case1 (graph) 1.") for line in lines)
-    path = f"evidence/{RUN_ID}.json"
+    path = f"evidence/{RUN_ID}.json.gz"
     document = json.loads(run("compare", other, path, "--time", "graph", "--json")[1])
     assert document["exit_code"] == 1
     assert document["comparison"]["effect"] == "slower"
@@ -135,7 +135,7 @@ def test_a_comparison_that_failed_a_gate_casts_no_doubt_on_a_claim(run, reposito
 
     before = run("verify")
     record = compared(1.1, day=9, suite="made_up", gates=build_gates("correct"))
-    write_record(record, repository / "evidence" / f"{record.id}.json")
+    write_record(record, repository / "evidence" / f"{record.id}.json.gz")
     assert run("verify") == before
     assert before[0] == 0
 

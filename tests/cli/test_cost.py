@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from flashmoe_science.proof.cost import GPU_GATES, size_of
+from flashmoe_science.proof.cost import size_of
 from flashmoe_science.proof.evidence import Compared, Gate, Revision, write_record
+from flashmoe_science.proof.ledger import GPU_GATES
 from flashmoe_science.proof.revisions import Asked
 from flashmoe_science.proof.store import Store
 
@@ -110,7 +111,7 @@ def test_a_store_that_cannot_be_read_costs_the_history_alone(prove_with, reposit
     monkeypatch.setenv("FLASHMOE_STORE", str(repository / "README.md"))
     code, out, err = prove_with(build_record(gates=gates(1, 2, 3, 54), speedups=[2.3], day=1))
     assert (code, "a rough model" in out) == (0, True)
-    assert err.startswith("warning: run store")
+    assert err.startswith("warning: the store must be a folder")
 
 
 def test_compare_says_what_each_revision_will_cost_and_what_both_have_cost(run, monkeypatch):

@@ -9,7 +9,7 @@ import pytest
 
 from flashmoe_science.cli.names import moment_named
 from flashmoe_science.errors import InputError
-from flashmoe_science.proof.evidence import record_text, write_record
+from flashmoe_science.proof.evidence import read_record, record_text, write_record
 from flashmoe_science.proof.store import Store
 
 from ..proof.builders import build_record
@@ -18,49 +18,32 @@ from .conftest import RUN_ID
 
 @pytest.fixture
 def files(tmp_path):
-    """Make a folder with two records, and a document that is none; the second is laid out as nobody would."""
+    """Make a folder with two records, of which one is not compressed, and a document that is none."""
     folder = tmp_path / "elsewhere"
-    for day in (1, 2):
-        write_record(build_record(day=day), folder / f"{day}.json")
-    second = json.loads((folder / "2.json").read_text())
-    (folder / "2.json").write_bytes((json.dumps(second, indent=3) + "\r\n\r\n").encode())
+    write_record(build_record(day=1), folder / "1.json")
+    write_record(build_record(day=2), folder / "2.json.gz")
     (folder / "gpu-tests.json").write_text('{"passed": 3}')
     return folder
 
 
-def test_what_is_imported_is_exported_byte_for_byte(run, files):
+def test_what_is_imported_can_be_exported(run, files):
     code, out, err = run("import", str(files))
-    assert (code, out.splitlines()[-1].rpartition(": ")[0][-6:]) == (0, "2 runs")
-    assert out.endswith("runs.sqlite: 2 runs: 2 new\n")
+    assert (code, out.endswith("runs: 2 runs: 2 new\n")) == (0, True)
     assert "gpu-tests.json: left out: no record of a run" in err
     assert [r.id for r in Store().runs()] == [build_record(day=day).id for day in (2, 1)]
     assert run("export", "--all", "-o", "out")[:2] == (0, "out: 2 runs: 2 new\n")
     for day in (1, 2):
-        from_store = files.parent / "repository" / "out" / f"{build_record(day=day).id}.json"
-        assert from_store.read_bytes() == (files / f"{day}.json").read_bytes()
+        record = build_record(day=day)
+        assert read_record(files.parent / "repository" / "out" / f"{record.id}.json.gz") == record
     assert run("export", "20260102", "-o", "out")[:2] == (0, "out: 1 run: 1 same\n")
+    document = json.loads(run("import", str(files), "--json")[1])
+    assert [file["status"] for file in document["files"]] == ["same", "same", "left out"]
 
 
 def test_a_run_of_the_evidence_folder_is_exported_too(run, repository):
     assert run("export", RUN_ID[:12], "--output", "out")[0] == 0
-    assert (repository / "out" / f"{RUN_ID}.json").read_bytes() == (
-        repository / "evidence" / f"{RUN_ID}.json"
-    ).read_bytes()
-
-
-def test_a_run_that_prove_saved_is_exported_as_its_file(run, repository):
-    record = build_record(day=3)
-    Store().save(record)
-    write_record(record, repository / "file.json")
-    run("export", record.id, "-o", "out")
-    assert (repository / "out" / f"{record.id}.json").read_bytes() == (repository / "file.json").read_bytes()
-
-
-def test_importing_again_changes_nothing(run, files):
-    run("import", str(files))
-    document = json.loads(run("import", str(files), "--json")[1])
-    assert [file["status"] for file in document["files"]] == ["same", "same", "left out"]
-    assert document["exit_code"] == 0
+    name = f"{RUN_ID}.json.gz"
+    assert (repository / "out" / name).read_bytes() == (repository / "evidence" / name).read_bytes()
 
 
 def test_a_file_that_cannot_be_read_does_not_stop_the_others(run, files):
@@ -76,7 +59,7 @@ def test_a_complete_run_is_only_replaced_when_that_is_asked_for(run, files):
     write_record(changed, files / "1.json")
     code, _, err = run("import", str(files / "1.json"))
     assert code == 2
-    assert "with another content, and complete\nhint: a record is not edited" in err
+    assert "with another content, and complete\nhint: records are not edited" in err
     assert Store().load(changed.id) == build_record(day=1)
     assert run("import", str(files / "1.json"), "--replace")[1].endswith("1 run: 1 replaced\n")
     assert Store().load(changed.id) == changed
@@ -95,8 +78,9 @@ def test_an_incomplete_run_grows(run, files):
         (["import", "claims"], "claims: holds no *.json"),
         (["export", "2027"], "there is no run '2027'"),
         (["export"], "expected the ids of runs, or --all, got neither\nhint: flashmoe runs"),
-        (["export", "2026", "--all"], "expected the ids of runs or --all, got 1 id and --all"),
+        (["export", "2026", "--all"], "expected ids of runs or --all, got 1 id and --all"),
         (["export", RUN_ID, "-o", "README.md"], "cannot be written"),
+        (["runs", "--store", "postgresql://ada:abcdef@host/db"], "the store must be a folder, got the URL"),
     ],
 )
 def test_wrong_usage(run, args, error):
@@ -105,12 +89,16 @@ def test_wrong_usage(run, args, error):
     assert error in err
 
 
-def test_a_file_with_another_content_is_not_overwritten(run, repository):
-    (repository / "out").mkdir()
-    (repository / "out" / f"{RUN_ID}.json").write_text("mine")
+@pytest.mark.parametrize("content", ["mine", None])
+def test_a_file_with_another_content_is_not_overwritten(run, repository, content):
+    path = repository / "out" / f"{RUN_ID}.json.gz"
+    write_record(build_record(day=1), path)
+    if content:
+        path.write_text(content)
+    before = path.read_bytes()
     code, _, err = run("export", RUN_ID, "-o", "out")
     assert (code, "exists with another content" in err) == (2, True)
-    assert (repository / "out" / f"{RUN_ID}.json").read_text() == "mine"
+    assert path.read_bytes() == before
 
 
 @pytest.mark.parametrize("id_", ["../escaped", "/escaped", "a/b", "..", ".hidden", "a\\b", "a\n", ""])
@@ -119,8 +107,9 @@ def test_a_record_whose_id_names_another_place_is_refused_and_written_nowhere(ru
     (tmp_path / "a.json").write_text(json.dumps({**record, "id": id_}))
     (repository / "out").mkdir()
     before = sorted(tmp_path.rglob("*"))
-    code, _, err = run("export", str(tmp_path / "a.json"), "-o", "out/in")
-    assert (code, "a.json: key id" in err) == (2, True)
+    for args in (["export", str(tmp_path / "a.json"), "-o", "out/in"], ["import", str(tmp_path / "a.json")]):
+        code, _, err = run(*args)
+        assert (code, "a.json: key id" in err) == (2, True)
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -128,28 +117,19 @@ def test_a_record_whose_id_names_another_place_is_refused_and_written_nowhere(ru
 
 
 def test_every_verb_with_a_store_takes_its_name(run, files, tmp_path):
-    other = str(tmp_path / "other.sqlite")
+    other = str(tmp_path / "other")
     assert run("import", str(files), "--store", other)[0] == 0
     assert len(json.loads(run("runs", "--store", other, "--json")[1])["runs"]) == 3
     assert len(json.loads(run("runs", "--json")[1])["runs"]) == 1
     assert run("show", "20260102", "--store", other)[0] == 0
     assert run("show", "20260102")[0] == 2
-    assert run("export", "20260102", "-o", "out", "--store", f"sqlite:///{other}")[0] == 0
+    assert run("export", "20260102", "-o", "out", "--store", other)[0] == 0
 
 
 def test_a_file_is_shown_whatever_the_store_is(run, monkeypatch):
-    monkeypatch.setenv("FLASHMOE_STORE", "nosuchdatabase://x")
-    assert run("show", f"evidence/{RUN_ID}.json")[0] == 0
+    monkeypatch.setenv("FLASHMOE_STORE", "postgresql://host/db")
+    assert run("show", f"evidence/{RUN_ID}.json.gz")[0] == 0
     assert run("show", RUN_ID)[0] == 2
-
-
-def test_a_password_in_the_name_of_the_store_is_not_printed(run):
-    url = "postgresql://ada:abcdef@127.0.0.1:1/db"
-    for args in (["runs"], ["show", "2026"], ["import", f"evidence/{RUN_ID}.json"], ["export", "--all"]):
-        code, out, err = run(*args, "--store", url, "--json")
-        assert code == 2
-        assert "postgresql://ada:***@127.0.0.1:1/db" in err
-        assert "abcdef" not in out + err
 
 
 def test_runs_since_a_date_in_both_places(run):

@@ -60,7 +60,7 @@ def test_verify_writes_junit(run, repository):
 def test_verify_of_a_stale_claim_holds_unless_strict(run, repository):
     record = build_record(speedups=[2.3, 3.0], suite="made_up", sources=[SourceFile(path="k.cu", sha256="0" * 64)])
     subject = record.subject.model_copy(update={"folder": "src/flashmoe_science"})
-    write_record(record.model_copy(update={"subject": subject}), repository / "evidence" / f"{RUN_ID}.json")
+    write_record(record.model_copy(update={"subject": subject}), repository / "evidence" / f"{RUN_ID}.json.gz")
     code, out, err = run("verify")
     assert code == 0
     assert out.startswith(f"stale         {SENTENCE} | lowest of 2 cases 2.30x [2.29, 2.31]; ")
@@ -75,7 +75,7 @@ def test_another_copy_of_the_package_is_the_cause_that_is_named(run, repository)
     """An installation that is a copy cannot tell what runs on a GPU: its verdicts get a hint, and reach no page."""
     record = build_record(speedups=[2.3, 3.0], suite="made_up", sources=[SourceFile(path="k.cu", sha256="0" * 64)])
     subject = record.subject.model_copy(update={"folder": "src/flashmoe_science"})
-    write_record(record.model_copy(update={"subject": subject}), repository / "evidence" / f"{RUN_ID}.json")
+    write_record(record.model_copy(update={"subject": subject}), repository / "evidence" / f"{RUN_ID}.json.gz")
     (repository / "src" / "flashmoe_science").mkdir(parents=True)
     code, out, err = run("verify")
     assert (code, out.partition(" ")[0]) == (0, "stale")
@@ -140,7 +140,7 @@ def test_show_reads_a_file_and_the_store(run, repository):
     stored = build_record(day=5)
     Store().save(stored)
     assert run("show", "20260106")[1].startswith(f"run       {stored.id}")
-    assert run("show", f"evidence/{RUN_ID}.json")[1].startswith(f"run       {RUN_ID}")
+    assert run("show", f"evidence/{RUN_ID}.json.gz")[1].startswith(f"run       {RUN_ID}")
 
 
 def test_show_as_json_is_the_record(run):

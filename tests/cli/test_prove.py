@@ -58,8 +58,8 @@ def test_prove_prints_gates_table_verdict_and_where_the_record_is(prove_with, re
     assert lines[-3].startswith(
         "demonstrated  On NVIDIA H200, flash_attention is at least as fast as sdpa in a CUDA graph"
     )
-    assert lines[-1] == f"record: evidence/{record.id}.json"
-    assert (repository / "evidence" / f"{record.id}.json").exists()
+    assert lines[-1] == f"record: evidence/{record.id}.json.gz"
+    assert (repository / "evidence" / f"{record.id}.json.gz").exists()
     assert Store().load(record.id) == record
 
 
@@ -99,7 +99,7 @@ def test_the_command_in_the_record_names_no_folder_of_this_machine(prove_with, r
 
 def test_the_command_in_the_record_names_no_store(prove_with, requests, tmp_path):
     record = build_record(day=1)
-    name = str(tmp_path / "mine.sqlite")
+    name = str(tmp_path / "mine")
     prove_with(record, "--seed", "1", "--store", name, "--rounds", "7")
     prove_with(record, f"--store={name}", "--seed", "2")
     assert [request.command for request in requests] == [
@@ -129,10 +129,10 @@ def test_prove_with_no_gpu_holds_even_where_a_claim_does_not(prove_with, reposit
 
 def test_prove_says_its_own_end_beside_a_record_that_cannot_be_read(prove_with, repository):
     record = build_record(gpu=None, day=1)
-    (repository / "evidence" / "newer.json").write_text('{"gates": [], "schema_version": 2}')
+    (repository / "evidence" / "newer.json").write_text('{"gates": [], "schema_version": 3}')
     code, out, err = prove_with(record)
     assert (code, out.splitlines()[-1]) == (0, f"record: evidence/{record.id}.json")
-    assert "newer.json: it has schema 2, and this flashmoe reads up to 1\nhint: a newer flashmoe made it" in err
+    assert "newer.json: it has schema 3, and this flashmoe reads up to 2\nhint: a newer flashmoe made it" in err
     assert f"\ninconclusive  {SENTENCE} | " in out
 
 
@@ -180,7 +180,7 @@ def test_prove_as_json_has_the_log_on_stderr(prove_with):
     document = json.loads(out)
     assert document["exit_code"] == code == 0
     assert document["record"]["id"] == record.id
-    assert document["path"] == f"evidence/{record.id}.json"
+    assert document["path"] == f"evidence/{record.id}.json.gz"
     assert document["verdicts"][0]["claim"]["id"] == "seed-graph"
     assert "launch   passed" in err
     assert Path("times.csv").read_text().count("\n") == 1 + 2 * 3 * 3
@@ -191,7 +191,7 @@ def test_prove_that_is_interrupted_says_where_the_finished_cases_are(prove_with)
     code, out, err = prove_with(record, interrupt=True)
     assert code == 130
     hint = f"hint: flashmoe prove --resume {record.id} goes on from here"
-    assert err == f"what was finished is in evidence/{record.id}.json\n{hint}\nerror: interrupted\n"
+    assert err == f"what was finished is in evidence/{record.id}.json.gz\n{hint}\nerror: interrupted\n"
     assert "Traceback" not in out
 
 
@@ -229,12 +229,12 @@ def test_prove_that_is_interrupted_prints_one_json_document(prove_with):
 
 
 def test_prove_goes_on_when_the_store_cannot_be_written(prove_with, repository, monkeypatch):
-    monkeypatch.setenv("FLASHMOE_STORE", str(repository / "README.md" / "runs.sqlite"))
+    monkeypatch.setenv("FLASHMOE_STORE", str(repository / "README.md" / "runs"))
     record = build_record(speedups=[2.3], day=1)
     code, _, err = prove_with(record)
     assert code == 0
     assert err.startswith("warning: run store")
-    assert (repository / "evidence" / f"{record.id}.json").exists()
+    assert (repository / "evidence" / f"{record.id}.json.gz").exists()
 
 
 def full_disk(*_, **__):
@@ -254,7 +254,7 @@ def test_a_disk_that_fills_in_the_middle_costs_the_file_and_not_the_record(prove
 
     code, _, err = prove_with(record, chain=chain)
     assert code == 0
-    path = repository / "evidence" / f"{record.id}.json"
+    path = repository / "evidence" / f"{record.id}.json.gz"
     assert err.count("warning: ") == 2  # when it happens, and at the end
     assert err.splitlines()[:2] == [
         f"warning: {path}: cannot be written: No space left on device",
@@ -276,7 +276,7 @@ def test_a_disk_that_has_room_again_gets_the_file_after_all(prove_with, reposito
         return record
 
     assert prove_with(record, chain=chain)[2].count("warning: ") == 1
-    assert (repository / "evidence" / f"{record.id}.json").exists()
+    assert (repository / "evidence" / f"{record.id}.json.gz").exists()
 
 
 def test_a_run_that_can_be_kept_nowhere_ends(prove_with, repository, monkeypatch):
@@ -293,7 +293,7 @@ def test_a_run_that_can_be_kept_nowhere_ends(prove_with, repository, monkeypatch
     assert code == 2
     assert "cannot be written: No space left on device" in err
     assert "hint: make room on its disk" in err
-    assert (repository / "evidence" / f"{record.id}.json").exists()  # the last that was kept
+    assert (repository / "evidence" / f"{record.id}.json.gz").exists()  # the last that was kept
 
 
 def test_a_time_limit_reaches_the_subject(prove_with, requests):
@@ -321,7 +321,7 @@ def test_prove_outside_of_a_repository_writes_to_the_current_folder(prove_with, 
     monkeypatch.chdir(tmp_path)
     record = build_record(speedups=[2.3])
     assert prove_with(record)[0] == 0
-    assert (tmp_path / "evidence" / f"{record.id}.json").exists()
+    assert (tmp_path / "evidence" / f"{record.id}.json.gz").exists()
 
 
 @pytest.mark.parametrize(
@@ -350,7 +350,7 @@ def test_prove_suggests_the_nearest_name(run, args, error):
 def interrupted(repository):
     """Return an interrupted run that lies in the evidence of the repository."""
     record = build_record(suite="seed", baselines={"sdpa-flash": 1.0}, processes=4, rounds=8, complete=False, day=1)
-    (repository / "evidence" / f"{record.id}.json").write_text(record.model_dump_json())
+    (repository / "evidence" / f"{record.id}.json.gz").write_text(record.model_dump_json())
     return record
 
 
@@ -383,7 +383,7 @@ def test_resume_finds_the_files_of_a_users_own_subject_and_suite(prove_with, req
     sources = [SourceFile(path="kernel.toml", sha256="0"), SourceFile(path="m.py", sha256="1")]
     subject = SubjectInfo(name="mine", operator="o", entry_point="m:f", sources=sources, folder="mine")
     record = interrupted.model_copy(update={"subject": subject, "suite": "own", "baselines": ["sdpa"]})
-    (repository / "evidence" / f"{record.id}.json").write_text(record.model_dump_json())
+    (repository / "evidence" / f"{record.id}.json.gz").write_text(record.model_dump_json())
     prove_with(build_record(day=2), "--resume", record.id)
     assert (requests[0].subject.name, requests[0].suite.name) == ("mine", "own")
 
@@ -391,7 +391,7 @@ def test_resume_finds_the_files_of_a_users_own_subject_and_suite(prove_with, req
 def test_resume_of_a_subject_whose_file_is_not_known_says_what_to_do(run, interrupted, repository):
     subject = SubjectInfo(name="mine", operator="o", entry_point="m:f", folder=None)
     record = interrupted.model_copy(update={"subject": subject})
-    (repository / "evidence" / f"{record.id}.json").write_text(record.model_dump_json())
+    (repository / "evidence" / f"{record.id}.json.gz").write_text(record.model_dump_json())
     code, out, err = run("prove", "--resume", record.id)
     assert (code, out) == (2, "")
     assert err.endswith("hint: name it: flashmoe prove my_kernel.toml --resume RUN\n")

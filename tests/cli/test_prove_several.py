@@ -54,8 +54,8 @@ def test_each_subject_gets_its_record_and_a_line_at_the_end(prove_all, repositor
     code, out, err, proved = prove_all(records())
     assert (code, err, proved) == (3, "", ["slow", "broken", "good"])
     for record in records().values():
-        assert (repository / "evidence" / f"{record.id}.json").exists()
-        assert f"record: evidence/{record.id}.json" in out
+        assert (repository / "evidence" / f"{record.id}.json.gz").exists()
+        assert f"record: evidence/{record.id}.json.gz" in out
     slow, broken, good = out.splitlines()[-3:]
     assert slow.startswith("slow    refuted       slow is at least 1x as fast as sdpa")
     assert ": lowest of 1 case 0.50" in slow
@@ -90,7 +90,7 @@ def test_the_worst_exit_code_counts(codes, worst):
 
 def test_to_go_on_with_a_run_is_asked_for_one_subject(prove_all, repository):
     record = build_record(subject="slow", complete=False)
-    write_record(record, repository / "evidence" / f"{record.id}.json")
+    write_record(record, repository / "evidence" / f"{record.id}.json.gz")
     code, _, err, proved = prove_all(records(), "--resume", record.id)
     assert (code, proved) == (2, [])
     assert "resume goes on with one run, got 3 subjects" in err

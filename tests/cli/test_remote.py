@@ -62,9 +62,9 @@ def test_one_machine_looks_like_this_one(on_hosts, repository):
     assert lines[3].startswith("set-up: $")
     assert lines[-4].startswith("demonstrated  ")
     assert "; estimated $" in lines[-2]
-    assert lines[-1] == f"record: evidence/{record.id}.json"
+    assert lines[-1] == f"record: evidence/{record.id}.json.gz"
     assert err.splitlines()[-1] == "me@gpu: NVIDIA H200, held for 1.5 min, 0.0 min of them with the GPU at work"
-    assert (repository / "evidence" / f"{record.id}.json").exists()
+    assert (repository / "evidence" / f"{record.id}.json.gz").exists()
 
 
 def set_ups() -> list[tuple[str, str, float]]:
@@ -125,7 +125,7 @@ def test_several_machines_make_one_table(on_hosts):
     assert [line for line in out.splitlines() if "bench    passed" in line][1].startswith("b: bench    passed ")
     for name, record in (("a", first), ("b", second)):
         assert f"\n{name}:\ndemonstrated  flash_attention is at least 1x" in out
-        assert f"record: evidence/{record.id}.json\n" in out
+        assert f"record: evidence/{record.id}.json.gz\n" in out
 
 
 def test_a_machine_with_no_gpu_says_what_was_checked(on_hosts):
@@ -140,7 +140,7 @@ def test_a_lost_machine_is_inconclusive_and_says_how_to_go_on(on_hosts, reposito
     code, _, err = on_hosts({"b": (record, LOST)})
     assert code == 4
     assert err.endswith("error: b: the run ended early in gate bench: cut\nhint: flashmoe prove --host b --resume X\n")
-    assert (repository / "evidence" / f"{record.id}.json").exists()
+    assert (repository / "evidence" / f"{record.id}.json.gz").exists()
 
 
 def test_one_of_several_that_is_lost_costs_the_others_nothing(on_hosts):
@@ -150,7 +150,7 @@ def test_one_of_several_that_is_lost_costs_the_others_nothing(on_hosts):
     document = json.loads(out)
     assert code == document["exit_code"] == 2
     assert [run["exit_code"] for run in document["runs"]] == [0, 4, 2]
-    assert [run["path"] for run in document["runs"]] == [f"evidence/{record.id}.json", None, None]
+    assert [run["path"] for run in document["runs"]] == [f"evidence/{record.id}.json.gz", None, None]
     assert document["runs"][0]["record"]["id"] == record.id
     assert "warning: c cannot be reached: no\nhint: look\n" in err
 
@@ -187,7 +187,7 @@ def test_ctrl_c_says_where_every_record_is(on_hosts):
     code, _, err = on_hosts({"a": (records[0], None), "b": (records[1], None)}, interrupt=True)
     assert code == 130
     for record in records:
-        assert f"what was finished is in evidence/{record.id}.json\n" in err
+        assert f"what was finished is in evidence/{record.id}.json.gz\n" in err
 
 
 @pytest.mark.parametrize(
@@ -258,11 +258,11 @@ def test_a_run_that_goes_on_says_what_it_will_cost_too(on_hosts, run):
 def test_a_machine_whose_run_has_the_id_of_another_one_replaces_nothing(run, repository, monkeypatch, where):
     """Its first record has an id that it chose: nothing else says which run it is of."""
     subprocess.run(["git", "init", "-q"], cwd=repository, check=True)
-    path = repository / "evidence" / f"{RUN_ID}.json"
+    path = repository / "evidence" / f"{RUN_ID}.json.gz"
     record = build_record(speedups=[9.0, 9.0], suite="made_up")
     assert record.id == RUN_ID
     if where == "evidence under another name":
-        path = path.rename(path.with_name("h200.json"))
+        path = path.rename(path.with_name("h200.json.gz"))
     if where == "store":
         assert run("import", str(path))[0] == 0
         path.unlink()
@@ -280,5 +280,5 @@ def test_a_machine_whose_run_has_the_id_of_another_one_replaces_nothing(run, rep
     assert code == 2
     assert f"error: there is a run {RUN_ID} already, and no other one replaces it" in err
     assert path.exists() == (where != "store")
-    assert len(list(path.parent.glob("*.json"))) == (where != "store")
+    assert len(list(path.parent.glob("*.json.gz"))) == (where != "store")
     assert run("show", RUN_ID)[1] == before

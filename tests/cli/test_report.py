@@ -16,7 +16,7 @@ from .conftest import RUN_ID
 
 def test_without_a_run_it_is_the_newest_of_the_repository(run, repository):
     newer = build_record(speedups=[2.3, 3.0], suite="made_up", day=3)
-    write_record(newer, repository / "evidence" / f"{newer.id}.json")
+    write_record(newer, repository / "evidence" / f"{newer.id}.json.gz")
     Store().save(build_record(day=9))
     code, out, err = run("report")
     assert (code, out) == (0, "report.html\n")
@@ -26,7 +26,7 @@ def test_without_a_run_it_is_the_newest_of_the_repository(run, repository):
 
 def test_of_a_run_that_timed_nothing_it_says_so(run, repository):
     newer = build_record(speedups=[2.3, 3.0], suite="made_up", day=3, gpu=None)
-    write_record(newer, repository / "evidence" / f"{newer.id}.json")
+    write_record(newer, repository / "evidence" / f"{newer.id}.json.gz")
     code, out, err = run("report")
     assert (code, out) == (0, "report.html\n")
     assert err.startswith(f"{newer.id}: not timed, sources, build, import")
@@ -60,8 +60,8 @@ def test_a_file_that_is_no_record_is_named_and_the_others_count(run, repository)
 
 def test_a_store_that_is_named_is_looked_into(run, repository, tmp_path):
     record = build_record(day=9)
-    Store(f"sqlite:///{tmp_path}/other.sqlite").save(record)
-    assert run("report", "--store", f"{tmp_path}/other.sqlite")[0] == 0
+    Store(f"{tmp_path}/other").save(record)
+    assert run("report", "--store", f"{tmp_path}/other")[0] == 0
     assert record.id in (repository / "report.html").read_text()
 
 
@@ -87,7 +87,7 @@ def test_a_file_that_cannot_be_written_is_an_error(run):
 def test_several_runs_stand_on_one_page_and_one_named_twice_stands_once(run, repository):
     other = build_record(day=1)
     Store().save(other)
-    code, out, _ = run("report", RUN_ID, other.id, f"evidence/{RUN_ID}.json", "--json")
+    code, out, _ = run("report", RUN_ID, other.id, f"evidence/{RUN_ID}.json.gz", "--json")
     document = json.loads(out)
     assert code == 0
     assert document["runs"] == [RUN_ID, other.id]

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from flashmoe_science.proof.evidence import write_record
+from flashmoe_science.proof.evidence import name_of, write_record
 from flashmoe_science.proof.store import Store
 from flashmoe_science.proof.study.run import run_study
 
@@ -50,7 +50,7 @@ def study(run, repository, monkeypatch):
 
 
 def files(repository):
-    return sorted((repository / "evidence" / "studies").glob("*.json"))
+    return sorted((repository / "evidence" / "studies").glob("*.json.gz"))
 
 
 def test_a_study_says_what_it_shows_and_is_kept(study, run, repository):
@@ -85,8 +85,8 @@ def test_a_study_that_is_cut_short_is_4_and_goes_on(study, repository):
     code, _, err = study("--same", "10", "--planted", "0", "--seconds", "15")
     assert code == 4
     (path,) = files(repository)
-    assert f"hint: flashmoe study --resume {path.stem}" in err
-    code, out, _ = study("--resume", path.stem[:20])
+    assert f"hint: flashmoe study --resume {name_of(path)}" in err
+    code, out, _ = study("--resume", name_of(path)[:20])
     assert code == 0, out
     assert files(repository) == [path]
 
@@ -108,7 +108,7 @@ def test_wrong_usage_is_2(study, args, error):
 def test_the_runs_that_are_there_show_how_often_comparisons_over_a_suite_are_wrong(run, repository):
     for seed in range(1, 30):
         record = build_record(speedups=[2.0] * 3, seed=seed, spread=0.003)
-        write_record(record, repository / "evidence" / f"{record.id}.json")
+        write_record(record, repository / "evidence" / f"{record.id}.json.gz")
     code, out, _ = run("study", "--runs")
     rows = [" ".join(line.split()) for line in out.splitlines()]
     assert "20260101T000000Z-seed-flash_attention-000007 NVIDIA H200 graph 3 3 0 3" in rows
@@ -121,7 +121,7 @@ def test_the_runs_that_are_there_show_how_often_comparisons_over_a_suite_are_wro
 
 
 def test_without_runs_nothing_is_shown(run, repository):
-    for path in (repository / "evidence").glob("*.json"):
+    for path in (repository / "evidence").glob("*.json.gz"):
         path.unlink()
     code, out, _ = run("study", "--runs")
     assert code == 4
@@ -168,7 +168,7 @@ def test_a_study_begins_no_process_that_would_pass_its_budget(study, repository)
     assert code == 4
     assert [row.gpu_seconds for row in Store().ledger()] == [20.0]
     (path,) = files(repository)
-    code, out, _ = study("--resume", path.stem, "--budget", "30")
+    code, out, _ = study("--resume", name_of(path), "--budget", "30")
     assert code == 0
     assert "cost: $10.00 (10 s of NVIDIA H200)" in out
     assert [row.gpu_seconds for row in Store().ledger()] == [30.0]

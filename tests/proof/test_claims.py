@@ -161,7 +161,7 @@ def test_the_newest_complete_record_is_the_evidence(tmp_path):
 def test_a_record_that_names_no_time_zone_is_of_utc(tmp_path):
     old, new = build_record(day=1), build_record(day=2, seed=1)
     read = Record.model_validate_json(record_text(new).replace("T00:00:00Z", "T00:00:00"))
-    assert '"created_at": "2026-01-03T00:00:00"' in record_text(new).replace("T00:00:00Z", "T00:00:00")
+    assert '"created_at":"2026-01-03T00:00:00"' in record_text(new).replace("T00:00:00Z", "T00:00:00")
     assert read == new
     assert list(find_evidence(_claim(tmp_path), {"old": old, "new": read})) == ["new"]
 

@@ -75,7 +75,7 @@ def compare(tmp_path, monkeypatch, capsys):
     commit(repository, files, tag="once")
     commit(repository, {"compared.py": TWICE}, tag="twice")
     (tmp_path / "suite.toml").write_text(SUITE)
-    monkeypatch.setenv("FLASHMOE_STORE", str(tmp_path / "runs.sqlite"))
+    monkeypatch.setenv("FLASHMOE_STORE", str(tmp_path / "runs"))
     monkeypatch.chdir(repository)
 
     def run(a, b, *more):

@@ -66,7 +66,7 @@ from tests.proof.fake_operator import Problem
 fake, recorder = help.FakeGpu(), help.Recorder()
 problems = [Problem(1, 1, s, 64) for s in range(1, 20)]
 request = help.request_of(help.HONEST, *problems, settings=help.FEW)
-save = lambda record: write_record(record, Path("evidence") / f"{record.id}.json")
+save = lambda record: write_record(record, Path("evidence") / f"{record.id}.json.gz")
 with mock.patch.object(chain, "_read_environment", lambda: help.environment_with(help.GPU)), \\
      mock.patch.object(run, "run_task", fake.run), \\
      mock.patch.dict(chain._GATES, {"import": lambda _: run.passed("left out")}):
@@ -89,7 +89,7 @@ def start(folder, *argv, **kwargs):
     environment = {
         **os.environ,
         "PYTHONPATH": python_path(ROOT / "src", ROOT),
-        "FLASHMOE_STORE": str(folder / "runs.sqlite"),
+        "FLASHMOE_STORE": str(folder / "runs"),
     }
     environment["FLASHMOE_COMMIT"] = "a" * 40  # what is tested does not hang on whether this tree is clean
     return subprocess.Popen([sys.executable, *argv], cwd=folder, env=environment, stdout=subprocess.PIPE, **kwargs)
@@ -102,7 +102,7 @@ def start_prove(folder, *more):
 
 def records(folder) -> list[Record]:
     """Read every record in the folder. A broken one raises."""
-    return [read_record(path) for path in sorted((folder / "evidence").glob("*.json"))]
+    return [read_record(path) for path in sorted((folder / "evidence").glob("*.json.gz"))]
 
 
 @pytest.mark.parametrize("moment", range(4))
@@ -110,7 +110,7 @@ def test_kill_while_records_are_written(folder, moment):
     process = start(folder, "-c", BUSY)
     assert process.stdout is not None
     assert process.stdout.readline() == b"started\n"
-    assert wait_for(lambda: any((folder / "evidence").glob("*.json")), 120)
+    assert wait_for(lambda: any((folder / "evidence").glob("*.json.gz")), 120)
     time.sleep(random.Random(moment).uniform(0.05, 1.0))
     process.kill()
     process.communicate()

@@ -83,7 +83,7 @@ def test_a_file_and_a_store_are_read_so_too(tmp_path):
     with pytest.raises(EvidenceError, match=r"a\.json: case case0"):
         read_record(path)
     record = build_record(speedups=[2.0])
-    store = Store(str(tmp_path / "runs.sqlite"))
+    store = Store(str(tmp_path / "runs"))
     wrong = record.cases[0].arms[0].rates["graph"].model_copy(update={"tflops": 4e4})
     arm = record.cases[0].arms[0].model_copy(update={"rates": {"graph": wrong}})
     case = record.cases[0].model_copy(update={"arms": [arm, *record.cases[0].arms[1:]]})

@@ -48,12 +48,12 @@ def folder(tmp_path):
 
 
 def records(folder) -> list[Record]:
-    return [read_record(path) for path in sorted((folder / "evidence").glob("*.json"))]
+    return [read_record(path) for path in sorted((folder / "evidence").glob("*.json.gz"))]
 
 
 def start(folder, ssh, *args):
     environment = {**os.environ, "PYTHONPATH": python_path(ROOT / "src"), "FLASHMOE_SSH": ssh}
-    environment |= {"FLASHMOE_COMMIT": "c" * 40, "FLASHMOE_STORE": str(folder.parent / "runs.sqlite")}
+    environment |= {"FLASHMOE_COMMIT": "c" * 40, "FLASHMOE_STORE": str(folder.parent / "runs")}
     return subprocess.Popen(
         [sys.executable, "-m", "flashmoe_science", "prove", *args],
         cwd=folder,

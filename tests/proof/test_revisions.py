@@ -389,11 +389,11 @@ def test_an_interruption_of_a_leaves_and_books_what_a_had_finished(repository, f
 
     monkeypatch.setattr(fake, "_check_correct", interrupted)
     (tmp_path / "suite.toml").write_text(SUITE)
-    monkeypatch.setenv("FLASHMOE_STORE", str(tmp_path / "runs.sqlite"))
+    monkeypatch.setenv("FLASHMOE_STORE", str(tmp_path / "runs"))
     monkeypatch.chdir(repository)
     arguments = ["compare", "first", "second", "--subject", "kernels", "--suite", str(tmp_path / "suite.toml")]
     assert cli.main(arguments) == 130
-    (path,) = (repository / "evidence").glob("*.json")
+    (path,) = (repository / "evidence").glob("*.json.gz")
     assert f"what was finished is in evidence/{path.name}" in capsys.readouterr().err
     record = read_record(path)
     assert record.incomplete_reason == "A (first): interrupted in gate correct"
@@ -423,12 +423,12 @@ def test_a_comparison_whose_disk_fills_is_in_the_store(repository, fake, tmp_pat
     if stopped:
         monkeypatch.setattr(fake, "_measure", interrupted)
     (tmp_path / "suite.toml").write_text(SUITE)
-    monkeypatch.setenv("FLASHMOE_STORE", str(tmp_path / "runs.sqlite"))
+    monkeypatch.setenv("FLASHMOE_STORE", str(tmp_path / "runs"))
     monkeypatch.chdir(repository)
     arguments = ["compare", "first", "second", "--subject", "kernels", "--suite", str(tmp_path / "suite.toml")]
     assert cli.main(arguments) == (130 if stopped else 1)
     (run_id,) = Store().ids()
-    lacks = f"warning: evidence/{run_id}.json lacks this run, the store has it"
+    lacks = f"warning: evidence/{run_id}.json.gz lacks this run, the store has it"
     assert (f"what was finished is in run {run_id} of the store" if stopped else lacks) in capsys.readouterr().err
 
 
@@ -449,7 +449,7 @@ origin = "made for a test"
 
 def test_the_command_with_a_gpu_times_both_and_says_what_both_cost(repository, fake, tmp_path, monkeypatch, capsys):
     (tmp_path / "suite.toml").write_text(SUITE)
-    monkeypatch.setenv("FLASHMOE_STORE", str(tmp_path / "runs.sqlite"))
+    monkeypatch.setenv("FLASHMOE_STORE", str(tmp_path / "runs"))
     monkeypatch.chdir(repository)
     arguments = ["compare", "first", "HEAD", "--subject", "kernels", "--suite", str(tmp_path / "suite.toml")]
     assert cli.main(arguments) == 1
@@ -489,7 +489,7 @@ def test_a_budget_is_of_both_revisions(repository, fake, tmp_path, monkeypatch, 
     (repository / "rates.toml").write_text("[gpu.H200]\ndollars_per_hour = 3600\n")
     (repository / "evidence").mkdir()
     (tmp_path / "suite.toml").write_text(SUITE)
-    monkeypatch.setenv("FLASHMOE_STORE", str(tmp_path / "runs.sqlite"))
+    monkeypatch.setenv("FLASHMOE_STORE", str(tmp_path / "runs"))
     monkeypatch.chdir(repository)
     options = ["--subject", "kernels", "--suite", str(tmp_path / "suite.toml"), "--budget", str(seconds), "--json"]
     assert cli.main(["compare", "first", "second", *options]) == 4
@@ -537,7 +537,7 @@ def test_a_gate_of_b_may_take_what_a_and_the_gates_before_it_have_left(repositor
 
 def start(repository, tmp_path, *arguments):
     (tmp_path / "suite.toml").write_text(SUITE)
-    variables = {"PYTHONPATH": python_path(ROOT / "src", ROOT), "FLASHMOE_STORE": str(tmp_path / "runs.sqlite")}
+    variables = {"PYTHONPATH": python_path(ROOT / "src", ROOT), "FLASHMOE_STORE": str(tmp_path / "runs")}
     variables |= {"TMPDIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
     argv = [sys.executable, "-m", "flashmoe_science", "compare", *arguments, "--subject", "kernels", "--suite"]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -551,7 +551,7 @@ def test_the_command_shows_on_a_cpu_that_both_build_and_that_one_is_wrong(tmp_pa
     (tmp_path / "suite.toml").write_text(SUITE)
     monkeypatch.setattr(chain, "_read_environment", lambda: environment_with(None))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setenv("FLASHMOE_STORE", str(tmp_path / "runs.sqlite"))
+    monkeypatch.setenv("FLASHMOE_STORE", str(tmp_path / "runs"))
     monkeypatch.setenv("PYTHONPATH", python_path(ROOT / "src", ROOT))
     monkeypatch.chdir(repository)
     code = cli.main(["compare", "first", "second", "--subject", "kernels", "--suite", str(tmp_path / "suite.toml")])
@@ -561,7 +561,7 @@ def test_the_command_shows_on_a_cpu_that_both_build_and_that_one_is_wrong(tmp_pa
     correct = [line.split()[:2] for line in lines if line.startswith("correct")]
     assert correct == [["correct", "passed"], ["correct", "failed"]], out
     assert any(line.startswith("gate failed  second (") and "wrong in 1 of 1 case" in line for line in lines)
-    (path,) = (repository / "evidence").glob("*.json")
+    (path,) = (repository / "evidence").glob("*.json.gz")
     assert compare_revisions(read_record(path)).gate_failed == "correct"
     assert leftovers(repository) == (0, [])
     assert cli.main(["show", path.name[:8], "--json"]) == 0

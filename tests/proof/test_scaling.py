@@ -81,5 +81,5 @@ def test_words_and_flags_are_no_sizes():
     ],
 )
 def test_the_sweeps_of_real_records(run, expected):
-    found = find_sweeps(read_record(EVIDENCE / f"{run}.json").cases)
+    found = find_sweeps(read_record(EVIDENCE / f"{run}.json.gz").cases)
     assert [(s.keys[0], "".join(s.along), len(s.cases)) for s in found] == expected

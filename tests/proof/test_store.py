@@ -1,40 +1,137 @@
-"""Tests of where runs are kept and found again."""
+"""Tests of where runs are kept and found again, and of the files that they are kept in."""
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from flashmoe_science.errors import EvidenceError
-from flashmoe_science.proof import store as store_module
-from flashmoe_science.proof.evidence import Accuracy, write_record
-from flashmoe_science.proof.store import Archive, Store, default_url, evidence_files, find_repository, summarize
+from flashmoe_science.proof.evidence import (
+    Accuracy,
+    Launch,
+    parse_record,
+    read_record,
+    record_path,
+    record_text,
+    write_record,
+)
+from flashmoe_science.proof.ledger import Entry
+from flashmoe_science.proof.store import Archive, Store, default_folder, evidence_files, find_repository, summarize
 
 from .builders import build_gates, build_record
+from .processes import python_path
 
+ROOT = Path(__file__).parents[2]
 FIRST = "20260101T000000Z-seed-flash_attention-000000"
 SECOND = "20260102T000000Z-seed-flash_attention-000000"
 
 
 @pytest.fixture
 def store(tmp_path):
-    return Store(f"sqlite:///{tmp_path / 'deep' / 'runs.sqlite'}")
+    return Store(tmp_path / "deep" / "runs")
 
 
-def test_a_record_comes_back_as_it_was_saved(store):
-    record = build_record()
+@pytest.fixture
+def repository(tmp_path):
+    (tmp_path / "repository" / "evidence").mkdir(parents=True)
+    return tmp_path / "repository"
+
+
+# one file
+
+
+def build_launch(name):
+    return Launch(name=name, grid=(3, 2, 1), block=(128, 1, 1), registers=64, shared_memory_bytes=1024)
+
+
+def with_launches(record):
+    """Give every arm two launches, of which all arms share one."""
+
+    def arm_with(arm):
+        return arm.model_copy(update={"launches": [build_launch("shared"), build_launch(f"of_{arm.name}")]})
+
+    cases = [case.model_copy(update={"arms": [arm_with(arm) for arm in case.arms]}) for case in record.cases]
+    return record.model_copy(update={"cases": cases})
+
+
+def test_a_launch_is_written_once_and_read_back_everywhere():
+    record = with_launches(build_record(speedups=[2.0, 3.0]))
+    document = json.loads(record_text(record))
+    names = [launch["name"] for launch in document["launches"]]
+    assert sorted(names) == sorted(["shared", *(f"of_{arm.name}" for arm in record.cases[0].arms)])
+    assert {type(index) for case in document["cases"] for arm in case["arms"] for index in arm["launches"]} == {int}
+    assert parse_record(record_text(record), "a record") == record
+
+
+def test_a_record_of_schema_1_is_read_as_if_it_were_written_now():
+    record = with_launches(build_record(speedups=[2.0]))
+    document = json.loads(record.model_dump_json()) | {"schema_version": 1}
+    assert parse_record(json.dumps(document, indent=1), "an old record") == record
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        (lambda d: d.update(launches=d["launches"][:1]), "case case0: launch 1 of 1 does not exist"),
+        (lambda d: d["cases"][0]["arms"][0]["launches"].append(-1), "case case0: launch -1 of "),
+        (lambda d: d["launches"][1].pop("grid"), "launches.1.grid: Field required"),
+        (lambda d: d["cases"][0]["arms"][0].update(launches=0), "key cases.0.arms.0.launches: "),
+    ],
+    ids=["cut off", "negative", "half a launch", "no list"],
+)
+def test_a_launch_that_is_wrong_or_missing_is_an_error(change, error):
+    document = json.loads(record_text(with_launches(build_record(speedups=[2.0]))))
+    change(document)
+    with pytest.raises(EvidenceError) as raised:
+        parse_record(json.dumps(document), "a record")
+    assert error in str(raised.value)
+
+
+def test_equal_records_give_equal_files_however_they_are_named(tmp_path):
+    record = build_record(speedups=[2.0])
+    for name in ("a.json.gz", "b.json.gz", "c.json"):
+        write_record(record, tmp_path / name)
+        assert read_record(tmp_path / name) == record
+    assert (tmp_path / "a.json.gz").read_bytes() == (tmp_path / "b.json.gz").read_bytes()
+    assert gzip.decompress((tmp_path / "a.json.gz").read_bytes()) == (tmp_path / "c.json").read_bytes()
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda b: b[:-20], lambda b: b[:40] + b"\0" * 8 + b[48:]], ids=["cut off", "overwritten"]
+)
+def test_a_damaged_file_is_named(tmp_path, damage):
+    path = tmp_path / "a.json.gz"
+    write_record(build_record(), path)
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(EvidenceError, match=r"a\.json\.gz: cannot be read"):
+        read_record(path)
+
+
+def test_an_error_that_is_no_number_is_kept_as_valid_json(store):
+    record = build_record(gpu=None)
+    accuracy = Accuracy(max_error=math.inf, budget=1e-3, low_precision_error=5e-4)
+    arm = record.cases[0].arms[0].model_copy(update={"accuracy": accuracy})
+    record = record.model_copy(update={"cases": [record.cases[0].model_copy(update={"arms": [arm]})]})
     store.save(record)
-    assert store.load(record.id) == record
+    assert store.load(record.id).cases[0].arms[0].accuracy == accuracy
+    json.loads(record_text(record), parse_constant=pytest.fail)
+
+
+# the store
 
 
 def test_saving_again_replaces_the_record(store):
     record = build_record()
     store.save(record.model_copy(update={"complete": False, "cases": record.cases[:1]}))
     store.save(record)
-    assert store.load(record.id).complete
+    assert store.load(record.id) == record
     assert [run.cases for run in store.runs()] == [3]
 
 
@@ -42,11 +139,6 @@ def test_a_unique_prefix_is_enough(store):
     for day in (0, 1):
         store.save(build_record(day=day))
     assert store.load("20260102").id == SECOND
-
-
-def test_an_ambiguous_prefix_names_what_it_could_mean(store):
-    for day in (0, 1):
-        store.save(build_record(day=day))
     with pytest.raises(EvidenceError, match=f"'2026' begins 2 ids: {SECOND}, {FIRST}\nhint: give more of the id"):
         store.load("2026")
 
@@ -58,26 +150,14 @@ def test_an_id_that_begins_another_id_is_found(store):
     assert store.load(record.id).id == record.id
 
 
-def test_wildcards_of_sql_are_plain_characters(store):
-    store.save(build_record())
-    with pytest.raises(EvidenceError, match="there is no run '2026%'"):
-        store.load("2026%")
-
-
 def test_an_unknown_id_suggests_the_nearest(store):
     store.save(build_record())
     with pytest.raises(EvidenceError, match=f"hint: did you mean {FIRST}?"):
         store.load(FIRST.replace("seed", "sede"))
 
 
-def test_a_path_is_read_from_the_file(store, tmp_path):
-    record = build_record()
-    write_record(record, tmp_path / "mine.json")
-    assert store.load(str(tmp_path / "mine.json")) == record
-
-
-def test_reading_creates_no_database(store, tmp_path):
-    assert store.runs() == []
+def test_reading_creates_nothing(store, tmp_path):
+    assert (store.runs(), store.ledger()) == ([], [])
     with pytest.raises(EvidenceError, match="there is no run"):
         store.load("2026")
     assert list(tmp_path.iterdir()) == []
@@ -87,52 +167,55 @@ def test_runs_come_newest_first_and_filtered(store):
     store.save(build_record(day=1, suite="standard"))
     store.save(build_record(day=0))
     store.save(build_record(day=2, subject="mine", gpu=None))
-    assert [(run.subject, run.suite) for run in store.runs()] == [
-        ("mine", "seed"),
-        ("flash_attention", "standard"),
-        ("flash_attention", "seed"),
-    ]
-    assert [run.suite for run in store.runs(suite="standard")] == ["standard"]
-    assert [run.subject for run in store.runs(subject="mine")] == ["mine"]
-    assert len(store.runs(gpu="h200")) == 2
-    assert len(store.runs(limit=1)) == 1
+    archive = Archive(store, None)
+    found = [(run.subject, run.suite) for run in archive.runs()]
+    assert found == [("mine", "seed"), ("flash_attention", "standard"), ("flash_attention", "seed")]
+    assert [run.suite for run in archive.runs(suite="standard")] == ["standard"]
+    assert [run.subject for run in archive.runs(subject="mine")] == ["mine"]
+    assert len(archive.runs(gpu="h200")) == 2
 
 
-def test_a_summary_says_which_gate_failed(store):
-    store.save(build_record(gates=build_gates("launch")))
-    assert store.runs()[0].result == "launch failed"
-
-
-def test_a_summary_of_a_run_without_gpu(store):
-    run = summarize(build_record(gpu=None))
-    assert (run.gpu, run.result, run.cases, run.measured) == ("", "4 of 7 gates passed", 3, 0)
+@pytest.mark.parametrize(
+    ("record", "expected"),
+    [
+        (build_record(gates=build_gates("launch")), ("NVIDIA H200", "launch failed", 3, 3)),
+        (build_record(gpu=None), ("", "4 of 7 gates passed", 3, 0)),
+        (build_record(speedups=[2.0, 3.0]), ("NVIDIA H200", "7 of 7 gates passed", 2, 2)),
+    ],
+    ids=["failed", "no GPU", "measured"],
+)
+def test_a_summary_is_the_same_of_a_record_and_of_its_file(store, record, expected):
+    store.save(record)
+    (run,) = store.runs()
+    assert run == summarize(record)
+    assert (run.gpu, run.result, run.cases, run.measured) == expected
 
 
 def test_a_store_that_cannot_be_written_says_what_to_set(tmp_path):
     (tmp_path / "file").write_text("no folder")
     with pytest.raises(EvidenceError, match="hint: set FLASHMOE_STORE"):
-        Store(f"sqlite:///{tmp_path / 'file' / 'runs.sqlite'}").save(build_record())
+        Store(tmp_path / "file" / "runs").save(build_record())
 
 
-def test_a_store_that_is_no_database_says_so(tmp_path):
-    (tmp_path / "runs.sqlite").write_text("not a database, and long enough to be told from an empty file" * 20)
-    with pytest.raises(EvidenceError, match=r"runs\.sqlite: file is not a database"):
-        Store(f"sqlite:///{tmp_path / 'runs.sqlite'}").runs()
-
-
-def test_a_wrong_url_says_so():
-    with pytest.raises(EvidenceError, match="cannot be used"):
-        Store("nosuchdatabase://x")
+@pytest.mark.parametrize("how", ["argument", "variable"])
+def test_a_url_or_a_file_is_no_store(tmp_path, monkeypatch, how):
+    (tmp_path / "runs.sqlite").write_text("a store of an earlier version")
+    named = {"postgresql://ada:abcdef@host/db": "the URL postgresql://...", str(tmp_path / "runs.sqlite"): "the file /"}
+    for name, said in named.items():
+        monkeypatch.setenv("FLASHMOE_STORE", name)
+        with pytest.raises(EvidenceError) as raised:
+            Store(name if how == "argument" else None).runs()
+        assert str(raised.value).startswith(f"the store must be a folder, got {said}")
+        assert "abcdef" not in str(raised.value)
 
 
 @pytest.mark.parametrize(
     ("variables", "expected"),
     [
-        ({"FLASHMOE_STORE": "/data/my.sqlite"}, "sqlite:////data/my.sqlite"),
-        ({"FLASHMOE_STORE": "postgresql://host/runs"}, "postgresql://host/runs"),
-        ({"XDG_DATA_HOME": "/data"}, "sqlite:////data/flashmoe/runs.sqlite"),
-        ({"XDG_DATA_HOME": "relative"}, "sqlite:////home/me/.local/share/flashmoe/runs.sqlite"),
-        ({}, "sqlite:////home/me/.local/share/flashmoe/runs.sqlite"),
+        ({"FLASHMOE_STORE": "/data/runs"}, "/data/runs"),
+        ({"XDG_DATA_HOME": "/data"}, "/data/flashmoe/runs"),
+        ({"XDG_DATA_HOME": "relative"}, "/home/me/.local/share/flashmoe/runs"),
+        ({}, "/home/me/.local/share/flashmoe/runs"),
     ],
 )
 def test_where_the_default_store_is(monkeypatch, variables, expected):
@@ -140,22 +223,53 @@ def test_where_the_default_store_is(monkeypatch, variables, expected):
         monkeypatch.delenv(name, raising=False)
     for name, value in {"HOME": "/home/me", **variables}.items():
         monkeypatch.setenv(name, value)
-    assert default_url() == expected
+    assert default_folder() == Path(expected)
 
 
-@pytest.fixture
-def repository(tmp_path):
-    (tmp_path / "repository" / "evidence").mkdir(parents=True)
-    return tmp_path / "repository"
+# the ledger, beyond what test_cost.py books
+
+
+def study(run="s", **changes) -> Entry:
+    return replace(Entry("2026-01-01", run, "study", "mine", "seed", "H200", gpu_seconds=60.0), **changes)
+
+
+def test_a_row_that_is_booked_anew_keeps_its_price_and_takes_one_line_only_if_it_changed(store):
+    for entry in (study(dollars_per_hour=3.0), study(), study(gpu_seconds=70.0)):
+        store.book(entry)
+    assert store.ledger() == [study(gpu_seconds=70.0, dollars_per_hour=3.0)]
+    assert len((store.folder / "ledger.jsonl").read_text().splitlines()) == 2
+
+
+def test_a_line_that_is_no_row_is_named(store):
+    store.book(study())
+    with (store.folder / "ledger.jsonl").open("a") as file:
+        file.write('{"run": 3}\n')
+    with pytest.raises(EvidenceError, match=r"ledger\.jsonl:2: is no row of a ledger"):
+        store.ledger()
+
+
+def test_processes_that_share_a_store_lose_no_row(store):
+    code = (
+        "import sys; from flashmoe_science.proof.ledger import Entry; from flashmoe_science.proof.store import Store\n"
+        "for n in range(40): Store(sys.argv[1]).book(Entry('2026', f'{sys.argv[2]}-{n}', 'study', '', '', '', 1.0))"
+    )
+    command = [sys.executable, "-c", code, str(store)]
+    environment = {"PYTHONPATH": python_path(ROOT / "src")}
+    running = [subprocess.Popen([*command, str(number)], env=environment) for number in range(3)]
+    assert [process.wait() for process in running] == [0, 0, 0]
+    assert len(store.ledger()) == 120
+
+
+# the evidence of a repository
 
 
 def test_the_archive_shows_the_evidence_of_the_repository_too(store, repository):
     store.save(build_record(day=0))
     record = build_record(day=1)
-    write_record(record, repository / "evidence" / f"{record.id}.json")
+    write_record(record, record_path(repository / "evidence", record.id))
     archive = Archive(store, repository)
     assert [(run.id, run.origin) for run in archive.runs()] == [
-        (SECOND, f"evidence/{SECOND}.json"),
+        (SECOND, f"evidence/{SECOND}.json.gz"),
         (FIRST, "store"),
     ]
     assert archive.load("20260102") == record
@@ -171,10 +285,13 @@ def test_a_run_in_both_places_is_listed_once_and_read_from_the_file(store, repos
     assert archive.load(record.id[:10]).complete
 
 
-def test_a_renamed_evidence_file_is_found_by_its_id(store, repository):
+@pytest.mark.parametrize("name", ["seed-h200.json", "seed-h200.json.gz"])
+def test_a_renamed_evidence_file_is_found_by_its_id(store, repository, name):
     record = build_record()
-    write_record(record, repository / "evidence" / "seed-h200.json")
-    assert Archive(store, repository).load(record.id[:12]) == record
+    write_record(record, repository / "evidence" / name)
+    archive = Archive(store, repository)
+    assert archive.load(record.id[:12]) == record
+    assert (archive.has(FIRST), archive.has(SECOND)) == (True, False)
 
 
 def test_a_broken_evidence_file_is_named_and_hides_no_other(store, repository):
@@ -198,45 +315,3 @@ def test_the_repository_is_the_nearest_folder_with_claims_or_evidence(repository
     deep.mkdir(parents=True)
     assert find_repository(deep) == repository
     assert find_repository(tmp_path) is None
-
-
-def test_a_record_survives_the_round_trip_through_two_stores(tmp_path):
-    first, second = (Store(f"sqlite:///{Path(tmp_path) / name}") for name in ("a.sqlite", "b.sqlite"))
-    first.save(build_record())
-    second.save(first.load(FIRST))
-    assert second.load(FIRST) == build_record()
-
-
-def test_an_error_that_is_no_number_is_kept_as_valid_json(store, tmp_path):
-    record = build_record(gpu=None)
-    accuracy = Accuracy(max_error=math.inf, budget=1e-3, low_precision_error=5e-4)
-    arm = record.cases[0].arms[0].model_copy(update={"accuracy": accuracy})
-    record = record.model_copy(update={"cases": [record.cases[0].model_copy(update={"arms": [arm]})]})
-    store.save(record)
-    write_record(record, tmp_path / "record.json")
-    for loaded in (store.load(record.id), store.load(str(tmp_path / "record.json"))):
-        assert loaded.cases[0].arms[0].accuracy == accuracy
-    json.loads((tmp_path / "record.json").read_text(), parse_constant=pytest.fail)
-
-
-def test_a_file_of_evidence_is_read_for_its_id_once_until_it_changes(store, tmp_path, monkeypatch):
-    repository = tmp_path / "repository"
-    (repository / "evidence").mkdir(parents=True)
-    first, second = build_record(), build_record(day=1)
-    path = repository / "evidence" / "copy.json"
-    write_record(first, path)
-    read: list[str] = []
-    real = store_module._run_id
-
-    def run_id(path):
-        read.append(path.name)
-        return real(path)
-
-    monkeypatch.setattr(store_module, "_run_id", run_id)
-    archive = Archive(store, repository)
-    for _ in range(3):
-        assert archive.load(first.id) == first
-    assert read == ["copy.json"]
-    write_record(second.model_copy(update={"command": "flashmoe prove anew"}), path)
-    assert (archive.has(first.id), archive.has(second.id)) == (False, True)
-    assert read == ["copy.json"] * 2

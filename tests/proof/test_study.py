@@ -10,6 +10,7 @@ from rich.console import Console
 
 from flashmoe_science.errors import EvidenceError, InputError, ProofError
 from flashmoe_science.proof.compare import Effect, compare_revisions
+from flashmoe_science.proof.evidence import read_text
 from flashmoe_science.proof.schedule import derived_seed
 from flashmoe_science.proof.statistics import proportion_interval
 from flashmoe_science.proof.study.report import study_lines
@@ -227,7 +228,7 @@ def written(tmp_path):
     path = write_study(study, tmp_path / "evidence" / "studies")
 
     def change(edit):
-        document = json.loads(path.read_text())
+        document = json.loads(read_text(path))
         edit(document)
         path.write_text(json.dumps(document))
 

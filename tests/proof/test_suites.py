@@ -198,11 +198,11 @@ def test_a_suite_without_cases_is_refused_in_our_own_words(tmp_path):
 
 
 @pytest.mark.parametrize("verb", ["prove", "diagnose"])
-def test_a_suite_of_another_operator_is_refused_with_the_one_beside_the_subject(verb, monkeypatch, capsys):
+def test_a_suite_of_another_operator_is_refused_with_the_one_beside_the_subject(verb, monkeypatch, capsys, tmp_path):
     from flashmoe_science import cli
 
     monkeypatch.chdir(Path(__file__).parents[2])
-    monkeypatch.setenv("FLASHMOE_STORE", "sqlite://")
+    monkeypatch.setenv("FLASHMOE_STORE", str(tmp_path / "runs"))
     monkeypatch.setattr("sys.path", list(sys.path))
     assert cli.main([verb, "examples/rms_norm"]) == 2
     assert capsys.readouterr().err.endswith("\nhint: --suite examples/rms_norm/suite.toml\n")

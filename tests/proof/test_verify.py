@@ -208,8 +208,8 @@ def test_a_broken_record_is_an_error_that_names_it(repository):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"schema_version": 2}, "it has schema 2, and this flashmoe reads up to 1"),
-        ({"schema_version": 2, "suite": 3}, "it has schema 2, and this flashmoe reads up to 1"),
+        ({"schema_version": 3}, "it has schema 3, and this flashmoe reads up to 2"),
+        ({"schema_version": 3, "suite": 3}, "it has schema 3, and this flashmoe reads up to 2"),
         ({"invented": 1}, "key invented: unknown key"),
     ],
 )

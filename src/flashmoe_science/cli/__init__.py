@@ -21,8 +21,7 @@ HOLDS, REFUTED, USAGE, GATE_FAILED, INCONCLUSIVE = range(5)
 BUG = 70  # EX_SOFTWARE of sysexits.h: never mistaken for a verdict
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
-# Module -> requirement, as in pyproject.toml: what the kernels need, and what the extra `proof` installs. Alembic is
-# missed only where a store has to be upgraded, and says so there.
+# Module -> requirement, as in pyproject.toml: what the kernels need, and what the extra `proof` installs.
 KERNELS = {"torch": "torch>=2.9", "triton": "triton>=3.6,<3.10"}
 EXTRA = {
     "jinja2": "jinja2>=3.1",
@@ -33,7 +32,6 @@ EXTRA = {
     "pynvml": "nvidia-ml-py>=12.560",
     "rich": "rich>=13.7",
     "scipy": "scipy>=1.11.4",
-    "sqlalchemy": "sqlalchemy>=2.0.30",
     "tomlkit": "tomlkit>=0.13",
     "typer": "typer>=0.15",
 }

@@ -11,7 +11,7 @@ import typer
 from ..errors import ClaimError
 from ..proof import claims as claim_files
 from ..proof.claims import add_claims, load_claims
-from ..proof.evidence import write_record
+from ..proof.evidence import record_path, write_record
 from ..proof.judge import Verdict, exit_code
 from ..proof.new_claim import ClaimRequest, make_claims, way_out
 from ..proof.report import count_line
@@ -42,11 +42,15 @@ def new(
     ] = None,
     factor: Annotated[
         float | None,
-        typer.Option("--factor", metavar="X", help="The speedup. Default: the largest round figure that the run shows."),
+        typer.Option(
+            "--factor", metavar="X", help="The speedup. Default: the largest round figure that the run shows."
+        ),
     ] = None,
     baseline: Annotated[
         list[str] | None,
-        typer.Option("--baseline", "-b", metavar="NAME", help="Repeat it for the fastest of several. Default: the first."),
+        typer.Option(
+            "--baseline", "-b", metavar="NAME", help="Repeat it for the fastest of several. Default: the first."
+        ),
     ] = None,
     cases: Annotated[
         list[str] | None,
@@ -61,7 +65,9 @@ def new(
     gpu: Annotated[
         str, typer.Option("--gpu", metavar="NAME", help="Words of the GPU's name. Default: its model.")
     ] = "",
-    claim_id: Annotated[str, typer.Option("--id", metavar="ID", help="Default: made from subject, suite, time and GPU.")] = "",
+    claim_id: Annotated[
+        str, typer.Option("--id", metavar="ID", help="Default: made from subject, suite, time and GPU.")
+    ] = "",
     file: Annotated[
         Path | None,
         typer.Option("--file", metavar="FILE", help="In claims/; default: the subject's name.", show_default=False),
@@ -112,7 +118,7 @@ def _write_claims(
     path = _claim_file(file, repository, record.subject.name)
     records = read_records(repository)
     kept = next((where for where, other in records.items() if other.id == record.id), None)
-    records[kept or f"evidence/{record.id}.json"] = record
+    records[kept or record_path(Path("evidence"), record.id).as_posix()] = record
     taken = {claim.id for claim in load_claims(repository / "claims")}
     if known := [claim.id for claim in claims if claim.id in taken]:
         raise ClaimError(f"there is a claim {known[0]!r} in claims/ already", hint="--id names another")
@@ -120,8 +126,8 @@ def _write_claims(
     code = exit_code(verdicts, strict=True)
     written = asserted or code == 0
     if written:
-        if kept is None:  # the record was in the store alone, and claims are judged by the records of the repository
-            write_record(record, repository / "evidence" / f"{record.id}.json")
+        if kept is None:  # a claim is judged by the records of the repository, and this one was in the store alone
+            write_record(record, record_path(repository / "evidence", record.id))
         add_claims(path, claims)
     terminal.show_verdicts(verdicts, why=True)
     terminal.show(*_judged_by_another(verdicts, record.id))

@@ -11,10 +11,10 @@ import typer
 
 from ..errors import InputError, ProofError
 from ..proof.compare import TOLERANCE, TOLERANCE_OF_RUNS, Comparison, compare_records, compare_revisions, exit_code
+from ..proof.cost import Bill
 from ..proof.cost_report import bill_as_plain, receipt
-from ..proof.evidence import Record, Settings, TimeKind
+from ..proof.evidence import Record, Settings, TimeKind, is_document
 from ..proof.gates import ProveRequest
-from ..proof.meter import Bill
 from ..proof.report_compare import comparison_lines
 from ..proof.revisions import (
     Asked,
@@ -90,9 +90,7 @@ def compare(
     seed: Seed = None,
     budget: Annotated[
         float | None,
-        typer.Option(
-            "--budget", metavar="DOLLARS", min=0, help="For both revisions: stop before this is exceeded."
-        ),
+        typer.Option("--budget", metavar="DOLLARS", min=0, help="For both revisions: stop before this is exceeded."),
     ] = None,
     store: StoreName = None,
     as_json: Json = False,
@@ -169,7 +167,7 @@ def _find_runs(wanted: Wanted) -> tuple[Record, Record] | None:
     """
     archive = Archive(Store(wanted.store), find_repository())
     keys = (wanted.a, wanted.b)
-    found = [archive.load(key) if archive.has(key) or key.endswith(".json") else None for key in keys]
+    found = [archive.load(key) if archive.has(key) or is_document(key) else None for key in keys]
     try:
         toplevel = find_toplevel(Path.cwd())
     except ProofError:
@@ -218,7 +216,9 @@ def _compare_revisions(wanted: Wanted, terminal: Terminal) -> tuple[Record, Path
     keeper = make_keeper(terminal, store, repository, meter)
     progress = ChainProgress(terminal)
     tolerance = TOLERANCE if wanted.tolerance is None else wanted.tolerance
-    settings = Settings(times=list(wanted.kinds) or ["graph"], processes=wanted.processes, rounds=wanted.rounds, seed=wanted.seed)
+    settings = Settings(
+        times=list(wanted.kinds) or ["graph"], processes=wanted.processes, rounds=wanted.rounds, seed=wanted.seed
+    )
     try:
         with checked_out(toplevel, a, b) as checkouts:
             subject, _ = subjects_at(wanted.subject or "flash_attention", *checkouts)

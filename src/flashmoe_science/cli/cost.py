@@ -1,76 +1,38 @@
-@@@V
-"""The verb ``cost`` and those under it: add, rates."""
-
-# ruff: noqa: D301 - the character \b in a docstring tells typer to keep the lines of a paragraph apart
-
-from __future__ import annotations
-
-from typing import Annotated, Optional
-
-import typer
-
-from .options import Json, StoreName
-
-@@@I
 """The verb ``cost``: sum the ledger, enter a cost, list the prices."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from datetime import datetime
-from typing import Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
 
 from ..errors import InputError
-from ..proof.cost import (
-    HISTORY,
-    Entry,
-    PastRun,
-    Saving,
-    Sum,
-    add_up,
-    dollars,
-    format_dollars,
-    saving,
-    spent_seconds,
-)
-from ..proof.cost_report import rates_table, savings_line, sums_table
-from ..proof.evidence import GATE_NAMES, Record
-from ..proof.kinds import kinds_of
-from ..proof.meter import history_of
-from ..proof.rates import PACKAGED, Rate, Rates, load_rates
-from ..proof.soundness import failed_gate
-from ..proof.store import Archive, Store, entries_of, find_repository, summarize
+from ..proof.cost import PACKAGED, Rate, Sum, add_up, format_dollars, load_rates, spent_seconds
+from ..proof.cost_report import rates_table, sums_table
+from ..proof.evidence import GATE_NAMES
+from ..proof.ledger import Entry, entries_of
+from ..proof.store import Archive, Store, find_repository
 from ..proof.words import counted
 from .names import moment_named
+from .options import Json, Since, StoreName
 from .terminal import Terminal, short_path
 
 _BY_HAND = "entered by hand"
-
 _KEYS: dict[str, Callable[[Entry], str]] = {
     "day": lambda entry: entry.at[:10],
     "subject": lambda entry: entry.subject or _BY_HAND,
     "gate": lambda entry: entry.gate or _BY_HAND,
 }
-@@@B
-app = typer.Typer(add_completion=False, rich_markup_mode=None, invoke_without_command=True)
 
-Since = Annotated[
-    str | None,
-    typer.Option("--since", metavar="DATE", help="Only costs since this date (UTC), or since 7d, 12h or 2w ago."),
-]
+app = typer.Typer(add_completion=False, rich_markup_mode=None, invoke_without_command=True)
 
 
 @app.callback()
-def cost(
-    context: typer.Context,
-    since: Since = None,
-    store: StoreName = None,
-    as_json: Json = False,
-) -> None:
-    """Sum the ledger by day, subject and gate: the time that runs held a GPU, at its price, and costs entered by hand.
-
-    Then what early gates saved: for every run that failed at a gate, the estimated time of the gates after it.
+def cost(context: typer.Context, since: Since = None, store: StoreName = None, as_json: Json = False) -> None:
+    """Sum the ledger by day, subject and gate: the time that runs held a GPU, its price, and costs entered by hand.
 
     \b
     Examples:
@@ -83,16 +45,41 @@ def cost(
     """
     if context.invoked_subcommand is not None:
         return
-    from .costing import run_cost
+    terminal = Terminal(as_json=as_json)
+    repository = find_repository()
+    rate = load_rates(repository).dollars_per_hour
+    moment = moment_named(since) if since else None
+    archive = Archive(Store(store), repository)
+    unstored = [
+        record
+        for record in archive.only_in_files(on_trouble=terminal.warn_of)
+        if spent_seconds(record) > 0 and (moment is None or record.created_at >= moment)
+    ]
+    entries = [*archive.store.ledger(since=moment), *(entry for record in unstored for entry in entries_of(record))]
+    sums = {name: _in_order(add_up(entries, key, rate)) for name, key in _KEYS.items()}
+    total = add_up(entries, lambda _: "total", rate).get("total", Sum())
+    if entries:
+        terminal.show(sums_table({**sums, "": {"total": total}}))
+    else:
+        terminal.log.print("nothing was spent: no run held a GPU, and nothing was entered by hand")
+    if unstored:
+        text = f"{counted(len(unstored), 'run')} of evidence/ that the store lacks, at current prices"
+        terminal.log.print(f"{text}\nhint: flashmoe import evidence/ keeps them there")
+    by_key = {f"by_{name}": {key: vars(sum_) for key, sum_ in of_name.items()} for name, of_name in sums.items()}
+    terminal.document({"total": vars(total), **by_key, "not_in_store": [record.id for record in unstored]})
 
-    raise typer.Exit(run_cost(since=since, store=store, as_json=as_json))
+
+def _in_order(sums: dict[str, Sum]) -> dict[str, Sum]:
+    """Return sums as they are listed: gates as they run, the rest by name, and costs entered by hand last."""
+    order: dict[str, int] = {name: number for number, name in enumerate(GATE_NAMES)}
+    return dict(sorted(sums.items(), key=lambda item: (item[0] == _BY_HAND, order.get(item[0], 0), item[0])))
 
 
 @app.command(short_help="Enter a cost by hand.")
 def add(
-    dollars: Annotated[float, typer.Option("--dollars", metavar="X", help="How much; less than 0 for a refund.")],
-    note: Annotated[str, typer.Option("--note", metavar="TEXT", help="What for.")],
-    gpu: Annotated[str, typer.Option("--gpu", metavar="NAME", help="The GPU that it was for, if any.")] = "",
+    dollars: Annotated[float, typer.Option("--dollars", metavar="X", help="The amount; below 0 for a refund.")],
+    note: Annotated[str, typer.Option("--note", metavar="TEXT", help="What it paid for.")],
+    gpu: Annotated[str, typer.Option("--gpu", metavar="NAME", help="The GPU that it paid for, if any.")] = "",
     date: Annotated[
         str | None,
         typer.Option("--date", metavar="DATE", help="When (UTC), or 7d, 12h or 2w ago.", show_default="now"),
@@ -100,7 +87,7 @@ def add(
     store: StoreName = None,
     as_json: Json = False,
 ) -> None:
-    """Enter a cost that no run can know of: a machine that was rented by the hour and stood idle, a disk, a licence.
+    """Enter a cost that no run knows: a machine that was rented by the hour and idle, a disk, a licence.
 
     \b
     Example:
@@ -110,16 +97,20 @@ def add(
     Exit codes:
       0  entered    2  wrong usage, or the store cannot be written
     """
-    from .costing import run_cost_add
+    if not math.isfinite(dollars):
+        raise InputError(f"dollars must be a number, got {dollars}")
+    terminal = Terminal(as_json=as_json)
+    kept = Store(store)
+    entry = kept.add_cost(dollars, note=note, gpu=gpu, at=moment_named(date, what="date") if date else None)
+    terminal.show(f"{kept}: {format_dollars(dollars)} on {entry.at[:10]}, {note}")
+    terminal.document({"entry": vars(entry)})
 
-    raise typer.Exit(run_cost_add(dollars, note=note, gpu=gpu, date=date, store=store, as_json=as_json))
 
-
-@app.command(short_help="List the prices that hold here.")
+@app.command(short_help="List the prices that apply here.")
 def rates(as_json: Json = False) -> None:
-    """List what an hour of each GPU costs, and which file says so.
+    """List the price of an hour of each GPU, and the file that sets it.
 
-    Asked first is rates.toml of this repository, then ~/.config/flashmoe/rates.toml, then what comes with flashmoe.
+    The order is rates.toml of this repository, ~/.config/flashmoe/rates.toml, the list that comes with flashmoe.
 
     \b
     Example:
@@ -129,106 +120,21 @@ def rates(as_json: Json = False) -> None:
     Exit codes:
       0  listed    2  a rates.toml is wrong
     """
-    from .costing import run_cost_rates
-
-    raise typer.Exit(run_cost_rates(as_json=as_json))
-
-
-def run_cost(*, since: str | None, store: str | None, as_json: bool) -> int:
-    """Print the sums of the ledger, and what early gates saved."""
     terminal = Terminal(as_json=as_json)
-    repository = find_repository()
-    rates = load_rates(repository)
-    moment = moment_named(since) if since else None
-    kept = Store(store)
-    archive = Archive(kept, repository)
-    loose = _not_stored(archive, moment, terminal)
-    entries = [*kept.ledger(since=moment), *(entry for record in loose for entry in entries_of(record))]
-    sums = {name: _in_order(add_up(entries, key, rates.dollars_per_hour)) for name, key in _KEYS.items()}
-    total = add_up(entries, lambda _: "total", rates.dollars_per_hour).get("total", Sum())
-    savings = _savings(archive, moment, loose)
-    if not entries:
-        terminal.log.print("nothing was spent: no run held a GPU, and nothing was entered by hand")
-    else:
-        terminal.show(sums_table({**sums, "": {"total": total}}))
-    if savings:
-        amount, seconds = _worth(savings, rates)
-        terminal.show("", savings_line(savings, amount, seconds))
-    if loose:
-        what = f"{counted(len(loose), 'run')} of evidence/ that the store does not have"
-        terminal.log.print(f"{what}, at the prices of now\nhint: flashmoe import evidence/ keeps them there")
+    files = load_rates(find_repository()).files
+    for path, file in files.items():
+        terminal.show(f"{_place(path)}:", rates_table(file.gpu | file.other), "")
     terminal.document(
         {
-            "total": vars(total),
-            **{f"by_{name}": {k: vars(v) for k, v in of_name.items()} for name, of_name in sums.items()},
-            "saved": [vars(one) for one in savings],
-            "not_in_store": [record.id for record in loose],
+            "gpus": [_plain(name, rate, path) for path, file in files.items() for name, rate in file.gpu.items()],
+            "other": [_plain(name, rate, path) for path, file in files.items() for name, rate in file.other.items()],
         }
     )
-    return 0
 
 
-def _in_order(sums: dict[str, Sum]) -> dict[str, Sum]:
-    """Return sums as they are listed: gates as they run, the rest by name, and what was entered by hand last."""
-    order: dict[str, int] = {name: number for number, name in enumerate(GATE_NAMES)}
-    return dict(sorted(sums.items(), key=lambda item: (item[0] == _BY_HAND, order.get(item[0], 0), item[0])))
+def _place(path: Path) -> str:
+    return "of flashmoe" if path == PACKAGED else short_path(path)
 
 
-def _not_stored(archive: Archive, since: datetime | None, terminal: Terminal) -> list[Record]:
-    """Return the runs that held a GPU and are in evidence/ alone."""
-    records = archive.only_in_files(on_trouble=terminal.warn_of)
-    return [r for r in records if spent_seconds(r) > 0 and (since is None or r.created_at >= since)]
-
-
-def _savings(archive: Archive, since: datetime | None, loose: Sequence[Record]) -> list[Saving]:
-    """Return what every run saved that failed early, by the times of all runs that are known here."""
-    store = archive.store
-    histories: dict[tuple[str, str, str], list[PastRun]] = {}
-    found = []
-    stored = [store.document(run.id) for run in store.runs(since=since) if run.gpu and run.result.endswith(" failed")]
-    for record in [*stored, *(one for one in loose if failed_gate(one.gates))]:
-        run = summarize(record)
-        alike = (run.subject, run.suite, run.gpu)
-        if alike not in histories:
-            histories[alike] = history_of(archive, record, most=HISTORY)
-        if (saved := saving(record, histories[alike], kinds_of(record))) is not None:
-            found.append(saved)
-    return found
-
-
-def _worth(savings: list[Saving], rates: Rates) -> tuple[float, float]:
-    """Return the dollars and the seconds of all savings. Time on a GPU without a rate is worth nothing known."""
-    priced = [(one.gpu_seconds, rates.dollars_per_hour(one.gpu)) for one in savings]
-    return sum(dollars(seconds, rate) for seconds, rate in priced if rate), sum(seconds for seconds, _ in priced)
-
-
-def run_cost_add(amount: float, *, note: str, gpu: str, date: str | None, store: str | None, as_json: bool) -> int:
-    """Enter a cost by hand."""
-    terminal = Terminal(as_json=as_json)
-    if not math.isfinite(amount):
-        raise InputError(f"dollars must be a number, got {amount}")
-    kept = Store(store)
-    entry = kept.add_cost(amount, note=note, gpu=gpu, at=moment_named(date, what="date") if date else None)
-    terminal.show(f"{kept}: {format_dollars(amount)} on {entry.at[:10]}, {note}")
-    terminal.document({"entry": vars(entry)})
-    return 0
-
-
-def run_cost_rates(*, as_json: bool) -> int:
-    """Print the prices that hold here."""
-    terminal = Terminal(as_json=as_json)
-    rates = load_rates(find_repository())
-    for group in (*rates.gpus, *([one] for one in rates.others)):
-        if group:
-            terminal.show(f"{_place(group[0])}:", rates_table(group), "")
-    gpus = [_plain(one) for file in rates.gpus for one in file]
-    terminal.document({"gpus": gpus, "other": [_plain(one) for one in rates.others]})
-    return 0
-
-
-def _place(rate: Rate) -> str:
-    return "of flashmoe" if rate.file == PACKAGED else short_path(rate.file)
-
-
-def _plain(rate: Rate) -> dict[str, Any]:
-    return {**vars(rate), "file": _place(rate)}
+def _plain(name: str, rate: Rate, path: Path) -> dict[str, Any]:
+    return {"name": name, **rate.model_dump(mode="json"), "file": _place(path)}

@@ -11,13 +11,13 @@ from typing import Annotated
 
 import typer
 
-from ..proof.cost import Entry
 from ..proof.cost_report import bill_as_plain, receipt
 from ..proof.diagnose import run as diagnosis_run
 from ..proof.diagnose.observations import Diagnosis
 from ..proof.diagnose.report import case_lines, failed_lines
 from ..proof.diagnose.run import Request, choose_cases, expected_seconds, observes_here
 from ..proof.environment import describe_apart
+from ..proof.ledger import Entry
 from ..proof.store import Store
 from ..proof.subject import Subject, load_subject, operator_of
 from ..proof.suites import Suite, SuiteCase, list_suites, load_suite
@@ -45,7 +45,9 @@ def diagnose(
     ] = None,
     baseline: Annotated[
         list[str] | None,
-        typer.Option("--baseline", "-b", metavar="NAME", help="A baseline to time beside it. Default: the operator's first."),
+        typer.Option(
+            "--baseline", "-b", metavar="NAME", help="A baseline to time beside it. Default: the operator's first."
+        ),
     ] = None,
     gpu: Annotated[
         str | None,

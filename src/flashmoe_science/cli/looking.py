@@ -56,11 +56,11 @@ def run_verify(*, why: bool, strict: bool, junit: Path | None, as_json: bool) ->
     repository = find_repository()
     if repository is None:
         raise ClaimError(f"there are no claims here: {Path.cwd()} is in no folder with claims/", hint=_NO_CLAIMS)
-    unread: list[EvidenceError] = []
+    unreadable: list[EvidenceError] = []
 
     def leave_out(error: EvidenceError) -> None:
         terminal.warn_of(error)
-        unread.append(error)
+        unreadable.append(error)
 
     with terminal.doing() as say:
         verdicts = verify_claims(repository, on_trouble=leave_out, say=say)
@@ -68,7 +68,7 @@ def run_verify(*, why: bool, strict: bool, junit: Path | None, as_json: bool) ->
     code = exit_code(verdicts, strict=strict)
     if code == 0 and not all(study.holds for study in studies):
         code = INCONCLUSIVE  # what comparisons show rests on them being right
-    if unread:
+    if unreadable:
         code = USAGE  # a file is wrong: what it would say of the claims nobody knows
     if junit is not None:
         write_junit(junit, verdicts, strict=strict)
@@ -83,10 +83,10 @@ def run_verify(*, why: bool, strict: bool, junit: Path | None, as_json: bool) ->
         if is_of_another_copy(repository):
             hint = f"{ANOTHER_COPY}, so what it runs on a GPU was not compared: {OWN_COPY}"
         terminal.log.print(f"hint: {hint}", soft_wrap=True)
-    if unread:
-        said = f"{counted(len(unread), 'record')} cannot be read, so no claim that may rest on it is demonstrated"
-        terminal.show(said.replace("on it", "on them") if len(unread) > 1 else said)
-        if not all(error.hint for error in unread):
+    if unreadable:
+        said = f"{counted(len(unreadable), 'record')} cannot be read, so no claim that may rest on it is demonstrated"
+        terminal.show(said.replace("on it", "on them") if len(unreadable) > 1 else said)
+        if not all(error.hint for error in unreadable):
             hint = "restore it with git or `flashmoe export`, or take it out of evidence/"
             terminal.log.print(f"hint: {hint}", soft_wrap=True)
     for study in studies:
@@ -94,7 +94,7 @@ def run_verify(*, why: bool, strict: bool, junit: Path | None, as_json: bool) ->
     # Without the samples: `show` has them.
     shown = [as_plain(study.model_copy(update={"trials": []})) | {"holds": study.holds} for study in studies]
     plain = [as_plain(verdict) for verdict in verdicts]
-    lost = [str(error) for error in unread]
+    lost = [str(error) for error in unreadable]
     terminal.document({"verdicts": plain, "studies": shown, "unreadable": lost, "exit_code": code})
     return code
 
@@ -228,7 +228,7 @@ def _show_suite(terminal: Terminal, suite: Suite) -> None:
 
 
 def run_baselines(operator: str, *, as_json: bool) -> int:
-    """List the rivals of an operator."""
+    """List the baselines of an operator."""
     from ..proof.baselines import available_baselines
     from ..proof.operator import load_operator
 

@@ -29,8 +29,8 @@ StoreName = Annotated[
     str | None,
     typer.Option(
         "--store",
-        metavar="STORE",
-        help="The store: an SQLite file or a postgresql:// URL. Default: what FLASHMOE_STORE names.",
+        metavar="FOLDER",
+        help="The folder that holds the store. Default: the one that FLASHMOE_STORE names.",
         show_default=False,
     ),
 ]

@@ -14,16 +14,15 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import EvidenceError, InputError, OperatorError, SubjectError, SuiteError
+from ..proof import gates
 from ..proof.conclude import conclude, run_exit_code, worst_exit_code
-from ..proof.cost import Budget, Entry, RunSize, dollars, format_dollars, format_duration
+from ..proof.cost import Bill, Budget, Meter, RunSize, format_dollars, format_duration, load_rates
 from ..proof.cost_report import bill_as_plain, receipt
 from ..proof.evidence import GATE_NAMES, Record, Settings, TimeKind
-from ..proof import gates
 from ..proof.gates import ProveRequest, check_request
 from ..proof.judge import Verdict
 from ..proof.junit import write_junit
-from ..proof.meter import Bill, Meter
-from ..proof.rates import load_rates
+from ..proof.ledger import Entry, dollars
 from ..proof.report import case_table, count_line, outcome_table, unmeasured_lines
 from ..proof.rows import kinds_measured
 from ..proof.store import Archive, Store, find_repository
@@ -99,7 +98,7 @@ def prove(
     suite: SuiteName = "seed",
     baseline: Annotated[
         list[str] | None,
-        typer.Option("--baseline", "-b", metavar="NAME", help="A baseline; repeat it for more. Default: the operator's first."),
+        typer.Option("--baseline", "-b", metavar="NAME", help="Repeat it for more. Default: the operator's first."),
     ] = None,
     gpu: Gpus = None,
     until: Annotated[
@@ -132,7 +131,7 @@ def prove(
     seed: Seed = None,
     resume: Annotated[
         str | None,
-        typer.Option("--resume", metavar="RUN", help="Continue an interrupted run, with its options unless given anew."),
+        typer.Option("--resume", metavar="RUN", help="Continue an interrupted run; its options are the defaults."),
     ] = None,
     budget: Annotated[
         float | None,

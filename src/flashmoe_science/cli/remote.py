@@ -25,7 +25,7 @@ from . import INCONCLUSIVE, USAGE
 from .terminal import ChainProgress, Terminal, as_plain, short_path, write_csv_file
 
 if TYPE_CHECKING:
-    from ..proof.meter import Bill
+    from ..proof.cost import Bill
     from .run_shared import Keeper
 
 _SECONDS_BETWEEN_LINES = 10.0

@@ -18,7 +18,7 @@ from ..proof.report import count_line
 from ..proof.report_html import render_html
 from ..proof.report_markdown import render_markdown
 from ..proof.rows import kinds_measured, write_csv
-from ..proof.store import Archive, Store, evidence_files, find_repository, is_path, summarize
+from ..proof.store import Archive, Store, evidence_files, find_repository, is_path, read_summary
 from .looking import conclude_now
 from .options import Json, Metric, StoreName
 from .terminal import Terminal, as_plain, short_path, write_file
@@ -56,7 +56,7 @@ def report(
     Examples:
       flashmoe report
       flashmoe report 20261120 -o report.html -o report.md
-      flashmoe report evidence/*.json -o all.html
+      flashmoe report evidence/*.json.gz -o all.html
 
     \b
     Exit codes:
@@ -105,21 +105,21 @@ def _newest_in(repository: Path, terminal: Terminal) -> Record:
     found = []
     for path in evidence_files(repository).values():
         try:
-            record = read_record(path)
+            run = read_summary(path)
         except EvidenceError as error:
             terminal.warn_of(error)
         else:
-            found.append((summarize(record).created_at, record.id, record))
+            found.append((run.created_at, run.id, path))
     if not found:
         raise EvidenceError("there is no run in evidence/ of this repository", hint=_HINT)
-    return max(found, key=lambda item: item[:2])[2]
+    return read_record(max(found)[2])
 
 
 def _newest_stored(store: Store) -> Record:
     ids = store.ids()
     if not ids:
         raise EvidenceError(f"there is no run in the store, {store}", hint=_HINT)
-    return store.document(ids[0])
+    return store.load(ids[0])
 
 
 def _check_kind(kind: str | None, records: Sequence[Record]) -> None:

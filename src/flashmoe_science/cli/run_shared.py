@@ -10,11 +10,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..errors import EvidenceError, InputError
-from ..proof.cost import HISTORY, Budget, Entry, Estimate, PastRun
+from ..proof.cost import Bill, Budget, Estimate, Meter, PastRun, load_rates, past_runs, rate_for
 from ..proof.cost_report import announcement
-from ..proof.evidence import Record, write_record
-from ..proof.meter import Bill, Meter, history_of, rate_for
-from ..proof.rates import load_rates
+from ..proof.evidence import Record, name_of, record_path, write_record
+from ..proof.ledger import Entry
 from ..proof.store import Archive, Store, evidence_files, find_repository
 from .terminal import Terminal, short_path
 
@@ -40,7 +39,7 @@ class Keeper:
             EvidenceError: another run has this id, as one from a borrowed machine may, the file cannot be begun, or
                 neither file nor store can be written.
         """
-        path = self._folder / f"{record.id}.json"
+        path = record_path(self._folder, record.id)
         if self.path is None:
             self._refuse_taken(record.id, path)
         written = self._write(record, path)
@@ -65,7 +64,7 @@ class Keeper:
         """Where the run is kept: in its file, or only in the store."""
         if self.path is None:
             return "nowhere yet"
-        return f"run {self.path.stem} of the store" if self.behind else short_path(self.path)
+        return f"run {name_of(self.path)} of the store" if self.behind else short_path(self.path)
 
     def remind(self) -> None:
         """Say it again at the end, where it is read, that the file lacks what the store has."""
@@ -119,7 +118,7 @@ def make_meter(terminal: Terminal, archive: Archive, budget: float | None = None
 
     def history(record: Record) -> list[PastRun]:
         try:
-            return history_of(archive, record, most=HISTORY)
+            return past_runs(archive, record)
         except EvidenceError as error:
             terminal.warn_of(error)
             return []
@@ -189,7 +188,7 @@ def as_typed(args: Sequence[str]) -> str:
 
 
 def without_places(args: Sequence[str]) -> list[str]:
-    """Return the arguments without the store and the machines: they decide no result, and a URL can hold a password."""
+    """Return the arguments without the store and the machines: they decide no result."""
     kept, skip = [], False
     for arg in args:
         named = arg.partition("=")[0] in ("--store", "--host", "--python")

@@ -1,4 +1,4 @@
-"""The command line of ``flashmoe``: its verbs, each imported when it is called, so that ``flashmoe --help`` is quick."""
+"""The command line of ``flashmoe``: its verbs, each imported when it is called, so ``--help`` is quick."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _VERBS = {
     "show": ("verbs:show", "Show a run again."),
     "report": ("report:report", "Make a page about a run, or several."),
     "runs": ("verbs:runs", "List the runs that are kept here."),
-    "import": ("store_verbs:import_", "Take records into the store."),
-    "export": ("store_verbs:export", "Write runs to files."),
+    "import": ("keeping:import_", "Take records into the store."),
+    "export": ("keeping:export", "Write runs to files."),
     "cost": ("cost:app", "Show what runs have cost."),
     "explain": ("explain:explain", "Show the kernel that serves a call, on any GPU."),
     "doctor": ("verbs:doctor", "Show what this machine has and lacks."),
@@ -150,7 +150,7 @@ def show(
     \b
     Examples:
       flashmoe show 20261120
-      flashmoe show evidence/20261120T235959Z-seed-flash_attention-1a2b3c.json --verbose
+      flashmoe show evidence/20261120T235959Z-seed-flash_attention-1a2b3c.json.gz --verbose
       flashmoe show 20261120 --time wall
       flashmoe show 20261120 --csv times.csv
 
@@ -175,12 +175,12 @@ def runs(
 ) -> None:
     """List the runs in the store and in evidence/ of this repository, newest first.
 
-    The store is the SQLite file ~/.local/share/flashmoe/runs.sqlite, or what --store or FLASHMOE_STORE names.
+    The store is the folder ~/.local/share/flashmoe/runs, or the one that --store or FLASHMOE_STORE names.
 
     \b
     Examples:
       flashmoe runs --gpu H200 --suite seed
-      flashmoe runs --since 7d --store postgresql://ada@server/runs
+      flashmoe runs --since 7d --store ~/runs
 
     \b
     Exit codes:

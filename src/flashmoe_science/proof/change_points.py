@@ -19,7 +19,6 @@ from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import rankdata
 
 from ..errors import InputError
 
@@ -66,6 +65,8 @@ def segments(points: Sequence[ChangePoint], count: int) -> list[range]:
 def _split(series: _Array, offset: int, level: float, rng: np.random.Generator) -> list[ChangePoint]:
     if len(series) < FEWEST_RUNS:
         return []
+    from scipy.stats import rankdata  # takes a second to import, and most verbs need no ranks
+
     ranks: _Array = np.asarray(rankdata(series), dtype=np.float64)
     observed = float(_contrasts(ranks[None, :]).max())
     shuffled = rng.permuted(np.tile(ranks, (_PERMUTATIONS, 1)), axis=1)

@@ -278,7 +278,7 @@ def too_old(claim: Claim, record: Record, now: datetime) -> str | None:
 
 def _pinned(claim: Claim, key: str, records: Mapping[str, Record]) -> tuple[str, Record]:
     for path, record in records.items():
-        if key in (path, record.id):
+        if key in (path, path.removesuffix(".gz"), record.id):
             return path, record
     raise ClaimError(
         f"claim {claim.id}: key evidence: expected the id or path of a record in evidence/, got {key!r}",

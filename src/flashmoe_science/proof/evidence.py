@@ -3,25 +3,40 @@
 A record is written once and never edited. Times are seconds, sizes bytes. A case whose correctness did not pass has no
 rounds. The document is written atomically, and again after every finished case, so an interrupted run leaves the
 finished cases, marked incomplete, or nothing.
+
+A file is gzipped JSON, ``<id>.json.gz``. Arms share most launches, so the document lists each launch once, under
+``launches``, and an arm names its launches by their index. Schema 1 repeated them in each arm; both are read, and so
+is a file without compression, ``<id>.json``.
 """
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 import statistics
-from collections.abc import Mapping, Sized
+import zlib
+from collections.abc import Mapping, Sequence, Sized
 from datetime import datetime, timezone
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, BinaryIO, Literal, cast
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
 
 from ..errors import EvidenceError
 from .files import write_atomically
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2  # 1 had the launches in the arms
 
 NEWER = "a newer flashmoe made it: update this one (in its clone: git pull, then make prove)"
 
@@ -30,6 +45,10 @@ GateName = Literal["sources", "build", "import", "launch", "correct", "quick", "
 GATE_NAMES: tuple[GateName, ...] = ("sources", "build", "import", "launch", "correct", "quick", "bench")
 
 TimeKind = Literal["kernel", "graph", "wall"]
+
+SUFFIX = ".json.gz"
+
+_GZIP_MAGIC = b"\x1f\x8b"
 
 _SAME_RATE = 1e-9  # as a share: of two ways to work out the same median
 
@@ -311,6 +330,20 @@ class Record(Model):
     resumed: list[Resumed] = Field(default_factory=list)  # the runs that it goes on with, the latest first
     compared: Compared | None = None  # of `flashmoe compare` with two revisions
 
+    @model_validator(mode="before")
+    @classmethod
+    def _read_older_schemas(cls, data: Any) -> Any:
+        """Put launches that are given by index in their place: one object serves all arms that have it."""
+        if not isinstance(data, dict):
+            return data
+        document = dict(data)
+        if document.get("schema_version") in range(1, SCHEMA_VERSION):
+            document["schema_version"] = SCHEMA_VERSION
+        if "launches" in document:
+            table = _launch_table(document.pop("launches"))
+            document["cases"] = [_with_launches(case, table) for case in document.get("cases", ())]
+        return document
+
     @property
     def tree(self) -> TreeState:
         """The state of the repository that holds the subject's sources."""
@@ -321,14 +354,81 @@ class Record(Model):
         return next((gate for gate in self.gates if gate.name == name), None)
 
 
+def _launch_table(listed: Any) -> list[Launch]:
+    try:
+        return TypeAdapter(list[Launch]).validate_python(listed)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in ("launches", *first["loc"]))
+        raise ValueError(f"{where}: {first['msg']}") from error
+
+
+def _with_launches(case: Any, table: Sequence[Launch]) -> Any:
+    """Return a case of a document with the launches of its arms in place of their indices."""
+    if not isinstance(case, dict) or not isinstance(case.get("arms"), list):
+        return case  # validation names what is wrong
+    arms = []
+    for arm in case["arms"]:
+        indices = arm.get("launches", []) if isinstance(arm, dict) else None
+        if not isinstance(indices, list) or not all(type(index) is int for index in indices):
+            arms.append(arm)
+            continue
+        if wrong := [index for index in indices if not 0 <= index < len(table)]:
+            raise ValueError(f"case {case.get('name')}: launch {wrong[0]} of {len(table)} does not exist")
+        arms.append({**arm, "launches": [table[index] for index in indices]})
+    return {**case, "arms": arms}
+
+
 def record_text(record: Record) -> str:
-    """Return ``record`` as the text of a file."""
-    return record.model_dump_json(indent=1) + "\n"
+    """Return ``record`` as the text of its document: one line of JSON, with each launch once."""
+    document = json.loads(record.model_dump_json())
+    table: list[dict[str, Any]] = []
+    index_of: dict[str, int] = {}
+    for case in document["cases"]:
+        for arm in case["arms"]:
+            indices = []
+            for launch in arm["launches"]:
+                key = json.dumps(launch)
+                if key not in index_of:
+                    index_of[key] = len(table)
+                    table.append(launch)
+                indices.append(index_of[key])
+            arm["launches"] = indices
+    document["launches"] = table
+    return json.dumps(document, ensure_ascii=False, allow_nan=False, separators=(",", ":")) + "\n"
+
+
+def record_path(folder: Path, run_id: str) -> Path:
+    """Return the file of a run in ``folder``."""
+    return folder / f"{run_id}{SUFFIX}"
+
+
+def is_document(path: str | Path) -> bool:
+    """Return whether a path ends as records do: in ``.json.gz`` or ``.json``."""
+    return str(path).endswith((SUFFIX, ".json"))
+
+
+def name_of(path: Path) -> str:
+    """Return the name of a document's file without its ending; of a record, that is its id."""
+    return path.name.removesuffix(".gz").removesuffix(".json")
+
+
+def documents_in(folder: Path) -> list[Path]:
+    """Return the JSON documents in a folder by name, compressed or not."""
+    return sorted(path for path in folder.glob("*.json*") if is_document(path))
+
+
+def write_document(path: Path, text: str) -> None:
+    """Write ``text`` to ``path``, compressed where it ends in ``.gz``: a reader sees the old file or the new one.
+
+    Equal texts give equal files.
+    """
+    write_atomically(path, gzip.compress(text.encode(), mtime=0) if path.suffix == ".gz" else text)
 
 
 def write_record(record: Record, path: Path) -> None:
     """Write ``record`` to ``path`` so that a reader sees the old file or the new one, never half of one."""
-    write_atomically(path, record_text(record))
+    write_document(path, record_text(record))
 
 
 def read_record(path: Path) -> Record:
@@ -336,12 +436,20 @@ def read_record(path: Path) -> Record:
     return parse_record(read_text(path), path)
 
 
+def open_document(file: BinaryIO) -> BinaryIO:
+    """Return what reads the text of an open file, which may be gzipped."""
+    gzipped = file.read(len(_GZIP_MAGIC)) == _GZIP_MAGIC
+    file.seek(0)
+    return cast("BinaryIO", gzip.GzipFile(fileobj=file)) if gzipped else file
+
+
 def read_text(path: Path) -> str:
-    """Return the text of a file as it stands there, its line ends included. Raises ``EvidenceError``."""
+    """Return the text of a file, decompressed where it is gzipped. Raises ``EvidenceError``."""
     try:
-        return path.read_bytes().decode("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
+        with path.open("rb") as file:
+            return open_document(file).read().decode("utf-8")
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or error
         raise EvidenceError(f"{path}: cannot be read: {reason}") from error
 
 

@@ -7,17 +7,18 @@ import tempfile
 from pathlib import Path
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write ``text`` to ``path``, whose folder is made: a reader sees the old file or the new one."""
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write ``content`` to ``path``, whose folder is made: a reader sees the old file or the new one."""
+    content = content.encode() if isinstance(content, str) else content
     path.parent.mkdir(parents=True, exist_ok=True)
     path = path.resolve() if path.is_symlink() and not path.is_relative_to("/dev") else path  # what a link names
     if path.is_relative_to("/dev") or (path.exists() and not path.is_file()):
-        path.write_text(text, encoding="utf-8", newline="")  # a pipe, or a terminal: there is nothing to replace
+        path.write_bytes(content)  # a pipe, or a terminal: there is nothing to replace
         return
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8", newline="") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         if path.exists():  # a temporary file is its owner's alone

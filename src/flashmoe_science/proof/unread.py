@@ -10,10 +10,11 @@ from typing import Any
 
 from ..errors import EvidenceError
 from .claims import Claim
+from .evidence import read_text
 
 
 @dataclass(frozen=True)
-class Unread:
+class Unreadable:
     """A file in ``evidence/`` that is meant as a record. What it is of is empty where the file does not tell it."""
 
     path: str  # from the repository's root
@@ -24,19 +25,19 @@ class Unread:
     gpu: str = ""
 
     @classmethod
-    def of(cls, path: str, run: str, file: Path, error: EvidenceError) -> Unread:
+    def of(cls, path: str, run: str, file: Path, error: EvidenceError) -> Unreadable:
         """Return what can be said of the file that gave this error."""
         why = str(error).removesuffix(f"\nhint: {error.hint}").removeprefix(f"{file}: ")
         try:
-            document = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+            document = json.loads(read_text(file))
+        except (EvidenceError, ValueError):
             return cls(path, run, why)
         subject, suite = _text(document, "subject", "name"), _text(document, "suite")
         return cls(path, run, why, subject, suite, _text(document, "environment", "gpu", "name"))
 
     def is_pinned_by(self, claim: Claim) -> bool:
         """Return whether the claim names it as its evidence."""
-        return self.path in claim.evidence or self.run in claim.evidence
+        return any(name in claim.evidence for name in (self.path, self.path.removesuffix(".gz"), self.run))
 
     def may_be_about(self, claim: Claim) -> bool:
         """Return whether the claim may rest on it: nothing that the file tells is of something else."""
@@ -47,11 +48,11 @@ class Unread:
         )
 
 
-def unread_doubts(claim: Claim, unread: Iterable[Unread]) -> list[str]:
+def unreadable_doubts(claim: Claim, unreadable: Iterable[Unreadable]) -> list[str]:
     """Return what keeps a claim from being demonstrated: one of these may be the run that decides it."""
     return [
         f"{one.path} cannot be read, and may be of a run that decides it ({one.why})"
-        for one in unread
+        for one in unreadable
         if one.may_be_about(claim)
     ]
 

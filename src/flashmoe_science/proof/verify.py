@@ -19,7 +19,7 @@ from .own_suite import read_own_suite
 from .store import evidence_files
 from .subject import is_builtin, python_folders
 from .suites import list_suites, load_suite, operator_in, own_suite_file
-from .unread import Unread, unread_doubts
+from .unread import Unreadable, unreadable_doubts
 
 # Of several records that a claim pins, and of several GPUs, what speaks most against the claim decides.
 AGAINST = (
@@ -53,26 +53,32 @@ def verify_claims(
         EvidenceError: a record cannot be read.
     """
     claims = load_claims(repository / "claims")
-    unread: list[Unread] = []
+    unreadable: list[Unreadable] = []
     say = say or (lambda _: None)
     say("reading evidence/")
-    records = (_read_most(repository, unread, on_trouble) if on_trouble else read_records(repository)) if claims else {}
+    records = (
+        (_read_most(repository, unreadable, on_trouble) if on_trouble else read_records(repository)) if claims else {}
+    )
     verdicts = []
     for number, claim in enumerate(claims, 1):
         say(f"judging claim {number} of {len(claims)}")
-        verdicts.append(_verify_alone(claim, records, repository, now, unread))
+        verdicts.append(_verify_alone(claim, records, repository, now, unreadable))
     return verdicts
 
 
 def _verify_alone(
-    claim: Claim, records: Mapping[str, Record], repository: Path, now: datetime | None, unread: Sequence[Unread]
+    claim: Claim,
+    records: Mapping[str, Record],
+    repository: Path,
+    now: datetime | None,
+    unreadable: Sequence[Unreadable],
 ) -> Verdict:
     """Return the verdict on one claim of several: what is wrong with it does not hide those on the others."""
-    if pinned := next((one for one in unread if one.is_pinned_by(claim)), None):
+    if pinned := next((one for one in unreadable if one.is_pinned_by(claim)), None):
         why = f"{pinned.path}, which it pins, cannot be read: {pinned.why}"
         return Verdict(claim=claim, status=VerdictStatus.INCONCLUSIVE, reason=why)
     try:
-        return verify_claim(claim, records, repository, now=now, unread=unread)
+        return verify_claim(claim, records, repository, now=now, unreadable=unreadable)
     except ProofError as error:
         why = str(error).partition("\nhint: ")[0].replace(f"{repository}/", "")
         return Verdict(claim=claim, status=VerdictStatus.INCONCLUSIVE, reason=why)
@@ -84,12 +90,12 @@ def verify_claim(
     repository: Path,
     *,
     now: datetime | None = None,
-    unread: Sequence[Unread] = (),
+    unreadable: Sequence[Unreadable] = (),
 ) -> Verdict:
     """Return the verdict on one claim; ``records`` are those of ``read_records``. Each of several GPUs has its own."""
     now = now or datetime.now(timezone.utc)
     parts = [
-        _verify_on(one, claim, _evidence_on(one, claim, records), records, repository, now, unread)
+        _verify_on(one, claim, _evidence_on(one, claim, records), records, repository, now, unreadable)
         for one in (claim.model_copy(update={"gpu": (gpu,)}) for gpu in claim.gpu)
     ]
     parts.sort(key=lambda verdict: AGAINST.index(verdict.status))
@@ -121,13 +127,13 @@ def _verify_on(
     records: Mapping[str, Record],
     repository: Path,
     now: datetime,
-    unread: Sequence[Unread],
+    unreadable: Sequence[Unreadable],
 ) -> Verdict:
     """Return the verdict on a claim about one GPU, by that of the records ``found`` which speaks most against it.
 
     ``whole`` is the claim as it is written, about all its GPUs.
     """
-    lost = unread_doubts(claim, unread)
+    lost = unreadable_doubts(claim, unreadable)
     if not found:
         nothing = judge(claim, None)
         return nothing.model_copy(update={"reason": "; ".join([nothing.reason, *lost]), "notes": lost})
@@ -159,16 +165,16 @@ def read_records(repository: Path) -> dict[str, Record]:
 
 
 def _read_most(
-    repository: Path, unread: list[Unread], on_trouble: Callable[[EvidenceError], None]
+    repository: Path, unreadable: list[Unreadable], on_trouble: Callable[[EvidenceError], None]
 ) -> dict[str, Record]:
-    """Return the records as ``read_records`` does; one that cannot be read goes to ``unread`` and ``on_trouble``."""
+    """Return the records as ``read_records`` does; what cannot be read goes to ``unreadable`` and ``on_trouble``."""
     records = {}
     for run, file in evidence_files(repository).items():
         path = file.relative_to(repository).as_posix()
         try:
             records[path] = read_record(file)
         except EvidenceError as error:
-            unread.append(Unread.of(path, run, file, error))
+            unreadable.append(Unreadable.of(path, run, file, error))
             on_trouble(error)
     return records
 

@@ -291,13 +291,13 @@ def test_a_real_run_is_cut_and_gone_on_with(server, proxy, tmp_path):
     environment = {
         **os.environ,
         "PYTHONPATH": python_path(ROOT / "src"),
-        "FLASHMOE_STORE": str(tmp_path / "runs.sqlite"),
+        "FLASHMOE_STORE": str(tmp_path / "runs"),
         "FLASHMOE_SSH": server.command(rented={}, cut={"Port": proxy.port}),
         "FLASHMOE_COMMIT": "c" * 40,
     }
 
     def records():
-        return [read_record(path) for path in sorted((folder / "evidence").glob("*.json"))]
+        return [read_record(path) for path in sorted((folder / "evidence").glob("*.json.gz"))]
 
     def prove(*more, meanwhile=lambda: None):
         argv = [sys.executable, "-m", "flashmoe_science", "prove", "my kernel/kernel.toml", "--suite", "a suite.toml"]

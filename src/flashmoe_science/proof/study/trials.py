@@ -29,9 +29,11 @@ from ..evidence import (
     Rounds,
     Settings,
     SubjectInfo,
+    documents_in,
     read_text,
+    record_path,
+    write_document,
 )
-from ..files import write_atomically
 from ..statistics import Interval, hodges_lehmann, log_ratios, proportion_interval
 from ..words import counted
 
@@ -253,9 +255,9 @@ def _log(ratio: Interval) -> Interval:
 
 def write_study(study: Study, folder: Path) -> Path:
     """Write ``study`` into ``folder``, and return its file."""
-    path = folder / f"{study.id}.json"
+    path = record_path(folder, study.id)
     try:
-        write_atomically(path, study.model_dump_json() + "\n")
+        write_document(path, study.model_dump_json() + "\n")
     except OSError as error:
         hint = "run it in a folder that you may write"
         raise EvidenceError(f"{path}: cannot be written: {error.strerror}", hint=hint) from error
@@ -307,4 +309,4 @@ def is_study(path: Path) -> bool:
 
 def study_files(repository: Path) -> list[Path]:
     """Return the studies that a repository carries, the oldest first."""
-    return sorted((repository / FOLDER).glob("*.json"))
+    return documents_in(repository / FOLDER)
