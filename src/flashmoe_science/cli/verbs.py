@@ -108,8 +108,7 @@ def verify(
 
     One line a claim: verdict, sentence, the figure with its 95 % interval, the run that shows it. A claim is
     stale when what it measured has changed since the run that demonstrates it: sources of its subject, unless
-    it is about device time and the GPU runs the same. Then one line for every study in evidence/studies/,
-    worked out anew from its samples.
+    it is about device time and the GPU runs the same.
 
     \b
     Examples:
@@ -121,8 +120,7 @@ def verify(
     Exit codes:
       0  all hold (or are stale)       3  a gate failed in the run that should show one
       1  one is refuted                4  one is inconclusive, invalid, without evidence,
-      2  wrong usage                      or stale under --strict; or there is no claim;
-                                          or a study shows that comparisons are not to be trusted
+      2  wrong usage                      or stale under --strict; or there is no claim
     """
     from .looking import run_verify
 
@@ -145,7 +143,7 @@ def show(
     as_json: Json = False,
     csv: Csv = None,
 ) -> None:
-    """Show a run from the store or from evidence/: its gates, its times, its verdict. Or a study, by its file.
+    """Show a run from the store or from evidence/: its gates, its times, its verdict.
 
     \b
     Examples:
