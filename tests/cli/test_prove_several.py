@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from flashmoe_science.proof.conclude import worst_exit_code
 from flashmoe_science.proof.evidence import write_record
 
 from ..proof.builders import build_gates, build_record
@@ -73,19 +72,6 @@ def test_the_document_of_several_holds_each(prove_all):
     assert {line.partition("-")[0] for line in lines[1:]} == {
         record.id.partition("-")[0] for record in records().values()
     }
-
-
-def test_a_wrong_file_is_said_before_anything_runs(prove_all, repository, run):
-    code, out, err, proved = prove_all(records(), "missing.toml")
-    assert (code, out, proved) == (2, "", [])
-    assert "missing.toml: cannot be read" in err
-
-
-@pytest.mark.parametrize(
-    ("codes", "worst"), [([0, 0], 0), ([0, 4], 4), ([4, 1, 0], 1), ([1, 3, 4], 3), ([3], 3)], ids=str
-)
-def test_the_worst_exit_code_counts(codes, worst):
-    assert worst_exit_code(codes) == worst
 
 
 def test_to_go_on_with_a_run_is_asked_for_one_subject(prove_all, repository):

@@ -83,12 +83,12 @@ def explain(
         raise typer.BadParameter("expected one of --shape, for attention, and --experts")
     of_cache = {"--page-size": page_size, "--mla": mla, "--batch-invariant": batch_invariant}
     if not cache and (wrong := [name for name, value in of_cache.items() if value]):
-        raise typer.BadParameter(f"{' and '.join(wrong)} needs --cache")
+        raise typer.BadParameter(f"{' and '.join(wrong)}: only with --cache")
     if cache and backward:
         raise typer.BadParameter("--backward does not go with --cache: a cache has no gradients")
     if shape is not None:
         if activation is not None:
-            raise typer.BadParameter("--activation needs --experts")
+            raise typer.BadParameter("--activation: only with --experts")
         more: dict[str, Any] = {"heads_kv": kv_heads, "seqlen_k": seqlen_k, "head_dim_v": head_dim_v, "dtype": dtype}
         more["causal"] = causal or None
         if cache:
@@ -101,7 +101,7 @@ def explain(
             "--cache": cache,
         }  # fmt: skip
         if wrong := [name for name, value in of_attention.items() if value]:
-            raise typer.BadParameter(f"{' and '.join(wrong)} needs --shape")
+            raise typer.BadParameter(f"{' and '.join(wrong)}: only with --shape")
         call = experts_call(experts, {"dtype": dtype, "activation": activation})
     raise typer.Exit(_explain(call, gpu=gpu, backward=backward, as_json=as_json))
 

@@ -40,7 +40,7 @@ _QUICK_ROUNDS = 5
 
 _HISTORY = 10  # runs at most: the code changes, and old ones say little
 # Problems that differ in these alone are of one kind: a library compiles and chooses once for all of them.
-_LENGTHS = frozenset(("batch", "heads", "heads_kv", "seqlen_q", "seqlen_k", "lengths", "lengths_k"))
+_LENGTHS = frozenset(("batch", "heads", "heads_kv", "seqlen_q", "seqlen_k", "lengths", "lengths_k", "tokens"))
 
 FILE_NAME = "rates.toml"
 PACKAGED = Path(str(resources.files("flashmoe_science") / FILE_NAME))
