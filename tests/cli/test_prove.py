@@ -41,7 +41,7 @@ def prove_with(run, monkeypatch, requests):
                 raise KeyboardInterrupt
             return record
 
-        monkeypatch.setattr("flashmoe_science.cli.prove.prove", chain or whole)
+        monkeypatch.setattr("flashmoe_science.proof.gates.prove", chain or whole)
         return run("prove", *args)
 
     return prove_with

@@ -35,7 +35,7 @@ def prove_all(run, repository, monkeypatch):
 
         for name in records:
             (repository / f"{name}.toml").write_text(TOML.format(name=name))
-        monkeypatch.setattr("flashmoe_science.cli.prove.prove", chain)
+        monkeypatch.setattr("flashmoe_science.proof.gates.prove", chain)
         return (*run("prove", *(f"{name}.toml" for name in records), *ARGS, *args), proved)
 
     return prove_all
@@ -56,10 +56,10 @@ def test_each_subject_gets_its_record_and_a_line_at_the_end(prove_all, repositor
         assert (repository / "evidence" / f"{record.id}.json.gz").exists()
         assert f"record: evidence/{record.id}.json.gz" in out
     slow, broken, good = out.splitlines()[-3:]
-    assert slow.startswith("slow    refuted       slow is at least 1x as fast as sdpa")
+    assert slow.startswith("slow    refuted       On NVIDIA H200, slow is at least as fast as sdpa")
     assert ": lowest of 1 case 0.50" in slow
     assert broken == "broken  gate failed   import: made up: failed"
-    assert good.startswith("good    demonstrated  good is at least 1x as fast as sdpa")
+    assert good.startswith("good    demonstrated  On NVIDIA H200, good is at least as fast as sdpa")
 
 
 def test_the_document_of_several_holds_each(prove_all):
