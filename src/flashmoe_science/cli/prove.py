@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import math
-import secrets
 import shlex
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from ..errors import EvidenceError, InputError, OperatorError, SubjectError, SuiteError
+from ..errors import InputError, OperatorError, SubjectError, SuiteError
 from ..proof import gates
 from ..proof.conclude import conclude, run_exit_code, worst_exit_code
-from ..proof.cost import Bill, Budget, Meter, RunSize, format_dollars, format_duration, load_rates
+from ..proof.cost import Bill, Meter
 from ..proof.cost_report import bill_as_plain, receipt
 from ..proof.evidence import GATE_NAMES, Record, Settings, TimeKind
 from ..proof.gates import ProveRequest, check_request
 from ..proof.judge import Verdict
 from ..proof.junit import write_junit
-from ..proof.ledger import Entry, dollars
 from ..proof.report import case_table, count_line, outcome_table, unmeasured_lines
 from ..proof.rows import kinds_measured
 from ..proof.store import Archive, Store, find_repository
@@ -32,7 +29,7 @@ from ..proof.verify import verify_claims
 from ..proof.words import counted
 from .names import check_name, gpu_named
 from .options import Csv, Gpus, Json, Junit, Metric, Seed, StoreName, SuiteName, given, split
-from .remote import Borrowed, run_on_hosts
+from .remote import prove_on_hosts
 from .run_shared import as_typed, check_budget, make_keeper, make_meter
 from .terminal import ChainProgress, Terminal, as_plain, check_writable, short_path, write_csv_file
 
@@ -292,48 +289,23 @@ def _prove_on_hosts(
     if len(requests) > 1:
         raise InputError(f"--host takes one subject, got {len(requests)}", hint="run it once for each")
     (request,) = requests
-    repository = request.repository
-    share = None if wanted.budget is None else wanted.budget / len(set(wanted.hosts))  # they run at the same time
-    meters = {host: make_meter(terminal, Archive(store, repository), share, host=host) for host in wanted.hosts}
 
-    def begin(host: str, record: Record, size: RunSize) -> Budget | None:
-        meters[host].start(record, size)
-        return meters[host].budget
-
-    def conclude_one(record: Record, path: Path) -> int:
-        bill = meters[wanted.hosts[0]].bill(record)
-        proof = _conclude(terminal, record, repository, path, bill, alone=True)
+    def conclude_one(record: Record, path: Path, bill: Bill | None) -> int:
+        proof = _conclude(terminal, record, request.repository, path, bill, alone=True)
         terminal.document(proof.document())
         return proof.exit_code
 
-    def book_set_up(record: Record | None, seconds: float) -> None:
-        """Book the time of a machine in which its GPU was held and no gate had it: wheels, environment, build."""
-        gpu = record.environment.gpu.name if record is not None and record.environment.gpu else ""
-        if seconds <= 0 or (record is not None and not gpu):
-            return
-        now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        run = record.id if record is not None else f"set-up-{secrets.token_hex(8)}"
-        rate = load_rates(repository).dollars_per_hour(gpu) if gpu else None
-        about = Entry(now, run, "set-up", request.subject.name, request.suite.name, gpu, seconds, rate)
-        try:
-            store.book(about)
-        except EvidenceError as error:
-            terminal.warn_of(error)
-        price = f"{format_dollars(dollars(seconds, rate))} ({format_duration(seconds)})" if rate is not None else ""
-        terminal.say(f"set-up: {price or format_duration(seconds)} more, in which no gate had the GPU")
-
     terminal.say(_title(request))
-    return run_on_hosts(
+    return prove_on_hosts(
         request,
-        Borrowed(wanted.hosts, wanted.python),
+        wanted.hosts,
         terminal,
-        keeper_of=lambda host: make_keeper(terminal, store, repository, meters[host]),
-        begin=begin,
-        bill_of=lambda host, record: meters[host].bill(record),
-        book_set_up=book_set_up,
-        conclude_one=conclude_one,
+        store,
+        python=wanted.python,
+        budget=wanted.budget,
         csv=csv,
         junit=junit,
+        conclude_one=conclude_one,
     )
 
 

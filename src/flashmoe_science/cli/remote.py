@@ -1,123 +1,71 @@
-"""``prove --host``: run the chain on borrowed machines, keep what comes from them, and say what it showed."""
+"""``prove --host``: run the chain on borrowed machines, keep their records, and print their conclusions."""
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from rich.table import Table
-
-from ..errors import InputError, MachineLostError
+from ..errors import EvidenceError, InputError, MachineLostError
 from ..proof.conclude import conclude, run_exit_code
-from ..proof.cost import Budget, RunSize, spent_seconds
+from ..proof.cost import Bill, Budget, Meter, RunSize, format_dollars, format_duration, load_rates, spent_seconds
 from ..proof.cost_report import bill_as_plain, receipt
-from ..proof.evidence import Gate, Record
-from ..proof.gates import Progress, ProveRequest
+from ..proof.evidence import Record
+from ..proof.gates import ProveRequest
 from ..proof.host_table import host_table
 from ..proof.junit import write_junit
+from ..proof.ledger import Entry, dollars
 from ..proof.remote import Host, HostResult, find_tree, prove_on
-from ..proof.report import gate_lines
+from ..proof.store import Archive, Store
 from ..proof.words import counted
 from . import INCONCLUSIVE, USAGE
+from .run_shared import Keeper, make_keeper, make_meter
 from .terminal import ChainProgress, Terminal, as_plain, short_path, write_csv_file
 
-if TYPE_CHECKING:
-    from ..proof.cost import Bill
-    from .run_shared import Keeper
-
-_SECONDS_BETWEEN_LINES = 10.0
 _WORST_FIRST = (3, 1, 2, 4)  # exit codes, where hosts differ
 
 
-@dataclass
-class Borrowed:
-    """What the command line asks of borrowed machines."""
-
-    hosts: Sequence[str]
-    python: str = ""
-
-
-class HostLines:
-    """The progress of one of several machines: every line says which one it is about."""
-
-    def __init__(self, terminal: Terminal, host: str) -> None:
-        self._terminal = terminal
-        self._host = host
-        self._gate = ""
-        self._hints: set[str] = set()
-        self._last_line = time.monotonic()
-
-    def start(self, gate: str) -> None:
-        """A gate begins."""
-        self._gate = gate
-
-    def advance(self, done: int, total: int, label: str) -> None:
-        """``done`` of ``total`` steps of the gate are finished; ``label`` is the one under way."""
-        if time.monotonic() - self._last_line >= _SECONDS_BETWEEN_LINES:
-            self._last_line = time.monotonic()
-            self.note(f"{self._gate}: {done}/{total} {label}".rstrip())
-
-    def note(self, line: str) -> None:
-        """Something worth a line of log happened."""
-        self._terminal.log.print(f"{self._host}: {line}", style="dim", soft_wrap=True)
-
-    def finish(self, gate: Gate) -> None:
-        """A gate ended: its line is data, and stays."""
-        line = Table.grid(padding=(0, 1, 0, 0))
-        line.add_row(f"{self._host}:", gate_lines(gate, said=self._hints))
-        self._terminal.say(line)
-        self._hints.add(gate.hint)
-
-
-def hosts_of(borrowed: Borrowed) -> list[Host]:
-    """Return the machines. Raises ``InputError``."""
-    twice = sorted({name for name in borrowed.hosts if list(borrowed.hosts).count(name) > 1})
-    if twice:
-        raise InputError(f"host must be given once, got {', '.join(twice)} twice: two runs share no GPU")
-    return [Host(name, borrowed.python) for name in borrowed.hosts]
-
-
-def run_on_hosts(
+def prove_on_hosts(
     request: ProveRequest,
-    borrowed: Borrowed,
+    names: Sequence[str],
     terminal: Terminal,
+    store: Store,
     *,
-    keeper_of: Callable[[str], Keeper],
-    begin: Callable[[str, Record, RunSize], Budget | None],
-    bill_of: Callable[[str, Record], Bill | None],
-    book_set_up: Callable[[Record | None, float], None],
-    conclude_one: Callable[[Record, Path], int],
+    python: str,
+    budget: float | None,
     csv: Path | None,
     junit: Path | None,
+    conclude_one: Callable[[Record, Path, Bill | None], int],
 ) -> int:
     """Run the chain on all machines, keep every record as it grows, and return the exit code.
 
     Args:
         request: What to prove.
-        borrowed: Where.
+        names: The machines, as ssh knows them.
         terminal: To print to.
-        keeper_of: Makes what keeps the record of the machine of this name.
-        begin: Takes note of the run that begins on the machine of this name; returns what holds it to a budget.
-        bill_of: Says what the run on the machine of this name has cost.
-        book_set_up: Books for how many seconds a machine was held while no gate had its GPU.
-        conclude_one: Prints what the run of a single machine showed, and returns the exit code.
+        store: For the records and the bills.
+        python: Python of the machines; "": the first that has torch and triton.
+        budget: Dollars for all machines together.
         csv: A file for the rows of all records.
-        junit: A file for the gates and claims of all records, and for what went wrong.
+        junit: A file for the gates, claims and errors of all machines.
+        conclude_one: Prints the conclusion of the run of a single machine, and returns the exit code.
     """
-    hosts = hosts_of(borrowed)
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise InputError(f"host must be given once, got {', '.join(twice)} twice: two runs share no GPU")
+    hosts = [Host(name, python) for name in names]
     tree = find_tree(Path.cwd())
-    keepers = {host.name: keeper_of(host.name) for host in hosts}
-    single = ChainProgress(terminal) if len(hosts) == 1 else None
-    progress: dict[str, Progress] = {host.name: single or HostLines(terminal, host.name) for host in hosts}
-    terminal.log.print(f"sending {counted(len(tree.files), 'file')} to {', '.join(borrowed.hosts)}", style="dim")
-    kept: dict[str, Record] = {}
+    archive = Archive(store, request.repository)
+    share = None if budget is None else budget / len(hosts)  # they run at the same time
+    meters = {name: make_meter(terminal, archive, share, host=name) for name in names}
+    keepers = {name: make_keeper(terminal, store, request.repository, meters[name]) for name in names}
+    progress = {name: ChainProgress(terminal, host=name if len(hosts) > 1 else "") for name in names}
+    terminal.log.print(f"sending {counted(len(tree.files), 'file')} to {', '.join(names)}", style="dim")
 
-    def save(name: str, record: Record) -> None:
-        kept[name] = record
-        keepers[name].save(record)
+    def begin(name: str, record: Record, size: RunSize) -> Budget | None:
+        meters[name].start(record, size)
+        return meters[name].budget
 
     began = time.monotonic()
     try:
@@ -126,43 +74,66 @@ def run_on_hosts(
             tree.request(request, Path.cwd()),
             tree,
             progress=progress,
-            save=save,
+            save=lambda name, record: keepers[name].save(record),
             begin=begin,
         )
     except KeyboardInterrupt:
-        if single is not None:
-            single.close()
-        for record in kept.values():  # of a machine that no record came from it is not known what it is
-            book_set_up(record, time.monotonic() - began - spent_seconds(record))
-        _say_where(keepers, terminal)
+        _close(progress)
+        for keeper in keepers.values():
+            if keeper.record is not None and keeper.path is not None:
+                _book_set_up(request, keeper.record, time.monotonic() - began, terminal, store)
+                terminal.log.print(f"what was finished is in {keeper.place}", soft_wrap=True)
         raise
     finally:
-        if single is not None:
-            single.close()
+        _close(progress)
     for result in results:
-        _settle(result, terminal, book_set_up)
+        _settle(result, request, terminal, store)
     if csv is not None:
         write_csv_file([result.record for result in results if result.record is not None], csv)
     if junit is not None:
         _write_junit(results, junit, request.repository)
-    if single is not None:
-        return _conclude_one(results[0], keepers[hosts[0].name], conclude_one)
-    return _conclude_all(results, keepers, terminal, bill_of, request.repository)
+    if len(hosts) > 1:
+        return _conclude_all(results, keepers, meters, terminal, request.repository)
+    (result,), (name,) = results, names
+    if result.error is not None:
+        raise result.error
+    assert result.record is not None
+    path = keepers[name].path
+    assert path is not None
+    keepers[name].remind()
+    return conclude_one(result.record, path, meters[name].bill(result.record))
 
 
-def _say_where(keepers: Mapping[str, Keeper], terminal: Terminal) -> None:
-    for keeper in keepers.values():
-        if keeper.path is not None:
-            terminal.log.print(f"what was finished is in {keeper.place}", soft_wrap=True)
+def _close(progress: Mapping[str, ChainProgress]) -> None:
+    for each in progress.values():
+        each.close()
 
 
-def _settle(result: HostResult, terminal: Terminal, book_set_up: Callable[[Record | None, float], None]) -> None:
-    """Book what a machine was held for beside its gates, and say for how long it was held in all."""
+def _settle(result: HostResult, request: ProveRequest, terminal: Terminal, store: Store) -> None:
+    """Book and print for how long a machine was held."""
     if result.record is not None or result.reached:
-        spent = spent_seconds(result.record) if result.record is not None else 0.0
-        book_set_up(result.record, result.seconds - spent)
+        _book_set_up(request, result.record, result.seconds, terminal, store)
     if result.record is not None:
         terminal.log.print(_held(result), style="dim", soft_wrap=True)
+
+
+def _book_set_up(
+    request: ProveRequest, record: Record | None, held_seconds: float, terminal: Terminal, store: Store
+) -> None:
+    """Book the time in which a machine was held and no gate had its GPU: wheels, environment, build."""
+    gpu = record.environment.gpu.name if record is not None and record.environment.gpu else ""
+    seconds = held_seconds - (spent_seconds(record) if record is not None else 0.0)
+    if seconds <= 0 or (record is not None and not gpu):
+        return
+    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    run = record.id if record is not None else f"set-up-{secrets.token_hex(8)}"
+    rate = load_rates(request.repository).dollars_per_hour(gpu) if gpu else None
+    try:
+        store.book(Entry(now, run, "set-up", request.subject.name, request.suite.name, gpu, seconds, rate))
+    except EvidenceError as error:
+        terminal.warn_of(error)
+    price = f"{format_dollars(dollars(seconds, rate))} ({format_duration(seconds)})" if rate is not None else ""
+    terminal.say(f"set-up: {price or format_duration(seconds)} more, in which no gate had the GPU")
 
 
 def _write_junit(results: Sequence[HostResult], path: Path, repository: Path | None) -> None:
@@ -183,20 +154,11 @@ def _held(result: HostResult) -> str:
     return f"{result.host.name}: {gpu.name}, {held}, {seconds / 60:.1f} min of them with the GPU at work"
 
 
-def _conclude_one(result: HostResult, keeper: Keeper, conclude_one: Callable[[Record, Path], int]) -> int:
-    if result.error is not None:
-        raise result.error
-    assert result.record is not None
-    assert keeper.path is not None
-    keeper.remind()
-    return conclude_one(result.record, keeper.path)
-
-
 def _conclude_all(
     results: Sequence[HostResult],
     keepers: Mapping[str, Keeper],
+    meters: Mapping[str, Meter],
     terminal: Terminal,
-    bill_of: Callable[[str, Record], Bill | None],
     repository: Path | None,
 ) -> int:
     """Print one table, then for each machine its verdict and its record."""
@@ -205,23 +167,23 @@ def _conclude_all(
         terminal.show("", host_table(runs))
     documents, codes = [], []
     for result in results:
-        name, path = result.host.name, keepers[result.host.name].path
-        verdicts = conclude(result.record, repository) if result.record is not None else []
-        code = USAGE if result.record is None else run_exit_code(result.record, verdicts)
+        name, path, record = result.host.name, keepers[result.host.name].path, result.record
+        verdicts = conclude(record, repository) if record is not None else []
+        code = USAGE if record is None else run_exit_code(record, verdicts)
         if result.error is not None:
             terminal.warn_of(result.error)
             code = INCONCLUSIVE if isinstance(result.error, MachineLostError) else USAGE
-        bill = bill_of(name, result.record) if result.record is not None else None
-        if result.record is not None and path is not None:
+        bill = meters[name].bill(record) if record is not None else None
+        if record is not None and path is not None:
             keepers[name].remind()
             terminal.show("", f"{name}:")
-            terminal.show_conclusion(result.record, verdicts)
+            terminal.show_conclusion(record, verdicts)
             terminal.show(*([receipt(bill)] if bill else []), f"record: {short_path(path)}")
         codes.append(code)
         documents.append(
             {
                 "host": name,
-                "record": as_plain(result.record) if result.record else None,
+                "record": as_plain(record) if record else None,
                 "path": short_path(path) if path else None,
                 "verdicts": [as_plain(verdict) for verdict in verdicts],
                 "cost": bill_as_plain(bill),
