@@ -21,7 +21,7 @@ SANITIZER := $(filter PYTHONPATH=%,$(RUN)) compute-sanitizer
 CPU_TESTS := -m "not gpu" --numprocesses $(WORKERS) --maxprocesses 8 --dist worksteal --timeout 600 --hypothesis-profile ci
 
 .DEFAULT_GOAL := help
-.PHONY: help prove test test-triton test-gpu sanitize lint types format format-check docs clean env-proof env-dev env-docs
+.PHONY: help prove test test-triton test-gpu sanitize lint types format format-check readme docs release-check clean env-proof env-dev env-docs
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | awk -F '\t' '{ printf "make %-13s %s\n", $$1, $$2 }'
@@ -59,8 +59,17 @@ format: env-dev ## format the code and mend what ruff can mend
 format-check: env-dev
 	$(RUN) -m ruff format --check .
 
-docs: env-docs ## build the documentation into site/
-	$(RUN) -m mkdocs build
+readme: env-proof ## render README's table and pictures from claims/ and evidence/
+	$(RUN) -m flashmoe_science readme
+	$(RUN) tools/readme_pictures.py
+
+docs: env-proof env-docs ## build the documentation into site/, with the pages of speeds from claims/ and evidence/
+	$(RUN) -m mkdocs build --strict
+
+release-check: env-dev ## build the package into dist/ and try its wheel in a fresh environment
+	rm -rf dist
+	$(RUN) -m build --outdir dist .
+	$(RUN) tools/check_wheel.py
 
 clean: ## remove the environment, caches and build output
 	rm -rf $(VENV) .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist site
@@ -68,5 +77,5 @@ clean: ## remove the environment, caches and build output
 
 env-proof env-dev env-docs: env-%:
 ifneq ($(ENV),off)
-	@$(PYTHON) tools/setup_env.py --folder $(VENV) $(if $(filter dev,$*),proof) $*
+	@$(PYTHON) tools/setup_env.py --folder $(VENV) $(if $(filter dev docs,$*),proof) $*
 endif

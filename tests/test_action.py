@@ -89,7 +89,7 @@ def test_another_command_is_refused(script):
 
 def test_every_input_is_used_and_on_the_page():
     text = (ROOT / "action.yml").read_text(encoding="utf-8")
-    page = (ROOT / "docs" / "ci.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "how-to" / "prove-in-ci.md").read_text(encoding="utf-8")
     steps = text.partition("\nruns:")[2]
     for name in ACTION["inputs"]:
         assert re.search(rf"inputs\.{name}\b", steps), name

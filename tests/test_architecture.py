@@ -185,6 +185,7 @@ def test_links_between_pages_lead_somewhere() -> None:
         text = re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
         for target in re.findall(r"\]\(([^)\s]+)\)", text):
             place = target.partition("#")[0]
-            if place and not re.match(r"[a-z]+:", place) and not (page.parent / place).exists():
+            is_made = place.endswith(("speeds.md", "speeds-cases.md"))  # when the site is built
+            if place and not is_made and not re.match(r"[a-z]+:", place) and not (page.parent / place).exists():
                 broken.append(f"{page.relative_to(ROOT)}: {target}")
     assert broken == []

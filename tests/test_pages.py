@@ -28,14 +28,6 @@ def examples(page: str) -> list[str]:
     return PYTHON.findall((ROOT / page).read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize(
-    ("page", "number"),
-    [("docs/features.md", 0), ("docs/moe.md", 0), ("docs/moe.md", 1), ("docs/integrations.md", 0)],
-)
-def test_an_example_runs_as_it_is_printed(page, number):
-    exec(examples(page)[number], {})
-
-
 def test_the_example_of_the_readme_runs_on_a_cpu_as_it_says(capsys):
     example = examples("README.md")[0]
     for printed, here in (('"cuda"', '"cpu"'), ("4096", "512")):
@@ -47,12 +39,11 @@ def test_the_example_of_the_readme_runs_on_a_cpu_as_it_says(capsys):
     assert "reference" in capsys.readouterr().out
 
 
-def test_an_estimate_is_made_from_samples_as_a_page_shows(monkeypatch, capsys):
-    monkeypatch.chdir(ROOT)
-    exec(examples("docs/statistics.md")[0], {})
-    printed = capsys.readouterr().out.strip()
-    assert f"the estimate of {printed} for" in (ROOT / "docs/statistics.md").read_text(encoding="utf-8")
-    assert f"{printed}x" in (ROOT / "README.md").read_text(encoding="utf-8")
+def test_every_import_of_the_readme_works():
+    imports = re.findall(r"`(from flashmoe_science\S* import \w+)`", (ROOT / "README.md").read_text(encoding="utf-8"))
+    assert len(imports) == 5
+    for line in imports:
+        exec(line, {})
 
 
 def test_nothing_is_installed_from_an_index():

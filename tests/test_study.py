@@ -167,6 +167,16 @@ def test_a_crash_keeps_the_finished_trials():
     assert {trial.batch for trial in found.trials if study.judge(found, trial) is not None} == {0}
 
 
+def test_an_offset_of_processes_that_is_larger_than_the_noise_makes_no_verdicts():
+    """By rounds alone nearly every trial would be faster or slower; compare looks at the processes too."""
+
+    def offset(trial: str, process: int, arm: str) -> float:
+        return 1.0 + 0.01 * (derived_seed(trial, process, 7) % 3 - 1) if arm == "b" else 1.0
+
+    found = study_of(MadeUp(offset, spread=1e-3), same=30)
+    assert study.tallies(found)[0].counted <= 3
+
+
 def test_nothing_spins_where_nothing_is_planted_and_both_do_elsewhere():
     run = MadeUp()
     study_of(run, same=2, three=2)

@@ -1,13 +1,14 @@
-"""Write the table of what is served into docs/features.md: ``feature_table.py docs/features.md``.
+"""Write the tables of features into a page: ``feature_table.py docs/reference/features.md``.
 
-Each cell names the kernels that the plans choose for problems of several sizes, so the table is what the code does. A
-test compares the page with it.
+Each cell names the kernels that the plans choose for problems of several sizes. Features with equal rows share a row,
+architectures with equal columns a column. A test compares the page with the plans.
 """
 
 from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from flashmoe_science.attention.problem import AttentionProblem
 from flashmoe_science.errors import UnsupportedError
 from flashmoe_science.gpu.specs import SPECS
 
+Letters = Callable[[str, str, dict[str, Any]], str]
 BEGIN, END = "<!-- features:begin -->", "<!-- features:end -->"
 # One GPU of each architecture that has tables of its own.
 GPUS = {
@@ -56,25 +58,25 @@ FEATURES: dict[str, dict[str, Any]] = {
     "attention sinks": {"sinks": "bf16"},
     "ALiBi": {"alibi": "fp32"},
     "bias": {"bias": "fp32", "causal": False},
-    "all of these five": {"window": (100, -1), "softcap": 30.0, "sinks": "bf16", "alibi": "fp32", "bias": "fp32"},
+    "all five together": {"window": (100, -1), "softcap": 30.0, "sinks": "bf16", "alibi": "fp32", "bias": "fp32"},
     "packed sequences": {"packed": True},
-    "packed, with a window, softcap, sinks, ALiBi": {
+    "packed with ALiBi": {
         "packed": True, "window": (100, -1), "softcap": 30.0, "sinks": "bf16", "alibi": "fp32",
     },
-    "packed, with a window, softcap, sinks": {"packed": True, "window": (100, -1), "softcap": 30.0, "sinks": "bf16"},
-    "packed, with a bias": {"packed": True, "bias": "fp32"},
+    "packed with a window, softcap, sinks": {"packed": True, "window": (100, -1), "softcap": 30.0, "sinks": "bf16"},
+    "packed with a bias": {"packed": True, "bias": "fp32"},
     "packed queries over pages of 1": {"packed": True, "page_size": 1},
-    "packed queries over pages of 16": {"packed": True, "page_size": 16},
-    "packed queries over pages, with a window, softcap, sinks, ALiBi": {
+    "over pages of 16": {"packed": True, "page_size": 16},
+    "over pages with a window, softcap, sinks, ALiBi": {
         "packed": True, "page_size": 16, "window": (100, -1), "softcap": 30.0, "sinks": "bf16", "alibi": "fp32",
     },
-    "packed queries over pages, with a bias": {"packed": True, "page_size": 16, "bias": "fp32"},
+    "over pages with a bias": {"packed": True, "page_size": 16, "bias": "fp32"},
     "dropout": {"dropout_p": 0.1},
-    "dropout with all of them": {
+    "dropout with all five": {
         "window": (100, -1), "softcap": 30.0, "sinks": "bf16", "alibi": "fp32", "bias": "fp32", "dropout_p": 0.1,
     },
-    "packed, with dropout": {"packed": True, "dropout_p": 0.1},
-    "packed, with dropout and a bias": {"packed": True, "bias": "fp32", "dropout_p": 0.1},
+    "packed with dropout": {"packed": True, "dropout_p": 0.1},
+    "packed with dropout and a bias": {"packed": True, "bias": "fp32", "dropout_p": 0.1},
 }  # fmt: skip
 
 # Gradients are not recorded over pages.
@@ -116,72 +118,83 @@ CACHE_FEATURES: dict[str, dict[str, Any]] = {
 
 def decoded_by(gpu: str, dtype: str, options: dict[str, Any]) -> str:
     """Return the letters of the kernels that serve a feature with a K/V cache, or a dash."""
-    found = set()
-    for batch, seqlen_q, capacity in CACHE_SIZES:
-        sizes = {"batch": batch, "seqlen_q": seqlen_q, "capacity": capacity}
-        problem = CacheProblem(**{**_CACHE, **sizes, **options}, dtype=dtype)
-        try:
-            found.add(CACHE_LETTERS[plan_with_kv_cache(problem, SPECS[gpu]).kernel])
-        except UnsupportedError:
-            found.add("–")
-    return " ".join(sorted(found, key="MD–".index))
+    problems = [
+        CacheProblem(**{**_CACHE, "batch": batch, "seqlen_q": seqlen_q, "capacity": capacity, **options}, dtype=dtype)
+        for batch, seqlen_q, capacity in CACHE_SIZES
+    ]
+    return _letters(CACHE_LETTERS, lambda problem: plan_with_kv_cache(problem, SPECS[gpu]).kernel, problems)
 
 
 def served_by(gpu: str, dtype: str, options: dict[str, Any]) -> str:
     """Return the letters of the kernels that serve a feature, or a dash."""
-    found = set()
-    for batch, heads, seqlen_q, seqlen_k in SIZES:
-        sizes = {"batch": batch, "heads": heads, "heads_kv": heads, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
-        problem = AttentionProblem(**{**_PLAIN, **sizes, **options}, dtype=dtype)
-        try:
-            found.add(LETTERS[plan_attention(problem, SPECS[gpu]).kernel])
-        except UnsupportedError:
-            found.add("–")
-    return " ".join(sorted(found, key="SHFT–".index))
+    return _letters(LETTERS, lambda problem: plan_attention(problem, SPECS[gpu]).kernel, _problems(dtype, options))
 
 
 def differentiated_by(gpu: str, dtype: str, options: dict[str, Any]) -> str:
     """Return the letters of the kernels that make the gradients of a call with a feature, or a dash."""
+
+    def kernel(problem: AttentionProblem) -> str:
+        bias_sums = (False, False) if problem.bias else None
+        has_dlse, wants_sinks = "return_lse" in options, bool(problem.sinks)
+        asked = BackwardProblem(problem, has_dlse=has_dlse, wants_sinks=wants_sinks, bias_sums=bias_sums)
+        return plan_backward(asked, SPECS[gpu]).kernel
+
+    return _letters(BACKWARD_LETTERS, kernel, _problems(dtype, options))
+
+
+def _problems(dtype: str, options: dict[str, Any]) -> list[AttentionProblem]:
+    sizes = (
+        {"batch": batch, "heads": heads, "heads_kv": heads, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
+        for batch, heads, seqlen_q, seqlen_k in SIZES
+    )
+    return [AttentionProblem(**{**_PLAIN, **size, **options}, dtype=dtype) for size in sizes]
+
+
+def _letters(letters: dict[str, str], kernel: Callable[[Any], str], problems: Iterable[Any]) -> str:
     found = set()
-    for batch, heads, seqlen_q, seqlen_k in SIZES:
-        sizes = {"batch": batch, "heads": heads, "heads_kv": heads, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
-        problem = AttentionProblem(**{**_PLAIN, **sizes, **options}, dtype=dtype)
-        asked = BackwardProblem(
-            problem,
-            has_dlse="return_lse" in options,
-            wants_sinks=bool(problem.sinks),
-            bias_sums=(False, False) if problem.bias else None,
-        )
+    for problem in problems:
         try:
-            found.add(BACKWARD_LETTERS[plan_backward(asked, SPECS[gpu]).kernel])
+            found.add(letters[kernel(problem)])
         except UnsupportedError:
             found.add("–")
-    return " ".join(sorted(found, key="GB–".index))
+    return " ".join(sorted(found, key=[*letters.values(), "–"].index))
+
+
+def _row(features: str, cells: Iterable[str]) -> str:
+    return f"| {features} | {' | '.join(cells)} |"
+
+
+def _table(title: str, letters: Letters, features: dict[str, dict[str, Any]]) -> str:
+    """Return a table: a column for architectures that are alike in fp16 and bf16, and one for fp32 on all of them."""
+    columns: dict[str, tuple[str, ...]] = {}
+    for arch, gpu in GPUS.items():
+        fp16, bf16 = (
+            tuple(letters(gpu, dtype, options) for options in features.values()) for dtype in ("fp16", "bf16")
+        )
+        assert fp16 == bf16, arch
+        columns[arch] = fp16
+    (fp32,) = {tuple(letters(gpu, "fp32", options) for options in features.values()) for gpu in GPUS.values()}
+    merged: dict[tuple[str, ...], list[str]] = {}
+    for arch, cells in columns.items():
+        merged.setdefault(cells, []).append(arch)
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for place, feature in enumerate(features):
+        cells = (*(column[place] for column in merged), fp32[place])
+        rows.setdefault(cells, []).append(feature)
+    header = [*(", ".join(archs) for archs in merged.values()), "fp32"]
+    lines = [_row(title, header), _row("---", ["---"] * len(header))]
+    return "\n".join(lines + [_row("; ".join(names), cells) for cells, names in rows.items()])
 
 
 def render() -> str:
-    """Return the tables, one for each size of element, of the forward and of gradients."""
-    sixteen, all32 = ("fp16", "bf16"), ("fp32",)
-    tables = (
-        ("fp16 and bf16", sixteen, served_by, FEATURES),
-        ("fp32", all32, served_by, FEATURES),
-        ("with a K/V cache, fp16 and bf16", sixteen, decoded_by, CACHE_FEATURES),
-        ("with a K/V cache, fp32", all32, decoded_by, CACHE_FEATURES),
-        ("gradients, fp16 and bf16", sixteen, differentiated_by, DIFFERENTIATED),
-        ("gradients, fp32", all32, differentiated_by, DIFFERENTIATED),
+    """Return the tables: of the forward, of gradients, and with a K/V cache."""
+    return "\n\n".join(
+        [
+            _table("forward", served_by, FEATURES),
+            _table("gradients", differentiated_by, DIFFERENTIATED),
+            _table("with a K/V cache", decoded_by, CACHE_FEATURES),
+        ]
     )
-    parts = []
-    for title, dtypes, letters, features in tables:
-        lines = [f"| {title} | {' | '.join(GPUS)} |", f"| --- |{' --- |' * len(GPUS)}"]
-        for feature, options in features.items():
-            cells: list[str] = []
-            for gpu in GPUS.values():
-                kinds = {letters(gpu, dtype, options) for dtype in dtypes}
-                assert len(kinds) == 1, (feature, gpu, kinds)
-                cells += kinds
-            lines.append(f"| {feature} | {' | '.join(cells)} |")
-        parts.append("\n".join(lines))
-    return "\n\n".join(parts)
 
 
 def update(page: str) -> str:

@@ -1,4 +1,4 @@
-"""Print the figures of docs/statistics.md: how often the intervals and verdicts are right, on simulated noise.
+"""Print the figures of docs/explanation/statistics.md: how often intervals and verdicts are right, on simulated noise.
 
 ``PYTHONPATH=src python tools/simulate_statistics.py`` takes some minutes. The tests check the same with fewer runs.
 """
@@ -198,7 +198,7 @@ def _until_narrow(groups: Sequence[Sequence[float]], width: float, counts: Seque
 
 
 def comparisons(rng: np.random.Generator, runs: int, *, processes: int = 3) -> None:
-    """Share of comparisons of a revision with itself in which a case is called faster or slower (docs/compare.md).
+    """Share of comparisons of a revision with itself in which a case is called faster or slower.
 
     Offsets are those of each case and process, or of a process in all its cases.
     """
@@ -314,7 +314,7 @@ def _common_part(record: Record, kind: TimeKind) -> str:
 
 
 def histories(rng: np.random.Generator, runs: int) -> None:
-    """Share of series in which a change of level is found (docs/history.md); in units of what runs vary by."""
+    """Share of series in which a change of level is found (docs/how-to/compare.md); in units of what runs vary by."""
     sizes = (1.0, 2.0, 3.0, 6.0)
     print_row(
         "runs", "no change", *(f"{size:g} in the middle" for size in sizes), "6 in the last three", "second, false"

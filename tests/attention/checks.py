@@ -14,7 +14,8 @@ import torch
 
 from flashmoe_science import flash_attention, flash_attention_varlen
 from flashmoe_science.attention import reference
-from flashmoe_science.attention.gradients import Options, attention_gradients
+from flashmoe_science.attention.gradients import attention_gradients
+from flashmoe_science.attention.inputs import Options
 from flashmoe_science.attention.operator import OPERATOR
 from flashmoe_science.attention.packed import planned_lengths
 from flashmoe_science.attention.problem import AttentionProblem

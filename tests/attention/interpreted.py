@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from flashmoe_science import flash_attention, flash_attention_varlen
-from flashmoe_science.attention import varlen
+from flashmoe_science.attention import packed
 from flashmoe_science.attention.calls import allocate_lse, allocate_output
 from flashmoe_science.attention.gradients import attention_gradients
 from flashmoe_science.attention.inputs import problem_of
@@ -136,7 +136,7 @@ def check_varlen(case: VarlenCase) -> None:
     assert torch.equal(again[rows], o[rows]), "another memory layout gives other bits"
     if case.bias:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(varlen, "_reads_lengths", lambda _q: False)  # as on a GPU
+            patch.setattr(packed, "reads_lengths", lambda _device: False)  # as on a GPU
             for small, bias in too_small(given, options["bias"]):
                 flash_attention_varlen(**small, **{**options, "bias": bias}, kernel="forward_triton")
 

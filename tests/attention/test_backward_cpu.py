@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from flashmoe_science import InputError, UnsupportedError, flash_attention, flash_attention_varlen
 from flashmoe_science.attention import gradients as gradients_module, reference
 from flashmoe_science.attention.backward_calls import prepare_backward
-from flashmoe_science.attention.gradients import Options, attention_gradients
+from flashmoe_science.attention.gradients import attention_gradients
+from flashmoe_science.attention.inputs import Options
 
 from ..one_triton import all_but
 from .cases import GRADIENTS, FeatureCase, Gradients
@@ -553,9 +553,9 @@ def test_prepared_gradients_see_every_change(monkeypatch):
     do = torch.randn(1, 2, 6, 8)
     made = []
 
-    def prepare(plan, q):
+    def prepare(plan, device):
         made.append(plan)
-        return prepare_backward(plan, q)
+        return prepare_backward(plan, device)
 
     monkeypatch.setattr(gradients_module, "_prepared", {})
     monkeypatch.setattr(gradients_module, "prepare_backward", prepare)
@@ -584,10 +584,3 @@ def test_the_reference_follows_itself():
     given = {name: torch.zeros(1, 1, 3, 4) for name in ("q", "k", "v", "o", "do")} | {"lse": torch.zeros(1, 1, 3)}
     with pytest.raises(InputError, match=r"kernel must be auto or one of .*reference, got 'fastest'"):
         attention_gradients(Options(causal=False, softmax_scale=None, kernel="fastest"), given, ["q"])
-
-
-def test_the_page_runs(capsys):
-    page = (Path(__file__).parents[2] / "docs" / "training.md").read_text(encoding="utf-8")
-    example, _, rest = page.partition("```python\n")[2].partition("```")
-    exec(example, {})
-    assert capsys.readouterr().out == rest.partition("```console\n")[2].partition("```")[0]

@@ -16,12 +16,13 @@ pytest.importorskip("triton", reason="Triton exists for Linux only")
 
 from flashmoe_science import InputError, UnsupportedError, explain_gradients
 from flashmoe_science.attention.backward_calls import prepare_backward
-from flashmoe_science.attention.backward_hopper_calls import HOPPER_TENSORS, scratch_sizes
 from flashmoe_science.attention.backward_hopper_plan import HopperBackwardConfig
 from flashmoe_science.attention.backward_plan import BackwardConfig, BackwardPlan, plan_backward
 from flashmoe_science.attention.backward_prepare import prepare_backward_kernels
 from flashmoe_science.attention.backward_problem import BackwardProblem
-from flashmoe_science.attention.gradients import Options, attention_gradients
+from flashmoe_science.attention.backward_sm90 import HOPPER_TENSORS, scratch_sizes
+from flashmoe_science.attention.gradients import attention_gradients
+from flashmoe_science.attention.inputs import Options
 from flashmoe_science.attention.problem import AttentionProblem
 from flashmoe_science.gpu.compile import compile_kernel, read_resources
 from flashmoe_science.gpu.launch import count_parameters
@@ -348,10 +349,7 @@ def test_each_call_has_counters_and_sums_of_its_own(monkeypatch):
     plan = plan_of(seqlen_q=70, seqlen_k=60, batch=1, asked={"has_dlse": True})
     p = plan.problem.forward
 
-    class OnDevice0:
-        device = torch.device("cuda:0")
-
-    call = prepare_backward(plan, OnDevice0())  # type: ignore[arg-type]
+    call = prepare_backward(plan, torch.device("cuda:0"))
     shapes = {"q": (1, p.heads, 70, 128), "k": (1, 4, 60, 128), "v": (1, 4, 60, 128), "o": (1, p.heads, 70, 128)}
     tensors = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
     tensors |= {"do": tensors["o"].clone(), "lse": torch.zeros(1, 8, 70), "dlse": torch.zeros(1, 70, 8).mT}

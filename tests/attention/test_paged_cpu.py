@@ -15,7 +15,7 @@ from flashmoe_science import (
     flash_attention_varlen,
     flash_attention_with_kv_cache,
 )
-from flashmoe_science.attention import reference, varlen
+from flashmoe_science.attention import calls, reference
 from flashmoe_science.attention.plan import plan_attention
 from flashmoe_science.attention.problem import AttentionProblem
 from flashmoe_science.gpu.specs import SPECS
@@ -237,17 +237,17 @@ def test_compile_and_opcheck_on_cpu():
 
 
 def test_prepared_calls_serve_any_number_of_pages_and_see_every_other_change():
-    varlen._prepared.clear()
+    calls._prepared.clear()
     call = paged_call()
     first = flash_attention_varlen(**call)
     more = {"k": torch.cat((call["k"], call["k"])), "v": torch.cat((call["v"], call["v"]))}
     wider = torch.nn.functional.pad(call["page_table"], (0, 5), value=-1)[:, :-2]
     assert torch.equal(flash_attention_varlen(**{**call, **more}), first)
-    assert len(varlen._prepared) == 1
+    assert len(calls._prepared) == 1
     assert torch.equal(flash_attention_varlen(**{**call, "page_table": wider}), first)
-    assert len(varlen._prepared) == 2  # rows of the table are further apart
+    assert len(calls._prepared) == 2  # rows of the table are further apart
     assert torch.equal(flash_attention_varlen(**{**call, "page_table": wider[:, :4]}), first)
-    assert len(varlen._prepared) == 2
+    assert len(calls._prepared) == 2
     smaller = {name: call[name].view(12, 2, 2, 8) for name in "kv"}
     pages = torch.tensor([[10, 11, 0], [4, 5, 6]], dtype=torch.int32)
     changed = [{}, smaller | {"page_table": torch.tensor([[0, 1, 2, 3]] * 2).int()}, {"page_table": pages % 6}]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from flashmoe_science import InputError, UnsupportedError, explain_varlen, flash_attention, flash_attention_varlen
-from flashmoe_science.attention import varlen
+from flashmoe_science.attention import calls, packed
 from flashmoe_science.attention.plan import plan_attention
 from flashmoe_science.attention.problem import AttentionProblem
 from flashmoe_science.attention.tiles import ForwardConfig
@@ -192,27 +192,23 @@ def test_a_length_in_use_may_be_shorter_than_its_place():
 
 def test_lengths_on_a_gpu_are_read_only_when_asked(monkeypatch):
     """Reading waits for the GPU, which a capture does not allow."""
-
-    class OnGpu:
-        device = torch.device("cuda")
-
-    capturing = False
+    gpu, capturing = torch.device("cuda"), False
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     monkeypatch.delenv("FLASHMOE_CHECK", raising=False)
-    assert not varlen._reads_lengths(OnGpu())  # type: ignore[arg-type]
+    assert not packed.reads_lengths(gpu)
     monkeypatch.setenv("FLASHMOE_CHECK", "1")
-    assert varlen._reads_lengths(OnGpu())  # type: ignore[arg-type]
+    assert packed.reads_lengths(gpu)
     capturing = True
-    assert not varlen._reads_lengths(OnGpu())  # type: ignore[arg-type]
+    assert not packed.reads_lengths(gpu)
 
 
 def test_prepared_calls_serve_any_number_of_tokens_and_see_every_other_change():
-    varlen._prepared.clear()
+    calls._prepared.clear()
     first = flash_attention_varlen(**packed_call())
     longer = packed_call(q=torch.randn(20, 4, 8), cu_seqlens_q=ints(0, 4, 8))
     assert flash_attention_varlen(**longer).shape == (20, 4, 8)
     assert first.shape == (9, 4, 8)
-    assert len(varlen._prepared) == 1
+    assert len(calls._prepared) == 1
     call, bias = packed_call(), torch.randn(2, 4, 5, 7)
     results = [
         flash_attention_varlen(**{**call, **changes})
@@ -256,7 +252,7 @@ def test_with_a_bias_its_sizes_are_planned_for():
 
 def test_biases_that_are_padded_to_one_size_share_a_plan():
     """What is behind the maxima decides nothing; other sizes, also of the same plan without a bias, are other calls."""
-    varlen._prepared.clear()
+    calls._prepared.clear()
     call, bias = packed_call(), torch.randn(2, 4, 5, 7)
     padded = torch.full((2, 4, 8, 16), math.nan)
     padded[:, :, :5, :7] = bias
@@ -264,9 +260,9 @@ def test_biases_that_are_padded_to_one_size_share_a_plan():
     for longest_q, longest_k in ((5, 7), (6, 7), (5, 9)):
         changed = {**call, "max_seqlen_q": longest_q, "max_seqlen_k": longest_k}
         assert torch.equal(flash_attention_varlen(**changed, bias=padded), expected)
-    assert len(varlen._prepared) == 2
+    assert len(calls._prepared) == 2
     assert torch.equal(flash_attention_varlen(**call, bias=padded[:, :, :6, :8].contiguous()), expected)
-    assert len(varlen._prepared) == 3
+    assert len(calls._prepared) == 3
 
 
 def test_a_tangent_of_a_bias_is_refused():

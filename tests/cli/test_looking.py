@@ -9,7 +9,7 @@ import re
 import pytest
 
 from flashmoe_science.proof.baselines import BaselineStatus
-from flashmoe_science.proof.environment import Check
+from flashmoe_science.proof.doctor import Check
 from flashmoe_science.proof.evidence import SourceFile, write_record
 from flashmoe_science.proof.store import Store
 from flashmoe_science.proof.worker import TaskResult
@@ -126,7 +126,7 @@ def test_verify_without_claims_shows_nothing_and_says_so(run, repository):
 
 def test_show_renders_a_run_of_the_evidence_folder(run):
     code, out, err = run("show", "20260101")
-    assert (code, err) == (0, "")
+    assert (code, err.startswith("hint: these verdicts are as of the run; `flashmoe verify`")) == (0, True)
     for part in (RUN_ID, "NVIDIA H200", "sources  passed", "case1", "sdpa#2 (control)", "2.30x [2.29, 2.31]"):
         assert part in out
     assert out.splitlines()[-1].startswith(f"demonstrated  {SENTENCE}")
@@ -206,7 +206,7 @@ def test_runs_warns_of_a_broken_file_and_goes_on(run, repository):
 @pytest.mark.triton
 def test_explain_gives_the_plan_and_what_the_compiler_says(run):
     code, out, err = run("explain", "--shape", "1,1,64,64", "--gpu", "L4")
-    assert (code, err) == (0, "")
+    assert (code, err) == (0, "compiling for L4\n")
     assert out.startswith("b1_h1_s64_d64_fp16 on L4: ")
     assert re.search(
         r"^  compile \w+: \d+ registers a thread, no spills, [\d.]+ KiB of shared memory", out, re.MULTILINE
@@ -224,7 +224,7 @@ def test_explain_says_why_a_kernel_does_not_compile(run, monkeypatch):
     answer = TaskResult(ok=True, data={"error": "no", "hint": "yes"}, reason="", seconds=0.0, output_tail="")
     monkeypatch.setattr("flashmoe_science.proof.worker.run_task", lambda *_, **__: answer)
     code, _, err = run("explain", "--shape", "1,1,64,64", "--gpu", "L4")
-    assert (code, err) == (3, "error: no\nhint: yes\n")
+    assert (code, err) == (3, "compiling for L4\nerror: no\nhint: yes\n")
 
 
 @pytest.mark.triton
@@ -313,7 +313,8 @@ def test_explain_of_what_no_kernel_serves(run):
 
 def test_doctor_prints_a_line_for_every_check_and_its_hint(run, monkeypatch):
     checks = [Check("torch", ok=True, text="2.11"), Check("GPU", ok=None, text="none", hint="buy one")]
-    monkeypatch.setattr("flashmoe_science.proof.environment.doctor", lambda: checks)
+    monkeypatch.setattr("flashmoe_science.proof.doctor.examine", lambda: iter(checks))
+    monkeypatch.setattr("flashmoe_science.proof.doctor.check_width", lambda: 5)
     code, out, _ = run("doctor")
     assert (code, out) == (0, "torch  ok       2.11\nGPU    none     none\n                hint: buy one\n")
     assert json.loads(run("doctor", "--json")[1])["checks"][1]["ok"] is None
@@ -358,13 +359,13 @@ def test_readme_rewrites_the_table_and_check_finds_it_out_of_date(run, repositor
     code, out, err = run("readme", "--check")
     assert (code, out, err) == (
         1,
-        "README.md: the table of speeds is out of date\n",
+        "README.md: the table of claims is out of date\n",
         "hint: flashmoe readme rewrites it\n",
     )
     assert "**demonstrated**" not in (repository / "README.md").read_text()
-    assert run("readme")[:2] == (0, "README.md: the table of speeds rewritten\n")
+    assert run("readme")[:2] == (0, "README.md: the table of claims rewritten\n")
     assert "**demonstrated**" in (repository / "README.md").read_text()
-    assert run("readme", "--check")[:2] == (0, "README.md: the table of speeds is current\n")
+    assert run("readme", "--check")[:2] == (0, "README.md: the table of claims is current\n")
     assert json.loads(run("readme", "--json")[1]) == {"path": "README.md", "current": True, "rewritten": False}
 
 
@@ -378,7 +379,7 @@ def test_readme_writes_every_page_with_marks(run, repository):
     code, out, err = run("readme", "--check")
     assert (code, err) == (1, "hint: flashmoe readme rewrites them\n")
     assert out.splitlines() == [
-        "README.md: the table of speeds is out of date",
+        "README.md: the table of claims is out of date",
         "docs/speeds.md: the tables of cases are out of date",
     ]
     assert run("readme", "README.md")[0] == 0
@@ -399,7 +400,7 @@ def test_readme_writes_every_page_with_marks(run, repository):
     assert "\n## Suite made_up: " in page.read_text()
     assert run("readme", "--check")[:2] == (
         0,
-        "README.md: the table of speeds is current\ndocs/speeds.md: the tables of cases are current\n",
+        "README.md: the table of claims is current\ndocs/speeds.md: the tables of cases are current\n",
     )
 
 

@@ -291,7 +291,7 @@ ROUTERS: dict[str, tuple[Callable[[], Any], str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("model", ROUTERS)
 def test_route_is_the_router_of_the_model(model):
-    """As the table in docs/moe.md has it: the same experts and weights, and the same gradient of the logits."""
+    """As docs/how-to/moe-layer.md has it: the same experts and weights, and the same gradient of the logits."""
     make, kind, options = ROUTERS[model]
     config = make()
     router = getattr(__import__(f"transformers.models.{model}.modeling_{model}", fromlist=[kind]), kind)(config)

@@ -139,7 +139,7 @@ def test_the_activation_on_hopper_is_near_to_that_of_triton(activation_on_hopper
     do = torch.randn(tensors["x"].shape, device="cuda").bfloat16()
     found = run_gradients(case, tensors, do)
     assert len(activation_on_hopper) == 1
-    monkeypatch.setattr(hopper_plan, "activation_refusal", lambda *_: "to be compared")
+    monkeypatch.setattr(hopper_plan, "activation_unsupported_reason", lambda *_: "to be compared")
     gradients._prepared.clear()
     expected = run_gradients(case, tensors, do)
     assert "dactivation" in activation_on_hopper.pop().steps

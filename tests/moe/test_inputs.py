@@ -10,7 +10,8 @@ import torch
 
 from flashmoe_science import InputError, UnsupportedError, explain_moe, fused_moe, route
 from flashmoe_science.moe.backward_api import fused_moe_backward
-from flashmoe_science.moe.routing import describe_routing, kernel_of
+from flashmoe_science.moe.prepare_route import kernel_of
+from flashmoe_science.moe.routing import describe_routing
 
 from .cases import Case, make_tensors
 
@@ -31,8 +32,8 @@ def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         ({"x": [1.0]}, "x must be a torch.Tensor, got list"),
         ({"w_down": None}, "w_down must be a torch.Tensor, got NoneType"),
         ({"bias_down": 3}, "bias_down must be a torch.Tensor or None, got int"),
-        ({"x": zeros(3, 16).to_sparse()}, "every tensor must be dense, got torch.sparse_coo"),
-        ({"bias_down": zeros(4, 16).to_sparse()}, "every tensor must be dense, got torch.sparse_coo"),
+        ({"x": zeros(3, 16).to_sparse()}, "x must be dense, got torch.sparse_coo"),
+        ({"bias_down": zeros(4, 16).to_sparse()}, "bias_down must be dense, got torch.sparse_coo"),
         ({"x": zeros(3, 2, 16)}, r"x must have 2 dimensions \[T, HID\], got shape \[3, 2, 16\]"),
         ({"x": zeros(3, 16, dtype=torch.float64)}, "x must be float16, bfloat16 or float32, got torch.float64"),
         ({"x": zeros(3, 16, dtype=torch.float16)}, "must have the dtype of x, torch.float16, got torch.float32"),

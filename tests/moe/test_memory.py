@@ -18,7 +18,7 @@ from flashmoe_science.gpu.specs import SPECS
 from flashmoe_science.moe import gradients, inputs
 from flashmoe_science.moe.backward_plan import COLUMN_STEP, FEWEST_COLUMNS, GRADIENTS, BackwardPlan, plan_backward
 from flashmoe_science.moe.calls import allocate
-from flashmoe_science.moe.problem import MoeProblem
+from flashmoe_science.moe.problem import MoeProblem, Options
 from flashmoe_science.proof.suites import load_suite
 
 from .cases import Case, make_tensors
@@ -143,7 +143,7 @@ def test_the_peak_of_gradients_with_a_shared_expert(tokens, monkeypatch):
         "shared_down": draw(1, hidden, inter),
     }
     products = draw(tokens * top_k, 2 * inter), draw(tokens, 2 * inter)
-    options = ("swiglu", None, None, False, False, "auto")
+    options = Options()
     names = [name for name in tensors if name != "topk_ids"]
     do = draw(tokens, hidden)
     with Counting() as counting:

@@ -272,7 +272,7 @@ def test_hopper_makes_the_gradient_of_the_activation_where_it_may(monkeypatch):
     wanted = ("x", "w_down", "topk_weights")
     plan = plan_backward(kept, SPECS["H200"], wanted)
     with monkeypatch.context() as changed:
-        changed.setattr(hopper_plan, "activation_refusal", lambda *_: "to be compared")
+        changed.setattr(hopper_plan, "activation_unsupported_reason", lambda *_: "to be compared")
         without = plan_backward(kept, SPECS["H200"], wanted)
     assert "dactivation" in without.steps
     assert [step.replace("dactivation_sm90", "dactivation") for step in plan.steps] == [*without.steps]

@@ -121,7 +121,7 @@ def test_numbers_of_experts_of_a_subclass_are_refused():
 def test_tensors_whose_elements_do_not_lie_one_by_one(kind, function):
     x = torch.randn(3, 16)
     tensors = {**given(), "x": torch.nested.nested_tensor([x]) if kind == "nested" else x.to_mkldnn()}
-    with pytest.raises(InputError, match=r"(x|every tensor) must be dense, got (a nested tensor|torch\._mkldnn)"):
+    with pytest.raises(InputError, match=r"x must be dense, got (a nested tensor|torch\._mkldnn)"):
         function(**tensors)
     with pytest.raises(InputError, match="logits must be dense, got"):
         route(tensors["x"], 2)

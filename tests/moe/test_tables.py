@@ -17,16 +17,17 @@ pytest.importorskip("triton", reason="Triton exists for Linux only")
 
 from flashmoe_science.gpu.compile import KernelSource, compile_kernel, read_resources
 from flashmoe_science.gpu.launch import count_parameters
+from flashmoe_science.gpu.signature import PreparedKernel
 from flashmoe_science.gpu.specs import SPECS
+from flashmoe_science.gpu.tensor_map import TensorMap
 from flashmoe_science.moe import hopper_plan
 from flashmoe_science.moe.backward_plan import GRADIENTS, make_backward_plan, plan_backward
 from flashmoe_science.moe.plan import NARROW, TABLES, TileConfig, make_plan, plan_moe
 from flashmoe_science.moe.prepare import prepare_moe_kernels
 from flashmoe_science.moe.prepare_backward import prepare_backward_kernels
-from flashmoe_science.moe.prepare_sm90 import ragged_map
-from flashmoe_science.moe.prepared import PreparedKernel
-from flashmoe_science.moe.problem import MoeProblem
-from flashmoe_science.moe.routing import Routing, backward_kernel_of, kernel_of
+from flashmoe_science.moe.prepare_route import backward_kernel_of, kernel_of
+from flashmoe_science.moe.prepare_sm90 import ragged
+from flashmoe_science.moe.problem import MoeProblem, Routing
 from flashmoe_science.moe.tiles import BACKWARD_TABLES, SHARED_TABLES, SMALL_BACKWARD, BackwardConfig
 
 pytestmark = pytest.mark.triton
@@ -190,7 +191,7 @@ def test_the_products_for_hopper_compile(way):
 
 def test_an_output_that_ends_anywhere_wraps_around():
     """The address of (2^30, end, 2^30 - rows + r, part, column) is that of row end - rows + r, modulo 2^64."""
-    tensor_map = ragged_map("bf16", 768, 2)
+    tensor_map = TensorMap("bf16", *ragged(768, 2))
     for end, rows, row, part, column in ((64, 64, 0, 0, 0), (700, 13, 12, 1, 64), (2**30, 1, 0, 0, 704)):
         place = (2**30, end, 2**30 - rows + row, part, column)
         assert all(at < size for at, size in zip(place, tensor_map.shape, strict=True))

@@ -90,7 +90,7 @@ def test_a_wrong_file_is_refused_with_file_key_expected_and_got(tmp_path, before
     with pytest.raises(ClaimError) as caught:
         load_claims(_write(tmp_path, GOOD.replace(before, after)))
     assert f"{tmp_path / 'speed.toml'}: {message}" in str(caught.value)
-    assert "docs/claims.md" in caught.value.hint
+    assert "docs/reference/claims.md" in caught.value.hint
 
 
 def test_the_nearest_key_is_suggested(tmp_path):
@@ -105,7 +105,7 @@ def test_two_claims_with_one_id_are_refused_and_both_files_named(tmp_path):
 
 
 def test_the_page_shows_a_claim_that_is_read_and_documents_every_key(tmp_path):
-    page = (Path(__file__).parents[2] / "docs" / "claims.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "claims.md").read_text(encoding="utf-8")
     example = re.search(r"```toml\n(.*?)```", page, re.DOTALL)
     assert example is not None
     assert _claim(tmp_path, example[1]).factor == 2.0

@@ -402,7 +402,8 @@ def wrong_verdicts(samples):
     return [any(effect_of(found, 0.01) in DIFFERS for found in comparison_intervals(sample)) for sample in samples]
 
 
-# At their worst 2.8 % of many runs; degrees of freedom that count every case's processes give more (docs/compare.md).
+# At most 2.8 % of many runs (docs/explanation/statistics.md). Degrees of freedom that count the processes of each case
+# give more.
 @pytest.mark.parametrize(("cases", "runs", "most"), [(5, 150, 0.05), (13, 100, 0.05), (36, 120, 0.05)])
 def test_an_offset_that_a_process_has_in_all_cases_makes_no_more_than_1_wrong_run_in_20(cases, runs, most):
     rng = np.random.default_rng(cases)

@@ -76,6 +76,15 @@ def test_the_rough_model_is_within_twice_what_was_measured(path):
         assert (0.15 if compiles else 0.5) < model_seconds(gate, size) / seconds < 2, gate
 
 
+@pytest.mark.parametrize(
+    ("suite", "kinds"),
+    [("seed", 2), ("standard", 6), ("unseen", 14), ("train", 5), ("decode", 9), ("varlen", 6), ("moe-decode", 12)],
+)
+def test_problems_that_differ_in_their_lengths_alone_are_of_one_kind(suite, kinds):
+    (*_, newest) = sorted(EVIDENCE.glob(f"*Z-{suite}-*.json.gz"))
+    assert size_of(read_record(newest)).kinds == kinds
+
+
 @pytest.mark.parametrize("gate", GPU_GATES)
 def test_more_cases_take_longer_and_none_take_nothing(gate):
     assert model_seconds(gate, replace(SEED, cases=26, cells=156)) > model_seconds(gate, SEED) > 0

@@ -75,7 +75,7 @@ def test_the_operator_is_a_file_of_under_100_lines(operator):
 
 
 def test_the_page_shows_the_files_as_they_are():
-    page = (FOLDER.parents[1] / "docs" / "operators.md").read_text()
+    page = (FOLDER.parents[1] / "docs" / "reference" / "operators.md").read_text()
     for name in ("rms_norm_operator.py", "kernel.toml"):
         assert (FOLDER / name).read_text().strip() in page
 
@@ -119,7 +119,7 @@ def test_what_an_operator_lacks_is_named(monkeypatch):
     module = ModuleType("half_an_operator")
     vars(module)["OPERATOR"] = Half()
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    expected = r"got Half without make_inputs, exact, low_precision\nhint: .*docs/operators.md"
+    expected = r"got Half without make_inputs, exact, low_precision\nhint: .*docs/reference/operators.md"
     with pytest.raises(SubjectError, match=expected):
         load_operator("half_an_operator:OPERATOR")
     with pytest.raises(SubjectError, match=r"must offer an object NOTHING .*, got None"):

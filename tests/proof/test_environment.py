@@ -1,4 +1,4 @@
-"""Environments and checks: with a GPU that is made up, and on the machine at hand."""
+"""Environments: with a GPU that is made up, and on the machine at hand."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from flashmoe_science.proof import environment as module, nvml
-from flashmoe_science.proof.environment import Check, doctor, environment, may_read_counters
+from flashmoe_science.proof.environment import environment
 from flashmoe_science.proof.evidence import Environment, TreeState
 from flashmoe_science.proof.subject import Subject
 
@@ -47,11 +47,6 @@ def gpu(monkeypatch):
 def use_nvml(monkeypatch, **answers):
     library = FakeNvml(**answers)
     monkeypatch.setattr(nvml, "open_sensors", lambda uuid=None: OPEN_SENSORS(uuid, library=library))
-
-
-def checks(monkeypatch, *names):
-    monkeypatch.setattr(module, "_CHECKS", {name: module._CHECKS[name] for name in names})
-    return {check.name: check for check in doctor()}
 
 
 def test_an_environment_goes_through_json(monkeypatch):
@@ -167,84 +162,3 @@ def test_the_commit_of_a_kernel_of_someone_else_is_that_of_the_repository_around
 def test_a_copy_without_git_says_its_commit(monkeypatch, given, expected):
     monkeypatch.setenv("FLASHMOE_COMMIT", given)
     assert module.tree_commit() == expected
-
-
-@pytest.mark.parametrize(
-    ("parameters", "is_root", "may"),
-    [
-        ("ResmanDebugLevel: 1\nRmProfilingAdminOnly: 1\n", False, False),
-        ("RmProfilingAdminOnly: 1\n", True, True),
-        ("RmProfilingAdminOnly: 0\n", False, True),
-        ("ResmanDebugLevel: 1\n", True, None),
-        (None, True, None),
-    ],
-)
-def test_who_may_read_counters(parameters, is_root, may):
-    assert may_read_counters(parameters, is_root=is_root) is may
-
-
-def test_the_doctor_always_answers_and_every_trouble_has_a_hint():
-    found = doctor()
-    assert {"python", "torch", "triton", "driver", "GPU", "nvcc", "commit"} <= {check.name for check in found}
-    assert [check.name for check in found if check.ok is False and not check.hint] == []
-
-
-def test_a_check_that_breaks_does_not_hide_the_others(monkeypatch):
-    def breaks():
-        raise OSError("device gone")
-
-    monkeypatch.setattr(module, "_CHECKS", {"first": breaks, "python": module._check_python})
-    first, second = doctor()
-    assert (first.name, first.ok) == ("first", False)
-    assert "OSError: device gone" in first.text
-    assert second.ok is True
-
-
-def test_no_driver_is_no_trouble(monkeypatch):
-    use_nvml(monkeypatch, driver=False)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    found = checks(monkeypatch, "driver", "GPU")
-    assert (found["driver"].ok, found["GPU"].ok) == (None, None)
-    assert "without one everything but timing works" in found["driver"].hint
-
-
-def test_a_gpu_that_this_torch_cannot_use_is_trouble(monkeypatch):
-    use_nvml(monkeypatch)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.version, "cuda", None)
-    found = checks(monkeypatch, "GPU")["GPU"]
-    assert found.ok is False
-    assert "this torch is built without CUDA" in found.text
-
-
-@pytest.mark.usefixtures("gpu")
-def test_a_healthy_gpu(monkeypatch):
-    use_nvml(monkeypatch, CurrentClocksEventReasons=0)
-    found = checks(monkeypatch, "driver", "GPU")
-    assert found["driver"] == Check("driver", ok=True, text="580.159.04, serves CUDA up to 13.2")
-    assert found["GPU"].text == "NVIDIA H200, sm_90, 132 SMs, 141 GiB, L2 60 MiB"
-    assert found["clocks"] == Check("clocks", ok=True, text="SM 1965 MHz now, 1980 at most, 350 W of 700, 41 C")
-
-
-@pytest.mark.usefixtures("gpu")
-def test_a_throttled_idle_card_is_trouble(monkeypatch):
-    found = checks(monkeypatch, "GPU")["clocks"]
-    assert found.ok is False
-    assert found.text.endswith("throttled: sw_power_cap")
-
-
-@pytest.mark.usefixtures("gpu")
-def test_a_driver_older_than_torch_is_trouble(monkeypatch):
-    monkeypatch.setattr(torch.version, "cuda", "14.0")
-    found = checks(monkeypatch, "driver")["driver"]
-    assert found.ok is False
-    assert found.hint == "update the driver, or install a torch that is built for CUDA 13"
-
-
-@pytest.mark.usefixtures("gpu")
-def test_a_gpu_older_than_the_kernels_is_trouble(monkeypatch):
-    monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda _: SimpleNamespace(**{**vars(PROPERTIES), "major": 7, "minor": 5})
-    )
-    found = checks(monkeypatch, "GPU")["GPU"]
-    assert (found.ok, found.hint) == (False, "the kernels need sm_80 or newer")

@@ -8,7 +8,7 @@ from flashmoe_science.errors import ClaimError
 from flashmoe_science.proof.claims import why_not
 from flashmoe_science.proof.judge import VerdictStatus, judge
 from flashmoe_science.proof.new_claim import ClaimRequest, make_claims
-from flashmoe_science.proof.readme import speed_section
+from flashmoe_science.proof.readme import case_section
 
 from .builders import build_gates, build_record
 from .claim_builders import build_claim
@@ -94,6 +94,6 @@ def test_claim_new_claims_the_largest_round_factor():
 def test_the_table_of_speeds_shows_the_bytes():
     record = record_with((2 * MIB, 3 * MIB, 3 * MIB))
     verdict = judge(memory_claim(), record).model_copy(update={"evidence": "evidence/a.json"})
-    section = speed_section([verdict], {"evidence/a.json": record})
+    section = case_section([verdict], {"evidence/a.json": record})
     assert "| case | flash_attention, memory | sdpa, memory | times less memory |" in section
     assert "| case0 | 2.0 MiB | 3.0 MiB | 1.50x [1.50, 1.50] |" in section

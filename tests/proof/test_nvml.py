@@ -33,6 +33,7 @@ class FakeNvml:
             "MaxClockInfo": 1980,
             "Name": b"NVIDIA H200",
             "UUID": "GPU-aaaa",
+            "CudaComputeCapability": (9, 0),
             **answers,
         }
 
@@ -81,6 +82,7 @@ def test_limits_have_name_driver_and_the_newest_cuda():
         memory_bytes=141 << 30,
         max_sm_clock_mhz=1980,
         power_limit_w=700.0,
+        arch=90,
         driver="580.159.04",
         driver_cuda="13.2",
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from flashmoe_science.proof.readme import (
     find_sections,
     judge_repository,
     render_readme,
-    speed_section,
+    slower_section,
     summary_section,
 )
 from flashmoe_science.proof.verify import verify_claim
@@ -42,7 +43,7 @@ def judged(record, **changes):
     return judge(build_claim(**changes), record).model_copy(update={"evidence": path})
 
 
-def section(record, *claims, render=speed_section, **where):
+def section(record, *claims, render=claim_section, **where):
     verdicts = [judged(record, **claim) for claim in claims]
     return render(verdicts, {f"evidence/{record.id}.json": record}, **where)
 
@@ -52,19 +53,38 @@ def test_the_readme_of_this_repository_is_current():
     assert path.read_text(encoding="utf-8") == render_readme(path, judged_once), "run: flashmoe readme"
 
 
-def test_the_page_of_every_case_is_current():
-    path = ROOT / "docs" / "speeds.md"
-    assert path.read_text(encoding="utf-8") == render_readme(path, judged_once), "run: flashmoe readme"
+def test_the_pictures_of_the_readme_are_current(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    import readme_pictures
+
+    for name, text in readme_pictures.pictures(judged_once(ROOT)):
+        there = (ROOT / "docs" / "pictures" / name).read_text(encoding="utf-8")
+        assert texts_of(there) == texts_of(text), "run: make readme"
+        if name.startswith("speedups"):  # the drawing of the terminal is rich's, and differs by its version
+            assert there == text, "run: make readme"
 
 
-def test_the_readme_of_this_repository_has_the_runs_and_the_page_claims_and_cases():
-    pages = default_pages(ROOT)
-    assert [page.relative_to(ROOT).as_posix() for page in pages] == ["README.md", "docs/speeds.md"]
-    kinds = [[one.kind for one in find_sections(page, page.read_text(encoding="utf-8"))] for page in pages]
-    assert kinds == [["summary"], ["verdicts", "cases"]]
+def texts_of(picture):
+    return re.findall(r"<text [^>]*>([^<]*)<", picture)
 
 
-@pytest.mark.parametrize("render", [speed_section, summary_section, claim_section, case_section])
+def test_the_pages_of_speeds_have_every_claim_and_link_nothing_outside_of_the_site():
+    speed_pages = runpy.run_path(str(ROOT / "tools" / "speed_pages.py"))
+    made = judged_once(ROOT)
+    pages = speed_pages["render"](made)
+    ids = [verdict.claim.id for verdict in made.verdicts]
+    assert [name for name in ids if f"| `{name}` |" not in pages["speeds.md"]] == []
+    links = {link for page in pages.values() for link in re.findall(r"\]\(([^)#]+)", page)}
+    assert links == {"speeds-cases.md", "explanation/measuring.md"}
+
+
+def test_of_the_pages_of_this_repository_the_readme_alone_has_a_rendered_table():
+    assert default_pages(ROOT) == [ROOT / "README.md"]
+    readme = ROOT / "README.md"
+    assert [one.kind for one in find_sections(readme, readme.read_text(encoding="utf-8"))] == ["slower"]
+
+
+@pytest.mark.parametrize("render", [summary_section, claim_section, case_section])
 def test_without_claims_there_is_no_table(render):
     assert render([], {}) == "No claim has been made yet.\n"
 
@@ -83,7 +103,7 @@ def test_what_a_verdict_should_not_be_read_without_stands_beside_it():
     environment = record.environment.model_copy(update={"dirty": True})
     record = record.model_copy(update={"environment": environment})
     verdict = judge(build_claim(), record, changed="1 of 3, a.py")
-    row = speed_section([verdict], {}).splitlines()[2]
+    row = claim_section([verdict], {}).splitlines()[2]
     assert (
         "| **stale** (demonstrated at commit 000000000000, before its sources changed; "
         "the tree that ran, at commit 000000000000, had uncommitted changes) |"
@@ -97,12 +117,12 @@ def test_a_claim_for_several_gpus_has_one_row_and_a_table_for_each():
     }
     claim = build_claim(gpu=["H200", "L4"])
     verdict = verify_claim(claim, records, ROOT)
-    lines = speed_section([verdict], records).splitlines()
-    assert lines[2].count("](evidence/") == 2
-    assert sum(" on NVIDIA H200" in line or " on NVIDIA L4" in line for line in lines) == 2
+    assert claim_section([verdict], records).splitlines()[2].count("](evidence/") == 2
+    headings = [line for line in case_section([verdict], records).splitlines() if line.startswith("## ")]
+    assert ["H200" in line for line in headings].count(True) == ["L4" in line for line in headings].count(True) == 1
 
 
-def test_the_row_of_a_run_has_the_claim_with_the_most_rivals_and_cases_and_counts_all():
+def test_the_row_of_a_run_has_the_claim_with_the_most_baselines_and_cases_and_counts_all():
     record = build_record(speedups=[2.3, *[3.0] * 6], baselines={"sdpa": 1.0, "sdpa-cudnn": 0.7})
     both = {"baseline": ["sdpa", "sdpa-cudnn"], "factor": 1.2}
     few = {**both, "id": "few", "cases": ["case2"]}
@@ -120,8 +140,8 @@ def test_a_row_counts_slower_and_open_cases_and_shows_the_lowest_estimate_though
     assert "| graph | 6 | 1, 1, 4 | 0.950x [" in row
 
 
-def test_a_yardstick_has_a_row_of_its_own():
-    """It is no rival: the row beside rivals would have its figures."""
+def test_a_speed_of_light_has_a_row_of_its_own():
+    """It does other work: the row of the baselines must not show its figures."""
     record = build_record(speedups=[2.3, 3.0], baselines={"sdpa": 1.0, "copy": 0.5})
     cases = [
         case.model_copy(update={"arms": [
@@ -159,38 +179,33 @@ def test_what_nobody_measured_is_named_below_the_runs():
 
 
 def test_a_claim_without_evidence_stands_there_too():
-    text = speed_section([judge(build_claim(), None)], {})
+    text = claim_section([judge(build_claim(), None)], {})
     assert text.splitlines()[2:] == [f"| `seed-graph` | {SENTENCE} | **asserted** |  |  | none |"]
 
 
 def test_a_table_has_only_the_times_that_a_claim_is_about():
-    lines = section(build_record(speedups=[2.3, 3.0]), {"id": "b", "metric": "wall"}, {}).splitlines()
-    assert lines[5] == "<details>"
-    assert lines[6].startswith(
-        "<summary>Suite seed against sdpa on NVIDIA H200, driver 580.00, torch 2.11.0, triton 3.6.0, commit 0000"
-    )
-    assert lines[8] == (
+    record = build_record(speedups=[2.3, 3.0])
+    lines = section(record, {"id": "b", "metric": "wall"}, {}, render=case_section).splitlines()
+    assert lines[6] == (
         "| case | flash_attention, graph | sdpa, graph | speedup, graph "
         "| flash_attention, wall | sdpa, wall | speedup, wall |"
     )
-    assert lines[9] == "| --- | ---: | ---: | ---: | ---: | ---: | ---: |"
-    assert lines[10].startswith("| case0 | 8.6")
-    assert lines[10].count("us") == 4
-    assert lines[-2:] == ["", "</details>"]
+    assert lines[7] == "| --- | ---: | ---: | ---: | ---: | ---: | ---: |"
+    assert lines[8].startswith("| case0 | 8.6")
+    assert lines[8].count("us") == 4
     assert "kernel" not in "\n".join(lines)
 
 
-def test_against_several_rivals_the_fastest_of_each_case_is_named():
+def test_against_several_baselines_the_fastest_of_each_case_is_named():
     record = build_record(speedups=[2.0, 3.0], baselines={"sdpa": 1.0, "sdpa-cudnn": 0.7})
-    text = section(record, {"baseline": ["sdpa", "sdpa-cudnn"], "factor": 1.2})
-    assert "| case | flash_attention, graph | fastest rival, graph | speedup, graph |" in text
+    text = section(record, {"baseline": ["sdpa", "sdpa-cudnn"], "factor": 1.2}, render=case_section)
+    assert "| case | flash_attention, graph | fastest baseline, graph | speedup, graph |" in text
     assert "us (sdpa-cudnn) | 1.40x" in text
 
 
 def test_claims_about_other_cases_of_one_run_share_a_table():
     record = build_record(speedups=[2.3, 3.0, 4.0])
-    lines = section(record, {"cases": ["case0"]}, {"id": "b", "cases": ["case2"]}).splitlines()
-    assert sum(line == "<details>" for line in lines) == 1
+    lines = section(record, {"cases": ["case0"]}, {"id": "b", "cases": ["case2"]}, render=case_section).splitlines()
     assert [line.split(" | ")[0] for line in lines if line.startswith("| case")] == ["| case", "| case0", "| case2"]
     assert "1 of 3 cases are in the record, and no claim of this comparison is about them." in lines
 
@@ -199,21 +214,31 @@ def test_a_case_that_was_not_measured_says_why():
     record = build_record(speedups=[2.3, 3.0])
     case = record.cases[1].model_copy(update={"rounds": [], "correct": False})
     record = record.model_copy(update={"cases": [record.cases[0], case]})
-    assert section(record, {}).splitlines()[-3] == "| case1 |  |  | its correctness was not shown |"
+    line = section(record, {}, render=case_section).splitlines()[-2]
+    assert line == "| case1 |  |  | its correctness was not shown |"
 
 
 def test_a_bar_in_a_sentence_does_not_end_the_cell():
-    assert "| a \\| b |" in speed_section([judge(build_claim(sentence="a | b"), None)], {})
+    assert "| a \\| b |" in claim_section([judge(build_claim(sentence="a | b"), None)], {})
 
 
-def test_the_table_of_claims_alone_is_the_first_of_both():
-    record = build_record(speedups=[2.3, 3.0])
-    both, alone = (section(record, {}, render=render, up="../") for render in (speed_section, claim_section))
-    assert both.startswith(f"{alone}\n<details>\n")
-    assert f"](../evidence/{record.id}.json) |" in alone
+def test_a_case_that_is_slower_than_one_baseline_is_counted_whatever_claims_are_about():
+    record = build_record(speedups=[0.9, 1.0, 3.0], baselines={"sdpa": 1.0, "fa3": 0.7})
+    text = section(record, {"cases": ["case2"], "metric": "kernel"}, render=slower_section)
+    (line,) = text.splitlines()[2:]
+    assert line.startswith("| seed | 3 | 2 | 0 | `case0` | 0.63")
+    assert line.endswith("| fa3 | `20260101T000000Z` |")
 
 
-def test_the_tables_of_cases_alone_stand_below_headings_with_run_and_verdicts():
+def test_a_run_of_graphs_and_one_that_is_never_slower_have_no_row_among_slower_cases():
+    slow = build_record(speedups=[0.9, 3.0])
+    fast = build_record(speedups=[2.3, 3.0])
+    for record, metric in ((slow, "graph"), (fast, "kernel")):
+        text = section(record, {"metric": metric}, render=slower_section)
+        assert text == "No case is slower than a baseline.\n"
+
+
+def test_the_tables_of_cases_have_headings_with_run_and_verdicts():
     record = build_record(speedups=[2.3, 3.0])
     text = section(record, {}, {"id": "b", "factor": 9.0}, render=case_section, up="../")
     lines = text.split("\n")
@@ -221,15 +246,11 @@ def test_the_tables_of_cases_alone_stand_below_headings_with_run_and_verdicts():
     assert lines[3].startswith(f"Run [{record.id}](../evidence/{record.id}.json) on NVIDIA H200, driver 580.00, torch")
     assert lines[3].endswith(". Medians of one call; speedups with 95 % intervals.")
     assert re.fullmatch(r"Claims: `\S+` \*\*demonstrated\*\*, `b` \*\*refuted\*\*\.", lines[4])
-    folded = section(record, {}, {"id": "b", "factor": 9.0}).split("\n")
-    table = lines[6:-2]
-    assert table[0].startswith("| case | flash_attention, graph |")
-    assert table == folded[folded.index(table[0]) : -3]  # the same, where it is folded
-    assert "<details>" not in text
+    assert lines[6].startswith("| case | flash_attention, graph |")
     assert "| claim | verdict |" not in text
 
 
-def test_a_heading_names_every_rival():
+def test_a_heading_names_every_baseline():
     record = build_record(speedups=[2.0, 3.0], baselines={"sdpa": 1.0, "sdpa-cudnn": 0.7, "fa3": 0.8})
     claims = ({"baseline": names, "factor": 1.2} for names in (["sdpa", "sdpa-cudnn"], ["sdpa", "sdpa-cudnn", "fa3"]))
     text = section(record, *claims, render=case_section)
@@ -273,7 +294,7 @@ def test_rendering_twice_gives_the_same_bytes(repository):
 
 def test_a_readme_without_marks_is_refused(tmp_path):
     (tmp_path / "README.md").write_text("# Title\n")
-    with pytest.raises(ProofError, match="expected the lines <!-- speeds:begin --> and <!-- speeds:end -->"):
+    with pytest.raises(ProofError, match="expected the lines <!-- summary:begin --> and <!-- summary:end -->"):
         render_readme(tmp_path / "README.md")
 
 
@@ -343,7 +364,7 @@ def test_the_default_pages_are_the_readme_and_what_has_marks_in_docs(repository)
         ),
         (["x", "", CASES[1]], r"md:3: expected <!-- cases:begin --> before it, got <!-- cases:end -->"),
         ([CASES[0], VERDICTS[1]], r"md:2: expected the line <!-- cases:end -->, got <!-- verdicts:end -->"),
-        ([BEGIN, CASES[0], CASES[1], END], r"md:2: expected the line <!-- speeds:end -->, got <!-- cases:begin -->"),
+        ([BEGIN, CASES[0], CASES[1], END], r"md:2: expected the line <!-- verdicts:end -->, got <!-- cases:begin -->"),
         (["# Title"], r"md: expected the lines .* or <!-- verdicts:begin --> and .* and <!-- cases:end -->, got none"),
     ],
 )
@@ -351,7 +372,7 @@ def test_marks_that_are_not_in_pairs_are_refused_with_their_line(repository, lin
     path = page_of(repository, "\n".join([*lines, ""]))
     with pytest.raises(ProofError, match=message) as caught:
         render_readme(path)
-    assert caught.value.hint.startswith("what is rendered goes between two marks")
+    assert caught.value.hint.startswith("a rendered table goes between two marks")
 
 
 def test_a_page_in_no_repository_says_that_there_is_no_claim(tmp_path):

@@ -142,7 +142,7 @@ def test_clustered_interval_covers_whatever_the_processes_offsets(processes, pro
 
 
 def test_rounds_alone_would_not_cover_when_processes_have_offsets():
-    """Why the rounds alone are not asked: the figure of docs/statistics.md."""
+    """Why the rounds alone are not asked: the figure of docs/explanation/statistics.md."""
     rng = np.random.default_rng(18)
     coverage = _coverage(lambda groups: interval(_pooled(groups)), lambda: _groups(rng, process_spread=0.5))
     assert coverage < 0.85

@@ -24,7 +24,7 @@ from flashmoe_science.proof.verify import verify_claims
 from .chain import FEW, GPU, FakeGpu, attention, captured, environment_with, gate_of, launch, run_chain, statuses, until
 
 STORY = Path(__file__).parents[2] / "examples" / "story"
-PAGE = " ".join((STORY.parents[1] / "docs" / "story.md").read_text(encoding="utf-8").split())
+PAGE = " ".join((STORY.parents[1] / "docs" / "explanation" / "story.md").read_text(encoding="utf-8").split())
 STATES = {path.name[0]: path.name for path in sorted(STORY.glob("*.toml"))}
 CASES = (attention(1, 1, 64, 64), attention(1, 3, 65, 64), attention(1, 1, 4, 4))
 

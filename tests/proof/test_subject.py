@@ -17,6 +17,7 @@ else:
 
 from flashmoe_science.errors import SubjectError
 from flashmoe_science.proof import subject as subjects
+from flashmoe_science.proof.evidence import SubjectInfo
 from flashmoe_science.proof.operator import framework_kernels, load_operator
 from flashmoe_science.proof.subject import (
     KernelPromise,
@@ -176,7 +177,7 @@ def test_every_wrong_key_is_named(folder):
 
 
 def test_absent_file_and_unknown_name(monkeypatch):
-    monkeypatch.setattr(subjects, "BUILTIN_OPERATORS", (OPERATOR,))
+    monkeypatch.setattr(subjects, "BUILTIN_OPERATORS", {OPERATOR: ("fake_attention",)})
     with pytest.raises(SubjectError, match=r"no/kernel\.toml: cannot be read: No such file"):
         load_subject("no/kernel.toml")
     with pytest.raises(
@@ -186,7 +187,7 @@ def test_absent_file_and_unknown_name(monkeypatch):
 
 
 def test_a_hint_names_the_file_that_lies_beside(folder, monkeypatch):
-    monkeypatch.setattr(subjects, "BUILTIN_OPERATORS", (OPERATOR,))
+    monkeypatch.setattr(subjects, "BUILTIN_OPERATORS", {OPERATOR: ("fake_attention",)})
     monkeypatch.chdir(folder)
     (folder / "pyproject.toml").write_text("[project]\n")
     name = load_subject("kernel.toml").name
@@ -211,7 +212,7 @@ def test_one_bracket_where_a_list_of_tables_is_meant_is_said(folder):
 
 
 def test_builtin_name_asks_the_operator(monkeypatch):
-    monkeypatch.setattr(subjects, "BUILTIN_OPERATORS", (OPERATOR,))
+    monkeypatch.setattr(subjects, "BUILTIN_OPERATORS", {OPERATOR: ("fake_attention",)})
     subject = load_subject("fake_attention")
     assert subject.builtin
     assert subject.operator == OPERATOR
@@ -271,7 +272,7 @@ def test_custom_operator_is_found_beside_the_file(folder, restore_path):
 
 def example(page: str) -> str:
     """Return the first TOML block of a page of docs/."""
-    text = (Path(__file__).parents[2] / "docs" / page).read_text()
+    text = (Path(__file__).parents[2] / "docs" / "reference" / page).read_text()
     return text.partition("```toml\n")[2].partition("```")[0]
 
 
@@ -290,7 +291,7 @@ def test_the_example_in_the_docs_is_valid_and_has_every_key(tmp_path):
 
 
 def test_every_key_is_explained_in_the_docs():
-    page = (Path(__file__).parents[2] / "docs" / "kernel-toml.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "kernel-toml.md").read_text()
     explained = page.partition("## `[subject]`")[2]
     tables = (subjects._SubjectTable, subjects._BuildTable, subjects._LaunchTable, subjects._KernelTable)
     for key in {key for table in tables for key in table.model_fields}:
@@ -305,7 +306,7 @@ def test_the_error_in_the_docs_is_the_real_one(folder, monkeypatch):
     monkeypatch.chdir(folder)
     with pytest.raises(SubjectError) as error:
         load_subject("my_kernel.toml")
-    page = (Path(__file__).parents[2] / "docs" / "kernel-toml.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "kernel-toml.md").read_text()
     assert str(error.value).replace("my_kernel.toml", "my_kernel/kernel.toml", 1) in page
 
 
@@ -341,3 +342,26 @@ def test_the_limits_of_a_file_and_those_of_the_command_line(folder):
     assert load_subject("flash_attention", time_limit=9.0).limits.bench_s == 9.0
     # Of what holds a GPU: a hang costs minutes, and not the ten that a whole run may take.
     assert max(Limits.launch_s, Limits.correct_s, Limits.quick_s, Limits.bench_s) <= 120
+
+
+def test_the_names_of_our_subjects_are_those_that_their_operators_have():
+    for operator, names in subjects.BUILTIN_OPERATORS.items():
+        assert tuple(load_operator(operator).entry_points()) == names
+
+
+@pytest.mark.parametrize(
+    ("changes", "ours"),
+    [
+        ({}, True),
+        ({"entry_point": "flashmoe_science.elsewhere:flash_attention"}, True),  # its file moved
+        ({"entry_point": "mine:flash_attention"}, False),
+        ({"operator": "moe"}, False),
+        ({"name": "mine"}, False),
+        ({"folder": "kernels"}, False),
+        ({"folder": "src/flashmoe_science"}, True),
+    ],
+)
+def test_a_record_is_of_our_own_subject_by_its_name_operator_and_package(changes, ours):
+    given = {"name": "flash_attention", "operator": "attention", "folder": None, "sources": []}
+    entry_point = "flashmoe_science.attention.api:flash_attention"
+    assert subjects.is_builtin(SubjectInfo(**{**given, "entry_point": entry_point, **changes})) is ours

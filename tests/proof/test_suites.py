@@ -153,7 +153,7 @@ def test_packaged_suite_loads_with_an_origin_everywhere(name, count):
 
 # The page about it.
 
-PAGE = (Path(__file__).parents[2] / "docs" / "suites.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "suites.md").read_text()
 
 
 def test_the_example_in_the_docs_is_valid(tmp_path):

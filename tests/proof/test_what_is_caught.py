@@ -1,4 +1,4 @@
-"""More ways to be wrong than the subjects of ``tests/subjects`` have: docs/what-is-caught.md lists them all."""
+"""More ways to be wrong than ``tests/subjects`` has: docs/explanation/what-is-caught.md lists them all."""
 
 from __future__ import annotations
 
@@ -389,7 +389,7 @@ def test_inputs_that_prove_nothing_are_not_timed():
 
 
 def test_every_test_that_the_page_names_is_there():
-    page = (ROOT / "docs" / "what-is-caught.md").read_text()
+    page = (ROOT / "docs" / "explanation" / "what-is-caught.md").read_text()
     rows = [line for line in page.splitlines() if line.startswith("|") and "test" in line and "`" in line]
     named = {name for line in rows for name in re.findall(r"`((?:test_)[\w.]+(?:::\w+)?)`", line)}
     assert len(named) > 25

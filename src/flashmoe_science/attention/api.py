@@ -1,41 +1,36 @@
-"""The public functions of attention: contract, validation, and the way from a call to its prepared launch."""
+"""The public functions of attention: contract, and the fast path of a repeated call."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..errors import InputError
-from .calls import prepare_call
-from .gradients import PLAIN, Options, differentiable, kernel_after, records, refuse_tangents, register_gradients
+from .calls import prepare, remember, run
+from .dispatch import Operator, attend, operate_with_features
 from .inputs import (
+    AttentionCall,
+    Options,
     cast_under_autocast,
-    check_dropout,
-    check_optional,
+    check_all_options,
     check_options,
-    check_softcap,
-    check_window,
+    describe_call,
     gpu_of,
-    layout_of,
+    parameters_of,
     problem_of,
-    refuse_undrawn,
-    seed_of_call,
 )
 from .plan import plan_attention
-from .problem import canonical_strides, output_strides
-from .refusals import check_call, check_devices, check_key, check_stand_in
 from .tiles import Plan
 
-# What a call with the same key does, prepared. A key holds everything that decides plan, kernel and grid.
+# Prepared calls by their key, which holds everything that decides plan, kernel and grid.
 _prepared: dict[tuple[Any, ...], Callable[..., Any]] = {}
 _last_call: tuple[tuple[Any, ...], Callable[..., Any]] = ((), lambda: None)
-_MAX_PREPARED = 8192  # entries, about 2 KiB each
 
-_is_compiling = torch.compiler.is_compiling
+_is_compiling = torch.compiler.is_dynamo_compiling
+_modes = torch._C._len_torch_dispatch_stack  # noqa: SLF001 - make_fx and export make graphs by modes
+_is_tracing = torch._C._is_tracing  # noqa: SLF001 - what torch.jit.is_tracing calls
 _forward_ad = torch.autograd.forward_ad
 
 
@@ -91,7 +86,7 @@ def flash_attention(
 
     Raises:
         InputError: a shape, dtype, device or value breaks the contract above.
-        UnsupportedError: no kernel, or not the kernel forced, serves this call (docs/features.md has who serves what);
+        UnsupportedError: no kernel, or not the kernel forced, serves this call (see docs/reference/features.md);
             alibi requires grad while gradients are recorded; or gradients are differentiated again.
 
     Gradients, of o and of the LSE: q, k, v, sinks and bias have them, 0 in rows that see no key. Kept for them are the
@@ -108,22 +103,26 @@ def flash_attention(
         window != (-1, -1) or softcap != 0.0 or sinks is not None or alibi is not None or bias is not None
         or dropout_p != 0.0
     ):  # fmt: skip
-        return _attend_with_features(
-            q, k, v, causal, softmax_scale, window, softcap, (sinks, alibi, bias, dropout_seed), dropout_p, return_lse,
-            kernel,
+        return attend(
+            {
+                "q": q, "k": k, "v": v, "sinks": sinks, "alibi": alibi, "bias": bias, "dropout_seed": dropout_seed,
+            },
+            Options(causal, softmax_scale, window, softcap, None, kernel, dropout_p, return_lse),
         )  # fmt: skip
-    if _is_compiling() or type(q) is not Tensor or type(k) is not Tensor or type(v) is not Tensor:
-        return _call_operator(q, k, v, causal, softmax_scale, return_lse, kernel)
-    if (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled():
-        return _attend_recording(
-            {"q": q, "k": k, "v": v}, Options(causal, softmax_scale, kernel=kernel_after(kernel)), return_lse, kernel
-        )
-    if _forward_ad._current_level >= 0:  # noqa: SLF001 - the public way asks tensor by tensor
-        refuse_tangents((q, k, v))
+    if (
+        _is_compiling() or _modes() or _is_tracing()
+        or type(q) is not Tensor or type(k) is not Tensor or type(v) is not Tensor
+        or ((q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled())
+        or _forward_ad._current_level >= 0  # noqa: SLF001 - the public way asks tensor by tensor
+    ):  # fmt: skip
+        return _attend_plain(q, k, v, causal, softmax_scale, return_lse, kernel)
     # Equal keys must mean equal calls: True == 1, and a tensor equals itself after its value has changed.
     if type(causal) is not bool or (softmax_scale is not None and type(softmax_scale) is not float):  # type: ignore[redundant-expr]
         softmax_scale = check_options(causal, softmax_scale)
-    pq, pk, pv = q.data_ptr(), k.data_ptr(), v.data_ptr()
+    try:
+        pq, pk, pv = q.data_ptr(), k.data_ptr(), v.data_ptr()
+    except RuntimeError:  # transforms of torch.func, and tensors that are not dense: refused by name
+        return _attend_plain(q, k, v, causal, softmax_scale, return_lse, kernel)
     dq, dk, dv = q.get_device(), k.get_device(), v.get_device()  # -1: no CUDA device
     contiguous = q.is_contiguous() and k.is_contiguous() and v.is_contiguous()
     key = (
@@ -136,268 +135,90 @@ def flash_attention(
     return _find_call(key, q, k, v)(q, k, v, pq, pk, pv)
 
 
-def explain(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool = False,
-    softmax_scale: float | None = None,
-    window: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    alibi: Tensor | None = None,
-    bias: Tensor | None = None,
-    dropout_p: float = 0.0,
-    dropout_seed: Tensor | None = None,
-    return_lse: bool = False,
-    kernel: str = "auto",
-) -> Plan:
+@parameters_of(flash_attention)
+def explain(q: Tensor, k: Tensor, v: Tensor, *, kernel: str, **arguments: Any) -> Plan:
     """Return the plan that would serve ``flash_attention`` with the same arguments; nothing is launched.
 
     ``print`` shows it as text, ``.as_dict()`` gives it as data. Nothing is compiled either, so the launches' shared
     memory is None; ``flashmoe explain`` compiles and prints it. Arguments and errors are those of ``flash_attention``,
     but inputs may require grad, and no seed is drawn.
     """
-    problem = problem_of(
-        q, k, v, causal=causal, softmax_scale=softmax_scale, return_lse=return_lse,
-        window=window, softcap=softcap, sinks=sinks, alibi=alibi, bias=bias,
-        dropout_p=dropout_p, dropout_seed=dropout_seed,
-    )  # fmt: skip
-    return plan_attention(problem, gpu_of(q), kernel)
+    return plan_attention(problem_of(q, k, v, **arguments), gpu_of(q), kernel)
 
 
 def _describe_layout(q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
-    """Return what tensors that are not contiguous may differ in: strides, and a sign that is still to be applied."""
+    """Return the possible differences between tensors that are not contiguous: strides, and a sign not yet applied."""
     return q.stride(), k.stride(), v.stride(), q.is_neg(), k.is_neg(), v.is_neg()
 
 
 def _find_call(key: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor) -> Callable[..., Any]:
     """Return the prepared call of ``key``, and remember it as the last one."""
-    check_key(key)
+    causal, softmax_scale, return_lse, kernel = key[-4:]
+    if type(return_lse) is not bool or type(kernel) is not str:  # perhaps without a hash, or 1, which equals True
+        check_all_options(Options(causal, softmax_scale, kernel=kernel, return_lse=return_lse))
     global _last_call  # noqa: PLW0603 - one tuple, replaced as a whole, so threads see an old pair or a new one
     if key[7] < 0:  # CPU and meta tensors have the same device index
         key = (*key[:7], q.device.type, k.device.type, v.device.type, *key[10:])
     call = _prepared.get(key)
     if call is None:
-        call = _remember(key, _prepare(q, k, v, *key[-4:]))
+        options = Options(causal, softmax_scale, kernel=kernel, return_lse=return_lse)
+        call = remember(_prepared, key, _prepare(q, k, v, options))
     _last_call = (key, call)
     return call
 
 
-def _prepare(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, softmax_scale: float | None, return_lse: bool, kernel: str
-) -> Callable[..., Any]:
+def _prepare(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Callable[..., Any]:
     """Validate one call, plan it, compile and load its kernels, and return ``call(q, k, v, pq, pk, pv)``."""
-    options: dict[str, Any] = {"causal": causal, "softmax_scale": softmax_scale, "return_lse": return_lse}
-
-    def prepare(q: Tensor, k: Tensor, v: Tensor) -> Callable[..., Any]:
-        return prepare_call(plan_attention(problem_of(q, k, v, **options), gpu_of(q), kernel), q)
-
     if torch.float32 not in (q.dtype, k.dtype, v.dtype):
-        return prepare(q, k, v)
+        return prepare(describe_call({"q": q, "k": k, "v": v}, options))
     prepared: list[Callable[..., Any]] = []
 
     def call(q: Tensor, k: Tensor, v: Tensor, *addresses: int) -> Any:  # whether autocast is on is not in the key
         cast = cast_under_autocast(q, k, v)
         if any(after is not before for after, before in zip(cast, (q, k, v), strict=True)):
-            return flash_attention(*cast, **options, kernel=kernel)
+            return flash_attention(
+                *cast, causal=options.causal, softmax_scale=options.softmax_scale, return_lse=options.return_lse,
+                kernel=options.kernel,
+            )  # fmt: skip
         if not prepared:
-            prepared.append(prepare(q, k, v))
+            prepared.append(prepare(describe_call({"q": q, "k": k, "v": v}, options)))
         return prepared[0](q, k, v, *addresses)
 
     return call
 
 
-def _attend_recording(tensors: Mapping[str, Tensor | None], options: Options, return_lse: bool, kernel: str) -> Any:
-    """Do what ``flash_attention`` does, and record what gradients need."""
-    refuse_tangents((*tensors.values(),))
-    q, k, v = (tensors[name] for name in ("q", "k", "v"))
-    assert q is not None
-    assert k is not None
-    assert v is not None
-    q, k, v = cast_under_autocast(q, k, v)
-    attend = functools.partial(
-        flash_attention, causal=options.causal, softmax_scale=options.softmax_scale, window=options.window,
-        softcap=options.softcap, dropout_p=options.dropout_p, return_lse=True, kernel=kernel,
-    )  # fmt: skip
-    o, lse = differentiable(attend, options, {**tensors, "q": q, "k": k, "v": v})
-    return (o, lse) if return_lse else o
-
-
-def _attend_with_features(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    causal: bool,
-    softmax_scale: float | None,
-    window: tuple[int, int],
-    softcap: float,
-    tensors: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None],
-    dropout_p: float,
-    return_lse: bool,
-    kernel: str,
-) -> Any:
-    """Do what ``flash_attention`` does, with more to tell calls apart by."""
-    check_call(return_lse, kernel)
-    window, softcap, dropout_p = check_window(window), check_softcap(softcap), check_dropout(dropout_p)
-    softmax_scale = check_options(causal, softmax_scale)
-    sinks, alibi, bias, dropout_seed = tensors
-    check_optional(sinks=sinks, alibi=alibi, bias=bias, dropout_seed=dropout_seed)
-    _check_are_tensors(q, k, v)
-    dropout_seed = seed_of_call(dropout_p, dropout_seed, q)
-    tensors = sinks, alibi, bias, dropout_seed
-    named = dict(zip(("sinks", "alibi", "bias", "dropout_seed"), tensors, strict=True))
-    q, k, v = cast_under_autocast(q, k, v)
-    refuse_tangents((q, k, v, *tensors))
-    recording = records({"q": q, "k": k, "v": v, **named})
-    given = [tensor for tensor in tensors if tensor is not None]
-    if _is_compiling() or any(type(tensor) not in PLAIN for tensor in (q, k, v, *given)):
-        check_devices({"q": q, "k": k, "v": v, "sinks": sinks, "alibi": alibi, "bias": bias})
-        o, lse = _attention_features(
-            q, k, v, causal, softmax_scale, *window, softcap, *tensors, dropout_p, return_lse or recording, kernel
-        )
-        return (o, lse) if return_lse else o
-    if recording:
-        asked = Options(causal, softmax_scale, window, softcap, kernel=kernel_after(kernel), dropout_p=dropout_p)
-        return _attend_recording({"q": q, "k": k, "v": v, **named}, asked, return_lse, kernel)
-    options = (causal, softmax_scale, window, softcap, dropout_p, return_lse, kernel)
-    key = ("features", options, *map(layout_of, (q, k, v, *tensors)))
-    call = _prepared.get(key)
-    if call is None:
-        problem = problem_of(
-            q, k, v, causal=causal, softmax_scale=softmax_scale, return_lse=return_lse,
-            window=window, softcap=softcap, dropout_p=dropout_p, **named,
-        )  # fmt: skip
-        call = _remember(key, prepare_call(plan_attention(problem, gpu_of(q), kernel), q))
-    return call(q, k, v, q.data_ptr(), k.data_ptr(), v.data_ptr(), *given)
-
-
-def _remember(key: tuple[Any, ...], call: Callable[..., Any]) -> Callable[..., Any]:
-    if len(_prepared) >= _MAX_PREPARED:
-        _prepared.clear()
-    _prepared[key] = call
-    return call
-
-
-# Graphs that torch traces hold the operators below, and tensor subclasses come by them; the eager call never does.
-
-
-@torch.library.custom_op("flashmoe_science::attention_forward", mutates_args=())
-def _attention_forward(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, softmax_scale: float | None, kernel: str
-) -> Tensor:
-    q, k, v = q.detach(), k.detach(), v.detach()
-    o: Tensor = flash_attention(q, k, v, causal=causal, softmax_scale=softmax_scale, kernel=kernel)
-    return o
-
-
-@torch.library.custom_op("flashmoe_science::attention_forward_lse", mutates_args=())
-def _attention_forward_lse(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, softmax_scale: float | None, kernel: str
-) -> tuple[Tensor, Tensor]:
-    q, k, v = q.detach(), k.detach(), v.detach()
-    o: Tensor
-    lse: Tensor
-    o, lse = flash_attention(q, k, v, causal=causal, softmax_scale=softmax_scale, return_lse=True, kernel=kernel)
-    return o, lse
-
-
-@torch.library.custom_op("flashmoe_science::attention_features", mutates_args=())
-def _attention_features(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    causal: bool,
-    softmax_scale: float | None,
-    window_left: int,
-    window_right: int,
-    softcap: float,
-    sinks: Tensor | None,
-    alibi: Tensor | None,
-    bias: Tensor | None,
-    dropout_seed: Tensor | None,
-    dropout_p: float,
-    return_lse: bool,
-    kernel: str,
-) -> tuple[Tensor, Tensor]:
-    """Return o and, where it is not asked for, an LSE of no elements."""
-    refuse_undrawn(dropout_p, dropout_seed)
-    result = flash_attention(
-        q.detach(),
-        k.detach(),
-        v.detach(),
-        causal=causal,
-        softmax_scale=softmax_scale,
-        window=(window_left, window_right),
-        softcap=softcap,
-        sinks=None if sinks is None else sinks.detach(),
-        alibi=None if alibi is None else alibi.detach(),
-        bias=None if bias is None else bias.detach(),
-        dropout_p=dropout_p,
-        dropout_seed=None if dropout_seed is None else dropout_seed.detach(),
-        return_lse=return_lse,
-        kernel=kernel,
-    )
-    return result if return_lse else (result, torch.empty(0, dtype=torch.float32, device=q.device))
-
-
-@_attention_features.register_fake
-def _fake_features(q: Tensor, k: Tensor, v: Tensor, *options: object) -> tuple[Tensor, Tensor]:
-    check_stand_in(q, k, v, (4, 4, 4), options)
-    o, lse = _fake_outputs(q, v)
-    return o, lse if options[-2] else torch.empty(0, dtype=torch.float32, device=q.device)
-
-
-@_attention_forward.register_fake
-def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *_options: object) -> Tensor:
-    check_stand_in(q, k, v, (4, 4, 4), ())
-    return _fake_outputs(q, v)[0]
-
-
-@_attention_forward_lse.register_fake
-def _fake_forward_lse(q: Tensor, k: Tensor, v: Tensor, *_options: object) -> tuple[Tensor, Tensor]:
-    check_stand_in(q, k, v, (4, 4, 4), ())
-    return _fake_outputs(q, v)
-
-
-def _options_of(
-    *, causal: bool, softmax_scale: float | None, window_left: int, window_right: int, softcap: float,
-    dropout_p: float, kernel: str, **_others: object,
-) -> Options:  # fmt: skip
-    window = window_left, window_right
-    return Options(causal, softmax_scale, window, softcap, kernel=kernel_after(kernel), dropout_p=dropout_p)
-
-
-register_gradients(_attention_features, _options_of)
-
-
-def _fake_outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return outputs without data, in the memory order of the real ones."""
-    batch, heads, seqlen_q, _ = q.shape
-    strides = output_strides(batch, heads, seqlen_q, v.shape[3], canonical_strides(q.shape, q.stride()))
-    o = torch.empty_strided((batch, heads, seqlen_q, v.shape[3]), strides, dtype=q.dtype, device=q.device)
-    return o, torch.empty((batch, heads, seqlen_q), dtype=torch.float32, device=q.device)
-
-
-def _call_operator(
+def _attend_plain(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, softmax_scale: float | None, return_lse: bool, kernel: str
 ) -> Any:
-    _check_are_tensors(q, k, v)
-    check_call(return_lse, kernel)
-    check_devices({"q": q, "k": k, "v": v})
-    softmax_scale = check_options(causal, softmax_scale)
-    q, k, v = cast_under_autocast(q, k, v)
-    refuse_tangents((q, k, v))
-    if records({"q": q, "k": k, "v": v}):
-        nothing = (-1, -1, 0.0, None, None, None, None, 0.0)
-        o, lse = _attention_features(q, k, v, causal, softmax_scale, *nothing, True, kernel)  # noqa: FBT003 - a schema
-        return (o, lse) if return_lse else o
-    operator = _attention_forward_lse if return_lse else _attention_forward
-    return operator(q, k, v, causal, softmax_scale, kernel)
+    """Serve a call without features that is not ready for the fast path."""
+    options = Options(causal, softmax_scale, kernel=kernel, return_lse=return_lse)
+    return attend({"q": q, "k": k, "v": v}, options, _operate)
 
 
-def _check_are_tensors(*tensors: object) -> None:
-    for tensor in tensors:
-        if not isinstance(tensor, Tensor):
-            raise InputError(f"q, k and v must be torch.Tensors, got {type(tensor).__name__}")
+def _operate(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
+    """Call the operators of calls without features; a recorded call has the one that has gradients."""
+    if call.recorded:
+        return operate_with_features(call)
+    causal, softmax_scale, *_, kernel, _, return_lse = call.options
+    arguments = (*call.tensors.values(), causal, softmax_scale, kernel)
+    return _attention_forward_lse(*arguments) if return_lse else (_attention_forward(*arguments), None)
+
+
+def _serve(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, softmax_scale: float | None, kernel: str, *, return_lse: bool = False
+) -> Any:
+    """Run an operator of calls without features."""
+    q, k, v = q.detach(), k.detach(), v.detach()
+    if type(q) is type(k) is type(v) is Tensor and not _modes() and not _is_tracing():
+        return flash_attention(
+            q, k, v, causal=causal, softmax_scale=softmax_scale, return_lse=return_lse, kernel=kernel
+        )
+    options = Options(causal, softmax_scale, kernel=kernel, return_lse=return_lse)
+    return run(describe_call({"q": q, "k": k, "v": v}, options))
+
+
+_PLAIN_CALL = "Tensor q, Tensor k, Tensor v, bool causal, float? softmax_scale, str kernel"
+_attention_forward = Operator("attention_forward", _PLAIN_CALL, _serve, returns=1)
+_attention_forward_lse = Operator(
+    "attention_forward_lse", _PLAIN_CALL, lambda *arguments: _serve(*arguments, return_lse=True)
+)

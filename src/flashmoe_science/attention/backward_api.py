@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
+from typing import Any
 
 from torch import Tensor
 
 from ..errors import InputError
-from .backward_inputs import bias_sums
-from .backward_plan import BACKWARD_KERNEL, BackwardPlan, check_backward_kernel_name, plan_backward
-from .backward_problem import BackwardProblem
-from .gradients import Options, attention_gradients, refuse_tangents
-from .inputs import check_optional, check_options, check_tensors, check_window, gpu_of, problem_of
-from .refusals import check_saved
+from .backward_plan import BackwardPlan, check_backward_kernel_name, plan_backward
+from .backward_problem import BackwardProblem, fields_of_wanted
+from .checks import check_saved, check_tensors
+from .gradients import attention_gradients, forced_kernel
+from .inputs import Options, check_all_options, gpu_of, problem_of, refuse_tangents
 
 
 def flash_attention_backward(
@@ -55,16 +54,19 @@ def flash_attention_backward(
 
     Numerics: as the gradients of ``flash_attention``; the same bits in every run.
     """
-    for name, tensor in {"q": q, "k": k, "v": v, "o": o, "lse": lse, "do": do}.items():
+    given: dict[str, Any] = {"q": q, "k": k, "v": v, "o": o, "do": do, "lse": lse}
+    for name, tensor in given.items():
         if not isinstance(tensor, Tensor):
             raise InputError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
-    check_optional(dlse=dlse)
-    check_tensors({"q": q, "k": k, "v": v}, "B, H, S, D")
-    given = {"q": q, "k": k, "v": v, "o": o, "do": do, "lse": lse, **({} if dlse is None else {"dlse": dlse})}
+    if dlse is not None:
+        if not isinstance(dlse, Tensor):
+            raise InputError(f"dlse must be a torch.Tensor or None, got {type(dlse).__name__}")
+        given["dlse"] = dlse
+    check_tensors(given, "B, H, S, D")
     check_saved(given)
     refuse_tangents(given.values())
     check_backward_kernel_name(kernel)
-    options = Options(causal, check_options(causal, softmax_scale), check_window(window), kernel=kernel)
+    options = check_all_options(Options(causal, softmax_scale, window, kernel=kernel))
     found = attention_gradients(options, given, ["q", "k", "v"])
     return found["q"], found["k"], found["v"]
 
@@ -98,23 +100,12 @@ def explain_gradients(
         UnsupportedError: no kernel, or not the kernel forced, makes these gradients.
     """
     forward = problem_of(
-        q, k, v, causal=causal, softmax_scale=softmax_scale, return_lse=True,
-        window=window, softcap=softcap, sinks=sinks, alibi=alibi, bias=bias,
-        dropout_p=dropout_p, dropout_seed=dropout_seed,
+        q, k, v, causal=causal, softmax_scale=softmax_scale, window=window, softcap=softcap, sinks=sinks, alibi=alibi,
+        bias=bias, dropout_p=dropout_p, dropout_seed=dropout_seed, return_lse=True,
     )  # fmt: skip
     named = {"q": q, "k": k, "v": v, "sinks": sinks, "bias": bias}
     given = {name: tensor for name, tensor in named.items() if tensor is not None}
     wanted = [name for name, tensor in given.items() if tensor.requires_grad] or [*given]
-    problem = BackwardProblem(
-        forward,
-        has_dlse=return_lse,
-        wants_q="q" in wanted,
-        wants_kv="k" in wanted or "v" in wanted,
-        wants_sinks="sinks" in wanted,
-        bias_sums=bias_sums(forward, bias) if "bias" in wanted else None,
-    )
     check_backward_kernel_name(kernel)
-    forced = os.environ.get(BACKWARD_KERNEL) if kernel == "auto" else None
-    if forced:
-        check_backward_kernel_name(forced, BACKWARD_KERNEL)
-    return plan_backward(problem, gpu_of(q), forced or kernel)
+    problem = BackwardProblem(forward, has_dlse=return_lse, **fields_of_wanted(forward, given, wanted))
+    return plan_backward(problem, gpu_of(q), forced_kernel(kernel))

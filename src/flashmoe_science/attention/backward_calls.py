@@ -22,15 +22,15 @@ Call = Callable[[Tensors], dict[str, Tensor]]
 _raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # noqa: SLF001 - absent from CPU builds of torch
 
 
-def prepare_backward(plan: BackwardPlan, q: Tensor) -> Call:
-    """Compile and load the kernels of ``plan``, and return its call for tensors like ``q``."""
+def prepare_backward(plan: BackwardPlan, device: torch.device) -> Call:
+    """Compile and load the kernels of ``plan``, and return its call for tensors on a device."""
     if plan.kernel == "reference":
         return _reference_call(plan.problem)
-    if q.device.type == "cpu" and plan.problem.forward.dtype == "bf16":
+    if device.type == "cpu" and plan.problem.forward.dtype == "bf16":
         raise UnsupportedError(
             "Triton's interpreter multiplies bf16 wrongly", hint="use fp16 or fp32 with TRITON_INTERPRET=1"
         )
-    return _hopper_call(plan, q) if isinstance(plan.config, HopperBackwardConfig) else _kernel_call(plan, q)
+    return (_hopper_call if isinstance(plan.config, HopperBackwardConfig) else _kernel_call)(plan, device)
 
 
 def allocate_gradient(tensor: Tensor) -> Tensor:
@@ -67,10 +67,10 @@ def _allocate(name: str, tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
-def _kernel_call(plan: BackwardPlan, q: Tensor) -> Call:
+def _kernel_call(plan: BackwardPlan, device: torch.device) -> Call:
     """Return the call that allocates the gradients and delta, and launches, or interprets, every kernel."""
     problem, p = plan.problem, plan.problem.forward
-    launches = _cuda_launches(plan, q.device) if q.device.type == "cuda" else _interpreted_launches(plan)
+    launches = _cuda_launches(plan, device) if device.type == "cuda" else _interpreted_launches(plan)
 
     def call(tensors: Tensors) -> dict[str, Tensor]:
         q = tensors["q"]
@@ -95,20 +95,19 @@ def _kernel_call(plan: BackwardPlan, q: Tensor) -> Call:
     return call
 
 
-def _hopper_call(plan: BackwardPlan, q: Tensor) -> Call:
+def _hopper_call(plan: BackwardPlan, device: torch.device) -> Call:
     """Return the call that allocates the gradients and what the kernels hand on to one another, and launches them.
 
     The counters of a call are its own and its first kernel sets them, so calls on other streams, and replays of a CUDA
     graph, which has memory of its own, share none.
     """
-    from .backward_hopper_calls import HOPPER_TENSORS, scratch_sizes
+    from .backward_sm90 import HOPPER_TENSORS, scratch_sizes
 
     assert isinstance(plan.config, HopperBackwardConfig)
     sizes, wanted = scratch_sizes(plan.problem, plan.config), plan.problem.wanted
-    launches = _cuda_launches(plan, q.device, HOPPER_TENSORS)
+    launches = _cuda_launches(plan, device, HOPPER_TENSORS)
 
     def call(tensors: Tensors) -> dict[str, Tensor]:
-        device = tensors["q"].device
         rows = {name: tensors[name].contiguous() for name in ("lse", "dlse") if name in tensors}
         rows.setdefault("dlse", rows["lse"])  # not read
         found = {name: allocate_gradient(tensors[name]) for name in wanted}

@@ -11,7 +11,8 @@ from .backward_plan import DELTA_WARPS, BackwardConfig, BackwardPlan, Tile, delt
 from .backward_problem import BackwardProblem
 from .backward_q_triton import _backward_bias_kernel, _backward_q_kernel
 from .backward_triton import _backward_kv_kernel, _delta_kernel
-from .prepare import PreparedKernel, bias_alignment, dropout_last
+from .prepare import bias_alignment, dropout_last
+from .prepared import PreparedKernel
 from .problem import LOG2_E, AttentionProblem
 from .tiles import block_dim
 

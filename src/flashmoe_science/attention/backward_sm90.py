@@ -10,7 +10,6 @@ from ..gpu.gluon_versions import descriptor_type
 from ..gpu.tensor_map import TensorMap
 from .backward_192_gluon_sm90 import _backward_192_sm90_kernel
 from .backward_gluon_sm90 import _backward_sm90_kernel
-from .backward_hopper_calls import scratch_sizes
 from .backward_hopper_plan import (
     HOPPER_KEYS,
     HOPPER_PART,
@@ -25,14 +24,30 @@ from .backward_passes_triton import _finish_dq_kernel, _prepare_backward_kernel
 from .backward_plan import BackwardPlan
 from .backward_problem import BackwardProblem
 from .backward_wide_gluon_sm90 import _backward_wide_sm90_kernel
-from .prepare import PreparedKernel
+from .prepared import PreparedKernel
 from .tiles import block_dim
 
 _KERNELS = {
     kernel.__name__: kernel for kernel in (_backward_sm90_kernel, _backward_192_sm90_kernel, _backward_wide_sm90_kernel)
 }
+# The tensors of each kernel, in the order of its arguments. ``stats``, ``acc`` and ``turns`` belong to one call; the
+# first kernel sets the counters of the others, so nobody has to clear anything.
+HOPPER_TENSORS = (
+    ("o", "do", "lse", "dlse", "stats", "turns"),
+    ("q", "k", "v", "do", "dk", "dv", "stats", "acc", "turns"),
+    ("acc", "turns", "dq"),
+)
 _LINE = 32  # numbers in 128 bytes, as TMA takes them from swizzled shared memory
 _UNIT = 8  # elements in 16 bytes: strides are multiples of it, and passed so that the compiler knows
+
+
+def scratch_sizes(problem: BackwardProblem, config: HopperBackwardConfig) -> dict[str, int]:
+    """Return the elements of 4 bytes that a call allocates for itself, by name: ``turns`` is int32, the others fp32."""
+    p = problem.forward
+    tiles = hopper_backward_tiles(problem, config)[0] * p.batch * p.heads
+    columns, _ = hopper_backward_columns(problem)
+    sums = tiles * config.block_m
+    return {"stats": 2 * sums, "acc": sums * columns, "turns": tiles * config.turns + 1}
 
 
 def prepare_hopper_backward(plan: BackwardPlan) -> tuple[PreparedKernel, ...]:

@@ -1,44 +1,35 @@
-"""Attention with a K/V cache: contract, validation, and the way from a call to its prepared launches."""
+"""The public functions of attention with a K/V cache: contract, and the way from a call to its prepared launches."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..errors import InputError, UnsupportedError
-from ..gpu.device import gpu_of
+from ..errors import InputError
+from ..gpu.device import gpu_at, gpu_of
 from .cache_calls import Call, prepare_call
 from .cache_contract import (
+    DETACHED,
+    CacheCall,
+    CacheOptions,
     cache_problem_of,
-    check_needed,
-    check_number_of_keys,
-    check_places,
-    check_types,
-    check_values,
+    check_contents,
+    check_operator_call,
+    describe_cache_call,
 )
-from .cache_refusals import check_apart, check_operator_call, check_tuples
+from .calls import remember
+from .checks import check_fake
 from .decode_plan import DecodePlan, plan_with_kv_cache
-from .gradients import PLAIN, refuse_tangents
-from .inputs import check_window
+from .inputs import is_traced, refuse_tangents
 from .problem import canonical_strides, output_strides
-from .refusals import check_stand_in
 
 _TENSORS = (
     "q", "k_cache", "v_cache", "k", "v", "cache_seqlens", "page_table", "cache_batch_idx", "leftpad_k", "rotary_cos",
     "rotary_sin", "sinks", "alibi", "bias",
 )  # fmt: skip
-_OPTIONS = (
-    "rotary_interleaved", "causal", "window", "softcap", "softmax_scale", "num_splits", "batch_invariant", "return_lse",
-    "kernel",
-)  # fmt: skip
 _prepared: dict[tuple[Any, ...], Call] = {}
-_MAX_PREPARED = 8192
-_HASHABLE = frozenset({bool, int, float, str, tuple, type(None)})  # types of options that a key may hold unchecked
-_is_compiling = torch.compiler.is_compiling
 
 
 def flash_attention_with_kv_cache(
@@ -132,45 +123,17 @@ def flash_attention_with_kv_cache(
     every run. CPU tensors run ``cache_reference``. Without ``FLASHMOE_CHECK=1`` a length is cut to what the cache
     holds, and a page that does not exist is read where it would be, or by ``decode_gluon_sm90`` as zeros.
     """
-    given: dict[str, Any] = {
-        "q": q, "k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v, "cache_seqlens": cache_seqlens,
-        "page_table": page_table, "cache_batch_idx": cache_batch_idx, "leftpad_k": leftpad_k,
-        "rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "sinks": sinks, "alibi": alibi, "bias": bias,
-    }  # fmt: skip
-    if type(window) is not tuple:
-        window = check_window(window)
-    options = (
-        rotary_interleaved, causal, window, softcap, softmax_scale, num_splits, batch_invariant, return_lse, kernel,
+    call = describe_cache_call(
+        {
+            "q": q, "k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v, "cache_seqlens": cache_seqlens,
+            "page_table": page_table, "cache_batch_idx": cache_batch_idx, "leftpad_k": leftpad_k,
+            "rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "sinks": sinks, "alibi": alibi, "bias": bias,
+        },
+        CacheOptions(
+            rotary_interleaved, causal, window, softcap, softmax_scale, num_splits, batch_invariant, return_lse, kernel
+        ),
     )  # fmt: skip
-    check_needed(given)
-    if isinstance(cache_seqlens, int):
-        given["cache_seqlens"] = _lengths(cache_seqlens, given)
-    tensors = {name: tensor for name, tensor in given.items() if tensor is not None}
-    if _is_compiling() or any(type(tensor) not in PLAIN for tensor in tensors.values()):
-        return _call_operator(given, options)
-    refuse_tangents(tensors.values())
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors.values()):
-        _refuse_grad(given)
-    # Equal keys must mean equal calls, and True == 1 == 1.0.
-    types = *map(type, options), *map(type, window)
-    if not _HASHABLE.issuperset(types):
-        check_types(options)
-    check_tuples(options, types)
-    check_apart(k, k_cache, v_cache)
-    shared = k_cache.data_ptr() == v_cache.data_ptr()
-    key = *tensors, *map(_describe, tensors.values()), shared, options, types
-    call = _prepared.get(key)
-    if call is None:
-        check_types(options)
-        call = _prepare(tensors, options)
-        if len(_prepared) >= _MAX_PREPARED:
-            _prepared.clear()
-        _prepared[key] = call
-    if os.environ.get("FLASHMOE_CHECK") == "1":
-        check_values(tensors, window[0])
-    elif not q.is_cuda:  # torch would find it out after it wrote the new keys of the sequences before
-        check_places(tensors, window[0])
-    o, lse = call(tensors)
+    o, lse = _call_operator(call) if is_traced(call.tensors.values()) else _run(call)
     return (o, lse) if return_lse else o
 
 
@@ -184,169 +147,100 @@ def explain_with_kv_cache(q: Tensor, k_cache: Tensor, v_cache: Tensor, *new: Ten
     given: dict[str, Any] = {"q": q, "k_cache": k_cache, "v_cache": v_cache, **dict(zip(("k", "v"), new, strict=False))}
     named = [name for name in _TENSORS if name in options]
     twice = [name for name in named if name in given]
-    unknown = [name for name in options if name not in (*_TENSORS, *_OPTIONS)]
+    unknown = [name for name in options if name not in (*_TENSORS, *CacheOptions._fields)]
     if twice or unknown:
-        what = f"{twice[0]} once" if twice else f"options of flash_attention_with_kv_cache, {', '.join(_OPTIONS)}"
+        what = (
+            f"{twice[0]} once"
+            if twice
+            else f"options of flash_attention_with_kv_cache, {', '.join(CacheOptions._fields)}"
+        )
         raise InputError(f"arguments must be {what}, got {', '.join(twice or unknown)}{' twice' if twice else ''}")
-    kernel = options.pop("kernel", "auto")
     given.update({name: options.pop(name) for name in named})
-    check_needed(given)
-    if isinstance(given.get("cache_seqlens"), int):
-        given["cache_seqlens"] = _lengths(given["cache_seqlens"], given)
-    if "window" in options:
-        options["window"] = check_window(options["window"])
-    problem = cache_problem_of({name: tensor for name, tensor in given.items() if tensor is not None}, **options)
-    return plan_with_kv_cache(problem, gpu_of(q), kernel)
+    call = describe_cache_call(given, CacheOptions(**options))
+    problem = cache_problem_of(call.tensors, **call.options._asdict())
+    return plan_with_kv_cache(problem, gpu_of(q), call.options.kernel)
 
 
-def _lengths(length: int, given: Mapping[str, Any]) -> Tensor:
-    q = given["q"]
-    if not q.dim():
-        raise InputError(f"q must have 4 dimensions [B, H, S, D], got shape {list(q.shape)}")
-    check_number_of_keys(length, given)
-    return torch.full((q.shape[0],), length, dtype=torch.int32, device=q.device)
+def _run(call: CacheCall) -> tuple[Tensor, Tensor | None]:
+    """Make a call, prepared once for all that have its options and layouts."""
+    tensors, options = call
+    refuse_tangents(tensors.values())
+    shared = tensors["k_cache"].data_ptr() == tensors["v_cache"].data_ptr()
+    key = *tensors, *map(_describe, tensors.values()), shared, options
+    prepared = _prepared.get(key)
+    if prepared is None:
+        device = tensors["q"].device
+        plan = plan_with_kv_cache(cache_problem_of(tensors, **options._asdict()), gpu_at(device), options.kernel)
+        prepared = remember(_prepared, key, prepare_call(plan, device))
+    check_contents(tensors, options.window[0])
+    return prepared(tensors)
 
 
 def _describe(tensor: Tensor) -> tuple[Any, ...]:
-    """Return all that a prepared call depends on: not what lies in the tensor, and of where it lies the alignment."""
+    """Return all that a prepared call depends on: not the elements, and of the address only the alignment."""
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() & 15, tensor.is_neg()
 
 
-def _refuse_grad(given: Mapping[str, Any]) -> None:
-    names = [name for name, tensor in given.items() if isinstance(tensor, Tensor) and tensor.requires_grad]
-    raise UnsupportedError(
-        f"there is no backward with a cache, and gradients are required of {', '.join(names)}",
-        hint="call it under torch.no_grad(), or pass detached tensors",
-    )
-
-
-def _prepare(tensors: Mapping[str, Tensor], options: tuple[Any, ...]) -> Call:
-    """Validate one call, plan it, and return it prepared."""
-    interleaved, causal, window, softcap, scale, num_splits, invariant, return_lse, kernel = options
-    problem = cache_problem_of(
-        tensors, rotary_interleaved=interleaved, causal=causal, window=window, softcap=softcap, softmax_scale=scale,
-        num_splits=num_splits, batch_invariant=invariant, return_lse=return_lse,
-    )  # fmt: skip
-    q = tensors["q"]
-    return prepare_call(plan_with_kv_cache(problem, gpu_of(q), kernel), q.device)
-
-
 # Graphs that torch traces hold the operators below; the eager call never does.
+_PLACES = "Tensor? page_table, Tensor? cache_batch_idx, Tensor? leftpad_k"
+_HEADS = "Tensor? sinks, Tensor? alibi, Tensor? bias"
+_TAIL = (
+    "bool causal, SymInt window_left, SymInt window_right, float softcap, float? softmax_scale, SymInt num_splits, "
+    "bool batch_invariant, str kernel"
+)
+_ATTEND = f"Tensor q, Tensor k_cache, Tensor v_cache, Tensor? cache_seqlens, {_PLACES}, {_HEADS}, {_TAIL}"
+_APPEND = (
+    "Tensor q, Tensor(a1!) k_cache, Tensor(a2!) v_cache, Tensor k, Tensor v, Tensor cache_seqlens, "
+    f"{_PLACES}, Tensor? rotary_cos, Tensor? rotary_sin, bool rotary_interleaved, {_HEADS}, {_TAIL}"
+)
+_ATTEND_NAMES, _APPEND_NAMES = ([part.split()[-1] for part in schema.split(", ")] for schema in (_ATTEND, _APPEND))
 
 
-@torch.library.custom_op("flashmoe_science::attention_with_kv_cache", mutates_args=())
-def _attention_with_kv_cache(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    cache_seqlens: Tensor | None,
-    page_table: Tensor | None,
-    cache_batch_idx: Tensor | None,
-    leftpad_k: Tensor | None,
-    sinks: Tensor | None,
-    alibi: Tensor | None,
-    bias: Tensor | None,
-    causal: bool,
-    window_left: int,
-    window_right: int,
-    softcap: float,
-    softmax_scale: float | None,
-    num_splits: int,
-    batch_invariant: bool,
-    kernel: str,
-) -> tuple[Tensor, Tensor]:
-    o: Tensor
-    lse: Tensor
-    o, lse = flash_attention_with_kv_cache(
-        q.detach(), k_cache.detach(), v_cache.detach(), cache_seqlens=cache_seqlens, page_table=page_table,
-        cache_batch_idx=cache_batch_idx, leftpad_k=leftpad_k, sinks=sinks, alibi=alibi, bias=bias, causal=causal,
-        window=(window_left, window_right), softcap=softcap, softmax_scale=softmax_scale, num_splits=num_splits,
-        batch_invariant=batch_invariant, return_lse=True, kernel=kernel,
-    )  # fmt: skip
+def _serve(given: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Run an operator."""
+    window = given.pop("window_left"), given.pop("window_right")
+    tensors = {name: given.pop(name) for name in _TENSORS if name in given}
+    tensors |= {name: tensors[name].detach() for name in DETACHED if name in tensors}
+    o, lse = _run(describe_cache_call(tensors, CacheOptions(**given, window=window, return_lse=True)))
+    assert lse is not None
     return o, lse
 
 
-@torch.library.custom_op("flashmoe_science::attention_append_kv_cache", mutates_args=("k_cache", "v_cache"))
-def _attention_append_kv_cache(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cache_seqlens: Tensor,
-    page_table: Tensor | None,
-    cache_batch_idx: Tensor | None,
-    leftpad_k: Tensor | None,
-    rotary_cos: Tensor | None,
-    rotary_sin: Tensor | None,
-    rotary_interleaved: bool,
-    sinks: Tensor | None,
-    alibi: Tensor | None,
-    bias: Tensor | None,
-    causal: bool,
-    window_left: int,
-    window_right: int,
-    softcap: float,
-    softmax_scale: float | None,
-    num_splits: int,
-    batch_invariant: bool,
-    kernel: str,
-) -> tuple[Tensor, Tensor]:
-    o: Tensor
-    lse: Tensor
-    o, lse = flash_attention_with_kv_cache(
-        q.detach(), k_cache.detach(), v_cache.detach(), k.detach(), v.detach(), cache_seqlens=cache_seqlens,
-        page_table=page_table, cache_batch_idx=cache_batch_idx, leftpad_k=leftpad_k, rotary_cos=rotary_cos,
-        rotary_sin=rotary_sin, rotary_interleaved=rotary_interleaved, sinks=sinks, alibi=alibi, bias=bias,
-        causal=causal, window=(window_left, window_right), softcap=softcap, softmax_scale=softmax_scale,
-        num_splits=num_splits, batch_invariant=batch_invariant, return_lse=True, kernel=kernel,
-    )  # fmt: skip
-    return o, lse
+@torch.library.custom_op(
+    "flashmoe_science::attention_with_kv_cache", mutates_args=(), schema=f"({_ATTEND}) -> (Tensor, Tensor)"
+)
+def _attention_with_kv_cache(*arguments: Any) -> tuple[Tensor, Tensor]:
+    return _serve(dict(zip(_ATTEND_NAMES, arguments, strict=True)))
+
+
+@torch.library.custom_op(
+    "flashmoe_science::attention_append_kv_cache",
+    mutates_args=("k_cache", "v_cache"),
+    schema=f"({_APPEND}) -> (Tensor, Tensor)",
+)
+def _attention_append_kv_cache(*arguments: Any) -> tuple[Tensor, Tensor]:
+    return _serve(dict(zip(_APPEND_NAMES, arguments, strict=True)))
 
 
 @_attention_with_kv_cache.register_fake
-def _fake_with_kv_cache(q: Tensor, k_cache: Tensor, v_cache: Tensor, *options: object) -> tuple[Tensor, Tensor]:
-    check_stand_in(q, k_cache, v_cache, (4, 4, 4), options)
-    return _fake_outputs(q, v_cache)
-
-
 @_attention_append_kv_cache.register_fake
-def _fake_append_kv_cache(q: Tensor, k_cache: Tensor, v_cache: Tensor, *options: object) -> tuple[Tensor, Tensor]:
-    check_stand_in(q, k_cache, v_cache, (4, 4, 4), options)
-    return _fake_outputs(q, v_cache)
-
-
-def _fake_outputs(q: Tensor, v_cache: Tensor) -> tuple[Tensor, Tensor]:
+def _fake(q: Tensor, k_cache: Tensor, v_cache: Tensor, *others: object) -> tuple[Tensor, Tensor]:
     """Return outputs without data, in the memory order of the real ones."""
-    batch, heads, seqlen_q, _ = q.shape
-    columns = v_cache.shape[3]
-    strides = output_strides(batch, heads, seqlen_q, columns, canonical_strides(q.shape, q.stride()))
-    o = torch.empty_strided((batch, heads, seqlen_q, columns), strides, dtype=q.dtype, device=q.device)
-    return o, torch.empty((batch, heads, seqlen_q), dtype=torch.float32, device=q.device)
+    check_fake(q, k_cache, v_cache, (4, 4, 4), others)
+    shape = (*q.shape[:3], v_cache.shape[3])
+    strides = output_strides(*shape, canonical_strides(q.shape, q.stride()))
+    o = torch.empty_strided(shape, strides, dtype=q.dtype, device=q.device)
+    return o, torch.empty(shape[:3], dtype=torch.float32, device=q.device)
 
 
-def _call_operator(given: Mapping[str, Any], options: tuple[Any, ...]) -> Any:
-    check_operator_call(given)
-    for name, tensor in given.items():
-        if tensor is not None and not isinstance(tensor, Tensor):
-            raise InputError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
-    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in given.values()):
-        _refuse_grad(given)
-    interleaved, causal, window, softcap, scale, num_splits, invariant, return_lse, kernel = options
-    check_types(options)
-    tail = (causal, *window, float(softcap), scale, num_splits, invariant, kernel)
-    common = [given[name] for name in ("page_table", "cache_batch_idx", "leftpad_k")]
-    heads = (given["sinks"], given["alibi"], given["bias"])
-    if given["k"] is None and given["v"] is None and given["rotary_cos"] is None and given["rotary_sin"] is None:
-        o, lse = _attention_with_kv_cache(
-            given["q"], given["k_cache"], given["v_cache"], given["cache_seqlens"], *common, *heads, *tail
-        )
-    else:
-        for name, other in (("k", "v"), ("v", "k"), ("cache_seqlens", "k")):
-            if given[name] is None:
-                raise InputError(f"{name} must be given with {other}, got None")
-        o, lse = _attention_append_kv_cache(
-            given["q"], given["k_cache"], given["v_cache"], given["k"], given["v"], given["cache_seqlens"], *common,
-            given["rotary_cos"], given["rotary_sin"], interleaved, *heads, *tail,
-        )  # fmt: skip
-    return (o, lse) if return_lse else o
+def _call_operator(call: CacheCall) -> tuple[Tensor, Tensor]:
+    check_operator_call(call)
+    tensors, options = call
+    given: dict[str, Any] = {**tensors, **options._asdict()}
+    given["window_left"], given["window_right"] = options.window
+    if not {"k", "v", "rotary_cos", "rotary_sin"} & tensors.keys():
+        return _attention_with_kv_cache(*map(given.get, _ATTEND_NAMES))
+    for name, other in (("k", "v"), ("v", "k"), ("cache_seqlens", "k")):
+        if name not in tensors:
+            raise InputError(f"{name} must be given with {other}, got None")
+    return _attention_append_kv_cache(*map(given.get, _APPEND_NAMES))

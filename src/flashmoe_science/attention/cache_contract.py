@@ -2,25 +2,79 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping
-from typing import Any
+import os
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..errors import InputError, UnsupportedError, shown
-from ..gpu.refusals import check_dense, check_not_negative
+from ..gpu.refusals import check_dense, check_no_bare_subclass, check_no_tangent, check_not_negative
 from .cache_problem import CacheProblem
-from .gradients import PLAIN
+from .checks import DTYPE_NAMES, check_devices, check_pages
+from .inputs import PLAIN, check_bias_kind, check_window, pointer_alignment
 from .problem import LARGEST_SCALE, canonical_strides
 
-_DTYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+_STRIDED = torch.strided
+DETACHED = ("q", "k_cache", "v_cache", "k", "v")  # tensors that operators take the class of a subclass off
 
 
-def check_types(options: tuple[Any, ...]) -> None:
-    """Equal keys must mean equal calls: True == 1 == 1.0. Raises ``InputError``."""
+class CacheOptions(NamedTuple):
+    """What a call with a K/V cache asks for besides its tensors."""
+
+    rotary_interleaved: bool = False
+    causal: bool = False
+    window: tuple[int, int] = (-1, -1)
+    softcap: float = 0.0
+    softmax_scale: float | None = None
+    num_splits: int = 0
+    batch_invariant: bool = False
+    return_lse: bool = False
+    kernel: str = "auto"
+
+
+_OPTION_TYPES = tuple(
+    (bool, bool, tuple, float, scale, int, bool, bool, str) for scale in (type(None), float)
+)  # where nothing has to be converted
+
+
+class CacheCall(NamedTuple):
+    """One call of ``flash_attention_with_kv_cache``. ``describe_cache_call`` makes it."""
+
+    tensors: Mapping[str, Tensor]  # those that are given
+    options: CacheOptions
+
+
+def describe_cache_call(given: Mapping[str, Any], options: CacheOptions) -> CacheCall:
+    """Return what the caller passed as a call, with lengths on the device; ``None`` is left out. Raises ``InputError``.
+
+    The rest of the contract is checked by ``cache_problem_of``, once for all calls of the same layouts.
+    """
+    _check_needed(given.get("q"), given.get("k_cache"), given.get("v_cache"))
+    tensors = {name: tensor for name, tensor in given.items() if tensor is not None}
+    length = tensors.get("cache_seqlens")
+    if isinstance(length, int):
+        q = tensors["q"]
+        if not q.dim():
+            raise InputError(f"q must have 4 dimensions [B, H, S, D], got shape {list(q.shape)}")
+        check_number_of_keys(length, given)
+        tensors["cache_seqlens"] = torch.full((q.shape[0],), length, dtype=torch.int32, device=q.device)
+    if "bias" in tensors:
+        check_bias_kind(tensors)
+    if torch.is_grad_enabled():
+        _check_no_grad(tensors)
+    return CacheCall(tensors, check_types(options))
+
+
+def check_types(options: CacheOptions) -> CacheOptions:
+    """Return options in their types: True == 1 == 1.0, and equal keys must mean equal calls. Raises ``InputError``."""
+    types = (*map(type, options),)
+    if types in _OPTION_TYPES and [*map(type, options.window)] == [int, int]:
+        return options  # as nearly all are
     interleaved, causal, window, softcap, scale, num_splits, invariant, return_lse, kernel = options
+    if type(window) is not tuple:
+        window = check_window(window)
     flags = {
         "rotary_interleaved": interleaved, "causal": causal, "batch_invariant": invariant, "return_lse": return_lse,
     }  # fmt: skip
@@ -39,14 +93,20 @@ def check_types(options: tuple[Any, ...]) -> None:
             raise InputError(f"{name} must be at most {LARGEST_SCALE:.3g} in size, got a larger integer")
     if type(kernel) is not str:
         raise InputError(f"kernel must be the name of a kernel, got {shown(kernel)}")
+    return options._replace(
+        window=window, softcap=float(softcap), softmax_scale=None if scale is None else float(scale)
+    )
 
 
-def check_needed(given: Mapping[str, Any]) -> None:
+def _check_needed(q: Any, k_cache: Any, v_cache: Any) -> None:
     """Raise ``InputError`` where a tensor is missing that no call can do without."""
-    for name in ("q", "k_cache", "v_cache"):
-        if not isinstance(given.get(name), Tensor):
-            raise InputError(f"{name} must be a torch.Tensor, got {type(given.get(name)).__name__}")
-        check_dense(name, given[name])
+    if type(q) is type(k_cache) is type(v_cache) is Tensor and q.layout is k_cache.layout is v_cache.layout is _STRIDED:
+        if not (q.is_nested or k_cache.is_nested or v_cache.is_nested):
+            return
+    for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
+        if not isinstance(tensor, Tensor):
+            raise InputError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+        check_dense(name, tensor)
 
 
 def check_number_of_keys(length: int, given: Mapping[str, Any]) -> None:
@@ -79,26 +139,17 @@ def _in_words(capacity: int, new: int) -> str:
     return f"from 0 to {capacity - new} ({room})"
 
 
-def cache_problem_of(
-    tensors: Mapping[str, Tensor],
-    *,
-    rotary_interleaved: bool = False,
-    causal: bool = False,
-    window: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    softmax_scale: float | None = None,
-    num_splits: int = 0,
-    batch_invariant: bool = False,
-    return_lse: bool = False,
-) -> CacheProblem:
-    """Check the tensors of a call against the contract of ``flash_attention_with_kv_cache``, and describe the call.
+def cache_problem_of(tensors: Mapping[str, Tensor], **options: Any) -> CacheProblem:
+    """Check a call against the contract of ``flash_attention_with_kv_cache``, and describe its problem.
+
+    Args:
+        tensors: the tensors that are given, by name.
+        options: fields of ``CacheOptions``.
 
     Raises:
         InputError: with the argument's name, what was expected and what was got.
     """
-    check_types(
-        (rotary_interleaved, causal, window, softcap, softmax_scale, num_splits, batch_invariant, return_lse, "")
-    )
+    asked = check_types(CacheOptions(**options))
     _check_tensors(tensors)
     q, k_cache, v_cache = tensors["q"], tensors["k_cache"], tensors["v_cache"]
     batch, heads, seqlen_q, head_dim = q.shape
@@ -128,7 +179,7 @@ def cache_problem_of(
         capacity=length if table is None else table.shape[1] * length,
         head_dim=head_dim,
         head_dim_v=head_dim_v,
-        dtype=_DTYPE_NAMES[q.dtype],
+        dtype=DTYPE_NAMES[q.dtype],
         seqlen_new=seqlen_new,
         page_size=length if table is not None else 0,
         pages=pages,
@@ -136,31 +187,31 @@ def cache_problem_of(
         has_leftpad="leftpad_k" in tensors,
         has_batch_idx="cache_batch_idx" in tensors,
         shared_kv=shares_memory(k_cache, v_cache),
-        causal=causal,
-        window=window,
-        softcap=float(softcap),
-        sinks=_DTYPE_NAMES[tensors["sinks"].dtype] if "sinks" in tensors else "",
-        alibi="" if alibi is None else _DTYPE_NAMES[alibi.dtype],
+        causal=asked.causal,
+        window=asked.window,
+        softcap=asked.softcap,
+        sinks=DTYPE_NAMES[tensors["sinks"].dtype] if "sinks" in tensors else "",
+        alibi="" if alibi is None else DTYPE_NAMES[alibi.dtype],
         alibi_stride=alibi.stride(0) if alibi is not None and alibi.dim() == 2 else 0,
-        bias="" if bias is None else _DTYPE_NAMES[bias.dtype],
+        bias="" if bias is None else DTYPE_NAMES[bias.dtype],
         bias_strides=() if bias is None else _bias_strides(bias),  # type: ignore[arg-type]
-        softmax_scale=None if softmax_scale is None else float(softmax_scale),
+        softmax_scale=asked.softmax_scale,
         rotary_dim=rotary[0],
         rotary_length=rotary[1],
         rotary_dtype=rotary[2],
         rotary_stride=rotary[3],
-        rotary_interleaved=rotary_interleaved and rotary[0] > 0,
-        rotary_advance=rotary[0] > 0 and (causal or window != (-1, -1)),
-        num_splits=num_splits,
-        batch_invariant=batch_invariant,
-        return_lse=return_lse,
+        rotary_interleaved=asked.rotary_interleaved and rotary[0] > 0,
+        rotary_advance=rotary[0] > 0 and (asked.causal or asked.window != (-1, -1)),
+        num_splits=asked.num_splits,
+        batch_invariant=asked.batch_invariant,
+        return_lse=asked.return_lse,
         q_strides=canonical_strides(q.shape, q.stride()),
         k_strides=canonical_strides(k_cache.shape, k_cache.stride()),
         v_strides=canonical_strides(v_cache.shape, v_cache.stride()),
         new_k_strides=() if new is None else canonical_strides(new.shape, new.stride()),  # type: ignore[arg-type]
         new_v_strides=() if new is None else canonical_strides(tensors["v"].shape, tensors["v"].stride()),  # type: ignore[arg-type]
         table_stride=0 if table is None else table.stride(0),
-        pointer_alignment=_pointer_alignment(q, k_cache, v_cache),
+        pointer_alignment=pointer_alignment(q, k_cache, v_cache),
     )
 
 
@@ -189,10 +240,10 @@ def _check_tensors(tensors: Mapping[str, Tensor]) -> None:
         if name in tensors and tensors[name].dim() != 4:
             letters = "pages or B, positions, HK, D" if "cache" in name else "B, H, S, D"
             raise InputError(f"{name} must have 4 dimensions [{letters}], got shape {list(tensors[name].shape)}")
-        if name in tensors and (tensors[name].dtype not in _DTYPE_NAMES or tensors[name].dtype != q.dtype):
+        if name in tensors and (tensors[name].dtype not in DTYPE_NAMES or tensors[name].dtype != q.dtype):
             expected = (
                 f"the dtype of q, {q.dtype}"
-                if q.dtype in _DTYPE_NAMES and name != "q"
+                if q.dtype in DTYPE_NAMES and name != "q"
                 else "float16, bfloat16 or float32"
             )
             raise InputError(f"{name} must be {expected}, got {tensors[name].dtype}")
@@ -329,7 +380,7 @@ def _check_rotary(tensors: Mapping[str, Tensor], q: Tensor, head_dim: int) -> tu
             f"rotary_sin must have dtype and strides of rotary_cos, {cos.dtype} and {list(cos.stride())}, "
             f"got {sin.dtype} and {list(sin.stride())}"
         )
-    return 2 * cos.shape[1], cos.shape[0], _DTYPE_NAMES[cos.dtype], cos.stride(0)
+    return 2 * cos.shape[1], cos.shape[0], DTYPE_NAMES[cos.dtype], cos.stride(0)
 
 
 def _check_head_values(tensors: Mapping[str, Tensor], batch: int, heads: int) -> None:
@@ -337,7 +388,7 @@ def _check_head_values(tensors: Mapping[str, Tensor], batch: int, heads: int) ->
         tensor = tensors.get(name)
         if tensor is None:
             continue
-        if tensor.dtype not in _DTYPE_NAMES:
+        if tensor.dtype not in DTYPE_NAMES:
             raise InputError(f"{name} must be float16, bfloat16 or float32, got {tensor.dtype}")
         shapes = [(heads,)] + ([(batch, heads)] if name == "alibi" else [])
         if tuple(tensor.shape) not in shapes:
@@ -346,7 +397,7 @@ def _check_head_values(tensors: Mapping[str, Tensor], batch: int, heads: int) ->
 
 
 def _check_bias(bias: Tensor, shape: tuple[int, int, int, int]) -> None:
-    if bias.dtype not in _DTYPE_NAMES:
+    if bias.dtype not in DTYPE_NAMES:
         raise InputError(f"bias must be float16, bfloat16 or float32, got {bias.dtype}")
     fits = bias.dim() == 4 and tuple(bias.shape[2:]) == shape[2:]
     if not fits or bias.shape[0] not in (1, shape[0]) or bias.shape[1] not in (1, shape[1]):
@@ -365,12 +416,6 @@ def _check_shape(name: str, tensor: Tensor, expected: tuple[int, ...], letters: 
     if tuple(tensor.shape) != expected:
         words = f"{name} must have shape [{letters}] = {list(expected)}, got {list(tensor.shape)}"
         raise InputError(words, hint=hint)
-
-
-def _pointer_alignment(*tensors: Tensor) -> int:
-    if any(type(tensor) is not Tensor for tensor in tensors):  # fake tensors have no address
-        return 16
-    return math.gcd(16, *(tensor.data_ptr() for tensor in tensors))
 
 
 def check_values(tensors: Mapping[str, Tensor], left: int) -> None:
@@ -433,10 +478,44 @@ def check_places(tensors: Mapping[str, Tensor], left: int) -> None:
     check_pages(tensors["page_table"], rows, length, keys)
 
 
-def check_pages(page_table: Tensor, pages: int, page_size: int, keys: Iterable[tuple[int, int]]) -> None:
-    """Check on the host the pages that hold the keys [first, end) of each sequence. Raises ``InputError``."""
-    tables = page_table.tolist()
-    for b, (first, end) in enumerate(keys):
-        for i in range(first // page_size, -(-end // page_size)) if first < end else ():
-            if not 0 <= tables[b][i] < pages:
-                raise InputError(f"page_table[{b}, {i}] must be from 0 to {pages - 1}, got {tables[b][i]}")
+def check_contents(tensors: Mapping[str, Tensor], left: int) -> None:
+    """Check at each call what a prepared call does not depend on: where the caches lie, and read integers.
+
+    A prepared call serves caches that lie elsewhere too, also one inside the other. ``left`` is the window's left
+    bound, -1 for none. Raises ``InputError`` and ``UnsupportedError``.
+    """
+    k_cache, v_cache = tensors["k_cache"], tensors["v_cache"]
+    # That values are columns of the keys is refused with the problem.
+    if "k" in tensors and not shares_memory(k_cache, v_cache) and meet(k_cache, v_cache):
+        raise InputError("v_cache must have memory of its own, as k and v are written to it, got some of k_cache")
+    if os.environ.get("FLASHMOE_CHECK") == "1":
+        check_values(tensors, left)
+    elif not tensors["q"].is_cuda:  # torch would find it out after it wrote the new keys of the sequences before
+        check_places(tensors, left)
+
+
+def check_operator_call(call: CacheCall) -> None:
+    """Check a call before its operator is called. Raises ``InputError`` and ``UnsupportedError``."""
+    tensors = {name: tensor for name, tensor in call.tensors.items() if isinstance(tensor, Tensor)}
+    for name, tensor in tensors.items():
+        check_dense(name, tensor)
+        if name not in DETACHED:
+            check_no_bare_subclass(name, tensor)
+        check_no_tangent(name, tensor)
+    check_devices(tensors)
+    for name in ("rotary_cos", "rotary_sin"):
+        if name in tensors and "k" not in tensors:
+            raise InputError(f"{name} needs new keys k: queries are rotated where keys are appended, got None")
+    for name, tensor in call.tensors.items():
+        if name not in tensors:
+            raise InputError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+
+
+def _check_no_grad(tensors: Mapping[str, Any]) -> None:
+    """Raise ``UnsupportedError`` where autograd would want gradients."""
+    names = [name for name, tensor in tensors.items() if isinstance(tensor, Tensor) and tensor.requires_grad]
+    if names:
+        raise UnsupportedError(
+            f"there is no backward with a cache, and gradients are required of {', '.join(names)}",
+            hint="call it under torch.no_grad(), or pass detached tensors",
+        )

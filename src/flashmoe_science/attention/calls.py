@@ -1,10 +1,12 @@
-"""Prepared calls: plan, kernels, grid and scalars are settled, a call allocates its outputs and launches.
+"""From a described call to its launch. Prepared calls have plan, kernels, grid and scalars settled.
 
-A call is made of q, k and v, their addresses, and the tensors that features need, in the order of ``problem.extras``.
+A prepared call takes q, k and v, their addresses, and the other tensors in the order of ``problem.extras``. It
+allocates its outputs and launches.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,11 +14,23 @@ import torch
 from torch import Tensor
 
 from ..errors import UnsupportedError
+from ..gpu.device import gpu_at
 from . import reference
+from .features_plan import FEATURES_KERNEL
+from .inputs import AttentionCall, batched_problem, layouts_of
+from .packed import check_values, planned_lengths, problem_of_packed
+from .plan import plan_attention
 from .problem import AttentionProblem
 from .tiles import ForwardConfig, HopperConfig, Plan
 
 Call = Callable[..., Any]
+
+_prepared: dict[tuple[Any, ...], Call] = {}
+MAX_PREPARED = 8192  # entries, about 2 KiB each
+# Launches are kept for so many numbers of tokens: tensor maps hold the number, and the layers of a model repeat it. A
+# new one takes the host half a millisecond (lab/hopper/14_packed_sequences.txt), as both kernels are prepared anew.
+_MAX_TOKENS = 64
+_FEWEST_POINTERS = 4  # that ``prepare_launch`` writes
 
 # Absent from CPU builds of torch.
 _raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # noqa: SLF001 - what torch.compile's code calls
@@ -25,13 +39,60 @@ _current_device = getattr(torch._C, "_cuda_getDevice", None)  # noqa: SLF001 - w
 _empty_strided_cuda = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined] # noqa: SLF001
 
 
-def prepare_call(plan: Plan, q: Tensor) -> Call:
-    """Compile and load the kernels of ``plan``, and return its call for tensors like ``q``."""
+def run(call: AttentionCall) -> Any:
+    """Make a call, prepared once for all that have its options and layouts. Return o, or the pair of o and the LSE."""
+    tensors, options = call.tensors, call.options
+    packed = options.max_seqlens is not None
+    key: tuple[Any, ...] = (options, *tensors, *layouts_of(tensors, packed=packed))
+    if options.max_seqlens is not None:
+        lengths = planned_lengths(*options.max_seqlens, tensors.get("bias"))
+        key = (*options[:4], lengths, *options[5:], *key[1:])
+    prepared = _prepared.get(key)
+    if prepared is None:
+        prepared = remember(_prepared, key, prepare(call))
+    if packed:
+        check_values(tensors, options)
+    q, k, v, *extras = tensors.values()
+    return prepared(q, k, v, q.data_ptr(), k.data_ptr(), v.data_ptr(), *extras)
+
+
+def prepare(call: AttentionCall) -> Call:
+    """Check the tensors of a call, plan it, compile and load its kernels, and return the prepared call."""
+    packed = call.options.max_seqlens is not None
+    problem = (problem_of_packed if packed else batched_problem)(call.tensors, call.options)
+    q = call.tensors["q"]
+    return prepare_call(plan_attention(problem, gpu_at(q.device), call.options.kernel), q.device, q.dtype)
+
+
+def remember(prepared: dict[tuple[Any, ...], Any], key: tuple[Any, ...], call: Any) -> Any:
+    """Keep a prepared call for its key, and return it."""
+    if len(prepared) >= MAX_PREPARED:
+        prepared.clear()
+    prepared[key] = call
+    return call
+
+
+def prepare_call(plan: Plan, device: torch.device, dtype: torch.dtype) -> Call:
+    """Compile and load the kernels of ``plan``, and return its call."""
     if plan.kernel == "reference":
         return _reference_call(plan.problem)
-    if q.device.type == "cpu":
+    if device.type == "cpu":
         return _interpreter_call(plan)
-    return _cuda_call(plan, q.device.index, q.dtype)
+    index = device.index
+    if plan.problem.packed and plan.kernel == FEATURES_KERNEL and plan.launches:
+        call = _ordered_call(plan, index)
+    else:
+        call = _cuda_call(plan, index, dtype)
+    if torch.cuda.device_count() == 1:
+        return call
+
+    def call_on_device(q: Tensor, k: Tensor, v: Tensor, pq: int, pk: int, pv: int, *extras: Tensor) -> Any:
+        if _current_device() == index:  # type: ignore[misc]
+            return call(q, k, v, pq, pk, pv, *extras)
+        with torch.cuda.device(index):
+            return call(q, k, v, pq, pk, pv, *extras)
+
+    return call_on_device
 
 
 def _reference_call(problem: AttentionProblem) -> Call:
@@ -98,19 +159,9 @@ def _cuda_call(plan: Plan, device: int, dtype: torch.dtype) -> Call:
         prepare_launch(kernel.source, plan.arch, device, kernel.grid, kernel.scalars, kernel.tensor_maps)
         for kernel in prepare_kernels(plan)
     ]
-    call = (
-        _featured_call(plan, device, launches) if plan.problem.features else _plain_call(plan, device, dtype, launches)
-    )
-    if torch.cuda.device_count() == 1:
-        return call
-
-    def call_on_device(q: Tensor, k: Tensor, v: Tensor, pq: int, pk: int, pv: int, *extras: Tensor) -> Any:
-        if _current_device() == device:  # type: ignore[misc]
-            return call(q, k, v, pq, pk, pv, *extras)
-        with torch.cuda.device(device):
-            return call(q, k, v, pq, pk, pv, *extras)
-
-    return call_on_device
+    if plan.problem.features:
+        return _featured_call(plan, device, launches)
+    return _plain_call(plan, device, dtype, launches)
 
 
 def _plain_call(plan: Plan, device: int, dtype: torch.dtype, launches: Sequence[Callable[..., None]]) -> Call:
@@ -194,6 +245,45 @@ def _featured_call(plan: Plan, device: int, launches: Sequence[Callable[..., Non
             forward, merge = launches
             forward(stream, pq, pk, pv, o_part.data_ptr(), lse_part.data_ptr(), *addresses)
             merge(stream, o_part.data_ptr(), lse_part.data_ptr(), o.data_ptr(), lse_at)
+        return o if lse is None else (o, lse)
+
+    return call
+
+
+def _ordered_call(plan: Plan, device: int) -> Call:
+    """Return the call of packed sequences on Hopper: one kernel orders the sequences, the next attends to them."""
+    from ..gpu.counters import counters_of
+    from ..gpu.launch import current_context, prepare_launch
+    from .features_prepare import prepare_features
+
+    problem, stream_of, counter = plan.problem, _raw_stream, counters_of(device).address
+    assert stream_of is not None
+    has_sinks = bool(problem.sinks)
+    width = max(problem.head_dim, problem.head_dim_v)
+
+    @functools.lru_cache(maxsize=_MAX_TOKENS)
+    def launches_of(tokens_q: int, tokens_k: int) -> tuple[Callable[..., None], ...]:
+        with current_context(device):  # the thread that calls may not have used the GPU yet
+            return tuple(
+                prepare_launch(kernel.source, plan.arch, device, kernel.grid, kernel.scalars, kernel.tensor_maps)
+                for kernel in prepare_features(plan, (tokens_q, tokens_k))
+            )
+
+    def call(q: Tensor, k: Tensor, _v: Tensor, pq: int, pk: int, pv: int, *extras: Tensor) -> Any:
+        o = allocate_output(problem, q)
+        lse = allocate_lse(problem, q) if problem.return_lse else None
+        if q.shape[0]:
+            order, attend = launches_of(q.shape[0], k.shape[0])
+            if not k.shape[0]:  # TMA reads from somewhere; what it reads is masked
+                nothing = torch.empty(problem.heads_kv * width, dtype=q.dtype, device=q.device)
+                pk = pv = nothing.data_ptr()
+            addresses = [tensor.data_ptr() for tensor in extras]
+            lengths, stream = addresses[has_sinks:], stream_of(device)
+            sequences = torch.empty(8 * problem.batch, dtype=torch.int32, device=q.device)
+            order(stream, sequences.data_ptr(), *lengths, *[0] * (_FEWEST_POINTERS - 1 - len(lengths)))
+            lse_at = 0 if lse is None else lse.data_ptr()
+            own = (o.data_ptr(), sequences.data_ptr(), counter(stream))
+            attend(stream, pq, pk, pv, o.data_ptr(), lse_at, *addresses[:has_sinks], *own)
         return o if lse is None else (o, lse)
 
     return call

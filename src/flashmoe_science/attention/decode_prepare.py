@@ -22,7 +22,7 @@ from .decode_plan import (
 )
 from .decode_triton import _decode_kernel, _merge_shares_kernel
 from .hopper_plan import HOPPER_REGISTERS
-from .prepare import PreparedKernel
+from .prepared import PreparedKernel
 from .problem import LOG2_E, Strides
 from .tiles import block_dim
 

@@ -9,7 +9,7 @@ from ..gpu.tensor_map import TensorMap
 from .features_plan import ORDER_SEQUENCES, ORDER_WARPS, heads_fit, heads_together
 from .forward_features_gluon_sm90 import _forward_features_sm90_kernel
 from .hopper_plan import HOPPER_REGISTERS, HOPPER_ROWS
-from .prepare import PreparedKernel, hopper_tiles
+from .prepared import PreparedKernel, hopper_tiles
 from .problem import LOG2_E, AttentionProblem
 from .sequences_triton import _order_sequences_kernel
 from .tiles import HopperConfig, Plan, cdiv

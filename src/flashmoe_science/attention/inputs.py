@@ -1,111 +1,282 @@
-"""What callers pass: checked against the contract, and described as a problem."""
+"""The description of one call of attention: tensors and options, checked once, and the problem that they make."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..errors import InputError, UnsupportedError, shown
 from ..gpu.device import gpu_of as gpu_of  # noqa: PLC0414 - callers of this module take it from here
-from ..gpu.refusals import check_dense, check_not_negative
+from .checks import (
+    DTYPE_NAMES as DTYPE_NAMES,  # noqa: PLC0414 - callers of this module take it from here
+    check_attended,
+    check_devices,
+    check_has_memory,
+)
+from .plan import check_kernel_name
 from .problem import AttentionProblem, canonical_strides, check_share
 
+# All tensors that a call may have, in the order in which prepared calls take them.
+TENSORS = (
+    "q", "k", "v", "sinks", "alibi", "bias", "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "page_table",
+    "dropout_seed",
+)  # fmt: skip
+DIFFERENTIABLE = ("q", "k", "v", "sinks", "bias")
+PLAIN = (Tensor, torch.nn.Parameter)  # classes of tensors that are no more than their elements
+_PLAIN_OR_NONE = frozenset((*PLAIN, type(None)))
+_TWO_INTS = [int, int]
+_COUNTED = frozenset(("q", "k", "v", "o", "do", "page_table"))  # one axis counts tokens or pages in packed calls
+_NEEDED = frozenset(("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"))
+_own_torch_function = Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
 _LARGEST_FP64 = (2 - 2.0**-52) * 2.0**1023
-DTYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+_forward_ad = torch.autograd.forward_ad
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
-def problem_of(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool,
-    softmax_scale: float | None,
-    return_lse: bool,
-    window: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    alibi: Tensor | None = None,
-    bias: Tensor | None = None,
-    dropout_p: float = 0.0,
-    dropout_seed: Tensor | None = None,
-) -> AttentionProblem:
-    """Check the arguments against the contract of ``flash_attention`` and describe the call.
+class Options(NamedTuple):
+    """What a call asks for besides its tensors."""
+
+    causal: bool
+    softmax_scale: float | None = None
+    window: tuple[int, int] = (-1, -1)
+    softcap: float = 0.0
+    max_seqlens: tuple[int, int] | None = None  # queries and keys of the longest of packed sequences
+    kernel: str = "auto"
+    dropout_p: float = 0.0
+    return_lse: bool = False
+
+
+class AttentionCall(NamedTuple):
+    """One call of attention. ``describe_call`` makes it."""
+
+    tensors: Mapping[str, Tensor]  # those that are given, in the order of TENSORS
+    options: Options  # a recorded call returns the LSE
+    recorded: bool = False  # whether autograd wants gradients
+
+
+def describe_call(tensors: Mapping[str, Any], options: Options, *, traced: bool = False) -> AttentionCall:
+    """Check what does not depend on shapes, and return the call with its seed, its inputs cast under autocast.
+
+    Args:
+        tensors: what the caller passed, None included, in the order of ``TENSORS``.
+        options: what the caller passed.
+        traced: whether an operator will be called, which may run its fake kernel: this checks devices too.
 
     Raises:
-        InputError: with the argument's name, what was expected and what was got.
+        InputError: with the argument's name, the expected value and the given one.
+        UnsupportedError: dropout or gradients with pages, a gradient that there is not, or a forward-mode tangent.
     """
-    check_flag("return_lse", return_lse)
-    check_tensors({"q": q, "k": k, "v": v}, "B, H, S, D")
-    batch, heads, seqlen_q, head_dim = q.shape
-    heads_kv, seqlen_k = k.shape[1], k.shape[2]
-    check_shape("k", k, (batch, heads_kv, seqlen_k, head_dim), "B, HK, Sk, D")
-    check_shape("v", v, (batch, heads_kv, seqlen_k, v.shape[3]), "B, HK, Sk, DV")
-    check_optional(sinks=sinks, alibi=alibi, bias=bias, dropout_seed=dropout_seed)
-    dropout_p = check_dropout(dropout_p)
-    if dropout_p:
-        check_dropout_seed(dropout_seed, q)
-    features = describe_heads(q, batch, heads, sinks=sinks, alibi=alibi)
-    if bias is not None:
-        features |= describe_bias(q, bias, (batch, heads, seqlen_q, seqlen_k), "Sq, Sk")
-    return AttentionProblem(
-        batch=batch,
-        heads=heads,
-        heads_kv=heads_kv,
-        seqlen_q=seqlen_q,
-        seqlen_k=seqlen_k,
-        head_dim=head_dim,
-        head_dim_v=v.shape[3],
-        dtype=DTYPE_NAMES[q.dtype],
-        causal=causal,
-        softmax_scale=check_options(causal, softmax_scale),
-        return_lse=return_lse,
-        q_strides=canonical_strides(q.shape, q.stride()),
-        k_strides=canonical_strides(k.shape, k.stride()),
-        v_strides=canonical_strides(v.shape, v.stride()),
-        pointer_alignment=pointer_alignment(q, k, v),
-        window=check_window(window),
-        softcap=check_softcap(softcap),
-        dropout_p=dropout_p,
-        **features,
+    options = check_all_options(options)
+    given = check_kinds(tensors, options)
+    recorded = is_recorded(given)
+    if recorded:
+        options = Options(*options[:-1], return_lse=True)
+    refuse_tangents(given.values())
+    given["q"], given["k"], given["v"] = cast_under_autocast(given["q"], given["k"], given["v"])
+    if options.dropout_p and "dropout_seed" not in given:
+        # A function of torch, outside of our operators: what replays its generator replays the mask.
+        given["dropout_seed"] = torch.randint(2**62, (2,), dtype=torch.int64, device=given["q"].device)
+    if traced:
+        check_devices(given)
+    return AttentionCall(given, options, recorded)
+
+
+def check_kinds(tensors: Mapping[str, Any], options: Options) -> dict[str, Tensor]:
+    """Return the tensors that are given; a seed without dropout is not. Raises ``InputError``, ``UnsupportedError``."""
+    given = {}
+    for name, tensor in tensors.items():
+        if tensor is None and name not in _NEEDED:
+            continue
+        if not isinstance(tensor, Tensor):
+            expected = "a torch.Tensor" if name in _NEEDED else "a torch.Tensor or None"
+            raise InputError(f"{name} must be {expected}, got {type(tensor).__name__}")
+        given[name] = tensor
+    check_bias_kind(given)
+    if options.dropout_p and "page_table" in given:  # before a seed is drawn
+        raise UnsupportedError(
+            f"dropout_p must be 0 with a page_table, which is for inference, got {options.dropout_p}"
+        )
+    if not options.dropout_p:
+        given.pop("dropout_seed", None)
+    return given
+
+
+def check_bias_kind(tensors: Mapping[str, object]) -> None:
+    """Refuse a bias whose class gives its elements another meaning, as ``torch.nn.attention.bias.CausalBias`` does."""
+    kind: Any = type(tensors.get("bias"))
+    if kind in _PLAIN_OR_NONE or not issubclass(kind, Tensor):
+        return
+    override = getattr(kind.__torch_function__, "__func__", None)
+    if override not in (None, _own_torch_function):  # None: __torch_function__ is disabled
+        raise InputError(
+            f"bias must be a torch.Tensor whose class has no __torch_function__ of its own, got {kind.__name__}",
+            hint="for CausalBias use causal=True or window",
+        )
+
+
+def is_traced(tensors: Iterable[object]) -> bool:
+    """Return whether torch has to see an operator: a graph is made of the calls, or a tensor is of another class."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0  # noqa: SLF001 - modes have no public name; make_fx is one
+        or torch._C._is_tracing()  # noqa: SLF001 - what torch.jit.is_tracing calls
+        or not _PLAIN_OR_NONE.issuperset(map(type, tensors))
     )
 
 
-def check_tensors(tensors: Mapping[str, object], letters: str) -> None:
-    """Check q, k and v: kind, axes (``letters``), dtype and device. Raises ``InputError``."""
-    axes = letters.count(",") + 1
-    q = tensors["q"]
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, Tensor) or not isinstance(q, Tensor):
-            raise InputError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
-        check_dense(name, tensor)
-        if tensor.dim() != axes:
-            raise InputError(f"{name} must have {axes} dimensions [{letters}], got shape {list(tensor.shape)}")
-        if tensor.dtype not in DTYPE_NAMES:
-            raise InputError(f"{name} must be float16, bfloat16 or float32, got {tensor.dtype}")
-        if tensor.dtype != q.dtype:
-            raise InputError(f"{name} must have the dtype of q, {q.dtype}, got {tensor.dtype}")
-        check_place(name, tensor, q)
-        if q.device.type not in ("cpu", "cuda"):
-            raise InputError(f"q must be on a CUDA device or the CPU, got {q.device}")
+def is_recorded(tensors: Mapping[str, Tensor]) -> bool:
+    """Return whether autograd wants gradients of a call. Raises ``UnsupportedError`` for one that there is not."""
+    if not torch.is_grad_enabled():
+        return False
+    for tensor in tensors.values():
+        if tensor.requires_grad:
+            break
+    else:
+        return False
+    wanted = [name for name, tensor in tensors.items() if tensor.requires_grad]
+    if "page_table" in tensors:
+        raise UnsupportedError(
+            f"there is no backward with a page_table, and gradients are required of {', '.join(wanted)}",
+            hint="call it under torch.no_grad(), or pass detached tensors",
+        )
+    others = [name for name in wanted if name not in DIFFERENTIABLE]
+    if others:
+        raise UnsupportedError(
+            f"{', '.join(others)} must not require grad: there is no gradient of it",
+            hint="pass detached tensors; slopes that are learned can be a bias",
+        )
+    return True
 
 
-def check_place(name: str, tensor: Tensor, q: Tensor) -> None:
-    """Raise ``InputError`` unless a tensor is where q is, and its memory holds its elements and not their negatives."""
-    check_dense(name, tensor)
-    check_not_negative(name, tensor)
-    if tensor.device != q.device:
-        raise InputError(f"{name} must be on the device of q, {q.device}, got {tensor.device}")
+def refuse_tangents(tensors: Iterable[Tensor | None]) -> None:
+    """Raise ``UnsupportedError`` where an input has a tangent that the call would lose."""
+    if _forward_ad._current_level < 0:  # noqa: SLF001 - the public way asks tensor by tensor
+        return
+    tangents = [_forward_ad.unpack_dual(tensor).tangent for tensor in tensors if isinstance(tensor, Tensor)]  # type: ignore[no-untyped-call]
+    if any(tangent is not None for tangent in tangents):
+        raise UnsupportedError("an input has a forward-mode tangent, and there is no forward-mode derivative")
 
 
-def check_shape(name: str, tensor: Tensor, expected: tuple[int, ...], letters: str) -> None:
-    """Raise ``InputError`` unless ``tensor`` has the shape ``expected``."""
-    if tuple(tensor.shape) != expected:
-        raise InputError(f"{name} must have shape [{letters}] = {list(expected)}, got {list(tensor.shape)}")
+def cast_under_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q, k and v; in a region of autocast those of fp32 are cast to its dtype."""
+    if torch.float32 not in (q.dtype, k.dtype, v.dtype):
+        return q, k, v
+    device = q.device.type
+    if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(device)
+    q, k, v = (tensor.to(dtype) if tensor.dtype == torch.float32 else tensor for tensor in (q, k, v))
+    return q, k, v
+
+
+def problem_of(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> AttentionProblem:
+    """Describe the problem of ``flash_attention(q, k, v, **arguments)``. Raises ``InputError``."""
+    features = ("sinks", "alibi", "bias", "dropout_seed")
+    tensors = {"q": q, "k": k, "v": v, **{name: arguments.pop(name, None) for name in features}}
+    options = check_all_options(Options(**{"causal": False, **arguments}))
+    return batched_problem(check_kinds(tensors, options), options)
+
+
+def batched_problem(tensors: Mapping[str, Tensor], options: Options) -> AttentionProblem:
+    """Check the tensors of a call of ``flash_attention``, and describe its problem. Raises ``InputError``."""
+    check_attended(tensors)
+    q, k, v = tensors["q"], tensors["k"], tensors["v"]
+    batch, heads, seqlen_q, head_dim = q.shape
+    return AttentionProblem(
+        batch=batch,
+        heads=heads,
+        heads_kv=k.shape[1],
+        seqlen_q=seqlen_q,
+        seqlen_k=k.shape[2],
+        head_dim=head_dim,
+        head_dim_v=v.shape[3],
+        dtype=DTYPE_NAMES[q.dtype],
+        q_strides=canonical_strides(q.shape, q.stride()),
+        k_strides=canonical_strides(k.shape, k.stride()),
+        v_strides=canonical_strides(v.shape, v.stride()),
+        **describe_rest(tensors, options, batch),
+    )
+
+
+def describe_rest(tensors: Mapping[str, Tensor], options: Options, batch: int) -> dict[str, Any]:
+    """Return the fields of a problem that batched and packed calls share; its tensors have been checked."""
+    found: dict[str, Any] = {
+        "causal": options.causal, "softmax_scale": options.softmax_scale, "return_lse": options.return_lse,
+        "window": options.window, "softcap": options.softcap, "dropout_p": options.dropout_p,
+        "pointer_alignment": pointer_alignment(tensors["q"], tensors["k"], tensors["v"]),
+        **{name: DTYPE_NAMES[tensors[name].dtype] for name in ("sinks", "alibi", "bias") if name in tensors},
+    }  # fmt: skip
+    if (alibi := tensors.get("alibi")) is not None:
+        found["alibi_stride"] = alibi.stride(0) if alibi.dim() == 2 and batch > 1 else 0
+    if (bias := tensors.get("bias")) is not None:
+        found["bias_strides"] = tuple(
+            stride if size > 1 else 0 for size, stride in zip(bias.shape, bias.stride(), strict=True)
+        )
+        found["bias_alignment"] = pointer_alignment(bias)
+    return found
+
+
+def pointer_alignment(*tensors: Tensor) -> int:
+    """Return the bytes by which all addresses are multiples, 16 at the most."""
+    if any(type(tensor) not in PLAIN for tensor in tensors):  # fake tensors have no address
+        return 16
+    return math.gcd(16, *(tensor.data_ptr() for tensor in tensors))
+
+
+def layout_of(tensor: Tensor) -> tuple[Any, ...]:
+    """Return all that a plan and a prepared launch depend on, but the address."""
+    try:
+        address = tensor.data_ptr() & 15 if tensor.device.type != "meta" else 0
+        return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, address, tensor.is_neg()
+    except RuntimeError:
+        check_has_memory(tensor)
+        raise
+
+
+def layouts_of(tensors: Mapping[str, Tensor], *, packed: bool) -> list[tuple[Any, ...]]:
+    """Return the layout of each tensor; of packed calls without the number of tokens and of pages a sequence."""
+    layouts = [*map(layout_of, tensors.values())]
+    if packed:
+        for i, name in enumerate(tensors):
+            if name in _COUNTED:
+                shape = layouts[i][0]
+                layouts[i] = (shape[:1] if name == "page_table" else shape[1:], len(shape), *layouts[i][1:])
+    return layouts
+
+
+def check_all_options(options: Options) -> Options:
+    """Return options in their types. Raises ``InputError``."""
+    causal, softmax_scale, window, softcap, max_seqlens, kernel, dropout_p, return_lse = options
+    if (
+        type(causal) is type(return_lse) is bool and type(kernel) is str and type(window) is tuple
+        and type(softcap) is type(dropout_p) is float and (softmax_scale is None or type(softmax_scale) is float)
+        and [*map(type, window)] == _TWO_INTS and 0 <= dropout_p < 1 and max(window) < 2**63
+        and (max_seqlens is None or [*map(type, max_seqlens)] == _TWO_INTS)
+    ):  # fmt: skip
+        return options  # as nearly all are: nothing to convert or to refuse
+    check_flag("return_lse", return_lse)
+    if not isinstance(kernel, str):  # a plan checks the name
+        check_kernel_name(kernel)
+    for name, length in zip(("max_seqlen_q", "max_seqlen_k"), max_seqlens or (), strict=False):
+        if type(length) is not int and not isinstance(length, torch.SymInt):  # a symbol in a graph that is traced
+            raise InputError(f"{name} must be an integer from 0 to 2**31 - 1, got {shown(length)}")
+    return Options(
+        causal,
+        check_options(causal, softmax_scale),
+        check_window(window),
+        _check_number("softcap", softcap, "a number, 0 for none"),
+        max_seqlens,
+        kernel,
+        check_dropout(dropout_p),
+        return_lse,
+    )
 
 
 def check_flag(name: str, flag: object) -> None:
@@ -125,19 +296,14 @@ def _check_number(name: str, value: object, expected: str) -> float:
         raise InputError(f"{name} must be {expected}, got {type(value).__name__}")
     if abs(value) > _LARGEST_FP64 and value not in (math.inf, -math.inf):
         raise InputError(f"{name} must be finite in fp32, got an integer beyond fp64")
-    return float(value)  # AttentionProblem says how large it may be
+    return float(value)  # AttentionProblem checks its size
 
 
 def check_window(window: object) -> tuple[int, int]:
     """Return the window as a pair. Raises ``InputError``."""
     if isinstance(window, (tuple, list)) and len(window) == 2 and all(type(n) is int and n < 2**63 for n in window):
-        return window[0], window[1]  # AttentionProblem says how small they may be
+        return window[0], window[1]  # AttentionProblem checks how small they are
     raise InputError(f"window must be two integers (left, right), -1 for no bound, got {shown(window)}")
-
-
-def check_softcap(softcap: object) -> float:
-    """Return the softcap as a float. Raises ``InputError``."""
-    return _check_number("softcap", softcap, "a number, 0 for none")
 
 
 def check_dropout(dropout_p: object) -> float:
@@ -147,113 +313,19 @@ def check_dropout(dropout_p: object) -> float:
     return share
 
 
-def check_dropout_seed(dropout_seed: Tensor | None, q: Tensor) -> None:
-    """Raise ``InputError`` unless it is None, or a seed and an offset where q is."""
-    if dropout_seed is None:
-        return
-    if dropout_seed.dtype != torch.int64:
-        raise InputError(f"dropout_seed must be int64, got {dropout_seed.dtype}")
-    check_shape("dropout_seed", dropout_seed, (2,), "seed, offset")
-    if not dropout_seed.is_contiguous():
-        raise InputError(f"dropout_seed must be contiguous, got strides {list(dropout_seed.stride())}")
-    check_place("dropout_seed", dropout_seed, q)
+def parameters_of(function: Callable[_P, Any]) -> Callable[[Callable[..., _R]], Callable[_P, _R]]:
+    """Return a decorator that gives a function the parameters of ``function``; it gets all of them by name."""
+    signature = inspect.signature(function)
 
+    def decorate(decorated: Callable[..., _R]) -> Callable[_P, _R]:
+        @functools.wraps(decorated)
+        def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            return decorated(**bound.arguments)
 
-def seed_of_call(dropout_p: float, dropout_seed: Tensor | None, q: Tensor) -> Tensor | None:
-    """Return the seed and offset of a call, None where there is no dropout; drawn, without waiting, if not given.
+        returned = inspect.signature(decorated).return_annotation
+        call.__signature__ = signature.replace(return_annotation=returned)  # type: ignore[attr-defined]
+        return call
 
-    By a function of torch and outside of our operators, so what replays its generator replays the mask.
-    """
-    if dropout_p == 0:
-        return None
-    if dropout_seed is not None:
-        return dropout_seed
-    return torch.randint(2**62, (2,), dtype=torch.int64, device=q.device)
-
-
-def refuse_undrawn(dropout_p: float, dropout_seed: Tensor | None) -> None:
-    """Raise ``InputError`` where an operator would draw its seed: its backward pass could not know it."""
-    if dropout_p and dropout_seed is None:
-        raise InputError(f"dropout_seed must be given to the operator where dropout_p is {dropout_p}, got None")
-
-
-def describe_heads(q: Tensor, batch: int, heads: int, *, sinks: Tensor | None, alibi: Tensor | None) -> dict[str, Any]:
-    """Check sinks and slopes, and return them as fields of a problem. Raises ``InputError``."""
-    found: dict[str, Any] = {}
-    if sinks is not None:
-        found["sinks"] = _check_heads("sinks", sinks, q)
-        check_shape("sinks", sinks, (heads,), "H")
-    if alibi is not None:
-        found["alibi"] = _check_heads("alibi", alibi, q)
-        if alibi.shape not in ((heads,), (batch, heads)):
-            expected = f"[H] = {[heads]} or [B, H] = {[batch, heads]}"
-            raise InputError(f"alibi must have shape {expected}, got {list(alibi.shape)}")
-        found["alibi_stride"] = alibi.stride(0) if alibi.dim() == 2 and batch > 1 else 0
-    return found
-
-
-def _check_heads(name: str, tensor: Tensor, q: Tensor) -> str:
-    """Check a tensor with one number a head, and return the name of its dtype."""
-    _check_dtype(name, tensor)
-    check_place(name, tensor, q)
-    if tensor.dim() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
-        raise InputError(f"{name} must be contiguous along its last axis, got stride {tensor.stride(-1)}")
-    return DTYPE_NAMES[tensor.dtype]
-
-
-def check_optional(**tensors: object) -> None:
-    """Raise ``InputError`` unless each is a tensor or None."""
-    for name, tensor in tensors.items():
-        if tensor is not None and not isinstance(tensor, Tensor):
-            raise InputError(f"{name} must be a torch.Tensor or None, got {type(tensor).__name__}")
-
-
-def _check_dtype(name: str, tensor: Tensor) -> None:
-    if tensor.dtype not in DTYPE_NAMES:
-        raise InputError(f"{name} must be float16, bfloat16 or float32, got {tensor.dtype}")
-
-
-def describe_bias(q: Tensor, bias: Tensor, shape: tuple[int, int, int, int], letters: str) -> dict[str, Any]:
-    """Check a bias, and return it as fields of a problem; ``letters`` name the last two axes. Raises ``InputError``."""
-    _check_dtype("bias", bias)
-    check_place("bias", bias, q)
-    fits = bias.dim() == 4 and tuple(bias.shape[2:]) == shape[2:]
-    if not fits or bias.shape[0] not in (1, shape[0]) or bias.shape[1] not in (1, shape[1]):
-        expected = f"[B or 1, H or 1, {letters}] = [{shape[0]} or 1, {shape[1]} or 1, {shape[2]}, {shape[3]}]"
-        raise InputError(f"bias must have shape {expected}, got {list(bias.shape)}")
-    strides = tuple(stride if size > 1 else 0 for size, stride in zip(bias.shape, bias.stride(), strict=True))
-    return {"bias": DTYPE_NAMES[bias.dtype], "bias_strides": strides, "bias_alignment": pointer_alignment(bias)}
-
-
-def pointer_alignment(*tensors: Tensor) -> int:
-    """Return the bytes by which all addresses are multiples, 16 at the most."""
-    if any(type(tensor) not in (Tensor, torch.nn.Parameter) for tensor in tensors):  # fake tensors have no address
-        return 16
-    return math.gcd(16, *(tensor.data_ptr() for tensor in tensors))
-
-
-def layout_of(tensor: Tensor | None) -> tuple[Any, ...] | None:
-    """Return all that a plan and a prepared launch depend on, but the address."""
-    if tensor is None:
-        return None
-    try:
-        address = tensor.data_ptr() & 15 if tensor.device.type != "meta" else 0
-        return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, address, tensor.is_neg()
-    except RuntimeError as error:
-        check_dense("every tensor", tensor)
-        raise UnsupportedError(
-            "an input has no memory of its own: torch.vmap and other transforms of torch.func are not served here",
-            hint="call it without them: a batch is an axis of its own",
-        ) from error
-
-
-def cast_under_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return those of q, k and v that are fp32 in the dtype of the region of autocast, where there is one."""
-    if torch.float32 not in (q.dtype, k.dtype, v.dtype):
-        return q, k, v
-    device = q.device.type
-    if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
-        return q, k, v
-    dtype = torch.get_autocast_dtype(device)
-    q, k, v = (tensor.to(dtype) if tensor.dtype == torch.float32 else tensor for tensor in (q, k, v))
-    return q, k, v
+    return decorate

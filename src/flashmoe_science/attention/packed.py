@@ -1,32 +1,26 @@
-"""Packed sequences: what callers pass, checked against the contract, and described as a problem."""
+"""Packed sequences: the lengths that are planned for, the problem of a call, and what lies in its tensors."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..errors import InputError, UnsupportedError, shown
-from .inputs import (
-    DTYPE_NAMES,
-    check_dropout_seed,
-    check_place,
-    check_shape,
-    check_tensors,
-    describe_bias,
-    describe_heads,
-    layout_of,
-    pointer_alignment,
-)
-from .problem import AttentionProblem
+from ..errors import InputError, shown
+from .checks import DTYPE_NAMES, check_attended_packed, check_pages
+from .inputs import Options, check_all_options, check_kinds, describe_rest
+from .problem import AttentionProblem, Strides
+from .reference import keys_in_reach
 
 
 def planned_length(name: str, length: object) -> int:
     """Round a longest length up, so that few plans serve all batches: to a power of two, or a multiple of 128.
 
     Programs behind the end of a sequence leave at once, and no loop is bounded by it. A symbol of a graph that is being
-    compiled stays one: ``packed_problem`` rounds what it stands for. Raises ``InputError``.
+    compiled stays one: ``packed_problem`` rounds its value. Raises ``InputError``.
     """
     if isinstance(length, torch.SymInt):
         return length  # type: ignore[return-value]
@@ -38,7 +32,7 @@ def planned_length(name: str, length: object) -> int:
 
 
 def planned_lengths(max_seqlen_q: Any, max_seqlen_k: Any, bias: Tensor | None) -> tuple[int, int]:
-    """Return the longest lengths as they are planned for: rounded up, or those that a bias has rows and columns for.
+    """Return the longest lengths that are planned for: rounded up, or the rows and columns of a bias.
 
     So biases that are padded to the same sizes share plans. Raises ``InputError``.
     """
@@ -59,61 +53,55 @@ def planned_lengths(max_seqlen_q: Any, max_seqlen_k: Any, bias: Tensor | None) -
 
 
 def packed_problem(
-    tensors: dict[str, Any], lengths: tuple[int, int], *, return_lse: bool, **options: Any
+    tensors: Mapping[str, Any], lengths: tuple[int, int], *, return_lse: bool, **options: Any
 ) -> AttentionProblem:
-    """Check the tensors against the contract and describe the call. Raises ``InputError``.
+    """Check the tensors of a call against the contract, and describe its problem. Raises ``InputError``.
 
-    A bias and a page table may be left out of ``tensors``; ``lengths`` may be those that ``planned_lengths`` gives.
+    Args:
+        tensors: the tensors by name; those that are None may be left out.
+        lengths: max_seqlen_q and max_seqlen_k, or what ``planned_lengths`` returns for them.
+        return_lse: whether the LSE is asked for.
+        options: other fields of ``Options``.
     """
-    lengths = planned_lengths(*lengths, tensors.get("bias"))
-    q, k, v = (tensors[name] for name in "qkv")
-    page_table = tensors.get("page_table")
-    if page_table is None:
-        check_tensors({"q": q, "k": k, "v": v}, "T, H, D")
-        tokens, letters = k.shape[:1], "Tk"
-    else:
-        tokens, letters = _check_pages(q, k, v), "pages, page_size"
-    (_, heads, head_dim), heads_kv, head_dim_v = q.shape, k.shape[-2], v.shape[-1]
-    check_shape("k", k, (*tokens, heads_kv, head_dim), f"{letters}, HK, D")
-    check_shape("v", v, (*tokens, heads_kv, head_dim_v), f"{letters}, HK, DV")
-    batch = _check_integers("cu_seqlens_q", tensors["cu_seqlens_q"], q) - 1
-    if batch < 0:
-        raise InputError("cu_seqlens_q must have shape [B + 1], so at least one element, got []")
-    for name, size in (("cu_seqlens_k", batch + 1), ("seqused_q", batch), ("seqused_k", batch)):
-        tensor = tensors[name]
-        if (tensor is not None or name == "cu_seqlens_k") and _check_integers(name, tensor, q) != size:
-            letters = "B + 1" if name == "cu_seqlens_k" else "B"
-            raise InputError(f"{name} must have shape [{letters}] = [{size}], got {list(tensor.shape)}")
-    check_dropout_seed(tensors["dropout_seed"], q)
-    pages: dict[str, Any] = {} if page_table is None else _describe_table(page_table, q, batch, tokens[1])
-    if (bias := tensors.get("bias")) is not None:
-        options |= describe_bias(q, bias, (batch, heads, *lengths), "rows, columns")
+    asked = check_all_options(Options(**{"causal": False, **options}, max_seqlens=lengths, return_lse=return_lse))
+    needed = {name: tensors.get(name) for name in ("cu_seqlens_q", "cu_seqlens_k")}
+    return problem_of_packed(check_kinds({**needed, **tensors}, asked), asked)
+
+
+def problem_of_packed(tensors: Mapping[str, Tensor], options: Options) -> AttentionProblem:
+    """Check tensors against the contract of ``flash_attention_varlen``, and describe the problem."""
+    assert options.max_seqlens is not None
+    lengths = planned_lengths(*options.max_seqlens, tensors.get("bias"))
+    check_attended_packed(tensors, lengths)
+    q, k, v, page_table = tensors["q"], tensors["k"], tensors["v"], tensors.get("page_table")
+    _, heads, head_dim = q.shape
+    batch = tensors["cu_seqlens_q"].shape[0] - 1
+    pages: dict[str, int] = {}
+    if page_table is not None:
+        pages = {"page_size": k.shape[1], "table_stride": page_table.stride(0) if batch > 1 else 0}
     return AttentionProblem(
         batch=batch,
         heads=heads,
-        heads_kv=heads_kv,
+        heads_kv=k.shape[-2],
         seqlen_q=lengths[0],
         seqlen_k=lengths[1],
         head_dim=head_dim,
-        head_dim_v=head_dim_v,
+        head_dim_v=v.shape[-1],
         dtype=DTYPE_NAMES[q.dtype],
-        return_lse=return_lse,
-        q_strides=_packed_strides(q),
-        k_strides=_packed_strides(k),
-        v_strides=_packed_strides(v),
-        pointer_alignment=pointer_alignment(q, k, v),
+        q_strides=packed_strides(q),
+        k_strides=packed_strides(k),
+        v_strides=packed_strides(v),
         packed=True,
-        seqused="".join(side for side in "qk" if tensors[f"seqused_{side}"] is not None),
+        seqused="".join(side for side in "qk" if f"seqused_{side}" in tensors),
         **pages,
-        **options,
-        **describe_heads(q, batch, heads, sinks=tensors["sinks"], alibi=tensors["alibi"]),
+        **describe_rest(tensors, options, batch),
     )
 
 
-def _packed_strides(tensor: Tensor) -> tuple[int, int, int, int]:
+def packed_strides(tensor: Tensor) -> Strides:
     """Return the strides of ``[B, H, S, D]``, with pages in the place of B.
 
-    That of tokens or pages also where there is one: their number decides nothing.
+    The stride of tokens or pages stays also where there is one: their number decides nothing.
     """
     *page, token, head, column = tensor.stride()
     if page and tensor.shape[1] == 1:
@@ -121,77 +109,54 @@ def _packed_strides(tensor: Tensor) -> tuple[int, int, int, int]:
     return page[0] if page else 0, head if tensor.shape[-2] > 1 else 0, token, column if tensor.shape[-1] > 1 else 1
 
 
-def _check_pages(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int]:
-    """Check what of a paged cache is no matter of sizes, and return its pages and their positions."""
-    caches: dict[str, Any] = {"k": k, "v": v}
-    for name, tensor in caches.items():
-        if not isinstance(tensor, Tensor):
-            raise InputError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
-        if tensor.dim() != 4:
-            axes = "4 dimensions [pages, page_size, HK, D] with a page_table"
-            raise InputError(f"{name} must have {axes}, got shape {list(tensor.shape)}")
-        if tensor.shape[1] == 0:
-            raise InputError(f"{name} must have pages of at least 1 position, got shape {list(tensor.shape)}")
-        _check_columns(name, tensor)
-    # The first position of every page has the axes of q.
-    check_tensors({"q": q, **{name: tensor[:, 0] for name, tensor in caches.items()}}, "T, H, D")
-    return k.shape[0], k.shape[1]
+def check_values(tensors: Mapping[str, Tensor], options: Options) -> None:
+    """Check what a prepared call does not depend on: numbers of tokens, and lengths and pages where they are read."""
+    assert options.max_seqlens is not None
+    check_room(tensors, options.max_seqlens[1])
+    if reads_lengths(tensors["q"].device):
+        places = check_lengths(tensors, options.max_seqlens)
+        if "page_table" in tensors:
+            reached = [keys_in_reach(*place, options.window) for place in zip(*places, strict=True)]
+            check_pages(tensors["page_table"], *tensors["k"].shape[:2], reached)
 
 
-def _check_columns(name: str, tensor: Tensor) -> None:
-    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
-        raise InputError(f"{name} must be contiguous along its last axis, got strides {list(tensor.stride())}")
+def reads_lengths(device: torch.device) -> bool:
+    """Return whether the host reads lengths: it would wait for a GPU, which a capture does not allow."""
+    if device.type != "cuda":
+        return True
+    return os.environ.get("FLASHMOE_CHECK") == "1" and not torch.cuda.is_current_stream_capturing()
 
 
-def _describe_table(page_table: Tensor, q: Tensor, batch: int, page_size: int) -> dict[str, int]:
-    """Check a page table, and return what a problem says of it."""
-    if page_table.dtype != torch.int32:
-        raise InputError(f"page_table must be int32, got {page_table.dtype}")
-    if page_table.dim() != 2 or page_table.shape[0] != batch:
-        raise InputError(f"page_table must have shape [B, P] = [{batch}, P], got {list(page_table.shape)}")
-    _check_columns("page_table", page_table)
-    check_place("page_table", page_table, q)
-    return {"page_size": page_size, "table_stride": page_table.stride(0) if batch > 1 else 0}
-
-
-def refuse_dropout_of_pages(page_table: Tensor | None, dropout_p: float) -> None:
-    """Raise ``UnsupportedError`` for what is not served together; before a seed is drawn."""
-    if page_table is not None and dropout_p:
-        raise UnsupportedError(f"dropout_p must be 0 with a page_table, which is for inference, got {dropout_p}")
-
-
-def check_room(page_table: Tensor, k: Tensor, max_seqlen_k: int) -> None:
-    """Raise ``InputError`` where the pages of a sequence hold fewer keys than the longest one has."""
-    room = page_table.shape[1] * k.shape[1]
-    if room < max_seqlen_k:
+def check_room(tensors: Mapping[str, Tensor], max_seqlen_k: int) -> None:
+    """Raise ``InputError`` unless k and v have one number of tokens, and pages hold as many keys as the longest has."""
+    k, v, page_table = tensors["k"], tensors["v"], tensors.get("page_table")
+    if k.shape[0] != v.shape[0]:
+        noun = "tokens" if page_table is None else "pages"
+        raise InputError(f"v must have as many {noun} as k, {k.shape[0]}, got {v.shape[0]}")
+    if page_table is not None and page_table.shape[1] * k.shape[1] < max_seqlen_k:
         raise InputError(
             f"page_table must have pages for max_seqlen_k = {max_seqlen_k} keys, got {page_table.shape[1]} "
-            f"of {k.shape[1]} positions, which hold {room}"
+            f"of {k.shape[1]} positions, which hold {page_table.shape[1] * k.shape[1]}"
         )
 
 
-def _check_integers(name: str, tensor: Any, q: Tensor) -> int:
-    """Check a vector of lengths and return its size."""
-    if not isinstance(tensor, Tensor):
-        raise InputError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
-    if tensor.dtype != torch.int32:
-        raise InputError(f"{name} must be int32, got {tensor.dtype}")
-    if tensor.dim() != 1 or not tensor.is_contiguous():
-        raise InputError(
-            f"{name} must have 1 dimension and be contiguous, got shape {list(tensor.shape)}, "
-            f"strides {list(tensor.stride())}"
-        )
-    check_place(name, tensor, q)
-    return tensor.shape[0]
+def check_lengths(tensors: Mapping[str, Tensor], longest: tuple[int, int]) -> list[list[tuple[int, int]]]:
+    """Read the lengths of queries and keys, and raise ``InputError`` where they contradict one another.
+
+    Returns:
+        For q and for k: where each sequence starts, and where the used part of it ends.
+    """
+    tokens = tensors["q"].shape[0], None if "page_table" in tensors else tensors["k"].shape[0]
+    return [
+        _check_side(side, tokens_, tensors[f"cu_seqlens_{side}"], most, tensors.get(f"seqused_{side}"))
+        for side, tokens_, most in zip("qk", tokens, longest, strict=True)
+    ]
 
 
-def check_lengths(
+def _check_side(
     side: str, tokens: int | None, cu_seqlens: Tensor, longest: int, seqused: Tensor | None
 ) -> list[tuple[int, int]]:
-    """Read the lengths of one side, ``q`` or ``k``, and raise ``InputError`` where they contradict one another.
-
-    ``tokens`` is None where pages hold them. Returned is where each sequence starts, and where what is used of it ends.
-    """
+    """Read the lengths of one side, ``q`` or ``k``; ``tokens`` is None where pages hold them."""
     starts = cu_seqlens.tolist()
     name = f"cu_seqlens_{side}"
     places = []
@@ -209,15 +174,3 @@ def check_lengths(
             raise InputError(f"max_seqlen_{side} must be at least {asked}, the length of sequence {b}, got {longest}")
         places.append((start, end if length is None else start + length))
     return places
-
-
-def layout_of_tokens(tensor: Tensor) -> tuple[Any, ...] | None:
-    """Return ``layout_of`` but for the number of tokens, or pages, which decides nothing."""
-    layout = layout_of(tensor)
-    return layout and (layout[0][1:], len(layout[0]), *layout[1:])
-
-
-def layout_of_table(page_table: Tensor | None) -> tuple[Any, ...] | None:
-    """Return ``layout_of`` but for how many pages a sequence may have, which decides nothing."""
-    layout = layout_of(page_table)
-    return layout and (layout[0][:1], len(layout[0]), *layout[1:])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -10,23 +9,21 @@ from typing import Any
 import torch
 
 from ..gpu.compile import KernelSource
-from ..gpu.gluon_versions import descriptor_type
 from ..gpu.tensor_map import TensorMap
 from .features_plan import FEATURES_KERNEL
+from .features_prepare import prepare_features
 from .forward_gluon_sm90 import _forward_sm90_kernel
 from .forward_short_gluon import _forward_short_kernel
 from .forward_triton import _forward_kernel
 from .hopper_plan import (
     HOPPER_REGISTERS,
-    HOPPER_ROWS,
-    hopper_columns,
     hopper_edge_tiles,
     hopper_heads_per_group,
     hopper_is_aligned,
-    hopper_output_columns,
     hopper_tiles_m,
 )
 from .merge_triton import _merge_partials_kernel
+from .prepared import PreparedKernel, hopper_tiles
 from .problem import ITEM_BYTES, LOG2_E, AttentionProblem
 from .short_plan import short_alignment
 from .tiles import ForwardConfig, HopperConfig, Plan, ShortConfig, block_dim
@@ -36,16 +33,6 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 # All that a thread can have. Left to itself, ptxas spills a few bytes to fit one more block of a small tile on an SM,
 # and small tiles are chosen where there are no such blocks.
 _MAX_REGISTERS = 255
-
-
-@dataclass(frozen=True)
-class PreparedKernel:
-    """One kernel of a plan: what is compiled, its grid, the scalars that follow its pointers, and what TMA is told."""
-
-    source: KernelSource
-    grid: tuple[int, int, int]
-    scalars: tuple[float, ...]
-    tensor_maps: tuple[TensorMap, ...] = ()
 
 
 def alignment(problem: AttentionProblem) -> int:
@@ -84,8 +71,6 @@ def prepare_kernels(plan: Plan) -> tuple[PreparedKernel, ...]:
     if isinstance(plan.config, ShortConfig):
         return (_short(plan, plan.config),)
     if plan.kernel == FEATURES_KERNEL:
-        from .features_prepare import prepare_features
-
         return prepare_features(plan)
     if isinstance(plan.config, HopperConfig):
         return (_hopper(plan, plan.config),)
@@ -144,40 +129,6 @@ def _short(plan: Plan, config: ShortConfig) -> PreparedKernel:
         problem.scale_log2,
     )
     return PreparedKernel(source, plan.launches[0].grid, values)
-
-
-@dataclass(frozen=True)
-class HopperTiles:
-    """What both forward kernels for Hopper are given of their tiles: columns lie in two powers of two."""
-
-    descriptors: dict[str, str]  # of q, k, v and o
-    more: dict[str, str]  # of the second part of the columns of q, k and v, where there is one
-    again: tuple[int, ...]  # of which of q, k and v those are
-    constants: dict[str, int | None]
-
-    def maps(self, maps: tuple[TensorMap, ...]) -> tuple[TensorMap, ...]:
-        """Return the maps of q, k, v and o, and behind them those of the second parts."""
-        return (*maps, *(dataclasses.replace(maps[number], of=number) for number in self.again))
-
-
-def hopper_tiles(problem: AttentionProblem, config: HopperConfig) -> HopperTiles:
-    """Return the tiles of a plan for Hopper."""
-    kind = problem.dtype
-    (d, d_more), (dv, dv_more) = hopper_columns(problem.head_dim), hopper_columns(problem.head_dim_v)
-    rows, keys = (1, config.pack, HOPPER_ROWS // config.pack), (1, 1, config.block_n)
-    first = {
-        "q_desc": (*rows, d),
-        "k_desc": (*keys, d),
-        "v_desc": (*keys, dv),
-        "o_desc": (*rows, hopper_output_columns(problem, config)),
-    }
-    second = {"q_more_desc": (*rows, d_more), "k_more_desc": (*keys, d_more), "v_more_desc": (*keys, dv_more)}
-    return HopperTiles(
-        {name: descriptor_type(kind, tile) for name, tile in first.items()},
-        {name: descriptor_type(kind, tile) for name, tile in second.items() if tile[-1]},
-        tuple(number for number, tile in enumerate(second.values()) if tile[-1]),
-        {"D1": d_more, "DV0": dv, "DV1": dv_more, **{name: None for name, tile in second.items() if not tile[-1]}},
-    )
 
 
 def _hopper(plan: Plan, config: HopperConfig) -> PreparedKernel:

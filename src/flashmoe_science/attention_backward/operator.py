@@ -16,11 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # what torch.compile t
 
 from ..attention import reference
 from ..attention.backward_api import flash_attention_backward
-from ..attention.backward_inputs import backward_problem_of
 from ..attention.backward_plan import BackwardConfig, BackwardPlan, plan_backward
-from ..attention.backward_problem import BackwardProblem
-from ..attention.gradients import Options
-from ..attention.inputs import check_options, check_window
+from ..attention.backward_problem import BackwardProblem, backward_problem_of
+from ..attention.inputs import Options, check_options, check_window
 from ..attention.problem import AttentionProblem
 from ..errors import CompileError, InputError, UnsupportedError
 from ..gpu.device import current_gpu
@@ -29,7 +27,7 @@ from ..gpu.specs import GpuSpec, find_gpu
 from . import rivals
 
 if TYPE_CHECKING:
-    from ..attention.prepare import PreparedKernel
+    from ..attention.prepared import PreparedKernel
     from ..gpu.compile import KernelJob
     from ..gpu.identity import PlannedSource
 

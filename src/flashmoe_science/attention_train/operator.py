@@ -27,7 +27,7 @@ from ..gpu.specs import GpuSpec
 from . import rivals
 
 if TYPE_CHECKING:
-    from ..attention.prepare import PreparedKernel
+    from ..attention.prepared import PreparedKernel
 
 _ROOMS = ("attention", "attention_backward", "attention_train", "gpu")
 

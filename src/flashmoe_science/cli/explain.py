@@ -1,16 +1,15 @@
 """The verb ``explain``: the kernels that serve a call of attention, with or without a cache, or of experts.
 
-And what compiling those kernels shows. torch and triton are imported where a call is planned: the other verbs start
-without them.
+And what compiling those kernels shows. Planning needs neither torch nor triton; the process that compiles imports them.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -106,15 +105,6 @@ def explain(
     raise typer.Exit(_explain(call, gpu=gpu, backward=backward, as_json=as_json))
 
 
-class _Plan(Protocol):
-    def as_text(self) -> str: ...
-
-    def as_dict(self) -> dict[str, Any]: ...
-
-
-_Prepare = Callable[[], Iterable[Any]]
-
-
 @dataclass(frozen=True)
 class Explained:
     """A call to explain."""
@@ -171,15 +161,14 @@ def _sizes(option: str, text: str, names: str, example: str) -> list[int]:
 
 def _explain(call: Explained, *, gpu: str | None, backward: bool = False, as_json: bool) -> int:
     """Print the plan for one call, or for its gradients, and what compiling its kernels shows."""
-    from ..gpu.device import current_gpu
-
     terminal = Terminal(as_json=as_json)
-    spec = gpu_named(gpu) if gpu else current_gpu()
+    spec = gpu_named(gpu) if gpu else _gpu_here()
     if spec is None:
         raise InputError("there is no NVIDIA GPU here", hint="name one, e.g. --gpu H200")
-    plan, _ = _plan_call(call, spec, backward=backward)
+    plan = _plan_call(call, spec, backward=backward)
     terminal.show(*plan_lines(plan.as_text()))
     payload = {"call": dataclasses.asdict(call), "gpu": dataclasses.asdict(spec), "backward": backward}
+    terminal.log.print(f"compiling for {spec.name}", style="dim")
     compiled = _compile_apart(payload)
     terminal.show(*(compile_line(**kernel) for kernel in compiled))
     fits = all(kernel["shared_memory_bytes"] <= spec.shared_memory_per_block_bytes for kernel in compiled)
@@ -189,49 +178,63 @@ def _explain(call: Explained, *, gpu: str | None, backward: bool = False, as_jso
     return 0 if fits else GATE_FAILED
 
 
-def _plan_call(call: Explained, gpu: GpuSpec, *, backward: bool) -> tuple[_Plan, _Prepare]:
-    """Return the plan of a call, and what prepares its kernels."""
+def _gpu_here() -> GpuSpec | None:
+    from ..gpu.device import current_gpu  # imports torch, which planning alone does without
+
+    return current_gpu()
+
+
+def _plan_call(call: Explained, gpu: GpuSpec, *, backward: bool) -> Any:
+    """Return the plan of a call."""
     if call.operator == "experts":
-        return _plan_experts(call, gpu, backward=backward)
+        from ..moe.problem import MoeProblem
+
+        if backward:
+            from ..moe.backward_plan import plan_backward as plan_moe_backward
+
+            return plan_moe_backward(MoeProblem(**call.sizes, keep_product=True), gpu, _TRAINED)
+        from ..moe.plan import plan_moe
+
+        return plan_moe(MoeProblem(**call.sizes), gpu)
     if call.operator == "cache":
         from ..attention.cache_problem import CacheProblem
         from ..attention.decode_plan import plan_with_kv_cache
-        from ..attention.decode_prepare import prepare_cache_kernels
 
-        decoding = plan_with_kv_cache(CacheProblem(**call.sizes), gpu)
-        return decoding, lambda: prepare_cache_kernels(decoding)
+        return plan_with_kv_cache(CacheProblem(**call.sizes), gpu)
     from ..attention.problem import AttentionProblem
 
     problem = AttentionProblem(**call.sizes)
     if backward:
         from ..attention.backward_plan import BACKWARD_KERNEL, plan_backward
-        from ..attention.backward_prepare import prepare_backward_kernels
         from ..attention.backward_problem import BackwardProblem
 
-        kernel = os.environ.get(BACKWARD_KERNEL) or "auto"
-        gradients = plan_backward(BackwardProblem(problem), gpu, kernel)
-        return gradients, lambda: prepare_backward_kernels(gradients)
+        return plan_backward(BackwardProblem(problem), gpu, os.environ.get(BACKWARD_KERNEL) or "auto")
     from ..attention.plan import plan_attention
+
+    return plan_attention(problem, gpu)
+
+
+def _prepare_call(call: Explained, plan: Any, *, backward: bool) -> Iterable[Any]:
+    """Return the kernels of a planned call, ready to be compiled. Imports torch."""
+    if call.operator == "experts":
+        if backward:
+            from ..moe.prepare_backward import prepare_backward_kernels as prepare_moe_backward_kernels
+
+            return prepare_moe_backward_kernels(plan)
+        from ..moe.prepare import prepare_moe_kernels
+
+        return prepare_moe_kernels(plan)
+    if call.operator == "cache":
+        from ..attention.decode_prepare import prepare_cache_kernels
+
+        return prepare_cache_kernels(plan)
+    if backward:
+        from ..attention.backward_prepare import prepare_backward_kernels
+
+        return prepare_backward_kernels(plan)
     from ..attention.prepare import prepare_kernels
 
-    plan = plan_attention(problem, gpu)
-    return plan, lambda: prepare_kernels(plan)
-
-
-def _plan_experts(call: Explained, gpu: GpuSpec, *, backward: bool) -> tuple[_Plan, _Prepare]:
-    from ..moe.problem import MoeProblem
-
-    if backward:
-        from ..moe.backward_plan import plan_backward
-        from ..moe.prepare_backward import prepare_backward_kernels
-
-        gradients = plan_backward(MoeProblem(**call.sizes, keep_product=True), gpu, _TRAINED)
-        return gradients, lambda: prepare_backward_kernels(gradients)
-    from ..moe.plan import plan_moe
-    from ..moe.prepare import prepare_moe_kernels
-
-    plan = plan_moe(MoeProblem(**call.sizes), gpu)
-    return plan, lambda: prepare_moe_kernels(plan)
+    return prepare_kernels(plan)
 
 
 def _compile_apart(payload: dict[str, Any]) -> list[dict[str, Any]]:
@@ -250,11 +253,10 @@ def compile_call(payload: dict[str, Any], emit: object) -> dict[str, Any]:  # no
     """Compile the kernels of ``payload["call"]`` for ``payload["gpu"]``: the task of a worker process."""
     from ..gpu.compile import read_resources
 
-    gpu = GpuSpec(**payload["gpu"])
+    call, gpu, backward = Explained(**payload["call"]), GpuSpec(**payload["gpu"]), payload["backward"]
     compiled = []
     try:
-        _, prepare = _plan_call(Explained(**payload["call"]), gpu, backward=payload["backward"])
-        for kernel in prepare():
+        for kernel in _prepare_call(call, _plan_call(call, gpu, backward=backward), backward=backward):
             found = read_resources(kernel.source, gpu.arch)
             compiled.append({"kernel": kernel.source.name, **{name: getattr(found, name) for name in _RESOURCES}})
     except CompileError as error:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ..errors import ClaimError, EvidenceError, InputError
 from ..proof.compare import compare_revisions
-from ..proof.conclude import conclude
+from ..proof.conclude import EXPECTATION, conclude
 from ..proof.evidence import Record, TimeKind, read_record
 from ..proof.judge import Verdict, VerdictStatus, exit_code
 from ..proof.junit import write_junit
@@ -115,7 +115,7 @@ def run_show(
     if csv is not None:
         write_csv_file([record], csv)
     comparison = compare_revisions(record) if record.compared else None
-    verdicts = [] if comparison else conclude_now(record, repository)
+    verdicts = [] if comparison else conclude(record, repository, as_recorded=True)
     terminal.show(head_lines(record), "")
     for number, gate in enumerate(record.gates):
         said = {earlier.hint for earlier in record.gates[:number]}
@@ -133,6 +133,9 @@ def run_show(
         document["comparison"] = as_plain(comparison)
     else:
         terminal.show_conclusion(record, verdicts)
+        if any(verdict.claim.id != EXPECTATION for verdict in verdicts):
+            hint = "these verdicts are as of the run; `flashmoe verify` compares the code, suites and claims of today"
+            terminal.log.print(f"hint: {hint}", soft_wrap=True)
     terminal.document(document)
     return 0
 
@@ -174,12 +177,14 @@ def run_runs(
 
 
 def run_doctor(*, as_json: bool) -> int:
-    """Print what this machine has and lacks."""
-    from ..proof.environment import doctor
+    """Print the checks of this machine, each as soon as it is known."""
+    from ..proof.doctor import check_width, examine
 
     terminal = Terminal(as_json=as_json)
-    checks = doctor()
-    terminal.show(check_lines(checks))
+    checks = []
+    for check in examine():
+        checks.append(check)
+        terminal.show(check_lines(check, check_width()))
     terminal.document({"checks": [_fields(check, "name", "ok", "text", "hint") for check in checks]})
     return 0
 

@@ -28,6 +28,7 @@ from ..proof.rows import write_csv
 
 _UNLIMITED = 10_000  # columns, where there is no terminal: a line stays one line, so that grep finds all of it
 _SECONDS_BETWEEN_LINES = 10.0  # of progress, where there is no terminal
+_SECONDS_OF_SILENCE = 1.0  # of a short step, where there is no terminal
 _SECONDS_OF_PACE = 600.0  # the time left follows the pace of so many seconds: one case can take minutes
 _THEME = Theme({"bar.complete": "cyan", "bar.finished": "cyan", "bar.pulse": "cyan", "progress.remaining": "dim"})
 
@@ -88,9 +89,17 @@ class Terminal:
 
     @contextmanager
     def doing(self) -> Iterator[Callable[[str], None]]:
-        """Show what is being done for as long as it takes; where there is no terminal, nothing."""
+        """Show the step under way; elsewhere than on a terminal a line, once it takes a second, and now and then."""
         if not self.log.is_terminal:
-            yield lambda _: None
+            due = time.monotonic() + _SECONDS_OF_SILENCE
+
+            def say(text: str) -> None:
+                nonlocal due
+                if time.monotonic() >= due:
+                    due = time.monotonic() + _SECONDS_BETWEEN_LINES
+                    self.log.print(text, style="dim", soft_wrap=True)
+
+            yield say
             return
         with self.log.status("") as status:
             yield status.update

@@ -192,7 +192,7 @@ def runs(
 
 
 def doctor(as_json: Json = False) -> None:
-    """Check GPU, driver, torch, triton, nvcc, Nsight Compute, rivals and clocks; every trouble with a hint.
+    """Check GPU, driver, torch, triton, nvcc, Nsight Compute, baselines and clocks; every trouble with a hint.
 
     \b
     Example:
@@ -263,15 +263,15 @@ def readme(
     \b
     Each mark is a line of its own:
       <!-- summary:begin -->   <!-- summary:end -->    a row for every run and kind of time that claims are about
+      <!-- slower:begin -->    <!-- slower:end -->     a row for every suite in which a baseline is faster somewhere
       <!-- verdicts:begin -->  <!-- verdicts:end -->   a row for every claim
-      <!-- cases:begin -->     <!-- cases:end -->      a row for every case, below a heading for each run and rival
-      <!-- speeds:begin -->    <!-- speeds:end -->     both, the cases folded
+      <!-- cases:begin -->     <!-- cases:end -->      a row for every case, below a heading for each run and baseline
 
     \b
     Examples:
       flashmoe readme
       flashmoe readme --check
-      flashmoe readme docs/speeds.md
+      flashmoe readme docs/results.md
 
     \b
     Exit codes:

@@ -20,16 +20,21 @@ def gpu_of_device(index: int) -> GpuSpec:
 
 
 def gpu_of(tensor: torch.Tensor) -> GpuSpec | None:
-    """Return the GPU that holds a tensor, or None for a CPU tensor.
+    """Return the GPU that holds a tensor, or None for a CPU tensor."""
+    return gpu_at(tensor.device)
+
+
+def gpu_at(device: torch.device) -> GpuSpec | None:
+    """Return the GPU of a device, or None for the CPU.
 
     Thereafter this thread has a CUDA context: what is prepared for that GPU next asks the driver, which, unlike the
     runtime, makes none for a thread that has not used the GPU yet, such as autograd's.
     """
-    if tensor.device.type != "cuda":
+    if device.type != "cuda":
         return None
-    with torch.cuda.device(tensor.device):
-        torch.cuda.is_current_stream_capturing()  # of the runtime's calls the one that is allowed while capturing too
-    return gpu_of_device(tensor.device.index)
+    with torch.cuda.device(device):
+        torch.cuda.is_current_stream_capturing()  # the one call of the runtime that is allowed while capturing too
+    return gpu_of_device(device.index)
 
 
 def gpu_of_properties(properties: Any) -> GpuSpec:

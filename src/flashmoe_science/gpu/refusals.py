@@ -26,6 +26,12 @@ def check_not_negative(name: str, tensor: Tensor) -> None:
         raise InputError(f"{name} must not be a negative view, got one (is_neg()): call resolve_neg()")
 
 
+def check_memory(name: str, tensor: Tensor) -> None:
+    """Raise ``InputError`` unless a tensor is dense and no negative view."""
+    check_dense(name, tensor)
+    check_not_negative(name, tensor)
+
+
 def check_no_bare_subclass(name: str, tensor: Tensor) -> None:
     """Raise ``InputError`` for a tensor that differs from others in its Python type alone.
 
@@ -55,6 +61,12 @@ def check_not_differentiated_by_torch_func(name: str, tensor: Tensor) -> None:
                 hint="use torch.autograd.grad, or backward()",
             )
         inner = _functorch.get_unwrapped(inner)
+
+
+def check_operand(name: str, tensor: Tensor) -> None:
+    """Raise what an operator of torch would not: for its memory, and for transforms of ``torch.func``."""
+    check_memory(name, tensor)
+    check_not_differentiated_by_torch_func(name, tensor)
 
 
 def check_not_batched(what: str, gradients: Iterable[Tensor | None]) -> None:

@@ -1,17 +1,18 @@
 """The activation's gradient for Hopper: TMA, warpgroup matrix products, an epilogue beside them (Gluon, sm_90).
 
-dA = dO @ w_down of a pair's token, and what follows from it, as ``backward_triton`` has it. A program draws tiles of
-128 rows that go to one expert and 256 columns from a counter. Two warps gather rows of dO with cp.async, TMA copies the
-weights, whose reduction lies outermost, and two warpgroups multiply 64 rows each, as in ``grouped_gluon_sm90``.
+dA = dO @ w_down for the token of each pair, and the gradients that follow from it, as in ``backward_triton``. A program
+fetches tiles of 128 rows of one expert by 256 columns from a counter. Two warps gather rows of dO with cp.async, TMA
+copies the weights, which have the reduction outermost, and two warpgroups multiply 64 rows each, as in
+``grouped_gluon_sm90``.
 
-What follows from dA reads two numbers for each of it, and writes three. Done by those that multiply, it would leave the
-matrix units idle for a tenth to a sixth of the time, by count of instructions. They only put dA into shared memory, and
-begin the next tile; two more warps take it from there while they multiply, 16 rows and 64 columns at a time. Gate and
-up of three such parts are on their way to shared memory by cp.async, the first before dA is there. All are there before
-the gradient is stored, so it may lie where the product does.
+The epilogue reads two numbers for each element of dA and writes three. In the matrix warpgroups it would idle the
+matrix units for a tenth to a sixth of the time, by instruction count. So they only write dA to shared memory and begin
+the next tile, while two epilogue warps process 16 rows by 64 columns at a time. cp.async loads gate and up three such
+parts ahead, the first before dA is complete. All loads of a part finish before its gradient is stored, so the gradient
+may overwrite the product.
 
-dA is rounded to bf16, as eager torch rounds it: that is 64 KB, and in fp32 the ring would have room for two steps. What
-is stored has another rounding than that of ``backward_triton``, so other bits.
+dA is rounded to bf16, as in eager torch: it takes 64 KB, and with fp32 the ring would have only two steps. The rounding
+differs from that of ``backward_triton``, and so do the bits.
 
 Source: SonicMoE (2025) for the gradient of the routing weights.
 """
@@ -45,28 +46,28 @@ from .primitives_sm90 import (
     sigmoid,
 )
 
-# Triton 3.9 has it without the underscore; the arguments are the same: (descriptor, dtype, shape, layout).
+# Triton 3.9 renamed it; the arguments are the same: (descriptor, dtype, shape, layout).
 _Descriptor = gl.shared_memory_descriptor
 _reinterpret = getattr(_Descriptor, "reinterpret", None) or _Descriptor._reinterpret  # noqa: SLF001 - the older name
 
 BLOCK_M = gl.constexpr(128)
 BLOCK_N = gl.constexpr(256)
 CHUNKS = gl.constexpr(4)  # of 64 columns
-PART = gl.constexpr(16)  # rows that are finished at once
-STRIPS = gl.constexpr(4)  # of so many rows, of a warpgroup
-# Threads. With a whole warpgroup each, there would be 128 registers a thread at the start, and ptxas, although they are
-# dealt out anew, refuses products of 256 columns; those of 128 read the rows twice.
+PART = gl.constexpr(16)  # rows of one epilogue step
+STRIPS = gl.constexpr(4)  # of PART rows, of a warpgroup
+# Threads. With a whole warpgroup each, a kernel would start with 128 registers a thread. ptxas then refuses products of
+# 256 columns, although registers are reallocated; products of 128 columns would read the rows twice.
 PRODUCERS = gl.constexpr(64)
 FINISHERS = gl.constexpr(64)
 
 
 @aggregate
 class Args:
-    """What every partition is given."""
+    """Arguments of all partitions."""
 
     do_ptr: gl.tensor
     w_desc: tma.tensor_descriptor
-    bias_ptr: gl.tensor  # tiles_ptr where it has no part; so all that follow which may be None
+    bias_ptr: gl.tensor  # tiles_ptr if None, like all optional pointers below
     weights_ptr: gl.tensor
     product_ptr: gl.tensor
     tiles_ptr: gl.tensor
@@ -79,14 +80,14 @@ class Args:
     w_bufs: gl.shared_memory_descriptor  # [STAGES, 1, 1, STEP, BLOCK_N]
     da_bufs: gl.shared_memory_descriptor  # [2 * CHUNKS, ROWS, CHUNK]: four a warpgroup
     da_strips: gl.shared_memory_descriptor  # [2 * CHUNKS * STRIPS, PART, CHUNK]: the same memory
-    gate_bufs: gl.shared_memory_descriptor  # [CHUNKS, PART, CHUNK], or twice as many columns: gate and up in turn
-    up_bufs: gl.shared_memory_descriptor  # likewise; gate_bufs where there is none
+    gate_bufs: gl.shared_memory_descriptor  # [CHUNKS, PART, CHUNK]; twice the columns if gate and up alternate
+    up_bufs: gl.shared_memory_descriptor  # as gate_bufs; gate_bufs itself if there is none
     ready_bars: gl.shared_memory_descriptor  # [STAGES, 1]
-    tiles: Mailbox  # of each: expert, first row (-1 behind the last), end, column tile of all columns
+    tiles: Mailbox  # expert, first row (-1 after the last tile), end, column tile
     HAS_BIAS: gl.constexpr
     HAS_WH: gl.constexpr
     HAS_SUMS: gl.constexpr
-    COUNTER: gl.constexpr  # where the table of tiles has the counter of this kernel
+    COUNTER: gl.constexpr  # index of this kernel's counter in the table of tiles
     TOPK: gl.constexpr
     HID: gl.constexpr
     INTER: gl.constexpr
@@ -105,24 +106,24 @@ class Args:
 
     @gluon.jit
     def release(self, i):
-        """Tell the producer that this warpgroup is done with the i-th step."""
+        """Free the buffers of the i-th step for the producer."""
         named_barrier("arrive", FREE + slot_of(i, self.STAGES), 256 + PRODUCERS)
 
     @gluon.jit
     def hand_over(self, WHAT: gl.constexpr, w):
-        """Say, or wait until it was said, that dA of warpgroup w lies in shared memory."""
+        """Signal, or wait for, dA of warpgroup w in shared memory."""
         named_barrier(WHAT, FREE + self.STAGES + w, 128 + FINISHERS)
 
     @gluon.jit
     def take_back(self, WHAT: gl.constexpr, w):
-        """Say, or wait until it was said, that it was read."""
+        """Signal, or wait, that dA was read."""
         named_barrier(WHAT, FREE + self.STAGES + 2 + w, 128 + FINISHERS)
 
 
 @gluon.jit
 def _load_partition(a):
-    """Keep the ring full, for all tiles of this program."""
-    # All before this wait ran while the kernel before was ending. The warpgroups do nothing before they know a tile.
+    """Fill the ring for all tiles of this program."""
+    # The code before this wait overlaps the end of the previous kernel. The warpgroups wait for the first tile.
     wait_for_kernel_before()
     STEPS: gl.constexpr = (a.HID + a.STEP - 1) // a.STEP
     LANES: gl.constexpr = a.STEP // 8
@@ -136,7 +137,7 @@ def _load_partition(a):
         column += a.drawn
         expert, row, end = gl.load(entry), gl.load(entry + 1), gl.load(entry + 2)
         a.tiles.publish(n, expert, row, end, column)
-        # Rows past the end are the last one again: they are not stored.
+        # Rows past the end repeat the last one; they are not stored.
         offs_m = gl.minimum(row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout)), end - 1)
         token = gl.load(a.order_ptr + offs_m) // a.TOPK
         offs_k = gl.arange(0, a.STEP, gl.SliceLayout(0, layout))
@@ -155,7 +156,7 @@ def _load_partition(a):
                 async_load(a.do_bufs.index(slot), rows + step * a.STEP, inside)
             async_copy.mbarrier_arrive(bar, increment_count=False)
             i += 1
-        # Late, so that who is behind draws less. The ring is full: the trip to L2 costs nothing.
+        # Fetch late, so that slow programs fetch fewer tiles. The full ring hides the latency of L2.
         tile = draw_tile(a, tiles_m)
         n += 1
     a.tiles.publish(n, 0, -1, 0, 0)  # the end
@@ -163,10 +164,10 @@ def _load_partition(a):
 
 @gluon.jit
 def _issue(acc, a, i, W: gl.constexpr, USE_ACC: gl.constexpr):
-    """Issue the products of the i-th step, once its tiles are there."""
+    """Issue the products of the i-th step, once its operands have arrived."""
     slot = slot_of(i, a.STAGES)
     mbarrier.wait(a.ready_bars.index(slot), lap_of(i, a.STAGES) & 1)
-    fence_async_shared()  # cp.async writes as other stores do, and the matrix units read as TMA does
+    fence_async_shared()  # cp.async writes by the generic proxy, the matrix units read by the async proxy
     w = a.w_bufs.index(slot).reshape([a.STEP, BLOCK_N])
     rows = a.do_bufs.index(slot).slice(W * ROWS, ROWS, dim=0)
     return warpgroup_mma(rows, w, acc, use_acc=USE_ACC, is_async=True)
@@ -174,7 +175,7 @@ def _issue(acc, a, i, W: gl.constexpr, USE_ACC: gl.constexpr):
 
 @gluon.jit
 def _put(x, a, FIRST: gl.constexpr, W: gl.constexpr):
-    """Put dA into shared memory, 64 columns a buffer."""
+    """Write dA to shared memory, 64 columns a buffer."""
     if x.shape[1] > CHUNK:
         left, right = left_and_right(x)
         _put(left, a, FIRST, W)
@@ -190,12 +191,12 @@ def _multiply_partition(a, W: gl.constexpr):
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     i = 0  # steps so far
     n = 0  # tiles so far
-    given = 0  # tiles of which there were rows
+    given = 0  # tiles with rows
     row = a.tiles.wait(n, 1)
     while row >= 0:
         if row + W * ROWS < a.tiles.read(n, 2):
             acc = gl.zeros([ROWS, BLOCK_N], gl.float32, layout)
-            acc = warpgroup_mma_wait(1, deps=[_issue(acc, a, i, W, False)])  # waits for nothing
+            acc = warpgroup_mma_wait(1, deps=[_issue(acc, a, i, W, False)])  # does not block
             for j in range(i + 1, i + STEPS):
                 acc = _issue(acc, a, j, W, True)
                 acc = warpgroup_mma_wait(1, deps=[acc])
@@ -218,7 +219,7 @@ def _multiply_partition(a, W: gl.constexpr):
 
 @gluon.jit
 def _slopes(gate, up, a):
-    """Return the activation, and its derivatives by gate and by up."""
+    """Return the activation and its derivatives by gate and by up."""
     if a.ACTIVATION == "swiglu":
         s = sigmoid(gate)
         by_up = gate * s
@@ -232,9 +233,9 @@ def _slopes(gate, up, a):
 
 @gluon.jit
 def _offsets(a, STRIDE: gl.constexpr, WIDTH: gl.constexpr, columns_left, rows_left, layout: gl.constexpr):
-    """Return offsets of 16 rows and 64 columns, so many each, from the first on, and which there are.
+    """Return offsets of 16 rows by 64 columns, WIDTH elements each, and a mask of the valid ones.
 
-    All that changes from part to part is in the pointer that they are added to, which all threads share.
+    They are the same for all parts; the uniform base pointer has the rest.
     """
     rows = gl.arange(0, PART, gl.SliceLayout(1, layout))
     columns = gl.arange(0, CHUNK * WIDTH, gl.SliceLayout(0, layout))
@@ -246,7 +247,7 @@ def _offsets(a, STRIDE: gl.constexpr, WIDTH: gl.constexpr, columns_left, rows_le
 
 @gluon.jit
 def _ask(a, column, chunk, first, end, layout: gl.constexpr, wide: gl.constexpr):
-    """Ask for gate and up of 16 rows and 64 columns; zeros come where there are none."""
+    """Start loads of gate and up of 16 rows by 64 columns; zeros fill invalid places."""
     place = column * BLOCK_N + chunk * CHUNK
     base = a.product_ptr + first.to(gl.int64) * a.COLUMNS
     if a.INTERLEAVED:
@@ -262,7 +263,7 @@ def _ask(a, column, chunk, first, end, layout: gl.constexpr, wide: gl.constexpr)
 
 @gluon.jit
 def _product(a, chunk, layout: gl.constexpr, wide: gl.constexpr):
-    """Return gate and up that were asked for, in fp32."""
+    """Return gate and up of finished loads, in fp32."""
     if a.INTERLEAVED:
         gate, up = gl.split(a.gate_bufs.index(chunk).load(wide).reshape([PART, CHUNK, 2]))
         gate, up = gl.convert_layout(gate, layout), gl.convert_layout(up, layout)  # each where it is
@@ -276,7 +277,7 @@ def _product(a, chunk, layout: gl.constexpr, wide: gl.constexpr):
 
 @gluon.jit
 def _finish_part(a, da, weight, column, chunk, first, end, layout: gl.constexpr, wide: gl.constexpr):
-    """Store what follows from 16 rows and 64 columns of dA; return their <dA, h> of each row."""
+    """Store the gradients of 16 rows by 64 columns of dA; return <dA, h> of each row."""
     gate, up = _product(a, chunk, layout, wide)
     h, by_gate, by_up = _slopes(gate, up, a)
     place = column * BLOCK_N + chunk * CHUNK
@@ -302,20 +303,20 @@ def _finish_part(a, da, weight, column, chunk, first, end, layout: gl.constexpr,
 
 @gluon.jit
 def _pairs(a, first, end, layout: gl.constexpr):
-    """Return the pairs of 16 rows; 0 for rows that are not there."""
+    """Return the pairs of 16 rows; 0 for invalid rows."""
     rows = gl.arange(0, PART, layout)
     return gl.load(a.order_ptr + first + rows, mask=rows < end - first, other=0)
 
 
 @gluon.jit
 def _weights(a, pair):
-    """Return how much some pairs weigh."""
+    """Return the routing weights of pairs."""
     return gl.load(a.weights_ptr + pair).to(gl.float32)
 
 
 @gluon.jit
 def _store_sums(a, sums, first, end, place, layout: gl.constexpr):
-    """Store a sum of each of 16 rows."""
+    """Store one partial sum of each of 16 rows."""
     rows = gl.arange(0, PART, layout)
     gl.store(a.sums_ptr + first.to(gl.int64) * a.SUMS + place + rows * a.SUMS, sums, mask=rows < end - first)
 
@@ -328,7 +329,7 @@ def _dot_bias(a, expert, first, end, layout: gl.constexpr):
     bias_row = a.bias_ptr + expert.to(gl.int64) * a.HID
     total = gl.zeros([PART, CHUNK], gl.float32, layout)
     for start in range(0, a.HID, 4 * CHUNK):
-        for chunk in gl.static_range(4):  # asked for together: nothing else hides the trips to L2
+        for chunk in gl.static_range(4):  # loads in flight together, to hide the latency of L2
             k = start + chunk * CHUNK + gl.arange(0, CHUNK, gl.SliceLayout(0, layout))
             do = gl.load(rows + k[None, :], mask=(k < a.HID)[None, :], other=0.0)
             bias = gl.load(bias_row + k, mask=k < a.HID, other=0.0)
@@ -338,27 +339,27 @@ def _dot_bias(a, expert, first, end, layout: gl.constexpr):
 
 @gluon.jit
 def _read(a, n, WHAT: gl.constexpr):
-    """Return one number of the n-th tile, which is known, as ``Mailbox.read`` does for a whole warpgroup."""
+    """Return one number of the n-th tile, as ``Mailbox.read``, but for two warps."""
     one: gl.constexpr = gl.BlockedLayout([1], [32], [FINISHERS // 32], [0])
     return gl.max(a.tiles.bufs.index(4 * slot_of(n, TILES) + WHAT).load(one), 0)
 
 
 @gluon.jit
 def _first_row(a, n):
-    """Wait until the n-th tile is known, and return its first row."""
+    """Wait for the n-th tile, and return its first row."""
     mbarrier.wait(a.tiles.bars.index(slot_of(n, TILES)), lap_of(n, TILES) & 1)
     return _read(a, n, 1)
 
 
 @gluon.jit
 def _finish_tile(a, n, row, layout: gl.constexpr, wide: gl.constexpr):
-    """Finish the n-th tile, 16 rows after the other, and in them 64 columns after the other."""
+    """Run the epilogue of the n-th tile: 16 rows after another, 64 columns after another."""
     of_rows: gl.constexpr = gl.SliceLayout(1, layout)
-    end = gl.minimum(_read(a, n, 2), row + BLOCK_M)  # rows behind it are another tile's
+    end = gl.minimum(_read(a, n, 2), row + BLOCK_M)  # later rows belong to another tile
     column = _read(a, n, 3)
     for first_chunk in gl.static_range(CHUNKS - 1):
         _ask(a, column, first_chunk, row, end, layout, wide)
-    # Two trips to memory, the second of which knows of the first where it goes: each is two parts ahead of its use.
+    # Two dependent loads, pairs and then their weights: each runs two parts ahead of its use.
     weight = _weights(a, _pairs(a, row, end, of_rows))
     pair = _pairs(a, row + PART, end, of_rows)
     parts = (end - row + PART - 1) // PART
@@ -371,7 +372,7 @@ def _finish_tile(a, n, row, layout: gl.constexpr, wide: gl.constexpr):
             a.hand_over("sync", w)
         sums = gl.zeros([PART], gl.float32, of_rows)
         for chunk in range(CHUNKS):
-            # Into the buffer of the columns before. Where there are no more rows, none are read.
+            # Into the buffer of the previous columns. No rows are loaded past the last one.
             ahead = chunk + CHUNKS - 1
             _ask(a, column, ahead % CHUNKS, first + ahead // CHUNKS * PART, end, layout, wide)
             async_copy.wait_group(CHUNKS - 1)
@@ -383,7 +384,7 @@ def _finish_tile(a, n, row, layout: gl.constexpr, wide: gl.constexpr):
             _store_sums(a, sums, first, end, column, of_rows)
         weight = weight_after
     async_copy.wait_group(0)
-    if a.HAS_BIAS:  # noqa: SIM102 - the first is known to the compiler
+    if a.HAS_BIAS:  # noqa: SIM102 - the outer condition is constexpr
         if column == 0:
             for part in range(parts):
                 _dot_bias(a, _read(a, n, 0), row + part * PART, end, layout)
@@ -391,10 +392,10 @@ def _finish_tile(a, n, row, layout: gl.constexpr, wide: gl.constexpr):
 
 @gluon.jit
 def _finish_partition(a):
-    """Make of dA what follows from it, for all tiles of this program."""
+    """Run the epilogue of all tiles of this program."""
     wait_for_kernel_before()
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [FINISHERS // 32, 1], [1, 0])
-    wide: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [FINISHERS // 32, 1], [1, 0])  # of gate and up in turn
+    wide: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [FINISHERS // 32, 1], [1, 0])  # of alternating gate and up
     n = 0  # tiles so far
     row = _first_row(a, n)
     while row >= 0:
@@ -412,10 +413,10 @@ def _activation_sm90_kernel(
     product_ptr,  # [P, COLUMNS]
     tiles_ptr,  # [1 + tiles, 4] int32; the first entry: tiles, counters
     order_ptr,  # [P] int32
-    dproduct_ptr,  # [P, COLUMNS]; may be product_ptr: a program reads what it overwrites, and nobody else does
-    wh_ptr,  # [P, WH_COLUMNS]: the activation times the pair's weight, of this launch's columns; or None
-    sums_ptr,  # [P, SUMS] fp32: <dA, h> of the columns of a tile, and behind them <dO, bias>; or None
-    drawn,  # column tiles of earlier launches, which drew from the same counter: the first of this one
+    dproduct_ptr,  # [P, COLUMNS]; may be product_ptr: only one program reads and overwrites each element
+    wh_ptr,  # [P, WH_COLUMNS]: activation times routing weight, the columns of this launch; or None
+    sums_ptr,  # [P, SUMS] fp32: <dA, h> of each column tile, then <dO, bias>; or None
+    drawn,  # column tiles that earlier launches fetched from the same counter: the first one of this launch
     COUNTER: gl.constexpr, TOPK: gl.constexpr, HID: gl.constexpr, INTER: gl.constexpr, COLUMNS: gl.constexpr,
     WH_COLUMNS: gl.constexpr, SUMS: gl.constexpr, TILES_N: gl.constexpr, GROUP_M: gl.constexpr,
     STEP: gl.constexpr, STAGES: gl.constexpr,
@@ -423,10 +424,10 @@ def _activation_sm90_kernel(
     ACTIVATION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Compute dA and what follows from it. Grid: (programs,), each draws one tile after another."""
+    """Compute dA and the gradients that follow from it. Grid: (programs,), persistent."""
     gl.static_assert(STAGES + FREE + 4 <= 16, "the hardware has 16 barriers")
     STEPS: gl.constexpr = (HID + STEP - 1) // STEP
-    # Tiles whose steps fill the ring, one whose dA waits to be taken, one that is finished, and the next.
+    # Tiles in flight: those in the ring, one whose dA waits, one in the epilogue, and the next.
     KNOWN: gl.constexpr = (STAGES + STEPS) // STEPS + 3
     gl.static_assert(KNOWN <= TILES, "the producer would overwrite tiles that are worked on")
     kind: gl.constexpr = w_desc.dtype
@@ -435,11 +436,11 @@ def _activation_sm90_kernel(
     do_bufs = gl.allocate_shared_memory(kind, [STAGES, BLOCK_M, STEP], do_layout)
     w_bufs = gl.allocate_shared_memory(kind, [STAGES] + w_desc.block_type.shape, w_desc.layout)
     da_bufs = gl.allocate_shared_memory(kind, [2 * CHUNKS, ROWS, CHUNK], da_layout)
-    # Rows of 128 bytes, of which eight are swizzled alike: 16 of them are a buffer of their own.
+    # Eight rows of 128 bytes are one swizzle period, so 16 rows are a valid buffer of their own.
     strip_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([PART, CHUNK], kind)
     da_strips = _reinterpret(da_bufs, kind, [2 * CHUNKS * STRIPS, PART, CHUNK], strip_layout)
     WIDTH: gl.constexpr = 2 if INTERLEAVED else 1
-    plain: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 1, [1, 0])  # each thread reads what it asked for
+    plain: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 1, [1, 0])  # each thread reads what it loaded
     gate_bufs = gl.allocate_shared_memory(kind, [CHUNKS, PART, CHUNK * WIDTH], plain)
     up_bufs = gate_bufs
     if GATED and not INTERLEAVED:
@@ -448,7 +449,7 @@ def _activation_sm90_kernel(
     for slot in gl.static_range(STAGES):
         mbarrier.init(ready_bars.index(slot), count=PRODUCERS + 1)
     tiles = make_mailbox(PRODUCERS)
-    fence_async_shared()  # TMA, too, sees that the barriers are there
+    fence_async_shared()  # make the barriers visible to TMA
     HAS_BIAS: gl.constexpr = bias_ptr is not None
     HAS_WH: gl.constexpr = wh_ptr is not None
     HAS_SUMS: gl.constexpr = sums_ptr is not None

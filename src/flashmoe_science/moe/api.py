@@ -1,38 +1,23 @@
-"""The public functions of the experts: contract, validation, and the way from a call to its prepared launches."""
+"""``fused_moe`` and ``explain_moe``: the public contract, and the path from a call to its prepared launches."""
 
 from __future__ import annotations
-
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..errors import InputError
 from ..gpu.device import gpu_of
 from ..gpu.refusals import check_one_device
-from .calls import Call, prepare_call
-from .gradients import differentiable, records
-from .inputs import (
-    TENSORS,
-    cast_under_autocast,
-    check_are_tensors,
-    check_flags,
-    layout_of,
-    moe_problem_of,
-    refuse_tangents,
-)
-from .plan import MoePlan, check_kernel_name, plan_moe
-from .refusals import check_hashable, check_operator_call
+from .calls import Run, prepare_run, remember
+from .gradients import differentiable
+from .inputs import TENSORS, MoeCall, check_operator_call, moe_problem_of, read_call
+from .plan import MoePlan, plan_moe
+from .problem import Options
 from .routing import route
 
 __all__ = ["explain_moe", "fused_moe", "route"]
 
-# What a call with the same key does, prepared. A key holds everything that decides plan, kernels and grids.
-_prepared: dict[tuple[Any, ...], Call] = {}
-_MAX_PREPARED = 8192
-
-_is_compiling = torch.compiler.is_compiling
+# Prepared launches by the key of a call, which holds everything that decides plan, kernels and grids.
+_prepared: dict[object, Run] = {}
 
 
 def fused_moe(
@@ -54,77 +39,67 @@ def fused_moe(
     batch_invariant: bool = False,
     kernel: str = "auto",
 ) -> Tensor:
-    """Send every token through its experts, and sum what they make of it. No token is dropped.
+    """Run each token through its experts and sum their weighted outputs. No token is dropped.
 
     out[t] = sum_k topk_weights[t, k] * (w_down[e] @ act(w_gate_up[e] @ x[t] + bias_gate_up[e]) + bias_down[e]),
-    with e = topk_ids[t, k], and the same over shared experts, to which every token goes.
+    with e = topk_ids[t, k], plus the same sum over shared experts, which process every token.
 
     Args:
         x: ``[T, HID]`` fp16, bf16 or fp32, any strides; T may be 0.
-        w_gate_up: ``[E, 2 * INTER, HID]``, or ``[E, INTER, HID]`` where the activation has no gate; dtype and device of
-            x, any strides. The layout of transformers and vLLM.
-        w_down: ``[E, HID, INTER]``, likewise.
+        w_gate_up: ``[E, 2 * INTER, HID]``, or ``[E, INTER, HID]`` without a gate; dtype and device of x, any strides.
+            transformers and vLLM use the same layout.
+        w_down: ``[E, HID, INTER]``, dtype and device of x, any strides.
         topk_weights: ``[T, K]`` fp16, bf16 or fp32, contiguous.
-        topk_ids: ``[T, K]`` int32 or int64, contiguous. One outside of 0 to E - 1 contributes nothing: where experts
-            are spread over GPUs, those of other GPUs are left out.
+        topk_ids: ``[T, K]`` int32 or int64, contiguous. An id outside 0 to E - 1 contributes nothing, so that each
+            GPU of an expert-parallel group can skip the experts of the others.
         activation: ``"swiglu"`` silu(gate) * up, ``"geglu"`` and ``"geglu_tanh"`` gelu(gate) * up,
-            ``"swiglu_clamped"`` (gpt-oss) (up + 1) * gate * sigmoid(alpha * gate) with gate at most ``limit`` and up
-            within it; without a gate ``"relu2"`` relu(up) ** 2, ``"silu"``, ``"gelu"``, ``"gelu_tanh"``.
-        alpha: of swiglu_clamped, default 1.702.
-        limit: of swiglu_clamped, default 7.
-        interleaved: rows 2i and 2i + 1 of ``w_gate_up`` and of its bias are gate and up (gpt-oss). Else the first INTER
-            rows are the gate.
+            ``"swiglu_clamped"`` (gpt-oss) (up + 1) * gate * sigmoid(alpha * gate) with gate clamped to at most
+            ``limit`` and up to [-limit, limit]; without a gate ``"relu2"`` relu(up) ** 2, ``"silu"``, ``"gelu"``,
+            ``"gelu_tanh"``.
+        alpha: Factor of swiglu_clamped. Default 1.702.
+        limit: Clamp of swiglu_clamped. Default 7.
+        interleaved: Rows 2i and 2i + 1 of ``w_gate_up`` and of its bias are gate and up (gpt-oss). Otherwise the first
+            INTER rows are the gate.
         bias_gate_up: ``[E, 2 * INTER]`` (or ``[E, INTER]``), dtype of x, contiguous.
         bias_down: ``[E, HID]``, dtype of x, contiguous.
-        shared_gate_up: ``[S, 2 * SI, HID]`` weights of S experts that every token goes to; SI may differ from INTER.
+        shared_gate_up: ``[S, 2 * SI, HID]``, the weights of S shared experts; SI may differ from INTER.
         shared_down: ``[S, HID, SI]``.
         shared_weights: ``[T, S]`` fp16, bf16 or fp32, contiguous. Default: all 1.
-        batch_invariant: a token gets the same bits whatever else is in the batch. K, sizes, dtype and GPU must be the
-            same.
-        kernel: ``"auto"``, or one name to force (``explain_moe`` lists them); a forced kernel never falls back.
+        batch_invariant: Compute the same bits for a token whatever else is in the batch. K, sizes, dtype and GPU must
+            be the same.
+        kernel: ``"auto"``, or the name of one kernel (``explain_moe`` lists them). A forced kernel never falls back.
 
     Returns:
         ``[T, HID]`` in the dtype of x, contiguous.
 
     Raises:
         InputError: a shape, dtype, device or value breaks the contract above.
-        UnsupportedError: no kernel, or not the kernel forced, serves this call; or it was asked for second-order or
-            forward-mode derivatives, of which there are none.
+        UnsupportedError: no kernel, or not the forced one, serves this call. Second-order and forward-mode derivatives
+            are not supported.
 
-    All tensors but the ids have gradients. For them, inputs and the first product are kept; the activation is computed
-    again. Where gradients are recorded, rows are sorted by expert whatever their number. Under autocast x, weights and
-    biases of fp32 are cast.
+    All tensors but the ids have gradients. The backward pass keeps the inputs and the first product, and recomputes the
+    activation. When gradients are recorded, rows are always sorted by expert. Autocast casts x, weights and biases of
+    fp32.
 
     Numerics: products accumulate in fp32; the activation and each expert's output are rounded to the dtype of x, and
-    summed in fp32 in the order of k. Run-to-run bitwise equal, gradients too. Neither the host waits for the device,
-    nor the device for the host. CPU tensors run ``reference.fused_moe``.
+    summed in fp32 in the order of k. Output and gradients are bitwise equal from run to run. Host and device never wait
+    for each other. CPU tensors run ``reference.fused_moe``.
     """
-    given: dict[str, Tensor | None] = {
-        "x": x, "w_gate_up": w_gate_up, "w_down": w_down, "topk_weights": topk_weights, "topk_ids": topk_ids,
-        "bias_gate_up": bias_gate_up, "bias_down": bias_down, "shared_gate_up": shared_gate_up,
-        "shared_down": shared_down, "shared_weights": shared_weights,
-    }  # fmt: skip
-    options = (activation, alpha, limit, interleaved, batch_invariant, kernel)
-    check_are_tensors(given)
-    given = cast_under_autocast(given)
-    if _is_compiling():
-        return _call_operator(given, options)
-    refuse_tangents(given)
-    if records(given):
-        return _call_operator(given, options)
-    # A parameter is a tensor; what else has a type of its own goes by the operator, which knows what to do with it.
-    if any(type(tensor) not in (Tensor, torch.nn.Parameter) for tensor in given.values() if tensor is not None):
-        return _call_operator(given, options)
-    tensors = {name: tensor for name, tensor in given.items() if tensor is not None}
-    check_hashable(options)
-    key = (*(layout_of(given[name]) for name in TENSORS), options, tuple(map(type, options)))
-    call = _prepared.get(key)
-    if call is None:
-        call = _prepare(tensors, options)
-        if len(_prepared) >= _MAX_PREPARED:
-            _prepared.clear()
-        _prepared[key] = call
-    return call(tensors)
+    call = read_call(
+        {
+            "x": x, "w_gate_up": w_gate_up, "w_down": w_down, "topk_weights": topk_weights, "topk_ids": topk_ids,
+            "bias_gate_up": bias_gate_up, "bias_down": bias_down, "shared_gate_up": shared_gate_up,
+            "shared_down": shared_down, "shared_weights": shared_weights,
+        },
+        Options(activation, alpha, limit, interleaved, batch_invariant, kernel),
+    )  # fmt: skip
+    if call.key is None:
+        return _call_operator(call)
+    run = _prepared.get(call.key)
+    if run is None:
+        plan = plan_moe(moe_problem_of(call.tensors, call.options), gpu_of(call.tensors["x"]), kernel)
+        run = remember(_prepared, call.key, prepare_run(plan, call.tensors["x"].device))
+    return run(call.tensors)["out"]
 
 
 def explain_moe(
@@ -146,42 +121,24 @@ def explain_moe(
     batch_invariant: bool = False,
     kernel: str = "auto",
 ) -> MoePlan:
-    """Return the plan that would serve ``fused_moe`` with the same arguments; nothing is launched.
+    """Return the plan of ``fused_moe`` for the same arguments, without a launch.
 
-    ``print`` shows it as text, ``.as_dict()`` gives it as data. Arguments and errors are those of ``fused_moe``; where
-    gradients would be recorded, the plan is that of the forward pass that keeps what they need.
+    ``print`` shows it as text, ``.as_dict()`` gives it as data. Arguments and errors are those of ``fused_moe``. When
+    gradients would be recorded, the plan is that of the forward pass that keeps the first product.
     """
-    given: dict[str, Tensor | None] = {
-        "x": x, "w_gate_up": w_gate_up, "w_down": w_down, "topk_weights": topk_weights, "topk_ids": topk_ids,
-        "bias_gate_up": bias_gate_up, "bias_down": bias_down, "shared_gate_up": shared_gate_up,
-        "shared_down": shared_down, "shared_weights": shared_weights,
-    }  # fmt: skip
-    check_are_tensors(given)
-    refuse_tangents(given)
-    tensors = {name: tensor for name, tensor in cast_under_autocast(given).items() if tensor is not None}
-    problem = moe_problem_of(
-        tensors, activation=activation, alpha=alpha, limit=limit, interleaved=interleaved,
-        batch_invariant=batch_invariant, keep_product=records(tensors),
+    call = read_call(
+        {
+            "x": x, "w_gate_up": w_gate_up, "w_down": w_down, "topk_weights": topk_weights, "topk_ids": topk_ids,
+            "bias_gate_up": bias_gate_up, "bias_down": bias_down, "shared_gate_up": shared_gate_up,
+            "shared_down": shared_down, "shared_weights": shared_weights,
+        },
+        Options(activation, alpha, limit, interleaved, batch_invariant, kernel),
     )  # fmt: skip
+    problem = moe_problem_of(call.tensors, call.options, keep_product=call.is_recorded)
     return plan_moe(problem, gpu_of(x), kernel)
 
 
-def _prepare(tensors: Mapping[str, Tensor], options: tuple[Any, ...]) -> Call:
-    """Validate one call, plan it, and return it prepared."""
-    activation, alpha, limit, interleaved, batch_invariant, kernel = options
-    problem = moe_problem_of(
-        tensors,
-        activation=activation,
-        alpha=alpha,
-        limit=limit,
-        interleaved=interleaved,
-        batch_invariant=batch_invariant,
-    )
-    x = tensors["x"]
-    return prepare_call(plan_moe(problem, gpu_of(x), kernel), x.device)
-
-
-# Graphs that torch traces hold the operator below, and tensor subclasses come by it; the eager call never does.
+# Traced graphs and calls with tensor subclasses run the operator below; eager calls do not.
 
 
 @torch.library.custom_op("flashmoe_science::fused_moe", mutates_args=())
@@ -219,20 +176,12 @@ def _fake_fused_moe(x: Tensor, *_rest: object) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
-def _call_operator(given: Mapping[str, Tensor | None], options: tuple[Any, ...]) -> Tensor:
-    refuse_tangents(given)
-    check_operator_call(given, options)
-    activation, alpha, limit, interleaved, batch_invariant, kernel = options
-    if not _is_compiling():  # the operator's signature would refuse, or change, what is of another type
-        flags = {"interleaved": interleaved, "batch_invariant": batch_invariant}
-        check_flags(activation, flags, {"alpha": alpha, "limit": limit})
-        check_kernel_name(kernel)
-    elif not isinstance(activation, str):
-        raise InputError(f"activation must be a name, got {activation!r}")
+def _call_operator(call: MoeCall) -> Tensor:
+    check_operator_call(call)
+    activation, alpha, limit, interleaved, batch_invariant, kernel = call.options
     alpha, limit = (None if number is None else float(number) for number in (alpha, limit))
-    if records(given):
-        return differentiable(given, (activation, alpha, limit, interleaved, batch_invariant, kernel))
-    out: Tensor = _fused_moe(
-        *(given[name] for name in TENSORS), activation, alpha, limit, interleaved, batch_invariant, kernel
-    )
+    options = Options(activation, alpha, limit, interleaved, batch_invariant, kernel)
+    if call.is_recorded:
+        return differentiable(call.tensors, options)
+    out: Tensor = _fused_moe(*(call.tensors.get(name) for name in TENSORS), *options)
     return out

@@ -1,4 +1,4 @@
-"""Which kernels make the gradients of the experts on a GPU, with which tiles and grids, and why. No Triton."""
+"""Choose the kernels, tiles and grids of the gradients of the experts, with a reason. No Triton."""
 
 from __future__ import annotations
 
@@ -25,43 +25,43 @@ from .plan import (
 from .problem import MoeProblem
 from .tiles import SMALL_BACKWARD, BackwardConfig, backward_rows
 
-# What gradients there are of routed experts; those of shared experts are the same of a problem of their own.
+# The gradients of routed experts. Shared experts are a problem of their own, with the same gradients.
 GRADIENTS = ("x", "w_gate_up", "w_down", "topk_weights", "bias_gate_up", "bias_down")
 KERNELS = ("moe_backward_gluon_sm90", "moe_backward_triton")
 ROUTING_PAIRS, ROUTING_WARPS = 64, 4
-# Three times 8 KB of 16-bit rows on their way in each program: one walks over all rows of its expert, however many.
+# Three loads of 8 KB are in flight in each program, which sums all rows of its expert.
 BIAS_PAIRS, BIAS_COLUMNS, BIAS_WARPS, BIAS_STAGES = 32, 128, 4, 4
 
-# What one launch leaves for the next, weighted activations and then rows of dx, lies in one buffer after the other, and
-# in parts: some columns of all rows, then what is made of them, then the next. The gradient of w_gate_up is made last,
-# so its memory is that buffer, E * 2 * INTER * HID elements: all weighted activations fit while an expert has up to
-# 2 * HID rows on average, and rows of dx up to 2 * INTER. Where nobody wants that gradient, or it is smaller, there is
-# a buffer of a twelfth of what is kept: sums for the routing and tables of the sort stay below the rest of a tenth.
+# One scratch buffer holds weighted activations, and later rows of dx, in parts: some columns of all rows, then the
+# launch that reads them, then the next columns. The gradient of w_gate_up comes last, so its memory serves as this
+# buffer. Its E * 2 * INTER * HID elements hold all weighted activations up to a mean of 2 * HID rows an expert, and
+# rows of dx up to 2 * INTER. If that gradient is not wanted, or too small, a buffer of a twelfth of the saved products
+# is allocated; with it, sums for the routing and tables of the sort stay below a tenth.
 SCRATCH_OF_KEPT = 12
-# Below it nothing is worth a launch more.
+# Smaller buffers do not justify more launches.
 SMALL_SCRATCH_BYTES = 64 << 20
-# Every part reads its other operand once more: for rows of dx the gradient of the first product, 2 * INTER columns,
-# from which C columns take 2 * INTER * C multiply-adds a row. Of 512 columns in 16 bits that is 512 operations a byte,
-# and an H200 has 206 for each byte that its memory gives (989 TFLOP/s, 4.8 TB/s). They are two column tiles, so that
-# 16,896 rows are two tiles for each of 132 SMs; where SMALL_SCRATCH_BYTES is passed, there are more.
+# Each part rereads its other operand. For rows of dx that is the gradient of the first product: 2 * INTER columns,
+# which C columns use for 2 * INTER * C multiply-adds a row. With 512 columns in 16 bits that is 512 operations a byte;
+# an H200 needs 206 (989 TFLOP/s, 4.8 TB/s). 512 columns are two column tiles, so 16,896 rows give each of 132 SMs two
+# tiles, and a buffer above SMALL_SCRATCH_BYTES has more rows.
 FEWEST_COLUMNS = 512
-# A multiple of every tile's columns.
+# A multiple of the columns of every tile.
 COLUMN_STEP = hopper_plan.PRODUCT_COLUMNS
 
-Span = tuple[int, int]  # the first column of a launch, and how many it makes
+Span = tuple[int, int]  # first column and number of columns of a launch
 
 
 @dataclass(frozen=True, slots=True)
 class BackwardPlan(MoePlan):
-    """How the gradients of one problem are made on one GPU."""
+    """The kernels, tiles and launches of the gradients of one problem on one GPU."""
 
     wanted: tuple[str, ...]  # of GRADIENTS
-    spans: tuple[Span, ...]  # of each step the columns that it makes; (0, 0) for those that make all
-    scratch: int  # elements of the buffer; 0: none, or the gradient of w_gate_up lends its memory
+    spans: tuple[Span, ...]  # the columns of each step; (0, 0): all
+    scratch: int  # elements of the scratch buffer; 0: none, or it is the gradient of w_gate_up
 
 
 def choose_backward(problem: MoeProblem, arch: int) -> BackwardConfig:
-    """Return tiles for the rows that an expert has on average."""
+    """Return tiles for the mean number of rows of an expert."""
     if not loads_words(problem) or problem.hidden * problem.item_bytes % 4:
         return SMALL_BACKWARD
     configs = backward_rows(arch, problem.item_bytes)
@@ -70,7 +70,7 @@ def choose_backward(problem: MoeProblem, arch: int) -> BackwardConfig:
 
 
 def column_sums(problem: MoeProblem, config: BackwardConfig) -> int:
-    """Return how many sums the gradient of a routing weight has: as many as the activation's columns have tiles.
+    """Return the partial sums of the gradient of a routing weight: one a column tile of the activation.
 
     On Hopper the bias has a sum of its own: who makes it has done with the tile.
     """
@@ -80,7 +80,7 @@ def column_sums(problem: MoeProblem, config: BackwardConfig) -> int:
 
 
 def _parts(rows: int, columns: int, room: int) -> list[Span]:
-    """Return ``columns`` in as few parts as ``room`` elements need for their rows, about equally wide."""
+    """Split ``columns`` of all rows into as few and equal parts as fit ``room`` elements."""
     if rows * columns <= room:
         return [(0, columns)]
     parts = cdiv(columns, max(room // (rows * COLUMN_STEP) * COLUMN_STEP, FEWEST_COLUMNS))
@@ -89,7 +89,7 @@ def _parts(rows: int, columns: int, room: int) -> list[Span]:
 
 
 def _lay_out(problem: MoeProblem, *, down: bool, x: bool, lent: int) -> tuple[list[Span], list[Span], int]:
-    """Return the parts of weighted activations and of rows of dx, and the elements of their buffer (0: it is lent)."""
+    """Return the parts of weighted activations and of dx, and the elements of their buffer (0: the lent one fits)."""
     rows = problem.pairs
     own = max(rows * problem.columns_up // SCRATCH_OF_KEPT, SMALL_SCRATCH_BYTES // problem.item_bytes)
     of_down = _parts(rows, problem.inter, max(lent, own)) if down else [(0, problem.inter)]
@@ -99,7 +99,7 @@ def _lay_out(problem: MoeProblem, *, down: bool, x: bool, lent: int) -> tuple[li
 
 
 def _bias_steps(problem: MoeProblem, wanted: tuple[str, ...]) -> Steps:
-    """Return the sums of rows that are gradients of biases: Hopper's kernel for the weights never sees a row whole."""
+    """Return the launches of bias gradients. Hopper's weight kernel cannot compute them: it never has whole rows."""
     columns = {"bias_down": problem.hidden, "bias_gate_up": problem.columns_up}
     return [
         (
@@ -114,7 +114,7 @@ def _bias_steps(problem: MoeProblem, wanted: tuple[str, ...]) -> Steps:
 def make_backward_plan(
     problem: MoeProblem, gpu: str, arch: int, config: BackwardConfig, wanted: tuple[str, ...], reason: str
 ) -> BackwardPlan:
-    """Return the plan of these tiles. Raises ``UnsupportedError`` where a grid would be too large."""
+    """Return the plan of given tiles. Raises ``UnsupportedError`` if a grid would be too large."""
     tiles, hopper = most_tiles(problem, config.block_m), config.hopper
     gate_up, down = ({f"w_{name}", f"bias_{name}"} & set(wanted) for name in ("gate_up", "down"))
     lent = problem.experts * problem.columns_up * problem.hidden if gate_up else 0
@@ -156,7 +156,7 @@ def make_backward_plan(
         add("dcombine", planned("_combine_kernel", problem.tokens, COMBINE_WARPS, columns), span)
     for step, launch in _bias_steps(problem, wanted):
         add(step, launch)
-    if gate_up:  # the last: its memory is that of what comes before
+    if gate_up:  # last: its memory is the scratch buffer of the steps before
         add_weights("dgate_up", problem.columns_up, (0, problem.hidden))
     refuse_large_grids(steps)
     what, launches = tuple(name for name, _ in steps), tuple(launch for _, launch in steps)
@@ -173,7 +173,7 @@ def check_backward_kernel_name(kernel: object) -> None:
 def plan_backward(
     problem: MoeProblem, gpu: GpuSpec | None, wanted: tuple[str, ...], kernel: str = "auto"
 ) -> BackwardPlan:
-    """Return how the gradients ``wanted`` of ``problem`` are made on ``gpu`` (None: Triton's interpreter).
+    """Return the plan of the gradients ``wanted`` on ``gpu`` (None: Triton's interpreter).
 
     Raises:
         InputError: ``kernel`` is not a name.
@@ -191,12 +191,12 @@ def plan_backward(
     refuse_architecture(gpu.arch)
     config = choose_backward(problem, gpu.arch)
     why = f"{problem.pairs} pairs of a token and an expert are sorted by expert; h is computed again"
-    refusal = hopper_plan.refusal(problem, gpu.arch)
-    if kernel == "moe_backward_gluon_sm90" and refusal:
-        raise UnsupportedError(f"{kernel} does not serve {problem.describe()}: {refusal}", hint="use kernel='auto'")
+    unsupported = hopper_plan.unsupported_reason(problem, gpu.arch)
+    if kernel == "moe_backward_gluon_sm90" and unsupported:
+        raise UnsupportedError(f"{kernel} does not serve {problem.describe()}: {unsupported}", hint="use kernel='auto'")
     if kernel == "moe_backward_gluon_sm90" or (kernel == "auto" and hopper_plan.serves_gradients(problem, gpu.arch)):
         config = backward_rows(gpu.arch, problem.item_bytes)[-1]
-        without = hopper_plan.activation_refusal(problem, gpu.arch)
+        without = hopper_plan.activation_unsupported_reason(problem, gpu.arch)
         config = dataclasses.replace(
             config,
             hopper=hopper_plan.choose_config(problem, gpu),

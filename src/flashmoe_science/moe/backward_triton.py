@@ -1,9 +1,9 @@
 """Gradients of the experts (Triton, sm_80 and newer): the activation's, the weights', and the routing's.
 
-With dA = w_down.T @ dO of a pair's token, not yet weighted: the gradient of the pair's weight is <dA, h> + <dO, bias>,
-so nobody keeps what the second product gave. h is computed again from the first product, which is all that was kept
-besides x. Rows are sorted by expert, as in the forward pass; every sum runs in one order, so bits are equal in every
-run. The gradient of x is the product of ``grouped_triton`` with w_gate_up the other way, and the sum of
+Let dA = w_down.T @ dO for the token of a pair, unweighted. The gradient of the routing weight is <dA, h> + <dO, bias>,
+so the output of the second product need not be saved. h is recomputed from the first product, which is saved besides
+x. Rows are sorted by expert, as in the forward pass. Every sum has a fixed order, so gradients are bitwise equal from
+run to run. The gradient of x is a product of ``grouped_triton`` with w_gate_up transposed, then the sum of
 ``combine_triton``.
 
 Source: SonicMoE (2025) for the gradient of the routing weights.
@@ -45,10 +45,10 @@ def _columns_backward(
     GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
     ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Store what follows from N columns of dA; return their <dA, h> of each row.
+    """Store the gradients of N columns of dA; return <dA, h> of each row.
 
-    Few columns after the others: gate, up and what follows from them need more registers than the sums. Interleaved
-    ones lie side by side, so half as many are as many bytes of a row.
+    N is small, as gate, up and their gradients need more registers than the accumulators. Interleaved columns are
+    adjacent, so half as many span the same bytes of a row.
     """
     if (2 * N if INTERLEAVED else N) > 32:
         HALF: tl.constexpr = N // 2
@@ -85,7 +85,7 @@ def _columns_backward(
             tl.store(wh_at, wh, mask=mask)
         by_gate, by_up = activation_slopes(gate, up, ACTIVATION, ALPHA, LIMIT)
         da *= weight[:, None]
-        # dproduct may be where product is, and who stores an element need not be who loaded it.
+        # dproduct may alias product, and another thread may have loaded an element that this one stores.
         tl.debug_barrier()
         if INTERLEAVED:
             both = tl.reshape(tl.join((da * by_gate).to(kind), (da * by_up).to(kind)), [M, 2 * N])
@@ -107,9 +107,9 @@ def _activation_backward_kernel(
     product_ptr,  # [P, COLUMNS]
     tiles_ptr,  # [1 + tiles, 4] int32
     order_ptr,  # [P] int32
-    dproduct_ptr,  # [P, COLUMNS]; may be product_ptr: a program reads what it overwrites, and nobody else does
-    wh_ptr,  # [P, WH_COLUMNS]: the activation times the pair's weight, of this launch's columns; or None
-    sums_ptr,  # [P, column tiles] fp32: <dA, h> of the columns of a tile, or None
+    dproduct_ptr,  # [P, COLUMNS]; may be product_ptr: only one program reads and overwrites each element
+    wh_ptr,  # [P, WH_COLUMNS]: activation times routing weight, the columns of this launch; or None
+    sums_ptr,  # [P, column tiles] fp32: <dA, h> of each column tile, or None
     first_tile,  # of this launch's columns
     TOPK: tl.constexpr, HID: tl.constexpr, INTER: tl.constexpr, COLUMNS: tl.constexpr, WH_COLUMNS: tl.constexpr,
     STRIDE_WE: tl.constexpr, STRIDE_WN: tl.constexpr, STRIDE_WK: tl.constexpr,
@@ -118,7 +118,7 @@ def _activation_backward_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
 ):  # fmt: skip
-    """Compute BLOCK_N columns of dA, and what follows from them. Grid: (row tiles * cdiv(WH_COLUMNS, BLOCK_N),)."""
+    """Compute BLOCK_N columns of dA and the gradients that follow. Grid: (row tiles * cdiv(WH_COLUMNS, BLOCK_N),)."""
     TILES_N: tl.constexpr = (WH_COLUMNS + BLOCK_N - 1) // BLOCK_N
     SUMS: tl.constexpr = (INTER + BLOCK_N - 1) // BLOCK_N
     pid = tl.program_id(0)
@@ -151,7 +151,7 @@ def _activation_backward_kernel(
         INTER, COLUMNS, WH_COLUMNS, GATED, INTERLEAVED, ACTIVATION, ALPHA, LIMIT, BLOCK_M, BLOCK_N,
     )  # fmt: skip
     if sums_ptr is not None:
-        if bias_ptr is not None:  # noqa: SIM102 - the first is known to the compiler
+        if bias_ptr is not None:  # noqa: SIM102 - the outer condition is constexpr
             if pid_n == 0:
                 sums += _dot_bias(do_rows, bias_ptr + expert.to(tl.int64) * HID, mask_m, 1, HID, BLOCK_M, 32)
         tl.store(sums_ptr + row.to(tl.int64) * SUMS + pid_n, sums, mask=mask_m)
@@ -166,7 +166,7 @@ def _weight_gradient_kernel(
     out_ptr,  # [E, M, N], rows STRIDE_OUT apart
     TOPK: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     STRIDE_A: tl.constexpr, STRIDE_AM: tl.constexpr, STRIDE_B: tl.constexpr, STRIDE_BN: tl.constexpr,
-    STRIDE_OUT: tl.constexpr,  # N, unless N are some columns of the gradient
+    STRIDE_OUT: tl.constexpr,  # N, or more if N is a slice of the columns
     GATHER_A: tl.constexpr, GATHER_B: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
@@ -207,7 +207,7 @@ def _weight_gradient_kernel(
 @triton.jit
 def _bias_gradient_kernel(
     rows_ptr,  # [P, N], or with GATHER [T, N]
-    weights_ptr,  # [T, K]: rows count as much; None: they count 1
+    weights_ptr,  # [T, K]: weights of rows; None: all are 1
     order_ptr,  # [P] int32
     offsets_ptr,  # [E + 5] int32
     out_ptr,  # [E, N]
@@ -245,7 +245,7 @@ def _routing_gradient_kernel(
     pairs,
     COUNT: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
 ):  # fmt: skip
-    """Sum what column tiles gave for each pair; a pair without an expert has 0. Grid: (cdiv(P, BLOCK_P),)."""
+    """Sum the column tiles of each pair; 0 for a pair without an expert. Grid: (cdiv(P, BLOCK_P),)."""
     pair = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
     column = tl.arange(0, BLOCK_C)
     if DEPENDENT_LAUNCH:

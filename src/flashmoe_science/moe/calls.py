@@ -17,37 +17,57 @@ from .problem import MoeProblem
 from .tiles import BackwardConfig
 
 _raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # noqa: SLF001 - what torch.compile's code calls
-Call = Callable[[Mapping[str, Tensor]], Tensor]
+# Takes the tensors of a call, and returns all that it computes, by name.
 Run = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
+_MAX_PREPARED = 8192
 
 
-def prepare_call(plan: MoePlan, device: torch.device) -> Call:
-    """Compile and load the kernels of a plan, and return ``call(tensors)``, which gives the output."""
-    if plan.kernel == "reference":
-        return _reference_call(plan.problem)
-    run = prepare_run(plan, device)
-    return lambda tensors: run(tensors)["out"]
+def remember(prepared: dict[object, Run], key: object, run: Run) -> Run:
+    """Cache a prepared run under the key of its calls, and return it."""
+    if len(prepared) >= _MAX_PREPARED:
+        prepared.clear()
+    prepared[key] = run
+    return run
 
 
 def prepare_run(plan: MoePlan, device: torch.device) -> Run:
-    """Compile and load the kernels of a plan, and return ``run(tensors)``, which gives all that was made, by name."""
+    """Compile and load the kernels of a plan, and return the function that allocates and launches."""
+    if plan.kernel == "reference":
+        return _reference_run(plan.problem)
     if device.type == "cpu":
         return _interpreter_run(plan)
     return _cuda_run(plan, device)
 
 
-def _reference_call(problem: MoeProblem) -> Call:
-    names = ("activation", "alpha", "limit", "interleaved")
-    options: dict[str, Any] = {name: getattr(problem, name) for name in names}
-
-    def call(tensors: Mapping[str, Any]) -> Tensor:
-        return reference.fused_moe(**tensors, **options)
-
-    return call
+def reference_options(problem: MoeProblem) -> dict[str, Any]:
+    """Return the options of ``reference.fused_moe`` and ``reference.moe_gradients``."""
+    return {name: getattr(problem, name) for name in ("activation", "alpha", "limit", "interleaved")}
 
 
-def allocate(plan: MoePlan, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return output, intermediates and workspace, not written yet; ``tensors`` are those of the call."""
+def _reference_run(problem: MoeProblem) -> Run:
+    """Return a run of eager torch. It keeps no product: its gradients recompute everything."""
+    options = reference_options(problem)
+
+    def run(tensors: Mapping[str, Any]) -> dict[str, Tensor]:
+        made = {"out": reference.fused_moe(**tensors, **options)}
+        if problem.keep_product:
+            x = tensors["x"]
+            made.update((name, x.new_empty((0, 0))) for name in ("product", "shared_product"))
+        return made
+
+    return run
+
+
+def allocate(
+    plan: MoePlan, tensors: Mapping[str, Tensor], workspace: Mapping[str, int] | None = None
+) -> dict[str, Tensor]:
+    """Allocate output, intermediates and workspace, uninitialised.
+
+    Args:
+        plan: The plan of the call.
+        tensors: The tensors of the call, by name.
+        workspace: ``workspace_sizes(plan)``, if already computed.
+    """
     problem, x = plan.problem, tensors["x"]
     device = x.device
     if isinstance(plan, BackwardPlan):
@@ -65,7 +85,7 @@ def allocate(plan: MoePlan, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             rows = problem.shared_experts * problem.tokens
             made["shared_h"] = torch.empty(rows, problem.shared_inter, dtype=x.dtype, device=device)
             made["shared_y"] = torch.empty(rows, problem.hidden, dtype=x.dtype, device=device)
-    sizes = workspace_sizes(plan)
+    sizes = workspace_sizes(plan) if workspace is None else workspace
     if sizes:
         whole = torch.empty(sum(sizes.values()), dtype=torch.int32, device=device)
         parts = torch.split(whole, [*sizes.values()])
@@ -74,16 +94,17 @@ def allocate(plan: MoePlan, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _mark_overwritten(tensors: Mapping[str, Tensor]) -> None:
-    """Let autograd know of what a call that allocated all it needs is about to overwrite.
+    """Tell autograd that the launches will overwrite the first product.
 
-    Before the first launch: should a later one fail, who tries again is refused. Who had no memory may try again.
+    This comes after the allocations, which may fail and be retried, and before the first launch: once one has run, a
+    second backward pass must be refused.
     """
     if "dproduct" in tensors:
         torch.autograd.graph.increment_version(tensors["dproduct"])
 
 
 def _allocate_products(problem: MoeProblem, x: Tensor) -> dict[str, Tensor]:
-    """Return what is kept for gradients, of routed and of shared experts, not written yet."""
+    """Allocate the first products of routed and of shared experts, which gradients need."""
     theirs = problem.shared() if problem.shared_experts else None
     return {
         "product": torch.empty(problem.pairs, problem.columns_up, dtype=x.dtype, device=x.device),
@@ -94,7 +115,7 @@ def _allocate_products(problem: MoeProblem, x: Tensor) -> dict[str, Tensor]:
 
 
 def _allocate_backward(plan: BackwardPlan, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return gradients and intermediates, not written yet. A weight's gradient is made where its bias's is."""
+    """Allocate gradients and intermediates. The gradient of a bias comes with that of its weight."""
     problem, config, wanted, x = plan.problem, plan.config, plan.wanted, tensors["x"]
     assert isinstance(config, BackwardConfig)
     made: dict[str, Tensor] = {}
@@ -102,7 +123,7 @@ def _allocate_backward(plan: BackwardPlan, tensors: Mapping[str, Tensor]) -> dic
     def add(name: str, *shape: int, dtype: torch.dtype = x.dtype) -> None:
         made[name] = torch.empty(shape, dtype=dtype, device=x.device)
 
-    if "dproduct" not in tensors:  # else it is to be written where the product is
+    if "dproduct" not in tensors:  # otherwise it overwrites the product
         add("dproduct", problem.pairs, problem.columns_up)
     if "topk_weights" in wanted:
         add("sums", problem.pairs, column_sums(problem, config), dtype=torch.float32)
@@ -124,7 +145,7 @@ def _allocate_backward(plan: BackwardPlan, tensors: Mapping[str, Tensor]) -> dic
 
 
 def kernels_of(plan: MoePlan) -> tuple[Any, ...]:
-    """Return the kernels of a plan, in the order in which they are launched."""
+    """Return the kernels of a plan, in launch order."""
     if isinstance(plan, BackwardPlan):
         from .prepare_backward import prepare_backward_kernels
 
@@ -141,10 +162,10 @@ def _interpreter_run(plan: MoePlan) -> Run:
         raise UnsupportedError(
             "Triton's interpreter multiplies bf16 wrongly", hint="use fp16 or fp32 with TRITON_INTERPRET=1"
         )
-    kernels = kernels_of(plan)
+    kernels, workspace = kernels_of(plan), workspace_sizes(plan)
 
     def run(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        made = allocate(plan, tensors)
+        made = allocate(plan, tensors, workspace)
         _mark_overwritten(tensors)
         for kernel in kernels:
             interpret(kernel, {**tensors, **made})
@@ -154,24 +175,25 @@ def _interpreter_run(plan: MoePlan) -> Run:
 
 
 def _cuda_run(plan: MoePlan, device: torch.device) -> Run:
-    """Return the call that allocates and launches."""
+    """Return the function that allocates and launches on a GPU."""
     from ..gpu.launch import prepare_launch
 
     index = device.index
     launches = [
         (
             prepare_launch(kernel.source, plan.arch, index, kernel.grid, kernel.scalars, kernel.tensor_maps),
-            [*kernel.tensors, *[""] * (4 - len(kernel.tensors))],  # a launch takes four addresses at the least
+            [*kernel.tensors, *[""] * (4 - len(kernel.tensors))],  # a launch takes at least four addresses
         )
         for kernel in kernels_of(plan)
     ]
+    workspace = workspace_sizes(plan)
     places = {place for _, names in launches for place in names}
     inside = [(place, *place_of(place)) for place in places if "+" in place]
     stream_of = _raw_stream
     assert stream_of is not None
 
     def run(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        made = allocate(plan, tensors)
+        made = allocate(plan, tensors, workspace)
         addresses = {name: tensor.data_ptr() for name, tensor in tensors.items()}
         addresses.update({name: tensor.data_ptr() for name, tensor in made.items()})
         addresses[""] = 0

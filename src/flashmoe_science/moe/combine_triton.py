@@ -1,6 +1,6 @@
-"""Gather what the experts made of each token, and sum it with its weights (Triton, sm_80 and newer).
+"""Gather the expert outputs of each token and sum them with their weights (Triton, sm_80 and newer).
 
-The sum is in fp32 and in the order of the token's experts, then the shared ones: the same bits in every run.
+The sum is in fp32, in the order of the token's experts, then the shared ones: bitwise equal from run to run.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from .primitives import expert_of_ids
 def _combine_kernel(
     y_ptr,  # [P, HID]
     weights_ptr,  # [T, K]; None: all are 1
-    ids_ptr,  # [T, K]: rows of y are pairs as they come
-    positions_ptr,  # [P] int32: they are sorted; -1 for a pair without an expert. None: they are not
+    ids_ptr,  # [T, K]: rows of y are in the order of pairs; None: they are sorted
+    positions_ptr,  # [P] int32: the sorted row of each pair, -1 without an expert; None: rows are not sorted
     y_shared_ptr,  # [S, T, HID], or None
     shared_weights_ptr,  # [T, S], or None
     out_ptr,  # [T, HID], rows STRIDE_OUT apart
     tokens,
     EXPERTS: tl.constexpr, TOPK: tl.constexpr, HID: tl.constexpr, SHARED: tl.constexpr,
-    STRIDE_OUT: tl.constexpr,  # HID, unless HID are some columns of the output
+    STRIDE_OUT: tl.constexpr,  # HID, or more if HID is a slice of the columns
     UNROLL: tl.constexpr,  # experts whose loads are in flight together
     BLOCK_N: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
 ):  # fmt: skip

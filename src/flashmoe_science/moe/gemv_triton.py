@@ -1,7 +1,7 @@
 """The experts of one token (Triton, sm_80 and newer): two products of a matrix and a vector.
 
-Weights go straight to registers, or through shared memory ahead of time, and are multiplied in fp32 without the matrix
-units, which have nothing to do with one row. The second product sums over experts too, so nothing is left to combine.
+Weights are loaded to registers, or prefetched through shared memory, and multiplied in fp32 without the matrix units,
+which a single row cannot use. The second product also sums over experts, so no combine kernel follows.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _weights_of_steps(
     w_rows, ids_ptr, first, EXPERTS: tl.constexpr, TOPK: tl.constexpr, INTER: tl.constexpr,
     STRIDE_WE: tl.constexpr, STRIDE_WK: tl.constexpr, BLOCK_K: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Return weights [STEPS, BLOCK_N, BLOCK_K] of steps from ``first`` on, one expert's after the other's."""
+    """Load weights [STEPS, BLOCK_N, BLOCK_K] from step ``first`` on; steps run through one expert after another."""
     OF_EXPERT: tl.constexpr = (INTER + BLOCK_K - 1) // BLOCK_K
     step = first + tl.arange(0, STEPS)
     pair = step // OF_EXPERT
@@ -98,14 +98,14 @@ def _gemv_down_kernel(
     STRIDE_WE: tl.constexpr, STRIDE_WN: tl.constexpr, STRIDE_WK: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STEPS: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
 ):  # fmt: skip
-    """Compute BLOCK_N columns of the output, STEPS parts of experts at a time. Grid: (cdiv(HID, BLOCK_N),)."""
+    """Compute BLOCK_N columns of the output, STEPS reduction steps at a time. Grid: (cdiv(HID, BLOCK_N),)."""
     OF_EXPERT: tl.constexpr = (INTER + BLOCK_K - 1) // BLOCK_K
     offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     w_row = offs_n
     if HID % BLOCK_N != 0:
         w_row = tl.where(offs_n < HID, offs_n, 0)
     w_rows = w_ptr + wide_enough(w_row, HID, STRIDE_WN) * STRIDE_WN
-    # In front of the wait: only h comes from the kernel before, which itself waited for what wrote ids and weights.
+    # Load before the wait: only h comes from the previous kernel, which itself waited for ids and weights.
     w = _weights_of_steps(w_rows, ids_ptr, 0, EXPERTS, TOPK, INTER, STRIDE_WE, STRIDE_WK, BLOCK_K, STEPS)
     if DEPENDENT_LAUNCH:
         gdc_wait()

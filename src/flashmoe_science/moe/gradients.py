@@ -1,4 +1,4 @@
-"""Gradients of ``fused_moe`` for autograd: what a call keeps, and the operators that graphs hold."""
+"""Gradients of ``fused_moe`` for autograd: the tensors that a call keeps, and torch's operators."""
 
 from __future__ import annotations
 
@@ -14,39 +14,34 @@ from ..gpu.device import gpu_of
 from ..gpu.refusals import check_not_batched, check_one_device, check_wanted
 from . import reference
 from .backward_plan import GRADIENTS, plan_backward
-from .calls import Run, prepare_run
-from .inputs import TENSORS, layout_of, moe_problem_of
+from .calls import Run, prepare_run, reference_options, remember
+from .inputs import TENSORS, call_key, check_gradients_call, moe_problem_of
 from .plan import plan_moe
-from .problem import MoeProblem
-from .refusals import check_routed
+from .problem import MoeProblem, Options
 
-# Tensors that have a gradient, in the order of ``fused_moe``: all but the ids.
+# Tensors with a gradient, in the order of ``fused_moe``: all but the ids.
 DIFFERENTIABLE = tuple(name for name in TENSORS if name != "topk_ids")
 _SHARED = {"w_gate_up": "shared_gate_up", "w_down": "shared_down", "topk_weights": "shared_weights"}
-_prepared: dict[tuple[Any, ...], Run] = {}
-_MAX_PREPARED = 8192
-# Activation, alpha, limit, interleaved, batch_invariant, kernel.
-Options = tuple[str, float | None, float | None, bool, bool, str]
+_prepared: dict[object, Run] = {}
 
-
-# What AOTAutograd asks before it reuses memory that was kept; a test fails should the name go away.
+# AOTAutograd asks the first before it reuses saved memory. A test fails if torch removes one of these names.
 _pass_keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph  # noqa: SLF001 - has no public name
-_hooks_of_kept = torch._C._autograd._top_saved_tensors_default_hooks  # noqa: SLF001 - likewise
-_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # noqa: SLF001 - likewise
-_count_modes = torch._C._len_torch_dispatch_stack  # noqa: SLF001 - likewise
-# On the context of a backward pass, if nobody but its graph holds what is kept: the capture in which it was made.
+_hooks_of_kept = torch._C._autograd._top_saved_tensors_default_hooks  # noqa: SLF001 - has no public name
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # noqa: SLF001 - has no public name
+_count_modes = torch._C._len_torch_dispatch_stack  # noqa: SLF001 - has no public name
+# Attribute of a backward context whose graph alone holds the products: the CUDA graph capture that made them.
 _MADE_IN = "made_in"
 
 
 def _hooks_let_go() -> bool:
-    """Return whether nobody but the graph holds what is kept: no hooks, or those that compute it again."""
-    hooks: Any = _hooks_of_kept(True)  # noqa: FBT003 - it has no name: not those that are there because torch traces
-    # A hook may be any callable: methods of builtin types have no module.
+    """Return whether the graph alone holds saved tensors: no hooks see them, or checkpointing recomputes them."""
+    hooks: Any = _hooks_of_kept(True)  # noqa: FBT003 - positional only: ignore the hooks of tracing
+    # A hook may be any callable, and methods of builtin types have no module.
     return hooks is None or getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
 
 
 def _capture_of(device: torch.device) -> int | None:
-    """Return the number of the CUDA graph capture that work on ``device`` is part of, or None."""
+    """Return the id of the CUDA graph capture of the current stream of ``device``, or None."""
     if device.type != "cuda":
         return None
     with torch.cuda.device(device):
@@ -63,55 +58,21 @@ def _capture_of(device: torch.device) -> int | None:
     return number.value
 
 
-def records(tensors: Mapping[str, Tensor | None]) -> bool:
-    """Return whether autograd wants gradients of a call."""
-    if not torch.is_grad_enabled():
-        return False
-    return any(tensor is not None and tensor.requires_grad for name, tensor in tensors.items() if name != "topk_ids")
-
-
-def _prepared_run(key: tuple[Any, ...], make: Any) -> Run:
-    run = _prepared.get(key)
-    if run is None:
-        run = make()
-        if len(_prepared) >= _MAX_PREPARED:
-            _prepared.clear()
-        _prepared[key] = run
-    return run
-
-
-def _describe(tensors: Mapping[str, Tensor], options: Options) -> MoeProblem:
-    activation, alpha, limit, interleaved, batch_invariant, _ = options
-    return moe_problem_of(
-        tensors, activation=activation, alpha=alpha, limit=limit, interleaved=interleaved,
-        batch_invariant=batch_invariant, keep_product=True,
-    )  # fmt: skip
-
-
 def _is_reference(device: torch.device, kernel: str) -> bool:
-    """Return whether eager torch serves a call: it keeps nothing, and its gradients compute all again."""
+    """Return whether eager torch serves a call. It keeps no product."""
     return device.type == "cpu" and kernel in ("auto", "reference")
 
 
 def _forward(tensors: dict[str, Tensor], options: Options) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the output and what is kept."""
-    x = tensors["x"]
-    if _is_reference(x.device, options[5]):
-        _describe(tensors, options)  # checks
-        nothing = torch.empty((0, 0), dtype=x.dtype, device=x.device)
-        everything: dict[str, Any] = {**tensors, **_named(options)}
-        return reference.fused_moe(**everything), nothing, nothing.clone()
-    key = ("forward", *(layout_of(tensors.get(name)) for name in TENSORS), options)
-    run = _prepared_run(
-        key, lambda: prepare_run(plan_moe(_describe(tensors, options), gpu_of(x), options[5]), x.device)
-    )
+    """Return the output, and the first products of routed and of shared experts."""
+    key = ("forward", call_key(tensors, options))
+    run = _prepared.get(key)
+    if run is None:
+        x = tensors["x"]
+        problem = moe_problem_of(tensors, options, keep_product=True)
+        run = remember(_prepared, key, prepare_run(plan_moe(problem, gpu_of(x), options.kernel), x.device))
     made = run(tensors)
     return made["out"], made["product"], made["shared_product"]
-
-
-def _named(options: Options) -> dict[str, Any]:
-    activation, alpha, limit, interleaved, _, _ = options
-    return {"activation": activation, "alpha": alpha or 0.0, "limit": limit or 0.0, "interleaved": interleaved}
 
 
 def moe_gradients(
@@ -127,31 +88,31 @@ def moe_gradients(
     """Return gradients by name.
 
     Args:
-        do: of the output, any strides.
-        products: what ``fused_moe`` kept, of routed and of shared experts.
-        tensors: what it was given.
-        options: its options.
-        wanted: of ``DIFFERENTIABLE`` those that are asked for.
-        kernel: of the gradients: a name to force, which never falls back.
-        overwrite: the gradients of the products may be written where these are. Versions of those that are written
-            to go up before: autograd then refuses to take them for products.
+        do: The gradient of the output, any strides.
+        products: The first products that ``fused_moe`` kept, of routed and of shared experts.
+        tensors: The tensors of the call.
+        options: The options of the call.
+        wanted: The names of the gradients to compute, of ``DIFFERENTIABLE``.
+        kernel: ``"auto"``, or a backward kernel by name, which never falls back.
+        overwrite: Let the gradients of the products overwrite them. Their versions rise before, so that autograd
+            refuses to use them as products again.
 
     Raises:
-        UnsupportedError: no kernel makes them.
+        UnsupportedError: no kernel computes them.
 
-    Numerics: fp32 products and sums; what goes into a product is rounded to the dtype of x. On Hopper dO @ w_down is
-    rounded to bf16 where ``activation_gluon_sm90`` makes it, as eager PyTorch does. Every sum has one order: the same
-    bits in every run. Those of one gradient may depend on which others are asked for.
+    Numerics: fp32 products and sums; operands of products are rounded to the dtype of x. On Hopper,
+    ``activation_gluon_sm90`` rounds dO @ w_down to bf16, as eager PyTorch does. Every sum has a fixed order, so
+    gradients are bitwise equal from run to run. The bits of one gradient may depend on which others are wanted.
     """
     routed = {name: tensors[name] for name in TENSORS[:7] if name in tensors}
     names = [name for name in wanted if name in GRADIENTS]
-    found = _routed(do, products[0], routed, options, names, kernel, overwrite=overwrite)
+    found = routed_gradients(do, products[0], routed, options, names, kernel, overwrite=overwrite)
     if "shared_gate_up" not in tensors:
         return found
     theirs = _as_routed(tensors)
     of_shared = {name: shared for name, shared in _SHARED.items() if shared in wanted}
     asked = [*of_shared, *(["x"] if "x" in wanted else [])]
-    more = _routed(do, products[1], theirs, options, asked, kernel, overwrite=overwrite)
+    more = routed_gradients(do, products[1], theirs, options, asked, kernel, overwrite=overwrite)
     if "x" in wanted:
         found["x"].add_(more["x"])
     found.update({shared: more[name] for name, shared in of_shared.items()})
@@ -159,7 +120,7 @@ def moe_gradients(
 
 
 def _as_routed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return shared experts as a call whose tokens all go to each; rows in the same order as the forward's."""
+    """Describe shared experts as routed ones with every token; rows are in the order of the forward pass."""
     x, up = tensors["x"], tensors["shared_gate_up"]
     shape = (x.shape[0], up.shape[0])
     ids = torch.arange(shape[1], dtype=torch.int32, device=x.device).expand(shape).contiguous()
@@ -171,40 +132,69 @@ def _as_routed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     }  # fmt: skip
 
 
-def _routed(
+def routed_gradients(
     do: Tensor,
     product: Tensor,
-    tensors: dict[str, Tensor],
+    tensors: Mapping[str, Tensor],
     options: Options,
     wanted: Sequence[str],
     kernel: str,
     *,
-    overwrite: bool,
+    overwrite: bool = False,
+    product_is_given: bool = False,
 ) -> dict[str, Tensor]:
-    """Return the gradients of routed experts."""
+    """Return the gradients of routed experts: see ``moe_gradients``.
+
+    ``product_is_given``: the product comes from the user, and is checked although the reference does not read it.
+    """
     if not wanted:
         return {}
     x = tensors["x"]
-    check_routed(do, product, tensors, options, kernel)
-    if x.shape[0] == 0:
-        return {name: torch.zeros(tensors[name].shape, dtype=tensors[name].dtype, device=x.device) for name in wanted}
-    if _is_reference(x.device, options[5]) and kernel == "auto":
-        everything: dict[str, Any] = {**tensors, **_named(options)}
-        gradients = reference.moe_gradients(do, **everything)
-        return {name: gradients[name].to(tensors[name].dtype) for name in wanted}
-    do = do.resolve_neg().contiguous()  # an expanded scalar, as sum() gives
+    by_reference = kernel == "auto" and _is_reference(x.device, options.kernel)
+    key = ("backward", call_key(tensors, options), tuple(wanted), kernel)
+    run = _prepared.get(key)
+    problem = moe_problem_of(tensors, options, keep_product=True) if run is None else None
+    # The reference keeps no product, so there is none to check.
+    check_gradients_call(do, product if product_is_given or not by_reference else None, tensors)
+    if problem is not None:
+        if x.shape[0] == 0:
+            run = _make_zeros(wanted)
+        elif by_reference:
+            run = _reference_run(problem, wanted)
+        else:
+            run = prepare_run(plan_backward(problem, gpu_of(x), tuple(wanted), kernel), x.device)
+        remember(_prepared, key, run)
+    assert run is not None
+    do = do.resolve_neg().contiguous()  # sum() gives an expanded scalar
     if do.data_ptr() % 16:
         do = do.clone()
-    key = ("backward", *(layout_of(tensors.get(name)) for name in TENSORS[:7]), options, tuple(wanted), kernel)
-    run = _prepared_run(
-        key,
-        lambda: prepare_run(plan_backward(_describe(tensors, options), gpu_of(x), tuple(wanted), kernel), x.device),
-    )
     given = {**tensors, "do": do, "product": product}
     if overwrite:
         given["dproduct"] = product
     made = run(given)
     return {name: made[f"d_{name}"] for name in wanted}
+
+
+def _make_zeros(wanted: Sequence[str]) -> Run:
+    """Return a run for calls without tokens."""
+
+    def run(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        like = {f"d_{name}": tensors[name] for name in wanted}
+        return {name: torch.zeros(one.shape, dtype=one.dtype, device=one.device) for name, one in like.items()}
+
+    return run
+
+
+def _reference_run(problem: MoeProblem, wanted: Sequence[str]) -> Run:
+    """Return a run of eager torch, which recomputes the product."""
+    options: dict[str, Any] = reference_options(problem)
+
+    def run(tensors: Mapping[str, Any]) -> dict[str, Tensor]:
+        given = {name: tensor for name, tensor in tensors.items() if name not in ("product", "dproduct")}
+        found = reference.moe_gradients(**given, **options)
+        return {f"d_{name}": found[name].to(tensors[name].dtype) for name in wanted}
+
+    return run
 
 
 @torch.library.custom_op("flashmoe_science::fused_moe_kept", mutates_args=())
@@ -232,17 +222,17 @@ def _fused_moe_kept(
         shared_weights,
     )  # fmt: skip
     tensors = {name: tensor.detach() for name, tensor in zip(TENSORS, given, strict=True) if tensor is not None}
-    return _forward(tensors, (activation, alpha, limit, interleaved, batch_invariant, kernel))
+    return _forward(tensors, Options(activation, alpha, limit, interleaved, batch_invariant, kernel))
 
 
 @_fused_moe_kept.register_fake
 def _fake_kept(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
     tensors = {name: tensor for name, tensor in zip(TENSORS, given, strict=False) if tensor is not None}
-    options: Any = given[len(TENSORS) :]
+    options = Options(*given[len(TENSORS) :])
     x = tensors["x"]
     check_one_device("x", x, given)
     shapes = [x.shape, (0, 0), (0, 0)]
-    if not _is_reference(x.device, options[5]):
+    if not _is_reference(x.device, options.kernel):
         shapes[1] = (tensors["topk_ids"].numel(), tensors["w_gate_up"].shape[1])
         if "shared_gate_up" in tensors:
             shared = tensors["shared_gate_up"]
@@ -274,13 +264,13 @@ def _fused_moe_backward(
     kernel: str,
     wanted: Sequence[int],
 ) -> list[Tensor]:
-    """Return the gradients of which ``wanted`` has the numbers, in its order."""
+    """Return gradients in the order of ``wanted``, which holds indices into ``DIFFERENTIABLE``."""
     given = (
         x, w_gate_up, w_down, topk_weights, topk_ids, bias_gate_up, bias_down, shared_gate_up, shared_down,
         shared_weights,
     )  # fmt: skip
     tensors = {name: tensor.detach() for name, tensor in zip(TENSORS, given, strict=True) if tensor is not None}
-    options = (activation, alpha, limit, interleaved, batch_invariant, kernel)
+    options = Options(activation, alpha, limit, interleaved, batch_invariant, kernel)
     check_wanted(wanted, tensors, DIFFERENTIABLE)
     names = [DIFFERENTIABLE[number] for number in wanted]
     found = moe_gradients(do.detach(), (product.detach(), shared_product.detach()), tensors, options, names)
@@ -297,14 +287,14 @@ def _fake_backward(*given: Any) -> list[Tensor]:
 
 
 def _is_plain(tensor: Tensor | None) -> bool:
-    """Return whether a tensor has memory of its own, and no meaning besides."""
+    """Return whether a tensor is a plain one with memory of its own, or None."""
     return tensor is None or (type(tensor) in (Tensor, torch.nn.Parameter) and not _is_wrapped(tensor))
 
 
 def _overwrites(ctx: Any, do: Tensor, kept: Sequence[Tensor | None]) -> bool:
-    """Return whether this backward pass is the last that needs the products, and nobody records or traces it.
+    """Return whether this backward pass is the last one to need the products, and is neither recorded nor traced.
 
-    A pass that a CUDA graph replays is the last one only if the graph makes the products anew.
+    In a CUDA graph that is replayed, a pass is the last one only if the same graph computes the products.
     """
     if torch.compiler.is_compiling() or not hasattr(ctx, _MADE_IN):
         return False
@@ -322,7 +312,7 @@ _fused_moe_backward.register_autograd(_refuse_second_order)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    ctx.options = inputs[len(TENSORS) :]
+    ctx.options = Options(*inputs[len(TENSORS) :])
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*inputs[: len(TENSORS)], *output[1:])
 
@@ -351,15 +341,15 @@ def _backward(ctx: Any, do: Tensor | None, *_others: Tensor | None) -> Any:
 _fused_moe_kept.register_autograd(_backward, setup_context=_setup_context)
 
 
-def differentiable(given: Mapping[str, Tensor | None], options: Options) -> Tensor:
-    """Return the output of a call, and record what its gradients need.
+def differentiable(tensors: Mapping[str, Tensor], options: Options) -> Tensor:
+    """Return the output of a call, and save the first products for its gradients.
 
-    The products are nobody else's: a backward pass that is the last one writes their gradients where they are. Not in
-    graphs that torch traces, whose operators write to nothing that they are given.
+    The graph alone holds the products, so the last backward pass overwrites them with their gradients. Traced graphs do
+    not, as their operators must not write to their inputs.
     """
-    out: Tensor = _fused_moe_kept(*(given[name] for name in TENSORS), *options)[0]
+    out: Tensor = _fused_moe_kept(*(tensors.get(name) for name in TENSORS), *options)[0]
     if not torch.compiler.is_compiling():
-        node: Any = out.grad_fn  # the context of the backward pass, but for transforms, which have their own
+        node: Any = out.grad_fn  # the context of the backward pass, except under transforms
         if isinstance(node, torch.autograd.function.FunctionCtx) and _hooks_let_go() and not _count_modes():
             setattr(node, _MADE_IN, _capture_of(out.device))
     return out

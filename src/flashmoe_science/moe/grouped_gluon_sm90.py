@@ -1,21 +1,21 @@
-"""The two products of the experts for Hopper: TMA, warpgroup matrix products, warp specialisation (Gluon, sm_90).
+"""Both products of the experts for Hopper: TMA, warpgroup matrix products, warp specialisation (Gluon, sm_90).
 
-A program draws tiles from a counter: 128 rows that go to one expert, as ``sort_triton`` listed them, and 256 columns of
-the product. A producer keeps a ring of steps of the reduction full; two warpgroups multiply 64 rows each. TMA copies
-the weights. In the first product the rows of x lie anywhere, and Hopper's TMA gathers none: there the producer has four
-warps, which copy them with cp.async, 128 bytes of a row at a time. A pass before that put them in order would write and
-read every pair's row once more: a tenth of the time of fine-grained experts. Rows of the second lie one after another.
+A program fetches tiles from a counter: 128 rows of one expert, from the table of ``sort_triton``, by 256 columns of the
+product. A producer fills a ring of reduction steps; two warpgroups multiply 64 rows each. TMA copies the weights. The
+first product gathers rows of x, which Hopper's TMA cannot do: four producer warps copy them with cp.async, 128 bytes of
+a row at a time. A separate pass that sorts the rows would write and read each of them once more, a tenth of the time of
+fine-grained experts. The second product reads its rows in order.
 
-The first product's columns are halves of the tile, gate and up, or take turns: either way one thread has both, and the
-activation is applied in registers. Outputs go through shared memory to TMA, told where the rows of the expert end, so
-that a tile that is not full writes nothing of the next expert's.
+In the first product, gate and up are the halves of a tile or alternate. Either way one thread has both, and applies the
+activation in registers. Outputs go through shared memory to TMA. Its ragged tensor map ends with the expert's rows, so
+a partial tile does not overwrite the next expert.
 
-The second warpgroup starts each tile some steps behind the first (LEAD): the epilogue of one then runs under the
-products of the other. A warpgroup whose rows do not exist only frees the ring.
+The second warpgroup starts each tile LEAD steps after the first, so that the epilogue of one overlaps the products of
+the other. A warpgroup without valid rows only frees the ring.
 
-Source: CUTLASS's cooperative kernels for the two warpgroups over one tile of weights; SonicMoE (2025) for the gather by
-cp.async; triton.tools.ragged_tma for the address that wraps around. Ours: the lead in place of ping-pong, whose tiles
-would read the weights twice.
+Source: CUTLASS's cooperative kernels for two warpgroups over one tile of weights; SonicMoE (2025) for the gather by
+cp.async; triton.tools.ragged_tma for the wrapping address. Ours: the lead instead of ping-pong, whose tiles would read
+the weights twice.
 """
 
 from __future__ import annotations
@@ -51,19 +51,19 @@ from .primitives_sm90 import (
 )
 
 BLOCK_M = gl.constexpr(128)
-BLOCK_K = gl.constexpr(64)  # 128 bytes: a row of what TMA swizzles
+BLOCK_K = gl.constexpr(64)  # 128 bytes: the width of TMA's swizzle
 
 
 @aggregate
 class Args:
-    """What every partition is given."""
+    """Arguments of all partitions."""
 
-    a_ptr: gl.tensor  # rows to gather; else tiles_ptr, and not used
-    a_desc: tma.tensor_descriptor  # rows that lie in order; else w_desc, and not used
+    a_ptr: gl.tensor  # rows to gather; otherwise tiles_ptr, unused
+    a_desc: tma.tensor_descriptor  # rows in order; otherwise w_desc, unused
     w_desc: tma.tensor_descriptor
     out_desc: tma.tensor_descriptor
-    product_desc: tma.tensor_descriptor  # of the product before the activation; out_desc where it is not kept
-    bias_ptr: gl.tensor  # tiles_ptr where there is none
+    product_desc: tma.tensor_descriptor  # of the product before the activation; out_desc if it is not kept
+    bias_ptr: gl.tensor  # tiles_ptr if there is none
     tiles_ptr: gl.tensor
     order_ptr: gl.tensor
     drawn: gl.tensor
@@ -71,10 +71,10 @@ class Args:
     w_bufs: gl.shared_memory_descriptor  # [STAGES, 1, parts, rows, BLOCK_K]; turned [STAGES, 1, 1, BLOCK_K, columns]
     out_bufs: gl.shared_memory_descriptor  # [2 * 2, 1, 1, ROWS, 1, CHUNK]: two a warpgroup
     ready_bars: gl.shared_memory_descriptor  # [STAGES, 1]
-    tiles: Mailbox  # of each: expert, first row (-1 behind the last), end, column tile
+    tiles: Mailbox  # expert, first row (-1 after the last tile), end, column tile
     GATHER: gl.constexpr
     HAS_BIAS: gl.constexpr
-    COUNTER: gl.constexpr  # where the table of tiles has the counter of this product
+    COUNTER: gl.constexpr  # index of this product's counter in the table of tiles
     TOPK: gl.constexpr
     STRIDE: gl.constexpr  # of rows to gather
     K: gl.constexpr  # of the reduction
@@ -96,14 +96,14 @@ class Args:
 
     @gluon.jit
     def release(self, i):
-        """Tell the producer that this warpgroup is done with the i-th step."""
+        """Free the buffers of the i-th step for the producer."""
         named_barrier("arrive", FREE + slot_of(i, self.STAGES), 256 + self.PRODUCERS)
 
 
 @gluon.jit
 def _load_partition(a):
-    """Keep the ring full, for all tiles of this program."""
-    # All before this wait ran while the kernel before was ending. The warpgroups do nothing before they know a tile.
+    """Fill the ring for all tiles of this program."""
+    # The code before this wait overlaps the end of the previous kernel. The warpgroups wait for the first tile.
     wait_for_kernel_before()
     STEPS: gl.constexpr = (a.K + BLOCK_K - 1) // BLOCK_K
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [a.PRODUCERS // 32, 1], [1, 0])
@@ -116,7 +116,7 @@ def _load_partition(a):
         expert, row, end = gl.load(entry), gl.load(entry + 1), gl.load(entry + 2)
         a.tiles.publish(n, expert, row, end, column)
         if a.GATHER:
-            # Rows past the end are the last one again: they are not stored.
+            # Rows past the end repeat the last one; they are not stored.
             offs_m = gl.minimum(row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout)), end - 1)
             token = gl.load(a.order_ptr + offs_m) // a.TOPK
             offs_k = gl.arange(0, BLOCK_K, gl.SliceLayout(0, layout))
@@ -143,7 +143,7 @@ def _load_partition(a):
             else:
                 tma_load(a.a_desc, [row, step * BLOCK_K], bar, a.a_bufs.index(slot))
             i += 1
-        # Late, so that who is behind draws less. The ring is full: the trip to L2 costs nothing.
+        # Fetch late, so that slow programs fetch fewer tiles. The full ring hides the latency of L2.
         tile = draw_tile(a, tiles_m)
         n += 1
     a.tiles.publish(n, 0, -1, 0, 0)  # the end
@@ -151,11 +151,11 @@ def _load_partition(a):
 
 @gluon.jit
 def _issue(acc, a, i, W: gl.constexpr, USE_ACC: gl.constexpr):
-    """Issue the products of the i-th step, once its tiles are there."""
+    """Issue the products of the i-th step, once its operands have arrived."""
     slot = slot_of(i, a.STAGES)
     mbarrier.wait(a.ready_bars.index(slot), lap_of(i, a.STAGES) & 1)
     if a.GATHER:
-        fence_async_shared()  # cp.async writes as other stores do, and the matrix units read as TMA does
+        fence_async_shared()  # cp.async writes by the generic proxy, the matrix units read by the async proxy
     if a.IS_TURNED:
         w = a.w_bufs.index(slot).reshape([BLOCK_K, a.PRODUCT])
     else:
@@ -166,7 +166,7 @@ def _issue(acc, a, i, W: gl.constexpr, USE_ACC: gl.constexpr):
 
 @gluon.jit
 def _add_bias(acc, a, n):
-    """Add the bias of the expert, where there is one."""
+    """Add the bias of the expert, if there is one."""
     layout: gl.constexpr = acc.type.layout
     PRODUCT: gl.constexpr = acc.shape[1]
     if a.HAS_BIAS:
@@ -188,7 +188,7 @@ def _add_bias(acc, a, n):
 
 @gluon.jit
 def _finish(acc, a):
-    """Return what the output gets of a tile: the activation where there is one."""
+    """Return the output of a tile, after the activation if there is one."""
     PRODUCT: gl.constexpr = acc.shape[1]
     if a.GATED:
         if a.INTERLEAVED:
@@ -208,20 +208,20 @@ def _finish(acc, a):
 
 @gluon.jit
 def _store(desc, x, a, first, size, part, column, FIRST: gl.constexpr, W: gl.constexpr):
-    """Send columns on their way to memory, 64 at a time; each waits until the second last was read."""
+    """Store columns, 64 at a time, through two buffers; each store waits until TMA has read its buffer."""
     if x.shape[1] > CHUNK:
         left, right = left_and_right(x)
         _store(desc, left, a, first, size, part, column, FIRST, W)
         _store(desc, right, a, first, size, part, column, FIRST + left.shape[1], W)
     else:
-        # An address that wraps around: the row's coordinate passes the last where the expert's rows end.
+        # The wrapping address: the row coordinate exceeds the map where the expert's rows end.
         place = [RAGGED, first + size, RAGGED - size, part, column + FIRST]
         send(desc, place, x, a.out_bufs.index(opaque(2 * W + FIRST // CHUNK % 2)))
 
 
 @gluon.jit
 def _store_product(acc, a, first, size, column, W: gl.constexpr):
-    """Keep the product for gradients, gate and up where the weights have them."""
+    """Store the product for gradients, with gate and up in the order of the weights."""
     if a.GATED and not a.INTERLEAVED:
         gate, up = left_and_right(acc)
         _store(a.product_desc, gate, a, first, size, 0, column * a.OUT, 0, W)
@@ -234,7 +234,7 @@ def _store_product(acc, a, first, size, column, W: gl.constexpr):
 def _multiply_partition(a, W: gl.constexpr):
     """Multiply rows 64 W to 64 W + 63 of all tiles of this program."""
     STEPS: gl.constexpr = (a.K + BLOCK_K - 1) // BLOCK_K
-    # Where a tile has fewer steps than the ring, the first could lead by two tiles, and the barrier counts one.
+    # With fewer steps in a tile than in the ring, the first could lead by two tiles, but the barrier counts one.
     LEAD: gl.constexpr = min(a.LEAD, STEPS - 1) if STEPS + min(a.LEAD, STEPS - 1) >= a.STAGES else 0
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, a.PRODUCT, 16])
     i = 0  # steps so far
@@ -247,17 +247,17 @@ def _multiply_partition(a, W: gl.constexpr):
             if LEAD > 0 and W == 1:
                 named_barrier("sync", LEADING, 256)
             acc = gl.zeros([ROWS, a.PRODUCT], gl.float32, layout)
-            acc = warpgroup_mma_wait(1, deps=[_issue(acc, a, i, W, False)])  # waits for nothing
+            acc = warpgroup_mma_wait(1, deps=[_issue(acc, a, i, W, False)])  # does not block
             for j in range(i + 1, i + STEPS):
                 acc = _issue(acc, a, j, W, True)
                 acc = warpgroup_mma_wait(1, deps=[acc])
                 a.release(j - 1)
-                if LEAD > 0 and W == 0:  # noqa: SIM102 - the first is known to the compiler
+                if LEAD > 0 and W == 0:  # noqa: SIM102 - the outer condition is constexpr
                     if (j == i + LEAD) & (first + ROWS < end):
                         named_barrier("arrive", LEADING, 256)
             acc = warpgroup_mma_wait(0, deps=[acc])
             a.release(i + STEPS - 1)
-            # Read here: kept through the loop, they would need registers.
+            # Read here: during the loop they would occupy registers.
             first, end, column = a.tiles.read(n, 1) + W * ROWS, a.tiles.read(n, 2), a.tiles.read(n, 3)
             size = gl.minimum(end - first, ROWS)
             acc = _add_bias(acc, a, n)
@@ -277,15 +277,15 @@ def _multiply_partition(a, W: gl.constexpr):
 
 @gluon.jit
 def _grouped_sm90_kernel(
-    a_desc,  # [P, K]: rows that lie in order, or None
-    w_desc,  # [E, parts, rows, K]: gate and up are two parts of a tile, unless they take turns
+    a_desc,  # [P, K]: rows in order, or None
+    w_desc,  # [E, parts, rows, K]: gate and up are two parts, unless they alternate
     out_desc,  # [P, 1, columns of the output], ragged
     product_desc,  # [P, parts, columns of the product], ragged, or None
     a_ptr,  # [T, K]: rows to gather, or None
     bias_ptr,  # [E, COLUMNS], or None
     tiles_ptr,  # [1 + tiles, 4] int32; the first entry: tiles, a counter of each product
     order_ptr,  # [P] int32, or None
-    drawn,  # column tiles that earlier launches have drawn from the same counter
+    drawn,  # column tiles that earlier launches fetched from the same counter
     GATHER: gl.constexpr, COUNTER: gl.constexpr, TOPK: gl.constexpr, STRIDE: gl.constexpr,
     K: gl.constexpr, COLUMNS: gl.constexpr, OUT: gl.constexpr, TILES_N: gl.constexpr, GROUP_M: gl.constexpr,
     STAGES: gl.constexpr, LEAD: gl.constexpr,
@@ -294,7 +294,7 @@ def _grouped_sm90_kernel(
     ALPHA: gl.constexpr, LIMIT: gl.constexpr, IS_TURNED: gl.constexpr,
     MATRIX_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Compute one of the two products. Grid: (programs,), each draws one tile after another."""
+    """Compute one product. Grid: (programs,), persistent."""
     gl.static_assert(STAGES + FREE <= 16, "the hardware has 16 barriers")
     gl.static_assert(LEAD < STAGES, "the second warpgroup would wait for steps that have no room")
     gl.static_assert(STAGES + 2 <= TILES, "the producer would overwrite tiles that are worked on")
@@ -311,7 +311,7 @@ def _grouped_sm90_kernel(
     for slot in gl.static_range(STAGES):
         mbarrier.init(ready_bars.index(slot), count=129 if GATHER else 1)
     tiles = make_mailbox(PRODUCERS)
-    fence_async_shared()  # TMA, too, sees that the barriers are there
+    fence_async_shared()  # make the barriers visible to TMA
     a = Args(  # type: ignore[call-arg] # aggregate gives it a constructor
         a_ptr if GATHER else tiles_ptr, w_desc if GATHER else a_desc, w_desc, out_desc,
         product_desc if KEEPS else out_desc,

@@ -1,12 +1,12 @@
-"""The two products of the experts, over tiles of rows that go to one expert (Triton, sm_80 and newer).
+"""Both products of the experts, over tiles of rows of one expert (Triton, sm_80 and newer).
 
-The first gathers its rows of x and applies the activation before it stores; the second stores its rows one after
-another, and ``combine_triton`` gathers and sums them. Each row is a pair of a token and an expert. Its sums run over
-the reduction in one order, whatever tile it lies in, so results have the same bits in every run.
+The first gathers its rows of x and applies the activation before it stores; the second stores its rows in order, and
+``combine_triton`` gathers and sums them. Each row is a pair of a token and an expert. The reduction of a row has one
+order in every tile, so results are bitwise equal from run to run.
 
-Which rows a program has (ROWS):
-- "sorted": a tile of the table that ``sort_triton`` wrote, for many pairs;
-- "few": all pairs of the expert of one pair, or of one expert, which the program finds by itself: no sort;
+The rows of a program (ROWS):
+- "sorted": a tile of the table that ``sort_triton`` writes, for many pairs;
+- "few": all pairs of one expert, which the program finds without a sort;
 - "all": a tile of all tokens, for shared experts.
 """
 
@@ -103,9 +103,9 @@ def _down_tile(
 def _find_expert(
     ids_ptr, slot, pairs, EXPERTS: tl.constexpr, BY_EXPERT: tl.constexpr, BLOCK_P: tl.constexpr
 ):  # fmt: skip
-    """Return an expert, the number of each of its pairs among them [BLOCK_P] (-1 for others'), and their count.
+    """Return an expert, the rank of each pair among its pairs [BLOCK_P] (-1: another expert's), and their count.
 
-    BY_EXPERT: the expert is ``slot``. Else it is that of pair ``slot``; the count is 0 where an earlier pair has it.
+    BY_EXPERT: the expert is ``slot``. Otherwise it is that of pair ``slot``, with count 0 if an earlier pair has it.
     """
     offs = tl.arange(0, BLOCK_P)
     ids = expert_of_ids(tl.load(ids_ptr + offs, mask=offs < pairs, other=-1), EXPERTS)
@@ -123,7 +123,7 @@ def _find_expert(
 
 @triton.jit
 def _pairs_of_rows(number, first, BLOCK_M: tl.constexpr, BLOCK_P: tl.constexpr):
-    """Return the pairs [BLOCK_M] with the numbers ``first`` and on; 0 where there is none."""
+    """Return the pairs [BLOCK_M] of ranks from ``first`` on; 0 for missing ones."""
     wanted = first + tl.arange(0, BLOCK_M)
     pairs = tl.arange(0, BLOCK_P)
     return tl.sum(tl.where(number[None, :] == wanted[:, None], pairs[None, :], 0), 1)
@@ -137,8 +137,8 @@ def _gate_up_kernel(
     ids_ptr,  # [T, K]: "few"
     tiles_ptr,  # [1 + tiles, 4] int32: "sorted"
     order_ptr,  # [P] int32: "sorted"
-    product_ptr,  # [P, COLUMNS]: the product before the activation, for gradients; or None
-    h_ptr,  # [P, INTER]: sorted rows, or pairs as they come; "all": [E, T, INTER]
+    product_ptr,  # [P, COLUMNS]: the first product, which gradients need; or None
+    h_ptr,  # [P, INTER]: rows sorted, or in the order of pairs; "all": [E, T, INTER]
     tokens,
     EXPERTS: tl.constexpr, TOPK: tl.constexpr, HID: tl.constexpr, INTER: tl.constexpr, COLUMNS: tl.constexpr,
     STRIDE_XT: tl.constexpr, STRIDE_XK: tl.constexpr,

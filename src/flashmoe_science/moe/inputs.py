@@ -1,18 +1,26 @@
-"""What callers pass: checked against the contract, and described as a problem."""
+"""Check what callers pass against the contract, and describe the call."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..errors import InputError, UnsupportedError, shown
-from ..gpu.refusals import check_dense, check_not_negative
+from ..gpu.refusals import (
+    check_dense,
+    check_memory,
+    check_no_bare_subclass,
+    check_no_tangent,
+    check_not_negative,
+    check_operand,
+)
 from ..gpu.subclasses import is_untraced
-from .problem import ACTIVATIONS, GATED, LARGEST, MoeProblem, columns_up
+from .plan import check_kernel_name
+from .problem import ACTIVATIONS, GATED, LARGEST, MoeProblem, Options, columns_up
 
 DTYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 _ID_NAMES = {torch.int32: "i32", torch.int64: "i64"}
@@ -22,26 +30,70 @@ TENSORS = (
     "x", "w_gate_up", "w_down", "topk_weights", "topk_ids",
     "bias_gate_up", "bias_down", "shared_gate_up", "shared_down", "shared_weights",
 )  # fmt: skip
+_DEFAULTS = Options()
+_PLAIN = frozenset((Tensor, torch.nn.Parameter))
 _REQUIRED, _OPTIONAL = TENSORS[:5], TENSORS[5:]
 _WITH_DTYPE_OF_X = ("w_gate_up", "w_down", "bias_gate_up", "bias_down", "shared_gate_up", "shared_down")
 
 
-def check_are_tensors(given: Mapping[str, object]) -> None:
-    """Raise ``InputError`` unless what is needed is a tensor, and what is optional is a tensor or None."""
+class MoeCall(NamedTuple):
+    """One call of ``fused_moe``: its tensors were checked for their type and for tangents, and cast under autocast."""
+
+    tensors: dict[str, Tensor]  # by name, without those that are None
+    options: Options
+    is_recorded: bool  # autograd needs gradients
+    key: tuple[Any, ...] | None  # everything that its preparation depends on; None: an operator of torch serves it
+
+
+def read_call(given: Mapping[str, object], options: Options) -> MoeCall:
+    """Describe the call that a caller makes. Shapes and values are checked once for each key: see ``moe_problem_of``.
+
+    Raises:
+        InputError: an argument is no tensor, a tensor is not dense, or an option has no hash.
+        UnsupportedError: a tensor has a forward-mode tangent, or no memory of its own.
+    """
+    tensors = cast_under_autocast(read_tensors(given))
+    is_recorded = _is_recorded(tensors)
+    # Subclasses of tensors, but for parameters, need the operator: torch's dispatcher knows how to treat them.
+    by_operator = torch.compiler.is_compiling() or is_recorded or not _PLAIN.issuperset(map(type, tensors.values()))
+    return MoeCall(tensors, options, is_recorded, None if by_operator else call_key(tensors, options))
+
+
+def read_tensors(given: Mapping[str, object]) -> dict[str, Tensor]:
+    """Return the arguments that are tensors, by name.
+
+    Raises:
+        InputError: a required argument is no tensor, or an optional one is neither a tensor nor None.
+        UnsupportedError: a tensor has a forward-mode tangent, which the call would lose.
+    """
+    tensors: dict[str, Tensor] = {}
     for name, tensor in given.items():
         if isinstance(tensor, Tensor):
-            continue
-        if tensor is not None or name not in _OPTIONAL:
+            tensors[name] = tensor
+        elif tensor is not None or name not in _OPTIONAL:
             wanted = "a torch.Tensor or None" if name in _OPTIONAL else "a torch.Tensor"
             raise InputError(f"{name} must be {wanted}, got {type(tensor).__name__}")
+    if _forward_ad._current_level >= 0:  # noqa: SLF001 - the public way asks tensor by tensor
+        for name, tensor in tensors.items():
+            check_no_tangent(name, tensor)
+    return tensors
 
 
-def cast_under_autocast(given: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
-    """Return x, weights and biases of fp32 in the dtype of the region of autocast, where there is one."""
+def _is_recorded(tensors: Mapping[str, Tensor]) -> bool:
+    """Return whether autograd needs gradients of a call."""
+    if torch.is_grad_enabled():
+        for name, tensor in tensors.items():
+            if tensor.requires_grad and name != "topk_ids":
+                return True
+    return False
+
+
+def cast_under_autocast(given: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Cast fp32 x, weights and biases to the dtype of autocast, where it is enabled."""
     x = given["x"]
-    if x is None or not (x.is_cuda or x.is_cpu):
+    if not (x.is_cuda or x.is_cpu):
         return given
-    device = "cuda" if x.is_cuda else "cpu"  # every call comes here: to ask for the name of its device takes longer
+    device = "cuda" if x.is_cuda else "cpu"  # faster than x.device.type, on every call
     if not torch.is_autocast_enabled(device):
         return given
     dtype = torch.get_autocast_dtype(device)
@@ -64,23 +116,22 @@ def _check_axes(name: str, tensor: Tensor, letters: str) -> None:
         raise InputError(f"{name} must have {axes} dimensions [{letters}], got shape {list(tensor.shape)}")
 
 
-def check_devices(tensors: Mapping[str, Tensor | None]) -> None:
-    """Raise ``InputError`` unless all tensors are on one device that is served."""
+def _check_devices(tensors: Mapping[str, Tensor]) -> None:
+    """Raise ``InputError`` unless all tensors are on one device, a GPU or the CPU."""
     x = tensors["x"]
-    assert x is not None
-    if is_untraced(x) and x.device.type not in ("cpu", "cuda"):
+    if x.device.type not in ("cpu", "cuda") and is_untraced(x):
         raise InputError(f"x must be on a CUDA device or the CPU, got {x.device}")
     for name, tensor in tensors.items():
-        if tensor is not None and tensor.device != x.device:
+        if tensor.device != x.device:
             raise InputError(f"{name} must be on the device of x, {x.device}, got {tensor.device}")
 
 
 def check_places(tensors: Mapping[str, Tensor]) -> None:
-    """Check dtypes and devices. Raises ``InputError``."""
-    check_devices(tensors)
+    """Check devices, memory and dtypes. Raises ``InputError``."""
+    _check_devices(tensors)
     x = tensors["x"]
     for name, tensor in tensors.items():
-        check_dense(name, tensor)
+        check_memory(name, tensor)
         if name == "topk_ids":
             if tensor.dtype not in _ID_NAMES:
                 raise InputError(f"topk_ids must be int32 or int64, got {tensor.dtype}")
@@ -88,7 +139,6 @@ def check_places(tensors: Mapping[str, Tensor]) -> None:
             raise InputError(f"{name} must be float16, bfloat16 or float32, got {tensor.dtype}")
         if name in _WITH_DTYPE_OF_X and tensor.dtype != x.dtype:
             raise InputError(f"{name} must have the dtype of x, {x.dtype}, got {tensor.dtype}")
-        check_not_negative(name, tensor)
 
 
 def _check_contiguous(name: str, tensor: Tensor) -> None:
@@ -122,7 +172,7 @@ def _check_shared(tensors: Mapping[str, Tensor], tokens: int, hidden: int, activ
 
 
 def check_flags(activation: object, flags: Mapping[str, object], numbers: Mapping[str, object]) -> None:
-    """Check the options that are no tensors; ``MoeProblem`` says how large numbers may be."""
+    """Check an activation, and flags and numbers by name; ``MoeProblem`` limits the numbers. Raises ``InputError``."""
     if not isinstance(activation, str) or activation not in ACTIVATIONS:
         raise InputError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {shown(activation)}")
     for name, flag in flags.items():
@@ -135,26 +185,23 @@ def check_flags(activation: object, flags: Mapping[str, object], numbers: Mappin
             raise InputError(f"{name} must be positive and at most 1e30, got an integer of {number.bit_length()} bits")
 
 
+def check_options(options: Options) -> None:
+    """Check the types of options; ``MoeProblem`` checks what depends on the activation. Raises ``InputError``."""
+    flags = {"interleaved": options.interleaved, "batch_invariant": options.batch_invariant}
+    check_flags(options.activation, flags, {"alpha": options.alpha, "limit": options.limit})
+    check_kernel_name(options.kernel)
+
+
 def moe_problem_of(
-    tensors: Mapping[str, Tensor],
-    *,
-    activation: str = "swiglu",
-    alpha: float | None = None,
-    limit: float | None = None,
-    interleaved: bool = False,
-    batch_invariant: bool = False,
-    keep_product: bool = False,
+    tensors: Mapping[str, Tensor], options: Options = _DEFAULTS, *, keep_product: bool = False
 ) -> MoeProblem:
-    """Check the arguments against the contract of ``fused_moe`` and describe the call.
+    """Check a call against the contract of ``fused_moe`` and describe it.
 
     Raises:
         InputError: with the argument's name, what was expected and what was got.
     """
-    check_flags(
-        activation,
-        {"interleaved": interleaved, "batch_invariant": batch_invariant},
-        {"alpha": alpha, "limit": limit},
-    )
+    check_options(options)
+    activation = options.activation
     check_places(tensors)
     x, up, down, weights, ids = (tensors[name] for name in _REQUIRED)
     _check_axes("x", x, "T, HID")
@@ -162,7 +209,7 @@ def moe_problem_of(
     _check_axes("w_down", down, "E, HID, INTER")
     experts, inter = down.shape[0], down.shape[2]
     columns = inter
-    if up.dim() == 3 and up.shape[2] == hidden:  # else it is what w_down says, which may be transposed
+    if up.dim() == 3 and up.shape[2] == hidden:  # w_gate_up gives INTER, as w_down may be transposed
         columns = up.shape[1] // columns_up(1, activation)
     _check_shape("w_down", down, (experts, hidden, inter if down.shape[1] == hidden else columns), "E, HID, INTER")
     if experts * inter * hidden == 0:
@@ -196,9 +243,9 @@ def moe_problem_of(
         inter=inter,
         dtype=DTYPE_NAMES[x.dtype],
         activation=activation,
-        alpha=float(alpha or 0.0),
-        limit=float(limit or 0.0),
-        interleaved=interleaved,
+        alpha=float(options.alpha or 0.0),
+        limit=float(options.limit or 0.0),
+        interleaved=options.interleaved,
         bias_gate_up="bias_gate_up" in tensors,
         bias_down="bias_down" in tensors,
         weights_dtype=DTYPE_NAMES[weights.dtype],
@@ -206,7 +253,7 @@ def moe_problem_of(
         shared_experts=shared,
         shared_inter=shared_inter,
         shared_weights=DTYPE_NAMES[tensors["shared_weights"].dtype] if "shared_weights" in tensors else "",
-        batch_invariant=batch_invariant,
+        batch_invariant=options.batch_invariant,
         keep_product=keep_product,
         x_strides=x.stride(),
         gate_up_strides=up.stride(),
@@ -218,32 +265,87 @@ def moe_problem_of(
 
 
 def pointer_alignment(tensors: Mapping[str, Tensor]) -> int:
-    """Return the bytes by which the addresses of x, weights and biases are multiples, 16 at the most."""
+    """Return the largest power of two, at most 16, that divides the addresses of x, weights and biases."""
     read = [tensors[name] for name in ("x", *_WITH_DTYPE_OF_X) if name in tensors]
     if any(type(tensor) not in (Tensor, torch.nn.Parameter) for tensor in read):  # fake tensors have no address
         return 16
     return math.gcd(16, *(tensor.data_ptr() for tensor in read))
 
 
-def layout_of(tensor: Tensor | None) -> tuple[Any, ...] | None:
-    """Return all that a prepared call depends on: not what lies in the tensor, and of where it lies the alignment."""
-    if tensor is None:
-        return None
+def call_key(tensors: Mapping[str, Tensor], options: Options) -> tuple[Any, ...]:
+    """Return everything that the preparation of a call depends on: options, and the layout of each tensor.
+
+    Raises:
+        InputError: a tensor is not dense, or an option has no hash.
+        UnsupportedError: a tensor has no memory of its own.
+    """
+    layouts: list[Any] = []
+    name = ""
     try:
-        address = tensor.data_ptr() & 15
-        return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, address, tensor.is_neg()
+        for name in TENSORS:
+            tensor = tensors.get(name)
+            if tensor is None:
+                layouts.append(None)
+                continue
+            address = tensor.data_ptr() & 15
+            layouts.append((tensor.shape, tensor.stride(), tensor.dtype, tensor.device, address, tensor.is_neg()))
     except RuntimeError as error:
-        check_dense("every tensor", tensor)
+        check_dense(name, tensors[name])
         raise UnsupportedError(
             "an input has no memory of its own: torch.vmap and other transforms of torch.func are not served here",
             hint="call it without them: tokens of several batches can be one call",
         ) from error
+    try:
+        hash(options)
+    except TypeError as error:
+        check_options(options)
+        raise InputError(f"options must have a hash, got {tuple(options)!r}") from error
+    return (*layouts, options, *map(type, options))  # True is 1, and no number
 
 
-def refuse_tangents(tensors: Mapping[str, Tensor | None]) -> None:
-    """Raise ``UnsupportedError`` where an input has a tangent that the call would lose."""
-    if _forward_ad._current_level < 0:  # noqa: SLF001 - the public way asks tensor by tensor
+def check_operator_call(call: MoeCall) -> None:
+    """Check what torch's operator of ``fused_moe`` does not.
+
+    With one tensor on meta, torch runs the fake implementation, which reads nothing. The operator's signature converts
+    options of another type, or refuses them with a message of its own.
+
+    Raises:
+        InputError: a tensor, a device or an option breaks the contract.
+        UnsupportedError: a transform of ``torch.func`` differentiates a tensor.
+    """
+    for name, tensor in call.tensors.items():
+        check_operand(name, tensor)
+        if name == "topk_ids":
+            check_no_bare_subclass(name, tensor)
+    _check_devices(call.tensors)
+    check_options(call.options)
+
+
+def check_gradients_call(do: Tensor, product: Tensor | None, tensors: Mapping[str, Tensor]) -> None:
+    """Check the gradient of the output and the first product of a call with ``tensors``.
+
+    Args:
+        do: the gradient of the output.
+        product: the first product; None: nothing reads it.
+        tensors: what ``fused_moe`` was given, by name.
+
+    Raises:
+        InputError: a shape, dtype, device or layout differs from what the call made.
+    """
+    x = tensors["x"]
+    _check_like("do", do, tuple(x.shape), x, "T, HID")
+    if product is None:
         return
-    for name, tensor in tensors.items():
-        if isinstance(tensor, Tensor) and _forward_ad.unpack_dual(tensor).tangent is not None:  # type: ignore[no-untyped-call]
-            raise UnsupportedError(f"{name} has a forward-mode tangent, and there is no forward-mode derivative")
+    rows = tensors["topk_ids"].numel(), tensors["w_gate_up"].shape[1]
+    _check_like("product", product, rows, x, "T * K, rows of w_gate_up")
+    check_not_negative("product", product)
+    _check_contiguous("product", product)
+    if behind := product.data_ptr() % 16:
+        raise InputError(f"product must begin at a multiple of 16 bytes, got an address {behind} bytes behind one")
+
+
+def _check_like(name: str, tensor: Tensor, shape: tuple[int, ...], x: Tensor, letters: str) -> None:
+    check_dense(name, tensor)
+    _check_shape(name, tensor, shape, letters)
+    if tensor.dtype != x.dtype or tensor.device != x.device:
+        raise InputError(f"{name} must be {x.dtype} on {x.device}, got {tensor.dtype} on {tensor.device}")

@@ -1,4 +1,4 @@
-"""Which kernels serve a problem of experts on a GPU, with which tiles and grids, and why. No Triton."""
+"""Choose the kernels, tiles and grids of a forward problem, with a reason. No Triton."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ from .tiles import (
 __all__ = ["NARROW", "TABLES", "Gemv", "GemvConfig", "HopperConfig", "MoePlan", "Tile", "TileConfig", "plan_moe"]
 
 KERNELS = ("gemv_triton", "few_triton", "grouped_gluon_sm90", "grouped_triton", "reference")
-SORTED = ("grouped_gluon_sm90", "grouped_triton")  # kernels whose rows are sorted by expert
+SORTED = ("grouped_gluon_sm90", "grouped_triton")  # these kernels need rows sorted by expert
 
 
 @dataclass(frozen=True, slots=True)
 class MoePlan:
-    """How one problem is served on one GPU."""
+    """The kernels, tiles and launches of one problem on one GPU."""
 
     problem: MoeProblem
     gpu: str  # "CPU" for the reference
     arch: int  # 90 for sm_90; 0 for the reference
     kernel: str
     config: Config | None
-    shared: TileConfig | None  # of the shared experts
-    steps: tuple[str, ...]  # what each launch does
+    shared: TileConfig | None  # tiles of the shared experts
+    steps: tuple[str, ...]  # the name of each launch
     launches: tuple[PlannedLaunch, ...]
     reason: str
 
@@ -55,7 +55,7 @@ class MoePlan:
         return dataclasses.asdict(self)
 
     def as_text(self) -> str:
-        """Return the plan for people."""
+        """Return the plan as text."""
         lines = [f"{self.problem.describe()} on {self.gpu}: {self.kernel}", f"  because {self.reason}"]
         for name, config in (("", self.config), ("shared ", self.shared)):
             if config is None:
@@ -89,9 +89,9 @@ def next_power(n: int) -> int:
     return 1 << (n - 1).bit_length() if n > 1 else 1
 
 
-# Up to so many pairs a program finds the rows of its expert by itself, without a sort.
+# With at most this many pairs, each program finds the rows of its expert without a sort.
 MAX_FEW_PAIRS = 128
-# Up to so many pairs each program of the sort counts all of them: one launch in place of three.
+# With at most this many pairs, each program of the sort counts all of them: one launch instead of three.
 MAX_PAIRS_SORTED_AT_ONCE = 4096
 SORT_FEW_CHUNK, SORT_FEW_WARPS = 512, 8
 CHUNK, COUNT_WARPS = 256, 4
@@ -99,17 +99,17 @@ PLACE_WARPS = 8
 _PLACE_ELEMENTS = 16384  # a program compares each of its pairs with every expert
 SUM_CHUNKS, SUM_COLUMNS, SUM_WARPS = 256, 16, 4
 COMBINE_COLUMNS, COMBINE_WARPS, COMBINE_UNROLL = 512, 2, 8
-# Whatever the tokens: so that a row gets the same bits in any company.
+# Tile rows for batch_invariant: independent of the number of tokens.
 _INVARIANT_ROWS = {2: 64, 4: 32}
 
 
 def loads_words(problem: MoeProblem) -> bool:
-    """Return whether x and all weights can be copied to shared memory by 4 bytes or more at once."""
+    """Return whether x and all weights can be copied to shared memory in units of at least 4 bytes."""
     size, is_ok = problem.item_bytes, problem.pointer_alignment >= 4
     (xt, xk), (ue, un, uk), (de, dn, dk) = problem.x_strides, problem.gate_up_strides, problem.down_strides
     in_order = problem.interleaved or not problem.gated  # rows of a tile of w_gate_up are neighbours
     for along, *others in (
-        (xk, xt, problem.inter),  # h lies in rows of INTER
+        (xk, xt, problem.inter),  # rows of h have INTER elements
         (uk, ue, un) if uk == 1 or not in_order else (un, ue, uk),
         (dk, de, dn) if dk == 1 else (dn, de, dk),
     ):
@@ -118,11 +118,11 @@ def loads_words(problem: MoeProblem) -> bool:
 
 
 def choose_tile(problem: MoeProblem, arch: int) -> TileConfig:
-    """Return tiles for the rows that an expert has on average, with as much room: experts are not equally busy.
+    """Return tiles with room for twice the mean number of rows of an expert, as experts are not equally busy.
 
-    With room for half as many more, the busiest of few experts had two tiles, and its weights were read twice:
-    Mixtral's with 32 tokens by Zipf's law took 738 us, not 647. 64 rows are enough for 32, as the products of a tile
-    of 128 take longer than its bytes (lab/moe/5_skewed_and_shared_h200.txt).
+    With room for 1.5 times the mean, the busiest of few experts had two tiles, and its weights were read twice: Mixtral
+    with 32 tokens and Zipf-distributed routing took 738 us instead of 647. For a mean of 32 rows, tiles of 64 are
+    enough: with 128, products take longer than memory (lab/moe/5_skewed_and_shared_h200.txt).
     """
     configs = tile_rows(arch, problem.item_bytes)
     if not loads_words(problem):
@@ -135,7 +135,7 @@ def choose_tile(problem: MoeProblem, arch: int) -> TileConfig:
 
 
 def choose_shared_tile(problem: MoeProblem, arch: int) -> TileConfig:
-    """Return tiles of shared experts, each of which has a row for every token; ``problem`` is theirs."""
+    """Return tiles of shared experts, which have a row for every token; ``problem`` describes the shared experts."""
     if problem.batch_invariant or not loads_words(problem):
         return choose_tile(problem, arch)
 
@@ -151,7 +151,7 @@ def choose_shared_tile(problem: MoeProblem, arch: int) -> TileConfig:
 
 
 def block_experts(experts: int) -> int:
-    """Return the columns of counts: those that name no expert, and pairs past the last, have one each."""
+    """Return the columns of the table of counts: one an expert, one for invalid ids, one for padding."""
     return max(16, next_power(experts + 2))
 
 
@@ -166,12 +166,12 @@ def place_pairs(experts: int) -> int:
 
 
 def most_tiles(problem: MoeProblem, block_m: int) -> int:
-    """Return the most row tiles that there can be: full ones, and a last one for every expert that has rows."""
+    """Return an upper bound on row tiles: the full ones, and a partial one for each active expert."""
     return problem.pairs // block_m + min(problem.experts, problem.pairs)
 
 
 def rows_of_tiles(config: Config | None) -> int:
-    """Return the rows of one tile of a kernel that sorts."""
+    """Return the rows of a tile of a kernel with sorted rows."""
     if isinstance(config, HopperConfig):
         return hopper_plan.ROWS
     assert isinstance(config, (TileConfig, BackwardConfig))
@@ -179,22 +179,22 @@ def rows_of_tiles(config: Config | None) -> int:
 
 
 def slots(problem: MoeProblem) -> int:
-    """Return how many programs of ``few_triton`` look for an expert with rows, for each tile of columns."""
+    """Return how many programs of ``few_triton`` look for an active expert, for each column tile."""
     return min(problem.pairs, problem.experts)
 
 
 def shared_tiles(problem: MoeProblem, block_m: int) -> int:
-    """Return the row tiles of shared experts; ``problem`` is theirs."""
+    """Return the row tiles of shared experts, which ``problem`` describes."""
     return problem.experts * cdiv(problem.tokens, block_m)
 
 
 def sort_chunks(problem: MoeProblem) -> int:
-    """Return the chunks of pairs that are counted apart, or 0 where one kernel sorts."""
+    """Return the number of chunks that are counted separately, or 0 if one kernel sorts."""
     return 0 if problem.pairs <= MAX_PAIRS_SORTED_AT_ONCE else cdiv(problem.pairs, CHUNK)
 
 
 def workspace_sizes(plan: MoePlan) -> dict[str, int]:
-    """Return the int32 numbers of each part of the workspace that sorting needs, in the order in which they lie."""
+    """Return the int32 elements of each part of the workspace of the sort, in memory order."""
     if not {"sort", "count"} & set(plan.steps):
         return {}
     problem = plan.problem
@@ -216,7 +216,7 @@ Steps = list[tuple[str, PlannedLaunch]]
 
 
 def planned(pattern: str, blocks: int, warps: int, more: int = 1) -> PlannedLaunch:
-    """Return a launch of some warps a block."""
+    """Return a launch of ``blocks`` x ``more`` blocks."""
     return PlannedLaunch(pattern, (blocks, more, 1), (32 * warps, 1, 1))
 
 
@@ -258,7 +258,7 @@ def make_plan(
     shared: TileConfig | None,
     reason: str,
 ) -> MoePlan:
-    """Return the plan of these kernels with these tiles.
+    """Return the plan of a kernel with given tiles.
 
     Raises:
         UnsupportedError: a grid would be too large.
@@ -288,14 +288,16 @@ def make_plan(
 
 
 def refuse_large_grids(steps: Steps) -> None:
-    """Raise ``UnsupportedError`` where a launch has more blocks than the hardware takes."""
+    """Raise ``UnsupportedError`` if a launch exceeds the hardware's limits on grids."""
     for _, launch in steps:
         if launch.grid[0] >= 2**31 or launch.grid[1] > 65535:
             raise UnsupportedError(f"a grid of {launch.grid} blocks is too large for {launch.pattern}")
 
 
-def _refusal(kernel: str, problem: MoeProblem) -> str | None:
+def _unsupported_reason(kernel: str, problem: MoeProblem, arch: int) -> str | None:
     """Return why a kernel does not serve a problem, or None."""
+    if kernel == "grouped_gluon_sm90":
+        return hopper_plan.unsupported_reason(problem, arch)
     if problem.keep_product and kernel in ("gemv_triton", "few_triton"):
         return "it keeps nothing for gradients"
     if kernel == "gemv_triton":
@@ -312,12 +314,12 @@ def _refusal(kernel: str, problem: MoeProblem) -> str | None:
 
 
 def _choose_hopper(problem: MoeProblem, gpu: GpuSpec, name: str, why: str) -> tuple[str, str]:
-    """Return the kernel for Hopper, or ``name``, and why."""
-    refusal = hopper_plan.refusal(problem, gpu.arch)
+    """Return the kernel for Hopper or ``name``, and the reason."""
+    unsupported = hopper_plan.unsupported_reason(problem, gpu.arch)
     if gpu.arch != hopper_plan.ARCH or name != "grouped_triton" or problem.batch_invariant:
         return name, why
-    if refusal:
-        return name, f"{why}; grouped_gluon_sm90 does not serve it: {refusal}"
+    if unsupported:
+        return name, f"{why}; grouped_gluon_sm90 does not serve it: {unsupported}"
     rows = problem.pairs / problem.experts
     if rows < hopper_plan.FEWEST_ROWS:
         return name, f"{why}; fewer than {hopper_plan.FEWEST_ROWS} rows an expert, for tiles of {hopper_plan.ROWS}"
@@ -345,7 +347,7 @@ def check_kernel_name(kernel: object) -> None:
 
 
 def plan_moe(problem: MoeProblem, gpu: GpuSpec | None, kernel: str = "auto") -> MoePlan:
-    """Return how ``problem`` is served on ``gpu`` (None: CPU tensors). A forced ``kernel`` never falls back.
+    """Return the plan of ``problem`` on ``gpu`` (None: CPU tensors). A forced ``kernel`` never falls back.
 
     Raises:
         InputError: ``kernel`` is not a name.
@@ -371,10 +373,10 @@ def plan_moe(problem: MoeProblem, gpu: GpuSpec | None, kernel: str = "auto") -> 
     where, arch = ("CPU", 0) if gpu is None else (gpu.name, gpu.arch)
     if problem.tokens == 0:
         return MoePlan(problem, where, arch, name, None, None, (), (), "the output is empty: nothing is launched")
-    refusal = hopper_plan.refusal(problem, arch) if name == "grouped_gluon_sm90" else _refusal(name, problem)
-    if refusal:
-        raise UnsupportedError(f"{name} does not serve {problem.describe()}: {refusal}", hint="use kernel='auto'")
-    if gpu is None:  # small tiles, so that small problems have many
+    unsupported = _unsupported_reason(name, problem, arch)
+    if unsupported:
+        raise UnsupportedError(f"{name} does not serve {problem.describe()}: {unsupported}", hint="use kernel='auto'")
+    if gpu is None:  # small tiles, so that tests of small problems have several
         tile = TileConfig(16, Tile(16, 32, 4, 1), Tile(32, 32, 4, 1), 2)
         config: Config = GemvConfig(Gemv(8, 32, 4, 1), Gemv(8, 32, 4, 1, steps=2)) if name == "gemv_triton" else tile
         why, shared = "Triton's interpreter runs it (TRITON_INTERPRET=1)", tile

@@ -1,13 +1,14 @@
-"""Turn a plan into kernels to compile and launches to make: what each kernel is given, and in which order."""
+"""Turn a plan into kernels to compile and launch: the arguments of each kernel, by name."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import triton
 from torch import Tensor
 
-from ..gpu.compile import KernelSource
+from ..gpu.signature import Argument, Pointer, PreparedKernel, Scalar, kernel_source, prepare_kernel
 from . import prepare_sm90
 from .combine_triton import _combine_kernel
 from .gemv_triton import _gemv_down_kernel, _gemv_gate_up_kernel
@@ -22,96 +23,79 @@ from .plan import (
     SUM_COLUMNS,
     MoePlan,
     block_experts,
-    next_power,
     place_pairs,
     rows_of_tiles,
     sort_chunks,
     sort_pairs,
 )
-from .prepared import PreparedKernel, place_of
-from .problem import MoeProblem, columns_up
+from .prepared import place_of
+from .problem import MoeProblem
 from .sort_triton import _count_kernel, _place_kernel, _sort_few_kernel, _sum_chunks_kernel
 from .tiles import BackwardConfig, GemvConfig, Tile, TileConfig
 
-_OURS = frozenset(
-    (
-        "h_ptr",
-        "y_ptr",
-        "out_ptr",
-        "y_shared_ptr",
-        "tiles_ptr",
-        "order_ptr",
-        "positions_ptr",
-        "counts_ptr",
-        "product_ptr",
-        "offsets_ptr",
-        "do_ptr",
-        "dproduct_ptr",
-        "wh_ptr",
-        "sums_ptr",
-    )
-)  # allocated here, so aligned
-# All that a thread can have. Left to itself, ptxas spills a few bytes to fit one more block on an SM.
+# The maximum of a thread. By default ptxas spills a few bytes to fit one more block on an SM.
 _MAX_REGISTERS = 255
+Grid = tuple[int, int, int]
+Maker = Callable[[MoePlan, Grid, int], PreparedKernel]
 
 
 def prepare_moe_kernels(plan: MoePlan) -> tuple[PreparedKernel, ...]:
-    """Return the kernels of ``plan``, in the order in which they are launched."""
+    """Return the kernels of ``plan``, in launch order."""
     return tuple(
         MAKERS[step](plan, launch.grid, launch.block[0] // 32)
         for step, launch in zip(plan.steps, plan.launches, strict=True)
     )
 
 
-def prepared_kernel(
+def triton_kernel(
     function: Any,
     plan: MoePlan,
-    grid: tuple[int, int, int],
+    grid: Grid,
     warps: int,
-    pointers: dict[str, tuple[str, str] | None],
-    scalars: dict[str, int],
-    constants: dict[str, Any],
+    arguments: Mapping[str, Argument],
+    constants: Mapping[str, Any],
     stages: int = 1,
-    also_aligned: tuple[str, ...] = (),
 ) -> PreparedKernel:
-    """Return a kernel in which a pointer that is None is a constant; each other has a type and a tensor."""
-    given = {name: pointer for name, pointer in pointers.items() if pointer is not None}
-    ours = plan.problem.pointer_alignment >= 16
-    missing = {name: None for name in pointers if name not in given}
-    dependent = plan.arch >= 90
-    source = KernelSource(
-        function,
-        (*((name, kind) for name, (kind, _) in given.items()), *((name, "i32") for name in scalars)),
-        tuple({**constants, **missing, "DEPENDENT_LAUNCH": dependent}.items()),
-        frozenset(
-            name
-            for name in given
-            if name in _OURS or name in also_aligned or (name in ("x_ptr", "w_ptr", "bias_ptr") and ours)
-        ),
-        warps,
-        stages,
-        max_registers=_MAX_REGISTERS,
-        dependent_launch=dependent,
-    )
-    return PreparedKernel(source, grid, tuple(scalars.values()), tuple(tensor for _, tensor in given.values()))
+    """Return a Triton kernel with the options that all of them share."""
+    source = kernel_source(
+        function, arguments, constants, num_warps=warps, num_stages=stages, max_registers=_MAX_REGISTERS,
+        dependent_launch=plan.arch >= 90,
+    )  # fmt: skip
+    return prepare_kernel(source, grid, arguments)
 
 
-def ids(problem: MoeProblem) -> tuple[str, str]:
-    """Return type and tensor of the experts of each token."""
-    return f"*{problem.ids_dtype}", "topk_ids"
+def ours(dtype: str, tensor: str) -> Pointer:
+    """Return the pointer to a tensor that the package allocates: it is aligned."""
+    return Pointer(dtype, tensor, aligned=True)
 
 
-def _offsets(plan: MoePlan) -> dict[str, tuple[str, str] | None]:
-    """Gradients of weights sum over an expert's rows, so they ask where these begin."""
-    return {"offsets_ptr": ("*i32", "offsets_ptr") if isinstance(plan.config, BackwardConfig) else None}
+def theirs(problem: MoeProblem, tensor: str) -> Pointer:
+    """Return the pointer to x, a weight or a bias, aligned if the problem says so."""
+    return Pointer(problem.dtype, tensor, aligned=problem.pointer_alignment >= 16)
 
 
-def _sort(plan: MoePlan, grid: tuple[int, int, int], warps: int) -> PreparedKernel:
+def tables(*names: str) -> dict[str, Argument]:
+    """Return the pointers to parts of the workspace, which have the names of parameters."""
+    return {name: ours("i32", name) for name in names}
+
+
+def ids(problem: MoeProblem) -> Pointer:
+    """Return the pointer to the experts of each token."""
+    return Pointer(problem.ids_dtype, "topk_ids")
+
+
+def _offsets(plan: MoePlan) -> dict[str, Argument]:
+    """Return the pointer to the first row of each expert, which gradients of weights need."""
+    return tables("offsets_ptr") if isinstance(plan.config, BackwardConfig) else {"offsets_ptr": None}
+
+
+def _sort(plan: MoePlan, grid: Grid, warps: int) -> PreparedKernel:
     problem = plan.problem
-    pointers: dict[str, tuple[str, str] | None] = {
+    arguments: dict[str, Argument] = {
         "ids_ptr": ids(problem),
-        **{name: ("*i32", name) for name in ("tiles_ptr", "order_ptr", "positions_ptr")},
+        **tables("tiles_ptr", "order_ptr", "positions_ptr"),
         **_offsets(plan),
+        "pairs": Scalar("i32", problem.pairs),
     }
     constants = {
         "EXPERTS": problem.experts,
@@ -120,29 +104,31 @@ def _sort(plan: MoePlan, grid: tuple[int, int, int], warps: int) -> PreparedKern
         "BLOCK_P": sort_pairs(problem.experts),
         "CHUNK": SORT_FEW_CHUNK,
     }
-    return prepared_kernel(_sort_few_kernel, plan, grid, warps, pointers, {"pairs": problem.pairs}, constants)
+    return triton_kernel(_sort_few_kernel, plan, grid, warps, arguments, constants)
 
 
-def _count(plan: MoePlan, grid: tuple[int, int, int], warps: int) -> PreparedKernel:
+def _count(plan: MoePlan, grid: Grid, warps: int) -> PreparedKernel:
     problem = plan.problem
     constants = {"EXPERTS": problem.experts, "BLOCK_E": block_experts(problem.experts), "CHUNK": CHUNK}
-    pointers: dict[str, tuple[str, str] | None] = {"ids_ptr": ids(problem), "counts_ptr": ("*i32", "counts_ptr")}
-    return prepared_kernel(_count_kernel, plan, grid, warps, pointers, {"pairs": problem.pairs}, constants)
+    arguments = {"ids_ptr": ids(problem), **tables("counts_ptr"), "pairs": Scalar("i32", problem.pairs)}
+    return triton_kernel(_count_kernel, plan, grid, warps, arguments, constants)
 
 
-def _sum(plan: MoePlan, grid: tuple[int, int, int], warps: int) -> PreparedKernel:
+def _sum(plan: MoePlan, grid: Grid, warps: int) -> PreparedKernel:
     problem = plan.problem
     constants = {"BLOCK_E": block_experts(problem.experts), "BLOCK_C": SUM_CHUNKS, "COLUMNS": SUM_COLUMNS}
-    pointers: dict[str, tuple[str, str] | None] = {"counts_ptr": ("*i32", "counts_ptr")}
-    return prepared_kernel(_sum_chunks_kernel, plan, grid, warps, pointers, {"chunks": sort_chunks(problem)}, constants)
+    arguments = {**tables("counts_ptr"), "chunks": Scalar("i32", sort_chunks(problem))}
+    return triton_kernel(_sum_chunks_kernel, plan, grid, warps, arguments, constants)
 
 
-def _place(plan: MoePlan, grid: tuple[int, int, int], warps: int) -> PreparedKernel:
+def _place(plan: MoePlan, grid: Grid, warps: int) -> PreparedKernel:
     problem = plan.problem
-    pointers: dict[str, tuple[str, str] | None] = {
+    arguments: dict[str, Argument] = {
         "ids_ptr": ids(problem),
-        **{name: ("*i32", name) for name in ("counts_ptr", "tiles_ptr", "order_ptr", "positions_ptr")},
+        **tables("counts_ptr", "tiles_ptr", "order_ptr", "positions_ptr"),
         **_offsets(plan),
+        "pairs": Scalar("i32", problem.pairs),
+        "chunks": Scalar("i32", sort_chunks(problem)),
     }
     constants = {
         "EXPERTS": problem.experts,
@@ -151,8 +137,7 @@ def _place(plan: MoePlan, grid: tuple[int, int, int], warps: int) -> PreparedKer
         "BLOCK_P": place_pairs(problem.experts),
         "CHUNK": CHUNK,
     }
-    scalars = {"pairs": problem.pairs, "chunks": sort_chunks(problem)}
-    return prepared_kernel(_place_kernel, plan, grid, warps, pointers, scalars, constants)
+    return triton_kernel(_place_kernel, plan, grid, warps, arguments, constants)
 
 
 def activation(problem: MoeProblem) -> dict[str, Any]:
@@ -172,11 +157,11 @@ def strides(prefix: str, axes: Sequence[str], values: tuple[int, ...]) -> dict[s
 
 
 def precision(plan: MoePlan) -> dict[str, str]:
-    """Return how fp32 is multiplied; other operands do not read it.
+    """Return how fp32 operands are multiplied; other dtypes ignore it.
 
-    Three parts in bf16 hold an fp32 number, and six products of them all but what lies below 2^-24 of theirs; Triton
-    sums each step of a reduction apart. With "ieee" all steps are one chain of multiply-adds: up to 1.7 times the error
-    that the rule allows, of 256 and 384 terms (H200). Triton's interpreter has no products of parts.
+    "bf16x6" splits an fp32 number into three bf16 parts, and six products of parts have a relative error of 2^-24;
+    Triton sums each step of a reduction separately. "ieee" is one chain of multiply-adds over all steps: its error is
+    up to 1.7 times the budget for 256 and 384 terms (H200). Triton's interpreter supports only "ieee".
     """
     if plan.problem.dtype != "fp32":
         return {"PRECISION": "tf32"}
@@ -184,7 +169,7 @@ def precision(plan: MoePlan) -> dict[str, str]:
 
 
 def _product(problem: MoeProblem, config: TileConfig, tile: Tile, rows: str) -> dict[str, Any]:
-    """Return the constants that both products have."""
+    """Return the constants of both products."""
     few = rows == "few"
     return {
         "EXPERTS": problem.experts,
@@ -193,7 +178,7 @@ def _product(problem: MoeProblem, config: TileConfig, tile: Tile, rows: str) -> 
         "INTER": problem.inter,
         "ROWS": rows,
         "BY_EXPERT": few and problem.experts < problem.pairs,
-        "BLOCK_P": max(16, next_power(problem.pairs)) if few else 16,
+        "BLOCK_P": max(16, triton.next_power_of_2(problem.pairs)) if few else 16,
         "BLOCK_M": config.block_m,
         "BLOCK_N": tile.block_n,
         "BLOCK_K": tile.block_k,
@@ -204,7 +189,7 @@ def _product(problem: MoeProblem, config: TileConfig, tile: Tile, rows: str) -> 
 
 
 def _which(plan: MoePlan, *, shared: bool) -> tuple[MoeProblem, TileConfig, str, str]:
-    """Return problem, tiles, rows, and what names of tensors begin with, of the routed or of the shared experts."""
+    """Return problem, tiles, ROWS and the prefix of tensor names, of the routed or the shared experts."""
     if shared:
         assert plan.shared is not None
         return plan.problem.shared(), plan.shared, "all", "shared_"
@@ -212,25 +197,24 @@ def _which(plan: MoePlan, *, shared: bool) -> tuple[MoeProblem, TileConfig, str,
     return plan.problem, plan.config, "few" if plan.kernel == "few_triton" else "sorted", ""
 
 
-def _rows_pointers(problem: MoeProblem, rows: str, *, with_order: bool) -> dict[str, tuple[str, str] | None]:
-    order = {"order_ptr": ("*i32", "order_ptr") if rows == "sorted" else None} if with_order else {}
+def _rows(problem: MoeProblem, rows: str, *, with_order: bool) -> dict[str, Argument]:
+    names = ("tiles_ptr", "order_ptr") if with_order else ("tiles_ptr",)
     return {
         "ids_ptr": ids(problem) if rows == "few" else None,
-        "tiles_ptr": ("*i32", "tiles_ptr") if rows == "sorted" else None,
-        **order,
+        **(tables(*names) if rows == "sorted" else dict.fromkeys(names)),
+        "tokens": Scalar("i32", problem.tokens),
     }
 
 
-def _up(plan: MoePlan, grid: tuple[int, int, int], warps: int, *, shared: bool = False) -> PreparedKernel:
+def _up(plan: MoePlan, grid: Grid, warps: int, *, shared: bool = False) -> PreparedKernel:
     problem, config, rows, prefix = _which(plan, shared=shared)
-    kind = f"*{problem.dtype}"
-    pointers: dict[str, tuple[str, str] | None] = {
-        "x_ptr": (kind, "x"),
-        "w_ptr": (kind, "shared_gate_up" if shared else "w_gate_up"),
-        "bias_ptr": (kind, "bias_gate_up") if problem.bias_gate_up else None,
-        **_rows_pointers(problem, rows, with_order=True),
-        "product_ptr": (kind, f"{prefix}product") if problem.keep_product else None,
-        "h_ptr": (kind, f"{prefix}h"),
+    arguments: dict[str, Argument] = {
+        "x_ptr": theirs(problem, "x"),
+        "w_ptr": theirs(problem, "shared_gate_up" if shared else "w_gate_up"),
+        "bias_ptr": theirs(problem, "bias_gate_up") if problem.bias_gate_up else None,
+        **_rows(problem, rows, with_order=True),
+        "product_ptr": ours(problem.dtype, f"{prefix}product") if problem.keep_product else None,
+        "h_ptr": ours(problem.dtype, f"{prefix}h"),
     }
     constants = {
         **_product(problem, config, config.up, rows),
@@ -241,18 +225,17 @@ def _up(plan: MoePlan, grid: tuple[int, int, int], warps: int, *, shared: bool =
         **activation(problem),
     }
     stages = config.up.num_stages
-    return prepared_kernel(_gate_up_kernel, plan, grid, warps, pointers, {"tokens": problem.tokens}, constants, stages)
+    return triton_kernel(_gate_up_kernel, plan, grid, warps, arguments, constants, stages)
 
 
-def _down(plan: MoePlan, grid: tuple[int, int, int], warps: int, *, shared: bool = False) -> PreparedKernel:
+def _down(plan: MoePlan, grid: Grid, warps: int, *, shared: bool = False) -> PreparedKernel:
     problem, config, rows, prefix = _which(plan, shared=shared)
-    kind = f"*{problem.dtype}"
-    pointers: dict[str, tuple[str, str] | None] = {
-        "h_ptr": (kind, f"{prefix}h"),
-        "w_ptr": (kind, "shared_down" if shared else "w_down"),
-        "bias_ptr": (kind, "bias_down") if problem.bias_down else None,
-        **_rows_pointers(problem, rows, with_order=False),
-        "y_ptr": (kind, f"{prefix}y"),
+    arguments: dict[str, Argument] = {
+        "h_ptr": ours(problem.dtype, f"{prefix}h"),
+        "w_ptr": theirs(problem, "shared_down" if shared else "w_down"),
+        "bias_ptr": theirs(problem, "bias_down") if problem.bias_down else None,
+        **_rows(problem, rows, with_order=False),
+        "y_ptr": ours(problem.dtype, f"{prefix}y"),
     }
     constants = {
         **_product(problem, config, config.down, rows),
@@ -260,43 +243,44 @@ def _down(plan: MoePlan, grid: tuple[int, int, int], warps: int, *, shared: bool
         **strides("W", "ENK", problem.down_strides),
     }
     stages = config.down.num_stages
-    return prepared_kernel(_down_kernel, plan, grid, warps, pointers, {"tokens": problem.tokens}, constants, stages)
+    return triton_kernel(_down_kernel, plan, grid, warps, arguments, constants, stages)
 
 
-def _shared_up(plan: MoePlan, grid: tuple[int, int, int], warps: int) -> PreparedKernel:
+def _shared_up(plan: MoePlan, grid: Grid, warps: int) -> PreparedKernel:
     return _up(plan, grid, warps, shared=True)
 
 
-def _shared_down(plan: MoePlan, grid: tuple[int, int, int], warps: int) -> PreparedKernel:
+def _shared_down(plan: MoePlan, grid: Grid, warps: int) -> PreparedKernel:
     return _down(plan, grid, warps, shared=True)
 
 
-def _up_sm90(plan: MoePlan, grid: tuple[int, int, int], _warps: int) -> PreparedKernel:
+def _up_sm90(plan: MoePlan, grid: Grid, _warps: int) -> PreparedKernel:
     return prepare_sm90.product(plan, grid, "up")
 
 
-def _down_sm90(plan: MoePlan, grid: tuple[int, int, int], _warps: int) -> PreparedKernel:
+def _down_sm90(plan: MoePlan, grid: Grid, _warps: int) -> PreparedKernel:
     return prepare_sm90.product(plan, grid, "down")
 
 
-def _sources(problem: MoeProblem) -> dict[str, tuple[str, str] | None]:
-    """Return what the kernel that writes the output adds, besides what the routed experts gave."""
+def _sources(problem: MoeProblem) -> dict[str, Argument]:
+    """Return the pointers to the output and to the outputs of shared experts, which the last kernel adds."""
     return {
-        "y_shared_ptr": (f"*{problem.dtype}", "shared_y") if problem.shared_experts else None,
-        "shared_weights_ptr": (f"*{problem.shared_weights}", "shared_weights") if problem.shared_weights else None,
-        "out_ptr": (f"*{problem.dtype}", "out"),
+        "y_shared_ptr": ours(problem.dtype, "shared_y") if problem.shared_experts else None,
+        "shared_weights_ptr": Pointer(problem.shared_weights, "shared_weights") if problem.shared_weights else None,
+        "out_ptr": ours(problem.dtype, "out"),
     }
 
 
-def _combine(plan: MoePlan, grid: tuple[int, int, int], warps: int) -> PreparedKernel:
+def _combine(plan: MoePlan, grid: Grid, warps: int) -> PreparedKernel:
     problem = plan.problem
     is_sorted = plan.kernel in SORTED
-    pointers: dict[str, tuple[str, str] | None] = {
-        "y_ptr": (f"*{problem.dtype}", "y"),
-        "weights_ptr": (f"*{problem.weights_dtype}", "topk_weights"),
+    arguments: dict[str, Argument] = {
+        "y_ptr": ours(problem.dtype, "y"),
+        "weights_ptr": Pointer(problem.weights_dtype, "topk_weights"),
         "ids_ptr": None if is_sorted else ids(problem),
-        "positions_ptr": ("*i32", "positions_ptr") if is_sorted else None,
+        "positions_ptr": ours("i32", "positions_ptr") if is_sorted else None,
         **_sources(problem),
+        "tokens": Scalar("i32", problem.tokens),
     }
     constants = {
         "EXPERTS": problem.experts,
@@ -307,25 +291,24 @@ def _combine(plan: MoePlan, grid: tuple[int, int, int], warps: int) -> PreparedK
         "UNROLL": min(COMBINE_UNROLL, problem.top_k),
         "BLOCK_N": COMBINE_COLUMNS,
     }
-    return prepared_kernel(_combine_kernel, plan, grid, warps, pointers, {"tokens": problem.tokens}, constants)
+    return triton_kernel(_combine_kernel, plan, grid, warps, arguments, constants)
 
 
-def _gemv_up(plan: MoePlan, grid: tuple[int, int, int], warps: int) -> PreparedKernel:
+def _gemv_up(plan: MoePlan, grid: Grid, warps: int) -> PreparedKernel:
     problem, config = plan.problem, plan.config
     assert isinstance(config, GemvConfig)
-    kind = f"*{problem.dtype}"
-    pointers: dict[str, tuple[str, str] | None] = {
-        "x_ptr": (kind, "x"),
-        "w_ptr": (kind, "w_gate_up"),
-        "bias_ptr": (kind, "bias_gate_up") if problem.bias_gate_up else None,
+    arguments: dict[str, Argument] = {
+        "x_ptr": theirs(problem, "x"),
+        "w_ptr": theirs(problem, "w_gate_up"),
+        "bias_ptr": theirs(problem, "bias_gate_up") if problem.bias_gate_up else None,
         "ids_ptr": ids(problem),
-        "h_ptr": (kind, "h"),
+        "h_ptr": ours(problem.dtype, "h"),
     }
     constants = {
         "EXPERTS": problem.experts,
         "HID": problem.hidden,
         "INTER": problem.inter,
-        "COLUMNS": columns_up(problem.inter, problem.activation),
+        "COLUMNS": problem.columns_up,
         "STRIDE_XK": problem.x_strides[1],
         **strides("W", "ENK", problem.gate_up_strides),
         **activation(problem),
@@ -333,18 +316,17 @@ def _gemv_up(plan: MoePlan, grid: tuple[int, int, int], warps: int) -> PreparedK
         "BLOCK_K": config.up.block_k,
         "NUM_STAGES": config.up.num_stages,
     }
-    return prepared_kernel(_gemv_gate_up_kernel, plan, grid, warps, pointers, {}, constants, config.up.num_stages)
+    return triton_kernel(_gemv_gate_up_kernel, plan, grid, warps, arguments, constants, config.up.num_stages)
 
 
-def _gemv_down(plan: MoePlan, grid: tuple[int, int, int], warps: int) -> PreparedKernel:
+def _gemv_down(plan: MoePlan, grid: Grid, warps: int) -> PreparedKernel:
     problem, config = plan.problem, plan.config
     assert isinstance(config, GemvConfig)
-    kind = f"*{problem.dtype}"
-    pointers: dict[str, tuple[str, str] | None] = {
-        "h_ptr": (kind, "h"),
-        "w_ptr": (kind, "w_down"),
-        "bias_ptr": (kind, "bias_down") if problem.bias_down else None,
-        "weights_ptr": (f"*{problem.weights_dtype}", "topk_weights"),
+    arguments: dict[str, Argument] = {
+        "h_ptr": ours(problem.dtype, "h"),
+        "w_ptr": theirs(problem, "w_down"),
+        "bias_ptr": theirs(problem, "bias_down") if problem.bias_down else None,
+        "weights_ptr": Pointer(problem.weights_dtype, "topk_weights"),
         "ids_ptr": ids(problem),
         **_sources(problem),
     }
@@ -359,10 +341,10 @@ def _gemv_down(plan: MoePlan, grid: tuple[int, int, int], warps: int) -> Prepare
         "BLOCK_K": config.down.block_k,
         "STEPS": config.down.steps,
     }
-    return prepared_kernel(_gemv_down_kernel, plan, grid, warps, pointers, {}, constants)
+    return triton_kernel(_gemv_down_kernel, plan, grid, warps, arguments, constants)
 
 
-MAKERS = {
+MAKERS: Mapping[str, Maker] = {
     "sort": _sort,
     "count": _count,
     "sum": _sum,
@@ -380,7 +362,7 @@ MAKERS = {
 
 
 def _at(tensors: dict[str, Tensor], place: str) -> Tensor:
-    """Return a tensor that begins at a place."""
+    """Return a tensor that begins at a place, which is a name and an offset."""
     name, offset = place_of(place)
     tensor = tensors[name]
     return tensor.as_strided((1,), (1,), tensor.storage_offset() + offset // tensor.itemsize) if offset else tensor

@@ -1,10 +1,13 @@
-"""Turn a plan of gradients into kernels to compile and launches to make."""
+"""Turn a plan of gradients into kernels to compile and launch."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from . import prepare_sm90
+import triton
+
+from ..gpu.signature import Argument, Descriptor, Pointer, PreparedKernel, Scalar
+from .activation_gluon_sm90 import _activation_sm90_kernel
 from .backward_plan import BIAS_COLUMNS, BIAS_PAIRS, BIAS_STAGES, ROUTING_PAIRS, BackwardPlan, Span, column_sums
 from .backward_triton import (
     _activation_backward_kernel,
@@ -13,19 +16,43 @@ from .backward_triton import (
     _weight_gradient_kernel,
 )
 from .combine_triton import _combine_kernel
+from .grouped_gluon_sm90 import _grouped_sm90_kernel
 from .grouped_triton import _down_kernel
-from .plan import COMBINE_COLUMNS, COMBINE_UNROLL, MoePlan, next_power
-from .prepare import MAKERS, activation, precision, prepared_kernel, strides
-from .prepared import PreparedKernel, within
+from .hopper_plan import (
+    ACTIVATION_REGISTERS,
+    ACTIVATION_STAGES,
+    ACTIVATION_STEP,
+    PRODUCT_COLUMNS,
+    REGISTERS,
+    ROWS,
+    STEP,
+    weight_tiles,
+)
+from .plan import COMBINE_COLUMNS, COMBINE_UNROLL, MoePlan, cdiv
+from .prepare import MAKERS, activation, ours, precision, strides, tables, theirs, triton_kernel
+from .prepare_sm90 import (
+    CHUNK,
+    COUNTERS,
+    RAGGED_TILE,
+    WARPGROUP_ROWS,
+    Grid,
+    aligned,
+    down_extents,
+    gate_up_extents,
+    gluon_kernel,
+    matrix,
+    ragged,
+)
+from .prepared import within
 from .problem import MoeProblem
-from .tiles import BackwardConfig, Tile
+from .tiles import BackwardConfig, HopperConfig, Tile
+from .weights_gluon_sm90 import _weights_sm90_kernel
 
-_Grid = tuple[int, int, int]
-_Pointers = dict[str, tuple[str, str] | None]
+_Arguments = dict[str, Argument]
 
 
 def prepare_backward_kernels(plan: BackwardPlan) -> tuple[PreparedKernel, ...]:
-    """Return the kernels of ``plan``, in the order in which they are launched."""
+    """Return the kernels of ``plan``, in launch order."""
     kernels = []
     for step, launch, span in zip(plan.steps, plan.launches, plan.spans, strict=True):
         grid, warps = launch.grid, launch.block[0] // 32
@@ -55,21 +82,21 @@ def _sizes(problem: MoeProblem) -> dict[str, int]:
     return {"EXPERTS": problem.experts, "TOPK": problem.top_k, "HID": problem.hidden}
 
 
-def _dactivation(plan: MoePlan, grid: _Grid, warps: int, span: Span) -> PreparedKernel:
+def _dactivation(plan: MoePlan, grid: Grid, warps: int, span: Span) -> PreparedKernel:
     problem, config, wanted = _of(plan)
-    kind = f"*{problem.dtype}"
+    kind = problem.dtype
     routing, down = "topk_weights" in wanted, bool({"w_down", "bias_down"} & set(wanted))
-    pointers: _Pointers = {
-        "do_ptr": (kind, "do"),
-        "w_ptr": (kind, "w_down"),
-        "bias_ptr": (kind, "bias_down") if problem.bias_down and routing else None,
-        "weights_ptr": (f"*{problem.weights_dtype}", "topk_weights"),
-        "product_ptr": (kind, "product"),
-        "tiles_ptr": ("*i32", "tiles_ptr"),
-        "order_ptr": ("*i32", "order_ptr"),
-        "dproduct_ptr": (kind, "dproduct"),
-        "wh_ptr": (kind, "scratch") if down else None,
-        "sums_ptr": ("*fp32", "sums") if routing else None,
+    arguments: _Arguments = {
+        "do_ptr": ours(kind, "do"),
+        "w_ptr": theirs(problem, "w_down"),
+        "bias_ptr": theirs(problem, "bias_down") if problem.bias_down and routing else None,
+        "weights_ptr": Pointer(problem.weights_dtype, "topk_weights"),
+        "product_ptr": ours(kind, "product"),
+        **tables("tiles_ptr", "order_ptr"),
+        "dproduct_ptr": ours(kind, "dproduct"),
+        "wh_ptr": ours(kind, "scratch") if down else None,
+        "sums_ptr": ours("fp32", "sums") if routing else None,
+        "first_tile": Scalar("i32", span[0] // config.activation.block_n),
     }
     constants = {
         "TOPK": problem.top_k,
@@ -81,37 +108,36 @@ def _dactivation(plan: MoePlan, grid: _Grid, warps: int, span: Span) -> Prepared
         **activation(problem),
         **_tile(plan, config, config.activation, config.block_m),
     }
-    scalars = {"first_tile": span[0] // config.activation.block_n}
     stages = config.activation.num_stages
-    return prepared_kernel(_activation_backward_kernel, plan, grid, warps, pointers, scalars, constants, stages)
+    return triton_kernel(_activation_backward_kernel, plan, grid, warps, arguments, constants, stages)
 
 
-def _drouting(plan: MoePlan, grid: _Grid, warps: int, _span: Span) -> PreparedKernel:
+def _drouting(plan: MoePlan, grid: Grid, warps: int, _span: Span) -> PreparedKernel:
     problem, config, _ = _of(plan)
     count = column_sums(problem, config)
-    pointers: _Pointers = {
-        "sums_ptr": ("*fp32", "sums"),
-        "positions_ptr": ("*i32", "positions_ptr"),
-        "out_ptr": (f"*{problem.weights_dtype}", "d_topk_weights"),
+    arguments: _Arguments = {
+        "sums_ptr": ours("fp32", "sums"),
+        **tables("positions_ptr"),
+        "out_ptr": ours(problem.weights_dtype, "d_topk_weights"),
+        "pairs": Scalar("i32", problem.pairs),
     }
-    constants = {"COUNT": count, "BLOCK_C": min(32, next_power(count)), "BLOCK_P": ROUTING_PAIRS}
-    return prepared_kernel(
-        _routing_gradient_kernel, plan, grid, warps, pointers, {"pairs": problem.pairs}, constants
-    )  # fmt: skip
+    constants = {"COUNT": count, "BLOCK_C": min(32, triton.next_power_of_2(count)), "BLOCK_P": ROUTING_PAIRS}
+    return triton_kernel(_routing_gradient_kernel, plan, grid, warps, arguments, constants)
 
 
-def _dx(plan: MoePlan, grid: _Grid, warps: int, span: Span) -> PreparedKernel:
-    """Return the product of the first product's gradient with w_gate_up: a second product, the weights turned."""
+def _dx(plan: MoePlan, grid: Grid, warps: int, span: Span) -> PreparedKernel:
+    """Return dproduct @ w_gate_up: the kernel of the second product with transposed weights."""
     problem, config, _ = _of(plan)
-    kind = f"*{problem.dtype}"
+    kind = problem.dtype
     expert, row, column = problem.gate_up_strides
-    pointers: _Pointers = {
-        "h_ptr": (kind, "dproduct"),
-        "w_ptr": (kind, within("w_gate_up", span[0] * column * problem.item_bytes)),
+    arguments: _Arguments = {
+        "h_ptr": ours(kind, "dproduct"),
+        "w_ptr": theirs(problem, within("w_gate_up", span[0] * column * problem.item_bytes)),
         "bias_ptr": None,
         "ids_ptr": None,
-        "tiles_ptr": ("*i32", "tiles_ptr"),
-        "y_ptr": (kind, "scratch"),
+        **tables("tiles_ptr"),
+        "y_ptr": ours(kind, "scratch"),
+        "tokens": Scalar("i32", problem.tokens),
     }
     constants = {
         **_sizes(problem),
@@ -124,21 +150,21 @@ def _dx(plan: MoePlan, grid: _Grid, warps: int, span: Span) -> PreparedKernel:
         "SWAP": False,
         **_tile(plan, config, config.x, config.block_m),
     }
-    scalars = {"tokens": problem.tokens}
-    return prepared_kernel(_down_kernel, plan, grid, warps, pointers, scalars, constants, config.x.num_stages)
+    return triton_kernel(_down_kernel, plan, grid, warps, arguments, constants, config.x.num_stages)
 
 
-def _dcombine(plan: MoePlan, grid: _Grid, warps: int, span: Span) -> PreparedKernel:
+def _dcombine(plan: MoePlan, grid: Grid, warps: int, span: Span) -> PreparedKernel:
     problem, _, _ = _of(plan)
-    kind = f"*{problem.dtype}"
-    pointers: _Pointers = {
-        "y_ptr": (kind, "scratch"),
+    kind = problem.dtype
+    arguments: _Arguments = {
+        "y_ptr": ours(kind, "scratch"),
         "weights_ptr": None,
         "ids_ptr": None,
-        "positions_ptr": ("*i32", "positions_ptr"),
+        **tables("positions_ptr"),
         "y_shared_ptr": None,
         "shared_weights_ptr": None,
-        "out_ptr": (kind, within("d_x", span[0] * problem.item_bytes)),
+        "out_ptr": ours(kind, within("d_x", span[0] * problem.item_bytes)),
+        "tokens": Scalar("i32", problem.tokens),
     }
     constants = {
         **_sizes(problem),
@@ -148,18 +174,17 @@ def _dcombine(plan: MoePlan, grid: _Grid, warps: int, span: Span) -> PreparedKer
         "UNROLL": min(COMBINE_UNROLL, problem.top_k),
         "BLOCK_N": COMBINE_COLUMNS,
     }
-    return prepared_kernel(_combine_kernel, plan, grid, warps, pointers, {"tokens": problem.tokens}, constants)
+    return triton_kernel(_combine_kernel, plan, grid, warps, arguments, constants)
 
 
-def _dgate_up(plan: MoePlan, grid: _Grid, warps: int, _span: Span) -> PreparedKernel:
+def _dgate_up(plan: MoePlan, grid: Grid, warps: int, _span: Span) -> PreparedKernel:
     problem, config, _ = _of(plan)
-    kind = f"*{problem.dtype}"
-    pointers: _Pointers = {
-        "a_ptr": (kind, "dproduct"),
-        "b_ptr": (kind, "x"),
-        "order_ptr": ("*i32", "order_ptr"),
-        "offsets_ptr": ("*i32", "offsets_ptr"),
-        "out_ptr": (kind, "d_w_gate_up"),
+    kind = problem.dtype
+    arguments: _Arguments = {
+        "a_ptr": ours(kind, "dproduct"),
+        "b_ptr": theirs(problem, "x"),
+        **tables("order_ptr", "offsets_ptr"),
+        "out_ptr": ours(kind, "d_w_gate_up"),
     }
     constants = {
         "TOPK": problem.top_k,
@@ -172,20 +197,18 @@ def _dgate_up(plan: MoePlan, grid: _Grid, warps: int, _span: Span) -> PreparedKe
         "GATHER_B": True,
         **_tile(plan, config, config.weights, config.weights_m),
     }
-    aligned = ("a_ptr", *(("b_ptr",) if problem.pointer_alignment >= 16 else ()))
     stages = config.weights.num_stages
-    return prepared_kernel(_weight_gradient_kernel, plan, grid, warps, pointers, {}, constants, stages, aligned)
+    return triton_kernel(_weight_gradient_kernel, plan, grid, warps, arguments, constants, stages)
 
 
-def _ddown(plan: MoePlan, grid: _Grid, warps: int, span: Span) -> PreparedKernel:
+def _ddown(plan: MoePlan, grid: Grid, warps: int, span: Span) -> PreparedKernel:
     problem, config, _ = _of(plan)
-    kind = f"*{problem.dtype}"
-    pointers: _Pointers = {
-        "a_ptr": (kind, "do"),
-        "b_ptr": (kind, "scratch"),
-        "order_ptr": ("*i32", "order_ptr"),
-        "offsets_ptr": ("*i32", "offsets_ptr"),
-        "out_ptr": (kind, within("d_w_down", span[0] * problem.item_bytes)),
+    kind = problem.dtype
+    arguments: _Arguments = {
+        "a_ptr": ours(kind, "do"),
+        "b_ptr": ours(kind, "scratch"),
+        **tables("order_ptr", "offsets_ptr"),
+        "out_ptr": ours(kind, within("d_w_down", span[0] * problem.item_bytes)),
     }
     constants = {
         "TOPK": problem.top_k,
@@ -199,28 +222,26 @@ def _ddown(plan: MoePlan, grid: _Grid, warps: int, span: Span) -> PreparedKernel
         **_tile(plan, config, config.weights, config.weights_m),
     }
     stages = config.weights.num_stages
-    aligned = ("a_ptr", "b_ptr")
-    return prepared_kernel(_weight_gradient_kernel, plan, grid, warps, pointers, {}, constants, stages, aligned)
+    return triton_kernel(_weight_gradient_kernel, plan, grid, warps, arguments, constants, stages)
 
 
-def _dbias_gate_up(plan: MoePlan, grid: _Grid, warps: int, _span: Span) -> PreparedKernel:
+def _dbias_gate_up(plan: MoePlan, grid: Grid, warps: int, _span: Span) -> PreparedKernel:
     return _dbias(plan, grid, warps, "bias_gate_up")
 
 
-def _dbias_down(plan: MoePlan, grid: _Grid, warps: int, _span: Span) -> PreparedKernel:
+def _dbias_down(plan: MoePlan, grid: Grid, warps: int, _span: Span) -> PreparedKernel:
     return _dbias(plan, grid, warps, "bias_down")
 
 
-def _dbias(plan: MoePlan, grid: _Grid, warps: int, bias: str) -> PreparedKernel:
-    """Return the sum of an expert's rows: of the first product's gradient, or of dO by the routing's weights."""
+def _dbias(plan: MoePlan, grid: Grid, warps: int, bias: str) -> PreparedKernel:
+    """Return the sum of an expert's rows: of the first product's gradient, or of dO times the routing weights."""
     problem, down = plan.problem, bias == "bias_down"
-    kind = f"*{problem.dtype}"
-    pointers: _Pointers = {
-        "rows_ptr": (kind, "do" if down else "dproduct"),
-        "weights_ptr": (f"*{problem.weights_dtype}", "topk_weights") if down else None,
-        "order_ptr": ("*i32", "order_ptr"),
-        "offsets_ptr": ("*i32", "offsets_ptr"),
-        "out_ptr": (kind, f"d_{bias}"),
+    kind = problem.dtype
+    arguments: _Arguments = {
+        "rows_ptr": ours(kind, "do" if down else "dproduct"),
+        "weights_ptr": Pointer(problem.weights_dtype, "topk_weights") if down else None,
+        **tables("order_ptr", "offsets_ptr"),
+        "out_ptr": ours(kind, f"d_{bias}"),
     }
     constants = {
         "TOPK": problem.top_k,
@@ -230,24 +251,100 @@ def _dbias(plan: MoePlan, grid: _Grid, warps: int, bias: str) -> PreparedKernel:
         "BLOCK_N": BIAS_COLUMNS,
         "NUM_STAGES": BIAS_STAGES,
     }
-    aligned = ("rows_ptr",)
-    return prepared_kernel(_bias_gradient_kernel, plan, grid, warps, pointers, {}, constants, BIAS_STAGES, aligned)
+    return triton_kernel(_bias_gradient_kernel, plan, grid, warps, arguments, constants, BIAS_STAGES)
 
 
-def _dactivation_sm90(plan: MoePlan, grid: _Grid, _warps: int, span: Span) -> PreparedKernel:
-    return prepare_sm90.activation_gradient(plan, grid, span)
+def _hopper(plan: MoePlan) -> tuple[MoeProblem, HopperConfig]:
+    problem, config, _ = _of(plan)
+    assert config.hopper is not None
+    return problem, config.hopper
 
 
-def _dx_sm90(plan: MoePlan, grid: _Grid, _warps: int, span: Span) -> PreparedKernel:
-    return prepare_sm90.x_gradient(plan, grid, span)
+def _dactivation_sm90(plan: MoePlan, grid: Grid, _warps: int, span: Span) -> PreparedKernel:
+    """Return dO @ w_down with the activation's gradient in its epilogue."""
+    problem, hopper = _hopper(plan)
+    _, config, wanted = _of(plan)
+    kind, (first, columns) = problem.dtype, span
+    routing, down = "topk_weights" in wanted, bool({"w_down", "bias_down"} & set(wanted))
+    arguments: _Arguments = {
+        "w_desc": Descriptor(kind, (1, 1, ACTIVATION_STEP, PRODUCT_COLUMNS), *down_extents(problem), "w_down"),
+        "do_ptr": aligned(kind, "do"),
+        "bias_ptr": aligned(kind, "bias_down") if problem.bias_down and routing else None,
+        "weights_ptr": Pointer(problem.weights_dtype, "topk_weights"),
+        "product_ptr": aligned(kind, "product"),
+        **tables("tiles_ptr", "order_ptr"),
+        "dproduct_ptr": aligned(kind, "dproduct"),
+        "wh_ptr": aligned(kind, "scratch") if down else None,
+        "sums_ptr": aligned("fp32", "sums") if routing else None,
+        "drawn": Scalar("i32", first // PRODUCT_COLUMNS),
+    }
+    constants: dict[str, Any] = {
+        "COUNTER": COUNTERS["down"], "TOPK": problem.top_k, "HID": problem.hidden, "INTER": problem.inter,
+        "COLUMNS": problem.columns_up, "WH_COLUMNS": columns, "SUMS": column_sums(problem, config),
+        "TILES_N": cdiv(columns, PRODUCT_COLUMNS), "GROUP_M": hopper.group_m,
+        "STEP": ACTIVATION_STEP, "STAGES": ACTIVATION_STAGES, **activation(problem), "REGISTERS": ACTIVATION_REGISTERS,
+    }  # fmt: skip
+    return gluon_kernel(_activation_sm90_kernel, grid, arguments, constants)
 
 
-def _dgate_up_sm90(plan: MoePlan, grid: _Grid, _warps: int, span: Span) -> PreparedKernel:
-    return prepare_sm90.weight_gradient(plan, grid, "up", span)
+def _dx_sm90(plan: MoePlan, grid: Grid, _warps: int, span: Span) -> PreparedKernel:
+    """Return dproduct @ w_gate_up, which reduces over the rows of the weights."""
+    problem, hopper = _hopper(plan)
+    kind, (first, columns) = problem.dtype, span
+    dproduct, w_tile = matrix(problem.pairs, problem.columns_up), (1, 1, STEP, PRODUCT_COLUMNS)
+    weights = gate_up_extents(problem, split=False, columns=columns)
+    arguments: _Arguments = {
+        "a_desc": Descriptor(kind, (ROWS, STEP), *dproduct, "dproduct"),
+        "w_desc": Descriptor(kind, w_tile, *weights, within("w_gate_up", 2 * first)),
+        "out_desc": Descriptor(kind, RAGGED_TILE, *ragged(columns), "scratch"),
+        **tables("tiles_ptr"),
+        "drawn": Scalar("i32", first // PRODUCT_COLUMNS),
+        **dict.fromkeys(("product_desc", "a_ptr", "bias_ptr", "order_ptr")),
+    }
+    registers, producer_registers = REGISTERS["down"]
+    constants: dict[str, Any] = {
+        "GATHER": False, "COUNTER": COUNTERS["up"], "TOPK": problem.top_k, "STRIDE": 0,
+        "K": problem.columns_up, "COLUMNS": columns, "OUT": PRODUCT_COLUMNS,
+        "TILES_N": cdiv(columns, PRODUCT_COLUMNS), "GROUP_M": hopper.group_m,
+        "STAGES": hopper.num_stages, "LEAD": hopper.lead, "GATED": False, "INTERLEAVED": False, "ACTIVATION": "",
+        "ALPHA": 0.0, "LIMIT": 0.0, "IS_TURNED": True,
+        "MATRIX_REGISTERS": registers, "PRODUCER_REGISTERS": producer_registers,
+    }  # fmt: skip
+    return gluon_kernel(_grouped_sm90_kernel, grid, arguments, constants)
 
 
-def _ddown_sm90(plan: MoePlan, grid: _Grid, _warps: int, span: Span) -> PreparedKernel:
-    return prepare_sm90.weight_gradient(plan, grid, "down", span)
+def _dgate_up_sm90(plan: MoePlan, grid: Grid, _warps: int, span: Span) -> PreparedKernel:
+    return _weights_sm90(plan, grid, "up", span)
+
+
+def _ddown_sm90(plan: MoePlan, grid: Grid, _warps: int, span: Span) -> PreparedKernel:
+    return _weights_sm90(plan, grid, "down", span)
+
+
+def _weights_sm90(plan: MoePlan, grid: Grid, which: str, span: Span) -> PreparedKernel:
+    """Return the gradient of ``w_gate_up`` ("up") or ``w_down`` ("down"): a sum of outer products."""
+    problem, hopper = _hopper(plan)
+    kind, is_up, (first, columns) = problem.dtype, which == "up", span
+    rows, stride = (problem.columns_up, problem.hidden) if is_up else (problem.hidden, problem.inter)
+    in_order = ragged(rows if is_up else columns)
+    rows_tile = (1, 1, STEP, 1, WARPGROUP_ROWS if is_up else PRODUCT_COLUMNS)
+    shape, steps = (problem.experts, rows, columns), (rows * stride, stride, 1)
+    out = within("d_w_gate_up" if is_up else "d_w_down", 2 * first)
+    arguments: _Arguments = {
+        "rows_desc": Descriptor(kind, rows_tile, *in_order, "dproduct" if is_up else "scratch"),
+        "out_desc": Descriptor(kind, (1, WARPGROUP_ROWS, CHUNK), shape, steps, out),
+        "rows_ptr": aligned(kind, "x" if is_up else "do"),
+        **tables("order_ptr", "offsets_ptr"),
+        "drawn": Scalar("i32", weight_tiles(problem, rows, first)),
+    }
+    registers, producer_registers = REGISTERS["weights"]
+    constants: dict[str, Any] = {
+        "GATHER_A": not is_up, "EXPERTS": problem.experts, "TOPK": problem.top_k,
+        "STRIDE": problem.x_strides[0] if is_up else problem.hidden, "COUNTER": COUNTERS[which],
+        "M": rows, "N": columns, "GROUP_M": hopper.group_m, "STAGES": hopper.num_stages, "LEAD": hopper.lead,
+        "MATRIX_REGISTERS": registers, "PRODUCER_REGISTERS": producer_registers,
+    }  # fmt: skip
+    return gluon_kernel(_weights_sm90_kernel, grid, arguments, constants)
 
 
 _MAKERS = {

@@ -1,22 +1,6 @@
-"""One kernel of a plan, ready to be compiled and launched."""
+"""Where a kernel's pointer leads: to a tensor by its name, or to some bytes behind its begin."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
-
-from ..gpu.compile import KernelSource
-from ..gpu.tensor_map import TensorMap
-
-
-@dataclass(frozen=True)
-class PreparedKernel:
-    """What is compiled, its grid, the scalars after its pointers, where each pointer leads, and what TMA is told."""
-
-    source: KernelSource
-    grid: tuple[int, int, int]
-    scalars: tuple[float, ...]
-    tensors: tuple[str, ...]  # of each descriptor and pointer, in order: a name of ``calls.py``, or ``within`` it
-    tensor_maps: tuple[TensorMap, ...] = ()
 
 
 def within(tensor: str, offset_bytes: int) -> str:

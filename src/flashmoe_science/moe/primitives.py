@@ -22,7 +22,7 @@ def activate(gate, up, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.
     if ACTIVATION == "swiglu":
         h = gate / (1 + tl.exp(-gate)) * up
     elif ACTIVATION == "swiglu_clamped":
-        # Written so that NaN stays NaN, which minimum and maximum do not promise.
+        # NaN stays NaN this way; minimum and maximum do not guarantee that.
         gate = tl.where(gate > LIMIT, LIMIT, gate)
         up = tl.where(up > LIMIT, LIMIT, up)
         up = tl.where(up < -LIMIT, -LIMIT, up)
@@ -42,9 +42,9 @@ def activate(gate, up, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.
 
 @triton.jit
 def rows_of_columns(columns, COLUMNS: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Return which rows of ``w_gate_up`` give ``columns`` of a product in which gate and up take turns.
+    """Return the rows of ``w_gate_up`` for ``columns`` of a product in which gate and up alternate.
 
-    So both lie beside each other in the registers of one thread, however the weights lie in memory.
+    One thread then holds both in adjacent registers, whatever the layout of the weights.
     """
     if GATED and not INTERLEAVED:
         return columns // 2 + columns % 2 * (COLUMNS // 2)
@@ -53,7 +53,7 @@ def rows_of_columns(columns, COLUMNS: tl.constexpr, GATED: tl.constexpr, INTERLE
 
 @triton.jit
 def expert_of_ids(ids, EXPERTS: tl.constexpr):
-    """Return ids as int32, with EXPERTS for each that names no expert: it contributes nothing."""
+    """Return ids as int32; EXPERTS replaces an invalid id, which contributes nothing."""
     return tl.where((ids >= 0) & (ids < EXPERTS), ids, EXPERTS).to(tl.int32)
 
 
@@ -61,7 +61,7 @@ def expert_of_ids(ids, EXPERTS: tl.constexpr):
 def tile_of_program(
     pid, tiles, TILES_N: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """Return row tile and column tile: GROUP_M row tiles are walked over together, so that L2 holds their operands."""
+    """Return row and column tile; GROUP_M row tiles are visited together, so that their operands stay in L2."""
     group = pid // (GROUP_M * TILES_N)
     first = group * GROUP_M
     size = tl.minimum(tiles - first, GROUP_M)
@@ -71,7 +71,7 @@ def tile_of_program(
 
 @triton.jit
 def wide_enough(places, SIZE: tl.constexpr, STRIDE: tl.constexpr):
-    """Return ``places`` on an axis of SIZE elements, in 64 bits if they times STRIDE can pass 2**31."""
+    """Return ``places`` on an axis of SIZE elements, in 64 bits if SIZE * STRIDE can pass 2**31."""
     if SIZE * STRIDE >= 2**31:
         places = places.to(tl.int64)
     return places
@@ -82,9 +82,9 @@ def multiply(
     a_rows, b_rows, mask_m, STRIDE_AK: tl.constexpr, STRIDE_BK: tl.constexpr, K: tl.constexpr, M: tl.constexpr,
     N: tl.constexpr, BLOCK_K: tl.constexpr, SWAP: tl.constexpr, PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Return the product [M, N] in fp32 of rows ``a_rows`` [M] and ``b_rows`` [N], given by pointers to their starts.
+    """Return the product [M, N] in fp32 of rows ``a_rows`` [M] and ``b_rows`` [N], given as pointers to their starts.
 
-    SWAP computes its transpose: few rows of A then are columns of the matrix unit's tile, which can be few.
+    SWAP computes the transpose: few rows of A become columns of the matrix unit's tile, which can be narrower.
     """
     offs_k = tl.arange(0, BLOCK_K)
     a_ptrs = a_rows[:, None] + wide_enough(offs_k, BLOCK_K, STRIDE_AK)[None, :] * STRIDE_AK
@@ -111,17 +111,17 @@ def multiply(
 
 @triton.jit
 def rows_inside(rows, ROWS_TOTAL: tl.constexpr, STRIDE_N: tl.constexpr):
-    """Return ``rows``, and some that are there in place of those past the last, which are not stored."""
-    if STRIDE_N == 1:  # they follow each other as their bytes do, and are copied together
+    """Return ``rows`` with valid ones in place of those past the last, whose results are not stored."""
+    if STRIDE_N == 1:  # contiguous rows stay contiguous, for vector loads
         found = rows % ROWS_TOTAL
-    else:  # all the same one, to read little
+    else:  # one row for all, to read little
         found = tl.where(rows < ROWS_TOTAL, rows, 0)
     return found
 
 
 @triton.jit
 def rows_of_weights(w_ptr, expert, rows, ROWS_TOTAL: tl.constexpr, STRIDE_E: tl.constexpr, STRIDE_N: tl.constexpr):
-    """Return pointers to rows of one expert's weights; ``rows_inside`` says what stands for those past the last."""
+    """Return pointers to rows of one expert's weights; see ``rows_inside`` for rows past the last."""
     base = w_ptr + expert.to(tl.int64) * STRIDE_E
     return base + wide_enough(rows, ROWS_TOTAL, STRIDE_N) * STRIDE_N
 
@@ -131,7 +131,7 @@ def _gelu_slope(x, IS_TANH: tl.constexpr):
     """Return the derivative of ``_gelu``."""
     if IS_TANH:
         u = 1.5957691216057308 * (x + 0.044715 * x * x * x)
-        s, rest = 1 / (1 + tl.exp(-u)), 1 / (1 + tl.exp(u))  # 1 - s, without what it would cancel
+        s, rest = 1 / (1 + tl.exp(-u)), 1 / (1 + tl.exp(u))  # 1 - s without cancellation
         y = s + x * s * rest * (1.5957691216057308 + 0.21406444881780076 * x * x)
     else:
         cdf = 0.5 * (1 + tl.erf(x * 0.7071067811865476))
@@ -141,7 +141,7 @@ def _gelu_slope(x, IS_TANH: tl.constexpr):
 
 @triton.jit
 def activation_slopes(gate, up, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
-    """Return the derivatives of ``activate`` by ``gate`` and by ``up``; without a gate both are the one there is."""
+    """Return the derivatives of ``activate`` by ``gate`` and by ``up``; without a gate both are the same."""
     if ACTIVATION == "swiglu":
         s = 1 / (1 + tl.exp(-gate))
         by_gate = up * s * (1 + gate * (1 - s))

@@ -9,26 +9,26 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from ..gpu.gluon_sm90 import FIRST_BARRIER, lap_of, slot_of, special_register
 from ..gpu.gluon_versions import aggregate, tma_store
 
-ROWS = gl.constexpr(64)  # of one warpgroup: what one wgmma instruction computes
-CHUNK = gl.constexpr(64)  # columns of an output that are stored at once: 128 bytes, a row of what TMA swizzles
-# Tiles that are known at a time: the producer is ahead by the ring's steps, of which a tile has one at the least.
+ROWS = gl.constexpr(64)  # of one warpgroup: those of one wgmma instruction
+CHUNK = gl.constexpr(64)  # columns of one store: 128 bytes, the width of TMA's swizzle
+# Tiles in flight: the producer leads by the steps of the ring, and a tile has at least one step.
 TILES = gl.constexpr(8)
-RAGGED = gl.constexpr(2**30)  # rows that the map of rows that end anywhere believes it has
-LEADING = FIRST_BARRIER  # the first warpgroup is some steps ahead; the barriers of the ring follow
+RAGGED = gl.constexpr(2**30)  # rows of a ragged tensor map
+LEADING = FIRST_BARRIER  # barrier by which the first warpgroup leads; the barriers of the ring follow
 FREE = gl.constexpr(6)
 
 
 @aggregate
 class Mailbox:
-    """The tiles of this program, one after another: the producer says of each four numbers."""
+    """A ring through which the producer sends four numbers of each tile of this program."""
 
     bufs: gl.shared_memory_descriptor  # [4 * TILES, 1] int32
-    bars: gl.shared_memory_descriptor  # [TILES, 1]: it is there
+    bars: gl.shared_memory_descriptor  # [TILES, 1]: the tile has arrived
     PRODUCERS: gl.constexpr  # threads
 
     @gluon.jit
     def publish(self, n, x, y, z, w):
-        """Say four numbers of the n-th tile."""
+        """Send four numbers of the n-th tile."""
         slot = slot_of(n, TILES)
         one: gl.constexpr = gl.BlockedLayout([1], [32], [self.PRODUCERS // 32], [0])
         self.bufs.index(4 * slot).store(gl.full([1], 0, gl.int32, one) + x)
@@ -39,13 +39,13 @@ class Mailbox:
 
     @gluon.jit
     def read(self, n, WHAT: gl.constexpr):
-        """Return one number of the n-th tile, which is known."""
+        """Return one number of the n-th tile, which has arrived."""
         one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
         return gl.max(self.bufs.index(4 * slot_of(n, TILES) + WHAT).load(one), 0)
 
     @gluon.jit
     def wait(self, n, WHAT: gl.constexpr):
-        """Wait until the n-th tile is known, and return one of its numbers."""
+        """Wait for the n-th tile, and return one of its numbers."""
         mbarrier.wait(self.bars.index(slot_of(n, TILES)), lap_of(n, TILES) & 1)
         return self.read(n, WHAT)
 
@@ -62,7 +62,7 @@ def make_mailbox(PRODUCERS: gl.constexpr):
 
 @gluon.jit
 def row_and_column_tile(a, tile, tiles_m):
-    """Return where a row tile stands in the table, and the column tile. GROUP_M row tiles are walked over together."""
+    """Return the table index of a row tile, and the column tile. GROUP_M row tiles are visited together."""
     group = tile // (a.GROUP_M * a.TILES_N)
     first = group * a.GROUP_M
     size = gl.minimum(tiles_m - first, a.GROUP_M)
@@ -72,14 +72,14 @@ def row_and_column_tile(a, tile, tiles_m):
 
 @gluon.jit
 def draw_tile(a, tiles_m):
-    """Return the next tile that nobody has drawn. Counted are those of earlier launches, too."""
+    """Fetch the next tile from the counter, which also counts the tiles of earlier launches."""
     tile = gl.atomic_add(a.tiles_ptr + a.COUNTER, 1, sem="relaxed") + special_register("nctaid.x")
     return tile - tiles_m * a.drawn
 
 
 @gluon.jit
 def sigmoid(x):
-    """Return 1 / (1 + exp(-x)): four instructions, where exp and a division that heed denormals take ten."""
+    """Return 1 / (1 + exp(-x)) in four instructions; with denormals, exp and division take ten."""
     e = gl.inline_asm_elementwise(
         "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * -1.4426950408889634], gl.float32, is_pure=True, pack=1
     )
@@ -88,13 +88,13 @@ def sigmoid(x):
 
 @gluon.jit
 def left_and_right(x):
-    """Return both halves of the columns."""
+    """Return the left and the right half of the columns."""
     return gl.split(x.reshape([ROWS, 2, x.shape[1] // 2]).permute((0, 2, 1)))
 
 
 @gluon.jit
 def send(desc, place, x, buf):
-    """Send 64 columns on their way to memory, through a buffer that was read two stores ago."""
+    """Start the store of 64 columns through a buffer that TMA has read two stores ago."""
     tma.store_wait(1)
     buf.reshape([ROWS, CHUNK]).store(x.to(desc.dtype))
     fence_async_shared()

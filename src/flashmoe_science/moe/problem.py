@@ -1,14 +1,15 @@
-"""One call of ``fused_moe``, described: the key to plans, prepared launches, cases and evidence."""
+"""Descriptions of calls: ``MoeProblem`` of ``fused_moe`` and its gradients, ``Routing`` of ``route``."""
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..errors import InputError
 
 ITEM_BYTES = {"fp16": 2, "bf16": 2, "fp32": 4}
-# Gated: the first product has 2 * INTER columns, of which one half is a gate for the other.
+# With a gate, the first product has 2 * INTER columns: one half gates the other.
 GATED = ("swiglu", "swiglu_clamped", "geglu", "geglu_tanh")
 UNGATED = ("relu2", "silu", "gelu", "gelu_tanh")
 ACTIVATIONS = (*GATED, *UNGATED)
@@ -16,6 +17,17 @@ DEFAULT_ALPHA, DEFAULT_LIMIT = 1.702, 7.0  # gpt-oss
 LARGEST = 1e30  # alpha or limit
 
 Strides = tuple[int, ...]
+
+
+class Options(NamedTuple):
+    """The options of ``fused_moe``, in the order of torch's operators."""
+
+    activation: str = "swiglu"
+    alpha: float | None = None
+    limit: float | None = None
+    interleaved: bool = False
+    batch_invariant: bool = False
+    kernel: str = "auto"
 
 
 def columns_up(inter: int, activation: str) -> int:
@@ -34,27 +46,27 @@ class MoeProblem:
     inter: int
     dtype: str  # "fp16", "bf16" or "fp32": of x, weights of experts, biases and output
     activation: str = "swiglu"
-    alpha: float = 0.0  # of swiglu_clamped; 0 for the others
+    alpha: float = 0.0  # of swiglu_clamped; otherwise 0
     limit: float = 0.0
-    interleaved: bool = False  # gate and up columns of the first product take turns, the gate first
+    interleaved: bool = False  # gate and up columns of the first product alternate, gate first
     bias_gate_up: bool = False
     bias_down: bool = False
     weights_dtype: str = "fp32"  # of topk_weights
     ids_dtype: str = "i32"  # of topk_ids: "i32" or "i64"
-    shared_experts: int = 0  # experts that every token goes to
+    shared_experts: int = 0  # experts that process every token
     shared_inter: int = 0
-    shared_weights: str = ""  # dtype of a weight for each token and shared expert; "": all weights are 1
+    shared_weights: str = ""  # dtype of the weights [T, S]; "": all weights are 1
     batch_invariant: bool = False
-    keep_product: bool = False  # the first product is kept, before the activation: gradients need it
-    x_strides: Strides = ()  # left out: contiguous
+    keep_product: bool = False  # keep the first product, before the activation, for gradients
+    x_strides: Strides = ()  # default: contiguous
     gate_up_strides: Strides = ()
     down_strides: Strides = ()
     shared_gate_up_strides: Strides = ()
     shared_down_strides: Strides = ()
-    pointer_alignment: int = 16  # bytes by which the addresses of x and all weights are multiples, 16 at the most
+    pointer_alignment: int = 16  # power of two, at most 16, that divides all addresses of x and weights
 
     def __post_init__(self) -> None:
-        """Fill contiguous strides in, and check what does not depend on tensors."""
+        """Fill in contiguous strides and defaults, and check values."""
         for name in ("dtype", "weights_dtype"):
             if getattr(self, name) not in ITEM_BYTES:
                 raise InputError(f"{name} must be one of {', '.join(ITEM_BYTES)}, got {getattr(self, name)!r}")
@@ -86,7 +98,7 @@ class MoeProblem:
             raise InputError(f"tokens * top_k must be less than 2**31, got {self.pairs}")
 
     def _check_clamp(self) -> None:
-        """Check alpha and limit, and put gpt-oss's where none are given."""
+        """Check alpha and limit; their defaults are those of gpt-oss."""
         if self.activation != "swiglu_clamped":
             for name in ("alpha", "limit"):
                 if getattr(self, name):
@@ -95,7 +107,7 @@ class MoeProblem:
         object.__setattr__(self, "alpha", self.alpha or DEFAULT_ALPHA)
         object.__setattr__(self, "limit", self.limit or DEFAULT_LIMIT)
         for name in ("alpha", "limit"):
-            if not 0 < getattr(self, name) <= LARGEST:  # NaN is not
+            if not 0 < getattr(self, name) <= LARGEST:  # also refuses NaN
                 raise InputError(f"{name} must be positive and at most 1e30, got {getattr(self, name)}")
 
     def _fill_strides(self) -> None:
@@ -115,7 +127,7 @@ class MoeProblem:
 
     @property
     def gated(self) -> bool:
-        """Whether one half of the first product's columns is a gate for the other."""
+        """Whether the activation has a gate."""
         return self.activation in GATED
 
     @property
@@ -135,7 +147,7 @@ class MoeProblem:
 
     @property
     def flops(self) -> float:
-        """Operations: two a multiply-add, of both products, shared experts among them."""
+        """Operations of all products, shared experts included; a multiply-add counts as two."""
         routed = self.pairs * self.hidden * (self.columns_up + self.inter)
         shared_columns = columns_up(self.shared_inter, self.activation) + self.shared_inter
         return 2.0 * (routed + self.tokens * self.shared_experts * self.hidden * shared_columns)
@@ -153,7 +165,7 @@ class MoeProblem:
 
     @property
     def features(self) -> tuple[str, ...]:
-        """What the call asks for besides swiglu, in words."""
+        """Features besides swiglu, as text."""
         asked = {
             self.activation: self.activation != "swiglu",
             "interleaved gates": self.interleaved,
@@ -178,7 +190,7 @@ class MoeProblem:
         return name + ("_kept" if self.keep_product else "")
 
     def shared(self) -> MoeProblem:
-        """Return the problem that the shared experts are: every token goes to each."""
+        """Return the shared experts as a problem of its own, in which every token goes to each expert."""
         return dataclasses.replace(
             self,
             experts=self.shared_experts,
@@ -196,20 +208,37 @@ class MoeProblem:
         )
 
 
-# How often experts are drawn: all alike, or in proportion to 1 / rank (Zipf's law), ranks at random.
+# Distributions of random routing: uniform, or Zipf's (in proportion to 1 / rank, with random ranks).
 ROUTINGS = ("uniform", "zipf")
 
 
 @dataclass(frozen=True, slots=True)
 class MoeCase:
-    """A problem, and how its routing is drawn: what the harness calls a problem."""
+    """A problem with the distribution of its routing: a case of the harness."""
 
     problem: MoeProblem
     routing: str = "uniform"
 
     def __post_init__(self) -> None:
-        """Check what a drawn routing needs."""
+        """Check the routing. Raises ``InputError``."""
         if self.routing not in ROUTINGS:
             raise InputError(f"routing must be one of {', '.join(ROUTINGS)}, got {self.routing!r}")
         if self.problem.top_k > self.problem.experts:
             raise InputError(f"top_k must be at most the {self.problem.experts} experts, got {self.problem.top_k}")
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """One call of ``route``, described."""
+
+    tokens: int
+    experts: int
+    top_k: int
+    dtype: str
+    strides: tuple[int, ...]
+    score: str
+    renormalize: bool
+    bias: str  # dtype; "": none
+    groups: int
+    top_groups: int
+    scale: float

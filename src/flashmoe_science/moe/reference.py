@@ -1,4 +1,4 @@
-"""The meaning of routing and of the experts: eager torch, on CPU or GPU, up to fp64. It syncs with the host freely."""
+"""References of routing, experts and gradients: eager torch on CPU or GPU, up to fp64. They wait for the device."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def route(
     """
     values = logits.to(dtype)
     scores = torch.softmax(values, -1) if score == "softmax" else torch.sigmoid(values)
-    # Without a bias by the logits: scores rise with them, and round different ones to one number.
+    # Without a bias, compare logits: scores are monotonic in them, but different logits can round to one score.
     choice = values.detach() if bias is None else scores.detach() + bias.detach().to(dtype)
     choice = choice.masked_fill(choice.isnan(), -math.inf)
     order = torch.sort(choice, dim=-1, descending=True, stable=True).indices
@@ -115,7 +115,7 @@ def fused_moe(
     shared_weights: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Return the output ``[T, HID]`` of ``moe.api.fused_moe`` in ``dtype`` (default: that of x), each step in it.
+    """Return the output ``[T, HID]`` of ``moe.api.fused_moe`` in ``dtype`` (default: that of x), which every step uses.
 
     An expert at a time, over the tokens that go to it.
     """
@@ -145,7 +145,7 @@ def fused_moe(
 def activation_slopes(
     product: Tensor, activation: str, *, alpha: float = 0.0, limit: float = 0.0, interleaved: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Return the derivatives of ``activate`` by gate and by up; without a gate both are the one there is."""
+    """Return the derivatives of ``activate`` by gate and by up; without a gate both are the same."""
     if activation not in GATED:
         if activation == "relu2":
             slope = 2 * torch.relu(product)
@@ -193,9 +193,9 @@ def moe_gradients(
     bias_down: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> dict[str, Tensor]:
-    """Return the gradients of routed experts by name, given that of their output, in ``dtype`` (default: that of x).
+    """Return the gradients of routed experts by name, in ``dtype`` (default: that of x), for ``do`` of the output.
 
-    Matrix products are rounded to ``dtype``; what is between them, and sums over experts, are in fp32 at the least.
+    Matrix products are rounded to ``dtype``; elementwise steps and sums over experts are at least fp32.
     """
     options = {"alpha": alpha, "limit": limit, "interleaved": interleaved}
     given = {"x": x, "w_gate_up": w_gate_up, "w_down": w_down, "topk_weights": topk_weights}

@@ -1,7 +1,7 @@
-"""Choose the experts of each token, and their weights; the gradient of the logits (Triton, sm_80 and newer).
+"""Choose the experts of each token and their weights; the gradient of the logits (Triton, sm_80 and newer).
 
-Choices are compared as integers that have the order of their floats, so that ties, NaN and what was taken already have
-one order in every run: of equal choices the lower expert comes first.
+Choices are compared as integers in the order of their floats, which orders ties, NaN and experts already taken the same
+way in every run: ties go to the lower expert.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LOWEST: tl.constexpr = tl.constexpr(-(2**31) + 2)  # NaN and -inf
 
 @triton.jit
 def _order(x):
-    """Return int32 with the order of fp32: both zeros are equal, and NaN is as low as -inf."""
+    """Map fp32 to int32 in the same order; both zeros are equal, and NaN counts as -inf."""
     x = tl.where(x == 0, 0.0, x)
     bits = x.to(tl.int32, bitcast=True)
     return tl.where(x > -float("inf"), tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits), LOWEST)
@@ -27,7 +27,7 @@ def _order(x):
 
 @triton.jit
 def _first_of(keys, columns, BLOCK: tl.constexpr):
-    """Return the column of each row's largest key, the first of equal ones."""
+    """Return the column of the largest key of each row; the first one of ties."""
     largest = tl.max(keys, 1)
     return tl.min(tl.where(keys == largest[:, None], columns[None, :], BLOCK - 1), 1)
 
@@ -37,7 +37,7 @@ def _forbid_groups(
     keys, choice, columns, EXPERTS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, GROUPS: tl.constexpr,
     BLOCK_G: tl.constexpr, TOP_GROUPS: tl.constexpr, BEST: tl.constexpr,
 ):  # fmt: skip
-    """Forbid experts outside of the best groups; a group is worth the sum of its ``BEST`` best choices."""
+    """Exclude experts outside the best groups. The value of a group is the sum of its ``BEST`` best choices."""
     SIZE: tl.constexpr = EXPERTS // GROUPS
     groups = tl.arange(0, BLOCK_G)
     worth = tl.full([BLOCK_T, BLOCK_G], TAKEN, tl.int32)
@@ -95,9 +95,9 @@ def _route_kernel(
         gdc_launch_dependents()
     at = rows.to(tl.int64)[:, None] * STRIDE_T + wide_enough(columns, EXPERTS, STRIDE_E)[None, :] * STRIDE_E
     logits = tl.load(logits_ptr + at, mask=mask_t[:, None] & mask_e[None, :], other=-float("inf")).to(tl.float32)
-    logits = tl.where(mask_t[:, None], logits, 0.0)  # rows past the last have nothing that gives NaN
+    logits = tl.where(mask_t[:, None], logits, 0.0)  # rows past the last must not give NaN
     score = _scores(logits, mask_e, IS_SOFTMAX)
-    # Scores rise with logits, which tell apart what scores round to one number.
+    # Compare logits: scores are monotonic in them, but different logits can round to one score.
     choice = logits
     if bias_ptr is not None:
         choice = score + tl.load(bias_ptr + columns, mask=mask_e, other=0.0).to(tl.float32)[None, :]
@@ -145,7 +145,7 @@ def _route_backward_kernel(
         gdc_launch_dependents()
     at = rows.to(tl.int64)[:, None] * STRIDE_T + wide_enough(columns, EXPERTS, STRIDE_E)[None, :] * STRIDE_E
     logits = tl.load(logits_ptr + at, mask=mask_t[:, None] & mask_e[None, :], other=-float("inf")).to(tl.float32)
-    logits = tl.where(mask_t[:, None], logits, 0.0)  # rows past the last have nothing that gives NaN
+    logits = tl.where(mask_t[:, None], logits, 0.0)  # rows past the last must not give NaN
     score = _scores(logits, mask_e, IS_SOFTMAX)
     dscore = tl.zeros([BLOCK_T, BLOCK_E], tl.float32)
     chosen = tl.zeros([BLOCK_T, BLOCK_E], tl.int32)

@@ -1,10 +1,9 @@
-"""``route``: contract, validation, and the way from a call to its prepared launch."""
+"""``route``: the public contract, its checks, and the path from a call to its prepared launch."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,35 +11,22 @@ from torch import Tensor
 
 from ..errors import InputError, UnsupportedError, shown
 from ..gpu.planning import refuse_architecture
-from ..gpu.refusals import check_dense, check_not_differentiated_by_torch_func, check_not_negative, check_one_device
+from ..gpu.refusals import (
+    check_dense,
+    check_no_tangent,
+    check_not_differentiated_by_torch_func,
+    check_not_negative,
+    check_one_device,
+)
 from ..gpu.subclasses import is_untraced
 from . import reference
-from .inputs import DTYPE_NAMES, refuse_tangents
-from .plan import next_power
+from .inputs import DTYPE_NAMES
+from .problem import Routing
 
 SCORES = ("softmax", "sigmoid")
-MAX_EXPERTS = 4096  # a row of logits is held in registers
 _LARGEST_SCALE = (2 - 2.0**-23) * 2.0**127  # of fp32
-_ELEMENTS = 2048  # of logits that one program holds, at the least one row
 _is_compiling = torch.compiler.is_compiling
 _raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # noqa: SLF001 - what torch.compile's code calls
-
-
-@dataclass(frozen=True, slots=True)
-class Routing:
-    """One call of ``route``, described."""
-
-    tokens: int
-    experts: int
-    top_k: int
-    dtype: str
-    strides: tuple[int, ...]
-    score: str
-    renormalize: bool
-    bias: str  # dtype; "": none
-    groups: int
-    top_groups: int
-    scale: float
 
 
 def route(
@@ -54,43 +40,45 @@ def route(
     top_groups: int = 1,
     scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """Choose the ``top_k`` experts of each token, and their weights.
+    """Choose the ``top_k`` experts of each token and their weights.
 
-    Chosen are the largest score + bias; the weights are the scores, without the bias, of those that were chosen.
+    The choice is by score + bias. The weights are the scores of the chosen experts, without the bias.
 
     Args:
         logits: ``[T, E]`` fp16, bf16 or fp32, any strides.
-        top_k: experts a token.
+        top_k: Experts a token.
         score: ``"softmax"`` over all experts, or ``"sigmoid"`` of each.
-        renormalize: divide the weights of a token by their sum. With softmax that is the softmax over the experts
-            chosen (Mixtral, Qwen3 with norm_topk_prob, gpt-oss).
-        bias: ``[E]`` fp16, bf16 or fp32, contiguous: changes who is chosen, not the weights (DeepSeek-V3).
-        groups: experts come in as many groups of neighbours, and a token chooses among its best groups only. A group is
-            worth the sum of its two best choices with a bias (DeepSeek-V3), its best without one (DeepSeek-V2).
-        top_groups: groups that a token may choose from; by default its best one alone.
-        scale: multiplies the weights (routed_scaling_factor).
+        renormalize: Divide the weights of a token by their sum. With softmax this equals the softmax over the chosen
+            experts (Mixtral, Qwen3 with norm_topk_prob, gpt-oss).
+        bias: ``[E]`` fp16, bf16 or fp32, contiguous. It affects the choice, not the weights (DeepSeek-V3).
+        groups: Number of groups of consecutive experts. A token chooses only among experts of its best groups. The
+            value of a group is the sum of its two best choices with a bias (DeepSeek-V3), else its best (DeepSeek-V2).
+        top_groups: Groups that a token may choose from. Default: its best one.
+        scale: Factor of the weights (routed_scaling_factor).
 
     Returns:
-        weights ``[T, K]`` fp32, and ids ``[T, K]`` int32, the best first. Of equal choices the lower expert comes
-        first; NaN is as low as -inf.
+        weights ``[T, K]`` fp32, and ids ``[T, K]`` int32, the best first. Ties go to the lower expert; NaN counts as
+        -inf.
 
     Raises:
         InputError: a shape, dtype, device or value breaks the contract above.
-        UnsupportedError: no kernel serves this call, or it was asked for second-order or forward-mode derivatives.
+        UnsupportedError: no kernel serves this call. Second-order and forward-mode derivatives are not supported.
 
-    The weights have a gradient by the logits; the bias, which only chooses, has none.
+    Gradients flow from the weights to the logits. The bias has no gradient, as it only affects the choice.
 
-    Numerics: fp32; run-to-run bitwise equal; a token's result does not depend on its neighbours.
+    Numerics: fp32; bitwise equal from run to run; a token's result does not depend on the other tokens.
     """
     if not isinstance(logits, Tensor):
         raise InputError(f"logits must be a torch.Tensor, got {type(logits).__name__}")
     if bias is not None and not isinstance(bias, Tensor):
         raise InputError(f"bias must be a torch.Tensor or None, got {type(bias).__name__}")
     is_plain = all(type(t) in (Tensor, torch.nn.Parameter) for t in (logits, bias) if t is not None)
-    refuse_tangents({"logits": logits, "bias": bias})
+    check_no_tangent("logits", logits)
+    if bias is not None:
+        check_no_tangent("bias", bias)
     records = torch.is_grad_enabled() and logits.requires_grad
     if records or _is_compiling() or not is_plain:
-        # The operator's signature would refuse, or change, what is of another type, and its fake looks at nothing.
+        # The operator converts options of another type, and its fake implementation checks nothing.
         check_routing_tensors(logits, bias)
         check_routing_options(logits.shape[1], top_k, score, renormalize, groups, top_groups, scale)
         check_not_differentiated_by_torch_func("logits", logits)
@@ -139,7 +127,7 @@ def describe_routing(
 def check_routing_options(
     experts: int, top_k: object, score: object, renormalize: object, groups: object, top_groups: object, scale: object
 ) -> tuple[int, int, int]:
-    """Check what of a call of ``route`` is no tensor; return top_k, groups and top_groups. Raises ``InputError``."""
+    """Check the options of ``route``, and return top_k, groups and top_groups. Raises ``InputError``."""
     k = _check_count("top_k", top_k)
     of, best = _check_groups(experts, _check_count("groups", groups), _check_count("top_groups", top_groups))
     allowed = best * (experts // of)
@@ -160,7 +148,7 @@ def check_routing_tensors(logits: Tensor, bias: Tensor | None) -> None:
     check_dense("logits", logits)
     if logits.dim() != 2 or logits.shape[1] == 0:
         raise InputError(f"logits must have 2 dimensions [T, E], E at least 1, got shape {list(logits.shape)}")
-    if is_untraced(logits) and logits.device.type not in ("cpu", "cuda"):
+    if logits.device.type not in ("cpu", "cuda") and is_untraced(logits):
         raise InputError(f"logits must be on a CUDA device or the CPU, got {logits.device}")
     _check_kind("logits", logits)
     if bias is None:
@@ -217,6 +205,7 @@ def run_route(routing: Routing, logits: Tensor, bias: Tensor | None) -> tuple[Te
         return weights, ids
     if device.type == "cpu":
         from .prepare import interpret
+        from .prepare_route import kernel_of
 
         kernel = kernel_of(routing, 0)
         given = {"logits": logits, "weights": weights, "ids": ids, **({} if bias is None else {"bias": bias})}
@@ -230,93 +219,6 @@ def run_route(routing: Routing, logits: Tensor, bias: Tensor | None) -> tuple[Te
     return weights, ids
 
 
-def kernel_of(routing: Routing, arch: int) -> Any:
-    """Return the prepared kernel. Raises ``UnsupportedError``."""
-    from ..gpu.compile import KernelSource
-    from .prepared import PreparedKernel
-    from .route_triton import _route_kernel
-
-    r = routing
-    if r.experts > MAX_EXPERTS:
-        raise UnsupportedError(
-            f"no kernel routes among {r.experts} experts", hint=f"the most that are served: {MAX_EXPERTS}"
-        )
-    block_e = max(16, next_power(r.experts))
-    block_t = max(1, min(16, _ELEMENTS // block_e))
-    constants = {
-        "EXPERTS": r.experts,
-        "TOPK": r.top_k,
-        "STRIDE_T": r.strides[0],
-        "STRIDE_E": r.strides[1],
-        "IS_SOFTMAX": r.score == "softmax",
-        "RENORMALIZE": r.renormalize,
-        "GROUPS": r.groups,
-        "BLOCK_G": max(2, next_power(r.groups)),
-        "TOP_GROUPS": r.top_groups,
-        "BEST": min(2 if r.bias else 1, r.experts // r.groups),
-        "BLOCK_T": block_t,
-        "BLOCK_E": block_e,
-        "BLOCK_K": max(2, next_power(r.top_k)),
-        "DEPENDENT_LAUNCH": arch >= 90,
-        **({} if r.bias else {"bias_ptr": None}),
-    }
-    bias = {"bias_ptr": f"*{r.bias}"} if r.bias else {}
-    signature = {
-        "logits_ptr": f"*{r.dtype}",
-        **bias,
-        "weights_ptr": "*fp32",
-        "ids_ptr": "*i32",
-        "tokens": "i32",
-        "scale": "fp32",
-    }
-    source = KernelSource(
-        _route_kernel,
-        tuple(signature.items()),
-        tuple(constants.items()),
-        frozenset(("weights_ptr", "ids_ptr")),
-        num_warps=4,
-        max_registers=255,
-        dependent_launch=arch >= 90,
-    )
-    names = ("logits", *(("bias",) if r.bias else ()), "weights", "ids")
-    return PreparedKernel(source, (-(-r.tokens // block_t), 1, 1), (r.tokens, r.scale), names)
-
-
-def backward_kernel_of(routing: Routing, arch: int) -> Any:
-    """Return the prepared kernel of the gradient of the logits."""
-    from ..gpu.compile import KernelSource
-    from .prepared import PreparedKernel
-    from .route_triton import _route_backward_kernel
-
-    r = routing
-    block_e = max(16, next_power(r.experts))
-    block_t = max(1, min(16, _ELEMENTS // block_e))
-    constants = {
-        "EXPERTS": r.experts, "TOPK": r.top_k, "STRIDE_T": r.strides[0], "STRIDE_E": r.strides[1],
-        "IS_SOFTMAX": r.score == "softmax", "RENORMALIZE": r.renormalize, "BLOCK_T": block_t, "BLOCK_E": block_e,
-        "DEPENDENT_LAUNCH": arch >= 90,
-    }  # fmt: skip
-    signature = {
-        "logits_ptr": f"*{r.dtype}",
-        "ids_ptr": "*i32",
-        "dweights_ptr": "*fp32",
-        "dlogits_ptr": f"*{r.dtype}",
-        "tokens": "i32",
-        "scale": "fp32",
-    }
-    source = KernelSource(
-        _route_backward_kernel,
-        tuple(signature.items()),
-        tuple(constants.items()),
-        frozenset(("dlogits_ptr",)),
-        num_warps=4,
-        max_registers=255,
-        dependent_launch=arch >= 90,
-    )
-    names = ("logits", "ids", "dweights", "dlogits")
-    return PreparedKernel(source, (-(-r.tokens // block_t), 1, 1), (r.tokens, r.scale), names)
-
-
 def run_route_backward(routing: Routing, logits: Tensor, ids: Tensor, dweights: Tensor) -> Tensor:
     """Return the gradient of the logits; on CPU tensors in Triton's interpreter."""
     dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
@@ -325,6 +227,7 @@ def run_route_backward(routing: Routing, logits: Tensor, ids: Tensor, dweights: 
     given = {"logits": logits, "ids": ids, "dweights": dweights.contiguous(), "dlogits": dlogits}
     if logits.device.type == "cpu":
         from .prepare import interpret
+        from .prepare_route import backward_kernel_of
 
         interpret(backward_kernel_of(routing, 0), given)
         return dlogits
@@ -339,6 +242,7 @@ def run_route_backward(routing: Routing, logits: Tensor, ids: Tensor, dweights: 
 def _launch_of(routing: Routing, device: int, *, is_backward: bool = False) -> Callable[..., None]:
     from ..gpu.device import gpu_of_device
     from ..gpu.launch import prepare_launch
+    from .prepare_route import backward_kernel_of, kernel_of
 
     arch = gpu_of_device(device).arch
     refuse_architecture(arch)
@@ -371,7 +275,7 @@ def _fake_route(logits: Tensor, bias: Tensor | None, top_k: int, *_options: obje
 
 
 def _check_routed(dweights: Tensor, logits: Tensor, ids: Tensor) -> None:
-    """Raise ``InputError`` unless ids, and the gradient of the weights, are like what ``route`` made of the logits."""
+    """Raise ``InputError`` unless ids and the gradient of the weights fit the result of ``route`` for the logits."""
     check_routing_tensors(logits, None)
     for name, tensor, dtype in (("ids", ids, torch.int32), ("dweights", dweights, torch.float32)):
         if tensor.dtype != dtype or tensor.device != logits.device:

@@ -1,11 +1,11 @@
 """Sort pairs of a token and an expert by expert, on the device (Triton, sm_80 and newer).
 
-A counting sort: a pair's place is the number of pairs of experts before its own, and of those of its expert before it.
-It is stable, without atomics on memory, and the host learns nothing: tiles of rows are listed in a table that has room
-for as many as there can be. One kernel does it for few pairs, each program counting all of them; three for many.
+A counting sort: the position of a pair is the number of pairs of lower experts plus that of earlier pairs of its own
+expert. It is stable and uses no memory atomics. The host does not read the result: the table of row tiles has room for
+the maximum. For few pairs one kernel sorts, in which each program counts all pairs; for many, three kernels.
 
-A tile is four numbers: expert, first row, end, unused. The table begins with their count, and three zeros: counters of
-tiles that programs draw (``grouped_gluon_sm90``).
+A tile has four numbers: expert, first row, end, unused. The first entry of the table is the number of tiles and three
+zeros: counters from which programs fetch tiles (``grouped_gluon_sm90``).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .primitives import expert_of_ids
 
 @triton.jit
 def _load_experts(ids_ptr, offs, pairs, EXPERTS: tl.constexpr, PAST: tl.constexpr):
-    """Return the experts of pairs, and ``PAST``, which is none, past the last pair."""
+    """Load the experts of pairs; ``PAST``, which names no expert, past the last pair."""
     ids = expert_of_ids(tl.load(ids_ptr + offs, mask=offs < pairs, other=0), EXPERTS)
     return tl.where(offs < pairs, ids, PAST)
 
@@ -29,7 +29,7 @@ def _place(
     own, ids, before, counts, tiles_ptr, order_ptr, positions_ptr, offsets_ptr, pairs, pid,
     EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Write the places of some pairs, given the pairs of the same expert before each, and the pairs of all experts."""
+    """Write the positions of pairs, given the earlier pairs of the same expert and the counts of all experts."""
     experts = tl.arange(0, BLOCK_E)
     counts = tl.where(experts < EXPERTS, counts, 0)
     tiles = (counts + BLOCK_M - 1) // BLOCK_M
@@ -59,17 +59,17 @@ def _sort_few_kernel(
     ids_ptr,  # [T, K]
     tiles_ptr,  # [1 + tiles, 4] int32
     order_ptr,  # [P] int32: pairs by expert
-    positions_ptr,  # [P] int32: where each pair is in that order, -1 for one without an expert
+    positions_ptr,  # [P] int32: the position of each pair in that order, -1 without an expert
     offsets_ptr,  # [E + 5] int32: the first row of each expert, the end, and four zeros (counters); or None
     pairs,
     EXPERTS: tl.constexpr,
-    BLOCK_E: tl.constexpr,  # a power of two, EXPERTS + 2 at the least
+    BLOCK_E: tl.constexpr,  # a power of two, at least EXPERTS + 2
     BLOCK_M: tl.constexpr,  # rows of a tile
     BLOCK_P: tl.constexpr,  # pairs of one program
     CHUNK: tl.constexpr,  # pairs that it counts at a time
     DEPENDENT_LAUNCH: tl.constexpr,
 ):
-    """Sort, every program looking at all pairs. Grid: (cdiv(P, BLOCK_P),)."""
+    """Sort; every program reads all pairs. Grid: (cdiv(P, BLOCK_P),)."""
     pid = tl.program_id(0)
     if DEPENDENT_LAUNCH:
         gdc_wait()
@@ -123,7 +123,7 @@ def _count_kernel(
 
 @triton.jit
 def _sum_chunks_kernel(
-    counts_ptr,  # [CHUNKS + 1, BLOCK_E] int32: becomes the pairs in all chunks before; in the last row, in all
+    counts_ptr,  # [CHUNKS + 1, BLOCK_E] int32: becomes the pairs in earlier chunks; last row: in all chunks
     chunks,
     BLOCK_E: tl.constexpr,
     BLOCK_C: tl.constexpr,  # chunks of one step
@@ -160,7 +160,7 @@ def _place_kernel(
     CHUNK: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ):  # fmt: skip
-    """Write the places of some pairs. Grid: (cdiv(P, BLOCK_P),)."""
+    """Write the positions of BLOCK_P pairs. Grid: (cdiv(P, BLOCK_P),)."""
     pid = tl.program_id(0)
     if DEPENDENT_LAUNCH:
         gdc_wait()

@@ -1,4 +1,4 @@
-"""Tiles of the experts' kernels: what a configuration says, and which there are for an architecture. No Triton."""
+"""Tile configurations of the experts' kernels, and the tables for each architecture. No Triton."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class Tile:
     block_n: int  # columns of the product's output
     block_k: int  # of one step along the reduction
     num_warps: int
-    num_stages: int  # steps in flight, and the one that is worked on
-    swap: bool = False  # compute the transpose: few rows then are few columns of the matrix unit's tile
+    num_stages: int  # steps in flight, and the current one
+    swap: bool = False  # compute the transpose: few rows become few columns of the matrix unit's tile
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class TileConfig:
     block_m: int  # rows of one program: pairs of a token and an expert
     up: Tile
     down: Tile
-    group_m: int = 8  # row tiles that are walked over together
+    group_m: int = 8  # row tiles whose column tiles are visited together, for L2 reuse
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Gemv:
     block_k: int
     num_warps: int
     num_stages: int  # of the first product
-    steps: int = 1  # of the second product: parts of experts that are asked for at once
+    steps: int = 1  # of the second product: steps whose loads are in flight together
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +48,12 @@ class GemvConfig:
 
 @dataclass(frozen=True, slots=True)
 class HopperConfig:
-    """How ``grouped_gluon_sm90`` works: tiles of 128 rows and 256 columns of a product, two warpgroups of 64 rows."""
+    """Configuration of ``grouped_gluon_sm90``: tiles of 128 x 256, two warpgroups of 64 rows each."""
 
-    num_stages: int = 4  # steps of 64 along the reduction in shared memory
-    lead: int = 1  # steps by which the first warpgroup is ahead of the second, whose epilogue then runs later
-    group_m: int = 8  # row tiles that are walked over together
-    programs: int = 132  # that draw tiles
+    num_stages: int = 4  # reduction steps of 64 in shared memory
+    lead: int = 1  # steps by which the first warpgroup leads the second, so that their epilogues alternate
+    group_m: int = 8  # row tiles whose column tiles are visited together, for L2 reuse
+    programs: int = 132  # persistent: each fetches one tile after another
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,22 +63,21 @@ class BackwardConfig:
     block_m: int  # rows of a tile: pairs of a token and an expert
     activation: Tile  # dO with w_down
     x: Tile  # the first product's gradient with w_gate_up
-    weights: Tile  # outer products of rows, of which block_k at a time
-    weights_m: int  # rows of such a tile; block_n are its columns
+    weights: Tile  # outer products, block_k rows a step
+    weights_m: int  # rows of a tile of a weight gradient; block_n are its columns
     group_m: int = 8
-    hopper: HopperConfig | None = None  # of x and the weights, where the kernels for Hopper make them
-    hopper_activation: bool = False  # and that of the activation as well
+    hopper: HopperConfig | None = None  # of the gradients of x and of weights, if Hopper's kernels compute them
+    hopper_activation: bool = False  # Hopper's kernel computes the activation's gradient as well
 
 
 Config = TileConfig | GemvConfig | HopperConfig | BackwardConfig
 
 
-# Tiles by the rows that an expert has: (architectures) -> {bytes of an element: configurations, fewest rows first}.
-# Up to 64 rows the weights' bytes count: 16 KB of them a step and two to four steps ahead give an SM more than the 36
-# KB that have to be on their way at any time (4.8 TB/s times about 1 us over 132 SMs). At 128 rows the matrix units
-# count.
-# Every row compiles for its architectures without spills and within their shared memory (test_tables.py). Which is
-# fastest was not measured yet.
+# (architectures) -> {bytes of an element: configurations, fewest rows first}.
+# Up to 64 rows, reading weights dominates: 16 KB a step and two to four steps ahead keep more than 36 KB in flight on
+# each SM, which the memory needs (4.8 TB/s times about 1 us over 132 SMs). At 128 rows the matrix units dominate.
+# Every row compiles for its architectures without spills and within their shared memory (test_tables.py). The rows are
+# not measured against each other.
 _T, _C = Tile, TileConfig
 TABLES: dict[tuple[int, ...], dict[int, tuple[TileConfig, ...]]] = {
     (80,): {
@@ -118,13 +117,12 @@ TABLES: dict[tuple[int, ...], dict[int, tuple[TileConfig, ...]]] = {
         4: (_C(16, _T(16, 32, 4, 2), _T(32, 32, 4, 2)), _C(32, _T(16, 32, 4, 2), _T(32, 32, 4, 2))),
     },
 }
-# By bytes of an element, and the most columns of the reduction that a row serves. The first product asks for 16 KB at
-# once in each program, and few registers let five of them run on an SM, which needs 36 KB on their way at any time.
-# Whole rows, asked for once, took 0.92 to 0.97 of the time of two steps or more of four columns; of two columns, two
-# steps of 1,024 were as fast with HID 2048 (lab/moe/4_decode_tiles_h200.txt), and of longer rows such steps, of 8 KB,
-# leave the smallest part of the last one empty. Sizes between the powers of two were timed at 2,880 alone. The second
-# product has few programs (512 for 2,048 columns, four an SM), so each asks for the next 8 KB before it
-# multiplies. With 4 bytes nothing was measured.
+# {bytes of an element: (largest HID, tiles)}. Each program of the first product loads 16 KB at once, and uses so few
+# registers that five run on an SM, which needs 36 KB in flight. Loading whole rows at once took 0.92 to 0.97 of the
+# time of two or more steps of four columns (lab/moe/4_decode_tiles_h200.txt). With HID 2048, two steps of 1,024 for two
+# columns were as fast; longer rows use these steps, as they leave the smallest remainder. 2,880 is the only size
+# measured between powers of two. The second product has few programs (512 for 2,048 columns, four an SM), so each loads
+# the next 8 KB before it multiplies. Elements of 4 bytes are not measured.
 _GEMV_DOWN = Gemv(4, 256, 4, 1, steps=4)
 GEMV_TABLE: dict[int, tuple[tuple[float, GemvConfig], ...]] = {
     2: (
@@ -138,13 +136,13 @@ GEMV_TABLE: dict[int, tuple[tuple[float, GemvConfig], ...]] = {
 
 
 def gemv_tiles(hidden: int, item_bytes: int) -> GemvConfig:
-    """Return the tiles of one token."""
+    """Return the tiles of ``gemv_triton``, for one token."""
     return next(config for most, config in GEMV_TABLE[item_bytes] if hidden <= most)
 
 
-# Of shared experts, which every token has, so that their rows are known: few programs read one expert's weights. One
-# row tile of narrow columns took 782 to 796 us of DeepSeek-V3's experts with 128 tokens, in place of 853 to 858; with
-# 256 tokens 842 in place of 903 (lab/moe/5_skewed_and_shared_h200.txt). Of many tokens TABLES' have enough programs.
+# Shared experts process every token, and few programs read the weights of each. With one row tile and narrow columns,
+# DeepSeek-V3's experts took 782 to 796 us with 128 tokens instead of 853 to 858, and 842 us with 256 tokens instead of
+# 903 (lab/moe/5_skewed_and_shared_h200.txt). With many tokens, the tiles of TABLES have enough programs.
 SHARED_TABLES: dict[int, dict[int, tuple[TileConfig, ...]]] = {
     90: {
         2: (
@@ -155,21 +153,21 @@ SHARED_TABLES: dict[int, dict[int, tuple[TileConfig, ...]]] = {
         ),
     },
 }
-SHARED_FEWEST_PROGRAMS = 66  # of the usual tiles; half of the SMs of an H200
-SHARED_MOST_TOKENS = 256  # with more nobody timed them
+SHARED_FEWEST_PROGRAMS = 66  # with the tiles of TABLES; half of the SMs of an H200
+SHARED_MOST_TOKENS = 256  # not measured beyond
 
-# Where rows lie at multiples of 2 bytes only, a thread loads elements one by one, into registers.
+# If rows are aligned to 2 bytes only, threads load single elements into registers.
 NARROW = _C(16, _T(16, 32, 4, 1), _T(32, 32, 4, 1))
 
 
 def tile_rows(arch: int, item_bytes: int) -> tuple[TileConfig, ...]:
-    """Return the configurations for an architecture; one without a table takes that of the one before it."""
+    """Return the configurations for an architecture, or for the closest older one with a table."""
     near = max(known for archs in TABLES for known in archs if known <= arch)
     return next(table[item_bytes] for archs, table in TABLES.items() if near in archs)
 
 
-# Of gradients, as above. The products of 128 rows hold a fourth or a half of the registers in sums, and the
-# activation's epilogue needs as many again. Not measured yet.
+# Gradients, as TABLES. With 128 rows, accumulators hold a quarter to a half of the registers, and the activation's
+# epilogue needs as many again. Not measured.
 _B = BackwardConfig
 SMALL_BACKWARD = _B(16, _T(32, 32, 4, 1), _T(32, 32, 4, 1), _T(32, 32, 4, 1), 32)
 BACKWARD_TABLES: dict[tuple[int, ...], dict[int, tuple[BackwardConfig, ...]]] = {

@@ -1,11 +1,11 @@
 """Gradients of the experts' weights for Hopper: TMA, warpgroup matrix products, warp specialisation (Gluon, sm_90).
 
-out[e] = sum of a[row].T * b[row] over the rows of an expert. A program draws tiles of 128 x 256 of one expert from a
-counter; two warpgroups hold 64 x 256 each, and walk over the expert's rows 64 at a time. Rows of one operand lie one
-after another and come by TMA, told where the expert's rows end: zeros follow. Rows of the other are those of tokens,
-which four warps gather with cp.async. Both operands lie with the reduction outermost; the matrix units read them so.
+out[e] = sum of a[row].T * b[row] over the rows of an expert. A program fetches tiles of 128 x 256 of one expert from a
+counter; two warpgroups hold 64 x 256 each and reduce over the expert's rows, 64 at a time. TMA loads the rows of one
+operand, which are in order; its ragged tensor map gives zeros past the expert's last row. Four warps gather the rows of
+the other, those of tokens, with cp.async. Both operands have the reduction outermost, as the matrix units read them.
 
-An expert without rows has one step of zeros: its gradient is written like all others.
+An expert without rows has one step of zeros, which writes its gradient.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PRODUCERS = gl.constexpr(128)  # threads
 
 @aggregate
 class Args:
-    """What every partition is given."""
+    """Arguments of all partitions."""
 
     rows_ptr: gl.tensor  # [T, columns]: rows to gather
     rows_desc: tma.tensor_descriptor  # rows in order
@@ -45,12 +45,12 @@ class Args:
     b_bufs: gl.shared_memory_descriptor  # [STAGES, BLOCK_K, BLOCK_N]
     out_bufs: gl.shared_memory_descriptor  # [2 * 2, 1, ROWS, CHUNK]: two a warpgroup
     ready_bars: gl.shared_memory_descriptor  # [STAGES, 1]
-    tiles: Mailbox  # of each: expert, row tile, column tile, steps (-1 behind the last)
+    tiles: Mailbox  # expert, row tile, column tile, steps (-1 after the last tile)
     GATHER_A: gl.constexpr  # else B
     EXPERTS: gl.constexpr
     TOPK: gl.constexpr
     STRIDE: gl.constexpr  # of rows to gather
-    COUNTER: gl.constexpr  # behind the offsets
+    COUNTER: gl.constexpr  # index of the counter after the offsets
     M: gl.constexpr
     N: gl.constexpr
     GROUP_M: gl.constexpr
@@ -59,13 +59,13 @@ class Args:
 
     @gluon.jit
     def release(self, i):
-        """Tell the producer that this warpgroup is done with the i-th step."""
+        """Free the buffers of the i-th step for the producer."""
         named_barrier("arrive", FREE + slot_of(i, self.STAGES), 256 + PRODUCERS)
 
 
 @gluon.jit
 def _tokens(a, row, end, layout: gl.constexpr):
-    """Return the tokens of rows from ``row`` on, and which of them there are."""
+    """Return the tokens of rows from ``row`` on, and a mask of the valid ones."""
     rows = row + gl.arange(0, BLOCK_K, gl.SliceLayout(1, layout))
     inside = rows < end
     return gl.load(a.order_ptr + rows, mask=inside, other=0) // a.TOPK, inside
@@ -73,7 +73,7 @@ def _tokens(a, row, end, layout: gl.constexpr):
 
 @gluon.jit
 def _gather(a, buf, token, inside, first, COLUMNS: gl.constexpr, layout: gl.constexpr):
-    """Copy columns from ``first`` on of some tokens; zeros for rows and columns that there are not."""
+    """Copy columns from ``first`` on of some tokens; zeros for invalid rows and columns."""
     columns = first + gl.arange(0, buf.shape[1], gl.SliceLayout(0, layout))
     at = a.rows_ptr + (token.to(gl.int64) * a.STRIDE)[:, None] + columns[None, :]
     async_load(buf, at, inside[:, None] & (columns < COLUMNS)[None, :])
@@ -81,11 +81,11 @@ def _gather(a, buf, token, inside, first, COLUMNS: gl.constexpr, layout: gl.cons
 
 @gluon.jit
 def _load_partition(a):
-    """Keep the ring full, for all tiles of this program."""
+    """Fill the ring for all tiles of this program."""
     wait_for_kernel_before()
     TILES_M: gl.constexpr = (a.M + BLOCK_M - 1) // BLOCK_M
     TILES_N: gl.constexpr = (a.N + BLOCK_N - 1) // BLOCK_N
-    # 128 bytes of a row side by side in the tile of a warpgroup, 512 in that of both.
+    # A row has 128 contiguous bytes in the tile of one warpgroup, 512 in that of both.
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8] if a.GATHER_A else [1, 32], [4, 1], [1, 0])
     BYTES: gl.constexpr = 2 * BLOCK_K * (BLOCK_N if a.GATHER_A else BLOCK_M)
     i = 0  # steps so far
@@ -105,12 +105,12 @@ def _load_partition(a):
         for _ in range(steps):
             slot, lap = slot_of(i, a.STAGES), lap_of(i, a.STAGES)
             here, present = token, inside
-            token, inside = _tokens(a, row + BLOCK_K, end, layout)  # ahead: a trip to L2
+            token, inside = _tokens(a, row + BLOCK_K, end, layout)  # prefetch: the latency of L2
             if lap > 0:
                 named_barrier("sync", FREE + slot, 256 + PRODUCERS)
             bar = a.ready_bars.index(slot)
             mbarrier.expect(bar, BYTES)
-            # Rows in order, zeros from ``end`` on: see ``prepare_sm90.ragged_map``.
+            # Rows in order, zeros from ``end`` on: see ``prepare_sm90.ragged``.
             left = gl.maximum(end - row, 0)
             if a.GATHER_A:
                 place = [RAGGED, end, RAGGED - left, 0, column * BLOCK_N]
@@ -126,7 +126,7 @@ def _load_partition(a):
             async_copy.mbarrier_arrive(bar, increment_count=False)
             row += BLOCK_K
             i += 1
-        # Late, so that who is behind draws less. The ring is full: the trip to L2 costs nothing.
+        # Fetch late, so that slow programs fetch fewer tiles. The full ring hides the latency of L2.
         counter = a.offsets_ptr + a.EXPERTS + 1 + a.COUNTER
         tile = gl.atomic_add(counter, 1, sem="relaxed") + special_register("nctaid.x") - a.drawn
         n += 1
@@ -135,17 +135,17 @@ def _load_partition(a):
 
 @gluon.jit
 def _issue(acc, a, i, W: gl.constexpr, USE_ACC: gl.constexpr):
-    """Issue the products of the i-th step, once its tiles are there."""
+    """Issue the products of the i-th step, once its operands have arrived."""
     slot = slot_of(i, a.STAGES)
     mbarrier.wait(a.ready_bars.index(slot), lap_of(i, a.STAGES) & 1)
-    fence_async_shared()  # cp.async writes as other stores do, and the matrix units read as TMA does
+    fence_async_shared()  # cp.async writes by the generic proxy, the matrix units read by the async proxy
     left = a.a_bufs.index(2 * slot + W).permute((1, 0))
     return warpgroup_mma(left, a.b_bufs.index(slot), acc, use_acc=USE_ACC, is_async=True)
 
 
 @gluon.jit
 def _store(x, a, expert, row, column, FIRST: gl.constexpr, W: gl.constexpr):
-    """Send a tile of the gradient on its way to memory, 64 columns at a time."""
+    """Store a tile of the gradient, 64 columns at a time."""
     if x.shape[1] > CHUNK:
         left, right = left_and_right(x)
         _store(left, a, expert, row, column, FIRST, W)
@@ -162,13 +162,13 @@ def _multiply_partition(a, W: gl.constexpr):
     n = 0  # tiles so far
     steps = a.tiles.wait(n, 3)
     while steps > 0:
-        # In fewer steps than the ring has, the first could lead by two tiles, and the barrier counts one.
+        # With fewer steps than in the ring, the first could lead by two tiles, but the barrier counts one.
         leads = steps >= a.STAGES
-        if a.LEAD > 0 and W == 1:  # noqa: SIM102 - the first is known to the compiler
+        if a.LEAD > 0 and W == 1:  # noqa: SIM102 - the outer condition is constexpr
             if leads:
                 named_barrier("sync", LEADING, 256)
         acc = gl.zeros([ROWS, BLOCK_N], gl.float32, layout)
-        acc = warpgroup_mma_wait(1, deps=[_issue(acc, a, i, W, False)])  # waits for nothing
+        acc = warpgroup_mma_wait(1, deps=[_issue(acc, a, i, W, False)])  # does not block
         for j in range(i + 1, i + steps):
             acc = _issue(acc, a, j, W, True)
             acc = warpgroup_mma_wait(1, deps=[acc])
@@ -192,13 +192,13 @@ def _weights_sm90_kernel(
     out_desc,  # [E, M, N]
     rows_ptr,  # [T, columns]: rows to gather, the other operand
     order_ptr,  # [P] int32
-    offsets_ptr,  # [E + 5] int32: the last four are counters, 0 before
-    drawn,  # tiles that earlier launches have drawn from the same counter
+    offsets_ptr,  # [E + 5] int32: the last four are counters, initially 0
+    drawn,  # tiles that earlier launches fetched from the same counter
     GATHER_A: gl.constexpr, EXPERTS: gl.constexpr, TOPK: gl.constexpr, STRIDE: gl.constexpr, COUNTER: gl.constexpr,
     M: gl.constexpr, N: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr, LEAD: gl.constexpr,
     MATRIX_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Compute the gradient of all experts' weights of one product. Grid: (programs,), each draws tile after tile."""
+    """Compute the gradient of all experts' weights of one product. Grid: (programs,), persistent."""
     gl.static_assert(STAGES + FREE <= 16, "the hardware has 16 barriers")
     gl.static_assert(LEAD < STAGES, "the second warpgroup would wait for steps that have no room")
     gl.static_assert(STAGES + 2 <= TILES, "the producer would overwrite tiles that are worked on")
@@ -211,7 +211,7 @@ def _weights_sm90_kernel(
     for slot in gl.static_range(STAGES):
         mbarrier.init(ready_bars.index(slot), count=PRODUCERS + 1)
     tiles = make_mailbox(PRODUCERS)
-    fence_async_shared()  # TMA, too, sees that the barriers are there
+    fence_async_shared()  # make the barriers visible to TMA
     a = Args(  # type: ignore[call-arg] # aggregate gives it a constructor
         rows_ptr, rows_desc, out_desc, order_ptr, offsets_ptr, drawn, a_bufs, b_bufs, out_bufs, ready_bars, tiles,
         GATHER_A, EXPERTS, TOPK, STRIDE, COUNTER, M, N, GROUP_M, STAGES, LEAD,

@@ -1,6 +1,6 @@
 """Claims about speed or memory in ``claims/*.toml``, and the records that are their evidence.
 
-The format is in ``docs/claims.md``. ``judge`` decides whether a claim holds.
+The format is in ``docs/reference/claims.md``. ``judge`` decides whether a claim holds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .files import write_atomically
 from .subject import builtin_names, is_builtin
 from .toml_files import parse_toml, read_toml
 
-_HINT = "the format is in docs/claims.md"
+_HINT = "the format is in docs/reference/claims.md"
 
 Scope = Literal["each case", "geometric mean"]
 Metric = Literal["kernel", "graph", "wall", "memory"]  # the three times, and the peak bytes that a call allocates

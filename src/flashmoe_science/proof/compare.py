@@ -1,4 +1,4 @@
-"""Faster, slower, same or undecided: two revisions of one run, or two runs. The rules are in ``docs/compare.md``.
+"""Faster, slower, same or undecided: two revisions of one run, or two runs. See ``docs/how-to/compare.md``.
 
 A ratio here is A's time divided by B's: above 1, B is the faster one.
 """

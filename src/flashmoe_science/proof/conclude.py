@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -10,16 +10,19 @@ from .changes import Sources
 from .claim_text import claim_sentence
 from .claims import Claim, load_claims, why_not
 from .evidence import GateStatus, Record
-from .judge import Verdict, exit_code, judge
+from .judge import Problem, Verdict, exit_code, judge
 from .rows import default_kind
 
 Since = Callable[[Claim], Sources]
-GATE_FAILED = 3  # the exit codes are in docs/cli.md
+EXPECTATION = "expectation"  # the id of the claim that a run is expected to show
+GATE_FAILED = 3  # the exit codes are in docs/reference/cli.md
 _FROM_GOOD_TO_BAD = (0, 4, 1, GATE_FAILED)
 
 
-def conclude(record: Record, repository: Path | None, *, since: Since | None = None) -> list[Verdict]:
-    """Return the verdicts on the claims of ``repository`` about ``record``, or else on its expected speedup.
+def conclude(
+    record: Record, repository: Path | None, *, since: Since | None = None, as_recorded: bool = False
+) -> list[Verdict]:
+    """Return the verdicts on those claims of ``repository`` that ``record`` is about, or else on its expectation.
 
     Returns no verdict where no time was measured. A claim names a suite as it is now; another file of that name may
     have run. A claim for several GPUs is judged for the GPU of the record alone.
@@ -27,17 +30,17 @@ def conclude(record: Record, repository: Path | None, *, since: Since | None = N
     Args:
         record: the run.
         repository: holds the claims.
-        since: returns the sources that changed since the run for a claim. Default: none changed, as for a new run.
+        since: says what changed since the run for a claim. Default: nothing did, as of a run that has just ended.
+        as_recorded: judge by the record alone, without the suite and the age as they are now. It needs no torch.
 
     Raises:
         ClaimError: a claim file is wrong.
     """
-    from .verify import doubts_about, suite_now  # imports torch, which verbs that judge nothing do without
-
     claims = load_claims(repository / "claims") if repository else []
     about = [claim for claim in claims if why_not(claim, record) is None]
     if repository is not None and about and record.environment.gpu is not None:
-        suite, gpu = suite_now(record, repository), record.environment.gpu.name
+        gpu = record.environment.gpu.name
+        known, doubts_about = (None, _no_doubts) if as_recorded else _seen_now(record, repository)
         verdicts = []
         for claim in about:
             one = claim.on_gpu(gpu)
@@ -45,13 +48,24 @@ def conclude(record: Record, repository: Path | None, *, since: Since | None = N
             sources = since(one) if since else Sources()
             alone = [f"on {gpu} alone, and the claim is of {others} too"] if others else []
             said = [*sources.notes, *alone]
-            doubts = doubts_about(claim, record, suite, datetime.now(timezone.utc))
-            known = suite.problems
+            doubts = doubts_about(claim)
             verdicts.append(judge(one, record, suite=known, changed=sources.changed, notes=said, doubts=doubts))
         return verdicts
     expected = expectation(record)
     sources = since(expected) if since and expected else Sources()
     return [judge(expected, record, changed=sources.changed, notes=sources.notes)] if expected else []
+
+
+def _no_doubts(_: Claim) -> list[str]:
+    return []
+
+
+def _seen_now(record: Record, repository: Path) -> tuple[Mapping[str, Problem] | None, Callable[[Claim], list[str]]]:
+    """Return the suite of a record as it is now, and what finds doubts about a claim by it."""
+    from .verify import doubts_about, suite_now  # imports torch
+
+    suite, now = suite_now(record, repository), datetime.now(timezone.utc)
+    return suite.problems, lambda claim: doubts_about(claim, record, suite, now)
 
 
 def expectation(record: Record) -> Claim | None:
@@ -64,7 +78,7 @@ def expectation(record: Record) -> Claim | None:
         return None
     factor = subject.expected_speedup or 1.0
     claim = Claim(
-        id="expectation",
+        id=EXPECTATION,
         sentence="made below",
         subject=subject.name,
         baseline=(record.baselines[0],),

@@ -180,7 +180,7 @@ def estimate(size: RunSize, history: Sequence[PastRun]) -> Estimate:
             if (expected := model_seconds(gate, past.size)) > 0:
                 ratios[gate].append(seconds / expected)
     known = [ratio for of_gate in ratios.values() for ratio in of_gate] or [1.0]
-    seconds_of = {
+    seconds_of: dict[str, float] = {
         gate: seconds * statistics.median(ratios[gate] or known)
         for gate in GPU_GATES
         if (seconds := model_seconds(gate, size)) > 0
@@ -272,7 +272,7 @@ def load_rates(repository: Path | None) -> Rates:
     # The XDG specification: a relative path is invalid and has to be ignored.
     config = Path(home) if Path(home).is_absolute() else Path.home() / ".config"
     asked = [*([repository / FILE_NAME] if repository else []), config / "flashmoe" / FILE_NAME, PACKAGED]
-    hint = "e.g. [gpu.H200] dollars_per_hour = 2.95; `flashmoe cost rates` lists the packaged ones"
+    hint = "the format is in docs/how-to/borrowed-gpus.md"
     return Rates({path: read_toml(path, RatesFile, RatesError, hint=hint) for path in asked if path.exists()})
 
 

@@ -1,4 +1,4 @@
-"""A base for an operator of a user's own: what only our own operators need has a default here (docs/operators.md)."""
+"""A base for a user's operator: what only our operators need has a default here (docs/reference/operators.md)."""
 
 from __future__ import annotations
 

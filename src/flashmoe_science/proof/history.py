@@ -1,4 +1,4 @@
-"""The speed of a subject over its runs: where its level changed, and what that goes with. See ``docs/history.md``."""
+"""Where the speed of a subject changed over its runs, and what changed there. See ``docs/how-to/compare.md``."""
 
 from __future__ import annotations
 

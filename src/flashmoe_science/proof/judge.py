@@ -1,4 +1,4 @@
-"""Judge a claim by a record: a verdict and its reason. The rules are in ``docs/claims.md``.
+"""Judge a claim by a record: a verdict and its reason. The rules are in ``docs/reference/claims.md``.
 
 A verdict is never rounded up. Whatever is missing, too noisy or not checked leaves a claim inconclusive. A failed
 control makes a run invalid.

@@ -25,6 +25,7 @@ THROTTLE_REASONS = {
     0x400: "reliability",
 }
 _GPU_IDLE = 0x001
+_NOT_INSTALLED = "nvidia-ml-py is not installed"
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class Limits:
     memory_bytes: int | None = None
     max_sm_clock_mhz: int | None = None
     power_limit_w: float | None = None
+    arch: int | None = None  # e.g. 90
     driver: str | None = None
     driver_cuda: str | None = None  # the newest CUDA that the driver serves, e.g. "13.0"
 
@@ -91,6 +93,7 @@ class Sensors:
         lib, card = self._library, self._handle
         power_mw = self._ask(lambda: lib.nvmlDeviceGetEnforcedPowerLimit(card))
         memory = self._ask(lambda: lib.nvmlDeviceGetMemoryInfo(card))
+        capability = self._ask(lambda: lib.nvmlDeviceGetCudaComputeCapability(card))
         cuda = self._ask(lib.nvmlSystemGetCudaDriverVersion_v2)
         return Limits(
             name=_text(self._ask(lambda: lib.nvmlDeviceGetName(card))),
@@ -98,6 +101,7 @@ class Sensors:
             memory_bytes=None if memory is None else int(memory.total),
             max_sm_clock_mhz=self._ask(lambda: lib.nvmlDeviceGetMaxClockInfo(card, lib.NVML_CLOCK_SM)),
             power_limit_w=None if power_mw is None else power_mw / 1000,
+            arch=None if capability is None else 10 * capability[0] + capability[1],
             driver=_text(self._ask(lib.nvmlSystemGetDriverVersion)),
             driver_cuda=None if cuda is None else f"{cuda // 1000}.{cuda % 1000 // 10}",
         )
@@ -126,11 +130,9 @@ def open_sensors(uuid: str | None = None, *, library: Any = None) -> AnySensors:
         uuid: with or without the prefix ``GPU-``, as PyTorch gives it; None for the only card.
         library: stands in for ``pynvml``.
     """
+    library = library or _library()
     if library is None:
-        try:
-            library = importlib.import_module("pynvml")
-        except ImportError:
-            return NoSensors("nvidia-ml-py is not installed")
+        return NoSensors(_NOT_INSTALLED)
     try:
         library.nvmlInit()
         handle = _find(library, uuid)
@@ -139,6 +141,25 @@ def open_sensors(uuid: str | None = None, *, library: Any = None) -> AnySensors:
     if handle is None:
         return NoSensors("NVML shows several GPUs and none with the UUID that PyTorch uses")
     return Sensors(library, handle)
+
+
+def list_sensors(*, library: Any = None) -> list[Sensors] | NoSensors:
+    """Return the sensors of every card that the driver shows; ``library`` stands in for ``pynvml``."""
+    library = library or _library()
+    if library is None:
+        return NoSensors(_NOT_INSTALLED)
+    try:
+        library.nvmlInit()
+        return [Sensors(library, library.nvmlDeviceGetHandleByIndex(at)) for at in range(library.nvmlDeviceGetCount())]
+    except library.NVMLError as error:
+        return NoSensors(f"NVML says: {error}")
+
+
+def _library() -> Any:
+    try:
+        return importlib.import_module("pynvml")
+    except ImportError:
+        return None
 
 
 def _find(library: Any, uuid: str | None) -> Any:

@@ -301,13 +301,13 @@ def find_operator(name: str) -> Operator:
             raise
         from .subject import BUILTIN_OPERATORS
 
-        hint = f"ours are {', '.join(BUILTIN_OPERATORS)}; your own is MODULE:OBJECT, see docs/operators.md"
+        hint = f"ours are {', '.join(BUILTIN_OPERATORS)}; your own is MODULE:OBJECT, see docs/reference/operators.md"
         raise SubjectError(f"there is no operator called {name!r}", hint=hint) from error
     if not isinstance(operator, Operator):
         lacking = [part for part in _PARTS if operator is not None and not hasattr(operator, part)]
         got = f"{type(operator).__name__} without {', '.join(lacking)}" if lacking else repr(operator)
         raise SubjectError(
             f"{module} must offer an object {attribute} that fits proof/operator.py, got {got}",
-            hint="proof.custom_operator.CustomOperator has a default for most of it, see docs/operators.md",
+            hint="proof.custom_operator.CustomOperator has a default for most of it, see docs/reference/operators.md",
         )
     return operator

@@ -26,7 +26,7 @@ from .causes import explain_import
 from .operator import Operator, find_operator, is_own
 from .worker import Emit, TaskResult, in_worker, run_task
 
-_HINT = "the operator's own code does this; docs/operators.md says what each of its methods returns"
+_HINT = "the operator's own code does this; docs/reference/operators.md says what each of its methods returns"
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>.+)')  # as faulthandler writes it
 _PACKAGE = Path(__file__).resolve().parent.parent
 _LIBRARIES = tuple({Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")})

@@ -1,22 +1,20 @@
 """Tables of speeds in Markdown, made from verdicts and the records behind them, and nothing else.
 
-A page says with two marks, each a line of its own, where a section goes and what is in it::
+A page names with two marks, each a line of its own, where a section goes::
 
-    <!-- summary:begin -->    one table: a row for every run and kind of time that claims are about
+    <!-- summary:begin -->    a row for every run and kind of time that claims are about
     <!-- summary:end -->
-    <!-- verdicts:begin -->   one table: a row for every claim
+    <!-- slower:begin -->     a row for every suite in which a baseline is faster somewhere
+    <!-- slower:end -->
+    <!-- verdicts:begin -->   a row for every claim
     <!-- verdicts:end -->
-    <!-- cases:begin -->      a table of cases for each record and rival, each below a heading
+    <!-- cases:begin -->      a table of cases for each record and baseline, each below a heading
     <!-- cases:end -->
-    <!-- speeds:begin -->     both: the table of claims, and the tables of cases folded
-    <!-- speeds:end -->
 
-Times and speedups appear only where a claim is about them, and its verdict stands with them.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 import re
@@ -33,17 +31,18 @@ from .claims import Metric
 from .evidence import Arm, Record
 from .judge import Verdict, VerdictStatus
 from .prose import SectionKind, markdown_in
-from .rows import METRICS, format_bytes, format_ratio, format_seconds, lowest_case
+from .rows import METRICS, Ratio, arm_rows, format_bytes, format_ratio, format_seconds, lowest_case
+from .statistics import Interval
 from .store import find_repository
 from .verify import read_records, verify_claims
 
-BEGIN, END = "<!-- speeds:begin -->", "<!-- speeds:end -->"
+BEGIN, END = "<!-- verdicts:begin -->", "<!-- verdicts:end -->"
 
 _HINT = (
-    "what is rendered goes between two marks: a table of runs (summary), of claims (verdicts), the tables of cases, "
-    "or claims and cases (speeds)"
+    "a rendered table goes between two marks: of runs (summary), of slower cases (slower), of claims (verdicts), "
+    "or of cases (cases)"
 )
-# Of fewer cases a mean has an interval that says nothing: it counts which cases were chosen.
+# The interval of a mean also counts the choice of cases, so it says nothing about fewer cases than these.
 _FEWEST_OF_MEAN = 6
 _NO_CLAIMS = "No claim has been made yet.\n"
 _HOW = "Medians of one call; speedups with 95 % intervals"
@@ -51,7 +50,7 @@ _MARK = re.compile(rf"[ \t]*<!-- ({'|'.join(get_args(SectionKind))}):(begin|end)
 
 
 class Judged(NamedTuple):
-    """What sections are made from: a repository's verdicts on all its claims, and its records by path from its root."""
+    """A repository's verdicts on all its claims, and its records by path from its root."""
 
     verdicts: Sequence[Verdict]
     records: Mapping[str, Record]
@@ -59,7 +58,7 @@ class Judged(NamedTuple):
 
 @dataclass(frozen=True)
 class Section:
-    """Where a page has something rendered: the lines of its two marks, from 1."""
+    """A rendered part of a page: the lines of its two marks, from 1."""
 
     kind: SectionKind
     first: int
@@ -67,10 +66,10 @@ class Section:
 
     @property
     def title(self) -> str:
-        """What stands in it, as a message says it."""
+        """A name of its content for a message."""
         return {
-            "speeds": "the table of speeds",
             "summary": "the table of runs",
+            "slower": "the table of slower cases",
             "verdicts": "the table of claims",
             "cases": "the tables of cases",
         }[self.kind]
@@ -134,8 +133,8 @@ def find_sections(path: Path, text: str) -> list[Section]:
             f"{path}:{opened[0]}: expected the lines {' and '.join(_pair(opened[1]))}, got the first alone", hint=_HINT
         )
     if not found:
-        others = " or ".join(" and ".join(_pair(kind)) for kind in ("summary", "verdicts", "cases"))
-        raise ProofError(f"{path}: expected the lines {BEGIN} and {END}, or {others}, got none of them", hint=_HINT)
+        pairs = " or ".join(" and ".join(_pair(kind)) for kind in get_args(SectionKind))
+        raise ProofError(f"{path}: expected the lines {pairs}, got none of them", hint=_HINT)
     return found
 
 
@@ -177,54 +176,27 @@ def render_readme(path: Path, judged: Callable[[Path], Judged] = judge_repositor
     return "\n".join(lines)
 
 
-def compare_sections(path: Path, text: str, repository: Path, made: Judged) -> dict[Section, int]:
-    """Return of each section of a page the first line, from 1, that is not as it would be rendered now, or 0.
-
-    Raises:
-        ProofError: as ``find_sections``.
-    """
-    lines = text.split("\n")
-    up = _way_up(path, repository)
-    found = {}
-    for section in find_sections(path, text):
-        pairs = itertools.zip_longest(lines[section.body], _section_lines(section, made, up))
-        differs = next((at for at, (there, now) in enumerate(pairs) if there != now), None)
-        found[section] = 0 if differs is None else min(section.first + 1 + differs, section.last)
-    return found
-
-
 def _way_up(page: Path, repository: Path) -> str:
     """Return what a link of ``page`` needs before a path from the repository's root."""
     way = Path(os.path.relpath(repository, page.resolve().parent)).as_posix()
     return "" if way == "." else f"{way}/"
 
 
-def _section_lines(section: Section, made: Judged, up: str) -> list[str]:
+def _section_lines(section: Section, made: Judged, up: str | None) -> list[str]:
     render = {
-        "speeds": speed_section, "summary": summary_section, "verdicts": claim_section, "cases": case_section
+        "summary": summary_section, "slower": slower_section, "verdicts": claim_section, "cases": case_section
     }[section.kind]  # fmt: skip
     return render(*made, up).split("\n")[:-1]
 
 
-def speed_section(verdicts: Sequence[Verdict], records: Mapping[str, Record], up: str = "") -> str:
-    """Return the verdicts as a table, and below it, folded, the speeds behind them, as ``case_section`` has them.
+def claim_section(verdicts: Sequence[Verdict], _: Mapping[str, Record], up: str | None = "") -> str:
+    """Return the verdicts as a table.
 
     Args:
         verdicts: on all claims of the repository.
-        records: by path from the repository's root, as ``Verdict.evidence`` names them.
-        up: the way from the page's folder to that root, with a slash behind it.
+        _: the records by path from the repository's root, as ``Verdict.evidence`` names them.
+        up: the way from the page's folder to that root, with a slash behind it. None: runs are named without a link.
     """
-    if not verdicts:
-        return _NO_CLAIMS
-    lines = claim_section(verdicts, records, up).splitlines()
-    for group in _groups(verdicts, records):
-        # Folded, where Markdown is shown as a page: whoever reads a README looks for the verdicts.
-        lines += ["", "<details>", f"<summary>{_caption(group)}</summary>", "", *_case_table(group), "", "</details>"]
-    return "\n".join(lines) + "\n"
-
-
-def claim_section(verdicts: Sequence[Verdict], _: Mapping[str, Record], up: str = "") -> str:
-    """Return the verdicts as a table. The arguments are those of ``speed_section``."""
     if not verdicts:
         return _NO_CLAIMS
     lines = [
@@ -235,19 +207,76 @@ def claim_section(verdicts: Sequence[Verdict], _: Mapping[str, Record], up: str 
     return "\n".join(lines) + "\n"
 
 
-def summary_section(verdicts: Sequence[Verdict], records: Mapping[str, Record], up: str = "") -> str:
+def slower_section(verdicts: Sequence[Verdict], records: Mapping[str, Record], _: str | None = "") -> str:
+    """Return a table of the suites in which a baseline is faster than the subject in some case, by kernel time.
+
+    The newest run of each suite that a claim rests on counts, with all its cases and all its baselines, whether a claim
+    is about them or not. A case is slower where its 95 % interval against one baseline lies below 1, and open where it
+    only reaches below 1. Arms that do other work, such as a copy, are no baselines here. The arguments are those of
+    ``claim_section``.
+    """
+    header = ("suite", "cases", "slower", "inconclusive", "slowest case", "speedup there", "baseline", "run")
+    lines = [row(*header), row("---", *["---:"] * 3, *["---"] * 4)]
+    for record in _newest_runs(verdicts, records):
+        compared = _against_fastest(record)
+        slower = [case for case in compared if case.high < 1]
+        if not slower:
+            continue
+        slowest = min(slower, key=lambda case: case.ratio.estimate)
+        counts = (len(record.cases), len(slower), sum(case.low < 1 <= case.high for case in compared))
+        where = (f"`{slowest.name}`", format_ratio(slowest.ratio), slowest.baseline)
+        lines.append(row(record.suite, *map(str, counts), *where, _run_link(record.id, "", None)))
+    return "\n".join(lines) + "\n" if len(lines) > 2 else "No case is slower than a baseline.\n"
+
+
+class _Compared(NamedTuple):
+    """A case beside its fastest baseline. The ends are the lowest against any baseline, as the judge takes them."""
+
+    name: str
+    baseline: str
+    ratio: Ratio
+    low: float
+    high: float
+
+
+def _newest_runs(verdicts: Sequence[Verdict], records: Mapping[str, Record]) -> list[Record]:
+    """Return the newest record behind a claim of kernel time, for each suite, subject and GPU, in order of claims."""
+    newest: dict[tuple[str, str, str], Record] = {}
+    for verdict in (part for whole in verdicts for part in _parts(whole)):
+        if verdict.evidence and verdict.claim.metric == "kernel":
+            record = records[verdict.evidence]
+            key = record.suite, record.subject.name, _card(record)
+            if key not in newest or newest[key].created_at < record.created_at:
+                newest[key] = record
+    return list(newest.values())
+
+
+def _against_fastest(record: Record) -> list[_Compared]:
+    found: dict[str, list[tuple[str, Ratio, Interval]]] = {}
+    for one in arm_rows(record, "kernel"):
+        if one.arm.role == "baseline" and one.arm.accuracy is not None and one.ratio and one.ratio.interval:
+            found.setdefault(one.case.name, []).append((one.arm.name, one.ratio, one.ratio.interval))
+    compared = []
+    for name, ratios in found.items():
+        baseline, ratio, _ = min(ratios, key=lambda each: each[1].estimate)
+        low, high = (min(getattr(each[2], end) for each in ratios) for end in ("low", "high"))
+        compared.append(_Compared(name, baseline, ratio, low, high))
+    return compared
+
+
+def summary_section(verdicts: Sequence[Verdict], records: Mapping[str, Record], up: str | None = "") -> str:
     """Return a table with a row for every run and kind of time that claims are about.
 
-    Yardsticks have rows of their own. Of the claims about one, the row has the figures of that with the most rivals and
-    cases, of several the lowest, and how all were judged. Claims without a measurement are named below it. The
-    arguments are those of ``speed_section``.
+    Speed-of-light baselines, such as a copy, have rows of their own. A row has the figures of the claim with the most
+    baselines and cases; ties go to the lowest mean. It counts the verdicts on all claims about that run. Claims without
+    a measurement are named below the table. The arguments are those of ``claim_section``.
     """
     if not verdicts:
         return _NO_CLAIMS
     figures = ("metric", "cases", "slower, open, faster", "lowest", "geometric mean")
     header = ("suite", "what", "beside", *figures, "claims", "run")
     lines = [row(*header), row(*["---"] * len(header))]
-    for group in _groups(verdicts, records, lambda verdict: _yardsticks(verdict, records)):
+    for group in _groups(verdicts, records, lambda verdict: _speed_of_light(verdict, records)):
         for metric, about in group.verdicts.items():
             lines.append(_summary_row(group, metric, max(about, key=_width), about, up))
     lacking = [f"`{verdict.claim.id}`" for verdict in verdicts if not any(map(_measured_cases, _parts(verdict)))]
@@ -256,7 +285,7 @@ def summary_section(verdicts: Sequence[Verdict], records: Mapping[str, Record], 
     return "\n".join(lines) + "\n"
 
 
-def _summary_row(group: _Group, metric: Metric, widest: Verdict, about: Sequence[Verdict], up: str) -> str:
+def _summary_row(group: _Group, metric: Metric, widest: Verdict, about: Sequence[Verdict], up: str | None) -> str:
     intervals = [case.interval for case in widest.cases if case.interval]
     measured, held = len(intervals), len(group.record.cases)
     slower, faster = sum(one.high < 1 for one in intervals), sum(one.low >= 1 for one in intervals)
@@ -271,7 +300,7 @@ def _summary_row(group: _Group, metric: Metric, widest: Verdict, about: Sequence
         format_ratio(min(intervals, key=lambda one: one.estimate)),
         _mean(widest),
         ", ".join(f"{counts[status]} {status.value}" for status in VerdictStatus if counts[status]),
-        f"[{group.record.id.partition('-')[0]}]({up}{group.path})",
+        _run_link(group.record.id, group.path, up),
     )
 
 
@@ -281,8 +310,8 @@ def _mean(verdict: Verdict) -> str:
     return format_ratio(verdict.geometric_mean) if is_claimed or _measured_cases(verdict) >= _FEWEST_OF_MEAN else ""
 
 
-def _yardsticks(verdict: Verdict, records: Mapping[str, Record]) -> tuple[str, ...]:
-    """Return which of what a claim is beside does other work, e.g. a copy: its answer is held to nothing."""
+def _speed_of_light(verdict: Verdict, records: Mapping[str, Record]) -> tuple[str, ...]:
+    """Return the baselines of a claim that do other work, such as a copy: their outputs are not checked."""
     arms = [arm for case in records[verdict.evidence or ""].cases for arm in case.arms if arm.status == "measured"]
     others = {arm.name for arm in arms} - {arm.name for arm in arms if arm.accuracy is not None}
     return tuple(name for name in verdict.claim.baseline if name in others)
@@ -297,26 +326,27 @@ def _measured_cases(verdict: Verdict) -> int:
     return sum(case.interval is not None for case in verdict.cases)
 
 
-def case_section(verdicts: Sequence[Verdict], records: Mapping[str, Record], up: str = "") -> str:
-    """Return the speeds behind the verdicts: for each record and rival a heading, its claims, and a table.
+def case_section(verdicts: Sequence[Verdict], records: Mapping[str, Record], up: str | None = "") -> str:
+    """Return the speeds behind the verdicts: for each record and baseline a heading, its claims, and a table.
 
-    Not folded: a page of these alone is searched, and linked by its headings. The arguments are those of
-    ``speed_section``.
+    The arguments are those of ``claim_section``.
     """
     if not verdicts:
         return _NO_CLAIMS
     lines: list[str] = []
+    level = "###" if up is None else "##"  # a page of the site has a heading above
     for group in _groups(verdicts, records):
         judged = {one.claim.id: _status(one) for of_kind in group.verdicts.values() for one in of_kind}
         claims = "Claims: " + ", ".join(f"`{name}` {status}" for name, status in judged.items()) + "."
-        run = f"Run [{group.record.id}]({up}{group.path}) on {_where(group.record)}. {_HOW}."
-        lines += ["", f"## {_heading(group)}", "", run, claims, "", *_case_table(group)]
+        link = _run_link(group.record.id, group.path, up, whole=True)
+        run = f"Run {link} on {_where(group.record)}. {_HOW}."
+        lines += ["", f"{level} {_heading(group)}", "", run, claims, "", *_case_table(group)]
     return "\n".join([*lines, "", ""]) if lines else "No case of a claim has been measured yet.\n"
 
 
 @dataclass(frozen=True)
 class _Group:
-    """Verdicts about one record and its rival, or the fastest of several, by the kind of time."""
+    """Verdicts about one record and its baselines, by the kind of time."""
 
     path: str
     record: Record
@@ -324,10 +354,10 @@ class _Group:
     verdicts: Mapping[Metric, Sequence[Verdict]]
 
     @property
-    def rival(self) -> str:
+    def label(self) -> str:
         if len(self.baseline) == 1:
             return self.baseline[0]
-        return f"{self.best} rival"
+        return f"{self.best} baseline"
 
     @property
     def best(self) -> str:
@@ -341,13 +371,13 @@ def _parts(verdict: Verdict) -> Sequence[Verdict]:
 def _groups(
     verdicts: Sequence[Verdict],
     records: Mapping[str, Record],
-    told_by: Callable[[Verdict], tuple[str, ...]] = lambda verdict: verdict.claim.baseline,
+    key_of: Callable[[Verdict], tuple[str, ...]] = lambda verdict: verdict.claim.baseline,
 ) -> list[_Group]:
-    """Return verdicts by the record behind them and what else tells them from others: by default their rivals."""
+    """Return verdicts by the record behind them and a second key: by default their baselines."""
     groups: dict[tuple[str, tuple[str, ...]], dict[Metric, list[Verdict]]] = {}
     for verdict in (part for whole in verdicts for part in _parts(whole)):
         if verdict.evidence and _measured_cases(verdict):
-            by_kind = groups.setdefault((verdict.evidence, told_by(verdict)), {})
+            by_kind = groups.setdefault((verdict.evidence, key_of(verdict)), {})
             by_kind.setdefault(verdict.claim.metric, []).append(verdict)
     return [
         _Group(path, records[path], baseline, {kind: by_kind[kind] for kind in METRICS if kind in by_kind})
@@ -355,11 +385,11 @@ def _groups(
     ]
 
 
-def _claim_row(verdict: Verdict, up: str) -> str:
+def _claim_row(verdict: Verdict, up: str | None) -> str:
     lowest = lowest_case(verdict)
     low = f"{format_ratio(lowest.interval)}, {lowest.name}" if lowest else ""
     parts = _parts(verdict)
-    links = [f"[{(part.record or '').partition('-')[0]}]({up}{part.evidence})" for part in parts if part.evidence]
+    links = [_run_link(part.record or "", part.evidence, up) for part in parts if part.evidence]
     link = ", ".join(links) or "none"
     return row(f"`{verdict.claim.id}`", verdict.claim.sentence, _status(verdict), low, _mean(verdict), link)
 
@@ -376,7 +406,7 @@ def _case_table(group: _Group) -> list[str]:
     header, rule = ["case"], ["---"]
     for kind in group.verdicts:
         gain = "times less memory" if kind == "memory" else f"speedup, {kind}"
-        header += [f"{subject}, {kind}", f"{group.rival}, {kind}", gain]
+        header += [f"{subject}, {kind}", f"{group.label}, {kind}", gain]
         rule += ["---:"] * 3
     lines = [row(*header), row(*rule)]
     left_out = 0
@@ -408,16 +438,12 @@ def _measured(arm: Arm, metric: Metric) -> str:
     return format_bytes(arm.peak_bytes or 0) if metric == "memory" else format_seconds(arm.rates[metric].seconds)
 
 
-def _caption(group: _Group) -> str:
-    return f"Suite {group.record.suite} against {group.rival} on {_where(group.record)}. {_HOW}"
-
-
 def _heading(group: _Group) -> str:
-    """Return what tells a table from the others, so that each heading can be linked: with the names of all rivals."""
+    """Return a heading that no other table has, so that each can be linked."""
     record, names = group.record, group.baseline
     kinds = ", ".join(group.verdicts)
-    rivals = f"the {group.best} of {', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else names[0]
-    return f"Suite {record.suite}: {record.subject.name} against {rivals} on {_card(record)}, {kinds}"
+    baselines = f"the {group.best} of {', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else names[0]
+    return f"Suite {record.suite}: {record.subject.name} against {baselines} on {_card(record)}, {kinds}"
 
 
 def _where(record: Record) -> str:
@@ -430,6 +456,12 @@ def _where(record: Record) -> str:
 
 def _card(record: Record) -> str:
     return record.environment.gpu.name if record.environment.gpu else "no GPU"
+
+
+def _run_link(run: str, path: str, up: str | None, *, whole: bool = False) -> str:
+    """Return the moment of a run, or its whole id, with a link to its file where there is a way ``up`` to it."""
+    text = run if whole else run.partition("-")[0]
+    return f"`{text}`" if up is None else f"[{text}]({up}{path})"
 
 
 def row(*cells: str) -> str:

@@ -37,8 +37,8 @@ from .rows import (
 from .store import RunSummary
 from .words import counted
 
-if TYPE_CHECKING:  # it imports torch, which a listing does not need
-    from .environment import Check
+if TYPE_CHECKING:
+    from .doctor import Check
 
 _GATE_STYLE = {
     GateStatus.PASSED: "green",
@@ -376,15 +376,13 @@ def plain_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Render
     return table
 
 
-def check_lines(checks: Iterable[Check]) -> RenderableType:
-    """Return what a machine has and lacks, a line for each check and a hint under each trouble."""
-    checks = list(checks)
-    grid = _grid(max((len(check.name) for check in checks), default=0), 7)
+def check_lines(check: Check, width: int) -> RenderableType:
+    """Return the line of a check, with its name in ``width`` columns, and its hint below."""
+    grid = _grid(width, 7)
     words = {True: Text("ok", "green"), False: Text("trouble", "bold red"), None: Text("none", "yellow")}
-    for check in checks:
-        grid.add_row(Text(check.name, "bold"), words[check.ok], check.text)
-        if check.hint:
-            grid.add_row("", "", Text.assemble(("hint", "cyan"), f": {check.hint}"))
+    grid.add_row(Text(check.name, "bold"), words[check.ok], check.text)
+    if check.hint:
+        grid.add_row("", "", Text.assemble(("hint", "cyan"), f": {check.hint}"))
     return grid
 
 

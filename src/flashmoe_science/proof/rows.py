@@ -225,7 +225,7 @@ CSV_COLUMNS = (
 
 
 def write_csv(records: Iterable[Record], file: IO[str]) -> None:
-    """Write a line for every case, arm and kind of time. ``ratio`` is that of ``arm_rows``: see docs/cli.md."""
+    """Write a line for every case, arm and kind of time. ``ratio`` is that of ``arm_rows``."""
     writer = csv.DictWriter(file, CSV_COLUMNS, lineterminator="\n")
     writer.writeheader()
     for record in records:

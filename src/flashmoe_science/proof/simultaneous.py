@@ -4,7 +4,7 @@ Pure functions on floats. A process may have an offset that all cases share, suc
 not independent: three processes are three values, even with 36 cases. So the error of a case is split. The part that a
 process adds to all cases has the degrees of freedom of the processes; it moves all cases alike and needs no correction
 for many cases. The rest belongs to the case, has the degrees of freedom of all cases, and uses Bonferroni's level. An
-interval is as wide as both together. ``docs/statistics.md`` gives the simulated coverage.
+interval is as wide as both together. ``docs/explanation/statistics.md`` gives the simulated coverage.
 """
 
 from __future__ import annotations

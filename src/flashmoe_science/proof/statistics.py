@@ -3,8 +3,8 @@
 A *value* is the log-ratio of two arms' times in one round. The rounds of one worker process form a *group*: within a
 group they are close to independent, but a process may have an offset of its own. So an interval looks at both: at the
 rounds (Hodges-Lehmann with the exact Wilcoxon signed-rank interval) and at the processes (Student's t on one value for
-each), and takes the further end on either side. ``docs/statistics.md`` gives the simulated coverage of each function,
-and says why nothing narrower is honest with three processes.
+each), and takes the further end on either side. ``docs/explanation/statistics.md`` gives the simulated coverage of
+each function, and says why nothing narrower is honest with three processes.
 """
 
 from __future__ import annotations

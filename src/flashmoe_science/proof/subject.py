@@ -24,21 +24,25 @@ from .toml_files import read_toml
 if TYPE_CHECKING:
     from .operator import Operator
 
-BUILTIN_OPERATORS = (
-    "attention",
-    "attention_backward",
-    "attention_cache",
-    "attention_train",
-    "attention_varlen",
-    "moe",
-    "moe_backward",
-)
+# Our own operators with the names of their subjects, here so that a listing need not import torch.
+BUILTIN_OPERATORS = {
+    "attention": (
+        *("flash_attention", "forward_triton", "forward_short_gluon"),
+        *("forward_gluon_sm90", "forward_features_gluon_sm90"),
+    ),
+    "attention_backward": ("flash_attention_backward", "backward_triton", "backward_gluon_sm90"),
+    "attention_cache": ("flash_attention_with_kv_cache", "decode_gluon_sm90", "decode_triton"),
+    "attention_train": ("attention_step",),
+    "attention_varlen": ("flash_attention_varlen", "varlen_triton", "varlen_gluon_sm90"),
+    "moe": ("fused_moe", "gemv_triton", "few_triton", "grouped_triton", "grouped_gluon_sm90"),
+    "moe_backward": ("fused_moe_backward", "moe_backward_triton", "moe_backward_gluon_sm90"),
+}
 
 PACKAGE_FOLDER = Path(__file__).resolve().parent.parent
 
 PYTHON = "{python}"  # in a build command: the Python that runs the harness
 
-_HINT = "the format is in docs/kernel-toml.md"
+_HINT = "the format is in docs/reference/kernel-toml.md"
 
 
 @dataclass(frozen=True)
@@ -97,7 +101,7 @@ class Subject:
     build_needs: tuple[str, ...] = ()  # programs without which the command cannot run, e.g. nvcc
     binaries: tuple[str, ...] = ()  # what it makes, to be looked into; patterns too
     gpus: tuple[str, ...] = ()  # which it is meant for; empty: not said
-    compile_jobs: str | None = None  # module:function, see docs/kernel-toml.md
+    compile_jobs: str | None = None  # module:function, see docs/reference/kernel-toml.md
     kernels: tuple[KernelPromise, ...] = ()
     forbidden_kernels: tuple[str, ...] = ()  # fnmatch patterns
     expected_speedup: float | None = None
@@ -237,7 +241,7 @@ def load_subject(text: str, *, time_limit: float | None = None) -> Subject:
             return _with_limit(_builtin_subject(names[text], text), time_limit)
         if not path.exists():
             close = difflib.get_close_matches(text, names, n=1)
-            hint = f"did you mean {close[0]}?" if close else "give the path of a kernel.toml, see docs/kernel-toml.md"
+            hint = f"did you mean {close[0]}?" if close else "give the path of a kernel.toml"
             if file := _file_that_names(text, Path()):
                 hint = f"name its file: ./{file}"
             raise SubjectError(f"subject must be one of {', '.join(names)} or a kernel.toml, got {text!r}", hint=hint)
@@ -270,20 +274,17 @@ def _with_limit(subject: Subject, seconds: float | None) -> Subject:
 
 def builtin_names() -> dict[str, str]:
     """Return our own subjects: name -> operator."""
-    from .operator import load_operator
-
-    return {name: operator for operator in BUILTIN_OPERATORS for name in load_operator(operator).entry_points()}
+    return {name: operator for operator, names in BUILTIN_OPERATORS.items() for name in names}
 
 
 def is_builtin(subject: SubjectInfo) -> bool:
-    """Return whether a record's subject is our own one of this name: its entry point, from this package's folder."""
-    from .operator import load_operator
+    """Return whether a record's subject is our own one of this name: an entry point of this package, from its folder.
 
-    operator = builtin_names().get(subject.name)
-    if operator is None or subject.operator != operator:
-        return False
+    The module of the entry point does not count: a file that moves leaves its records valid.
+    """
     own_folder = subject.folder is None or PurePosixPath(subject.folder).name == PACKAGE_FOLDER.name
-    return own_folder and subject.entry_point == load_operator(operator).entry_points()[subject.name]
+    own_module = subject.entry_point.startswith(f"{PACKAGE_FOLDER.name}.")
+    return own_folder and own_module and builtin_names().get(subject.name) == subject.operator
 
 
 def _builtin_subject(operator_name: str, name: str) -> Subject:

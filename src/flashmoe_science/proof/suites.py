@@ -21,7 +21,7 @@ from .worker import in_worker
 if TYPE_CHECKING:
     from .subject import Subject
 
-_HINT = "the format is in docs/suites.md"
+_HINT = "the format is in docs/reference/suites.md"
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def load_suite(name_or_path: str, *, timeout_s: float = 300.0) -> Suite:
     path = packaged.get(name_or_path, Path(name_or_path))
     if path.suffix != ".toml" and not path.exists():
         close = difflib.get_close_matches(name_or_path, packaged, n=1)
-        hint = f"did you mean {close[0]}?" if close else "give the path of a suite file, see docs/suites.md"
+        hint = f"did you mean {close[0]}?" if close else "give the path of a suite file, see docs/reference/suites.md"
         raise SuiteError(f"suite must be one of {', '.join(packaged)} or a file, got {name_or_path!r}", hint=hint)
     file = read_toml(path, _SuiteFile, SuiteError, hint=_HINT)
     return Suite(file.name, file.operator, file.description, _parse_cases(file, path, timeout_s), path)
@@ -96,7 +96,7 @@ def check_operator(suite: Suite, subject: Subject) -> None:
         return
     beside = subject.folder / "suite.toml"
     own = [name for name, path in list_suites().items() if operator_in(path) == subject.operator]
-    hint = f"--suite {' or '.join(own)}" if own else "docs/suites.md says how to write one"
+    hint = f"--suite {' or '.join(own)}" if own else "docs/reference/suites.md says how to write one"
     if beside.is_file() and beside.resolve() != suite.path.resolve():
         here = Path.cwd().resolve()
         found = beside.resolve()

@@ -9,7 +9,7 @@ from ...gpu.occupancy import WARP, Occupancy, occupancy
 from ...gpu.specs import GpuSpec
 from .observations import Chip, Kernel, Observations, Scaled
 
-FULL = 0.6  # of a peak rate. docs/diagnose.md has the reasons for this and all other thresholds
+FULL = 0.6  # of a peak rate. docs/how-to/diagnose.md has the reasons for this and all other thresholds
 
 
 def spec_of(chip: Chip) -> GpuSpec:

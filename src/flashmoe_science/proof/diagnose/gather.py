@@ -147,7 +147,7 @@ def _longer(operator: Operator, case: SuiteCase) -> _Longer:
     """Return ``case`` with the longer ones that its operator offers."""
     found = _Longer(case, {case.name: operator.as_table(case.problem)})
     if not isinstance(operator, Scalable):
-        found.reason = f"operator {operator.name} offers no longer problems (axes and scaled, see docs/diagnose.md)"
+        found.reason = f"operator {operator.name} offers no longer problems (axes and scaled: docs/how-to/diagnose.md)"
         return found
     axes = list(operator.axes())
     first = next((axis.name for axis in axes if axis.kind == "parallel"), "")

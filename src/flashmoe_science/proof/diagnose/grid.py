@@ -19,7 +19,7 @@ from .observations import Chip, Finding, Kernel, Observations, Scaled
 
 OTHER_KERNEL = "another kernel than promised"
 
-# docs/diagnose.md has the reasons.
+# docs/how-to/diagnose.md has the reasons.
 HOST_HIGH, HOST_LOW = 0.25, 0.10  # of wall time outside of kernels
 WORTH = 0.10  # of the kernels' time: less is not worth a cause's name
 GROWS, GROWS_LITTLE = 0.5, 0.2  # of the time that is proportional to an axis

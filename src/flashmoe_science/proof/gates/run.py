@@ -278,7 +278,7 @@ class Run:
         return {"TRITON_INTERPRET": "1"} if self.device == "cpu" else {}
 
     def payload(self, **more: Any) -> dict[str, Any]:
-        """Return what every task of this run gets: see docs/measuring.md. Its cases are those still to do here."""
+        """Return what every task of this run gets. Its cases are those still to do here."""
         return {
             "subject": self.subject.to_json(),
             "operator": self.subject.operator,

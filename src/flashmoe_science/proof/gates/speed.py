@@ -161,7 +161,7 @@ def _all_steps(run: Run) -> Iterator[_Step]:
     """Yield the measuring processes of the gate bench: those planned, and as many again for cases that stay too wide.
 
     That is decided once. Whoever looks again after every process, and stops where an interval happens to be narrow,
-    has intervals that hold less often than they say (docs/statistics.md).
+    has intervals that hold less often than they say (docs/explanation/statistics.md).
     """
     processes = run.settings.processes
     yield from _steps(run, range(processes), [(mode, run.todo) for mode in run.modes])

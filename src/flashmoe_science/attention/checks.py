@@ -1,0 +1,237 @@
+"""Checks of tensors against the contract of attention. Each function raises, or returns None and changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError, UnsupportedError
+from ..gpu.refusals import check_dense, check_memory, check_not_negative, check_one_device
+from ..gpu.subclasses import is_untraced
+
+DTYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+
+
+def check_attended(tensors: Mapping[str, Tensor]) -> None:
+    """Raise ``InputError`` where tensors of ``flash_attention`` break its contract."""
+    check_tensors(tensors, "B, H, S, D")
+    q, k, v = tensors["q"], tensors["k"], tensors["v"]
+    batch, heads, seqlen_q, head_dim = q.shape
+    heads_kv, seqlen_k = k.shape[1], k.shape[2]
+    check_shape("k", k, (batch, heads_kv, seqlen_k, head_dim), "B, HK, Sk, D")
+    check_shape("v", v, (batch, heads_kv, seqlen_k, v.shape[3]), "B, HK, Sk, DV")
+    check_extras(tensors, (batch, heads, seqlen_q, seqlen_k), "Sq, Sk")
+
+
+def check_attended_packed(tensors: Mapping[str, Tensor], lengths: tuple[int, int]) -> None:
+    """Raise ``InputError`` where tensors of ``flash_attention_varlen`` break its contract.
+
+    Args:
+        tensors: the tensors of the call by name.
+        lengths: the longest queries and keys that are planned for, which a bias has rows and columns for.
+    """
+    q, k, v, page_table = tensors["q"], tensors["k"], tensors["v"], tensors.get("page_table")
+    if page_table is None:
+        check_tensors(tensors, "T, H, D")
+        tokens, letters = k.shape[:1], "Tk"
+    else:
+        _check_pages(tensors)
+        tokens, letters = k.shape[:2], "pages, page_size"
+    _, heads, head_dim = q.shape
+    heads_kv, head_dim_v = k.shape[-2], v.shape[-1]
+    check_shape("k", k, (*tokens, heads_kv, head_dim), f"{letters}, HK, D")
+    check_shape("v", v, (*tokens, heads_kv, head_dim_v), f"{letters}, HK, DV")
+    _check_integers("cu_seqlens_q", tensors["cu_seqlens_q"], q)
+    batch = tensors["cu_seqlens_q"].shape[0] - 1
+    if batch < 0:
+        raise InputError("cu_seqlens_q must have shape [B + 1], so at least one element, got []")
+    for name, size, letters in (
+        ("cu_seqlens_k", batch + 1, "B + 1"), ("seqused_q", batch, "B"), ("seqused_k", batch, "B"),
+    ):  # fmt: skip
+        if name in tensors:
+            _check_integers(name, tensors[name], q)
+            check_shape(name, tensors[name], (size,), letters)
+    if page_table is not None:
+        _check_table(page_table, q, batch)
+    check_extras(tensors, (batch, heads, *lengths), "rows, columns")
+
+
+def check_tensors(tensors: Mapping[str, object], letters: str) -> None:
+    """Check q, k and v: kind, axes (``letters``), dtype and device. Raises ``InputError``."""
+    axes = letters.count(",") + 1
+    q = tensors["q"]
+    for name in ("q", "k", "v"):
+        tensor = tensors[name]
+        if not isinstance(tensor, Tensor) or not isinstance(q, Tensor):
+            raise InputError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+        check_place(name, tensor, q)
+        if tensor.dim() != axes:
+            raise InputError(f"{name} must have {axes} dimensions [{letters}], got shape {list(tensor.shape)}")
+        if tensor.dtype not in DTYPE_NAMES:
+            raise InputError(f"{name} must be float16, bfloat16 or float32, got {tensor.dtype}")
+        if tensor.dtype != q.dtype:
+            raise InputError(f"{name} must have the dtype of q, {q.dtype}, got {tensor.dtype}")
+        if q.device.type not in ("cpu", "cuda"):
+            raise InputError(f"q must be on a CUDA device or the CPU, got {q.device}")
+
+
+def check_extras(tensors: Mapping[str, Tensor], sizes: tuple[int, int, int, int], letters: str) -> None:
+    """Check sinks, slopes, bias and seed, where they are given. Raises ``InputError``.
+
+    Args:
+        tensors: the tensors of the call by name.
+        sizes: B, H, and the rows and columns of a bias.
+        letters: names of the rows and columns.
+    """
+    q, (batch, heads, *_) = tensors["q"], sizes
+    sinks, alibi, bias, seed = (tensors.get(name) for name in ("sinks", "alibi", "bias", "dropout_seed"))
+    if seed is not None:
+        if seed.dtype != torch.int64:
+            raise InputError(f"dropout_seed must be int64, got {seed.dtype}")
+        check_shape("dropout_seed", seed, (2,), "seed, offset")
+        if not seed.is_contiguous():
+            raise InputError(f"dropout_seed must be contiguous, got strides {list(seed.stride())}")
+        check_place("dropout_seed", seed, q)
+    if sinks is not None:
+        _check_heads("sinks", sinks, q)
+        check_shape("sinks", sinks, (heads,), "H")
+    if alibi is not None:
+        _check_heads("alibi", alibi, q)
+        if alibi.shape not in ((heads,), (batch, heads)):
+            expected = f"[H] = {[heads]} or [B, H] = {[batch, heads]}"
+            raise InputError(f"alibi must have shape {expected}, got {list(alibi.shape)}")
+    if bias is not None:
+        _check_dtype("bias", bias)
+        check_place("bias", bias, q)
+        fits = bias.dim() == 4 and tuple(bias.shape[2:]) == sizes[2:]
+        if not fits or bias.shape[0] not in (1, batch) or bias.shape[1] not in (1, heads):
+            expected = f"[B or 1, H or 1, {letters}] = [{batch} or 1, {heads} or 1, {sizes[2]}, {sizes[3]}]"
+            raise InputError(f"bias must have shape {expected}, got {list(bias.shape)}")
+
+
+def _check_heads(name: str, tensor: Tensor, q: Tensor) -> None:
+    """Check a tensor with one number a head."""
+    _check_dtype(name, tensor)
+    check_place(name, tensor, q)
+    if tensor.dim() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        raise InputError(f"{name} must be contiguous along its last axis, got stride {tensor.stride(-1)}")
+
+
+def _check_dtype(name: str, tensor: Tensor) -> None:
+    if tensor.dtype not in DTYPE_NAMES:
+        raise InputError(f"{name} must be float16, bfloat16 or float32, got {tensor.dtype}")
+
+
+def _check_integers(name: str, tensor: Tensor, q: Tensor) -> None:
+    """Check a vector of lengths."""
+    if tensor.dtype != torch.int32:
+        raise InputError(f"{name} must be int32, got {tensor.dtype}")
+    if tensor.dim() != 1 or not tensor.is_contiguous():
+        raise InputError(
+            f"{name} must have 1 dimension and be contiguous, got shape {list(tensor.shape)}, "
+            f"strides {list(tensor.stride())}"
+        )
+    check_place(name, tensor, q)
+
+
+def _check_pages(tensors: Mapping[str, Tensor]) -> None:
+    """Check k and v as pages, but for the sizes of their axes."""
+    pages = {name: tensors[name] for name in ("k", "v")}
+    for name, tensor in pages.items():
+        if tensor.dim() != 4:
+            axes = "4 dimensions [pages, page_size, HK, D] with a page_table"
+            raise InputError(f"{name} must have {axes}, got shape {list(tensor.shape)}")
+        if tensor.shape[1] == 0:
+            raise InputError(f"{name} must have pages of at least 1 position, got shape {list(tensor.shape)}")
+        _check_columns(name, tensor)
+    # The first position of every page has the axes of q.
+    check_tensors({"q": tensors["q"], **{name: tensor[:, 0] for name, tensor in pages.items()}}, "T, H, D")
+
+
+def _check_table(page_table: Tensor, q: Tensor, batch: int) -> None:
+    if page_table.dtype != torch.int32:
+        raise InputError(f"page_table must be int32, got {page_table.dtype}")
+    if page_table.dim() != 2 or page_table.shape[0] != batch:
+        raise InputError(f"page_table must have shape [B, P] = [{batch}, P], got {list(page_table.shape)}")
+    _check_columns("page_table", page_table)
+    check_place("page_table", page_table, q)
+
+
+def _check_columns(name: str, tensor: Tensor) -> None:
+    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        raise InputError(f"{name} must be contiguous along its last axis, got strides {list(tensor.stride())}")
+
+
+def check_place(name: str, tensor: Tensor, q: Tensor) -> None:
+    """Raise ``InputError`` unless a tensor is where q is, and its memory holds its elements and not their negatives."""
+    check_memory(name, tensor)
+    if tensor.device != q.device:
+        raise InputError(f"{name} must be on the device of q, {q.device}, got {tensor.device}")
+
+
+def check_shape(name: str, tensor: Tensor, expected: tuple[int, ...], letters: str) -> None:
+    """Raise ``InputError`` unless ``tensor`` has the shape ``expected``."""
+    if tuple(tensor.shape) != expected:
+        raise InputError(f"{name} must have shape [{letters}] = {list(expected)}, got {list(tensor.shape)}")
+
+
+def check_devices(tensors: Mapping[str, Tensor]) -> None:
+    """Check devices before an operator is called: if one tensor is on meta, torch runs its fake kernel for all."""
+    q = tensors["q"]
+    if is_untraced(q) and q.device.type not in ("cpu", "cuda"):
+        raise InputError(f"q must be on a CUDA device or the CPU, got {q.device}")
+    for name, tensor in tensors.items():
+        if tensor.device != q.device:
+            raise InputError(f"{name} must be on the device of q, {q.device}, got {tensor.device}")
+
+
+def check_fake(q: Tensor, k: Tensor, v: Tensor, axes: tuple[int, int, int], others: Iterable[object]) -> None:
+    """Check what the fake kernel of an operator is given: axes, and one device. Raises ``InputError``."""
+    for name, tensor, expected in zip("qkv", (q, k, v), axes, strict=True):
+        if tensor.dim() != expected:
+            raise InputError(f"{name} must have {expected} dimensions, got shape {list(tensor.shape)}")
+    check_one_device("q", q, (k, v, *others))
+
+
+def check_has_memory(tensor: Tensor) -> None:
+    """Explain why a tensor has no address. Raises ``InputError`` or ``UnsupportedError``."""
+    check_dense("every tensor", tensor)
+    raise UnsupportedError(
+        "an input has no memory of its own: torch.vmap and other transforms of torch.func are not served here",
+        hint="call it without them: a batch is an axis of its own",
+    )
+
+
+def check_pages(page_table: Tensor, pages: int, page_size: int, keys: Iterable[tuple[int, int]]) -> None:
+    """Check on the host the pages that hold the keys [first, end) of each sequence. Raises ``InputError``."""
+    tables = page_table.tolist()
+    for b, (first, end) in enumerate(keys):
+        for i in range(first // page_size, -(-end // page_size)) if first < end else ():
+            if not 0 <= tables[b][i] < pages:
+                raise InputError(f"page_table[{b}, {i}] must be from 0 to {pages - 1}, got {tables[b][i]}")
+
+
+def check_saved(tensors: Mapping[str, Tensor]) -> None:
+    """Raise ``InputError`` unless o, the LSE and their gradients fit a call with these q and v.
+
+    Args:
+        tensors: q and v, and any of ``o``, ``lse``, ``do`` and ``dlse``, by name.
+    """
+    q, v = tensors["q"], tensors["v"]
+    packed = q.dim() == 3
+    rows: tuple[int, ...] = (q.shape[1], q.shape[0]) if packed else tuple(q.shape[:3])
+    kinds = {
+        "o": ((*q.shape[:-1], v.shape[-1]), q.dtype, "T, H, DV" if packed else "B, H, Sq, DV"),
+        "lse": (rows, torch.float32, "H, T" if packed else "B, H, Sq"),
+    }
+    for name in ("o", "lse", "do", "dlse"):
+        if name not in tensors:
+            continue
+        tensor, (shape, dtype, letters) = tensors[name], kinds[name.removeprefix("d")]
+        check_shape(name, tensor, shape, letters)
+        if tensor.dtype != dtype or tensor.device != q.device:
+            raise InputError(f"{name} must be {dtype} on {q.device}, got {tensor.dtype} on {tensor.device}")
+        if name != "do":  # autograd makes negative views of do, and they are resolved
+            check_not_negative(name, tensor)

@@ -1,0 +1,147 @@
+"""How a described call is served: by an operator of torch.library, through autograd, or at once.
+
+Graphs that torch traces hold the operators; eager calls of plain tensors never come by them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError
+from .calls import run
+from .checks import check_fake
+from .gradients import differentiable, kernel_after, register_gradients
+from .inputs import TENSORS, AttentionCall, Options, describe_call, is_traced
+from .problem import canonical_strides, output_strides
+
+_MASKS = "bool causal, float? softmax_scale, SymInt window_left, SymInt window_right, float softcap"
+_HEADS = "Tensor? sinks, Tensor? alibi, Tensor? bias"
+_PACKED = "Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k"
+_LONGEST = "SymInt max_seqlen_q, SymInt max_seqlen_k"
+_USED = "Tensor? seqused_q, Tensor? seqused_k"
+
+
+def attend(
+    tensors: Mapping[str, Any], options: Options, operate: Callable[[AttentionCall], tuple[Tensor, Any]] | None = None
+) -> Any:
+    """Serve a call of a public function. ``operate`` calls another operator than ``operate_with_features``."""
+    traced = is_traced(tensors.values())
+    call = describe_call(tensors, options, traced=traced)
+    if traced:
+        o, lse = (operate or operate_with_features)(call)
+    elif call.recorded:
+        o, lse = differentiable(call)
+    else:
+        return run(call)
+    return (o, lse) if options.return_lse else o
+
+
+def operate_with_features(call: AttentionCall) -> tuple[Tensor, Tensor]:
+    """Call the operator that serves all options of a call."""
+    if call.options.max_seqlens is None:
+        operator = _attention_features
+    else:
+        operator = _attention_varlen_paged if "page_table" in call.tensors else _attention_varlen
+    given = {**call.tensors, **call.options._asdict()}
+    given["window_left"], given["window_right"] = call.options.window
+    given["max_seqlen_q"], given["max_seqlen_k"] = call.options.max_seqlens or (0, 0)
+    found: tuple[Tensor, Tensor] = operator(*(given.get(name) for name in operator.names))
+    return found
+
+
+class Operator:
+    """An operator of torch.library that attends, and the names of its arguments."""
+
+    def __init__(self, name: str, arguments: str, serve: Callable[..., Any] | None = None, returns: int = 2) -> None:
+        """Define the operator.
+
+        Args:
+            name: after the name of the package.
+            arguments: its schema; names are those of ``TENSORS`` and of the public functions.
+            serve: what is called instead of the call that the arguments describe.
+            returns: o, and for 2 the LSE: where it is not asked for, one of no elements.
+        """
+        self.names = [argument.split()[-1] for argument in arguments.split(", ")]
+        self._tensors = [name for name in TENSORS if name in self.names]
+        self._returns = returns
+        self.definition = torch.library.custom_op(
+            f"flashmoe_science::{name}",
+            serve or self._serve,
+            mutates_args=(),
+            schema=f"({arguments}) -> {'Tensor' if returns == 1 else '(Tensor, Tensor)'}",
+        )
+        self.definition.register_fake(self._fake)
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Call the operator."""
+        return self.definition(*arguments)
+
+    def options_of(self, given: Mapping[str, Any]) -> Options:
+        """Return the options among its arguments, as they are: longest lengths may be symbols."""
+        longest = (given["max_seqlen_q"], given["max_seqlen_k"]) if "max_seqlen_q" in given else None
+        return Options(
+            given["causal"], given["softmax_scale"], (given["window_left"], given["window_right"]), given["softcap"],
+            longest, given["kernel"], given.get("dropout_p", 0.0), given["return_lse"],
+        )  # fmt: skip
+
+    def _serve(self, *arguments: Any) -> tuple[Tensor, Tensor]:
+        given = dict(zip(self.names, arguments, strict=True))
+        if given.get("dropout_p") and given["dropout_seed"] is None:  # a backward pass could not know it
+            raise InputError(
+                f"dropout_seed must be given to the operator where dropout_p is {given['dropout_p']}, got None"
+            )
+        tensors = {name: None if given[name] is None else given[name].detach() for name in self._tensors}
+        found = run(describe_call(tensors, self.options_of(given)))
+        if given["return_lse"]:
+            return found  # type: ignore[no-any-return]
+        return found, torch.empty(0, dtype=torch.float32, device=found.device)
+
+    def _fake(self, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Any:
+        """Return outputs without data, in the memory order of the real ones."""
+        axes_q, axes_k = (3 if "max_seqlen_q" in self.names else 4), (3 if self.names[3] == "cu_seqlens_q" else 4)
+        if "page_table" in self.names:
+            axes_k = 4
+        check_fake(q, k, v, (axes_q, axes_k, axes_k), others)
+        if axes_q == 3:
+            o = torch.empty((*q.shape[:2], v.shape[-1]), dtype=q.dtype, device=q.device)
+            lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device).t()
+        else:
+            shape = (*q.shape[:3], v.shape[3])
+            strides = output_strides(*shape, canonical_strides(q.shape, q.stride()))
+            o = torch.empty_strided(shape, strides, dtype=q.dtype, device=q.device)
+            lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+        if self._returns == 1:
+            return o
+        given = dict(zip(self.names[3:], others, strict=True))
+        return o, lse if given.get("return_lse", True) else torch.empty(0, dtype=torch.float32, device=q.device)
+
+
+def _options_of_gradients(operator: Operator) -> Callable[[Mapping[str, Any]], Options]:
+    def options_of(given: Mapping[str, Any]) -> Options:
+        options = operator.options_of(given)
+        return options._replace(kernel=kernel_after(options.kernel), return_lse=True)
+
+    return options_of
+
+
+_attention_features = Operator(
+    "attention_features",
+    f"Tensor q, Tensor k, Tensor v, {_MASKS}, {_HEADS}, Tensor? dropout_seed, float dropout_p, bool return_lse, "
+    "str kernel",
+)
+_attention_varlen = Operator(
+    "attention_varlen",
+    f"{_PACKED}, {_LONGEST}, {_MASKS}, {_HEADS}, {_USED}, Tensor? dropout_seed, float dropout_p, bool return_lse, "
+    "str kernel",
+)
+# Of its own: an operator with gradients saves its inputs by name, and torch leaves out those that are as by default.
+_attention_varlen_paged = Operator(
+    "attention_varlen_paged",
+    f"{_PACKED}, Tensor page_table, {_LONGEST}, {_MASKS}, {_HEADS}, {_USED}, bool return_lse, str kernel",
+)
+for _operator in (_attention_features, _attention_varlen):
+    register_gradients(_operator.definition, _operator.names, _options_of_gradients(_operator))
