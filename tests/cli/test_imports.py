@@ -25,7 +25,7 @@ sys.exit(code)
     ("args", "never"),
     [
         (["--help"], NEVER_FOR_HELP),
-        (["prove", "--help"], NEVER_FOR_HELP),
+        (["prove", "--help"], HEAVY),
         (["runs"], HEAVY),
         (["show", RUN_ID], HEAVY),
         (["doctor"], HEAVY),

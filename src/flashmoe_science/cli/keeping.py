@@ -1,7 +1,5 @@
 """The verbs that fill and empty the store: import, export. What takes long to import waits until one runs."""
 
-
-
 from __future__ import annotations
 
 from collections import Counter
