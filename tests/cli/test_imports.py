@@ -25,7 +25,7 @@ sys.exit(code)
     ("args", "never"),
     [
         (["--help"], NEVER_FOR_HELP),
-        (["prove", "--help"], NEVER_FOR_HELP),
+        (["prove", "--help"], HEAVY),
         (["runs"], HEAVY),
         (["show", RUN_ID], HEAVY),
         (["doctor"], HEAVY),
@@ -40,15 +40,15 @@ def test_a_verb_does_not_import_what_it_does_not_need(args, never):
 
 PLANS = """
 import sys
-from flashmoe_science.cli import explaining
+from flashmoe_science.cli import explain
 from flashmoe_science.gpu.specs import find_gpu
 calls = [
-    explaining.attention_call("1,16,4096,128", {"dtype": "bf16"}),
-    explaining.cache_call("1,8,1,64", {"dtype": "bf16"}, mla=False),
-    explaining.experts_call("64,8,2,64,64", {"dtype": "bf16"}),
+    explain.attention_call("1,16,4096,128", {"dtype": "bf16"}),
+    explain.cache_call("1,8,1,64", {"dtype": "bf16"}, mla=False),
+    explain.experts_call("64,8,2,64,64", {"dtype": "bf16"}),
 ]
 for call in calls:
-    explaining._plan_call(call, find_gpu("H200"), backward=False).as_text()
+    explain._plan_call(call, find_gpu("H200"), backward=False).as_text()
 print("torch" in sys.modules)
 """
 

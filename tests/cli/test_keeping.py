@@ -40,12 +40,6 @@ def test_what_is_imported_can_be_exported(run, files):
     assert [file["status"] for file in document["files"]] == ["same", "same", "left out"]
 
 
-def test_a_run_of_the_evidence_folder_is_exported_too(run, repository):
-    assert run("export", RUN_ID[:12], "--output", "out")[0] == 0
-    name = f"{RUN_ID}.json.gz"
-    assert (repository / "out" / name).read_bytes() == (repository / "evidence" / name).read_bytes()
-
-
 def test_a_file_that_cannot_be_read_does_not_stop_the_others(run, files):
     (files / "0.json").write_text('{"gates": [')
     code, out, err = run("import", str(files))
@@ -114,16 +108,6 @@ def test_a_record_whose_id_names_another_place_is_refused_and_written_nowhere(ru
 
 
 # the option --store and --since
-
-
-def test_every_verb_with_a_store_takes_its_name(run, files, tmp_path):
-    other = str(tmp_path / "other")
-    assert run("import", str(files), "--store", other)[0] == 0
-    assert len(json.loads(run("runs", "--store", other, "--json")[1])["runs"]) == 3
-    assert len(json.loads(run("runs", "--json")[1])["runs"]) == 1
-    assert run("show", "20260102", "--store", other)[0] == 0
-    assert run("show", "20260102")[0] == 2
-    assert run("export", "20260102", "-o", "out", "--store", other)[0] == 0
 
 
 def test_a_file_is_shown_whatever_the_store_is(run, monkeypatch):

@@ -42,10 +42,6 @@ def test_verify_returns_what_the_verdicts_say(run, repository, claim, code, stat
     assert run("verify")[1].startswith(status)
 
 
-def test_verify_why_gives_the_reason(run):
-    assert "every one of 2 cases is at least 2x" in run("verify", "--why")[1]
-
-
 def test_verify_writes_junit(run, repository):
     assert run("verify", "--junit", "junit.xml")[0] == 0
     assert (
@@ -65,7 +61,7 @@ def test_verify_of_a_stale_claim_holds_unless_strict(run, repository):
     assert code == 0
     assert out.startswith(f"stale         {SENTENCE} | lowest of 2 cases 2.30x [2.29, 2.31]; ")
     changed = "1 of 1 (1 of them not in this repository), k.cu"
-    assert f" | demonstrated at commit 000000000000, before its sources changed: {changed}\n" in out
+    assert f"files changed: {changed}\n" in out
     assert out.endswith("1 claim: 1 stale\n")
     assert err.startswith("hint: a stale claim holds for the commit that it names")
     assert run("verify", "--strict")[:2] == (4, out)
@@ -159,17 +155,6 @@ def test_show_of_a_time_that_was_not_taken(run, repository):
     assert "speedup, wall" in run("show", record.id)[1]
 
 
-def test_show_says_how_to_see_the_speedups_of_the_other_times(run, repository):
-    record = build_record(times=("kernel", "wall"), day=2)
-    Store().save(record)
-    line = "speedups of {0} time: flashmoe show RUN --time {0}"
-    assert line.format("wall") in run("show", record.id)[1].splitlines()
-    assert line.format("kernel") in run("show", record.id, "--time", "wall")[1].splitlines()
-    alone = build_record(times=("wall",), day=3)
-    Store().save(alone)
-    assert "speedups of" not in run("show", alone.id)[1]
-
-
 def test_show_of_memory(run, repository):
     record = build_record(day=2)
     peaks = {"flash_attention": 3 << 20, "sdpa": 4 << 20, "sdpa#2": 5 << 20}
@@ -185,16 +170,6 @@ def test_show_of_memory(run, repository):
     assert "speedup" not in out
 
 
-def test_show_of_memory_that_was_not_counted(run, repository):
-    record = build_record(day=2)
-    arms = [arm.model_copy(update={"peak_bytes": None}) for arm in record.cases[0].arms]
-    Store().save(record.model_copy(update={"cases": [record.cases[0].model_copy(update={"arms": arms})]}))
-    code, _, err = run("show", record.id, "--memory")
-    assert (code, err.splitlines()[0]) == (2, "error: this run counted no memory")
-    code, _, err = run("show", RUN_ID, "--memory", "--time", "wall")
-    assert (code, err) == (2, "error: a table has times or memory: take --time or --memory, not both\n")
-
-
 def test_show_verbose_adds_the_kernels_that_ran(run):
     assert "made_up_kernel" not in run("show", RUN_ID)[1]
     assert "made_up_kernel" in run("show", RUN_ID, "--verbose")[1]
@@ -204,11 +179,6 @@ def test_show_writes_csv(run, repository):
     assert run("show", RUN_ID, "--csv", "times.csv")[0] == 0
     with (repository / "times.csv").open(newline="") as file:
         assert len(list(csv.DictReader(file))) == 2 * 3 * 3
-
-
-def test_csv_that_cannot_be_written_is_an_error(run):
-    code, _, err = run("show", RUN_ID, "--csv", "no/such/folder.csv")
-    assert (code, err) == (2, "error: no/such/folder.csv: cannot be written: No such file or directory\n")
 
 
 def test_runs_lists_both_places_newest_first(run):
@@ -228,11 +198,6 @@ def test_runs_warns_of_a_broken_file_and_goes_on(run, repository):
     assert (code, RUN_ID in out) == (0, True)
     assert err.startswith("warning: ")
     assert "broken.json" in err
-
-
-def test_runs_where_there_are_none(run, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    assert run("runs") == (0, "", "no runs yet: flashmoe prove makes the first\n")
 
 
 # explain, doctor, suites, baselines
@@ -262,17 +227,6 @@ def test_explain_says_why_a_kernel_does_not_compile(run, monkeypatch):
     assert (code, err) == (3, "compiling for L4\nerror: no\nhint: yes\n")
 
 
-def test_explain_wraps_to_the_right_of_the_first_word(run, monkeypatch):
-    compiled = {"kernel": "k", "registers": 1, "spill_bytes": 0, "shared_memory_bytes": 0, "seconds": 1.0}
-    answer = TaskResult(ok=True, data={"compiled": [compiled]}, reason="", seconds=0.0, output_tail="")
-    monkeypatch.setattr("flashmoe_science.proof.worker.run_task", lambda *_, **__: answer)
-    monkeypatch.setenv("COLUMNS", "60")
-    lines = run("explain", "--shape", "1,1,64,64", "--gpu", "L4")[1].splitlines()
-    assert len(lines) > 5
-    for line in lines[1:]:
-        assert re.match(r"  (because|config |launch |compile) \S| {10}\S", line)
-
-
 @pytest.mark.triton
 def test_explain_takes_every_size(run):
     sizes = ["--kv-heads", "2", "--seqlen-k", "65", "--head-dim-v", "80", "--dtype", "bf16", "--causal"]
@@ -287,22 +241,6 @@ def test_explain_takes_every_size(run):
     ]
     assert document["fits"] is True
     assert document["compiled"][0]["registers"] > 0
-
-
-@pytest.mark.triton
-def test_explain_obeys_the_environment_as_calls_do(run, monkeypatch):
-    arguments = ("explain", "--shape", "1,1,1024,64", "--dtype", "bf16", "--backward", "--gpu", "H200", "--json")
-    for kernel in ("backward_triton", "backward_gluon_sm90"):
-        monkeypatch.setenv("FLASHMOE_BACKWARD_KERNEL", kernel)
-        code, out, _ = run(*arguments)
-        assert (code, json.loads(out)["plan"]["kernel"]) == (0, kernel)
-        # Compiled in another process, which reads the environment too.
-        names = [each["kernel"] for each in json.loads(out)["compiled"]]
-        assert ("_backward_sm90_kernel" in names) == (kernel == "backward_gluon_sm90")
-    monkeypatch.setenv("FLASHMOE_BACKWARD_KERNEL", "fastest")
-    code, _, err = run(*arguments)
-    assert code == 2
-    assert "kernel must be auto or one of backward_gluon_sm90, backward_triton, reference, got 'fastest'" in err
 
 
 @pytest.mark.triton
@@ -351,11 +289,11 @@ def test_explain_of_experts(run):
     [
         ((), "expected one of --shape, for attention, and --experts"),
         (("--shape", "1,1,64,64", "--experts", "1,2,1,64,64"), "expected one of --shape"),
-        (("--shape", "1,1,64,64", "--activation", "silu"), "--activation is of --experts"),
-        (("--experts", "1,2,1,64,64", "--causal", "--kv-heads", "2"), "--kv-heads and --causal: of attention"),
-        (("--experts", "1,2,1,64,64", "--cache"), "--cache: of attention"),
-        (("--shape", "1,1,64,64", "--mla", "--page-size", "16"), "--page-size and --mla: of a cache, so --cache is"),
-        (("--shape", "1,1,64,64", "--cache", "--backward"), "no gradients through a cache"),
+        (("--shape", "1,1,64,64", "--activation", "silu"), "--activation: only with --experts"),
+        (("--experts", "1,2,1,64,64", "--causal", "--kv-heads", "2"), "--kv-heads and --causal: only with --shape"),
+        (("--experts", "1,2,1,64,64", "--cache"), "--cache: only with --shape"),
+        (("--shape", "1,1,64,64", "--mla", "--page-size", "16"), "--page-size and --mla: only with --cache"),
+        (("--shape", "1,1,64,64", "--cache", "--backward"), "--backward does not go with --cache"),
         (("--experts", "1,2,3,64,64"), "K must be at most the 2 experts, got 3"),
         (("--experts", "1,2,1,64"), "experts must be five integers T,E,K,H,I, got '1,2,1,64'"),
         (("--experts", "1,2,1,64,64", "--activation", "swigul"), "activation must be one of swiglu"),
@@ -464,18 +402,6 @@ def test_readme_writes_every_page_with_marks(run, repository):
         0,
         "README.md: the table of claims is current\ndocs/speeds.md: the tables of cases are current\n",
     )
-
-
-def test_readme_of_a_page_that_is_named_gives_the_command_that_rewrites_it(run, repository):
-    (repository / "my page.md").write_text(f"<!-- verdicts:begin -->\n<!-- verdicts:end -->\n{CASES}")
-    code, out, err = run("readme", "--check", "my page.md")
-    assert (code, out) == (1, "my page.md: the table of claims and the tables of cases are out of date\n")
-    assert err == "hint: flashmoe readme 'my page.md' rewrites it\n"
-    assert json.loads(run("readme", "my page.md", "--json")[1]) == {
-        "path": "my page.md",
-        "current": True,
-        "rewritten": True,
-    }
 
 
 def test_readme_writes_nothing_where_one_page_is_wrong(run, repository):

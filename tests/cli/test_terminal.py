@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import re
-import sys
 
 import pytest
 from rich.console import Console
@@ -66,36 +65,6 @@ def test_without_a_terminal_a_line_says_how_far_it_is_every_ten_seconds(capsys, 
     ]
 
 
-def test_long_times_are_minutes(capsys, clock):
-    progress = ChainProgress(Terminal(), clock=clock)
-    progress.start("bench")
-    clock.now = 60
-    progress.advance(1, 11, "case")
-    assert capsys.readouterr().err == "bench: 1/11 (10 min left) case\n"
-
-
-def test_a_total_never_shrinks(capsys, clock):
-    progress = ChainProgress(Terminal(), clock=clock)
-    progress.start("build")
-    for step, total in ((1, 40), (2, 2)):
-        clock.now += 10
-        progress.advance(step, total, "kernel")
-    assert capsys.readouterr().err.splitlines()[-1].startswith("build: 2/40 (")
-    progress.start("correct")
-    clock.now += 10
-    progress.advance(1, 13, "case")
-    assert capsys.readouterr().err.startswith("correct: 1/13 ")
-
-
-def test_short_work_is_quiet(capsys, clock):
-    progress = ChainProgress(Terminal(), clock=clock)
-    progress.start("sources")
-    progress.advance(1, 1, "hash")
-    progress.finish(build_gates()[0])
-    out, err = capsys.readouterr()
-    assert (out, err) == ("sources  passed                1.0 s  made up: passed\n", "")
-
-
 def test_a_hint_is_said_once(capsys):
     gates = [Gate(name=name, status=GateStatus.NOT_POSSIBLE, hint="look here") for name in ("quick", "bench")]
     progress = ChainProgress(Terminal())
@@ -103,13 +72,6 @@ def test_a_hint_is_said_once(capsys):
         progress.start(gate.name)
         progress.finish(gate)
     assert capsys.readouterr().out.count("hint: look here") == 1
-
-
-def test_notes_name_their_gate(capsys):
-    progress = ChainProgress(Terminal())
-    progress.start("launch")
-    progress.note("fa3 cannot be imported")
-    assert capsys.readouterr().err == "launch: fa3 cannot be imported\n"
 
 
 def test_under_json_the_gates_are_log(capsys):
@@ -139,16 +101,6 @@ def test_on_a_terminal_a_bar_shows_count_time_left_and_label(capsys):
     assert capsys.readouterr().out.startswith("build    passed")
 
 
-def test_a_bar_is_gone_when_its_gate_ends():
-    terminal = Terminal()
-    file = on_a_terminal(terminal)
-    progress = ChainProgress(terminal)
-    progress.start("build")
-    progress.close()
-    progress.close()
-    assert file.getvalue().endswith("\r\033[1A\033[2K")
-
-
 def test_output_without_a_terminal_is_as_wide_as_it_needs(capsys, monkeypatch):
     monkeypatch.delenv("COLUMNS", raising=False)
     Terminal().show("word " * 100)
@@ -167,7 +119,3 @@ def test_a_document_is_printed_under_json_only(capsys):
     assert capsys.readouterr().out == '{\n  "a": 1\n}\n'
     with pytest.raises(ValueError, match="JSON compliant"):
         Terminal(as_json=True).document({"a": float("nan")})
-
-
-def test_streams_are_those_of_the_moment(capsys):
-    assert Terminal().out.file is sys.stdout

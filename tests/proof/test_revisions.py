@@ -19,12 +19,10 @@ import pytest
 from flashmoe_science import cli
 from flashmoe_science.errors import ProofError, SubjectError
 from flashmoe_science.proof.compare import Effect, compare_revisions, exit_code
-from flashmoe_science.proof.cost import Estimate
+from flashmoe_science.proof.cost import Estimate, Meter, Rate, Rates, RatesFile
 from flashmoe_science.proof.evidence import GateStatus, read_record, write_record
 from flashmoe_science.proof.gates import chain, run
 from flashmoe_science.proof.gates.run import passed
-from flashmoe_science.proof.meter import Meter
-from flashmoe_science.proof.rates import Rate, Rates
 from flashmoe_science.proof.revisions import (
     checked_out,
     find_revision,
@@ -415,7 +413,7 @@ def test_a_comparison_whose_disk_fills_is_in_the_store(repository, fake, tmp_pat
         raise OSError(errno.ENOSPC, "No space left on device")
 
     def fills(payload, on_event):
-        monkeypatch.setattr("flashmoe_science.cli.running.write_record", full_disk)
+        monkeypatch.setattr("flashmoe_science.cli.run_shared.write_record", full_disk)
         return right(payload, on_event)
 
     def interrupted(payload, on_event):
@@ -486,7 +484,7 @@ def test_the_command_with_a_gpu_times_both_and_says_what_both_cost(repository, f
 def test_a_budget_is_of_both_revisions(repository, fake, tmp_path, monkeypatch, capsys, seconds, stopped):
     expected = {"launch": 2.0, "correct": 3.0, "quick": 5.0, "bench": 15.0}
     monkeypatch.setattr(
-        "flashmoe_science.proof.meter.estimate",
+        "flashmoe_science.proof.cost.estimate",
         lambda size, _: Estimate({name: s for name, s in expected.items() if name in size.gates}, "made up"),
     )
     (repository / "rates.toml").write_text("[gpu.H200]\ndollars_per_hour = 3600\n")
@@ -513,7 +511,7 @@ def test_a_budget_is_of_both_revisions(repository, fake, tmp_path, monkeypatch, 
 
 def test_a_gate_of_b_may_take_what_a_and_the_gates_before_it_have_left(repository, fake, monkeypatch, tmp_path):
     monkeypatch.setattr(
-        "flashmoe_science.proof.meter.estimate", lambda size, _: Estimate(dict.fromkeys(size.gates, 1.0), "made up")
+        "flashmoe_science.proof.cost.estimate", lambda size, _: Estimate(dict.fromkeys(size.gates, 1.0), "made up")
     )
     limits = []
 
@@ -525,7 +523,7 @@ def test_a_gate_of_b_may_take_what_a_and_the_gates_before_it_have_left(repositor
         return result
 
     monkeypatch.setattr(run, "run_task", answer)
-    rates = Rates(((Rate(GPU.name, 3600.0, "", "", tmp_path),),))
+    rates = Rates({tmp_path: RatesFile(gpu={GPU.name: Rate(dollars_per_hour=3600.0)})})
     record, _, _ = prove_both(repository, meter=Meter(rates, lambda _: [], budget=40.0))
     # A takes 2 s and 3 s, and so does B, whose gate quick takes 5 s.
     of_a = [("capture_launches", 40), ("check_correct", 38)]

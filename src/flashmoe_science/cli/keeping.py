@@ -1,7 +1,5 @@
 """The verbs that fill and empty the store: import, export. What takes long to import waits until one runs."""
 
-# ruff: noqa: D301 - the character \b in a docstring tells typer to keep the lines of a paragraph apart
-
 from __future__ import annotations
 
 from collections import Counter

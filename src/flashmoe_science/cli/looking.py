@@ -32,10 +32,8 @@ from ..proof.report import (
 from ..proof.report_compare import comparison_lines
 from ..proof.rows import kinds_measured, memory_rows
 from ..proof.store import Archive, Store, find_repository, is_path
-from ..proof.study.report import study_line, study_lines
-from ..proof.study.trials import Study, is_study, read_study, study_files
 from ..proof.words import counted
-from . import INCONCLUSIVE, USAGE
+from . import USAGE
 from .names import moment_named
 from .terminal import Terminal, as_plain, short_path, write_csv_file, write_file
 
@@ -64,10 +62,7 @@ def run_verify(*, why: bool, strict: bool, junit: Path | None, as_json: bool) ->
 
     with terminal.doing() as say:
         verdicts = verify_claims(repository, on_trouble=leave_out, say=say)
-    studies = [read_study(path) for path in study_files(repository)]
     code = exit_code(verdicts, strict=strict)
-    if code == 0 and not all(study.holds for study in studies):
-        code = INCONCLUSIVE  # what comparisons show rests on them being right
     if unreadable:
         code = USAGE  # a file is wrong: what it would say of the claims nobody knows
     if junit is not None:
@@ -89,13 +84,9 @@ def run_verify(*, why: bool, strict: bool, junit: Path | None, as_json: bool) ->
         if not all(error.hint for error in unreadable):
             hint = "restore it with git or `flashmoe export`, or take it out of evidence/"
             terminal.log.print(f"hint: {hint}", soft_wrap=True)
-    for study in studies:
-        terminal.show(study_line(study))
-    # Without the samples: `show` has them.
-    shown = [as_plain(study.model_copy(update={"trials": []})) | {"holds": study.holds} for study in studies]
     plain = [as_plain(verdict) for verdict in verdicts]
     lost = [str(error) for error in unreadable]
-    terminal.document({"verdicts": plain, "studies": shown, "unreadable": lost, "exit_code": code})
+    terminal.document({"verdicts": plain, "unreadable": lost, "exit_code": code})
     return code
 
 
@@ -112,8 +103,6 @@ def run_show(
     """Render one run again."""
     terminal = Terminal(as_json=as_json)
     repository = find_repository()
-    if is_path(key) and is_study(Path(key)):
-        return _show_study(read_study(Path(key)), terminal, verbose=verbose)
     # A file needs no store, so that a wrong one does not hide it.
     record = read_record(Path(key)) if is_path(key) else Archive(Store(store), repository).load(key)
     measured = kinds_measured(record)
@@ -148,12 +137,6 @@ def run_show(
             hint = "these verdicts are as of the run; `flashmoe verify` compares the code, suites and claims of today"
             terminal.log.print(f"hint: {hint}", soft_wrap=True)
     terminal.document(document)
-    return 0
-
-
-def _show_study(study: Study, terminal: Terminal, *, verbose: bool) -> int:
-    terminal.show(study_lines(study, verbose=verbose))
-    terminal.document({"study": as_plain(study), "holds": study.holds})
     return 0
 
 

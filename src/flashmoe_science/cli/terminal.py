@@ -17,7 +17,7 @@ from typing import IO, Any
 from pydantic import BaseModel
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
-from rich.table import Column
+from rich.table import Column, Table
 from rich.theme import Theme
 
 from ..errors import EvidenceError, FlashmoeError, InputError
@@ -184,10 +184,16 @@ class ChainProgress:
     """The progress of the seven gates: a bar with the time left on a terminal, a line now and then elsewhere.
 
     Fits the protocol ``Progress`` of ``proof/gates.py``.
+
+    Args:
+        terminal: To print to.
+        clock: Returns seconds.
+        host: The machine that every line names, where several run at the same time.
     """
 
-    def __init__(self, terminal: Terminal, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, terminal: Terminal, *, clock: Callable[[], float] = time.monotonic, host: str = "") -> None:
         self._terminal = terminal
+        self._host = host
         self._clock = clock
         self._bar: Progress | None = None
         self._task = TaskID(0)
@@ -200,7 +206,7 @@ class ChainProgress:
         """A gate begins."""
         self._gate, self._total = gate, 0
         self._started = self._last_line = self._clock()
-        if self._terminal.log.is_terminal:
+        if self._terminal.log.is_terminal and not self._host:
             self._bar = _bar(self._terminal.log)
             self._task = self._bar.add_task(gate, total=None, label="")
             self._bar.start()
@@ -224,7 +230,12 @@ class ChainProgress:
     def finish(self, gate: Gate) -> None:
         """A gate ended: its line is data, and stays."""
         self.close()
-        self._terminal.say(gate_lines(gate, said=self._hints))
+        lines = gate_lines(gate, said=self._hints)
+        if self._host:
+            table = Table.grid(padding=(0, 1, 0, 0))
+            table.add_row(f"{self._host}:", lines)
+            lines = table
+        self._terminal.say(lines)
         self._hints.add(gate.hint)
 
     def close(self) -> None:
@@ -234,7 +245,8 @@ class ChainProgress:
             self._bar = None
 
     def _line(self, text: str) -> None:
-        self._terminal.log.print(f"{self._gate}: {text}" if self._gate else text, style="dim", soft_wrap=True)
+        words = ": ".join(word for word in (self._host, self._gate, text) if word)
+        self._terminal.log.print(words, style="dim", soft_wrap=True)
 
 
 def _bar(console: Console) -> Progress:

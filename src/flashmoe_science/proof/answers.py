@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
-
-import torch
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ..errors import ProofError
+
+if TYPE_CHECKING:  # the command line reads this without waiting for torch
+    import torch
 
 Answer: TypeAlias = "torch.Tensor | tuple[torch.Tensor, ...]"
 Call: TypeAlias = "Callable[[], Answer]"
@@ -39,7 +40,7 @@ def parts(answer: Answer) -> tuple[torch.Tensor, ...]:
 def known_parts(operator: Any, what: str, answer: Answer, names: Sequence[str]) -> tuple[torch.Tensor, ...]:
     """Return the tensors of what the operator itself made. Raises ``ProofError`` unless there is one for each name."""
     found = parts(answer)
-    if len(found) != len(names) or not all(isinstance(part, torch.Tensor) for part in found):
+    if len(found) != len(names) or not all(_is_tensor(part) for part in found):
         expected = f"tensors for {', '.join(names)}" if names != ("",) else "one tensor"
         raise ProofError(f"{what} of {operator.name} must return {expected}, got {_in_words(answer)}")
     return found
@@ -48,11 +49,17 @@ def known_parts(operator: Any, what: str, answer: Answer, names: Sequence[str]) 
 def not_formed(answer: Any, names: Sequence[str]) -> str:
     """Return why ``answer`` is not what a call has to give, or an empty text."""
     if tuple(names) == ("",):
-        return "" if isinstance(answer, torch.Tensor) else f"returned {type(answer).__name__}, expected a tensor"
+        return "" if _is_tensor(answer) else f"returned {type(answer).__name__}, expected a tensor"
     expected = f"a tuple of {len(names)} tensors, {', '.join(names)}"
     right = isinstance(answer, tuple) and len(answer) == len(names)
-    right = right and all(isinstance(part, torch.Tensor) for part in answer)
+    right = right and all(_is_tensor(part) for part in answer)
     return "" if right else f"returned {_in_words(answer)}, expected {expected}"
+
+
+def _is_tensor(thing: object) -> bool:
+    import torch
+
+    return isinstance(thing, torch.Tensor)
 
 
 def _in_words(answer: Any) -> str:

@@ -1,25 +1,29 @@
-"""What a run costs: before it runs, what was spent, and what a gate that failed early saved. Pure functions.
-
-A run costs the time for which it holds a GPU. How that grows with the cases, arms, processes and rounds is a rough
-model; where runs of the same subject, suite and GPU are known, the model only scales what they took.
-"""
+"""The cost of a run: how long it will hold a GPU, what an hour costs, and the budget that ends it."""
 
 from __future__ import annotations
 
+import datetime as dt
 import math
+import os
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from importlib import resources
+from pathlib import Path
 
-from .evidence import GATE_NAMES, GateName, GateStatus, Record
+from pydantic import BaseModel, ConfigDict, Field
+
+from ..errors import ProofError, RatesError
+from ..gpu.specs import name_words
+from .evidence import GateName, GateStatus, Record
 from .ledger import GPU_GATES, Entry, dollars, paid_gates
+from .store import Archive
+from .toml_files import read_toml
 from .words import counted
 
-# Seconds. They come within twice of what the runs in evidence/ took on an H200, as a test sees to: a worker's start;
-# what records launches; for each kind of problem and arm, in every process, what is loaded or compiled; for each case,
-# or case and arm, what warms up and runs; for each TFLOP above one a case, what the answer in fp64 and the eager one
-# take, and the calls of a round. Some baselines take a tenth of what a kind costs here, one that compiles for seconds
-# several times it.
+# Seconds of the rough model, within a factor of two of the runs in evidence/ on an H200 (a test checks it): start of a
+# worker; recorder of launches; loading and compiling per kind of problem and arm; warm-up and calls per case and arm;
+# answers in fp64 and longer calls per TFLOP above one a case.
 _START = 3.0
 _RECORDER = 5.0
 _KIND_OF_ARM = 0.4
@@ -34,26 +38,31 @@ _ANSWERS_OF_TFLOP = 0.15
 _ROUND_OF_TFLOP = 0.005
 _QUICK_ROUNDS = 5
 
-HISTORY = 10  # runs at most: the code changes, and old ones say little
+_HISTORY = 10  # runs at most: the code changes, and old ones say little
+# Problems that differ in these alone are of one kind: a library compiles and chooses once for all of them.
+_LENGTHS = frozenset(("batch", "heads", "heads_kv", "seqlen_q", "seqlen_k", "lengths", "lengths_k", "tokens"))
+
+FILE_NAME = "rates.toml"
+PACKAGED = Path(str(resources.files("flashmoe_science") / FILE_NAME))
 
 
 @dataclass(frozen=True)
 class RunSize:
     """What decides how long a run holds a GPU."""
 
-    cases: int  # that the subject serves, and that are not finished already
+    cases: int  # that the subject serves and that are not finished
     arms: int  # subject, baselines and control
     rounds: int  # in each process
     workers: int  # processes of gate bench
-    cells: int  # one case in one of them
+    cells: int  # pairs of a case and one of those processes
     gates: tuple[GateName, ...] = GPU_GATES  # that will run
-    kinds: int = 1  # of problems: those of one kind differ in nothing but their lengths
-    tflop: float = 0.0  # of one call of each case, together
+    kinds: int = 1  # of problems
+    tflop: float = 0.0  # of one call of every case together
 
 
 @dataclass(frozen=True)
 class PastRun:
-    """A run that tells how long the next one takes."""
+    """A run from which the next one is estimated."""
 
     size: RunSize
     gpu_seconds: Mapping[GateName, float]  # of the gates that passed
@@ -63,10 +72,9 @@ class PastRun:
 class Estimate:
     """How long a run is going to hold a GPU."""
 
-    gpu_seconds: Mapping[str, float]  # by gate, or by what else holds a GPU
-    source: str  # what it rests on
-    runs: int = 0  # earlier ones that it rests on; 0: on the rough model alone
-    off_by: float | None = None  # the median factor, at least 1, by which such estimates missed the earlier runs
+    gpu_seconds: Mapping[str, float]  # by gate, or by another use of a GPU
+    source: str
+    runs: int = 0  # earlier ones that it rests on; 0: the rough model alone
 
     @property
     def total(self) -> float:
@@ -74,38 +82,13 @@ class Estimate:
         return sum(self.gpu_seconds.values())
 
 
-@dataclass
-class Sum:
-    """Rows of the ledger together."""
-
-    gpu_seconds: float = 0.0
-    dollars: float = 0.0
-    unpriced_seconds: float = 0.0  # of GPUs without a rate: they are not among the dollars
-
-
-@dataclass(frozen=True)
-class Saving:
-    """What a run did not spend, because it failed early."""
-
-    run: str
-    gate: GateName  # that failed
-    gpu: str
-    gpu_seconds: float  # estimated, of the gates after it
-    source: str
-
-
 @dataclass(frozen=True)
 class Budget:
-    """What a run may spend. The gates of ``estimate`` are those that cost something."""
+    """The dollars that a run may cost. The gates of ``estimate`` are those that hold a GPU."""
 
     dollars: float
     dollars_per_hour: float
     estimate: Estimate = field(repr=False)
-
-    @property
-    def seconds(self) -> float:
-        """Return for how long a GPU can be held."""
-        return self.dollars / self.dollars_per_hour * 3600 if self.dollars_per_hour else math.inf
 
     def refusal(self, gate: str, spent_seconds: float) -> str:
         """Return why ``gate`` may not begin after so many seconds, or an empty text."""
@@ -114,44 +97,53 @@ class Budget:
         if needed == 0.0 or then <= self.dollars:
             return ""
         return (
-            f"the budget of {format_dollars(self.dollars)} would be passed: {format_dollars(spent)} are spent, "
+            f"the budget of {format_dollars(self.dollars)} would be exceeded: {format_dollars(spent)} are spent, "
             f"and {gate} takes about {format_dollars(then - spent)}"
         )
 
     def seconds_left(self, spent_seconds: float) -> float:
         """Return for how long the rest of the budget pays."""
-        return max(0.0, self.seconds - spent_seconds)
+        whole = self.dollars / self.dollars_per_hour * 3600 if self.dollars_per_hour else math.inf
+        return max(0.0, whole - spent_seconds)
 
 
-def size_of(record: Record, kinds: int = 1) -> RunSize:
-    """Return the size of the whole run that ``record`` is of, however far it came, with its ``kinds_of``."""
+def size_of(record: Record) -> RunSize:
+    """Return the size of the whole run behind ``record``, however far it came."""
     served = [c for c in record.cases if all(arm.role != "subject" or arm.status != "refused" for arm in c.arms)]
     settings = record.settings
-    modes = len({kind == "kernel" for kind in settings.times})  # kernel time has processes of its own
-    workers = settings.processes * modes
+    workers = settings.processes * len({kind == "kernel" for kind in settings.times})  # kernel time has its own
     arms = 1 + len(record.baselines) + bool(record.baselines)
+    kinds = {tuple(sorted((k, str(v)) for k, v in c.problem.items() if k not in _LENGTHS)) for c in record.cases}
     tflop = sum(case.work.flops for case in served) / 1e12
-    return RunSize(len(served), arms, settings.rounds, workers, len(served) * workers, kinds=kinds, tflop=tflop)
+    return RunSize(len(served), arms, settings.rounds, workers, len(served) * workers, kinds=len(kinds), tflop=tflop)
 
 
-def past_run(record: Record, kinds: int = 1) -> PastRun | None:
-    """Return what ``record`` tells of the next run, or None: it held no GPU, or only went on with another run."""
-    if record.environment.gpu is None or record.resumed:
+def past_run(record: Record) -> PastRun | None:
+    """Return what ``record`` shows about the next run. None if it held no GPU, or not for a whole run of its size."""
+    if record.environment.gpu is None or record.resumed or record.settings.width is not None:
         return None
     passed = {g.name: g.gpu_seconds for g in record.gates if g.status is GateStatus.PASSED and g.gpu_seconds > 0}
-    return PastRun(_with_more_processes(size_of(record, kinds), record), passed) if passed else None
+    return PastRun(size_of(record), passed) if passed else None
 
 
-def _with_more_processes(size: RunSize, record: Record) -> RunSize:
-    """Return the size with the processes that ``--width`` added, of which nobody knew before."""
-    cells = [
-        ("kernel" in rounds.seconds, process)
-        for case in record.cases
-        for rounds in case.rounds
-        for process in set(rounds.process)
-        if process >= record.settings.processes
-    ]
-    return replace(size, workers=size.workers + len(set(cells)), cells=size.cells + len(cells))
+def past_runs(archive: Archive, record: Record) -> list[PastRun]:
+    """Return the newest runs of the same subject, suite and GPU. Broken files are left out.
+
+    Raises:
+        EvidenceError: the store cannot be read.
+    """
+    gpu = record.environment.gpu
+    if gpu is None:
+        return []
+    runs = archive.runs(subject=record.subject.name, suite=record.suite, gpu=gpu.name, on_trouble=lambda _: None)
+    ids = [run.id for run in runs if run.gpu == gpu.name and run.id != record.id]
+    found: list[PastRun] = []
+    for run_id in ids:
+        past = past_run(archive.load(run_id))
+        found += [past] if past is not None else []
+        if len(found) == _HISTORY:
+            break
+    return found
 
 
 def model_seconds(gate: GateName, size: RunSize) -> float:
@@ -167,8 +159,7 @@ def model_seconds(gate: GateName, size: RunSize) -> float:
     beyond = max(0.0, size.tflop - size.cases)  # one TFLOP a case is in the figures of a case
     answers = beyond * _ANSWERS_OF_TFLOP
     if gate == "launch":
-        launches = kinds * _KIND_OF_ARM_LAUNCHED + size.cases * size.arms * _LAUNCH_OF_ARM
-        return _START + _RECORDER + launches
+        return _START + _RECORDER + kinds * _KIND_OF_ARM_LAUNCHED + size.cases * size.arms * _LAUNCH_OF_ARM
     if gate == "correct":
         return _CORRECT_START + size.cases * _CORRECT_OF_CASE + beyond * _CORRECT_OF_TFLOP
     round_of_cell = _ROUND_OF_ARM + beyond / size.cases * _ROUND_OF_TFLOP
@@ -179,53 +170,24 @@ def model_seconds(gate: GateName, size: RunSize) -> float:
 
 
 def estimate(size: RunSize, history: Sequence[PastRun]) -> Estimate:
-    """Return how long a run will hold a GPU.
+    """Return how long a run will hold a GPU: the model, scaled by runs of the same subject, suite and GPU.
 
-    Args:
-        size: Of the run.
-        history: Runs of the same subject, suite and GPU, the oldest first.
+    Each gate is scaled by the median of measured time over modelled time; a gate that no run passed, by that of all.
     """
-    history = history[-HISTORY:]
-    seconds = _predict(size, history)
-    if not history:
-        return Estimate(seconds, "a rough model: no run of this subject and suite on this GPU is known")
-    unseen = [gate for gate in seconds if not any(gate in past.gpu_seconds for past in history)]
-    source = f"{counted(len(history), 'run')} of this subject and suite on this GPU"
-    source += f" (of {', '.join(unseen)} no time is known: the rough model)" if unseen else ""
-    misses = [_missed_by(past, history[:number]) for number, past in enumerate(history) if number]
-    return Estimate(seconds, source, len(history), statistics.median(misses) if misses else None)
-
-
-def together(first: Estimate, second: Estimate) -> Estimate:
-    """Return the estimate of two runs, one after the other."""
-    gates = {**first.gpu_seconds, **second.gpu_seconds}
-    seconds = {gate: first.gpu_seconds.get(gate, 0.0) + second.gpu_seconds.get(gate, 0.0) for gate in gates}
-    return replace(second, gpu_seconds=seconds)
-
-
-def _predict(size: RunSize, history: Sequence[PastRun]) -> dict[str, float]:
-    """Return the model's seconds of each gate, times the median of what the gate took over what the model says."""
-    ratios = {gate: [r for past in history if (r := _ratio(gate, past)) is not None] for gate in GPU_GATES}
-    seen = [ratio for of_gate in ratios.values() for ratio in of_gate]
-    typical = statistics.median(seen) if seen else 1.0
-    return {
-        gate: seconds * (statistics.median(ratios[gate]) if ratios[gate] else typical)
+    ratios: dict[GateName, list[float]] = {gate: [] for gate in GPU_GATES}
+    for past in history:
+        for gate, seconds in past.gpu_seconds.items():
+            if (expected := model_seconds(gate, past.size)) > 0:
+                ratios[gate].append(seconds / expected)
+    known = [ratio for of_gate in ratios.values() for ratio in of_gate] or [1.0]
+    seconds_of: dict[str, float] = {
+        gate: seconds * statistics.median(ratios[gate] or known)
         for gate in GPU_GATES
         if (seconds := model_seconds(gate, size)) > 0
     }
-
-
-def _ratio(gate: GateName, past: PastRun) -> float | None:
-    expected = model_seconds(gate, past.size)
-    return past.gpu_seconds[gate] / expected if gate in past.gpu_seconds and expected > 0 else None
-
-
-def _missed_by(past: PastRun, before: Sequence[PastRun]) -> float:
-    """Return the factor by which the estimate from the runs before missed a run, over the gates that it passed."""
-    predicted = _predict(past.size, before)
-    took = sum(past.gpu_seconds.values())
-    said = sum(predicted.get(gate, 0.0) for gate in past.gpu_seconds)
-    return math.exp(abs(math.log(said / took))) if said > 0 else math.inf
+    if not history:
+        return Estimate(seconds_of, "a rough model: no run of this subject and suite on this GPU is known")
+    return Estimate(seconds_of, f"{counted(len(history), 'run')} of this subject and suite on this GPU", len(history))
 
 
 def spent_seconds(record: Record) -> float:
@@ -233,31 +195,19 @@ def spent_seconds(record: Record) -> float:
     return sum(paid_gates(record).values())
 
 
-def saving(record: Record, history: Sequence[PastRun], kinds: int) -> Saving | None:
-    """Return what a run with so many ``kinds_of`` problems saved by failing: the estimated time of the gates after.
+@dataclass
+class Sum:
+    """Rows of the ledger together."""
 
-    None, where it failed at none, or at the last, or had no GPU.
-    """
-    failed = next((gate.name for gate in record.gates if gate.status is GateStatus.FAILED), None)
-    gpu = record.environment.gpu
-    if failed is None or gpu is None:
-        return None
-    later = GATE_NAMES[GATE_NAMES.index(failed) + 1 :]
-    expected = estimate(size_of(record, kinds), history)
-    seconds = sum(expected.gpu_seconds.get(gate, 0.0) for gate in later)
-    return Saving(record.id, failed, gpu.name, seconds, expected.source) if seconds > 0 else None
+    gpu_seconds: float = 0.0
+    dollars: float = 0.0
+    unpriced_seconds: float = 0.0  # of GPUs without a rate: not among the dollars
 
 
 def add_up(
     entries: Iterable[Entry], key: Callable[[Entry], str], rate: Callable[[str], float | None]
 ) -> dict[str, Sum]:
-    """Return the sums of the ledger's rows by ``key``.
-
-    Args:
-        entries: The rows.
-        key: Under which name a row is summed.
-        rate: Dollars an hour of a GPU by its name, for rows that were booked without; None where it is not known.
-    """
+    """Return the sums of the ledger's rows by ``key``. ``rate`` prices rows that were booked without a price."""
     sums: dict[str, Sum] = {}
     for entry in entries:
         total = sums.setdefault(key(entry), Sum())
@@ -270,6 +220,151 @@ def add_up(
         else:
             total.dollars += dollars(entry.gpu_seconds, price)
     return sums
+
+
+class Rate(BaseModel):
+    """One price."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    dollars_per_hour: float = Field(ge=0, allow_inf_nan=False, description="dollars an hour, a number of at least 0")
+    source: str = Field(default="", description="where the price is from")
+    date: dt.date | None = Field(default=None, description="the day on which it was read, e.g. 2026-11-20")
+
+
+class RatesFile(BaseModel):
+    """A ``rates.toml``."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    gpu: dict[str, Rate] = Field(default={}, description="a table [gpu.NAME] for each GPU")
+    other: dict[str, Rate] = Field(default={}, description="a table [other.NAME] for anything else paid by the hour")
+
+
+@dataclass(frozen=True)
+class Rates:
+    """All prices that are known here, by file in the order in which the files are asked."""
+
+    files: Mapping[Path, RatesFile] = field(default_factory=dict)
+
+    def dollars_per_hour(self, gpu: str) -> float | None:
+        """Return the price of an hour of the GPU that the driver calls ``gpu``, or None where it is not known.
+
+        A name fits when all its words are in the GPU's; within a file, the name with the most words wins. All other
+        rates are added; a file replaces those of the same name in later files.
+        """
+        words = name_words(gpu)
+        others = {name: rate for file in reversed(list(self.files.values())) for name, rate in file.other.items()}
+        for file in self.files.values():
+            if fitting := [name for name in file.gpu if name_words(name) <= words]:
+                best = file.gpu[max(fitting, key=lambda name: len(name_words(name)))]
+                return best.dollars_per_hour + sum(rate.dollars_per_hour for rate in others.values())
+        return None
+
+
+def load_rates(repository: Path | None) -> Rates:
+    """Return the prices of the repository's ``rates.toml``, then the user's, then the packaged one.
+
+    Raises:
+        RatesError: a file is wrong; names file, key and what was expected.
+    """
+    home = os.environ.get("XDG_CONFIG_HOME", "")
+    # The XDG specification: a relative path is invalid and has to be ignored.
+    config = Path(home) if Path(home).is_absolute() else Path.home() / ".config"
+    asked = [*([repository / FILE_NAME] if repository else []), config / "flashmoe" / FILE_NAME, PACKAGED]
+    hint = "the format is in docs/how-to/borrowed-gpus.md"
+    return Rates({path: read_toml(path, RatesFile, RatesError, hint=hint) for path in asked if path.exists()})
+
+
+def rate_for(rates: Rates, gpu: str, budget: float | None) -> float | None:
+    """Return the price of an hour of a GPU, or None where it is not known.
+
+    Raises:
+        ProofError: there is a budget, which needs the price.
+    """
+    rate = rates.dollars_per_hour(gpu)
+    if budget is not None and rate is None:
+        hint = f'write its price to rates.toml: [gpu."{gpu}"] dollars_per_hour = ...'
+        raise ProofError(f"a budget needs a rate, and there is none for {gpu}", hint=hint)
+    return rate
+
+
+@dataclass(frozen=True)
+class Bill:
+    """What a run on a GPU will cost, or has cost."""
+
+    gpu: str
+    dollars_per_hour: float | None  # None: no rate is known
+    estimate: Estimate | None  # None: the run ended before there was one
+    spent_seconds: float | None = None  # None: it has not begun
+
+    def dollars(self, gpu_seconds: float) -> float | None:
+        """Return the price of so much time, or None where no rate is known."""
+        return None if self.dollars_per_hour is None else dollars(gpu_seconds, self.dollars_per_hour)
+
+
+class Meter:
+    """What the chain asks before each gate. A run that holds no GPU has no bill.
+
+    Args:
+        rates: The prices of GPUs.
+        history: Returns the runs of the same subject, suite and GPU as a record.
+        budget: Dollars that the run may cost.
+        announce: Gets the bill before the first gate.
+    """
+
+    def __init__(
+        self,
+        rates: Rates,
+        history: Callable[[Record], Sequence[PastRun]],
+        *,
+        budget: float | None = None,
+        announce: Callable[[Bill], None] = lambda _: None,
+    ) -> None:
+        self._rates = rates
+        self._history = history
+        self._dollars = budget
+        self._announce = announce
+        self.budget: Budget | None = None  # of the run that has started; None: it has none, or costs nothing
+        self._estimate: Estimate | None = None
+
+    def start(self, record: Record, size: RunSize) -> None:
+        """Take note of the run that begins. Each revision of a comparison begins one; the bill adds them up.
+
+        Raises:
+            ProofError: it has a budget, and its GPU no rate.
+        """
+        gpu = record.environment.gpu
+        if gpu is None or not size.gates:
+            return
+        rate = rate_for(self._rates, gpu.name, self._dollars)
+        found = estimate(size, self._history(record))
+        if self._dollars is not None and rate is not None:
+            self.budget = Budget(self._dollars, rate, found)
+        before = dict(self._estimate.gpu_seconds) if self._estimate else {}
+        both = before | {gate: before.get(gate, 0.0) + seconds for gate, seconds in found.gpu_seconds.items()}
+        self._estimate = replace(found, gpu_seconds=both)
+        self._announce(Bill(gpu.name, rate, found))
+
+    def refusal(self, gate: GateName, record: Record) -> str:
+        """Return why ``gate`` may not begin, or an empty text."""
+        return self.budget.refusal(gate, spent_seconds(record)) if self.budget else ""
+
+    def seconds_left(self, record: Record) -> float | None:
+        """Return for how long the run may still hold its GPU after the gates of ``record``; None: without end."""
+        return self.budget.seconds_left(spent_seconds(record)) if self.budget else None
+
+    def rate(self, record: Record) -> float | None:
+        """Return the price of an hour of the run's GPU, or None where it has none or its price is not known."""
+        gpu = record.environment.gpu
+        return self._rates.dollars_per_hour(gpu.name) if gpu else None
+
+    def bill(self, record: Record) -> Bill | None:
+        """Return what a run has cost, or None where it held no GPU."""
+        gpu, seconds = record.environment.gpu, spent_seconds(record)
+        if gpu is None or (seconds == 0 and self._estimate is None):
+            return None
+        return Bill(gpu.name, self._rates.dollars_per_hour(gpu.name), self._estimate, seconds)
 
 
 def format_dollars(amount: float) -> str:

@@ -10,9 +10,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
-
-import torch
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 from ..errors import SubjectError
 from ..gpu.machine_code import KernelCode
@@ -21,10 +19,12 @@ from ..operators import MODULES
 from .answers import Answer, Call
 from .worker import in_worker
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # the command line reads protocols without waiting for torch
+    import torch
+
     from ..gpu.identity import PlannedSource
 
-Inputs = Mapping[str, torch.Tensor]
+Inputs: TypeAlias = "Mapping[str, torch.Tensor]"
 _OPERATORS = f"{__package__.rpartition('.')[0]}.operators"
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import io
 import tarfile
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from flashmoe_science.proof.evidence import Settings
-from flashmoe_science.proof.remote import Host, RemoteRequest, prove_on
+from flashmoe_science.proof.remote import Host, RemoteRequest, Tree, prove_on
 
 from ..builders import build_record
 from ..sshd import WHY_NOT, is_possible
@@ -61,15 +62,19 @@ def run_request(table, tree, send, receive):
 """
 
 
-class StubTree:
+@dataclass(frozen=True)
+class StubTree(Tree):
     """A tree that holds the stub, and a file of so many bytes."""
 
-    package = "package"
+    root: Path = Path()
+    files: tuple[str, ...] = ()
+    more: int = 0
 
-    def __init__(self, more=0):
-        self.more = more
+    @property
+    def package(self) -> str:
+        return "package"
 
-    def pack(self):
+    def pack(self) -> bytes:
         buffer = io.BytesIO()
         with tarfile.open(fileobj=buffer, mode="w:gz") as tar:
             for name in ("", "proof/", "proof/remote/"):

@@ -9,7 +9,7 @@ import zipfile
 import pytest
 
 from flashmoe_science.errors import InputError, MachineLostError, RemoteError
-from flashmoe_science.proof.remote import Host, far_side
+from flashmoe_science.proof.remote import Host, bootstrap
 from flashmoe_science.proof.remote.wheels import REQUIREMENTS, platforms
 
 from ..test_interruption import ROOT
@@ -60,7 +60,7 @@ def test_a_python_that_is_not_there_is_named(machine, tmp_path):
 @SSH
 @pytest.mark.parametrize(("limit", "said"), [(0, "No usable temporary directory"), (1, "File too large")])
 def test_a_machine_without_space_says_so(machine, python, limit, said):
-    (result,), _ = run("finish", python=python(f"ulimit -f {limit}"), tree=StubTree(1 << 20))
+    (result,), _ = run("finish", python=python(f"ulimit -f {limit}"), tree=StubTree(more=1 << 20))
     assert str(result.error).startswith("gpu: the tree cannot be unpacked: ")
     assert said in str(result.error)
     assert "let TMPDIR name a folder that has some" in str(result.error)
@@ -118,11 +118,11 @@ def test_wheels_travel_to_a_machine_without_an_index(machine, python, wheels, mo
 
 
 def test_wheels_travel_to_a_machine_whose_index_does_not_answer(tmp_path, wheels, monkeypatch):
-    assert far_side._PIP_TIMEOUT_S <= 60
+    assert bootstrap._PIP_TIMEOUT_S <= 60
     stuck = tmp_path / "python"
     stuck.write_text("#!/bin/sh\nexec sleep 600\n")
     stuck.chmod(0o755)
-    monkeypatch.setattr(far_side, "_PIP_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(bootstrap, "_PIP_TIMEOUT_S", 0.2)
     monkeypatch.setattr(sys, "executable", str(stuck))
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.delitem(sys.modules, "made_up", raising=False)
@@ -132,7 +132,7 @@ def test_wheels_travel_to_a_machine_whose_index_does_not_answer(tmp_path, wheels
             archive.write(wheel, wheel.name)
     sent: list[dict[str, object]] = []
 
-    class Link(far_side.Link):
+    class Link(bootstrap.Link):
         def __init__(self):  # no connection
             pass
 
@@ -142,7 +142,7 @@ def test_wheels_travel_to_a_machine_whose_index_does_not_answer(tmp_path, wheels
         def receive(self):
             return {"do": "wheels"}, bundle.getvalue()
 
-    far_side._add_packages(Link(), {"made_up": "made-up>=3"}, tmp_path / "run")
+    bootstrap._add_packages(Link(), {"made_up": "made-up>=3"}, tmp_path / "run")
     assert [event["event"] for event in sent] == ["note", "wheels wanted"]
     assert sent[1]["why"] == "pip did not end within 0.2 s"
     assert (tmp_path / "run" / "packages" / "made_up.py").exists()

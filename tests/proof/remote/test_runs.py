@@ -54,7 +54,10 @@ def test_a_record_that_a_run_there_cannot_have_is_not_saved_and_nothing_after_it
     said: queue.SimpleQueue[_Said] = queue.SimpleQueue()
     saved, results = [], [HostResult(Host("gpu"))]
     session = _Session(results[0].host, 0, said, request("stop"), {}, b"", 1.0)
-    listener = _Listener([session], results, said, {"gpu": Lines()}, lambda name, record: saved.append(record.id))
+    lines = {"gpu": Lines()}
+    listener = _Listener(
+        [session], results, said, lines, lambda _, record: saved.append(record.id), begin=lambda *_: None
+    )
     table = build_record(speedups=[2.0], gpu=None).model_dump(mode="json")
     for record in (table, table, table | changes, table):
         said.put(_Said(0, "record", {"record": json.dumps(record)}))

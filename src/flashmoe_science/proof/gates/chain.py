@@ -10,7 +10,6 @@ from ...errors import SubjectError
 from ..cost import RunSize, size_of
 from ..environment import describe_apart as _read_environment
 from ..evidence import GATE_NAMES, Gate, GateName, GateStatus, Record
-from ..kinds import kinds_of
 from ..ledger import GPU_GATES
 from ..subject import hash_sources
 from . import correct, launch, speed, static
@@ -102,7 +101,7 @@ def _run_gate(run: Run, name: GateName, gate: Callable[[Run], Outcome]) -> None:
 def _size(run: Run) -> RunSize:
     """Return what decides how long this run will hold a GPU. What it takes over from another run costs nothing."""
     record = run.record()
-    whole = size_of(record, kinds_of(record))
+    whole = size_of(record)
     asked = GATE_NAMES[: GATE_NAMES.index(run.request.until or GATE_NAMES[-1]) + 1]
     gates = [name for name in GPU_GATES if name in asked and _holds_gpu(run, name) and kept_outcome(run, name) is None]
     processes = range(run.settings.processes)

@@ -19,13 +19,14 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 from ...errors import EvidenceError, FlashmoeError, InputError, MachineLostError, RemoteError
 from ..cost import Budget, RunSize
 from ..evidence import Gate, Record, parse_record
 from ..gates import Progress
 from .agent import BUDGET, SIZE, RemoteRequest
+from .tree import Tree
 from .wheels import REQUIREMENTS, bundle_wheels
 
 HEARTBEAT_S = 5.0
@@ -58,7 +59,7 @@ while len(b) < n:
     d = os.read(0, n - len(b))
     if not d: sys.exit("the connection was closed")
     b += d
-exec(compile(b, "far_side.py", "exec"), {"__name__": "__main__"})
+exec(compile(b, "bootstrap.py", "exec"), {"__name__": "__main__"})
 """
 
 _SHELL = """check=$1 boot=$2 size=$3; shift 3
@@ -70,17 +71,6 @@ tried="$tried$p: $why; "
 done
 printf '%s%s\\n' "$_NO_PYTHON" "$(printf %s "$tried" | tr '\\n' ' ')"
 """.replace("$_NO_PYTHON", _NO_PYTHON)
-
-
-class Parcel(Protocol):
-    """What is sent: see ``Tree``."""
-
-    @property
-    def package(self) -> str:
-        """Where, in what is sent, the folder lies that holds this package."""
-
-    def pack(self) -> bytes:
-        """Return everything as one compressed archive."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +115,7 @@ class _Said:
 def prove_on(
     hosts: Sequence[Host],
     request: RemoteRequest,
-    tree: Parcel,
+    tree: Tree,
     *,
     progress: Mapping[str, Progress],
     save: Callable[[str, Record], None],
@@ -173,7 +163,7 @@ class _Listener:
         said: queue.SimpleQueue[_Said],
         progress: Mapping[str, Progress],
         save: Callable[[str, Record], None],
-        begin: Callable[[str, Record, RunSize], Budget | None] = lambda *_: None,
+        begin: Callable[[str, Record, RunSize], Budget | None],
     ) -> None:
         self._sessions = sessions
         self._results = results
@@ -312,7 +302,7 @@ class _Session:
 
     def start(self) -> None:
         """Connect and begin. Raises ``RemoteError`` when there is no ssh."""
-        program = (resources.files(__package__) / "far_side.py").read_bytes()
+        program = (resources.files(__package__) / "bootstrap.py").read_bytes()
         pythons = [self.host.python] if self.host.python else list(PYTHONS)
         words = ["sh", "-c", _SHELL, "flashmoe", _CHECK, _BOOT, str(len(program)), *pythons]
         argv = [*ssh_command(), *(word for option in _OPTIONS for word in ("-o", option)), "-T", "--", self.host.name]

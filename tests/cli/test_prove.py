@@ -11,11 +11,11 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from flashmoe_science.errors import EvidenceError
-from flashmoe_science.proof.evidence import Resumed, SourceFile, SubjectInfo
+from flashmoe_science.proof.evidence import SourceFile, SubjectInfo
 from flashmoe_science.proof.store import Store
 
-from ..proof.builders import FIRST_DAY, build_gates, build_record
-from ..proof.claim_builders import claim_toml, suite_toml
+from ..proof.builders import build_gates, build_record
+from ..proof.claim_builders import suite_toml
 from .conftest import SENTENCE
 
 
@@ -41,7 +41,7 @@ def prove_with(run, monkeypatch, requests):
                 raise KeyboardInterrupt
             return record
 
-        monkeypatch.setattr("flashmoe_science.cli.proving.prove", chain or whole)
+        monkeypatch.setattr("flashmoe_science.proof.gates.prove", chain or whole)
         return run("prove", *args)
 
     return prove_with
@@ -120,44 +120,6 @@ def test_prove_with_no_gpu_ends_with_the_verdicts_of_verify(prove_with):
     assert lines[-3] == "1 claim: 1 demonstrated"
 
 
-def test_prove_with_no_gpu_holds_even_where_a_claim_does_not(prove_with, repository):
-    (repository / "claims" / "seed.toml").write_text(claim_toml(suite="made_up", factor=2.9))
-    code, out, _ = prove_with(build_record(gpu=None, day=1))
-    assert code == 0
-    assert "\nrefuted       On H200, flash_attention is at least 2.9 times as fast as sdpa" in out
-
-
-def test_prove_says_its_own_end_beside_a_record_that_cannot_be_read(prove_with, repository):
-    record = build_record(gpu=None, day=1)
-    (repository / "evidence" / "newer.json").write_text('{"gates": [], "schema_version": 3}')
-    code, out, err = prove_with(record)
-    assert (code, out.splitlines()[-1]) == (0, f"record: evidence/{record.id}.json")
-    assert "newer.json: it has schema 3, and this flashmoe reads up to 2\nhint: a newer flashmoe made it" in err
-    assert f"\ninconclusive  {SENTENCE} | " in out
-
-
-def test_prove_says_nothing_of_claims_where_there_are_none(prove_with, repository):
-    (repository / "claims" / "seed.toml").unlink()
-    code, out, _ = prove_with(build_record(gpu=None, day=1))
-    assert (code, "claim" in out) == (0, False)
-
-
-def test_prove_with_no_gpu_says_nothing_of_claims_about_another_subject(prove_with):
-    code, out, _ = prove_with(build_record(gpu=None, day=1, subject="forward_triton"), "--json")
-    assert json.loads(out)["verdicts"] == []
-    code, out, _ = prove_with(build_record(gpu=None, day=2, subject="forward_triton"))
-    assert code == 0
-    assert "\nNo claim of this repository is about forward_triton.\n" in out
-    assert SENTENCE not in out
-
-
-@pytest.mark.parametrize("expect", ["0", "-1", "nan", "inf"])
-def test_prove_refuses_to_expect_what_is_no_speedup(run, expect):
-    code, out, err = run("prove", "--expect", expect)
-    assert (code, out) == (2, "")
-    assert "expect" in err.splitlines()[0]
-
-
 def test_prove_writes_gates_and_claims_as_junit(prove_with, repository):
     record = build_record(speedups=[1.2, 3.0], suite="made_up", day=1)
     assert prove_with(record, "--junit", "out/junit.xml")[0] == 1
@@ -223,11 +185,6 @@ def test_the_hint_of_an_interrupted_run_goes_on_where_kernel_and_suite_lie_elsew
     assert interrupted(away, None) == found
 
 
-def test_prove_that_is_interrupted_prints_one_json_document(prove_with):
-    code, out, _ = prove_with(build_record(complete=False, day=1), "--json", interrupt=True)
-    assert json.loads(out)["exit_code"] == code == 130
-
-
 def test_prove_goes_on_when_the_store_cannot_be_written(prove_with, repository, monkeypatch):
     monkeypatch.setenv("FLASHMOE_STORE", str(repository / "README.md" / "runs"))
     record = build_record(speedups=[2.3], day=1)
@@ -247,7 +204,7 @@ def test_a_disk_that_fills_in_the_middle_costs_the_file_and_not_the_record(prove
 
     def chain(request, *, progress, save):
         save(record)
-        monkeypatch.setattr("flashmoe_science.cli.running.write_record", full_disk)
+        monkeypatch.setattr("flashmoe_science.cli.run_shared.write_record", full_disk)
         save(record)
         save(rest)
         return rest
@@ -264,27 +221,12 @@ def test_a_disk_that_fills_in_the_middle_costs_the_file_and_not_the_record(prove
     assert Store().load(record.id) == rest
 
 
-def test_a_disk_that_has_room_again_gets_the_file_after_all(prove_with, repository, monkeypatch):
-    record = build_record(speedups=[2.3], day=1)
-
-    def chain(request, *, progress, save):
-        save(record)
-        with monkeypatch.context() as full:
-            full.setattr("flashmoe_science.cli.running.write_record", full_disk)
-            save(record)
-        save(record)
-        return record
-
-    assert prove_with(record, chain=chain)[2].count("warning: ") == 1
-    assert (repository / "evidence" / f"{record.id}.json.gz").exists()
-
-
 def test_a_run_that_can_be_kept_nowhere_ends(prove_with, repository, monkeypatch):
     record = build_record(speedups=[2.3], day=1)
 
     def chain(request, *, progress, save):
         save(record)
-        monkeypatch.setattr("flashmoe_science.cli.running.write_record", full_disk)
+        monkeypatch.setattr("flashmoe_science.cli.run_shared.write_record", full_disk)
         monkeypatch.setattr(Store, "save", lambda *_, **__: (_ for _ in ()).throw(EvidenceError("no store")))
         save(record)
         pytest.fail("it went on")
@@ -299,13 +241,6 @@ def test_a_run_that_can_be_kept_nowhere_ends(prove_with, repository, monkeypatch
 def test_a_time_limit_reaches_the_subject(prove_with, requests):
     prove_with(build_record(day=1), "--time-limit", "7")
     assert (requests[0].subject.limits.launch_s, requests[0].time_limit) == (7.0, 7.0)
-
-
-@pytest.mark.parametrize("limit", ["0", "-1", "nan", "inf"])
-def test_prove_refuses_a_time_limit_that_is_none(run, limit):
-    code, out, err = run("prove", "--time-limit", limit)
-    assert (code, out) == (2, "")
-    assert "time" in err.splitlines()[0]
 
 
 def test_a_resumed_run_whose_suite_is_not_here_says_how_to_name_it(run):
@@ -363,13 +298,6 @@ def test_resume_takes_from_the_run_what_is_not_given(prove_with, requests, inter
     assert request.command == f"flashmoe prove --resume {interrupted.id[:16]}"
 
 
-def test_resume_leaves_what_is_given_for_the_chain_to_compare(prove_with, requests, interrupted):
-    prove_with(build_record(day=2), "--resume", interrupted.id, "--rounds", "10", "-b", "sdpa", "--seed", "9")
-    settings = requests[0].settings
-    assert (settings.rounds, settings.seed, settings.processes) == (10, 9, 4)
-    assert requests[0].baselines == ["sdpa"]
-
-
 def test_resume_finds_the_files_of_a_users_own_subject_and_suite(prove_with, requests, interrupted, repository):
     folder = repository / "mine"
     folder.mkdir()
@@ -386,24 +314,3 @@ def test_resume_finds_the_files_of_a_users_own_subject_and_suite(prove_with, req
     (repository / "evidence" / f"{record.id}.json.gz").write_text(record.model_dump_json())
     prove_with(build_record(day=2), "--resume", record.id)
     assert (requests[0].subject.name, requests[0].suite.name) == ("mine", "own")
-
-
-def test_resume_of_a_subject_whose_file_is_not_known_says_what_to_do(run, interrupted, repository):
-    subject = SubjectInfo(name="mine", operator="o", entry_point="m:f", folder=None)
-    record = interrupted.model_copy(update={"subject": subject})
-    (repository / "evidence" / f"{record.id}.json.gz").write_text(record.model_dump_json())
-    code, out, err = run("prove", "--resume", record.id)
-    assert (code, out) == (2, "")
-    assert err.endswith("hint: name it: flashmoe prove my_kernel.toml --resume RUN\n")
-
-
-def test_resume_of_no_run_suggests_the_nearest(run, interrupted):
-    code, _, err = run("prove", "--resume", interrupted.id.replace("2026", "2025"))
-    assert code == 2
-    assert f"did you mean {interrupted.id}?" in err
-
-
-def test_show_says_which_run_a_record_goes_on_with(run, interrupted, repository):
-    record = interrupted.model_copy(update={"id": "later", "resumed": [Resumed(run="first", created_at=FIRST_DAY)]})
-    (repository / "evidence" / "later.json").write_text(record.model_dump_json())
-    assert "note      goes on with first\n" in run("show", "later")[1]

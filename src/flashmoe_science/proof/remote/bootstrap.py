@@ -1,4 +1,4 @@
-"""The far side of a borrowed machine: sent as text and run there by ``python -c``, so it needs nothing but Python.
+"""The program that starts a run on a borrowed machine: sent as text to ``python -c``, so it needs nothing but Python.
 
 It talks over the one SSH connection. Here come frames: a JSON document on a line, and after it as many raw bytes as
 its key ``bytes`` says. An empty document is a sign of life. What goes back is a JSON document a line, on the first

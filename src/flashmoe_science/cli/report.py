@@ -5,34 +5,68 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import Annotated, cast
+
+import typer
 
 from ..errors import EvidenceError, InputError
 from ..proof.conclude import last_word
 from ..proof.evidence import Record, TimeKind, read_record
 from ..proof.judge import Verdict
+from ..proof.page import Judged, Page, build_page
 from ..proof.report import count_line
+from ..proof.report_html import render_html
+from ..proof.report_markdown import render_markdown
 from ..proof.rows import kinds_measured, write_csv
 from ..proof.store import Archive, Store, evidence_files, find_repository, is_path, read_summary
 from .looking import conclude_now
+from .options import Json, Metric, StoreName
 from .terminal import Terminal, as_plain, short_path, write_file
-
-if TYPE_CHECKING:
-    from ..proof.page import Page
 
 _HINT = "flashmoe prove makes the first, flashmoe runs lists what there is"
 
 
-def run_report(
-    keys: Sequence[str], *, files: Sequence[Path], kind: str | None, store: str | None = None, as_json: bool
-) -> int:
-    """Write a report about some runs, or about the newest one of the repository."""
-    from ..proof.page import Judged, build_page
+def report(
+    run: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[RUN]...",
+            help="Ids of runs, beginnings of them, or JSON files. Default: the newest run of this repository.",
+            show_default=False,
+        ),
+    ] = None,
+    output: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--output", "-o", metavar="FILE", help="Ends in .html, .md or .csv; repeat it. Default: report.html."
+        ),
+    ] = None,
+    metric: Annotated[
+        Metric | None,
+        typer.Option("--time", metavar="KIND", help="Plot kernel, graph or wall time. Default: graph."),
+    ] = None,
+    store: StoreName = None,
+    as_json: Json = False,
+) -> None:
+    """Make one self-contained page about a run, or several side by side: verdicts, gates, speed, roofline, raw numbers.
 
+    The page is one file without scripts, and it fetches nothing. The suffix of FILE decides: HTML, Markdown or CSV.
+
+    \b
+    Examples:
+      flashmoe report
+      flashmoe report 20261120 -o report.html -o report.md
+      flashmoe report evidence/*.json.gz -o all.html
+
+    \b
+    Exit codes:
+      0  written    2  there is no such run, or a file cannot be read or written
+    """
     terminal = Terminal(as_json=as_json)
     repository = find_repository()
-    writers = {path: _writer(path) for path in files}
-    records = _load(keys, store, repository, terminal)
+    kind = metric.value if metric else None
+    writers = {path: _writer(path) for path in output or [Path("report.html")]}
+    records = _load(run or [], store, repository, terminal)
     _check_kind(kind, records)
     judged = [Judged(record, conclude_now(record, repository)) for record in records]
     page = build_page(judged, cast("TimeKind | None", kind))
@@ -49,11 +83,10 @@ def run_report(
             "verdicts": [as_plain(verdict) for verdict in verdicts],
         }
     )
-    return 0
 
 
 def _summary(records: Sequence[Record], verdicts: Sequence[Verdict]) -> list[str]:
-    """Return what is said of the runs: how their claims stand, or how far each came where there is no verdict."""
+    """Return the verdicts of the runs in one line, or how far each run came where it has none."""
     if verdicts:
         return [f"{', '.join(record.id for record in records)}: {count_line(verdicts)}"]
     return [f"{record.id}: {', '.join(last_word(record))}" for record in records]
@@ -96,25 +129,13 @@ def _check_kind(kind: str | None, records: Sequence[Record]) -> None:
 
 
 def _writer(path: Path) -> Callable[[Page], str]:
-    """Return what makes a file of this name. Raises ``InputError`` where its ending names no format."""
-    writers = {".html": _html, ".md": _markdown, ".csv": _csv}
+    """Return the writer of a file of this name. Raises ``InputError`` where its suffix names no format."""
+    writers = {".html": render_html, ".md": render_markdown, ".csv": _csv}
     if path.suffix.lower() not in writers:
         raise InputError(
             f"output must end in {', '.join(writers)}, got {str(path)!r}", hint="e.g. -o report.html -o report.md"
         )
     return writers[path.suffix.lower()]
-
-
-def _html(page: Page) -> str:
-    from ..proof.report_html import render_html
-
-    return render_html(page)
-
-
-def _markdown(page: Page) -> str:
-    from ..proof.report_markdown import render_markdown
-
-    return render_markdown(page)
 
 
 def _csv(page: Page) -> str:

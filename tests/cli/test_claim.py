@@ -55,17 +55,6 @@ def test_a_newer_run_decides_what_is_written(run, repository):
     assert f"judged by run {newer}, and not by {RUN_ID}: {said}" in out.splitlines()
 
 
-def test_nothing_is_kept_of_a_run_whose_claim_was_not_written(run, repository):
-    Store().save(build_record(speedups=[1.5, 3.0], suite="made_up", day=3))
-    assert run("claim", "new", "20260104", "--factor", "9")[0] == 1
-    assert len(list((repository / "evidence").iterdir())) == 1
-
-
-def test_several_times_give_several_claims(run, repository):
-    assert run("claim", "new", RUN_ID, "--time", "wall", "--time", "kernel", "--mean", "--factor", "0.5")[0] == 0
-    assert len(claims_in(repository)) == 3
-
-
 @pytest.mark.parametrize(
     ("args", "error"),
     [
@@ -80,11 +69,6 @@ def test_wrong_usage_writes_nothing(run, repository, args, error):
     assert (code, out) == (2, "")
     assert error in err
     assert claims_in(repository) == ["seed-graph"]
-
-
-def test_without_new_the_command_says_what_is_missing(run):
-    code, _, err = run("claim")
-    assert (code, err.splitlines()[0]) == (2, "error: Missing command")
 
 
 def test_a_claim_about_a_kernel_with_its_own_suite_is_made_verified_and_reported(run, repository):
@@ -105,9 +89,3 @@ def test_a_claim_about_a_kernel_with_its_own_suite_is_made_verified_and_reported
     assert run("lint", "page.md")[0] == 0
     assert run("report", record.id, "-o", "report.md")[0] == 0
     assert "demonstrated" in (repository / "report.md").read_text()
-
-
-def test_the_store_can_be_named(run, repository, tmp_path):
-    Store(str(tmp_path / "other")).save(build_record(speedups=[2.5, 3.0], suite="made_up", day=3))
-    assert run("claim", "new", "20260104")[0] == 2
-    assert run("claim", "new", "20260104", "--store", str(tmp_path / "other"))[0] == 0

@@ -1,20 +1,24 @@
-"""The verb ``claim``: write claims from a run, and say what they are worth."""
-
-# ruff: noqa: D301 - the character \b in a docstring tells typer to keep the lines of a paragraph apart
+"""The verb ``claim``: write claims from a run, and judge them."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Optional
+from typing import Annotated
 
 import typer
 
-from .options import Json, Metric, StoreName, split
-
-if TYPE_CHECKING:
-    from ..proof.judge import Verdict
-    from ..proof.new_claim import ClaimRequest
+from ..errors import ClaimError
+from ..proof import claims as claim_files
+from ..proof.claims import add_claims, load_claims
+from ..proof.evidence import record_path, write_record
+from ..proof.judge import Verdict, exit_code
+from ..proof.new_claim import ClaimRequest, make_claims, way_out
+from ..proof.report import count_line
+from ..proof.store import Archive, Store, find_repository
+from ..proof.verify import read_records, verify_claim
+from .options import Json, Metric, Run, StoreName, split
+from .terminal import Terminal, as_plain, short_path
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
@@ -31,22 +35,26 @@ def claim() -> None:
 
 @app.command("new", short_help="Write a claim from a run.")
 def new(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="The id of a run, the beginning of one, or a JSON file.")],
+    run: Run,
     metric: Annotated[
-        Optional[list[Metric]],  # noqa: UP045
+        list[Metric] | None,
         typer.Option("--time", metavar="KIND", help="Claim kernel, graph or wall time; repeat it. Default: graph."),
     ] = None,
     factor: Annotated[
-        Optional[float],  # noqa: UP045
-        typer.Option("--factor", metavar="X", help="Times as fast. Default: the largest round figure that is shown."),
+        float | None,
+        typer.Option(
+            "--factor", metavar="X", help="The speedup. Default: the largest round figure that the run shows."
+        ),
     ] = None,
     baseline: Annotated[
-        Optional[list[str]],  # noqa: UP045
-        typer.Option("--baseline", "-b", metavar="NAME", help="Repeat it: the fastest of them. Default: the first."),
+        list[str] | None,
+        typer.Option(
+            "--baseline", "-b", metavar="NAME", help="Repeat it for the fastest of several. Default: the first."
+        ),
     ] = None,
     cases: Annotated[
-        Optional[list[str]],  # noqa: UP045
-        typer.Option("--cases", metavar="PATTERN", help="Only cases whose names fit, e.g. '*_d64_*'; repeat it."),
+        list[str] | None,
+        typer.Option("--cases", metavar="PATTERN", help="Only cases whose names match, e.g. '*_d64_*'; repeat it."),
     ] = None,
     mean: Annotated[
         bool, typer.Option("--mean", help="Claim the geometric mean over the cases, not each case.")
@@ -57,9 +65,11 @@ def new(
     gpu: Annotated[
         str, typer.Option("--gpu", metavar="NAME", help="Words of the GPU's name. Default: its model.")
     ] = "",
-    claim_id: Annotated[str, typer.Option("--id", metavar="ID", help="Default: of subject, suite, time and GPU.")] = "",
+    claim_id: Annotated[
+        str, typer.Option("--id", metavar="ID", help="Default: made from subject, suite, time and GPU.")
+    ] = "",
     file: Annotated[
-        Optional[Path],  # noqa: UP045
+        Path | None,
         typer.Option("--file", metavar="FILE", help="In claims/; default: the subject's name.", show_default=False),
     ] = None,
     asserted: Annotated[
@@ -68,9 +78,9 @@ def new(
     store: StoreName = None,
     as_json: Json = False,
 ) -> None:
-    """Write a claim from a run into claims/, and print what verify says of it.
+    """Write claims from a run into claims/, and print the verdict of `flashmoe verify`.
 
-    What the evidence does not demonstrate is not written. The default factor is the largest round figure
+    A claim that the evidence does not demonstrate is not written. The default factor is the largest round figure
     (1, 1.1 ... 1.9, 2, 2.5 ... 4.5, 5, 6 ... 9, times a power of ten) below the lower end of the interval.
 
     \b
@@ -84,10 +94,7 @@ def new(
       1  refuted: not written          4  not demonstrated: not written
       2  wrong usage                      (--asserted writes it, and returns the same)
     """
-    from ..proof.claims import Metric as Kind
-    from ..proof.new_claim import ClaimRequest
-
-    times: list[Kind] = [m.value for m in metric or ()]
+    times: list[claim_files.Metric] = [m.value for m in metric or ()]
     request = ClaimRequest(
         kinds=[*times, "memory"] if memory else times,
         baselines=split(baseline),
@@ -104,16 +111,6 @@ def _write_claims(
     key: str, request: ClaimRequest, *, file: Path | None, asserted: bool, store: str | None, as_json: bool
 ) -> int:
     """Write claims from a run and return what ``verify`` would return for them alone."""
-    from ..errors import ClaimError
-    from ..proof.claims import add_claims, load_claims
-    from ..proof.evidence import record_path, write_record
-    from ..proof.judge import exit_code
-    from ..proof.new_claim import make_claims, way_out
-    from ..proof.report import count_line
-    from ..proof.store import Archive, Store, find_repository
-    from ..proof.verify import read_records, verify_claim
-    from .terminal import Terminal, as_plain, short_path
-
     terminal = Terminal(as_json=as_json)
     repository = find_repository() or Path.cwd()
     record = Archive(Store(store), repository).load(key)
@@ -146,9 +143,6 @@ def _write_claims(
 
 def _claim_file(file: Path | None, repository: Path, subject: str) -> Path:
     """Return the claim file: the one that was named, in claims/ where it is a bare name, or one for the subject."""
-    from ..errors import ClaimError
-    from .terminal import short_path
-
     folder = repository / "claims"
     if file is None:
         return folder / (re.sub(r"[^a-z0-9_.-]+", "-", subject.lower()) + ".toml")
@@ -160,7 +154,7 @@ def _claim_file(file: Path | None, repository: Path, subject: str) -> Path:
 
 
 def _judged_by_another(verdicts: list[Verdict], run: str) -> list[str]:
-    """Return which other runs decide: of several runs that fit a claim, the newest does."""
+    """Return a note for each other run that decides: the newest run that fits a claim does."""
     others = dict.fromkeys(verdict.record for verdict in verdicts if verdict.record not in (None, run))
     said = "a claim goes by the newest complete run that fits it, unless it pins others (key evidence)"
     return [f"judged by run {other}, and not by {run}: {said}" for other in others]

@@ -10,12 +10,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..errors import EvidenceError, InputError
-from ..proof.cost import HISTORY, Budget, Estimate, PastRun
+from ..proof.cost import Bill, Budget, Estimate, Meter, PastRun, load_rates, past_runs, rate_for
 from ..proof.cost_report import announcement
 from ..proof.evidence import Record, name_of, record_path, write_record
 from ..proof.ledger import Entry
-from ..proof.meter import Bill, Meter, history_of, rate_for
-from ..proof.rates import load_rates
 from ..proof.store import Archive, Store, evidence_files, find_repository
 from .terminal import Terminal, short_path
 
@@ -120,7 +118,7 @@ def make_meter(terminal: Terminal, archive: Archive, budget: float | None = None
 
     def history(record: Record) -> list[PastRun]:
         try:
-            return history_of(archive, record, most=HISTORY)
+            return past_runs(archive, record)
         except EvidenceError as error:
             terminal.warn_of(error)
             return []

@@ -1,20 +1,21 @@
-"""The verbs ``compare``, of two revisions or two runs, and ``history``, of all runs of a subject."""
+"""The verb ``compare``: two revisions of this repository, or two runs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Annotated, cast
+
+import typer
 
 from ..errors import InputError, ProofError
 from ..proof.compare import TOLERANCE, TOLERANCE_OF_RUNS, Comparison, compare_records, compare_revisions, exit_code
+from ..proof.cost import Bill
 from ..proof.cost_report import bill_as_plain, receipt
 from ..proof.evidence import Record, Settings, TimeKind, is_document
 from ..proof.gates import ProveRequest
-from ..proof.history import look_back
-from ..proof.meter import Bill
-from ..proof.report_compare import comparison_lines, history_lines
+from ..proof.report_compare import comparison_lines
 from ..proof.revisions import (
     Asked,
     checked_out,
@@ -27,11 +28,13 @@ from ..proof.revisions import (
 from ..proof.store import Archive, Store, find_repository
 from ..proof.suites import load_suite
 from ..proof.words import counted
-from . import HOLDS, INCONCLUSIVE
-from .compare_verbs import PROCESSES
-from .names import gpu_named, moment_named
-from .running import as_typed, check_budget, make_keeper, make_meter
+from .names import gpu_named
+from .options import Gpus, Json, Metric, Seed, StoreName, split
+from .run_shared import as_typed, check_budget, make_keeper, make_meter
 from .terminal import ChainProgress, Terminal, as_plain, short_path
+
+# Three show a large difference. Fewer than six rarely show that a dozen cases are the same within 1 %.
+PROCESSES = 6
 
 
 @dataclass(frozen=True)
@@ -40,33 +43,101 @@ class Wanted:
 
     a: str
     b: str
-    subject: str | None = None  # None: flash_attention
-    suite: str | None = None  # None: seed
-    times: Sequence[str] = ()
-    tolerance: float | None = None  # a share; None: the default of revisions, or of runs
-    allowed: Sequence[str] = ()
-    gpus: Sequence[str] = ()
-    processes: int = PROCESSES
-    rounds: int = 10
-    seed: int | None = None
-    budget: float | None = None  # dollars, of both revisions
-    store: str | None = None
-    args: Sequence[str] = field(default_factory=list)  # as they were typed, for the record
+    subject: str | None  # None: flash_attention
+    suite: str | None  # None: seed
+    kinds: Sequence[TimeKind]
+    tolerance: float | None  # a share; None: the default of revisions, or of runs
+    allowed: Sequence[str]
+    gpus: Sequence[str]
+    processes: int
+    rounds: int
+    seed: int | None
+    budget: float | None  # dollars, for both revisions
+    store: str | None
+    args: Sequence[str]  # as they were typed, for the record
 
 
-def run_compare(wanted: Wanted, *, as_json: bool) -> int:
-    """Compare, and return the exit code."""
+def compare(
+    context: typer.Context,
+    a: Annotated[str, typer.Argument(metavar="A", help="A revision of this git repository, or a run.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="The one that is compared with A.")],
+    subject: Annotated[
+        str | None,
+        # By name: typer 0.27.0 takes the metavar for the name where they differ only in case.
+        typer.Option("--subject", metavar="SUBJECT", help="One of ours, or a kernel.toml. Default: flash_attention."),
+    ] = None,
+    suite: Annotated[
+        str | None,
+        typer.Option("--suite", "-s", metavar="SUITE", help="A packaged suite, or a file. Default: seed."),
+    ] = None,
+    metric: Annotated[
+        list[Metric] | None,
+        typer.Option("--time", metavar="KIND", help="kernel, graph or wall; repeat it. Default: graph, or all."),
+    ] = None,
+    tolerance: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SHARE", min=0, max=1, help="The smallest effect that matters. Default: 0.01; for two runs 0.02."
+        ),
+    ] = None,
+    allow_different: Annotated[
+        list[str] | None,
+        typer.Option(metavar="FIELD", help="For two runs: a field that may differ, e.g. driver; repeat it."),
+    ] = None,
+    gpu: Gpus = None,
+    processes: Annotated[int, typer.Option(min=1, metavar="N", help="Worker processes that measure.")] = PROCESSES,
+    rounds: Annotated[int, typer.Option(min=1, metavar="N", help="Rounds in each process.")] = 10,
+    seed: Seed = None,
+    budget: Annotated[
+        float | None,
+        typer.Option("--budget", metavar="DOLLARS", min=0, help="For both revisions: stop before this is exceeded."),
+    ] = None,
+    store: StoreName = None,
+    as_json: Json = False,
+) -> None:
+    """Say whether B is faster than A, slower, the same or undecided: for each case, and for all together.
+
+    Two revisions are checked out and built apart, both must be correct, and their rounds are interleaved in one run.
+    Two runs (ids or JSON files) are compared by what each measured against a common baseline.
+
+    \b
+    Examples:
+      flashmoe compare main HEAD
+      flashmoe compare HEAD~1 HEAD --subject my_kernel/kernel.toml --time graph --time wall
+      flashmoe compare 20261121T130849Z 20261121T190255Z --time kernel --allow-different driver
+
+    \b
+    Exit codes:
+      0  nothing is slower             3  a revision failed a gate
+      1  something is slower           4  undecided, or nothing was measured
+      2  wrong usage                   130  interrupted
+    """
+    wanted = Wanted(
+        a=a,
+        b=b,
+        subject=subject,
+        suite=suite,
+        kinds=list(dict.fromkeys(m.value for m in metric or ())),
+        tolerance=tolerance,
+        allowed=split(allow_different),
+        gpus=split(gpu),
+        processes=processes,
+        rounds=rounds,
+        seed=seed,
+        budget=budget,
+        store=store,
+        args=context.obj or [],
+    )
     terminal = Terminal(as_json=as_json)
-    kinds = cast("list[TimeKind]", list(dict.fromkeys(wanted.times)))
     runs = _find_runs(wanted)
     if runs is not None:
-        tolerance = TOLERANCE_OF_RUNS if wanted.tolerance is None else wanted.tolerance
-        comparison = compare_records(*runs, kinds or None, tolerance=tolerance, allowed=wanted.allowed)
-        return _conclude(terminal, comparison)
+        share = TOLERANCE_OF_RUNS if tolerance is None else tolerance
+        comparison = compare_records(*runs, wanted.kinds or None, tolerance=share, allowed=wanted.allowed)
+        raise typer.Exit(_conclude(terminal, comparison))
     if wanted.allowed:
         raise InputError("--allow-different is for two runs: two revisions are measured in one")
-    record, path, bill = _compare_revisions(wanted, kinds or ["graph"], terminal)
-    return _conclude(terminal, compare_revisions(record), record, path, bill)
+    record, path, bill = _compare_revisions(wanted, terminal)
+    raise typer.Exit(_conclude(terminal, compare_revisions(record), record, path, bill))
 
 
 def _conclude(
@@ -129,7 +200,7 @@ def _find_runs(wanted: Wanted) -> tuple[Record, Record] | None:
     return a, b
 
 
-def _compare_revisions(wanted: Wanted, kinds: list[TimeKind], terminal: Terminal) -> tuple[Record, Path, Bill | None]:
+def _compare_revisions(wanted: Wanted, terminal: Terminal) -> tuple[Record, Path, Bill | None]:
     """Check both revisions out, prove them, and return the record, where it is, and what it cost."""
     toplevel = find_toplevel(Path.cwd())
     a, b = (cast("Asked", find_revision(toplevel, label)) for label in (wanted.a, wanted.b))
@@ -145,7 +216,9 @@ def _compare_revisions(wanted: Wanted, kinds: list[TimeKind], terminal: Terminal
     keeper = make_keeper(terminal, store, repository, meter)
     progress = ChainProgress(terminal)
     tolerance = TOLERANCE if wanted.tolerance is None else wanted.tolerance
-    settings = Settings(times=kinds, processes=wanted.processes, rounds=wanted.rounds, seed=wanted.seed)
+    settings = Settings(
+        times=list(wanted.kinds) or ["graph"], processes=wanted.processes, rounds=wanted.rounds, seed=wanted.seed
+    )
     try:
         with checked_out(toplevel, a, b) as checkouts:
             subject, _ = subjects_at(wanted.subject or "flash_attention", *checkouts)
@@ -174,41 +247,3 @@ def _compare_revisions(wanted: Wanted, kinds: list[TimeKind], terminal: Terminal
     assert keeper.path is not None
     keeper.remind()
     return record, keeper.path, meter.bill(record)
-
-
-@dataclass(frozen=True)
-class Only:
-    """Of which runs ``history`` is."""
-
-    subject: str
-    suite: str = ""
-    gpu: str = ""
-    since: str | None = None  # a date, or how long ago
-
-
-def run_history(only: Only, *, metric: TimeKind, case: str | None, store: str | None, as_json: bool) -> int:
-    """Look back over the runs of a subject."""
-    terminal = Terminal(as_json=as_json)
-    archive = Archive(Store(store), find_repository())
-    moment = moment_named(only.since) if only.since else None
-    listed = archive.runs(
-        subject=only.subject, suite=only.suite, gpu=only.gpu, since=moment, on_trouble=terminal.warn_of
-    )
-    if not listed:
-        known = archive.runs(on_trouble=lambda _: None)
-        names = sorted({run.subject for run in known})
-        hint = f"there are runs of {', '.join(names)}" if names else "flashmoe prove makes the first"
-        if own := [run for run in known if run.subject == only.subject]:
-            suites, gpus = (
-                sorted({run.suite for run in own}),
-                sorted({run.gpu or "machines without a GPU" for run in own}),
-            )
-            hint = f"its runs are of {', '.join(suites)} on {', '.join(gpus)}, the newest of {own[0].created_at[:10]}"
-        asked = {"of suite": only.suite, "on": only.gpu, "since": only.since}
-        which = "".join(f" {word} {value}" for word, value in asked.items() if value)
-        raise InputError(f"there is no run of {only.subject}{which}", hint=hint)
-    history = look_back([archive.load(run.id) for run in listed], metric, case=case)
-    terminal.show(history_lines(history))
-    code = HOLDS if history.enough else INCONCLUSIVE
-    terminal.document({"history": as_plain(history), "exit_code": code})
-    return code

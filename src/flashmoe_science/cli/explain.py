@@ -1,4 +1,4 @@
-"""The verb explain: which kernels would serve a call of attention, with a cache or without, or of experts.
+"""The verb ``explain``: the kernels that serve a call of attention, with or without a cache, or of experts.
 
 And what compiling those kernels shows. Planning needs neither torch nor triton; the process that compiles imports them.
 """
@@ -9,19 +9,100 @@ import dataclasses
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+import typer
 
 from ..errors import CompileError, InputError
 from ..gpu.specs import GpuSpec
 from ..proof.conclude import GATE_FAILED
 from ..proof.report import compile_line, plan_lines
 from .names import gpu_named
+from .options import Json
 from .terminal import Terminal
 
 _COMPILE_TIMEOUT_S = 900.0
 _RESOURCES = ("registers", "spill_bytes", "shared_memory_bytes", "seconds")
 _ROTATED = 64  # columns of MLA's keys that are no values
 _TRAINED = ("x", "topk_weights", "w_gate_up", "w_down")  # of experts: what has gradients
+
+
+def explain(
+    shape: Annotated[
+        str | None,
+        typer.Option(metavar="B,H,S,D", help="For attention: batch, heads, positions, head size."),
+    ] = None,
+    experts: Annotated[
+        str | None,
+        typer.Option(metavar="T,E,K,H,I", help="For experts: tokens, experts, top_k, hidden and inner size."),
+    ] = None,
+    activation: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="For experts. Default: swiglu."),
+    ] = None,
+    kv_heads: Annotated[int | None, typer.Option(min=1, metavar="N", help="Default: H.")] = None,
+    seqlen_k: Annotated[
+        int | None,
+        typer.Option(min=0, metavar="N", help="Default: S. With --cache: the capacity of a sequence."),
+    ] = None,
+    head_dim_v: Annotated[int | None, typer.Option(min=1, metavar="N", help="Default: D.")] = None,
+    dtype: Annotated[str, typer.Option(metavar="NAME", help="fp16, bf16 or fp32.")] = "fp16",
+    causal: Annotated[bool, typer.Option("--causal", help="With a causal mask, aligned bottom-right.")] = False,
+    cache: Annotated[bool, typer.Option("--cache", help="With a K/V cache, and lengths on the device.")] = False,
+    page_size: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="With --cache: positions in a page."),
+    ] = None,
+    mla: Annotated[bool, typer.Option("--mla", help="With --cache: values are the first columns of the keys.")] = False,
+    batch_invariant: Annotated[bool, typer.Option("--batch-invariant", help="With --cache.")] = False,
+    backward: Annotated[bool, typer.Option("--backward", help="Explain the gradients instead.")] = False,
+    gpu: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="e.g. L4, A100, H100, H200, B200. Default: the GPU of this machine."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Show the kernel that serves a call of attention or experts, its tile and grid, and why. Needs no GPU.
+
+    The kernel is compiled for that GPU; registers, spills and shared memory come from the compiler.
+
+    \b
+    Examples:
+      flashmoe explain --shape 1,16,4096,128 --gpu L4
+      flashmoe explain --shape 1,32,1,128 --kv-heads 8 --seqlen-k 8192 --gpu H200 --json
+      flashmoe explain --shape 2,16,4096,128 --dtype bf16 --causal --backward --gpu H200
+      flashmoe explain --shape 16,128,1,576 --cache --mla --page-size 64 --seqlen-k 8192 --dtype bf16 --gpu H200
+      flashmoe explain --experts 8192,128,8,2048,768 --dtype bf16 --gpu H200
+
+    \b
+    Exit codes:
+      0  explained    2  wrong usage, or no kernel serves this problem    3  the kernel breaks a limit
+    """
+    if (shape is None) == (experts is None):
+        raise typer.BadParameter("expected one of --shape, for attention, and --experts")
+    of_cache = {"--page-size": page_size, "--mla": mla, "--batch-invariant": batch_invariant}
+    if not cache and (wrong := [name for name, value in of_cache.items() if value]):
+        raise typer.BadParameter(f"{' and '.join(wrong)}: only with --cache")
+    if cache and backward:
+        raise typer.BadParameter("--backward does not go with --cache: a cache has no gradients")
+    if shape is not None:
+        if activation is not None:
+            raise typer.BadParameter("--activation: only with --experts")
+        more: dict[str, Any] = {"heads_kv": kv_heads, "seqlen_k": seqlen_k, "head_dim_v": head_dim_v, "dtype": dtype}
+        more["causal"] = causal or None
+        if cache:
+            more |= {"page_size": page_size, "batch_invariant": batch_invariant or None}
+        call = cache_call(shape, more, mla=mla) if cache else attention_call(shape, more)
+    else:
+        assert experts is not None
+        of_attention = {
+            "--kv-heads": kv_heads, "--seqlen-k": seqlen_k, "--head-dim-v": head_dim_v, "--causal": causal,
+            "--cache": cache,
+        }  # fmt: skip
+        if wrong := [name for name, value in of_attention.items() if value]:
+            raise typer.BadParameter(f"{' and '.join(wrong)}: only with --shape")
+        call = experts_call(experts, {"dtype": dtype, "activation": activation})
+    raise typer.Exit(_explain(call, gpu=gpu, backward=backward, as_json=as_json))
 
 
 @dataclass(frozen=True)
@@ -78,7 +159,7 @@ def _sizes(option: str, text: str, names: str, example: str) -> list[int]:
     return sizes
 
 
-def run_explain(call: Explained, *, gpu: str | None, backward: bool = False, as_json: bool) -> int:
+def _explain(call: Explained, *, gpu: str | None, backward: bool = False, as_json: bool) -> int:
     """Print the plan for one call, or for its gradients, and what compiling its kernels shows."""
     terminal = Terminal(as_json=as_json)
     spec = gpu_named(gpu) if gpu else _gpu_here()

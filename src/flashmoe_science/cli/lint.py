@@ -1,7 +1,5 @@
 """The verb ``lint``: figures of speed and memory in Markdown that name no claim."""
 
-# ruff: noqa: D301 - the character \b in a docstring tells typer to keep the lines of a paragraph apart
-
 from __future__ import annotations
 
 from pathlib import Path
@@ -9,7 +7,12 @@ from typing import Annotated
 
 import typer
 
+from ..proof.claims import load_claims
+from ..proof.prose import check_file, markdown_files
+from ..proof.store import find_repository
+from ..proof.words import counted
 from .options import Json
+from .terminal import Terminal, short_path
 
 ASSERTED = 1  # the exit code where a figure names no claim
 _HINT = (
@@ -39,31 +42,21 @@ def lint(
     Exit codes:
       0  every figure names a claim    1  one does not    2  wrong usage
     """
-    raise typer.Exit(_lint(files, as_json=as_json))
-
-
-def _lint(paths: list[Path], *, as_json: bool) -> int:
-    from ..proof.claims import load_claims
-    from ..proof.prose import check_file, markdown_files
-    from ..proof.store import find_repository
-    from ..proof.words import counted
-    from .terminal import Terminal, short_path
-
     terminal = Terminal(as_json=as_json)
     repository = find_repository()
     claims = {claim.id: claim for claim in load_claims(repository / "claims")} if repository else {}
-    files = markdown_files(paths)
-    findings = [finding for path in files for finding in check_file(path, claims)]
+    pages = markdown_files(files)
+    findings = [finding for path in pages for finding in check_file(path, claims)]
     counts = {"backed": 0, "waived": 0, "asserted": 0}
     for finding in findings:
         counts[finding.status] += 1
         if finding.status == "asserted":
             terminal.show(f"{short_path(finding.file)}:{finding.line}: {finding.words!r}: {finding.reason}")
     said = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
-    terminal.show(f"{counted(len(findings), 'figure')} in {counted(len(files), 'file')}{f': {said}' if said else ''}")
+    terminal.show(f"{counted(len(findings), 'figure')} in {counted(len(pages), 'file')}{f': {said}' if said else ''}")
     code = ASSERTED if counts["asserted"] else 0
     if code:
         terminal.log.print(f"hint: {_HINT}", soft_wrap=True)
     plain = [{**vars(finding), "file": short_path(finding.file)} for finding in findings]
-    terminal.document({"findings": plain, "files": len(files), "exit_code": code})
-    return code
+    terminal.document({"findings": plain, "files": len(pages), "exit_code": code})
+    raise typer.Exit(code)

@@ -8,7 +8,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from flashmoe_science.cli.running import without_places
+from flashmoe_science.cli.run_shared import without_places
 from flashmoe_science.errors import EvidenceError, MachineLostError, RemoteError
 from flashmoe_science.proof.cost import Budget, size_of
 from flashmoe_science.proof.remote import HostResult
@@ -45,7 +45,7 @@ def on_hosts(run, repository, monkeypatch, budgets):
                 raise KeyboardInterrupt
             return results
 
-        monkeypatch.setattr("flashmoe_science.cli.borrowing.prove_on", prove_on)
+        monkeypatch.setattr("flashmoe_science.cli.remote.prove_on", prove_on)
         return run("prove", *(word for name in answers for word in ("--host", name)), *args)
 
     return on_hosts
@@ -93,12 +93,6 @@ def test_a_machine_that_was_lost_before_its_first_gate_is_booked_too(on_hosts):
     assert (run_id.startswith("set-up-"), gpu, seconds) == (True, "", 90.0)  # which GPU it has was never heard
 
 
-def test_one_that_was_never_reached_and_one_without_a_gpu_cost_nothing(on_hosts):
-    on_hosts({"c": (None, RemoteError("c cannot be reached: no", hint="look"))})
-    on_hosts({"d": (build_record(speedups=[2.0], gpu=None, day=2), None)})
-    assert set_ups() == []
-
-
 def test_ctrl_c_books_what_was_held_until_then(on_hosts):
     record = build_record(speedups=[2.3, 3.0], day=1)
     assert on_hosts({"me@gpu": (record, None)}, interrupt=True)[0] == 130
@@ -123,16 +117,9 @@ def test_several_machines_make_one_table(on_hosts):
     assert [cell.partition("x")[0] for cell in cells[1][1:]] == ["9.986 us, 2.00", "133.1 us, 1.50"]
     assert [cell.partition("x")[0] for cell in cells[2][1:]] == ["6.672 us, 3.00", "50.04 us, 4.00"]
     assert [line for line in out.splitlines() if "bench    passed" in line][1].startswith("b: bench    passed ")
-    for name, record in (("a", first), ("b", second)):
-        assert f"\n{name}:\ndemonstrated  flash_attention is at least 1x" in out
+    for name, gpu, record in (("a", "NVIDIA H200", first), ("b", "NVIDIA L4", second)):
+        assert f"\n{name}:\ndemonstrated  On {gpu}, flash_attention is at least as fast as sdpa" in out
         assert f"record: evidence/{record.id}.json.gz\n" in out
-
-
-def test_a_machine_with_no_gpu_says_what_was_checked(on_hosts):
-    records = {name: (build_record(speedups=[2.0], gpu=None, day=day), None) for day, name in enumerate("ab", 1)}
-    code, out, _ = on_hosts(records)
-    assert code == 0
-    assert "case   a: no GPU  b: no GPU\ncase0  correct    correct\n" in out
 
 
 def test_a_lost_machine_is_inconclusive_and_says_how_to_go_on(on_hosts, repository):
@@ -171,11 +158,6 @@ def test_every_machine_is_in_the_junit_file(on_hosts, repository):
     assert int(root.get("tests", "")) == len(list(root.iter("testcase"))) > len(first.gates) * 2
 
 
-def test_one_machine_that_is_lost_leaves_a_junit_file_too(on_hosts, repository):
-    assert on_hosts({"b": (None, LOST)}, "--junit", "out.xml")[0] == 4
-    assert "the run ended early" in (repository / "out.xml").read_text()
-
-
 def test_a_machine_that_cannot_be_reached_is_an_error(on_hosts):
     code, _, err = on_hosts({"a": (None, RemoteError("a cannot be reached: no", hint="look"))})
     assert code == 2
@@ -195,7 +177,7 @@ def test_ctrl_c_says_where_every_record_is(on_hosts):
     [
         (["--host", "a", "--host", "a"], "host must be given once, got a twice"),
         (["--host", "-oProxyCommand=x"], "host must be user@machine or a name from ~/.ssh/config"),
-        (["--python", "python3"], "--python is of a borrowed machine, and --host names none"),
+        (["--python", "python3"], "--python is for a borrowed machine, and --host names none"),
         (["forward_triton", "flash_attention", "--host", "a"], "--host takes one subject, got 2"),
     ],
 )
@@ -207,51 +189,14 @@ def test_what_makes_no_sense_is_refused(run, repository, args, error):
 
 
 def test_a_record_names_no_machine():
-    typed = [
-        "prove",
-        "a",
-        "--host",
-        "me@gpu",
-        "--python=/opt/python",
-        "-b",
-        "sdpa",
-        "--host=b",
-        "--python",
-        "x",
-        "--json",
-    ]
-    assert without_places(typed) == ["prove", "a", "-b", "sdpa", "--json"]
-
-
-def test_what_each_machine_will_cost_is_said_when_its_gpu_is_known(on_hosts):
-    first = build_record(speedups=[2.0, 3.0], day=1)
-    second = build_record(speedups=[1.5, 4.0], gpu=L4, baseline_seconds=200e-6, day=2)
-    _, out, _ = on_hosts({"a": (first, None), "b": (second, None)})
-    said = [line for line in out.splitlines() if ": cost: about " in line]
-    assert [line.partition(": cost")[0] for line in said] == ["a", "b"]
-    assert "of NVIDIA H200 at $" in said[0]
-    assert "of NVIDIA L4 (no rate for it in rates.toml)" in said[1]
-    assert out.count("; estimated ") == 2  # beside what it has cost
+    typed = "prove a --host me@gpu --python=/opt/python -b sdpa --host=b --python x --json"
+    assert without_places(typed.split()) == ["prove", "a", "-b", "sdpa", "--json"]
 
 
 def test_several_machines_share_one_budget(on_hosts, budgets):
     records = {name: (build_record(speedups=[2.0, 3.0], day=day), None) for day, name in enumerate("ab", 1)}
     assert on_hosts(records, "--budget", "3")[0] == 0
     assert {name: budget.dollars for name, budget in budgets.items() if budget} == {"a": 1.5, "b": 1.5}
-
-
-def test_a_budget_is_refused_where_the_gpu_of_a_machine_has_no_rate(run, on_hosts, monkeypatch):
-    code, _, err = on_hosts({"b": (build_record(gpu=L4, day=2), None)}, "--budget", "1")
-    assert code == 2
-    assert "error: a budget needs a rate, and there is none for NVIDIA L4" in err
-
-
-def test_a_run_that_goes_on_says_what_it_will_cost_too(on_hosts, run):
-    old = build_record(speedups=[2.0, 3.0], complete=False, day=1)
-    assert on_hosts({"a": (old, None)})[0] == 4
-    code, out, _ = on_hosts({"a": (build_record(speedups=[2.0, 3.0], day=2), None)}, "--resume", old.id)
-    assert code == 0
-    assert "a: cost: about " in out
 
 
 @pytest.mark.parametrize("where", ["evidence", "evidence under another name", "store"])
@@ -275,7 +220,7 @@ def test_a_machine_whose_run_has_the_id_of_another_one_replaces_nothing(run, rep
             return [HostResult(hosts[0], record, error, seconds=90.0)]
         return [HostResult(hosts[0], record, None, seconds=90.0)]
 
-    monkeypatch.setattr("flashmoe_science.cli.borrowing.prove_on", prove_on)
+    monkeypatch.setattr("flashmoe_science.cli.remote.prove_on", prove_on)
     code, _, err = run("prove", "--host", "a")
     assert code == 2
     assert f"error: there is a run {RUN_ID} already, and no other one replaces it" in err

@@ -1,27 +1,25 @@
-"""The verb ``prove``: run the chain, keep its record, and say what it showed."""
+"""The verb ``prove``: run the chain, keep its record, and print its conclusion."""
 
 from __future__ import annotations
 
 import math
-import secrets
 import shlex
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
-from datetime import datetime, timezone
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Annotated, Any
 
-from ..errors import EvidenceError, InputError, OperatorError, SubjectError, SuiteError
+import typer
+
+from ..errors import InputError, OperatorError, SubjectError, SuiteError
+from ..proof import gates
 from ..proof.conclude import conclude, run_exit_code, worst_exit_code
-from ..proof.cost import Budget, RunSize, format_dollars, format_duration
+from ..proof.cost import Bill, Meter
 from ..proof.cost_report import bill_as_plain, receipt
 from ..proof.evidence import GATE_NAMES, Record, Settings, TimeKind
-from ..proof.gates import ProveRequest, check_request, prove
+from ..proof.gates import ProveRequest, check_request
 from ..proof.judge import Verdict
 from ..proof.junit import write_junit
-from ..proof.ledger import Entry, dollars
-from ..proof.meter import Bill, Meter
-from ..proof.rates import load_rates
 from ..proof.report import case_table, count_line, outcome_table, unmeasured_lines
 from ..proof.rows import kinds_measured
 from ..proof.store import Archive, Store, find_repository
@@ -30,7 +28,9 @@ from ..proof.suites import list_suites, load_suite, suite_text
 from ..proof.verify import verify_claims
 from ..proof.words import counted
 from .names import check_name, gpu_named
-from .running import as_typed, check_budget, make_keeper, make_meter
+from .options import Csv, Gpus, Json, Junit, Metric, Seed, StoreName, SuiteName, given, split
+from .remote import prove_on_hosts
+from .run_shared import as_typed, check_budget, make_keeper, make_meter
 from .terminal import ChainProgress, Terminal, as_plain, check_writable, short_path, write_csv_file
 
 
@@ -40,23 +40,23 @@ class Wanted:
 
     subjects: Sequence[str]
     suite: str
-    baselines: Sequence[str] = ()
-    gpus: Sequence[str] = ()
-    until: str | None = None
-    expect: float | None = None
-    times: Sequence[str] = ()
-    processes: int = 3
-    rounds: int = 10
-    width: float | None = None
-    seed: int | None = None
-    budget: float | None = None  # dollars
-    time_limit: float | None = None  # seconds
-    store: str | None = None
-    args: Sequence[str] = field(default_factory=list)  # as they were typed, for the record
-    resume: str | None = None  # the run to go on with
-    hosts: Sequence[str] = ()  # borrowed machines to run on; none: this one
-    python: str = ""  # theirs
-    given: Collection[str] = ()  # the parameters that were typed: the others are as in the run to go on with
+    baselines: Sequence[str]
+    gpus: Sequence[str]
+    until: str | None
+    expect: float | None
+    kinds: Sequence[TimeKind]
+    processes: int
+    rounds: int
+    width: float | None
+    seed: int | None
+    budget: float | None  # dollars
+    time_limit: float | None  # seconds
+    store: str | None
+    args: Sequence[str]  # as they were typed, for the record
+    resume: str | None  # the run to continue
+    hosts: Sequence[str]  # borrowed machines to run on; none: this one
+    python: str  # theirs
+    given: Collection[str]  # the parameters that were typed; the others are as in the run to continue
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,119 @@ class Proof:
         }
 
 
-def run_prove(wanted: Wanted, *, csv: Path | None, junit: Path | None, as_json: bool) -> int:
+def prove(
+    context: typer.Context,
+    subject: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="SUBJECT", help="One of ours, or a kernel.toml.", show_default="flash_attention"),
+    ] = None,
+    suite: SuiteName = "seed",
+    baseline: Annotated[
+        list[str] | None,
+        typer.Option("--baseline", "-b", metavar="NAME", help="Repeat it for more. Default: the operator's first."),
+    ] = None,
+    gpu: Gpus = None,
+    until: Annotated[
+        str | None,
+        typer.Option("--until", metavar="GATE", help="The last gate to run, e.g. correct."),
+    ] = None,
+    expect: Annotated[
+        float | None,
+        typer.Option("--expect", metavar="X", min=0, help="The expected speedup over the first baseline."),
+    ] = None,
+    metric: Annotated[
+        list[Metric] | None,
+        typer.Option("--time", metavar="KIND", help="Take only kernel, graph or wall time; repeat it. Default: all."),
+    ] = None,
+    processes: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Worker processes that measure. A claim needs 3.")
+    ] = 3,
+    rounds: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Rounds in each process. A claim needs 30 in all.")
+    ] = 10,
+    width: Annotated[
+        float | None,
+        typer.Option(
+            "--width",
+            metavar="SHARE",
+            min=0,
+            help="Add processes while an interval is wider to either side, e.g. 0.02.",
+        ),
+    ] = None,
+    seed: Seed = None,
+    resume: Annotated[
+        str | None,
+        typer.Option("--resume", metavar="RUN", help="Continue an interrupted run; its options are the defaults."),
+    ] = None,
+    budget: Annotated[
+        float | None,
+        typer.Option("--budget", metavar="DOLLARS", min=0, help="Stop before this is exceeded."),
+    ] = None,
+    time_limit: Annotated[
+        float | None,
+        typer.Option(
+            "--time-limit", metavar="SECONDS", min=0, help="Longest silence of a worker. Default: [limits] of the file."
+        ),
+    ] = None,
+    store: StoreName = None,
+    host: Annotated[
+        list[str] | None,
+        typer.Option("--host", metavar="USER@MACHINE", help="Run on this machine over SSH; repeat it for several."),
+    ] = None,
+    python: Annotated[
+        str, typer.Option("--python", metavar="PATH", help="Python of that machine, with torch and triton.")
+    ] = "",
+    as_json: Json = False,
+    csv: Csv = None,
+    junit: Junit = None,
+) -> None:
+    """Take a kernel through the chain of proof: sources, build, import, launch, correct, quick, bench.
+
+    Stops at the first gate that fails. Writes a record to evidence/ of this repository (or folder) and to the store.
+    Without a GPU it checks everything that needs none, and ends with the verdicts of `flashmoe verify`.
+
+    \b
+    Examples:
+      flashmoe prove
+      flashmoe prove my_kernel.toml --expect 1.7
+      flashmoe prove --suite standard --baseline sdpa --baseline sdpa-flash
+      flashmoe prove my_kernel.toml --until correct --json
+      flashmoe prove kernels/*.toml
+      flashmoe prove --resume 20261120T235959Z
+      flashmoe prove my_kernel.toml --host me@rented-h200 --host me@rented-l4
+
+    \b
+    Exit codes:
+      0  every gate that is possible here passed, and its claims hold
+      1  a claim is refuted            3  a gate failed
+      2  wrong usage                   4  inconclusive
+    Several subjects return the worst code: 3, then 1, then 4.
+    """
+    wanted = Wanted(
+        subjects=subject or ["flash_attention"],
+        suite=suite,
+        baselines=split(baseline),
+        gpus=split(gpu),
+        until=until,
+        expect=expect,
+        kinds=list(dict.fromkeys(m.value for m in metric or ())),
+        processes=processes,
+        rounds=rounds,
+        width=width,
+        seed=seed,
+        budget=budget,
+        time_limit=time_limit,
+        store=store,
+        args=context.obj or [],
+        resume=resume,
+        hosts=split(host),
+        python=python,
+        given=given(context),
+    )
+    raise typer.Exit(_prove_all(wanted, csv=csv, junit=junit, as_json=as_json))
+
+
+def _prove_all(wanted: Wanted, *, csv: Path | None, junit: Path | None, as_json: bool) -> int:
     """Run the chain on every subject, one after another, and return the worst exit code."""
     terminal = Terminal(as_json=as_json)
     check_writable(csv)
@@ -95,7 +207,7 @@ def run_prove(wanted: Wanted, *, csv: Path | None, junit: Path | None, as_json: 
     wanted, resume = as_resumed(wanted, repository)
     store = Store(wanted.store)
     requests = [replace(_request(wanted, subject, repository), resume=resume) for subject in wanted.subjects]
-    for request in requests:  # what is wrong with one is said before any of them runs
+    for request in requests:  # report a wrong request before any of them runs
         check_request(request)
     if wanted.hosts or wanted.python:
         return _prove_on_hosts(requests, wanted, terminal, store, csv=csv, junit=junit)
@@ -122,13 +234,13 @@ def run_prove(wanted: Wanted, *, csv: Path | None, junit: Path | None, as_json: 
 
 
 def _prove(request: ProveRequest, meter: Meter, terminal: Terminal, store: Store, *, alone: bool) -> Proof:
-    """Run the chain on one subject, and say what it showed."""
+    """Run the chain on one subject, and print its conclusion."""
     repository = request.repository
     keeper = make_keeper(terminal, store, repository, meter)
     progress = ChainProgress(terminal)
     terminal.say(_title(request))
     try:
-        record = prove(request, progress=progress, save=keeper.save)
+        record = gates.prove(request, progress=progress, save=keeper.save)
     except OperatorError:
         progress.close()
         if keeper.path is not None:
@@ -148,7 +260,7 @@ def _prove(request: ProveRequest, meter: Meter, terminal: Terminal, store: Store
 
 
 def _way_on(request: ProveRequest, record: Record) -> str:
-    """Return the command that goes on with an interrupted run: it names the files that the record does not tell."""
+    """Return the command that continues an interrupted run. It names the files that the record cannot find."""
     words, repository = ["flashmoe", "prove"], find_repository()  # the run itself may have made one
     try:
         subject_text(record, repository)
@@ -171,61 +283,34 @@ def _prove_on_hosts(
     junit: Path | None,
 ) -> int:
     """Run the chain on borrowed machines, and return the exit code."""
-    from .borrowing import Borrowed, run_on_hosts
-
     if not wanted.hosts:
         hint = "PYTHON -m flashmoe_science prove"
-        raise InputError("--python is of a borrowed machine, and --host names none", hint=hint)
+        raise InputError("--python is for a borrowed machine, and --host names none", hint=hint)
     if len(requests) > 1:
         raise InputError(f"--host takes one subject, got {len(requests)}", hint="run it once for each")
     (request,) = requests
-    repository = request.repository
-    share = None if wanted.budget is None else wanted.budget / len(set(wanted.hosts))  # they run at the same time
-    meters = {host: make_meter(terminal, Archive(store, repository), share, host=host) for host in wanted.hosts}
 
-    def begin(host: str, record: Record, size: RunSize) -> Budget | None:
-        meters[host].start(record, size)
-        return meters[host].budget
-
-    def conclude_one(record: Record, path: Path) -> int:
-        bill = meters[wanted.hosts[0]].bill(record)
-        proof = _conclude(terminal, record, repository, path, bill, alone=True)
+    def conclude_one(record: Record, path: Path, bill: Bill | None) -> int:
+        proof = _conclude(terminal, record, request.repository, path, bill, alone=True)
         terminal.document(proof.document())
         return proof.exit_code
 
-    def book_set_up(record: Record | None, seconds: float) -> None:
-        """Book the time of a machine in which its GPU was held and no gate had it: wheels, environment, build."""
-        gpu = record.environment.gpu.name if record is not None and record.environment.gpu else ""
-        if seconds <= 0 or (record is not None and not gpu):
-            return
-        now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        run = record.id if record is not None else f"set-up-{secrets.token_hex(8)}"
-        rate = load_rates(repository).dollars_per_hour(gpu) if gpu else None
-        about = Entry(now, run, "set-up", request.subject.name, request.suite.name, gpu, seconds, rate)
-        try:
-            store.book(about)
-        except EvidenceError as error:
-            terminal.warn_of(error)
-        price = f"{format_dollars(dollars(seconds, rate))} ({format_duration(seconds)})" if rate is not None else ""
-        terminal.say(f"set-up: {price or format_duration(seconds)} more, in which no gate had the GPU")
-
     terminal.say(_title(request))
-    return run_on_hosts(
+    return prove_on_hosts(
         request,
-        Borrowed(wanted.hosts, wanted.python),
+        wanted.hosts,
         terminal,
-        keeper_of=lambda host: make_keeper(terminal, store, repository, meters[host]),
-        begin=begin,
-        bill_of=lambda host, record: meters[host].bill(record),
-        book_set_up=book_set_up,
-        conclude_one=conclude_one,
+        store,
+        python=wanted.python,
+        budget=wanted.budget,
         csv=csv,
         junit=junit,
+        conclude_one=conclude_one,
     )
 
 
 def as_resumed(wanted: Wanted, repository: Path | None) -> tuple[Wanted, Record | None]:
-    """Return the run to go on with, and what is wanted: what was not typed is as it was in that run."""
+    """Return what is wanted and the run to continue: options that were not typed are those of that run."""
     if wanted.resume is None:
         return wanted, None
     if len(wanted.subjects) > 1:
@@ -237,7 +322,7 @@ def as_resumed(wanted: Wanted, repository: Path | None) -> tuple[Wanted, Record 
     as_it_was: dict[str, tuple[str, Any]] = {  # the parameter, and what it decides
         "baseline": ("baselines", record.baselines),
         "expect": ("expect", record.subject.expected_speedup),
-        "metric": ("times", settings.times),
+        "metric": ("kinds", settings.times),
         "processes": ("processes", settings.processes),
         "rounds": ("rounds", settings.rounds),
         "width": ("width", settings.width),
@@ -272,9 +357,8 @@ def _request(wanted: Wanted, name: str, repository: Path | None) -> ProveRequest
         gpu_named(gpu)
     check_budget(wanted.budget)
     settings = Settings(processes=wanted.processes, rounds=wanted.rounds, width=wanted.width, seed=wanted.seed)
-    if wanted.times:
-        kinds = cast("list[TimeKind]", list(dict.fromkeys(wanted.times)))
-        settings = settings.model_copy(update={"times": kinds})
+    if wanted.kinds:
+        settings = settings.model_copy(update={"times": list(wanted.kinds)})
     return ProveRequest(
         subject=subject,
         suite=suite,
@@ -307,7 +391,7 @@ def _conclude(
     terminal.show("")
     terminal.show_conclusion(record, verdicts)
     if record.environment.gpu is None and repository is not None and code == 0 and alone:
-        # Nothing could be timed here, so what can be said of speed is what the repository's evidence says.
+        # Nothing could be timed here; the evidence of the repository is all that is known about speed.
         name = record.subject.name
         with terminal.doing() as say:
             judged = verify_claims(repository, on_trouble=terminal.warn_of, say=say)

@@ -10,7 +10,6 @@ from flashmoe_science.proof.evidence import write_record
 from flashmoe_science.proof.store import Store
 
 from ..proof.builders import build_record
-from ..proof.claim_builders import claim_toml
 from .conftest import RUN_ID
 
 
@@ -22,15 +21,6 @@ def test_without_a_run_it_is_the_newest_of_the_repository(run, repository):
     assert (code, out) == (0, "report.html\n")
     assert err == f"{newer.id}: 1 claim: 1 demonstrated\n"
     assert newer.id in (repository / "report.html").read_text()
-
-
-def test_of_a_run_that_timed_nothing_it_says_so(run, repository):
-    newer = build_record(speedups=[2.3, 3.0], suite="made_up", day=3, gpu=None)
-    write_record(newer, repository / "evidence" / f"{newer.id}.json.gz")
-    code, out, err = run("report")
-    assert (code, out) == (0, "report.html\n")
-    assert err.startswith(f"{newer.id}: not timed, sources, build, import")
-    assert "not possible here" in err
 
 
 def test_outside_of_a_repository_it_is_the_newest_of_the_store(run, monkeypatch, tmp_path):
@@ -58,13 +48,6 @@ def test_a_file_that_is_no_record_is_named_and_the_others_count(run, repository)
     assert "broken.json" in err
 
 
-def test_a_store_that_is_named_is_looked_into(run, repository, tmp_path):
-    record = build_record(day=9)
-    Store(f"{tmp_path}/other").save(record)
-    assert run("report", "--store", f"{tmp_path}/other")[0] == 0
-    assert record.id in (repository / "report.html").read_text()
-
-
 def test_the_ending_of_a_file_says_what_it_becomes(run, repository):
     assert run("report", "20260101", "-o", "a.html", "-o", "a.md", "-o", "a.csv")[:2] == (0, "a.html\na.md\na.csv\n")
     assert (repository / "a.html").read_text().startswith("<!doctype html>")
@@ -79,11 +62,6 @@ def test_another_ending_is_refused_before_anything_is_written(run, repository, n
     assert not (repository / "good.html").exists()
 
 
-def test_a_file_that_cannot_be_written_is_an_error(run):
-    code, _, err = run("report", "-o", "no/such/folder.html")
-    assert (code, err) == (2, "error: no/such/folder.html: cannot be written: No such file or directory\n")
-
-
 def test_several_runs_stand_on_one_page_and_one_named_twice_stands_once(run, repository):
     other = build_record(day=1)
     Store().save(other)
@@ -96,13 +74,6 @@ def test_several_runs_stand_on_one_page_and_one_named_twice_stands_once(run, rep
     assert "<h1>2 runs side by side</h1>" in (repository / "report.html").read_text()
 
 
-def test_the_verdict_and_its_notes_are_those_of_show(run, repository):
-    (repository / "claims" / "seed.toml").write_text(claim_toml(suite="made_up", factor=2.9))
-    shown = json.loads(run("show", RUN_ID, "--json")[1])["verdicts"]
-    assert json.loads(run("report", RUN_ID, "--json")[1])["verdicts"] == shown
-    assert "refuted" in (repository / "report.html").read_text()
-
-
 def test_a_time_that_was_not_taken_is_refused(run, repository):
     record = build_record(times=("wall",), day=2)
     Store().save(record)
@@ -110,7 +81,3 @@ def test_a_time_that_was_not_taken_is_refused(run, repository):
     assert (code, err) == (2, "error: time must be one of wall in these runs, got graph\n")
     assert run("report", record.id, "--time", "wall")[0] == 0
     assert "In wall time." in (repository / "report.html").read_text()
-
-
-def test_an_unknown_run_is_an_error(run):
-    assert run("report", "2027")[0] == 2

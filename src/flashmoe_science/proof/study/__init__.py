@@ -1,1 +1,0 @@
-"""How often comparisons are wrong on a card: a kernel against itself, and against itself with planted extra work."""
