@@ -31,17 +31,16 @@ from .backward_primitives_sm90 import (
     KeyTiles,
     Span,
     as_added,
+    first_whole_tile,
+    load_partition,
     make_key_tiles,
-    mask_scores,
+    mask_edge,
     pack,
-    poll,
-    raise_counter,
-    step_at,
     unpack,
     unpack_wide,
-    wait_for_kernel_before,
-    wait_until_added,
     wait_until_read,
+    walk_query_tiles,
+    write_partition,
 )
 
 ROWS = gl.constexpr(64)  # keys of one warpgroup, and query rows of a step
@@ -72,7 +71,7 @@ class Args:
     dv_desc: tma.tensor_descriptor
     stats_desc: tma.tensor_descriptor
     dq_desc: tma.tensor_descriptor
-    turn_ptr: gl.tensor
+    dq_semaphore_ptr: gl.tensor
     q_more_desc: tma.tensor_descriptor
     k_more_desc: tma.tensor_descriptor
     dk_more_desc: tma.tensor_descriptor
@@ -98,90 +97,75 @@ class Args:
     GROUP: gl.constexpr  # query heads that share one K/V head
     TOGETHER: gl.constexpr  # of them that are walked over together
 
-
-@gluon.jit
-def _load_partition(a):
-    """Copy K and V, then Q, the rows' numbers and dO of all query tiles, for all key tiles of this program."""
-    # All before this wait ran while the kernel before was ending. The others do nothing before they know a key tile.
-    wait_for_kernel_before()
-    i = 0  # query tiles so far
-    t = 0  # key tiles so far
-    # Behind the turns.
-    counter_ptr = a.turn_ptr + copy_of(a.heads) * (a.key_tiles.heads_total // a.heads_kv) * copy_of(a.span.tiles_m)
-    tile = a.key_tiles.draw(counter_ptr)
-    while tile >= 0:
-        a.key_tiles.publish(t, tile)
-        head, n = a.key_tiles.locate(tile)
-        b, kv = head // a.heads_kv, head % a.heads_kv
-        first, end = a.span.first(n), a.span.end(n)
+    @gluon.jit
+    def load_keys(self, b, kv, n, t):
+        """Copy K and V of key tile ``n``, the t-th of this program, once those of the one before were read."""
         if t > 0:
             named_barrier("sync", KV_FREE, BOTH + 32)
-        bar = a.ready_bars.index(STAGES + 1)
-        mbarrier.expect(bar, 2 * (a.k_desc.block_type.nbytes + a.k_more_desc.block_type.nbytes))
+        bar = self.ready_bars.index(STAGES + 1)
+        mbarrier.expect(bar, 2 * (self.k_desc.block_type.nbytes + self.k_more_desc.block_type.nbytes))
         for w in gl.static_range(2):
             key = n * (2 * ROWS) + w * ROWS
-            tma_load(a.k_desc, [b, kv, key, 0], bar, a.k_bufs.index(w))
-            tma_load(a.k_more_desc, [b, kv, key, FIRST], bar, a.k_more_bufs.index(w))
-        bar = a.ready_bars.index(STAGES + 2)
-        mbarrier.expect(bar, 2 * a.v_desc.block_type.nbytes)
+            tma_load(self.k_desc, [b, kv, key, 0], bar, self.k_bufs.index(w))
+            tma_load(self.k_more_desc, [b, kv, key, FIRST], bar, self.k_more_bufs.index(w))
+        bar = self.ready_bars.index(STAGES + 2)
+        mbarrier.expect(bar, 2 * self.v_desc.block_type.nbytes)
         for w in gl.static_range(2):
-            tma_load(a.v_desc, [b, kv, n * (2 * ROWS) + w * ROWS, 0], bar, a.v_bufs.index(w))
-        for heads_before in range(0, a.GROUP, a.TOGETHER):
-            for r in range(a.TOGETHER * end - 1, a.TOGETHER * first - 1, -1):
-                m, g = step_at(heads_before, r, a.TOGETHER)
-                h = kv * a.GROUP + g
-                stats = (head * a.GROUP + g) * copy_of(a.span.tiles_m)
-                slot, lap = slot_of(i, STAGES), lap_of(i, STAGES)
-                if lap > 0:
-                    named_barrier("sync", Q_FREE + slot, BOTH + 32)
-                bar = a.ready_bars.index(slot)
-                Q_BYTES: gl.constexpr = a.q_desc.block_type.nbytes + a.q_more_desc.block_type.nbytes
-                mbarrier.expect(bar, Q_BYTES + a.stats_desc.block_type.nbytes)
-                tma_load(a.q_desc, [b, h, m * ROWS, 0], bar, a.q_bufs.index(slot))
-                tma_load(a.q_more_desc, [b, h, m * ROWS, FIRST], bar, a.q_more_bufs.index(slot))
-                tma_load(a.stats_desc, [(stats + m) * (2 * ROWS)], bar, a.stats_bufs.index(slot))
-                if i > 0:
-                    named_barrier("sync", DO_FREE, BOTH + 32)
-                bar = a.ready_bars.index(STAGES)
-                mbarrier.expect(bar, a.do_desc.block_type.nbytes)
-                tma_load(a.do_desc, [b, h, m * ROWS, 0], bar, a.do_bufs.index(0))
-                i += 1
-        t += 1
-        tile = a.key_tiles.draw(counter_ptr)
-    a.key_tiles.publish(t, -1)
+            tma_load(self.v_desc, [b, kv, n * (2 * ROWS) + w * ROWS, 0], bar, self.v_bufs.index(w))
 
+    @gluon.jit
+    def load_queries(self, b, h, m, stats, i):
+        """Copy Q, the row statistics and dO of query tile ``m``, for step ``i``."""
+        slot, lap = slot_of(i, STAGES), lap_of(i, STAGES)
+        if lap > 0:
+            named_barrier("sync", Q_FREE + slot, BOTH + 32)
+        bar = self.ready_bars.index(slot)
+        Q_BYTES: gl.constexpr = self.q_desc.block_type.nbytes + self.q_more_desc.block_type.nbytes
+        mbarrier.expect(bar, Q_BYTES + self.stats_desc.block_type.nbytes)
+        tma_load(self.q_desc, [b, h, m * ROWS, 0], bar, self.q_bufs.index(slot))
+        tma_load(self.q_more_desc, [b, h, m * ROWS, FIRST], bar, self.q_more_bufs.index(slot))
+        tma_load(self.stats_desc, [(stats + m) * (2 * ROWS)], bar, self.stats_bufs.index(slot))
+        if i > 0:
+            named_barrier("sync", DO_FREE, BOTH + 32)
+        bar = self.ready_bars.index(STAGES)
+        mbarrier.expect(bar, self.do_desc.block_type.nbytes)
+        tma_load(self.do_desc, [b, h, m * ROWS, 0], bar, self.do_bufs.index(0))
 
-@gluon.jit
-def _write_partition(a, PARITY: gl.constexpr):
-    """Add the dQ of every second step to memory, each when it is its turn: the key tiles before have added theirs."""
-    t = 0
-    i = 0  # of the first step of the key tile
-    key_tile = a.key_tiles.wait(t, 1)
-    while key_tile >= 0:
-        head, n = a.key_tiles.locate(key_tile)
-        end = a.span.end(n)
-        steps = a.TOGETHER * (end - a.span.first(n))
-        for j in range((i + PARITY) & 1, a.GROUP // a.TOGETHER * steps, 2):
-            m, g = step_at(j // steps * a.TOGETHER, a.TOGETHER * end - 1 - j % steps, a.TOGETHER)
-            tile = (head * a.GROUP + g) * copy_of(a.span.tiles_m) + m
-            turn = n - a.span.first_key_tile(m)
-            while poll(a.turn_ptr + tile) != turn:
-                pass
-            named_barrier("sync", FULL + PARITY, BOTH + 32)
-            row = tile * (3 * LINES)
-            if turn == 0:
-                tma_store(a.dq_desc, [row, 0], a.dq_bufs.index(0))
-                tma_store(a.dq_more_desc, [row + 2 * LINES, 0], a.dq_more_bufs.index(0))
-            else:
-                tma_add(a.dq_desc, [row, 0], a.dq_bufs.index(0))
-                tma_add(a.dq_more_desc, [row + 2 * LINES, 0], a.dq_more_bufs.index(0))
-            wait_until_read()
-            mbarrier.arrive(a.written_bar)
-            wait_until_added()
-            raise_counter(a.turn_ptr + tile)
-        i += a.GROUP // a.TOGETHER * steps
-        t += 1
-        key_tile = a.key_tiles.wait(t, 1)
+    @gluon.jit
+    def dq_buf(self, WRITER: gl.constexpr):
+        """Return the shared memory from which a writer adds."""
+        return self.dq_bufs.index(0)
+
+    @gluon.jit
+    def add_dq(self, buf, tile, added_before, WRITER: gl.constexpr):
+        """Add a step's dQ to that of a query tile, or store the first, and free its shared memory."""
+        named_barrier("sync", FULL + WRITER, BOTH + 32)
+        row = tile * (3 * LINES)
+        if added_before == 0:
+            tma_store(self.dq_desc, [row, 0], buf)
+            tma_store(self.dq_more_desc, [row + 2 * LINES, 0], self.dq_more_bufs.index(0))
+        else:
+            tma_add(self.dq_desc, [row, 0], buf)
+            tma_add(self.dq_more_desc, [row + 2 * LINES, 0], self.dq_more_bufs.index(0))
+        wait_until_read()
+        mbarrier.arrive(self.written_bar)
+
+    @gluon.jit
+    def step(self, sums, kept, i, key, row, W: gl.constexpr, IS_FIRST: gl.constexpr, IS_EDGE: gl.constexpr):
+        """Add a query tile to dK and dV, and that of the step before to dQ."""
+        dk, dk_more, dv = sums
+        return _step(dk, dk_more, dv, kept[0], kept[1], self, i, key, row, W, IS_FIRST, IS_EDGE)
+
+    @gluon.jit
+    def flush_dq(self, kept, i, W: gl.constexpr):
+        """Compute this warpgroup's part of the dQ of step ``i``, the last of a walk."""
+        _await_ds(i, W)
+        dq = _issue_dq(self, i, kept[0], self.k_bufs, W * 64)
+        dq = warpgroup_mma_wait(0, deps=[dq])
+        _store_dq(dq, self, i, W)
+        rest = _issue_dq(self, i, kept[1], self.k_more_bufs, W * HALF)
+        rest = warpgroup_mma_wait(0, deps=[rest])
+        _store_rest_of_dq(rest, self, i, W)
 
 
 @gluon.jit
@@ -246,11 +230,7 @@ def _step(
     s = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
     s = warpgroup_mma(k_more, q_more.permute((1, 0)), s, is_async=True)
     s = warpgroup_mma_wait(0, deps=[s])
-    if IS_EDGE:
-        s = mask_scores(s, a.span, key, row)
-    elif a.span.BOUND_LEFT:  # noqa: SIM102 - a constant, and what a GPU finds out
-        if not a.span.is_whole(key, row):
-            s = mask_scores(s, a.span, key, row)
+    s = mask_edge(s, a.span, key, row, IS_EDGE)
     lse = _row_numbers(a, slot, 0, columns)
     packed = pack(gl.exp2(s * a.scale_log2 - lse[None, :]), dtype)
     mbarrier.wait(a.ready_bars.index(STAGES), i & 1)
@@ -302,11 +282,7 @@ def _multiply_partition(a, W: gl.constexpr):
         head, n = a.key_tiles.locate(tile)
         first, end = a.span.first(n), a.span.end(n)
         key = n * (2 * ROWS) + W * ROWS
-        edge = first
-        if not a.span.BOUND_LEFT:
-            edge = a.span.edge(key, first, end)
-            if a.TOGETHER == 1:  # the first step is masked in any case; known here, ptxas spills less
-                edge = gl.minimum(edge, end - 1)
+        edge = first_whole_tile(a, key, first, end)
         dk = gl.zeros([ROWS, FIRST], gl.float32, wide_layout)
         dk_more = gl.zeros([ROWS, MORE], gl.float32, s_layout)
         dv = gl.zeros([ROWS, DV], gl.float32, wide_layout)
@@ -314,30 +290,8 @@ def _multiply_partition(a, W: gl.constexpr):
         zero_rest = gl.zeros([ROWS, HALF], gl.float32, rest_layout)
         mbarrier.wait(a.ready_bars.index(STAGES + 1), t & 1)
         mbarrier.wait(a.ready_bars.index(STAGES + 2), t & 1)
-        for _ in range(a.GROUP // a.TOGETHER):
-            dk, dk_more, dv = _step(dk, dk_more, dv, zero, zero_rest, a, i, key, (end - 1) * ROWS, W, True, True)
-            i += 1
-            for r in range(a.TOGETHER * end - 2, a.TOGETHER * edge - 1, -1):
-                dk, dk_more, dv = _step(
-                    dk, dk_more, dv, zero, zero_rest, a, i, key, r // a.TOGETHER * ROWS, W, False, False
-                )
-                i += 1
-            if not a.span.BOUND_LEFT:
-                masked = a.TOGETHER * edge
-                if a.TOGETHER > 1:
-                    masked = gl.minimum(masked, a.TOGETHER * end - 1)
-                for r in range(masked - 1, a.TOGETHER * first - 1, -1):
-                    dk, dk_more, dv = _step(
-                        dk, dk_more, dv, zero, zero_rest, a, i, key, r // a.TOGETHER * ROWS, W, False, True
-                    )
-                    i += 1
-            _await_ds(i - 1, W)
-            dq = _issue_dq(a, i - 1, zero, a.k_bufs, W * 64)
-            dq = warpgroup_mma_wait(0, deps=[dq])
-            _store_dq(dq, a, i - 1, W)
-            rest = _issue_dq(a, i - 1, zero_rest, a.k_more_bufs, W * HALF)
-            rest = warpgroup_mma_wait(0, deps=[rest])
-            _store_rest_of_dq(rest, a, i - 1, W)
+        sums, i = walk_query_tiles(a, i, (dk, dk_more, dv), (zero, zero_rest), key, first, edge, end, W)
+        dk, dk_more, dv = sums
         b, kv = head // a.heads_kv, head % a.heads_kv
         # V of this warpgroup was read for the last time; K by both when they have met. All are looked up here: kept
         # through the loops, their addresses spill.
@@ -367,7 +321,7 @@ def _backward_192_sm90_kernel(
     dv_desc,  # [B, HK, Sk, DV]
     stats_desc,  # [B * H * tiles_m * 2 * ROWS] fp32: of a query tile LSE * log2(e), then delta
     dq_desc,  # [B * H * tiles_m * 3 * LINES, 32] fp32
-    turn_ptr,  # [B * H * tiles_m + 1] int32, 0 before; the last counts key tiles that were drawn
+    dq_semaphore_ptr,  # [B * H * tiles_m + 1] int32, 0 before; the last counts key tiles that were drawn
     q_more_desc, k_more_desc, dk_more_desc, dq_more_desc,  # in boxes of the other 64 columns
     heads, heads_kv, seqlen_q, seqlen_k, tiles_m, tiles_n, heads_total, heads_per_group, window_left, window_right,
     scale_log2,  # scale * log2(e)
@@ -390,7 +344,7 @@ def _backward_192_sm90_kernel(
     fence_async_shared()  # TMA, too, sees that the barriers are there
     dtype: gl.constexpr = q_desc.dtype
     a = Args(  # type: ignore[call-arg] # aggregate gives it a constructor
-        q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, stats_desc, dq_desc, turn_ptr,
+        q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, stats_desc, dq_desc, dq_semaphore_ptr,
         q_more_desc, k_more_desc, dk_more_desc, dq_more_desc,
         gl.allocate_shared_memory(dtype, [STAGES] + q_desc.block_type.shape, q_desc.layout),
         gl.allocate_shared_memory(dtype, [STAGES] + q_more_desc.block_type.shape, q_more_desc.layout),
@@ -411,9 +365,9 @@ def _backward_192_sm90_kernel(
         [
             (_multiply_partition, (a, 0)),
             (_multiply_partition, (a, 1)),
-            (_load_partition, (a,)),
-            (_write_partition, (a, 0)),
-            (_write_partition, (a, 1)),
+            (load_partition, (a, 1)),
+            (write_partition, (a, 0, 1)),
+            (write_partition, (a, 1, 1)),
         ],
         [4, 1, 1, 1],
         [R, 24, 24, 24],

@@ -46,17 +46,16 @@ from .backward_primitives_sm90 import (
     KeyTiles,
     Span,
     as_added,
+    first_whole_tile,
+    load_partition,
     make_key_tiles,
-    mask_scores,
+    mask_edge,
     pack,
-    poll,
-    raise_counter,
-    step_at,
     unpack,
     unpack_wide,
-    wait_for_kernel_before,
-    wait_until_added,
     wait_until_read,
+    walk_query_tiles,
+    write_partition,
 )
 
 ROWS = gl.constexpr(64)  # of one warpgroup: what one wgmma instruction computes
@@ -81,7 +80,7 @@ class Args:
     dv_desc: tma.tensor_descriptor
     stats_desc: tma.tensor_descriptor
     dq_desc: tma.tensor_descriptor
-    turn_ptr: gl.tensor
+    dq_semaphore_ptr: gl.tensor
     q_bufs: gl.shared_memory_descriptor  # [STAGES, 1, 1, BLOCK_M, D]
     do_bufs: gl.shared_memory_descriptor  # [STAGES, 1, 1, BLOCK_M, DV]
     stats_bufs: gl.shared_memory_descriptor  # [STAGES, 2 * BLOCK_M]
@@ -107,87 +106,63 @@ class Args:
     V_COLUMNS: gl.constexpr  # of V that live in registers
 
     @gluon.jit
-    def query_head(self, head, g):
-        """Return the number, in all sequences, of a query head of a K/V head."""
-        return head * self.GROUP + g
-
-
-@gluon.jit
-def _load_partition(a):
-    """Copy K and V, then Q, dO and the rows' numbers of all query tiles, for all key tiles of this program."""
-    # All before this wait ran while the kernel before was ending. The others do nothing before they know a key tile.
-    wait_for_kernel_before()
-    i = 0  # query tiles so far
-    t = 0  # key tiles so far
-    # Behind the turns.
-    counter_ptr = a.turn_ptr + copy_of(a.heads) * (a.key_tiles.heads_total // a.heads_kv) * copy_of(a.span.tiles_m)
-    tile = a.key_tiles.draw(counter_ptr)
-    while tile >= 0:
-        a.key_tiles.publish(t, tile)
-        head, n = a.key_tiles.locate(tile)
-        b, kv = head // a.heads_kv, head % a.heads_kv
-        first, end = a.span.first(n), a.span.end(n)
-        key = n * (ROWS * a.WARPGROUPS)
+    def load_keys(self, b, kv, n, t):
+        """Copy K and V of key tile ``n``, the t-th of this program, once those of the one before were read."""
         if t > 0:
-            named_barrier("sync", KV_FREE, 128 * a.WARPGROUPS + 32)
+            named_barrier("sync", KV_FREE, 128 * self.WARPGROUPS + 32)
         for which in gl.static_range(2):
-            bar = a.ready_bars.index(a.STAGES + which)
-            desc = a.k_desc if which == 0 else a.v_desc
-            bufs = a.k_bufs if which == 0 else a.v_bufs
-            mbarrier.expect(bar, a.WARPGROUPS * desc.block_type.nbytes)
-            for w in gl.static_range(a.WARPGROUPS):
-                tma_load(desc, [b, kv, key + w * ROWS, 0], bar, bufs.index(w))
-        for heads_before in range(0, a.GROUP, a.TOGETHER):
-            for r in range(a.TOGETHER * end - 1, a.TOGETHER * first - 1, -1):
-                m, g = step_at(heads_before, r, a.TOGETHER)
-                h = kv * a.GROUP + g
-                stats = a.query_head(head, g) * copy_of(a.span.tiles_m)
-                slot, lap = slot_of(i, a.STAGES), lap_of(i, a.STAGES)
-                if lap > 0:
-                    named_barrier("sync", FREE + slot, 128 * a.WARPGROUPS + 32)
-                bar = a.ready_bars.index(slot)
-                mbarrier.expect(
-                    bar, a.q_desc.block_type.nbytes + a.do_desc.block_type.nbytes + a.stats_desc.block_type.nbytes
-                )
-                tma_load(a.q_desc, [b, h, m * a.BLOCK_M, 0], bar, a.q_bufs.index(slot))
-                tma_load(a.stats_desc, [(stats + m) * (2 * a.BLOCK_M)], bar, a.stats_bufs.index(slot))
-                tma_load(a.do_desc, [b, h, m * a.BLOCK_M, 0], bar, a.do_bufs.index(slot))
-                i += 1
-        t += 1
-        tile = a.key_tiles.draw(counter_ptr)
-    a.key_tiles.publish(t, -1)
+            bar = self.ready_bars.index(self.STAGES + which)
+            desc = self.k_desc if which == 0 else self.v_desc
+            bufs = self.k_bufs if which == 0 else self.v_bufs
+            mbarrier.expect(bar, self.WARPGROUPS * desc.block_type.nbytes)
+            for w in gl.static_range(self.WARPGROUPS):
+                tma_load(desc, [b, kv, n * (ROWS * self.WARPGROUPS) + w * ROWS, 0], bar, bufs.index(w))
 
+    @gluon.jit
+    def load_queries(self, b, h, m, stats, i):
+        """Copy Q, dO and the row statistics of query tile ``m``, for step ``i``."""
+        slot, lap = slot_of(i, self.STAGES), lap_of(i, self.STAGES)
+        if lap > 0:
+            named_barrier("sync", FREE + slot, 128 * self.WARPGROUPS + 32)
+        bar = self.ready_bars.index(slot)
+        mbarrier.expect(
+            bar, self.q_desc.block_type.nbytes + self.do_desc.block_type.nbytes + self.stats_desc.block_type.nbytes
+        )
+        tma_load(self.q_desc, [b, h, m * self.BLOCK_M, 0], bar, self.q_bufs.index(slot))
+        tma_load(self.stats_desc, [(stats + m) * (2 * self.BLOCK_M)], bar, self.stats_bufs.index(slot))
+        tma_load(self.do_desc, [b, h, m * self.BLOCK_M, 0], bar, self.do_bufs.index(slot))
 
-@gluon.jit
-def _write_partition(a, FIRST: gl.constexpr):
-    """Add the dQ of every second step to memory, each when it is its turn: the key tiles before have added theirs."""
-    buf = a.dq_bufs.index(FIRST)
-    t = 0
-    i = 0  # of the first step of the key tile
-    key_tile = a.key_tiles.wait(t, 1)
-    while key_tile >= 0:
-        head, n = a.key_tiles.locate(key_tile)
-        end = a.span.end(n)
-        steps = a.TOGETHER * (end - a.span.first(n))
-        for j in range((i + FIRST) & 1, a.GROUP // a.TOGETHER * steps, 2):
-            m, g = step_at(j // steps * a.TOGETHER, a.TOGETHER * end - 1 - j % steps, a.TOGETHER)
-            tile = a.query_head(head, g) * copy_of(a.span.tiles_m) + m
-            turn = n - a.span.first_key_tile(m)
-            while poll(a.turn_ptr + tile) != turn:
-                pass
-            named_barrier("sync", FULL + FIRST, 128 * a.WARPGROUPS + 32)
-            row = tile * (128 * a.WARPGROUPS)
-            if turn == 0:
-                tma_store(a.dq_desc, [row, 0], buf)
-            else:
-                tma_add(a.dq_desc, [row, 0], buf)
-            wait_until_read()
-            mbarrier.arrive(a.written_bars.index(FIRST))
-            wait_until_added()
-            raise_counter(a.turn_ptr + tile)
-        i += a.GROUP // a.TOGETHER * steps
-        t += 1
-        key_tile = a.key_tiles.wait(t, 1)
+    @gluon.jit
+    def dq_buf(self, WRITER: gl.constexpr):
+        """Return the shared memory from which a writer adds."""
+        return self.dq_bufs.index(WRITER)
+
+    @gluon.jit
+    def add_dq(self, buf, tile, added_before, WRITER: gl.constexpr):
+        """Add a step's dQ to that of a query tile, or store the first, and free its shared memory."""
+        named_barrier("sync", FULL + WRITER, 128 * self.WARPGROUPS + 32)
+        row = tile * (128 * self.WARPGROUPS)
+        if added_before == 0:
+            tma_store(self.dq_desc, [row, 0], buf)
+        else:
+            tma_add(self.dq_desc, [row, 0], buf)
+        wait_until_read()
+        mbarrier.arrive(self.written_bars.index(WRITER))
+
+    @gluon.jit
+    def step(self, sums, kept, i, key, row, W: gl.constexpr, IS_FIRST: gl.constexpr, IS_EDGE: gl.constexpr):
+        """Add a query tile to dK and dV, and that of the step before to dQ."""
+        dk, dv = sums
+        v, zero, zero_dq = kept
+        return _step(dk, dv, v, zero, zero_dq, self, i, key, row, W, IS_FIRST, IS_EDGE)
+
+    @gluon.jit
+    def flush_dq(self, kept, i, W: gl.constexpr):
+        """Compute this warpgroup's part of the dQ of step ``i``, the last of a walk."""
+        _await_ds(self, i, W)
+        dq = _issue_dq(self, i, kept[2], W)
+        dq = warpgroup_mma_wait(0, deps=[dq])
+        _store_dq(dq, self, i, W)
 
 
 @gluon.jit
@@ -294,11 +269,7 @@ def _step(dk, dv, v, zero, zero_dq, a, i, key, row, W: gl.constexpr, IS_FIRST: g
         s = warpgroup_mma_wait(1, deps=[s])
     else:
         s = warpgroup_mma_wait(0, deps=[s])
-    if IS_EDGE:
-        s = mask_scores(s, a.span, key, row)
-    elif a.span.BOUND_LEFT:  # noqa: SIM102 - a constant, and what a GPU finds out
-        if not a.span.is_whole(key, row):
-            s = mask_scores(s, a.span, key, row)
+    s = mask_edge(s, a.span, key, row, IS_EDGE)
     lse = _row_numbers(a.stats_bufs, slot, 0, a, columns)
     packed = pack(gl.exp2(s * a.scale_log2 - lse[None, :]), dtype)
     if a.V_COLUMNS > 0:  # in the place of the scores: there is no other
@@ -346,11 +317,7 @@ def _multiply_partition(a, W: gl.constexpr):
         head, n = a.key_tiles.locate(tile)
         first, end = a.span.first(n), a.span.end(n)
         key = n * (ROWS * a.WARPGROUPS) + W * ROWS
-        edge = first
-        if not a.span.BOUND_LEFT:
-            edge = a.span.edge(key, first, end)
-            if a.TOGETHER == 1:  # the first step is masked in any case; known here, ptxas spills less
-                edge = gl.minimum(edge, end - 1)
+        edge = first_whole_tile(a, key, first, end)
         dk = gl.zeros([ROWS, a.D], gl.float32, dk_layout)
         dv = gl.zeros([ROWS, a.DV], gl.float32, dv_layout)
         zero = gl.zeros([ROWS, a.BLOCK_M], gl.float32, s_layout)
@@ -360,23 +327,8 @@ def _multiply_partition(a, W: gl.constexpr):
         v = zero, zero
         if a.V_COLUMNS > 0:
             v = _keep_v(a, s_layout, W)
-        for _ in range(a.GROUP // a.TOGETHER):
-            dk, dv = _step(dk, dv, v, zero, zero_dq, a, i, key, (end - 1) * a.BLOCK_M, W, True, True)
-            i += 1
-            for r in range(a.TOGETHER * end - 2, a.TOGETHER * edge - 1, -1):
-                dk, dv = _step(dk, dv, v, zero, zero_dq, a, i, key, r // a.TOGETHER * a.BLOCK_M, W, False, False)
-                i += 1
-            if not a.span.BOUND_LEFT:
-                masked = a.TOGETHER * edge
-                if a.TOGETHER > 1:
-                    masked = gl.minimum(masked, a.TOGETHER * end - 1)
-                for r in range(masked - 1, a.TOGETHER * first - 1, -1):
-                    dk, dv = _step(dk, dv, v, zero, zero_dq, a, i, key, r // a.TOGETHER * a.BLOCK_M, W, False, True)
-                    i += 1
-            _await_ds(a, i - 1, W)
-            dq = _issue_dq(a, i - 1, zero_dq, W)
-            dq = warpgroup_mma_wait(0, deps=[dq])
-            _store_dq(dq, a, i - 1, W)
+        sums, i = walk_query_tiles(a, i, (dk, dv), (v, zero, zero_dq), key, first, edge, end, W)
+        dk, dv = sums
         b, kv = head // a.heads_kv, head % a.heads_kv
         # V of this warpgroup was read for the last time; K by all when they have met. Both are looked up here: kept
         # through the loops, their addresses spill.
@@ -403,7 +355,7 @@ def _backward_sm90_kernel(
     dv_desc,  # [B, HK, Sk, DV]
     stats_desc,  # [B * H * tiles_m * 2 * BLOCK_M] fp32: of a query tile LSE * log2(e), then delta
     dq_desc,  # [B * H * tiles_m * 128 * WARPGROUPS, 32] fp32
-    turn_ptr,  # [B * H * tiles_m + 1] int32, 0 before; the last counts key tiles that were drawn
+    dq_semaphore_ptr,  # [B * H * tiles_m + 1] int32, 0 before; the last counts key tiles that were drawn
     heads, heads_kv, seqlen_q, seqlen_k, tiles_m, tiles_n, heads_total, heads_per_group, window_left, window_right,
     scale_log2,  # scale * log2(e)
     scale,
@@ -433,7 +385,7 @@ def _backward_sm90_kernel(
     key_tiles = make_key_tiles(tiles_n, heads_total, heads_per_group)
     fence_async_shared()  # TMA, too, sees that the barriers are there
     a = Args(  # type: ignore[call-arg] # aggregate gives it a constructor
-        q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, stats_desc, dq_desc, turn_ptr,
+        q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, stats_desc, dq_desc, dq_semaphore_ptr,
         gl.allocate_shared_memory(q_desc.dtype, [STAGES] + q_desc.block_type.shape, q_desc.layout),
         gl.allocate_shared_memory(q_desc.dtype, [STAGES] + do_desc.block_type.shape, do_desc.layout),
         gl.allocate_shared_memory(gl.float32, [STAGES] + stats_desc.block_type.shape, stats_desc.layout),
@@ -451,9 +403,9 @@ def _backward_sm90_kernel(
         [
             (_multiply_partition, (a, 0)),
             (_multiply_partition, (a, 1)),
-            (_load_partition, (a,)),
-            (_write_partition, (a, 0)),
-            (_write_partition, (a, 1)),
+            (load_partition, (a, 1)),
+            (write_partition, (a, 0, 1)),
+            (write_partition, (a, 1, 1)),
         ],
         [4, 1, 1, 1],
         [R, 24, 24, 24],

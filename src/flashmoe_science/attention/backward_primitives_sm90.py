@@ -1,4 +1,9 @@
-"""What the backward kernels for Hopper are built of (Gluon): key tiles, masks, P in 16 bits, turns at adding to dQ."""
+"""Parts that the backward kernels for Hopper share (Gluon): the load and write partitions, key tiles, masks, packed P.
+
+A kernel hands ``load_partition``, ``write_partition`` and ``walk_query_tiles`` its own arguments, an aggregate ``a``. They
+read ``a.key_tiles``, ``a.span``, ``a.heads``, ``a.heads_kv``, ``a.dq_semaphore_ptr``, ``a.GROUP`` and ``a.TOGETHER``, and call
+the methods by which kernels differ: ``load_keys``, ``load_queries``, ``add_dq``, ``step`` and ``flush_dq``.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +21,17 @@ _SLOTS = gl.constexpr(8)
 
 @aggregate
 class KeyTiles:
-    """The key tiles of this program, one after another: the producer draws them and says which they are."""
+    """The key tiles of this program, one after another: the producer fetches them and publishes their numbers."""
 
     bufs: gl.shared_memory_descriptor  # [_SLOTS, 1] int32: numbers of key tiles, -1 behind the last
     ready_bars: gl.shared_memory_descriptor  # [_SLOTS]
     tiles_n: gl.tensor  # key tiles of a head
     heads_total: gl.tensor  # K/V heads of all sequences
-    heads_per_group: gl.tensor  # K/V heads whose key tiles take turns in the order of programs
+    heads_per_group: gl.tensor  # K/V heads whose key tiles alternate in the order of programs
 
     @gluon.jit
-    def draw(self, counter_ptr):
-        """Return the next key tile that no program has drawn, or -1; all that it waits for were drawn before."""
+    def fetch_next(self, counter_ptr):
+        """Return the next key tile that no program has fetched, or -1. All that it waits for were fetched before."""
         ticket = draw(counter_ptr)
         ticket = gl.inline_asm_elementwise(
             "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", "=r,r", [ticket], dtype=gl.int32, is_pure=False, pack=1
@@ -142,6 +147,132 @@ def step_at(heads_before, r, TOGETHER: gl.constexpr):
     Steps of a walk come in falling order.
     """
     return r // TOGETHER, heads_before + r % TOGETHER
+
+
+@gluon.jit
+def load_partition(a, WRITERS: gl.constexpr):
+    """Fetch key tiles; copy K and V of each, then Q, dO and the row statistics of the query tiles that see it.
+
+    Args:
+        a: the kernel's arguments.
+        WRITERS: semaphores of a query tile. The counter of key tiles lies behind all of them.
+    """
+    # All before this wait ran while the kernel before was ending. The other partitions wait for a key tile.
+    wait_for_kernel_before()
+    i = 0  # query tiles so far
+    t = 0  # key tiles so far
+    query_tiles = copy_of(a.heads) * (a.key_tiles.heads_total // a.heads_kv) * copy_of(a.span.tiles_m)
+    counter_ptr = a.dq_semaphore_ptr + WRITERS * query_tiles
+    tile = a.key_tiles.fetch_next(counter_ptr)
+    while tile >= 0:
+        a.key_tiles.publish(t, tile)
+        head, n = a.key_tiles.locate(tile)
+        b, kv = head // a.heads_kv, head % a.heads_kv
+        first, end = a.span.first(n), a.span.end(n)
+        a.load_keys(b, kv, n, t)
+        for heads_before in range(0, a.GROUP, a.TOGETHER):
+            for r in range(a.TOGETHER * end - 1, a.TOGETHER * first - 1, -1):
+                m, g = step_at(heads_before, r, a.TOGETHER)
+                h = kv * a.GROUP + g
+                stats = (head * a.GROUP + g) * copy_of(a.span.tiles_m)
+                a.load_queries(b, h, m, stats, i)
+                i += 1
+        t += 1
+        tile = a.key_tiles.fetch_next(counter_ptr)
+    a.key_tiles.publish(t, -1)
+
+
+@gluon.jit
+def write_partition(a, WRITER: gl.constexpr, WRITERS: gl.constexpr):
+    """Add dQ to memory, in the order of the key tiles: a semaphore a query tile says how many have been added.
+
+    Args:
+        a: the kernel's arguments.
+        WRITER: 0 or 1, which of the two write partitions this is.
+        WRITERS: semaphores of a query tile. 1: the writers add every second step each. 2: each adds half of every step.
+    """
+    STRIDE: gl.constexpr = 3 - WRITERS
+    buf = a.dq_buf(WRITER)
+    t = 0
+    i = 0  # of the first step of the key tile
+    key_tile = a.key_tiles.wait(t, 1)
+    while key_tile >= 0:
+        head, n = a.key_tiles.locate(key_tile)
+        end = a.span.end(n)
+        steps = a.TOGETHER * (end - a.span.first(n))
+        begin = 0
+        if WRITERS == 1:
+            begin = (i + WRITER) & 1
+        for j in range(begin, a.GROUP // a.TOGETHER * steps, STRIDE):
+            m, g = step_at(j // steps * a.TOGETHER, a.TOGETHER * end - 1 - j % steps, a.TOGETHER)
+            tile = (head * a.GROUP + g) * copy_of(a.span.tiles_m) + m
+            added_before = n - a.span.first_key_tile(m)
+            semaphore = tile if WRITERS == 1 else 2 * tile + WRITER
+            while poll(a.dq_semaphore_ptr + semaphore) != added_before:
+                pass
+            a.add_dq(buf, tile, added_before, WRITER)
+            wait_until_added()
+            raise_counter(a.dq_semaphore_ptr + semaphore)
+        i += a.GROUP // a.TOGETHER * steps
+        t += 1
+        key_tile = a.key_tiles.wait(t, 1)
+
+
+@gluon.jit
+def first_whole_tile(a, key, first, end):
+    """Return the query tile from which on no key is hidden: that of ``Span.edge``, as ``walk_query_tiles`` takes it."""
+    edge = first
+    if not a.span.BOUND_LEFT:
+        edge = a.span.edge(key, first, end)
+        if a.TOGETHER == 1:  # the first step is masked in any case; known here, ptxas spills less
+            edge = gl.minimum(edge, end - 1)
+    return edge
+
+
+@gluon.jit
+def walk_query_tiles(a, i, sums, kept, key, first, edge, end, W: gl.constexpr):
+    """Add the query tiles that see a key tile to its sums, head by head; return the sums and the step behind the last.
+
+    Steps are masked at the edges alone: the first of a walk, and those before ``edge``. With a left bound ``step`` finds
+    out for each.
+
+    Args:
+        a: the kernel's arguments.
+        i: steps so far. First, as loops carry their values in this order, and machine code follows it.
+        sums: dK, dV or both, a tuple in registers.
+        kept: what all steps read, a tuple.
+        key: the first key of this warpgroup.
+        first: the first query tile that sees a key of the tile.
+        edge: the first query tile that sees all keys. Computed before the sums are made: ptxas spills less.
+        end: the query tile behind the last.
+        W: which warpgroup this is.
+    """
+    for _ in range(a.GROUP // a.TOGETHER):
+        sums = a.step(sums, kept, i, key, (end - 1) * a.span.BLOCK_M, W, True, True)
+        i += 1
+        for r in range(a.TOGETHER * end - 2, a.TOGETHER * edge - 1, -1):
+            sums = a.step(sums, kept, i, key, r // a.TOGETHER * a.span.BLOCK_M, W, False, False)
+            i += 1
+        if not a.span.BOUND_LEFT:
+            masked = a.TOGETHER * edge
+            if a.TOGETHER > 1:
+                masked = gl.minimum(masked, a.TOGETHER * end - 1)
+            for r in range(masked - 1, a.TOGETHER * first - 1, -1):
+                sums = a.step(sums, kept, i, key, r // a.TOGETHER * a.span.BLOCK_M, W, False, True)
+                i += 1
+        a.flush_dq(kept, i - 1, W)
+    return sums, i
+
+
+@gluon.jit
+def mask_edge(s, span, key, row, IS_EDGE: gl.constexpr):
+    """Mask the scores of an edge tile; with a left bound, of each tile that has hidden keys."""
+    if IS_EDGE:
+        s = mask_scores(s, span, key, row)
+    elif span.BOUND_LEFT:  # noqa: SIM102 - the first is a constant, the second is known on the GPU alone
+        if not span.is_whole(key, row):
+            s = mask_scores(s, span, key, row)
+    return s
 
 
 @gluon.jit

@@ -74,7 +74,7 @@ def _prepare(problem: BackwardProblem, config: HopperBackwardConfig, grid: tuple
             {
                 **dict.fromkeys(("o_ptr", "do_ptr"), f"*{p.dtype}"),
                 **dict.fromkeys(("lse_ptr", "dlse_ptr", "stats_ptr"), "*fp32"),
-                "turn_ptr": "*i32",
+                "dq_semaphore_ptr": "*i32",
                 **dict.fromkeys(("stride_ob", "stride_oh", "stride_dob", "stride_doh"), "i64"),
                 **dict.fromkeys(("heads", "seqlen_q", "tiles_m"), "i32"),
             }.items()
@@ -91,7 +91,7 @@ def _prepare(problem: BackwardProblem, config: HopperBackwardConfig, grid: tuple
                 "HAS_DLSE": problem.has_dlse,
             }.items()
         ),
-        frozenset(("o_ptr", "do_ptr", "stats_ptr", "turn_ptr")),  # the LSE lies where autograd keeps it
+        frozenset(("o_ptr", "do_ptr", "stats_ptr", "dq_semaphore_ptr")),  # the LSE lies where autograd keeps it
         config.prepare_warps,
     )
     tiles_m, _ = hopper_backward_tiles(problem, config)
@@ -141,9 +141,9 @@ def _main(problem: BackwardProblem, config: HopperBackwardConfig, grid: tuple[in
         constants |= {"WARPGROUPS": config.warpgroups, "STAGES": config.num_stages, "V_COLUMNS": config.v_columns}
     source = KernelSource(
         kernel,
-        tuple({**descriptors, "turn_ptr": "*i32", **more, **scalars}.items()),
+        tuple({**descriptors, "dq_semaphore_ptr": "*i32", **more, **scalars}.items()),
         tuple(constants.items()),
-        frozenset(("turn_ptr",)),
+        frozenset(("dq_semaphore_ptr",)),
         num_warps=4,
         dependent_launch=config.dependent_launch,
     )
@@ -178,7 +178,7 @@ def _finish(problem: BackwardProblem, config: HopperBackwardConfig, grid: tuple[
         tuple(
             {
                 "acc_ptr": "*fp32",
-                "turn_ptr": "*i32",
+                "dq_semaphore_ptr": "*i32",
                 "dq_ptr": f"*{p.dtype}",
                 **dict.fromkeys(("stride_b", "stride_h"), "i64"),
                 **dict.fromkeys(("heads", "seqlen_q", "tiles_m"), "i32"),
@@ -195,7 +195,7 @@ def _finish(problem: BackwardProblem, config: HopperBackwardConfig, grid: tuple[
                 "TURNS": config.turns,
             }.items()
         ),
-        frozenset(("acc_ptr", "turn_ptr", "dq_ptr")),
+        frozenset(("acc_ptr", "dq_semaphore_ptr", "dq_ptr")),
         config.finish_warps,
         dependent_launch=config.dependent_launch,
     )

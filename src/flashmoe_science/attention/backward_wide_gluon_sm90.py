@@ -31,17 +31,16 @@ from .backward_primitives_sm90 import (
     KeyTiles,
     Span,
     as_added,
+    first_whole_tile,
+    load_partition,
     make_key_tiles,
-    mask_scores,
+    mask_edge,
     pack,
-    poll,
-    raise_counter,
-    step_at,
     unpack,
     unpack_wide,
-    wait_for_kernel_before,
-    wait_until_added,
     wait_until_read,
+    walk_query_tiles,
+    write_partition,
 )
 
 KEYS = gl.constexpr(64)  # of a program
@@ -73,7 +72,7 @@ class Args:
     dv_desc: tma.tensor_descriptor
     stats_desc: tma.tensor_descriptor
     dq_desc: tma.tensor_descriptor
-    turn_ptr: gl.tensor
+    dq_semaphore_ptr: gl.tensor
     # Of the columns behind D; where there are none, as those of the first.
     q_more_desc: tma.tensor_descriptor
     k_more_desc: tma.tensor_descriptor
@@ -102,91 +101,68 @@ class Args:
     D: gl.constexpr  # columns of Q and K in the first part
     DV: gl.constexpr
 
-
-@gluon.jit
-def _load_partition(a):
-    """Copy K and V, then Q, the rows' numbers and dO of all query tiles, for all key tiles of this program."""
-    # All before this wait ran while the kernel before was ending. The others do nothing before they know a key tile.
-    wait_for_kernel_before()
-    i = 0  # query tiles so far
-    t = 0  # key tiles so far
-    do_bar = a.ready_bars.index(STAGES)
-    # Behind the turns.
-    query_tiles = copy_of(a.heads) * (a.key_tiles.heads_total // a.heads_kv) * copy_of(a.span.tiles_m)
-    counter_ptr = a.turn_ptr + 2 * query_tiles
-    tile = a.key_tiles.draw(counter_ptr)
-    while tile >= 0:
-        a.key_tiles.publish(t, tile)
-        head, n = a.key_tiles.locate(tile)
-        b, kv = head // a.heads_kv, head % a.heads_kv
-        first, end = a.span.first(n), a.span.end(n)
+    @gluon.jit
+    def load_keys(self, b, kv, n, t):
+        """Copy K and V of key tile ``n``, the t-th of this program, once those of the one before were read."""
         if t > 0:
             named_barrier("sync", KV_FREE, BOTH + 32)
         for which in gl.static_range(2):
-            bar = a.ready_bars.index(STAGES + 1 + which)
-            desc = a.k_desc if which == 0 else a.v_desc
-            bufs = a.k_bufs if which == 0 else a.v_bufs
-            if which == 0 and a.D < a.COLUMNS:
-                mbarrier.expect(bar, desc.block_type.nbytes + a.k_more_desc.block_type.nbytes)
-                tma_load(a.k_more_desc, [b, kv, n * KEYS, a.D], bar, a.k_more_bufs.index(0))
+            bar = self.ready_bars.index(STAGES + 1 + which)
+            desc = self.k_desc if which == 0 else self.v_desc
+            bufs = self.k_bufs if which == 0 else self.v_bufs
+            if which == 0 and self.D < self.COLUMNS:
+                mbarrier.expect(bar, desc.block_type.nbytes + self.k_more_desc.block_type.nbytes)
+                tma_load(self.k_more_desc, [b, kv, n * KEYS, self.D], bar, self.k_more_bufs.index(0))
             else:
                 mbarrier.expect(bar, desc.block_type.nbytes)
             tma_load(desc, [b, kv, n * KEYS, 0], bar, bufs.index(0))
-        for heads_before in range(0, a.GROUP, a.TOGETHER):
-            for r in range(a.TOGETHER * end - 1, a.TOGETHER * first - 1, -1):
-                m, g = step_at(heads_before, r, a.TOGETHER)
-                h = kv * a.GROUP + g
-                stats = (head * a.GROUP + g) * copy_of(a.span.tiles_m)
-                slot, lap = slot_of(i, STAGES), lap_of(i, STAGES)
-                if lap > 0:
-                    named_barrier("sync", Q_FREE + slot, BOTH + 32)
-                bar = a.ready_bars.index(slot)
-                Q_BYTES: gl.constexpr = a.q_desc.block_type.nbytes + a.stats_desc.block_type.nbytes
-                MORE: gl.constexpr = a.q_more_desc.block_type.nbytes if a.D < a.COLUMNS else 0
-                mbarrier.expect(bar, Q_BYTES + MORE)
-                tma_load(a.q_desc, [b, h, m * ROWS, 0], bar, a.q_bufs.index(slot))
-                if MORE > 0:
-                    tma_load(a.q_more_desc, [b, h, m * ROWS, a.D], bar, a.q_more_bufs.index(slot))
-                tma_load(a.stats_desc, [(stats + m) * (2 * ROWS)], bar, a.stats_bufs.index(slot))
-                if i > 0:
-                    named_barrier("sync", DO_FREE, BOTH + 32)
-                mbarrier.expect(do_bar, a.do_desc.block_type.nbytes)
-                tma_load(a.do_desc, [b, h, m * ROWS, 0], do_bar, a.do_bufs.index(0))
-                i += 1
-        t += 1
-        tile = a.key_tiles.draw(counter_ptr)
-    a.key_tiles.publish(t, -1)
 
+    @gluon.jit
+    def load_queries(self, b, h, m, stats, i):
+        """Copy Q, the row statistics and dO of query tile ``m``, for step ``i``."""
+        slot, lap = slot_of(i, STAGES), lap_of(i, STAGES)
+        if lap > 0:
+            named_barrier("sync", Q_FREE + slot, BOTH + 32)
+        bar = self.ready_bars.index(slot)
+        Q_BYTES: gl.constexpr = self.q_desc.block_type.nbytes + self.stats_desc.block_type.nbytes
+        MORE: gl.constexpr = self.q_more_desc.block_type.nbytes if self.D < self.COLUMNS else 0
+        mbarrier.expect(bar, Q_BYTES + MORE)
+        tma_load(self.q_desc, [b, h, m * ROWS, 0], bar, self.q_bufs.index(slot))
+        if MORE > 0:
+            tma_load(self.q_more_desc, [b, h, m * ROWS, self.D], bar, self.q_more_bufs.index(slot))
+        tma_load(self.stats_desc, [(stats + m) * (2 * ROWS)], bar, self.stats_bufs.index(slot))
+        if i > 0:
+            named_barrier("sync", DO_FREE, BOTH + 32)
+        do_bar = self.ready_bars.index(STAGES)
+        mbarrier.expect(do_bar, self.do_desc.block_type.nbytes)
+        tma_load(self.do_desc, [b, h, m * ROWS, 0], do_bar, self.do_bufs.index(0))
 
-@gluon.jit
-def _write_partition(a, HALF: gl.constexpr):
-    """Add half of the dQ of every step to memory, when it is its turn: the key tiles before have added theirs."""
-    buf = a.dq_bufs.index(0)
-    t = 0
-    key_tile = a.key_tiles.wait(t, 1)
-    while key_tile >= 0:
-        head, n = a.key_tiles.locate(key_tile)
-        end = a.span.end(n)
-        steps = a.TOGETHER * (end - a.span.first(n))
-        for j in range(a.GROUP // a.TOGETHER * steps):
-            m, g = step_at(j // steps * a.TOGETHER, a.TOGETHER * end - 1 - j % steps, a.TOGETHER)
-            tile = (head * a.GROUP + g) * copy_of(a.span.tiles_m) + m
-            turn = n - a.span.first_key_tile(m)
-            turn_ptr = a.turn_ptr + 2 * tile + HALF
-            while poll(turn_ptr) != turn:
-                pass
-            named_barrier("sync", FULL + HALF, BOTH + 32)
-            row = tile * (4 * LINES) + HALF * (2 * LINES)
-            if turn == 0:
-                tma_store(a.dq_desc, [row, 0], buf)
-            else:
-                tma_add(a.dq_desc, [row, 0], buf)
-            wait_until_read()
-            mbarrier.arrive(a.written_bars.index(0))
-            wait_until_added()
-            raise_counter(turn_ptr)
-        t += 1
-        key_tile = a.key_tiles.wait(t, 1)
+    @gluon.jit
+    def dq_buf(self, WRITER: gl.constexpr):
+        """Return the shared memory from which a writer adds."""
+        return self.dq_bufs.index(0)
+
+    @gluon.jit
+    def add_dq(self, buf, tile, added_before, WRITER: gl.constexpr):
+        """Add half of a step's dQ to that of a query tile, or store the first, and free its shared memory."""
+        named_barrier("sync", FULL + WRITER, BOTH + 32)
+        row = tile * (4 * LINES) + WRITER * (2 * LINES)
+        if added_before == 0:
+            tma_store(self.dq_desc, [row, 0], buf)
+        else:
+            tma_add(self.dq_desc, [row, 0], buf)
+        wait_until_read()
+        mbarrier.arrive(self.written_bars.index(0))
+
+    @gluon.jit
+    def step(self, sums, kept, i, key, row, W: gl.constexpr, IS_FIRST: gl.constexpr, IS_EDGE: gl.constexpr):
+        """Compute P of a query tile, hand it on, and add to dV; and our columns of dQ of the step before."""
+        return (_score_step(sums[0], kept[0], self, i, key, row, IS_FIRST, IS_EDGE),)
+
+    @gluon.jit
+    def flush_dq(self, kept, i, W: gl.constexpr):
+        """Compute this warpgroup's columns of the dQ of step ``i``, the last of a walk."""
+        _flush_dq(self, i, kept[0], W)
 
 
 @gluon.jit
@@ -265,11 +241,7 @@ def _score_step(dv, zero, a, i, key, row, IS_FIRST: gl.constexpr, IS_EDGE: gl.co
         named_barrier("sync", DS_FULL, BOTH)
         dq = _issue_dq(a, i - 1, zero, 0)
         s = warpgroup_mma_wait(1, deps=[s])
-    if IS_EDGE:
-        s = mask_scores(s, a.span, key, row)
-    elif a.span.BOUND_LEFT:  # noqa: SIM102 - a constant, and what a GPU finds out
-        if not a.span.is_whole(key, row):
-            s = mask_scores(s, a.span, key, row)
+    s = mask_edge(s, a.span, key, row, IS_EDGE)
     lse = _row_numbers(a, slot, 0, gl.SliceLayout(0, s_layout))
     packed = pack(gl.exp2(s * a.scale_log2 - lse[None, :]), dtype)
     named_barrier("arrive", Q_FREE + slot, BOTH + 32)
@@ -369,28 +341,12 @@ def _score_partition(a):
         head, n = a.key_tiles.locate(tile)
         first, end = a.span.first(n), a.span.end(n)
         key = n * KEYS
-        edge = first
-        if not a.span.BOUND_LEFT:
-            edge = a.span.edge(key, first, end)
-            if a.TOGETHER == 1:  # the first step is masked in any case; known here, ptxas spills less
-                edge = gl.minimum(edge, end - 1)
+        edge = first_whole_tile(a, key, first, end)
         dv = gl.zeros([KEYS, a.DV], gl.float32, dv_layout)
         zero = gl.zeros([KEYS, ROWS], gl.float32, s_layout)
         mbarrier.wait(a.ready_bars.index(STAGES + 1), t & 1)
-        for _ in range(a.GROUP // a.TOGETHER):
-            dv = _score_step(dv, zero, a, i, key, (end - 1) * ROWS, True, True)
-            i += 1
-            for r in range(a.TOGETHER * end - 2, a.TOGETHER * edge - 1, -1):
-                dv = _score_step(dv, zero, a, i, key, r // a.TOGETHER * ROWS, False, False)
-                i += 1
-            if not a.span.BOUND_LEFT:
-                masked = a.TOGETHER * edge
-                if a.TOGETHER > 1:
-                    masked = gl.minimum(masked, a.TOGETHER * end - 1)
-                for r in range(masked - 1, a.TOGETHER * first - 1, -1):
-                    dv = _score_step(dv, zero, a, i, key, r // a.TOGETHER * ROWS, False, True)
-                    i += 1
-            _flush_dq(a, i - 1, zero, 0)
+        sums, i = walk_query_tiles(a, i, (dv,), (zero,), key, first, edge, end, 0)
+        dv = sums[0]
         # The other warpgroup read V for the last time; it reads K no more when they have met, nor does this one.
         named_barrier("sync", END, BOTH)
         a.v_bufs.index(opaque(0)).reshape([KEYS, a.DV]).store(dv.to(dtype))
@@ -453,7 +409,7 @@ def _backward_wide_sm90_kernel(
     dv_desc,  # [B, HK, Sk, DV]
     stats_desc,  # [B * H * tiles_m * 2 * ROWS] fp32: of a query tile LSE * log2(e), then delta
     dq_desc,  # [B * H * tiles_m * 4 * LINES, 32] fp32
-    turn_ptr,  # [B * H * tiles_m * 2 + 1] int32, 0 before; the last counts key tiles that were drawn
+    dq_semaphore_ptr,  # [B * H * tiles_m * 2 + 1] int32, 0 before; the last counts key tiles that were drawn
     q_more_desc, k_more_desc, dk_more_desc,  # of the second part of the columns, or None
     heads, heads_kv, seqlen_q, seqlen_k, tiles_m, tiles_n, heads_total, heads_per_group, window_left, window_right,
     scale_log2,  # scale * log2(e)
@@ -495,7 +451,7 @@ def _backward_wide_sm90_kernel(
         q_more_bufs = gl.allocate_shared_memory(q_desc.dtype, [STAGES] + q_more.block_type.shape, q_more.layout)
         k_more_bufs = gl.allocate_shared_memory(q_desc.dtype, [1] + k_more.block_type.shape, k_more.layout)
     a = Args(  # type: ignore[call-arg] # aggregate gives it a constructor
-        q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, stats_desc, dq_desc, turn_ptr,
+        q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, stats_desc, dq_desc, dq_semaphore_ptr,
         q_more, k_more, dk_more,
         q_bufs, q_more_bufs, do_bufs, stats_bufs, k_bufs, k_more_bufs, v_bufs, p_bufs, ds_bufs, dq_bufs,
         ready_bars, written_bars, key_tiles, heads, heads_kv,
@@ -507,9 +463,9 @@ def _backward_wide_sm90_kernel(
         [
             (_score_partition, (a,)),
             (_gradient_partition, (a,)),
-            (_load_partition, (a,)),
-            (_write_partition, (a, 0)),
-            (_write_partition, (a, 1)),
+            (load_partition, (a, 2)),
+            (write_partition, (a, 0, 2)),
+            (write_partition, (a, 1, 2)),
         ],
         [4, 1, 1, 1],
         [R, 24, 24, 24],
