@@ -130,7 +130,7 @@ def test_wide_heads_have_kernels_of_their_own(dims, name, keys):
     plan = plan_of(**change)
     assert plan.kernel == "backward_gluon_sm90"
     assert isinstance(plan.config, HopperBackwardConfig)
-    assert (plan.config.keys, plan.config.turns) == (keys, 128 // keys)
+    assert (plan.config.keys, plan.config.writers) == (keys, 128 // keys)
     assert [launch.pattern for launch in plan.launches][1] == name
     assert plan.reason == f"it is the one for Hopper, where {name} serves heads of this width"
     assert plan_of(**change, seqlen_k=4096).launches[1].grid == (132, 1, 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from types import ModuleType, SimpleNamespace
+from types import MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +12,13 @@ import pytest
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
 from flashmoe_science.attention import backward_192_gluon_sm90, backward_gluon_sm90, backward_wide_gluon_sm90
-from flashmoe_science.attention.backward_primitives_sm90 import step_at
+from flashmoe_science.attention.backward_primitives_sm90 import (
+    first_whole_tile,
+    load_partition,
+    step_at,
+    walk_query_tiles,
+    write_partition,
+)
 
 from .gluon_in_python import NOTHING, Int32, partition, plain, span_of
 
@@ -26,8 +32,8 @@ KERNELS: dict[str, tuple[ModuleType, int, int, list[tuple[str, tuple[int, ...]]]
 LENGTHS = (1, 63, 64, 65, 128, 200, 300)
 
 
-class _Turn:
-    """A counter that always shows the turn that is waited for."""
+class _Semaphore:
+    """A counter that always shows the value that is waited for."""
 
     def __ne__(self, _other: object) -> bool:
         return False
@@ -49,31 +55,34 @@ class Walk:
         self.steps: list[Any] = []
         drawn = iter([*range(len(tiles)), -1])
         queue = SimpleNamespace(
-            heads_total=Int32(2), publish=NOTHING, draw=lambda _pointer: next(drawn), locate=lambda tile: tiles[tile],
+            heads_total=Int32(2), publish=NOTHING, fetch_next=lambda _pointer: next(drawn), locate=lambda tile: tiles[tile],
             wait=lambda t, _warps: t if t < len(tiles) else -1,
         )  # fmt: skip
         self.a = _Arguments(
-            turn_ptr=0, key_tiles=queue, span=span, heads=Int32(2 * group), heads_kv=Int32(2),
+            dq_semaphore_ptr=0, key_tiles=queue, span=span, heads=Int32(2 * group), heads_kv=Int32(2),
             GROUP=group, TOGETHER=together, WARPGROUPS=2, BLOCK_M=block_m, STAGES=2, D=64, COLUMNS=64, V_COLUMNS=0,
         )  # fmt: skip
         for name in ("q_desc", "k_desc", "v_desc", "k_more_desc", "q_more_desc", "do_desc", "stats_desc"):
             setattr(self.a, name, SimpleNamespace(dtype=NOTHING, block_type=SimpleNamespace(nbytes=0)))
         self.loaded: dict[str, list[Any]] = {"q_desc": self.steps, "do_desc": [], "stats_desc": []}
-        self.a.query_head = lambda head, g: head * group + g
 
-    def run(self, module: ModuleType, name: str, *arguments: int) -> list[Any]:
-        """Run a partition, and return its steps."""
+    def run(self, module: ModuleType, function: Any, *arguments: int) -> list[Any]:
+        """Run a partition of a kernel, or one that kernels share, and return its steps."""
         sums = 3 if module is backward_192_gluon_sm90 else 2
         gluon = SimpleNamespace(
             minimum=min, static_range=range, zeros=NOTHING, float32=NOTHING, NVMMADistributedLayout=NOTHING
         )
-        partition(
-            getattr(module, name), gl=gluon, step_at=plain(step_at), copy_of=lambda x: x, poll=lambda _pointer: _Turn(),
+        names: dict[str, Any] = dict(
+            gl=gluon, step_at=plain(step_at), copy_of=lambda x: x, poll=lambda _pointer: _Semaphore(),
             tma_load=self._load, raise_counter=self.steps.append,
             _step=lambda *given: self._note(*given[-6:-3], is_masked=given[-1], result=(NOTHING,) * sums),
             _score_step=lambda *given: self._note(*given[-5:-2], is_masked=given[-1], result=NOTHING),
             _gradient_step=lambda *given: self._note(given[-2], None, None, result=(NOTHING, NOTHING)),
-        )(self.a, *arguments)  # fmt: skip
+        )  # fmt: skip
+        names |= {shared.__name__: partition(shared, **names) for shared in (first_whole_tile, walk_query_tiles)}
+        for method in ("load_keys", "load_queries", "step"):
+            setattr(self.a, method, MethodType(partition(getattr(module.Args, method), **names), self.a))
+        partition(function, **names)(self.a, *arguments)
         return self.steps
 
     def _load(self, desc: Any, place: list[int], *_arguments: Any) -> None:
@@ -99,11 +108,12 @@ def test_all_partitions_take_the_same_steps(kernel, window, group, together):
         if any(span.end(n) <= span.first(n) for _, n in tiles):
             continue  # no query sees the last keys: plans refuse it
 
-        def walk(name, *arguments):
-            return Walk(span, block_m, group, together, tiles).run(module, name, *arguments)  # noqa: B023 - called here
+        def walk(function, *arguments):
+            walk = Walk(span, block_m, group, together, tiles)  # noqa: B023 - called here
+            return walk.run(module, function, *arguments)  # noqa: B023
 
         loader = Walk(span, block_m, group, together, tiles)
-        loaded = loader.run(module, "_load_partition")
+        loaded = loader.run(module, load_partition, 2 if kernel == "d256" else 1)
         expected: list[tuple[int, int]] = []
         for head, n in tiles:
             before = len(expected)
@@ -117,14 +127,14 @@ def test_all_partitions_take_the_same_steps(kernel, window, group, together):
         assert loader.loaded["do_desc"] == loaded
         assert loader.loaded["stats_desc"] == [2 * block_m * place for place in places]
         if kernel == "d256":
-            assert walk("_write_partition", 0) == [2 * place for place in places]
-            assert walk("_write_partition", 1) == [2 * place + 1 for place in places]
+            assert walk(write_partition, 0, 2) == [2 * place for place in places]
+            assert walk(write_partition, 1, 2) == [2 * place + 1 for place in places]
         else:
-            assert walk("_write_partition", 0) == places[0::2]
-            assert walk("_write_partition", 1) == places[1::2]
+            assert walk(write_partition, 0, 1) == places[0::2]
+            assert walk(write_partition, 1, 1) == places[1::2]
 
         for name, arguments in multiply:
-            steps = walk(name, *arguments)
+            steps = walk(getattr(module, name), *arguments)
             assert [i for i, *_ in steps] == [*range(len(loaded))]
             for (_, key, row, is_masked), (_, m) in zip(steps, loaded, strict=True):
                 if row is None:

@@ -112,7 +112,9 @@ def _hopper_call(plan: BackwardPlan, device: torch.device) -> Call:
         rows.setdefault("dlse", rows["lse"])  # not read
         found = {name: allocate_gradient(tensors[name]) for name in wanted}
         scratch = {
-            name: torch.empty(size, dtype=torch.int32 if name == "turns" else torch.float32, device=tensors["q"].device)
+            name: torch.empty(
+                size, dtype=torch.int32 if name == "dq_semaphore" else torch.float32, device=tensors["q"].device
+            )
             for name, size in sizes.items()
         }
         made = {f"d{name}": gradient for name, gradient in found.items()}

@@ -33,7 +33,7 @@ class HopperBackwardConfig:
     programs: int  # that draw key tiles; more than the GPU runs at a time find none left
     warpgroups: int = 2
     keys: int = 128  # of a key tile: 64 of each warpgroup; of the widest heads 64 that both share
-    turns: int = 1  # writers that add to the same query tile
+    writers: int = 1  # that add to the same query tile
     num_stages: int = 2  # query tiles in flight
     # Of V that live in registers, of a head of 128. Each product of 64 x 64 x 16 with both operands in shared memory
     # reads there as fast as it can; with 64 columns a step keeps it busy for 2,816 clocks, by count, in place of 2,944.
@@ -88,7 +88,7 @@ def hopper_backward_config(problem: BackwardProblem, gpu: GpuSpec) -> HopperBack
     p = problem.forward
     config = HopperBackwardConfig(block_m=128 if hopper_backward_columns(problem)[0] == 64 else 64, programs=gpu.sms)
     if hopper_backward_kernel(problem) == "_backward_wide_sm90_kernel":
-        config = replace(config, keys=64, turns=2)
+        config = replace(config, keys=64, writers=2)
     elif config.block_m == 128 and p.causal:
         config = replace(config, heads_per_group=32)
     elif hopper_backward_columns(problem) == (128, 128) and p.dtype == "bf16" and not p.bounded_left:

@@ -20,7 +20,7 @@ def _prepare_backward_kernel(
     lse_ptr,  # [B, H, Sq] fp32, natural log
     dlse_ptr,  # [B, H, Sq] fp32, if HAS_DLSE
     stats_ptr,  # [B * H * tiles_m, 2, BLOCK_M] fp32: LSE * log2(e), delta
-    dq_semaphore_ptr,  # [B * H * tiles_m * TURNS + 1] int32: turns, and how many key tiles were drawn
+    dq_semaphore_ptr,  # [B * H * tiles_m * WRITERS + 1] int32: dQ added so far, and how many key tiles were fetched
     stride_ob, stride_oh, stride_dob, stride_doh,  # in units of UNIT elements
     heads, seqlen_q, tiles_m,
     STRIDE_OM: tl.constexpr,
@@ -29,10 +29,10 @@ def _prepare_backward_kernel(
     DV: tl.constexpr,
     BLOCK_DV: tl.constexpr,  # DV rounded up to a power of two, 16 at least
     BLOCK_M: tl.constexpr,
-    TURNS: tl.constexpr,  # of a query tile
+    WRITERS: tl.constexpr,  # of a query tile
     HAS_DLSE: tl.constexpr,
 ):  # fmt: skip
-    """Compute the numbers of a query tile's rows, and make its turns 0. Grid: (B * H * tiles_m,).
+    """Compute the numbers of a query tile's rows, and set its semaphores to 0. Grid: (B * H * tiles_m,).
 
     From the last tile to the first, as the next kernel starts with the first heads: what it reads still lies in L2.
     """
@@ -60,15 +60,15 @@ def _prepare_backward_kernel(
         stats = stats_ptr + tile.to(tl.int64) * (2 * BLOCK_M) + offs
         tl.store(stats, lse)
         tl.store(stats + BLOCK_M, delta)
-    tl.store(dq_semaphore_ptr + tile * TURNS + tl.arange(0, TURNS), tl.zeros([TURNS], tl.int32))
+    tl.store(dq_semaphore_ptr + tile * WRITERS + tl.arange(0, WRITERS), tl.zeros([WRITERS], tl.int32))
     if tile == 0:
-        tl.store(dq_semaphore_ptr + tl.num_programs(0) * TURNS, 0)
+        tl.store(dq_semaphore_ptr + tl.num_programs(0) * WRITERS, 0)
 
 
 @triton.jit
 def _finish_dq_kernel(
     acc_ptr,  # [B * H * tiles_m, PARTS, 4096] fp32, as the registers of a warpgroup held it
-    dq_semaphore_ptr,  # [B * H * tiles_m, TURNS] int32: key tiles that the query tile sees
+    dq_semaphore_ptr,  # [B * H * tiles_m, WRITERS] int32: key tiles that the query tile sees
     dq_ptr,  # [B, H, Sq, D]
     stride_b, stride_h,  # in units of UNIT elements
     heads, seqlen_q, tiles_m,
@@ -78,7 +78,7 @@ def _finish_dq_kernel(
     D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     PARTS: tl.constexpr,  # of 64 rows by 64 columns
-    TURNS: tl.constexpr,  # of a query tile
+    WRITERS: tl.constexpr,  # of a query tile
 ):  # fmt: skip
     """Scale a part of dQ and store it as a matrix. Grid: (B * H * tiles_m * PARTS,).
 
@@ -90,7 +90,7 @@ def _finish_dq_kernel(
     head = tile // tiles_m
     b, h = (head // heads).to(tl.int64), (head % heads).to(tl.int64)
     offs = tl.arange(0, 4096)
-    written = tl.where(tl.load(dq_semaphore_ptr + tile * TURNS) > 0, 4096, 0)  # dQ of tiles that see no key never was: it is 0
+    written = tl.where(tl.load(dq_semaphore_ptr + tile * WRITERS) > 0, 4096, 0)  # dQ of tiles that see no key never was: it is 0
     acc = tl.load(acc_ptr + program.to(tl.int64) * 4096 + offs, mask=offs < written, other=0.0)
     # columns / 8, warp, row, lane, 8 rows further, column -> rows, columns
     acc = acc.reshape(8, 4, 8, 4, 2, 2).permute(1, 4, 2, 0, 3, 5).reshape(64, 64)

@@ -30,24 +30,24 @@ from .tiles import block_dim
 _KERNELS = {
     kernel.__name__: kernel for kernel in (_backward_sm90_kernel, _backward_192_sm90_kernel, _backward_wide_sm90_kernel)
 }
-# The tensors of each kernel, in the order of its arguments. ``stats``, ``acc`` and ``turns`` belong to one call; the
+# The tensors of each kernel, in the order of its arguments. ``stats``, ``acc`` and ``dq_semaphore`` belong to one call; the
 # first kernel sets the counters of the others, so nobody has to clear anything.
 HOPPER_TENSORS = (
-    ("o", "do", "lse", "dlse", "stats", "turns"),
-    ("q", "k", "v", "do", "dk", "dv", "stats", "acc", "turns"),
-    ("acc", "turns", "dq"),
+    ("o", "do", "lse", "dlse", "stats", "dq_semaphore"),
+    ("q", "k", "v", "do", "dk", "dv", "stats", "acc", "dq_semaphore"),
+    ("acc", "dq_semaphore", "dq"),
 )
 _LINE = 32  # numbers in 128 bytes, as TMA takes them from swizzled shared memory
 _UNIT = 8  # elements in 16 bytes: strides are multiples of it, and passed so that the compiler knows
 
 
 def scratch_sizes(problem: BackwardProblem, config: HopperBackwardConfig) -> dict[str, int]:
-    """Return the elements of 4 bytes that a call allocates for itself, by name: ``turns`` is int32, the others fp32."""
+    """Return the elements of 4 bytes that a call allocates for itself, by name: ``dq_semaphore`` is int32, the others fp32."""
     p = problem.forward
     tiles = hopper_backward_tiles(problem, config)[0] * p.batch * p.heads
     columns, _ = hopper_backward_columns(problem)
     sums = tiles * config.block_m
-    return {"stats": 2 * sums, "acc": sums * columns, "turns": tiles * config.turns + 1}
+    return {"stats": 2 * sums, "acc": sums * columns, "dq_semaphore": tiles * config.writers + 1}
 
 
 def prepare_hopper_backward(plan: BackwardPlan) -> tuple[PreparedKernel, ...]:
@@ -87,7 +87,7 @@ def _prepare(problem: BackwardProblem, config: HopperBackwardConfig, grid: tuple
                 "DV": p.head_dim_v,
                 "BLOCK_DV": block_dim(p.head_dim_v),
                 "BLOCK_M": config.block_m,
-                "TURNS": config.turns,
+                "WRITERS": config.writers,
                 "HAS_DLSE": problem.has_dlse,
             }.items()
         ),
@@ -115,7 +115,7 @@ def _main(problem: BackwardProblem, config: HopperBackwardConfig, grid: tuple[in
         "dk_desc": descriptor_type(kind, (*keys, d)),
         "dv_desc": descriptor_type(kind, (*keys, dv)),
         "stats_desc": descriptor_type("fp32", (2 * m,)),
-        "dq_desc": descriptor_type("fp32", (min(2, dq_columns // 64 // config.turns) * lines, _LINE)),
+        "dq_desc": descriptor_type("fp32", (min(2, dq_columns // 64 // config.writers) * lines, _LINE)),
     }
     integers = (
         "heads", "heads_kv", "seqlen_q", "seqlen_k", "tiles_m", "tiles_n", "heads_total", "heads_per_group",
@@ -192,7 +192,7 @@ def _finish(problem: BackwardProblem, config: HopperBackwardConfig, grid: tuple[
                 "D": p.head_dim,
                 "BLOCK_M": config.block_m,
                 "PARTS": config.block_m * hopper_backward_columns(problem)[0] // HOPPER_PART,
-                "TURNS": config.turns,
+                "WRITERS": config.writers,
             }.items()
         ),
         frozenset(("acc_ptr", "dq_semaphore_ptr", "dq_ptr")),
