@@ -363,4 +363,4 @@ def interpret(kernel: PreparedKernel, tensors: tuple[Any, ...]) -> None:
         **dict(zip(names, kernel.scalars, strict=True)),
         **dict(kernel.source.constants),
     }
-    kernel.source.function[kernel.grid](**arguments)
+    kernel.source.function[kernel.grid](**grouped(kernel.source.function, arguments))

@@ -35,7 +35,8 @@ class KernelSource:
     """One specialisation of one kernel: everything that decides its machine code but the architecture."""
 
     function: Any  # a triton.jit or gluon.jit function
-    signature: tuple[tuple[str, str], ...]  # (argument, type) of every argument that is not a constant, in order
+    # (argument, type) of every argument that is not a constant, in order. A field of a group is "group.field".
+    signature: tuple[tuple[str, str], ...]
     constants: tuple[tuple[str, Any], ...]
     aligned: frozenset[str]  # arguments that are multiples of 16 (bytes for pointers)
     num_warps: int
@@ -67,18 +68,29 @@ def compile_kernel(source: KernelSource, arch: int) -> Any:
     Raises:
         CompileError: Triton or ptxas refuses it, or it needs scratch memory that the launch path does not give.
     """
-    names = list(source.function.arg_names)
-    constants = dict(source.constants)
-    types = dict(source.signature)
-    missing = [name for name in names if name not in types and name not in constants]
+    groups = parameter_groups(source.function)
+    constants, types = dict(source.constants), dict(source.signature)
+    places = {
+        name: place
+        for i, (parameter, group) in enumerate(groups.items())
+        for name, place in _places_of(parameter, i, group)
+    }
+    missing = [name for name in places if name not in types and name not in constants]
     if missing:
         raise CompileError(f"{source.name}: arguments without a type or a value: {', '.join(missing)}")
+
+    def type_of(name: str) -> str:
+        return "constexpr" if name in constants else types[name]
+
     kind = GluonASTSource if isinstance(source.function, GluonJITFunction) else ASTSource
     unit = kind(
         source.function,
-        {name: "constexpr" if name in constants else types[name] for name in names},
-        {(names.index(name),): value for name, value in constants.items()},
-        {(names.index(name),): [["tt.divisibility", 16]] for name in names if name in source.aligned},
+        {
+            name: group(*(type_of(f"{name}.{field}") for field in group._fields)) if group else type_of(name)
+            for name, group in groups.items()
+        },
+        {places[name]: value for name, value in constants.items()},
+        {place: [["tt.divisibility", 16]] for name, place in places.items() if name in source.aligned},
     )
     # Fused multiply-add is said here because its default flips in Triton 3.10, and bits must not depend on the version.
     options: dict[str, Any] = {
@@ -101,6 +113,39 @@ def compile_kernel(source: KernelSource, arch: int) -> Any:
             f"{source.name} for sm_{arch} asks for {kernel.metadata.global_scratch_size} bytes of scratch memory"
         )
     return kernel
+
+
+def parameter_groups(function: Any) -> dict[str, Any]:
+    """Return the parameters of a kernel in order, each with the ``NamedTuple`` of its fields, or None."""
+    annotations = function.fn.__annotations__
+    groups = {}
+    for name in function.arg_names:
+        kind = annotations.get(name)
+        kind = function.fn.__globals__.get(kind) if isinstance(kind, str) else kind
+        groups[name] = kind if hasattr(kind, "_fields") else None
+    return groups
+
+
+def parameter_names(function: Any) -> tuple[str, ...]:
+    """Return the names of a kernel's parameters in order; of a group its fields, ``group.field``."""
+    return tuple(
+        name for parameter, group in parameter_groups(function).items() for name, _ in _places_of(parameter, 0, group)
+    )
+
+
+def _places_of(parameter: str, index: int, group: Any) -> list[tuple[str, tuple[int, ...]]]:
+    """Return the names of a parameter's values, and where Triton looks for each."""
+    if group is None:
+        return [(parameter, (index,))]
+    return [(f"{parameter}.{field}", (index, i)) for i, field in enumerate(group._fields)]
+
+
+def grouped(function: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call of a kernel from values by name, with those of a group in its ``NamedTuple``."""
+    return {
+        name: group(*(values[f"{name}.{field}"] for field in group._fields)) if group else values[name]
+        for name, group in parameter_groups(function).items()
+    }
 
 
 def _what_failed(text: str) -> tuple[str, str]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import CompileError
-from .compile import KernelSource
+from .compile import KernelSource, parameter_names
 from .gluon_versions import descriptor_type
 from .tensor_map import TensorMap
 
@@ -77,7 +77,7 @@ def kernel_source(
     Raises:
         CompileError: a parameter of the kernel is given no argument or two, or an argument has no parameter.
     """
-    names = tuple(function.arg_names)
+    names = parameter_names(function)
     waits = {"DEPENDENT_LAUNCH": dependent_launch} if "DEPENDENT_LAUNCH" in names else {}
     _check_names(function.__name__, names, arguments, {**constants, **waits})
     given = {name: value for name in names if (value := arguments.get(name)) is not None}
