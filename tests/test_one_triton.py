@@ -105,7 +105,7 @@ KERNELS: dict[str, tuple[str, frozenset[int], str]] = {
     "_forward_sm90_kernel": (HOPPER_FORWARD, HOPPER, ""),
     "_forward_features_sm90_kernel": (HOPPER_FEATURES, HOPPER, ""),
     "_order_sequences_kernel": (HOPPER_FEATURES, HOPPER, ORDER),
-    **dict.fromkeys(("_append_kernel", "_merge_shares_kernel"), (DECODE_ENDS, ALL, CACHE)),
+    **dict.fromkeys(("_append_kernel", "_merge_splits_kernel"), (DECODE_ENDS, ALL, CACHE)),
     "_decode_kernel": (DECODE_ROWS, ALL, CACHE),
     "_decode_sm90_kernel": (HOPPER_DECODE, HOPPER, ""),
     **dict.fromkeys(

@@ -291,7 +291,7 @@ def test_appending_and_rotating_is_one_launch():
     assert [launch.pattern for launch in append.launches] == ["_append_kernel", "_decode_kernel"]
     assert append.launches[0].grid == (1, 2, 3)
     rotary = plan_with_kv_cache(make(3, 8, 2, 9, 640, seqlen_new=1, rotary_dim=64, num_splits=2), H200)
-    assert [launch.pattern for launch in rotary.launches][-1] == "_merge_shares_kernel"
+    assert [launch.pattern for launch in rotary.launches][-1] == "_merge_splits_kernel"
     assert rotary.launches[0].grid == (3, 10, 3)
 
 

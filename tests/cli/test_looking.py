@@ -252,7 +252,7 @@ def test_explain_of_a_call_with_a_cache(run):
     problem = found["plan"]["problem"]
     assert [problem[key] for key in ("heads_kv", "head_dim_v", "capacity", "page_size")] == [1, 512, 8192, 64]
     assert problem["shared_kv"]
-    assert [each["kernel"] for each in found["compiled"]] == ["_decode_sm90_kernel", "_merge_shares_kernel"]
+    assert [each["kernel"] for each in found["compiled"]] == ["_decode_sm90_kernel", "_merge_splits_kernel"]
     plan = json.loads(run(*call, "--page-size", "16", "--seqlen-k", "8192", "--batch-invariant")[1])["plan"]
     assert (plan["kernel"], plan["shares"]["schedule"]) == ("decode_triton", "own length")
     plain = (

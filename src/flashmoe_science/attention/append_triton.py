@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from .kernel_arguments import AppendSizes, CachePointers, NewStrides, PageStrides
 from .primitives import head_offset
 
 
@@ -43,80 +44,75 @@ def _append_kernel(
     v_new_ptr,  # [B, HK, Sn, DV]
     k_ptr,  # [PAGES, PAGE_SIZE, HK, D]; without a page table a page is the cache of one sequence
     v_ptr,  # [PAGES, PAGE_SIZE, HK, DV]
-    page_table_ptr,  # [B, pages of a sequence] int32, or None
-    seqlens_ptr,  # [B] int32: keys before the new ones
-    leftpad_ptr,  # [B] int32, or None
-    batch_idx_ptr,  # [B] int32, or None
+    cache: CachePointers,
     q_ptr,  # [B, H, Sq, D], or None without rotary embedding; so the five below
     q_out_ptr,  # [B, H, Sq, D] dense
     cos_ptr,  # [S, ROTARY_DIM / 2]
     sin_ptr,  # [S, ROTARY_DIM / 2]
-    stride_nb, stride_nh, stride_nm, stride_wb, stride_wh, stride_wm,  # of k_new, of v_new, in elements
-    stride_kp, stride_kn, stride_kh, stride_vp, stride_vn, stride_vh,
-    stride_qb, stride_qh, stride_qm, stride_cos, stride_tb,
-    heads, heads_kv, seqlen_q, seqlen_new, capacity, seqlen_rotary,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_T: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,  # 0: without a page table
-    ROTARY_DIM: tl.constexpr,  # 0: no rotary embedding
-    INTERLEAVED: tl.constexpr,
-    ADVANCE: tl.constexpr,  # query m is at position m after the keys before, else all are at the first
+    k_new_strides: NewStrides, v_new_strides: NewStrides,
+    k_strides: PageStrides, v_strides: PageStrides,
+    q_strides: NewStrides,
+    stride_cos,  # of the rotary tables
+    stride_tb,  # of the page table
+    sizes: AppendSizes,
+    CALL: tl.constexpr,  # AppendCall
     DEPENDENT_LAUNCH: tl.constexpr,
 ):  # fmt: skip
     """Write BLOCK_T tokens of one K/V head, or rotate them for a query head.
 
-    Grid: (cdiv(max(Sn, Sq), BLOCK_T), HK + H with rotary embedding, B).
+    Grid: (cdiv(max(Sn, Sq), CALL.BLOCK_T), HK + H with rotary embedding, B).
     """
     h, b = tl.program_id(1), tl.program_id(2)
-    token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    offs_d, offs_dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
+    token = tl.program_id(0) * CALL.BLOCK_T + tl.arange(0, CALL.BLOCK_T)
+    offs_d, offs_dv = tl.arange(0, CALL.BLOCK_D), tl.arange(0, CALL.BLOCK_DV)
     if DEPENDENT_LAUNCH:
         gdc_wait()
         gdc_launch_dependents()
-    before = tl.load(seqlens_ptr + b)
+    before = tl.load(cache.seqlens_ptr + b)
     leftpad = before * 0
-    if leftpad_ptr is not None:
-        leftpad = tl.load(leftpad_ptr + b)
-    if h < heads_kv:
+    if cache.leftpad_ptr is not None:
+        leftpad = tl.load(cache.leftpad_ptr + b)
+    if h < sizes.heads_kv:
         place = before + token  # [BLOCK_T]
-        fits = (token < seqlen_new) & (place >= 0) & (place < capacity)
-        if PAGE_SIZE == 0:
+        fits = (token < sizes.seqlen_new) & (place >= 0) & (place < sizes.capacity)
+        if CALL.PAGE_SIZE == 0:
             page = b
-            if batch_idx_ptr is not None:
-                page = tl.load(batch_idx_ptr + b)
-            page = page.to(tl.int64) + tl.zeros([BLOCK_T], tl.int64)
+            if cache.batch_idx_ptr is not None:
+                page = tl.load(cache.batch_idx_ptr + b)
+            page = page.to(tl.int64) + tl.zeros([CALL.BLOCK_T], tl.int64)
             inside = place
         else:
-            table = page_table_ptr + b.to(tl.int64) * stride_tb
-            page = tl.load(table + place // PAGE_SIZE, mask=fits, other=0).to(tl.int64)
-            inside = place % PAGE_SIZE
-        mask = fits[:, None] & (offs_d[None, :] < D)
-        x_rows = head_offset(b, h, stride_nb, stride_nh) + token.to(tl.int64) * stride_nm
+            table = cache.page_table_ptr + b.to(tl.int64) * stride_tb
+            page = tl.load(table + place // CALL.PAGE_SIZE, mask=fits, other=0).to(tl.int64)
+            inside = place % CALL.PAGE_SIZE
+        mask = fits[:, None] & (offs_d[None, :] < CALL.D)
+        x_rows = head_offset(b, h, k_new_strides.b, k_new_strides.h) + token.to(tl.int64) * k_new_strides.m
         x_ptrs = k_new_ptr + x_rows[:, None] + offs_d[None, :]
         x = tl.load(x_ptrs, mask=mask, other=0.0)
-        if ROTARY_DIM > 0:
+        if CALL.ROTARY_DIM > 0:
             x = _rotate(
-                x, x_ptrs, mask, place - leftpad, offs_d, cos_ptr, sin_ptr, stride_cos, seqlen_rotary,
-                ROTARY_DIM, INTERLEAVED,
+                x, x_ptrs, mask, place - leftpad, offs_d, cos_ptr, sin_ptr, stride_cos, sizes.seqlen_rotary,
+                CALL.ROTARY_DIM, CALL.INTERLEAVED,
             )  # fmt: skip
-        rows = page * stride_kp + inside.to(tl.int64) * stride_kn + h.to(tl.int64) * stride_kh
+        rows = page * k_strides.page + inside.to(tl.int64) * k_strides.row + h.to(tl.int64) * k_strides.h
         tl.store(k_ptr + rows[:, None] + offs_d[None, :], x.to(k_ptr.dtype.element_ty), mask=mask)
-        mask_v = fits[:, None] & (offs_dv[None, :] < DV)
-        w_rows = head_offset(b, h, stride_wb, stride_wh) + token.to(tl.int64) * stride_wm
+        mask_v = fits[:, None] & (offs_dv[None, :] < CALL.DV)
+        w_rows = head_offset(b, h, v_new_strides.b, v_new_strides.h) + token.to(tl.int64) * v_new_strides.m
         w = tl.load(v_new_ptr + w_rows[:, None] + offs_dv[None, :], mask=mask_v, other=0.0)
-        rows = page * stride_vp + inside.to(tl.int64) * stride_vn + h.to(tl.int64) * stride_vh
+        rows = page * v_strides.page + inside.to(tl.int64) * v_strides.row + h.to(tl.int64) * v_strides.h
         tl.store(v_ptr + rows[:, None] + offs_dv[None, :], w, mask=mask_v)
-    elif ROTARY_DIM > 0:
-        hq = h - heads_kv
-        present = token < seqlen_q
-        mask = present[:, None] & (offs_d[None, :] < D)
-        q_rows = head_offset(b, hq, stride_qb, stride_qh) + token.to(tl.int64) * stride_qm
+    elif CALL.ROTARY_DIM > 0:
+        hq = h - sizes.heads_kv
+        present = token < sizes.seqlen_q
+        mask = present[:, None] & (offs_d[None, :] < CALL.D)
+        q_rows = head_offset(b, hq, q_strides.b, q_strides.h) + token.to(tl.int64) * q_strides.m
         q_ptrs = q_ptr + q_rows[:, None] + offs_d[None, :]
         x = tl.load(q_ptrs, mask=mask, other=0.0)
         position = before - leftpad + token * 0
-        if ADVANCE:
+        if CALL.ADVANCE:
             position += token
         x = _rotate(
-            x, q_ptrs, mask, position, offs_d, cos_ptr, sin_ptr, stride_cos, seqlen_rotary, ROTARY_DIM, INTERLEAVED
+            x, q_ptrs, mask, position, offs_d, cos_ptr, sin_ptr, stride_cos, sizes.seqlen_rotary, CALL.ROTARY_DIM, CALL.INTERLEAVED
         )
-        out = ((b.to(tl.int64) * heads + hq) * seqlen_q + token) * D
+        out = ((b.to(tl.int64) * sizes.heads + hq) * sizes.seqlen_q + token) * CALL.D
         tl.store(q_out_ptr + out[:, None] + offs_d[None, :], x.to(q_out_ptr.dtype.element_ty), mask=mask)

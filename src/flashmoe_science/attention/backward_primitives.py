@@ -10,7 +10,7 @@ from .primitives import cap_scores
 
 @triton.jit
 def weigh(
-    s, rows, cols, lse, bias_ptrs, seqlen_k, diagonal, window_left, window_right, softcap, slope,
+    s, rows, cols, lse, bias_ptrs, seqlen_k, diagonal, window, softcap, slope,
     MASK_N: tl.constexpr, MASK_LEFT: tl.constexpr, MASK_RIGHT: tl.constexpr, ACCURATE: tl.constexpr,
 ):  # fmt: skip
     """Return P for one tile of scaled products, and the derivative of the softcap; rows lie along either axis."""
@@ -24,9 +24,9 @@ def weigh(
     if bias_ptrs is not None:
         s += tl.load(bias_ptrs).to(tl.float32)
     if MASK_RIGHT:
-        s = tl.where(rows >= cols - (diagonal + window_right), s, -float("inf"))
+        s = tl.where(rows >= cols - (diagonal + window.right), s, -float("inf"))
     if MASK_LEFT:
-        s = tl.where(rows <= cols - (diagonal - window_left), s, -float("inf"))
+        s = tl.where(rows <= cols - (diagonal - window.left), s, -float("inf"))
     if MASK_N:
         s = tl.where(cols < seqlen_k, s, -float("inf"))
     if bias_ptrs is None:

@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ..gpu.compile import KernelSource
-from ..gpu.gluon_versions import descriptor_type
-from ..gpu.tensor_map import TensorMap
+from ..gpu.signature import Argument, Descriptor, Pointer, PreparedKernel, Scalar, kernel_source, prepare_kernel
 from .backward_192_gluon_sm90 import _backward_192_sm90_kernel
 from .backward_gluon_sm90 import _backward_sm90_kernel
 from .backward_hopper_plan import (
@@ -24,7 +22,7 @@ from .backward_passes_triton import _finish_dq_kernel, _prepare_backward_kernel
 from .backward_plan import BackwardPlan
 from .backward_problem import BackwardProblem
 from .backward_wide_gluon_sm90 import _backward_wide_sm90_kernel
-from .prepared import PreparedKernel
+from .prepare import each, in_units
 from .tiles import block_dim
 
 _KERNELS = {
@@ -61,143 +59,128 @@ def prepare_hopper_backward(plan: BackwardPlan) -> tuple[PreparedKernel, ...]:
     )
 
 
-def _units(*strides: int) -> tuple[int, ...]:
-    assert all(stride % _UNIT == 0 for stride in strides), strides
-    return tuple(stride // _UNIT for stride in strides)
-
-
 def _prepare(problem: BackwardProblem, config: HopperBackwardConfig, grid: tuple[int, int, int]) -> PreparedKernel:
     p = problem.forward
-    source = KernelSource(
-        _prepare_backward_kernel,
-        tuple(
-            {
-                **dict.fromkeys(("o_ptr", "do_ptr"), f"*{p.dtype}"),
-                **dict.fromkeys(("lse_ptr", "dlse_ptr", "stats_ptr"), "*fp32"),
-                "dq_semaphore_ptr": "*i32",
-                **dict.fromkeys(("stride_ob", "stride_oh", "stride_dob", "stride_doh"), "i64"),
-                **dict.fromkeys(("heads", "seqlen_q", "tiles_m"), "i32"),
-            }.items()
-        ),
-        tuple(
-            {
-                "STRIDE_OM": problem.o_strides[2],
-                "STRIDE_DOM": problem.do_strides[2],
-                "UNIT": _UNIT,
-                "DV": p.head_dim_v,
-                "BLOCK_DV": block_dim(p.head_dim_v),
-                "BLOCK_M": config.block_m,
-                "WRITERS": config.writers,
-                "HAS_DLSE": problem.has_dlse,
-            }.items()
-        ),
-        frozenset(("o_ptr", "do_ptr", "stats_ptr", "dq_semaphore_ptr")),  # the LSE lies where autograd keeps it
-        config.prepare_warps,
-    )
     tiles_m, _ = hopper_backward_tiles(problem, config)
-    strides = _units(*problem.o_strides[:2], *problem.do_strides[:2])
-    return PreparedKernel(source, grid, (*strides, p.heads, p.seqlen_q, tiles_m))
+    strides = in_units((*problem.o_strides[:2], *problem.do_strides[:2]), _UNIT)
+    arguments: dict[str, Argument] = {
+        "o_ptr": Pointer(p.dtype, aligned=True),
+        "do_ptr": Pointer(p.dtype, aligned=True),
+        "lse_ptr": Pointer("fp32"),  # where autograd keeps it, as the gradient below
+        "dlse_ptr": Pointer("fp32"),
+        "stats_ptr": Pointer("fp32", aligned=True),
+        "dq_semaphore_ptr": Pointer("i32", aligned=True),
+        **each("i64", ("stride_ob", "stride_oh", "stride_dob", "stride_doh"), strides),
+        **each("i32", ("heads", "seqlen_q", "tiles_m"), (p.heads, p.seqlen_q, tiles_m)),
+    }
+    constants = {
+        "STRIDE_OM": problem.o_strides[2],
+        "STRIDE_DOM": problem.do_strides[2],
+        "UNIT": _UNIT,
+        "DV": p.head_dim_v,
+        "BLOCK_DV": block_dim(p.head_dim_v),
+        "BLOCK_M": config.block_m,
+        "WRITERS": config.writers,
+        "HAS_DLSE": problem.has_dlse,
+    }
+    source = kernel_source(_prepare_backward_kernel, arguments, constants, num_warps=config.prepare_warps)
+    return prepare_kernel(source, grid, arguments)
 
 
 def _main(problem: BackwardProblem, config: HopperBackwardConfig, grid: tuple[int, int, int]) -> PreparedKernel:
+    p = problem.forward
+    kernel = _KERNELS[hopper_backward_kernel(problem)]
+    tiles_m, tiles_n = hopper_backward_tiles(problem, config)
+    left, right = (max(0, reach) for reach in p.window)
+    integers = {
+        "heads": p.heads,
+        "heads_kv": p.heads_kv,
+        "seqlen_q": p.seqlen_q,
+        "seqlen_k": p.seqlen_k,
+        "tiles_m": tiles_m,
+        "tiles_n": tiles_n,
+        "heads_total": p.batch * p.heads_kv,
+        "heads_per_group": min(config.heads_per_group, p.batch * p.heads_kv),
+        "window_left": left,
+        "window_right": right,
+    }
+    arguments: dict[str, Argument] = {
+        **_descriptors(problem, config, kernel),
+        "dq_semaphore_ptr": Pointer("i32", aligned=True),
+        **{name: Scalar("i32", value) for name, value in integers.items()},
+        "scale_log2": Scalar("fp32", p.scale_log2),
+        "scale": Scalar("fp32", p.scale),
+    }
+    constants: dict[str, Any] = {
+        "GROUP": p.group,
+        "TOGETHER": config.heads_together,
+        "BOUND_LEFT": p.bounded_left,
+        "BOUND_RIGHT": p.bounded_right,
+        "MATRIX_REGISTERS": 240,
+    }
+    if kernel is _backward_wide_sm90_kernel:
+        constants["COLUMNS"] = hopper_wide_columns(problem)
+    elif kernel is _backward_sm90_kernel:
+        constants |= {"WARPGROUPS": config.warpgroups, "STAGES": config.num_stages, "V_COLUMNS": config.v_columns}
+    source = kernel_source(
+        kernel, arguments, constants, num_warps=4, dependent_launch=config.dependent_launch
+    )
+    return prepare_kernel(source, grid, arguments)
+
+
+def _descriptors(problem: BackwardProblem, config: HopperBackwardConfig, kernel: Any) -> dict[str, Argument]:
+    """Return the tensors that TMA copies, and the second parts of those whose columns lie in two."""
     p, kind, m = problem.forward, problem.forward.dtype, config.block_m
     dq_columns, dv = hopper_backward_columns(problem)
     columns = hopper_wide_columns(problem) if is_wide(problem) else dq_columns
     d, d_more = (128, 64) if columns == 192 else (columns, 0)  # a box outside of a tensor slows TMA down
-    rows, keys = (1, 1, m), (1, 1, HOPPER_KEYS)
-    lines = m * 64 // _LINE  # of 64 columns of dQ
-    kernel = _KERNELS[hopper_backward_kernel(problem)]
-    descriptors = {
-        "q_desc": descriptor_type(kind, (*rows, d)),
-        "k_desc": descriptor_type(kind, (*keys, d)),
-        "v_desc": descriptor_type(kind, (*keys, dv)),
-        "do_desc": descriptor_type(kind, (*rows, dv)),
-        "dk_desc": descriptor_type(kind, (*keys, d)),
-        "dv_desc": descriptor_type(kind, (*keys, dv)),
-        "stats_desc": descriptor_type("fp32", (2 * m,)),
-        "dq_desc": descriptor_type("fp32", (min(2, dq_columns // 64 // config.writers) * lines, _LINE)),
-    }
-    integers = (
-        "heads", "heads_kv", "seqlen_q", "seqlen_k", "tiles_m", "tiles_n", "heads_total", "heads_per_group",
-        "window_left", "window_right",
-    )  # fmt: skip
-    scalars = {**dict.fromkeys(integers, "i32"), **dict.fromkeys(("scale_log2", "scale"), "fp32")}
-    constants: dict[str, Any] = {
-        "GROUP": p.group, "TOGETHER": config.heads_together, "BOUND_LEFT": p.bounded_left,
-        "BOUND_RIGHT": p.bounded_right, "MATRIX_REGISTERS": 240,
-    }  # fmt: skip
-    more: dict[str, str] = {}
-    if d_more:
-        more = {
-            "q_more_desc": descriptor_type(kind, (*rows, d_more)),
-            **dict.fromkeys(("k_more_desc", "dk_more_desc"), descriptor_type(kind, (*keys, d_more))),
-        }
-    if kernel is _backward_wide_sm90_kernel:
-        nothing = {} if d_more else dict.fromkeys(("q_more_desc", "k_more_desc", "dk_more_desc"))
-        constants |= {"COLUMNS": columns, **nothing}
-    elif kernel is _backward_192_sm90_kernel:
-        more["dq_more_desc"] = descriptor_type("fp32", (lines, _LINE))
-    else:
-        constants |= {"WARPGROUPS": config.warpgroups, "STAGES": config.num_stages, "V_COLUMNS": config.v_columns}
-    source = KernelSource(
-        kernel,
-        tuple({**descriptors, "dq_semaphore_ptr": "*i32", **more, **scalars}.items()),
-        tuple(constants.items()),
-        frozenset(("dq_semaphore_ptr",)),
-        num_warps=4,
-        dependent_launch=config.dependent_launch,
-    )
-    tiles_m, tiles_n = hopper_backward_tiles(problem, config)
-    kv_total = p.batch * p.heads_kv
-    values = (
-        p.heads, p.heads_kv, p.seqlen_q, p.seqlen_k, tiles_m, tiles_n, kv_total,
-        min(config.heads_per_group, kv_total), *(max(0, reach) for reach in p.window), p.scale_log2, p.scale,
-    )  # fmt: skip
+    rows, keys, lines = (1, 1, m), (1, 1, HOPPER_KEYS), m * 64 // _LINE  # lines of 64 columns of dQ
     q_shape, kv_shape = (p.batch, p.heads, p.seqlen_q), (p.batch, p.heads_kv, p.seqlen_k)
     scratch = scratch_sizes(problem, config)
-    maps = (
-        TensorMap(kind, (*q_shape, p.head_dim), p.q_strides),
-        TensorMap(kind, (*kv_shape, p.head_dim), p.k_strides),
-        TensorMap(kind, (*kv_shape, p.head_dim_v), p.v_strides),
-        TensorMap(kind, (*q_shape, p.head_dim_v), problem.do_strides),
-        TensorMap(kind, (*kv_shape, p.head_dim), problem.dk_strides),
-        TensorMap(kind, (*kv_shape, p.head_dim_v), problem.dv_strides),
-        TensorMap("fp32", (scratch["stats"],), (1,)),
-        TensorMap("fp32", (scratch["acc"] // _LINE, _LINE), (_LINE, 1)),
-    )
-    firsts = [list(descriptors).index(name.replace("_more", "")) for name in more]
-    repeated = tuple(replace(maps[first], of=first) for first in firsts)
-    return PreparedKernel(source, grid, values, maps + repeated)
+    stats, acc = (scratch["stats"],), (scratch["acc"] // _LINE, _LINE)
+    found: dict[str, Argument] = {
+        "q_desc": Descriptor(kind, (*rows, d), (*q_shape, p.head_dim), p.q_strides, "q"),
+        "k_desc": Descriptor(kind, (*keys, d), (*kv_shape, p.head_dim), p.k_strides, "k"),
+        "v_desc": Descriptor(kind, (*keys, dv), (*kv_shape, p.head_dim_v), p.v_strides, "v"),
+        "do_desc": Descriptor(kind, (*rows, dv), (*q_shape, p.head_dim_v), problem.do_strides, "do"),
+        "dk_desc": Descriptor(kind, (*keys, d), (*kv_shape, p.head_dim), problem.dk_strides, "dk"),
+        "dv_desc": Descriptor(kind, (*keys, dv), (*kv_shape, p.head_dim_v), problem.dv_strides, "dv"),
+        "stats_desc": Descriptor("fp32", (2 * m,), stats, (1,), "stats"),
+        "dq_desc": Descriptor("fp32", (min(2, dq_columns // 64 // config.writers) * lines, _LINE), acc, (_LINE, 1), "acc"),
+    }
+    if kernel is _backward_sm90_kernel:
+        return found
+    for name, box in (("q", rows), ("k", keys), ("dk", keys)):
+        first = found[f"{name}_desc"]
+        assert isinstance(first, Descriptor)
+        more = replace(first, tile=(*box, d_more), same_as=f"{name}_desc") if d_more else None
+        found[f"{name}_more_desc"] = more
+    if kernel is _backward_192_sm90_kernel:
+        found["dq_more_desc"] = Descriptor("fp32", (lines, _LINE), acc, (_LINE, 1), "acc", same_as="dq_desc")
+    return found
 
 
 def _finish(problem: BackwardProblem, config: HopperBackwardConfig, grid: tuple[int, int, int]) -> PreparedKernel:
     p = problem.forward
     tiles_m, _ = hopper_backward_tiles(problem, config)
-    source = KernelSource(
-        _finish_dq_kernel,
-        tuple(
-            {
-                "acc_ptr": "*fp32",
-                "dq_semaphore_ptr": "*i32",
-                "dq_ptr": f"*{p.dtype}",
-                **dict.fromkeys(("stride_b", "stride_h"), "i64"),
-                **dict.fromkeys(("heads", "seqlen_q", "tiles_m"), "i32"),
-                "scale": "fp32",
-            }.items()
-        ),
-        tuple(
-            {
-                "STRIDE_M": problem.dq_strides[2],
-                "UNIT": _UNIT,
-                "D": p.head_dim,
-                "BLOCK_M": config.block_m,
-                "PARTS": config.block_m * hopper_backward_columns(problem)[0] // HOPPER_PART,
-                "WRITERS": config.writers,
-            }.items()
-        ),
-        frozenset(("acc_ptr", "dq_semaphore_ptr", "dq_ptr")),
-        config.finish_warps,
+    arguments: dict[str, Argument] = {
+        "acc_ptr": Pointer("fp32", aligned=True),
+        "dq_semaphore_ptr": Pointer("i32", aligned=True),
+        "dq_ptr": Pointer(p.dtype, aligned=True),
+        **each("i64", ("stride_b", "stride_h"), in_units(problem.dq_strides[:2], _UNIT)),
+        **each("i32", ("heads", "seqlen_q", "tiles_m"), (p.heads, p.seqlen_q, tiles_m)),
+        "scale": Scalar("fp32", p.scale),
+    }
+    constants = {
+        "STRIDE_M": problem.dq_strides[2],
+        "UNIT": _UNIT,
+        "D": p.head_dim,
+        "BLOCK_M": config.block_m,
+        "PARTS": config.block_m * hopper_backward_columns(problem)[0] // HOPPER_PART,
+        "WRITERS": config.writers,
+    }
+    source = kernel_source(
+        _finish_dq_kernel, arguments, constants, num_warps=config.finish_warps,
         dependent_launch=config.dependent_launch,
-    )
-    values = (*_units(*problem.dq_strides[:2]), p.heads, p.seqlen_q, tiles_m, p.scale)
-    return PreparedKernel(source, grid, values)
+    )  # fmt: skip
+    return prepare_kernel(source, grid, arguments)

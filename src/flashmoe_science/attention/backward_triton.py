@@ -28,6 +28,7 @@ import triton
 import triton.language as tl
 
 from .backward_primitives import add_product, empty_sum, load_lse, row_products, weigh
+from .kernel_arguments import BiasStrides, Dropout, KeySizes, Sequences, Strides, Window
 from .primitives import head_offset, kept_by, load_dropout, load_rows
 
 
@@ -78,41 +79,35 @@ def _delta_kernel(
 
 
 @triton.jit
-def _row_range(
-    first_key, seqlen_q, diagonal, window_left, window_right,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BOUND_LEFT: tl.constexpr, BOUND_RIGHT: tl.constexpr,
-):  # fmt: skip
+def _row_range(first_key, seqlen_q, diagonal, window, CALL: tl.constexpr, TILE: tl.constexpr):
     """Return the rows that see a tile of keys: begin, inside, unmasked, end.
 
     Tiles before ``inside`` cross the right bound; from ``unmasked`` on, they cross the left bound.
     """
     begin = 0
     end = seqlen_q
-    if BOUND_RIGHT:
-        begin = tl.maximum(first_key - (diagonal + window_right), 0) // BLOCK_M * BLOCK_M
-    if BOUND_LEFT:
-        end = tl.maximum(tl.minimum(seqlen_q, first_key + BLOCK_N - diagonal + window_left), 0)
+    if CALL.BOUND_RIGHT:
+        begin = tl.maximum(first_key - (diagonal + window.right), 0) // TILE.BLOCK_M * TILE.BLOCK_M
+    if CALL.BOUND_LEFT:
+        end = tl.maximum(tl.minimum(seqlen_q, first_key + TILE.BLOCK_N - diagonal + window.left), 0)
     unmasked = end
-    if BOUND_LEFT:
-        last_row = tl.maximum(first_key - diagonal + window_left + 1, 0)  # that sees the first key, and one more
-        unmasked = tl.maximum(tl.minimum(end, last_row // BLOCK_M * BLOCK_M), begin)
+    if CALL.BOUND_LEFT:
+        last_row = tl.maximum(first_key - diagonal + window.left + 1, 0)  # that sees the first key, and one more
+        unmasked = tl.maximum(tl.minimum(end, last_row // TILE.BLOCK_M * TILE.BLOCK_M), begin)
     inside = begin
-    if BOUND_RIGHT:
-        whole = tl.maximum(first_key + (BLOCK_N - 1) - (diagonal + window_right), 0)  # the first row to see all keys
-        inside = tl.maximum(tl.cdiv(whole, BLOCK_M) * BLOCK_M, begin)
+    if CALL.BOUND_RIGHT:
+        whole = tl.maximum(first_key + (TILE.BLOCK_N - 1) - (diagonal + window.right), 0)  # the first row to see all keys
+        inside = tl.maximum(tl.cdiv(whole, TILE.BLOCK_M) * TILE.BLOCK_M, begin)
         unmasked = tl.maximum(unmasked, inside)
     return begin, inside, unmasked, end
 
 
 @triton.jit
-def _fold_rows(
+def _add_rows(
     dk, dv, k, v, q_ptrs, do_ptrs, lse_ptr, delta_ptr, bias_head, start_m, offs_m, first_key, offs_n, key_cols,
-    offs_d, offs_dv, seqlen_q, seqlen_k, step_lse, diagonal, window_left, window_right, scale, softcap, slope,
-    stride_bias_m, dropout,
-    STRIDE_QM: tl.constexpr, STRIDE_DOM: tl.constexpr, ALIGN_BIAS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    MASK_D: tl.constexpr, MASK_DV: tl.constexpr,
-    MASK_M: tl.constexpr, MASK_LEFT: tl.constexpr, MASK_RIGHT: tl.constexpr,
-    UNIT: tl.constexpr, PRECISION: tl.constexpr, MAKE_DK: tl.constexpr, MAKE_DV: tl.constexpr,
+    offs_d, offs_dv, seqlen_q, seqlen_k, step_lse, diagonal, window, scale, softcap, slope, draws,
+    q_strides, do_strides, bias_strides, CALL: tl.constexpr, MASK_M: tl.constexpr, MASK_LEFT: tl.constexpr,
+    MASK_RIGHT: tl.constexpr, UNIT: tl.constexpr, MAKE_DK: tl.constexpr, MAKE_DV: tl.constexpr,
 ):  # fmt: skip
     """Add what one tile of queries gives to the gradients of a tile of keys and values."""
     step = tl.full([], 0, tl.int64) + start_m  # the interpreter counts loops in Python integers
@@ -120,31 +115,31 @@ def _fold_rows(
     mask = None
     if MASK_M:
         mask = rows < seqlen_q
-    q = load_rows(q_ptrs + step * STRIDE_QM, rows, seqlen_q, offs_d, D, MASK_M, MASK_D)  # [BLOCK_M, BLOCK_D]
-    s = tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale  # [BLOCK_N, BLOCK_M]
+    q = load_rows(q_ptrs + step * q_strides.ROW, rows, seqlen_q, offs_d, CALL.D, MASK_M, CALL.D != CALL.BLOCK_D)  # [BLOCK_M, BLOCK_D]
+    s = tl.dot(k, tl.trans(q), input_precision=CALL.PRECISION) * scale  # [BLOCK_N, BLOCK_M]
     lse = load_lse(lse_ptr + (step + offs_m) * step_lse, mask, UNIT)
     bias_ptrs = None
     if bias_head is not None:
-        bias_rows = tl.minimum(rows, seqlen_q - 1).to(tl.int64) * (stride_bias_m * ALIGN_BIAS)
+        bias_rows = tl.minimum(rows, seqlen_q - 1).to(tl.int64) * (bias_strides.m * CALL.ALIGN_BIAS)
         bias_ptrs = bias_head + bias_rows[None, :] + key_cols[:, None]
     # Keys past the end give rows of dK and dV that are not stored.
     p, cap = weigh(
-        s, rows[None, :], offs_n[:, None], lse[None, :], bias_ptrs, seqlen_k, diagonal, window_left, window_right,
-        softcap, slope, False, MASK_LEFT, MASK_RIGHT, PRECISION == "ieee",
+        s, rows[None, :], offs_n[:, None], lse[None, :], bias_ptrs, seqlen_k, diagonal, window,
+        softcap, slope, False, MASK_LEFT, MASK_RIGHT, CALL.PRECISION == "ieee",
     )  # fmt: skip
-    do = load_rows(do_ptrs + step * STRIDE_DOM, rows, seqlen_q, offs_dv, DV, MASK_M, MASK_DV)  # [BLOCK_M, BLOCK_DV]
+    do = load_rows(do_ptrs + step * do_strides.ROW, rows, seqlen_q, offs_dv, CALL.DV, MASK_M, CALL.DV != CALL.BLOCK_DV)  # [BLOCK_M, BLOCK_DV]
     kept = None
-    if dropout is not None:
-        kept = tl.trans(kept_by(dropout, rows, first_key, offs_n.shape[0]))
+    if draws is not None:
+        kept = tl.trans(kept_by(draws, rows, first_key, offs_n.shape[0]))
     if MAKE_DV:
         weights = p
-        if dropout is not None:  # what is kept is scaled at the end
+        if draws is not None:  # what is kept is scaled at the end
             weights = tl.where(kept, p, 0.0)
-        dv = add_product(dv, weights.to(do.dtype), do, PRECISION)
+        dv = add_product(dv, weights.to(do.dtype), do, CALL.PRECISION)
     if MAKE_DK:
-        dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
-        if dropout is not None:
-            dp = tl.where(kept, dp * dropout[4], 0.0)
+        dp = tl.dot(v, tl.trans(do), input_precision=CALL.PRECISION)  # [BLOCK_N, BLOCK_M]
+        if draws is not None:
+            dp = tl.where(kept, dp * draws[4], 0.0)
         if MASK_M:
             delta = tl.load(delta_ptr + (step + offs_m) * step_lse, mask=mask, other=0.0)
         else:
@@ -152,7 +147,7 @@ def _fold_rows(
         ds = p * (dp - delta[None, :])
         if softcap is not None:
             ds *= cap
-        dk = add_product(dk, ds.to(q.dtype), q, PRECISION)
+        dk = add_product(dk, ds.to(q.dtype), q, CALL.PRECISION)
     return dk, dv
 
 
@@ -168,173 +163,159 @@ def _backward_kv_kernel(
     dv_ptr,  # [B, HK, Sk, DV], or None
     alibi_ptr,  # [H], [B, H] or None
     bias_ptr,  # [B, H, Sq, Sk] or None; packed: of the longest lengths
-    cu_seqlens_q_ptr,  # [B + 1] int32 or None: not packed
-    cu_seqlens_k_ptr,  # [B + 1] int32 or None
-    seqused_q_ptr,  # [B] int32 or None
-    seqused_k_ptr,  # [B] int32 or None
+    sequences: Sequences,
     dropout_seed_ptr,  # [2] int64 or None
-    stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh, stride_dob, stride_doh,  # in units of ALIGN
-    stride_dkb, stride_dkh, stride_dvb, stride_dvh,  # in units of ALIGN_OUT elements
-    heads, heads_kv, seqlen_q, seqlen_k, tiles_n,
+    q_strides: Strides, k_strides: Strides, v_strides: Strides, do_strides: Strides,  # in units of ALIGN elements
+    dk_strides: Strides, dv_strides: Strides,  # in units of ALIGN_OUT elements
+    sizes: KeySizes,
     scale,  # as in the forward: softmax_scale, times log2(e) without a bias; with a softcap what ``cap_scores`` takes
     grad_scale,  # softmax_scale
-    window_left, window_right, softcap,
-    stride_bias_b, stride_bias_h, stride_bias_m,  # in units of ALIGN_BIAS elements
-    dropout_last, dropout_scale,  # as in the forward
-    STRIDE_QM: tl.constexpr, STRIDE_QD: tl.constexpr, STRIDE_KN: tl.constexpr, STRIDE_KD: tl.constexpr,
-    STRIDE_VN: tl.constexpr, STRIDE_VD: tl.constexpr, STRIDE_DOM: tl.constexpr, STRIDE_DOD: tl.constexpr,
-    STRIDE_DKN: tl.constexpr, STRIDE_DVN: tl.constexpr, STRIDE_ALIBI_B: tl.constexpr, STRIDE_BIAS_N: tl.constexpr,
-    ALIGN: tl.constexpr,  # every row of q, k, v and do starts at a multiple of this many elements
-    ALIGN_OUT: tl.constexpr,  # every row of dk and dv starts at a multiple of this many elements
-    ALIGN_BIAS: tl.constexpr,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BOUND_LEFT: tl.constexpr, BOUND_RIGHT: tl.constexpr,
+    window: Window,
+    softcap,
+    bias_strides: BiasStrides,  # in units of ALIGN_BIAS elements
+    dropout: Dropout,  # as in the forward
+    CALL: tl.constexpr,  # BackwardCall
+    TILE: tl.constexpr,  # BackwardTile
     MASK_M: tl.constexpr,  # whether the last tile of rows has fewer than BLOCK_M, or may have
-    WIDE: tl.constexpr, PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     """Write dK, dV or both of BLOCK_N keys of one K/V head. Grid: (tiles_n * B * HK,)."""
     MAKE_DK: tl.constexpr = dk_ptr is not None
     MAKE_DV: tl.constexpr = dv_ptr is not None
     UNIT: tl.constexpr = 1.4426950408889634 if bias_ptr is None else 1.0
+    seqlen_q, seqlen_k = sizes.seqlen_q, sizes.seqlen_k
     pid = tl.program_id(0)
-    tile = pid % tiles_n  # the first keys are seen by the most rows when causal: the longest come first
-    b, hk = (pid // tiles_n) // heads_kv, (pid // tiles_n) % heads_kv
+    tile = pid % sizes.tiles_n  # the first keys are seen by the most rows when causal: the longest come first
+    b, hk = (pid // sizes.tiles_n) // sizes.heads_kv, (pid // sizes.tiles_n) % sizes.heads_kv
 
-    first_key = tile * BLOCK_N
-    if cu_seqlens_q_ptr is not None:
-        start_q, start_k = tl.load(cu_seqlens_q_ptr + b), tl.load(cu_seqlens_k_ptr + b)
-        place_k = tl.load(cu_seqlens_k_ptr + b + 1) - start_k
+    first_key = tile * TILE.BLOCK_N
+    if sequences.cu_seqlens_q_ptr is not None:
+        start_q, start_k = tl.load(sequences.cu_seqlens_q_ptr + b), tl.load(sequences.cu_seqlens_k_ptr + b)
+        place_k = tl.load(sequences.cu_seqlens_k_ptr + b + 1) - start_k
         if first_key >= place_k:
             return
         longest_q, longest_k = seqlen_q, seqlen_k  # that a bias has rows and columns for, whatever lengths say
-        seqlen_q, seqlen_k = tl.load(cu_seqlens_q_ptr + b + 1) - start_q, place_k
-        if seqused_q_ptr is not None:
-            seqlen_q = tl.load(seqused_q_ptr + b)
-        if seqused_k_ptr is not None:
-            seqlen_k = tl.load(seqused_k_ptr + b)
-        q_ptr += start_q.to(tl.int64) * STRIDE_QM
-        k_ptr += start_k.to(tl.int64) * STRIDE_KN
-        v_ptr += start_k.to(tl.int64) * STRIDE_VN
-        do_ptr += start_q.to(tl.int64) * STRIDE_DOM
+        seqlen_q, seqlen_k = tl.load(sequences.cu_seqlens_q_ptr + b + 1) - start_q, place_k
+        if sequences.seqused_q_ptr is not None:
+            seqlen_q = tl.load(sequences.seqused_q_ptr + b)
+        if sequences.seqused_k_ptr is not None:
+            seqlen_k = tl.load(sequences.seqused_k_ptr + b)
+        q_ptr += start_q.to(tl.int64) * q_strides.ROW
+        k_ptr += start_k.to(tl.int64) * k_strides.ROW
+        v_ptr += start_k.to(tl.int64) * v_strides.ROW
+        do_ptr += start_q.to(tl.int64) * do_strides.ROW
         if MAKE_DK:
-            dk_ptr += start_k.to(tl.int64) * STRIDE_DKN
+            dk_ptr += start_k.to(tl.int64) * dk_strides.ROW
         if MAKE_DV:
-            dv_ptr += start_k.to(tl.int64) * STRIDE_DVN
-        lse_start, step_lse = start_q.to(tl.int64) * heads, heads
+            dv_ptr += start_k.to(tl.int64) * dv_strides.ROW
+        lse_start, step_lse = start_q.to(tl.int64) * sizes.heads, sizes.heads
         lse_head = 1
     else:
         place_k, longest_k = seqlen_k, seqlen_k
-        lse_start, step_lse = b.to(tl.int64) * heads * seqlen_q, 1
+        lse_start, step_lse = b.to(tl.int64) * sizes.heads * seqlen_q, 1
         lse_head = seqlen_q
 
-    offs_n = first_key + tl.arange(0, BLOCK_N)
-    offs_m, offs_d, offs_dv = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
-    keys, query_rows = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_M)
-    if WIDE:  # an offset inside one tile can pass 2**31
+    offs_n = first_key + tl.arange(0, TILE.BLOCK_N)
+    offs_m, offs_d, offs_dv = tl.arange(0, TILE.BLOCK_M), tl.arange(0, CALL.BLOCK_D), tl.arange(0, CALL.BLOCK_DV)
+    keys, query_rows = tl.arange(0, TILE.BLOCK_N), tl.arange(0, TILE.BLOCK_M)
+    if TILE.WIDE:  # an offset inside one tile can pass 2**31
         keys, query_rows = keys.to(tl.int64), query_rows.to(tl.int64)
         offs_d, offs_dv = offs_d.to(tl.int64), offs_dv.to(tl.int64)
     start = first_key.to(tl.int64)
-    k_base = k_ptr + head_offset(b, hk, stride_kb, stride_kh) * ALIGN + start * STRIDE_KN
-    v_base = v_ptr + head_offset(b, hk, stride_vb, stride_vh) * ALIGN + start * STRIDE_VN
-    k_ptrs = k_base + keys[:, None] * STRIDE_KN + offs_d[None, :] * STRIDE_KD
-    v_ptrs = v_base + keys[:, None] * STRIDE_VN + offs_dv[None, :] * STRIDE_VD
-    k = load_rows(k_ptrs, offs_n, seqlen_k, offs_d, D, True, D != BLOCK_D)  # [BLOCK_N, BLOCK_D]
-    v = load_rows(v_ptrs, offs_n, seqlen_k, offs_dv, DV, True, DV != BLOCK_DV)  # [BLOCK_N, BLOCK_DV]
+    k_base = k_ptr + head_offset(b, hk, k_strides.b, k_strides.h) * CALL.ALIGN + start * k_strides.ROW
+    v_base = v_ptr + head_offset(b, hk, v_strides.b, v_strides.h) * CALL.ALIGN + start * v_strides.ROW
+    k_ptrs = k_base + keys[:, None] * k_strides.ROW + offs_d[None, :] * k_strides.COLUMN
+    v_ptrs = v_base + keys[:, None] * v_strides.ROW + offs_dv[None, :] * v_strides.COLUMN
+    k = load_rows(k_ptrs, offs_n, seqlen_k, offs_d, CALL.D, True, CALL.D != CALL.BLOCK_D)  # [BLOCK_N, BLOCK_D]
+    v = load_rows(v_ptrs, offs_n, seqlen_k, offs_dv, CALL.DV, True, CALL.DV != CALL.BLOCK_DV)  # [BLOCK_N, BLOCK_DV]
     key_cols = None
     if bias_ptr is not None:
         key_cols = tl.minimum(offs_n, tl.minimum(seqlen_k, longest_k) - 1)
-        if WIDE or STRIDE_BIAS_N > 1:  # counted from the first key, unlike what WIDE is about
+        if TILE.WIDE or bias_strides.COLUMN > 1:  # counted from the first key, unlike what WIDE is about
             key_cols = key_cols.to(tl.int64)
-        key_cols = key_cols * STRIDE_BIAS_N
+        key_cols = key_cols * bias_strides.COLUMN
 
     diagonal = seqlen_k - seqlen_q
-    if cu_seqlens_q_ptr is not None and bias_ptr is not None:
+    if sequences.cu_seqlens_q_ptr is not None and bias_ptr is not None:
         seqlen_q = tl.minimum(seqlen_q, longest_q)
     begin, inside, unmasked, end = _row_range(
-        first_key, seqlen_q, diagonal, window_left, window_right, BLOCK_M, BLOCK_N, BOUND_LEFT, BOUND_RIGHT
+        first_key, seqlen_q, diagonal, window, CALL, TILE
     )
-    if seqused_k_ptr is not None:
+    if sequences.seqused_k_ptr is not None:
         end = tl.where(first_key < seqlen_k, end, 0)
         inside, unmasked = tl.minimum(inside, end), tl.minimum(unmasked, end)
 
-    dk = empty_sum(BLOCK_N, BLOCK_D, PRECISION)
-    dv = empty_sum(BLOCK_N, BLOCK_DV, PRECISION)
-    group = heads // heads_kv  # not a constant: unrolled, this loop needs registers that there are not
+    dk = empty_sum(TILE.BLOCK_N, CALL.BLOCK_D, CALL.PRECISION)
+    dv = empty_sum(TILE.BLOCK_N, CALL.BLOCK_DV, CALL.PRECISION)
+    group = sizes.heads // sizes.heads_kv  # not a constant: unrolled, this loop needs registers that there are not
     first_head = hk * group
-    q_base = q_ptr + head_offset(b, first_head, stride_qb, stride_qh) * ALIGN
-    do_base = do_ptr + head_offset(b, first_head, stride_dob, stride_doh) * ALIGN
+    q_base = q_ptr + head_offset(b, first_head, q_strides.b, q_strides.h) * CALL.ALIGN
+    do_base = do_ptr + head_offset(b, first_head, do_strides.b, do_strides.h) * CALL.ALIGN
     lse_base = lse_ptr + lse_start + first_head.to(tl.int64) * lse_head
     delta_base = delta_ptr + lse_start + first_head.to(tl.int64) * lse_head
     alibi_base, bias_base = alibi_ptr, bias_ptr
     if alibi_ptr is not None:
-        alibi_base += b.to(tl.int64) * STRIDE_ALIBI_B + first_head
+        alibi_base += b.to(tl.int64) * CALL.STRIDE_ALIBI_B + first_head
     if bias_ptr is not None:
-        bias_base += head_offset(b, first_head, stride_bias_b, stride_bias_h) * ALIGN_BIAS
+        bias_base += head_offset(b, first_head, bias_strides.b, bias_strides.h) * CALL.ALIGN_BIAS
     for turn in range(group):
-        q_ptrs = q_base + query_rows[:, None] * STRIDE_QM + offs_d[None, :] * STRIDE_QD
-        do_ptrs = do_base + query_rows[:, None] * STRIDE_DOM + offs_dv[None, :] * STRIDE_DOD
+        q_ptrs = q_base + query_rows[:, None] * q_strides.ROW + offs_d[None, :] * q_strides.COLUMN
+        do_ptrs = do_base + query_rows[:, None] * do_strides.ROW + offs_dv[None, :] * do_strides.COLUMN
         slope = None
         if alibi_ptr is not None:
             slope = tl.load(alibi_base).to(tl.float32) * UNIT
-        dropout = None
+        draws = None
         if dropout_seed_ptr is not None:
-            head = b * heads + first_head + turn
-            dropout = load_dropout(dropout_seed_ptr, head, dropout_last, dropout_scale)
-        if BOUND_RIGHT:
-            for start_m in tl.range(begin, tl.minimum(inside, end), BLOCK_M, num_stages=1):
-                dk, dv = _fold_rows(
-                    dk, dv, k, v, q_ptrs, do_ptrs, lse_base, delta_base, bias_base, start_m, offs_m,
-                    first_key, offs_n, key_cols, offs_d, offs_dv, seqlen_q, seqlen_k, step_lse, diagonal, window_left,
-                    window_right, scale, softcap, slope, stride_bias_m, dropout,
-                    STRIDE_QM, STRIDE_DOM, ALIGN_BIAS, D, DV, D != BLOCK_D, DV != BLOCK_DV,
-                    MASK_M, BOUND_LEFT, True, UNIT, PRECISION, MAKE_DK, MAKE_DV,
+            head = b * sizes.heads + first_head + turn
+            draws = load_dropout(dropout_seed_ptr, head, dropout.last, dropout.scale)
+        if CALL.BOUND_RIGHT:
+            for start_m in tl.range(begin, tl.minimum(inside, end), TILE.BLOCK_M, num_stages=1):
+                dk, dv = _add_rows(
+                    dk, dv, k, v, q_ptrs, do_ptrs, lse_base, delta_base, bias_base, start_m, offs_m, first_key,
+                    offs_n, key_cols, offs_d, offs_dv, seqlen_q, seqlen_k, step_lse, diagonal, window, scale, softcap,
+                    slope, draws, q_strides, do_strides, bias_strides, CALL, MASK_M, CALL.BOUND_LEFT, True, UNIT, MAKE_DK, MAKE_DV,
                 )  # fmt: skip
-        for start_m in tl.range(inside, unmasked, BLOCK_M, num_stages=NUM_STAGES):
-            dk, dv = _fold_rows(
-                dk, dv, k, v, q_ptrs, do_ptrs, lse_base, delta_base, bias_base, start_m, offs_m,
-                first_key, offs_n, key_cols, offs_d, offs_dv, seqlen_q, seqlen_k, step_lse, diagonal, window_left,
-                window_right, scale, softcap, slope, stride_bias_m, dropout,
-                STRIDE_QM, STRIDE_DOM, ALIGN_BIAS, D, DV, D != BLOCK_D, DV != BLOCK_DV,
-                MASK_M, False, False, UNIT, PRECISION, MAKE_DK, MAKE_DV,
+        for start_m in tl.range(inside, unmasked, TILE.BLOCK_M, num_stages=TILE.NUM_STAGES):
+            dk, dv = _add_rows(
+                dk, dv, k, v, q_ptrs, do_ptrs, lse_base, delta_base, bias_base, start_m, offs_m, first_key,
+                offs_n, key_cols, offs_d, offs_dv, seqlen_q, seqlen_k, step_lse, diagonal, window, scale, softcap,
+                slope, draws, q_strides, do_strides, bias_strides, CALL, MASK_M, False, False, UNIT, MAKE_DK, MAKE_DV,
             )  # fmt: skip
-        if BOUND_LEFT:
-            for start_m in tl.range(unmasked, end, BLOCK_M, num_stages=1):
-                dk, dv = _fold_rows(
-                    dk, dv, k, v, q_ptrs, do_ptrs, lse_base, delta_base, bias_base, start_m, offs_m,
-                    first_key, offs_n, key_cols, offs_d, offs_dv, seqlen_q, seqlen_k, step_lse, diagonal, window_left,
-                    window_right, scale, softcap, slope, stride_bias_m, dropout,
-                    STRIDE_QM, STRIDE_DOM, ALIGN_BIAS, D, DV, D != BLOCK_D, DV != BLOCK_DV,
-                    MASK_M, True, False, UNIT, PRECISION, MAKE_DK, MAKE_DV,
+        if CALL.BOUND_LEFT:
+            for start_m in tl.range(unmasked, end, TILE.BLOCK_M, num_stages=1):
+                dk, dv = _add_rows(
+                    dk, dv, k, v, q_ptrs, do_ptrs, lse_base, delta_base, bias_base, start_m, offs_m, first_key,
+                    offs_n, key_cols, offs_d, offs_dv, seqlen_q, seqlen_k, step_lse, diagonal, window, scale, softcap,
+                    slope, draws, q_strides, do_strides, bias_strides, CALL, MASK_M, True, False, UNIT, MAKE_DK, MAKE_DV,
                 )  # fmt: skip
 
-        q_base += stride_qh * ALIGN
-        do_base += stride_doh * ALIGN
+        q_base += q_strides.h * CALL.ALIGN
+        do_base += do_strides.h * CALL.ALIGN
         lse_base += lse_head
         delta_base += lse_head
         if alibi_ptr is not None:
             alibi_base += 1
         if bias_ptr is not None:
-            bias_base += stride_bias_h * ALIGN_BIAS
+            bias_base += bias_strides.h * CALL.ALIGN_BIAS
 
     if MAKE_DK:
         dk = dk[0] * grad_scale
-        if seqused_k_ptr is not None:  # keys behind the length of a sequence
+        if sequences.seqused_k_ptr is not None:  # keys behind the length of a sequence
             dk = tl.where(offs_n[:, None] < seqlen_k, dk, 0.0)
-        dk_base = dk_ptr + head_offset(b, hk, stride_dkb, stride_dkh) * ALIGN_OUT + start * STRIDE_DKN
+        dk_base = dk_ptr + head_offset(b, hk, dk_strides.b, dk_strides.h) * CALL.ALIGN_OUT + start * dk_strides.ROW
         dk_mask = offs_n[:, None] < place_k
-        if D != BLOCK_D:
-            dk_mask = dk_mask & (offs_d[None, :] < D)
-        dk_ptrs = dk_base + keys[:, None] * STRIDE_DKN + offs_d[None, :]
+        if CALL.D != CALL.BLOCK_D:
+            dk_mask = dk_mask & (offs_d[None, :] < CALL.D)
+        dk_ptrs = dk_base + keys[:, None] * dk_strides.ROW + offs_d[None, :]
         tl.store(dk_ptrs, dk.to(dk_ptr.dtype.element_ty), mask=dk_mask)
     if MAKE_DV:
         dv = dv[0]
         if dropout_seed_ptr is not None:
-            dv *= dropout_scale
-        if seqused_k_ptr is not None:
+            dv *= dropout.scale
+        if sequences.seqused_k_ptr is not None:
             dv = tl.where(offs_n[:, None] < seqlen_k, dv, 0.0)
-        dv_base = dv_ptr + head_offset(b, hk, stride_dvb, stride_dvh) * ALIGN_OUT + start * STRIDE_DVN
+        dv_base = dv_ptr + head_offset(b, hk, dv_strides.b, dv_strides.h) * CALL.ALIGN_OUT + start * dv_strides.ROW
         dv_mask = offs_n[:, None] < place_k
-        if DV != BLOCK_DV:
-            dv_mask = dv_mask & (offs_dv[None, :] < DV)
-        dv_ptrs = dv_base + keys[:, None] * STRIDE_DVN + offs_dv[None, :]
+        if CALL.DV != CALL.BLOCK_DV:
+            dv_mask = dv_mask & (offs_dv[None, :] < CALL.DV)
+        dv_ptrs = dv_base + keys[:, None] * dv_strides.ROW + offs_dv[None, :]
         tl.store(dv_ptrs, dv.to(dv_ptr.dtype.element_ty), mask=dv_mask)

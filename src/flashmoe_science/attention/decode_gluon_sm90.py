@@ -268,7 +268,7 @@ def _decode_sm90_kernel(
     batch, seqlen_q, seqlen_new, capacity,
     splits,  # the most shares of one sequence; BALANCED: shares of all sequences
     least_tiles,  # of a share
-    alike,  # BALANCED: shares of each sequence where all are about as long
+    uniform_splits,  # BALANCED: shares of each sequence where all are about as long
     scale_log2,  # softmax_scale * log2(e), positive
     HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr, TILES_M: gl.constexpr,  # row tiles of one sequence
     IS_CAUSAL: gl.constexpr, BALANCED: gl.constexpr, BLOCK_B: gl.constexpr, STORE_LSE: gl.constexpr,
@@ -281,7 +281,7 @@ def _decode_sm90_kernel(
     tile = pid % TILES_M
     chunk = pid // TILES_M
     b, split, share, count, end = find_share(
-        chunk, batch, seqlens_ptr, seqlen_new, capacity, splits, least_tiles, alike, BALANCED, BLOCK_B, KEYS
+        chunk, batch, seqlens_ptr, seqlen_new, capacity, splits, least_tiles, uniform_splits, BALANCED, BLOCK_B, KEYS
     )
     begin = split * share * KEYS
     stop = gl.minimum(begin + share * KEYS, end)

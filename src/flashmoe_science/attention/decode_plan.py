@@ -364,7 +364,7 @@ def _decode_plan(
         merge = _merge_config(problem, shares, sms)
         blocks = _cdiv(block_dim(problem.head_dim_v), merge.columns) * _cdiv(problem.packed_rows, merge.rows)
         grid = (blocks, problem.heads_kv, problem.batch)
-        launches.append(PlannedLaunch("_merge_shares_kernel", grid, (32 * MERGE_WARPS, 1, 1)))
+        launches.append(PlannedLaunch("_merge_splits_kernel", grid, (32 * MERGE_WARPS, 1, 1)))
     for launch in launches:
         if launch.grid[0] >= 2**31 or max(launch.grid[1:]) > 65535:
             raise UnsupportedError(

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
-from ..gpu.compile import KernelSource
-from ..gpu.gluon_versions import descriptor_type
-from ..gpu.tensor_map import TensorMap
+from ..gpu.signature import Argument, Descriptor, Pointer, PreparedKernel, Scalar, kernel_source, prepare_kernel
 from .append_triton import _append_kernel
 from .cache_problem import CacheProblem, alignment
 from .decode_config import DecodeConfig
@@ -20,14 +17,11 @@ from .decode_plan import (
     MergeConfig,
     Shares,
 )
-from .decode_triton import _decode_kernel, _merge_shares_kernel
+from .decode_triton import _decode_kernel, _merge_splits_kernel
 from .hopper_plan import HOPPER_REGISTERS
-from .prepared import PreparedKernel
+from .kernel_arguments import AppendCall, DecodeCall, DecodeTile
 from .problem import LOG2_E, Strides
 from .tiles import block_dim
-
-_OURS = ("q_out_ptr", "o_ptr", "lse_ptr", "o_part_ptr", "sums_part_ptr")  # allocated here, so aligned
-
 
 def prepare_cache_kernels(plan: DecodePlan) -> tuple[PreparedKernel, ...]:
     """Return the kernels of ``plan``, in the order in which they are launched."""
@@ -35,61 +29,70 @@ def prepare_cache_kernels(plan: DecodePlan) -> tuple[PreparedKernel, ...]:
         "_append_kernel": _append,
         "_decode_kernel": _decode,
         "_decode_sm90_kernel": _decode_hopper,
-        "_merge_shares_kernel": _merge,
+        "_merge_splits_kernel": _merge,
     }
     return tuple(makers[launch.pattern](plan, launch.grid) for launch in plan.launches)
 
 
-_MAPPED = {"q_desc": "q_ptr", "k_desc": "k_ptr"}  # those of second parts have the address of the first
-
-
 def pointer_names(kernel: PreparedKernel) -> tuple[str, ...]:
-    """Return the pointers that a kernel takes, in order; a tensor that TMA copies is one, too."""
-    names = [name for name, kind in kernel.source.signature if kind.startswith("*") or name in _MAPPED]
-    return tuple(_MAPPED.get(name, name) for name in names)
+    """Return the names of the tensors whose addresses a launch is given, in order."""
+    return tuple(f"{name}_ptr" for name in kernel.tensors)
 
 
-def _optional(problem: CacheProblem) -> dict[str, str | None]:
-    """Return the types of the pointers that a call may be without."""
+def _inputs(problem: CacheProblem) -> dict[str, Argument]:
+    """Return the pointers of q, k and v: they are aligned where the caller's tensors are."""
+    aligned = problem.pointer_alignment >= 16
+    return {f"{name}_ptr": Pointer(problem.dtype, name, aligned=aligned) for name in "qkv"}
+
+
+def _outputs(problem: CacheProblem, *, split: bool) -> dict[str, Argument]:
+    """Return the pointers of what a kernel writes, all allocated here."""
     return {
-        "page_table_ptr": "*i32" if problem.page_size else None,
-        "seqlens_ptr": "*i32" if problem.has_seqlens else None,
-        "leftpad_ptr": "*i32" if problem.has_leftpad else None,
-        "batch_idx_ptr": "*i32" if problem.has_batch_idx else None,
-        "sinks_ptr": f"*{problem.sinks}" if problem.sinks else None,
-        "alibi_ptr": f"*{problem.alibi}" if problem.alibi else None,
-        "bias_ptr": f"*{problem.bias}" if problem.bias else None,
+        "o_ptr": Pointer(problem.dtype, "o", aligned=True),
+        "lse_ptr": Pointer("fp32", "lse", aligned=True) if problem.return_lse else None,
+        "o_part_ptr": Pointer("fp32", "o_part", aligned=True) if split else None,
+        "sums_part_ptr": Pointer("fp32", "sums_part", aligned=True) if split else None,
     }
 
 
-def _source(
+def _places(problem: CacheProblem, *, lengths_alone: bool = False) -> dict[str, Argument]:
+    """Return the pointers that say where the keys of a sequence lie; some kernels read lengths alone."""
+    p = problem
+    paged, indexed = p.page_size and not lengths_alone, p.has_batch_idx and not lengths_alone
+    return {
+        "cache.page_table_ptr": Pointer("i32", "page_table") if paged else None,
+        "cache.seqlens_ptr": Pointer("i32", "seqlens") if p.has_seqlens else None,
+        "cache.leftpad_ptr": Pointer("i32", "leftpad") if p.has_leftpad else None,
+        "cache.batch_idx_ptr": Pointer("i32", "batch_idx") if indexed else None,
+    }
+
+
+def _integers(prefix: str, **values: int) -> dict[str, Argument]:
+    """Return int32 arguments of a group by name."""
+    return {f"{prefix}.{name}": Scalar("i32", value) for name, value in values.items()}
+
+
+def _strides(prefix: str, **values: int) -> dict[str, Argument]:
+    """Return int64 arguments of a group by name."""
+    return {f"{prefix}.{name}": Scalar("i64", value) for name, value in values.items()}
+
+
+def _triton(
     function: Any,
     plan: DecodePlan,
-    pointers: dict[str, str | None],
-    scalars: dict[str, tuple[str, float] | None],
+    grid: tuple[int, int, int],
+    arguments: dict[str, Argument],
     constants: dict[str, Any],
     warps: int,
     stages: int = 1,
     max_registers: int = 255,  # left to itself, ptxas spills a few bytes to fit one more block on an SM
-) -> tuple[KernelSource, tuple[float, ...]]:
-    """Return a source in which what is None is a constant, and the values of its scalars, in the kernel's order."""
-    order = list(function.arg_names)
-    given = {name: kind for name in order if (kind := pointers.get(name)) is not None}
-    numbers = {name: value for name in order if (value := scalars.get(name)) is not None}
-    missing = {name: None for name in (*pointers, *scalars) if name not in given and name not in numbers}
-    aligned = {"q_ptr", "k_ptr", "v_ptr"} if plan.problem.pointer_alignment >= 16 else set()
-    dependent = plan.arch >= 90
-    source = KernelSource(
-        function,
-        (*given.items(), *((name, kind) for name, (kind, _) in numbers.items())),
-        tuple({**constants, **missing, "DEPENDENT_LAUNCH": dependent}.items()),
-        frozenset(name for name in given if name in aligned or name in _OURS),
-        warps,
-        stages,
-        max_registers=max_registers,
-        dependent_launch=dependent,
-    )
-    return source, tuple(value for _, value in numbers.values())
+) -> PreparedKernel:
+    """Return a kernel in Triton with the options that all of them have."""
+    source = kernel_source(
+        function, arguments, constants, num_warps=warps, num_stages=stages, max_registers=max_registers,
+        dependent_launch=plan.arch >= 90,
+    )  # fmt: skip
+    return prepare_kernel(source, grid, arguments)
 
 
 def _units(strides: tuple[int, ...], unit: int) -> tuple[int, ...]:
@@ -110,18 +113,13 @@ def _queries(problem: CacheProblem) -> Strides:
     return problem.heads * rows * dim, rows * dim, dim, 1
 
 
-def _schedule(problem: CacheProblem, shares: Shares) -> dict[str, tuple[str, float] | None]:
-    """Return what tells a program its share; the merge is told the same."""
+def _schedule(problem: CacheProblem, shares: Shares) -> dict[str, Argument]:
+    """Return the sizes and splits from which a program finds its split; the merge is given the same."""
+    p = problem
     return {
-        "batch": ("i32", problem.batch),
-        "heads_kv": ("i32", problem.heads_kv),
-        "seqlen_q": ("i32", problem.seqlen_q),
-        "seqlen_new": ("i32", problem.seqlen_new),
-        "capacity": ("i32", problem.capacity),
-        "window_left": ("i32", problem.window[0]),
-        "splits": ("i32", shares.splits),
-        "least_tiles": ("i32", shares.least_tiles),
-        "alike": ("i32", shares.alike),
+        **_integers("sizes", batch=p.batch, heads_kv=p.heads_kv, seqlen_q=p.seqlen_q, seqlen_new=p.seqlen_new),
+        "sizes.capacity": Scalar("i32", p.capacity),
+        **_integers("kv_splits", splits=shares.splits, least_tiles=shares.least_tiles, uniform=shares.alike),
     }
 
 
@@ -138,111 +136,107 @@ def _scale(problem: CacheProblem) -> float:
 
 
 def _decode(plan: DecodePlan, grid: tuple[int, int, int]) -> PreparedKernel:
-    problem, config, shares = plan.problem, plan.config, plan.shares
+    p, config, shares = plan.problem, plan.config, plan.shares
     assert isinstance(config, DecodeConfig)
     assert isinstance(shares, Shares)
-    kind, align, align_o = problem.dtype, alignment(problem), _output_alignment(problem)
-    split = shares.most > 1
-    q_strides = _queries(problem)
-    pointers: dict[str, str | None] = {
-        **dict.fromkeys(("q_ptr", "k_ptr", "v_ptr"), f"*{kind}"),
-        **_optional(problem),
-        "o_ptr": f"*{kind}",
-        "lse_ptr": "*fp32" if problem.return_lse else None,
-        "o_part_ptr": "*fp32" if split else None,
-        "sums_part_ptr": "*fp32" if split else None,
+    align, align_o = alignment(p), _output_alignment(p)
+    q, k, v, o, bias = _queries(p), p.k_strides, p.v_strides, p.output_strides, p.bias_strides
+    qb, qh, kp, kh, vp, vh = _units((*q[:2], k[0], k[2], v[0], v[2]), align)
+    ob, oh = _units(o[:2], align_o)
+    arguments: dict[str, Argument] = {
+        **_inputs(p),
+        **_places(p),
+        "sinks_ptr": Pointer(p.sinks, "sinks") if p.sinks else None,
+        "alibi_ptr": Pointer(p.alibi, "alibi") if p.alibi else None,
+        "bias_ptr": Pointer(p.bias, "bias") if p.bias else None,
+        **_outputs(p, split=shares.most > 1),
+        **_strides("q_strides", b=qb, h=qh),
+        **_strides("k_strides", b=kp, h=kh),
+        **_strides("v_strides", b=vp, h=vh),
+        **_strides("o_strides", b=ob, h=oh),
+        "stride_tb": Scalar("i64", p.table_stride),
+        **{f"bias_strides.{axis}": Scalar("i64", bias[i]) if p.bias else None for i, axis in enumerate("bhm")},
+        **_schedule(p, shares),
+        **_integers("window", left=p.window[0], right=p.window[1]),
+        "scale": Scalar("fp32", _scale(p)),
+        "softcap": Scalar("fp32", p.softcap * LOG2_E) if p.softcap else None,
     }
-    names = ("stride_qb", "stride_qh", "stride_kp", "stride_kh", "stride_vp", "stride_vh", "stride_ob", "stride_oh")
-    k, v = problem.k_strides, problem.v_strides
-    strides = (*_units((*q_strides[:2], k[0], k[2], v[0], v[2]), align), *_units(problem.output_strides[:2], align_o))
-    scalars: dict[str, tuple[str, float] | None] = {
-        **{name: ("i64", value) for name, value in zip(names, strides, strict=True)},
-        "stride_tb": ("i64", problem.table_stride),
-        **{
-            f"stride_bias_{axis}": ("i64", problem.bias_strides[i]) if problem.bias else None
-            for i, axis in enumerate("bhm")
-        },
-        **_schedule(problem, shares),
-        "window_right": ("i32", problem.window[1]),
-        "scale": ("fp32", _scale(problem)),
-        "softcap": ("fp32", problem.softcap * LOG2_E) if problem.softcap else None,
-    }
-    columns = problem.head_dim_v if problem.shared_kv else problem.head_dim
-    rest = problem.head_dim - columns
-    reach = max(problem.pages * abs(strides[0]) + problem.page_size * abs(strides[1]) for strides in (k, v))
-    wide = problem.page_size > 0 and reach // align >= 2**31
+    columns = p.head_dim_v if p.shared_kv else p.head_dim
+    rest = p.head_dim - columns
+    reach = max(p.pages * abs(strides[0]) + p.page_size * abs(strides[1]) for strides in (k, v))
+    wide = p.page_size > 0 and reach // align >= 2**31
     constants = {
-        "STRIDE_QM": q_strides[2],
-        "STRIDE_KN": k[1],
-        "STRIDE_VN": v[1],
-        "STRIDE_OM": problem.output_strides[2],
-        "ALIGN": align,
-        "ALIGN_O": align_o,
-        "GROUP": problem.group,
-        "D": columns,
-        "DV": problem.head_dim_v,
-        "BLOCK_D": block_dim(columns),
-        "BLOCK_DV": block_dim(problem.head_dim_v),
-        "SHARED_KV": problem.shared_kv,
-        "REST": rest,
-        "BLOCK_REST": block_dim(rest) if rest else 16,
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
-        "BLOCK_B": _block_b(problem, shares),
-        "PAGE_SIZE": problem.page_size,
-        "WIDE": wide,
-        "TILES_M": -(-problem.packed_rows // config.block_m),
-        "HAS_LEFT": problem.window[0] >= 0,
-        "HAS_RIGHT": problem.window[1] >= 0,
-        "STRIDE_ALIBI_B": problem.alibi_stride,
-        "STRIDE_BIAS_N": problem.bias_strides[3] if problem.bias else 0,
-        "SPLIT": split,
-        "BALANCED": shares.schedule == "balanced",
-        "STORE_LSE": problem.return_lse,
-        "PRECISION": "ieee" if kind == "fp32" else "tf32",  # only fp32 operands read it
-        "NUM_STAGES": config.num_stages,
-        "PREFETCH": config.prefetch,
+        "q_strides.ROW": q[2],
+        "k_strides.ROW": k[1],
+        "v_strides.ROW": v[1],
+        "o_strides.ROW": o[2],
+        **{f"{name}_strides.COLUMN": 1 for name in "qkvo"},
+        "bias_strides.COLUMN": bias[3] if p.bias else 0,
+        "CALL": DecodeCall(
+            GROUP=p.group,
+            D=columns,
+            DV=p.head_dim_v,
+            BLOCK_D=block_dim(columns),
+            BLOCK_DV=block_dim(p.head_dim_v),
+            ALIGN=align,
+            ALIGN_O=align_o,
+            SHARED_KV=p.shared_kv,
+            REST=rest,
+            BLOCK_REST=block_dim(rest) if rest else 16,
+            PAGE_SIZE=p.page_size,
+            WIDE=wide,
+            HAS_LEFT=p.window[0] >= 0,
+            HAS_RIGHT=p.window[1] >= 0,
+            STRIDE_ALIBI_B=p.alibi_stride,
+            STORE_LSE=p.return_lse,
+            PRECISION="ieee" if p.dtype == "fp32" else "tf32",  # only fp32 operands read it
+        ),
+        "TILE": DecodeTile(
+            BLOCK_M=config.block_m,
+            BLOCK_N=config.block_n,
+            BLOCK_B=_block_b(p, shares),
+            TILES_M=-(-p.packed_rows // config.block_m),
+            SPLIT=shares.most > 1,
+            BALANCED=shares.schedule == "balanced",
+            NUM_STAGES=config.num_stages,
+            PREFETCH=config.prefetch,
+        ),
     }
     # Addresses of 64 bits take more registers than the table's blocks leave: one block an SM less.
     blocks = max(1, config.blocks_per_sm - int(wide))
-    registers = 65536 // (blocks * 32 * config.num_warps) // 8 * 8
-    source, values = _source(
-        _decode_kernel, plan, pointers, scalars, constants, config.num_warps, config.num_stages, min(255, registers)
+    registers = min(255, 65536 // (blocks * 32 * config.num_warps) // 8 * 8)
+    return _triton(
+        _decode_kernel, plan, grid, arguments, constants, config.num_warps, config.num_stages, registers
     )
-    return PreparedKernel(source, grid, values)
 
 
 def _decode_hopper(plan: DecodePlan, grid: tuple[int, int, int]) -> PreparedKernel:
     p, shares, kind = plan.problem, plan.shares, plan.problem.dtype
     assert isinstance(shares, Shares)
-    split, strides = shares.most > 1, p.q_strides
     heads = min(p.heads, ROWS.value)  # of a tile
     queries, keys = (1, ROWS.value // heads, heads), (1, KEYS.value)
-    optional = {
-        "page_table_ptr": "*i32" if p.page_size else None,
-        "seqlens_ptr": "*i32" if p.has_seqlens else None,
-        "o_ptr": f"*{kind}",
-        "lse_ptr": "*fp32" if p.return_lse else None,
-        "o_part_ptr": "*fp32" if split else None,
-        "sums_part_ptr": "*fp32" if split else None,
-    }
-    schedule = {name: value for name, value in _schedule(p, shares).items() if name not in ("heads_kv", "window_left")}
-    scalars: dict[str, Any] = {
-        "stride_tb": ("i64", p.table_stride),
-        **dict(zip(("stride_ob", "stride_oh", "stride_om"), (("i64", n) for n in p.output_strides), strict=False)),
-        **schedule,
-        "scale_log2": ("fp32", _scale(p)),
-    }
-    signature = {
-        "q_desc": descriptor_type(kind, (*queries, COLUMNS.value)),
-        "k_desc": descriptor_type(kind, (*keys, COLUMNS.value)),
-        **{name: pointer for name, pointer in optional.items() if pointer},
-        "q_more_desc": descriptor_type(kind, (*queries, MORE.value)),
-        "k_more_desc": descriptor_type(kind, (*keys, MORE.value)),
-        **{name: type_ for name, (type_, _) in scalars.items()},
+    q_shape, k_shape = (p.batch, p.seqlen_q, p.heads, p.head_dim), (p.pages, p.page_size or p.capacity, p.head_dim)
+    q_strides = p.q_strides[0], p.q_strides[2], p.q_strides[1], 1
+    k_strides = *p.k_strides[:2], 1
+    places, schedule = _places(p), _schedule(p, shares)
+    integers = ("sizes.batch", "sizes.seqlen_q", "sizes.seqlen_new", "sizes.capacity")
+    arguments: dict[str, Argument] = {
+        "q_desc": Descriptor(kind, (*queries, COLUMNS.value), q_shape, q_strides, "q"),
+        "k_desc": Descriptor(kind, (*keys, COLUMNS.value), k_shape, k_strides, "k"),
+        "page_table_ptr": places["cache.page_table_ptr"],
+        "seqlens_ptr": places["cache.seqlens_ptr"],
+        **_outputs(p, split=shares.most > 1),
+        "q_more_desc": Descriptor(kind, (*queries, MORE.value), q_shape, q_strides, "q", same_as="q_desc"),
+        "k_more_desc": Descriptor(kind, (*keys, MORE.value), k_shape, k_strides, "k", same_as="k_desc"),
+        "stride_tb": Scalar("i64", p.table_stride),
+        **{f"stride_o{axis}": Scalar("i64", p.output_strides[i]) for i, axis in enumerate("bhm")},
+        **{name.partition(".")[2]: schedule[name] for name in integers},
+        "splits": schedule["kv_splits.splits"],
+        "least_tiles": schedule["kv_splits.least_tiles"],
+        "uniform_splits": schedule["kv_splits.uniform"],
+        "scale_log2": Scalar("fp32", _scale(p)),
     }
     constants = {
-        **{name: None for name, pointer in optional.items() if not pointer},
         "HEADS": p.heads,
         "PAGE_SIZE": p.page_size,
         "TILES_M": -(-p.packed_rows // ROWS.value),
@@ -252,99 +246,77 @@ def _decode_hopper(plan: DecodePlan, grid: tuple[int, int, int]) -> PreparedKern
         "STORE_LSE": p.return_lse,
         "REGISTERS": HOPPER_REGISTERS[2],
     }
-    source = KernelSource(
-        _decode_sm90_kernel,
-        tuple(signature.items()),
-        tuple(constants.items()),
-        frozenset(name for name, pointer in optional.items() if pointer and name in _OURS),
-        num_warps=4,
-        dependent_launch=True,
-    )
-    q_map = TensorMap(kind, (p.batch, p.seqlen_q, p.heads, p.head_dim), (strides[0], strides[2], strides[1], 1))
-    k_map = TensorMap(kind, (p.pages, p.page_size or p.capacity, p.head_dim), (*p.k_strides[:2], 1))
-    maps = q_map, k_map, dataclasses.replace(q_map, of=0), dataclasses.replace(k_map, of=1)
-    return PreparedKernel(source, grid, tuple(value for _, value in scalars.values()), maps)
+    source = kernel_source(_decode_sm90_kernel, arguments, constants, num_warps=4, dependent_launch=True)
+    return prepare_kernel(source, grid, arguments)
 
 
 def _merge(plan: DecodePlan, grid: tuple[int, int, int]) -> PreparedKernel:
-    problem, config, shares, merge = plan.problem, plan.config, plan.shares, plan.merge
+    p, config, shares, merge = plan.problem, plan.config, plan.shares, plan.merge
     assert isinstance(config, DecodeConfig)
     assert isinstance(shares, Shares)
     assert isinstance(merge, MergeConfig)
-    align_o, optional = _output_alignment(problem), _optional(problem)
-    pointers = {
-        "o_part_ptr": "*fp32",
-        "sums_part_ptr": "*fp32",
-        "o_ptr": f"*{problem.dtype}",
-        "lse_ptr": "*fp32" if problem.return_lse else None,
-        **{name: optional[name] for name in ("seqlens_ptr", "leftpad_ptr", "sinks_ptr")},
-    }
-    strides = _units(problem.output_strides[:2], align_o)
-    scalars: dict[str, tuple[str, float] | None] = {
-        "stride_ob": ("i64", strides[0]),
-        "stride_oh": ("i64", strides[1]),
-        **_schedule(problem, shares),
+    align_o = _output_alignment(p)
+    ob, oh = _units(p.output_strides[:2], align_o)
+    arguments: dict[str, Argument] = {
+        **_outputs(p, split=True),
+        **_places(p, lengths_alone=True),
+        "sinks_ptr": Pointer(p.sinks, "sinks") if p.sinks else None,
+        **_strides("o_strides", b=ob, h=oh),
+        **_schedule(p, shares),
+        "window_left": Scalar("i32", p.window[0]),
     }
     constants = {
-        "STRIDE_OM": problem.output_strides[2],
+        "o_strides.ROW": p.output_strides[2],
+        "o_strides.COLUMN": 1,
         "ALIGN_O": align_o,
-        "GROUP": problem.group,
-        "DV": problem.head_dim_v,
+        "GROUP": p.group,
+        "DV": p.head_dim_v,
         "BLOCK_N": config.block_n,
-        "BLOCK_B": _block_b(problem, shares),
+        "BLOCK_B": _block_b(p, shares),
         "BLOCK_S": merge.block_s,
         "ROWS": merge.rows,
         "COLUMNS": merge.columns,
-        "TILES_DV": -(-block_dim(problem.head_dim_v) // merge.columns),
-        "HAS_LEFT": problem.window[0] >= 0,
+        "TILES_DV": -(-block_dim(p.head_dim_v) // merge.columns),
+        "HAS_LEFT": p.window[0] >= 0,
         "BALANCED": shares.schedule == "balanced",
-        "STORE_LSE": problem.return_lse,
+        "STORE_LSE": p.return_lse,
     }
-    source, values = _source(_merge_shares_kernel, plan, pointers, scalars, constants, MERGE_WARPS)
-    return PreparedKernel(source, grid, values)
+    return _triton(_merge_splits_kernel, plan, grid, arguments, constants, MERGE_WARPS)
 
 
 def _append(plan: DecodePlan, grid: tuple[int, int, int]) -> PreparedKernel:
-    problem = plan.problem
-    kind, optional = problem.dtype, _optional(problem)
-    rotary = f"*{problem.rotary_dtype}" if problem.rotary_dim else None
-    pointers = {
-        **dict.fromkeys(("k_new_ptr", "v_new_ptr", "k_ptr", "v_ptr"), f"*{kind}"),
-        **{name: optional[name] for name in ("page_table_ptr", "seqlens_ptr", "leftpad_ptr", "batch_idx_ptr")},
-        "q_ptr": f"*{kind}" if rotary else None,
-        "q_out_ptr": f"*{kind}" if rotary else None,
-        "cos_ptr": rotary,
-        "sin_ptr": rotary,
+    p = plan.problem
+    rotary = p.rotary_dim > 0
+    k, v, q = p.k_strides, p.v_strides, p.q_strides
+    inputs = _inputs(p)
+    arguments: dict[str, Argument] = {
+        "k_new_ptr": Pointer(p.dtype, "k_new"),
+        "v_new_ptr": Pointer(p.dtype, "v_new"),
+        **inputs,
+        **_places(p),
+        "q_ptr": inputs["q_ptr"] if rotary else None,
+        "q_out_ptr": Pointer(p.dtype, "q_out", aligned=True) if rotary else None,
+        "cos_ptr": Pointer(p.rotary_dtype, "cos") if rotary else None,
+        "sin_ptr": Pointer(p.rotary_dtype, "sin") if rotary else None,
+        **_strides("k_new_strides", **dict(zip("bhm", p.new_k_strides[:3], strict=True))),
+        **_strides("v_new_strides", **dict(zip("bhm", p.new_v_strides[:3], strict=True))),
+        **_strides("k_strides", page=k[0], row=k[1], h=k[2]),
+        **_strides("v_strides", page=v[0], row=v[1], h=v[2]),
+        **_strides("q_strides", b=q[0], h=q[1], m=q[2]),
+        "stride_cos": Scalar("i64", p.rotary_stride),
+        "stride_tb": Scalar("i64", p.table_stride),
+        **_integers("sizes", heads=p.heads, heads_kv=p.heads_kv, seqlen_q=p.seqlen_q, seqlen_new=p.seqlen_new),
+        **_integers("sizes", capacity=p.capacity, seqlen_rotary=p.rotary_length),
     }
-    k, v, nk, nv, q = (
-        problem.k_strides, problem.v_strides, problem.new_k_strides, problem.new_v_strides, problem.q_strides,
-    )  # fmt: skip
-    strides = {
-        "stride_nb": nk[0], "stride_nh": nk[1], "stride_nm": nk[2],
-        "stride_wb": nv[0], "stride_wh": nv[1], "stride_wm": nv[2],
-        "stride_kp": k[0], "stride_kn": k[1], "stride_kh": k[2],
-        "stride_vp": v[0], "stride_vn": v[1], "stride_vh": v[2],
-        "stride_qb": q[0], "stride_qh": q[1], "stride_qm": q[2],
-        "stride_cos": problem.rotary_stride, "stride_tb": problem.table_stride,
-    }  # fmt: skip
-    sizes = {
-        "heads": problem.heads, "heads_kv": problem.heads_kv, "seqlen_q": problem.seqlen_q,
-        "seqlen_new": problem.seqlen_new, "capacity": problem.capacity, "seqlen_rotary": problem.rotary_length,
-    }  # fmt: skip
-    scalars: dict[str, tuple[str, float] | None] = {
-        **{name: ("i64", value) for name, value in strides.items()},
-        **{name: ("i32", value) for name, value in sizes.items()},
-    }
-    constants = {
-        "D": problem.head_dim,
-        "DV": problem.head_dim_v,
-        "BLOCK_D": block_dim(problem.head_dim),
-        "BLOCK_DV": block_dim(problem.head_dim_v),
-        "BLOCK_T": APPEND_TOKENS,
-        "PAGE_SIZE": problem.page_size,
-        "ROTARY_DIM": problem.rotary_dim,
-        "INTERLEAVED": problem.rotary_interleaved,
-        "ADVANCE": problem.rotary_advance,
-    }
-    source, values = _source(_append_kernel, plan, pointers, scalars, constants, APPEND_WARPS)
-    return PreparedKernel(source, grid, values)
+    call = AppendCall(
+        D=p.head_dim,
+        DV=p.head_dim_v,
+        BLOCK_D=block_dim(p.head_dim),
+        BLOCK_DV=block_dim(p.head_dim_v),
+        BLOCK_T=APPEND_TOKENS,
+        PAGE_SIZE=p.page_size,
+        ROTARY_DIM=p.rotary_dim,
+        INTERLEAVED=p.rotary_interleaved,
+        ADVANCE=p.rotary_advance,
+    )
+    return _triton(_append_kernel, plan, grid, arguments, {"CALL": call}, APPEND_WARPS)

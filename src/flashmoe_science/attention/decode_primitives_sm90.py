@@ -17,7 +17,7 @@ def launch_dependents():
 
 @gluon.jit
 def uniform(x):
-    """Return an integer that all threads of a warp have alike, so that ptxas knows that they do.
+    """Return an integer that all threads of a warp have uniform_splits, so that ptxas knows that they do.
 
     A loop that ends with it then keeps the addresses of matrices in uniform registers, where 128 bytes were spilled.
     """
@@ -38,7 +38,7 @@ def _add(a, b):
 
 @gluon.jit
 def find_share(
-    chunk, batch, seqlens_ptr, seqlen_new, capacity, splits, least_tiles, alike,
+    chunk, batch, seqlens_ptr, seqlen_new, capacity, splits, least_tiles, uniform_splits,
     BALANCED: gl.constexpr, BLOCK_B: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
     """Return sequence and number of the share ``chunk``, its tiles, the shares of the sequence, and its keys.
@@ -57,7 +57,7 @@ def find_share(
         quota = gl.maximum(_cdiv(total, splits), least_tiles)
         wanted = gl.maximum((tiles + quota // 2) // quota, 1)
         if gl.max(tiles, 0) <= mean + mean // 8:
-            wanted = seqs * 0 + alike
+            wanted = seqs * 0 + uniform_splits
         shares = gl.maximum(_cdiv(tiles, wanted), 1)
         counts = gl.where(present, gl.maximum(_cdiv(tiles, shares), 1), 0)
         b = gl.sum((gl.associative_scan(counts, 0, _add) <= chunk).to(gl.int32), 0)

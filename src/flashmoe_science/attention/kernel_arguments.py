@@ -88,3 +88,163 @@ class ForwardTile(NamedTuple):
     SPLITS: int  # programs that share out the keys of a row tile
     NUM_STAGES: int
     WIDE: bool  # an offset within a tile can pass 2**31
+
+
+class BackwardCall(NamedTuple):
+    """Constants of a call of the gradients."""
+
+    GROUP: int  # query heads that share one K/V head
+    D: int
+    DV: int
+    BLOCK_D: int  # D rounded up to a power of two
+    BLOCK_DV: int
+    ALIGN: int  # every row of q, k, v and do starts at a multiple of this many elements
+    ALIGN_OUT: int  # every row of the gradients that a kernel writes starts at a multiple of this many elements
+    ALIGN_BIAS: int  # every row of the bias starts at a multiple of this many elements
+    STRIDE_ALIBI_B: int  # elements
+    BOUND_LEFT: bool  # some keys come too early for some rows
+    BOUND_RIGHT: bool  # some keys come too late for some rows
+    PRECISION: str  # of products: "ieee" for fp32 inputs
+
+
+class BackwardTile(NamedTuple):
+    """What one program of the gradients works on."""
+
+    BLOCK_M: int
+    BLOCK_N: int
+    NUM_STAGES: int
+    WIDE: bool  # an offset within a tile can pass 2**31
+
+
+class KeySizes(NamedTuple):
+    """Sizes for the gradients of k and v; packed: the longest lengths, read for a bias alone."""
+
+    heads: Any
+    heads_kv: Any
+    seqlen_q: Any
+    seqlen_k: Any
+    tiles_n: Any  # key tiles of a head
+
+
+class QuerySizes(NamedTuple):
+    """Sizes for the gradient of q; packed: the longest lengths, read for a bias alone."""
+
+    heads: Any
+    seqlen_q: Any
+    seqlen_k: Any
+    tiles_m: Any  # row tiles of a head
+
+
+class BiasSizes(NamedTuple):
+    """Sizes for the gradient of a bias; packed: the longest lengths."""
+
+    batch: Any
+    heads: Any
+    bias_heads: Any  # heads of the gradient: 1 where one bias serves all
+    seqlen_q: Any
+    seqlen_k: Any
+    tiles_m: Any
+    tiles_n: Any
+
+
+class CachePointers(NamedTuple):
+    """Where the keys of each sequence lie in a cache, int32; each None where the call has none."""
+
+    page_table_ptr: Any  # [B, pages of a sequence]
+    seqlens_ptr: Any  # [B]: keys before the new ones; None: the capacity
+    leftpad_ptr: Any  # [B]: keys at the start that are not there
+    batch_idx_ptr: Any  # [B]: the page of each sequence without a page table; None: its own number
+
+
+class CacheSizes(NamedTuple):
+    """Sizes of a call with a cache."""
+
+    batch: Any
+    heads_kv: Any
+    seqlen_q: Any
+    seqlen_new: Any
+    capacity: Any
+
+
+class KVSplits(NamedTuple):
+    """How the keys of a sequence are split over programs."""
+
+    splits: Any  # the most splits of one sequence; balanced: splits of all sequences and one K/V head
+    least_tiles: Any  # of a split
+    uniform: Any  # balanced: splits of each sequence where all are about as long
+
+
+class DecodeCall(NamedTuple):
+    """Constants of a call with a cache."""
+
+    GROUP: int  # query heads that share one K/V head
+    D: int
+    DV: int
+    BLOCK_D: int  # D rounded up to a power of two
+    BLOCK_DV: int
+    ALIGN: int  # every row of q, k and v starts at a multiple of this many elements
+    ALIGN_O: int
+    SHARED_KV: bool  # V is the first DV columns of K; then D is DV, and REST columns follow
+    REST: int
+    BLOCK_REST: int
+    PAGE_SIZE: int  # 0: without a page table
+    WIDE: bool  # offsets in the cache, in units of ALIGN, can pass 2**31
+    HAS_LEFT: bool  # some keys come too early for some rows
+    HAS_RIGHT: bool  # some keys come too late for some rows
+    STRIDE_ALIBI_B: int  # elements
+    STORE_LSE: bool
+    PRECISION: str  # of products: "ieee" for fp32 inputs
+
+
+class DecodeTile(NamedTuple):
+    """What one program of the decoding kernel works on."""
+
+    BLOCK_M: int
+    BLOCK_N: int
+    BLOCK_B: int  # lengths that a program reads at once
+    TILES_M: int  # row tiles of one sequence and K/V head
+    SPLIT: bool  # a sequence may have more than one split
+    BALANCED: bool  # splits are balanced over sequences
+    NUM_STAGES: int
+    PREFETCH: bool  # without lengths and pages: L2 is asked for the first keys before all waits
+
+
+class NewStrides(NamedTuple):
+    """Strides of queries or of new keys or values ``[B, H, S, D]``, elements."""
+
+    b: Any
+    h: Any
+    m: Any
+
+
+class PageStrides(NamedTuple):
+    """Strides of a cache ``[PAGES, PAGE_SIZE, HK, D]``, elements."""
+
+    page: Any
+    row: Any
+    h: Any
+
+
+class AppendSizes(NamedTuple):
+    """Sizes of a call that writes new keys and values into a cache."""
+
+    heads: Any
+    heads_kv: Any
+    seqlen_q: Any
+    seqlen_new: Any
+    capacity: Any
+    seqlen_rotary: Any  # positions of the rotary tables
+
+
+class AppendCall(NamedTuple):
+    """Constants of a call that writes new keys and values into a cache."""
+
+    D: int
+    DV: int
+    BLOCK_D: int
+    BLOCK_DV: int
+    BLOCK_T: int  # tokens of a program
+    PAGE_SIZE: int  # 0: without a page table
+    ROTARY_DIM: int  # 0: no rotary embedding
+    INTERLEAVED: bool  # columns 2i and 2i + 1 are rotated together, else i and i + ROTARY_DIM / 2
+    ADVANCE: bool  # query m is at position m after the keys before, else all are at the first

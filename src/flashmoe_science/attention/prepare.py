@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from ..gpu.compile import KernelSource
-from ..gpu.tensor_map import TensorMap
+from ..gpu.compile import grouped
+from ..gpu.signature import Argument, Pointer, PreparedKernel, Scalar, kernel_source, prepare_kernel
 from .features_plan import FEATURES_KERNEL
 from .features_prepare import prepare_features
 from .forward_gluon_sm90 import _forward_sm90_kernel
@@ -22,8 +22,9 @@ from .hopper_plan import (
     hopper_is_aligned,
     hopper_tiles_m,
 )
+from .kernel_arguments import ForwardCall, ForwardTile
 from .merge_triton import _merge_partials_kernel
-from .prepared import PreparedKernel, hopper_tiles
+from .prepared import hopper_tiles
 from .problem import ITEM_BYTES, LOG2_E, AttentionProblem
 from .short_plan import short_alignment
 from .tiles import ForwardConfig, HopperConfig, Plan, ShortConfig, block_dim
@@ -32,7 +33,7 @@ from .triton_plan import MERGE_ROWS, MERGE_WARPS
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 # All that a thread can have. Left to itself, ptxas spills a few bytes to fit one more block of a small tile on an SM,
 # and small tiles are chosen where there are no such blocks.
-_MAX_REGISTERS = 255
+MAX_REGISTERS = 255
 
 
 def alignment(problem: AttentionProblem) -> int:
@@ -49,21 +50,34 @@ def output_alignment(problem: AttentionProblem) -> int:
     return math.gcd(8, problem.head_dim_v)
 
 
-def _aligned(problem: AttentionProblem) -> frozenset[str]:
-    """Outputs and partials are ours and always aligned; inputs as they come."""
-    inputs = ("q_ptr", "k_ptr", "v_ptr") if problem.pointer_alignment >= 16 else ()
-    bias = ("bias_ptr",) if problem.bias and problem.bias_alignment >= 16 else ()
-    return frozenset((*inputs, *bias, "o_ptr", "lse_ptr", "o_part_ptr", "lse_part_ptr"))
+def _inputs(problem: AttentionProblem) -> dict[str, Argument]:
+    """Return the pointers of q, k and v: they are aligned where the caller's tensors are."""
+    return {f"{name}_ptr": Pointer(problem.dtype, aligned=problem.pointer_alignment >= 16) for name in "qkv"}
 
 
-def _in_units(strides: tuple[int, ...], unit: int) -> tuple[int, ...]:
+def each(kind: str, names: Sequence[str], values: Sequence[float]) -> dict[str, Argument]:
+    """Return scalars of one type by name."""
+    return {name: Scalar(kind, value) for name, value in zip(names, values, strict=True)}
+
+
+def in_units(strides: tuple[int, ...], unit: int) -> tuple[int, ...]:
     """Return strides in units of ``unit`` elements: the kernel multiplies by it, so the compiler knows it divides."""
     assert all(stride % unit == 0 for stride in strides), (strides, unit)
     return tuple(stride // unit for stride in strides)
 
 
+def strides_of(name: str, strides: tuple[int, ...], unit: int) -> dict[str, Argument]:
+    """Return the strides of sequences and heads of one tensor, in units of ``unit`` elements."""
+    return each("i64", (f"{name}.b", f"{name}.h"), in_units(strides[:2], unit))
+
+
+def row_strides(name: str, strides: tuple[int, ...]) -> dict[str, Any]:
+    """Return the strides of rows and columns of one tensor, which are constants."""
+    return {f"{name}.ROW": strides[2], f"{name}.COLUMN": strides[3]}
+
+
 def _head_strides(problem: AttentionProblem, align: int) -> tuple[int, ...]:
-    return _in_units((*problem.q_strides[:2], *problem.k_strides[:2], *problem.v_strides[:2]), align)
+    return in_units((*problem.q_strides[:2], *problem.k_strides[:2], *problem.v_strides[:2]), align)
 
 
 def prepare_kernels(plan: Plan) -> tuple[PreparedKernel, ...]:
@@ -81,104 +95,72 @@ def prepare_kernels(plan: Plan) -> tuple[PreparedKernel, ...]:
 
 
 def _short(plan: Plan, config: ShortConfig) -> PreparedKernel:
-    problem = plan.problem
-    align = min(short_alignment(problem.head_dim), short_alignment(problem.head_dim_v))
-    kind = problem.dtype
-    scalars = {
-        **dict.fromkeys(("stride_qb", "stride_qh", "stride_kb", "stride_kh", "stride_vb", "stride_vh"), "i64"),
-        **dict.fromkeys(("stride_ob", "stride_oh"), "i64"),
-        **dict.fromkeys(("seqlen_q", "seqlen_k"), "i32"),
-        "scale_log2": "fp32",
+    p = plan.problem
+    align, align_o = min(short_alignment(p.head_dim), short_alignment(p.head_dim_v)), output_alignment(p)
+    strides = _head_strides(p, align)
+    arguments: dict[str, Argument] = {
+        **_inputs(p),
+        "o_ptr": Pointer(p.dtype, aligned=True),
+        "lse_ptr": Pointer("fp32", aligned=True),
+        **each("i64", ("stride_qb", "stride_qh", "stride_kb", "stride_kh", "stride_vb", "stride_vh"), strides),
+        **each("i64", ("stride_ob", "stride_oh"), in_units(p.output_strides[:2], align_o)),
+        **each("i32", ("seqlen_q", "seqlen_k"), (p.seqlen_q, p.seqlen_k)),
+        "scale_log2": Scalar("fp32", p.scale_log2),
     }
     constants = {
-        "STRIDE_QM": problem.q_strides[2],
-        "STRIDE_KN": problem.k_strides[2],
-        "STRIDE_VN": problem.v_strides[2],
-        "STRIDE_OM": problem.output_strides[2],
+        "STRIDE_QM": p.q_strides[2],
+        "STRIDE_KN": p.k_strides[2],
+        "STRIDE_VN": p.v_strides[2],
+        "STRIDE_OM": p.output_strides[2],
         "ALIGN": align,
-        "ALIGN_O": output_alignment(problem),
-        "GROUP": problem.group,
-        "D": problem.head_dim,
-        "DV": problem.head_dim_v,
-        "BLOCK_D": block_dim(problem.head_dim),
-        "BLOCK_DV": block_dim(problem.head_dim_v),
+        "ALIGN_O": align_o,
+        "GROUP": p.group,
+        "D": p.head_dim,
+        "DV": p.head_dim_v,
+        "BLOCK_D": block_dim(p.head_dim),
+        "BLOCK_DV": block_dim(p.head_dim_v),
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "KEY_GROUPS": config.key_groups,
-        "MASK_M": problem.seqlen_q % config.block_m != 0,
-        "MASK_N": problem.seqlen_k != config.block_n * config.key_groups,
-        "IS_CAUSAL": problem.causal,
-        "STORE_LSE": problem.return_lse,
-        "DEPENDENT_LAUNCH": plan.arch >= 90,
+        "MASK_M": p.seqlen_q % config.block_m != 0,
+        "MASK_N": p.seqlen_k != config.block_n * config.key_groups,
+        "IS_CAUSAL": p.causal,
+        "STORE_LSE": p.return_lse,
         "num_warps": config.num_warps,
     }
-    pointers = {"q_ptr": f"*{kind}", "k_ptr": f"*{kind}", "v_ptr": f"*{kind}", "o_ptr": f"*{kind}", "lse_ptr": "*fp32"}
-    source = KernelSource(
-        _forward_short_kernel,
-        tuple({**pointers, **scalars}.items()),
-        tuple(constants.items()),
-        _aligned(problem),
-        config.num_warps,
-        dependent_launch=plan.arch >= 90,
+    source = kernel_source(
+        _forward_short_kernel, arguments, constants, num_warps=config.num_warps, dependent_launch=plan.arch >= 90
     )
-    values = (
-        *_head_strides(problem, align),
-        *_in_units(problem.output_strides[:2], output_alignment(problem)),
-        problem.seqlen_q,
-        problem.seqlen_k,
-        problem.scale_log2,
-    )
-    return PreparedKernel(source, plan.launches[0].grid, values)
+    return prepare_kernel(source, plan.launches[0].grid, arguments)
 
 
 def _hopper(plan: Plan, config: HopperConfig) -> PreparedKernel:
-    problem = plan.problem
-    kind = problem.dtype
-    tiles = hopper_tiles(problem, config)
-    scalars = {
-        **dict.fromkeys(("heads", "seqlen_q", "seqlen_k", "tiles_m", "heads_total", "heads_per_group"), "i32"),
-        "scale_log2": "fp32",
+    p = plan.problem
+    heads = p.heads // config.pack
+    tiles, constants = hopper_tiles(p, config)
+    arguments: dict[str, Argument] = {
+        **tiles,
+        "lse_ptr": Pointer("fp32", aligned=True),
+        "counter_ptr": Pointer("i32"),
+        **each("i32", ("heads", "seqlen_q", "seqlen_k"), (heads, p.seqlen_q, p.seqlen_k)),
+        **each("i32", ("tiles_m", "heads_total"), (hopper_tiles_m(p, config), p.batch * heads)),
+        "heads_per_group": Scalar("i32", hopper_heads_per_group(p, config)),
+        "scale_log2": Scalar("fp32", p.scale_log2),
     }
-    constants = {
-        "GROUP": problem.group,
+    constants |= {
+        "GROUP": p.group,
         "PACK": config.pack,
         "WARPGROUPS": config.warpgroups,
         "STAGES": config.num_stages,
-        "IS_CAUSAL": problem.causal,
-        "EDGE_TILES": hopper_edge_tiles(problem, config),
-        "IS_ALIGNED": hopper_is_aligned(problem, config),
+        "IS_CAUSAL": p.causal,
+        "EDGE_TILES": hopper_edge_tiles(p, config),
+        "IS_ALIGNED": hopper_is_aligned(p, config),
         "PING_PONG": config.ping_pong,
-        "STORE_LSE": problem.return_lse,
+        "STORE_LSE": p.return_lse,
         "MATRIX_REGISTERS": HOPPER_REGISTERS[config.warpgroups],
-        **tiles.constants,
     }
-    source = KernelSource(
-        _forward_sm90_kernel,
-        tuple({**tiles.descriptors, "lse_ptr": "*fp32", "counter_ptr": "*i32", **tiles.more, **scalars}.items()),
-        tuple(constants.items()),
-        frozenset(("lse_ptr",)),
-        num_warps=4,
-        dependent_launch=True,
-    )
-    heads = problem.heads // config.pack
-    values = (
-        heads,
-        problem.seqlen_q,
-        problem.seqlen_k,
-        hopper_tiles_m(problem, config),
-        problem.batch * heads,
-        hopper_heads_per_group(problem, config),
-        problem.scale_log2,
-    )
-    q_shape = (problem.batch, problem.heads, problem.seqlen_q)
-    kv_shape = (problem.batch, problem.heads_kv, problem.seqlen_k)
-    inputs = (
-        TensorMap(kind, (*q_shape, problem.head_dim), problem.q_strides),
-        TensorMap(kind, (*kv_shape, problem.head_dim), problem.k_strides),
-        TensorMap(kind, (*kv_shape, problem.head_dim_v), problem.v_strides),
-    )
-    output = TensorMap(kind, (*q_shape, problem.head_dim_v), problem.output_strides)
-    return PreparedKernel(source, plan.launches[0].grid, values, tiles.maps((*inputs, output)))
+    source = kernel_source(_forward_sm90_kernel, arguments, constants, num_warps=4, dependent_launch=True)
+    return prepare_kernel(source, plan.launches[0].grid, arguments)
 
 
 def bias_alignment(problem: AttentionProblem) -> int:
@@ -189,99 +171,74 @@ def bias_alignment(problem: AttentionProblem) -> int:
 
 
 def _forward(plan: Plan, config: ForwardConfig) -> PreparedKernel:
-    problem = plan.problem
-    align = alignment(problem)
-    split = config.num_splits > 1
-    kind = problem.dtype
-    partial = problem.rows * problem.head_dim_v  # elements of one share's output
+    p, split, align, align_o = plan.problem, config.num_splits > 1, alignment(plan.problem), output_alignment(plan.problem)
+    of_share = p.rows * p.head_dim_v // p.batch if p.batch else 0
     # Partial results are dense [SPLITS, B, H, Sq, DV].
-    o_strides = (
-        (partial // problem.batch, problem.seqlen_q * problem.head_dim_v, problem.head_dim_v)
-        if split
-        else problem.output_strides
-    )
-    rows_of = (problem.q_strides, problem.k_strides, problem.v_strides, o_strides, problem.bias_strides[1:])
+    o_strides = (of_share, p.seqlen_q * p.head_dim_v, p.head_dim_v) if split else p.output_strides
+    rows_of = (p.q_strides, p.k_strides, p.v_strides, o_strides, p.bias_strides[1:])
     widest_row = max(abs(s) for strides in rows_of for s in strides[2:])
-    out = "fp32" if split else kind
-    asked = _features(problem)
-    arguments = {
-        **dict.fromkeys(("q_ptr", "k_ptr", "v_ptr"), f"*{kind}"),
-        "o_ptr": f"*{out}",
-        "lse_ptr": "*fp32",
-        **{name: argument.kind for name, argument in asked.items() if argument.kind.startswith("*")},
-        **dict.fromkeys(("stride_qb", "stride_qh", "stride_kb", "stride_kh", "stride_vb", "stride_vh"), "i64"),
-        **dict.fromkeys(("stride_ob", "stride_oh"), "i64"),
-        **dict.fromkeys(("batch", "heads", "seqlen_q", "seqlen_k", "tiles_m"), "i32"),
-        "scale": "fp32",
-        **{name: argument.kind for name, argument in asked.items() if argument.kind in ("i32", "fp32", "i64")},
+    unseen_rows = p.seqlen_q > p.seqlen_k + max(0, p.window[1]) or p.packed
+    unit = 1.0 if p.bias else LOG2_E  # the kernel's scores are to base e with a bias, else to base 2
+    arguments: dict[str, Argument] = {
+        **_inputs(p),
+        "o_ptr": Pointer("fp32" if split else p.dtype, aligned=True),
+        "lse_ptr": Pointer("fp32", aligned=True),
+        **optional_pointers(p),
+        **strides_of("q_strides", p.q_strides, align),
+        **strides_of("k_strides", p.k_strides, align),
+        **strides_of("v_strides", p.v_strides, align),
+        **strides_of("o_strides", (*o_strides[:2],), align_o),
+        **each("i32", ("sizes.batch", "sizes.heads"), (p.batch, p.heads)),
+        **each("i32", ("sizes.seqlen_q", "sizes.seqlen_k"), (p.seqlen_q, p.seqlen_k)),
+        "sizes.tiles_m": Scalar("i32", -(-p.seqlen_q // config.block_m)),
+        "scale": Scalar("fp32", _forward_scale(p)),
+        "softcap": Scalar("fp32", p.softcap * unit) if p.softcap else None,
+        **dropout_arguments(p),
     }
-    tiles = -(-problem.seqlen_q // config.block_m)
-    unseen_rows = problem.seqlen_q > problem.seqlen_k + max(0, problem.window[1]) or problem.packed
-    constants = {
-        "STRIDE_QM": problem.q_strides[2],
-        "STRIDE_QD": problem.q_strides[3],
-        "STRIDE_KN": problem.k_strides[2],
-        "STRIDE_KD": problem.k_strides[3],
-        "STRIDE_VN": problem.v_strides[2],
-        "STRIDE_VD": problem.v_strides[3],
-        "STRIDE_OM": o_strides[2],
-        "STRIDE_ALIBI_B": problem.alibi_stride,
-        "STRIDE_BIAS_N": problem.bias_strides[3] if problem.bias else 0,
-        "ALIGN": align,
-        "ALIGN_O": output_alignment(problem),
-        "ALIGN_BIAS": bias_alignment(problem) if problem.bias else 1,
-        "GROUP": problem.group,
-        "SPLITS": config.num_splits,
-        "D": problem.head_dim,
-        "DV": problem.head_dim_v,
-        "BLOCK_D": block_dim(problem.head_dim),
-        "BLOCK_DV": block_dim(problem.head_dim_v),
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
-        "BOUND_LEFT": problem.bounded_left,
-        "BOUND_RIGHT": problem.bounded_right,
-        # A tile can hide all its keys from a row: the first rows where there are fewer keys, a share behind the
-        # diagonal, a window, or a bias of -inf.
-        "EMPTY_ROWS": bool((problem.bounded_right and (unseen_rows or split)) or problem.bounded_left or problem.bias),
-        "WIDE": max(config.block_m, config.block_n, 256) * widest_row >= 2**31,
-        "STORE_LSE": problem.return_lse or split,
-        "PAGE_SIZE": problem.page_size,
-        "PRECISION": "ieee" if kind == "fp32" else "tf32",  # only fp32 operands read it
-        "NUM_STAGES": config.num_stages,
-        **{name: argument.value for name, argument in asked.items() if argument.kind == "constant"},
+    more, constants = bounds_and_bias(p)
+    arguments |= more
+    if p.page_size:
+        arguments["stride_table_b"] = Scalar("i64", p.table_stride)
+    else:
+        constants["stride_table_b"] = 0
+    constants |= {
+        **row_strides("q_strides", p.q_strides),
+        **row_strides("k_strides", p.k_strides),
+        **row_strides("v_strides", p.v_strides),
+        "o_strides.ROW": o_strides[2],
+        "o_strides.COLUMN": 1,
+        "CALL": ForwardCall(
+            GROUP=p.group,
+            D=p.head_dim,
+            DV=p.head_dim_v,
+            BLOCK_D=block_dim(p.head_dim),
+            BLOCK_DV=block_dim(p.head_dim_v),
+            ALIGN=align,
+            ALIGN_O=align_o,
+            ALIGN_BIAS=bias_alignment(p) if p.bias else 1,
+            STRIDE_ALIBI_B=p.alibi_stride,
+            BOUND_LEFT=p.bounded_left,
+            BOUND_RIGHT=p.bounded_right,
+            # A tile can hide all its keys from a row: the first rows where there are fewer keys, a share behind the
+            # diagonal, a window, or a bias of -inf.
+            EMPTY_ROWS=bool((p.bounded_right and (unseen_rows or split)) or p.bounded_left or p.bias),
+            STORE_LSE=p.return_lse or split,
+            PAGE_SIZE=p.page_size,
+            PRECISION="ieee" if p.dtype == "fp32" else "tf32",  # only fp32 operands read it
+        ),
+        "TILE": ForwardTile(
+            BLOCK_M=config.block_m,
+            BLOCK_N=config.block_n,
+            SPLITS=config.num_splits,
+            NUM_STAGES=config.num_stages,
+            WIDE=max(config.block_m, config.block_n, 256) * widest_row >= 2**31,
+        ),
     }
-    source = KernelSource(
-        _forward_kernel,
-        tuple(arguments.items()),
-        tuple(constants.items()),
-        _aligned(problem),
-        config.num_warps,
-        config.num_stages,
-        max_registers=_MAX_REGISTERS,
-    )
-    values = (
-        *_head_strides(problem, align),
-        *_in_units(o_strides[:2], output_alignment(problem)),
-        problem.batch,
-        problem.heads,
-        problem.seqlen_q,
-        problem.seqlen_k,
-        tiles,
-        _forward_scale(problem),
-        *(argument.value for argument in asked.values() if argument.kind in ("i32", "fp32", "i64")),
-    )
-    return PreparedKernel(source, plan.launches[0].grid, values)
-
-
-@dataclass(frozen=True)
-class _Argument:
-    """One argument of ``_forward_kernel`` that a feature needs: a type and, but for pointers, a value."""
-
-    kind: str  # of Triton; "constant" for what the call does not ask for
-    value: Any = None
-
-
-_ABSENT = _Argument("constant")
+    source = kernel_source(
+        _forward_kernel, arguments, constants, num_warps=config.num_warps, num_stages=config.num_stages,
+        max_registers=MAX_REGISTERS,
+    )  # fmt: skip
+    return prepare_kernel(source, plan.launches[0].grid, arguments)
 
 
 def _forward_scale(problem: AttentionProblem) -> float:
@@ -290,32 +247,47 @@ def _forward_scale(problem: AttentionProblem) -> float:
     return problem.scale if problem.bias else problem.scale_log2
 
 
-def _features(problem: AttentionProblem) -> dict[str, _Argument]:
-    """Return what features add to ``_forward_kernel``, in the order of its arguments."""
+def optional_pointers(problem: AttentionProblem) -> dict[str, Argument]:
+    """Return the pointers of what a forward call may be without."""
     p = problem
-    left, right = p.window
-    bias_strides = _in_units(p.bias_strides[:3], bias_alignment(p)) if p.bias else ()
-    unit = 1.0 if p.bias else LOG2_E  # the kernel's scores are to base e with a bias, else to base 2
+    aligned = bool(p.bias) and p.bias_alignment >= 16
     return {
-        "sinks_ptr": _Argument(f"*{p.sinks}") if p.sinks else _ABSENT,
-        "alibi_ptr": _Argument(f"*{p.alibi}") if p.alibi else _ABSENT,
-        "bias_ptr": _Argument(f"*{p.bias}") if p.bias else _ABSENT,
-        "cu_seqlens_q_ptr": _Argument("*i32") if p.packed else _ABSENT,
-        "cu_seqlens_k_ptr": _Argument("*i32") if p.packed else _ABSENT,
-        "seqused_q_ptr": _Argument("*i32") if "q" in p.seqused else _ABSENT,
-        "seqused_k_ptr": _Argument("*i32") if "k" in p.seqused else _ABSENT,
-        "page_table_ptr": _Argument("*i32") if p.page_size else _ABSENT,
-        "dropout_seed_ptr": _Argument("*i64") if p.dropout_p else _ABSENT,
-        "window_left": _Argument("i32", left) if left >= 0 else _Argument("constant", 0),
-        "window_right": _Argument("i32", right) if right >= 0 else _Argument("constant", 0),
-        "softcap": _Argument("fp32", p.softcap * unit) if p.softcap else _ABSENT,
-        **{
-            f"stride_bias_{axis}": _Argument("i64", bias_strides[i]) if p.bias else _Argument("constant", 0)
-            for i, axis in enumerate("bhm")
-        },
-        "stride_table_b": _Argument("i64", p.table_stride) if p.page_size else _Argument("constant", 0),
-        "dropout_last": _Argument("i32", dropout_last(p)) if p.dropout_p else _ABSENT,
-        "dropout_scale": _Argument("fp32", p.dropout_scale) if p.dropout_p else _ABSENT,
+        "sinks_ptr": Pointer(p.sinks) if p.sinks else None,
+        "alibi_ptr": Pointer(p.alibi) if p.alibi else None,
+        "bias_ptr": Pointer(p.bias, aligned=aligned) if p.bias else None,
+        "sequences.cu_seqlens_q_ptr": Pointer("i32") if p.packed else None,
+        "sequences.cu_seqlens_k_ptr": Pointer("i32") if p.packed else None,
+        "sequences.seqused_q_ptr": Pointer("i32") if "q" in p.seqused else None,
+        "sequences.seqused_k_ptr": Pointer("i32") if "k" in p.seqused else None,
+        "page_table_ptr": Pointer("i32") if p.page_size else None,
+        "dropout_seed_ptr": Pointer("i64") if p.dropout_p else None,
+    }
+
+
+def bounds_and_bias(problem: AttentionProblem) -> tuple[dict[str, Argument], dict[str, Any]]:
+    """Return the arguments of a window and of a bias' strides, and the constants for those that a call is without."""
+    left, right = problem.window
+    arguments: dict[str, Argument] = {}
+    constants: dict[str, Any] = {"bias_strides.COLUMN": problem.bias_strides[3] if problem.bias else 0}
+    for name, bound in (("window.left", left), ("window.right", right)):
+        if bound >= 0:
+            arguments[name] = Scalar("i32", bound)
+        else:
+            constants[name] = 0
+    names = ("bias_strides.b", "bias_strides.h", "bias_strides.m")
+    if problem.bias:
+        arguments |= each("i64", names, in_units(problem.bias_strides[:3], bias_alignment(problem)))
+    else:
+        constants |= dict.fromkeys(names, 0)
+    return arguments, constants
+
+
+def dropout_arguments(problem: AttentionProblem) -> dict[str, Argument]:
+    """Return what dropout needs beside its seed."""
+    p = problem
+    return {
+        "dropout.last": Scalar("i32", dropout_last(p)) if p.dropout_p else None,
+        "dropout.scale": Scalar("fp32", p.dropout_scale) if p.dropout_p else None,
     }
 
 
@@ -326,32 +298,27 @@ def dropout_last(problem: AttentionProblem) -> int:
 
 
 def _merge(plan: Plan, config: ForwardConfig) -> PreparedKernel:
-    problem = plan.problem
-    pointers = {"o_part_ptr": "*fp32", "lse_part_ptr": "*fp32", "o_ptr": f"*{problem.dtype}", "lse_ptr": "*fp32"}
-    scalars = {
-        **dict.fromkeys(("stride_ob", "stride_oh", "rows_total"), "i64"),
-        **dict.fromkeys(("heads", "seqlen_q", "tiles_m"), "i32"),
+    p = plan.problem
+    strides = (*in_units(p.output_strides[:2], output_alignment(p)), p.rows)
+    arguments: dict[str, Argument] = {
+        "o_part_ptr": Pointer("fp32", aligned=True),
+        "lse_part_ptr": Pointer("fp32", aligned=True),
+        "o_ptr": Pointer(p.dtype, aligned=True),
+        "lse_ptr": Pointer("fp32", aligned=True),
+        **each("i64", ("stride_ob", "stride_oh", "rows_total"), strides),
+        **each("i32", ("heads", "seqlen_q", "tiles_m"), (p.heads, p.seqlen_q, -(-p.seqlen_q // MERGE_ROWS))),
     }
     constants = {
-        "ALIGN_O": output_alignment(problem),
-        "STRIDE_OM": problem.output_strides[2],
+        "ALIGN_O": output_alignment(p),
+        "STRIDE_OM": p.output_strides[2],
         "SPLITS": config.num_splits,
-        "DV": problem.head_dim_v,
-        "BLOCK_DV": block_dim(problem.head_dim_v),
+        "DV": p.head_dim_v,
+        "BLOCK_DV": block_dim(p.head_dim_v),
         "BLOCK_M": MERGE_ROWS,
-        "STORE_LSE": problem.return_lse,
+        "STORE_LSE": p.return_lse,
     }
-    source = KernelSource(
-        _merge_partials_kernel,
-        tuple({**pointers, **scalars}.items()),
-        tuple(constants.items()),
-        _aligned(problem),
-        MERGE_WARPS,
-    )
-    tiles = -(-problem.seqlen_q // MERGE_ROWS)
-    o_strides = _in_units(problem.output_strides[:2], output_alignment(problem))
-    values = (*o_strides, problem.rows, problem.heads, problem.seqlen_q, tiles)
-    return PreparedKernel(source, plan.launches[1].grid, values)
+    source = kernel_source(_merge_partials_kernel, arguments, constants, num_warps=MERGE_WARPS)
+    return prepare_kernel(source, plan.launches[1].grid, arguments)
 
 
 def interpret(kernel: PreparedKernel, tensors: tuple[Any, ...]) -> None:

@@ -1,57 +1,44 @@
-"""What a plan is turned into: kernels to compile, and the tiles of the forward kernels for Hopper."""
+"""The tiles of the forward kernels for Hopper, as arguments."""
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
+from typing import Any
 
-from ..gpu.compile import KernelSource
-from ..gpu.gluon_versions import descriptor_type
-from ..gpu.tensor_map import TensorMap
+from ..gpu.signature import Argument, Descriptor
 from .hopper_plan import HOPPER_ROWS, hopper_columns, hopper_output_columns
-from .problem import AttentionProblem
+from .problem import AttentionProblem, Strides
 from .tiles import HopperConfig
 
 
-@dataclass(frozen=True)
-class PreparedKernel:
-    """One kernel of a plan: its source, its grid, the scalars that follow its pointers, and its tensor maps."""
+def hopper_tiles(
+    problem: AttentionProblem, config: HopperConfig, tokens: tuple[int, int] | None = None
+) -> tuple[dict[str, Argument], dict[str, Any]]:
+    """Return the descriptors of q, k, v and o, and the constants that say how columns lie: in two powers of two.
 
-    source: KernelSource
-    grid: tuple[int, int, int]
-    scalars: tuple[float, ...]
-    tensor_maps: tuple[TensorMap, ...] = ()
-
-
-@dataclass(frozen=True)
-class HopperTiles:
-    """The tiles of both forward kernels for Hopper, as arguments: columns lie in two powers of two."""
-
-    descriptors: dict[str, str]  # of q, k, v and o
-    more: dict[str, str]  # of the second part of the columns of q, k and v, where there is one
-    again: tuple[int, ...]  # the numbers of those tensors: 0 for q, 1 for k, 2 for v
-    constants: dict[str, int | None]
-
-    def maps(self, maps: tuple[TensorMap, ...]) -> tuple[TensorMap, ...]:
-        """Return the maps of q, k, v and o, and behind them those of the second parts."""
-        return (*maps, *(dataclasses.replace(maps[number], of=number) for number in self.again))
-
-
-def hopper_tiles(problem: AttentionProblem, config: HopperConfig) -> HopperTiles:
-    """Return the tiles of a plan for Hopper."""
-    kind = problem.dtype
-    (d, d_more), (dv, dv_more) = hopper_columns(problem.head_dim), hopper_columns(problem.head_dim_v)
+    ``tokens`` are those of q and of k and v in a call with packed sequences: each tensor is one sequence of all.
+    """
+    p = problem
+    (d, d_more), (dv, dv_more) = hopper_columns(p.head_dim), hopper_columns(p.head_dim_v)
     rows, keys = (1, config.pack, HOPPER_ROWS // config.pack), (1, 1, config.block_n)
-    first = {
-        "q_desc": (*rows, d),
-        "k_desc": (*keys, d),
-        "v_desc": (*keys, dv),
-        "o_desc": (*rows, hopper_output_columns(problem, config)),
+    batch, seqlen_q, seqlen_k = (p.batch, p.seqlen_q, p.seqlen_k) if tokens is None else (1, *tokens)
+    k_strides, v_strides = p.k_strides, p.v_strides
+    if tokens is not None and seqlen_k == 0:  # a map of one token: its values are masked
+        seqlen_k, k_strides, v_strides = 1, (0, p.head_dim, 0, 1), (0, p.head_dim_v, 0, 1)
+
+    def tiled(name: str, box: tuple[int, ...], shape: tuple[int, ...], strides: Strides, first: str = "") -> Descriptor:
+        return Descriptor(p.dtype, box, shape, strides, name, same_as=first)
+
+    q_shape, kv_shape = (batch, p.heads, seqlen_q), (batch, p.heads_kv, seqlen_k)
+    q, k, v = (*q_shape, p.head_dim), (*kv_shape, p.head_dim), (*kv_shape, p.head_dim_v)
+    o = (*q_shape, p.head_dim_v)
+    more = bool(d_more), bool(d_more), bool(dv_more)
+    arguments: dict[str, Argument] = {
+        "q_desc": tiled("q", (*rows, d), q, p.q_strides),
+        "k_desc": tiled("k", (*keys, d), k, k_strides),
+        "v_desc": tiled("v", (*keys, dv), v, v_strides),
+        "o_desc": tiled("o", (*rows, hopper_output_columns(p, config)), o, p.output_strides),
+        "q_more_desc": tiled("q", (*rows, d_more), q, p.q_strides, "q_desc") if more[0] else None,
+        "k_more_desc": tiled("k", (*keys, d_more), k, k_strides, "k_desc") if more[1] else None,
+        "v_more_desc": tiled("v", (*keys, dv_more), v, v_strides, "v_desc") if more[2] else None,
     }
-    second = {"q_more_desc": (*rows, d_more), "k_more_desc": (*keys, d_more), "v_more_desc": (*keys, dv_more)}
-    return HopperTiles(
-        {name: descriptor_type(kind, tile) for name, tile in first.items()},
-        {name: descriptor_type(kind, tile) for name, tile in second.items() if tile[-1]},
-        tuple(number for number, tile in enumerate(second.values()) if tile[-1]),
-        {"D1": d_more, "DV0": dv, "DV1": dv_more, **{name: None for name, tile in second.items() if not tile[-1]}},
-    )
+    return arguments, {"D1": d_more, "DV0": dv, "DV1": dv_more}
