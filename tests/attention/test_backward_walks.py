@@ -55,8 +55,8 @@ class Walk:
         self.steps: list[Any] = []
         drawn = iter([*range(len(tiles)), -1])
         queue = SimpleNamespace(
-            heads_total=Int32(2), publish=NOTHING, fetch_next=lambda _pointer: next(drawn), locate=lambda tile: tiles[tile],
-            wait=lambda t, _warps: t if t < len(tiles) else -1,
+            heads_total=Int32(2), publish=NOTHING, fetch_next=lambda _pointer: next(drawn),
+            locate=lambda tile: tiles[tile], wait=lambda t, _warps: t if t < len(tiles) else -1,
         )  # fmt: skip
         self.a = _Arguments(
             dq_semaphore_ptr=0, key_tiles=queue, span=span, heads=Int32(2 * group), heads_kv=Int32(2),
@@ -72,7 +72,7 @@ class Walk:
         gluon = SimpleNamespace(
             minimum=min, static_range=range, zeros=NOTHING, float32=NOTHING, NVMMADistributedLayout=NOTHING
         )
-        names: dict[str, Any] = dict(
+        names: dict[str, Any] = dict(  # noqa: C408 - names of globals
             gl=gluon, step_at=plain(step_at), copy_of=lambda x: x, poll=lambda _pointer: _Semaphore(),
             tma_load=self._load, raise_counter=self.steps.append,
             _step=lambda *given: self._note(*given[-6:-3], is_masked=given[-1], result=(NOTHING,) * sums),
@@ -110,7 +110,7 @@ def test_all_partitions_take_the_same_steps(kernel, window, group, together):
 
         def walk(function, *arguments):
             walk = Walk(span, block_m, group, together, tiles)  # noqa: B023 - called here
-            return walk.run(module, function, *arguments)  # noqa: B023
+            return walk.run(module, function, *arguments)
 
         loader = Walk(span, block_m, group, together, tiles)
         loaded = loader.run(module, load_partition, 2 if kernel == "d256" else 1)

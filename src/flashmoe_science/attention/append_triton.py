@@ -112,7 +112,8 @@ def _append_kernel(
         if CALL.ADVANCE:
             position += token
         x = _rotate(
-            x, q_ptrs, mask, position, offs_d, cos_ptr, sin_ptr, stride_cos, sizes.seqlen_rotary, CALL.ROTARY_DIM, CALL.INTERLEAVED
-        )
+            x, q_ptrs, mask, position, offs_d, cos_ptr, sin_ptr, stride_cos, sizes.seqlen_rotary,
+            CALL.ROTARY_DIM, CALL.INTERLEAVED,
+        )  # fmt: skip
         out = ((b.to(tl.int64) * sizes.heads + hq) * sizes.seqlen_q + token) * CALL.D
         tl.store(q_out_ptr + out[:, None] + offs_d[None, :], x.to(q_out_ptr.dtype.element_ty), mask=mask)

@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..gpu.gluon_sm90 import copy_of, lap_of, named_barrier, opaque, slot_of
+from ..gpu.gluon_sm90 import lap_of, named_barrier, opaque, slot_of
 from ..gpu.gluon_versions import aggregate, tma_load, tma_store
 from ..gpu.tma_reduce import tma_add
 from .backward_primitives_sm90 import (
@@ -132,7 +132,7 @@ class Args:
         tma_load(self.do_desc, [b, h, m * ROWS, 0], bar, self.do_bufs.index(0))
 
     @gluon.jit
-    def dq_buf(self, WRITER: gl.constexpr):
+    def dq_buf(self, WRITER: gl.constexpr):  # noqa: ARG002 - both writers add from the same memory
         """Return the shared memory from which a writer adds."""
         return self.dq_bufs.index(0)
 

@@ -141,9 +141,7 @@ def _write_sinks_gradient(out: Tensor, tensors: Tensors, lse: Tensor, delta: Ten
 
 
 def _pointer_names(source: Any) -> list[str]:
-    return [
-        name.rpartition(".")[2].removesuffix("_ptr") for name, kind in source.signature if kind.startswith("*")
-    ]
+    return [name.rpartition(".")[2].removesuffix("_ptr") for name, kind in source.signature if kind.startswith("*")]
 
 
 def _interpreted_launches(plan: BackwardPlan) -> list[Callable[[Tensors], None]]:

@@ -39,7 +39,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..gpu.gluon_sm90 import copy_of, lap_of, named_barrier, opaque, slot_of
+from ..gpu.gluon_sm90 import lap_of, named_barrier, opaque, slot_of
 from ..gpu.gluon_versions import aggregate, tma_load, tma_store
 from ..gpu.tma_reduce import tma_add
 from .backward_primitives_sm90 import (

@@ -90,7 +90,8 @@ def _finish_dq_kernel(
     head = tile // tiles_m
     b, h = (head // heads).to(tl.int64), (head % heads).to(tl.int64)
     offs = tl.arange(0, 4096)
-    written = tl.where(tl.load(dq_semaphore_ptr + tile * WRITERS) > 0, 4096, 0)  # dQ of tiles that see no key never was: it is 0
+    # Nobody added to the dQ of a tile that sees no key: it is 0.
+    written = tl.where(tl.load(dq_semaphore_ptr + tile * WRITERS) > 0, 4096, 0)
     acc = tl.load(acc_ptr + program.to(tl.int64) * 4096 + offs, mask=offs < written, other=0.0)
     # columns / 8, warp, row, lane, 8 rows further, column -> rows, columns
     acc = acc.reshape(8, 4, 8, 4, 2, 2).permute(1, 4, 2, 0, 3, 5).reshape(64, 64)

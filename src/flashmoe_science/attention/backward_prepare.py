@@ -26,6 +26,7 @@ from .prepare import (
 from .problem import LOG2_E, AttentionProblem
 from .tiles import block_dim
 
+
 def prepare_backward_kernels(plan: BackwardPlan) -> tuple[PreparedKernel, ...]:
     """Return the kernels of ``plan``, in the order in which they are launched."""
     if plan.config is None or not plan.launches:

@@ -1,8 +1,9 @@
 """Parts that the backward kernels for Hopper share (Gluon): the load and write partitions, key tiles, masks, packed P.
 
-A kernel hands ``load_partition``, ``write_partition`` and ``walk_query_tiles`` its own arguments, an aggregate ``a``. They
-read ``a.key_tiles``, ``a.span``, ``a.heads``, ``a.heads_kv``, ``a.dq_semaphore_ptr``, ``a.GROUP`` and ``a.TOGETHER``, and call
-the methods by which kernels differ: ``load_keys``, ``load_queries``, ``add_dq``, ``step`` and ``flush_dq``.
+A kernel hands ``load_partition``, ``write_partition`` and ``walk_query_tiles`` its own arguments, an aggregate ``a``.
+They read its ``key_tiles``, ``span``, ``heads``, ``heads_kv``, ``dq_semaphore_ptr``, ``GROUP`` and ``TOGETHER``.
+They call the methods by which kernels differ: ``load_keys``, ``load_queries``, ``dq_buf``, ``add_dq``,
+``step`` and ``flush_dq``.
 """
 
 from __future__ import annotations
@@ -233,8 +234,8 @@ def first_whole_tile(a, key, first, end):
 def walk_query_tiles(a, i, sums, kept, key, first, edge, end, W: gl.constexpr):
     """Add the query tiles that see a key tile to its sums, head by head; return the sums and the step behind the last.
 
-    Steps are masked at the edges alone: the first of a walk, and those before ``edge``. With a left bound ``step`` finds
-    out for each.
+    Steps are masked at the edges alone: the first of a walk, and those before ``edge``. With a left bound ``step``
+    decides for each.
 
     Args:
         a: the kernel's arguments.

@@ -50,7 +50,9 @@ def _add_keys(
     """Add what one tile of keys gives to the gradient of a tile of queries."""
     step = tl.full([], 0, tl.int64) + start_n
     cols = start_n + offs_n
-    k = load_rows(k_ptrs + step * k_strides.ROW, cols, seqlen_k, offs_d, CALL.D, MASK_N, CALL.D != CALL.BLOCK_D)  # [BLOCK_N, BLOCK_D]
+    k = load_rows(
+        k_ptrs + step * k_strides.ROW, cols, seqlen_k, offs_d, CALL.D, MASK_N, CALL.D != CALL.BLOCK_D
+    )  # [BLOCK_N, BLOCK_D]
     s = tl.dot(q, tl.trans(k), input_precision=CALL.PRECISION) * scale  # [BLOCK_M, BLOCK_N]
     bias_ptrs = None
     if bias_rows is not None:
@@ -63,7 +65,9 @@ def _add_keys(
         s, rows[:, None], cols[None, :], lse[:, None], bias_ptrs, seqlen_k, diagonal, window,
         softcap, slope, MASK_N, MASK_LEFT, MASK_RIGHT, CALL.PRECISION == "ieee",
     )  # fmt: skip
-    v = load_rows(v_ptrs + step * v_strides.ROW, cols, seqlen_k, offs_dv, CALL.DV, MASK_N, CALL.DV != CALL.BLOCK_DV)  # [BLOCK_N, BLOCK_DV]
+    v = load_rows(
+        v_ptrs + step * v_strides.ROW, cols, seqlen_k, offs_dv, CALL.DV, MASK_N, CALL.DV != CALL.BLOCK_DV
+    )  # [BLOCK_N, BLOCK_DV]
     dp = tl.dot(do, tl.trans(v), input_precision=CALL.PRECISION)  # [BLOCK_M, BLOCK_N]
     if draws is not None:
         dp = tl.where(kept_by(draws, rows, start_n, offs_n.shape[0]), dp * draws[4], 0.0)
@@ -153,9 +157,7 @@ def _backward_q_kernel(
     diagonal = seqlen_k - seqlen_q
     if sequences.cu_seqlens_q_ptr is not None and bias_ptr is not None:
         seqlen_k = tl.minimum(seqlen_k, longest_k)
-    begin, inside, unmasked, end = _key_range(
-        first_row, seqlen_k, diagonal, window, CALL, TILE
-    )
+    begin, inside, unmasked, end = _key_range(first_row, seqlen_k, diagonal, window, CALL, TILE)
     if sequences.seqused_q_ptr is not None:
         end = tl.where(first_row < seqlen_q, end, 0)
         inside, unmasked = tl.minimum(inside, end), tl.minimum(unmasked, end)
@@ -187,7 +189,9 @@ def _backward_q_kernel(
     dq_mask = offs_m[:, None] < place_q
     if CALL.D != CALL.BLOCK_D:
         dq_mask = dq_mask & (offs_d[None, :] < CALL.D)
-    if sequences.seqused_q_ptr is not None and bias_ptr is not None:  # rows behind read the last row of the bias: it may be NaN
+    if (
+        sequences.seqused_q_ptr is not None and bias_ptr is not None
+    ):  # rows behind read the last row of the bias: it may be NaN
         dq = tl.where(offs_m[:, None] < seqlen_q, dq, 0.0)
     tl.store(dq_ptrs, dq.to(dq_ptr.dtype.element_ty), mask=dq_mask)
 
@@ -274,8 +278,12 @@ def _backward_bias_kernel(
             q = load_rows(q_ptrs, offs_m, own_q, offs_d, CALL.D, True, CALL.D != CALL.BLOCK_D)  # [BLOCK_M, BLOCK_D]
             k = load_rows(k_ptrs, offs_n, own_k, offs_d, CALL.D, True, CALL.D != CALL.BLOCK_D)  # [BLOCK_N, BLOCK_D]
             s = tl.dot(q, tl.trans(k), input_precision=CALL.PRECISION) * scale  # [BLOCK_M, BLOCK_N]
-            do = load_rows(do_ptrs, offs_m, own_q, offs_dv, CALL.DV, True, CALL.DV != CALL.BLOCK_DV)  # [BLOCK_M, BLOCK_DV]
-            v = load_rows(v_ptrs, offs_n, own_k, offs_dv, CALL.DV, True, CALL.DV != CALL.BLOCK_DV)  # [BLOCK_N, BLOCK_DV]
+            do = load_rows(
+                do_ptrs, offs_m, own_q, offs_dv, CALL.DV, True, CALL.DV != CALL.BLOCK_DV
+            )  # [BLOCK_M, BLOCK_DV]
+            v = load_rows(
+                v_ptrs, offs_n, own_k, offs_dv, CALL.DV, True, CALL.DV != CALL.BLOCK_DV
+            )  # [BLOCK_N, BLOCK_DV]
             dp = tl.dot(do, tl.trans(v), input_precision=CALL.PRECISION)  # [BLOCK_M, BLOCK_N]
             if dropout_seed_ptr is not None:
                 draws = load_dropout(dropout_seed_ptr, b * sizes.heads + h, dropout.last, dropout.scale)
@@ -295,7 +303,9 @@ def _backward_bias_kernel(
                 softcap, slope, False, CALL.BOUND_LEFT, CALL.BOUND_RIGHT, CALL.PRECISION == "ieee",
             )  # fmt: skip
             ds = p * (dp - delta[:, None])
-            if sequences.cu_seqlens_q_ptr is not None:  # what the bias has behind the ends of a sequence may be anything
+            if (
+                sequences.cu_seqlens_q_ptr is not None
+            ):  # what the bias has behind the ends of a sequence may be anything
                 ds = tl.where((offs_m[:, None] < own_q) & (offs_n[None, :] < own_k), ds, 0.0)
             total += ds
 

@@ -28,8 +28,8 @@ from .tiles import block_dim
 _KERNELS = {
     kernel.__name__: kernel for kernel in (_backward_sm90_kernel, _backward_192_sm90_kernel, _backward_wide_sm90_kernel)
 }
-# The tensors of each kernel, in the order of its arguments. ``stats``, ``acc`` and ``dq_semaphore`` belong to one call; the
-# first kernel sets the counters of the others, so nobody has to clear anything.
+# The tensors of each kernel, in the order of its arguments. ``stats``, ``acc`` and ``dq_semaphore`` belong to one call.
+# The first kernel sets the semaphores to 0.
 HOPPER_TENSORS = (
     ("o", "do", "lse", "dlse", "stats", "dq_semaphore"),
     ("q", "k", "v", "do", "dk", "dv", "stats", "acc", "dq_semaphore"),
@@ -40,7 +40,7 @@ _UNIT = 8  # elements in 16 bytes: strides are multiples of it, and passed so th
 
 
 def scratch_sizes(problem: BackwardProblem, config: HopperBackwardConfig) -> dict[str, int]:
-    """Return the elements of 4 bytes that a call allocates for itself, by name: ``dq_semaphore`` is int32, the others fp32."""
+    """Return the elements of 4 bytes that a call allocates, by name: ``dq_semaphore`` is int32, the others fp32."""
     p = problem.forward
     tiles = hopper_backward_tiles(problem, config)[0] * p.batch * p.heads
     columns, _ = hopper_backward_columns(problem)
@@ -122,9 +122,7 @@ def _main(problem: BackwardProblem, config: HopperBackwardConfig, grid: tuple[in
         constants["COLUMNS"] = hopper_wide_columns(problem)
     elif kernel is _backward_sm90_kernel:
         constants |= {"WARPGROUPS": config.warpgroups, "STAGES": config.num_stages, "V_COLUMNS": config.v_columns}
-    source = kernel_source(
-        kernel, arguments, constants, num_warps=4, dependent_launch=config.dependent_launch
-    )
+    source = kernel_source(kernel, arguments, constants, num_warps=4, dependent_launch=config.dependent_launch)
     return prepare_kernel(source, grid, arguments)
 
 
@@ -146,7 +144,9 @@ def _descriptors(problem: BackwardProblem, config: HopperBackwardConfig, kernel:
         "dk_desc": Descriptor(kind, (*keys, d), (*kv_shape, p.head_dim), problem.dk_strides, "dk"),
         "dv_desc": Descriptor(kind, (*keys, dv), (*kv_shape, p.head_dim_v), problem.dv_strides, "dv"),
         "stats_desc": Descriptor("fp32", (2 * m,), stats, (1,), "stats"),
-        "dq_desc": Descriptor("fp32", (min(2, dq_columns // 64 // config.writers) * lines, _LINE), acc, (_LINE, 1), "acc"),
+        "dq_desc": Descriptor(
+            "fp32", (min(2, dq_columns // 64 // config.writers) * lines, _LINE), acc, (_LINE, 1), "acc"
+        ),
     }
     if kernel is _backward_sm90_kernel:
         return found

@@ -96,7 +96,9 @@ def _row_range(first_key, seqlen_q, diagonal, window, CALL: tl.constexpr, TILE: 
         unmasked = tl.maximum(tl.minimum(end, last_row // TILE.BLOCK_M * TILE.BLOCK_M), begin)
     inside = begin
     if CALL.BOUND_RIGHT:
-        whole = tl.maximum(first_key + (TILE.BLOCK_N - 1) - (diagonal + window.right), 0)  # the first row to see all keys
+        whole = tl.maximum(
+            first_key + (TILE.BLOCK_N - 1) - (diagonal + window.right), 0
+        )  # the first row to see all keys
         inside = tl.maximum(tl.cdiv(whole, TILE.BLOCK_M) * TILE.BLOCK_M, begin)
         unmasked = tl.maximum(unmasked, inside)
     return begin, inside, unmasked, end
@@ -115,7 +117,9 @@ def _add_rows(
     mask = None
     if MASK_M:
         mask = rows < seqlen_q
-    q = load_rows(q_ptrs + step * q_strides.ROW, rows, seqlen_q, offs_d, CALL.D, MASK_M, CALL.D != CALL.BLOCK_D)  # [BLOCK_M, BLOCK_D]
+    q = load_rows(
+        q_ptrs + step * q_strides.ROW, rows, seqlen_q, offs_d, CALL.D, MASK_M, CALL.D != CALL.BLOCK_D
+    )  # [BLOCK_M, BLOCK_D]
     s = tl.dot(k, tl.trans(q), input_precision=CALL.PRECISION) * scale  # [BLOCK_N, BLOCK_M]
     lse = load_lse(lse_ptr + (step + offs_m) * step_lse, mask, UNIT)
     bias_ptrs = None
@@ -127,7 +131,9 @@ def _add_rows(
         s, rows[None, :], offs_n[:, None], lse[None, :], bias_ptrs, seqlen_k, diagonal, window,
         softcap, slope, False, MASK_LEFT, MASK_RIGHT, CALL.PRECISION == "ieee",
     )  # fmt: skip
-    do = load_rows(do_ptrs + step * do_strides.ROW, rows, seqlen_q, offs_dv, CALL.DV, MASK_M, CALL.DV != CALL.BLOCK_DV)  # [BLOCK_M, BLOCK_DV]
+    do = load_rows(
+        do_ptrs + step * do_strides.ROW, rows, seqlen_q, offs_dv, CALL.DV, MASK_M, CALL.DV != CALL.BLOCK_DV
+    )  # [BLOCK_M, BLOCK_DV]
     kept = None
     if draws is not None:
         kept = tl.trans(kept_by(draws, rows, first_key, offs_n.shape[0]))
@@ -237,9 +243,7 @@ def _backward_kv_kernel(
     diagonal = seqlen_k - seqlen_q
     if sequences.cu_seqlens_q_ptr is not None and bias_ptr is not None:
         seqlen_q = tl.minimum(seqlen_q, longest_q)
-    begin, inside, unmasked, end = _row_range(
-        first_key, seqlen_q, diagonal, window, CALL, TILE
-    )
+    begin, inside, unmasked, end = _row_range(first_key, seqlen_q, diagonal, window, CALL, TILE)
     if sequences.seqused_k_ptr is not None:
         end = tl.where(first_key < seqlen_k, end, 0)
         inside, unmasked = tl.minimum(inside, end), tl.minimum(unmasked, end)
@@ -272,7 +276,8 @@ def _backward_kv_kernel(
                 dk, dv = _add_rows(
                     dk, dv, k, v, q_ptrs, do_ptrs, lse_base, delta_base, bias_base, start_m, offs_m, first_key,
                     offs_n, key_cols, offs_d, offs_dv, seqlen_q, seqlen_k, step_lse, diagonal, window, scale, softcap,
-                    slope, draws, q_strides, do_strides, bias_strides, CALL, MASK_M, CALL.BOUND_LEFT, True, UNIT, MAKE_DK, MAKE_DV,
+                    slope, draws, q_strides, do_strides, bias_strides, CALL, MASK_M, CALL.BOUND_LEFT, True, UNIT,
+                    MAKE_DK, MAKE_DV,
                 )  # fmt: skip
         for start_m in tl.range(inside, unmasked, TILE.BLOCK_M, num_stages=TILE.NUM_STAGES):
             dk, dv = _add_rows(
@@ -285,7 +290,8 @@ def _backward_kv_kernel(
                 dk, dv = _add_rows(
                     dk, dv, k, v, q_ptrs, do_ptrs, lse_base, delta_base, bias_base, start_m, offs_m, first_key,
                     offs_n, key_cols, offs_d, offs_dv, seqlen_q, seqlen_k, step_lse, diagonal, window, scale, softcap,
-                    slope, draws, q_strides, do_strides, bias_strides, CALL, MASK_M, True, False, UNIT, MAKE_DK, MAKE_DV,
+                    slope, draws, q_strides, do_strides, bias_strides, CALL, MASK_M, True, False, UNIT,
+                    MAKE_DK, MAKE_DV,
                 )  # fmt: skip
 
         q_base += q_strides.h * CALL.ALIGN

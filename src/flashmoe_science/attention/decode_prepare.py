@@ -23,6 +23,7 @@ from .kernel_arguments import AppendCall, DecodeCall, DecodeTile
 from .problem import LOG2_E, Strides
 from .tiles import block_dim
 
+
 def prepare_cache_kernels(plan: DecodePlan) -> tuple[PreparedKernel, ...]:
     """Return the kernels of ``plan``, in the order in which they are launched."""
     makers = {
@@ -205,9 +206,7 @@ def _decode(plan: DecodePlan, grid: tuple[int, int, int]) -> PreparedKernel:
     # Addresses of 64 bits take more registers than the table's blocks leave: one block an SM less.
     blocks = max(1, config.blocks_per_sm - int(wide))
     registers = min(255, 65536 // (blocks * 32 * config.num_warps) // 8 * 8)
-    return _triton(
-        _decode_kernel, plan, grid, arguments, constants, config.num_warps, config.num_stages, registers
-    )
+    return _triton(_decode_kernel, plan, grid, arguments, constants, config.num_warps, config.num_stages, registers)
 
 
 def _decode_hopper(plan: DecodePlan, grid: tuple[int, int, int]) -> PreparedKernel:

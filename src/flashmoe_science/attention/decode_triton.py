@@ -140,7 +140,7 @@ def _attend(
     acc, l, m, q, q_rest, k_ptrs, rest_ptrs, v_ptrs, cols, mask_n, offs_d, offs_rest, offs_dv, position, window,
     scale, softcap, slope, bias_rows, bias_strides, CALL: tl.constexpr,
 ):  # fmt: skip
-    """Add one tile of keys, those of ``mask_n``, to the running output, sum and maximum: a step of the online softmax."""
+    """Add one tile of keys, those of ``mask_n``, to output, sum and maximum: a step of the online softmax."""
     mask_k, mask_v = mask_n[:, None], mask_n[:, None]
     if CALL.D != CALL.BLOCK_D:
         mask_k = mask_k & (offs_d[None, :] < CALL.D)
@@ -234,7 +234,9 @@ def _store_rows(
         acc *= alpha[:, None]
     has_keys = l != 0
     out = acc * tl.where(has_keys, 1.0 / l, 0.0)[:, None]
-    o_rows = (b.to(tl.int64) * o_strides.b + head.to(tl.int64) * o_strides.h) * CALL.ALIGN_O + token.to(tl.int64) * o_strides.ROW
+    o_rows = (b.to(tl.int64) * o_strides.b + head.to(tl.int64) * o_strides.h) * CALL.ALIGN_O + token.to(
+        tl.int64
+    ) * o_strides.ROW
     tl.store(o_ptr + o_rows[:, None] + offs_dv[None, :], out.to(o_ptr.dtype.element_ty), mask=mask_o)
     if CALL.STORE_LSE:
         lse = tl.where(has_keys, (m + tl.log2(l)) / LOG2_E, -float("inf"))
@@ -273,16 +275,16 @@ def _decode_kernel(
     h = (pid // TILE.TILES_M) % sizes.heads_kv
     chunk = pid // (TILE.TILES_M * sizes.heads_kv)
     # What L2 is asked for needs no wait: it holds what the kernel before writes, too. But lengths and pages are read.
-    IS_TOLD: tl.constexpr = cache.seqlens_ptr is None and cache.leftpad_ptr is None and cache.batch_idx_ptr is None and CALL.PAGE_SIZE == 0
+    IS_TOLD: tl.constexpr = (
+        cache.seqlens_ptr is None and cache.leftpad_ptr is None and cache.batch_idx_ptr is None and CALL.PAGE_SIZE == 0
+    )
     tl.static_assert(IS_TOLD or not TILE.PREFETCH, "which keys come first is read from memory")
     tl.static_assert(not (TILE.PREFETCH and CALL.SHARED_KV), "columns of K are no power of two")
     if DEPENDENT_LAUNCH and not TILE.PREFETCH:  # no memory is read before this wait
         gdc_wait()
         gdc_launch_dependents()
 
-    b, split, each, count, first, end = _find_split(
-        chunk, cache, sizes, window.left, kv_splits, CALL.HAS_LEFT, TILE
-    )
+    b, split, each, count, first, end = _find_split(chunk, cache, sizes, window.left, kv_splits, CALL.HAS_LEFT, TILE)
     offs_n, offs_d, offs_dv = tl.arange(0, TILE.BLOCK_N), tl.arange(0, CALL.BLOCK_D), tl.arange(0, CALL.BLOCK_DV)
     row = tile * TILE.BLOCK_M + tl.arange(0, TILE.BLOCK_M)  # token by token, in each the GROUP heads of this K/V head
     token, head = row // CALL.GROUP, h * CALL.GROUP + row % CALL.GROUP
@@ -304,12 +306,22 @@ def _decode_kernel(
     q_rows += token.to(tl.int64) * q_strides.ROW
     # Asked for before it is known whether there is a split: the length may still be on its way.
     q_ptrs = q_rows[:, None] + offs_d[None, :]
-    q = load_rows(q_ptrs, row, tl.where(b < sizes.batch, rows, 0), offs_d, CALL.D, True, CALL.D != CALL.BLOCK_D)  # [BLOCK_M, BLOCK_D]
+    q = load_rows(
+        q_ptrs, row, tl.where(b < sizes.batch, rows, 0), offs_d, CALL.D, True, CALL.D != CALL.BLOCK_D
+    )  # [BLOCK_M, BLOCK_D]
     q_rest, offs_rest = q, offs_d
     if CALL.REST > 0:
         offs_rest = tl.arange(0, CALL.BLOCK_REST)
         q_rest_ptrs = q_rows[:, None] + (CALL.DV + offs_rest)[None, :]
-        q_rest = load_rows(q_rest_ptrs, row, tl.where(b < sizes.batch, rows, 0), offs_rest, CALL.REST, True, CALL.REST != CALL.BLOCK_REST)
+        q_rest = load_rows(
+            q_rest_ptrs,
+            row,
+            tl.where(b < sizes.batch, rows, 0),
+            offs_rest,
+            CALL.REST,
+            True,
+            CALL.REST != CALL.BLOCK_REST,
+        )
     if split >= count:
         return
 
@@ -328,8 +340,8 @@ def _decode_kernel(
     begin = (first // TILE.BLOCK_N + split * each) * TILE.BLOCK_N
     stop = tl.minimum(begin + each * TILE.BLOCK_N, end)
     begin, stop = _keys_of_rows(
-        begin, stop, tile * TILE.BLOCK_M // CALL.GROUP, (tile * TILE.BLOCK_M + TILE.BLOCK_M - 1) // CALL.GROUP, end, sizes.seqlen_q,
-        window, CALL.HAS_LEFT and TILE.TILES_M > 1, CALL.HAS_RIGHT and TILE.TILES_M > 1, TILE.BLOCK_N,
+        begin, stop, tile * TILE.BLOCK_M // CALL.GROUP, (tile * TILE.BLOCK_M + TILE.BLOCK_M - 1) // CALL.GROUP, end,
+        sizes.seqlen_q, window, CALL.HAS_LEFT and TILE.TILES_M > 1, CALL.HAS_RIGHT and TILE.TILES_M > 1, TILE.BLOCK_N,
     )  # fmt: skip
     k_base, v_base, table = _cache_of(k_ptr, v_ptr, cache, b, h, k_strides, v_strides, stride_tb, CALL.ALIGN)
 
@@ -347,7 +359,9 @@ def _decode_kernel(
         v_ptrs = _tile_pointers(v_base, page, cols, start_n, offs_n, offs_dv, v_strides, CALL, TILE.BLOCK_N)
         rest_ptrs = k_ptrs
         if CALL.REST > 0:
-            rest_ptrs = _tile_pointers(k_base + CALL.DV, page, cols, start_n, offs_n, offs_rest, k_strides, CALL, TILE.BLOCK_N)
+            rest_ptrs = _tile_pointers(
+                k_base + CALL.DV, page, cols, start_n, offs_n, offs_rest, k_strides, CALL, TILE.BLOCK_N
+            )
         if CALL.PAGE_SIZE > 0:
             page = _load_pages(table, start_n + TILE.BLOCK_N, offs_n, first, end, CALL.PAGE_SIZE, TILE.BLOCK_N)
         acc, l, m = _attend(
@@ -367,8 +381,8 @@ def _decode_kernel(
             tl.store(sums_part_ptr + 2 * at + 1, l, mask=mask_m)
             return
     _store_rows(
-        acc, l, m, sinks_ptr, o_ptr, lse_ptr, b, token, head, offs_dv, mask_m, mask_o, sizes.seqlen_q, sizes.heads_kv * CALL.GROUP,
-        o_strides, CALL,
+        acc, l, m, sinks_ptr, o_ptr, lse_ptr, b, token, head, offs_dv, mask_m, mask_o, sizes.seqlen_q,
+        sizes.heads_kv * CALL.GROUP, o_strides, CALL,
     )  # fmt: skip
 
 

@@ -99,7 +99,9 @@ def _attend(
         p = tl.where(kept_by(draws, offs_m, start_n, offs_n.shape[0]), p, 0.0)
     v_tile = _tile_pointers(v_ptrs, step, cols, page, v_strides.b, v_strides.ROW, CALL.ALIGN, CALL.PAGE_SIZE)
     v = load_rows(v_tile, read, seqlen_k, offs_dv, CALL.DV, MASK_N, CALL.DV != CALL.BLOCK_DV)  # [BLOCK_N, BLOCK_DV]
-    if CALL.PRECISION == "ieee":  # keys are added one by one: to the sum of a tile, not of all, whose rounding is larger
+    if (
+        CALL.PRECISION == "ieee"
+    ):  # keys are added one by one: to the sum of a tile, not of all, whose rounding is larger
         part = tl.dot(p, v, input_precision=CALL.PRECISION)
         acc = tl.fma(acc, tl.broadcast_to(alpha[:, None], acc.shape), part)  # a sum would become part of the product
     else:
@@ -264,11 +266,13 @@ def _forward_kernel(
         for start_n in tl.range(begin, tl.minimum(inside, end), TILE.BLOCK_N, num_stages=1):
             page_of_tile = page
             if CALL.PAGE_SIZE > 0:
-                page = _load_pages(table, start_n + TILE.BLOCK_N, offs_n, first_key, seqlen_k, CALL.PAGE_SIZE, TILE.BLOCK_N)
+                page = _load_pages(
+                    table, start_n + TILE.BLOCK_N, offs_n, first_key, seqlen_k, CALL.PAGE_SIZE, TILE.BLOCK_N
+                )
             acc, l, m = _attend(
                 acc, l, m, q, k_ptrs, v_ptrs, bias_rows, start_n, offs_m, offs_n, key_rows, offs_d, offs_dv, seqlen_k,
-                diagonal, window, scale, softcap, slope, draws, page_of_tile, first_key, k_strides, v_strides, bias_strides,
-                CALL, True, True, CALL.BOUND_RIGHT, True,
+                diagonal, window, scale, softcap, slope, draws, page_of_tile, first_key, k_strides, v_strides,
+                bias_strides, CALL, True, True, CALL.BOUND_RIGHT, True,
             )  # fmt: skip
     for start_n in tl.range(inside, unmasked, TILE.BLOCK_N, num_stages=TILE.NUM_STAGES):
         page_of_tile = page
@@ -303,7 +307,11 @@ def _forward_kernel(
     part = 0
     if TILE.SPLITS > 1:
         part = split.to(tl.int64) * sizes.batch
-    o_base = o_ptr + head_offset(part + b, h, o_strides.b, o_strides.h) * CALL.ALIGN_O + first_row.to(tl.int64) * o_strides.ROW
+    o_base = (
+        o_ptr
+        + head_offset(part + b, h, o_strides.b, o_strides.h) * CALL.ALIGN_O
+        + first_row.to(tl.int64) * o_strides.ROW
+    )
     o_ptrs = o_base + rows[:, None] * o_strides.ROW + offs_dv[None, :]
     o_mask = offs_m[:, None] < place_q
     if CALL.DV != CALL.BLOCK_DV:

@@ -171,7 +171,12 @@ def bias_alignment(problem: AttentionProblem) -> int:
 
 
 def _forward(plan: Plan, config: ForwardConfig) -> PreparedKernel:
-    p, split, align, align_o = plan.problem, config.num_splits > 1, alignment(plan.problem), output_alignment(plan.problem)
+    p, split, align, align_o = (
+        plan.problem,
+        config.num_splits > 1,
+        alignment(plan.problem),
+        output_alignment(plan.problem),
+    )
     of_share = p.rows * p.head_dim_v // p.batch if p.batch else 0
     # Partial results are dense [SPLITS, B, H, Sq, DV].
     o_strides = (of_share, p.seqlen_q * p.head_dim_v, p.head_dim_v) if split else p.output_strides
