@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from .tensor_map import TensorMap
 
 _DIGITS = 32
-_OUTSIDE = frozenset({"builtins", "math", "torch", "triton"})  # packages whose versions a record names
+_OUTSIDE = frozenset({"builtins", "math", "torch", "triton", "typing"})  # packages whose versions a record names
 _LEFT_OUT = frozenset({"ctx", "kind", "type_comment", "type_ignores"})  # of a syntax tree: they follow from the rest
 _Definition = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
