@@ -20,7 +20,8 @@ from flashmoe_science.moe.operator import OPERATOR
 from flashmoe_science.moe.problem import MoeCase
 from flashmoe_science.moe.rivals import RIVALS
 from flashmoe_science.moe_backward.rivals import RIVALS as BACKWARD_RIVALS
-from flashmoe_science.proof.operator import Operator, Planning, Recognising, Scalable, load_operator
+from flashmoe_science.proof.loading import load_operator
+from flashmoe_science.proof.operator import Operator, Planning, Recognising, Scalable
 from flashmoe_science.proof.suites import load_suite
 
 TABLE = {"tokens": 9, "experts": 4, "top_k": 2, "hidden": 16, "inter": 24, "dtype": "fp32"}

@@ -10,8 +10,8 @@ import torch
 
 from flashmoe_science.proof import doctor as module, nvml
 from flashmoe_science.proof.doctor import Check, examine, may_read_counters
-from flashmoe_science.proof.operator import load_operator
-from flashmoe_science.proof.subject import BUILTIN_OPERATORS
+from flashmoe_science.proof.loading import load_operator
+from flashmoe_science.proof.registry import BUILTIN_OPERATORS
 
 from .test_nvml import FakeNvml
 

@@ -11,7 +11,7 @@ import pytest
 
 from flashmoe_science.proof.gates import ProveRequest, chain
 from flashmoe_science.proof.gates.run import passed
-from flashmoe_science.proof.subject import load_subject
+from flashmoe_science.proof.loading import load_subject
 from flashmoe_science.proof.suites import Suite
 
 from .chain import attention, environment_with, gate_of, run_chain, statuses, until

@@ -15,7 +15,7 @@ from flashmoe_science.proof.environment import subject_tree
 from flashmoe_science.proof.evidence import GATE_NAMES, TreeState, read_record, write_record
 from flashmoe_science.proof.gates import chain, run, static
 from flashmoe_science.proof.gates.run import Run, passed
-from flashmoe_science.proof.operator import load_operator
+from flashmoe_science.proof.loading import load_operator
 from flashmoe_science.proof.worker import TaskResult
 
 from .chain import (

@@ -15,9 +15,10 @@ from flashmoe_science.errors import InputError, SubjectError
 from flashmoe_science.proof import isolation
 from flashmoe_science.proof.arms import load_arms
 from flashmoe_science.proof.evidence import Settings
+from flashmoe_science.proof.loading import load_entry, operator_of
 from flashmoe_science.proof.revisions import checked_out, find_revision, subjects_at
 from flashmoe_science.proof.rounds import Case, Plan, measure_case
-from flashmoe_science.proof.subject import PACKAGE_FOLDER, Checkout, Subject, load_entry, operator_of
+from flashmoe_science.proof.subject import PACKAGE_FOLDER, Checkout, Subject
 
 from .doubling import GPU
 from .repositories import KERNEL, commit, doubling_repository
@@ -246,10 +247,10 @@ def test_a_case_that_an_older_revision_does_not_know_is_refused_by_it(own, monke
 
 def test_errors_of_a_revision_are_those_of_the_harness(own):
     operator = operator_of(own("other"))
-    own_operator = isolation.own_operator(operator, own("other"))
+    own_operator = isolation.revision_operator(operator, own("other"))
     errors = sys.modules["flashmoe_science_other.errors"]
     assert errors.InputError is not InputError
-    made = isolation._OwnOperator(operator, own_operator, "flash_attention", "flashmoe_science_other")
+    made = isolation._RevisionOperator(operator, own_operator, "flash_attention", "flashmoe_science_other")
     with pytest.raises(InputError, match="wrong") as caught, made._translated():
         raise errors.InputError("wrong", hint="do it right")
     assert caught.value.hint == "do it right"

@@ -13,9 +13,9 @@ import pytest
 from flashmoe_science.errors import InputError, OperatorError, SubjectError, SuiteError
 from flashmoe_science.proof import own_operator, worker
 from flashmoe_science.proof.gates import chain, launch
-from flashmoe_science.proof.operator import Operator, Scalable, load_operator
-from flashmoe_science.proof.own_operator import ask_operator, load_own, raise_blamed, try_cases
-from flashmoe_science.proof.subject import load_subject, operator_of
+from flashmoe_science.proof.loading import load_operator, load_subject, operator_of
+from flashmoe_science.proof.operator import Operator, Scalable
+from flashmoe_science.proof.own_operator import ask_operator, load_user_operator, raise_blamed, try_cases
 from flashmoe_science.proof.suites import load_suite
 from flashmoe_science.proof.tasks import check_correct
 from flashmoe_science.proof.worker import TaskResult, describe_error
@@ -159,7 +159,7 @@ def test_where_it_hung_is_said(monkeypatch, write):
     hung = TaskResult(False, None, "no answer within 9 s", 9.0, tail, timed_out=True)
     monkeypatch.setattr(own_operator, "run_task", lambda *_, **__: hung)
     with pytest.raises(SubjectError, match=r"cannot be loaded: no answer within 9 s \(my_operator\.py:2 in work\)"):
-        load_own(write(GOOD), timeout_s=9)
+        load_user_operator(write(GOOD), timeout_s=9)
 
 
 def test_a_suite_asks_a_worker_first_about_its_cases(tmp_path, write):
@@ -180,7 +180,7 @@ def test_cases_are_asked_about_once(monkeypatch, write):
 
     monkeypatch.setattr(own_operator, "run_task", fine)
     name = write(GOOD)
-    operator = load_own(name, timeout_s=9)
+    operator = load_user_operator(name, timeout_s=9)
     for _ in range(2):
         try_cases(name, [CASE], timeout_s=9)
     assert asked == [{"operator": name}, {"operator": name, "cases": [CASE]}]
@@ -194,16 +194,18 @@ def test_cases_are_asked_about_once(monkeypatch, write):
 
 @pytest.mark.usefixtures("no_worker")
 def test_what_it_raises_in_the_main_process_alone_is_still_its_own_error(write):
-    operator = load_own(write(changed("return Work(", "raise KeyError('x')\n        return dict(")), timeout_s=9)
+    operator = load_user_operator(
+        write(changed("return Work(", "raise KeyError('x')\n        return dict(")), timeout_s=9
+    )
     with pytest.raises(SubjectError, match=r"its method work: KeyError: 'x' \(made_up_operator_\d+\.py:15 in work\)"):
         operator.work(operator.parse_case(CASE))
     with pytest.raises(SubjectError, match=r"cannot be loaded: RuntimeError: boom \(made_up"):
-        load_own(write("raise RuntimeError('boom')"), timeout_s=9)
+        load_user_operator(write("raise RuntimeError('boom')"), timeout_s=9)
 
 
 @pytest.mark.usefixtures("no_worker")
 def test_a_method_that_exits_and_a_suite_that_cannot_be_read(tmp_path, write):
-    operator = load_own(write(changed("return {}\n\n\n", "raise SystemExit\n\n\n")), timeout_s=9)
+    operator = load_user_operator(write(changed("return {}\n\n\n", "raise SystemExit\n\n\n")), timeout_s=9)
     with pytest.raises(SubjectError, match="its method rivals: SystemExit"):
         operator.rivals()
     name = write("1 / 0\n")
@@ -301,11 +303,11 @@ AS_OTHERS = {
 def test_methods_are_known_by_what_the_operator_calls_them(write, way):
     for answer, said in (("[3]", r"make_inputs must return .* got \[3\]"), ("1 / 0", "its method make_inputs: Zero")):
         code = f"import functools\n{WHOLE}\n{AS_OTHERS[way].format(answer=answer)}\n"
-        operator = load_own(write(code).replace("OPERATOR", "D"), timeout_s=9)
+        operator = load_user_operator(write(code).replace("OPERATOR", "D"), timeout_s=9)
         with pytest.raises(OperatorError, match=said):
             operator.make_inputs(operator.parse_case(CASE), seed=1, device="cpu")
     code = f"import functools\n{WHOLE}\n{AS_OTHERS[way].format(answer='made(problem, **options)')}\n"
-    operator = load_own(write(code).replace("OPERATOR", "D"), timeout_s=9)
+    operator = load_user_operator(write(code).replace("OPERATOR", "D"), timeout_s=9)
     assert operator.make_inputs(operator.parse_case(CASE), seed=1, device="cpu")["x"].shape == (3, 8)
 
 

@@ -10,7 +10,7 @@ import pytest
 from flashmoe_science.errors import SuiteError
 from flashmoe_science.proof import own_suite
 from flashmoe_science.proof.judge import VerdictStatus
-from flashmoe_science.proof.own_suite import read_own_suite, read_suite
+from flashmoe_science.proof.own_suite import read_suite, read_user_suite
 from flashmoe_science.proof.suites import suite_text
 from flashmoe_science.proof.verify import suite_now, verify_claims
 from flashmoe_science.proof.worker import TaskResult
@@ -132,11 +132,11 @@ def test_a_suite_is_asked_for_again_when_its_operator_has_changed(tmp_path, monk
     monkeypatch.setattr(own_suite, "run_task", run_task)
     folder = write_kernel(tmp_path, "mine")
     for _ in range(2):
-        read_own_suite(folder / "suite.toml", OPERATOR, [folder])
+        read_user_suite(folder / "suite.toml", OPERATOR, [folder])
     assert len(asked) == 1
     file = folder / "rms_norm_operator.py"
     file.write_text(file.read_text() + "# changed\n")
-    read_own_suite(folder / "suite.toml", OPERATOR, [folder])
+    read_user_suite(folder / "suite.toml", OPERATOR, [folder])
     assert len(asked) == 2
 
 
@@ -146,18 +146,18 @@ def test_what_is_wrong_is_said_and_not_raised_as_it_came(tmp_path):
     with pytest.raises(
         SuiteError, match=r"ZeroDivisionError: division by zero \(rms_norm_operator\.py:1 in <module>\)"
     ):
-        read_own_suite(folder / "suite.toml", OPERATOR, [folder])
+        read_user_suite(folder / "suite.toml", OPERATOR, [folder])
     file = folder / "rms_norm_operator.py"
     file.write_text("import no_such_thing\n")
     with pytest.raises(SuiteError, match=r"No module named 'no_such_thing' \(rms_norm_operator\.py:1 in <module>\)"):
-        read_own_suite(folder / "suite.toml", OPERATOR, [folder])
+        read_user_suite(folder / "suite.toml", OPERATOR, [folder])
 
 
 def test_what_this_process_has_loaded_is_read_here(tmp_path, monkeypatch):
     monkeypatch.setattr(own_suite, "run_task", lambda *_, **__: pytest.fail("a worker was started"))
     monkeypatch.syspath_prepend(str(EXAMPLE))
     __import__(MODULE)
-    assert read_own_suite(EXAMPLE / "suite.toml", OPERATOR, [EXAMPLE])
+    assert read_user_suite(EXAMPLE / "suite.toml", OPERATOR, [EXAMPLE])
     elsewhere = write_kernel(Path(tmp_path), "mine")
     with pytest.raises(pytest.fail.Exception, match="a worker was started"):
-        read_own_suite(elsewhere / "suite.toml", OPERATOR, [elsewhere])
+        read_user_suite(elsewhere / "suite.toml", OPERATOR, [elsewhere])

@@ -23,6 +23,7 @@ from flashmoe_science.proof.cost import Estimate
 from flashmoe_science.proof.evidence import GateStatus, read_record, write_record
 from flashmoe_science.proof.gates import chain, run
 from flashmoe_science.proof.gates.run import passed
+from flashmoe_science.proof.loading import load_entry
 from flashmoe_science.proof.meter import Meter
 from flashmoe_science.proof.rates import Rate, Rates
 from flashmoe_science.proof.revisions import (
@@ -34,7 +35,7 @@ from flashmoe_science.proof.revisions import (
     subjects_at,
 )
 from flashmoe_science.proof.store import Store
-from flashmoe_science.proof.subject import PACKAGE_FOLDER, hash_sources, load_entry
+from flashmoe_science.proof.subject import PACKAGE_FOLDER, hash_sources
 from flashmoe_science.proof.worker import TaskResult
 
 from .chain import FEW, GPU, FakeGpu, Recorder, environment_with, request_of

@@ -17,7 +17,8 @@ from flashmoe_science.proof.diagnose.observations import Kernel
 from flashmoe_science.proof.diagnose.tasks import Candidate, match_code
 from flashmoe_science.proof.evidence import Settings
 from flashmoe_science.proof.gates import ProveRequest, chain, run
-from flashmoe_science.proof.subject import expand_sources, load_subject
+from flashmoe_science.proof.loading import load_subject
+from flashmoe_science.proof.subject import expand_sources
 from flashmoe_science.proof.suites import Suite
 from flashmoe_science.proof.verify import verify_claims
 

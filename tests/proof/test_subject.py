@@ -16,18 +16,11 @@ else:
     import tomli as tomllib
 
 from flashmoe_science.errors import SubjectError
-from flashmoe_science.proof import subject as subjects
+from flashmoe_science.proof import loading as subjects
 from flashmoe_science.proof.evidence import SubjectInfo
-from flashmoe_science.proof.operator import framework_kernels, load_operator
-from flashmoe_science.proof.subject import (
-    KernelPromise,
-    Limits,
-    Subject,
-    expand_sources,
-    hash_sources,
-    load_entry,
-    load_subject,
-)
+from flashmoe_science.proof.loading import load_entry, load_operator, load_subject
+from flashmoe_science.proof.operator import framework_kernels
+from flashmoe_science.proof.subject import KernelPromise, Limits, Subject, expand_sources, hash_sources
 
 OPERATOR = "tests.proof.fake_operator"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from flashmoe_science.errors import SuiteError
-from flashmoe_science.proof.subject import load_subject
+from flashmoe_science.proof.loading import load_subject
 from flashmoe_science.proof.suites import _SuiteFile, check_operator, list_suites, load_suite
 from flashmoe_science.proof.toml_files import read_toml
 

@@ -16,8 +16,9 @@ from ..proof.diagnose.run import Request, choose_cases, diagnose, expected_secon
 from ..proof.environment import describe_apart
 from ..proof.evidence import Environment
 from ..proof.ledger import Entry
+from ..proof.loading import load_subject, operator_of
 from ..proof.store import Store
-from ..proof.subject import Subject, load_subject, operator_of
+from ..proof.subject import Subject
 from ..proof.suites import Suite, SuiteCase, list_suites, load_suite
 from . import GATE_FAILED, HOLDS, INCONCLUSIVE
 from .names import check_name, gpu_named

@@ -20,12 +20,12 @@ from ..proof.gates import ProveRequest, check_request, prove
 from ..proof.judge import Verdict
 from ..proof.junit import write_junit
 from ..proof.ledger import Entry, dollars
+from ..proof.loading import load_subject, operator_of, subject_text
 from ..proof.meter import Bill, Meter
 from ..proof.rates import load_rates
 from ..proof.report import case_table, count_line, outcome_table, unmeasured_lines
 from ..proof.rows import kinds_measured
 from ..proof.store import Archive, Store, find_repository
-from ..proof.subject import load_subject, operator_of, subject_text
 from ..proof.suites import list_suites, load_suite, suite_text
 from ..proof.verify import verify_claims
 from ..proof.words import counted

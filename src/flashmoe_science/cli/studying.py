@@ -13,6 +13,7 @@ from ..proof.cost_report import bill_as_plain, receipt
 from ..proof.environment import describe_apart
 from ..proof.evidence import Environment, Settings, name_of
 from ..proof.ledger import Entry
+from ..proof.loading import is_builtin, load_subject
 from ..proof.meter import Bill
 from ..proof.store import Archive, Store, find_repository, is_path
 from ..proof.study.expected import expected_cost
@@ -20,7 +21,6 @@ from ..proof.study.report import study_lines, suite_lines
 from ..proof.study.run import StudyRequest, asked, run_study
 from ..proof.study.suites import tally_of
 from ..proof.study.trials import FOLDER, SERIES, Study, read_study, study_files, write_study
-from ..proof.subject import is_builtin, load_subject
 from ..proof.suites import SuiteCase, check_operator, load_suite
 from . import HOLDS, INCONCLUSIVE
 from .names import check_name

@@ -20,9 +20,10 @@ from ..errors import ProofError
 from .answers import Answer, Call, copied, known_parts, names_of, not_formed, parts, sizes_of
 from .check import accuracy_of, not_plain
 from .evidence import Accuracy, OutputAccuracy, TimeKind
+from .loading import load_entry
 from .operator import Inputs, Operator, Rival
 from .shared_state import SharedState
-from .subject import Subject, load_entry
+from .subject import Subject
 from .worker import describe_error
 
 Role = Literal["subject", "baseline", "control"]

@@ -16,11 +16,12 @@ from .arms import Loaded
 from .evidence import Settings
 from .host_files import files_called
 from .launches import CallTrace, Recording
+from .loading import operator_of
 from .measure import CudaTimer, Graph, Timer
 from .operator import Inputs, Operator, identities_of
 from .rounds import Case, Plan, measure_case
 from .schedule import derived_seed
-from .subject import Subject, operator_of
+from .subject import Subject
 from .worker import Emit
 
 _CAPTURED_CALLS = 2  # that the second runs what the first ran is part of the answer

@@ -24,11 +24,13 @@ from .. import errors
 from ..errors import InputError, SubjectError
 from ..gpu.device import current_gpu
 from .answers import Call
-from .operator import Inputs, Operator, Rival, find_operator
+from .operator import Inputs, Operator, Rival
+from .registry import find_operator
 from .subject import PACKAGE_FOLDER, Checkout, Subject, add_python_path, load_attribute
 from .worker import describe_error
 
 _Entry = Callable[..., Any]
+_ASKED_OF_THE_REVISION = ("promised_launches", "cpu_refusal", "cpu_stand_in")  # methods of a subject and a problem
 
 
 def at_revision(operator: Operator, subject: Subject) -> Operator:
@@ -39,11 +41,11 @@ def at_revision(operator: Operator, subject: Subject) -> Operator:
     return cast("Operator", _AtRevision(operator, subject))
 
 
-def own_operator(operator: Operator, subject: Subject) -> Operator:
+def revision_operator(operator: Operator, subject: Subject) -> Operator:
     """Return the operator of our own package at the subject's revision. Raises ``SubjectError``."""
-    own = _OwnOperator.of(operator, subject)
-    assert own is not None
-    return own.own
+    revision = _RevisionOperator.of(operator, subject)
+    assert revision is not None
+    return revision.own
 
 
 def load_revision(subject: Subject) -> _Entry:
@@ -67,40 +69,30 @@ class _AtRevision:
         self._subject = subject
 
     def __getattr__(self, name: str) -> Any:
+        if name in _ASKED_OF_THE_REVISION and (own := self._revision) is not None:
+            return lambda _, problem: own.ask(name, problem)
         return getattr(self._operator, name)
 
     @cached_property
-    def _own(self) -> _OwnOperator | None:
-        return _OwnOperator.of(self._operator, self._subject)
+    def _revision(self) -> _RevisionOperator | None:
+        return _RevisionOperator.of(self._operator, self._subject)
 
     def bind(self, entry: _Entry, problem: Any, inputs: Inputs) -> Call:
         if isinstance(entry, _BoundByItself):
             return entry.bind(problem, inputs)
-        return self._own.bind(entry, problem, inputs) if self._own else self._operator.bind(entry, problem, inputs)
-
-    # The harness asks these of our own subjects only: whether a CPU can check a case, of all.
-
-    def promised_launches(self, subject: str, problem: Any) -> Any:
-        return self._asked("promised_launches", subject, problem)
+        return (
+            self._revision.bind(entry, problem, inputs)
+            if self._revision
+            else self._operator.bind(entry, problem, inputs)
+        )
 
     def refusal(self, subject: str, problem: Any, gpu: str) -> str | None:
-        return self._own.refusal(problem, gpu) if self._own else self._operator.refusal(subject, problem, gpu)
+        return self._revision.refusal(problem, gpu) if self._revision else self._operator.refusal(subject, problem, gpu)
 
     def compile_jobs(self, subject: str, problems: Sequence[Any], gpus: Sequence[str]) -> Sequence[Any]:
-        if self._own is None:
+        if self._revision is None:
             return self._operator.compile_jobs(subject, problems, gpus)
-        return self._own.compile_jobs(problems, gpus)
-
-    def cpu_refusal(self, subject: str, problem: Any) -> Any:
-        return self._asked("cpu_refusal", subject, problem)
-
-    def cpu_stand_in(self, subject: str, problem: Any) -> Any:
-        return self._asked("cpu_stand_in", subject, problem)
-
-    def _asked(self, method: str, subject: str, problem: Any) -> Any:
-        if self._own is None:
-            return getattr(self._operator, method)(subject, problem)
-        return self._own.ask(method, problem)
+        return self._revision.compile_jobs(problems, gpus)
 
     def rivals(self) -> Mapping[str, Rival]:
         """Return the other revision alone: the operator's own rivals are for `flashmoe prove`."""
@@ -109,7 +101,7 @@ class _AtRevision:
 
 
 @dataclass(frozen=True)
-class _OwnOperator:
+class _RevisionOperator:
     """The operator of our own package as it is at one revision."""
 
     harness: Operator
@@ -118,7 +110,7 @@ class _OwnOperator:
     package: str
 
     @classmethod
-    def of(cls, harness: Operator, subject: Subject) -> _OwnOperator | None:
+    def of(cls, harness: Operator, subject: Subject) -> _RevisionOperator | None:
         checkout = subject.checkout
         assert checkout is not None
         if not checkout.package:
@@ -203,14 +195,14 @@ class _OtherRevision:
         self.name = subject.name
         self.kernels = tuple(kernel.pattern for kernel in subject.kernels)
         self._operator, self._subject, self._checkout = operator, subject, subject.checkout
-        self._own: _OwnOperator | None = None
+        self._revision: _RevisionOperator | None = None
         self._guest = None if self._checkout.package else Guest(subject)
 
     def load(self) -> _Entry:
         if self._guest is None:
-            self._own = _OwnOperator.of(self._operator, self._subject)
-            assert self._own is not None
-            own, entry = self._own, load_revision(self._subject)
+            self._revision = _RevisionOperator.of(self._operator, self._subject)
+            assert self._revision is not None
+            own, entry = self._revision, load_revision(self._subject)
             return _BoundByItself(entry, lambda problem, inputs: own.bind(entry, problem, inputs))
         with self._guest():
             return load_revision(self._subject)
@@ -220,7 +212,7 @@ class _OtherRevision:
 
     def refusal(self, problem: Any) -> str | None:
         gpu = current_gpu()
-        return self._own.refusal(problem, gpu.name) if self._own is not None and gpu is not None else None
+        return self._revision.refusal(problem, gpu.name) if self._revision is not None and gpu is not None else None
 
     def context(self) -> AbstractContextManager[object]:
         return contextlib.nullcontext() if self._guest is None else self._guest()

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from .evidence import Record
-from .operator import Operator, Scalable, is_own, load_operator
+from .loading import load_operator
+from .operator import Operator, Scalable
+from .registry import is_user_defined
 
 # What operators that offer no longer problems, all of them of attention, call what gets longer.
 _LENGTHS = frozenset(("batch", "heads", "heads_kv", "seqlen_q", "seqlen_k", "lengths", "lengths_k"))
@@ -14,7 +16,7 @@ _LENGTHS = frozenset(("batch", "heads", "heads_kv", "seqlen_q", "seqlen_k", "len
 def kinds_of(record: Record) -> int:
     """Return how many kinds the cases of a record are of; 1 for a user's own operator, which may not be here."""
     name = record.subject.operator
-    if is_own(name):
+    if is_user_defined(name):
         return 1
     operator = load_operator(name)
     return len({tuple(sorted(_without_lengths(operator, case.problem).items())) for case in record.cases})

@@ -7,18 +7,15 @@ a base for it.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 
-from ..errors import SubjectError
 from ..gpu.machine_code import KernelCode
 from ..gpu.specs import GpuSpec
 from .answers import Answer, Call
-from .worker import in_worker
 
 if TYPE_CHECKING:
     from ..gpu.identity import PlannedSource
@@ -261,53 +258,3 @@ def identities_of(operator: Operator, subject: str, problem: Any, gpu: GpuSpec) 
     from ..gpu.identity import launch_identity
 
     return [launch_identity(launch, gpu.arch) for launch in operator.launches(subject, problem, gpu)]
-
-
-_PARTS = [name for name in {**vars(Operator), **Operator.__annotations__} if not name.startswith("_")]
-
-
-def is_own(name: str) -> bool:
-    """Return whether ``name`` is that of a user's own operator: ``module:OBJECT``, or a module's path with dots."""
-    return "." in name or ":" in name
-
-
-def load_operator(name: str, *, timeout_s: float = 300.0) -> Operator:
-    """Return the operator called ``name``; outside of workers a user's own is tried in one first.
-
-    Args:
-        name: of one of ours, or ``module:OBJECT``.
-        timeout_s: the longest that the trial of a user's own may be silent.
-
-    Raises:
-        SubjectError: there is none, it does not fit, or its code raises, hangs or crashes.
-    """
-    if not is_own(name):
-        return find_operator(name)
-    from .own_operator import find_own, load_own
-
-    return find_own(name) if in_worker() else load_own(name, timeout_s=timeout_s)
-
-
-def find_operator(name: str) -> Operator:
-    """Import the operator called ``name`` in this process. Raises ``SubjectError``, and what its module raises."""
-    module, _, attribute = name.partition(":")
-    if not is_own(name):
-        module = f"{__package__.rpartition('.')[0]}.{name}.operator"
-    attribute = attribute or "OPERATOR"
-    try:
-        operator = getattr(importlib.import_module(module), attribute, None)
-    except ModuleNotFoundError as error:
-        if error.name is None or not module.startswith(error.name):
-            raise
-        from .subject import BUILTIN_OPERATORS
-
-        hint = f"ours are {', '.join(BUILTIN_OPERATORS)}; your own is MODULE:OBJECT, see docs/operators.md"
-        raise SubjectError(f"there is no operator called {name!r}", hint=hint) from error
-    if not isinstance(operator, Operator):
-        lacking = [part for part in _PARTS if operator is not None and not hasattr(operator, part)]
-        got = f"{type(operator).__name__} without {', '.join(lacking)}" if lacking else repr(operator)
-        raise SubjectError(
-            f"{module} must offer an object {attribute} that fits proof/operator.py, got {got}",
-            hint="proof.custom_operator.CustomOperator has a default for most of it, see docs/operators.md",
-        )
-    return operator

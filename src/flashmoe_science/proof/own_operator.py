@@ -19,12 +19,15 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from ..errors import FlashmoeError, OperatorError, ProofError
 from .causes import explain_import
-from .operator import Operator, find_operator, is_own
+from .registry import find_operator, is_user_defined
 from .worker import Emit, TaskResult, in_worker, run_task
+
+if TYPE_CHECKING:
+    from .operator import Operator
 
 _HINT = "the operator's own code does this; docs/operators.md says what each of its methods returns"
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>.+)')  # as faulthandler writes it
@@ -37,7 +40,7 @@ _tried_cases: set[str] = set()
 _guarded: dict[tuple[str, int], tuple[Any, Operator]] = {}
 
 
-def load_own(name: str, *, timeout_s: float) -> Operator:
+def load_user_operator(name: str, *, timeout_s: float) -> Operator:
     """Return the operator ``module:OBJECT``: imported in a worker first, and then here.
 
     What its methods raise in this process is an ``OperatorError`` from now on; an error of ours stays what it is.
@@ -56,7 +59,7 @@ def load_own(name: str, *, timeout_s: float) -> Operator:
     return _guarded_once(operator, name)
 
 
-def find_own(name: str) -> Operator:
+def find_user_operator(name: str) -> Operator:
     """Return the operator ``module:OBJECT`` in a worker: what its methods raise is an ``OperatorError``."""
     return _guarded_once(find_operator(name), name)
 
@@ -76,7 +79,7 @@ def blaming(name: str) -> Iterator[None]:
     except OperatorError:
         raise
     except ProofError as error:
-        if not is_own(name):
+        if not is_user_defined(name):
             raise
         said = str(error).removesuffix(f"\nhint: {error.hint}")
         raise OperatorError(f"operator {name}: {said}", hint=error.hint or _HINT) from error

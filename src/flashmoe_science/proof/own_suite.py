@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import FlashmoeError, SuiteError
-from .operator import Operator, find_operator
+from .operator import Operator
 from .own_operator import cause_of
+from .registry import find_operator
 from .subject import Limits
 from .suites import Suite, load_suite
 from .worker import Emit, run_task
@@ -22,7 +23,7 @@ from .worker import Emit, run_task
 Problems = Mapping[str, dict[str, Any]]  # of the cases by name, as the operator writes them
 
 
-def read_own_suite(path: Path, operator: str, folders: Sequence[Path]) -> Problems:
+def read_user_suite(path: Path, operator: str, folders: Sequence[Path]) -> Problems:
     """Return the cases of the suite in ``path``, whose ``operator`` is looked for in ``folders`` and beside the suite.
 
     Raises:

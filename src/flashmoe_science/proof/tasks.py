@@ -14,8 +14,9 @@ from typing import Any
 
 from ..errors import CompileError, OperatorError, SubjectError
 from .causes import explain_import
+from .loading import load_entry, operator_of
 from .own_operator import blaming
-from .subject import Subject, add_python_path, expand_sources, load_attribute, load_entry, operator_of
+from .subject import Subject, add_python_path, expand_sources, load_attribute
 from .worker import Emit, describe_error
 
 

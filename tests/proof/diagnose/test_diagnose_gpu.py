@@ -8,8 +8,8 @@ from flashmoe_science.proof.diagnose.gather import Wish, observe_here
 from flashmoe_science.proof.diagnose.observations import Status
 from flashmoe_science.proof.diagnose.reason import diagnose_case
 from flashmoe_science.proof.environment import describe_apart
+from flashmoe_science.proof.loading import load_subject
 from flashmoe_science.proof.roofline import known_spec
-from flashmoe_science.proof.subject import load_subject
 
 from ..chain import SUBJECTS, attention
 

@@ -21,8 +21,8 @@ from flashmoe_science.proof.diagnose import counters, tasks
 from flashmoe_science.proof.diagnose.gather import Wish, plan_for
 from flashmoe_science.proof.diagnose.observations import Kernel
 from flashmoe_science.proof.diagnose.reason import diagnose_case
-from flashmoe_science.proof.operator import load_operator
-from flashmoe_science.proof.subject import Subject, load_subject
+from flashmoe_science.proof.loading import load_operator, load_subject
+from flashmoe_science.proof.subject import Subject
 from flashmoe_science.proof.worker import TaskResult, run_command
 
 from ..chain import SHORT, attention, suite_of, write_subject

@@ -13,9 +13,10 @@ from ..building import known_gpus, run_build
 from ..causes import explain_build
 from ..evidence import CaseRecord, Gate, GateStatus, Gpu, Rounds, Settings, TimeKind, Work
 from ..gates.launch import case_problems
+from ..loading import operator_of
 from ..operator import Operator, Scalable, framework_kernels
 from ..roofline import fewest_dram_bytes, known_spec
-from ..subject import Subject, operator_of
+from ..subject import Subject
 from ..suites import SuiteCase
 from ..worker import TaskResult, run_task
 from .counters import read_counters

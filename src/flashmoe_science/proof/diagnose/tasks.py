@@ -21,11 +21,12 @@ from .. import arms as arms_module
 from ..arms import Loaded
 from ..gpu_tasks import capture_case
 from ..launches import CallTrace, match_names
+from ..loading import load_entry, operator_of
 from ..measure import CudaTimer, Timer
 from ..operator import Operator, Planning
 from ..rounds import Case
 from ..schedule import derived_seed
-from ..subject import Subject, add_python_path, load_entry, operator_of
+from ..subject import Subject, add_python_path
 from ..worker import Emit
 from .observations import Code, Kernel
 

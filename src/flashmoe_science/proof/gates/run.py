@@ -33,8 +33,9 @@ from ..evidence import (
     TreeState,
     Work,
 )
+from ..loading import operator_of
 from ..own_operator import raise_blamed
-from ..subject import PACKAGE_FOLDER, Subject, operator_of
+from ..subject import PACKAGE_FOLDER, Subject
 from ..suites import Suite, check_operator
 from ..words import counted
 from ..worker import TaskResult, run_task

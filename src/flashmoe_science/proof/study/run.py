@@ -19,8 +19,9 @@ from typing import Any
 from ...errors import EvidenceError, InputError, ProofError
 from ..evidence import CaseRecord, Environment, Rounds, Settings, SubjectInfo, Work
 from ..gates.speed import pool_rounds
+from ..loading import operator_of
 from ..poolable import FIELDS
-from ..subject import PACKAGE_FOLDER, Subject, hash_sources, operator_of
+from ..subject import PACKAGE_FOLDER, Subject, hash_sources
 from ..suites import SuiteCase
 from ..words import counted
 from ..worker import TaskResult, run_task
