@@ -11,17 +11,14 @@ import torch
 
 from flashmoe_science.errors import ProofError
 from flashmoe_science.proof import arms
-from flashmoe_science.proof.check import WrongResultError, accuracy_of, check_case
-from flashmoe_science.proof.evidence import Accuracy, OutputAccuracy
+from flashmoe_science.proof.check import WrongResultError, check_case
+from flashmoe_science.proof.evidence import Accuracy
 from flashmoe_science.proof.gpu_tasks import capture_case
-from flashmoe_science.proof.page import _accuracy_row
 from flashmoe_science.proof.rounds import Case
-from flashmoe_science.proof.rows import format_largest_error
 from flashmoe_science.proof.subject import Subject
 from tests.proof.fake_operator import OPERATOR, FakeOperator, Problem, attend
 
 from .bench import Bench
-from .builders import build_record
 from .simulated import Doubling, loaded
 
 SHORT = Problem(1, 2, 33, 16)
@@ -172,17 +169,6 @@ def test_records_without_outputs_are_read():
     assert (accuracy.output, accuracy.outputs) == ("", {})
 
 
-def test_tables_say_which_output_an_error_is_of():
-    one = OutputAccuracy(max_error=2e-4, budget=1e-3, low_precision_error=1e-4)
-    several = accuracy_of({"o": one, "total": one.model_copy(update={"max_error": 9e-4})}, deterministic=True)
-    assert format_largest_error(several) == "9.0e-04 (total)"
-    assert format_largest_error(accuracy_of({"": one}, deterministic=True)) == "2.0e-04"
-    record = build_record()
-    case = record.cases[0]
-    arms = [arm.model_copy(update={"accuracy": several}) for arm in case.arms]
-    assert _accuracy_row(record, case.model_copy(update={"arms": arms})).error == "9.0e-04 (total)"
-
-
 # On the simulated GPU: twice a vector, and four times.
 
 
@@ -273,18 +259,6 @@ def test_launches_of_two_outputs_are_captured(bench):
     assert [launch["name"] for launch in arm["launches"]] == ["twice", "fourfold"]
     assert arm["graph_launches"] == arm["launches"]
     assert arm["problems"] == []
-
-
-def test_differences_are_counted_by_answers():
-    ones = torch.ones(3)
-    answer, other = (ones, 2 * ones), (ones, 2 * ones + 1e-3)
-    assert arms.mismatch([answer], [answer], None) == ""
-    assert arms.mismatch([answer, other], [answer, answer], None) == "1 of 2 answers differ, expected the same bits"
-    assert arms.mismatch([other], [answer], (1e-4, 1e-2)) == ""
-    assert arms.mismatch([other], [answer], (1e-2, 1e-4)) == (
-        "1 of 1 answers differ, expected a difference up to 0.01, 0.0001"
-    )
-    assert arms.mismatch([ones], [answer], None) == "expected 2 tensors, got 1"
 
 
 def test_the_largest_error_is_that_of_any_part(monkeypatch):

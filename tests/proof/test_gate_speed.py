@@ -51,14 +51,6 @@ def test_a_case_that_our_kernel_refuses_is_left_out_and_fails_no_gate(gpu):
     assert gate_of(record, "launch").summary.endswith("; 1 not served")
 
 
-def test_a_kernel_that_serves_no_case_on_this_gpu_is_not_timed(gpu):
-    record = run_chain(request_of(replace(HONEST, builtin=True), replace(SHORT, batch=9), settings=FEW))
-    assert set(list(statuses(record).values())[3:]) == {"not possible"}
-    gate = gate_of(record, "launch")
-    assert gate.summary == "fake_attention serves none of these cases: it is for the L4, this is a NVIDIA H200"
-    assert gate.hint == ""
-
-
 # Gate quick.
 
 
@@ -132,11 +124,6 @@ def test_a_gpu_with_no_known_limits_leaves_times_unchecked_and_says_so(gpu, monk
     assert "no time is impossible" not in summary
 
 
-def test_baseline_too_fast_is_not_the_subject_s_fault(gpu):
-    gpu.seconds = {"fake_attention": 1e-3, "sdpa": 1e-6}
-    assert statuses(prove(Problem(1, 16, 8192, 64)))["quick"] == "passed"
-
-
 def test_subject_that_fails_fails_gate_quick(gpu):
     def fail(payload, case):
         case["arms"][0] |= {"status": "failed", "reason": "its answer has NaN"}
@@ -146,13 +133,6 @@ def test_subject_that_fails_fails_gate_quick(gpu):
     record = prove()
     assert statuses(record) == until("quick")
     assert gate_of(record, "quick").summary == "b1_h3_s65_d64_fp16: its answer has NaN"
-
-
-def test_no_baseline_leaves_nothing_to_compare(gpu):
-    gpu.seconds = {"fake_attention": 1e-3}
-    record = prove(expect=1.7, baselines=[])
-    assert gate_of(record, "quick").status.value == "passed"
-    assert gate_of(record, "quick").summary.startswith("no baseline ran")
 
 
 # Gate bench.
@@ -310,13 +290,6 @@ def test_rates_are_medians_and_what_follows_from_the_work():
     assert rates_of(case, "b") == {}
 
 
-def test_rates_are_medians_over_all_samples_of_a_kind_where_one_process_lacks_another_kind():
-    first = rounds(0, a=[1.0, 2.0, 3.0])
-    second = rounds(1, a=[9.0]).model_copy(update={"seconds": {"graph": {"a": [9.0]}, "wall": {"a": [8.0]}}})
-    case = worked(first, second)
-    assert {kind: rates.seconds for kind, rates in rates_of(case, "a").items()} == {"graph": 2.5, "wall": 8.0}
-
-
 # Cases measured in more processes.
 
 
@@ -365,7 +338,3 @@ def test_no_width_or_a_generous_one_asks_for_no_more_processes(gpu, width):
     record = prove(SHORT, settings=ENOUGH.model_copy(update={"width": width}))
     assert processes_of(record) == [[0, 1, 2]]
     assert "again" not in gate_of(record, "bench").summary
-
-
-def test_an_interval_that_does_not_exist_is_wide(gpu):
-    assert processes_of(prove(SHORT, settings=Settings(processes=1, rounds=3, width=0.5))) == [[0, 1]]

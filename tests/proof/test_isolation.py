@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 import types
 from dataclasses import replace
@@ -111,13 +110,6 @@ def test_what_only_b_has_is_not_found_by_a(compared, tmp_path):
     assert "No module named 'new'" in statuses(case)["baseline"][1]
 
 
-def test_one_commit_against_itself_is_two_copies_of_its_code(compared, tmp_path):
-    subject = compared(doubling_repository(tmp_path / "repository"), "second", "second")
-    assert subject.rival.name == f"{subject.name}.a"
-    assert subject.rival.folder != subject.folder
-    assert set(statuses(measured(subject)).values()) == {("measured", "")}
-
-
 def test_code_from_outside_of_its_checkout_is_refused(compared, tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "installed.py").write_text(KERNEL)
@@ -156,18 +148,6 @@ def test_packages_beside_the_sources_and_modules_without_a_folder_are_no_code_of
         assert load_entry(compared(repository, "first", "third")) is not None
     finally:
         sys.modules.pop("only_installed", None)
-
-
-def test_a_package_whose_parent_is_gone_lies_nowhere(tmp_path, monkeypatch):
-    (tmp_path / "outer_of_a_test" / "inner").mkdir(parents=True)
-    monkeypatch.syspath_prepend(tmp_path)
-    inner = importlib.import_module("outer_of_a_test.inner")
-    try:
-        assert isolation._lies_in(inner, tmp_path)
-        sys.modules.pop("outer_of_a_test")
-        assert not isolation._lies_in(inner, tmp_path)
-    finally:
-        sys.modules.pop("outer_of_a_test.inner")
 
 
 def test_operators_of_torch_library_do_not_replace_those_of_the_other_revision(compared, tmp_path):

@@ -138,14 +138,6 @@ def test_a_kernel_without_a_launch_event_is_placed_by_when_it_ran():
     assert len(trace.outside) == 1
 
 
-def test_work_outside_of_every_call_is_kept_apart():
-    trace = parse(
-        [launch(1, -5), annotation(0, 0, 10), launch(2, 11), kernel(1, 2, 1, "flush"), kernel(2, 13, 1, "late")]
-    )
-    assert trace.calls[0].events == ()
-    assert [event.name for event in trace.outside] == ["flush", "late"]
-
-
 def test_copies_and_fills_are_recorded_apart_and_count_as_device_time():
     events = [annotation(0, 0, 10), launch(1, 1), launch(2, 2, "cudaMemsetAsync"), launch(3, 3, "cudaMemcpyAsync")]
     trace = parse([*events, memory("memset", 2, 20, 1), memory("memcpy", 3, 21, 2), kernel(1, 23, 4)])
@@ -159,11 +151,6 @@ def test_launch_configuration_is_read_and_equal_launches_are_counted():
     events = [annotation(0, 0, 30), *(launch(i, i) for i in range(1, 4))]
     events += [kernel(1, 40, 4), kernel(2, 50, 4, name="merge", block=[128, 1, 1]), kernel(3, 60, 4)]
     assert parse(events).calls[0].launches() == [ran(count=2), ran("merge", block=(128, 1, 1))]
-
-
-def test_gpu_side_annotations_do_not_move_the_range():
-    events = [annotation(0, 0, 10), annotation(0, 500, 10, "gpu_user_annotation"), launch(1, 5), kernel(1, 505, 2)]
-    assert len(parse(events).calls[0].kernels) == 1
 
 
 def test_a_missing_annotation_is_an_error():
@@ -281,9 +268,3 @@ def test_what_the_driver_copies_with_in_a_graph_is_no_kernel_of_the_call(name, k
 def test_outside_of_a_graph_a_kernel_is_a_kernel_whatever_its_name(name, launched):
     trace = parse([annotation(0, 0, 30), *launched, kernel(1, 20, 5, name=name)])
     assert [event.kind for event in trace.calls[0].events] == ["kernel"]
-
-
-def test_a_kernel_named_like_a_graph_launch_makes_no_replay():
-    named = kernel(1, 10, 5, name="cudaGraphLaunch")
-    trace = parse([annotation(0, 0, 30), launch(1, 2), named, kernel(1, 20, 5, name="memcpy32_post")])
-    assert [event.kind for event in trace.calls[0].events] == ["kernel", "kernel"]

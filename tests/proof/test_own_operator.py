@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from flashmoe_science.errors import InputError, OperatorError, SubjectError, SuiteError
+from flashmoe_science.errors import InputError, OperatorError, SubjectError
 from flashmoe_science.proof import own_operator, worker
 from flashmoe_science.proof.gates import chain, launch
 from flashmoe_science.proof.loading import load_operator, load_subject, operator_of
@@ -138,16 +138,6 @@ def test_an_operator_that_crashes_at_import_is_an_error_of_its_kernel_toml(tmp_p
     assert name.partition(":")[0] not in sys.modules
 
 
-def test_an_operator_that_hangs_at_import_is_ended(tmp_path, write):
-    name = write("import time\ntime.sleep(1000)\n")
-    (tmp_path / "kernel.toml").write_text(
-        f'[subject]\nname = "x"\noperator = "{name}"\nentry_point = "x:y"\nsources = ["x.py"]\n[limits]\nimport_s = 1\n'
-    )
-    with pytest.raises(SubjectError, match="no answer within 1 s") as caught:
-        load_subject(str(tmp_path))
-    assert caught.value.hint == "[limits] import_s in the kernel.toml, or --time-limit, allows more"
-
-
 def test_where_it_hung_is_said(monkeypatch, write):
     tail = (
         "Thread 0x01 (most recent call first):\n"
@@ -201,19 +191,6 @@ def test_what_it_raises_in_the_main_process_alone_is_still_its_own_error(write):
         operator.work(operator.parse_case(CASE))
     with pytest.raises(SubjectError, match=r"cannot be loaded: RuntimeError: boom \(made_up"):
         load_user_operator(write("raise RuntimeError('boom')"), timeout_s=9)
-
-
-@pytest.mark.usefixtures("no_worker")
-def test_a_method_that_exits_and_a_suite_that_cannot_be_read(tmp_path, write):
-    operator = load_user_operator(write(changed("return {}\n\n\n", "raise SystemExit\n\n\n")), timeout_s=9)
-    with pytest.raises(SubjectError, match="its method rivals: SystemExit"):
-        operator.rivals()
-    name = write("1 / 0\n")
-    (tmp_path / "suite.toml").write_text(
-        f'name = "x"\noperator = "{name}"\ndescription = "Made up."\n[[cases]]\nrows = 3\norigin = "made up"\n'
-    )
-    with pytest.raises(SuiteError, match=r"key operator: operator .* cannot be loaded: ZeroDivisionError"):
-        load_suite(str(tmp_path / "suite.toml"))
 
 
 def test_the_record_is_kept_where_the_chain_had_begun(monkeypatch):
@@ -369,15 +346,6 @@ def test_an_operator_that_fails_in_gate_correct_ends_the_run_and_not_the_kernel(
     assert kept.incomplete_reason == f"{said} in gate correct"
     assert gate_of(kept, "correct").status.value == "not reached"
     assert [(case.correct, case.arms[0].status) for case in kept.cases] == [(None, "not measured")]
-
-
-def test_an_operator_whose_inputs_cannot_be_made_does_not_fail_gate_import(tmp_path, write):
-    subject, module = own_subject(tmp_path, write, WHOLE.replace(INPUTS, f"1 / 0\n        {INPUTS}"))
-    recorder = Recorder()
-    request = request_of(subject, suite=load_suite(str(tmp_path / "suite.toml")), baselines=[])
-    with pytest.raises(OperatorError, match=rf"{module}:D: its method make_inputs: ZeroDivisionError"):
-        run_chain(request, recorder)
-    assert gate_of(recorder.saved[-1], "import").status.value == "not reached"
 
 
 def test_gate_launch_tells_an_operator_from_its_kernel():

@@ -93,35 +93,6 @@ def test_the_operator_is_looked_for_on_the_python_path_of_the_kernel_toml(tmp_pa
     assert suite_now(record, tmp_path).doubt == ""
 
 
-@pytest.mark.usefixtures("in_process")
-@pytest.mark.parametrize(
-    ("operator", "case"),
-    [
-        ("attention", "batch = 1\nheads = 2\nseqlen_q = 8\nhead_dim = 64\ndtype = 'fp16'"),
-        ("attention_cache", "batch = 1\nheads = 2\nseqlen_k = 9\nhead_dim = 64\ndtype = 'bf16'"),
-        ("moe", "tokens = 3\nexperts = 4\ntop_k = 2\nhidden = 64\ninter = 64\ndtype = 'bf16'"),
-    ],
-)
-def test_a_suite_of_one_of_our_operators_beside_a_kernel_toml_is_read_without_a_worker(
-    tmp_path, monkeypatch, operator, case
-):
-    monkeypatch.setattr(own_suite, "run_task", lambda *_, **__: pytest.fail("a worker was started"))
-    record = put(tmp_path, "mine")
-    lines = [
-        'name = "mine-suite"',
-        f'operator = "{operator}"',
-        'description = "Made up."',
-        "[[cases]]",
-        'origin = "made up"',
-    ]
-    (tmp_path / "kernels" / "mine" / "suite.toml").write_text("\n".join([*lines, case]))
-    subject = record.subject.model_copy(update={"operator": operator})
-    found = suite_now(record.model_copy(update={"subject": subject}), tmp_path)
-    assert found.doubt == ""
-    assert found.problems is not None
-    assert len(found.problems) == 1
-
-
 def test_a_suite_is_asked_for_again_when_its_operator_has_changed(tmp_path, monkeypatch):
     asked = []
 

@@ -7,7 +7,7 @@ import pytest
 from flashmoe_science.proof.judge import judge
 from flashmoe_science.proof.page import Judged, build_page
 
-from .builders import L4, build_gates, build_record
+from .builders import build_gates, build_record
 from .claim_builders import build_claim
 from .test_report import with_arm, with_case
 
@@ -34,13 +34,6 @@ def test_the_geometric_mean_stands_beside_the_lowest_case():
     assert "; geometric mean 2.6" in verdict.figure
     (mean,) = run_of(record, judge(build_claim(scope="geometric mean"), record)).verdicts
     assert mean.figure.count("geometric mean") == 1
-
-
-def test_what_nobody_should_read_a_verdict_without_stands_under_the_headline_once():
-    record = build_record(speedups=[2.3])
-    notes = ["at commit abc; sources changed since the run: 1 of 2, a.py"]
-    verdicts = [judge(build_claim(), record, notes=notes)] * 2
-    assert run_of(record, *verdicts).headline_notes == ["at commit abc; sources changed since the run"]
 
 
 def test_a_failed_gate_is_the_headline_and_no_verdict_stands_beside_it():
@@ -73,12 +66,6 @@ def test_speeds_have_a_row_for_every_case_and_baseline_in_the_kind_that_is_shown
     ]
     assert all(row.bar for row in rows)
     assert rows[2].said.startswith("2.0")
-
-
-def test_a_claimed_factor_is_a_line_for_its_own_kind_of_time():
-    record = build_record(speedups=[2.3])
-    lines = {s.kind: [line.text for line in s.ruler.lines] for s in run_of(record, judge(build_claim(), record)).speeds}
-    assert lines == {"graph": ["", "2x claimed"], "kernel": [""], "wall": [""]}
 
 
 def test_an_arm_that_was_not_measured_is_named_with_its_reason():
@@ -116,20 +103,6 @@ def test_time_and_share_of_the_roofline_stand_against_the_size_that_varies():
     seconds = next(arm.rates["graph"].seconds for arm in case.arms if arm.role == "subject")
     limit = max(case.work.flops / 989e12, case.work.bytes / 4.8e12)
     assert float(figure.table.rows[4][3].removesuffix(" %")) == pytest.approx(limit / seconds * 100, rel=5e-3)
-
-
-def test_cases_that_no_sweep_has_are_drawn_against_their_work():
-    (figure,) = run_of(build_record(speedups=[2.0])).growth
-    assert figure.title == "all cases"
-    assert {line.name for line in figure.plots[0].lines} == {"flash_attention", "sdpa"}
-
-
-def test_a_card_of_unknown_rates_has_no_roofline_and_the_page_says_so():
-    record = build_record(gpu=L4.model_copy(update={"name": "NVIDIA X1"}))
-    part = run_of(record)
-    assert part.roofline is None
-    assert part.no_roofline == "The rates of NVIDIA X1 are not known here."
-    assert [plot.y_name for plot in part.growth[0].plots] == ["graph time"]
 
 
 def test_several_runs_have_an_index_and_stand_side_by_side():

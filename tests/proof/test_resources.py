@@ -18,15 +18,6 @@ def test_memory_is_the_subjects_bytes_over_each_baselines():
     assert (row.share("sdpa"), row.share("fa3")) == (0.25, None)
 
 
-def test_a_case_of_which_no_memory_is_known_is_left_out():
-    record = build_record(speedups=[2.0, 2.0])
-    for name in ("flash_attention", "sdpa"):
-        record = with_arm(record, 0, name, peak_bytes=None)
-    record = with_arm(record, 1, "sdpa", peak_bytes=None)
-    (row,) = memory_rows(record)
-    assert (row.case.name, row.share("sdpa")) == ("case1", None)
-
-
 def test_a_kernel_stands_once_with_the_grids_of_its_cases():
     record = build_record(speedups=[2.0, 2.0, 2.0])
     kernel = record.cases[0].arms[0].launches[0]

@@ -30,15 +30,3 @@ def test_a_process_is_summed_up_without_what_was_not_read():
     (summary,) = summarize_processes(rounds_in_order(record))
     assert summary.sm_clock_mhz == Range(1500, 1740, 1980)
     assert (summary.rounds, summary.throttled, summary.reasons) == (3, 1, ("sw_power_cap",))
-
-
-def test_nothing_read_is_nothing_said():
-    record = build_record(speedups=[2.0], processes=1, rounds=1, times=("graph",))
-    (summary,) = summarize_processes(rounds_in_order(with_sensors(record, power_w=[None])))
-    assert summary.power_w is None
-
-
-def test_a_run_without_times_has_no_rounds():
-    record = build_record(gpu=None)
-    assert rounds_in_order(record) == []
-    assert summarize_processes([]) == []

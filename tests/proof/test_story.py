@@ -18,7 +18,6 @@ from flashmoe_science.proof.diagnose.tasks import Candidate, match_code
 from flashmoe_science.proof.evidence import Settings
 from flashmoe_science.proof.gates import ProveRequest, chain, run
 from flashmoe_science.proof.loading import load_subject
-from flashmoe_science.proof.subject import expand_sources
 from flashmoe_science.proof.suites import Suite
 from flashmoe_science.proof.verify import verify_claims
 
@@ -71,14 +70,6 @@ def copied(folder):
     return Path(shutil.copytree(STORY, folder / "story", ignore=shutil.ignore_patterns("build", "evidence")))
 
 
-def test_every_state_has_its_sources_and_its_name():
-    assert list(STATES) == list("abcdef")
-    for state, name in STATES.items():
-        subject = load_subject(str(STORY / name))
-        assert (subject.name, subject.name[6]) == (f"story_{name.removesuffix('.toml')}", state)
-        assert expand_sources(subject)[1] == []
-
-
 def test_a_kernel_of_fewer_threads_is_stopped_at_gate_launch(fake_gpu):
     promises = [vars(promise) for promise in load_subject(str(STORY / STATES["a"])).kernels]
     old = captured("story_a_wrong_binding", "subject", [launch(V1, shared_memory_bytes=528)], promises=promises)
@@ -117,14 +108,6 @@ def test_a_slow_kernel_is_stopped_at_gate_quick_with_the_blocks_it_had(fake_gpu)
     assert gate.hint.startswith("share the work over more blocks: split the keys")
 
 
-def test_a_slow_kernel_with_blocks_enough_is_not_blamed_for_idle_sms(fake_gpu):
-    fake_gpu.subject = "story_d_serial_loop"
-    fake_gpu.launches = [launch(V2, grid=[512, 1, 1], block=[384, 1, 1], shared_memory_bytes=40960)]
-    fake_gpu.seconds = {"story_d_serial_loop": 1e-4, "sdpa": 1e-5}
-    gate = gate_of(prove("d", settings=FEW), "quick")
-    assert gate.summary.endswith("(geometric mean of 3 cases)")
-
-
 def test_the_sentence_that_nothing_shows_is_asserted():
     assert "1.7x" in (STORY / "README.md").read_text(encoding="utf-8")
     (verdict,) = verify_claims(STORY)
@@ -154,13 +137,6 @@ def test_the_build_reads_architectures_as_torch_does(monkeypatch, asked, flags):
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", asked)
     build = runpy.run_path(str(STORY / "build.py"))
     assert build["architectures"]() == [f"-gencode={flag}" for flag in flags]
-
-
-@NEEDS_NVCC
-def test_the_build_lets_nvcc_choose_no_architecture(monkeypatch):
-    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "3.5")
-    with pytest.raises(SystemExit, match="must name an architecture that nvcc knows"):
-        runpy.run_path(str(STORY / "build.py"))["architectures"]()
 
 
 @NEEDS_NVCC

@@ -98,24 +98,6 @@ def test_a_subject_that_cannot_be_imported_keeps_its_promises(tmp_path):
     assert "cannot be imported here: OSError: undefined symbol" in told["no tensor-core instructions"].explanation
 
 
-def test_a_subject_that_promises_nothing_has_no_launch(tmp_path):
-    subject = write_subject(tmp_path, "def attend(*args, **options): ...\n")
-    _, told = plan(subject, suite_of(SHORT).cases[0], "H200")
-    assert "no launch is promised" in told["grid too small"].explanation
-
-
-def test_a_promise_without_a_grid_still_tells_what_an_sm_holds(tmp_path):
-    subject = write_subject(
-        tmp_path,
-        "def attend(*args, **options): ...\n",
-        tail='[[launch.kernels]]\npattern = "*"\nblock = [384, 1, 1]\nshared_memory_bytes = 110000\n',
-    )
-    _, told = plan(subject, suite_of(SHORT).cases[0], "H200")
-    assert "an SM holds 2 blocks of *, 24 of 64 warps, by shared memory" in told["occupancy capped"].explanation
-    assert "whether the grid fills them is not known" in told["occupancy capped"].explanation
-    assert told["threads idle"].explanation == "no grid: no GPU here"
-
-
 def test_of_several_kernels_that_fit_a_pattern_only_what_they_have_in_common_is_known():
     def code(**counts):
         return KernelCode("attend", 90, counts.pop("registers", 40), 0, 0, counts, counts)
