@@ -10,7 +10,7 @@ import torch
 
 from flashmoe_science.proof.answers import Answer, poison
 from flashmoe_science.proof.arms import Loaded
-from flashmoe_science.proof.launches import CallTrace, DeviceEvent, Recording, Trace
+from flashmoe_science.proof.launches import CallTrace, DeviceEvent, Recording
 from flashmoe_science.proof.measure import Graph, Timer
 from flashmoe_science.proof.nvml import Reading
 
@@ -107,7 +107,7 @@ class SimulatedRecording(Recording):
             self._found.append(CallTrace(label, tuple(events)))
 
     def stop(self):
-        self.trace = Trace(tuple(self._found), ())
+        self.traces = self._found
 
 
 class SimulatedTimer(Timer):

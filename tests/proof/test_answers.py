@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from flashmoe_science.errors import ProofError
-from flashmoe_science.proof import arms
-from flashmoe_science.proof.check import WrongResultError, check_case
+from flashmoe_science.proof import arms, check as check_module
+from flashmoe_science.proof.check import WrongResultError, check_case, find_expected, max_error
 from flashmoe_science.proof.evidence import Accuracy
 from flashmoe_science.proof.gpu_tasks import capture_case
 from flashmoe_science.proof.rounds import Case
@@ -106,7 +106,7 @@ def test_names_that_do_not_tell_outputs_apart_are_refused(names, monkeypatch):
     monkeypatch.setattr(operator, "outputs", lambda _: names)
     expected = "must return a tuple of names, at least one, none blank and no two alike, got"
     inputs = operator.make_inputs(SHORT, seed=1, device="cpu")
-    for ask in (lambda: check(right, operator=operator), lambda: arms.find_truth(operator, SHORT, inputs)):
+    for ask in (lambda: check(right, operator=operator), lambda: find_expected(operator, SHORT, inputs)):
         with pytest.raises(ProofError) as caught:
             ask()
         assert str(caught.value) == f"outputs of {operator.name} {expected} {names!r}"
@@ -160,7 +160,7 @@ def test_an_operator_that_forgets_an_output_is_told():
         check(right, operator=Forgetful())
     inputs = OPERATOR.make_inputs(SHORT, seed=0, device="cpu")
     with pytest.raises(ProofError, match=r"low_precision of .* must return tensors for o, total, got tuple of Tensor"):
-        arms.find_truth(ForgetfulToo(), SHORT, inputs)
+        find_expected(ForgetfulToo(), SHORT, inputs)
 
 
 def test_records_without_outputs_are_read():
@@ -263,15 +263,15 @@ def test_launches_of_two_outputs_are_captured(bench):
 
 def test_the_largest_error_is_that_of_any_part(monkeypatch):
     """A tensor is compared part by part: what is wrong in the last one counts, and so does NaN in the first."""
-    monkeypatch.setattr(arms, "_ELEMENTS_AT_ONCE", 7)
+    monkeypatch.setattr(check_module, "_ELEMENTS_AT_ONCE", 7)
     answer = torch.randn(5, 9)
     exact = answer.double()
-    assert arms.max_error(answer, exact) == 0.0
-    assert arms.max_error(answer.t(), exact.t().contiguous()) == 0.0
+    assert max_error(answer, exact) == 0.0
+    assert max_error(answer.t(), exact.t().contiguous()) == 0.0
     exact[4, 8] += 3
-    assert arms.max_error(answer, exact) == pytest.approx(3)
+    assert max_error(answer, exact) == pytest.approx(3)
     assert arms.mismatch([answer.double()], [exact], (2.9,)) != ""
     exact[0, 0] = torch.nan
-    assert math.isnan(arms.max_error(answer, exact))
+    assert math.isnan(max_error(answer, exact))
     with pytest.raises(ValueError, match=r"expected shape \[9, 5\], got \[5, 9\]"):
-        arms.max_error(answer, exact.t())
+        max_error(answer, exact.t())

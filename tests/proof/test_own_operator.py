@@ -94,17 +94,10 @@ def changed(before, after):
 BROKEN = [
     ("OPERATOR = Mine()", "raise RuntimeError('boom')", "RuntimeError: boom ({module}.py:30 in <module>)"),
     ("OPERATOR = Mine()", "def f(:", "SyntaxError: invalid syntax ({module}.py:30)"),
-    ("from dataclasses", "import no_such_thing\nfrom dataclasses", "No module named 'no_such_thing' ({module}.py:1 in"),
     ("OPERATOR = Mine()", "raise SystemExit(3)", "SystemExit: 3 ({module}.py:30 in <module>)"),
     ("return {}\n\n\n", "return 1 / 0\n\n\n", "rivals: ZeroDivisionError: division by zero ({module}.py:27 in rivals)"),
-    ("return Work(", "raise KeyError('x')\n        return dict(", "work: KeyError: 'x' ({module}.py:15 in work)"),
     ("return Work(", "return dict(", "its method work must return flops, a number of at least 0, got {{'flops'"),
     ("flops=1.0", "flops=float('nan')", "its method work must return flops, a number of at least 0, got nan"),
-    (
-        "    def work",
-        "    def describe(self, problem):\n        return None\n\n    def work",
-        "describe must return a text",
-    ),
     (
         "    def work",
         "    def as_table(self, problem):\n        return {1: {2}}\n\n    def work",
@@ -250,10 +243,8 @@ ZERO = "ZeroDivisionError: division by zero"
 IN_WORKER = [
     (EXACT, "raise ValueError('broken')", "its method exact: ValueError: broken ({m}.py:22 in exact)"),
     (EXACT, "return None", "exact of {m}:D must return one tensor, got NoneType"),
-    (LOW, "return None\n", "low_precision of {m}:D must return one tensor, got NoneType"),
     (LOW, "return inputs['y']\n", "its method low_precision: KeyError: 'y' ({m}.py:25 in low_precision)"),
     (LOW, "return inputs['x'][:1]\n", "exact and low_precision must have one shape, got [3, 8] and [1, 8]"),
-    (INPUTS, f"1 / 0\n        {INPUTS}", f"its method make_inputs: {ZERO} ({{m}}.py:19 in make_inputs)"),
     (
         INPUTS,
         f"return dict(x=torch.full((3, 8), float(seed)))\n        {INPUTS}",
@@ -261,11 +252,6 @@ IN_WORKER = [
     ),
     (INPUTS, f"return [3]\n        {INPUTS}", "make_inputs must return a mapping from names to tensors, got [3]"),
     (END, f"Mine.error_budget = lambda *_: None\n{END}", "the error budget must be a number, got None"),
-    (
-        END,
-        f"Mine.error_budget = lambda *_: 1 / 0\n{END}",
-        f"its method error_budget: {ZERO} ({{m}}.py:28 in <lambda>)",
-    ),
 ]
 
 

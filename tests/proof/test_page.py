@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from flashmoe_science.proof.evidence import Launch
 from flashmoe_science.proof.judge import judge
-from flashmoe_science.proof.page import Judged, build_page
+from flashmoe_science.proof.page import Judged, build_page, launch_groups
 
 from .builders import build_gates, build_record
 from .claim_builders import build_claim
@@ -115,3 +116,29 @@ def test_several_runs_have_an_index_and_stand_side_by_side():
     assert table.columns == ["case", "speedup, run 1", "speedup, run 2", *(f"flash_attention, run {n}" for n in (1, 2))]
     assert "differ" not in table.caption
     assert len({run.anchor for run in page.runs}) == 3
+
+
+def test_memory_is_the_subjects_bytes_over_each_baselines():
+    record = build_record(speedups=[2.0], baselines={"sdpa": 1.0, "fa3": 1.0})
+    for arm, size in (("flash_attention", 512), ("sdpa", 2048), ("fa3", 0)):
+        record = with_arm(record, 0, arm, peak_bytes=size)
+    memory = build_page([Judged(record, [])]).runs[0].memory
+    assert memory is not None
+    assert memory.rows == [["case0", "512 B", "2.0 KiB", "0.25x", "0 B", ""]]
+
+
+def test_a_kernel_stands_once_with_the_grids_of_its_cases():
+    record = build_record(speedups=[2.0, 2.0, 2.0])
+    kernel = record.cases[0].arms[0].launches[0]
+    record = with_arm(record, 1, "flash_attention", launches=[kernel.model_copy(update={"grid": (7, 1, 1)})])
+    record = with_arm(record, 2, "flash_attention", launches=[kernel.model_copy(update={"registers": 255})])
+    ours = [group for group in launch_groups(record) if group.arm.name == "flash_attention"]
+    assert [group.grids for group in ours] == [{"case0": (16, 1, 1), "case1": (7, 1, 1)}, {"case2": (16, 1, 1)}]
+    assert [group.arm.role for group in launch_groups(record)] == ["subject", "subject", "baseline"]
+
+
+def test_two_launches_of_one_call_stay_two():
+    record = build_record(speedups=[2.0])
+    kernel = Launch(name="k", grid=(1, 1, 1), block=(32, 1, 1), registers=8, shared_memory_bytes=0)
+    record = with_arm(record, 0, "flash_attention", launches=[kernel, kernel])
+    assert [g.launch.name for g in launch_groups(record) if g.arm.role == "subject"] == ["k", "k"]

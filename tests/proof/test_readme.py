@@ -257,9 +257,7 @@ def test_the_default_pages_are_the_readme_and_what_has_marks_in_docs(repository)
             ["x", CASES[0], "old"],
             r"md:2: expected the lines <!-- cases:begin --> and <!-- cases:end -->, got the first",
         ),
-        (["x", "", CASES[1]], r"md:3: expected <!-- cases:begin --> before it, got <!-- cases:end -->"),
         ([CASES[0], VERDICTS[1]], r"md:2: expected the line <!-- cases:end -->, got <!-- verdicts:end -->"),
-        ([BEGIN, CASES[0], CASES[1], END], r"md:2: expected the line <!-- verdicts:end -->, got <!-- cases:begin -->"),
         (["# Title"], r"md: expected the lines .* or <!-- verdicts:begin --> and .* and <!-- cases:end -->, got none"),
     ],
 )

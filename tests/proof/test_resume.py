@@ -230,17 +230,10 @@ HERE = environment_with(GPU)
     ("environment", "said"),
     [
         (with_gpu(uuid_hash="b2"), "environment.gpu.uuid_hash is absent in it, and b2 here"),
-        (with_gpu(name="NVIDIA H100"), "environment.gpu.name is NVIDIA H200 in it, and NVIDIA H100 here"),
         (with_gpu(power_limit_w=500.0), "environment.gpu.power_limit_w is absent in it, and 500.0 here"),
-        (environment_with(None), "environment.gpu.name is NVIDIA H200 in it, and absent here"),
         (HERE.model_copy(update={"driver": "580.1"}), "environment.driver is absent in it, and 580.1 here"),
-        (
-            HERE.model_copy(update={"versions": {"torch": "2"}}),
-            "environment.versions.torch is absent in it, and 2 here",
-        ),
         (HERE.model_copy(update={"commit": "a" * 40}), f"environment.commit is absent in it, and {'a' * 40} here"),
         (HERE.model_copy(update={"dirty": True}), "the tree here had uncommitted changes"),
-        (HERE.model_copy(update={"settings": {"X": "1"}}), "environment.settings.X is absent in it, and 1 here"),
     ],
 )
 def test_another_machine_is_refused_with_the_field_and_both_values(gpu, monkeypatch, environment, said):

@@ -27,14 +27,7 @@ from .claim_builders import build_claim
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [
-        (1.8123e-6, "1.812 us"),
-        (23.145e-6, "23.14 us"),
-        (999.9e-6, "999.9 us"),
-        (999.96e-6, "1.000 ms"),
-        (1.2044e-3, "1.204 ms"),
-        (2.5, "2.500 s"),
-    ],
+    [(1.8123e-6, "1.812 us"), (999.96e-6, "1.000 ms"), (2.5, "2.500 s")],
 )
 def test_format_seconds(seconds, text):
     assert format_seconds(seconds) == text
@@ -45,10 +38,7 @@ def test_format_seconds(seconds, text):
     [
         (Interval(2.371, 2.349, 2.402, 30), "2.37x [2.35, 2.40]"),
         (Interval(0.0151, 0.01497, 0.0153, 30), "0.015x [0.015, 0.015]"),
-        (Interval(1.0004, 0.9951, 1.0093, 30), "1.000x [0.995, 1.009]"),
-        (Interval(98.7, 97.1, 101.2, 30), "98.7x [97.1, 101.2]"),
         (Ratio(2.371, None, 5), "2.37x (5 rounds)"),
-        (None, ""),
     ],
 )
 def test_format_ratio(ratio, text):

@@ -54,7 +54,6 @@ def test_user_file_is_read_with_defaults_and_names(tmp_path):
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ('description = "Two shapes."', "", "key description: missing, expected one sentence"),
         (
             'description = "Two shapes."',
             'descripton = "x"',
@@ -65,14 +64,9 @@ def test_user_file_is_read_with_defaults_and_names(tmp_path):
         (OPERATOR, "tests.proof.builders", "must offer an object OPERATOR"),
         ('origin = "my model"', "", "key cases.0.origin: expected where this shape comes from, got None"),
         ("seqlen_q = 7\n", "seqlen_q = -7\n", "key cases.0: seqlen_q must be an integer above 0, got -7"),
-        ("seqlen_q = 7\n", "seqlen = 7\n", "key cases.0: case must have batch, heads, seqlen_q and head_dim"),
         ('name = "long"', 'name = "b1_h2_s7_d32_fp16"', "key cases.1: the name 'b1_h2_s7_d32_fp16' is taken"),
-        ('name = "long"', "name = 3", "key cases.1.name: expected a text, got 3"),
         ("[[cases]]", "[cases", "is not valid TOML"),
-        ('description = "Two shapes."', 'description = ""', "key description: expected one sentence, got ''"),
-        ('name = "mine"', "name = 3", "key name: expected a name of letters, digits, '_', '.' and '-', got 3"),
         ("[defaults]", "[[defaults]]", "key defaults: expected a table of the keys that every case has, got [{"),
-        ('name = "mine"', 'nam = "mine"', "cases; did you mean name?"),
     ],
 )
 def test_wrong_file_names_key_and_expectation(tmp_path, old, new, message):

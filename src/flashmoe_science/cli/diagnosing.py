@@ -10,9 +10,10 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from ..proof.cost_report import bill_as_plain, receipt
+from ..proof.diagnose.gather import Request
 from ..proof.diagnose.observations import Diagnosis
 from ..proof.diagnose.report import case_lines, failed_lines
-from ..proof.diagnose.run import Request, choose_cases, diagnose, expected_seconds, observes_here
+from ..proof.diagnose.run import choose_cases, diagnose, expected_seconds, observes_here
 from ..proof.environment import describe_apart
 from ..proof.evidence import Environment
 from ..proof.ledger import Entry

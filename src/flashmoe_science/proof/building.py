@@ -53,10 +53,8 @@ def known_gpus(names: Iterable[str], here: Gpu | None) -> list[GpuSpec]:
 def run_build(subject: Subject, targets: Sequence[GpuSpec], say: Callable[[str], None]) -> Built:
     """Run the subject's build command, if everything that it needs is here.
 
-    Args:
-        subject: has a build command.
-        targets: GPUs whose architectures the command gets to know; none: what the caller has set is left alone.
-        say: told the command before it runs.
+    The command gets the architectures of ``targets``; without targets, the caller's setting stays. ``say`` gets the
+    command before it runs.
     """
     assert subject.build_command is not None
     found = {program: find_program(program) for program in subject.build_needs}

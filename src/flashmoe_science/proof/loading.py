@@ -127,12 +127,8 @@ class _KernelFile(_Table):
 def load_subject(text: str, *, time_limit: float | None = None) -> Subject:
     """Return the built-in subject called ``text``, or the one that the file ``text`` describes.
 
-    Args:
-        text: a name or a path.
-        time_limit: seconds of silence allowed to a worker, whatever it does. Default: what the file says.
-
-    Raises:
-        SubjectError: no built-in subject has this name, or the file is wrong (names file, key and what was expected).
+    ``time_limit``: seconds of silence allowed to a worker, whatever it does; by default those of the file. Raises
+    ``SubjectError`` where there is no such subject, or the file is wrong (names file, key and the expected value).
     """
     path = Path(text)
     if path.suffix == ".py":
@@ -259,12 +255,8 @@ def operator_of(subject: Subject) -> Operator:
 def load_operator(name: str, *, timeout_s: float = 300.0) -> Operator:
     """Return the operator called ``name``; outside of workers a user's own is tried in one first.
 
-    Args:
-        name: of one of ours, or ``module:OBJECT``.
-        timeout_s: the longest that the trial of a user's own may be silent.
-
-    Raises:
-        SubjectError: there is none, it does not fit, or its code raises, hangs or crashes.
+    ``timeout_s``: the longest silence of that worker. Raises ``SubjectError`` where there is none, it does not fit, or
+    its code raises, hangs or crashes.
     """
     if not is_user_defined(name):
         return find_operator(name)

@@ -124,12 +124,7 @@ AnySensors = Sensors | NoSensors
 
 
 def open_sensors(uuid: str | None = None, *, library: Any = None) -> AnySensors:
-    """Return the sensors of the card with this UUID, or of the only card.
-
-    Args:
-        uuid: with or without the prefix ``GPU-``, as PyTorch gives it; None for the only card.
-        library: stands in for ``pynvml``.
-    """
+    """Return the sensors of the card with this UUID (with or without ``GPU-``), or of the only card."""
     library = library or _library()
     if library is None:
         return NoSensors(_NOT_INSTALLED)

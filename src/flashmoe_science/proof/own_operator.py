@@ -126,69 +126,56 @@ def _how_it_ended(result: TaskResult) -> str:
 
 
 def ask_operator(payload: dict[str, Any], emit: Emit) -> dict[str, Any]:
-    """Load an operator and call what the main process calls: the task of a worker.
+    """Load an operator and call its methods for ``cases``, tables of a suite: the task of a worker.
 
-    Args:
-        payload: ``operator``, its name; ``cases``, tables of a suite, where they are known.
-        emit: gets an event before each case, so that the time limit is that of one.
-
-    Returns:
-        Nothing, or what is wrong: ``failure`` and ``hint``. A case that the operator refuses is left to the suite.
+    Returns nothing, or ``failure`` and ``hint``. The suite itself reports a case that the operator refuses.
     """
-    doing = ""
+    asked = ""  # the method under way
+
+    def ask(method: str, *arguments: Any) -> Any:
+        nonlocal asked
+        asked = f"its method {method}: "
+        return getattr(operator, method)(*arguments)
+
     try:
         operator = find_operator(payload["operator"])
-        doing = "its method rivals: "
-        rivals: object = operator.rivals()
+        rivals = ask("rivals")
         if not isinstance(rivals, Mapping):
             return _wrong("rivals", "a mapping from names to rivals", rivals)
         for table in payload.get("cases", ()):
             emit({"event": "case"})
-            for method, wrong in _answers(operator, table):
-                doing = f"its method {method}: "
-                if (answer := wrong()) is not None:
-                    return answer
+            if (wrong := _wrong_answer(ask, table)) is not None:
+                return wrong
     except FlashmoeError as error:
-        return {"failure": doing + str(error).removesuffix(f"\nhint: {error.hint}"), "hint": error.hint or _HINT}
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever their code raises is the answer
-        return {"failure": doing + cause_of(error), "hint": _hint_of(error)}
+        return {"failure": asked + str(error).removesuffix(f"\nhint: {error.hint}"), "hint": error.hint or _HINT}
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - an error of their code is the answer
+        return {"failure": asked + cause_of(error), "hint": _hint_of(error)}
     return {}
 
 
-def _answers(operator: Operator, table: dict[str, Any]) -> Iterator[tuple[str, Callable[[], dict[str, Any] | None]]]:
-    """Yield each method that the main process calls for a case, and what asks it and says what is wrong."""
-    problem: list[Any] = []
-
-    def parse() -> None:
-        with contextlib.suppress(FlashmoeError):  # the suite says of its own case what is wrong with it
-            problem.append(operator.parse_case(table))
-
-    def as_table() -> dict[str, Any] | None:
-        found: object = operator.as_table(problem[0])
-        try:
-            json.dumps(found)
-        except (TypeError, ValueError):
-            return _wrong("as_table", "plain JSON values", found)
-        return None if isinstance(found, dict) else _wrong("as_table", "a dict of plain JSON values", found)
-
-    def text(method: str) -> dict[str, Any] | None:
-        found = getattr(operator, method)(problem[0])
-        return None if isinstance(found, str) and found else _wrong(method, "a text", found)
-
-    def work() -> dict[str, Any] | None:
-        found = operator.work(problem[0])
-        for part in ("flops", "bytes", "tokens"):
-            value = getattr(found, part, None)
-            if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < math.inf:
-                return _wrong("work", f"{part}, a number of at least 0", value if hasattr(found, part) else found)
-        return None
-
-    yield "parse_case", parse
-    if problem:
-        yield "as_table", as_table
-        yield "describe", functools.partial(text, "describe")
-        yield "peak_tflops_key", functools.partial(text, "peak_tflops_key")
-        yield "work", work
+def _wrong_answer(ask: Callable[..., Any], table: dict[str, Any]) -> dict[str, Any] | None:
+    """Call each method that the main process calls for a case; return the first wrong answer."""
+    try:
+        problem = ask("parse_case", table)
+    except FlashmoeError:
+        return None  # the suite reports it
+    found = ask("as_table", problem)
+    try:
+        json.dumps(found)
+    except (TypeError, ValueError):
+        return _wrong("as_table", "plain JSON values", found)
+    if not isinstance(found, dict):
+        return _wrong("as_table", "a dict of plain JSON values", found)
+    for method in ("describe", "peak_tflops_key"):
+        text = ask(method, problem)
+        if not isinstance(text, str) or not text:
+            return _wrong(method, "a text", text)
+    work = ask("work", problem)
+    for part in ("flops", "bytes", "tokens"):
+        value = getattr(work, part, None)
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < math.inf:
+            return _wrong("work", f"{part}, a number of at least 0", value if hasattr(work, part) else work)
+    return None
 
 
 def _wrong(method: str, expected: str, got: object) -> dict[str, Any]:

@@ -50,14 +50,9 @@ def _ask(path: Path, folders: tuple[Path, ...], _files: tuple[tuple[Path, int], 
 
 
 def read_suite(payload: dict[str, Any], emit: Emit) -> dict[str, Any]:  # noqa: ARG001 - all tasks take it
-    """Read a suite and its operator: the task of a worker.
+    """Read the file ``suite``, whose operator is found on ``python_path``: the task of a worker.
 
-    Args:
-        payload: ``suite``, its file; ``python_path``, folders that are looked in first.
-        emit: not used.
-
-    Returns:
-        ``problems``, those of the cases by name; or ``failure``, why not, and ``hint``.
+    Returns ``problems``, those of the cases by name; or ``failure`` and ``hint``.
     """
     sys.path[:0] = payload["python_path"]
     try:

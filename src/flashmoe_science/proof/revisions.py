@@ -202,13 +202,13 @@ def prove_revisions(
 ) -> Record:
     """Take revision A through the gates up to correct, then B through all of them with A as its baseline.
 
-    Where A fails, B is still looked at up to correct, and nothing is timed.
+    Where A fails, B still runs up to gate correct, and nothing is timed.
 
     Args:
-        request: Its subject is B's, of ``subjects_at``. Its baselines are not used.
-        tolerance: The smallest effect that matters.
-        progress: told what is going on.
-        announce: told which revision is next, in one line.
+        request: its subject is B's, from ``subjects_at``. Its baselines are not used.
+        tolerance: the smallest effect that matters.
+        progress: gets the progress of the gates.
+        announce: gets a line before each revision.
         save: gets the record after every gate of either revision and every measured case.
 
     Returns:
@@ -216,7 +216,7 @@ def prove_revisions(
 
     Raises:
         ProofError: the request cannot be carried out.
-        KeyboardInterrupt: after what was finished of both has been saved.
+        KeyboardInterrupt: after the finished part of both has been saved.
     """
     b, a = request.subject, request.subject.rival
     assert a is not None

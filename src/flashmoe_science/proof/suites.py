@@ -76,12 +76,8 @@ def list_suites() -> dict[str, Path]:
 def load_suite(name_or_path: str, *, timeout_s: float = 300.0) -> Suite:
     """Return the packaged suite of this name, or the one in this file.
 
-    Args:
-        name_or_path: its name or its file.
-        timeout_s: the longest that a user's own operator may be silent, when a worker asks it about the cases.
-
-    Raises:
-        SuiteError: there is no such suite, or the file is wrong (names file, key and what was expected).
+    ``timeout_s``: the longest silence of a worker that asks a user's own operator about the cases. Raises
+    ``SuiteError`` where there is no such suite, or the file is wrong (names file, key and the expected value).
     """
     packaged = list_suites()
     path = packaged.get(name_or_path, Path(name_or_path))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flashmoe_science.proof.diagnose.gather import Wish, observe_here
+from flashmoe_science.proof.diagnose.gather import Request, observe_here
 from flashmoe_science.proof.diagnose.observations import Status
 from flashmoe_science.proof.diagnose.reason import diagnose_case
 from flashmoe_science.proof.environment import describe_apart
@@ -21,7 +21,7 @@ def diagnose(subject, case, *, baselines=(), counters=False):
     assert gpu is not None
     if known_spec(gpu) is None:
         pytest.skip(f"{gpu.name} is not in the table of gpu/specs.py")
-    (found,) = observe_here(Wish(subject, [case], baselines, seed=1, counters=counters), gpu, say=print)
+    (found,) = observe_here(Request(subject, [case], baselines, seed=1, counters=counters), gpu, say=print)
     return found, diagnose_case(found)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from flashmoe_science.errors import InputError, SuiteError
 from flashmoe_science.proof.diagnose import gather, run as run_module, tasks
-from flashmoe_science.proof.diagnose.gather import CannotObserveError, Wish, build, observe_here
+from flashmoe_science.proof.diagnose.gather import CannotObserveError, Request, build, observe_here
 from flashmoe_science.proof.diagnose.observations import Code, Kernel
 from flashmoe_science.proof.diagnose.reason import diagnose_case
 from flashmoe_science.proof.evidence import Settings
@@ -73,7 +73,7 @@ class Observer:
         if operator is not None:
             self.monkeypatch.setattr(rows_operator, "OPERATOR", operator)
         process = InProcess(self.gpu, entry, **changes)
-        wish = Wish(subject, [case], baselines, seed=1, counters=counters)
+        wish = Request(subject, [case], baselines, seed=1, counters=counters)
         (found,) = observe_here(wish, H200, say=self.lines.append, run=process)
         return found, process
 

@@ -18,7 +18,7 @@ from flashmoe_science.errors import ProofError
 from flashmoe_science.gpu.machine_code import KernelCode
 from flashmoe_science.gpu.specs import find_gpu
 from flashmoe_science.proof.diagnose import counters, tasks
-from flashmoe_science.proof.diagnose.gather import Wish, plan_for
+from flashmoe_science.proof.diagnose.gather import Request, plan_for
 from flashmoe_science.proof.diagnose.observations import Kernel
 from flashmoe_science.proof.diagnose.reason import diagnose_case
 from flashmoe_science.proof.loading import load_operator, load_subject
@@ -47,7 +47,7 @@ def fresh_imports(monkeypatch):
 
 
 def plan(subject, case, gpu):
-    wish = Wish(subject, [case], (), seed=1)
+    wish = Request(subject, [case], (), seed=1)
     (found,) = plan_for(wish, find_gpu(gpu), "no GPU here", say=print, run=InProcess())
     return found, {each.hypothesis: each for each in diagnose_case(found).findings}
 

@@ -35,16 +35,14 @@ _LARGEST_LIBRARY_BYTES = 512 << 20  # disassembling takes minutes beyond
 
 
 def observe_launches(payload: dict[str, Any], emit: Emit) -> dict[str, Any]:
-    """Record what the subject launches in every case, with the times of each kernel, and read its machine code.
+    """Record the launches of the subject in every case, with the times of each kernel, and read its machine code.
 
-    Args:
-        payload: ``subject``; ``cases``, tables with ``name``, ``problem`` and ``code``: whether to read machine code;
-            ``seed``.
-        emit: gets ``{"event": "case", "case"}`` after each case.
+    ``payload`` has ``subject``, ``seed`` and ``cases`` with ``name``, ``problem`` and ``code``: whether to read machine
+    code. ``emit`` gets ``{"event": "case", "case"}`` after each case.
 
     Returns:
         ``cases``, each with ``name``, ``kernels`` (``observations.Kernel``), ``reason`` where there are none, and
-        ``capture``: what ``gpu_tasks.capture_case`` returns of the subject.
+        ``capture``: the subject's arm of ``gpu_tasks.capture_case``.
 
     Raises:
         ProofError: no GPU, or the GPU context is lost.
@@ -229,14 +227,10 @@ def summarize(code: KernelCode) -> Code:
 
 
 def plan_kernels(payload: dict[str, Any], emit: Emit) -> dict[str, Any]:
-    """Say what would run on a GPU that is not here: our own kernels compiled, others as they are promised.
+    """Return the kernels of a GPU that is not here: ours compiled, others as they are promised.
 
-    Args:
-        payload: ``subject``; ``cases``, tables with ``name`` and ``problem``; ``gpu``, a name; ``arch``.
-        emit: gets ``{"event": "case", "case"}`` after each case.
-
-    Returns:
-        ``cases``, each with ``name``, ``kernels`` and ``reason`` where there are none.
+    ``payload`` has ``subject``, ``cases``, ``gpu`` and ``arch``; ``emit`` gets ``{"event": "case", "case"}`` after
+    each. Returns ``cases``, each with ``name``, ``kernels``, and ``reason`` where there are none.
     """
     subject = Subject.from_json(payload["subject"])
     operator = operator_of(subject)

@@ -106,17 +106,16 @@ class Outcome:
     summary: str
     hint: str = ""
     details: Sequence[str] = ()
-    gpu_seconds: float = 0.0
 
 
-def passed(summary: str, *, details: Sequence[str] = (), gpu_seconds: float = 0.0) -> Outcome:
+def passed(summary: str, *, details: Sequence[str] = ()) -> Outcome:
     """Return the outcome of a gate that showed what it had to show."""
-    return Outcome(GateStatus.PASSED, summary, details=details, gpu_seconds=gpu_seconds)
+    return Outcome(GateStatus.PASSED, summary, details=details)
 
 
-def failed(summary: str, *, hint: str = "", details: Sequence[str] = (), gpu_seconds: float = 0.0) -> Outcome:
+def failed(summary: str, *, hint: str = "", details: Sequence[str] = ()) -> Outcome:
     """Return the outcome of a gate that stops the chain."""
-    return Outcome(GateStatus.FAILED, summary, hint, details, gpu_seconds)
+    return Outcome(GateStatus.FAILED, summary, hint, details)
 
 
 def not_possible(reason: str, *, hint: str = "", details: Sequence[str] = ()) -> Outcome:
@@ -161,6 +160,7 @@ class Run:
         self.kept_gates: dict[GateName, Gate] = {}  # those that it passed
         self.gate_began = 0.0  # on the clock of time.monotonic()
         self.holds_gpu = False  # whether the gate under way does, and so costs
+        self.gpu_seconds = 0.0  # that its tasks have held the GPU for
         self.created_at = datetime.now(timezone.utc)
         stamp = self.created_at.strftime("%Y%m%dT%H%M%SZ")
         self.id = f"{stamp}-{request.suite.name}-{self.subject.name}-{secrets.token_hex(3)}"
@@ -325,8 +325,38 @@ class Run:
         )
         if result.limit_reached:
             raise BudgetSpentError("the budget is spent")
+        if self.holds_gpu:
+            self.gpu_seconds += result.seconds
         raise_blamed(result.reason)
         return result
+
+    def run_cases(
+        self,
+        task: str,
+        payload: dict[str, Any],
+        on_case: Callable[[dict[str, Any]], None],
+        *,
+        timeout_s: float,
+        done: int = 0,
+        total: int | None = None,
+        note: str = "",
+    ) -> tuple[TaskResult, str]:
+        """Run a task over cases; return its result, and the case that was under way when it ended, if any.
+
+        ``on_case`` gets each finished case. ``done`` of ``total`` cases were finished before, for the progress.
+        """
+        under_way = ""
+
+        def on_event(event: dict[str, Any]) -> None:
+            nonlocal done, under_way
+            if event["event"] == "start":
+                under_way = event["name"]
+            elif event["event"] == "case":
+                done, under_way = done + 1, ""
+                on_case(event["case"])
+                self.progress.advance(done, total or len(payload["cases"]), f"{event['case']['name']}{note}")
+
+        return self.run_task(task, payload, timeout_s=timeout_s, on_event=on_event), under_way
 
     def _seconds_left(self) -> float | None:
         """Return for how long this gate may still hold the GPU; None: it holds none, or there is no end."""
