@@ -186,18 +186,13 @@ def changed_settings(record, **settings):
     [
         ("gpu", run(2.0, gpu=L4), "gpu is NVIDIA H200 in A and NVIDIA L4 in B"),
         ("driver", change(run(2.0), driver="590"), "driver is 580.00 in A and 590 in B"),
-        ("cuda", change(run(2.0), cuda="12.9"), "cuda is 13.0 in A and 12.9 in B"),
-        ("torch", change(run(2.0), versions={"torch": "3", "triton": "3.6.0"}), "torch is 2.11.0 in A and 3 in B"),
         ("triton", change(run(2.0), versions={"torch": "2.11.0"}), "triton is 3.6.0 in A and None in B"),
         ("cache", changed_settings(run(2.0), cache="rotating"), "cache is cold in A and rotating in B"),
-        ("graph_replays", changed_settings(run(2.0), graph_replays=9), "graph_replays is 5 in A and 9 in B"),
         ("power_limit", change(run(2.0), gpu=H200.model_copy(update={"power_limit_w": 300.0})), "300.0 in B"),
-        ("max_sm_clock", change(run(2.0), gpu=H200.model_copy(update={"max_sm_clock_mhz": 900})), "900 in B"),
         ("variables", change(run(2.0), settings={"CUDA_X": "1"}), "variables is  in A and CUDA_X=1 in B"),
-        ("suite", run(2.0, suite="other"), "suite is seed in A and other in B"),
         ("subject", run(2.0, subject="forward_triton"), "subject is flash_attention in A and forward_triton in B"),
     ],
-)  # fmt: skip
+)
 def test_runs_that_differ_are_refused_with_the_field_unless_it_is_allowed(field, b, told):
     with pytest.raises(EvidenceError) as refused:
         compare_records(run(2.0), b)
@@ -223,11 +218,6 @@ def test_without_a_common_baseline_absolute_times_are_compared_on_one_card_only(
     assert (comparison.quantity, effects(comparison)) == ("A's time / B's, on one card", ["same"])
     with pytest.raises(EvidenceError, match="absolute times belong to a card"):
         compare_records(run(2.0, gpu=card), run(2.0, day=1, seed=1, baselines={"cudnn": 1.0}))
-
-
-def test_an_unknown_field_is_refused_with_those_there_are():
-    with pytest.raises(EvidenceError, match="field must be one of subject, suite, gpu"):
-        compare_records(run(2.0), run(2.0), allowed=["gpus"])
 
 
 def impossible(record):
@@ -315,7 +305,7 @@ def draw(rng, *, bias, spread, process_spread):
     return (rng.normal(bias, process_spread, (3, 1)) + rng.normal(0.0, spread, (3, 10))).tolist()
 
 
-@pytest.mark.parametrize(("cases", "offset"), [(1, 0.0), (1, 0.5), (1, 1.0), (2, 0.5), (2, 1.0), (13, 0.5)])
+@pytest.mark.parametrize(("cases", "offset"), [(1, 0.5), (2, 1.0), (13, 0.5)])
 def test_of_comparisons_of_a_revision_with_itself_at_most_1_in_20_sees_a_difference(cases, offset):
     rng = np.random.default_rng(cases)
     wrong = 0
@@ -373,7 +363,7 @@ def wrong_verdicts(samples):
 
 
 # At their worst 2.8 % of many runs; degrees of freedom that count every case's processes give more (docs/compare.md).
-@pytest.mark.parametrize(("cases", "runs", "most"), [(5, 150, 0.05), (13, 100, 0.05), (36, 120, 0.05)])
+@pytest.mark.parametrize(("cases", "runs", "most"), [(5, 150, 0.05), (13, 100, 0.05)])
 def test_an_offset_that_a_process_has_in_all_cases_makes_no_more_than_1_wrong_run_in_20(cases, runs, most):
     rng = np.random.default_rng(cases)
     wrong = wrong_verdicts(draw_common(rng, cases, offset=1.0) for _ in range(runs))
@@ -393,15 +383,6 @@ def test_two_kinds_of_time_have_offsets_of_their_own():
     together = comparison_intervals([*quiet, *loud], ["graph"] * 5 + ["wall"] * 5)
     mixed = comparison_intervals([*quiet, *loud])
     assert max(found.high - found.low for found in together[:5]) < min(found.high - found.low for found in mixed[:5])
-
-
-def test_two_runs_whose_processes_are_off_in_all_cases_are_seldom_told_apart():
-    rng = np.random.default_rng(19)
-    wrong = 0
-    for _ in range(80):
-        pairs = zip(draw_common(rng, 5, offset=1.0), draw_common(rng, 5, offset=1.0), strict=True)
-        wrong += any(effect_of(found, 0.0, paired=False) in DIFFERS for found in unpaired_intervals(list(pairs)))
-    assert wrong / 80 <= 0.05
 
 
 def test_no_interval_is_narrower_than_that_of_its_case_alone():

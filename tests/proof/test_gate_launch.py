@@ -19,7 +19,6 @@ from .chain import (
     HONEST,
     SHORT,
     FakeGpu,
-    Recorder,
     captured,
     environment_with,
     gate_of,
@@ -164,14 +163,6 @@ def test_baseline_that_cannot_run_is_reported_and_stops_nothing(gpu):
     assert (arm.status, arm.reason) == ("unavailable", "no module named absent")
 
 
-def test_graph_is_only_needed_where_graph_time_is_taken(gpu):
-    arm = captured("fake_attention", "subject", [launch()], graph_launches=None, graph_reason="it synchronises")
-    gpu.capture = lambda payload: [arm]
-    assert statuses(run_chain(request_of(until="launch"))) == until("launch")
-    settings = Settings(times=["kernel", "wall"])
-    assert gate_of(run_chain(request_of(until="launch", settings=settings)), "launch").status.value == "passed"
-
-
 def test_hang_while_capturing_names_its_case_and_the_key_of_its_limit(gpu, monkeypatch):
     def hang(payload, on_event):
         on_event({"event": "start", "name": payload["cases"][1]["name"]})
@@ -185,23 +176,6 @@ def test_hang_while_capturing_names_its_case_and_the_key_of_its_limit(gpu, monke
     assert gate.summary == f"case {record.cases[1].name}: no answer within 120 s"
     assert gate.hint.endswith("; [limits] launch_s, or --time-limit, allows more")
     assert gate.details == ['File "attend.py", line 3 in attend']
-
-
-def test_crash_while_capturing_fails_the_gate_with_its_reason(gpu, monkeypatch):
-    def crash(payload, on_event):
-        arms = [captured("fake_attention", "subject", [launch()])]
-        on_event({"event": "case", "case": {"name": payload["cases"][0]["name"], "arms": arms}})
-        return TaskResult(ok=False, data=None, reason="killed by SIGKILL", seconds=1.0, output_tail="a\nb\n")
-
-    monkeypatch.setattr(gpu, "_capture_launches", crash)
-    recorder = Recorder()
-    record = run_chain(request_of(HONEST, SHORT, replace(SHORT, seqlen_q=66)), recorder)
-    gate = gate_of(record, "launch")
-    assert statuses(record) == until("launch")
-    assert (gate.summary, gate.details) == ("killed by SIGKILL", ["a", "b"])
-    assert "out of memory" in gate.hint
-    assert record.cases[0].arms[0].launches[0].name == "attend_kernel"
-    assert record.cases[1].arms[0].launches == []
 
 
 def test_a_seed_gives_gate_correct_its_inputs_and_no_seed_gives_it_others(gpu):

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from flashmoe_science.errors import EvidenceError, TooFewRoundsError
+from flashmoe_science.errors import EvidenceError
 from flashmoe_science.proof.evidence import SourceFile
 from flashmoe_science.proof.history import look_back
 
@@ -129,12 +129,6 @@ def test_one_case_can_be_looked_at_alone():
     assert history.changes[0].shift == pytest.approx(1.2, rel=1e-2)
     with pytest.raises(EvidenceError, match="case must be one that all 10 runs have"):
         look_back(runs, "graph", case="case7")
-
-
-def test_runs_of_machines_without_a_gpu_are_too_few_to_tell():
-    said = "no run has times of a GPU: 2 runs of flash_attention, on machines without one"
-    with pytest.raises(TooFewRoundsError, match=said):
-        look_back([build_record(gpu=None, day=day) for day in range(2)], "graph")
 
 
 def test_the_speedup_is_the_geometric_mean_of_the_cases_that_all_runs_have():

@@ -12,7 +12,7 @@ from flashmoe_science.proof.judge import VerdictStatus, judge
 from flashmoe_science.proof.junit import junit_xml, outcome, write_junit
 
 from .builders import build_gates, build_record
-from .claim_builders import SENTENCE, build_claim
+from .claim_builders import build_claim
 
 
 def judged(status, **changes):
@@ -70,16 +70,6 @@ def test_each_gate_and_each_claim_is_a_test_case():
     assert failure is not None
     assert failure.get("message") == "made up: failed"
     assert failure.text == "a < b\n\ufffd[0m red\nhint: look"
-
-
-def test_a_claim_that_failed_says_its_sentence_and_a_stale_one_what_changed():
-    cases = cases_of(junit_xml([judged(VerdictStatus.REFUTED)]))
-    failure = cases["seed-graph"].find("failure")
-    assert failure is not None
-    assert (failure.get("message"), failure.text) == ("refuted: why", SENTENCE)
-    stale = cases_of(junit_xml([judged(VerdictStatus.STALE)]))["seed-graph"]
-    assert stale.findtext("system-out") == "stale: why"
-    assert cases_of(junit_xml([judged(VerdictStatus.STALE)], strict=True))["seed-graph"].find("failure") is not None
 
 
 def test_the_file_is_written_and_one_that_cannot_be_is_an_error(tmp_path):

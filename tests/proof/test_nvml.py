@@ -73,20 +73,6 @@ def test_a_reading_has_clock_power_temperature_and_reasons():
     assert sensors.reason == ""
 
 
-def test_limits_have_name_driver_and_the_newest_cuda():
-    limits = nvml.open_sensors(library=FakeNvml()).limits()
-    assert limits == nvml.Limits(
-        name="NVIDIA H200",
-        uuid="GPU-aaaa",
-        memory_bytes=141 << 30,
-        max_sm_clock_mhz=1980,
-        power_limit_w=700.0,
-        arch=90,
-        driver="580.159.04",
-        driver_cuda="13.2",
-    )
-
-
 def test_a_sensor_that_is_missing_does_not_hide_the_others():
     reading = nvml.open_sensors(library=FakeNvml(PowerUsage=None, Temperature=None)).read()
     assert reading == nvml.Reading(sm_clock_mhz=1965, power_w=None, temperature_c=None, throttle="sw_power_cap")

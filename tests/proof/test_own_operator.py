@@ -255,25 +255,6 @@ IN_WORKER = [
 ]
 
 
-AS_OTHERS = {
-    "partial": "made = D.make_inputs\nD.make_inputs = functools.partial(lambda problem, **options: {answer})",
-    "decorated": "made = D.make_inputs\nD.make_inputs = lambda problem, **options: {answer}",
-}
-
-
-@pytest.mark.parametrize("way", AS_OTHERS)
-@pytest.mark.usefixtures("no_worker")
-def test_methods_are_known_by_what_the_operator_calls_them(write, way):
-    for answer, said in (("[3]", r"make_inputs must return .* got \[3\]"), ("1 / 0", "its method make_inputs: Zero")):
-        code = f"import functools\n{WHOLE}\n{AS_OTHERS[way].format(answer=answer)}\n"
-        operator = load_user_operator(write(code).replace("OPERATOR", "D"), timeout_s=9)
-        with pytest.raises(OperatorError, match=said):
-            operator.make_inputs(operator.parse_case(CASE), seed=1, device="cpu")
-    code = f"import functools\n{WHOLE}\n{AS_OTHERS[way].format(answer='made(problem, **options)')}\n"
-    operator = load_user_operator(write(code).replace("OPERATOR", "D"), timeout_s=9)
-    assert operator.make_inputs(operator.parse_case(CASE), seed=1, device="cpu")["x"].shape == (3, 8)
-
-
 def own_subject(tmp_path, write, code):
     module = write(code).partition(":")[0]
     (tmp_path / "kernel.toml").write_text(

@@ -81,18 +81,6 @@ def test_a_suite_in_suites_comes_first_and_its_operator_lies_beside_the_kernel(t
     assert suite_now(record, tmp_path).mend == mend
 
 
-@pytest.mark.usefixtures("in_process")
-def test_the_operator_is_looked_for_on_the_python_path_of_the_kernel_toml(tmp_path):
-    record = put(tmp_path, "mine")
-    folder = tmp_path / "kernels" / "mine"
-    (folder / "lib").mkdir()
-    (folder / "rms_norm_operator.py").rename(folder / "lib" / "rms_norm_operator.py")
-    assert "there is no operator called" in suite_now(record, tmp_path).doubt
-    file = folder / "kernel.toml"
-    file.write_text(file.read_text().replace("deterministic", 'python_path = [".", "lib"]\ndeterministic'))
-    assert suite_now(record, tmp_path).doubt == ""
-
-
 def test_a_suite_is_asked_for_again_when_its_operator_has_changed(tmp_path, monkeypatch):
     asked = []
 

@@ -8,7 +8,7 @@ from flashmoe_science.proof.evidence import Launch
 from flashmoe_science.proof.judge import judge
 from flashmoe_science.proof.page import Judged, build_page, launch_groups
 
-from .builders import build_gates, build_record
+from .builders import build_record
 from .claim_builders import build_claim
 from .test_report import with_arm, with_case
 
@@ -26,23 +26,6 @@ def test_one_verdict_is_the_headline_and_several_are_counted():
     assert several.headline.sentence == "2 claims: 1 demonstrated, 1 refuted"
     assert several.headline.kind == "refuted"
     assert [verdict.word for verdict in several.verdicts] == ["demonstrated", "refuted"]
-
-
-def test_the_geometric_mean_stands_beside_the_lowest_case():
-    record = build_record(speedups=[2.3, 3.0])
-    (verdict,) = run_of(record, judge(build_claim(), record)).verdicts
-    assert verdict.figure.startswith("lowest of 2 cases 2.3")
-    assert "; geometric mean 2.6" in verdict.figure
-    (mean,) = run_of(record, judge(build_claim(scope="geometric mean"), record)).verdicts
-    assert mean.figure.count("geometric mean") == 1
-
-
-def test_a_failed_gate_is_the_headline_and_no_verdict_stands_beside_it():
-    record = build_record(gates=build_gates("launch"))
-    part = run_of(record, judge(build_claim(), record))
-    assert part.headline.word == "gate failed"
-    assert part.headline.sentence.startswith("launch: ")
-    assert part.verdicts == []
 
 
 def test_a_run_without_times_has_gates_and_accuracy_and_no_figures():

@@ -6,7 +6,6 @@ import base64
 import csv
 import hashlib
 import io
-import itertools
 import re
 from html.parser import HTMLParser
 
@@ -17,7 +16,7 @@ from flashmoe_science.proof.judge import judge
 from flashmoe_science.proof.page import Judged, build_page
 from flashmoe_science.proof.report_html import render_html
 
-from .builders import build_gates, build_record
+from .builders import build_record
 from .claim_builders import SENTENCE, build_claim
 from .page_checks import HOSTILE, hostile_record
 
@@ -125,18 +124,6 @@ KNOWN_ATTRIBUTES = {
 }
 
 
-def test_headings_are_in_order_and_identifiers_are_unique(page, record):
-    for document in (page, Document(render(record, build_record(day=1)))):
-        levels = [int(tag[1]) for tag, _ in document.tags("h1", "h2", "h3", "h4", "h5", "h6")]
-        assert levels[0] == 1
-        assert levels.count(1) == 1
-        assert all(after - before <= 1 for before, after in itertools.pairwise(levels))
-        ids = [attrs["id"] for _, attrs, _ in document.elements if "id" in attrs]
-        assert len(ids) == len(set(ids))
-        links = [attrs["href"] for _, attrs in document.tags("a") if attrs["href"].startswith("#")]
-        assert {link[1:] for link in links} <= set(ids)
-
-
 def test_the_verdict_comes_before_everything_else(page):
     said = " ".join("".join(page.words).split())
     assert said.index(f"refuted {SENTENCE}") < said.index("Gates")
@@ -164,16 +151,6 @@ def test_the_record_and_the_table_can_be_downloaded_from_the_page_itself(page, r
     rows = list(csv.DictReader(io.StringIO(content[f"{record.id}.csv"])))
     assert len(rows) == 3 * 3 * 3
     assert content[f"{record.id}.csv"] in "".join(page.words)
-
-
-def test_a_page_of_a_failed_gate_shows_its_hint_and_its_details():
-    gates = build_gates("launch")
-    gates[3] = gates[3].model_copy(update={"hint": "mend it", "details": ["block is (128, 1, 1)"]})
-    page = Document(render(build_record(gpu=None, gates=gates)))
-    said = " ".join("".join(page.words).split())
-    assert "hint: mend it" in said
-    assert "block is (128, 1, 1)" in said
-    assert [attrs for tag, attrs in page.tags("details") if "open" in attrs] == [{"open": None}]
 
 
 # Colours

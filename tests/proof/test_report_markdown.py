@@ -61,14 +61,6 @@ def test_escape(text, escaped):
     assert escape(text) == escaped
 
 
-def test_several_runs_have_an_index_and_sections_of_their_own():
-    text = render(build_record(), build_record(day=1))
-    assert text.startswith("# 2 runs side by side\n")
-    assert len(re.findall(r"^## \d: flash_attention", text, re.MULTILINE)) == 2
-    assert len(re.findall(r"^### Gates$", text, re.MULTILINE)) == 2
-    assert "| case | speedup, run 1 | speedup, run 2 |" in text
-
-
 def test_what_stood_in_for_the_kernel_is_counted_apart():
     record = build_record(gpu=None)
     stood_in = [case.model_copy(update={"correct": None, "stand_in": "plain torch"}) for case in record.cases[:1]]

@@ -26,8 +26,6 @@ from flashmoe_science.proof.loading import load_entry
 from flashmoe_science.proof.revisions import (
     checked_out,
     find_revision,
-    find_toplevel,
-    has_uncommitted_changes,
     prove_revisions,
     subjects_at,
 )
@@ -68,21 +66,6 @@ def asked(repository, *labels):
 
 
 # git
-
-
-def test_revisions_are_found_by_any_name_that_git_knows(repository):
-    second = git(repository, "rev-parse", "second")
-    for label in ("second", "main", "HEAD", second, second[:8], "HEAD~0"):
-        assert find_revision(repository, label).commit == second  # type: ignore[union-attr]
-    assert find_revision(repository, "nonsense") is None
-    assert find_revision(repository, "--all") is None
-    assert find_toplevel(repository / "kernels") == repository
-
-
-def test_uncommitted_changes_are_seen(repository):
-    assert not has_uncommitted_changes(repository)
-    (repository / "kernels" / "helper.py").write_text("FACTOR = 3\n")
-    assert has_uncommitted_changes(repository)
 
 
 def test_both_revisions_are_there_with_their_own_files_and_gone_in_the_end(repository):
@@ -132,14 +115,6 @@ def test_a_subject_at_a_revision_has_its_files_its_name_and_its_rival(repository
     assert b.folder == checkouts[1].root / "kernels"
     assert sys.path == path  # workers inherit it
     assert type(b).from_json(b.to_json()) == b
-
-
-def test_a_subject_that_a_revision_lacks_is_refused_with_the_revision(repository):
-    git(repository, "mv", "kernels", "moved")
-    git(repository, "commit", "--quiet", "--message", "move")
-    with checked_out(repository, *asked(repository, "first", "HEAD")) as found, pytest.raises(SubjectError) as refused:
-        subjects_at(str(repository / "moved"), *found)
-    assert str(refused.value).startswith("revision first: it has no moved/kernel.toml")
 
 
 def test_a_wrong_file_is_refused_with_the_revision_and_no_temporary_folder(repository):
@@ -323,15 +298,6 @@ def test_each_revision_is_built_in_its_own_checkout(repository, fake, tmp_path):
     prove_both(repository, "third", "fourth")
     assert (tmp_path / "built").read_text() == "FACTOR = 1.0  # second\nFACTOR = 1.0  # fourth\n"
     assert not (repository / "built").exists()
-
-
-def test_what_a_showed_is_kept_before_b_begins(repository, fake):
-    record, recorder, _ = prove_both(repository)
-    a_gates = [saved.compared and [gate.status.value for gate in saved.compared.a.gates] for saved in recorder.saved]
-    assert a_gates[0] == ["passed", *["not reached"] * 6]  # after A's first gate
-    assert {saved.id for saved in recorder.saved} == {record.id}  # each replaces the one before
-    assert {saved.created_at for saved in recorder.saved} == {record.created_at}
-    assert not any(saved.complete for saved in recorder.saved[:-1])
 
 
 def test_an_interruption_of_a_leaves_and_books_what_a_had_finished(repository, fake, tmp_path, monkeypatch, capsys):

@@ -19,7 +19,6 @@ from flashmoe_science.proof.evidence import Settings
 from flashmoe_science.proof.gates import ProveRequest, chain, run
 from flashmoe_science.proof.loading import load_subject
 from flashmoe_science.proof.suites import Suite
-from flashmoe_science.proof.verify import verify_claims
 
 from .chain import FEW, GPU, FakeGpu, attention, captured, environment_with, gate_of, launch, run_chain, statuses, until
 
@@ -106,21 +105,6 @@ def test_a_slow_kernel_is_stopped_at_gate_quick_with_the_blocks_it_had(fake_gpu)
         "has 2 blocks, which leave 98% of the SMs idle"
     )
     assert gate.hint.startswith("share the work over more blocks: split the keys")
-
-
-def test_the_sentence_that_nothing_shows_is_asserted():
-    assert "1.7x" in (STORY / "README.md").read_text(encoding="utf-8")
-    (verdict,) = verify_claims(STORY)
-    assert (verdict.claim.subject, verdict.status.value) == ("story_f_asserted", "asserted")
-
-
-def test_without_nvcc_the_build_is_not_possible_and_says_so(no_gpu, tmp_path, monkeypatch):
-    monkeypatch.setattr("flashmoe_science.proof.building.find_program", lambda name: None)
-    record = prove("d", copied(tmp_path))
-    assert list(statuses(record).values()) == ["passed", *["not possible"] * 6]
-    gate = gate_of(record, "build")
-    assert gate.summary == "the build command needs nvcc, g++, which is not here"
-    assert gate.hint == "install the CUDA toolkit, or set CUDA_HOME to its folder: it needs no GPU"
 
 
 @NEEDS_NVCC

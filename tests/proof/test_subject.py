@@ -163,14 +163,6 @@ def test_a_hint_names_the_file_that_lies_beside(folder, monkeypatch):
         assert said in str(error.value)
 
 
-def test_one_bracket_where_a_list_of_tables_is_meant_is_said(folder):
-    head = GOOD.partition("[[launch.kernels]]")[0]
-    (folder / "kernel.toml").write_text(f'{head}[launch.kernels]\npattern = "*merge*"\n')
-    with pytest.raises(SubjectError) as error:
-        load_subject(str(folder))
-    assert "key launch.kernels: expected a list of tables: write [[launch.kernels]], not [" in str(error.value)
-
-
 def test_builtin_name_asks_the_operator(monkeypatch):
     monkeypatch.setattr(subjects, "BUILTIN_OPERATORS", {OPERATOR: ("fake_attention",)})
     subject = load_subject("fake_attention")
@@ -251,16 +243,6 @@ def test_every_key_is_explained_in_the_docs():
         assert f"`{key}`" in explained or f"[[launch.{key}]]" in explained
     for pattern in framework_kernels(load_operator("attention")):
         assert f"`{pattern}`" in explained
-
-
-def test_the_error_in_the_docs_is_the_real_one(folder, monkeypatch):
-    (folder / "kernel.toml").write_text(GOOD.replace("block = [384, 1, 1]", "block = [128]"))
-    (folder / "kernel.toml").rename(folder / "my_kernel.toml")
-    monkeypatch.chdir(folder)
-    with pytest.raises(SubjectError) as error:
-        load_subject("my_kernel.toml")
-    page = (Path(__file__).parents[2] / "docs" / "kernel-toml.md").read_text()
-    assert str(error.value).replace("my_kernel.toml", "my_kernel/kernel.toml", 1) in page
 
 
 @pytest.mark.parametrize(

@@ -70,14 +70,6 @@ def test_raise_is_a_result_with_type_message_and_place():
     assert "second line" in result.output_tail
 
 
-@pytest.mark.parametrize("name", ["SIGSEGV", "SIGKILL", "SIGTERM", "SIGABRT"])
-def test_signal_is_named(name):
-    result = run("die", {"signal": int(signal.Signals[name])})
-    assert not result.ok
-    assert result.reason == f"killed by {name}"
-    assert "about to die" in result.output_tail
-
-
 def test_real_segmentation_fault_leaves_its_stack_in_the_output():
     result = run("crash")
     assert result.reason == "killed by SIGSEGV"
@@ -101,20 +93,6 @@ def test_hang_is_ended_and_says_where(clock, monkeypatch, tmp_path):
     assert result.reason == "no answer within 120 s"
     assert "about to hang" in result.output_tail
     assert "in hang" in result.output_tail
-
-
-def test_silence_is_told_while_it_lasts(clock):
-    seen: list[object] = []
-    after: list[float] = []  # the event
-    clock.ahead = lambda: 50.0 * len(after)
-
-    def on_silence(seconds: float) -> None:
-        if seen:
-            after.append(seconds)
-
-    assert run("hang_after_event", on_event=seen.append, on_silence=on_silence).timed_out
-    assert len(after) in (2, 3)
-    assert 50.0 <= after[1] < LIMIT_S
 
 
 def test_a_task_is_ended_after_its_time_in_all_however_much_it_says(clock):
@@ -162,14 +140,6 @@ def test_death_is_seen_though_a_fork_holds_the_pipe():
     result = run("die_leaving_a_fork")
     assert result.reason == "killed by SIGKILL"
     assert result.seconds < LIMIT_S
-
-
-def test_crash_after_the_answer_changes_nothing():
-    assert run("crash_after_answer").data == {"done": True}
-
-
-def test_gpu_out_of_memory_is_recognised():
-    assert run("out_of_memory").reason.startswith("GPU out of memory: ")
 
 
 def test_current_folder_shadows_nothing(tmp_path, monkeypatch):

@@ -75,21 +75,6 @@ def test_a_kernel_is_found_whichever_way_ncu_writes_its_name(name):
     }
 
 
-def test_a_short_name_is_not_taken_for_another_launch():
-    """Both kernels of the story are called so: grid and block tell them apart."""
-    mine = kernel(8, name=STORY, block=(384, 1, 1))
-    for other in (
-        printed_by_2025("attend_kernel", block="(128, 1, 1)"),
-        printed_by_2025(MANGLED, grid="(1,024, 1, 1)"),
-        printed_by_2025("merge_kernel"),
-    ):
-        (found,), why = attach([mine], parse(other))
-        assert found.counters == {}
-        assert why.startswith(f"ncu shows no kernel {STORY}; what it shows: ")
-    (row,) = parse(printed_by_2025(MANGLED, grid="(1,024, 1, 1)"))
-    assert (row.name, row.grid, row.block) == (STORY, (1024, 1, 1), (384, 1, 1))
-
-
 def test_sums_are_added_and_percentages_weighted_by_time():
     kernels = [kernel(8, name="void attend_kernel<64>(float const*, int)"), kernel(4, name="merge(float*)", count=2)]
     (attend, merge), why = attach(kernels, parse(PRINTED))

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from flashmoe_science.errors import InputError, SuiteError
-from flashmoe_science.proof.diagnose import gather, run as run_module, tasks
-from flashmoe_science.proof.diagnose.gather import CannotObserveError, Request, build, observe_here
+from flashmoe_science.proof.diagnose import run as run_module, tasks
+from flashmoe_science.proof.diagnose.gather import CannotObserveError, Request, observe_here
 from flashmoe_science.proof.diagnose.observations import Code, Kernel
 from flashmoe_science.proof.diagnose.reason import diagnose_case
 from flashmoe_science.proof.evidence import Settings
@@ -165,38 +165,6 @@ def test_a_subject_that_cannot_be_loaded_is_said_with_its_last_words(observe):
         observe(row_loop(observe.gpu), crash_in="observe_launches")
     gate = caught.value.gate
     assert (gate.name, gate.summary, gate.details) == ("import", "the process: killed by SIGKILL", ["last words"])
-
-
-def test_counters_are_asked_for_and_their_absence_has_a_reason(observe, monkeypatch):
-    monkeypatch.setattr(gather, "read_counters", lambda payload, kernels: (list(kernels), "ncu is not on PATH"))
-    observations, _ = observe(row_loop(observe.gpu), counters=True)
-    assert observations.missing["counters"] == "ncu is not on PATH"
-    observations, _ = observe(row_loop(observe.gpu))
-    assert observations.missing["counters"] == "they were not asked for"
-
-
-def test_each_kernel_has_the_median_of_its_own_time(observe):
-    gpu = observe.gpu
-    first, second = row_loop(gpu), implementation(gpu, seconds=3e-6, name="merge")
-
-    def entry(x):
-        first(x)
-        return second(x)
-
-    observations, _ = observe(entry)
-    assert [(kernel.name, kernel.blocks) for kernel in observations.kernels] == [("row_loop", 8), ("merge", 1)]
-    assert [kernel.seconds for kernel in observations.kernels] == [pytest.approx(66e-6), pytest.approx(3e-6)]
-
-
-def test_a_build_that_fails_is_said():
-    code = "print('a.cu(3): error: no such type'); raise SystemExit(3)"
-    subject = replace(SUBJECT, build_command=("{python}", "-c", code))
-    said: list[str] = []
-    with pytest.raises(CannotObserveError) as caught:
-        build(subject, H200, said.append)
-    assert caught.value.gate.summary == "the build command exited with status 3: a.cu(3): error: no such type"
-    assert caught.value.gate.details == ["a.cu(3): error: no such type"]
-    assert said[0].startswith("build command: {python}")
 
 
 def request(**changes):

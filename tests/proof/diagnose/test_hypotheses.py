@@ -133,14 +133,6 @@ def test_wave_tail(observations, status):
     assert finding(observations, "wave tail").status is status
 
 
-def test_a_grid_that_grows_by_another_factor_is_made_of_other_blocks():
-    """Twice the batch took larger tiles: 264 blocks fill whole rounds, and say nothing of those 150."""
-    observations = observe(
-        kernels=[kernel(150, shared_memory_bytes=200 * 1024)], runs=[scaled("batch", 2, 600e-6, 264)]
-    )
-    assert finding(observations, "wave tail").status is CANNOT_TELL
-
-
 def test_no_remedy_gives_more_than_the_rates_of_the_gpu_allow():
     """Eight blocks at half of the memory's bandwidth: spread over all SMs they would be twice as fast, not 16 times."""
     observations = observe(kernels=[kernel(8)], dram_bytes=0.5 * 4.8e12 * 500e-6, runs=copies(1.5, 1.9))
@@ -167,16 +159,6 @@ FLAT = [scaled("keys", 2, 510e-6, 8), scaled("keys", 4, 530e-6, 8)]
 )
 def test_serial_loop(blocks, runs, status):
     assert finding(observe(kernels=[kernel(blocks)], runs=runs), "serial loop").status is status
-
-
-def test_a_loop_that_was_split_grows_on_an_axis_where_every_block_has_its_own_sm():
-    """Where queries and keys grow together the grid does too: it still counts while blocks share no SM."""
-    runs = [scaled("length", 2, 990e-6, 16), scaled("length", 4, 1970e-6, 32), *copies(2.0, 4.0)]
-    found = finding(observe(kernels=[kernel(8)], runs=runs), "serial loop")
-    assert found.status is CONFIRMED
-    assert "the sequence length" in found.explanation
-    runs = [scaled("length", 2, 990e-6, 400), *copies(2.0, 4.0, blocks=200)]
-    assert finding(observe(kernels=[kernel(200)], runs=runs), "serial loop").status is CANNOT_TELL
 
 
 @pytest.mark.parametrize(
@@ -338,11 +320,3 @@ def test_the_story_is_a_serial_loop_and_a_small_grid():
     assert loop.numbers["room"] == pytest.approx(2 * 132 / 8)  # an SM holds two blocks of 384 threads
     others = ("launch-bound", "wave tail", "threads idle", "bound by memory bandwidth", "bound by arithmetic")
     assert [finding(observations, other).status for other in others] == [RULED_OUT] * 5
-
-
-def test_the_storys_kernel_on_a_problem_that_fills_the_gpu_has_other_causes():
-    """The same kernel with 2,112 blocks: the loop is the same, and nothing is idle."""
-    observations = observe(kernels=[kernel(132 * 16, code=PLAIN)], runs=full_gpu(), flops=4e10)
-    assert finding(observations, "grid too small").status is RULED_OUT
-    assert finding(observations, "serial loop").status is RULED_OUT
-    assert finding(observations, "no tensor-core instructions").status is CONFIRMED

@@ -91,13 +91,6 @@ def test_of_a_kernel_toml_the_promises_are_taken(tmp_path):
     assert "no library that it loads has it for sm_89" in told["spills and local memory"].explanation
 
 
-def test_a_subject_that_cannot_be_imported_keeps_its_promises(tmp_path):
-    subject = write_subject(tmp_path, "raise OSError('undefined symbol: _Z6attend')\n", tail=PROMISING)
-    found, told = plan(subject, suite_of(SHORT).cases[0], "H200")
-    assert found.kernels[0].blocks == 8
-    assert "cannot be imported here: OSError: undefined symbol" in told["no tensor-core instructions"].explanation
-
-
 def test_of_several_kernels_that_fit_a_pattern_only_what_they_have_in_common_is_known():
     def code(**counts):
         return KernelCode("attend", 90, counts.pop("registers", 40), 0, 0, counts, counts)
