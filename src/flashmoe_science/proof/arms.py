@@ -71,7 +71,7 @@ class Loaded:
 
     @property
     def yardstick(self) -> bool:
-        """Whether it does other work, whose answer is none to the problem: only that it repeats is checked."""
+        """Whether it does other work, e.g. a matrix product: only the repeatability of its answer is checked."""
         return bool(getattr(self.rival, "yardstick", False))
 
     def refusal(self, problem: Any) -> str | None:
@@ -195,7 +195,7 @@ def prepare_arm(
                 if wrong := not_an_answer(answer, loaded, names):
                     arm.fail(wrong)
                     return arm
-                device.synchronize()  # here work on any stream is waited for: check_stream says what is wrong with it
+                device.synchronize()  # waits for work on any stream; check_stream reports such work
                 arm.expected.append(copied(answer))
             device.poison(*output_bytes)
             again = copied(arm.calls[0]())
@@ -223,7 +223,7 @@ def not_an_answer(answer: Any, loaded: Loaded, names: Sequence[str]) -> str:
 
 
 def _judge_answer(arm: Arm, index: int, expected: ExpectedOutputs, *, repeats: bool) -> str:
-    """Return what is wrong with the answer to one set, or an empty string; records the worst accuracy of all sets."""
+    """Return the fault of the answer to one set, or an empty string; record the worst accuracy of all sets."""
     found: dict[str, OutputAccuracy] = {}
     answer = parts(arm.expected[index])
     for first, wanted in zip(answer, expected, strict=True):
@@ -367,7 +367,7 @@ def _roll_expected(arm: Arm) -> None:
 def copy_values(source: Inputs, target: Inputs) -> None:
     """Write the values of ``source`` into the tensors of ``target``, on the current stream.
 
-    Through ``.data`` the version counter stands still: a cache keyed on it too is not warned.
+    Through ``.data`` the version counter does not change: a cache keyed on it gets no warning.
     """
     for name, tensor in target.items():
         tensor.data.copy_(source[name])

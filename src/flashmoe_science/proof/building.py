@@ -32,14 +32,14 @@ class Built:
 
     @property
     def hint(self) -> str:
-        """How to get what is missing."""
+        """How to get the missing programs."""
         if "nvcc" in self.missing:
             return "install the CUDA toolkit, or set CUDA_HOME to its folder: it needs no GPU"
         return "install it, or put its folder on PATH"
 
 
 def known_gpus(names: Iterable[str], here: Gpu | None) -> list[GpuSpec]:
-    """Return what is known of the GPUs named and of the one here. One of a kind that the table lacks is left out."""
+    """Return the specs of the named GPUs and of the one here; GPUs that the table lacks are left out."""
     specs = {}
     for name in [*names, *([here.name] if here is not None else [])]:
         try:

@@ -65,7 +65,7 @@ def check_case(
     call = operator.bind(entry, problem, inputs)
     first = run(call, inputs, find_expected(operator, problem, inputs), "the first call", poison_all=device == "cpu")
     for name, tensor in inputs.items():
-        # Through .data the version counter stands still: a cache keyed on it too is not warned.
+        # Through .data the version counter does not change: a cache keyed on it gets no warning.
         tensor.data.copy_(others[name])
     del others
     wanted = find_expected(operator, problem, inputs)

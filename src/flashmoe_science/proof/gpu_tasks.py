@@ -1,4 +1,4 @@
-"""What the chain runs on a GPU, each in a process of its own: capture the launches, and take the times."""
+"""Worker tasks of the chain on a GPU: capture the launches, and take the times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The speed of a subject over its runs: where its level changed, and what that goes with. See ``docs/history.md``."""
+"""The speed of a subject over its runs: changes of its level, and their likely reasons. See ``docs/history.md``."""
 
 from __future__ import annotations
 

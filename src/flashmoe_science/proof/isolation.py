@@ -1,8 +1,8 @@
 """Two revisions of one subject in one process, each calling its own code and nothing of the other.
 
-Our own package is imported under another name for each revision, which its relative imports make possible. A
-``kernel.toml``'s modules keep their names, so those of revision A are guests: they stand in ``sys.modules`` and on
-``sys.path`` only while A's calls are made, and B's only while they are not. What cannot be kept apart is an error.
+Our own package is imported under another name for each revision, which its relative imports make possible. The
+modules of a ``kernel.toml`` keep their names, so those of revision A are guests: they are in ``sys.modules`` and on
+``sys.path`` only during A's calls, and B's only outside of them. Code that cannot be kept apart is an error.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _ASKED_OF_THE_REVISION = ("promised_launches", "cpu_refusal", "cpu_stand_in")  #
 
 
 def at_revision(operator: Operator, subject: Subject) -> Operator:
-    """Return ``operator`` for a subject at a revision: what a case means, and which answer is right, stays as it is.
+    """Return ``operator`` for a subject at a revision: cases and right answers keep their meaning.
 
-    How our own subject is called, planned and compiled is its revision's affair. The other revision is a rival.
+    The revision itself calls, plans and compiles its subject. The other revision is a baseline.
     """
     return cast("Operator", _AtRevision(operator, subject))
 
@@ -219,7 +219,7 @@ class _OtherRevision:
 
 
 class Guest:
-    """The modules of one revision, which stand in ``sys.modules`` only inside of the context.
+    """The modules of one revision, which are in ``sys.modules`` only inside of the context.
 
     Imports that a call makes late land with the right revision too. Entering costs microseconds, outside of the timing.
     """

@@ -84,7 +84,7 @@ class CallTrace:
         ]
 
     def seconds_of(self, launch: Launch) -> float:
-        """Return how long the kernels that ``launch`` stands for ran, one after the other."""
+        """Return the sum of the times of the kernels of ``launch``."""
         same = launch.name, launch.grid, launch.block
         return sum(e.end_ns - e.start_ns for e in self.kernels if (e.name, e.grid, e.block) == same) / 1e9
 
@@ -269,7 +269,7 @@ def matching(patterns: Sequence[str], launches: Sequence[Launch]) -> list[Launch
 
 
 def launches_match(promises: Sequence[LaunchPromise], launches: Sequence[Launch]) -> list[str]:
-    """Return what is wrong with ``launches``, one line each; nothing when every promise was kept and nothing else ran.
+    """Return the faults of ``launches``, one line each: broken promises, and kernels without a promise.
 
     A promise is kept by a launch whose name fits its pattern, and whose grid, block and shared memory are as promised.
     Where nothing is promised nothing is wrong.

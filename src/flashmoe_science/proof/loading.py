@@ -1,4 +1,4 @@
-"""Load what is on trial: a subject by its name or file, its operator, and its entry point."""
+"""Load a subject by its name or file, its operator, and its entry point."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ def _subject_from_file(path: Path, time_limit: float | None) -> Subject:
     hint = f"did you mean {path.parent / near[0]}?" if near else _HINT
     file = read_toml(path, _KernelFile, SubjectError, hint=hint)
     table, build, launch = file.subject, file.build, file.launch
-    if table.name in builtin_names():  # its record would be taken for evidence on ours
+    if table.name in builtin_names():  # its record would count as evidence on ours
         message = f"expected a name that none of our own subjects has, got {table.name!r}"
         raise SubjectError(f"{path}: key subject.name: {message}", hint="give it a name of its own")
     subject = Subject(

@@ -1,4 +1,4 @@
-"""What the driver says of a GPU through NVML: clocks, power, temperature, throttle reasons, limits.
+"""Readings of a GPU through NVML: clocks, power, temperature, throttle reasons, limits.
 
 No driver, no ``nvidia-ml-py`` or no permission is a normal state: then ``open_sensors`` returns sensors that read None
 and say why. A quantity that one card does not report is None, the others are read all the same.

@@ -1,8 +1,8 @@
-"""A user's own operator: its code is tried in a worker first, and what it raises here is told as its own error.
+"""A user's own operator: its code runs in a worker first, and its errors here are reported as its own.
 
 A module that somebody wrote may raise, hang or crash while it is imported, and its methods whenever they are called.
-The main process keeps the record of a run: nothing runs in it that has not come back from a worker once. What a method
-raises in a worker, in which the kernel runs too, is told from what the kernel raises, and ends the run.
+The main process keeps the record of a run: code runs in it only after it has run in a worker once. An error of a method
+in a worker, where the kernel runs too, is told apart from an error of the kernel, and ends the run.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _guarded: dict[tuple[str, int], tuple[Any, Operator]] = {}
 def load_user_operator(name: str, *, timeout_s: float) -> Operator:
     """Return the operator ``module:OBJECT``: imported in a worker first, and then here.
 
-    What its methods raise in this process is an ``OperatorError`` from now on; an error of ours stays what it is.
+    Errors of its methods in this process become ``OperatorError``; errors of ours stay as they are.
 
     Raises:
         OperatorError: it cannot be loaded, or not within ``timeout_s``: says file, line and cause.
@@ -60,7 +60,7 @@ def load_user_operator(name: str, *, timeout_s: float) -> Operator:
 
 
 def find_user_operator(name: str) -> Operator:
-    """Return the operator ``module:OBJECT`` in a worker: what its methods raise is an ``OperatorError``."""
+    """Return the operator ``module:OBJECT`` in a worker: errors of its methods become ``OperatorError``."""
     return _guarded_once(find_operator(name), name)
 
 
@@ -73,7 +73,7 @@ def _guarded_once(operator: Operator, name: str) -> Operator:
 
 @contextlib.contextmanager
 def blaming(name: str) -> Iterator[None]:
-    """Tell what the harness finds wrong with what an operator gave it: an error of the operator, if it is a user's."""
+    """Turn an error of the harness about the answer of a user's operator into an ``OperatorError``."""
     try:
         yield
     except OperatorError:
@@ -118,7 +118,7 @@ def _try(payload: dict[str, Any], what: str, timeout_s: float) -> None:
 
 
 def _how_it_ended(result: TaskResult) -> str:
-    """Return why a worker gave no answer, and where it was then, as far as its last words say."""
+    """Return why a worker gave no answer, and its last known line of code."""
     frames = (found for line in result.output_tail.splitlines() if (found := _FRAME.search(line)) is not None)
     frame = next((found for found in frames if _is_theirs(found["file"])), None)
     where = f" ({Path(frame['file']).name}:{frame['line']} in {frame['name']})" if frame is not None else ""
@@ -183,7 +183,7 @@ def _wrong(method: str, expected: str, got: object) -> dict[str, Any]:
 
 
 def cause_of(error: BaseException) -> str:
-    """Return in one line what an error of somebody's code is, and where in their files it came up."""
+    """Return an error of a user's code in one line, with its place in their files."""
     said = explain_import(error)[0] if isinstance(error, (ImportError, OSError)) else ""
     message = str(error).strip().partition("\n")[0]
     if isinstance(error, SyntaxError):
@@ -205,13 +205,13 @@ def _is_theirs(file: str) -> bool:
 
 @contextlib.contextmanager
 def _blamed(what: str) -> Iterator[None]:
-    """Tell what is raised inside as an error of somebody's operator. An error of ours stays what it is."""
+    """Turn errors raised inside into ``OperatorError``. Errors of ours stay as they are."""
     try:
         yield
     except FlashmoeError:
         raise
     except (Exception, SystemExit) as error:
-        if _is_of_the_gpu(error):  # whose fault it is that a GPU answers no more, its line does not tell
+        if _is_of_the_gpu(error):  # the line of a GPU error does not show its cause
             raise
         raise OperatorError(f"{what}: {cause_of(error)}", hint=_hint_of(error)) from error
 
@@ -221,7 +221,7 @@ def _is_of_the_gpu(error: BaseException) -> bool:
 
 
 def _guard(operator: Operator, name: str) -> Operator:
-    """Return an object with everything that ``operator`` offers, whose methods raise nothing that is not ours.
+    """Return an object with all attributes of ``operator``, whose methods raise errors of ours only.
 
     An instance's own attributes: whether an operator offers a protocol is asked of them, and not of ``__getattr__``.
     """

@@ -24,13 +24,13 @@ Problems = Mapping[str, dict[str, Any]]  # of the cases by name, as the operator
 
 
 def read_user_suite(path: Path, operator: str, folders: Sequence[Path]) -> Problems:
-    """Return the cases of the suite in ``path``, whose ``operator`` is looked for in ``folders`` and beside the suite.
+    """Return the cases of the suite in ``path``; its ``operator`` lies in ``folders`` or beside the suite.
 
     Raises:
         SuiteError: the file is wrong, or the operator's code does not load, hangs or crashes.
     """
     searched = tuple(dict.fromkeys([*folders, path.parent]))
-    if _is_loaded(operator, searched):  # what runs here in any case needs no worker
+    if _is_loaded(operator, searched):  # its code runs here in any case
         return _problems(load_suite(str(path)))
     files = tuple((file, file.stat().st_mtime_ns) for file in (path, *_module_files(operator, searched)))
     return _ask(path, searched, files)

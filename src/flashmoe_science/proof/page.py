@@ -1,4 +1,4 @@
-"""What a page about runs says, as words and tables: the same for HTML and Markdown. It computes nothing."""
+"""The content of a page about runs, as words and tables: the same for HTML and Markdown. It computes nothing."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ def _run_part(judged: Judged, kind: TimeKind | None, anchor: str) -> RunPart:
 
 
 def _weighed(judged: Judged) -> list[Verdict]:
-    """Return the verdicts; where a gate failed there are none, and how far the chain came stands for them."""
+    """Return the verdicts; none where a gate failed: the headline is then the last gate."""
     return [verdict for verdict in judged.verdicts if verdict.gate_failed is None]
 
 

@@ -370,7 +370,7 @@ def check_lines(check: Check, width: int) -> RenderableType:
 
 
 def plan_lines(text: str) -> list[RenderableType]:
-    """Return a plan as it says itself, but so that what is wrapped stays to the right of the first word."""
+    """Return the lines of a plan; wrapped text stays to the right of the first word."""
     title, *lines = text.splitlines()
     return [title, *map(_plan_line, lines)]
 

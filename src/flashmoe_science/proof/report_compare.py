@@ -23,7 +23,7 @@ _STYLE = {
 
 
 def comparison_lines(comparison: Comparison) -> RenderableType:
-    """Return what is compared, a row for every case and kind of time, and the verdict over all."""
+    """Return the revisions, a row for every case and kind of time, and the verdict over all."""
     head = new_grid(0)
     how = "rounds interleaved in one run" if comparison.paired else "two runs, not paired"
     how = f"; {how}" if comparison.cases else ""

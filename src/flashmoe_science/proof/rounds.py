@@ -263,7 +263,7 @@ def _collect(sampler: ClockSampler | KernelSampler, arm: Arm, numbers: Sequence[
 
 
 def _check_shared(arms: Sequence[Arm], samples: Samples, shared: SharedState) -> None:
-    """Fail every arm where one of them changed what all share: whose times that changed, nobody can tell."""
+    """Fail every arm where shared state of the process changed: all times may be affected."""
     if not (changes := shared.changes()):
         return
     for arm in arms:

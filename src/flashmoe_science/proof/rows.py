@@ -37,7 +37,7 @@ class ArmRow:
     case: CaseRecord
     arm: Arm
     kind: TimeKind
-    # Of a baseline: its time over the subject's, so what the subject gains. Of a control: its time over its original's.
+    # A baseline's time over the subject's (its speedup); a control's time over its original's.
     ratio: Ratio | None
 
     @property
@@ -103,7 +103,7 @@ class MemoryRow:
 
     case: CaseRecord
     arm: Arm
-    # Of a baseline: its bytes over the subject's, so what the subject saves. Of a control: over its original's.
+    # A baseline's bytes over the subject's; a control's over its original's.
     ratio: float | None
 
 

@@ -1,4 +1,4 @@
-"""What is on trial: one of our own implementations, or somebody's kernel described by a ``kernel.toml``."""
+"""A subject: one of our own implementations, or a user's kernel described by a ``kernel.toml``."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Checkout:
 
 @dataclass(frozen=True)
 class Subject:
-    """What is on trial. ``sources`` and ``python_path`` are relative to ``folder``."""
+    """The implementation on trial. ``sources`` and ``python_path`` are relative to ``folder``."""
 
     name: str
     operator: str  # a built-in operator, or a dotted module path with an object OPERATOR

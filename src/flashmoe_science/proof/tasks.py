@@ -1,4 +1,4 @@
-"""What the chain runs in worker processes: the subject's code is never imported anywhere else."""
+"""Worker tasks of the chain: the subject's code is never imported anywhere else."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def import_subject(payload: dict[str, Any], emit: Emit) -> dict[str, Any]:  # no
 
 
 def _import(payload: dict[str, Any]) -> list[str]:
-    """Import the subject, and return what is worth knowing of it. Raises ``SubjectError``."""
+    """Import the subject, and return notes about it. Raises ``SubjectError``."""
     subject = Subject.from_json(payload["subject"])
     operator = operator_of(subject)
     from .shared_state import HINT, SharedState  # it imports torch, which not every task needs

@@ -118,7 +118,7 @@ def run_tasks(
                 selector.select(_POLL_S)
                 for key in list(selector.get_map().values()):
                     child = children[key.data]
-                    died = child.has_died()  # asked before reading: then nothing can come after what is read
+                    died = child.has_died()  # asked before reading: then the read is complete
                     for event in child.receive():
                         if on_event is not None:
                             on_event(key.data, event)

@@ -1,4 +1,4 @@
-"""Ask worker processes for all that a diagnosis reasons from. What one cannot give says why, and the rest goes on."""
+"""Ask worker processes for the observations of a diagnosis. A missing one has a reason, and the rest goes on."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _failed(gate: Any, summary: str, result: TaskResult) -> Gate:
 
 
 def observe_here(request: Request, gpu: Gpu, *, say: Say, run: RunTask = run_task) -> list[Observations]:
-    """Return what is observed of every case on the GPU that is here.
+    """Return the observations of every case on the GPU that is here.
 
     Raises:
         CannotObserveError: the subject cannot be imported, or its process ends before the first case.
@@ -351,7 +351,7 @@ def _dram_bytes(case: SuiteCase, work: Work, gpu: Gpu, timed: Mapping[str, Any])
 
 
 def plan_for(request: Request, spec: GpuSpec, why: str, *, say: Say, run: RunTask = run_task) -> list[Observations]:
-    """Return what can be said of every case on a GPU that is not here: what would be launched, and its machine code."""
+    """Return the planned launches of every case on a GPU that is not here, with their machine code."""
     operator = operator_of(request.subject)
     tables = [{"name": case.name, "problem": operator.as_table(case.problem)} for case in request.cases]
     payload = {"subject": request.subject.to_json(), "cases": tables, "gpu": spec.name, "arch": spec.arch}

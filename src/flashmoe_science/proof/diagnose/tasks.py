@@ -1,4 +1,4 @@
-"""What a diagnosis asks worker processes: launches with their times and machine code, and one call under a profiler.
+"""Worker tasks of a diagnosis: launches with their times and machine code, and one call under a profiler.
 
 The subject's code is imported here only. Times of calls are ``gpu_tasks.measure``'s.
 """

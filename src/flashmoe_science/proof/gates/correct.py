@@ -124,7 +124,7 @@ def _note_end(run: Run, checks: _Checks, ending: str) -> None:
 
 
 def _say_ended(run: Run, checks: _Checks, wrong: list[dict[str, Any]]) -> str:
-    """Return which cases ended their processes and how, and what is known of the others."""
+    """Return the cases that ended their processes, how they did, and the results of the others."""
     if not checks.ended:
         return checks.ending
     names = list(checks.ended)
@@ -150,7 +150,7 @@ def _say_ended(run: Run, checks: _Checks, wrong: list[dict[str, Any]]) -> str:
 
 
 def _kept_results(run: Run) -> list[dict[str, Any]]:
-    """Return what the run that is gone on with found, as the task tells it."""
+    """Return the results of the earlier run, in the form of the task."""
     rows = []
     for name in sorted(run.finished):
         case = run.cases[name]

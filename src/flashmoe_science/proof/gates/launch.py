@@ -66,7 +66,7 @@ def _record(run: Run, case: dict[str, Any]) -> None:
 
 
 def case_problems(subject: Subject, case: dict[str, Any], *, framework: Sequence[str], needs_graph: bool) -> list[str]:
-    """Return what is wrong with the captures of every arm in one case, one line each.
+    """Return the faults in the captures of every arm in one case, one line each.
 
     ``framework`` has patterns of the framework's own kernels: where one runs unpromised, the work fell through to it.
     ``needs_graph``: graph time is to be taken, so that a call that no graph can hold is a failure.
@@ -98,7 +98,7 @@ def _subject_problems(
 def _stream_problems(
     subject: Subject, promises: Sequence[Any], framework: Sequence[str], launches: Sequence[dict[str, Any]]
 ) -> list[str]:
-    """Return what is wrong with the launches of one call or one replay."""
+    """Return the faults of the launches of one call or one replay."""
     records = [Launch.model_validate(launch) for launch in launches]
     if not records:
         return ["no kernel ran"]
@@ -126,7 +126,7 @@ def _baseline_problems(arm: dict[str, Any]) -> list[str]:
 
 
 def _notes(cases: Sequence[dict[str, Any]]) -> list[str]:
-    """Return what else is worth knowing: baselines that did not run, and copies beside the kernels."""
+    """Return notes on baselines that did not run."""
     notes: dict[str, int] = {}
     for case in cases:
         for arm in case["arms"]:

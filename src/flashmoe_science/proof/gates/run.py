@@ -1,4 +1,4 @@
-"""What the gates of one run share: the request, the record as far as it has grown, and how both are told."""
+"""Shared state of the gates of one run: the request, the record so far, and the progress."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class ProveRequest:
     expect: float | None = None  # speedup over the first baseline; None: what the subject says
     settings: Settings = field(default_factory=Settings)
     command: str = ""
-    meter: RunMeter | None = None  # told what the run will hold a GPU for, and asked before every gate
+    meter: RunMeter | None = None  # gets the size of the run, and is asked before every gate
     repository: Path | None = None  # holds claims and evidence; tells where the subject's folder lies in it
     resume: Record | None = None  # an interrupted run to go on with
     time_limit: float | None = None  # as --time-limit has it: the subject's limits say what it means here
