@@ -82,6 +82,13 @@ def attend(q, k, v, *, causal=False, softmax_scale=None):
     return (scores.softmax(-1) @ v.float()).to(q.dtype)
 
 
+def _plain(problem, q, k, v):
+    scores = (q @ k.mT) * q.shape[-1] ** -0.5
+    if problem.causal:
+        scores.masked_fill_(torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1), -math.inf)
+    return scores.softmax(-1) @ v
+
+
 class FakeOperator(CustomOperator):
     name = "tests.proof.fake_operator"
 
@@ -112,14 +119,10 @@ class FakeOperator(CustomOperator):
         return lambda: entry(q, k, v, causal=causal, softmax_scale=None)
 
     def exact(self, problem, inputs):
-        return self.low_precision(problem, {name: tensor.double() for name, tensor in inputs.items()})
+        return _plain(problem, *(inputs[name].double() for name in "qkv"))
 
     def low_precision(self, problem, inputs):
-        q, k, v = (inputs[name] for name in "qkv")
-        scores = (q @ k.mT) * q.shape[-1] ** -0.5
-        if problem.causal:
-            scores.masked_fill_(torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1), -math.inf)
-        return scores.softmax(-1) @ v
+        return _plain(problem, *(inputs[name] for name in "qkv"))
 
     def entry_points(self):
         return {"fake_attention": f"{self.name}:attend"}

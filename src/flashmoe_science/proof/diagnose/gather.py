@@ -13,6 +13,7 @@ from ..building import known_gpus, run_build
 from ..causes import explain_build
 from ..evidence import CaseRecord, Gate, GateStatus, Gpu, Rounds, Settings, TimeKind, Work
 from ..gates.launch import case_problems
+from ..gates.run import work_of
 from ..loading import operator_of
 from ..operator import Operator, Scalable, framework_kernels
 from ..roofline import fewest_dram_bytes, known_spec
@@ -311,12 +312,6 @@ def _rivals(names: Sequence[str], timed: Mapping[str, Any], profile: Mapping[str
         if seconds:
             found.append(Rival(name=name, times=Times.model_validate(seconds)))
     return found
-
-
-def work_of(operator: Operator, problem: Any) -> Work:
-    """Return what one call has to do at the least."""
-    work = operator.work(problem)
-    return Work(flops=work.flops, bytes=work.bytes, tokens=work.tokens, peak=operator.peak_tflops_key(problem))
 
 
 def chip_of(spec: GpuSpec, work: Work, max_sm_clock_mhz: int | None = None) -> Chip:

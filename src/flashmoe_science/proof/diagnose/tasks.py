@@ -94,21 +94,10 @@ def observe_case(case: Case, subject: Subject, loaded: Loaded, timer: Timer, *, 
 
 def kernels_of(calls: Sequence[CallTrace]) -> list[Kernel]:
     """Return the kernels of the last of ``calls``, each with the median of its time over all of them."""
-    kernels = []
-    for launch in calls[-1].launches() if calls else []:
-        seconds = [call.seconds_of(launch) for call in calls]
-        kernels.append(
-            Kernel(
-                name=launch.name,
-                grid=launch.grid,
-                block=launch.block,
-                registers=launch.registers,
-                shared_memory_bytes=launch.shared_memory_bytes,
-                count=launch.count,
-                seconds=statistics.median(seconds),
-            )
-        )
-    return kernels
+    return [
+        Kernel(**launch.model_dump(), seconds=statistics.median(call.seconds_of(launch) for call in calls))
+        for launch in (calls[-1].launches() if calls else [])
+    ]
 
 
 def mapped_libraries() -> set[str]:

@@ -34,6 +34,7 @@ from ..evidence import (
     Work,
 )
 from ..loading import operator_of
+from ..operator import Operator
 from ..own_operator import raise_blamed
 from ..subject import PACKAGE_FOLDER, Subject
 from ..suites import Suite, check_operator
@@ -134,6 +135,12 @@ def first_of(problems: Sequence[str]) -> str:
     return f"{problems[0]} (and {len(problems) - 1} more)" if len(problems) > 1 else problems[0]
 
 
+def work_of(operator: Operator, problem: Any) -> Work:
+    """Return the least work of one call."""
+    work = operator.work(problem)
+    return Work(flops=work.flops, bytes=work.bytes, tokens=work.tokens, peak=operator.peak_tflops_key(problem))
+
+
 class Run:
     """One run as far as it has got. ``record`` can be asked for at any moment."""
 
@@ -190,19 +197,13 @@ class Run:
                     self.update_arm(case, baseline, reason=f"{self.subject.name} does not serve it")
 
     def _new_case(self, case: Any) -> CaseRecord:
-        work = self.operator.work(case.problem)
         names: list[tuple[str, Literal["subject", "baseline"]]] = [(self.subject.name, "subject")]
         names += [(name, "baseline") for name in self.request.baselines]
         return CaseRecord(
             name=case.name,
             problem=self.operator.as_table(case.problem),
             origin=case.origin,
-            work=Work(
-                flops=work.flops,
-                bytes=work.bytes,
-                tokens=work.tokens,
-                peak=self.operator.peak_tflops_key(case.problem),
-            ),
+            work=work_of(self.operator, case.problem),
             arms=[Arm(name=name, role=role, status="not measured") for name, role in names],
         )
 
