@@ -35,9 +35,10 @@ def rounds_in_order(record: Record) -> list[Round]:
     found = []
     for case in record.cases:
         for rounds in case.rounds:
-            sensors = (rounds.sm_clock_mhz, rounds.power_w, rounds.temperature_c, rounds.throttle)
-            for process, *read in zip(rounds.process, *sensors, strict=True):
-                found.append(Round(process, tuple(rounds.seconds), case.name, *read))
+            sensors = zip(rounds.sm_clock_mhz, rounds.power_w, rounds.temperature_c, rounds.throttle, strict=True)
+            for process, (clock, power, temperature, throttle) in zip(rounds.process, sensors, strict=True):
+                kinds = tuple(rounds.seconds)
+                found.append(Round(process, kinds, case.name, clock, power, temperature, throttle))
     return sorted(found, key=lambda each: each.worker)  # stable: cases and rounds stay in their order
 
 
