@@ -42,6 +42,7 @@ class CallPath:
     def entries(self, file: str) -> int:
         """The number of stays in one file."""
         return self.files.count(file)
+
     def until(self, *ends: str) -> CallPath:
         """Return the way before the tensor first enters a file with one of these names."""
         at = next((i for i, file in enumerate(self.files) if file.endswith(ends)), len(self.files))

@@ -51,11 +51,12 @@ from flashmoe_science.proof.evidence import (
 )
 from flashmoe_science.proof.gates.speed import pool_rounds
 from flashmoe_science.proof.judge import paired_log_ratios
+from flashmoe_science.proof.loading import load_subject, operator_of
 from flashmoe_science.proof.rows import kinds_measured
 from flashmoe_science.proof.simultaneous import comparison_intervals
 from flashmoe_science.proof.statistics import Interval, hodges_lehmann, log_ratios, proportion_interval
 from flashmoe_science.proof.store import record_files
-from flashmoe_science.proof.subject import Subject, hash_sources, load_subject, operator_of
+from flashmoe_science.proof.subject import Subject, hash_sources
 from flashmoe_science.proof.suites import SuiteCase, load_suite
 from flashmoe_science.proof.worker import Emit, TaskResult, run_task
 

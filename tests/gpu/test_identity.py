@@ -30,7 +30,8 @@ from flashmoe_science.gpu import gluon_sm90, identity
 from flashmoe_science.gpu.compile import KernelSource
 from flashmoe_science.gpu.identity import launch_identity
 from flashmoe_science.gpu.specs import SPECS
-from flashmoe_science.proof.operator import identities_of, load_operator
+from flashmoe_science.proof.loading import load_operator
+from flashmoe_science.proof.operator import identities_of
 from flashmoe_science.proof.subject import PACKAGE_FOLDER
 
 from ..proof.processes import python_path

@@ -11,7 +11,8 @@ from flashmoe_science import InputError
 from flashmoe_science.errors import CompileError
 from flashmoe_science.gpu.specs import find_gpu
 from flashmoe_science.operators import MODULES
-from flashmoe_science.proof.operator import Launching, Operator, Planning, Recognising, load_operator
+from flashmoe_science.proof.loading import load_operator
+from flashmoe_science.proof.operator import Launching, Operator, Planning, Recognising
 from flashmoe_science.proof.subject import PACKAGE_FOLDER
 from flashmoe_science.proof.suites import list_suites, load_suite, operator_in
 

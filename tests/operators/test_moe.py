@@ -20,7 +20,8 @@ from flashmoe_science.operators.baselines.moe import BASELINES
 from flashmoe_science.operators.baselines.moe_backward import BASELINES as BACKWARD_BASELINES
 from flashmoe_science.operators.moe import OPERATOR
 from flashmoe_science.operators.moe_routing_cases import active_experts
-from flashmoe_science.proof.operator import Scalable, load_operator
+from flashmoe_science.proof.loading import load_operator
+from flashmoe_science.proof.operator import Scalable
 from flashmoe_science.proof.suites import load_suite
 
 TABLE = {"tokens": 9, "experts": 4, "top_k": 2, "hidden": 16, "inter": 24, "dtype": "fp32"}

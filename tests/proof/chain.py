@@ -9,7 +9,8 @@ from typing import Any
 
 from flashmoe_science.proof.evidence import Environment, Gate, GateStatus, Gpu, Record, Settings
 from flashmoe_science.proof.gates import ProveRequest, prove
-from flashmoe_science.proof.subject import Subject, load_subject
+from flashmoe_science.proof.loading import load_subject
+from flashmoe_science.proof.subject import Subject
 from flashmoe_science.proof.suites import Suite, SuiteCase
 from flashmoe_science.proof.worker import TaskResult
 

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 import torch
 
 from flashmoe_science.errors import CompileError, InputError
-
-DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+from flashmoe_science.proof.custom_operator import DTYPES, CustomOperator, Work
 
 
 @dataclass(frozen=True)
@@ -30,13 +29,6 @@ class Problem:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise InputError(f"{name} must be an integer above 0, got {value!r}")
-
-
-@dataclass(frozen=True)
-class Work:
-    flops: float
-    bytes: float
-    tokens: int
 
 
 @dataclass(frozen=True)
@@ -90,7 +82,14 @@ def attend(q, k, v, *, causal=False, softmax_scale=None):
     return (scores.softmax(-1) @ v.float()).to(q.dtype)
 
 
-class FakeOperator:
+def _plain(problem, q, k, v):
+    scores = (q @ k.mT) * q.shape[-1] ** -0.5
+    if problem.causal:
+        scores.masked_fill_(torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1), -math.inf)
+    return scores.softmax(-1) @ v
+
+
+class FakeOperator(CustomOperator):
     name = "tests.proof.fake_operator"
 
     def parse_case(self, table):
@@ -98,9 +97,6 @@ class FakeOperator:
             return Problem(**table)
         except TypeError as error:
             raise InputError(f"case must have batch, heads, seqlen_q and head_dim, got {dict(table)}") from error
-
-    def as_table(self, problem):
-        return asdict(problem)
 
     def describe(self, problem):
         causal = "_causal" if problem.causal else ""
@@ -123,34 +119,16 @@ class FakeOperator:
         return lambda: entry(q, k, v, causal=causal, softmax_scale=None)
 
     def exact(self, problem, inputs):
-        q, k, v = (inputs[name].double() for name in "qkv")
-        scores = (q @ k.mT) * q.shape[-1] ** -0.5
-        if problem.causal:
-            scores.masked_fill_(torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1), -math.inf)
-        return scores.softmax(-1) @ v
+        return _plain(problem, *(inputs[name].double() for name in "qkv"))
 
     def low_precision(self, problem, inputs):
-        q, k, v = (inputs[name] for name in "qkv")
-        scores = (q @ k.mT) * q.shape[-1] ** -0.5
-        if problem.causal:
-            scores.masked_fill_(torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1), -math.inf)
-        return scores.softmax(-1) @ v
-
-    def error_budget(self, exact, low_precision):
-        rounding = torch.finfo(low_precision.dtype).eps * exact.abs().max().item()
-        return 2 * (low_precision.double() - exact).abs().max().item() + 2 * rounding
-
-    def peak_tflops_key(self, problem):
-        return problem.dtype
+        return _plain(problem, *(inputs[name] for name in "qkv"))
 
     def entry_points(self):
         return {"fake_attention": f"{self.name}:attend"}
 
     def sources(self, subject):
         return ["proof/gates/chain.py"]
-
-    def promised_launches(self, subject, problem):
-        return []
 
     def refusal(self, subject, problem, gpu):
         if problem.batch == 7:

@@ -10,7 +10,8 @@ import torch
 
 from flashmoe_science.proof.answers import Answer, poison
 from flashmoe_science.proof.arms import Loaded
-from flashmoe_science.proof.launches import CallTrace, DeviceEvent, Recording, Trace
+from flashmoe_science.proof.custom_operator import CustomOperator, Work
+from flashmoe_science.proof.launches import CallTrace, DeviceEvent, Recording
 from flashmoe_science.proof.measure import Graph, Timer
 from flashmoe_science.proof.nvml import Reading
 
@@ -107,7 +108,7 @@ class SimulatedRecording(Recording):
             self._found.append(CallTrace(label, tuple(events)))
 
     def stop(self):
-        self.trace = Trace(tuple(self._found), ())
+        self.traces = self._found
 
 
 class SimulatedTimer(Timer):
@@ -168,7 +169,7 @@ class SimulatedTimer(Timer):
         return SimulatedGraph(self.gpu, calls, count)
 
 
-class Doubling:
+class Doubling(CustomOperator):
     """The operator: twice a vector. A problem is its length."""
 
     name = "doubling"
@@ -186,15 +187,11 @@ class Doubling:
         return f"n{problem}"
 
     def work(self, problem):
-        return SimpleNamespace(flops=float(problem), bytes=8.0 * problem, tokens=problem)
+        return Work(flops=float(problem), bytes=8.0 * problem, tokens=problem)
 
     def make_inputs(self, problem, *, seed, device):
         generator = torch.Generator().manual_seed(seed)
         return {"x": torch.randn(problem, generator=generator).to(device)}
-
-    def bind(self, entry, problem, inputs):
-        x = inputs["x"]
-        return lambda: entry(x)
 
     def exact(self, problem, inputs):
         return 2 * inputs["x"].double()
@@ -204,30 +201,6 @@ class Doubling:
 
     def error_budget(self, exact, low_precision):
         return 2 * (exact - low_precision).abs().max().item()
-
-    def peak_tflops_key(self, problem):
-        return "fp32"
-
-    def entry_points(self):
-        return {}
-
-    def sources(self, subject):
-        return []
-
-    def promised_launches(self, subject, problem):
-        return []
-
-    def refusal(self, subject, problem, gpu):
-        return None
-
-    def compile_jobs(self, subject, problems, gpus):
-        return []
-
-    def cpu_refusal(self, subject, problem):
-        return None
-
-    def cpu_stand_in(self, subject, problem):
-        return ""
 
     def baselines(self):
         return self._baselines

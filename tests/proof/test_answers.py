@@ -10,18 +10,15 @@ import pytest
 import torch
 
 from flashmoe_science.errors import ProofError
-from flashmoe_science.proof import arms
-from flashmoe_science.proof.check import WrongResultError, accuracy_of, check_case
-from flashmoe_science.proof.evidence import Accuracy, OutputAccuracy
+from flashmoe_science.proof import arms, check as check_module
+from flashmoe_science.proof.check import WrongResultError, check_case, find_expected, max_error
+from flashmoe_science.proof.evidence import Accuracy
 from flashmoe_science.proof.gpu_tasks import capture_case
-from flashmoe_science.proof.page import _accuracy_row
 from flashmoe_science.proof.rounds import Case
-from flashmoe_science.proof.rows import format_largest_error
 from flashmoe_science.proof.subject import Subject
 from tests.proof.fake_operator import OPERATOR, FakeOperator, Problem, attend
 
 from .bench import Bench
-from .builders import build_record
 from .simulated import Doubling, loaded
 
 SHORT = Problem(1, 2, 33, 16)
@@ -109,7 +106,7 @@ def test_names_that_do_not_tell_outputs_apart_are_refused(names, monkeypatch):
     monkeypatch.setattr(operator, "outputs", lambda _: names)
     expected = "must return a tuple of names, at least one, none blank and no two alike, got"
     inputs = operator.make_inputs(SHORT, seed=1, device="cpu")
-    for ask in (lambda: check(right, operator=operator), lambda: arms.find_truth(operator, SHORT, inputs)):
+    for ask in (lambda: check(right, operator=operator), lambda: find_expected(operator, SHORT, inputs)):
         with pytest.raises(ProofError) as caught:
             ask()
         assert str(caught.value) == f"outputs of {operator.name} {expected} {names!r}"
@@ -163,24 +160,13 @@ def test_an_operator_that_forgets_an_output_is_told():
         check(right, operator=Forgetful())
     inputs = OPERATOR.make_inputs(SHORT, seed=0, device="cpu")
     with pytest.raises(ProofError, match=r"low_precision of .* must return tensors for o, total, got tuple of Tensor"):
-        arms.find_truth(ForgetfulToo(), SHORT, inputs)
+        find_expected(ForgetfulToo(), SHORT, inputs)
 
 
 def test_records_without_outputs_are_read():
     old = {"max_error": 1e-4, "budget": 1e-3, "low_precision_error": 5e-4, "deterministic": True}
     accuracy = Accuracy.model_validate(old)
     assert (accuracy.output, accuracy.outputs) == ("", {})
-
-
-def test_tables_say_which_output_an_error_is_of():
-    one = OutputAccuracy(max_error=2e-4, budget=1e-3, low_precision_error=1e-4)
-    several = accuracy_of({"o": one, "total": one.model_copy(update={"max_error": 9e-4})}, deterministic=True)
-    assert format_largest_error(several) == "9.0e-04 (total)"
-    assert format_largest_error(accuracy_of({"": one}, deterministic=True)) == "2.0e-04"
-    record = build_record()
-    case = record.cases[0]
-    arms = [arm.model_copy(update={"accuracy": several}) for arm in case.arms]
-    assert _accuracy_row(record, case.model_copy(update={"arms": arms})).error == "9.0e-04 (total)"
 
 
 # On the simulated GPU: twice a vector, and four times.
@@ -275,29 +261,17 @@ def test_launches_of_two_outputs_are_captured(bench):
     assert arm["problems"] == []
 
 
-def test_differences_are_counted_by_answers():
-    ones = torch.ones(3)
-    answer, other = (ones, 2 * ones), (ones, 2 * ones + 1e-3)
-    assert arms.mismatch([answer], [answer], None) == ""
-    assert arms.mismatch([answer, other], [answer, answer], None) == "1 of 2 answers differ, expected the same bits"
-    assert arms.mismatch([other], [answer], (1e-4, 1e-2)) == ""
-    assert arms.mismatch([other], [answer], (1e-2, 1e-4)) == (
-        "1 of 1 answers differ, expected a difference up to 0.01, 0.0001"
-    )
-    assert arms.mismatch([ones], [answer], None) == "expected 2 tensors, got 1"
-
-
 def test_the_largest_error_is_that_of_any_part(monkeypatch):
     """A tensor is compared part by part: what is wrong in the last one counts, and so does NaN in the first."""
-    monkeypatch.setattr(arms, "_ELEMENTS_AT_ONCE", 7)
+    monkeypatch.setattr(check_module, "_ELEMENTS_AT_ONCE", 7)
     answer = torch.randn(5, 9)
     exact = answer.double()
-    assert arms.max_error(answer, exact) == 0.0
-    assert arms.max_error(answer.t(), exact.t().contiguous()) == 0.0
+    assert max_error(answer, exact) == 0.0
+    assert max_error(answer.t(), exact.t().contiguous()) == 0.0
     exact[4, 8] += 3
-    assert arms.max_error(answer, exact) == pytest.approx(3)
+    assert max_error(answer, exact) == pytest.approx(3)
     assert arms.mismatch([answer.double()], [exact], (2.9,)) != ""
     exact[0, 0] = torch.nan
-    assert math.isnan(arms.max_error(answer, exact))
+    assert math.isnan(max_error(answer, exact))
     with pytest.raises(ValueError, match=r"expected shape \[9, 5\], got \[5, 9\]"):
-        arms.max_error(answer, exact.t())
+        max_error(answer, exact.t())

@@ -13,7 +13,8 @@ from flashmoe_science.proof.changes import Sources, changes_since
 from flashmoe_science.proof.conclude import conclude
 from flashmoe_science.proof.evidence import SourceFile, parse_record, record_text, write_record
 from flashmoe_science.proof.judge import VerdictStatus
-from flashmoe_science.proof.operator import identities_of, load_operator
+from flashmoe_science.proof.loading import load_operator
+from flashmoe_science.proof.operator import identities_of
 from flashmoe_science.proof.subject import PACKAGE_FOLDER
 from flashmoe_science.proof.verify import verify_claims
 

@@ -15,7 +15,7 @@ from flashmoe_science.moe import gemv_triton, primitives
 from flashmoe_science.proof import changes
 from flashmoe_science.proof.changes import changes_since
 from flashmoe_science.proof.claims import find_evidence, load_claims
-from flashmoe_science.proof.operator import load_operator
+from flashmoe_science.proof.loading import load_operator
 from flashmoe_science.proof.verify import read_records
 
 pytestmark = [pytest.mark.triton, pytest.mark.one_triton]

@@ -10,10 +10,10 @@ import pytest
 
 from flashmoe_science.errors import EvidenceError
 from flashmoe_science.proof.compare import Effect, compare_records, compare_revisions, effect_of, exit_code
-from flashmoe_science.proof.evidence import Compared, Gate, GateStatus, Record, Revision, read_record, write_record
+from flashmoe_science.proof.evidence import Compared, Gate, GateStatus, Record, Revision
 from flashmoe_science.proof.judge import check_control
 from flashmoe_science.proof.simultaneous import comparison_intervals, unpaired_intervals
-from flashmoe_science.proof.statistics import Interval, clustered_interval, interval
+from flashmoe_science.proof.statistics import Interval, clustered_interval
 
 from .builders import H200, L4, build_gates, build_record
 
@@ -61,10 +61,6 @@ def test_of_two_runs_a_difference_has_to_lie_beyond_the_tolerance_as_a_whole():
     assert [effect_of(found, 0.01, paired=False) for found in (small, large)] == [Effect.UNDECIDED, Effect.FASTER]
     mirrored = (Interval(-found.estimate, -found.high, -found.low, 30) for found in (small, large))
     assert [effect_of(found, 0.01, paired=False) for found in mirrored] == [Effect.UNDECIDED, Effect.SLOWER]
-
-
-def test_with_no_tolerance_nothing_is_the_same():
-    assert effect_of(Interval(0.0, -1e-9, 1e-9, 30), 0.0) is Effect.UNDECIDED
 
 
 # Two revisions of one run
@@ -144,20 +140,6 @@ def test_too_few_rounds_or_processes_leave_it_undecided(processes, rounds, reaso
     assert reason in comparison.cases[0].reason
 
 
-def test_only_the_times_asked_for_decide():
-    record = compared(1.1, times=("graph", "wall"))
-    assert {case.metric for case in compare_revisions(record).cases} == {"graph", "wall"}
-    assert {case.metric for case in compare_revisions(record, ["wall"]).cases} == {"wall"}
-
-
-def test_the_record_of_a_comparison_is_read_back_and_older_ones_have_none(tmp_path):
-    record = compared(1.1)
-    write_record(record, tmp_path / "run.json")
-    assert compare_revisions(read_record(tmp_path / "run.json")) == compare_revisions(record)
-    with pytest.raises(EvidenceError, match="does not compare revisions"):
-        compare_revisions(build_record())
-
-
 def test_a_comparison_is_no_evidence_on_the_subject_itself(tmp_path):
     from flashmoe_science.proof.claims import why_not
     from flashmoe_science.proof.conclude import expectation
@@ -204,18 +186,13 @@ def changed_settings(record, **settings):
     [
         ("gpu", run(2.0, gpu=L4), "gpu is NVIDIA H200 in A and NVIDIA L4 in B"),
         ("driver", change(run(2.0), driver="590"), "driver is 580.00 in A and 590 in B"),
-        ("cuda", change(run(2.0), cuda="12.9"), "cuda is 13.0 in A and 12.9 in B"),
-        ("torch", change(run(2.0), versions={"torch": "3", "triton": "3.6.0"}), "torch is 2.11.0 in A and 3 in B"),
         ("triton", change(run(2.0), versions={"torch": "2.11.0"}), "triton is 3.6.0 in A and None in B"),
         ("cache", changed_settings(run(2.0), cache="rotating"), "cache is cold in A and rotating in B"),
-        ("graph_replays", changed_settings(run(2.0), graph_replays=9), "graph_replays is 5 in A and 9 in B"),
         ("power_limit", change(run(2.0), gpu=H200.model_copy(update={"power_limit_w": 300.0})), "300.0 in B"),
-        ("max_sm_clock", change(run(2.0), gpu=H200.model_copy(update={"max_sm_clock_mhz": 900})), "900 in B"),
         ("variables", change(run(2.0), settings={"CUDA_X": "1"}), "variables is  in A and CUDA_X=1 in B"),
-        ("suite", run(2.0, suite="other"), "suite is seed in A and other in B"),
         ("subject", run(2.0, subject="forward_triton"), "subject is flash_attention in A and forward_triton in B"),
     ],
-)  # fmt: skip
+)
 def test_runs_that_differ_are_refused_with_the_field_unless_it_is_allowed(field, b, told):
     with pytest.raises(EvidenceError) as refused:
         compare_records(run(2.0), b)
@@ -224,13 +201,6 @@ def test_runs_that_differ_are_refused_with_the_field_unless_it_is_allowed(field,
     allowed = refused.value.hint.replace("--allow-different", "").partition(":")[2].split()
     comparison = compare_records(run(2.0), b, allowed=allowed)
     assert any(told in note for note in comparison.notes)
-
-
-def test_a_case_of_the_same_name_that_means_something_else_is_refused():
-    b = run(2.0, day=1)
-    case = b.cases[0].model_copy(update={"problem": b.cases[0].problem | {"seqlen_q": 7}})
-    with pytest.raises(EvidenceError, match="problem is case0"):
-        compare_records(run(2.0), b.model_copy(update={"cases": [case]}))
 
 
 def test_cpu_and_python_count_for_wall_time_only():
@@ -248,16 +218,6 @@ def test_without_a_common_baseline_absolute_times_are_compared_on_one_card_only(
     assert (comparison.quantity, effects(comparison)) == ("A's time / B's, on one card", ["same"])
     with pytest.raises(EvidenceError, match="absolute times belong to a card"):
         compare_records(run(2.0, gpu=card), run(2.0, day=1, seed=1, baselines={"cudnn": 1.0}))
-
-
-def test_an_unknown_field_is_refused_with_those_there_are():
-    with pytest.raises(EvidenceError, match="field must be one of subject, suite, gpu"):
-        compare_records(run(2.0), run(2.0), allowed=["gpus"])
-
-
-def test_times_that_one_run_lacks_are_refused():
-    with pytest.raises(EvidenceError, match="both runs need wall times"):
-        compare_records(run(2.0), run(2.0), ["wall"])
 
 
 def impossible(record):
@@ -345,7 +305,7 @@ def draw(rng, *, bias, spread, process_spread):
     return (rng.normal(bias, process_spread, (3, 1)) + rng.normal(0.0, spread, (3, 10))).tolist()
 
 
-@pytest.mark.parametrize(("cases", "offset"), [(1, 0.0), (1, 0.5), (1, 1.0), (2, 0.5), (2, 1.0), (13, 0.5)])
+@pytest.mark.parametrize(("cases", "offset"), [(1, 0.5), (2, 1.0), (13, 0.5)])
 def test_of_comparisons_of_a_revision_with_itself_at_most_1_in_20_sees_a_difference(cases, offset):
     rng = np.random.default_rng(cases)
     wrong = 0
@@ -402,9 +362,8 @@ def wrong_verdicts(samples):
     return [any(effect_of(found, 0.01) in DIFFERS for found in comparison_intervals(sample)) for sample in samples]
 
 
-# At most 2.8 % of many runs (docs/explanation/statistics.md). Degrees of freedom that count the processes of each case
-# give more.
-@pytest.mark.parametrize(("cases", "runs", "most"), [(5, 150, 0.05), (13, 100, 0.05), (36, 120, 0.05)])
+# At their worst 2.8 % of many runs; degrees of freedom that count every case's processes give more (docs/explanation/statistics.md).
+@pytest.mark.parametrize(("cases", "runs", "most"), [(5, 150, 0.05), (13, 100, 0.05)])
 def test_an_offset_that_a_process_has_in_all_cases_makes_no_more_than_1_wrong_run_in_20(cases, runs, most):
     rng = np.random.default_rng(cases)
     wrong = wrong_verdicts(draw_common(rng, cases, offset=1.0) for _ in range(runs))
@@ -417,17 +376,6 @@ def test_an_offset_that_only_one_of_many_cases_has_is_seen_there():
     assert sum(wrong) / 80 <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / 80)
 
 
-def test_what_all_cases_share_costs_nothing_where_they_share_nothing():
-    """Of the width, with many cases: what a process does to all of them shows small where it is small."""
-    rng = np.random.default_rng(5)
-    alone, among = [], []
-    for _ in range(20):
-        sample = draw_common(rng, 13, offset=0.0)
-        alone += [found.high - found.low for case in sample for found in comparison_intervals([case])]
-        among += [found.high - found.low for found in comparison_intervals(sample)]
-    assert np.mean(among) < 1.5 * np.mean(alone)
-
-
 def test_two_kinds_of_time_have_offsets_of_their_own():
     """Processes off by 5 % in every wall time say nothing of graph time, and the other way round."""
     rng = np.random.default_rng(17)
@@ -435,15 +383,6 @@ def test_two_kinds_of_time_have_offsets_of_their_own():
     together = comparison_intervals([*quiet, *loud], ["graph"] * 5 + ["wall"] * 5)
     mixed = comparison_intervals([*quiet, *loud])
     assert max(found.high - found.low for found in together[:5]) < min(found.high - found.low for found in mixed[:5])
-
-
-def test_two_runs_whose_processes_are_off_in_all_cases_are_seldom_told_apart():
-    rng = np.random.default_rng(19)
-    wrong = 0
-    for _ in range(80):
-        pairs = zip(draw_common(rng, 5, offset=1.0), draw_common(rng, 5, offset=1.0), strict=True)
-        wrong += any(effect_of(found, 0.0, paired=False) in DIFFERS for found in unpaired_intervals(list(pairs)))
-    assert wrong / 80 <= 0.05
 
 
 def test_no_interval_is_narrower_than_that_of_its_case_alone():
@@ -454,13 +393,3 @@ def test_no_interval_is_narrower_than_that_of_its_case_alone():
             alone = clustered_interval(groups)
             assert found.low <= alone.low + 1e-12
             assert alone.high <= found.high + 1e-12
-
-
-@pytest.mark.parametrize("cases", [1, 2, 4])
-def test_processes_that_agree_exactly_leave_the_interval_of_the_rounds(cases):
-    sample = [[[0.1 * n + i for n in range(10)] for _ in range(3)] for i in range(cases)]
-    for case, found in zip(sample, comparison_intervals(sample), strict=True):
-        level = 1 - 0.05 / cases
-        assert found.estimate == pytest.approx(0.45 + sample.index(case))
-        assert found.low <= interval([value for group in case for value in group], level).low
-        assert math.isfinite(found.high)

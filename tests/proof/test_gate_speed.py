@@ -51,14 +51,6 @@ def test_a_case_that_our_kernel_refuses_is_left_out_and_fails_no_gate(gpu):
     assert gate_of(record, "launch").summary.endswith("; 1 not served")
 
 
-def test_a_kernel_that_serves_no_case_on_this_gpu_is_not_timed(gpu):
-    record = run_chain(request_of(replace(HONEST, builtin=True), replace(SHORT, batch=9), settings=FEW))
-    assert set(list(statuses(record).values())[3:]) == {"not possible"}
-    gate = gate_of(record, "launch")
-    assert gate.summary == "fake_attention serves none of these cases: it is for the L4, this is a NVIDIA H200"
-    assert gate.hint == ""
-
-
 # Gate quick.
 
 
@@ -106,14 +98,6 @@ def test_quick_takes_five_rounds_in_one_process_and_leaves_no_times(gpu):
     assert record.cases[0].rounds == []
 
 
-def test_quick_times_the_first_baseline_alone(gpu):
-    prove(baselines=("sdpa", "picky"))
-    quick, *bench = (payload["baselines"] for name, payload in gpu.calls if name == "measure")
-    assert quick == ["sdpa"]
-    assert bench
-    assert all(baselines == ["sdpa", "picky"] for baselines in bench)
-
-
 def test_impossible_time_fails_gate_quick(gpu):
     gpu.seconds = {"fake_attention": 1e-6, "sdpa": 2e-6}
     problem = Problem(1, 16, 8192, 64)  # 2.7e11 operations: 253 us at 1.07e15 a second
@@ -130,29 +114,6 @@ def test_a_gpu_with_no_known_limits_leaves_times_unchecked_and_says_so(gpu, monk
     summary = gate_of(prove(baselines=baselines), "quick").summary
     assert "impossible times were not checked in 1 of 1 case: NVIDIA Unknown has no known limits" in summary
     assert "no time is impossible" not in summary
-
-
-def test_baseline_too_fast_is_not_the_subject_s_fault(gpu):
-    gpu.seconds = {"fake_attention": 1e-3, "sdpa": 1e-6}
-    assert statuses(prove(Problem(1, 16, 8192, 64)))["quick"] == "passed"
-
-
-def test_subject_that_fails_fails_gate_quick(gpu):
-    def fail(payload, case):
-        case["arms"][0] |= {"status": "failed", "reason": "its answer has NaN"}
-        return {**case, "rounds": None}
-
-    gpu.change = fail
-    record = prove()
-    assert statuses(record) == until("quick")
-    assert gate_of(record, "quick").summary == "b1_h3_s65_d64_fp16: its answer has NaN"
-
-
-def test_no_baseline_leaves_nothing_to_compare(gpu):
-    gpu.seconds = {"fake_attention": 1e-3}
-    record = prove(expect=1.7, baselines=[])
-    assert gate_of(record, "quick").status.value == "passed"
-    assert gate_of(record, "quick").summary.startswith("no baseline ran")
 
 
 # Gate bench.
@@ -223,19 +184,6 @@ def test_arm_that_fails_in_one_process_stays_failed(gpu):
     assert gate_of(record, "bench").summary == "b1_h3_s65_d64_fp16: process 0: its work is not ordered with the stream"
     assert record.cases[0].arms[0].status == "failed"
     assert record.complete
-
-
-def test_baseline_that_fails_is_reported_and_the_gate_passes(gpu):
-    def refuse(payload, case):
-        case["arms"][1] |= {"status": "refused", "reason": "odd sizes"}
-        for arms in case["rounds"]["seconds"].values():
-            arms.pop("sdpa")
-        return case
-
-    gpu.change = refuse
-    record = prove()
-    assert statuses(record)["bench"] == "passed"
-    assert gate_of(record, "bench").details == ["b1_h3_s65_d64_fp16: baseline sdpa refused: odd sizes"]
 
 
 def test_no_time_without_correctness(gpu, monkeypatch):
@@ -310,13 +258,6 @@ def test_rates_are_medians_and_what_follows_from_the_work():
     assert rates_of(case, "b") == {}
 
 
-def test_rates_are_medians_over_all_samples_of_a_kind_where_one_process_lacks_another_kind():
-    first = rounds(0, a=[1.0, 2.0, 3.0])
-    second = rounds(1, a=[9.0]).model_copy(update={"seconds": {"graph": {"a": [9.0]}, "wall": {"a": [8.0]}}})
-    case = worked(first, second)
-    assert {kind: rates.seconds for kind, rates in rates_of(case, "a").items()} == {"graph": 2.5, "wall": 8.0}
-
-
 # Cases measured in more processes.
 
 
@@ -365,7 +306,3 @@ def test_no_width_or_a_generous_one_asks_for_no_more_processes(gpu, width):
     record = prove(SHORT, settings=ENOUGH.model_copy(update={"width": width}))
     assert processes_of(record) == [[0, 1, 2]]
     assert "again" not in gate_of(record, "bench").summary
-
-
-def test_an_interval_that_does_not_exist_is_wide(gpu):
-    assert processes_of(prove(SHORT, settings=Settings(processes=1, rounds=3, width=0.5))) == [[0, 1]]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 import types
 from dataclasses import replace
@@ -15,9 +14,10 @@ from flashmoe_science.errors import InputError, SubjectError
 from flashmoe_science.proof import isolation
 from flashmoe_science.proof.arms import load_arms
 from flashmoe_science.proof.evidence import Settings
+from flashmoe_science.proof.loading import load_entry, operator_of
 from flashmoe_science.proof.revisions import checked_out, find_revision, subjects_at
 from flashmoe_science.proof.rounds import Case, Plan, measure_case
-from flashmoe_science.proof.subject import PACKAGE_FOLDER, Checkout, Subject, load_entry, operator_of
+from flashmoe_science.proof.subject import PACKAGE_FOLDER, Checkout, Subject
 
 from .doubling import GPU
 from .repositories import KERNEL, commit, doubling_repository
@@ -110,13 +110,6 @@ def test_what_only_b_has_is_not_found_by_a(compared, tmp_path):
     assert "No module named 'new'" in statuses(case)["baseline"][1]
 
 
-def test_one_commit_against_itself_is_two_copies_of_its_code(compared, tmp_path):
-    subject = compared(doubling_repository(tmp_path / "repository"), "second", "second")
-    assert subject.baseline.name == f"{subject.name}.a"
-    assert subject.baseline.folder != subject.folder
-    assert set(statuses(measured(subject)).values()) == {("measured", "")}
-
-
 def test_code_from_outside_of_its_checkout_is_refused(compared, tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "installed.py").write_text(KERNEL)
@@ -155,18 +148,6 @@ def test_packages_beside_the_sources_and_modules_without_a_folder_are_no_code_of
         assert load_entry(compared(repository, "first", "third")) is not None
     finally:
         sys.modules.pop("only_installed", None)
-
-
-def test_a_package_whose_parent_is_gone_lies_nowhere(tmp_path, monkeypatch):
-    (tmp_path / "outer_of_a_test" / "inner").mkdir(parents=True)
-    monkeypatch.syspath_prepend(tmp_path)
-    inner = importlib.import_module("outer_of_a_test.inner")
-    try:
-        assert isolation._lies_in(inner, tmp_path)
-        sys.modules.pop("outer_of_a_test")
-        assert not isolation._lies_in(inner, tmp_path)
-    finally:
-        sys.modules.pop("outer_of_a_test.inner")
 
 
 def test_operators_of_torch_library_do_not_replace_those_of_the_other_revision(compared, tmp_path):
@@ -246,10 +227,10 @@ def test_a_case_that_an_older_revision_does_not_know_is_refused_by_it(own, monke
 
 def test_errors_of_a_revision_are_those_of_the_harness(own):
     operator = operator_of(own("other"))
-    own_operator = isolation.own_operator(operator, own("other"))
+    own_operator = isolation.revision_operator(operator, own("other"))
     errors = sys.modules["flashmoe_science_other.errors"]
     assert errors.InputError is not InputError
-    made = isolation._OwnOperator(operator, own_operator, "flash_attention", "flashmoe_science_other")
+    made = isolation._RevisionOperator(operator, own_operator, "flash_attention", "flashmoe_science_other")
     with pytest.raises(InputError, match="wrong") as caught, made._translated():
         raise errors.InputError("wrong", hint="do it right")
     assert caught.value.hint == "do it right"

@@ -10,7 +10,6 @@ import pytest
 from flashmoe_science.gpu.binary import Binary, BinaryKernel
 from flashmoe_science.gpu.cuobjdump import Target
 from flashmoe_science.proof.gates import chain, library
-from flashmoe_science.proof.gates.library import short_name
 
 from .chain import environment_with, gate_of, request_of, run_chain, statuses, write_subject
 
@@ -75,16 +74,6 @@ def test_a_library_that_cannot_keep_the_promise_fails(build, kernels, summary, h
     assert hint in gate.hint
 
 
-def test_ptx_serves_newer_gpus_and_tells_nothing_of_resources(build):
-    gate, _ = build(ptx=(Target(80, is_ptx=True),))
-    assert (gate.status.value, gate.summary) == ("passed", "PTX alone for compute_80 (L4)")
-
-
-def test_a_library_that_was_not_made_fails(build):
-    gate, _ = build(tail=BUILD.replace('"made.so"', '"other.so"') + PROMISE)
-    assert gate.summary == "the build made no made.so"
-
-
 def test_a_library_that_nothing_can_read_is_no_failure(build, monkeypatch):
     monkeypatch.setattr(library, "find_cuobjdump", lambda: None)
     gate, all_gates = build(kernel("other"))
@@ -124,11 +113,6 @@ def test_the_build_command_is_told_the_architectures(build, monkeypatch, tail, g
     assert build(tail=tail, gpus=gpus)[0].details == [expected]
 
 
-def test_architectures_that_the_caller_has_set_stay(build, monkeypatch):
-    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "7.5")
-    assert build(tail=SAY)[0].details == ["7.5"]
-
-
 def test_a_program_that_the_build_needs_is_on_its_path(build, monkeypatch, tmp_path):
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "no-such-compiler").write_text("#!/bin/sh\necho 'a.cu(3): error: found'; exit 2\n")
@@ -137,15 +121,3 @@ def test_a_program_that_the_build_needs_is_on_its_path(build, monkeypatch, tmp_p
     gate, _ = build(tail="[build]\ncommand = \"sh -c no-such-compiler\"\nneeds = ['no-such-compiler']\n")
     assert gate.summary == "the build command exited with status 2: a.cu(3): error: found"
     assert "no-such-compiler" not in os.environ["PATH"]
-
-
-@pytest.mark.parametrize(
-    ("name", "short"),
-    [
-        ("void a::k<__half, 64>(a::Args)", "a::k<__half, 64>"),
-        ("void (anonymous namespace)::k(float*, void (*)(int))", "(anonymous namespace)::k"),
-        ("_triton_kernel", "_triton_kernel"),
-    ],
-)
-def test_a_kernel_has_a_short_name(name, short):
-    assert short_name(name) == short

@@ -10,7 +10,7 @@ import pytest
 from flashmoe_science.errors import SuiteError
 from flashmoe_science.proof import own_suite
 from flashmoe_science.proof.judge import VerdictStatus
-from flashmoe_science.proof.own_suite import read_own_suite, read_suite
+from flashmoe_science.proof.own_suite import read_suite, read_user_suite
 from flashmoe_science.proof.suites import suite_text
 from flashmoe_science.proof.verify import suite_now, verify_claims
 from flashmoe_science.proof.worker import TaskResult
@@ -81,47 +81,6 @@ def test_a_suite_in_suites_comes_first_and_its_operator_lies_beside_the_kernel(t
     assert suite_now(record, tmp_path).mend == mend
 
 
-@pytest.mark.usefixtures("in_process")
-def test_the_operator_is_looked_for_on_the_python_path_of_the_kernel_toml(tmp_path):
-    record = put(tmp_path, "mine")
-    folder = tmp_path / "kernels" / "mine"
-    (folder / "lib").mkdir()
-    (folder / "rms_norm_operator.py").rename(folder / "lib" / "rms_norm_operator.py")
-    assert "there is no operator called" in suite_now(record, tmp_path).doubt
-    file = folder / "kernel.toml"
-    file.write_text(file.read_text().replace("deterministic", 'python_path = [".", "lib"]\ndeterministic'))
-    assert suite_now(record, tmp_path).doubt == ""
-
-
-@pytest.mark.usefixtures("in_process")
-@pytest.mark.parametrize(
-    ("operator", "case"),
-    [
-        ("attention", "batch = 1\nheads = 2\nseqlen_q = 8\nhead_dim = 64\ndtype = 'fp16'"),
-        ("attention_cache", "batch = 1\nheads = 2\nseqlen_k = 9\nhead_dim = 64\ndtype = 'bf16'"),
-        ("moe", "tokens = 3\nexperts = 4\ntop_k = 2\nhidden = 64\ninter = 64\ndtype = 'bf16'"),
-    ],
-)
-def test_a_suite_of_one_of_our_operators_beside_a_kernel_toml_is_read_without_a_worker(
-    tmp_path, monkeypatch, operator, case
-):
-    monkeypatch.setattr(own_suite, "run_task", lambda *_, **__: pytest.fail("a worker was started"))
-    record = put(tmp_path, "mine")
-    lines = [
-        'name = "mine-suite"',
-        f'operator = "{operator}"',
-        'description = "Made up."',
-        "[[cases]]",
-        'origin = "made up"',
-    ]
-    (tmp_path / "kernels" / "mine" / "suite.toml").write_text("\n".join([*lines, case]))
-    subject = record.subject.model_copy(update={"operator": operator})
-    found = suite_now(record.model_copy(update={"subject": subject}), tmp_path)
-    assert found.doubt == ""
-    assert found.problems is not None
-    assert len(found.problems) == 1
-
-
 def test_a_suite_is_asked_for_again_when_its_operator_has_changed(tmp_path, monkeypatch):
     asked = []
 
@@ -132,11 +91,11 @@ def test_a_suite_is_asked_for_again_when_its_operator_has_changed(tmp_path, monk
     monkeypatch.setattr(own_suite, "run_task", run_task)
     folder = write_kernel(tmp_path, "mine")
     for _ in range(2):
-        read_own_suite(folder / "suite.toml", OPERATOR, [folder])
+        read_user_suite(folder / "suite.toml", OPERATOR, [folder])
     assert len(asked) == 1
     file = folder / "rms_norm_operator.py"
     file.write_text(file.read_text() + "# changed\n")
-    read_own_suite(folder / "suite.toml", OPERATOR, [folder])
+    read_user_suite(folder / "suite.toml", OPERATOR, [folder])
     assert len(asked) == 2
 
 
@@ -146,18 +105,18 @@ def test_what_is_wrong_is_said_and_not_raised_as_it_came(tmp_path):
     with pytest.raises(
         SuiteError, match=r"ZeroDivisionError: division by zero \(rms_norm_operator\.py:1 in <module>\)"
     ):
-        read_own_suite(folder / "suite.toml", OPERATOR, [folder])
+        read_user_suite(folder / "suite.toml", OPERATOR, [folder])
     file = folder / "rms_norm_operator.py"
     file.write_text("import no_such_thing\n")
     with pytest.raises(SuiteError, match=r"No module named 'no_such_thing' \(rms_norm_operator\.py:1 in <module>\)"):
-        read_own_suite(folder / "suite.toml", OPERATOR, [folder])
+        read_user_suite(folder / "suite.toml", OPERATOR, [folder])
 
 
 def test_what_this_process_has_loaded_is_read_here(tmp_path, monkeypatch):
     monkeypatch.setattr(own_suite, "run_task", lambda *_, **__: pytest.fail("a worker was started"))
     monkeypatch.syspath_prepend(str(EXAMPLE))
     __import__(MODULE)
-    assert read_own_suite(EXAMPLE / "suite.toml", OPERATOR, [EXAMPLE])
+    assert read_user_suite(EXAMPLE / "suite.toml", OPERATOR, [EXAMPLE])
     elsewhere = write_kernel(Path(tmp_path), "mine")
     with pytest.raises(pytest.fail.Exception, match="a worker was started"):
-        read_own_suite(elsewhere / "suite.toml", OPERATOR, [elsewhere])
+        read_user_suite(elsewhere / "suite.toml", OPERATOR, [elsewhere])

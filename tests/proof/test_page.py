@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from flashmoe_science.proof.evidence import Launch
 from flashmoe_science.proof.judge import judge
-from flashmoe_science.proof.page import Judged, build_page
+from flashmoe_science.proof.page import Judged, build_page, launch_groups
 
-from .builders import L4, build_gates, build_record
+from .builders import build_record
 from .claim_builders import build_claim
 from .test_report import with_arm, with_case
 
@@ -25,30 +26,6 @@ def test_one_verdict_is_the_headline_and_several_are_counted():
     assert several.headline.sentence == "2 claims: 1 demonstrated, 1 refuted"
     assert several.headline.kind == "refuted"
     assert [verdict.word for verdict in several.verdicts] == ["demonstrated", "refuted"]
-
-
-def test_the_geometric_mean_stands_beside_the_lowest_case():
-    record = build_record(speedups=[2.3, 3.0])
-    (verdict,) = run_of(record, judge(build_claim(), record)).verdicts
-    assert verdict.figure.startswith("lowest of 2 cases 2.3")
-    assert "; geometric mean 2.6" in verdict.figure
-    (mean,) = run_of(record, judge(build_claim(scope="geometric mean"), record)).verdicts
-    assert mean.figure.count("geometric mean") == 1
-
-
-def test_what_nobody_should_read_a_verdict_without_stands_under_the_headline_once():
-    record = build_record(speedups=[2.3])
-    notes = ["at commit abc; sources changed since the run: 1 of 2, a.py"]
-    verdicts = [judge(build_claim(), record, notes=notes)] * 2
-    assert run_of(record, *verdicts).headline_notes == ["at commit abc; sources changed since the run"]
-
-
-def test_a_failed_gate_is_the_headline_and_no_verdict_stands_beside_it():
-    record = build_record(gates=build_gates("launch"))
-    part = run_of(record, judge(build_claim(), record))
-    assert part.headline.word == "gate failed"
-    assert part.headline.sentence.startswith("launch: ")
-    assert part.verdicts == []
 
 
 def test_a_run_without_times_has_gates_and_accuracy_and_no_figures():
@@ -73,12 +50,6 @@ def test_speeds_have_a_row_for_every_case_and_baseline_in_the_kind_that_is_shown
     ]
     assert all(row.bar for row in rows)
     assert rows[2].said.startswith("2.0")
-
-
-def test_a_claimed_factor_is_a_line_for_its_own_kind_of_time():
-    record = build_record(speedups=[2.3])
-    lines = {s.kind: [line.text for line in s.ruler.lines] for s in run_of(record, judge(build_claim(), record)).speeds}
-    assert lines == {"graph": ["", "2x claimed"], "kernel": [""], "wall": [""]}
 
 
 def test_an_arm_that_was_not_measured_is_named_with_its_reason():
@@ -118,20 +89,6 @@ def test_time_and_share_of_the_roofline_stand_against_the_size_that_varies():
     assert float(figure.table.rows[4][3].removesuffix(" %")) == pytest.approx(limit / seconds * 100, rel=5e-3)
 
 
-def test_cases_that_no_sweep_has_are_drawn_against_their_work():
-    (figure,) = run_of(build_record(speedups=[2.0])).growth
-    assert figure.title == "all cases"
-    assert {line.name for line in figure.plots[0].lines} == {"flash_attention", "sdpa"}
-
-
-def test_a_card_of_unknown_rates_has_no_roofline_and_the_page_says_so():
-    record = build_record(gpu=L4.model_copy(update={"name": "NVIDIA X1"}))
-    part = run_of(record)
-    assert part.roofline is None
-    assert part.no_roofline == "The rates of NVIDIA X1 are not known here."
-    assert [plot.y_name for plot in part.growth[0].plots] == ["graph time"]
-
-
 def test_several_runs_have_an_index_and_stand_side_by_side():
     runs = [build_record(), build_record(suite="other", day=1), build_record(gpu=None, day=2)]
     page = build_page([Judged(run, []) for run in runs])
@@ -142,3 +99,29 @@ def test_several_runs_have_an_index_and_stand_side_by_side():
     assert table.columns == ["case", "speedup, run 1", "speedup, run 2", *(f"flash_attention, run {n}" for n in (1, 2))]
     assert "differ" not in table.caption
     assert len({run.anchor for run in page.runs}) == 3
+
+
+def test_memory_is_the_subjects_bytes_over_each_baselines():
+    record = build_record(speedups=[2.0], baselines={"sdpa": 1.0, "fa3": 1.0})
+    for arm, size in (("flash_attention", 512), ("sdpa", 2048), ("fa3", 0)):
+        record = with_arm(record, 0, arm, peak_bytes=size)
+    memory = build_page([Judged(record, [])]).runs[0].memory
+    assert memory is not None
+    assert memory.rows == [["case0", "512 B", "2.0 KiB", "0.25x", "0 B", ""]]
+
+
+def test_a_kernel_stands_once_with_the_grids_of_its_cases():
+    record = build_record(speedups=[2.0, 2.0, 2.0])
+    kernel = record.cases[0].arms[0].launches[0]
+    record = with_arm(record, 1, "flash_attention", launches=[kernel.model_copy(update={"grid": (7, 1, 1)})])
+    record = with_arm(record, 2, "flash_attention", launches=[kernel.model_copy(update={"registers": 255})])
+    ours = [group for group in launch_groups(record) if group.arm.name == "flash_attention"]
+    assert [group.grids for group in ours] == [{"case0": (16, 1, 1), "case1": (7, 1, 1)}, {"case2": (16, 1, 1)}]
+    assert [group.arm.role for group in launch_groups(record)] == ["subject", "subject", "baseline"]
+
+
+def test_two_launches_of_one_call_stay_two():
+    record = build_record(speedups=[2.0])
+    kernel = Launch(name="k", grid=(1, 1, 1), block=(32, 1, 1), registers=8, shared_memory_bytes=0)
+    record = with_arm(record, 0, "flash_attention", launches=[kernel, kernel])
+    assert [g.launch.name for g in launch_groups(record) if g.arm.role == "subject"] == ["k", "k"]

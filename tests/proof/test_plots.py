@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from flashmoe_science.proof.plots import Axis, Guide, Series, place_plot, place_ruler
+from flashmoe_science.proof.plots import Axis, Series, place_plot, place_ruler
 
 PLAIN = Axis("x", lambda value: f"{value:g}")
 
@@ -32,41 +32,6 @@ def test_any_values_find_a_place_inside_the_frame(values):
     for mark in found.lines[0].marks:
         assert found.left <= mark.x <= found.right
         assert found.top <= mark.y <= found.bottom
-
-
-def test_zero_stands_at_the_low_end_of_equal_ratios():
-    log = Axis("x", lambda value: f"{value:g}", log=True)
-    for sizes in ([0, 1, 8], [0, 0]):
-        found = plot([(size, 1, "") for size in sizes], x=log)
-        assert found.lines[0].marks[0].x == found.left
-        assert all(found.left <= mark.x <= found.right for mark in found.lines[0].marks)
-
-
-def test_equal_ratios_are_equal_distances():
-    log = Axis("x", lambda value: f"{value:g}", log=True)
-    one, two, three = plot([(8, 1, ""), (16, 2, ""), (32, 4, "")], x=log, y=log).lines[0].marks
-    assert two.x - one.x == pytest.approx(three.x - two.x, abs=0.2)
-    assert one.y - two.y == pytest.approx(two.y - three.y, abs=0.2)
-
-
-def test_labels_that_would_run_into_each_other_lose_their_text_and_keep_their_tick():
-    sizes = [32.0, 64.0, 65.0, 128.0]
-    axis = Axis("x", lambda value: f"{value:g}", log=True, ticks=sizes)
-    ticks = plot([(size, 1, "") for size in sizes], x=axis).x_ticks
-    assert [tick.text for tick in ticks] == ["32", "64", "", "128"]
-    assert len({tick.at for tick in ticks}) == 4
-
-
-def test_a_guide_is_said_at_its_end_or_its_beginning():
-    guides = [Guide("high", [(0, 1), (1, 2)]), Guide("low", [(0, 1), (1, 1)], first=True)]
-    end, beginning = plot([(0, 1, ""), (1, 2, "")], guides=guides).guides
-    assert (end.anchor, beginning.anchor) == ("end", "start")
-    assert end.x > beginning.x
-    assert end.path.startswith("M")
-
-
-def test_a_single_point_has_no_line():
-    assert plot([(1, 1, "")]).lines[0].path == ""
 
 
 def test_a_ruler_shows_every_interval_and_line_inside_the_cell():

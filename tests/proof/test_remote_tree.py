@@ -12,8 +12,8 @@ import pytest
 from flashmoe_science.errors import RemoteError
 from flashmoe_science.proof.evidence import Settings
 from flashmoe_science.proof.gates import ProveRequest
+from flashmoe_science.proof.loading import load_subject
 from flashmoe_science.proof.remote import find_tree, tree as module
-from flashmoe_science.proof.subject import load_subject
 from flashmoe_science.proof.suites import load_suite
 
 from .test_interruption import SUBJECT, SUITE

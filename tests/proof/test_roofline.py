@@ -53,11 +53,6 @@ def test_rotating_inputs_may_stay_in_l2_as_far_as_they_fit():
     assert fewest_seconds(_case(size=1e6, sets=4, set_bytes=1_000_000), "graph", H200, "cold") == 0
 
 
-def test_without_known_inputs_only_what_exceeds_l2_counts():
-    case = _case(size=H200.l2_bytes + 48e6)
-    assert fewest_seconds(case, "kernel", H200, "cold") == pytest.approx(48e6 / H200_SPEC.bandwidth_bytes_per_s)
-
-
 def _card(name, arch, sms, clock=1755):
     return Gpu(name=name, arch=arch, sms=sms, l2_bytes=1, memory_bytes=1, max_sm_clock_mhz=clock)
 
@@ -101,12 +96,6 @@ def test_the_roofline_of_the_datasheet():
     assert line.knee == pytest.approx(989 / 4.8)
     assert line.flops_at(line.knee / 2) == pytest.approx(989e12 / 2)
     assert line.flops_at(line.knee * 2) == pytest.approx(989e12)
-
-
-def test_work_of_an_unknown_rate_lies_under_the_highest():
-    line = roofline_of(Work(flops=1.0, bytes=1.0, tokens=1), H200)
-    assert line is not None
-    assert line.flops_per_s == 989e12
 
 
 def test_a_model_that_is_not_in_the_table_has_no_roofline():

@@ -87,10 +87,6 @@ def test_profiling_and_clocks_are_never_mixed():
         Bench().run([])
 
 
-def test_without_a_control_there_is_none():
-    assert list(Bench().run(control=False).arms) == ["ours", "sdpa"]
-
-
 def test_the_control_copies_the_first_baseline_that_runs_here():
     bench = Bench()
     bench.baselines = [

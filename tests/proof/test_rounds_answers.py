@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from flashmoe_science.proof import arms
+from flashmoe_science.proof import rounds
 
 from .bench import Bench
 from .simulated import implementation, loaded, make_baseline
@@ -47,13 +47,13 @@ def test_answers_to_other_sets_than_the_first_are_compared_with_the_exact_ones_t
 
 def test_the_sets_that_are_compared_with_the_exact_answer_are_drawn(monkeypatch):
     drawn = []
-    find_truth = arms.find_truth
+    find_expected = rounds.find_expected
 
     def watched(operator, problem, inputs):
         drawn.append(inputs["x"][0].item())
-        return find_truth(operator, problem, inputs)
+        return find_expected(operator, problem, inputs)
 
-    monkeypatch.setattr(arms, "find_truth", watched)
+    monkeypatch.setattr(rounds, "find_expected", watched)
     for seed in range(4):
         Bench().run(["wall"], seed=seed, rounds=1)
     assert len(set(drawn)) == 8  # two sets in each run

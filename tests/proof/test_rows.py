@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import math
 
 import pytest
 
@@ -15,13 +14,8 @@ from flashmoe_science.proof.rows import (
     Ratio,
     arm_rows,
     commit_words,
-    default_kind,
-    format_bytes,
-    format_error,
-    format_rate,
     format_ratio,
     format_seconds,
-    kinds_measured,
     lowest_case,
     write_csv,
 )
@@ -33,14 +27,7 @@ from .claim_builders import build_claim
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [
-        (1.8123e-6, "1.812 us"),
-        (23.145e-6, "23.14 us"),
-        (999.9e-6, "999.9 us"),
-        (999.96e-6, "1.000 ms"),
-        (1.2044e-3, "1.204 ms"),
-        (2.5, "2.500 s"),
-    ],
+    [(1.8123e-6, "1.812 us"), (999.96e-6, "1.000 ms"), (2.5, "2.500 s")],
 )
 def test_format_seconds(seconds, text):
     assert format_seconds(seconds) == text
@@ -51,24 +38,11 @@ def test_format_seconds(seconds, text):
     [
         (Interval(2.371, 2.349, 2.402, 30), "2.37x [2.35, 2.40]"),
         (Interval(0.0151, 0.01497, 0.0153, 30), "0.015x [0.015, 0.015]"),
-        (Interval(1.0004, 0.9951, 1.0093, 30), "1.000x [0.995, 1.009]"),
-        (Interval(98.7, 97.1, 101.2, 30), "98.7x [97.1, 101.2]"),
         (Ratio(2.371, None, 5), "2.37x (5 rounds)"),
-        (None, ""),
     ],
 )
 def test_format_ratio(ratio, text):
     assert format_ratio(ratio) == text
-
-
-def test_small_rates_errors_and_bytes_stay_readable():
-    assert [format_rate(rate) for rate in (0.0, 0.000128, 0.01234, 53.77, 484.4)] == [
-        *("0.00", "<0.001", "0.012", "53.8", "484")
-    ]
-    assert [format_error(error) for error in (0.000123, math.inf, math.nan)] == ["1.2e-04", "inf", "nan"]
-    assert [format_bytes(size) for size in (0, 1023, 49152, 3 << 20, 5 << 30)] == [
-        *("0 B", "1023 B", "48.0 KiB", "3.0 MiB", "5.0 GiB")
-    ]
 
 
 def interval_of(row):
@@ -110,13 +84,6 @@ def test_too_few_rounds_give_a_ratio_without_an_interval():
     assert ratio.estimate == pytest.approx(2.0, rel=0.05)
 
 
-def test_which_kinds_of_time_there_are():
-    assert kinds_measured(build_record()) == ["kernel", "graph", "wall"]
-    assert default_kind(build_record()) == "graph"
-    assert default_kind(build_record(times=("kernel", "wall"))) == "kernel"
-    assert default_kind(build_record(gpu=None)) is None
-
-
 def test_the_lowest_case_is_that_of_the_lowest_lower_end():
     verdict = judge(build_claim(), build_record(speedups=[2.5, 2.1, 3.0]))
     assert lowest_case(verdict) == verdict.cases[1]
@@ -138,14 +105,6 @@ def test_csv_has_a_line_for_every_case_arm_and_kind():
     assert float(line["seconds"]) == record.cases[1].arms[0].rates["wall"].seconds
     assert float(line["ratio_low"]) < 3.0 < float(line["ratio_high"])
     assert line["run"] == record.id
-
-
-def test_csv_of_a_run_without_times_says_why():
-    lines = read_csv(build_record(gpu=None))
-    assert [(line["kind"], line["seconds"], line["status"], line["reason"]) for line in lines[:1]] == [
-        ("", "", "not measured", "no GPU")
-    ]
-    assert lines[0]["max_error"] == "0.0001"
 
 
 def test_a_record_names_the_commit_of_the_subjects_sources():

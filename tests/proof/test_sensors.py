@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flashmoe_science.proof.sensors import Range, rounds_in_order, starts, summarize_processes
+from flashmoe_science.proof.page_sensors import rounds_in_order, sensor_figure
 
 from .builders import build_record
 
@@ -21,24 +21,16 @@ def test_rounds_come_by_process_then_kinds_then_case():
     together, alone = ("graph", "wall"), ("kernel",)
     one_process = [(together, "case0"), (together, "case1"), (alone, "case0"), (alone, "case1")]
     assert found == [(process, *rest) for process in (0, 1) for rest in one_process]
-    assert starts(rounds_in_order(record)) == [0, 2, 4, 6]
+    figure = sensor_figure(record, "run")
+    assert figure is not None
+    assert len(figure.plots[0].rules) == 3
 
 
 def test_a_process_is_summed_up_without_what_was_not_read():
     record = build_record(speedups=[2.0], processes=1, rounds=3, times=("graph",))
     record = with_sensors(record, sm_clock_mhz=[1500, None, 1980], throttle=["", "sw_power_cap", None])
-    (summary,) = summarize_processes(rounds_in_order(record))
-    assert summary.sm_clock_mhz == Range(1500, 1740, 1980)
-    assert (summary.rounds, summary.throttled, summary.reasons) == (3, 1, ("sw_power_cap",))
-
-
-def test_nothing_read_is_nothing_said():
-    record = build_record(speedups=[2.0], processes=1, rounds=1, times=("graph",))
-    (summary,) = summarize_processes(rounds_in_order(with_sensors(record, power_w=[None])))
-    assert summary.power_w is None
-
-
-def test_a_run_without_times_has_no_rounds():
-    record = build_record(gpu=None)
-    assert rounds_in_order(record) == []
-    assert summarize_processes([]) == []
+    figure = sensor_figure(record, "run")
+    assert figure is not None
+    (row,) = figure.table.rows
+    assert row[:4] == ("0", "graph", "3", "1500 / 1740 / 1980")
+    assert row[-2:] == ("1", "sw_power_cap")

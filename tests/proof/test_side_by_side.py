@@ -28,12 +28,6 @@ def test_a_problem_is_the_same_whatever_its_case_is_called():
     assert side_by_side([one, other]) == []
 
 
-def test_a_run_that_lacks_the_baseline_or_the_times_is_left_out():
-    runs = [build_record(), build_record(day=1), build_record(baselines={"fa3": 1.0}), build_record(gpu=None)]
-    assert {each.baseline: len(each.records) for each in side_by_side(runs)} == {"sdpa": 2}
-    assert side_by_side(runs[2:]) == []
-
-
 def test_what_absolute_times_depend_on_is_named():
     assert side_by_side([build_record(), build_record(day=1)])[0].differing == []
     assert side_by_side([build_record(), build_record(gpu=L4)])[0].differing == ["GPU"]

@@ -17,9 +17,8 @@ from flashmoe_science.proof.diagnose.observations import Kernel
 from flashmoe_science.proof.diagnose.tasks import Candidate, match_code
 from flashmoe_science.proof.evidence import Settings
 from flashmoe_science.proof.gates import ProveRequest, chain, run
-from flashmoe_science.proof.subject import expand_sources, load_subject
+from flashmoe_science.proof.loading import load_subject
 from flashmoe_science.proof.suites import Suite
-from flashmoe_science.proof.verify import verify_claims
 
 from .chain import FEW, GPU, FakeGpu, attention, captured, environment_with, gate_of, launch, run_chain, statuses, until
 
@@ -70,14 +69,6 @@ def copied(folder):
     return Path(shutil.copytree(STORY, folder / "story", ignore=shutil.ignore_patterns("build", "evidence")))
 
 
-def test_every_state_has_its_sources_and_its_name():
-    assert list(STATES) == list("abcdef")
-    for state, name in STATES.items():
-        subject = load_subject(str(STORY / name))
-        assert (subject.name, subject.name[6]) == (f"story_{name.removesuffix('.toml')}", state)
-        assert expand_sources(subject)[1] == []
-
-
 def test_a_kernel_of_fewer_threads_is_stopped_at_gate_launch(fake_gpu):
     promises = [vars(promise) for promise in load_subject(str(STORY / STATES["a"])).kernels]
     old = captured("story_a_wrong_binding", "subject", [launch(V1, shared_memory_bytes=528)], promises=promises)
@@ -116,29 +107,6 @@ def test_a_slow_kernel_is_stopped_at_gate_quick_with_the_blocks_it_had(fake_gpu)
     assert gate.hint.startswith("share the work over more blocks: split the keys")
 
 
-def test_a_slow_kernel_with_blocks_enough_is_not_blamed_for_idle_sms(fake_gpu):
-    fake_gpu.subject = "story_d_serial_loop"
-    fake_gpu.launches = [launch(V2, grid=[512, 1, 1], block=[384, 1, 1], shared_memory_bytes=40960)]
-    fake_gpu.seconds = {"story_d_serial_loop": 1e-4, "sdpa": 1e-5}
-    gate = gate_of(prove("d", settings=FEW), "quick")
-    assert gate.summary.endswith("(geometric mean of 3 cases)")
-
-
-def test_the_sentence_that_nothing_shows_is_asserted():
-    assert "1.7x" in (STORY / "README.md").read_text(encoding="utf-8")
-    (verdict,) = verify_claims(STORY)
-    assert (verdict.claim.subject, verdict.status.value) == ("story_f_asserted", "asserted")
-
-
-def test_without_nvcc_the_build_is_not_possible_and_says_so(no_gpu, tmp_path, monkeypatch):
-    monkeypatch.setattr("flashmoe_science.proof.building.find_program", lambda name: None)
-    record = prove("d", copied(tmp_path))
-    assert list(statuses(record).values()) == ["passed", *["not possible"] * 6]
-    gate = gate_of(record, "build")
-    assert gate.summary == "the build command needs nvcc, g++, which is not here"
-    assert gate.hint == "install the CUDA toolkit, or set CUDA_HOME to its folder: it needs no GPU"
-
-
 @NEEDS_NVCC
 @pytest.mark.parametrize(
     ("asked", "flags"),
@@ -153,13 +121,6 @@ def test_the_build_reads_architectures_as_torch_does(monkeypatch, asked, flags):
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", asked)
     build = runpy.run_path(str(STORY / "build.py"))
     assert build["architectures"]() == [f"-gencode={flag}" for flag in flags]
-
-
-@NEEDS_NVCC
-def test_the_build_lets_nvcc_choose_no_architecture(monkeypatch):
-    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "3.5")
-    with pytest.raises(SystemExit, match="must name an architecture that nvcc knows"):
-        runpy.run_path(str(STORY / "build.py"))["architectures"]()
 
 
 @NEEDS_NVCC

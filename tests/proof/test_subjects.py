@@ -10,7 +10,8 @@ import pytest
 from flashmoe_science.proof.evidence import Settings
 from flashmoe_science.proof.gates import chain
 from flashmoe_science.proof.gates.run import passed
-from flashmoe_science.proof.subject import expand_sources, load_subject
+from flashmoe_science.proof.loading import load_subject
+from flashmoe_science.proof.subject import expand_sources
 
 from .chain import SUBJECTS, attention, attention_request, environment_with, gate_of, run_chain, statuses
 

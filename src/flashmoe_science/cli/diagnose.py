@@ -18,8 +18,9 @@ from ..proof.diagnose.report import case_lines, failed_lines
 from ..proof.diagnose.run import Request, choose_cases, expected_seconds, observes_here
 from ..proof.environment import describe_apart
 from ..proof.ledger import Entry
+from ..proof.loading import load_subject, operator_of
 from ..proof.store import Store
-from ..proof.subject import Subject, load_subject, operator_of
+from ..proof.subject import Subject
 from ..proof.suites import Suite, SuiteCase, list_suites, load_suite
 from . import GATE_FAILED, HOLDS, INCONCLUSIVE
 from .names import check_name, gpu_named

@@ -206,7 +206,7 @@ def run_suites(name: str | None, *, as_json: bool) -> int:
 
 
 def _show_suite(terminal: Terminal, suite: Suite) -> None:
-    from ..proof.operator import load_operator
+    from ..proof.loading import load_operator
 
     terminal.show(f"{suite.name} ({suite.operator}): {suite.description}", "")
     terminal.show(plain_table(("case", "where it comes from"), [(case.name, case.origin) for case in suite.cases]))
@@ -218,7 +218,7 @@ def _show_suite(terminal: Terminal, suite: Suite) -> None:
 def run_baselines(operator: str, *, as_json: bool) -> int:
     """List the baselines of an operator."""
     from ..proof.baselines import available_baselines
-    from ..proof.operator import load_operator
+    from ..proof.loading import load_operator
 
     terminal = Terminal(as_json=as_json)
     found = available_baselines(load_operator(operator))

@@ -20,10 +20,10 @@ from ..proof.evidence import GATE_NAMES, Record, Settings, TimeKind
 from ..proof.gates import ProveRequest, check_request
 from ..proof.judge import Verdict
 from ..proof.junit import write_junit
+from ..proof.loading import load_subject, operator_of, subject_text
 from ..proof.report import case_table, count_line, outcome_table, unmeasured_lines
 from ..proof.rows import kinds_measured
 from ..proof.store import Archive, Store, find_repository
-from ..proof.subject import load_subject, operator_of, subject_text
 from ..proof.suites import list_suites, load_suite, suite_text
 from ..proof.verify import verify_claims
 from ..proof.words import counted

@@ -1,4 +1,4 @@
-"""What a call gives: one tensor, or several that the operator names, each of which is judged by itself."""
+"""The answer of a call: one tensor, or several that the operator names, each judged by itself."""
 
 from __future__ import annotations
 

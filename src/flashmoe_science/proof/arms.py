@@ -17,18 +17,18 @@ from typing import Any, Literal, Protocol
 import torch
 
 from ..errors import ProofError
-from .answers import Answer, Call, copied, known_parts, names_of, not_formed, parts, sizes_of
-from .check import accuracy_of, not_plain
+from .answers import Answer, Call, copied, names_of, not_formed, parts, sizes_of
+from .check import ExpectedOutputs, accuracy_of, largest_error, max_error, not_plain
 from .evidence import Accuracy, OutputAccuracy, TimeKind
+from .loading import load_entry
 from .operator import Baseline, Inputs, Operator
 from .shared_state import SharedState
-from .subject import Subject, load_entry
+from .subject import Subject
 from .worker import describe_error
 
 Role = Literal["subject", "baseline", "control"]
 
 CONTROL_SUFFIX = "#2"
-_ELEMENTS_AT_ONCE = 2**27  # 1 GiB in fp64
 
 
 class Device(Protocol):
@@ -71,7 +71,7 @@ class Loaded:
 
     @property
     def yardstick(self) -> bool:
-        """Whether it does other work, whose answer is none to the problem: only that it repeats is checked."""
+        """Whether it does other work, e.g. a matrix product: only the repeatability of its answer is checked."""
         return bool(getattr(self.baseline, "yardstick", False))
 
     def refusal(self, problem: Any) -> str | None:
@@ -79,18 +79,6 @@ class Loaded:
         return None if self.baseline is None else self.baseline.refusal(problem)
 
 
-@dataclass(frozen=True)
-class Truth:
-    """What the answer to one set of inputs should be, in one of its tensors."""
-
-    output: str  # its name; empty where a call gives one tensor
-    exact: torch.Tensor  # fp64
-    budget: float  # largest absolute error allowed
-    low_precision_error: float
-    output_bytes: int
-
-
-Truths = tuple[Truth, ...]  # one for each tensor of an answer
 Tolerance = tuple[float, ...]  # largest absolute difference, of each tensor of an answer
 
 
@@ -169,39 +157,22 @@ def load_baseline(baseline: Baseline) -> Loaded:
     return Loaded(baseline.name, "baseline", entry, "loaded", version=version, baseline=baseline)
 
 
-def find_truth(operator: Operator, problem: Any, inputs: Inputs) -> Truths:
-    """Return the exact answer, the error allowed, and what the framework's own low-precision run makes of it."""
-    names = names_of(operator, problem)
-    exacts = known_parts(operator, "exact", operator.exact(problem, inputs), names)
-    lows = known_parts(operator, "low_precision", operator.low_precision(problem, inputs), names)
-    return tuple(
-        Truth(
-            name,
-            exact,
-            float(operator.error_budget(exact, low)),
-            max_error(low, exact),
-            low.numel() * low.element_size(),
-        )
-        for name, exact, low in zip(names, exacts, lows, strict=True)
-    )
-
-
 def prepare_arm(
     loaded: Loaded,
     operator: Operator,
     problem: Any,
     input_sets: Sequence[Inputs],
-    truths: Mapping[int, Truths],
+    expected: Mapping[int, ExpectedOutputs],
     device: Device,
 ) -> Arm:
     """Bind ``loaded`` to every set of inputs, call it, and check its answers.
 
-    Compiling, tuning and the first allocation happen here. The answers to the sets that ``truths`` knows are compared
+    Compiling, tuning and the first allocation happen here. The answers to the sets that ``expected`` knows are compared
     with the exact ones; the answers to all sets are kept, to be compared with those after timing.
     """
-    budgets = zip(*([truth.budget for truth in each] for each in truths.values()), strict=True)
+    budgets = zip(*([wanted.budget for wanted in each] for each in expected.values()), strict=True)
     tolerance = None if loaded.deterministic else tuple(2 * max(each) for each in budgets)
-    output_bytes = [truth.output_bytes for truth in next(iter(truths.values()))]
+    output_bytes = [wanted.nbytes for wanted in next(iter(expected.values()))]
     arm = Arm(loaded, loaded.name, loaded.role, tolerance=tolerance)
     if loaded.entry is None:
         arm.status, arm.reason = "unavailable" if loaded.status == "unavailable" else "failed", loaded.reason
@@ -224,7 +195,7 @@ def prepare_arm(
                 if wrong := not_an_answer(answer, loaded, names):
                     arm.fail(wrong)
                     return arm
-                device.synchronize()  # here work on any stream is waited for: check_stream says what is wrong with it
+                device.synchronize()  # waits for work on any stream; check_stream reports such work
                 arm.expected.append(copied(answer))
             device.poison(*output_bytes)
             again = copied(arm.calls[0]())
@@ -233,7 +204,7 @@ def prepare_arm(
             arm.fail(f"a call of it changes what all arms share: {changes}")
             return arm
         repeats = mismatch([again], arm.expected[:1], None) == ""
-        judged = {} if loaded.yardstick else truths
+        judged = {} if loaded.yardstick else expected
         problem_found = next(
             (wrong for index, each in judged.items() if (wrong := _judge_answer(arm, index, each, repeats=repeats))),
             "",
@@ -251,19 +222,19 @@ def not_an_answer(answer: Any, loaded: Loaded, names: Sequence[str]) -> str:
     return wrong or next((odd for part in parts(answer) if (odd := not_plain(part))), "")
 
 
-def _judge_answer(arm: Arm, index: int, truths: Truths, *, repeats: bool) -> str:
-    """Return what is wrong with the answer to one set, or an empty string; records the worst accuracy of all sets."""
+def _judge_answer(arm: Arm, index: int, expected: ExpectedOutputs, *, repeats: bool) -> str:
+    """Return the fault of the answer to one set, or an empty string; record the worst accuracy of all sets."""
     found: dict[str, OutputAccuracy] = {}
     answer = parts(arm.expected[index])
-    for first, truth in zip(answer, truths, strict=True):
-        its = f"its {truth.output}" if truth.output else "its answer"
-        if first.shape != truth.exact.shape:
-            return f"{its} must have shape {list(truth.exact.shape)}, got {list(first.shape)}"
-        error = max_error(first, truth.exact)
+    for first, wanted in zip(answer, expected, strict=True):
+        its = f"its {wanted.output}" if wanted.output else "its answer"
+        if first.shape != wanted.exact.shape:
+            return f"{its} must have shape {list(wanted.exact.shape)}, got {list(first.shape)}"
+        error = max_error(first, wanted.exact)
         if math.isnan(error):
             return f"{its} has NaN"
-        found[truth.output] = OutputAccuracy(
-            max_error=error, budget=truth.budget, low_precision_error=truth.low_precision_error
+        found[wanted.output] = OutputAccuracy(
+            max_error=error, budget=wanted.budget, low_precision_error=wanted.low_precision_error
         )
     accuracy = accuracy_of(found, deterministic=repeats)
     if arm.accuracy is None or accuracy.share > arm.accuracy.share:
@@ -396,36 +367,16 @@ def _roll_expected(arm: Arm) -> None:
 def copy_values(source: Inputs, target: Inputs) -> None:
     """Write the values of ``source`` into the tensors of ``target``, on the current stream.
 
-    Through ``.data`` the version counter stands still: a cache keyed on it too is not warned.
+    Through ``.data`` the version counter does not change: a cache keyed on it gets no warning.
     """
     for name, tensor in target.items():
         tensor.data.copy_(source[name])
 
 
-def max_error(answer: torch.Tensor, exact: torch.Tensor) -> float:
-    """Return the largest absolute difference; NaN where either has NaN, 0 for empty tensors."""
-    return _max_error(answer, exact).item() if exact.numel() else 0.0
-
-
-def _max_error(answer: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
-    """Return it of tensors that are not empty; on one device without a synchronisation.
-
-    By parts: a GPU that holds the gradients of a layer's experts has no room for three of their size in fp64.
-    """
-    if answer.shape != exact.shape:
-        raise ValueError(f"expected shape {list(exact.shape)}, got {list(answer.shape)}")
-    given = (torch.split(tensor.flatten(), _ELEMENTS_AT_ONCE) for tensor in (answer, exact))
-    pairs = zip(*given, strict=True)
-    return torch.stack([(some.to(right.device).double() - right.double()).abs().max() for some, right in pairs]).max()
-
-
 def mismatch(answers: Sequence[Answer], expected: Sequence[Answer], tolerance: Tolerance | None) -> str:
-    """Return how ``answers`` differ from ``expected``, or an empty string. NaN always differs.
+    """Return how ``answers`` differ from ``expected``, on one device, or an empty string. NaN always differs.
 
-    Args:
-        answers: on one device.
-        expected: as many, on the same device.
-        tolerance: largest absolute difference of each tensor of an answer; None: the same bits.
+    ``tolerance``: largest absolute difference of each tensor of an answer; None: the same bits.
     """
     wrong: list[torch.Tensor] = []  # read once at the end: one synchronisation for all sets
     for answer, wanted in zip(answers, expected, strict=True):
@@ -444,7 +395,7 @@ def mismatch(answers: Sequence[Answer], expected: Sequence[Answer], tolerance: T
                 differ.append((_bytes(part) != _bytes(right)).any() | part.isnan().any())
             else:
                 allowed = tolerance[min(number, len(tolerance) - 1)]
-                differ.append(~(_max_error(part, right) <= allowed))
+                differ.append(~(largest_error(part, right) <= allowed))
         if differ:
             wrong.append(torch.stack(differ).any())
     if not wrong:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import ProofError
-from .operator import Baseline, Operator, load_operator
+from .loading import load_operator
+from .operator import Baseline, Operator
 from .worker import Emit, run_task
 
 _TASK = f"{__name__}:probe"

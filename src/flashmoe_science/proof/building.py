@@ -32,14 +32,14 @@ class Built:
 
     @property
     def hint(self) -> str:
-        """How to get what is missing."""
+        """How to get the missing programs."""
         if "nvcc" in self.missing:
             return "install the CUDA toolkit, or set CUDA_HOME to its folder: it needs no GPU"
         return "install it, or put its folder on PATH"
 
 
 def known_gpus(names: Iterable[str], here: Gpu | None) -> list[GpuSpec]:
-    """Return what is known of the GPUs named and of the one here. One of a kind that the table lacks is left out."""
+    """Return the specs of the named GPUs and of the one here; GPUs that the table lacks are left out."""
     specs = {}
     for name in [*names, *([here.name] if here is not None else [])]:
         try:
@@ -53,10 +53,8 @@ def known_gpus(names: Iterable[str], here: Gpu | None) -> list[GpuSpec]:
 def run_build(subject: Subject, targets: Sequence[GpuSpec], say: Callable[[str], None]) -> Built:
     """Run the subject's build command, if everything that it needs is here.
 
-    Args:
-        subject: has a build command.
-        targets: GPUs whose architectures the command gets to know; none: what the caller has set is left alone.
-        say: told the command before it runs.
+    The command gets the architectures of ``targets``; without targets, the caller's setting stays. ``say`` gets the
+    command before it runs.
     """
     assert subject.build_command is not None
     found = {program: find_program(program) for program in subject.build_needs}

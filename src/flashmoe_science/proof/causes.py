@@ -1,4 +1,4 @@
-"""What a failed build, import or call means, and what mends it: pure functions on what programs print."""
+"""Causes of and remedies for a failed build, import or call: pure functions on the output of programs."""
 
 from __future__ import annotations
 

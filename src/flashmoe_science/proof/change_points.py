@@ -42,13 +42,8 @@ class ChangePoint:
 def change_points(values: Sequence[float], *, level: float = LEVEL, seed: int = 0) -> list[ChangePoint]:
     """Return where ``values``, in the order of time, change their level; nothing where they are too few to tell.
 
-    Args:
-        values: One for each run.
-        level: Of each test, and so of a false alarm in a series without any change.
-        seed: Of the permutations; the same seed gives the same answer.
-
-    Raises:
-        InputError: a value is not finite.
+    ``level`` is the chance of a false alarm in a series without change; ``seed`` is that of the permutations. Raises
+    ``InputError`` where a value is not finite.
     """
     series = np.asarray(values, dtype=np.float64)
     if not np.all(np.isfinite(series)):

@@ -19,7 +19,8 @@ from ..errors import InputError, UnsupportedError
 from ..gpu.specs import GpuSpec
 from .claims import Claim
 from .evidence import Arm, Gpu, Record
-from .subject import PACKAGE_FOLDER, is_builtin
+from .loading import is_builtin
+from .subject import PACKAGE_FOLDER
 from .words import counted
 
 ANOTHER_COPY = "another copy of the package runs here than the repository's own"
@@ -122,7 +123,8 @@ def _spec_of(gpu: Gpu) -> GpuSpec:
 @functools.lru_cache(maxsize=65536)
 def _identities_now(operator: str, subject: str, problem: str, gpu: GpuSpec) -> tuple[str, ...]:
     """Return the identities of a call's launches by the code here; nothing where there is no such call any more."""
-    from .operator import identities_of, load_operator
+    from .loading import load_operator
+    from .operator import identities_of
 
     found = load_operator(operator)
     try:

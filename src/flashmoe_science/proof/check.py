@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +36,7 @@ _FRESH_MEMORY = frozenset(
     getattr(torch.ops.aten, name) for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 )
 
+_ELEMENTS_AT_ONCE = 2**27  # 1 GiB in fp64
 _FEW = 8  # elements: so few can be the same by chance
 
 NAN_BYTE = 0xFF  # bytes of it read as NaN in every floating-point format, of 16 bits too
@@ -52,18 +53,9 @@ class WrongResultError(Exception):
 def check_case(
     operator: Operator, entry: Callable[..., Any], problem: Any, *, device: str, seed: int, deterministic: bool
 ) -> Accuracy:
-    """Check one case and return the largest error seen beside its budget.
+    """Check one case and return the largest error seen, with its budget. Raises ``WrongResultError``.
 
-    Args:
-        operator: says what is right.
-        entry: the subject.
-        problem: the case.
-        device: ``cuda`` or ``cpu``.
-        seed: of the first inputs; ``seed + 1`` makes the others.
-        deterministic: whether the subject promises the same bits for the same input.
-
-    Raises:
-        WrongResultError: with the reason, in one line.
+    ``seed`` makes the first inputs and ``seed + 1`` the others. ``deterministic``: the subject promises the same bits.
     """
     run = _Runner(device)
     inputs = operator.make_inputs(problem, seed=seed, device=device)
@@ -71,18 +63,18 @@ def check_case(
     require_random(operator, inputs, others)
 
     call = operator.bind(entry, problem, inputs)
-    first = run(call, inputs, _Truth.of(operator, problem, inputs), "the first call", poison_all=device == "cpu")
+    first = run(call, inputs, find_expected(operator, problem, inputs), "the first call", poison_all=device == "cpu")
     for name, tensor in inputs.items():
-        # Through .data the version counter stands still: a cache keyed on it too is not warned.
+        # Through .data the version counter does not change: a cache keyed on it gets no warning.
         tensor.data.copy_(others[name])
     del others
-    truth = _Truth.of(operator, problem, inputs)
-    second = run(call, inputs, truth, "new values at the same addresses")
+    wanted = find_expected(operator, problem, inputs)
+    second = run(call, inputs, wanted, "new values at the same addresses")
 
     moved = {name: tensor.clone(memory_format=torch.preserve_format) for name, tensor in inputs.items()}
     call = operator.bind(entry, problem, moved)
-    third = run(call, moved, truth, "the same values at new addresses")
-    fourth = run(call, moved, truth, "the same call again", poison_all=device == "cpu")
+    third = run(call, moved, wanted, "the same values at new addresses")
+    fourth = run(call, moved, wanted, "the same call again", poison_all=device == "cpu")
     run.check_earlier_outputs()
 
     same = all(_same_bits(a, b) for other in (third, fourth) for a, b in zip(second, other, strict=True))
@@ -94,26 +86,24 @@ def check_case(
 
 
 @dataclass(frozen=True)
-class _Truth:
-    """What is right for one set of inputs, of one output."""
+class Expected:
+    """The right answer to one set of inputs, in one output."""
 
     output: str  # its name; empty where a call gives one tensor
-    exact: torch.Tensor
+    exact: torch.Tensor  # fp64
     dtype: torch.dtype
-    budget: float
+    budget: float  # largest absolute error allowed
     low_precision_error: float
     rms_budget: float
 
-    @classmethod
-    def of(cls, operator: Operator, problem: Any, inputs: Inputs) -> tuple[_Truth, ...]:
-        """Compute it, for every output. Raises ``ProofError`` where the operator's own rule gives no finite budget."""
-        names = names_of(operator, problem)
-        exact = known_parts(operator, "exact", operator.exact(problem, inputs), names)
-        low = known_parts(operator, "low_precision", operator.low_precision(problem, inputs), names)
-        return tuple(cls._of_one(operator, *each) for each in zip(names, exact, low, strict=True))
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the output."""
+        return self.exact.numel() * self.dtype.itemsize
 
     @classmethod
-    def _of_one(cls, operator: Operator, output: str, exact: torch.Tensor, low: torch.Tensor) -> _Truth:
+    def of(cls, operator: Operator, output: str, exact: torch.Tensor, low: torch.Tensor) -> Expected:
+        """Compute it. Raises ``ProofError`` where the operator's own rule gives no finite budget."""
         if exact.shape != low.shape:
             raise ProofError(
                 f"exact and low_precision must have one shape, got {list(exact.shape)} and {list(low.shape)}"
@@ -123,13 +113,47 @@ class _Truth:
             raise ProofError(f"the error budget must be a number, got {budget!r}")
         if not math.isfinite(budget):
             raise ProofError(f"the error budget must be finite, got {budget}: the framework's own run overflows")
-        errors = low.double() - exact
-        rounding = 0.5 * torch.finfo(low.dtype).eps * _rms(exact)
-        return cls(output, exact, low.dtype, budget, _largest(errors.abs()), 2 * _rms(errors) + rounding)
+        rounding = 0.5 * torch.finfo(low.dtype).eps * rms_error(torch.zeros_like(low), exact)
+        return cls(output, exact, low.dtype, budget, max_error(low, exact), 2 * rms_error(low, exact) + rounding)
 
     def within(self, which: str) -> str:
         """Return of what a message is, ``which`` being the call."""
         return f"{which}, {self.output}" if self.output else which
+
+
+ExpectedOutputs = tuple[Expected, ...]  # one for each tensor of an answer
+
+
+def find_expected(operator: Operator, problem: Any, inputs: Inputs) -> ExpectedOutputs:
+    """Return the exact answer, the error allowed, and what the framework's own low-precision run makes of it."""
+    names = names_of(operator, problem)
+    exact = known_parts(operator, "exact", operator.exact(problem, inputs), names)
+    low = known_parts(operator, "low_precision", operator.low_precision(problem, inputs), names)
+    return tuple(Expected.of(operator, *each) for each in zip(names, exact, low, strict=True))
+
+
+def max_error(answer: torch.Tensor, exact: torch.Tensor) -> float:
+    """Return the largest absolute difference; NaN where either has NaN, 0 for empty tensors."""
+    return largest_error(answer, exact).item() if exact.numel() else 0.0
+
+
+def largest_error(answer: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+    """Return ``max_error`` of tensors that are not empty; on one device without a synchronisation."""
+    return torch.stack([errors.abs().max() for errors in _errors(answer, exact)]).max()
+
+
+def rms_error(answer: torch.Tensor, exact: torch.Tensor) -> float:
+    """Return the root mean square of the differences, 0 for empty tensors."""
+    squares = sum(errors.square().sum().item() for errors in _errors(answer, exact))
+    return math.sqrt(squares / max(1, exact.numel()))
+
+
+def _errors(answer: torch.Tensor, exact: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the differences by parts: a GPU may have no room for all of them in fp64."""
+    if answer.shape != exact.shape:
+        raise ValueError(f"expected shape {list(exact.shape)}, got {list(answer.shape)}")
+    given = (torch.split(tensor.flatten(), _ELEMENTS_AT_ONCE) for tensor in (answer, exact))
+    return (some.to(right.device).double() - right.double() for some, right in zip(*given, strict=True))
 
 
 class _Runner:
@@ -141,12 +165,18 @@ class _Runner:
         self._worst: dict[str, OutputAccuracy] = {}  # by output
 
     def __call__(
-        self, call: Callable[[], Any], inputs: Inputs, truths: Sequence[_Truth], which: str, *, poison_all: bool = False
+        self,
+        call: Callable[[], Any],
+        inputs: Inputs,
+        expected: ExpectedOutputs,
+        which: str,
+        *,
+        poison_all: bool = False,
     ) -> tuple[torch.Tensor, ...]:
         """Make one call. Raises ``WrongResultError``."""
         before = {name: tensor.clone(memory_format=torch.preserve_format) for name, tensor in inputs.items()}
         shared = SharedState()
-        poison_free_memory(self._device, *(truth.exact.numel() * truth.dtype.itemsize for truth in truths))
+        poison_free_memory(self._device, *(wanted.nbytes for wanted in expected))
         try:
             with PoisonFreshMemory() if poison_all else contextlib.nullcontext():  # type: ignore[no-untyped-call]
                 answer = call()
@@ -155,38 +185,38 @@ class _Runner:
             raise WrongResultError(f"{which}: raised {describe_error(error)}") from error
         if changes := shared.changes():
             raise WrongResultError(f"{which} changed what all arms share: {changes}")
-        outputs = _check_form(answer, truths, self._device, which)
+        outputs = _check_form(answer, expected, self._device, which)
         for name, tensor in inputs.items():
             if not _same_bits(tensor, before[name]):
                 raise WrongResultError(f"{which}: the input {name} was overwritten")
-        for output, truth in zip(outputs, truths, strict=True):
-            self._check_error(output, truth, truth.within(which))
+        for output, wanted in zip(outputs, expected, strict=True):
+            self._check_error(output, wanted, wanted.within(which))
             copy = output.clone(memory_format=torch.preserve_format)
-            self._outputs.append((truth.within(which), output, copy))
+            self._outputs.append((wanted.within(which), output, copy))
         return outputs
 
-    def _check_error(self, output: torch.Tensor, truth: _Truth, which: str) -> None:
+    def _check_error(self, output: torch.Tensor, wanted: Expected, which: str) -> None:
         unwritten = torch.isnan(output)
         if unwritten.any():
             reason = f"{which}: NaN in {_count(unwritten)}: computed, or never written (fresh memory reads so here)"
             raise WrongResultError(reason)
-        errors = (output.double() - truth.exact).abs()
+        errors = (output.double() - wanted.exact).abs()
         largest = _largest(errors)
         if not math.isfinite(largest):
             raise WrongResultError(f"{which}: infinite in {_count(torch.isinf(output))}")
-        found = OutputAccuracy(max_error=largest, budget=truth.budget, low_precision_error=truth.low_precision_error)
-        accuracy = Accuracy(**found.model_dump(), output=truth.output)
-        if largest > truth.budget:
+        found = OutputAccuracy(max_error=largest, budget=wanted.budget, low_precision_error=wanted.low_precision_error)
+        accuracy = Accuracy(**found.model_dump(), output=wanted.output)
+        if largest > wanted.budget:
             reason = (
-                f"{which}: error {largest:.3g}, allowed {truth.budget:.3g}; wrong in {_count(errors > truth.budget)}"
+                f"{which}: error {largest:.3g}, allowed {wanted.budget:.3g}; wrong in {_count(errors > wanted.budget)}"
             )
             raise WrongResultError(reason, accuracy)
-        if (rms := _rms(errors)) > truth.rms_budget:
-            reason = f"{which}: root mean square of the error {rms:.3g}, allowed {truth.rms_budget:.3g}"
+        if (rms := _rms(errors)) > wanted.rms_budget:
+            reason = f"{which}: root mean square of the error {rms:.3g}, allowed {wanted.rms_budget:.3g}"
             raise WrongResultError(f"{reason}: sums of too low a precision show so", accuracy)
-        before = self._worst.get(truth.output)
+        before = self._worst.get(wanted.output)
         if before is None or found.share >= before.share:
-            self._worst[truth.output] = found
+            self._worst[wanted.output] = found
 
     def accuracy(self, *, deterministic: bool) -> Accuracy:
         """Return the largest errors of all calls."""
@@ -207,22 +237,22 @@ def accuracy_of(found: Mapping[str, OutputAccuracy], *, deterministic: bool) -> 
     return Accuracy(**worst.model_dump(), deterministic=deterministic, output=name, outputs=outputs)
 
 
-def _check_form(answer: Any, truths: Sequence[_Truth], device: str, which: str) -> tuple[torch.Tensor, ...]:
+def _check_form(answer: Any, expected: ExpectedOutputs, device: str, which: str) -> tuple[torch.Tensor, ...]:
     """Return the outputs. Raises ``WrongResultError``."""
-    if wrong := not_formed(answer, [truth.output for truth in truths]):
+    if wrong := not_formed(answer, [wanted.output for wanted in expected]):
         raise WrongResultError(f"{which}: {wrong}")
     outputs = parts(answer)
-    for output, truth in zip(outputs, truths, strict=True):
-        _check_output(output, truth, device, truth.within(which))
+    for output, wanted in zip(outputs, expected, strict=True):
+        _check_output(output, wanted, device, wanted.within(which))
     return outputs
 
 
-def _check_output(output: torch.Tensor, truth: _Truth, device: str, which: str) -> None:
+def _check_output(output: torch.Tensor, wanted: Expected, device: str, which: str) -> None:
     if wrong := not_plain(output):
         raise WrongResultError(f"{which}: {wrong}")
     for name, got, expected in (
-        ("shape", tuple(output.shape), tuple(truth.exact.shape)),
-        ("dtype", output.dtype, truth.dtype),
+        ("shape", tuple(output.shape), tuple(wanted.exact.shape)),
+        ("dtype", output.dtype, wanted.dtype),
         ("device", output.device.type, device),
     ):
         if got != expected:

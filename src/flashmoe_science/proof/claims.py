@@ -20,7 +20,7 @@ from ..errors import ClaimError, InputError
 from ..gpu.specs import find_gpu, name_words
 from .evidence import CaseRecord, Record
 from .files import write_atomically
-from .subject import builtin_names, is_builtin
+from .loading import builtin_names, is_builtin
 from .toml_files import parse_toml, read_toml
 
 _HINT = "the format is in docs/reference/claims.md"

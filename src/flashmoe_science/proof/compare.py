@@ -78,11 +78,10 @@ class Comparison(Model):
 
 
 def effect_of(log_ratio: Interval, tolerance: float, *, paired: bool = True) -> Effect:
-    """Return what an interval of ``log(A / B)`` says.
+    """Return the effect that an interval of ``log(A / B)`` shows.
 
-    Within the tolerance on both sides is "same", also where it excludes zero: such a difference does not matter.
-    Beyond that, an interval of paired rounds that excludes zero shows a difference. One of two runs has to lie beyond
-    the tolerance as a whole: what runs vary by is not in it. All else is undecided.
+    Within the tolerance on both sides it is "same", even where it excludes zero. Beyond it, an interval of paired
+    rounds that excludes zero shows a difference. An interval of two runs must lie beyond the tolerance as a whole.
     """
     limit = math.log1p(tolerance)
     if -limit <= log_ratio.low and log_ratio.high <= limit:
@@ -105,13 +104,8 @@ def compare_revisions(
 ) -> Comparison:
     """Return how revision B compares with revision A, by the interleaved rounds of ``record``.
 
-    Args:
-        record: of a comparison of two revisions.
-        kinds: Which times decide. Default: all that were taken.
-        tolerance: The smallest effect that matters. Default: the one that the run was asked for.
-
-    Raises:
-        EvidenceError: the record compares no revisions.
+    ``kinds`` of time decide, by default all. ``tolerance`` is the smallest effect that matters, by default the run's
+    own. Raises ``EvidenceError`` where the record compares no revisions.
     """
     compared = record.compared
     if compared is None:
@@ -166,17 +160,17 @@ def compare_records(
 ) -> Comparison:
     """Return how the subject of run ``b`` compares with that of run ``a``: rounds of different runs are not paired.
 
-    What is compared is the ratio to a baseline that both runs measured, and absolute times only on one card.
+    The ratio to a common baseline is compared; absolute times only on one card.
 
     Args:
-        a: One run.
-        b: The other.
-        kinds: Which times decide. Default: all that both runs took.
-        tolerance: The smallest effect that matters.
-        allowed: Fields of ``poolable.FIELDS`` that may differ.
+        a: one run.
+        b: the other.
+        kinds: the times that decide. Default: all that both runs took.
+        tolerance: the smallest effect that matters.
+        allowed: fields of ``poolable.FIELDS`` that may differ.
 
     Raises:
-        EvidenceError: the runs may not be compared: says which field differs, with both values.
+        EvidenceError: the runs may not be compared: names the field that differs, with both values.
     """
     taken = [kind for kind in kinds_measured(a) if kind in kinds_measured(b)]
     kinds = list(kinds or taken)

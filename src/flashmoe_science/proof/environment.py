@@ -20,10 +20,8 @@ from ..errors import ProofError
 from . import nvml
 from .evidence import Environment, Gpu, TreeState
 from .git import git
-from .subject import Subject, expand_sources
+from .subject import PACKAGE_FOLDER, Subject, expand_sources
 from .worker import Emit, run_task
-
-PACKAGE_FOLDER = Path(__file__).resolve().parent.parent
 
 # Packages whose version can change a result, beside torch itself.
 _PACKAGES = ("triton", "numpy", "scipy", "nvidia-ml-py", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13")

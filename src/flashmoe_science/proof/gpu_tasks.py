@@ -1,4 +1,4 @@
-"""What the chain runs on a GPU, each in a process of its own: capture the launches, and take the times."""
+"""Worker tasks of the chain on a GPU: capture the launches, and take the times."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from ..gpu.device import current_gpu
 from . import arms as arms_module, launches
 from .answers import Answer, Call, copied, parts, sizes_of
 from .arms import Loaded
+from .check import ExpectedOutputs, find_expected, max_error
 from .evidence import Settings
 from .host_files import files_called
 from .launches import CallTrace, Recording
+from .loading import operator_of
 from .measure import CudaTimer, Graph, Timer
 from .operator import Inputs, Operator, identities_of
 from .rounds import Case, Plan, measure_case
 from .schedule import derived_seed
-from .subject import Subject, operator_of
+from .subject import Subject
 from .worker import Emit
 
 _CAPTURED_CALLS = 2  # that the second runs what the first ran is part of the answer
@@ -30,14 +32,10 @@ def measure(payload: dict[str, Any], emit: Emit) -> dict[str, Any]:
     """Take the times of every case in one process.
 
     Args:
-        payload: ``subject``, ``cases`` (name, problem, origin), ``baselines``, ``settings``, ``process`` and ``times``:
-            kernel alone, or graph and wall; optionally ``control``, whether the first baseline runs twice (it does),
-            and ``check_stream``, whether work on another stream fails the subject (it does).
-        emit: gets ``{"event": "start", "name"}``, ``{"event": "round", "case", "round", "rounds"}``, and
-            ``{"event": "case", "case"}`` with what ``rounds.measure_case`` returns.
-
-    Returns:
-        ``cases``, how many were finished.
+        payload: ``subject``, ``cases``, ``baselines``, ``settings``, ``process`` and ``times`` (kernel alone, or graph
+            and wall); optionally ``control`` and ``check_stream``, see ``rounds.Plan``.
+        emit: gets ``{"event": "start", "name"}``, ``{"event": "round", "case", "round", "rounds"}``, and ``{"event":
+            "case", "case"}`` with the result of ``rounds.measure_case``.
 
     Raises:
         ProofError: no GPU, times that cannot share a process, or the GPU context is lost.
@@ -64,17 +62,10 @@ def measure(payload: dict[str, Any], emit: Emit) -> dict[str, Any]:
 
 
 def capture_launches(payload: dict[str, Any], emit: Emit) -> dict[str, Any]:
-    """Record which kernels the subject and the baselines really run in every case.
+    """Record the kernels that the subject and the baselines run in every case.
 
-    Args:
-        payload: ``subject``, ``cases``, ``baselines``, ``seed``.
-        emit: gets ``{"event": "start", "name"}`` before each case, and ``{"event": "case", "case"}`` after it.
-
-    Returns:
-        ``cases``: what ``capture_case`` returns for each.
-
-    Raises:
-        ProofError: no GPU, or the GPU context is lost.
+    ``payload`` has ``subject``, ``cases``, ``baselines`` and ``seed``; ``emit`` gets a "start" and a "case" event for
+    each case. Returns ``cases``, see ``capture_case``. Raises ``ProofError``: no GPU, or the GPU context is lost.
     """
     operator, loaded, timer = open_gpu(payload)
     subject = Subject.from_json(payload["subject"])
@@ -231,25 +222,25 @@ def _compare_replay(capture: _Capture, case: Case, inputs: Inputs, timer: Timer)
     wrong = arms_module.mismatch([capture.replayed], [capture.answer], None)
     if wrong:
         try:
-            truths = arms_module.find_truth(case.operator, case.problem, inputs)  # slow, and rarely needed
+            expected = find_expected(case.operator, case.problem, inputs)  # slow, and rarely needed
         except Exception as error:  # noqa: BLE001 - one case of many fails, with its reason
             wrong = f"{wrong}; {arms_module.survive(error, 'of none', timer)}"
         else:
-            if not _is_right(capture.answer, truths):
+            if not _is_right(capture.answer, expected):
                 return
             if not (capture.loaded.role == "subject" and capture.loaded.deterministic):
-                tolerance = tuple(2 * truth.budget for truth in truths)
+                tolerance = tuple(2 * wanted.budget for wanted in expected)
                 wrong = arms_module.mismatch([capture.replayed], [capture.answer], tolerance)
     capture.replay_matches = not wrong
     if wrong:
         capture.replay_problem = f"a replay of its CUDA graph does not answer as the eager call does: {wrong}"
 
 
-def _is_right(answer: Answer, truths: arms_module.Truths) -> bool:
+def _is_right(answer: Answer, expected: ExpectedOutputs) -> bool:
     found = parts(answer)
-    return len(found) == len(truths) and all(
-        part.shape == truth.exact.shape and arms_module.max_error(part, truth.exact) <= truth.budget
-        for part, truth in zip(found, truths, strict=True)
+    return len(found) == len(expected) and all(
+        part.shape == wanted.exact.shape and max_error(part, wanted.exact) <= wanted.budget
+        for part, wanted in zip(found, expected, strict=True)
     )
 
 

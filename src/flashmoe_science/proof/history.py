@@ -13,10 +13,10 @@ from ..errors import EvidenceError, TooFewRoundsError
 from .change_points import FEWEST_RUNS, ChangePoint, change_points, segments
 from .evidence import CaseRecord, Model, Record, TimeKind
 from .judge import paired_log_ratios
+from .loading import same_entry
 from .poolable import describe_change, traits
 from .soundness import sanity_failure
 from .statistics import Interval, hodges_lehmann, shift_interval
-from .subject import same_entry
 from .words import counted
 
 KINDS = ("code", "method", "hardware")
@@ -65,14 +65,14 @@ def look_back(records: Sequence[Record], metric: TimeKind, *, case: str | None =
     """Return where the speed of a subject changed over its runs, and what changed there.
 
     Args:
-        records: Runs of one subject, in any order.
-        metric: Which time.
-        case: Only this case. Default: all that every run has, by their geometric mean.
-        level: The chance of a false alarm in a series without change.
+        records: runs of one subject, in any order.
+        metric: the kind of time.
+        case: only this case. Default: the geometric mean of the cases that all runs have.
+        level: the chance of a false alarm in a series without change.
 
     Raises:
         TooFewRoundsError: no run has times of a GPU.
-        EvidenceError: no run that counts has this time of the subject and of the newest run's suite and baseline.
+        EvidenceError: no run that counts has these times of the newest run's suite and baseline.
     """
     if records and all(record.environment.gpu is None for record in records):
         what = f"{counted(len(records), 'run')} of {records[0].subject.name}"

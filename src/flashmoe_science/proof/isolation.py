@@ -1,8 +1,8 @@
 """Two revisions of one subject in one process, each calling its own code and nothing of the other.
 
-Our own package is imported under another name for each revision, which its relative imports make possible. A
-``kernel.toml``'s modules keep their names, so those of revision A are guests: they stand in ``sys.modules`` and on
-``sys.path`` only while A's calls are made, and B's only while they are not. What cannot be kept apart is an error.
+Our own package is imported under another name for each revision, which its relative imports make possible. The
+modules of a ``kernel.toml`` keep their names, so those of revision A are guests: they are in ``sys.modules`` and on
+``sys.path`` only during A's calls, and B's only outside of them. Code that cannot be kept apart is an error.
 """
 
 from __future__ import annotations
@@ -24,26 +24,28 @@ from .. import errors
 from ..errors import InputError, SubjectError
 from ..gpu.device import current_gpu
 from .answers import Call
-from .operator import Baseline, Inputs, Operator, find_operator, module_at_revision
+from .operator import Baseline, Inputs, Operator
+from .registry import find_operator, module_at_revision
 from .subject import PACKAGE_FOLDER, Checkout, Subject, add_python_path, load_attribute
 from .worker import describe_error
 
 _Entry = Callable[..., Any]
+_ASKED_OF_THE_REVISION = ("promised_launches", "cpu_refusal", "cpu_stand_in")  # methods of a subject and a problem
 
 
 def at_revision(operator: Operator, subject: Subject) -> Operator:
-    """Return ``operator`` for a subject at a revision: what a case means, and which answer is right, stays as it is.
+    """Return ``operator`` for a subject at a revision: cases and right answers keep their meaning.
 
-    How our own subject is called, planned and compiled is its revision's affair. The other revision is a baseline.
+    The revision itself calls, plans and compiles its subject. The other revision is a baseline.
     """
     return cast("Operator", _AtRevision(operator, subject))
 
 
-def own_operator(operator: Operator, subject: Subject) -> Operator:
+def revision_operator(operator: Operator, subject: Subject) -> Operator:
     """Return the operator of our own package at the subject's revision. Raises ``SubjectError``."""
-    own = _OwnOperator.of(operator, subject)
-    assert own is not None
-    return own.own
+    revision = _RevisionOperator.of(operator, subject)
+    assert revision is not None
+    return revision.own
 
 
 def load_revision(subject: Subject) -> _Entry:
@@ -67,40 +69,30 @@ class _AtRevision:
         self._subject = subject
 
     def __getattr__(self, name: str) -> Any:
+        if name in _ASKED_OF_THE_REVISION and (own := self._revision) is not None:
+            return lambda _, problem: own.ask(name, problem)
         return getattr(self._operator, name)
 
     @cached_property
-    def _own(self) -> _OwnOperator | None:
-        return _OwnOperator.of(self._operator, self._subject)
+    def _revision(self) -> _RevisionOperator | None:
+        return _RevisionOperator.of(self._operator, self._subject)
 
     def bind(self, entry: _Entry, problem: Any, inputs: Inputs) -> Call:
         if isinstance(entry, _BoundByItself):
             return entry.bind(problem, inputs)
-        return self._own.bind(entry, problem, inputs) if self._own else self._operator.bind(entry, problem, inputs)
-
-    # The harness asks these of our own subjects only: whether a CPU can check a case, of all.
-
-    def promised_launches(self, subject: str, problem: Any) -> Any:
-        return self._asked("promised_launches", subject, problem)
+        return (
+            self._revision.bind(entry, problem, inputs)
+            if self._revision
+            else self._operator.bind(entry, problem, inputs)
+        )
 
     def refusal(self, subject: str, problem: Any, gpu: str) -> str | None:
-        return self._own.refusal(problem, gpu) if self._own else self._operator.refusal(subject, problem, gpu)
+        return self._revision.refusal(problem, gpu) if self._revision else self._operator.refusal(subject, problem, gpu)
 
     def compile_jobs(self, subject: str, problems: Sequence[Any], gpus: Sequence[str]) -> Sequence[Any]:
-        if self._own is None:
+        if self._revision is None:
             return self._operator.compile_jobs(subject, problems, gpus)
-        return self._own.compile_jobs(problems, gpus)
-
-    def cpu_refusal(self, subject: str, problem: Any) -> Any:
-        return self._asked("cpu_refusal", subject, problem)
-
-    def cpu_stand_in(self, subject: str, problem: Any) -> Any:
-        return self._asked("cpu_stand_in", subject, problem)
-
-    def _asked(self, method: str, subject: str, problem: Any) -> Any:
-        if self._own is None:
-            return getattr(self._operator, method)(subject, problem)
-        return self._own.ask(method, problem)
+        return self._revision.compile_jobs(problems, gpus)
 
     def baselines(self) -> Mapping[str, Baseline]:
         """Return the other revision alone: the operator's own baselines are for `flashmoe prove`."""
@@ -109,7 +101,7 @@ class _AtRevision:
 
 
 @dataclass(frozen=True)
-class _OwnOperator:
+class _RevisionOperator:
     """The operator of our own package as it is at one revision."""
 
     harness: Operator
@@ -118,7 +110,7 @@ class _OwnOperator:
     package: str
 
     @classmethod
-    def of(cls, harness: Operator, subject: Subject) -> _OwnOperator | None:
+    def of(cls, harness: Operator, subject: Subject) -> _RevisionOperator | None:
         checkout = subject.checkout
         assert checkout is not None
         if not checkout.package:
@@ -203,14 +195,14 @@ class _OtherRevision:
         self.name = subject.name
         self.kernels = tuple(kernel.pattern for kernel in subject.kernels)
         self._operator, self._subject, self._checkout = operator, subject, subject.checkout
-        self._own: _OwnOperator | None = None
+        self._revision: _RevisionOperator | None = None
         self._guest = None if self._checkout.package else Guest(subject)
 
     def load(self) -> _Entry:
         if self._guest is None:
-            self._own = _OwnOperator.of(self._operator, self._subject)
-            assert self._own is not None
-            own, entry = self._own, load_revision(self._subject)
+            self._revision = _RevisionOperator.of(self._operator, self._subject)
+            assert self._revision is not None
+            own, entry = self._revision, load_revision(self._subject)
             return _BoundByItself(entry, lambda problem, inputs: own.bind(entry, problem, inputs))
         with self._guest():
             return load_revision(self._subject)
@@ -220,14 +212,14 @@ class _OtherRevision:
 
     def refusal(self, problem: Any) -> str | None:
         gpu = current_gpu()
-        return self._own.refusal(problem, gpu.name) if self._own is not None and gpu is not None else None
+        return self._revision.refusal(problem, gpu.name) if self._revision is not None and gpu is not None else None
 
     def context(self) -> AbstractContextManager[object]:
         return contextlib.nullcontext() if self._guest is None else self._guest()
 
 
 class Guest:
-    """The modules of one revision, which stand in ``sys.modules`` only inside of the context.
+    """The modules of one revision, which are in ``sys.modules`` only inside of the context.
 
     Imports that a call makes late land with the right revision too. Entering costs microseconds, outside of the timing.
     """

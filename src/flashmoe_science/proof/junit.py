@@ -42,13 +42,9 @@ def junit_xml(
     errors: Mapping[str, str] | None = None,
     strict: bool = False,
 ) -> str:
-    """Return a document with a test case for each gate of ``records``, for each claim and for each error.
+    """Return a document with a test case for each gate of ``records``, for each claim and for each machine's error.
 
-    Args:
-        verdicts: on claims.
-        records: of runs.
-        errors: of machines that a run did not end on: name -> what was said.
-        strict: whether a stale claim fails.
+    ``strict``: a stale claim fails.
     """
     root = ET.Element("testsuites", name="flashmoe")
     for record in records:

@@ -13,7 +13,7 @@ import re
 import tempfile
 import warnings
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -84,7 +84,7 @@ class CallTrace:
         ]
 
     def seconds_of(self, launch: Launch) -> float:
-        """Return how long the kernels that ``launch`` stands for ran, one after the other."""
+        """Return the sum of the times of the kernels of ``launch``."""
         same = launch.name, launch.grid, launch.block
         return sum(e.end_ns - e.start_ns for e in self.kernels if (e.name, e.grid, e.block) == same) / 1e9
 
@@ -93,20 +93,12 @@ class CallTrace:
         return union_ns((event.start_ns, event.end_ns) for event in self.events) / 1e9
 
 
-@dataclass(frozen=True)
-class Trace:
-    """A whole recording."""
-
-    calls: tuple[CallTrace, ...]
-    outside: tuple[DeviceEvent, ...]  # belong to no annotated call: the harness's own work, or a subject's late work
-
-
 @dataclass
 class Recording:
-    """Annotates calls while the profiler runs; ``trace`` is there once it has stopped."""
+    """Annotates calls while the profiler runs; ``traces`` are there once it has stopped."""
 
     labels: list[str] = field(default_factory=list)
-    trace: Trace | None = None
+    traces: list[CallTrace] | None = None
 
     def call(self, label: str) -> AbstractContextManager[Any]:
         """Return the context in which one call, and the synchronisation after it, has to take place."""
@@ -117,8 +109,8 @@ class Recording:
 
     def calls(self, label: str) -> list[CallTrace]:
         """Return the finished traces of the calls annotated with ``label``."""
-        assert self.trace is not None, "the recording has not ended"
-        return [call for call in self.trace.calls if call.label == label]
+        assert self.traces is not None, "the recording has not ended"
+        return [call for call in self.traces if call.label == label]
 
 
 @contextmanager
@@ -141,30 +133,14 @@ def recording() -> Iterator[Recording]:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
         text = path.read_text(encoding="utf-8", errors="replace")
-    session.trace = parse_trace(json.loads(text, strict=False), session.labels)
+    session.traces = parse_trace(json.loads(text, strict=False), session.labels)
 
 
-def capture_calls(call: Callable[[], object], n: int) -> list[CallTrace]:
-    """Record ``n`` calls, synchronised one by one. Kernels that ran outside of every call are in no list."""
-    import torch
+def parse_trace(trace: Mapping[str, Any], labels: Sequence[str]) -> list[CallTrace]:
+    """Attribute the device events of a Chrome trace to the annotated calls that launched them.
 
-    with recording() as session:
-        for _ in range(n):
-            with session.call("call"):
-                call()
-                torch.cuda.synchronize()
-    return session.calls("call")
-
-
-def parse_trace(trace: Mapping[str, Any], labels: Sequence[str]) -> Trace:
-    """Attribute every device event of a Chrome trace to the annotated call that launched it.
-
-    Args:
-        trace: the document that ``export_chrome_trace`` wrote.
-        labels: the label of each annotation, in order.
-
-    Raises:
-        ProofError: an annotation is missing, or a kernel lacks its launch configuration.
+    Events of no annotated call, e.g. of the harness itself, are left out. Raises ``ProofError`` where an annotation is
+    missing, or a kernel lacks its launch configuration.
     """
     # Most events of eager PyTorch are its operators, which tell nothing here.
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X" and event.get("cat") != "cpu_op"]
@@ -176,7 +152,6 @@ def parse_trace(trace: Mapping[str, Any], labels: Sequence[str]) -> Trace:
         if event.get("cat") in _LAUNCH_CATEGORIES and str(event.get("name", "")).startswith(_GRAPH_LAUNCH)
     }
     inside: list[list[DeviceEvent]] = [[] for _ in labels]
-    outside: list[DeviceEvent] = []
     starts = [start for start, _ in ranges]
     for event in events:
         kind = _KINDS.get(str(event.get("cat", "")).lower())
@@ -192,13 +167,10 @@ def parse_trace(trace: Mapping[str, Any], labels: Sequence[str]) -> Trace:
         place = bisect_right(starts, when_ns) - 1
         if place >= 0 and when_ns <= ranges[place][1]:
             inside[place].append(device_event)
-        else:
-            outside.append(device_event)
-    calls = tuple(
+    return [
         CallTrace(label, tuple(sorted(found, key=lambda event: event.start_ns)))
         for label, found in zip(labels, inside, strict=True)
-    )
-    return Trace(calls, tuple(sorted(outside, key=lambda event: event.start_ns)))
+    ]
 
 
 def _annotations(events: Iterable[Mapping[str, Any]], count: int) -> list[tuple[int, int]]:
@@ -297,7 +269,7 @@ def matching(patterns: Sequence[str], launches: Sequence[Launch]) -> list[Launch
 
 
 def launches_match(promises: Sequence[LaunchPromise], launches: Sequence[Launch]) -> list[str]:
-    """Return what is wrong with ``launches``, one line each; nothing when every promise was kept and nothing else ran.
+    """Return the faults of ``launches``, one line each: broken promises, and kernels without a promise.
 
     A promise is kept by a launch whose name fits its pattern, and whose grid, block and shared memory are as promised.
     Where nothing is promised nothing is wrong.

@@ -1,4 +1,4 @@
-"""What the driver says of a GPU through NVML: clocks, power, temperature, throttle reasons, limits.
+"""Readings of a GPU through NVML: clocks, power, temperature, throttle reasons, limits.
 
 No driver, no ``nvidia-ml-py`` or no permission is a normal state: then ``open_sensors`` returns sensors that read None
 and say why. A quantity that one card does not report is None, the others are read all the same.
@@ -124,12 +124,7 @@ AnySensors = Sensors | NoSensors
 
 
 def open_sensors(uuid: str | None = None, *, library: Any = None) -> AnySensors:
-    """Return the sensors of the card with this UUID, or of the only card.
-
-    Args:
-        uuid: with or without the prefix ``GPU-``, as PyTorch gives it; None for the only card.
-        library: stands in for ``pynvml``.
-    """
+    """Return the sensors of the card with this UUID (with or without ``GPU-``), or of the only card."""
     library = library or _library()
     if library is None:
         return NoSensors(_NOT_INSTALLED)

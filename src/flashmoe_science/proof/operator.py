@@ -7,17 +7,13 @@ user's own is named ``module:OBJECT``, or by a path with dots of a module that o
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
-from ..errors import SubjectError
 from ..gpu.machine_code import KernelCode
 from ..gpu.specs import GpuSpec
-from ..operators import MODULES
 from .answers import Answer, Call
-from .worker import in_worker
 
 if TYPE_CHECKING:  # the command line reads protocols without waiting for torch
     import torch
@@ -25,7 +21,6 @@ if TYPE_CHECKING:  # the command line reads protocols without waiting for torch
     from ..gpu.identity import PlannedSource
 
 Inputs: TypeAlias = "Mapping[str, torch.Tensor]"
-_OPERATORS = f"{__package__.rpartition('.')[0]}.operators"
 
 
 class WorkLike(Protocol):
@@ -263,68 +258,3 @@ def identities_of(operator: Operator, subject: str, problem: Any, gpu: GpuSpec) 
     from ..gpu.identity import launch_identity
 
     return [launch_identity(launch, gpu.arch) for launch in operator.launches(subject, problem, gpu)]
-
-
-_PARTS = [name for name in {**vars(Operator), **Operator.__annotations__} if not name.startswith("_")]
-
-
-def is_own(name: str) -> bool:
-    """Return whether ``name`` is that of a user's own operator: ``module:OBJECT``, or a module's path with dots."""
-    return "." in name or ":" in name
-
-
-def load_operator(name: str, *, timeout_s: float = 300.0) -> Operator:
-    """Return the operator called ``name``; outside of workers a user's own is tried in one first.
-
-    Args:
-        name: of one of ours, or ``module:OBJECT``.
-        timeout_s: the longest that the trial of a user's own may be silent.
-
-    Raises:
-        SubjectError: there is none, it does not fit, or its code raises, hangs or crashes.
-    """
-    if not is_own(name):
-        return find_operator(name)
-    from .own_operator import find_own, load_own
-
-    return find_own(name) if in_worker() else load_own(name, timeout_s=timeout_s)
-
-
-def find_operator(name: str) -> Operator:
-    """Import the operator called ``name`` in this process. Raises ``SubjectError``, and what its module raises."""
-    module, _, attribute = name.partition(":")
-    if not is_own(name):
-        if name not in MODULES:
-            raise _no_operator(name)
-        module = f"{_OPERATORS}.{MODULES[name]}"
-    attribute = attribute or "OPERATOR"
-    try:
-        operator: Any = getattr(importlib.import_module(module), attribute, None)
-    except ModuleNotFoundError as error:
-        if error.name is None or not module.startswith(error.name):
-            raise
-        raise _no_operator(name) from error
-    if callable(getattr(operator, "rivals", None)):
-        operator.baselines = operator.rivals  # the method's name before 0.1.0; CustomOperator has a default for the new
-    if not isinstance(operator, Operator):
-        lacking = [part for part in _PARTS if operator is not None and not hasattr(operator, part)]
-        got = f"{type(operator).__name__} without {', '.join(lacking)}" if lacking else repr(operator)
-        raise SubjectError(
-            f"{module} must offer an object {attribute} that fits proof/operator.py, got {got}",
-            hint="proof.custom_operator.CustomOperator has a default for most of it, see docs/reference/operators.md",
-        )
-    return operator
-
-
-def module_at_revision(package: str, name: str) -> str:
-    """Return the module of our operator ``name`` in a revision of ours; old ones have a folder for each."""
-    try:
-        modules: Mapping[str, str] = importlib.import_module(f"{package}.operators").MODULES
-    except ModuleNotFoundError:
-        return f"{package}.{name}.operator"
-    return f"{package}.operators.{modules.get(name, name)}"
-
-
-def _no_operator(name: str) -> SubjectError:
-    hint = f"ours are {', '.join(MODULES)}; your own is MODULE:OBJECT, see docs/reference/operators.md"
-    return SubjectError(f"there is no operator called {name!r}", hint=hint)

@@ -1,8 +1,8 @@
-"""A user's own operator: its code is tried in a worker first, and what it raises here is told as its own error.
+"""A user's own operator: its code runs in a worker first, and its errors here are reported as its own.
 
 A module that somebody wrote may raise, hang or crash while it is imported, and its methods whenever they are called.
-The main process keeps the record of a run: nothing runs in it that has not come back from a worker once. What a method
-raises in a worker, in which the kernel runs too, is told from what the kernel raises, and ends the run.
+The main process keeps the record of a run: code runs in it only after it has run in a worker once. An error of a method
+in a worker, where the kernel runs too, is told apart from an error of the kernel, and ends the run.
 """
 
 from __future__ import annotations
@@ -19,12 +19,15 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from ..errors import FlashmoeError, OperatorError, ProofError
 from .causes import explain_import
-from .operator import Operator, find_operator, is_own
+from .registry import find_operator, is_user_defined
 from .worker import Emit, TaskResult, in_worker, run_task
+
+if TYPE_CHECKING:
+    from .operator import Operator
 
 _HINT = "the operator's own code does this; docs/reference/operators.md says what each of its methods returns"
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>.+)')  # as faulthandler writes it
@@ -37,10 +40,10 @@ _tried_cases: set[str] = set()
 _guarded: dict[tuple[str, int], tuple[Any, Operator]] = {}
 
 
-def load_own(name: str, *, timeout_s: float) -> Operator:
+def load_user_operator(name: str, *, timeout_s: float) -> Operator:
     """Return the operator ``module:OBJECT``: imported in a worker first, and then here.
 
-    What its methods raise in this process is an ``OperatorError`` from now on; an error of ours stays what it is.
+    Errors of its methods in this process become ``OperatorError``; errors of ours stay as they are.
 
     Raises:
         OperatorError: it cannot be loaded, or not within ``timeout_s``: says file, line and cause.
@@ -56,8 +59,8 @@ def load_own(name: str, *, timeout_s: float) -> Operator:
     return _guarded_once(operator, name)
 
 
-def find_own(name: str) -> Operator:
-    """Return the operator ``module:OBJECT`` in a worker: what its methods raise is an ``OperatorError``."""
+def find_user_operator(name: str) -> Operator:
+    """Return the operator ``module:OBJECT`` in a worker: errors of its methods become ``OperatorError``."""
     return _guarded_once(find_operator(name), name)
 
 
@@ -70,13 +73,13 @@ def _guarded_once(operator: Operator, name: str) -> Operator:
 
 @contextlib.contextmanager
 def blaming(name: str) -> Iterator[None]:
-    """Tell what the harness finds wrong with what an operator gave it: an error of the operator, if it is a user's."""
+    """Turn an error of the harness about the answer of a user's operator into an ``OperatorError``."""
     try:
         yield
     except OperatorError:
         raise
     except ProofError as error:
-        if not is_own(name):
+        if not is_user_defined(name):
             raise
         said = str(error).removesuffix(f"\nhint: {error.hint}")
         raise OperatorError(f"operator {name}: {said}", hint=error.hint or _HINT) from error
@@ -115,7 +118,7 @@ def _try(payload: dict[str, Any], what: str, timeout_s: float) -> None:
 
 
 def _how_it_ended(result: TaskResult) -> str:
-    """Return why a worker gave no answer, and where it was then, as far as its last words say."""
+    """Return why a worker gave no answer, and its last known line of code."""
     frames = (found for line in result.output_tail.splitlines() if (found := _FRAME.search(line)) is not None)
     frame = next((found for found in frames if _is_theirs(found["file"])), None)
     where = f" ({Path(frame['file']).name}:{frame['line']} in {frame['name']})" if frame is not None else ""
@@ -123,69 +126,56 @@ def _how_it_ended(result: TaskResult) -> str:
 
 
 def ask_operator(payload: dict[str, Any], emit: Emit) -> dict[str, Any]:
-    """Load an operator and call what the main process calls: the task of a worker.
+    """Load an operator and call its methods for ``cases``, tables of a suite: the task of a worker.
 
-    Args:
-        payload: ``operator``, its name; ``cases``, tables of a suite, where they are known.
-        emit: gets an event before each case, so that the time limit is that of one.
-
-    Returns:
-        Nothing, or what is wrong: ``failure`` and ``hint``. A case that the operator refuses is left to the suite.
+    Returns nothing, or ``failure`` and ``hint``. The suite itself reports a case that the operator refuses.
     """
-    doing = ""
+    asked = ""  # the method under way
+
+    def ask(method: str, *arguments: Any) -> Any:
+        nonlocal asked
+        asked = f"its method {method}: "
+        return getattr(operator, method)(*arguments)
+
     try:
         operator = find_operator(payload["operator"])
-        doing = "its method baselines: "
-        baselines: object = operator.baselines()
+        baselines = ask("baselines")
         if not isinstance(baselines, Mapping):
             return _wrong("baselines", "a mapping from names to baselines", baselines)
         for table in payload.get("cases", ()):
             emit({"event": "case"})
-            for method, wrong in _answers(operator, table):
-                doing = f"its method {method}: "
-                if (answer := wrong()) is not None:
-                    return answer
+            if (wrong := _wrong_answer(ask, table)) is not None:
+                return wrong
     except FlashmoeError as error:
-        return {"failure": doing + str(error).removesuffix(f"\nhint: {error.hint}"), "hint": error.hint or _HINT}
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever their code raises is the answer
-        return {"failure": doing + cause_of(error), "hint": _hint_of(error)}
+        return {"failure": asked + str(error).removesuffix(f"\nhint: {error.hint}"), "hint": error.hint or _HINT}
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - an error of their code is the answer
+        return {"failure": asked + cause_of(error), "hint": _hint_of(error)}
     return {}
 
 
-def _answers(operator: Operator, table: dict[str, Any]) -> Iterator[tuple[str, Callable[[], dict[str, Any] | None]]]:
-    """Yield each method that the main process calls for a case, and what asks it and says what is wrong."""
-    problem: list[Any] = []
-
-    def parse() -> None:
-        with contextlib.suppress(FlashmoeError):  # the suite says of its own case what is wrong with it
-            problem.append(operator.parse_case(table))
-
-    def as_table() -> dict[str, Any] | None:
-        found: object = operator.as_table(problem[0])
-        try:
-            json.dumps(found)
-        except (TypeError, ValueError):
-            return _wrong("as_table", "plain JSON values", found)
-        return None if isinstance(found, dict) else _wrong("as_table", "a dict of plain JSON values", found)
-
-    def text(method: str) -> dict[str, Any] | None:
-        found = getattr(operator, method)(problem[0])
-        return None if isinstance(found, str) and found else _wrong(method, "a text", found)
-
-    def work() -> dict[str, Any] | None:
-        found = operator.work(problem[0])
-        for part in ("flops", "bytes", "tokens"):
-            value = getattr(found, part, None)
-            if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < math.inf:
-                return _wrong("work", f"{part}, a number of at least 0", value if hasattr(found, part) else found)
-        return None
-
-    yield "parse_case", parse
-    if problem:
-        yield "as_table", as_table
-        yield "describe", functools.partial(text, "describe")
-        yield "peak_tflops_key", functools.partial(text, "peak_tflops_key")
-        yield "work", work
+def _wrong_answer(ask: Callable[..., Any], table: dict[str, Any]) -> dict[str, Any] | None:
+    """Call each method that the main process calls for a case; return the first wrong answer."""
+    try:
+        problem = ask("parse_case", table)
+    except FlashmoeError:
+        return None  # the suite reports it
+    found = ask("as_table", problem)
+    try:
+        json.dumps(found)
+    except (TypeError, ValueError):
+        return _wrong("as_table", "plain JSON values", found)
+    if not isinstance(found, dict):
+        return _wrong("as_table", "a dict of plain JSON values", found)
+    for method in ("describe", "peak_tflops_key"):
+        text = ask(method, problem)
+        if not isinstance(text, str) or not text:
+            return _wrong(method, "a text", text)
+    work = ask("work", problem)
+    for part in ("flops", "bytes", "tokens"):
+        value = getattr(work, part, None)
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < math.inf:
+            return _wrong("work", f"{part}, a number of at least 0", value if hasattr(work, part) else work)
+    return None
 
 
 def _wrong(method: str, expected: str, got: object) -> dict[str, Any]:
@@ -193,7 +183,7 @@ def _wrong(method: str, expected: str, got: object) -> dict[str, Any]:
 
 
 def cause_of(error: BaseException) -> str:
-    """Return in one line what an error of somebody's code is, and where in their files it came up."""
+    """Return an error of a user's code in one line, with its place in their files."""
     said = explain_import(error)[0] if isinstance(error, (ImportError, OSError)) else ""
     message = str(error).strip().partition("\n")[0]
     if isinstance(error, SyntaxError):
@@ -215,13 +205,13 @@ def _is_theirs(file: str) -> bool:
 
 @contextlib.contextmanager
 def _blamed(what: str) -> Iterator[None]:
-    """Tell what is raised inside as an error of somebody's operator. An error of ours stays what it is."""
+    """Turn errors raised inside into ``OperatorError``. Errors of ours stay as they are."""
     try:
         yield
     except FlashmoeError:
         raise
     except (Exception, SystemExit) as error:
-        if _is_of_the_gpu(error):  # whose fault it is that a GPU answers no more, its line does not tell
+        if _is_of_the_gpu(error):  # the line of a GPU error does not show its cause
             raise
         raise OperatorError(f"{what}: {cause_of(error)}", hint=_hint_of(error)) from error
 
@@ -231,7 +221,7 @@ def _is_of_the_gpu(error: BaseException) -> bool:
 
 
 def _guard(operator: Operator, name: str) -> Operator:
-    """Return an object with everything that ``operator`` offers, whose methods raise nothing that is not ours.
+    """Return an object with all attributes of ``operator``, whose methods raise errors of ours only.
 
     An instance's own attributes: whether an operator offers a protocol is asked of them, and not of ``__getattr__``.
     """

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import FlashmoeError, SuiteError
-from .operator import Operator, find_operator
+from .operator import Operator
 from .own_operator import cause_of
+from .registry import find_operator
 from .subject import Limits
 from .suites import Suite, load_suite
 from .worker import Emit, run_task
@@ -22,14 +23,14 @@ from .worker import Emit, run_task
 Problems = Mapping[str, dict[str, Any]]  # of the cases by name, as the operator writes them
 
 
-def read_own_suite(path: Path, operator: str, folders: Sequence[Path]) -> Problems:
-    """Return the cases of the suite in ``path``, whose ``operator`` is looked for in ``folders`` and beside the suite.
+def read_user_suite(path: Path, operator: str, folders: Sequence[Path]) -> Problems:
+    """Return the cases of the suite in ``path``; its ``operator`` lies in ``folders`` or beside the suite.
 
     Raises:
         SuiteError: the file is wrong, or the operator's code does not load, hangs or crashes.
     """
     searched = tuple(dict.fromkeys([*folders, path.parent]))
-    if _is_loaded(operator, searched):  # what runs here in any case needs no worker
+    if _is_loaded(operator, searched):  # its code runs here in any case
         return _problems(load_suite(str(path)))
     files = tuple((file, file.stat().st_mtime_ns) for file in (path, *_module_files(operator, searched)))
     return _ask(path, searched, files)
@@ -49,14 +50,9 @@ def _ask(path: Path, folders: tuple[Path, ...], _files: tuple[tuple[Path, int], 
 
 
 def read_suite(payload: dict[str, Any], emit: Emit) -> dict[str, Any]:  # noqa: ARG001 - all tasks take it
-    """Read a suite and its operator: the task of a worker.
+    """Read the file ``suite``, whose operator is found on ``python_path``: the task of a worker.
 
-    Args:
-        payload: ``suite``, its file; ``python_path``, folders that are looked in first.
-        emit: not used.
-
-    Returns:
-        ``problems``, those of the cases by name; or ``failure``, why not, and ``hint``.
+    Returns ``problems``, those of the cases by name; or ``failure`` and ``hint``.
     """
     sys.path[:0] = payload["python_path"]
     try:

@@ -1,27 +1,27 @@
-"""What a page about runs says, as words and tables: the same for HTML and Markdown. It computes nothing."""
+"""The content of a page about runs, as words and tables: the same for HTML and Markdown. It computes nothing."""
 
 from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 
 from .conclude import last_word
-from .evidence import Accuracy, CaseRecord, Environment, Gate, Record, TimeKind
+from .evidence import Arm, Environment, Gate, Launch, Record, TimeKind
 from .judge import Control, Verdict, check_control, exit_code
 from .page_plots import Figure, Table, roofline_figure, sweep_figures, timed_arms, work_figure
 from .page_sensors import sensor_figure
 from .page_speed import Speeds, find_speeds
 from .report import conditions, count_line, figure, what_is_in_cache
-from .resources import launch_groups, memory_rows
 from .rows import (
+    AccuracyRow,
     Unmeasured,
+    accuracy_rows,
+    by_role,
     commit_words,
     default_kind,
     format_bytes,
-    format_error,
-    format_largest_error,
     format_ratio,
     format_seconds,
     kinds_measured,
@@ -54,22 +54,6 @@ class Said:
     reason: str = ""
     notes: Sequence[str] = ()  # what nobody should read the word without
     kind: str = ""  # how it looks where it has no word of its own
-
-
-@dataclass(frozen=True)
-class AccuracyRow:
-    """What correctness showed in one case."""
-
-    case: str
-    correct: str
-    error: str
-    allowed: str
-    share: float | None  # of the budget, in per cent; None: nothing was compared
-    said: str  # the share as text
-    same_bits: str
-    baselines: Sequence[str]  # their shares
-    note: str
-    stood_in: bool  # something else than the subject was checked
 
 
 @dataclass(frozen=True)
@@ -166,12 +150,7 @@ class Page:
 
 
 def build_page(judged: Sequence[Judged], kind: TimeKind | None = None) -> Page:
-    """Return the page about one run or several.
-
-    Args:
-        judged: at least one.
-        kind: the time that plots show, in those runs that have it. Default: graph, or the first that was taken.
-    """
+    """Return the page about one run or several; plots show times of ``kind``, by default graph time."""
     runs = [_run_part(each, kind, f"run{number}") for number, each in enumerate(judged, 1)]
     records = [each.record for each in judged]
     if len(runs) == 1:
@@ -213,7 +192,7 @@ def _run_part(judged: Judged, kind: TimeKind | None, anchor: str) -> RunPart:
         all_launches=_all_launches(record),
         sensors=sensor_figure(record, anchor),
         memory=_memory_table(record),
-        accuracy=_accuracy(record),
+        accuracy=accuracy_rows(record),
         environment=_environment(record),
         csv=_csv(record),
         kind=shown or "",
@@ -225,7 +204,7 @@ def _run_part(judged: Judged, kind: TimeKind | None, anchor: str) -> RunPart:
 
 
 def _weighed(judged: Judged) -> list[Verdict]:
-    """Return the verdicts; where a gate failed there are none, and how far the chain came stands for them."""
+    """Return the verdicts; none where a gate failed: the headline is then the last gate."""
     return [verdict for verdict in judged.verdicts if verdict.gate_failed is None]
 
 
@@ -272,6 +251,27 @@ def _control_table(control: Control) -> Table:
 KERNEL_COLUMNS = ("in", "launches", "grid", "block", "registers", "shared memory")
 
 
+@dataclass
+class LaunchGroup:
+    """One kernel of one arm, launched with the same block and resources in one or more cases."""
+
+    arm: Arm
+    launch: Launch  # the first of them
+    grids: dict[str, tuple[int, int, int]] = field(default_factory=dict)  # case -> grid
+
+
+def launch_groups(record: Record) -> list[LaunchGroup]:
+    """Return the kernels that the subject and the baselines launched, the subject's first, each with its cases."""
+    groups: dict[tuple[object, ...], LaunchGroup] = {}
+    arms = [(case, place, arm) for case in record.cases for place, arm in enumerate(by_role(case.arms))]
+    for case, _, arm in sorted(arms, key=lambda item: item[1]):  # stable: an arm's cases stay in their order
+        for number, launch in enumerate(arm.launches if arm.role != "control" else ()):
+            what = (launch.name, launch.block, launch.registers, launch.shared_memory_bytes, launch.count)
+            group = groups.setdefault((arm.name, number, *what), LaunchGroup(arm, launch))
+            group.grids[case.name] = launch.grid
+    return list(groups.values())
+
+
 def _kernels(record: Record) -> list[Kernel]:
     rows: dict[tuple[str, str], list[Sequence[str]]] = {}
     for group in launch_groups(record):
@@ -304,12 +304,14 @@ def _size(size: tuple[int, int, int]) -> str:
 
 def _memory_table(record: Record) -> Table | None:
     rows = []
-    for row in memory_rows(record):
-        cells = [row.case.name, _bytes(row.subject)]
-        for name, theirs in row.baselines.items():
-            share = row.share(name)
-            cells += [_bytes(theirs), f"{share:.2f}x" if share is not None else ""]
-        rows.append(cells)
+    for case in record.cases:
+        peaks = {arm.name: arm.peak_bytes for arm in case.arms if arm.peak_bytes is not None}
+        ours = peaks.get(record.subject.name)
+        cells = [case.name, _bytes(ours)]
+        for theirs in map(peaks.get, record.baselines):
+            cells += [_bytes(theirs), f"{ours / theirs:.2f}x" if ours is not None and theirs else ""]
+        if any(cells[1:]):
+            rows.append(cells)
     columns = ["case", record.subject.name]
     for name in record.baselines:
         columns += [name, f"/ {name}"]
@@ -318,33 +320,6 @@ def _memory_table(record: Record) -> Table | None:
 
 def _bytes(count: int | None) -> str:
     return "" if count is None else format_bytes(count)
-
-
-def _accuracy(record: Record) -> list[AccuracyRow]:
-    return [_accuracy_row(record, case) for case in record.cases]
-
-
-def _accuracy_row(record: Record, case: CaseRecord) -> AccuracyRow:
-    found = {arm.name: arm.accuracy for arm in case.arms}
-    subject = next((arm for arm in case.arms if arm.role == "subject"), None)
-    accuracy = subject.accuracy if subject else None
-    bits = {True: "yes", False: "no", None: "not tried"}
-    return AccuracyRow(
-        case=case.name,
-        correct={True: "yes", False: "no", None: "not shown"}[case.correct],
-        error=format_largest_error(accuracy) if accuracy else "",
-        allowed=format_error(accuracy.budget) if accuracy else "",
-        share=round(min(1.0, accuracy.share) * 100, 1) if accuracy else None,
-        said=_share(accuracy),
-        same_bits=bits[accuracy.deterministic] if accuracy else "",
-        baselines=[_share(found.get(name)) for name in record.baselines],
-        note=f"checked was {case.stand_in}" if case.stand_in else subject.reason if subject else "",
-        stood_in=bool(case.stand_in),
-    )
-
-
-def _share(accuracy: Accuracy | None) -> str:
-    return "" if accuracy is None else f"{accuracy.share:.0%}" if accuracy.share < 1e4 else "beyond all"
 
 
 def _environment(record: Record) -> list[tuple[str, str]]:

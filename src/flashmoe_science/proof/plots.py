@@ -47,7 +47,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Guide:
-    """A line of reference, e.g. the roofline. Its text stands above its end, or, with ``first``, its beginning."""
+    """A line of reference, e.g. the roofline. Its text is above its end, or, with ``first``, its beginning."""
 
     text: str
     points: Sequence[tuple[float, float]]
@@ -295,7 +295,7 @@ def place_ruler(values: Iterable[float], lines: Sequence[tuple[float, str]]) -> 
 
 
 def _thinned(ticks: Sequence[Label]) -> list[Label]:
-    """Return those ticks that stand well apart, even in a narrow cell."""
+    """Return ticks that are well apart, even in a narrow cell."""
     kept: list[Label] = []
     for tick in ticks:
         if not kept or tick.at - kept[-1].at >= 12:

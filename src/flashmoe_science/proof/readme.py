@@ -159,12 +159,8 @@ def _marks(text: str) -> Iterator[tuple[int, SectionKind, str]]:
 def render_readme(path: Path, judged: Callable[[Path], Judged] = judge_repository) -> str:
     """Return the text of the page at ``path`` with its sections as they should be now.
 
-    Args:
-        path: README.md, or any other page of a repository.
-        judged: returns what is rendered of a repository; given where several pages share it.
-
-    Raises:
-        ProofError: the file cannot be read, has no marks, or has them not in pairs.
+    ``judged`` returns the verdicts and records of a repository; pages may share them. Raises ``ProofError`` where the
+    file cannot be read, or has no pairs of marks.
     """
     text = read_page(path)
     sections = find_sections(path, text)
@@ -210,10 +206,9 @@ def claim_section(verdicts: Sequence[Verdict], _: Mapping[str, Record], up: str 
 def slower_section(verdicts: Sequence[Verdict], records: Mapping[str, Record], _: str | None = "") -> str:
     """Return a table of the suites in which a baseline is faster than the subject in some case, by kernel time.
 
-    The newest run of each suite that a claim rests on counts, with all its cases and all its baselines, whether a claim
-    is about them or not. A case is slower where its 95 % interval against one baseline lies below 1, and open where it
-    only reaches below 1. Arms that do other work, such as a copy, are no baselines here. The arguments are those of
-    ``claim_section``.
+    The newest run of each suite behind a claim counts, with all its cases and baselines. A case is slower where its 95
+    % interval against one baseline lies below 1, and open where it only reaches below 1. Arms that do other work, such
+    as a copy, are no baselines here. The arguments are those of ``claim_section``.
     """
     header = ("suite", "cases", "slower", "inconclusive", "slowest case", "speedup there", "baseline", "run")
     lines = [row(*header), row("---", *["---:"] * 3, *["---"] * 4)]

@@ -19,13 +19,12 @@ from .evidence import Arm, Gate, GateStatus, Launch, Record, TimeKind
 from .judge import Verdict, VerdictStatus, holds
 from .rows import (
     ArmRow,
+    accuracy_rows,
     arm_rows,
     by_role,
     commit_words,
     default_kind,
     format_bytes,
-    format_error,
-    format_largest_error,
     format_rate,
     format_ratio,
     format_seconds,
@@ -59,7 +58,7 @@ _UNDER_STATUS = 9  # columns
 _LONGEST_KERNEL = 120  # letters of a name with its template arguments; the record has all of it
 
 
-def _grid(*widths: int, right: Iterable[int] = ()) -> Table:
+def new_grid(*widths: int, right: Iterable[int] = ()) -> Table:
     """Return a table without lines: columns of at least these widths, the last one wraps."""
     grid = Table.grid(padding=(0, 2, 0, 0))
     for number, width in enumerate(widths):
@@ -69,14 +68,11 @@ def _grid(*widths: int, right: Iterable[int] = ()) -> Table:
 
 
 def gate_lines(gate: Gate, *, verbose: bool = False, said: Container[str] = ()) -> RenderableType:
-    """Return what one gate showed: a line, under it its hint, and under a failure the facts.
+    """Return the outcome of one gate, its hint, and its facts after a failure or with ``verbose``.
 
-    Args:
-        gate: of a record.
-        verbose: With the facts, even of a gate that passed.
-        said: Hints that the reader has already; they are left out.
+    Hints in ``said`` are left out: the reader has them.
     """
-    grid = _grid(7, 17, 8, right=[2])
+    grid = new_grid(7, 17, 8, right=[2])
     style = _GATE_STYLE[gate.status]
     seconds = "" if gate.status is GateStatus.NOT_REACHED else f"{gate.seconds:.1f} s"
     grid.add_row(Text(gate.name, "bold"), Text(gate.status.value, style), Text(seconds, "dim"), gate.summary)
@@ -94,7 +90,7 @@ def gate_lines(gate: Gate, *, verbose: bool = False, said: Container[str] = ()) 
 def head_lines(record: Record) -> RenderableType:
     """Return what was on trial, where and how."""
     subject = record.subject
-    grid = _grid(8)
+    grid = new_grid(8)
     grid.add_row(Text("run", "dim"), Text(record.id, "bold"))
     grid.add_row(Text("command", "dim"), record.command)
     grid.add_row(Text("subject", "dim"), f"{subject.name} ({subject.operator}), {subject.entry_point}")
@@ -119,12 +115,7 @@ def _environment(record: Record) -> list[tuple[str, str]]:
 
 
 def case_table(record: Record, kind: TimeKind | None = None) -> RenderableType:
-    """Return one row for every case and arm: times and speedups, or, where nothing was timed, what was checked.
-
-    Args:
-        record: The run.
-        kind: The time whose speedups and rates are shown. Default: graph, or the first that was measured.
-    """
+    """Return a row for every case and arm: times, and speedups in ``kind`` of time; without times, the errors."""
     kind = kind or default_kind(record)
     return _accuracy_table(record) if kind is None else _speed_table(record, kind)
 
@@ -219,20 +210,16 @@ def conditions(record: Record) -> list[str]:
 
 
 def _accuracy_table(record: Record) -> RenderableType:
-    subjects = [next((arm for arm in case.arms if arm.role == "subject"), None) for case in record.cases]
-    notes = [
-        f"checked was {case.stand_in}" if case.stand_in else arm.reason if arm else ""
-        for case, arm in zip(record.cases, subjects, strict=True)
-    ]
-    if all(case.correct is None and not case.stand_in for case in record.cases) and len(set(notes)) == 1:
-        return f"none of {counted(len(record.cases), 'case')} was checked{f': {notes[0]}' if notes[0] else ''}"
+    rows = accuracy_rows(record)
+    notes = [row.note for row in rows]
+    if all(row.correct == "not shown" and not row.stood_in for row in rows) and len(set(notes)) == 1:
+        return f"none of {counted(len(rows), 'case')} was checked{f': {notes[0]}' if notes[0] else ''}"
     table = new_table("case", "correct", "max error", "allowed")
     table.add_column("note", overflow="fold")
-    correct = {True: Text("yes", "green"), False: Text("no", "bold red"), None: Text("not shown", "yellow")}
-    for case, arm, note, before in zip(record.cases, subjects, notes, ["", *notes], strict=False):
-        accuracy = arm.accuracy if arm else None
-        errors = [format_largest_error(accuracy), format_error(accuracy.budget)] if accuracy else ["", ""]
-        table.add_row(case.name, correct[case.correct], *errors, "the same" if note and note == before else note)
+    style = {"yes": "green", "no": "bold red", "not shown": "yellow"}
+    for row, before in zip(rows, ["", *notes], strict=False):
+        note = "the same" if row.note and row.note == before else row.note
+        table.add_row(row.case, Text(row.correct, style[row.correct]), row.error, row.allowed, note)
     return table
 
 
@@ -241,7 +228,7 @@ def unmeasured_lines(record: Record) -> RenderableType | None:
     found = unmeasured(record)
     if not found:
         return None
-    grid = _grid()
+    grid = new_grid()
     for each in found:
         grid.add_row(Text.assemble((f"{each.arm} {each.status}", "yellow"), f": {each.reason} ({each.where})"))
     return grid
@@ -290,14 +277,10 @@ def figure(verdict: Verdict) -> str:
 def verdict_lines(
     verdict: Verdict, *, one_line: bool = False, why: bool = False, said: Container[str] = ()
 ) -> RenderableType:
-    """Return what is known of a claim: verdict, sentence, figure, evidence.
+    """Return the verdict, sentence, figure and evidence of a claim.
 
-    Args:
-        verdict: on the claim.
-        one_line: For a file or a pipe: everything on one line.
-        why: With the reason, even of a claim that is demonstrated or stale. The others always say why, and these what
-            they should not be read without.
-        said: Notes that the reader has already: of these only what they are about is said again.
+    A claim that does not hold says why; ``why`` adds the reason to every claim. Of the notes in ``said``, which the
+    reader has, only the subject is repeated.
     """
     status = Text(verdict.status.value, _VERDICT_STYLE[verdict.status])
     parts = [Text(verdict.claim.sentence)]
@@ -312,7 +295,7 @@ def verdict_lines(
         parts.append(Text(reason))
     elif verdict.notes:
         parts.append(Text("; ".join(_note(note, said) for note in verdict.notes)))
-    grid = _grid(12)
+    grid = new_grid(12)
     grid.add_row(status, Text(" | " if one_line else "\n").join(parts))
     return grid
 
@@ -325,7 +308,7 @@ def _note(note: str, said: Container[str]) -> str:
 
 def last_lines(record: Record) -> RenderableType:
     """Return how far the chain came, for a run that no claim is judged by."""
-    grid = _grid(12)
+    grid = new_grid(12)
     grid.add_row(*_last_word(record))
     return grid
 
@@ -337,7 +320,7 @@ def _last_word(record: Record) -> tuple[Text, str]:
 
 def outcome_table(outcomes: Sequence[tuple[Record, Sequence[Verdict]]]) -> RenderableType:
     """Return a line for each of several runs: the subject, the gate that stopped it or the verdict, and why."""
-    grid = _grid(max((len(record.subject.name) for record, _ in outcomes), default=0), 12)
+    grid = new_grid(max((len(record.subject.name) for record, _ in outcomes), default=0), 12)
     for record, verdicts in outcomes:
         judged = [verdict for verdict in verdicts if verdict.gate_failed is None]
         name = record.subject.name
@@ -378,7 +361,7 @@ def plain_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Render
 
 def check_lines(check: Check, width: int) -> RenderableType:
     """Return the line of a check, with its name in ``width`` columns, and its hint below."""
-    grid = _grid(width, 7)
+    grid = new_grid(width, 7)
     words = {True: Text("ok", "green"), False: Text("trouble", "bold red"), None: Text("none", "yellow")}
     grid.add_row(Text(check.name, "bold"), words[check.ok], check.text)
     if check.hint:
@@ -387,7 +370,7 @@ def check_lines(check: Check, width: int) -> RenderableType:
 
 
 def plan_lines(text: str) -> list[RenderableType]:
-    """Return a plan as it says itself, but so that what is wrapped stays to the right of the first word."""
+    """Return the lines of a plan; wrapped text stays to the right of the first word."""
     title, *lines = text.splitlines()
     return [title, *map(_plan_line, lines)]
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from .compare import CaseComparison, Comparison, Effect
 from .history import History
-from .report import new_table
+from .report import new_grid, new_table
 from .rows import format_ratio, format_seconds
 from .words import counted
 
@@ -24,10 +23,8 @@ _STYLE = {
 
 
 def comparison_lines(comparison: Comparison) -> RenderableType:
-    """Return what is compared, a row for every case and kind of time, and the verdict over all."""
-    head = Table.grid(padding=(0, 2, 0, 0))
-    head.add_column(no_wrap=True)
-    head.add_column(overflow="fold")
+    """Return the revisions, a row for every case and kind of time, and the verdict over all."""
+    head = new_grid(0)
     how = "rounds interleaved in one run" if comparison.paired else "two runs, not paired"
     how = f"; {how}" if comparison.cases else ""
     for label, text in (
@@ -39,9 +36,7 @@ def comparison_lines(comparison: Comparison) -> RenderableType:
     parts: list[RenderableType] = [head, ""]
     if comparison.cases:
         parts += [_case_table(comparison), Text(_legend(comparison), "dim"), ""]
-    verdict = Table.grid(padding=(0, 2, 0, 0))
-    verdict.add_column(min_width=9, no_wrap=True)
-    verdict.add_column(overflow="fold")
+    verdict = new_grid(9)
     word = "gate failed" if comparison.gate_failed else comparison.effect.value
     verdict.add_row(Text(word, _STYLE[comparison.effect]), comparison.reason)
     for kind, mean in comparison.geometric_means.items():
@@ -58,9 +53,7 @@ def history_lines(history: History) -> RenderableType:
     runs = new_table("run", "commit", "speedup", "level", left=2)
     for point in history.points:
         runs.add_row(point.run, point.commit[:12], f"{point.speedup:.3f}x", str(point.level + 1))
-    grid = Table.grid(padding=(0, 2, 0, 0))
-    grid.add_column(min_width=9, no_wrap=True)
-    grid.add_column(overflow="fold")
+    grid = new_grid(9)
     for change in history.changes:
         new = change.chance is not None
         shift = format_ratio(change.interval) if change.interval else f"{change.shift:.3f}x"

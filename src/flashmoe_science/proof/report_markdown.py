@@ -1,4 +1,4 @@
-"""A page about runs as Markdown: everything but the plots, whose tables stand in their place.
+"""A page about runs as Markdown: tables replace the plots.
 
 What comes from a record is escaped, so that it stays text in a viewer that knows Markdown and HTML.
 """

@@ -20,8 +20,9 @@ from .cost import RunSize
 from .evidence import Compared, Gate, GateName, GateStatus, Record, Revision
 from .gates import Progress, ProveRequest, Run, RunMeter, prove
 from .git import git
-from .operator import is_own, load_operator
-from .subject import PACKAGE_FOLDER, Checkout, Subject, builtin_names, load_subject
+from .loading import builtin_names, load_operator, load_subject
+from .registry import is_user_defined
+from .subject import PACKAGE_FOLDER, Checkout, Subject
 
 _CHECKED_BEFORE_TIMING = "correct"
 _LAST_WITHOUT_GPU = "import"
@@ -164,9 +165,9 @@ def _our_own(name: str, checkout: Checkout) -> Subject:
     (packages / package).symlink_to(folder)
     checkout = replace(checkout, own_name=name, package=package)
     subject = replace(load_subject(name), folder=folder, python_path=(str(packages),), sources=(), checkout=checkout)
-    from .isolation import own_operator
+    from .isolation import revision_operator
 
-    own = own_operator(load_operator(subject.operator), subject)
+    own = revision_operator(load_operator(subject.operator), subject)
     entry_points = own.entry_points()
     if name not in entry_points:
         raise SubjectError(f"it has no subject {name}: it has {', '.join(entry_points)}")
@@ -180,7 +181,7 @@ def _named(subject: Subject, checkout: Checkout, suffix: str) -> Subject:
 
 def _changed_operator(ours: Subject, theirs: Subject) -> str:
     """Return the file of a user's own operator where it differs between the revisions, or an empty text."""
-    if not is_own(ours.operator):
+    if not is_user_defined(ours.operator):
         return ""
     relative = Path(*ours.operator.partition(":")[0].split(".")).with_suffix(".py")
     for entry in dict.fromkeys([*ours.python_path, *theirs.python_path]):
@@ -201,13 +202,13 @@ def prove_revisions(
 ) -> Record:
     """Take revision A through the gates up to correct, then B through all of them with A as its baseline.
 
-    Where A fails, B is still looked at up to correct, and nothing is timed.
+    Where A fails, B still runs up to gate correct, and nothing is timed.
 
     Args:
-        request: Its subject is B's, of ``subjects_at``. Its baselines are not used.
-        tolerance: The smallest effect that matters.
-        progress: told what is going on.
-        announce: told which revision is next, in one line.
+        request: its subject is B's, from ``subjects_at``. Its baselines are not used.
+        tolerance: the smallest effect that matters.
+        progress: gets the progress of the gates.
+        announce: gets a line before each revision.
         save: gets the record after every gate of either revision and every measured case.
 
     Returns:
@@ -215,7 +216,7 @@ def prove_revisions(
 
     Raises:
         ProofError: the request cannot be carried out.
-        KeyboardInterrupt: after what was finished of both has been saved.
+        KeyboardInterrupt: after the finished part of both has been saved.
     """
     b, a = request.subject, request.subject.baseline
     assert a is not None

@@ -1,4 +1,4 @@
-"""The time that no implementation can beat: what is measured below it is impossible, and refused.
+"""The time that no implementation can beat: a time below it is impossible, and refused.
 
 The bound errs on the side of the subject, so that a fast kernel is never called impossible: the highest clock, the
 GPU's datasheet rates, and only those bytes that cannot have been in the L2 cache. Of a model that is not in the table,

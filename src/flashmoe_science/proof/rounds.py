@@ -12,8 +12,8 @@ import torch
 
 from ..errors import ProofError
 from . import arms as arms_module, evidence, schedule
-from .arms import Arm, Loaded, Truths
-from .check import require_random
+from .arms import Arm, Loaded
+from .check import ExpectedOutputs, find_expected, require_random
 from .evidence import Rounds, Settings, TimeKind
 from .measure import ClockSampler, KernelSampler, Timer, WrongAnswerError
 from .nvml import Reading
@@ -88,12 +88,7 @@ def measure_case(
 ) -> dict[str, Any]:
     """Prepare every arm, take the rounds, and check the answers again.
 
-    Args:
-        case: what to measure.
-        loaded: the subject first, then the baselines.
-        plan: which times, how often.
-        timer: the GPU.
-        on_round: called with the rounds done and their number.
+    ``loaded`` has the subject first, then the baselines; ``on_round`` gets the rounds done and their number.
 
     Returns:
         ``name``, ``input_sets``, ``input_set_bytes``, ``arms`` (``evidence.Arm``) and ``rounds`` (``evidence.Rounds``,
@@ -110,12 +105,12 @@ def measure_case(
     input_sets: list[dict[str, torch.Tensor]] = []
     try:
         input_sets = _make_input_sets(case, plan, timer)
-        truths = _find_truths(case, plan, input_sets)
+        expected = _find_expected(case, plan, input_sets)
     except Exception as error:  # noqa: BLE001 - one case of many fails, with its reason
         reason = f"the case cannot be set up: {arms_module.survive(error, 'of none', timer)}"
         arms = [Arm(each, each.name, each.role, "failed", reason) for each in loaded]
     else:
-        arms = _prepare(case, loaded, plan, timer, input_sets, truths)
+        arms = _prepare(case, loaded, plan, timer, input_sets, expected)
         if arms[0].ready:
             shared = SharedState()
             samples = _take_rounds(arms, input_sets, case, plan, timer, on_round)
@@ -148,11 +143,11 @@ def _make_input_sets(case: Case, plan: Plan, timer: Timer) -> list[dict[str, tor
     return input_sets
 
 
-def _find_truths(case: Case, plan: Plan, input_sets: Sequence[Inputs]) -> dict[int, Truths]:
+def _find_expected(case: Case, plan: Plan, input_sets: Sequence[Inputs]) -> dict[int, ExpectedOutputs]:
     """Return the exact answers to two sets drawn at random: exact answers to all would take longer than the times."""
     draw = random.Random(f"{plan.settings.seed}/{case.name}/{plan.process}/{'+'.join(plan.times)}/truths")
     places = draw.sample(range(len(input_sets)), min(2, len(input_sets)))
-    return {place: arms_module.find_truth(case.operator, case.problem, input_sets[place]) for place in places}
+    return {place: find_expected(case.operator, case.problem, input_sets[place]) for place in places}
 
 
 def _nbytes(inputs: Inputs) -> int:
@@ -165,12 +160,12 @@ def _prepare(
     plan: Plan,
     timer: Timer,
     input_sets: Sequence[Inputs],
-    truths: Mapping[int, Truths],
+    expected: Mapping[int, ExpectedOutputs],
 ) -> list[Arm]:
     """Return the arms, the subject first; when the subject is not ready the baselines are not even tried."""
 
     def prepare(each: Loaded) -> Arm:
-        return arms_module.prepare_arm(each, case.operator, case.problem, input_sets, truths, timer)
+        return arms_module.prepare_arm(each, case.operator, case.problem, input_sets, expected, timer)
 
     subject = prepare(loaded[0])
     if subject.ready and plan.check_stream:
@@ -268,7 +263,7 @@ def _collect(sampler: ClockSampler | KernelSampler, arm: Arm, numbers: Sequence[
 
 
 def _check_shared(arms: Sequence[Arm], samples: Samples, shared: SharedState) -> None:
-    """Fail every arm where one of them changed what all share: whose times that changed, nobody can tell."""
+    """Fail every arm where shared state of the process changed: all times may be affected."""
     if not (changes := shared.changes()):
         return
     for arm in arms:

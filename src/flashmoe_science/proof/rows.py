@@ -37,7 +37,7 @@ class ArmRow:
     case: CaseRecord
     arm: Arm
     kind: TimeKind
-    # Of a baseline: its time over the subject's, so what the subject gains. Of a control: its time over its original's.
+    # A baseline's time over the subject's (its speedup); a control's time over its original's.
     ratio: Ratio | None
 
     @property
@@ -103,7 +103,7 @@ class MemoryRow:
 
     case: CaseRecord
     arm: Arm
-    # Of a baseline: its bytes over the subject's, so what the subject saves. Of a control: over its original's.
+    # A baseline's bytes over the subject's; a control's over its original's.
     ratio: float | None
 
 
@@ -122,6 +122,50 @@ def memory_rows(record: Record) -> list[MemoryRow]:
 def _compared_with(record: Record, arm: Arm) -> str:
     """Return the arm whose figures those of ``arm`` are divided by; empty for the subject."""
     return {"subject": "", "baseline": record.subject.name, "control": arm.name.rpartition("#")[0]}[arm.role]
+
+
+@dataclass(frozen=True)
+class AccuracyRow:
+    """What correctness showed in one case."""
+
+    case: str
+    correct: str
+    error: str
+    allowed: str
+    share: float | None  # of the budget, in per cent; None: nothing was compared
+    said: str  # the share as text
+    same_bits: str
+    baselines: Sequence[str]  # their shares
+    note: str
+    stood_in: bool  # something else than the subject was checked
+
+
+def accuracy_rows(record: Record) -> list[AccuracyRow]:
+    """Return a row for every case."""
+    return [_accuracy_row(record, case) for case in record.cases]
+
+
+def _accuracy_row(record: Record, case: CaseRecord) -> AccuracyRow:
+    found = {arm.name: arm.accuracy for arm in case.arms}
+    subject = next((arm for arm in case.arms if arm.role == "subject"), None)
+    accuracy = subject.accuracy if subject else None
+    bits = {True: "yes", False: "no", None: "not tried"}
+    return AccuracyRow(
+        case=case.name,
+        correct={True: "yes", False: "no", None: "not shown"}[case.correct],
+        error=format_largest_error(accuracy) if accuracy else "",
+        allowed=format_error(accuracy.budget) if accuracy else "",
+        share=round(min(1.0, accuracy.share) * 100, 1) if accuracy else None,
+        said=_share(accuracy),
+        same_bits=bits[accuracy.deterministic] if accuracy else "",
+        baselines=[_share(found.get(name)) for name in record.baselines],
+        note=f"checked was {case.stand_in}" if case.stand_in else subject.reason if subject else "",
+        stood_in=bool(case.stand_in),
+    )
+
+
+def _share(accuracy: Accuracy | None) -> str:
+    return "" if accuracy is None else f"{accuracy.share:.0%}" if accuracy.share < 1e4 else "beyond all"
 
 
 @dataclass(frozen=True)

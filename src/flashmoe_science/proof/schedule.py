@@ -28,16 +28,10 @@ def input_set_count(bytes_per_set: int, l2_bytes: int) -> int:
 def graph_call_count(
     seconds_per_call: Sequence[float], input_sets: int, *, graph_seconds: float, graph_calls: int
 ) -> int:
-    """Return how many calls each arm's graph holds.
+    """Return how many calls each arm's graph holds, at most ``graph_calls``.
 
     The fastest arm's replay lasts ``graph_seconds``, every set of inputs is used equally often, and no arm's replay
     lasts longer than ``LONGEST_SAMPLE_S`` unless a single call does.
-
-    Args:
-        seconds_per_call: an estimate for each arm.
-        input_sets: sets that the calls rotate over.
-        graph_seconds: how long a replay should last.
-        graph_calls: the most calls.
     """
     fastest, slowest = max(1e-9, min(seconds_per_call)), max(1e-9, *seconds_per_call)
     wanted = math.ceil(graph_seconds / fastest - 1e-9)  # 4e-4 / 8e-6 is 50.000000000000007
@@ -57,16 +51,11 @@ def block_call_count(seconds_per_call: float, calls: int, *, at_least: int) -> i
 
 
 def balanced_orders(names: Sequence[str], rounds: int, *, seed: str) -> list[list[str]]:
-    """Return one order of ``names`` for each round, random and balanced.
+    """Return one order of ``names`` for each round, random and balanced; the same ``seed`` gives the same orders.
 
     Rows of random Williams squares: in each square every name stands once in every place, and (over one square for an
     even number of names, two for an odd one) equally often right after every other name. So neither a drift within a
-    round nor what the arm before left behind favours anyone.
-
-    Args:
-        names: the arms.
-        rounds: how many orders.
-        seed: the same text gives the same orders, in every process and Python version.
+    round nor the arm before favours anyone.
     """
     generator = random.Random(seed)
     orders: list[list[str]] = []

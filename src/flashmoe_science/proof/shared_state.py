@@ -1,4 +1,4 @@
-"""What all arms of a process share: the functions of torch and of the clock, and torch's settings.
+"""State that all arms of a process share: functions of torch and of the clock, and torch's settings.
 
 A subject that replaces one or changes one changes its baselines and its own clock with it, on purpose or not. Often it
 is one line at the top of a module that allows TF32. So a snapshot is taken before the subject's code runs, and what
@@ -62,7 +62,7 @@ class SharedState:
         self._settings = _settings()
 
     def changes(self) -> str:
-        """Return what is another one now, or an empty text."""
+        """Return the functions and settings that differ now, or an empty text."""
         now = _functions()
         replaced = [
             name
@@ -107,7 +107,7 @@ def _is_wrapped_by_torch(was: Any, now: Any) -> bool:
 
 
 def _hides(name: str) -> bool:
-    """Return whether a function that is new in a class stands before one that the class has inherited."""
+    """Return whether a new function of a class hides an inherited one."""
     owner, _, method = name.rpartition(".")
     holder = _OWNERS[owner]
     return isinstance(holder, type) and any(hasattr(base, method) for base in holder.__mro__[1:])

@@ -15,6 +15,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from ..errors import InputError, SubjectError, SuiteError
 from .evidence import Record
+from .loading import load_operator
+from .own_operator import cause_of, try_cases
+from .registry import is_user_defined
 from .toml_files import read_toml
 from .worker import in_worker
 
@@ -73,12 +76,8 @@ def list_suites() -> dict[str, Path]:
 def load_suite(name_or_path: str, *, timeout_s: float = 300.0) -> Suite:
     """Return the packaged suite of this name, or the one in this file.
 
-    Args:
-        name_or_path: its name or its file.
-        timeout_s: the longest that a user's own operator may be silent, when a worker asks it about the cases.
-
-    Raises:
-        SuiteError: there is no such suite, or the file is wrong (names file, key and what was expected).
+    ``timeout_s``: the longest silence of a worker that asks a user's own operator about the cases. Raises
+    ``SuiteError`` where there is no such suite, or the file is wrong (names file, key and the expected value).
     """
     packaged = list_suites()
     path = packaged.get(name_or_path, Path(name_or_path))
@@ -109,21 +108,21 @@ def check_operator(suite: Suite, subject: Subject) -> None:
 
 def suite_text(record: Record, repository: Path | None) -> str:
     """Return what ``load_suite`` takes for the suite of ``record``: the file in ``repository``, or its name."""
-    own = own_suite_file(record, repository) if repository is not None else None
+    own = user_suite_file(record, repository) if repository is not None else None
     return str(own) if own is not None else record.suite
 
 
-def own_suite_file(record: Record, repository: Path) -> Path | None:
+def user_suite_file(record: Record, repository: Path) -> Path | None:
     """Return the file of a record's suite in ``repository``, or None: it is a packaged one, or not there.
 
     It is looked for in ``suites/``, by its file's name, and then beside the subject's kernel.toml, by its own name.
     """
-    from .operator import is_own  # it imports torch
-
     kept = repository / "suites" / f"{record.suite}.toml"
     if kept.is_file():
         return kept
-    if record.subject.folder is None or (record.suite in list_suites() and not is_own(record.subject.operator)):
+    if record.subject.folder is None or (
+        record.suite in list_suites() and not is_user_defined(record.subject.operator)
+    ):
         return None
     beside = sorted((repository / record.subject.folder).glob("*.toml"))
     return next((path for path in beside if _name_and_operator(path)[0] == record.suite), None)
@@ -144,21 +143,15 @@ def operator_in(path: Path) -> str:
 
 
 def _parse_cases(file: _SuiteFile, path: Path, timeout_s: float) -> tuple[SuiteCase, ...]:
-    from .operator import is_own, load_operator
-
-    if is_own(file.operator) and (beside := str(path.resolve().parent)) not in sys.path:
+    if is_user_defined(file.operator) and (beside := str(path.resolve().parent)) not in sys.path:
         sys.path.append(beside)  # a user's own operator may lie beside its suite
     try:
         operator = load_operator(file.operator, timeout_s=timeout_s)
     except (SubjectError, ImportError) as error:
-        from .own_operator import cause_of
-
         message = str(error).partition("\nhint: ")[0] if isinstance(error, SubjectError) else cause_of(error)
         raise SuiteError(f"{path}: key operator: {message}", hint=_HINT) from error
     tables = [{**file.defaults, **own} for own in file.cases]
-    if is_own(file.operator) and not in_worker():
-        from .own_operator import try_cases
-
+    if is_user_defined(file.operator) and not in_worker():
         asked = [_without(table, "origin", "name") for table in tables]
         try_cases(file.operator, asked, timeout_s=timeout_s)
     cases: dict[str, SuiteCase] = {}

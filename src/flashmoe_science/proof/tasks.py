@@ -1,4 +1,4 @@
-"""What the chain runs in worker processes: the subject's code is never imported anywhere else."""
+"""Worker tasks of the chain: the subject's code is never imported anywhere else."""
 
 from __future__ import annotations
 
@@ -14,21 +14,17 @@ from typing import Any
 
 from ..errors import CompileError, OperatorError, SubjectError
 from .causes import explain_import
+from .loading import load_entry, operator_of
 from .own_operator import blaming
-from .subject import Subject, add_python_path, expand_sources, load_attribute, load_entry, operator_of
+from .subject import Subject, add_python_path, expand_sources, load_attribute
 from .worker import Emit, describe_error
 
 
 def import_subject(payload: dict[str, Any], emit: Emit) -> dict[str, Any]:  # noqa: ARG001 - all tasks take it
-    """Import the subject, and see whether its entry point takes what the operator passes.
+    """Import the subject, and compare its entry point's signature with the operator's arguments for a small ``case``.
 
-    Args:
-        payload: ``subject``; ``case``, the table of a small case.
-        emit: not used.
-
-    Returns:
-        ``notes``, one fact each. Or, where the module does not load, or the entry point is missing, cannot be called or
-        does not take these arguments: ``failure``, why; ``hint``, what mends it.
+    Returns ``notes``, one fact each. Or ``failure`` and ``hint``: the module does not load, or the entry point is
+    missing, cannot be called or does not take these arguments.
     """
     try:
         return {"notes": _import(payload)}
@@ -39,7 +35,7 @@ def import_subject(payload: dict[str, Any], emit: Emit) -> dict[str, Any]:  # no
 
 
 def _import(payload: dict[str, Any]) -> list[str]:
-    """Import the subject, and return what is worth knowing of it. Raises ``SubjectError``."""
+    """Import the subject, and return notes about it. Raises ``SubjectError``."""
     subject = Subject.from_json(payload["subject"])
     operator = operator_of(subject)
     from .shared_state import HINT, SharedState  # it imports torch, which not every task needs
@@ -126,12 +122,8 @@ def _origin_notes(subject: Subject, file: str | None) -> list[str]:
 def compile_kernels(payload: dict[str, Any], emit: Emit) -> dict[str, Any]:
     """Compile a share of what a subject needs, with no GPU.
 
-    Args:
-        payload: ``subject``; ``cases``, tables; ``gpus``, names; ``part`` of ``parts``: which jobs are meant.
-        emit: gets ``{"event": "start", "label"}`` before a job and ``{"event": "job", ...}`` after it.
-
-    Returns:
-        ``jobs``, the number of jobs done.
+    ``payload`` has ``subject``, ``cases``, ``gpus``, and ``part`` of ``parts``: the share. ``emit`` gets ``{"event":
+    "start", "label"}`` before a job and ``{"event": "job", ...}`` after it. Returns ``jobs``, their number.
     """
     subject = Subject.from_json(payload["subject"])
     jobs = _compile_jobs(subject, payload["cases"], payload["gpus"])
@@ -161,15 +153,11 @@ def _compile(job: Any) -> dict[str, Any]:
 
 
 def check_correct(payload: dict[str, Any], emit: Emit) -> dict[str, Any]:
-    """Check the results of a subject, case by case.
+    """Check the results of a subject, case by case, on ``device`` with inputs of ``seed``, None for a fresh one.
 
-    Args:
-        payload: ``subject``; ``cases``, each with ``name`` and ``problem``; ``device``; ``seed``, None for a fresh one.
-        emit: gets ``{"event": "start", "name"}`` before a case and ``{"event": "case", "case": ...}`` after it.
-
-    Returns:
-        ``seed``; ``cases``, each with ``name``, ``status`` (passed, failed, not possible here), ``reason``,
-        ``accuracy`` and ``stand_in``: what ran in the subject's place, or an empty text.
+    ``emit`` gets a "start" and a "case" event for each case. Returns ``seed`` and ``cases``, each with ``name``,
+    ``status`` (passed, failed, not possible here), ``reason``, ``accuracy`` and ``stand_in``: what ran in the subject's
+    place.
     """
     subject = Subject.from_json(payload["subject"])
     operator = operator_of(subject)

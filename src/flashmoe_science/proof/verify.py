@@ -14,11 +14,11 @@ from .claim_text import sentence_fault
 from .claims import Claim, find_evidence, load_claims, other_versions, too_old, why_not
 from .evidence import GateStatus, Record, read_record
 from .judge import Verdict, VerdictStatus, judge
-from .operator import is_own, load_operator
-from .own_suite import read_own_suite
+from .loading import is_builtin, load_operator, python_folders
+from .own_suite import read_user_suite
+from .registry import is_user_defined
 from .store import evidence_files
-from .subject import is_builtin, python_folders
-from .suites import list_suites, load_suite, operator_in, own_suite_file
+from .suites import list_suites, load_suite, operator_in, user_suite_file
 from .unread import Unreadable, unreadable_doubts
 
 # Of several records that a claim pins, and of several GPUs, what speaks most against the claim decides.
@@ -232,13 +232,13 @@ class SuiteNow:
 def suite_now(record: Record, repository: Path) -> SuiteNow:
     """Return the suite that ``record`` is of as it is now. One that cannot be read is a doubt, and not an error."""
     name = record.suite
-    own = own_suite_file(record, repository)
+    own = user_suite_file(record, repository)
     if own is None and name not in list_suites():
         doubt = f"suite {name} is not known here, so nobody compared its cases with the record's"
         return SuiteNow(doubt=doubt, mend=f"its file belongs beside the kernel.toml, or into suites/ as {name}.toml")
     try:
-        if own is not None and is_own(operator := operator_in(own)):
-            return SuiteNow(read_own_suite(own, operator, python_folders(record, repository)))
+        if own is not None and is_user_defined(operator := operator_in(own)):
+            return SuiteNow(read_user_suite(own, operator, python_folders(record, repository)))
         suite = load_suite(str(own) if own is not None else name)
         as_table = load_operator(suite.operator).as_table
         return SuiteNow({case.name: as_table(case.problem) for case in suite.cases})

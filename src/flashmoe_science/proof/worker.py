@@ -87,14 +87,13 @@ def run_task(
         task: ``module:function``; called as ``function(payload, emit)``, returns a dict of plain JSON values.
         payload: plain JSON values.
         timeout_s: the longest silence allowed; each event starts it anew.
-        limit_s: the longest time that it may take in all.
+        limit_s: the longest time in all.
         on_event: called here with every event that the task emits.
         env: variables added to this process's environment.
         on_silence: called here now and then with the seconds since the last event, or since the start.
 
     Returns:
-        The outcome. Nothing that the task does raises here; only ``on_event``, ``on_silence`` and Ctrl-C do, after the
-        process is gone.
+        The outcome. Only ``on_event``, ``on_silence`` and Ctrl-C raise here, after the process is gone.
     """
     call = TaskCall(task, payload, timeout_s, limit_s, env or {})
     handler = None if on_event is None else lambda _, event: on_event(event)
@@ -119,7 +118,7 @@ def run_tasks(
                 selector.select(_POLL_S)
                 for key in list(selector.get_map().values()):
                     child = children[key.data]
-                    died = child.has_died()  # asked before reading: then nothing can come after what is read
+                    died = child.has_died()  # asked before reading: then the read is complete
                     for event in child.receive():
                         if on_event is not None:
                             on_event(key.data, event)

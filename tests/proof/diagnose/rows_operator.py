@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from flashmoe_science.proof.custom_operator import CustomOperator, Work
 from flashmoe_science.proof.launches import DeviceEvent
 
 from ..simulated import Doubling, Gpu
@@ -50,23 +50,18 @@ class RowsOperator(Doubling):
     def parse_case(self, table):
         return Problem(**table)
 
-    def as_table(self, problem):
-        return asdict(problem)
+    as_table = CustomOperator.as_table
 
     def describe(self, problem):
         return f"r{problem.rows}_n{problem.length}"
 
     def work(self, problem):
         n = problem.rows * problem.length
-        return SimpleNamespace(flops=float(n), bytes=8.0 * n, tokens=problem.rows)
+        return Work(flops=float(n), bytes=8.0 * n, tokens=problem.rows)
 
     def make_inputs(self, problem, *, seed, device):
         generator = torch.Generator().manual_seed(seed)
         return {"x": torch.randn(problem.rows, problem.length, generator=generator).to(device)}
-
-    def bind(self, entry, problem, inputs):
-        x = inputs["x"]
-        return lambda: entry(x)
 
 
 class ScalableRows(RowsOperator):

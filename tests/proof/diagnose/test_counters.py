@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from flashmoe_science.proof.diagnose import counters
-from flashmoe_science.proof.diagnose.counters import attach, last_part, parse, read_counters
+from flashmoe_science.proof.diagnose.counters import attach, parse, read_counters
 from flashmoe_science.proof.worker import TaskResult
 
 from .made_up import kernel
@@ -75,34 +75,6 @@ def test_a_kernel_is_found_whichever_way_ncu_writes_its_name(name):
     }
 
 
-def test_a_short_name_is_not_taken_for_another_launch():
-    """Both kernels of the story are called so: grid and block tell them apart."""
-    mine = kernel(8, name=STORY, block=(384, 1, 1))
-    for other in (
-        printed_by_2025("attend_kernel", block="(128, 1, 1)"),
-        printed_by_2025(MANGLED, grid="(1,024, 1, 1)"),
-        printed_by_2025("merge_kernel"),
-    ):
-        (found,), why = attach([mine], parse(other))
-        assert found.counters == {}
-        assert why.startswith(f"ncu shows no kernel {STORY}; what it shows: ")
-    (row,) = parse(printed_by_2025(MANGLED, grid="(1,024, 1, 1)"))
-    assert (row.name, row.grid, row.block) == (STORY, (1024, 1, 1), (384, 1, 1))
-
-
-@pytest.mark.parametrize(
-    ("name", "last"),
-    [
-        (STORY, "attend_kernel"),
-        ("void a::(anonymous namespace)::fill<std::array<char *, (int)2>, b::C<d>>(int, T2)", "fill"),
-        ("_forward_kernel", "_forward_kernel"),
-        ("std::array<int, 4> made::up<(bool)1>::run(float)", "run"),
-    ],
-)
-def test_the_last_part_of_a_name(name, last):
-    assert last_part(name) == last
-
-
 def test_sums_are_added_and_percentages_weighted_by_time():
     kernels = [kernel(8, name="void attend_kernel<64>(float const*, int)"), kernel(4, name="merge(float*)", count=2)]
     (attend, merge), why = attach(kernels, parse(PRINTED))
@@ -111,14 +83,6 @@ def test_sums_are_added_and_percentages_weighted_by_time():
     assert merge.counters["dram__bytes_read.sum"] == 3072
     assert merge.counters["dram__throughput.avg.pct_of_peak_sustained_elapsed"] == pytest.approx(5.0)
     assert "lts__t_bytes.sum" not in attend.counters
-
-
-def test_a_kernel_that_ncu_does_not_show_is_named():
-    found, why = attach([kernel(8, name="absent")], parse(PRINTED))
-    assert found[0].counters == {}
-    assert why == (
-        "ncu shows no kernel absent; what it shows: attend_kernel<(int)64>(const float *, int), merge(float*)"
-    )
 
 
 class Ncu:
@@ -173,8 +137,3 @@ def test_without_counters_there_is_a_reason(text, tail, why):
     found, said = read_counters(PAYLOAD, KERNELS, run=Ncu(text, ok=False, tail=tail), ncu="ncu")
     assert found == KERNELS
     assert said.startswith(why)
-
-
-def test_a_machine_without_ncu_says_so(monkeypatch):
-    monkeypatch.setattr("shutil.which", lambda name: None)
-    assert read_counters(PAYLOAD, KERNELS) == (KERNELS, "Nsight Compute (ncu) is not on PATH")

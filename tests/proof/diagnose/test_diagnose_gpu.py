@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from flashmoe_science.proof.diagnose.gather import Wish, observe_here
+from flashmoe_science.proof.diagnose.gather import Request, observe_here
 from flashmoe_science.proof.diagnose.observations import Status
 from flashmoe_science.proof.diagnose.reason import diagnose_case
 from flashmoe_science.proof.environment import describe_apart
+from flashmoe_science.proof.loading import load_subject
 from flashmoe_science.proof.roofline import known_spec
-from flashmoe_science.proof.subject import load_subject
 
 from ..chain import SUBJECTS, attention
 
@@ -21,7 +21,7 @@ def diagnose(subject, case, *, baselines=(), counters=False):
     assert gpu is not None
     if known_spec(gpu) is None:
         pytest.skip(f"{gpu.name} is not in the table of gpu/specs.py")
-    (found,) = observe_here(Wish(subject, [case], baselines, seed=1, counters=counters), gpu, say=print)
+    (found,) = observe_here(Request(subject, [case], baselines, seed=1, counters=counters), gpu, say=print)
     return found, diagnose_case(found)
 
 

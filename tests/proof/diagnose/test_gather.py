@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from flashmoe_science.errors import InputError, SuiteError
-from flashmoe_science.proof.diagnose import gather, run as run_module, tasks
-from flashmoe_science.proof.diagnose.gather import CannotObserveError, Wish, build, observe_here
+from flashmoe_science.proof.diagnose import run as run_module, tasks
+from flashmoe_science.proof.diagnose.gather import CannotObserveError, Request, observe_here
 from flashmoe_science.proof.diagnose.observations import Code, Kernel
 from flashmoe_science.proof.diagnose.reason import diagnose_case
 from flashmoe_science.proof.evidence import Settings
@@ -22,7 +22,7 @@ from ..builders import H200
 from ..chain import environment_with
 from ..simulated import SimulatedTimer, implementation, loaded, make_baseline
 from . import rows_operator
-from .rows_operator import GridGpu, Problem, RowsOperator, row_loop
+from .rows_operator import GridGpu, Problem, row_loop
 
 SUBJECT = Subject("ours", rows_operator.RowsOperator.name, "m:f", Path(__file__).parent, (), python_path=())
 CASE = SuiteCase("r8_n64", Problem(8, 64), "made for a test")
@@ -73,7 +73,7 @@ class Observer:
         if operator is not None:
             self.monkeypatch.setattr(rows_operator, "OPERATOR", operator)
         process = InProcess(self.gpu, entry, **changes)
-        wish = Wish(subject, [case], baselines, seed=1, counters=counters)
+        wish = Request(subject, [case], baselines, seed=1, counters=counters)
         (found,) = observe_here(wish, H200, say=self.lines.append, run=process)
         return found, process
 
@@ -95,14 +95,6 @@ def test_a_serial_loop_on_a_small_grid_is_found(observe):
     assert case.causes[:2] == ["grid too small", "serial loop"]
     shares = {each.hypothesis: each.share for each in case.findings}
     assert shares["grid too small"] == pytest.approx((1 - 8 / 132) * 66 / 76, abs=0.01)
-
-
-def test_a_loop_that_is_split_is_none(observe):
-    """Sixteen blocks a row fill the GPU: copies cost their time."""
-    observations, _ = observe(row_loop(observe.gpu, splits=True), case=SuiteCase("big", Problem(32, 64), "test"))
-    causes = diagnose_case(observations).causes
-    assert "serial loop" not in causes
-    assert "grid too small" not in causes
 
 
 def test_a_baseline_is_timed_beside_it(observe):
@@ -144,22 +136,6 @@ def test_a_longer_call_that_the_kernel_does_not_take_says_why(observe):
     assert "only 8 rows of 64" in told["serial loop"].explanation
 
 
-def test_an_operator_without_longer_problems_cannot_tell(observe):
-    observations, process = observe(row_loop(observe.gpu), operator=RowsOperator())
-    assert [names for _, names in process.calls] == [["r8_n64"]] * 3
-    told = {each.hypothesis: each for each in diagnose_case(observations).findings}
-    assert "offers no longer problems" in told["serial loop"].explanation
-    assert "offers no longer problems" in told["grid too small"].explanation
-
-
-def test_calls_that_are_too_large_are_not_tried(observe, monkeypatch):
-    monkeypatch.setattr(gather, "_LARGEST_BYTES", 8 * 8 * 64 * 2)
-    observations, process = observe(row_loop(observe.gpu))
-    assert len(process.calls[0][1]) == 3
-    reasons = {run.factor: run.reason for run in observations.scaled if run.axis == "rows"}
-    assert reasons == {2: "", 4: "4 times the rows is too large to try", 16: "16 times the rows is too large to try"}
-
-
 def test_a_wrong_answer_has_no_times_and_says_why(observe):
     wrong = implementation(observe.gpu, change=lambda out: out + 1)
     observations, _ = observe(wrong)
@@ -191,67 +167,6 @@ def test_a_subject_that_cannot_be_loaded_is_said_with_its_last_words(observe):
     assert (gate.name, gate.summary, gate.details) == ("import", "the process: killed by SIGKILL", ["last words"])
 
 
-def test_counters_are_asked_for_and_their_absence_has_a_reason(observe, monkeypatch):
-    monkeypatch.setattr(gather, "read_counters", lambda payload, kernels: (list(kernels), "ncu is not on PATH"))
-    observations, _ = observe(row_loop(observe.gpu), counters=True)
-    assert observations.missing["counters"] == "ncu is not on PATH"
-    observations, _ = observe(row_loop(observe.gpu))
-    assert observations.missing["counters"] == "they were not asked for"
-
-
-def test_each_kernel_has_the_median_of_its_own_time(observe):
-    gpu = observe.gpu
-    first, second = row_loop(gpu), implementation(gpu, seconds=3e-6, name="merge")
-
-    def entry(x):
-        first(x)
-        return second(x)
-
-    observations, _ = observe(entry)
-    assert [(kernel.name, kernel.blocks) for kernel in observations.kernels] == [("row_loop", 8), ("merge", 1)]
-    assert [kernel.seconds for kernel in observations.kernels] == [pytest.approx(66e-6), pytest.approx(3e-6)]
-
-
-def test_a_card_that_is_not_in_the_table_has_no_rates(observe, monkeypatch):
-    unknown = H200.model_copy(update={"name": "NVIDIA Z1"})
-    wish = Wish(SUBJECT, [CASE], (), seed=1, counters=False)
-    (found,) = observe_here(wish, unknown, say=print, run=InProcess(observe.gpu, row_loop(observe.gpu)))
-    told = {each.hypothesis: each for each in diagnose_case(found).findings}
-    assert "NVIDIA Z1 is not in the table" in told["grid too small"].explanation
-    assert told["launch-bound"].status.value == "cannot tell"
-
-
-def test_a_build_that_fails_is_said():
-    code = "print('a.cu(3): error: no such type'); raise SystemExit(3)"
-    subject = replace(SUBJECT, build_command=("{python}", "-c", code))
-    said: list[str] = []
-    with pytest.raises(CannotObserveError) as caught:
-        build(subject, H200, said.append)
-    assert caught.value.gate.summary == "the build command exited with status 3: a.cu(3): error: no such type"
-    assert caught.value.gate.details == ["a.cu(3): error: no such type"]
-    assert said[0].startswith("build command: {python}")
-
-
-@pytest.mark.parametrize(("gpus", "expected"), [(("L4",), "8.9;9.0"), ((), "9.0a")])
-def test_the_build_command_is_told_the_architectures_as_by_gate_build(monkeypatch, gpus, expected):
-    """The caller's own setting stays where the subject names no GPUs: else machine code of the GPU here is missing."""
-    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0a")
-    code = "import os; print(os.environ['TORCH_CUDA_ARCH_LIST']); exit(1)"
-    with pytest.raises(CannotObserveError) as caught:
-        build(replace(SUBJECT, build_command=("{python}", "-c", code), gpus=gpus), H200, print)
-    assert caught.value.gate.details == [expected]
-
-
-def test_a_program_that_the_build_needs_and_that_is_not_here_is_said():
-    subject = replace(SUBJECT, build_command=("{python}", "-c", "exit(1)"), build_needs=("no-such-compiler",))
-    said: list[str] = []
-    with pytest.raises(CannotObserveError) as caught:
-        build(subject, H200, said.append)
-    assert caught.value.gate.summary == "the build command needs no-such-compiler, which is not here"
-    assert caught.value.gate.hint == "install it, or put its folder on PATH"
-    assert said == []
-
-
 def request(**changes):
     return run_module.Request(**{"subject": SUBJECT, "cases": [CASE], "baselines": [], **changes})
 
@@ -260,11 +175,6 @@ def test_no_gpu_and_none_named_is_an_error():
     with pytest.raises(InputError, match="there is no NVIDIA GPU here") as caught:
         run_module.diagnose(request(), environment_with(None), say=print)
     assert "--gpu H200" in caught.value.hint
-
-
-def test_a_subject_of_the_cpu_has_no_kernel():
-    with pytest.raises(InputError, match="ours runs on the CPU only"):
-        run_module.diagnose(request(subject=replace(SUBJECT, devices=("cpu",))), environment_with(H200), say=print)
 
 
 def test_cases_are_chosen_by_name():

@@ -58,18 +58,6 @@ def test_launch_bound(device, wall, status, share):
         assert found.most == pytest.approx(4.0)
 
 
-def test_launch_bound_counts_the_kernels_of_a_call():
-    kernels = [kernel(2112), kernel(8, name="merge", count=3)]
-    assert finding(observe(kernels=kernels, device=5e-6, wall=20e-6), "launch-bound").explanation == (
-        "a call takes 20.00 us, its kernels 5.000 us: 75% is the host's, for 4 kernels"
-    )
-
-
-def test_launch_bound_says_what_a_graph_was_measured_to_give():
-    observations = observe(times=Times(kernel=5e-6, graph=8e-6, wall=20e-6))
-    assert "replay a CUDA graph (measured: 8.000 us a call, 2.50x)" in finding(observations, "launch-bound").advice
-
-
 def test_a_gpu_that_the_profiler_found_at_a_higher_clock_makes_no_host_slow():
     """A long call under a power limit: the kernels of a few calls alone take a fifth less than those of full blocks."""
     found = finding(observe(times=Times(kernel=0.8e-3, graph=0.995e-3, wall=1e-3)), "launch-bound")
@@ -99,13 +87,6 @@ def test_grid_too_small(blocks, runs, more, status):
     assert found.status is status
     if status is CANNOT_TELL:
         assert "offers no longer problems" in found.explanation or "out of memory" in found.explanation
-
-
-def test_a_grid_too_small_explains_no_more_than_copies_show():
-    """By the count of SMs 94 % are idle; three times the work in the same time shows that two thirds are."""
-    found = finding(observe(kernels=[kernel(8)], runs=copies(1.8, 3.0)), "grid too small")
-    assert found.numbers["idle_sm_share"] == pytest.approx(1 - 8 / 132)
-    assert found.share == pytest.approx((1 - 1 / 3) / 1.01)
 
 
 def test_a_kernel_at_full_bandwidth_is_not_told_that_its_grid_is_too_small():
@@ -152,29 +133,6 @@ def test_wave_tail(observations, status):
     assert finding(observations, "wave tail").status is status
 
 
-def test_a_wave_tail_gives_no_more_than_the_idle_sms():
-    found = finding(tail(1.30, 1.53), "wave tail")
-    assert found.numbers["waves"] == pytest.approx(274 / 264)
-    assert found.numbers["predicted_gain"] == pytest.approx((1096 / 1320) / (274 / 528))
-    assert found.share == pytest.approx((1 - 1 / 1.53) / 1.01)
-    assert found.most == pytest.approx(505 / (5 + 500 * 274 / 528))
-
-
-def test_a_persistent_grid_does_not_tell_of_a_tail():
-    """The grid is the same however long the batch: tiles are dealt within the kernel."""
-    runs = [scaled("batch", 2, 900e-6, 150), scaled("batch", 4, 1700e-6, 150)]
-    observations = observe(kernels=[kernel(150, shared_memory_bytes=200 * 1024)], runs=runs)
-    assert finding(observations, "wave tail").status is CANNOT_TELL
-
-
-def test_a_grid_that_grows_by_another_factor_is_made_of_other_blocks():
-    """Twice the batch took larger tiles: 264 blocks fill whole rounds, and say nothing of those 150."""
-    observations = observe(
-        kernels=[kernel(150, shared_memory_bytes=200 * 1024)], runs=[scaled("batch", 2, 600e-6, 264)]
-    )
-    assert finding(observations, "wave tail").status is CANNOT_TELL
-
-
 def test_no_remedy_gives_more_than_the_rates_of_the_gpu_allow():
     """Eight blocks at half of the memory's bandwidth: spread over all SMs they would be twice as fast, not 16 times."""
     observations = observe(kernels=[kernel(8)], dram_bytes=0.5 * 4.8e12 * 500e-6, runs=copies(1.5, 1.9))
@@ -201,16 +159,6 @@ FLAT = [scaled("keys", 2, 510e-6, 8), scaled("keys", 4, 530e-6, 8)]
 )
 def test_serial_loop(blocks, runs, status):
     assert finding(observe(kernels=[kernel(blocks)], runs=runs), "serial loop").status is status
-
-
-def test_a_loop_that_was_split_grows_on_an_axis_where_every_block_has_its_own_sm():
-    """Where queries and keys grow together the grid does too: it still counts while blocks share no SM."""
-    runs = [scaled("length", 2, 990e-6, 16), scaled("length", 4, 1970e-6, 32), *copies(2.0, 4.0)]
-    found = finding(observe(kernels=[kernel(8)], runs=runs), "serial loop")
-    assert found.status is CONFIRMED
-    assert "the sequence length" in found.explanation
-    runs = [scaled("length", 2, 990e-6, 400), *copies(2.0, 4.0, blocks=200)]
-    assert finding(observe(kernels=[kernel(200)], runs=runs), "serial loop").status is CANNOT_TELL
 
 
 @pytest.mark.parametrize(
@@ -247,17 +195,6 @@ def test_no_tensor_cores(kernels, more, status):
     assert finding(observe(kernels=kernels, **more), "no tensor-core instructions").status is status
 
 
-def test_without_tensor_cores_the_products_take_at_least_their_time_at_the_plain_rate():
-    """132 SMs at 67 TFLOP/s (1830 MHz) make 31.4 GFLOP in 433 us at 1980 MHz: of 500 us that is 87 %."""
-    found = finding(observe(kernels=[kernel(2112, code=PLAIN)], flops=31.4e9), "no tensor-core instructions")
-    plain = 31.4e9 / (67e12 * 1980 / 1830)
-    assert found.numbers["plain_s"] == pytest.approx(plain)
-    assert found.share == pytest.approx(plain / 500e-6 * (1 - 67 / 989) / 1.01, rel=1e-6)
-    # A quarter of the SMs needs four times as long.
-    found = finding(observe(kernels=[kernel(33, code=PLAIN)], flops=3.14e9), "no tensor-core instructions")
-    assert found.numbers["plain_s"] == pytest.approx(0.4 * plain)
-
-
 SPILLS = PLAIN.model_copy(update={"local": 40, "local_in_loops": 36, "local_bytes": 256})
 SPILLS_ONCE = SPILLS.model_copy(update={"local_in_loops": 0})
 
@@ -283,14 +220,6 @@ def test_spills_and_local_memory(code, status):
 )
 def test_occupancy_capped(one, status):
     assert finding(observe(kernels=[one]), "occupancy capped").status is status
-
-
-def test_a_capped_occupancy_costs_nothing_at_the_roofline():
-    """Two blocks an SM, and the tensor cores as busy as they get: that is how such kernels are made."""
-    observations = observe(kernels=[kernel(2112, shared_memory_bytes=110 * 1024)], flops=0.7 * 1.07e15 * 500e-6)
-    assert finding(observations, "occupancy capped").status is RULED_OUT
-    assert finding(observations, "bound by arithmetic").status is CONFIRMED
-    assert finding(observations, "grid too small").status is RULED_OUT
 
 
 @pytest.mark.parametrize(
@@ -324,12 +253,6 @@ def moved(read, written, device=500e-6, nbytes=1e8):
 )
 def test_more_bytes_than_needed(observations, status):
     assert finding(observations, "more bytes moved than needed").status is status
-
-
-def test_excess_bytes_explain_their_time_at_full_bandwidth():
-    found = finding(moved(1.2e9, 1e8), "more bytes moved than needed")
-    assert found.share == pytest.approx(1.2e9 / 4.8e12 / 500e-6 / 1.01)
-    assert found.most == pytest.approx(505 / (5 + 500 / 13))
 
 
 @pytest.mark.parametrize(
@@ -397,11 +320,3 @@ def test_the_story_is_a_serial_loop_and_a_small_grid():
     assert loop.numbers["room"] == pytest.approx(2 * 132 / 8)  # an SM holds two blocks of 384 threads
     others = ("launch-bound", "wave tail", "threads idle", "bound by memory bandwidth", "bound by arithmetic")
     assert [finding(observations, other).status for other in others] == [RULED_OUT] * 5
-
-
-def test_the_storys_kernel_on_a_problem_that_fills_the_gpu_has_other_causes():
-    """The same kernel with 2,112 blocks: the loop is the same, and nothing is idle."""
-    observations = observe(kernels=[kernel(132 * 16, code=PLAIN)], runs=full_gpu(), flops=4e10)
-    assert finding(observations, "grid too small").status is RULED_OUT
-    assert finding(observations, "serial loop").status is RULED_OUT
-    assert finding(observations, "no tensor-core instructions").status is CONFIRMED

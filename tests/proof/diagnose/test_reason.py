@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from flashmoe_science.proof.diagnose.experiments import busy_warps, growth, headroom, idle_share
-from flashmoe_science.proof.diagnose.observations import Diagnosis, Finding, Status, Times
-from flashmoe_science.proof.diagnose.reason import diagnose_case, overlap, rank
+from flashmoe_science.proof.diagnose.observations import Status, Times
+from flashmoe_science.proof.diagnose.reason import diagnose_case
 
 from .made_up import PLAIN, kernel, observe, scaled, serial_story
 
@@ -21,14 +21,6 @@ def test_the_causes_of_the_story_come_in_the_order_of_the_time_they_explain():
 def test_another_kernel_than_promised_comes_before_all_causes():
     observations = serial_story().model_copy(update={"promised": True, "broken_promises": ["kernel old ran"]})
     assert diagnose_case(observations).causes[0] == "another kernel than promised"
-
-
-def test_causes_whose_part_is_not_known_come_last():
-    findings = [
-        Finding(hypothesis=name, status=Status.CONFIRMED, explanation="", experiment="", share=share)
-        for name, share in [("a", None), ("b", 0.1), ("c", 0.5), ("d", None)]
-    ]
-    assert [each.hypothesis for each in rank(findings)] == ["c", "b", "a", "d"]
 
 
 def test_what_the_kernels_do_explains_no_more_than_their_part_of_a_call():
@@ -52,12 +44,6 @@ def test_shares_add_to_no_more_than_a_call_or_it_is_said_that_they_overlap():
     assert "between 93% and 99%" in story.overlap
 
 
-def test_one_cause_has_nothing_to_add():
-    case = diagnose_case(observe(device=5e-6, wall=20e-6))
-    assert (case.causes, case.overlap) == (["launch-bound"], "")
-    assert overlap([], observe()) == ""
-
-
 def test_a_good_kernel_has_no_cause():
     """Full rounds of blocks, tensor cores, and nothing that copies of the work find idle."""
     runs = [scaled("batch", 2, 1e-3, 4224), scaled("keys", 2, 1e-3, 2112), scaled("keys", 4, 2e-3, 2112)]
@@ -76,11 +62,6 @@ def test_without_a_gpu_only_what_the_code_and_the_launch_say_is_said():
     assert len(untold) >= 7
     assert all("no GPU here" in each.explanation for each in untold if each.hypothesis != "throttled clocks")
     assert all(each.share is None and each.most is None for each in case.findings)
-
-
-def test_a_diagnosis_is_read_back_as_it_was_written():
-    whole = Diagnosis(subject="ours", cases=[diagnose_case(serial_story())])
-    assert Diagnosis.model_validate_json(whole.model_dump_json()) == whole
 
 
 def test_idle_sms_by_rounds():

@@ -18,11 +18,11 @@ from flashmoe_science.errors import ProofError
 from flashmoe_science.gpu.machine_code import KernelCode
 from flashmoe_science.gpu.specs import find_gpu
 from flashmoe_science.proof.diagnose import counters, tasks
-from flashmoe_science.proof.diagnose.gather import Wish, plan_for
+from flashmoe_science.proof.diagnose.gather import Request, plan_for
 from flashmoe_science.proof.diagnose.observations import Kernel
 from flashmoe_science.proof.diagnose.reason import diagnose_case
-from flashmoe_science.proof.operator import load_operator
-from flashmoe_science.proof.subject import Subject, load_subject
+from flashmoe_science.proof.loading import load_operator, load_subject
+from flashmoe_science.proof.subject import Subject
 from flashmoe_science.proof.worker import TaskResult, run_command
 
 from ..chain import SHORT, attention, suite_of, write_subject
@@ -47,7 +47,7 @@ def fresh_imports(monkeypatch):
 
 
 def plan(subject, case, gpu):
-    wish = Wish(subject, [case], (), seed=1)
+    wish = Request(subject, [case], (), seed=1)
     (found,) = plan_for(wish, find_gpu(gpu), "no GPU here", say=print, run=InProcess())
     return found, {each.hypothesis: each for each in diagnose_case(found).findings}
 
@@ -89,31 +89,6 @@ def test_of_a_kernel_toml_the_promises_are_taken(tmp_path):
     )
     assert "8 blocks of attend_kernel for 58 SMs: 86% of the SMs' time is idle" in told["grid too small"].explanation
     assert "no library that it loads has it for sm_89" in told["spills and local memory"].explanation
-
-
-def test_a_subject_that_cannot_be_imported_keeps_its_promises(tmp_path):
-    subject = write_subject(tmp_path, "raise OSError('undefined symbol: _Z6attend')\n", tail=PROMISING)
-    found, told = plan(subject, suite_of(SHORT).cases[0], "H200")
-    assert found.kernels[0].blocks == 8
-    assert "cannot be imported here: OSError: undefined symbol" in told["no tensor-core instructions"].explanation
-
-
-def test_a_subject_that_promises_nothing_has_no_launch(tmp_path):
-    subject = write_subject(tmp_path, "def attend(*args, **options): ...\n")
-    _, told = plan(subject, suite_of(SHORT).cases[0], "H200")
-    assert "no launch is promised" in told["grid too small"].explanation
-
-
-def test_a_promise_without_a_grid_still_tells_what_an_sm_holds(tmp_path):
-    subject = write_subject(
-        tmp_path,
-        "def attend(*args, **options): ...\n",
-        tail='[[launch.kernels]]\npattern = "*"\nblock = [384, 1, 1]\nshared_memory_bytes = 110000\n',
-    )
-    _, told = plan(subject, suite_of(SHORT).cases[0], "H200")
-    assert "an SM holds 2 blocks of *, 24 of 64 warps, by shared memory" in told["occupancy capped"].explanation
-    assert "whether the grid fills them is not known" in told["occupancy capped"].explanation
-    assert told["threads idle"].explanation == "no grid: no GPU here"
 
 
 def test_of_several_kernels_that_fit_a_pattern_only_what_they_have_in_common_is_known():

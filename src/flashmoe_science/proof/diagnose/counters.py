@@ -59,11 +59,7 @@ def read_counters(
 ) -> tuple[list[Kernel], str]:
     """Return ``kernels`` with the counters of one call, or as they are with the reason why there are none.
 
-    Args:
-        payload: of ``tasks.call_once``.
-        kernels: of the call.
-        run: stands in for ``worker.run_command``.
-        ncu: the program; None looks on PATH.
+    ``payload`` is that of ``tasks.call_once``; ``ncu`` is the program, by default the one on PATH.
     """
     program = ncu or shutil.which("ncu")
     if program is None:

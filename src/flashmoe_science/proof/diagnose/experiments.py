@@ -1,4 +1,4 @@
-"""What follows from times and launches, as pure functions on numbers. Hypotheses are made of them."""
+"""Conclusions from times and launches, as pure functions on numbers. Hypotheses use them."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def idle_lanes(kernel: Kernel) -> float | None:
 
 
 def percent(share: float) -> str:
-    """Return a share as text; what is not nothing does not read 0 %."""
+    """Return a share as text; a share above 0 never reads 0 %."""
     return "less than 1%" if 0 < share < 0.01 else f"{share:.0%}"
 
 

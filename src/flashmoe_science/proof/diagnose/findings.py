@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from .experiments import fewest_seconds
 from .observations import Finding, Observations, Status
@@ -35,14 +36,10 @@ class Hypothesis:
             device_seconds: the GPU's time that is left at the least once the cause is gone.
             bound: how that is computed.
         """
-        return self._finding(
-            Status.CONFIRMED,
-            explanation,
-            share=share_of_call(self.observations, share),
-            advice=advice,
-            most=most(self.observations, device_seconds),
-            bound=bound,
-        )
+        most = most_gained(self.observations, device_seconds)
+        share = share_of_call(self.observations, share)
+        bound = bound if most is not None else ""
+        return self._finding(Status.CONFIRMED, explanation, share=share, advice=advice, most=most, bound=bound)
 
     def ruled_out(self, explanation: str) -> Finding:
         """Return the finding that it is not what costs the time."""
@@ -52,26 +49,15 @@ class Hypothesis:
         """Return the finding that nothing follows from what was observed."""
         return self._finding(Status.CANNOT_TELL, explanation)
 
-    def _finding(
-        self,
-        status: Status,
-        explanation: str,
-        *,
-        share: float | None = None,
-        advice: str = "",
-        most: float | None = None,
-        bound: str = "",
-    ) -> Finding:
+    def _finding(self, status: Status, explanation: str, **more: Any) -> Finding:
+        numbers = {name: float(value) for name, value in self.numbers.items()}
         return Finding(
             hypothesis=self.name,
             status=status,
             explanation=explanation,
             experiment=self.experiment,
-            numbers={name: float(value) for name, value in self.numbers.items()},
-            share=share,
-            advice=advice,
-            most=most,
-            bound=bound if most is not None else "",
+            numbers=numbers,
+            **more,
         )
 
 
@@ -83,7 +69,7 @@ def share_of_call(observations: Observations, share: float | None) -> float | No
     return min(1.0, max(0.0, share)) * device / call
 
 
-def most(observations: Observations, device_seconds: float | None) -> float | None:
+def most_gained(observations: Observations, device_seconds: float | None) -> float | None:
     """Return how many times as fast the call is at the most when the GPU's part falls to ``device_seconds``.
 
     Never more than what the GPU's rates allow, and the host's part stays.
@@ -91,6 +77,5 @@ def most(observations: Observations, device_seconds: float | None) -> float | No
     device, call = observations.times.device, observations.times.call
     if device_seconds is None or not device or not call:
         return None
-    least = max(device_seconds, fewest_seconds(observations) or 0.0)
-    left = call - device + least
+    left = call - device + max(device_seconds, fewest_seconds(observations) or 0.0)
     return call / left if left > 0 else None

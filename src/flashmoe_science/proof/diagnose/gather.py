@@ -1,11 +1,11 @@
-"""Ask worker processes for all that a diagnosis reasons from. What one cannot give says why, and the rest goes on."""
+"""Ask worker processes for the observations of a diagnosis. A missing one has a reason, and the rest goes on."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from ...errors import ProofError
 from ...gpu.specs import GpuSpec
@@ -13,9 +13,11 @@ from ..building import known_gpus, run_build
 from ..causes import explain_build
 from ..evidence import CaseRecord, Gate, GateStatus, Gpu, Rounds, Settings, TimeKind, Work
 from ..gates.launch import case_problems
+from ..gates.run import work_of
+from ..loading import operator_of
 from ..operator import Operator, Scalable, framework_kernels
 from ..roofline import fewest_dram_bytes, known_spec
-from ..subject import Subject, operator_of
+from ..subject import Subject
 from ..suites import SuiteCase
 from ..worker import TaskResult, run_task
 from .counters import read_counters
@@ -31,29 +33,21 @@ _HERE = __package__ or ""
 _PROOF = _HERE.rpartition(".")[0]
 
 
-class RunTask(Protocol):
-    """``worker.run_task``, or what stands in for it."""
-
-    def __call__(
-        self,
-        task: str,
-        payload: dict[str, Any],
-        *,
-        timeout_s: float,
-        on_event: Callable[[dict[str, Any]], None] | None = None,
-    ) -> TaskResult:
-        """Run one task in a process of its own."""
+Say = Callable[[str], None]
+RunTask = Callable[..., TaskResult]  # ``worker.run_task``, or its stand-in
 
 
 @dataclass(frozen=True)
-class Wish:
-    """What is to be observed."""
+class Request:
+    """The subject and the cases to diagnose."""
 
     subject: Subject
     cases: Sequence[SuiteCase]
     baselines: Sequence[str]
-    seed: int
+    gpu: GpuSpec | None = None  # None: the one that is here
     counters: bool = True  # ask Nsight Compute, where it may read them
+    seed: int | None = None  # None: `diagnose` draws one
+    command: str = ""
 
 
 class CannotObserveError(ProofError):
@@ -74,7 +68,7 @@ class _Longer:
     reason: str = ""  # why there are no longer ones
 
 
-def build(subject: Subject, gpu: Gpu, say: Callable[[str], None]) -> None:
+def build(subject: Subject, gpu: Gpu, say: Say) -> None:
     """Run the subject's build command as gate build does. Raises ``CannotObserveError``."""
     if subject.build_command is None:
         return
@@ -96,41 +90,41 @@ def _failed(gate: Any, summary: str, result: TaskResult) -> Gate:
     return Gate(name=gate, status=GateStatus.FAILED, summary=summary, hint=hint, details=tail)
 
 
-def observe_here(wish: Wish, gpu: Gpu, *, say: Callable[[str], None], run: RunTask = run_task) -> list[Observations]:
-    """Return what is observed of every case on the GPU that is here.
+def observe_here(request: Request, gpu: Gpu, *, say: Say, run: RunTask = run_task) -> list[Observations]:
+    """Return the observations of every case on the GPU that is here.
 
     Raises:
         CannotObserveError: the subject cannot be imported, or its process ends before the first case.
     """
-    operator = operator_of(wish.subject)
-    families = [_longer(operator, case) for case in wish.cases]
+    operator = operator_of(request.subject)
+    families = [_longer(operator, case) for case in request.cases]
     tables = [
         {"name": name, "problem": table, "origin": "", "code": name == each.case.name}
         for each in families
         for name, table in each.tables.items()
     ]
-    common = {"subject": wish.subject.to_json(), "operator": wish.subject.operator, "seed": wish.seed}
+    common = {"subject": request.subject.to_json(), "operator": request.subject.operator, "seed": request.seed}
     say(f"launches of {len(tables)} calls")
-    launched, ended = _collect(run, f"{_HERE}.tasks:observe_launches", {**common, "cases": tables}, wish, say)
+    launched, ended = _collect(run, f"{_HERE}.tasks:observe_launches", {**common, "cases": tables}, request, say)
     if not launched:
         raise CannotObserveError(ended)
     say(f"graph and wall time of {len(tables)} calls")
-    clocks, unfinished = _measure(run, {**common, "cases": tables}, wish, ["graph", "wall"], say)
-    captured = {name for name, case in clocks.items() if "graph" in _seconds(case, wish.subject.name)}
+    clocks, unfinished = _measure(run, {**common, "cases": tables}, request, ["graph", "wall"], say)
+    captured = {name for name, case in clocks.items() if "graph" in _seconds(case, request.subject.name)}
     say("kernel time")
     own = {each.case.name: each for each in families}
     kernel_tables = [table for table in tables if table["name"] in own or _base(str(table["name"])) not in captured]
-    profiled, _ = _measure(run, {**common, "cases": kernel_tables}, wish, ["kernel"], say)
+    profiled, _ = _measure(run, {**common, "cases": kernel_tables}, request, ["kernel"], say)
     observations = []
     for each in families:
-        found = _observe(operator, wish, gpu, each, launched, clocks, profiled, unfinished)
-        if wish.counters and found.kernels and found.times.device is not None:
+        found = _observe(operator, request, gpu, each, launched, clocks, profiled, unfinished)
+        if request.counters and found.kernels and found.times.device is not None:
             say(f"counters of {each.case.name}")
             payload = {**common, "case": {"problem": operator.as_table(each.case.problem)}}
             kernels, why = read_counters(payload, found.kernels)
             missing = {**found.missing, **({"counters": why} if why else {})}
             found = found.model_copy(update={"kernels": kernels, "missing": missing})
-        elif not wish.counters:
+        elif not request.counters:
             found = found.model_copy(update={"missing": {**found.missing, "counters": "they were not asked for"}})
         observations.append(found)
     return observations
@@ -171,7 +165,7 @@ def _longer(operator: Operator, case: SuiteCase) -> _Longer:
 
 
 def _collect(
-    run: RunTask, task: str, payload: dict[str, Any], wish: Wish, say: Callable[[str], None]
+    run: RunTask, task: str, payload: dict[str, Any], request: Request, say: Say
 ) -> tuple[dict[str, dict[str, Any]], Gate]:
     """Run a task that emits its cases; return those finished by name, and what to say where one is lacking."""
     finished: dict[str, dict[str, Any]] = {}
@@ -180,29 +174,29 @@ def _collect(
         if event.get("event") == "case":
             finished[event["case"]["name"]] = event["case"]
 
-    result = run(task, payload, timeout_s=wish.subject.limits.launch_s, on_event=on_event)
+    result = run(task, payload, timeout_s=request.subject.limits.launch_s, on_event=on_event)
     if not result.ok:
         say(f"the process: {result.reason}")
-    ending = result.reason.replace(str(wish.subject.folder), ".")
+    ending = result.reason.replace(str(request.subject.folder), ".")
     summary = f"the process: {ending}" if ending else "it was not reached"
     return finished, _failed("import", summary, result)
 
 
 def _measure(
-    run: RunTask, common: dict[str, Any], wish: Wish, times: list[TimeKind], say: Callable[[str], None]
+    run: RunTask, common: dict[str, Any], request: Request, times: list[TimeKind], say: Say
 ) -> tuple[dict[str, dict[str, Any]], Gate]:
     """Take some times of some cases; the profiler's without a flush of L2, as the others are taken."""
-    settings = Settings(times=times, processes=1, rounds=_ROUNDS, cache="rotating", seed=wish.seed)
+    settings = Settings(times=times, processes=1, rounds=_ROUNDS, cache="rotating", seed=request.seed)
     payload = {
         **common,
-        "baselines": list(wish.baselines),
+        "baselines": list(request.baselines),
         "settings": settings.model_dump(mode="json"),
         "process": 0,
         "times": times,
         "control": False,  # nothing is claimed here
         "check_stream": False,  # gate bench refuses a subject for it; why it is slow can be said all the same
     }
-    return _collect(run, f"{_PROOF}.gpu_tasks:measure", payload, wish, say)
+    return _collect(run, f"{_PROOF}.gpu_tasks:measure", payload, request, say)
 
 
 def _seconds(case: Mapping[str, Any], arm: str) -> dict[str, float]:
@@ -219,7 +213,7 @@ def _reasons(case: Mapping[str, Any], arm: str) -> str:
 
 def _observe(
     operator: Operator,
-    wish: Wish,
+    request: Request,
     gpu: Gpu,
     family: _Longer,
     launched: Mapping[str, dict[str, Any]],
@@ -228,7 +222,7 @@ def _observe(
     unfinished: Gate,
 ) -> Observations:
     """Put together what the processes said of one case."""
-    name, subject = family.case.name, wish.subject.name
+    name, subject = family.case.name, request.subject.name
     timed, profile, launch = clocks.get(name, {}), profiled.get(name, {}), launched.get(name, {})
     missing: dict[str, str] = {}
     if not launch.get("kernels"):
@@ -268,9 +262,9 @@ def _observe(
         sensors=Sensors(max_sm_clock_mhz=gpu.max_sm_clock_mhz)
         if rounds is None
         else Sensors(sm_clock_mhz=rounds.sm_clock_mhz, throttle=rounds.throttle, max_sm_clock_mhz=gpu.max_sm_clock_mhz),
-        baselines=_baselines(wish.baselines, timed, profile),
+        baselines=_baselines(request.baselines, timed, profile),
         promised=bool(launch.get("capture", {}).get("promises")),
-        broken_promises=_broken(operator, wish.subject, name, launch),
+        broken_promises=_broken(operator, request.subject, name, launch),
         missing=missing,
     )
 
@@ -320,12 +314,6 @@ def _baselines(names: Sequence[str], timed: Mapping[str, Any], profile: Mapping[
     return found
 
 
-def work_of(operator: Operator, problem: Any) -> Work:
-    """Return what one call has to do at the least."""
-    work = operator.work(problem)
-    return Work(flops=work.flops, bytes=work.bytes, tokens=work.tokens, peak=operator.peak_tflops_key(problem))
-
-
 def chip_of(spec: GpuSpec, work: Work, max_sm_clock_mhz: int | None = None) -> Chip:
     """Return what limits a call on this GPU, at the highest clock: the roofline's rates."""
     clock = max(spec.max_sm_clock_mhz, max_sm_clock_mhz or 0) / spec.boost_sm_clock_mhz * 1e12
@@ -357,16 +345,14 @@ def _dram_bytes(case: SuiteCase, work: Work, gpu: Gpu, timed: Mapping[str, Any])
     return fewest_dram_bytes(record, gpu, flushed=False)
 
 
-def plan_for(
-    wish: Wish, spec: GpuSpec, why: str, *, say: Callable[[str], None], run: RunTask = run_task
-) -> list[Observations]:
-    """Return what can be said of every case on a GPU that is not here: what would be launched, and its machine code."""
-    operator = operator_of(wish.subject)
-    tables = [{"name": case.name, "problem": operator.as_table(case.problem)} for case in wish.cases]
-    payload = {"subject": wish.subject.to_json(), "cases": tables, "gpu": spec.name, "arch": spec.arch}
-    planned, ended = _collect(run, f"{_HERE}.tasks:plan_kernels", payload, wish, say)
+def plan_for(request: Request, spec: GpuSpec, why: str, *, say: Say, run: RunTask = run_task) -> list[Observations]:
+    """Return the planned launches of every case on a GPU that is not here, with their machine code."""
+    operator = operator_of(request.subject)
+    tables = [{"name": case.name, "problem": operator.as_table(case.problem)} for case in request.cases]
+    payload = {"subject": request.subject.to_json(), "cases": tables, "gpu": spec.name, "arch": spec.arch}
+    planned, ended = _collect(run, f"{_HERE}.tasks:plan_kernels", payload, request, say)
     found = []
-    for case in wish.cases:
+    for case in request.cases:
         work, plan = work_of(operator, case.problem), planned.get(case.name, {})
         missing = dict.fromkeys(("times", "wall", "scaled", "counters", "sensors", "captured"), why)
         kernels = [Kernel.model_validate(each) for each in plan.get("kernels", [])]

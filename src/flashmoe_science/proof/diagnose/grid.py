@@ -1,4 +1,4 @@
-"""Hypotheses about the call as a whole: what is launched, in how many blocks, and what waits for what."""
+"""Hypotheses about the call as a whole: its launches, their blocks, and their waits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a diagnosis reasons from: numbers that were gathered, and findings that follow from them. Plain JSON values.
+"""The observations of a diagnosis, and the findings that follow from them. Plain JSON values.
 
 None means that something is not known; ``Observations.missing`` says why, by the name of what is missing.
 """

@@ -28,7 +28,7 @@ HYPOTHESES: tuple[Callable[[Observations], Finding], ...] = (
 
 
 def diagnose_case(observations: Observations) -> CaseDiagnosis:
-    """Return what became of every hypothesis, and the causes."""
+    """Return the findings of all hypotheses, and the causes."""
     findings = [hypothesis(observations) for hypothesis in HYPOTHESES]
     causes = rank(findings)
     return CaseDiagnosis(
@@ -40,7 +40,7 @@ def diagnose_case(observations: Observations) -> CaseDiagnosis:
 
 
 def rank(findings: Sequence[Finding]) -> list[Finding]:
-    """Return the causes: what is confirmed, by the time that each explains; those without a share of it come last.
+    """Return the confirmed causes by the time that each explains; those without a share come last.
 
     Another kernel than promised comes first: the rest is about a kernel that nobody meant.
     """

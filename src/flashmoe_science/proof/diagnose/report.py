@@ -4,22 +4,14 @@ from __future__ import annotations
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
+from ..report import new_grid
 from ..rows import format_bytes, format_seconds
 from .observations import CaseDiagnosis, Diagnosis, Finding, Kernel, Observations, Status
 
 _STYLE = {Status.CONFIRMED: "bold red", Status.RULED_OUT: "green", Status.CANNOT_TELL: "yellow"}
 _ORDER = (Status.CONFIRMED, Status.CANNOT_TELL, Status.RULED_OUT)
-
-
-def _grid(*widths: int, right: tuple[int, ...] = ()) -> Table:
-    grid = Table.grid(padding=(0, 2, 0, 0))
-    for number, width in enumerate(widths):
-        grid.add_column(min_width=width, no_wrap=True, justify="right" if number in right else "left")
-    grid.add_column(overflow="fold")
-    return grid
 
 
 def failed_lines(diagnosis: Diagnosis) -> RenderableType:
@@ -44,7 +36,7 @@ def case_lines(case: CaseDiagnosis) -> RenderableType:
     lines.append(Text(""))
     lines.append(_causes(case, by_name))
     lines += [Text(""), Text("Every hypothesis, with the numbers that decide:", "bold")]
-    table = _grid(11, 20)
+    table = new_grid(11, 20)
     for status in _ORDER:
         for finding in case.findings:
             if finding.status is status:
@@ -94,7 +86,7 @@ def _causes(case: CaseDiagnosis, by_name: dict[str, Finding]) -> RenderableType:
     call = case.observations.times.call
     for number, name in enumerate(case.causes, start=1):
         finding = by_name[name]
-        table = _grid(3, right=(0,))
+        table = new_grid(3, right=(0,))
         share = "part not known" if finding.share is None else f"{finding.share:.0%}"
         if finding.share is not None and call is not None:
             share += f", {format_seconds(finding.share * call)}"

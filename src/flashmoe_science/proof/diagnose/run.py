@@ -5,15 +5,14 @@ from __future__ import annotations
 import difflib
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 from ...errors import InputError, SuiteError
-from ...gpu.specs import GpuSpec
 from ..evidence import Environment
 from ..roofline import known_spec
 from ..subject import Subject
 from ..suites import Suite, SuiteCase, check_operator
-from .gather import CannotObserveError, Wish, build, observe_here, plan_for
+from .gather import CannotObserveError, Request, build, observe_here, plan_for
 from .observations import Diagnosis, Observations
 from .reason import diagnose_case
 
@@ -21,19 +20,6 @@ NO_GPU = "no GPU here"
 
 # Of the rough model, in seconds: processes of launches, of graph and wall time, and of kernel time, then the counters.
 _PROCESSES, _START, _CALLS_OF_CASE, _CALL_OF_ARM, _COUNTERS_OF_CASE = 3, 4.0, 8, 0.4, 15.0
-
-
-@dataclass(frozen=True)
-class Request:
-    """What the command line asks for."""
-
-    subject: Subject
-    cases: Sequence[SuiteCase]
-    baselines: Sequence[str]
-    gpu: GpuSpec | None = None  # None: the one that is here
-    counters: bool = True
-    seed: int | None = None
-    command: str = ""
 
 
 def observes_here(request: Request, environment: Environment) -> bool:
@@ -69,35 +55,21 @@ def choose_cases(suite: Suite, subject: Subject, names: Sequence[str]) -> list[S
 
 
 def diagnose(request: Request, environment: Environment, *, say: Callable[[str], None]) -> Diagnosis:
-    """Observe and reason.
+    """Observe and reason; ``say`` gets a line for each step. Raises ``InputError``: no GPU here, and none was named.
 
-    Args:
-        request: what to diagnose.
-        environment: of this machine.
-        say: told what is going on, a line each.
-
-    Returns:
-        The diagnosis; ``failed`` says where nothing could be observed because the subject cannot be built or imported.
-
-    Raises:
-        InputError: there is no GPU here, and none was named.
+    ``failed`` of the diagnosis says where nothing could be observed because the subject cannot be built or imported.
     """
-    wish = Wish(
-        request.subject,
-        request.cases,
-        request.baselines,
-        secrets.randbits(31) if request.seed is None else request.seed,
-        counters=request.counters,
-    )
+    if request.seed is None:
+        request = replace(request, seed=secrets.randbits(31))
     result = Diagnosis(subject=request.subject.name, command=request.command, environment=environment)
     try:
-        observations = _observe(request, wish, environment, say)
+        observations = _observe(request, environment, say)
     except CannotObserveError as error:
         return result.model_copy(update={"failed": error.gate})
     return result.model_copy(update={"cases": [diagnose_case(each) for each in observations]})
 
 
-def _observe(request: Request, wish: Wish, environment: Environment, say: Callable[[str], None]) -> list[Observations]:
+def _observe(request: Request, environment: Environment, say: Callable[[str], None]) -> list[Observations]:
     here = environment.gpu
     if here is None and request.gpu is None:
         raise InputError("there is no NVIDIA GPU here", hint="name one to see what compiling alone tells: --gpu H200")
@@ -105,7 +77,7 @@ def _observe(request: Request, wish: Wish, environment: Environment, say: Callab
         if "cuda" not in request.subject.devices:
             raise InputError(f"{request.subject.name} runs on the CPU only: there is no kernel to diagnose")
         build(request.subject, here, say)
-        return observe_here(wish, here, say=say)
+        return observe_here(request, here, say=say)
     assert request.gpu is not None
     why = NO_GPU if here is None else f"the GPU here is another one: {here.name}"
-    return plan_for(wish, request.gpu, why, say=say)
+    return plan_for(request, request.gpu, why, say=say)

@@ -1,4 +1,4 @@
-"""What a diagnosis asks worker processes: launches with their times and machine code, and one call under a profiler.
+"""Worker tasks of a diagnosis: launches with their times and machine code, and one call under a profiler.
 
 The subject's code is imported here only. Times of calls are ``gpu_tasks.measure``'s.
 """
@@ -21,11 +21,12 @@ from .. import arms as arms_module
 from ..arms import Loaded
 from ..gpu_tasks import capture_case
 from ..launches import CallTrace, match_names
+from ..loading import load_entry, operator_of
 from ..measure import CudaTimer, Timer
 from ..operator import Operator, Planning
 from ..rounds import Case
 from ..schedule import derived_seed
-from ..subject import Subject, add_python_path, load_entry, operator_of
+from ..subject import Subject, add_python_path
 from ..worker import Emit
 from .observations import Code, Kernel
 
@@ -34,16 +35,14 @@ _LARGEST_LIBRARY_BYTES = 512 << 20  # disassembling takes minutes beyond
 
 
 def observe_launches(payload: dict[str, Any], emit: Emit) -> dict[str, Any]:
-    """Record what the subject launches in every case, with the times of each kernel, and read its machine code.
+    """Record the launches of the subject in every case, with the times of each kernel, and read its machine code.
 
-    Args:
-        payload: ``subject``; ``cases``, tables with ``name``, ``problem`` and ``code``: whether to read machine code;
-            ``seed``.
-        emit: gets ``{"event": "case", "case"}`` after each case.
+    ``payload`` has ``subject``, ``seed`` and ``cases`` with ``name``, ``problem`` and ``code``: whether to read machine
+    code. ``emit`` gets ``{"event": "case", "case"}`` after each case.
 
     Returns:
         ``cases``, each with ``name``, ``kernels`` (``observations.Kernel``), ``reason`` where there are none, and
-        ``capture``: what ``gpu_tasks.capture_case`` returns of the subject.
+        ``capture``: the subject's arm of ``gpu_tasks.capture_case``.
 
     Raises:
         ProofError: no GPU, or the GPU context is lost.
@@ -95,21 +94,10 @@ def observe_case(case: Case, subject: Subject, loaded: Loaded, timer: Timer, *, 
 
 def kernels_of(calls: Sequence[CallTrace]) -> list[Kernel]:
     """Return the kernels of the last of ``calls``, each with the median of its time over all of them."""
-    kernels = []
-    for launch in calls[-1].launches() if calls else []:
-        seconds = [call.seconds_of(launch) for call in calls]
-        kernels.append(
-            Kernel(
-                name=launch.name,
-                grid=launch.grid,
-                block=launch.block,
-                registers=launch.registers,
-                shared_memory_bytes=launch.shared_memory_bytes,
-                count=launch.count,
-                seconds=statistics.median(seconds),
-            )
-        )
-    return kernels
+    return [
+        Kernel(**launch.model_dump(), seconds=statistics.median(call.seconds_of(launch) for call in calls))
+        for launch in (calls[-1].launches() if calls else [])
+    ]
 
 
 def mapped_libraries() -> set[str]:
@@ -228,14 +216,10 @@ def summarize(code: KernelCode) -> Code:
 
 
 def plan_kernels(payload: dict[str, Any], emit: Emit) -> dict[str, Any]:
-    """Say what would run on a GPU that is not here: our own kernels compiled, others as they are promised.
+    """Return the kernels of a GPU that is not here: ours compiled, others as they are promised.
 
-    Args:
-        payload: ``subject``; ``cases``, tables with ``name`` and ``problem``; ``gpu``, a name; ``arch``.
-        emit: gets ``{"event": "case", "case"}`` after each case.
-
-    Returns:
-        ``cases``, each with ``name``, ``kernels`` and ``reason`` where there are none.
+    ``payload`` has ``subject``, ``cases``, ``gpu`` and ``arch``; ``emit`` gets ``{"event": "case", "case"}`` after
+    each. Returns ``cases``, each with ``name``, ``kernels``, and ``reason`` where there are none.
     """
     subject = Subject.from_json(payload["subject"])
     operator = operator_of(subject)

@@ -34,16 +34,13 @@ def prove(request: ProveRequest, *, progress: Progress, save: Callable[[Record],
 
     Args:
         request: what to prove, on which shapes, against whom.
-        progress: told what is going on.
+        progress: gets the progress of the gates.
         save: gets the record after every gate and every measured case; each replaces the one before.
-
-    Returns:
-        The record, complete.
 
     Raises:
         ProofError: the request cannot be carried out, its budget has no rate, or the run to go on with may not be;
             nothing was saved.
-        KeyboardInterrupt: after the record of what was finished has been saved, marked incomplete.
+        KeyboardInterrupt: after the record of the finished part has been saved, marked incomplete.
     """
     check_request(request)
     run = Run(request, environment=_read_environment(), progress=progress, save=save)
@@ -59,12 +56,12 @@ def prove(request: ProveRequest, *, progress: Progress, save: Callable[[Record],
     try:
         for name, gate in _GATES.items():
             if meter is not None and (reason := meter.refusal(name, run.record())):
-                _stop_before(run, name, reason)
+                _stop(run, name, "before", reason)
                 break
             try:
                 _run_gate(run, name, gate)
             except BudgetSpentError as error:
-                _stop_within(run, name, str(error))
+                _stop(run, name, "in", str(error), time.monotonic() - run.gate_began)
                 break
             if run.gates[name].status is GateStatus.FAILED or name == request.until:
                 break
@@ -83,7 +80,7 @@ def prove(request: ProveRequest, *, progress: Progress, save: Callable[[Record],
 
 def _run_gate(run: Run, name: GateName, gate: Callable[[Run], Outcome]) -> None:
     run.progress.start(name)
-    run.gate_began, run.holds_gpu = time.monotonic(), _holds_gpu(run, name)
+    run.gate_began, run.holds_gpu, run.gpu_seconds = time.monotonic(), _holds_gpu(run, name), 0.0
     outcome = kept_outcome(run, name) or gate(run)
     run.gates[name] = Gate(
         name=name,
@@ -92,7 +89,7 @@ def _run_gate(run: Run, name: GateName, gate: Callable[[Run], Outcome]) -> None:
         hint=outcome.hint,
         details=list(outcome.details),
         seconds=time.monotonic() - run.gate_began,
-        gpu_seconds=outcome.gpu_seconds,
+        gpu_seconds=run.gpu_seconds,
     )
     run.save()
     run.progress.finish(run.gates[name])
@@ -116,25 +113,12 @@ def _holds_gpu(run: Run, name: GateName) -> bool:
     return name in GPU_GATES and run.has_gpu and not run.no_timing_reason
 
 
-def _stop_before(run: Run, name: GateName, reason: str) -> None:
-    """End the chain before the gate ``name``; what was shown stays."""
-    run.gates[name] = Gate(name=name, status=GateStatus.NOT_REACHED, summary=reason, hint=_way_on(run))
-    run.lost = f"stopped before gate {name}: {reason}"
-    run.progress.finish(run.gates[name])
-
-
-def _stop_within(run: Run, name: GateName, reason: str) -> None:
-    """End the chain in the gate ``name``; what was shown stays, and what it took is paid for."""
-    seconds = time.monotonic() - run.gate_began
-    run.gates[name] = Gate(
-        name=name,
-        status=GateStatus.NOT_REACHED,
-        summary=f"{reason}: ended after {seconds:.0f} s",
-        hint=_way_on(run),
-        seconds=seconds,
-        gpu_seconds=seconds,
-    )
-    run.lost = f"stopped in gate {name}: {reason}"
+def _stop(run: Run, name: GateName, where: str, reason: str, seconds: float = 0.0) -> None:
+    """End the chain before or in the gate ``name``, whose ``seconds`` are paid for; earlier results stay."""
+    summary = f"{reason}: ended after {seconds:.0f} s" if seconds else reason
+    gate = Gate(name=name, status=GateStatus.NOT_REACHED, summary=summary, hint=_way_on(run))
+    run.gates[name] = gate.model_copy(update={"seconds": seconds, "gpu_seconds": seconds})
+    run.lost = f"stopped {where} gate {name}: {reason}"
     run.progress.finish(run.gates[name])
 
 

@@ -28,7 +28,6 @@ class _Checks:
     tail: list[str] = field(default_factory=list)  # last words of the first process that ended early
     left: list[str] = field(default_factory=list)  # cases that nobody checked
     under_way: str = ""  # the case that the process has begun
-    seconds: float = 0.0
 
 
 def check_results(run: Run) -> Outcome:
@@ -50,20 +49,19 @@ def check_results(run: Run) -> Outcome:
     # Other inputs than those of gate bench, and the same ones for the same --seed.
     seed = random.Random(f"{run.settings.seed}/correct").getrandbits(31)
     checks = _check_all(run, device, seed)
-    gpu_seconds = checks.seconds if device == "cuda" else 0.0
     wrong = [case for case in checks.results if case["status"] == "failed" and case["name"] not in checks.ended]
     details = [f"{case['name']}: {case['reason']}" for case in checks.results if case["reason"]]
     if checks.ended or checks.ending:
         details += [f"{name}: {ending}" for name, ending in checks.ended.items()]
         summary = _say_ended(run, checks, wrong)
-        return failed(summary, hint=checks.hint, details=[*details, *checks.tail], gpu_seconds=gpu_seconds)
+        return failed(summary, hint=checks.hint, details=[*details, *checks.tail])
     if wrong:
         of = counted(len(checks.results), "case")
         summary = f"wrong in {len(wrong)} of {of}; {wrong[0]['name']}: {wrong[0]['reason']}"
         hint = "what is allowed is twice the framework's own error" if "allowed" in wrong[0]["reason"] else ""
         said = f"the seed of the inputs was {run.settings.seed}"  # as --seed takes it
-        return failed(summary, hint=hint, details=[*details, said], gpu_seconds=gpu_seconds)
-    return _sum_up(run, [*_kept_results(run), *checks.results], details, device, gpu_seconds)
+        return failed(summary, hint=hint, details=[*details, said])
+    return _sum_up(run, [*_kept_results(run), *checks.results], details, device)
 
 
 def _check_all(run: Run, device: str, seed: int) -> _Checks:
@@ -98,7 +96,6 @@ def _check_all(run: Run, device: str, seed: int) -> _Checks:
         result = run.run_task(
             "tasks:check_correct", payload, timeout_s=timeout_s, on_event=on_event, on_silence=on_silence
         )
-        checks.seconds += result.seconds
         checked = {case["name"] for case in checks.results}
         checks.left = [name for name in checks.left if name not in checked]
         if result.ok:
@@ -127,7 +124,7 @@ def _note_end(run: Run, checks: _Checks, ending: str) -> None:
 
 
 def _say_ended(run: Run, checks: _Checks, wrong: list[dict[str, Any]]) -> str:
-    """Return which cases ended their processes and how, and what is known of the others."""
+    """Return the cases that ended their processes, how they did, and the results of the others."""
     if not checks.ended:
         return checks.ending
     names = list(checks.ended)
@@ -153,7 +150,7 @@ def _say_ended(run: Run, checks: _Checks, wrong: list[dict[str, Any]]) -> str:
 
 
 def _kept_results(run: Run) -> list[dict[str, Any]]:
-    """Return what the run that is gone on with found, as the task tells it."""
+    """Return the results of the earlier run, in the form of the task."""
     rows = []
     for name in sorted(run.finished):
         case = run.cases[name]
@@ -176,7 +173,7 @@ def _record(run: Run, case: dict[str, Any]) -> None:
     run.update_arm(case["name"], run.subject.name, **arm)
 
 
-def _sum_up(run: Run, results: list[dict[str, Any]], details: list[str], device: str, gpu_seconds: float) -> Outcome:
+def _sum_up(run: Run, results: list[dict[str, Any]], details: list[str], device: str) -> Outcome:
     checked = [case for case in results if case["status"] == "passed"]
     where = "on the GPU" if device == "cuda" else "on the CPU"
     if not checked:
@@ -192,7 +189,7 @@ def _sum_up(run: Run, results: list[dict[str, Any]], details: list[str], device:
         f"{len(checked)} of {counted(len(results), 'case')} {where}{_by_stand_ins(checked)}: "
         f"error at most {share:.0%} of what is allowed, {bits}{left}{run.not_served_note}"
     )
-    return passed(summary, details=details, gpu_seconds=gpu_seconds)
+    return passed(summary, details=details)
 
 
 def _by_stand_ins(checked: list[dict[str, Any]]) -> str:

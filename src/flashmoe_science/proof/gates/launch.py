@@ -7,6 +7,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from ..evidence import Launch
+from ..launches import baseline_problems, launches_match
 from ..operator import framework_kernels
 from ..own_operator import raise_blamed
 from ..subject import KernelPromise, Subject
@@ -20,22 +21,14 @@ def check_launches(run: Run) -> Outcome:
     """Gate launch: one call of each case, captured, and one replay of its CUDA graph."""
     if run.no_timing_reason:
         return no_timing(run)
-    finished: list[dict[str, Any]] = []
-    under_way = ""
+    cases: list[dict[str, Any]] = []
 
-    def on_event(event: dict[str, Any]) -> None:
-        nonlocal under_way
-        if event["event"] == "start":
-            under_way = event["name"]
-        else:
-            finished.append(event["case"])
-            _record(run, event["case"])
-            under_way = ""
-        run.progress.advance(len(finished), len(run.todo), under_way)
+    def on_case(case: dict[str, Any]) -> None:
+        cases.append(case)
+        _record(run, case)
 
     limit = run.subject.limits.launch_s
-    result = run.run_task("gpu_tasks:capture_launches", run.payload(), timeout_s=limit, on_event=on_event)
-    cases = result.data["cases"] if result.ok and result.data else finished
+    result, under_way = run.run_cases("gpu_tasks:capture_launches", run.payload(), on_case, timeout_s=limit)
     needs_graph, framework = "graph" in run.settings.times, framework_kernels(run.operator)
     problems = [
         f"{case['name']}: {problem}"
@@ -45,17 +38,11 @@ def check_launches(run: Run) -> Outcome:
     notes = _notes(cases)
     if not result.ok:
         hint, tail = run.explain_crash(result, "launch_s")
-        return failed(
-            run.how_it_ended(result, under_way), hint=hint, details=[*problems, *tail], gpu_seconds=result.seconds
-        )
+        return failed(run.how_it_ended(result, under_way), hint=hint, details=[*problems, *tail])
     if problems:
-        return failed(
-            first_of(problems),
-            hint=_mend(problems[0]),
-            details=[*problems[:_SHOWN_PROBLEMS], *notes],
-            gpu_seconds=result.seconds,
-        )
-    return passed(_sum_up(cases) + run.not_served_note, details=notes, gpu_seconds=result.seconds)
+        details = [*problems[:_SHOWN_PROBLEMS], *notes]
+        return failed(first_of(problems), hint=_mend(problems[0]), details=details)
+    return passed(_sum_up(cases) + run.not_served_note, details=notes)
 
 
 def _mend(problem: str) -> str:
@@ -79,14 +66,10 @@ def _record(run: Run, case: dict[str, Any]) -> None:
 
 
 def case_problems(subject: Subject, case: dict[str, Any], *, framework: Sequence[str], needs_graph: bool) -> list[str]:
-    """Return what is wrong with the captures of one case, one line each.
+    """Return the faults in the captures of every arm in one case, one line each.
 
-    Args:
-        subject: what was promised and forbidden.
-        case: the captures of every arm, as the capturing task returns them.
-        framework: patterns of the framework's own kernels for this operator: where one of them runs unpromised, the
-            work fell through to it.
-        needs_graph: whether graph time is to be taken, so that a call that no graph can hold is a failure.
+    ``framework`` has patterns of the framework's own kernels: where one runs unpromised, the work fell through to it.
+    ``needs_graph``: graph time is to be taken, so that a call that no graph can hold is a failure.
     """
     problems = []
     for arm in case["arms"]:
@@ -115,9 +98,7 @@ def _subject_problems(
 def _stream_problems(
     subject: Subject, promises: Sequence[Any], framework: Sequence[str], launches: Sequence[dict[str, Any]]
 ) -> list[str]:
-    """Return what is wrong with the launches of one call or one replay."""
-    from ..launches import launches_match
-
+    """Return the faults of the launches of one call or one replay."""
     records = [Launch.model_validate(launch) for launch in launches]
     if not records:
         return ["no kernel ran"]
@@ -138,8 +119,6 @@ def _owns(promised: str, name: str, families: Sequence[str]) -> bool:
 
 
 def _baseline_problems(arm: dict[str, Any]) -> list[str]:
-    from ..launches import baseline_problems
-
     if arm["status"] != "captured":
         return []  # reported as it is: a baseline that cannot run here says nothing against the subject
     launches = [Launch.model_validate(launch) for launch in arm["launches"]]
@@ -147,7 +126,7 @@ def _baseline_problems(arm: dict[str, Any]) -> list[str]:
 
 
 def _notes(cases: Sequence[dict[str, Any]]) -> list[str]:
-    """Return what else is worth knowing: baselines that did not run, and copies beside the kernels."""
+    """Return notes on baselines that did not run."""
     notes: dict[str, int] = {}
     for case in cases:
         for arm in case["arms"]:

@@ -1,4 +1,4 @@
-"""What gate build does for a library that a command makes: limits, needs, the command, and what is in the library."""
+"""Gate build for a library that a command makes: limits, needed programs, the command, and the library's kernels."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def targets(run: Run) -> list[GpuSpec]:
 
 
 def broken_limits(run: Run) -> Outcome | None:
-    """Compare what is promised of each launch with what a block can have: before anything is built."""
+    """Compare the promises of each launch with the limits of a block, before anything is built."""
     problems, hint = [], ""
     for promise in run.subject.kernels:
         threads = _threads(promise)
@@ -141,7 +141,7 @@ def look_into(run: Run, details: list[str]) -> Outcome | str:
 def _compare(
     library: Binary, spec: GpuSpec, promises: Sequence[KernelPromise], problems: list[str], notes: list[str]
 ) -> None:
-    """Add what keeps ``spec`` from running what is promised to ``problems``, and what is worth knowing to ``notes``."""
+    """Add to ``problems`` why ``spec`` cannot run a promised launch; add remarks to ``notes``."""
     if not any(target.serves(spec.arch) for target in library.targets):
         has = ", ".join(map(str, library.targets))
         problems.append(f"there is no code for {spec.name} (sm_{spec.arch}); what there is: {has}")

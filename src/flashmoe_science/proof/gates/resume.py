@@ -1,4 +1,4 @@
-"""Go on with a run that was interrupted: what it finished is kept as it is, what is missing is measured here.
+"""Go on with an interrupted run: its finished cells are kept, and the missing ones are measured here.
 
 A run fills a table of cells: a case, a worker process, and the kinds of time that share a process. A cell is taken in
 one piece, so it is there or missing. Only a run that could have been the same one is gone on with: same subject and
@@ -149,7 +149,7 @@ def _is_checked(case: CaseRecord) -> bool:
 
 
 def kept_outcome(run: Run, name: GateName) -> Outcome | None:
-    """Return what the run that is gone on with showed at a gate, where showing it again would show nothing new.
+    """Return the outcome of a gate in the earlier run, where a repetition would show nothing new.
 
     What proves this machine runs again: sources, the build command, import, and for the missing cases launch and
     correct. Quick was there to stop a hopeless run early: where it passed, the long part had begun.

@@ -1,4 +1,4 @@
-"""What the gates of one run share: the request, the record as far as it has grown, and how both are told."""
+"""Shared state of the gates of one run: the request, the record so far, and the progress."""
 
 from __future__ import annotations
 
@@ -33,8 +33,10 @@ from ..evidence import (
     TreeState,
     Work,
 )
+from ..loading import operator_of
+from ..operator import Operator
 from ..own_operator import raise_blamed
-from ..subject import PACKAGE_FOLDER, Subject, operator_of
+from ..subject import PACKAGE_FOLDER, Subject
 from ..suites import Suite, check_operator
 from ..words import counted
 from ..worker import TaskResult, run_task
@@ -73,7 +75,7 @@ class ProveRequest:
     expect: float | None = None  # speedup over the first baseline; None: what the subject says
     settings: Settings = field(default_factory=Settings)
     command: str = ""
-    meter: RunMeter | None = None  # told what the run will hold a GPU for, and asked before every gate
+    meter: RunMeter | None = None  # gets the size of the run, and is asked before every gate
     repository: Path | None = None  # holds claims and evidence; tells where the subject's folder lies in it
     resume: Record | None = None  # an interrupted run to go on with
     time_limit: float | None = None  # as --time-limit has it: the subject's limits say what it means here
@@ -105,17 +107,16 @@ class Outcome:
     summary: str
     hint: str = ""
     details: Sequence[str] = ()
-    gpu_seconds: float = 0.0
 
 
-def passed(summary: str, *, details: Sequence[str] = (), gpu_seconds: float = 0.0) -> Outcome:
+def passed(summary: str, *, details: Sequence[str] = ()) -> Outcome:
     """Return the outcome of a gate that showed what it had to show."""
-    return Outcome(GateStatus.PASSED, summary, details=details, gpu_seconds=gpu_seconds)
+    return Outcome(GateStatus.PASSED, summary, details=details)
 
 
-def failed(summary: str, *, hint: str = "", details: Sequence[str] = (), gpu_seconds: float = 0.0) -> Outcome:
+def failed(summary: str, *, hint: str = "", details: Sequence[str] = ()) -> Outcome:
     """Return the outcome of a gate that stops the chain."""
-    return Outcome(GateStatus.FAILED, summary, hint, details, gpu_seconds)
+    return Outcome(GateStatus.FAILED, summary, hint, details)
 
 
 def not_possible(reason: str, *, hint: str = "", details: Sequence[str] = ()) -> Outcome:
@@ -132,6 +133,12 @@ def no_timing(run: Run) -> Outcome:
 def first_of(problems: Sequence[str]) -> str:
     """Return the first problem, and how many there are besides."""
     return f"{problems[0]} (and {len(problems) - 1} more)" if len(problems) > 1 else problems[0]
+
+
+def work_of(operator: Operator, problem: Any) -> Work:
+    """Return the least work of one call."""
+    work = operator.work(problem)
+    return Work(flops=work.flops, bytes=work.bytes, tokens=work.tokens, peak=operator.peak_tflops_key(problem))
 
 
 class Run:
@@ -160,6 +167,7 @@ class Run:
         self.kept_gates: dict[GateName, Gate] = {}  # those that it passed
         self.gate_began = 0.0  # on the clock of time.monotonic()
         self.holds_gpu = False  # whether the gate under way does, and so costs
+        self.gpu_seconds = 0.0  # that its tasks have held the GPU for
         self.created_at = datetime.now(timezone.utc)
         stamp = self.created_at.strftime("%Y%m%dT%H%M%SZ")
         self.id = f"{stamp}-{request.suite.name}-{self.subject.name}-{secrets.token_hex(3)}"
@@ -189,19 +197,13 @@ class Run:
                     self.update_arm(case, baseline, reason=f"{self.subject.name} does not serve it")
 
     def _new_case(self, case: Any) -> CaseRecord:
-        work = self.operator.work(case.problem)
         names: list[tuple[str, Literal["subject", "baseline"]]] = [(self.subject.name, "subject")]
         names += [(name, "baseline") for name in self.request.baselines]
         return CaseRecord(
             name=case.name,
             problem=self.operator.as_table(case.problem),
             origin=case.origin,
-            work=Work(
-                flops=work.flops,
-                bytes=work.bytes,
-                tokens=work.tokens,
-                peak=self.operator.peak_tflops_key(case.problem),
-            ),
+            work=work_of(self.operator, case.problem),
             arms=[Arm(name=name, role=role, status="not measured") for name, role in names],
         )
 
@@ -324,8 +326,38 @@ class Run:
         )
         if result.limit_reached:
             raise BudgetSpentError("the budget is spent")
+        if self.holds_gpu:
+            self.gpu_seconds += result.seconds
         raise_blamed(result.reason)
         return result
+
+    def run_cases(
+        self,
+        task: str,
+        payload: dict[str, Any],
+        on_case: Callable[[dict[str, Any]], None],
+        *,
+        timeout_s: float,
+        done: int = 0,
+        total: int | None = None,
+        note: str = "",
+    ) -> tuple[TaskResult, str]:
+        """Run a task over cases; return its result, and the case that was under way when it ended, if any.
+
+        ``on_case`` gets each finished case. ``done`` of ``total`` cases were finished before, for the progress.
+        """
+        under_way = ""
+
+        def on_event(event: dict[str, Any]) -> None:
+            nonlocal done, under_way
+            if event["event"] == "start":
+                under_way = event["name"]
+            elif event["event"] == "case":
+                done, under_way = done + 1, ""
+                on_case(event["case"])
+                self.progress.advance(done, total or len(payload["cases"]), f"{event['case']['name']}{note}")
+
+        return self.run_task(task, payload, timeout_s=timeout_s, on_event=on_event), under_way
 
     def _seconds_left(self) -> float | None:
         """Return for how long this gate may still hold the GPU; None: it holds none, or there is no end."""

@@ -33,26 +33,25 @@ def measure_quickly(run: Run) -> Outcome:
     step = _Step(settings, 0, [kind], run.todo, done=0, total=len(run.todo), check_stream=False)
     first = run.request.baselines[:1]  # what was expected is over the first
     result, under_way = _measure(run, step, cases.append, first, timeout_s=run.subject.limits.quick_s)
-    seconds = result.seconds
     if not result.ok:
         hint, tail = run.explain_crash(result, "quick_s")
-        return failed(run.how_it_ended(result, under_way), hint=hint, details=tail, gpu_seconds=seconds)
+        return failed(run.how_it_ended(result, under_way), hint=hint, details=tail)
     problems = [line for case in cases if (line := _subject_failure(run, case))]
     if problems:
-        return failed(first_of(problems), details=problems[:_SHOWN_PROBLEMS], gpu_seconds=seconds)
+        return failed(first_of(problems), details=problems[:_SHOWN_PROBLEMS])
     impossible = [line for case in cases if (line := _impossible(run, case, kind))]
     if impossible:
         hint = "the clock, the work counted or the call is wrong: no kernel can be that fast"
-        return failed(first_of(impossible), hint=hint, details=impossible, gpu_seconds=seconds)
-    return _compare_with_expected(run, cases, kind, seconds)
+        return failed(first_of(impossible), hint=hint, details=impossible)
+    return _compare_with_expected(run, cases, kind)
 
 
-def _compare_with_expected(run: Run, cases: Sequence[dict[str, Any]], kind: TimeKind, gpu_seconds: float) -> Outcome:
+def _compare_with_expected(run: Run, cases: Sequence[dict[str, Any]], kind: TimeKind) -> Outcome:
     speedups = {case["name"]: s for case in cases if (s := _speedup(run, case, kind)) is not None}
     expected = run.expected_speedup
     if not speedups:
         what = "no baseline ran, so nothing was compared"
-        return passed(f"{what}; {_checked(run, cases, kind)}", gpu_seconds=gpu_seconds)
+        return passed(f"{what}; {_checked(run, cases, kind)}")
     mean = math.exp(statistics.fmean(math.log(s) for s in speedups.values()))
     details = [f"{name}: {speedup:.2f}x" for name, speedup in speedups.items()]
     over = counted(len(speedups), "case")
@@ -60,7 +59,7 @@ def _compare_with_expected(run: Run, cases: Sequence[dict[str, Any]], kind: Time
     if (checked := _checked(run, cases, kind)) != _NONE_IMPOSSIBLE:
         summary = f"{summary}; {checked}"
     if expected is None:
-        return passed(f"{summary}; no speedup was expected (--expect)", details=details, gpu_seconds=gpu_seconds)
+        return passed(f"{summary}; no speedup was expected (--expect)", details=details)
     low, high = (factor * expected for factor in _QUICK_RANGE)
     if not low <= mean <= high:
         hint = "--expect says what else to expect; a wrong kernel, tile or grid shows in gate launch's record"
@@ -68,8 +67,8 @@ def _compare_with_expected(run: Run, cases: Sequence[dict[str, Any]], kind: Time
         if mean < low and (idle := _idle_sms(run, speedups)):
             summary = f"{summary}; {idle}"
             hint = "share the work over more blocks: split the keys and merge, or smaller row tiles; or --expect less"
-        return failed(summary, hint=hint, details=details, gpu_seconds=gpu_seconds)
-    return passed(f"{summary}; {expected:.2f}x was expected", details=details, gpu_seconds=gpu_seconds)
+        return failed(summary, hint=hint, details=details)
+    return passed(f"{summary}; {expected:.2f}x was expected", details=details)
 
 
 def _idle_sms(run: Run, speedups: Mapping[str, float]) -> str:
@@ -96,7 +95,6 @@ def measure_fully(run: Run) -> Outcome:
     """Gate bench: all rounds in all processes; kernel time in processes of its own."""
     if run.no_timing_reason:
         return no_timing(run)
-    gpu_seconds = 0.0
     for step in _all_steps(run):
 
         def on_case(case: dict[str, Any], process: int = step.process) -> None:
@@ -105,16 +103,15 @@ def measure_fully(run: Run) -> Outcome:
 
         limit = run.subject.limits.bench_s
         result, under_way = _measure(run, step, on_case, run.request.baselines, timeout_s=limit)
-        gpu_seconds += result.seconds
         if not result.ok:
             hint, tail = run.explain_crash(result, "bench_s")
             reason = f"process {step.process} ({step.label}): {run.how_it_ended(result, under_way)}"
             run.lost = f"bench: {reason}"
-            return failed(reason, hint=hint, details=tail, gpu_seconds=gpu_seconds)
-    return _sum_up(run, gpu_seconds)
+            return failed(reason, hint=hint, details=tail)
+    return _sum_up(run)
 
 
-def _sum_up(run: Run, gpu_seconds: float) -> Outcome:
+def _sum_up(run: Run) -> Outcome:
     subjects = [(case, arm) for case in run.cases.values() for arm in case.arms if arm.role == "subject"]
     problems = [
         f"{case.name}: {arm.reason or arm.status}"
@@ -129,7 +126,7 @@ def _sum_up(run: Run, gpu_seconds: float) -> Outcome:
     ]
     if problems:
         details = [*problems[:_SHOWN_PROBLEMS], *notes]
-        return failed(first_of(problems), details=details, gpu_seconds=gpu_seconds)
+        return failed(first_of(problems), details=details)
     rounds = counted(run.settings.processes * run.settings.rounds, "round")
     processes, times = counted(run.settings.processes, "process"), ", ".join(run.settings.times)
     summary = f"{counted(len(run.served), 'case')}, {rounds} each in {processes}: {times} time{run.not_served_note}"
@@ -137,7 +134,7 @@ def _sum_up(run: Run, gpu_seconds: float) -> Outcome:
     again = sum(any(p >= planned for r in case.rounds for p in r.process) for case in run.cases.values())
     if again and width is not None:
         summary += f"; {again} of them in as many again: their intervals were wider than {width:.1%} to either side"
-    return passed(summary, details=notes, gpu_seconds=gpu_seconds)
+    return passed(summary, details=notes)
 
 
 @dataclass(frozen=True)
@@ -190,17 +187,6 @@ def _measure(
     run: Run, step: _Step, on_case: Callable[[dict[str, Any]], None], baselines: Sequence[str], *, timeout_s: float
 ) -> tuple[TaskResult, str]:
     """Run one measuring process; return how it ended, and the case that was under way then."""
-    finished, under_way = step.done, ""
-
-    def on_event(event: dict[str, Any]) -> None:
-        nonlocal finished, under_way
-        if event["event"] == "start":
-            under_way = event["name"]
-        elif event["event"] == "case":
-            finished, under_way = finished + 1, ""
-            on_case(event["case"])
-            run.progress.advance(finished, step.total, f"{event['case']['name']} ({step.label})")
-
     payload = run.payload(
         settings=step.settings.model_dump(mode="json"),
         cases=[run.case_table(name) for name in step.cases],
@@ -209,8 +195,10 @@ def _measure(
         check_stream=step.check_stream,
         baselines=list(baselines),
     )
-    result = run.run_task("gpu_tasks:measure", payload, timeout_s=timeout_s, on_event=on_event)
-    return result, under_way
+    note = f" ({step.label})"
+    return run.run_cases(
+        "gpu_tasks:measure", payload, on_case, timeout_s=timeout_s, done=step.done, total=step.total, note=note
+    )
 
 
 def add_measured(run: Run, case: dict[str, Any], process: int) -> None:

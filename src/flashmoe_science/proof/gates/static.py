@@ -34,7 +34,7 @@ def check_sources(run: Run) -> Outcome:
 
 
 def _nearest(folder: Path, missing: Sequence[str]) -> list[str]:
-    """Return what may be meant by each entry that names no file: the nearest name in the folder that it is of."""
+    """Return the nearest file name for each entry that names no file."""
     hints = []
     for entry in (entry for entry in missing if not any(letter in entry for letter in "*?[")):
         place = PurePosixPath(entry)
@@ -101,7 +101,7 @@ def _compile(run: Run, details: list[str]) -> Outcome:
 
 
 def _left_out(run: Run) -> list[str]:
-    """Return what the subject does not serve, a line for each GPU."""
+    """Return the unserved cases, a line for each GPU."""
     lines = []
     for gpu, refused in run.refusals.items():
         if refused:

@@ -12,7 +12,7 @@ from pydantic import Field, TypeAdapter
 from ..cost import Budget, RunSize, spent_seconds
 from ..evidence import Gate, GateName, Model, Record, Settings, TreeState
 from ..gates import ProveRequest, prove
-from ..subject import load_subject
+from ..loading import load_subject
 from ..suites import load_suite
 
 Send = Callable[[dict[str, Any]], None]
