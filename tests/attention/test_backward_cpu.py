@@ -17,7 +17,7 @@ from flashmoe_science.attention import gradients as gradients_module, reference
 from flashmoe_science.attention.backward_calls import prepare_backward
 from flashmoe_science.attention.gradients import Options, attention_gradients
 
-from ..one_triton import all_but
+from ..exhaustive import all_but
 from .cases import GRADIENTS, FeatureCase, Gradients
 
 ALL: dict[str, Any] = {"causal": True, "window": (3, -1), "softcap": 2.0, "softmax_scale": 0.4}

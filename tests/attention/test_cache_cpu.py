@@ -22,7 +22,7 @@ from flashmoe_science import (
 )
 from flashmoe_science.attention import cache_reference, reference
 
-from ..one_triton import all_but
+from ..exhaustive import all_but
 from .cache_cases import CACHE_CASES, EMPTY_CACHE_CASES, CacheCase, Tensors, make_tensors
 from .cache_checks import assert_cache_right, call, clone
 

@@ -18,7 +18,7 @@ from flashmoe_science.attention.problem import AttentionProblem
 from flashmoe_science.attention.tiles import ForwardConfig
 from flashmoe_science.gpu.specs import SPECS
 
-from ..one_triton import all_but
+from ..exhaustive import all_but
 from .cases import FEATURES, FeatureCase
 from .checks import assert_right, make_features, make_inputs
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F  # noqa: N812 - PyTorch's own habit
 from flashmoe_science import InputError, UnsupportedError, explain, flash_attention
 from flashmoe_science.attention import reference
 
-from ..one_triton import all_but
+from ..exhaustive import all_but
 from .cases import EMPTY, SMALL, Case
 from .checks import DTYPES, assert_right, make_inputs
 

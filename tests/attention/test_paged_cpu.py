@@ -20,7 +20,7 @@ from flashmoe_science.attention.plan import plan_attention
 from flashmoe_science.attention.problem import AttentionProblem
 from flashmoe_science.gpu.specs import SPECS
 
-from ..one_triton import all_but
+from ..exhaustive import all_but
 from .cases import PAGED
 from .checks import assert_varlen_right, make_features, make_packed, make_paged
 

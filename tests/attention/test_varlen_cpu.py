@@ -16,7 +16,7 @@ from flashmoe_science.attention.problem import AttentionProblem
 from flashmoe_science.attention.tiles import ForwardConfig
 from flashmoe_science.gpu.specs import SPECS
 
-from ..one_triton import all_but
+from ..exhaustive import all_but
 from .cases import VARLEN
 from .checks import assert_varlen_right, make_features, make_packed
 

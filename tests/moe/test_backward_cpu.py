@@ -11,7 +11,7 @@ import torch
 from flashmoe_science import UnsupportedError, fused_moe, route
 from flashmoe_science.moe import reference
 
-from ..one_triton import all_but
+from ..exhaustive import all_but
 from .cases import GRADIENT_CASES, Case, make_tensors, options_of
 from .checks import assert_gradients_right, eager_gradients, run_gradients
 
@@ -49,7 +49,7 @@ def test_the_last_backward_pass_writes_where_the_products_are(case, interpreted)
 
 
 @pytest.mark.triton
-@pytest.mark.one_triton
+@pytest.mark.exhaustive
 def test_a_last_backward_pass_that_fails_is_repeated_or_refused(interpreted):
     interpreted(Case("failing", 12, 3, 2, 24, 16, shared=1, shared_inter=16, failing=True))
 

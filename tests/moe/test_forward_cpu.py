@@ -9,7 +9,7 @@ import torch.nn.functional as F  # noqa: N812 - PyTorch's own habit
 from flashmoe_science import fused_moe, route
 from flashmoe_science.moe import reference
 
-from ..one_triton import all_but
+from ..exhaustive import all_but
 from .cases import CASES, EMPTY_CASES, Case, make_tensors, options_of
 
 # Every activation, and in the backward pass its slope too; ids of no expert, shared experts, gates side by side.

@@ -27,6 +27,7 @@ from flashmoe_science.moe.problem import MoeProblem
 from flashmoe_science.moe_backward.operator import OPERATOR as BACKWARD
 from flashmoe_science.proof.suites import load_suite
 
+from ..exhaustive import all_but
 from .cases import Case, make_tensors
 
 FROZEN = ("x", "topk_weights")
@@ -146,11 +147,9 @@ CALLS: dict[str, tuple[MoeOperator, Any]] = {
 }
 
 
-@pytest.mark.triton
-@pytest.mark.one_triton
 @pytest.mark.unpoisoned
 @pytest.mark.usefixtures("as_on_a_gpu")
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", all_but(CALLS, *(f"{name} small" for name in SMALL)))
 def test_a_call_allocates_what_the_harness_is_told(name):
     """Claims of memory rest on it. All that the host does is in it; nothing is let go of before the end.
 

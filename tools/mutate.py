@@ -1,0 +1,451 @@
+"""Plant one-token faults in the package and count how many the tests find.
+
+    python tools/mutate.py --seed 0 --count 100 [--group judge] [--suite-dir tests] [--timeout 240] [--jobs 2]
+
+Each mutation changes one token or drops one statement in a copy of this tree. The tests that import the mutated module
+run on the copy, nearest first, until one fails. A mutation is *killed* when a test fails that passes without it,
+*survived* when all pass, and *timeout* when the tests need more than ``--timeout`` seconds. Results go to the terminal
+and, with their diffs, to ``--output``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import concurrent.futures
+import contextlib
+import dataclasses
+import difflib
+import fnmatch
+import hashlib
+import io
+import itertools
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import tokenize
+from collections import Counter, deque
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = "flashmoe_science"
+# A group: patterns of its files below src/flashmoe_science, and its weight. The first group that matches takes a file.
+GROUPS: dict[str, tuple[float, tuple[str, ...]]] = {
+    "none": (0.0, ("operators/*", "*rival*", "*fingerprints.py", "leaves/*")),
+    "gluon": (0.3, ("attention/*_gluon*.py", "moe/*_gluon*.py", "*primitives_sm90.py")),
+    "kernels": (1.0, ("attention/*_triton.py", "moe/*_triton.py", "*/primitives.py", "attention/*_primitives.py", "*/philox.py")),
+    "plans": (1.0, ("attention/*plan*.py", "moe/*plan*.py", "*/tiles.py")),
+    "judge": (1.0, tuple(f"proof/*{name}.py" for name in (
+        "judge", "statistics", "simultaneous", "familywise", "check", "correctness", "rounds"))),
+    "verify": (0.7, ("proof/*claims.py", "proof/*verify.py")),
+    "routing": (0.7, ("moe/*routing.py", "moe/routing/*.py", "moe/*problem.py")),
+    "inputs": (1.0, (
+        "attention/*inputs.py", "attention/*refusals.py", "attention/*checks.py", "attention/*api.py",
+        "attention/*contract.py", "attention/varlen.py", "moe/*inputs.py", "moe/*refusals.py", "moe/*checks.py", "moe/api.py")),
+}  # fmt: skip
+COMPARED: dict[type[ast.cmpop], tuple[str, tuple[str, ...]]] = {
+    ast.Lt: ("<", ("<=", ">")),
+    ast.LtE: ("<=", ("<", ">=")),
+    ast.Gt: (">", (">=", "<")),
+    ast.GtE: (">=", (">", "<=")),
+    ast.Eq: ("==", ("!=",)),
+    ast.NotEq: ("!=", ("==",)),
+    ast.Is: ("is", ("is not",)),
+    ast.In: ("in", ("not in",)),
+}
+TURNED = {"min": "max", "max": "min", "minimum": "maximum", "maximum": "minimum"}
+NEAREST = 2  # imports between a test and the module, beyond those of the nearest test
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutation:
+    """One replacement in one file, at an offset of its text."""
+
+    group: str
+    path: str  # below src/flashmoe_science
+    kind: str
+    start: int
+    stop: int
+    text: str
+
+    def apply(self, source: str) -> str:
+        """Return the source with the fault."""
+        return source[: self.start] + self.text + source[self.stop :]
+
+    def diff(self, source: str) -> str:
+        """Return the changed lines and their place."""
+        lines = difflib.unified_diff(source.splitlines(), self.apply(source).splitlines(), lineterm="", n=0)
+        return "\n".join(line for line in lines if not line.startswith(("---", "+++")))
+
+    def diff_of_lines(self, source: str) -> str:
+        """Return the line before and after, without their place."""
+        first, last = source.rfind("\n", 0, self.start) + 1, source.find("\n", self.stop)
+        return f"{source[first:last].strip()}\n{source[first : self.start]}{self.text}{source[self.stop : last]}".strip()
+
+
+def is_python(source: str) -> bool:
+    """Return whether a text is valid; what is not would be found by any test."""
+    try:
+        ast.parse(source)
+    except SyntaxError:
+        return False
+    return True
+
+
+def group_of(path: str) -> str | None:
+    """Return the group of a file of the package, wherever its folder moved."""
+    for name, (weight, patterns) in GROUPS.items():
+        if any(fnmatch.fnmatch(path, pattern) for pattern in patterns):
+            return name if weight else None
+    return None
+
+
+class Sites(ast.NodeVisitor):
+    """Every place of one file that a mutation may change."""
+
+    def __init__(self, group: str, path: str, source: str) -> None:
+        self.group, self.path, self.source = group, path, source
+        self.found: list[Mutation] = []
+        # The columns of ast count bytes: a file with other characters than ASCII is mapped line by line.
+        self.lines = source.splitlines(keepends=True)
+        self.offsets = list(itertools.accumulate(map(len, self.lines), initial=0))
+        self.tokens = [
+            (self.offsets[token.start[0] - 1] + token.start[1], token.string)
+            for token in tokenize.generate_tokens(io.StringIO(source).readline)
+            if token.type in (tokenize.OP, tokenize.NAME)
+        ]
+        self.visit(ast.parse(source))
+
+    def at(self, line: int, column: int) -> int:
+        """Return the offset in the text of a position that ast gives."""
+        return self.offsets[line - 1] + len(self.lines[line - 1].encode()[:column].decode())
+
+    def span(self, node: ast.AST) -> tuple[int, int]:
+        """Return where a node starts and stops."""
+        assert isinstance(node, (ast.expr, ast.stmt))
+        assert node.end_lineno is not None
+        assert node.end_col_offset is not None
+        return self.at(node.lineno, node.col_offset), self.at(node.end_lineno, node.end_col_offset)
+
+    def add(self, kind: str, start: int, stop: int, *texts: str) -> None:
+        """Note a place and what may replace it."""
+        self.found.extend(Mutation(self.group, self.path, kind, start, stop, text) for text in texts)
+
+    def between(self, kind: str, left: ast.AST, right: ast.AST, old: str, *texts: str) -> None:
+        """Note the operator between two operands."""
+        start, stop = self.span(left)[1], self.span(right)[0]
+        for place, text in self.tokens:
+            if start <= place < stop and text == old.split()[0]:
+                self.add(kind, place, place + len(old), *texts)
+                return
+
+    def visit_Compare(self, node: ast.Compare) -> None:
+        """Flip a comparison, or move its border."""
+        for left, op, right in zip([node.left, *node.comparators], node.ops, node.comparators, strict=False):
+            old, new = COMPARED.get(type(op), ("", ()))
+            for text in new:
+                border = text.rstrip("=") == old.rstrip("=") and text[0] in "<>"
+                self.between("border" if border else "comparison", left, right, old, text)
+        self.generic_visit(node)
+
+    def visit_BinOp(self, node: ast.BinOp) -> None:
+        """Swap plus and minus."""
+        texts = isinstance(node.left, ast.JoinedStr) or isinstance(node.right, ast.JoinedStr)
+        if isinstance(node.op, (ast.Add, ast.Sub)) and not texts:
+            old, new = ("+", "-") if isinstance(node.op, ast.Add) else ("-", "+")
+            self.between("sign", node.left, node.right, old, new)
+        self.generic_visit(node)
+
+    def visit_BoolOp(self, node: ast.BoolOp) -> None:
+        """Swap and with or."""
+        old, new = ("and", "or") if isinstance(node.op, ast.And) else ("or", "and")
+        for left, right in itertools.pairwise(node.values):
+            self.between("and-or", left, right, old, new)
+        self.generic_visit(node)
+
+    def visit_UnaryOp(self, node: ast.UnaryOp) -> None:
+        """Remove a not."""
+        if isinstance(node.op, ast.Not):
+            start = self.span(node)[0]
+            self.add("not", start, start + len("not "), "")
+        self.generic_visit(node)
+
+    def visit_Subscript(self, node: ast.Subscript) -> None:
+        """Turn index 0 into 1, and 1 into 0."""
+        index = node.slice
+        if isinstance(index, ast.Constant) and type(index.value) is int and index.value in (0, 1):
+            self.add("index", *self.span(index), str(1 - index.value))
+            self.visit(node.value)
+        else:
+            self.generic_visit(node)
+
+    def visit_Constant(self, node: ast.Constant) -> None:
+        """Move a number by one."""
+        if type(node.value) in (int, float) and "e" not in ast.unparse(node):
+            self.add("constant", *self.span(node), str(node.value + 1))
+
+    def visit_Call(self, node: ast.Call) -> None:
+        """Swap min and max."""
+        function = node.func
+        name = function.id if isinstance(function, ast.Name) else getattr(function, "attr", "")
+        if name in TURNED:
+            stop = self.span(function)[1]
+            self.add("min-max", stop - len(name), stop, TURNED[name])
+        self.generic_visit(node)
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+        """Look into a function's body and defaults, not at its annotations and decorators."""
+        for child in (*node.args.defaults, *(value for value in node.args.kw_defaults if value), *node.body):
+            self.visit(child)
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
+        """Look at the value alone."""
+        if node.value:
+            self.visit(node.value)
+
+    def visit_Raise(self, node: ast.Raise) -> None:
+        """Drop it, and leave its words alone."""
+        self.add("statement", *self.span(node), "pass")
+
+    def visit_Expr(self, node: ast.Expr) -> None:
+        """Drop a call for its effect."""
+        if isinstance(node.value, ast.Call):
+            self.add("statement", *self.span(node), "pass")
+            self.generic_visit(node)
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> None:
+        """Drop what adds to a value."""
+        self.add("statement", *self.span(node), "pass")
+        self.generic_visit(node)
+
+    def visit_JoinedStr(self, node: ast.JoinedStr) -> None:
+        """Leave the words of messages alone."""
+
+    def visit_Assert(self, node: ast.Assert) -> None:
+        """Leave assertions alone: they state what cannot happen."""
+
+
+def draw_mutations(package: Path, seed: int, count: int, only: str | None) -> list[Mutation]:
+    """Return mutations spread over groups by weight, and within a group over its kinds.
+
+    The order depends on the changed text alone, so files that move leave the choice as it is, and so do other edits.
+    """
+    sites: dict[str, list[tuple[str, Mutation]]] = {}
+    for path in sorted(package.rglob("*.py")):
+        name = path.relative_to(package).as_posix()
+        group = group_of(name)
+        if group and (only is None or group == only):
+            source = path.read_text(encoding="utf-8")
+            for site in Sites(group, name, source).found:
+                key = hashlib.sha256(f"{seed} {site.diff_of_lines(source)}".encode()).hexdigest()
+                sites.setdefault(group, []).append((key, site))
+    total = sum(GROUPS[group][0] for group in sites)
+    names = [name for name in GROUPS if name in sites]
+    shares = {name: int(count * GROUPS[name][0] / total) for name in names}
+    for name in itertools.islice(itertools.cycle(reversed(names)), count - sum(shares.values())):
+        shares[name] += 1
+    drawn = []
+    for name in names:
+        kinds: dict[str, list[Mutation]] = {}
+        for _, site in sorted(sites[name], key=lambda pair: (pair[0], pair[1].path, pair[1].start)):
+            kinds.setdefault(site.kind, []).append(site)
+        turns = itertools.cycle(sorted(kinds))
+        while shares[name] and any(kinds.values()):
+            rest = kinds[next(turns)]
+            if rest:
+                mutation = rest.pop()
+                if is_python(mutation.apply((package / mutation.path).read_text(encoding="utf-8"))):
+                    drawn.append(mutation)
+                    shares[name] -= 1
+    return drawn
+
+
+class Imports:
+    """Which modules each module and each test file imports, read from their text."""
+
+    def __init__(self, tree: Path) -> None:
+        self.files: dict[str, Path] = {}
+        for folder, base in ((tree / "src" / PACKAGE, tree / "src"), (tree / "tests", tree), (tree / "tools", tree)):
+            for path in sorted(folder.rglob("*.py")):
+                parts = path.relative_to(base).with_suffix("").parts
+                self.files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+        self.edges = {name: self._imported(name) for name in self.files}
+
+    def _imported(self, name: str) -> set[str]:
+        path = self.files[name]
+        package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
+        found = set()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                above = package[: len(package) + 1 - node.level] if node.level else []
+                base = ".".join([*above, *([node.module] if node.module else [])])
+                found |= {self._origin(base, alias.name) for alias in node.names}
+        return (found & self.files.keys()) - {name}
+
+    def _origin(self, base: str, name: str) -> str:
+        """Return the module that a name comes from, through what packages hand on."""
+        if f"{base}.{name}" in self.files:
+            return f"{base}.{name}"
+        path = self.files.get(base)
+        if path is not None and path.name == "__init__.py":
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.ImportFrom) and node.level == 1 and node.module:
+                    if any((alias.asname or alias.name) == name for alias in node.names):
+                        return self._origin(f"{base}.{node.module}", name)
+        return base
+
+    def tests_of(self, module: str) -> list[Path]:
+        """Return the test files that import a module, the nearest first, some imports away at most."""
+        users: dict[str, set[str]] = {}
+        for user, used in self.edges.items():
+            for name in used:
+                users.setdefault(name, set()).add(user)
+        distance, queue = {module: 0}, deque([module])
+        while queue:
+            name = queue.popleft()
+            for user in users.get(name, set()) - distance.keys():
+                distance[user] = distance[name] + 1
+                queue.append(user)
+        tests = sorted((far, name) for name, far in distance.items() if re.search(r"\.test_[^.]*$", name))
+        if not tests:
+            return []
+        words = set(re.findall(r"[a-z0-9]+", module))
+        near = [(far, name) for far, name in tests if not ignored(name, self.ignored) and far <= tests[0][0] + NEAREST - 1]
+        near.sort(key=lambda test: (test[0], -len(words & set(re.findall(r"[a-z0-9]+", test[1]))), test[1]))
+        return [self.files[name] for _, name in near]
+
+
+class Copy:
+    """A copy of the tree in which one mutation at a time is planted."""
+
+    def __init__(self, folder: Path, suite: Path) -> None:
+        self.tree = folder
+        listed = subprocess.run(
+            ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
+        )
+        for name in listed.stdout.splitlines():
+            if (ROOT / name).is_file() and not name.startswith("tests/"):
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(ROOT / name, folder / name)
+        shutil.copytree(suite, folder / "tests", ignore=shutil.ignore_patterns("__pycache__"))
+        if (suite.parent / "pyproject.toml").is_file():  # its markers belong to its tests
+            shutil.copy2(suite.parent / "pyproject.toml", folder / "pyproject.toml")
+        self.turn = itertools.count(1)
+        self.known: set[str] = set()  # tests that fail on the copy without a mutation, too
+
+    @contextlib.contextmanager
+    def planted(self, mutation: Mutation) -> Iterator[None]:
+        """Change the file, and change it back. Python caches bytecode by seconds, so that each version has its own."""
+        path = self.tree / "src" / PACKAGE / mutation.path
+        source = path.read_text(encoding="utf-8")
+        then = path.stat().st_mtime
+        path.write_text(mutation.apply(source), encoding="utf-8")
+        os.utime(path, (then, then + 10 * next(self.turn)))
+        try:
+            yield
+        finally:
+            path.write_text(source, encoding="utf-8")
+            os.utime(path, (then, then + 10 * next(self.turn)))
+
+    def run(self, tests: list[str], seconds: float) -> tuple[str, str]:
+        """Return what pytest's end means, and the test that failed."""
+        command = [
+            sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "--tb=no", "-p", "no:cacheprovider",
+            "-m", "not gpu and not exhaustive", "--timeout", "90", "--hypothesis-profile", "ci",
+            *(f"--deselect={name}" for name in sorted(self.known)), *tests,
+        ]  # fmt: skip
+        environment = {**os.environ, "PYTHONPATH": str(self.tree / "src"), "OMP_NUM_THREADS": "1"}
+        try:
+            done = subprocess.run(
+                command, cwd=self.tree, env=environment, capture_output=True, text=True, timeout=seconds, check=False
+            )
+        except subprocess.TimeoutExpired:
+            return "timeout", ""
+        if done.returncode in (0, 5):
+            return "survived", ""
+        failed = re.search(r"^(?:FAILED|ERROR) (tests/\S+\.py(?:::.*?)?)(?: - .*)?$", done.stdout, re.MULTILINE)
+        return "killed", failed[1] if failed else (done.stdout + done.stderr)[-500:]
+
+
+def try_mutation(copy: Copy, imports: Imports, mutation: Mutation, seconds: float) -> dict[str, object]:
+    """Return what the tests say about a mutation."""
+    source = (copy.tree / "src" / PACKAGE / mutation.path).read_text(encoding="utf-8")
+    parts = Path(mutation.path).with_suffix("").parts
+    module = ".".join([PACKAGE, *(parts[:-1] if parts[-1] == "__init__" else parts)])
+    tests = [path.relative_to(copy.tree).as_posix() for path in imports.tests_of(module)]
+    started = time.monotonic()
+    while True:
+        rest = seconds - (time.monotonic() - started)
+        with copy.planted(mutation):
+            outcome, test = copy.run(tests, rest) if rest > 0 else ("timeout", "")
+        # A failure counts where the same test passes without the mutation.
+        if outcome != "killed" or not test.startswith("tests/") or copy.run([test], 120)[0] == "survived":
+            break
+        copy.known.add(test)
+    took = round(time.monotonic() - started, 1)
+    shown = mutation.diff(source)
+    print(f"{outcome:9}{mutation.group:9}{mutation.path} ({mutation.kind}, {took} s) {test}\n{shown}", flush=True)
+    return {
+        **dataclasses.asdict(mutation), "outcome": outcome, "test": test, "seconds": took, "diff": shown, "files": tests,
+    }  # fmt: skip
+
+
+def main() -> int:
+    """Run, print a table by group, and return 0."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--count", type=int, default=100, help="mutations in all")
+    parser.add_argument("--group", choices=[name for name in GROUPS if GROUPS[name][0]], help="of one group alone")
+    parser.add_argument("--suite-dir", type=Path, default=ROOT / "tests", help="tests to run; those of another checkout")
+    parser.add_argument("--timeout", type=float, default=240, help="seconds that the tests of one mutation may take")
+    parser.add_argument("--jobs", type=int, default=1, help="mutations at a time")
+    parser.add_argument("--only", default="", help="numbers of mutations to try, separated by commas: 3,17")
+    parser.add_argument("--list", action="store_true", help="print the mutations and run nothing")
+    parser.add_argument("--output", type=Path, default=Path("mutations.json"))
+    args = parser.parse_args()
+    package = ROOT / "src" / PACKAGE
+    drawn = list(enumerate(draw_mutations(package, args.seed, args.count, args.group)))
+    if args.only:
+        wanted = {int(number) for number in args.only.split(",")}
+        drawn = [(number, mutation) for number, mutation in drawn if number in wanted]
+    if args.list:
+        for number, mutation in drawn:
+            source = (package / mutation.path).read_text(encoding="utf-8")
+            print(f"{number} {mutation.group} {mutation.path} {mutation.kind}\n{mutation.diff(source)}")
+        return 0
+    with tempfile.TemporaryDirectory(prefix="mutate-") as folder:
+        copies = [Copy(Path(folder) / f"copy{number}", args.suite_dir.resolve()) for number in range(args.jobs)]
+        imports = [Imports(copy.tree) for copy in copies]
+        free = list(range(args.jobs))
+
+        def attempt(numbered: tuple[int, Mutation]) -> dict[str, object]:
+            place = free.pop()
+            try:
+                return {"number": numbered[0], **try_mutation(copies[place], imports[place], numbered[1], args.timeout)}
+            finally:
+                free.append(place)
+
+        results = []
+        with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
+            for result in pool.map(attempt, drawn):
+                results.append(result)
+                args.output.write_text(json.dumps({"seed": args.seed, "mutations": results}, indent=1), encoding="utf-8")
+    counts = Counter((result["group"], result["outcome"]) for result in results)
+    print(f"\n{'group':10}{'killed':>9}{'survived':>9}{'timeout':>9}")
+    for name in [*dict.fromkeys(result["group"] for result in results), None]:
+        row = [sum(n for (group, what), n in counts.items() if what == outcome and name in (group, None))
+               for outcome in ("killed", "survived", "timeout")]  # fmt: skip
+        print(f"{name or 'all':10}" + "".join(f"{number:9}" for number in row))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
