@@ -18,12 +18,14 @@ import dataclasses
 import difflib
 import fnmatch
 import hashlib
+import importlib
 import io
 import itertools
 import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -39,7 +41,9 @@ PACKAGE = "flashmoe_science"
 GROUPS: dict[str, tuple[float, tuple[str, ...]]] = {
     "none": (0.0, ("operators/*", "*rival*", "*fingerprints.py", "leaves/*")),
     "gluon": (0.3, ("attention/*_gluon*.py", "moe/*_gluon*.py", "*primitives_sm90.py")),
-    "kernels": (1.0, ("attention/*_triton.py", "moe/*_triton.py", "*/primitives.py", "attention/*_primitives.py", "*/philox.py")),
+    "kernels": (1.0, (
+        "attention/*_triton.py", "moe/*_triton.py", "*/primitives.py", "attention/*_primitives.py", "*/philox.py",
+    )),
     "plans": (1.0, ("attention/*plan*.py", "moe/*plan*.py", "*/tiles.py")),
     "judge": (1.0, tuple(f"proof/*{name}.py" for name in (
         "judge", "statistics", "simultaneous", "familywise", "check", "correctness", "rounds"))),
@@ -47,7 +51,9 @@ GROUPS: dict[str, tuple[float, tuple[str, ...]]] = {
     "routing": (0.7, ("moe/*routing.py", "moe/routing/*.py", "moe/*problem.py")),
     "inputs": (1.0, (
         "attention/*inputs.py", "attention/*refusals.py", "attention/*checks.py", "attention/*api.py",
-        "attention/*contract.py", "attention/varlen.py", "moe/*inputs.py", "moe/*refusals.py", "moe/*checks.py", "moe/api.py")),
+        "attention/*contract.py", "attention/varlen.py", "moe/*inputs.py", "moe/*refusals.py", "moe/*checks.py",
+        "moe/api.py",
+    )),
 }  # fmt: skip
 COMPARED: dict[type[ast.cmpop], tuple[str, tuple[str, ...]]] = {
     ast.Lt: ("<", ("<=", ">")),
@@ -61,6 +67,9 @@ COMPARED: dict[type[ast.cmpop], tuple[str, tuple[str, ...]]] = {
 }
 TURNED = {"min": "max", "max": "min", "minimum": "maximum", "maximum": "minimum"}
 NEAREST = 2  # imports between a test and the module, beyond those of the nearest test
+FIRST = 4  # test files that run before all others, as most faults are found there
+# These compare the text of sources, which finds every change and no fault; and tests that need a GPU.
+IGNORED = re.compile(r"fingerprint|identit|dependencies|untold|test_changes|printed_claims|test_readme|_gpu$")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +95,9 @@ class Mutation:
     def diff_of_lines(self, source: str) -> str:
         """Return the line before and after, without their place."""
         first, last = source.rfind("\n", 0, self.start) + 1, source.find("\n", self.stop)
-        return f"{source[first:last].strip()}\n{source[first : self.start]}{self.text}{source[self.stop : last]}".strip()
+        return (
+            f"{source[first:last].strip()}\n{source[first : self.start]}{self.text}{source[self.stop : last]}".strip()
+        )
 
 
 def is_python(source: str) -> bool:
@@ -141,7 +152,7 @@ class Sites(ast.NodeVisitor):
         """Note the operator between two operands."""
         start, stop = self.span(left)[1], self.span(right)[0]
         for place, text in self.tokens:
-            if start <= place < stop and text == old.split()[0]:
+            if start <= place < stop and text == old.split(maxsplit=1)[0]:
                 self.add(kind, place, place + len(old), *texts)
                 return
 
@@ -297,13 +308,14 @@ class Imports:
         path = self.files.get(base)
         if path is not None and path.name == "__init__.py":
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                if isinstance(node, ast.ImportFrom) and node.level == 1 and node.module:
-                    if any((alias.asname or alias.name) == name for alias in node.names):
-                        return self._origin(f"{base}.{node.module}", name)
+                if not isinstance(node, ast.ImportFrom) or node.level != 1 or not node.module:
+                    continue
+                if any((alias.asname or alias.name) == name for alias in node.names):
+                    return self._origin(f"{base}.{node.module}", name)
         return base
 
-    def tests_of(self, module: str) -> list[Path]:
-        """Return the test files that import a module, the nearest first, some imports away at most."""
+    def tests_of(self, module: str, most: int) -> list[Path]:
+        """Return the test files that import a module, at most so many, the nearest first."""
         users: dict[str, set[str]] = {}
         for user, used in self.edges.items():
             for name in used:
@@ -314,13 +326,51 @@ class Imports:
             for user in users.get(name, set()) - distance.keys():
                 distance[user] = distance[name] + 1
                 queue.append(user)
-        tests = sorted((far, name) for name, far in distance.items() if re.search(r"\.test_[^.]*$", name))
+        tests = sorted(
+            (far, name)
+            for name, far in distance.items()
+            if re.search(r"\.test_[^.]*$", name) and not IGNORED.search(name)
+        )
         if not tests:
             return []
         words = set(re.findall(r"[a-z0-9]+", module))
-        near = [(far, name) for far, name in tests if not ignored(name, self.ignored) and far <= tests[0][0] + NEAREST - 1]
+        near = [(far, name) for far, name in tests if far <= tests[0][0] + NEAREST - 1]
         near.sort(key=lambda test: (test[0], -len(words & set(re.findall(r"[a-z0-9]+", test[1]))), test[1]))
-        return [self.files[name] for _, name in near]
+        return [self.files[name] for _, name in near[:most]]
+
+
+def serve() -> None:
+    """Run pytest in forked children, one for each line of stdin: they need not import torch and Triton again."""
+    for name in ("numpy", "pydantic", "scipy.stats", "torch", "triton", "typer"):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    for line in sys.stdin:
+        asked = json.loads(line)
+        child = os.fork()
+        if not child:
+            os.setsid()
+            os.chdir(asked["folder"])
+            sys.path[:] = [path for path in sys.path if path and Path(path) not in (ROOT / "src", ROOT / "tools")]
+            sys.path.insert(0, str(Path(asked["folder"]) / "src"))
+            os.environ.update(asked["environment"])
+            out = os.open(asked["output"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            for stream in (1, 2):
+                os.dup2(out, stream)
+            import pytest
+
+            code = int(pytest.main(asked["arguments"]))
+            sys.stdout.flush()
+            os._exit(code)
+        status, end = None, time.monotonic() + asked["seconds"]
+        while status is None and time.monotonic() < end:
+            time.sleep(0.1)
+            done, code = os.waitpid(child, os.WNOHANG)
+            status = os.waitstatus_to_exitcode(code) if done else None
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)
+        if status is None:
+            os.waitpid(child, 0)
+        print(json.dumps(status), flush=True)
 
 
 class Copy:
@@ -338,6 +388,10 @@ class Copy:
         shutil.copytree(suite, folder / "tests", ignore=shutil.ignore_patterns("__pycache__"))
         if (suite.parent / "pyproject.toml").is_file():  # its markers belong to its tests
             shutil.copy2(suite.parent / "pyproject.toml", folder / "pyproject.toml")
+        self.server = subprocess.Popen(
+            [sys.executable, __file__, "--serve"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            env={**os.environ, "PYTHONPATH": "", "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
         self.turn = itertools.count(1)
         self.known: set[str] = set()  # tests that fail on the copy without a mutation, too
 
@@ -357,44 +411,55 @@ class Copy:
 
     def run(self, tests: list[str], seconds: float) -> tuple[str, str]:
         """Return what pytest's end means, and the test that failed."""
-        command = [
-            sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "--tb=no", "-p", "no:cacheprovider",
-            "-m", "not gpu and not exhaustive", "--timeout", "90", "--hypothesis-profile", "ci",
+        arguments = [
+            "-x", "-q", "--no-header", "--tb=no", "-p", "no:cacheprovider",
+            "-m", "not gpu and not exhaustive", "--timeout", str(seconds / 2), "--hypothesis-profile", "ci",
             *(f"--deselect={name}" for name in sorted(self.known)), *tests,
         ]  # fmt: skip
-        environment = {**os.environ, "PYTHONPATH": str(self.tree / "src"), "OMP_NUM_THREADS": "1"}
-        try:
-            done = subprocess.run(
-                command, cwd=self.tree, env=environment, capture_output=True, text=True, timeout=seconds, check=False
-            )
-        except subprocess.TimeoutExpired:
+        output = self.tree / ".mutate-output"
+        asked = {
+            "folder": str(self.tree), "arguments": arguments, "seconds": seconds, "output": str(output),
+            "environment": {"PYTHONPATH": str(self.tree / "src")},
+        }  # fmt: skip
+        assert self.server.stdin is not None
+        assert self.server.stdout is not None
+        print(json.dumps(asked), file=self.server.stdin, flush=True)
+        code = json.loads(self.server.stdout.readline())
+        if code is None:
             return "timeout", ""
-        if done.returncode in (0, 5):
+        if code in (0, 5):  # 5: no test is left
             return "survived", ""
-        failed = re.search(r"^(?:FAILED|ERROR) (tests/\S+\.py(?:::.*?)?)(?: - .*)?$", done.stdout, re.MULTILINE)
-        return "killed", failed[1] if failed else (done.stdout + done.stderr)[-500:]
+        text = output.read_text(encoding="utf-8", errors="replace")
+        failed = re.search(r"^(?:FAILED|ERROR) (tests/\S+\.py(?:::.*?)?)(?: - .*)?$", text, re.MULTILINE)
+        if failed is None:
+            raise RuntimeError(f"pytest ended with {code} and names no test:\n{text[-2000:]}")
+        return "killed", failed[1]
 
 
-def try_mutation(copy: Copy, imports: Imports, mutation: Mutation, seconds: float) -> dict[str, object]:
+def try_mutation(copy: Copy, imports: Imports, mutation: Mutation, seconds: float, most: int) -> dict[str, object]:
     """Return what the tests say about a mutation."""
     source = (copy.tree / "src" / PACKAGE / mutation.path).read_text(encoding="utf-8")
     parts = Path(mutation.path).with_suffix("").parts
     module = ".".join([PACKAGE, *(parts[:-1] if parts[-1] == "__init__" else parts)])
-    tests = [path.relative_to(copy.tree).as_posix() for path in imports.tests_of(module)]
+    tests = [path.relative_to(copy.tree).as_posix() for path in imports.tests_of(module, most)]
     started = time.monotonic()
     while True:
         rest = seconds - (time.monotonic() - started)
         with copy.planted(mutation):
-            outcome, test = copy.run(tests, rest) if rest > 0 else ("timeout", "")
+            outcome, test = copy.run(tests[:FIRST], rest) if rest > 0 else ("timeout", "")
+            if outcome == "survived" and tests[FIRST:]:
+                rest = seconds - (time.monotonic() - started)
+                outcome, test = copy.run(tests[FIRST:], rest) if rest > 0 else ("timeout", "")
         # A failure counts where the same test passes without the mutation.
-        if outcome != "killed" or not test.startswith("tests/") or copy.run([test], 120)[0] == "survived":
+        if outcome != "killed" or copy.run([test], seconds)[0] == "survived":
             break
         copy.known.add(test)
     took = round(time.monotonic() - started, 1)
     shown = mutation.diff(source)
     print(f"{outcome:9}{mutation.group:9}{mutation.path} ({mutation.kind}, {took} s) {test}\n{shown}", flush=True)
     return {
-        **dataclasses.asdict(mutation), "outcome": outcome, "test": test, "seconds": took, "diff": shown, "files": tests,
+        **dataclasses.asdict(mutation), "outcome": outcome, "test": test, "seconds": took, "diff": shown,
+        "files": tests,
     }  # fmt: skip
 
 
@@ -404,13 +469,20 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=100, help="mutations in all")
     parser.add_argument("--group", choices=[name for name in GROUPS if GROUPS[name][0]], help="of one group alone")
-    parser.add_argument("--suite-dir", type=Path, default=ROOT / "tests", help="tests to run; those of another checkout")
+    parser.add_argument(
+        "--suite-dir", type=Path, default=ROOT / "tests", help="tests to run; those of another checkout"
+    )
     parser.add_argument("--timeout", type=float, default=240, help="seconds that the tests of one mutation may take")
+    parser.add_argument("--files", type=int, default=12, help="test files to run for one mutation, the nearest first")
     parser.add_argument("--jobs", type=int, default=1, help="mutations at a time")
     parser.add_argument("--only", default="", help="numbers of mutations to try, separated by commas: 3,17")
     parser.add_argument("--list", action="store_true", help="print the mutations and run nothing")
     parser.add_argument("--output", type=Path, default=Path("mutations.json"))
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.serve:
+        serve()
+        return 0
     package = ROOT / "src" / PACKAGE
     drawn = list(enumerate(draw_mutations(package, args.seed, args.count, args.group)))
     if args.only:
@@ -429,7 +501,8 @@ def main() -> int:
         def attempt(numbered: tuple[int, Mutation]) -> dict[str, object]:
             place = free.pop()
             try:
-                return {"number": numbered[0], **try_mutation(copies[place], imports[place], numbered[1], args.timeout)}
+                tried = try_mutation(copies[place], imports[place], numbered[1], args.timeout, args.files)
+                return {"number": numbered[0], **tried}
             finally:
                 free.append(place)
 
@@ -437,7 +510,12 @@ def main() -> int:
         with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
             for result in pool.map(attempt, drawn):
                 results.append(result)
-                args.output.write_text(json.dumps({"seed": args.seed, "mutations": results}, indent=1), encoding="utf-8")
+                args.output.write_text(
+                    json.dumps({"seed": args.seed, "mutations": results}, indent=1), encoding="utf-8"
+                )
+        for copy in copies:
+            copy.server.kill()
+            copy.server.wait()
     counts = Counter((result["group"], result["outcome"]) for result in results)
     print(f"\n{'group':10}{'killed':>9}{'survived':>9}{'timeout':>9}")
     for name in [*dict.fromkeys(result["group"] for result in results), None]:

@@ -429,9 +429,18 @@ def test_kernels_compile(head_dim, head_dim_v, dtype, causal, window, tmp_path):
     check_compiled(head_dim, head_dim_v, dtype, causal, window, (8, 4), tmp_path)
 
 
-@pytest.mark.parametrize("heads", [pytest.param(heads, marks=marks) for heads, marks in (
-    ((6, 2), [pytest.mark.exhaustive]), ((8, 2), []), ((8, 1), [pytest.mark.exhaustive]),
-)], ids=str)
+@pytest.mark.parametrize(
+    "heads",
+    [
+        pytest.param(heads, marks=marks)
+        for heads, marks in (
+            ((6, 2), [pytest.mark.exhaustive]),
+            ((8, 2), []),
+            ((8, 1), [pytest.mark.exhaustive]),
+        )
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize(
     ("head_dim", "head_dim_v", "dtype"),
     all_but(

@@ -479,16 +479,16 @@ NOT_FINITE = [
 
 
 # Keys appended and rotated, features, a bias, fp32, keys split and merged, many rows of a page, values in the keys.
-WITH_EVERY_TRITON = (
+USUAL = (
     "append-paged", "rotary", "rotary-pairs", "features", "bias-across", "fp32-unequal-widths", "splits",
     "many-rows-paged", "shared", "bits-invariant",
+    "lengths", "page-3", "batch-idx", "leftpad-paged", "append-rows", "append-too-much", "window",
+    "more-rows-than-keys", "sinks-no-keys", "merge-in-steps", "many-sequences", "no-capacity",
 )  # fmt: skip
 
 
 @pytest.mark.triton
-@pytest.mark.parametrize(
-    "case", all_but(CACHE_CASES + EMPTY_CACHE_CASES + BITS + NOT_FINITE, *WITH_EVERY_TRITON), ids=str
-)
+@pytest.mark.parametrize("case", all_but(CACHE_CASES + EMPTY_CACHE_CASES + BITS + NOT_FINITE, *USUAL), ids=str)
 def test_kernels_interpreted(case, interpreted):
     """The Triton kernels themselves, run by Triton's interpreter in a process of its own."""
     interpreted(case)

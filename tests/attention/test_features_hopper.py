@@ -63,9 +63,7 @@ COMPILED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", all_but(COMPILED, "d64-everything", "d80-causal-softcap")
-)
+@pytest.mark.parametrize("name", all_but(COMPILED, "d64-everything", "d80-causal-softcap"))
 def test_kernels_compile(name, tmp_path):
     """As ``forward_gluon_sm90``: no spills in loops over keys, and in those without a mask the products side by side.
 

@@ -47,11 +47,13 @@ def test_cpu_tensors_run_the_reference(case):
 
 
 # Both masks, 16-bit elements and fp32, every feature, fewer tokens in use, and pages of less and more than a tile.
-WITH_EVERY_TRITON = ("pages-of-1", "pages-of-64", "used", "all-paged", "one-row-each-paged", "bias-of-heads-paged")
+USUAL = (
+    "pages-of-1", "pages-of-64", "used", "all-paged", "one-row-each-paged", "bias-of-heads-paged",
+    "pages-behind-a-window", "empty-paged", "seqused-k-paged",
+)  # fmt: skip
 
 
-@pytest.mark.triton
-@pytest.mark.parametrize("case", all_but(PAGED, *WITH_EVERY_TRITON), ids=str)
+@pytest.mark.parametrize("case", all_but(PAGED, *USUAL), ids=str)
 def test_streaming_kernel_interpreted(case, interpreted):
     """The Triton kernel itself; see ``make_paged`` for what it must not read."""
     interpreted(case)
