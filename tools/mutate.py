@@ -262,6 +262,7 @@ def draw_mutations(package: Path, seed: int, count: int, only: str | None) -> li
     for name in itertools.islice(itertools.cycle(reversed(names)), count - sum(shares.values())):
         shares[name] += 1
     drawn = []
+    lines = set()  # a line is mutated once
     for name in names:
         kinds: dict[str, list[Mutation]] = {}
         for _, site in sorted(sites[name], key=lambda pair: (pair[0], pair[1].path, pair[1].start)):
@@ -271,7 +272,10 @@ def draw_mutations(package: Path, seed: int, count: int, only: str | None) -> li
             rest = kinds[next(turns)]
             if rest:
                 mutation = rest.pop()
-                if is_python(mutation.apply((package / mutation.path).read_text(encoding="utf-8"))):
+                source = (package / mutation.path).read_text(encoding="utf-8")
+                line = source[source.rfind("\n", 0, mutation.start) :].lstrip().partition("\n")[0]
+                if line not in lines and is_python(mutation.apply(source)):
+                    lines.add(line)
                     drawn.append(mutation)
                     shares[name] -= 1
     return drawn

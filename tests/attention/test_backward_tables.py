@@ -1,7 +1,7 @@
-"""Plans of gradients: every tile that one can choose compiles, and its loop over whole tiles touches no local memory.
+"""Tiles of the backward kernels compile, and their loops over whole tiles touch no local memory.
 
-By default that is shown of one row an architecture, and of all of Hopper's for 16-bit elements, in ways that go round.
-All rows in all ways, with ``FLASHMOE_ALL_FEATURES=1``, are 432 problems.
+`make test` compiles one row an architecture; `make test-all` one width of each and all of Hopper's for 16-bit elements.
+``FLASHMOE_ALL_FEATURES=1 make test-all`` compiles all rows in all ways, which are 432 problems.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Every tile of decode_triton compiles where it can be chosen: no spills, within shared memory, as many blocks an SM.
+"""Tiles of ``decode_triton`` compile without spills, within shared memory, and as many blocks fit on an SM as planned.
 
-Each on one architecture of each table, in a way that goes round; what serves most calls, 16 rows of 128 columns, on
-every architecture, contiguous and paged. The merge and the append on every architecture.
+`make test` compiles a few rows: each way, architecture, number of rows and width once. `make test-all` compiles every
+row on one architecture of its table, and 16 rows of 128 columns on every one, contiguous and paged; the merge and the
+append on every architecture.
 """
 
 from __future__ import annotations

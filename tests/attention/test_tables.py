@@ -1,16 +1,15 @@
-"""Every tile that a plan can choose compiles where it can be chosen, and uses the matrix units.
+"""Tiles of the forward kernels compile without spills, within shared memory, and use the matrix units.
 
-No spills, no more shared memory than a block may have, and the matrix instruction that the architecture has. Covered:
+`make test` compiles a few rows: each architecture, dtype, width, mask, feature and way once. `make test-all` compiles:
 
 - every row of ``FORWARD_TABLES`` on each of its architectures, full and causal, at the full width of its tile, in fp16
-  or fp32; and each row on each architecture in one more way, which goes round: bf16, rests of every kind, keys split,
-  split with rests, and D unlike DV.
-- the two largest tiles of one width with dropout, alone or with all features, on five architectures.
-- every row for 16-bit elements that features can take, on one of its architectures, with some features or with all,
-  which go round. A table takes no more time to be checked whole: ``FLASHMOE_ALL_FEATURES=1`` does so.
-- every tile of ``forward_short_gluon`` for 16 to 512 keys and 16 to 128 columns, on one architecture of each kind
-  (before Hopper, Hopper, after) where it fits; which one, mask, LSE, rests and dtype are drawn with a fixed seed.
-- the merge on every architecture, with 2 and with 32 shares, with and without LSE and rests.
+  or fp32; and in one more way: bf16, partial tiles, split keys, split keys with partial tiles, or D unlike DV;
+- the two largest tiles of one width with dropout, alone or with all features, on five architectures;
+- every row for 16-bit elements that features can take, on one architecture, with some features or all of them;
+  ``FLASHMOE_ALL_FEATURES=1`` compiles each on every architecture with every set of features;
+- every tile of ``forward_short_gluon`` for 16 to 512 keys and 16 to 128 columns on one architecture before Hopper, on
+  Hopper and on one after it; a fixed seed draws architecture, mask, LSE, partial tiles and dtype;
+- the merge on every architecture, with 2 and with 32 splits, with and without LSE and partial tiles.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Every tile compiles where it can be chosen: no spills, within shared memory, on the matrix units.
+"""Tiles of the experts' kernels compile without spills, within shared memory, and use the matrix units.
 
-Each on one architecture of its table, in a way that goes round; every kernel around them on each architecture.
+`make test` compiles a few rows: each architecture, way, dtype and number of rows once. `make test-all` compiles every
+row on one architecture of its table, and the kernels around them on each architecture.
 """
 
 from __future__ import annotations
@@ -167,6 +168,11 @@ def test_a_kernel_waits_for_the_one_before_it_on_hopper_and_later():
                 assert read_resources(kernel.source, 90).instructions["ACQBULK"] == 1
         for kernel in prepare_moe_kernels(plan_moe(problem, SPECS["L4"])):
             assert not kernel.source.dependent_launch
+    routing = Routing(9, 8, 2, "fp32", (8, 1), "softmax", True, "", 1, 1, 1.0)
+    for arch in (89, 90):
+        for kernel in (kernel_of(routing, arch), backward_kernel_of(routing, arch)):
+            assert kernel.source.dependent_launch == (arch == 90)
+            assert dict(kernel.source.constants)["DEPENDENT_LAUNCH"] == (arch == 90)
 
 
 HOPPER_WAYS: dict[str, dict[str, Any]] = {
