@@ -330,17 +330,30 @@ class Imports:
             for user in users.get(name, set()) - distance.keys():
                 distance[user] = distance[name] + 1
                 queue.append(user)
-        tests = sorted(
-            (far, name)
-            for name, far in distance.items()
+        tests = {
+            name: self.files[name].read_text(encoding="utf-8")
+            for name in distance
             if re.search(r"\.test_[^.]*$", name) and not IGNORED.search(name)
-        )
+        }
         if not tests:
             return []
+        nearest = min(distance[name] for name in tests)
         words = set(re.findall(r"[a-z0-9]+", module))
-        near = [(far, name) for far, name in tests if far <= tests[0][0] + NEAREST - 1]
-        near.sort(key=lambda test: (test[0], -len(words & set(re.findall(r"[a-z0-9]+", test[1]))), test[1]))
-        return [self.files[name] for _, name in near[:most]]
+        is_kernel = "@triton.jit" in self.files[module].read_text(encoding="utf-8")
+
+        def order(name: str) -> tuple[bool, int, bool, int, str]:
+            """Sort what interprets a kernel first; near before far, quick before slow, names alike before others."""
+            interprets, far = "interpreted(" in tests[name], distance[name]
+            is_slow = interprets or "compile_kernel" in tests[name] or "subprocess" in tests[name]
+            alike = len(words & set(re.findall(r"[a-z0-9]+", name)))
+            return is_kernel and not interprets, far, is_slow, -alike, name
+
+        near = [
+            name
+            for name in sorted(tests, key=order)
+            if distance[name] < nearest + NEAREST or (is_kernel and "interpreted(" in tests[name])
+        ]
+        return [self.files[name] for name in near[:most]]
 
 
 def serve() -> None:
