@@ -478,6 +478,18 @@ NOT_FINITE = [
 ]
 
 
+@pytest.mark.parametrize("left", [0, 3])
+def test_pages_before_the_window_need_not_be_there(left):
+    """One query at position 11 with pages of 4 keys: it sees keys of page 2 alone."""
+    q, k, v = torch.randn(1, 2, 1, 8), torch.randn(3, 4, 2, 8), torch.randn(3, 4, 2, 8)
+    options: dict[str, Any] = {"cache_seqlens": torch.tensor([12], dtype=torch.int32), "window": (left, -1)}
+    gone, all_there = torch.tensor([[-1, 9, 2]], dtype=torch.int32), torch.tensor([[0, 1, 2]], dtype=torch.int32)
+    found = flash_attention_with_kv_cache(q, k, v, page_table=gone, **options)
+    torch.testing.assert_close(found, flash_attention_with_kv_cache(q, k, v, page_table=all_there, **options))
+    with pytest.raises(InputError, match=r"page_table\[0, 1\] must be from 0 to 2, got 9"):
+        flash_attention_with_kv_cache(q, k, v, page_table=gone, **{**options, "window": (4, -1)})
+
+
 # Keys appended and rotated, features, a bias, fp32, keys split and merged, many rows of a page, values in the keys.
 USUAL = (
     "append-paged", "rotary", "rotary-pairs", "features", "bias-across", "fp32-unequal-widths", "splits",
