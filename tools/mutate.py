@@ -198,8 +198,9 @@ class Sites(ast.NodeVisitor):
 
     def visit_Constant(self, node: ast.Constant) -> None:
         """Move a number by one."""
-        if type(node.value) in (int, float) and "e" not in ast.unparse(node):
-            self.add("constant", *self.span(node), str(node.value + 1))
+        value = node.value
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and "e" not in ast.unparse(node):
+            self.add("constant", *self.span(node), str(value + 1))
 
     def visit_Call(self, node: ast.Call) -> None:
         """Swap min and max."""
