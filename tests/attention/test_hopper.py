@@ -24,6 +24,7 @@ from flashmoe_science.attention.hopper_plan import (
     hopper_edge_tiles,
     hopper_heads_per_group,
     hopper_is_aligned,
+    hopper_output_columns,
 )
 from flashmoe_science.attention.operator import OPERATOR, compile_plan
 from flashmoe_science.attention.plan import plan_attention
@@ -163,6 +164,19 @@ def test_parameters_are_laid_out_as_the_launch_path_gives_them():
     for old, new in ((".b8", ".b16"), (".u32", ".u64"), ("[128]", "[256]"), (".f32", ".f64")):
         with pytest.raises(CompileError, match="_forward_sm90_kernel: expected parameters of"):
             count_parameters(kernel.source, ptx[:start] + ptx[start:].replace(old, new, 1))
+
+
+def test_tiles_fit_in_shared_memory_with_the_output_staged_beside_them():
+    """All columns of the output up to 128, or half of them where more does not fit."""
+    found = {}
+    for columns, columns_v, causal, keys, config in ROWS:
+        problem = make_problem(2, 8, keys, columns, head_dim_v=columns_v, causal=causal)
+        staged = found[columns, columns_v] = hopper_output_columns(problem, config)
+        rows = HOPPER_ROWS * config.warpgroups
+        tiles = rows * columns + config.num_stages * config.block_n * (columns + columns_v)
+        assert 2 * (tiles + rows * staged) < 227 * 1024, (columns, columns_v, config)
+    all_of_it = {(dim, dim): min(dim, 128) for dim in (64, 128, 192, 256)}
+    assert found == {**all_of_it, (96, 96): 128, (192, 128): 64}
 
 
 def test_table_is_complete_and_in_order():

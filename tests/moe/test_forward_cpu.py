@@ -17,7 +17,7 @@ USUAL = (
     "gpt-oss", "shared experts", "ids of no expert", "top_k above one step of the sum",
     *(f"activation {name}" for name in ("geglu", "geglu_tanh", "relu2", "silu", "gelu", "gelu_tanh")),
     "prime sizes", "many rows of one expert", "more tokens than a tile has rows", "one token, parts of experts",
-    "all on one expert", "no tokens",
+    "all on one expert", "no tokens", "few tokens of more experts than pairs",
 )  # fmt: skip
 
 

@@ -338,5 +338,5 @@ def test_the_interval_of_a_shift_is_that_of_the_mann_whitney_test(m, n):
 
 
 def test_a_shift_of_few_values_has_no_interval():
-    with pytest.raises(TooFewRoundsError, match="3 and 3 rounds cannot give an interval of 0[.]95"):
+    with pytest.raises(TooFewRoundsError, match="3 and 3 rounds cannot give an interval"):
         shift_interval([1.0, 2.0, 3.0], [0.0, 0.5, 0.9])
