@@ -343,6 +343,36 @@ def test_rotary_positions_are_checked(monkeypatch):
         call(tensors)
 
 
+def test_more_queries_than_new_keys_need_rows_for_their_positions(monkeypatch):
+    tensors = make_tensors(CacheCase("rows", lengths=(30,), new=1, seqlen_q=4, rotary_dim=32))
+    tensors["rotary_cos"], tensors["rotary_sin"] = tensors["rotary_cos"][:33], tensors["rotary_sin"][:33]
+    monkeypatch.setenv("FLASHMOE_CHECK", "1")
+    with pytest.raises(InputError, match="rotary_cos must have a row for position 33 of sequence 0, got 33 rows"):
+        call(tensors, causal=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"), [({"causal": True}, 1), ({"window": (9, -1)}, 1), ({"window": (9, 9)}, 1), ({}, 0)], ids=str
+)
+def test_queries_are_rotated_by_their_positions_unless_all_see_all_keys(options, steps):
+    """As FlashAttention does; by complex numbers, which the reference does not use."""
+    q, new, cache = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 1, 8), torch.randn(1, 9, 2, 8)
+    angles = torch.rand(9, 4)
+
+    def turned(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        product = torch.complex(x[..., :4], x[..., 4:]) * torch.polar(torch.ones(1, 4), angles[positions])
+        return torch.cat((product.real, product.imag), -1)
+
+    k_cache, v_cache = cache.clone(), cache.clone()
+    k_cache[0, 5], v_cache[0, 5] = turned(new, torch.tensor([5]))[0, :, 0], new[0, :, 0]
+    by_hand = turned(q, 5 + steps * torch.arange(3))
+    expected = flash_attention_with_kv_cache(by_hand, k_cache, v_cache, cache_seqlens=6, **options)
+    tables = {"rotary_cos": angles.cos(), "rotary_sin": angles.sin()}
+    lengths = torch.tensor([5], dtype=torch.int32)
+    found = flash_attention_with_kv_cache(q, cache, cache.clone(), new, new, cache_seqlens=lengths, **tables, **options)
+    torch.testing.assert_close(found, expected)
+
+
 def test_forced_kernels_never_fall_back():
     tensors = make_tensors(PLAIN)
     with pytest.raises(UnsupportedError, match=r"decode_triton needs an NVIDIA GPU(.|\n)*TRITON_INTERPRET=1"):

@@ -105,7 +105,7 @@ def test_every_tile_compiles(row):
             assert found["HGMMA"]
 
 
-@pytest.mark.parametrize("arch", all_but(GPUS, "80", "90"))
+@pytest.mark.parametrize("arch", all_but(GPUS, "90"))
 def test_few_pairs_and_one_token_compile(arch):
     for tokens, experts in ((16, 8), (3, 64), (64, 8)):
         problem = MoeProblem(tokens=tokens, dtype="bf16", **{**PLAIN, "experts": experts}, ids_dtype="i64")
@@ -126,7 +126,7 @@ def test_rows_that_start_anywhere_compile():
         check(kernel, 80)
 
 
-@pytest.mark.parametrize("arch", all_but(GPUS, "86", "90"))
+@pytest.mark.parametrize("arch", all_but(GPUS, "90"))
 def test_sorting_and_routing_compile(arch):
     experts = {80: 8, 86: 60, 89: 16, 90: 128, 100: 256, 120: 512}[arch]
     for tokens in (300, 3000):
@@ -182,7 +182,7 @@ HOPPER_WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("way", all_but(HOPPER_WAYS, "kept", "gpt-oss"))
+@pytest.mark.parametrize("way", all_but(HOPPER_WAYS, "gpt-oss"))
 def test_the_products_for_hopper_compile(way):
     """Nothing spills, all of shared memory is used, and no product waits for the one before it."""
     dtype = "fp16" if way == "short" else "bf16"
@@ -229,7 +229,7 @@ def backward_rows() -> Iterator[tuple[int, int, BackwardConfig, str]]:
 
 @pytest.mark.parametrize(
     ("arch", "item_bytes", "config", "way"),
-    all_but_some_with(backward_rows(), lambda row: (row[0] // 10, ("bytes", row[1]), row[3])),
+    all_but_some_with(backward_rows(), lambda row: (("bytes", row[1]), row[3])),
 )
 def test_every_tile_of_gradients_compiles(arch, item_bytes, config, way):
     dtype = "bf16" if item_bytes == 2 else "fp32"
@@ -323,7 +323,7 @@ def test_columns_that_end_within_a_tile_are_copied_like_others():
     assert copies[0] == copies[1]
 
 
-@pytest.mark.parametrize("experts", [1, 8])
+@pytest.mark.parametrize("experts", all_but([1, 8], "8"))
 def test_gradients_for_hopper_compile(experts):
     """Also in parts, of which the last one has fewer columns."""
     rows, hidden, inter = (300_000, 1000, 1288) if experts == 1 else (3000, 136, 72)
@@ -361,7 +361,7 @@ ACTIVATION_WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("way", all_but(ACTIVATION_WAYS, "gpt-oss", "short"))
+@pytest.mark.parametrize("way", all_but(ACTIVATION_WAYS, "gpt-oss"))
 def test_the_gradient_of_the_activation_for_hopper_compiles(way, monkeypatch):
     """Nothing spills, and no value of the product goes to another thread than that which asked for it."""
     monkeypatch.setattr(hopper_plan, "ACTIVATION_FEWEST_HIDDEN", 0)
