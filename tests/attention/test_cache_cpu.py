@@ -373,6 +373,17 @@ def test_queries_are_rotated_by_their_positions_unless_all_see_all_keys(options,
     torch.testing.assert_close(found, expected)
 
 
+def test_keys_are_appended_to_an_axis_of_one_that_has_no_stride():
+    """Such an axis is never stepped along; an expanded one would be written more than once, and is refused."""
+    q, new, cache = torch.randn(1, 2, 1, 8), torch.randn(1, 2, 1, 8), torch.randn(9, 2, 8)
+    lengths = torch.tensor([5], dtype=torch.int32)
+    k_cache, v_cache = (cache.clone().as_strided((1, 9, 2, 8), (0, 16, 8, 1)) for _ in range(2))
+    found = flash_attention_with_kv_cache(q, k_cache, v_cache, new, new, cache_seqlens=lengths)
+    assert torch.equal(k_cache[0, 5], new[0, :, 0])
+    plain = cache[None].clone(), cache[None].clone()
+    assert torch.equal(found, flash_attention_with_kv_cache(q, *plain, new, new, cache_seqlens=lengths))
+
+
 def test_forced_kernels_never_fall_back():
     tensors = make_tensors(PLAIN)
     with pytest.raises(UnsupportedError, match=r"decode_triton needs an NVIDIA GPU(.|\n)*TRITON_INTERPRET=1"):

@@ -340,3 +340,10 @@ def test_the_interval_of_a_shift_is_that_of_the_mann_whitney_test(m, n):
 def test_a_shift_of_few_values_has_no_interval():
     with pytest.raises(TooFewRoundsError, match="3 and 3 rounds cannot give an interval"):
         shift_interval([1.0, 2.0, 3.0], [0.0, 0.5, 0.9])
+
+
+def test_two_processes_that_are_alike_need_more_of_them_for_rounds_alone():
+    rounds = np.random.default_rng(0).normal(0.0, 1.0, 10).tolist()
+    needed = rounds_needed([*rounds, *rounds], 0.1)
+    assert needed is not None
+    assert processes_needed([rounds, rounds], 0.1) == math.ceil(needed / 10)
