@@ -384,6 +384,12 @@ def test_keys_are_appended_to_an_axis_of_one_that_has_no_stride():
     assert torch.equal(found, flash_attention_with_kv_cache(q, *plain, new, new, cache_seqlens=lengths))
 
 
+def test_an_empty_cache_is_a_length_of_0():
+    q, new, cache = torch.randn(1, 2, 1, 8), torch.randn(1, 2, 1, 8), torch.full((1, 9, 2, 8), torch.nan)
+    found = flash_attention_with_kv_cache(q, cache, cache.clone(), new, new, cache_seqlens=0)
+    torch.testing.assert_close(found, new)
+
+
 def test_forced_kernels_never_fall_back():
     tensors = make_tensors(PLAIN)
     with pytest.raises(UnsupportedError, match=r"decode_triton needs an NVIDIA GPU(.|\n)*TRITON_INTERPRET=1"):
