@@ -11,6 +11,7 @@ from hypothesis import given, strategies as st
 from scipy.stats import wilcoxon
 
 from flashmoe_science.errors import InputError, TooFewRoundsError
+from flashmoe_science.proof.simultaneous import unpaired_intervals
 from flashmoe_science.proof.statistics import (
     Interval,
     clustered_interval,
@@ -347,3 +348,11 @@ def test_two_processes_that_are_alike_need_more_of_them_for_rounds_alone():
     needed = rounds_needed([*rounds, *rounds], 0.1)
     assert needed is not None
     assert processes_needed([rounds, rounds], 0.1) == math.ceil(needed / 10)
+
+
+def test_one_process_on_a_side_leaves_two_runs_to_their_rounds():
+    """It says nothing of how processes differ, so nothing is said for the other side either."""
+    rng = np.random.default_rng(5)
+    one, two = _groups(rng, processes=1), _groups(rng, processes=2)
+    (found,) = unpaired_intervals([(one, two)])
+    assert found == shift_interval(_pooled(one), _pooled(two))
