@@ -18,10 +18,10 @@ RUN := $(VENV)/bin/python
 endif
 TEST := $(RUN) -m pytest
 SANITIZER := $(filter PYTHONPATH=%,$(RUN)) compute-sanitizer
-CPU_TESTS := -m "not gpu" --numprocesses $(WORKERS) --maxprocesses 8 --dist worksteal --timeout 600 --hypothesis-profile ci
+CPU_TESTS := --numprocesses $(WORKERS) --maxprocesses 8 --dist worksteal --timeout 600 --hypothesis-profile ci
 
 .DEFAULT_GOAL := help
-.PHONY: help prove test test-triton test-gpu sanitize lint types format format-check readme docs release-check clean env-proof env-dev env-docs
+.PHONY: help prove test test-all test-triton test-gpu sanitize lint types format format-check readme docs release-check clean env-proof env-dev env-docs
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | awk -F '\t' '{ printf "make %-13s %s\n", $$1, $$2 }'
@@ -29,13 +29,15 @@ help: ## list the targets
 prove: env-proof ## run the whole chain of proof on this machine (ARGS="my_kernel.toml --suite seed" for your own)
 	@$(RUN) -m flashmoe_science prove $(ARGS)
 
-test: env-dev ## run every test that needs no GPU (ARGS="tests/proof -k stale" for some)
-	$(TEST) $(CPU_TESTS) $(ARGS)
+test: env-dev ## run the tests that need no GPU, without exhaustive tables (ARGS="tests/proof -k stale" for some)
+	$(TEST) $(CPU_TESTS) -m "not gpu and not exhaustive" $(ARGS)
 
-# The newest Triton runs all of them in `make test`. Of another version it is asked whether every kernel compiles, and
-# whether every way of each is right in its interpreter in some case: see tests/one_triton.py.
-test-triton: env-dev ## run tests that compile or interpret kernels with another Triton: set PYTHONPATH
-	$(TEST) $(CPU_TESTS) -m "triton and not one_triton and not gpu" $(ARGS)
+test-all: env-dev ## run every test that needs no GPU: each row of each table, too; a release runs it
+	$(TEST) $(CPU_TESTS) -m "not gpu" $(ARGS)
+
+# `make test` asks the newest Triton. Another one compiles each kernel once for each architecture and interprets a few.
+test-triton: env-dev ## compile each kernel and interpret some with another Triton: set PYTHONPATH
+	$(TEST) $(CPU_TESTS) -m "triton and not exhaustive and not one_triton and not gpu" $(ARGS)
 
 test-gpu: env-dev ## run the tests that need a GPU and leave two records in evidence/gpu-tests/: in parallel, then those that time
 	$(TEST) -m "gpu and not timing" --numprocesses $(GPU_WORKERS) --gpu-record=$(GPU_RECORD) $(ARGS)

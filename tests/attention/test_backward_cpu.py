@@ -17,7 +17,7 @@ from flashmoe_science.attention.backward_calls import prepare_backward
 from flashmoe_science.attention.gradients import attention_gradients
 from flashmoe_science.attention.inputs import Options
 
-from ..one_triton import all_but
+from ..exhaustive import all_but
 from .cases import GRADIENTS, FeatureCase, Gradients
 
 ALL: dict[str, Any] = {"causal": True, "window": (3, -1), "softcap": 2.0, "softmax_scale": 0.4}
@@ -28,15 +28,16 @@ def leaves(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list
 
 
 # dK and dV in one launch and apart, features, packed sequences; both masks, 16-bit elements and fp32, and dropout.
-WITH_EVERY_TRITON = (
+USUAL = (
     "several-tiles", "whole-tiles", "tiles-and-empty-rows", "d192-dv128", "all-at-once", "apart", "seqused-both",
     "window-softcap", "alibi", "window-sinks", "dropout-all-at-once", "dropout-odd", "dropout-apart", "dropout",
     "dropout-used", "bias-of-sequences-used", "bias-shared",
+    "layout", "low-scores", "causal-rows-without-keys", "mqa-odd-dim", "no-keys", "window-on-both-sides",
+    "sinks-rows-without-keys", "bias", "bias-far", "empty-sequences",
 )  # fmt: skip
 
 
-@pytest.mark.triton
-@pytest.mark.parametrize("gradients", all_but(GRADIENTS, *WITH_EVERY_TRITON), ids=str)
+@pytest.mark.parametrize("gradients", all_but(GRADIENTS, *USUAL), ids=str)
 def test_kernels_interpreted(gradients, interpreted):
     """The Triton kernels themselves, run by Triton's interpreter in a process of its own."""
     interpreted(gradients)

@@ -22,7 +22,7 @@ from flashmoe_science import (
 )
 from flashmoe_science.attention import cache_reference, reference
 
-from ..one_triton import all_but
+from ..exhaustive import all_but
 from .cache_cases import CACHE_CASES, EMPTY_CACHE_CASES, CacheCase, Tensors, make_tensors
 from .cache_checks import assert_cache_right, call, clone
 
@@ -343,6 +343,53 @@ def test_rotary_positions_are_checked(monkeypatch):
         call(tensors)
 
 
+def test_more_queries_than_new_keys_need_rows_for_their_positions(monkeypatch):
+    tensors = make_tensors(CacheCase("rows", lengths=(30,), new=1, seqlen_q=4, rotary_dim=32))
+    tensors["rotary_cos"], tensors["rotary_sin"] = tensors["rotary_cos"][:33], tensors["rotary_sin"][:33]
+    monkeypatch.setenv("FLASHMOE_CHECK", "1")
+    with pytest.raises(InputError, match="rotary_cos must have a row for position 33 of sequence 0, got 33 rows"):
+        call(tensors, causal=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"), [({"causal": True}, 1), ({"window": (9, -1)}, 1), ({"window": (9, 9)}, 1), ({}, 0)], ids=str
+)
+def test_queries_are_rotated_by_their_positions_unless_all_see_all_keys(options, steps):
+    """As FlashAttention does; by complex numbers, which the reference does not use."""
+    q, new, cache = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 1, 8), torch.randn(1, 9, 2, 8)
+    angles = torch.rand(9, 4)
+
+    def turned(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        product = torch.complex(x[..., :4], x[..., 4:]) * torch.polar(torch.ones(1, 4), angles[positions])
+        return torch.cat((product.real, product.imag), -1)
+
+    k_cache, v_cache = cache.clone(), cache.clone()
+    k_cache[0, 5], v_cache[0, 5] = turned(new, torch.tensor([5]))[0, :, 0], new[0, :, 0]
+    by_hand = turned(q, 5 + steps * torch.arange(3))
+    expected = flash_attention_with_kv_cache(by_hand, k_cache, v_cache, cache_seqlens=6, **options)
+    tables = {"rotary_cos": angles.cos(), "rotary_sin": angles.sin()}
+    lengths = torch.tensor([5], dtype=torch.int32)
+    found = flash_attention_with_kv_cache(q, cache, cache.clone(), new, new, cache_seqlens=lengths, **tables, **options)
+    torch.testing.assert_close(found, expected)
+
+
+def test_keys_are_appended_to_an_axis_of_one_that_has_no_stride():
+    """Such an axis is never stepped along; an expanded one would be written more than once, and is refused."""
+    q, new, cache = torch.randn(1, 2, 1, 8), torch.randn(1, 2, 1, 8), torch.randn(9, 2, 8)
+    lengths = torch.tensor([5], dtype=torch.int32)
+    k_cache, v_cache = (cache.clone().as_strided((1, 9, 2, 8), (0, 16, 8, 1)) for _ in range(2))
+    found = flash_attention_with_kv_cache(q, k_cache, v_cache, new, new, cache_seqlens=lengths)
+    assert torch.equal(k_cache[0, 5], new[0, :, 0])
+    plain = cache[None].clone(), cache[None].clone()
+    assert torch.equal(found, flash_attention_with_kv_cache(q, *plain, new, new, cache_seqlens=lengths))
+
+
+def test_an_empty_cache_is_a_length_of_0():
+    q, new, cache = torch.randn(1, 2, 1, 8), torch.randn(1, 2, 1, 8), torch.full((1, 9, 2, 8), torch.nan)
+    found = flash_attention_with_kv_cache(q, cache, cache.clone(), new, new, cache_seqlens=0)
+    torch.testing.assert_close(found, new)
+
+
 def test_forced_kernels_never_fall_back():
     tensors = make_tensors(PLAIN)
     with pytest.raises(UnsupportedError, match=r"decode_triton needs an NVIDIA GPU(.|\n)*TRITON_INTERPRET=1"):
@@ -478,17 +525,29 @@ NOT_FINITE = [
 ]
 
 
+@pytest.mark.parametrize("left", [0, 3])
+def test_pages_before_the_window_need_not_be_there(left):
+    """One query at position 11 with pages of 4 keys: it sees keys of page 2 alone."""
+    q, k, v = torch.randn(1, 2, 1, 8), torch.randn(3, 4, 2, 8), torch.randn(3, 4, 2, 8)
+    options: dict[str, Any] = {"cache_seqlens": torch.tensor([12], dtype=torch.int32), "window": (left, -1)}
+    gone, all_there = torch.tensor([[-1, 9, 2]], dtype=torch.int32), torch.tensor([[0, 1, 2]], dtype=torch.int32)
+    found = flash_attention_with_kv_cache(q, k, v, page_table=gone, **options)
+    torch.testing.assert_close(found, flash_attention_with_kv_cache(q, k, v, page_table=all_there, **options))
+    with pytest.raises(InputError, match=r"page_table\[0, 1\] must be from 0 to 2, got 9"):
+        flash_attention_with_kv_cache(q, k, v, page_table=gone, **{**options, "window": (4, -1)})
+
+
 # Keys appended and rotated, features, a bias, fp32, keys split and merged, many rows of a page, values in the keys.
-WITH_EVERY_TRITON = (
+USUAL = (
     "append-paged", "rotary", "rotary-pairs", "features", "bias-across", "fp32-unequal-widths", "splits",
     "many-rows-paged", "shared", "bits-invariant",
+    "lengths", "page-3", "batch-idx", "leftpad-paged", "append-rows", "append-too-much", "window",
+    "more-rows-than-keys", "sinks-no-keys", "merge-in-steps", "many-sequences", "no-capacity",
 )  # fmt: skip
 
 
 @pytest.mark.triton
-@pytest.mark.parametrize(
-    "case", all_but(CACHE_CASES + EMPTY_CACHE_CASES + BITS + NOT_FINITE, *WITH_EVERY_TRITON), ids=str
-)
+@pytest.mark.parametrize("case", all_but(CACHE_CASES + EMPTY_CACHE_CASES + BITS + NOT_FINITE, *USUAL), ids=str)
 def test_kernels_interpreted(case, interpreted):
     """The Triton kernels themselves, run by Triton's interpreter in a process of its own."""
     interpreted(case)

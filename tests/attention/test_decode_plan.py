@@ -312,6 +312,8 @@ def test_what_is_refused():
         plan_with_kv_cache(make(1, 8, 1, 1, 64, head_dim=576), H200)
     with pytest.raises(UnsupportedError, match=r"D 640 and DV 512 in bf16 with shared values(.|\n)*576 and 512"):
         plan_with_kv_cache(make(1, 8, 1, 1, 64, head_dim=640, head_dim_v=512, shared_kv=True), H200)
+    with pytest.raises(InputError, match=r"kernel must be auto or one of .*, got 'fastest'"):
+        plan_with_kv_cache(make(1, 8, 2, 1, 100), H200, "fastest")
     with pytest.raises(UnsupportedError, match="the reference reads lengths on the host"):
         plan_with_kv_cache(make(1, 8, 1, 1, 64), H200, "reference")
     with pytest.raises(UnsupportedError, match="kernels need sm_80"):

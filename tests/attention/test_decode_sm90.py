@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ from flashmoe_science.attention.decode_prepare import pointer_names, prepare_cac
 from flashmoe_science.gpu.compile import compile_kernel, read_resources
 from flashmoe_science.gpu.launch import count_parameters
 from flashmoe_science.gpu.specs import SPECS
+
+from ..exhaustive import all_but_some_with
 
 H200 = SPECS["H200"]
 MLA: dict[str, Any] = {"heads_kv": 1, "head_dim": 576, "head_dim_v": 512, "dtype": "bf16", "shared_kv": True}
@@ -119,8 +122,15 @@ COMPILED = [
 ]  # fmt: skip
 
 
+def properties(problem: CacheProblem) -> Iterator[Hashable]:
+    """Part of a tile of rows, one and several; pages or none; with and without LSE."""
+    yield "rows", min(2, problem.heads * problem.seqlen_q // 64)
+    yield "pages", problem.page_size
+    yield "lse", problem.return_lse
+
+
 @pytest.mark.triton
-@pytest.mark.parametrize("problem", COMPILED, ids=str)
+@pytest.mark.parametrize("problem", all_but_some_with(COMPILED, properties), ids=str)
 def test_it_compiles(problem):
     """Within shared memory, without spills: the outputs fill the registers of two warpgroups."""
     plan = plan_with_kv_cache(problem, H200, "decode_gluon_sm90")

@@ -18,7 +18,7 @@ from flashmoe_science.attention.problem import AttentionProblem
 from flashmoe_science.attention.tiles import ForwardConfig
 from flashmoe_science.gpu.specs import SPECS
 
-from ..one_triton import all_but
+from ..exhaustive import all_but
 from .cases import FEATURES, FeatureCase
 from .checks import assert_right, make_features, make_inputs
 
@@ -106,14 +106,16 @@ def test_cpu_tensors_run_the_reference(case):
 
 
 # Every feature, keys split, both masks, 16-bit elements and fp32. Each with dropout and without.
-WITH_EVERY_TRITON = (
+USUAL = (
     "all-at-once", "split-bias-sinks", "window-on-both-sides", "bias-of-sequences",
     "dropout-all-at-once", "split-dropout", "dropout-odd",
+    "window-right-rows-without-keys", "sinks-rows-without-keys", "alibi-of-each-sequence", "bias-of-heads",
+    "softcap-fp32",
 )  # fmt: skip
 
 
 @pytest.mark.triton
-@pytest.mark.parametrize("case", all_but(FEATURES, *WITH_EVERY_TRITON), ids=str)
+@pytest.mark.parametrize("case", all_but(FEATURES, *USUAL), ids=str)
 def test_streaming_kernel_interpreted(case, interpreted):
     """The Triton kernel itself, its keys split too, in a child process. Tiles out of a window's reach are not read."""
     interpreted(case)

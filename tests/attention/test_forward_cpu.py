@@ -11,7 +11,7 @@ import torch.nn.functional as F  # noqa: N812 - PyTorch's own habit
 from flashmoe_science import InputError, UnsupportedError, explain, flash_attention
 from flashmoe_science.attention import reference
 
-from ..one_triton import all_but
+from ..exhaustive import all_but
 from .cases import EMPTY, SMALL, Case
 from .checks import DTYPES, assert_right, make_inputs
 
@@ -212,11 +212,14 @@ INTERPRETED = [case for case in SMALL if case.head_dim <= 128] + [
 
 
 # Both masks, 16-bit elements and fp32.
-WITH_EVERY_TRITON = ("several-tiles", "tiles-and-empty-rows", "story-odd")
+USUAL = (
+    "several-tiles", "tiles-and-empty-rows", "story-odd",
+    "gqa-d80", "mqa-odd-dim", "dv-smaller", "one-key", "no-keys-causal",
+)  # fmt: skip
 
 
 @pytest.mark.triton
-@pytest.mark.parametrize("case", all_but(INTERPRETED + EMPTY, *WITH_EVERY_TRITON), ids=str)
+@pytest.mark.parametrize("case", all_but(INTERPRETED + EMPTY, *USUAL), ids=str)
 def test_streaming_kernel_interpreted(case, interpreted):
     """The Triton kernel itself, run by Triton's interpreter in a process of its own."""
     interpreted(case)

@@ -20,7 +20,7 @@ from flashmoe_science.attention.plan import plan_attention
 from flashmoe_science.attention.problem import AttentionProblem
 from flashmoe_science.gpu.specs import SPECS
 
-from ..one_triton import all_but
+from ..exhaustive import all_but
 from .cases import PAGED
 from .checks import assert_varlen_right, make_features, make_packed, make_paged
 
@@ -47,11 +47,13 @@ def test_cpu_tensors_run_the_reference(case):
 
 
 # Both masks, 16-bit elements and fp32, every feature, fewer tokens in use, and pages of less and more than a tile.
-WITH_EVERY_TRITON = ("pages-of-1", "pages-of-64", "used", "all-paged", "one-row-each-paged", "bias-of-heads-paged")
+USUAL = (
+    "pages-of-1", "pages-of-64", "used", "all-paged", "one-row-each-paged", "bias-of-heads-paged",
+    "pages-behind-a-window", "empty-paged", "seqused-k-paged",
+)  # fmt: skip
 
 
-@pytest.mark.triton
-@pytest.mark.parametrize("case", all_but(PAGED, *WITH_EVERY_TRITON), ids=str)
+@pytest.mark.parametrize("case", all_but(PAGED, *USUAL), ids=str)
 def test_streaming_kernel_interpreted(case, interpreted):
     """The Triton kernel itself; see ``make_paged`` for what it must not read."""
     interpreted(case)

@@ -54,6 +54,22 @@ def test_rows_that_more_than_fill_the_gpu_take_tiles_of_32():
     assert plan.launches[0].grid == (4, 4, 10)
 
 
+@pytest.mark.parametrize(
+    ("heads", "keys", "groups"), [(4, 128, 4), (24, 128, 2), (4, 256, 4), (24, 256, 4), (40, 128, 2), (40, 256, 4)]
+)
+def test_groups_of_warps_share_the_keys_of_a_short_problem(heads, keys, groups):
+    """Up to 128 keys, two groups where four tiles of 16 rows more than fill the GPU; four otherwise."""
+    plan = plan_attention(make_problem(2, heads, 64, 64, seqlen_k=keys), H200)
+    assert isinstance(plan.config, ShortConfig)
+    assert (plan.config.key_groups, plan.config.block_n) == (groups, keys // groups)
+
+
+@pytest.mark.parametrize("dims", [(64, 128), (128, 64)], ids=str)
+def test_the_wider_of_keys_and_values_decides_the_tile(dims):
+    problem = make_problem(4, 16, 4096, dims[0], head_dim_v=dims[1], causal=True)
+    assert plan_attention(problem, A100).config == plan_attention(LARGE, A100).config
+
+
 def test_a_large_problem_streams_over_the_keys():
     plan = plan_attention(LARGE, A100)
     assert plan.kernel == "forward_triton"

@@ -16,7 +16,7 @@ from flashmoe_science.attention.problem import AttentionProblem
 from flashmoe_science.attention.tiles import ForwardConfig
 from flashmoe_science.gpu.specs import SPECS
 
-from ..one_triton import all_but
+from ..exhaustive import all_but
 from .cases import VARLEN
 from .checks import assert_varlen_right, make_features, make_packed
 
@@ -33,13 +33,13 @@ def test_cpu_tensors_run_the_reference(case):
 
 
 # Both masks, 16-bit elements and fp32, features, and fewer tokens in use than there are.
-WITH_EVERY_TRITON = (
+USUAL = (
     "window-sinks", "window-softcap", "alibi", "seqused-both", "dropout", "dropout-used", "bias-of-sequences-used",
+    "empty-sequences", "no-keys", "bias-shared",
 )  # fmt: skip
 
 
-@pytest.mark.triton
-@pytest.mark.parametrize("case", all_but(VARLEN, *WITH_EVERY_TRITON), ids=str)
+@pytest.mark.parametrize("case", all_but(VARLEN, *USUAL), ids=str)
 def test_streaming_kernel_interpreted(case, interpreted):
     """The Triton kernel itself. Keys behind the length of a sequence are NaN: they must not be read."""
     interpreted(case)

@@ -11,24 +11,23 @@ import torch
 from flashmoe_science import UnsupportedError, fused_moe, route
 from flashmoe_science.moe import reference
 
-from ..one_triton import all_but
+from ..exhaustive import all_but
 from .cases import GRADIENT_CASES, Case, make_tensors, options_of
 from .checks import assert_gradients_right, eager_gradients, run_gradients
 
 # Every activation, and in the backward pass its slope too; ids of no expert, shared experts, gates side by side.
-WITH_EVERY_TRITON = (
+USUAL = (
     "grouped", "shared", "clamps", "strange ids", "many column tiles",
     *(f"activation {name}" for name in ("geglu", "geglu_tanh", "silu", "gelu", "gelu_tanh")),
+    "odd sizes", "one expert", "one token",
 )  # fmt: skip
 
 
-@pytest.mark.triton
-@pytest.mark.parametrize("case", all_but(GRADIENT_CASES, *WITH_EVERY_TRITON), ids=str)
+@pytest.mark.parametrize("case", all_but(GRADIENT_CASES, *USUAL), ids=str)
 def test_every_case(case, interpreted):
     interpreted(case)
 
 
-@pytest.mark.triton
 @pytest.mark.parametrize("kernel", ["few_triton", "grouped_triton"])
 def test_the_order_of_tokens_and_experts_does_not_matter(kernel, interpreted):
     case = Case("permuted", 20, 4, 2, 24, 16, kernel=kernel, bias=True, shared=1, shared_inter=16, weighted=True)
@@ -42,14 +41,12 @@ OVERWRITTEN = [
 ]
 
 
-@pytest.mark.triton
 @pytest.mark.parametrize("case", all_but(OVERWRITTEN, "interleaved"), ids=str)  # compared with itself
 def test_the_last_backward_pass_writes_where_the_products_are(case, interpreted):
     interpreted(dataclasses.replace(case, overwritten=True))
 
 
-@pytest.mark.triton
-@pytest.mark.one_triton
+@pytest.mark.exhaustive
 def test_a_last_backward_pass_that_fails_is_repeated_or_refused(interpreted):
     interpreted(Case("failing", 12, 3, 2, 24, 16, shared=1, shared_inter=16, failing=True))
 
@@ -61,7 +58,6 @@ PARTS = [
 ]
 
 
-@pytest.mark.triton
 @pytest.mark.parametrize("case", all_but(PARTS, "no gate"), ids=str)  # compared with itself
 def test_gradients_in_parts_have_the_same_bits(case, interpreted):
     interpreted(dataclasses.replace(case, narrow=True))

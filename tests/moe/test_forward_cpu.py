@@ -9,18 +9,20 @@ import torch.nn.functional as F  # noqa: N812 - PyTorch's own habit
 from flashmoe_science import fused_moe, route
 from flashmoe_science.moe import reference
 
-from ..one_triton import all_but
+from ..exhaustive import all_but
 from .cases import CASES, EMPTY_CASES, Case, make_tensors, options_of
 
 # Every activation, and in the backward pass its slope too; ids of no expert, shared experts, gates side by side.
-WITH_EVERY_TRITON = (
+USUAL = (
     "gpt-oss", "shared experts", "ids of no expert", "top_k above one step of the sum",
     *(f"activation {name}" for name in ("geglu", "geglu_tanh", "relu2", "silu", "gelu", "gelu_tanh")),
+    "prime sizes", "many rows of one expert", "more tokens than a tile has rows", "one token, parts of experts",
+    "all on one expert", "no tokens", "few tokens of more experts than pairs",
 )  # fmt: skip
 
 
 @pytest.mark.triton
-@pytest.mark.parametrize("case", all_but(CASES + EMPTY_CASES, *WITH_EVERY_TRITON), ids=str)
+@pytest.mark.parametrize("case", all_but(CASES + EMPTY_CASES, *USUAL), ids=str)
 def test_every_case(case, interpreted):
     interpreted(case)
 

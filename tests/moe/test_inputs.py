@@ -215,6 +215,22 @@ def test_a_product_is_refused(product, message):
 
 
 @pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ids": zeros(3, 2).int().expand(1, 3, 2)}, "ids must have shape"),
+        ({"ids": zeros(3, 2).long()}, "ids must be"),
+        ({"dweights": zeros(4, 2)}, r"dweights must have shape \[T, K\], T = 3, got \[4, 2\]"),
+        ({"dweights": zeros(3, 2).double()}, "dweights must be"),
+    ],
+)
+def test_gradients_of_another_routing_are_refused(changes, message):
+    """Those who call the operator itself: what does not fit would be read from the wrong places."""
+    given = {"dweights": zeros(3, 2), "logits": zeros(3, 8), "ids": zeros(3, 2).int(), **changes}
+    with pytest.raises(InputError, match=message):
+        torch.ops.flashmoe_science.moe_route_backward(*given.values(), "softmax", True, 1.0)
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"logits": [1]}, "logits must be a torch.Tensor, got list"),
@@ -241,6 +257,7 @@ def test_a_product_is_refused(product, message):
         ({"renormalize": 1}, "renormalize must be True or False, got 1"),
         ({"scale": float("nan")}, "scale must be a finite number of fp32, got nan"),
         ({"scale": 10**400}, "scale must be a finite number of fp32, got 1000"),
+        ({"scale": 3.5e38}, "scale must be a finite number of fp32, got 3.5e"),
         ({"groups": 4, "top_groups": 2, "top_k": 5}, "top_k must be at most the 4 experts of 2 groups, got 5"),
         ({"logits": zeros(3, 8).to_sparse()}, "logits must be dense, got torch.sparse_coo"),
         ({"bias": zeros(8).to_sparse()}, "bias must be dense, got torch.sparse_coo"),

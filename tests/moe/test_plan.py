@@ -267,6 +267,18 @@ def test_the_plan_of_gradients_makes_what_is_wanted():
     assert plan_backward(dataclasses.replace(kept, inter=767), SPECS["H200"], ("x",)).config == SMALL_BACKWARD
 
 
+def test_grids_of_gradients_cover_every_tile():
+    kept = MoeProblem(700, 8, 2, 4096, 3072, "bf16", keep_product=True)
+    plan = plan_backward(kept, SPECS["A100"], GRADIENTS[:4])
+    config, grids = plan.config, dict(zip(plan.steps, (launch.grid for launch in plan.launches), strict=True))
+    assert config is not None
+    assert grids["ddown"] == (4096 // config.weights_m * (3072 // config.weights.block_n), 8, 1)
+    assert grids["dgate_up"] == (6144 // config.weights_m * (4096 // config.weights.block_n), 8, 1)
+    row_tiles = 1400 // config.block_m + 8  # the rows of each expert may fill one more in part
+    assert grids["dactivation"] == (row_tiles * 3072 // config.activation.block_n, 1, 1)
+    assert grids["dx"] == (row_tiles * 4096 // config.x.block_n, 1, 1)
+
+
 def test_hopper_makes_the_gradient_of_the_activation_where_it_may(monkeypatch):
     kept = with_tokens(8192, keep_product=True)
     wanted = ("x", "w_down", "topk_weights")

@@ -1,13 +1,14 @@
-"""Every tile compiles where it can be chosen: no spills, within shared memory, on the matrix units.
+"""Tiles of the experts' kernels compile without spills, within shared memory, and use the matrix units.
 
-Each on one architecture of its table, in a way that goes round; every kernel around them on each architecture.
+`make test` compiles a few rows: each architecture, way, dtype and number of rows once. `make test-all` compiles every
+row on one architecture of its table, and the kernels around them on each architecture.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,8 @@ from flashmoe_science.moe.prepare_route import backward_kernel_of, kernel_of
 from flashmoe_science.moe.prepare_sm90 import ragged
 from flashmoe_science.moe.problem import MoeProblem, Routing
 from flashmoe_science.moe.tiles import BACKWARD_TABLES, SHARED_TABLES, SMALL_BACKWARD, BackwardConfig
+
+from ..exhaustive import all_but, all_but_some_with
 
 pytestmark = pytest.mark.triton
 
@@ -83,7 +86,15 @@ def rows() -> Iterator[Row]:
             yield from (Row(arch, config, item_bytes, "plain") for config in configs if config not in known)
 
 
-@pytest.mark.parametrize("row", [*rows()], ids=str)
+def properties(row: Row) -> Iterator[Hashable]:
+    """Every number of rows of a tile, every way, both widths of elements; on every architecture some."""
+    yield "rows", row.config.block_m
+    yield row.way
+    yield row.arch
+    yield "bytes", row.item_bytes
+
+
+@pytest.mark.parametrize("row", all_but_some_with(rows(), properties), ids=str)
 def test_every_tile_compiles(row):
     dtype = "bf16" if row.item_bytes == 2 else "fp32"
     problem = MoeProblem(tokens=700, dtype=dtype, **WAYS[row.way])
@@ -95,7 +106,7 @@ def test_every_tile_compiles(row):
             assert found["HGMMA"]
 
 
-@pytest.mark.parametrize("arch", GPUS)
+@pytest.mark.parametrize("arch", all_but(GPUS, "90"))
 def test_few_pairs_and_one_token_compile(arch):
     for tokens, experts in ((16, 8), (3, 64), (64, 8)):
         problem = MoeProblem(tokens=tokens, dtype="bf16", **{**PLAIN, "experts": experts}, ids_dtype="i64")
@@ -116,7 +127,7 @@ def test_rows_that_start_anywhere_compile():
         check(kernel, 80)
 
 
-@pytest.mark.parametrize("arch", GPUS)
+@pytest.mark.parametrize("arch", all_but(GPUS, "90"))
 def test_sorting_and_routing_compile(arch):
     experts = {80: 8, 86: 60, 89: 16, 90: 128, 100: 256, 120: 512}[arch]
     for tokens in (300, 3000):
@@ -158,6 +169,13 @@ def test_a_kernel_waits_for_the_one_before_it_on_hopper_and_later():
                 assert read_resources(kernel.source, 90).instructions["ACQBULK"] == 1
         for kernel in prepare_moe_kernels(plan_moe(problem, SPECS["L4"])):
             assert not kernel.source.dependent_launch
+    routing = Routing(9, 8, 2, "fp32", (8, 1), "softmax", True, "", 1, 1, 1.0)
+    for kernel in (kernel_of(routing, 90), backward_kernel_of(routing, 90)):
+        assert kernel.grid == (1, 1, 1), "a block routes up to 16 tokens"
+    for arch in (89, 90):
+        for kernel in (kernel_of(routing, arch), backward_kernel_of(routing, arch)):
+            assert kernel.source.dependent_launch == (arch == 90)
+            assert dict(kernel.source.constants)["DEPENDENT_LAUNCH"] == (arch == 90)
 
 
 HOPPER_WAYS: dict[str, dict[str, Any]] = {
@@ -167,7 +185,7 @@ HOPPER_WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("way", HOPPER_WAYS)
+@pytest.mark.parametrize("way", all_but(HOPPER_WAYS, "gpt-oss"))
 def test_the_products_for_hopper_compile(way):
     """Nothing spills, all of shared memory is used, and no product waits for the one before it."""
     dtype = "fp16" if way == "short" else "bf16"
@@ -212,7 +230,10 @@ def backward_rows() -> Iterator[tuple[int, int, BackwardConfig, str]]:
         yield arch, 2, BACKWARD_TABLES[(86, 89, 120)][2][0], "gpt-oss"
 
 
-@pytest.mark.parametrize(("arch", "item_bytes", "config", "way"), [*backward_rows()])
+@pytest.mark.parametrize(
+    ("arch", "item_bytes", "config", "way"),
+    all_but_some_with(backward_rows(), lambda row: (("bytes", row[1]), row[3])),
+)
 def test_every_tile_of_gradients_compiles(arch, item_bytes, config, way):
     dtype = "bf16" if item_bytes == 2 else "fp32"
     problem = MoeProblem(tokens=700, dtype=dtype, **WAYS[way], keep_product=True)
@@ -234,7 +255,7 @@ def test_every_tile_of_gradients_compiles(arch, item_bytes, config, way):
             assert "cp.async.cg.shared.global" in ptx, "rows are not copied ahead, 16 bytes at a time"
 
 
-@pytest.mark.parametrize("arch", [80, 89, 90, 100, 120])
+@pytest.mark.parametrize("arch", all_but([80, 89, 90, 100, 120], "90"))
 def test_fp32_is_multiplied_as_three_parts_in_bf16(arch):
     problem = MoeProblem(tokens=700, dtype="fp32", **WAYS["plain"], keep_product=True)
     spec = SPECS[GPUS[arch]]
@@ -272,7 +293,12 @@ def accesses(source: KernelSource, arch: int, loaded: str, stored: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "way", [{}, {"activation": "swiglu_clamped", "interleaved": True}, {"activation": "relu2"}], ids=str
+    "way",
+    all_but(
+        [{}, {"activation": "swiglu_clamped", "interleaved": True}, {"activation": "relu2"}],
+        "{'activation': 'swiglu_clamped', 'interleaved': True}",
+    ),
+    ids=str,
 )
 @pytest.mark.parametrize("arch", [80, 90])
 def test_all_threads_have_loaded_a_product_before_one_overwrites_it(arch, way):
@@ -300,7 +326,7 @@ def test_columns_that_end_within_a_tile_are_copied_like_others():
     assert copies[0] == copies[1]
 
 
-@pytest.mark.parametrize("experts", [1, 8])
+@pytest.mark.parametrize("experts", all_but([1, 8], "8"))
 def test_gradients_for_hopper_compile(experts):
     """Also in parts, of which the last one has fewer columns."""
     rows, hidden, inter = (300_000, 1000, 1288) if experts == 1 else (3000, 136, 72)
@@ -338,7 +364,7 @@ ACTIVATION_WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("way", ACTIVATION_WAYS)
+@pytest.mark.parametrize("way", all_but(ACTIVATION_WAYS, "gpt-oss"))
 def test_the_gradient_of_the_activation_for_hopper_compiles(way, monkeypatch):
     """Nothing spills, and no value of the product goes to another thread than that which asked for it."""
     monkeypatch.setattr(hopper_plan, "ACTIVATION_FEWEST_HIDDEN", 0)

@@ -34,6 +34,14 @@ def test_honest_call_passes_with_its_error_beside_the_budget():
     assert accuracy.deterministic
 
 
+def test_a_call_that_raises_is_wrong_and_says_what_it_raised():
+    def refuse(*_args, **_options):
+        raise RuntimeError("no such shape")
+
+    with pytest.raises(WrongResultError, match=r"raised .*no such shape"):
+        check(refuse)
+
+
 def test_exact_answer_passes():
     def exact(q, k, v, **_):
         return OPERATOR.exact(SHORT, {"q": q, "k": k, "v": v}).to(q.dtype)

@@ -163,6 +163,14 @@ def test_a_newer_run_that_refutes_a_claim_is_said_when_the_claim_pins_an_older_o
     assert verdict.reason.endswith(f"; newer runs that it does not pin refute it: {bad.id}")
 
 
+def test_a_run_older_than_the_newest_pinned_one_refutes_nothing(repository):
+    repository.claim(more='evidence = ["evidence/first.json", "evidence/last.json"]')
+    repository.record("first", day=0)
+    repository.record("between", day=1, speedups=[1.5, 2.5])
+    repository.record("last", day=2)
+    assert repository.verdict().notes == []
+
+
 def test_a_pinned_record_that_is_gone_leaves_the_claim_open(repository):
     repository.claim(more='evidence = "evidence/gone.json"')
     verdict = repository.verdict()
@@ -390,6 +398,7 @@ def test_evidence_older_than_the_claim_allows_demonstrates_nothing(repository):
         return verdict
 
     assert after(29).status is VerdictStatus.DEMONSTRATED
+    assert after(30).status is VerdictStatus.DEMONSTRATED
     assert after(41).status is VerdictStatus.INCONCLUSIVE
     assert after(41).reason.startswith("the evidence is 41 days old, and the claim allows 30 (max_age_days); of what")
 
