@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 PACKAGE = "flashmoe_science"
 
@@ -12,6 +13,7 @@ PACKAGE = "flashmoe_science"
 LAYERS = ("errors", "gpu", "kernels", "operators", "proof", "cli")
 LAYER_OF_FOLDER = {"gpu": "gpu", "operators": "operators", "proof": "proof", "cli": "cli"}
 LAYER_OF_FILE = {"": "kernels", "errors": "errors", "cli": "cli", "__main__": "cli", "pytest_plugin": "cli"}
+MOST_MODULES = 20  # of a folder
 REGISTRY = "operators"  # the module that names all operators: all that proof may know of them
 
 STOPWATCHES = {
@@ -28,6 +30,7 @@ class Import:
     ours: bool
     names: tuple[str, ...]
     line: int
+    typing: bool = False  # under ``if TYPE_CHECKING``
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,7 @@ class Module:
 
 
 def read(files: Mapping[str, str]) -> list[Module]:
-    """Parse the files of the package: path in the package ("proof/measure.py") -> text."""
+    """Parse the files of the package: path in the package ("proof/measure/measure.py") -> text."""
     names = {path: module_name(path) for path in files}
     known = set(names.values())
     modules = []
@@ -90,12 +93,15 @@ def is_kernel_name(name: str) -> bool:
 
 def find_imports(tree: ast.AST, folder: str, known: set[str]) -> Iterator[Import]:
     """Yield every import, at the top or inside a function, for typing or not."""
+    blocks = [node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)]
+    for_types = {id(inner) for block in blocks for inner in ast.walk(block)}
     for node in ast.walk(tree):
+        found: list[Import] = []
         if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield make_import(alias.name, (), node.lineno)
+            found = [make_import(alias.name, (), node.lineno) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            yield from resolve(node, folder, known)
+            found = list(resolve(node, folder, known))
+        yield from (replace(each, typing=id(node) in for_types) for each in found)
 
 
 def resolve(node: ast.ImportFrom, folder: str, known: set[str]) -> Iterator[Import]:
@@ -124,11 +130,44 @@ def make_import(target: str, names: tuple[str, ...], line: int) -> Import:
 
 def problems(modules: Iterable[Module]) -> list[str]:
     """Return every broken rule, as ``module:line: what``."""
-    found = []
+    modules = list(modules)
+    found = [*crowded(modules), *circles(modules)]
     for module in modules:
         for rule in (check_layers, check_room, check_names_no_operator, check_plan, check_stopwatches, check_docstring):
             found += [f"{module.name or PACKAGE}:{text}" for text in rule(module)]
     return found
+
+
+def crowded(modules: Iterable[Module]) -> Iterator[str]:
+    """No folder has more than 20 modules: a reader takes them in at a glance."""
+    counts = Counter(module.name.rpartition(".")[0] for module in modules if module.name)
+    for folder, count in counts.items():
+        if count > MOST_MODULES:
+            yield f"{folder or PACKAGE}: has {count} modules, expected at most {MOST_MODULES}"
+
+
+def circles(modules: Sequence[Module]) -> Iterator[str]:
+    """No module reaches itself through imports, at the top or in functions; those for types alone do not count."""
+    direct = {
+        module.name: {each.target for each in module.imports if each.ours and not each.typing} for module in modules
+    }
+    reached = {name: reachable(direct, name) for name in direct}
+    for name, all_of_them in reached.items():
+        if name in all_of_them:
+            way = sorted(each for each in all_of_them if name in reached.get(each, ()))
+            yield f"{name}: imports itself, by way of {', '.join(way)}"
+
+
+def reachable(direct: Mapping[str, set[str]], name: str) -> set[str]:
+    """Return all modules that a module imports, directly or not."""
+    seen: set[str] = set()
+    todo = list(direct.get(name, ()))
+    while todo:
+        at = todo.pop()
+        if at not in seen:
+            seen.add(at)
+            todo += direct.get(at, ())
+    return seen
 
 
 def check_layers(module: Module) -> Iterator[str]:
@@ -191,8 +230,8 @@ def check_plan(module: Module) -> Iterator[str]:
 
 
 def check_stopwatches(module: Module) -> Iterator[str]:
-    """Only proof/measure.py times anything. How long a gate took is no measurement: time.monotonic is free to all."""
-    if module.name == "proof.measure":
+    """Only ``proof/measure/measure.py`` times anything. All may use ``time.monotonic`` for the seconds of a gate."""
+    if module.name == "proof.measure.measure":
         return
     for node in ast.walk(module.tree):
         if not isinstance(node, (ast.Attribute, ast.ImportFrom)):
@@ -208,7 +247,7 @@ def check_stopwatches(module: Module) -> Iterator[str]:
             clocks = STOPWATCHES | ({"time", "time_ns"} if node.module == "time" else set())
             name = ", ".join(alias.name for alias in node.names if alias.name in clocks)
         if name:
-            yield f"{node.lineno}: uses {name}; only proof/measure.py times anything"
+            yield f"{node.lineno}: uses {name}; only proof/measure/measure.py times anything"
 
 
 def check_docstring(module: Module) -> Iterator[str]:

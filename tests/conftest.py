@@ -17,7 +17,9 @@ from typing import Any
 import pytest
 import torch
 
-from flashmoe_science.attention import api as attention_api, cache_api, cache_calls, calls as attention_calls
+from flashmoe_science.attention import api as attention_api
+from flashmoe_science.attention.decode import api as cache_api, calls as cache_calls
+from flashmoe_science.attention.forward import calls as attention_calls
 
 from . import required
 from .gpu_record import GpuRecord
@@ -53,7 +55,7 @@ def share_cores() -> None:
 
 
 def describe_environment() -> dict[str, Any]:
-    from flashmoe_science.proof.environment import environment
+    from flashmoe_science.proof.measure.measure.environment import environment
 
     return environment().model_dump(mode="json")
 
@@ -103,7 +105,7 @@ def poisoned(empty: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 def plant() -> Iterator[Callable[[Any], None]]:
     """Let a jitted function read as if it had one statement more."""
     from flashmoe_science.gpu import identity
-    from flashmoe_science.proof import changes
+    from flashmoe_science.proof.judge.judge import staleness as changes
 
     made: tuple[Any, ...] = (identity._describe, identity._code_identity, changes._identities_now)
 

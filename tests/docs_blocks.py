@@ -25,7 +25,7 @@ import tomlkit
 import typer
 
 from flashmoe_science import cli
-from flashmoe_science.cli.verbs import app
+from flashmoe_science.cli.app import app
 
 ROOT = Path(__file__).resolve().parent.parent
 _BLOCK = re.compile(

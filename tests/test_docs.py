@@ -13,7 +13,7 @@ import pytest
 import torch
 import typer
 
-from flashmoe_science.cli.verbs import app
+from flashmoe_science.cli.app import app
 
 from .docs_blocks import ROOT, Page, commands_of, read_blocks, same_output
 

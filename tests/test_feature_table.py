@@ -9,10 +9,10 @@ from types import ModuleType
 
 import pytest
 
-from flashmoe_science.attention.backward_plan import BACKWARD_KERNELS
-from flashmoe_science.attention.cache_problem import CacheProblem
-from flashmoe_science.attention.decode_plan import CACHE_KERNELS
-from flashmoe_science.attention.plan import KERNELS
+from flashmoe_science.attention.backward.plan import BACKWARD_KERNELS
+from flashmoe_science.attention.decode.plan import CACHE_KERNELS
+from flashmoe_science.attention.decode.problem import CacheProblem
+from flashmoe_science.attention.forward.plan import KERNELS
 from flashmoe_science.attention.problem import AttentionProblem
 
 ROOT = Path(__file__).parents[1]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import typer.main
 
-from flashmoe_science.cli.verbs import app
+from flashmoe_science.cli.app import app
 
 TESTS = Path(__file__).parent
 FILES = sorted(TESTS.rglob("*_gpu.py"))

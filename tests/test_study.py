@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from flashmoe_science.proof.compare.compare.compare import Effect
+from flashmoe_science.proof.measure.measure.arms import Loaded
+from flashmoe_science.proof.measure.measure.schedule import derived_seed
+from flashmoe_science.proof.subject.subject.subject import Subject
+from flashmoe_science.proof.subject.subject.suites import SuiteCase
 
-from flashmoe_science.proof.arms import Loaded
-from flashmoe_science.proof.compare import Effect
-from flashmoe_science.proof.schedule import derived_seed
-from flashmoe_science.proof.subject import Subject
-from flashmoe_science.proof.suites import SuiteCase
 from flashmoe_science.proof.worker import TaskResult
 
 from .proof.builders import H200, build_record

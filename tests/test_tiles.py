@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from flashmoe_science.attention import backward_plan, decode_plan, triton_plan
+from flashmoe_science.attention.backward import plan as backward_plan
+from flashmoe_science.attention.decode import plan as decode_plan
+from flashmoe_science.attention.forward import triton_plan
 from flashmoe_science.moe import tiles
 
 MODULES = (triton_plan, decode_plan, backward_plan, tiles)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from flashmoe_science import MoeLayer, flash_attention
-from flashmoe_science.proof import environment
+from flashmoe_science.proof.measure.measure import environment
 
 PATH = Path(__file__).parents[1] / "examples" / "train_tiny_lm.py"
 TINY = ["--tiny", "--device", "cpu", "--steps", "4", "--length", "32"]
@@ -70,7 +70,7 @@ def test_what_a_run_was_made_with_is_written_down(example, monkeypatch, tmp_path
 
 
 def test_without_the_harness_it_says_so_and_has_no_environment(example, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "flashmoe_science.proof.environment", None)
+    monkeypatch.setitem(sys.modules, "flashmoe_science.proof.measure.environment", None)
     assert example.describe() is None
     assert "proof.environment is not installed, so losses.json has no environment" in capsys.readouterr().out
 

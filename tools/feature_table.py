@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from flashmoe_science.attention.backward_plan import plan_backward
-from flashmoe_science.attention.backward_problem import BackwardProblem
-from flashmoe_science.attention.cache_problem import CacheProblem
-from flashmoe_science.attention.decode_plan import plan_with_kv_cache
-from flashmoe_science.attention.plan import plan_attention
+from flashmoe_science.attention.backward.plan import plan_backward
+from flashmoe_science.attention.backward.problem import BackwardProblem
+from flashmoe_science.attention.decode.plan import plan_with_kv_cache
+from flashmoe_science.attention.decode.problem import CacheProblem
+from flashmoe_science.attention.forward.plan import plan_attention
 from flashmoe_science.attention.problem import AttentionProblem
 from flashmoe_science.errors import UnsupportedError
 from flashmoe_science.gpu.specs import SPECS

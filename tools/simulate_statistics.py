@@ -13,13 +13,9 @@ from pathlib import Path
 from typing import get_args
 
 import numpy as np
-from numpy.typing import NDArray
-from scipy.special import fdtri
-
-from flashmoe_science.proof.change_points import change_points
-from flashmoe_science.proof.evidence import Record, TimeKind, read_record
-from flashmoe_science.proof.simultaneous import comparison_intervals
-from flashmoe_science.proof.statistics import (
+from flashmoe_science.proof.compare.compare.change_points import change_points
+from flashmoe_science.proof.judge.judge.familywise import comparison_intervals
+from flashmoe_science.proof.judge.judge.statistics import (
     Interval,
     clustered_interval,
     family_intervals,
@@ -27,6 +23,10 @@ from flashmoe_science.proof.statistics import (
     proportion_interval,
     suite_interval,
 )
+from numpy.typing import NDArray
+from scipy.special import fdtri
+
+from flashmoe_science.proof.records.evidence import Record, TimeKind, read_record
 
 OFFSETS = (0.0, 0.2, 0.5, 1.0)  # of processes, in the same unit
 MOST = 36  # cases

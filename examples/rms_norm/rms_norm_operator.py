@@ -4,8 +4,13 @@ import functools
 from dataclasses import dataclass
 
 import torch
-
-from flashmoe_science.proof.custom_operator import DTYPES, Baseline, CustomOperator, Work, standard_normal
+from flashmoe_science.proof.subject.subject.custom_operator import (
+    DTYPES,
+    Baseline,
+    CustomOperator,
+    Work,
+    standard_normal,
+)
 
 
 @dataclass(frozen=True)

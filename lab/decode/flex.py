@@ -22,7 +22,7 @@ from torch._inductor.exc import InductorError
 from flashmoe_science import flash_attention_with_kv_cache
 from flashmoe_science.operators.attention_decode import DecodeOperator
 from flashmoe_science.operators.baselines.attention_decode import BASELINES
-from flashmoe_science.proof.suites import load_suite
+from flashmoe_science.proof.subject.suites import load_suite
 
 PROCESSES, CALLS, REPLAYS = 14, 10, 15
 OPERATOR, FLEX = DecodeOperator(), BASELINES["flex"]

@@ -29,10 +29,10 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from flashmoe_science.attention import cache_reference, decode_plan
-from flashmoe_science.attention.cache_problem import CacheProblem
-from flashmoe_science.attention.decode_config import DecodeConfig
-from flashmoe_science.attention.decode_plan import plan_with_kv_cache
+from flashmoe_science.attention.decode import reference as cache_reference, plan as decode_plan
+from flashmoe_science.attention.decode.problem import CacheProblem
+from flashmoe_science.attention.decode.config import DecodeConfig
+from flashmoe_science.attention.decode.plan import plan_with_kv_cache
 from flashmoe_science.gpu.specs import GpuSpec
 
 START = time.monotonic()
@@ -110,7 +110,7 @@ def words_of(tile) -> str:
 def compile_only(job):
     """Compile the kernels of one plan, in a process of its own; what goes wrong shows when they are needed."""
     problem, gpu, tile = job
-    from flashmoe_science.attention.decode_prepare import prepare_cache_kernels
+    from flashmoe_science.attention.decode.prepare import prepare_cache_kernels
     from flashmoe_science.gpu.compile import read_resources
 
     try:
@@ -180,7 +180,7 @@ def replay(calls, seconds=0.03) -> float:
 
 def ours(inputs: Inputs, plan, check=True, only_decode=False):
     """Return the microseconds of our call, or what is wrong with it."""
-    from flashmoe_science.attention.cache_calls import prepare_call
+    from flashmoe_science.attention.decode.calls import prepare_call
 
     if only_decode:
         plan = dataclasses.replace(plan, launches=plan.launches[:1])

@@ -11,7 +11,7 @@ import sys
 import torch
 
 from flashmoe_science import flash_attention
-from flashmoe_science.attention import hopper_plan
+from flashmoe_science.attention.forward import plan_sm90 as hopper_plan
 
 if "two" in sys.argv:
     which = (64, 64, "causal" in sys.argv)

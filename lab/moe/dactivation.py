@@ -15,11 +15,12 @@ import torch
 
 from flashmoe_science.gpu.device import gpu_of
 from flashmoe_science.gpu.launch import prepare_launch
-from flashmoe_science.moe import gradients, hopper_plan, prepare_sm90
-from flashmoe_science.moe.backward_api import fused_moe_backward
-from flashmoe_science.moe.backward_plan import GRADIENTS, plan_backward
+from flashmoe_science.moe.backward import autograd as gradients
+from flashmoe_science.moe.grouped import plan_sm90 as hopper_plan, prepare_sm90
+from flashmoe_science.moe.backward.api import fused_moe_backward
+from flashmoe_science.moe.backward.plan import GRADIENTS, plan_backward
 from flashmoe_science.moe.calls import allocate
-from flashmoe_science.moe.prepare_backward import prepare_backward_kernels
+from flashmoe_science.moe.backward.prepare import prepare_backward_kernels
 from flashmoe_science.moe.problem import MoeProblem
 
 SHAPES = {  # tokens, experts, top_k, hidden, inter

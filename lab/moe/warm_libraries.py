@@ -11,7 +11,7 @@ N = int(os.environ.get("WARM_PROCESSES", "15"))
 TUNE_TOKENS = int(os.environ.get("TUNE_TOKENS", "64"))
 
 def cases():
-    from flashmoe_science.proof.suites import load_suite
+    from flashmoe_science.proof.subject.suites import load_suite
     return [case.problem for case in load_suite(suite_name).cases]
 
 def shapes():

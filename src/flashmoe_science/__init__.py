@@ -51,8 +51,8 @@ __all__ = [
 
 if TYPE_CHECKING:
     from .attention.api import explain, flash_attention
-    from .attention.backward_api import explain_gradients, flash_attention_backward
-    from .attention.cache_api import explain_with_kv_cache, flash_attention_with_kv_cache
+    from .attention.backward.api import explain_gradients, flash_attention_backward
+    from .attention.decode.api import explain_with_kv_cache, flash_attention_with_kv_cache
     from .attention.varlen import explain_varlen, flash_attention_varlen
     from .errors import CompileError, FlashmoeError, InputError, UnsupportedError
     from .integrations.moe_layer import MoeLayer

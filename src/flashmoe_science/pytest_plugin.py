@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from .proof.claims import Claim
-    from .proof.evidence import Record
-    from .proof.judge import Verdict
+    from .proof.judge.claims import Claim
+    from .proof.judge.judge import Verdict
+    from .proof.records.evidence import Record
 
 _MARKER = "flashmoe(claim, ...): passes where this claim of claims/ holds, fails where it is refuted, else is skipped"
 
@@ -44,9 +44,9 @@ class _Claims:
     def judge(self, name: str) -> Verdict:
         """Return the verdict on one claim. Raises ``FlashmoeError`` when there is none of this name."""
         from .errors import ClaimError
-        from .proof.claims import load_claims
-        from .proof.store import find_repository
-        from .proof.verify import read_records, verify_claim
+        from .proof.judge.claims import load_claims
+        from .proof.judge.verify import read_records, verify_claim
+        from .proof.records.store import find_repository
 
         if self._repository is None:
             repository = find_repository(self._start)
@@ -69,7 +69,7 @@ class _Claims:
 
         failure = ""
         try:
-            from .proof.junit import outcome
+            from .proof.report.junit import outcome
 
             verdicts = [self.judge(name) for name in names]
         except ModuleNotFoundError as error:

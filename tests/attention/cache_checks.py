@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from flashmoe_science import flash_attention_with_kv_cache
-from flashmoe_science.attention import cache_reference
-from flashmoe_science.attention.cache_contract import cache_problem_of
+from flashmoe_science.attention.decode import reference as cache_reference
+from flashmoe_science.attention.decode.contract import cache_problem_of
 from flashmoe_science.operators.attention import OPERATOR
 
 from .cache_cases import CacheCase, Tensors

@@ -14,7 +14,7 @@ import torch
 
 from flashmoe_science import flash_attention, flash_attention_varlen
 from flashmoe_science.attention import reference
-from flashmoe_science.attention.gradients import attention_gradients
+from flashmoe_science.attention.backward.autograd import attention_gradients
 from flashmoe_science.attention.inputs import Options
 from flashmoe_science.attention.packed import planned_lengths
 from flashmoe_science.attention.problem import AttentionProblem

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
-from flashmoe_science.attention.backward_primitives_sm90 import Span
+from flashmoe_science.attention.backward.primitives_sm90 import Span
 
 
 class Int32(int):

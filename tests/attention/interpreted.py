@@ -16,12 +16,12 @@ import torch
 
 from flashmoe_science import flash_attention, flash_attention_varlen
 from flashmoe_science.attention import packed
-from flashmoe_science.attention.calls import allocate_lse, allocate_output
-from flashmoe_science.attention.gradients import attention_gradients
+from flashmoe_science.attention.backward.autograd import attention_gradients
+from flashmoe_science.attention.forward.calls import allocate_lse, allocate_output
+from flashmoe_science.attention.forward.prepare import interpret, prepare_kernels
+from flashmoe_science.attention.forward.sequences_triton import _order_sequences_kernel
 from flashmoe_science.attention.inputs import problem_of
 from flashmoe_science.attention.packed import planned_lengths
-from flashmoe_science.attention.prepare import interpret, prepare_kernels
-from flashmoe_science.attention.sequences_triton import _order_sequences_kernel
 from flashmoe_science.attention.tiles import ForwardConfig, Plan
 from flashmoe_science.gpu.planning import PlannedLaunch
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from flashmoe_science.attention import backward_passes_triton
-from flashmoe_science.attention.backward_hopper_plan import HopperBackwardConfig, hopper_backward_tiles
-from flashmoe_science.attention.backward_plan import plan_backward
-from flashmoe_science.attention.backward_prepare import prepare_backward_kernels
-from flashmoe_science.attention.backward_problem import BackwardProblem
-from flashmoe_science.attention.backward_sm90 import scratch_sizes
-from flashmoe_science.attention.prepare import interpret
+from flashmoe_science.attention.backward import prepass_triton as backward_passes_triton
+from flashmoe_science.attention.backward.plan import plan_backward
+from flashmoe_science.attention.backward.plan_sm90 import HopperBackwardConfig, hopper_backward_tiles
+from flashmoe_science.attention.backward.prepare import prepare_backward_kernels
+from flashmoe_science.attention.backward.prepare_sm90 import scratch_sizes
+from flashmoe_science.attention.backward.problem import BackwardProblem
+from flashmoe_science.attention.forward.prepare import interpret
 from flashmoe_science.attention.problem import AttentionProblem, output_strides
 from flashmoe_science.gpu.specs import SPECS
 

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from flashmoe_science.attention.backward_primitives import add_product, empty_sum
+from flashmoe_science.attention.backward.primitives import add_product, empty_sum
 
 
 @triton.jit

@@ -12,9 +12,10 @@ import torch.nn.functional as F  # noqa: N812 - PyTorch's own habit
 from torch.utils.checkpoint import checkpoint
 
 from flashmoe_science import InputError, UnsupportedError, flash_attention, flash_attention_varlen
-from flashmoe_science.attention import gradients as gradients_module, reference
-from flashmoe_science.attention.backward_calls import prepare_backward
-from flashmoe_science.attention.gradients import attention_gradients
+from flashmoe_science.attention import reference
+from flashmoe_science.attention.backward import autograd as gradients_module
+from flashmoe_science.attention.backward.autograd import attention_gradients
+from flashmoe_science.attention.backward.calls import prepare_backward
 from flashmoe_science.attention.inputs import Options
 
 from ..exhaustive import all_but

@@ -12,7 +12,7 @@ import torch.nn.functional as F  # noqa: N812 - PyTorch's own habit
 from torch.utils.checkpoint import checkpoint
 
 from flashmoe_science import flash_attention, flash_attention_varlen
-from flashmoe_science.attention.gradients import attention_gradients
+from flashmoe_science.attention.backward.autograd import attention_gradients
 
 from .cases import GRADIENTS, HEAD_DIMS, PAIRS, Case, FeatureCase, Gradients, VarlenCase
 from .checks import (

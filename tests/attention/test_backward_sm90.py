@@ -15,13 +15,13 @@ import torch
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
 from flashmoe_science import InputError, UnsupportedError, explain_gradients
-from flashmoe_science.attention.backward_calls import prepare_backward
-from flashmoe_science.attention.backward_hopper_plan import HopperBackwardConfig
-from flashmoe_science.attention.backward_plan import BackwardConfig, BackwardPlan, plan_backward
-from flashmoe_science.attention.backward_prepare import prepare_backward_kernels
-from flashmoe_science.attention.backward_problem import BackwardProblem
-from flashmoe_science.attention.backward_sm90 import HOPPER_TENSORS, scratch_sizes
-from flashmoe_science.attention.gradients import attention_gradients
+from flashmoe_science.attention.backward.autograd import attention_gradients
+from flashmoe_science.attention.backward.calls import prepare_backward
+from flashmoe_science.attention.backward.plan import BackwardConfig, BackwardPlan, plan_backward
+from flashmoe_science.attention.backward.plan_sm90 import HopperBackwardConfig
+from flashmoe_science.attention.backward.prepare import prepare_backward_kernels
+from flashmoe_science.attention.backward.prepare_sm90 import HOPPER_TENSORS, scratch_sizes
+from flashmoe_science.attention.backward.problem import BackwardProblem
 from flashmoe_science.attention.inputs import Options
 from flashmoe_science.attention.problem import AttentionProblem
 from flashmoe_science.gpu.compile import compile_kernel, read_resources
@@ -345,7 +345,7 @@ def test_each_call_has_counters_and_sums_of_its_own(monkeypatch):
     """Three launches on the current stream; what they hand on is allocated by the call."""
     launches = Launches()
     monkeypatch.setattr("flashmoe_science.gpu.launch.prepare_launch", launches.prepare)
-    monkeypatch.setattr("flashmoe_science.attention.backward_calls._raw_stream", lambda index: 7 + index)
+    monkeypatch.setattr("flashmoe_science.attention.backward.calls._raw_stream", lambda index: 7 + index)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     plan = plan_of(seqlen_q=70, seqlen_k=60, batch=1, asked={"has_dlse": True})
     p = plan.problem.forward
@@ -454,7 +454,7 @@ def test_kernels_of_other_groups_compile(head_dim, head_dim_v, dtype, heads, tmp
 def check_compiled(head_dim, head_dim_v, dtype, causal, window, heads, tmp_path):
     import triton
 
-    from flashmoe_science.attention.backward_gluon_sm90 import FREE
+    from flashmoe_science.attention.backward.gluon_sm90 import FREE
 
     plan = plan_of(
         head_dim=head_dim, head_dim_v=head_dim_v, dtype=dtype, causal=causal, window=window, asked={"has_dlse": True},

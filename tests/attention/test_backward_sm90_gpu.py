@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
 from flashmoe_science import flash_attention
-from flashmoe_science.attention.gradients import attention_gradients
+from flashmoe_science.attention.backward.autograd import attention_gradients
 from flashmoe_science.attention.inputs import Options
 
 from .cases import PAIRS, Case, FeatureCase

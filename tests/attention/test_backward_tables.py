@@ -18,15 +18,15 @@ pytest.importorskip("triton", reason="Triton exists for Linux only")
 import triton
 
 from flashmoe_science import InputError, UnsupportedError
-from flashmoe_science.attention.backward_plan import (
+from flashmoe_science.attention.backward.plan import (
     BACKWARD_TABLES,
     BackwardConfig,
     BackwardPlan,
     backward_tiles,
     plan_backward,
 )
-from flashmoe_science.attention.backward_prepare import prepare_backward_kernels
-from flashmoe_science.attention.backward_problem import BackwardProblem
+from flashmoe_science.attention.backward.prepare import prepare_backward_kernels
+from flashmoe_science.attention.backward.problem import BackwardProblem
 from flashmoe_science.attention.problem import AttentionProblem
 from flashmoe_science.gpu.compile import compile_kernel, read_resources
 from flashmoe_science.gpu.launch import count_parameters

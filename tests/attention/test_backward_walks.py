@@ -11,8 +11,12 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
-from flashmoe_science.attention import backward_192_gluon_sm90, backward_gluon_sm90, backward_wide_gluon_sm90
-from flashmoe_science.attention.backward_primitives_sm90 import (
+from flashmoe_science.attention.backward import (
+    d192_gluon_sm90 as backward_192_gluon_sm90,
+    gluon_sm90 as backward_gluon_sm90,
+    wide_gluon_sm90 as backward_wide_gluon_sm90,
+)
+from flashmoe_science.attention.backward.primitives_sm90 import (
     first_whole_tile,
     load_partition,
     step_at,

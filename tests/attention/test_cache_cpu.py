@@ -20,7 +20,8 @@ from flashmoe_science import (
     flash_attention,
     flash_attention_with_kv_cache,
 )
-from flashmoe_science.attention import cache_reference, reference
+from flashmoe_science.attention import reference
+from flashmoe_science.attention.decode import reference as cache_reference
 
 from ..exhaustive import all_but
 from .cache_cases import CACHE_CASES, EMPTY_CACHE_CASES, CacheCase, Tensors, make_tensors
@@ -409,7 +410,7 @@ def test_parameters_are_tensors(monkeypatch):
     """Sinks of models are some: the call takes no way that others do not."""
     tensors = make_tensors(CacheCase("sinks", lengths=(37, 5), sinks=True))
     expected, _ = call(tensors)
-    monkeypatch.setattr("flashmoe_science.attention.cache_api._call_operator", None)
+    monkeypatch.setattr("flashmoe_science.attention.decode.api._call_operator", None)
     tensors["sinks"] = torch.nn.Parameter(tensors["sinks"])
     with torch.no_grad():
         assert torch.equal(call(tensors)[0], expected)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from flashmoe_science.attention.cache_problem import CacheProblem
-from flashmoe_science.attention.decode_plan import plan_with_kv_cache
+from flashmoe_science.attention.decode.plan import plan_with_kv_cache
+from flashmoe_science.attention.decode.problem import CacheProblem
 from flashmoe_science.gpu.specs import SPECS
 
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from flashmoe_science import UnsupportedError, explain_with_kv_cache, flash_attention, flash_attention_with_kv_cache
-from flashmoe_science.attention import decode_plan
-from flashmoe_science.attention.decode_config import DecodeConfig
-from flashmoe_science.attention.decode_plan import _FEW, _FEW_KEYS, _MORE_TO_READ, _SHORT, DECODE_TABLES
+from flashmoe_science.attention.decode import plan as decode_plan
+from flashmoe_science.attention.decode.config import DecodeConfig
+from flashmoe_science.attention.decode.plan import _FEW, _FEW_KEYS, _MORE_TO_READ, _SHORT, DECODE_TABLES
 
 from .cache_cases import CACHE_CASES, EMPTY_CACHE_CASES, CacheCase, Tensors, make_tensors
 from .cache_checks import assert_cache_right, call, clone

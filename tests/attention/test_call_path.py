@@ -10,7 +10,10 @@ import pytest
 import torch
 
 from flashmoe_science import flash_attention, flash_attention_varlen, flash_attention_with_kv_cache
-from flashmoe_science.attention import api, cache_api, calls, gradients
+from flashmoe_science.attention import api
+from flashmoe_science.attention.backward import autograd as gradients
+from flashmoe_science.attention.decode import api as cache_api
+from flashmoe_science.attention.forward import calls
 
 from ..call_path import call_path
 

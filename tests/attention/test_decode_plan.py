@@ -12,9 +12,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from flashmoe_science import InputError, UnsupportedError
-from flashmoe_science.attention.cache_problem import CacheProblem
-from flashmoe_science.attention.decode_config import DecodeConfig
-from flashmoe_science.attention.decode_plan import (
+from flashmoe_science.attention.decode.config import DecodeConfig
+from flashmoe_science.attention.decode.plan import (
     DECODE_TABLES,
     MergeConfig,
     Shares,
@@ -23,6 +22,7 @@ from flashmoe_science.attention.decode_plan import (
     plan_shares,
     plan_with_kv_cache,
 )
+from flashmoe_science.attention.decode.problem import CacheProblem
 from flashmoe_science.gpu.specs import SPECS
 
 H200 = SPECS["H200"]

@@ -12,9 +12,9 @@ import pytest
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
 from flashmoe_science import UnsupportedError
-from flashmoe_science.attention.cache_problem import CacheProblem
-from flashmoe_science.attention.decode_plan import plan_with_kv_cache
-from flashmoe_science.attention.decode_prepare import pointer_names, prepare_cache_kernels
+from flashmoe_science.attention.decode.plan import plan_with_kv_cache
+from flashmoe_science.attention.decode.prepare import pointer_names, prepare_cache_kernels
+from flashmoe_science.attention.decode.problem import CacheProblem
 from flashmoe_science.gpu.compile import compile_kernel, read_resources
 from flashmoe_science.gpu.launch import count_parameters
 from flashmoe_science.gpu.specs import SPECS

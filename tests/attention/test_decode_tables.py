@@ -16,9 +16,8 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
-from flashmoe_science.attention.cache_problem import CacheProblem
-from flashmoe_science.attention.decode_config import DecodeConfig
-from flashmoe_science.attention.decode_plan import (
+from flashmoe_science.attention.decode.config import DecodeConfig
+from flashmoe_science.attention.decode.plan import (
     _FEW,
     _FEW_KEYS,
     _MORE_TO_READ,
@@ -27,7 +26,8 @@ from flashmoe_science.attention.decode_plan import (
     DecodePlan,
     plan_with_kv_cache,
 )
-from flashmoe_science.attention.decode_prepare import prepare_cache_kernels
+from flashmoe_science.attention.decode.prepare import prepare_cache_kernels
+from flashmoe_science.attention.decode.problem import CacheProblem
 from flashmoe_science.gpu.compile import compile_kernel, read_resources
 from flashmoe_science.gpu.launch import count_parameters
 from flashmoe_science.gpu.occupancy import occupancy

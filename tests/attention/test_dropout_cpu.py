@@ -20,12 +20,12 @@ from flashmoe_science import (
     flash_attention_varlen,
 )
 from flashmoe_science.attention import reference
-from flashmoe_science.attention.backward_plan import plan_backward
-from flashmoe_science.attention.backward_problem import BackwardProblem
-from flashmoe_science.attention.features_plan import FEATURES_KERNEL
+from flashmoe_science.attention.backward.plan import plan_backward
+from flashmoe_science.attention.backward.problem import BackwardProblem
+from flashmoe_science.attention.forward.plan import plan_attention
+from flashmoe_science.attention.forward.prepare import dropout_last
+from flashmoe_science.attention.forward.variants_plan import FEATURES_KERNEL
 from flashmoe_science.attention.philox import dropout_keeps, philox4x32
-from flashmoe_science.attention.plan import plan_attention
-from flashmoe_science.attention.prepare import dropout_last
 from flashmoe_science.attention.problem import AttentionProblem
 from flashmoe_science.gpu.specs import SPECS
 

@@ -12,8 +12,8 @@ import torch.nn.functional as F  # noqa: N812 - PyTorch's own habit
 
 from flashmoe_science import InputError, UnsupportedError, explain, flash_attention
 from flashmoe_science.attention import reference
-from flashmoe_science.attention.features_plan import FEATURES_KERNEL
-from flashmoe_science.attention.plan import plan_attention
+from flashmoe_science.attention.forward.plan import plan_attention
+from flashmoe_science.attention.forward.variants_plan import FEATURES_KERNEL
 from flashmoe_science.attention.problem import AttentionProblem
 from flashmoe_science.attention.tiles import ForwardConfig
 from flashmoe_science.gpu.specs import SPECS

@@ -13,7 +13,9 @@ from hypothesis import example, given, settings, strategies
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
 from flashmoe_science import UnsupportedError
-from flashmoe_science.attention.features_plan import (
+from flashmoe_science.attention.forward.plan import plan_attention
+from flashmoe_science.attention.forward.plan_sm90 import HOPPER_TABLE
+from flashmoe_science.attention.forward.variants_plan import (
     FEATURES_KERNEL,
     ORDER_SEQUENCES,
     features_config,
@@ -21,9 +23,7 @@ from flashmoe_science.attention.features_plan import (
     heads_together,
     shares,
 )
-from flashmoe_science.attention.features_prepare import prepare_features
-from flashmoe_science.attention.hopper_plan import HOPPER_TABLE
-from flashmoe_science.attention.plan import plan_attention
+from flashmoe_science.attention.forward.variants_prepare import prepare_features
 from flashmoe_science.attention.problem import AttentionProblem
 from flashmoe_science.attention.tiles import HopperConfig, Plan
 from flashmoe_science.gpu.compile import compile_kernel

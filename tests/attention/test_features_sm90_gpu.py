@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from flashmoe_science import explain_varlen, flash_attention, flash_attention_varlen
-from flashmoe_science.attention.features_plan import FEATURES_KERNEL
+from flashmoe_science.attention.forward.variants_plan import FEATURES_KERNEL
 
 from .cases import PAIRS, FeatureCase, VarlenCase
 from .checks import make_features, make_inputs, make_packed

@@ -13,7 +13,7 @@ import torch
 
 from flashmoe_science import UnsupportedError, explain, flash_attention
 from flashmoe_science.attention import reference
-from flashmoe_science.attention.hopper_plan import HOPPER_TABLE
+from flashmoe_science.attention.forward.plan_sm90 import HOPPER_TABLE
 from flashmoe_science.attention.tiles import ForwardConfig, HopperConfig
 from flashmoe_science.operators.attention import OPERATOR
 

@@ -16,8 +16,8 @@ from hypothesis import example, given, settings, strategies
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
 from flashmoe_science import UnsupportedError
-from flashmoe_science.attention.forward_primitives_sm90 import TURNS
-from flashmoe_science.attention.hopper_plan import (
+from flashmoe_science.attention.forward.plan import plan_attention
+from flashmoe_science.attention.forward.plan_sm90 import (
     HOPPER_ROWS,
     HOPPER_TABLE,
     hopper_config,
@@ -26,8 +26,8 @@ from flashmoe_science.attention.hopper_plan import (
     hopper_is_aligned,
     hopper_output_columns,
 )
-from flashmoe_science.attention.plan import plan_attention
-from flashmoe_science.attention.prepare import prepare_kernels
+from flashmoe_science.attention.forward.prepare import prepare_kernels
+from flashmoe_science.attention.forward.primitives_sm90 import TURNS
 from flashmoe_science.attention.problem import AttentionProblem
 from flashmoe_science.attention.tiles import ForwardConfig, HopperConfig, Plan
 from flashmoe_science.errors import CompileError, LaunchError
@@ -570,8 +570,8 @@ def test_the_address_must_be_the_first_word_of_a_map(monkeypatch, places):
 
 def test_its_sources_are_hashed():
     hopper = {
-        "attention/forward_gluon_sm90.py",
-        "attention/forward_primitives_sm90.py",
+        "attention/forward/gluon_sm90.py",
+        "attention/forward/primitives_sm90.py",
         "gpu/gluon_versions.py",
         "gpu/tensor_map.py",
     }

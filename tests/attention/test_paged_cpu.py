@@ -15,8 +15,9 @@ from flashmoe_science import (
     flash_attention_varlen,
     flash_attention_with_kv_cache,
 )
-from flashmoe_science.attention import calls, reference
-from flashmoe_science.attention.plan import plan_attention
+from flashmoe_science.attention import reference
+from flashmoe_science.attention.forward import calls
+from flashmoe_science.attention.forward.plan import plan_attention
 from flashmoe_science.attention.problem import AttentionProblem
 from flashmoe_science.gpu.specs import SPECS
 

@@ -15,12 +15,12 @@ from hypothesis import given, settings, strategies
 
 import flashmoe_science
 from flashmoe_science import InputError, UnsupportedError
-from flashmoe_science.attention.hopper_plan import HOPPER_ROWS
-from flashmoe_science.attention.plan import plan_attention
+from flashmoe_science.attention.forward.plan import plan_attention
+from flashmoe_science.attention.forward.plan_sm90 import HOPPER_ROWS
+from flashmoe_science.attention.forward.short_plan import short_shared_bytes
+from flashmoe_science.attention.forward.triton_plan import MERGE_ROWS, share_keys
 from flashmoe_science.attention.problem import AttentionProblem
-from flashmoe_science.attention.short_plan import short_shared_bytes
 from flashmoe_science.attention.tiles import ForwardConfig, HopperConfig, Plan, ShortConfig
-from flashmoe_science.attention.triton_plan import MERGE_ROWS, share_keys
 from flashmoe_science.gpu import planning
 from flashmoe_science.gpu.planning import PlannedLaunch
 from flashmoe_science.gpu.specs import SPECS
@@ -425,7 +425,7 @@ def test_every_plan_covers_its_rows_and_keys(gpu, kernel, **sizes):
 def test_planning_imports_no_triton():
     code = """
 import sys
-from flashmoe_science.attention.plan import plan_attention
+from flashmoe_science.attention.forward.plan import plan_attention
 from flashmoe_science.attention.problem import AttentionProblem
 from flashmoe_science.gpu.specs import find_gpu
 for seqlen in (64, 4096):

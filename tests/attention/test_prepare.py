@@ -9,8 +9,8 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
-from flashmoe_science.attention.plan import plan_attention
-from flashmoe_science.attention.prepare import prepare_kernels
+from flashmoe_science.attention.forward.plan import plan_attention
+from flashmoe_science.attention.forward.prepare import prepare_kernels
 from flashmoe_science.attention.problem import AttentionProblem
 from flashmoe_science.gpu.specs import SPECS
 from flashmoe_science.operators.attention import compile_plan

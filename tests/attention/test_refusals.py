@@ -16,8 +16,8 @@ from flashmoe_science import (
     flash_attention_varlen,
     flash_attention_with_kv_cache,
 )
-from flashmoe_science.attention.backward_api import explain_gradients, flash_attention_backward
-from flashmoe_science.attention.cache_contract import meet, meets_itself
+from flashmoe_science.attention.backward.api import explain_gradients, flash_attention_backward
+from flashmoe_science.attention.decode.contract import meet, meets_itself
 
 OPS = torch.ops.flashmoe_science
 

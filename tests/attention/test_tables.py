@@ -29,12 +29,12 @@ pytest.importorskip("triton", reason="Triton exists for Linux only")
 import triton
 
 from flashmoe_science import UnsupportedError
-from flashmoe_science.attention.plan import plan_attention
-from flashmoe_science.attention.prepare import prepare_kernels
+from flashmoe_science.attention.forward.plan import plan_attention
+from flashmoe_science.attention.forward.prepare import prepare_kernels
+from flashmoe_science.attention.forward.short_plan import SHORT_MAX_KEYS, short_shared_bytes
+from flashmoe_science.attention.forward.triton_plan import FORWARD_TABLES, forward_rows
 from flashmoe_science.attention.problem import AttentionProblem, Strides
-from flashmoe_science.attention.short_plan import SHORT_MAX_KEYS, short_shared_bytes
 from flashmoe_science.attention.tiles import ForwardConfig, Plan, ShortConfig
-from flashmoe_science.attention.triton_plan import FORWARD_TABLES, forward_rows
 from flashmoe_science.gpu.compile import KernelOutcome, compile_kernel, read_resources
 from flashmoe_science.gpu.planning import PlannedLaunch
 from flashmoe_science.gpu.specs import SPECS

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from flashmoe_science import InputError, UnsupportedError, explain_varlen, flash_attention, flash_attention_varlen
-from flashmoe_science.attention import calls, packed
-from flashmoe_science.attention.plan import plan_attention
+from flashmoe_science.attention import packed
+from flashmoe_science.attention.forward import calls
+from flashmoe_science.attention.forward.plan import plan_attention
 from flashmoe_science.attention.problem import AttentionProblem
 from flashmoe_science.attention.tiles import ForwardConfig
 from flashmoe_science.gpu.specs import SPECS

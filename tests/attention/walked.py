@@ -13,9 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from flashmoe_science.attention import forward_features_gluon_sm90 as kernel
-from flashmoe_science.attention.features_plan import features_config, heads_fit, heads_together
-from flashmoe_science.attention.features_primitives_sm90 import Args
+from flashmoe_science.attention.forward import variants_gluon_sm90 as kernel
+from flashmoe_science.attention.forward.variants_plan import features_config, heads_fit, heads_together
+from flashmoe_science.attention.forward.variants_primitives_sm90 import Args
 from flashmoe_science.attention.problem import AttentionProblem
 
 

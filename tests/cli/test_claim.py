@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
+from flashmoe_science.proof.judge.judge.claims import load_claims
 
-from flashmoe_science.proof.claims import load_claims
-from flashmoe_science.proof.store import Store
+from flashmoe_science.proof.records.store import Store
 
 from ..proof.builders import build_record
 from ..proof.own_kernels import record_of, write_kernel

@@ -44,7 +44,7 @@ def test_the_help_of_a_verb_has_a_line_an_example_and_its_exit_codes(run, verb):
 
 def commands():
     """Return every verb; one below another is called by both words."""
-    from flashmoe_science.cli.verbs import app
+    from flashmoe_science.cli.app import app
 
     root: Any = typer.main.get_command(app)
     found: dict[str, Any] = {}
@@ -117,14 +117,14 @@ def test_what_a_verb_raises_decides_the_exit_code(run, monkeypatch, error, code)
     def raise_it(**_):
         raise error
 
-    monkeypatch.setattr("flashmoe_science.cli.looking.run_runs", raise_it)
+    monkeypatch.setattr("flashmoe_science.cli.show.run_runs", raise_it)
     got, out, err = run("runs")
     assert (got, out) == (code, "")
     assert "Traceback" not in err
 
 
 def test_a_fault_of_ours_is_no_verdict(run, monkeypatch):
-    monkeypatch.setattr("flashmoe_science.cli.looking.run_runs", lambda **_: 1 / 0)
+    monkeypatch.setattr("flashmoe_science.cli.show.run_runs", lambda **_: 1 / 0)
     code, out, err = run("runs", "--json")
     assert code == 70
     assert "Traceback" in err

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from flashmoe_science.proof.evidence import write_record
-from flashmoe_science.proof.store import Store
+from flashmoe_science.proof.records.evidence import write_record
+from flashmoe_science.proof.records.store import Store
 
 from ..proof.builders import build_record
 from ..proof.repositories import git

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
+from flashmoe_science.proof.cost.cost.cost import size_of
 
-from flashmoe_science.proof.cost import size_of
-from flashmoe_science.proof.evidence import Gate, write_record
-from flashmoe_science.proof.ledger import GPU_GATES
-from flashmoe_science.proof.store import Store
+from flashmoe_science.proof.records.evidence import Gate, write_record
+from flashmoe_science.proof.records.ledger import GPU_GATES
+from flashmoe_science.proof.records.store import Store
 
 from ..proof.builders import H200, build_gates, build_record
 

@@ -9,8 +9,8 @@ import pytest
 
 from flashmoe_science.proof.diagnose.gather import CannotObserveError
 from flashmoe_science.proof.diagnose.observations import Diagnosis, TimedBaseline, Times
-from flashmoe_science.proof.evidence import Gate, GateStatus
-from flashmoe_science.proof.store import Store
+from flashmoe_science.proof.records.evidence import Gate, GateStatus
+from flashmoe_science.proof.records.store import Store
 
 from ..proof.builders import H200
 from ..proof.chain import environment_with

@@ -7,11 +7,11 @@ import json
 import re
 
 import pytest
+from flashmoe_science.proof.measure.measure.baselines import BaselineStatus
+from flashmoe_science.proof.measure.measure.doctor import Check
 
-from flashmoe_science.proof.baselines import BaselineStatus
-from flashmoe_science.proof.doctor import Check
-from flashmoe_science.proof.evidence import SourceFile, write_record
-from flashmoe_science.proof.store import Store
+from flashmoe_science.proof.records.evidence import SourceFile, write_record
+from flashmoe_science.proof.records.store import Store
 from flashmoe_science.proof.worker import TaskResult
 
 from ..proof.builders import build_record
@@ -313,8 +313,8 @@ def test_explain_of_what_no_kernel_serves(run):
 
 def test_doctor_prints_a_line_for_every_check_and_its_hint(run, monkeypatch):
     checks = [Check("torch", ok=True, text="2.11"), Check("GPU", ok=None, text="none", hint="buy one")]
-    monkeypatch.setattr("flashmoe_science.proof.doctor.examine", lambda: iter(checks))
-    monkeypatch.setattr("flashmoe_science.proof.doctor.check_width", lambda: 5)
+    monkeypatch.setattr("flashmoe_science.proof.measure.doctor.examine", lambda: iter(checks))
+    monkeypatch.setattr("flashmoe_science.proof.measure.doctor.check_width", lambda: 5)
     code, out, _ = run("doctor")
     assert (code, out) == (0, "torch  ok       2.11\nGPU    none     none\n                hint: buy one\n")
     assert json.loads(run("doctor", "--json")[1])["checks"][1]["ok"] is None
@@ -336,7 +336,7 @@ def test_baselines_says_of_each_whether_it_runs_here(run, monkeypatch):
         BaselineStatus("sdpa", available=True, reason="", version="2.11"),
         BaselineStatus("fa3", available=False, reason="no module flash_attn_3", version=""),
     ]
-    monkeypatch.setattr("flashmoe_science.proof.baselines.available_baselines", lambda operator: found)
+    monkeypatch.setattr("flashmoe_science.proof.measure.baselines.available_baselines", lambda operator: found)
     code, out, _ = run("baselines")
     assert code == 0
     assert [line.split(maxsplit=2) for line in out.splitlines()[1:]] == [

@@ -11,8 +11,8 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from flashmoe_science.errors import EvidenceError
-from flashmoe_science.proof.evidence import SourceFile, SubjectInfo
-from flashmoe_science.proof.store import Store
+from flashmoe_science.proof.records.evidence import SourceFile, SubjectInfo
+from flashmoe_science.proof.records.store import Store
 
 from ..proof.builders import build_gates, build_record
 from ..proof.claim_builders import suite_toml

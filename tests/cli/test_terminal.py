@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from flashmoe_science.cli.terminal import ChainProgress, Terminal
-from flashmoe_science.proof.evidence import Gate, GateStatus
+from flashmoe_science.proof.records.evidence import Gate, GateStatus
 
 from ..proof.builders import build_gates
 

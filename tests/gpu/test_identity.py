@@ -17,22 +17,23 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
-from flashmoe_science.attention import (
-    forward_gluon_sm90,
-    forward_primitives_sm90,
-    forward_triton,
-    hopper_plan,
+from flashmoe_science.proof.subject.subject.loading import load_operator
+from flashmoe_science.proof.subject.subject.operator import identities_of
+from flashmoe_science.proof.subject.subject.subject import PACKAGE_FOLDER
+
+from flashmoe_science.attention import primitives
+from flashmoe_science.attention.forward import (
+    gluon_sm90 as forward_gluon_sm90,
     merge_triton,
-    primitives,
+    plan_sm90 as hopper_plan,
+    primitives_sm90 as forward_primitives_sm90,
+    stream_triton as forward_triton,
 )
 from flashmoe_science.errors import UnreadableError
 from flashmoe_science.gpu import gluon_sm90, identity
 from flashmoe_science.gpu.compile import KernelSource
 from flashmoe_science.gpu.identity import launch_identity
 from flashmoe_science.gpu.specs import SPECS
-from flashmoe_science.proof.loading import load_operator
-from flashmoe_science.proof.operator import identities_of
-from flashmoe_science.proof.subject import PACKAGE_FOLDER
 
 from ..proof.processes import python_path
 from . import made_up_kernels
@@ -153,7 +154,7 @@ def test_digits_that_fp32_has_not_do_not_count():
 SCRIPT = """
 import json
 from flashmoe_science.gpu.specs import SPECS
-from flashmoe_science.proof.operator import identities_of, load_operator
+from flashmoe_science.proof.subject.operator import identities_of, load_operator
 found = {}
 for name, (operator, subject, table) in json.loads(input()).items():
     loaded = load_operator(operator)

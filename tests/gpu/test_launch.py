@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from flashmoe_science import CompileError
-from flashmoe_science.attention.prepare import prepare_kernels
+from flashmoe_science.attention.forward.prepare import prepare_kernels
 from flashmoe_science.attention.problem import AttentionProblem
 from flashmoe_science.attention.tiles import ForwardConfig, Plan
 from flashmoe_science.gpu import launch

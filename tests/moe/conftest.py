@@ -11,7 +11,8 @@ import torch
 
 from flashmoe_science.gpu import launch
 from flashmoe_science.gpu.specs import SPECS
-from flashmoe_science.moe import api, calls, gradients
+from flashmoe_science.moe import api, calls
+from flashmoe_science.moe.backward import autograd as gradients
 
 from .cases import Case
 

@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from flashmoe_science import fused_moe, route
-from flashmoe_science.moe import backward_plan, gradients, hopper_plan, reference
+from flashmoe_science.moe import reference
+from flashmoe_science.moe.backward import autograd as gradients, plan as backward_plan
+from flashmoe_science.moe.grouped import plan_sm90 as hopper_plan
 
 from ..attention.checks import poison_allocator
 from .cases import GRADIENT_CASES, Case, make_tensors

@@ -11,8 +11,8 @@ import torch
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
 from flashmoe_science import fused_moe
-from flashmoe_science.moe import gradients
-from flashmoe_science.moe.backward_api import fused_moe_backward
+from flashmoe_science.moe.backward import autograd as gradients
+from flashmoe_science.moe.backward.api import fused_moe_backward
 from tests.call_path import CallPath, call_path
 
 MOST_STAYS = 20  # of a first call

@@ -13,9 +13,11 @@ pytest.importorskip("triton", reason="Triton exists for Linux only")
 
 from flashmoe_science.gpu.signature import PreparedKernel
 from flashmoe_science.gpu.specs import SPECS
-from flashmoe_science.moe import grouped_gluon_sm90, primitives_sm90, weights_gluon_sm90
-from flashmoe_science.moe.backward_plan import plan_backward
-from flashmoe_science.moe.prepare_backward import prepare_backward_kernels
+from flashmoe_science.moe import primitives_sm90
+from flashmoe_science.moe.backward import weights_gluon_sm90
+from flashmoe_science.moe.backward.plan import plan_backward
+from flashmoe_science.moe.backward.prepare import prepare_backward_kernels
+from flashmoe_science.moe.grouped import gluon_sm90 as grouped_gluon_sm90
 from flashmoe_science.moe.problem import MoeProblem
 
 pytestmark = pytest.mark.triton

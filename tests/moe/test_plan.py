@@ -11,8 +11,8 @@ import torch
 
 from flashmoe_science import InputError, UnsupportedError, explain_moe
 from flashmoe_science.gpu.specs import SPECS
-from flashmoe_science.moe import hopper_plan
-from flashmoe_science.moe.backward_plan import GRADIENTS, column_sums, plan_backward
+from flashmoe_science.moe.backward.plan import GRADIENTS, column_sums, plan_backward
+from flashmoe_science.moe.grouped import plan_sm90 as hopper_plan
 from flashmoe_science.moe.plan import (
     MAX_FEW_PAIRS,
     MAX_PAIRS_SORTED_AT_ONCE,

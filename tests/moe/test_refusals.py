@@ -9,8 +9,8 @@ import torch
 
 from flashmoe_science import InputError, UnsupportedError, explain_moe, fused_moe, route
 from flashmoe_science.errors import shown
-from flashmoe_science.moe.backward_api import fused_moe_backward
-from flashmoe_science.moe.inputs import TENSORS
+from flashmoe_science.moe.backward.api import fused_moe_backward
+from flashmoe_science.moe.checks import TENSORS
 
 from .cases import Case, make_tensors
 

@@ -16,18 +16,19 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
+from flashmoe_science.moe.routing.api.prepare import backward_kernel_of, kernel_of
+
 from flashmoe_science.gpu.compile import KernelSource, compile_kernel, read_resources
 from flashmoe_science.gpu.launch import count_parameters
 from flashmoe_science.gpu.signature import PreparedKernel
 from flashmoe_science.gpu.specs import SPECS
 from flashmoe_science.gpu.tensor_map import TensorMap
-from flashmoe_science.moe import hopper_plan
-from flashmoe_science.moe.backward_plan import GRADIENTS, make_backward_plan, plan_backward
+from flashmoe_science.moe.backward.plan import GRADIENTS, make_backward_plan, plan_backward
+from flashmoe_science.moe.backward.prepare import prepare_backward_kernels
+from flashmoe_science.moe.grouped import plan_sm90 as hopper_plan
+from flashmoe_science.moe.grouped.prepare_sm90 import ragged
 from flashmoe_science.moe.plan import NARROW, TABLES, TileConfig, make_plan, plan_moe
 from flashmoe_science.moe.prepare import prepare_moe_kernels
-from flashmoe_science.moe.prepare_backward import prepare_backward_kernels
-from flashmoe_science.moe.prepare_route import backward_kernel_of, kernel_of
-from flashmoe_science.moe.prepare_sm90 import ragged
 from flashmoe_science.moe.problem import MoeProblem, Routing
 from flashmoe_science.moe.tiles import BACKWARD_TABLES, SHARED_TABLES, SMALL_BACKWARD, BackwardConfig
 

@@ -9,8 +9,8 @@ import torch
 
 from flashmoe_science import InputError, UnsupportedError
 from flashmoe_science.gpu.specs import SPECS
-from flashmoe_science.moe.backward_api import fused_moe_backward
-from flashmoe_science.moe.backward_plan import plan_backward
+from flashmoe_science.moe.backward.api import fused_moe_backward
+from flashmoe_science.moe.backward.plan import plan_backward
 from flashmoe_science.operators.moe_backward import OPERATOR
 
 TABLE = {"tokens": 12, "experts": 4, "top_k": 2, "hidden": 24, "inter": 16, "dtype": "fp32"}

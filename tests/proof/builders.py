@@ -18,7 +18,7 @@ from typing import Literal
 
 import numpy as np
 
-from flashmoe_science.proof.evidence import (
+from flashmoe_science.proof.records.evidence import (
     GATE_NAMES,
     Accuracy,
     Arm,

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import tomlkit
-
-from flashmoe_science.proof.claim_text import claim_sentence
-from flashmoe_science.proof.claims import Claim
+from flashmoe_science.proof.judge.judge.claim_text import claim_sentence
+from flashmoe_science.proof.judge.judge.claims import Claim
 
 from .builders import build_record
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flashmoe_science.proof.evidence import Gate, GateStatus, Record, SourceFile
+from flashmoe_science.proof.records.evidence import Gate, GateStatus, Record, SourceFile
 
 from .builders import build_gates, build_record
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from flashmoe_science.proof.evidence import GateStatus, Record, read_record, write_record
+from flashmoe_science.proof.records.evidence import GateStatus, Record, read_record, write_record
 
 from .builders import build_record
 

@@ -6,9 +6,7 @@ import math
 
 import pytest
 import torch
-
-from flashmoe_science.errors import ProofError
-from flashmoe_science.proof.check import (
+from flashmoe_science.proof.measure.measure.correctness import (
     NAN_BYTE,
     PoisonFreshMemory,
     WrongResultError,
@@ -16,6 +14,8 @@ from flashmoe_science.proof.check import (
     poison_free_memory,
     poisoned_blocks,
 )
+
+from flashmoe_science.errors import ProofError
 from tests.proof.fake_operator import OPERATOR, FakeOperator, Problem, attend
 
 SHORT = Problem(1, 2, 33, 16)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from flashmoe_science.proof.judge.judge.claim_text import claim_sentence, sentence_fault
+from flashmoe_science.proof.judge.judge.judge import VerdictStatus, judge
+from flashmoe_science.proof.judge.judge.verify import verify_claims
 
-from flashmoe_science.proof.claim_text import claim_sentence, sentence_fault
-from flashmoe_science.proof.evidence import write_record
-from flashmoe_science.proof.judge import VerdictStatus, judge
-from flashmoe_science.proof.verify import verify_claims
+from flashmoe_science.proof.records.evidence import write_record
 
 from .builders import build_record
 from .claim_builders import build_claim, claim_toml, suite_toml

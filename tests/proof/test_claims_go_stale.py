@@ -10,13 +10,16 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
-from flashmoe_science.attention import backward_gluon_sm90, forward_gluon_sm90
-from flashmoe_science.moe import gemv_triton, primitives
-from flashmoe_science.proof import changes
-from flashmoe_science.proof.changes import changes_since
-from flashmoe_science.proof.claims import find_evidence, load_claims
-from flashmoe_science.proof.loading import load_operator
-from flashmoe_science.proof.verify import read_records
+from flashmoe_science.proof.judge.judge.claims import find_evidence, load_claims
+from flashmoe_science.proof.judge.judge.staleness import changes_since
+from flashmoe_science.proof.judge.judge.verify import read_records
+from flashmoe_science.proof.subject.subject.loading import load_operator
+
+from flashmoe_science.attention.backward import gluon_sm90 as backward_gluon_sm90
+from flashmoe_science.attention.forward import gluon_sm90 as forward_gluon_sm90
+from flashmoe_science.moe import primitives
+from flashmoe_science.moe.decode import gemv_triton
+from flashmoe_science.proof.judge.judge import staleness as changes
 
 pytestmark = [pytest.mark.triton, pytest.mark.one_triton]
 

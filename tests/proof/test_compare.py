@@ -7,13 +7,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+from flashmoe_science.proof.compare.compare.compare import (
+    Effect,
+    compare_records,
+    compare_revisions,
+    effect_of,
+    exit_code,
+)
+from flashmoe_science.proof.judge.judge.familywise import comparison_intervals, unpaired_intervals
+from flashmoe_science.proof.judge.judge.judge import check_control
+from flashmoe_science.proof.judge.judge.statistics import Interval, clustered_interval
 
 from flashmoe_science.errors import EvidenceError
-from flashmoe_science.proof.compare import Effect, compare_records, compare_revisions, effect_of, exit_code
-from flashmoe_science.proof.evidence import Compared, Gate, GateStatus, Record, Revision
-from flashmoe_science.proof.judge import check_control
-from flashmoe_science.proof.simultaneous import comparison_intervals, unpaired_intervals
-from flashmoe_science.proof.statistics import Interval, clustered_interval
+from flashmoe_science.proof.records.evidence import Compared, Gate, GateStatus, Record, Revision
 
 from .builders import H200, L4, build_gates, build_record
 
@@ -141,8 +147,8 @@ def test_too_few_rounds_or_processes_leave_it_undecided(processes, rounds, reaso
 
 
 def test_a_comparison_is_no_evidence_on_the_subject_itself(tmp_path):
-    from flashmoe_science.proof.claims import why_not
-    from flashmoe_science.proof.conclude import expectation
+    from flashmoe_science.proof.judge.judge.claims import why_not
+    from flashmoe_science.proof.judge.judge.run_verdicts import expectation
 
     record = compared(1.1)
     claim = expectation(build_record(speedups=[2.0]))
@@ -362,7 +368,8 @@ def wrong_verdicts(samples):
     return [any(effect_of(found, 0.01) in DIFFERS for found in comparison_intervals(sample)) for sample in samples]
 
 
-# At their worst 2.8 % of many runs; degrees of freedom that count every case's processes give more (docs/explanation/statistics.md).
+# At their worst 2.8 % of many runs (docs/explanation/statistics.md). Degrees of freedom that count the processes of
+# every case give more.
 @pytest.mark.parametrize(("cases", "runs", "most"), [(5, 150, 0.05), (13, 100, 0.05)])
 def test_an_offset_that_a_process_has_in_all_cases_makes_no_more_than_1_wrong_run_in_20(cases, runs, most):
     rng = np.random.default_rng(cases)

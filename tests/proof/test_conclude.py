@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from flashmoe_science.proof.judge.judge.judge import VerdictStatus, judge
+from flashmoe_science.proof.judge.judge.run_verdicts import conclude, expectation, last_word, run_exit_code
+from flashmoe_science.proof.judge.judge.staleness import Sources
 
-from flashmoe_science.proof.changes import Sources
-from flashmoe_science.proof.conclude import conclude, expectation, last_word, run_exit_code
-from flashmoe_science.proof.evidence import Gate, GateStatus
-from flashmoe_science.proof.judge import VerdictStatus, judge
+from flashmoe_science.proof.records.evidence import Gate, GateStatus
 
 from .builders import build_gates, build_record
 from .claim_builders import build_claim, claim_toml, suite_toml

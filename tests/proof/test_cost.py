@@ -6,9 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-
-from flashmoe_science.errors import ProofError, RatesError
-from flashmoe_science.proof.cost import (
+from flashmoe_science.proof.cost.cost.cost import (
     Bill,
     Budget,
     Estimate,
@@ -28,9 +26,11 @@ from flashmoe_science.proof.cost import (
     size_of,
     spent_seconds,
 )
-from flashmoe_science.proof.evidence import Arm, Compared, Resumed, Revision, documents_in, name_of, read_record
-from flashmoe_science.proof.ledger import GPU_GATES, Entry
-from flashmoe_science.proof.store import Archive, Store
+
+from flashmoe_science.errors import ProofError, RatesError
+from flashmoe_science.proof.records.evidence import Arm, Compared, Resumed, Revision, documents_in, name_of, read_record
+from flashmoe_science.proof.records.ledger import GPU_GATES, Entry
+from flashmoe_science.proof.records.store import Archive, Store
 
 from .builders import FIRST_DAY, H200, L4, build_gates, build_record
 

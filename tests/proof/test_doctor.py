@@ -6,11 +6,11 @@ import subprocess
 import sys
 
 import pytest
+from flashmoe_science.proof.measure.measure.doctor import Check, examine, may_read_counters
+from flashmoe_science.proof.subject.subject.loading import load_operator
+from flashmoe_science.proof.subject.subject.registry import BUILTIN_OPERATORS
 
-from flashmoe_science.proof import doctor as module, nvml
-from flashmoe_science.proof.doctor import Check, examine, may_read_counters
-from flashmoe_science.proof.loading import load_operator
-from flashmoe_science.proof.registry import BUILTIN_OPERATORS
+from flashmoe_science.proof.measure.measure import doctor as module, nvml
 
 from .test_nvml import FakeNvml
 
@@ -52,7 +52,7 @@ def test_the_doctor_always_answers_and_every_trouble_has_a_hint():
 
 def test_the_doctor_imports_neither_torch_nor_triton_nor_a_baseline():
     code = (
-        "import sys; from flashmoe_science.proof.doctor import BASELINES, examine; list(examine());"
+        "import sys; from flashmoe_science.proof.measure.doctor import BASELINES, examine; list(examine());"
         "print({'torch', 'triton', 'flash_attn', 'flashinfer', 'vllm', 'sqlalchemy'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from flashmoe_science.proof.files import write_atomically
+from flashmoe_science.proof.records.files import write_atomically
 
 
 @pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o002, 0o664)])

@@ -6,9 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from flashmoe_science.proof.evidence import CaseRecord, Rounds, Settings, Work, rates_of, read_record, write_record
 from flashmoe_science.proof.gates import chain, run
 from flashmoe_science.proof.gates.speed import pool_rounds
+from flashmoe_science.proof.records.evidence import (
+    CaseRecord,
+    Rounds,
+    Settings,
+    Work,
+    rates_of,
+    read_record,
+    write_record,
+)
 
 from .chain import (
     FEW,

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from flashmoe_science.errors import ProofError
-from flashmoe_science.proof.git import git
+from flashmoe_science.proof.records.git import git
 
 from .repositories import commit
 

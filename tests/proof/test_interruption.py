@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from flashmoe_science.proof.evidence import Record, read_record
+from flashmoe_science.proof.records.evidence import Record, read_record
 
 from .chain import OPERATOR_NAME
 from .processes import is_alive, python_path, wait_for
@@ -59,7 +59,7 @@ def attend(q, k, v, *, causal, softmax_scale):
 BUSY = """
 from unittest import mock
 from pathlib import Path
-from flashmoe_science.proof.evidence import write_record
+from flashmoe_science.proof.records.evidence import write_record
 from flashmoe_science.proof.gates import chain, prove, run
 from tests.proof import chain as help
 from tests.proof.fake_operator import Problem

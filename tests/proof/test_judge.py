@@ -7,11 +7,11 @@ import math
 
 import numpy as np
 import pytest
+from flashmoe_science.proof.judge.judge.claims import Claim
+from flashmoe_science.proof.judge.judge.judge import Verdict, VerdictStatus, check_control, exit_code, judge
 
-from flashmoe_science.proof.claims import Claim
-from flashmoe_science.proof.evidence import Gate, GateStatus
-from flashmoe_science.proof.judge import Verdict, VerdictStatus, check_control, exit_code, judge
-from flashmoe_science.proof.words import counted
+from flashmoe_science.proof.records.evidence import Gate, GateStatus
+from flashmoe_science.proof.text import counted
 
 from .builders import L4, build_gates, build_record
 

@@ -9,22 +9,28 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from flashmoe_science.proof.measure.measure.tasks import check_correct
+from flashmoe_science.proof.subject.subject.loading import load_operator, load_subject, operator_of
+from flashmoe_science.proof.subject.subject.operator import Operator, Scalable
+from flashmoe_science.proof.subject.subject.suites import load_suite
+from flashmoe_science.proof.subject.subject.user_operator import (
+    ask_operator,
+    load_user_operator,
+    raise_blamed,
+    try_cases,
+)
 
 from flashmoe_science.errors import InputError, OperatorError, SubjectError
-from flashmoe_science.proof import own_operator, worker
+from flashmoe_science.proof import worker
 from flashmoe_science.proof.gates import chain, launch
-from flashmoe_science.proof.loading import load_operator, load_subject, operator_of
-from flashmoe_science.proof.operator import Operator, Scalable
-from flashmoe_science.proof.own_operator import ask_operator, load_user_operator, raise_blamed, try_cases
-from flashmoe_science.proof.suites import load_suite
-from flashmoe_science.proof.tasks import check_correct
+from flashmoe_science.proof.subject.subject import user_operator as own_operator
 from flashmoe_science.proof.worker import TaskResult, describe_error
 
 from .chain import HONEST, Recorder, gate_of, request_of, run_chain
 
 GOOD = """\
 from dataclasses import dataclass
-from flashmoe_science.proof.custom_operator import CustomOperator, Work
+from flashmoe_science.proof.subject.custom_operator import CustomOperator, Work
 
 
 @dataclass(frozen=True)
@@ -212,7 +218,7 @@ def test_the_record_is_kept_where_the_chain_had_begun(monkeypatch):
 WHOLE = """\
 import torch
 from dataclasses import dataclass
-from flashmoe_science.proof.custom_operator import DTYPES, CustomOperator, Work, standard_normal
+from flashmoe_science.proof.subject.custom_operator import DTYPES, CustomOperator, Work, standard_normal
 
 
 @dataclass(frozen=True)

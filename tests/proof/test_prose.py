@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from flashmoe_science.proof.judge.judge.claims import load_claims
+from flashmoe_science.proof.report.terminal.prose import check_file, find_figures, markdown_files
 from hypothesis import given, strategies as st
 
 from flashmoe_science.errors import InputError
-from flashmoe_science.proof.claims import load_claims
-from flashmoe_science.proof.prose import check_file, find_figures, markdown_files
 
 from .claim_builders import build_claim
 

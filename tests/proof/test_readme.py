@@ -8,11 +8,9 @@ import runpy
 from pathlib import Path
 
 import pytest
-
-from flashmoe_science.errors import ProofError
-from flashmoe_science.proof.evidence import write_record
-from flashmoe_science.proof.judge import judge
-from flashmoe_science.proof.readme import (
+from flashmoe_science.proof.judge.judge.judge import judge
+from flashmoe_science.proof.judge.judge.verify import verify_claim
+from flashmoe_science.proof.report.terminal.readme import (
     BEGIN,
     END,
     Section,
@@ -25,7 +23,9 @@ from flashmoe_science.proof.readme import (
     slower_section,
     summary_section,
 )
-from flashmoe_science.proof.verify import verify_claim
+
+from flashmoe_science.errors import ProofError
+from flashmoe_science.proof.records.evidence import write_record
 
 from .builders import H200, L4, build_record
 from .claim_builders import build_claim, claim_toml, suite_toml

@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 
 import pytest
-
-from flashmoe_science.proof.judge import judge
-from flashmoe_science.proof.page import Judged, build_page
-from flashmoe_science.proof.report_html import render_html
-from flashmoe_science.proof.report_markdown import escape, render_markdown
+from flashmoe_science.proof.judge.judge.judge import judge
+from flashmoe_science.proof.report.terminal.html import render_html
+from flashmoe_science.proof.report.terminal.markdown import escape, render_markdown
+from flashmoe_science.proof.report.terminal.page import Judged, build_page
 
 from .builders import build_record
 from .claim_builders import SENTENCE, build_claim

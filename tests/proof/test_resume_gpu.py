@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from flashmoe_science.proof.evidence import Record, read_record
+from flashmoe_science.proof.records.evidence import Record, read_record
 
 from .processes import python_path, wait_for
 from .sshd import WHY_NOT, Server, is_possible

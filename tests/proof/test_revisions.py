@@ -14,23 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from flashmoe_science.proof.compare.compare.compare import Effect, compare_revisions, exit_code
+from flashmoe_science.proof.compare.compare.revisions import checked_out, find_revision, prove_revisions, subjects_at
+from flashmoe_science.proof.cost.cost.cost import Estimate
+from flashmoe_science.proof.subject.subject.loading import load_entry
+from flashmoe_science.proof.subject.subject.subject import PACKAGE_FOLDER, hash_sources
 
 from flashmoe_science import cli
 from flashmoe_science.errors import ProofError, SubjectError
-from flashmoe_science.proof.compare import Effect, compare_revisions, exit_code
-from flashmoe_science.proof.cost import Estimate
-from flashmoe_science.proof.evidence import GateStatus, read_record, write_record
 from flashmoe_science.proof.gates import chain, run
 from flashmoe_science.proof.gates.run import passed
-from flashmoe_science.proof.loading import load_entry
-from flashmoe_science.proof.revisions import (
-    checked_out,
-    find_revision,
-    prove_revisions,
-    subjects_at,
-)
-from flashmoe_science.proof.store import Store
-from flashmoe_science.proof.subject import PACKAGE_FOLDER, hash_sources
+from flashmoe_science.proof.records.evidence import GateStatus, read_record, write_record
+from flashmoe_science.proof.records.store import Store
 
 from .chain import FEW, GPU, FakeGpu, Recorder, environment_with, request_of
 from .processes import python_path, wait_until_dead
@@ -370,7 +365,7 @@ def test_the_command_with_a_gpu_times_both_and_says_what_both_cost(repository, f
 def test_a_budget_is_of_both_revisions(repository, fake, tmp_path, monkeypatch, capsys, seconds, stopped):
     expected = {"launch": 2.0, "correct": 3.0, "quick": 5.0, "bench": 15.0}
     monkeypatch.setattr(
-        "flashmoe_science.proof.cost.estimate",
+        "flashmoe_science.proof.cost.cost.estimate",
         lambda size, _: Estimate({name: s for name, s in expected.items() if name in size.gates}, "made up"),
     )
     (repository / "rates.toml").write_text("[gpu.H200]\ndollars_per_hour = 3600\n")

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from flashmoe_science.proof import rounds
+from flashmoe_science.proof.measure.measure import rounds
 
 from .bench import Bench
 from .simulated import implementation, loaded, make_baseline

@@ -6,10 +6,8 @@ import csv
 import io
 
 import pytest
-
-from flashmoe_science.proof.evidence import TreeState
-from flashmoe_science.proof.judge import check_control, judge
-from flashmoe_science.proof.rows import (
+from flashmoe_science.proof.judge.judge.judge import check_control, judge
+from flashmoe_science.proof.judge.judge.rows import (
     CSV_COLUMNS,
     Ratio,
     arm_rows,
@@ -19,7 +17,9 @@ from flashmoe_science.proof.rows import (
     lowest_case,
     write_csv,
 )
-from flashmoe_science.proof.statistics import Interval
+from flashmoe_science.proof.judge.judge.statistics import Interval
+
+from flashmoe_science.proof.records.evidence import TreeState
 
 from .builders import build_record
 from .claim_builders import build_claim

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from flashmoe_science.proof.judge.judge.scaling import find_sweeps
 
-from flashmoe_science.proof.evidence import CaseRecord, Work, read_record
-from flashmoe_science.proof.scaling import find_sweeps
+from flashmoe_science.proof.records.evidence import CaseRecord, Work, read_record
 
 EVIDENCE = Path(__file__).resolve().parents[2] / "evidence"
 

@@ -7,12 +7,8 @@ from itertools import combinations, product
 
 import numpy as np
 import pytest
-from hypothesis import given, strategies as st
-from scipy.stats import wilcoxon
-
-from flashmoe_science.errors import InputError, TooFewRoundsError
-from flashmoe_science.proof.simultaneous import unpaired_intervals
-from flashmoe_science.proof.statistics import (
+from flashmoe_science.proof.judge.judge.familywise import unpaired_intervals
+from flashmoe_science.proof.judge.judge.statistics import (
     Interval,
     clustered_interval,
     clustered_smallest_effect,
@@ -26,6 +22,10 @@ from flashmoe_science.proof.statistics import (
     smallest_effect,
     suite_interval,
 )
+from hypothesis import given, strategies as st
+from scipy.stats import wilcoxon
+
+from flashmoe_science.errors import InputError, TooFewRoundsError
 
 FINITE = st.floats(-10, 10, allow_nan=False)
 

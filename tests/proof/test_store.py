@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from flashmoe_science.errors import EvidenceError
-from flashmoe_science.proof.evidence import (
+from flashmoe_science.proof.records.evidence import (
     Accuracy,
     Launch,
     parse_record,
@@ -22,8 +22,15 @@ from flashmoe_science.proof.evidence import (
     record_text,
     write_record,
 )
-from flashmoe_science.proof.ledger import Entry
-from flashmoe_science.proof.store import Archive, Store, default_folder, evidence_files, find_repository, summarize
+from flashmoe_science.proof.records.ledger import Entry
+from flashmoe_science.proof.records.store import (
+    Archive,
+    Store,
+    default_folder,
+    evidence_files,
+    find_repository,
+    summarize,
+)
 
 from .builders import build_gates, build_record
 from .processes import python_path
@@ -250,7 +257,8 @@ def test_a_line_that_is_no_row_is_named(store):
 
 def test_processes_that_share_a_store_lose_no_row(store):
     code = (
-        "import sys; from flashmoe_science.proof.ledger import Entry; from flashmoe_science.proof.store import Store\n"
+        "import sys\nfrom flashmoe_science.proof.records.ledger import Entry\n"
+        "from flashmoe_science.proof.records.store import Store\n"
         "for n in range(40): Store(sys.argv[1]).book(Entry('2026', f'{sys.argv[2]}-{n}', 'study', '', '', '', 1.0))"
     )
     command = [sys.executable, "-c", code, str(store)]

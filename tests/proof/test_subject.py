@@ -15,12 +15,13 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+from flashmoe_science.proof.subject.subject.loading import load_entry, load_operator, load_subject, same_entry
+from flashmoe_science.proof.subject.subject.operator import framework_kernels
+from flashmoe_science.proof.subject.subject.subject import KernelPromise, Limits, Subject, expand_sources, hash_sources
+
 from flashmoe_science.errors import SubjectError
-from flashmoe_science.proof import loading as subjects
-from flashmoe_science.proof.evidence import SubjectInfo
-from flashmoe_science.proof.loading import load_entry, load_operator, load_subject, same_entry
-from flashmoe_science.proof.operator import framework_kernels
-from flashmoe_science.proof.subject import KernelPromise, Limits, Subject, expand_sources, hash_sources
+from flashmoe_science.proof.records.evidence import SubjectInfo
+from flashmoe_science.proof.subject.subject import loading as subjects
 
 OPERATOR = "tests.proof.fake_operator"
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from flashmoe_science.proof.evidence import Settings
+from flashmoe_science.proof.records.evidence import Settings
 
 from .chain import (
     attention,

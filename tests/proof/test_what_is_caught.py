@@ -12,11 +12,11 @@ from statistics import median
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
+from flashmoe_science.proof.judge.judge.statistics import interval, log_ratios
+from flashmoe_science.proof.measure.measure.correctness import WrongResultError, check_case
+from flashmoe_science.proof.measure.measure.shared_state import SharedState
 
 from flashmoe_science.errors import ProofError
-from flashmoe_science.proof.check import WrongResultError, check_case
-from flashmoe_science.proof.shared_state import SharedState
-from flashmoe_science.proof.statistics import interval, log_ratios
 from flashmoe_science.proof.worker import run_task
 
 from .bench import Bench
@@ -214,7 +214,7 @@ def attend(q, k, v, *, causal, softmax_scale):
     subject = write_subject(tmp_path, code)
     case = OPERATOR.as_table(SHORT)
     payload = {"subject": subject.to_json(), "case": case}
-    result = run_task("flashmoe_science.proof.tasks:import_subject", payload, timeout_s=120)
+    result = run_task("flashmoe_science.proof.measure.tasks:import_subject", payload, timeout_s=120)
     assert result.data is not None, result.reason
     assert result.data["failure"] == (
         "importing it changes what all arms share: time.perf_counter is another function; "

@@ -2,8 +2,9 @@
 import dataclasses, os, statistics, sys
 import torch
 from flashmoe_science import flash_attention
-from flashmoe_science.attention import reference, backward_plan, gradients
-from flashmoe_science.attention.gradients import Options, attention_gradients
+from flashmoe_science.attention import reference
+from flashmoe_science.attention.backward import plan as backward_plan, autograd as gradients
+from flashmoe_science.attention.backward.autograd import Options, attention_gradients
 T = [None]
 plain = backward_plan.hopper_backward_config
 def conf(p, gpu):

@@ -5,7 +5,7 @@ backward_192_gluon_sm90.py and backward_wide_gluon_sm90.py.
 """
 import statistics, sys, torch
 from flashmoe_science import flash_attention
-from flashmoe_science.attention.gradients import Options, attention_gradients
+from flashmoe_science.attention.backward.autograd import Options, attention_gradients
 CASES = [(16384 // s, 2048 // d, 2048 // d, s, d, d, causal) for d in (64, 128, 256) for causal in (False, True) for s in (1024, 4096, 16384)]
 CASES += [(1, 32, 32, 4096, 192, 128, False), (1, 128, 128, 4096, 192, 128, True), (2, 128, 128, 2048, 192, 128, True), (1, 32, 8, 8192, 128, 128, True), (4, 32, 4, 4096, 128, 128, True), (1, 16, 8, 8192, 256, 256, True)]
 flush = torch.empty(64 << 20, dtype=torch.int32, device="cuda")

@@ -11,8 +11,9 @@ import sys
 
 import torch
 
-from flashmoe_science.attention import backward_plan, reference
-from flashmoe_science.attention.gradients import Options, attention_gradients
+from flashmoe_science.attention.backward import plan as backward_plan
+from flashmoe_science.attention import reference
+from flashmoe_science.attention.backward.autograd import Options, attention_gradients
 
 given = dict(word.split("=") for word in sys.argv[1:] if "=" in word)
 lengths = [int(n) for n in given.pop("LENGTHS", "1024,4096,16384").split(",")]

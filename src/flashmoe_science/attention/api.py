@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .calls import prepare, remember, run
 from .dispatch import Operator, attend, operate_with_features
+from .forward.calls import prepare, remember, run
+from .forward.plan import plan_attention
 from .inputs import (
     AttentionCall,
     Options,
@@ -21,7 +22,6 @@ from .inputs import (
     parameters_of,
     problem_of,
 )
-from .plan import plan_attention
 from .tiles import Plan
 
 # Prepared calls by their key, which holds everything that decides plan, kernel and grid.

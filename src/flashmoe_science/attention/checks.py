@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError, UnsupportedError
-from ..gpu.refusals import check_dense, check_memory, check_not_negative, check_one_device
+from ..gpu.checks import check_dense, check_memory, check_not_negative, check_one_device
 from ..gpu.subclasses import is_untraced
 
 DTYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from .calls import run
+from .backward.autograd import differentiable, register_gradients
 from .checks import check_fake
-from .gradients import differentiable, register_gradients
+from .forward.calls import run
 from .inputs import TENSORS, AttentionCall, Options, describe_call, is_traced
 from .problem import canonical_strides, output_strides
 

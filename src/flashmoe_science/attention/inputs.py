@@ -19,7 +19,7 @@ from .checks import (
     check_devices,
     check_has_memory,
 )
-from .plan import check_kernel_name
+from .forward.plan import check_kernel_name
 from .problem import AttentionProblem, canonical_strides, check_share
 
 # All tensors that a call may have, in the order in which prepared calls take them.

@@ -7,9 +7,9 @@ from typing import Any
 from torch import Tensor
 
 from .dispatch import attend
+from .forward.plan import plan_attention
 from .inputs import TENSORS, Options, gpu_of, parameters_of
 from .packed import check_room, packed_problem
-from .plan import plan_attention
 from .tiles import Plan
 
 

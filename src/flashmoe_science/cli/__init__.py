@@ -1,7 +1,7 @@
 """The command ``flashmoe``: what it returns to the shell, and how it reports an error.
 
 Importing this package needs the standard library only, so that a missing extra gets an answer and not a traceback. The
-verbs are in ``verbs.py``.
+verbs are in ``app.py``.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _missing(requirements: Mapping[str, str]) -> list[str]:
 def _run(args: list[str]) -> int:
     import typer
 
-    from .verbs import app
+    from .app import app
 
     usage_error = cast("type[Exception]", typer.BadParameter.__base__)  # UsageError has no public name in typer
     try:

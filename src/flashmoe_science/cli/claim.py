@@ -9,14 +9,14 @@ from typing import Annotated
 import typer
 
 from ..errors import ClaimError
-from ..proof import claims as claim_files
-from ..proof.claims import add_claims, load_claims
-from ..proof.evidence import record_path, write_record
-from ..proof.judge import Verdict, exit_code
-from ..proof.new_claim import ClaimRequest, make_claims, way_out
-from ..proof.report import count_line
-from ..proof.store import Archive, Store, find_repository
-from ..proof.verify import read_records, verify_claim
+from ..proof.judge import claims as claim_files
+from ..proof.judge.claims import add_claims, load_claims
+from ..proof.judge.judge import Verdict, exit_code
+from ..proof.judge.new_claim import ClaimRequest, make_claims, way_out
+from ..proof.judge.verify import read_records, verify_claim
+from ..proof.records.evidence import record_path, write_record
+from ..proof.records.store import Archive, Store, find_repository
+from ..proof.report.terminal import count_line
 from .options import Json, Metric, Run, StoreName, split
 from .terminal import Terminal, as_plain, short_path
 

@@ -10,13 +10,15 @@ from typing import Annotated, cast
 import typer
 
 from ..errors import InputError, ProofError
-from ..proof.compare import TOLERANCE, TOLERANCE_OF_RUNS, Comparison, compare_records, compare_revisions, exit_code
-from ..proof.cost import Bill
-from ..proof.cost_report import bill_as_plain, receipt
-from ..proof.evidence import Record, Settings, TimeKind, is_document
-from ..proof.gates import ProveRequest
-from ..proof.report_compare import comparison_lines
-from ..proof.revisions import (
+from ..proof.compare.compare import (
+    TOLERANCE,
+    TOLERANCE_OF_RUNS,
+    Comparison,
+    compare_records,
+    compare_revisions,
+    exit_code,
+)
+from ..proof.compare.revisions import (
     Asked,
     checked_out,
     find_revision,
@@ -25,9 +27,14 @@ from ..proof.revisions import (
     prove_revisions,
     subjects_at,
 )
-from ..proof.store import Archive, Store, find_repository
-from ..proof.suites import load_suite
-from ..proof.words import counted
+from ..proof.cost.cost import Bill
+from ..proof.cost.terminal import bill_as_plain, receipt
+from ..proof.gates import ProveRequest
+from ..proof.records.evidence import Record, Settings, TimeKind, is_document
+from ..proof.records.store import Archive, Store, find_repository
+from ..proof.report.compare_terminal import comparison_lines
+from ..proof.subject.suites import load_suite
+from ..proof.text import counted
 from .names import gpu_named
 from .options import Gpus, Json, Metric, Seed, StoreName, split
 from .run_shared import as_typed, check_budget, make_keeper, make_meter

@@ -10,12 +10,12 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import InputError
-from ..proof.cost import PACKAGED, Rate, Sum, add_up, format_dollars, load_rates, spent_seconds
-from ..proof.cost_report import rates_table, sums_table
-from ..proof.evidence import GATE_NAMES
-from ..proof.ledger import Entry, entries_of
-from ..proof.store import Archive, Store, find_repository
-from ..proof.words import counted
+from ..proof.cost.cost import PACKAGED, Rate, Sum, add_up, format_dollars, load_rates, spent_seconds
+from ..proof.cost.terminal import rates_table, sums_table
+from ..proof.records.evidence import GATE_NAMES
+from ..proof.records.ledger import Entry, entries_of
+from ..proof.records.store import Archive, Store, find_repository
+from ..proof.text import counted
 from .names import moment_named
 from .options import Json, Since, StoreName
 from .terminal import Terminal, short_path

@@ -11,17 +11,17 @@ from typing import Annotated
 
 import typer
 
-from ..proof.cost_report import bill_as_plain, receipt
+from ..proof.cost.terminal import bill_as_plain, receipt
 from ..proof.diagnose import run as diagnosis_run
 from ..proof.diagnose.observations import Diagnosis
 from ..proof.diagnose.report import case_lines, failed_lines
 from ..proof.diagnose.run import Request, choose_cases, expected_seconds, observes_here
-from ..proof.environment import describe_apart
-from ..proof.ledger import Entry
-from ..proof.loading import load_subject, operator_of
-from ..proof.store import Store
-from ..proof.subject import Subject
-from ..proof.suites import Suite, SuiteCase, list_suites, load_suite
+from ..proof.measure.environment import describe_apart
+from ..proof.records.ledger import Entry
+from ..proof.records.store import Store
+from ..proof.subject.loading import load_subject, operator_of
+from ..proof.subject.subject import Subject
+from ..proof.subject.suites import Suite, SuiteCase, list_suites, load_suite
 from . import GATE_FAILED, HOLDS, INCONCLUSIVE
 from .names import check_name, gpu_named
 from .options import Json, StoreName, split

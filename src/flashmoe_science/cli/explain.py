@@ -15,8 +15,8 @@ import typer
 
 from ..errors import CompileError, InputError
 from ..gpu.specs import GpuSpec
-from ..proof.conclude import GATE_FAILED
-from ..proof.report import compile_line, plan_lines
+from ..proof.judge.run_verdicts import GATE_FAILED
+from ..proof.report.terminal import compile_line, plan_lines
 from .names import gpu_named
 from .options import Json
 from .terminal import Terminal
@@ -190,26 +190,26 @@ def _plan_call(call: Explained, gpu: GpuSpec, *, backward: bool) -> Any:
         from ..moe.problem import MoeProblem
 
         if backward:
-            from ..moe.backward_plan import plan_backward as plan_moe_backward
+            from ..moe.backward.plan import plan_backward as plan_moe_backward
 
             return plan_moe_backward(MoeProblem(**call.sizes, keep_product=True), gpu, _TRAINED)
         from ..moe.plan import plan_moe
 
         return plan_moe(MoeProblem(**call.sizes), gpu)
     if call.operator == "cache":
-        from ..attention.cache_problem import CacheProblem
-        from ..attention.decode_plan import plan_with_kv_cache
+        from ..attention.decode.plan import plan_with_kv_cache
+        from ..attention.decode.problem import CacheProblem
 
         return plan_with_kv_cache(CacheProblem(**call.sizes), gpu)
     from ..attention.problem import AttentionProblem
 
     problem = AttentionProblem(**call.sizes)
     if backward:
-        from ..attention.backward_plan import BACKWARD_KERNEL, plan_backward
-        from ..attention.backward_problem import BackwardProblem
+        from ..attention.backward.plan import BACKWARD_KERNEL, plan_backward
+        from ..attention.backward.problem import BackwardProblem
 
         return plan_backward(BackwardProblem(problem), gpu, os.environ.get(BACKWARD_KERNEL) or "auto")
-    from ..attention.plan import plan_attention
+    from ..attention.forward.plan import plan_attention
 
     return plan_attention(problem, gpu)
 
@@ -218,21 +218,21 @@ def _prepare_call(call: Explained, plan: Any, *, backward: bool) -> Iterable[Any
     """Return the kernels of a planned call, ready to be compiled. Imports torch."""
     if call.operator == "experts":
         if backward:
-            from ..moe.prepare_backward import prepare_backward_kernels as prepare_moe_backward_kernels
+            from ..moe.backward.prepare import prepare_backward_kernels as prepare_moe_backward_kernels
 
             return prepare_moe_backward_kernels(plan)
         from ..moe.prepare import prepare_moe_kernels
 
         return prepare_moe_kernels(plan)
     if call.operator == "cache":
-        from ..attention.decode_prepare import prepare_cache_kernels
+        from ..attention.decode.prepare import prepare_cache_kernels
 
         return prepare_cache_kernels(plan)
     if backward:
-        from ..attention.backward_prepare import prepare_backward_kernels
+        from ..attention.backward.prepare import prepare_backward_kernels
 
         return prepare_backward_kernels(plan)
-    from ..attention.prepare import prepare_kernels
+    from ..attention.forward.prepare import prepare_kernels
 
     return prepare_kernels(plan)
 

@@ -7,9 +7,9 @@ from typing import Annotated
 import typer
 
 from ..errors import InputError
-from ..proof.history import look_back
-from ..proof.report_compare import history_lines
-from ..proof.store import Archive, Store, find_repository
+from ..proof.compare.history import look_back
+from ..proof.records.store import Archive, Store, find_repository
+from ..proof.report.compare_terminal import history_lines
 from . import HOLDS, INCONCLUSIVE
 from .names import moment_named
 from .options import Json, Metric, Since, StoreName

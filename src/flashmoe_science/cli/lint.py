@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
-from ..proof.claims import load_claims
-from ..proof.prose import check_file, markdown_files
-from ..proof.store import find_repository
-from ..proof.words import counted
+from ..proof.judge.claims import load_claims
+from ..proof.records.store import find_repository
+from ..proof.report.prose import check_file, markdown_files
+from ..proof.text import counted
 from .options import Json
 from .terminal import Terminal, short_path
 

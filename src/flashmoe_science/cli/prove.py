@@ -13,20 +13,20 @@ import typer
 
 from ..errors import InputError, OperatorError, SubjectError, SuiteError
 from ..proof import gates
-from ..proof.conclude import conclude, run_exit_code, worst_exit_code
-from ..proof.cost import Bill, Meter
-from ..proof.cost_report import bill_as_plain, receipt
-from ..proof.evidence import GATE_NAMES, Record, Settings, TimeKind
+from ..proof.cost.cost import Bill, Meter
+from ..proof.cost.terminal import bill_as_plain, receipt
 from ..proof.gates import ProveRequest, check_request
-from ..proof.judge import Verdict
-from ..proof.junit import write_junit
-from ..proof.loading import load_subject, operator_of, subject_text
-from ..proof.report import case_table, count_line, outcome_table, unmeasured_lines
-from ..proof.rows import kinds_measured
-from ..proof.store import Archive, Store, find_repository
-from ..proof.suites import list_suites, load_suite, suite_text
-from ..proof.verify import verify_claims
-from ..proof.words import counted
+from ..proof.judge.judge import Verdict
+from ..proof.judge.rows import kinds_measured
+from ..proof.judge.run_verdicts import conclude, run_exit_code, worst_exit_code
+from ..proof.judge.verify import verify_claims
+from ..proof.records.evidence import GATE_NAMES, Record, Settings, TimeKind
+from ..proof.records.store import Archive, Store, find_repository
+from ..proof.report.junit import write_junit
+from ..proof.report.terminal import case_table, count_line, outcome_table, unmeasured_lines
+from ..proof.subject.loading import load_subject, operator_of, subject_text
+from ..proof.subject.suites import list_suites, load_suite, suite_text
+from ..proof.text import counted
 from .names import check_name, gpu_named
 from .options import Csv, Gpus, Json, Junit, Metric, Seed, StoreName, SuiteName, given, split
 from .remote import prove_on_hosts

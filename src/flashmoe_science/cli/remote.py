@@ -9,17 +9,17 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from ..errors import EvidenceError, InputError, MachineLostError
-from ..proof.conclude import conclude, run_exit_code
-from ..proof.cost import Bill, Budget, Meter, RunSize, format_dollars, format_duration, load_rates, spent_seconds
-from ..proof.cost_report import bill_as_plain, receipt
-from ..proof.evidence import Record
+from ..proof.cost.cost import Bill, Budget, Meter, RunSize, format_dollars, format_duration, load_rates, spent_seconds
+from ..proof.cost.terminal import bill_as_plain, receipt
 from ..proof.gates import ProveRequest
-from ..proof.host_table import host_table
-from ..proof.junit import write_junit
-from ..proof.ledger import Entry, dollars
+from ..proof.judge.run_verdicts import conclude, run_exit_code
+from ..proof.records.evidence import Record
+from ..proof.records.ledger import Entry, dollars
+from ..proof.records.store import Archive, Store
 from ..proof.remote import Host, HostResult, find_tree, prove_on
-from ..proof.store import Archive, Store
-from ..proof.words import counted
+from ..proof.report.hosts import host_table
+from ..proof.report.junit import write_junit
+from ..proof.text import counted
 from . import INCONCLUSIVE, USAGE
 from .run_shared import Keeper, make_keeper, make_meter
 from .terminal import ChainProgress, Terminal, as_plain, short_path, write_csv_file

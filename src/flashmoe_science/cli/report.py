@@ -10,17 +10,17 @@ from typing import Annotated, cast
 import typer
 
 from ..errors import EvidenceError, InputError
-from ..proof.conclude import last_word
-from ..proof.evidence import Record, TimeKind, read_record
-from ..proof.judge import Verdict
-from ..proof.page import Judged, Page, build_page
-from ..proof.report import count_line
-from ..proof.report_html import render_html
-from ..proof.report_markdown import render_markdown
-from ..proof.rows import kinds_measured, write_csv
-from ..proof.store import Archive, Store, evidence_files, find_repository, is_path, read_summary
-from .looking import conclude_now
+from ..proof.judge.judge import Verdict
+from ..proof.judge.rows import kinds_measured, write_csv
+from ..proof.judge.run_verdicts import last_word
+from ..proof.records.evidence import Record, TimeKind, read_record
+from ..proof.records.store import Archive, Store, evidence_files, find_repository, is_path, read_summary
+from ..proof.report.html import render_html
+from ..proof.report.markdown import render_markdown
+from ..proof.report.page import Judged, Page, build_page
+from ..proof.report.terminal import count_line
 from .options import Json, Metric, StoreName
+from .show import conclude_now
 from .terminal import Terminal, as_plain, short_path, write_file
 
 _HINT = "flashmoe prove makes the first, flashmoe runs lists what there is"

@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..errors import EvidenceError, InputError
-from ..proof.cost import Bill, Budget, Estimate, Meter, PastRun, load_rates, past_runs, rate_for
-from ..proof.cost_report import announcement
-from ..proof.evidence import Record, name_of, record_path, write_record
-from ..proof.ledger import Entry
-from ..proof.store import Archive, Store, evidence_files, find_repository
+from ..proof.cost.cost import Bill, Budget, Estimate, Meter, PastRun, load_rates, past_runs, rate_for
+from ..proof.cost.terminal import announcement
+from ..proof.records.evidence import Record, name_of, record_path, write_record
+from ..proof.records.ledger import Entry
+from ..proof.records.store import Archive, Store, evidence_files, find_repository
 from .terminal import Terminal, short_path
 
 

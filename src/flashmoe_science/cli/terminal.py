@@ -21,10 +21,10 @@ from rich.table import Column, Table
 from rich.theme import Theme
 
 from ..errors import EvidenceError, FlashmoeError, InputError
-from ..proof.evidence import Gate, Record
-from ..proof.judge import Verdict
-from ..proof.report import gate_lines, last_lines, verdict_lines
-from ..proof.rows import write_csv
+from ..proof.judge.judge import Verdict
+from ..proof.judge.rows import write_csv
+from ..proof.records.evidence import Gate, Record
+from ..proof.report.terminal import gate_lines, last_lines, verdict_lines
 
 _UNLIMITED = 10_000  # columns, where there is no terminal: a line stays one line, so that grep finds all of it
 _SECONDS_BETWEEN_LINES = 10.0  # of progress, where there is no terminal

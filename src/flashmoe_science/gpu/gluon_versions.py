@@ -5,8 +5,10 @@ from __future__ import annotations
 import typing
 from typing import Any
 
+from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.language import core
@@ -45,3 +47,13 @@ def descriptor_type(dtype: str, block: tuple[int, ...]) -> str:
         list(block), {"fp16": gl.float16, "bf16": gl.bfloat16, "fp32": gl.float32}[dtype]
     )
     return f"tensordesc<{dtype}[{', '.join(map(str, block))}],{layout!r}>"
+
+
+@builtin  # type: ignore[untyped-decorator] # Gluon gives it no types
+def _tma_add(desc: Any, coord: Any, src: Any, _semantic: Any = None) -> None:
+    """Do what Triton 3.8 calls ``tma.async_atomic_add``; the operation is there before its name."""
+    coord = _semantic._convert_to_ir_values(coord, require_i64=False)  # noqa: SLF001 - as all operations of Gluon do
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, src.handle)
+
+
+tma_add = getattr(tma, "async_atomic_add", None) or _tma_add

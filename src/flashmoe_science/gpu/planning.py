@@ -72,3 +72,12 @@ def _installed_triton() -> tuple[int, ...] | None:
         return tuple(int(part) for part in importlib.metadata.version("triton").split(".")[:2])
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One way to make a problem longer: see ``proof.operator.Axis``."""
+
+    name: str
+    kind: str
+    meaning: str

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..attention.inputs import DTYPE_NAMES, check_flag
 from ..attention.problem import LARGEST_SCALE
 from ..errors import InputError, UnsupportedError, shown
-from ..gpu.refusals import check_dense
+from ..gpu.checks import check_dense
 
 _is_compiling = torch.compiler.is_compiling
 _FLOATS = "float16, bfloat16 or float32"

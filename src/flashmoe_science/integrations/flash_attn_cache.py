@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..attention.cache_api import flash_attention_with_kv_cache
+from ..attention.decode.api import flash_attention_with_kv_cache
 from ..attention.inputs import check_flag
 from ..errors import InputError, shown
 from .arguments import (

@@ -10,13 +10,13 @@ import torch.nn.functional as F  # noqa: N812 - PyTorch's own habit
 from torch import Tensor, nn
 
 from ..errors import InputError, shown
-from ..gpu.refusals import check_dense
+from ..gpu.checks import check_dense
 from ..gpu.subclasses import is_bare_subclass, is_untraced
 from ..moe.api import fused_moe
-from ..moe.inputs import DTYPE_NAMES, check_flags
+from ..moe.checks import DTYPE_NAMES, check_flags
 from ..moe.plan import check_kernel_name
 from ..moe.problem import MoeProblem, columns_up
-from ..moe.routing import describe_routing, route
+from ..moe.routing.api import describe_routing, route
 
 _MOST = 2**31
 

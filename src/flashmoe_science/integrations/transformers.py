@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from ..attention.api import flash_attention
-from ..attention.cache_api import flash_attention_with_kv_cache
-from ..attention.plan import check_kernel_name
+from ..attention.decode.api import flash_attention_with_kv_cache
+from ..attention.forward.plan import check_kernel_name
 from ..attention.varlen import flash_attention_varlen
 from ..errors import InputError, MissingPackageError, UnsupportedError, shown
 from .arguments import (

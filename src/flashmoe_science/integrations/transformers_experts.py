@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError, MissingPackageError, UnsupportedError, shown
-from ..gpu.refusals import check_dense
+from ..gpu.checks import check_dense
 from ..moe.api import fused_moe
 from ..moe.plan import check_kernel_name
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..gpu.checks import check_one_device
 from ..gpu.device import gpu_of
-from ..gpu.refusals import check_one_device
+from .backward.autograd import differentiable
 from .calls import Run, prepare_run, remember
-from .gradients import differentiable
-from .inputs import TENSORS, MoeCall, check_operator_call, moe_problem_of, read_call
+from .checks import TENSORS, MoeCall, check_operator_call, moe_problem_of, read_call
 from .plan import MoePlan, plan_moe
 from .problem import Options
-from .routing import route
+from .routing.api import route
 
 __all__ = ["explain_moe", "fused_moe", "route"]
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..errors import UnsupportedError
 from . import reference
-from .backward_plan import BackwardPlan, column_sums
+from .backward.plan import BackwardPlan, column_sums
 from .plan import MoePlan, workspace_sizes
 from .prepared import place_of
 from .problem import MoeProblem
@@ -147,7 +147,7 @@ def _allocate_backward(plan: BackwardPlan, tensors: Mapping[str, Tensor]) -> dic
 def kernels_of(plan: MoePlan) -> tuple[Any, ...]:
     """Return the kernels of a plan, in launch order."""
     if isinstance(plan, BackwardPlan):
-        from .prepare_backward import prepare_backward_kernels
+        from .backward.prepare import prepare_backward_kernels
 
         return prepare_backward_kernels(plan)
     from .prepare import prepare_moe_kernels

@@ -11,7 +11,7 @@ from typing import Any
 from ..errors import InputError, UnsupportedError, shown
 from ..gpu.planning import PlannedLaunch, refuse_architecture
 from ..gpu.specs import GpuSpec
-from . import hopper_plan
+from .grouped import plan_sm90 as hopper_plan
 from .problem import MoeProblem
 from .tiles import (
     NARROW,

@@ -9,10 +9,10 @@ import triton
 from torch import Tensor
 
 from ..gpu.signature import Argument, Pointer, PreparedKernel, Scalar, kernel_source, prepare_kernel
-from . import prepare_sm90
-from .combine_triton import _combine_kernel
-from .gemv_triton import _gemv_down_kernel, _gemv_gate_up_kernel
-from .grouped_triton import _down_kernel, _gate_up_kernel
+from .decode.gemv_triton import _gemv_down_kernel, _gemv_gate_up_kernel
+from .grouped import prepare_sm90
+from .grouped.combine_triton import _combine_kernel
+from .grouped.products_triton import _down_kernel, _gate_up_kernel
 from .plan import (
     CHUNK,
     COMBINE_COLUMNS,
@@ -30,7 +30,7 @@ from .plan import (
 )
 from .prepared import place_of
 from .problem import MoeProblem
-from .sort_triton import _count_kernel, _place_kernel, _sort_few_kernel, _sum_chunks_kernel
+from .routing.sort_triton import _count_kernel, _place_kernel, _sort_few_kernel, _sum_chunks_kernel
 from .tiles import BackwardConfig, GemvConfig, Tile, TileConfig
 
 # The maximum of a thread. By default ptxas spills a few bytes to fit one more block on an SM.

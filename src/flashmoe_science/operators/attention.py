@@ -12,12 +12,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # what torch.compile t
 
 from ..attention import reference
 from ..attention.api import flash_attention
+from ..attention.forward.plan import plan_attention
 from ..attention.inputs import check_window, problem_of
-from ..attention.plan import plan_attention
 from ..attention.problem import ITEM_BYTES, AttentionProblem
 from ..attention.tiles import ForwardConfig, HopperConfig, Plan
-from ..gpu.axis import Axis
-from ..gpu.planning import Work
+from ..gpu.planning import Axis, Work
 from ..gpu.specs import SPECS, GpuSpec
 from .base import DTYPES, KernelOperator, standard_normal
 from .baselines.attention import BASELINES
@@ -173,7 +172,7 @@ class AttentionOperator(KernelOperator):
 
     def prepare(self, plan: Plan) -> Sequence[PlannedSource]:
         """Return the kernels of a plan."""
-        from ..attention.prepare import prepare_kernels
+        from ..attention.forward.prepare import prepare_kernels
 
         return prepare_kernels(plan)
 

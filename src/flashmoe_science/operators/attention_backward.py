@@ -14,9 +14,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode  # what torch.compile traces with
 
 from ..attention import reference
-from ..attention.backward_api import flash_attention_backward
-from ..attention.backward_plan import BackwardConfig, plan_backward
-from ..attention.backward_problem import BackwardProblem, backward_problem_of
+from ..attention.backward.api import flash_attention_backward
+from ..attention.backward.plan import BackwardConfig, plan_backward
+from ..attention.backward.problem import BackwardProblem, backward_problem_of
 from ..attention.inputs import Options, check_options, check_window
 from ..attention.problem import AttentionProblem
 from ..gpu.planning import Work
@@ -163,7 +163,7 @@ class BackwardOperator(KernelOperator):
 
     def prepare(self, plan: Any) -> Sequence[PlannedSource]:
         """Return the kernels of a plan."""
-        from ..attention.backward_prepare import prepare_backward_kernels
+        from ..attention.backward.prepare import prepare_backward_kernels
 
         return prepare_backward_kernels(plan)
 

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode  # what torch.compile traces with
 
-from ..attention import cache_reference
-from ..attention.cache_api import flash_attention_with_kv_cache
-from ..attention.cache_contract import cache_problem_of
-from ..attention.cache_problem import CacheProblem
-from ..attention.decode_plan import DecodePlan, plan_with_kv_cache
+from ..attention.decode import reference as cache_reference
+from ..attention.decode.api import flash_attention_with_kv_cache
+from ..attention.decode.contract import cache_problem_of
+from ..attention.decode.plan import DecodePlan, plan_with_kv_cache
+from ..attention.decode.problem import CacheProblem
 from ..errors import InputError
 from ..gpu.planning import Work
 from ..gpu.specs import GpuSpec
@@ -119,7 +119,7 @@ class DecodeOperator(KernelOperator):
 
     def prepare(self, plan: DecodePlan) -> Sequence[PlannedSource]:
         """Return the kernels of a plan."""
-        from ..attention.decode_prepare import prepare_cache_kernels
+        from ..attention.decode.prepare import prepare_cache_kernels
 
         return prepare_cache_kernels(plan)
 

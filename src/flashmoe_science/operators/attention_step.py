@@ -13,12 +13,12 @@ import torch
 
 from ..attention import reference
 from ..attention.api import flash_attention
-from ..attention.backward_api import flash_attention_backward
-from ..attention.backward_plan import BackwardPlan, plan_backward
-from ..attention.backward_problem import BackwardProblem
-from ..attention.calls import allocate_lse, allocate_output
+from ..attention.backward.api import flash_attention_backward
+from ..attention.backward.plan import BackwardPlan, plan_backward
+from ..attention.backward.problem import BackwardProblem
+from ..attention.forward.calls import allocate_lse, allocate_output
+from ..attention.forward.plan import plan_attention
 from ..attention.inputs import problem_of
-from ..attention.plan import plan_attention
 from ..attention.tiles import Plan
 from ..gpu.planning import PlannedLaunch, Work
 from ..gpu.specs import GpuSpec
@@ -119,7 +119,7 @@ class StepOperator(BackwardOperator):
 
     def prepare(self, plan: StepPlan) -> Sequence[PlannedSource]:
         """Return the kernels of both passes."""
-        from ..attention.prepare import prepare_kernels
+        from ..attention.forward.prepare import prepare_kernels
 
         return [*prepare_kernels(plan.forward), *super().prepare(plan.backward)]
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..attention import reference
-from ..attention.plan import plan_attention
+from ..attention.forward.plan import plan_attention
 from ..attention.problem import AttentionProblem
 from ..attention.tiles import Plan
 from ..attention.varlen import flash_attention_varlen
@@ -124,7 +124,7 @@ class VarlenOperator(KernelOperator):
 
     def prepare(self, plan: Plan) -> Sequence[PlannedSource]:
         """Return the kernels of a plan."""
-        from ..attention.prepare import prepare_kernels
+        from ..attention.forward.prepare import prepare_kernels
 
         return prepare_kernels(plan)
 
@@ -132,8 +132,8 @@ class VarlenOperator(KernelOperator):
 
     def launches(self, subject: str, problem: VarlenProblem, gpu: GpuSpec) -> Sequence[PlannedSource]:
         """Return the launches of one call on ``gpu``, in order. Raises ``UnsupportedError``."""
-        from ..attention.features_plan import FEATURES_KERNEL
-        from ..attention.features_prepare import prepare_features
+        from ..attention.forward.variants_plan import FEATURES_KERNEL
+        from ..attention.forward.variants_prepare import prepare_features
 
         plan = self.plan(subject, problem, gpu)
         if plan.kernel != FEATURES_KERNEL:

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..gpu.axis import Axis
-from ..gpu.planning import Work
+from ..gpu.planning import Axis, Work
 from ..gpu.specs import GpuSpec
 from ..moe import reference
 from ..moe.api import fused_moe
-from ..moe.inputs import TENSORS
+from ..moe.checks import TENSORS
 from ..moe.plan import MoePlan, plan_moe
 from ..moe.problem import MoeCase, MoeProblem
 from .base import DTYPES, KernelOperator

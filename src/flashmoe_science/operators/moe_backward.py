@@ -17,8 +17,8 @@ from ..errors import InputError
 from ..gpu.planning import Work
 from ..gpu.specs import GpuSpec
 from ..moe import reference
-from ..moe.backward_api import fused_moe_backward
-from ..moe.backward_plan import BackwardPlan, plan_backward
+from ..moe.backward.api import fused_moe_backward
+from ..moe.backward.plan import BackwardPlan, plan_backward
 from ..moe.problem import MoeCase
 from .baselines.base import Inputs
 from .baselines.moe import BASELINES as FORWARD, options_of

@@ -6,9 +6,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-
-from flashmoe_science.proof.custom_operator import CustomOperator, Work
-from flashmoe_science.proof.launches import DeviceEvent
+from flashmoe_science.proof.measure.measure.launches import DeviceEvent
+from flashmoe_science.proof.subject.subject.custom_operator import CustomOperator, Work
 
 from ..simulated import Doubling, Gpu
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from flashmoe_science.proof.evidence import Settings
+from flashmoe_science.proof.records.evidence import Settings
 from flashmoe_science.proof.remote import Host, RemoteRequest, Tree, prove_on
 
 from ..builders import build_record

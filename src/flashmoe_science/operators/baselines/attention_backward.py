@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - PyTorch's own habit
 from torch.nn.attention import SDPBackend
 
-from ...attention.backward_problem import BackwardProblem
+from ...attention.backward.problem import BackwardProblem
 from ...errors import InputError
 from .attention import MatrixProduct, sequence_major
 from .base import ONLY_16_BIT, TOP_LEFT, Baseline, Bound, Call, Inputs, SdpaBaseline, by_name

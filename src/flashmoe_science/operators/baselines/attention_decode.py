@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - PyTorch's own habit
 from torch.nn.attention import SDPBackend
 
-from ...attention.cache_problem import CacheProblem
+from ...attention.decode.problem import CacheProblem
 from ...gpu.memory_copy import bind_copy, refuse_copy
 from .base import (
     FA2,

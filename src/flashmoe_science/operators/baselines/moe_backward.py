@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...moe.inputs import TENSORS
+from ...moe.checks import TENSORS
 from ...moe.problem import MoeCase
 from .base import Baseline, Bound, Call, Inputs, by_name
 from .moe import BASELINES as FORWARD, options_of

@@ -7,7 +7,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from ...moe.inputs import TENSORS
+from ...moe.checks import TENSORS
 from ...moe.problem import DEFAULT_ALPHA, DEFAULT_LIMIT, MoeCase
 from .base import Baseline, Bound, Call, Inputs
 from .moe import add_shared, options_of

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from ...gpu.cuobjdump import demangle
-from ..launches import match_names
+from ..measure.launches import match_names
 from ..worker import TaskResult, run_command
 from .observations import Kernel
 

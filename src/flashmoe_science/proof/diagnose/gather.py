@@ -9,16 +9,16 @@ from typing import Any, Literal
 
 from ...errors import ProofError
 from ...gpu.specs import GpuSpec
-from ..building import known_gpus, run_build
-from ..causes import explain_build
-from ..evidence import CaseRecord, Gate, GateStatus, Gpu, Rounds, Settings, TimeKind, Work
 from ..gates.launch import case_problems
 from ..gates.run import work_of
-from ..loading import operator_of
-from ..operator import Operator, Scalable, framework_kernels
-from ..roofline import fewest_dram_bytes, known_spec
-from ..subject import Subject
-from ..suites import SuiteCase
+from ..judge.roofline import fewest_dram_bytes, known_spec
+from ..records.evidence import CaseRecord, Gate, GateStatus, Gpu, Rounds, Settings, TimeKind, Work
+from ..subject.build_command import known_gpus, run_build
+from ..subject.failure_hints import explain_build
+from ..subject.loading import operator_of
+from ..subject.operator import Operator, Scalable, framework_kernels
+from ..subject.subject import Subject
+from ..subject.suites import SuiteCase
 from ..worker import TaskResult, run_task
 from .counters import read_counters
 from .experiments import main_kernel
@@ -196,7 +196,7 @@ def _measure(
         "control": False,  # nothing is claimed here
         "check_stream": False,  # gate bench refuses a subject for it; why it is slow can be said all the same
     }
-    return _collect(run, f"{_PROOF}.gpu_tasks:measure", payload, request, say)
+    return _collect(run, f"{_PROOF}.measure.gpu_tasks:measure", payload, request, say)
 
 
 def _seconds(case: Mapping[str, Any], arm: str) -> dict[str, float]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..rows import format_seconds
-from ..words import counted
+from ..judge.rows import format_seconds
+from ..text import counted
 from .experiments import (
     growth,
     headroom,

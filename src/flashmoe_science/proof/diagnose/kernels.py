@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...gpu.occupancy import SCHEDULERS, WARP
-from ..rows import format_bytes
-from ..words import counted
+from ..judge.rows import format_bytes
+from ..text import counted
 from .experiments import (
     FULL,
     busy_warps,

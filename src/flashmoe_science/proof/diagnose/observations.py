@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from ..evidence import Environment, Gate, Model, Work
+from ..records.evidence import Environment, Gate, Model, Work
 
 SCHEMA_VERSION = 1
 

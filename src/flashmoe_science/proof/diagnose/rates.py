@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 
-from ..rows import format_bytes
+from ..judge.rows import format_bytes
 from .experiments import FULL, arithmetic_load, headroom, memory_load, percent, summed
 from .findings import Hypothesis
 from .grid import IDLE_HIGH, WORTH

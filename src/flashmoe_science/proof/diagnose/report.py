@@ -6,8 +6,8 @@ from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from ..report import new_grid
-from ..rows import format_bytes, format_seconds
+from ..judge.rows import format_bytes, format_seconds
+from ..report.terminal import new_grid
 from .observations import CaseDiagnosis, Diagnosis, Finding, Kernel, Observations, Status
 
 _STYLE = {Status.CONFIRMED: "bold red", Status.RULED_OUT: "green", Status.CANNOT_TELL: "yellow"}

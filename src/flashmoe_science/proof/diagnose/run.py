@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from ...errors import InputError, SuiteError
-from ..evidence import Environment
-from ..roofline import known_spec
-from ..subject import Subject
-from ..suites import Suite, SuiteCase, check_operator
+from ..judge.roofline import known_spec
+from ..records.evidence import Environment
+from ..subject.subject import Subject
+from ..subject.suites import Suite, SuiteCase, check_operator
 from .gather import CannotObserveError, Request, build, observe_here, plan_for
 from .observations import Diagnosis, Observations
 from .reason import diagnose_case

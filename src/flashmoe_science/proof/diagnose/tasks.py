@@ -17,16 +17,16 @@ import torch
 from ...errors import CompileError, ProofError
 from ...gpu.cuobjdump import Target
 from ...gpu.machine_code import LOCAL_MEMORY_OPCODES, TENSOR_CORE_OPCODES, KernelCode, for_arch, read_cubin, read_file
-from .. import arms as arms_module
-from ..arms import Loaded
-from ..gpu_tasks import capture_case
-from ..launches import CallTrace, match_names
-from ..loading import load_entry, operator_of
-from ..measure import CudaTimer, Timer
-from ..operator import Operator, Planning
-from ..rounds import Case
-from ..schedule import derived_seed
-from ..subject import Subject, add_python_path
+from ..measure import arms as arms_module
+from ..measure.arms import Loaded
+from ..measure.gpu_tasks import capture_case
+from ..measure.launches import CallTrace, match_names
+from ..measure.measure import CudaTimer, Timer
+from ..measure.rounds import Case
+from ..measure.schedule import derived_seed
+from ..subject.loading import load_entry, operator_of
+from ..subject.operator import Operator, Planning
+from ..subject.subject import Subject, add_python_path
 from ..worker import Emit
 from .observations import Code, Kernel
 

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ...errors import SubjectError
-from ..cost import RunSize, size_of
-from ..environment import describe_apart as _read_environment
-from ..evidence import GATE_NAMES, Gate, GateName, GateStatus, Record
-from ..ledger import GPU_GATES
-from ..subject import hash_sources
+from ..cost.cost import RunSize, size_of
+from ..measure.environment import describe_apart as _read_environment
+from ..records.evidence import GATE_NAMES, Gate, GateName, GateStatus, Record
+from ..records.ledger import GPU_GATES
+from ..subject.subject import hash_sources
 from . import correct, launch, speed, static
 from .resume import adopt, check_resumable, has_cell, kept_note, kept_outcome
 from .run import CHANGED_SOURCES, BudgetSpentError, Outcome, Progress, ProveRequest, Run, check_request

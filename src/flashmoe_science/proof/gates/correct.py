@@ -7,8 +7,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..evidence import Accuracy
-from ..words import counted
+from ..records.evidence import Accuracy
+from ..text import counted
 from .run import NO_GPU, Outcome, Run, failed, not_possible, passed
 
 _MOST_CRASHES = 3  # then the cases left are not checked: each crash costs a process of its own

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-from ..evidence import Launch
-from ..launches import baseline_problems, launches_match
-from ..operator import framework_kernels
-from ..own_operator import raise_blamed
-from ..subject import KernelPromise, Subject
-from ..words import counted
+from ..measure.launches import baseline_problems, launches_match
+from ..records.evidence import Launch
+from ..subject.operator import framework_kernels
+from ..subject.subject import KernelPromise, Subject
+from ..subject.user_operator import raise_blamed
+from ..text import counted
 from .run import Outcome, Run, failed, first_of, no_timing, passed
 
 _SHOWN_PROBLEMS = 20

@@ -10,10 +10,10 @@ from ...errors import CompileError
 from ...gpu.binary import Binary, BinaryKernel, read_binary
 from ...gpu.cuobjdump import find_cuobjdump
 from ...gpu.specs import SPECS, GpuSpec, find_gpu
-from ..building import ARCH_LIST, known_gpus, run_build
-from ..causes import explain_build
-from ..subject import KernelPromise, expand_paths
-from ..words import counted
+from ..subject.build_command import ARCH_LIST, known_gpus, run_build
+from ..subject.failure_hints import explain_build
+from ..subject.subject import KernelPromise, expand_paths
+from ..text import counted
 from .run import Outcome, Run, failed, first_of, not_possible
 
 _MOST_THREADS = 1024  # of a block, on every architecture

@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...errors import EvidenceError, TooFewRoundsError
-from ..evidence import CaseRecord, GateName, GateStatus, Record, Resumed, Rounds, TimeKind
-from ..judge import paired_log_ratios
-from ..statistics import clustered_interval
-from ..words import counted
+from ..judge.judge import paired_log_ratios
+from ..judge.statistics import clustered_interval
+from ..records.evidence import CaseRecord, GateName, GateStatus, Record, Resumed, Rounds, TimeKind
+from ..text import counted
 from .run import CHANGED_SOURCES, Outcome, Run
 
 _SHOWN_FIELDS = 4

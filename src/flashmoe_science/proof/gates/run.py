@@ -13,10 +13,9 @@ from typing import Any, Literal, Protocol
 
 from ...errors import InputError, ProofError
 from ...gpu.specs import SPECS, find_gpu
-from ..causes import without_own_frames
-from ..cost import RunSize
-from ..environment import subject_tree
-from ..evidence import (
+from ..cost.cost import RunSize
+from ..measure.environment import subject_tree
+from ..records.evidence import (
     GATE_NAMES,
     Arm,
     CaseRecord,
@@ -33,12 +32,13 @@ from ..evidence import (
     TreeState,
     Work,
 )
-from ..loading import operator_of
-from ..operator import Operator
-from ..own_operator import raise_blamed
-from ..subject import PACKAGE_FOLDER, Subject
-from ..suites import Suite, check_operator
-from ..words import counted
+from ..subject.failure_hints import without_own_frames
+from ..subject.loading import operator_of
+from ..subject.operator import Operator
+from ..subject.subject import PACKAGE_FOLDER, Subject
+from ..subject.suites import Suite, check_operator
+from ..subject.user_operator import raise_blamed
+from ..text import counted
 from ..worker import TaskResult, run_task
 
 _TAIL_LINES = 24
@@ -313,7 +313,7 @@ class Run:
             BudgetSpentError: the budget ended it.
             OperatorError: the user's own operator did.
         """
-        name = f"{__package__.rpartition('.')[0]}.{task}"
+        name = f"{__package__.rpartition('.')[0]}.measure.{task}"
         left = self._seconds_left()
         result = run_task(
             name,

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..evidence import CaseRecord, Rounds, Settings, TimeKind, rates_of
-from ..roofline import fewest_seconds
-from ..words import counted
+from ..judge.roofline import fewest_seconds
+from ..records.evidence import CaseRecord, Rounds, Settings, TimeKind, rates_of
+from ..text import counted
 from ..worker import TaskResult
 from .resume import has_cell, is_wide
 from .run import Outcome, Run, failed, first_of, no_timing, passed

@@ -9,8 +9,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ...gpu.specs import find_gpu
-from ..subject import expand_sources, hash_sources
-from ..words import counted
+from ..subject.subject import expand_sources, hash_sources
+from ..text import counted
 from ..worker import TaskCall, run_tasks
 from . import library
 from .run import Outcome, Run, failed, first_of, not_possible, passed
@@ -71,7 +71,7 @@ def _compile(run: Run, details: list[str]) -> Outcome:
         return not_possible(f"{run.subject.name} serves none of these cases: {reason}", details=details)
     parts = min(_COMPILE_PROCESSES, os.cpu_count() or 1)
     common = run.payload(cases=[case.problem for case in run.cases.values()], gpus=run.gpus, parts=parts)
-    task = f"{__package__.rpartition('.')[0]}.tasks:compile_kernels"
+    task = f"{__package__.rpartition('.')[0]}.measure.tasks:compile_kernels"
     calls = [TaskCall(task, {**common, "part": part}, run.subject.limits.compile_s) for part in range(parts)]
     jobs: list[dict[str, Any]] = []
     current = [""] * parts

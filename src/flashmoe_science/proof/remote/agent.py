@@ -9,11 +9,11 @@ from typing import Any
 
 from pydantic import Field, TypeAdapter
 
-from ..cost import Budget, RunSize, spent_seconds
-from ..evidence import Gate, GateName, Model, Record, Settings, TreeState
+from ..cost.cost import Budget, RunSize, spent_seconds
 from ..gates import ProveRequest, prove
-from ..loading import load_subject
-from ..suites import load_suite
+from ..records.evidence import Gate, GateName, Model, Record, Settings, TreeState
+from ..subject.loading import load_subject
+from ..subject.suites import load_suite
 
 Send = Callable[[dict[str, Any]], None]
 Receive = Callable[[], tuple[dict[str, Any], bytes]]

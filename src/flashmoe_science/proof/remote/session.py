@@ -22,9 +22,9 @@ from importlib import resources
 from typing import IO, Any
 
 from ...errors import EvidenceError, FlashmoeError, InputError, MachineLostError, RemoteError
-from ..cost import Budget, RunSize
-from ..evidence import Gate, Record, parse_record
+from ..cost.cost import Budget, RunSize
 from ..gates import Progress
+from ..records.evidence import Gate, Record, parse_record
 from .agent import BUDGET, SIZE, RemoteRequest
 from .tree import Tree
 from .wheels import REQUIREMENTS, bundle_wheels

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...errors import ProofError, RemoteError
-from ..environment import subject_tree, tree_commit
 from ..gates import ProveRequest
-from ..git import git
-from ..suites import list_suites
+from ..measure.environment import subject_tree, tree_commit
+from ..records.git import git
+from ..subject.suites import list_suites
 from .agent import RemoteRequest
 
 PACKAGE_FOLDER = Path(__file__).resolve().parent.parent.parent

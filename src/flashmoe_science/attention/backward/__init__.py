@@ -1,0 +1,1 @@
+"""Gradients of attention: entry point, autograd, plans and kernels."""

@@ -1,0 +1,111 @@
+"""The public functions of gradients: made without autograd, and explained."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ...errors import InputError
+from ..checks import check_saved, check_tensors
+from ..inputs import Options, check_all_options, gpu_of, problem_of, refuse_tangents
+from .autograd import attention_gradients, forced_kernel
+from .plan import BackwardPlan, check_backward_kernel_name, plan_backward
+from .problem import BackwardProblem, fields_of_wanted
+
+
+def flash_attention_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    do: Tensor,
+    *,
+    dlse: Tensor | None = None,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    window: tuple[int, int] = (-1, -1),
+    kernel: str = "auto",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v, from what the forward returned and the gradients of that.
+
+    For who keeps o and the LSE without autograd, of a call without softcap, sinks, ALiBi, bias and dropout.
+
+    Args:
+        q: ``[B, H, Sq, D]``, as ``flash_attention`` takes it; so k, v, causal, softmax_scale and window.
+        k: ``[B, HK, Sk, D]``.
+        v: ``[B, HK, Sk, DV]``.
+        o: ``[B, H, Sq, DV]``, what ``flash_attention`` returned for them; any strides.
+        lse: ``[B, H, Sq]`` fp32, and its LSE.
+        do: gradient of o, like it.
+        dlse: gradient of lse, like it.
+        causal: row m sees keys up to m + Sk - Sq.
+        softmax_scale: default ``D ** -0.5``.
+        window: (left, right), -1 for no bound.
+        kernel: ``"auto"``, or one name to force (``explain_gradients`` lists them); a forced kernel never falls back.
+
+    Returns:
+        dq, dk and dv, in the shapes and the dtype of q, k and v; they are detached.
+
+    Raises:
+        InputError: a shape, dtype, device or value breaks the contract above.
+        UnsupportedError: no kernel, or not the kernel forced, serves this call.
+
+    Numerics: as the gradients of ``flash_attention``; the same bits in every run.
+    """
+    given: dict[str, Any] = {"q": q, "k": k, "v": v, "o": o, "do": do, "lse": lse}
+    for name, tensor in given.items():
+        if not isinstance(tensor, Tensor):
+            raise InputError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+    if dlse is not None:
+        if not isinstance(dlse, Tensor):
+            raise InputError(f"dlse must be a torch.Tensor or None, got {type(dlse).__name__}")
+        given["dlse"] = dlse
+    check_tensors(given, "B, H, S, D")
+    check_saved(given)
+    refuse_tangents(given.values())
+    check_backward_kernel_name(kernel)
+    options = check_all_options(Options(causal, softmax_scale, window, kernel=kernel))
+    found = attention_gradients(options, given, ["q", "k", "v"])
+    return found["q"], found["k"], found["v"]
+
+
+def explain_gradients(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    alibi: Tensor | None = None,
+    bias: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
+    return_lse: bool = False,
+    kernel: str = "auto",
+) -> BackwardPlan:
+    """Return the plan that would make the gradients of ``flash_attention`` with the same arguments.
+
+    Nothing is launched. ``return_lse`` says that the LSE has a gradient, and ``kernel`` is a name of a backward kernel
+    to force, as ``FLASHMOE_BACKWARD_KERNEL`` in the environment does. Gradients are of those arguments that require
+    grad, or, where none does, of all that have one; o and its gradient are taken to lie in memory as the forward lays
+    them out.
+
+    Raises:
+        InputError: an argument breaks the contract of ``flash_attention``, or ``kernel`` is no name.
+        UnsupportedError: no kernel, or not the kernel forced, makes these gradients.
+    """
+    forward = problem_of(
+        q, k, v, causal=causal, softmax_scale=softmax_scale, window=window, softcap=softcap, sinks=sinks, alibi=alibi,
+        bias=bias, dropout_p=dropout_p, dropout_seed=dropout_seed, return_lse=True,
+    )  # fmt: skip
+    named = {"q": q, "k": k, "v": v, "sinks": sinks, "bias": bias}
+    given = {name: tensor for name, tensor in named.items() if tensor is not None}
+    wanted = [name for name, tensor in given.items() if tensor.requires_grad] or [*given]
+    check_backward_kernel_name(kernel)
+    problem = BackwardProblem(forward, has_dlse=return_lse, **fields_of_wanted(forward, given, wanted))
+    return plan_backward(problem, gpu_of(q), forced_kernel(kernel))

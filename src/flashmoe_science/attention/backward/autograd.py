@@ -1,0 +1,233 @@
+"""Gradients for autograd: what a call records, how its gradients are made, and the operator that graphs hold."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import UnsupportedError
+from ...gpu.checks import check_not_batched
+from ...gpu.device import gpu_at
+from ..checks import check_fake
+from ..forward.calls import remember, run
+from ..inputs import DIFFERENTIABLE, AttentionCall, Options, layouts_of, refuse_tangents
+from ..packed import planned_lengths
+from .calls import Call, allocate_gradient, prepare_backward
+from .plan import BACKWARD_KERNEL, check_backward_kernel_name, plan_backward
+from .problem import backward_problem_of, check_backward_operator
+
+# Tensors besides q, k and v that a call with gradients may have, in the order in which its operator takes them.
+OPTIONAL = ("sinks", "alibi", "bias", "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "dropout_seed")
+_prepared: dict[tuple[Any, ...], Call] = {}
+
+
+def _options_of_backward(options: Options) -> Options:
+    """Return the options of the gradients of a call: the reference follows itself, else the plan chooses."""
+    return options._replace(kernel="reference" if options.kernel == "reference" else "auto", return_lse=True)
+
+
+def differentiable(call: AttentionCall) -> tuple[Tensor, Tensor]:
+    """Run a call that returns the LSE, and record what its gradients need."""
+    found: tuple[Tensor, Tensor] = _Attention.apply(call.options, (*call.tensors,), *call.tensors.values())  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Attention(torch.autograd.Function):
+    """A call with gradients. Nothing is kept but inputs, o and LSE."""
+
+    @staticmethod
+    def forward(options: Options, names: tuple[str, ...], *tensors: Tensor) -> Any:
+        return run(AttentionCall(dict(zip(names, tensors, strict=True)), options))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        options, ctx.names, *tensors = inputs
+        ctx.options = _options_of_backward(options)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors, *output)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        *inputs, o, lse = ctx.saved_tensors
+        tensors = dict(zip(ctx.names, inputs, strict=True))
+        needed = dict(zip(ctx.names, ctx.needs_input_grad[2:], strict=True))
+        wanted = [name for name in DIFFERENTIABLE if needed.get(name)]
+        do, dlse = gradients
+        if do is None and dlse is None:
+            return (None,) * (len(tensors) + 2)
+        check_not_batched("attention", gradients)
+        refuse_tangents(gradients)
+        given = {**tensors, "o": o, "lse": lse, **({} if do is None else {"do": do})}
+        given |= {} if dlse is None else {"dlse": dlse}
+        if torch.is_grad_enabled():  # create_graph: they may be asked to be differentiated again
+            once = _Once.apply(ctx.options, wanted, tuple(given), *given.values())  # type: ignore[no-untyped-call]
+            found = dict(zip(wanted, once, strict=True))
+        else:
+            found = attention_gradients(ctx.options, given, wanted)
+        return None, None, *(found.get(name) for name in tensors)
+
+
+class _Once(torch.autograd.Function):
+    """Gradients that may be asked to be differentiated again."""
+
+    @staticmethod
+    def forward(options: Options, wanted: list[str], names: tuple[str, ...], *tensors: Tensor) -> Any:
+        found = attention_gradients(options, dict(zip(names, tensors, strict=True)), wanted)
+        return tuple(found[name] for name in wanted)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        """Keep nothing. torch.func, which differentiates everything that a backward does, asks for it."""
+
+    @staticmethod
+    def backward(_ctx: Any, *_gradients: Any) -> Any:
+        raise _no_second_order()
+
+
+def _no_second_order() -> UnsupportedError:
+    return UnsupportedError(
+        "there are no second-order gradients of attention",
+        hint="for them, use torch.nn.functional.scaled_dot_product_attention with SDPBackend.MATH",
+    )
+
+
+def forced_kernel(kernel: str) -> str:
+    """Return the backward kernel to use: that of the environment, where the caller forces none."""
+    forced = os.environ.get(BACKWARD_KERNEL) if kernel == "auto" else None
+    if not forced:
+        return kernel
+    check_backward_kernel_name(forced, BACKWARD_KERNEL)
+    return forced
+
+
+def attention_gradients(options: Options, tensors: Mapping[str, Tensor], wanted: Sequence[str]) -> dict[str, Tensor]:
+    """Return gradients by name.
+
+    Args:
+        options: what the call asked for.
+        tensors: q, k, v and what else the call was given; o and lse that it returned; of their gradients do, dlse, or
+            both. Any strides.
+        wanted: of q, k, v, sinks and bias those whose gradients are asked for; k and v come together.
+
+    Raises:
+        InputError: ``FLASHMOE_BACKWARD_KERNEL`` in the environment is no name of a kernel.
+        UnsupportedError: no kernel, or not the kernel forced, serves this call.
+
+    Numerics: fp32 products, sums and softmax; P and dS are rounded to the dtype of q between products. Every sum has
+    one order, also where TMA adds to memory: the same bits in every run.
+    """
+    kernel = forced_kernel(options.kernel)
+    tensors = {name: tensor.detach() for name, tensor in tensors.items()}
+    if "do" not in tensors:
+        tensors["do"] = torch.zeros_like(tensors["o"])
+    do = tensors["do"]
+    if do.is_neg() or (do.stride(-1) != 1 and do.device.type == "cuda"):  # an expanded scalar, as sum() gives
+        tensors["do"] = do.resolve_neg().contiguous()
+    lengths = options.max_seqlens and planned_lengths(*options.max_seqlens, tensors.get("bias"))
+    options = options._replace(kernel=kernel, max_seqlens=lengths)
+    layouts = {name: tensor for name, tensor in tensors.items() if name not in ("lse", "dlse")}
+    key = (options, *wanted, "dlse" in tensors, *layouts, *layouts_of(layouts, packed=lengths is not None))
+    call = _prepared.get(key)
+    if call is None:
+        q = tensors["q"]
+        plan = plan_backward(backward_problem_of(options, tensors, wanted), gpu_at(q.device), options.kernel)
+        call = remember(_prepared, key, prepare_backward(plan, q.device))
+    return call(tensors)
+
+
+# Graphs hold this operator. A gradient that is not asked for has no elements.
+_ARGUMENTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? alibi, Tensor? bias, Tensor? cu_seqlens_q, "
+    "Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, Tensor? dropout_seed, Tensor o, Tensor lse, "
+    "Tensor? do, Tensor? dlse, SymInt max_seqlen_q, SymInt max_seqlen_k, bool causal, float? softmax_scale, "
+    "SymInt window_left, SymInt window_right, float softcap, float dropout_p, SymInt[] wanted, str kernel"
+)
+_TENSORS = ("q", "k", "v", *OPTIONAL, "o", "lse", "do", "dlse")
+
+
+@torch.library.custom_op(
+    "flashmoe_science::attention_backward",
+    mutates_args=(),
+    schema=f"({_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def _attention_backward(*arguments: Any) -> tuple[Tensor, ...]:
+    """Return the gradients of q, k, v, sinks and bias whose numbers are in ``wanted``."""
+    given = {name: tensor for name, tensor in zip(_TENSORS, arguments, strict=False) if tensor is not None}
+    longest, (causal, scale, *window, softcap, dropout_p, wanted, kernel) = arguments[15:17], arguments[17:]
+    max_seqlens = longest if "cu_seqlens_q" in given else None
+    options = Options(causal, scale, (window[0], window[1]), softcap, max_seqlens, kernel, dropout_p)
+    check_backward_operator(given, options, wanted)
+    found = attention_gradients(options, given, [DIFFERENTIABLE[number] for number in wanted])
+    q = given["q"]
+    return tuple(
+        found[name] if number in wanted else torch.empty(0, dtype=q.dtype, device=q.device)
+        for number, name in enumerate(DIFFERENTIABLE)
+    )
+
+
+@_attention_backward.register_fake
+def _fake_backward(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, alibi: Tensor | None, bias: Tensor | None, *options: Any
+) -> tuple[Tensor, ...]:
+    check_fake(q, k, v, (q.dim(), q.dim(), q.dim()), (sinks, alibi, bias, *options))
+    wanted = options[-2]
+    return tuple(
+        _fake_gradient(name, tensor)
+        if tensor is not None and number in wanted
+        else torch.empty(0, dtype=q.dtype, device=q.device)
+        for number, (name, tensor) in enumerate(zip(DIFFERENTIABLE, (q, k, v, sinks, bias), strict=True))
+    )
+
+
+def _fake_gradient(name: str, tensor: Tensor) -> Tensor:
+    if name in ("sinks", "bias"):
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    return allocate_gradient(tensor)
+
+
+def _refuse_second_order(_ctx: Any, *_gradients: Any) -> Any:
+    raise _no_second_order()
+
+
+_attention_backward.register_autograd(_refuse_second_order)
+
+
+def register_gradients(operator: Any, names: Sequence[str], options_of: Callable[[Mapping[str, Any]], Options]) -> None:
+    """Give an operator that returns o and LSE its gradients.
+
+    Args:
+        operator: what ``torch.library.custom_op`` returned.
+        names: the names of its arguments; tensors have those of ``OPTIONAL``.
+        options_of: makes options of the arguments by name.
+    """
+    tensors = [name for name in names if name in ("q", "k", "v", *OPTIONAL)]
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        given = dict(zip(names, inputs, strict=True))
+        ctx.options = _options_of_backward(options_of(given))
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*(given[name] for name in tensors), *output)
+
+    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> Any:
+        *inputs, o, lse = ctx.saved_tensors
+        if lse.numel() != o.numel() // max(1, o.shape[-1]):
+            raise UnsupportedError("this call kept no LSE, and gradients need it", hint="return_lse=True keeps it")
+        if do is None and dlse is None:
+            return (None,) * len(names)
+        given = dict(zip(tensors, inputs, strict=True))
+        needed = {name: need for name, need in zip(names, ctx.needs_input_grad, strict=True) if need}
+        wanted = [number for number, name in enumerate(DIFFERENTIABLE) if name in needed]
+        o_: Options = ctx.options
+        found = _attention_backward(
+            given["q"], given["k"], given["v"], *(given.get(name) for name in OPTIONAL), o, lse, do, dlse,
+            *(o_.max_seqlens or (0, 0)), o_.causal, o_.softmax_scale, *o_.window, o_.softcap, o_.dropout_p,
+            wanted, o_.kernel,
+        )  # fmt: skip
+        by_name = {DIFFERENTIABLE[number]: found[number] for number in wanted}
+        return tuple(by_name.get(name) for name in names)
+
+    operator.register_autograd(backward, setup_context=setup_context)

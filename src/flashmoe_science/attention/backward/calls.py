@@ -1,0 +1,185 @@
+"""Prepared gradients: plan, kernels and grids are settled, a call allocates its outputs and launches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import UnsupportedError
+from .. import reference
+from ..problem import canonical_strides, output_strides
+from .plan import BackwardPlan
+from .plan_sm90 import HopperBackwardConfig
+from .problem import BackwardProblem
+
+Tensors = Mapping[str, Tensor]
+# Gradients by the names of what they are of, from the tensors of a call by name: q, k, v, o, lse, do, dlse, extras.
+Call = Callable[[Tensors], dict[str, Tensor]]
+
+_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # noqa: SLF001 - absent from CPU builds of torch
+
+
+def prepare_backward(plan: BackwardPlan, device: torch.device) -> Call:
+    """Compile and load the kernels of ``plan``, and return its call for tensors on a device."""
+    if plan.kernel == "reference":
+        return _reference_call(plan.problem)
+    if device.type == "cpu" and plan.problem.forward.dtype == "bf16":
+        raise UnsupportedError(
+            "Triton's interpreter multiplies bf16 wrongly", hint="use fp16 or fp32 with TRITON_INTERPRET=1"
+        )
+    return (_hopper_call if isinstance(plan.config, HopperBackwardConfig) else _kernel_call)(plan, device)
+
+
+def allocate_gradient(tensor: Tensor) -> Tensor:
+    """Return a gradient of q, k or v, not written yet: dense, with axes in the order of the tensor's in memory."""
+    if tensor.dim() == 3:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    batch, heads, seqlen, columns = tensor.shape
+    strides = output_strides(batch, heads, seqlen, columns, canonical_strides(tensor.shape, tensor.stride()))
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).as_strided(tensor.shape, strides)
+
+
+def _reference_call(problem: BackwardProblem) -> Call:
+    p = problem.forward
+    differentiate: Any = reference.attention_varlen_backward if p.packed else reference.attention_backward
+    options: dict[str, Any] = {
+        "causal": p.causal, "softmax_scale": p.softmax_scale, "window": p.window, "softcap": p.softcap,
+        "dropout_p": p.dropout_p,
+    }  # fmt: skip
+
+    def call(tensors: Tensors) -> dict[str, Tensor]:
+        extras = {name: tensors[name] for name in p.extras}
+        inputs = (tensors["q"], tensors["k"], tensors["v"])
+        with torch.autocast(inputs[0].device.type, enabled=False):  # it would round the products of fp32
+            found = differentiate(*inputs, tensors["do"], tensors.get("dlse"), **options, **extras)
+        return {name: _allocate(name, tensors[name]).copy_(found[name]) for name in problem.wanted}
+
+    return call
+
+
+def _allocate(name: str, tensor: Tensor) -> Tensor:
+    """Return a gradient, not written yet."""
+    if name in ("q", "k", "v"):
+        return allocate_gradient(tensor)
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+
+
+def _kernel_call(plan: BackwardPlan, device: torch.device) -> Call:
+    """Return the call that allocates the gradients and delta, and launches, or interprets, every kernel."""
+    problem, p = plan.problem, plan.problem.forward
+    launches = _cuda_launches(plan, device) if device.type == "cuda" else _interpreted_launches(plan)
+
+    def call(tensors: Tensors) -> dict[str, Tensor]:
+        q = tensors["q"]
+        # Of packed sequences the LSE is [H, T], and lies in memory as kernels read it: rows of tokens.
+        rows = {name: tensors[name] for name in ("lse", "dlse") if name in tensors}
+        rows = {name: (tensor.t() if p.packed else tensor).contiguous() for name, tensor in rows.items()}
+        delta = torch.empty(rows["lse"].shape, dtype=torch.float32, device=q.device)
+        found = {name: _allocate(name, tensors[name]) for name in problem.wanted}
+        if p.packed or not launches:  # no program writes the gradients of rows and keys in no sequence's place
+            for name, gradient in found.items():
+                if name != "bias" or not launches:  # that of a bias is written as a whole
+                    gradient.zero_()
+        made = {f"d{name}": gradient for name, gradient in found.items()}
+        for launch in launches:
+            launch({**tensors, **rows, "delta": delta, **made})
+        if not launches:  # o is 0 everywhere
+            torch.neg(rows["dlse"], out=delta) if "dlse" in rows else delta.zero_()
+        if problem.wants_sinks:
+            _write_sinks_gradient(found["sinks"], tensors, rows["lse"], delta)
+        return found
+
+    return call
+
+
+def _hopper_call(plan: BackwardPlan, device: torch.device) -> Call:
+    """Return the call that allocates the gradients and what the kernels hand on to one another, and launches them.
+
+    The counters of a call are its own and its first kernel sets them, so calls on other streams, and replays of a CUDA
+    graph, which has memory of its own, share none.
+    """
+    from .prepare_sm90 import HOPPER_TENSORS, scratch_sizes
+
+    assert isinstance(plan.config, HopperBackwardConfig)
+    sizes, wanted = scratch_sizes(plan.problem, plan.config), plan.problem.wanted
+    launches = _cuda_launches(plan, device, HOPPER_TENSORS)
+
+    def call(tensors: Tensors) -> dict[str, Tensor]:
+        rows = {name: tensors[name].contiguous() for name in ("lse", "dlse") if name in tensors}
+        rows.setdefault("dlse", rows["lse"])  # not read
+        found = {name: allocate_gradient(tensors[name]) for name in wanted}
+        scratch = {
+            name: torch.empty(
+                size, dtype=torch.int32 if name == "dq_semaphore" else torch.float32, device=tensors["q"].device
+            )
+            for name, size in sizes.items()
+        }
+        made = {f"d{name}": gradient for name, gradient in found.items()}
+        for launch in launches:
+            launch({**tensors, **rows, **scratch, **made})
+        return found
+
+    return call
+
+
+def _write_sinks_gradient(out: Tensor, tensors: Tensors, lse: Tensor, delta: Tensor) -> None:
+    """Write - sum P delta over the rows of each head, where P is that of the sink: its value is 0.
+
+    lse and delta are ``[B, H, Sq]``, of packed sequences ``[T, H]``.
+    """
+    packed = lse.dim() == 2
+    sinks = tensors["sinks"].float()
+    terms = -delta * torch.exp((sinks if packed else sinks[:, None]) - lse)
+    counted = lse != -torch.inf
+    if packed:  # rows in no sequence's place were not written
+        starts, tokens = tensors["cu_seqlens_q"], torch.arange(lse.shape[0], device=lse.device)
+        counted = counted & ((tokens >= starts[0]) & (tokens < starts[-1]))[:, None]
+    out.copy_(torch.where(counted, terms, 0.0).sum(0 if packed else (0, 2)))
+
+
+def _pointer_names(source: Any) -> list[str]:
+    return [name.rpartition(".")[2].removesuffix("_ptr") for name, kind in source.signature if kind.startswith("*")]
+
+
+def _interpreted_launches(plan: BackwardPlan) -> list[Callable[[Tensors], None]]:
+    from ..forward.prepare import interpret
+    from .prepare import prepare_backward_kernels
+
+    def run(kernel: Any) -> Callable[[Tensors], None]:
+        names = _pointer_names(kernel.source)
+        return lambda tensors: interpret(kernel, tuple(tensors[name] for name in names))
+
+    return [run(kernel) for kernel in prepare_backward_kernels(plan)]
+
+
+def _cuda_launches(
+    plan: BackwardPlan, device: torch.device, order: Sequence[Sequence[str]] = ()
+) -> list[Callable[[Tensors], None]]:
+    """Return the launches of tensors by name. ``order`` has the tensors of each kernel; else its pointers name them."""
+    from ...gpu.launch import prepare_launch
+    from .prepare import prepare_backward_kernels
+
+    index = device.index
+    stream_of = _raw_stream
+    assert stream_of is not None
+    kernels = prepare_backward_kernels(plan)
+
+    def prepare(kernel: Any, names: Sequence[str]) -> Callable[[Tensors], None]:
+        launch = prepare_launch(kernel.source, plan.arch, index, kernel.grid, kernel.scalars, kernel.tensor_maps)
+        missing = [0] * (4 - len(names))  # a launch takes four addresses at the least
+
+        def run(tensors: Tensors) -> None:
+            addresses = [tensors[name].data_ptr() for name in names] + missing
+            if torch.cuda.current_device() == index:
+                launch(stream_of(index), *addresses)
+            else:
+                with torch.cuda.device(index):
+                    launch(stream_of(index), *addresses)
+
+        return run
+
+    orders = order or [_pointer_names(kernel.source) for kernel in kernels]
+    return [prepare(kernel, names) for kernel, names in zip(kernels, orders, strict=True)]

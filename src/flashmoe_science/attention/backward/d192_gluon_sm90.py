@@ -1,0 +1,373 @@
+"""Attention backward for Hopper, heads of up to 192 columns with values of up to 128 (Gluon, sm_90, fp16 and bf16).
+
+As DeepSeek's are. All is as in ``backward_gluon_sm90``: a warpgroup owns 64 keys, and the program's two warpgroups walk
+over the query tiles that see their 128. But the sums of 64 keys, 192 columns of dK and 128 of dV, leave a thread 80 of
+its registers. So dP is computed when the scores have become P, and a warpgroup computes the 96 columns of its part of
+dQ in two goes, 64 and 32, in the place that dP and then dS had. Q, K, dK and dQ lie in two parts of 128 and 64 columns:
+a box of TMA that reaches out of a tensor slows it down. There is memory for one tile of dO, and one of dQ.
+
+With 64 keys a program, as in ``backward_wide_gluon_sm90``, as much is read from L2 and added there for half of the
+work, 88 KiB a step, and a writer has one step for an addition, not two.
+
+Source: as there. Ours: the order of a step.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ...gpu.gluon_sm90 import lap_of, named_barrier, opaque, slot_of
+from ...gpu.gluon_versions import aggregate, tma_add, tma_load, tma_store
+from .primitives_sm90 import (
+    KeyTiles,
+    Span,
+    as_added,
+    first_whole_tile,
+    load_partition,
+    make_key_tiles,
+    mask_edge,
+    pack,
+    unpack,
+    unpack_wide,
+    wait_until_read,
+    walk_query_tiles,
+    write_partition,
+)
+
+ROWS = gl.constexpr(64)  # keys of one warpgroup, and query rows of a step
+FIRST = gl.constexpr(128)  # columns of Q, K, dK and dQ in a first part
+MORE = gl.constexpr(64)  # and in the second
+HALF = gl.constexpr(32)  # of the second, which one warpgroup computes of dQ
+DV = gl.constexpr(128)
+STAGES = gl.constexpr(2)  # of Q; dO has one
+BOTH = gl.constexpr(256)  # threads of the two warpgroups
+LINES = gl.constexpr(128)  # of 32 numbers, of 64 x 64 of dQ
+# Barriers of the hardware; Triton uses those before.
+Q_FREE = gl.constexpr(6)  # two
+DO_FREE = gl.constexpr(8)
+KV_FREE = gl.constexpr(9)
+FULL = gl.constexpr(10)  # a tile of dQ lies in shared memory, of an even step or an odd one: two
+READY = gl.constexpr(12)  # dS of the other warpgroup: two for each
+
+
+@aggregate
+class Args:
+    """What every partition is given."""
+
+    q_desc: tma.tensor_descriptor
+    k_desc: tma.tensor_descriptor
+    v_desc: tma.tensor_descriptor
+    do_desc: tma.tensor_descriptor
+    dk_desc: tma.tensor_descriptor
+    dv_desc: tma.tensor_descriptor
+    stats_desc: tma.tensor_descriptor
+    dq_desc: tma.tensor_descriptor
+    dq_semaphore_ptr: gl.tensor
+    q_more_desc: tma.tensor_descriptor
+    k_more_desc: tma.tensor_descriptor
+    dk_more_desc: tma.tensor_descriptor
+    dq_more_desc: tma.tensor_descriptor
+    q_bufs: gl.shared_memory_descriptor  # [STAGES, 1, 1, ROWS, FIRST]
+    q_more_bufs: gl.shared_memory_descriptor  # [STAGES, 1, 1, ROWS, MORE]
+    do_bufs: gl.shared_memory_descriptor  # [1, 1, 1, ROWS, DV]
+    stats_bufs: gl.shared_memory_descriptor  # [STAGES, 2 * ROWS]
+    k_bufs: gl.shared_memory_descriptor  # [2, 1, 1, ROWS, FIRST]: of each warpgroup
+    k_more_bufs: gl.shared_memory_descriptor  # [2, 1, 1, ROWS, MORE]
+    v_bufs: gl.shared_memory_descriptor  # [2, 1, 1, ROWS, DV]
+    ds_bufs: gl.shared_memory_descriptor  # [4, 64 keys, 64 queries]: of each warpgroup, of even steps and odd ones
+    dq_bufs: gl.shared_memory_descriptor  # [1, 2 * LINES, 32] fp32
+    dq_more_bufs: gl.shared_memory_descriptor  # [1, LINES, 32] fp32
+    ready_bars: gl.shared_memory_descriptor  # [STAGES + 3]: slots of Q, dO, K, V
+    written_bar: gl.shared_memory_descriptor  # a tile of dQ was read by TMA
+    key_tiles: KeyTiles
+    heads: gl.tensor  # query heads of a sequence
+    heads_kv: gl.tensor
+    span: Span
+    scale_log2: gl.tensor
+    scale: gl.tensor
+    GROUP: gl.constexpr  # query heads that share one K/V head
+    TOGETHER: gl.constexpr  # of them that are walked over together
+
+    @gluon.jit
+    def load_keys(self, b, kv, n, t):
+        """Copy K and V of key tile ``n``, the t-th of this program, once those of the one before were read."""
+        if t > 0:
+            named_barrier("sync", KV_FREE, BOTH + 32)
+        bar = self.ready_bars.index(STAGES + 1)
+        mbarrier.expect(bar, 2 * (self.k_desc.block_type.nbytes + self.k_more_desc.block_type.nbytes))
+        for w in gl.static_range(2):
+            key = n * (2 * ROWS) + w * ROWS
+            tma_load(self.k_desc, [b, kv, key, 0], bar, self.k_bufs.index(w))
+            tma_load(self.k_more_desc, [b, kv, key, FIRST], bar, self.k_more_bufs.index(w))
+        bar = self.ready_bars.index(STAGES + 2)
+        mbarrier.expect(bar, 2 * self.v_desc.block_type.nbytes)
+        for w in gl.static_range(2):
+            tma_load(self.v_desc, [b, kv, n * (2 * ROWS) + w * ROWS, 0], bar, self.v_bufs.index(w))
+
+    @gluon.jit
+    def load_queries(self, b, h, m, stats, i):
+        """Copy Q, the row statistics and dO of query tile ``m``, for step ``i``."""
+        slot, lap = slot_of(i, STAGES), lap_of(i, STAGES)
+        if lap > 0:
+            named_barrier("sync", Q_FREE + slot, BOTH + 32)
+        bar = self.ready_bars.index(slot)
+        Q_BYTES: gl.constexpr = self.q_desc.block_type.nbytes + self.q_more_desc.block_type.nbytes
+        mbarrier.expect(bar, Q_BYTES + self.stats_desc.block_type.nbytes)
+        tma_load(self.q_desc, [b, h, m * ROWS, 0], bar, self.q_bufs.index(slot))
+        tma_load(self.q_more_desc, [b, h, m * ROWS, FIRST], bar, self.q_more_bufs.index(slot))
+        tma_load(self.stats_desc, [(stats + m) * (2 * ROWS)], bar, self.stats_bufs.index(slot))
+        if i > 0:
+            named_barrier("sync", DO_FREE, BOTH + 32)
+        bar = self.ready_bars.index(STAGES)
+        mbarrier.expect(bar, self.do_desc.block_type.nbytes)
+        tma_load(self.do_desc, [b, h, m * ROWS, 0], bar, self.do_bufs.index(0))
+
+    @gluon.jit
+    def dq_buf(self, WRITER: gl.constexpr):  # noqa: ARG002 - both writers add from the same memory
+        """Return the shared memory from which a writer adds."""
+        return self.dq_bufs.index(0)
+
+    @gluon.jit
+    def add_dq(self, buf, tile, added_before, WRITER: gl.constexpr):
+        """Add a step's dQ to that of a query tile, or store the first, and free its shared memory."""
+        named_barrier("sync", FULL + WRITER, BOTH + 32)
+        row = tile * (3 * LINES)
+        if added_before == 0:
+            tma_store(self.dq_desc, [row, 0], buf)
+            tma_store(self.dq_more_desc, [row + 2 * LINES, 0], self.dq_more_bufs.index(0))
+        else:
+            tma_add(self.dq_desc, [row, 0], buf)
+            tma_add(self.dq_more_desc, [row + 2 * LINES, 0], self.dq_more_bufs.index(0))
+        wait_until_read()
+        mbarrier.arrive(self.written_bar)
+
+    @gluon.jit
+    def step(self, sums, kept, i, key, row, W: gl.constexpr, IS_FIRST: gl.constexpr, IS_EDGE: gl.constexpr):
+        """Add a query tile to dK and dV, and that of the step before to dQ."""
+        dk, dk_more, dv = sums
+        return _step(dk, dk_more, dv, kept[0], kept[1], self, i, key, row, W, IS_FIRST, IS_EDGE)
+
+    @gluon.jit
+    def flush_dq(self, kept, i, W: gl.constexpr):
+        """Compute this warpgroup's part of the dQ of step ``i``, the last of a walk."""
+        _await_ds(i, W)
+        dq = _issue_dq(self, i, kept[0], self.k_bufs, W * 64)
+        dq = warpgroup_mma_wait(0, deps=[dq])
+        _store_dq(dq, self, i, W)
+        rest = _issue_dq(self, i, kept[1], self.k_more_bufs, W * HALF)
+        rest = warpgroup_mma_wait(0, deps=[rest])
+        _store_rest_of_dq(rest, self, i, W)
+
+
+@gluon.jit
+def _row_numbers(a, slot, WHICH: gl.constexpr, layout: gl.constexpr):
+    """Return LSE (0) or delta (1) of the query rows of a tile, one a column of the scores."""
+    return a.stats_bufs.index(slot).slice(WHICH * ROWS, ROWS, dim=0).load(layout)
+
+
+@gluon.jit
+def _pass_ds(i, W: gl.constexpr):
+    """Tell the other warpgroup that this one's dS of step ``i`` is there, and that it has read that of step i - 1."""
+    named_barrier("arrive", READY + 2 * (1 - W) + (i & 1), BOTH)
+
+
+@gluon.jit
+def _await_ds(i, W: gl.constexpr):
+    """Wait for dS of step ``i`` of the other warpgroup; the slot of step i - 1 is free then."""
+    named_barrier("sync", READY + 2 * W + (i & 1), BOTH)
+
+
+@gluon.jit
+def _issue_dq(a, i, zero, bufs, BEGIN: gl.constexpr):
+    """Issue as many columns of dQ = dS K as ``zero`` has, of the dS of step ``i``."""
+    dq = zero
+    for w in gl.static_range(2):
+        ds = a.ds_bufs.index((i & 1) * 2 + w)
+        k = bufs.index(opaque(w)).reshape([ROWS, bufs.shape[4]]).slice(BEGIN, zero.shape[1], dim=1)
+        dq = warpgroup_mma(ds.permute((1, 0)), k, dq, use_acc=w > 0, is_async=True)
+    return dq
+
+
+@gluon.jit
+def _store_dq(dq, a, i, W: gl.constexpr):
+    """Put 64 columns of the dQ of step ``i`` where a writer takes them, in the order in which the threads hold them."""
+    mbarrier.wait(a.written_bar, (i & 1) ^ 1)  # of the step before; the first does not wait
+    a.dq_bufs.index(opaque(0)).slice(W * LINES, LINES, dim=0).store(as_added(dq))
+
+
+@gluon.jit
+def _store_rest_of_dq(dq, a, i, W: gl.constexpr):
+    """Put the 32 columns there that remain, and tell the writer."""
+    a.dq_more_bufs.index(opaque(0)).slice(W * (LINES // 2), LINES // 2, dim=0).store(as_added(dq))
+    fence_async_shared()
+    named_barrier("arrive", FULL + (i & 1), BOTH + 32)
+
+
+@gluon.jit
+def _step(
+    dk, dk_more, dv, zero, zero_rest, a, i, key, row, W: gl.constexpr, IS_FIRST: gl.constexpr, IS_EDGE: gl.constexpr
+):
+    """Add a query tile to dK and dV, and that of the step before to dQ."""
+    dtype: gl.constexpr = a.q_desc.dtype
+    slot = slot_of(i, STAGES)
+    here = opaque(W)
+    s_layout: gl.constexpr = zero.type.layout
+    columns: gl.constexpr = gl.SliceLayout(0, s_layout)
+    mbarrier.wait(a.ready_bars.index(slot), lap_of(i, STAGES) & 1)
+    q = a.q_bufs.index(slot).reshape([ROWS, FIRST])
+    q_more = a.q_more_bufs.index(slot).reshape([ROWS, MORE])
+    k = a.k_bufs.index(here).reshape([ROWS, FIRST])
+    k_more = a.k_more_bufs.index(here).reshape([ROWS, MORE])
+    s = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
+    s = warpgroup_mma(k_more, q_more.permute((1, 0)), s, is_async=True)
+    s = warpgroup_mma_wait(0, deps=[s])
+    s = mask_edge(s, a.span, key, row, IS_EDGE)
+    lse = _row_numbers(a, slot, 0, columns)
+    packed = pack(gl.exp2(s * a.scale_log2 - lse[None, :]), dtype)
+    mbarrier.wait(a.ready_bars.index(STAGES), i & 1)
+    do = a.do_bufs.index(opaque(0)).reshape([ROWS, DV])
+    dp = warpgroup_mma(a.v_bufs.index(here).reshape([ROWS, DV]), do.permute((1, 0)), zero, use_acc=False, is_async=True)
+    p_operand = unpack(packed, dtype, gl.DotOperandLayout(0, dv.type.layout, 2))
+    dv = warpgroup_mma(p_operand, do, dv, is_async=True)
+    dp = warpgroup_mma_wait(1, deps=[dp])
+    delta = _row_numbers(a, slot, 1, columns)
+    ds = pack(unpack_wide(packed, dtype, s_layout) * (dp - delta[None, :]), dtype)
+    dv, _ = warpgroup_mma_wait(0, deps=[dv, p_operand])
+    named_barrier("arrive", DO_FREE, BOTH + 32)
+    if not IS_FIRST:
+        _await_ds(i - 1, W)
+    a.ds_bufs.index((i & 1) * 2 + W).store(unpack(ds, dtype, s_layout))
+    fence_async_shared()
+    ds_operand = unpack(ds, dtype, gl.DotOperandLayout(0, dk.type.layout, 2))
+    more_operand = unpack(ds, dtype, gl.DotOperandLayout(0, dk_more.type.layout, 2))
+    if IS_FIRST:
+        dk = warpgroup_mma(ds_operand, q, dk, is_async=True)
+        dk_more = warpgroup_mma(more_operand, q_more, dk_more, is_async=True)
+        _pass_ds(i, W)
+        dk, dk_more, _, _ = warpgroup_mma_wait(0, deps=[dk, dk_more, ds_operand, more_operand])
+    else:
+        dq = _issue_dq(a, i - 1, zero, a.k_bufs, W * 64)
+        dq = warpgroup_mma_wait(0, deps=[dq])
+        _store_dq(dq, a, i - 1, W)
+        dk = warpgroup_mma(ds_operand, q, dk, is_async=True)
+        dk_more = warpgroup_mma(more_operand, q_more, dk_more, is_async=True)
+        rest = _issue_dq(a, i - 1, zero_rest, a.k_more_bufs, W * HALF)
+        dk, dk_more, rest, _, _ = warpgroup_mma_wait(0, deps=[dk, dk_more, rest, ds_operand, more_operand])
+        _pass_ds(i, W)
+        _store_rest_of_dq(rest, a, i - 1, W)
+    named_barrier("arrive", Q_FREE + slot, BOTH + 32)
+    return dk, dk_more, dv
+
+
+@gluon.jit
+def _multiply_partition(a, W: gl.constexpr):
+    """Compute dK and dV of keys 64 W to 64 W + 63, and a part of the dQ of each query tile."""
+    dtype: gl.constexpr = a.q_desc.dtype
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    wide_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
+    rest_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    i = 0  # query tiles so far
+    t = 0  # key tiles so far
+    tile = a.key_tiles.wait(t, 4)
+    while tile >= 0:
+        head, n = a.key_tiles.locate(tile)
+        first, end = a.span.first(n), a.span.end(n)
+        key = n * (2 * ROWS) + W * ROWS
+        edge = first_whole_tile(a, key, first, end)
+        dk = gl.zeros([ROWS, FIRST], gl.float32, wide_layout)
+        dk_more = gl.zeros([ROWS, MORE], gl.float32, s_layout)
+        dv = gl.zeros([ROWS, DV], gl.float32, wide_layout)
+        zero = gl.zeros([ROWS, ROWS], gl.float32, s_layout)
+        zero_rest = gl.zeros([ROWS, HALF], gl.float32, rest_layout)
+        mbarrier.wait(a.ready_bars.index(STAGES + 1), t & 1)
+        mbarrier.wait(a.ready_bars.index(STAGES + 2), t & 1)
+        sums, i = walk_query_tiles(a, i, (dk, dk_more, dv), (zero, zero_rest), key, first, edge, end, W)
+        dk, dk_more, dv = sums
+        b, kv = head // a.heads_kv, head % a.heads_kv
+        # V of this warpgroup was read for the last time; K by both when they have met. All are looked up here: kept
+        # through the loops, their addresses spill.
+        a.v_bufs.index(opaque(W)).reshape([ROWS, DV]).store(dv.to(dtype))
+        fence_async_shared()
+        tma_store(a.dv_desc, [b, kv, key, 0], a.v_bufs.index(opaque(W)))
+        _pass_ds(i, W)
+        _await_ds(i, W)
+        a.k_bufs.index(opaque(W)).reshape([ROWS, FIRST]).store((dk * a.scale).to(dtype))
+        a.k_more_bufs.index(opaque(W)).reshape([ROWS, MORE]).store((dk_more * a.scale).to(dtype))
+        fence_async_shared()
+        tma_store(a.dk_desc, [b, kv, key, 0], a.k_bufs.index(opaque(W)))
+        tma_store(a.dk_more_desc, [b, kv, key, FIRST], a.k_more_bufs.index(opaque(W)))
+        tma.store_wait(0)
+        named_barrier("arrive", KV_FREE, BOTH + 32)
+        t += 1
+        tile = a.key_tiles.wait(t, 4)
+
+
+@gluon.jit
+def _backward_192_sm90_kernel(
+    q_desc,  # [B, H, Sq, D]: in boxes of the first 128 columns
+    k_desc,  # [B, HK, Sk, D]
+    v_desc,  # [B, HK, Sk, DV]
+    do_desc,  # [B, H, Sq, DV]
+    dk_desc,  # [B, HK, Sk, D]
+    dv_desc,  # [B, HK, Sk, DV]
+    stats_desc,  # [B * H * tiles_m * 2 * ROWS] fp32: of a query tile LSE * log2(e), then delta
+    dq_desc,  # [B * H * tiles_m * 3 * LINES, 32] fp32
+    dq_semaphore_ptr,  # [B * H * tiles_m + 1] int32, 0 before; the last counts key tiles that were drawn
+    q_more_desc, k_more_desc, dk_more_desc, dq_more_desc,  # in boxes of the other 64 columns
+    heads, heads_kv, seqlen_q, seqlen_k, tiles_m, tiles_n, heads_total, heads_per_group, window_left, window_right,
+    scale_log2,  # scale * log2(e)
+    scale,
+    GROUP: gl.constexpr,  # query heads that share one K/V head
+    TOGETHER: gl.constexpr,  # of them that are walked over together: a divisor of GROUP
+    BOUND_LEFT: gl.constexpr,  # whether some keys come too early for some rows
+    BOUND_RIGHT: gl.constexpr,  # whether some keys come too late for some rows
+    MATRIX_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """Compute dK and dV of 128 keys and add what they give to dQ. Grid: any."""
+    gl.static_assert(GROUP % TOGETHER == 0, "all partitions have as many walks")
+    ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, ROWS], q_desc.dtype)
+    ready_bars = gl.allocate_shared_memory(gl.int64, [STAGES + 3, 1], mbarrier.MBarrierLayout())
+    for bar in gl.static_range(STAGES + 3):
+        mbarrier.init(ready_bars.index(bar), count=1)
+    written_bars = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(written_bars.index(0), count=1)
+    key_tiles = make_key_tiles(tiles_n, heads_total, heads_per_group)
+    fence_async_shared()  # TMA, too, sees that the barriers are there
+    dtype: gl.constexpr = q_desc.dtype
+    a = Args(  # type: ignore[call-arg] # aggregate gives it a constructor
+        q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, stats_desc, dq_desc, dq_semaphore_ptr,
+        q_more_desc, k_more_desc, dk_more_desc, dq_more_desc,
+        gl.allocate_shared_memory(dtype, [STAGES] + q_desc.block_type.shape, q_desc.layout),
+        gl.allocate_shared_memory(dtype, [STAGES] + q_more_desc.block_type.shape, q_more_desc.layout),
+        gl.allocate_shared_memory(dtype, [1] + do_desc.block_type.shape, do_desc.layout),
+        gl.allocate_shared_memory(gl.float32, [STAGES] + stats_desc.block_type.shape, stats_desc.layout),
+        gl.allocate_shared_memory(dtype, [2] + k_desc.block_type.shape, k_desc.layout),
+        gl.allocate_shared_memory(dtype, [2] + k_more_desc.block_type.shape, k_more_desc.layout),
+        gl.allocate_shared_memory(dtype, [2] + v_desc.block_type.shape, v_desc.layout),
+        gl.allocate_shared_memory(dtype, [4, ROWS, ROWS], ds_layout),
+        gl.allocate_shared_memory(gl.float32, [1] + dq_desc.block_type.shape, dq_desc.layout),
+        gl.allocate_shared_memory(gl.float32, [1] + dq_more_desc.block_type.shape, dq_more_desc.layout),
+        ready_bars, written_bars.index(0), key_tiles, heads, heads_kv,
+        Span(seqlen_q, seqlen_k, tiles_m, window_left, window_right, BOUND_LEFT, BOUND_RIGHT, ROWS, 2 * ROWS),  # type: ignore[call-arg] # aggregate gives it a constructor
+        scale_log2, scale, GROUP, TOGETHER,
+    )  # fmt: skip
+    R: gl.constexpr = MATRIX_REGISTERS
+    gl.warp_specialize(
+        [
+            (_multiply_partition, (a, 0)),
+            (_multiply_partition, (a, 1)),
+            (load_partition, (a, 1)),
+            (write_partition, (a, 0, 1)),
+            (write_partition, (a, 1, 1)),
+        ],
+        [4, 1, 1, 1],
+        [R, 24, 24, 24],
+    )

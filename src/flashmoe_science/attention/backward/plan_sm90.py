@@ -1,0 +1,189 @@
+"""Plans of ``backward_gluon_sm90``: when it serves, and how it splits the work. No Triton.
+
+Heads wider than 128 have kernels of their own: ``backward_192_gluon_sm90.py`` where they have up to 192 columns and
+values up to 128, else ``backward_wide_gluon_sm90.py``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from ...gpu.planning import PlannedLaunch
+from ...gpu.specs import GpuSpec
+from ..tiles import SMALLEST_SCALE_LOG2, cdiv
+from .problem import BackwardProblem
+
+HOPPER_KEYS = 64  # of one warpgroup
+HOPPER_PART = 4096  # numbers of dQ that a warpgroup computes of a query tile
+_WIDEST = 256
+_NARROW = 128  # columns of the widest heads that backward_gluon_sm90.py itself serves
+_FAST_MEMORY = 4e12  # bytes a second: an H200 has 4.8e12, an H100 3.4e12
+_LONGEST_TOGETHER = 16384  # keys
+_MAX = 2**29  # positions: a sum of two of them, rounded up, stays in 32 bits
+_MAX_QUERY_TILES = 2**22  # rows of what is kept of them, 512 each at the most, are counted in 32 bits
+_MAX_KEY_TILES = 2**30  # so that the count of those drawn stays in 32 bits
+
+
+@dataclass(frozen=True, slots=True)
+class HopperBackwardConfig:
+    """How ``backward_gluon_sm90`` splits its work."""
+
+    block_m: int  # query rows of a step
+    programs: int  # that draw key tiles; more than the GPU runs at a time find none left
+    warpgroups: int = 2
+    keys: int = 128  # of a key tile: 64 of each warpgroup; of the widest heads 64 that both share
+    writers: int = 1  # that add to the same query tile
+    num_stages: int = 2  # query tiles in flight
+    # Of V that live in registers, of a head of 128. Each product of 64 x 64 x 16 with both operands in shared memory
+    # reads there as fast as it can; with 64 columns a step keeps it busy for 2,816 clocks, by count, in place of 2,944.
+    # In fp16, or with a window, ptxas of Triton 3.9 spills in the loops.
+    v_columns: int = 0
+    # K/V heads whose first key tiles are drawn first, then their second ones... 132 programs then walk over the same
+    # query tiles eight at a time: fewer, and Q, dO and dQ come from memory; more, and all wait for one another. At
+    # D 64, causal, where steps are short and key tiles unlike, four at a time: 315 TFLOP/s to 276 at 1k keys, 501 to
+    # 491 at 4k (lab/hopper/backward/6_groups_and_dk_that_runs_on.txt).
+    heads_per_group: int = 16
+    # Query heads of a group that a key tile walks over together; those of other heads come after them. A causal walk is
+    # shorter the later its keys: at each further walk it waits for the key tile before it, so that all take as long as
+    # the first (lab/hopper/backward/turns.py). But who does not wait walks where no other program is, and reads Q, dO
+    # and dQ from memory, it seems (lab/hopper/backward/13_heads_together.txt).
+    heads_together: int = 1
+    dependent_launch: bool = True  # a kernel is set up while the one before ends
+    prepare_warps: int = 4
+    finish_warps: int = 4
+
+
+def hopper_backward_columns(problem: BackwardProblem) -> tuple[int, int]:
+    """Return the columns of dQ and of V that are kept, of which TMA fills in what there is not."""
+    p = problem.forward
+    if is_wide(problem):
+        if p.head_dim_v > _NARROW:
+            return 256, 256
+        return hopper_wide_columns(problem), 128
+    return 64 if max(p.head_dim, p.head_dim_v) <= 64 else 128, 64 if p.head_dim_v <= 64 else 128
+
+
+def hopper_wide_columns(problem: BackwardProblem) -> int:
+    """Return the columns of Q and K of a wide head: TMA fills in what there is not of them."""
+    return 192 if problem.forward.head_dim <= 192 else 256
+
+
+def is_wide(problem: BackwardProblem) -> bool:
+    """Return whether heads are wider than 128."""
+    return max(problem.forward.head_dim, problem.forward.head_dim_v) > _NARROW
+
+
+def hopper_backward_kernel(problem: BackwardProblem) -> str:
+    """Return the name of the kernel that makes the sums."""
+    if not is_wide(problem):
+        return "_backward_sm90_kernel"
+    if hopper_backward_columns(problem) == (192, 128):
+        return "_backward_192_sm90_kernel"
+    return "_backward_wide_sm90_kernel"
+
+
+def hopper_backward_config(problem: BackwardProblem, gpu: GpuSpec) -> HopperBackwardConfig:
+    """Return the configuration of a head size."""
+    p = problem.forward
+    config = HopperBackwardConfig(block_m=128 if hopper_backward_columns(problem)[0] == 64 else 64, programs=gpu.sms)
+    if hopper_backward_kernel(problem) == "_backward_wide_sm90_kernel":
+        config = replace(config, keys=64, writers=2)
+    elif config.block_m == 128 and p.causal:
+        config = replace(config, heads_per_group=32)
+    elif hopper_backward_columns(problem) == (128, 128) and p.dtype == "bf16" and not p.bounded_left:
+        config = replace(config, v_columns=64)
+    config = replace(config, heads_together=math.gcd(p.group, _most_heads_together(problem, config, gpu)))
+    _, tiles_n = hopper_backward_tiles(problem, config)
+    return replace(config, programs=min(gpu.sms, p.batch * p.heads_kv * tiles_n))
+
+
+def _most_heads_together(problem: BackwardProblem, config: HopperBackwardConfig, gpu: GpuSpec) -> int:
+    """Return of how many heads causal walks gain, by times of walks over one head by walks over several.
+
+    On an H200: D 64, four 1.07 and 1.15; D 128, four 1.04 to 1.16, but 0.96 with 32k keys; D 192, two 1.01; D 256, two
+    1.02 to 1.13, four 0.96. On an H100: D 64, four 1.05 and 1.16; D 128, two 1.00 to 1.07, four 0.88 to 1.06; D 192,
+    two 0.96; D 256, two of two 1.03 and 1.06, two of four 0.90.
+    """
+    p = problem.forward
+    # A window bounds walks, and where there are few queries to many keys walks are alike.
+    if not p.causal or p.bounded_left or p.seqlen_k > min(_LONGEST_TOGETHER, 2 * p.seqlen_q):
+        return 1
+    is_fast = gpu.bandwidth_bytes_per_s >= _FAST_MEMORY
+    if is_wide(problem):
+        return 2 if is_fast or p.group == 2 else 1
+    return 4 if is_fast or config.block_m == 128 else 2
+
+
+def hopper_backward_tiles(problem: BackwardProblem, config: HopperBackwardConfig) -> tuple[int, int]:
+    """Return the query tiles and the key tiles of one head."""
+    p = problem.forward
+    return cdiv(p.seqlen_q, config.block_m), cdiv(p.seqlen_k, config.keys)
+
+
+def hopper_backward_refusal(problem: BackwardProblem, gpu: GpuSpec) -> str | None:
+    """Return why ``backward_gluon_sm90`` cannot serve ``problem``, or None."""
+    p = problem.forward
+    *first, last = [feature for feature in p.features if feature != "a sliding window"] or ("",)
+    features = f"{', '.join(first)}{' and ' if first else ''}{last}"
+    config = hopper_backward_config(problem, gpu)
+    tiles_m, tiles_n = hopper_backward_tiles(problem, config)
+    last_to_see = config.keys - 1 + p.seqlen_q - p.seqlen_k + p.window[0]  # the first key tile
+    many = tiles_m * p.batch * p.heads >= _MAX_QUERY_TILES or tiles_n * p.batch * p.heads_kv >= _MAX_KEY_TILES
+    reasons = (
+        (gpu.arch != 90, f"it is for sm_90, this GPU is sm_{gpu.arch}"),
+        (features, f"it does not serve {features}"),
+        (p.bounded_left and last_to_see < 0, f"its window hides the first {config.keys} keys from all queries"),
+        (p.item_bytes != 2, "it serves fp16 and bf16 only"),
+        (
+            not (problem.wants_q and problem.wants_kv),
+            "it makes the gradients of q, k and v together, and not all of them are asked for",
+        ),
+        (max(p.head_dim, p.head_dim_v) > _WIDEST, f"it serves head dimensions up to {_WIDEST}"),
+        (
+            p.head_dim % 8 or p.head_dim_v % 8,
+            "it serves head dimensions that are multiples of 8 (TMA steps by 16 bytes)",
+        ),
+        (p.scale_log2 < SMALLEST_SCALE_LOG2, "it needs a positive softmax_scale, of normal size in fp32"),
+        (p.pointer_alignment < 16, "TMA reads tensors that start at multiples of 16 bytes"),
+        (max(p.seqlen_q, p.seqlen_k) >= _MAX, f"it counts positions up to {_MAX}"),
+        (many, f"it counts query tiles up to {_MAX_QUERY_TILES}, key tiles up to {_MAX_KEY_TILES}"),
+    )
+    return next((why for is_so, why in reasons if is_so), None) or _layout_refusal(problem)
+
+
+def _layout_refusal(problem: BackwardProblem) -> str | None:
+    """Return why TMA, or a load of 16 bytes, cannot step through an input, or None."""
+    p = problem.forward
+    queries, keys = (p.batch, p.heads, p.seqlen_q), (p.batch, p.heads_kv, p.seqlen_k)
+    for name, strides, sizes in (
+        ("q", p.q_strides, queries),
+        ("k", p.k_strides, keys),
+        ("v", p.v_strides, keys),
+        ("o", problem.o_strides, queries),
+        ("the gradient of o", problem.do_strides, queries),
+    ):
+        if strides[3] != 1:
+            return f"rows of {name} are not contiguous"
+        stepped = [stride for stride, size in zip(strides, sizes, strict=False) if size > 1]
+        if 0 in stepped:
+            return f"{name} is expanded: TMA does not step by 0"
+        if any(stride % 8 for stride in stepped):
+            return f"rows of {name} do not start at multiples of 16 bytes"
+        if any(stride >= 2**39 for stride in stepped):
+            return f"rows of {name} are too far apart"
+    return None
+
+
+def hopper_backward_launches(problem: BackwardProblem, config: HopperBackwardConfig) -> tuple[PlannedLaunch, ...]:
+    """Return the launches: what comes before, the kernel, and what brings dQ in order."""
+    p = problem.forward
+    tiles_m, _ = hopper_backward_tiles(problem, config)
+    tiles = tiles_m * p.batch * p.heads
+    parts = config.block_m * hopper_backward_columns(problem)[0] // HOPPER_PART
+    # Triton rounds the three single warps up to a warpgroup.
+    return (
+        PlannedLaunch("_prepare_backward_kernel", (tiles, 1, 1), (32 * config.prepare_warps, 1, 1)),
+        PlannedLaunch(hopper_backward_kernel(problem), (config.programs, 1, 1), (128 * (config.warpgroups + 1), 1, 1)),
+        PlannedLaunch("_finish_dq_kernel", (tiles * parts, 1, 1), (32 * config.finish_warps, 1, 1)),
+    )

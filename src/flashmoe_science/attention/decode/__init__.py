@@ -1,0 +1,1 @@
+"""Attention over a K/V cache: entry point, plans and kernels."""

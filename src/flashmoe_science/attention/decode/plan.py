@@ -1,0 +1,374 @@
+"""How a call with a K/V cache is served on a GPU: tile, shares of the keys, launches, and why. No Triton."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ...errors import InputError, UnsupportedError, shown
+from ...gpu.planning import PlannedLaunch, refuse_architecture
+from ...gpu.specs import GpuSpec
+from ..forward.plan import MAX_HEAD_DIM
+from ..tiles import block_dim
+from .config import DecodeConfig
+from .plan_sm90 import HOPPER_DECODE, HOPPER_DECODE_KERNEL, hopper_decode_is_slower, hopper_decode_refusal
+from .problem import MAX_SPLITS, CacheProblem
+
+CACHE_KERNELS = (HOPPER_DECODE_KERNEL, "decode_triton", "reference")
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """How the keys of a sequence are cut into shares, one program each."""
+
+    schedule: str  # "whole", "even", "own length" or "balanced"
+    splits: int  # the most shares of one sequence; "balanced": of all sequences and one row tile, but one a sequence
+    least_tiles: int  # key tiles of a share
+    programs: int  # shares that the grid has room for, of all sequences and one row tile
+    most: int  # shares of one sequence that there can be
+    alike: int = 1  # "balanced": shares of each sequence where all of them turn out about as long
+
+
+@dataclass(frozen=True, slots=True)
+class MergeConfig:
+    """Tile of the merge."""
+
+    rows: int  # of one program, one after the other
+    columns: int  # of one program
+    block_s: int  # shares of one step
+
+
+@dataclass(frozen=True, slots=True)
+class DecodePlan:
+    """How one call is served on one GPU."""
+
+    problem: CacheProblem
+    gpu: str  # "CPU" for the reference
+    arch: int  # 90 for sm_90; 0 for the reference
+    kernel: str
+    config: DecodeConfig | None
+    shares: Shares | None
+    merge: MergeConfig | None
+    launches: tuple[PlannedLaunch, ...]
+    reason: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the plan as plain JSON values."""
+        return dataclasses.asdict(self)
+
+    def as_text(self) -> str:
+        """Return the plan for people."""
+        lines = [f"{self.problem.describe()} on {self.gpu}: {self.kernel}", f"  because {self.reason}"]
+        for name, part in (("config", self.config), ("shares", self.shares), ("merge", self.merge)):
+            if part is not None:
+                fields = dataclasses.asdict(part)
+                lines.append(f"  {name:7} " + ", ".join(f"{field} {value}" for field, value in fields.items()))
+        for launch in self.launches:
+            shared = (
+                "" if launch.shared_memory_bytes is None else f", {launch.shared_memory_bytes} bytes of shared memory"
+            )
+            lines.append(f"  launch  {launch.pattern}, grid {launch.grid}, {launch.block[0]} threads{shared}")
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return self.as_text()
+
+
+def partial_sizes(plan: DecodePlan) -> tuple[int, int]:
+    """Return the elements of the partial outputs, and of their largest scores and sums; 0 where nothing is merged."""
+    if plan.merge is None or plan.shares is None:
+        return 0, 0
+    rows = plan.shares.programs * plan.problem.heads * plan.problem.seqlen_q
+    return rows * plan.problem.head_dim_v, 2 * rows
+
+
+# Tiles: (architectures) -> {(bytes of an element, columns of the wider of the D and DV tiles): by rows, fewest first}.
+# What limits decoding is how many bytes of K and V an SM has asked for and not yet got: 4.8 TB/s times about 1 us over
+# 132 SMs are 36 KB. A step of 32 KB, two or three of them in flight a block and two or three blocks an SM give more
+# than that at any time. Of those with 16 rows on sm_90 the first of a width serves calls with little to read, in which
+# the start counts, and those whose bits must not depend on the batch; _MORE_TO_READ has what serves the others. For
+# 16-bit elements these were measured on an H200 (lab/decode/1_h200.txt); other architectures, fp32 and more rows not.
+_D = DecodeConfig
+DECODE_TABLES: dict[tuple[int, ...], dict[tuple[int, int], tuple[DecodeConfig, ...]]] = {
+    (80,): {
+        (2, 64): (_D(16, 64, 4, 4, 3), _D(32, 64, 4, 4, 2), _D(64, 64, 4, 3, 2)),
+        (2, 128): (_D(16, 64, 4, 3, 2), _D(32, 64, 4, 3, 2), _D(64, 64, 8, 3, 1)),
+        (2, 256): (_D(16, 32, 4, 3, 2), _D(32, 32, 4, 2, 2), _D(64, 32, 8, 2, 1)),
+        (2, 512): (_D(16, 32, 4, 3, 1), _D(32, 32, 8, 2, 1)),
+        (4, 64): (_D(16, 32, 4, 3, 2), _D(32, 32, 8, 2, 1)),
+        (4, 128): (_D(16, 32, 8, 2, 1), _D(32, 16, 8, 2, 1)),
+        (4, 256): (_D(16, 16, 8, 2, 1),),
+    },
+    (86, 89, 120): {
+        (2, 64): (_D(16, 64, 4, 3, 2), _D(32, 64, 4, 3, 2), _D(64, 64, 4, 2, 2)),
+        (2, 128): (_D(16, 32, 4, 3, 2), _D(32, 32, 4, 3, 2), _D(64, 32, 4, 2, 2)),
+        (2, 256): (_D(16, 32, 4, 2, 2), _D(32, 32, 4, 2, 1), _D(64, 16, 8, 2, 1)),
+        (2, 512): (_D(16, 32, 4, 2, 1), _D(32, 16, 8, 2, 1)),
+        (4, 64): (_D(16, 32, 4, 2, 2), _D(32, 32, 8, 2, 1)),
+        (4, 128): (_D(16, 32, 8, 2, 1), _D(32, 16, 8, 2, 1)),
+        (4, 256): (_D(16, 16, 8, 2, 1),),
+    },
+    (90, 100): {
+        (2, 64): (_D(16, 64, 4, 4, 4), _D(32, 128, 4, 3, 2), _D(64, 128, 4, 3, 2)),
+        (2, 128): (_D(16, 64, 4, 3, 3), _D(32, 64, 4, 3, 2), _D(64, 64, 4, 3, 2)),
+        (2, 256): (_D(16, 32, 4, 3, 3), _D(32, 32, 4, 3, 2), _D(64, 32, 8, 3, 1)),
+        (2, 512): (_D(16, 64, 8, 3, 1), _D(32, 32, 8, 3, 1)),
+        (4, 64): (_D(16, 32, 8, 3, 2), _D(32, 32, 8, 2, 1)),
+        (4, 128): (_D(16, 32, 8, 2, 2), _D(32, 16, 8, 2, 1)),
+        (4, 256): (_D(16, 16, 8, 2, 1),),
+    },
+}  # fmt: skip
+
+# (architectures) -> {(bytes of an element, columns): (bytes of K and V for each SM from which on, tile of 16 rows)}.
+# One block an SM with large tiles reads faster than more blocks with smaller ones: 4.32 and 4.08 TB/s with 16 sequences
+# of 8k keys, D 128 and 8 K/V heads; 4.15 and 3.80 with 32 sequences of 16k keys, D 256 and one. With 8k keys of one
+# sequence 64 keys a step and 16 shares, one for each SM, take 12.95 us, 43 shares 14.26, 128 keys a step 14.03.
+_MORE_TO_READ: dict[tuple[int, ...], dict[tuple[int, int], tuple[tuple[int, DecodeConfig], ...]]] = {
+    (90, 100): {
+        (2, 64): ((384 << 10, _D(16, 128, 4, 3, 2)),),
+        (2, 128): ((192 << 10, _D(16, 64, 4, 3, 1)), (384 << 10, _D(16, 128, 8, 3, 1))),
+        (2, 256): ((192 << 10, _D(16, 64, 8, 3, 1)),),
+    },
+}
+# In place of these where sequences of at most so many keys fill the SMs more than once, and blocks come and go: 244.0
+# us and 245.0 at 64 sequences of 4k keys.
+_SHORT_KEYS = 4096
+_SHORT_BLOCKS = 1.5  # an SM
+_SHORT: dict[tuple[int, ...], dict[tuple[int, int], DecodeConfig]] = {(90, 100): {(2, 128): _D(16, 64, 4, 4, 2)}}
+
+# In place of these for one sequence of so few keys that the start counts, where the host knows which come first: L2 is
+# asked for them ahead of all waits. 4.40 us and 4.76 at 512 keys, 5.16 and 5.63 at 1k (8 K/V heads); beyond, and with
+# more sequences, it gives nothing. That was with registers for 5 blocks an SM, of which Triton 3.9 spills some. For 3
+# it spills none, and 8 K/V heads are cut into the same shares, one block an SM.
+_FEW_KEYS = 1024
+_FEW: dict[tuple[int, ...], dict[tuple[int, int], DecodeConfig]] = {
+    (90,): {(2, 128): _D(16, 64, 4, 2, 3, prefetch=True)},
+}
+
+# A grid of at least this part of the blocks that are resident at a time is full enough: FlashAttention-3's rule.
+_FULL_ENOUGH = 0.8
+# Of two numbers of shares the smaller is taken where it fills the GPU nearly as evenly: each share costs a partial
+# output. FlashAttention-3's 0.85 leaves 14 % of the SMs without a block where there is one for each.
+_NEARLY_AS_EVEN = 0.95
+# Balanced shares: how often the resident blocks are filled. More rounds even out sequences of unlike lengths; but the
+# grid has room for all of them, and where lengths are alike the rest of it starts, reads the lengths and ends.
+_BALANCED_ROUNDS = 2
+_MAX_BALANCED_BATCH = 1024  # every program reads all lengths
+# The shares of a batch-invariant call: of these many keys at the least for each 16 rows, as each row has a partial
+# output; and no more of one sequence than give each SM one, within these bounds. 8k keys of one sequence, 8 K/V heads:
+# 12.95 us with 16 shares, 13.68 with 32; 16 such sequences: 133.9 us and 136.1.
+_INVARIANT_KEYS = 256
+_INVARIANT_SPLITS = (4, 64)
+# Queries of prompt size are tiles enough without shares, whose partial outputs would take more memory than the cache.
+_INVARIANT_ROW_TILES = 4
+MERGE_WARPS = 4
+APPEND_WARPS = 4
+APPEND_TOKENS = 4  # of one program
+
+
+def _cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def decode_config(problem: CacheProblem, arch: int, sms: int) -> DecodeConfig:
+    """Return the tile for a problem on an architecture; one without a table takes that of the one before it.
+
+    Neither the batch nor the capacity decides where ``batch_invariant`` or ``num_splits`` promise the same bits.
+    """
+    near = max(known for archs in DECODE_TABLES for known in archs if known <= arch)
+    widest = max(problem.head_dim, problem.head_dim_v)
+    width = problem.item_bytes, 512 if widest > MAX_HEAD_DIM else max(64, block_dim(widest))
+
+    def of(tables: Mapping[tuple[int, ...], Mapping[tuple[int, int], Any]]) -> Any:
+        return next((table.get(width) for archs, table in tables.items() if near in archs), None)
+
+    configs: tuple[DecodeConfig, ...] = of(DECODE_TABLES)
+    config = next((config for config in configs if config.block_m >= problem.packed_rows), configs[-1])
+    if problem.batch_invariant or problem.num_splits or config.block_m != configs[0].block_m:
+        return config
+    is_told = not (problem.has_seqlens or problem.has_leftpad or problem.has_batch_idx or problem.page_size)
+    if problem.batch == 1 and problem.seen_keys <= _FEW_KEYS and is_told:
+        config = of(_FEW) or config
+    for least, larger in of(_MORE_TO_READ) or ():
+        if problem.kv_bytes >= least * sms:
+            config = larger
+    short = problem.batch * problem.heads_kv >= _SHORT_BLOCKS * sms and problem.seen_keys <= _SHORT_KEYS
+    return of(_SHORT) or config if short else config
+
+
+def even_splits(tiles: int, units: int, slots: int) -> int:
+    """Return over how many shares ``tiles`` key tiles are split.
+
+    ``units`` programs without a split, ``slots`` resident at a time, all sequences of one length. None where the grid
+    fills the slots; else the fewest shares that fill them nearly as evenly as any.
+    """
+    if units >= _FULL_ENOUGH * slots:
+        return 1
+    counts = {_cdiv(tiles, _cdiv(tiles, splits)) for splits in range(1, min(tiles, MAX_SPLITS) + 1)} or {1}
+    steps = {count: _cdiv(units * count, slots) * _cdiv(tiles, count) for count in counts}
+    fewest = min(steps.values())
+    return min(count for count in counts if steps[count] * _NEARLY_AS_EVEN <= fewest)
+
+
+def plan_shares(problem: CacheProblem, config: DecodeConfig, sms: int) -> tuple[Shares, str]:
+    """Return how the keys are cut, and why."""
+    tiles = _cdiv(problem.seen_keys, config.block_n)
+    if problem.window[0] >= 0:
+        tiles = min(tiles + 1, _cdiv(problem.capacity, config.block_n))  # a window may start inside of a tile
+    tiles = max(1, tiles)
+    slots = sms * config.blocks_per_sm
+    tiles_m = _cdiv(problem.packed_rows, config.block_m)
+    units = tiles_m * problem.heads_kv
+    batch = problem.batch
+    if problem.num_splits:
+        count = min(problem.num_splits, tiles)
+        return _even("even", count, 1, batch, tiles), f"num_splits is {problem.num_splits}"
+    if problem.batch_invariant and tiles_m <= _INVARIANT_ROW_TILES:
+        least = _cdiv(_INVARIANT_KEYS * config.block_m // 16, config.block_n)
+        fewest, most = _INVARIANT_SPLITS
+        room = min(most, max(fewest, sms // units))
+        why = "batch_invariant: a sequence is cut by its own length alone"
+        return _even("own length", room, least, batch, tiles, min(room, _cdiv(tiles, least))), why
+    if problem.batch_invariant:
+        return _even("whole", 1, 1, batch, tiles), f"batch_invariant: {tiles_m} row tiles of a sequence are enough"
+    if units >= _FULL_ENOUGH * slots:
+        return _even("whole", 1, 1, batch, tiles), f"one sequence's {units} row tiles fill {slots} programs"
+    if problem.has_seqlens and 1 < batch <= _MAX_BALANCED_BATCH and tiles > 1:
+        a_head = max(1, _BALANCED_ROUNDS * slots // units)
+        alike = even_splits(tiles, units * batch, slots)
+        programs = max(min(a_head + batch, batch * tiles), batch * alike)
+        most = max(min(tiles, a_head + 1), alike)
+        why = (
+            f"the lengths lie on the device: about {a_head} shares a head, as equal as can be over all sequences, "
+            f"or {alike} for each where they are alike"
+        )
+        return Shares("balanced", a_head, 1, programs, most, alike), why
+    count = even_splits(tiles, units * batch, slots)
+    if count == 1:
+        return _even("whole", 1, 1, batch, tiles), f"{units * batch} programs for {slots} that are resident at a time"
+    return _even("even", count, 1, batch, tiles), f"{units * batch} row tiles do not fill {slots} programs"
+
+
+def _even(schedule: str, splits: int, least: int, batch: int, tiles: int, most: int | None = None) -> Shares:
+    """Return shares that every sequence has by itself."""
+    room = splits if most is None else most
+    return Shares(schedule if room > 1 else "whole", room, least, batch * room, min(room, tiles))
+
+
+def _merge_config(problem: CacheProblem, shares: Shares, sms: int) -> MergeConfig:
+    rows, columns = problem.batch * problem.heads * problem.seqlen_q, min(128, block_dim(problem.head_dim_v))
+    if problem.batch_invariant or problem.num_splits:
+        # The tile decides in which order shares are summed, and where a product and a sum are rounded as one, so it is
+        # the same for every batch and capacity: 16 shares, which are all of a sequence with 8 K/V heads on 132 SMs.
+        return MergeConfig(1, columns, 16)
+    block_s = min(64, 1 << (shares.most - 1).bit_length())
+    if rows >= 8 * sms:
+        return MergeConfig(4, columns, min(block_s, 16))
+    return MergeConfig(1, columns if rows >= 2 * sms else min(32, columns), block_s)
+
+
+def _check_kernel_name(kernel: object) -> None:
+    if not isinstance(kernel, str) or kernel not in ("auto", *CACHE_KERNELS):
+        raise InputError(f"kernel must be auto or one of {', '.join(CACHE_KERNELS)}, got {shown(kernel)}")
+
+
+def plan_with_kv_cache(problem: CacheProblem, gpu: GpuSpec | None, kernel: str = "auto") -> DecodePlan:
+    """Return how ``problem`` is served on ``gpu`` (None: CPU tensors). A forced ``kernel`` never falls back.
+
+    Raises:
+        InputError: ``kernel`` is not a name.
+        UnsupportedError: no kernel, or not the one forced, serves the problem.
+    """
+    _check_kernel_name(kernel)
+    if gpu is None and kernel == HOPPER_DECODE_KERNEL:
+        raise UnsupportedError(f"{kernel} needs a Hopper GPU, got CPU tensors", hint="auto runs the reference on CPUs")
+    if gpu is None and kernel != "decode_triton":
+        return DecodePlan(problem, "CPU", 0, "reference", None, None, None, (), "CPU tensors run the reference")
+    if gpu is None and os.environ.get("TRITON_INTERPRET") != "1":
+        raise UnsupportedError(
+            "decode_triton needs an NVIDIA GPU, got CPU tensors",
+            hint="TRITON_INTERPRET=1 runs it in Triton's interpreter",
+        )
+    if gpu is not None and kernel == "reference":
+        raise UnsupportedError(
+            "the reference reads lengths on the host, so it serves no CUDA tensors", hint="use kernel='auto'"
+        )
+    widest = max(problem.head_dim, problem.head_dim_v)
+    if widest > MAX_HEAD_DIM:
+        _refuse_wide(problem)
+    if gpu is None:  # small tiles and few SMs, so that small problems are split
+        config = DecodeConfig(16, 16, 4, 1, 1)
+        why = "Triton's interpreter runs it (TRITON_INTERPRET=1)"
+        return _decode_plan(problem, "CPU", 0, 8, "decode_triton", config, why)
+    refuse_architecture(gpu.arch)
+    return _gpu_plan(problem, gpu, kernel)
+
+
+def _gpu_plan(problem: CacheProblem, gpu: GpuSpec, kernel: str) -> DecodePlan:
+    refusal = hopper_decode_refusal(problem, gpu)
+    if kernel == HOPPER_DECODE_KERNEL and refusal:
+        raise UnsupportedError(f"{kernel} does not serve {problem.describe()}: {refusal}", hint="auto serves it")
+    why = "it was asked for"
+    if kernel == "auto":
+        refusal = refusal or hopper_decode_is_slower(problem)
+        passed_over = f"; {HOPPER_DECODE_KERNEL} is passed over ({refusal})" if problem.shared_kv else ""
+        why = f"there is a cache{passed_over}" if refusal else "values are columns of the keys, and this is a Hopper"
+    if kernel != "decode_triton" and refusal is None:
+        return _decode_plan(problem, gpu.name, gpu.arch, gpu.sms, HOPPER_DECODE_KERNEL, HOPPER_DECODE, why)
+    config = decode_config(problem, gpu.arch, gpu.sms)
+    return _decode_plan(problem, gpu.name, gpu.arch, gpu.sms, "decode_triton", config, why)
+
+
+def _refuse_wide(problem: CacheProblem) -> None:
+    """Raise ``UnsupportedError`` for heads that are wider than ``MAX_HEAD_DIM``, but for those of MLA."""
+    widest = max(problem.head_dim, problem.head_dim_v)
+    if not problem.shared_kv:
+        raise UnsupportedError(
+            f"no kernel serves head dimension {widest} with a cache",
+            hint=f"the nearest that is served: {MAX_HEAD_DIM}; or 576 with v_cache = k_cache[..., :512] (MLA)",
+        )
+    if problem.item_bytes != 2 or problem.head_dim_v > 512 or problem.head_dim - problem.head_dim_v > 64:
+        raise UnsupportedError(
+            f"no kernel serves D {problem.head_dim} and DV {problem.head_dim_v} in {problem.dtype} with shared values",
+            hint="the nearest that is served: 576 and 512 in fp16 and bf16",
+        )
+
+
+def _decode_plan(
+    problem: CacheProblem, gpu: str, arch: int, sms: int, kernel: str, config: DecodeConfig, why: str
+) -> DecodePlan:
+    launches = []
+    if (problem.seqlen_new or problem.rotary_dim) and problem.batch and problem.heads_kv:
+        tokens = max(problem.seqlen_new, problem.seqlen_q if problem.rotary_dim else 0)
+        heads = problem.heads_kv + (problem.heads if problem.rotary_dim else 0)
+        grid = (_cdiv(tokens, APPEND_TOKENS), heads, problem.batch)
+        launches.append(PlannedLaunch("_append_kernel", grid, (32 * APPEND_WARPS, 1, 1)))
+    if problem.batch * problem.heads * problem.seqlen_q == 0:
+        reason = f"{why}; the output is empty"
+        return DecodePlan(problem, gpu, arch, kernel, None, None, None, tuple(launches), reason)
+    if max(abs(problem.k_strides[1]), abs(problem.v_strides[1])) * config.block_n >= 2**31:
+        raise UnsupportedError(
+            f"positions of the cache are too far apart: {problem.k_strides[1]} elements",
+            hint=f"less than {2**31 // config.block_n} are served",
+        )
+    shares, reason = plan_shares(problem, config, sms)
+    tiles_m = _cdiv(problem.packed_rows, config.block_m)
+    grid = (tiles_m * problem.heads_kv * shares.programs, 1, 1)
+    main = "_decode_sm90_kernel" if kernel == HOPPER_DECODE_KERNEL else "_decode_kernel"
+    launches.append(PlannedLaunch(main, grid, (32 * config.num_warps, 1, 1)))
+    merge = None
+    if shares.most > 1:
+        merge = _merge_config(problem, shares, sms)
+        blocks = _cdiv(block_dim(problem.head_dim_v), merge.columns) * _cdiv(problem.packed_rows, merge.rows)
+        grid = (blocks, problem.heads_kv, problem.batch)
+        launches.append(PlannedLaunch("_merge_splits_kernel", grid, (32 * MERGE_WARPS, 1, 1)))
+    for launch in launches:
+        if launch.grid[0] >= 2**31 or max(launch.grid[1:]) > 65535:
+            raise UnsupportedError(
+                f"a grid of {launch.grid} blocks is too large for {launch.pattern}",
+                hint="at most 65535 sequences, and 65535 heads, are served",
+            )
+    return DecodePlan(problem, gpu, arch, kernel, config, shares, merge, tuple(launches), f"{why}; {reason}")

@@ -1,0 +1,314 @@
+"""Turn the plan of a call with a K/V cache into kernels to compile and launches to make."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...gpu.signature import Argument, Descriptor, Pointer, PreparedKernel, Scalar, kernel_source, prepare_kernel
+from ..forward.plan_sm90 import HOPPER_REGISTERS
+from ..kernel_arguments import AppendCall, DecodeCall, DecodeTile
+from ..problem import LOG2_E, Strides
+from ..tiles import block_dim
+from .append_triton import _append_kernel
+from .config import DecodeConfig
+from .gluon_sm90 import COLUMNS, KEYS, MORE, ROWS, _decode_sm90_kernel
+from .plan import APPEND_TOKENS, APPEND_WARPS, MERGE_WARPS, DecodePlan, MergeConfig, Shares
+from .problem import CacheProblem, alignment
+from .split_kv_triton import _decode_kernel, _merge_splits_kernel
+
+
+def prepare_cache_kernels(plan: DecodePlan) -> tuple[PreparedKernel, ...]:
+    """Return the kernels of ``plan``, in the order in which they are launched."""
+    makers = {
+        "_append_kernel": _append,
+        "_decode_kernel": _decode,
+        "_decode_sm90_kernel": _decode_hopper,
+        "_merge_splits_kernel": _merge,
+    }
+    return tuple(makers[launch.pattern](plan, launch.grid) for launch in plan.launches)
+
+
+def pointer_names(kernel: PreparedKernel) -> tuple[str, ...]:
+    """Return the names of the tensors whose addresses a launch is given, in order."""
+    return tuple(f"{name}_ptr" for name in kernel.tensors)
+
+
+def _inputs(problem: CacheProblem) -> dict[str, Argument]:
+    """Return the pointers of q, k and v: they are aligned where the caller's tensors are."""
+    aligned = problem.pointer_alignment >= 16
+    return {f"{name}_ptr": Pointer(problem.dtype, name, aligned=aligned) for name in "qkv"}
+
+
+def _outputs(problem: CacheProblem, *, split: bool) -> dict[str, Argument]:
+    """Return the pointers of what a kernel writes, all allocated here."""
+    return {
+        "o_ptr": Pointer(problem.dtype, "o", aligned=True),
+        "lse_ptr": Pointer("fp32", "lse", aligned=True) if problem.return_lse else None,
+        "o_part_ptr": Pointer("fp32", "o_part", aligned=True) if split else None,
+        "sums_part_ptr": Pointer("fp32", "sums_part", aligned=True) if split else None,
+    }
+
+
+def _places(problem: CacheProblem, *, lengths_alone: bool = False) -> dict[str, Argument]:
+    """Return the pointers that say where the keys of a sequence lie; some kernels read lengths alone."""
+    p = problem
+    paged, indexed = p.page_size and not lengths_alone, p.has_batch_idx and not lengths_alone
+    return {
+        "cache.page_table_ptr": Pointer("i32", "page_table") if paged else None,
+        "cache.seqlens_ptr": Pointer("i32", "seqlens") if p.has_seqlens else None,
+        "cache.leftpad_ptr": Pointer("i32", "leftpad") if p.has_leftpad else None,
+        "cache.batch_idx_ptr": Pointer("i32", "batch_idx") if indexed else None,
+    }
+
+
+def _integers(prefix: str, **values: int) -> dict[str, Argument]:
+    """Return int32 arguments of a group by name."""
+    return {f"{prefix}.{name}": Scalar("i32", value) for name, value in values.items()}
+
+
+def _strides(prefix: str, **values: int) -> dict[str, Argument]:
+    """Return int64 arguments of a group by name."""
+    return {f"{prefix}.{name}": Scalar("i64", value) for name, value in values.items()}
+
+
+def _triton(
+    function: Any,
+    plan: DecodePlan,
+    grid: tuple[int, int, int],
+    arguments: dict[str, Argument],
+    constants: dict[str, Any],
+    warps: int,
+    stages: int = 1,
+    max_registers: int = 255,  # left to itself, ptxas spills a few bytes to fit one more block on an SM
+) -> PreparedKernel:
+    """Return a kernel in Triton with the options that all of them have."""
+    source = kernel_source(
+        function, arguments, constants, num_warps=warps, num_stages=stages, max_registers=max_registers,
+        dependent_launch=plan.arch >= 90,
+    )  # fmt: skip
+    return prepare_kernel(source, grid, arguments)
+
+
+def _units(strides: tuple[int, ...], unit: int) -> tuple[int, ...]:
+    """Return strides in units of ``unit`` elements: the kernel multiplies by it, so the compiler knows it divides."""
+    assert all(stride % unit == 0 for stride in strides), (strides, unit)
+    return tuple(stride // unit for stride in strides)
+
+
+def _output_alignment(problem: CacheProblem) -> int:
+    return min(8, problem.head_dim_v & -problem.head_dim_v)
+
+
+def _queries(problem: CacheProblem) -> Strides:
+    """Return the strides of the queries that are attended with: rotated ones are a dense copy."""
+    if not problem.rotary_dim:
+        return problem.q_strides
+    rows, dim = problem.seqlen_q, problem.head_dim
+    return problem.heads * rows * dim, rows * dim, dim, 1
+
+
+def _schedule(problem: CacheProblem, shares: Shares) -> dict[str, Argument]:
+    """Return the sizes and splits from which a program finds its split; the merge is given the same."""
+    p = problem
+    return {
+        **_integers("sizes", batch=p.batch, heads_kv=p.heads_kv, seqlen_q=p.seqlen_q, seqlen_new=p.seqlen_new),
+        "sizes.capacity": Scalar("i32", p.capacity),
+        **_integers("kv_splits", splits=shares.splits, least_tiles=shares.least_tiles, uniform=shares.alike),
+    }
+
+
+def _block_b(problem: CacheProblem, shares: Shares) -> int:
+    """Return the lengths that a program reads at once: all of them where it balances shares over sequences."""
+    return 1 << (problem.batch - 1).bit_length() if shares.schedule == "balanced" else 1
+
+
+def _scale(problem: CacheProblem) -> float:
+    """Return the factor on q . k: with a softcap as ``cap_scores`` takes it."""
+    if problem.softcap and problem.dtype == "fp32":
+        return problem.scale / problem.softcap
+    return problem.kernel_scale
+
+
+def _decode(plan: DecodePlan, grid: tuple[int, int, int]) -> PreparedKernel:
+    p, config, shares = plan.problem, plan.config, plan.shares
+    assert isinstance(config, DecodeConfig)
+    assert isinstance(shares, Shares)
+    align, align_o = alignment(p), _output_alignment(p)
+    q, k, v, o, bias = _queries(p), p.k_strides, p.v_strides, p.output_strides, p.bias_strides
+    qb, qh, kp, kh, vp, vh = _units((*q[:2], k[0], k[2], v[0], v[2]), align)
+    ob, oh = _units(o[:2], align_o)
+    arguments: dict[str, Argument] = {
+        **_inputs(p),
+        **_places(p),
+        "sinks_ptr": Pointer(p.sinks, "sinks") if p.sinks else None,
+        "alibi_ptr": Pointer(p.alibi, "alibi") if p.alibi else None,
+        "bias_ptr": Pointer(p.bias, "bias") if p.bias else None,
+        **_outputs(p, split=shares.most > 1),
+        **_strides("q_strides", b=qb, h=qh),
+        **_strides("k_strides", b=kp, h=kh),
+        **_strides("v_strides", b=vp, h=vh),
+        **_strides("o_strides", b=ob, h=oh),
+        "stride_tb": Scalar("i64", p.table_stride),
+        **{f"bias_strides.{axis}": Scalar("i64", bias[i]) if p.bias else None for i, axis in enumerate("bhm")},
+        **_schedule(p, shares),
+        **_integers("window", left=p.window[0], right=p.window[1]),
+        "scale": Scalar("fp32", _scale(p)),
+        "softcap": Scalar("fp32", p.softcap * LOG2_E) if p.softcap else None,
+    }
+    columns = p.head_dim_v if p.shared_kv else p.head_dim
+    rest = p.head_dim - columns
+    reach = max(p.pages * abs(strides[0]) + p.page_size * abs(strides[1]) for strides in (k, v))
+    wide = p.page_size > 0 and reach // align >= 2**31
+    constants = {
+        "q_strides.ROW": q[2],
+        "k_strides.ROW": k[1],
+        "v_strides.ROW": v[1],
+        "o_strides.ROW": o[2],
+        **{f"{name}_strides.COLUMN": 1 for name in "qkvo"},
+        "bias_strides.COLUMN": bias[3] if p.bias else 0,
+        "CALL": DecodeCall(
+            GROUP=p.group,
+            D=columns,
+            DV=p.head_dim_v,
+            BLOCK_D=block_dim(columns),
+            BLOCK_DV=block_dim(p.head_dim_v),
+            ALIGN=align,
+            ALIGN_O=align_o,
+            SHARED_KV=p.shared_kv,
+            REST=rest,
+            BLOCK_REST=block_dim(rest) if rest else 16,
+            PAGE_SIZE=p.page_size,
+            WIDE=wide,
+            HAS_LEFT=p.window[0] >= 0,
+            HAS_RIGHT=p.window[1] >= 0,
+            STRIDE_ALIBI_B=p.alibi_stride,
+            STORE_LSE=p.return_lse,
+            PRECISION="ieee" if p.dtype == "fp32" else "tf32",  # only fp32 operands read it
+        ),
+        "TILE": DecodeTile(
+            BLOCK_M=config.block_m,
+            BLOCK_N=config.block_n,
+            BLOCK_B=_block_b(p, shares),
+            TILES_M=-(-p.packed_rows // config.block_m),
+            SPLIT=shares.most > 1,
+            BALANCED=shares.schedule == "balanced",
+            NUM_STAGES=config.num_stages,
+            PREFETCH=config.prefetch,
+        ),
+    }
+    # Addresses of 64 bits take more registers than the table's blocks leave: one block an SM less.
+    blocks = max(1, config.blocks_per_sm - int(wide))
+    registers = min(255, 65536 // (blocks * 32 * config.num_warps) // 8 * 8)
+    return _triton(_decode_kernel, plan, grid, arguments, constants, config.num_warps, config.num_stages, registers)
+
+
+def _decode_hopper(plan: DecodePlan, grid: tuple[int, int, int]) -> PreparedKernel:
+    p, shares, kind = plan.problem, plan.shares, plan.problem.dtype
+    assert isinstance(shares, Shares)
+    heads = min(p.heads, ROWS.value)  # of a tile
+    queries, keys = (1, ROWS.value // heads, heads), (1, KEYS.value)
+    q_shape, k_shape = (p.batch, p.seqlen_q, p.heads, p.head_dim), (p.pages, p.page_size or p.capacity, p.head_dim)
+    q_strides = p.q_strides[0], p.q_strides[2], p.q_strides[1], 1
+    k_strides = *p.k_strides[:2], 1
+    places, schedule = _places(p), _schedule(p, shares)
+    integers = ("sizes.batch", "sizes.seqlen_q", "sizes.seqlen_new", "sizes.capacity")
+    arguments: dict[str, Argument] = {
+        "q_desc": Descriptor(kind, (*queries, COLUMNS.value), q_shape, q_strides, "q"),
+        "k_desc": Descriptor(kind, (*keys, COLUMNS.value), k_shape, k_strides, "k"),
+        "page_table_ptr": places["cache.page_table_ptr"],
+        "seqlens_ptr": places["cache.seqlens_ptr"],
+        **_outputs(p, split=shares.most > 1),
+        "q_more_desc": Descriptor(kind, (*queries, MORE.value), q_shape, q_strides, "q", same_as="q_desc"),
+        "k_more_desc": Descriptor(kind, (*keys, MORE.value), k_shape, k_strides, "k", same_as="k_desc"),
+        "stride_tb": Scalar("i64", p.table_stride),
+        **{f"stride_o{axis}": Scalar("i64", p.output_strides[i]) for i, axis in enumerate("bhm")},
+        **{name.partition(".")[2]: schedule[name] for name in integers},
+        "splits": schedule["kv_splits.splits"],
+        "least_tiles": schedule["kv_splits.least_tiles"],
+        "uniform_splits": schedule["kv_splits.uniform"],
+        "scale_log2": Scalar("fp32", _scale(p)),
+    }
+    constants = {
+        "HEADS": p.heads,
+        "PAGE_SIZE": p.page_size,
+        "TILES_M": -(-p.packed_rows // ROWS.value),
+        "IS_CAUSAL": p.window[1] == 0,
+        "BALANCED": shares.schedule == "balanced",
+        "BLOCK_B": _block_b(p, shares),
+        "STORE_LSE": p.return_lse,
+        "REGISTERS": HOPPER_REGISTERS[2],
+    }
+    source = kernel_source(_decode_sm90_kernel, arguments, constants, num_warps=4, dependent_launch=True)
+    return prepare_kernel(source, grid, arguments)
+
+
+def _merge(plan: DecodePlan, grid: tuple[int, int, int]) -> PreparedKernel:
+    p, config, shares, merge = plan.problem, plan.config, plan.shares, plan.merge
+    assert isinstance(config, DecodeConfig)
+    assert isinstance(shares, Shares)
+    assert isinstance(merge, MergeConfig)
+    align_o = _output_alignment(p)
+    ob, oh = _units(p.output_strides[:2], align_o)
+    arguments: dict[str, Argument] = {
+        **_outputs(p, split=True),
+        **_places(p, lengths_alone=True),
+        "sinks_ptr": Pointer(p.sinks, "sinks") if p.sinks else None,
+        **_strides("o_strides", b=ob, h=oh),
+        **_schedule(p, shares),
+        "window_left": Scalar("i32", p.window[0]),
+    }
+    constants = {
+        "o_strides.ROW": p.output_strides[2],
+        "o_strides.COLUMN": 1,
+        "ALIGN_O": align_o,
+        "GROUP": p.group,
+        "DV": p.head_dim_v,
+        "BLOCK_N": config.block_n,
+        "BLOCK_B": _block_b(p, shares),
+        "BLOCK_S": merge.block_s,
+        "ROWS": merge.rows,
+        "COLUMNS": merge.columns,
+        "TILES_DV": -(-block_dim(p.head_dim_v) // merge.columns),
+        "HAS_LEFT": p.window[0] >= 0,
+        "BALANCED": shares.schedule == "balanced",
+        "STORE_LSE": p.return_lse,
+    }
+    return _triton(_merge_splits_kernel, plan, grid, arguments, constants, MERGE_WARPS)
+
+
+def _append(plan: DecodePlan, grid: tuple[int, int, int]) -> PreparedKernel:
+    p = plan.problem
+    rotary = p.rotary_dim > 0
+    k, v, q = p.k_strides, p.v_strides, p.q_strides
+    inputs = _inputs(p)
+    arguments: dict[str, Argument] = {
+        "k_new_ptr": Pointer(p.dtype, "k_new"),
+        "v_new_ptr": Pointer(p.dtype, "v_new"),
+        **inputs,
+        **_places(p),
+        "q_ptr": inputs["q_ptr"] if rotary else None,
+        "q_out_ptr": Pointer(p.dtype, "q_out", aligned=True) if rotary else None,
+        "cos_ptr": Pointer(p.rotary_dtype, "cos") if rotary else None,
+        "sin_ptr": Pointer(p.rotary_dtype, "sin") if rotary else None,
+        **_strides("k_new_strides", **dict(zip("bhm", p.new_k_strides[:3], strict=True))),
+        **_strides("v_new_strides", **dict(zip("bhm", p.new_v_strides[:3], strict=True))),
+        **_strides("k_strides", page=k[0], row=k[1], h=k[2]),
+        **_strides("v_strides", page=v[0], row=v[1], h=v[2]),
+        **_strides("q_strides", b=q[0], h=q[1], m=q[2]),
+        "stride_cos": Scalar("i64", p.rotary_stride),
+        "stride_tb": Scalar("i64", p.table_stride),
+        **_integers("sizes", heads=p.heads, heads_kv=p.heads_kv, seqlen_q=p.seqlen_q, seqlen_new=p.seqlen_new),
+        **_integers("sizes", capacity=p.capacity, seqlen_rotary=p.rotary_length),
+    }
+    call = AppendCall(
+        D=p.head_dim,
+        DV=p.head_dim_v,
+        BLOCK_D=block_dim(p.head_dim),
+        BLOCK_DV=block_dim(p.head_dim_v),
+        BLOCK_T=APPEND_TOKENS,
+        PAGE_SIZE=p.page_size,
+        ROTARY_DIM=p.rotary_dim,
+        INTERLEAVED=p.rotary_interleaved,
+        ADVANCE=p.rotary_advance,
+    )
+    return _triton(_append_kernel, plan, grid, arguments, {"CALL": call}, APPEND_WARPS)

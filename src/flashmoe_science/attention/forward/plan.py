@@ -1,0 +1,116 @@
+"""Which kernel serves a problem on a GPU, with which tile and grid, and why. No Triton: plans are made anywhere."""
+
+from __future__ import annotations
+
+import os
+
+from ...errors import InputError, UnsupportedError, shown
+from ...gpu.planning import PlannedLaunch, refuse_architecture
+from ...gpu.specs import GpuSpec
+from ..problem import AttentionProblem
+from ..tiles import ForwardConfig, Plan, cdiv
+from .plan_sm90 import hopper_plan, hopper_refusal, hopper_underfills
+from .short_plan import short_passed_over, short_plan, short_refusal, short_slower_than_hopper
+from .triton_plan import forward_plan
+from .variants_plan import FEATURES_KERNEL, features_passed_over, features_plan, features_refusal
+
+MAX_HEAD_DIM = 256
+KERNELS = ("forward_short_gluon", "forward_gluon_sm90", FEATURES_KERNEL, "forward_triton", "reference")
+
+
+def check_kernel_name(kernel: object) -> None:
+    """Raise ``InputError`` unless ``kernel`` is ``auto`` or one of ``KERNELS``."""
+    if not isinstance(kernel, str) or kernel not in ("auto", *KERNELS):
+        raise InputError(f"kernel must be auto or one of {', '.join(KERNELS)}, got {shown(kernel)}")
+
+
+def plan_attention(problem: AttentionProblem, gpu: GpuSpec | None, kernel: str = "auto") -> Plan:
+    """Return how ``problem`` is served on ``gpu`` (None: CPU tensors).
+
+    A forced ``kernel`` never falls back.
+
+    Raises:
+        InputError: ``kernel`` is not a name.
+        UnsupportedError: the kernel forced, or every kernel, refuses; the message names the nearest problem served.
+    """
+    check_kernel_name(kernel)
+    if gpu is None:
+        return _cpu_plan(problem, kernel)
+    if kernel == "reference":
+        return Plan(problem, gpu.name, gpu.arch, "reference", None, (), "the reference was asked for")
+    widest = max(problem.head_dim, problem.head_dim_v)
+    if widest > MAX_HEAD_DIM:
+        raise UnsupportedError(
+            f"no kernel serves head dimension {widest}", hint=f"the nearest that is served: {MAX_HEAD_DIM}"
+        )
+    refuse_architecture(gpu.arch)
+    if problem.rows == 0:
+        name = "forward_triton" if kernel == "auto" else kernel
+        return Plan(problem, gpu.name, gpu.arch, name, None, (), "the output is empty: nothing is launched")
+    if kernel == "auto":
+        return _auto_plan(problem, gpu)
+    return _forced_plan(problem, gpu, kernel)
+
+
+def _refusal(kernel: str, problem: AttentionProblem, gpu: GpuSpec) -> str | None:
+    """Return why ``kernel`` cannot serve ``problem``, or None."""
+    if kernel == FEATURES_KERNEL:
+        return features_refusal(problem, gpu)
+    refuse = {"forward_short_gluon": short_refusal, "forward_gluon_sm90": hopper_refusal}.get(kernel)
+    if refuse is None:
+        return None
+    if not problem.features:
+        return refuse(problem, gpu)
+    *first, last = problem.features
+    return f"it does not serve {', '.join(first)}{' and ' if first else ''}{last}"
+
+
+def _forced_plan(problem: AttentionProblem, gpu: GpuSpec, kernel: str) -> Plan:
+    plans = {
+        "forward_short_gluon": short_plan,
+        "forward_gluon_sm90": hopper_plan,
+        FEATURES_KERNEL: features_plan,
+        "forward_triton": forward_plan,
+    }
+    refusal = _refusal(kernel, problem, gpu)
+    if refusal:
+        raise UnsupportedError(f"{kernel} does not serve {problem.describe()}: {refusal}", hint="use kernel='auto'")
+    return plans[kernel](problem, gpu, "it was asked for")
+
+
+def _auto_plan(problem: AttentionProblem, gpu: GpuSpec) -> Plan:
+    refusal = _refusal("forward_short_gluon", problem, gpu) or short_passed_over(problem, gpu)
+    if refusal is None and _hopper_declines(problem, gpu) is None:
+        refusal = short_slower_than_hopper(problem, gpu)
+    if refusal is None:
+        return short_plan(
+            problem, gpu, f"{problem.seqlen_k} keys fit one pass, and the grid is at most two blocks an SM"
+        )
+    passed = f"forward_short_gluon is passed over ({refusal})"
+    if gpu.arch == 90 and problem.features:
+        refusal = features_refusal(problem, gpu) or features_passed_over(problem, gpu)
+        if refusal is None:
+            return features_plan(problem, gpu, passed)
+        passed += f", {FEATURES_KERNEL} too ({refusal})"
+    elif gpu.arch == 90:
+        refusal = _hopper_declines(problem, gpu)
+        if refusal is None:
+            return hopper_plan(problem, gpu, passed)
+        passed += f", forward_gluon_sm90 too ({refusal})"
+    return forward_plan(problem, gpu, passed)
+
+
+def _hopper_declines(problem: AttentionProblem, gpu: GpuSpec) -> str | None:
+    return hopper_refusal(problem, gpu) or hopper_underfills(problem, gpu)
+
+
+def _cpu_plan(problem: AttentionProblem, kernel: str) -> Plan:
+    if kernel in ("auto", "reference"):
+        return Plan(problem, "CPU", 0, "reference", None, (), "CPU tensors run the reference")
+    if kernel == "forward_triton" and os.environ.get("TRITON_INTERPRET") == "1":
+        config = ForwardConfig(16, 32, 4, 1)
+        grid = (cdiv(problem.seqlen_q, 16) * problem.batch * problem.heads, 1, 1)
+        launch = PlannedLaunch("_forward_kernel", grid, (128, 1, 1))
+        return Plan(problem, "CPU", 0, kernel, config, (launch,), "Triton's interpreter runs it (TRITON_INTERPRET=1)")
+    hint = "TRITON_INTERPRET=1 runs it in Triton's interpreter" if kernel == "forward_triton" else "use kernel='auto'"
+    raise UnsupportedError(f"{kernel} needs an NVIDIA GPU, got CPU tensors", hint=hint)

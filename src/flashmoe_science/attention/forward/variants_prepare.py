@@ -1,0 +1,90 @@
+"""Turn a plan of ``forward_features_gluon_sm90`` into kernels to compile and launches to make."""
+
+from __future__ import annotations
+
+from ...gpu.signature import Argument, Pointer, PreparedKernel, Scalar, kernel_source, prepare_kernel
+from ..problem import LOG2_E
+from ..tiles import HopperConfig, Plan, cdiv
+from .plan_sm90 import HOPPER_REGISTERS, HOPPER_ROWS
+from .prepared import hopper_tiles
+from .sequences_triton import _order_sequences_kernel
+from .variants_gluon_sm90 import _forward_features_sm90_kernel
+from .variants_plan import ORDER_SEQUENCES, ORDER_WARPS, heads_fit, heads_together
+
+
+def prepare_features(plan: Plan, tokens: tuple[int, int] | None = None) -> tuple[PreparedKernel, ...]:
+    """Return the kernels of ``plan``, in the order in which they are launched.
+
+    ``tokens`` are those of q and of k and v in a call with packed sequences; left out, all are the longest.
+    """
+    if not plan.launches:
+        return ()
+    problem = plan.problem
+    if not problem.packed:
+        return (_forward(plan, None),)
+    longest = problem.batch * problem.seqlen_q, problem.batch * problem.seqlen_k
+    return _order(plan), _forward(plan, tokens or longest)
+
+
+def _order(plan: Plan) -> PreparedKernel:
+    p = plan.problem
+    assert isinstance(plan.config, HopperConfig)
+    fit = heads_fit(p)
+    arguments: dict[str, Argument] = {
+        "sequences_ptr": Pointer("i32"),
+        "cu_seqlens_q_ptr": Pointer("i32"),
+        "cu_seqlens_k_ptr": Pointer("i32"),
+        "seqused_q_ptr": Pointer("i32") if "q" in p.seqused else None,
+        "seqused_k_ptr": Pointer("i32") if "k" in p.seqused else None,
+        "batch": Scalar("i32", p.batch),
+        "heads": Scalar("i32", p.heads),
+        "together_keys": None if fit is None else Scalar("i32", fit),
+    }
+    constants = {"BLOCK_M": HOPPER_ROWS * plan.config.warpgroups, "BLOCK_B": ORDER_SEQUENCES}
+    source = kernel_source(_order_sequences_kernel, arguments, constants, num_warps=ORDER_WARPS)
+    return prepare_kernel(source, plan.launches[0].grid, arguments)
+
+
+def _forward(plan: Plan, tokens: tuple[int, int] | None) -> PreparedKernel:
+    p, config, grid = plan.problem, plan.config, plan.launches[-1].grid
+    assert isinstance(config, HopperConfig)
+    left, right = p.window
+    together = 1 if p.packed else heads_together(p, config, grid[0])
+    tiles, constants = hopper_tiles(p, config, tokens)
+    integers = {
+        "batch": p.batch,
+        "heads": p.heads,
+        "seqlen_q": p.seqlen_q,
+        "seqlen_k": p.seqlen_k,
+        "tiles_m": cdiv(p.seqlen_q, HOPPER_ROWS * config.warpgroups),
+        "together": together,
+        "dealt": p.batch * p.heads if heads_fit(p) is None else together,
+        "window_left": max(left, 0),
+        "window_right": max(right, 0),
+    }
+    arguments: dict[str, Argument] = {
+        **tiles,
+        "lse_ptr": Pointer("fp32", aligned=True),
+        "sinks_ptr": Pointer(p.sinks) if p.sinks else None,
+        "o_ptr": Pointer(p.dtype, aligned=True) if p.packed else None,
+        "sequences_ptr": Pointer("i32") if p.packed else None,
+        "counter_ptr": Pointer("i32") if p.packed else None,
+        **{name: Scalar("i32", value) for name, value in integers.items()},
+        "scale_log2": Scalar("fp32", p.softcap * LOG2_E if p.softcap else p.scale_log2),
+        "cap_scale": Scalar("fp32", p.scale / p.softcap if p.softcap else 0.0),
+    }
+    constants |= {
+        "GROUP": p.group,
+        "WARPGROUPS": config.warpgroups,
+        "STAGES": config.num_stages,
+        "HAS_SEQUSED_Q": "q" in p.seqused,
+        "HAS_SOFTCAP": p.softcap > 0,
+        "BOUND_LEFT": p.bounded_left,
+        "BOUND_RIGHT": p.bounded_right,
+        "PING_PONG": config.ping_pong,
+        "STORE_LSE": p.return_lse,
+        "MATRIX_REGISTERS": HOPPER_REGISTERS[config.warpgroups],
+        "DV": p.head_dim_v,
+    }
+    source = kernel_source(_forward_features_sm90_kernel, arguments, constants, num_warps=4, dependent_launch=True)
+    return prepare_kernel(source, grid, arguments)

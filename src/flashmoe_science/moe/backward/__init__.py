@@ -1,0 +1,1 @@
+"""Gradients of the experts: entry point, autograd, plans and kernels."""

@@ -1,0 +1,1 @@
+"""Kernels of the experts for few tokens."""

@@ -1,0 +1,1 @@
+"""Grouped matrix products of the experts, and the combination of their outputs."""

@@ -1,0 +1,1 @@
+"""What a run costs in seconds and dollars, before and after."""

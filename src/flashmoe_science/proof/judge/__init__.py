@@ -1,0 +1,1 @@
+"""From records and claims to verdicts: claims, statistics and staleness."""

@@ -1,0 +1,247 @@
+"""All claims of a repository, judged from the evidence that it carries: on any machine, with no GPU, in seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from ...errors import EvidenceError, ProofError
+from ..records.evidence import GateStatus, Record, read_record
+from ..records.store import evidence_files
+from ..subject.loading import is_builtin, load_operator, python_folders
+from ..subject.registry import is_user_defined
+from ..subject.suites import list_suites, load_suite, operator_in, user_suite_file
+from ..subject.user_suite import read_user_suite
+from .claim_text import sentence_fault
+from .claims import Claim, find_evidence, load_claims, other_versions, too_old, why_not
+from .judge import Verdict, VerdictStatus, judge
+from .staleness import changes_since
+from .unreadable import Unreadable, unreadable_doubts
+
+# Of several records that a claim pins, and of several GPUs, what speaks most against the claim decides.
+AGAINST = (
+    VerdictStatus.REFUTED,
+    VerdictStatus.INVALID,
+    VerdictStatus.INCONCLUSIVE,
+    VerdictStatus.ASSERTED,
+    VerdictStatus.STALE,
+    VerdictStatus.DEMONSTRATED,
+)
+
+
+def verify_claims(
+    repository: Path,
+    *,
+    now: datetime | None = None,
+    on_trouble: Callable[[EvidenceError], None] | None = None,
+    say: Callable[[str], None] | None = None,
+) -> list[Verdict]:
+    """Return the verdict on every claim in ``claims/`` of ``repository``, by the records in its ``evidence/``.
+
+    Args:
+        repository: the folder that holds both.
+        now: the moment from which the age of evidence counts. Default: this one.
+        on_trouble: gets what is wrong with a record that cannot be read, and the claims that may rest on it are not
+            demonstrated. Default: it is raised.
+        say: gets what is being done: all of it takes seconds.
+
+    Raises:
+        ClaimError: a claim file is wrong.
+        EvidenceError: a record cannot be read.
+    """
+    claims = load_claims(repository / "claims")
+    unreadable: list[Unreadable] = []
+    say = say or (lambda _: None)
+    say("reading evidence/")
+    records = (
+        (_read_most(repository, unreadable, on_trouble) if on_trouble else read_records(repository)) if claims else {}
+    )
+    verdicts = []
+    for number, claim in enumerate(claims, 1):
+        say(f"judging claim {number} of {len(claims)}")
+        verdicts.append(_verify_alone(claim, records, repository, now, unreadable))
+    return verdicts
+
+
+def _verify_alone(
+    claim: Claim,
+    records: Mapping[str, Record],
+    repository: Path,
+    now: datetime | None,
+    unreadable: Sequence[Unreadable],
+) -> Verdict:
+    """Return the verdict on one claim of several: what is wrong with it does not hide those on the others."""
+    if pinned := next((one for one in unreadable if one.is_pinned_by(claim)), None):
+        why = f"{pinned.path}, which it pins, cannot be read: {pinned.why}"
+        return Verdict(claim=claim, status=VerdictStatus.INCONCLUSIVE, reason=why)
+    try:
+        return verify_claim(claim, records, repository, now=now, unreadable=unreadable)
+    except ProofError as error:
+        why = str(error).partition("\nhint: ")[0].replace(f"{repository}/", "")
+        return Verdict(claim=claim, status=VerdictStatus.INCONCLUSIVE, reason=why)
+
+
+def verify_claim(
+    claim: Claim,
+    records: Mapping[str, Record],
+    repository: Path,
+    *,
+    now: datetime | None = None,
+    unreadable: Sequence[Unreadable] = (),
+) -> Verdict:
+    """Return the verdict on one claim; ``records`` are those of ``read_records``. Each of several GPUs has its own."""
+    now = now or datetime.now(timezone.utc)
+    parts = [
+        _verify_on(one, claim, _evidence_on(one, claim, records), records, repository, now, unreadable)
+        for one in (claim.model_copy(update={"gpu": (gpu,)}) for gpu in claim.gpu)
+    ]
+    parts.sort(key=lambda verdict: AGAINST.index(verdict.status))
+    weakest = parts[0]
+    if len(parts) == 1:
+        return weakest
+    reason = "; ".join(f"{part.claim.gpu[0]}: {part.status.value}, {part.reason}" for part in parts)
+    notes = [f"on {part.claim.gpu[0]}, {note}" for part in parts for note in part.notes]
+    failed = next((part.gate_failed for part in parts if part.gate_failed), None)
+    changes = {"claim": claim, "reason": reason, "notes": notes, "gate_failed": failed, "by_gpu": parts}
+    return weakest.model_copy(update=changes)
+
+
+def _evidence_on(one: Claim, claim: Claim, records: Mapping[str, Record]) -> dict[str, Record]:
+    """Return the records that decide ``claim`` on the GPU of ``one``, without those that it pins for another."""
+    found = find_evidence(one, records)
+    return {path: record for path, record in found.items() if _is_on(one, record) or not _is_on(claim, record)}
+
+
+def _is_on(claim: Claim, record: Record) -> bool:
+    gpu = record.environment.gpu
+    return gpu is not None and claim.fits_gpu(gpu.name)
+
+
+def _verify_on(
+    claim: Claim,
+    whole: Claim,
+    found: Mapping[str, Record],
+    records: Mapping[str, Record],
+    repository: Path,
+    now: datetime,
+    unreadable: Sequence[Unreadable],
+) -> Verdict:
+    """Return the verdict on a claim about one GPU, by that of the records ``found`` which speaks most against it.
+
+    ``whole`` is the claim as it is written, about all its GPUs.
+    """
+    lost = unreadable_doubts(claim, unreadable)
+    if not found:
+        nothing = judge(claim, None)
+        return nothing.model_copy(update={"reason": "; ".join([nothing.reason, *lost]), "notes": lost})
+    verdicts = []
+    for path, record in found.items():
+        suite = suite_now(record, repository)
+        doubts = [*lost, *doubts_about(whole, record, suite, now)]
+        doubts += _failed_since(claim, record, records)
+        sources = changes_since(claim, record, repository)
+        notes = [*sources.notes, *_refuted_since(claim, found, records)]
+        verdict = judge(claim, record, suite=suite.problems, changed=sources.changed, notes=notes, doubts=doubts)
+        verdicts.append(verdict.model_copy(update={"evidence": path}))
+    return min(verdicts, key=lambda verdict: AGAINST.index(verdict.status))
+
+
+def doubts_about(claim: Claim, record: Record, suite: SuiteNow, now: datetime) -> list[str]:
+    """Return what keeps ``record`` from demonstrating ``claim``: its sentence, its age, or a suite not read here."""
+    return list(filter(None, (sentence_fault(claim, record), too_old(claim, record, now), suite.doubt)))
+
+
+def read_records(repository: Path) -> dict[str, Record]:
+    """Return the records in ``evidence/`` of ``repository``, by their path from its root.
+
+    Raises:
+        EvidenceError: one cannot be read.
+    """
+    files = evidence_files(repository).values()
+    return {path.relative_to(repository).as_posix(): read_record(path) for path in files}
+
+
+def _read_most(
+    repository: Path, unreadable: list[Unreadable], on_trouble: Callable[[EvidenceError], None]
+) -> dict[str, Record]:
+    """Return the records as ``read_records`` does; what cannot be read goes to ``unreadable`` and ``on_trouble``."""
+    records = {}
+    for run, file in evidence_files(repository).items():
+        path = file.relative_to(repository).as_posix()
+        try:
+            records[path] = read_record(file)
+        except EvidenceError as error:
+            unreadable.append(Unreadable.of(path, run, file, error))
+            on_trouble(error)
+    return records
+
+
+def _failed_since(claim: Claim, record: Record, records: Mapping[str, Record]) -> list[str]:
+    """Return in at most one line that a newer run of the same subject, suite and GPU stopped at a gate."""
+    newer = [
+        other
+        for other in records.values()
+        if other.created_at > record.created_at
+        and _same_subject(other, record)
+        and other.suite == claim.suite
+        and other_versions(claim, other) is None
+    ]
+    for other in sorted(newer, key=lambda other: other.created_at, reverse=True):
+        failed = next((gate for gate in other.gates if gate.status is GateStatus.FAILED), None)
+        if failed and other.environment.gpu and claim.fits_gpu(other.environment.gpu.name):
+            return [f"a newer run, {other.id}, failed gate {failed.name}"]
+    return []
+
+
+def _refuted_since(claim: Claim, pinned: Mapping[str, Record], records: Mapping[str, Record]) -> list[str]:
+    """Return in at most one line which newer records refute a claim that pins older ones."""
+    if not claim.evidence:
+        return []
+    newest = max(record.created_at for record in pinned.values())
+    refuting = [
+        other.id
+        for path, other in records.items()
+        if path not in pinned
+        and other.created_at > newest
+        and why_not(claim, other) is None
+        and judge(claim, other).status is VerdictStatus.REFUTED
+    ]
+    return [f"newer runs that it does not pin refute it: {', '.join(refuting)}"] if refuting else []
+
+
+def _same_subject(one: Record, other: Record) -> bool:
+    """Return whether two records are of one subject: two files kernel.toml may use the same name."""
+    if is_builtin(one.subject):  # whose folder differs between a repository and an installed package
+        return one.subject.name == other.subject.name and is_builtin(other.subject)
+    keys = [(record.subject.name, record.subject.entry_point, record.subject.folder) for record in (one, other)]
+    return keys[0] == keys[1]
+
+
+@dataclass(frozen=True)
+class SuiteNow:
+    """The suite of a record as it is in a repository now."""
+
+    problems: Mapping[str, Mapping[str, Any]] | None = None  # of its cases by name; None: it cannot be read
+    doubt: str = ""  # why not
+    mend: str = ""  # what makes it known
+
+
+def suite_now(record: Record, repository: Path) -> SuiteNow:
+    """Return the suite that ``record`` is of as it is now. One that cannot be read is a doubt, and not an error."""
+    name = record.suite
+    own = user_suite_file(record, repository)
+    if own is None and name not in list_suites():
+        doubt = f"suite {name} is not known here, so nobody compared its cases with the record's"
+        return SuiteNow(doubt=doubt, mend=f"its file belongs beside the kernel.toml, or into suites/ as {name}.toml")
+    try:
+        if own is not None and is_user_defined(operator := operator_in(own)):
+            return SuiteNow(read_user_suite(own, operator, python_folders(record, repository)))
+        suite = load_suite(str(own) if own is not None else name)
+        as_table = load_operator(suite.operator).as_table
+        return SuiteNow({case.name: as_table(case.problem) for case in suite.cases})
+    except ProofError as error:
+        why = str(error).removesuffix(f"\nhint: {error.hint}").replace(f"{repository}/", "")
+        return SuiteNow(doubt=f"suite {name} cannot be read, so nobody compared its cases: {why}", mend=error.hint)

@@ -1,0 +1,1 @@
+"""What runs in workers: correctness, launches, rounds of times, and the machine."""

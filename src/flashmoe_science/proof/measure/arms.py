@@ -1,0 +1,424 @@
+"""The arms of a case: the subject, the baselines and the control, made ready to be called and checked before and after.
+
+An arm that raises, runs out of memory or answers wrongly becomes a failed arm with its reason, and the others go on.
+Only a lost GPU context ends the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, Literal, Protocol
+
+import torch
+
+from ...errors import ProofError
+from ..records.evidence import Accuracy, OutputAccuracy, TimeKind
+from ..subject.loading import load_entry
+from ..subject.operator import Baseline, Inputs, Operator
+from ..subject.outputs import Answer, Call, copied, names_of, not_formed, parts, sizes_of
+from ..subject.subject import Subject
+from ..worker import describe_error
+from .correctness import ExpectedOutputs, accuracy_of, largest_error, max_error, not_plain
+from .shared_state import SharedState
+
+Role = Literal["subject", "baseline", "control"]
+
+CONTROL_SUFFIX = "#2"
+
+
+class Device(Protocol):
+    """What checking an arm needs of a GPU. ``measure.CudaDevice`` is the real one."""
+
+    name: str  # as torch names it
+
+    def synchronize(self) -> None:
+        """Wait for all work on all streams; raises when the context is lost."""
+
+    def poison(self, *nbytes: int) -> None:
+        """Fill the free memory that the next outputs will get with NaN; each takes one of ``nbytes``."""
+
+    def peak_bytes(self, call: Call) -> int:
+        """Return how much memory one call allocates at its peak."""
+
+    def streams(self) -> Sequence[AbstractContextManager[Any]]:
+        """Return contexts, each of which makes one stream current: the default one and another."""
+
+    def sleep(self) -> None:
+        """Make the current stream wait for longer than the host needs to enqueue a call."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """An implementation as it was imported, once in a process, for all cases."""
+
+    name: str
+    role: Role
+    entry: Callable[..., Any] | None
+    status: Literal["loaded", "unavailable", "failed"]
+    reason: str = ""
+    version: str = ""
+    deterministic: bool = False  # promised: the same input gives the same bits
+    baseline: Baseline | None = None
+
+    def context(self) -> AbstractContextManager[object]:
+        """Return the context in which every call is made, e.g. a pinned backend."""
+        return contextlib.nullcontext() if self.baseline is None else self.baseline.context()
+
+    @property
+    def yardstick(self) -> bool:
+        """Whether it does other work, e.g. a matrix product: only the repeatability of its answer is checked."""
+        return bool(getattr(self.baseline, "yardstick", False))
+
+    def refusal(self, problem: Any) -> str | None:
+        """Return why it cannot serve ``problem``, or None."""
+        return None if self.baseline is None else self.baseline.refusal(problem)
+
+
+Tolerance = tuple[float, ...]  # largest absolute difference, of each tensor of an answer
+
+
+@dataclass
+class Arm:
+    """One implementation, bound to the inputs of one case."""
+
+    loaded: Loaded
+    name: str
+    role: Role
+    status: Literal["ready", "refused", "unavailable", "failed", "not measured"] = "ready"
+    reason: str = ""
+    calls: list[Call] = field(default_factory=list)  # one for each set of inputs
+    expected: list[Answer] = field(default_factory=list)  # its first answer to each set
+    tolerance: Tolerance | None = None  # of a later answer; None: the same bits
+    follows: bool = True  # its answers follow the inputs' values; a baseline may have laid out copies when it was bound
+    accuracy: Accuracy | None = None
+    peak_bytes: int | None = None
+    lost: dict[TimeKind, str] = field(default_factory=dict)  # kind of time -> why it could not be taken
+
+    @property
+    def ready(self) -> bool:
+        """Whether it can be timed."""
+        return self.status == "ready"
+
+    def fail(self, reason: str) -> None:
+        """Record that it cannot be timed, and let go of its memory."""
+        self.status, self.reason = "failed", reason
+        self.release()
+
+    def lose(self, kinds: Sequence[TimeKind], reason: str) -> None:
+        """Record why some kinds of time cannot be taken; the others still can."""
+        self.lost.update(dict.fromkeys(kinds, reason))
+
+    def release(self) -> None:
+        """Let go of its closures and answers."""
+        self.calls.clear()
+        self.expected.clear()
+
+
+def load_arms(subject: Subject, operator: Operator, baselines: Sequence[str]) -> list[Loaded]:
+    """Import the subject and the baselines, the subject first. What cannot be imported says why.
+
+    Raises:
+        ProofError: a baseline is unknown, or two arms have one name.
+    """
+    names = [subject.name, *baselines]
+    if len(set(names)) < len(names):
+        raise ProofError(f"subject and baselines must have names of their own, got {', '.join(names)}")
+    loaded = [_load_subject(subject)]
+    known = operator.baselines()
+    for name in baselines:
+        if name not in known:
+            raise ProofError(f"baseline must be one of {', '.join(known)}, got {name!r}")
+        loaded.append(load_baseline(known[name]))
+    return loaded
+
+
+def _load_subject(subject: Subject) -> Loaded:
+    try:
+        entry = load_entry(subject)
+    except Exception as error:  # noqa: BLE001 - what a subject raises is a result
+        return Loaded(subject.name, "subject", None, "failed", describe_error(error))
+    return Loaded(subject.name, "subject", entry, "loaded", deterministic=subject.deterministic)
+
+
+def load_baseline(baseline: Baseline) -> Loaded:
+    """Import one baseline; a missing package makes it unavailable, any other error failed."""
+    try:
+        entry = baseline.load()
+        version = baseline.version()
+    except ImportError as error:
+        return Loaded(baseline.name, "baseline", None, "unavailable", str(error).strip() or "cannot be imported")
+    except Exception as error:  # noqa: BLE001 - what a baseline raises is a result
+        return Loaded(baseline.name, "baseline", None, "failed", describe_error(error))
+    return Loaded(baseline.name, "baseline", entry, "loaded", version=version, baseline=baseline)
+
+
+def prepare_arm(
+    loaded: Loaded,
+    operator: Operator,
+    problem: Any,
+    input_sets: Sequence[Inputs],
+    expected: Mapping[int, ExpectedOutputs],
+    device: Device,
+) -> Arm:
+    """Bind ``loaded`` to every set of inputs, call it, and check its answers.
+
+    Compiling, tuning and the first allocation happen here. The answers to the sets that ``expected`` knows are compared
+    with the exact ones; the answers to all sets are kept, to be compared with those after timing.
+    """
+    budgets = zip(*([wanted.budget for wanted in each] for each in expected.values()), strict=True)
+    tolerance = None if loaded.deterministic else tuple(2 * max(each) for each in budgets)
+    output_bytes = [wanted.nbytes for wanted in next(iter(expected.values()))]
+    arm = Arm(loaded, loaded.name, loaded.role, tolerance=tolerance)
+    if loaded.entry is None:
+        arm.status, arm.reason = "unavailable" if loaded.status == "unavailable" else "failed", loaded.reason
+        return arm
+    try:
+        refusal = loaded.refusal(problem)
+        if refusal is not None:
+            arm.status, arm.reason = "refused", refusal
+            return arm
+        names = names_of(operator, problem)
+        shared = SharedState()
+        with loaded.context():
+            arm.calls = [operator.bind(loaded.entry, problem, inputs) for inputs in input_sets]
+            arm.calls[0]()  # compiles, tunes, allocates
+            device.synchronize()
+            arm.peak_bytes = device.peak_bytes(arm.calls[0])
+            device.poison(*output_bytes)
+            for call in arm.calls:
+                answer = call()
+                if wrong := not_an_answer(answer, loaded, names):
+                    arm.fail(wrong)
+                    return arm
+                device.synchronize()  # waits for work on any stream; check_stream reports such work
+                arm.expected.append(copied(answer))
+            device.poison(*output_bytes)
+            again = copied(arm.calls[0]())
+            device.synchronize()
+        if changes := shared.changes():
+            arm.fail(f"a call of it changes what all arms share: {changes}")
+            return arm
+        repeats = mismatch([again], arm.expected[:1], None) == ""
+        judged = {} if loaded.yardstick else expected
+        problem_found = next(
+            (wrong for index, each in judged.items() if (wrong := _judge_answer(arm, index, each, repeats=repeats))),
+            "",
+        )
+    except Exception as error:  # noqa: BLE001 - what an arm raises is a result
+        problem_found = survive(error, arm.name, device)
+    if problem_found:
+        arm.fail(problem_found)
+    return arm
+
+
+def not_an_answer(answer: Any, loaded: Loaded, names: Sequence[str]) -> str:
+    """Return why ``answer`` is not what the call of an arm has to give, or an empty text."""
+    wrong = "" if loaded.yardstick else not_formed(answer, names)
+    return wrong or next((odd for part in parts(answer) if (odd := not_plain(part))), "")
+
+
+def _judge_answer(arm: Arm, index: int, expected: ExpectedOutputs, *, repeats: bool) -> str:
+    """Return the fault of the answer to one set, or an empty string; record the worst accuracy of all sets."""
+    found: dict[str, OutputAccuracy] = {}
+    answer = parts(arm.expected[index])
+    for first, wanted in zip(answer, expected, strict=True):
+        its = f"its {wanted.output}" if wanted.output else "its answer"
+        if first.shape != wanted.exact.shape:
+            return f"{its} must have shape {list(wanted.exact.shape)}, got {list(first.shape)}"
+        error = max_error(first, wanted.exact)
+        if math.isnan(error):
+            return f"{its} has NaN"
+        found[wanted.output] = OutputAccuracy(
+            max_error=error, budget=wanted.budget, low_precision_error=wanted.low_precision_error
+        )
+    accuracy = accuracy_of(found, deterministic=repeats)
+    if arm.accuracy is None or accuracy.share > arm.accuracy.share:
+        arm.accuracy = accuracy
+    for name, each in found.items():
+        if each.max_error > each.budget:
+            its = f"its {name}" if name else "its answer"
+            return f"{its} is off by {each.max_error:.3g}, allowed are {each.budget:.3g}"
+    if arm.loaded.deterministic and not repeats:
+        return "the same input gave other bits the second time, and the same bits are promised"
+    return ""
+
+
+def control_of(arms: Sequence[Arm]) -> Loaded | None:
+    """Return what the control runs: a second copy of the first baseline that is ready here."""
+    return next((arm.loaded for arm in arms if arm.role == "baseline" and arm.ready), None)
+
+
+def check_stream(arm: Arm, operator: Operator, problem: Any, inputs: Inputs, device: Device, *, seed: int) -> str:
+    """Return why the arm's work is not ordered with the stream it is called on, or an empty string.
+
+    On the calling stream: a sleep, fresh values into the bound inputs, the call, a copy of its answer. Work that
+    another stream does without waiting reads the old values, or is not done when the answer is copied.
+    """
+    assert arm.loaded.entry is not None
+    saved: Inputs | None = None
+    try:
+        fresh = operator.make_inputs(problem, seed=seed, device=device.name)
+        saved = {name: tensor.clone() for name, tensor in inputs.items()}
+        with arm.loaded.context():
+            expected = copied(operator.bind(arm.loaded.entry, problem, fresh)())
+            device.synchronize()
+            for stream in device.streams():
+                device.poison(*sizes_of(expected))
+                device.synchronize()
+                with stream:
+                    device.sleep()
+                    copy_values(fresh, inputs)
+                    answer = copied(arm.calls[0]())
+                device.synchronize()
+                wrong = mismatch([answer], [expected], arm.tolerance)
+                copy_values(saved, inputs)
+                device.synchronize()
+                if wrong:
+                    return f"its work is not ordered with the stream that it is called on: {wrong}"
+    except Exception as error:  # noqa: BLE001 - what an arm raises is a result
+        reason = survive(error, arm.name, device)
+        if saved is not None:
+            copy_values(saved, inputs)
+        return f"called on another stream: {reason}"
+    return ""
+
+
+def check_again(arm: Arm, device: Device) -> str:
+    """Return how the arm's answers differ from its first, or an empty string. Poisons memory before."""
+    try:
+        with arm.loaded.context():
+            device.poison(*sizes_of(arm.expected[0]))
+            answers = [copied(call()) for call in arm.calls]
+            device.synchronize()
+            wrong = mismatch(answers, arm.expected, arm.tolerance)
+    except Exception as error:  # noqa: BLE001 - what an arm raises is a result
+        return survive(error, arm.name, device)
+    return f"its answer after timing is not the one before: {wrong}" if wrong else ""
+
+
+def find_followers(input_sets: Sequence[Inputs], arms: Sequence[Arm], device: Device) -> None:
+    """Roll the values once, and see which arms answer to the new ones.
+
+    The subject must. A baseline that prefers another memory layout has copied its inputs when it was bound, outside of
+    the timing, and answers to those. An arm that answers to neither fails.
+    """
+    if len(input_sets) < 2:
+        return
+    _move_values(input_sets)
+    for arm in arms:
+        old, new = arm.expected[:2]
+        try:
+            with arm.loaded.context():
+                answer = copied(arm.calls[0]())
+                device.synchronize()
+                arm.follows = not mismatch([answer], [new], arm.tolerance)
+                kept = not mismatch([answer], [old], arm.tolerance)
+        except Exception as error:  # noqa: BLE001 - what an arm raises is a result
+            arm.fail(survive(error, arm.name, device))
+            continue
+        if arm.follows:
+            _roll_expected(arm)
+        elif not kept:
+            arm.fail("its answer to new values at the same addresses is wrong")
+        elif arm.role == "subject":
+            arm.fail("its answer to new values at the same addresses is the old one")
+
+
+def roll_values(input_sets: Sequence[Inputs], arms: Sequence[Arm]) -> None:
+    """Move the values of every set of inputs to the set before it, and the answers expected along with them.
+
+    So every round has new values at the same addresses, and the same values at new addresses.
+    """
+    if len(input_sets) < 2:
+        return
+    _move_values(input_sets)
+    for arm in arms:
+        if arm.follows:
+            _roll_expected(arm)
+
+
+def _move_values(input_sets: Sequence[Inputs]) -> None:
+    first = {name: tensor.clone() for name, tensor in input_sets[0].items()}
+    for target, source in pairwise(input_sets):
+        copy_values(source, target)
+    copy_values(first, input_sets[-1])
+
+
+def swap_values(input_sets: Sequence[Inputs], arms: Sequence[Arm], place: int, other: int) -> None:
+    """Swap the values of two sets of inputs, on the current stream, and the answers expected along with them."""
+    first, second = input_sets[place], input_sets[other]
+    kept = {name: tensor.clone() for name, tensor in first.items()}
+    copy_values(second, first)
+    copy_values(kept, second)
+    for arm in arms:
+        if arm.follows:
+            arm.expected[place], arm.expected[other] = arm.expected[other], arm.expected[place]
+
+
+def _roll_expected(arm: Arm) -> None:
+    arm.expected[:] = arm.expected[1:] + arm.expected[:1]
+
+
+def copy_values(source: Inputs, target: Inputs) -> None:
+    """Write the values of ``source`` into the tensors of ``target``, on the current stream.
+
+    Through ``.data`` the version counter does not change: a cache keyed on it gets no warning.
+    """
+    for name, tensor in target.items():
+        tensor.data.copy_(source[name])
+
+
+def mismatch(answers: Sequence[Answer], expected: Sequence[Answer], tolerance: Tolerance | None) -> str:
+    """Return how ``answers`` differ from ``expected``, on one device, or an empty string. NaN always differs.
+
+    ``tolerance``: largest absolute difference of each tensor of an answer; None: the same bits.
+    """
+    wrong: list[torch.Tensor] = []  # read once at the end: one synchronisation for all sets
+    for answer, wanted in zip(answers, expected, strict=True):
+        got, asked = parts(answer), parts(wanted)
+        if len(got) != len(asked):
+            return f"expected {len(asked)} tensors, got {len(got)}"
+        differ = []
+        for number, (part, right) in enumerate(zip(got, asked, strict=True)):
+            if odd := not_plain(part):
+                return odd
+            if part.shape != right.shape or part.dtype != right.dtype:
+                return f"expected {right.dtype} of shape {list(right.shape)}, got {part.dtype} of {list(part.shape)}"
+            if right.numel() == 0:
+                continue
+            if tolerance is None:
+                differ.append((_bytes(part) != _bytes(right)).any() | part.isnan().any())
+            else:
+                allowed = tolerance[min(number, len(tolerance) - 1)]
+                differ.append(~(largest_error(part, right) <= allowed))
+        if differ:
+            wrong.append(torch.stack(differ).any())
+    if not wrong:
+        return ""
+    count = int(torch.stack(wrong).sum().item())
+    within = "the same bits"
+    if tolerance is not None:
+        within = f"a difference up to {', '.join(f'{each:.3g}' for each in tolerance)}"
+    return f"{count} of {len(wrong)} answers differ, expected {within}" if count else ""
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def survive(error: Exception, arm: str, device: Device) -> str:
+    """Return the reason to record for ``error``; raises when the GPU context did not survive it."""
+    reason = describe_error(error)
+    try:
+        device.synchronize()
+    except Exception as lost:
+        raise ProofError(
+            f"the GPU context is lost after arm {arm}: {reason}",
+            hint="an illegal memory access or a trap ends the process; compute-sanitizer finds where",
+        ) from lost
+    return reason

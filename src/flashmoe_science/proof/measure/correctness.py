@@ -1,0 +1,342 @@
+"""Is one case right? Calls of one subject, each arranged so that a way of cheating or failing shows.
+
+1. A first call on fresh random inputs, in memory that was filled with NaN.
+2. New values written to the same addresses: a result cached by pointer or by shape is the old one.
+3. The same values at new addresses: nothing may depend on where the inputs lie.
+4. The same call again: the same bits, where that is promised.
+
+Fresh memory holds NaN: free memory is filled with it, and on a CPU all that torch hands out in calls 1 and 4.
+
+After each: plain tensors, one for each output, nothing changed that other arms share, inputs unchanged bit for bit, no
+NaN, of each output the largest error within the operator's budget, and root mean square of the error within twice the
+framework's (and one rounding). The largest error is the luck of one element; the mean square shows an accumulator of
+low precision. After all: the outputs of earlier calls unchanged.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ...errors import ProofError
+from ..records.evidence import Accuracy, OutputAccuracy
+from ..subject.operator import Inputs, Operator
+from ..subject.outputs import known_parts, names_of, not_formed, parts
+from ..worker import describe_error
+from .shared_state import SharedState
+
+_FRESH_MEMORY = frozenset(
+    getattr(torch.ops.aten, name) for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+)
+
+_ELEMENTS_AT_ONCE = 2**27  # 1 GiB in fp64
+_FEW = 8  # elements: so few can be the same by chance
+
+NAN_BYTE = 0xFF  # bytes of it read as NaN in every floating-point format, of 16 bits too
+
+
+class WrongResultError(Exception):
+    """The subject failed a check. ``accuracy`` is None where no finite error exists."""
+
+    def __init__(self, reason: str, accuracy: Accuracy | None = None) -> None:
+        super().__init__(reason)
+        self.accuracy = accuracy
+
+
+def check_case(
+    operator: Operator, entry: Callable[..., Any], problem: Any, *, device: str, seed: int, deterministic: bool
+) -> Accuracy:
+    """Check one case and return the largest error seen, with its budget. Raises ``WrongResultError``.
+
+    ``seed`` makes the first inputs and ``seed + 1`` the others. ``deterministic``: the subject promises the same bits.
+    """
+    run = _Runner(device)
+    inputs = operator.make_inputs(problem, seed=seed, device=device)
+    others = operator.make_inputs(problem, seed=seed + 1, device=device)
+    require_random(operator, inputs, others)
+
+    call = operator.bind(entry, problem, inputs)
+    first = run(call, inputs, find_expected(operator, problem, inputs), "the first call", poison_all=device == "cpu")
+    for name, tensor in inputs.items():
+        # Through .data the version counter does not change: a cache keyed on it gets no warning.
+        tensor.data.copy_(others[name])
+    del others
+    wanted = find_expected(operator, problem, inputs)
+    second = run(call, inputs, wanted, "new values at the same addresses")
+
+    moved = {name: tensor.clone(memory_format=torch.preserve_format) for name, tensor in inputs.items()}
+    call = operator.bind(entry, problem, moved)
+    third = run(call, moved, wanted, "the same values at new addresses")
+    fourth = run(call, moved, wanted, "the same call again", poison_all=device == "cpu")
+    run.check_earlier_outputs()
+
+    same = all(_same_bits(a, b) for other in (third, fourth) for a, b in zip(second, other, strict=True))
+    accuracy = run.accuracy(deterministic=same)
+    if deterministic and not same:
+        raise WrongResultError("the same input gave other bits, and determinism was promised", accuracy)
+    del first
+    return accuracy
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The right answer to one set of inputs, in one output."""
+
+    output: str  # its name; empty where a call gives one tensor
+    exact: torch.Tensor  # fp64
+    dtype: torch.dtype
+    budget: float  # largest absolute error allowed
+    low_precision_error: float
+    rms_budget: float
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the output."""
+        return self.exact.numel() * self.dtype.itemsize
+
+    @classmethod
+    def of(cls, operator: Operator, output: str, exact: torch.Tensor, low: torch.Tensor) -> Expected:
+        """Compute it. Raises ``ProofError`` where the operator's own rule gives no finite budget."""
+        if exact.shape != low.shape:
+            raise ProofError(
+                f"exact and low_precision must have one shape, got {list(exact.shape)} and {list(low.shape)}"
+            )
+        budget: object = operator.error_budget(exact, low)
+        if not isinstance(budget, (int, float)):
+            raise ProofError(f"the error budget must be a number, got {budget!r}")
+        if not math.isfinite(budget):
+            raise ProofError(f"the error budget must be finite, got {budget}: the framework's own run overflows")
+        rounding = 0.5 * torch.finfo(low.dtype).eps * rms_error(torch.zeros_like(low), exact)
+        return cls(output, exact, low.dtype, budget, max_error(low, exact), 2 * rms_error(low, exact) + rounding)
+
+    def within(self, which: str) -> str:
+        """Return of what a message is, ``which`` being the call."""
+        return f"{which}, {self.output}" if self.output else which
+
+
+ExpectedOutputs = tuple[Expected, ...]  # one for each tensor of an answer
+
+
+def find_expected(operator: Operator, problem: Any, inputs: Inputs) -> ExpectedOutputs:
+    """Return the exact answer, the error allowed, and what the framework's own low-precision run makes of it."""
+    names = names_of(operator, problem)
+    exact = known_parts(operator, "exact", operator.exact(problem, inputs), names)
+    low = known_parts(operator, "low_precision", operator.low_precision(problem, inputs), names)
+    return tuple(Expected.of(operator, *each) for each in zip(names, exact, low, strict=True))
+
+
+def max_error(answer: torch.Tensor, exact: torch.Tensor) -> float:
+    """Return the largest absolute difference; NaN where either has NaN, 0 for empty tensors."""
+    return largest_error(answer, exact).item() if exact.numel() else 0.0
+
+
+def largest_error(answer: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+    """Return ``max_error`` of tensors that are not empty; on one device without a synchronisation."""
+    return torch.stack([errors.abs().max() for errors in _errors(answer, exact)]).max()
+
+
+def rms_error(answer: torch.Tensor, exact: torch.Tensor) -> float:
+    """Return the root mean square of the differences, 0 for empty tensors."""
+    squares = sum(errors.square().sum().item() for errors in _errors(answer, exact))
+    return math.sqrt(squares / max(1, exact.numel()))
+
+
+def _errors(answer: torch.Tensor, exact: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the differences by parts: a GPU may have no room for all of them in fp64."""
+    if answer.shape != exact.shape:
+        raise ValueError(f"expected shape {list(exact.shape)}, got {list(answer.shape)}")
+    given = (torch.split(tensor.flatten(), _ELEMENTS_AT_ONCE) for tensor in (answer, exact))
+    return (some.to(right.device).double() - right.double() for some, right in zip(*given, strict=True))
+
+
+class _Runner:
+    """Calls the subject, checks what comes back, and remembers the worst error."""
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self._outputs: list[tuple[str, torch.Tensor, torch.Tensor]] = []  # which call, output, copy made at once
+        self._worst: dict[str, OutputAccuracy] = {}  # by output
+
+    def __call__(
+        self,
+        call: Callable[[], Any],
+        inputs: Inputs,
+        expected: ExpectedOutputs,
+        which: str,
+        *,
+        poison_all: bool = False,
+    ) -> tuple[torch.Tensor, ...]:
+        """Make one call. Raises ``WrongResultError``."""
+        before = {name: tensor.clone(memory_format=torch.preserve_format) for name, tensor in inputs.items()}
+        shared = SharedState()
+        poison_free_memory(self._device, *(wanted.nbytes for wanted in expected))
+        try:
+            with PoisonFreshMemory() if poison_all else contextlib.nullcontext():  # type: ignore[no-untyped-call]
+                answer = call()
+            _synchronize(self._device)
+        except Exception as error:
+            raise WrongResultError(f"{which}: raised {describe_error(error)}") from error
+        if changes := shared.changes():
+            raise WrongResultError(f"{which} changed what all arms share: {changes}")
+        outputs = _check_form(answer, expected, self._device, which)
+        for name, tensor in inputs.items():
+            if not _same_bits(tensor, before[name]):
+                raise WrongResultError(f"{which}: the input {name} was overwritten")
+        for output, wanted in zip(outputs, expected, strict=True):
+            self._check_error(output, wanted, wanted.within(which))
+            copy = output.clone(memory_format=torch.preserve_format)
+            self._outputs.append((wanted.within(which), output, copy))
+        return outputs
+
+    def _check_error(self, output: torch.Tensor, wanted: Expected, which: str) -> None:
+        unwritten = torch.isnan(output)
+        if unwritten.any():
+            reason = f"{which}: NaN in {_count(unwritten)}: computed, or never written (fresh memory reads so here)"
+            raise WrongResultError(reason)
+        errors = (output.double() - wanted.exact).abs()
+        largest = _largest(errors)
+        if not math.isfinite(largest):
+            raise WrongResultError(f"{which}: infinite in {_count(torch.isinf(output))}")
+        found = OutputAccuracy(max_error=largest, budget=wanted.budget, low_precision_error=wanted.low_precision_error)
+        accuracy = Accuracy(**found.model_dump(), output=wanted.output)
+        if largest > wanted.budget:
+            reason = (
+                f"{which}: error {largest:.3g}, allowed {wanted.budget:.3g}; wrong in {_count(errors > wanted.budget)}"
+            )
+            raise WrongResultError(reason, accuracy)
+        if (rms := _rms(errors)) > wanted.rms_budget:
+            reason = f"{which}: root mean square of the error {rms:.3g}, allowed {wanted.rms_budget:.3g}"
+            raise WrongResultError(f"{reason}: sums of too low a precision show so", accuracy)
+        before = self._worst.get(wanted.output)
+        if before is None or found.share >= before.share:
+            self._worst[wanted.output] = found
+
+    def accuracy(self, *, deterministic: bool) -> Accuracy:
+        """Return the largest errors of all calls."""
+        return accuracy_of(self._worst, deterministic=deterministic)
+
+    def check_earlier_outputs(self) -> None:
+        """Compare every output with the copy made when it came. Raises ``WrongResultError``."""
+        for which, output, copy in self._outputs:
+            if not _same_bits(output, copy):
+                reason = f"the output of {which} was changed by a later call: it lies in memory that calls share"
+                raise WrongResultError(reason)
+
+
+def accuracy_of(found: Mapping[str, OutputAccuracy], *, deterministic: bool) -> Accuracy:
+    """Return the accuracy of a case from the error of each output; one without a name is all that there is."""
+    name, worst = max(found.items(), key=lambda item: item[1].share)
+    outputs = {} if tuple(found) == ("",) else dict(found)
+    return Accuracy(**worst.model_dump(), deterministic=deterministic, output=name, outputs=outputs)
+
+
+def _check_form(answer: Any, expected: ExpectedOutputs, device: str, which: str) -> tuple[torch.Tensor, ...]:
+    """Return the outputs. Raises ``WrongResultError``."""
+    if wrong := not_formed(answer, [wanted.output for wanted in expected]):
+        raise WrongResultError(f"{which}: {wrong}")
+    outputs = parts(answer)
+    for output, wanted in zip(outputs, expected, strict=True):
+        _check_output(output, wanted, device, wanted.within(which))
+    return outputs
+
+
+def _check_output(output: torch.Tensor, wanted: Expected, device: str, which: str) -> None:
+    if wrong := not_plain(output):
+        raise WrongResultError(f"{which}: {wrong}")
+    for name, got, expected in (
+        ("shape", tuple(output.shape), tuple(wanted.exact.shape)),
+        ("dtype", output.dtype, wanted.dtype),
+        ("device", output.device.type, device),
+    ):
+        if got != expected:
+            raise WrongResultError(f"{which}: output has {name} {got}, expected {expected}")
+
+
+def not_plain(output: torch.Tensor) -> str:
+    """Return why ``output`` may be work that is put off until somebody looks at it, or an empty text."""
+    if type(output) is torch.Tensor:
+        return ""
+    return f"returned {type(output).__name__}, expected a plain tensor: one of a class of its own can put work off"
+
+
+def require_random(operator: Operator, inputs: Inputs, others: Inputs) -> None:
+    """Raise ``ProofError`` where two seeds give the same inputs, or inputs whose values are all the same.
+
+    Old values at an address could then not be told from new ones, and a GPU is faster on zeros than on other values.
+    """
+    if sum(tensor.numel() for tensor in inputs.values()) < _FEW:
+        return
+    if all(_same_bits(tensor, others[name]) for name, tensor in inputs.items()):
+        hint = "draw them from a generator with the seed that make_inputs is given"
+        raise ProofError(f"inputs must follow the seed, and {operator.name} makes the same from two seeds", hint=hint)
+    drawn = [tensor for tensor in inputs.values() if tensor.is_floating_point() and tensor.numel() > 1]
+    if drawn and all(bool((tensor == tensor.flatten()[0]).all()) for tensor in drawn):
+        hint = "zeros and constants are faster than data, and hide what is confused"
+        raise ProofError(f"inputs must be random, and all of those of {operator.name} are constant", hint=hint)
+
+
+def _count(mask: torch.Tensor) -> str:
+    """Return how many elements are marked and where the first one is."""
+    first = torch.unravel_index(mask.flatten().to(torch.uint8).argmax(), mask.shape)
+    return f"{int(mask.sum())} of {mask.numel()} elements, the first at {[int(i) for i in first]}"
+
+
+def _largest(errors: torch.Tensor) -> float:
+    return float(errors.max()) if errors.numel() else 0.0
+
+
+def _rms(errors: torch.Tensor) -> float:
+    return float(errors.double().square().mean().sqrt()) if errors.numel() else 0.0
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Compare bits: NaN equals itself, and 0.0 differs from -0.0."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def _synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def poison_free_memory(device: str, *output_bytes: int) -> None:
+    """Fill memory with NaN and give it back, so that what the subject allocates next holds NaN where it does not write.
+
+    The allocator hands out blocks by size: some of every size, and several of each output's own.
+    """
+    sizes = [512 << step for step in range(17)]  # 512 bytes to 32 MiB
+    room = sys.maxsize
+    if device == "cuda":
+        # Blocks that held the right answer a moment ago go back to the driver: an unwritten tile must not inherit it.
+        torch.cuda.empty_cache()
+        room = torch.cuda.mem_get_info()[0]
+    for size in output_bytes:
+        own = max(size, 512)
+        sizes += [own] * poisoned_blocks(own, room // len(output_bytes))
+    blocks = [torch.full((size,), NAN_BYTE, device=device, dtype=torch.uint8) for size in sizes]
+    _synchronize(device)
+    del blocks
+
+
+def poisoned_blocks(size: int, room: int) -> int:
+    """Return how many blocks of an output are filled: up to eight, as half of ``room`` holds, and one at least."""
+    return max(1, min(8, room // 2 // size))
+
+
+class PoisonFreshMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Fill everything that ``torch.empty`` and its kin return with NaN, also where C++ calls them."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func.overloadpacket in _FRESH_MEMORY and isinstance(out, torch.Tensor) and out.is_floating_point():
+            out.fill_(math.nan)
+        return out

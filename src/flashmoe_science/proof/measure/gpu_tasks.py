@@ -1,0 +1,288 @@
+"""Worker tasks of the chain on a GPU: capture the launches, and take the times."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ...errors import ProofError
+from ...gpu.device import current_gpu
+from ..records.evidence import Settings
+from ..subject.loading import operator_of
+from ..subject.operator import Inputs, Operator, identities_of
+from ..subject.outputs import Answer, Call, copied, parts, sizes_of
+from ..subject.subject import Subject
+from ..worker import Emit
+from . import arms as arms_module, launches
+from .arms import Loaded
+from .correctness import ExpectedOutputs, find_expected, max_error
+from .host_files import files_called
+from .launches import CallTrace, Recording
+from .measure import CudaTimer, Graph, Timer
+from .rounds import Case, Plan, measure_case
+from .schedule import derived_seed
+
+_CAPTURED_CALLS = 2  # that the second runs what the first ran is part of the answer
+
+
+def measure(payload: dict[str, Any], emit: Emit) -> dict[str, Any]:
+    """Take the times of every case in one process.
+
+    Args:
+        payload: ``subject``, ``cases``, ``baselines``, ``settings``, ``process`` and ``times`` (kernel alone, or graph
+            and wall); optionally ``control`` and ``check_stream``, see ``rounds.Plan``.
+        emit: gets ``{"event": "start", "name"}``, ``{"event": "round", "case", "round", "rounds"}``, and ``{"event":
+            "case", "case"}`` with the result of ``rounds.measure_case``.
+
+    Raises:
+        ProofError: no GPU, times that cannot share a process, or the GPU context is lost.
+    """
+    plan = Plan(
+        Settings.model_validate(payload["settings"]),
+        payload["times"],
+        payload["process"],
+        control=payload.get("control", True),
+        check_stream=payload.get("check_stream", True),
+    )
+    operator, loaded, timer = open_gpu(payload)
+    timer.settle()
+    for table in payload["cases"]:
+        name = table["name"]
+
+        def on_round(done: int, total: int, name: str = name) -> None:
+            emit({"event": "round", "case": name, "round": done, "rounds": total})
+
+        emit({"event": "start", "name": name})
+        case = Case(name, operator, operator.parse_case(table["problem"]))
+        emit({"event": "case", "case": measure_case(case, loaded, plan, timer, on_round=on_round)})
+    return {"cases": len(payload["cases"])}
+
+
+def capture_launches(payload: dict[str, Any], emit: Emit) -> dict[str, Any]:
+    """Record the kernels that the subject and the baselines run in every case.
+
+    ``payload`` has ``subject``, ``cases``, ``baselines`` and ``seed``; ``emit`` gets a "start" and a "case" event for
+    each case. Returns ``cases``, see ``capture_case``. Raises ``ProofError``: no GPU, or the GPU context is lost.
+    """
+    operator, loaded, timer = open_gpu(payload)
+    subject = Subject.from_json(payload["subject"])
+    cases = []
+    for table in payload["cases"]:
+        emit({"event": "start", "name": table["name"]})
+        case = Case(table["name"], operator, operator.parse_case(table["problem"]))
+        cases.append(capture_case(case, subject, loaded, timer, seed=payload["seed"]))
+        emit({"event": "case", "case": cases[-1]})
+    return {"cases": cases}
+
+
+def open_gpu(payload: dict[str, Any]) -> tuple[Operator, list[Loaded], CudaTimer]:
+    """Import the arms and open the GPU. Inputs need no gradient, and nobody pays for asking."""
+    if not torch.cuda.is_available():
+        raise ProofError("no NVIDIA GPU here that torch can use", hint="`flashmoe doctor` says what this machine lacks")
+    torch.set_grad_enabled(False)
+    subject = Subject.from_json(payload["subject"])
+    operator = operator_of(subject)
+    return operator, arms_module.load_arms(subject, operator, payload["baselines"]), CudaTimer()
+
+
+@dataclass
+class _Capture:
+    """One arm on the way to its record."""
+
+    loaded: Loaded
+    status: str = "captured"
+    reason: str = ""
+    call: Call | None = None
+    graph: Graph | None = None
+    replayed: Answer | None = None  # answer of the graph to values that it was not captured with
+    answer: Answer | None = None  # of an eager call to the same
+    replay_matches: bool | None = None  # replay and eager call; None: not known
+    replay_problem: str = ""
+    graph_reason: str = ""
+    promises: list[dict[str, Any]] = field(default_factory=list)
+    identities: list[str] = field(default_factory=list)
+    host_files: dict[str, str] = field(default_factory=dict)
+
+    def fail(self, status: str, reason: str) -> None:
+        self.status, self.reason, self.call = status, reason, None
+
+
+def capture_case(case: Case, subject: Subject, loaded: Sequence[Loaded], timer: Timer, *, seed: int) -> dict[str, Any]:
+    """Record two eager calls of every arm, and a replay of a CUDA graph of one call.
+
+    Between capture and replay the inputs get other values: an answer computed while capturing is not the replay's.
+
+    Returns:
+        ``name``, and ``arms``: name, role, status (captured, failed, refused, unavailable), reason, version,
+        ``identities``, ``host_files`` and ``launches`` (``evidence.Arm``), ``graph_launches`` (None where there is no
+        graph: ``graph_reason`` says why), ``copies`` (names of copies and fills), ``promises``,
+        ``patterns`` (the kernels by which a baseline is known) and ``problems`` (calls that differ, kernels that the
+        graph lacks).
+    """
+    captures = [_Capture(each) for each in loaded]
+    try:
+        inputs, others = (
+            case.operator.make_inputs(case.problem, seed=derived_seed(seed, case.name, which), device=timer.name)
+            for which in ("launches", "replays")
+        )
+    except Exception as error:  # noqa: BLE001 - one case of many fails, with its reason
+        reason = f"the case cannot be set up: {arms_module.survive(error, 'of none', timer)}"
+        for capture in captures:
+            capture.fail("failed", reason)
+        return {"name": case.name, "arms": [_record(capture, None) for capture in captures]}
+    for capture in captures:
+        _prepare(capture, case, subject, inputs, timer)
+    with timer.recording() as recording:
+        for capture in captures:
+            if capture.call is not None:
+                _record_calls(capture, inputs, others, recording, timer)
+    for capture in captures:
+        _compare_replay(capture, case, others, timer)
+    records = [_record(capture, recording) for capture in captures]
+    for capture in captures:
+        if capture.graph is not None:
+            capture.graph.release()
+    return {"name": case.name, "arms": records}
+
+
+def _prepare(capture: _Capture, case: Case, subject: Subject, inputs: Inputs, timer: Timer) -> None:
+    """Bind and call one arm, and capture a graph of its call."""
+    loaded = capture.loaded
+    if loaded.entry is None:
+        capture.fail(loaded.status, loaded.reason)
+        return
+    try:
+        refusal = loaded.refusal(case.problem)
+        if refusal is not None:
+            capture.fail("refused", refusal)
+            return
+        with loaded.context():
+            call = case.operator.bind(loaded.entry, case.problem, inputs)
+            call()  # compiles, tunes, allocates
+            call()
+            timer.synchronize()
+        if loaded.role == "subject":
+            promised = (
+                case.operator.promised_launches(subject.name, case.problem) if subject.builtin else subject.kernels
+            )
+            capture.promises = [_as_table(promise) for promise in promised]
+            if subject.builtin and (gpu := current_gpu()) is not None:
+                capture.identities = identities_of(case.operator, subject.name, case.problem, gpu)
+                with loaded.context():
+                    capture.host_files = files_called(call)
+                    timer.synchronize()
+        capture.call = call
+    except Exception as error:  # noqa: BLE001 - what an arm raises is a result
+        capture.fail("failed", arms_module.survive(error, loaded.name, timer))
+        return
+    try:
+        with loaded.context():
+            capture.graph = timer.capture([call], 1)
+    except Exception as error:  # noqa: BLE001 - a call that no graph can hold is a result
+        capture.graph_reason = arms_module.survive(error, loaded.name, timer)
+
+
+def _record_calls(capture: _Capture, inputs: Inputs, others: Inputs, recording: Recording, timer: Timer) -> None:
+    """Make the calls of one arm while the profiler runs."""
+    assert capture.call is not None
+    name = capture.loaded.name
+    try:
+        with capture.loaded.context():
+            for _ in range(_CAPTURED_CALLS):
+                with recording.call(f"{name}/eager"):
+                    capture.call()
+                    timer.synchronize()
+            if capture.graph is not None:
+                arms_module.copy_values(others, inputs)
+                capture.graph.poison_outputs()
+                timer.synchronize()
+                with recording.call(f"{name}/graph"):
+                    capture.graph.replay_once()
+                output = capture.graph.outputs[0]
+                # Copied before the eager call: the two may write to the same memory.
+                capture.replayed = None if output is None else copied(output)
+                if output is not None:
+                    timer.poison(*sizes_of(output))  # what the call does not write is not right by luck
+                capture.answer = copied(capture.call())
+                timer.synchronize()
+    except Exception as error:  # noqa: BLE001 - what an arm raises is a result
+        capture.fail("failed", arms_module.survive(error, name, timer))
+
+
+def _compare_replay(capture: _Capture, case: Case, inputs: Inputs, timer: Timer) -> None:
+    """Find out whether the replay answered as the eager call did: the same bits, or within the budget.
+
+    An eager call that answers wrongly itself is left to gate correct: nothing then is known of the graph.
+    """
+    if capture.replayed is None or capture.answer is None:
+        return
+    wrong = arms_module.mismatch([capture.replayed], [capture.answer], None)
+    if wrong:
+        try:
+            expected = find_expected(case.operator, case.problem, inputs)  # slow, and rarely needed
+        except Exception as error:  # noqa: BLE001 - one case of many fails, with its reason
+            wrong = f"{wrong}; {arms_module.survive(error, 'of none', timer)}"
+        else:
+            if not _is_right(capture.answer, expected):
+                return
+            if not (capture.loaded.role == "subject" and capture.loaded.deterministic):
+                tolerance = tuple(2 * wanted.budget for wanted in expected)
+                wrong = arms_module.mismatch([capture.replayed], [capture.answer], tolerance)
+    capture.replay_matches = not wrong
+    if wrong:
+        capture.replay_problem = f"a replay of its CUDA graph does not answer as the eager call does: {wrong}"
+
+
+def _is_right(answer: Answer, expected: ExpectedOutputs) -> bool:
+    found = parts(answer)
+    return len(found) == len(expected) and all(
+        part.shape == wanted.exact.shape and max_error(part, wanted.exact) <= wanted.budget
+        for part, wanted in zip(found, expected, strict=True)
+    )
+
+
+def _record(capture: _Capture, recording: Recording | None) -> dict[str, Any]:
+    """Return the record of one arm."""
+    name, loaded = capture.loaded.name, capture.loaded
+    eager: list[CallTrace] = []
+    replays: list[CallTrace] = []
+    if capture.status == "captured" and recording is not None:
+        eager, replays = recording.calls(f"{name}/eager"), recording.calls(f"{name}/graph")
+    ran = eager[-1].launches() if eager else []
+    in_graph = replays[-1].launches() if replays else None
+    problems = launches.capture_problems(eager)
+    unseen = False
+    if in_graph is not None:
+        if capture.replay_problem:
+            problems.append(capture.replay_problem)
+        # Copies alone are no kernel that the profiler missed: they may hand out what was computed while capturing.
+        if ran and not replays[-1].events and capture.replay_matches:
+            in_graph, unseen = None, True
+            capture.graph_reason = "the profiler saw nothing of a replay that answered rightly"
+        else:
+            problems += launches.graph_problems(ran, in_graph)
+    return {
+        "name": name,
+        "role": loaded.role,
+        "status": capture.status,
+        "reason": capture.reason,
+        "version": loaded.version,
+        "identities": capture.identities,
+        "host_files": capture.host_files,
+        "launches": [launch.model_dump(mode="json") for launch in ran],
+        "graph_launches": None if in_graph is None else [launch.model_dump(mode="json") for launch in in_graph],
+        "graph_reason": capture.graph_reason,
+        "graph_unseen": unseen,  # a graph holds the call, and what it launches is not known
+        "copies": list(eager[-1].copies) if eager else [],
+        "promises": capture.promises,
+        "patterns": list(loaded.baseline.kernels) if loaded.baseline is not None else [],
+        "problems": problems,
+    }
+
+
+def _as_table(promise: Any) -> dict[str, Any]:
+    """Return a ``LaunchPromise`` as plain values."""
+    return {name: getattr(promise, name) for name in ("pattern", "grid", "block", "shared_memory_bytes")}

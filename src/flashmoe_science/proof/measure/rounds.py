@@ -1,0 +1,305 @@
+"""The rounds of one case in one process: prepare the arms, sample each in every round, check the answers again."""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from ...errors import ProofError
+from ..records import evidence
+from ..records.evidence import Rounds, Settings, TimeKind
+from ..subject.operator import Inputs, Operator
+from . import arms as arms_module, schedule
+from .arms import Arm, Loaded
+from .correctness import ExpectedOutputs, find_expected, require_random
+from .measure import ClockSampler, KernelSampler, Timer, WrongAnswerError
+from .nvml import Reading
+from .shared_state import SharedState
+
+ROUNDS_PER_SESSION = 10  # a profiler's buffers are finite
+
+_NO_SUBJECT = "the subject cannot be measured in this case"
+
+
+@dataclass
+class Samples:
+    """What the rounds of one case in one process gave, as columns."""
+
+    order: list[list[str]] = field(default_factory=list)
+    readings: list[Reading] = field(default_factory=list)
+    seconds: dict[TimeKind, dict[str, list[float]]] = field(default_factory=dict)
+
+    def drop(self, arm: str, kind: TimeKind | None = None) -> None:
+        """Forget an arm's samples, of one kind or of all."""
+        for name, columns in self.seconds.items():
+            if kind in (None, name):
+                columns.pop(arm, None)
+
+    def as_rounds(self, process: int) -> Rounds | None:
+        """Return the record, or None when no arm has samples."""
+        seconds = {kind: columns for kind, columns in self.seconds.items() if columns}
+        if not seconds:
+            return None
+        return Rounds(
+            process=[process] * len(self.order),
+            order=self.order,
+            sm_clock_mhz=[reading.sm_clock_mhz for reading in self.readings],
+            power_w=[reading.power_w for reading in self.readings],
+            temperature_c=[reading.temperature_c for reading in self.readings],
+            throttle=[reading.throttle for reading in self.readings],
+            seconds=seconds,
+        )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How the cases of one process are measured."""
+
+    settings: Settings
+    times: Sequence[TimeKind]
+    process: int
+    control: bool = True  # whether the first baseline runs twice
+    check_stream: bool = True  # whether the subject's work must be shown to be ordered with the calling stream
+
+    def __post_init__(self) -> None:
+        """Refuse to profile and to time by other means in one process. Raises ``ProofError``."""
+        if not self.times or ("kernel" in self.times and len(self.times) > 1):
+            raise ProofError(
+                f"times must be kernel alone, or graph and wall, got {list(self.times)}",
+                hint="a process has one CUPTI client, and a profiler changes what the other clocks read",
+            )
+
+
+@dataclass(frozen=True)
+class Case:
+    """One case, as measuring needs it."""
+
+    name: str
+    operator: Operator
+    problem: Any
+
+
+def measure_case(
+    case: Case, loaded: Sequence[Loaded], plan: Plan, timer: Timer, *, on_round: Callable[[int, int], None]
+) -> dict[str, Any]:
+    """Prepare every arm, take the rounds, and check the answers again.
+
+    ``loaded`` has the subject first, then the baselines; ``on_round`` gets the rounds done and their number.
+
+    Returns:
+        ``name``, ``input_sets``, ``input_set_bytes``, ``arms`` (``evidence.Arm``) and ``rounds`` (``evidence.Rounds``,
+        or None when nothing was timed), as plain JSON values.
+
+    Raises:
+        ProofError: the GPU context is lost, or the profiler failed.
+    """
+    # The arms of the case before hold inputs and outputs in cycles. None are collected while a case is timed, so what
+    # is not collected here stays on the GPU, and the largest case of a suite runs out of memory after the others.
+    gc.collect()
+    timer.empty_cache()
+    samples = Samples()
+    input_sets: list[dict[str, torch.Tensor]] = []
+    try:
+        input_sets = _make_input_sets(case, plan, timer)
+        expected = _find_expected(case, plan, input_sets)
+    except Exception as error:  # noqa: BLE001 - one case of many fails, with its reason
+        reason = f"the case cannot be set up: {arms_module.survive(error, 'of none', timer)}"
+        arms = [Arm(each, each.name, each.role, "failed", reason) for each in loaded]
+    else:
+        arms = _prepare(case, loaded, plan, timer, input_sets, expected)
+        if arms[0].ready:
+            shared = SharedState()
+            samples = _take_rounds(arms, input_sets, case, plan, timer, on_round)
+            _check_shared(arms, samples, shared)
+            _check_again(arms, samples, timer)
+            # Once more with other values: with two sets, what was cached in a round is right every other time.
+            arms_module.roll_values(input_sets, [arm for arm in arms if arm.ready])
+            _check_again(arms, samples, timer)
+    rounds = samples.as_rounds(plan.process) if arms[0].ready else None
+    return {
+        "name": case.name,
+        "input_sets": max(1, len(input_sets)),
+        "input_set_bytes": _nbytes(input_sets[0]) if input_sets else 0,
+        "arms": [_arm_record(arm, timed=rounds is not None).model_dump(mode="json") for arm in arms],
+        "rounds": rounds.model_dump(mode="json") if rounds else None,
+    }
+
+
+def _make_input_sets(case: Case, plan: Plan, timer: Timer) -> list[dict[str, torch.Tensor]]:
+    """Return so many sets of fresh random inputs that they do not stay in L2."""
+
+    def make(index: int) -> dict[str, torch.Tensor]:
+        seed = schedule.derived_seed(plan.settings.seed, case.name, plan.process, index)
+        return case.operator.make_inputs(case.problem, seed=seed, device=timer.name)
+
+    first = make(0)
+    count = schedule.input_set_count(_nbytes(first), timer.l2_bytes)
+    input_sets = [first, *(make(index) for index in range(1, count))]
+    require_random(case.operator, *input_sets[:2])
+    return input_sets
+
+
+def _find_expected(case: Case, plan: Plan, input_sets: Sequence[Inputs]) -> dict[int, ExpectedOutputs]:
+    """Return the exact answers to two sets drawn at random: exact answers to all would take longer than the times."""
+    draw = random.Random(f"{plan.settings.seed}/{case.name}/{plan.process}/{'+'.join(plan.times)}/truths")
+    places = draw.sample(range(len(input_sets)), min(2, len(input_sets)))
+    return {place: find_expected(case.operator, case.problem, input_sets[place]) for place in places}
+
+
+def _nbytes(inputs: Inputs) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in inputs.values())
+
+
+def _prepare(
+    case: Case,
+    loaded: Sequence[Loaded],
+    plan: Plan,
+    timer: Timer,
+    input_sets: Sequence[Inputs],
+    expected: Mapping[int, ExpectedOutputs],
+) -> list[Arm]:
+    """Return the arms, the subject first; when the subject is not ready the baselines are not even tried."""
+
+    def prepare(each: Loaded) -> Arm:
+        return arms_module.prepare_arm(each, case.operator, case.problem, input_sets, expected, timer)
+
+    subject = prepare(loaded[0])
+    if subject.ready and plan.check_stream:
+        seed = schedule.derived_seed(plan.settings.seed, case.name, plan.process, "stream")
+        wrong = arms_module.check_stream(subject, case.operator, case.problem, input_sets[0], timer, seed=seed)
+        if wrong:
+            subject.fail(wrong)
+    if not subject.ready:
+        return [subject, *(Arm(each, each.name, each.role, "not measured", _NO_SUBJECT) for each in loaded[1:])]
+    arms = [subject, *(prepare(each) for each in loaded[1:])]
+    copied = arms_module.control_of(arms) if plan.control else None
+    if copied is not None:
+        control = prepare(copied)  # its own closures, and later its own captures
+        control.name, control.role = copied.name + arms_module.CONTROL_SUFFIX, "control"
+        arms.append(control)
+    arms_module.find_followers(input_sets, [arm for arm in arms if arm.ready], timer)
+    return arms
+
+
+def _take_rounds(
+    arms: Sequence[Arm],
+    input_sets: Sequence[Inputs],
+    case: Case,
+    plan: Plan,
+    timer: Timer,
+    on_round: Callable[[int, int], None],
+) -> Samples:
+    """Take all rounds of one case in this process."""
+    ready = {arm.name: arm for arm in arms if arm.ready}
+    settings = plan.settings
+    seed = f"{settings.seed}/{case.name}/{plan.process}/{'+'.join(plan.times)}"
+    samples = Samples(schedule.balanced_orders(list(ready), settings.rounds, seed=seed))
+    samples.seconds = {kind: {name: [] for name in ready} for kind in plan.times}
+    draw = random.Random(f"{seed}/moves")
+
+    def move_values(place: int) -> None:
+        others = [index for index in range(len(input_sets)) if index != place]
+        if others:
+            arms_module.swap_values(input_sets, list(ready.values()), place, draw.choice(others))
+
+    sampler: ClockSampler | KernelSampler
+    if "kernel" in plan.times:
+        sampler = KernelSampler(settings, timer, move_values)
+    else:
+        sampler = ClockSampler(settings, plan.times, timer, move_values)
+    gc.disable()  # a collection within one arm's block would count as that arm's time
+    try:
+        sampler.prepare(list(ready.values()))
+        for first in range(0, settings.rounds, ROUNDS_PER_SESSION):
+            numbers = range(first, min(first + ROUNDS_PER_SESSION, settings.rounds))
+            with sampler.session():
+                for number in numbers:
+                    arms_module.roll_values(input_sets, list(ready.values()))
+                    for kind in plan.times:
+                        for name in samples.order[number]:
+                            _sample(sampler, kind, ready[name], number, samples, timer)
+                    samples.readings.append(timer.read_sensors())
+                    on_round(number + 1, settings.rounds)
+            for arm in ready.values():
+                _collect(sampler, arm, numbers, samples)
+    finally:
+        gc.enable()
+    for arm in ready.values():
+        for kind in arm.lost:
+            samples.drop(arm.name, kind)
+    return samples
+
+
+def _sample(
+    sampler: ClockSampler | KernelSampler, kind: TimeKind, arm: Arm, number: int, samples: Samples, timer: Timer
+) -> None:
+    """Take one sample; an arm that raises loses this kind of time, and the others go on."""
+    if kind in arm.lost:
+        return
+    try:
+        with arm.loaded.context():
+            seconds = sampler.sample(kind, arm, number)
+    except WrongAnswerError as error:
+        arm.lose([kind], str(error))
+    except Exception as error:  # noqa: BLE001 - what an arm raises is a result
+        arm.lose([kind], f"round {number}: {arms_module.survive(error, arm.name, timer)}")
+    else:
+        if seconds is not None:
+            samples.seconds[kind][arm.name].append(seconds)
+
+
+def _collect(sampler: ClockSampler | KernelSampler, arm: Arm, numbers: Sequence[int], samples: Samples) -> None:
+    """Fetch the samples that come only when a session has ended."""
+    if "kernel" not in samples.seconds or "kernel" in arm.lost:
+        return
+    try:
+        samples.seconds["kernel"][arm.name] += sampler.late_samples(arm, numbers)
+    except WrongAnswerError as error:
+        arm.lose(["kernel"], str(error))
+
+
+def _check_shared(arms: Sequence[Arm], samples: Samples, shared: SharedState) -> None:
+    """Fail every arm where shared state of the process changed: all times may be affected."""
+    if not (changes := shared.changes()):
+        return
+    for arm in arms:
+        if arm.ready:
+            arm.fail(f"what all arms share changed while they were timed: {changes}")
+            samples.drop(arm.name)
+
+
+def _check_again(arms: Sequence[Arm], samples: Samples, timer: Timer) -> None:
+    """Compare every arm's answers with those before timing; an arm that answers otherwise loses its times."""
+    for arm in arms:
+        wrong = arms_module.check_again(arm, timer) if arm.ready else ""
+        if wrong:
+            arm.fail(wrong)
+            samples.drop(arm.name)
+
+
+def _arm_record(arm: Arm, *, timed: bool) -> evidence.Arm:
+    """Return the record of one arm. One that lacks a kind of time is failed, and keeps its samples of the others."""
+    status: Literal["measured", "failed", "refused", "unavailable", "not measured"]
+    reason = arm.reason or "; ".join(f"{kind} time: {why}" for kind, why in arm.lost.items())
+    if arm.status != "ready":
+        status = arm.status
+    elif arm.lost:
+        status = "failed"
+    elif timed:
+        status = "measured"
+    else:
+        status, reason = "not measured", _NO_SUBJECT
+    return evidence.Arm(
+        name=arm.name,
+        role=arm.role,
+        status=status,
+        reason=reason,
+        version=arm.loaded.version,
+        accuracy=arm.accuracy,
+        peak_bytes=arm.peak_bytes,
+    )

@@ -1,0 +1,1 @@
+"""Records of runs and the folders that hold them."""

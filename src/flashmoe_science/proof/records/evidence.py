@@ -1,0 +1,518 @@
+"""Evidence: what one run showed, as one versioned JSON document with its raw samples.
+
+A record is written once and never edited. Times are seconds, sizes bytes. A case whose correctness did not pass has no
+rounds. The document is written atomically, and again after every finished case, so an interrupted run leaves the
+finished cases, marked incomplete, or nothing.
+
+A file is gzipped JSON, ``<id>.json.gz``. Arms share most launches, so the document lists each launch once, under
+``launches``, and an arm names its launches by their index. Schema 1 repeated them in each arm; both are read, and so
+is a file without compression, ``<id>.json``.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import statistics
+import zlib
+from collections.abc import Mapping, Sequence, Sized
+from datetime import datetime, timezone
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any, BinaryIO, Literal, cast
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
+
+from ...errors import EvidenceError
+from .files import write_atomically
+
+SCHEMA_VERSION = 2  # 1 had the launches in the arms
+
+NEWER = "a newer flashmoe made it: update this one (in its clone: git pull, then make prove)"
+
+GateName = Literal["sources", "build", "import", "launch", "correct", "quick", "bench"]
+
+GATE_NAMES: tuple[GateName, ...] = ("sources", "build", "import", "launch", "correct", "quick", "bench")
+
+TimeKind = Literal["kernel", "graph", "wall"]
+
+SUFFIX = ".json.gz"
+
+_GZIP_MAGIC = b"\x1f\x8b"
+
+_SAME_RATE = 1e-9  # as a share: of two ways to work out the same median
+
+# Files are named by it, and a record can come from a machine that is not trusted: it names no other folder.
+RecordId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.@-]*$")]
+
+Hash = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
+
+# Moments are compared with one another: one that names no zone is UTC.
+Moment = Annotated[
+    datetime, AfterValidator(lambda moment: moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc))
+]
+
+
+class Model(BaseModel):
+    """Base of all records: unknown keys are errors, and a record does not change after it was made."""
+
+    # A wrong answer can have an infinite error. JSON has no such number, so it is written as a string and read back.
+    model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="strings")
+
+
+class GateStatus(str, Enum):
+    """How a gate ended."""
+
+    PASSED = "passed"
+    FAILED = "failed"
+    NOT_POSSIBLE = "not possible here"
+    NOT_REACHED = "not reached"  # an earlier gate failed, or --until stopped before it
+
+
+class Gate(Model):
+    """One stage of the chain."""
+
+    name: GateName
+    status: GateStatus
+    summary: str = ""  # one line: what was shown, or why not
+    hint: str = ""  # what to do about a failure
+    details: list[str] = Field(default_factory=list)  # further lines, one fact each
+    seconds: float = 0.0  # host time that the gate took
+    gpu_seconds: float = 0.0  # time that a GPU was held for it
+
+
+class Launch(Model):
+    """One kernel that really ran in one call, as the profiler saw it."""
+
+    name: str
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    registers: int  # a thread
+    shared_memory_bytes: int  # a block, static and dynamic
+    count: int = 1  # launches of it in one call
+
+
+class SourceFile(Model):
+    """A file whose content decided the result. ``path`` is relative to the subject's folder."""
+
+    path: str
+    sha256: str
+
+
+class OutputAccuracy(Model):
+    """Error of one output against the exact one, and what was allowed."""
+
+    max_error: float
+    budget: float
+    low_precision_error: float  # of the framework's own run in the same dtype
+
+    @property
+    def share(self) -> float:
+        """The part of the budget that the error takes: 1.0 is all of it.
+
+        The budget is 0 where the framework's own run is exact, as attention with one key is.
+        """
+        if self.budget == 0.0:
+            return 0.0 if self.max_error == 0.0 else math.inf
+        return self.max_error / self.budget
+
+
+class Accuracy(OutputAccuracy):
+    """Error of one arm on one case; of several outputs that of the one with the largest share."""
+
+    deterministic: bool | None = None  # same input twice, same bits in all outputs; None: not tried
+    output: str = ""  # which output it is of, where a call gives several by name
+    outputs: dict[str, OutputAccuracy] = Field(default_factory=dict)  # then, of each the largest that was seen
+
+
+class Rates(Model):
+    """Medians of one arm's samples of one kind of time, and the rates that follow from the case's work."""
+
+    seconds: float
+    tokens_per_second: float
+    tflops: float
+    tbytes_per_second: float
+
+
+class Arm(Model):
+    """One implementation in one case."""
+
+    name: str  # the subject's name, a baseline's name, or "<baseline>#2" for the control
+    role: Literal["subject", "baseline", "control"]
+    # "refused": it does not serve this problem; "unavailable": it is not installed here, so nothing is known of it
+    status: Literal["measured", "failed", "refused", "unavailable", "not measured"]
+    reason: str = ""  # why it was not measured
+    version: str = ""
+    launches: list[Launch] = Field(default_factory=list)
+    code: str = ""  # of older records, and ignored: what ``identities`` replaced
+    # Of the subject, if it is ours: the identity of each launch of a call, in order (``gpu/identity.py``), and the hash
+    # of each file of the package that a call runs on the host (``host_files.py``). Empty: not known.
+    identities: list[Hash] = Field(default_factory=list)
+    host_files: dict[str, Hash] = Field(default_factory=dict)
+    accuracy: Accuracy | None = None
+    peak_bytes: int | None = None  # allocated by one call, beyond its inputs
+    rates: dict[TimeKind, Rates] = Field(default_factory=dict)
+
+
+class Rounds(Model):
+    """The raw samples of one case for one or more kinds of time, as columns: entry ``i`` belongs to round ``i``."""
+
+    process: list[int]  # which worker process
+    order: list[list[str]]  # arm names in the order in which they ran
+    sm_clock_mhz: list[int | None]
+    power_w: list[float | None]
+    temperature_c: list[int | None]
+    throttle: list[str | None]  # active throttle reasons, "" for none
+    seconds: dict[TimeKind, dict[str, list[float]]]  # kind -> arm -> seconds of one call
+    # which run took it: 0 is the record's own, n the n-th of its ``resumed``; empty: all are its own
+    session: list[int] = Field(default_factory=list)
+
+    @model_validator(mode="after")
+    def _columns_are_equally_long(self) -> Rounds:
+        columns: dict[str, Sized] = {"order": self.order, "sm_clock_mhz": self.sm_clock_mhz, "power_w": self.power_w}
+        columns |= {"temperature_c": self.temperature_c, "throttle": self.throttle}
+        columns |= {f"seconds.{kind}.{arm}": s for kind, arms in self.seconds.items() for arm, s in arms.items()}
+        columns |= {"session": self.session} if self.session else {}
+        for name, column in columns.items():
+            if len(column) != len(self.process):
+                raise ValueError(f"column {name} has {len(column)} entries, expected {len(self.process)}")
+        return self
+
+
+class Work(Model):
+    """What one call has to do at the least."""
+
+    flops: float
+    bytes: float  # every input read once, every output written once
+    tokens: int
+    peak: str = ""  # which of a GPU's peak rates bounds it, e.g. fp16; "": not known, then the highest counts
+
+
+class CaseRecord(Model):
+    """One case of the suite. ``rounds`` has an entry per measuring mode: kernel time has processes of its own."""
+
+    name: str
+    problem: dict[str, Any]  # the operator's own description, e.g. batch, heads, seqlen_q, dtype
+    origin: str
+    work: Work
+    correct: bool | None = None  # of the subject itself; None: not checked
+    stand_in: str = (
+        ""  # what gate correct ran on the CPU in the subject's place, and why; it leaves ``correct`` at None
+    )
+    input_sets: int = 1  # sets of inputs that the graph and wall times rotate over
+    input_set_bytes: int = 0  # of one of them; 0: not known
+    arms: list[Arm] = Field(default_factory=list)
+    rounds: list[Rounds] = Field(default_factory=list)
+
+    @model_validator(mode="after")
+    def _no_time_without_correctness(self) -> CaseRecord:
+        if self.rounds and self.correct is not True:
+            raise ValueError(f"case {self.name} has times but its correctness did not pass")
+        return self
+
+
+class Settings(Model):
+    """The measuring protocol of a run."""
+
+    times: list[TimeKind] = ["kernel", "graph", "wall"]  # pydantic copies defaults
+    processes: int = 3
+    rounds: int = 10  # in each process
+    width: float | None = (
+        None  # half an interval, as a share, beyond which a case is measured in as many processes again
+    )
+    cache: Literal["cold", "rotating"] = "cold"  # for kernel time; graph and wall always rotate over the input sets
+    graph_seconds: float = 4e-4  # calls are captured until one replay lasts this long ...
+    graph_calls: int = 100  # ... but no more than this
+    graph_replays: int = 5  # a graph sample is the median of this many replays of a fresh capture
+    wall_calls: int = 100
+    seed: int | None = None  # of inputs and orders; None: every run draws one, and its record says which
+
+
+class Gpu(Model):
+    """The card that a run used."""
+
+    name: str  # as the driver names it
+    arch: int  # 90 for sm_90
+    sms: int
+    l2_bytes: int
+    memory_bytes: int
+    uuid_hash: str = ""  # tells two cards apart without naming either
+    max_sm_clock_mhz: int | None = None
+    power_limit_w: float | None = None
+
+
+class Environment(Model):
+    """Where a run took place."""
+
+    gpu: Gpu | None
+    driver: str | None
+    cuda: str | None
+    python: str
+    platform: str  # e.g. Linux-x86_64
+    cpu: str = ""
+    versions: dict[str, str]  # torch, triton, numpy, cudnn, flashmoe-science, ...
+    commit: str | None  # of the harness's tree, which holds our own subjects too
+    dirty: bool | None  # uncommitted changes in it
+    settings: dict[str, str] = Field(default_factory=dict)  # environment variables and flags that change results
+
+
+class TreeState(Model):
+    """Which state of a repository ran."""
+
+    commit: str | None  # None: no repository holds the files
+    dirty: bool | None  # uncommitted changes in them
+
+
+class SubjectInfo(Model):
+    """What was on trial."""
+
+    name: str
+    operator: str
+    entry_point: str
+    sources: list[SourceFile] = Field(default_factory=list)
+    folder: str | None = None  # of the sources, relative to the repository; None: outside of it
+    tree: TreeState | None = None  # that holds the sources; None: the harness's, or not recorded
+    expected_speedup: float | None = None
+
+
+class Resumed(Model):
+    """An interrupted run that a record goes on with: what it had finished is part of the record."""
+
+    run: RecordId  # its id
+    created_at: Moment
+
+
+class Revision(Model):
+    """One side of a comparison of two revisions."""
+
+    label: str  # as it was asked for, e.g. main
+    commit: str
+    arm: str  # its arm in every case
+    sources: list[SourceFile] = Field(default_factory=list)
+    gates: list[Gate] = Field(default_factory=list)  # of A, up to correct; those of B are the record's
+
+
+class Compared(Model):
+    """What a run compared: B was the subject, A the baseline."""
+
+    a: Revision
+    b: Revision
+    tolerance: float  # the smallest effect that matters, as a share: 0.01 is 1 %
+
+
+class Record(Model):
+    """One run."""
+
+    schema_version: int = SCHEMA_VERSION
+    id: RecordId  # e.g. 20261120T235959Z-seed-flash_attention-1a2b3c
+    created_at: Moment
+    command: str
+    complete: bool
+    incomplete_reason: str = ""
+    subject: SubjectInfo
+    suite: str
+    baselines: list[str]
+    environment: Environment
+    settings: Settings
+    method: str = ""  # of older records, and ignored: a hash of the source that took times
+    gates: list[Gate] = Field(default_factory=list)
+    cases: list[CaseRecord] = Field(default_factory=list)
+    resumed: list[Resumed] = Field(default_factory=list)  # the runs that it goes on with, the latest first
+    compared: Compared | None = None  # of `flashmoe compare` with two revisions
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_older_schemas(cls, data: Any) -> Any:
+        """Put launches that are given by index in their place: one object serves all arms that have it."""
+        if not isinstance(data, dict):
+            return data
+        document = dict(data)
+        if document.get("schema_version") in range(1, SCHEMA_VERSION):
+            document["schema_version"] = SCHEMA_VERSION
+        if "launches" in document:
+            table = _launch_table(document.pop("launches"))
+            document["cases"] = [_with_launches(case, table) for case in document.get("cases", ())]
+        return document
+
+    @property
+    def tree(self) -> TreeState:
+        """The state of the repository that holds the subject's sources."""
+        return self.subject.tree or TreeState(commit=self.environment.commit, dirty=self.environment.dirty)
+
+    def gate(self, name: str) -> Gate | None:
+        """Return the gate of this name, if the run reached the point of recording it."""
+        return next((gate for gate in self.gates if gate.name == name), None)
+
+
+def _launch_table(listed: Any) -> list[Launch]:
+    try:
+        return TypeAdapter(list[Launch]).validate_python(listed)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in ("launches", *first["loc"]))
+        raise ValueError(f"{where}: {first['msg']}") from error
+
+
+def _with_launches(case: Any, table: Sequence[Launch]) -> Any:
+    """Return a case of a document with the launches of its arms in place of their indices."""
+    if not isinstance(case, dict) or not isinstance(case.get("arms"), list):
+        return case  # validation names what is wrong
+    arms = []
+    for arm in case["arms"]:
+        indices = arm.get("launches", []) if isinstance(arm, dict) else None
+        if not isinstance(indices, list) or not all(type(index) is int for index in indices):
+            arms.append(arm)
+            continue
+        if wrong := [index for index in indices if not 0 <= index < len(table)]:
+            raise ValueError(f"case {case.get('name')}: launch {wrong[0]} of {len(table)} does not exist")
+        arms.append({**arm, "launches": [table[index] for index in indices]})
+    return {**case, "arms": arms}
+
+
+def record_text(record: Record) -> str:
+    """Return ``record`` as the text of its document: one line of JSON, with each launch once."""
+    document = json.loads(record.model_dump_json())
+    table: list[dict[str, Any]] = []
+    index_of: dict[str, int] = {}
+    for case in document["cases"]:
+        for arm in case["arms"]:
+            indices = []
+            for launch in arm["launches"]:
+                key = json.dumps(launch)
+                if key not in index_of:
+                    index_of[key] = len(table)
+                    table.append(launch)
+                indices.append(index_of[key])
+            arm["launches"] = indices
+    document["launches"] = table
+    return json.dumps(document, ensure_ascii=False, allow_nan=False, separators=(",", ":")) + "\n"
+
+
+def record_path(folder: Path, run_id: str) -> Path:
+    """Return the file of a run in ``folder``."""
+    return folder / f"{run_id}{SUFFIX}"
+
+
+def is_document(path: str | Path) -> bool:
+    """Return whether a path ends as records do: in ``.json.gz`` or ``.json``."""
+    return str(path).endswith((SUFFIX, ".json"))
+
+
+def name_of(path: Path) -> str:
+    """Return the name of a document's file without its ending; of a record, that is its id."""
+    return path.name.removesuffix(".gz").removesuffix(".json")
+
+
+def documents_in(folder: Path) -> list[Path]:
+    """Return the JSON documents in a folder by name, compressed or not."""
+    return sorted(path for path in folder.glob("*.json*") if is_document(path))
+
+
+def write_document(path: Path, text: str) -> None:
+    """Write ``text`` to ``path``, compressed where it ends in ``.gz``: a reader sees the old file or the new one.
+
+    Equal texts give equal files.
+    """
+    write_atomically(path, gzip.compress(text.encode(), mtime=0) if path.suffix == ".gz" else text)
+
+
+def write_record(record: Record, path: Path) -> None:
+    """Write ``record`` to ``path`` so that a reader sees the old file or the new one, never half of one."""
+    write_document(path, record_text(record))
+
+
+def read_record(path: Path) -> Record:
+    """Read one record. Raises ``EvidenceError`` with file, key and what was expected."""
+    return parse_record(read_text(path), path)
+
+
+def open_document(file: BinaryIO) -> BinaryIO:
+    """Return what reads the text of an open file, which may be gzipped."""
+    gzipped = file.read(len(_GZIP_MAGIC)) == _GZIP_MAGIC
+    file.seek(0)
+    return cast("BinaryIO", gzip.GzipFile(fileobj=file)) if gzipped else file
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a file, decompressed where it is gzipped. Raises ``EvidenceError``."""
+    try:
+        with path.open("rb") as file:
+            return open_document(file).read().decode("utf-8")
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or error
+        raise EvidenceError(f"{path}: cannot be read: {reason}") from error
+
+
+def parse_record(text: str, where: object) -> Record:
+    """Return the record in ``text``, and see that its rates follow from its samples.
+
+    Raises ``EvidenceError`` with ``where``, key and what was expected.
+    """
+    try:
+        record = Record.model_validate_json(text)
+    except ValidationError as error:
+        newer = _newer_schema(text)
+        unknown = [found for found in error.errors() if found["type"] == "extra_forbidden"]
+        first = (unknown or error.errors())[0]
+        key = ".".join(str(part) for part in first["loc"]) or "(document)"
+        why = newer or f"key {key}: {'unknown key' if unknown else first['msg']}"
+        raise EvidenceError(f"{where}: {why}", hint=NEWER if newer or unknown else "") from error
+    if record.schema_version > SCHEMA_VERSION:  # a name that is known may mean something else there
+        raise EvidenceError(f"{where}: {_newer_schema(text)}", hint=NEWER)
+    for case in record.cases:
+        for arm in case.arms:
+            _check_rates(case, arm, where)
+    return record
+
+
+def _newer_schema(text: str) -> str:
+    """Return that a record says of itself that it is of a newer schema, or an empty text."""
+    try:
+        document = json.loads(text)
+    except ValueError:
+        return ""
+    version = document.get("schema_version") if isinstance(document, dict) else None
+    newer = isinstance(version, int) and version > SCHEMA_VERSION
+    return f"it has schema {version}, and this flashmoe reads up to {SCHEMA_VERSION}" if newer else ""
+
+
+def rates_of(case: CaseRecord, arm: str) -> dict[TimeKind, Rates]:
+    """Return the medians of an arm's samples, and the rates that follow from the case's work."""
+    samples: dict[TimeKind, list[float]] = {}
+    for rounds in case.rounds:  # several have the same kind where processes took different kinds
+        for kind, arms in rounds.seconds.items():
+            samples.setdefault(kind, []).extend(arms.get(arm, []))
+    medians = {kind: statistics.median(values) for kind, values in samples.items() if values}
+    return {
+        kind: Rates(
+            seconds=seconds,
+            tokens_per_second=case.work.tokens / seconds,
+            tflops=case.work.flops / seconds / 1e12,
+            tbytes_per_second=case.work.bytes / seconds / 1e12,
+        )
+        for kind, seconds in medians.items()
+        if seconds > 0  # of a time that cannot be, the judge says so
+    }
+
+
+def _check_rates(case: CaseRecord, arm: Arm, where: object) -> None:
+    """Raise ``EvidenceError`` where a rate that stands in a record is not the one that its samples show."""
+    shown: Mapping[TimeKind, Rates] = rates_of(case, arm.name) if arm.rates else {}
+    for kind, said in arm.rates.items():
+        what = f"{where}: case {case.name}, arm {arm.name}, {kind} time"
+        if kind not in shown:
+            raise EvidenceError(f"{what}: it says {said.seconds:.4g} s, and has no samples of it")
+        for name, value in said:
+            follows = getattr(shown[kind], name)
+            if not math.isclose(value, follows, rel_tol=_SAME_RATE):
+                raise EvidenceError(f"{what}: it says {value:.6g} {name}, and its samples show {follows:.6g}")

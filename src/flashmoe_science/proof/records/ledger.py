@@ -1,0 +1,114 @@
+"""The ledger of a store: what runs took of a GPU, and costs entered by hand, a line of JSON each."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime, timezone
+from pathlib import Path
+
+from ...errors import EvidenceError
+from .evidence import GATE_NAMES, GateName, Record
+
+GPU_GATES: tuple[GateName, ...] = ("launch", "correct", "quick", "bench")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One row of the ledger: what a gate took of a GPU, or what was entered by hand."""
+
+    at: str  # ISO 8601 in UTC
+    run: str  # "" for what was entered by hand
+    gate: str
+    subject: str
+    suite: str
+    gpu: str
+    gpu_seconds: float
+    dollars_per_hour: float | None = None  # what it was booked at; None: the rates of whoever asks hold
+    dollars: float | None = None  # what was entered by hand
+    note: str = ""
+
+
+class Ledger:
+    """A file that only grows: of several lines about one gate of one run, the last one holds.
+
+    Each booking appends its lines by one write, so processes that share a store do not lose each other's.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def entries(self) -> list[Entry]:
+        """Return the rows, the oldest first. Raises ``EvidenceError`` where a line is none."""
+        try:
+            lines = self._path.read_text(encoding="utf-8").splitlines()
+        except FileNotFoundError:
+            return []
+        except (OSError, UnicodeDecodeError) as error:
+            raise EvidenceError(f"{self._path}: cannot be read: {error}") from error
+        rows: dict[tuple[str, ...], Entry] = {}
+        for number, line in enumerate(lines, 1):
+            try:
+                entry = Entry(**json.loads(line))
+            except (TypeError, ValueError) as error:
+                raise EvidenceError(f"{self._path}:{number}: is no row of a ledger: {error}") from error
+            rows[(entry.run, entry.gate) if entry.run else (str(number),)] = entry
+        held = [entry for entry in rows.values() if entry.gpu_seconds or entry.dollars is not None]
+        return sorted(held, key=lambda entry: (entry.at, entry.run, entry.gate))
+
+    def add(self, entries: Sequence[Entry]) -> None:
+        """Append rows. One that is booked without a rate keeps the rate of the row that it replaces."""
+        known = {(entry.run, entry.gate): entry for entry in self.entries() if entry.run}
+        new = []
+        for entry in entries:
+            before = known.get((entry.run, entry.gate))
+            rate = entry.dollars_per_hour
+            if before is not None and rate is None:
+                rate = before.dollars_per_hour
+            if (priced := replace(entry, dollars_per_hour=rate)) != before:
+                new.append(priced)
+        if new:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with os.fdopen(os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666), "wb", 0) as file:
+                file.write("".join(json.dumps(asdict(entry)) + "\n" for entry in new).encode())
+
+    def book_gates(self, record: Record, dollars_per_hour: float | None) -> None:
+        """Book the gates of a run. A gate that an earlier booking had, and the run has no more, is taken back."""
+        entries = entries_of(record, dollars_per_hour)
+        kept = {entry.gate for entry in entries}
+        gone = [
+            replace(entry, gpu_seconds=0.0)
+            for entry in self.entries()
+            if entry.run == record.id and entry.gate in GATE_NAMES and entry.gate not in kept
+        ]
+        self.add([*entries, *gone])
+
+
+def entries_of(record: Record, dollars_per_hour: float | None = None) -> list[Entry]:
+    """Return a row for every gate of a run that held a GPU."""
+    gpu = record.environment.gpu.name if record.environment.gpu else ""
+    about = (record.subject.name, record.suite, gpu)
+    at = as_text(record.created_at)
+    return [Entry(at, record.id, gate, *about, s, dollars_per_hour) for gate, s in paid_gates(record).items()]
+
+
+def paid_gates(record: Record) -> dict[GateName, float]:
+    """Return for how long each gate held a GPU, if it did. A comparison has the gates of both revisions."""
+    seconds: dict[GateName, float] = {}
+    for gate in [*record.gates, *(record.compared.a.gates if record.compared else [])]:
+        if gate.gpu_seconds > 0:
+            seconds[gate.name] = seconds.get(gate.name, 0.0) + gate.gpu_seconds
+    return seconds
+
+
+def dollars(gpu_seconds: float, dollars_per_hour: float) -> float:
+    """Return the price of so much time."""
+    return gpu_seconds / 3600 * dollars_per_hour
+
+
+def as_text(moment: datetime) -> str:
+    """Return a moment as listings and ledgers have it: ISO 8601 in UTC, whose order is that of time."""
+    moment = moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)
+    return moment.astimezone(timezone.utc).isoformat(timespec="seconds")

@@ -1,0 +1,124 @@
+"""Read a TOML file into a pydantic model, with errors that name file, key and what was expected."""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+
+from ...errors import FlashmoeError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ModelT = TypeVar("ModelT", bound=BaseModel)
+
+
+def read_toml(path: Path, model: type[ModelT], error: type[FlashmoeError], *, hint: str = "") -> ModelT:
+    """Read ``path`` as TOML and validate it as ``model``.
+
+    Raises:
+        error: the file cannot be read, is no TOML, or breaks the model. The message names file, key, expected and got.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as problem:
+        reason = problem.strerror if isinstance(problem, OSError) else str(problem)
+        raise error(f"{path}: cannot be read: {reason}", hint=hint) from problem
+    return parse_toml(text, path, model, error, hint=hint)
+
+
+def parse_toml(text: str, path: Path, model: type[ModelT], error: type[FlashmoeError], *, hint: str = "") -> ModelT:
+    """Validate ``text``, which is that of ``path``, as ``model``. Raises ``error`` as ``read_toml`` does."""
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as problem:
+        raise error(f"{path}: is not valid TOML: {problem}", hint=hint) from problem
+    try:
+        return model.model_validate(table)
+    except ValidationError as problem:
+        lines = [f"{path}: {line}" for line in explain_validation(problem, model)]
+        raise error("\n".join(lines), hint=hint) from problem
+
+
+def explain_validation(problem: ValidationError, model: type[BaseModel]) -> list[str]:
+    """Return one line for each broken key: ``key launch.kernels.0.block: expected three integers, got [128]``."""
+    lines = []
+    for detail in problem.errors():
+        key = ".".join(str(part) for part in detail["loc"]) or "(document)"
+        message = detail["msg"].removeprefix("Value error, ")
+        if detail["type"] == "missing":
+            lines.append(f"key {key}: missing, expected {_expected(model, detail['loc'])}")
+        elif detail["type"] == "extra_forbidden":
+            known = _known_keys(model, detail["loc"][:-1])
+            near = difflib.get_close_matches(str(detail["loc"][-1]), known, n=1)
+            meant = f"; did you mean {near[0]}?" if near else ""
+            lines.append(f"key {key}: unknown key, expected one of {', '.join(known)}{meant}")
+        elif detail["type"] == "list_type" and isinstance(detail["input"], dict) and _model_at(model, detail["loc"]):
+            lines.append(f"key {key}: expected a list of tables: write [[{key}]], not [{key}]")
+        elif detail["type"] in _OUR_WORDS:
+            expected = _description(model, detail["loc"]) or _OUR_WORDS[detail["type"]]
+            lines.append(f"key {key}: expected {expected}, got {detail['input']!r}")
+        else:
+            expected = message.replace("Input should be", "expected", 1)
+            lines.append(f"key {key}: {expected}, got {detail['input']!r}")
+    return lines
+
+
+# What pydantic says of these ("List should have at least 1 item after validation") is of Python, not of a file. The
+# description of a key says more; where it has none, these do.
+_OUR_WORDS = {
+    "string_pattern_mismatch": "another text",
+    "string_too_short": "a text that is not empty",
+    "string_type": "a text",
+    "list_type": "a list",
+    "tuple_type": "a list",
+    "too_short": "at least one",
+    "dict_type": "a table",
+    "model_type": "a table",
+    "bool_type": "true or false",
+    "bool_parsing": "true or false",
+}
+
+
+def _model_at(model: type[BaseModel], location: Sequence[int | str]) -> type[BaseModel] | None:
+    """Return the model of the table at ``location``, or None where the key is no table of ours."""
+    current: type[BaseModel] | None = model
+    names_next = False  # of a table whose keys are anybody's, e.g. [gpu.NAME]
+    for part in location:
+        if isinstance(part, int) or names_next:
+            names_next = False
+            continue
+        field = current.model_fields.get(part) if current else None
+        names_next = field is not None and get_origin(field.annotation) is dict
+        current = _model_in(field.annotation) if field else None
+    return current
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    """Return the first model inside an annotation such as ``list[Kernel] | None``."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((found for part in get_args(annotation) if (found := _model_in(part))), None)
+
+
+def _known_keys(model: type[BaseModel], location: Sequence[int | str]) -> list[str]:
+    table = _model_at(model, location)
+    return list(table.model_fields) if table else []
+
+
+def _expected(model: type[BaseModel], location: Sequence[int | str]) -> str:
+    """Return what belongs at a key: the description of its field."""
+    return _description(model, location) or "a value"
+
+
+def _description(model: type[BaseModel], location: Sequence[int | str]) -> str | None:
+    table = _model_at(model, location[:-1])
+    field = table.model_fields.get(str(location[-1])) if table else None
+    return field.description if field else None

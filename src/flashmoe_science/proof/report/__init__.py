@@ -1,0 +1,1 @@
+"""Records and verdicts as text: terminal, Markdown, HTML, JUnit and README."""

@@ -1,0 +1,393 @@
+"""Records and verdicts for the terminal. It computes nothing: numbers come from records, statistics and the judge.
+
+Everything is ASCII, but for the lines of a table, and says the same without colour.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from ..judge.judge import Verdict, VerdictStatus, holds
+from ..judge.rows import (
+    ArmRow,
+    accuracy_rows,
+    arm_rows,
+    by_role,
+    commit_words,
+    default_kind,
+    format_bytes,
+    format_rate,
+    format_ratio,
+    format_seconds,
+    kinds_measured,
+    lowest_case,
+    memory_rows,
+    unmeasured,
+)
+from ..judge.run_verdicts import last_word
+from ..records.evidence import Arm, Gate, GateStatus, Launch, Record, TimeKind
+from ..records.store import RunSummary
+from ..text import counted
+
+if TYPE_CHECKING:
+    from ..measure.doctor import Check
+
+_GATE_STYLE = {
+    GateStatus.PASSED: "green",
+    GateStatus.FAILED: "bold red",
+    GateStatus.NOT_POSSIBLE: "yellow",
+    GateStatus.NOT_REACHED: "dim",
+}
+_VERDICT_STYLE = {
+    VerdictStatus.DEMONSTRATED: "bold green",
+    VerdictStatus.STALE: "bold yellow",
+    VerdictStatus.REFUTED: "bold red",
+    VerdictStatus.INCONCLUSIVE: "bold yellow",
+    VerdictStatus.ASSERTED: "bold yellow",
+    VerdictStatus.INVALID: "bold magenta",
+}
+_DETAILS_OF_A_FAILURE = 8
+_UNDER_STATUS = 9  # columns
+_LONGEST_KERNEL = 120  # letters of a name with its template arguments; the record has all of it
+
+
+def new_grid(*widths: int, right: Iterable[int] = ()) -> Table:
+    """Return a table without lines: columns of at least these widths, the last one wraps."""
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    for number, width in enumerate(widths):
+        grid.add_column(min_width=width, no_wrap=True, justify="right" if number in right else "left")
+    grid.add_column(overflow="fold")
+    return grid
+
+
+def gate_lines(gate: Gate, *, verbose: bool = False, said: Container[str] = ()) -> RenderableType:
+    """Return the outcome of one gate, its hint, and its facts after a failure or with ``verbose``.
+
+    Hints in ``said`` are left out: the reader has them.
+    """
+    grid = new_grid(7, 17, 8, right=[2])
+    style = _GATE_STYLE[gate.status]
+    seconds = "" if gate.status is GateStatus.NOT_REACHED else f"{gate.seconds:.1f} s"
+    grid.add_row(Text(gate.name, "bold"), Text(gate.status.value, style), Text(seconds, "dim"), gate.summary)
+    failed = gate.status is GateStatus.FAILED
+    details = [line for line in gate.details if line not in gate.summary]  # mostly its first failure
+    shown = details if verbose else details[:_DETAILS_OF_A_FAILURE] if failed else []
+    below: list[RenderableType] = [Text(line, "" if failed else "dim") for line in shown]
+    if failed and len(details) > len(shown):
+        below.append(Text(f"... and {counted(len(details) - len(shown), 'more line')} in the record", "dim"))
+    if gate.hint and gate.hint not in said:
+        below.append(Text.assemble(("hint", "cyan"), f": {gate.hint}"))
+    return Group(grid, Padding(Group(*below), (0, 0, 0, _UNDER_STATUS))) if below else grid
+
+
+def head_lines(record: Record) -> RenderableType:
+    """Return what was on trial, where and how."""
+    subject = record.subject
+    grid = new_grid(8)
+    grid.add_row(Text("run", "dim"), Text(record.id, "bold"))
+    grid.add_row(Text("command", "dim"), record.command)
+    grid.add_row(Text("subject", "dim"), f"{subject.name} ({subject.operator}), {subject.entry_point}")
+    against = f", against {', '.join(record.baselines)}" if record.baselines else ""
+    grid.add_row(Text("suite", "dim"), f"{record.suite}{against}")
+    for label, text in _environment(record):
+        grid.add_row(Text(label, "dim"), text)
+    for resumed in record.resumed:
+        grid.add_row(Text("note", "dim"), f"goes on with {resumed.run}")
+    if not record.complete:
+        grid.add_row(Text("note", "dim"), Text(f"incomplete: {record.incomplete_reason}", "yellow"))
+    return grid
+
+
+def _environment(record: Record) -> list[tuple[str, str]]:
+    environment = record.environment
+    gpu = environment.gpu
+    parts = [gpu.name if gpu else "no GPU", environment.platform, f"Python {environment.python}"]
+    parts[1:1] = [f"driver {environment.driver}"] if environment.driver else []
+    versions = [f"{name} {version}" for name, version in environment.versions.items() if name in ("torch", "triton")]
+    return [("machine", ", ".join([*parts, *versions])), ("commit", commit_words(record, letters=12))]
+
+
+def case_table(record: Record, kind: TimeKind | None = None) -> RenderableType:
+    """Return a row for every case and arm: times, and speedups in ``kind`` of time; without times, the errors."""
+    kind = kind or default_kind(record)
+    return _accuracy_table(record) if kind is None else _speed_table(record, kind)
+
+
+def new_table(*columns: str, left: int = 1, rule: bool = True) -> Table:
+    """Return an empty table whose first ``left`` columns hold text, the others numbers."""
+    # Two blanks between columns: the widest table, with all three times, fits 100 columns.
+    style, blanks = (box.SIMPLE_HEAD, 1) if rule else (None, 2)  # a rule is a blank wide where it crosses
+    table = Table(box=style, show_edge=False, pad_edge=False, padding=(0, blanks, 0, 0), header_style="bold")
+    for number, column in enumerate(columns):
+        text = number < left
+        table.add_column(column, justify="left" if text else "right", overflow="fold", no_wrap=not text)
+    return table
+
+
+def _speed_table(record: Record, kind: TimeKind) -> RenderableType:
+    kinds = kinds_measured(record)
+    table = new_table("case and arm", *kinds, f"speedup, {kind}", "TFLOP/s", "TB/s")
+    shown = None
+    for row in arm_rows(record, kind):
+        if row.case is not shown:
+            table.add_row(Text(row.case.name, "bold"))
+            shown = row.case
+        table.add_row(*_speed_cells(row, kinds))
+    legend = "speedup: an arm's time / the subject's (a control's / its original's), with its 95 % interval"
+    medians = "times are medians; a speedup is of rounds, in which both ran, so the quotient of two medians may differ"
+    others = [f"speedups of {each} time: flashmoe show RUN --time {each}" for each in kinds if each != kind]
+    lines = [legend, medians, *others, *what_is_in_cache(record), *conditions(record)]
+    return Group(table, Text("\n".join(lines), "dim"))
+
+
+def memory_table(record: Record) -> RenderableType:
+    """Return what one call of every arm allocates, case by case, and how that compares with the subject's."""
+    table = new_table("case and arm", "peak memory", "times the subject's")
+    shown = None
+    for row in memory_rows(record):
+        if row.case is not shown:
+            table.add_row(Text(row.case.name, "bold"))
+            shown = row.case
+        ratio = f"{row.ratio:.3f}" if row.ratio is not None else ""
+        table.add_row(_arm_name(row.arm), f"{(row.arm.peak_bytes or 0) / 2**20:,.3f} MiB", ratio)
+    legend = "peak memory: what one call allocates, beyond its inputs; a control's is compared with its original's"
+    return Group(table, Text(legend, "dim"))
+
+
+def _arm_name(arm: Arm) -> Text:
+    style = {"subject": "cyan", "control": "dim"}.get(arm.role, "")
+    return Text(f"  {arm.name}{' (control)' if arm.role == 'control' else ''}", style)
+
+
+def what_is_in_cache(record: Record) -> list[str]:
+    """Return why kernel time may lie above graph time, where both were taken."""
+    kinds = kinds_measured(record)
+    if "kernel" not in kinds or len(kinds) == 1 or record.settings.cache != "cold":
+        return []
+    others = " and ".join(kind for kind in kinds if kind != "kernel")
+    return [
+        f"kernel: L2 was flushed before each call; {others}: call after call over rotating inputs, which L2 may hold"
+    ]
+
+
+def _speed_cells(row: ArmRow, kinds: Sequence[TimeKind]) -> list[RenderableType]:
+    arm = row.arm
+    name = _arm_name(arm)
+    if arm.status != "measured":
+        return [name, *[""] * len(kinds), Text(arm.status, "yellow"), "", ""]
+    times = [format_seconds(arm.rates[k].seconds) if k in arm.rates else "" for k in kinds]
+    speed = [format_rate(row.rates.tflops), format_rate(row.rates.tbytes_per_second)] if row.rates else ["", ""]
+    return [name, *times, Text(format_ratio(row.ratio), _ratio_style(row)), *speed]
+
+
+def _ratio_style(row: ArmRow) -> str:
+    found = row.ratio.interval if row.ratio else None
+    if found is None or row.arm.role != "baseline":
+        return "dim" if row.arm.role == "control" else ""
+    return "green" if found.low > 1 else "red" if found.high < 1 else "yellow"
+
+
+def conditions(record: Record) -> list[str]:
+    """Return under which conditions the card worked, as far as they were recorded."""
+    rounds = [rounds for case in record.cases for rounds in case.rounds]
+    lines = []
+    clocks = [clock for r in rounds for clock in r.sm_clock_mhz if clock is not None]
+    if clocks:
+        lines.append(f"SM clock {min(clocks)} to {max(clocks)} MHz")
+    throttled = [reason for r in rounds for reason in r.throttle if reason]
+    if throttled:
+        total = sum(len(r.throttle) for r in rounds)
+        reasons = ", ".join(sorted(set(throttled)))
+        lines.append(f"throttled in {len(throttled)} of {total} rounds: {reasons}")
+    return lines
+
+
+def _accuracy_table(record: Record) -> RenderableType:
+    rows = accuracy_rows(record)
+    notes = [row.note for row in rows]
+    if all(row.correct == "not shown" and not row.stood_in for row in rows) and len(set(notes)) == 1:
+        return f"none of {counted(len(rows), 'case')} was checked{f': {notes[0]}' if notes[0] else ''}"
+    table = new_table("case", "correct", "max error", "allowed")
+    table.add_column("note", overflow="fold")
+    style = {"yes": "green", "no": "bold red", "not shown": "yellow"}
+    for row, before in zip(rows, ["", *notes], strict=False):
+        note = "the same" if row.note and row.note == before else row.note
+        table.add_row(row.case, Text(row.correct, style[row.correct]), row.error, row.allowed, note)
+    return table
+
+
+def unmeasured_lines(record: Record) -> RenderableType | None:
+    """Return why arms have no times, each reason once with the cases that it is about; None when all have."""
+    found = unmeasured(record)
+    if not found:
+        return None
+    grid = new_grid()
+    for each in found:
+        grid.add_row(Text.assemble((f"{each.arm} {each.status}", "yellow"), f": {each.reason} ({each.where})"))
+    return grid
+
+
+def launch_table(record: Record) -> RenderableType:
+    """Return the kernels that every arm really launched, case by case."""
+    table = new_table("case and arm", "kernel", "grid", "block", "registers", "shared", left=2)
+    for case in record.cases:
+        launched = [arm for arm in by_role(case.arms) if arm.launches and arm.role != "control"]
+        if launched:
+            table.add_row(Text(case.name, "bold"))
+        for arm in launched:
+            for number, launch in enumerate(arm.launches):
+                table.add_row("" if number else f"  {arm.name}", *_launch_cells(launch))
+    return table
+
+
+def _launch_cells(launch: Launch) -> list[str]:
+    times = f"{launch.count} x " if launch.count != 1 else ""
+    grid, block = (",".join(map(str, size)) for size in (launch.grid, launch.block))
+    return [
+        f"{times}{shortened_kernel(launch.name)}",
+        grid,
+        block,
+        str(launch.registers),
+        format_bytes(launch.shared_memory_bytes),
+    ]
+
+
+def shortened_kernel(name: str) -> str:
+    """Return a kernel's name without the end of its template arguments, where they are long."""
+    return name if len(name) <= _LONGEST_KERNEL else f"{name[: _LONGEST_KERNEL - 3]}..."
+
+
+def figure(verdict: Verdict) -> str:
+    """Return the number that the verdict turns on, e.g. ``lowest of 13 cases 2.31x [2.28, 2.35]``."""
+    lowest = lowest_case(verdict)
+    if verdict.claim.scope == "geometric mean" and verdict.geometric_mean:
+        return f"geometric mean of {counted(len(verdict.cases), 'case')} {format_ratio(verdict.geometric_mean)}"
+    if lowest is None:
+        return "no figure"
+    return f"lowest of {counted(len(verdict.cases), 'case')} {format_ratio(lowest.interval)}"
+
+
+def verdict_lines(
+    verdict: Verdict, *, one_line: bool = False, why: bool = False, said: Container[str] = ()
+) -> RenderableType:
+    """Return the verdict, sentence, figure and evidence of a claim.
+
+    A claim that does not hold says why; ``why`` adds the reason to every claim. Of the notes in ``said``, which the
+    reader has, only the subject is repeated.
+    """
+    status = Text(verdict.status.value, _VERDICT_STYLE[verdict.status])
+    parts = [Text(verdict.claim.sentence)]
+    for part in verdict.by_gpu or [verdict]:
+        if part.record is not None:
+            where = f"{part.claim.gpu[0]} {part.status.value}, " if verdict.by_gpu else ""
+            parts.append(Text(f"{where}{figure(part)}; {part.record}", "dim"))
+    if why or not holds(verdict):
+        reason = verdict.reason
+        for note in verdict.notes:
+            reason = reason.replace(note, _note(note, said))
+        parts.append(Text(reason))
+    elif verdict.notes:
+        parts.append(Text("; ".join(_note(note, said) for note in verdict.notes)))
+    grid = new_grid(12)
+    grid.add_row(status, Text(" | " if one_line else "\n").join(parts))
+    return grid
+
+
+def _note(note: str, said: Container[str]) -> str:
+    """Return a note, or what it is about where the reader has it already, e.g. without a list of files."""
+    about, colon, _ = note.partition(": ")
+    return f"{about}, as above" if note in said and colon else note
+
+
+def last_lines(record: Record) -> RenderableType:
+    """Return how far the chain came, for a run that no claim is judged by."""
+    grid = new_grid(12)
+    grid.add_row(*_last_word(record))
+    return grid
+
+
+def _last_word(record: Record) -> tuple[Text, str]:
+    word, sentence = last_word(record)
+    return Text(word, "bold red" if word == "gate failed" else "bold yellow"), sentence
+
+
+def outcome_table(outcomes: Sequence[tuple[Record, Sequence[Verdict]]]) -> RenderableType:
+    """Return a line for each of several runs: the subject, the gate that stopped it or the verdict, and why."""
+    grid = new_grid(max((len(record.subject.name) for record, _ in outcomes), default=0), 12)
+    for record, verdicts in outcomes:
+        judged = [verdict for verdict in verdicts if verdict.gate_failed is None]
+        name = record.subject.name
+        if not judged:
+            grid.add_row(Text(name, "bold"), *_last_word(record))
+        for verdict in judged:
+            style, said = _VERDICT_STYLE[verdict.status], f"{verdict.claim.sentence}: {figure(verdict)}"
+            grid.add_row(Text(name, "bold"), Text(verdict.status.value, style), said)
+            name = ""
+    return grid
+
+
+def count_line(verdicts: Sequence[Verdict]) -> str:
+    """Return how many claims have which verdict, e.g. ``3 claims: 2 demonstrated, 1 refuted``."""
+    counts = {status: sum(verdict.status is status for verdict in verdicts) for status in VerdictStatus}
+    said = ", ".join(f"{count} {status.value}" for status, count in counts.items() if count)
+    return counted(len(verdicts), "claim") + (f": {said}" if said else "")
+
+
+def run_table(runs: Sequence[RunSummary]) -> RenderableType:
+    """Return one row for every run."""
+    table = new_table("run", "GPU", "result", "measured", "kept in", left=3)
+    for run in runs:
+        gpu = run.gpu.removeprefix("NVIDIA ") or "none"
+        style = "red" if run.result.endswith("failed") else ""
+        result = Text(run.result + ("" if run.complete else ", incomplete"), style)
+        table.add_row(run.id, gpu, result, f"{run.measured} of {run.cases}", run.origin.partition("/")[0])
+    return table
+
+
+def plain_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> RenderableType:
+    """Return a table of words, without a rule: in a pipe it would be as long as the longest sentence."""
+    table = new_table(*columns, left=len(columns), rule=False)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def check_lines(check: Check, width: int) -> RenderableType:
+    """Return the line of a check, with its name in ``width`` columns, and its hint below."""
+    grid = new_grid(width, 7)
+    words = {True: Text("ok", "green"), False: Text("trouble", "bold red"), None: Text("none", "yellow")}
+    grid.add_row(Text(check.name, "bold"), words[check.ok], check.text)
+    if check.hint:
+        grid.add_row("", "", Text.assemble(("hint", "cyan"), f": {check.hint}"))
+    return grid
+
+
+def plan_lines(text: str) -> list[RenderableType]:
+    """Return the lines of a plan; wrapped text stays to the right of the first word."""
+    title, *lines = text.splitlines()
+    return [title, *map(_plan_line, lines)]
+
+
+def _plan_line(line: str) -> RenderableType:
+    word, _, rest = line.strip().partition(" ")
+    grid = Table.grid(padding=(0, 1, 0, 0))
+    grid.add_column(min_width=9, no_wrap=True)
+    grid.add_column(overflow="fold")
+    grid.add_row(f"  {word}", rest.strip())
+    return grid
+
+
+def compile_line(
+    *, kernel: str, registers: int, spill_bytes: int, shared_memory_bytes: int, seconds: float
+) -> RenderableType:
+    """Return what compiling one kernel showed, in the style of a plan's own lines."""
+    spills = f"{format_bytes(spill_bytes)} spilled" if spill_bytes else "no spills"
+    shared = f"{format_bytes(shared_memory_bytes)} of shared memory"
+    return _plan_line(f"compile {kernel}: {registers} registers a thread, {spills}, {shared}; took {seconds:.1f} s")

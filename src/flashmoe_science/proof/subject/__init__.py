@@ -1,0 +1,1 @@
+"""What is on trial: subjects, operators and suites, ours and a user's."""
