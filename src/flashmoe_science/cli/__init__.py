@@ -16,10 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from ..errors import CompileError, FlashmoeError, MachineLostError, TooFewRoundsError
-
-HOLDS, REFUTED, USAGE, GATE_FAILED, INCONCLUSIVE = range(5)
-BUG = 70  # EX_SOFTWARE of sysexits.h: never mistaken for a verdict
-INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+from .exit_codes import BUG, GATE_FAILED, HOLDS, INCONCLUSIVE, INTERRUPTED, USAGE
 
 # Module -> requirement, as in pyproject.toml: what the kernels need, and what the extra `proof` installs.
 KERNELS = {"torch": "torch>=2.9", "triton": "triton>=3.6,<3.10"}

@@ -22,7 +22,7 @@ from ..proof.records.store import Store
 from ..proof.subject.loading import load_subject, operator_of
 from ..proof.subject.subject import Subject
 from ..proof.subject.suites import Suite, SuiteCase, list_suites, load_suite
-from . import GATE_FAILED, HOLDS, INCONCLUSIVE
+from .exit_codes import GATE_FAILED, HOLDS, INCONCLUSIVE
 from .names import check_name, gpu_named
 from .options import Json, StoreName, split
 from .run_shared import Tab, as_typed, open_tab

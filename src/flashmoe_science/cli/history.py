@@ -10,7 +10,7 @@ from ..errors import InputError
 from ..proof.compare.history import look_back
 from ..proof.records.store import Archive, Store, find_repository
 from ..proof.report.compare_terminal import history_lines
-from . import HOLDS, INCONCLUSIVE
+from .exit_codes import HOLDS, INCONCLUSIVE
 from .names import moment_named
 from .options import Json, Metric, Since, StoreName
 from .terminal import Terminal, as_plain

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Optional
 import typer
 
 from ..errors import EvidenceError, InputError
-from . import HOLDS, USAGE
+from .exit_codes import HOLDS, USAGE
 from .options import Json, StoreName
 
 if TYPE_CHECKING:

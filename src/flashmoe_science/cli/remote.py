@@ -20,7 +20,7 @@ from ..proof.remote import Host, HostResult, find_tree, prove_on
 from ..proof.report.hosts import host_table
 from ..proof.report.junit import write_junit
 from ..proof.text import counted
-from . import INCONCLUSIVE, USAGE
+from .exit_codes import INCONCLUSIVE, USAGE
 from .run_shared import Keeper, make_keeper, make_meter
 from .terminal import ChainProgress, Terminal, as_plain, short_path, write_csv_file
 

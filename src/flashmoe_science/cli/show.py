@@ -33,7 +33,7 @@ from ..proof.report.terminal import (
     unmeasured_lines,
 )
 from ..proof.text import counted
-from . import USAGE
+from .exit_codes import USAGE
 from .names import moment_named
 from .terminal import Terminal, as_plain, short_path, write_csv_file, write_file
 
