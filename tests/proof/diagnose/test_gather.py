@@ -168,7 +168,7 @@ def test_a_subject_that_cannot_be_loaded_is_said_with_its_last_words(observe):
 
 
 def request(**changes):
-    return run_module.Request(**{"subject": SUBJECT, "cases": [CASE], "baselines": [], **changes})
+    return Request(**{"subject": SUBJECT, "cases": [CASE], "baselines": [], **changes})
 
 
 def test_no_gpu_and_none_named_is_an_error():
