@@ -31,9 +31,8 @@ try:
 except ModuleNotFoundError:
     sys.exit('error: transformers is not installed\nhint: pip install "transformers>=5.23"')
 
-from flashmoe_science.proof.measure.measure.environment import environment
-
 from flashmoe_science.integrations.transformers import register
+from flashmoe_science.proof.measure.environment import environment
 
 SDPA = "sdpa"
 # Names of transformers' attention, and the module that each needs.

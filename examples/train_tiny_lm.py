@@ -173,7 +173,7 @@ def compare(runs, window=20):
 def describe():
     """Return machine, versions and commit as the harness' records have them, or None without the harness."""
     try:
-        from flashmoe_science.proof.measure.measure.environment import environment
+        from flashmoe_science.proof.measure.environment import environment
     except ModuleNotFoundError as error:
         print(
             f'{error.name} is not installed, so losses.json has no environment; in a clone: pip install -e ".[proof]"'

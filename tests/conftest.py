@@ -55,7 +55,7 @@ def share_cores() -> None:
 
 
 def describe_environment() -> dict[str, Any]:
-    from flashmoe_science.proof.measure.measure.environment import environment
+    from flashmoe_science.proof.measure.environment import environment
 
     return environment().model_dump(mode="json")
 
@@ -105,7 +105,7 @@ def poisoned(empty: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 def plant() -> Iterator[Callable[[Any], None]]:
     """Let a jitted function read as if it had one statement more."""
     from flashmoe_science.gpu import identity
-    from flashmoe_science.proof.judge.judge import staleness as changes
+    from flashmoe_science.proof.judge import staleness as changes
 
     made: tuple[Any, ...] = (identity._describe, identity._code_identity, changes._identities_now)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
-from flashmoe_science.proof.subject.subject.subject import PACKAGE_FOLDER
+from flashmoe_science.proof.subject.subject import PACKAGE_FOLDER
 
 
 def files_run(call: Callable[[], object]) -> set[str]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from flashmoe_science.proof.measure.measure.arms import copy_values
-from flashmoe_science.proof.subject.subject.outputs import copied
+
+from flashmoe_science.proof.measure.arms import copy_values
+from flashmoe_science.proof.subject.outputs import copied
 
 
 # Any: an operator and its baselines take its own problems alone, which the protocols cannot say.

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flashmoe_science.proof.subject.subject.suites import Suite, load_suite
+
+from flashmoe_science.proof.subject.suites import Suite, load_suite
 
 TOOL = Path(__file__).parents[1] / "tools" / "draw_suite.py"
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from flashmoe_science.proof.judge.judge import verify
+from flashmoe_science.proof.judge import verify
 from flashmoe_science.proof.records.evidence import SourceFile, write_record
-from flashmoe_science.proof.report.terminal import junit
+from flashmoe_science.proof.report import junit
 
 from .proof import fake_operator
 from .proof.builders import build_record

@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flashmoe_science.proof.compare.compare.compare import Effect
-from flashmoe_science.proof.measure.measure.arms import Loaded
-from flashmoe_science.proof.measure.measure.schedule import derived_seed
-from flashmoe_science.proof.subject.subject.subject import Subject
-from flashmoe_science.proof.subject.subject.suites import SuiteCase
 
+from flashmoe_science.proof.compare.compare import Effect
+from flashmoe_science.proof.measure.arms import Loaded
+from flashmoe_science.proof.measure.schedule import derived_seed
+from flashmoe_science.proof.subject.subject import Subject
+from flashmoe_science.proof.subject.suites import SuiteCase
 from flashmoe_science.proof.worker import TaskResult
 
 from .proof.builders import H200, build_record

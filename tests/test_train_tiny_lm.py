@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from flashmoe_science import MoeLayer, flash_attention
-from flashmoe_science.proof.measure.measure import environment
+from flashmoe_science.proof.measure import environment
 
 PATH = Path(__file__).parents[1] / "examples" / "train_tiny_lm.py"
 TINY = ["--tiny", "--device", "cpu", "--steps", "4", "--length", "32"]

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from flashmoe_science.proof.judge.judge.judge import Verdict, VerdictStatus
-from flashmoe_science.proof.judge.judge.run_verdicts import conclude
-from flashmoe_science.proof.report.terminal.readme import Judged, judge_repository
-from flashmoe_science.proof.report.terminal.terminal import case_table, gate_lines, verdict_lines
 from rich.console import Console
 from rich.terminal_theme import TerminalTheme
 
+from flashmoe_science.proof.judge.judge import Verdict, VerdictStatus
+from flashmoe_science.proof.judge.run_verdicts import conclude
 from flashmoe_science.proof.records.evidence import Record
+from flashmoe_science.proof.report.readme import Judged, judge_repository
+from flashmoe_science.proof.report.terminal import case_table, gate_lines, verdict_lines
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "docs" / "pictures"

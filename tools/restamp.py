@@ -27,7 +27,9 @@ from types import SimpleNamespace
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-_LOADERS = tuple(f"flashmoe_science.proof.{place}" for place in ("subject.loading", "loading", "operator"))  # newest first
+_LOADERS = tuple(
+    f"flashmoe_science.proof.{place}" for place in ("subject.loading", "loading", "operator")
+)  # newest first
 _SECTION = struct.Struct("<IIQQQQIIQQ")  # a section's header in a file of ELF: name, ..., offset, size, link, info, ...
 _WHOLE = ("grid", "scalars", "maps", "kernel")  # what has to be equal
 

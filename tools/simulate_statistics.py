@@ -13,9 +13,12 @@ from pathlib import Path
 from typing import get_args
 
 import numpy as np
-from flashmoe_science.proof.compare.compare.change_points import change_points
-from flashmoe_science.proof.judge.judge.familywise import comparison_intervals
-from flashmoe_science.proof.judge.judge.statistics import (
+from numpy.typing import NDArray
+from scipy.special import fdtri
+
+from flashmoe_science.proof.compare.change_points import change_points
+from flashmoe_science.proof.judge.familywise import comparison_intervals
+from flashmoe_science.proof.judge.statistics import (
     Interval,
     clustered_interval,
     family_intervals,
@@ -23,9 +26,6 @@ from flashmoe_science.proof.judge.judge.statistics import (
     proportion_interval,
     suite_interval,
 )
-from numpy.typing import NDArray
-from scipy.special import fdtri
-
 from flashmoe_science.proof.records.evidence import Record, TimeKind, read_record
 
 OFFSETS = (0.0, 0.2, 0.5, 1.0)  # of processes, in the same unit

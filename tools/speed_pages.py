@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from flashmoe_science.proof.report.terminal.readme import Judged, case_section, claim_section, judge_repository
+from flashmoe_science.proof.report.readme import Judged, case_section, claim_section, judge_repository
 
 ROOT = Path(__file__).resolve().parents[1]
 CLAIMS = """# Claims

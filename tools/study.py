@@ -26,19 +26,16 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from flashmoe_science.proof.compare.compare.compare import Effect, compare_revisions
-from flashmoe_science.proof.judge.judge.familywise import comparison_intervals
-from flashmoe_science.proof.judge.judge.judge import paired_log_ratios
-from flashmoe_science.proof.judge.judge.rows import kinds_measured
-from flashmoe_science.proof.judge.judge.statistics import Interval, hodges_lehmann, log_ratios, proportion_interval
-from flashmoe_science.proof.measure.measure.environment import describe_apart
-from flashmoe_science.proof.subject.subject.loading import load_subject, operator_of
-from flashmoe_science.proof.subject.subject.subject import Subject, hash_sources
-from flashmoe_science.proof.subject.subject.suites import SuiteCase, load_suite
 from pydantic import ConfigDict, Field
 
 from flashmoe_science.errors import FlashmoeError, InputError, ProofError, TooFewRoundsError
+from flashmoe_science.proof.compare.compare import Effect, compare_revisions
 from flashmoe_science.proof.gates.speed import pool_rounds
+from flashmoe_science.proof.judge.familywise import comparison_intervals
+from flashmoe_science.proof.judge.judge import paired_log_ratios
+from flashmoe_science.proof.judge.rows import kinds_measured
+from flashmoe_science.proof.judge.statistics import Interval, hodges_lehmann, log_ratios, proportion_interval
+from flashmoe_science.proof.measure.environment import describe_apart
 from flashmoe_science.proof.records.evidence import (
     Arm,
     CaseRecord,
@@ -58,6 +55,9 @@ from flashmoe_science.proof.records.evidence import (
     write_document,
 )
 from flashmoe_science.proof.records.store import record_files
+from flashmoe_science.proof.subject.loading import load_subject, operator_of
+from flashmoe_science.proof.subject.subject import Subject, hash_sources
+from flashmoe_science.proof.subject.suites import SuiteCase, load_suite
 from flashmoe_science.proof.worker import Emit, TaskResult, run_task
 
 HOLDS, FAILS, INCONCLUSIVE = 0, 1, 4
@@ -292,7 +292,8 @@ def measure_trials(payload: dict[str, Any], emit: Emit) -> dict[str, Any]:
     import gc
 
     import torch
-    from flashmoe_science.proof.measure.measure.gpu_tasks import open_gpu
+
+    from flashmoe_science.proof.measure.gpu_tasks import open_gpu
 
     operator, (loaded,), timer = open_gpu({**payload, "baselines": []})
     timer.settle()
@@ -304,7 +305,7 @@ def measure_trials(payload: dict[str, Any], emit: Emit) -> dict[str, Any]:
 
 def measure_here(payload: dict[str, Any], operator: Any, loaded: Any, timer: Any, spin: Any, emit: Emit) -> None:
     """Measure the trials on ``timer``; ``spin`` keeps the current stream busy for so many clock cycles."""
-    from flashmoe_science.proof.measure.measure.rounds import Case, Plan, measure_case
+    from flashmoe_science.proof.measure.rounds import Case, Plan, measure_case
 
     plan = Plan(Settings.model_validate(payload["settings"]), ["graph"], payload["process"], check_stream=False)
     problem = operator.parse_case(payload["problem"])

@@ -4,7 +4,8 @@ import functools
 from dataclasses import dataclass
 
 import torch
-from flashmoe_science.proof.subject.subject.custom_operator import (
+
+from flashmoe_science.proof.subject.custom_operator import (
     DTYPES,
     Baseline,
     CustomOperator,

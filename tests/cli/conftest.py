@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from flashmoe_science.proof.report.terminal.readme import BEGIN, END
 
 from flashmoe_science import cli
 from flashmoe_science.proof.records.evidence import write_record
+from flashmoe_science.proof.report.readme import BEGIN, END
 
 from ..proof.builders import build_record
 from ..proof.claim_builders import build_claim, claim_toml, suite_toml

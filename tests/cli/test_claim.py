@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
-from flashmoe_science.proof.judge.judge.claims import load_claims
 
+from flashmoe_science.proof.judge.claims import load_claims
 from flashmoe_science.proof.records.store import Store
 
 from ..proof.builders import build_record

@@ -7,9 +7,9 @@ import json
 import re
 
 import pytest
-from flashmoe_science.proof.measure.measure.baselines import BaselineStatus
-from flashmoe_science.proof.measure.measure.doctor import Check
 
+from flashmoe_science.proof.measure.baselines import BaselineStatus
+from flashmoe_science.proof.measure.doctor import Check
 from flashmoe_science.proof.records.evidence import SourceFile, write_record
 from flashmoe_science.proof.records.store import Store
 from flashmoe_science.proof.worker import TaskResult

@@ -7,10 +7,10 @@ import subprocess
 from xml.etree import ElementTree as ET
 
 import pytest
-from flashmoe_science.proof.cost.cost.cost import Budget, size_of
 
 from flashmoe_science.cli.run_shared import without_places
 from flashmoe_science.errors import EvidenceError, MachineLostError, RemoteError
+from flashmoe_science.proof.cost.cost import Budget, size_of
 from flashmoe_science.proof.records.store import Store
 from flashmoe_science.proof.remote import HostResult
 

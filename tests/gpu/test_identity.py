@@ -17,10 +17,6 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
-from flashmoe_science.proof.subject.subject.loading import load_operator
-from flashmoe_science.proof.subject.subject.operator import identities_of
-from flashmoe_science.proof.subject.subject.subject import PACKAGE_FOLDER
-
 from flashmoe_science.attention import primitives
 from flashmoe_science.attention.forward import (
     gluon_sm90 as forward_gluon_sm90,
@@ -34,6 +30,9 @@ from flashmoe_science.gpu import gluon_sm90, identity
 from flashmoe_science.gpu.compile import KernelSource
 from flashmoe_science.gpu.identity import launch_identity
 from flashmoe_science.gpu.specs import SPECS
+from flashmoe_science.proof.subject.loading import load_operator
+from flashmoe_science.proof.subject.operator import identities_of
+from flashmoe_science.proof.subject.subject import PACKAGE_FOLDER
 
 from ..proof.processes import python_path
 from . import made_up_kernels

@@ -13,7 +13,7 @@ from unittest import mock
 
 import torch
 import torch.utils.checkpoint
-from flashmoe_science.moe.routing.api.api import describe_routing, run_route, run_route_backward
+from flashmoe_science.moe.routing.api import describe_routing, run_route, run_route_backward
 
 from flashmoe_science.moe import calls, prepare, reference
 from flashmoe_science.moe.backward import autograd as gradients, plan as backward_plan

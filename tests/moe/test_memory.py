@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from flashmoe_science.proof.subject.subject.suites import load_suite
 from torch._dynamo import compiled_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -21,6 +20,7 @@ from flashmoe_science.moe.backward import autograd as gradients
 from flashmoe_science.moe.backward.plan import COLUMN_STEP, FEWEST_COLUMNS, GRADIENTS, BackwardPlan, plan_backward
 from flashmoe_science.moe.calls import allocate
 from flashmoe_science.moe.problem import MoeProblem, Options
+from flashmoe_science.proof.subject.suites import load_suite
 
 from .cases import Case, make_tensors
 

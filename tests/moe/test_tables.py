@@ -16,7 +16,7 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
-from flashmoe_science.moe.routing.api.prepare import backward_kernel_of, kernel_of
+from flashmoe_science.moe.routing.prepare import backward_kernel_of, kernel_of
 
 from flashmoe_science.gpu.compile import KernelSource, compile_kernel, read_resources
 from flashmoe_science.gpu.launch import count_parameters

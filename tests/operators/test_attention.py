@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from flashmoe_science.proof.subject.subject.suites import load_suite
 
 from flashmoe_science import InputError, flash_attention
 from flashmoe_science.attention import reference
 from flashmoe_science.attention.inputs import problem_of
 from flashmoe_science.operators.attention import OPERATOR
 from flashmoe_science.operators.baselines.attention import BASELINES
+from flashmoe_science.proof.subject.suites import load_suite
 
 TABLE: dict[str, Any] = {
     "batch": 2, "heads": 4, "heads_kv": 2, "seqlen_q": 20, "seqlen_k": 33, "head_dim": 16, "head_dim_v": 16,

@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flashmoe_science.proof.measure.measure.arms import load_baseline
-from flashmoe_science.proof.measure.measure.correctness import WrongResultError, check_case
-from flashmoe_science.proof.subject.subject.suites import load_suite
 from torch.nn.attention import SDPBackend
 
 from flashmoe_science import InputError, flash_attention, flash_attention_backward
 from flashmoe_science.attention.reference import attention_backward
 from flashmoe_science.operators.attention_backward import OPERATOR, OUTPUTS
 from flashmoe_science.operators.baselines.attention_backward import BASELINES, FlashAttention4, Sdpa
+from flashmoe_science.proof.measure.arms import load_baseline
+from flashmoe_science.proof.measure.correctness import WrongResultError, check_case
+from flashmoe_science.proof.subject.suites import load_suite
 
 TABLE = {"batch": 2, "heads": 4, "heads_kv": 2, "seqlen_q": 40, "seqlen_k": 56, "head_dim": 16, "dtype": "fp16"}
 TABLES = [TABLE, {**TABLE, "causal": True, "head_dim_v": 24, "softmax_scale": 0.3}, {**TABLE, "dtype": "fp32"}]

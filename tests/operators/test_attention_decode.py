@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - PyTorch's own habit
-from flashmoe_science.proof.subject.subject.suites import load_suite
 
 from flashmoe_science import InputError
 from flashmoe_science.operators.attention_decode import OPERATOR
 from flashmoe_science.operators.baselines.attention_decode import BASELINES, FlashAttention
 from flashmoe_science.operators.baselines.base import Bound
+from flashmoe_science.proof.subject.suites import load_suite
 
 from ..moved import assert_answers_wholly
 

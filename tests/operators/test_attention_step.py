@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from flashmoe_science.proof.measure.measure.correctness import WrongResultError, check_case
-from flashmoe_science.proof.subject.subject.suites import load_suite
 from torch.nn.attention import SDPBackend
 
 from flashmoe_science import InputError, flash_attention
 from flashmoe_science.attention.reference import attention_backward
 from flashmoe_science.operators.attention_step import OPERATOR, attention_step
 from flashmoe_science.operators.baselines.attention_backward import STEP_BASELINES, SdpaStep
+from flashmoe_science.proof.measure.correctness import WrongResultError, check_case
+from flashmoe_science.proof.subject.suites import load_suite
 
 TABLE = {"batch": 2, "heads": 4, "heads_kv": 2, "seqlen_q": 40, "head_dim": 16, "dtype": "fp16", "causal": True}
 WINDOW = {**TABLE, "window": [9, 0], "seqlen_k": 56, "head_dim_v": 24}

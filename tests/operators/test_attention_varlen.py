@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from flashmoe_science.proof.subject.subject.suites import load_suite
 
 from flashmoe_science import InputError
 from flashmoe_science.operators.attention_varlen import OPERATOR
 from flashmoe_science.operators.baselines.attention_varlen import BASELINES
+from flashmoe_science.proof.subject.suites import load_suite
 
 from ..moved import assert_answers_wholly
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from flashmoe_science.proof.subject.subject.operator import Scalable
 
 from flashmoe_science.operators.attention import OPERATOR
+from flashmoe_science.proof.subject.operator import Scalable
 
 TABLE = {"batch": 2, "heads": 4, "heads_kv": 2, "seqlen_q": 96, "head_dim": 64, "dtype": "fp16", "softmax_scale": 0.5}
 

@@ -6,15 +6,15 @@ import importlib
 from typing import Any
 
 import pytest
-from flashmoe_science.proof.subject.subject.loading import load_operator
-from flashmoe_science.proof.subject.subject.operator import Launching, Operator, Planning, Recognising
-from flashmoe_science.proof.subject.subject.subject import PACKAGE_FOLDER
-from flashmoe_science.proof.subject.subject.suites import list_suites, load_suite, operator_in
 
 from flashmoe_science import InputError
 from flashmoe_science.errors import CompileError
 from flashmoe_science.gpu.specs import find_gpu
 from flashmoe_science.operators import MODULES
+from flashmoe_science.proof.subject.loading import load_operator
+from flashmoe_science.proof.subject.operator import Launching, Operator, Planning, Recognising
+from flashmoe_science.proof.subject.subject import PACKAGE_FOLDER
+from flashmoe_science.proof.subject.suites import list_suites, load_suite, operator_in
 
 SUITES = {name: next(s for s, path in list_suites().items() if operator_in(path) == name) for name in MODULES}
 EVERY = pytest.mark.parametrize("name", MODULES)

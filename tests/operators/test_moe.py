@@ -9,9 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from flashmoe_science.proof.subject.subject.loading import load_operator
-from flashmoe_science.proof.subject.subject.operator import Scalable
-from flashmoe_science.proof.subject.subject.suites import load_suite
 
 from flashmoe_science import InputError
 from flashmoe_science.gpu.compile import read_resources
@@ -23,6 +20,9 @@ from flashmoe_science.operators.baselines.moe import BASELINES
 from flashmoe_science.operators.baselines.moe_backward import BASELINES as BACKWARD_BASELINES
 from flashmoe_science.operators.moe import OPERATOR
 from flashmoe_science.operators.moe_routing_cases import active_experts
+from flashmoe_science.proof.subject.loading import load_operator
+from flashmoe_science.proof.subject.operator import Scalable
+from flashmoe_science.proof.subject.suites import load_suite
 
 TABLE = {"tokens": 9, "experts": 4, "top_k": 2, "hidden": 16, "inter": 24, "dtype": "fp32"}
 TABLES: list[dict[str, Any]] = [

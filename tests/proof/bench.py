@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import cast
 
-from flashmoe_science.proof.subject.subject.operator import Operator
-
-from flashmoe_science.proof.measure.measure import rounds
+from flashmoe_science.proof.measure import rounds
 from flashmoe_science.proof.records.evidence import Arm, Rounds, Settings
+from flashmoe_science.proof.subject.operator import Operator
 
 from .simulated import Doubling, Gpu, SimulatedTimer, implementation, loaded
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import tomlkit
-from flashmoe_science.proof.judge.judge.claim_text import claim_sentence
-from flashmoe_science.proof.judge.judge.claims import Claim
+
+from flashmoe_science.proof.judge.claim_text import claim_sentence
+from flashmoe_science.proof.judge.claims import Claim
 
 from .builders import build_record
 

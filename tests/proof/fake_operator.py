@@ -10,9 +10,9 @@ import math
 from dataclasses import dataclass, field
 
 import torch
-from flashmoe_science.proof.subject.subject.custom_operator import DTYPES, CustomOperator, Work
 
 from flashmoe_science.errors import CompileError, InputError
+from flashmoe_science.proof.subject.custom_operator import DTYPES, CustomOperator, Work
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,13 @@ from collections.abc import Callable
 from types import SimpleNamespace
 
 import torch
-from flashmoe_science.proof.measure.measure.arms import Loaded
-from flashmoe_science.proof.measure.measure.launches import CallTrace, DeviceEvent, Recording
-from flashmoe_science.proof.measure.measure.measure import Graph, Timer
-from flashmoe_science.proof.measure.measure.nvml import Reading
-from flashmoe_science.proof.subject.subject.custom_operator import CustomOperator, Work
-from flashmoe_science.proof.subject.subject.outputs import Answer, poison
+
+from flashmoe_science.proof.measure.arms import Loaded
+from flashmoe_science.proof.measure.launches import CallTrace, DeviceEvent, Recording
+from flashmoe_science.proof.measure.measure import Graph, Timer
+from flashmoe_science.proof.measure.nvml import Reading
+from flashmoe_science.proof.subject.custom_operator import CustomOperator, Work
+from flashmoe_science.proof.subject.outputs import Answer, poison
 
 HOST_SECONDS = 10e-6  # what a call costs the host
 

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from flashmoe_science.proof.measure.measure.correctness import WrongResultError, check_case, find_expected, max_error
-from flashmoe_science.proof.measure.measure.gpu_tasks import capture_case
-from flashmoe_science.proof.measure.measure.rounds import Case
-from flashmoe_science.proof.subject.subject.subject import Subject
 
 from flashmoe_science.errors import ProofError
-from flashmoe_science.proof.measure.measure import arms, correctness as check_module
+from flashmoe_science.proof.measure import arms, correctness as check_module
+from flashmoe_science.proof.measure.correctness import WrongResultError, check_case, find_expected, max_error
+from flashmoe_science.proof.measure.gpu_tasks import capture_case
+from flashmoe_science.proof.measure.rounds import Case
 from flashmoe_science.proof.records.evidence import Accuracy
+from flashmoe_science.proof.subject.subject import Subject
 from tests.proof.fake_operator import OPERATOR, FakeOperator, Problem, attend
 
 from .bench import Bench

@@ -6,10 +6,10 @@ from typing import cast
 
 import pytest
 import torch
-from flashmoe_science.proof.subject.subject.operator import Operator
 
 from flashmoe_science.errors import ProofError
-from flashmoe_science.proof.measure.measure import baselines
+from flashmoe_science.proof.measure import baselines
+from flashmoe_science.proof.subject.operator import Operator
 
 from .baseline_operator import OPERATOR
 from .simulated import Doubling

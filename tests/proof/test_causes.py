@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from flashmoe_science.proof.subject.subject.failure_hints import explain_build, explain_import, without_own_frames
+
+from flashmoe_science.proof.subject.failure_hints import explain_build, explain_import, without_own_frames
 
 
 @pytest.mark.parametrize(

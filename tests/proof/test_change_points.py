@@ -7,9 +7,9 @@ from itertools import permutations
 
 import numpy as np
 import pytest
-from flashmoe_science.proof.compare.compare.change_points import FEWEST_RUNS, change_points, segments
 
 from flashmoe_science.errors import InputError
+from flashmoe_science.proof.compare.change_points import FEWEST_RUNS, change_points, segments
 
 SERIES = 80
 

@@ -5,19 +5,19 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from flashmoe_science.proof.judge.judge.judge import VerdictStatus
-from flashmoe_science.proof.judge.judge.run_verdicts import conclude
-from flashmoe_science.proof.judge.judge.staleness import Sources, changes_since
-from flashmoe_science.proof.judge.judge.verify import verify_claims
-from flashmoe_science.proof.subject.subject.loading import load_operator
-from flashmoe_science.proof.subject.subject.operator import identities_of
-from flashmoe_science.proof.subject.subject.subject import PACKAGE_FOLDER
 
 from flashmoe_science.errors import EvidenceError, InputError, UnreadableError
 from flashmoe_science.gpu.specs import SPECS
-from flashmoe_science.proof.judge.judge import staleness as changes
-from flashmoe_science.proof.measure.measure import host_files
+from flashmoe_science.proof.judge import staleness as changes
+from flashmoe_science.proof.judge.judge import VerdictStatus
+from flashmoe_science.proof.judge.run_verdicts import conclude
+from flashmoe_science.proof.judge.staleness import Sources, changes_since
+from flashmoe_science.proof.judge.verify import verify_claims
+from flashmoe_science.proof.measure import host_files
 from flashmoe_science.proof.records.evidence import SourceFile, parse_record, record_text, write_record
+from flashmoe_science.proof.subject.loading import load_operator
+from flashmoe_science.proof.subject.operator import identities_of
+from flashmoe_science.proof.subject.subject import PACKAGE_FOLDER
 
 from .builders import H200, build_record
 from .claim_builders import build_claim, claim_toml, suite_toml

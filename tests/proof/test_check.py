@@ -6,7 +6,9 @@ import math
 
 import pytest
 import torch
-from flashmoe_science.proof.measure.measure.correctness import (
+
+from flashmoe_science.errors import ProofError
+from flashmoe_science.proof.measure.correctness import (
     NAN_BYTE,
     PoisonFreshMemory,
     WrongResultError,
@@ -14,8 +16,6 @@ from flashmoe_science.proof.measure.measure.correctness import (
     poison_free_memory,
     poisoned_blocks,
 )
-
-from flashmoe_science.errors import ProofError
 from tests.proof.fake_operator import OPERATOR, FakeOperator, Problem, attend
 
 SHORT = Problem(1, 2, 33, 16)

@@ -6,9 +6,9 @@ import re
 from pathlib import Path
 
 import pytest
-from flashmoe_science.proof.judge.judge.claims import Claim, find_evidence, load_claims, why_not
 
 from flashmoe_science.errors import ClaimError
+from flashmoe_science.proof.judge.claims import Claim, find_evidence, load_claims, why_not
 from flashmoe_science.proof.records.evidence import Record, record_text
 
 from .builders import ENTRY_POINT, L4, build_record

@@ -10,16 +10,15 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
-from flashmoe_science.proof.judge.judge.claims import find_evidence, load_claims
-from flashmoe_science.proof.judge.judge.staleness import changes_since
-from flashmoe_science.proof.judge.judge.verify import read_records
-from flashmoe_science.proof.subject.subject.loading import load_operator
-
 from flashmoe_science.attention.backward import gluon_sm90 as backward_gluon_sm90
 from flashmoe_science.attention.forward import gluon_sm90 as forward_gluon_sm90
 from flashmoe_science.moe import primitives
 from flashmoe_science.moe.decode import gemv_triton
-from flashmoe_science.proof.judge.judge import staleness as changes
+from flashmoe_science.proof.judge import staleness as changes
+from flashmoe_science.proof.judge.claims import find_evidence, load_claims
+from flashmoe_science.proof.judge.staleness import changes_since
+from flashmoe_science.proof.judge.verify import read_records
+from flashmoe_science.proof.subject.loading import load_operator
 
 pytestmark = [pytest.mark.triton, pytest.mark.one_triton]
 

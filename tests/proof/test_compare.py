@@ -7,18 +7,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flashmoe_science.proof.compare.compare.compare import (
+
+from flashmoe_science.errors import EvidenceError
+from flashmoe_science.proof.compare.compare import (
     Effect,
     compare_records,
     compare_revisions,
     effect_of,
     exit_code,
 )
-from flashmoe_science.proof.judge.judge.familywise import comparison_intervals, unpaired_intervals
-from flashmoe_science.proof.judge.judge.judge import check_control
-from flashmoe_science.proof.judge.judge.statistics import Interval, clustered_interval
-
-from flashmoe_science.errors import EvidenceError
+from flashmoe_science.proof.judge.familywise import comparison_intervals, unpaired_intervals
+from flashmoe_science.proof.judge.judge import check_control
+from flashmoe_science.proof.judge.statistics import Interval, clustered_interval
 from flashmoe_science.proof.records.evidence import Compared, Gate, GateStatus, Record, Revision
 
 from .builders import H200, L4, build_gates, build_record
@@ -147,8 +147,8 @@ def test_too_few_rounds_or_processes_leave_it_undecided(processes, rounds, reaso
 
 
 def test_a_comparison_is_no_evidence_on_the_subject_itself(tmp_path):
-    from flashmoe_science.proof.judge.judge.claims import why_not
-    from flashmoe_science.proof.judge.judge.run_verdicts import expectation
+    from flashmoe_science.proof.judge.claims import why_not
+    from flashmoe_science.proof.judge.run_verdicts import expectation
 
     record = compared(1.1)
     claim = expectation(build_record(speedups=[2.0]))

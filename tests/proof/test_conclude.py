@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from flashmoe_science.proof.judge.judge.judge import VerdictStatus, judge
-from flashmoe_science.proof.judge.judge.run_verdicts import conclude, expectation, last_word, run_exit_code
-from flashmoe_science.proof.judge.judge.staleness import Sources
 
+from flashmoe_science.proof.judge import judge
+from flashmoe_science.proof.judge.judge import VerdictStatus
+from flashmoe_science.proof.judge.run_verdicts import conclude, expectation, last_word, run_exit_code
+from flashmoe_science.proof.judge.staleness import Sources
 from flashmoe_science.proof.records.evidence import Gate, GateStatus
 
 from .builders import build_gates, build_record

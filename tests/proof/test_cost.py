@@ -6,7 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from flashmoe_science.proof.cost.cost.cost import (
+
+from flashmoe_science.errors import ProofError, RatesError
+from flashmoe_science.proof.cost.cost import (
     Bill,
     Budget,
     Estimate,
@@ -26,8 +28,6 @@ from flashmoe_science.proof.cost.cost.cost import (
     size_of,
     spent_seconds,
 )
-
-from flashmoe_science.errors import ProofError, RatesError
 from flashmoe_science.proof.records.evidence import Arm, Compared, Resumed, Revision, documents_in, name_of, read_record
 from flashmoe_science.proof.records.ledger import GPU_GATES, Entry
 from flashmoe_science.proof.records.store import Archive, Store

@@ -12,14 +12,14 @@ from types import ModuleType
 import pytest
 import scipy.special
 import torch
-from flashmoe_science.proof.subject.subject.custom_operator import Baseline, CustomOperator
-from flashmoe_science.proof.subject.subject.loading import load_operator, load_subject
-from flashmoe_science.proof.subject.subject.operator import Operator
-from flashmoe_science.proof.subject.subject.suites import load_suite
 
 from flashmoe_science.errors import InputError, SubjectError, SuiteError
 from flashmoe_science.proof.gates import ProveRequest, chain
 from flashmoe_science.proof.gates.run import passed
+from flashmoe_science.proof.subject.custom_operator import Baseline, CustomOperator
+from flashmoe_science.proof.subject.loading import load_operator, load_subject
+from flashmoe_science.proof.subject.operator import Operator
+from flashmoe_science.proof.subject.suites import load_suite
 
 from .chain import environment_with, gate_of, run_chain, statuses
 from .fake_operator import FakeOperator

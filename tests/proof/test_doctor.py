@@ -6,11 +6,11 @@ import subprocess
 import sys
 
 import pytest
-from flashmoe_science.proof.measure.measure.doctor import Check, examine, may_read_counters
-from flashmoe_science.proof.subject.subject.loading import load_operator
-from flashmoe_science.proof.subject.subject.registry import BUILTIN_OPERATORS
 
-from flashmoe_science.proof.measure.measure import doctor as module, nvml
+from flashmoe_science.proof.measure import doctor as module, nvml
+from flashmoe_science.proof.measure.doctor import Check, examine, may_read_counters
+from flashmoe_science.proof.subject.loading import load_operator
+from flashmoe_science.proof.subject.registry import BUILTIN_OPERATORS
 
 from .test_nvml import FakeNvml
 

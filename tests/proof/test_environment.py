@@ -12,11 +12,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from flashmoe_science.proof.measure.measure.environment import environment
-from flashmoe_science.proof.subject.subject.subject import Subject
 
-from flashmoe_science.proof.measure.measure import environment as module, nvml
+from flashmoe_science.proof.measure import environment as module, nvml
+from flashmoe_science.proof.measure.environment import environment
 from flashmoe_science.proof.records.evidence import TreeState
+from flashmoe_science.proof.subject.subject import Subject
 
 from .test_nvml import FakeNvml
 

@@ -6,12 +6,12 @@ import sys
 from dataclasses import replace
 
 import pytest
-from flashmoe_science.proof.judge.judge.run_verdicts import last_word
-from flashmoe_science.proof.measure.measure.environment import subject_tree
 
 from flashmoe_science.errors import ProofError
 from flashmoe_science.proof.gates import chain, run
 from flashmoe_science.proof.gates.run import passed
+from flashmoe_science.proof.judge.run_verdicts import last_word
+from flashmoe_science.proof.measure.environment import subject_tree
 from flashmoe_science.proof.records.evidence import TreeState, read_record, write_record
 from flashmoe_science.proof.worker import TaskResult
 

@@ -9,14 +9,14 @@ from typing import cast
 
 import pytest
 import torch
-from flashmoe_science.proof.measure.measure.rounds import Case
-from flashmoe_science.proof.subject.subject.operator import Operator
-from flashmoe_science.proof.subject.subject.subject import KernelPromise, Subject
 
 from flashmoe_science.errors import ProofError
 from flashmoe_science.gpu.specs import SPECS
-from flashmoe_science.proof.measure.measure import arms, gpu_tasks
+from flashmoe_science.proof.measure import arms, gpu_tasks
+from flashmoe_science.proof.measure.rounds import Case
 from flashmoe_science.proof.records.evidence import Launch
+from flashmoe_science.proof.subject.operator import Operator
+from flashmoe_science.proof.subject.subject import KernelPromise, Subject
 
 from .simulated import Doubling, Gpu, SimulatedTimer, implementation, loaded, make_baseline
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 
 import pytest
-from flashmoe_science.proof.compare.compare.history import look_back
 
 from flashmoe_science.errors import EvidenceError
+from flashmoe_science.proof.compare.history import look_back
 from flashmoe_science.proof.records.evidence import SourceFile
 
 from .builders import H200, L4, build_gates, build_record

@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 
 import pytest
-from flashmoe_science.proof.measure.measure.host_files import file_hash, files_called, hashes_now
-from flashmoe_science.proof.subject.subject.subject import PACKAGE_FOLDER
 
 from flashmoe_science.gpu.specs import find_gpu
+from flashmoe_science.proof.measure.host_files import file_hash, files_called, hashes_now
+from flashmoe_science.proof.subject.subject import PACKAGE_FOLDER
 
 TEXT = 'import math\n\n\ndef f(x):\n    """D."""\n    return math.sqrt(x)\n'
 

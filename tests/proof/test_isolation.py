@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from flashmoe_science.proof.compare.compare.revisions import checked_out, find_revision, subjects_at
-from flashmoe_science.proof.measure.measure.arms import load_arms
-from flashmoe_science.proof.measure.measure.rounds import Case, Plan, measure_case
-from flashmoe_science.proof.subject.subject.loading import load_entry, operator_of
-from flashmoe_science.proof.subject.subject.subject import PACKAGE_FOLDER, Checkout, Subject
 
 from flashmoe_science.errors import InputError, SubjectError
+from flashmoe_science.proof.compare.revisions import checked_out, find_revision, subjects_at
+from flashmoe_science.proof.measure.arms import load_arms
+from flashmoe_science.proof.measure.rounds import Case, Plan, measure_case
 from flashmoe_science.proof.records.evidence import Settings
-from flashmoe_science.proof.subject.subject import revision_import as isolation
+from flashmoe_science.proof.subject import revision_import as isolation
+from flashmoe_science.proof.subject.loading import load_entry, operator_of
+from flashmoe_science.proof.subject.subject import PACKAGE_FOLDER, Checkout, Subject
 
 from .doubling import GPU
 from .repositories import KERNEL, commit, doubling_repository

@@ -5,11 +5,12 @@ from __future__ import annotations
 from xml.etree import ElementTree as ET
 
 import pytest
-from flashmoe_science.proof.judge.judge.judge import VerdictStatus, judge
-from flashmoe_science.proof.report.terminal.junit import junit_xml, outcome, write_junit
 
 from flashmoe_science.errors import EvidenceError
+from flashmoe_science.proof.judge import judge
+from flashmoe_science.proof.judge.judge import VerdictStatus
 from flashmoe_science.proof.records.evidence import Gate, GateStatus
+from flashmoe_science.proof.report.junit import junit_xml, outcome, write_junit
 
 from .builders import build_gates, build_record
 from .claim_builders import build_claim

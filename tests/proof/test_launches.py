@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from flashmoe_science.errors import ProofError
-from flashmoe_science.proof.measure.measure import launches
+from flashmoe_science.proof.measure import launches
 from flashmoe_science.proof.records.evidence import Launch
 
 BASE_US = 4361547064297.138  # what Kineto's timestamps look like: microseconds with three decimals

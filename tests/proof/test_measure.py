@@ -9,9 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from flashmoe_science.proof.measure.measure.nvml import NoSensors, Reading
 
-from flashmoe_science.proof.measure.measure import measure, nvml
+from flashmoe_science.proof.measure import measure, nvml
+from flashmoe_science.proof.measure.nvml import NoSensors, Reading
 
 
 class FakeCuda:

@@ -7,12 +7,12 @@ from typing import cast
 
 import pytest
 import torch
-from flashmoe_science.proof.subject.subject.operator import Operator
-from flashmoe_science.proof.subject.subject.subject import Subject
 
-from flashmoe_science.proof.judge.judge import statistics
-from flashmoe_science.proof.measure.measure import gpu_tasks, launches, measure, rounds
+from flashmoe_science.proof.judge import statistics
+from flashmoe_science.proof.measure import gpu_tasks, launches, measure, rounds
 from flashmoe_science.proof.records.evidence import Arm, Rounds, Settings
+from flashmoe_science.proof.subject.operator import Operator
+from flashmoe_science.proof.subject.subject import Subject
 
 from .simulated import Doubling, loaded
 

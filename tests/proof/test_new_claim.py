@@ -5,13 +5,14 @@ from __future__ import annotations
 from fractions import Fraction
 
 import pytest
-from flashmoe_science.proof.judge.judge.claim_text import claim_sentence
-from flashmoe_science.proof.judge.judge.claims import add_claims, load_claims
-from flashmoe_science.proof.judge.judge.judge import VerdictStatus, judge
-from flashmoe_science.proof.judge.judge.new_claim import ClaimRequest, make_claims, round_below
 from hypothesis import given, strategies as st
 
 from flashmoe_science.errors import ClaimError, InputError
+from flashmoe_science.proof.judge import judge
+from flashmoe_science.proof.judge.claim_text import claim_sentence
+from flashmoe_science.proof.judge.claims import add_claims, load_claims
+from flashmoe_science.proof.judge.judge import VerdictStatus
+from flashmoe_science.proof.judge.new_claim import ClaimRequest, make_claims, round_below
 
 from .builders import L4, build_record
 from .claim_builders import build_claim, claim_toml

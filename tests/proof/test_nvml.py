@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from flashmoe_science.proof.measure.measure import nvml
+from flashmoe_science.proof.measure import nvml
 
 
 class FakeNvml:

@@ -9,21 +9,21 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from flashmoe_science.proof.measure.measure.tasks import check_correct
-from flashmoe_science.proof.subject.subject.loading import load_operator, load_subject, operator_of
-from flashmoe_science.proof.subject.subject.operator import Operator, Scalable
-from flashmoe_science.proof.subject.subject.suites import load_suite
-from flashmoe_science.proof.subject.subject.user_operator import (
+
+from flashmoe_science.errors import InputError, OperatorError, SubjectError
+from flashmoe_science.proof import worker
+from flashmoe_science.proof.gates import chain, launch
+from flashmoe_science.proof.measure.tasks import check_correct
+from flashmoe_science.proof.subject import user_operator as own_operator
+from flashmoe_science.proof.subject.loading import load_operator, load_subject, operator_of
+from flashmoe_science.proof.subject.operator import Operator, Scalable
+from flashmoe_science.proof.subject.suites import load_suite
+from flashmoe_science.proof.subject.user_operator import (
     ask_operator,
     load_user_operator,
     raise_blamed,
     try_cases,
 )
-
-from flashmoe_science.errors import InputError, OperatorError, SubjectError
-from flashmoe_science.proof import worker
-from flashmoe_science.proof.gates import chain, launch
-from flashmoe_science.proof.subject.subject import user_operator as own_operator
 from flashmoe_science.proof.worker import TaskResult, describe_error
 
 from .chain import HONEST, Recorder, gate_of, request_of, run_chain

@@ -6,13 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from flashmoe_science.proof.judge.judge.judge import VerdictStatus
-from flashmoe_science.proof.judge.judge.verify import suite_now, verify_claims
-from flashmoe_science.proof.subject.subject.suites import suite_text
-from flashmoe_science.proof.subject.subject.user_suite import read_suite, read_user_suite
 
 from flashmoe_science.errors import SuiteError
-from flashmoe_science.proof.subject.subject import user_suite as own_suite
+from flashmoe_science.proof.judge.judge import VerdictStatus
+from flashmoe_science.proof.judge.verify import suite_now, verify_claims
+from flashmoe_science.proof.subject import user_suite as own_suite
+from flashmoe_science.proof.subject.suites import suite_text
+from flashmoe_science.proof.subject.user_suite import read_suite, read_user_suite
 from flashmoe_science.proof.worker import TaskResult
 
 from .own_kernels import EXAMPLE, OPERATOR, record_of, write_claim, write_kernel

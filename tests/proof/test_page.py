@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from flashmoe_science.proof.judge.judge.judge import judge
-from flashmoe_science.proof.report.terminal.page import Judged, build_page, launch_groups
 
+from flashmoe_science.proof.judge import judge
 from flashmoe_science.proof.records.evidence import Launch
+from flashmoe_science.proof.report.page import Judged, build_page, launch_groups
 
 from .builders import build_record
 from .claim_builders import build_claim

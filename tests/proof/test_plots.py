@@ -6,7 +6,8 @@ import itertools
 import math
 
 import pytest
-from flashmoe_science.proof.report.terminal.plots import Axis, Series, place_plot, place_ruler
+
+from flashmoe_science.proof.report.plots import Axis, Series, place_plot, place_ruler
 
 PLAIN = Axis("x", lambda value: f"{value:g}")
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from flashmoe_science.proof.judge.judge.claims import load_claims
-from flashmoe_science.proof.report.terminal.prose import check_file, find_figures, markdown_files
 from hypothesis import given, strategies as st
 
 from flashmoe_science.errors import InputError
+from flashmoe_science.proof.judge.claims import load_claims
+from flashmoe_science.proof.report.prose import check_file, find_figures, markdown_files
 
 from .claim_builders import build_claim
 
@@ -223,7 +223,7 @@ def test_files_are_found_in_folders_and_a_wrong_path_is_refused(tmp_path):
         check_file(tmp_path / "a.md", {})
 
 
-@pytest.mark.parametrize("path", markdown_files([ROOT / "README.md", ROOT / "docs"]), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", markdown_files([ROOT / "README.md", ROOT / "docs"]), ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_the_pages_of_this_repository_state_no_figure_without_a_claim(path):
     claims = {claim.id: claim for claim in load_claims(ROOT / "claims")}
     assert [found for found in check_file(path, claims) if found.status == "asserted"] == []

@@ -8,9 +8,12 @@ import runpy
 from pathlib import Path
 
 import pytest
-from flashmoe_science.proof.judge.judge.judge import judge
-from flashmoe_science.proof.judge.judge.verify import verify_claim
-from flashmoe_science.proof.report.terminal.readme import (
+
+from flashmoe_science.errors import ProofError
+from flashmoe_science.proof.judge import judge
+from flashmoe_science.proof.judge.verify import verify_claim
+from flashmoe_science.proof.records.evidence import write_record
+from flashmoe_science.proof.report.readme import (
     BEGIN,
     END,
     Section,
@@ -23,9 +26,6 @@ from flashmoe_science.proof.report.terminal.readme import (
     slower_section,
     summary_section,
 )
-
-from flashmoe_science.errors import ProofError
-from flashmoe_science.proof.records.evidence import write_record
 
 from .builders import H200, L4, build_record
 from .claim_builders import build_claim, claim_toml, suite_toml

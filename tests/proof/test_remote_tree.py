@@ -8,13 +8,13 @@ import tarfile
 from pathlib import Path
 
 import pytest
-from flashmoe_science.proof.subject.subject.loading import load_subject
-from flashmoe_science.proof.subject.subject.suites import load_suite
 
 from flashmoe_science.errors import RemoteError
 from flashmoe_science.proof.gates import ProveRequest
 from flashmoe_science.proof.records.evidence import Settings
 from flashmoe_science.proof.remote import find_tree, tree as module
+from flashmoe_science.proof.subject.loading import load_subject
+from flashmoe_science.proof.subject.suites import load_suite
 
 from .test_interruption import SUBJECT, SUITE
 

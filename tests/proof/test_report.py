@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import io
 
-from flashmoe_science.proof.judge.judge.judge import judge
-from flashmoe_science.proof.report.terminal.terminal import (
+from rich.console import Console
+
+from flashmoe_science.proof.judge import judge
+from flashmoe_science.proof.records.evidence import Gate, GateStatus
+from flashmoe_science.proof.records.store import summarize
+from flashmoe_science.proof.report.terminal import (
     case_table,
     gate_lines,
     run_table,
     unmeasured_lines,
     verdict_lines,
 )
-from rich.console import Console
-
-from flashmoe_science.proof.records.evidence import Gate, GateStatus
-from flashmoe_science.proof.records.store import summarize
 
 from .builders import build_gates, build_record
 from .claim_builders import SENTENCE, build_claim

@@ -7,9 +7,10 @@ import os
 import shutil
 
 import pytest
-from flashmoe_science.proof.judge.judge.judge import judge
-from flashmoe_science.proof.report.terminal.html import render_html
-from flashmoe_science.proof.report.terminal.page import Judged, build_page
+
+from flashmoe_science.proof.judge import judge
+from flashmoe_science.proof.report.html import render_html
+from flashmoe_science.proof.report.page import Judged, build_page
 
 from ..required import import_needed, missing
 from .builders import build_record

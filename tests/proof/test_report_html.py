@@ -10,11 +10,11 @@ import re
 from html.parser import HTMLParser
 
 import pytest
-from flashmoe_science.proof.judge.judge.judge import judge
-from flashmoe_science.proof.report.terminal.html import render_html
-from flashmoe_science.proof.report.terminal.page import Judged, build_page
 
+from flashmoe_science.proof.judge import judge
 from flashmoe_science.proof.records.evidence import Record
+from flashmoe_science.proof.report.html import render_html
+from flashmoe_science.proof.report.page import Judged, build_page
 
 from .builders import build_record
 from .claim_builders import SENTENCE, build_claim

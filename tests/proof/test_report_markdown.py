@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 
 import pytest
-from flashmoe_science.proof.judge.judge.judge import judge
-from flashmoe_science.proof.report.terminal.html import render_html
-from flashmoe_science.proof.report.terminal.markdown import escape, render_markdown
-from flashmoe_science.proof.report.terminal.page import Judged, build_page
+
+from flashmoe_science.proof.judge import judge
+from flashmoe_science.proof.report.html import render_html
+from flashmoe_science.proof.report.markdown import escape, render_markdown
+from flashmoe_science.proof.report.page import Judged, build_page
 
 from .builders import build_record
 from .claim_builders import SENTENCE, build_claim

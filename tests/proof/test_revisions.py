@@ -14,18 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flashmoe_science.proof.compare.compare.compare import Effect, compare_revisions, exit_code
-from flashmoe_science.proof.compare.compare.revisions import checked_out, find_revision, prove_revisions, subjects_at
-from flashmoe_science.proof.cost.cost.cost import Estimate
-from flashmoe_science.proof.subject.subject.loading import load_entry
-from flashmoe_science.proof.subject.subject.subject import PACKAGE_FOLDER, hash_sources
 
 from flashmoe_science import cli
 from flashmoe_science.errors import ProofError, SubjectError
+from flashmoe_science.proof.compare.compare import Effect, compare_revisions, exit_code
+from flashmoe_science.proof.compare.revisions import checked_out, find_revision, prove_revisions, subjects_at
+from flashmoe_science.proof.cost.cost import Estimate
 from flashmoe_science.proof.gates import chain, run
 from flashmoe_science.proof.gates.run import passed
 from flashmoe_science.proof.records.evidence import GateStatus, read_record, write_record
 from flashmoe_science.proof.records.store import Store
+from flashmoe_science.proof.subject.loading import load_entry
+from flashmoe_science.proof.subject.subject import PACKAGE_FOLDER, hash_sources
 
 from .chain import FEW, GPU, FakeGpu, Recorder, environment_with, request_of
 from .processes import python_path, wait_until_dead

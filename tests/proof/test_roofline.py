@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from flashmoe_science.proof.judge.judge.roofline import fewest_seconds, has_limits, known_spec, roofline_of
 
 from flashmoe_science.gpu.specs import find_gpu
+from flashmoe_science.proof.judge.roofline import fewest_seconds, has_limits, known_spec, roofline_of
 from flashmoe_science.proof.records.evidence import Gpu, Work
 
 from .builders import H200, build_case

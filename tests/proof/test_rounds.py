@@ -8,12 +8,12 @@ from typing import cast
 
 import pytest
 import torch
-from flashmoe_science.proof.subject.subject.operator import Operator
-from flashmoe_science.proof.subject.subject.outputs import parts
-from flashmoe_science.proof.subject.subject.subject import Subject
 
 from flashmoe_science.errors import ProofError
-from flashmoe_science.proof.measure.measure import arms
+from flashmoe_science.proof.measure import arms
+from flashmoe_science.proof.subject.operator import Operator
+from flashmoe_science.proof.subject.outputs import parts
+from flashmoe_science.proof.subject.subject import Subject
 
 from .bench import Bench
 from .simulated import HOST_SECONDS, Doubling, implementation, loaded, make_baseline

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from flashmoe_science.proof.measure.measure import rounds
+from flashmoe_science.proof.measure import correctness, rounds
 
 from .bench import Bench
 from .simulated import implementation, loaded, make_baseline
@@ -47,7 +47,7 @@ def test_answers_to_other_sets_than_the_first_are_compared_with_the_exact_ones_t
 
 def test_the_sets_that_are_compared_with_the_exact_answer_are_drawn(monkeypatch):
     drawn = []
-    find_expected = rounds.find_expected
+    find_expected = correctness.find_expected
 
     def watched(operator, problem, inputs):
         drawn.append(inputs["x"][0].item())

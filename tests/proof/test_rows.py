@@ -6,8 +6,10 @@ import csv
 import io
 
 import pytest
-from flashmoe_science.proof.judge.judge.judge import check_control, judge
-from flashmoe_science.proof.judge.judge.rows import (
+
+from flashmoe_science.proof.judge import judge
+from flashmoe_science.proof.judge.judge import check_control
+from flashmoe_science.proof.judge.rows import (
     CSV_COLUMNS,
     Ratio,
     arm_rows,
@@ -17,8 +19,7 @@ from flashmoe_science.proof.judge.judge.rows import (
     lowest_case,
     write_csv,
 )
-from flashmoe_science.proof.judge.judge.statistics import Interval
-
+from flashmoe_science.proof.judge.statistics import Interval
 from flashmoe_science.proof.records.evidence import TreeState
 
 from .builders import build_record

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from flashmoe_science.proof.judge.judge.scaling import find_sweeps
 
+from flashmoe_science.proof.judge.scaling import find_sweeps
 from flashmoe_science.proof.records.evidence import CaseRecord, Work, read_record
 
 EVIDENCE = Path(__file__).resolve().parents[2] / "evidence"

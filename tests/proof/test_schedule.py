@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, strategies as st
 
-from flashmoe_science.proof.measure.measure import schedule
+from flashmoe_science.proof.measure import schedule
 
 MIB = 1 << 20
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flashmoe_science.proof.report.terminal.page_sensors import rounds_in_order, sensor_figure
+from flashmoe_science.proof.report.page_sensors import rounds_in_order, sensor_figure
 
 from .builders import build_record
 

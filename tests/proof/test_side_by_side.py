@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from flashmoe_science.proof.compare.compare.side_by_side import side_by_side
-from flashmoe_science.proof.judge.judge.rows import arm_rows
+
+from flashmoe_science.proof.compare.side_by_side import side_by_side
+from flashmoe_science.proof.judge.rows import arm_rows
 
 from .builders import L4, build_record
 from .test_report import with_case

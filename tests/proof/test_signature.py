@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from flashmoe_science.proof.measure.measure.tasks import check_signature
 
 from flashmoe_science.errors import SubjectError
+from flashmoe_science.proof.measure.tasks import check_signature
 
 from .fake_operator import OPERATOR, Problem
 

@@ -7,8 +7,12 @@ from itertools import combinations, product
 
 import numpy as np
 import pytest
-from flashmoe_science.proof.judge.judge.familywise import unpaired_intervals
-from flashmoe_science.proof.judge.judge.statistics import (
+from hypothesis import given, strategies as st
+from scipy.stats import wilcoxon
+
+from flashmoe_science.errors import InputError, TooFewRoundsError
+from flashmoe_science.proof.judge.familywise import unpaired_intervals
+from flashmoe_science.proof.judge.statistics import (
     Interval,
     clustered_interval,
     clustered_smallest_effect,
@@ -22,10 +26,6 @@ from flashmoe_science.proof.judge.judge.statistics import (
     smallest_effect,
     suite_interval,
 )
-from hypothesis import given, strategies as st
-from scipy.stats import wilcoxon
-
-from flashmoe_science.errors import InputError, TooFewRoundsError
 
 FINITE = st.floats(-10, 10, allow_nan=False)
 

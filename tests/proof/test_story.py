@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from flashmoe_science.proof.subject.subject.loading import load_subject
-from flashmoe_science.proof.subject.subject.suites import Suite
 
 from flashmoe_science.gpu.cuobjdump import find_program
 from flashmoe_science.gpu.machine_code import TENSOR_CORE_OPCODES, for_arch, read_file
@@ -19,6 +17,8 @@ from flashmoe_science.proof.diagnose.observations import Kernel
 from flashmoe_science.proof.diagnose.tasks import Candidate, match_code
 from flashmoe_science.proof.gates import ProveRequest, chain, run
 from flashmoe_science.proof.records.evidence import Settings
+from flashmoe_science.proof.subject.loading import load_subject
+from flashmoe_science.proof.subject.suites import Suite
 
 from .chain import FEW, GPU, FakeGpu, attention, captured, environment_with, gate_of, launch, run_chain, statuses, until
 

@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import BaseModel
@@ -15,13 +16,13 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-from flashmoe_science.proof.subject.subject.loading import load_entry, load_operator, load_subject, same_entry
-from flashmoe_science.proof.subject.subject.operator import framework_kernels
-from flashmoe_science.proof.subject.subject.subject import KernelPromise, Limits, Subject, expand_sources, hash_sources
-
 from flashmoe_science.errors import SubjectError
 from flashmoe_science.proof.records.evidence import SubjectInfo
-from flashmoe_science.proof.subject.subject import loading as subjects
+from flashmoe_science.proof.subject import loading as subjects
+from flashmoe_science.proof.subject.loading import load_entry, load_operator, load_subject, same_entry
+from flashmoe_science.proof.subject.operator import framework_kernels
+from flashmoe_science.proof.subject.registry import BUILTIN_OPERATORS
+from flashmoe_science.proof.subject.subject import KernelPromise, Limits, Subject, expand_sources, hash_sources
 
 OPERATOR = "tests.proof.fake_operator"
 
@@ -295,7 +296,7 @@ def test_the_limits_of_a_file_and_those_of_the_command_line(folder):
 
 
 def test_the_names_of_our_subjects_are_those_that_their_operators_have():
-    for operator, names in subjects.BUILTIN_OPERATORS.items():
+    for operator, names in BUILTIN_OPERATORS.items():
         assert tuple(load_operator(operator).entry_points()) == names
 
 
@@ -312,6 +313,6 @@ def test_the_names_of_our_subjects_are_those_that_their_operators_have():
     ],
 )
 def test_a_record_is_of_our_own_subject_by_its_name_operator_and_package(changes, ours):
-    given = {"name": "flash_attention", "operator": "attention", "folder": None, "sources": []}
+    given: dict[str, Any] = {"name": "flash_attention", "operator": "attention", "folder": None, "sources": []}
     entry_point = "flashmoe_science.attention.api:flash_attention"
     assert subjects.is_builtin(SubjectInfo(**{**given, "entry_point": entry_point, **changes})) is ours

@@ -6,12 +6,12 @@ import re
 import sys
 
 import pytest
-from flashmoe_science.proof.subject.subject.loading import load_subject
-from flashmoe_science.proof.subject.subject.subject import expand_sources
 
 from flashmoe_science.proof.gates import chain
 from flashmoe_science.proof.gates.run import passed
 from flashmoe_science.proof.records.evidence import Settings
+from flashmoe_science.proof.subject.loading import load_subject
+from flashmoe_science.proof.subject.subject import expand_sources
 
 from .chain import SUBJECTS, attention, attention_request, environment_with, gate_of, run_chain, statuses
 

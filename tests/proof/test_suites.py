@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flashmoe_science.proof.subject.subject.loading import load_operator
-from flashmoe_science.proof.subject.subject.registry import BUILTIN_OPERATORS
-from flashmoe_science.proof.subject.subject.suites import _SuiteFile, list_suites, load_suite
 
 from flashmoe_science.errors import SuiteError
 from flashmoe_science.proof.records.toml_files import read_toml
+from flashmoe_science.proof.subject.loading import load_operator
+from flashmoe_science.proof.subject.registry import BUILTIN_OPERATORS
+from flashmoe_science.proof.subject.suites import _SuiteFile, list_suites, load_suite
 
 from .fake_operator import Problem
 

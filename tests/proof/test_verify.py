@@ -7,15 +7,15 @@ import json
 from datetime import timedelta
 
 import pytest
-from flashmoe_science.proof.judge.judge.claims import load_claims
-from flashmoe_science.proof.judge.judge.judge import VerdictStatus, exit_code
-from flashmoe_science.proof.judge.judge.staleness import Sources, compare_sources
-from flashmoe_science.proof.judge.judge.verify import read_records, verify_claims
-from flashmoe_science.proof.subject.subject.subject import PACKAGE_FOLDER
 
 from flashmoe_science.errors import EvidenceError
-from flashmoe_science.proof.judge.judge import verify
+from flashmoe_science.proof.judge import verify
+from flashmoe_science.proof.judge.claims import load_claims
+from flashmoe_science.proof.judge.judge import VerdictStatus, exit_code
+from flashmoe_science.proof.judge.staleness import Sources, compare_sources
+from flashmoe_science.proof.judge.verify import read_records, verify_claims
 from flashmoe_science.proof.records.evidence import SourceFile, SubjectInfo, read_record, write_record
+from flashmoe_science.proof.subject.subject import PACKAGE_FOLDER
 
 from .builders import L4, build_gates, build_record
 from .claim_builders import worded

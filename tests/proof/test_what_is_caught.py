@@ -12,11 +12,11 @@ from statistics import median
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
-from flashmoe_science.proof.judge.judge.statistics import interval, log_ratios
-from flashmoe_science.proof.measure.measure.correctness import WrongResultError, check_case
-from flashmoe_science.proof.measure.measure.shared_state import SharedState
 
 from flashmoe_science.errors import ProofError
+from flashmoe_science.proof.judge.statistics import interval, log_ratios
+from flashmoe_science.proof.measure.correctness import WrongResultError, check_case
+from flashmoe_science.proof.measure.shared_state import SharedState
 from flashmoe_science.proof.worker import run_task
 
 from .bench import Bench

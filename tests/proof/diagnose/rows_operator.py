@@ -6,8 +6,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from flashmoe_science.proof.measure.measure.launches import DeviceEvent
-from flashmoe_science.proof.subject.subject.custom_operator import CustomOperator, Work
+
+from flashmoe_science.proof.measure.launches import DeviceEvent
+from flashmoe_science.proof.subject.custom_operator import CustomOperator, Work
 
 from ..simulated import Doubling, Gpu
 

@@ -6,16 +6,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from flashmoe_science.proof.measure.measure.rounds import Case, Plan, measure_case
-from flashmoe_science.proof.subject.subject.subject import KernelPromise, Subject
-from flashmoe_science.proof.subject.subject.suites import Suite, SuiteCase
 
 from flashmoe_science.errors import InputError, SuiteError
 from flashmoe_science.proof.diagnose import run as run_module, tasks
 from flashmoe_science.proof.diagnose.gather import CannotObserveError, Request, observe_here
 from flashmoe_science.proof.diagnose.observations import Code, Kernel
 from flashmoe_science.proof.diagnose.reason import diagnose_case
+from flashmoe_science.proof.measure.rounds import Case, Plan, measure_case
 from flashmoe_science.proof.records.evidence import Settings
+from flashmoe_science.proof.subject.subject import KernelPromise, Subject
+from flashmoe_science.proof.subject.suites import Suite, SuiteCase
 from flashmoe_science.proof.worker import TaskResult
 
 from ..builders import H200
@@ -168,7 +168,7 @@ def test_a_subject_that_cannot_be_loaded_is_said_with_its_last_words(observe):
 
 
 def request(**changes):
-    return run_module.Request(**{"subject": SUBJECT, "cases": [CASE], "baselines": [], **changes})
+    return Request(**{"subject": SUBJECT, "cases": [CASE], "baselines": [], **changes})
 
 
 def test_no_gpu_and_none_named_is_an_error():

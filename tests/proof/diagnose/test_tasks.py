@@ -13,8 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from flashmoe_science.proof.subject.subject.loading import load_operator, load_subject
-from flashmoe_science.proof.subject.subject.subject import Subject
 
 from flashmoe_science.errors import ProofError
 from flashmoe_science.gpu.machine_code import KernelCode
@@ -23,6 +21,8 @@ from flashmoe_science.proof.diagnose import counters, tasks
 from flashmoe_science.proof.diagnose.gather import Request, plan_for
 from flashmoe_science.proof.diagnose.observations import Kernel
 from flashmoe_science.proof.diagnose.reason import diagnose_case
+from flashmoe_science.proof.subject.loading import load_operator, load_subject
+from flashmoe_science.proof.subject.subject import Subject
 from flashmoe_science.proof.worker import TaskResult, run_command
 
 from ..chain import SHORT, attention, suite_of, write_subject

@@ -16,9 +16,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from flashmoe_science.proof.cost.cost.cost import Budget, Estimate, RunSize
 
 from flashmoe_science.errors import EvidenceError, MachineLostError, ProofError, RemoteError
+from flashmoe_science.proof.cost.cost import Budget, Estimate, RunSize
 from flashmoe_science.proof.records.evidence import Record, read_record
 from flashmoe_science.proof.remote import Host, HostResult, prove_on
 from flashmoe_science.proof.remote.agent import BUDGET
