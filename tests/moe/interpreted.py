@@ -13,13 +13,13 @@ from unittest import mock
 
 import torch
 import torch.utils.checkpoint
-from flashmoe_science.moe.routing.api import describe_routing, run_route, run_route_backward
 
 from flashmoe_science.moe import calls, prepare, reference
 from flashmoe_science.moe.backward import autograd as gradients, plan as backward_plan
 from flashmoe_science.moe.plan import Tile, TileConfig, make_plan, workspace_sizes
 from flashmoe_science.moe.prepare import interpret, prepare_moe_kernels
 from flashmoe_science.moe.problem import MoeProblem
+from flashmoe_science.moe.routing.api import describe_routing, run_route, run_route_backward
 
 from .cases import Case, far_apart, make_tensors
 from .checks import assert_gradients_right, assert_right, names_of_gradients, run, run_gradients

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flashmoe_science.moe.routing.api import describe_routing
-from flashmoe_science.moe.routing.prepare import kernel_of
 
 from flashmoe_science import InputError, UnsupportedError, explain_moe, fused_moe, route
 from flashmoe_science.moe.backward.api import fused_moe_backward
+from flashmoe_science.moe.routing.api import describe_routing
+from flashmoe_science.moe.routing.prepare import kernel_of
 
 from .cases import Case, make_tensors
 

@@ -16,8 +16,6 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
-from flashmoe_science.moe.routing.prepare import backward_kernel_of, kernel_of
-
 from flashmoe_science.gpu.compile import KernelSource, compile_kernel, read_resources
 from flashmoe_science.gpu.launch import count_parameters
 from flashmoe_science.gpu.signature import PreparedKernel
@@ -30,6 +28,7 @@ from flashmoe_science.moe.grouped.prepare_sm90 import ragged
 from flashmoe_science.moe.plan import NARROW, TABLES, TileConfig, make_plan, plan_moe
 from flashmoe_science.moe.prepare import prepare_moe_kernels
 from flashmoe_science.moe.problem import MoeProblem, Routing
+from flashmoe_science.moe.routing.prepare import backward_kernel_of, kernel_of
 from flashmoe_science.moe.tiles import BACKWARD_TABLES, SHARED_TABLES, SMALL_BACKWARD, BackwardConfig
 
 from ..exhaustive import all_but, all_but_some_with

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flashmoe_science.proof.judge import judge
-from flashmoe_science.proof.judge.judge import VerdictStatus
+from flashmoe_science.proof.judge.judge import VerdictStatus, judge
 from flashmoe_science.proof.judge.run_verdicts import conclude, expectation, last_word, run_exit_code
 from flashmoe_science.proof.judge.staleness import Sources
 from flashmoe_science.proof.records.evidence import Gate, GateStatus

@@ -8,9 +8,8 @@ import math
 import numpy as np
 import pytest
 
-from flashmoe_science.proof.judge import judge
 from flashmoe_science.proof.judge.claims import Claim
-from flashmoe_science.proof.judge.judge import Verdict, VerdictStatus, check_control, exit_code
+from flashmoe_science.proof.judge.judge import Verdict, VerdictStatus, check_control, exit_code, judge
 from flashmoe_science.proof.records.evidence import Gate, GateStatus
 from flashmoe_science.proof.text import counted
 

@@ -7,8 +7,7 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from flashmoe_science.errors import EvidenceError
-from flashmoe_science.proof.judge import judge
-from flashmoe_science.proof.judge.judge import VerdictStatus
+from flashmoe_science.proof.judge.judge import VerdictStatus, judge
 from flashmoe_science.proof.records.evidence import Gate, GateStatus
 from flashmoe_science.proof.report.junit import junit_xml, outcome, write_junit
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from flashmoe_science.errors import ClaimError
-from flashmoe_science.proof.judge import judge
 from flashmoe_science.proof.judge.claims import why_not
-from flashmoe_science.proof.judge.judge import VerdictStatus
+from flashmoe_science.proof.judge.judge import VerdictStatus, judge
 from flashmoe_science.proof.judge.new_claim import ClaimRequest, make_claims
 from flashmoe_science.proof.report.readme import case_section
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flashmoe_science.proof.judge import judge
+from flashmoe_science.proof.judge.judge import judge
 from flashmoe_science.proof.records.evidence import Launch
 from flashmoe_science.proof.report.page import Judged, build_page, launch_groups
 

@@ -223,7 +223,9 @@ def test_files_are_found_in_folders_and_a_wrong_path_is_refused(tmp_path):
         check_file(tmp_path / "a.md", {})
 
 
-@pytest.mark.parametrize("path", markdown_files([ROOT / "README.md", ROOT / "docs"]), ids=lambda path: path.relative_to(ROOT).as_posix())
+@pytest.mark.parametrize(
+    "path", markdown_files([ROOT / "README.md", ROOT / "docs"]), ids=lambda path: path.relative_to(ROOT).as_posix()
+)
 def test_the_pages_of_this_repository_state_no_figure_without_a_claim(path):
     claims = {claim.id: claim for claim in load_claims(ROOT / "claims")}
     assert [found for found in check_file(path, claims) if found.status == "asserted"] == []

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from flashmoe_science.errors import ProofError
-from flashmoe_science.proof.judge import judge
+from flashmoe_science.proof.judge.judge import judge
 from flashmoe_science.proof.judge.verify import verify_claim
 from flashmoe_science.proof.records.evidence import write_record
 from flashmoe_science.proof.report.readme import (

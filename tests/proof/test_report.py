@@ -6,7 +6,7 @@ import io
 
 from rich.console import Console
 
-from flashmoe_science.proof.judge import judge
+from flashmoe_science.proof.judge.judge import judge
 from flashmoe_science.proof.records.evidence import Gate, GateStatus
 from flashmoe_science.proof.records.store import summarize
 from flashmoe_science.proof.report.terminal import (

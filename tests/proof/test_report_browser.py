@@ -8,7 +8,7 @@ import shutil
 
 import pytest
 
-from flashmoe_science.proof.judge import judge
+from flashmoe_science.proof.judge.judge import judge
 from flashmoe_science.proof.report.html import render_html
 from flashmoe_science.proof.report.page import Judged, build_page
 

@@ -11,7 +11,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from flashmoe_science.proof.judge import judge
+from flashmoe_science.proof.judge.judge import judge
 from flashmoe_science.proof.records.evidence import Record
 from flashmoe_science.proof.report.html import render_html
 from flashmoe_science.proof.report.page import Judged, build_page

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from flashmoe_science.proof.judge import judge
+from flashmoe_science.proof.judge.judge import judge
 from flashmoe_science.proof.report.html import render_html
 from flashmoe_science.proof.report.markdown import escape, render_markdown
 from flashmoe_science.proof.report.page import Judged, build_page

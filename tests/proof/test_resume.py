@@ -8,9 +8,8 @@ import pytest
 
 from flashmoe_science.errors import EvidenceError
 from flashmoe_science.proof.gates import chain, run
-from flashmoe_science.proof.judge import judge
 from flashmoe_science.proof.judge.claims import Claim
-from flashmoe_science.proof.judge.judge import VerdictStatus
+from flashmoe_science.proof.judge.judge import VerdictStatus, judge
 from flashmoe_science.proof.records.evidence import Record, Settings
 
 from .chain import (

@@ -7,8 +7,7 @@ import io
 
 import pytest
 
-from flashmoe_science.proof.judge import judge
-from flashmoe_science.proof.judge.judge import check_control
+from flashmoe_science.proof.judge.judge import check_control, judge
 from flashmoe_science.proof.judge.rows import (
     CSV_COLUMNS,
     Ratio,
