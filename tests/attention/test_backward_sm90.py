@@ -373,13 +373,13 @@ def test_each_call_has_counters_and_sums_of_its_own(monkeypatch):
     assert [main["dk"], main["dv"], after["dq"]] == [found[name].data_ptr() for name in "kvq"]
     assert before["stats"] == main["stats"]
     assert main["acc"] == after["acc"]
-    assert before["turns"] == main["turns"] == after["turns"]
+    assert before["dq_semaphore"] == main["dq_semaphore"] == after["dq_semaphore"]
     assert isinstance(plan.config, HopperBackwardConfig)
     sizes = scratch_sizes(plan.problem, plan.config)
     by_address = {tensor.data_ptr(): tensor for tensor in made}
     for name, size in sizes.items():
         assert by_address[main[name]].numel() == size
-        assert by_address[main[name]].dtype == (torch.int32 if name == "turns" else torch.float32)
+        assert by_address[main[name]].dtype == (torch.int32 if name == "dq_semaphore" else torch.float32)
     launches.given.clear()
     call(tensors)  # while the memory of the first is in use
     again = dict(zip(HOPPER_TENSORS[1], launches.given[1], strict=True))

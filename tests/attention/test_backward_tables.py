@@ -139,7 +139,7 @@ def test_a_transposed_bias_has_keys_that_lie_apart():
     p = make_plan(90, 128, "bf16", "transposed").problem.forward
     assert p.bias_strides[2:] == (1, p.seqlen_q)
     for kernel in prepare_backward_kernels(make_plan(90, 128, "bf16", "transposed"))[1:]:
-        assert dict(kernel.source.constants)["STRIDE_BIAS_N"] == p.seqlen_q
+        assert dict(kernel.source.constants)["bias_strides.COLUMN"] == p.seqlen_q
 
 
 @pytest.mark.parametrize(("arch", "columns", "dtype", "way"), [row(case) for case in COMPILED])

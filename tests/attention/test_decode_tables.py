@@ -28,7 +28,7 @@ from flashmoe_science.attention.decode.plan import (
 )
 from flashmoe_science.attention.decode.prepare import prepare_cache_kernels
 from flashmoe_science.attention.decode.problem import CacheProblem
-from flashmoe_science.gpu.compile import compile_kernel, read_resources
+from flashmoe_science.gpu.compile import compile_kernel, parameter_names, read_resources
 from flashmoe_science.gpu.launch import count_parameters
 from flashmoe_science.gpu.occupancy import occupancy
 from flashmoe_science.gpu.specs import SPECS
@@ -177,7 +177,7 @@ def test_arguments_are_given_in_the_order_of_the_kernel():
         )  # fmt: skip
         for kernel in prepare_cache_kernels(plan_with_kv_cache(problem, SPECS["H200"])):
             constants = dict(kernel.source.constants)
-            given = [name for name in kernel.source.function.arg_names if name not in constants]
+            given = [name for name in parameter_names(kernel.source.function) if name not in constants]
             assert [name for name, _ in kernel.source.signature] == given
             kinds = [kind.startswith("*") for _, kind in kernel.source.signature]
             assert kinds == sorted(kinds, reverse=True), "pointers come first"

@@ -44,12 +44,12 @@ def test_expanded_tensors_are_served(seqlen, name, axis):
 
 def test_offsets_inside_a_tile_are_64_bit_where_rows_lie_far_apart():
     near = AttentionProblem(1, 70000, 1, 200, 8, 16, 256, "fp16")
-    assert constants(near)["WIDE"] is False
+    assert constants(near)["TILE"].WIDE is False
     # Rows of q are 1.1 million elements apart, those of the output 17.9 million.
     output = dataclasses.replace(near, q_strides=(200 * 70000 * 16, 16, 70000 * 16, 1))
     assert output.output_strides[2] == 70000 * 256
-    assert constants(output)["WIDE"] is True
+    assert constants(output)["TILE"].WIDE is True
     for name in ("q_strides", "k_strides", "v_strides"):
         for strides in ((0, 0, 2**24, 1), (0, 0, 1, 2**24)):
             change: dict[str, Any] = {name: strides}
-            assert constants(dataclasses.replace(near, **change))["WIDE"] is True
+            assert constants(dataclasses.replace(near, **change))["TILE"].WIDE is True

@@ -19,7 +19,7 @@ from flashmoe_science.attention.forward.prepare import prepare_kernels
 from flashmoe_science.attention.problem import AttentionProblem
 from flashmoe_science.attention.tiles import ForwardConfig, Plan
 from flashmoe_science.gpu import launch
-from flashmoe_science.gpu.compile import KernelSource, compile_kernel
+from flashmoe_science.gpu.compile import KernelSource, compile_kernel, parameter_names
 from flashmoe_science.gpu.launch import MAX_POINTERS, count_parameters
 from flashmoe_science.gpu.planning import PlannedLaunch
 
@@ -124,13 +124,14 @@ def test_attention_with_features_passes_its_pointers_first(name):
         Plan(problem, "H200", 90, "forward_triton", ForwardConfig(16, 64, 4, 2), launches, "")
     )
     kinds = [kind for _, kind in prepared.source.signature]
-    pointers = [argument.removesuffix("_ptr") for argument, kind in prepared.source.signature if kind.startswith("*")]
+    names = [argument for argument, kind in prepared.source.signature if kind.startswith("*")]
+    pointers = [name.rpartition(".")[2].removesuffix("_ptr") for name in names]
     assert pointers == ["q", "k", "v", "o", "lse", *problem.extras]
     assert len(prepared.scalars) == len(kinds) - len(pointers)
     names = [argument for argument, _ in prepared.source.signature[len(pointers) :]]
     scalars = dict(zip(names, prepared.scalars, strict=True))
-    assert [scalars.get(f"window_{side}", -1) for side in ("left", "right")] == [*problem.window]
-    order = [argument for argument in prepared.source.function.arg_names if argument in dict(prepared.source.signature)]
+    assert [scalars.get(f"window.{side}", -1) for side in ("left", "right")] == [*problem.window]
+    order = [name for name in parameter_names(prepared.source.function) if name in dict(prepared.source.signature)]
     assert order == [argument for argument, _ in prepared.source.signature], "the kernel takes them in this order"
     count_parameters(prepared.source, compile_kernel(prepared.source, 90).asm["ptx"])
 

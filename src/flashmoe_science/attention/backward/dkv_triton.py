@@ -112,6 +112,7 @@ def _add_rows(
     MASK_RIGHT: tl.constexpr, UNIT: tl.constexpr, MAKE_DK: tl.constexpr, MAKE_DV: tl.constexpr,
 ):  # fmt: skip
     """Add what one tile of queries gives to the gradients of a tile of keys and values."""
+    PRECISION: tl.constexpr = CALL.PRECISION  # Triton 3.6 hands on names of constants, not fields of groups
     step = tl.full([], 0, tl.int64) + start_m  # the interpreter counts loops in Python integers
     rows = start_m + offs_m
     mask = None
@@ -141,7 +142,7 @@ def _add_rows(
         weights = p
         if draws is not None:  # what is kept is scaled at the end
             weights = tl.where(kept, p, 0.0)
-        dv = add_product(dv, weights.to(do.dtype), do, CALL.PRECISION)
+        dv = add_product(dv, weights.to(do.dtype), do, PRECISION)
     if MAKE_DK:
         dp = tl.dot(v, tl.trans(do), input_precision=CALL.PRECISION)  # [BLOCK_N, BLOCK_M]
         if draws is not None:
@@ -153,7 +154,7 @@ def _add_rows(
         ds = p * (dp - delta[None, :])
         if softcap is not None:
             ds *= cap
-        dk = add_product(dk, ds.to(q.dtype), q, CALL.PRECISION)
+        dk = add_product(dk, ds.to(q.dtype), q, PRECISION)
     return dk, dv
 
 
@@ -188,6 +189,7 @@ def _backward_kv_kernel(
     MAKE_DK: tl.constexpr = dk_ptr is not None
     MAKE_DV: tl.constexpr = dv_ptr is not None
     UNIT: tl.constexpr = 1.4426950408889634 if bias_ptr is None else 1.0
+    PRECISION: tl.constexpr = CALL.PRECISION
     seqlen_q, seqlen_k = sizes.seqlen_q, sizes.seqlen_k
     pid = tl.program_id(0)
     tile = pid % sizes.tiles_n  # the first keys are seen by the most rows when causal: the longest come first
@@ -248,8 +250,8 @@ def _backward_kv_kernel(
         end = tl.where(first_key < seqlen_k, end, 0)
         inside, unmasked = tl.minimum(inside, end), tl.minimum(unmasked, end)
 
-    dk = empty_sum(TILE.BLOCK_N, CALL.BLOCK_D, CALL.PRECISION)
-    dv = empty_sum(TILE.BLOCK_N, CALL.BLOCK_DV, CALL.PRECISION)
+    dk = empty_sum(TILE.BLOCK_N, CALL.BLOCK_D, PRECISION)
+    dv = empty_sum(TILE.BLOCK_N, CALL.BLOCK_DV, PRECISION)
     group = sizes.heads // sizes.heads_kv  # not a constant: unrolled, this loop needs registers that there are not
     first_head = hk * group
     q_base = q_ptr + head_offset(b, first_head, q_strides.b, q_strides.h) * CALL.ALIGN

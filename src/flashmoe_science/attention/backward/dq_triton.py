@@ -48,6 +48,7 @@ def _add_keys(
     CALL: tl.constexpr, MASK_N: tl.constexpr, MASK_LEFT: tl.constexpr, MASK_RIGHT: tl.constexpr,
 ):  # fmt: skip
     """Add what one tile of keys gives to the gradient of a tile of queries."""
+    PRECISION: tl.constexpr = CALL.PRECISION  # Triton 3.6 hands on names of constants, not fields of groups
     step = tl.full([], 0, tl.int64) + start_n
     cols = start_n + offs_n
     k = load_rows(
@@ -74,7 +75,7 @@ def _add_keys(
     ds = p * (dp - delta[:, None])
     if softcap is not None:
         ds *= cap
-    return add_product(dq, ds.to(k.dtype), k, CALL.PRECISION)
+    return add_product(dq, ds.to(k.dtype), k, PRECISION)
 
 
 @triton.jit
@@ -91,6 +92,7 @@ def _backward_q_kernel(
 ):  # fmt: skip
     """Write dQ of BLOCK_M rows of one head. Grid: (tiles_m * B * H,)."""
     UNIT: tl.constexpr = 1.4426950408889634 if bias_ptr is None else 1.0
+    PRECISION: tl.constexpr = CALL.PRECISION
     seqlen_q, seqlen_k = sizes.seqlen_q, sizes.seqlen_k
     pid = tl.program_id(0)
     tile = pid % sizes.tiles_m
@@ -162,7 +164,7 @@ def _backward_q_kernel(
         end = tl.where(first_row < seqlen_q, end, 0)
         inside, unmasked = tl.minimum(inside, end), tl.minimum(unmasked, end)
 
-    dq = empty_sum(TILE.BLOCK_M, CALL.BLOCK_D, CALL.PRECISION)
+    dq = empty_sum(TILE.BLOCK_M, CALL.BLOCK_D, PRECISION)
     if CALL.BOUND_LEFT:
         for start_n in tl.range(begin, tl.minimum(inside, end), TILE.BLOCK_N, num_stages=1):
             dq = _add_keys(

@@ -240,7 +240,7 @@ def _call_operator(call: CacheCall) -> tuple[Tensor, Tensor]:
     given: dict[str, Any] = {**tensors, **options._asdict()}
     given["window_left"], given["window_right"] = options.window
     found: tuple[Tensor, Tensor]
-    if not {"k", "v", "rotary_cos", "rotary_sin"} & tensors.keys():
+    if not any(name in tensors for name in ("k", "v", "rotary_cos", "rotary_sin")):
         found = _attention_with_kv_cache(*map(given.get, _ATTEND_NAMES))
         return found
     for name, other in (("k", "v"), ("v", "k"), ("cache_seqlens", "k")):
