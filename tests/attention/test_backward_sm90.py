@@ -427,6 +427,7 @@ def test_kernels_compile(head_dim, head_dim_v, dtype, causal, window, tmp_path):
     check_compiled(head_dim, head_dim_v, dtype, causal, window, (8, 4), tmp_path)
 
 
+@pytest.mark.one_triton
 @pytest.mark.parametrize(
     "heads",
     [

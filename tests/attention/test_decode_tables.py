@@ -137,6 +137,7 @@ def test_every_tile_compiles(row):
         assert found.instructions.get("LDGSTS"), "K and V are copied to shared memory asynchronously"
 
 
+@pytest.mark.one_triton
 @pytest.mark.parametrize("arch", all_but(GPUS, "90"))
 def test_a_bias_compiles(arch):
     """In every tile of 16 rows that decoding takes, and in the tile of many rows."""

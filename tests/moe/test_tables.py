@@ -119,6 +119,7 @@ def test_few_pairs_and_one_token_compile(arch):
         check(kernel, arch)
 
 
+@pytest.mark.one_triton
 def test_rows_that_start_anywhere_compile():
     problem = MoeProblem(700, 8, 2, 1001, 999, "bf16")
     plan = plan_moe(problem, SPECS["A100"])
@@ -255,6 +256,7 @@ def test_every_tile_of_gradients_compiles(arch, item_bytes, config, way):
             assert "cp.async.cg.shared.global" in ptx, "rows are not copied ahead, 16 bytes at a time"
 
 
+@pytest.mark.one_triton
 @pytest.mark.parametrize("arch", all_but([80, 89, 90, 100, 120], "90"))
 def test_fp32_is_multiplied_as_three_parts_in_bf16(arch):
     problem = MoeProblem(tokens=700, dtype="fp32", **WAYS["plain"], keep_product=True)
@@ -292,6 +294,7 @@ def accesses(source: KernelSource, arch: int, loaded: str, stored: str) -> str:
     return "".join(found)
 
 
+@pytest.mark.one_triton
 @pytest.mark.parametrize(
     "way",
     all_but(
@@ -312,6 +315,7 @@ def test_all_threads_have_loaded_a_product_before_one_overwrites_it(arch, way):
     assert "LS" not in found, found
 
 
+@pytest.mark.one_triton
 def test_columns_that_end_within_a_tile_are_copied_like_others():
     """Also on a step's weights that lie along a tile's columns, of which 2880 are 22 tiles and a half."""
     copies = []
@@ -392,6 +396,7 @@ def test_the_gradient_of_the_activation_for_hopper_compiles(way, monkeypatch):
     assert launch.block == (32 * compiled.metadata.num_warps, 1, 1)
 
 
+@pytest.mark.one_triton
 def test_what_is_kept_for_gradients_compiles():
     for tokens in (8, 3000):
         problem = MoeProblem(tokens=tokens, dtype="bf16", **WAYS["gpt-oss"], keep_product=True)
