@@ -129,7 +129,7 @@ def test_a_stale_claim_passes_unless_strict(run, repository):
     result = run(marked("holds"), "--flashmoe-strict")
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(
-        ["*claim holds: stale: *before its sources changed: 1 of 1 (1 of them not in this repository), k.cu*"]
+        ["*claim holds: stale: *before its sources changed: *files changed: 1 of 1 (1 of them not in this repository), k.cu*"]
     )
 
 
