@@ -118,8 +118,8 @@ def check_command(line: str) -> None:
         return
     command: Any = typer.main.get_command(app)
     context, rest = command.make_context("flashmoe", words[1:2]), words[1:]
-    while rest and rest[0] in getattr(command, "commands", {}):
-        command, rest = command.commands[rest[0]], rest[1:]
+    while rest and hasattr(command, "get_command") and (verb := command.get_command(context, rest[0])):
+        command, rest = verb, rest[1:]
     command.make_context(words[1], rest, parent=context)
 
 

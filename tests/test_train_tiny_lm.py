@@ -72,7 +72,8 @@ def test_what_a_run_was_made_with_is_written_down(example, monkeypatch, tmp_path
 def test_without_the_harness_it_says_so_and_has_no_environment(example, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "flashmoe_science.proof.measure.environment", None)
     assert example.describe() is None
-    assert "proof.environment is not installed, so losses.json has no environment" in capsys.readouterr().out
+    said = "flashmoe_science.proof.measure.environment is not installed, so losses.json has no environment"
+    assert said in capsys.readouterr().out
 
 
 def test_either_goes_first_and_neither_changes(example, tmp_path, capsys):

@@ -171,7 +171,7 @@ def test_builtin_name_asks_the_operator(monkeypatch):
     assert subject.builtin
     assert subject.operator == OPERATOR
     assert subject.entry_point == f"{OPERATOR}:attend"
-    assert (subject.folder / "proof" / "evidence.py").is_file()
+    assert (subject.folder / "proof" / "records" / "evidence.py").is_file()
     assert subject.devices == ("cuda", "cpu")
 
 

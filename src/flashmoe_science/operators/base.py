@@ -235,8 +235,11 @@ class KernelOperator:
         raise NotImplementedError
 
     def cpu_refusal(self, subject: str, problem: Any) -> str | None:
-        """Return why Triton's interpreter cannot check ``problem``, or None."""
-        kernel = self.kernels.get(subject, "")  # a user's subject has no kernel of ours
+        """Return why Triton's interpreter cannot check ``problem``, or None.
+
+        An empty ``subject`` is a kernel that is not ours.
+        """
+        kernel = self.kernels.get(subject, "")
         if kernel == "auto" and self.instead is not None:
             asked = f": ask for {self.instead}" if self.instead else ""
             return f"on CPU tensors it runs the reference, which would prove nothing{asked}"
