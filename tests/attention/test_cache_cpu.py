@@ -368,7 +368,7 @@ def test_queries_are_rotated_by_their_positions_unless_all_see_all_keys(options,
     k_cache[0, 5], v_cache[0, 5] = turned(new, torch.tensor([5]))[0, :, 0], new[0, :, 0]
     by_hand = turned(q, 5 + steps * torch.arange(3))
     expected = flash_attention_with_kv_cache(by_hand, k_cache, v_cache, cache_seqlens=6, **options)
-    tables = {"rotary_cos": angles.cos(), "rotary_sin": angles.sin()}
+    tables: dict[str, Any] = {"rotary_cos": angles.cos(), "rotary_sin": angles.sin()}
     lengths = torch.tensor([5], dtype=torch.int32)
     found = flash_attention_with_kv_cache(q, cache, cache.clone(), new, new, cache_seqlens=lengths, **tables, **options)
     torch.testing.assert_close(found, expected)

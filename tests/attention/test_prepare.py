@@ -18,7 +18,7 @@ from flashmoe_science.operators.attention import compile_plan
 pytestmark = pytest.mark.triton
 
 
-def constants(problem: AttentionProblem) -> dict[str, object]:
+def constants(problem: AttentionProblem) -> dict[str, Any]:
     (kernel,) = prepare_kernels(plan_attention(problem, SPECS["H200"], "forward_triton"))
     return dict(kernel.source.constants)
 

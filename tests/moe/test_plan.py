@@ -271,7 +271,7 @@ def test_grids_of_gradients_cover_every_tile():
     kept = MoeProblem(700, 8, 2, 4096, 3072, "bf16", keep_product=True)
     plan = plan_backward(kept, SPECS["A100"], GRADIENTS[:4])
     config, grids = plan.config, dict(zip(plan.steps, (launch.grid for launch in plan.launches), strict=True))
-    assert config is not None
+    assert isinstance(config, BackwardConfig)
     assert grids["ddown"] == (4096 // config.weights_m * (3072 // config.weights.block_n), 8, 1)
     assert grids["dgate_up"] == (6144 // config.weights_m * (4096 // config.weights.block_n), 8, 1)
     row_tiles = 1400 // config.block_m + 8  # the rows of each expert may fill one more in part

@@ -330,7 +330,7 @@ def test_an_operator_that_fails_in_gate_correct_ends_the_run_and_not_the_kernel(
 
 
 def test_gate_launch_tells_an_operator_from_its_kernel():
-    arm = {"name": "mine", "status": "failed", "role": "subject", "launches": [], "version": ""}
+    arm: dict[str, Any] = {"name": "mine", "status": "failed", "role": "subject", "launches": [], "version": ""}
     arm |= {"identities": [], "host_files": {}}
     reason = (
         "the case cannot be set up: OperatorError: operator m:D: its method make_inputs: KeyError: 'x' (m.py:3 in f)"

@@ -255,7 +255,7 @@ def check_all_options(options: Options) -> Options:
     """Return options in their types. Raises ``InputError``."""
     causal, softmax_scale, window, softcap, max_seqlens, kernel, dropout_p, return_lse = options
     if (
-        type(causal) is type(return_lse) is bool and type(kernel) is str and type(window) is tuple
+        type(causal) is type(return_lse) is bool and type(kernel) is str and type(window) is tuple  # type: ignore[redundant-expr] # callers may pass what types rule out
         and type(softcap) is type(dropout_p) is float and (softmax_scale is None or type(softmax_scale) is float)
         and [*map(type, window)] == _TWO_INTS and 0 <= dropout_p < 1 and max(window) < 2**63
         and (max_seqlens is None or [*map(type, max_seqlens)] == _TWO_INTS)
@@ -263,9 +263,9 @@ def check_all_options(options: Options) -> Options:
         return options  # as nearly all are: nothing to convert or to refuse
     check_flag("return_lse", return_lse)
     if not isinstance(kernel, str):  # a plan checks the name
-        check_kernel_name(kernel)
+        check_kernel_name(kernel)  # type: ignore[unreachable] # callers may pass what types rule out
     for name, length in zip(("max_seqlen_q", "max_seqlen_k"), max_seqlens or (), strict=False):
-        if type(length) is not int and not isinstance(length, torch.SymInt):  # a symbol in a graph that is traced
+        if type(length) is not int and not isinstance(length, torch.SymInt):  # type: ignore[unreachable] # a symbol in a graph that is traced
             raise InputError(f"{name} must be an integer from 0 to 2**31 - 1, got {shown(length)}")
     return Options(
         causal,

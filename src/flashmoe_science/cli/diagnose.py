@@ -13,9 +13,10 @@ import typer
 
 from ..proof.cost.terminal import bill_as_plain, receipt
 from ..proof.diagnose import run as diagnosis_run
+from ..proof.diagnose.gather import Request
 from ..proof.diagnose.observations import Diagnosis
 from ..proof.diagnose.report import case_lines, failed_lines
-from ..proof.diagnose.run import Request, choose_cases, expected_seconds, observes_here
+from ..proof.diagnose.run import choose_cases, expected_seconds, observes_here
 from ..proof.measure.environment import describe_apart
 from ..proof.records.ledger import Entry
 from ..proof.records.store import Store

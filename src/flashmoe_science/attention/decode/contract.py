@@ -81,15 +81,15 @@ def check_types(options: CacheOptions) -> CacheOptions:
     for name, value in flags.items():
         if type(value) is not bool:
             raise InputError(f"{name} must be True or False, got {shown(value)}")
-    if type(window) is not tuple or len(window) != 2 or any(type(size) is not int for size in window):
+    if type(window) is not tuple or len(window) != 2 or any(type(size) is not int for size in window):  # type: ignore[redundant-expr] # callers may pass what types rule out
         raise InputError(f"window must be two integers (left, right), -1 for no bound, got {shown(window)}")
     if type(num_splits) is not int:
         raise InputError(f"num_splits must be an integer, got {shown(num_splits)}")
-    for name, value in (("softcap", softcap), ("softmax_scale", scale)):
-        is_number = isinstance(value, (int, float)) and type(value) is not bool  # NumPy's float64 is one
+    for name, value in (("softcap", softcap), ("softmax_scale", scale)):  # type: ignore[assignment] # callers may pass what types rule out
+        is_number = isinstance(value, (int, float)) and type(value) is not bool  # type: ignore[redundant-expr] # NumPy's float64 is one
         if not is_number and not (name == "softmax_scale" and value is None):
             raise InputError(f"{name} must be a number, got {shown(value)}")
-        if isinstance(value, int) and abs(value) > LARGEST_SCALE:  # perhaps too large for a float
+        if isinstance(value, int) and abs(value) > LARGEST_SCALE:  # type: ignore[redundant-expr] # perhaps too large for a float
             raise InputError(f"{name} must be at most {LARGEST_SCALE:.3g} in size, got a larger integer")
     if type(kernel) is not str:
         raise InputError(f"kernel must be the name of a kernel, got {shown(kernel)}")
@@ -499,7 +499,7 @@ def check_contents(tensors: Mapping[str, Tensor], left: int) -> None:
 
 def check_operator_call(call: CacheCall) -> None:
     """Check a call before its operator is called. Raises ``InputError`` and ``UnsupportedError``."""
-    tensors = {name: tensor for name, tensor in call.tensors.items() if isinstance(tensor, Tensor)}
+    tensors = {name: tensor for name, tensor in call.tensors.items() if isinstance(tensor, Tensor)}  # type: ignore[redundant-expr] # callers may pass what types rule out
     for name, tensor in tensors.items():
         check_dense(name, tensor)
         if name not in DETACHED:
