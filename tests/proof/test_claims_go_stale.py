@@ -37,7 +37,10 @@ def judged() -> list[Any]:
 
 def stale(pairs) -> set[str]:
     changes._identities_now.cache_clear()
-    return {claim.id for claim, record in pairs if changes_since(claim, record, ROOT).changed}
+    try:
+        return {claim.id for claim, record in pairs if changes_since(claim, record, ROOT).changed}
+    finally:  # a later test must not be told of a launch that was changed here
+        changes._identities_now.cache_clear()
 
 
 def launching(pairs, *kernels: str) -> set[str]:
