@@ -35,7 +35,7 @@ test: env-dev ## run the tests that need no GPU, without exhaustive tables (ARGS
 test-all: env-dev ## run every test that needs no GPU: each row of each table, too; a release runs it
 	$(TEST) $(CPU_TESTS) -m "not gpu" $(ARGS)
 
-# `make test` asks the newest Triton. Another one compiles each kernel once for each architecture and interprets a few.
+# `make test` asks the newest Triton. Another one compiles each kernel for each architecture, and interprets usual cases.
 test-triton: env-dev ## compile each kernel and interpret some with another Triton: set PYTHONPATH
 	$(TEST) $(CPU_TESTS) -m "triton and not exhaustive and not one_triton and not gpu" $(ARGS)
 

@@ -38,6 +38,7 @@ USUAL = (
 )  # fmt: skip
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("gradients", all_but(GRADIENTS, *USUAL), ids=str)
 def test_kernels_interpreted(gradients, interpreted):
     """The Triton kernels themselves, run by Triton's interpreter in a process of its own."""

@@ -547,6 +547,7 @@ USUAL = (
 )  # fmt: skip
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("case", all_but(CACHE_CASES + EMPTY_CACHE_CASES + BITS + NOT_FINITE, *USUAL), ids=str)
 def test_kernels_interpreted(case, interpreted):
     """The Triton kernels themselves, run by Triton's interpreter in a process of its own."""

@@ -54,6 +54,7 @@ USUAL = (
 )  # fmt: skip
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("case", all_but(PAGED, *USUAL), ids=str)
 def test_streaming_kernel_interpreted(case, interpreted):
     """The Triton kernel itself; see ``make_paged`` for what it must not read."""

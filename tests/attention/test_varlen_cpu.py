@@ -40,6 +40,7 @@ USUAL = (
 )  # fmt: skip
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("case", all_but(VARLEN, *USUAL), ids=str)
 def test_streaming_kernel_interpreted(case, interpreted):
     """The Triton kernel itself. Keys behind the length of a sequence are NaN: they must not be read."""

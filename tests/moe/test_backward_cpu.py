@@ -23,6 +23,7 @@ USUAL = (
 )  # fmt: skip
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("case", all_but(GRADIENT_CASES, *USUAL), ids=str)
 def test_every_case(case, interpreted):
     interpreted(case)
