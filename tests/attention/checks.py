@@ -354,7 +354,7 @@ def assert_varlen_gradients_right(found, inputs, options, do, dlse=None):
         assert torch.isfinite(gradient).all(), f"d{name} has NaN or inf"
         if gradient.numel():
             eps = max(torch.finfo(q.dtype).eps, torch.finfo(gradient.dtype).eps)
-            # Of a bias each row by its own largest element; one with a single key has 0, the difference of two sums.
+            # Each row of a bias counts by its own largest element; a row of one key has 0, the difference of two sums.
             size = exact[name].abs().amax(-1, keepdim=True) if name == "bias" else exact[name].abs().max()
             excess = (gradient.double() - exact[name]).abs() - (8 * eps * size + (1e-5 if name == "bias" else 0))
             assert excess.max() <= 0, f"d{name}: the error is above what is allowed by {excess.max().item():.2e}"

@@ -26,7 +26,7 @@ from flashmoe_science.attention.backward.primitives_sm90 import (
 
 from .gluon_in_python import NOTHING, Int32, partition, plain, span_of
 
-# Of each kernel: its module, query rows and keys of a step, and the partitions that multiply, with their arguments.
+# For each kernel: its module, query rows and keys of a step, and the partitions that multiply, with their arguments.
 KERNELS: dict[str, tuple[ModuleType, int, int, list[tuple[str, tuple[int, ...]]]]] = {
     "d64": (backward_gluon_sm90, 128, 128, [("_multiply_partition", (0,)), ("_multiply_partition", (1,))]),
     "d128": (backward_gluon_sm90, 64, 128, [("_multiply_partition", (0,)), ("_multiply_partition", (1,))]),

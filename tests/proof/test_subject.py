@@ -291,7 +291,7 @@ def test_the_limits_of_a_file_and_those_of_the_command_line(folder):
     assert load_subject(str(file)).limits == Limits(launch_s=7.0)
     assert load_subject(str(file), time_limit=9.0).limits == Limits.of_all(9.0)
     assert load_subject("flash_attention", time_limit=9.0).limits.bench_s == 9.0
-    # Of what holds a GPU: a hang costs minutes, and not the ten that a whole run may take.
+    # Limits of what holds a GPU: a hang costs minutes, and not the ten that a whole run may take.
     assert max(Limits.launch_s, Limits.correct_s, Limits.quick_s, Limits.bench_s) <= 120
 
 

@@ -1,7 +1,7 @@
 """What the order of additions to dQ costs: order_cost.py warm I N | order_cost.py time NAME.
 
-The tree is that of PYTHONPATH: src, and a copy of it without waiting, as `sed -i '/while poll(.*) != turn:/,+1d'` makes of backward_gluon_sm90.py,
-backward_192_gluon_sm90.py and backward_wide_gluon_sm90.py.
+The tree is that of PYTHONPATH: src, and a copy of it without waiting, as `sed -i '/while poll(.*) != turn:/,+1d'` makes of gluon_sm90.py, d192_gluon_sm90.py and
+wide_gluon_sm90.py in attention/backward.
 """
 import statistics, sys, torch
 from flashmoe_science import flash_attention

@@ -2,7 +2,7 @@
 
 Programs draw key tiles as backward_gluon_sm90 does, and a step takes one unit of time. What a step gives to dQ is added when the key
 tile before has added to the same query tile; two steps may be ahead of that. Prints the ideal time, the time of the last program, and their
-ratio, with query heads of a group walked over one after another, two and four together, and all. Of the batch one sequence, causal, 132 SMs.
+ratio, with query heads of a group walked over one after another, two and four together, and all. The batch has one sequence; the mask is causal, on 132 SMs.
 """
 
 import heapq

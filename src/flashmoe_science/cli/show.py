@@ -259,7 +259,7 @@ def run_readme(paths: Sequence[Path], *, check: bool, as_json: bool) -> int:
         named = "".join(f" {shlex.quote(str(path))}" for path in paths)
         late = sum(not page["current"] for page in written)
         terminal.log.print(f"hint: flashmoe readme{named} rewrites {'it' if late == 1 else 'them'}", soft_wrap=True)
-    # Of one page the document has been the same since there was no other.
+    # The document of one page keeps its form from when there was only one.
     rewritten = any(page["rewritten"] for page in written)
     several_pages = {"pages": written, "current": all_current, "rewritten": rewritten}
     terminal.document(written[0] if len(written) == 1 else several_pages)

@@ -183,7 +183,7 @@ def short_path(path: Path) -> str:
 class ChainProgress:
     """The progress of the seven gates: a bar with the time left on a terminal, a line now and then elsewhere.
 
-    Fits the protocol ``Progress`` of ``proof/gates.py``.
+    Fits the protocol ``Progress`` of ``proof/gates``.
 
     Args:
         terminal: To print to.

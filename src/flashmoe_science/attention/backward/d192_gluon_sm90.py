@@ -1,12 +1,12 @@
 """Attention backward for Hopper, heads of up to 192 columns with values of up to 128 (Gluon, sm_90, fp16 and bf16).
 
-As DeepSeek's are. All is as in ``backward_gluon_sm90``: a warpgroup owns 64 keys, and the program's two warpgroups walk
+As DeepSeek's are. All is as in ``gluon_sm90``: a warpgroup owns 64 keys, and the program's two warpgroups walk
 over the query tiles that see their 128. But the sums of 64 keys, 192 columns of dK and 128 of dV, leave a thread 80 of
 its registers. So dP is computed when the scores have become P, and a warpgroup computes the 96 columns of its part of
 dQ in two goes, 64 and 32, in the place that dP and then dS had. Q, K, dK and dQ lie in two parts of 128 and 64 columns:
 a box of TMA that reaches out of a tensor slows it down. There is memory for one tile of dO, and one of dQ.
 
-With 64 keys a program, as in ``backward_wide_gluon_sm90``, as much is read from L2 and added there for half of the
+With 64 keys a program, as in ``wide_gluon_sm90``, as much is read from L2 and added there for half of the
 work, 88 KiB a step, and a writer has one step for an addition, not two.
 
 Source: as there. Ours: the order of a step.

@@ -6,7 +6,7 @@ With P = exp(S - LSE) and delta[m] = sum_d dO[m, d] O[m, d] - dLSE[m]:
 
 where dS' is dS times the derivative of the softcap. ``_delta_kernel`` makes delta. ``_backward_kv_kernel`` owns a tile
 of keys and walks over the queries of all heads that share it, so the heads of a group are summed in registers, in one
-order. ``backward_q_triton`` has the gradients of q and of an additive bias: ``_backward_q_kernel`` owns a tile of
+order. ``dq_triton`` has the gradients of q and of an additive bias: ``_backward_q_kernel`` owns a tile of
 queries and walks over the keys, ``_backward_bias_kernel`` owns a tile of the bias and walks over the sequences and
 heads for which it is broadcast. So every gradient is a sum in one order, made
 by one program: the same bits in every run. It costs S and dO V^T a second time, seven products in place of five, and

@@ -1,7 +1,7 @@
 """Plans of ``backward_gluon_sm90``: when it serves, and how it splits the work. No Triton.
 
-Heads wider than 128 have kernels of their own: ``backward_192_gluon_sm90.py`` where they have up to 192 columns and
-values up to 128, else ``backward_wide_gluon_sm90.py``.
+Heads wider than 128 have kernels of their own: ``d192_gluon_sm90.py`` where they have up to 192 columns and
+values up to 128, else ``wide_gluon_sm90.py``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .problem import BackwardProblem
 HOPPER_KEYS = 64  # of one warpgroup
 HOPPER_PART = 4096  # numbers of dQ that a warpgroup computes of a query tile
 _WIDEST = 256
-_NARROW = 128  # columns of the widest heads that backward_gluon_sm90.py itself serves
+_NARROW = 128  # columns of the widest heads that gluon_sm90.py itself serves
 _FAST_MEMORY = 4e12  # bytes a second: an H200 has 4.8e12, an H100 3.4e12
 _LONGEST_TOGETHER = 16384  # keys
 _MAX = 2**29  # positions: a sum of two of them, rounded up, stays in 32 bits

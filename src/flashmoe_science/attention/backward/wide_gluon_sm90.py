@@ -3,11 +3,11 @@
 The sums of dK and dV of 64 keys fill the registers of a warpgroup each, so the two warpgroups of a program share out
 the products, not the keys: the first computes the scores, P and dV, the second dP, dS and dK. P goes from one to the
 other through shared memory, as the threads hold it. dS goes there too, and a step later each computes half of the
-columns of dQ, 64 at a time. All else is as in ``backward_gluon_sm90``: key tiles that are drawn, writers that add dQ to
+columns of dQ, 64 at a time. All else is as in ``gluon_sm90``: key tiles that are drawn, writers that add dQ to
 memory in the order of the key tiles, and the walk from the last query tile. Each writer has one half of every tile.
 
-Heads up to 192 with V up to 128 are left to ``backward_192_gluon_sm90``. Of those up to 192 with a wider V the last 64
-columns are 0: nobody copies or multiplies them.
+``d192_gluon_sm90`` serves heads up to 192 with V up to 128. Heads up to 192 with a wider V have 64 last columns of 0:
+nobody copies or multiplies them.
 
 Source: as there. Ours: the roles of the warpgroups.
 """
@@ -72,7 +72,7 @@ class Args:
     stats_desc: tma.tensor_descriptor
     dq_desc: tma.tensor_descriptor
     dq_semaphore_ptr: gl.tensor
-    # Of the columns behind D; where there are none, as those of the first.
+    # For the columns behind D; where there are none, they repeat the descriptors above.
     q_more_desc: tma.tensor_descriptor
     k_more_desc: tma.tensor_descriptor
     dk_more_desc: tma.tensor_descriptor

@@ -88,8 +88,8 @@ def partial_sizes(plan: DecodePlan) -> tuple[int, int]:
 # Tiles: (architectures) -> {(bytes of an element, columns of the wider of the D and DV tiles): by rows, fewest first}.
 # What limits decoding is how many bytes of K and V an SM has asked for and not yet got: 4.8 TB/s times about 1 us over
 # 132 SMs are 36 KB. A step of 32 KB, two or three of them in flight a block and two or three blocks an SM give more
-# than that at any time. Of those with 16 rows on sm_90 the first of a width serves calls with little to read, in which
-# the start counts, and those whose bits must not depend on the batch; _MORE_TO_READ has what serves the others. For
+# than that at any time. With 16 rows on sm_90, the first row of a width serves calls with little to read, in which
+# the start counts, and calls whose bits must not depend on the batch; _MORE_TO_READ serves the others. For
 # 16-bit elements these were measured on an H200 (lab/decode/1_h200.txt); other architectures, fp32 and more rows not.
 _D = DecodeConfig
 DECODE_TABLES: dict[tuple[int, ...], dict[tuple[int, int], tuple[DecodeConfig, ...]]] = {
@@ -150,7 +150,7 @@ _FEW: dict[tuple[int, ...], dict[tuple[int, int], DecodeConfig]] = {
 
 # A grid of at least this part of the blocks that are resident at a time is full enough: FlashAttention-3's rule.
 _FULL_ENOUGH = 0.8
-# Of two numbers of shares the smaller is taken where it fills the GPU nearly as evenly: each share costs a partial
+# The smaller of two numbers of shares is taken where it fills the GPU nearly as evenly: each share costs a partial
 # output. FlashAttention-3's 0.85 leaves 14 % of the SMs without a block where there is one for each.
 _NEARLY_AS_EVEN = 0.95
 # Balanced shares: how often the resident blocks are filled. More rounds even out sequences of unlike lengths; but the

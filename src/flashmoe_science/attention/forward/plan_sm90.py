@@ -11,7 +11,8 @@ from ..tiles import FULL_ENOUGH, SMALLEST_SCALE_LOG2, HopperConfig, Plan, block_
 from .triton_plan import forward_plan
 
 HOPPER_ROWS = 64  # of one warpgroup
-# Of a thread that multiplies, by warpgroups. The producer's have 32; of two warpgroups the first has what is left, 232.
+# Registers of a multiplying thread, by warpgroups. The producer's threads have 32; with two warpgroups, the first
+# has what is left, 232.
 HOPPER_REGISTERS = {2: 240, 3: 160}
 _HOPPER_BARRIER_BYTES = 1024  # and what else lies in shared memory: barriers, where row tiles lie, alignment
 _HOPPER_L2_BYTES = 32 << 20  # of K and V of a group of heads: what FlashAttention-3 takes for an L2 of 50 MB

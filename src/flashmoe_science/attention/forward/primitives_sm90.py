@@ -16,8 +16,8 @@ from ...gpu.gluon_sm90 import FIRST_BARRIER, lap_of, named_barrier, opaque, pack
 
 ROWS = gl.constexpr(64)  # of one warpgroup: what one wgmma instruction computes
 TURNS = FIRST_BARRIER  # of the first warpgroup; those of the others follow, then those of the rings
-# Of the exponentials that a thread holds of a row of a tile: far from fp16's largest P (65504), and far above those of
-# scores that grow little along the walk.
+# The largest sum of exponentials that a thread holds for a row of a tile. It is far from fp16's largest P (65504), and
+# far above the sums of scores that grow little along the walk.
 LARGEST_SUM = gl.constexpr(1024.0)
 _LARGEST_SUM_PTX = gl.constexpr("0f" + struct.pack(">f", 1024.0).hex())
 

@@ -244,7 +244,7 @@ def _forward_kernel(
     begin, inside, unmasked, end = _key_range(first_row, split, seqlen_k, diagonal, window, CALL, TILE)
     if sequences.seqused_q_ptr is not None:
         end = tl.where(first_row < seqlen_q, end, 0)
-        # Of a sequence that nobody asks about pages may not exist, and a bias has no last row.
+        # Pages of a sequence without queries may not exist, and its bias has no last row.
         if CALL.PAGE_SIZE > 0 or bias_ptr is not None:
             unmasked = tl.where(first_row < seqlen_q, unmasked, 0)
     # The pages of a tile are read one tile ahead, also from loop to loop: the addresses of K and V wait for no load.

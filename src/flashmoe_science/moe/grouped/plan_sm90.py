@@ -24,8 +24,8 @@ GRADIENTS_FEWEST_ROWS = 48
 # Registers a thread of (matrix warpgroups, producer), together at most 504. The first product's producer needs more: it
 # holds pointers to eight rows.
 REGISTERS = {"up": (216, 72), "down": (240, 32), "weights": (192, 120)}
-# Of the reduction. Shared memory has room for three beside 64 KB of dA. Six steps of 32 were 2 % faster for Mixtral and
-# 3 % slower for Qwen3-30B (lab/moe/2_activation_h200.txt).
+# Columns of a step of the reduction, and steps in flight. Shared memory has room for three steps beside 64 KB of dA.
+# Six steps of 32 were 2 % faster for Mixtral and 3 % slower for Qwen3-30B (lab/moe/2_activation_h200.txt).
 ACTIVATION_STEP, ACTIVATION_STAGES = 64, 3
 # A third of 504 for each warpgroup: two multiply, the third has two producer and two epilogue warps.
 ACTIVATION_REGISTERS = 168

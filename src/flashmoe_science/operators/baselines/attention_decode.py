@@ -59,7 +59,7 @@ def _head_major(problem: CacheProblem, inputs: Inputs) -> tuple[torch.Tensor, to
 def _token_major(problem: CacheProblem, inputs: Inputs) -> Inputs:
     """Return the inputs with q as contiguous ``[B, Sq, H, D]``.
 
-    Of one query a sequence a view of it; of several copies of all inputs, so that new values reach all of them or none.
+    With one query a sequence, q is a view. With several, all inputs are copies, so that new values reach all or none.
     """
     laid_out = {**inputs, "q": inputs["q"].transpose(1, 2)}
     return laid_out if problem.seqlen_q == 1 else {name: contiguous_copy(tensor) for name, tensor in laid_out.items()}

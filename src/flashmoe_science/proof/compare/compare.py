@@ -25,7 +25,7 @@ from ..judge.statistics import Interval, suite_interval
 from ..records.evidence import CaseRecord, GateStatus, Model, Record, TimeKind
 from ..text import counted
 
-# The smallest effect that matters, where nothing else is said. Of two runs it has to cover what runs vary by: two
+# The smallest effect that matters, where nothing else is said. For two runs it has to cover what runs vary by: two
 # captures of the same code were seen to differ by up to 2 %.
 TOLERANCE = 0.01
 TOLERANCE_OF_RUNS = 0.02

@@ -18,7 +18,8 @@ from .reason import diagnose_case
 
 NO_GPU = "no GPU here"
 
-# Of the rough model, in seconds: processes of launches, of graph and wall time, and of kernel time, then the counters.
+# The rough model of the time, in seconds: processes of launches, of graph and wall time, and of kernel time, then the
+# counters.
 _PROCESSES, _START, _CALLS_OF_CASE, _CALL_OF_ARM, _COUNTERS_OF_CASE = 3, 4.0, 8, 0.4, 15.0
 
 

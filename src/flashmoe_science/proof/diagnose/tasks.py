@@ -143,7 +143,7 @@ def find_triton_code(names: Sequence[str], arch: int, problems: list[str]) -> li
     if compiler is None:
         return []
     candidates: list[Candidate] = []
-    # Of the type itself: isinstance asks objects for __class__, and some have code behind it that warns or loads.
+    # issubclass looks at the type itself. isinstance asks objects for __class__, and some run code that warns or loads.
     for kernel in [each for each in gc.get_objects() if issubclass(type(each), compiler.CompiledKernel)]:
         cubin = kernel.asm.get("cubin")
         if not isinstance(cubin, bytes) or not any(match_names(kernel.metadata.name, name) for name in names):

@@ -37,7 +37,7 @@ def comparison_intervals(
         cases: For each case its processes, each with its values.
         shared: A label for each case: those of one label were measured in the same processes, in the same order, and
             by one kind of time. Default: all were.
-        confidence: Of all of them together.
+        confidence: Confidence of all of them together.
 
     Raises:
         TooFewRoundsError: no interval of this confidence exists.

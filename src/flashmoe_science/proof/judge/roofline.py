@@ -1,7 +1,7 @@
 """The time that no implementation can beat: a time below it is impossible, and refused.
 
 The bound errs on the side of the subject, so that a fast kernel is never called impossible: the highest clock, the
-GPU's datasheet rates, and only those bytes that cannot have been in the L2 cache. Of a model that is not in the table,
+GPU's datasheet rates, and only those bytes that cannot have been in the L2 cache. For a model that is not in the table,
 only what its architecture's SMs can compute in a clock is known, and nothing of its memory.
 
 For reading there is another, simpler line: the roofline of the datasheet. It refuses nothing, and small cases, whose
@@ -75,7 +75,7 @@ def fewest_seconds(case: CaseRecord, kind: TimeKind, gpu: Gpu, cache: Literal["c
     spec = known_spec(gpu)
     if spec is None:
         most = _flops_of_architecture(gpu)
-        # Of the types that such a card computes faster than fp16, no rate is known: those cases have no bound.
+        # No rate is known for types that such a card computes faster than fp16: those cases have no bound.
         return case.work.flops / most if most is not None and case.work.peak in _NO_FASTER_THAN_FP16 else None
     peak_tflops = spec.peak_tflops.get(case.work.peak, max(spec.peak_tflops.values()))
     highest_clock = max(spec.max_sm_clock_mhz, gpu.max_sm_clock_mhz or 0)

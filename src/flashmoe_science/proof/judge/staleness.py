@@ -52,8 +52,8 @@ def compare_sources(record: Record, repository: Path) -> Sources:
 def changes_since(claim: Claim, record: Record, repository: Path) -> Sources:
     """Compare what ``claim`` rests on with what is here now.
 
-    Of a subject of ours its launches count, and for wall time and memory the files that a call runs on the host. Of a
-    user's own subject, and where a record has neither, its source files count.
+    For a subject of ours, its launches count. For its wall time and memory, the files that a call runs on the host
+    count too. For a user's own subject, and where a record has neither, its source files count.
     """
     sources = compare_sources(record, repository)
     gpu = record.environment.gpu

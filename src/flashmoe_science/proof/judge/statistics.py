@@ -150,9 +150,9 @@ def suite_interval(
     Args:
         cases: For each case its processes, each with its values. Process ``i`` is the same process in every case;
             an empty one was not measured in that case and counts as the mean of the others.
-        confidence: Of the interval.
+        confidence: Confidence of the interval.
         resamples: Draws of the bootstrap.
-        seed: Of the draws; the same seed gives the same interval.
+        seed: Seed of the draws; the same seed gives the same interval.
 
     Raises:
         TooFewRoundsError: there are fewer than two cases.

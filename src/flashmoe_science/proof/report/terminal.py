@@ -279,8 +279,8 @@ def verdict_lines(
 ) -> RenderableType:
     """Return the verdict, sentence, figure and evidence of a claim.
 
-    A claim that does not hold says why; ``why`` adds the reason to every claim. Of the notes in ``said``, which the
-    reader has, only the subject is repeated.
+    A claim that does not hold says why; ``why`` adds the reason to every claim. The reader has the notes in ``said``
+    already: only their subject is repeated.
     """
     status = Text(verdict.status.value, _VERDICT_STYLE[verdict.status])
     parts = [Text(verdict.claim.sentence)]
