@@ -114,12 +114,14 @@ def test_the_gpu_serves_the_next_run_after_a_hang_and_a_crash():
     assert set(statuses(record).values()) == {"passed", "not reached"}, story(record)
 
 
-def test_impossible_time_is_caught_at_gate_quick():
+def test_a_replaced_timer_is_caught_at_gate_import():
     record = prove("impossible_time", LARGE)
-    assert statuses(record) == until("quick"), story(record)
-    assert "needs at least" in gate_of(record, "quick").summary
+    assert statuses(record) == until("import"), story(record)
+    assert "torch.cuda.Event.elapsed_time is another function" in gate_of(record, "import").summary
 
 
+# Its stream races with the others: on a GPU that is shared with other tests, gate quick may catch it first.
+@pytest.mark.timing
 def test_work_on_another_stream_is_caught_at_gate_bench():
     record = prove("other_stream", MEDIUM)
     assert statuses(record) == until("bench"), story(record)
