@@ -100,10 +100,13 @@ def _few(names: Sequence[str]) -> str:
 
 def _changed_on_the_host(arms: Iterable[Arm]) -> list[str]:
     """Return the files that ran in calls of these arms and are now in no file of the package, as records name them."""
-    from ..measure.host_files import hashes_now
+    from ..measure.host_files import hashes_at, hashes_now
 
-    now = hashes_now()
-    return sorted({path for arm in arms for path, recorded in arm.host_files.items() if recorded not in now})
+    ran = {(path, recorded) for arm in arms for path, recorded in arm.host_files.items()}
+    here = hashes_at(path for path, _ in ran)
+    elsewhere = {path for path, recorded in ran if here.get(path) != recorded}
+    now = hashes_now() if elsewhere else frozenset()  # a file that moved: all files are read, which takes seconds
+    return sorted(path for path, recorded in ran if path in elsewhere and recorded not in now)
 
 
 def _spec_of(gpu: Gpu) -> GpuSpec:

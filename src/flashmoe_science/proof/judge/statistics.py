@@ -260,9 +260,12 @@ def _checked(values: Values) -> Values:
 def _walsh_averages(values: Values) -> _Array:
     """Return the means of all pairs, each with itself included."""
     array = np.asarray(values, dtype=np.float64)
-    first, second = np.triu_indices(len(array))
+    first, second = _pairs(len(array))
     averages: _Array = (array[first] + array[second]) / 2
     return averages
+
+
+_pairs = lru_cache(maxsize=256)(np.triu_indices)  # by the number of values
 
 
 @lru_cache(maxsize=256)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -229,6 +230,15 @@ class SuiteNow:
     mend: str = ""  # what makes it known
 
 
+def _problems(name_or_path: str) -> dict[str, Mapping[str, Any]]:
+    suite = load_suite(name_or_path)
+    as_table = load_operator(suite.operator).as_table
+    return {case.name: as_table(case.problem) for case in suite.cases}
+
+
+_packaged_problems = functools.lru_cache(_problems)  # many claims are about one suite
+
+
 def suite_now(record: Record, repository: Path) -> SuiteNow:
     """Return the suite that ``record`` is of as it is now. One that cannot be read is a doubt, and not an error."""
     name = record.suite
@@ -239,9 +249,7 @@ def suite_now(record: Record, repository: Path) -> SuiteNow:
     try:
         if own is not None and is_user_defined(operator := operator_in(own)):
             return SuiteNow(read_user_suite(own, operator, python_folders(record, repository)))
-        suite = load_suite(str(own) if own is not None else name)
-        as_table = load_operator(suite.operator).as_table
-        return SuiteNow({case.name: as_table(case.problem) for case in suite.cases})
+        return SuiteNow(_packaged_problems(name) if own is None else _problems(str(own)))
     except ProofError as error:
         why = str(error).removesuffix(f"\nhint: {error.hint}").replace(f"{repository}/", "")
         return SuiteNow(doubt=f"suite {name} cannot be read, so nobody compared its cases: {why}", mend=error.hint)

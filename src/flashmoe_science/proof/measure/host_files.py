@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -42,6 +42,12 @@ def files_called(call: Callable[[], Any]) -> dict[str, str]:
 def file_hash(path: Path) -> str:
     """Return the hash of what a file of Python does."""
     return digest(normalised(_WithoutImports().visit(ast.parse(path.read_text(encoding="utf-8")))))
+
+
+def hashes_at(paths: Iterable[str]) -> dict[str, str]:
+    """Return the hashes of those of these files that are there, by their paths in this package."""
+    files = {path: PACKAGE_FOLDER / path for path in paths}
+    return {path: file_hash(file) for path, file in files.items() if file.is_file()}
 
 
 def hashes_now() -> frozenset[str]:
