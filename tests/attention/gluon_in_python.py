@@ -35,7 +35,7 @@ class Int32(int):
 
 def plain(function: Any, **names: Any) -> Any:
     """Return a function of a kernel as Python runs it."""
-    names = {"gl": SimpleNamespace(minimum=min, maximum=max), "copy_of": lambda x: x, "ROWS": 64, **names}
+    names = {"gl": SimpleNamespace(minimum=min, maximum=max), "rematerialize": lambda x: x, "ROWS": 64, **names}
     return FunctionType(function.fn.__code__, {**function.fn.__globals__, **names})
 
 

@@ -77,7 +77,7 @@ class Walk:
             minimum=min, static_range=range, zeros=NOTHING, float32=NOTHING, NVMMADistributedLayout=NOTHING
         )
         names: dict[str, Any] = dict(  # noqa: C408 - names of globals
-            gl=gluon, step_at=plain(step_at), copy_of=lambda x: x, poll=lambda _pointer: _Semaphore(),
+            gl=gluon, step_at=plain(step_at), rematerialize=lambda x: x, poll=lambda _pointer: _Semaphore(),
             tma_load=self._load, raise_counter=self.steps.append,
             _step=lambda *given: self._note(*given[-6:-3], is_masked=given[-1], result=(NOTHING,) * sums),
             _score_step=lambda *given: self._note(*given[-5:-2], is_masked=given[-1], result=NOTHING),

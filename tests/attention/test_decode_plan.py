@@ -15,8 +15,8 @@ from flashmoe_science import InputError, UnsupportedError
 from flashmoe_science.attention.decode.config import DecodeConfig
 from flashmoe_science.attention.decode.plan import (
     DECODE_TABLES,
+    KVSplits,
     MergeConfig,
-    Shares,
     even_splits,
     partial_sizes,
     plan_shares,
@@ -34,7 +34,7 @@ def make(batch: int, heads: int, heads_kv: int, seqlen_q: int, capacity: int, **
     return CacheProblem(batch, heads, heads_kv, seqlen_q, capacity, **options)
 
 
-def shares_of(problem: CacheProblem) -> Shares:
+def shares_of(problem: CacheProblem) -> KVSplits:
     shares = plan_with_kv_cache(problem, H200).shares
     assert shares is not None
     return shares
@@ -93,12 +93,12 @@ def test_even_splits_leave_no_share_empty_and_waste_little(tiles, units, slots):
         assert steps * 0.95 <= min(others)
 
 
-def counts_on_the_device(shares: Shares, tiles: list[int]) -> list[int]:
+def counts_on_the_device(shares: KVSplits, tiles: list[int]) -> list[int]:
     """Return how many shares each sequence gets: the arithmetic of decode_triton, with numbers."""
     if shares.schedule == "balanced":
         quota, mean = max(-(-sum(tiles) // shares.splits), shares.least_tiles), sum(tiles) // len(tiles)
         alike = max(tiles) <= mean + mean // 8
-        wanted = [shares.alike if alike else max((each + quota // 2) // quota, 1) for each in tiles]
+        wanted = [shares.uniform if alike else max((each + quota // 2) // quota, 1) for each in tiles]
         cut = [max(-(-each // want), 1) for each, want in zip(tiles, wanted, strict=True)]
     else:
         cut = [max(-(-each // shares.splits), shares.least_tiles) for each in tiles]
@@ -179,7 +179,7 @@ def test_the_tile_of_a_call_that_promises_bits_does_not_follow_the_batch(how):
         plan_with_kv_cache(make(batch, 32, 8, 1, keys, **how), H200) for batch in (1, 64) for keys in (100, 131072)
     ]
     assert len({plan.config for plan in plans}) == 1
-    assert all(plan.shares is not None and plan.shares.alike == 1 for plan in plans)
+    assert all(plan.shares is not None and plan.shares.uniform == 1 for plan in plans)
 
 
 MLA = {"head_dim": 576, "head_dim_v": 512, "shared_kv": True, "page_size": 64}

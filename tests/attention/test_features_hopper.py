@@ -18,10 +18,10 @@ from flashmoe_science.attention.forward.plan_sm90 import HOPPER_TABLE
 from flashmoe_science.attention.forward.variants_plan import (
     FEATURES_KERNEL,
     ORDER_SEQUENCES,
-    features_config,
     heads_fit,
     heads_together,
     shares,
+    variants_config,
 )
 from flashmoe_science.attention.forward.variants_prepare import prepare_features
 from flashmoe_science.attention.problem import AttentionProblem
@@ -109,9 +109,9 @@ def test_every_row_of_the_plain_table_serves_features():
 
 def test_a_window_takes_the_tile_of_the_keys_that_it_leaves():
     long = make_problem(64, causal=True, seqlen_q=16384, seqlen_k=16384)
-    assert features_config(dataclasses.replace(long, softcap=2.0)).warpgroups == 3
-    assert features_config(dataclasses.replace(long, window=(511, -1))).warpgroups == 2
-    assert features_config(dataclasses.replace(long, causal=False, window=(511, -1))).warpgroups == 3
+    assert variants_config(dataclasses.replace(long, softcap=2.0)).warpgroups == 3
+    assert variants_config(dataclasses.replace(long, window=(511, -1))).warpgroups == 2
+    assert variants_config(dataclasses.replace(long, causal=False, window=(511, -1))).warpgroups == 3
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -315,7 +315,7 @@ def test_every_row_of_packed_sequences_meets_the_keys_that_it_sees(
         head_dim, batch=len(lengths), heads=4, heads_kv=2, causal=causal, seqlen_q=2048, seqlen_k=2048, window=window,
         packed=True, seqused="qk" if used else "",
     )  # fmt: skip
-    rows = 64 * features_config(problem).warpgroups
+    rows = 64 * variants_config(problem).warpgroups
     sequences = order_sequences(places, seen, starts_k, 4, rows, queries, together)
     walk = Walk(problem, sequences, programs=programs, seed=seed)
     assert walk.tiles == sum(-(-place // rows) for place in places) * 4
@@ -340,7 +340,7 @@ def test_programs_have_equal_shares(head_dim, seqlen):
         head_dim, batch=16384 // seqlen, heads=heads, heads_kv=heads, seqlen_q=seqlen, seqlen_k=seqlen, causal=True,
         softcap=9.0,
     )  # fmt: skip
-    config = features_config(problem)
+    config = variants_config(problem)
     tiles_m, all_heads = cdiv(seqlen, 64 * config.warpgroups), problem.batch * heads
     together = heads_together(problem, config, 132)
     fit = heads_fit(problem)

@@ -17,7 +17,7 @@ from flashmoe_science import (
     flash_attention_with_kv_cache,
 )
 from flashmoe_science.attention.backward.api import explain_gradients, flash_attention_backward
-from flashmoe_science.attention.decode.contract import meet, meets_itself
+from flashmoe_science.attention.decode.contract import has_internal_overlap, meet
 
 OPS = torch.ops.flashmoe_science
 
@@ -388,7 +388,7 @@ def test_caches_that_lie_otherwise_in_one_buffer_are_served(places):
     k_cache, v_cache = cut(torch.arange(1000.0), *places)
     assert not set(k_cache.flatten().tolist()) & set(v_cache.flatten().tolist())
     assert not meet(k_cache, v_cache)
-    assert not meets_itself(k_cache)
+    assert not has_internal_overlap(k_cache)
     new = torch.ones(3, 2, 1, 8), torch.ones(3, 2, 1, v_cache.shape[3])
     o = flash_attention_with_kv_cache(torch.zeros(3, 2, 1, 8), k_cache, v_cache, *new, cache_seqlens=ints(0, 0, 0))
     assert torch.equal(o, torch.ones_like(o))
@@ -412,7 +412,7 @@ def test_meeting_is_what_a_set_of_elements_says():
         shared = bool(elements(one) & elements(other))
         moving = all(size > 1 for size in (*one.shape, *other.shape))  # axes of one place have a stride of no meaning
         assert meet(one, other) == shared if moving else not meet(one, other) or shared
-        assert meets_itself(one) == (one.numel() > len(elements(one)))
+        assert has_internal_overlap(one) == (one.numel() > len(elements(one)))
         assert not meet(one, third) or elements(one) & elements(third)
         found += shared
     assert 50 < found < 350
@@ -429,6 +429,6 @@ def test_caches_that_take_turns_in_one_tensor_do_not_share_it():
     for one, other in (*apart, *shifted, (whole[:2], whole[1:]), (whole, whole)):
         shared = bool(set(one.flatten().tolist()) & set(other.flatten().tolist()))
         assert meet(one, other) == meet(other, one) == shared
-        assert not meets_itself(one)
-    assert meets_itself(torch.zeros(99).as_strided((5, 8), (4, 1)))
+        assert not has_internal_overlap(one)
+    assert has_internal_overlap(torch.zeros(99).as_strided((5, 8), (4, 1)))
     assert not meet(whole[:0], whole)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flashmoe_science.attention.forward import variants_gluon_sm90 as kernel
-from flashmoe_science.attention.forward.variants_plan import features_config, heads_fit, heads_together
+from flashmoe_science.attention.forward.variants_plan import heads_fit, heads_together, variants_config
 from flashmoe_science.attention.forward.variants_primitives_sm90 import Args
 from flashmoe_science.attention.problem import AttentionProblem
 
@@ -87,7 +87,7 @@ class Walk:
         self, problem: AttentionProblem, sequences: list[list[int]] | None = None, *, programs: int = 132, seed: int = 0
     ) -> None:
         """``sequences`` are what ``sequences_triton`` stores of each, where they are packed."""
-        config = features_config(problem)
+        config = variants_config(problem)
         tiles_m = -(-problem.seqlen_q // (64 * config.warpgroups))
         self.tiles = sequences[-1][0] if sequences else tiles_m * problem.batch * problem.heads
         self.programs = programs
@@ -105,7 +105,7 @@ class Walk:
             "HAS_SEQUSED_Q": "q" in problem.seqused, "BOUND_LEFT": problem.bounded_left,
             "BOUND_RIGHT": problem.bounded_right, "STORE_LSE": True, "D1": 0, "DV0": 64, "DV1": 0,
         }  # fmt: skip
-        # Who draws which ticket is up to the GPU: each draws once for a tile of its own, ever larger ones.
+        # Which program fetches which tile is up to the GPU: each fetches once for a tile of its own, ever larger ones.
         draw = random.Random(seed)
         working = min(programs, self.tiles)
         tickets: list[list[int]] = [[] for _ in range(working)]
@@ -153,18 +153,18 @@ class Walk:
 
         drawn: list[int] = []
 
-        def draw(_: Any) -> int:
+        def fetch_next(_: Any) -> int:
             drawn.append(self.tickets[program].pop(0))
             return drawn[-1]
 
-        def collect(ticket: int, _counter: Any, _tiles: Any) -> int:
-            assert ticket == drawn.pop(), "it is the last that was drawn, and collected once"
+        def get_fetched(ticket: int, _counter: Any, _tiles: Any) -> int:
+            assert ticket == drawn.pop(), "it is the last that was fetched, and read once"
             return ticket + self.programs
 
         special = {"ctaid.x": program, "nctaid.x": self.programs}
         names = {
-            "gl": _gluon(), "special_register": special.__getitem__, "copy_of": int,
-            "draw": draw, "collect": collect, "wait_for_kernel_before": _Nothing(),
+            "gl": _gluon(), "special_register": special.__getitem__, "rematerialize": int,
+            "fetch_next": fetch_next, "get_fetched": get_fetched, "wait_for_kernel_before": _Nothing(),
             "slot_of": lambda i, stages: i % stages, "lap_of": lambda i, stages: i // stages,
         }  # fmt: skip
         rows = types.SimpleNamespace(put=put, publish=_Nothing())
@@ -209,12 +209,12 @@ class Walk:
 
         nothing = _Nothing()
         names = {
-            "gl": _gluon(), "copy_of": int, "slot_of": lambda i, _s: i, "lap_of": lambda i, _s: i,
+            "gl": _gluon(), "rematerialize": int, "slot_of": lambda i, _s: i, "lap_of": lambda i, _s: i,
             "_first_step": first_step, "_step": step, "partial_sums": nothing, "rescale": lambda a, b, *_: (a, b),
             "issue_output": lambda *_: (nothing, nothing, nothing),
             "_normalise": lambda m, total, *_: (m, total, nothing),
             "_clean_values": lambda _a, i, keys: found[-1].cleaned.append((i, keys)), "_store_lse": nothing,
-            "pass_turn": nothing, "store_output": store,
+            "warp_scheduler_arrive": nothing, "store_output": store,
             "warpgroup_mma_wait": lambda *_a, **_k: (nothing, nothing, nothing), "tma": nothing,
         }  # fmt: skip
         rows = types.SimpleNamespace(wait=open_tile, read=lambda n, what: tiles[n][what])

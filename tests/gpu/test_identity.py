@@ -17,6 +17,8 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
+import triton.language as tl
+
 from flashmoe_science.attention import primitives
 from flashmoe_science.attention.forward import (
     gluon_sm90 as forward_gluon_sm90,
@@ -26,9 +28,10 @@ from flashmoe_science.attention.forward import (
     stream_triton as forward_triton,
 )
 from flashmoe_science.errors import UnreadableError
-from flashmoe_science.gpu import gluon_sm90, identity
+from flashmoe_science.gpu import compile as compile_module, gluon_sm90, identity
 from flashmoe_science.gpu.compile import KernelSource
 from flashmoe_science.gpu.identity import launch_identity
+from flashmoe_science.gpu.signature import kernel_source
 from flashmoe_science.gpu.specs import SPECS
 from flashmoe_science.proof.subject.loading import load_operator
 from flashmoe_science.proof.subject.operator import identities_of
@@ -142,6 +145,26 @@ def test_what_a_launch_is_given_counts():
     assert len(set(found)) == len(found)
 
 
+@pytest.mark.parametrize(
+    ("module", "name", "value"),
+    [
+        (compile_module, "ALIGNMENT", [["tt.divisibility", 4]]),
+        (compile_module, "compile_options", lambda source: {"num_warps": source.num_warps, "enable_fp_fusion": False}),
+        (identity, "ENCODING", {"interleave": 0, "l2_promotion": 0, "fill": 0}),
+    ],
+    ids=["alignment", "options", "tensor maps"],
+)
+def test_what_every_launch_is_given_counts(before, monkeypatch, module, name, value):
+    monkeypatch.setattr(module, name, value)
+    assert changed(before) >= {"hopper", "features"}
+
+
+def test_a_default_counts_by_its_value(before, monkeypatch):
+    """A call that leaves the option out is given another value, and no call says so."""
+    monkeypatch.setitem(kernel_source.__kwdefaults__, "num_stages", 3)
+    assert {"hopper", "features"} <= changed(before)
+
+
 def test_digits_that_fp32_has_not_do_not_count():
     source = KernelSource(merge_triton._merge_partials_kernel, (("scale", "fp32"),), (), frozenset(), 4)
     one, same, other = (launch_identity(Launch(source, scalars=(x,)), 90) for x in (0.1, 0.1 + 1e-12, 0.2))
@@ -191,7 +214,7 @@ def with_import_renamed(file: Path, module: Path, name: str) -> str:
     return re.sub(r"from (?P<dots>\.+)(?P<path>[\w.]+) import", renamed, file.read_text())
 
 
-def test_files_that_are_renamed_and_comments_change_no_identity(tmp_path, before):
+def test_new_names_of_files_functions_and_variables_and_comments_change_no_identity(tmp_path, before):
     copy = copied_package(tmp_path)
     for module in (forward_gluon_sm90, gluon_sm90, forward_triton, primitives):
         path = copy / Path(str(module.__file__)).relative_to(PACKAGE_FOLDER)
@@ -199,6 +222,10 @@ def test_files_that_are_renamed_and_comments_change_no_identity(tmp_path, before
         text = re.sub(r"^(@\w+\.jit)\n", r"# A comment.\n\n\1\n", text, flags=re.MULTILINE)
         text = re.sub(r'^( +)"""(?=\S)', r'\1"""Edited: ', text, flags=re.MULTILINE)
         path.write_text(text)
+    for file in copy.rglob("*.py"):
+        file.write_text(re.sub(r"\bslot_of\b", "place_in_ring", file.read_text()))
+    attend = copy / Path(str(forward_gluon_sm90.__file__)).relative_to(PACKAGE_FOLDER)
+    attend.write_text(re.sub(r"\bticket\b", "number", attend.read_text()))
     for module, name in ((forward_gluon_sm90, "renamed"), (gluon_sm90, "rings"), (primitives, "shared")):
         path = copy / Path(str(module.__file__)).relative_to(PACKAGE_FOLDER)
         path.rename(path.with_name(f"{name}.py"))
@@ -206,6 +233,37 @@ def test_files_that_are_renamed_and_comments_change_no_identity(tmp_path, before
             each.write_text(with_import_renamed(each, path.with_suffix(""), name))
     assert not (copy / Path(gluon_sm90.__file__).relative_to(PACKAGE_FOLDER)).exists()
     assert identities_in(tmp_path) == before
+
+
+# What a kernel reaches outside of itself
+
+
+def identity_with(monkeypatch: pytest.MonkeyPatch, name: str, value: Any) -> str:
+    monkeypatch.setattr(made_up_kernels, name, value)
+    identity._describe.cache_clear()
+    identity._code_identity.cache_clear()
+    return identity.code_identity(made_up_kernels._noinline_kernel)
+
+
+def test_a_function_from_outside_counts_by_its_name(monkeypatch):
+    names = ("sum", "max", "sum")
+    one, other, again = (identity_with(monkeypatch, "REDUCE", getattr(tl, name)) for name in names)
+    assert one == again != other
+
+
+def test_an_option_of_a_decorator_counts_by_its_value(monkeypatch):
+    assert identity_with(monkeypatch, "NOINLINE", True) != identity_with(monkeypatch, "NOINLINE", False)
+
+
+def test_a_builtin_of_our_own_counts_by_its_code(monkeypatch):
+    one = identity_with(monkeypatch, "REDUCE", made_up_kernels.copy_once)
+    assert one != identity_with(monkeypatch, "REDUCE", made_up_kernels.copy_twice)
+
+
+def test_a_parameter_hides_a_global_name_and_a_method_does_not(monkeypatch):
+    one = identity_with(monkeypatch, "REDUCE", made_up_kernels.Pair)
+    monkeypatch.setattr(made_up_kernels, "scaled", made_up_kernels.copy_twice)
+    assert one != identity_with(monkeypatch, "REDUCE", made_up_kernels.Pair)
 
 
 # What cannot be read

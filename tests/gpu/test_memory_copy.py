@@ -1,4 +1,4 @@
-"""The yardstick of memory: what one call moves, and what calls find that come after it."""
+"""The speed of light of memory: what one call moves, and what calls find that come after it."""
 
 from __future__ import annotations
 

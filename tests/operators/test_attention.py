@@ -77,7 +77,7 @@ def test_answers_take_the_features_into_account():
 
 
 def test_baselines_say_what_they_are_not_called_with():
-    """None runs another problem in silence; SDPA takes a bias, and a yardstick leaves the features out."""
+    """None runs another problem in silence; SDPA takes a bias, and a speed of light leaves the features out."""
     problem = OPERATOR.parse_case({**TABLE, "dtype": "bf16"})
     for name, baseline in BASELINES.items():
         refused = baseline.refusal(problem)
@@ -112,7 +112,7 @@ def test_the_yardstick_leaves_the_features_out():
     call = OPERATOR.bind(baseline.load(), problem, inputs)
     assert isinstance(call, functools.partial)
     assert torch.equal(call(), flash_attention(inputs["q"], inputs["k"], inputs["v"], causal=True))
-    assert baseline.yardstick
+    assert baseline.speed_of_light
     assert baseline.version().startswith("flashmoe_science ")
 
 

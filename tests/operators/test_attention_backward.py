@@ -112,10 +112,10 @@ def test_the_suite_holds_what_it_says():
             served = OPERATOR.refusal(subject, case, "H200") is None
             kernels.setdefault((subject, case.forward.head_dim), set()).add(served)
     assert kernels == {(subject, dim): {True} for subject in OPERATOR.entry_points() for dim in (64, 128, 256)}
-    yardstick: Any = BASELINES["matrix-product"]
+    speed_of_light: Any = BASELINES["matrix-product"]
     long = cases[-1]
-    assert yardstick.refusal(long) is None
-    assert yardstick._rows(long) == pytest.approx(long.flops / (2 * 8192**2), abs=64)
+    assert speed_of_light.refusal(long) is None
+    assert speed_of_light._rows(long) == pytest.approx(long.flops / (2 * 8192**2), abs=64)
 
 
 # Baselines

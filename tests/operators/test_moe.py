@@ -49,7 +49,7 @@ def test_every_implementation_gives_the_exact_answer(table):
     from flashmoe_science import fused_moe
 
     able = [baseline for name, baseline in BASELINES.items() if name != "liger"]  # it needs a package, and a GPU
-    theirs = {baseline.name: baseline.load() for baseline in able if not baseline.yardstick}
+    theirs = {baseline.name: baseline.load() for baseline in able if not baseline.speed_of_light}
     entries = {"fused_moe": fused_moe, **theirs}
     for name, entry in entries.items():
         out = OPERATOR.bind(entry, case, inputs)()
@@ -61,7 +61,7 @@ def test_every_implementation_gives_the_exact_answer(table):
 def test_baselines_say_what_they_do_not_serve():
     def refusals(**change: Any) -> dict[str, str | None]:
         case = OPERATOR.parse_case({**TABLE, "dtype": "bf16", **change})
-        return {name: baseline.refusal(case) for name, baseline in BASELINES.items() if not baseline.yardstick}
+        return {name: baseline.refusal(case) for name, baseline in BASELINES.items() if not baseline.speed_of_light}
 
     assert set(refusals().values()) == {None}
     assert refusals(dtype="fp32")["grouped_mm"] == "torch._grouped_mm serves bf16"
@@ -139,7 +139,7 @@ def test_of_several_draws_the_middle_one_is_taken():
 def test_the_copy_moves_as_many_bytes_as_the_weights_have():
     case = OPERATOR.parse_case({**TABLE, "hidden": 4096, "inter": 14336, "tokens": 2, "dtype": "bf16"})
     baseline, inputs = BASELINES["copy"], {"x": torch.empty(1)}
-    assert baseline.yardstick
+    assert baseline.speed_of_light
     assert baseline.refusal(case) is None
     copy: Any = OPERATOR.bind(baseline.load(), case, inputs)
     found = copy()

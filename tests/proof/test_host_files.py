@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from flashmoe_science.gpu.specs import find_gpu
+from flashmoe_science.proof.measure import host_files
 from flashmoe_science.proof.measure.host_files import file_hash, files_called, hashes_now
 from flashmoe_science.proof.subject.subject import PACKAGE_FOLDER
 
@@ -52,3 +53,32 @@ def test_what_does_nothing_does_not_count(hash_of, text):
 
 def test_what_a_file_does_counts(hash_of):
     assert hash_of(TEXT.replace("sqrt", "cbrt")) != hash_of(TEXT)
+
+
+@pytest.fixture
+def package(tmp_path):
+    """A package of which ``api`` imports ``run`` from ``calls``."""
+
+    def write(**files):
+        file_hash.cache_clear()
+        host_files._definitions.cache_clear()
+        for name, text in files.items():
+            (tmp_path / f"{name}.py").write_text(text)
+        return file_hash(tmp_path / "api.py")
+
+    write(calls="def run():\n    return 1\n", api="from .calls import run\n\n\ndef call():\n    return run()\n")
+    return write
+
+
+def test_an_imported_name_counts_by_its_definition(package):
+    before = package()
+    assert package(other="def helper():\n    return 2\n\n\ndef run():\n    return 1\n") == before
+    api = "from .other import run\n\n\ndef call():\n    return run()\n"
+    assert package(api=api) == before
+    assert package(api=api, other="import time\n\n\ndef run():\n    time.sleep(1)\n    return 1\n") != before
+
+
+def test_names_for_type_checkers_do_not_count(package):
+    text = "from typing import TYPE_CHECKING\nfrom .calls import run\n{}\n\ndef call():\n    return run()\n"
+    extra = "if TYPE_CHECKING:\n    from .calls import other"
+    assert package(api=text.format(extra)) == package(api=text.format(""))

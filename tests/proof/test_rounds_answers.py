@@ -69,12 +69,12 @@ def test_a_yardstick_is_timed_though_its_answer_is_none_to_the_problem():
     bench = Bench()
     work = implementation(bench.gpu, seconds=4e-6, change=lambda out: -out)
     measure = make_baseline("product", work)
-    measure.yardstick = True
+    measure.speed_of_light = True
     bench.baselines.append(loaded("product", work, baseline=measure))
     product = bench.run().arms["product"]
     assert (product.status, product.accuracy) == ("measured", None)
     assert bench.seconds("graph")["product"] == pytest.approx([4e-6] * 4)
-    measure.yardstick = False
+    measure.speed_of_light = False
     assert "its answer is off by" in bench.run().arms["product"].reason
 
 

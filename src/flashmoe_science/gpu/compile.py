@@ -27,6 +27,7 @@ from .machine_code import KernelCode
 from .specs import find_gpu, shared_memory_limit
 
 _PTXAS_LINES = 8  # of its complaints in an error's message: the first is mostly the cause of the others
+ALIGNMENT = [["tt.divisibility", 16]]  # of an argument of ``aligned``
 _compiling = threading.local()  # ``here`` while this thread compiles a kernel of ours
 
 
@@ -61,6 +62,17 @@ class Resources:
     seconds: float  # what compiling took
 
 
+def compile_options(source: KernelSource) -> dict[str, Any]:
+    """Return the options that Triton is given."""
+    # Fused multiply-add is said here because its default flips in Triton 3.10, and bits must not depend on the version.
+    return {
+        "num_warps": source.num_warps,
+        "num_stages": source.num_stages,
+        "enable_fp_fusion": True,
+        "maxnreg": source.max_registers,
+    }
+
+
 @functools.lru_cache(maxsize=4096)
 def compile_kernel(source: KernelSource, arch: int) -> Any:
     """Return Triton's compiled kernel for ``sm_<arch>``.
@@ -90,15 +102,9 @@ def compile_kernel(source: KernelSource, arch: int) -> Any:
             for name, group in groups.items()
         },
         {places[name]: value for name, value in constants.items()},
-        {place: [["tt.divisibility", 16]] for name, place in places.items() if name in source.aligned},
+        {place: ALIGNMENT for name, place in places.items() if name in source.aligned},
     )
-    # Fused multiply-add is said here because its default flips in Triton 3.10, and bits must not depend on the version.
-    options: dict[str, Any] = {
-        "num_warps": source.num_warps,
-        "num_stages": source.num_stages,
-        "enable_fp_fusion": True,
-        "maxnreg": source.max_registers,
-    }
+    options = compile_options(source)
     _compiling.here = True
     try:
         kernel = triton.compile(unit, target=GPUTarget("cuda", arch, 32), options=options)

@@ -140,8 +140,8 @@ def wait_for_kernel_before():
 
 
 @gluon.jit
-def draw(counter_ptr):
-    """Ask for the next ticket; the answer takes a trip to L2, and ``collect`` waits for it.
+def fetch_next(counter_ptr):
+    """Ask the tile scheduler for the next ticket; the answer takes a trip to L2, and ``get_fetched`` waits for it.
 
     One lane asks. As Triton's own atomic operation it would be waited for at once.
     """
@@ -153,10 +153,10 @@ def draw(counter_ptr):
 
 
 @gluon.jit
-def collect(ticket, counter_ptr, tiles):
-    """Return the tile of a ticket: the next that nobody has drawn, or one past the end.
+def get_fetched(ticket, counter_ptr, tiles):
+    """Return the tile of a ticket: the next that nobody has, or one past the end.
 
-    One draw a tile: who makes the last puts the counter back to 0 for the next launch.
+    One fetch a tile: the last one puts the counter back to 0 for the next launch.
     """
     ticket = gl.inline_asm_elementwise(
         "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", "=r,r", [ticket], dtype=gl.int32, is_pure=False, pack=1
@@ -167,7 +167,7 @@ def collect(ticket, counter_ptr, tiles):
 
 
 @gluon.jit
-def copy_of(x):
+def rematerialize(x):
     """Return a copy of an integer that the compiler cannot see through.
 
     What is computed from it is computed where it is needed. Else LLVM computes it once for all warpgroups at the start
@@ -177,15 +177,15 @@ def copy_of(x):
 
 
 @gluon.jit
-def opaque(X: gl.constexpr):
-    """Return a constant that the compiler does not know, for the reason of ``copy_of``."""
+def hide_from_compiler(X: gl.constexpr):
+    """Return a constant that the compiler does not know, for the reason of ``rematerialize``."""
     asm: gl.constexpr = f"mov.b32 $0, {X};"
     return gl.inline_asm_elementwise(asm, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def special_register(NAME: gl.constexpr):
-    """Read a special register of 32 bits where it is needed, for the reason of ``copy_of``."""
+    """Read a special register of 32 bits where it is needed, for the reason of ``rematerialize``."""
     asm: gl.constexpr = f"mov.b32 $0, %{NAME};"
     return gl.inline_asm_elementwise(asm, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 

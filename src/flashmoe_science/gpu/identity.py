@@ -1,9 +1,12 @@
 """The identity of a launch: one hash of all that the compiler and the driver are given. No GPU is needed.
 
 Two launches with one identity run the same machine code under one version of Triton, on blocks and arguments of the
-same sizes. The hash has no names of modules or files, no comments, docstrings or line numbers. So moving a kernel to
-another file leaves it, and one changed token, constant, tile or grid does not. It is equal for every supported version
-of Python and Triton.
+same sizes. The hash has no names of modules, files, functions or local variables, no comments, docstrings or line
+numbers. So moving or renaming them leaves it, and a changed token, constant, option, tile or grid does not. It is equal
+for every supported version of Python and Triton.
+
+Not in it: how ``launch.py`` launches, and what a call runs besides its kernels, e.g. a fill by torch. Gate *launch*
+finds a kernel that was not promised.
 """
 
 from __future__ import annotations
@@ -16,13 +19,14 @@ import json
 import re
 import struct
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..errors import UnreadableError
+from .tensor_map import ENCODING
 
 if TYPE_CHECKING:
     from .compile import KernelSource
@@ -31,6 +35,13 @@ if TYPE_CHECKING:
 _DIGITS = 32
 _OUTSIDE = frozenset({"builtins", "math", "torch", "triton", "typing"})  # packages whose versions a record names
 _LEFT_OUT = frozenset({"ctx", "kind", "type_comment", "type_ignores"})  # of a syntax tree: they follow from the rest
+# Options at these values are left out, so an option that is added here with its old behaviour changes no identity.
+_USUAL = {"num_stages": 1, "maxnreg": None, "enable_fp_fusion": True, "dependent_launch": False, "of": None}
+# Names of one function of Gluon in several versions of Triton, and what stands in for one that is missing.
+_ONE_NAME = {
+    "async_copy_global_to_shared": "async_load", "async_copy_shared_to_global": "async_store",
+    "thread_barrier": "barrier", "_tma_add": "async_atomic_add", "_reinterpret": "reinterpret",
+}  # fmt: skip
 _Definition = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
@@ -60,6 +71,8 @@ def launch_identity(launch: PlannedSource, arch: int) -> str:
     Raises:
         UnreadableError: the kernel reaches something that cannot be read, or a constant has no plain value.
     """
+    from .compile import ALIGNMENT, compile_options
+
     source = launch.source
     kinds = [kind for _, kind in source.signature][len(source.signature) - len(launch.scalars) :]
     return digest({
@@ -67,14 +80,19 @@ def launch_identity(launch: PlannedSource, arch: int) -> str:
         "code": code_identity(source.function),
         "signature": [[name, _type(kind)] for name, kind in source.signature],
         "constants": _plain(dict(source.constants)),
-        "options": _fields(source, without=("function", "signature", "constants")),
+        "options": _unusual(compile_options(source)),
+        "aligned": [_plain(source.aligned), ALIGNMENT],
+        "dependent_launch": source.dependent_launch,
         "grid": _plain(launch.grid),
         # A kernel is given fp32: further digits of a double do not count.
         "scalars": [
             struct.pack("<f", value).hex() if kind == "fp32" else _plain(value)
             for kind, value in zip(kinds, launch.scalars, strict=True)
         ],
-        "maps": [_fields(tensor_map) for tensor_map in launch.tensor_maps],
+        "maps": [
+            [_unusual({each.name: getattr(tensor_map, each.name) for each in fields(tensor_map)}), _plain(ENCODING)]
+            for tensor_map in launch.tensor_maps
+        ],
     })  # fmt: skip
 
 
@@ -98,19 +116,19 @@ def _code_identity(function: Any) -> str:
     found, lines = {function: 0}, []
     for definition in (order := [function]):
         text, names = _describe(definition)
-        reached = {}
-        for name, (value, is_code) in names.items():
+        reached: list[Any] = []
+        for value, is_code in names:
             if is_code and value not in found:
                 found[value] = len(order)
                 order.append(value)
-            reached[name] = ["code", found[value]] if is_code else value
+            reached.append(["code", found[value]] if is_code else value)
         lines.append([text, reached])
     return digest(lines)
 
 
 @functools.lru_cache(maxsize=4096)
-def _describe(definition: Any) -> tuple[str, Mapping[str, tuple[Any, bool]]]:
-    """Return the hash of a definition's own source, and what its global names stand for, by name."""
+def _describe(definition: Any) -> tuple[str, Sequence[tuple[Any, bool]]]:
+    """Return the hash of a definition's own source, and what its global names stand for, as they come in it."""
     where = f"{definition.__module__}:{definition.__qualname__}"
     module = sys.modules[definition.__module__]
     place = 0 if isinstance(definition, type) else definition.__code__.co_firstlineno
@@ -118,13 +136,14 @@ def _describe(definition: Any) -> tuple[str, Mapping[str, tuple[Any, bool]]]:
     if node is None or "<locals>" in where:
         raise UnreadableError(f"the source of {where} cannot be read: expected a class or function of a module")
     names = {}
-    for name in sorted(_global_names(node)):
+    for name in _global_names(node):
         if name in vars(module):
-            if (reached := _reach(vars(module)[name], f"{name} of {where}")) is not None:
-                names[name] = reached
+            names[name] = _reach(vars(module)[name], f"{name} of {where}")
         elif not hasattr(builtins, name):
             raise UnreadableError(f"{where} uses {name}, which its module does not have")
-    return digest(normalised(node)), names
+    numbers = {name: f"global {i}" for i, name in enumerate(names)}
+    kind, parts = normalised(node, numbers)
+    return digest([kind, {**parts, "name": ""}]), list(names.values())
 
 
 @functools.lru_cache(maxsize=256)
@@ -138,18 +157,26 @@ def _definitions(file: str) -> Mapping[tuple[str, int], ast.AST]:
     return found | {(node.name, 0): node for node in tree.body if isinstance(node, ast.ClassDef)}
 
 
-def normalised(node: Any) -> Any:
-    """Return a syntax tree as values of JSON, without docstrings and places; equal for every version of Python."""
+def normalised(node: Any, names: Mapping[str, str] | None = None) -> Any:
+    """Return a syntax tree as values of JSON, without docstrings and places; equal for every version of Python.
+
+    With ``names`` it has these names in place of those of the source, and local variables of functions are numbered.
+    """
     if isinstance(node, list):
-        return [normalised(item) for item in node]
+        return [normalised(item, names) for item in node]
     if not isinstance(node, ast.AST):
         return f"{type(node).__name__} {node!r}"
+    if names is not None and isinstance(node, ast.Name) and node.id in names:
+        return ["Name", names[node.id]]
+    if names is not None and isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        names = {name: said for name, said in names.items() if name not in _parameters(node)}
+        names |= {name: f"local {i}" for i, name in enumerate(_locals(node))}
     fields = {
         name: _without_docstring(node) if name == "body" and isinstance(node, (ast.Module, *_Definition)) else value
         for name, value in ast.iter_fields(node)
         if name not in _LEFT_OUT and (value is not None or isinstance(node, ast.Constant)) and value != []
     }
-    return [type(node).__name__, {name: normalised(value) for name, value in fields.items()}]
+    return [type(node).__name__, {name: normalised(value, names) for name, value in fields.items()}]
 
 
 def _without_docstring(node: Any) -> list[ast.stmt]:
@@ -158,26 +185,45 @@ def _without_docstring(node: Any) -> list[ast.stmt]:
     return body[1:] if isinstance(first, ast.Constant) and isinstance(first.value, str) else body
 
 
-def _global_names(node: ast.AST) -> set[str]:
-    """Return the names that a definition reads and does not bind. Decorators do not count: they run on the host."""
+def _parameters(function: ast.AST) -> set[str]:
+    return {each.arg for each in ast.walk(function) if isinstance(each, ast.arg)}
+
+
+def _locals(function: ast.AST) -> list[str]:
+    """Return the variables that a function binds, without its parameters, in the order in which they are bound."""
+    bound = [each for each in ast.walk(function) if isinstance(each, ast.Name) and not isinstance(each.ctx, ast.Load)]
+    bound.sort(key=lambda each: (each.lineno, each.col_offset))
+    return list(dict.fromkeys(each.id for each in bound if each.id not in _parameters(function)))
+
+
+def _global_names(node: ast.AST) -> list[str]:
+    """Return the names that a definition reads and does not bind, in the order of its source.
+
+    Of a decorator its options count, e.g. ``noinline``: it runs on the host itself.
+    """
     if isinstance(node, ast.ClassDef):
-        return set().union(*map(_global_names, [*node.bases, *node.body]))
-    parts = [part for part in ast.iter_child_nodes(node) if part not in getattr(node, "decorator_list", ())]
-    nodes = [node, *(each for part in parts for each in ast.walk(part))]
+        return list(dict.fromkeys(name for part in (*node.bases, *node.body) for name in _global_names(part)))
+    decorators = getattr(node, "decorator_list", ())
+    options = [option.value for each in decorators if isinstance(each, ast.Call) for option in each.keywords]
+    parts = [part for part in ast.iter_child_nodes(node) if part not in decorators]
+    nodes = [node, *(each for part in [*options, *parts] for each in ast.walk(part))]
     bound = {each.arg for each in nodes if isinstance(each, ast.arg)}
     bound |= {each.id for each in nodes if isinstance(each, ast.Name) and not isinstance(each.ctx, ast.Load)}
-    bound |= {each.name for each in nodes if isinstance(each, _Definition)}
-    return {each.id for each in nodes if isinstance(each, ast.Name)} - bound
+    bound |= {each.name for each in nodes[1:] if isinstance(each, _Definition)}
+    read = [each for each in nodes if isinstance(each, ast.Name) and each.id not in bound]
+    return list(dict.fromkeys(each.id for each in sorted(read, key=lambda each: (each.lineno, each.col_offset))))
 
 
-def _reach(value: Any, what: str) -> tuple[Any, bool] | None:
-    """Return the definition or the plain value behind a global name, and which it is; None: it is from outside."""
+def _reach(value: Any, what: str) -> tuple[Any, bool]:
+    """Return the definition, the plain value or the outside name behind a global name, and whether it is code."""
     code = getattr(value, "fn", value)
+    code = getattr(code, "__wrapped__", code) if hasattr(code, "__triton_builtin__") else code
     if isinstance(code, ModuleType) and _is_outside(code.__name__):
-        return None
+        return ["outside", code.__name__], False
     if isinstance(code, (FunctionType, type)):
-        is_builtin = not isinstance(code, type) and hasattr(code, "__triton_builtin__")
-        return None if is_builtin or _is_outside(code.__module__) else (code, True)
+        name = _ONE_NAME.get(code.__name__, code.__name__)
+        outside = _is_outside(code.__module__) or code.__name__ in _ONE_NAME
+        return (["outside", name], False) if outside else (code, True)
     try:
         return _plain(value), False
     except UnreadableError as error:
@@ -212,10 +258,8 @@ def _said(fields: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     return {name: _plain(value) for name, value in fields if value not in (None, False, 0, [], ())}
 
 
-def _fields(item: Any, without: Iterable[str] = ()) -> dict[str, Any]:
-    """Return the fields of a dataclass that are not their defaults: a new field leaves old identities as they are."""
-    known = [field for field in fields(item) if field.name not in without]
-    return {each.name: _plain(value) for each in known if (value := getattr(item, each.name)) != each.default}
+def _unusual(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _plain(value) for name, value in options.items() if name not in _USUAL or value != _USUAL[name]}
 
 
 def _type(kind: str) -> Any:

@@ -21,7 +21,8 @@ MAP_ALIGNMENT = 64
 
 _DATA_TYPES = {"fp16": 6, "fp32": 7, "bf16": 9}  # CU_TENSOR_MAP_DATA_TYPE_*
 _ITEM_BYTES = {"fp16": 2, "fp32": 4, "bf16": 2}
-_L2_PROMOTION_128B = 2
+# CU_TENSOR_MAP_INTERLEAVE_NONE, _L2_PROMOTION_L2_128B and _FLOAT_OOB_FILL_NONE: zeros outside the tensor.
+ENCODING = {"interleave": 0, "l2_promotion": 2, "fill": 0}
 # Two device addresses that differ in every bit that an address may have, but for the lowest four.
 _PATTERNS = (0x0000_5555_5555_5550, 0x0000_2AAA_AAAA_AAA0)
 
@@ -75,7 +76,8 @@ def encode(tensor_map: TensorMap, layout: Mapping[str, Any], address: int, out: 
     )
     code = _driver().cuTensorMapEncodeTiled(
         out, _DATA_TYPES[tensor_map.dtype], rank, address, shape, strides, (ctypes.c_uint32 * rank)(*reversed(box)),
-        (ctypes.c_uint32 * rank)(*[1] * rank), 0, layout["swizzle"], _L2_PROMOTION_128B, 0,
+        (ctypes.c_uint32 * rank)(*[1] * rank), ENCODING["interleave"], layout["swizzle"], ENCODING["l2_promotion"],
+        ENCODING["fill"],
     )  # fmt: skip
     if code:
         raise LaunchError(f"cannot encode a tensor map (CUDA error {code}): {tensor_map}, box {box}")

@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...gpu.gluon_sm90 import lap_of, named_barrier, opaque, slot_of
+from ...gpu.gluon_sm90 import hide_from_compiler, lap_of, named_barrier, slot_of
 from ...gpu.gluon_versions import aggregate, tma_add, tma_load, tma_store
 from .primitives_sm90 import (
     KeyTiles,
@@ -191,7 +191,7 @@ def _issue_dq(a, i, zero, bufs, BEGIN: gl.constexpr):
     dq = zero
     for w in gl.static_range(2):
         ds = a.ds_bufs.index((i & 1) * 2 + w)
-        k = bufs.index(opaque(w)).reshape([ROWS, bufs.shape[4]]).slice(BEGIN, zero.shape[1], dim=1)
+        k = bufs.index(hide_from_compiler(w)).reshape([ROWS, bufs.shape[4]]).slice(BEGIN, zero.shape[1], dim=1)
         dq = warpgroup_mma(ds.permute((1, 0)), k, dq, use_acc=w > 0, is_async=True)
     return dq
 
@@ -200,13 +200,13 @@ def _issue_dq(a, i, zero, bufs, BEGIN: gl.constexpr):
 def _store_dq(dq, a, i, W: gl.constexpr):
     """Put 64 columns of the dQ of step ``i`` where a writer takes them, in the order in which the threads hold them."""
     mbarrier.wait(a.written_bar, (i & 1) ^ 1)  # of the step before; the first does not wait
-    a.dq_bufs.index(opaque(0)).slice(W * LINES, LINES, dim=0).store(as_added(dq))
+    a.dq_bufs.index(hide_from_compiler(0)).slice(W * LINES, LINES, dim=0).store(as_added(dq))
 
 
 @gluon.jit
 def _store_rest_of_dq(dq, a, i, W: gl.constexpr):
     """Put the 32 columns there that remain, and tell the writer."""
-    a.dq_more_bufs.index(opaque(0)).slice(W * (LINES // 2), LINES // 2, dim=0).store(as_added(dq))
+    a.dq_more_bufs.index(hide_from_compiler(0)).slice(W * (LINES // 2), LINES // 2, dim=0).store(as_added(dq))
     fence_async_shared()
     named_barrier("arrive", FULL + (i & 1), BOTH + 32)
 
@@ -218,7 +218,7 @@ def _step(
     """Add a query tile to dK and dV, and that of the step before to dQ."""
     dtype: gl.constexpr = a.q_desc.dtype
     slot = slot_of(i, STAGES)
-    here = opaque(W)
+    here = hide_from_compiler(W)
     s_layout: gl.constexpr = zero.type.layout
     columns: gl.constexpr = gl.SliceLayout(0, s_layout)
     mbarrier.wait(a.ready_bars.index(slot), lap_of(i, STAGES) & 1)
@@ -233,7 +233,7 @@ def _step(
     lse = _row_numbers(a, slot, 0, columns)
     packed = pack(gl.exp2(s * a.scale_log2 - lse[None, :]), dtype)
     mbarrier.wait(a.ready_bars.index(STAGES), i & 1)
-    do = a.do_bufs.index(opaque(0)).reshape([ROWS, DV])
+    do = a.do_bufs.index(hide_from_compiler(0)).reshape([ROWS, DV])
     dp = warpgroup_mma(a.v_bufs.index(here).reshape([ROWS, DV]), do.permute((1, 0)), zero, use_acc=False, is_async=True)
     p_operand = unpack(packed, dtype, gl.DotOperandLayout(0, dv.type.layout, 2))
     dv = warpgroup_mma(p_operand, do, dv, is_async=True)
@@ -294,16 +294,16 @@ def _multiply_partition(a, W: gl.constexpr):
         b, kv = head // a.heads_kv, head % a.heads_kv
         # V of this warpgroup was read for the last time; K by both when they have met. All are looked up here: kept
         # through the loops, their addresses spill.
-        a.v_bufs.index(opaque(W)).reshape([ROWS, DV]).store(dv.to(dtype))
+        a.v_bufs.index(hide_from_compiler(W)).reshape([ROWS, DV]).store(dv.to(dtype))
         fence_async_shared()
-        tma_store(a.dv_desc, [b, kv, key, 0], a.v_bufs.index(opaque(W)))
+        tma_store(a.dv_desc, [b, kv, key, 0], a.v_bufs.index(hide_from_compiler(W)))
         _pass_ds(i, W)
         _await_ds(i, W)
-        a.k_bufs.index(opaque(W)).reshape([ROWS, FIRST]).store((dk * a.scale).to(dtype))
-        a.k_more_bufs.index(opaque(W)).reshape([ROWS, MORE]).store((dk_more * a.scale).to(dtype))
+        a.k_bufs.index(hide_from_compiler(W)).reshape([ROWS, FIRST]).store((dk * a.scale).to(dtype))
+        a.k_more_bufs.index(hide_from_compiler(W)).reshape([ROWS, MORE]).store((dk_more * a.scale).to(dtype))
         fence_async_shared()
-        tma_store(a.dk_desc, [b, kv, key, 0], a.k_bufs.index(opaque(W)))
-        tma_store(a.dk_more_desc, [b, kv, key, FIRST], a.k_more_bufs.index(opaque(W)))
+        tma_store(a.dk_desc, [b, kv, key, 0], a.k_bufs.index(hide_from_compiler(W)))
+        tma_store(a.dk_more_desc, [b, kv, key, FIRST], a.k_more_bufs.index(hide_from_compiler(W)))
         tma.store_wait(0)
         named_barrier("arrive", KV_FREE, BOTH + 32)
         t += 1

@@ -39,7 +39,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...gpu.gluon_sm90 import lap_of, named_barrier, opaque, slot_of
+from ...gpu.gluon_sm90 import hide_from_compiler, lap_of, named_barrier, slot_of
 from ...gpu.gluon_versions import aggregate, tma_add, tma_load, tma_store
 from .primitives_sm90 import (
     KeyTiles,
@@ -227,7 +227,7 @@ def _store_dq(dq, a, i, W: gl.constexpr):
 def _keep_v(a, s_layout: gl.constexpr, W: gl.constexpr):
     """Return the columns of V that live in registers: 64, and those behind them, if any."""
     layout: gl.constexpr = gl.DotOperandLayout(0, s_layout, 2)
-    v = a.v_bufs.index(opaque(W)).reshape([ROWS, a.DV])
+    v = a.v_bufs.index(hide_from_compiler(W)).reshape([ROWS, a.DV])
     first = v.slice(0, 64, dim=1).load(layout)
     more = first
     if a.V_COLUMNS > 64:
@@ -244,7 +244,7 @@ def _issue_dp(a, v, do, zero, W: gl.constexpr):
         dp = warpgroup_mma(v[1], do_part.permute((1, 0)), dp, is_async=True)
     if a.V_COLUMNS < a.DV:
         REST: gl.constexpr = a.DV - a.V_COLUMNS
-        rest = a.v_bufs.index(opaque(W)).reshape([ROWS, a.DV]).slice(a.V_COLUMNS, REST, dim=1)
+        rest = a.v_bufs.index(hide_from_compiler(W)).reshape([ROWS, a.DV]).slice(a.V_COLUMNS, REST, dim=1)
         dp = warpgroup_mma(rest, do.slice(a.V_COLUMNS, REST, dim=1).permute((1, 0)), dp, is_async=True)
     return dp
 
@@ -255,7 +255,7 @@ def _step(dk, dv, v, zero, zero_dq, a, i, key, row, W: gl.constexpr, IS_FIRST: g
     dtype: gl.constexpr = a.q_desc.dtype
     slot = slot_of(i, a.STAGES)
     mbarrier.wait(a.ready_bars.index(slot), lap_of(i, a.STAGES) & 1)
-    k = a.k_bufs.index(opaque(W)).reshape([ROWS, a.D])
+    k = a.k_bufs.index(hide_from_compiler(W)).reshape([ROWS, a.D])
     q = a.q_bufs.index(slot).reshape([a.BLOCK_M, a.D])
     do = a.do_bufs.index(slot).reshape([a.BLOCK_M, a.DV])
     s_layout: gl.constexpr = zero.type.layout
@@ -263,7 +263,7 @@ def _step(dk, dv, v, zero, zero_dq, a, i, key, row, W: gl.constexpr, IS_FIRST: g
     s = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
     dp = zero
     if a.V_COLUMNS == 0:
-        whole_v = a.v_bufs.index(opaque(W)).reshape([ROWS, a.DV])
+        whole_v = a.v_bufs.index(hide_from_compiler(W)).reshape([ROWS, a.DV])
         dp = warpgroup_mma(whole_v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(1, deps=[s])
     else:
@@ -331,13 +331,13 @@ def _multiply_partition(a, W: gl.constexpr):
         b, kv = head // a.heads_kv, head % a.heads_kv
         # V of this warpgroup was read for the last time; K by all when they have met. Both are looked up here: kept
         # through the loops, their addresses spill.
-        a.v_bufs.index(opaque(W)).reshape([ROWS, a.DV]).store(dv.to(dtype))
+        a.v_bufs.index(hide_from_compiler(W)).reshape([ROWS, a.DV]).store(dv.to(dtype))
         fence_async_shared()
-        tma_store(a.dv_desc, [b, kv, key, 0], a.v_bufs.index(opaque(W)))
+        tma_store(a.dv_desc, [b, kv, key, 0], a.v_bufs.index(hide_from_compiler(W)))
         named_barrier("sync", END, 128 * a.WARPGROUPS)
-        a.k_bufs.index(opaque(W)).reshape([ROWS, a.D]).store((dk * a.scale).to(dtype))
+        a.k_bufs.index(hide_from_compiler(W)).reshape([ROWS, a.D]).store((dk * a.scale).to(dtype))
         fence_async_shared()
-        tma_store(a.dk_desc, [b, kv, key, 0], a.k_bufs.index(opaque(W)))
+        tma_store(a.dk_desc, [b, kv, key, 0], a.k_bufs.index(hide_from_compiler(W)))
         tma.store_wait(0)
         named_barrier("arrive", KV_FREE, 128 * a.WARPGROUPS + 32)
         t += 1

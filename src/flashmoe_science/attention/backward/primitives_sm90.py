@@ -12,7 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from ...gpu.gluon_sm90 import copy_of, draw, lap_of, slot_of
+from ...gpu.gluon_sm90 import fetch_next, lap_of, rematerialize, slot_of
 from ...gpu.gluon_versions import aggregate
 
 ROWS = gl.constexpr(64)  # keys that a warpgroup computes scores of
@@ -33,7 +33,7 @@ class KeyTiles:
     @gluon.jit
     def fetch_next(self, counter_ptr):
         """Return the next key tile that no program has fetched, or -1. All that it waits for were fetched before."""
-        ticket = draw(counter_ptr)
+        ticket = fetch_next(counter_ptr)
         ticket = gl.inline_asm_elementwise(
             "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", "=r,r", [ticket], dtype=gl.int32, is_pure=False, pack=1
         )
@@ -59,7 +59,7 @@ class KeyTiles:
     @gluon.jit
     def locate(self, tile):
         """Return K/V head (of all sequences) and key tile: in a group of heads, first the first key tile of each."""
-        tiles_n = copy_of(self.tiles_n)
+        tiles_n = rematerialize(self.tiles_n)
         per_group = self.heads_per_group * tiles_n
         group = tile // per_group
         width = gl.minimum(self.heads_per_group, self.heads_total - group * self.heads_per_group)
@@ -87,41 +87,46 @@ class Span:
     @gluon.jit
     def earliest(self, key):
         """Return the first row that sees a key, were there rows from minus infinity on."""
-        return key + copy_of(self.seqlen_q) - copy_of(self.seqlen_k) - copy_of(self.window_right)
+        return key + rematerialize(self.seqlen_q) - rematerialize(self.seqlen_k) - rematerialize(self.window_right)
 
     @gluon.jit
     def latest(self, key):
         """Return the last row that sees a key, were there rows without end."""
-        return key + copy_of(self.seqlen_q) - copy_of(self.seqlen_k) + copy_of(self.window_left)
+        return key + rematerialize(self.seqlen_q) - rematerialize(self.seqlen_k) + rematerialize(self.window_left)
 
     @gluon.jit
     def first(self, n):
         """Return the first query tile that sees a key of key tile ``n``."""
         if self.BOUND_RIGHT:
             row = self.earliest(n * self.KEYS)
-            return gl.minimum(gl.maximum(row, 0) // self.BLOCK_M, copy_of(self.tiles_m))
-        return copy_of(self.tiles_m) * 0
+            return gl.minimum(gl.maximum(row, 0) // self.BLOCK_M, rematerialize(self.tiles_m))
+        return rematerialize(self.tiles_m) * 0
 
     @gluon.jit
     def end(self, n):
         """Return the query tile behind the last that sees a key of key tile ``n``."""
         if self.BOUND_LEFT:
             row = self.latest(n * self.KEYS + self.KEYS - 1)
-            return gl.minimum(row // self.BLOCK_M + 1, copy_of(self.tiles_m))
-        return copy_of(self.tiles_m)
+            return gl.minimum(row // self.BLOCK_M + 1, rematerialize(self.tiles_m))
+        return rematerialize(self.tiles_m)
 
     @gluon.jit
     def first_key_tile(self, m):
         """Return the first key tile whose span has query tile ``m``."""
         if self.BOUND_LEFT:
-            key = m * self.BLOCK_M - copy_of(self.seqlen_q) + copy_of(self.seqlen_k) - copy_of(self.window_left)
+            key = (
+                m * self.BLOCK_M
+                - rematerialize(self.seqlen_q)
+                + rematerialize(self.seqlen_k)
+                - rematerialize(self.window_left)
+            )
             return gl.maximum(key, 0) // self.KEYS
-        return copy_of(self.tiles_m) * 0
+        return rematerialize(self.tiles_m) * 0
 
     @gluon.jit
     def is_whole(self, key, row):
         """Return whether all rows of the query tile from ``row`` on see all of 64 keys from ``key`` on."""
-        whole = (key + ROWS <= copy_of(self.seqlen_k)) & (row + self.BLOCK_M - 1 <= self.latest(key))
+        whole = (key + ROWS <= rematerialize(self.seqlen_k)) & (row + self.BLOCK_M - 1 <= self.latest(key))
         if self.BOUND_RIGHT:
             whole = whole & (self.earliest(key + ROWS - 1) <= row)
         return whole
@@ -133,7 +138,7 @@ class Span:
         For walks in which no key comes too early.
         """
         edge = end
-        if key + ROWS <= copy_of(self.seqlen_k):
+        if key + ROWS <= rematerialize(self.seqlen_k):
             edge = first
             if self.BOUND_RIGHT:
                 row = self.earliest(key + ROWS - 1)
@@ -162,7 +167,7 @@ def load_partition(a, WRITERS: gl.constexpr):
     wait_for_kernel_before()
     i = 0  # query tiles so far
     t = 0  # key tiles so far
-    query_tiles = copy_of(a.heads) * (a.key_tiles.heads_total // a.heads_kv) * copy_of(a.span.tiles_m)
+    query_tiles = rematerialize(a.heads) * (a.key_tiles.heads_total // a.heads_kv) * rematerialize(a.span.tiles_m)
     counter_ptr = a.dq_semaphore_ptr + WRITERS * query_tiles
     tile = a.key_tiles.fetch_next(counter_ptr)
     while tile >= 0:
@@ -175,7 +180,7 @@ def load_partition(a, WRITERS: gl.constexpr):
             for r in range(a.TOGETHER * end - 1, a.TOGETHER * first - 1, -1):
                 m, g = step_at(heads_before, r, a.TOGETHER)
                 h = kv * a.GROUP + g
-                stats = (head * a.GROUP + g) * copy_of(a.span.tiles_m)
+                stats = (head * a.GROUP + g) * rematerialize(a.span.tiles_m)
                 a.load_queries(b, h, m, stats, i)
                 i += 1
         t += 1
@@ -206,7 +211,7 @@ def write_partition(a, WRITER: gl.constexpr, WRITERS: gl.constexpr):
             begin = (i + WRITER) & 1
         for j in range(begin, a.GROUP // a.TOGETHER * steps, STRIDE):
             m, g = step_at(j // steps * a.TOGETHER, a.TOGETHER * end - 1 - j % steps, a.TOGETHER)
-            tile = (head * a.GROUP + g) * copy_of(a.span.tiles_m) + m
+            tile = (head * a.GROUP + g) * rematerialize(a.span.tiles_m) + m
             added_before = n - a.span.first_key_tile(m)
             semaphore = tile if WRITERS == 1 else 2 * tile + WRITER
             while poll(a.dq_semaphore_ptr + semaphore) != added_before:
@@ -350,9 +355,9 @@ def mask_scores(s, span, key, row):
     x = gl.reshape(s, [ROWS, COLUMNS // 8, 4, 2])
     x_layout: gl.constexpr = x.type.layout
     lane_layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, x_layout))  # [ROWS, 4]
-    offs_n = key + copy_of(gl.arange(0, ROWS, gl.SliceLayout(1, lane_layout)))
-    is_key = offs_n < copy_of(span.seqlen_k)
-    lane = copy_of(2 * gl.arange(0, 4, gl.SliceLayout(0, lane_layout)))[None, :]
+    offs_n = key + rematerialize(gl.arange(0, ROWS, gl.SliceLayout(1, lane_layout)))
+    is_key = offs_n < rematerialize(span.seqlen_k)
+    lane = rematerialize(2 * gl.arange(0, 4, gl.SliceLayout(0, lane_layout)))[None, :]
     i = gl.arange(0, COLUMNS // 8, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, x_layout))))
     k = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, x_layout))))
     column = 8 * i[None, :, None, None] + k[None, None, None, :]

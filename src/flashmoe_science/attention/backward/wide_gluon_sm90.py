@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...gpu.gluon_sm90 import lap_of, named_barrier, opaque, slot_of
+from ...gpu.gluon_sm90 import hide_from_compiler, lap_of, named_barrier, slot_of
 from ...gpu.gluon_versions import aggregate, tma_add, tma_load, tma_store
 from .primitives_sm90 import (
     KeyTiles,
@@ -208,7 +208,7 @@ def _columns(a, bufs, more_bufs, slot, FIRST: gl.constexpr, COUNT: gl.constexpr)
 def _issue_dq(a, i, zero, FIRST: gl.constexpr):
     """Issue as many columns of dQ = dS K, of the dS of step ``i``, as ``zero`` has."""
     ds = a.ds_bufs.index(i & 1)
-    k = _columns(a, a.k_bufs, a.k_more_bufs, opaque(0), FIRST, zero.shape[1])
+    k = _columns(a, a.k_bufs, a.k_more_bufs, hide_from_compiler(0), FIRST, zero.shape[1])
     return warpgroup_mma(ds.permute((1, 0)), k, zero, use_acc=False, is_async=True)
 
 
@@ -217,7 +217,7 @@ def _store_dq(dq, a, i, HALF: gl.constexpr, W: gl.constexpr):
     """Put 64 columns of the dQ of step ``i`` where a writer takes them, as the threads hold them."""
     number = 2 * i + HALF
     mbarrier.wait(a.written_bars.index(0), (number & 1) ^ 1)  # of the half before; the first does not wait
-    a.dq_bufs.index(opaque(0)).slice(W * LINES, LINES, dim=0).store(as_added(dq))
+    a.dq_bufs.index(hide_from_compiler(0)).slice(W * LINES, LINES, dim=0).store(as_added(dq))
     fence_async_shared()
     named_barrier("arrive", FULL + HALF, BOTH + 32)
 
@@ -235,7 +235,7 @@ def _score_step(dv, zero, a, i, key, row, IS_FIRST: gl.constexpr, IS_EDGE: gl.co
     dtype: gl.constexpr = a.q_desc.dtype
     slot = slot_of(i, STAGES)
     mbarrier.wait(a.ready_bars.index(slot), lap_of(i, STAGES) & 1)
-    here = opaque(0)
+    here = hide_from_compiler(0)
     s_layout: gl.constexpr = zero.type.layout
     REST: gl.constexpr = a.COLUMNS - LEFT
     k = _columns(a, a.k_bufs, a.k_more_bufs, here, 0, LEFT)
@@ -256,14 +256,14 @@ def _score_step(dv, zero, a, i, key, row, IS_FIRST: gl.constexpr, IS_EDGE: gl.co
     named_barrier("arrive", Q_FREE + slot, BOTH + 32)
     if i > 0:
         named_barrier("sync", P_FREE, BOTH)
-    a.p_bufs.index(opaque(0)).store(_as_held(packed))
+    a.p_bufs.index(hide_from_compiler(0)).store(_as_held(packed))
     named_barrier("arrive", P_FULL, BOTH)
     if not IS_FIRST:
         dq = warpgroup_mma_wait(0, deps=[dq])
         _store_dq(dq, a, i - 1, 0, 0)
         dq = _issue_dq(a, i - 1, zero, 128)
     mbarrier.wait(a.ready_bars.index(STAGES), i & 1)
-    do = a.do_bufs.index(opaque(0)).reshape([ROWS, a.DV])
+    do = a.do_bufs.index(hide_from_compiler(0)).reshape([ROWS, a.DV])
     p_operand = unpack(packed, dtype, gl.DotOperandLayout(0, dv.type.layout, 2))
     dv = warpgroup_mma(p_operand, do, dv, is_async=True)
     if not IS_FIRST:
@@ -281,8 +281,8 @@ def _gradient_step(dk, dk_rest, zero, a, i, IS_FIRST: gl.constexpr):
     slot = slot_of(i, STAGES)
     s_layout: gl.constexpr = zero.type.layout
     mbarrier.wait(a.ready_bars.index(STAGES), i & 1)
-    v = a.v_bufs.index(opaque(0)).reshape([KEYS, a.DV])
-    do = a.do_bufs.index(opaque(0)).reshape([ROWS, a.DV])
+    v = a.v_bufs.index(hide_from_compiler(0)).reshape([KEYS, a.DV])
+    do = a.do_bufs.index(hide_from_compiler(0)).reshape([ROWS, a.DV])
     dp = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
     if not IS_FIRST:
         named_barrier("sync", DS_FULL, BOTH)
@@ -299,7 +299,7 @@ def _gradient_step(dk, dk_rest, zero, a, i, IS_FIRST: gl.constexpr):
     like = pack(zero, dtype)
     packed_layout: gl.constexpr = like.type.layout
     held_layout: gl.constexpr = _as_held(like).type.layout
-    packed = _as_computed(a.p_bufs.index(opaque(0)).load(held_layout), packed_layout)
+    packed = _as_computed(a.p_bufs.index(hide_from_compiler(0)).load(held_layout), packed_layout)
     named_barrier("arrive", P_FREE, BOTH)
     delta = _row_numbers(a, slot, 1, gl.SliceLayout(0, s_layout))
     ds = pack(unpack_wide(packed, dtype, s_layout) * (dp - delta[None, :]), dtype)
@@ -358,7 +358,7 @@ def _score_partition(a):
         dv = sums[0]
         # The other warpgroup read V for the last time; it reads K no more when they have met, nor does this one.
         named_barrier("sync", END, BOTH)
-        a.v_bufs.index(opaque(0)).reshape([KEYS, a.DV]).store(dv.to(dtype))
+        a.v_bufs.index(hide_from_compiler(0)).reshape([KEYS, a.DV]).store(dv.to(dtype))
         fence_async_shared()
         tma_store(a.dv_desc, [head // a.heads_kv, head % a.heads_kv, key, 0], a.v_bufs.index(0))
         tma.store_wait(0)
@@ -394,7 +394,7 @@ def _gradient_partition(a):
                 i += 1
             _flush_dq(a, i - 1, zero, 1)
         named_barrier("sync", END, BOTH)
-        here = opaque(0)
+        here = hide_from_compiler(0)
         _columns(a, a.k_bufs, a.k_more_bufs, here, 0, LEFT).store((dk * a.scale).to(dtype))
         _columns(a, a.k_bufs, a.k_more_bufs, here, LEFT, REST).store((dk_rest * a.scale).to(dtype))
         fence_async_shared()

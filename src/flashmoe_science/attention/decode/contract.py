@@ -296,7 +296,7 @@ def _check_new(tensors: Mapping[str, Tensor], batch: int, heads_kv: int, head_di
         why = f"as k and v are written to it, got strides {list(cache.stride())}"
         if _is_expanded(cache):
             raise InputError(f"{name} must not be expanded, {why}")
-        if meets_itself(cache):
+        if has_internal_overlap(cache):
             raise InputError(f"{name} must not overlap itself, {why}")
     return int(k.shape[2])
 
@@ -305,7 +305,7 @@ def _is_expanded(cache: Tensor) -> bool:
     return any(stride == 0 for stride, size in zip(cache.stride(), cache.shape, strict=True) if size > 1)
 
 
-def meets_itself(cache: Tensor) -> bool:
+def has_internal_overlap(cache: Tensor) -> bool:
     """Return whether two positions share memory: whole steps lead from an element to itself."""
     axes = sorted(
         ((stride, n, n) for stride, n in zip(cache.stride(), cache.shape, strict=True) if n > 1), reverse=True

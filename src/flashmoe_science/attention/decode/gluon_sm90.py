@@ -26,9 +26,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...gpu.gluon_sm90 import FIRST_BARRIER, copy_of, named_barrier, opaque, unpack, wait_for_kernel_before
+from ...gpu.gluon_sm90 import (
+    FIRST_BARRIER,
+    hide_from_compiler,
+    named_barrier,
+    rematerialize,
+    unpack,
+    wait_for_kernel_before,
+)
 from ...gpu.gluon_versions import aggregate, barrier, tma_load
-from ..forward.primitives_sm90 import exponentials, partial_sums, raise_maximum
+from ..forward.primitives_sm90 import exponentials, partial_sums, update_row_max
 from .primitives_sm90 import find_share, launch_dependents, uniform
 
 ROWS = gl.constexpr(64)  # of a program
@@ -97,7 +104,7 @@ class Args:
     @gluon.jit
     def rows(self, layout: gl.constexpr):
         """Return token, head, number among all rows of the sequence, and presence of each row."""
-        row = copy_of(self.tile) * ROWS + gl.arange(0, ROWS, layout)
+        row = rematerialize(self.tile) * ROWS + gl.arange(0, ROWS, layout)
         present = row < gl.where(self.shares > 0, self.seqlen_q * self.HEADS, 0)
         return row // self.HEADS, row % self.HEADS, row, present
 
@@ -185,7 +192,7 @@ def _score_partition(a):
     q_more = a.q_more_buf.reshape([ROWS, MORE])
     steps = uniform(a.steps)
     if steps > 0:
-        mbarrier.wait(a.ready_bars.index(opaque(2)), 0)
+        mbarrier.wait(a.ready_bars.index(hide_from_compiler(2)), 0)
     for i in range(steps):
         key = a.begin + i * KEYS
         k, k_more = a.keys(i)
@@ -196,7 +203,7 @@ def _score_partition(a):
         hidden = a.seqlen_q - 1 if a.IS_CAUSAL else 0
         if key + KEYS > a.end - hidden:
             s = _mask(s, a, key)
-        m, l, factor = raise_maximum(s, m, l, a)
+        m, l, factor = update_row_max(s, m, l, a)
         packed, sums = exponentials(s, m, l, a)
         l += sums
         if i > 0:

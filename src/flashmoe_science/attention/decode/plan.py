@@ -21,7 +21,7 @@ CACHE_KERNELS = (HOPPER_DECODE_KERNEL, "decode_triton", "reference")
 
 
 @dataclass(frozen=True, slots=True)
-class Shares:
+class KVSplits:
     """How the keys of a sequence are cut into shares, one program each."""
 
     schedule: str  # "whole", "even", "own length" or "balanced"
@@ -29,7 +29,7 @@ class Shares:
     least_tiles: int  # key tiles of a share
     programs: int  # shares that the grid has room for, of all sequences and one row tile
     most: int  # shares of one sequence that there can be
-    alike: int = 1  # "balanced": shares of each sequence where all of them turn out about as long
+    uniform: int = 1  # "balanced": shares of each sequence where all of them turn out about as long
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class DecodePlan:
     arch: int  # 90 for sm_90; 0 for the reference
     kernel: str
     config: DecodeConfig | None
-    shares: Shares | None
+    shares: KVSplits | None
     merge: MergeConfig | None
     launches: tuple[PlannedLaunch, ...]
     reason: str
@@ -154,7 +154,7 @@ _FULL_ENOUGH = 0.8
 # output. FlashAttention-3's 0.85 leaves 14 % of the SMs without a block where there is one for each.
 _NEARLY_AS_EVEN = 0.95
 # Balanced shares: how often the resident blocks are filled. More rounds even out sequences of unlike lengths; but the
-# grid has room for all of them, and where lengths are alike the rest of it starts, reads the lengths and ends.
+# grid has room for all of them, and where lengths are uniform the rest of it starts, reads the lengths and ends.
 _BALANCED_ROUNDS = 2
 _MAX_BALANCED_BATCH = 1024  # every program reads all lengths
 # The shares of a batch-invariant call: of these many keys at the least for each 16 rows, as each row has a partial
@@ -213,7 +213,7 @@ def even_splits(tiles: int, units: int, slots: int) -> int:
     return min(count for count in counts if steps[count] * _NEARLY_AS_EVEN <= fewest)
 
 
-def plan_shares(problem: CacheProblem, config: DecodeConfig, sms: int) -> tuple[Shares, str]:
+def plan_shares(problem: CacheProblem, config: DecodeConfig, sms: int) -> tuple[KVSplits, str]:
     """Return how the keys are cut, and why."""
     tiles = _cdiv(problem.seen_keys, config.block_n)
     if problem.window[0] >= 0:
@@ -238,27 +238,27 @@ def plan_shares(problem: CacheProblem, config: DecodeConfig, sms: int) -> tuple[
         return _even("whole", 1, 1, batch, tiles), f"one sequence's {units} row tiles fill {slots} programs"
     if problem.has_seqlens and 1 < batch <= _MAX_BALANCED_BATCH and tiles > 1:
         a_head = max(1, _BALANCED_ROUNDS * slots // units)
-        alike = even_splits(tiles, units * batch, slots)
-        programs = max(min(a_head + batch, batch * tiles), batch * alike)
-        most = max(min(tiles, a_head + 1), alike)
+        uniform = even_splits(tiles, units * batch, slots)
+        programs = max(min(a_head + batch, batch * tiles), batch * uniform)
+        most = max(min(tiles, a_head + 1), uniform)
         why = (
             f"the lengths lie on the device: about {a_head} shares a head, as equal as can be over all sequences, "
-            f"or {alike} for each where they are alike"
+            f"or {uniform} for each where they are alike"
         )
-        return Shares("balanced", a_head, 1, programs, most, alike), why
+        return KVSplits("balanced", a_head, 1, programs, most, uniform), why
     count = even_splits(tiles, units * batch, slots)
     if count == 1:
         return _even("whole", 1, 1, batch, tiles), f"{units * batch} programs for {slots} that are resident at a time"
     return _even("even", count, 1, batch, tiles), f"{units * batch} row tiles do not fill {slots} programs"
 
 
-def _even(schedule: str, splits: int, least: int, batch: int, tiles: int, most: int | None = None) -> Shares:
+def _even(schedule: str, splits: int, least: int, batch: int, tiles: int, most: int | None = None) -> KVSplits:
     """Return shares that every sequence has by itself."""
     room = splits if most is None else most
-    return Shares(schedule if room > 1 else "whole", room, least, batch * room, min(room, tiles))
+    return KVSplits(schedule if room > 1 else "whole", room, least, batch * room, min(room, tiles))
 
 
-def _merge_config(problem: CacheProblem, shares: Shares, sms: int) -> MergeConfig:
+def _merge_config(problem: CacheProblem, shares: KVSplits, sms: int) -> MergeConfig:
     rows, columns = problem.batch * problem.heads * problem.seqlen_q, min(128, block_dim(problem.head_dim_v))
     if problem.batch_invariant or problem.num_splits:
         # The tile decides in which order shares are summed, and where a product and a sum are rounded as one, so it is

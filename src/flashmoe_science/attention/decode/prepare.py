@@ -12,7 +12,7 @@ from ..tiles import block_dim
 from .append_triton import _append_kernel
 from .config import DecodeConfig
 from .gluon_sm90 import COLUMNS, KEYS, MORE, ROWS, _decode_sm90_kernel
-from .plan import APPEND_TOKENS, APPEND_WARPS, MERGE_WARPS, DecodePlan, MergeConfig, Shares
+from .plan import APPEND_TOKENS, APPEND_WARPS, MERGE_WARPS, DecodePlan, KVSplits, MergeConfig
 from .problem import CacheProblem, alignment
 from .split_kv_triton import _decode_kernel, _merge_splits_kernel
 
@@ -107,17 +107,17 @@ def _queries(problem: CacheProblem) -> Strides:
     return problem.heads * rows * dim, rows * dim, dim, 1
 
 
-def _schedule(problem: CacheProblem, shares: Shares) -> dict[str, Argument]:
+def _schedule(problem: CacheProblem, shares: KVSplits) -> dict[str, Argument]:
     """Return the sizes and splits from which a program finds its split; the merge is given the same."""
     p = problem
     return {
         **_integers("sizes", batch=p.batch, heads_kv=p.heads_kv, seqlen_q=p.seqlen_q, seqlen_new=p.seqlen_new),
         "sizes.capacity": Scalar("i32", p.capacity),
-        **_integers("kv_splits", splits=shares.splits, least_tiles=shares.least_tiles, uniform=shares.alike),
+        **_integers("kv_splits", splits=shares.splits, least_tiles=shares.least_tiles, uniform=shares.uniform),
     }
 
 
-def _block_b(problem: CacheProblem, shares: Shares) -> int:
+def _block_b(problem: CacheProblem, shares: KVSplits) -> int:
     """Return the lengths that a program reads at once: all of them where it balances shares over sequences."""
     return 1 << (problem.batch - 1).bit_length() if shares.schedule == "balanced" else 1
 
@@ -132,7 +132,7 @@ def _scale(problem: CacheProblem) -> float:
 def _decode(plan: DecodePlan, grid: tuple[int, int, int]) -> PreparedKernel:
     p, config, shares = plan.problem, plan.config, plan.shares
     assert isinstance(config, DecodeConfig)
-    assert isinstance(shares, Shares)
+    assert isinstance(shares, KVSplits)
     align, align_o = alignment(p), _output_alignment(p)
     q, k, v, o, bias = _queries(p), p.k_strides, p.v_strides, p.output_strides, p.bias_strides
     qb, qh, kp, kh, vp, vh = _units((*q[:2], k[0], k[2], v[0], v[2]), align)
@@ -204,7 +204,7 @@ def _decode(plan: DecodePlan, grid: tuple[int, int, int]) -> PreparedKernel:
 
 def _decode_hopper(plan: DecodePlan, grid: tuple[int, int, int]) -> PreparedKernel:
     p, shares, kind = plan.problem, plan.shares, plan.problem.dtype
-    assert isinstance(shares, Shares)
+    assert isinstance(shares, KVSplits)
     heads = min(p.heads, ROWS.value)  # of a tile
     queries, keys = (1, ROWS.value // heads, heads), (1, KEYS.value)
     q_shape, k_shape = (p.batch, p.seqlen_q, p.heads, p.head_dim), (p.pages, p.page_size or p.capacity, p.head_dim)
@@ -245,7 +245,7 @@ def _decode_hopper(plan: DecodePlan, grid: tuple[int, int, int]) -> PreparedKern
 def _merge(plan: DecodePlan, grid: tuple[int, int, int]) -> PreparedKernel:
     p, config, shares, merge = plan.problem, plan.config, plan.shares, plan.merge
     assert isinstance(config, DecodeConfig)
-    assert isinstance(shares, Shares)
+    assert isinstance(shares, KVSplits)
     assert isinstance(merge, MergeConfig)
     align_o = _output_alignment(p)
     ob, oh = _units(p.output_strides[:2], align_o)

@@ -30,13 +30,13 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from ...gpu.gluon_sm90 import (
     Mailbox,
     Ring,
-    collect,
-    copy_of,
-    draw,
+    fetch_next,
+    get_fetched,
+    hide_from_compiler,
     lap_of,
     make_mailbox,
     make_ring,
-    opaque,
+    rematerialize,
     slot_of,
     special_register,
     wait_for_kernel_before,
@@ -47,16 +47,16 @@ from .primitives_sm90 import (
     TURNS,
     declare_too_large,
     exponentials,
-    fold,
     fold_masked,
     issue_output,
     issue_scores,
     multiply,
+    online_softmax_step,
     partial_sums,
-    pass_turn,
-    raise_maximum,
     rescale,
     store_output,
+    update_row_max,
+    warp_scheduler_arrive,
 )
 
 # What the producer says of a row tile.
@@ -107,7 +107,7 @@ class Args:
     @gluon.jit
     def tiles(self):
         """Return how many tiles all programs attend."""
-        return copy_of(self.tiles_m) * self.heads_total
+        return rematerialize(self.tiles_m) * self.heads_total
 
     @gluon.jit
     def locate(self, tile):
@@ -115,7 +115,7 @@ class Args:
 
         Causal: the longest row tiles of a group of heads come first, then those of the next group.
         """
-        tiles_m = copy_of(self.tiles_m)
+        tiles_m = rematerialize(self.tiles_m)
         if self.IS_CAUSAL:
             first = tile // (self.heads_per_group * tiles_m) * self.heads_per_group
             width = gl.minimum(self.heads_per_group, self.heads_total - first)
@@ -140,15 +140,15 @@ class Args:
         """Send a tile on its way to memory: no wait."""
         b, h, row = place
         fence_async_shared()
-        tma_store(self.o_desc, [b, h, row, COLUMN], self.o_bufs.index(opaque(W)))
+        tma_store(self.o_desc, [b, h, row, COLUMN], self.o_bufs.index(hide_from_compiler(W)))
 
     @gluon.jit
     def key_tiles(self, end_row):
         """Return how many key tiles the rows before ``end_row`` walk over; at least those that are masked."""
-        seqlen_k = copy_of(self.seqlen_k)
+        seqlen_k = rematerialize(self.seqlen_k)
         end = seqlen_k
         if self.IS_CAUSAL:
-            end = gl.maximum(gl.minimum(end, end_row + seqlen_k - copy_of(self.seqlen_q)), 0)
+            end = gl.maximum(gl.minimum(end, end_row + seqlen_k - rematerialize(self.seqlen_q)), 0)
         return gl.maximum((end + self.BLOCK_N - 1) // self.BLOCK_N, gl.maximum(self.EDGE_TILES, 1))
 
 
@@ -178,11 +178,11 @@ def _load_partition(a):
             )
             a.v_ring.fill(a.v_desc, a.v_more_desc, b, kv, key, slot_of(i, a.STAGES), lap_of(i, a.STAGES))
             i += 1
-        ticket = draw(a.counter_ptr)  # late, so that who is behind draws less
+        ticket = fetch_next(a.counter_ptr)  # late, so slow programs fetch fewer tiles
         a.v_ring.fill(a.v_desc, a.v_more_desc, b, kv, 0, slot_of(i, a.STAGES), lap_of(i, a.STAGES))
         i += 1
         n += 1
-        tile = collect(ticket, a.counter_ptr, a.tiles())
+        tile = get_fetched(ticket, a.counter_ptr, a.tiles())
     a.publish(n, 0, 0, -1)  # the end
 
 
@@ -199,7 +199,7 @@ def _mask(s, a, row, n):
     x_layout: gl.constexpr = x.type.layout
     lane_layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, x_layout))  # [ROWS, 4]
     if a.IS_CAUSAL:
-        diagonal = row + copy_of(a.seqlen_k) - copy_of(a.seqlen_q) - n
+        diagonal = row + rematerialize(a.seqlen_k) - rematerialize(a.seqlen_q) - n
         i_row = gl.arange(0, ROWS, gl.SliceLayout(1, lane_layout))
         last = (i_row % a.ROWS_OF_HEAD if a.PACK > 1 else i_row) + diagonal
     else:
@@ -218,7 +218,7 @@ def _step(q, acc, more, packed, m, l, zero, a, i, row, n, W: gl.constexpr, IS_ED
     s, acc, more = multiply(q, acc, more, packed, zero, a, i, W, IS_EDGE)
     if IS_EDGE:
         return fold_masked(_mask(s, a, row, n), acc, more, m, l, a)
-    return fold(s, acc, more, packed, m, l, a)
+    return online_softmax_step(s, acc, more, packed, m, l, a)
 
 
 @gluon.jit
@@ -233,7 +233,7 @@ def _attend_partition(a, W: gl.constexpr):
     DV1: gl.constexpr = a.DV1 if a.DV1 > 0 else 16  # a tensor that nobody uses costs nothing
     more_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV1, 16])
     if W == a.WARPGROUPS - 1:
-        pass_turn(a, W)  # to the first
+        warp_scheduler_arrive(a, W)  # to the first
     i = 0  # tiles of K and of V so far
     n = 0  # row tiles so far
     first_row = a.row_tiles.wait(0, _ROW)
@@ -261,7 +261,7 @@ def _attend_partition(a, W: gl.constexpr):
         a.k_ring.release(slot_of(i, a.STAGES))
         if EDGE_TILES > 0:
             s = _mask(s, a, row, (steps - 1) * a.BLOCK_N)
-        m, l, _ = raise_maximum(s, m, l, a)
+        m, l, _ = update_row_max(s, m, l, a)
         packed, sums = exponentials(s, m, l, a)
         l += sums
         if a.IS_CAUSAL:
@@ -290,7 +290,7 @@ def _attend_partition(a, W: gl.constexpr):
         if a.STORE_LSE:
             lse = gl.where(has_keys, (m + gl.log2(l_row)) * 0.6931471805599453, -float("inf"))
             i_row = gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
-            seqlen_q = copy_of(a.seqlen_q)
+            seqlen_q = rematerialize(a.seqlen_q)
             if a.PACK > 1:
                 offs_m = row + i_row % a.ROWS_OF_HEAD
                 lse_row = (b.to(gl.int64) * a.heads * a.PACK + h + i_row // a.ROWS_OF_HEAD) * seqlen_q

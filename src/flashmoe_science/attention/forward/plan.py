@@ -12,7 +12,7 @@ from ..tiles import ForwardConfig, Plan, cdiv
 from .plan_sm90 import hopper_plan, hopper_refusal, hopper_underfills
 from .short_plan import short_passed_over, short_plan, short_refusal, short_slower_than_hopper
 from .triton_plan import forward_plan
-from .variants_plan import FEATURES_KERNEL, features_passed_over, features_plan, features_refusal
+from .variants_plan import FEATURES_KERNEL, variants_passed_over, variants_plan, variants_refusal
 
 MAX_HEAD_DIM = 256
 KERNELS = ("forward_short_gluon", "forward_gluon_sm90", FEATURES_KERNEL, "forward_triton", "reference")
@@ -55,7 +55,7 @@ def plan_attention(problem: AttentionProblem, gpu: GpuSpec | None, kernel: str =
 def _refusal(kernel: str, problem: AttentionProblem, gpu: GpuSpec) -> str | None:
     """Return why ``kernel`` cannot serve ``problem``, or None."""
     if kernel == FEATURES_KERNEL:
-        return features_refusal(problem, gpu)
+        return variants_refusal(problem, gpu)
     refuse = {"forward_short_gluon": short_refusal, "forward_gluon_sm90": hopper_refusal}.get(kernel)
     if refuse is None:
         return None
@@ -69,7 +69,7 @@ def _forced_plan(problem: AttentionProblem, gpu: GpuSpec, kernel: str) -> Plan:
     plans = {
         "forward_short_gluon": short_plan,
         "forward_gluon_sm90": hopper_plan,
-        FEATURES_KERNEL: features_plan,
+        FEATURES_KERNEL: variants_plan,
         "forward_triton": forward_plan,
     }
     refusal = _refusal(kernel, problem, gpu)
@@ -88,9 +88,9 @@ def _auto_plan(problem: AttentionProblem, gpu: GpuSpec) -> Plan:
         )
     passed = f"forward_short_gluon is passed over ({refusal})"
     if gpu.arch == 90 and problem.features:
-        refusal = features_refusal(problem, gpu) or features_passed_over(problem, gpu)
+        refusal = variants_refusal(problem, gpu) or variants_passed_over(problem, gpu)
         if refusal is None:
-            return features_plan(problem, gpu, passed)
+            return variants_plan(problem, gpu, passed)
         passed += f", {FEATURES_KERNEL} too ({refusal})"
     elif gpu.arch == 90:
         refusal = _hopper_declines(problem, gpu)

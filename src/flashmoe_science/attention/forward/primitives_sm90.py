@@ -12,7 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma, warpgroup_mma_wait
 
-from ...gpu.gluon_sm90 import FIRST_BARRIER, lap_of, named_barrier, opaque, pack, slot_of, unpack
+from ...gpu.gluon_sm90 import FIRST_BARRIER, hide_from_compiler, lap_of, named_barrier, pack, slot_of, unpack
 
 ROWS = gl.constexpr(64)  # of one warpgroup: what one wgmma instruction computes
 TURNS = FIRST_BARRIER  # of the first warpgroup; those of the others follow, then those of the rings
@@ -23,14 +23,14 @@ _LARGEST_SUM_PTX = gl.constexpr("0f" + struct.pack(">f", 1024.0).hex())
 
 
 @gluon.jit
-def take_turn(a, W: gl.constexpr):
+def warp_scheduler_sync(a, W: gl.constexpr):
     """Wait until the warpgroup before has issued its products; its softmax then runs under those of this one."""
     if a.PING_PONG:
         named_barrier("sync", TURNS + W, 256)
 
 
 @gluon.jit
-def pass_turn(a, W: gl.constexpr):
+def warp_scheduler_arrive(a, W: gl.constexpr):
     """Let the next warpgroup issue its products."""
     if a.PING_PONG:
         named_barrier("arrive", TURNS + (W + 1) % a.WARPGROUPS, 256)
@@ -62,11 +62,11 @@ def multiply(q, acc, more, packed, zero, a, i, W: gl.constexpr, IS_EDGE: gl.cons
     """Return the scores of tile i, and the output with the product of tile i - 1 added."""
     slot, before = slot_of(i, a.STAGES), slot_of(i - 1, a.STAGES)
     k = a.k_ring.wait(slot, lap_of(i, a.STAGES))
-    take_turn(a, W)
+    warp_scheduler_sync(a, W)
     s = issue_scores(q, k, zero, a.D1)
     v = a.v_ring.wait(before, lap_of(i - 1, a.STAGES))
     acc, more, p = issue_output(packed, v, acc, more, a)
-    pass_turn(a, W)
+    warp_scheduler_arrive(a, W)
     if IS_EDGE:
         # Both products end before the mask: beside P, three warpgroups have no registers for it.
         s, acc, more, _ = warpgroup_mma_wait(0, deps=[s, acc, more, p])
@@ -90,7 +90,7 @@ def partial_sums(p):
 
 
 @gluon.jit
-def raise_maximum(s, m, l, a, sums=None):
+def update_row_max(s, m, l, a, sums=None):
     """Raise the maximum to that of the scores; return it, the sums below it, and the factor on what was before.
 
     With ``sums`` only that of the rows whose sum is too large: the bits of a row do not depend on its neighbours.
@@ -153,20 +153,20 @@ def _rescale_packed(packed, alpha, dtype: gl.constexpr):
 @gluon.jit
 def fold_masked(s, acc, more, m, l, a):
     """Take the exponentials of masked scores, below their maximum."""
-    m, l, alpha = raise_maximum(s, m, l, a)
+    m, l, alpha = update_row_max(s, m, l, a)
     packed, sums = exponentials(s, m, l, a)
     acc, more = rescale(acc, more, alpha, a)
     return acc, more, packed, m, l + sums
 
 
 @gluon.jit
-def fold(s, acc, more, packed, m, l, a):
+def online_softmax_step(s, acc, more, packed, m, l, a):
     """Take the exponentials of scores below the maximum so far; raise it only where a sum is too large."""
     if a.IN_HALVES:
         return _fold_halves(s, acc, more, packed, m, l, a)
     packed, sums = exponentials(s, m, l, a)
     if _is_too_large(sums):
-        m, l, alpha = raise_maximum(s, m, l, a, sums)
+        m, l, alpha = update_row_max(s, m, l, a, sums)
         acc, more = rescale(acc, more, alpha, a)
         packed, sums = exponentials(s, m, l, a)
     return acc, more, packed, m, l + sums
@@ -182,13 +182,13 @@ def _fold_halves(s, acc, more, packed, m, l, a):
     left, right = _halves(s)
     packed_left, sums = exponentials(left, m, l, a)
     if _is_too_large(sums):
-        m, l, alpha = raise_maximum(s, m, l, a, sums)
+        m, l, alpha = update_row_max(s, m, l, a, sums)
         acc, more = rescale(acc, more, alpha, a)
         packed_left, sums = exponentials(left, m, l, a)
     l += sums
     packed_right, sums = exponentials(right, m, l, a)
     if _is_too_large(sums):
-        m, l, alpha = raise_maximum(right, m, l, a, sums)
+        m, l, alpha = update_row_max(right, m, l, a, sums)
         acc, more = rescale(acc, more, alpha, a)
         packed_left = _rescale_packed(packed_left, alpha, a.q_desc.dtype)
         packed_right, sums = exponentials(right, m, l, a)
@@ -207,7 +207,7 @@ def _halves(s):
 def store_output(o, more, a, place, W: gl.constexpr):
     """Send the output of a warpgroup to its place in memory, which ``a.send`` understands."""
     COLUMNS: gl.constexpr = a.o_bufs.shape[4]
-    smem = a.o_bufs.index(opaque(W)).reshape([ROWS, COLUMNS])
+    smem = a.o_bufs.index(hide_from_compiler(W)).reshape([ROWS, COLUMNS])
     ALL: gl.constexpr = a.DV0 + a.DV1
     gl.static_assert(ALL <= COLUMNS or a.DV0 == COLUMNS or ALL == 2 * COLUMNS, "columns would not be stored")
     gl.static_assert(a.DV1 <= COLUMNS, "columns would not be stored")

@@ -25,12 +25,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma_wait
 
 from ...gpu.gluon_sm90 import (
-    collect,
-    copy_of,
-    draw,
+    fetch_next,
+    get_fetched,
     lap_of,
     make_mailbox,
     make_ring,
+    rematerialize,
     slot_of,
     special_register,
     wait_for_kernel_before,
@@ -41,16 +41,16 @@ from .primitives_sm90 import (
     TURNS,
     declare_too_large,
     exponentials,
-    fold,
     fold_masked,
     issue_output,
     issue_scores,
     multiply,
+    online_softmax_step,
     partial_sums,
-    pass_turn,
-    raise_maximum,
     rescale,
     store_output,
+    update_row_max,
+    warp_scheduler_arrive,
 )
 from .variants_primitives_sm90 import _FIELDS, _HEAD, _PLACE, _ROW, _START, Args
 
@@ -91,7 +91,7 @@ def _load_partition(a):
         for step in range(1, steps):
             # Late, so that who is behind draws less; but what is drawn has to be looked up before the next K.
             if a.IS_PACKED and step == steps - 1:
-                ticket = draw(a.counter_ptr)
+                ticket = fetch_next(a.counter_ptr)
             key = first_k + (end - step) * a.BLOCK_N
             a.k_ring.fill(
                 a.k_desc, a.k_more_desc, b, kv, key - a.BLOCK_N, slot_of(i + 1, a.STAGES), lap_of(i + 1, a.STAGES)
@@ -99,14 +99,14 @@ def _load_partition(a):
             a.v_ring.fill(a.v_desc, a.v_more_desc, b, kv, key, slot_of(i, a.STAGES), lap_of(i, a.STAGES))
             i += 1
         if a.IS_PACKED and steps == 1:
-            ticket = draw(a.counter_ptr)
+            ticket = fetch_next(a.counter_ptr)
         a.v_ring.fill(
             a.v_desc, a.v_more_desc, b, kv, first_k + begin * a.BLOCK_N, slot_of(i, a.STAGES), lap_of(i, a.STAGES)
         )
         i += 1
         n += 1
         if a.IS_PACKED:
-            tile = collect(ticket, a.counter_ptr, tiles)
+            tile = get_fetched(ticket, a.counter_ptr, tiles)
         else:
             tile, turn = a.deal(turn, tiles)
     a.publish(n, -1)  # the end
@@ -185,7 +185,7 @@ def _first_step(q, m, l, zero, a, i, n, position, key):
     if a.HAS_SOFTCAP:
         s = _cap(s, a)
     s = _mask(s, a, n, position, key)
-    m, l, _ = raise_maximum(s, m, l, a)
+    m, l, _ = update_row_max(s, m, l, a)
     packed, sums = exponentials(s, m, l, a)
     return packed, m, l + sums
 
@@ -198,7 +198,7 @@ def _step(q, acc, more, packed, m, l, zero, a, i, n, position, key, W: gl.conste
         s = _cap(s, a)
     if IS_EDGE:
         return fold_masked(_mask(s, a, n, position, key), acc, more, m, l, a)
-    return fold(s, acc, more, packed, m, l, a)
+    return online_softmax_step(s, acc, more, packed, m, l, a)
 
 
 @gluon.jit
@@ -223,11 +223,11 @@ def _store_lse(m, l, head, start, row, place, queries, a):
     if a.IS_PACKED:
         if a.HAS_SEQUSED_Q:
             lse = gl.where(offs_m < queries, lse, -float("inf"))
-        rows = (start + offs_m).to(gl.int64) * copy_of(a.heads) + head
+        rows = (start + offs_m).to(gl.int64) * rematerialize(a.heads) + head
         gl.store(a.lse_ptr + rows, lse, mask=offs_m < place)
     else:
-        seqlen_q = copy_of(a.seqlen_q)
-        rows = (start.to(gl.int64) * copy_of(a.heads) + head) * seqlen_q
+        seqlen_q = rematerialize(a.seqlen_q)
+        rows = (start.to(gl.int64) * rematerialize(a.heads) + head) * seqlen_q
         gl.store(a.lse_ptr + rows + offs_m, lse, mask=offs_m < seqlen_q)
 
 
@@ -240,7 +240,7 @@ def _attend_partition(a, W: gl.constexpr):
     DV1: gl.constexpr = a.DV1 if a.DV1 > 0 else 16  # a tensor that nobody uses costs nothing
     more_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV1, 16])
     if W == a.WARPGROUPS - 1:
-        pass_turn(a, W)  # to the first
+        warp_scheduler_arrive(a, W)  # to the first
     i = 0  # tiles of K and of V so far
     n = 0  # row tiles so far
     row = a.row_tiles.wait(0, _ROW)

@@ -34,7 +34,7 @@ def without_features(problem: AttentionProblem) -> AttentionProblem:
     return dataclasses.replace(plain, batch=1, seqlen_q=max(2, problem.seqlen_q), seqlen_k=keys)
 
 
-def features_refusal(problem: AttentionProblem, gpu: GpuSpec) -> str | None:
+def variants_refusal(problem: AttentionProblem, gpu: GpuSpec) -> str | None:
     """Return why ``forward_features_gluon_sm90`` cannot serve ``problem``, or None."""
     lacking = [feature for feature in problem.features if feature not in _SERVED]
     if lacking:
@@ -43,12 +43,12 @@ def features_refusal(problem: AttentionProblem, gpu: GpuSpec) -> str | None:
     if not problem.features:
         return "the call has no features, which is what forward_gluon_sm90 is for"
     refusal = hopper_refusal(without_features(problem), gpu)
-    if refusal is None and features_tiles(problem, features_config(problem)) >= 2**29:
+    if refusal is None and variants_tiles(problem, variants_config(problem)) >= 2**29:
         return "it counts row tiles up to 2**29"
     return refusal
 
 
-def features_config(problem: AttentionProblem) -> HopperConfig:
+def variants_config(problem: AttentionProblem) -> HopperConfig:
     """Return tile and schedule: those of the plain problem with as many keys as a row sees.
 
     With a softcap warpgroups take turns up to 128 columns: its tanh and exp2 take as long as the products of the other
@@ -64,12 +64,12 @@ def features_config(problem: AttentionProblem) -> HopperConfig:
     return config
 
 
-def features_tiles(problem: AttentionProblem, config: HopperConfig) -> int:
+def variants_tiles(problem: AttentionProblem, config: HopperConfig) -> int:
     """Return how many row tiles there are; of packed sequences, were all the longest."""
     return cdiv(problem.seqlen_q, HOPPER_ROWS * config.warpgroups) * problem.batch * problem.heads
 
 
-def features_passed_over(problem: AttentionProblem, gpu: GpuSpec) -> str | None:
+def variants_passed_over(problem: AttentionProblem, gpu: GpuSpec) -> str | None:
     """Return why ``forward_triton`` is left to serve what this kernel could, or None.
 
     It has smaller tiles, can split keys, and its tanh is exact. This one's is right to 2^-11, and so is its LSE. From
@@ -79,7 +79,7 @@ def features_passed_over(problem: AttentionProblem, gpu: GpuSpec) -> str | None:
         return "with a softcap its LSE is not exact enough for gradients in fp16"
     if problem.packed and problem.seqlen_q < _FEWEST_QUERIES:
         return f"its row tiles are for more than the {problem.seqlen_q} queries of the longest sequence"
-    tiles = features_tiles(problem, features_config(problem))
+    tiles = variants_tiles(problem, variants_config(problem))
     if tiles >= FULL_ENOUGH * gpu.sms:
         return None
     return f"its {tiles} row tiles do not fill {gpu.sms} SMs, and it does not split the keys"
@@ -127,10 +127,10 @@ def shares(tiles_m: int, heads: int, dealt: int, programs: int) -> list[int]:
     return found
 
 
-def features_plan(problem: AttentionProblem, gpu: GpuSpec, why: str) -> Plan:
+def variants_plan(problem: AttentionProblem, gpu: GpuSpec, why: str) -> Plan:
     """Return how ``forward_features_gluon_sm90`` serves ``problem``; it does not refuse it."""
-    config = features_config(problem)
-    rows, tiles = HOPPER_ROWS * config.warpgroups, features_tiles(problem, config)
+    config = variants_config(problem)
+    rows, tiles = HOPPER_ROWS * config.warpgroups, variants_tiles(problem, config)
     # Triton rounds the producer's warp up to a warpgroup.
     threads = (128 * (config.warpgroups + 1), 1, 1)
     launch = PlannedLaunch("_forward_features_sm90_kernel", (min(tiles, gpu.sms), 1, 1), threads)

@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
-from ...gpu.gluon_sm90 import Mailbox, Ring, copy_of, opaque, special_register
+from ...gpu.gluon_sm90 import Mailbox, Ring, hide_from_compiler, rematerialize, special_register
 from ...gpu.gluon_versions import aggregate, barrier, tma_store
 from .primitives_sm90 import ROWS
 
@@ -162,12 +162,12 @@ class Args:
     @gluon.jit
     def queries_of(self, n):
         """Return the queries of the sequence of the n-th tile."""
-        return self.row_tiles.read(n, _QUERIES) if self.IS_PACKED else copy_of(self.seqlen_q)
+        return self.row_tiles.read(n, _QUERIES) if self.IS_PACKED else rematerialize(self.seqlen_q)
 
     @gluon.jit
     def keys_of(self, n):
         """Return the keys of the sequence of the n-th tile."""
-        return self.row_tiles.read(n, _KEYS) if self.IS_PACKED else copy_of(self.seqlen_k)
+        return self.row_tiles.read(n, _KEYS) if self.IS_PACKED else rematerialize(self.seqlen_k)
 
     @gluon.jit
     def key_tiles(self, row, queries, keys):
@@ -204,12 +204,12 @@ class Args:
         if self.IS_PACKED:
             if row + ROWS <= end:
                 fence_async_shared()
-                tma_store(self.o_desc, [0, head, start + row, COLUMN], self.o_bufs.index(opaque(W)))
+                tma_store(self.o_desc, [0, head, start + row, COLUMN], self.o_bufs.index(hide_from_compiler(W)))
             else:
                 self.store_rows(head, start, row, end, COLUMN, W)
         else:
             fence_async_shared()
-            tma_store(self.o_desc, [start, head, row, COLUMN], self.o_bufs.index(opaque(W)))
+            tma_store(self.o_desc, [start, head, row, COLUMN], self.o_bufs.index(hide_from_compiler(W)))
 
     @gluon.jit
     def store_rows(self, head, start, row, place, COLUMN: gl.constexpr, W: gl.constexpr):
@@ -217,10 +217,10 @@ class Args:
         COLUMNS: gl.constexpr = self.o_bufs.shape[4]
         layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // COLUMNS, COLUMNS // 8], [4, 1], [1, 0])
         barrier()
-        tile = self.o_bufs.index(opaque(W)).reshape([ROWS, COLUMNS]).load(layout)
+        tile = self.o_bufs.index(hide_from_compiler(W)).reshape([ROWS, COLUMNS]).load(layout)
         offs_m = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
         offs_d = COLUMN + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
-        heads = copy_of(self.heads)
+        heads = rematerialize(self.heads)
         first = ((start + row).to(gl.int64) * heads + head) * self.DV
         offsets = offs_m[:, None] * (heads * self.DV) + offs_d[None, :]
         mask = (offs_m[:, None] < place - row) & (offs_d[None, :] < self.DV)

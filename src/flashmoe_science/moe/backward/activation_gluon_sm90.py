@@ -30,7 +30,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...gpu.gluon_sm90 import lap_of, named_barrier, opaque, slot_of, special_register, wait_for_kernel_before
+from ...gpu.gluon_sm90 import (
+    hide_from_compiler,
+    lap_of,
+    named_barrier,
+    slot_of,
+    special_register,
+    wait_for_kernel_before,
+)
 from ...gpu.gluon_versions import aggregate, async_load, tma_load
 from ..primitives import activate, activation_slopes
 from ..primitives_sm90 import (
@@ -181,7 +188,7 @@ def _put(x, a, FIRST: gl.constexpr, W: gl.constexpr):
         _put(left, a, FIRST, W)
         _put(right, a, FIRST + left.shape[1], W)
     else:
-        a.da_bufs.index(opaque(CHUNKS * W + FIRST // CHUNK)).store(x.to(a.w_desc.dtype))
+        a.da_bufs.index(hide_from_compiler(CHUNKS * W + FIRST // CHUNK)).store(x.to(a.w_desc.dtype))
 
 
 @gluon.jit

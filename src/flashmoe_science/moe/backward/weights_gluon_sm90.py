@@ -21,7 +21,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...gpu.gluon_sm90 import lap_of, named_barrier, opaque, slot_of, special_register, wait_for_kernel_before
+from ...gpu.gluon_sm90 import (
+    hide_from_compiler,
+    lap_of,
+    named_barrier,
+    slot_of,
+    special_register,
+    wait_for_kernel_before,
+)
 from ...gpu.gluon_versions import aggregate, async_load, tma_load
 from ..primitives_sm90 import CHUNK, FREE, LEADING, RAGGED, ROWS, TILES, Mailbox, left_and_right, make_mailbox, send
 
@@ -151,7 +158,12 @@ def _store(x, a, expert, row, column, FIRST: gl.constexpr, W: gl.constexpr):
         _store(left, a, expert, row, column, FIRST, W)
         _store(right, a, expert, row, column, FIRST + left.shape[1], W)
     else:
-        send(a.out_desc, [expert, row, column + FIRST], x, a.out_bufs.index(opaque(2 * W + FIRST // CHUNK % 2)))
+        send(
+            a.out_desc,
+            [expert, row, column + FIRST],
+            x,
+            a.out_bufs.index(hide_from_compiler(2 * W + FIRST // CHUNK % 2)),
+        )
 
 
 @gluon.jit

@@ -31,7 +31,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...gpu.gluon_sm90 import lap_of, named_barrier, opaque, slot_of, special_register, wait_for_kernel_before
+from ...gpu.gluon_sm90 import (
+    hide_from_compiler,
+    lap_of,
+    named_barrier,
+    slot_of,
+    special_register,
+    wait_for_kernel_before,
+)
 from ...gpu.gluon_versions import aggregate, async_load, tma_load
 from ..primitives import activate
 from ..primitives_sm90 import (
@@ -216,7 +223,7 @@ def _store(desc, x, a, first, size, part, column, FIRST: gl.constexpr, W: gl.con
     else:
         # The wrapping address: the row coordinate exceeds the map where the expert's rows end.
         place = [RAGGED, first + size, RAGGED - size, part, column + FIRST]
-        send(desc, place, x, a.out_bufs.index(opaque(2 * W + FIRST // CHUNK % 2)))
+        send(desc, place, x, a.out_bufs.index(hide_from_compiler(2 * W + FIRST // CHUNK % 2)))
 
 
 @gluon.jit

@@ -107,7 +107,7 @@ class MatrixProduct(_WithFeatures):
     """
 
     name = "matrix-product"
-    yardstick = True
+    speed_of_light = True
     _SIZE = 8192
     _FEWEST_ROWS = 4096  # below, the tiles of a product do not fill the SMs evenly, and its rate says little
 
@@ -153,7 +153,7 @@ class WithoutFeatures(_WithFeatures):
     """``flash_attention`` of the same sizes and the same causal mask, without features: what the features cost."""
 
     name = "without-features"
-    yardstick = True
+    speed_of_light = True
     features = ("a sliding window", "a softcap", "attention sinks", "ALiBi", "a bias")
 
     def bind(self, problem: AttentionProblem, inputs: Inputs) -> Call:

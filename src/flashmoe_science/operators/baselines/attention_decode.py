@@ -228,7 +228,7 @@ class MemoryCopy(Baseline):
     """A copy that moves as many bytes as the keys and values that are read have, half read and half written."""
 
     name = "copy"
-    yardstick = True
+    speed_of_light = True
 
     def bind(self, problem: CacheProblem, inputs: Inputs) -> Call:
         """Return PyTorch's copy."""

@@ -42,7 +42,7 @@ class Baseline:
     name: str
     kernels: Sequence[str] = ()
     distribution = "torch"  # the package whose version counts
-    yardstick = False  # whether it does other work, whose answer is none to the problem
+    speed_of_light = False  # whether it does other work, whose answer is none to the problem
 
     def load(self) -> Callable[..., Any]:
         """Return the entry point. Raises ``ImportError`` with the reason."""

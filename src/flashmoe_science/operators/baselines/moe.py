@@ -137,7 +137,7 @@ class MemoryCopy(Baseline):
     """A copy that moves as many bytes as the weights of active experts have, half read and half written."""
 
     name = "copy"
-    yardstick = True
+    speed_of_light = True
 
     def bind(self, case: MoeCase, inputs: Inputs) -> Call:
         """Return PyTorch's copy."""

@@ -104,9 +104,10 @@ def _changed_on_the_host(arms: Iterable[Arm]) -> list[str]:
 
     ran = {(path, recorded) for arm in arms for path, recorded in arm.host_files.items()}
     here = hashes_at(path for path, _ in ran)
-    elsewhere = {path for path, recorded in ran if here.get(path) != recorded}
-    now = hashes_now() if elsewhere else frozenset()  # a file that moved: all files are read, which takes seconds
-    return sorted(path for path, recorded in ran if path in elsewhere and recorded not in now)
+    changed = {path for path, recorded in ran if here.get(path, recorded) != recorded}
+    moved = {recorded: path for path, recorded in ran if path not in here}
+    now = hashes_now() if moved else frozenset()  # all files are read, which takes seconds
+    return sorted(changed | {path for recorded, path in moved.items() if recorded not in now})
 
 
 def _spec_of(gpu: Gpu) -> GpuSpec:

@@ -70,9 +70,9 @@ class Loaded:
         return contextlib.nullcontext() if self.baseline is None else self.baseline.context()
 
     @property
-    def yardstick(self) -> bool:
+    def speed_of_light(self) -> bool:
         """Whether it does other work, e.g. a matrix product: only the repeatability of its answer is checked."""
-        return bool(getattr(self.baseline, "yardstick", False))
+        return bool(getattr(self.baseline, "speed_of_light", False))
 
     def refusal(self, problem: Any) -> str | None:
         """Return why it cannot serve ``problem``, or None."""
@@ -204,7 +204,7 @@ def prepare_arm(
             arm.fail(f"a call of it changes what all arms share: {changes}")
             return arm
         repeats = mismatch([again], arm.expected[:1], None) == ""
-        judged = {} if loaded.yardstick else expected
+        judged = {} if loaded.speed_of_light else expected
         problem_found = next(
             (wrong for index, each in judged.items() if (wrong := _judge_answer(arm, index, each, repeats=repeats))),
             "",
@@ -218,7 +218,7 @@ def prepare_arm(
 
 def not_an_answer(answer: Any, loaded: Loaded, names: Sequence[str]) -> str:
     """Return why ``answer`` is not what the call of an arm has to give, or an empty text."""
-    wrong = "" if loaded.yardstick else not_formed(answer, names)
+    wrong = "" if loaded.speed_of_light else not_formed(answer, names)
     return wrong or next((odd for part in parts(answer) if (odd := not_plain(part))), "")
 
 

@@ -1,6 +1,6 @@
 """The files of this package that a call runs on the host, found by running one, and hashes by which they compare.
 
-A hash leaves out imports, docstrings, comments and the file's name: a file that moves is the same.
+A hash leaves out docstrings, comments, and names of files and modules: a file that moves is the same.
 """
 
 from __future__ import annotations
@@ -40,8 +40,10 @@ def files_called(call: Callable[[], Any]) -> dict[str, str]:
 
 @functools.lru_cache(maxsize=1024)
 def file_hash(path: Path) -> str:
-    """Return the hash of what a file of Python does."""
-    return digest(normalised(_WithoutImports().visit(ast.parse(path.read_text(encoding="utf-8")))))
+    """Return the hash of what a file of Python does, with the definitions that it imports from this package."""
+    imports = _Imports()
+    rest = imports.visit(ast.parse(path.read_text(encoding="utf-8")))
+    return digest([normalised(rest), {name: _definition(path, *place) for name, place in imports.found.items()}])
 
 
 def hashes_at(paths: Iterable[str]) -> dict[str, str]:
@@ -55,14 +57,43 @@ def hashes_now() -> frozenset[str]:
     return frozenset(file_hash(path) for path in PACKAGE_FOLDER.rglob("*.py"))
 
 
-class _WithoutImports(ast.NodeTransformer):
+class _Imports(ast.NodeTransformer):
+    """Takes imports out of a tree, and notes names that come from this package: level, module and name of each."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, tuple[int, str, str]] = {}
+
     def visit_Import(self, _: ast.Import) -> None:
         """Leave it out."""
 
-    def visit_ImportFrom(self, _: ast.ImportFrom) -> None:
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
         """Leave it out."""
+        if node.level:
+            self.found |= {each.asname or each.name: (node.level, node.module or "", each.name) for each in node.names}
 
     def visit_If(self, node: ast.If) -> ast.AST | None:
-        """Leave out a branch of imports alone, as under ``TYPE_CHECKING``."""
+        """Leave out what is for type checkers alone."""
+        if isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            return None
         self.generic_visit(node)
         return node if node.body or node.orelse else None
+
+
+def _definition(path: Path, level: int, module: str, name: str) -> str:
+    """Return the hash of the definition that ``path`` imports, or an empty text: a module, or imported there too."""
+    folder = path.parents[level - 1].joinpath(*module.split(".")) if module else path.parents[level - 1]
+    file = folder.with_suffix(".py") if folder.with_suffix(".py").is_file() else folder / "__init__.py"
+    return _definitions(file).get(name, "") if file.is_file() else ""
+
+
+@functools.lru_cache(maxsize=1024)
+def _definitions(file: Path) -> dict[str, str]:
+    """Return the hash of each function, class and variable of a module, by name."""
+    found = {}
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            found[node.name] = digest(normalised(node))
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            found |= {each.id: digest(normalised(node)) for each in targets if isinstance(each, ast.Name)}
+    return found

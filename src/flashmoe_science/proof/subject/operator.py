@@ -63,8 +63,8 @@ class CompileOutcome(Protocol):
 class Baseline(Protocol):
     """How one baseline is called.
 
-    One with ``yardstick = True`` does other work of the same size, e.g. a matrix product: its answer is none to the
-    problem and is not compared with the exact one.
+    One with ``speed_of_light = True`` does other work of the same size, e.g. a matrix product: its answer is not
+    checked.
     """
 
     name: str
