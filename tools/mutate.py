@@ -39,7 +39,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "flashmoe_science"
 # A group: patterns of its files below src/flashmoe_science, and its weight. The first group that matches takes a file.
 GROUPS: dict[str, tuple[float, tuple[str, ...]]] = {
-    "none": (0.0, ("operators/*", "*rival*", "*fingerprints.py", "leaves/*")),
+    "none": (0.0, ("operators/*",)),
     "gluon": (0.3, ("attention/*_gluon*.py", "moe/*_gluon*.py", "*primitives_sm90.py")),
     "kernels": (1.0, (
         "attention/*_triton.py", "moe/*_triton.py", "*/primitives.py", "attention/*_primitives.py", "*/philox.py",

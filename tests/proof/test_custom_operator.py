@@ -22,7 +22,6 @@ from flashmoe_science.proof.subject.operator import Operator
 from flashmoe_science.proof.subject.suites import load_suite
 
 from .chain import environment_with, gate_of, run_chain, statuses
-from .fake_operator import FakeOperator
 
 FOLDER = Path(__file__).parents[2] / "examples" / "rms_norm"
 
@@ -125,17 +124,6 @@ def test_what_an_operator_lacks_is_named(monkeypatch):
         load_operator("half_an_operator:OPERATOR")
     with pytest.raises(SubjectError, match=r"must offer an object NOTHING .*, got None"):
         load_operator("half_an_operator:NOTHING")
-
-
-def test_a_method_rivals_is_read_as_baselines(monkeypatch):
-    class Older(FakeOperator):
-        def rivals(self):
-            return {"mine": Baseline("mine", torch.relu)}
-
-    module = ModuleType("older_operator")
-    vars(module)["OPERATOR"] = Older()
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    assert list(load_operator("older_operator:OPERATOR").baselines()) == ["mine"]
 
 
 def test_the_version_of_a_baseline_is_that_of_the_distribution_it_comes_from(operator):

@@ -12,7 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from ...gpu.gluon_sm90 import fetch_next, lap_of, rematerialize, slot_of
+from ...gpu.gluon_sm90 import fetch_next, lap_of, rematerialize, slot_of, wait_for_kernel_before
 from ...gpu.gluon_versions import aggregate
 
 ROWS = gl.constexpr(64)  # keys that a warpgroup computes scores of
@@ -293,12 +293,6 @@ def make_key_tiles(tiles_n, heads_total, heads_per_group):
 
 
 @gluon.jit
-def wait_for_kernel_before():
-    """Wait until the kernel before has ended; what stands before this ran beside its end."""
-    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
 def as_added(dq):
     """Return 64 rows of dQ as threads hold them, 16 bytes a thread side by side: 128 lines of 32 for 64 columns."""
     COLUMNS: gl.constexpr = dq.shape[1]
@@ -367,28 +361,6 @@ def mask_scores(s, span, key, row):
         high = (span.latest(offs_n) - row)[:, None] - lane
         x = gl.where(column <= high[:, None, :, None], x, -float("inf"))
     return gl.convert_layout(gl.reshape(x, [ROWS, COLUMNS]), layout)
-
-
-@gluon.jit
-def pack(p, dtype: gl.constexpr):
-    """Round to 16 bits, two neighbours to an integer: [M, N] fp32 -> [M, N // 2] int32.
-
-    So P crosses from step to step: 16-bit values that do are unpacked and packed again by ptxas, an instruction a pair.
-    """
-    PTX_TYPE: gl.constexpr = "bf16x2" if dtype == gl.bfloat16 else "f16x2"
-    low, high = gl.split(p.reshape([p.shape[0], p.shape[1] // 2, 2]))
-    return gl.inline_asm_elementwise(
-        "cvt.rn." + PTX_TYPE + ".f32 $0, $2, $1;", "=r,f,f", [low, high], gl.int32, is_pure=True, pack=1
-    )
-
-
-@gluon.jit
-def unpack(packed, dtype: gl.constexpr, layout: gl.constexpr):
-    """Undo ``pack``; costs no instruction."""
-    low = packed.to(gl.int16).to(dtype, bitcast=True)
-    high = (packed >> 16).to(gl.int16).to(dtype, bitcast=True)
-    p = gl.join(low, high).reshape([packed.shape[0], packed.shape[1] * 2])
-    return gl.convert_layout(p, layout)
 
 
 @gluon.jit

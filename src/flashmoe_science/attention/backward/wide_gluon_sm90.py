@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...gpu.gluon_sm90 import hide_from_compiler, lap_of, named_barrier, slot_of
+from ...gpu.gluon_sm90 import hide_from_compiler, lap_of, named_barrier, pack, slot_of, unpack
 from ...gpu.gluon_versions import aggregate, tma_add, tma_load, tma_store
 from .primitives_sm90 import (
     KeyTiles,
@@ -34,8 +34,6 @@ from .primitives_sm90 import (
     load_partition,
     make_key_tiles,
     mask_edge,
-    pack,
-    unpack,
     unpack_wide,
     wait_until_read,
     walk_query_tiles,

@@ -167,7 +167,7 @@ def compare_records(
         b: the other.
         kinds: the times that decide. Default: all that both runs took.
         tolerance: the smallest effect that matters.
-        allowed: fields of ``poolable.FIELDS`` that may differ.
+        allowed: fields of ``comparable.FIELDS`` that may differ.
 
     Raises:
         EvidenceError: the runs may not be compared: names the field that differs, with both values.

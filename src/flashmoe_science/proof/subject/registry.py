@@ -51,8 +51,6 @@ def find_operator(name: str) -> Operator:
         if error.name is None or not module.startswith(error.name):
             raise
         raise _no_operator(name) from error
-    if callable(getattr(operator, "rivals", None)):
-        operator.baselines = operator.rivals  # the method's name before 0.1.0; CustomOperator has a default for the new
     if not isinstance(operator, Operator):
         parts = [name for name in {**vars(Operator), **Operator.__annotations__} if not name.startswith("_")]
         lacking = [part for part in parts if operator is not None and not hasattr(operator, part)]
