@@ -345,7 +345,7 @@ def test_rotary_positions_are_checked(monkeypatch):
 
 
 def test_more_queries_than_new_keys_need_rows_for_their_positions(monkeypatch):
-    tensors = make_tensors(CacheCase("rows", lengths=(30,), new=1, seqlen_q=4, rotary_dim=32))
+    tensors = make_tensors(CacheCase("rows", lengths=(30,), padding=(7,), new=1, seqlen_q=4, rotary_dim=32))
     tensors["rotary_cos"], tensors["rotary_sin"] = tensors["rotary_cos"][:33], tensors["rotary_sin"][:33]
     monkeypatch.setenv("FLASHMOE_CHECK", "1")
     with pytest.raises(InputError, match="rotary_cos must have a row for position 33 of sequence 0, got 33 rows"):
@@ -355,8 +355,9 @@ def test_more_queries_than_new_keys_need_rows_for_their_positions(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "steps"), [({"causal": True}, 1), ({"window": (9, -1)}, 1), ({"window": (9, 9)}, 1), ({}, 0)], ids=str
 )
-def test_queries_are_rotated_by_their_positions_unless_all_see_all_keys(options, steps):
-    """As FlashAttention does; by complex numbers, which the reference does not use."""
+@pytest.mark.parametrize("padding", [0, 2])
+def test_queries_are_rotated_by_their_positions_unless_all_see_all_keys(options, steps, padding):
+    """As FlashAttention does, which counts left padding; by complex numbers, which the reference does not use."""
     q, new, cache = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 1, 8), torch.randn(1, 9, 2, 8)
     angles = torch.rand(9, 4)
 
@@ -367,6 +368,7 @@ def test_queries_are_rotated_by_their_positions_unless_all_see_all_keys(options,
     k_cache, v_cache = cache.clone(), cache.clone()
     k_cache[0, 5], v_cache[0, 5] = turned(new, torch.tensor([5]))[0, :, 0], new[0, :, 0]
     by_hand = turned(q, 5 + steps * torch.arange(3))
+    options = {**options, "leftpad_k": torch.tensor([padding], dtype=torch.int32)}
     expected = flash_attention_with_kv_cache(by_hand, k_cache, v_cache, cache_seqlens=6, **options)
     tables: dict[str, Any] = {"rotary_cos": angles.cos(), "rotary_sin": angles.sin()}
     lengths = torch.tensor([5], dtype=torch.int32)

@@ -83,9 +83,9 @@ def flash_attention_with_kv_cache(
         cache_batch_idx: ``[B]`` int32: the row of the cache for each sequence; not with ``page_table``.
         leftpad_k: ``[B]`` int32: positions before it are never read.
         rotary_cos: ``[positions, R / 2]``, R even and at most D, in the dtype of q or fp32: columns 0 to R - 1 of k,
-            and of q, are rotated before use. Position n is ``n - leftpad_k[b]``. Query m is at
+            and of q, are rotated before use. Key n is at position n, whatever ``leftpad_k`` is; query m at
             ``cache_seqlens[b] + m`` where ``causal`` or ``window`` say how rows lie, else at ``cache_seqlens[b]``
-            (flash-attn's rule). Needs ``k``. A position behind the table gives NaN.
+            (flash-attn's rules). Needs ``k``. A position behind the table gives NaN.
         rotary_sin: the same.
         rotary_interleaved: columns 2i and 2i + 1 are a pair, else i and i + R / 2.
         causal: a right bound of 0.

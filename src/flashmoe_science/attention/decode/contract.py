@@ -442,7 +442,7 @@ def check_values(tensors: Mapping[str, Tensor], left: int) -> None:
         if not 0 <= pad <= length:
             raise InputError(f"leftpad_k[{b}] must be from 0 to the length {length}, got {pad}")
         if "rotary_cos" in tensors:
-            last = length - pad + max(new, q.shape[2]) - 1
+            last = length + max(new, q.shape[2]) - 1
             if last >= tensors["rotary_cos"].shape[0]:
                 raise InputError(
                     f"rotary_cos must have a row for position {last} of sequence {b}, "

@@ -286,6 +286,7 @@ def _append(plan: DecodePlan, grid: tuple[int, int, int]) -> PreparedKernel:
         "v_new_ptr": Pointer(p.dtype, "v_new"),
         **inputs,
         **_places(p),
+        "cache.leftpad_ptr": None,  # it would be taken from the positions that are rotated by
         "q_ptr": inputs["q_ptr"] if rotary else None,
         "q_out_ptr": Pointer(p.dtype, "q_out", aligned=True) if rotary else None,
         "cos_ptr": Pointer(p.rotary_dtype, "cos") if rotary else None,

@@ -47,17 +47,15 @@ def append(problem: CacheProblem, tensors: Mapping[str, Tensor]) -> Tensor:
     if k is None or v is None:
         return q
     queries = q.clone() if problem.rotary_dim else q
-    padding = tensors.get("leftpad_k")
     for b, before in enumerate(tensors["cache_seqlens"].tolist()):
-        pad = 0 if padding is None else int(padding[b])
         places = [(i, before + i) for i in range(problem.seqlen_new) if 0 <= before + i < problem.capacity]
         new = k[b]
         if problem.rotary_dim:
             cos, sin = tensors["rotary_cos"], tensors["rotary_sin"]
             steps = torch.arange(problem.seqlen_new, device=q.device)
-            new = rotate(new, cos, sin, before - pad + steps, interleaved=problem.rotary_interleaved)
+            new = rotate(new, cos, sin, before + steps, interleaved=problem.rotary_interleaved)
             steps = torch.arange(problem.seqlen_q, device=q.device) * int(problem.rotary_advance)
-            queries[b] = rotate(q[b], cos, sin, before - pad + steps, interleaved=problem.rotary_interleaved)
+            queries[b] = rotate(q[b], cos, sin, before + steps, interleaved=problem.rotary_interleaved)
         for i, place in places:
             page, inside = locate(problem, tensors, b, place)
             tensors["k_cache"][page, inside] = new[:, i]
