@@ -27,8 +27,11 @@ from ..exhaustive import all_but
 from .cache_cases import CACHE_CASES, EMPTY_CACHE_CASES, CacheCase, Tensors, make_tensors
 from .cache_checks import assert_cache_right, call, clone
 
+TOO_MUCH = "append-too-much"  # is refused by who reads lengths; kernels keep to the cache
+SERVED = [case for case in CACHE_CASES if case.why != TOO_MUCH]
 
-@pytest.mark.parametrize("case", CACHE_CASES + EMPTY_CACHE_CASES, ids=str)
+
+@pytest.mark.parametrize("case", SERVED + EMPTY_CACHE_CASES, ids=str)
 def test_cpu_tensors_run_the_reference(case):
     tensors = make_tensors(case)
     assert explain_with_kv_cache(**tensors, **case.options).kernel == "reference"
@@ -263,7 +266,7 @@ def test_bad_options_are_refused_and_nothing_is_written(why):
 
 VALUES: dict[str, tuple[CacheCase, str, tuple[Any, int], str]] = {
     "length": (PAGED, "cache_seqlens", (1, 80), r"cache_seqlens\[1\] must be from 0 to 79 \(80 positions less 1 new"),
-    "negative": (PLAIN, "cache_seqlens", (1, -1), r"cache_seqlens\[1\] must be from 0 to 70 \(70 positions\), got -1"),
+    "negative": (PLAIN, "cache_seqlens", (1, -1), r"cache_seqlens\[1\] must be from 0 to .*, got -1"),
     "page": (PAGED, "page_table", ((0, 2), 13), r"page_table\[0, 2\] must be from 0 to 12, got 13"),
     "no page": (PAGED, "page_table", ((1, 0), -1), r"page_table\[1, 0\] must be from 0 to 12, got -1"),
     "padding": (
@@ -289,11 +292,11 @@ def test_values_are_checked_where_the_environment_asks_for_it(why, monkeypatch):
     assert torch.equal(tensors["k_cache"].isnan(), before["k_cache"].isnan()), "nothing was written"
 
 
-PLACES = ("page", "no page", "row")
+PLACES = ("length", "negative", "page", "no page", "row")
 
 
 @pytest.mark.parametrize("why", PLACES)
-def test_pages_and_rows_of_cpu_tensors_always_are_checked(why):
+def test_lengths_pages_and_rows_of_cpu_tensors_always_are_checked(why):
     """Torch would take -1 for the last page, and raise for others after it wrote the keys of the sequences before."""
     case, name, (place, value), message = VALUES[why]
     tensors = make_tensors(dataclasses.replace(case, new=1))

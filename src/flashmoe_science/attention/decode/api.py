@@ -114,14 +114,14 @@ def flash_attention_with_kv_cache(
 
     Raises:
         InputError: a shape, dtype, device or value breaks the contract above; with ``FLASHMOE_CHECK=1`` in the
-            environment also a length, page, row or position that lies outside, which costs a synchronisation; pages and
-            rows of CPU tensors always are checked. Nothing was written to the cache then.
+            environment also a length, page, row or position that lies outside, which costs a synchronisation; lengths,
+            pages and rows of CPU tensors always are checked. Nothing was written to the cache then.
         UnsupportedError: no kernel serves this call, an input requires grad while gradients are recorded, or one has a
             forward-mode tangent.
 
     Numerics: those of ``flash_attention``; shares are merged in fp32 in a fixed order, so results have the same bits in
-    every run. CPU tensors run ``cache_reference``. Without ``FLASHMOE_CHECK=1`` a length is cut to what the cache
-    holds, and a page that does not exist is read where it would be, or by ``decode_gluon_sm90`` as zeros.
+    every run. CPU tensors run ``cache_reference``. Unchecked, a length on a GPU is cut to what the cache holds, and
+    a page that does not exist is read where it would be, or by ``decode_gluon_sm90`` as zeros.
     """
     call = describe_cache_call(
         {

@@ -435,10 +435,9 @@ def check_values(tensors: Mapping[str, Tensor], left: int) -> None:
         raise UnsupportedError(
             "FLASHMOE_CHECK=1 reads lengths, and a graph is being captured", hint="capture without FLASHMOE_CHECK=1"
         )
-    capacity, new = _room(tensors)
+    check_places(tensors, left)
+    new = _room(tensors)[1]
     for b, (length, pad) in enumerate(_lengths_and_padding(tensors)):
-        if not 0 <= length <= capacity - new:
-            raise InputError(f"cache_seqlens[{b}] must be {_in_words(capacity, new)}, got {length}")
         if not 0 <= pad <= length:
             raise InputError(f"leftpad_k[{b}] must be from 0 to the length {length}, got {pad}")
         if "rotary_cos" in tensors:
@@ -452,7 +451,6 @@ def check_values(tensors: Mapping[str, Tensor], left: int) -> None:
         named = tensors["cache_batch_idx"].tolist()
         if len(set(named)) < len(named):
             raise InputError(f"cache_batch_idx must name a row once where k is appended, got {named}")
-    check_places(tensors, left)
 
 
 def _lengths_and_padding(tensors: Mapping[str, Tensor]) -> list[tuple[int, int]]:
@@ -464,21 +462,28 @@ def _lengths_and_padding(tensors: Mapping[str, Tensor]) -> list[tuple[int, int]]
 
 
 def check_places(tensors: Mapping[str, Tensor], left: int) -> None:
-    """Check on the host the rows and pages of all keys that are read or written. Raises ``InputError``."""
-    rows, length = tensors["k_cache"].shape[:2]
+    """Check on the host the lengths, and the rows and pages of all keys that are read or written.
+
+    Raises ``InputError``.
+    """
+    rows, page_size = tensors["k_cache"].shape[:2]
+    (capacity, new), lengths_and_padding = _room(tensors), _lengths_and_padding(tensors)
+    for b, (length, _) in enumerate(lengths_and_padding):
+        if not 0 <= length <= capacity - new:
+            raise InputError(f"cache_seqlens[{b}] must be {_in_words(capacity, new)}, got {length}")
     if "cache_batch_idx" in tensors:
         for b, row in enumerate(tensors["cache_batch_idx"].tolist()):
             if not 0 <= row < rows:
                 raise InputError(f"cache_batch_idx[{b}] must be from 0 to {rows - 1}, got {row}")
     if "page_table" not in tensors:
         return
-    (capacity, new), seqlen_q = _room(tensors), tensors["q"].shape[2]
+    seqlen_q = tensors["q"].shape[2]
     keys = []
-    for before, pad in _lengths_and_padding(tensors):
-        end = max(0, min(before + new, capacity))
+    for before, pad in lengths_and_padding:
+        end = before + new
         seen = max(pad, end - seqlen_q - left if left >= 0 else 0, 0)
-        keys.append((min(seen, max(before, 0)), end))
-    check_pages(tensors["page_table"], rows, length, keys)
+        keys.append((min(seen, before), end))
+    check_pages(tensors["page_table"], rows, page_size, keys)
 
 
 def check_contents(tensors: Mapping[str, Tensor], left: int) -> None:
