@@ -410,3 +410,19 @@ def test_against_sdpa():
     theirs = gradients_of(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True), inputs, do)
     for mine, other in itertools.zip_longest(ours, theirs):
         torch.testing.assert_close(mine, other, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize(
+    ("starts", "is_shared"), [((0, 300, 900), False), ((0, 250, 900), True), ((550, 0, 900), True)]
+)
+def test_gradients_of_keys_that_sequences_share_are_nan(starts, is_shared, monkeypatch):
+    """Nobody reads the lengths; where they are read, the call raises."""
+    monkeypatch.delenv("FLASHMOE_CHECK", raising=False)
+    q, k, v = (torch.randn(900, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    starts_q, starts_k, used = (
+        torch.tensor(numbers, device="cuda", dtype=torch.int32) for numbers in ((0, 400, 900), starts, (300, 550))
+    )
+    o = flash_attention_varlen(q, k, v, starts_q, starts_k, 500, 600, seqused_k=used)
+    assert not o.isnan().any()
+    gradients = torch.autograd.grad(o, (q, k, v), o)
+    assert [gradient.isnan().any().item() for gradient in gradients] == [is_shared] * 3

@@ -171,7 +171,20 @@ LENGTHS: dict[str, tuple[dict[str, Any], str]] = {
         {"max_seqlen_k": 6},
         "max_seqlen_k must be at least 7, the length of sequence 1, got 6",
     ),
-    "used beyond its place": ({"seqused_k": ints(6, 7)}, "seqused_k must be from 0 to 5 at index 0, got 6"),
+    "used beyond its place": ({"seqused_q": ints(5, 5)}, "seqused_q must be from 0 to 4 at index 0, got 5"),
+    "keys used beyond the tokens": (
+        {"cu_seqlens_k": ints(6, 0, 0), "seqused_k": ints(7, 5)},
+        "seqused_k must be from 0 to 6 at index 0, got 7",
+    ),
+    "used before the tokens": (
+        {"cu_seqlens_k": ints(0, -1, 12), "seqused_k": ints(5, 5)},
+        "cu_seqlens_k must be from 0 to 12, the tokens of k, got -1 at index 1",
+    ),
+    "more used than the maximum": (
+        {"max_seqlen_k": 6, "cu_seqlens_k": ints(2, 0, 0), "seqused_k": ints(7, 5)},
+        "max_seqlen_k must be at least 7, the length of sequence 0, got 6",
+    ),
+    "negative use of keys": ({"seqused_k": ints(5, -1)}, "seqused_k must be from 0 to 7 at index 1, got -1"),
     "negative use": ({"seqused_q": ints(4, -1)}, "seqused_q must be from 0 to 5 at index 1, got -1"),
 }
 
@@ -190,6 +203,38 @@ def test_bad_input(why):
 def test_a_length_in_use_may_be_shorter_than_its_place():
     """The maximum counts the keys in use, not their place: a cache may have more room."""
     flash_attention_varlen(**packed_call(max_seqlen_k=4, seqused_k=ints(4, 3)))
+
+
+SHARED = {"overlapping": (ints(0, 3, 12), ints(5, 7)), "out of order": (ints(7, 0, 12), ints(5, 7))}
+
+
+@pytest.mark.parametrize("why", SHARED)
+def test_keys_that_are_shared_or_in_any_order(why):
+    """The forward serves them; gradients of k and v would be overwritten, those of q are right."""
+    starts, used = SHARED[why]
+    given = packed_call(cu_seqlens_k=starts, seqused_k=used)
+    o = flash_attention_varlen(**given, causal=True)
+    places = [torch.arange(start, start + length) for start, length in zip(starts[:2], used, strict=True)]
+    index, own = torch.cat(places), {"cu_seqlens_k": ints(0, *used.cumsum(0).tolist())}
+    copied = {**given, **own, "k": given["k"][index], "v": given["v"][index]}
+    torch.testing.assert_close(o, flash_attention_varlen(**copied, causal=True))
+    given["q"].requires_grad_()
+    (dq,) = torch.autograd.grad(flash_attention_varlen(**given).sum(), given["q"])
+    torch.testing.assert_close(dq, torch.autograd.grad(flash_attention_varlen(**copied).sum(), given["q"])[0])
+    for name in ("k", "v"):
+        one = {**given, name: given[name].clone().requires_grad_()}
+        message = (
+            f"cu_seqlens_k must be at least {starts[0] + 5} at index 1 for gradients of k and v, as sequence 0 uses"
+        )
+        with pytest.raises(InputError, match=f"^{message} 5 keys from {starts[0]}, got {starts[1]}"):
+            flash_attention_varlen(**one).sum().backward()
+
+
+@pytest.mark.parametrize("why", [*SHARED, "own"])
+def test_gradients_of_shared_keys_are_nan_where_lengths_are_not_read(why):
+    starts, used = {**SHARED, "own": (ints(0, 5, 12), ints(5, 7))}[why]
+    lse = packed.mark_shared_keys(torch.zeros(9, 4), {"cu_seqlens_k": starts, "seqused_k": used})
+    assert lse.isnan().all() if why in SHARED else torch.equal(lse, torch.zeros(9, 4))
 
 
 def test_lengths_on_a_gpu_are_read_only_when_asked(monkeypatch):

@@ -160,6 +160,8 @@ def _check_side(
     starts = cu_seqlens.tolist()
     name = f"cu_seqlens_{side}"
     places = []
+    if side == "k" and tokens is not None and seqused is not None:
+        return _check_used_keys(tokens, starts, longest, seqused.tolist())
     if tokens is not None and (starts[0] < 0 or starts[-1] > tokens):
         raise InputError(f"{name} must be from 0 to {tokens}, the tokens of {side}, got {starts[0]} to {starts[-1]}")
     used = [None] * (len(starts) - 1) if seqused is None else seqused.tolist()
@@ -174,3 +176,38 @@ def _check_side(
             raise InputError(f"max_seqlen_{side} must be at least {asked}, the length of sequence {b}, got {longest}")
         places.append((start, end if length is None else start + length))
     return places
+
+
+def _check_used_keys(tokens: int, starts: list[int], longest: int, used: list[int]) -> list[tuple[int, int]]:
+    """Check keys of which lengths say where they end: sequences lie in any order, and may share keys."""
+    for b, (start, length) in enumerate(zip(starts, used, strict=False)):
+        if not 0 <= start <= tokens:
+            raise InputError(f"cu_seqlens_k must be from 0 to {tokens}, the tokens of k, got {start} at index {b}")
+        if not 0 <= length <= tokens - start:
+            raise InputError(f"seqused_k must be from 0 to {tokens - start} at index {b}, got {length}")
+        if length > longest:
+            raise InputError(f"max_seqlen_k must be at least {length}, the length of sequence {b}, got {longest}")
+    return [(start, start + length) for start, length in zip(starts, used, strict=False)]
+
+
+def check_own_keys(tensors: Mapping[str, Tensor]) -> None:
+    """Raise ``InputError`` where gradients of k and v would be wrong: those of keys that are shared are not added up.
+
+    Where the host does not read lengths, ``mark_shared_keys`` shows it.
+    """
+    if "seqused_k" not in tensors or not reads_lengths(tensors["q"].device):
+        return
+    starts, used = tensors["cu_seqlens_k"].tolist(), tensors["seqused_k"].tolist()
+    for b, (start, after, length) in enumerate(zip(starts, starts[1:], used, strict=True)):
+        if start + length > after:
+            raise InputError(
+                f"cu_seqlens_k must be at least {start + length} at index {b + 1} for gradients of k and v, "
+                f"as sequence {b} uses {length} keys from {start}, got {after}",
+                hint="gradients of keys that sequences share are not added up: give each its own, as in k[index]",
+            )
+
+
+def mark_shared_keys(lse: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
+    """Return the LSE for gradients, which makes all of them NaN where sequences have no keys of their own."""
+    starts = tensors["cu_seqlens_k"]
+    return lse.masked_fill((starts[:-1] + tensors["seqused_k"] > starts[1:]).any(), torch.nan)

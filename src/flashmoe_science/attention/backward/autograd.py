@@ -15,7 +15,7 @@ from ...gpu.device import gpu_at
 from ..checks import check_fake
 from ..forward.calls import remember, run
 from ..inputs import DIFFERENTIABLE, AttentionCall, Options, layouts_of, refuse_tangents
-from ..packed import planned_lengths
+from ..packed import check_own_keys, planned_lengths
 from .calls import Call, allocate_gradient, prepare_backward
 from .plan import BACKWARD_KERNEL, check_backward_kernel_name, plan_backward
 from .problem import backward_problem_of, check_backward_operator
@@ -114,13 +114,15 @@ def attention_gradients(options: Options, tensors: Mapping[str, Tensor], wanted:
         wanted: of q, k, v, sinks and bias those whose gradients are asked for; k and v come together.
 
     Raises:
-        InputError: ``FLASHMOE_BACKWARD_KERNEL`` in the environment is no name of a kernel.
+        InputError: ``FLASHMOE_BACKWARD_KERNEL`` in the environment is no name of a kernel, or sequences share keys.
         UnsupportedError: no kernel, or not the kernel forced, serves this call.
 
     Numerics: fp32 products, sums and softmax; P and dS are rounded to the dtype of q between products. Every sum has
     one order, also where TMA adds to memory: the same bits in every run.
     """
     kernel = forced_kernel(options.kernel)
+    if "k" in wanted or "v" in wanted:
+        check_own_keys(tensors)
     tensors = {name: tensor.detach() for name, tensor in tensors.items()}
     if "do" not in tensors:
         tensors["do"] = torch.zeros_like(tensors["o"])

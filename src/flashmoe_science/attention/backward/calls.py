@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...errors import UnsupportedError
 from .. import reference
+from ..packed import mark_shared_keys
 from ..problem import canonical_strides, output_strides
 from .plan import BackwardPlan
 from .plan_sm90 import HopperBackwardConfig
@@ -77,6 +78,8 @@ def _kernel_call(plan: BackwardPlan, device: torch.device) -> Call:
         # Of packed sequences the LSE is [H, T], and lies in memory as kernels read it: rows of tokens.
         rows = {name: tensors[name] for name in ("lse", "dlse") if name in tensors}
         rows = {name: (tensor.t() if p.packed else tensor).contiguous() for name, tensor in rows.items()}
+        if "k" in p.seqused and "k" in problem.wanted:
+            rows["lse"] = mark_shared_keys(rows["lse"], tensors)
         delta = torch.empty(rows["lse"].shape, dtype=torch.float32, device=q.device)
         found = {name: _allocate(name, tensors[name]) for name in problem.wanted}
         if p.packed or not launches:  # no program writes the gradients of rows and keys in no sequence's place
