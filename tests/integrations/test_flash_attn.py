@@ -21,7 +21,8 @@ _OPTIONS = (
     "deterministic=False, return_attn_probs=False"
 )
 _LENGTHS = "cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k"
-SIGNATURES = {  # of flash-attn 2.8
+# Source: flash_attn/flash_attn_interface.py of flash-attn, tag v2.8.3.
+SIGNATURES = {
     "flash_attn_func": f"q, k, v, {_OPTIONS}",
     "flash_attn_qkvpacked_func": f"qkv, {_OPTIONS}",
     "flash_attn_kvpacked_func": f"q, kv, {_OPTIONS}",
@@ -31,12 +32,30 @@ SIGNATURES = {  # of flash-attn 2.8
 }
 
 
+CACHE_SIGNATURE = (
+    "q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None, cache_batch_idx=None, "
+    "cache_leftpad=None, block_table=None, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, "
+    "rotary_interleaved=True, alibi_slopes=None, num_splits=0, return_softmax_lse=False"
+)
+
+
+def _signature(function: Any) -> str:
+    """Return names, order and defaults."""
+    parameters = inspect.signature(function).parameters.values()
+    return ", ".join(str(parameter.replace(annotation=parameter.empty)) for parameter in parameters)
+
+
 def test_signatures_are_those_of_flash_attn():
-    elsewhere = {"flash_attn_with_kvcache"}  # test_flash_attn_cache.py
-    assert set(flash_attn.__all__) == set(SIGNATURES) | elsewhere
-    for name, expected in SIGNATURES.items():
-        parameters = inspect.signature(getattr(flash_attn, name)).parameters.values()
-        assert ", ".join(str(parameter.replace(annotation=parameter.empty)) for parameter in parameters) == expected
+    signatures = {**SIGNATURES, "flash_attn_with_kvcache": CACHE_SIGNATURE}
+    assert {name: _signature(getattr(flash_attn, name)) for name in flash_attn.__all__} == signatures
+
+
+def test_signatures_are_those_of_the_flash_attn_that_is_installed():
+    original = pytest.importorskip("flash_attn", reason="flash-attn is not installed", exc_type=ImportError)
+    if not original.__version__.startswith("2.8."):
+        pytest.skip(f"flash-attn is {original.__version__}, not 2.8")
+    for name in flash_attn.__all__:
+        assert _signature(getattr(flash_attn, name)) == _signature(getattr(original, name))
 
 
 def test_code_that_asks_for_the_version_gets_that_of_the_signatures():
@@ -203,14 +222,14 @@ def test_calls_that_are_refused_below_are_served_without_the_change(function):
     getattr(flash_attn, function)(**_call(function))
 
 
-@pytest.mark.parametrize("value", ["x", [1], 1, None, np.ones(2), torch.ones(2)], ids=str)
+@pytest.mark.parametrize("value", ["x", [1], np.ones(2), torch.ones(2)], ids=str)
 @pytest.mark.parametrize("name", ["causal", "deterministic", "return_attn_probs"])
 @pytest.mark.parametrize("function", SIGNATURES)
 def test_flags_are_true_or_false(function, name, value):
     _refused(function, f"{name} must be True or False, got {value!r}", **{name: value})
 
 
-_WINDOW = "window_size must be two integers (left, right), -1 for no bound, got "
+_WINDOW = "window_size must be two integers (left, right), negative for no bound, got "
 
 
 @pytest.mark.parametrize(
@@ -218,13 +237,13 @@ _WINDOW = "window_size must be two integers (left, right), -1 for no bound, got 
     [
         ({"window_size": None}, f"{_WINDOW}None"),
         ({"window_size": (1,)}, f"{_WINDOW}(1,)"),
-        ({"window_size": (1, -2)}, f"{_WINDOW}(1, -2)"),
+        ({"window_size": (1.0, 1)}, f"{_WINDOW}(1.0, 1)"),
         ({"window_size": (True, 1)}, f"{_WINDOW}(True, 1)"),
         ({"window_size": (2**63, 1)}, f"{_WINDOW}({2**63}, 1)"),
         ({"window_size": np.ones(2)}, f"{_WINDOW}array([1., 1.])"),
         ({"softcap": "x"}, "softcap must be a number, 0 for none, got str"),
         ({"softcap": np.ones(2)}, "softcap must be a number, 0 for none, got ndarray"),
-        ({"softcap": -1.0}, "softcap must be 0 (none) or more, at most 2.36e+38, got -1.0"),
+        ({"softcap": np.nan}, "softcap must be 0 (none) or more, at most 2.36e+38, got nan"),
         ({"softmax_scale": np.ones(2)}, "softmax_scale must be a number or None, got ndarray"),
         ({"softmax_scale": 1e39}, "softmax_scale must be finite in fp32, so at most 2.36e+38 in size, got 1e+39"),
         ({"dropout_p": torch.ones(2)}, "dropout_p must be a number, 0 for no dropout, got Tensor"),
@@ -387,10 +406,53 @@ def test_tables_are_refused_by_their_name(table, message):
     _refused("flash_attn_varlen_func", message, k=pages, v=pages, block_table=table)
 
 
-def test_gradients_of_pages_are_refused_by_the_name_of_the_table():
-    pages, table = torch.zeros(2, 9, 2, 8, requires_grad=True), torch.zeros(2, 1, dtype=torch.int32)
-    with pytest.raises(UnsupportedError, match=r"^there is no backward with a block_table, and gradients are required"):
-        flash_attn.flash_attn_varlen_func(**_call("flash_attn_varlen_func", k=pages, v=pages, block_table=table))
+@pytest.mark.parametrize("with_lse", [False, True])
+def test_gradients_of_pages_are_refused_where_they_are_asked_for(with_lse):
+    pages, table = torch.randn(2, 9, 2, 8), torch.zeros(2, 1, dtype=torch.int32)
+    given = _call("flash_attn_varlen_func", k=pages, v=pages.mT.contiguous().mT, block_table=table)
+    expected = flash_attn.flash_attn_varlen_func(**given)
+    found = flash_attn.flash_attn_varlen_func(
+        **{**given, "q": given["q"].clone().requires_grad_()}, return_attn_probs=with_lse
+    )
+    o = found[0] if with_lse else found
+    assert torch.equal(o.detach(), expected)
+    with pytest.raises(UnsupportedError, match=r"^there is no backward with a block_table, and .* required of q\n"):
+        o.sum().backward()
+
+
+NUMBERS: dict[str, Any] = {
+    "python": lambda value: value,
+    "numpy": np.array,
+    "numpy scalar": lambda value: np.array(value)[()],
+    "torch": torch.tensor,
+}
+
+
+@pytest.mark.parametrize("kind", NUMBERS)
+@pytest.mark.parametrize("function", SIGNATURES)
+def test_options_may_be_scalars_of_any_library(function, kind):
+    """As flash-attn takes them: vision models pass ``(cu[1:] - cu[:-1]).max()``."""
+    given, number = _call(function), NUMBERS[kind]
+    options: dict[str, Any] = {
+        "softmax_scale": 0.5, "causal": 1, "window_size": (3, 2), "softcap": 2.0, "dropout_p": 0.0, "deterministic": 1
+    }  # fmt: skip
+    expected = getattr(flash_attn, function)(**given, **{**options, "causal": True, "deterministic": True})
+    scalars = {name: number(value) for name, value in options.items() if name != "window_size"}
+    longest = {name: number(value) for name, value in given.items() if name.startswith("max_seqlen")}
+    windows = [(3, 2), [3, 2], (number(3), number(2)), np.array([3, 2]), torch.tensor([3, 2])]
+    for window in windows:
+        found = getattr(flash_attn, function)(**{**given, **longest}, **scalars, window_size=window)
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("function", SIGNATURES)
+def test_what_is_negative_or_none_is_none(function):
+    given = _call(function)
+    call = getattr(flash_attn, function)
+    expected = call(**given)
+    assert torch.equal(call(**given, softcap=None, causal=None, window_size=(-7, np.int32(-2))), expected)
+    assert torch.equal(call(**given, softcap=-1.0, causal=0, deterministic=None, return_attn_probs=0), expected)
+    assert torch.equal(call(**given, window_size=torch.tensor([2, -9])), call(**given, window_size=(2, -1)))
 
 
 def test_whole_graphs_compile(qkv):

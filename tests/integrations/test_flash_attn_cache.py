@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from typing import Any
 
@@ -10,24 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from flashmoe_science import InputError, flash_attention, flash_attention_with_kv_cache
+from flashmoe_science import InputError, UnsupportedError, flash_attention, flash_attention_with_kv_cache
 from flashmoe_science.integrations.flash_attn import flash_attn_with_kvcache
 
 from .layouts import LAYOUTS, laid_out
-
-
-def test_the_signature_is_flash_attns():
-    """flash-attn 2.8: names, order and defaults."""
-    found = {
-        name: parameter.default for name, parameter in inspect.signature(flash_attn_with_kvcache).parameters.items()
-    }
-    empty = inspect.Parameter.empty
-    assert list(found.items()) == [
-        ("q", empty), ("k_cache", empty), ("v_cache", empty), ("k", None), ("v", None), ("rotary_cos", None),
-        ("rotary_sin", None), ("cache_seqlens", None), ("cache_batch_idx", None), ("cache_leftpad", None),
-        ("block_table", None), ("softmax_scale", None), ("causal", False), ("window_size", (-1, -1)), ("softcap", 0.0),
-        ("rotary_interleaved", True), ("alibi_slopes", None), ("num_splits", 0), ("return_softmax_lse", False),
-    ]  # fmt: skip
 
 
 def test_a_step_of_generation():
@@ -113,20 +98,21 @@ def test_the_call_that_is_refused_below_is_served_without_the_change():
     assert flash_attn_with_kvcache(**_call()).shape == (2, 1, 4, 8)
 
 
-@pytest.mark.parametrize("value", ["x", [1], 1, None, np.ones(2), torch.ones(2)], ids=str)
+@pytest.mark.parametrize("value", ["x", [1], np.ones(2), torch.ones(2)], ids=str)
 @pytest.mark.parametrize("name", ["causal", "rotary_interleaved", "return_softmax_lse"])
 def test_flags_are_true_or_false(name, value):
     _refused(f"{name} must be True or False, got {value!r}", **{name: value})
 
 
+_WINDOW = "window_size must be two integers (left, right), negative for no bound, got "
 _NO_TENSOR = "must be a torch.Tensor, got "
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"window_size": 3}, "window_size must be two integers (left, right), -1 for no bound, got 3"),
-        ({"window_size": (-2, 1)}, "window_size must be two integers (left, right), -1 for no bound, got (-2, 1)"),
+        ({"window_size": 3}, f"{_WINDOW}3"),
+        ({"window_size": (2.0, 1)}, f"{_WINDOW}(2.0, 1)"),
         ({"softcap": np.ones(2)}, "softcap must be a number, 0 for none, got ndarray"),
         ({"softmax_scale": [1]}, "softmax_scale must be a number or None, got list"),
         ({"num_splits": [1]}, "num_splits must be an integer from 0 to 2**31 - 1, got [1]"),
@@ -169,12 +155,50 @@ def test_arguments_have_the_names_and_axes_of_flash_attn(changes, message):
     _refused(message, **changes)
 
 
-def test_columns_that_are_not_contiguous_are_refused_by_the_strides_that_they_have():
-    for name in ("q", "k"):
-        tensor = _call()[name].mT.contiguous().mT
-        message = f"{name} must be contiguous along its last axis, got strides {list(tensor.stride())}"
-        with pytest.raises(InputError, match=f"^{re.escape(message)}\nhint: "):
-            flash_attn_with_kvcache(**_call(**{name: tensor}))
+def test_columns_of_caches_that_are_not_contiguous_are_refused_by_the_strides_that_they_have():
+    tensor = _call()["k_cache"].mT.contiguous().mT
+    message = f"k_cache must be contiguous along its last axis, got strides {list(tensor.stride())}"
+    with pytest.raises(InputError, match=f"^{re.escape(message)}\nhint: "):
+        flash_attn_with_kvcache(**_call(k_cache=tensor))
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "block_table", "cache_batch_idx"])
+def test_other_columns_are_copied_where_they_are_not_contiguous(name):
+    given = _call()
+    if name == "block_table":
+        given[name] = torch.tensor([[1, 0], [0, 1]], dtype=torch.int32)
+    elif name == "cache_batch_idx":
+        given[name] = torch.tensor([1, 0], dtype=torch.int32)
+    apart = torch.stack([given[name], given[name]], -1)[..., 0]
+    assert apart.stride(-1) == 2
+    changed = {**given, name: apart, "k_cache": given["k_cache"].clone(), "v_cache": given["v_cache"].clone()}
+    assert torch.equal(flash_attn_with_kvcache(**changed), flash_attn_with_kvcache(**given))
+    assert torch.equal(changed["k_cache"], given["k_cache"])
+
+
+@pytest.mark.parametrize("with_lse", [False, True])
+@pytest.mark.parametrize("name", ["q", "k", "v", "k_cache"])
+def test_gradients_are_refused_where_they_are_asked_for(name, with_lse):
+    """A forward over a cache with weights that are trained elsewhere is served, and appends."""
+    given = _call()
+    changed = {**given, name: given[name].clone().requires_grad_(), "v_cache": given["v_cache"].clone()}
+    found = flash_attn_with_kvcache(**changed, return_softmax_lse=with_lse)
+    o = found[0] if with_lse else found
+    assert torch.equal(o.detach(), flash_attn_with_kvcache(**given))
+    assert torch.equal(changed["v_cache"], given["v_cache"])
+    with pytest.raises(UnsupportedError, match=f"^there is no backward with a cache, and .* required of {name}\n"):
+        o.sum().backward()
+
+
+def test_options_may_be_scalars_of_any_library():
+    given = _call(cache_seqlens=3)
+    expected = flash_attn_with_kvcache(**given, softmax_scale=0.5, causal=True, window_size=(2, -1), num_splits=2)
+    scalars: dict[str, Any] = {
+        "softmax_scale": np.float32(0.5), "causal": 1, "window_size": torch.tensor([2, -5]), "softcap": None,
+        "num_splits": np.int64(2), "rotary_interleaved": torch.tensor(1), "return_softmax_lse": None,
+    }  # fmt: skip
+    found = flash_attn_with_kvcache(**given, **scalars)
+    assert torch.equal(found, expected)
 
 
 def test_padding_that_is_checked_on_request_has_the_name_of_flash_attn(monkeypatch):

@@ -59,8 +59,94 @@ def test_gqa():
     q, k, v = torch.randn(2, 6, 5, 8), torch.randn(2, 2, 5, 8), torch.randn(2, 2, 5, 8)
     expected = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     torch.testing.assert_close(scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True), expected)
-    with pytest.raises(InputError, match="key must have 6 heads without enable_gqa, got 2"):
+    message = r"key must have batch and heads that expand with \[2, 6\], got \[2, 2\]\nhint: enable_gqa=True"
+    with pytest.raises(InputError, match=message):
         scaled_dot_product_attention(q, k, v)
+    expected = F.scaled_dot_product_attention(q, k, v[:, :1], enable_gqa=True)
+    torch.testing.assert_close(scaled_dot_product_attention(q, k, v[:, :1], enable_gqa=True), expected)
+
+
+LEADING: dict[
+    str, tuple[Any, Any, Any, bool]
+] = {  # batch and heads of query, key and value, and whether heads are shared
+    "no batch": ((4,), (4,), (4,), False),
+    "neither batch nor heads": ((), (), (), False),
+    "two axes of batches": ((3, 2, 4), (3, 2, 4), (3, 2, 4), False),
+    "one batch of keys": ((2, 4), (1, 4), (1, 4), False),
+    "one head of keys": ((2, 4), (2, 1), (2, 1), False),
+    "one head of values": ((2, 4), (2, 4), (2, 1), False),
+    "one query": ((1, 1), (2, 4), (2, 4), False),
+    "keys without a batch": ((2, 4), (4,), (4,), False),
+    "values alone have a batch": ((4,), (4,), (2, 4), False),
+    "queries without heads": ((), (2, 4), (2, 4), False),
+    "expanded in two axes": ((3, 1, 4), (1, 2, 4), (2, 1), False),
+    "shared heads, one batch": ((2, 4), (1, 2), (1, 2), True),
+    "shared heads, no batch": ((4,), (2,), (2,), True),
+    "shared heads, two axes of batches": ((3, 1, 4), (1, 2, 2), (2, 1), True),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("way", ["plain", "causal", "mask", "seen", "scale"])
+@pytest.mark.parametrize("why", LEADING)
+def test_batch_and_heads_expand(why, way, dtype):
+    """Outputs and gradients, of any number of axes."""
+    *leading, enable_gqa = LEADING[why]
+    sizes = ((5, 8), (7, 8), (7, 16))
+    tensors = [torch.randn(*a, *b, dtype=dtype).requires_grad_() for a, b in zip(leading, sizes, strict=True)]
+    added = torch.randn(5, 7, dtype=dtype)
+    seen = added > 0
+    seen[:, 0] = True
+    ways: dict[str, dict[str, Any]] = {
+        "plain": {}, "causal": {"is_causal": True}, "mask": {"attn_mask": added}, "seen": {"attn_mask": seen},
+        "scale": {"scale": np.float32(0.3)},
+    }  # fmt: skip
+    q, k, v = tensors
+    expected = F.scaled_dot_product_attention(q, k, v, **ways[way], enable_gqa=enable_gqa)
+    found = scaled_dot_product_attention(q, k, v, **ways[way], enable_gqa=enable_gqa)
+    torch.testing.assert_close(found, expected)
+    asked = torch.randn_like(expected)
+    for got, right in zip(
+        torch.autograd.grad(found, tensors, asked), torch.autograd.grad(expected, tensors, asked), strict=True
+    ):
+        torch.testing.assert_close(got, right, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(3, 2, 4, 5, 7), (3, 1, 1, 5, 7), (1, 2, 4, 1, 7), (4, 5, 7)])
+def test_masks_of_five_dimensions(shape):
+    q, k, v = torch.randn(3, 2, 4, 5, 8), torch.randn(3, 2, 4, 7, 8), torch.randn(3, 2, 4, 7, 8)
+    mask = torch.randn(shape)
+    expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    torch.testing.assert_close(scaled_dot_product_attention(q, k, v, attn_mask=mask), expected)
+
+
+@pytest.mark.parametrize("dropout_p", [1, 1.0, np.float32(1), torch.tensor(1.0)])
+def test_all_may_be_dropped(dropout_p):
+    """Nothing is left, and no gradient."""
+    q, k, v = (torch.randn(2, 4, 5, 8, requires_grad=True) for _ in range(3))
+    o = scaled_dot_product_attention(q, k, v, dropout_p=dropout_p)
+    assert torch.equal(o, F.scaled_dot_product_attention(q, k, v, dropout_p=1.0))
+    assert not any(gradient.any() for gradient in torch.autograd.grad(o.sum(), (q, k, v)))
+
+
+def test_dropout_in_fp64():
+    q, k, v = (torch.randn(1, 2, 6, 8, dtype=torch.float64) for _ in range(3))
+    torch.manual_seed(1)
+    expected = flash_attention(q.float(), k.float(), v.float(), dropout_p=torch.tensor(0.5).item())
+    torch.manual_seed(1)
+    found = scaled_dot_product_attention(q, k, v, dropout_p=torch.tensor(0.5))  # type: ignore[arg-type]
+    torch.testing.assert_close(found.float(), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_masks_on_the_cpu_are_copied(dtype):
+    q, k, v = (torch.randn(2, 4, 33, 64, device="cuda", dtype=dtype) for _ in range(3))
+    seen = torch.rand(33, 33) > 0.5
+    seen[:, 0] = True
+    expected = F.scaled_dot_product_attention(q, k, v, attn_mask=seen.cuda())
+    found = scaled_dot_product_attention(q, k, v, attn_mask=seen)
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
 
 
 def test_the_signature_is_that_of_pytorch():
@@ -115,7 +201,7 @@ def test_flags_are_true_or_false(name, value):
             {"scale": 10**5000},
             "scale must be finite in fp32, so at most 2.36e+38 in size, got int too long to be printed",
         ),
-        ({"dropout_p": 1.0}, "dropout_p must be at least 0 and less than 1, got 1.0"),
+        ({"dropout_p": 1.5}, "dropout_p must be at least 0 and less than 1, got 1.5"),
         ({"dropout_p": False}, "dropout_p must be a number, 0 for no dropout, got bool"),
         ({"dropout_p": torch.zeros(2)}, "dropout_p must be a number, 0 for no dropout, got Tensor"),
     ],
@@ -138,34 +224,33 @@ def test_key_and_value_are_as_long(is_causal):
     [
         ({"value": None}, "value must be a torch.Tensor, got NoneType"),
         ({"query": [1]}, "query must be a torch.Tensor, got list"),
-        (
-            {"query": torch.zeros(4, 8)},
-            "query must have 4 dimensions [B, H, Sq, D], or 3 without B, got shape [4, 8]",
-        ),
-        (
-            {"query": torch.zeros(4, 4, 8)},
-            "key must have 3 dimensions [HK, Sk, D] as query has, got shape [2, 2, 5, 8]",
-        ),
-        (
-            {"key": torch.zeros(2, 5, 8)},
-            "key must have 4 dimensions [B, HK, Sk, D] as query has, got shape [2, 5, 8]",
-        ),
+        ({"query": torch.zeros(8)}, "query must have 2 dimensions [S, D] or more, got shape [8]"),
         (
             {"key": torch.zeros(3, 2, 5, 8)},
-            "key must have shape [B, HK, Sk, D] = [2, 2, 5, 8], got [3, 2, 5, 8]",
+            "key must have batch and heads that expand with [2, 4], got [3, 2]",
         ),
         (
-            {"value": torch.zeros(2, 4, 5, 8)},
-            "value must have shape [B, HK, Sk, DV] = [2, 2, 5, 8], got [2, 4, 5, 8]",
+            {"value": torch.zeros(3, 1, 2, 5, 8), "query": torch.zeros(2, 2, 4, 4, 8)},
+            "value must have batch and heads that expand with [2, 2, 4], got [3, 1, 2]",
         ),
-        ({"key": torch.zeros(2, 3, 5, 8)}, "value must have shape [B, HK, Sk, DV] = [2, 3, 5, 16], got [2, 2, 5, 16]"),
-        ({"enable_gqa": False}, "key must have 4 heads without enable_gqa, got 2"),
         (
-            {"query": torch.zeros(2, 3, 4, 8)},
-            "key must have a number of heads that divides those of query, 3, got 2",
+            {"key": torch.zeros(2, 3, 5, 8)},
+            "key must have a number of heads that divides those of query, 4, got 3",
         ),
+        ({"key": torch.zeros(2, 2, 5, 4)}, "key must have as many columns as query, 8, got 4"),
         ({"query": torch.zeros(2, 4, 4, 0)}, "query must have D of 1 or more, got shape [2, 4, 4, 0]"),
-        ({"query": torch.zeros(2, 4, 4, 8).int()}, "query must be float16, bfloat16 or float32, got torch.int32"),
+        (
+            {"query": torch.zeros(2, 4, 4, 8).int()},
+            "query must be float16, bfloat16, float32 or float64, got torch.int32",
+        ),
+        (
+            {"query": torch.zeros(2, 4, 4, 8).double()},
+            "key must have the dtype of query, torch.float64, got torch.float32",
+        ),
+        (
+            {"attn_mask": torch.zeros(4, 5).double()},
+            "attn_mask must be bool, float16, bfloat16 or float32, got torch.float64",
+        ),
         (
             {"key": torch.zeros(2, 2, 5, 8).half()},
             "key must have the dtype of query, torch.float32, got torch.float16",
@@ -186,10 +271,7 @@ def test_tensors_that_do_not_fit(changes, message):
 
 def test_tensors_without_a_batch_are_refused_by_the_shapes_they_have():
     q, k, v = torch.zeros(2, 4, 8), torch.zeros(2, 5, 8), torch.zeros(2, 5, 8)
-    _refused("key must have shape [HK, Sk, D] = [3, 5, 8], got [3, 5, 4]", query=q, key=torch.zeros(3, 5, 4), value=v)
-    _refused(
-        "value must have shape [HK, Sk, DV] = [2, 5, 8], got [3, 5, 8]", query=q, key=k, value=torch.zeros(3, 5, 8)
-    )
+    _refused("key must have as many columns as query, 8, got 4", query=q, key=torch.zeros(2, 5, 4), value=v)
     for shape in ([3, 4, 5], [1, 2, 4, 5], [4, 6]):
         message = f"attn_mask must expand to [2, 4, 5], got {shape}"
         _refused(message, query=q, key=k, value=v, attn_mask=torch.zeros(shape))

@@ -35,6 +35,90 @@ def blame(check: Callable[..., object], *arguments: Any) -> None:
         raise error from None
 
 
+def plain(value: Any) -> Any:
+    """Return the number that a scalar of numpy or torch holds, which waits for a GPU; another value as it is."""
+    return value.item() if getattr(value, "ndim", None) == 0 else value
+
+
+def as_flag(name: str, value: Any) -> bool:
+    """Return whether a flag is set: a number may stand for it, and None. Raises ``InputError``."""
+    value = plain(value)
+    if value is None or isinstance(value, (bool, int, float)):
+        return bool(value)
+    raise InputError(f"{name} must be True or False, got {shown(value)}")
+
+
+def as_window(name: str, value: Any) -> tuple[int, int]:
+    """Return a pair of bounds, where any negative number is none. Raises ``InputError``."""
+    sizes = value.tolist() if getattr(value, "ndim", None) == 1 else value
+    sizes = [*map(plain, sizes)] if isinstance(sizes, (tuple, list)) else []
+    if len(sizes) != 2 or not all(type(size) is int and size < 2**63 for size in sizes):
+        raise InputError(f"{name} must be two integers (left, right), negative for no bound, got {shown(value)}")
+    return max(sizes[0], -1), max(sizes[1], -1)
+
+
+def as_softcap(name: str, value: Any) -> float:
+    """Return a bound on the scores, where None and any negative number are none, 0. Raises ``InputError``."""
+    value = plain(value)
+    if value is None or (_is_number(value) and value < 0):
+        return 0.0
+    check_softcap(name, value)
+    return float(value)
+
+
+def as_scale(name: str, value: Any) -> float | None:
+    """Return a factor on the scores, or None. Raises ``InputError``."""
+    value = plain(value)
+    check_scale(name, value)
+    return None if value is None else float(value)
+
+
+def as_dropout(name: str, value: Any) -> float:
+    """Return the share of the probabilities that are dropped. Raises ``InputError``."""
+    value = plain(value)
+    check_dropout(name, value)
+    return float(value)
+
+
+def contiguous_columns(tensor: Any) -> Any:
+    """Return a tensor whose last axis is contiguous, as flash-attn copies one that is not; else the value."""
+    if isinstance(tensor, Tensor) and tensor.dim() and tensor.stride(-1) != 1:
+        return tensor.contiguous()
+    return tensor
+
+
+class _ForwardOnly(torch.autograd.Function):
+    """Outputs that have no gradients, of inputs that ask for them: only their use raises."""
+
+    @staticmethod
+    def forward(_why: str, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(output.detach() for output in tensors[:count])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:  # noqa: ARG004 - the name is torch's
+        ctx.why = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, *_gradients: Any) -> Any:
+        raise UnsupportedError(ctx.why, hint="call it under torch.no_grad(), or pass detached tensors")
+
+
+def forward_only(what: str, tensors: Mapping[str, Any], call: Callable[[], Any]) -> Any:
+    """Return what a call does that has no gradients: where an input asks for them, backward raises, and not the call.
+
+    A call that is compiled is left to refuse its inputs.
+    """
+    wanted = {name: x for name, x in tensors.items() if isinstance(x, Tensor) and x.requires_grad}
+    if not wanted or not torch.is_grad_enabled() or _is_compiling():
+        return call()
+    with torch.no_grad():
+        found = call()
+    outputs = found if isinstance(found, tuple) else (found,)
+    why = f"there is no backward with {what}, and gradients are required of {', '.join(wanted)}"
+    linked = _ForwardOnly.apply(why, len(outputs), *outputs, *wanted.values())  # type: ignore[no-untyped-call]
+    return linked if isinstance(found, tuple) else linked[0]
+
+
 def check_optional_flag(name: str, value: object) -> None:
     """Raise ``InputError`` unless it is True, False or None."""
     if value is not None:
@@ -69,16 +153,6 @@ def check_dropout(name: str, value: Any) -> None:
         raise InputError(f"{name} must be a number, 0 for no dropout, got {type(value).__name__}")
     if not 0 <= value < 1:  # NaN is not
         raise InputError(f"{name} must be at least 0 and less than 1, got {shown(value)}")
-
-
-def check_window(name: str, value: object) -> None:
-    """Raise ``InputError`` unless it is a pair of bounds."""
-    if not isinstance(value, (tuple, list)) or len(value) != 2 or not all(_is_bound(size) for size in value):
-        raise InputError(f"{name} must be two integers (left, right), -1 for no bound, got {shown(value)}")
-
-
-def _is_bound(size: Any) -> bool:
-    return type(size) is int and -1 <= size < 2**63
 
 
 def check_count(name: str, value: Any) -> None:
@@ -144,7 +218,7 @@ def check_attended(given: Mapping[str, tuple[Any, str]], where: str = "") -> Non
         dtype = tensor.dtype
         if dtype not in DTYPE_NAMES:
             raise InputError(f"{name} must be {_FLOATS}, got {dtype}")
-        if dtype is not first[1].dtype and not _is_cast_to_one(tensor, first[1]):
+        if dtype is not first[1].dtype and not is_cast_to_one(tensor, first[1]):
             raise InputError(f"{name} must have the dtype of {first[0]}, {first[1].dtype}, got {dtype}")
         check_place(name, tensor, first)
         for axis, size in zip(axes, tensor.shape, strict=True):
@@ -169,7 +243,7 @@ def _who_has(axis: str, given: Mapping[str, tuple[Any, str]]) -> str:
     return next(name for name, (_, letters) in given.items() if axis in letters.split(", "))
 
 
-def _is_cast_to_one(tensor: Tensor, other: Tensor) -> bool:
+def is_cast_to_one(tensor: Tensor, other: Tensor) -> bool:
     """Whether autocast gives both one dtype."""
     device = other.device.type
     if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):

@@ -1,7 +1,8 @@
 """The functions of flash-attn 2.8, served by our kernels.
 
 ``import flashmoe_science.integrations.flash_attn as flash_attn`` serves code that calls them. What is not served raises
-``UnsupportedError`` by name. Tensors are ``[B, S, H, D]``, packed ``[T, H, D]``, as in flash-attn; no copies are made.
+``UnsupportedError`` by name. Tensors are ``[B, S, H, D]``, packed ``[T, H, D]``, as in flash-attn; no copies are made,
+but of caches whose columns are not contiguous. Options may be scalars of numpy and torch, whose value is read at once.
 
 ``__version__`` is that of flash-attn whose functions these are, for code that asks for it.
 
@@ -20,19 +21,23 @@ import torch
 from torch import Tensor
 
 from ..attention.api import flash_attention
-from ..attention.inputs import check_flag
 from ..attention.varlen import flash_attention_varlen
 from ..errors import UnsupportedError
 from .arguments import (
+    as_dropout,
+    as_flag,
+    as_scale,
+    as_softcap,
+    as_window,
     blame,
     call_by_names,
     check_attended,
-    check_dropout,
     check_integers,
     check_per_head,
-    check_softcap,
     check_starts,
-    check_window,
+    contiguous_columns,
+    forward_only,
+    plain,
 )
 from .flash_attn_cache import flash_attn_with_kvcache
 
@@ -78,7 +83,9 @@ def flash_attn_func(
         o ``[B, Sq, H, D]``; with ``return_attn_probs`` o, lse ``[B, H, Sq]`` and, as without dropout there, a tensor
         of no elements in the place of the probabilities. With dropout they are refused: nobody keeps them.
     """
-    _check_options(dropout_p, window_size, softcap, deterministic=deterministic, probs=return_attn_probs)
+    options, probs = _options(
+        dropout_p, softmax_scale, causal, window_size, softcap, deterministic=deterministic, probs=return_attn_probs
+    )
     try:
         result = call_by_names(
             flash_attention,
@@ -86,18 +93,14 @@ def flash_attn_func(
             q.transpose(1, 2),
             k.transpose(1, 2),
             v.transpose(1, 2),
-            causal=causal,
-            softmax_scale=softmax_scale,
-            window=window_size,
-            softcap=softcap,
             alibi=alibi_slopes,
-            dropout_p=dropout_p,
-            return_lse=return_attn_probs,
+            return_lse=probs,
+            **options,
         )
     except Exception:
         blame(_check_batch, q, k, v, alibi_slopes)
         raise
-    return (result[0].transpose(1, 2), result[1], _no_probs(q)) if return_attn_probs else result.transpose(1, 2)
+    return (result[0].transpose(1, 2), result[1], _no_probs(q)) if probs else result.transpose(1, 2)
 
 
 def flash_attn_qkvpacked_func(
@@ -194,31 +197,35 @@ def flash_attn_varlen_func(
         o ``[Tq, H, D]``; with ``return_attn_probs`` o, lse ``[H, Tq]`` and, as without dropout there, a tensor of no
         elements in the place of the probabilities. With dropout they are refused.
     """
-    _check_options(dropout_p, window_size, softcap, deterministic=deterministic, probs=return_attn_probs)
+    options, probs = _options(
+        dropout_p, softmax_scale, causal, window_size, softcap, deterministic=deterministic, probs=return_attn_probs
+    )
     try:
-        result = call_by_names(
-            flash_attention_varlen,
-            _NAMES,
-            q,
-            k,
-            v,
-            cu_seqlens_q,
-            cu_seqlens_k,
-            max_seqlen_q,
-            max_seqlen_k,
-            causal=causal,
-            softmax_scale=softmax_scale,
-            window=window_size,
-            softcap=softcap,
-            alibi=alibi_slopes,
-            dropout_p=dropout_p,
-            page_table=block_table,
-            return_lse=return_attn_probs,
+        if block_table is not None:
+            k, v = contiguous_columns(k), contiguous_columns(v)
+        result = forward_only(
+            "a block_table",
+            {} if block_table is None else {"q": q, "k": k, "v": v},
+            lambda: call_by_names(
+                flash_attention_varlen,
+                _NAMES,
+                q,
+                k,
+                v,
+                cu_seqlens_q,
+                cu_seqlens_k,
+                plain(max_seqlen_q),
+                plain(max_seqlen_k),
+                alibi=alibi_slopes,
+                page_table=block_table,
+                return_lse=probs,
+                **options,
+            ),
         )
     except Exception:
-        blame(_check_packed, q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, block_table, dropout_p)
+        blame(_check_packed, q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, block_table, options["dropout_p"])
         raise
-    return (*result, _no_probs(q)) if return_attn_probs else result
+    return (*result, _no_probs(q)) if probs else result
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -304,25 +311,32 @@ def flash_attn_varlen_kvpacked_func(
         raise
 
 
-def _check_options(
+def _options(
     dropout_p: object,
+    softmax_scale: object,
+    causal: object,
     window_size: object,
     softcap: object,
     *,
     deterministic: object,
     probs: object,
-) -> None:
-    """Check options, but for those that ``flash_attention`` has by the same names and looks at itself."""
-    check_dropout("dropout_p", dropout_p)
-    check_window("window_size", window_size)
-    check_softcap("softcap", softcap)
-    check_flag("deterministic", deterministic)
-    check_flag("return_attn_probs", probs)
-    if dropout_p and probs:
+) -> tuple[dict[str, Any], bool]:
+    """Return the options of ``flash_attention``, and whether the LSE is asked for. Raises ``InputError``."""
+    as_flag("deterministic", deterministic)
+    probs = as_flag("return_attn_probs", probs)
+    options: dict[str, Any] = {
+        "dropout_p": as_dropout("dropout_p", dropout_p),
+        "softmax_scale": as_scale("softmax_scale", softmax_scale),
+        "causal": as_flag("causal", causal),
+        "window": as_window("window_size", window_size),
+        "softcap": as_softcap("softcap", softcap),
+    }
+    if options["dropout_p"] and probs:
         raise UnsupportedError(
             f"return_attn_probs must be False with dropout_p of {dropout_p}: the probabilities are not kept",
             hint="flash_attention(..., return_lse=True) returns the LSE with dropout too",
         )
+    return options, probs
 
 
 def _check_batch(q: Any, k: Any, v: Any, alibi_slopes: Any) -> None:

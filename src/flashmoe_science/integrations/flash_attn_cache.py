@@ -1,6 +1,7 @@
 """``flash_attn_with_kvcache`` of flash-attn 2.8, served by ``flash_attention_with_kv_cache``.
 
-Tensors are as in flash-attn, and no copies are made. Not as there: pages hold any number of positions, not multiples of
+Tensors are as in flash-attn. As there, q, k and v are copied where their columns are not contiguous, and nothing has
+gradients: only their use raises. Not as there: pages hold any number of positions, not multiples of
 256; dtypes and head dimensions are those of ours; rows that see no key have an LSE of -inf, there +inf.
 
 Source: flash_attn/flash_attn_interface.py of flash-attn 2.8 for the signature.
@@ -13,10 +14,13 @@ from typing import Any
 from torch import Tensor
 
 from ..attention.decode.api import flash_attention_with_kv_cache
-from ..attention.inputs import check_flag
 from ..errors import InputError, shown
 from .arguments import (
     Named,
+    as_flag,
+    as_scale,
+    as_softcap,
+    as_window,
     blame,
     call_by_names,
     check_attended,
@@ -25,9 +29,9 @@ from .arguments import (
     check_integers,
     check_optional_tensor,
     check_per_head,
-    check_scale,
-    check_softcap,
-    check_window,
+    contiguous_columns,
+    forward_only,
+    plain,
 )
 
 _NAMES = {"alibi": "alibi_slopes", "leftpad_k": "cache_leftpad", "page_table": "block_table"}
@@ -63,43 +67,45 @@ def flash_attn_with_kvcache(
     Returns:
         o ``[B, Sq, H, D]``; with ``return_softmax_lse`` the pair of o and lse ``[B, H, Sq]``.
     """
-    for name, flag in (
-        ("causal", causal), ("rotary_interleaved", rotary_interleaved), ("return_softmax_lse", return_softmax_lse)
-    ):  # fmt: skip
-        check_flag(name, flag)
-    check_window("window_size", window_size)
-    check_softcap("softcap", softcap)
-    check_scale("softmax_scale", softmax_scale)
-    check_count("num_splits", num_splits)
+    options = {
+        "causal": as_flag("causal", causal),
+        "rotary_interleaved": as_flag("rotary_interleaved", rotary_interleaved),
+        "return_lse": as_flag("return_softmax_lse", return_softmax_lse),
+        "window": as_window("window_size", window_size),
+        "softcap": as_softcap("softcap", softcap),
+        "softmax_scale": as_scale("softmax_scale", softmax_scale),
+        "num_splits": plain(num_splits),
+    }
+    check_count("num_splits", options["num_splits"])
     try:
-        result = call_by_names(
-            flash_attention_with_kv_cache,
-            _NAMES,
-            q.transpose(1, 2),
-            k_cache,
-            v_cache,
-            None if k is None else k.transpose(1, 2),
-            None if v is None else v.transpose(1, 2),
-            cache_seqlens=cache_seqlens,
-            page_table=block_table,
-            cache_batch_idx=cache_batch_idx,
-            leftpad_k=cache_leftpad,
-            rotary_cos=rotary_cos,
-            rotary_sin=rotary_sin,
-            rotary_interleaved=rotary_interleaved,
-            causal=causal,
-            window=window_size,
-            softcap=softcap,
-            alibi=alibi_slopes,
-            softmax_scale=softmax_scale,
-            num_splits=num_splits,
-            return_lse=return_softmax_lse,
+        q, k, v = (contiguous_columns(tensor) for tensor in (q, k, v))
+        new_k, new_v = (None if tensor is None else tensor.transpose(1, 2) for tensor in (k, v))
+        result = forward_only(
+            "a cache",
+            {"q": q, "k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v},
+            lambda: call_by_names(
+                flash_attention_with_kv_cache,
+                _NAMES,
+                q.transpose(1, 2),
+                k_cache,
+                v_cache,
+                new_k,
+                new_v,
+                cache_seqlens=cache_seqlens,
+                page_table=contiguous_columns(block_table),
+                cache_batch_idx=contiguous_columns(cache_batch_idx),
+                leftpad_k=cache_leftpad,
+                rotary_cos=rotary_cos,
+                rotary_sin=rotary_sin,
+                alibi=alibi_slopes,
+                **options,
+            ),
         )
     except Exception:
         given = (cache_seqlens, rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad, block_table, alibi_slopes)
         blame(_check_tensors, (q, k_cache, v_cache, k, v), *given)
         raise
-    return (result[0].transpose(1, 2), result[1]) if return_softmax_lse else result.transpose(1, 2)
+    return (result[0].transpose(1, 2), result[1]) if options["return_lse"] else result.transpose(1, 2)
 
 
 def _check_tensors(
@@ -136,8 +142,8 @@ def _check_attended(q: Any, k_cache: Any, v_cache: Any, k: Any, v: Any) -> None:
         **({} if v is None else {"v": (v, "B, Sn, HK, DV")}),
     }
     check_attended(given)
-    for name, (tensor, _) in given.items():
-        check_columns(name, tensor)
+    for name in ("k_cache", "v_cache"):
+        check_columns(name, given[name][0])
 
 
 def _check_lengths(cache_seqlens: Any, first: Named) -> None:
