@@ -186,8 +186,8 @@ def test_nothing_is_recorded_where_nothing_needs_gradients():
     frozen = [tensor.detach() for tensor in inputs]
     plain = {**options, "sinks": options["sinks"].detach(), "bias": options["bias"].detach()}
     assert not flash_attention(*frozen, **plain).requires_grad
-    o = flash_attention(*inputs)
-    kept = [tensor for tensor in o.grad_fn.saved_tensors if tensor is not None]
+    node: Any = flash_attention(*inputs).grad_fn
+    kept = [tensor for tensor in node.saved_tensors if tensor is not None]
     assert sorted(tuple(tensor.shape) for tensor in kept) == sorted(
         [*(tuple(tensor.shape) for tensor in inputs), (2, 4, 5, 16), (2, 4, 5)]
     )

@@ -193,7 +193,7 @@ def test_what_is_not_served_raises_by_name(qkv):
     with pytest.raises(InputError, match=r"q must have 4 dimensions \[B, Sq, H, D\], got shape \[9, 4, 8\]"):
         flash_attn.flash_attn_func(q[0], k, v)
     with pytest.raises(InputError, match=r"k must be a torch.Tensor, got NoneType"):
-        flash_attn.flash_attn_func(q, None, v)  # type: ignore[arg-type]
+        flash_attn.flash_attn_func(q, None, v)  # type: ignore[call-overload]
 
 
 def _call(function: str, **changes: Any) -> dict[str, Any]:

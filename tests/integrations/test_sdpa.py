@@ -66,9 +66,8 @@ def test_gqa():
     torch.testing.assert_close(scaled_dot_product_attention(q, k, v[:, :1], enable_gqa=True), expected)
 
 
-LEADING: dict[
-    str, tuple[Any, Any, Any, bool]
-] = {  # batch and heads of query, key and value, and whether heads are shared
+# Batch and heads of query, key and value, and whether heads are shared.
+LEADING: dict[str, tuple[Any, Any, Any, bool]] = {
     "no batch": ((4,), (4,), (4,), False),
     "neither batch nor heads": ((), (), (), False),
     "two axes of batches": ((3, 2, 4), (3, 2, 4), (3, 2, 4), False),

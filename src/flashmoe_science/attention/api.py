@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from .forward.calls import prepare, remember, run
 from .forward.plan import plan_attention
 from .inputs import (
     AttentionCall,
+    NamedOptions,
     Options,
     cast_under_autocast,
     check_all_options,
@@ -24,6 +25,9 @@ from .inputs import (
 )
 from .tiles import Plan
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 # Prepared calls by their key, which holds everything that decides plan, kernel and grid.
 _prepared: dict[tuple[Any, ...], Callable[..., Any]] = {}
 _last_call: tuple[tuple[Any, ...], Callable[..., Any]] = ((), lambda: None)
@@ -34,6 +38,18 @@ _is_tracing = torch._C._is_tracing  # noqa: SLF001 - what torch.jit.is_tracing c
 _forward_ad = torch.autograd.forward_ad
 
 
+@overload
+def flash_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **options: Unpack[NamedOptions],
+) -> Tensor: ...  # fmt: skip
+@overload
+def flash_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[NamedOptions],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def flash_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **options: Unpack[NamedOptions],
+) -> Any: ...  # fmt: skip
 def flash_attention(
     q: Tensor,
     k: Tensor,
@@ -135,7 +151,17 @@ def flash_attention(
     return _find_call(key, q, k, v)(q, k, v, pq, pk, pv)
 
 
-@parameters_of(flash_attention)
+if TYPE_CHECKING:  # of overloads, only the first would be seen
+
+    def _parameters(
+        q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **options: Unpack[NamedOptions]
+    ) -> Any: ...
+
+else:
+    _parameters = flash_attention
+
+
+@parameters_of(_parameters)
 def explain(q: Tensor, k: Tensor, v: Tensor, *, kernel: str, **arguments: Any) -> Plan:
     """Return the plan that would serve ``flash_attention`` with the same arguments; nothing is launched.
 

@@ -6,7 +6,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypedDict, TypeVar
 
 import torch
 from torch import Tensor
@@ -38,6 +38,21 @@ _LARGEST_FP64 = (2 - 2.0**-52) * 2.0**1023
 _forward_ad = torch.autograd.forward_ad
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+
+
+class NamedOptions(TypedDict, total=False):
+    """What ``flash_attention`` takes by name, but for ``return_lse``: types of its overloads."""
+
+    causal: bool
+    softmax_scale: float | None
+    window: tuple[int, int]
+    softcap: float
+    sinks: Tensor | None
+    alibi: Tensor | None
+    bias: Tensor | None
+    dropout_p: float
+    dropout_seed: Tensor | None
+    kernel: str
 
 
 class Options(NamedTuple):

@@ -2,17 +2,43 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from torch import Tensor
 
 from .dispatch import attend
 from .forward.plan import plan_attention
-from .inputs import TENSORS, Options, gpu_of, parameters_of
+from .inputs import TENSORS, NamedOptions, Options, gpu_of, parameters_of
 from .packed import check_room, packed_problem
 from .tiles import Plan
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
+
+class PackedOptions(NamedOptions, total=False):
+    """What ``flash_attention_varlen`` takes by name, but for ``return_lse``: types of its overloads."""
+
+    seqused_q: Tensor | None
+    seqused_k: Tensor | None
+    page_table: Tensor | None
+
+
+@overload
+def flash_attention_varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    *, return_lse: Literal[False] = False, **options: Unpack[PackedOptions],
+) -> Tensor: ...  # fmt: skip
+@overload
+def flash_attention_varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    *, return_lse: Literal[True], **options: Unpack[PackedOptions],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def flash_attention_varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    *, return_lse: bool, **options: Unpack[PackedOptions],
+) -> Any: ...  # fmt: skip
 def flash_attention_varlen(
     q: Tensor,
     k: Tensor,
@@ -107,7 +133,18 @@ def flash_attention_varlen(
     )  # fmt: skip
 
 
-@parameters_of(flash_attention_varlen)
+if TYPE_CHECKING:  # of overloads, only the first would be seen
+
+    def _parameters(
+        q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
+        max_seqlen_k: int, *, return_lse: bool = False, **options: Unpack[PackedOptions],
+    ) -> Any: ...  # fmt: skip
+
+else:
+    _parameters = flash_attention_varlen
+
+
+@parameters_of(_parameters)
 def explain_varlen(*, q: Tensor, max_seqlen_q: int, max_seqlen_k: int, kernel: str, **arguments: Any) -> Plan:
     """Return the plan that would serve ``flash_attention_varlen`` with the same arguments; nothing is launched.
 

@@ -15,7 +15,7 @@ Source: flash_attn/flash_attn_interface.py of flash-attn 2.8 for the signatures.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
 from torch import Tensor
@@ -41,6 +41,9 @@ from .arguments import (
 )
 from .flash_attn_cache import flash_attn_with_kvcache
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 __all__ = [
     "flash_attn_func",
     "flash_attn_kvpacked_func",
@@ -53,6 +56,27 @@ __all__ = [
 
 __version__ = "2.8.3"
 
+_WithProbs = tuple[Tensor, Tensor, Tensor]
+
+
+class NamedOptions(TypedDict, total=False):
+    """What the functions take by name, but for ``return_attn_probs``: types of their overloads."""
+
+    dropout_p: float
+    softmax_scale: float | None
+    causal: bool
+    window_size: tuple[int, int]
+    softcap: float
+    alibi_slopes: Tensor | None
+    deterministic: bool
+
+
+class PackedOptions(NamedOptions, total=False):
+    """The same of ``flash_attn_varlen_func``."""
+
+    block_table: Tensor | None
+
+
 _NAMES = {"alibi": "alibi_slopes", "page_table": "block_table"}
 _NAMES_QKVPACKED = {
     "q": "qkv",
@@ -64,6 +88,20 @@ _NAMES_QKVPACKED = {
 }
 
 
+@overload
+def flash_attn_func(
+    q: Tensor, k: Tensor, v: Tensor, *, return_attn_probs: Literal[False] = False, **options: Unpack[NamedOptions],
+) -> Tensor: ...  # fmt: skip
+@overload
+def flash_attn_func(
+    q: Tensor, k: Tensor, v: Tensor, *, return_attn_probs: Literal[True], **options: Unpack[NamedOptions],
+) -> _WithProbs: ...  # fmt: skip
+@overload
+def flash_attn_func(
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False,
+) -> Any: ...  # fmt: skip
 def flash_attn_func(
     q: Tensor,
     k: Tensor,
@@ -103,6 +141,20 @@ def flash_attn_func(
     return (result[0].transpose(1, 2), result[1], _no_probs(q)) if probs else result.transpose(1, 2)
 
 
+@overload
+def flash_attn_qkvpacked_func(
+    qkv: Tensor, *, return_attn_probs: Literal[False] = False, **options: Unpack[NamedOptions],
+) -> Tensor: ...  # fmt: skip
+@overload
+def flash_attn_qkvpacked_func(
+    qkv: Tensor, *, return_attn_probs: Literal[True], **options: Unpack[NamedOptions],
+) -> _WithProbs: ...  # fmt: skip
+@overload
+def flash_attn_qkvpacked_func(
+    qkv: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False,
+) -> Any: ...  # fmt: skip
 def flash_attn_qkvpacked_func(
     qkv: Tensor,
     dropout_p: float = 0.0,
@@ -137,6 +189,20 @@ def flash_attn_qkvpacked_func(
         raise
 
 
+@overload
+def flash_attn_kvpacked_func(
+    q: Tensor, kv: Tensor, *, return_attn_probs: Literal[False] = False, **options: Unpack[NamedOptions],
+) -> Tensor: ...  # fmt: skip
+@overload
+def flash_attn_kvpacked_func(
+    q: Tensor, kv: Tensor, *, return_attn_probs: Literal[True], **options: Unpack[NamedOptions],
+) -> _WithProbs: ...  # fmt: skip
+@overload
+def flash_attn_kvpacked_func(
+    q: Tensor, kv: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False,
+) -> Any: ...  # fmt: skip
 def flash_attn_kvpacked_func(
     q: Tensor,
     kv: Tensor,
@@ -170,6 +236,23 @@ def flash_attn_kvpacked_func(
         raise
 
 
+@overload
+def flash_attn_varlen_func(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    *, return_attn_probs: Literal[False] = False, **options: Unpack[PackedOptions],
+) -> Tensor: ...  # fmt: skip
+@overload
+def flash_attn_varlen_func(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    *, return_attn_probs: Literal[True], **options: Unpack[PackedOptions],
+) -> _WithProbs: ...  # fmt: skip
+@overload
+def flash_attn_varlen_func(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False, block_table: Tensor | None = None,
+) -> Any: ...  # fmt: skip
 def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
@@ -228,6 +311,22 @@ def flash_attn_varlen_func(
     return (*result, _no_probs(q)) if probs else result
 
 
+@overload
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, *, return_attn_probs: Literal[False] = False,
+    **options: Unpack[NamedOptions],
+) -> Tensor: ...  # fmt: skip
+@overload
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, *, return_attn_probs: Literal[True],
+    **options: Unpack[NamedOptions],
+) -> _WithProbs: ...  # fmt: skip
+@overload
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout_p: float = 0.0, softmax_scale: float | None = None,
+    causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
+) -> Any: ...  # fmt: skip
 def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor,
     cu_seqlens: Tensor,
@@ -268,6 +367,23 @@ def flash_attn_varlen_qkvpacked_func(
         raise
 
 
+@overload
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor, kv: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int, *,
+    return_attn_probs: Literal[False] = False, **options: Unpack[NamedOptions],
+) -> Tensor: ...  # fmt: skip
+@overload
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor, kv: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int, *,
+    return_attn_probs: Literal[True], **options: Unpack[NamedOptions],
+) -> _WithProbs: ...  # fmt: skip
+@overload
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor, kv: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False,
+) -> Any: ...  # fmt: skip
 def flash_attn_varlen_kvpacked_func(
     q: Tensor,
     kv: Tensor,

@@ -9,7 +9,7 @@ Source: flash_attn/flash_attn_interface.py of flash-attn 2.8 for the signature.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 from torch import Tensor
 
@@ -34,9 +34,50 @@ from .arguments import (
     plain,
 )
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 _NAMES = {"alibi": "alibi_slopes", "leftpad_k": "cache_leftpad", "page_table": "block_table"}
 
 
+class NamedOptions(TypedDict, total=False):
+    """What ``flash_attn_with_kvcache`` takes by name, but for ``return_softmax_lse``: types of its overloads."""
+
+    k: Tensor | None
+    v: Tensor | None
+    rotary_cos: Tensor | None
+    rotary_sin: Tensor | None
+    cache_seqlens: int | Tensor | None
+    cache_batch_idx: Tensor | None
+    cache_leftpad: Tensor | None
+    block_table: Tensor | None
+    softmax_scale: float | None
+    causal: bool
+    window_size: tuple[int, int]
+    softcap: float
+    rotary_interleaved: bool
+    alibi_slopes: Tensor | None
+    num_splits: int
+
+
+@overload
+def flash_attn_with_kvcache(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, *, return_softmax_lse: Literal[False] = False,
+    **options: Unpack[NamedOptions],
+) -> Tensor: ...  # fmt: skip
+@overload
+def flash_attn_with_kvcache(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, *, return_softmax_lse: Literal[True], **options: Unpack[NamedOptions],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def flash_attn_with_kvcache(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None = None, v: Tensor | None = None,
+    rotary_cos: Tensor | None = None, rotary_sin: Tensor | None = None, cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None, cache_leftpad: Tensor | None = None, block_table: Tensor | None = None,
+    softmax_scale: float | None = None, causal: bool = False, window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0, rotary_interleaved: bool = True, alibi_slopes: Tensor | None = None, num_splits: int = 0,
+    return_softmax_lse: bool = False,
+) -> Any: ...  # fmt: skip
 def flash_attn_with_kvcache(
     q: Tensor,
     k_cache: Tensor,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -18,12 +18,16 @@ from .contract import (
     DETACHED,
     CacheCall,
     CacheOptions,
+    NamedCacheOptions,
     cache_problem_of,
     check_contents,
     check_operator_call,
     describe_cache_call,
 )
 from .plan import DecodePlan, plan_with_kv_cache
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _TENSORS = (
     "q", "k_cache", "v_cache", "k", "v", "cache_seqlens", "page_table", "cache_batch_idx", "leftpad_k", "rotary_cos",
@@ -32,6 +36,21 @@ _TENSORS = (
 _prepared: dict[tuple[Any, ...], Call] = {}
 
 
+@overload
+def flash_attention_with_kv_cache(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None = None, v: Tensor | None = None, *,
+    return_lse: Literal[False] = False, **options: Unpack[NamedCacheOptions],
+) -> Tensor: ...  # fmt: skip
+@overload
+def flash_attention_with_kv_cache(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None = None, v: Tensor | None = None, *,
+    return_lse: Literal[True], **options: Unpack[NamedCacheOptions],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def flash_attention_with_kv_cache(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None = None, v: Tensor | None = None, *, return_lse: bool,
+    **options: Unpack[NamedCacheOptions],
+) -> Any: ...  # fmt: skip
 def flash_attention_with_kv_cache(
     q: Tensor,
     k_cache: Tensor,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
@@ -18,6 +18,28 @@ from .problem import CacheProblem
 
 _STRIDED = torch.strided
 DETACHED = ("q", "k_cache", "v_cache", "k", "v")  # tensors that operators take the class of a subclass off
+
+
+class NamedCacheOptions(TypedDict, total=False):
+    """What ``flash_attention_with_kv_cache`` takes by name, but for ``return_lse``: types of its overloads."""
+
+    cache_seqlens: Tensor | int | None
+    page_table: Tensor | None
+    cache_batch_idx: Tensor | None
+    leftpad_k: Tensor | None
+    rotary_cos: Tensor | None
+    rotary_sin: Tensor | None
+    rotary_interleaved: bool
+    causal: bool
+    window: tuple[int, int]
+    softcap: float
+    sinks: Tensor | None
+    alibi: Tensor | None
+    bias: Tensor | None
+    softmax_scale: float | None
+    num_splits: int
+    batch_invariant: bool
+    kernel: str
 
 
 class CacheOptions(NamedTuple):
