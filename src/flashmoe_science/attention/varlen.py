@@ -95,7 +95,7 @@ def flash_attention_varlen(
         seqused_k: ``[B]`` int32, the same of its keys. Keys behind it decide nothing, whatever they are. With it, but
             without ``page_table``, sequences may lie in k in any order and share keys: sequence b has
             ``k[cu_seqlens_k[b] : cu_seqlens_k[b] + seqused_k[b]]``. Gradients of k and v need keys of its own, which
-            end before ``cu_seqlens_k[b + 1]``: on a GPU all gradients are NaN else, and checked lengths raise.
+            end before ``cu_seqlens_k[b + 1]``: on a GPU the gradients are NaN else, and checked lengths raise.
         dropout_p: as in ``flash_attention``, with m and n counted from the start of the sequence b.
         dropout_seed: ``[2]`` int64, contiguous, on the device of q. Default: drawn from torch's default generator.
         page_table: ``[B, P]`` int32, contiguous along P, on the device of q: key n of sequence b lies in row
