@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,6 +21,8 @@ from flashmoe_science import (
 )
 
 pytest.importorskip("transformers", minversion="5.0", reason="transformers is optional")
+
+import transformers
 
 from flashmoe_science.integrations.transformers import attend, make_mask, register
 
@@ -139,7 +140,8 @@ def test_whole_models_compile():
 
 def test_chunked_attention_makes_a_mask():
     """It comes to a mask under the same name as a window, and is none."""
-    config = SimpleNamespace(sliding_window=None, attention_chunk_size=4)
+    config = transformers.MistralConfig(sliding_window=None)
+    config.attention_chunk_size = 4
     options = {"config": config, "allow_is_causal_skip": True}
     assert make_mask(1, 9, 9, 0, 0, local_size=4, **options) is not None
     config.sliding_window, config.attention_chunk_size = 8, None  # neither of them
@@ -161,8 +163,8 @@ def test_packed_sequences():
         for part in (slice(0, 4), slice(4, 9))
     ]
     torch.testing.assert_close(o, torch.cat(parts, 2).transpose(1, 2))
-    with pytest.raises(UnsupportedError, match=r"packed sequences .* need a batch of one, no mask"):
-        attend(layer, q, k, v, torch.zeros(1, 1, 9, 9), **lengths)
+    with pytest.raises(UnsupportedError, match=r"packed sequences .* need a batch of one and no position_bias"):
+        attend(layer, q, k, v, None, position_bias=torch.zeros(1, 1, 9, 9), **lengths)
 
 
 @pytest.mark.parametrize("name", ["flashmoe_science", "sdpa", "eager", "paged|mine", "someone/kernel"])
@@ -224,14 +226,15 @@ def test_what_is_not_served_raises_by_name():
 def _call(rows: int = 4, **changes: Any) -> dict[str, Any]:
     """Return arguments with changes."""
     tensors = {"query": torch.randn(2, 4, rows, 8), "key": torch.randn(2, 2, 5, 8), "value": torch.randn(2, 2, 5, 8)}
-    return {"module": torch.nn.Module(), **tensors, "attention_mask": None, **changes}
+    mask = None if rows in (1, 5) else torch.zeros(1, 1, rows, 5)
+    return {"module": torch.nn.Module(), **tensors, "attention_mask": mask, **changes}
 
 
 def _packed(**changes: Any) -> dict[str, Any]:
     starts = torch.tensor([0, 2, 5], dtype=torch.int32)
     tensors = {"query": torch.randn(1, 4, 5, 8), "key": torch.randn(1, 2, 5, 8), "value": torch.randn(1, 2, 5, 8)}
     lengths = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": 3, "max_length_k": 3}
-    return _call(**{**tensors, **lengths, **changes})
+    return _call(5, **{**tensors, **lengths, **changes})
 
 
 def _refused(message: str, given: dict[str, Any]) -> None:
@@ -333,12 +336,16 @@ def test_what_is_added_has_a_column_for_every_key(name, rows, is_causal):
 
 
 def test_a_position_bias_of_a_cache_that_is_being_filled():
-    """Keys behind the last query are not there yet, nor are their columns."""
-    given = _call(position_bias=torch.randn(1, 4, 4, 5))
-    o, _ = attend(**given)
+    """Keys behind the last query are not there yet, nor are their columns: the mask says so, until it is cut."""
+    mask = make_mask(2, 4, 5, 0, 0, config=transformers.LlamaConfig())
+    assert mask is not None
+    given = _call(position_bias=torch.randn(1, 4, 4, 5), attention_mask=mask)
     tensors = given["query"], given["key"][:, :, :4], given["value"][:, :, :4]
-    expected = flash_attention(*tensors, causal=True, bias=given["position_bias"][..., :4])
-    torch.testing.assert_close(o, expected.transpose(1, 2))
+    expected = flash_attention(*tensors, causal=True, bias=given["position_bias"][..., :4]).transpose(1, 2)
+    torch.testing.assert_close(attend(**given)[0], expected)
+    changes = {"query": given["query"][:, :, 1:], "attention_mask": mask[:, :, 1:]}
+    changes["position_bias"] = given["position_bias"][:, :, 1:]
+    torch.testing.assert_close(attend(**{**given, **changes})[0], expected[:, 1:])
 
 
 @pytest.mark.parametrize("kind", LAYOUTS)
@@ -388,7 +395,7 @@ def test_names_are_texts(name):
 
 
 def test_layers_that_say_nothing_of_causal_are_causal_and_those_that_say_none_are_not():
-    given = _call()
+    given = _call(5)
     expected, _ = attend(**given, is_causal=True)
     torch.testing.assert_close(attend(**given)[0], expected)
     given["module"].is_causal = None

@@ -26,6 +26,7 @@ from ..attention.decode.api import flash_attention_with_kv_cache
 from ..attention.forward.plan import check_kernel_name
 from ..attention.varlen import flash_attention_varlen
 from ..errors import InputError, MissingPackageError, UnsupportedError, shown
+from . import transformers_models
 from .arguments import (
     as_bias,
     blame,
@@ -43,6 +44,24 @@ from .arguments import (
 )
 
 _LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+# Keywords that models hand on to every layer, and that say nothing of what attention computes.
+_IGNORED = frozenset(
+    {
+        "position_ids",
+        "cache_position",
+        "use_cache",
+        "output_hidden_states",
+        "output_router_logits",
+        "labels",
+        "num_items_in_batch",
+        "return_dict",
+        "deterministic",
+        "logits_to_keep",
+    }
+)
+_UNDERSTOOD = frozenset({*_LENGTHS, "position_bias", "output_attentions", "cache", "seq_idx"})
+_NOT_GIVEN: Any = object()
+_PREFIX = "flashmoe_prefix"  # of a mask: causal from the first key on, and a window that the layer hands over
 _NAMES = {
     "q": "query",
     "k": "key",
@@ -98,23 +117,40 @@ def make_mask(*arguments: Any, local_size: int | None = None, **options: Any) ->
     """Return what is added to the scores, ``[B, 1, Sq, Sk]``, or None where causal, window and lengths say it all.
 
     The arguments are those of ``transformers.masking_utils.sdpa_mask``.
+
+    Raises:
+        UnsupportedError: models of this type are known to go wrong.
     """
-    from transformers.masking_utils import sdpa_mask
+    from transformers.masking_utils import eager_mask, sdpa_mask
 
     config = options.get("config")
+    skipped = transformers_models.skips(config)
+    if "causal" not in skipped:  # nobody knows what a layer makes of None
+        made: Tensor | None = eager_mask(*arguments, local_size=local_size, **options)
+        return made
     # sdpa_mask makes a mask as soon as a window hides a key, as SDPA has no windows. A chunk, which comes under the
     # same name, is no window.
     is_window = local_size is not None and local_size == getattr(config, "sliding_window", None)
-    if (
-        is_window
-        and local_size != getattr(config, "attention_chunk_size", None)
-        and options.get("allow_is_causal_skip")
-    ):
-        local_size = None
-    mask: Tensor | None = sdpa_mask(*arguments, local_size=local_size, **options)
+    is_window = is_window and local_size != getattr(config, "attention_chunk_size", None) and "window" in skipped
+    least = None if is_window and options.get("allow_is_causal_skip") else local_size
+    mask: Tensor | None = sdpa_mask(*arguments, local_size=least, **options)
+    is_prefix = mask is None and _is_prefix(*arguments, **options)
+    if is_prefix:
+        # An empty static cache is filled. The layer may cut the queries, so that None would say too little.
+        mask = sdpa_mask(*arguments, local_size=local_size, **{**options, "allow_is_causal_skip": False})
     if mask is None or mask.dtype != torch.bool:
         return mask
-    return as_bias("attention_mask", mask, tuple(mask.shape), options.get("dtype") or torch.float32)
+    bias = as_bias("attention_mask", mask, tuple(mask.shape), options.get("dtype") or torch.float32)
+    if is_prefix:
+        setattr(bias, _PREFIX, True)
+    return bias
+
+
+def _is_prefix(*sizes: Any, **options: Any) -> bool:
+    """Whether a mask that is None means that row i sees the first i + 1 keys of more."""
+    named = {**dict(zip(("batch_size", "q_length", "kv_length"), sizes, strict=False)), **options}
+    is_causal = bool(named.get("allow_is_causal_skip", True)) and not named.get("allow_is_bidirectional_skip")
+    return is_causal and named["q_length"] > 1 and named["q_length"] != named["kv_length"]
 
 
 def attend(
@@ -126,7 +162,7 @@ def attend(
     *,
     dropout: float = 0.0,
     scaling: float | None = None,
-    sliding_window: int | None = None,
+    sliding_window: Any = _NOT_GIVEN,
     softcap: float | None = None,
     is_causal: bool | None = None,
     s_aux: Tensor | None = None,
@@ -150,16 +186,20 @@ def attend(
         s_aux: sinks ``[H]``.
         kernel: as in ``flash_attention``.
         **others: ``position_bias``, which expands to ``[B, H, Sq, Sk]``, is added to the scores; lengths of packed
-            sequences (``cu_seq_lens_q``, ...) are those of transformers' FlashAttention, and come together; what does
-            not concern attention is ignored.
+            sequences (``cu_seq_lens_q``, ...) are those of transformers' FlashAttention, and come together. With a
+            mask too, they must hide no key that it shows. What is known not to concern attention is ignored.
 
     Returns:
         ``[B, Sq, H, DV]``, and None for the weights.
 
     Raises:
         InputError: an argument breaks the contract above.
-        UnsupportedError: weights (``output_attentions``) or a paged cache are asked for; no kernel serves this call.
+        UnsupportedError: weights (``output_attentions``) or a paged cache are asked for; a keyword is not known; None
+            as a mask may mean two things; the model is known to go wrong, or branches on the name of its
+            implementation; no kernel serves this call.
     """
+    is_known = transformers_models.check_layer(module)
+    _check_keywords(others)
     check_optional_flag("output_attentions", others.get("output_attentions"))
     for name, is_asked in (
         ("output_attentions", others.get("output_attentions")),
@@ -168,12 +208,17 @@ def attend(
         if is_asked:
             raise UnsupportedError(f"{name} is not served by flashmoe_science", hint="attn_implementation='eager' does")
     position_bias = others.get("position_bias")
+    if sliding_window is _NOT_GIVEN:
+        sliding_window = None
+        if attention_mask is None and not is_known:
+            _check_own_window(module, key)
     _check_options(dropout, scaling, sliding_window, softcap, is_causal, kernel)
-    if position_bias is not None and isinstance(position_bias, Tensor) and position_bias.dtype == torch.bool:
-        check_numbers("position_bias", position_bias, ("query", query))  # a mask may be boolean, and this may not
+    if isinstance(position_bias, Tensor) and not position_bias.dtype.is_floating_point:
+        check_numbers("position_bias", position_bias, ("query", query))  # added to a mask, it would be one of numbers
     causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
     options: dict[str, Any] = {"softmax_scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux, "kernel": kernel}
     packed = others if _is_packed(others) else None
+    _check_packing(query, attention_mask, others, is_packed=packed is not None)
     try:
         o = _attend(query, key, value, attention_mask, position_bias, dropout, sliding_window, causal, options, packed)
     except Exception:
@@ -200,21 +245,34 @@ def _attend(
     seqlen_q, seqlen_k = query.shape[2], key.shape[2]
     if value.shape[2] != seqlen_k:  # causal, both are cut to the queries
         raise InputError(f"value must have as many keys as key, {seqlen_k}, got {value.shape[2]}")
-    if attention_mask is None:
-        right = -1 if causal else (sliding_window or 0) - 1
-        options["window"] = (sliding_window - 1, right) if sliding_window else (-1, -1)
-        options["causal"] = causal and seqlen_q > 1
+    if attention_mask is not None and causal and _is_prefix_mask(attention_mask, seqlen_q, seqlen_k):
+        attention_mask = None
+        key, value = key[:, :, :seqlen_q], value[:, :, :seqlen_q]
+        position_bias = None if position_bias is None else position_bias[..., :seqlen_q]
+        seqlen_k = seqlen_q
+    rules = {
+        "window": (sliding_window - 1, -1 if causal else sliding_window - 1) if sliding_window else (-1, -1),
+        "causal": causal and seqlen_q > 1,
+    }
     if packed:
-        return _attend_packed(query, key, value, {**options, "causal": causal, "dropout_p": dropout}, packed)
+        rules["causal"] = causal
+        shape = (*query.shape[:3], seqlen_k)
+        attention_mask, rules = _rest_of_mask(shape, query, attention_mask, position_bias, rules, packed)
+        if attention_mask is None:
+            return _attend_packed(query, key, value, {**options, **rules, "dropout_p": dropout}, packed)
+    elif attention_mask is None and rules["causal"] and seqlen_q != seqlen_k:
+        raise UnsupportedError(
+            f"attention_mask None is not served for {seqlen_q} causal queries and {seqlen_k} keys: it does not say "
+            "which keys each sees",
+            hint="hand over a mask [B, 1, Sq, Sk]",
+        )
+    if attention_mask is None:
+        options.update(rules)
     shape = (*query.shape[:3], seqlen_k)
     bias = None if attention_mask is None else as_bias("attention_mask", attention_mask, shape, query.dtype)
     if position_bias is not None:
         position_bias = as_bias("position_bias", position_bias, shape, query.dtype)
         bias = position_bias if bias is None else bias + position_bias
-    if options.get("causal") and seqlen_k > seqlen_q:
-        # An empty static cache is filled: keys behind the last query are not there yet (see make_mask).
-        key, value = key[:, :, :seqlen_q], value[:, :, :seqlen_q]
-        bias = None if bias is None else bias[..., :seqlen_q]
     o: Tensor
     if options["kernel"] == "auto" and not dropout and _decodes(query, key, value, options["sinks"], bias):
         # There is one row, at the last key, so that causal is nothing.
@@ -275,12 +333,152 @@ def _check_lengths(query: Tensor, lengths: dict[str, Any]) -> None:
         check_count(name, lengths[name])
 
 
+def _is_prefix_mask(mask: Any, seqlen_q: int, seqlen_k: int) -> bool:
+    """Whether ``make_mask`` made a mask for an empty static cache, and nobody has cut it since."""
+    return bool(getattr(mask, _PREFIX, False)) and tuple(mask.shape[-2:]) == (seqlen_q, seqlen_k)
+
+
+def _check_keywords(others: dict[str, Any]) -> None:
+    for name, value in others.items():
+        if value is not None and name not in _UNDERSTOOD and name not in _IGNORED:
+            raise UnsupportedError(
+                f"{name} is not understood by flashmoe_science's attention, got {type(value).__name__}",
+                hint="attn_implementation='eager' may serve it; leave the keyword out if it does not concern attention",
+            )
+
+
+def _check_own_window(module: torch.nn.Module, key: Tensor) -> None:
+    """Raise ``UnsupportedError`` where a layer that no table has may keep a window to itself."""
+    for owner in (module, getattr(module, "config", None)):
+        for name in ("sliding_window", "window_size", "attention_window"):
+            window = getattr(owner, name, None)
+            if type(window) is int and 0 < window < key.shape[2]:
+                raise UnsupportedError(
+                    f"sliding_window must be given with a mask of None by a layer whose {name} is {window}",
+                    hint="hand over sliding_window, None for a layer that sees all keys, or a mask",
+                )
+
+
+def _check_packing(query: Tensor, mask: Any, others: dict[str, Any], *, is_packed: bool) -> None:
+    """Raise where ``position_ids`` or ``seq_idx`` start a sequence that nothing else starts, as far as a CPU knows."""
+    seq_idx = others.get("seq_idx")
+    if not (is_packed or seq_idx is not None) or torch.compiler.is_compiling():
+        return
+    starts = others["cu_seq_lens_q"] if is_packed else None
+    for name, step in (("position_ids", 1), ("seq_idx", 0)):
+        ids = others.get(name)
+        if not isinstance(ids, Tensor) or ids.shape != (1, query.shape[2]):
+            continue
+        if is_packed and not (ids.is_cpu and isinstance(starts, Tensor) and starts.is_cpu):
+            continue  # all layers would wait for a GPU
+        changes = {0, ids.shape[1], *((ids[0].diff() != step).nonzero()[:, 0] + 1).tolist()}
+        if starts is not None and not changes <= set(starts.tolist()):
+            raise InputError(
+                f"cu_seq_lens_q must start a sequence wherever {name} does, at {sorted(changes)[:-1]}, "
+                f"got {starts.tolist()}"
+            )
+        if name == "seq_idx" and starts is None and mask is None and len(changes) > 2:
+            raise UnsupportedError(
+                "seq_idx alone does not keep sequences apart",
+                hint="hand over position_ids that restart, and use_cache=False; or cu_seq_lens_q and its like",
+            )
+
+
+def _rest_of_mask(
+    shape: tuple[int, ...],
+    query: Tensor,
+    mask: Tensor | None,
+    position_bias: Tensor | None,
+    rules: dict[str, Any],
+    lengths: dict[str, Any],
+) -> tuple[Tensor | None, dict[str, Any]]:
+    """Return what hides keys beside lengths of packed sequences: a mask, which then knows of these, and the rules.
+
+    Where a mask hides just what the rules do, or nothing, none is left. With a mask the rules are void, as always.
+    The answer is kept with the mask, as all layers ask the same and on a GPU it has to be waited for.
+
+    Raises:
+        InputError: the mask keeps other sequences apart than the lengths do.
+    """
+    if query.shape[0] != 1 or position_bias is not None:
+        raise UnsupportedError("packed sequences (cu_seq_lens_q) need a batch of one and no position_bias")
+    if mask is None:
+        return None, rules
+    if torch.compiler.is_compiling():
+        raise UnsupportedError(
+            "cu_seq_lens_q and a mask are not compared while a model is compiled",
+            hint="hand over one of them: without position_ids, or with a cache, transformers makes no mask",
+        )
+    _check_tensors(query, query, query, mask, None, None)
+    _check_lengths(query, lengths)
+    starts = [lengths[name] for name in _LENGTHS[:2]]
+    question = (_version(mask), *((id(tensor), _version(tensor)) for tensor in starts), *rules.values())
+    answers = mask.__dict__.setdefault("flashmoe_packed", {})
+    if question not in answers:
+        whole = _expanded("attention_mask", mask, shape)
+        answers[question] = (_compare_with_mask(whole, *starts, **rules), starts)  # starts stay, so that ids do
+    rest: tuple[Tensor | None, dict[str, Any]] = answers[question][0]
+    return rest
+
+
+def _version(tensor: Tensor) -> int:
+    """Return how often a tensor was written to, as far as torch counts it."""
+    return 0 if tensor.is_inference() else tensor._version  # noqa: SLF001  torch has no public name for it
+
+
+def _expanded(name: str, mask: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return a mask with all rows and columns. Raises ``InputError``."""
+    heads = mask.shape[1] if mask.dim() > 3 else 1
+    as_bias(name, mask, shape, torch.float32)
+    return mask.expand(shape[0], heads, *shape[2:])
+
+
+def _compare_with_mask(
+    mask: Tensor, starts_q: Tensor, starts_k: Tensor, window: tuple[int, int], causal: bool
+) -> tuple[Tensor | None, dict[str, Any]]:
+    """Return what ``_rest_of_mask`` does of a mask ``[1, H or 1, Sq, Sk]``."""
+    rows, columns = (torch.arange(size, device=mask.device) for size in mask.shape[-2:])
+    of_row, of_column = (
+        torch.bucketize(places, starts[1:].long(), right=True)
+        for places, starts in ((rows, starts_q), (columns, starts_k))
+    )
+    # Places are counted from the end of a sequence, where queries and keys meet.
+    last = starts_q.shape[0] - 1
+    row_ends, column_ends = (
+        places - starts.long()[(own + 1).clamp(max=last)]
+        for places, starts, own in ((rows, starts_q, of_row), (columns, starts_k, of_column))
+    )
+    ahead = column_ends[None] - row_ends[:, None]
+    apart = (of_row[:, None] != of_column[None]) | (of_row >= last)[:, None]
+    left, right = window[0], 0 if causal else window[1]
+    ruled = ~apart
+    if left >= 0:
+        ruled &= ahead >= -left
+    if right >= 0:
+        ruled &= ahead <= right
+
+    is_bool = mask.dtype == torch.bool
+    seen = mask if is_bool else mask > torch.finfo(mask.dtype).min / 2
+    is_plain = is_bool or bool((mask == 0)[seen].all())
+    # What is the same along every diagonal, such as a window, knows of no sequences.
+    is_band = is_plain and bool((seen[..., 1:, 1:] == seen[..., :-1, :-1]).all())
+    if not is_band and bool((seen & apart).any()):
+        raise InputError(
+            "cu_seq_lens_q must agree with attention_mask, which position_ids that restart make too, got lengths that "
+            "hide keys which the mask shows"
+        )
+    rules = {"window": window, "causal": causal}
+    free = {"window": (-1, -1), "causal": False}
+    for visible, rest in ((ruled, rules), (~apart, free)):
+        if is_plain and bool(((seen & ~apart) == visible).all()):
+            return None, rest
+    return mask.masked_fill(apart, False if is_bool else -torch.inf), free
+
+
 def _attend_packed(
     query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any], lengths: dict[str, Any]
 ) -> Tensor:
     """Attend one row of packed sequences, ``[1, H, T, D]``."""
-    if query.shape[0] != 1 or "window" not in options or lengths.get("position_bias") is not None:
-        raise UnsupportedError("packed sequences (cu_seq_lens_q) need a batch of one, no mask and no position_bias")
     o: Tensor = call_by_names(
         flash_attention_varlen,
         _NAMES,
