@@ -30,6 +30,8 @@ def shown(value: object) -> str:
         return repr(value)
     except ValueError:
         return f"{type(value).__name__} too long to be printed"
+    except Exception:  # noqa: BLE001 - whose representation fails, as that of a tensor without memory, has its own error
+        return f"{type(value).__name__} that cannot be printed"
 
 
 class FlashmoeError(Exception):

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flashmoe_science import UnsupportedError, fused_moe
 from flashmoe_science.gpu.specs import SPECS
+from flashmoe_science.gpu.subclasses import is_watched
 from flashmoe_science.moe import checks as inputs
 from flashmoe_science.moe.backward import autograd as gradients
 from flashmoe_science.moe.backward.plan import COLUMN_STEP, FEWEST_COLUMNS, GRADIENTS, BackwardPlan, plan_backward
@@ -206,7 +207,7 @@ def test_what_torch_is_asked_for_is_there():
     with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.cpu, torch.Tensor.detach):
         assert not gradients._hooks_let_go(), "these belong to no module"
     assert gradients._hooks_let_go()
-    assert gradients._count_modes() == 0
+    assert not is_watched()
     assert not gradients._is_wrapped(leaf)
 
 

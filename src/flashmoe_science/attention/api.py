@@ -6,8 +6,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
+import torch.nn.functional as F  # noqa: N812 - PyTorch's own habit
 from torch import Tensor
 
+from ..gpu.subclasses import is_watched
+from .context_parallel import TORCHS_OWN
 from .dispatch import Operator, attend, operate_with_features
 from .forward.calls import prepare, remember, run
 from .forward.plan import plan_attention
@@ -34,6 +37,7 @@ _last_call: tuple[tuple[Any, ...], Callable[..., Any]] = ((), lambda: None)
 
 _is_compiling = torch.compiler.is_dynamo_compiling
 _modes = torch._C._len_torch_dispatch_stack  # noqa: SLF001 - make_fx and export make graphs by modes
+_function_modes = torch._C._len_torch_function_stack  # noqa: SLF001
 _is_tracing = torch._C._is_tracing  # noqa: SLF001 - what torch.jit.is_tracing calls
 _forward_ad = torch.autograd.forward_ad
 
@@ -115,10 +119,14 @@ def flash_attention(
     before it is divided: V beyond 2**100 may overflow. CPU tensors run ``reference.attention``. Beyond 2**24 in
     size, scaled scores of fp32 are more than 1 apart: rows that have such are not accurate, and may be 0 or NaN.
     """
-    if (
-        window != (-1, -1) or softcap != 0.0 or sinks is not None or alibi is not None or bias is not None
-        or dropout_p != 0.0
-    ):  # fmt: skip
+    try:
+        has_features = (
+            window != (-1, -1) or softcap != 0.0 or sinks is not None or alibi is not None or bias is not None
+            or dropout_p != 0.0
+        )  # fmt: skip
+    except (RuntimeError, ValueError):  # arrays compare their elements: refused by name
+        has_features = True
+    if has_features:
         return attend(
             {
                 "q": q, "k": k, "v": v, "sinks": sinks, "alibi": alibi, "bias": bias, "dropout_seed": dropout_seed,
@@ -126,7 +134,8 @@ def flash_attention(
             Options(causal, softmax_scale, window, softcap, None, kernel, dropout_p, return_lse),
         )  # fmt: skip
     if (
-        _is_compiling() or _modes() or _is_tracing()
+        _is_compiling() or _modes() or _function_modes() or _is_tracing()
+        or F.scaled_dot_product_attention is not TORCHS_OWN  # under context_parallel, for one
         or type(q) is not Tensor or type(k) is not Tensor or type(v) is not Tensor
         or ((q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled())
         or _forward_ad._current_level >= 0  # noqa: SLF001 - the public way asks tensor by tensor
@@ -135,16 +144,18 @@ def flash_attention(
     # Equal keys must mean equal calls: True == 1, and a tensor equals itself after its value has changed.
     if type(causal) is not bool or (softmax_scale is not None and type(softmax_scale) is not float):  # type: ignore[redundant-expr]
         softmax_scale = check_options(causal, softmax_scale)
+    if type(return_lse) is not bool or type(kernel) is not str:  # type: ignore[redundant-expr] # has no hash, or is an array
+        check_all_options(Options(causal, softmax_scale, kernel=kernel, return_lse=return_lse))
     try:
         pq, pk, pv = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        dq, dk, dv = q.get_device(), k.get_device(), v.get_device()  # -1: no CUDA device
+        contiguous = q.is_contiguous() and k.is_contiguous() and v.is_contiguous()
+        key = (
+            q.shape, k.shape, v.shape, contiguous or _describe_layout(q, k, v), q.dtype, k.dtype, v.dtype,
+            dq, dk, dv, (pq | pk | pv) & 15, causal, softmax_scale, return_lse, kernel,
+        )  # fmt: skip
     except RuntimeError:  # transforms of torch.func, and tensors that are not dense: refused by name
         return _attend_plain(q, k, v, causal, softmax_scale, return_lse, kernel)
-    dq, dk, dv = q.get_device(), k.get_device(), v.get_device()  # -1: no CUDA device
-    contiguous = q.is_contiguous() and k.is_contiguous() and v.is_contiguous()
-    key = (
-        q.shape, k.shape, v.shape, contiguous or _describe_layout(q, k, v), q.dtype, k.dtype, v.dtype,
-        dq, dk, dv, (pq | pk | pv) & 15, causal, softmax_scale, return_lse, kernel,
-    )  # fmt: skip
     last = _last_call
     if key == last[0] and dq >= 0:  # the layers of a model repeat one call: comparing is cheaper than hashing
         return last[1](q, k, v, pq, pk, pv)
@@ -180,8 +191,6 @@ def _describe_layout(q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
 def _find_call(key: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor) -> Callable[..., Any]:
     """Return the prepared call of ``key``, and remember it as the last one."""
     causal, softmax_scale, return_lse, kernel = key[-4:]
-    if type(return_lse) is not bool or type(kernel) is not str:  # perhaps without a hash, or 1, which equals True
-        check_all_options(Options(causal, softmax_scale, kernel=kernel, return_lse=return_lse))
     global _last_call  # noqa: PLW0603 - one tuple, replaced as a whole, so threads see an old pair or a new one
     if key[7] < 0:  # CPU and meta tensors have the same device index
         key = (*key[:7], q.device.type, k.device.type, v.device.type, *key[10:])
@@ -235,7 +244,7 @@ def _serve(
 ) -> Any:
     """Run an operator of calls without features."""
     q, k, v = q.detach(), k.detach(), v.detach()
-    if type(q) is type(k) is type(v) is Tensor and not _modes() and not _is_tracing():
+    if type(q) is type(k) is type(v) is Tensor and not is_watched():
         return flash_attention(
             q, k, v, causal=causal, softmax_scale=softmax_scale, return_lse=return_lse, kernel=kernel
         )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from ..errors import InputError, UnsupportedError
-from ..gpu.checks import check_dense, check_memory, check_not_negative, check_one_device
+from ..gpu.checks import check_dense, check_memory, check_not_negative, check_one_device, check_storages
 from ..gpu.subclasses import is_untraced
 
 DTYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
@@ -126,6 +127,7 @@ def _check_dtype(name: str, tensor: Tensor) -> None:
 
 def _check_integers(name: str, tensor: Tensor, q: Tensor) -> None:
     """Check a vector of lengths."""
+    check_place(name, tensor, q)
     if tensor.dtype != torch.int32:
         raise InputError(f"{name} must be int32, got {tensor.dtype}")
     if tensor.dim() != 1 or not tensor.is_contiguous():
@@ -133,13 +135,13 @@ def _check_integers(name: str, tensor: Tensor, q: Tensor) -> None:
             f"{name} must have 1 dimension and be contiguous, got shape {list(tensor.shape)}, "
             f"strides {list(tensor.stride())}"
         )
-    check_place(name, tensor, q)
 
 
 def _check_pages(tensors: Mapping[str, Tensor]) -> None:
     """Check k and v as pages, but for the sizes of their axes."""
     pages = {name: tensors[name] for name in ("k", "v")}
     for name, tensor in pages.items():
+        check_memory(name, tensor)
         if tensor.dim() != 4:
             axes = "4 dimensions [pages, page_size, HK, D] with a page_table"
             raise InputError(f"{name} must have {axes}, got shape {list(tensor.shape)}")
@@ -195,9 +197,10 @@ def check_fake(q: Tensor, k: Tensor, v: Tensor, axes: tuple[int, int, int], othe
     check_one_device("q", q, (k, v, *others))
 
 
-def check_has_memory(tensor: Tensor) -> None:
-    """Explain why a tensor has no address. Raises ``InputError`` or ``UnsupportedError``."""
-    check_dense("every tensor", tensor)
+def refuse_without_memory(tensors: Mapping[str, Tensor]) -> NoReturn:
+    """Explain why a tensor has no layout or no address. Raises ``InputError`` or ``UnsupportedError``."""
+    for name, tensor in tensors.items():
+        check_dense(name, tensor)
     raise UnsupportedError(
         "an input has no memory of its own: torch.vmap and other transforms of torch.func are not served here",
         hint="call it without them: a batch is an axis of its own",
@@ -230,6 +233,8 @@ def check_saved(tensors: Mapping[str, Tensor]) -> None:
         if name not in tensors:
             continue
         tensor, (shape, dtype, letters) = tensors[name], kinds[name.removeprefix("d")]
+        check_dense(name, tensor)
+        check_storages({name: tensor})
         check_shape(name, tensor, shape, letters)
         if tensor.dtype != dtype or tensor.device != q.device:
             raise InputError(f"{name} must be {dtype} on {q.device}, got {tensor.dtype} on {tensor.device}")

@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
+from ..gpu.subclasses import is_traced
 from .backward.autograd import differentiable, register_gradients
 from .checks import check_fake
+from .context_parallel import refuse_context_parallel
 from .forward.calls import run
-from .inputs import TENSORS, AttentionCall, Options, describe_call, is_traced
+from .inputs import TENSORS, AttentionCall, Options, describe_call
 from .problem import canonical_strides, output_strides
 
 _MASKS = "bool causal, float? softmax_scale, SymInt window_left, SymInt window_right, float softcap"
@@ -29,6 +31,7 @@ def attend(
     tensors: Mapping[str, Any], options: Options, operate: Callable[[AttentionCall], tuple[Tensor, Any]] | None = None
 ) -> Any:
     """Serve a call of a public function. ``operate`` calls another operator than ``operate_with_features``."""
+    refuse_context_parallel()
     traced = is_traced(tensors.values())
     call = describe_call(tensors, options, traced=traced)
     if traced:
@@ -94,6 +97,7 @@ class Operator:
             raise InputError(
                 f"dropout_seed must be given to the operator where dropout_p is {given['dropout_p']}, got None"
             )
+        refuse_context_parallel()
         tensors = {name: None if given[name] is None else given[name].detach() for name in self._tensors}
         found = run(describe_call(tensors, self.options_of(given)))
         if given["return_lse"]:

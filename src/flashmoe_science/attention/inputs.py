@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError, UnsupportedError, shown
+from ..gpu.checks import check_dense, check_not_mapped, check_not_mixed, check_saved_for_gradients, check_tensor
 from ..gpu.device import gpu_of as gpu_of  # noqa: PLC0414 - callers of this module take it from here
+from ..gpu.subclasses import PLAIN
 from .checks import (
     DTYPE_NAMES as DTYPE_NAMES,  # noqa: PLC0414 - callers of this module take it from here
     check_attended,
     check_devices,
-    check_has_memory,
+    refuse_without_memory,
 )
 from .forward.plan import check_kernel_name
 from .problem import AttentionProblem, canonical_strides, check_share
@@ -28,14 +30,12 @@ TENSORS = (
     "dropout_seed",
 )  # fmt: skip
 DIFFERENTIABLE = ("q", "k", "v", "sinks", "bias")
-PLAIN = (Tensor, torch.nn.Parameter)  # classes of tensors that are no more than their elements
-_PLAIN_OR_NONE = frozenset((*PLAIN, type(None)))
 _TWO_INTS = [int, int]
 _COUNTED = frozenset(("q", "k", "v", "o", "do", "page_table"))  # one axis counts tokens or pages in packed calls
 _NEEDED = frozenset(("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"))
-_own_torch_function = Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
 _LARGEST_FP64 = (2 - 2.0**-52) * 2.0**1023
 _forward_ad = torch.autograd.forward_ad
+_functorch_level = torch._C._functorch.maybe_current_level  # noqa: SLF001 - has no public name
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
@@ -94,13 +94,29 @@ def describe_call(tensors: Mapping[str, Any], options: Options, *, traced: bool 
     if recorded:
         options = Options(*options[:-1], return_lse=True)
     refuse_tangents(given.values())
+    if not traced and _functorch_level() is not None:
+        check_not_mapped(given.values())
     given["q"], given["k"], given["v"] = cast_under_autocast(given["q"], given["k"], given["v"])
     if options.dropout_p and "dropout_seed" not in given:
         # A function of torch, outside of our operators: what replays its generator replays the mask.
         given["dropout_seed"] = torch.randint(2**62, (2,), dtype=torch.int64, device=given["q"].device)
     if traced:
-        check_devices(given)
+        _check_before_operator(given, options)
     return AttentionCall(given, options, recorded)
+
+
+def _check_before_operator(tensors: Mapping[str, Tensor], options: Options) -> None:
+    """Check what torch refuses in its own words, or gives to a fake kernel, before an operator is called."""
+    for name, tensor in tensors.items():
+        check_dense(name, tensor)
+    check_not_mapped(tensors.values())
+    check_devices(tensors)
+    check_not_mixed(tensors)
+    if min(options.window) < -1:
+        raise InputError(f"window must be two integers (left, right), -1 for no bound, got {shown(options.window)}")
+    for name, length in zip(("max_seqlen_q", "max_seqlen_k"), options.max_seqlens or (), strict=False):
+        if type(length) is int and not 0 <= length < 2**31:
+            raise InputError(f"{name} must be an integer from 0 to 2**31 - 1, got {shown(length)}")
 
 
 def check_kinds(tensors: Mapping[str, Any], options: Options) -> dict[str, Tensor]:
@@ -109,11 +125,9 @@ def check_kinds(tensors: Mapping[str, Any], options: Options) -> dict[str, Tenso
     for name, tensor in tensors.items():
         if tensor is None and name not in _NEEDED:
             continue
-        if not isinstance(tensor, Tensor):
-            expected = "a torch.Tensor" if name in _NEEDED else "a torch.Tensor or None"
-            raise InputError(f"{name} must be {expected}, got {type(tensor).__name__}")
+        if type(tensor) not in PLAIN:
+            check_tensor(name, tensor, optional=name not in _NEEDED)
         given[name] = tensor
-    check_bias_kind(given)
     if options.dropout_p and "page_table" in given:  # before a seed is drawn
         raise UnsupportedError(
             f"dropout_p must be 0 with a page_table, which is for inference, got {options.dropout_p}"
@@ -121,29 +135,6 @@ def check_kinds(tensors: Mapping[str, Any], options: Options) -> dict[str, Tenso
     if not options.dropout_p:
         given.pop("dropout_seed", None)
     return given
-
-
-def check_bias_kind(tensors: Mapping[str, object]) -> None:
-    """Refuse a bias whose class gives its elements another meaning, as ``torch.nn.attention.bias.CausalBias`` does."""
-    kind: Any = type(tensors.get("bias"))
-    if kind in _PLAIN_OR_NONE or not issubclass(kind, Tensor):
-        return
-    override = getattr(kind.__torch_function__, "__func__", None)
-    if override not in (None, _own_torch_function):  # None: __torch_function__ is disabled
-        raise InputError(
-            f"bias must be a torch.Tensor whose class has no __torch_function__ of its own, got {kind.__name__}",
-            hint="for CausalBias use causal=True or window",
-        )
-
-
-def is_traced(tensors: Iterable[object]) -> bool:
-    """Return whether torch has to see an operator: a graph is made of the calls, or a tensor is of another class."""
-    return (
-        torch.compiler.is_dynamo_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0  # noqa: SLF001 - modes have no public name; make_fx is one
-        or torch._C._is_tracing()  # noqa: SLF001 - what torch.jit.is_tracing calls
-        or not _PLAIN_OR_NONE.issuperset(map(type, tensors))
-    )
 
 
 def is_recorded(tensors: Mapping[str, Tensor]) -> bool:
@@ -167,6 +158,8 @@ def is_recorded(tensors: Mapping[str, Tensor]) -> bool:
             f"{', '.join(others)} must not require grad: there is no gradient of it",
             hint="pass detached tensors; slopes that are learned can be a bias",
         )
+    if not torch.compiler.is_dynamo_compiling() and any(tensor.is_inference() for tensor in tensors.values()):
+        check_saved_for_gradients(tensors)
     return True
 
 
@@ -247,17 +240,16 @@ def pointer_alignment(*tensors: Tensor) -> int:
 
 def layout_of(tensor: Tensor) -> tuple[Any, ...]:
     """Return all that a plan and a prepared launch depend on, but the address."""
-    try:
-        address = tensor.data_ptr() & 15 if tensor.device.type != "meta" else 0
-        return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, address, tensor.is_neg()
-    except RuntimeError:
-        check_has_memory(tensor)
-        raise
+    address = tensor.data_ptr() & 15 if tensor.device.type != "meta" else 0
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, address, tensor.is_neg()
 
 
 def layouts_of(tensors: Mapping[str, Tensor], *, packed: bool) -> list[tuple[Any, ...]]:
     """Return the layout of each tensor; of packed calls without the number of tokens and of pages a sequence."""
-    layouts = [*map(layout_of, tensors.values())]
+    try:
+        layouts = [*map(layout_of, tensors.values())]
+    except RuntimeError:
+        refuse_without_memory(tensors)
     if packed:
         for i, name in enumerate(tensors):
             if name in _COUNTED:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError, shown
+from ..gpu.checks import check_dense
 from .checks import DTYPE_NAMES, check_attended_packed, check_pages
 from .inputs import Options, check_all_options, check_kinds, describe_rest
 from .problem import AttentionProblem, Strides
@@ -39,6 +40,7 @@ def planned_lengths(max_seqlen_q: Any, max_seqlen_k: Any, bias: Tensor | None) -
     planned = planned_length("max_seqlen_q", max_seqlen_q), planned_length("max_seqlen_k", max_seqlen_k)
     if bias is None:
         return planned
+    check_dense("bias", bias)
     if bias.dim() != 4:
         raise InputError(f"bias must have 4 dimensions [B or 1, H or 1, rows, columns], got shape {list(bias.shape)}")
     rows, columns = bias.shape[2:]

@@ -22,12 +22,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..gpu.ambient import without_autocast
 from .philox import dropout_keeps
 
 # Scores of one chunk of rows, so that fp64 references of long sequences fit: 2**27 elements are 1 GiB.
 _CHUNK_SCORES = 1 << 27
 
 
+@without_autocast
 def attention(
     q: Tensor,
     k: Tensor,
@@ -210,6 +212,7 @@ def _weigh_rows(
     return weights, total, top, capped
 
 
+@without_autocast
 def attention_backward(
     q: Tensor,
     k: Tensor,
@@ -336,6 +339,7 @@ def _hide(scores: Tensor, ahead: Tensor, *, causal: bool, window: tuple[int, int
         scores.masked_fill_(ahead > right, -torch.inf)
 
 
+@without_autocast
 def attention_varlen(
     q: Tensor,
     k: Tensor,
@@ -406,6 +410,7 @@ def keys_in_reach(place_q: tuple[int, int], place_k: tuple[int, int], window: tu
     return min(max(0, keys - rows - window[0]), keys) if window[0] >= 0 else 0, keys
 
 
+@without_autocast
 def attention_varlen_backward(
     q: Tensor,
     k: Tensor,

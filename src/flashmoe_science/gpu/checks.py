@@ -3,21 +3,62 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ..errors import InputError, UnsupportedError
-from .subclasses import is_bare_subclass
+from .subclasses import PLAIN, has_own_meaning, is_bare_subclass
 
 _forward_ad = torch.autograd.forward_ad
 _functorch = torch._C._functorch  # noqa: SLF001 - what tells of transforms has no public name
+_dispatch_mode: Any = torch._C._get_dispatch_mode  # noqa: SLF001 - has no public name
 
 
 def check_dense(name: str, tensor: Tensor) -> None:
     """Raise ``InputError`` unless elements lie in memory one by one: what is nested says that it is strided."""
     if tensor.layout is not torch.strided or tensor.is_nested:
         raise InputError(f"{name} must be dense, got {'a nested tensor' if tensor.is_nested else tensor.layout}")
+
+
+def check_tensor(name: str, value: object, *, optional: bool = False) -> None:
+    """Raise ``InputError`` unless it is a tensor whose elements are all that it means.
+
+    Of another class even a look at the shape may be a call of its own, so this comes before any other check.
+    """
+    if not isinstance(value, Tensor):
+        expected = "a torch.Tensor or None" if optional else "a torch.Tensor"
+        raise InputError(f"{name} must be {expected}, got {type(value).__name__}")
+    if has_own_meaning(type(value)):
+        if type(value).__name__ == "NestedTensor":
+            raise InputError(f"{name} must be dense, got a nested tensor")
+        raise InputError(
+            f"{name} must be a torch.Tensor whose class has no __torch_function__ of its own, "
+            f"got {type(value).__name__}",
+            hint="the class and not the elements says what it means: for CausalBias use causal=True or window",
+        )
+
+
+def check_not_mixed(tensors: Mapping[str, Tensor]) -> None:
+    """Raise ``InputError`` where some tensors are fake and some are real, unless their mode takes both."""
+    if torch.compiler.is_dynamo_compiling():
+        return
+    modes = {name: tensor.fake_mode for name, tensor in tensors.items() if type(tensor) is FakeTensor}
+    active: Any = _dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)  # noqa: SLF001 - has no public name
+    mode = active or next(iter(modes.values()), None)
+    if mode is None:
+        return
+    for name, tensor in tensors.items():
+        other = name in modes and modes[name] is not mode
+        real = type(tensor) in PLAIN or is_bare_subclass(type(tensor))
+        if other or (real and not mode.allow_non_fake_inputs):
+            got = "one of another mode" if other else "a real one"
+            raise InputError(
+                f"{name} must be a fake tensor of the mode that the call has, got {got}",
+                hint="mode.from_tensor makes a fake tensor of a real one",
+            )
 
 
 def check_not_negative(name: str, tensor: Tensor) -> None:
@@ -27,9 +68,37 @@ def check_not_negative(name: str, tensor: Tensor) -> None:
 
 
 def check_memory(name: str, tensor: Tensor) -> None:
-    """Raise ``InputError`` unless a tensor is dense and no negative view."""
+    """Raise ``InputError`` unless a tensor is dense, no negative view, and has memory for its elements."""
     check_dense(name, tensor)
     check_not_negative(name, tensor)
+    check_storages({name: tensor})
+
+
+def check_storages(tensors: Mapping[str, Tensor]) -> None:
+    """Raise ``InputError`` where a storage was made smaller than what a tensor has in it, as FSDP frees one."""
+    if torch.compiler.is_compiling():
+        return
+    for name, tensor in tensors.items():
+        without = type(tensor) not in PLAIN or tensor.device.type == "meta" or not tensor.numel()
+        if without or _functorch.is_functorch_wrapped_tensor(tensor):
+            continue
+        reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        needed = (tensor.storage_offset() + reach + 1) * tensor.element_size()
+        there = tensor.untyped_storage().nbytes()
+        if there < needed:
+            raise InputError(f"{name} must have memory for its elements, {needed} bytes of storage, got {there}")
+
+
+def check_saved_for_gradients(tensors: Mapping[str, Tensor]) -> None:
+    """Raise ``InputError`` for tensors of inference mode, which a recorded call cannot keep for its gradients."""
+    if torch.compiler.is_compiling():
+        return
+    for name, tensor in tensors.items():
+        if tensor.is_inference():
+            raise InputError(
+                f"{name} must not be made in inference mode where gradients are recorded, got one that is",
+                hint="clone it, or make it under torch.no_grad()",
+            )
 
 
 def check_no_bare_subclass(name: str, tensor: Tensor) -> None:
@@ -47,6 +116,22 @@ def check_no_tangent(name: str, tensor: Tensor) -> None:
         return
     if _forward_ad.unpack_dual(tensor).tangent is not None:  # type: ignore[no-untyped-call]
         raise UnsupportedError(f"{name} has a forward-mode tangent, and there is no forward-mode derivative")
+
+
+def check_not_mapped(tensors: Iterable[Tensor]) -> None:
+    """Raise ``UnsupportedError`` for what ``torch.vmap`` hands on."""
+    if torch.compiler.is_dynamo_compiling() or _functorch.maybe_current_level() is None:
+        return
+    for tensor in tensors:
+        inner = tensor
+        while _functorch.is_functorch_wrapped_tensor(inner):
+            if _functorch.is_batchedtensor(inner):
+                raise UnsupportedError(
+                    "an input has no memory of its own: torch.vmap and other transforms of torch.func are not served "
+                    "here",
+                    hint="call it without them: a batch is an axis of its own",
+                )
+            inner = _functorch.get_unwrapped(inner)
 
 
 def check_not_differentiated_by_torch_func(name: str, tensor: Tensor) -> None:

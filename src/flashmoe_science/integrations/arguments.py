@@ -17,7 +17,8 @@ from torch import Tensor
 from ..attention.inputs import DTYPE_NAMES, check_flag
 from ..attention.problem import LARGEST_SCALE
 from ..errors import InputError, UnsupportedError, shown
-from ..gpu.checks import check_dense
+from ..gpu.checks import check_dense, check_storages, check_tensor as check_kind
+from ..gpu.subclasses import PLAIN_OR_NONE
 
 _is_compiling = torch.compiler.is_compiling
 _FLOATS = "float16, bfloat16 or float32"
@@ -167,7 +168,16 @@ def check_tensor(name: str, value: object, expected: str = "a torch.Tensor") -> 
     """Raise ``InputError`` unless it is a tensor whose elements lie in memory one by one."""
     if not isinstance(value, Tensor):
         raise InputError(f"{name} must be {expected}, got {type(value).__name__}")
+    check_kind(name, value)
     check_dense(name, value)
+    check_storages({name: value})
+
+
+def check_kinds(**given: object) -> None:
+    """Raise ``InputError`` for tensors whose class says what they mean: a view of one may have lost it."""
+    for name, tensor in given.items():
+        if type(tensor) not in PLAIN_OR_NONE and isinstance(tensor, Tensor):
+            check_kind(name, tensor)
 
 
 def check_optional_tensor(name: str, value: object) -> None:
@@ -331,6 +341,7 @@ def check_numbers(name: str, tensor: Any, first: Named, dtypes: str = _FLOATS) -
 
 def as_bias(name: str, mask: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Return a mask as what is added to scores of ``shape``, expanded without a copy. Raises ``InputError``."""
+    check_kind(name, mask)
     if mask.dtype == torch.bool:
         mask = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
     try:

@@ -33,6 +33,7 @@ from .arguments import (
     call_by_names,
     check_attended,
     check_integers,
+    check_kinds,
     check_per_head,
     check_starts,
     contiguous_columns,
@@ -124,6 +125,7 @@ def flash_attn_func(
     options, probs = _options(
         dropout_p, softmax_scale, causal, window_size, softcap, deterministic=deterministic, probs=return_attn_probs
     )
+    check_kinds(q=q, k=k, v=v)
     try:
         result = call_by_names(
             flash_attention,
@@ -167,6 +169,7 @@ def flash_attn_qkvpacked_func(
     return_attn_probs: bool = False,
 ) -> Any:
     """``flash_attn_func`` of ``qkv`` ``[B, S, 3, H, D]``."""
+    check_kinds(qkv=qkv)
     try:
         q, k, v = qkv.unbind(2)
         return call_by_names(
@@ -216,6 +219,7 @@ def flash_attn_kvpacked_func(
     return_attn_probs: bool = False,
 ) -> Any:
     """``flash_attn_func`` of ``q`` ``[B, Sq, H, D]`` and ``kv`` ``[B, Sk, 2, HK, D]``."""
+    check_kinds(q=q, kv=kv)
     try:
         k, v = kv.unbind(2)
         return flash_attn_func(
@@ -283,6 +287,7 @@ def flash_attn_varlen_func(
     options, probs = _options(
         dropout_p, softmax_scale, causal, window_size, softcap, deterministic=deterministic, probs=return_attn_probs
     )
+    check_kinds(q=q, k=k, v=v)
     try:
         if block_table is not None:
             k, v = contiguous_columns(k), contiguous_columns(v)
@@ -341,6 +346,7 @@ def flash_attn_varlen_qkvpacked_func(
     return_attn_probs: bool = False,
 ) -> Any:
     """``flash_attn_varlen_func`` of ``qkv`` ``[T, 3, H, D]``."""
+    check_kinds(qkv=qkv)
     try:
         q, k, v = qkv.unbind(1)
         return call_by_names(
@@ -401,6 +407,7 @@ def flash_attn_varlen_kvpacked_func(
     return_attn_probs: bool = False,
 ) -> Any:
     """``flash_attn_varlen_func`` of ``q`` ``[Tq, H, D]`` and ``kv`` ``[Tk, 2, HK, D]``."""
+    check_kinds(q=q, kv=kv)
     try:
         k, v = kv.unbind(1)
         return call_by_names(

@@ -27,6 +27,7 @@ from .arguments import (
     check_columns,
     check_count,
     check_integers,
+    check_kinds,
     check_optional_tensor,
     check_per_head,
     contiguous_columns,
@@ -118,6 +119,7 @@ def flash_attn_with_kvcache(
         "num_splits": plain(num_splits),
     }
     check_count("num_splits", options["num_splits"])
+    check_kinds(q=q, k=k, v=v)
     try:
         q, k, v = (contiguous_columns(tensor) for tensor in (q, k, v))
         new_k, new_v = (None if tensor is None else tensor.transpose(1, 2) for tensor in (k, v))

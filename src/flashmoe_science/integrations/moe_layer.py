@@ -10,7 +10,7 @@ import torch.nn.functional as F  # noqa: N812 - PyTorch's own habit
 from torch import Tensor, nn
 
 from ..errors import InputError, shown
-from ..gpu.checks import check_dense
+from ..gpu.checks import check_dense, check_tensor
 from ..gpu.subclasses import is_bare_subclass, is_untraced
 from ..moe.api import fused_moe
 from ..moe.checks import DTYPE_NAMES, check_flags
@@ -196,8 +196,7 @@ class MoeLayer(nn.Module):
         return (out, logits) if return_logits else out
 
     def _check_tokens(self, x: Tensor) -> None:
-        if not isinstance(x, Tensor):
-            raise InputError(f"x must be a torch.Tensor, got {type(x).__name__}")
+        check_tensor("x", x)
         check_dense("x", x)
         hidden, dtype, device = self.w_router.shape[1], self.w_router.dtype, self.w_router.device
         if is_untraced(x) and device.type not in ("cpu", "cuda"):

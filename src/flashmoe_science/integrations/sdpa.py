@@ -21,6 +21,7 @@ from .arguments import (
     as_scale,
     blame,
     call_by_names,
+    check_kinds,
     check_mask,
     check_place,
     check_tensor,
@@ -50,7 +51,8 @@ def scaled_dot_product_attention(
         key: ``[..., H, Sk, D]``; with ``enable_gqa`` fewer heads, a number that divides those of query.
         value: ``[..., H, Sk, DV]``; the same.
         attn_mask: boolean, True where a key is seen, or added to the scores; of a shape that expands to
-            ``[..., H, Sq, Sk]``, which copies nothing. A mask on the CPU is copied to a GPU.
+            ``[..., H, Sq, Sk]``, which copies nothing. A mask on the CPU is copied to a GPU. Also a
+            ``torch.nn.attention.bias.CausalBias``.
         dropout_p: share of the probabilities that are dropped, from 0 to 1, drawn from torch's default generator;
             another draw than PyTorch's. As there, pass 0 where a model is not trained.
         is_causal: row m sees keys up to m (aligned top-left, unlike ``flash_attention``).
@@ -88,6 +90,7 @@ def _attend(
     scale: float | None,
     enable_gqa: bool,
 ) -> Tensor:
+    check_kinds(query=query, key=key, value=value)
     seqlen_q, seqlen_k = query.shape[-2], key.shape[-2]
     if value.shape[-2] != seqlen_k:  # causal, both are cut to the queries
         raise InputError(f"value must have as many keys as key, {seqlen_k}, got {value.shape[-2]}")
@@ -100,6 +103,16 @@ def _attend(
         query, key, value, leading = _as_batches(query, key, value, enable_gqa=enable_gqa)
         leading = leading[len(leading) - (most - 2) :]
     options: dict[str, Any] = {}
+    if type(attn_mask).__name__ == "CausalBias":
+        from torch.nn.attention.bias import CausalBias, CausalVariant
+
+        if isinstance(attn_mask, CausalBias):
+            sizes = attn_mask.seq_len_q, attn_mask.seq_len_kv
+            if sizes != (seqlen_q, seqlen_k):
+                raise InputError(f"attn_mask must be of {seqlen_q} queries and {seqlen_k} keys, got {list(sizes)}")
+            is_causal = attn_mask.variant == CausalVariant.UPPER_LEFT
+            options["causal"] = not is_causal
+            attn_mask = None
     if attn_mask is not None:
         if attn_mask.device.type == "cpu":
             attn_mask = attn_mask.to(query.device)
@@ -191,6 +204,8 @@ def _check_tensors(query: Any, key: Any, value: Any, attn_mask: Any, enable_gqa:
         raise InputError(f"value must have as many keys as key, {key.shape[-2]}, got {value.shape[-2]}")
     shapes = ((*(1,) * (3 - tensor.dim()), *tensor.shape) for tensor in (query, key, value))
     _leading(*shapes, enable_gqa=enable_gqa)
+    if type(attn_mask).__name__ == "CausalBias":  # it has no elements
+        return
     if isinstance(attn_mask, Tensor) and attn_mask.device.type == "cpu":  # it is copied
         first = ("query", attn_mask)
     if not (isinstance(attn_mask, Tensor) and attn_mask.dtype == query.dtype == torch.float64):

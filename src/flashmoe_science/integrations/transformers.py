@@ -34,6 +34,7 @@ from .arguments import (
     check_attended,
     check_count,
     check_dropout,
+    check_kinds,
     check_mask,
     check_numbers,
     check_optional_flag,
@@ -212,6 +213,9 @@ def attend(
         sliding_window = None
         if attention_mask is None and not is_known:
             _check_own_window(module, key)
+    check_kinds(
+        query=query, key=key, value=value, attention_mask=attention_mask, position_bias=position_bias, s_aux=s_aux
+    )
     _check_options(dropout, scaling, sliding_window, softcap, is_causal, kernel)
     if isinstance(position_bias, Tensor) and not position_bias.dtype.is_floating_point:
         check_numbers("position_bias", position_bias, ("query", query))  # added to a mask, it would be one of numbers

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError, MissingPackageError, UnsupportedError, shown
-from ..gpu.checks import check_dense
+from ..gpu.checks import check_dense, check_tensor
 from ..moe.api import fused_moe
 from ..moe.plan import check_kernel_name
 
@@ -107,8 +107,7 @@ def run_experts(
     _check_module(module)
     given = {"hidden_states": hidden_states, "top_k_index": top_k_index, "top_k_weights": top_k_weights}
     for name, tensor in given.items():
-        if not isinstance(tensor, Tensor):
-            raise InputError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+        check_tensor(name, tensor)
         check_dense(name, tensor)
     which: Any = module
     prefix = "gate_up_proj" if which.has_gate else "up_proj"
@@ -118,6 +117,7 @@ def run_experts(
             if not isinstance(weight, Tensor) or weight.dim() != 3:
                 got = list(weight.shape) if isinstance(weight, Tensor) else type(weight).__name__
                 raise InputError(f"{name} of {type(module).__name__} must have 3 dimensions, got {got}")
+            check_tensor(name, weight)
         up, down = up.transpose(1, 2), down.transpose(1, 2)
     options = _activation_of(which)
     if which.has_bias:

@@ -9,7 +9,7 @@ from ..gpu.checks import check_one_device
 from ..gpu.device import gpu_of
 from .backward.autograd import differentiable
 from .calls import Run, prepare_run, remember
-from .checks import TENSORS, MoeCall, check_operator_call, moe_problem_of, read_call
+from .checks import TENSORS, MoeCall, call_key, check_operator_call, moe_problem_of, read_call
 from .plan import MoePlan, plan_moe
 from .problem import Options
 from .routing.api import route
@@ -93,13 +93,16 @@ def fused_moe(
         },
         Options(activation, alpha, limit, interleaved, batch_invariant, kernel),
     )  # fmt: skip
-    if call.key is None:
-        return _call_operator(call)
-    run = _prepared.get(call.key)
+    return _call_operator(call) if call.key is None else _run(call.tensors, call.options, call.key)
+
+
+def _run(tensors: dict[str, Tensor], options: Options, key: object) -> Tensor:
+    """Make a call, prepared once for all that have its key."""
+    run = _prepared.get(key)
     if run is None:
-        plan = plan_moe(moe_problem_of(call.tensors, call.options), gpu_of(call.tensors["x"]), kernel)
-        run = remember(_prepared, call.key, prepare_run(plan, call.tensors["x"].device))
-    return run(call.tensors)["out"]
+        plan = plan_moe(moe_problem_of(tensors, options), gpu_of(tensors["x"]), options.kernel)
+        run = remember(_prepared, key, prepare_run(plan, tensors["x"].device))
+    return run(tensors)["out"]
 
 
 def explain_moe(
@@ -138,7 +141,8 @@ def explain_moe(
     return plan_moe(problem, gpu_of(x), kernel)
 
 
-# Traced graphs and calls with tensor subclasses run the operator below; eager calls do not.
+# Traced graphs and calls with tensor subclasses run the operator below; eager calls do not. It never calls itself: what
+# traces may go on while it runs.
 
 
 @torch.library.custom_op("flashmoe_science::fused_moe", mutates_args=())
@@ -160,14 +164,13 @@ def _fused_moe(
     batch_invariant: bool,
     kernel: str,
 ) -> Tensor:
-    optional = (bias_gate_up, bias_down, shared_gate_up, shared_down, shared_weights)
-    names = TENSORS[5:]
-    return fused_moe(
-        x.detach(), w_gate_up.detach(), w_down.detach(), topk_weights.detach(), topk_ids,
-        **{name: None if tensor is None else tensor.detach() for name, tensor in zip(names, optional, strict=True)},
-        activation=activation, alpha=alpha, limit=limit, interleaved=interleaved, batch_invariant=batch_invariant,
-        kernel=kernel,
+    given = (
+        x, w_gate_up, w_down, topk_weights, topk_ids, bias_gate_up, bias_down, shared_gate_up, shared_down,
+        shared_weights,
     )  # fmt: skip
+    tensors = {name: tensor.detach() for name, tensor in zip(TENSORS, given, strict=True) if tensor is not None}
+    options = Options(activation, alpha, limit, interleaved, batch_invariant, kernel)
+    return _run(tensors, options, call_key(tensors, options))
 
 
 @_fused_moe.register_fake

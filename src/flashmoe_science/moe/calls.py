@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UnsupportedError
+from ..gpu.checks import check_storages
 from . import reference
 from .backward.plan import BackwardPlan, column_sums
 from .plan import MoePlan, workspace_sizes
@@ -49,6 +50,7 @@ def _reference_run(problem: MoeProblem) -> Run:
     options = reference_options(problem)
 
     def run(tensors: Mapping[str, Any]) -> dict[str, Tensor]:
+        check_storages(tensors)
         made = {"out": reference.fused_moe(**tensors, **options)}
         if problem.keep_product:
             x = tensors["x"]

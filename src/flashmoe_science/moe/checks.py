@@ -15,10 +15,14 @@ from ..gpu.checks import (
     check_memory,
     check_no_bare_subclass,
     check_no_tangent,
+    check_not_mapped,
+    check_not_mixed,
     check_not_negative,
     check_operand,
+    check_saved_for_gradients,
+    check_tensor,
 )
-from ..gpu.subclasses import is_untraced
+from ..gpu.subclasses import PLAIN, is_traced, is_untraced
 from .plan import check_kernel_name
 from .problem import ACTIVATIONS, GATED, LARGEST, MoeProblem, Options, columns_up
 
@@ -31,7 +35,6 @@ TENSORS = (
     "bias_gate_up", "bias_down", "shared_gate_up", "shared_down", "shared_weights",
 )  # fmt: skip
 _DEFAULTS = Options()
-_PLAIN = frozenset((Tensor, torch.nn.Parameter))
 _REQUIRED, _OPTIONAL = TENSORS[:5], TENSORS[5:]
 _WITH_DTYPE_OF_X = ("w_gate_up", "w_down", "bias_gate_up", "bias_down", "shared_gate_up", "shared_down")
 
@@ -54,8 +57,9 @@ def read_call(given: Mapping[str, object], options: Options) -> MoeCall:
     """
     tensors = cast_under_autocast(read_tensors(given))
     is_recorded = _is_recorded(tensors)
-    # Subclasses of tensors, but for parameters, need the operator: torch's dispatcher knows how to treat them.
-    by_operator = torch.compiler.is_compiling() or is_recorded or not _PLAIN.issuperset(map(type, tensors.values()))
+    if is_recorded and not torch.compiler.is_compiling() and any(one.is_inference() for one in tensors.values()):
+        check_saved_for_gradients(tensors)
+    by_operator = is_recorded or is_traced(tensors.values())
     return MoeCall(tensors, options, is_recorded, None if by_operator else call_key(tensors, options))
 
 
@@ -68,11 +72,11 @@ def read_tensors(given: Mapping[str, object]) -> dict[str, Tensor]:
     """
     tensors: dict[str, Tensor] = {}
     for name, tensor in given.items():
-        if isinstance(tensor, Tensor):
-            tensors[name] = tensor
-        elif tensor is not None or name not in _OPTIONAL:
-            wanted = "a torch.Tensor or None" if name in _OPTIONAL else "a torch.Tensor"
-            raise InputError(f"{name} must be {wanted}, got {type(tensor).__name__}")
+        if tensor is None and name in _OPTIONAL:
+            continue
+        if type(tensor) not in PLAIN:
+            check_tensor(name, tensor, optional=name in _OPTIONAL)
+        tensors[name] = tensor  # type: ignore[assignment] # it is one
     if _forward_ad._current_level >= 0:  # noqa: SLF001 - the public way asks tensor by tensor
         for name, tensor in tensors.items():
             check_no_tangent(name, tensor)
@@ -267,7 +271,7 @@ def moe_problem_of(
 def pointer_alignment(tensors: Mapping[str, Tensor]) -> int:
     """Return the largest power of two, at most 16, that divides the addresses of x, weights and biases."""
     read = [tensors[name] for name in ("x", *_WITH_DTYPE_OF_X) if name in tensors]
-    if any(type(tensor) not in (Tensor, torch.nn.Parameter) for tensor in read):  # fake tensors have no address
+    if any(type(tensor) not in PLAIN for tensor in read):  # fake tensors have no address
         return 16
     return math.gcd(16, *(tensor.data_ptr() for tensor in read))
 
@@ -317,7 +321,9 @@ def check_operator_call(call: MoeCall) -> None:
         check_operand(name, tensor)
         if name == "topk_ids":
             check_no_bare_subclass(name, tensor)
+    check_not_mapped(call.tensors.values())
     _check_devices(call.tensors)
+    check_not_mixed(call.tensors)
     check_options(call.options)
 
 

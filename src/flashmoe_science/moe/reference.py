@@ -8,9 +8,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - PyTorch's own habit
 from torch import Tensor
 
+from ..gpu.ambient import without_autocast
 from .problem import DEFAULT_ALPHA, DEFAULT_LIMIT, GATED
 
 
+@without_autocast
 def route(
     logits: Tensor,
     top_k: int,
@@ -49,6 +51,7 @@ def route(
     return weights * scale, ids.to(torch.int32)
 
 
+@without_autocast
 def route_gradient(
     dweights: Tensor,
     logits: Tensor,
@@ -97,6 +100,7 @@ def _gelu(x: Tensor, activation: str) -> Tensor:
     return F.gelu(x, approximate="tanh" if activation.endswith("_tanh") else "none")
 
 
+@without_autocast
 def fused_moe(
     x: Tensor,
     w_gate_up: Tensor,
@@ -177,6 +181,7 @@ def _gelu_slope(x: Tensor, activation: str) -> Tensor:
     return 0.5 * (1 + torch.erf(x * 0.5**0.5)) + x * torch.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
 
 
+@without_autocast
 def moe_gradients(
     do: Tensor,
     x: Tensor,

@@ -6,10 +6,12 @@ from typing import Any
 
 from torch import Tensor
 
-from ...errors import InputError
+from ...gpu.checks import check_not_mapped, check_not_mixed, check_tensor
+from ...gpu.subclasses import is_traced
 from ..checks import check_saved, check_tensors
+from ..context_parallel import refuse_context_parallel
 from ..inputs import Options, check_all_options, gpu_of, problem_of, refuse_tangents
-from .autograd import attention_gradients, forced_kernel
+from .autograd import forced_kernel, gradients_of
 from .plan import BackwardPlan, check_backward_kernel_name, plan_backward
 from .problem import BackwardProblem, fields_of_wanted
 
@@ -55,19 +57,21 @@ def flash_attention_backward(
     Numerics: as the gradients of ``flash_attention``; the same bits in every run.
     """
     given: dict[str, Any] = {"q": q, "k": k, "v": v, "o": o, "do": do, "lse": lse}
+    refuse_context_parallel()
     for name, tensor in given.items():
-        if not isinstance(tensor, Tensor):
-            raise InputError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+        check_tensor(name, tensor)
     if dlse is not None:
-        if not isinstance(dlse, Tensor):
-            raise InputError(f"dlse must be a torch.Tensor or None, got {type(dlse).__name__}")
+        check_tensor("dlse", dlse, optional=True)
         given["dlse"] = dlse
     check_tensors(given, "B, H, S, D")
     check_saved(given)
     refuse_tangents(given.values())
+    check_not_mapped(given.values())
     check_backward_kernel_name(kernel)
     options = check_all_options(Options(causal, softmax_scale, window, kernel=kernel))
-    found = attention_gradients(options, given, ["q", "k", "v"])
+    if is_traced(given.values()):
+        check_not_mixed(given)
+    found = gradients_of(options, given, ["q", "k", "v"])
     return found["q"], found["k"], found["v"]
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from ...errors import UnsupportedError
 from ...gpu.checks import check_not_batched
 from ...gpu.device import gpu_at
+from ...gpu.subclasses import is_traced
 from ..checks import check_fake
 from ..forward.calls import remember, run
 from ..inputs import DIFFERENTIABLE, AttentionCall, Options, layouts_of, refuse_tangents
@@ -67,7 +68,7 @@ class _Attention(torch.autograd.Function):
             once = _Once.apply(ctx.options, wanted, tuple(given), *given.values())  # type: ignore[no-untyped-call]
             found = dict(zip(wanted, once, strict=True))
         else:
-            found = attention_gradients(ctx.options, given, wanted)
+            found = gradients_of(ctx.options, given, wanted)
         return None, None, *(found.get(name) for name in tensors)
 
 
@@ -76,7 +77,7 @@ class _Once(torch.autograd.Function):
 
     @staticmethod
     def forward(options: Options, wanted: list[str], names: tuple[str, ...], *tensors: Tensor) -> Any:
-        found = attention_gradients(options, dict(zip(names, tensors, strict=True)), wanted)
+        found = gradients_of(options, dict(zip(names, tensors, strict=True)), wanted)
         return tuple(found[name] for name in wanted)
 
     @staticmethod
@@ -139,6 +140,20 @@ def attention_gradients(options: Options, tensors: Mapping[str, Tensor], wanted:
         plan = plan_backward(backward_problem_of(options, tensors, wanted), gpu_at(q.device), options.kernel)
         call = remember(_prepared, key, prepare_backward(plan, q.device))
     return call(tensors)
+
+
+def gradients_of(options: Options, tensors: Mapping[str, Tensor], wanted: Sequence[str]) -> dict[str, Tensor]:
+    """Return what ``attention_gradients`` does, by the operator where torch has to see one."""
+    if not is_traced(tensors.values()):
+        return attention_gradients(options, tensors, wanted)
+    given = {name: tensor.detach() for name, tensor in tensors.items()}
+    numbers = [number for number, name in enumerate(DIFFERENTIABLE) if name in wanted]
+    o: Options = options
+    found = _attention_backward(
+        *(given.get(name) for name in _TENSORS), *(o.max_seqlens or (0, 0)), o.causal, o.softmax_scale, *o.window,
+        o.softcap, o.dropout_p, numbers, o.kernel,
+    )  # fmt: skip
+    return {DIFFERENTIABLE[number]: found[number] for number in numbers}
 
 
 # Graphs hold this operator. A gradient that is not asked for has no elements.

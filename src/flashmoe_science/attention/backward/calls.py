@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ...errors import UnsupportedError
+from ...gpu.checks import check_storages
 from .. import reference
 from ..packed import mark_shared_keys
 from ..problem import canonical_strides, output_strides
@@ -54,8 +55,8 @@ def _reference_call(problem: BackwardProblem) -> Call:
     def call(tensors: Tensors) -> dict[str, Tensor]:
         extras = {name: tensors[name] for name in p.extras}
         inputs = (tensors["q"], tensors["k"], tensors["v"])
-        with torch.autocast(inputs[0].device.type, enabled=False):  # it would round the products of fp32
-            found = differentiate(*inputs, tensors["do"], tensors.get("dlse"), **options, **extras)
+        check_storages(tensors)
+        found = differentiate(*inputs, tensors["do"], tensors.get("dlse"), **options, **extras)
         return {name: _allocate(name, tensors[name]).copy_(found[name]) for name in problem.wanted}
 
     return call

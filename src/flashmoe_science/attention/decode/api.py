@@ -9,9 +9,11 @@ from torch import Tensor
 
 from ...errors import InputError
 from ...gpu.device import gpu_at, gpu_of
-from ..checks import check_fake
+from ...gpu.subclasses import is_traced
+from ..checks import check_fake, refuse_without_memory
+from ..context_parallel import refuse_context_parallel
 from ..forward.calls import remember
-from ..inputs import is_traced, refuse_tangents
+from ..inputs import refuse_tangents
 from ..problem import canonical_strides, output_strides
 from .calls import Call, prepare_call
 from .contract import (
@@ -142,6 +144,7 @@ def flash_attention_with_kv_cache(
     every run. CPU tensors run ``cache_reference``. Unchecked, a length on a GPU is cut to what the cache holds, and
     a page that does not exist is read where it would be, or by ``decode_gluon_sm90`` as zeros.
     """
+    refuse_context_parallel()
     call = describe_cache_call(
         {
             "q": q, "k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v, "cache_seqlens": cache_seqlens,
@@ -184,8 +187,11 @@ def _run(call: CacheCall) -> tuple[Tensor, Tensor | None]:
     """Make a call, prepared once for all that have its options and layouts."""
     tensors, options = call
     refuse_tangents(tensors.values())
-    shared = tensors["k_cache"].data_ptr() == tensors["v_cache"].data_ptr()
-    key = *tensors, *map(_describe, tensors.values()), shared, options
+    try:
+        shared = tensors["k_cache"].data_ptr() == tensors["v_cache"].data_ptr()
+        key = *tensors, *map(_describe, tensors.values()), shared, options
+    except RuntimeError:
+        refuse_without_memory(tensors)
     prepared = _prepared.get(key)
     if prepared is None:
         device = tensors["q"].device
@@ -217,6 +223,7 @@ _ATTEND_NAMES, _APPEND_NAMES = ([part.split()[-1] for part in schema.split(", ")
 
 def _serve(given: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """Run an operator."""
+    refuse_context_parallel()
     window = given.pop("window_left"), given.pop("window_right")
     tensors = {name: given.pop(name) for name in _TENSORS if name in given}
     tensors |= {name: tensors[name].detach() for name in DETACHED if name in tensors}

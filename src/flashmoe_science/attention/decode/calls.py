@@ -30,8 +30,7 @@ def prepare_call(plan: DecodePlan, device: torch.device) -> Call:
 def _reference_call(problem: CacheProblem) -> Call:
     def call(tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
         q = tensors["q"]
-        with torch.autocast(q.device.type, enabled=False):  # it would round the products of fp32
-            o, lse = cache_reference.attention_with_kv_cache(problem, tensors)
+        o, lse = cache_reference.attention_with_kv_cache(problem, tensors)
         o = torch.empty_strided(o.shape, problem.output_strides, dtype=q.dtype, device=q.device).copy_(o)
         return o, lse.float() if problem.return_lse else None
 

@@ -10,9 +10,20 @@ import torch
 from torch import Tensor
 
 from ...errors import InputError, UnsupportedError, shown
-from ...gpu.checks import check_dense, check_no_bare_subclass, check_no_tangent, check_not_negative
+from ...gpu.checks import (
+    check_dense,
+    check_memory,
+    check_no_bare_subclass,
+    check_no_tangent,
+    check_not_mapped,
+    check_not_mixed,
+    check_not_negative,
+    check_storages,
+    check_tensor,
+)
+from ...gpu.subclasses import PLAIN
 from ..checks import DTYPE_NAMES, check_devices, check_pages
-from ..inputs import PLAIN, check_bias_kind, check_window, pointer_alignment
+from ..inputs import check_window, pointer_alignment
 from ..problem import LARGEST_SCALE, canonical_strides
 from .problem import CacheProblem
 
@@ -76,14 +87,15 @@ def describe_cache_call(given: Mapping[str, Any], options: CacheOptions) -> Cach
     _check_needed(given["q"], given["k_cache"], given["v_cache"])
     tensors = {name: tensor for name, tensor in given.items() if tensor is not None}
     length = tensors.get("cache_seqlens")
+    for name, tensor in tensors.items():
+        if type(tensor) not in PLAIN and (name != "cache_seqlens" or not isinstance(length, int)):
+            check_tensor(name, tensor)
     if isinstance(length, int):
         q = tensors["q"]
         if not q.dim():
             raise InputError(f"q must have 4 dimensions [B, H, S, D], got shape {list(q.shape)}")
         check_number_of_keys(length, given)
         tensors["cache_seqlens"] = torch.full((q.shape[0],), length, dtype=torch.int32, device=q.device)
-    if "bias" in tensors:
-        check_bias_kind(tensors)
     if torch.is_grad_enabled():
         _check_no_grad(tensors)
     return CacheCall(tensors, check_types(options))
@@ -129,8 +141,7 @@ def _check_needed(q: Any, k_cache: Any, v_cache: Any) -> None:
     ):
         return  # as nearly all are
     for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
-        if not isinstance(tensor, Tensor):
-            raise InputError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+        check_tensor(name, tensor)
         check_dense(name, tensor)
 
 
@@ -251,11 +262,9 @@ def shares_memory(k_cache: Tensor, v_cache: Tensor) -> bool:
 def _check_tensors(tensors: Mapping[str, Tensor]) -> None:
     q = tensors["q"]
     for name, tensor in tensors.items():
-        if not isinstance(tensor, Tensor):
-            raise InputError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
         if tensor.device != q.device:
             raise InputError(f"{name} must be on the device of q, {q.device}, got {tensor.device}")
-        check_not_negative(name, tensor)
+        check_memory(name, tensor)
         if name != "bias" and tensor.dim() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
             raise InputError(
                 f"{name} must be contiguous along its last axis, got strides {list(tensor.stride())}",
@@ -515,6 +524,8 @@ def check_contents(tensors: Mapping[str, Tensor], left: int) -> None:
     bound, -1 for none. Raises ``InputError`` and ``UnsupportedError``.
     """
     k_cache, v_cache = tensors["k_cache"], tensors["v_cache"]
+    if not k_cache.is_cuda:
+        check_storages(tensors)
     # That values are columns of the keys is refused with the problem.
     if "k" in tensors and not shares_memory(k_cache, v_cache) and meet(k_cache, v_cache):
         raise InputError("v_cache must have memory of its own, as k and v are written to it, got some of k_cache")
@@ -526,19 +537,23 @@ def check_contents(tensors: Mapping[str, Tensor], left: int) -> None:
 
 def check_operator_call(call: CacheCall) -> None:
     """Check a call before its operator is called. Raises ``InputError`` and ``UnsupportedError``."""
-    tensors = {name: tensor for name, tensor in call.tensors.items() if isinstance(tensor, Tensor)}  # type: ignore[redundant-expr] # callers may pass what types rule out
+    tensors = call.tensors
     for name, tensor in tensors.items():
         check_dense(name, tensor)
+        check_not_negative(name, tensor)
         if name not in DETACHED:
             check_no_bare_subclass(name, tensor)
         check_no_tangent(name, tensor)
+    check_not_mapped(tensors.values())
+    numbers = {"num_splits": call.options.num_splits, "window": max(map(abs, call.options.window))}
+    for name, number in numbers.items():
+        if number >= 2**63:
+            raise InputError(f"{name} must be less than 2**63, got {shown(getattr(call.options, name))}")
     check_devices(tensors)
+    check_not_mixed(tensors)
     for name in ("rotary_cos", "rotary_sin"):
         if name in tensors and "k" not in tensors:
             raise InputError(f"{name} needs new keys k: queries are rotated where keys are appended, got None")
-    for name, tensor in call.tensors.items():
-        if name not in tensors:
-            raise InputError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
 
 
 def _check_no_grad(tensors: Mapping[str, Any]) -> None:

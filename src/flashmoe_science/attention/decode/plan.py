@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -348,6 +348,7 @@ def _decode_plan(
         launches.append(PlannedLaunch("_append_kernel", grid, (32 * APPEND_WARPS, 1, 1)))
     if problem.batch * problem.heads * problem.seqlen_q == 0:
         reason = f"{why}; the output is empty"
+        _refuse_large_grids(launches)
         return DecodePlan(problem, gpu, arch, kernel, None, None, None, tuple(launches), reason)
     if max(abs(problem.k_strides[1]), abs(problem.v_strides[1])) * config.block_n >= 2**31:
         raise UnsupportedError(
@@ -365,10 +366,14 @@ def _decode_plan(
         blocks = _cdiv(block_dim(problem.head_dim_v), merge.columns) * _cdiv(problem.packed_rows, merge.rows)
         grid = (blocks, problem.heads_kv, problem.batch)
         launches.append(PlannedLaunch("_merge_splits_kernel", grid, (32 * MERGE_WARPS, 1, 1)))
+    _refuse_large_grids(launches)
+    return DecodePlan(problem, gpu, arch, kernel, config, shares, merge, tuple(launches), f"{why}; {reason}")
+
+
+def _refuse_large_grids(launches: Sequence[PlannedLaunch]) -> None:
     for launch in launches:
         if launch.grid[0] >= 2**31 or max(launch.grid[1:]) > 65535:
             raise UnsupportedError(
                 f"a grid of {launch.grid} blocks is too large for {launch.pattern}",
                 hint="at most 65535 sequences, and 65535 heads, are served",
             )
-    return DecodePlan(problem, gpu, arch, kernel, config, shares, merge, tuple(launches), f"{why}; {reason}")

@@ -19,6 +19,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from ...gpu.ambient import without_autocast
 from .problem import CacheProblem
 
 
@@ -46,6 +47,13 @@ def append(problem: CacheProblem, tensors: Mapping[str, Tensor]) -> Tensor:
     q, k, v = tensors["q"], tensors.get("k"), tensors.get("v")
     if k is None or v is None:
         return q
+    with torch.inference_mode(
+        torch.is_inference_mode_enabled() or any(tensors[name].is_inference() for name in ("k_cache", "v_cache"))
+    ):
+        return _write(problem, tensors, q, k, v)
+
+
+def _write(problem: CacheProblem, tensors: Mapping[str, Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     queries = q.clone() if problem.rotary_dim else q
     for b, before in enumerate(tensors["cache_seqlens"].tolist()):
         places = [(i, before + i) for i in range(problem.seqlen_new) if 0 <= before + i < problem.capacity]
@@ -87,6 +95,7 @@ def _gather(
     return k.transpose(0, 1), v.transpose(0, 1)
 
 
+@without_autocast
 def attention_with_kv_cache(
     problem: CacheProblem, tensors: Mapping[str, Tensor], *, dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ...errors import UnsupportedError
+from ...gpu.checks import check_storages
 from ...gpu.device import gpu_at
 from .. import reference
 from ..inputs import AttentionCall, batched_problem, layouts_of
@@ -107,8 +108,8 @@ def _reference_call(problem: AttentionProblem) -> Call:
     }
 
     def call(q: Tensor, k: Tensor, v: Tensor, _pq: int, _pk: int, _pv: int, *extras: Tensor) -> Any:
-        with torch.autocast(q.device.type, enabled=False):  # it would round the products of fp32
-            exact, exact_lse = attend(q, k, v, **options, **dict(zip(names, extras, strict=True)))
+        check_storages({"q": q, "k": k, "v": v, **dict(zip(names, extras, strict=True))})
+        exact, exact_lse = attend(q, k, v, **options, **dict(zip(names, extras, strict=True)))
         o = allocate_output(problem, q).copy_(exact)
         return (o, allocate_lse(problem, q).copy_(exact_lse)) if problem.return_lse else o
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import Tensor
 
-from ..checks import read_tensors
+from ...gpu.checks import check_one_device
+from ...gpu.subclasses import is_traced
+from ..checks import MoeCall, check_operator_call, read_tensors
 from ..problem import Options
 from .autograd import routed_gradients
 from .plan import GRADIENTS, check_backward_kernel_name
@@ -66,8 +71,54 @@ def fused_moe_backward(
     )  # fmt: skip
     check_backward_kernel_name(kernel)
     tensors = {name: tensor.detach() for name, tensor in tensors.items()}
+    options = Options(activation, alpha, limit, interleaved)
+    if not is_traced(tensors.values()):
+        return tuple(_run(tensors, options, kernel))
+    check_operator_call(MoeCall(tensors, options, is_recorded=False, key=None))
+    alpha, limit = (None if number is None else float(number) for number in (alpha, limit))
+    return tuple(_gradients(*(tensors.get(name) for name in _TENSORS), activation, alpha, limit, interleaved, kernel))
+
+
+_TENSORS = (
+    "do", "product", "x", "w_gate_up", "w_down", "topk_weights", "topk_ids", "bias_gate_up", "bias_down",
+)  # fmt: skip
+
+
+def _run(tensors: dict[str, Tensor], options: Options, kernel: str) -> list[Tensor]:
     do, product = tensors.pop("do"), tensors.pop("product")
     wanted = [name for name in GRADIENTS if name in tensors]
-    options = Options(activation, alpha, limit, interleaved)
     found = routed_gradients(do, product, tensors, options, wanted, kernel, product_is_given=True)
-    return tuple(found[name] for name in wanted)
+    return [found[name] for name in wanted]
+
+
+# Traced graphs hold this operator.
+
+
+@torch.library.custom_op("flashmoe_science::fused_moe_gradients", mutates_args=())
+def _gradients(
+    do: Tensor,
+    product: Tensor,
+    x: Tensor,
+    w_gate_up: Tensor,
+    w_down: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    bias_gate_up: Tensor | None,
+    bias_down: Tensor | None,
+    activation: str,
+    alpha: float | None,
+    limit: float | None,
+    interleaved: bool,
+    kernel: str,
+) -> list[Tensor]:
+    given = (do, product, x, w_gate_up, w_down, topk_weights, topk_ids, bias_gate_up, bias_down)
+    tensors = {name: tensor.detach() for name, tensor in zip(_TENSORS, given, strict=True) if tensor is not None}
+    return _run(tensors, Options(activation, alpha, limit, interleaved), kernel)
+
+
+@_gradients.register_fake
+def _fake_gradients(*given: Any) -> list[Tensor]:
+    tensors = {name: tensor for name, tensor in zip(_TENSORS, given, strict=False) if tensor is not None}
+    check_one_device("x", tensors["x"], given)
+    like = [tensors[name] for name in GRADIENTS if name in tensors]
+    return [torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in like]

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from ...errors import UnsupportedError
-from ...gpu.checks import check_not_batched, check_one_device, check_wanted
+from ...gpu.checks import check_not_batched, check_one_device, check_storages, check_wanted
 from ...gpu.device import gpu_of
+from ...gpu.subclasses import PLAIN, is_watched
 from .. import reference
 from ..calls import Run, prepare_run, reference_options, remember
 from ..checks import TENSORS, call_key, check_gradients_call, moe_problem_of
@@ -28,7 +29,6 @@ _prepared: dict[object, Run] = {}
 _pass_keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph  # noqa: SLF001 - has no public name
 _hooks_of_kept = torch._C._autograd._top_saved_tensors_default_hooks  # noqa: SLF001 - has no public name
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # noqa: SLF001 - has no public name
-_count_modes = torch._C._len_torch_dispatch_stack  # noqa: SLF001 - has no public name
 # Attribute of a backward context whose graph alone holds the products: the CUDA graph capture that made them.
 _MADE_IN = "made_in"
 
@@ -191,6 +191,7 @@ def _reference_run(problem: MoeProblem, wanted: Sequence[str]) -> Run:
 
     def run(tensors: Mapping[str, Any]) -> dict[str, Tensor]:
         given = {name: tensor for name, tensor in tensors.items() if name not in ("product", "dproduct")}
+        check_storages(given)
         found = reference.moe_gradients(**given, **options)
         return {f"d_{name}": found[name].to(tensors[name].dtype) for name in wanted}
 
@@ -288,7 +289,7 @@ def _fake_backward(*given: Any) -> list[Tensor]:
 
 def _is_plain(tensor: Tensor | None) -> bool:
     """Return whether a tensor is a plain one with memory of its own, or None."""
-    return tensor is None or (type(tensor) in (Tensor, torch.nn.Parameter) and not _is_wrapped(tensor))
+    return tensor is None or (type(tensor) in PLAIN and not _is_wrapped(tensor))
 
 
 def _overwrites(ctx: Any, do: Tensor, kept: Sequence[Tensor | None]) -> bool:
@@ -298,7 +299,7 @@ def _overwrites(ctx: Any, do: Tensor, kept: Sequence[Tensor | None]) -> bool:
     """
     if torch.compiler.is_compiling() or not hasattr(ctx, _MADE_IN):
         return False
-    is_last = not _pass_keeps_graph() and not torch.is_grad_enabled() and not _count_modes()
+    is_last = not _pass_keeps_graph() and not torch.is_grad_enabled() and not is_watched()
     return is_last and all(map(_is_plain, (do, *kept))) and getattr(ctx, _MADE_IN) == _capture_of(do.device)
 
 
@@ -350,6 +351,6 @@ def differentiable(tensors: Mapping[str, Tensor], options: Options) -> Tensor:
     out: Tensor = _fused_moe_kept(*(tensors.get(name) for name in TENSORS), *options)[0]
     if not torch.compiler.is_compiling():
         node: Any = out.grad_fn  # the context of the backward pass, except under transforms
-        if isinstance(node, torch.autograd.function.FunctionCtx) and _hooks_let_go() and not _count_modes():
+        if isinstance(node, torch.autograd.function.FunctionCtx) and _hooks_let_go() and not is_watched():
             setattr(node, _MADE_IN, _capture_of(out.device))
     return out

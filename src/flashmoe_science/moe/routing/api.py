@@ -14,18 +14,22 @@ from ...gpu.checks import (
     check_dense,
     check_no_tangent,
     check_not_differentiated_by_torch_func,
+    check_not_mapped,
+    check_not_mixed,
     check_not_negative,
     check_one_device,
+    check_saved_for_gradients,
+    check_storages,
+    check_tensor,
 )
 from ...gpu.planning import refuse_architecture
-from ...gpu.subclasses import is_untraced
+from ...gpu.subclasses import PLAIN, PLAIN_OR_NONE, is_traced, is_untraced
 from .. import reference
 from ..checks import DTYPE_NAMES
 from ..problem import Routing
 
 SCORES = ("softmax", "sigmoid")
 _LARGEST_SCALE = (2 - 2.0**-23) * 2.0**127  # of fp32
-_is_compiling = torch.compiler.is_compiling
 _raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # noqa: SLF001 - what torch.compile's code calls
 
 
@@ -68,30 +72,37 @@ def route(
 
     Numerics: fp32; bitwise equal from run to run; a token's result does not depend on the other tokens.
     """
-    if not isinstance(logits, Tensor):
-        raise InputError(f"logits must be a torch.Tensor, got {type(logits).__name__}")
-    if bias is not None and not isinstance(bias, Tensor):
-        raise InputError(f"bias must be a torch.Tensor or None, got {type(bias).__name__}")
-    is_plain = all(type(t) in (Tensor, torch.nn.Parameter) for t in (logits, bias) if t is not None)
+    if type(logits) not in PLAIN:
+        check_tensor("logits", logits)
+    if type(bias) not in PLAIN_OR_NONE:
+        check_tensor("bias", bias, optional=True)
     check_no_tangent("logits", logits)
     if bias is not None:
         check_no_tangent("bias", bias)
+    given = {"logits": logits} if bias is None else {"logits": logits, "bias": bias}
     records = torch.is_grad_enabled() and logits.requires_grad
-    if records or _is_compiling() or not is_plain:
+    if records or is_traced(given.values()):
+        check_not_mapped(given.values())
+        if records:
+            check_saved_for_gradients(given)
         # The operator converts options of another type, and its fake implementation checks nothing.
         check_routing_tensors(logits, bias)
         check_routing_options(logits.shape[1], top_k, score, renormalize, groups, top_groups, scale)
         check_not_differentiated_by_torch_func("logits", logits)
+        check_not_mixed(given)
         bias = None if bias is None else bias.detach()
         weights, ids = _route(logits, bias, top_k, score, renormalize, groups, top_groups, float(scale))
         return weights, ids
+    check_not_mapped(given.values())
     routing = describe_routing(
         logits, top_k, score=score, renormalize=renormalize, bias=bias, groups=groups, top_groups=top_groups,
         scale=scale,
     )  # fmt: skip
-    if logits.device.type == "cpu":
-        return _reference(routing, logits, bias)
-    return run_route(routing, logits, bias)
+    return _run(routing, logits, bias)
+
+
+def _run(routing: Routing, logits: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    return (_reference if logits.device.type == "cpu" else run_route)(routing, logits, bias)
 
 
 def describe_routing(
@@ -184,6 +195,7 @@ def _check_count(name: str, value: object) -> int:
 
 
 def _reference(routing: Routing, logits: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    check_storages({"logits": logits} if bias is None else {"logits": logits, "bias": bias})
     return reference.route(
         logits,
         routing.top_k,
@@ -263,7 +275,8 @@ def _route(
 ) -> tuple[Tensor, Tensor]:
     options: dict[str, Any] = {"score": score, "renormalize": renormalize, "groups": groups, "top_groups": top_groups}
     bias = None if bias is None else bias.detach()
-    return route(logits.detach(), top_k, bias=bias, scale=scale, **options)
+    logits = logits.detach()
+    return _run(describe_routing(logits, top_k, bias=bias, scale=scale, **options), logits, bias)
 
 
 @_route.register_fake
