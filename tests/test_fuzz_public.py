@@ -1,0 +1,537 @@
+"""Thousands of calls with one argument or two changed: a right answer, or an error of ours; nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.masked import MaskedTensor
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
+
+from flashmoe_science import (
+    InputError,
+    UnsupportedError,
+    explain,
+    explain_gradients,
+    explain_moe,
+    explain_varlen,
+    explain_with_kv_cache,
+    flash_attention,
+    flash_attention_backward,
+    flash_attention_varlen,
+    flash_attention_with_kv_cache,
+    fused_moe,
+    route,
+)
+from flashmoe_science.attention import reference
+from flashmoe_science.attention.decode import reference as cache_reference
+from flashmoe_science.attention.decode.contract import cache_problem_of
+from flashmoe_science.integrations.flash_attn import (
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+    flash_attn_with_kvcache,
+)
+from flashmoe_science.integrations.sdpa import scaled_dot_product_attention
+from flashmoe_science.moe import reference as moe_reference
+from flashmoe_science.moe.backward.api import fused_moe_backward
+
+from .test_traced_calls import Seen
+
+FEW, MANY = 600, 6000  # calls of the usual run, and of the exhaustive one
+SEED = 0
+
+Arguments = dict[str, Any]
+
+
+def half(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float16)
+
+
+def ints(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def of_heads() -> Arguments:
+    return {"q": half(2, 4, 3, 8), "k": half(2, 2, 5, 8), "v": half(2, 2, 5, 4)}
+
+
+def of_attention() -> Arguments:
+    return {
+        **of_heads(), "causal": False, "softmax_scale": 0.3, "window": (-1, -1), "softcap": 0.0, "sinks": half(4),
+        "alibi": half(4), "bias": half(1, 4, 3, 5), "dropout_p": 0.0, "dropout_seed": None, "return_lse": False,
+        "kernel": "auto",
+    }  # fmt: skip
+
+
+def of_plain() -> Arguments:
+    return {**of_heads(), "causal": True, "softmax_scale": None, "return_lse": True, "kernel": "auto"}
+
+
+def of_gradients() -> Arguments:
+    given = of_heads()
+    o, lse = flash_attention(**given, return_lse=True)
+    return {**given, "o": o, "lse": lse, "do": half(2, 4, 3, 4), "dlse": None, "causal": False, "window": (-1, -1)}
+
+
+def of_packed() -> Arguments:
+    return {
+        "q": half(7, 4, 8), "k": half(9, 2, 8), "v": half(9, 2, 4), "cu_seqlens_q": ints(0, 3, 7),
+        "cu_seqlens_k": ints(0, 4, 9), "max_seqlen_q": 4, "max_seqlen_k": 5, "causal": True, "softmax_scale": None,
+        "window": (-1, -1), "softcap": 0.0, "sinks": None, "alibi": None, "bias": None, "seqused_q": None,
+        "seqused_k": ints(3, 5), "page_table": None, "dropout_p": 0.0, "return_lse": False, "kernel": "auto",
+    }  # fmt: skip
+
+
+def of_pages() -> Arguments:
+    given = of_packed()
+    given.pop("seqused_k")
+    return {**given, "k": half(3, 4, 2, 8), "v": half(3, 4, 2, 4), "page_table": ints(0, 1, 2, 0).view(2, 2)}
+
+
+def of_cache() -> Arguments:
+    return {
+        "q": half(2, 4, 2, 8), "k_cache": half(2, 6, 2, 8), "v_cache": half(2, 6, 2, 4), "k": half(2, 2, 1, 8),
+        "v": half(2, 2, 1, 4), "cache_seqlens": ints(3, 5), "page_table": None, "cache_batch_idx": ints(1, 0),
+        "leftpad_k": ints(0, 1), "rotary_cos": half(8, 2), "rotary_sin": half(8, 2), "rotary_interleaved": False,
+        "causal": True, "window": (-1, -1), "softcap": 0.0, "sinks": half(4), "alibi": half(4),
+        "bias": half(1, 1, 2, 6),
+        "softmax_scale": 0.4, "num_splits": 0, "batch_invariant": False, "return_lse": True, "kernel": "auto",
+    }  # fmt: skip
+
+
+def of_cache_pages() -> Arguments:
+    return {
+        "q": half(2, 4, 1, 8), "k_cache": half(4, 3, 2, 8), "v_cache": half(4, 3, 2, 4), "k": half(2, 2, 2, 8),
+        "v": half(2, 2, 2, 4), "cache_seqlens": ints(1, 4), "page_table": ints(0, 2, 3, 1).view(2, 2),
+        "window": (3, 0), "softcap": 2.0, "softmax_scale": None,
+    }  # fmt: skip
+
+
+def of_experts() -> Arguments:
+    return {
+        "x": half(5, 8), "w_gate_up": half(3, 12, 8), "w_down": half(3, 8, 6), "topk_weights": torch.rand(5, 2),
+        "topk_ids": torch.randint(0, 3, (5, 2), dtype=torch.int32), "activation": "swiglu", "alpha": None,
+        "limit": None, "interleaved": False, "bias_gate_up": half(3, 12), "bias_down": half(3, 8),
+        "shared_gate_up": half(1, 8, 8), "shared_down": half(1, 8, 4), "shared_weights": torch.rand(5, 1),
+        "batch_invariant": False, "kernel": "auto",
+    }  # fmt: skip
+
+
+def of_expert_gradients() -> Arguments:
+    given = of_experts()
+    kept = ("x", "w_gate_up", "w_down", "topk_weights", "topk_ids", "activation", "bias_gate_up", "bias_down", "kernel")
+    return {"do": half(5, 8), "product": half(10, 12), **{name: given[name] for name in kept}}
+
+
+def of_route() -> Arguments:
+    return {
+        "logits": half(5, 8), "top_k": 2, "score": "softmax", "renormalize": True, "bias": torch.randn(8), "groups": 2,
+        "top_groups": 1, "scale": 1.0,
+    }  # fmt: skip
+
+
+def of_sdpa() -> Arguments:
+    return {
+        "query": half(2, 4, 3, 8), "key": half(2, 4, 5, 8), "value": half(2, 4, 5, 4), "attn_mask": half(3, 5),
+        "dropout_p": 0.0, "is_causal": False, "scale": None, "enable_gqa": False,
+    }  # fmt: skip
+
+
+def of_flash_attn() -> Arguments:
+    return {
+        "q": half(2, 3, 4, 8), "k": half(2, 5, 2, 8), "v": half(2, 5, 2, 4), "dropout_p": 0.0, "softmax_scale": None,
+        "causal": False, "window_size": (-1, -1), "softcap": 0.0, "alibi_slopes": torch.rand(4),
+        "deterministic": False, "return_attn_probs": False,
+    }  # fmt: skip
+
+
+def of_flash_attn_packed() -> Arguments:
+    return {
+        "q": half(7, 4, 8), "k": half(9, 2, 8), "v": half(9, 2, 8), "cu_seqlens_q": ints(0, 3, 7),
+        "cu_seqlens_k": ints(0, 4, 9), "max_seqlen_q": 4, "max_seqlen_k": 5, "dropout_p": 0.0, "causal": True,
+        "window_size": (2, 1), "alibi_slopes": None, "block_table": None, "return_attn_probs": True,
+    }  # fmt: skip
+
+
+def of_flash_attn_cache() -> Arguments:
+    return {
+        "q": half(2, 1, 4, 8), "k_cache": half(2, 6, 2, 8), "v_cache": half(2, 6, 2, 8), "k": half(2, 1, 2, 8),
+        "v": half(2, 1, 2, 8), "rotary_cos": half(8, 2), "rotary_sin": half(8, 2), "cache_seqlens": ints(3, 5),
+        "cache_leftpad": None, "block_table": None, "softmax_scale": None, "causal": True, "window_size": (-1, -1),
+        "alibi_slopes": None, "num_splits": 0, "return_softmax_lse": False,
+    }  # fmt: skip
+
+
+def exactly(given: Arguments) -> Arguments:
+    return {name: value.double() if is_real(value) else value for name, value in given.items()}
+
+
+def is_real(value: object) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def attended(given: Arguments) -> Any:
+    options = {name: value for name, value in exactly(given).items() if name not in ("return_lse", "kernel")}
+    o, lse = reference.attention(**options)
+    return (o, lse) if given.get("return_lse") else o
+
+
+def attended_packed(given: Arguments) -> Any:
+    left_out = ("return_lse", "kernel", "max_seqlen_q", "max_seqlen_k")
+    o, lse = reference.attention_varlen(**{n: value for n, value in exactly(given).items() if n not in left_out})
+    return (o, lse) if given.get("return_lse") else o
+
+
+def attended_cache(given: Arguments) -> Any:
+    tensors = {name: value.clone() for name, value in given.items() if isinstance(value, Tensor)}
+    options = {name: value for name, value in given.items() if not isinstance(value, Tensor) and name not in tensors}
+    length = options.pop("cache_seqlens", None)
+    if length is not None:
+        tensors["cache_seqlens"] = torch.full((tensors["q"].shape[0],), length, dtype=torch.int32)
+    options = {name: value for name, value in options.items() if value is not None or name == "softmax_scale"}
+    problem = cache_problem_of(tensors, **options)
+    o, lse = cache_reference.attention_with_kv_cache(problem, tensors, dtype=torch.float64)
+    return (o, lse) if given.get("return_lse") else o
+
+
+def gradients(given: Arguments) -> Any:
+    options = {name: value for name, value in exactly(given).items() if name not in ("o", "lse", "kernel")}
+    found = reference.attention_backward(**options)
+    return found["q"], found["k"], found["v"]
+
+
+def of_fused_moe(given: Arguments) -> Any:
+    options = {name: value for name, value in given.items() if name not in ("batch_invariant", "kernel")}
+    options |= {name: options[name] or 0.0 for name in ("alpha", "limit") if name in options}
+    return moe_reference.fused_moe(**options, dtype=torch.float64)
+
+
+def expert_gradients(given: Arguments) -> Any:
+    options = {name: value for name, value in given.items() if name not in ("product", "kernel")}
+    found = moe_reference.moe_gradients(**options, dtype=torch.float64)
+    names = ("x", "w_gate_up", "w_down", "topk_weights", "bias_gate_up", "bias_down")
+    return tuple(found[name] for name in names if given[name] is not None)
+
+
+def routed(given: Arguments) -> Any:
+    return moe_reference.route(**given, dtype=torch.float64)
+
+
+def sdpa(given: Arguments) -> Any:
+    options, mask = exactly(given), given["attn_mask"]
+    if mask is not None:
+        shape = (*given["query"].shape[:-1], given["key"].shape[-2])
+        options["attn_mask"] = (mask.detach().double() if is_real(mask) else mask).expand(shape)
+    return torch.nn.functional.scaled_dot_product_attention(**options).nan_to_num(0.0)
+
+
+def flash_attn(given: Arguments) -> Any:
+    options = {
+        "causal": given.get("causal", False), "softmax_scale": given.get("softmax_scale"),
+        "window": given.get("window_size", (-1, -1)), "softcap": given.get("softcap", 0.0),
+        "alibi": given.get("alibi_slopes"), "return_lse": given.get("return_attn_probs", False),
+    }  # fmt: skip
+    if "qkv" in given:
+        given = dict(zip("qkv", given["qkv"].unbind(2), strict=True))
+    elif "kv" in given:
+        given = {"q": given["q"], **dict(zip("kv", given["kv"].unbind(2), strict=True))}
+    found = attended({**{name: given[name].transpose(1, 2) for name in "qkv"}, **options})
+    if isinstance(found, tuple):
+        return found[0].transpose(1, 2), found[1], torch.zeros(0)
+    return found.transpose(1, 2)
+
+
+def flash_attn_packed(given: Arguments) -> Any:
+    options = {
+        "causal": given.get("causal", False), "softmax_scale": given.get("softmax_scale"),
+        "window": given.get("window_size", (-1, -1)), "alibi": given.get("alibi_slopes"),
+        "page_table": given.get("block_table"), "return_lse": given.get("return_attn_probs", False),
+    }  # fmt: skip
+    if "qkv" in given:
+        starts = given["cu_seqlens"]
+        given = {
+            **dict(zip("qkv", given["qkv"].unbind(1), strict=True)),
+            "cu_seqlens_q": starts,
+            "cu_seqlens_k": starts,
+        }
+    elif "kv" in given:
+        given = {**given, **dict(zip("kv", given["kv"].unbind(1), strict=True))}
+    names = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k")
+    found = attended_packed({**{name: given[name] for name in names}, **options})
+    return (*found, torch.zeros(0)) if isinstance(found, tuple) else found
+
+
+def flash_attn_cache(given: Arguments) -> Any:
+    names = {
+        "alibi_slopes": "alibi", "cache_leftpad": "leftpad_k", "block_table": "page_table", "window_size": "window",
+        "return_softmax_lse": "return_lse",
+    }  # fmt: skip
+    ours = {names.get(name, name): value for name, value in given.items()}
+    ours.update({name: ours[name].transpose(1, 2) for name in "qkv" if ours[name] is not None})
+    found = attended_cache({"rotary_interleaved": True, **ours})
+    return (found[0].transpose(1, 2), found[1]) if isinstance(found, tuple) else found.transpose(1, 2)
+
+
+ENTRIES: dict[str, tuple[Callable[..., Any], Callable[[], Arguments], Callable[[Arguments], Any] | None]] = {
+    "flash_attention": (flash_attention, of_attention, attended),
+    "flash_attention plain": (flash_attention, of_plain, attended),
+    "flash_attention_backward": (flash_attention_backward, of_gradients, gradients),
+    "flash_attention_varlen": (flash_attention_varlen, of_packed, attended_packed),
+    "flash_attention_varlen paged": (flash_attention_varlen, of_pages, attended_packed),
+    "flash_attention_with_kv_cache": (flash_attention_with_kv_cache, of_cache, attended_cache),
+    "flash_attention_with_kv_cache paged": (flash_attention_with_kv_cache, of_cache_pages, attended_cache),
+    "fused_moe": (fused_moe, of_experts, of_fused_moe),
+    "fused_moe_backward": (fused_moe_backward, of_expert_gradients, expert_gradients),
+    "route": (route, of_route, routed),
+    "explain": (explain, of_attention, None),
+    "explain_gradients": (explain_gradients, of_attention, None),
+    "explain_varlen": (explain_varlen, of_packed, None),
+    "explain_with_kv_cache": (explain_with_kv_cache, of_cache, None),
+    "explain_moe": (explain_moe, of_experts, None),
+    "sdpa": (scaled_dot_product_attention, of_sdpa, sdpa),
+    "flash_attn": (flash_attn_func, of_flash_attn, flash_attn),
+    "flash_attn varlen": (flash_attn_varlen_func, of_flash_attn_packed, flash_attn_packed),
+    "flash_attn cache": (flash_attn_with_kvcache, of_flash_attn_cache, flash_attn_cache),
+    "flash_attn qkvpacked": (
+        flash_attn_qkvpacked_func, lambda: {"qkv": half(2, 3, 3, 4, 8), "causal": True}, flash_attn,
+    ),
+    "flash_attn kvpacked": (
+        flash_attn_kvpacked_func, lambda: {"q": half(2, 3, 4, 8), "kv": half(2, 5, 2, 2, 8), "causal": True},
+        flash_attn,
+    ),
+    "flash_attn varlen qkvpacked": (
+        flash_attn_varlen_qkvpacked_func,
+        lambda: {"qkv": half(7, 3, 4, 8), "cu_seqlens": ints(0, 3, 7), "max_seqlen": 4}, flash_attn_packed,
+    ),
+    "flash_attn varlen kvpacked": (
+        flash_attn_varlen_kvpacked_func,
+        lambda: {
+            "q": half(7, 4, 8), "kv": half(9, 2, 2, 8), "cu_seqlens_q": ints(0, 3, 7), "cu_seqlens_k": ints(0, 4, 9),
+            "max_seqlen_q": 4, "max_seqlen_k": 5,
+        }, flash_attn_packed,
+    ),
+}  # fmt: skip
+
+
+class Silent(Tensor):
+    """Differs in its type alone."""
+
+
+class Own(Tensor):
+    """Has a meaning of its own."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+class OwnStatic(Tensor):
+    @staticmethod
+    def __torch_function__(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return Tensor.__torch_function__.__func__(Tensor, func, types, args, kwargs or {})  # type: ignore[attr-defined]
+
+
+def jagged(t: Tensor) -> Tensor:
+    return torch.nested.nested_tensor([torch.zeros(2, 4), torch.zeros(3, 4)], layout=torch.jagged, dtype=t.dtype)
+
+
+def shrunk(t: Tensor) -> Tensor:
+    t = t.clone()
+    t.untyped_storage().resize_(t.untyped_storage().nbytes() // 2)
+    return t
+
+
+def resized(rng: random.Random, t: Tensor) -> Tensor:
+    if not t.dim():
+        return t[None]
+    axis = rng.randrange(t.dim())
+    size = t.shape[axis]
+    if rng.random() < 0.4:
+        return t.narrow(axis, 0, rng.randrange(size + 1))
+    return torch.cat([t, t.narrow(axis, 0, min(size, 1))], axis)
+
+
+def strided(rng: random.Random, t: Tensor) -> Tensor:
+    if t.dim() < 2:
+        return t.repeat_interleave(2, 0)[::2] if t.dim() else t
+    a, b = rng.sample(range(t.dim()), 2)
+    return t.transpose(a, b).contiguous().transpose(a, b)
+
+
+def with_numbers(rng: random.Random, t: Tensor) -> Tensor:
+    t = t.clone()
+    if t.numel():
+        choice = [-1, 0, 1, 100, 2**31 - 1, -(2**31)] if not t.is_floating_point() else [0.0, 1.0, -2.0]
+        t.view(-1)[rng.randrange(t.numel())] = rng.choice(choice)
+    return t
+
+
+# What is done to a tensor. A change that leaves values and shape has to give the same answer.
+TENSOR_CHANGES: dict[str, Callable[[random.Random, Tensor], Any]] = {
+    "resized": resized,
+    "strided": strided,
+    "numbers": with_numbers,
+    "no axes": lambda _, t: t.sum() if t.is_floating_point() else t.max() if t.numel() else t,
+    "one axis more": lambda _, t: t[None],
+    "flat": lambda _, t: t.flatten(),
+    "dtype": lambda rng, t: t.to(rng.choice([
+        torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64, torch.int8, torch.bool,
+        torch.complex64, torch.float8_e4m3fn,
+    ])),
+    "meta": lambda _, t: t.to("meta"),
+    "fake": lambda _, t: FakeTensorMode().from_tensor(t),
+    "sparse": lambda _, t: t.to_sparse(),
+    "nested": lambda _, t: torch.nested.nested_tensor([torch.zeros(2, 4), torch.zeros(3, 4)], dtype=t.dtype),
+    "jagged": lambda _, t: jagged(t),
+    "masked": lambda _, t: MaskedTensor(t, torch.ones(t.shape, dtype=torch.bool)),
+    "quantised": lambda _, t: torch.quantize_per_tensor(t.float(), 0.1, 0, torch.quint8),
+    "causal upper left": lambda _, t: causal_upper_left(*t.shape[-2:]) if t.dim() > 1 else causal_upper_left(3, 5),
+    "causal lower right": lambda _, t: causal_lower_right(3, 5),
+    "silent": lambda _, t: t.as_subclass(Silent),
+    "own": lambda _, t: t.as_subclass(Own),
+    "own static": lambda _, t: t.as_subclass(OwnStatic),
+    "parameter": lambda _, t: torch.nn.Parameter(t, requires_grad=False),
+    "requires grad": lambda _, t: t.requires_grad_() if t.is_floating_point() else t,
+    "negative view": lambda _, t: torch._neg_view(t),
+    "conjugate": lambda _, t: torch.complex(t.float(), t.float()).conj().imag,
+    "expanded": lambda _, t: t[:1].expand(t.shape) if t.dim() and len(t) else t,
+    "shrunk": lambda _, t: shrunk(t),
+    "not initialised": lambda _, t: torch.nn.parameter.UninitializedParameter(),
+    "inference": lambda _, t: made_in_inference(t),
+    "list": lambda _, t: t.tolist(),
+    "array": lambda _, t: t.detach().numpy() if t.dtype != torch.bfloat16 else None,
+    "number": lambda rng, _: rng.choice([0, 1, 2.5, True]),
+    "none": lambda _, __: None,
+    "text": lambda _, __: "auto",
+}  # fmt: skip
+VALUES: list[Any] = [
+    None, True, False, 0, 1, -1, 2, 3, 7, 2**31, 2**63, -(2**70), 10**400, 0.0, -0.0, 0.25, 0.5, 1.0, -1.0,
+    1e30, 1e300, float("nan"),
+    float("inf"), "", "auto", "reference", "no such kernel", "sigmoid", "relu2", "geglu", b"auto", (), (1,), (1, 2),
+    (-1, 0), (2, -1), [0, 1], (1.0, 2.0), (True, False), (None, None), (0, 2**70), {}, set(), object(), 1j,
+    np.array([-1, -1]), np.array([1.0, 2.0]), np.float64(0.5), np.float32(0.5), np.int64(2), np.bool_(True),
+    np.array(3), "tensor", "tensors",
+]  # fmt: skip
+
+
+def made_in_inference(t: Tensor) -> Tensor:
+    with torch.inference_mode():
+        return t.clone()
+
+
+def changed(rng: random.Random, value: Any) -> tuple[str, Any]:
+    if isinstance(value, Tensor) or (value is None and rng.random() < 0.5):
+        tensor = value if isinstance(value, Tensor) else half(2, 4)
+        for _ in range(20):
+            name = rng.choice([*TENSOR_CHANGES])
+            try:
+                return name, TENSOR_CHANGES[name](rng, tensor)
+            except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError):  # not of this tensor
+                continue
+    new = rng.choice(VALUES)
+    if isinstance(new, str) and new.startswith("tensor"):
+        return new, torch.tensor(1.0) if new == "tensor" else torch.tensor([1.0, 2.0])
+    return repr(new)[:30], new
+
+
+def check_close(found: Any, expected: Any) -> None:
+    found, expected = (one if isinstance(one, tuple) else (one,) for one in (found, expected))
+    assert len(found) == len(expected)
+    for pair in zip(found, expected, strict=True):
+        one, exact = pair[0].detach().as_subclass(Tensor), pair[1].detach()
+        tolerance = 3e-2 if one.dtype == torch.bfloat16 else 4e-3
+        scale = exact[exact.isfinite()].abs().max().item() if exact.isfinite().any() else 1.0
+        torch.testing.assert_close(
+            one.double(), exact.double(), rtol=tolerance, atol=tolerance * max(1.0, scale), equal_nan=True
+        )
+
+
+def copies(given: Arguments) -> dict[str, Tensor]:
+    return {
+        name: value.detach().clone()
+        for name, value in given.items()
+        if name in ("k_cache", "v_cache") and type(value) is Tensor and not value.is_nested
+        and value.layout == torch.strided and value.device.type == "cpu"
+        and value.untyped_storage().nbytes() >= value.numel() * value.element_size()
+    }  # fmt: skip
+
+
+def is_plain(given: Arguments) -> bool:
+    """Whether the reference can say what the answer is: of real tensors, finite options and no dropout."""
+    values = [value for value in given.values() if isinstance(value, Tensor)]
+    return all(type(v) in (Tensor, torch.nn.Parameter) and v.device.type == "cpu" for v in values) and not given.get(
+        "dropout_p"
+    )
+
+
+def check(entry: str, rng: random.Random, *, unchanged: bool = False) -> str:
+    """Make one call with changes. Return what came of it."""
+    call, make, exact = ENTRIES[entry]
+    given = make()
+    changes = {}
+    for name in rng.sample([*given], 0 if unchanged else rng.choice([1, 1, 2])):
+        changes[name], given[name] = changed(rng, given[name])
+    before = copies(given)
+    where = f"{entry} with {changes}"
+    watched = rng.random() < 0.25  # then an operator serves the call
+    try:
+        with Seen() if watched else contextlib.nullcontext():
+            found = call(**given)
+    except (InputError, UnsupportedError):
+        written = [name for name, cache in before.items() if not torch.equal(given[name], cache)]
+        assert not written, f"{where}: {written} were written before the call was refused"
+        return "refused"
+    except Exception as error:
+        raise AssertionError(f"{where}: {type(error).__name__}: {error}") from error
+    if exact is None or not is_plain(given):
+        return "served"
+    given.update(before)
+    given.update({name: float(value) for name, value in given.items() if "scale" in name and type(value) is int})
+    try:
+        expected = exact(given)
+    except Exception as error:
+        raise AssertionError(f"{where}: served, and the reference fails: {error}") from error
+    try:
+        check_close(found, expected)
+    except AssertionError as error:
+        raise AssertionError(f"{where}: {error}") from None
+    return "right"
+
+
+def run(entry: str, calls: int) -> None:
+    torch.manual_seed(0)
+    rng = random.Random(f"{entry} {SEED}")
+    wrong, outcomes = [], []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for number in range(calls):
+            try:
+                outcomes.append(check(entry, rng, unchanged=number == 0))
+            except AssertionError as error:
+                wrong.append(str(error)[:600])
+    assert not wrong, "\n".join(dict.fromkeys(wrong))
+    assert "refused" in outcomes
+    assert len({*outcomes}) > 1
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_changed_calls_are_right_or_refused(entry):
+    run(entry, FEW // len(ENTRIES) + 1)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_many_changed_calls_are_right_or_refused(entry):
+    run(entry, MANY // len(ENTRIES) + 1)
