@@ -120,6 +120,7 @@ def drop_in_varlen(q: Tensor, k: Tensor, v: Tensor) -> Any:
 
 
 def drop_in_cache(q: Tensor, k: Tensor, v: Tensor) -> Any:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return flash_attn_with_kvcache(q[:, :1], k, v, cache_seqlens=lengths(q.device.type))
 
 

@@ -42,9 +42,9 @@ def plain(value: Any) -> Any:
 
 
 def as_flag(name: str, value: Any) -> bool:
-    """Return whether a flag is set: a number may stand for it, and None. Raises ``InputError``."""
+    """Return whether a flag is set: 1, 0 and None may be given for True and False. Raises ``InputError``."""
     value = plain(value)
-    if value is None or isinstance(value, (bool, int, float)):
+    if value is None or (isinstance(value, (bool, int, float)) and value in (0, 1)):
         return bool(value)
     raise InputError(f"{name} must be True or False, got {shown(value)}")
 

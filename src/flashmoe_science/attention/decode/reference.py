@@ -47,9 +47,10 @@ def append(problem: CacheProblem, tensors: Mapping[str, Tensor]) -> Tensor:
     q, k, v = tensors["q"], tensors.get("k"), tensors.get("v")
     if k is None or v is None:
         return q
-    with torch.inference_mode(
-        torch.is_inference_mode_enabled() or any(tensors[name].is_inference() for name in ("k_cache", "v_cache"))
-    ):
+    is_inference = torch.is_inference_mode_enabled() or any(
+        tensors[name].is_inference() for name in ("k_cache", "v_cache")
+    )
+    with torch.inference_mode(is_inference), torch.no_grad():  # inference mode off turns gradients on
         return _write(problem, tensors, q, k, v)
 
 
