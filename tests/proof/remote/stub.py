@@ -23,6 +23,7 @@ import json, os, sys, time
 def run_request(table, tree, send, receive):
     what, marks = table["command"], table["folder"]
     record = table["resume"]
+    record["id"] = table["run"]
     print('{"event": "start", "gate": "a subject prints"}')
     if what == "fail":
         raise ValueError("no such thing")
@@ -41,7 +42,6 @@ def run_request(table, tree, send, receive):
         while len(os.listdir(marks)) < 2:
             assert time.monotonic() < end, "the other machine never came"
             time.sleep(0.02)
-        record["id"] = name
     nonsense = what == "one tells nonsense"
     if what.startswith("one ") and os.environ["MACHINE"] == "one":
         what = "wait"

