@@ -14,7 +14,7 @@ from ..proof.judge.judge import Verdict
 from ..proof.judge.rows import kinds_measured, write_csv
 from ..proof.judge.run_verdicts import last_word
 from ..proof.records.evidence import Record, TimeKind, read_record
-from ..proof.records.store import Archive, Store, evidence_files, find_repository, is_path, read_summary
+from ..proof.records.store import Archive, Store, evidence_files, find_repository, is_path, read_summary, telling
 from ..proof.report.html import render_html
 from ..proof.report.markdown import render_markdown
 from ..proof.report.page import Judged, Page, build_page
@@ -103,7 +103,7 @@ def _load(keys: Sequence[str], store: str | None, repository: Path | None, termi
 
 def _newest_in(repository: Path, terminal: Terminal) -> Record:
     found = []
-    for path in evidence_files(repository).values():
+    for path in evidence_files(repository, on_twins=telling(terminal.warn_of)).values():
         try:
             run = read_summary(path)
         except EvidenceError as error:

@@ -87,7 +87,7 @@ class Keeper:
 
     def _refuse_taken(self, run_id: str, path: Path) -> None:
         """Raise ``EvidenceError`` where there is a run of this id. A file counts by what is in it, not by its name."""
-        there = path if path.exists() else evidence_files(self._folder.parent).get(run_id)
+        there = path if path.exists() else evidence_files(self._folder.parent, on_twins=lambda *_: None).get(run_id)
         if there is not None or self._in_store(run_id):
             hint = f"what is there stays as it is: {there or self._store}"
             raise EvidenceError(f"there is a run {run_id} already, and no other one replaces it", hint=hint)

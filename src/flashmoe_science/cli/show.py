@@ -54,22 +54,23 @@ def run_verify(*, why: bool, strict: bool, junit: Path | None, as_json: bool) ->
     repository = find_repository()
     if repository is None:
         raise ClaimError(f"there are no claims here: {Path.cwd()} is in no folder with claims/", hint=_NO_CLAIMS)
-    unreadable: list[EvidenceError] = []
+    wrong: list[EvidenceError | ClaimError] = []
 
-    def leave_out(error: EvidenceError) -> None:
+    def leave_out(error: EvidenceError | ClaimError) -> None:
         terminal.warn_of(error)
-        unreadable.append(error)
+        wrong.append(error)
 
     with terminal.doing() as say:
         verdicts = verify_claims(repository, on_trouble=leave_out, say=say)
     code = exit_code(verdicts, strict=strict)
-    if unreadable:
+    unreadable = [error for error in wrong if isinstance(error, EvidenceError)]
+    if wrong:
         code = USAGE  # a file is wrong: what it would say of the claims nobody knows
     if junit is not None:
         write_junit(junit, verdicts, strict=strict)
     terminal.show_verdicts(verdicts, why=why)
     terminal.show(*([""] if verdicts else []), count_line(verdicts))
-    if not verdicts:
+    if not verdicts and not wrong:
         terminal.log.print(f"hint: {short_path(repository / 'claims')} holds none: {_NO_CLAIMS}", soft_wrap=True)
     if any(verdict.status is VerdictStatus.STALE for verdict in verdicts):
         from ..proof.judge.staleness import ANOTHER_COPY, OWN_COPY, is_of_another_copy
@@ -85,7 +86,7 @@ def run_verify(*, why: bool, strict: bool, junit: Path | None, as_json: bool) ->
             hint = "restore it with git or `flashmoe export`, or take it out of evidence/"
             terminal.log.print(f"hint: {hint}", soft_wrap=True)
     plain = [as_plain(verdict) for verdict in verdicts]
-    lost = [str(error) for error in unreadable]
+    lost = [str(error) for error in wrong]
     terminal.document({"verdicts": plain, "unreadable": lost, "exit_code": code})
     return code
 

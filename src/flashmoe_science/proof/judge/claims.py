@@ -5,7 +5,7 @@ The format is in ``docs/reference/claims.md``. ``judge`` decides whether a claim
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -155,8 +155,10 @@ class _ClaimFile(BaseModel):
     )
 
 
-def load_claims(folder: Path) -> list[Claim]:
+def load_claims(folder: Path, *, on_trouble: Callable[[ClaimError], None] | None = None) -> list[Claim]:
     """Return the claims of all ``*.toml`` files in ``folder``, by file and then in their order there.
+
+    ``on_trouble`` gets what is wrong with a file, and the claims of the others are returned. Default: it is raised.
 
     Raises:
         ClaimError: a file is wrong (names file, key, expected and got), or two claims have the same id.
@@ -164,7 +166,14 @@ def load_claims(folder: Path) -> list[Claim]:
     claims: list[Claim] = []
     file_of: dict[str, Path] = {}
     for path in sorted(folder.glob("*.toml")):
-        for claim in read_toml(path, _ClaimFile, ClaimError, hint=_HINT).claim:
+        try:
+            found = read_toml(path, _ClaimFile, ClaimError, hint=_HINT).claim
+        except ClaimError as error:
+            if on_trouble is None:
+                raise
+            on_trouble(error)
+            continue
+        for claim in found:
             if claim.id in file_of:
                 other = file_of[claim.id]
                 raise ClaimError(f"{path}: key claim.id: expected an id of its own, got {claim.id!r}, as in {other}")
@@ -209,8 +218,8 @@ def _as_table(claim: Claim) -> dict[str, Any]:
 def find_evidence(claim: Claim, records: Mapping[str, Record]) -> dict[str, Record]:
     """Return the records that decide ``claim``, out of ``records`` (path from the repository's root -> record).
 
-    Those that the claim pins; else one: the newest complete record of this subject, suite, GPU and baselines that has
-    what this metric measures; else the newest incomplete one; else none.
+    Those that the claim pins; else the newest complete record of this subject, suite, GPU and baselines that has
+    what this metric measures, or all those of the same moment; else the newest incomplete one; else none.
 
     Raises:
         ClaimError: a record that the claim pins is not there.
@@ -218,8 +227,8 @@ def find_evidence(claim: Claim, records: Mapping[str, Record]) -> dict[str, Reco
     if claim.evidence:
         return dict(_pinned(claim, key, records) for key in claim.evidence)
     fitting = [item for item in records.items() if why_not(claim, item[1]) is None]
-    newest = max(fitting, key=lambda item: (item[1].complete, item[1].created_at), default=None)
-    return dict([newest]) if newest else {}
+    rank = max(((record.complete, record.created_at) for _, record in fitting), default=None)
+    return {path: record for path, record in fitting if (record.complete, record.created_at) == rank}
 
 
 def why_not(claim: Claim, record: Record) -> str | None:

@@ -12,6 +12,7 @@ from .claims import Claim, load_claims, why_not
 from .judge import Problem, Verdict, exit_code, judge
 from .rows import default_kind
 from .staleness import Sources
+from .unreadable import naming
 
 Since = Callable[[Claim], Sources]
 EXPECTATION = "expectation"  # the id of the claim that a run is expected to show
@@ -45,15 +46,17 @@ def conclude(
         for claim in about:
             one = claim.on_gpu(gpu)
             others = ", ".join(name for name in claim.gpu if name not in one.gpu)
-            sources = since(one) if since else Sources()
             alone = [f"on {gpu} alone, and the claim is of {others} too"] if others else []
-            said = [*sources.notes, *alone]
-            doubts = doubts_about(claim)
-            verdicts.append(judge(one, record, suite=known, changed=sources.changed, notes=said, doubts=doubts))
+            with naming(f"run {record.id}"):
+                sources = since(one) if since else Sources()
+                said = [*sources.notes, *alone]
+                doubts = doubts_about(claim)
+                verdicts.append(judge(one, record, suite=known, changed=sources.changed, notes=said, doubts=doubts))
         return verdicts
     expected = expectation(record)
-    sources = since(expected) if since and expected else Sources()
-    return [judge(expected, record, changed=sources.changed, notes=sources.notes)] if expected else []
+    with naming(f"run {record.id}"):
+        sources = since(expected) if since and expected else Sources()
+        return [judge(expected, record, changed=sources.changed, notes=sources.notes)] if expected else []
 
 
 def _no_doubts(_: Claim) -> list[str]:

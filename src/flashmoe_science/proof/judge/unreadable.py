@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...errors import EvidenceError
+from ...errors import EvidenceError, FlashmoeError, ProofError
 from ..records.evidence import read_text
+from ..records.files import load_json
 from .claims import Claim
 
 
@@ -29,7 +30,7 @@ class Unreadable:
         """Return what can be said of the file that gave this error."""
         why = str(error).removesuffix(f"\nhint: {error.hint}").removeprefix(f"{file}: ")
         try:
-            document = json.loads(read_text(file))
+            document = load_json(read_text(file))
         except (EvidenceError, ValueError):
             return cls(path, run, why)
         subject, suite = _text(document, "subject", "name"), _text(document, "suite")
@@ -55,6 +56,18 @@ def unreadable_doubts(claim: Claim, unreadable: Iterable[Unreadable]) -> list[st
         for one in unreadable
         if one.may_be_about(claim)
     ]
+
+
+@contextlib.contextmanager
+def naming(record: str) -> Iterator[None]:
+    """Name the record, a file or an id, by whose values something fails. Raises ``EvidenceError``."""
+    try:
+        yield
+    except ProofError:
+        raise
+    except (FlashmoeError, ArithmeticError, LookupError, TypeError, ValueError) as error:
+        said = str(error).partition("\nhint: ")[0] if isinstance(error, FlashmoeError) else f"{error!r}"
+        raise EvidenceError(f"{record}: holds a value that cannot be judged: {said}") from error
 
 
 def _text(document: object, *keys: str) -> str:

@@ -9,9 +9,9 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from ...errors import EvidenceError, ProofError
+from ...errors import ClaimError, EvidenceError, ProofError
 from ..records.evidence import GateStatus, Record, read_record
-from ..records.store import evidence_files
+from ..records.store import evidence_files, raise_twins, with_id
 from ..subject.loading import is_builtin, load_operator, python_folders
 from ..subject.registry import is_user_defined
 from ..subject.suites import list_suites, load_suite, operator_in, user_suite_file
@@ -20,7 +20,7 @@ from .claim_text import sentence_fault
 from .claims import Claim, find_evidence, load_claims, other_versions, too_old, why_not
 from .judge import Verdict, VerdictStatus, judge
 from .staleness import changes_since
-from .unreadable import Unreadable, unreadable_doubts
+from .unreadable import Unreadable, naming, unreadable_doubts
 
 # Of several records that a claim pins, and of several GPUs, what speaks most against the claim decides.
 AGAINST = (
@@ -37,7 +37,7 @@ def verify_claims(
     repository: Path,
     *,
     now: datetime | None = None,
-    on_trouble: Callable[[EvidenceError], None] | None = None,
+    on_trouble: Callable[[EvidenceError | ClaimError], None] | None = None,
     say: Callable[[str], None] | None = None,
 ) -> list[Verdict]:
     """Return the verdict on every claim in ``claims/`` of ``repository``, by the records in its ``evidence/``.
@@ -45,15 +45,15 @@ def verify_claims(
     Args:
         repository: the folder that holds both.
         now: the moment from which the age of evidence counts. Default: this one.
-        on_trouble: gets what is wrong with a record that cannot be read, and the claims that may rest on it are not
-            demonstrated. Default: it is raised.
+        on_trouble: gets what is wrong with a claim file, and with a record that cannot be read: the claims that may
+            rest on it are not demonstrated. Default: it is raised.
         say: gets what is being done: all of it takes seconds.
 
     Raises:
         ClaimError: a claim file is wrong.
         EvidenceError: a record cannot be read.
     """
-    claims = load_claims(repository / "claims")
+    claims = load_claims(repository / "claims", on_trouble=on_trouble)
     unreadable: list[Unreadable] = []
     say = say or (lambda _: None)
     say("reading evidence/")
@@ -140,12 +140,13 @@ def _verify_on(
         return nothing.model_copy(update={"reason": "; ".join([nothing.reason, *lost]), "notes": lost})
     verdicts = []
     for path, record in found.items():
-        suite = suite_now(record, repository)
-        doubts = [*lost, *doubts_about(whole, record, suite, now)]
-        doubts += _failed_since(claim, record, records)
-        sources = changes_since(claim, record, repository)
-        notes = [*sources.notes, *_refuted_since(claim, found, records)]
-        verdict = judge(claim, record, suite=suite.problems, changed=sources.changed, notes=notes, doubts=doubts)
+        with naming(path):
+            suite = suite_now(record, repository)
+            doubts = [*lost, *doubts_about(whole, record, suite, now)]
+            doubts += _failed_since(claim, record, records)
+            sources = changes_since(claim, record, repository)
+            notes = [*sources.notes, *_refuted_since(claim, found, records)]
+            verdict = judge(claim, record, suite=suite.problems, changed=sources.changed, notes=notes, doubts=doubts)
         verdicts.append(verdict.model_copy(update={"evidence": path}))
     return min(verdicts, key=lambda verdict: AGAINST.index(verdict.status))
 
@@ -161,8 +162,10 @@ def read_records(repository: Path) -> dict[str, Record]:
     Raises:
         EvidenceError: one cannot be read.
     """
-    files = evidence_files(repository).values()
-    return {path.relative_to(repository).as_posix(): read_record(path) for path in files}
+    files = evidence_files(repository)
+    return {
+        path.relative_to(repository).as_posix(): with_id(run, read_record(path), path) for run, path in files.items()
+    }
 
 
 def _read_most(
@@ -170,13 +173,22 @@ def _read_most(
 ) -> dict[str, Record]:
     """Return the records as ``read_records`` does; what cannot be read goes to ``unreadable`` and ``on_trouble``."""
     records = {}
-    for run, file in evidence_files(repository).items():
-        path = file.relative_to(repository).as_posix()
+
+    def leave_out(run: str, files: Sequence[Path], error: EvidenceError) -> None:
+        unreadable.extend(Unreadable.of(file.relative_to(repository).as_posix(), run, file, error) for file in files)
+        on_trouble(error)
+
+    def leave_twins_out(run: str, files: Sequence[Path]) -> None:
         try:
-            records[path] = read_record(file)
+            raise_twins(run, files)
         except EvidenceError as error:
-            unreadable.append(Unreadable.of(path, run, file, error))
-            on_trouble(error)
+            leave_out(run, files, error)
+
+    for run, file in evidence_files(repository, on_twins=leave_twins_out).items():
+        try:
+            records[file.relative_to(repository).as_posix()] = with_id(run, read_record(file), file)
+        except EvidenceError as error:
+            leave_out(run, [file], error)
     return records
 
 

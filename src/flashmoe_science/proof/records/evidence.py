@@ -17,9 +17,9 @@ import math
 import statistics
 import zlib
 from collections.abc import Mapping, Sequence, Sized
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 from enum import Enum
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, BinaryIO, Literal, cast
 
 from pydantic import (
@@ -34,7 +34,7 @@ from pydantic import (
 )
 
 from ...errors import EvidenceError
-from .files import write_atomically
+from .files import load_json, write_atomically
 
 SCHEMA_VERSION = 2  # 1 had the launches in the arms
 
@@ -57,10 +57,28 @@ RecordId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.@-
 
 Hash = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
 
+CLOCK_SKEW = timedelta(days=1)
+
+_TEXT_LIMIT = 256 << 20  # bytes of a document; those of the largest suites have some ten million
+
+
+def _moment_of_the_past(moment: datetime) -> datetime:
+    moment = moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)
+    if moment - CLOCK_SKEW > datetime.now(timezone.utc):  # the newest run decides: one of tomorrow would for ever
+        raise ValueError(f"expected a moment of the past, got {moment.isoformat()}")
+    return moment
+
+
+def _folder_below(folder: str) -> str:
+    path = PurePosixPath(folder)
+    if path.is_absolute() or ".." in path.parts or "\\" in folder or "\0" in folder:
+        raise ValueError(f"expected a folder inside the repository, got {folder!r}")
+    return folder
+
+
 # Moments are compared with one another: one that names no zone is UTC.
-Moment = Annotated[
-    datetime, AfterValidator(lambda moment: moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc))
-]
+Moment = Annotated[datetime, AfterValidator(_moment_of_the_past)]
+FolderBelow = Annotated[str, AfterValidator(_folder_below)]
 
 
 class Model(BaseModel):
@@ -280,7 +298,7 @@ class SubjectInfo(Model):
     operator: str
     entry_point: str
     sources: list[SourceFile] = Field(default_factory=list)
-    folder: str | None = None  # of the sources, relative to the repository; None: outside of it
+    folder: FolderBelow | None = None  # of the sources, relative to the repository; None: outside of it
     tree: TreeState | None = None  # that holds the sources; None: the harness's, or not recorded
     expected_speedup: float | None = None
 
@@ -446,8 +464,13 @@ def open_document(file: BinaryIO) -> BinaryIO:
 def read_text(path: Path) -> str:
     """Return the text of a file, decompressed where it is gzipped. Raises ``EvidenceError``."""
     try:
+        if not path.is_file() and path.exists() and not path.is_relative_to("/dev"):  # a link may name a device
+            raise EvidenceError(f"{path}: cannot be read: it is no file")
         with path.open("rb") as file:
-            return open_document(file).read().decode("utf-8")
+            data = open_document(file).read(_TEXT_LIMIT + 1)
+        if len(data) > _TEXT_LIMIT:
+            raise EvidenceError(f"{path}: cannot be read: expected at most {_TEXT_LIMIT} bytes of text, got more")
+        return data.decode("utf-8")
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or error
         raise EvidenceError(f"{path}: cannot be read: {reason}") from error
@@ -465,7 +488,8 @@ def parse_record(text: str, where: object) -> Record:
         unknown = [found for found in error.errors() if found["type"] == "extra_forbidden"]
         first = (unknown or error.errors())[0]
         key = ".".join(str(part) for part in first["loc"]) or "(document)"
-        why = newer or f"key {key}: {'unknown key' if unknown else first['msg']}"
+        said = first["msg"].removeprefix("Value error, ")
+        why = newer or f"key {key}: {'unknown key' if unknown else said}"
         raise EvidenceError(f"{where}: {why}", hint=NEWER if newer or unknown else "") from error
     if record.schema_version > SCHEMA_VERSION:  # a name that is known may mean something else there
         raise EvidenceError(f"{where}: {_newer_schema(text)}", hint=NEWER)
@@ -478,7 +502,7 @@ def parse_record(text: str, where: object) -> Record:
 def _newer_schema(text: str) -> str:
     """Return that a record says of itself that it is of a newer schema, or an empty text."""
     try:
-        document = json.loads(text)
+        document = load_json(text)
     except ValueError:
         return ""
     version = document.get("schema_version") if isinstance(document, dict) else None

@@ -1,10 +1,12 @@
-"""Write a file so that nobody ever sees half of it."""
+"""Write a file so that nobody ever sees half of it; read JSON that somebody else wrote."""
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from pathlib import Path
+from typing import Any
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
@@ -29,6 +31,14 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+def load_json(text: str | bytes) -> Any:
+    """Return the document in ``text``. Raises ``ValueError`` where it is none, or nested too deeply to be read."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 def _umask() -> int:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import difflib
-import json
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
@@ -27,6 +26,7 @@ from .evidence import (
     record_path,
     write_record,
 )
+from .files import load_json
 from .ledger import Entry, Ledger, as_text
 
 _BEGIN_BYTES = 1000
@@ -64,7 +64,7 @@ def read_summary(path: Path) -> RunSummary:
         EvidenceError: the file is no record.
     """
     try:
-        document = json.loads(read_text(path))
+        document = load_json(read_text(path))
         cases = document.pop("cases", [])
         document.pop("launches", None)
         measured = sum(bool(case.get("rounds")) for case in cases)
@@ -117,6 +117,16 @@ def _folder_named(named: str) -> Path:
     return Path(named).expanduser()
 
 
+OnTwins = Callable[[str, Sequence[Path]], None]
+
+
+def raise_twins(run_id: str, paths: Sequence[Path]) -> None:
+    """Raise ``EvidenceError``: different files have one id."""
+    named = " and ".join(map(str, paths))
+    hint = "a record is never edited: see with git which one is right, and take the other out"
+    raise EvidenceError(f"{named}: different records have one id, {run_id}", hint=hint)
+
+
 class Store:
     """A folder of records, each in ``<id>.json.gz``, with the ledger of what they cost in ``ledger.jsonl``.
 
@@ -147,11 +157,11 @@ class Store:
             write_record(record, self.files().get(record.id) or record_path(self.folder, record.id))
             self._ledger.book_gates(record, dollars_per_hour)
 
-    def files(self) -> dict[str, Path]:
+    def files(self, *, on_twins: OnTwins = raise_twins) -> dict[str, Path]:
         """Return the files of the runs by id. Raises ``EvidenceError`` where the store is no folder."""
         if self.folder.exists() and not self.folder.is_dir():
             raise EvidenceError(f"the store must be a folder, got the file {self.folder}", hint=_HINT)
-        return record_files(self.folder)
+        return record_files(self.folder, on_twins=on_twins)
 
     def ids(self, prefix: str = "") -> list[str]:
         """Return the ids that start with ``prefix``, newest first."""
@@ -199,18 +209,39 @@ def find_repository(start: Path | None = None) -> Path | None:
     return next((f for f in (start, *start.parents) if (f / "claims").is_dir() or (f / "evidence").is_dir()), None)
 
 
-def evidence_files(repository: Path) -> dict[str, Path]:
-    """Return the records in the evidence folder of ``repository`` by id. Other JSON documents there are left out."""
-    return record_files(repository / "evidence")
+def evidence_files(repository: Path, *, on_twins: OnTwins = raise_twins) -> dict[str, Path]:
+    """Return the records in the evidence folder of ``repository`` by id, as ``record_files`` does."""
+    return record_files(repository / "evidence", on_twins=on_twins)
 
 
-def record_files(folder: Path) -> dict[str, Path]:
-    """Return the records in ``folder`` by id. Other JSON documents there are left out."""
-    found = {}
+def record_files(folder: Path, *, on_twins: OnTwins = raise_twins) -> dict[str, Path]:
+    """Return the records in ``folder`` by id. Other JSON documents there are left out.
+
+    Different files with one id are none of them: ``on_twins`` gets them. Default: ``EvidenceError``.
+    """
+    found: dict[str, list[Path]] = {}
     for path in documents_in(folder):
         if (run_id := _run_id(path)) is not None:
-            found[run_id] = path
-    return found
+            found.setdefault(run_id, []).append(path)
+    for run_id, paths in list(found.items()):
+        if len(paths) > 1 and not _are_equal(paths):
+            del found[run_id]
+            on_twins(run_id, paths)
+    return {run_id: paths[-1] for run_id, paths in found.items()}
+
+
+def _are_equal(paths: Sequence[Path]) -> bool:
+    try:
+        return len({read_text(path) for path in paths}) == 1
+    except EvidenceError:
+        return False
+
+
+def with_id(run_id: str, record: Record, path: Path) -> Record:
+    """Return ``record``, in the file of run ``run_id``. Raises ``EvidenceError`` where it is of another one."""
+    if record.id != run_id:
+        raise EvidenceError(f"{path}: key id: expected one id, got {run_id} and {record.id}")
+    return record
 
 
 def _run_id(path: Path) -> str | None:
@@ -219,16 +250,30 @@ def _run_id(path: Path) -> str | None:
     A record begins with its schema and its id, so its samples need not be read.
     """
     try:
+        if not path.is_file():
+            return name_of(path)
         with path.open("rb") as plain, open_document(plain) as file:
             begin = file.read(_BEGIN_BYTES)
             if found := _ID_AT_THE_BEGIN.match(begin):
                 return found[1].decode()
-            document = json.loads(begin + file.read())
+            document = load_json(begin + file.read())
     except (OSError, EOFError, zlib.error, ValueError):
         return name_of(path)  # reading it as a record says what is wrong
     # The GPU tests leave documents of their own, which have no gates.
     has_gates = isinstance(document, dict) and "gates" in document
     return str(document.get("id", name_of(path))) if has_gates else None
+
+
+def telling(on_trouble: Callable[[EvidenceError], None]) -> OnTwins:
+    """Return what gives the error of ``raise_twins`` to ``on_trouble``."""
+
+    def tell(run_id: str, paths: Sequence[Path]) -> None:
+        try:
+            raise_twins(run_id, paths)
+        except EvidenceError as error:
+            on_trouble(error)
+
+    return tell
 
 
 def is_path(key: str) -> bool:
@@ -243,14 +288,23 @@ class Archive:
         self.store = store
         self.repository = repository
 
-    def _files(self) -> dict[str, Path]:
+    def _files(self, on_twins: OnTwins) -> dict[str, Path]:
         """Return the files by id. One of evidence/ is what others see: the store's can only be older or equal."""
-        in_repository = evidence_files(self.repository) if self.repository else {}
-        return self.store.files() | in_repository
+        in_repository = evidence_files(self.repository, on_twins=on_twins) if self.repository else {}
+        return self.store.files(on_twins=on_twins) | in_repository
+
+    def _files_of(self, key: str) -> dict[str, Path]:
+        """Return the files by id. Raises ``EvidenceError`` where different ones have an id that ``key`` begins."""
+        twins: dict[str, Sequence[Path]] = {}
+        files = self._files(twins.__setitem__)
+        for run_id, paths in twins.items():
+            if run_id.startswith(key):
+                raise_twins(run_id, paths)
+        return files
 
     def has(self, key: str) -> bool:
         """Return whether the id of a run is ``key`` or starts with it, or ``key`` is a file."""
-        return Path(key).is_file() if is_path(key) else any(run_id.startswith(key) for run_id in self._files())
+        return Path(key).is_file() if is_path(key) else any(run_id.startswith(key) for run_id in self._files_of(key))
 
     def load(self, key: str) -> Record:
         """Return the run whose id is ``key`` or starts with it, or the one in the file ``key``."""
@@ -260,7 +314,7 @@ class Archive:
         """Return the file of that run. Raises ``EvidenceError`` where there is none, or more than one."""
         if is_path(key):
             return Path(key)
-        files = self._files()
+        files = self._files_of(key)
         found = [key] if key in files else sorted((run_id for run_id in files if run_id.startswith(key)), reverse=True)
         if len(found) > 1:
             shown = ", ".join(found[:3]) + (", ..." if len(found) > 3 else "")
@@ -275,10 +329,11 @@ class Archive:
         """Return the runs of the evidence folder that the store does not have, the oldest first."""
         stored = self.store.files()
         found = []
-        for run_id, path in (evidence_files(self.repository) if self.repository else {}).items():
+        on_twins = telling(on_trouble)
+        for run_id, path in (evidence_files(self.repository, on_twins=on_twins) if self.repository else {}).items():
             if run_id not in stored:
                 try:
-                    found.append(read_record(path))
+                    found.append(with_id(run_id, read_record(path), path))
                 except EvidenceError as error:
                     on_trouble(error)
         return sorted(found, key=lambda record: (record.created_at, record.id))
@@ -297,7 +352,7 @@ class Archive:
         A file that cannot be read goes to ``on_trouble``, or is raised.
         """
         found = []
-        for path in self._files().values():
+        for path in self._files(telling(on_trouble) if on_trouble else raise_twins).values():
             try:
                 run = read_summary(path)
             except EvidenceError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,12 +11,20 @@ from typing import Any, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from ...errors import FlashmoeError
+from ...errors import FlashmoeError, shown
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
+
+_SIZE_LIMIT = 1 << 20  # bytes
+_DEPTH_LIMIT = 32  # brackets inside one another, and parts of one key
+
+# What decides how deep a file is nested; a text or a comment is skipped as one.
+_TOKEN = re.compile(
+    r'"""(?:[^\\]|\\.)*?"""|' + r"'''.*?'''" + r'|"(?:[^"\\\n]|\\.)*"' + r"|'[^'\n]*'|#[^\n]*|[\[\]{}.,=\n]", re.DOTALL
+)
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
@@ -27,7 +36,13 @@ def read_toml(path: Path, model: type[ModelT], error: type[FlashmoeError], *, hi
         error: the file cannot be read, is no TOML, or breaks the model. The message names file, key, expected and got.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        if path.exists() and not path.is_file() and not path.is_dir() and not path.is_relative_to("/dev"):
+            raise error(f"{path}: cannot be read: it is no file", hint=hint)
+        with path.open("rb") as file:
+            data = file.read(_SIZE_LIMIT + 1)
+        if len(data) > _SIZE_LIMIT:
+            raise error(f"{path}: expected at most {_SIZE_LIMIT} bytes, got more", hint=hint)
+        text = data.decode("utf-8")
     except (OSError, UnicodeDecodeError) as problem:
         reason = problem.strerror if isinstance(problem, OSError) else str(problem)
         raise error(f"{path}: cannot be read: {reason}", hint=hint) from problem
@@ -36,8 +51,10 @@ def read_toml(path: Path, model: type[ModelT], error: type[FlashmoeError], *, hi
 
 def parse_toml(text: str, path: Path, model: type[ModelT], error: type[FlashmoeError], *, hint: str = "") -> ModelT:
     """Validate ``text``, which is that of ``path``, as ``model``. Raises ``error`` as ``read_toml`` does."""
+    if _is_too_deep(text):
+        raise error(f"{path}: expected at most {_DEPTH_LIMIT} tables inside one another, got more", hint=hint)
     try:
-        table = tomllib.loads(text)
+        table = tomllib.loads(text.replace("\r\n", "\n"))
     except tomllib.TOMLDecodeError as problem:
         raise error(f"{path}: is not valid TOML: {problem}", hint=hint) from problem
     try:
@@ -45,6 +62,24 @@ def parse_toml(text: str, path: Path, model: type[ModelT], error: type[FlashmoeE
     except ValidationError as problem:
         lines = [f"{path}: {line}" for line in explain_validation(problem, model)]
         raise error("\n".join(lines), hint=hint) from problem
+
+
+def _is_too_deep(text: str) -> bool:
+    """Return whether a file is nested deeper than any of ours. Reading it could take minutes, or end this process."""
+    brackets = parts = 0
+    for found in _TOKEN.finditer(text):
+        mark = found[0]
+        if mark in "[{":
+            brackets, parts = brackets + 1, 0
+        elif mark in "]}":
+            brackets = max(0, brackets - 1)
+        elif mark == ".":
+            parts += 1
+        elif mark in ",=\n":
+            parts = 0
+        if brackets > _DEPTH_LIMIT or parts > _DEPTH_LIMIT:
+            return True
+    return False
 
 
 def explain_validation(problem: ValidationError, model: type[BaseModel]) -> list[str]:
@@ -64,10 +99,10 @@ def explain_validation(problem: ValidationError, model: type[BaseModel]) -> list
             lines.append(f"key {key}: expected a list of tables: write [[{key}]], not [{key}]")
         elif detail["type"] in _OUR_WORDS:
             expected = _description(model, detail["loc"]) or _OUR_WORDS[detail["type"]]
-            lines.append(f"key {key}: expected {expected}, got {detail['input']!r}")
+            lines.append(f"key {key}: expected {expected}, got {shown(detail['input'])}")
         else:
             expected = message.replace("Input should be", "expected", 1)
-            lines.append(f"key {key}: {expected}, got {detail['input']!r}")
+            lines.append(f"key {key}: {expected}, got {shown(detail['input'])}")
     return lines
 
 
