@@ -28,7 +28,11 @@ def repository(tmp_path):
 
 def judged(repository):
     said: list[str] = []
-    (verdict,) = verify_claims(repository.root, on_trouble=lambda error: said.append(str(error)))
+
+    def tell(error):
+        said.append(str(error))
+
+    (verdict,) = verify_claims(repository.root, on_trouble=tell, on_wrong_claims=tell)
     return verdict.status, "\n".join(said)
 
 

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from flashmoe_science.errors import SuiteError
+from flashmoe_science.errors import ProofError, SuiteError
 from flashmoe_science.proof.judge.judge import VerdictStatus
 from flashmoe_science.proof.judge.verify import suite_now, verify_claims
 from flashmoe_science.proof.subject import user_suite as own_suite
+from flashmoe_science.proof.subject.loading import python_folders
 from flashmoe_science.proof.subject.suites import suite_text
+from flashmoe_science.proof.subject.trust import is_trusted, trust
 from flashmoe_science.proof.subject.user_suite import read_suite, read_user_suite
 from flashmoe_science.proof.worker import TaskResult
 
@@ -21,7 +23,9 @@ MODULE = OPERATOR.partition(":")[0]
 
 
 @pytest.fixture(autouse=True)
-def restore(monkeypatch):
+def restore(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    trust(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.delitem(sys.modules, MODULE, raising=False)
     own_suite._ask.cache_clear()
@@ -120,3 +124,30 @@ def test_what_this_process_has_loaded_is_read_here(tmp_path, monkeypatch):
     elsewhere = write_kernel(Path(tmp_path), "mine")
     with pytest.raises(pytest.fail.Exception, match="a worker was started"):
         read_user_suite(elsewhere / "suite.toml", OPERATOR, [elsewhere])
+
+
+def test_a_repository_that_nobody_trusts_is_read_and_its_code_does_not_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "another config"))
+    marker = tmp_path / "it ran"
+    put(tmp_path, "mine", lambda code: f"open({str(marker)!r}, 'w').close()\n{code}")
+    (verdict,) = verify_claims(tmp_path)
+    assert not marker.exists()
+    assert verdict.status is VerdictStatus.INCONCLUSIVE
+    assert f"suite mine-suite is of operator {OPERATOR}, the code of kernels/mine/suite.toml" in verdict.reason
+    assert "`flashmoe verify --trust`" in verdict.reason
+    trust(tmp_path)
+    assert [verdict.status for verdict in verify_claims(tmp_path)] == [VerdictStatus.DEMONSTRATED]
+    assert marker.exists()
+    (tmp_path / "another config" / "flashmoe" / "trusted.json").write_text("[")
+    with pytest.raises(ProofError, match=r"trusted.json: cannot be read"):
+        is_trusted(tmp_path)
+
+
+def test_a_kernel_file_sends_nobody_to_code_outside_of_the_repository(tmp_path):
+    record = put(tmp_path / "repository", "mine")
+    file = tmp_path / "repository" / "kernels" / "mine" / "kernel.toml"
+    file.write_text(file.read_text().replace("[subject]", '[subject]\npython_path = [".", "../../../elsewhere"]', 1))
+    assert python_folders(record, tmp_path / "repository") == [file.parent]
+    (tmp_path / "repository" / "link").symlink_to(tmp_path)
+    outside = record.model_copy(update={"subject": record.subject.model_copy(update={"folder": "link"})})
+    assert python_folders(outside, tmp_path / "repository") == []

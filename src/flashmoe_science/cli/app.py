@@ -11,7 +11,7 @@ import typer.main
 from typer.core import TyperGroup
 
 from .. import __version__
-from .options import Csv, Json, Junit, Metric, Run, Since, StoreName
+from .options import Csv, Json, Junit, Metric, Run, Since, StoreName, Trust
 
 # Verb: its function, or the Typer of a group of verbs, and its line of help.
 _VERBS = {
@@ -101,6 +101,7 @@ def verify(
     strict: Annotated[
         bool, typer.Option("--strict", help="A stale claim does not hold: 4, and not 0, where one is.")
     ] = False,
+    trust: Trust = False,
     as_json: Json = False,
     junit: Junit = None,
 ) -> None:
@@ -124,7 +125,7 @@ def verify(
     """
     from .show import run_verify
 
-    raise typer.Exit(run_verify(why=why, strict=strict, junit=junit, as_json=as_json))
+    raise typer.Exit(run_verify(why=why, strict=strict, trusted=trust, junit=junit, as_json=as_json))
 
 
 def show(

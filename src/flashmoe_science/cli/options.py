@@ -49,6 +49,12 @@ Since = Annotated[
 ]
 
 
+Trust = Annotated[
+    bool,
+    typer.Option("--trust", help="Let the code of this repository run when it is read, e.g. its own operators."),
+]
+
+
 def given(context: typer.Context) -> set[str]:
     """Return the parameters that were typed; the others have their defaults."""
     sources = {name: context.get_parameter_source(name) for name in context.params}

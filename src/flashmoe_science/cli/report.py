@@ -19,8 +19,8 @@ from ..proof.report.html import render_html
 from ..proof.report.markdown import render_markdown
 from ..proof.report.page import Judged, Page, build_page
 from ..proof.report.terminal import count_line
-from .options import Json, Metric, StoreName
-from .show import conclude_now
+from .options import Json, Metric, StoreName, Trust
+from .show import conclude_now, trust_repository
 from .terminal import Terminal, as_plain, short_path, write_file
 
 _HINT = "flashmoe prove makes the first, flashmoe runs lists what there is"
@@ -46,6 +46,7 @@ def report(
         typer.Option("--time", metavar="KIND", help="Plot kernel, graph or wall time. Default: graph."),
     ] = None,
     store: StoreName = None,
+    trust: Trust = False,
     as_json: Json = False,
 ) -> None:
     """Make one self-contained page about a run, or several side by side: verdicts, gates, speed, roofline, raw numbers.
@@ -64,6 +65,8 @@ def report(
     """
     terminal = Terminal(as_json=as_json)
     repository = find_repository()
+    if trust and repository is not None:
+        trust_repository(repository, terminal)
     kind = metric.value if metric else None
     writers = {path: _writer(path) for path in output or [Path("report.html")]}
     records = _load(run or [], store, repository, terminal)

@@ -46,7 +46,7 @@ _COMPILE_TIMEOUT_S = 900.0
 _NO_CLAIMS = "`flashmoe claim new` writes one from a run; ours are in the clone of flashmoe_science"
 
 
-def run_verify(*, why: bool, strict: bool, junit: Path | None, as_json: bool) -> int:
+def run_verify(*, why: bool, strict: bool, trusted: bool, junit: Path | None, as_json: bool) -> int:
     """Judge all claims of the repository."""
     from ..proof.judge.verify import verify_claims
 
@@ -54,6 +54,8 @@ def run_verify(*, why: bool, strict: bool, junit: Path | None, as_json: bool) ->
     repository = find_repository()
     if repository is None:
         raise ClaimError(f"there are no claims here: {Path.cwd()} is in no folder with claims/", hint=_NO_CLAIMS)
+    if trusted:
+        trust_repository(repository, terminal)
     wrong: list[EvidenceError | ClaimError] = []
 
     def leave_out(error: EvidenceError | ClaimError) -> None:
@@ -61,7 +63,7 @@ def run_verify(*, why: bool, strict: bool, junit: Path | None, as_json: bool) ->
         wrong.append(error)
 
     with terminal.doing() as say:
-        verdicts = verify_claims(repository, on_trouble=leave_out, say=say)
+        verdicts = verify_claims(repository, on_trouble=leave_out, on_wrong_claims=leave_out, say=say)
     code = exit_code(verdicts, strict=strict)
     unreadable = [error for error in wrong if isinstance(error, EvidenceError)]
     if wrong:
@@ -89,6 +91,14 @@ def run_verify(*, why: bool, strict: bool, junit: Path | None, as_json: bool) ->
     lost = [str(error) for error in wrong]
     terminal.document({"verdicts": plain, "unreadable": lost, "exit_code": code})
     return code
+
+
+def trust_repository(repository: Path, terminal: Terminal) -> None:
+    """Let the repository's code run when it is read, from now on, and say so."""
+    from ..proof.subject.trust import trust
+
+    trust(repository)
+    terminal.log.print(f"{repository} is trusted: operators that its suites name run when it is read", soft_wrap=True)
 
 
 def run_show(

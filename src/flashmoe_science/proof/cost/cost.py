@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime as dt
 import math
-import os
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from ...errors import ProofError, RatesError
 from ...gpu.specs import name_words
 from ..records.evidence import GateName, GateStatus, Record
+from ..records.files import user_folder
 from ..records.ledger import GPU_GATES, Entry, dollars, paid_gates
 from ..records.store import Archive
 from ..records.toml_files import read_toml
@@ -268,9 +268,7 @@ def load_rates(repository: Path | None) -> Rates:
     Raises:
         RatesError: a file is wrong; names file, key and what was expected.
     """
-    home = os.environ.get("XDG_CONFIG_HOME", "")
-    # The XDG specification: a relative path is invalid and has to be ignored.
-    config = Path(home) if Path(home).is_absolute() else Path.home() / ".config"
+    config = user_folder("XDG_CONFIG_HOME", ".config")
     asked = [*([repository / FILE_NAME] if repository else []), config / "flashmoe" / FILE_NAME, PACKAGED]
     hint = "the format is in docs/how-to/borrowed-gpus.md"
     return Rates({path: read_toml(path, RatesFile, RatesError, hint=hint) for path in asked if path.exists()})

@@ -15,7 +15,8 @@ from ..records.store import evidence_files, raise_twins, with_id
 from ..subject.loading import is_builtin, load_operator, python_folders
 from ..subject.registry import is_user_defined
 from ..subject.suites import list_suites, load_suite, operator_in, user_suite_file
-from ..subject.user_suite import read_user_suite
+from ..subject.trust import ASK, is_trusted
+from ..subject.user_suite import is_loaded, read_user_suite
 from .claim_text import sentence_fault
 from .claims import Claim, find_evidence, load_claims, other_versions, too_old, why_not
 from .judge import Verdict, VerdictStatus, judge
@@ -37,7 +38,8 @@ def verify_claims(
     repository: Path,
     *,
     now: datetime | None = None,
-    on_trouble: Callable[[EvidenceError | ClaimError], None] | None = None,
+    on_trouble: Callable[[EvidenceError], None] | None = None,
+    on_wrong_claims: Callable[[ClaimError], None] | None = None,
     say: Callable[[str], None] | None = None,
 ) -> list[Verdict]:
     """Return the verdict on every claim in ``claims/`` of ``repository``, by the records in its ``evidence/``.
@@ -45,15 +47,16 @@ def verify_claims(
     Args:
         repository: the folder that holds both.
         now: the moment from which the age of evidence counts. Default: this one.
-        on_trouble: gets what is wrong with a claim file, and with a record that cannot be read: the claims that may
-            rest on it are not demonstrated. Default: it is raised.
+        on_trouble: gets what is wrong with a record that cannot be read, and the claims that may rest on it are not
+            demonstrated. Default: it is raised.
+        on_wrong_claims: gets what is wrong with a claim file. Default: it is raised.
         say: gets what is being done: all of it takes seconds.
 
     Raises:
         ClaimError: a claim file is wrong.
         EvidenceError: a record cannot be read.
     """
-    claims = load_claims(repository / "claims", on_trouble=on_trouble)
+    claims = load_claims(repository / "claims", on_trouble=on_wrong_claims)
     unreadable: list[Unreadable] = []
     say = say or (lambda _: None)
     say("reading evidence/")
@@ -260,7 +263,11 @@ def suite_now(record: Record, repository: Path) -> SuiteNow:
         return SuiteNow(doubt=doubt, mend=f"its file belongs beside the kernel.toml, or into suites/ as {name}.toml")
     try:
         if own is not None and is_user_defined(operator := operator_in(own)):
-            return SuiteNow(read_user_suite(own, operator, python_folders(record, repository)))
+            folders = python_folders(record, repository)
+            if not is_loaded(operator, own, folders) and not is_trusted(repository):
+                doubt = f"suite {name} is of operator {operator}, the code of {own}, which may not run yet"
+                return SuiteNow(doubt=f"{doubt}: {ASK}".replace(f"{repository}/", ""), mend=ASK)
+            return SuiteNow(read_user_suite(own, operator, folders))
         return SuiteNow(_packaged_problems(name) if own is None else _problems(str(own)))
     except ProofError as error:
         why = str(error).removesuffix(f"\nhint: {error.hint}").replace(f"{repository}/", "")

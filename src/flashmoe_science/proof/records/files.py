@@ -33,6 +33,13 @@ def write_atomically(path: Path, content: str | bytes) -> None:
         raise
 
 
+def user_folder(variable: str, default: str) -> Path:
+    """Return the folder that a variable of the XDG specification names, or ``default`` in the user's home."""
+    named = os.environ.get(variable, "")
+    # The specification: a relative path is invalid and has to be ignored.
+    return Path(named) if Path(named).is_absolute() else Path.home() / default
+
+
 def load_json(text: str | bytes) -> Any:
     """Return the document in ``text``. Raises ``ValueError`` where it is none, or nested too deeply to be read."""
     try:

@@ -28,8 +28,8 @@ def git(folder: Path, *arguments: str, timeout_s: float = _TIMEOUT_S) -> str:
     """
     environment = {name: value for name, value in os.environ.items() if name not in _ELSEWHERE}
     environment["LC_ALL"] = "C"  # what is read is English
-    # A checkout here must run no hook of the user's.
-    command = ["git", "-C", str(folder), "-c", "core.hooksPath=/dev/null", *arguments]
+    # Neither a checkout nor a look may run a program that the repository names.
+    command = ["git", "-C", str(folder), "-c", "core.hooksPath=/dev/null", "-c", "core.fsmonitor=false", *arguments]
     try:
         done = subprocess.run(command, env=environment, capture_output=True, timeout=timeout_s, check=False)
     except OSError as error:

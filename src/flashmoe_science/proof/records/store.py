@@ -26,7 +26,7 @@ from .evidence import (
     record_path,
     write_record,
 )
-from .files import load_json
+from .files import load_json, user_folder
 from .ledger import Entry, Ledger, as_text
 
 _BEGIN_BYTES = 1000
@@ -104,10 +104,7 @@ def default_folder() -> Path:
     """Return the store that ``FLASHMOE_STORE`` names, or the one of this user."""
     if named := os.environ.get("FLASHMOE_STORE", ""):
         return _folder_named(named)
-    data_home = os.environ.get("XDG_DATA_HOME", "")
-    # The XDG specification: a relative path is invalid and has to be ignored.
-    data = Path(data_home) if Path(data_home).is_absolute() else Path.home() / ".local" / "share"
-    return data / "flashmoe" / "runs"
+    return user_folder("XDG_DATA_HOME", ".local/share") / "flashmoe" / "runs"
 
 
 def _folder_named(named: str) -> Path:

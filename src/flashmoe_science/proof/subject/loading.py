@@ -301,9 +301,14 @@ def subject_text(record: Record, repository: Path | None) -> str:
     if repository is None or subject.folder is None or not subject.sources:
         raise SubjectError(f"run {record.id} does not say where the file of {subject.name} is", hint=hint)
     path = repository / subject.folder / subject.sources[0].path  # a kernel.toml is the first of its sources
-    if not path.is_file():
+    if not path.is_file() or not is_inside(path, repository):
         raise SubjectError(f"{path}: the file of {subject.name} in run {record.id} is not there", hint=hint)
     return str(path)
+
+
+def is_inside(path: Path, repository: Path) -> bool:
+    """Return whether a path that a record names lies in its repository, links followed."""
+    return path.resolve().is_relative_to(repository.resolve())
 
 
 def python_folders(record: Record, repository: Path) -> list[Path]:
@@ -315,4 +320,4 @@ def python_folders(record: Record, repository: Path) -> list[Path]:
         with contextlib.suppress(SubjectError):  # the file is gone, or wrong now: the folder itself may do
             path = folder / record.subject.sources[0].path
             entries = read_toml(path, _KernelFile, SubjectError, hint=_HINT).subject.python_path
-    return [(folder / entry).resolve() for entry in entries]
+    return [found for entry in entries if is_inside(found := (folder / entry).resolve(), repository)]

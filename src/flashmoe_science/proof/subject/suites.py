@@ -118,13 +118,16 @@ def user_suite_file(record: Record, repository: Path) -> Path | None:
     It is looked for in ``suites/``, by its file's name, and then beside the subject's kernel.toml, by its own name.
     """
     kept = repository / "suites" / f"{record.suite}.toml"
-    if kept.is_file():
+    if kept.is_file() and kept.resolve().is_relative_to(repository.resolve()):
         return kept
     if record.subject.folder is None or (
         record.suite in list_suites() and not is_user_defined(record.subject.operator)
     ):
         return None
-    beside = sorted((repository / record.subject.folder).glob("*.toml"))
+    folder = repository / record.subject.folder
+    if not folder.resolve().is_relative_to(repository.resolve()):
+        return None
+    beside = sorted(folder.glob("*.toml"))
     return next((path for path in beside if _name_and_operator(path)[0] == record.suite), None)
 
 

@@ -29,8 +29,8 @@ def read_user_suite(path: Path, operator: str, folders: Sequence[Path]) -> Probl
     Raises:
         SuiteError: the file is wrong, or the operator's code does not load, hangs or crashes.
     """
-    searched = tuple(dict.fromkeys([*folders, path.parent]))
-    if _is_loaded(operator, searched):  # its code runs here in any case
+    searched = _searched(path, folders)
+    if is_loaded(operator, path, folders):  # its code runs here in any case
         return _problems(load_suite(str(path)))
     files = tuple((file, file.stat().st_mtime_ns) for file in (path, *_module_files(operator, searched)))
     return _ask(path, searched, files)
@@ -75,8 +75,12 @@ def _module_files(operator: str, folders: Sequence[Path]) -> list[Path]:
     return [file for folder in folders for place in places if (file := folder / place).is_file()]
 
 
-def _is_loaded(operator: str, folders: Sequence[Path]) -> bool:
-    """Return whether this process has the very module that would be found from ``folders``."""
+def _searched(path: Path, folders: Sequence[Path]) -> tuple[Path, ...]:
+    return tuple(dict.fromkeys([*folders, path.parent]))
+
+
+def is_loaded(operator: str, path: Path, folders: Sequence[Path]) -> bool:
+    """Return whether this process has the very module that the suite in ``path`` would get: its code ran already."""
     file = getattr(sys.modules.get(operator.partition(":")[0]), "__file__", None)
-    there = _module_files(operator, folders)
+    there = _module_files(operator, _searched(path, folders))
     return file is not None and (not there or Path(file).resolve() in {each.resolve() for each in there})
