@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from ..errors import CompileError, FlashmoeError, MachineLostError, TooFewRoundsError
+from ..proof.text import foreign
 from .exit_codes import BUG, GATE_FAILED, HOLDS, INCONCLUSIVE, INTERRUPTED, USAGE
 
 # Module -> requirement, as in pyproject.toml: what the kernels need, and what the extra `proof` installs.
@@ -73,7 +74,7 @@ def _run(args: list[str]) -> int:
         if isinstance(error, ModuleNotFoundError) and error.name in KERNELS:
             hint = f"pip install '{KERNELS[error.name]}'"
             return _report(args, type(error).__name__, f"{error.name} is not installed", hint, USAGE)
-        traceback.print_exc()
+        print(foreign(traceback.format_exc()), file=sys.stderr)
         what = f"{type(error).__name__}: {error}"
         return _report(args, type(error).__name__, f"this is a bug in flashmoe: {what}", "please report it", BUG)
     if code == INTERRUPTED:
@@ -97,11 +98,12 @@ def _report_missing(missing: list[str], args: list[str]) -> int:
 def _report(args: list[str], kind: str, message: str, hint: str, code: int) -> int:
     """Say what went wrong on stderr, and under --json as the one document on stdout too."""
     red, cyan, plain = ("\033[1;31m", "\033[1;36m", "\033[0m") if _colour(sys.stderr.isatty()) else ("", "", "")
-    print(f"{red}error{plain}: {message}", file=sys.stderr)
+    print(f"{red}error{plain}: {foreign(message)}", file=sys.stderr)
     if hint:
-        print(f"{cyan}hint{plain}: {hint}", file=sys.stderr)
+        print(f"{cyan}hint{plain}: {foreign(hint)}", file=sys.stderr)
     if "--json" in args:
-        print(json.dumps({"error": {"type": kind, "message": message, "hint": hint}, "exit_code": code}, indent=2))
+        document = {"error": {"type": kind, "message": message, "hint": hint}, "exit_code": code}
+        print(json.dumps(document, indent=2).replace("##", "#\\u0023"))
     return code
 
 

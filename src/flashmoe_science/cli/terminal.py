@@ -12,11 +12,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from pydantic import BaseModel
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.segment import Segment
 from rich.table import Column, Table
 from rich.theme import Theme
 
@@ -25,6 +26,7 @@ from ..proof.judge.judge import Verdict
 from ..proof.judge.rows import write_csv
 from ..proof.records.evidence import Gate, Record
 from ..proof.report.terminal import gate_lines, last_lines, verdict_lines
+from ..proof.text import defused, foreign
 
 _UNLIMITED = 10_000  # columns, where there is no terminal: a line stays one line, so that grep finds all of it
 _SECONDS_BETWEEN_LINES = 10.0  # of progress, where there is no terminal
@@ -34,10 +36,28 @@ _THEME = Theme({"bar.complete": "cyan", "bar.finished": "cyan", "bar.pulse": "cy
 
 
 class _Console(Console):
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+        """Show what nobody sees, whoever wrote it: the only escape sequences are those of styles."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(foreign(segment.text), segment.style)
+
     def on_broken_pipe(self) -> None:
         """Go on without output when the reader has gone: the exit code still counts."""
         self.quiet = True
         _silence(self.file)
+
+
+class _Defused:
+    """A stream of whole lines, none of which is a command to continuous integration."""
+
+    def __init__(self, file: IO[str]) -> None:
+        self._file = file
+
+    def write(self, text: str) -> int:
+        return self._file.write(defused(text))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
 
 
 def _silence(file: IO[str]) -> None:
@@ -55,7 +75,9 @@ def _write(file: IO[str], text: str) -> None:
 
 def _console(file: IO[str]) -> Console:
     width = None if file.isatty() or "COLUMNS" in os.environ else _UNLIMITED
-    return _Console(file=file, width=width, highlight=False, emoji=False, markup=False, theme=_THEME)
+    return _Console(
+        file=cast("IO[str]", _Defused(file)), width=width, highlight=False, emoji=False, markup=False, theme=_THEME
+    )
 
 
 class Terminal:
@@ -124,7 +146,7 @@ class Terminal:
         """Print the one JSON document, where it was asked for."""
         if not self.as_json:
             return
-        _write(sys.stdout, json.dumps(document, indent=2, allow_nan=False) + "\n")
+        _write(sys.stdout, json.dumps(document, indent=2, allow_nan=False).replace("##", "#\\u0023") + "\n")
 
     def warn(self, message: str, hint: str = "") -> None:
         """Say on stderr what is wrong without ending the verb."""

@@ -1,6 +1,58 @@
-"""Words for readers that more than one file needs."""
+"""Words for readers that more than one file needs, and the one way by which a foreign text gets to a reader."""
 
 from __future__ import annotations
+
+import re
+from typing import Literal
+
+Place = Literal["terminal", "xml", "html", "csv", "markdown"]
+
+# Letters that nobody sees and that change what is seen: escape sequences, directions, joiners, halves of letters.
+_UNSEEN = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180e\u200b-\u200f\u2028-\u202e"
+    "\u2060-\u206f\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff0-\uffff\ud800-\udfff\U0001d173-\U0001d17a\U000e0000-\U000e0fff]"
+)
+# How continuous integration is told to do something by what is printed; GitHub's runner reads it behind blanks too.
+_COMMAND = re.compile(r"^((?:\x1b\[[0-9;]*m|\s)*):(?=:)|#(?=#\w*\[)", re.MULTILINE)
+_FORMULA = ("=", "+", "-", "@", "\uff1d", "\uff0b", "\uff0d", "\uff20")
+# What Markdown and a viewer that makes links of bare addresses take for something else than text. An underscore in a
+# word stays itself.
+_MARKDOWN = re.compile(
+    r"[\\`*\[<>|$]|~~|^[#+=~-]|^\d{1,9}(?=[.)])|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])|(?<=:)/(?=/)|(?<=www)\.|@",
+    re.IGNORECASE,
+)
+
+
+def foreign(text: str, to: Place = "terminal") -> str:
+    """Return a text that somebody else wrote as a reader may get it: it is seen as it is, and does nothing.
+
+    Args:
+        text: of a claim, a record, a TOML file, a program's output or another machine.
+        to: where it goes. What XML and HTML escape themselves is left to them; a cell of CSV begins no formula;
+            Markdown gets one line.
+    """
+    if to == "markdown":
+        text = " ".join(text.split())
+    text = defused(_UNSEEN.sub(_as_escape, text))
+    if to == "csv":
+        return f"'{text}" if text.lstrip(" \t\n'\"").startswith(_FORMULA) else text
+    if to == "markdown":
+        return _MARKDOWN.sub(_escaped, text).replace("&", "&amp;")
+    return text
+
+
+def defused(text: str) -> str:
+    """Return a text in which no line is a command to continuous integration."""
+    return _COMMAND.sub(lambda found: f"{found[1]}: " if found[1] is not None else "# ", text)
+
+
+def _as_escape(found: re.Match[str]) -> str:
+    code = ord(found[0])
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+
+
+def _escaped(found: re.Match[str]) -> str:
+    return f"{found[0]}\\" if found[0].isdigit() else f"\\{found[0]}"
 
 
 def counted(count: int, noun: str) -> str:

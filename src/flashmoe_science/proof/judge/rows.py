@@ -10,7 +10,7 @@ from typing import IO
 
 from ...errors import TooFewRoundsError
 from ..records.evidence import Accuracy, Arm, CaseRecord, Rates, Record, TimeKind
-from ..text import counted
+from ..text import counted, foreign
 from .claims import Metric
 from .judge import CaseVerdict, Control, Verdict, check_control, paired_log_ratios
 from .statistics import Interval, clustered_interval, hodges_lehmann
@@ -273,7 +273,8 @@ def write_csv(records: Iterable[Record], file: IO[str]) -> None:
     writer = csv.DictWriter(file, CSV_COLUMNS, lineterminator="\n")
     writer.writeheader()
     for record in records:
-        writer.writerows(_csv_rows(record))
+        for row in _csv_rows(record):
+            writer.writerow({key: foreign(cell, "csv") if isinstance(cell, str) else cell for key, cell in row.items()})
 
 
 def _csv_rows(record: Record) -> Iterable[dict[str, object]]:

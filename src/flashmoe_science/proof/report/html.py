@@ -16,7 +16,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from ... import __version__
-from ..text import as_sentence, counted
+from ..text import as_sentence, counted, foreign
 from .page import Page
 from .page_speed import SpeedRow
 from .terminal import shortened_kernel
@@ -27,6 +27,7 @@ def render_html(page: Page) -> str:
     environment = Environment(
         loader=PackageLoader(__package__, "templates"),
         autoescape=True,
+        finalize=lambda value: foreign(value, "html") if type(value) is str else value,
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=StrictUndefined,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
@@ -12,11 +11,9 @@ from ...errors import EvidenceError
 from ..judge.judge import Verdict, VerdictStatus, holds
 from ..records.evidence import Gate, GateStatus, Record
 from ..records.files import write_atomically
+from ..text import foreign
 
 Outcome = Literal["passed", "failed", "skipped"]
-
-# Letters that XML 1.0 cannot hold; a compiler's message may have them.
-_NO_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def outcome(verdict: Verdict, *, strict: bool = False) -> tuple[Outcome, str]:
@@ -54,13 +51,17 @@ def junit_xml(
         properties = ET.Element("properties")
         about = {"run": record.id, "subject": record.subject.name, "suite": record.suite, "command": record.command}
         for name, value in about.items():
-            ET.SubElement(properties, "property", name=name, value=_text(value))
+            ET.SubElement(properties, "property", name=name, value=value)
         suite.insert(0, properties)
     _suite(root, "claims", (_claim_case(verdict, strict=strict) for verdict in verdicts))
     if errors:
         _suite(root, "machines", (_error_case(name, said) for name, said in errors.items()))
     for count in ("tests", "failures", "errors", "skipped"):
         root.set(count, str(sum(int(suite.get(count, "0")) for suite in root)))
+    for element in root.iter():
+        element.text = foreign(element.text, "xml") if element.text else None
+        for key, value in element.attrib.items():
+            element.set(key, foreign(value, "xml"))
     ET.indent(root)
     return ET.tostring(root, encoding="unicode", xml_declaration=False) + "\n"
 
@@ -112,21 +113,17 @@ def _claim_case(verdict: Verdict, *, strict: bool) -> ET.Element:
         details = [verdict.claim.sentence, *(f"{part.claim.gpu[0]}: {part.reason}" for part in verdict.by_gpu)]
         _result(case, "failure" if result == "failed" else "skipped", said, details)
     elif verdict.status is VerdictStatus.STALE:
-        ET.SubElement(case, "system-out").text = _text(f"{verdict.status.value}: {verdict.reason}")
+        ET.SubElement(case, "system-out").text = f"{verdict.status.value}: {verdict.reason}"
     return case
 
 
 def _error_case(name: str, said: str) -> ET.Element:
-    case = ET.Element("testcase", classname="flashmoe.machines", name=_text(name), time="0.000")
+    case = ET.Element("testcase", classname="flashmoe.machines", name=name, time="0.000")
     message, *details = said.split("\n")
     _result(case, "error", message, details)
     return case
 
 
 def _result(case: ET.Element, tag: str, message: str, details: Sequence[str]) -> None:
-    result = ET.SubElement(case, tag, message=_text(message))
-    result.text = _text("\n".join(details)) or None
-
-
-def _text(text: str) -> str:
-    return _NO_XML.sub("\ufffd", text)
+    result = ET.SubElement(case, tag, message=message)
+    result.text = "\n".join(details) or None

@@ -5,16 +5,13 @@ What comes from a record is escaped, so that it stays text in a viewer that know
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 
-from ..text import as_sentence
+from ..text import as_sentence, foreign
 from .page import KERNEL_COLUMNS, Kernel, Page, RunPart, Said
 from .page_plots import Table
 from .page_speed import Speeds
 from .terminal import shortened_kernel
-
-_SPECIAL = re.compile(r"[\\`*\[<>|$]|~~|^#|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])")  # an underscore in a word stays itself
 
 
 def render_markdown(page: Page) -> str:
@@ -33,7 +30,7 @@ def render_markdown(page: Page) -> str:
 
 def escape(text: str) -> str:
     """Return ``text`` so that Markdown shows it as it is, on one line."""
-    return _SPECIAL.sub(r"\\\g<0>", " ".join(text.split())).replace("&", "&amp;")
+    return foreign(text, "markdown")
 
 
 def _run(run: RunPart, level: int) -> list[str]:
@@ -141,4 +138,4 @@ def _row(cells: Iterable[str]) -> str:
 
 def _code(text: str) -> str:
     """Return text in a code span, or, where it holds a backtick, escaped."""
-    return escape(text) if "`" in text or "\n" in text else f"`{text}`"
+    return escape(text) if "`" in text or "\n" in text or text != foreign(text) else f"`{text}`"

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, cast, get_args
+from urllib.parse import quote
 
 from markdown_it import MarkdownIt
 
@@ -34,6 +35,7 @@ from ..judge.statistics import Interval
 from ..judge.verify import read_records, verify_claims
 from ..records.evidence import Arm, Record
 from ..records.store import find_repository
+from ..text import foreign
 from .prose import SectionKind, markdown_in
 
 BEGIN, END = "<!-- verdicts:begin -->", "<!-- verdicts:end -->"
@@ -46,6 +48,7 @@ _HINT = (
 _FEWEST_OF_MEAN = 6
 _NO_CLAIMS = "No claim has been made yet.\n"
 _HOW = "Medians of one call; speedups with 95 % intervals"
+_UNESCAPED_BAR = re.compile(r"(?<!\\)\|")
 _MARK = re.compile(rf"[ \t]*<!-- ({'|'.join(get_args(SectionKind))}):(begin|end) -->[ \t]*")
 
 
@@ -219,8 +222,8 @@ def slower_section(verdicts: Sequence[Verdict], records: Mapping[str, Record], _
             continue
         slowest = min(slower, key=lambda case: case.ratio.estimate)
         counts = (len(record.cases), len(slower), sum(case.low < 1 <= case.high for case in compared))
-        where = (f"`{slowest.name}`", format_ratio(slowest.ratio), slowest.baseline)
-        lines.append(row(record.suite, *map(str, counts), *where, _run_link(record.id, "", None)))
+        where = (_code(slowest.name), format_ratio(slowest.ratio), foreign(slowest.baseline, "markdown"))
+        lines.append(row(foreign(record.suite, "markdown"), *map(str, counts), *where, _run_link(record.id, "", None)))
     return "\n".join(lines) + "\n" if len(lines) > 2 else "No case is slower than a baseline.\n"
 
 
@@ -286,9 +289,9 @@ def _summary_row(group: _Group, metric: Metric, widest: Verdict, about: Sequence
     slower, faster = sum(one.high < 1 for one in intervals), sum(one.low >= 1 for one in intervals)
     counts = Counter(verdict.status for verdict in about)
     return row(
-        group.record.suite,
-        group.record.subject.name,
-        ", ".join(widest.claim.baseline),
+        foreign(group.record.suite, "markdown"),
+        foreign(group.record.subject.name, "markdown"),
+        foreign(", ".join(widest.claim.baseline), "markdown"),
         metric,
         str(held) if measured == held else f"{measured} of {held}",
         "; ".join(filter(None, [f"{slower}, {measured - slower - faster}, {faster}", widest.others])),
@@ -334,8 +337,8 @@ def case_section(verdicts: Sequence[Verdict], records: Mapping[str, Record], up:
         judged = {one.claim.id: _status(one) for of_kind in group.verdicts.values() for one in of_kind}
         claims = "Claims: " + ", ".join(f"`{name}` {status}" for name, status in judged.items()) + "."
         link = _run_link(group.record.id, group.path, up, whole=True)
-        run = f"Run {link} on {_where(group.record)}. {_HOW}."
-        lines += ["", f"{level} {_heading(group)}", "", run, claims, "", *_case_table(group)]
+        run = f"Run {link} on {foreign(_where(group.record), 'markdown')}. {_HOW}."
+        lines += ["", f"{level} {foreign(_heading(group), 'markdown')}", "", run, claims, "", *_case_table(group)]
     return "\n".join([*lines, "", ""]) if lines else "No case of a claim has been measured yet.\n"
 
 
@@ -386,11 +389,12 @@ def _claim_row(verdict: Verdict, up: str | None) -> str:
     parts = _parts(verdict)
     links = [_run_link(part.record or "", part.evidence, up) for part in parts if part.evidence]
     link = ", ".join(links) or "none"
-    return row(f"`{verdict.claim.id}`", verdict.claim.sentence, _status(verdict), low, _mean(verdict), link)
+    sentence = foreign(verdict.claim.sentence, "markdown")
+    return row(f"`{verdict.claim.id}`", sentence, _status(verdict), foreign(low, "markdown"), _mean(verdict), link)
 
 
 def _status(verdict: Verdict) -> str:
-    notes = "; ".join(note.partition(":")[0] for note in verdict.notes)  # the reason has all of it
+    notes = "; ".join(foreign(note.partition(":")[0], "markdown") for note in verdict.notes)  # the reason has all of it
     return f"**{verdict.status.value}**" + (f" ({notes})" if notes else "")
 
 
@@ -401,7 +405,7 @@ def _case_table(group: _Group) -> list[str]:
     header, rule = ["case"], ["---"]
     for kind in group.verdicts:
         gain = "times less memory" if kind == "memory" else f"speedup, {kind}"
-        header += [f"{subject}, {kind}", f"{group.label}, {kind}", gain]
+        header += [foreign(f"{subject}, {kind}", "markdown"), foreign(f"{group.label}, {kind}", "markdown"), gain]
         rule += ["---:"] * 3
     lines = [row(*header), row(*rule)]
     left_out = 0
@@ -414,14 +418,14 @@ def _case_table(group: _Group) -> list[str]:
         if not any(found.values()):
             left_out += 1
             continue
-        cells = [case.name]
+        cells = [foreign(case.name, "markdown")]
         for kind, judged in found.items():
             if judged is None or judged.interval is None:
-                cells += ["", "", judged.reason if judged else ""]
+                cells += ["", "", foreign(judged.reason, "markdown") if judged else ""]
                 continue
             named = f" ({judged.baseline})" if len(group.baseline) > 1 else ""
             ours, theirs = (_measured(arms[name], kind) for name in (subject, judged.baseline))
-            cells += [ours, theirs + named, format_ratio(judged.interval)]
+            cells += [ours, theirs + foreign(named, "markdown"), format_ratio(judged.interval)]
         lines.append(row(*cells))
     if left_out:
         cases = f"{left_out} of {len(record.cases)} cases"
@@ -456,9 +460,14 @@ def _card(record: Record) -> str:
 def _run_link(run: str, path: str, up: str | None, *, whole: bool = False) -> str:
     """Return the moment of a run, or its whole id, with a link to its file where there is a way ``up`` to it."""
     text = run if whole else run.partition("-")[0]
-    return f"`{text}`" if up is None else f"[{text}]({up}{path})"
+    return _code(text) if up is None else f"[{foreign(text, 'markdown')}]({up}{quote(path)})"
+
+
+def _code(text: str) -> str:
+    """Return a foreign text in a code span, which it cannot end."""
+    return f"`{foreign(text).replace('`', chr(39))}`"
 
 
 def row(*cells: str) -> str:
     """Return a row of a table."""
-    return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
+    return "| " + " | ".join(_UNESCAPED_BAR.sub(r"\|", cell).replace("\n", " ") for cell in cells) + " |"
