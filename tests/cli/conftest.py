@@ -25,6 +25,7 @@ def repository(tmp_path, monkeypatch):
     (folder / "suites" / "made_up.toml").write_text(suite_toml("made_up", "case0", "case1"))
     write_record(build_record(speedups=[2.3, 3.0], suite="made_up"), folder / "evidence" / f"{RUN_ID}.json.gz")
     (folder / "README.md").write_text(f"# Title\n{BEGIN}\n{END}\n")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.chdir(folder)
     monkeypatch.setenv("FLASHMOE_STORE", str(tmp_path / "runs"))
     monkeypatch.delenv("COLUMNS", raising=False)

@@ -7,6 +7,7 @@ import tomlkit
 from flashmoe_science.proof.judge.claim_text import claim_sentence
 from flashmoe_science.proof.judge.claims import Claim
 
+from . import fake_operator  # it runs here: so it may where a suite names it
 from .builders import build_record
 
 
@@ -26,7 +27,7 @@ def worded(claim: Claim, case_count: int = 2) -> Claim:
 
 def suite_toml(name: str, *cases: str) -> str:
     """Return a suite file that has the problem of ``builders.build_case`` under each of these names."""
-    keys = 'operator = "tests.proof.fake_operator"\ndescription = "Made up."\n'
+    keys = f'operator = "{fake_operator.__name__}"\ndescription = "Made up."\n'
     shape = 'origin = "made up"\nbatch = 1\nheads = 16\nseqlen_q = 512\nhead_dim = 64\n'
     tables = "".join(f'[[cases]]\nname = "{case}"\n' for case in cases)
     return f'name = "{name}"\n{keys}[defaults]\n{shape}{tables}'

@@ -174,3 +174,36 @@ def test_a_killed_run_is_gone_on_with_and_its_finished_cases_are_kept(folder):
     assert [r.run for r in record.resumed] == [old.id]
     assert f"going on with {old.id}: {len(kept)} of 3 cases finished" in output
     assert "3 of 3 cases on the CPU" in output
+
+
+BUILD = """
+[build]
+command = "{python} build.py"
+"""
+
+BUILD_CODE = """
+import os, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+with open("pids.new", "w") as file:
+    file.write(f"{os.getpid()} {child.pid}")
+os.rename("pids.new", "pids")
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGINT, signal.SIGKILL])
+def test_a_build_ends_with_the_run_whatever_the_signal(folder, number):
+    (folder / "kernel.toml").write_text(SUBJECT + BUILD)
+    (folder / "build.py").write_text(BUILD_CODE)
+    process = start_prove(folder)
+    assert wait_for((folder / "pids").exists, 120)
+    pids = [int(pid) for pid in (folder / "pids").read_text().split()]
+    process.send_signal(number)
+    said, _ = process.communicate(timeout=60)
+    assert wait_for(lambda: not any(map(is_alive, pids)), 20)
+    if number != signal.SIGKILL:
+        assert process.returncode == 130
+        (record,) = records(folder)
+        assert not record.complete
+        assert record.incomplete_reason == "interrupted in gate build"
+        assert f"build command: {sys.executable} build.py" in said.decode()

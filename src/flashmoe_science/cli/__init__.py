@@ -52,11 +52,13 @@ def _missing(requirements: Mapping[str, str]) -> list[str]:
 def _run(args: list[str]) -> int:
     import typer
 
+    from ..proof.worker import stopped_by_signals
     from .app import app
 
     usage_error = cast("type[Exception]", typer.BadParameter.__base__)  # UsageError has no public name in typer
     try:
-        code = app(args, prog_name="flashmoe", standalone_mode=False, obj=args)
+        with stopped_by_signals():
+            code = app(args, prog_name="flashmoe", standalone_mode=False, obj=args)
     except usage_error as error:
         context = getattr(error, "ctx", None)
         hint = f"{context.command_path if context else 'flashmoe'} --help shows what it takes"

@@ -10,7 +10,7 @@ Place = Literal["terminal", "xml", "html", "csv", "markdown"]
 # Letters that nobody sees and that change what is seen: escape sequences, directions, joiners, halves of letters.
 _UNSEEN = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180e\u200b-\u200f\u2028-\u202e"
-    "\u2060-\u206f\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff0-\uffff\ud800-\udfff\U0001d173-\U0001d17a\U000e0000-\U000e0fff]"
+    "\u2060-\u206f\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufffb\ufffe\uffff\ud800-\udfff\U0001d173-\U0001d17a\U000e0000-\U000e0fff]"
 )
 # How continuous integration is told to do something by what is printed; GitHub's runner reads it behind blanks too.
 _COMMAND = re.compile(r"^((?:\x1b\[[0-9;]*m|\s)*):(?=:)|#(?=#\w*\[)", re.MULTILINE)
@@ -18,7 +18,7 @@ _FORMULA = ("=", "+", "-", "@", "\uff1d", "\uff0b", "\uff0d", "\uff20")
 # What Markdown and a viewer that makes links of bare addresses take for something else than text. An underscore in a
 # word stays itself.
 _MARKDOWN = re.compile(
-    r"[\\`*\[<>|$]|~~|^[#+=~-]|^\d{1,9}(?=[.)])|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])|(?<=:)/(?=/)|(?<=www)\.|@",
+    r"[\\`*\[<>|$]|~~|^[#+=~-]|^\d{1,9}(?=[.)](?:\s|$))|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])|(?<=:)/(?=/)|(?<=www)\.|@",
     re.IGNORECASE,
 )
 
@@ -33,7 +33,7 @@ def foreign(text: str, to: Place = "terminal") -> str:
     """
     if to == "markdown":
         text = " ".join(text.split())
-    text = defused(_UNSEEN.sub(_as_escape, text))
+    text = defused(_UNSEEN.sub("\ufffd" if to == "xml" else _as_escape, text))  # XML has a letter for these
     if to == "csv":
         return f"'{text}" if text.lstrip(" \t\n'\"").startswith(_FORMULA) else text
     if to == "markdown":

@@ -40,6 +40,28 @@ _POLL_S = 0.25  # how often deadlines and deaths are looked for while no answer 
 # The child takes over the parent's sys.path as it is: "python -m" would put the current folder before it.
 _BOOT = "import sys; sys.path[:] = sys.argv[3:]; from flashmoe_science.proof.worker import main; main(*sys.argv[1:3])"
 
+# Runs a command in its own group, and ends that group when this process is gone, however it went: a signal that kills
+# leaves nobody to do it. ``argv``: a pipe that nobody writes to, one for why the command cannot start, the command.
+_GUARD = """
+import os, resource, signal, subprocess, sys, threading
+held, said = int(sys.argv[1]), int(sys.argv[2])
+def watch():
+    os.read(held, 1)
+    os.killpg(0, signal.SIGKILL)
+threading.Thread(target=watch, daemon=True).start()
+try:
+    code = subprocess.Popen(sys.argv[3:], stdin=subprocess.DEVNULL).wait()
+except OSError as error:
+    os.write(said, (error.strerror or str(error)).encode())
+    os._exit(127)
+if code < 0:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.signal(-code, signal.SIG_DFL) if -code not in (signal.SIGKILL, signal.SIGSTOP) else None
+    os.kill(os.getpid(), -code)
+os._exit(code)
+"""
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # what ends a run, and leaves its record
+
 _STARTED_IN = Path.cwd()  # what a relative entry of PYTHONPATH is relative to
 
 Emit = Callable[[dict[str, Any]], None]
@@ -182,43 +204,94 @@ def _import_path() -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join(str(_STARTED_IN / entry) for entry in entries)} if entries else {}
 
 
-def run_command(argv: Sequence[str], *, cwd: str, timeout_s: float, env: Mapping[str, str] | None = None) -> TaskResult:
-    """Run a command to its end; ``data`` is empty. A command that cannot start is a result too."""
+def run_command(
+    argv: Sequence[str],
+    *,
+    cwd: str,
+    timeout_s: float,
+    env: Mapping[str, str] | None = None,
+    on_wait: Callable[[float], None] | None = None,
+) -> TaskResult:
+    """Run a command to its end; ``data`` is empty. A command that cannot start is a result too.
+
+    It ends with this process, whatever ends that. ``on_wait`` is called now and then with the seconds so far.
+    """
     start = time.monotonic()
+    held, hold = os.pipe()
+    said, say = os.pipe()
     group: ProcessGroup | None = None
     try:
         with _interrupt_put_off():
-            group = ProcessGroup(argv, env=env or {}, cwd=cwd)
-        reason = _describe_exit(group.process.wait(timeout_s))
+            guard = [sys.executable, "-I", "-S", "-c", _GUARD, str(held), str(say)]
+            group = ProcessGroup([*guard, *argv], env=env or {}, cwd=cwd, pass_fds=(held, say))
+        os.close(say)
+        say = -1
+        reason = _wait(group.process, start, timeout_s, on_wait)
+        if failure := os.read(said, _REASON_LIMIT).decode(errors="replace") if reason else "":
+            reason = f"cannot start {argv[0]}: {failure}"
     except OSError as error:
-        return TaskResult(
-            ok=False, data=None, reason=f"cannot start {argv[0]}: {error.strerror}", seconds=0.0, output_tail=""
-        )
-    except subprocess.TimeoutExpired:
-        reason = f"did not finish within {timeout_s:g} s"
+        reason = f"cannot start {argv[0]}: {error.strerror}"
     finally:
         if group is not None:
             group.kill()
-    assert group is not None
-    ok = reason == ""
-    return TaskResult(ok, {} if ok else None, reason, time.monotonic() - start, group.output_tail())
+        for handle in (held, hold, said, *([say] if say >= 0 else [])):
+            os.close(handle)
+    ok, seconds = reason == "", time.monotonic() - start
+    return TaskResult(ok, {} if ok else None, reason, seconds, group.output_tail() if group is not None else "")
+
+
+def _wait(
+    process: subprocess.Popen[bytes], start: float, timeout_s: float, on_wait: Callable[[float], None] | None
+) -> str:
+    """Return how a process ended, or an empty text for status 0."""
+    while (left := start + timeout_s - time.monotonic()) > 0:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return _describe_exit(process.wait(min(left, 1.0)))
+        if on_wait is not None:
+            on_wait(time.monotonic() - start)
+    process.kill()  # the command holds the pipe on which the guard says why it did not start
+    return f"did not finish within {timeout_s:g} s"
 
 
 @contextlib.contextmanager
 def _interrupt_put_off() -> Iterator[None]:
-    """Let Ctrl-C wait for the end of the block: a process that is half started is one that nobody could kill."""
-    handler = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+    """Let signals wait for the end of the block: a process that is half started is one that nobody could kill."""
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
+    handlers = {number: handler for number in STOPPING if callable(handler := signal.getsignal(number))}
     came: list[int] = []
-    signal.signal(signal.SIGINT, lambda number, _: came.append(number))
+    for number in handlers:
+        signal.signal(number, lambda number, _: came.append(number))
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, handler)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
         if came:
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(came[0])
+
+
+@contextlib.contextmanager
+def stopped_by_signals() -> Iterator[None]:
+    """Let every signal that asks for an end do what Ctrl-C does: what runs is ended, and what is finished is kept."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    asked = [number for number in STOPPING if signal.getsignal(number) == signal.SIG_DFL]  # nohup ignores one
+
+    def stop(_: int, __: object) -> None:
+        for number in asked:
+            signal.signal(number, signal.SIG_IGN)  # the record is being written
+        raise KeyboardInterrupt
+
+    for number in asked:
+        signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for number in asked:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _describe_exit(code: int) -> str:

@@ -72,7 +72,7 @@ def build(subject: Subject, gpu: Gpu, say: Say) -> None:
     """Run the subject's build command as gate build does. Raises ``CannotObserveError``."""
     if subject.build_command is None:
         return
-    built = run_build(subject, known_gpus(subject.gpus, gpu) if subject.gpus else [], say)
+    built = run_build(subject, known_gpus(subject.gpus, gpu) if subject.gpus else [], say, say)
     if built.missing:
         raise CannotObserveError(
             Gate(name="build", status=GateStatus.NOT_POSSIBLE, summary=built.lacks, hint=built.hint)

@@ -69,7 +69,8 @@ def run_build_command(run: Run, details: list[str]) -> Outcome | None:
     subject = run.subject
     if subject.build_command is None:
         return None
-    built = run_build(subject, _wanted(run), run.progress.note)
+    progress = run.progress
+    built = run_build(subject, _wanted(run), progress.note, lambda text: progress.advance(0, 1, text))
     if built.missing:
         run.not_built = f"it was not built: {', '.join(built.missing)} is missing"
         return not_possible(built.lacks, hint=built.hint)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -50,11 +51,13 @@ def known_gpus(names: Iterable[str], here: Gpu | None) -> list[GpuSpec]:
     return list(specs.values())
 
 
-def run_build(subject: Subject, targets: Sequence[GpuSpec], say: Callable[[str], None]) -> Built:
+def run_build(
+    subject: Subject, targets: Sequence[GpuSpec], say: Callable[[str], None], tell: Callable[[str], None]
+) -> Built:
     """Run the subject's build command, if everything that it needs is here.
 
     The command gets the architectures of ``targets``; without targets, the caller's setting stays. ``say`` gets the
-    command before it runs.
+    command before it runs, and ``tell`` now and then how long it has run.
     """
     assert subject.build_command is not None
     found = {program: find_program(program) for program in subject.build_needs}
@@ -66,6 +69,11 @@ def run_build(subject: Subject, targets: Sequence[GpuSpec], say: Callable[[str],
         env["PATH"] = os.pathsep.join(folder for folder in (*folders, os.environ.get("PATH", "")) if folder)
     if targets:
         env[ARCH_LIST] = ";".join(f"{arch // 10}.{arch % 10}" for arch in sorted({spec.arch for spec in targets}))
-    say("build command: " + " ".join(subject.build_command))
     argv = [word.replace(PYTHON, sys.executable) for word in subject.build_command]
-    return Built(result=run_command(argv, cwd=str(subject.folder), timeout_s=subject.build_timeout_s, env=env))
+    say(f"build command: {shlex.join(argv)}")
+
+    def on_wait(seconds: float) -> None:
+        tell(f"the build command has run for {seconds:.0f} s")
+
+    folder, limit = str(subject.folder), subject.build_timeout_s
+    return Built(result=run_command(argv, cwd=folder, timeout_s=limit, env=env, on_wait=on_wait))
