@@ -20,6 +20,7 @@ from flashmoe_science.proof.judge.rows import (
 )
 from flashmoe_science.proof.judge.statistics import Interval
 from flashmoe_science.proof.records.evidence import TreeState
+from flashmoe_science.proof.report.terminal import figure
 
 from .builders import build_record
 from .claim_builders import build_claim
@@ -118,3 +119,10 @@ def test_a_record_names_the_commit_of_the_subjects_sources():
     assert words(None) == "bbbb with uncommitted changes"  # ours lie in the harness's tree
     assert words(TreeState(commit="a" * 40, dirty=False)) == "aaaa"
     assert words(TreeState(commit=None, dirty=None)) == "none: no git repository holds the sources"
+
+
+def test_the_case_that_decides_is_called_the_lowest_only_where_it_is():
+    verdict = judge(build_claim(), build_record(speedups=[2.5, 2.6]))
+    assert figure(verdict).startswith("lowest of 2 cases 2.5")
+    wide = verdict.cases[1].model_copy(update={"interval": Interval(2.6, 2.1, 3.0, 10)})
+    assert figure(verdict.model_copy(update={"cases": [verdict.cases[0], wide]})).startswith("deciding of 2 cases 2.6")

@@ -389,22 +389,32 @@ def _over_cases(claim: Claim, cases: Sequence[CaseVerdict]) -> tuple[VerdictStat
     refuted = [case for case in cases if case.status is VerdictStatus.REFUTED]
     if refuted:
         what = f"{len(refuted)} of {counted(len(cases), 'case')} are below {claim.factor:g}x"
-        return VerdictStatus.REFUTED, f"{what}: {_listed(f'{case.name} {case.reason}' for case in refuted)}"
+        return VerdictStatus.REFUTED, f"{what}: {_listed(_by_reason(refuted))}"
     inconclusive = [case for case in cases if case.status is not VerdictStatus.DEMONSTRATED]
     if inconclusive:
         what = f"{len(inconclusive)} of {counted(len(cases), 'case')} are inconclusive"
-        return VerdictStatus.INCONCLUSIVE, f"{what}: {_listed(f'{case.name} {case.reason}' for case in inconclusive)}"
+        return VerdictStatus.INCONCLUSIVE, f"{what}: {_listed(_by_reason(inconclusive))}"
     lowest = min(cases, key=lambda case: case.interval.low if case.interval else math.inf)
     what = f"every one of {counted(len(cases), 'case')} is at least {claim.factor:g}x"
-    return VerdictStatus.DEMONSTRATED, f"{what}; the lowest is {lowest.name}, {lowest.reason}"
+    least = min(case.interval.estimate if case.interval else math.inf for case in cases)
+    word = "lowest" if lowest.interval is None or lowest.interval.estimate <= least else "deciding one"
+    return VerdictStatus.DEMONSTRATED, f"{what}; the {word} is {lowest.name}, {lowest.reason}"
+
+
+def _by_reason(cases: Sequence[CaseVerdict]) -> list[str]:
+    """Return the cases with their reasons, each reason once."""
+    names: dict[str, list[str]] = {}
+    for case in cases:
+        names.setdefault(case.reason, []).append(case.name)
+    return [f"{_listed(named)} {reason}" for reason, named in names.items()]
 
 
 def _over_mean(claim: Claim, cases: Sequence[CaseVerdict], mean: Interval | None) -> tuple[VerdictStatus, str]:
     """Return the verdict on a claim about the geometric mean."""
-    unmeasured = [f"{case.name} {case.reason}" for case in cases if case.interval is None]
+    unmeasured = [case for case in cases if case.interval is None]
     if unmeasured:
         what = f"{len(unmeasured)} of {counted(len(cases), 'case')} have no speedup"
-        return VerdictStatus.INCONCLUSIVE, f"{what}: {_listed(unmeasured)}"
+        return VerdictStatus.INCONCLUSIVE, f"{what}: {_listed(_by_reason(unmeasured))}"
     if mean is None:
         return VerdictStatus.INCONCLUSIVE, f"a mean over {counted(len(cases), 'case')} says nothing of cases like these"
     what = f"the geometric mean over {counted(len(cases), 'case')} is {_shown(mean)}"

@@ -152,7 +152,7 @@ def _accuracy_row(record: Record, case: CaseRecord) -> AccuracyRow:
     bits = {True: "yes", False: "no", None: "not tried"}
     return AccuracyRow(
         case=case.name,
-        correct={True: "yes", False: "no", None: "not shown"}[case.correct],
+        correct={True: "yes", False: "no", None: "of a stand-in" if case.stand_in else "not shown"}[case.correct],
         error=format_largest_error(accuracy) if accuracy else "",
         allowed=format_error(accuracy.budget) if accuracy else "",
         share=round(min(1.0, accuracy.share) * 100, 1) if accuracy else None,
@@ -201,6 +201,12 @@ def lowest_case(verdict: Verdict) -> CaseVerdict | None:
     """Return the case whose speedup has the lowest lower end, or None where no case has one."""
     measured = [(case.interval.low, number) for number, case in enumerate(verdict.cases) if case.interval]
     return verdict.cases[min(measured)[1]] if measured else None
+
+
+def is_lowest(verdict: Verdict, case: CaseVerdict) -> bool:
+    """Return whether no case has a lower speedup: the one that decides, by its lower end, need not be the lowest."""
+    found = [each.interval.estimate for each in verdict.cases if each.interval]
+    return case.interval is not None and case.interval.estimate <= min(found)
 
 
 # Numbers as text. ASCII only: it looks the same in every terminal, log and Markdown viewer.

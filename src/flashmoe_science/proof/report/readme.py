@@ -199,7 +199,7 @@ def claim_section(verdicts: Sequence[Verdict], _: Mapping[str, Record], up: str 
     if not verdicts:
         return _NO_CLAIMS
     lines = [
-        "| id | claim | verdict | lowest case | geometric mean | evidence |",
+        "| id | claim | verdict | deciding case | geometric mean | evidence |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
     lines += [_claim_row(verdict, up) for verdict in verdicts]

@@ -26,6 +26,7 @@ from ..judge.rows import (
     format_rate,
     format_ratio,
     format_seconds,
+    is_lowest,
     kinds_measured,
     lowest_case,
     memory_rows,
@@ -216,7 +217,7 @@ def _accuracy_table(record: Record) -> RenderableType:
         return f"none of {counted(len(rows), 'case')} was checked{f': {notes[0]}' if notes[0] else ''}"
     table = new_table("case", "correct", "max error", "allowed")
     table.add_column("note", overflow="fold")
-    style = {"yes": "green", "no": "bold red", "not shown": "yellow"}
+    style = {"yes": "green", "no": "bold red", "not shown": "yellow", "of a stand-in": "yellow"}
     for row, before in zip(rows, ["", *notes], strict=False):
         note = "the same" if row.note and row.note == before else row.note
         table.add_row(row.case, Text(row.correct, style[row.correct]), row.error, row.allowed, note)
@@ -265,13 +266,17 @@ def shortened_kernel(name: str) -> str:
 
 
 def figure(verdict: Verdict) -> str:
-    """Return the number that the verdict turns on, e.g. ``lowest of 13 cases 2.31x [2.28, 2.35]``."""
+    """Return the number that the verdict turns on, e.g. ``lowest of 13 cases 2.31x [2.28, 2.35]``.
+
+    The case that decides is called the lowest only where its speedup is.
+    """
     lowest = lowest_case(verdict)
     if verdict.claim.scope == "geometric mean" and verdict.geometric_mean:
         return f"geometric mean of {counted(len(verdict.cases), 'case')} {format_ratio(verdict.geometric_mean)}"
     if lowest is None:
         return "no figure"
-    return f"lowest of {counted(len(verdict.cases), 'case')} {format_ratio(lowest.interval)}"
+    word = "lowest" if is_lowest(verdict, lowest) else "deciding"
+    return f"{word} of {counted(len(verdict.cases), 'case')} {format_ratio(lowest.interval)}"
 
 
 def verdict_lines(
