@@ -143,6 +143,14 @@ def test_missing_packages_are_named_with_the_command_that_installs_them():
     assert json.loads(done.stdout)["exit_code"] == 2
 
 
+@pytest.mark.parametrize(("args", "said"), [(["--version"], "flashmoe "), (["--help"], "prove "), ([], "prove ")])
+def test_help_and_version_need_no_package(args, said):
+    blocked = "import sys; sys.modules.update({'typer': None, 'pydantic': None, 'rich': None, 'torch': None}); "
+    done = run_process(*args, code=blocked + "from flashmoe_science.cli import main; sys.exit(main())")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert said in done.stdout
+
+
 def test_what_is_missed_is_what_pyproject_says():
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     elsewhere = {"tomli>=2"}

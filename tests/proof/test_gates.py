@@ -12,7 +12,7 @@ from flashmoe_science.proof.gates import chain, run
 from flashmoe_science.proof.gates.run import passed
 from flashmoe_science.proof.judge.run_verdicts import last_word
 from flashmoe_science.proof.measure.environment import subject_tree
-from flashmoe_science.proof.records.evidence import TreeState, read_record, write_record
+from flashmoe_science.proof.records.evidence import GateStatus, TreeState, read_record, write_record
 from flashmoe_science.proof.worker import TaskResult
 
 from .chain import (
@@ -399,3 +399,38 @@ def test_error_of_the_harness_is_saved_and_raised(monkeypatch):
     with pytest.raises(OSError, match="disk on fire"):
         run_chain(request_of(), recorder)
     assert recorder.saved[-1].incomplete_reason == "the harness failed: OSError: disk on fire in gate build"
+
+
+# What a machine without a GPU cannot do is no fault of a kernel.
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        'raise RuntimeError("0 active drivers ([]). There should only be one.")',
+        'raise RuntimeError("Found no NVIDIA driver on your system.")',
+        'raise AssertionError("Torch not compiled with CUDA enabled")',
+        'raise OSError("libcuda.so.1: cannot open shared object file: No such file or directory")',
+    ],
+)
+def test_a_module_that_asks_for_a_driver_is_not_possible_here(tmp_path, line):
+    record = run_chain(request_of(write_subject(tmp_path, f"{line}\n{HONEST_CODE}")))
+    assert gate_of(record, "import").status is GateStatus.NOT_POSSIBLE
+    assert "it asks for a GPU driver, and there is none here" in gate_of(record, "import").summary
+    assert gate_of(record, "correct").status is GateStatus.NOT_POSSIBLE
+
+
+@pytest.mark.parametrize(
+    ("raised", "status"),
+    [
+        ('RuntimeError("\\"addmm\\" not implemented for \'BFloat16\'")', GateStatus.NOT_POSSIBLE),
+        ("AttributeError(\"'InterpreterBuilder' object has no attribute 'create_x'\")", GateStatus.NOT_POSSIBLE),
+        ('RuntimeError("No CUDA GPUs are available")', GateStatus.NOT_POSSIBLE),
+        ('RuntimeError("shapes differ")', GateStatus.FAILED),
+        ('NotImplementedError("head_dim 96")', GateStatus.FAILED),
+    ],
+)
+def test_a_call_that_a_cpu_cannot_run_is_not_possible_here(tmp_path, raised, status):
+    code = f"{HONEST_CODE}\ndef attend(*args, **kwargs):\n    raise {raised}\n"
+    record = run_chain(request_of(write_subject(tmp_path, code)))
+    assert gate_of(record, "correct").status is status, gate_of(record, "correct").summary

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,9 @@ import pytest
 
 from flashmoe_science.errors import SuiteError
 from flashmoe_science.proof.records.toml_files import read_toml
-from flashmoe_science.proof.subject.loading import load_operator
+from flashmoe_science.proof.subject.loading import load_operator, load_subject
 from flashmoe_science.proof.subject.registry import BUILTIN_OPERATORS
-from flashmoe_science.proof.subject.suites import _SuiteFile, list_suites, load_suite
+from flashmoe_science.proof.subject.suites import _SuiteFile, list_suites, load_suite, suite_beside
 
 from .fake_operator import Problem
 
@@ -154,5 +155,16 @@ def test_a_suite_of_another_operator_is_refused_with_the_one_beside_the_subject(
     monkeypatch.chdir(Path(__file__).parents[2])
     monkeypatch.setenv("FLASHMOE_STORE", str(tmp_path / "runs"))
     monkeypatch.setattr("sys.path", list(sys.path))
-    assert cli.main([verb, "examples/rms_norm"]) == 2
+    assert cli.main([verb, "examples/rms_norm", "--suite", "seed"]) == 2
     assert capsys.readouterr().err.endswith("\nhint: --suite examples/rms_norm/suite.toml\n")
+
+
+def test_the_suite_beside_a_kernel_is_that_of_its_operator_alone(tmp_path):
+    subject = replace(load_subject("flash_attention"), builtin=False, folder=tmp_path)
+    assert suite_beside(subject) is None
+    path = tmp_path / "suite.toml"
+    path.write_text('name = "a"\noperator = "moe"\ndescription = "x"\ncases = []\n')
+    assert suite_beside(subject) is None
+    path.write_text(path.read_text().replace("moe", "attention"))
+    assert suite_beside(subject) == path
+    assert suite_beside(replace(subject, builtin=True)) is None

@@ -15,9 +15,11 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
+from .. import __version__
 from ..errors import CompileError, FlashmoeError, MachineLostError, TooFewRoundsError
 from ..proof.text import foreign
 from .exit_codes import BUG, GATE_FAILED, HOLDS, INCONCLUSIVE, INTERRUPTED, USAGE
+from .verbs import VERBS
 
 # Module -> requirement, as in pyproject.toml: what the kernels need, and what the extra `proof` installs.
 KERNELS = {"torch": "torch>=2.9", "triton": "triton>=3.6,<3.10"}
@@ -41,6 +43,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv`` (default: that of the process) and return its exit code."""
     args = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     if missing := _missing(EXTRA):
+        if args == ["--version"]:
+            print(f"flashmoe {__version__}")
+            return HOLDS
+        if args[0] in ("--help", "-h"):
+            print("Usage: flashmoe VERB ...\n\nProve what a GPU kernel does, and how fast it is.\n\nCommands:")
+            print("\n".join(f"  {verb:<10}{text}" for verb, (_, text) in VERBS.items()))
+            print(f"\nMost of them need packages that are not installed: pip install {_quoted(missing)}")
+            return HOLDS
         return _report_missing(sorted([*missing, *_missing(KERNELS)]), args)
     return _run(args)
 
@@ -90,10 +100,14 @@ def _exit_code(error: FlashmoeError) -> int:
     return INCONCLUSIVE if isinstance(error, (MachineLostError, TooFewRoundsError)) else USAGE
 
 
+def _quoted(requirements: Sequence[str]) -> str:
+    return " ".join(map(repr, requirements))
+
+
 def _report_missing(missing: list[str], args: list[str]) -> int:
     names = ", ".join(re.split("[<>]", text)[0] for text in missing)
     message = f"flashmoe needs packages that are not installed: {names}"
-    hint = f"in a clone: pip install -e '.[proof]'; or only these: pip install {' '.join(map(repr, missing))}"
+    hint = f"in a clone: pip install -e '.[proof]'; or only these: pip install {_quoted(missing)}"
     return _report(args, "ModuleNotFoundError", message, hint, USAGE)
 
 

@@ -12,40 +12,19 @@ from typer.core import TyperGroup
 
 from .. import __version__
 from .options import Csv, Json, Junit, Metric, Run, Since, StoreName, Trust
-
-# Verb: its function, or the Typer of a group of verbs, and its line of help.
-_VERBS = {
-    "prove": ("prove:prove", "Take a kernel from its sources to a verdict."),
-    "compare": ("compare:compare", "Compare two revisions, or two runs."),
-    "diagnose": ("diagnose:diagnose", "Find out why a kernel is slow."),
-    "history": ("history:history", "Find where a subject became faster or slower."),
-    "verify": ("app:verify", "Judge every claim of this repository."),
-    "claim": ("claim:app", "Write a claim from a run."),
-    "lint": ("lint:lint", "Find figures in Markdown that name no claim."),
-    "show": ("app:show", "Show a run again."),
-    "report": ("report:report", "Make a page about a run, or several."),
-    "runs": ("app:runs", "List the runs that are kept here."),
-    "import": ("records:import_", "Take records into the store."),
-    "export": ("records:export", "Write runs to files."),
-    "cost": ("cost:app", "Show what runs have cost."),
-    "explain": ("explain:explain", "Show the kernel that serves a call, on any GPU."),
-    "doctor": ("app:doctor", "Show what this machine has and lacks."),
-    "suites": ("app:suites", "List the suites, or the cases of one."),
-    "baselines": ("app:baselines", "List the baselines, and which can run here."),
-    "readme": ("app:readme", "Write the tables of speeds into README.md and pages."),
-}
+from .verbs import VERBS
 
 
 class _Verbs(TyperGroup):
     """Imports the module of a verb when the verb is called, and lists all verbs without importing any."""
 
     def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002
-        return list(_VERBS)
+        return list(VERBS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:  # noqa: ARG002
-        if cmd_name not in _VERBS:
+        if cmd_name not in VERBS:
             return None
-        module, _, name = _VERBS[cmd_name][0].partition(":")
+        module, _, name = VERBS[cmd_name][0].partition(":")
         found = getattr(import_module(f".{module}", __package__), name)
         if not isinstance(found, typer.Typer):
             verb, found = found, typer.Typer(add_completion=False, rich_markup_mode=None)
@@ -56,7 +35,7 @@ class _Verbs(TyperGroup):
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002
         with formatter.section("Commands"):
-            formatter.write_dl([(verb, text) for verb, (_, text) in _VERBS.items()])
+            formatter.write_dl([(verb, text) for verb, (_, text) in VERBS.items()])
 
 
 app = typer.Typer(

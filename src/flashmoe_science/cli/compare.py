@@ -30,6 +30,7 @@ from ..proof.compare.revisions import (
 from ..proof.cost.cost import Bill
 from ..proof.cost.terminal import bill_as_plain, receipt
 from ..proof.gates import ProveRequest
+from ..proof.measure.nvml import NoSensors, list_sensors
 from ..proof.records.evidence import Record, Settings, TimeKind, is_document
 from ..proof.records.store import Archive, Store, find_repository
 from ..proof.report.compare_terminal import comparison_lines
@@ -218,6 +219,8 @@ def _compare_revisions(wanted: Wanted, terminal: Terminal) -> tuple[Record, Path
         terminal.warn("there are uncommitted changes, which are in neither revision", "commit them, and compare HEAD")
     if a.commit == b.commit:
         terminal.warn(f"both are commit {a.commit[:12]}", "what differs between them is noise")
+    if isinstance(list_sensors(), NoSensors):
+        terminal.warn("no NVIDIA GPU here: both revisions are checked, and no time is compared", "run it on a GPU")
     repository, store = find_repository(), Store(wanted.store)
     meter = make_meter(terminal, Archive(store, repository), check_budget(wanted.budget))
     keeper = make_keeper(terminal, store, repository, meter)

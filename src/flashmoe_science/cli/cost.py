@@ -13,7 +13,7 @@ from ..errors import InputError
 from ..proof.cost.cost import PACKAGED, Rate, Sum, add_up, format_dollars, load_rates, spent_seconds
 from ..proof.cost.terminal import rates_table, sums_table
 from ..proof.records.evidence import GATE_NAMES
-from ..proof.records.ledger import Entry, entries_of
+from ..proof.records.ledger import Entry
 from ..proof.records.store import Archive, Store, find_repository
 from ..proof.text import counted
 from .names import moment_named
@@ -55,7 +55,7 @@ def cost(context: typer.Context, since: Since = None, store: StoreName = None, a
         for record in archive.only_in_files(on_trouble=terminal.warn_of)
         if spent_seconds(record) > 0 and (moment is None or record.created_at >= moment)
     ]
-    entries = [*archive.store.ledger(since=moment), *(entry for record in unstored for entry in entries_of(record))]
+    entries = archive.store.ledger(since=moment)
     sums = {name: _in_order(add_up(entries, key, rate)) for name, key in _KEYS.items()}
     total = add_up(entries, lambda _: "total", rate).get("total", Sum())
     if entries:
@@ -63,8 +63,8 @@ def cost(context: typer.Context, since: Since = None, store: StoreName = None, a
     else:
         terminal.log.print("nothing was spent: no run held a GPU, and nothing was entered by hand")
     if unstored:
-        text = f"{counted(len(unstored), 'run')} of evidence/ that the store lacks, at current prices"
-        terminal.log.print(f"{text}\nhint: flashmoe import evidence/ keeps them there")
+        text = f"not counted: {counted(len(unstored), 'run')} of evidence/ that your store lacks"
+        terminal.log.print(f"{text}\nhint: flashmoe import evidence/ takes them into it, if you paid for them")
     by_key = {f"by_{name}": {key: vars(sum_) for key, sum_ in of_name.items()} for name, of_name in sums.items()}
     terminal.document({"total": vars(total), **by_key, "not_in_store": [record.id for record in unstored]})
 

@@ -22,7 +22,7 @@ from ..proof.records.ledger import Entry
 from ..proof.records.store import Store
 from ..proof.subject.loading import load_subject, operator_of
 from ..proof.subject.subject import Subject
-from ..proof.subject.suites import Suite, SuiteCase, list_suites, load_suite
+from ..proof.subject.suites import Suite, SuiteCase, list_suites, load_suite, suite_beside
 from .exit_codes import GATE_FAILED, HOLDS, INCONCLUSIVE
 from .names import check_name, gpu_named
 from .options import Json, StoreName, split
@@ -163,8 +163,9 @@ def _cases(subject: Subject, suite: str | None, names: Sequence[str]) -> list[Su
     if suite is not None:
         return choose_cases(load_suite(suite), subject, names)
     if names:
-        return choose_cases(_all_packaged(subject), subject, names)
-    cases = choose_cases(load_suite(DEFAULT_SUITE), subject, ())
+        beside = suite_beside(subject)
+        return choose_cases(load_suite(str(beside)) if beside else _all_packaged(subject), subject, names)
+    cases = choose_cases(load_suite(str(suite_beside(subject) or DEFAULT_SUITE)), subject, ())
     work = operator_of(subject).work
     return [max(cases, key=lambda case: work(case.problem).flops)]
 

@@ -25,7 +25,7 @@ from ..proof.records.store import Archive, Store, find_repository
 from ..proof.report.junit import write_junit
 from ..proof.report.terminal import case_table, count_line, outcome_table, unmeasured_lines
 from ..proof.subject.loading import load_subject, operator_of, subject_text
-from ..proof.subject.suites import list_suites, load_suite, suite_text
+from ..proof.subject.suites import list_suites, load_suite, suite_beside, suite_text
 from ..proof.text import counted
 from .names import check_name, gpu_named
 from .options import Csv, Gpus, Json, Junit, Metric, Seed, StoreName, SuiteName, given, split
@@ -345,7 +345,8 @@ def _request(wanted: Wanted, name: str, repository: Path | None) -> ProveRequest
         hint = "e.g. --time-limit 60"
         raise InputError(f"time limit must be a number of seconds above 0, got {wanted.time_limit:g}", hint=hint)
     subject = load_subject(name, time_limit=wanted.time_limit)
-    suite = load_suite(wanted.suite, timeout_s=subject.limits.import_s)
+    beside = suite_beside(subject) if wanted.resume is None and "suite" not in wanted.given else None
+    suite = load_suite(str(beside or wanted.suite), timeout_s=subject.limits.import_s)
     known = list(operator_of(subject).baselines())
     for baseline in wanted.baselines:
         check_name("baseline", baseline, known)

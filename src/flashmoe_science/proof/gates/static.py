@@ -9,6 +9,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ...gpu.specs import find_gpu
+from ..subject.failure_hints import not_here
 from ..subject.subject import expand_sources, hash_sources
 from ..text import counted
 from ..worker import TaskCall, run_tasks
@@ -139,6 +140,10 @@ def import_entry(run: Run) -> Outcome:
     smallest = min(run.cases.values(), key=lambda case: case.work.bytes)
     payload, limit = run.payload(case=smallest.problem), run.subject.limits.import_s
     result = run.run_task("tasks:import_subject", payload, timeout_s=limit)
+    said = result.reason if result.data is None else result.data.get("failure", "")
+    if said and not run.has_gpu and (why := not_here(said)):
+        run.not_built = f"it cannot be imported here: {why}"
+        return not_possible(f"{run.subject.entry_point}: {why}", details=[run.hide_paths(said)])
     if not result.ok or result.data is None:
         hint, tail = run.explain_crash(result, "import_s")
         return failed(f"{run.subject.entry_point}: {run.hide_paths(result.reason)}", hint=hint, details=tail)

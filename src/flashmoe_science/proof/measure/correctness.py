@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...errors import ProofError
 from ..records.evidence import Accuracy, OutputAccuracy
+from ..subject.failure_hints import not_here
 from ..subject.operator import Inputs, Operator
 from ..subject.outputs import known_parts, names_of, not_formed, parts
 from ..worker import describe_error
@@ -40,6 +41,10 @@ _ELEMENTS_AT_ONCE = 2**27  # 1 GiB in fp64
 _FEW = 8  # elements: so few can be the same by chance
 
 NAN_BYTE = 0xFF  # bytes of it read as NaN in every floating-point format, of 16 bits too
+
+
+class NotPossibleHereError(Exception):
+    """A CPU cannot run this call: nothing is shown, for or against it."""
 
 
 class WrongResultError(Exception):
@@ -182,6 +187,8 @@ class _Runner:
                 answer = call()
             _synchronize(self._device)
         except Exception as error:
+            if self._device == "cpu" and (why := not_here(describe_error(error), error)):
+                raise NotPossibleHereError(f"{why}: {describe_error(error)}") from error
             raise WrongResultError(f"{which}: raised {describe_error(error)}") from error
         if changes := shared.changes():
             raise WrongResultError(f"{which} changed what all arms share: {changes}")

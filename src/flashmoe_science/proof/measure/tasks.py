@@ -176,7 +176,7 @@ def check_correct(payload: dict[str, Any], emit: Emit) -> dict[str, Any]:
 
 
 def _check(subject: Subject, operator: Any, entry: Any, problem: Any, device: str, seed: int) -> dict[str, Any]:
-    from .correctness import WrongResultError, check_case
+    from .correctness import NotPossibleHereError, WrongResultError, check_case
 
     stand_in, promised = "", subject.deterministic
     if device == "cpu":
@@ -187,6 +187,8 @@ def _check(subject: Subject, operator: Any, entry: Any, problem: Any, device: st
     try:
         with blaming(subject.operator):
             accuracy = check_case(operator, entry, problem, device=device, seed=seed, deterministic=promised)
+    except NotPossibleHereError as error:
+        return {"status": "not possible here", "reason": str(error), "accuracy": None, "stand_in": ""}
     except WrongResultError as error:
         accuracy_json = error.accuracy.model_dump(mode="json") if error.accuracy else None
         return {"status": "failed", "reason": str(error), "accuracy": accuracy_json, "stand_in": stand_in}

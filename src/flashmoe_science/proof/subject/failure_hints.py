@@ -86,9 +86,35 @@ def explain_import(error: BaseException) -> tuple[str, str]:
     return f"{type(error).__name__}: {messages[0]}" if messages[0] else type(error).__name__, ""
 
 
-def _chain(error: BaseException) -> Iterable[BaseException]:
+# What a machine without a GPU cannot do, by what it says: no fault of the kernel.
+_NO_DRIVER = (
+    r"Found no NVIDIA driver|No CUDA GPUs are available|not compiled with CUDA|\b0 active drivers|cuInit"
+    r"|no CUDA-capable device|libcuda\.so|driver version is insufficient"
+)
+_NOT_HERE = (
+    (
+        _NO_DRIVER,
+        "it asks for a GPU driver, and there is none here",
+    ),
+    (r"not implemented for '(BFloat16|Half|Float8\w*)'", "PyTorch has no such operation on a CPU"),
+    (r"InterpreterBuilder|[Ii]nterpret\w* (mode )?(does not|is not|not) support", "Triton's interpreter cannot run it"),
+)
+
+
+def not_here(said: str, error: BaseException | None = None) -> str:
+    """Return why a machine without a GPU cannot run something, by the error that it raised; empty: it is at fault."""
+    said = "\n".join([said, *(str(each) for each in _chain(error))])
+    for pattern, why in _NOT_HERE:
+        if re.search(pattern, said) is not None:
+            return why
+    chain = list(_chain(error))
+    interpreted = any(type(each).__name__ == "InterpreterError" for each in chain)
+    return _NOT_HERE[-1][1] if interpreted and any(isinstance(each, NotImplementedError) for each in chain) else ""
+
+
+def _chain(error: BaseException | None) -> Iterable[BaseException]:
     """Yield an error, and those that it was raised from: torch.ops.load_library hides the loader's own."""
-    current: BaseException | None = error
+    current = error
     while current is not None:
         yield current
         current = current.__cause__ or current.__context__

@@ -89,6 +89,12 @@ def load_suite(name_or_path: str, *, timeout_s: float = 300.0) -> Suite:
     return Suite(file.name, file.operator, file.description, _parse_cases(file, path, timeout_s), path)
 
 
+def suite_beside(subject: Subject) -> Path | None:
+    """Return the file suite.toml beside a kernel.toml, where it is a suite of the subject's operator."""
+    path = subject.folder / "suite.toml"
+    return path if not subject.builtin and path.is_file() and operator_in(path) == subject.operator else None
+
+
 def check_operator(suite: Suite, subject: Subject) -> None:
     """Refuse a suite of another operator than the subject's. Raises ``SuiteError``, with the suite beside it if any."""
     if suite.operator == subject.operator:

@@ -1,0 +1,25 @@
+"""The verbs of the command line, by names alone: `flashmoe --help` needs the standard library only."""
+
+from __future__ import annotations
+
+# Verb: its function, or the Typer of a group of verbs, and its line of help.
+VERBS = {
+    "prove": ("prove:prove", "Take a kernel from its sources to a verdict."),
+    "compare": ("compare:compare", "Compare two revisions, or two runs."),
+    "diagnose": ("diagnose:diagnose", "Find out why a kernel is slow."),
+    "history": ("history:history", "Find where a subject became faster or slower."),
+    "verify": ("app:verify", "Judge every claim of this repository."),
+    "claim": ("claim:app", "Write a claim from a run."),
+    "lint": ("lint:lint", "Find figures in Markdown that name no claim."),
+    "show": ("app:show", "Show a run again."),
+    "report": ("report:report", "Make a page about a run, or several."),
+    "runs": ("app:runs", "List the runs that are kept here."),
+    "import": ("records:import_", "Take records into the store."),
+    "export": ("records:export", "Write runs to files."),
+    "cost": ("cost:app", "Show what runs have cost."),
+    "explain": ("explain:explain", "Show the kernel that serves a call, on any GPU."),
+    "doctor": ("app:doctor", "Show what this machine has and lacks."),
+    "suites": ("app:suites", "List the suites, or the cases of one."),
+    "baselines": ("app:baselines", "List the baselines, and which can run here."),
+    "readme": ("app:readme", "Write the tables of speeds into README.md and pages."),
+}
