@@ -23,7 +23,7 @@ from .conftest import RUN_ID
 ROOT = Path(__file__).resolve().parents[2]
 VERBS = (
     *("prove", "diagnose", "compare", "verify", "show", "report", "runs", "import", "export", "explain", "doctor"),
-    *("suites", "baselines", "readme", "claim new", "lint", "cost", "cost add", "cost rates", "history"),
+    *("init", "suites", "baselines", "readme", "claim new", "lint", "cost", "cost add", "cost rates", "history"),
 )
 
 

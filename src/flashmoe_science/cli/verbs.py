@@ -5,6 +5,7 @@ from __future__ import annotations
 # Verb: its function, or the Typer of a group of verbs, and its line of help.
 VERBS = {
     "prove": ("prove:prove", "Take a kernel from its sources to a verdict."),
+    "init": ("init:init", "Write the files of a first trial."),
     "compare": ("compare:compare", "Compare two revisions, or two runs."),
     "diagnose": ("diagnose:diagnose", "Find out why a kernel is slow."),
     "history": ("history:history", "Find where a subject became faster or slower."),
