@@ -81,6 +81,10 @@ def test_a_claim_about_a_kernel_with_its_own_suite_is_made_verified_and_reported
     assert err == f"hint: {mend}; --asserted writes it all the same\n"
     (folder / "kept").rename(folder / "suite.toml")
     code, out, err = run("claim", "new", record.id)
+    assert (code, out.startswith("inconclusive ")) == (4, True)
+    assert "`flashmoe verify --trust`" in err
+    assert "is trusted" in run("verify", "--trust")[2]
+    code, out, err = run("claim", "new", record.id)
     assert (code, err) == (0, "")
     assert out.startswith("demonstrated  On H200, mine is at least 2 times as fast as torch in a CUDA graph")
     assert run("verify")[1].splitlines()[-1] == "2 claims: 2 demonstrated"
