@@ -90,12 +90,12 @@ def flash_attention(
         bias: ``[B or 1, H or 1, Sq, Sk]`` fp16, bf16 or fp32, any strides (0 too), is added to the scores; -inf hides
             a key. Scale, softcap, ALiBi and bias are applied in this order, the masks last.
         dropout_p: the share of the probabilities that are dropped, at least 0 and less than 1; 0 for no dropout. After
-            the softmax those kept are divided by 1 - dropout_p; the LSE is that without dropout. Of row m, key n and
-            head h of sequence b it is kept if and only if a random number of 32 bits is at least dropout_p * 2**32: of
-            the four of Philox 4x32 (10 rounds) with the counter (m, n // 4, b * H + h, offset mod 2**32) and the seed
-            as key the one at n % 4. So it is the same for every kernel, tile and launch, and in the gradients.
+            the softmax the kept ones are divided by 1 - dropout_p; the LSE is that without dropout. Probability
+            (b, h, m, n) is kept if and only if a random number of 32 bits is at least dropout_p * 2**32. The number is
+            word n % 4 of Philox4x32-10 with counter (m, n // 4, b * H + h, offset mod 2**32) and the seed as key. So
+            the mask is the same in every kernel, tile and launch, and in the gradients.
         dropout_seed: ``[2]`` int64, contiguous, on the device of q: seed and offset, which the host does not read.
-            Default: drawn from torch's default generator. Where dropout_p is 0 it is not used.
+            Default: drawn from torch's default generator. Unused if dropout_p is 0.
         return_lse: return the log-sum-exp of every row too.
         kernel: ``"auto"``, or one name to force (``explain`` lists them); a forced kernel never falls back.
 
@@ -109,15 +109,16 @@ def flash_attention(
         UnsupportedError: no kernel, or not the kernel forced, serves this call (see docs/reference/features.md);
             alibi requires grad while gradients are recorded; or gradients are differentiated again.
 
-    Gradients, of o and of the LSE: q, k, v, sinks and bias have them, 0 in rows that see no key. Kept for them are the
-    inputs, o and the LSE. The same bits in every run (``kernel`` is that of the forward). Beside a bias or a scale of
-    more than 2**24 in size, the LSE, in fp32, is too coarse for them. Under autocast q, k and v of fp32 are cast.
+    Gradients, of o and of the LSE: q, k, v, sinks and bias have them, 0 in rows that see no key. The backward saves the
+    inputs, o and the LSE. Its bits are the same in every run (``kernel`` selects the forward kernel only). Gradients
+    are inaccurate beside a bias or a scale of more than 2**24 in size: the fp32 LSE is too coarse. Under autocast q, k
+    and v of fp32 are cast.
 
     Numerics: fp32 scores, softmax and accumulators; P is rounded to the dtype of v. Error within twice that of the
-    eager run in the same dtype, against fp64. Run-to-run bitwise equal for tensors laid out alike: alignment and
+    eager run in the same dtype, against fp64. Runs are bitwise equal for tensors of the same layout: alignment and
     strides may change the order of a sum, and so bits. On Hopper P may be up to 2**10 times what the softmax gives
-    before it is divided: V beyond 2**100 may overflow. CPU tensors run ``reference.attention``. Beyond 2**24 in
-    size, scaled scores of fp32 are more than 1 apart: rows that have such are not accurate, and may be 0 or NaN.
+    before it is divided: V beyond 2**100 may overflow. CPU tensors run ``reference.attention``. Scaled fp32 scores
+    beyond 2**24 in size are more than 1 apart: rows with such scores are inaccurate, and may be 0 or NaN.
     """
     try:
         has_features = (

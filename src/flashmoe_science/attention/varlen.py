@@ -88,12 +88,12 @@ def flash_attention_varlen(
         alibi: ``[H]`` or ``[B, H]``.
         bias: ``[B or 1, H or 1, rows, columns]`` fp16, bf16 or fp32, any strides (0 too), with ``max_seqlen_q`` rows
             and ``max_seqlen_k`` columns or more: element (b, h, m, n) is added to the score of query m and key n of
-            sequence b, both counted from its start; -inf hides the key. Elements behind the ends of all sequences that
-            it serves decide nothing, whatever they are; their gradient is 0. A call is prepared, and has programs, for
-            the size of its bias and not for the maxima: pad it to few sizes, and pass of a much larger one a slice.
+            sequence b, both counted from its start; -inf hides the key. Elements beyond the end of every sequence they
+            serve are ignored, even if NaN; their gradient is 0. A call is prepared for the size of its bias, not for
+            the maxima, and launches programs for it: pad biases to a few sizes; slice a much larger one.
         seqused_q: ``[B]`` int32, contiguous: queries of each sequence, where it ends before its place does.
-        seqused_k: ``[B]`` int32, the same of its keys. Keys behind it decide nothing, whatever they are. With it, but
-            without ``page_table``, sequences may lie in k in any order and share keys: sequence b has
+        seqused_k: ``[B]`` int32, the same for keys. Keys beyond it are ignored, even if NaN. With it, but without
+            ``page_table``, sequences may lie in k in any order and share keys: sequence b has
             ``k[cu_seqlens_k[b] : cu_seqlens_k[b] + seqused_k[b]]``. Gradients of k and v need keys of its own, which
             end before ``cu_seqlens_k[b + 1]``: on a GPU the gradients are NaN else, and checked lengths raise.
         dropout_p: as in ``flash_attention``, with m and n counted from the start of the sequence b.
@@ -112,7 +112,7 @@ def flash_attention_varlen(
     Raises:
         InputError: a shape, dtype, device or value breaks the contract above. Lengths on a GPU are not read, as that
             would wait for it; with ``FLASHMOE_CHECK=1`` in the environment they are read and checked, except while a
-            CUDA graph is captured. Those on a CPU always are. So are pages.
+            CUDA graph is captured. Lengths on a CPU are always checked. The same holds for pages.
         UnsupportedError: as in ``flash_attention``; with ``page_table`` also for dropout, and where gradients are
             recorded and an input requires grad.
 

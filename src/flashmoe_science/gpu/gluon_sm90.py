@@ -1,6 +1,6 @@
-"""What kernels for Hopper are built of, in Gluon: rings of tiles, barriers of the hardware, tiles drawn from a counter.
+"""Primitives of Hopper kernels, in Gluon: rings of tiles, hardware barriers, tiles fetched from a counter.
 
-And operands in 16 bits, and three ways to hide a value from the compiler, with the reason for each.
+Also: 16-bit operands, and three ways to hide a value from the compiler, with the reason for each.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def fetch_next(counter_ptr):
 def get_fetched(ticket, counter_ptr, tiles):
     """Return the tile of a ticket: the next that nobody has, or one past the end.
 
-    One fetch a tile: the last one puts the counter back to 0 for the next launch.
+    Each tile is fetched once; the last fetch resets the counter to 0 for the next launch.
     """
     ticket = gl.inline_asm_elementwise(
         "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", "=r,r", [ticket], dtype=gl.int32, is_pure=False, pack=1
@@ -194,7 +194,7 @@ def special_register(NAME: gl.constexpr):
 def pack(p, dtype: gl.constexpr):
     """Round to 16 bits, two neighbours to an integer: [M, N] fp32 -> [M, N // 2] int32.
 
-    So P crosses from step to step: 16-bit values that do are unpacked and packed again by ptxas, an instruction a pair.
+    Keeps P packed across steps: ptxas would unpack and repack 16-bit values, an instruction a pair.
     """
     PTX_TYPE: gl.constexpr = "bf16x2" if dtype == gl.bfloat16 else "f16x2"
     low, high = gl.split(p.reshape([p.shape[0], p.shape[1] // 2, 2]))

@@ -1,4 +1,4 @@
-"""Tensor maps: what Hopper's copy engine (TMA) is told of a tensor, as the driver encodes it.
+"""Tensor maps: descriptors of tensors for Hopper's copy engine (TMA), as the driver encodes them.
 
 A kernel takes a map by value, in its parameter block. It is encoded once for a shape; from call to call only the
 address changes. The address is the first of the map's 16 words, as ``encode_without_address`` makes sure, so a call

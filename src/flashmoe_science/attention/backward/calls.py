@@ -76,7 +76,7 @@ def _kernel_call(plan: BackwardPlan, device: torch.device) -> Call:
 
     def call(tensors: Tensors) -> dict[str, Tensor]:
         q = tensors["q"]
-        # Of packed sequences the LSE is [H, T], and lies in memory as kernels read it: rows of tokens.
+        # The LSE of packed sequences is [H, T], stored token-major, as kernels read it.
         rows = {name: tensors[name] for name in ("lse", "dlse") if name in tensors}
         rows = {name: (tensor.t() if p.packed else tensor).contiguous() for name, tensor in rows.items()}
         if "k" in p.seqused and "k" in problem.wanted:

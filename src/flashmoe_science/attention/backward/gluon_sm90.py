@@ -12,13 +12,13 @@ that bits do not vary: a writer waits until the key tile before has been added, 
 for neither, unless both tiles of dQ in shared memory are full. The first key tile stores, so nothing has to be made 0
 before. A key tile waits only for key tiles that were drawn before it: no program waits for one that does not run.
 
-From the last query tile to the first, since all key tiles of a head then start with the same query tile, and the first
-of them, whose walk is the longest when causal, is drawn first. With a window that bounds keys from the left, too, each
-starts where it is seen last. Causal, four or two heads of a group are walked over together, each query tile in all of
-them: a key tile whose walk over a head is shorter waits at each further walk for the one before it, so less often.
+Query tiles are walked backwards: all key tiles of a head then start at the same query tile, and the first key tile,
+which has the longest causal walk, is fetched first. With a left window bound, too, each key tile starts at the last
+query tile that sees it. When causal, four or two heads of a group are walked over together, each query tile in all of
+them. A key tile with a shorter walk waits for the one before it at each further walk, so fewer walks mean fewer waits.
 
-Of heads with 128 columns a part of V lives in registers, as shared memory is what a step waits for. Then dP is computed
-when the scores have become P, in their place.
+At D = 128, part of V stays in registers, because shared-memory bandwidth limits a step. dP is then computed after the
+scores have become P, in the same registers.
 
 dQ is accumulated as the registers hold it, 16 bytes a thread side by side; ``_finish_dq_kernel`` brings it in order.
 

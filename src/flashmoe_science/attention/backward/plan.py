@@ -152,9 +152,9 @@ BACKWARD_TABLES: dict[tuple[int, ...], dict[tuple[int, int], BackwardTiles]] = {
 }
 
 
-# With dropout, whose numbers take registers, and with a bias of packed sequences, whose ends do: (bytes of an element,
-# columns) -> tiles of the kernels that own keys, queries and the bias. They are held to the same on every architecture,
-# with all features too; fp32 has its own.
+# Tiles for dropout (random numbers take registers) and for packed biases (sequence ends do): (bytes of an element,
+# columns) -> tiles of the kernels that own keys, queries and the bias. The same on every architecture, and checked
+# there with all features; fp32 has its own.
 _SMALL_TILES = {
     (2, 64): (Tile(32, 32, 8, 1), Tile(64, 32, 8, 2), Tile(32, 64, 8, 1)),
     (2, 128): (Tile(32, 32, 8, 1), Tile(64, 32, 8, 2), Tile(32, 32, 8, 1)),

@@ -35,19 +35,20 @@ class HopperBackwardConfig:
     keys: int = 128  # of a key tile: 64 of each warpgroup; of the widest heads 64 that both share
     writers: int = 1  # that add to the same query tile
     num_stages: int = 2  # query tiles in flight
-    # Of V that live in registers, of a head of 128. Each product of 64 x 64 x 16 with both operands in shared memory
-    # reads there as fast as it can; with 64 columns a step keeps it busy for 2,816 clocks, by count, in place of 2,944.
-    # In fp16, or with a window, ptxas of Triton 3.9 spills in the loops.
+    # Columns of V kept in registers at D = 128. A product of 64 x 64 x 16 with both operands in shared memory is limited
+    # by its bandwidth. With 64 columns in registers a step occupies it for 2,816 clocks, by count, instead of 2,944. In
+    # fp16, or with a window, ptxas of Triton 3.9 spills in the loops.
     v_columns: int = 0
-    # K/V heads whose first key tiles are drawn first, then their second ones... 132 programs then walk over the same
-    # query tiles eight at a time: fewer, and Q, dO and dQ come from memory; more, and all wait for one another. At
-    # D 64, causal, where steps are short and key tiles unlike, four at a time: 315 TFLOP/s to 276 at 1k keys, 501 to
-    # 491 at 4k (lab/hopper/backward/6_groups_and_dk_that_runs_on.txt).
+    # K/V heads that share an order of key tiles: the first key tile of each, then the second of each, and so on. With
+    # 16, about eight of 132 programs walk over the same query tiles. With fewer programs there, Q, dO and dQ come from
+    # memory; with more, they wait for one another. At D 64, causal, where steps are short and key tiles differ in
+    # length, four at a time are faster: 315 TFLOP/s instead of 276 at 1k keys, 501 instead of 491 at 4k
+    # (lab/hopper/backward/6_groups_and_dk_that_runs_on.txt).
     heads_per_group: int = 16
-    # Query heads of a group that a key tile walks over together; those of other heads come after them. A causal walk is
-    # shorter the later its keys: at each further walk it waits for the key tile before it, so that all take as long as
-    # the first (lab/hopper/backward/turns.py). But who does not wait walks where no other program is, and reads Q, dO
-    # and dQ from memory, it seems (lab/hopper/backward/13_heads_together.txt).
+    # Query heads of a group that a key tile walks over together, before the next ones. Later keys have a shorter causal
+    # walk. At each further walk a key tile waits for the one before it, so all take as long as the first
+    # (lab/hopper/backward/turns.py). But a program that does not wait runs ahead of the others and appears to read Q,
+    # dO and dQ from memory (lab/hopper/backward/13_heads_together.txt).
     heads_together: int = 1
     dependent_launch: bool = True  # a kernel is set up while the one before ends
     prepare_warps: int = 4

@@ -16,7 +16,7 @@ from ...gpu.gluon_sm90 import fetch_next, lap_of, rematerialize, slot_of, wait_f
 from ...gpu.gluon_versions import aggregate
 
 ROWS = gl.constexpr(64)  # keys that a warpgroup computes scores of
-# A writer may be behind the producer by as many key tiles as have five steps, and those may be five.
+# A writer lags the producer by at most five steps, and so by at most five key tiles.
 _SLOTS = gl.constexpr(8)
 
 

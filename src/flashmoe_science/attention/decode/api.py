@@ -120,8 +120,8 @@ def flash_attention_with_kv_cache(
             read are not read either. Where all keys of a row have the most negative number, they are equal, and the LSE
             is below -2e38.
         softmax_scale: as in ``flash_attention``.
-        num_splits: over how many shares the keys of a sequence are split, at most; 0 leaves it to the plan. Where it is
-            given, it counts, and the bits are promised as by ``batch_invariant``.
+        num_splits: the most splits of the keys of a sequence; 0 leaves the choice to the plan. A given number overrides
+            ``batch_invariant``, with the same bitwise guarantee.
         batch_invariant: a sequence gets the same bits whatever else is in the batch, and whatever the capacity of the
             cache: its keys are cut by its own length alone. Its left padding, the options, Sq, H, HK, D, DV, dtype,
             page size, GPU and versions must be the same, and for MLA on Hopper whether all rows start at multiples of
@@ -140,9 +140,9 @@ def flash_attention_with_kv_cache(
         UnsupportedError: no kernel serves this call, an input requires grad while gradients are recorded, or one has a
             forward-mode tangent.
 
-    Numerics: those of ``flash_attention``; shares are merged in fp32 in a fixed order, so results have the same bits in
-    every run. CPU tensors run ``cache_reference``. Unchecked, a length on a GPU is cut to what the cache holds, and
-    a page that does not exist is read where it would be, or by ``decode_gluon_sm90`` as zeros.
+    Numerics: those of ``flash_attention``. Results are bitwise reproducible: splits merge in fp32 in a fixed order. CPU
+    tensors run ``cache_reference``. Unchecked, a length on a GPU is cut to what the cache holds, and a page that does
+    not exist is read where it would be, or by ``decode_gluon_sm90`` as zeros.
     """
     refuse_context_parallel()
     call = describe_cache_call(

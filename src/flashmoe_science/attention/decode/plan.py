@@ -25,11 +25,11 @@ class KVSplits:
     """How the keys of a sequence are cut into shares, one program each."""
 
     schedule: str  # "whole", "even", "own length" or "balanced"
-    splits: int  # the most shares of one sequence; "balanced": of all sequences and one row tile, but one a sequence
+    splits: int  # the most splits of one sequence; "balanced": all splits of a row tile, less one for each sequence
     least_tiles: int  # key tiles of a share
     programs: int  # shares that the grid has room for, of all sequences and one row tile
     most: int  # shares of one sequence that there can be
-    uniform: int = 1  # "balanced": shares of each sequence where all of them turn out about as long
+    uniform: int = 1  # "balanced": splits of each sequence when lengths are about equal
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +86,11 @@ def partial_sizes(plan: DecodePlan) -> tuple[int, int]:
 
 
 # Tiles: (architectures) -> {(bytes of an element, columns of the wider of the D and DV tiles): by rows, fewest first}.
-# What limits decoding is how many bytes of K and V an SM has asked for and not yet got: 4.8 TB/s times about 1 us over
-# 132 SMs are 36 KB. A step of 32 KB, two or three of them in flight a block and two or three blocks an SM give more
-# than that at any time. With 16 rows on sm_90, the first row of a width serves calls with little to read, in which
-# the start counts, and calls whose bits must not depend on the batch; _MORE_TO_READ serves the others. For
-# 16-bit elements these were measured on an H200 (lab/decode/1_h200.txt); other architectures, fp32 and more rows not.
+# Decoding is limited by the bytes of K and V in flight per SM: 4.8 TB/s x about 1 us / 132 SMs = 36 KB. A step reads
+# 32 KB; two or three steps in flight a block, and two or three blocks an SM, are always more than that. With 16 rows on
+# sm_90, the first row of a width serves calls with little to read, where launch latency dominates, and calls whose bits
+# must not depend on the batch; _MORE_TO_READ serves the others. Entries for 16-bit elements were measured on an H200
+# (lab/decode/1_h200.txt); those for other architectures, fp32 and more rows were not.
 _D = DecodeConfig
 DECODE_TABLES: dict[tuple[int, ...], dict[tuple[int, int], tuple[DecodeConfig, ...]]] = {
     (80,): {
@@ -139,10 +139,10 @@ _SHORT_KEYS = 4096
 _SHORT_BLOCKS = 1.5  # an SM
 _SHORT: dict[tuple[int, ...], dict[tuple[int, int], DecodeConfig]] = {(90, 100): {(2, 128): _D(16, 64, 4, 4, 2)}}
 
-# In place of these for one sequence of so few keys that the start counts, where the host knows which come first: L2 is
-# asked for them ahead of all waits. 4.40 us and 4.76 at 512 keys, 5.16 and 5.63 at 1k (8 K/V heads); beyond, and with
-# more sequences, it gives nothing. That was with registers for 5 blocks an SM, of which Triton 3.9 spills some. For 3
-# it spills none, and 8 K/V heads are cut into the same shares, one block an SM.
+# One short sequence, where launch latency dominates and the host knows the first keys, uses these tiles instead: it
+# prefetches keys into L2 before the first wait. 4.40 us instead of 4.76 at 512 keys, 5.16 instead of 5.63 at 1k (8 K/V
+# heads). With more keys or sequences it gains nothing. Those times are with registers for 5 blocks an SM, where Triton
+# 3.9 spills. With registers for 3 blocks nothing spills, and 8 K/V heads get the same splits, one block an SM.
 _FEW_KEYS = 1024
 _FEW: dict[tuple[int, ...], dict[tuple[int, int], DecodeConfig]] = {
     (90,): {(2, 128): _D(16, 64, 4, 2, 3, prefetch=True)},
@@ -157,12 +157,12 @@ _NEARLY_AS_EVEN = 0.95
 # grid has room for all of them, and where lengths are uniform the rest of it starts, reads the lengths and ends.
 _BALANCED_ROUNDS = 2
 _MAX_BALANCED_BATCH = 1024  # every program reads all lengths
-# The shares of a batch-invariant call: of these many keys at the least for each 16 rows, as each row has a partial
-# output; and no more of one sequence than give each SM one, within these bounds. 8k keys of one sequence, 8 K/V heads:
-# 12.95 us with 16 shares, 13.68 with 32; 16 such sequences: 133.9 us and 136.1.
+# Batch-invariant splits have at least this many keys per 16 rows, because each row writes a partial output. A sequence
+# has at most one split an SM, within these bounds. 8k keys of one sequence, 8 K/V heads: 12.95 us with 16 splits, 13.68
+# with 32; 16 such sequences: 133.9 us and 136.1.
 _INVARIANT_KEYS = 256
 _INVARIANT_SPLITS = (4, 64)
-# Queries of prompt size are tiles enough without shares, whose partial outputs would take more memory than the cache.
+# Prompt-sized queries fill the grid without splits, and their partial outputs would take more memory than the cache.
 _INVARIANT_ROW_TILES = 4
 MERGE_WARPS = 4
 APPEND_WARPS = 4

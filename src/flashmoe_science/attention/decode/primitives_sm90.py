@@ -1,4 +1,4 @@
-"""What the kernel for Hopper that attends to a cache is built of (Gluon): shares, as ``decode_triton`` cuts them."""
+"""Primitives of the Hopper decode kernel (Gluon): splits of the keys, cut as ``decode_triton`` cuts them."""
 
 from __future__ import annotations
 

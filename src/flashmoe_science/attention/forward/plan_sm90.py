@@ -20,12 +20,12 @@ _HOPPER_L2_BYTES = 32 << 20  # of K and V of a group of heads: what FlashAttenti
 # tiles of a program, at about 1 us each in any call of less than half an hour.
 _HOPPER_MAX = 2**29
 
-# Where row tiles do not fill the GPU, forward_triton may split the keys, in two kernels. By columns and mask: up to how
-# many row tiles on 132 SMs that is faster, and how many row tiles x keys its second kernel costs. Measured on an H200
+# Where row tiles do not fill the GPU, forward_triton may split the keys, in two kernels. Per head width and mask: the
+# row tiles on 132 SMs up to which splitting is faster, and the cost of the merge in row tiles x keys. Measured on an H200
 # with 256 to 4k keys and 8 to 96 row tiles, full and causal (lab/hopper/15_few_tiles.txt): a row tile takes 6.3 us and
 # 7.3 ns a key (D 64; causal 7 and 8.1), 7.3 and 9.2 (D 128) or 7.5 and 18 (D 256), however many there are; with split
-# keys 9, 12 or 16 us, and 105, 163 or 260 ps a key and row tile. Of D 256 the second number is larger than these give,
-# 33,000: at 1k keys split ones took 24 to 32 us, and 8 and 16 row tiles 25 to 26.
+# keys 9, 12 or 16 us, and 105, 163 or 260 ps a key and row tile. At D 256 these give a second number of 33,000. It is
+# raised: at 1k keys split ones took 24 to 32 us, and 8 and 16 row tiles 25 to 26.
 _SPLIT_TILES = {
     (64, False): (70, 26_000),
     (64, True): (77, 19_000),
@@ -34,9 +34,9 @@ _SPLIT_TILES = {
     (256, False): (69, 64_000),
     (256, True): (69, 64_000),
 }
-_SPLIT_ROWS = 64  # up to so many query rows most of a tile is empty: not measured, and the keys are split
+_SPLIT_ROWS = 64  # up to this many query rows most of a tile is empty: the keys are split, without a measurement
 # D 64, where one round takes all row tiles: three warpgroups take 16.4 us at 1k keys, two 13.4; 45.8 and 35.9 at 4k,
-# causal 46.0 and 39.5 (lab/hopper/15_few_tiles.txt). Of 96 columns it was not measured.
+# causal 46.0 and 39.5 (lab/hopper/15_few_tiles.txt). D 96 was not measured.
 _ONE_ROUND = HopperConfig(2, 128, 2, ping_pong=True)
 
 # The share of the row tiles that packing heads must save.

@@ -11,9 +11,9 @@ issued together are its own, and its docstring says why they are so. What differ
   masked. Its values meet a P of 0, but 0 times NaN is NaN: values behind the end of a sequence become 0 in shared
   memory, in the one tile that has them. What TMA stored of a last row tile would overwrite the next sequence: such a
   tile goes to memory by masked stores.
-- Packed row tiles are drawn from a counter, those of the sequences with the most keys first
-  (``sequences_triton``). Others lie as the host knows, and a program's tiles are fixed: they are dealt out round by
-  round, in every second one in opposite order, so that who had the longest gets the shortest.
+- Packed row tiles are fetched from a counter, those of the sequences with the most keys first
+  (``sequences_triton``). The host knows all other row tiles, and each program gets fixed ones: they are dealt round by
+  round in alternating order (serpentine), so a program's longest tile is paired with a short one.
 
 Source: as ``forward_gluon_sm90``. Ours: all that differs.
 """

@@ -25,7 +25,7 @@ _ORDERS_TRIED = 16
 def without_features(problem: AttentionProblem) -> AttentionProblem:
     """Return the plain problem of the same sizes, whose limits are those of ``forward_gluon_sm90``.
 
-    Of packed sequences one is left: their tokens are steps of TMA, were all sequences of one token.
+    A packed batch becomes one sequence: TMA indexes its tokens.
     """
     plain = dataclasses.replace(problem, window=(-1, -1), softcap=0.0, sinks="", packed=False, seqused="")
     if not problem.packed:

@@ -22,8 +22,8 @@ from ..records.toml_files import read_toml
 from ..text import counted
 
 # Seconds of the rough model, within a factor of two of the runs in evidence/ on an H200 (a test checks it): start of a
-# worker; recorder of launches; loading and compiling per kind of problem and arm; warm-up and calls per case and arm;
-# answers in fp64 and longer calls per TFLOP above one a case.
+# worker; recorder of launches; loading and compiling per kind of problem and arm; warm-up and calls per case and arm.
+# fp64 references and long calls cost extra per TFLOP beyond the first of a case.
 _START = 3.0
 _RECORDER = 5.0
 _KIND_OF_ARM = 0.4

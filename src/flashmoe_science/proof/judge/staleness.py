@@ -1,4 +1,4 @@
-"""What changed since a run, by which a claim that it demonstrated is stale.
+"""Find changes since a run that make a claim stale.
 
 A claim of device time is stale when the launches of its subject differ, by their identities (``gpu/identity.py``), in
 a case of the claim. A claim of wall time or peak memory is stale also when a file that a call ran on the host differs.

@@ -23,7 +23,7 @@ from .judge import Verdict, VerdictStatus, judge
 from .staleness import changes_since
 from .unreadable import Unreadable, naming, unreadable_doubts
 
-# Of several records that a claim pins, and of several GPUs, what speaks most against the claim decides.
+# With several pinned records or GPUs, the worst verdict decides.
 AGAINST = (
     VerdictStatus.REFUTED,
     VerdictStatus.INVALID,

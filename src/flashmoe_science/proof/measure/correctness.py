@@ -8,9 +8,9 @@
 Fresh memory holds NaN: free memory is filled with it, and on a CPU all that torch hands out in calls 1 and 4.
 
 After each: plain tensors, one for each output, nothing changed that other arms share, inputs unchanged bit for bit, no
-NaN, of each output the largest error within the operator's budget, and root mean square of the error within twice the
-framework's (and one rounding). The largest error is the luck of one element; the mean square shows an accumulator of
-low precision. After all: the outputs of earlier calls unchanged.
+NaN, the largest error of each output within the operator's budget, and its root mean square (RMS) within twice the
+framework's (and one rounding). The largest error depends on one element; the RMS error reveals a low-precision
+accumulator. After all: the outputs of earlier calls unchanged.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The connections to borrowed machines: one SSH process each, and what comes over it, in one place and one order.
+"""The connections to borrowed machines: one SSH process each, and all their messages, in one place and one order.
 
-Trouble is told apart by when it comes: before the run there has begun nothing can be kept, and after that everything
-that was finished is here already, because the record comes with every case.
+Errors before the run starts there keep nothing. Later errors keep every finished case, because each case sends the
+record.
 """
 
 from __future__ import annotations

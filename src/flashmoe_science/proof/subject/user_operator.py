@@ -1,8 +1,8 @@
 """A user's own operator: its code runs in a worker first, and its errors here are reported as its own.
 
 A module that somebody wrote may raise, hang or crash while it is imported, and its methods whenever they are called.
-The main process keeps the record of a run: code runs in it only after it has run in a worker once. An error of a method
-in a worker, where the kernel runs too, is told apart from an error of the kernel, and ends the run.
+The main process keeps the record of a run: code runs in it only after it has run in a worker once. The kernel runs in a
+worker too. An operator error there ends the run; it is not reported as a kernel error.
 """
 
 from __future__ import annotations
