@@ -10,14 +10,22 @@ from typing import Any
 from flashmoe_science.proof.report.readme import Judged, case_section, claim_section, judge_repository
 
 ROOT = Path(__file__).resolve().parents[1]
-CLAIMS = """# Claims
+# Wide tables: no empty sidebar at their right, and long names wrap.
+_WIDE = """---
+hide: [toc]
+---
 
-Every claim with its verdict, its lowest case and its geometric mean. [Every case](speeds-cases.md) has the times behind
-them. `flashmoe show` and the id of a run print all that was measured. A speedup is the baseline's time divided by ours,
-with its 95 % interval.
+<style>.md-typeset td, .md-typeset td code { overflow-wrap: anywhere; }</style>
 
 """
-CASES = """# Every case
+CLAIMS = """# Claims
+
+Every claim with its verdict, its lowest case and its geometric mean. [Claimed cases](speeds-cases.md) has the times
+behind them. `flashmoe show` and the id of a run print all that was measured. A speedup is the baseline's time divided
+by ours, with its 95 % interval.
+
+"""
+CASES = """# Claimed cases
 
 A table for each run and baseline, with a row for each case that a claim is about. Times are medians of all rounds. A
 speedup compares times of the same rounds, so it is not the quotient of two medians. [How speed is
@@ -31,6 +39,7 @@ tokens, `e` experts, `k` experts per token, `h` hidden and `i` inner size, `zipf
 def render(made: Judged) -> dict[str, str]:
     """Return the pages by their names in docs/. Records are not on the site, so links to them become text."""
     pages = {"speeds.md": CLAIMS + claim_section(*made), "speeds-cases.md": CASES + case_section(*made)}
+    pages = {name: _WIDE + text for name, text in pages.items()}
     return {name: re.sub(r"\[([^\]]+)\]\(evidence/[^)]*\)", r"`\1`", text) for name, text in pages.items()}
 
 

@@ -70,7 +70,7 @@ def flashmoe(
     \b
     Exit codes:
       0  everything asked for holds        3  a gate failed
-      1  a claim is refuted                4  inconclusive, or nothing was measured
+      1  a claim is refuted                4  inconclusive, or without evidence
       2  wrong usage                       130  interrupted
     """
 

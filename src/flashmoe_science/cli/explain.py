@@ -79,7 +79,7 @@ def explain(
       0  explained    2  wrong usage, or no kernel serves this problem    3  the kernel breaks a limit
     """
     if (shape is None) == (experts is None):
-        raise typer.BadParameter("expected one of --shape, for attention, and --experts")
+        raise typer.BadParameter("give --shape or --experts")
     of_cache = {"--page-size": page_size, "--mla": mla, "--batch-invariant": batch_invariant}
     if not cache and (wrong := [name for name, value in of_cache.items() if value]):
         raise typer.BadParameter(f"{' and '.join(wrong)}: only with --cache")

@@ -169,7 +169,7 @@ def prove(
 
     \b
     Exit codes:
-      0  every gate that is possible here passed, and its claims hold
+      0  every gate that is possible here passed, and its claims hold; without a GPU nothing is timed
       1  a claim is refuted            3  a gate failed
       2  wrong usage                   4  inconclusive
     Several subjects return the worst code: 3, then 1, then 4.

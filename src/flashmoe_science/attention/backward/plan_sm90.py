@@ -35,9 +35,9 @@ class HopperBackwardConfig:
     keys: int = 128  # of a key tile: 64 of each warpgroup; of the widest heads 64 that both share
     writers: int = 1  # that add to the same query tile
     num_stages: int = 2  # query tiles in flight
-    # Columns of V kept in registers at D = 128. A product of 64 x 64 x 16 with both operands in shared memory is limited
-    # by its bandwidth. With 64 columns in registers a step occupies it for 2,816 clocks, by count, instead of 2,944. In
-    # fp16, or with a window, ptxas of Triton 3.9 spills in the loops.
+    # Columns of V kept in registers at D = 128. A product of 64 x 64 x 16 with both operands in shared memory is bound
+    # by the bandwidth there. With 64 columns in registers a step needs 2,816 clocks of it, by count, instead of 2,944.
+    # In fp16, or with a window, ptxas of Triton 3.9 spills in the loops.
     v_columns: int = 0
     # K/V heads that share an order of key tiles: the first key tile of each, then the second of each, and so on. With
     # 16, about eight of 132 programs walk over the same query tiles. With fewer programs there, Q, dO and dQ come from

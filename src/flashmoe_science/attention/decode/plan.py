@@ -22,13 +22,13 @@ CACHE_KERNELS = (HOPPER_DECODE_KERNEL, "decode_triton", "reference")
 
 @dataclass(frozen=True, slots=True)
 class KVSplits:
-    """How the keys of a sequence are cut into shares, one program each."""
+    """How the keys of a sequence are split, one program a split."""
 
     schedule: str  # "whole", "even", "own length" or "balanced"
-    splits: int  # the most splits of one sequence; "balanced": all splits of a row tile, less one for each sequence
-    least_tiles: int  # key tiles of a share
-    programs: int  # shares that the grid has room for, of all sequences and one row tile
-    most: int  # shares of one sequence that there can be
+    splits: int  # the most splits of one sequence; "balanced": all splits of a row tile, minus one per sequence
+    least_tiles: int  # key tiles of a split, at least
+    programs: int  # splits that the grid has room for, over all sequences of a row tile
+    most: int  # the most splits that any sequence can get
     uniform: int = 1  # "balanced": splits of each sequence when lengths are about equal
 
 

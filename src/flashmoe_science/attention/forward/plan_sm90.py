@@ -21,11 +21,11 @@ _HOPPER_L2_BYTES = 32 << 20  # of K and V of a group of heads: what FlashAttenti
 _HOPPER_MAX = 2**29
 
 # Where row tiles do not fill the GPU, forward_triton may split the keys, in two kernels. Per head width and mask: the
-# row tiles on 132 SMs up to which splitting is faster, and the cost of the merge in row tiles x keys. Measured on an H200
-# with 256 to 4k keys and 8 to 96 row tiles, full and causal (lab/hopper/15_few_tiles.txt): a row tile takes 6.3 us and
-# 7.3 ns a key (D 64; causal 7 and 8.1), 7.3 and 9.2 (D 128) or 7.5 and 18 (D 256), however many there are; with split
-# keys 9, 12 or 16 us, and 105, 163 or 260 ps a key and row tile. At D 256 these give a second number of 33,000. It is
-# raised: at 1k keys split ones took 24 to 32 us, and 8 and 16 row tiles 25 to 26.
+# row tiles on 132 SMs up to which splitting is faster, and the cost of the merge in row tiles x keys. Measured on an
+# H200 with 256 to 4k keys and 8 to 96 row tiles, full and causal (lab/hopper/15_few_tiles.txt). A row tile takes 6.3 us
+# and 7.3 ns a key (D 64; causal 7 and 8.1), 7.3 and 9.2 (D 128) or 7.5 and 18 (D 256), however many there are. With
+# split keys it is 9, 12 or 16 us, and 105, 163 or 260 ps a key and row tile. At D 256 these give a second number of
+# 33,000. It is raised: at 1k keys split ones took 24 to 32 us, and 8 and 16 row tiles 25 to 26.
 _SPLIT_TILES = {
     (64, False): (70, 26_000),
     (64, True): (77, 19_000),
