@@ -24,10 +24,10 @@ def philox4x32(
 
     Args:
         counter: four words, int64 from 0 to 2**32 - 1, of shapes that broadcast.
-        key: two words alike.
+        key: two words of the same kind.
 
     Returns:
-        Four words alike.
+        Four words of the same kind.
     """
     (c0, c1, c2, c3), (k0, k1) = counter, key
     for _ in range(_ROUNDS):

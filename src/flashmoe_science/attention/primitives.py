@@ -45,7 +45,7 @@ def cap_scores(s, softcap, ACCURATE: tl.constexpr):
 
 @triton.jit
 def load_dropout(dropout_seed_ptr, head, dropout_last, dropout_scale):
-    """Return what ``kept_by`` and who uses it need to know of one head, b * H + h."""
+    """Return the arguments of ``kept_by`` and its callers for one head, b * H + h."""
     seed, offset = tl.load(dropout_seed_ptr), tl.load(dropout_seed_ptr + 1)
     return seed, offset.to(tl.uint32), head.to(tl.uint32), dropout_last.to(tl.uint32, bitcast=True), dropout_scale
 

@@ -1,4 +1,4 @@
-"""What every room refuses of tensors and gradients: these functions raise, or return None and change nothing."""
+"""Checks of tensors and gradients that every operator shares. They raise, or return None; they change nothing."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ def make_ring(desc, more_desc, MORE: gl.constexpr, SLOTS: gl.constexpr, READERS:
 
 @aggregate
 class Mailbox:
-    """What the producer, one warp, says of the tiles of its program, one after another: some numbers of each."""
+    """Messages of the producer, one warp, about the tiles of its program: some numbers for each, in order."""
 
     bufs: gl.shared_memory_descriptor  # [2 * FIELDS, 1] int32
     ready_bars: gl.shared_memory_descriptor  # all was said of a tile
@@ -103,7 +103,7 @@ class Mailbox:
 
     @gluon.jit
     def put(self, n, WHAT: gl.constexpr, value):
-        """Say one thing of the n-th tile. Its slot is free: who is done with the tile before has read it."""
+        """Send one number of the n-th tile. Its slot is free: whoever finished the previous tile has read it."""
         self.bufs.index(self.FIELDS * (n & 1) + WHAT).store(gl.full([1], 0, gl.int32, _ONE_PER_WARP) + value)
 
     @gluon.jit
@@ -135,7 +135,7 @@ def make_mailbox(FIELDS: gl.constexpr):
 
 @gluon.jit
 def wait_for_kernel_before():
-    """Wait until the kernel before has ended; what stands before this ran beside its end."""
+    """Wait until the previous kernel has ended; code before this call overlaps its end."""
     gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
@@ -154,7 +154,7 @@ def fetch_next(counter_ptr):
 
 @gluon.jit
 def get_fetched(ticket, counter_ptr, tiles):
-    """Return the tile of a ticket: the next that nobody has, or one past the end.
+    """Return the tile of a ticket: the next free one, or one past the end.
 
     Each tile is fetched once; the last fetch resets the counter to 0 for the next launch.
     """
@@ -170,8 +170,8 @@ def get_fetched(ticket, counter_ptr, tiles):
 def rematerialize(x):
     """Return a copy of an integer that the compiler cannot see through.
 
-    What is computed from it is computed where it is needed. Else LLVM computes it once for all warpgroups at the start
-    of the kernel (Triton 3.9), and ptxas spills what lives that long.
+    Values derived from the copy are computed where they are needed. Without it LLVM computes them once, at the start of
+    the kernel, for all warpgroups (Triton 3.9), and ptxas spills them.
     """
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], gl.int32, is_pure=False, pack=1)
 

@@ -199,7 +199,7 @@ def _locals(function: ast.AST) -> list[str]:
 def _global_names(node: ast.AST) -> list[str]:
     """Return the names that a definition reads and does not bind, in the order of its source.
 
-    Of a decorator its options count, e.g. ``noinline``: it runs on the host itself.
+    Only the options of a decorator count, e.g. ``noinline``: the decorator itself runs on the host.
     """
     if isinstance(node, ast.ClassDef):
         return list(dict.fromkeys(name for part in (*node.bases, *node.body) for name in _global_names(part)))

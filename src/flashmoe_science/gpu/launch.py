@@ -190,8 +190,8 @@ def _write_maps(
     """Write the maps among the slots from the address ``first`` on.
 
     Returns:
-        Where the driver finds each parameter of the tensors; what has to be kept for it; and of every map that has the
-        tensor of an earlier one, the words of both addresses.
+        Where the driver finds each parameter of the tensors; the objects to keep alive for it; and for every map on
+        the tensor of an earlier map, the words of both addresses.
     """
     places: list[int] = []
     kept: list[Any] = []

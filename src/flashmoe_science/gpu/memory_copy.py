@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 
 # Copies of 75 to 200 MB reached 0.87 to 0.89 of the rate of large ones (flashmoe show 20261122T164239Z): start and end
-# of a kernel are in their time, as in that of a call that moves as many. Of less they would be most of it.
+# of a kernel are in their time, as in that of a call that moves as many. In smaller copies they would dominate.
 FEWEST_BYTES = 64 << 20
 # L2 holds 50 to 126 MB of what was written last, and could hold a small copy whole. Calls take turns with parts of so
 # much memory: what they find in L2 is not theirs, and has to be written back before.
@@ -24,7 +24,7 @@ def bind_copy(nbytes: float, device: torch.device) -> Callable[[], torch.Tensor]
     The bytes are random: what memory and buses take depends on what they carry. Each part holds the same ones. It is a
     kernel, which inverts them: a copy node of a CUDA graph took 1.5 times as long of 1 GiB, though not of 256 MiB
     (lab/moe/4_decode_tiles_h200.txt).
-    What is written is read as fp32, and is finite: one bit of the exponent is 0.
+    The written bytes, read as fp32, are finite: one bit of the exponent is 0.
     """
     words = max(1, round(nbytes / 2 / 4))
     parts = max(1, round(POOL_BYTES / (8 * words)))

@@ -1,4 +1,4 @@
-"""What the plans of every room share: launches that are promised, what a call takes, architectures that are served."""
+"""Shared parts of all plans: promised launches, the resources of a call, and the architectures served."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ SPECS = {spec.name: spec for spec in (
 )}
 # fmt: on
 
-# What the tensor cores of one SM can do in a clock, dense: no model of the architecture is faster, whatever its name.
+# Dense operations of one SM's tensor cores in a clock. No model of the architecture is faster, whatever its name.
 FP16_FLOPS_PER_SM_AND_CLOCK = {80: 2048, 86: 1024, 89: 1024, 90: 4096, 100: 8192, 120: 1024}
 
 

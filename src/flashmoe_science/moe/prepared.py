@@ -1,4 +1,4 @@
-"""Where a kernel's pointer leads: to a tensor by its name, or to some bytes behind its begin."""
+"""Where a kernel's pointer leads: to a tensor by its name, or to an offset in bytes from its start."""
 
 from __future__ import annotations
 

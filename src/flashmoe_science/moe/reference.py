@@ -27,7 +27,7 @@ def route(
 ) -> tuple[Tensor, Tensor]:
     """Return the weights ``[T, K]`` in ``dtype`` and the experts ``[T, K]`` int32 that ``moe.api.route`` describes.
 
-    A NaN is never chosen before a number. Of equal choices the lower expert comes first.
+    A NaN is never chosen before a number. Ties go to the lower expert.
     """
     values = logits.to(dtype)
     scores = torch.softmax(values, -1) if score == "softmax" else torch.sigmoid(values)

@@ -32,7 +32,7 @@ def flash_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v, from what the forward returned and the gradients of that.
 
-    For who keeps o and the LSE without autograd, of a call without softcap, sinks, ALiBi, bias and dropout.
+    For callers that keep o and the LSE without autograd. Softcap, sinks, ALiBi, bias and dropout are not served.
 
     Args:
         q: ``[B, H, Sq, D]``, as ``flash_attention`` takes it; so k, v, causal, softmax_scale and window.

@@ -1,13 +1,14 @@
 """Attention backward for Hopper, heads of up to 192 columns with values of up to 128 (Gluon, sm_90, fp16 and bf16).
 
-As DeepSeek's are. All is as in ``gluon_sm90``: a warpgroup owns 64 keys, and the program's two warpgroups walk
-over the query tiles that see their 128. But the sums of 64 keys, 192 columns of dK and 128 of dV, leave a thread 80 of
-its registers. So dP is computed when the scores have become P, and a warpgroup computes the 96 columns of its part of
-dQ in two goes, 64 and 32, in the place that dP and then dS had. Q, K, dK and dQ lie in two parts of 128 and 64 columns:
-a box of TMA that reaches out of a tensor slows it down. There is memory for one tile of dO, and one of dQ.
+DeepSeek's heads have these sizes. The kernel works as ``gluon_sm90`` does: a warpgroup owns 64 keys, and the two
+warpgroups of a program walk over the query tiles that see their 128. But the sums of 64 keys, 192 columns of dK and
+128 of dV, leave a thread 80 registers. So dP is computed after the scores have become P. A warpgroup computes the 96
+columns of its part of dQ in two steps, 64 and 32, in the registers of dP and dS. Q, K, dK and dQ are stored in two
+parts of 128 and 64 columns, because a TMA box that reaches out of a tensor is slow. Shared memory has room for one
+tile of dO and one of dQ.
 
-With 64 keys a program, as in ``wide_gluon_sm90``, as much is read from L2 and added there for half of the
-work, 88 KiB a step, and a writer has one step for an addition, not two.
+With 64 keys a program, as in ``wide_gluon_sm90``, a step would do half of the work for the same L2 traffic, 88 KiB, and
+a writer would have one step for an addition, not two.
 
 Source: as there. Ours: the order of a step.
 """
@@ -58,7 +59,7 @@ READY = gl.constexpr(12)  # dS of the other warpgroup: two for each
 
 @aggregate
 class Args:
-    """What every partition is given."""
+    """The arguments of every partition."""
 
     q_desc: tma.tensor_descriptor
     k_desc: tma.tensor_descriptor

@@ -16,7 +16,7 @@ at the cost of S a third time.
 With dropout, P in dV = P^T dO and dP = dO V^T are those that it leaves; delta has them already, in O. Each kernel makes
 the mask again, element by element, from the seed.
 
-What a call does not ask for is None or a constant, and leaves no instruction behind.
+Unused options are None or a constant, and cost no instruction.
 
 Source: FlashAttention-2 (Dao, 2023, arXiv 2307.08691) for the recomputation of P; Triton's tutorial on fused attention
 for the transposed tiles of the first loop. Ours: features, tiles free of masks except at the edges, rows without keys.

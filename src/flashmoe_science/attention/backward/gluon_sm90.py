@@ -67,7 +67,7 @@ END = gl.constexpr(15)
 
 @aggregate
 class Args:
-    """What every partition is given."""
+    """The arguments of every partition."""
 
     q_desc: tma.tensor_descriptor
     k_desc: tma.tensor_descriptor

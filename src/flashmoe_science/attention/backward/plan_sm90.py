@@ -107,7 +107,7 @@ def _most_heads_together(problem: BackwardProblem, config: HopperBackwardConfig,
     two 0.96; D 256, two of two 1.03 and 1.06, two of four 0.90.
     """
     p = problem.forward
-    # A window bounds walks, and where there are few queries to many keys walks are alike.
+    # A window bounds the walks. With few queries and many keys, all walks are about equally long.
     if not p.causal or p.bounded_left or p.seqlen_k > min(_LONGEST_TOGETHER, 2 * p.seqlen_q):
         return 1
     is_fast = gpu.bandwidth_bytes_per_s >= _FAST_MEMORY

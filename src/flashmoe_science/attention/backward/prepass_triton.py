@@ -1,4 +1,4 @@
-"""What comes before and after the backward kernel for Hopper (Triton): the numbers of each query row, and dQ in order.
+"""Kernels before and after the Hopper backward kernel (Triton): delta and LSE of each query row, and dQ in order.
 
 Source: FlashAttention-2 (Dao, 2023) for delta = rowsum(dO * O). Ours: the layouts that ``backward_gluon_sm90`` reads
 and writes.

@@ -49,10 +49,10 @@ def empty_sum(ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr
 
 @triton.jit
 def add_product(acc, a, b, PRECISION: tl.constexpr):
-    """Return the sum with a @ b added. For fp32 compensated, after Kahan: a tile's sum is as one number added.
+    """Return the sum with a @ b added. fp32 uses Kahan's compensation, with a tile's sum as one number.
 
-    What is added is as little as 16 products of a sum of thousands, whose roundings are larger than those of eager
-    PyTorch: of 10,000 rows that see one key they took 1.4 times what the error rule allows.
+    A step may add only 16 products to a sum of thousands. Without compensation its rounding errors are larger than
+    those of eager PyTorch: with 10,000 rows that see one key, 1.4 times what the error rule allows.
     """
     if PRECISION == "ieee":
         part = tl.dot(a, b, input_precision=PRECISION) - acc[1]

@@ -283,7 +283,7 @@ def mask_edge(s, span, key, row, IS_EDGE: gl.constexpr):
 
 @gluon.jit
 def make_key_tiles(tiles_n, heads_total, heads_per_group):
-    """Allocate what the key tiles of a program are told through."""
+    """Allocate the buffers through which the producer publishes the key tiles of a program."""
     bars = gl.allocate_shared_memory(gl.int64, [_SLOTS, 1], mbarrier.MBarrierLayout())
     for bar in gl.static_range(_SLOTS):
         mbarrier.init(bars.index(bar), count=1)

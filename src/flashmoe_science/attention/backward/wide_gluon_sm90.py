@@ -1,13 +1,13 @@
 """Attention backward for Hopper, the widest heads: one warpgroup for dV, one for dK (Gluon, sm_90, fp16 and bf16).
 
-The sums of dK and dV of 64 keys fill the registers of a warpgroup each, so the two warpgroups of a program share out
+The sums of dK and of dV of 64 keys each fill the registers of a warpgroup. So the two warpgroups of a program divide
 the products, not the keys: the first computes the scores, P and dV, the second dP, dS and dK. P goes from one to the
 other through shared memory, as the threads hold it. dS goes there too, and a step later each computes half of the
-columns of dQ, 64 at a time. All else is as in ``gluon_sm90``: key tiles that are drawn, writers that add dQ to
+columns of dQ, 64 at a time. All else is as in ``gluon_sm90``: key tiles from a counter, writers that add dQ to
 memory in the order of the key tiles, and the walk from the last query tile. Each writer has one half of every tile.
 
-``d192_gluon_sm90`` serves heads up to 192 with V up to 128. Heads up to 192 with a wider V have 64 last columns of 0:
-nobody copies or multiplies them.
+``d192_gluon_sm90`` serves heads up to 192 with V up to 128. Heads up to 192 with a wider V have 64 last columns of 0,
+which are neither copied nor multiplied.
 
 Source: as there. Ours: the roles of the warpgroups.
 """
@@ -59,7 +59,7 @@ END = gl.constexpr(15)
 
 @aggregate
 class Args:
-    """What every partition is given."""
+    """The arguments of every partition."""
 
     q_desc: tma.tensor_descriptor
     k_desc: tma.tensor_descriptor

@@ -526,7 +526,7 @@ def check_contents(tensors: Mapping[str, Tensor], left: int) -> None:
     k_cache, v_cache = tensors["k_cache"], tensors["v_cache"]
     if not k_cache.is_cuda:
         check_storages(tensors)
-    # That values are columns of the keys is refused with the problem.
+    # Values that are columns of the keys are refused later, with the problem.
     if "k" in tensors and not shares_memory(k_cache, v_cache) and meet(k_cache, v_cache):
         raise InputError("v_cache must have memory of its own, as k and v are written to it, got some of k_cache")
     if os.environ.get("FLASHMOE_CHECK") == "1":

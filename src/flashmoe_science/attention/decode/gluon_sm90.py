@@ -2,14 +2,14 @@
 
 A program attends 64 rows, the heads of one or of several queries, to one share of the keys of a sequence, 64 at a time.
 The output of 64 rows and 512 columns fills the registers of two warpgroups, half of the columns each. The first
-computes the scores and their exponentials, hands P and the factor on what was before to the second through shared
-memory, and both multiply P with their half of the tile of keys, which is read from memory once for all of it. One warp,
-the producer, copies tiles with TMA.
+computes the scores and their exponentials, and hands P and the rescaling factor to the second through shared memory.
+Both multiply P with their half of the tile of keys, which is read from memory once. One warp, the producer, copies
+tiles with TMA.
 
-What lies past the last key of a sequence is copied with the rest of its tile, and changes no result: its scores are
-masked, and its values become 0 in shared memory. Pages past it are not asked for.
+The last tile of a sequence may hold rows past its last key. They change no result: their scores are masked, and their
+values become 0 in shared memory. Later pages are not read.
 
-Shares are cut, and merged by a second kernel, as ``decode_triton`` has it.
+Keys are split, and partial outputs merged by a second kernel, as in ``decode_triton``.
 
 Source: FlashMLA (DeepSeek, 2025) for the two halves of the output and P that goes through shared memory.
 """
@@ -53,7 +53,7 @@ _P_FREE = gl.constexpr(8)
 
 @aggregate
 class Args:
-    """What every partition is given."""
+    """The arguments of every partition."""
 
     q_desc: tma.tensor_descriptor
     q_more_desc: tma.tensor_descriptor

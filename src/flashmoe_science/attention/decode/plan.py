@@ -123,9 +123,10 @@ DECODE_TABLES: dict[tuple[int, ...], dict[tuple[int, int], tuple[DecodeConfig, .
 }  # fmt: skip
 
 # (architectures) -> {(bytes of an element, columns): (bytes of K and V for each SM from which on, tile of 16 rows)}.
-# One block an SM with large tiles reads faster than more blocks with smaller ones: 4.32 and 4.08 TB/s with 16 sequences
-# of 8k keys, D 128 and 8 K/V heads; 4.15 and 3.80 with 32 sequences of 16k keys, D 256 and one. With 8k keys of one
-# sequence 64 keys a step and 16 shares, one for each SM, take 12.95 us, 43 shares 14.26, 128 keys a step 14.03.
+# One block an SM with large tiles reads faster than more blocks with smaller ones: 4.32 instead of 4.08 TB/s with 16
+# sequences of 8k keys, D 128 and 8 K/V heads; 4.15 instead of 3.80 with 32 sequences of 16k keys, D 256 and one head.
+# With one sequence of 8k keys, 64 keys a step and 16 splits, one block an SM, take 12.95 us; 43 splits take 14.26, and
+# 128 keys a step 14.03.
 _MORE_TO_READ: dict[tuple[int, ...], dict[tuple[int, int], tuple[tuple[int, DecodeConfig], ...]]] = {
     (90, 100): {
         (2, 64): ((384 << 10, _D(16, 128, 4, 3, 2)),),
@@ -133,8 +134,8 @@ _MORE_TO_READ: dict[tuple[int, ...], dict[tuple[int, int], tuple[tuple[int, Deco
         (2, 256): ((192 << 10, _D(16, 64, 8, 3, 1)),),
     },
 }
-# In place of these where sequences of at most so many keys fill the SMs more than once, and blocks come and go: 244.0
-# us and 245.0 at 64 sequences of 4k keys.
+# These tiles serve instead if sequences of at most this many keys fill the SMs more than once, so that blocks come and
+# go: 244.0 us instead of 245.0 at 64 sequences of 4k keys.
 _SHORT_KEYS = 4096
 _SHORT_BLOCKS = 1.5  # an SM
 _SHORT: dict[tuple[int, ...], dict[tuple[int, int], DecodeConfig]] = {(90, 100): {(2, 128): _D(16, 64, 4, 4, 2)}}
@@ -150,11 +151,11 @@ _FEW: dict[tuple[int, ...], dict[tuple[int, int], DecodeConfig]] = {
 
 # A grid of at least this part of the blocks that are resident at a time is full enough: FlashAttention-3's rule.
 _FULL_ENOUGH = 0.8
-# The smaller of two numbers of shares is taken where it fills the GPU nearly as evenly: each share costs a partial
-# output. FlashAttention-3's 0.85 leaves 14 % of the SMs without a block where there is one for each.
+# The smaller number of splits is taken if it fills the GPU nearly as evenly, because each split costs a partial
+# output. FlashAttention-3's 0.85 would leave 14 % of the SMs idle at one block an SM.
 _NEARLY_AS_EVEN = 0.95
-# Balanced shares: how often the resident blocks are filled. More rounds even out sequences of unlike lengths; but the
-# grid has room for all of them, and where lengths are uniform the rest of it starts, reads the lengths and ends.
+# Balanced splits: how many rounds of resident blocks the grid has room for. More rounds even out sequences of different
+# lengths. With equal lengths the unused blocks start, read the lengths and end.
 _BALANCED_ROUNDS = 2
 _MAX_BALANCED_BATCH = 1024  # every program reads all lengths
 # Batch-invariant splits have at least this many keys per 16 rows, because each row writes a partial output. A sequence

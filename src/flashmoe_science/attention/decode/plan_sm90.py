@@ -8,13 +8,13 @@ from .config import DecodeConfig
 from .problem import CacheProblem
 
 HOPPER_DECODE_KERNEL = "decode_gluon_sm90"
-# Its one tile: two warpgroups and the producer, which has a warp of four.
+# Its one tile: two warpgroups, and four more warps of which one is the producer.
 HOPPER_DECODE = DecodeConfig(64, 64, 12, 2, 1)
-_COLUMNS, _MORE = 512, 64  # that keys share with values, and that they have besides
+_COLUMNS, _MORE = 512, 64  # columns that keys share with values, and further columns of the keys
 _MOST = 2**29  # rows, keys
-# Up to 16 rows both kernels wait for memory, and decode_triton starts faster: 47.8 us and 49.2 with 16 sequences of 8k
-# keys, 107.6 and 110.1 with 64 of 4k, but 14.8 and 13.2 with one of 8k, 51.8 and 49.9 with 128 of 1k
-# (lab/decode/3_mla.txt).
+# Up to 16 rows both kernels wait for memory, and decode_triton starts faster. This kernel takes 47.8 us instead of 49.2
+# with 16 sequences of 8k keys, and 107.6 instead of 110.1 with 64 of 4k, but 14.8 instead of 13.2 with one of 8k, and
+# 51.8 instead of 49.9 with 128 of 1k (lab/decode/3_mla.txt).
 _FEW_ROWS, _MANY_KEYS, _MANY_BYTES = 16, 4096, 128 << 20
 
 
@@ -49,7 +49,7 @@ def hopper_decode_refusal(problem: CacheProblem, gpu: GpuSpec) -> str | None:
 def hopper_decode_is_slower(problem: CacheProblem) -> str | None:
     """Return why ``decode_triton`` is expected to be faster, or None.
 
-    Neither the batch nor the capacity decides where ``batch_invariant`` or ``num_splits`` promise the same bits.
+    With ``batch_invariant`` or ``num_splits``, which promise the same bits, batch and capacity have no influence.
     """
     p = problem
     if p.packed_rows > _FEW_ROWS:
@@ -64,7 +64,7 @@ def hopper_decode_is_slower(problem: CacheProblem) -> str | None:
 
 
 def _layout_refusal(p: CacheProblem) -> str | None:
-    """Return why TMA cannot step through q and the cache, or how they are counted does not do."""
+    """Return why strides, alignment or sizes of q and the cache do not suit the kernel, or None."""
     if 0 in (p.capacity, p.pages):
         return "there are no keys for TMA to be told of"
     if p.kernel_scale < SMALLEST_SCALE_LOG2:

@@ -116,7 +116,7 @@ class CacheProblem:
     def _fill_in(self) -> None:
         """Bring the window into one form, in which a bound that hides nothing is -1; fill contiguous strides in.
 
-        Where bits are promised whatever the capacity is, a left bound stays, whether it hides something or not.
+        A left bound stays, even if it hides nothing, where the same bits are promised for every capacity.
         """
         left, right = self.window
         if left >= self.capacity - 1:  # where bits are promised, the capacity must not decide which kernel serves

@@ -1,19 +1,19 @@
 """Attention forward for Hopper: TMA, warpgroup matrix products, warp specialisation (Gluon, sm_90, fp16 and bf16).
 
-One warp, the producer, draws row tiles from a counter and copies their Q, K and V to shared memory with TMA; two or
+One warp, the producer, fetches row tiles from a counter and copies their Q, K and V to shared memory with TMA. Two or
 three warpgroups own 64 query rows each and walk over the keys from the last tile to the first. K and V lie in rings of
 ``STAGES`` tiles. A warpgroup issues the scores of one tile and the output product of the tile before together; where
 warpgroups take turns at that, the softmax of one runs under the products of another. Only the tiles at the edge are
 masked: the first one to three of a warpgroup's walk, unrolled in front of its loop.
 
 Any number may be subtracted from the scores of a row before exp: it cancels when the output is divided by the sum. The
-maximum only keeps exp from overflowing. So the loop subtracts the maximum of the tiles seen so far without looking at
-the new tile, and looks at the sum of its exponentials, which it needs anyway: only where that is above ``LARGEST_SUM``
-does a warp find the new maximum, rescale what it has, and take the exponentials again. That leaves a multiplication,
-an exp, an addition and half a conversion for each score: no maximum, no exchange between threads, no rescaling.
+maximum only keeps exp from overflowing. So the loop subtracts the maximum of the earlier tiles, and checks the sum of
+the new tile's exponentials, which it needs anyway. Only if the sum is above ``LARGEST_SUM`` does a warp find the new
+maximum, rescale its results, and take the exponentials again. Each score then costs a multiplication, an exp, an
+addition and half a conversion: no maximum, no exchange between threads, no rescaling.
 
-TMA fills what lies outside a tensor with zeros and does not store it: odd lengths and head dimensions need no code but
-the mask on the last keys.
+TMA reads zeros outside a tensor and stores nothing there, so odd lengths and head dimensions need no code but the mask
+on the last keys.
 
 Source: FlashAttention-3 (Shah et al., 2024, arXiv 2407.08608) for the turns, the products issued together and the
 longest-first order; FlashAttention-2 for the online softmax; FlashAttention-4 for rescaling only where it matters.
@@ -59,13 +59,13 @@ from .primitives_sm90 import (
     warp_scheduler_arrive,
 )
 
-# What the producer says of a row tile.
+# Fields that the producer sends for each row tile.
 _SEQUENCE, _HEAD, _ROW = (gl.constexpr(i) for i in range(3))
 
 
 @aggregate
 class Args:
-    """What every partition is given."""
+    """The arguments of every partition."""
 
     q_desc: tma.tensor_descriptor
     k_desc: tma.tensor_descriptor

@@ -1,7 +1,7 @@
-"""What both forward kernels for Hopper are built of (Gluon): turns, products, the softmax without a maximum, output.
+"""Primitives of both Hopper forward kernels (Gluon): turns, products, the softmax without a maximum, output.
 
-``a`` is what a kernel gives its partitions, its ``Args``. Of it the functions here use rings, buffers and constants,
-the dtype of ``q_desc``, ``scale_log2`` and ``send``. ``forward_gluon_sm90`` says why all this is so.
+``a`` is the ``Args`` that a kernel passes to its partitions. The functions here use its rings, buffers and constants,
+the dtype of ``q_desc``, ``scale_log2`` and ``send``. ``forward_gluon_sm90`` gives the reasons.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def _is_too_large(sums):
     """Return whether a sum of this warp is above ``LARGEST_SUM``: a scalar, and each warp has its own.
 
     A reduction of the tensor would wait for the other warps. The answer leaves the tensor through a predicate of PTX.
-    What it decides may use neither shared memory nor matrix products, which take all warps of a warpgroup.
+    Code under this test may use neither shared memory nor matrix products, which take all warps of a warpgroup.
     """
     asm: gl.constexpr = (
         "{ .reg .pred large; setp.gt.f32 large, $2, " + _LARGEST_SUM_PTX

@@ -1,7 +1,7 @@
 """Packed sequences in the order in which ``forward_features_gluon_sm90`` attends them (Triton).
 
-Those with the most keys come first: the short ones fill the gaps at the end. Every sequence is compared with all: for
-thousands of them, too, that takes less than a launch.
+Sequences with the most keys come first, so short ones fill the gaps at the end. Each sequence is compared with all
+others. Even with thousands of them this takes less time than a launch.
 """
 
 from __future__ import annotations

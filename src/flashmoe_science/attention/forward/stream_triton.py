@@ -3,7 +3,7 @@
 One program owns ``BLOCK_M`` query rows of one head and walks over the keys in tiles of ``BLOCK_N`` with the online
 softmax. With ``SPLITS > 1`` it walks over one share of the keys and leaves partial results for ``merge_triton``.
 
-What a call does not ask for is None or a constant, and leaves no instruction behind: a window, a softcap, sinks, ALiBi,
+Unused options are None or a constant, and cost no instruction: a window, a softcap, sinks, ALiBi,
 a bias, packed sequences, pages, dropout.
 
 Source: FlashAttention-2 (Dao, 2023, arXiv 2307.08691) for the loop; Flash-Decoding (Dao et al., 2023) for the split.

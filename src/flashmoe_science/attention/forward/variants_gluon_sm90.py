@@ -89,7 +89,7 @@ def _load_partition(a):
         steps = end - begin
         ticket = gl.to_tensor(0)
         for step in range(1, steps):
-            # Late, so that who is behind draws less; but what is drawn has to be looked up before the next K.
+            # Fetch late, so that a slow program gets fewer tiles, but in time to look the tile up before the next K.
             if a.IS_PACKED and step == steps - 1:
                 ticket = fetch_next(a.counter_ptr)
             key = first_k + (end - step) * a.BLOCK_N

@@ -1,6 +1,6 @@
 """Row tiles of ``forward_features_gluon_sm90`` (Gluon): where each lies, which keys it sees, how its output is stored.
 
-What the producer and the warpgroups that multiply both know. The kernel's docstring says why it is so.
+The producer and the matrix warpgroups share these. The kernel's docstring gives the reasons.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from .primitives_sm90 import ROWS
 
 _LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))  # of the producer, which is one warp
 
-# What the producer says of a row tile.
+# Fields that the producer sends for each row tile.
 _ROW, _HEAD, _START, _PLACE, _QUERIES, _KEYS = (gl.constexpr(i) for i in range(6))
 _FIELDS = gl.constexpr(6)
-# What ``sequences_triton`` says of a sequence.
+# Fields that ``sequences_triton`` writes for each sequence.
 _ENDS, _TILES, _START_Q, _PLACE_Q, _QUERIES_Q, _START_K, _KEYS_K, _TOGETHER = (gl.constexpr(i) for i in range(8))
 
 
 @aggregate
 class Args:
-    """What every partition is given."""
+    """The arguments of every partition."""
 
     q_desc: tma.tensor_descriptor
     k_desc: tma.tensor_descriptor
@@ -134,7 +134,7 @@ class Args:
             heads *= self.batch
             queries = self.seqlen_q
             keys = self.seqlen_k
-        # Of heads that are walked over together the last rows come first: causal, they see most.
+        # Heads that are walked over together start with their last rows, which see the most keys when causal.
         first = tile // (together * tiles_m) * together
         width = gl.minimum(together, heads - first)
         rest = tile - first * tiles_m
