@@ -339,6 +339,7 @@ origin = "made for a test"
 def test_the_command_with_a_gpu_times_both_and_says_what_both_cost(repository, fake, tmp_path, monkeypatch, capsys):
     (tmp_path / "suite.toml").write_text(SUITE)
     monkeypatch.setenv("FLASHMOE_STORE", str(tmp_path / "runs"))
+    monkeypatch.setattr("flashmoe_science.cli.compare.list_sensors", list)  # there is a GPU
     monkeypatch.chdir(repository)
     arguments = ["compare", "first", "HEAD", "--subject", "kernels", "--suite", str(tmp_path / "suite.toml")]
     assert cli.main(arguments) == 1

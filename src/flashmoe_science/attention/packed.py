@@ -200,7 +200,7 @@ def check_own_keys(tensors: Mapping[str, Tensor]) -> None:
     if "seqused_k" not in tensors or not reads_lengths(tensors["q"].device):
         return
     starts, used = tensors["cu_seqlens_k"].tolist(), tensors["seqused_k"].tolist()
-    for b, (start, after, length) in enumerate(zip(starts, starts[1:], used, strict=True)):
+    for b, (start, after, length) in enumerate(zip(starts[:-1], starts[1:], used, strict=True)):
         if start + length > after:
             raise InputError(
                 f"cu_seqlens_k must be at least {start + length} at index {b + 1} for gradients of k and v, "
