@@ -62,7 +62,8 @@ def build(name: str, sources: Sequence[str], target: Path, flags: Sequence[str] 
     defines = [f"-DTORCH_EXTENSION_NAME={name}", *(["-DWITH_CUDA_TORCH"] if has_cuda else [])]
     run(
         "nvcc", "-shared", "-O3", "-std=c++20", "-Xcompiler", "-fPIC", *architecture_flags(), *defines,
-        *(f"-I{path}" for path in headers), *flags, *sources, f"-L{torch / 'lib'}", *(f"-l{library}" for library in libraries), "-o", str(half),
+        *(f"-I{path}" for path in headers), *flags, *sources,
+        f"-L{torch / 'lib'}", *(f"-l{library}" for library in libraries), "-o", str(half),
     )  # fmt: skip
     half.replace(target)
     print(target)

@@ -169,8 +169,9 @@ def normalised(node: Any, names: Mapping[str, str] | None = None) -> Any:
     if names is not None and isinstance(node, ast.Name) and node.id in names:
         return ["Name", names[node.id]]
     if names is not None and isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-        names = {name: said for name, said in names.items() if name not in _parameters(node)}
-        names |= {name: f"local {i}" for i, name in enumerate(_locals(node))}
+        parameters = _parameters(node)
+        names = {name: said for name, said in names.items() if name not in parameters}
+        names |= {name: f"local {i}" for i, name in enumerate(_locals(node, parameters))}
     fields = {
         name: _without_docstring(node) if name == "body" and isinstance(node, (ast.Module, *_Definition)) else value
         for name, value in ast.iter_fields(node)
@@ -189,11 +190,11 @@ def _parameters(function: ast.AST) -> set[str]:
     return {each.arg for each in ast.walk(function) if isinstance(each, ast.arg)}
 
 
-def _locals(function: ast.AST) -> list[str]:
+def _locals(function: ast.AST, parameters: set[str]) -> list[str]:
     """Return the variables that a function binds, without its parameters, in the order in which they are bound."""
     bound = [each for each in ast.walk(function) if isinstance(each, ast.Name) and not isinstance(each.ctx, ast.Load)]
     bound.sort(key=lambda each: (each.lineno, each.col_offset))
-    return list(dict.fromkeys(each.id for each in bound if each.id not in _parameters(function)))
+    return list(dict.fromkeys(each.id for each in bound if each.id not in parameters))
 
 
 def _global_names(node: ast.AST) -> list[str]:

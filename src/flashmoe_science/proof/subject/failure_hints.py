@@ -28,7 +28,13 @@ _OF_BUILDS: tuple[tuple[str, str], ...] = (
         r"cannot find -l(c10_cuda|torch_cuda)",
         "this PyTorch is a CPU build and has no such library: install a CUDA build, or link it only where it is",
     ),
-    (r"CUDA_HOME environment variable is not set", "set CUDA_HOME to the folder of the CUDA toolkit"),
+    (
+        r"CUDA_HOME environment variable is not set",
+        (
+            "torch's CPU build finds no toolkit: build with `{python} -m flashmoe_science.cuda_extension`, or with "
+            "torch's CUDA build and CUDA_HOME set"
+        ),
+    ),
     (r"unsupported GNU version", "this nvcc needs an older g++: -ccbin g++-N names one"),
     (r"cuda_runtime(_api)?\.h: No such file", "the CUDA toolkit's headers are missing: is CUDA_HOME its folder?"),
 )
