@@ -24,9 +24,7 @@ KERNEL = """
 __global__ void scale_kernel(float* x, int n) { int i = threadIdx.x; if (i < n) x[i] *= 2; }
 void scale(float* x, int n) { scale_kernel<<<1, 256>>>(x, n); }
 """
-CALL = (
-    "import torch, my_scale\ntry:\n    my_scale.twice(torch.ones(3))\nexcept RuntimeError as why:\n    print(why)"
-)
+CALL = "import torch, my_scale\ntry:\n    my_scale.twice(torch.ones(3))\nexcept RuntimeError as why:\n    print(why)"
 
 needs_nvcc = pytest.mark.needs("nvcc", bool(shutil.which("nvcc") and shutil.which("g++")), "builds with nvcc and g++")
 
