@@ -121,7 +121,9 @@ def test_kill_while_records_are_written(folder, moment):
         assert record.complete == (record.incomplete_reason == "")
 
 
-@pytest.mark.parametrize("moment", ["import", "first case", "second case"])
+@pytest.mark.parametrize(
+    "moment", [*(pytest.param(each, marks=pytest.mark.exhaustive) for each in ("import", "first case")), "second case"]
+)
 def test_kill_of_a_real_run_leaves_what_was_finished(folder, moment):
     process = start_prove(folder)
     cases = {"import": 0, "first case": 1, "second case": 2}[moment]
@@ -191,7 +193,13 @@ time.sleep(600)
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGTERM, signal.SIGKILL,
+        *(pytest.param(each, marks=pytest.mark.exhaustive) for each in (signal.SIGHUP, signal.SIGQUIT, signal.SIGINT)),
+    ],
+)  # fmt: skip
 def test_a_build_ends_with_the_run_whatever_the_signal(folder, number):
     (folder / "kernel.toml").write_text(SUBJECT + BUILD)
     (folder / "build.py").write_text(BUILD_CODE)
