@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -15,6 +16,15 @@ def python_path(*first: Path) -> str:
     Packages may lie in a folder that only ``PYTHONPATH`` names, and it may name folders relative to another one.
     """
     return os.pathsep.join([*map(str, first), *(entry for entry in sys.path if entry)])
+
+
+def heed_signals() -> None:
+    """Let a process that a test starts heed signals, which a shell ignores in what it runs in the background.
+
+    For ``preexec_fn`` of ``subprocess``.
+    """
+    for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def is_alive(pid: int) -> bool:

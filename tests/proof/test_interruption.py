@@ -15,7 +15,7 @@ import pytest
 from flashmoe_science.proof.records.evidence import Record, read_record
 
 from .chain import OPERATOR_NAME
-from .processes import is_alive, python_path, wait_for
+from .processes import heed_signals, is_alive, python_path, wait_for
 
 ROOT = Path(__file__).parents[2]
 
@@ -92,7 +92,8 @@ def start(folder, *argv, **kwargs):
         "FLASHMOE_STORE": str(folder / "runs"),
     }
     environment["FLASHMOE_COMMIT"] = "a" * 40  # what is tested does not hang on whether this tree is clean
-    return subprocess.Popen([sys.executable, *argv], cwd=folder, env=environment, stdout=subprocess.PIPE, **kwargs)
+    options = {"cwd": folder, "env": environment, "stdout": subprocess.PIPE, "preexec_fn": heed_signals, **kwargs}
+    return subprocess.Popen([sys.executable, *argv], **options)
 
 
 def start_prove(folder, *more):

@@ -11,7 +11,7 @@ import pytest
 
 from flashmoe_science.proof.records.evidence import Record, read_record
 
-from .processes import python_path, wait_for
+from .processes import heed_signals, python_path, wait_for
 from .sshd import WHY_NOT, Server, is_possible
 from .test_interruption import ROOT
 
@@ -61,6 +61,7 @@ def start(folder, ssh, *args):
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        preexec_fn=heed_signals,  # noqa: PLW1509 - no other thread starts processes here
     )
 
 

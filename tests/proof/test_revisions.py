@@ -28,7 +28,7 @@ from flashmoe_science.proof.subject.loading import load_entry
 from flashmoe_science.proof.subject.subject import PACKAGE_FOLDER, hash_sources
 
 from .chain import FEW, GPU, FakeGpu, Recorder, environment_with, request_of
-from .processes import python_path, wait_until_dead
+from .processes import heed_signals, python_path, wait_until_dead
 from .repositories import attention_repository, commit, git
 
 ROOT = Path(__file__).parents[2]
@@ -397,6 +397,7 @@ def start(repository, tmp_path, *arguments):
     variables |= {"TMPDIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
     argv = [sys.executable, "-m", "flashmoe_science", "compare", *arguments, "--subject", "kernels", "--suite"]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    pipes["preexec_fn"] = heed_signals
     return subprocess.Popen(
         [*argv, str(tmp_path / "suite.toml")], cwd=repository, env={**os.environ, **variables}, **pipes
     )
