@@ -44,7 +44,8 @@ def test_an_extension_is_built_and_loads(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("asked", "flags"),
     [
-        ("9.0", ["-gencode=arch=compute_90,code=sm_90"]),
+        ("8.9;9.0", ["-gencode=arch=compute_89,code=sm_89", "-gencode=arch=compute_90,code=sm_90"]),
+        ("9.0 9.9", ["-gencode=arch=compute_90,code=sm_90"]),
         ("8.0; 9.0a", ["-gencode=arch=compute_80,code=sm_80", "-gencode=arch=compute_90a,code=sm_90a"]),
         ("9.0+PTX", ["-gencode=arch=compute_90,code=[sm_90,compute_90]"]),
     ],

@@ -351,6 +351,7 @@ def test_whole_models_compile_with_checks():
 
 @pytest.fixture(scope="module")
 def sweep() -> Any:
+    sys.path.append(str(ROOT / "tools"))  # where a program of tools/ finds another
     spec = importlib.util.spec_from_file_location("sweep_models", ROOT / "tools" / "sweep_models.py")
     assert spec is not None
     assert spec.loader is not None

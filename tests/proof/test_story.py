@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import runpy
 import shutil
 import sys
 from dataclasses import replace
@@ -105,22 +104,6 @@ def test_a_slow_kernel_is_stopped_at_gate_quick_with_the_blocks_it_had(fake_gpu)
         "has 2 blocks, which leave 98% of the SMs idle"
     )
     assert gate.hint.startswith("share the work over more blocks: split the keys")
-
-
-@NEEDS_NVCC
-@pytest.mark.parametrize(
-    ("asked", "flags"),
-    [
-        ("8.9;9.0", ["arch=compute_89,code=sm_89", "arch=compute_90,code=sm_90"]),
-        ("9.0a", ["arch=compute_90a,code=sm_90a"]),
-        ("9.0 9.9", ["arch=compute_90,code=sm_90"]),
-        ("9.0+PTX", ["arch=compute_90,code=[sm_90,compute_90]"]),
-    ],
-)
-def test_the_build_reads_architectures_as_torch_does(monkeypatch, asked, flags):
-    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", asked)
-    build = runpy.run_path(str(STORY / "build.py"))
-    assert build["architectures"]() == [f"-gencode={flag}" for flag in flags]
 
 
 @NEEDS_NVCC

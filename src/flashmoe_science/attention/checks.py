@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ..errors import InputError, UnsupportedError
 from ..gpu.checks import check_dense, check_memory, check_not_negative, check_one_device, check_storages
-from ..gpu.subclasses import is_untraced
 
 DTYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
@@ -177,16 +176,6 @@ def check_shape(name: str, tensor: Tensor, expected: tuple[int, ...], letters: s
     """Raise ``InputError`` unless ``tensor`` has the shape ``expected``."""
     if tuple(tensor.shape) != expected:
         raise InputError(f"{name} must have shape [{letters}] = {list(expected)}, got {list(tensor.shape)}")
-
-
-def check_devices(tensors: Mapping[str, Tensor]) -> None:
-    """Check devices before an operator is called: if one tensor is on meta, torch runs its fake kernel for all."""
-    q = tensors["q"]
-    if is_untraced(q) and q.device.type not in ("cpu", "cuda"):
-        raise InputError(f"q must be on a CUDA device or the CPU, got {q.device}")
-    for name, tensor in tensors.items():
-        if tensor.device != q.device:
-            raise InputError(f"{name} must be on the device of q, {q.device}, got {tensor.device}")
 
 
 def check_fake(q: Tensor, k: Tensor, v: Tensor, axes: tuple[int, int, int], others: Iterable[object]) -> None:

@@ -12,13 +12,17 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError, UnsupportedError, shown
-from ..gpu.checks import check_dense, check_not_mapped, check_not_mixed, check_saved_for_gradients, check_tensor
+from ..gpu.checks import (
+    check_before_operator,
+    check_not_mapped,
+    check_saved_for_gradients,
+    check_tensor,
+)
 from ..gpu.device import gpu_of as gpu_of  # noqa: PLC0414 - callers of this module take it from here
-from ..gpu.subclasses import PLAIN
+from ..gpu.subclasses import PLAIN, has_own_meaning
 from .checks import (
     DTYPE_NAMES as DTYPE_NAMES,  # noqa: PLC0414 - callers of this module take it from here
     check_attended,
-    check_devices,
     refuse_without_memory,
 )
 from .forward.plan import check_kernel_name
@@ -101,17 +105,13 @@ def describe_call(tensors: Mapping[str, Any], options: Options, *, traced: bool 
         # A function of torch, outside of our operators: what replays its generator replays the mask.
         given["dropout_seed"] = torch.randint(2**62, (2,), dtype=torch.int64, device=given["q"].device)
     if traced:
-        _check_before_operator(given, options)
+        check_before_operator(given, "q")
+        _check_numbers(options)
     return AttentionCall(given, options, recorded)
 
 
-def _check_before_operator(tensors: Mapping[str, Tensor], options: Options) -> None:
-    """Check what torch refuses in its own words, or gives to a fake kernel, before an operator is called."""
-    for name, tensor in tensors.items():
-        check_dense(name, tensor)
-    check_not_mapped(tensors.values())
-    check_devices(tensors)
-    check_not_mixed(tensors)
+def _check_numbers(options: Options) -> None:
+    """Check the numbers that an operator would refuse in words of torch. Raises ``InputError``."""
     if min(options.window) < -1:
         raise InputError(f"window must be two integers (left, right), -1 for no bound, got {shown(options.window)}")
     for name, length in zip(("max_seqlen_q", "max_seqlen_k"), options.max_seqlens or (), strict=False):
@@ -125,7 +125,7 @@ def check_kinds(tensors: Mapping[str, Any], options: Options) -> dict[str, Tenso
     for name, tensor in tensors.items():
         if tensor is None and name not in _NEEDED:
             continue
-        if type(tensor) not in PLAIN:
+        if type(tensor) not in PLAIN and (not isinstance(tensor, Tensor) or has_own_meaning(type(tensor))):
             check_tensor(name, tensor, optional=name not in _NEEDED)
         given[name] = tensor
     if options.dropout_p and "page_table" in given:  # before a seed is drawn

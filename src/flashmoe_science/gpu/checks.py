@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..errors import InputError, UnsupportedError
-from .subclasses import PLAIN, has_own_meaning, is_bare_subclass
+from .subclasses import PLAIN, has_own_meaning, is_bare_subclass, is_untraced
 
 _forward_ad = torch.autograd.forward_ad
 _functorch = torch._C._functorch  # noqa: SLF001 - what tells of transforms has no public name
@@ -61,6 +61,33 @@ def check_not_mixed(tensors: Mapping[str, Tensor]) -> None:
             )
 
 
+def check_devices(tensors: Mapping[str, Tensor], first: str) -> None:
+    """Raise ``InputError`` unless all are on the device of the one named first, a GPU or the CPU.
+
+    If one tensor is on meta, torch runs the fake kernel of an operator for all.
+    """
+    leader = tensors[first]
+    if leader.device.type not in ("cpu", "cuda") and is_untraced(leader):
+        raise InputError(f"{first} must be on a CUDA device or the CPU, got {leader.device}")
+    for name, tensor in tensors.items():
+        if tensor.device != leader.device:
+            raise InputError(f"{name} must be on the device of {first}, {leader.device}, got {tensor.device}")
+
+
+def check_before_operator(tensors: Mapping[str, Tensor], first: str) -> None:
+    """Check what torch refuses in its own words, or gives to a fake kernel, before an operator is called.
+
+    Raises:
+        InputError: a tensor is not dense, is on another device than ``first``, or is fake beside real ones.
+        UnsupportedError: ``torch.vmap`` hands a tensor on.
+    """
+    for name, tensor in tensors.items():
+        check_dense(name, tensor)
+    check_not_mapped(tensors.values())
+    check_devices(tensors, first)
+    check_not_mixed(tensors)
+
+
 def check_not_negative(name: str, tensor: Tensor) -> None:
     """Raise ``InputError`` for a view whose memory holds the negatives of its elements; tracing, nobody can tell."""
     if not torch.compiler.is_compiling() and tensor.is_neg():
@@ -72,6 +99,13 @@ def check_memory(name: str, tensor: Tensor) -> None:
     check_dense(name, tensor)
     check_not_negative(name, tensor)
     check_storages({name: tensor})
+
+
+def check_in_memory(tensors: Mapping[str, Tensor], first: str) -> None:
+    """Check devices as ``check_devices`` does, and the memory of each as ``check_memory``. Raises ``InputError``."""
+    check_devices(tensors, first)
+    for name, tensor in tensors.items():
+        check_memory(name, tensor)
 
 
 def check_storages(tensors: Mapping[str, Tensor]) -> None:

@@ -50,10 +50,7 @@ def descriptor_type(dtype: str, block: tuple[int, ...]) -> str:
 
 
 @builtin  # type: ignore[untyped-decorator] # Gluon gives it no types
-def _tma_add(desc: Any, coord: Any, src: Any, _semantic: Any = None) -> None:
+def tma_add(desc: Any, coord: Any, src: Any, _semantic: Any = None) -> None:
     """Do what Triton 3.8 calls ``tma.async_atomic_add``; the operation is there before its name."""
     coord = _semantic._convert_to_ir_values(coord, require_i64=False)  # noqa: SLF001 - as all operations of Gluon do
     _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, src.handle)
-
-
-tma_add = getattr(tma, "async_atomic_add", None) or _tma_add

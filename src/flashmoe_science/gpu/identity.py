@@ -37,10 +37,10 @@ _OUTSIDE = frozenset({"builtins", "math", "torch", "triton", "typing"})  # packa
 _LEFT_OUT = frozenset({"ctx", "kind", "type_comment", "type_ignores"})  # of a syntax tree: they follow from the rest
 # Options at these values are left out, so an option that is added here with its old behaviour changes no identity.
 _USUAL = {"num_stages": 1, "maxnreg": None, "enable_fp_fusion": True, "dependent_launch": False, "of": None}
-# Names of one function of Gluon in several versions of Triton, and what stands in for one that is missing.
-_ONE_NAME = {
+# Older names of functions of Gluon, and the newest.
+_NEWEST_NAMES = {
     "async_copy_global_to_shared": "async_load", "async_copy_shared_to_global": "async_store",
-    "thread_barrier": "barrier", "_tma_add": "async_atomic_add", "_reinterpret": "reinterpret",
+    "thread_barrier": "barrier", "_reinterpret": "reinterpret",
 }  # fmt: skip
 _Definition = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
@@ -222,9 +222,9 @@ def _reach(value: Any, what: str) -> tuple[Any, bool]:
     if isinstance(code, ModuleType) and _is_outside(code.__name__):
         return ["outside", code.__name__], False
     if isinstance(code, (FunctionType, type)):
-        name = _ONE_NAME.get(code.__name__, code.__name__)
-        outside = _is_outside(code.__module__) or code.__name__ in _ONE_NAME
-        return (["outside", name], False) if outside else (code, True)
+        if not _is_outside(code.__module__):
+            return code, True
+        return ["outside", _NEWEST_NAMES.get(code.__name__, code.__name__)], False
     try:
         return _plain(value), False
     except UnreadableError as error:

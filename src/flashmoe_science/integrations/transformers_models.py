@@ -42,7 +42,11 @@ _branches: dict[str, bool] = {}
 
 
 def skips(config: Any) -> tuple[str, ...]:
-    """Return which masks a model of this configuration needs not: "causal", "window". Raises ``UnsupportedError``."""
+    """Return the masks that models of this configuration can do without: "causal", "window".
+
+    Raises:
+        UnsupportedError: the table has models of this type as wrong.
+    """
     if config is None:
         return ()
     entry = _find(getattr(config, "model_type", None), type(config).__module__)

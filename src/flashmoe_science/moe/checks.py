@@ -11,18 +11,17 @@ from torch import Tensor
 
 from ..errors import InputError, UnsupportedError, shown
 from ..gpu.checks import (
+    check_before_operator,
     check_dense,
-    check_memory,
+    check_in_memory,
     check_no_bare_subclass,
     check_no_tangent,
-    check_not_mapped,
-    check_not_mixed,
     check_not_negative,
     check_operand,
     check_saved_for_gradients,
     check_tensor,
 )
-from ..gpu.subclasses import PLAIN, is_traced, is_untraced
+from ..gpu.subclasses import PLAIN, is_traced
 from .plan import check_kernel_name
 from .problem import ACTIVATIONS, GATED, LARGEST, MoeProblem, Options, columns_up
 
@@ -120,22 +119,11 @@ def _check_axes(name: str, tensor: Tensor, letters: str) -> None:
         raise InputError(f"{name} must have {axes} dimensions [{letters}], got shape {list(tensor.shape)}")
 
 
-def _check_devices(tensors: Mapping[str, Tensor]) -> None:
-    """Raise ``InputError`` unless all tensors are on one device, a GPU or the CPU."""
-    x = tensors["x"]
-    if x.device.type not in ("cpu", "cuda") and is_untraced(x):
-        raise InputError(f"x must be on a CUDA device or the CPU, got {x.device}")
-    for name, tensor in tensors.items():
-        if tensor.device != x.device:
-            raise InputError(f"{name} must be on the device of x, {x.device}, got {tensor.device}")
-
-
 def check_places(tensors: Mapping[str, Tensor]) -> None:
     """Check devices, memory and dtypes. Raises ``InputError``."""
-    _check_devices(tensors)
+    check_in_memory(tensors, "x")
     x = tensors["x"]
     for name, tensor in tensors.items():
-        check_memory(name, tensor)
         if name == "topk_ids":
             if tensor.dtype not in _ID_NAMES:
                 raise InputError(f"topk_ids must be int32 or int64, got {tensor.dtype}")
@@ -321,9 +309,7 @@ def check_operator_call(call: MoeCall) -> None:
         check_operand(name, tensor)
         if name == "topk_ids":
             check_no_bare_subclass(name, tensor)
-    check_not_mapped(call.tensors.values())
-    _check_devices(call.tensors)
-    check_not_mixed(call.tensors)
+    check_before_operator(call.tensors, "x")
     check_options(call.options)
 
 

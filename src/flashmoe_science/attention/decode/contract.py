@@ -11,18 +11,17 @@ from torch import Tensor
 
 from ...errors import InputError, UnsupportedError, shown
 from ...gpu.checks import (
+    check_before_operator,
     check_dense,
     check_memory,
     check_no_bare_subclass,
     check_no_tangent,
-    check_not_mapped,
-    check_not_mixed,
     check_not_negative,
     check_storages,
     check_tensor,
 )
 from ...gpu.subclasses import PLAIN
-from ..checks import DTYPE_NAMES, check_devices, check_pages
+from ..checks import DTYPE_NAMES, check_pages
 from ..inputs import check_window, pointer_alignment
 from ..problem import LARGEST_SCALE, canonical_strides
 from .problem import CacheProblem
@@ -538,19 +537,16 @@ def check_contents(tensors: Mapping[str, Tensor], left: int) -> None:
 def check_operator_call(call: CacheCall) -> None:
     """Check a call before its operator is called. Raises ``InputError`` and ``UnsupportedError``."""
     tensors = call.tensors
+    check_before_operator(tensors, "q")
     for name, tensor in tensors.items():
-        check_dense(name, tensor)
         check_not_negative(name, tensor)
         if name not in DETACHED:
             check_no_bare_subclass(name, tensor)
         check_no_tangent(name, tensor)
-    check_not_mapped(tensors.values())
     numbers = {"num_splits": call.options.num_splits, "window": max(map(abs, call.options.window))}
     for name, number in numbers.items():
         if number >= 2**63:
             raise InputError(f"{name} must be less than 2**63, got {shown(getattr(call.options, name))}")
-    check_devices(tensors)
-    check_not_mixed(tensors)
     for name in ("rotary_cos", "rotary_sin"):
         if name in tensors and "k" not in tensors:
             raise InputError(f"{name} needs new keys k: queries are rotated where keys are appended, got None")

@@ -37,6 +37,7 @@ _ROUND_OF_ARM = 0.022
 _ANSWERS_OF_TFLOP = 0.15
 _ROUND_OF_TFLOP = 0.005
 _QUICK_ROUNDS = 5
+_WALL_ONLY = 1 / 3  # of setting up and of a round, where only wall time is taken
 
 _HISTORY = 10  # runs at most: the code changes, and old ones say little
 # Problems that differ in these alone are of one kind: a library compiles and chooses once for all of them.
@@ -58,6 +59,7 @@ class RunSize:
     gates: tuple[GateName, ...] = GPU_GATES  # that will run
     kinds: int = 1  # of problems
     tflop: float = 0.0  # of one call of every case together
+    wall_only: bool = False  # no profiler runs and no graph is captured
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,10 @@ def size_of(record: Record) -> RunSize:
     arms = 1 + len(record.baselines) + bool(record.baselines)
     kinds = {tuple(sorted((k, str(v)) for k, v in c.problem.items() if k not in _LENGTHS)) for c in record.cases}
     tflop = sum(case.work.flops for case in served) / 1e12
-    return RunSize(len(served), arms, settings.rounds, workers, len(served) * workers, kinds=len(kinds), tflop=tflop)
+    return RunSize(
+        len(served), arms, settings.rounds, workers, len(served) * workers,
+        kinds=len(kinds), tflop=tflop, wall_only=list(settings.times) == ["wall"],
+    )  # fmt: skip
 
 
 def past_run(record: Record) -> PastRun | None:
@@ -162,10 +167,11 @@ def model_seconds(gate: GateName, size: RunSize) -> float:
         return _START + _RECORDER + kinds * _KIND_OF_ARM_LAUNCHED + size.cases * size.arms * _LAUNCH_OF_ARM
     if gate == "correct":
         return _CORRECT_START + size.cases * _CORRECT_OF_CASE + beyond * _CORRECT_OF_TFLOP
-    round_of_cell = _ROUND_OF_ARM + beyond / size.cases * _ROUND_OF_TFLOP
+    share = _WALL_ONLY if size.wall_only else 1.0
+    round_of_cell = _ROUND_OF_ARM * share + beyond / size.cases * _ROUND_OF_TFLOP
     if gate == "quick":
-        return process + answers + size.cases * size.arms * (_SETTING_UP_ARM + _QUICK_ROUNDS * round_of_cell)
-    cell = answers / size.cases + size.arms * (_SETTING_UP_ARM + size.rounds * round_of_cell)
+        return process + answers + size.cases * size.arms * (_SETTING_UP_ARM * share + _QUICK_ROUNDS * round_of_cell)
+    cell = answers / size.cases + size.arms * (_SETTING_UP_ARM * share + size.rounds * round_of_cell)
     return size.workers * process + size.cells * cell
 
 

@@ -99,15 +99,11 @@ def _few(names: Sequence[str]) -> str:
 
 
 def _changed_on_the_host(arms: Iterable[Arm]) -> list[str]:
-    """Return the files that ran in calls of these arms and are now in no file of the package, as records name them."""
-    from ..measure.host_files import hashes_at, hashes_now
+    """Return the files that ran in calls of these arms and do something else now, as records name them."""
+    from ..measure.host_files import changed_files
 
-    ran = {(path, recorded) for arm in arms for path, recorded in arm.host_files.items()}
-    here = hashes_at(path for path, _ in ran)
-    changed = {path for path, recorded in ran if here.get(path, recorded) != recorded}
-    moved = {recorded: path for path, recorded in ran if path not in here}
-    now = hashes_now() if moved else frozenset()  # all files are read, which takes seconds
-    return sorted(changed | {path for recorded, path in moved.items() if recorded not in now})
+    ran = {json.dumps(arm.host_files, sort_keys=True) for arm in arms}
+    return sorted({path for files in ran for path in changed_files(json.loads(files))})
 
 
 def _spec_of(gpu: Gpu) -> GpuSpec:

@@ -1,6 +1,7 @@
 """The files of this package that a call runs on the host, found by running one, and hashes by which they compare.
 
-A hash leaves out docstrings, comments, and names of files and modules: a file that moves is the same.
+A hash leaves out imports, docstrings, comments and the file's name: a file that moves is the same. Which names these
+files import from one another is one more hash, so that a call cannot go to another file unseen.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import ast
 import functools
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -16,9 +17,11 @@ from typing import Any
 from ...gpu.identity import digest, normalised
 from ..subject.subject import PACKAGE_FOLDER
 
+IMPORTS = "imports"  # the entry of that hash, among those of files
+
 
 def files_called(call: Callable[[], Any]) -> dict[str, str]:
-    """Make a call, and return the files of this package whose functions ran, each with its hash.
+    """Make a call, and return the files of this package whose functions ran, each with its hash; and ``IMPORTS``.
 
     Code of other threads does not count. Make a call before it: the first also plans and compiles.
     """
@@ -35,33 +38,47 @@ def files_called(call: Callable[[], Any]) -> dict[str, str]:
     finally:
         sys.setprofile(before)
     paths = sorted(path for path in map(Path, seen) if path.is_relative_to(PACKAGE_FOLDER))
-    return {path.relative_to(PACKAGE_FOLDER).as_posix(): file_hash(path) for path in paths}
+    files = {path.relative_to(PACKAGE_FOLDER).as_posix(): file_hash(path) for path in paths}
+    return {**files, IMPORTS: _imports_among(paths)}
+
+
+def changed_files(recorded: Mapping[str, str]) -> list[str]:
+    """Return what differs now from what ``files_called`` returned: files, as they were called, or ``IMPORTS``."""
+    files = {path: PACKAGE_FOLDER / path for path in recorded if path != IMPORTS}
+    if moved := [path for path, file in files.items() if not file.is_file()]:
+        everywhere = {file_hash(file): file for file in PACKAGE_FOLDER.rglob("*.py")}  # takes seconds
+        files |= {path: everywhere[recorded[path]] for path in moved if recorded[path] in everywhere}
+    changed = [path for path, file in files.items() if not file.is_file() or file_hash(file) != recorded[path]]
+    if not changed and recorded.get(IMPORTS) != _imports_among(files.values()):
+        return [IMPORTS]
+    return sorted(changed)
 
 
 @functools.lru_cache(maxsize=1024)
 def file_hash(path: Path) -> str:
-    """Return the hash of what a file of Python does, with the definitions that it imports from this package."""
-    imports = _Imports()
-    rest = imports.visit(ast.parse(path.read_text(encoding="utf-8")))
-    return digest([normalised(rest), {name: _definition(path, *place) for name, place in imports.found.items()}])
+    """Return the hash of what a file of Python does, without its imports."""
+    return _read(path)[0]
 
 
-def hashes_at(paths: Iterable[str]) -> dict[str, str]:
-    """Return the hashes of those of these files that are there, by their paths in this package."""
-    files = {path: PACKAGE_FOLDER / path for path in paths}
-    return {path: file_hash(file) for path, file in files.items() if file.is_file()}
+def _imports_among(files: Collection[Path]) -> str:
+    """Return the hash of the names that these files import from one another."""
+    own = set(files)
+    return digest(sorted([file_hash(file), name] for file in own for name, origin in _read(file)[1] if origin in own))
 
 
-def hashes_now() -> frozenset[str]:
-    """Return the hashes of all files of this package."""
-    return frozenset(file_hash(path) for path in PACKAGE_FOLDER.rglob("*.py"))
+@functools.lru_cache(maxsize=1024)
+def _read(path: Path) -> tuple[str, frozenset[tuple[str, Path]]]:
+    """Return the hash of a file, and the names that it imports from this package, each with the file it is from."""
+    found = _Imports(path)
+    return digest(normalised(found.visit(ast.parse(path.read_text(encoding="utf-8"))))), frozenset(found.names)
 
 
 class _Imports(ast.NodeTransformer):
-    """Takes imports out of a tree, and notes names that come from this package: level, module and name of each."""
+    """Takes imports out of a tree, and notes the names that come from this package."""
 
-    def __init__(self) -> None:
-        self.found: dict[str, tuple[int, str, str]] = {}
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.names: set[tuple[str, Path]] = set()
 
     def visit_Import(self, _: ast.Import) -> None:
         """Leave it out."""
@@ -69,7 +86,11 @@ class _Imports(ast.NodeTransformer):
     def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
         """Leave it out."""
         if node.level:
-            self.found |= {each.asname or each.name: (node.level, node.module or "", each.name) for each in node.names}
+            folder = self._path.parents[node.level - 1].joinpath(*(node.module or "").split("."))
+            for each in node.names:  # a module, or a name of a module
+                origins = (folder / f"{each.name}.py", folder.with_suffix(".py"), folder / "__init__.py")
+                origin = next((file for file in origins if file.is_file()), folder)
+                self.names.add((each.asname or each.name, origin))
 
     def visit_If(self, node: ast.If) -> ast.AST | None:
         """Leave out what is for type checkers alone."""
@@ -77,23 +98,3 @@ class _Imports(ast.NodeTransformer):
             return None
         self.generic_visit(node)
         return node if node.body or node.orelse else None
-
-
-def _definition(path: Path, level: int, module: str, name: str) -> str:
-    """Return the hash of the definition that ``path`` imports, or an empty text: a module, or imported there too."""
-    folder = path.parents[level - 1].joinpath(*module.split(".")) if module else path.parents[level - 1]
-    file = folder.with_suffix(".py") if folder.with_suffix(".py").is_file() else folder / "__init__.py"
-    return _definitions(file).get(name, "") if file.is_file() else ""
-
-
-@functools.lru_cache(maxsize=1024)
-def _definitions(file: Path) -> dict[str, str]:
-    """Return the hash of each function, class and variable of a module, by name."""
-    found = {}
-    for node in ast.parse(file.read_text(encoding="utf-8")).body:
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            found[node.name] = digest(normalised(node))
-        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            found |= {each.id: digest(normalised(node)) for each in targets if isinstance(each, ast.Name)}
-    return found
