@@ -263,6 +263,7 @@ def _unusual(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: _plain(value) for name, value in options.items() if name not in _USUAL or value != _USUAL[name]}
 
 
+@functools.lru_cache(maxsize=1024)
 def _type(kind: str) -> Any:
     """Return an argument's type; of a descriptor its element, tile and layout, without fields that say nothing."""
     descriptor = re.fullmatch(r"tensordesc<(\w+)\[([\d, ]+)\],(.*)>", kind)

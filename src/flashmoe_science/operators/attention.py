@@ -5,16 +5,16 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode  # what torch.compile traces with
 
 from ..attention import reference
 from ..attention.api import flash_attention
 from ..attention.forward.plan import plan_attention
-from ..attention.inputs import check_window, problem_of
-from ..attention.problem import ITEM_BYTES, AttentionProblem
+from ..attention.inputs import check_window
+from ..attention.problem import ITEM_BYTES, AttentionProblem, canonical_strides
 from ..attention.tiles import ForwardConfig, HopperConfig, Plan
 from ..gpu.planning import Axis, Work
 from ..gpu.specs import SPECS, GpuSpec
@@ -43,6 +43,26 @@ _AXES = (
 # over keys touches them, but for what it does where a sum is too large. So do those of forward_features_gluon_sm90.
 SPILL_BYTES = {"_forward_sm90_kernel": 64, "_forward_features_sm90_kernel": 64}
 _WITHOUT_PRODUCTS = ("_merge_partials_kernel", "_order_sequences_kernel")
+
+
+def shapes_of(p: AttentionProblem) -> dict[str, tuple[int, int, int, int]]:
+    """Return the shapes of q, k and v."""
+    return {
+        "q": (p.batch, p.heads, p.seqlen_q, p.head_dim),
+        "k": (p.batch, p.heads_kv, p.seqlen_k, p.head_dim),
+        "v": (p.batch, p.heads_kv, p.seqlen_k, p.head_dim_v),
+    }
+
+
+def canonical(p: AttentionProblem) -> AttentionProblem:
+    """Return a problem as a call describes it: an axis of one element has stride 0."""
+    shapes = shapes_of(p)
+    return replace(
+        p,
+        q_strides=canonical_strides(shapes["q"], p.q_strides),
+        k_strides=canonical_strides(shapes["k"], p.k_strides),
+        v_strides=canonical_strides(shapes["v"], p.v_strides),
+    )
 
 
 def _asked(problem: AttentionProblem, inputs: Inputs) -> dict[str, Any]:
@@ -88,7 +108,7 @@ class AttentionOperator(KernelOperator):
         if table.get("bias"):  # one for all sequences
             of_head = table["seqlen_q"] * table["seqlen_k"] if table["heads"] > 1 else 0
             table["bias_strides"] = (0, of_head, table["seqlen_k"], 1)
-        return AttentionProblem(**table)
+        return canonical(AttentionProblem(**table))
 
     def work(self, problem: AttentionProblem) -> Work:
         """Count 4 D (2 for QK, 2 for PV) operations a visible score, and every input and output once."""
@@ -101,12 +121,7 @@ class AttentionOperator(KernelOperator):
     def make_inputs(self, problem: AttentionProblem, *, seed: int, device: str) -> dict[str, torch.Tensor]:
         """Return standard normal q, k and v, and, where the problem has them, sinks, bias and slopes (2**-8 to 1)."""
         p, generator = problem, torch.Generator(device=device).manual_seed(seed)
-        shapes = {
-            "q": (p.batch, p.heads, p.seqlen_q, p.head_dim),
-            "k": (p.batch, p.heads_kv, p.seqlen_k, p.head_dim),
-            "v": (p.batch, p.heads_kv, p.seqlen_k, p.head_dim_v),
-        }
-        inputs = standard_normal(shapes, DTYPES[p.dtype], generator)
+        inputs = standard_normal(shapes_of(p), DTYPES[p.dtype], generator)
         more: dict[str, tuple[int, ...]] = {
             "sinks": (p.heads,), "alibi": (p.heads,), "bias": (1, p.heads, p.seqlen_q, p.seqlen_k),
         }  # fmt: skip
@@ -187,13 +202,6 @@ class AttentionOperator(KernelOperator):
         if plan.arch // 10 == 10:  # sm_100 and sm_103
             return "UTCHMMA" if wgmma else "HMMA"
         return "HMMA"
-
-    def as_called(self, problem: AttentionProblem) -> AttentionProblem:
-        """Return ``problem`` as a call with its inputs describes it, which are made without memory."""
-        with FakeTensorMode():
-            tensors = self.make_inputs(problem, seed=0, device="cpu")
-            arguments, options = self.arguments(problem, tensors)
-            return problem_of(*arguments, return_lse=False, **options)
 
     def axes(self) -> Sequence[Axis]:
         """Return the ways to make a problem longer."""

@@ -11,17 +11,16 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode  # what torch.compile traces with
 
 from ..attention import reference
 from ..attention.backward.api import flash_attention_backward
 from ..attention.backward.plan import BackwardConfig, plan_backward
-from ..attention.backward.problem import BackwardProblem, backward_problem_of
-from ..attention.inputs import Options, check_options, check_window
-from ..attention.problem import AttentionProblem
+from ..attention.backward.problem import BackwardProblem
+from ..attention.inputs import check_window
+from ..attention.problem import AttentionProblem, canonical_strides, dense_strides
 from ..gpu.planning import Work
 from ..gpu.specs import GpuSpec
-from .attention import SPILL_BYTES as FORWARD_SPILL_BYTES
+from .attention import SPILL_BYTES as FORWARD_SPILL_BYTES, canonical, shapes_of
 from .base import DTYPES, KernelOperator, standard_normal
 from .baselines.attention_backward import BASELINES
 from .baselines.base import Inputs
@@ -45,12 +44,7 @@ backward_gluon_sm90 = functools.partial(flash_attention_backward, kernel="backwa
 def draw(problem: BackwardProblem, *, seed: int, device: str) -> dict[str, torch.Tensor]:
     """Return standard normal q, k, v and do."""
     p = problem.forward
-    shapes = {
-        "q": (p.batch, p.heads, p.seqlen_q, p.head_dim),
-        "k": (p.batch, p.heads_kv, p.seqlen_k, p.head_dim),
-        "v": (p.batch, p.heads_kv, p.seqlen_k, p.head_dim_v),
-        "do": (p.batch, p.heads, p.seqlen_q, p.head_dim_v),
-    }
+    shapes = {**shapes_of(p), "do": (p.batch, p.heads, p.seqlen_q, p.head_dim_v)}
     return standard_normal(shapes, DTYPES[p.dtype], torch.Generator(device=device).manual_seed(seed))
 
 
@@ -84,7 +78,10 @@ class BackwardOperator(KernelOperator):
         """Return the problem of a case."""
         if "window" in table:
             table["window"] = check_window(table["window"])
-        return BackwardProblem(AttentionProblem(**table, return_lse=True))
+        p = canonical(AttentionProblem(**table, return_lse=True))
+        o = (p.batch, p.heads, p.seqlen_q, p.head_dim_v)
+        strides = canonical_strides(o, dense_strides(*o))
+        return BackwardProblem(p, strides, strides)
 
     def sizes(self, problem: BackwardProblem) -> AttentionProblem:
         """Return the forward's problem."""
@@ -101,20 +98,12 @@ class BackwardOperator(KernelOperator):
     def make_inputs(self, problem: BackwardProblem, *, seed: int, device: str) -> dict[str, torch.Tensor]:
         """Return standard normal q, k, v and do, and o and LSE of the reference in fp32, o rounded."""
         p = problem.forward
-        inputs = self._saved(problem, draw(problem, seed=seed, device=device))
+        inputs = draw(problem, seed=seed, device=device)
         o, lse = reference.attention(
             inputs["q"], inputs["k"], inputs["v"],
             causal=p.causal, softmax_scale=p.softmax_scale, dtype=torch.float32,
         )  # fmt: skip
-        inputs["o"].copy_(o)
-        inputs["lse"].copy_(lse)
-        return inputs
-
-    def _saved(self, problem: BackwardProblem, drawn: Inputs) -> dict[str, torch.Tensor]:  # noqa: ARG002 - for a step
-        """Return what is drawn, with o and the LSE as the forward leaves them, not written yet."""
-        do = drawn["do"]
-        lse = torch.empty(do.shape[:3], dtype=torch.float32, device=do.device)
-        return {**drawn, "o": torch.empty(do.shape, dtype=do.dtype, device=do.device), "lse": lse}
+        return {**inputs, "o": o.to(inputs["do"].dtype), "lse": lse}
 
     def arguments(self, problem: BackwardProblem, inputs: Inputs) -> tuple[list[torch.Tensor], dict[str, Any]]:
         """Return what a call is given; a baseline runs its forward before."""
@@ -170,14 +159,6 @@ class BackwardOperator(KernelOperator):
     def instruction(self, plan: Any, kernel: str) -> str:
         """Return the machine instruction that a kernel of 16-bit operands promises, as a pattern, or an empty text."""
         return "*MMA*" if plan.problem.forward.item_bytes == 2 and kernel not in _WITHOUT_PRODUCTS else ""
-
-    def as_called(self, problem: BackwardProblem) -> BackwardProblem:
-        """Return ``problem`` as a call with its inputs describes it, which are made without memory."""
-        p = problem.forward
-        with FakeTensorMode():
-            tensors = self._saved(problem, draw(problem, seed=0, device="cpu"))
-            options = Options(p.causal, check_options(p.causal, p.softmax_scale), check_window(p.window))
-            return backward_problem_of(options, tensors, ["q", "k", "v"])
 
     def interpreter_steps(self, problem: BackwardProblem) -> int:
         """Count pairs of a row tile and a key tile."""

@@ -8,13 +8,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode  # what torch.compile traces with
 
 from ..attention.decode import reference as cache_reference
 from ..attention.decode.api import flash_attention_with_kv_cache
-from ..attention.decode.contract import cache_problem_of
 from ..attention.decode.plan import DecodePlan, plan_with_kv_cache
 from ..attention.decode.problem import CacheProblem
+from ..attention.problem import canonical_strides
 from ..errors import InputError
 from ..gpu.planning import Work
 from ..gpu.specs import GpuSpec
@@ -62,7 +61,15 @@ class DecodeOperator(KernelOperator):
         page_size = full.get("page_size", 0)
         if page_size and full["capacity"] % page_size:
             raise InputError(f"seqlen_k must be a multiple of page_size = {page_size}, got {full['capacity']}")
-        return CacheProblem(**full, has_seqlens=page_size > 0)
+        p = CacheProblem(**full, has_seqlens=page_size > 0)
+        pages = (p.pages, p.page_size or p.capacity, p.heads_kv)
+        # As a call describes it: an axis of one element has stride 0.
+        return dataclasses.replace(
+            p,
+            q_strides=canonical_strides((p.batch, p.heads, p.seqlen_q, p.head_dim), p.q_strides),
+            k_strides=canonical_strides((*pages, p.head_dim), p.k_strides),
+            v_strides=canonical_strides((*pages, p.head_dim_v), p.v_strides),
+        )
 
     def values(self, problem: CacheProblem) -> dict[str, Any]:
         """Return the value of each key."""
@@ -128,19 +135,6 @@ class DecodeOperator(KernelOperator):
         if kernel == "_decode_sm90_kernel":
             return "*GMMA*"
         return "*MMA*" if plan.problem.item_bytes == 2 and kernel == "_decode_kernel" else ""
-
-    def as_called(self, problem: CacheProblem) -> CacheProblem:
-        """Return ``problem`` as a call with its inputs describes it, which are made without memory."""
-        p = problem
-        with FakeTensorMode():
-            tensors = self.make_inputs(p, seed=0, device="cpu")
-            called = cache_problem_of(
-                {**tensors, "v_cache": values_of(p, tensors)},
-                causal=p.causal,
-                softmax_scale=p.softmax_scale,
-                batch_invariant=p.batch_invariant,
-            )
-        return dataclasses.replace(called, shared_kv=p.shared_kv)  # without memory nothing is shared
 
     def interpreter_steps(self, problem: CacheProblem) -> int:
         """Count tiles of 16 keys."""

@@ -16,9 +16,7 @@ from ..attention.api import flash_attention
 from ..attention.backward.api import flash_attention_backward
 from ..attention.backward.plan import BackwardPlan, plan_backward
 from ..attention.backward.problem import BackwardProblem
-from ..attention.forward.calls import allocate_lse, allocate_output
 from ..attention.forward.plan import plan_attention
-from ..attention.inputs import problem_of
 from ..attention.tiles import Plan
 from ..gpu.planning import PlannedLaunch, Work
 from ..gpu.specs import GpuSpec
@@ -122,14 +120,6 @@ class StepOperator(BackwardOperator):
         from ..attention.forward.prepare import prepare_kernels
 
         return [*prepare_kernels(plan.forward), *super().prepare(plan.backward)]
-
-    def _saved(self, problem: BackwardProblem, drawn: Inputs) -> dict[str, torch.Tensor]:
-        """Return what is drawn, with o and the LSE as the forward of a step lays them out."""
-        p, (q, k, v) = problem.forward, (drawn[name] for name in "qkv")
-        forward = problem_of(
-            q, k, v, causal=p.causal, softmax_scale=p.softmax_scale, window=p.window, return_lse=True
-        )  # fmt: skip
-        return {**drawn, "o": allocate_output(forward, q), "lse": allocate_lse(forward, q)}
 
 
 OPERATOR = StepOperator()

@@ -152,13 +152,9 @@ class KernelOperator:
         """Return the matrix instruction that a kernel promises, as a pattern, or an empty text."""
         return ""
 
-    def as_called(self, problem: Any) -> Any:
-        """Return ``problem`` as a call with its inputs describes it, e.g. with their strides."""
-        return problem
-
     def launches(self, subject: str, problem: Any, gpu: GpuSpec) -> Sequence[PlannedSource]:
         """Return the launches of one call on ``gpu``, in order. Raises ``UnsupportedError``."""
-        return self.prepare(self.plan(subject, self.as_called(problem), gpu))
+        return self.prepare(self.plan(subject, problem, gpu))
 
     def promised_launches(self, subject: str, problem: Any) -> Sequence[PlannedLaunch]:
         """Return the launches of the plan for the current GPU, with the shared memory that compiling showed."""
