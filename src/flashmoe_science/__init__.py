@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from .flops import count_when_imported
+
 __version__ = "0.1.0"
 
 _ORIGIN = {
@@ -69,3 +71,6 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+count_when_imported()
