@@ -9,7 +9,15 @@ import numpy as np
 import pytest
 
 from flashmoe_science.proof.judge.claims import Claim
-from flashmoe_science.proof.judge.judge import Verdict, VerdictStatus, check_control, exit_code, judge
+from flashmoe_science.proof.judge.judge import (
+    Verdict,
+    VerdictStatus,
+    check_control,
+    deciding_baseline,
+    exit_code,
+    judge,
+)
+from flashmoe_science.proof.judge.statistics import Interval
 from flashmoe_science.proof.records.evidence import Gate, GateStatus
 from flashmoe_science.proof.text import counted
 
@@ -325,15 +333,31 @@ def test_the_fastest_baseline_decides_in_each_case():
     assert judge(build_claim(baseline="sdpa"), record).status is DEMONSTRATED
 
 
-def test_the_baseline_of_the_lower_end_is_named_where_it_is_not_the_fastest():
-    """One whose times differ between processes may have the lowest lower end, and so decide, with a higher estimate."""
+@pytest.mark.parametrize(
+    ("factor", "status", "baseline"), [(1.0, DEMONSTRATED, "sdpa"), (2.4, INCONCLUSIVE, "fa3"), (2.8, REFUTED, "sdpa")]
+)
+def test_an_interval_is_that_of_one_baseline_that_decides(factor, status, baseline):
+    """One whose times differ between processes may leave a case open, though another is the fastest."""
     record = build_record(speedups=[2.5], baselines={"sdpa": 1.0, "fa3": 1.0})
     samples = sum(len(each.seconds.get("graph", {}).get("fa3", [])) for each in record.cases[0].rounds)
     slower = itertools.chain([0.8] * (samples // 3), itertools.repeat(1.6))  # in all processes but the first
     record = _with_seconds(record, "fa3", lambda s: next(slower) * s)
-    case = judge(build_claim(baseline=["sdpa", "fa3"]), record).cases[0]
-    assert case.baseline == "sdpa"
-    assert "against sdpa, the lower end against fa3" in case.reason
+    case = judge(build_claim(baseline=["sdpa", "fa3"], factor=factor), record).cases[0]
+    assert (case.status, case.baseline) == (status, baseline)
+    assert f"against {baseline}" in case.reason
+    alone = judge(build_claim(baseline=[baseline], factor=factor), record).cases[0]
+    assert (case.interval, case.status) == (alone.interval, status)
+
+
+@pytest.mark.parametrize(
+    ("target", "decides"), [(0.5, "quick"), (0.95, "spread"), (1.1, "quick"), (1.25, "steady"), (2.0, "quick")]
+)
+def test_of_the_baselines_with_the_weakest_result_the_fastest_decides(target, decides):
+    intervals = {
+        "steady": Interval(1.2, 1.19, 1.21, 9), "quick": Interval(1.1, 1.0, 1.3, 9),
+        "spread": Interval(1.4, 0.9, 1.9, 9),
+    }  # fmt: skip
+    assert deciding_baseline(intervals, target) == decides
 
 
 def test_a_baseline_that_does_not_serve_a_problem_is_left_out_there_and_named():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from fractions import Fraction
 
 import pytest
@@ -15,6 +16,7 @@ from flashmoe_science.proof.judge.new_claim import ClaimRequest, make_claims, ro
 
 from .builders import L4, build_record
 from .claim_builders import build_claim, claim_toml
+from .test_judge import _with_seconds
 
 
 @pytest.mark.parametrize(
@@ -62,6 +64,18 @@ def test_a_claim_is_what_the_run_demonstrates():
     assert judge(claim, record).status is VerdictStatus.DEMONSTRATED
     above = claim.model_copy(update={"factor": 2.5})
     assert judge(above, record).status is not VerdictStatus.DEMONSTRATED
+
+
+def test_a_claim_holds_beside_a_baseline_that_is_not_the_fastest_but_varies():
+    """The fastest baseline alone allows more than the other one does."""
+    record = build_record(speedups=[2.3], baselines={"sdpa": 1.0, "fa3": 1.0})
+    samples = sum(len(each.seconds.get("graph", {}).get("fa3", [])) for each in record.cases[0].rounds)
+    slower = itertools.chain([0.9] * (samples // 3), itertools.repeat(1.6))  # in all processes but the first
+    record = _with_seconds(record, "fa3", lambda s: next(slower) * s)
+    (fastest,) = make_claims(record, ClaimRequest(baselines=["sdpa"]))
+    (both,) = make_claims(record, ClaimRequest(baselines=["sdpa", "fa3"]))
+    assert both.factor < fastest.factor == 2.0
+    assert judge(both, record).status is VerdictStatus.DEMONSTRATED
 
 
 def test_a_claim_for_each_kind_of_time_against_the_fastest_of_several():

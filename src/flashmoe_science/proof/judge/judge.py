@@ -59,8 +59,8 @@ class CaseVerdict(Model):
     name: str
     status: VerdictStatus
     reason: str
-    baseline: str = ""  # the one that decides: of several, the fastest
-    interval: Interval | None = None  # of the speedup; None where nothing was measured
+    baseline: str = ""  # the one that decides: see ``deciding_baseline``
+    interval: Interval | None = None  # of the speedup beside it; None where nothing was measured
     smallest_effect: float | None = None  # that the case's rounds could see, as a share: 0.01 is 1 %
     rounds_needed: int | None = None  # still needed where inconclusive; None: more rounds would not decide
 
@@ -256,13 +256,30 @@ def _judge_case(claim: Claim, case: CaseRecord, control: Control) -> tuple[CaseV
 
     bias = control.biases[case.name]
     fastest = min(intervals, key=lambda name: intervals[name].estimate)
-    found = _against_all(intervals.values()).widened(bias)
-    verdict = _weigh(claim, case.name, found, list(compared[fastest].values()), bias)
+    intervals = {name: found.widened(bias) for name, found in intervals.items()}
+    decider = deciding_baseline(intervals, math.log(claim.factor))
+    verdict = _weigh(claim, case.name, intervals[decider], list(compared[decider].values()), bias)
     skipped = [f"{name} does not serve it" for name in claim.baseline if name not in measured]
-    lowest = min(intervals, key=lambda name: intervals[name].low)
-    other = f", the lower end against {lowest}" if lowest != fastest else ""
-    reason = "; ".join([f"{_shown(found.exp())} against {fastest}{other}{verdict.reason}", *skipped])
-    return verdict.model_copy(update={"baseline": fastest, "reason": reason}), compared[fastest]
+    reason = "; ".join([f"{_shown(intervals[decider].exp())} against {decider}{verdict.reason}", *skipped])
+    return verdict.model_copy(update={"baseline": decider, "reason": reason}), compared[fastest]
+
+
+def deciding_baseline(intervals: Mapping[str, Interval], target: float) -> str:
+    """Return the baseline whose interval decides: of those beside which the subject does worst, the fastest.
+
+    At least c times as fast as the fastest means at least c times as fast as each. So one interval below the target
+    refutes, and else one that contains it leaves the case open, without a correction for choosing.
+
+    Args:
+        intervals: of the speedup beside each baseline.
+        target: what the speedup is held against, on the same scale.
+    """
+
+    def order(name: str) -> tuple[bool, bool, float]:
+        found = intervals[name]
+        return found.high >= target, found.low >= target, found.estimate
+
+    return min(intervals, key=order)
 
 
 def _weigh(claim: Claim, name: str, found: Interval, groups: Sequence[Sequence[float]], bias: float) -> CaseVerdict:
@@ -335,18 +352,6 @@ def _shown_bias(groups: _Groups) -> float:
     """Return the size of the control's log-ratio where its own 95 % interval over rounds excludes zero, else 0."""
     found = interval([value for values in groups.values() for value in values])
     return 0.0 if found.contains(0.0) else abs(found.estimate)
-
-
-def _against_all(intervals: Iterable[Interval]) -> Interval:
-    """Return the interval of the least of several speedups: against the fastest baseline, whichever it is.
-
-    At least c times as fast as the fastest means at least c times as fast as each. So the lowest lower end decides a
-    win, without a correction for choosing, and the lowest upper end a loss.
-    """
-    intervals = list(intervals)
-    low, high = min(found.low for found in intervals), min(found.high for found in intervals)
-    estimate = min(found.estimate for found in intervals)
-    return Interval(estimate, low, high, min(found.n for found in intervals))
 
 
 def _geometric_mean(cases: Mapping[str, _Groups | None], control: Control) -> Interval | None:

@@ -87,7 +87,16 @@ def _make_claim(record: Record, request: ClaimRequest, kind: Metric) -> Claim:
 
 
 def _largest_factor(claim: Claim, record: Record) -> float:
-    """Return the largest round figure below the lower end that decides ``claim``."""
+    """Return the largest round figure below every lower end: another factor may be decided by another baseline."""
+    factor, lower = math.inf, round_below(_lower_end(claim, record))
+    while lower < factor:
+        factor = lower
+        lower = round_below(_lower_end(claim.model_copy(update={"factor": factor}), record))
+    return factor
+
+
+def _lower_end(claim: Claim, record: Record) -> float:
+    """Return the lower end that decides ``claim``."""
     verdict = judge(claim, record)
     intervals = [case.interval for case in verdict.cases]
     if claim.scope == "geometric mean":
@@ -95,7 +104,7 @@ def _largest_factor(claim: Claim, record: Record) -> float:
     lows = [found.low for found in intervals if found is not None]
     if not lows or len(lows) < len(intervals):
         raise ClaimError(f"run {record.id} has no interval to claim a factor by: {verdict.reason}")
-    return round_below(min(lows))
+    return min(lows)
 
 
 def round_below(value: float) -> float:

@@ -29,8 +29,8 @@ from markdown_it import MarkdownIt
 
 from ...errors import ProofError
 from ..judge.claims import Metric
-from ..judge.judge import Verdict, VerdictStatus
-from ..judge.rows import METRICS, Ratio, arm_rows, format_bytes, format_ratio, format_seconds, lowest_case
+from ..judge.judge import Verdict, VerdictStatus, deciding_baseline
+from ..judge.rows import METRICS, arm_rows, format_bytes, format_ratio, format_seconds, lowest_case
 from ..judge.statistics import Interval
 from ..judge.verify import read_records, verify_claims
 from ..records.evidence import Arm, Record
@@ -216,25 +216,23 @@ def slower_section(verdicts: Sequence[Verdict], records: Mapping[str, Record], _
     header = ("suite", "cases", "slower", "inconclusive", "slowest case", "speedup there", "baseline", "run")
     lines = [row(*header), row("---", *["---:"] * 3, *["---"] * 4)]
     for record in _newest_runs(verdicts, records):
-        compared = _against_fastest(record)
-        slower = [case for case in compared if case.high < 1]
+        compared = _compared_cases(record)
+        slower = [case for case in compared if case.ratio.high < 1]
         if not slower:
             continue
         slowest = min(slower, key=lambda case: case.ratio.estimate)
-        counts = (len(record.cases), len(slower), sum(case.low < 1 <= case.high for case in compared))
+        counts = (len(record.cases), len(slower), sum(case.ratio.low < 1 <= case.ratio.high for case in compared))
         where = (_code(slowest.name), format_ratio(slowest.ratio), foreign(slowest.baseline, "markdown"))
         lines.append(row(foreign(record.suite, "markdown"), *map(str, counts), *where, _run_link(record.id, "", None)))
     return "\n".join(lines) + "\n" if len(lines) > 2 else "No case is slower than a baseline.\n"
 
 
 class _Compared(NamedTuple):
-    """A case beside its fastest baseline. The ends are the lowest against any baseline, as the judge takes them."""
+    """A case beside the baseline that decides whether it is slower."""
 
     name: str
     baseline: str
-    ratio: Ratio
-    low: float
-    high: float
+    ratio: Interval
 
 
 def _newest_runs(verdicts: Sequence[Verdict], records: Mapping[str, Record]) -> list[Record]:
@@ -249,17 +247,13 @@ def _newest_runs(verdicts: Sequence[Verdict], records: Mapping[str, Record]) -> 
     return list(newest.values())
 
 
-def _against_fastest(record: Record) -> list[_Compared]:
-    found: dict[str, list[tuple[str, Ratio, Interval]]] = {}
+def _compared_cases(record: Record) -> list[_Compared]:
+    found: dict[str, dict[str, Interval]] = {}
     for one in arm_rows(record, "kernel"):
         if one.arm.role == "baseline" and one.arm.accuracy is not None and one.ratio and one.ratio.interval:
-            found.setdefault(one.case.name, []).append((one.arm.name, one.ratio, one.ratio.interval))
-    compared = []
-    for name, ratios in found.items():
-        baseline, ratio, _ = min(ratios, key=lambda each: each[1].estimate)
-        low, high = (min(getattr(each[2], end) for each in ratios) for end in ("low", "high"))
-        compared.append(_Compared(name, baseline, ratio, low, high))
-    return compared
+            found.setdefault(one.case.name, {})[one.arm.name] = one.ratio.interval
+    deciding = {name: deciding_baseline(intervals, 1.0) for name, intervals in found.items()}
+    return [_Compared(name, baseline, found[name][baseline]) for name, baseline in deciding.items()]
 
 
 def summary_section(verdicts: Sequence[Verdict], records: Mapping[str, Record], up: str | None = "") -> str:
