@@ -69,7 +69,7 @@ TURNED = {"min": "max", "max": "min", "minimum": "maximum", "maximum": "minimum"
 NEAREST = 2  # imports between a test and the module, beyond those of the nearest test
 FIRST = 4  # test files that run before all others, as most faults are found there
 # These compare the text of sources, which finds every change and no fault; and tests that need a GPU.
-IGNORED = re.compile(r"fingerprint|identit|dependencies|untold|test_changes|printed_claims|test_readme|_gpu$")
+IGNORED = re.compile(r"fingerprint|identit|dependencies|untold|test_staleness|printed_claims|test_readme|_gpu$")
 
 
 @dataclasses.dataclass(frozen=True)

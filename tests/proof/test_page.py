@@ -10,7 +10,7 @@ from flashmoe_science.proof.report.page import Judged, build_page, launch_groups
 
 from .builders import build_record
 from .claim_builders import build_claim
-from .test_report import with_arm, with_case
+from .test_report_terminal import with_arm, with_case
 
 
 def run_of(record, *verdicts, kind=None):
