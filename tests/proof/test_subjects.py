@@ -47,7 +47,7 @@ OTHER_GATES = {
         "hangs",
         "impossible_time",
     ),
-    *("low_precision_accumulator", "mislabelled_baseline", "other_stream", "over_shared_memory"),
+    *("low_precision_accumulator", "mislabelled_baseline", "other_stream", "over_shared_memory", "replaces_checks"),
 }
 
 

@@ -24,7 +24,7 @@ from ..subject.outputs import Answer, Call, copied, names_of, not_formed, parts,
 from ..subject.subject import Subject
 from ..worker import describe_error
 from .correctness import ExpectedOutputs, accuracy_of, largest_error, max_error, not_plain
-from .shared_state import SharedState
+from .shared_state import AT_IMPORT, Guard, SharedState
 
 Role = Literal["subject", "baseline", "control"]
 
@@ -119,8 +119,12 @@ class Arm:
         self.expected.clear()
 
 
-def load_arms(subject: Subject, operator: Operator, baselines: Sequence[str]) -> list[Loaded]:
+def load_arms(
+    subject: Subject, operator: Operator, baselines: Sequence[str], changes: Callable[[], str] | None = None
+) -> list[Loaded]:
     """Import the subject and the baselines, the subject first. What cannot be imported says why.
+
+    ``changes`` says what the subject changed by being imported: of a ``Guard`` that is as old as the process should be.
 
     Raises:
         ProofError: a baseline is unknown, or two arms have one name.
@@ -128,7 +132,7 @@ def load_arms(subject: Subject, operator: Operator, baselines: Sequence[str]) ->
     names = [subject.name, *baselines]
     if len(set(names)) < len(names):
         raise ProofError(f"subject and baselines must have names of their own, got {', '.join(names)}")
-    loaded = [_load_subject(subject)]
+    loaded = [_load_subject(subject, changes or Guard().changes)]
     known = operator.baselines()
     for name in baselines:
         if name not in known:
@@ -137,11 +141,13 @@ def load_arms(subject: Subject, operator: Operator, baselines: Sequence[str]) ->
     return loaded
 
 
-def _load_subject(subject: Subject) -> Loaded:
+def _load_subject(subject: Subject, changes: Callable[[], str]) -> Loaded:
     try:
         entry = load_entry(subject)
     except Exception as error:  # noqa: BLE001 - what a subject raises is a result
         return Loaded(subject.name, "subject", None, "failed", describe_error(error))
+    if found := changes():
+        return Loaded(subject.name, "subject", None, "failed", f"{AT_IMPORT}: {found}")
     return Loaded(subject.name, "subject", entry, "loaded", deterministic=subject.deterministic)
 
 

@@ -22,14 +22,10 @@ from ..records.git import git
 from ..subject.subject import PACKAGE_FOLDER, Subject, expand_sources
 from ..worker import Emit, run_task
 from . import nvml
+from .variables import is_setting
 
 # Packages whose version can change a result, beside torch itself.
 _PACKAGES = ("triton", "numpy", "scipy", "nvidia-ml-py", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13")
-
-_SETTING = re.compile(
-    r"^(TRITON_|CUDA_|CUDNN_|CUBLAS_|TORCH_|TORCHINDUCTOR_|PYTORCH_|NVIDIA_TF32_OVERRIDE$|FLASHMOE_|OMP_NUM_THREADS$)"
-)
-_NO_SETTING = ("FLASHMOE_COMMIT", "FLASHMOE_SSH", "FLASHMOE_STORE")
 
 _COMMAND_TIMEOUT_S = 20.0
 _DESCRIBE_TIMEOUT_S = 120.0
@@ -127,8 +123,7 @@ def _versions() -> dict[str, str]:
 
 def _settings(variables: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variables that can change a result."""
-    wanted = {name: v for name, v in sorted(variables.items()) if _SETTING.match(name) and name not in _NO_SETTING}
-    return {name: _anonymous(value) for name, value in wanted.items()}
+    return {name: _anonymous(value) for name, value in sorted(variables.items()) if is_setting(name)}
 
 
 def _anonymous(value: str) -> str:
@@ -141,7 +136,9 @@ def _anonymous(value: str) -> str:
 def _flags() -> dict[str, str]:
     import torch
 
-    return {
+    from .shared_state import flags
+
+    return flags() | {
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
         "cudnn.benchmark": str(torch.backends.cudnn.benchmark).lower(),
         "deterministic_algorithms": str(torch.are_deterministic_algorithms_enabled()).lower(),

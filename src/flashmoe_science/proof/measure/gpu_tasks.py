@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from .launches import CallTrace, Recording
 from .measure import CudaTimer, Graph, Timer
 from .rounds import Case, Plan, measure_case
 from .schedule import derived_seed
+from .shared_state import Guard
 
 _CAPTURED_CALLS = 2  # that the second runs what the first ran is part of the answer
 
@@ -48,6 +49,7 @@ def measure(payload: dict[str, Any], emit: Emit) -> dict[str, Any]:
         check_stream=payload.get("check_stream", True),
     )
     operator, loaded, timer = open_gpu(payload)
+    plan = replace(plan, changes=Guard().changes)
     timer.settle()
     for table in payload["cases"]:
         name = table["name"]
@@ -68,12 +70,15 @@ def capture_launches(payload: dict[str, Any], emit: Emit) -> dict[str, Any]:
     each case. Returns ``cases``, see ``capture_case``. Raises ``ProofError``: no GPU, or the GPU context is lost.
     """
     operator, loaded, timer = open_gpu(payload)
+    changes = Guard().changes
     subject = Subject.from_json(payload["subject"])
     cases = []
     for table in payload["cases"]:
         emit({"event": "start", "name": table["name"]})
         case = Case(table["name"], operator, operator.parse_case(table["problem"]))
         cases.append(capture_case(case, subject, loaded, timer, seed=payload["seed"]))
+        if found := changes():
+            cases[-1]["arms"][0]["problems"].append(f"its calls change what all arms share: {found}")
         emit({"event": "case", "case": cases[-1]})
     return {"cases": cases}
 
@@ -83,9 +88,11 @@ def open_gpu(payload: dict[str, Any]) -> tuple[Operator, list[Loaded], CudaTimer
     if not torch.cuda.is_available():
         raise ProofError("no NVIDIA GPU here that torch can use", hint="`flashmoe doctor` says what this machine lacks")
     torch.set_grad_enabled(False)
+    torch.cuda.init()  # type: ignore[no-untyped-call]  # a variable that a module sets is too late for the driver
+    changes = Guard().changes
     subject = Subject.from_json(payload["subject"])
     operator = operator_of(subject)
-    return operator, arms_module.load_arms(subject, operator, payload["baselines"]), CudaTimer()
+    return operator, arms_module.load_arms(subject, operator, payload["baselines"], changes), CudaTimer()
 
 
 @dataclass

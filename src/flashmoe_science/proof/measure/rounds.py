@@ -65,6 +65,7 @@ class Plan:
     process: int
     control: bool = True  # whether the first baseline runs twice
     check_stream: bool = True  # whether the subject's work must be shown to be ordered with the calling stream
+    changes: Callable[[], str] | None = None  # of a ``Guard`` made after the subject was imported
 
     def __post_init__(self) -> None:
         """Refuse to profile and to time by other means in one process. Raises ``ProofError``."""
@@ -113,9 +114,9 @@ def measure_case(
     else:
         arms = _prepare(case, loaded, plan, timer, input_sets, expected)
         if arms[0].ready:
-            shared = SharedState()
+            changes = plan.changes or SharedState().changes
             samples = _take_rounds(arms, input_sets, case, plan, timer, on_round)
-            _check_shared(arms, samples, shared)
+            _check_shared(arms, samples, changes)
             _check_again(arms, samples, timer)
             # Once more with other values: with two sets, what was cached in a round is right every other time.
             arms_module.roll_values(input_sets, [arm for arm in arms if arm.ready])
@@ -263,13 +264,13 @@ def _collect(sampler: ClockSampler | KernelSampler, arm: Arm, numbers: Sequence[
         arm.lose(["kernel"], str(error))
 
 
-def _check_shared(arms: Sequence[Arm], samples: Samples, shared: SharedState) -> None:
+def _check_shared(arms: Sequence[Arm], samples: Samples, changes: Callable[[], str]) -> None:
     """Fail every arm where shared state of the process changed: all times may be affected."""
-    if not (changes := shared.changes()):
+    if not (found := changes()):
         return
     for arm in arms:
         if arm.ready:
-            arm.fail(f"what all arms share changed while they were timed: {changes}")
+            arm.fail(f"what all arms share changed while they were timed: {found}")
             samples.drop(arm.name)
 
 

@@ -36,18 +36,18 @@ def import_subject(payload: dict[str, Any], emit: Emit) -> dict[str, Any]:  # no
 
 def _import(payload: dict[str, Any]) -> list[str]:
     """Import the subject, and return notes about it. Raises ``SubjectError``."""
+    from .shared_state import AT_IMPORT, HINT, Guard  # it imports torch, which not every task needs
+
+    changes = Guard().changes
     subject = Subject.from_json(payload["subject"])
     operator = operator_of(subject)
-    from .shared_state import HINT, SharedState  # it imports torch, which not every task needs
-
-    before = SharedState()
     try:
         entry = load_entry(subject)
     except (ImportError, OSError) as error:  # torch.ops.load_library raises the latter
         reason, hint = explain_import(error)
         raise SubjectError(reason, hint=hint) from error
-    if changes := before.changes():
-        raise SubjectError(f"importing it changes what all arms share: {changes}", hint=HINT)
+    if found := changes():
+        raise SubjectError(f"{AT_IMPORT}: {found}", hint=HINT)
     module = importlib.import_module(subject.entry_point.partition(":")[0])
     notes = _origin_notes(subject, module.__file__)
     return notes + check_signature(operator, entry, operator.parse_case(payload["case"]))
@@ -159,15 +159,22 @@ def check_correct(payload: dict[str, Any], emit: Emit) -> dict[str, Any]:
     ``status`` (passed, failed, not possible here), ``reason``, ``accuracy`` and ``stand_in``: what ran in the subject's
     place.
     """
+    from .shared_state import AT_IMPORT, HINT, Guard  # it imports torch, which not every task needs
+
+    changes = Guard().changes
     subject = Subject.from_json(payload["subject"])
     operator = operator_of(subject)
     entry = load_entry(subject)
+    if found := changes():
+        raise SubjectError(f"{AT_IMPORT}: {found}", hint=HINT)
     seed = secrets.randbits(31) if payload.get("seed") is None else int(payload["seed"])
     cases = []
     for case in payload["cases"]:
         emit({"event": "start", "name": case["name"]})
         problem = operator.parse_case(case["problem"])
         checked = _check(subject, operator, entry, problem, payload["device"], seed)
+        if checked["status"] == "passed" and (found := changes()):
+            checked |= {"status": "failed", "reason": f"its calls change what all arms share: {found}"}
         cases.append({"name": case["name"], **checked})
         emit({"event": "case", "case": cases[-1]})
         if checked["status"] == "failed" and (loss := _lost_gpu(payload["device"])):
