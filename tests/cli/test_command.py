@@ -114,17 +114,17 @@ def test_an_error_is_one_json_document_too(run, args):
     ids=lambda value: type(value).__name__,
 )
 def test_what_a_verb_raises_decides_the_exit_code(run, monkeypatch, error, code):
-    def raise_it(**_):
+    def raise_it(*_):
         raise error
 
-    monkeypatch.setattr("flashmoe_science.cli.show.run_runs", raise_it)
+    monkeypatch.setattr("flashmoe_science.cli.show.Archive", raise_it)
     got, out, err = run("runs")
     assert (got, out) == (code, "")
     assert "Traceback" not in err
 
 
 def test_a_fault_of_ours_is_no_verdict(run, monkeypatch):
-    monkeypatch.setattr("flashmoe_science.cli.show.run_runs", lambda **_: 1 / 0)
+    monkeypatch.setattr("flashmoe_science.cli.show.Archive", lambda *_: 1 / 0)
     code, out, err = run("runs", "--json")
     assert code == 70
     assert "Traceback" in err
@@ -157,20 +157,6 @@ def test_what_is_missed_is_what_pyproject_says():
     for name, known in (("dependencies", cli.KERNELS), ("proof", cli.EXTRA)):
         found = text.partition(f"\n{name} = [\n")[2].partition("\n]")[0]
         assert set(re.findall(r'^    "([^";]+)', found, re.MULTILINE)) - elsewhere == set(known.values()) - elsewhere
-
-
-@pytest.mark.parametrize(
-    ("args", "heavy"),
-    [
-        ([], {"torch", "triton", "rich", "pydantic", "scipy", "numpy"}),
-        (["runs", "--limit", "0"], {"torch", "triton"}),
-    ],
-    ids=["help", "runs"],
-)
-def test_quick_verbs_import_nothing_heavy(args, heavy, tmp_path):
-    code = f"import sys; from flashmoe_science.cli import main; main(); sys.exit(str({heavy} & set(sys.modules) or ''))"
-    done = run_process(*args, code=code, FLASHMOE_STORE=str(tmp_path / "runs"))
-    assert done.stderr.strip().splitlines()[-1:] in ([], ["no runs yet: flashmoe prove makes the first"])
 
 
 def test_the_module_is_the_command():

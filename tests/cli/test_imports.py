@@ -10,7 +10,7 @@ import pytest
 from .conftest import RUN_ID
 
 HEAVY = ("torch", "triton", "transformers", "matplotlib")
-NEVER_FOR_HELP = (*HEAVY, "numpy", "scipy")
+NEVER_FOR_HELP = (*HEAVY, "numpy", "scipy", "rich", "pydantic")
 CODE = """
 import sys
 from flashmoe_science import cli

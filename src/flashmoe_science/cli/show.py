@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import functools
 import shlex
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+import typer
 
 from ..errors import ClaimError, EvidenceError, InputError
 from ..proof.compare.compare import compare_revisions
@@ -35,6 +36,7 @@ from ..proof.report.terminal import (
 from ..proof.text import counted
 from .exit_codes import USAGE
 from .names import moment_named
+from .options import Csv, Json, Junit, Metric, Run, Since, StoreName, Trust
 from .terminal import Terminal, as_plain, short_path, write_csv_file, write_file
 
 if TYPE_CHECKING:
@@ -42,19 +44,43 @@ if TYPE_CHECKING:
 
 OUT_OF_DATE = 1
 
-_COMPILE_TIMEOUT_S = 900.0
 _NO_CLAIMS = "`flashmoe claim new` writes one from a run; ours are in the clone of flashmoe_science"
 
 
-def run_verify(*, why: bool, strict: bool, trusted: bool, junit: Path | None, as_json: bool) -> int:
-    """Judge all claims of the repository."""
+def verify(
+    why: Annotated[bool, typer.Option("--why", help="Give the reason of every verdict, also of good ones.")] = False,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="A stale claim does not hold: 4, and not 0, where one is.")
+    ] = False,
+    trust: Trust = False,
+    as_json: Json = False,
+    junit: Junit = None,
+) -> None:
+    """Judge every claim in claims/ by the records in evidence/. Needs no GPU.
+
+    One line a claim: verdict, sentence, the figure with its 95 % interval, the run that shows it. A claim is
+    stale when its launches changed since that run. A claim of wall time or memory is stale, too, when a file
+    changed that its calls run.
+
+    \b
+    Examples:
+      flashmoe verify
+      flashmoe verify --strict
+      flashmoe verify --json | jq '.verdicts[] | {id: .claim.id, status}'
+
+    \b
+    Exit codes:
+      0  all hold (or are stale)       3  a gate failed in the run that should show one
+      1  one is refuted                4  one is inconclusive, invalid, without evidence,
+      2  wrong usage                      or stale under --strict; or there is no claim
+    """
     from ..proof.judge.verify import verify_claims
 
     terminal = Terminal(as_json=as_json)
     repository = find_repository()
     if repository is None:
         raise ClaimError(f"there are no claims here: {Path.cwd()} is in no folder with claims/", hint=_NO_CLAIMS)
-    if trusted:
+    if trust:
         trust_repository(repository, terminal)
     wrong: list[EvidenceError | ClaimError] = []
 
@@ -90,7 +116,7 @@ def run_verify(*, why: bool, strict: bool, trusted: bool, junit: Path | None, as
     plain = [as_plain(verdict) for verdict in verdicts]
     lost = [str(error) for error in wrong]
     terminal.document({"verdicts": plain, "unreadable": lost, "exit_code": code})
-    return code
+    raise typer.Exit(code)
 
 
 def trust_repository(repository: Path, terminal: Terminal) -> None:
@@ -101,21 +127,40 @@ def trust_repository(repository: Path, terminal: Terminal) -> None:
     terminal.log.print(f"{repository} is trusted: operators that its suites name run when it is read", soft_wrap=True)
 
 
-def run_show(
-    key: str,
-    *,
-    kind: str | None,
-    memory: bool,
-    verbose: bool,
-    csv: Path | None,
-    store: str | None = None,
-    as_json: bool,
-) -> int:
-    """Render one run again."""
+def show(
+    run: Run,
+    metric: Annotated[
+        Metric | None,
+        typer.Option("--time", metavar="KIND", help="Show speedups of kernel, graph or wall time. Default: graph."),
+    ] = None,
+    memory: Annotated[
+        bool, typer.Option("--memory", help="Show the peak bytes that a call allocates, in place of times.")
+    ] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Also the details of every gate, and the kernels that ran.")
+    ] = False,
+    store: StoreName = None,
+    as_json: Json = False,
+    csv: Csv = None,
+) -> None:
+    """Show a run from the store or from evidence/: its gates, its times, its verdict.
+
+    \b
+    Examples:
+      flashmoe show 20261120
+      flashmoe show evidence/20261120T235959Z-seed-flash_attention-1a2b3c.json.gz --verbose
+      flashmoe show 20261120 --time wall
+      flashmoe show 20261120 --csv times.csv
+
+    \b
+    Exit codes:
+      0  shown    2  there is no such run, or it cannot be read
+    """
+    kind = metric.value if metric else None
     terminal = Terminal(as_json=as_json)
     repository = find_repository()
     # A file needs no store, so that a wrong one does not hide it.
-    record = read_record(Path(key)) if is_path(key) else Archive(Store(store), repository).load(key)
+    record = read_record(Path(run)) if is_path(run) else Archive(Store(store), repository).load(run)
     measured = kinds_measured(record)
     if kind is not None and measured and kind not in measured:
         raise InputError(f"this run took {' and '.join(measured)} time, not {kind} time")
@@ -148,7 +193,6 @@ def run_show(
             hint = "these verdicts are as of the run; `flashmoe verify` compares the code, suites and claims of today"
             terminal.log.print(f"hint: {hint}", soft_wrap=True)
     terminal.document(document)
-    return 0
 
 
 def conclude_now(record: Record, repository: Path | None) -> list[Verdict]:
@@ -160,17 +204,28 @@ def conclude_now(record: Record, repository: Path | None) -> list[Verdict]:
     return conclude(record, repository, since=lambda claim: changes_since(claim, record, repository))
 
 
-def run_runs(
-    *,
-    subject: str,
-    suite: str,
-    gpu: str,
-    since: str | None = None,
-    limit: int,
-    store: str | None = None,
-    as_json: bool,
-) -> int:
-    """List the runs."""
+def runs(
+    subject: Annotated[str, typer.Option(metavar="NAME", help="Only runs of this subject.")] = "",
+    suite: Annotated[str, typer.Option(metavar="NAME", help="Only runs of this suite.")] = "",
+    gpu: Annotated[str, typer.Option(metavar="NAME", help="Only runs on a GPU with this in its name.")] = "",
+    since: Since = None,
+    limit: Annotated[int, typer.Option(min=0, metavar="N", help="At most this many, newest first; 0 for all.")] = 20,
+    store: StoreName = None,
+    as_json: Json = False,
+) -> None:
+    """List the runs in the store and in evidence/ of this repository, newest first.
+
+    The store is the folder ~/.local/share/flashmoe/runs, or the one that --store or FLASHMOE_STORE names.
+
+    \b
+    Examples:
+      flashmoe runs --gpu H200 --suite seed
+      flashmoe runs --since 7d --store ~/runs
+
+    \b
+    Exit codes:
+      0  listed    2  the store cannot be read
+    """
     terminal = Terminal(as_json=as_json)
     archive = Archive(Store(store), find_repository())
     moment = moment_named(since) if since else None
@@ -180,15 +235,23 @@ def run_runs(
     if not found:
         asked = subject or suite or gpu or since
         terminal.log.print("no such run" if asked else "no runs yet: flashmoe prove makes the first")
-        return 0
+        return
     terminal.show(run_table(listed))
     if len(listed) < len(found):
         terminal.log.print(f"{len(found) - len(listed)} more: --limit 0 lists all", style="dim")
-    return 0
 
 
-def run_doctor(*, as_json: bool) -> int:
-    """Print the checks of this machine, each as soon as it is known."""
+def doctor(as_json: Json = False) -> None:
+    """Check GPU, driver, torch, triton, nvcc, Nsight Compute, baselines and clocks; every trouble with a hint.
+
+    \b
+    Example:
+      flashmoe doctor
+
+    \b
+    Exit codes:
+      0  checked: a machine that lacks something is no error
+    """
     from ..proof.measure.doctor import check_width, examine
 
     terminal = Terminal(as_json=as_json)
@@ -197,23 +260,34 @@ def run_doctor(*, as_json: bool) -> int:
         checks.append(check)
         terminal.show(check_lines(check, check_width()))
     terminal.document({"checks": [_fields(check, "name", "ok", "text", "hint") for check in checks]})
-    return 0
 
 
-def run_suites(name: str | None, *, as_json: bool) -> int:
-    """List the packaged suites, or the cases of one."""
+def suites(
+    name: Annotated[str | None, typer.Argument(metavar="SUITE", help="A packaged suite, or a file.")] = None,
+    as_json: Json = False,
+) -> None:
+    """List the packaged suites, or the cases of one and where each comes from.
+
+    \b
+    Examples:
+      flashmoe suites
+      flashmoe suites seed
+
+    \b
+    Exit codes:
+      0  listed    2  there is no such suite, or its file is wrong
+    """
     from ..proof.subject.suites import list_suites, load_suite
 
     terminal = Terminal(as_json=as_json)
     if name is not None:
         _show_suite(terminal, load_suite(name))
-        return 0
+        return
     found = [load_suite(packaged) for packaged in list_suites()]
     rows = [(suite.name, suite.operator, str(len(suite.cases)), suite.description) for suite in found]
     terminal.show(plain_table(("suite", "operator", "cases", "what it is"), rows))
     shown = [{**_fields(suite, "name", "operator", "description"), "cases": len(suite.cases)} for suite in found]
     terminal.document({"suites": shown})
-    return 0
 
 
 def _show_suite(terminal: Terminal, suite: Suite) -> None:
@@ -226,8 +300,20 @@ def _show_suite(terminal: Terminal, suite: Suite) -> None:
     terminal.document({**_fields(suite, "name", "operator", "description"), "cases": cases})
 
 
-def run_baselines(operator: str, *, as_json: bool) -> int:
-    """List the baselines of an operator."""
+def baselines(
+    operator: Annotated[str, typer.Option(metavar="NAME", help="Baselines of this operator.")] = "attention",
+    as_json: Json = False,
+) -> None:
+    """List the baselines of an operator, each tried in a process of its own: its version, or why it cannot run here.
+
+    \b
+    Example:
+      flashmoe baselines
+
+    \b
+    Exit codes:
+      0  listed    2  there is no such operator
+    """
     from ..proof.measure.baselines import available_baselines
     from ..proof.subject.loading import load_operator
 
@@ -237,11 +323,39 @@ def run_baselines(operator: str, *, as_json: bool) -> int:
     terminal.show(plain_table(("baseline", "here", "version", "why not"), rows))
     names = ("name", "available", "installed", "version", "reason")
     terminal.document({"baselines": [_fields(b, *names) for b in found]})
-    return 0
 
 
-def run_readme(paths: Sequence[Path], *, check: bool, as_json: bool) -> int:
-    """Write or check what is rendered on pages."""
+def readme(
+    paths: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="FILE",
+            help="Default: README.md of this repository, and the pages below docs/ that have marks.",
+            show_default=False,
+        ),
+    ] = None,
+    check: Annotated[bool, typer.Option("--check", help="Write nothing; say whether the tables are current.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Write the tables of speeds, made from claims/ and evidence/, between two marks in README.md and other pages.
+
+    \b
+    Each mark is a line of its own:
+      <!-- summary:begin -->   <!-- summary:end -->    a row for every run and kind of time that claims are about
+      <!-- slower:begin -->    <!-- slower:end -->     a row for every suite in which a baseline is faster somewhere
+      <!-- verdicts:begin -->  <!-- verdicts:end -->   a row for every claim
+      <!-- cases:begin -->     <!-- cases:end -->      a row for every case, below a heading for each run and baseline
+
+    \b
+    Examples:
+      flashmoe readme
+      flashmoe readme --check
+      flashmoe readme docs/results.md
+
+    \b
+    Exit codes:
+      0  the tables are current    1  --check found one out of date    2  a file lacks the marks
+    """
     from ..proof.judge.staleness import ANOTHER_COPY, OWN_COPY, is_of_another_copy
     from ..proof.report.readme import default_pages, find_sections, judge_repository, read_page, render_readme
 
@@ -249,7 +363,7 @@ def run_readme(paths: Sequence[Path], *, check: bool, as_json: bool) -> int:
     repository = find_repository() or Path.cwd()
     if is_of_another_copy(repository):  # by which claims are stale that are not
         raise ClaimError(f"{ANOTHER_COPY}, and cannot say which claims are stale", hint=OWN_COPY)
-    pages = list(dict.fromkeys(paths)) or default_pages(repository)
+    pages = list(dict.fromkeys(paths or ())) or default_pages(repository)
     judged = functools.cache(judge_repository)
     fresh = {path: render_readme(path, judged) for path in pages}  # all of them, before one is written
     written = []
@@ -267,14 +381,14 @@ def run_readme(paths: Sequence[Path], *, check: bool, as_json: bool) -> int:
         written.append({"path": short_path(path), **done})
     all_current = all(page["current"] for page in written)
     if not all_current:
-        named = "".join(f" {shlex.quote(str(path))}" for path in paths)
+        named = "".join(f" {shlex.quote(str(path))}" for path in paths or ())
         late = sum(not page["current"] for page in written)
         terminal.log.print(f"hint: flashmoe readme{named} rewrites {'it' if late == 1 else 'them'}", soft_wrap=True)
     # The document of one page keeps its form from when there was only one.
     rewritten = any(page["rewritten"] for page in written)
     several_pages = {"pages": written, "current": all_current, "rewritten": rewritten}
     terminal.document(written[0] if len(written) == 1 else several_pages)
-    return 0 if all_current else OUT_OF_DATE
+    raise typer.Exit(0 if all_current else OUT_OF_DATE)
 
 
 def _fields(thing: object, *names: str) -> dict[str, Any]:
