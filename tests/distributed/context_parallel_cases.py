@@ -1,0 +1,200 @@
+"""Cases of context parallel attention, which every rank runs beside the same call on one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from flashmoe_science import InputError, UnsupportedError, flash_attention, flash_attention_varlen
+from flashmoe_science.distributed import ContextParallel
+
+TOKENS = 64
+LENGTHS = (1, 21, 3, 15, 24)  # 64 tokens in all
+
+FIXED: dict[str, dict[str, Any]] = {
+    "causal": {"causal": True},
+    "full": {},
+    "window": {"window": (9, 5)},
+    "causal window": {"causal": True, "window": (11, -1)},
+    "window of no right bound": {"window": (7, -1)},
+    "softcap and scale": {"causal": True, "softcap": 3.0, "softmax_scale": 0.4},
+    "sinks": {"causal": True, "sinks": True},
+    "alibi": {"causal": True, "alibi": True},
+}
+PACKED = {name: FIXED[name] for name in ("causal", "full", "causal window", "softcap and scale", "sinks", "alibi")}
+
+
+def _device() -> str:
+    return "cuda" if "nccl" in torch.distributed.get_backend_config() else "cpu"
+
+
+def draw(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    make = torch.Generator("cpu").manual_seed(seed)
+    return torch.randn(*shape, generator=make).to(device=_device(), dtype=dtype)
+
+
+def make_options(options: dict[str, Any], heads: int) -> dict[str, Any]:
+    by_head: dict[str, Any] = {
+        name: draw(9, heads).abs().requires_grad_(name == "sinks") for name in ("sinks", "alibi") if name in options
+    }
+    return {**options, **by_head}
+
+
+def run_case(
+    call: Callable[..., Any], inputs: list[Tensor], gradients: tuple[Tensor, Tensor], options: dict[str, Any]
+) -> dict[str, Tensor]:
+    """Return o, LSE and gradients, the inputs being leaves."""
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    o, lse = call(*leaves, **options, return_lse=True)
+    given = [*leaves, *([options["sinks"]] if "sinks" in options else [])]
+    found = torch.autograd.grad((o, lse), given, gradients)
+    names = ("o", "lse", "dq", "dk", "dv", "dsinks")
+    return dict(zip(names, (o.detach(), lse.detach(), *found), strict=False))
+
+
+def compare(
+    mine: dict[str, Tensor], whole: dict[str, Tensor], cut: dict[str, Callable[[Tensor], Tensor]]
+) -> dict[str, Any]:
+    """Return, by tensor, the largest error as a share of the largest number, and whether the bits are the same."""
+    found = {}
+    for name, tensor in mine.items():
+        if name == "dsinks":
+            torch.distributed.all_reduce(tensor)
+        expected = cut.get(name, cut["o"])(whole[name])
+        assert tensor.shape == expected.shape, name
+        error = (tensor.double() - expected.double()).abs().max() / expected.double().abs().max()
+        found[name] = [float(error), bool(torch.equal(tensor, expected))]
+    return found
+
+
+@dataclass(frozen=True)
+class Sizes:
+    heads: int
+    heads_kv: int
+    columns: int = 16
+    columns_v: int = 24
+    dtype: torch.dtype = torch.float32
+
+    def draw(self, *axes: int) -> list[Tensor]:
+        """Return q, k, v and the gradient of o, ``[*axes, heads, columns]``."""
+        shapes = ((self.heads, self.columns), (self.heads_kv, self.columns), (self.heads_kv, self.columns_v))
+        return [
+            draw(i, *axes, *shape, dtype=self.dtype) for i, shape in enumerate((*shapes, (self.heads, self.columns_v)))
+        ]
+
+
+def fixed(cp: ContextParallel, options: dict[str, Any], tokens: int, sizes: Sizes) -> Any:
+    inputs = [x.transpose(1, 2) for x in sizes.draw(2, tokens)]
+    dlse = draw(6, 2, sizes.heads, tokens)
+    options = make_options(options, sizes.heads)
+    whole = run_case(flash_attention, inputs[:3], (inputs[3], dlse), options)
+    local = [cp.shard(x, 2) for x in (*inputs, dlse)]
+    mine = run_case(cp.attention, local[:3], (local[3], local[4]), options)
+    return compare(mine, whole, {"o": lambda x: cp.shard(x, 2), "dsinks": lambda x: x})
+
+
+def packed(cp: ContextParallel, options: dict[str, Any], lengths: tuple[int, ...], sizes: Sizes) -> Any:
+    inputs, dlse = sizes.draw(sum(lengths)), draw(6, sum(lengths), sizes.heads).t()
+    options = make_options(options, sizes.heads)
+    plan = cp.plan(lengths)
+    starts = torch.tensor(plan.starts, dtype=torch.int32, device=inputs[0].device)
+
+    def one(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Any:
+        return flash_attention_varlen(q, k, v, starts, starts, max(lengths), max(lengths), **given)
+
+    whole = run_case(one, inputs[:3], (inputs[3], dlse), options)
+    local = [cp.shard(x, 0, plan) for x in inputs]
+    gradients = local[3], cp.shard(dlse, 1, plan)
+    mine = run_case(lambda q, k, v, **given: cp.attention_packed(q, k, v, plan, **given), local[:3], gradients, options)
+    cut = {"o": lambda x: cp.shard(x, 0, plan), "lse": lambda x: cp.shard(x, 1, plan), "dsinks": lambda x: x}
+    return compare(mine, whole, cut)
+
+
+def message(call: Callable[[], Any], expected: type[Exception]) -> str:
+    try:
+        call()
+    except expected as error:
+        return str(error)
+    return "no error"
+
+
+def all_cases(rank: int, ranks: int) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",))
+    found: dict[str, Any] = {}
+    for strategy in ("heads", "gather"):
+        cp = ContextParallel(mesh, strategy=strategy)
+        for name, options in FIXED.items():
+            found[f"{strategy}, {name}"] = fixed(cp, options, TOKENS, Sizes(8, 4))
+        for name, options in PACKED.items():
+            found[f"{strategy}, packed, {name}"] = packed(cp, options, LENGTHS, Sizes(8, 4))
+        other = Sizes(4, 4) if strategy == "heads" else Sizes(6, 3)
+        found[f"{strategy}, other heads"] = fixed(cp, FIXED["causal"], TOKENS, other)
+        x = draw(1, 3, TOKENS, 2)
+        found[f"{strategy}, unshard"] = {"x": [0.0, torch.equal(cp.unshard(cp.shard(x, 1), 1), x)]}
+    return found
+
+
+def gpu_cases(rank: int, ranks: int) -> dict[str, Any]:
+    mesh = init_device_mesh("cuda", (ranks,), mesh_dim_names=("cp",))
+    sizes = Sizes(8, 4, 128, 128, torch.bfloat16)
+    found: dict[str, Any] = {}
+    for strategy in ("heads", "gather"):
+        cp = ContextParallel(mesh, strategy=strategy)
+        for name in ("causal", "full", "causal window", "softcap and scale", "sinks"):
+            found[f"{strategy}, {name}"] = fixed(cp, FIXED[name], 2048 * ranks, sizes)
+        for name in ("causal", "full", "sinks"):
+            found[f"{strategy}, packed, {name}"] = packed(cp, FIXED[name], (1, 300, 77, 1024 * ranks, 646), sizes)
+        found[f"{strategy}, repeats"] = {"same": [0.0, _same_in_repeats(cp, sizes)]}
+    return found
+
+
+def _same_in_repeats(cp: ContextParallel, sizes: Sizes) -> bool:
+    local = [cp.shard(x.transpose(1, 2), 2) for x in sizes.draw(1, 4096)]
+    dlse = draw(6, 1, sizes.heads, local[0].shape[2])
+    first = run_case(cp.attention, local[:3], (local[3], dlse), {"causal": True})
+    for _ in range(200):
+        again = run_case(cp.attention, local[:3], (local[3], dlse), {"causal": True})
+        if not all(torch.equal(again[name], first[name]) for name in first):
+            return False
+    return True
+
+
+def errors(rank: int, ranks: int) -> dict[str, Any]:
+    """Each rank makes a call that is wrong, or another one than the others."""
+    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",))
+    heads, gather = (ContextParallel(mesh, strategy=strategy) for strategy in ("heads", "gather"))
+    q = k = v = draw(0, 1, 4, 8, 16)
+    odd = draw(0, 1, 3, 8, 16)
+    packed_q = draw(0, 8, 4, 16)
+    plan = heads.plan([8 * ranks])
+    return {
+        "other options": message(lambda: heads.attention(q, k, v, causal=rank == 0), InputError),
+        "other shapes": message(
+            lambda: gather.attention(q[:, :, : 8 - 2 * rank], k[:, :, : 8 - 2 * rank], v[:, :, : 8 - 2 * rank]),
+            InputError,
+        ),
+        "bad on one rank": message(lambda: heads.attention(q, k, v if rank else v[:, :, :5]), InputError),
+        "heads": message(lambda: heads.attention(odd, odd, odd), InputError),
+        "sinks": message(lambda: gather.attention(q, k, v, sinks=torch.zeros(3)), InputError),
+        "alibi": message(lambda: gather.attention(q, k, v, alibi=torch.zeros(4)), UnsupportedError),
+        "window": message(
+            lambda: gather.attention_packed(
+                packed_q[:8], packed_q[:8], packed_q[:8], gather.plan([8 * ranks]), window=(3, 3)
+            ),
+            UnsupportedError,
+        ),
+        "plan": message(lambda: heads.attention_packed(packed_q[:4], packed_q[:4], packed_q[:4], plan), InputError),
+        "tokens": message(lambda: gather.shard(draw(0, 2 * ranks + 1), 0), InputError),
+        "lengths": message(lambda: gather.plan([8 * ranks + 1]), InputError),
+        "no length": message(lambda: gather.plan([]), InputError),
+        "strategy": message(lambda: ContextParallel(mesh, strategy="ring"), InputError),
+        "auto": message(lambda: ContextParallel(mesh), InputError),
+        "chosen": [ContextParallel(mesh, heads_kv=heads_kv).strategy for heads_kv in (ranks, ranks + 1)],
+        "explained": heads.explain(q, k, v),
+        "after all": float(heads.attention(q, k, v).sum() * 0),
+    }

@@ -1,0 +1,60 @@
+"""Context parallel attention gives what one process gives: outputs, gradients, bits where they are promised, errors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .ranks import run_ranks
+
+_MODULE = "tests.distributed.context_parallel_cases"
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    ranks: int = request.param
+    return run_ranks(_MODULE, "all_cases", ranks, tmp_path_factory.mktemp(f"ranks{ranks}"))
+
+
+def test_every_strategy_gives_what_one_process_gives(found: list[dict[str, Any]]) -> None:
+    for rank, cases in enumerate(found):
+        assert len(cases) > 25
+        for case, tensors in cases.items():
+            worst = {name: error for name, (error, _) in tensors.items() if error > 2e-5}
+            assert not worst, f"rank {rank}, {case}: {worst}"
+
+
+def test_bits_are_those_of_one_process_where_promised(found: list[dict[str, Any]]) -> None:
+    for cases in found:
+        for case, tensors in cases.items():
+            if case.startswith("heads"):
+                assert all(same for name, (_, same) in tensors.items() if name != "dsinks"), case
+            if case.endswith("unshard"):
+                assert tensors["x"][1], case
+
+
+def test_errors_name_the_rank_and_are_raised_on_all(tmp_path: Path) -> None:
+    first, second = run_ranks(_MODULE, "errors", 2, tmp_path)
+    assert first == second
+    expected = {
+        "other options": "all ranks must make the same call, but rank 0 has heads",
+        "other shapes": "rank 1 has gather: q [1, 4, 6, 16]",
+        "bad on one rank": "rank 0: v must have the tokens of q, 8, got 5",
+        "heads": "heads must be multiples of the 2 ranks",
+        "sinks": "sinks must be [H] = [4], got [3]",
+        "alibi": 'alibi needs causal=True with strategy="gather"',
+        "window": "a window of packed documents needs causal=True",
+        "plan": "the plan is of 16 tokens and 2 ranks, got 8 and 2",
+        "tokens": "pad the sequence to 8 tokens",
+        "lengths": "append a document of 15 tokens of padding",
+        "no length": "lengths must be integers above 0",
+        "strategy": 'strategy must be "heads", "gather" or "auto", got \'ring\'',
+        "auto": "heads_kv must be given",
+    }
+    for name, text in expected.items():
+        assert text in first[name], name
+    assert first["chosen"] == ["heads", "gather"]
+    assert "strategy heads: 2 ranks divide 4 K/V heads" in first["explained"]
+    assert first["after all"] == 0

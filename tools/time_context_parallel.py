@@ -1,0 +1,180 @@
+"""Time context parallel attention on the GPUs of this host beside one GPU and PyTorch's own context_parallel.
+
+    torchrun --nproc-per-node 2 tools/time_context_parallel.py [--tokens 16384 65536] [--out FILE]
+
+Causal, one sequence or a packed batch, bf16, 32 query heads, 8 K/V heads, D 128. A time is that of the slowest rank, the
+median of rounds in which every arm runs once. Rates are TFLOP/s of each GPU; the share is that of one GPU's rate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import os
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812 - PyTorch's own habit
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from flashmoe_science import flash_attention, flash_attention_varlen
+from flashmoe_science.distributed import ContextParallel
+
+HEADS, HEADS_KV, D = 32, 8, 128
+WARM_UP, ROUNDS = 3, 9
+Times = dict[str, float]  # ms, by forward and backward
+
+
+def draw(seed: int, *shape: int) -> Tensor:
+    """Return random numbers of a seed."""
+    make = torch.Generator("cuda").manual_seed(seed)
+    return torch.randn(*shape, generator=make, device="cuda", dtype=torch.bfloat16)
+
+
+def inputs(tokens: int, *, batched: bool) -> list[Tensor]:
+    """Return q, k, v and the gradient of o of all tokens."""
+    drawn = [draw(i, tokens, heads, D) for i, heads in enumerate((HEADS, HEADS_KV, HEADS_KV, HEADS))]
+    return [x.transpose(0, 1)[None] for x in drawn] if batched else drawn
+
+
+def arm(call: Callable[..., Tensor], tensors: list[Tensor]) -> Callable[[], Times]:
+    """Return what runs a call and its gradients once, and returns the times of the slowest rank."""
+    q, k, v = (x.detach().requires_grad_() for x in tensors[:3])
+    do = tensors[3]
+
+    def once() -> Times:
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]  # type: ignore[no-untyped-call]
+        dist.barrier()
+        torch.cuda.synchronize()
+        events[0].record()
+        o = call(q, k, v)
+        events[1].record()
+        torch.autograd.grad(o, (q, k, v), do)
+        events[2].record()
+        torch.cuda.synchronize()
+        spent = torch.tensor([a.elapsed_time(b) for a, b in itertools.pairwise(events)], device="cuda")
+        dist.all_reduce(spent, dist.ReduceOp.MAX)  # the slowest rank
+        return dict(zip(("forward", "backward"), spent.tolist(), strict=True))
+
+    return once
+
+
+def torchs(tokens: int, ranks: int) -> tuple[Any, Callable[..., Tensor]]:
+    """Return PyTorch's context, and the call to make in it."""
+    from torch.distributed.tensor.experimental import context_parallel
+
+    mesh = init_device_mesh("cuda", (ranks,), mesh_dim_names=("cp",))
+    stack = contextlib.ExitStack()
+    stack.enter_context(sdpa_kernel(SDPBackend.CUDNN_ATTENTION))
+    stack.enter_context(context_parallel(mesh, buffers=[torch.zeros(tokens, device="cuda")], buffer_seq_dims=[0]))
+    return stack, lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
+def long_tailed(tokens: int) -> list[int]:
+    """Lengths of documents, a few of them long: the same on every rank."""
+    make = torch.Generator().manual_seed(4)
+    lengths: list[int] = []
+    while sum(lengths) < tokens:
+        length = int(torch.empty(1).log_normal_(6.8, 1.2, generator=make)) + 1
+        lengths.append(min(length, tokens - sum(lengths)))
+    return lengths
+
+
+def measure(tokens: int, ranks: int, *, packed: bool) -> dict[str, Any]:
+    """Return the rates of every arm."""
+    mesh = init_device_mesh("cuda", (ranks,), mesh_dim_names=("cp",))
+    arms: dict[str, Callable[[], Times]] = {}
+    lengths = long_tailed(tokens) if packed else [tokens]
+    whole = inputs(tokens, batched=not packed)
+    if packed:
+        starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32, device="cuda")
+        arms["one GPU"] = arm(
+            lambda q, k, v: flash_attention_varlen(q, k, v, starts, starts, max(lengths), max(lengths), causal=True),
+            whole,
+        )
+    else:
+        arms["one GPU"] = arm(lambda q, k, v: flash_attention(q, k, v, causal=True), whole)
+    for strategy in ("heads", "gather"):
+        cp = ContextParallel(mesh, strategy=strategy)
+        if packed:
+            plan = cp.plan(lengths)
+            local = [cp.shard(x, 0, plan) for x in whole]
+            arms[strategy] = arm(
+                lambda q, k, v, cp=cp, plan=plan: cp.attention_packed(q, k, v, plan, causal=True), local
+            )
+        else:
+            local = [cp.shard(x.transpose(1, 2), 1).transpose(1, 2) for x in whole]
+            arms[strategy] = arm(lambda q, k, v, cp=cp: cp.attention(q, k, v, causal=True), local)
+    found: dict[str, list[Times]] = {name: [] for name in arms}
+    for turn in range(WARM_UP + ROUNDS):
+        for name, once in arms.items():
+            times = once()
+            if turn >= WARM_UP:
+                found[name].append(times)
+    if not packed:  # the context replaces what is global: it runs alone
+        stack, call = torchs(tokens, ranks)
+        with stack:
+            chunks = [torch.chunk(x, 2 * ranks, 2) for x in whole]
+            rank = dist.get_rank()
+            cut = [torch.cat((x[rank], x[2 * ranks - 1 - rank]), 2).contiguous() for x in chunks]
+            once = arm(call, cut)
+            found["torch context_parallel, cuDNN"] = [once() for _ in range(WARM_UP + ROUNDS)][WARM_UP:]
+    pairs = sum(length * (length + 1) / 2 for length in lengths)
+    return summary(found, 4 * pairs * HEADS * D, ranks)
+
+
+def summary(found: dict[str, list[Times]], flops: float, ranks: int) -> dict[str, Any]:
+    """Return rates: forward, backward (2.5 times the work), both, and the share of one GPU's rate."""
+    rates: dict[str, Any] = {}
+    for name, rounds in found.items():
+        gpus = 1 if name == "one GPU" else ranks
+        spent = {key: statistics.median(times[key] for times in rounds) for key in ("forward", "backward")}
+        both = 3.5 * flops / gpus / (spent["forward"] + spent["backward"]) / 1e9
+        rates[name] = {
+            "ms": {key: round(value, 4) for key, value in spent.items()},
+            "forward": round(flops / gpus / spent["forward"] / 1e9, 1),
+            "backward": round(2.5 * flops / gpus / spent["backward"] / 1e9, 1),
+            "both": round(both, 1),
+            "share": round(both / rates["one GPU"]["both"], 3) if rates else 1.0,
+        }
+    return rates
+
+
+def main() -> None:
+    """Measure every length, and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[16384, 32768, 65536, 131072])
+    parser.add_argument("--out", type=Path, help="write the rates there as JSON")
+    asked = parser.parse_args()
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.cuda.set_device(rank)
+    dist.init_process_group("cuda:nccl,cpu:gloo", device_id=torch.device("cuda", rank))
+    found = {}
+    for packed in (False, True):
+        for tokens in asked.tokens:
+            name = f"{'packed' if packed else 'causal'} {tokens}"
+            found[name] = measure(tokens, ranks, packed=packed)
+            if rank == 0:
+                print(name)
+                for arm_name, row in found[name].items():
+                    print(
+                        f"  {arm_name:32}{row['forward']:8}{row['backward']:8}{row['both']:8}{row['share']:8.1%}",
+                        flush=True,
+                    )
+                if asked.out:
+                    asked.out.write_text(
+                        json.dumps({"gpu": torch.cuda.get_device_name(), "ranks": ranks, **found}, indent=1)
+                    )
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
