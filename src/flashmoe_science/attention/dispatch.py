@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
+from ..gpu.checks import refuse_dtensors
 from ..gpu.subclasses import is_traced
 from .backward.autograd import differentiable, register_gradients
 from .checks import check_fake
 from .context_parallel import refuse_context_parallel
+from .dtensor import prepare_dtensors
 from .forward.calls import run
 from .inputs import TENSORS, AttentionCall, Options, describe_call
 from .problem import canonical_strides, output_strides
@@ -35,6 +37,7 @@ def attend(
     traced = is_traced(tensors.values())
     call = describe_call(tensors, options, traced=traced)
     if traced:
+        prepare_dtensors(tensors.values())
         o, lse = (operate or operate_with_features)(call)
     elif call.recorded:
         o, lse = differentiable(call)
@@ -48,7 +51,10 @@ def operate_with_features(call: AttentionCall) -> tuple[Tensor, Tensor]:
     if call.options.max_seqlens is None:
         operator = _attention_features
     else:
-        operator = _attention_varlen_paged if "page_table" in call.tensors else _attention_varlen
+        operator = _attention_varlen
+        if "page_table" in call.tensors:
+            refuse_dtensors("attention over pages", call.tensors.values())
+            operator = _attention_varlen_paged
     given = {**call.tensors, **call.options._asdict()}
     given["window_left"], given["window_right"] = call.options.window
     given["max_seqlen_q"], given["max_seqlen_k"] = call.options.max_seqlens or (0, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -86,6 +87,13 @@ def check_before_operator(tensors: Mapping[str, Tensor], first: str) -> None:
     check_not_mapped(tensors.values())
     check_devices(tensors, first)
     check_not_mixed(tensors)
+
+
+def refuse_dtensors(what: str, tensors: Iterable[object]) -> None:
+    """Raise ``UnsupportedError`` for DTensors in a call of ``what``, for which no sharding is known."""
+    module = sys.modules.get("torch.distributed.tensor")
+    if module is not None and any(isinstance(tensor, module.DTensor) for tensor in tensors):
+        raise UnsupportedError(f"{what} does not take DTensors", hint="call it on each rank with tensor.to_local()")
 
 
 def check_not_negative(name: str, tensor: Tensor) -> None:
