@@ -198,3 +198,7 @@ def errors(rank: int, ranks: int) -> dict[str, Any]:
         "explained": heads.explain(q, k, v),
         "after all": float(heads.attention(q, k, v).sum() * 0),
     }
+
+
+def with_errors(rank: int, ranks: int) -> dict[str, Any]:
+    return {"errors": errors(rank, ranks), **all_cases(rank, ranks)}

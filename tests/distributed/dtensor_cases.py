@@ -142,3 +142,7 @@ def refusals(rank: int, ranks: int) -> dict[str, str]:
         except UnsupportedError as error:
             found[name] = str(error)
     return found
+
+
+def everything(rank: int, ranks: int) -> dict[str, Any]:
+    return {"cases": all_cases(rank, ranks) | without_lse(rank, ranks), "refusals": refusals(rank, ranks)}

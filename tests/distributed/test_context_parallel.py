@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,11 +14,17 @@ _MODULE = "tests.distributed.context_parallel_cases"
 @pytest.fixture(scope="module", params=[2, 4])
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     ranks: int = request.param
-    return run_ranks(_MODULE, "all_cases", ranks, tmp_path_factory.mktemp(f"ranks{ranks}"))
+    return run_ranks(
+        _MODULE, "with_errors" if ranks == 2 else "all_cases", ranks, tmp_path_factory.mktemp(f"ranks{ranks}")
+    )
+
+
+def without_errors(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{case: tensors for case, tensors in cases.items() if case != "errors"} for cases in found]
 
 
 def test_every_strategy_gives_what_one_process_gives(found: list[dict[str, Any]]) -> None:
-    for rank, cases in enumerate(found):
+    for rank, cases in enumerate(without_errors(found)):
         assert len(cases) > 25
         for case, tensors in cases.items():
             worst = {name: error for name, (error, _) in tensors.items() if error > 2e-5}
@@ -27,7 +32,7 @@ def test_every_strategy_gives_what_one_process_gives(found: list[dict[str, Any]]
 
 
 def test_bits_are_those_of_one_process_where_promised(found: list[dict[str, Any]]) -> None:
-    for cases in found:
+    for cases in without_errors(found):
         for case, tensors in cases.items():
             if case.startswith("heads"):
                 assert all(same for name, (_, same) in tensors.items() if name != "dsinks"), case
@@ -35,8 +40,10 @@ def test_bits_are_those_of_one_process_where_promised(found: list[dict[str, Any]
                 assert tensors["x"][1], case
 
 
-def test_errors_name_the_rank_and_are_raised_on_all(tmp_path: Path) -> None:
-    first, second = run_ranks(_MODULE, "errors", 2, tmp_path)
+def test_errors_name_the_rank_and_are_raised_on_all(found: list[dict[str, Any]]) -> None:
+    if len(found) > 2:
+        pytest.skip("two ranks make the calls that are wrong")
+    first, second = (cases["errors"] for cases in found)
     assert first == second
     expected = {
         "other options": "all ranks must make the same call, but rank 0 has heads",

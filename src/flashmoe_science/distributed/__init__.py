@@ -1,6 +1,7 @@
-"""Attention over several GPUs, on ``torch.distributed``."""
+"""Attention and experts over several GPUs, on ``torch.distributed``."""
 
 from .context_parallel import ContextParallel
+from .expert_parallel import ExpertParallel
 from .layout import PackedPlan
 
-__all__ = ["ContextParallel", "PackedPlan"]
+__all__ = ["ContextParallel", "ExpertParallel", "PackedPlan"]

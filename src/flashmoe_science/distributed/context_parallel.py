@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +11,7 @@ from torch import Tensor
 from ..attention.inputs import Options
 from ..errors import InputError, shown
 from .calls import ByHead, Call, Exchange, Gathered, fixed_call, on_device, packed_call, refuse_by_gather
-from .exchange import HeadsToTokens, TokensToHeads, check_agreement, gather_tokens
+from .exchange import Agreement, HeadsToTokens, TokensToHeads, describe_tensors, gather_tokens, group_of
 from .layout import Layout, PackedPlan, plan_packed, straight_layout, zigzag_layout
 
 if TYPE_CHECKING:
@@ -53,9 +52,7 @@ class ContextParallel:
         Raises:
             InputError: the mesh has several dimensions, the strategy is unknown, or ``"auto"`` has no ``heads_kv``.
         """
-        if mesh.ndim != 1:
-            raise InputError(f"mesh must have one dimension, got {mesh.ndim}", hint='choose one, as in mesh["cp"]')
-        self.group = mesh.get_group()
+        self.group = group_of(mesh, "cp")
         self.rank, self.ranks = self.group.rank(), self.group.size()
         if strategy == "auto":
             if heads_kv is None:
@@ -64,7 +61,7 @@ class ContextParallel:
         if strategy not in _STRATEGIES:
             raise InputError(f'strategy must be "heads", "gather" or "auto", got {shown(strategy)}')
         self.strategy = strategy
-        self._agreed: set[str] = set()
+        self._agreement = Agreement(self.group)
 
     def layout(self, tokens: int) -> Layout:
         """Return which tokens each rank holds of a sequence. Raises ``InputError`` where it cannot be split."""
@@ -243,9 +240,7 @@ class ContextParallel:
             call = _describe(self.strategy, (*tensors, *heads), options, plan)
         except InputError as error:
             call = f"error: {error}"
-        if call not in self._agreed or os.environ.get("FLASHMOE_CHECK") == "1":
-            check_agreement(call, self.group)
-            self._agreed.add(call)
+        self._agreement.check(call)
         assert layout is not None
         if self.strategy == "gather":
             refuse_by_gather(options, heads, plan)
@@ -287,15 +282,8 @@ class ContextParallel:
         return Gathered.apply(exchange, *tensors, *heads)  # type: ignore[no-untyped-call, no-any-return]
 
 
-def _describe(strategy: str, tensors: tuple[Tensor | None, ...], options: Options, plan: PackedPlan | None) -> str:
-    names = ("q", "k", "v", "sinks", "alibi")
-    parts = [f"{name} {_form(tensor)}" for name, tensor in zip(names, tensors, strict=True) if tensor is not None]
-    parts += [f"{name}={value}" for name, value in options._asdict().items()]
-    if plan is not None:
-        parts.append(f"{len(plan.starts) - 1} documents, digest {hash(plan.starts):x}")
-    return f"{strategy}: {', '.join(parts)}"
-
-
-def _form(tensor: Tensor) -> str:
-    grad = " with a gradient" if tensor.requires_grad and torch.is_grad_enabled() else ""
-    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}{grad}"
+def _describe(strategy: str, tensors: Sequence[Tensor | None], options: Options, plan: PackedPlan | None) -> str:
+    named = dict(zip(("q", "k", "v", "sinks", "alibi"), tensors, strict=True))
+    asked = ", ".join(f"{name}={value}" for name, value in options._asdict().items())
+    documents = "" if plan is None else f", {len(plan.starts) - 1} documents, digest {hash(plan.starts):x}"
+    return f"{strategy}: {describe_tensors(named)}, {asked}{documents}"

@@ -1,12 +1,13 @@
-"""What ranks send one another: all-to-all and all-gather, and sums in the order of ranks.
+"""What ranks send to one another: all-to-all and all-gather, and sums in the order of ranks.
 
 Messages have tokens first, so what arrives lies in the order of tokens, and views of it are what kernels take.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import os
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,11 @@ from torch import Tensor
 from ..errors import InputError
 from .layout import Layout
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
 Group = dist.ProcessGroup
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
 
 
 def all_to_all(message: Tensor, group: Group) -> Tensor:
@@ -102,7 +107,7 @@ class HeadsToTokens(torch.autograd.Function):
 def gather_tokens(local: Tensor, layout: Layout, group: Group) -> Tensor:
     """Return the tokens ``[T, ...]`` of all ranks in their order, from ``[n, ...]`` of each."""
     gathered = local.new_empty(layout.tokens, *local.shape[1:])
-    dist.all_gather_into_tensor(gathered, local.contiguous(), group=group)
+    _all_gather(gathered, local.contiguous(), group=group)
     return _reorder(gathered, layout.places(), layout.chunk)
 
 
@@ -110,16 +115,49 @@ def reduce_tokens(partial: Tensor, layout: Layout, group: Group) -> Tensor:
     """Return the sum over ranks for the tokens of this one, added in the order of ranks: the same bits in every run.
 
     Args:
-        partial: ``[T, ...]`` fp32, what this rank adds to each token.
+        partial: ``[T, ...]``, what this rank adds to each token; it is sent as it is.
         layout: which tokens are whose.
         group: of all ranks.
+
+    Returns:
+        ``[n, ...]`` fp32.
     """
     owned = _reorder(partial, [number for held in layout.chunks for number in held], layout.chunk)
     received = all_to_all(torch.unflatten(owned, 0, (layout.ranks, -1)).contiguous(), group)
-    total = received[0]
+    total = received[0].float()
     for rank in range(1, layout.ranks):
         total = total + received[rank]
     return total
+
+
+class GatherTokens(torch.autograd.Function):
+    """``gather_tokens``, whose gradient is the sum over ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, layout: Layout, group: Group, local: Tensor) -> Tensor:
+        """Gather."""
+        ctx.layout, ctx.group = layout, group
+        return gather_tokens(local, layout, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        """Sum."""
+        return None, None, reduce_tokens(gradient, ctx.layout, ctx.group).to(gradient.dtype)
+
+
+class ReduceTokens(torch.autograd.Function):
+    """``reduce_tokens`` in the dtype of the parts, whose gradient is gathered."""
+
+    @staticmethod
+    def forward(ctx: Any, layout: Layout, group: Group, partial: Tensor) -> Tensor:
+        """Sum."""
+        ctx.layout, ctx.group = layout, group
+        return reduce_tokens(partial, layout, group).to(partial.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        """Gather."""
+        return None, None, gather_tokens(gradient, ctx.layout, ctx.group)
 
 
 def _reorder(tokens: Tensor, places: Sequence[int], chunk: int) -> Tensor:
@@ -130,13 +168,30 @@ def _reorder(tokens: Tensor, places: Sequence[int], chunk: int) -> Tensor:
     return torch.cat([parts[place] for place in places])
 
 
-def check_agreement(call: str, group: Group) -> None:
-    """Raise ``InputError`` on all ranks where they make different calls: a collective would hang, or mix them up.
+class Agreement:
+    """Whether all ranks make the same call: a collective would hang else, or mix tensors up."""
 
-    Args:
-        call: describes the call of this rank. One that starts with ``error:`` says what is wrong with it.
-        group: of all ranks.
-    """
+    def __init__(self, group: Group) -> None:
+        """Begin with no call known."""
+        self._group = group
+        self._known: set[str] = set()
+
+    def check(self, call: str) -> None:
+        """Compare a call over ranks, the first time that it comes; with ``FLASHMOE_CHECK=1`` every time.
+
+        Args:
+            call: describes the call of this rank. If it starts with ``error:``, it says what is wrong with it.
+
+        Raises:
+            InputError: on all ranks, where calls differ or one is wrong.
+        """
+        if call in self._known and os.environ.get("FLASHMOE_CHECK") != "1":
+            return
+        _compare(call, self._group)
+        self._known.add(call)
+
+
+def _compare(call: str, group: Group) -> None:
     calls: list[str] = [""] * group.size()
     dist.all_gather_object(calls, call, group=group)
     for rank, other in enumerate(calls):
@@ -147,3 +202,22 @@ def check_agreement(call: str, group: Group) -> None:
             raise InputError(
                 f"all ranks must make the same call, but rank 0 has {calls[0]} and rank {rank} has {other}"
             )
+
+
+def describe_tensors(tensors: Mapping[str, Tensor | None]) -> str:
+    """Return shapes and dtypes by name, and which tensors have a gradient."""
+    return ", ".join(f"{name} {_form(tensor)}" for name, tensor in tensors.items() if tensor is not None)
+
+
+def _form(tensor: Tensor) -> str:
+    grad = " with a gradient" if tensor.requires_grad and torch.is_grad_enabled() else ""
+    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}{grad}"
+
+
+def group_of(mesh: DeviceMesh, dimension: str) -> Group:
+    """Return the group of a mesh of one dimension. Raises ``InputError`` for another mesh."""
+    if mesh.ndim != 1:
+        raise InputError(
+            f"mesh must have one dimension, got {mesh.ndim}", hint=f'choose one, as in mesh["{dimension}"]'
+        )
+    return mesh.get_group()

@@ -1,0 +1,125 @@
+"""Cases of expert parallel layers, which every rank runs beside the same call on one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from flashmoe_science import InputError, fused_moe
+from flashmoe_science.distributed import ExpertParallel
+
+EXPERTS, TOP_K, HIDDEN, INTER = 8, 3, 16, 12
+CASES: dict[str, dict[str, Any]] = {
+    "swiglu": {},
+    "without a gate": {"activation": "relu2"},
+    "biases": {"bias": True},
+    "gpt-oss": {"bias": True, "activation": "swiglu_clamped", "alpha": 1.5, "limit": 3.0, "interleaved": True},
+    "one rank's experts alone": {"most": 2},
+    "ids of no expert": {"least": -1},
+}
+
+
+def draw(seed: int, *shape: int, device: str, dtype: torch.dtype) -> Tensor:
+    make = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=make).to(device=device, dtype=dtype)
+
+
+def case(
+    ep: ExpertParallel,
+    given: dict[str, Any],
+    tokens: int,
+    sizes: tuple[int, int, int, int],
+    device: str,
+    dtype: torch.dtype,
+) -> dict[str, float]:
+    """Return the largest error of the output and of each gradient, as a share of the largest number."""
+    experts, top_k, hidden, inter = sizes
+    options = {key: value for key, value in given.items() if key not in ("bias", "most", "least")}
+    rows = inter if options.get("activation") == "relu2" else 2 * inter
+    all_tokens = tokens * ep.ranks
+    make = torch.Generator().manual_seed(7)
+    ids = torch.stack([torch.randperm(given.get("most", experts), generator=make) for _ in range(all_tokens)])
+    ids = ids.repeat(1, top_k)[:, :top_k].to(device) + given.get("least", 0)
+
+    def random(seed: int, *shape: int) -> Tensor:
+        return draw(seed, *shape, device=device, dtype=dtype)
+
+    by_token = {"x": random(0, all_tokens, hidden), "topk_weights": random(1, all_tokens, top_k).abs()}
+    by_expert = {
+        "w_gate_up": random(2, experts, rows, hidden) / hidden**0.5,
+        "w_down": random(3, experts, hidden, inter) / inter**0.5,
+    }
+    if "bias" in given:
+        by_expert |= {"bias_gate_up": random(4, experts, rows), "bias_down": random(5, experts, hidden)}
+    do = random(6, all_tokens, hidden)
+
+    def run(call: Callable[..., Tensor], tensors: dict[str, Tensor], ids: Tensor, do: Tensor) -> dict[str, Tensor]:
+        leaves = {name: x.detach().clone().requires_grad_() for name, x in tensors.items()}
+        out = call(**leaves, topk_ids=ids, **options)
+        found = torch.autograd.grad(out, list(leaves.values()), do)
+        return {"out": out.detach(), **dict(zip(leaves, found, strict=True))}
+
+    mine = slice(ep.rank * tokens, (ep.rank + 1) * tokens)
+    whole = run(fused_moe, {**by_token, **by_expert}, ids, do)
+    local = {name: x[mine] for name, x in by_token.items()} | {name: ep.shard(x) for name, x in by_expert.items()}
+    found = run(ep.fused_moe, local, ids[mine].contiguous(), do[mine])
+    errors = {}
+    for name, tensor in found.items():
+        expected = ep.shard(whole[name]) if name in by_expert else whole[name][mine]
+        assert tensor.shape == expected.shape, name
+        size = whole[name].double().abs().max().clamp(min=1e-6)
+        errors[name] = float((tensor.double() - expected.double()).abs().max() / size)
+    return errors
+
+
+def all_cases(rank: int, ranks: int) -> dict[str, Any]:
+    ep = ExpertParallel(init_device_mesh("cpu", (ranks,), mesh_dim_names=("ep",)))
+    sizes = (EXPERTS, TOP_K, HIDDEN, INTER)
+    return {
+        f"{name}, {tokens} tokens": case(ep, given, tokens, sizes, "cpu", torch.float32)
+        for name, given in CASES.items()
+        for tokens in (1, 13)
+    }
+
+
+def with_errors(rank: int, ranks: int) -> dict[str, Any]:
+    return {"errors": errors(rank, ranks), "cases": all_cases(rank, ranks)}
+
+
+def gpu_cases(rank: int, ranks: int) -> dict[str, Any]:
+    ep = ExpertParallel(init_device_mesh("cuda", (ranks,), mesh_dim_names=("ep",)))
+    sizes = (16, 4, 512, 256)
+    return {
+        f"{name}, {tokens} tokens": case(ep, given, tokens, sizes, "cuda", torch.bfloat16)
+        for name, given in CASES.items()
+        for tokens in (1, 700)
+    }
+
+
+def errors(rank: int, ranks: int) -> dict[str, Any]:
+    """Each rank makes a call that is wrong, or another one than the others."""
+    ep = ExpertParallel(init_device_mesh("cpu", (ranks,), mesh_dim_names=("ep",)))
+    x, up, down = torch.ones(4, 16), torch.ones(4, 24, 16), torch.ones(4, 16, 12)
+    weights, ids = torch.ones(4, 2), torch.zeros(4, 2, dtype=torch.int32)
+
+    def message(call: Callable[[], Any]) -> str:
+        try:
+            call()
+        except InputError as error:
+            return str(error).split("\n")[0]
+        return "no error"
+
+    n = 4 - rank
+    return {
+        "tokens": message(lambda: ep.fused_moe(x[:n], up, down, weights[:n], ids[:n])),
+        "rows": message(lambda: ep.fused_moe(x, up, down, weights[:3] if rank else weights, ids)),
+        "kind": message(lambda: ep.fused_moe(x, up, down, weights, [1] if rank else ids)),  # type: ignore[arg-type]
+        "activation": message(lambda: ep.fused_moe(x, up, down, weights, ids, activation="tanh")),
+        "experts": message(lambda: ep.shard(torch.ones(3))),
+        "mesh": message(lambda: ExpertParallel(init_device_mesh("cpu", (ranks, 1)))),
+        "after all": float(ep.fused_moe(x, up, down, weights, ids).sum() * 0),
+    }
