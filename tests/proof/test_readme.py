@@ -74,6 +74,7 @@ def test_the_pages_of_speeds_have_every_claim_and_link_nothing_outside_of_the_si
     pages = speed_pages["render"](made)
     ids = [verdict.claim.id for verdict in made.verdicts]
     assert [name for name in ids if f"| `{name}` |" not in pages["speeds.md"]] == []
+    assert "of suite features (`*_sinks`)." in pages["speeds.md"]  # a pattern of cases is code
     links = {link for page in pages.values() for link in re.findall(r"\]\(([^)#]+)", page)}
     assert links == {"speeds-cases.md", "explanation/measuring.md"}
 

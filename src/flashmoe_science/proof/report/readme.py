@@ -383,8 +383,21 @@ def _claim_row(verdict: Verdict, up: str | None) -> str:
     parts = _parts(verdict)
     links = [_run_link(part.record or "", part.evidence, up) for part in parts if part.evidence]
     link = ", ".join(links) or "none"
-    sentence = foreign(verdict.claim.sentence, "markdown")
-    return row(f"`{verdict.claim.id}`", sentence, _status(verdict), foreign(low, "markdown"), _mean(verdict), link)
+    return row(
+        f"`{verdict.claim.id}`",
+        _sentence(verdict.claim.sentence),
+        _status(verdict),
+        foreign(low, "markdown"),
+        _mean(verdict),
+        link,
+    )
+
+
+def _sentence(text: str) -> str:
+    """Return the sentence of a claim: what it has between backticks, a pattern of cases, is code."""
+    return "".join(
+        _code(part) if number % 2 else foreign(part, "markdown") for number, part in enumerate(text.split("`"))
+    )
 
 
 def _status(verdict: Verdict) -> str:
