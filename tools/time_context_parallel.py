@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 tools/time_context_parallel.py [--tokens 16384 65536] [--out FILE]
 
-Causal, one sequence or a packed batch, bf16, 32 query heads, 8 K/V heads, D 128. A time is that of the slowest rank, the
-median of rounds in which every arm runs once. Rates are TFLOP/s of each GPU; the share is that of one GPU's rate.
+Causal, one sequence or a packed batch, bf16, 32 query heads, 8 K/V heads, D 128. A time is that of the slowest rank,
+the median of rounds in which every arm runs once. Rates are TFLOP/s of each GPU; the share is that of one GPU's rate.
 """
 
 from __future__ import annotations
