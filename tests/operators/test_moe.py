@@ -131,9 +131,18 @@ def test_every_draw_asks_for_the_work_that_is_counted(tokens, routing):
 def test_of_several_draws_the_middle_one_is_taken():
     case = OPERATOR.parse_case({**TABLE, "experts": 8, "tokens": 8})
     generator = torch.Generator().manual_seed(0)
-    found = sorted(int(moe_routing_cases._draw(case, generator).unique().numel()) for _ in range(9))
+    draw = moe_routing_cases._Draw.of(case)
+    found = sorted(int(draw.next(generator, 8).unique().numel()) for _ in range(9))
     assert found[0] < found[-1]
     assert active_experts(case) == found[4]
+
+
+@pytest.mark.parametrize(("experts", "tokens"), [(32, 1025), (512, 1500), (4096, 2000)])
+@pytest.mark.parametrize("routing", ["uniform", "zipf"])
+def test_many_tokens_are_counted_in_parts_and_give_what_the_whole_draw_gives(experts, tokens, routing):
+    case = OPERATOR.parse_case({**TABLE, "experts": experts, "tokens": tokens, "routing": routing})
+    whole = moe_routing_cases._routing(moe_routing_cases._Draw.of(case))
+    assert active_experts(case) == int(whole.unique().numel())
 
 
 def test_the_copy_moves_as_many_bytes_as_the_weights_have():

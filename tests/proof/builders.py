@@ -18,6 +18,7 @@ from typing import Literal
 
 import numpy as np
 
+from flashmoe_science.proof.measure.schedule import balanced_orders, input_set_count, rounds_seed
 from flashmoe_science.proof.records.evidence import (
     GATE_NAMES,
     Accuracy,
@@ -74,6 +75,8 @@ def build_rounds(
     rounds: int,
     spread: float,
     process_spread: float,
+    case: str = "case0",
+    seed: int = 0,
 ) -> Rounds:
     """Draw ``processes * rounds`` rounds of the arms whose true seconds are given."""
     arms = list(true_seconds)
@@ -86,9 +89,15 @@ def build_rounds(
             offsets = rng.normal(0.0, process_spread / math.sqrt(2), processes)
             noise = rng.normal(0.0, spread / math.sqrt(2), n)
             seconds[kind][arm] = (true_seconds[arm] * np.exp(offsets[process] + noise)).tolist()
+    for _ in range(n):
+        rng.permutation(len(arms))  # not used: it keeps the noise of the cases that follow as tests know it
     return Rounds(
         process=process,
-        order=[[arms[i] for i in rng.permutation(len(arms))] for _ in range(n)],
+        order=[
+            order
+            for p in range(processes)
+            for order in balanced_orders(arms, rounds, seed=rounds_seed(seed, case, p, times))
+        ],
         sm_clock_mhz=[1980] * n,
         power_w=[400.0] * n,
         temperature_c=[50] * n,
@@ -112,6 +121,8 @@ def build_case(
     times: Sequence[TimeKind] = ("kernel", "graph", "wall"),
     baseline_seconds: float = 20e-6,
     seqlen: int = 512,
+    seed: int = 0,
+    l2_bytes: int = H200.l2_bytes,
 ) -> CaseRecord:
     """Return one case.
 
@@ -129,6 +140,8 @@ def build_case(
         times: Kinds of time; kernel time gets rounds of its own, as in a real run.
         baseline_seconds: True time of a baseline whose multiple is 1.
         seqlen: Positions; with 1 sequence, 16 heads of size 64 in fp16 this gives the work of the case.
+        seed: The run's, of which the orders of arms follow.
+        l2_bytes: The card's L2, of which the number of input sets follows.
     """
     baselines = {"sdpa": 1.0} if baselines is None else baselines
     first = next(iter(baselines))
@@ -146,6 +159,8 @@ def build_case(
             rounds=rounds,
             spread=spread,
             process_spread=process_spread,
+            case=name,
+            seed=seed,
         )
         for mode in modes
         if set(mode) & set(times)
@@ -158,7 +173,7 @@ def build_case(
         origin="made up",
         work=work,
         correct=True,
-        input_sets=64,
+        input_sets=input_set_count(3 * tensor_bytes, l2_bytes),
         input_set_bytes=3 * tensor_bytes,
         arms=[_arm(arm, subject, first, work, drawn) for arm in true_seconds],
         rounds=drawn,
@@ -210,16 +225,21 @@ def build_record(
     sources: Sequence[SourceFile] = (),
     day: int = 0,
     seed: int = 0,
+    names: Sequence[str] = (),
 ) -> Record:
     """Return a valid record with one case for each of ``speedups``; a later ``day`` is a newer record.
 
+    The cases have ``names``. Default: case0, case1 and so on.
+
     The other arguments are those of ``build_case``. Without a GPU there are no times.
     """
-    rng = np.random.default_rng(seed)
+    usual = (day, subject, gpu) in ((0, "flash_attention", H200), (0, "flash_attention", None))
+    # Two runs never take the same samples.
+    rng = np.random.default_rng(seed if usual else [seed, day, *f"{subject} {gpu.name if gpu else ''}".encode()])
     baselines = {"sdpa": 1.0} if baselines is None else baselines
     cases = [
         build_case(
-            f"case{number}",
+            names[number] if names else f"case{number}",
             rng,
             subject=subject,
             speedup=speedup,
@@ -231,6 +251,8 @@ def build_record(
             rounds=rounds,
             times=times if gpu else (),
             baseline_seconds=baseline_seconds,
+            seed=seed,
+            l2_bytes=(gpu or H200).l2_bytes,
         )
         for number, speedup in enumerate(speedups)
     ]

@@ -62,20 +62,18 @@ def write_claim(root: Path, name: str) -> None:
 def record_of(root: Path, name: str) -> Record:
     """Write a made-up record of the kernel called ``name``, and return it."""
     folder = root / "kernels" / name
-    record = build_record(speedups=[2.5, 2.6], subject=name, suite=f"{name}-suite", baselines={"torch": 1.0})
+    sizes = [(512, 1024), (7, 1000)]
+    names = [f"rows{rows}_columns{columns}_fp16" for rows, columns in sizes]
+    record = build_record(
+        speedups=[2.5, 2.6], subject=name, suite=f"{name}-suite", baselines={"torch": 1.0}, names=names
+    )
     files = ["kernel.toml", "rms_norm.py", "rms_norm_operator.py"]
     sources = [SourceFile(path=path, sha256=hashlib.sha256((folder / path).read_bytes()).hexdigest()) for path in files]
     subject = SubjectInfo(
         name=name, operator=OPERATOR, entry_point="rms_norm:rms_norm", sources=sources, folder=f"kernels/{name}"
     )
-    sizes = [(512, 1024), (7, 1000)]
     cases = [
-        case.model_copy(
-            update={
-                "name": f"rows{rows}_columns{columns}_fp16",
-                "problem": {"rows": rows, "columns": columns, "dtype": "fp16", "eps": 1e-6},
-            }
-        )
+        case.model_copy(update={"problem": {"rows": rows, "columns": columns, "dtype": "fp16", "eps": 1e-6}})
         for case, (rows, columns) in zip(record.cases, sizes, strict=True)
     ]
     record = record.model_copy(update={"id": f"{record.id}-{name}", "subject": subject, "cases": cases})

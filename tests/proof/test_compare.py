@@ -179,6 +179,9 @@ def test_cases_in_one_run_only_are_counted_and_left_out():
     assert "1 case in one run only" in comparison.notes
 
 
+VERSIONS = {"torch": "2.11.0", "triton": "3.6.0"}
+
+
 def change(record, **environment):
     return record.model_copy(update={"environment": record.environment.model_copy(update=environment)})
 
@@ -196,6 +199,15 @@ def changed_settings(record, **settings):
         ("cache", changed_settings(run(2.0), cache="rotating"), "cache is cold in A and rotating in B"),
         ("power_limit", change(run(2.0), gpu=H200.model_copy(update={"power_limit_w": 300.0})), "300.0 in B"),
         ("variables", change(run(2.0), settings={"CUDA_X": "1"}), "variables is  in A and CUDA_X=1 in B"),
+        (
+            "harness",
+            change(run(2.0), versions={**VERSIONS, "flashmoe-science": "9"}),
+            "harness is None in A and 9 in B",
+        ),
+        ("method", run(2.0).model_copy(update={"method": "f00"}), "method is  in A and f00 in B"),
+        ("uncommitted", change(run(2.0), dirty=True), "uncommitted is none in A and some changes in B"),
+        ("uncommitted", change(run(2.0), dirty=None), "uncommitted is none in A and not known in B"),
+        ("uncommitted", change(run(2.0), commit=None), "uncommitted is none in A and not known in B"),
         ("subject", run(2.0, subject="forward_triton"), "subject is flash_attention in A and forward_triton in B"),
     ],
 )
@@ -207,6 +219,12 @@ def test_runs_that_differ_are_refused_with_the_field_unless_it_is_allowed(field,
     allowed = refused.value.hint.replace("--allow-different", "").partition(":")[2].split()
     comparison = compare_records(run(2.0), b, allowed=allowed)
     assert any(told in note for note in comparison.notes)
+
+
+def test_two_runs_of_unknown_trees_are_not_called_the_same():
+    a, b = (change(run(2.0, seed=seed), dirty=None) for seed in (0, 1))
+    with pytest.raises(EvidenceError, match="uncommitted is not known in A and not known in B"):
+        compare_records(a, b)
 
 
 def test_cpu_and_python_count_for_wall_time_only():

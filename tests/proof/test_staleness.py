@@ -14,7 +14,15 @@ from flashmoe_science.proof.judge.run_verdicts import conclude
 from flashmoe_science.proof.judge.staleness import Sources, changes_since
 from flashmoe_science.proof.judge.verify import verify_claims
 from flashmoe_science.proof.measure import host_files
-from flashmoe_science.proof.records.evidence import SourceFile, parse_record, record_text, write_record
+from flashmoe_science.proof.records.evidence import (
+    CaseRecord,
+    SourceFile,
+    Work,
+    parse_record,
+    rates_of,
+    record_text,
+    write_record,
+)
 from flashmoe_science.proof.subject.loading import load_operator
 from flashmoe_science.proof.subject.operator import identities_of
 from flashmoe_science.proof.subject.subject import PACKAGE_FOLDER
@@ -196,6 +204,15 @@ def test_an_operator_that_does_not_tell_its_launches_has_no_identities():
 # Through verify and show
 
 
+def with_the_work_of_its_problem(case: CaseRecord) -> CaseRecord:
+    problem = ATTENTION.parse_case(case.problem)
+    work = ATTENTION.work(problem)
+    counted = Work(flops=work.flops, bytes=work.bytes, tokens=work.tokens)
+    case = case.model_copy(update={"problem": ATTENTION.as_table(problem), "work": counted})
+    arms = [arm.model_copy(update={"rates": rates_of(case, arm.name)}) for arm in case.arms]
+    return case.model_copy(update={"arms": arms})
+
+
 @pytest.fixture
 def repository(tmp_path):
     for folder in ("claims", "evidence", "suites"):
@@ -206,8 +223,7 @@ def repository(tmp_path):
         suite.replace("head_dim = 64\n", 'head_dim = 64\ndtype = "fp16"\n') + "seqlen_q = 513\n"
     )
     record = with_identities(build_record(speedups=[2.5, 2.6], suite="mine"))
-    whole = [ATTENTION.as_table(ATTENTION.parse_case(case.problem)) for case in record.cases]
-    cases = [case.model_copy(update={"problem": p}) for case, p in zip(record.cases, whole, strict=True)]
+    cases = [with_the_work_of_its_problem(case) for case in record.cases]
     write_record(record.model_copy(update={"cases": cases}), tmp_path / "evidence" / "run.json")
     return tmp_path
 

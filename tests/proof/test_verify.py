@@ -130,7 +130,7 @@ def test_a_suite_file_that_is_wrong_leaves_its_claim_open_and_hides_no_other(rep
     path = repository.root / "claims" / "c.toml"
     path.write_text(path.read_text().replace('"mine"', '"seed"'))
     repository.record()
-    repository.record("seed", suite="seed")
+    repository.record("seed", suite="seed", seed=1)
     (repository.root / "suites" / "mine.toml").write_text("name = 3")
     wrong, gone, other = verify_claims(repository.root)
     assert wrong.status is VerdictStatus.INCONCLUSIVE
@@ -457,7 +457,7 @@ def test_of_several_gpus_each_is_judged_by_the_records_pinned_for_it(repository)
 def test_a_gate_that_failed_on_one_of_several_gpus_is_that_of_the_claim(repository):
     repository.claim(gpu='["H200", "L4"]')
     repository.record("h200", control_bias=0.1)  # invalid, which is weaker
-    failed = repository.record("l4", gpu=L4, seed=1)
+    failed = repository.record("l4", gpu=L4, seed=1, baseline_seconds=60e-6)
     gates = {"gates": build_gates("bench")}
     write_record(failed.model_copy(update=gates), repository.root / "evidence" / "l4.json")
     verdict = repository.verdict()

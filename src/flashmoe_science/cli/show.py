@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import shlex
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -30,6 +31,7 @@ from ..proof.report.terminal import (
     launch_table,
     memory_table,
     plain_table,
+    record_checks,
     run_table,
     unmeasured_lines,
 )
@@ -40,6 +42,7 @@ from .options import Csv, Json, Junit, Metric, Run, Since, StoreName, Trust
 from .terminal import Terminal, as_plain, short_path, write_csv_file, write_file
 
 if TYPE_CHECKING:
+    from ..proof.judge.consistency import Check as ConsistencyCheck
     from ..proof.subject.suites import Suite
 
 OUT_OF_DATE = 1
@@ -51,6 +54,9 @@ def verify(
     why: Annotated[bool, typer.Option("--why", help="Give the reason of every verdict, also of good ones.")] = False,
     strict: Annotated[
         bool, typer.Option("--strict", help="A stale claim does not hold: 4, and not 0, where one is.")
+    ] = False,
+    deep: Annotated[
+        bool, typer.Option("--deep", help="Also list every check of every record for contradictions.")
     ] = False,
     trust: Trust = False,
     as_json: Json = False,
@@ -66,6 +72,7 @@ def verify(
     Examples:
       flashmoe verify
       flashmoe verify --strict
+      flashmoe verify --deep
       flashmoe verify --json | jq '.verdicts[] | {id: .claim.id, status}'
 
     \b
@@ -88,14 +95,17 @@ def verify(
         terminal.warn_of(error)
         wrong.append(error)
 
+    checked: dict[str, list[ConsistencyCheck]] | None = {} if deep else None
     with terminal.doing() as say:
-        verdicts = verify_claims(repository, on_trouble=leave_out, on_wrong_claims=leave_out, say=say)
+        verdicts = verify_claims(repository, on_trouble=leave_out, on_wrong_claims=leave_out, say=say, checked=checked)
     code = exit_code(verdicts, strict=strict)
     unreadable = [error for error in wrong if isinstance(error, EvidenceError)]
     if wrong:
         code = USAGE  # a file is wrong: what it would say of the claims nobody knows
     if junit is not None:
         write_junit(junit, verdicts, strict=strict)
+    for path, checks in (checked or {}).items():
+        terminal.show(record_checks(path, checks), "")
     terminal.show_verdicts(verdicts, why=why)
     terminal.show(*([""] if verdicts else []), count_line(verdicts))
     if not verdicts and not wrong:
@@ -115,7 +125,9 @@ def verify(
             terminal.log.print(f"hint: {hint}", soft_wrap=True)
     plain = [as_plain(verdict) for verdict in verdicts]
     lost = [str(error) for error in wrong]
-    terminal.document({"verdicts": plain, "unreadable": lost, "exit_code": code})
+    deeply = {path: [asdict(check) for check in checks] for path, checks in (checked or {}).items()}
+    records = {"records": deeply} if checked is not None else {}
+    terminal.document({"verdicts": plain, **records, "unreadable": lost, "exit_code": code})
     raise typer.Exit(code)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,31 +12,45 @@ from ..moe.problem import MoeCase
 
 _DRAWS = 9  # of few tokens, of which the middle one is taken: one alone may have unusually many experts without a token
 _FEW_TOKENS = 1024  # above, one draw is as good as another: experts without a token are rare
+_PART = 256
 
 
-def _draw(case: MoeCase, generator: torch.Generator) -> Tensor:
-    """Draw K different experts for each token."""
-    p = case.problem
-    uniform = torch.rand(p.tokens, p.experts, generator=generator)
-    keys = -torch.log(-torch.log(uniform.clamp(1e-20, 1 - 1e-7)))  # the largest K of these are such a draw (Gumbel)
-    if case.routing == "zipf":
-        keys -= torch.log(torch.arange(1, p.experts + 1).float())
-    return keys.topk(p.top_k, -1).indices
+@dataclass(frozen=True)
+class _Draw:
+    """What the routing of a case depends on. Cases of other sizes share it."""
+
+    tokens: int
+    experts: int
+    top_k: int
+    routing: str
+
+    @classmethod
+    def of(cls, case: MoeCase) -> _Draw:
+        p = case.problem
+        return cls(p.tokens, p.experts, p.top_k, case.routing)
+
+    def next(self, generator: torch.Generator, tokens: int) -> Tensor:
+        """Draw K different experts for each of the next ``tokens`` tokens."""
+        uniform = torch.rand(tokens, self.experts, generator=generator)
+        keys = -torch.log(-torch.log(uniform.clamp(1e-20, 1 - 1e-7)))  # its largest K are such a draw (Gumbel)
+        if self.routing == "zipf":
+            keys -= torch.log(torch.arange(1, self.experts + 1).float())
+        return keys.topk(self.top_k, -1).indices
 
 
 @functools.lru_cache(maxsize=256)
-def _routing(case: MoeCase) -> Tensor:
+def _routing(draw: _Draw) -> Tensor:
     """Return which expert each pair goes to, ``[T, K]`` int64 on the CPU, up to the names of experts.
 
     From several samples, take the one with the median number of active experts.
     """
     generator = torch.Generator().manual_seed(0)
-    draws = [_draw(case, generator) for _ in range(_DRAWS if case.problem.tokens <= _FEW_TOKENS else 1)]
+    draws = [draw.next(generator, draw.tokens) for _ in range(_DRAWS if draw.tokens <= _FEW_TOKENS else 1)]
     return sorted(draws, key=_active)[len(draws) // 2]
 
 
 def _active(ids: Tensor) -> int:
-    return int(torch.unique(ids).numel())
+    return int(torch.bincount(ids.flatten()).count_nonzero())
 
 
 def draw_ids(case: MoeCase, generator: torch.Generator, device: str) -> Tensor:
@@ -45,12 +60,25 @@ def draw_ids(case: MoeCase, generator: torch.Generator, device: str) -> Tensor:
     times of one case are of one distribution.
     """
     names = torch.randperm(case.problem.experts, generator=generator, device=device)
-    return names[_routing(case).to(device)].to(torch.int32)
+    return names[_routing(_Draw.of(case)).to(device)].to(torch.int32)
 
 
 def active_experts(case: MoeCase) -> int:
     """Return how many experts have a token."""
-    return _active(_routing(case))
+    return _active_experts(_Draw.of(case))
+
+
+@functools.lru_cache(maxsize=256)
+def _active_experts(draw: _Draw) -> int:
+    if draw.tokens <= _FEW_TOKENS:
+        return _active(_routing(draw))
+    # The one draw of many tokens is made in parts: the first of them mostly have every expert.
+    generator, seen = torch.Generator().manual_seed(0), torch.zeros(draw.experts, dtype=torch.bool)
+    for first in range(0, draw.tokens, _PART):
+        seen[draw.next(generator, min(_PART, draw.tokens - first)).flatten()] = True
+        if seen.all():
+            break
+    return int(seen.sum())
 
 
 def weight_bytes(case: MoeCase) -> int:

@@ -51,8 +51,11 @@ FIELDS: dict[str, _Field] = {
     **_METHOD,
     **_HOST,
     "variables": lambda record: _variables(record.environment),
+    "harness": _version("flashmoe-science"),
+    "method": lambda record: record.method,  # older records have a hash of the source that took times
 }
-ALLOWED = (*FIELDS, "baseline_version", "problem")  # the last two are of what both records share
+# The last three are not plain fields: the first two are of what both records share.
+ALLOWED = (*FIELDS, "baseline_version", "problem", "uncommitted")
 
 
 def _variables(environment: Environment) -> str:
@@ -134,6 +137,8 @@ def check_comparable(a: Record, b: Record, kinds: Sequence[TimeKind], *, allowed
     if baseline:
         versions = tuple(_versions_of(record, baseline) for record in (a, b))
         found |= {"baseline_version": (versions[0], versions[1])} if versions[0] != versions[1] else {}
+    dirt = (_uncommitted(a), _uncommitted(b))
+    found |= {"uncommitted": dirt} if dirt != ("none", "none") else {}  # two unknown trees may differ
     problems = {case.name: case.problem for case in b.cases}
     for case in a.cases:
         if case.name in problems and case.problem != problems[case.name]:
@@ -150,6 +155,14 @@ def check_comparable(a: Record, b: Record, kinds: Sequence[TimeKind], *, allowed
             hint="measure both against the same baseline, or `flashmoe compare` two revisions in one run",
         )
     return [f"different on purpose: {_told(name, pair)}" for name, pair in found.items()]
+
+
+def _uncommitted(record: Record) -> str:
+    """Return whether the code that ran was the commit's: the subject's, and the harness's where it is in another."""
+    trees = [(record.environment.commit, record.environment.dirty), (record.tree.commit, record.tree.dirty)]
+    if any(dirty for _, dirty in trees):
+        return "some changes"
+    return "not known" if any(commit is None or dirty is None for commit, dirty in trees) else "none"
 
 
 def _versions_of(record: Record, arm: str) -> str:

@@ -50,7 +50,7 @@ class VerdictStatus(str, Enum):
     REFUTED = "refuted"
     INCONCLUSIVE = "inconclusive"
     ASSERTED = "asserted"  # there is no evidence
-    INVALID = "invalid"  # a control failed, or a number is impossible
+    INVALID = "invalid"  # a control failed, a number is impossible, or the record contradicts itself
 
 
 class CaseVerdict(Model):
@@ -107,6 +107,7 @@ def judge(
     changed: str = "",
     notes: Sequence[str] = (),
     doubts: Sequence[str] = (),
+    contradiction: str = "",
 ) -> Verdict:
     """Return the verdict on ``claim`` by the evidence of ``record``.
 
@@ -118,6 +119,7 @@ def judge(
         changed: Sources that changed since the run; they make a demonstrated claim stale. Empty: none is known.
         notes: Added to the end of the reason.
         doubts: Notes that keep a claim from being demonstrated.
+        contradiction: How the record contradicts itself; then nothing in it counts. Empty: it does not.
     """
     if record is None:
         reason = f"there is no evidence: no record shows {claim_sentence(claim, None)!r}"
@@ -128,6 +130,9 @@ def judge(
     since = [f"measured {_before_change(record, changed)}"] if changed else []
     said = [*doubts, *_notes_on(record), *since, *notes]
     verdict = partial(Verdict, claim=claim, record=record.id, notes=said)
+    if contradiction:
+        reason = _reason(f"record {record.id} contradicts itself, so nothing in it counts: {contradiction}", said)
+        return verdict(status=VerdictStatus.INVALID, reason=reason)
     failed = next((gate for gate in record.gates if gate.status is GateStatus.FAILED), None)
     if failed:
         reason = _reason(f"gate {failed.name} failed: {failed.summary}", said)

@@ -9,6 +9,7 @@ from pathlib import Path
 from ..records.evidence import GateStatus, Record
 from .claim_text import claim_sentence
 from .claims import Claim, load_claims, why_not
+from .consistency import check_alone, contradiction
 from .judge import Problem, Verdict, exit_code, judge
 from .rows import default_kind
 from .staleness import Sources
@@ -42,6 +43,7 @@ def conclude(
     if repository is not None and about and record.environment.gpu is not None:
         gpu = record.environment.gpu.name
         known, doubts_about = (None, _no_doubts) if as_recorded else _seen_now(record, repository)
+        wrong = "" if as_recorded else contradiction(check_alone(record))  # counting work imports torch
         verdicts = []
         for claim in about:
             one = claim.on_gpu(gpu)
@@ -51,7 +53,17 @@ def conclude(
                 sources = since(one) if since else Sources()
                 said = [*sources.notes, *alone]
                 doubts = doubts_about(claim)
-                verdicts.append(judge(one, record, suite=known, changed=sources.changed, notes=said, doubts=doubts))
+                verdicts.append(
+                    judge(
+                        one,
+                        record,
+                        suite=known,
+                        changed=sources.changed,
+                        notes=said,
+                        doubts=doubts,
+                        contradiction=wrong,
+                    )
+                )
         return verdicts
     expected = expectation(record)
     with naming(f"run {record.id}"):

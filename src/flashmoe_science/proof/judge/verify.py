@@ -19,6 +19,7 @@ from ..subject.trust import ASK, is_trusted
 from ..subject.user_suite import is_loaded, read_user_suite
 from .claim_text import sentence_fault
 from .claims import Claim, find_evidence, load_claims, other_versions, too_old, why_not
+from .consistency import Check, Consistency, contradiction, unique_notes
 from .judge import Verdict, VerdictStatus, judge
 from .staleness import changes_since
 from .unreadable import Unreadable, naming, unreadable_doubts
@@ -41,6 +42,7 @@ def verify_claims(
     on_trouble: Callable[[EvidenceError], None] | None = None,
     on_wrong_claims: Callable[[ClaimError], None] | None = None,
     say: Callable[[str], None] | None = None,
+    checked: dict[str, list[Check]] | None = None,
 ) -> list[Verdict]:
     """Return the verdict on every claim in ``claims/`` of ``repository``, by the records in its ``evidence/``.
 
@@ -51,6 +53,7 @@ def verify_claims(
             demonstrated. Default: it is raised.
         on_wrong_claims: gets what is wrong with a claim file. Default: it is raised.
         say: gets what is being done: all of it takes seconds.
+        checked: gets the checks of every record, by path. Default: only records that a claim cites are checked.
 
     Raises:
         ClaimError: a claim file is wrong.
@@ -63,10 +66,16 @@ def verify_claims(
     records = (
         (_read_most(repository, unreadable, on_trouble) if on_trouble else read_records(repository)) if claims else {}
     )
+    consistency = Consistency(repository, records)
     verdicts = []
     for number, claim in enumerate(claims, 1):
         say(f"judging claim {number} of {len(claims)}")
-        verdicts.append(_verify_alone(claim, records, repository, now, unreadable))
+        verdicts.append(_verify_alone(claim, records, repository, now, unreadable, consistency))
+    if checked is not None:
+        for path, record in records.items():
+            say(f"checking {path}")
+            with naming(path):
+                checked[path] = consistency.of(record)
     return verdicts
 
 
@@ -76,13 +85,14 @@ def _verify_alone(
     repository: Path,
     now: datetime | None,
     unreadable: Sequence[Unreadable],
+    consistency: Consistency,
 ) -> Verdict:
     """Return the verdict on one claim of several: what is wrong with it does not hide those on the others."""
     if pinned := next((one for one in unreadable if one.is_pinned_by(claim)), None):
         why = f"{pinned.path}, which it pins, cannot be read: {pinned.why}"
         return Verdict(claim=claim, status=VerdictStatus.INCONCLUSIVE, reason=why)
     try:
-        return verify_claim(claim, records, repository, now=now, unreadable=unreadable)
+        return verify_claim(claim, records, repository, now=now, unreadable=unreadable, consistency=consistency)
     except ProofError as error:
         why = str(error).partition("\nhint: ")[0].replace(f"{repository}/", "")
         return Verdict(claim=claim, status=VerdictStatus.INCONCLUSIVE, reason=why)
@@ -95,11 +105,13 @@ def verify_claim(
     *,
     now: datetime | None = None,
     unreadable: Sequence[Unreadable] = (),
+    consistency: Consistency | None = None,
 ) -> Verdict:
     """Return the verdict on one claim; ``records`` are those of ``read_records``. Each of several GPUs has its own."""
     now = now or datetime.now(timezone.utc)
+    consistency = consistency or Consistency(repository, records)
     parts = [
-        _verify_on(one, claim, _evidence_on(one, claim, records), records, repository, now, unreadable)
+        _verify_on(one, claim, _evidence_on(one, claim, records), records, repository, now, unreadable, consistency)
         for one in (claim.model_copy(update={"gpu": (gpu,)}) for gpu in claim.gpu)
     ]
     parts.sort(key=lambda verdict: AGAINST.index(verdict.status))
@@ -132,6 +144,7 @@ def _verify_on(
     repository: Path,
     now: datetime,
     unreadable: Sequence[Unreadable],
+    consistency: Consistency,
 ) -> Verdict:
     """Return the verdict on a claim about one GPU, by that of the records ``found`` which speaks most against it.
 
@@ -148,8 +161,17 @@ def _verify_on(
             doubts = [*lost, *doubts_about(whole, record, suite, now)]
             doubts += _failed_since(claim, record, records)
             sources = changes_since(claim, record, repository)
-            notes = [*sources.notes, *_refuted_since(claim, found, records)]
-            verdict = judge(claim, record, suite=suite.problems, changed=sources.changed, notes=notes, doubts=doubts)
+            checks = consistency.of(record)
+            notes = [*sources.notes, *_refuted_since(claim, found, records), *unique_notes(checks)]
+            verdict = judge(
+                claim,
+                record,
+                suite=suite.problems,
+                changed=sources.changed,
+                notes=notes,
+                doubts=doubts,
+                contradiction=contradiction(checks),
+            )
         verdicts.append(verdict.model_copy(update={"evidence": path}))
     return min(verdicts, key=lambda verdict: AGAINST.index(verdict.status))
 

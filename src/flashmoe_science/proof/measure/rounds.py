@@ -198,7 +198,7 @@ def _take_rounds(
     """Take all rounds of one case in this process."""
     ready = {arm.name: arm for arm in arms if arm.ready}
     settings = plan.settings
-    seed = f"{settings.seed}/{case.name}/{plan.process}/{'+'.join(plan.times)}"
+    seed = schedule.rounds_seed(settings.seed, case.name, plan.process, plan.times)
     samples = Samples(schedule.balanced_orders(list(ready), settings.rounds, seed=seed))
     samples.seconds = {kind: {name: [] for name in ready} for kind in plan.times}
     draw = random.Random(f"{seed}/moves")

@@ -68,6 +68,11 @@ def balanced_orders(names: Sequence[str], rounds: int, *, seed: str) -> list[lis
     return orders[:rounds]
 
 
+def rounds_seed(seed: int | None, case: str, process: int, times: Sequence[str]) -> str:
+    """Return the seed of the orders of one case in one process. A verdict draws the same orders from it again."""
+    return f"{seed}/{case}/{process}/{'+'.join(times)}"
+
+
 def _williams_squares(n: int) -> list[list[list[int]]]:
     """Return the Latin squares of order ``n`` that balance who follows whom: one when ``n`` is even, two when odd."""
     first_row = [(place + 1) // 2 if place % 2 else (n - place // 2) % n for place in range(n)]

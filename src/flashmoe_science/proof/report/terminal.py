@@ -38,6 +38,7 @@ from ..records.store import RunSummary
 from ..text import counted
 
 if TYPE_CHECKING:
+    from ..judge.consistency import Check as ConsistencyCheck
     from ..measure.doctor import Check
 
 _GATE_STYLE = {
@@ -86,6 +87,15 @@ def gate_lines(gate: Gate, *, verbose: bool = False, said: Container[str] = ()) 
     if gate.hint and gate.hint not in said:
         below.append(Text.assemble(("hint", "cyan"), f": {gate.hint}"))
     return Group(grid, Padding(Group(*below), (0, 0, 0, _UNDER_STATUS))) if below else grid
+
+
+def record_checks(path: str, checks: Iterable[ConsistencyCheck]) -> RenderableType:
+    """Return every check of a record: its name, how it ended, and why."""
+    grid = new_grid(16, 13)
+    style = {"passed": "green", "contradiction": "bold red", "not checked": "yellow"}
+    for check in checks:
+        grid.add_row(check.name, Text(check.result, style[check.result]), check.detail)
+    return Group(Text(path, "bold"), Padding(grid, (0, 0, 0, 2)))
 
 
 def head_lines(record: Record) -> RenderableType:

@@ -1,0 +1,523 @@
+"""Consistency of a record: what it says in one place has to follow from what it says in another, and from git.
+
+A record that contradicts itself is believed in nothing. The checks find errors, and edits by hand that forget one of
+the places. They cannot find a record that was made up with care: ``docs/explanation/verdicts.md`` says what remains.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from pathlib import Path
+from statistics import median
+from typing import Literal
+
+from ...errors import FlashmoeError, InputError, ProofError
+from ...gpu.specs import find_gpu, shared_memory_limit
+from ..measure.schedule import KERNEL_CALLS, balanced_orders, input_set_count, rounds_seed
+from ..records.evidence import CLOCK_SKEW, CaseRecord, GateStatus, Record, Rounds, TimeKind
+from ..records.git import git, is_commit, read_objects
+from ..subject.loading import load_operator
+from ..subject.registry import is_user_defined
+from .roofline import known_spec
+
+Result = Literal["passed", "contradiction", "not checked"]
+
+_FEWEST_COMPARED = 6  # samples: fewer can be equal by chance where a clock is coarse
+_MOST_EQUAL = 0.5  # of a control's samples; 0.27 was the most of 12,000 real columns
+_CONSTANT = 1e-9  # range of a log-ratio that does not vary: real ones have 1e-3 and more
+_DIGITS = 9  # by which scaled columns are compared
+_FEWEST_CLOCK = 0.5  # of the highest clock, as a case's median: 0.72 is the lowest of real runs under a power limit
+_MOST_POWER = 1.5  # of the limit: 1.02 is the most of real runs
+_MOST_THREADS, _MOST_REGISTERS = 1024, 255  # of a block, and of a thread, on every architecture
+_SLACK_S = 1.0
+_COMMIT_SKEW = timedelta(minutes=10)  # of the clocks of two machines
+_MOMENT_OF_ID = re.compile(r"(\d{8}T\d{6})Z-")
+
+
+class UncheckedError(Exception):
+    """A check cannot be made here, and why. ``is_note``: a reader of a verdict has to know it."""
+
+    def __init__(self, why: str, *, is_note: bool = False) -> None:
+        super().__init__(why)
+        self.is_note = is_note
+
+
+@dataclass(frozen=True)
+class Check:
+    """What one check found in one record."""
+
+    name: str
+    result: Result
+    detail: str = ""  # what contradicts what, or why it could not be checked
+    note: str = ""  # that a reader of a verdict has to know
+
+
+def contradiction(checks: Iterable[Check]) -> str:
+    """Return what the first failed check says, with its name; empty: none failed."""
+    return next((f"check {c.name}: {c.detail}" for c in checks if c.result == "contradiction"), "")
+
+
+def unique_notes(checks: Iterable[Check]) -> list[str]:
+    """Return what a reader of a verdict has to know of checks that could not be made, each once."""
+    return list(dict.fromkeys(check.note for check in checks if check.note))
+
+
+class Consistency:
+    """The checks of records of one repository. Each record is checked once, however many claims cite it.
+
+    Args:
+        repository: whose git knows the commits. None: git is not asked.
+        records: all that may hold copied samples, by path.
+    """
+
+    def __init__(self, repository: Path | None, records: Mapping[str, Record]) -> None:
+        self._repository = repository
+        self._records = records
+        self._found: dict[str, list[Check]] = {}
+        self._columns: dict[_Key, list[_Column]] | None = None
+
+    def of(self, record: Record) -> list[Check]:
+        """Return the checks of ``record``, in a fixed order."""
+        if record.id not in self._found:
+            copied = _run("copied runs", self._copied_runs, record)
+            self._found[record.id] = [*check_alone(record), copied, *self._check_with_git(record)]
+        return self._found[record.id]
+
+    def _check_with_git(self, record: Record) -> list[Check]:
+        try:
+            at_commit = _AtCommit.of(record, self._repository)
+        except UncheckedError as why:
+            note = f"its sources and its date were not compared with git: {why}" if why.is_note else ""
+            return [Check(name, "not checked", str(why), note) for name in _WITH_GIT]
+        return [_run(name, functools.partial(check, at_commit), record) for name, check in _WITH_GIT.items()]
+
+    def _copied_runs(self, record: Record) -> str:
+        """Return which column of samples another run has too."""
+        if self._columns is None:
+            self._columns = {}
+            for other in self._records.values():
+                for key, column in _columns(other):
+                    self._columns.setdefault(key, []).append(column)
+        for key, here in _columns(record):
+            for there in self._columns.get(key, ()):
+                if not _are_related(record, there.record) and here.is_copy_of(there):
+                    return f"{here} has the samples of {there} in run {there.record.id}"
+        return ""
+
+
+def _are_related(one: Record, other: Record) -> bool:
+    """Return whether one goes on with the other, whose samples it has then, or is the same run."""
+    ids = [{record.id, *(resumed.run for resumed in record.resumed)} for record in (one, other)]
+    return one.id in ids[1] or other.id in ids[0]
+
+
+def check_alone(record: Record) -> list[Check]:
+    """Return the checks that need nothing but the record."""
+    return [_run(name, check, record) for name, check in _OF_A_RECORD.items()]
+
+
+def _run(name: str, check: Callable[[Record], str], record: Record) -> Check:
+    try:
+        said = check(record)
+    except UncheckedError as why:
+        return Check(name, "not checked", str(why))
+    return Check(name, "contradiction", said) if said else Check(name, "passed")
+
+
+def _work(record: Record) -> str:
+    """Compare the work of each case with that of its problem, as the operator counts it."""
+    if is_user_defined(record.subject.operator):
+        raise UncheckedError(f"operator {record.subject.operator} is code of a repository, which does not run here")
+    operator = load_operator(record.subject.operator)
+    for case in record.cases:
+        try:
+            problem = operator.parse_case(case.problem)
+        except FlashmoeError as error:
+            return f"case {case.name}: its problem is none of operator {record.subject.operator}: {error}"
+        work, said = operator.work(problem), case.work
+        pairs = {"flops": work.flops, "bytes": work.bytes, "tokens": work.tokens}
+        for name, value in pairs.items():
+            if getattr(said, name) != value:
+                return f"case {case.name}: it says {getattr(said, name):g} {name}, and its problem needs {value:g}"
+        if said.peak not in ("", peak := operator.peak_tflops_key(problem)):
+            return f"case {case.name}: it says that {said.peak} bounds it, and its problem that {peak} does"
+    return ""
+
+
+def _samples(record: Record) -> str:
+    """Compare the number of rounds, processes and kinds of time with the settings."""
+    settings = record.settings
+    most = settings.processes * (1 if settings.width is None else 2)
+    for case in record.cases:
+        for rounds in case.rounds:
+            if other := [kind for kind in rounds.seconds if kind not in settings.times]:
+                return f"case {case.name} has {other[0]} times, which the settings did not ask for"
+        for mode, cells in _cells(record, case).items():
+            told = f"case {case.name}, {'+'.join(mode)} time"
+            if wrong := [p for p in cells if not 0 <= p < most]:
+                return f"{told}: it has process {wrong[0]}, and the settings have {settings.processes}"
+            for process, rows in cells.items():
+                if len(rows) != settings.rounds:
+                    said = f"has {len(rows)} rounds, and the settings have {settings.rounds}"
+                    return f"{told}: process {process} {said}"
+            lacking = [p for p in range(settings.processes) if p not in cells]
+            if record.complete and lacking:
+                return f"{told}: process {lacking[0]} of {settings.processes} is missing in a complete run"
+    return ""
+
+
+def _arms(record: Record) -> str:
+    """Compare which arms are said to be measured with those that have samples."""
+    for case in record.cases:
+        for rounds in case.rounds:
+            for kind, columns in rounds.seconds.items():
+                known = {arm.name: arm.status for arm in case.arms}
+                for name in columns:
+                    if name not in known:
+                        return f"case {case.name}: {name} has {kind} times and is no arm of it"
+                measured = [name for name, status in known.items() if status == "measured"]
+                if lacking := [name for name in measured if name not in columns]:
+                    return f"case {case.name}: {lacking[0]} is said to be measured and has no {kind} times"
+    return ""
+
+
+def _accuracy(record: Record) -> str:
+    """Compare the errors of arms with samples with their budgets."""
+    for case in record.cases:
+        if not case.rounds:
+            continue
+        for arm in case.arms:
+            if arm.status != "measured":
+                continue
+            if arm.accuracy is None:
+                if arm.role == "subject":
+                    return f"case {case.name}: {arm.name} was measured and has no error"
+                continue
+            for output in (arm.accuracy, *arm.accuracy.outputs.values()):
+                if not output.share <= 1.0:
+                    what = f"an error of {output.max_error:.3g}, {output.share:.3g} times its budget"
+                    return f"case {case.name}: {arm.name} was measured and has {what}"
+    return ""
+
+
+def _orders(record: Record) -> str:
+    """Compare the orders of arms with those that the seed gives."""
+    settings = record.settings
+    for case in record.cases:
+        for mode, cells in _cells(record, case).items():
+            for process, rows in cells.items():
+                names = [arm.name for arm in case.arms if arm.name in rows[0]]
+                seed = rounds_seed(settings.seed, case.name, process, mode)
+                expected = balanced_orders(names, len(rows), seed=seed) if names else []
+                for number, (row, order) in enumerate(zip(rows, expected, strict=False)):
+                    if row != order:
+                        what = f"round {number} ran {', '.join(row)}, and the seed gives {', '.join(order)}"
+                        return f"case {case.name}, process {process}: {what}"
+                if not names:
+                    return f"case {case.name}, process {process}: its orders name none of its arms"
+    return ""
+
+
+def _sensors(record: Record) -> str:
+    """Compare what the card is and what its sensors read with what its model can be."""
+    gpu = record.environment.gpu
+    if gpu is None:
+        raise UncheckedError("no GPU")
+    try:
+        most = find_gpu(gpu.name).sms
+    except InputError:
+        most = gpu.sms
+    if gpu.sms > most:
+        return f"it has {gpu.sms} SMs, and {gpu.name} has at most {most}"
+    for case, rounds in _all_rounds(record):
+        if odd := [degrees for degrees in rounds.temperature_c if degrees is not None and not 0 < degrees < 125]:
+            return f"case {case.name}: the card had {odd[0]} degrees Celsius"
+        power = max((watts for watts in rounds.power_w if watts is not None), default=0.0)
+        if gpu.power_limit_w and power > _MOST_POWER * gpu.power_limit_w:
+            return f"case {case.name}: the card took {power:g} W, and its limit is {gpu.power_limit_w:g} W"
+    return ""
+
+
+def _clocks(record: Record) -> str:
+    """Compare clocks with the card's highest, and times with what the card can do at these clocks."""
+    gpu = record.environment.gpu
+    highest = gpu.max_sm_clock_mhz if gpu else None
+    if gpu is None or highest is None:
+        raise UncheckedError("no GPU, or its highest clock is not known")
+    for case, rounds in _all_rounds(record):
+        clocks = [clock for clock in rounds.sm_clock_mhz if clock is not None]
+        if not clocks:
+            continue
+        if max(clocks) > highest:
+            return f"case {case.name}: a clock of {max(clocks)} MHz, and the card's highest is {highest} MHz"
+        if (middle := median(clocks)) < _FEWEST_CLOCK * highest:
+            reasons = sorted({reason for reason in rounds.throttle if reason}) or ["no reason given"]
+            told = f"{middle:g} of {highest} MHz ({', '.join(reasons)})"
+            return f"case {case.name}: the clock was {told}, so its times are not those of a {gpu.name}"
+        if beaten := _beaten_at(record, case, rounds, max(clocks)):
+            return beaten
+    return ""
+
+
+def _beaten_at(record: Record, case: CaseRecord, rounds: Rounds, clock: int) -> str:
+    """Return which arm is faster than the card can compute at its clock, or an empty text."""
+    spec = known_spec(record.environment.gpu) if record.environment.gpu else None
+    if spec is None or not case.work.flops:
+        return ""
+    peak = spec.peak_tflops.get(case.work.peak, max(spec.peak_tflops.values())) * 1e12
+    fewest = case.work.flops / (peak * clock / spec.boost_sm_clock_mhz)
+    arms = {arm.name for arm in case.arms if arm.status == "measured"}
+    for kind, columns in rounds.seconds.items():
+        for arm, column in columns.items():
+            if arm in arms and column and median(column) < fewest:
+                took = f"{arm} took {median(column) * 1e6:.3g} us of {kind} time"
+                return f"case {case.name}: {took}, and {clock} MHz need at least {fewest * 1e6:.3g} us"
+    return ""
+
+
+def _gates(record: Record) -> str:
+    """Compare the time of each passed gate with what it had to do."""
+    samples = sum(_sampled_seconds(rounds) for _, rounds in _all_rounds(record))
+    for gate in record.gates:
+        kept = any(f"as run {resumed.run} showed it" in gate.details for resumed in record.resumed)
+        if gate.status is not GateStatus.PASSED or kept:
+            continue
+        if not gate.seconds > 0:
+            return f"gate {gate.name} passed in {gate.seconds:g} s"
+        if not 0 <= gate.gpu_seconds <= gate.seconds + _SLACK_S:
+            return f"gate {gate.name} took {gate.seconds:.4g} s and held the GPU for {gate.gpu_seconds:.4g} s"
+        if gate.name == "bench" and gate.seconds < samples:
+            return f"gate bench took {gate.seconds:.4g} s, and its samples alone took {samples:.4g} s"
+    return ""
+
+
+def _sampled_seconds(rounds: Rounds) -> float:
+    """Return how long the calls behind these samples took at the least, of those that the run took itself."""
+    own = [session == 0 for session in rounds.session] or [True] * len(rounds.process)
+    total = 0.0
+    for kind, columns in rounds.seconds.items():
+        calls = KERNEL_CALLS if kind == "kernel" else 1
+        total += calls * sum(s for column in columns.values() for s in itertools.compress(column, own))
+    return total
+
+
+def _inputs(record: Record) -> str:
+    """Compare the number of input sets with their size."""
+    gpu = record.environment.gpu
+    if gpu is None:
+        raise UncheckedError("no GPU")
+    for case in record.cases:
+        if case.rounds and case.input_set_bytes:
+            needed = input_set_count(case.input_set_bytes, gpu.l2_bytes)
+            if case.input_sets != needed:
+                sets = f"{case.input_sets} sets of {case.input_set_bytes} bytes"
+                return f"case {case.name}: {sets}, and an L2 of {gpu.l2_bytes} bytes needs {needed}"
+    return ""
+
+
+def _launches(record: Record) -> str:
+    """Compare launches with what a GPU can launch."""
+    gpu = record.environment.gpu
+    memory = shared_memory_limit(gpu.arch) if gpu else None
+    for case in record.cases:
+        for arm in case.arms:
+            for launch in arm.launches:
+                told = f"case {case.name}: {arm.name} launches {launch.name[:60]}"
+                if not 0 < math.prod(launch.block) <= _MOST_THREADS:
+                    return f"{told} with {math.prod(launch.block)} threads in a block"
+                if not 0 <= launch.registers <= _MOST_REGISTERS:
+                    return f"{told} with {launch.registers} registers in a thread"
+                if memory is not None and not 0 <= launch.shared_memory_bytes <= memory:
+                    return f"{told} with {launch.shared_memory_bytes} bytes of shared memory, at most {memory} fit"
+                if min(launch.grid) < 1 or launch.count < 1:
+                    return f"{told} in a grid of {launch.grid}, {launch.count} times"
+    return ""
+
+
+def _copied_processes(record: Record) -> str:
+    """Find the samples of one process in another one, or in another case: whole, scaled or in another order."""
+    seen: dict[_Key, _Column] = {}
+    for key, column in _columns(record):
+        if (first := seen.setdefault(key, column)) is not column and column.is_copy_of(first):
+            return f"{column} has the samples of {first}"
+    return ""
+
+
+def _copied_control(record: Record) -> str:
+    """Find a control whose times are those of the baseline that it repeats."""
+    for case, rounds in _all_rounds(record):
+        for control in [arm.name for arm in case.arms if arm.role == "control"]:
+            original = control.rpartition("#")[0]
+            for kind, columns in rounds.seconds.items():
+                pair = columns.get(control, []), columns.get(original, [])
+                equal = sum(a == b for a, b in zip(*pair, strict=False))
+                if len(pair[0]) >= _FEWEST_COMPARED and equal > _MOST_EQUAL * len(pair[0]):
+                    which = f"{equal} of {len(pair[0])} {kind} times"
+                    return f"case {case.name}: {control} and {original} have {which} in common, to the last bit"
+    return ""
+
+
+def _copied_arms(record: Record) -> str:
+    """Find two arms whose times have one ratio in all rounds: one was made from the other."""
+    for case, rounds in _all_rounds(record):
+        for kind, columns in rounds.seconds.items():
+            for (one, a), (other, b) in itertools.combinations(columns.items(), 2):
+                if len(a) < _FEWEST_COMPARED or not (min(a) > 0 and min(b) > 0):
+                    continue
+                logs = [math.log(x / y) for x, y in zip(a, b, strict=True)]
+                if max(logs) - min(logs) < _CONSTANT:
+                    ratio = f"{math.exp(logs[0]):.4g} times"
+                    return f"case {case.name}: {one} takes {ratio} the {kind} time of {other} in every round"
+    return ""
+
+
+def _dates(record: Record) -> str:
+    """Compare the moment of the run with the one in its id, and with those of the runs that it goes on with."""
+    found = _MOMENT_OF_ID.match(record.id)
+    made = record.created_at
+    if found is not None:
+        words = f"{made:%Y%m%dT%H%M%S}"
+        apart = abs(_seconds_of(found[1]) - _seconds_of(words))
+        if apart > CLOCK_SKEW.total_seconds():
+            return f"its id is of {found[1]}Z, and it was made at {words}Z"
+    for resumed in record.resumed:
+        if resumed.created_at > made + CLOCK_SKEW:
+            return f"it goes on with run {resumed.run}, which is younger"
+    return ""
+
+
+def _seconds_of(moment: str) -> float:
+    return datetime.strptime(f"{moment}+0000", "%Y%m%dT%H%M%S%z").timestamp()
+
+
+def _commit(at_commit: _AtCommit, record: Record) -> str:
+    """Compare the moment of the run with that of the commit that it names."""
+    found = re.search(rb"^committer .*> (\d+) ", at_commit.commit, re.MULTILINE)
+    if found is None:
+        return f"{record.tree.commit} is no commit"
+    early = int(found[1]) - record.created_at.timestamp()
+    if early > _COMMIT_SKEW.total_seconds():
+        return f"it was made {timedelta(seconds=round(early))} before commit {record.tree.commit}, which it names"
+    return ""
+
+
+def _sources(at_commit: _AtCommit, record: Record) -> str:
+    """Compare the hashes of the subject's sources with the files at the commit that the record names."""
+    subject, commit = record.subject, record.tree.commit
+    if record.tree.dirty:
+        raise UncheckedError("the tree had uncommitted changes, as the verdict says")
+    if subject.folder is None:
+        raise UncheckedError("its sources are not in this repository")
+    for source, data in zip(subject.sources, at_commit.sources, strict=True):
+        if data is None:
+            return f"commit {commit} has no file {subject.folder}/{source.path}"
+        if hashlib.sha256(data).hexdigest() != source.sha256:
+            return f"the hash of {source.path} is not that of the file at commit {commit}"
+    return ""
+
+
+@dataclass(frozen=True)
+class _AtCommit:
+    """What git has of a record."""
+
+    commit: bytes
+    sources: Sequence[bytes | None]  # the subject's, in the order of the record; None: not there
+
+    @classmethod
+    def of(cls, record: Record, repository: Path | None) -> _AtCommit:
+        """Ask git. Raises ``UncheckedError`` where it cannot tell."""
+        subject, commit = record.subject, record.tree.commit
+        if repository is None or commit is None:
+            raise UncheckedError("there is no repository here" if commit else "it names no commit")
+        if not is_commit(commit):
+            raise UncheckedError(f"{commit!r} is no hash of a commit")
+        names = [f"{commit}:./{subject.folder}/{source.path}" for source in subject.sources]
+        try:
+            found, *sources = read_objects(repository, [commit, *names])
+        except ProofError as error:
+            raise UncheckedError(str(error).partition("\n")[0]) from error
+        if found is None:
+            shallow = git(repository, "rev-parse", "--is-shallow-repository") == "true"
+            raise UncheckedError(f"git has no commit {commit} here", is_note=not shallow)
+        return cls(found, sources)
+
+
+_Mode = tuple[TimeKind, ...]
+_Key = tuple[int, float, float]
+
+
+@dataclass(frozen=True)
+class _Column:
+    """The samples of one arm in one process."""
+
+    record: Record
+    case: str
+    kind: TimeKind
+    arm: str
+    process: int
+    values: tuple[float, ...]
+
+    def __str__(self) -> str:
+        return f"case {self.case}, {self.arm}, {self.kind} time, process {self.process}"
+
+    def is_copy_of(self, other: _Column) -> bool:
+        """Return whether both have the same samples, in any order, or those of one times a constant."""
+        pairs = zip(sorted(self.values), sorted(other.values), strict=True)
+        logs = [math.log(a / b) for a, b in pairs]
+        return max(logs) - min(logs) < _CONSTANT
+
+
+def _columns(record: Record) -> Iterator[tuple[_Key, _Column]]:
+    """Yield the samples of each arm and process, with numbers that neither their order nor a factor changes."""
+    for case, rounds in _all_rounds(record):
+        for process in dict.fromkeys(rounds.process):
+            picked = [p == process for p in rounds.process]
+            for kind, arms in rounds.seconds.items():
+                for arm, column in arms.items():
+                    values = tuple(itertools.compress(column, picked))
+                    if len(values) >= _FEWEST_COMPARED and (least := min(values)) > 0:
+                        key = len(values), round(max(values) / least, _DIGITS), round(sum(values) / least, _DIGITS)
+                        yield key, _Column(record, case.name, kind, arm, process, values)
+
+
+def _cells(record: Record, case: CaseRecord) -> dict[_Mode, dict[int, list[list[str]]]]:
+    """Return the orders of arms by kinds of time that share a process, and by process."""
+    together: _Mode = tuple(kind for kind in record.settings.times if kind != "kernel")
+    cells: dict[_Mode, dict[int, list[list[str]]]] = {}
+    for rounds in case.rounds:
+        mode: _Mode = ("kernel",) if "kernel" in rounds.seconds else together
+        for process, order in zip(rounds.process, rounds.order, strict=True):
+            cells.setdefault(mode, {}).setdefault(process, []).append(order)
+    return cells
+
+
+def _all_rounds(record: Record) -> Iterator[tuple[CaseRecord, Rounds]]:
+    for case in record.cases:
+        for rounds in case.rounds:
+            yield case, rounds
+
+
+_OF_A_RECORD: dict[str, Callable[[Record], str]] = {
+    "work": _work,
+    "samples": _samples,
+    "arms": _arms,
+    "accuracy": _accuracy,
+    "orders": _orders,
+    "sensors": _sensors,
+    "clocks": _clocks,
+    "gates": _gates,
+    "inputs": _inputs,
+    "launches": _launches,
+    "copied processes": _copied_processes,
+    "copied control": _copied_control,
+    "copied arms": _copied_arms,
+    "dates": _dates,
+}
+_WITH_GIT: dict[str, Callable[[_AtCommit, Record], str]] = {"commit": _commit, "sources": _sources}
