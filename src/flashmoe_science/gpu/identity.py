@@ -186,13 +186,18 @@ def _without_docstring(node: Any) -> list[ast.stmt]:
     return body[1:] if isinstance(first, ast.Constant) and isinstance(first.value, str) else body
 
 
+@functools.lru_cache(maxsize=256)
+def _nodes(definition: ast.AST) -> Sequence[ast.AST]:
+    return list(ast.walk(definition))
+
+
 def _parameters(function: ast.AST) -> set[str]:
-    return {each.arg for each in ast.walk(function) if isinstance(each, ast.arg)}
+    return {each.arg for each in _nodes(function) if isinstance(each, ast.arg)}
 
 
 def _locals(function: ast.AST, parameters: set[str]) -> list[str]:
     """Return the variables that a function binds, without its parameters, in the order in which they are bound."""
-    bound = [each for each in ast.walk(function) if isinstance(each, ast.Name) and not isinstance(each.ctx, ast.Load)]
+    bound = [each for each in _nodes(function) if isinstance(each, ast.Name) and not isinstance(each.ctx, ast.Load)]
     bound.sort(key=lambda each: (each.lineno, each.col_offset))
     return list(dict.fromkeys(each.id for each in bound if each.id not in parameters))
 

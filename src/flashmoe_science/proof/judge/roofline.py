@@ -86,21 +86,21 @@ def fewest_seconds(case: CaseRecord, kind: TimeKind, gpu: Gpu, cache: Literal["c
 
 def impossible_time(record: Record, kind: TimeKind, arms: Container[str]) -> str | None:
     """Return which time of this kind cannot be, of any arm, or, below the bound, of one of ``arms``; None: none."""
+    gpu = record.environment.gpu
     for case in record.cases:
+        fewest = fewest_seconds(case, kind, gpu, record.settings.cache) if gpu else None
         for rounds in case.rounds:
             for arm, column in rounds.seconds.get(kind, {}).items():
                 wrong = next((s for s in column if not (math.isfinite(s) and s > 0)), None)
                 if wrong is not None:
                     return f"case {case.name} has an impossible {kind} time: {arm} took {wrong} s"
-                if arm.partition("#")[0] in arms and (beaten := _beaten(record, case, kind, column)):
+                if arm.partition("#")[0] in arms and (beaten := _beaten(column, fewest)):
                     return f"case {case.name} has an impossible {kind} time: {arm} took {beaten}"
     return None
 
 
-def _beaten(record: Record, case: CaseRecord, kind: TimeKind, column: Sequence[float]) -> str | None:
-    """Return by how much the median of ``column`` is below what the hardware allows, or None."""
-    gpu = record.environment.gpu
-    fewest = fewest_seconds(case, kind, gpu, record.settings.cache) if gpu else None
+def _beaten(column: Sequence[float], fewest: float | None) -> str | None:
+    """Return by how much the median of ``column`` is below the ``fewest`` seconds of the hardware, or None."""
     if fewest is None or not column or median(column) >= fewest:
         return None
     return f"{median(column) * 1e6:.3g} us, and no kernel can take less than {fewest * 1e6:.3g} us on this GPU"

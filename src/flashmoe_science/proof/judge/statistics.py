@@ -69,7 +69,7 @@ def log_ratios(above: Values, below: Values) -> list[float]:
 
 def hodges_lehmann(values: Values) -> float:
     """Return the median of the means of all pairs of values, each with itself included."""
-    return _median(np.sort(_walsh_averages(_checked(values))))
+    return _hodges_lehmann(tuple(values))
 
 
 def interval(values: Values, confidence: float = 0.95) -> Interval:
@@ -255,6 +255,11 @@ def _checked(values: Values) -> Values:
     if not len(values) or not np.all(np.isfinite(values)):
         raise InputError(f"values must be finite numbers and at least one, got {list(values)}")
     return values
+
+
+@lru_cache(maxsize=1 << 14)  # many claims are about the same rounds
+def _hodges_lehmann(values: tuple[float, ...]) -> float:
+    return _median(np.sort(_walsh_averages(_checked(values))))
 
 
 def _median(ordered: _Array) -> float:
