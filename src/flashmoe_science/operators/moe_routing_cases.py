@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -38,7 +40,19 @@ class _Draw:
         return keys.topk(self.top_k, -1).indices
 
 
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Let torch work in one thread: on tensors this small several take ten times as much of a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 @functools.lru_cache(maxsize=256)
+@_one_thread()
 def _routing(draw: _Draw) -> Tensor:
     """Return which expert each pair goes to, ``[T, K]`` int64 on the CPU, up to the names of experts.
 
@@ -69,6 +83,7 @@ def active_experts(case: MoeCase) -> int:
 
 
 @functools.lru_cache(maxsize=256)
+@_one_thread()
 def _active_experts(draw: _Draw) -> int:
     if draw.tokens <= _FEW_TOKENS:
         return _active(_routing(draw))
