@@ -1,0 +1,122 @@
+"""How large an error a right kernel may make in each element: its unavoidable roundings, to first order.
+
+A kernel rounds to the dtype of its inputs at a few places, and sums in fp32. Each rounding changes a number by at most
+u, half of the dtype's ``eps``, of its size. Rounding errors are independent and of mean 0 to a good approximation, so
+they add up like a random walk: six standard deviations are never seen in a right kernel. Where few roundings meet, the
+sum of their bounds is smaller than that, and counts instead.
+
+Sources: N. J. Higham and T. Mary, A New Approach to Probabilistic Rounding Error Analysis, SIAM J. Sci. Comput. 41
+(2019), and, for sums in a wider format, Sharper Probabilistic Backward Error Analysis, SIAM J. Sci. Comput. 42 (2020).
+docs/explanation/error-scale.md derives the operators' formulas.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+WIDE = 2.0**-24  # unit roundoff of fp32, in which kernels sum
+SIGMAS = 6.0
+_FIRST_SUMS = 4  # roundings of fp32 that a sum has besides those of its terms: exponential, maximum, sum, quotient
+
+
+class Scale(NamedTuple):
+    """What is allowed in one output."""
+
+    largest: Tensor  # absolute error of each element, of the output's shape
+    rms: Tensor  # root mean square of the errors of each row, ``[..., 1]``; a row is the last axis
+
+
+class Format(NamedTuple):
+    """A floating-point format to which a kernel rounds."""
+
+    u: float  # the most that a rounding changes, relative to the number
+    tiny: float  # the most that it changes a number close to 0
+
+    @classmethod
+    def of(cls, dtype: torch.dtype) -> Format:
+        """Return that of ``dtype``."""
+        info = torch.finfo(dtype)
+        return cls(info.eps / 2, info.tiny * info.eps / 2)
+
+    def rounding(self, value: Tensor) -> Tensor:
+        """Return the most by which a rounding changes each number."""
+        return self.u * value.abs() + self.tiny
+
+
+@dataclass
+class Estimate:
+    """Numbers that a kernel computes, and the errors that they have by then; all fp32 and of one shape."""
+
+    value: Tensor
+    bound: Tensor  # sum of the bounds of its roundings to the low precision
+    variance: Tensor  # of the sum of these roundings
+    wide: Tensor | float = 0.0  # the error of sums in fp32, which is always added
+
+    @classmethod
+    def exact(cls, value: Tensor) -> Estimate:
+        """Return numbers without an error."""
+        zeros = torch.zeros_like(value)
+        return cls(value, zeros, zeros)
+
+    def with_error(self, bound: Tensor, *more: Tensor) -> Estimate:
+        """Return the same with independent errors of uniform distribution, each within its bound."""
+        errors = (bound, *more)
+        return Estimate(
+            self.value,
+            self.bound + torch.stack(torch.broadcast_tensors(*errors)).sum(0),
+            self.variance + torch.stack(torch.broadcast_tensors(*(each.square() for each in errors))).sum(0) / 3,
+            self.wide,
+        )
+
+    def rounded(self, to: Format) -> Estimate:
+        """Return the same, rounded."""
+        return self.with_error(to.rounding(self.value))
+
+    def times(self, factor: Tensor | float) -> Estimate:
+        """Return the product with exact factors, one for each number, or one that broadcasts."""
+        size = abs(factor)
+        wide = self.wide * size if isinstance(self.wide, Tensor) else self.wide
+        return Estimate(self.value * factor, self.bound * size, self.variance * size**2, wide)
+
+    def plus(self, other: Estimate) -> Estimate:
+        """Return the sum of two whose errors are independent."""
+        bound, variance = self.bound + other.bound, self.variance + other.variance
+        return Estimate(self.value + other.value, bound, variance, self.wide + other.wide)
+
+    def multiplied(self, matrix: Tensor) -> Estimate:
+        """Return the matrix product with an exact ``matrix``, summed in fp32."""
+        size, terms = matrix.abs(), self.value.shape[-1]
+        wide = WIDE * (_FIRST_SUMS + math.sqrt(terms)) * (self.value.abs() @ size)
+        if isinstance(self.wide, Tensor):
+            wide += self.wide @ size
+        return Estimate(self.value @ matrix, self.bound @ size, self.variance @ matrix.square(), wide)
+
+    def scale(self, independent: Tensor | float) -> Scale:
+        """Return what is allowed.
+
+        ``independent``: how many independent errors a row's have at the least, which says how far its mean square may
+        lie above the expected one.
+        """
+        deviation = self.variance.sqrt()
+        largest = torch.minimum(self.bound, SIGMAS * deviation) + self.wide
+        freedom = torch.as_tensor(independent, device=largest.device).clamp(1, max(1, largest.shape[-1]))
+        rms = root_mean_square(deviation) * (1 + SIGMAS / (2 * freedom).sqrt())
+        if isinstance(self.wide, Tensor):
+            rms = rms + root_mean_square(self.wide)
+        return Scale(largest, torch.minimum(rms, root_mean_square(largest)))
+
+
+def root_mean_square(rows: Tensor) -> Tensor:
+    """Return it for each row, ``[..., 1]``."""
+    return rows.square().mean(-1, keepdim=True).sqrt()
+
+
+def independent_terms(variance: Tensor, dim: int = -1) -> Tensor:
+    """Return how many equal terms have the same spread as the terms of each sum, at least 1; ``dim`` is kept."""
+    total, squares = variance.sum(dim, keepdim=True), variance.square().sum(dim, keepdim=True)
+    return torch.where(squares > 0, total.square() / squares, 1.0)
