@@ -11,7 +11,13 @@ import torch
 
 from flashmoe_science.errors import ProofError
 from flashmoe_science.proof.measure import arms, correctness as check_module
-from flashmoe_science.proof.measure.correctness import WrongResultError, check_case, find_expected, max_error
+from flashmoe_science.proof.measure.correctness import (
+    Allowed,
+    WrongResultError,
+    check_case,
+    find_expected,
+    max_error,
+)
 from flashmoe_science.proof.measure.gpu_tasks import capture_case
 from flashmoe_science.proof.measure.rounds import Case
 from flashmoe_science.proof.records.evidence import Accuracy
@@ -221,7 +227,7 @@ def test_a_wrong_second_output_fails_the_arm_alone(bench):
     bench.baselines[0] = loaded("other", kernels(bench.gpu, change=lambda out: out + 1))
     bench.run()
     assert bench.arms["ours"].status == "measured"
-    assert bench.arms["other"].reason.startswith("its fourfold is off by 1")
+    assert bench.arms["other"].reason.startswith("its fourfold is off: error 1")
     accuracy = bench.arms["other"].accuracy
     assert accuracy is not None
     assert accuracy.output == "fourfold"
@@ -270,7 +276,7 @@ def test_the_largest_error_is_that_of_any_part(monkeypatch):
     assert max_error(answer.t(), exact.t().contiguous()) == 0.0
     exact[4, 8] += 3
     assert max_error(answer, exact) == pytest.approx(3)
-    assert arms.mismatch([answer.double()], [exact], (2.9,)) != ""
+    assert arms.mismatch([answer.double()], [exact], (Allowed(torch.tensor(2.9)),)) != ""
     exact[0, 0] = torch.nan
     assert math.isnan(max_error(answer, exact))
     with pytest.raises(ValueError, match=r"expected shape \[9, 5\], got \[5, 9\]"):

@@ -11,6 +11,7 @@ import torch
 
 from flashmoe_science.errors import ProofError
 from flashmoe_science.proof.measure import arms
+from flashmoe_science.proof.measure.correctness import Allowed
 from flashmoe_science.proof.subject.operator import Operator
 from flashmoe_science.proof.subject.outputs import parts
 from flashmoe_science.proof.subject.subject import Subject
@@ -365,15 +366,31 @@ def test_an_arm_that_confuses_its_inputs_fails():
     assert bench.run().arms["confused"].reason == "its answer to new values at the same addresses is wrong"
 
 
+def of_size(largest):
+    return (Allowed(torch.tensor(largest)),)
+
+
+def test_late_answers_have_a_tolerance_of_each_row():
+    right = torch.ones(2, 32)
+    allowed = Allowed(torch.tensor([[1e-2], [1e-4]]), torch.tensor([[1e-2], [3e-5]]))
+    assert arms.mismatch([right + 5e-3 * torch.eye(2, 32)[:1]], [right], None)
+    for row, element, wrong in ((0, 9e-3, False), (0, 1.1e-2, True), (1, 9e-5, False), (1, 1.1e-4, True)):
+        late = right.clone()
+        late[row, 5] += element
+        assert bool(arms.mismatch([late], [right], (allowed,))) == wrong, (row, element)
+    all_of_row = right + torch.tensor([[0.0], [5e-5]])  # each element is right, and the row as a whole is not
+    assert arms.mismatch([all_of_row], [right], (allowed,))
+
+
 def test_mismatch_counts_answers_and_never_accepts_nan():
     ones, more = torch.ones(3), torch.ones(3) + 1e-3
     nan = torch.tensor([1.0, 1.0, math.nan])
     assert arms.mismatch([ones, ones], [ones.clone(), ones], None) == ""
     assert arms.mismatch([ones, more], [ones, ones], None) == "1 of 2 answers differ, expected the same bits"
-    assert arms.mismatch([more], [ones], (2e-3,)) == ""
-    assert "expected a difference up to 0.0005" in arms.mismatch([more], [ones], (5e-4,))
+    assert arms.mismatch([more], [ones], of_size(2e-3)) == ""
+    assert "expected a difference up to 0.0005" in arms.mismatch([more], [ones], of_size(5e-4))
     assert arms.mismatch([nan], [nan], None)
-    assert arms.mismatch([nan], [nan], (1.0,))
+    assert arms.mismatch([nan], [nan], of_size(1.0))
     assert arms.mismatch([-torch.zeros(1)], [torch.zeros(1)], None)  # other bits, if equal numbers
     assert arms.mismatch([ones.half()], [ones], None) == "expected torch.float32 of shape [3], got torch.float16 of [3]"
     assert arms.mismatch([torch.ones(0)], [torch.ones(0)], None) == ""

@@ -16,9 +16,9 @@ from .simulated import implementation, loaded, make_baseline
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda out: out + 1, "its answer is off by 1"),
+        (lambda out: out + 1, "its answer is off: error 1"),
         (lambda out: out * math.nan, "its answer has NaN"),
-        (torch.zeros_like, "its answer is off by"),
+        (torch.zeros_like, "its answer is off: error"),
     ],
 )
 def test_a_subject_that_answers_wrongly_has_no_times(change, reason):
@@ -42,7 +42,7 @@ def test_answers_to_other_sets_than_the_first_are_compared_with_the_exact_ones_t
         return plain(x) + (x.data_ptr() != seen[0])
 
     bench.subject = loaded("ours", entry, role="subject")
-    assert bench.run().arms["ours"].reason.startswith("its answer is off by 1")
+    assert bench.run().arms["ours"].reason.startswith("its answer is off: error 1")
 
 
 def test_the_sets_that_are_compared_with_the_exact_answer_are_drawn(monkeypatch):
@@ -75,7 +75,7 @@ def test_a_yardstick_is_timed_though_its_answer_is_none_to_the_problem():
     assert (product.status, product.accuracy) == ("measured", None)
     assert bench.seconds("graph")["product"] == pytest.approx([4e-6] * 4)
     measure.speed_of_light = False
-    assert "its answer is off by" in bench.run().arms["product"].reason
+    assert "its answer is off: error" in bench.run().arms["product"].reason
 
 
 def test_a_subject_that_raises_has_no_times():

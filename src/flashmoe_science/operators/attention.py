@@ -18,9 +18,11 @@ from ..attention.problem import ITEM_BYTES, AttentionProblem, canonical_strides
 from ..attention.tiles import ForwardConfig, HopperConfig, Plan
 from ..gpu.planning import Axis, Work
 from ..gpu.specs import SPECS, GpuSpec
+from .attention_scale import forward_scale
 from .base import DTYPES, KernelOperator, standard_normal
 from .baselines.attention import BASELINES
 from .baselines.base import Inputs
+from .error_scale import Scale
 
 if TYPE_CHECKING:
     from ..gpu.compile import KernelOutcome
@@ -180,6 +182,12 @@ class AttentionOperator(KernelOperator):
                     **asked,
                 )
         return o
+
+    def error_scale(self, problem: AttentionProblem, inputs: Inputs) -> tuple[Scale, ...]:
+        """Return what is allowed in each element of o."""
+        q, k, v = (inputs[name] for name in "qkv")
+        options = {"causal": problem.causal, "softmax_scale": problem.softmax_scale, **_asked(problem, inputs)}
+        return (forward_scale(q, k, v, **options),)
 
     def plan(self, subject: str, problem: AttentionProblem, gpu: GpuSpec) -> Plan:
         """Return the plan of a call. Raises ``UnsupportedError``."""

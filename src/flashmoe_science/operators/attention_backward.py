@@ -21,9 +21,11 @@ from ..attention.problem import AttentionProblem, canonical_strides, dense_strid
 from ..gpu.planning import Work
 from ..gpu.specs import GpuSpec
 from .attention import SPILL_BYTES as FORWARD_SPILL_BYTES, canonical, shapes_of
+from .attention_scale import backward_scale
 from .base import DTYPES, KernelOperator, standard_normal
 from .baselines.attention_backward import BASELINES
 from .baselines.base import Inputs
+from .error_scale import Scale
 
 if TYPE_CHECKING:
     from ..gpu.identity import PlannedSource
@@ -145,6 +147,17 @@ class BackwardOperator(KernelOperator):
                 for whole, part, heads in zip(found, (o.detach(), *grads), (mine, mine, its, its), strict=True):
                     whole[b : b + 1, heads] = part
         return found
+
+    def error_scale(self, problem: BackwardProblem, inputs: Inputs) -> tuple[Scale, ...]:
+        """Return what is allowed in each element of dq, dk and dv; a call gets the right o, rounded."""
+        return self._gradients_scale(problem, inputs, o_is_given=True)
+
+    def _gradients_scale(self, problem: BackwardProblem, inputs: Inputs, *, o_is_given: bool) -> tuple[Scale, ...]:
+        p = problem.forward
+        return backward_scale(
+            inputs["q"], inputs["k"], inputs["v"], inputs["do"], o_is_given=o_is_given,
+            causal=p.causal, softmax_scale=p.softmax_scale, window=p.window,
+        )  # fmt: skip
 
     def plan(self, subject: str, problem: BackwardProblem, gpu: GpuSpec) -> Any:
         """Return the plan of a call. Raises ``UnsupportedError``."""

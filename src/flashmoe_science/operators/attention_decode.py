@@ -17,9 +17,11 @@ from ..attention.problem import canonical_strides
 from ..errors import InputError
 from ..gpu.planning import Work
 from ..gpu.specs import GpuSpec
+from .attention_scale import forward_scale
 from .base import DTYPES, KernelOperator
 from .baselines.attention_decode import BASELINES, values_of
 from .baselines.base import Inputs
+from .error_scale import Scale
 
 if TYPE_CHECKING:
     from ..gpu.identity import PlannedSource
@@ -119,6 +121,16 @@ class DecodeOperator(KernelOperator):
         """Return the answer with every step rounded to the problem's dtype."""
         tensors = {**inputs, "v_cache": values_of(problem, inputs)}
         return cache_reference.attention_with_kv_cache(problem, tensors, dtype=DTYPES[problem.dtype])[0]
+
+    def error_scale(self, problem: CacheProblem, inputs: Inputs) -> tuple[Scale, ...]:
+        """Return what is allowed in each element of o."""
+        caches = [inputs["k_cache"], values_of(problem, inputs)]
+        if problem.page_size:
+            pages = inputs["page_table"].long()
+            caches = [cache[pages].flatten(1, 2) for cache in caches]
+        k, v = (cache.transpose(1, 2) for cache in caches)
+        options = {"causal": problem.causal, "softmax_scale": problem.softmax_scale}
+        return (forward_scale(inputs["q"], k, v, **options),)
 
     def plan(self, subject: str, problem: CacheProblem, gpu: GpuSpec) -> DecodePlan:
         """Return the plan of a call. Raises ``UnsupportedError``."""

@@ -1,8 +1,8 @@
 """The errors that right kernels of attention make, element by element, of both passes.
 
-P is rounded before the product with V, and scores may be, before or after the maximum is subtracted: a framework's eager
-run does so. So an element of P has a relative error of u (1 + |s|), where s is the score or its distance to the row's
-maximum, whichever is larger. The sum of q . k in fp32 adds to that.
+P is rounded before the product with V, and scores may be, before or after the maximum is subtracted: a framework's
+eager run does so. So an element of P has a relative error of u (1 + |s|), where s is the score or its distance to the
+row's maximum, whichever is larger. The sum of q . k in fp32 adds to that.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -59,7 +59,7 @@ def _chunks(
     low = Format.of(q.dtype)
 
     def grouped(tensor: Tensor) -> Tensor:
-        return tensor.float().unflatten(0, (-1, group))
+        return tensor.float().reshape(-1, group, *tensor.shape[1:])
 
     for b, h, first in itertools.product(range(batch), range(0, heads_kv, at_once), range(0, seqlen_q, rows)):
         its = slice(h, min(heads_kv, h + at_once))
@@ -119,7 +119,7 @@ def backward_scale(
     chunks = _chunks(q, k, v, softmax_scale=softmax_scale, **options) if do.numel() and k.shape[2] else ()
     for rows in chunks:
         p = rows.p
-        gradient = do[rows.sequence, rows.heads, rows.rows].float().unflatten(0, rows.q.shape[:2])  # [N, G, M, DV]
+        gradient = do[rows.sequence, rows.heads, rows.rows].float().reshape(*rows.q.shape[:3], -1)  # [N, G, M, DV]
         o = p.multiplied(rows.v) if not o_is_given else Estimate.exact(p.value @ rows.v)
         o = o.rounded(low)
         delta = (gradient * o.value).sum(-1, keepdim=True)
@@ -129,7 +129,7 @@ def backward_scale(
         delta_variance += (2 * of_sum * o.value.norm(dim=-1, keepdim=True)).square() / 3
         dp = gradient @ rows.v.mT
         ds_over_p = dp - delta
-        ds = Estimate(p.value * ds_over_p, p.bound * ds_over_p.abs(), p.variance * ds_over_p.square())
+        ds = p.times(ds_over_p)
         lengths = of_sum * rows.v.norm(dim=-1)[..., None, :]
         seen = p.value > 0
         ds = ds.with_error(
@@ -139,15 +139,17 @@ def backward_scale(
         )
         sums["dq"].add(rows.sequence, rows.heads, rows.rows, _dq(ds, p, delta_bound, delta_variance, rows.k, scale))
         # Each row has one error of delta, so it is independent in the sums over rows.
-        by_keys = Estimate(
-            ds.value, ds.bound + p.value * delta_bound, ds.variance + p.value.square() * delta_variance
+        by_keys = replace(
+            ds,
+            bound=ds.bound + p.value * delta_bound,
+            variance=ds.variance + p.value.square() * delta_variance,
         ).times(scale)
         everything = slice(None)
         for name, left, right in (("dk", by_keys, rows.q), ("dv", p, gradient)):
             summed = _transposed(left).multiplied(right.flatten(1, 2)[:, None])
             terms = independent_terms(_transposed(left).variance)
             sums[name].add(rows.sequence, rows.heads_kv, everything, (summed, terms))
-    return tuple(sums[name].scale(low) for name in ("dq", "dk", "dv"))  # type: ignore[return-value]
+    return sums["dq"].scale(low), sums["dk"].scale(low), sums["dv"].scale(low)
 
 
 def _dq(
@@ -155,14 +157,14 @@ def _dq(
 ) -> tuple[Estimate, Tensor]:
     """Return a row's sum over keys: the row's one error of delta is common to all of them."""
     dq, mean = ds.multiplied(k), p.value @ k
-    dq = Estimate(dq.value, dq.bound + delta_bound * mean.abs(), dq.variance + delta_variance * mean.square(), dq.wide)
+    dq.bound, dq.variance = dq.bound + delta_bound * mean.abs(), dq.variance + delta_variance * mean.square()
     terms = torch.minimum(independent_terms(ds.variance), torch.tensor(2.0, device=k.device))
     return dq.times(scale), terms
 
 
 def _transposed(scores: Estimate) -> Estimate:
     """Return ``[N, G, M, S]`` as ``[N, 1, S, G * M]``."""
-    return Estimate(*(x.flatten(1, 2).mT[:, None] for x in (scores.value, scores.bound, scores.variance)))
+    return scores.map(lambda x: x.flatten(1, 2).mT[:, None])
 
 
 class _Sum:
@@ -176,7 +178,6 @@ class _Sum:
         estimate, terms = found
         parts = (estimate.value, estimate.bound, estimate.variance, estimate.wide)
         for whole, part in zip(self._parts, parts, strict=True):
-            assert isinstance(part, Tensor)
             whole[sequence, heads, rows] += part.flatten(0, 1)
         place = self._terms[sequence, heads, rows]
         place.copy_(torch.minimum(place, terms.flatten(0, 1)))

@@ -21,8 +21,10 @@ from ..attention.tiles import Plan
 from ..gpu.planning import PlannedLaunch, Work
 from ..gpu.specs import GpuSpec
 from .attention_backward import BackwardOperator, draw
+from .attention_scale import forward_scale
 from .baselines.attention_backward import STEP_BASELINES
 from .baselines.base import Inputs
+from .error_scale import Scale
 
 if TYPE_CHECKING:
     from ..gpu.identity import PlannedSource
@@ -110,6 +112,12 @@ class StepOperator(BackwardOperator):
         """Return o and what autograd makes of it, in the problem's dtype, K/V head by K/V head."""
         o, *gradients = self.eager(problem, inputs)
         return o, *gradients
+
+    def error_scale(self, problem: BackwardProblem, inputs: Inputs) -> tuple[Scale, ...]:
+        """Return what is allowed in each element of o, dq, dk and dv; the gradients use the o of this call."""
+        p, (q, k, v) = problem.forward, (inputs[name] for name in "qkv")
+        o = forward_scale(q, k, v, causal=p.causal, softmax_scale=p.softmax_scale, window=p.window)
+        return o, *self._gradients_scale(problem, inputs, o_is_given=False)
 
     def plan(self, subject: str, problem: BackwardProblem, gpu: GpuSpec) -> StepPlan:  # noqa: ARG002 - there is one
         """Return the plans of both passes. Raises ``UnsupportedError``."""

@@ -18,10 +18,12 @@ from ..errors import InputError
 from ..gpu.planning import Work
 from ..gpu.specs import GpuSpec
 from .attention import AttentionOperator
+from .attention_scale import forward_scale
 from .attention_varlen_problem import VarlenProblem, make_problem
 from .base import DTYPES, KernelOperator, standard_normal
 from .baselines.attention_varlen import BASELINES
 from .baselines.base import Inputs
+from .error_scale import Scale
 
 if TYPE_CHECKING:
     from ..gpu.identity import PlannedSource
@@ -117,6 +119,20 @@ class VarlenOperator(KernelOperator):
                 low = reference.attention_low_precision(q, k, v, causal=p.causal, softmax_scale=p.softmax_scale)
                 o[rows, mine] = low[0].transpose(0, 1)
         return o
+
+    def error_scale(self, problem: VarlenProblem, inputs: Inputs) -> tuple[Scale, ...]:
+        """Return what is allowed in each element of o, sequence by sequence."""
+        p, q = problem.planned, inputs["q"]
+        largest = torch.zeros(*q.shape[:2], p.head_dim_v, device=q.device)
+        rms = torch.zeros(*q.shape[:2], 1, device=q.device)
+        ends_q, ends_k = (itertools.accumulate(lengths) for lengths in (problem.lengths, problem.lengths_k))
+        for sequence, end_q, end_k in zip(problem.sequences(), ends_q, ends_k, strict=True):
+            rows, keys = slice(end_q - sequence.seqlen_q, end_q), slice(end_k - sequence.seqlen_k, end_k)
+            parts = (inputs["q"][rows], inputs["k"][keys], inputs["v"][keys])
+            batched = (part.transpose(0, 1)[None] for part in parts)
+            found = forward_scale(*batched, causal=p.causal, softmax_scale=p.softmax_scale)
+            largest[rows], rms[rows] = (each[0].transpose(0, 1) for each in found)
+        return (Scale(largest, rms),)
 
     def plan(self, subject: str, problem: VarlenProblem, gpu: GpuSpec) -> Plan:
         """Return the plan of a call. Raises ``UnsupportedError``."""

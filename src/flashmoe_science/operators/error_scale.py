@@ -13,7 +13,8 @@ docs/explanation/error-scale.md derives the operators' formulas.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -55,23 +56,22 @@ class Estimate:
     value: Tensor
     bound: Tensor  # sum of the bounds of its roundings to the low precision
     variance: Tensor  # of the sum of these roundings
-    wide: Tensor | float = 0.0  # the error of sums in fp32, which is always added
+    wide: Tensor  # the error of sums in fp32, which is always added
 
     @classmethod
     def exact(cls, value: Tensor) -> Estimate:
         """Return numbers without an error."""
         zeros = torch.zeros_like(value)
-        return cls(value, zeros, zeros)
+        return cls(value, zeros, zeros, zeros)
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Estimate:
+        """Return the same in another layout, or a part of it."""
+        return Estimate(*(change(each) for each in (self.value, self.bound, self.variance, self.wide)))
 
     def with_error(self, bound: Tensor, *more: Tensor) -> Estimate:
         """Return the same with independent errors of uniform distribution, each within its bound."""
-        errors = (bound, *more)
-        return Estimate(
-            self.value,
-            self.bound + torch.stack(torch.broadcast_tensors(*errors)).sum(0),
-            self.variance + torch.stack(torch.broadcast_tensors(*(each.square() for each in errors))).sum(0) / 3,
-            self.wide,
-        )
+        found = replace(self, bound=self.bound + bound, variance=self.variance + bound.square() / 3)
+        return found.with_error(*more) if more else found
 
     def rounded(self, to: Format) -> Estimate:
         """Return the same, rounded."""
@@ -79,9 +79,8 @@ class Estimate:
 
     def times(self, factor: Tensor | float) -> Estimate:
         """Return the product with exact factors, one for each number, or one that broadcasts."""
-        size = abs(factor)
-        wide = self.wide * size if isinstance(self.wide, Tensor) else self.wide
-        return Estimate(self.value * factor, self.bound * size, self.variance * size**2, wide)
+        size = factor.abs() if isinstance(factor, Tensor) else abs(factor)
+        return Estimate(self.value * factor, self.bound * size, self.variance * size**2, self.wide * size)
 
     def plus(self, other: Estimate) -> Estimate:
         """Return the sum of two whose errors are independent."""
@@ -91,9 +90,7 @@ class Estimate:
     def multiplied(self, matrix: Tensor) -> Estimate:
         """Return the matrix product with an exact ``matrix``, summed in fp32."""
         size, terms = matrix.abs(), self.value.shape[-1]
-        wide = WIDE * (_FIRST_SUMS + math.sqrt(terms)) * (self.value.abs() @ size)
-        if isinstance(self.wide, Tensor):
-            wide += self.wide @ size
+        wide = (WIDE * (_FIRST_SUMS + math.sqrt(terms)) * self.value.abs() + self.wide) @ size
         return Estimate(self.value @ matrix, self.bound @ size, self.variance @ matrix.square(), wide)
 
     def scale(self, independent: Tensor | float) -> Scale:
@@ -105,9 +102,7 @@ class Estimate:
         deviation = self.variance.sqrt()
         largest = torch.minimum(self.bound, SIGMAS * deviation) + self.wide
         freedom = torch.as_tensor(independent, device=largest.device).clamp(1, max(1, largest.shape[-1]))
-        rms = root_mean_square(deviation) * (1 + SIGMAS / (2 * freedom).sqrt())
-        if isinstance(self.wide, Tensor):
-            rms = rms + root_mean_square(self.wide)
+        rms = root_mean_square(deviation) * (1 + SIGMAS / (2 * freedom).sqrt()) + root_mean_square(self.wide)
         return Scale(largest, torch.minimum(rms, root_mean_square(largest)))
 
 

@@ -23,7 +23,9 @@ from .baselines.moe_scattermoe import ScatterMoe
 from .baselines.moe_sonicmoe import SonicMoe
 from .baselines.moe_triton_kernels import TritonKernels
 from .baselines.moe_vllm import Vllm
+from .error_scale import Scale
 from .moe_routing_cases import draw_ids, weight_bytes
+from .moe_scale import experts_scale
 
 if TYPE_CHECKING:
     from ..gpu.identity import PlannedSource
@@ -37,6 +39,11 @@ gemv_triton = functools.partial(fused_moe, kernel="gemv_triton")
 few_triton = functools.partial(fused_moe, kernel="few_triton")
 grouped_triton = functools.partial(fused_moe, kernel="grouped_triton")
 grouped_gluon_sm90 = functools.partial(fused_moe, kernel="grouped_gluon_sm90")
+
+
+def activation_of(case: MoeCase) -> dict[str, Any]:
+    """Return the options of the activation."""
+    return {name: getattr(case.problem, name) for name in ("activation", "alpha", "limit", "interleaved")}
 
 
 class MoeOperator(KernelOperator):
@@ -147,6 +154,10 @@ class MoeOperator(KernelOperator):
         """Return the framework's eager answer: a loop over experts in the problem's dtype."""
         options: dict[str, Any] = {**inputs, **options_of(case)}
         return reference.fused_moe(**options)
+
+    def error_scale(self, case: MoeCase, inputs: Inputs) -> tuple[Scale, ...]:
+        """Return what is allowed in each element of the output."""
+        return (experts_scale(inputs, activation_of(case)),)
 
     def plan(self, subject: str, case: MoeCase, gpu: GpuSpec) -> MoePlan:
         """Return the plan of a call. Raises ``UnsupportedError``."""

@@ -23,8 +23,10 @@ from ..moe.problem import MoeCase
 from .baselines.base import Inputs
 from .baselines.moe import BASELINES as FORWARD, options_of
 from .baselines.moe_backward import BASELINES, NAMES, bind_gradients
-from .moe import MoeOperator
+from .error_scale import Scale
+from .moe import MoeOperator, activation_of
 from .moe_routing_cases import active_experts
+from .moe_scale import expert_gradients_scale
 
 moe_backward_triton = functools.partial(fused_moe_backward, kernel="moe_backward_triton")
 moe_backward_gluon_sm90 = functools.partial(fused_moe_backward, kernel="moe_backward_gluon_sm90")
@@ -101,6 +103,11 @@ class MoeBackwardOperator(MoeOperator):
     def low_precision(self, case: MoeCase, inputs: Inputs) -> Any:
         """Return what autograd makes of a loop over experts in the problem's dtype."""
         return bind_gradients(FORWARD["transformers-eager"].load(), case, inputs)()
+
+    def error_scale(self, case: MoeCase, inputs: Inputs) -> tuple[Scale, ...]:
+        """Return what is allowed in each element of each gradient."""
+        found = expert_gradients_scale(inputs, activation_of(case))
+        return tuple(found[name] for name in self._wanted(case))
 
     def plan(self, subject: str, case: MoeCase, gpu: GpuSpec) -> BackwardPlan:
         """Return the plan of a call. Raises ``UnsupportedError``."""

@@ -7,7 +7,7 @@ a token's experts. A fused kernel rounds less often. What is allowed is what all
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -64,7 +64,7 @@ def _product(x: Tensor, up: Tensor, bias: Tensor | None, low: Format) -> Estimat
     product = Estimate.exact(x @ up.T).with_error(2 * WIDE * lengths).rounded(low)
     if bias is None:
         return product
-    return Estimate(product.value + bias, product.bound, product.variance).rounded(low)
+    return replace(product, value=product.value + bias).rounded(low)
 
 
 def _slopes(product: Tensor, options: dict[str, Any]) -> tuple[Tensor, ...]:
@@ -102,7 +102,7 @@ def _output(h: Estimate, expert: _Expert, low: Format) -> Estimate:
     """Return the output of an expert, before it is weighted."""
     y = h.multiplied(expert.down.T).rounded(low)
     if expert.bias is not None:
-        y = Estimate(y.value + expert.bias, y.bound, y.variance, y.wide).rounded(low)
+        y = replace(y, value=y.value + expert.bias).rounded(low)
     return y
 
 
@@ -117,7 +117,6 @@ class _Rows:
     def add(self, tokens: Tensor | slice, term: Estimate, independent: Tensor) -> None:
         sums = Estimate(*(part[tokens] for part in self._parts)).plus(term).rounded(self._low)
         for part, new in zip(self._parts, (sums.value, sums.bound, sums.variance, sums.wide), strict=True):
-            assert isinstance(new, Tensor)
             part[tokens] = new
         self._terms[tokens] = torch.minimum(self._terms[tokens], independent)
 
@@ -165,7 +164,7 @@ def expert_gradients_scale(inputs: Mapping[str, Tensor], options: dict[str, Any]
         for name, gradient in (("bias_gate_up", dproduct), ("bias_down", dy)):
             if name in found:
                 ones = torch.ones(gradient.value.shape[0], 1, device=do.device)
-                _set(found[name], expert.name, _columns(gradient).multiplied(ones).rounded(low).times(1.0), None)
+                _set(found[name], expert.name, gradient.map(lambda x: x.T).multiplied(ones).rounded(low), None)
         y = _output(h, expert, low)
         scale = _weight_gradient(do, y, h, da, expert.weights, low)
         found["topk_weights"].largest[expert.tokens, expert.slots] = scale.largest[:, 0]
@@ -181,14 +180,11 @@ def _nothing(like: Tensor) -> Scale:
 
 def _set(scale: Scale, place: int, estimate: Estimate, terms: Tensor | None) -> None:
     if scale.largest.dim() == 2:  # of a bias: one row
-        estimate = Estimate(*(part[:, 0] for part in (estimate.value, estimate.bound, estimate.variance, estimate.wide)))  # type: ignore[index]
+        estimate = Estimate(
+            *(part[:, 0] for part in (estimate.value, estimate.bound, estimate.variance, estimate.wide))
+        )
     some = estimate.scale(torch.inf if terms is None else terms)
     scale.largest[place], scale.rms[place] = some.largest, some.rms
-
-
-def _columns(rows: Estimate) -> Estimate:
-    wide = rows.wide.T if isinstance(rows.wide, Tensor) else rows.wide
-    return Estimate(*(part.T for part in (rows.value, rows.bound, rows.variance)), wide)
 
 
 def _terms_of(rows: Estimate) -> Tensor:
@@ -198,7 +194,7 @@ def _terms_of(rows: Estimate) -> Tensor:
 
 def _product_of_two(left: Estimate, right: Estimate) -> Estimate:
     """Return ``left.T @ right``, summed over rows in fp32, where both have errors."""
-    product = _columns(left).multiplied(right.value)
+    product = left.map(lambda x: x.T).multiplied(right.value)
     product.bound = product.bound + left.value.abs().T @ right.bound
     product.variance = product.variance + left.value.square().T @ right.variance
     return product
@@ -221,20 +217,21 @@ def _through_activation(da: Estimate, product: Estimate, options: dict[str, Any]
         for _ in range(_STEPS_OF_SLOPE):
             part = part.rounded(low)
         parts.append(part)
-    joined = [_joined([getattr(part, name) for part in parts], options) for name in ("value", "bound", "variance")]
-    wide = _joined([part.wide for part in parts], options)  # type: ignore[misc]
-    return Estimate(*joined, wide)
+    names = ("value", "bound", "variance", "wide")
+    return Estimate(*(_joined([getattr(part, name) for part in parts], options) for name in names))
 
 
 def _weight_gradient(do: Tensor, y: Estimate, h: Estimate, da: Estimate, weights: Tensor, low: Format) -> Scale:
     """Return what is allowed in do . y, or h . da by the weight: a kernel may take either."""
     by_output = y.times(do).with_error(low.rounding(do * y.value))
     size = torch.where(weights == 0, 1.0, weights)
-    by_h = Estimate(
-        h.value * da.value,
-        h.bound * da.value.abs() + h.value.abs() * da.bound,
-        h.variance * da.value.square() + h.value.square() * da.variance,
-    ).times(1 / size)
-    ones = [torch.ones(each.value.shape[-1], 1, device=do.device) for each in (by_output, by_h)]
-    first, second = (each.multiplied(one).rounded(low).scale(1.0) for each, one in zip((by_output, by_h), ones, strict=True))
+    by_h = h.times(da.value)
+    by_h.bound = by_h.bound + h.value.abs() * da.bound
+    by_h.variance = by_h.variance + h.value.square() * da.variance
+    by_h = by_h.times(1 / size)
+
+    def summed(products: Estimate) -> Scale:
+        return products.multiplied(torch.ones(products.value.shape[-1], 1, device=do.device)).rounded(low).scale(1.0)
+
+    first, second = summed(by_output), summed(by_h)
     return Scale(torch.maximum(first.largest, second.largest), first.rms)

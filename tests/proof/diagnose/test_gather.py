@@ -140,9 +140,9 @@ def test_a_wrong_answer_has_no_times_and_says_why(observe):
     wrong = implementation(observe.gpu, change=lambda out: out + 1)
     observations, _ = observe(wrong)
     assert observations.times.call is None
-    assert "its answer is off by" in observations.missing["times"]
+    assert "its answer is off: error" in observations.missing["times"]
     case = diagnose_case(observations)
-    assert "its answer is off by" in case.findings[1].explanation
+    assert "its answer is off: error" in case.findings[1].explanation
 
 
 def test_broken_promises_are_the_first_cause(observe):

@@ -7,7 +7,6 @@ Only a lost GPU context ends the process.
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -23,7 +22,7 @@ from ..subject.operator import Baseline, Inputs, Operator
 from ..subject.outputs import Answer, Call, copied, names_of, not_formed, parts, sizes_of
 from ..subject.subject import Subject
 from ..worker import describe_error
-from .correctness import ExpectedOutputs, accuracy_of, largest_error, max_error, not_plain
+from .correctness import Allowed, ExpectedOutputs, accuracy_of, find_shares, judge, late_tolerance, not_plain
 from .shared_state import AT_IMPORT, Guard, SharedState
 
 Role = Literal["subject", "baseline", "control"]
@@ -79,7 +78,7 @@ class Loaded:
         return None if self.baseline is None else self.baseline.refusal(problem)
 
 
-Tolerance = tuple[float, ...]  # largest absolute difference, of each tensor of an answer
+Tolerance = tuple[Allowed, ...]  # of each tensor of an answer
 
 
 @dataclass
@@ -176,8 +175,10 @@ def prepare_arm(
     Compiling, tuning and the first allocation happen here. The answers to the sets that ``expected`` knows are compared
     with the exact ones; the answers to all sets are kept, to be compared with those after timing.
     """
-    budgets = zip(*([wanted.budget for wanted in each] for each in expected.values()), strict=True)
-    tolerance = None if loaded.deterministic else tuple(2 * max(each) for each in budgets)
+    by_output = zip(*expected.values(), strict=True)
+    tolerance = None if loaded.deterministic else tuple(late_tolerance(each) for each in by_output)
+    if tolerance is not None and loaded.speed_of_light:  # its answer has a form of its own
+        tolerance = tuple(Allowed(each.largest.max()) for each in tolerance)
     output_bytes = [wanted.nbytes for wanted in next(iter(expected.values()))]
     arm = Arm(loaded, loaded.name, loaded.role, tolerance=tolerance)
     if loaded.entry is None:
@@ -231,24 +232,23 @@ def not_an_answer(answer: Any, loaded: Loaded, names: Sequence[str]) -> str:
 def _judge_answer(arm: Arm, index: int, expected: ExpectedOutputs, *, repeats: bool) -> str:
     """Return the fault of the answer to one set, or an empty string; record the worst accuracy of all sets."""
     found: dict[str, OutputAccuracy] = {}
+    faults: list[str] = []
     answer = parts(arm.expected[index])
     for first, wanted in zip(answer, expected, strict=True):
         its = f"its {wanted.output}" if wanted.output else "its answer"
         if first.shape != wanted.exact.shape:
             return f"{its} must have shape {list(wanted.exact.shape)}, got {list(first.shape)}"
-        error = max_error(first, wanted.exact)
-        if math.isnan(error):
-            return f"{its} has NaN"
-        found[wanted.output] = OutputAccuracy(
-            max_error=error, budget=wanted.budget, low_precision_error=wanted.low_precision_error
-        )
-    accuracy = accuracy_of(found, deterministic=repeats)
-    if arm.accuracy is None or accuracy.share > arm.accuracy.share:
-        arm.accuracy = accuracy
-    for name, each in found.items():
-        if each.max_error > each.budget:
-            its = f"its {name}" if name else "its answer"
-            return f"{its} is off by {each.max_error:.3g}, allowed are {each.budget:.3g}"
+        accuracy, fault = judge(first, wanted)
+        if fault and accuracy is None:
+            return f"{its} has {fault}"
+        assert accuracy is not None
+        found[wanted.output] = accuracy
+        faults.append(f"{its} is off: {fault}" if fault else "")
+    accuracy_of_all = accuracy_of(found, deterministic=repeats)
+    if arm.accuracy is None or accuracy_of_all.share > arm.accuracy.share:
+        arm.accuracy = accuracy_of_all
+    if wrong := next(filter(None, faults), ""):
+        return wrong
     if arm.loaded.deterministic and not repeats:
         return "the same input gave other bits the second time, and the same bits are promised"
     return ""
@@ -382,7 +382,7 @@ def copy_values(source: Inputs, target: Inputs) -> None:
 def mismatch(answers: Sequence[Answer], expected: Sequence[Answer], tolerance: Tolerance | None) -> str:
     """Return how ``answers`` differ from ``expected``, on one device, or an empty string. NaN always differs.
 
-    ``tolerance``: largest absolute difference of each tensor of an answer; None: the same bits.
+    ``tolerance``: what each tensor of an answer may differ by; None: the same bits.
     """
     wrong: list[torch.Tensor] = []  # read once at the end: one synchronisation for all sets
     for answer, wanted in zip(answers, expected, strict=True):
@@ -400,8 +400,7 @@ def mismatch(answers: Sequence[Answer], expected: Sequence[Answer], tolerance: T
             if tolerance is None:
                 differ.append((_bytes(part) != _bytes(right)).any() | part.isnan().any())
             else:
-                allowed = tolerance[min(number, len(tolerance) - 1)]
-                differ.append(~(largest_error(part, right) <= allowed))
+                differ.append(~(find_shares(part, right, tolerance[min(number, len(tolerance) - 1)]) <= 1).all())
         if differ:
             wrong.append(torch.stack(differ).any())
     if not wrong:
@@ -409,7 +408,7 @@ def mismatch(answers: Sequence[Answer], expected: Sequence[Answer], tolerance: T
     count = int(torch.stack(wrong).sum().item())
     within = "the same bits"
     if tolerance is not None:
-        within = f"a difference up to {', '.join(f'{each:.3g}' for each in tolerance)}"
+        within = f"a difference up to {', '.join(f'{float(each.largest.max()):.3g}' for each in tolerance)}"
     return f"{count} of {len(wrong)} answers differ, expected {within}" if count else ""
 
 

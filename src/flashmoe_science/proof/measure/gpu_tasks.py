@@ -18,7 +18,7 @@ from ..subject.subject import Subject
 from ..worker import Emit
 from . import arms as arms_module, launches
 from .arms import Loaded
-from .correctness import ExpectedOutputs, find_expected, max_error
+from .correctness import ExpectedOutputs, find_expected, judge, late_tolerance
 from .host_files import files_called
 from .launches import CallTrace, Recording
 from .measure import CudaTimer, Graph, Timer
@@ -236,7 +236,7 @@ def _compare_replay(capture: _Capture, case: Case, inputs: Inputs, timer: Timer)
             if not _is_right(capture.answer, expected):
                 return
             if not (capture.loaded.role == "subject" and capture.loaded.deterministic):
-                tolerance = tuple(2 * wanted.budget for wanted in expected)
+                tolerance = tuple(late_tolerance([wanted]) for wanted in expected)
                 wrong = arms_module.mismatch([capture.replayed], [capture.answer], tolerance)
     capture.replay_matches = not wrong
     if wrong:
@@ -246,7 +246,7 @@ def _compare_replay(capture: _Capture, case: Case, inputs: Inputs, timer: Timer)
 def _is_right(answer: Answer, expected: ExpectedOutputs) -> bool:
     found = parts(answer)
     return len(found) == len(expected) and all(
-        part.shape == wanted.exact.shape and max_error(part, wanted.exact) <= wanted.budget
+        part.shape == wanted.exact.shape and not judge(part, wanted)[1]
         for part, wanted in zip(found, expected, strict=True)
     )
 

@@ -133,16 +133,18 @@ class OutputAccuracy(Model):
     max_error: float
     budget: float
     low_precision_error: float  # of the framework's own run in the same dtype
+    # The largest part of what is allowed in an element, and in a row's mean square; None: not known.
+    element_share: float | None = None
+    row_share: float | None = None
 
     @property
     def share(self) -> float:
-        """The part of the budget that the error takes: 1.0 is all of it.
+        """The part of what is allowed that the error takes, by the test that it comes closest to: 1.0 is all of it.
 
         The budget is 0 where the framework's own run is exact, as attention with one key is.
         """
-        if self.budget == 0.0:
-            return 0.0 if self.max_error == 0.0 else math.inf
-        return self.max_error / self.budget
+        of_budget = self.max_error / self.budget if self.budget else math.inf if self.max_error else 0.0
+        return max(of_budget, self.element_share or 0.0, self.row_share or 0.0)
 
 
 class Accuracy(OutputAccuracy):

@@ -163,6 +163,20 @@ class Naming(Protocol):
         """Return their names, e.g. ``dq``, in the order in which a call gives them."""
 
 
+@runtime_checkable
+class ErrorScaling(Protocol):
+    """What an operator may offer besides: how large an error the roundings of a right kernel make, by elements.
+
+    Without it what is allowed follows from the framework's own error, row by row where rows are long.
+    """
+
+    def error_scale(self, problem: Any, inputs: Inputs) -> Sequence[tuple[torch.Tensor, torch.Tensor | None]]:
+        """Return, for each output, the absolute error allowed of each element, and the mean square of each row.
+
+        The first has the output's shape; the second is the root of the mean square, ``[..., 1]``, or None.
+        """
+
+
 class Axis(Protocol):
     """One way to make a problem longer, with what a longer one means for a kernel."""
 

@@ -1,0 +1,224 @@
+"""What a right kernel may be off in each element: by the formula, by simulated kernels, and by faults."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import math
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from flashmoe_science.attention import reference
+from flashmoe_science.operators import MODULES
+from flashmoe_science.operators.attention_scale import forward_scale
+from flashmoe_science.operators.error_scale import WIDE, Estimate, Format, independent_terms
+from flashmoe_science.proof.measure.correctness import Allowed, find_shares
+from flashmoe_science.proof.subject.loading import load_operator
+from flashmoe_science.proof.subject.operator import ErrorScaling
+from flashmoe_science.proof.subject.outputs import parts
+from tests.docs_blocks import ROOT
+
+_SPEC = importlib.util.spec_from_file_location("simulate_error_scale", ROOT / "tools" / "simulate_error_scale.py")
+assert _SPEC is not None
+assert _SPEC.loader is not None
+simulation: Any = importlib.util.module_from_spec(_SPEC)
+sys.modules["simulate_error_scale"] = simulation
+_SPEC.loader.exec_module(simulation)
+
+SMALL: dict[str, dict[str, Any]] = {
+    "attention": {"batch": 2, "heads": 4, "heads_kv": 2, "seqlen_q": 33, "head_dim": 16, "causal": True},
+    "attention_backward": {"batch": 1, "heads": 2, "heads_kv": 1, "seqlen_q": 21, "head_dim": 32, "causal": True},
+    "attention_cache": {"batch": 2, "heads": 4, "heads_kv": 2, "seqlen_k": 48, "head_dim": 16, "page_size": 16},
+    "attention_train": {"batch": 1, "heads": 2, "seqlen_q": 24, "head_dim": 16, "causal": True, "window": [7, 0]},
+    "attention_varlen": {"lengths": [5, 0, 17], "heads": 2, "head_dim": 16, "causal": True},
+    "moe": {"tokens": 9, "experts": 4, "top_k": 2, "hidden": 64, "inter": 48},
+    "moe_backward": {"tokens": 9, "experts": 4, "top_k": 2, "hidden": 64, "inter": 48},
+}
+MORE: dict[str, list[dict[str, Any]]] = {
+    "attention": [
+        {"softcap": 5.0, "sinks": "fp32"},
+        {"bias": "bf16"},
+        {"alibi": "fp32", "window": [8, 0]},
+        {"seqlen_q": 1},
+        {"head_dim_v": 32, "softmax_scale": 1.0},
+    ],
+    "attention_cache": [{"page_size": 0, "shared_kv": True}, {"seqlen_q": 3, "causal": True}],
+    "moe": [
+        {"activation": "swiglu_clamped", "interleaved": True, "bias_gate_up": True, "bias_down": True},
+        {"activation": "relu2", "shared_experts": 2, "shared_inter": 32, "shared_weights": "fp32"},
+    ],
+    "moe_backward": [
+        {"activation": "swiglu_clamped", "interleaved": True, "bias_gate_up": True, "bias_down": True},
+        {"activation": "gelu_tanh"},
+    ],
+}
+CASES = [
+    pytest.param(name, {**SMALL[name], **more, "dtype": dtype}, id=f"{name}-{dtype}-{'-'.join(more) or 'plain'}")
+    for name in MODULES
+    for more, dtype in itertools.product([{}, *MORE.get(name, [])], ("bf16", "fp16", "fp32"))
+]
+
+
+def shares(name, table, answer=None, seed=1):
+    """Return for each output the shares of what is allowed that an answer takes, by default the framework's own."""
+    operator: Any = load_operator(name)
+    problem = operator.parse_case(table)
+    inputs = operator.make_inputs(problem, seed=seed, device="cpu")
+    exact = parts(operator.exact(problem, inputs))
+    given = parts(operator.low_precision(problem, inputs)) if answer is None else answer(exact)
+    scales = operator.error_scale(problem, inputs)
+    assert [scale.largest.shape for scale in scales] == [right.shape for right in exact]
+    assert [scale.rms.shape for scale in scales] == [(*right.shape[:-1], 1) for right in exact]
+    return [find_shares(*each[:2], Allowed(*each[2])).tolist() for each in zip(given, exact, scales, strict=True)]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_every_operator_of_ours_knows_the_errors_of_its_elements(name):
+    assert isinstance(load_operator(name), ErrorScaling)
+
+
+@pytest.mark.parametrize(("name", "table"), CASES)
+def test_the_frameworks_own_run_is_right_and_what_is_a_tenth_too_large_is_not(name, table):
+    for seed in (1, 2):
+        for of_element, of_row in shares(name, table, seed=seed):
+            assert of_element <= 1.0
+            assert of_row <= 1.0
+    for of_element, of_row in shares(name, table, lambda exact: [1.1 * right for right in exact]):
+        assert max(of_element, of_row) > 1.5
+
+
+def test_the_scale_of_attention_is_its_formula():
+    u, d, keys = 2.0**-8, 64, 50
+    generator = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(1, 2, keys, d, generator=generator).bfloat16() for _ in range(3))
+    found = forward_scale(q, k, v, causal=True, softmax_scale=None)
+    q, k, v = (x[0, 1].double() for x in (q, k, v))
+    for row in (0, 1, 7, 49):
+        s = (q[row] * k[: row + 1]).sum(-1) / 8
+        p = s.softmax(-1)[:, None]
+        size = torch.maximum(s.max() - s, s.abs())[:, None]
+        seen = v[: row + 1]
+        o = (p * seen).sum(0)
+        bound = o.abs() + (p * (1 + size + (p * size).sum()) * seen.abs()).sum(0)
+        deviation = (o**2 / 3 + (p**2 * (1 + size**2) * seen**2).sum(0) / 3).sqrt()
+        wide = 2.0**-24 * (4 + math.sqrt(keys)) * (p * seen.abs()).sum(0)
+        expected = u * torch.minimum(bound, 6 * deviation) + wide
+        torch.testing.assert_close(found.largest[0, 1, row].double(), expected, rtol=2e-3, atol=0)
+        terms = (p**2 * (1 + size**2)).sum() ** 2 / (p**4 * (1 + size**2) ** 2).sum()
+        rms = u * deviation.square().mean().sqrt() * (1 + 6 / (2 * terms.clamp(max=d)).sqrt())
+        limit = expected.square().mean().sqrt()
+        expected_rms = torch.minimum(rms + wide.square().mean().sqrt(), limit)
+        torch.testing.assert_close(found.rms[0, 1, row, 0].double(), expected_rms, rtol=2e-3, atol=0)
+
+
+def test_errors_add_up_as_roundings_do():
+    low = Format.of(torch.float16)
+    assert low == (2.0**-11, 2.0**-25)
+    x = Estimate.exact(torch.tensor([[3.0, -4.0]])).rounded(low)
+    r3, r4 = 3 * 2.0**-11 + 2.0**-25, 4 * 2.0**-11 + 2.0**-25
+    assert x.bound.tolist() == [[r3, r4]]
+    assert torch.allclose(x.variance, torch.tensor([[r3**2 / 3, r4**2 / 3]]))
+    y = x.multiplied(torch.tensor([[2.0], [1.0]]))
+    assert y.value.item() == 2.0
+    assert y.bound.item() == pytest.approx(2 * r3 + r4)
+    assert y.variance.item() == pytest.approx((4 * r3**2 + r4**2) / 3)
+    assert y.wide.item() == pytest.approx(WIDE * (4 + math.sqrt(2)) * 10)
+    again = y.times(-3.0).plus(y)
+    assert again.value.item() == -4.0
+    assert again.bound.item() == pytest.approx(4 * y.bound.item())
+    assert again.variance.item() == pytest.approx(10 * y.variance.item())
+    scale = y.scale(1.0)
+    assert scale.largest.item() == pytest.approx(min(y.bound.item(), 6 * y.variance.sqrt().item()) + y.wide.item())
+    many = Estimate(torch.zeros(1, 64), torch.ones(1, 64), torch.full((1, 64), 1e-4), torch.zeros(1, 64))
+    assert many.scale(32.0).largest[0, 0].item() == pytest.approx(0.06)
+    assert many.scale(32.0).rms.item() == pytest.approx(0.01 * (1 + 6 / 8))
+    assert many.scale(1e9).rms.item() == pytest.approx(0.01 * (1 + 6 / math.sqrt(128)))  # no more than a row has
+    assert independent_terms(torch.tensor([[1.0, 1.0, 1.0, 0.0], [0.0, 0.0, 0.0, 0.0]])).tolist() == [[3.0], [1.0]]
+
+
+@pytest.mark.parametrize("case", simulation.FORWARD[:2] + simulation.FORWARD[-1:], ids=lambda case: case.suite)
+def test_no_right_kernel_fails(case):
+    found = simulation.forward_shares(case, 400 if case.suite == "seed" else 40, ("fused", "eager"), 1)
+    for of_element, of_row in found.values():
+        assert float(of_element.max()) < 1.0
+        assert float(of_row.max()) < 1.0
+    assert 0.2 < float(found["fused"][0].max()) < 0.75  # and no more is allowed than is needed
+
+
+def test_no_right_gradients_fail():
+    for case, draws in ((simulation.BACKWARD[2], 200), (simulation.BACKWARD[1], 1)):
+        for of_element, of_row in simulation.backward_shares(case, draws, ("fused", "eager"), 1).values():
+            assert 0.2 < float(of_element.max()) < 1.0
+            assert float(of_row.max()) < 1.0
+
+
+@pytest.mark.parametrize("suite", simulation.EXPERT_CASES)
+def test_no_right_experts_fail(suite):
+    for of_element, of_row in simulation.expert_shares(suite, 2, 1).values():
+        assert 0.1 < float(of_element.max()) < 1.0
+        assert float(of_row.max()) < 1.0
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", simulation.FORWARD, ids=lambda case: case.suite)
+def test_no_right_kernel_fails_in_many_draws(case):
+    scores = case.group * case.seqlen_q * case.seqlen_k
+    draws, at_once = min(20_000, 2**24 // scores), max(1, 2**21 // scores)
+    for first in range(0, draws, at_once):
+        for of_element, of_row in simulation.forward_shares(case, at_once, ("fused", "eager"), first).values():
+            assert max(float(of_element.max()), float(of_row.max())) <= 1.0
+
+
+def test_faults_of_late_rows_exceed_what_is_allowed():
+    """Elements of the last rows of 16,384 are hundreds of times smaller than those of the first."""
+    found = simulation.late_rows("bf16", 64, 16384, 16, 1)
+    assert 0.1 < max(found["right"]) < 0.5
+    assert min(found["misses keys 0 to 63"]) > 4
+    assert min(found["misses keys 0 to 7"]) > 1.5
+    assert min(found["last row 10 % too large"]) > 3
+    assert min(found["last row 3 % too large"]) > 1
+
+
+def test_sequences_and_pages_have_the_scale_of_the_same_attention():
+    operator: Any = load_operator("attention_varlen")
+    problem = operator.parse_case({**SMALL["attention_varlen"], "dtype": "bf16"})
+    inputs = operator.make_inputs(problem, seed=1, device="cpu")
+    (scale,) = operator.error_scale(problem, inputs)
+    q, k, v = (inputs[name][5:].transpose(0, 1)[None] for name in "qkv")
+    last = forward_scale(q, k, v, causal=True, softmax_scale=None)
+    torch.testing.assert_close(scale.largest[5:], last.largest[0].transpose(0, 1))
+    operator = load_operator("attention_cache")
+    problem = operator.parse_case({**SMALL["attention_cache"], "dtype": "bf16"})
+    inputs = operator.make_inputs(problem, seed=1, device="cpu")
+    (scale,) = operator.error_scale(problem, inputs)
+    pages = inputs["page_table"][1].tolist()
+    k, v = (torch.cat([inputs[f"{n}_cache"][page] for page in pages]).transpose(0, 1)[None] for n in "kv")
+    one = forward_scale(inputs["q"][1:], k, v, causal=False, softmax_scale=None)
+    torch.testing.assert_close(scale.largest[1:], one.largest)
+
+
+def test_chunks_of_rows_and_heads_change_nothing(monkeypatch):
+    from flashmoe_science.operators import attention_scale as module
+
+    operator: Any = load_operator("attention_train")
+    problem = operator.parse_case({**SMALL["attention_train"], "heads_kv": 1, "dtype": "bf16"})
+    inputs = operator.make_inputs(problem, seed=1, device="cpu")
+    whole = operator.error_scale(problem, inputs)
+    monkeypatch.setattr(module, "_CHUNK_SCORES", 7 * 2 * 24)
+    monkeypatch.setattr(reference, "_CHUNK_SCORES", 1)
+    for one, other in zip(whole, operator.error_scale(problem, inputs), strict=True):
+        torch.testing.assert_close(other.largest, one.largest, rtol=1e-2, atol=0)
+    (_, dq, *_), (_, dq_by_chunks, *_) = whole, operator.error_scale(problem, inputs)
+    torch.testing.assert_close(dq_by_chunks.rms, dq.rms)
+
+
+def test_a_row_that_sees_no_key_is_exactly_zero():
+    q, k, v = (torch.randn(1, 1, size, 16).bfloat16() for size in (4, 2, 2))
+    scale = forward_scale(q, k, v, causal=True, softmax_scale=None)
+    assert scale.largest[0, 0, :2].max().item() < 1e-38  # the smallest number that bf16 has
+    assert scale.largest[0, 0, 2:].min().item() > 0
+    empty = forward_scale(q, k[:, :, :0], v[:, :, :0], causal=False, softmax_scale=None)
+    assert empty.largest.abs().max().item() == 0.0
