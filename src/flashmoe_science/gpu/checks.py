@@ -92,7 +92,7 @@ def check_before_operator(tensors: Mapping[str, Tensor], first: str) -> None:
 def refuse_dtensors(what: str, tensors: Iterable[object]) -> None:
     """Raise ``UnsupportedError`` for DTensors in a call of ``what``, for which no sharding is known."""
     module = sys.modules.get("torch.distributed.tensor")
-    if module is not None and any(isinstance(tensor, module.DTensor) for tensor in tensors):
+    if module is not None and any(issubclass(kind, module.DTensor) for kind in map(type, tensors)):
         raise UnsupportedError(f"{what} does not take DTensors", hint="call it on each rank with tensor.to_local()")
 
 
