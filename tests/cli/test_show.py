@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+import sys
 
 import pytest
 
@@ -16,6 +17,7 @@ from flashmoe_science.proof.worker import TaskResult
 
 from ..proof.builders import build_record
 from ..proof.claim_builders import claim_toml
+from ..proof.own_kernels import write_kernel
 from .conftest import RUN_ID, SENTENCE
 
 # verify
@@ -329,6 +331,25 @@ def test_suites_lists_them_and_the_cases_of_one(run):
     cases = json.loads(run("suites", "seed", "--json")[1])["cases"]
     assert len(cases) == 13
     assert cases[0]["problem"]["head_dim"] == 4
+
+
+def test_a_suite_of_somebodys_operator_is_listed_once_it_is_trusted(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "rms_norm_operator", raising=False)
+    marker = tmp_path / "it ran"
+    folder = write_kernel(tmp_path, "mine", lambda code: f"open({str(marker)!r}, 'w').close()\n{code}")
+    suite = str(folder / "suite.toml")
+    code, _, err = run("suites", suite)
+    assert (code, marker.exists()) == (2, False)
+    assert "is of operator rms_norm_operator:OPERATOR, code of" in " ".join(err.split())
+    assert "hint: --trust lets the code" in err
+    code, out, err = run("suites", suite, "--trust")
+    assert (code, marker.exists()) == (0, True)
+    assert " is trusted: " in err
+    assert "made up" in out
+    assert run("suites", suite)[0] == 0
+    sys.modules.pop("rms_norm_operator")
 
 
 def test_baselines_says_of_each_whether_it_runs_here(run, monkeypatch):

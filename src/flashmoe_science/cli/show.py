@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from ..errors import ClaimError, EvidenceError, InputError
+from ..errors import ClaimError, EvidenceError, InputError, SuiteError
 from ..proof.compare.compare import compare_revisions
 from ..proof.judge.judge import Verdict, VerdictStatus, exit_code
 from ..proof.judge.rows import kinds_measured, memory_rows
@@ -276,6 +276,7 @@ def doctor(as_json: Json = False) -> None:
 
 def suites(
     name: Annotated[str | None, typer.Argument(metavar="SUITE", help="A packaged suite, or a file.")] = None,
+    trust: Trust = False,
     as_json: Json = False,
 ) -> None:
     """List the packaged suites, or the cases of one and where each comes from.
@@ -284,15 +285,18 @@ def suites(
     Examples:
       flashmoe suites
       flashmoe suites seed
+      flashmoe suites suites/mine.toml --trust
 
     \b
     Exit codes:
-      0  listed    2  there is no such suite, or its file is wrong
+      0  listed    2  there is no such suite, its file is wrong, or its operator is code that may not run yet
     """
     from ..proof.subject.suites import list_suites, load_suite
 
     terminal = Terminal(as_json=as_json)
     if name is not None:
+        if name not in list_suites():
+            _check_trust(Path(name), terminal, trusted=trust)
         _show_suite(terminal, load_suite(name))
         return
     found = [load_suite(packaged) for packaged in list_suites()]
@@ -300,6 +304,25 @@ def suites(
     terminal.show(plain_table(("suite", "operator", "cases", "what it is"), rows))
     shown = [{**_fields(suite, "name", "operator", "description"), "cases": len(suite.cases)} for suite in found]
     terminal.document({"suites": shown})
+
+
+def _check_trust(suite: Path, terminal: Terminal, *, trusted: bool) -> None:
+    """Raise ``SuiteError`` where the operator of a suite is code that may not run yet."""
+    from ..proof.subject.registry import is_user_defined
+    from ..proof.subject.suites import operator_in
+    from ..proof.subject.trust import is_trusted
+
+    operator = operator_in(suite) if suite.is_file() else ""
+    if not is_user_defined(operator):
+        return
+    repository = find_repository(suite.parent) or suite.resolve().parent
+    if trusted:
+        trust_repository(repository, terminal)
+    elif not is_trusted(repository):
+        raise SuiteError(
+            f"{suite} is of operator {operator}, code of {repository}, which may not run yet",
+            hint="--trust lets the code of this repository run when it is read, here and from now on",
+        )
 
 
 def _show_suite(terminal: Terminal, suite: Suite) -> None:
