@@ -88,3 +88,66 @@ def test_more_sequences_than_a_grid_has_are_refused_where_they_are_appended_alon
     plan(65535)
     with pytest.raises(UnsupportedError, match="too large for _append_kernel"):
         plan(65536)
+
+
+class Scaled(torch.Tensor):
+    """A tensor of other elements and a factor, as quantised ones are."""
+
+    parts: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inner):
+        made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, strides=inner.stride(), dtype=inner.dtype)
+        made.parts = inner
+        return made
+
+    def __tensor_flatten__(self):
+        return ["parts"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner, _meta, _size, _stride):
+        return Scaled(inner["parts"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[override]
+        def plain(x):
+            return 2 * x.parts if isinstance(x, Scaled) else x
+
+        if func is torch.ops.aten.detach.default:
+            return Scaled(args[0].parts)
+        return func(*torch.utils._pytree.tree_map(plain, args), **(kwargs or {}))
+
+
+def test_a_cache_whose_class_has_the_memory_is_read_and_not_appended_to():
+    q, k, v = batch(1)
+    k, v = k.transpose(1, 2).contiguous(), v.transpose(1, 2).contiguous()
+    expected = flash_attention_with_kv_cache(q, 2 * k, 2 * v)
+    torch.testing.assert_close(flash_attention_with_kv_cache(q, Scaled(k), Scaled(v)), expected)
+    new = torch.randn(2, 2, 1, 8)
+    with pytest.raises(UnsupportedError, match="k_cache is a Scaled, which has no memory of its own to append to"):
+        flash_attention_with_kv_cache(q, Scaled(k), Scaled(v), new, new, cache_seqlens=3)
+
+
+@pytest.fixture
+def mesh(tmp_path):
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch is built without torch.distributed")
+def test_tensors_of_a_mesh_are_refused_by_name(mesh):
+    """Before, torch raised errors of its own, or said which operator lacks a strategy."""
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    from .test_traced_calls import CALLS
+
+    for call, make, _ in CALLS.values():
+        tensors = make("cpu")
+        for place in range(len(tensors)):
+            spread = distribute_tensor(tensors[place], mesh, [Replicate()])
+            with pytest.raises(UnsupportedError, match=r"is a DTensor, and nothing says how a call is split"):
+                call(*tensors[:place], spread, *tensors[place + 1 :])

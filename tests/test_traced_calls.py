@@ -313,6 +313,60 @@ def test_vmap_is_refused_by_name(name, device):
                 torch.vmap(mapped)(torch.stack([given[place]] * 2))
 
 
+NESTED: dict[str, Callable[[Call, Tensor], Any]] = {
+    "tangents of gradients": lambda loss, x: torch.func.jvp(torch.func.grad(loss), (x,), (x,)),
+    "gradients of tangents": lambda loss, x: torch.func.grad(lambda y: torch.func.jvp(loss, (y,), (y,))[1])(x),
+    "gradients of gradients": lambda loss, x: torch.func.grad(lambda y: torch.func.grad(loss)(y).sum())(x),
+    "hessian": lambda loss, x: torch.func.hessian(loss)(x),
+    "batches of gradients": lambda loss, x: torch.vmap(torch.func.grad(loss))(torch.stack([x, x])),
+    "gradients for each of a batch": lambda loss, x: torch.vmap(
+        lambda factor: torch.func.grad(lambda y: factor * loss(y))(x)
+    )(torch.ones(2)),
+    "linearize": torch.func.linearize,
+}
+
+
+@pytest.mark.parametrize("nest", NESTED)
+@pytest.mark.parametrize("name", RECORDED)
+def test_nested_transforms_are_refused_by_name(name, nest):
+    """Of several transforms, an input shows the innermost alone."""
+    call, make, _ = CALLS[name]
+    first, *others = (tensor.float() for tensor in make("cpu"))
+    with pytest.raises(UnsupportedError):
+        NESTED[nest](lambda x: loss_of(call, x, *others), first)
+
+
+UNBACKED: dict[str, Call] = {
+    "packed": lambda q, at, most: flash_attention_varlen(q, q, q, at, at, most, most),
+    "flash_attn varlen": lambda q, at, most: flash_attn_varlen_func(q, q, q, at, at, most, most),
+}
+
+
+@pytest.mark.parametrize("name", UNBACKED)
+def test_a_length_that_a_graph_reads_from_a_tensor(name):
+    """Dynamo calls it an int, and it has no value yet."""
+
+    def attend(q: Tensor, at: Tensor) -> Tensor:
+        most: Any = at.diff().max()
+        return UNBACKED[name](q, at, most.item())  # type: ignore[no-any-return]
+
+    q, at = torch.randn(KEYS, HEADS, DIM), starts("cpu")
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        check_equal(torch.compile(attend, backend="aot_eager", fullgraph=True)(q, at), attend(q, at))
+
+
+def test_a_scale_that_follows_from_a_size_compiles():
+    """It is a symbol where sizes change, and Dynamo knows no attribute of it."""
+
+    def attend(q: Tensor) -> Tensor:
+        return scaled_dot_product_attention(q, q, q, scale=0.5 * q.shape[-1] ** -0.5)
+
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True, dynamic=True)
+    for dim in (8, 12):
+        q = torch.randn(1, 2, 5, dim)
+        check_equal(compiled(q), attend(q))
+
+
 def test_a_default_device_does_not_slow_calls_down():
     """Its context is a mode of functions, which looks at what makes tensors alone."""
     from flashmoe_science.gpu.subclasses import is_watched

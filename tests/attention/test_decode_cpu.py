@@ -446,6 +446,23 @@ def test_values_that_are_columns_of_the_keys_are_known_by_their_memory():
     torch.testing.assert_close(call(copy)[0], torch.ones_like(expected))
 
 
+@pytest.mark.parametrize("other", ["k_cache", "v_cache"])
+@pytest.mark.parametrize("name", ["k", "v"])
+def test_new_keys_lie_in_no_cache(name, other):
+    """They would be overwritten before they are read; torch refuses such a copy too."""
+    caches: dict[str, Any] = {"k_cache": torch.randn(1, 9, 2, 8), "v_cache": torch.randn(1, 9, 2, 8)}
+    before = {each: cache.clone() for each, cache in caches.items()}
+    new: dict[str, Any] = {each: torch.randn(1, 2, 3, 8) for each in ("k", "v")}
+    new[name] = caches[other][:, 4:7].transpose(1, 2)
+    with pytest.raises(InputError, match=f"^{name} must have memory of its own, got some of {other}"):
+        flash_attention_with_kv_cache(torch.randn(1, 4, 3, 8), **caches, **new, cache_seqlens=5)
+    assert all(torch.equal(caches[each], before[each]) for each in caches)
+    beside = torch.randn(1, 12, 2, 8)  # a buffer that has a cache and what comes next
+    caches[other] = beside[:, :9]
+    new[name] = beside[:, 9:].transpose(1, 2)
+    flash_attention_with_kv_cache(torch.randn(1, 4, 3, 8), **caches, **new, cache_seqlens=5)
+
+
 def test_a_bias_is_that_of_attention():
     """The most negative number hides a key behind all others; where all have it, they are equal."""
     case = CacheCase("bias", lengths=(40, 40), capacity=40, heads=4, heads_kv=4, seqlen_q=2, dtype="fp32", full=True)

@@ -168,6 +168,36 @@ def test_models_that_the_table_does_not_have_are_warned_of_once_and_get_masks():
     assert make_mask(1, 9, 9, 0, 0, config=known) is None
 
 
+@pytest.mark.filterwarnings("ignore:model type qwen2_5_vl_text")
+def test_a_vision_model_that_cuts_windows_into_sequences_of_their_own():
+    """Its layers hold a window, in pixels, that they need no mask for."""
+
+    def make_model(implementation: str) -> Any:
+        text = {
+            "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": 0,
+            "bos_token_id": 1, "eos_token_id": 2,
+            "rope_scaling": {"type": "mrope", "rope_type": "default", "mrope_section": [1, 1, 2]},
+        }  # fmt: skip
+        vision = {
+            "depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "patch_size": 4,
+            "spatial_merge_size": 2, "temporal_patch_size": 1, "window_size": 16, "out_hidden_size": 32,
+            "fullatt_block_indexes": [1],
+        }  # fmt: skip
+        config = transformers.Qwen2_5_VLConfig(
+            text_config=text, vision_config=vision, image_token_id=60, video_token_id=61, vision_start_token_id=62,
+            vision_end_token_id=63,
+        )  # fmt: skip
+        torch.manual_seed(0)
+        return transformers.AutoModelForImageTextToText.from_config(config, attn_implementation=implementation).eval()
+
+    tokens = torch.tensor([[5, 6, 7, 62, *[60] * 16, 8, 9]])
+    image = {"pixel_values": torch.randn(64, 48), "image_grid_thw": torch.tensor([[1, 8, 8]])}
+    with torch.no_grad():
+        expected, found = (make_model(name)(tokens, **image).logits for name in ("eager", "moe_science"))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
 def test_another_version_of_transformers_is_not_known(monkeypatch):
     monkeypatch.setattr(transformers_models, "_VERSION_KNOWN", False)
     monkeypatch.setattr(transformers_models, "_warned", set())

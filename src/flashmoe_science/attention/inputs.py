@@ -19,7 +19,7 @@ from ..gpu.checks import (
     check_tensor,
 )
 from ..gpu.device import gpu_of as gpu_of  # noqa: PLC0414 - callers of this module take it from here
-from ..gpu.subclasses import PLAIN, has_own_meaning
+from ..gpu.subclasses import PLAIN
 from .checks import (
     DTYPE_NAMES as DTYPE_NAMES,  # noqa: PLC0414 - callers of this module take it from here
     check_attended,
@@ -114,6 +114,8 @@ def _check_numbers(options: Options) -> None:
     """Check the numbers that an operator would refuse in words of torch. Raises ``InputError``."""
     if min(options.window) < -1:
         raise InputError(f"window must be two integers (left, right), -1 for no bound, got {shown(options.window)}")
+    if torch.compiler.is_dynamo_compiling():  # a length may be a symbol without a value, which Dynamo calls an int
+        return
     for name, length in zip(("max_seqlen_q", "max_seqlen_k"), options.max_seqlens or (), strict=False):
         if type(length) is int and not 0 <= length < 2**31:
             raise InputError(f"{name} must be an integer from 0 to 2**31 - 1, got {shown(length)}")
@@ -125,7 +127,7 @@ def check_kinds(tensors: Mapping[str, Any], options: Options) -> dict[str, Tenso
     for name, tensor in tensors.items():
         if tensor is None and name not in _NEEDED:
             continue
-        if type(tensor) not in PLAIN and (not isinstance(tensor, Tensor) or has_own_meaning(type(tensor))):
+        if type(tensor) not in PLAIN:
             check_tensor(name, tensor, optional=name not in _NEEDED)
         given[name] = tensor
     if options.dropout_p and "page_table" in given:  # before a seed is drawn

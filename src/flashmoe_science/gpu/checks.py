@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..errors import InputError, UnsupportedError
-from .subclasses import PLAIN, has_own_meaning, is_bare_subclass, is_untraced
+from .subclasses import PLAIN, has_own_meaning, is_bare_subclass, is_dtensor, is_untraced
 
 _forward_ad = torch.autograd.forward_ad
 _functorch = torch._C._functorch  # noqa: SLF001 - what tells of transforms has no public name
@@ -32,6 +32,11 @@ def check_tensor(name: str, value: object, *, optional: bool = False) -> None:
     if not isinstance(value, Tensor):
         expected = "a torch.Tensor or None" if optional else "a torch.Tensor"
         raise InputError(f"{name} must be {expected}, got {type(value).__name__}")
+    if is_dtensor(type(value)):
+        raise UnsupportedError(
+            f"{name} is a DTensor, and nothing says how a call is split over its mesh",
+            hint="call it for the local tensors: to_local(), or torch.distributed.tensor.experimental.local_map",
+        )
     if has_own_meaning(type(value)):
         if type(value).__name__ == "NestedTensor":
             raise InputError(f"{name} must be dense, got a nested tensor")

@@ -33,6 +33,11 @@ def has_own_meaning(kind: type[Tensor]) -> bool:
     return override is not _no_function and getattr(override, "__func__", None) is not _own_function
 
 
+def is_dtensor(kind: type[Tensor]) -> bool:
+    """Return whether a class is that of tensors which lie in parts on the ranks of a mesh."""
+    return kind.__name__ == "DTensor" and kind.__module__.startswith("torch.distributed.")
+
+
 def is_untraced(tensor: Tensor) -> bool:
     """Return whether a tensor is the caller's own, and no stand-in of one while a program is made of calls.
 

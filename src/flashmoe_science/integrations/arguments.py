@@ -38,6 +38,8 @@ def blame(check: Callable[..., object], *arguments: Any) -> None:
 
 def plain(value: Any) -> Any:
     """Return the number that a scalar of numpy or torch holds, which waits for a GPU; another value as it is."""
+    if type(value) in (int, float, bool):  # also a symbol, of which Dynamo knows no attribute
+        return value
     return value.item() if getattr(value, "ndim", None) == 0 else value
 
 

@@ -31,13 +31,28 @@ def _options_of_backward(options: Options) -> Options:
     return options._replace(kernel="reference" if options.kernel == "reference" else "auto", return_lse=True)
 
 
+class _NoTransforms(torch.autograd.Function):
+    """Refuses by name what ``torch.func`` would, where it nests transforms: an input shows the innermost alone."""
+
+    @staticmethod
+    def vmap(_info: Any, _in_dims: Any, *_arguments: Any) -> Any:
+        raise UnsupportedError(
+            "attention is not served where torch.vmap and other transforms of torch.func are nested",
+            hint="call it without them: a batch is an axis of its own",
+        )
+
+    @staticmethod
+    def jvp(_ctx: Any, *_tangents: Any) -> Any:
+        raise UnsupportedError("an input has a forward-mode tangent, and there is no forward-mode derivative")
+
+
 def differentiable(call: AttentionCall) -> tuple[Tensor, Tensor]:
     """Run a call that returns the LSE, and record what its gradients need."""
     found: tuple[Tensor, Tensor] = _Attention.apply(call.options, (*call.tensors,), *call.tensors.values())  # type: ignore[no-untyped-call]
     return found
 
 
-class _Attention(torch.autograd.Function):
+class _Attention(_NoTransforms):
     """A call with gradients. Nothing is kept but inputs, o and LSE."""
 
     @staticmethod
@@ -72,7 +87,7 @@ class _Attention(torch.autograd.Function):
         return None, None, *(found.get(name) for name in tensors)
 
 
-class _Once(torch.autograd.Function):
+class _Once(_NoTransforms):
     """Gradients that may be asked to be differentiated again."""
 
     @staticmethod

@@ -94,7 +94,7 @@ def flash_attention_with_kv_cache(
         v_cache: the same with DV columns. ``k_cache[..., :DV]`` itself is read once for both: the absorbed form of MLA,
             D 576 and DV 512 with one K/V head. Then nothing can be appended.
         k: ``[B, HK, Sn, D]``, written to ``k_cache`` at positions ``cache_seqlens[b]`` and on. Needs ``v`` and
-            ``cache_seqlens``. Keys that do not fit the cache are not written.
+            ``cache_seqlens``, and memory of its own. Keys that do not fit the cache are not written.
         v: ``[B, HK, Sn, DV]``, written to ``v_cache``.
         cache_seqlens: ``[B]`` int32: the keys in the cache before ``k``; or one number for all, which has to leave room
             for ``k``. Default: the cache is full. What lies behind changes no result, and its

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ...errors import InputError, UnsupportedError, shown
 from ...gpu.checks import (
@@ -529,10 +530,29 @@ def check_contents(tensors: Mapping[str, Tensor], left: int) -> None:
     # Values that are columns of the keys are refused later, with the problem.
     if "k" in tensors and not shares_memory(k_cache, v_cache) and meet(k_cache, v_cache):
         raise InputError("v_cache must have memory of its own, as k and v are written to it, got some of k_cache")
+    if "k" in tensors:
+        _check_new_keys_apart(tensors)
     if os.environ.get("FLASHMOE_CHECK") == "1":
         check_values(tensors, left)
     elif not tensors["q"].is_cuda:  # torch would find it out after it wrote the new keys of the sequences before
         check_places(tensors, left)
+
+
+def _check_new_keys_apart(tensors: Mapping[str, Tensor]) -> None:
+    """Raise ``InputError`` where new keys or values lie in a cache: they may be overwritten before they are read."""
+    for name in ("k", "v"):
+        new = tensors[name]
+        for other in ("k_cache", "v_cache"):
+            cache = tensors[other]
+            plain = type(new) in PLAIN and type(cache) in PLAIN
+            if plain and _storage(new) == _storage(cache) and meet(new.transpose(1, 2), cache):
+                raise InputError(
+                    f"{name} must have memory of its own, got some of {other}", hint=".clone() makes a copy"
+                )
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def check_operator_call(call: CacheCall) -> None:
@@ -549,6 +569,12 @@ def check_operator_call(call: CacheCall) -> None:
     for name, number in numbers.items():
         if number >= 2**63:
             raise InputError(f"{name} must be less than 2**63, got {shown(getattr(call.options, name))}")
+    for name in ("k_cache", "v_cache"):
+        if "k" in tensors and is_traceable_wrapper_subclass(tensors[name]):
+            raise UnsupportedError(
+                f"{name} is a {type(tensors[name]).__name__}, which has no memory of its own to append to",
+                hint="append to it before the call, and leave k and v out",
+            )
     for name in ("rotary_cos", "rotary_sin"):
         if name in tensors and "k" not in tensors:
             raise InputError(f"{name} needs new keys k: queries are rotated where keys are appended, got None")
