@@ -57,7 +57,9 @@ def _register(counter: ModuleType) -> None:
     for name in _DEFINE_OPERATORS:
         importlib.import_module(f".{name}", __package__)
     for name, count in _FORMULAS.items():
-        operator = getattr(torch.ops.flashmoe_science, name)
+        operator = getattr(torch.ops.flashmoe_science, name, None)
+        if operator is None or operator in counter.flop_registry:  # this is one of several revisions in a process
+            continue
         counter.register_flop_formula(operator, get_raw=True)(_by_name(operator, count))
 
 

@@ -73,7 +73,12 @@ def test_the_version(run):
 @pytest.mark.parametrize(
     ("args", "error", "hint"),
     [
-        (["prov"], "No such command 'prov'", "flashmoe --help shows what it takes"),
+        (["prov"], "verb must be one of prove, init,", "did you mean prove?"),
+        (
+            ["baselines", "--operator", "atention"],
+            "there is no operator called 'atention'",
+            "did you mean attention? ours",
+        ),
         (["prove", "--expct", "2"], "No such option: --expct", "flashmoe prove --help shows what it takes"),
         (["show"], "Missing argument 'RUN'", "flashmoe show --help shows what it takes"),
         (["prove", "--rounds", "0"], "Invalid value for '--rounds'", "flashmoe prove --help shows what it takes"),

@@ -174,6 +174,17 @@ def double(x):
     assert ours(torch.ones(1)) == 0
 
 
+def test_a_folder_of_any_name_gives_operators_a_namespace(tmp_path):
+    checkout = Checkout("a", "0" * 40, tmp_path / "my-tree 2.0", tmp_path, tmp_path)
+    with isolation._operators_apart(checkout):
+        torch.library.custom_op("made_for_a_test::double", double, mutates_args=(), schema="(Tensor x) -> Tensor")
+    assert torch.ops.made_for_a_test_my_tree_2_0.double(torch.ones(1)) == 2
+
+
+def double(x):
+    return 2 * x
+
+
 # Our own package
 
 

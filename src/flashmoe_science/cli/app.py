@@ -10,6 +10,7 @@ import typer.main
 from typer.core import TyperGroup
 
 from .. import __version__
+from .names import check_name
 from .verbs import VERBS
 
 
@@ -21,7 +22,7 @@ class _Verbs(TyperGroup):
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:  # noqa: ARG002
         if cmd_name not in VERBS:
-            return None
+            check_name("verb", cmd_name, VERBS)
         module, _, name = VERBS[cmd_name][0].partition(":")
         found = getattr(import_module(f".{module}", __package__), name)
         if not isinstance(found, typer.Typer):

@@ -6,6 +6,7 @@ control makes a run invalid.
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -446,7 +447,9 @@ def _gap(claim: Claim, record: Record, suite: Mapping[str, Problem]) -> str | No
             return f"gate {name} did not pass: {gate.status.value + ', ' + gate.summary if gate else 'not recorded'}"
     recorded = {case.name: case.problem for case in record.cases}
     if idle := claim.idle_patterns(suite or recorded):
-        return f"no case of the suite fits {_listed(idle)}, of the claim's cases"
+        near = difflib.get_close_matches(idle[0], suite or recorded, n=1)
+        meant = f": did you mean {near[0]}?" if near else ""
+        return f"no case of the suite fits {_listed(idle)}, of the claim's cases{meant}"
     claimed = {name: problem for name, problem in suite.items() if claim.is_about(name)}
     if absent := [name for name, problem in claimed.items() if recorded.get(name) != problem]:
         return f"the suite has cases that the record lacks or has other problems for: {_listed(absent)}"

@@ -5,6 +5,7 @@ A listing reads this module without importing torch.
 
 from __future__ import annotations
 
+import difflib
 import importlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -72,5 +73,7 @@ def module_at_revision(package: str, name: str) -> str:
 
 
 def _no_operator(name: str) -> SubjectError:
+    near = difflib.get_close_matches(name, MODULES, n=1)
     hint = f"ours are {', '.join(MODULES)}; your own is MODULE:OBJECT, see docs/reference/operators.md"
+    hint = f"did you mean {near[0]}? {hint}" if near else hint
     return SubjectError(f"there is no operator called {name!r}", hint=hint)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -319,7 +320,7 @@ def _operators_apart(checkout: Checkout) -> Iterator[None]:
 
     ``custom_op`` replaces an operator of the same name without a word: A would call B's.
     """
-    tag = checkout.root.name
+    tag = re.sub(r"\W", "_", checkout.root.name)
     kept = torch.library.custom_op, torch.library.triton_op
 
     def apart(register: Callable[..., Any]) -> Callable[..., Any]:
