@@ -7,11 +7,19 @@ import json
 import pytest
 
 from flashmoe_science.proof.judge.claims import load_claims
+from flashmoe_science.proof.records.evidence import write_record
 from flashmoe_science.proof.records.store import Store
 
 from ..proof.builders import build_record
 from ..proof.own_kernels import record_of, write_kernel
 from .conftest import RUN_ID
+
+
+@pytest.fixture(autouse=True)
+def five_processes(repository):
+    """Give the record so many processes as a new claim needs."""
+    record = build_record(speedups=[2.3, 3.0], suite="made_up", processes=5)
+    write_record(record, repository / "evidence" / f"{RUN_ID}.json.gz")
 
 
 def claims_in(repository):
@@ -45,14 +53,28 @@ def test_what_is_not_demonstrated_is_not_written_unless_asserted(run, repository
 
 
 def test_a_newer_run_decides_what_is_written(run, repository):
-    Store().save(build_record(speedups=[1.5, 3.0], suite="made_up", day=3))
+    Store().save(build_record(speedups=[1.5, 3.0], suite="made_up", day=3, processes=5))
     assert run("claim", "new", "20260104")[0] == 0  # kept in the store alone, so it is written to evidence/
     assert len(list((repository / "evidence").glob("20260104*.json.gz"))) == 1
     code, out, _ = run("claim", "new", "20260101", "--id", "older")
     assert (code, out.startswith("refuted ")) == (1, True)
-    newer = build_record(speedups=[1.5, 3.0], suite="made_up", day=3).id
+    newer = build_record(speedups=[1.5, 3.0], suite="made_up", day=3, processes=5).id
     said = "a claim goes by the newest complete run that fits it, unless it pins others (key evidence)"
     assert f"judged by run {newer}, and not by {RUN_ID}: {said}" in out.splitlines()
+
+
+def test_a_new_claim_needs_five_processes(run, repository):
+    write_record(build_record(speedups=[2.3, 3.0], suite="made_up"), repository / "evidence" / f"{RUN_ID}.json.gz")
+    code, out, err = run("claim", "new", RUN_ID, "--file", "few")
+    assert (code, "nothing was written to claims/few.toml" in out) == (4, True)
+    assert "a new claim needs 5 processes, as fewer miss slow modes, and the run has 3: prove --processes 5" in err
+    assert "not seen: 3 processes miss a slow mode of one process in ten in 73% of runs" in out
+    assert run("claim", "new", RUN_ID, "--file", "few", "--asserted")[0] == 4
+    code, _, err = run("verify")
+    assert code == 0  # a claim that was written before stands, and what it cannot show is said
+    assert "not seen in 2 of 2 claims: 3 processes miss a slow mode" in err
+    assert run("claim", "new", RUN_ID, "--memory", "--time", "graph", "--id", "more")[0] == 2
+    assert run("claim", "new", RUN_ID, "--file", "bytes", "--memory", "--asserted")[0] == 0
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from flashmoe_science.errors import EvidenceError
-from flashmoe_science.proof.records.evidence import SourceFile, SubjectInfo
+from flashmoe_science.proof.records.evidence import SourceFile, SubjectInfo, read_record
 from flashmoe_science.proof.records.store import Store
 
 from ..proof.builders import build_gates, build_record
@@ -183,6 +183,25 @@ def test_the_hint_of_an_interrupted_run_goes_on_where_kernel_and_suite_lie_elsew
     assert interrupted(repository / "mine", "mine") == "flashmoe prove --resume RUN"
     found = f"flashmoe prove '{away}/kernel.toml' --resume RUN --suite '{away}/suite.toml'"
     assert interrupted(away, None) == found
+
+
+@pytest.mark.parametrize(("gates", "begun"), [(["correct"], 0), (["correct", "quick", "bench"], 1)])
+def test_a_run_is_entered_into_the_ledger_before_its_first_sample(prove_with, repository, gates, begun):
+    record = build_record(speedups=[2.3, 3.0], suite="made_up", day=1)
+    seen = []
+
+    def chain(request, *, progress, save):
+        for gate in gates:
+            seen.append(len(Store().begun()))
+            progress.start(gate)
+            save(record)
+        return record
+
+    prove_with(record, chain=chain)
+    assert seen == [0, 0, 1][: len(gates)]
+    assert [(run.run, list(run.factors)) for _, run in Store().begun()] == [(record.id, [2.0])] * begun
+    kept = read_record(repository / "evidence" / f"{record.id}.json.gz")
+    assert (kept.begun.count if kept.begun else 0) == begun
 
 
 def test_prove_goes_on_when_the_store_cannot_be_written(prove_with, repository, monkeypatch):

@@ -65,7 +65,12 @@ def record_of(root: Path, name: str) -> Record:
     sizes = [(512, 1024), (7, 1000)]
     names = [f"rows{rows}_columns{columns}_fp16" for rows, columns in sizes]
     record = build_record(
-        speedups=[2.5, 2.6], subject=name, suite=f"{name}-suite", baselines={"torch": 1.0}, names=names
+        speedups=[2.5, 2.6],
+        subject=name,
+        suite=f"{name}-suite",
+        baselines={"torch": 1.0},
+        names=names,
+        processes=5,
     )
     files = ["kernel.toml", "rms_norm.py", "rms_norm_operator.py"]
     sources = [SourceFile(path=path, sha256=hashlib.sha256((folder / path).read_bytes()).hexdigest()) for path in files]

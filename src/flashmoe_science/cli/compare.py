@@ -224,7 +224,7 @@ def _compare_revisions(wanted: Wanted, terminal: Terminal) -> tuple[Record, Path
     repository, store = find_repository(), Store(wanted.store)
     meter = make_meter(terminal, Archive(store, repository), check_budget(wanted.budget))
     keeper = make_keeper(terminal, store, repository, meter)
-    progress = ChainProgress(terminal)
+    progress = ChainProgress(terminal, on_start=keeper.begin_gate)
     tolerance = TOLERANCE if wanted.tolerance is None else wanted.tolerance
     settings = Settings(
         times=list(wanted.kinds) or ["graph"], processes=wanted.processes, rounds=wanted.rounds, seed=wanted.seed
@@ -255,5 +255,7 @@ def _compare_revisions(wanted: Wanted, terminal: Terminal) -> tuple[Record, Path
     finally:
         progress.close()
     assert keeper.path is not None
+    assert keeper.record is not None
+    record = keeper.record  # which has its line of the ledger of runs begun
     keeper.remind()
     return record, keeper.path, meter.bill(record)

@@ -17,6 +17,7 @@ from ..proof.cost.cost import Bill, Meter
 from ..proof.cost.terminal import bill_as_plain, receipt
 from ..proof.gates import ProveRequest, check_request
 from ..proof.judge.judge import Verdict
+from ..proof.judge.limits import PROCESSES_OF_A_CLAIM
 from ..proof.judge.rows import kinds_measured
 from ..proof.judge.run_verdicts import conclude, run_exit_code, worst_exit_code
 from ..proof.judge.verify import verify_claims
@@ -111,8 +112,9 @@ def prove(
         typer.Option("--time", metavar="KIND", help="Take only kernel, graph or wall time; repeat it. Default: all."),
     ] = None,
     processes: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Worker processes that measure. A claim needs 3.")
-    ] = 3,
+        int,
+        typer.Option(min=1, metavar="N", help=f"Worker processes that measure. A claim needs {PROCESSES_OF_A_CLAIM}."),
+    ] = PROCESSES_OF_A_CLAIM,
     rounds: Annotated[
         int, typer.Option(min=1, metavar="N", help="Rounds in each process. A claim needs 30 in all.")
     ] = 10,
@@ -237,7 +239,7 @@ def _prove(request: ProveRequest, meter: Meter, terminal: Terminal, store: Store
     """Run the chain on one subject, and print its conclusion."""
     repository = request.repository
     keeper = make_keeper(terminal, store, repository, meter)
-    progress = ChainProgress(terminal)
+    progress = ChainProgress(terminal, on_start=keeper.begin_gate)
     terminal.say(_title(request))
     try:
         record = gates.prove(request, progress=progress, save=keeper.save)
@@ -255,6 +257,8 @@ def _prove(request: ProveRequest, meter: Meter, terminal: Terminal, store: Store
     finally:
         progress.close()  # the bar goes before anything else is printed
     assert keeper.path is not None
+    assert keeper.record is not None
+    record = keeper.record  # which has its line of the ledger
     keeper.remind()
     return _conclude(terminal, record, repository, keeper.path, meter.bill(record), alone=alone)
 

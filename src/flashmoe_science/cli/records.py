@@ -165,6 +165,38 @@ def _export(archive: Archive, key: str, folder: Path) -> Carried:
     return Carried(path, record.id, "new")
 
 
+def sign(
+    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Ids of runs in evidence/, or files.")],
+    key: Annotated[
+        Path, typer.Option("--key", metavar="FILE", help="A private SSH key, or a public one whose agent runs.")
+    ] = Path("~/.ssh/id_ed25519"),
+    as_json: Json = False,
+) -> None:
+    """Sign records, each in a file <id>.dsse beside it: an in-toto statement of its hash, by ssh-keygen.
+
+    `flashmoe verify` says who signed, by the file evidence/allowed_signers (see man ssh-keygen). A record that
+    changes after it was signed shows nothing.
+
+    \b
+    Examples:
+      flashmoe sign 20261120
+      flashmoe sign evidence/*.json.gz --key ~/.ssh/release
+
+    \b
+    Exit codes:
+      0  all are signed    2  one cannot be read, or the key does not sign
+    """
+    from ..proof.records.signing import sign as sign_record
+    from ..proof.records.store import Archive, Store, find_repository
+    from .terminal import Terminal, short_path
+
+    terminal = Terminal(as_json=as_json)
+    archive = Archive(Store(), find_repository())
+    signed = [short_path(sign_record(archive.file(run), key.expanduser())) for run in runs]
+    terminal.show(*signed)
+    terminal.document({"signed": signed, "exit_code": HOLDS})
+
+
 def _count(carried: Sequence[Carried], statuses: Sequence[str]) -> str:
     from ..proof.text import counted
 

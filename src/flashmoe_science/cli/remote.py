@@ -60,7 +60,10 @@ def prove_on_hosts(
     share = None if budget is None else budget / len(hosts)  # they run at the same time
     meters = {name: make_meter(terminal, archive, share, host=name) for name in names}
     keepers = {name: make_keeper(terminal, store, request.repository, meters[name]) for name in names}
-    progress = {name: ChainProgress(terminal, host=name if len(hosts) > 1 else "") for name in names}
+    progress = {
+        name: ChainProgress(terminal, host=name if len(hosts) > 1 else "", on_start=keeper.begin_gate)
+        for name, keeper in keepers.items()
+    }
     terminal.log.print(f"sending {counted(len(tree.files), 'file')} to {', '.join(names)}", style="dim")
 
     def begin(name: str, record: Record, size: RunSize) -> Budget | None:

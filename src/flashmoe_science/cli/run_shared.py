@@ -12,10 +12,13 @@ from pathlib import Path
 from ..errors import EvidenceError, InputError
 from ..proof.cost.cost import Bill, Budget, Estimate, Meter, PastRun, load_rates, past_runs, rate_for
 from ..proof.cost.terminal import announcement
-from ..proof.records.evidence import Record, name_of, record_path, write_record
+from ..proof.judge.claims import load_claims
+from ..proof.records.evidence import Begun, Record, name_of, record_path, write_record
 from ..proof.records.ledger import Entry
 from ..proof.records.store import Archive, Store, evidence_files, find_repository
 from .terminal import Terminal, short_path
+
+_SAMPLING = ("quick", "bench")  # the gates that take samples
 
 
 class Keeper:
@@ -29,6 +32,8 @@ class Keeper:
         self.path: Path | None = None
         self.record: Record | None = None  # as it was last given
         self.behind: EvidenceError | None = None  # why the file lacks what the store has
+        self.factors: Callable[[Record], Sequence[float]] = lambda _: ()  # of the claims about such a run
+        self._begun: Begun | None = None
 
     def save(self, record: Record) -> None:
         """Replace what was kept of this run before, and of no other.
@@ -42,6 +47,7 @@ class Keeper:
         path = record_path(self._folder, record.id)
         if self.path is None:
             self._refuse_taken(record.id, path)
+        record = record.model_copy(update={"begun": self._begun})
         written = self._write(record, path)
         self.record = record
         try:
@@ -58,6 +64,17 @@ class Keeper:
         self.behind = written
         if written is not None:
             path.unlink(missing_ok=True)  # a part of the run, which every reader would take for all of it
+
+    def begin_gate(self, gate: str) -> None:
+        """Enter the run into the ledger of runs begun before its first sample. A ledger that fails costs a warning."""
+        record, store = self.record, self._store
+        takes_samples = gate in _SAMPLING and record is not None and record.environment.gpu is not None
+        if record is None or store is None or self._begun is not None or not takes_samples:
+            return
+        try:
+            self._begun = store.begin(record, self.factors(record))
+        except EvidenceError as error:
+            self._terminal.warn_of(error)
 
     @property
     def place(self) -> str:
@@ -106,6 +123,14 @@ def make_keeper(terminal: Terminal, store: Store, repository: Path | None, meter
     """Return what keeps one run, and books it at the price of its GPU."""
     keeper = Keeper((repository or Path.cwd()) / "evidence", terminal, store)
     keeper.dollars_per_hour = meter.rate
+
+    def factors(record: Record) -> list[float]:
+        gpu = record.environment.gpu
+        claims = load_claims(repository / "claims", on_trouble=terminal.warn_of) if repository else []
+        about = [c for c in claims if (c.subject, c.suite) == (record.subject.name, record.suite)]
+        return sorted({c.factor for c in about if gpu is not None and c.fits_gpu(gpu.name)})
+
+    keeper.factors = factors
     return keeper
 
 

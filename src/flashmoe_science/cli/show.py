@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import functools
 import shlex
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
     from ..proof.subject.suites import Suite
 
 OUT_OF_DATE = 1
+_SHOWN_LIMITS = 3
 
 _NO_CLAIMS = "`flashmoe claim new` writes one from a run; ours are in the clone of flashmoe_science"
 
@@ -117,6 +120,7 @@ def verify(
         if is_of_another_copy(repository):
             hint = f"{ANOTHER_COPY}, so what it runs on a GPU was not compared: {OWN_COPY}"
         terminal.log.print(f"hint: {hint}", soft_wrap=True)
+    _say_limits(verdicts, terminal)
     if unreadable:
         said = f"{counted(len(unreadable), 'record')} cannot be read, so no claim that may rest on it is demonstrated"
         terminal.show(said.replace("on it", "on them") if len(unreadable) > 1 else said)
@@ -129,6 +133,13 @@ def verify(
     records = {"records": deeply} if checked is not None else {}
     terminal.document({"verdicts": plain, **records, "unreadable": lost, "exit_code": code})
     raise typer.Exit(code)
+
+
+def _say_limits(verdicts: Sequence[Verdict], terminal: Terminal) -> None:
+    """Say what most of the runs behind these verdicts could not have seen."""
+    limits = Counter(limit for v in verdicts for part in v.by_gpu or [v] for limit in part.limits)
+    for limit, count in limits.most_common(_SHOWN_LIMITS):
+        terminal.log.print(f"not seen in {count} of {counted(len(verdicts), 'claim')}: {limit}", soft_wrap=True)
 
 
 def trust_repository(repository: Path, terminal: Terminal) -> None:

@@ -211,10 +211,19 @@ class ChainProgress:
         terminal: To print to.
         clock: Returns seconds.
         host: The machine that every line names, where several run at the same time.
+        on_start: Gets the name of each gate that begins.
     """
 
-    def __init__(self, terminal: Terminal, *, clock: Callable[[], float] = time.monotonic, host: str = "") -> None:
+    def __init__(
+        self,
+        terminal: Terminal,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        host: str = "",
+        on_start: Callable[[str], None] = lambda _: None,
+    ) -> None:
         self._terminal = terminal
+        self._on_start = on_start
         self._host = host
         self._clock = clock
         self._bar: Progress | None = None
@@ -226,6 +235,7 @@ class ChainProgress:
 
     def start(self, gate: str) -> None:
         """A gate begins."""
+        self._on_start(gate)
         self._gate, self._total = gate, 0
         self._started = self._last_line = self._clock()
         if self._terminal.log.is_terminal and not self._host:

@@ -17,6 +17,7 @@ VERBS = {
     "runs": ("show:runs", "List the runs that are kept here."),
     "import": ("records:import_", "Take records into the store."),
     "export": ("records:export", "Write runs to files."),
+    "sign": ("records:sign", "Sign records with an SSH key."),
     "cost": ("cost:app", "Show what runs have cost."),
     "explain": ("explain:explain", "Show the kernel that serves a call, on any GPU."),
     "doctor": ("show:doctor", "Show what this machine has and lacks."),

@@ -18,11 +18,12 @@ from pathlib import Path
 from statistics import median
 from typing import Literal
 
-from ...errors import FlashmoeError, InputError, ProofError
+from ...errors import EvidenceError, FlashmoeError, InputError, ProofError
 from ...gpu.specs import find_gpu, shared_memory_limit
 from ..measure.schedule import KERNEL_CALLS, balanced_orders, input_set_count, rounds_seed
 from ..records.evidence import CLOCK_SKEW, CaseRecord, GateStatus, Record, Rounds, TimeKind
 from ..records.git import git, is_commit, read_objects
+from ..records.signing import SignatureError, envelope_of, signer_of
 from ..subject.loading import load_operator
 from ..subject.registry import is_user_defined
 from .roofline import known_spec
@@ -39,6 +40,10 @@ _MOST_THREADS, _MOST_REGISTERS = 1024, 255  # of a block, and of a thread, on ev
 _SLACK_S = 1.0
 _COMMIT_SKEW = timedelta(minutes=10)  # of the clocks of two machines
 _MOMENT_OF_ID = re.compile(r"(\d{8}T\d{6})Z-")
+
+
+SIGNATURE = "signature"  # the name of the check
+SIGNERS = "evidence/allowed_signers"
 
 
 class UncheckedError(Exception):
@@ -69,6 +74,11 @@ def unique_notes(checks: Iterable[Check]) -> list[str]:
     return list(dict.fromkeys(check.note for check in checks if check.note))
 
 
+def signer_in(checks: Iterable[Check]) -> str:
+    """Return who signed the record, e.g. ``signed by me@example.org``, or that nobody did, as far as is known."""
+    return next((check.detail for check in checks if check.name == SIGNATURE), "")
+
+
 class Consistency:
     """The checks of records of one repository. Each record is checked once, however many claims cite it.
 
@@ -87,7 +97,9 @@ class Consistency:
         """Return the checks of ``record``, in a fixed order."""
         if record.id not in self._found:
             copied = _run("copied runs", self._copied_runs, record)
-            self._found[record.id] = [*check_alone(record), copied, *self._check_with_git(record)]
+            begun = _run("runs begun", self._same_line, record)
+            with_git = self._check_with_git(record)
+            self._found[record.id] = [*check_alone(record), copied, begun, *with_git, self._check_signature(record)]
         return self._found[record.id]
 
     def _check_with_git(self, record: Record) -> list[Check]:
@@ -97,6 +109,22 @@ class Consistency:
             note = f"its sources and its date were not compared with git: {why}" if why.is_note else ""
             return [Check(name, "not checked", str(why), note) for name in _WITH_GIT]
         return [_run(name, functools.partial(check, at_commit), record) for name, check in _WITH_GIT.items()]
+
+    def _check_signature(self, record: Record) -> Check:
+        """Return who signed the record."""
+        path = next((path for path, other in self._records.items() if other.id == record.id), None)
+        file = self._repository / path if self._repository is not None and path is not None else None
+        if file is None or self._repository is None or not envelope_of(file).is_file():
+            return Check(SIGNATURE, "not checked", "it is not signed")
+        signers = self._repository / SIGNERS
+        if not signers.is_file():
+            return Check(SIGNATURE, "not checked", f"nobody said who may sign: there is no {SIGNERS}")
+        try:
+            return Check(SIGNATURE, "passed", f"signed by {signer_of(file, signers)}")
+        except SignatureError as error:
+            return Check(SIGNATURE, "contradiction", str(error))
+        except EvidenceError as error:
+            return Check(SIGNATURE, "not checked", str(error).partition("\n")[0])
 
     def _copied_runs(self, record: Record) -> str:
         """Return which column of samples another run has too."""
@@ -109,6 +137,15 @@ class Consistency:
             for there in self._columns.get(key, ()):
                 if not _are_related(record, there.record) and here.is_copy_of(there):
                     return f"{here} has the samples of {there} in run {there.record.id}"
+        return ""
+
+    def _same_line(self, record: Record) -> str:
+        """Return which other run names the same line of the ledger of runs begun."""
+        if record.begun is None:
+            raise UncheckedError("it is of before the ledger of runs begun, or of another machine's")
+        for other in self._records.values():
+            if other.id != record.id and other.begun is not None and other.begun.line == record.begun.line:
+                return f"run {other.id} has the same line of the ledger of runs begun"
         return ""
 
 

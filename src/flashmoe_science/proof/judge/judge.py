@@ -89,6 +89,8 @@ class Verdict(Model):
     others: str = ""  # what the other cases of the suite show, of a claim that selects cases; the notes have it too
     control: Control | None = None
     notes: list[str] = Field(default_factory=list)  # a reader of the status must know these; the reason has them too
+    signature: str = ""  # who signed the record, or why that is not known
+    limits: list[str] = Field(default_factory=list)  # what the run could not have seen; ``limits.py``
     by_gpu: list[Verdict] = Field(default_factory=list)  # for a claim on several GPUs: one each, weakest first
 
     @property

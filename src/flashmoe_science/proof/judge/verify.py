@@ -19,8 +19,9 @@ from ..subject.trust import ASK, is_trusted
 from ..subject.user_suite import is_loaded, read_user_suite
 from .claim_text import sentence_fault
 from .claims import Claim, find_evidence, load_claims, other_versions, too_old, why_not
-from .consistency import Check, Consistency, contradiction, unique_notes
+from .consistency import Check, Consistency, contradiction, signer_in, unique_notes
 from .judge import Verdict, VerdictStatus, judge
+from .limits import limits_of
 from .staleness import changes_since
 from .unreadable import Unreadable, naming, unreadable_doubts
 
@@ -121,7 +122,15 @@ def verify_claim(
     reason = "; ".join(f"{part.claim.gpu[0]}: {part.status.value}, {part.reason}" for part in parts)
     notes = [f"on {part.claim.gpu[0]}, {note}" for part in parts for note in part.notes]
     failed = next((part.gate_failed for part in parts if part.gate_failed), None)
-    changes = {"claim": claim, "reason": reason, "notes": notes, "gate_failed": failed, "by_gpu": parts}
+    limits = [f"on {part.claim.gpu[0]}, {limit}" for part in parts for limit in part.limits]
+    changes = {
+        "claim": claim,
+        "limits": limits,
+        "reason": reason,
+        "notes": notes,
+        "gate_failed": failed,
+        "by_gpu": parts,
+    }
     return weakest.model_copy(update=changes)
 
 
@@ -172,7 +181,8 @@ def _verify_on(
                 doubts=doubts,
                 contradiction=contradiction(checks),
             )
-        verdicts.append(verdict.model_copy(update={"evidence": path}))
+        about = {"evidence": path, "limits": limits_of(claim, record, records), "signature": signer_in(checks)}
+        verdicts.append(verdict.model_copy(update=about))
     return min(verdicts, key=lambda verdict: AGAINST.index(verdict.status))
 
 

@@ -312,6 +312,14 @@ class Resumed(Model):
     created_at: Moment
 
 
+class Begun(Model):
+    """The line of the ledger of runs begun (``begun.py``) that was written before the run took a sample."""
+
+    ledger: str  # SHA-256 of its first line, which tells two ledgers apart
+    line: str  # SHA-256 of the run's own
+    count: int  # of runs of this subject, suite and GPU begun until then, this one included
+
+
 class Revision(Model):
     """One side of a comparison of two revisions."""
 
@@ -348,6 +356,7 @@ class Record(Model):
     gates: list[Gate] = Field(default_factory=list)
     cases: list[CaseRecord] = Field(default_factory=list)
     resumed: list[Resumed] = Field(default_factory=list)  # the runs that it goes on with, the latest first
+    begun: Begun | None = None  # None: it took no sample, or is of before the ledger
     compared: Compared | None = None  # of `flashmoe compare` with two revisions
 
     @model_validator(mode="before")

@@ -13,8 +13,10 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from ...errors import EvidenceError
+from .begun import BegunLedger, BegunRun
 from .evidence import (
     SCHEMA_VERSION,
+    Begun,
     GateStatus,
     Record,
     documents_in,
@@ -125,7 +127,9 @@ def raise_twins(run_id: str, paths: Sequence[Path]) -> None:
 
 
 class Store:
-    """A folder of records, each in ``<id>.json.gz``, with the ledger of what they cost in ``ledger.jsonl``.
+    """A folder of records, each in ``<id>.json.gz``.
+
+    The ledger of what they cost is in ``ledger.jsonl``, that of all runs begun in ``begun.jsonl``.
 
     Reading never creates anything: a folder that does not exist has no runs.
 
@@ -139,6 +143,7 @@ class Store:
     def __init__(self, folder: str | Path | None = None) -> None:
         self.folder = _folder_named(str(folder)) if folder else default_folder()
         self._ledger = Ledger(self.folder / "ledger.jsonl")
+        self._begun = BegunLedger(self.folder / "begun.jsonl")
 
     def __str__(self) -> str:
         return str(self.folder)
@@ -178,6 +183,23 @@ class Store:
     def ledger(self, *, since: datetime | None = None) -> list[Entry]:
         """Return the rows of the ledger, the oldest first."""
         return [entry for entry in self._ledger.entries() if since is None or entry.at >= as_text(since)]
+
+    def begin(self, record: Record, factors: Sequence[float] = ()) -> Begun:
+        """Enter a run that takes its first sample next into the ledger of runs begun.
+
+        Args:
+            record: The run.
+            factors: Of the claims that are about such a run.
+
+        Raises:
+            EvidenceError: the ledger cannot be written, or its chain is broken.
+        """
+        with _errors_explained(self.folder):
+            return self._begun.begin(record, factors)
+
+    def begun(self) -> list[tuple[str, BegunRun]]:
+        """Return the hash and the content of each line of that ledger. Raises ``EvidenceError`` for a broken chain."""
+        return self._begun.lines()
 
     def book(self, entry: Entry) -> None:
         """Book what held a GPU and is no gate of a run, e.g. a study. One of the same run and kind is replaced."""

@@ -308,6 +308,10 @@ def verdict_lines(
         for note in verdict.notes:
             reason = reason.replace(note, _note(note, said))
         parts.append(Text(reason))
+        if verdict.signature:
+            parts.append(Text(verdict.signature, "dim"))
+        if verdict.limits:
+            parts.append(Text(f"not seen: {'; '.join(verdict.limits)}", "dim"))
     elif verdict.notes:
         parts.append(Text("; ".join(_note(note, said) for note in verdict.notes)))
     grid = new_grid(12)

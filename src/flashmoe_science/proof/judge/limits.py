@@ -1,0 +1,63 @@
+"""Limits of a verdict: what the run behind it could not have seen, however its interval looks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..records.evidence import Record
+from ..text import counted
+from .claims import Claim
+from .judge import paired_log_ratios
+
+PROCESSES_OF_A_CLAIM = 5  # of a new one; docs/explanation/statistics.md has what fewer miss
+RARE = 0.1  # the share of processes in a rare slow mode, of which a verdict says how often it stays unseen
+
+UNKNOWN_RUNS = "how many runs of its kind were begun is not known"
+
+
+def limits_of(claim: Claim, record: Record, records: Mapping[str, Record]) -> list[str]:
+    """Return what the verdict on ``claim`` by ``record`` cannot say, a sentence each.
+
+    Args:
+        claim: What is claimed.
+        record: The run that decides.
+        records: All kept runs, by path: those of the same kind are counted.
+    """
+    return [*_modes(claim, record), runs_begun(record, records)]
+
+
+def fewest_processes(claim: Claim, record: Record) -> int:
+    """Return the fewest worker processes that measured a case of the claim; 0: none did, or it is of memory."""
+    if claim.metric == "memory":
+        return 0
+    counts = [
+        len(groups)
+        for case in claim.cases_of(record)
+        for baseline in claim.baseline
+        if (groups := paired_log_ratios(case, claim.metric, baseline, claim.subject))
+    ]
+    return min(counts, default=0)
+
+
+def _modes(claim: Claim, record: Record) -> list[str]:
+    processes = fewest_processes(claim, record)
+    if not processes:
+        return []
+    unseen = (1 - RARE) ** processes
+    return [f"{counted(processes, 'process')} miss a slow mode of one process in ten in {unseen:.0%} of runs"]
+
+
+def runs_begun(record: Record, records: Mapping[str, Record]) -> str:
+    """Return how many runs of the kind of ``record`` were begun in its store, and how many are kept here."""
+    if record.begun is None:
+        return UNKNOWN_RUNS
+    alike = [other for other in records.values() if _kind(other) == _kind(record)]
+    same_store = [other.begun.count for other in alike if other.begun and other.begun.ledger == record.begun.ledger]
+    begun = max([record.begun.count, *same_store])
+    kept = len({other.id for other in alike} | {record.id})
+    return f"{counted(begun, 'run')} of its kind {'was' if begun == 1 else 'were'} begun, and {kept} kept"
+
+
+def _kind(record: Record) -> tuple[str, str, str]:
+    gpu = record.environment.gpu
+    return record.subject.name, record.suite, gpu.name if gpu else ""

@@ -1,0 +1,122 @@
+"""The ledger of runs begun: a line of JSON for each run that was about to take its first sample, kept or not.
+
+Each line holds the hash of the line before it, so a line that is changed or taken out breaks the chain. Lines at the
+end can be taken out unseen, unless a record of one of these runs is kept: a record names its line.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ...errors import EvidenceError
+from .evidence import Begun, Record, TimeKind
+from .ledger import as_text
+
+FIRST = "0" * 64  # what the first line has in place of a hash
+
+
+@dataclass(frozen=True)
+class BegunRun:
+    """One line: what a run was about to measure."""
+
+    previous: str  # SHA-256 of the line before
+    at: str  # ISO 8601 in UTC
+    run: str
+    subject: str
+    suite: str
+    gpu: str
+    seed: int | None
+    cases: Sequence[str]
+    baselines: Sequence[str]
+    times: Sequence[TimeKind]
+    processes: int
+    rounds: int
+    expected: float | None  # speedup over the first baseline
+    factors: Sequence[float]  # of the claims that are about such a run
+    resumes: str = ""  # the run that it goes on with, which counts already
+
+    def is_like(self, record: Record) -> bool:
+        """Return whether it is of the kind of ``record``: its subject, suite and GPU."""
+        gpu = record.environment.gpu
+        return (self.subject, self.suite, self.gpu) == (record.subject.name, record.suite, gpu.name if gpu else "")
+
+
+class BegunLedger:
+    """A file of such lines that only grows.
+
+    Args:
+        path: The file. Reading never creates it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def lines(self) -> list[tuple[str, BegunRun]]:
+        """Return the hash and the content of each line, the oldest first.
+
+        Raises:
+            EvidenceError: a line is none, or the chain is broken: the line is named.
+        """
+        try:
+            raw = self._path.read_bytes()
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise EvidenceError(f"{self._path}: cannot be read: {error.strerror}") from error
+        return self._parsed(raw)
+
+    def _parsed(self, raw: bytes) -> list[tuple[str, BegunRun]]:
+        found: list[tuple[str, BegunRun]] = []
+        previous = FIRST
+        for number, line in enumerate(raw.splitlines(), 1):
+            try:
+                run = BegunRun(**json.loads(line))
+            except (TypeError, ValueError) as error:
+                raise EvidenceError(f"{self._path}:{number}: is no run that began: {error}") from error
+            if run.previous != previous:
+                what = "does not follow the line before it: a line was changed or taken out"
+                raise EvidenceError(f"{self._path}:{number}: {what}", hint="how many runs were begun is not known")
+            previous = hashlib.sha256(line).hexdigest()
+            found.append((previous, run))
+        return found
+
+    def begin(self, record: Record, factors: Sequence[float]) -> Begun:
+        """Enter the run of ``record``, which takes its first sample next, and return what its record says of it."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with os.fdopen(os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666), "r+b", 0) as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # processes that share a store follow each other
+            lines = self._parsed(file.read())
+            line = json.dumps(asdict(_entry(record, factors, lines[-1][0] if lines else FIRST))).encode()
+            file.write(line + b"\n")
+            os.fsync(file.fileno())
+        digest = hashlib.sha256(line).hexdigest()
+        first = lines[0][0] if lines else digest
+        count = sum(run.is_like(record) and not run.resumes for _, run in lines) + (0 if record.resumed else 1)
+        return Begun(ledger=first, line=digest, count=count)
+
+
+def _entry(record: Record, factors: Sequence[float], previous: str) -> BegunRun:
+    gpu, settings = record.environment.gpu, record.settings
+    return BegunRun(
+        previous=previous,
+        at=as_text(record.created_at),
+        run=record.id,
+        subject=record.subject.name,
+        suite=record.suite,
+        gpu=gpu.name if gpu else "",
+        seed=settings.seed,
+        cases=[case.name for case in record.cases],
+        baselines=record.baselines,
+        times=settings.times,
+        processes=settings.processes,
+        rounds=settings.rounds,
+        expected=record.subject.expected_speedup,
+        factors=list(factors),
+        resumes=record.resumed[0].run if record.resumed else "",
+    )
