@@ -529,7 +529,7 @@ def test_a_pattern_that_fits_no_case_leaves_the_claim_open():
     assert verdict.status is INCONCLUSIVE
     assert verdict.reason.startswith("no case of the suite fits b9_*, of the claim's cases")
     verdict = judge(build_claim(cases=["case0", "caes1"]), build_record(speedups=[2.5, 3.0]))
-    assert verdict.reason == "no case of the suite fits caes1, of the claim's cases: did you mean case1?"
+    assert "no case of the suite fits caes1, of the claim's cases: did you mean case1?" in verdict.reason
 
 
 def test_the_control_of_a_case_that_is_not_claimed_counts():
