@@ -68,10 +68,12 @@ readme: env-proof ## render README's table and pictures from claims/ and evidenc
 docs: env-proof env-docs ## build the documentation into site/, with the pages of speeds from claims/ and evidence/
 	$(RUN) -m mkdocs build --strict
 
-release-check: env-dev ## build the package into dist/ and try its wheel in a fresh environment
+release-check: env-dev ## build the package into dist/, try its wheel in a fresh environment, and list and audit what it needs
 	rm -rf dist
 	$(RUN) -m build --outdir dist .
 	$(RUN) tools/check_wheel.py
+	$(RUN) tools/sbom.py
+	$(RUN) tools/audit.py
 
 clean: ## remove the environment, caches and build output
 	rm -rf $(VENV) .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist site
