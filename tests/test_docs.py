@@ -25,9 +25,10 @@ NAMES = [path.relative_to(ROOT / "docs").as_posix() for path in PAGES]
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A folder for a page's files, with a store of its own, and a terminal of 100 columns."""
+    """A folder for the files of a page, with a store and a configuration of its own, and a terminal of 100 columns."""
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.setenv("FLASHMOE_STORE", str(tmp_path / "store"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "page").mkdir()
     return tmp_path / "page"
