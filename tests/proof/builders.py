@@ -18,7 +18,7 @@ from typing import Literal
 
 import numpy as np
 
-from flashmoe_science.proof.measure.schedule import balanced_orders, input_set_count, rounds_seed
+from flashmoe_science.proof.measure.schedule import balanced_orders, known_set_counts, rounds_seed
 from flashmoe_science.proof.records.evidence import (
     GATE_NAMES,
     Accuracy,
@@ -96,7 +96,7 @@ def build_rounds(
         order=[
             order
             for p in range(processes)
-            for order in balanced_orders(arms, rounds, seed=rounds_seed(seed, case, p, times))
+            for order in balanced_orders(arms, rounds, seed=rounds_seed(seed, case, p, times, method=1))
         ],
         sm_clock_mhz=[1980] * n,
         power_w=[400.0] * n,
@@ -173,7 +173,7 @@ def build_case(
         origin="made up",
         work=work,
         correct=True,
-        input_sets=input_set_count(3 * tensor_bytes, l2_bytes),
+        input_sets=known_set_counts(3 * tensor_bytes, l2_bytes, method=1)[0],
         input_set_bytes=3 * tensor_bytes,
         arms=[_arm(arm, subject, first, work, drawn) for arm in true_seconds],
         rounds=drawn,

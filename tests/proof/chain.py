@@ -199,6 +199,7 @@ class FakeGpu:
         on_event: Any,
         env: Any,
         on_silence: Any = None,
+        reply: Any = None,
     ) -> TaskResult:
         """Answer in place of a worker."""
         name = task.rpartition(":")[2]

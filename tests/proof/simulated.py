@@ -27,6 +27,7 @@ class Gpu:
         self.late: list[Callable[[], None]] = []
         self.listeners: list[list[DeviceEvent]] = []
         self.lost = False
+        self.timing = False  # whether a clock runs, or the profiler listens to a call
 
     def launch(self, work, *, seconds=5e-6, name="kernel", stream="calling"):
         """Run ``work`` as a kernel of ``seconds``; one named ``memcpy`` is a copy."""
@@ -69,8 +70,14 @@ class SimulatedGraph(Graph):
         finally:
             self.kernels, gpu.capturing = gpu.capturing, None
 
-    def replay_seconds(self, replays):
-        return [self._replay() for _ in range(replays)]
+    def replay_seconds(self, replays, prepare):
+        seconds = []
+        for _ in range(replays + 1):
+            prepare()
+            self._gpu.timing = replays > 1  # else it is a trial
+            seconds.append(self._replay())
+            self._gpu.timing = False
+        return seconds[1:]
 
     def replay_once(self):
         self._replay()
@@ -101,9 +108,11 @@ class SimulatedRecording(Recording):
     def call(self, label):
         events: list[DeviceEvent] = []
         self._gpu.listeners.append(events)
+        self._gpu.timing = True
         try:
             yield
         finally:
+            self._gpu.timing = False
             self._gpu.listeners.remove(events)
             self._found.append(CallTrace(label, tuple(events)))
 
@@ -158,10 +167,12 @@ class SimulatedTimer(Timer):
 
     def wall_seconds(self, sequence):
         begin = self.gpu.now
+        self.gpu.timing = len(sequence) > 1  # else something is found out, and nothing sampled
         for call in sequence:
             call()
             self.gpu.now += HOST_SECONDS
         self.gpu.synchronize()
+        self.gpu.timing = False
         return self.gpu.now - begin
 
     def capture(self, calls, count):
@@ -192,6 +203,9 @@ class Doubling(CustomOperator):
     def make_inputs(self, problem, *, seed, device):
         generator = torch.Generator().manual_seed(seed)
         return {"x": torch.randn(problem, generator=generator).to(device)}
+
+    def refresh(self, problem, inputs, *, seed):
+        inputs["x"].normal_(generator=torch.Generator(inputs["x"].device).manual_seed(seed))
 
     def exact(self, problem, inputs):
         return 2 * inputs["x"].double()

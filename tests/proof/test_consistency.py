@@ -344,7 +344,7 @@ def test_the_verdict_names_the_record_and_the_check(tmp_path, genuine):
 
 # What is found where a number is ten times as large, by its key. docs/explanation/verdicts.md says the same.
 FOUND = {
-    *("schema_version", "arch", "sms", "l2_bytes", "max_sm_clock_mhz", "processes", "rounds", "seed"),
+    *("schema_version", "arch", "sms", "l2_bytes", "max_sm_clock_mhz", "method", "processes", "rounds", "seed"),
     *("a gate's gpu_seconds", "the problem", "flops", "bytes", "tokens", "input_sets", "input_set_bytes"),
     *("max_error", "a rate", "process", "sm_clock_mhz", "power_w", "temperature_c"),
 }

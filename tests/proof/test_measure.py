@@ -123,6 +123,7 @@ class FakeEvent:
 def cuda(monkeypatch):
     fake = FakeCuda()
     monkeypatch.setattr(measure, "_cuda", fake)
+    monkeypatch.setattr(measure, "CacheFlush", lambda l2_bytes: None)
     monkeypatch.setattr(nvml, "open_sensors", lambda uuid: NoSensors(f"asked for {uuid}"))
     for name in ("full", "randn"):
         real = getattr(torch, name)
@@ -135,12 +136,6 @@ def timer(cuda):
     timer = measure.CudaTimer()
     cuda.log.clear()
     return timer
-
-
-def test_the_cache_is_flushed_by_writing_twice_its_size(timer):
-    timer.flush_cache()
-    assert timer._flush.numel() == 2048
-    assert set(timer._flush.tolist()) == {2}
 
 
 def test_wall_time_waits_before_and_after_and_does_nothing_else(timer, cuda):
@@ -164,8 +159,14 @@ def test_a_graph_is_captured_on_a_side_stream_into_a_pool_of_its_own(timer, cuda
 def test_replays_follow_one_another_between_events_after_one_that_is_not_timed(timer, cuda):
     graph = timer.capture([lambda: torch.ones(1)], 1)
     cuda.log.clear()
-    assert graph.replay_seconds(3) == pytest.approx([2e-3] * 3)
-    assert cuda.log == ["replay", "event", *(["replay", "event"] * 3), "synchronize"]
+    replays = graph.replay_seconds(3, lambda: cuda.log.append("prepare"))
+    assert replays == pytest.approx([2e-3] * 3)
+    assert cuda.log == [
+        "prepare",
+        "replay",
+        *(["prepare", "sleep 400000", "event", "replay", "event"] * 3),
+        "synchronize",
+    ]
 
 
 @pytest.mark.parametrize("capture_end_raises", [False, True])

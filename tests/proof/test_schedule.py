@@ -14,43 +14,58 @@ MIB = 1 << 20
 
 
 @pytest.mark.parametrize(
-    ("bytes_per_set", "count"),
-    [(200 * MIB, 2), (120 * MIB, 2), (119 * MIB, 2), (59 * MIB, 3), (10 * MIB, 12), (1024, 64), (0, 2)],
+    ("bytes_per_set", "seconds", "count"),
+    [
+        (900 * MIB, 0.0, 2),
+        (600 * MIB, 0.0, 2),
+        (120 * MIB, 0.0, 10),
+        (59 * MIB, 0.0, 21),
+        (1024, 0.0, 64),
+        (1024, 5e-3, 50),  # 0.25 s to write them all
+        (1024, 1.0, 8),
+        (0, 0.0, 64),
+    ],
 )
-def test_input_sets_hold_twice_the_cache_and_are_few(bytes_per_set, count):
-    assert schedule.input_set_count(bytes_per_set, 60 * MIB) == count
+def test_input_sets_hold_twenty_times_the_cache_and_are_few(bytes_per_set, seconds, count):
+    assert schedule.input_set_count(bytes_per_set, 60 * MIB, seconds) == count
 
 
 @given(st.integers(1, 1 << 34), st.integers(1, 1 << 28))
-def test_input_sets_are_the_fewest_that_hold_twice_the_cache(bytes_per_set, l2_bytes):
-    count = schedule.input_set_count(bytes_per_set, l2_bytes)
+def test_input_sets_are_the_fewest_that_hold_twenty_times_the_cache(bytes_per_set, l2_bytes):
+    count = schedule.input_set_count(bytes_per_set, l2_bytes, 0.0)
     assert 2 <= count <= schedule.MAX_INPUT_SETS
-    assert count * bytes_per_set >= 2 * l2_bytes or count == schedule.MAX_INPUT_SETS
-    assert count == 2 or (count - 1) * bytes_per_set < 2 * l2_bytes
+    assert count * bytes_per_set >= 20 * l2_bytes or count == schedule.MAX_INPUT_SETS
+    assert count == 2 or (count - 1) * bytes_per_set < 20 * l2_bytes
 
 
 @pytest.mark.parametrize(
     ("seconds", "sets", "calls"),
     [
-        ([6e-6, 3e-6], 1, 100),  # 134 wanted, 100 allowed
-        ([8e-6, 16e-6], 1, 50),  # the fastest arm decides
-        ([8e-6], 16, 64),  # whole rotations: 50 wanted, 4 x 16
-        ([3e-6], 64, 64),  # a second rotation would pass 100
-        ([100e-6], 12, 12),  # every set is used at least once
-        ([5e-3], 1, 1),
-        ([5e-3], 12, 10),  # 50 ms at the most
+        ([6e-6, 3e-6], 64, 64),  # 134 wanted: no set comes twice
+        ([8e-6, 16e-6], 64, 50),  # the fastest arm decides
+        ([8e-6], 16, 16),
+        ([100e-6], 12, 4),
+        ([5e-3], 12, 1),
+        ([10e-6, 20e-3], 12, 2),  # 50 ms at the most
         ([3.0], 4, 1),  # one call may last longer
-        ([10e-6, 2e-3], 4, 25),  # the slowest arm bounds the replay
     ],
 )
 def test_graph_call_count(seconds, sets, calls):
     assert schedule.graph_call_count(seconds, sets, graph_seconds=4e-4, graph_calls=100) == calls
 
 
+def test_blocks_make_up_for_few_sets_unless_calls_are_slow():
+    assert schedule.wall_block_count(64, 100, 1e-5, seconds_per_set=1e-5) == 2
+    assert schedule.wall_block_count(2, 100, 1e-5, seconds_per_set=1e-5) == 50
+    assert schedule.wall_block_count(2, 100, 5e-3, seconds_per_set=1e-5) == 5
+    assert schedule.wall_block_count(3, 100, 1.0, seconds_per_set=1e-5) == 1
+    assert schedule.wall_block_count(2, 100, 1e-5, seconds_per_set=1e-2) == 12
+
+
 @given(st.lists(st.floats(1e-7, 1e2), min_size=1, max_size=5), st.integers(1, 64), st.integers(1, 200))
 def test_graph_call_count_stays_within_its_bounds(seconds, sets, graph_calls):
     calls = schedule.graph_call_count(seconds, sets, graph_seconds=4e-4, graph_calls=graph_calls)
-    assert 1 <= calls <= graph_calls
+    assert 1 <= calls <= min(graph_calls, sets)
     assert calls == 1 or calls * max(seconds) <= schedule.LONGEST_SAMPLE_S * (1 + 1e-9)
 
 

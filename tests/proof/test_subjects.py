@@ -47,7 +47,14 @@ OTHER_GATES = {
         "hangs",
         "impossible_time",
     ),
-    *("low_precision_accumulator", "mislabelled_baseline", "other_stream", "over_shared_memory", "replaces_checks"),
+    *(
+        "low_precision_accumulator",
+        "mislabelled_baseline",
+        "other_stream",
+        "over_shared_memory",
+        "keyed_by_content",
+        "replaces_checks",
+    ),
 }
 
 

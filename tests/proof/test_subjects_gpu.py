@@ -134,6 +134,12 @@ def test_results_cached_late_are_caught_at_gate_bench():
     assert "answer" in gate_of(record, "bench").summary
 
 
+def test_results_kept_by_content_are_caught_at_gate_bench():
+    record = prove("keyed_by_content", MEDIUM, settings=FEW.model_copy(update={"times": ["graph", "wall"]}))
+    assert statuses(record) == until("bench"), story(record)
+    assert "where most values are those of the call before" in gate_of(record, "bench").summary, story(record)
+
+
 @pytest.mark.parametrize(
     ("body", "reason"),
     [

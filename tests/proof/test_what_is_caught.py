@@ -279,7 +279,7 @@ def test_settings_that_change_while_arms_are_timed_leave_no_times():
         torch.backends.cuda.matmul.allow_tf32 = True
         return plain(x)
 
-    bench.subject = loaded("ours", honest_until(60, plain, changing), role="subject")
+    bench.subject = loaded("ours", honest_until(300, plain, changing), role="subject")
     assert "what all arms share changed while they were timed: torch." in reason_of(bench, "wall")
     assert {arm.status for arm in bench.arms.values()} == {"failed"}
 
@@ -307,8 +307,8 @@ def test_nan_in_one_element_of_a_late_answer_is_caught(kind):
         return out
 
     plain, spoiling = implementation(bench.gpu), implementation(bench.gpu, change=spoiled)
-    bench.subject = loaded("ours", honest_until(50, plain, spoiling), role="subject")
-    assert "differ" in reason_of(bench, kind)
+    bench.subject = loaded("ours", honest_until(100, plain, spoiling), role="subject")
+    assert "it has NaN" in reason_of(bench, kind)
 
 
 def test_compiling_at_the_first_call_is_in_no_sample():
@@ -338,7 +338,7 @@ class Drifting(Gpu):
     [
         pytest.param(lambda now: 1 + 20 * now, id="drift"),
         pytest.param(lambda now: 1.3 if now > 0.02 else 1.0, id="throttled half-way"),
-        pytest.param(lambda now: 1.2 if int(now / 1.7e-3) % 2 else 1.0, id="up and down"),
+        pytest.param(lambda now: 1.2 if int(now / 2.3e-3) % 2 else 1.0, id="up and down"),
     ],
 )
 def test_clocks_that_change_between_arms_favour_nobody(slower):

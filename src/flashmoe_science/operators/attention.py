@@ -81,6 +81,7 @@ class AttentionOperator(KernelOperator):
     """Attention, for the harness."""
 
     name = "attention"
+    fresh = ("q", "k", "v", "sinks", "bias")
     keys = {
         "batch": int, "heads": int, "heads_kv": int, "seqlen_q": int, "seqlen_k": int, "head_dim": int,
         "head_dim_v": int, "dtype": str, "causal": bool, "softmax_scale": float,

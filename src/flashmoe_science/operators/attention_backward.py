@@ -54,6 +54,7 @@ class BackwardOperator(KernelOperator):
     """The gradients of attention, for the harness."""
 
     name = "attention_backward"
+    fresh: ClassVar[tuple[str, ...]] = ("do",)  # o and the LSE follow from q, k and v
     keys = {
         "batch": int, "heads": int, "heads_kv": int, "seqlen_q": int, "seqlen_k": int, "head_dim": int,
         "head_dim_v": int, "dtype": str, "causal": bool, "softmax_scale": float,

@@ -38,6 +38,7 @@ class DecodeOperator(KernelOperator):
     """
 
     name = "attention_cache"
+    fresh = ("q", "k_cache", "v_cache")
     keys = {
         "batch": int, "heads": int, "heads_kv": int, "seqlen_q": int, "seqlen_k": int, "head_dim": int,
         "head_dim_v": int, "dtype": str, "causal": bool, "softmax_scale": float, "page_size": int,

@@ -68,6 +68,7 @@ class StepOperator(BackwardOperator):
     """Attention in a step of training, for the harness."""
 
     name = "attention_train"
+    fresh = ("q", "k", "v", "do")
     keys = {**BackwardOperator.keys, "window": list}
     omitted = {"softmax_scale": None, "window": (-1, -1)}
     kernels = {"attention_step": "auto"}

@@ -36,6 +36,7 @@ class VarlenOperator(KernelOperator):
     """Attention of packed sequences, for the harness."""
 
     name = "attention_varlen"
+    fresh = ("q", "k", "v")
     keys = {
         "lengths": list, "lengths_k": list, "heads": int, "heads_kv": int, "head_dim": int, "head_dim_v": int,
         "dtype": str, "causal": bool, "softmax_scale": float,

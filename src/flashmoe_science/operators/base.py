@@ -60,6 +60,7 @@ class KernelOperator:
     instead: ClassVar[str | None] = ""  # asked for on a CPU where "auto" runs the reference; None: it does not
     cpu_hint: ClassVar[str] = ""  # after the reason why bf16 is not interpreted
     max_interpreter_steps: ClassVar[int] = 1024  # about a minute in Triton's interpreter
+    fresh: ClassVar[tuple[str, ...]] = ()  # inputs that are normal, and of which no other input was worked out
 
     # Cases
 
@@ -109,6 +110,20 @@ class KernelOperator:
     def arguments(self, problem: Any, inputs: Inputs) -> tuple[Sequence[torch.Tensor | int], dict[str, Any]]:
         """Return the arguments of a call of ours, by position and by name."""
         raise NotImplementedError
+
+    def refresh(self, problem: Any, inputs: Inputs, *, seed: int) -> None:
+        """Write new values into the inputs of ``fresh``, of the distribution that ``make_inputs`` draws them from.
+
+        They decide every element of the answer. What lies where, e.g. a routing, stays as it is.
+        """
+        generator = torch.Generator(next(iter(inputs.values())).device).manual_seed(seed)
+        for name in self.fresh:
+            if name in inputs:
+                inputs[name].normal_(0.0, self.deviation(problem, name), generator=generator)
+
+    def deviation(self, problem: Any, name: str) -> float:  # noqa: ARG002 - for operators with weights
+        """Return the standard deviation of one of the inputs of ``fresh``."""
+        return 1.0
 
     def bind(self, entry: Callable[..., Any], problem: Any, inputs: Inputs) -> Callable[[], Any]:
         """Return a call without arguments.

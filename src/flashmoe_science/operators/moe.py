@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -50,6 +50,15 @@ class MoeOperator(KernelOperator):
     """The experts, for the harness."""
 
     name = "moe"
+    fresh: ClassVar[tuple[str, ...]] = (
+        "x",
+        "w_gate_up",
+        "w_down",
+        "bias_gate_up",
+        "bias_down",
+        "shared_gate_up",
+        "shared_down",
+    )
     keys = {
         "tokens": int, "experts": int, "top_k": int, "hidden": int, "inter": int, "dtype": str, "activation": str,
         "alpha": float, "limit": float, "interleaved": bool, "bias_gate_up": bool, "bias_down": bool,
@@ -136,6 +145,13 @@ class MoeOperator(KernelOperator):
             weights = torch.rand(p.tokens, p.shared_experts, generator=generator, device=device)
             inputs["shared_weights"] = weights.to(DTYPES[p.shared_weights])
         return inputs
+
+    def deviation(self, case: MoeCase, name: str) -> float:
+        """Return the standard deviation of an input: weights keep the size of what they are multiplied with."""
+        if name.endswith("gate_up") and not name.startswith("bias"):
+            return float(case.problem.hidden**-0.5)
+        theirs = case.problem.shared() if name == "shared_down" else case.problem
+        return float(theirs.inter**-0.5) if name.endswith("w_down") or name == "shared_down" else 1.0
 
     def arguments(self, case: MoeCase, inputs: Inputs) -> tuple[list[torch.Tensor], dict[str, Any]]:
         """Return tensors and options of ``fused_moe``."""

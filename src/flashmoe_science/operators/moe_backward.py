@@ -36,6 +36,7 @@ class MoeBackwardOperator(MoeOperator):
     """The gradients of experts, for the harness."""
 
     name = "moe_backward"
+    fresh = ("do",)  # the product follows from x and the weights
     kernels = {
         "fused_moe_backward": "auto",
         "moe_backward_triton": "moe_backward_triton",

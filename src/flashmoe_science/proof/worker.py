@@ -3,8 +3,10 @@
 The two sides talk over pipes of their own, one JSON document a line. Whatever a subject prints goes elsewhere, so it
 cannot spoil an answer::
 
-    parent -- request pipe --> child    one line {"task", "payload"}; kept open: its end tells that the parent died
-    parent <-- answer pipe --- child    lines {"event": ...}, then one {"result": ...} or {"error": ...}
+    parent -- request pipe --> child    a line {"task", "payload"}, then a line for each question; kept open: its end
+                                        tells that the parent died
+    parent <-- answer pipe --- child    lines {"event": ...} and {"ask": ...}, then one {"result": ...} or
+                                        {"error": ...}
     parent <-- output pipe --- child    stdout and stderr: the last part is kept
 """
 
@@ -17,6 +19,7 @@ import importlib
 import json
 import math
 import os
+import queue
 import resource
 import selectors
 import signal
@@ -65,8 +68,9 @@ STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # wha
 _STARTED_IN = Path.cwd()  # what a relative entry of PYTHONPATH is relative to
 
 Emit = Callable[[dict[str, Any]], None]
+Reply = Callable[[dict[str, Any]], dict[str, Any]]
 
-_child: list[bool] = []  # not empty: this process is a worker
+_child: list[Reply] = []  # not empty: this process is a worker, and so it asks its parent
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,7 @@ class TaskCall:
     timeout_s: float  # the longest silence: each event starts it anew
     limit_s: float | None = None  # the longest time in all
     env: Mapping[str, str] = field(default_factory=dict)  # added to this process's environment
+    reply: Reply | None = None  # called in the parent with each question of the task; None: it may ask nothing
 
 
 def run_task(
@@ -102,6 +107,7 @@ def run_task(
     on_event: Callable[[dict[str, Any]], None] | None = None,
     env: Mapping[str, str] | None = None,
     on_silence: Callable[[float], None] | None = None,
+    reply: Reply | None = None,
 ) -> TaskResult:
     """Run ``task`` in a fresh process and wait for it.
 
@@ -113,11 +119,12 @@ def run_task(
         on_event: called here with every event that the task emits.
         env: variables added to this process's environment.
         on_silence: called here now and then with the seconds since the last event, or since the start.
+        reply: called here with what the task asks by ``ask``; returns plain JSON values.
 
     Returns:
         The outcome. Only ``on_event``, ``on_silence`` and Ctrl-C raise here, after the process is gone.
     """
-    call = TaskCall(task, payload, timeout_s, limit_s, env or {})
+    call = TaskCall(task, payload, timeout_s, limit_s, env or {}, reply)
     handler = None if on_event is None else lambda _, event: on_event(event)
     return run_tasks([call], on_event=handler, on_silence=on_silence)[0]
 
@@ -309,6 +316,7 @@ class _Child:
 
     def __init__(self, call: TaskCall) -> None:
         self._timeout_s = call.timeout_s
+        self._reply = call.reply
         self._start = time.monotonic()
         self._deadline = self._start + call.timeout_s
         self._end = math.inf if call.limit_s is None else self._start + call.limit_s
@@ -357,6 +365,9 @@ class _Child:
             message = json.loads(line)
             if "event" in message:
                 return dict(message["event"])
+            if "ask" in message:
+                self._send_reply(message["ask"])
+                return None
             if "error" in message:
                 self._outcome = (False, None, str(message["error"]))
             else:
@@ -364,6 +375,12 @@ class _Child:
         except (ValueError, TypeError, KeyError):
             self._outcome = (False, None, "its answer cannot be read: something else wrote to the answer pipe")
         return None
+
+    def _send_reply(self, question: dict[str, Any]) -> None:
+        if self._reply is None:
+            self._outcome = (False, None, "it asked something, and nobody replies")
+        else:
+            self._send(json.dumps(self._reply(question)).encode() + b"\n")
 
     @property
     def silent_s(self) -> float:
@@ -421,16 +438,20 @@ def in_worker() -> bool:
     return bool(_child)
 
 
+def ask(question: dict[str, Any]) -> dict[str, Any]:
+    """Ask the parent of this worker, and wait for its reply."""
+    return _child[0](question)
+
+
 def main(request_handle: str, answer_handle: str) -> None:
     """Run one task: the child's side. Never returns."""
-    _child.append(True)
     request_fd, answer_fd = int(request_handle), int(answer_handle)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     requests = os.fdopen(request_fd, "rb")
     request = json.loads(requests.readline())
-    _die_with_parent(requests, int(request["parent"]))
+    replies = _die_with_parent(requests, int(request["parent"]))
 
     def send(message: dict[str, Any]) -> None:
         # NaN is no JSON: a reader elsewhere would refuse the record that holds it.
@@ -438,6 +459,11 @@ def main(request_handle: str, answer_handle: str) -> None:
         while line:
             line = line[os.write(answer_fd, line) :]
 
+    def ask_parent(question: dict[str, Any]) -> dict[str, Any]:
+        send({"ask": question})
+        return dict(json.loads(replies.get()))
+
+    _child.append(ask_parent)
     try:
         module, _, name = request["task"].partition(":")
         function = getattr(importlib.import_module(module), name)
@@ -466,16 +492,20 @@ def describe_error(error: BaseException) -> str:
     return text[:_REASON_LIMIT]
 
 
-def _die_with_parent(requests: IO[bytes], parent: int) -> None:
-    """End this process, and its group, when the parent is gone."""
+def _die_with_parent(requests: IO[bytes], parent: int) -> queue.SimpleQueue[bytes]:
+    """End this process, and its group, when the parent is gone. Return the lines that come until then."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
         if os.getppid() != parent:  # it died before we asked
             os._exit(1)
 
+    lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+
     def watch() -> None:
-        requests.read()  # ends when the parent closes its end, or dies
+        for line in requests:  # ends when the parent closes its end, or dies
+            lines.put(line)
         os.killpg(os.getpgid(0), signal.SIGKILL)
 
     threading.Thread(target=watch, daemon=True).start()
+    return lines

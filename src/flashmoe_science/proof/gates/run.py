@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import secrets
 import sys
 import time
@@ -15,8 +16,10 @@ from ...errors import InputError, ProofError
 from ...gpu.specs import SPECS, find_gpu
 from ..cost.cost import RunSize
 from ..measure.environment import subject_tree
+from ..measure.schedule import rounds_seed
 from ..records.evidence import (
     GATE_NAMES,
+    METHOD,
     Arm,
     CaseRecord,
     Environment,
@@ -155,7 +158,7 @@ class Run:
     ) -> None:
         self.request = request
         self.subject = request.subject
-        self.settings = request.settings
+        self.settings = request.settings.model_copy(update={"method": METHOD})
         if self.settings.seed is None:  # values that are known beforehand could be answered beforehand
             self.settings = self.settings.model_copy(update={"seed": secrets.randbits(31)})
         self.environment = environment
@@ -328,6 +331,7 @@ class Run:
             on_event=on_event,
             env=self.worker_env(),
             on_silence=on_silence,
+            reply=self._give_seeds(payload["process"], payload["times"]) if payload.get("times") else None,
         )
         if result.limit_reached:
             raise BudgetSpentError("the budget is spent")
@@ -335,6 +339,18 @@ class Run:
             self.gpu_seconds += result.seconds
         raise_blamed(result.reason)
         return result
+
+    def _give_seeds(self, process: int, times: Sequence[str]) -> Callable[[dict[str, Any]], dict[str, Any]]:
+        """Return what gives a process its seeds, one at a time: none is there before what it is for begins."""
+        following = random.Random(f"{self.settings.seed}/{process}/{'+'.join(times)}/values")
+
+        def give(question: dict[str, Any]) -> dict[str, Any]:
+            if question["seed"] == "values":
+                return {"seed": following.getrandbits(31)}
+            seed, method = self.settings.seed, self.settings.method
+            return {"seed": rounds_seed(seed, question["case"], process, times, method=method)}
+
+        return give
 
     def run_cases(
         self,

@@ -188,7 +188,8 @@ def _measure(
 ) -> tuple[TaskResult, str]:
     """Run one measuring process; return how it ended, and the case that was under way then."""
     payload = run.payload(
-        settings=step.settings.model_dump(mode="json"),
+        settings=step.settings.model_copy(update={"seed": None}).model_dump(mode="json"),
+        seed=None,  # of which the values of the rounds follow: the process gets theirs when a round begins
         cases=[run.case_table(name) for name in step.cases],
         process=step.process,
         times=list(step.times),

@@ -37,7 +37,7 @@ _HARDWARE: dict[str, _Field] = {
     "power_limit": _gpu("power_limit_w"),
 }
 _METHOD: dict[str, _Field] = {
-    name: _setting(name) for name in ("cache", "graph_seconds", "graph_calls", "graph_replays", "wall_calls")
+    name: _setting(name) for name in ("method", "cache", "graph_seconds", "graph_calls", "graph_replays", "wall_calls")
 }
 _HOST: dict[str, _Field] = {
     "cpu": lambda record: record.environment.cpu,

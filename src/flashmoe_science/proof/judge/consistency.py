@@ -20,7 +20,7 @@ from typing import Literal
 
 from ...errors import EvidenceError, FlashmoeError, InputError, ProofError
 from ...gpu.specs import find_gpu, shared_memory_limit
-from ..measure.schedule import KERNEL_CALLS, balanced_orders, input_set_count, rounds_seed
+from ..measure.schedule import KERNEL_CALLS, balanced_orders, known_set_counts, rounds_seed
 from ..records.evidence import CLOCK_SKEW, CaseRecord, GateStatus, Record, Rounds, TimeKind
 from ..records.git import git, is_commit, read_objects
 from ..records.signing import SignatureError, envelope_of, signer_of
@@ -251,7 +251,7 @@ def _orders(record: Record) -> str:
         for mode, cells in _cells(record, case).items():
             for process, rows in cells.items():
                 names = [arm.name for arm in case.arms if arm.name in rows[0]]
-                seed = rounds_seed(settings.seed, case.name, process, mode)
+                seed = rounds_seed(settings.seed, case.name, process, mode, method=settings.method)
                 expected = balanced_orders(names, len(rows), seed=seed) if names else []
                 for number, (row, order) in enumerate(zip(rows, expected, strict=False)):
                     if row != order:
@@ -352,10 +352,10 @@ def _inputs(record: Record) -> str:
         raise UncheckedError("no GPU")
     for case in record.cases:
         if case.rounds and case.input_set_bytes:
-            needed = input_set_count(case.input_set_bytes, gpu.l2_bytes)
-            if case.input_sets != needed:
+            needed = known_set_counts(case.input_set_bytes, gpu.l2_bytes, method=record.settings.method)
+            if case.input_sets not in needed:
                 sets = f"{case.input_sets} sets of {case.input_set_bytes} bytes"
-                return f"case {case.name}: {sets}, and an L2 of {gpu.l2_bytes} bytes needs {needed}"
+                return f"case {case.name}: {sets}, and an L2 of {gpu.l2_bytes} bytes needs {needed[-1]}"
     return ""
 
 

@@ -10,7 +10,6 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any, Literal, Protocol
 
 import torch
@@ -23,6 +22,7 @@ from ..subject.outputs import Answer, Call, copied, names_of, not_formed, parts,
 from ..subject.subject import Subject
 from ..worker import describe_error
 from .correctness import Allowed, ExpectedOutputs, accuracy_of, find_shares, judge, late_tolerance, not_plain
+from .fresh_values import FreshValues
 from .shared_state import AT_IMPORT, Guard, SharedState
 
 Role = Literal["subject", "baseline", "control"]
@@ -294,80 +294,103 @@ def check_stream(arm: Arm, operator: Operator, problem: Any, inputs: Inputs, dev
     return ""
 
 
-def check_again(arm: Arm, device: Device) -> str:
-    """Return how the arm's answers differ from its first, or an empty string. Poisons memory before."""
-    try:
-        with arm.loaded.context():
-            device.poison(*sizes_of(arm.expected[0]))
-            answers = [copied(call()) for call in arm.calls]
-            device.synchronize()
-            wrong = mismatch(answers, arm.expected, arm.tolerance)
-    except Exception as error:  # noqa: BLE001 - what an arm raises is a result
-        return survive(error, arm.name, device)
-    return f"its answer after timing is not the one before: {wrong}" if wrong else ""
-
-
-def find_followers(input_sets: Sequence[Inputs], arms: Sequence[Arm], device: Device) -> None:
-    """Roll the values once, and see which arms answer to the new ones.
+def find_followers(values: FreshValues, arms: Sequence[Arm], device: Device) -> None:
+    """Write new values, and see which arms answer to them.
 
     The subject must. A baseline that prefers another memory layout has copied its inputs when it was bound, outside of
     the timing, and answers to those. An arm that answers to neither fails.
     """
-    if len(input_sets) < 2:
-        return
-    _move_values(input_sets)
-    for arm in arms:
-        old, new = arm.expected[:2]
+    values.write([0])
+    for arm in (arm for arm in arms if not arm.loaded.speed_of_light):
         try:
             with arm.loaded.context():
                 answer = copied(arm.calls[0]())
                 device.synchronize()
-                arm.follows = not mismatch([answer], [new], arm.tolerance)
-                kept = not mismatch([answer], [old], arm.tolerance)
+                arm.follows = not fault_of(answer, values.expected(0))
+                kept = not mismatch([answer], arm.expected[:1], arm.tolerance)
         except Exception as error:  # noqa: BLE001 - what an arm raises is a result
             arm.fail(survive(error, arm.name, device))
             continue
         if arm.follows:
-            _roll_expected(arm)
-        elif not kept:
+            continue
+        if not kept:
             arm.fail("its answer to new values at the same addresses is wrong")
         elif arm.role == "subject":
             arm.fail("its answer to new values at the same addresses is the old one")
 
 
-def roll_values(input_sets: Sequence[Inputs], arms: Sequence[Arm]) -> None:
-    """Move the values of every set of inputs to the set before it, and the answers expected along with them.
+def check_parts(arm: Arm, values: FreshValues, device: Device, *, times: int) -> str:
+    """Return how an answer is wrong where most values are as they were before, or an empty text.
 
-    So every round has new values at the same addresses, and the same values at new addresses.
+    So shows a result that was kept by a few elements of the inputs: most often these did not change.
     """
-    if len(input_sets) < 2:
-        return
-    _move_values(input_sets)
-    for arm in arms:
-        if arm.follows:
-            _roll_expected(arm)
+    if not values.writes_parts or not arm.ready:
+        return ""
+    values.write([0])
+    try:
+        with arm.loaded.context():
+            for _ in range(times):
+                arm.calls[0]()
+                values.write_part(0)
+                answer = arm.calls[0]()
+                device.synchronize()
+                if wrong := fault_of(answer, values.expected(0)):
+                    return f"its answer is wrong where most values are those of the call before: {wrong}"
+    except Exception as error:  # noqa: BLE001 - what an arm raises is a result
+        return survive(error, arm.name, device)
+    return ""
 
 
-def _move_values(input_sets: Sequence[Inputs]) -> None:
-    first = {name: tensor.clone() for name, tensor in input_sets[0].items()}
-    for target, source in pairwise(input_sets):
-        copy_values(source, target)
-    copy_values(first, input_sets[-1])
+def wrong_late(arm: Arm, answer: Answer, place: int, values: FreshValues, *, compare: bool = True) -> str:
+    """Return how a late answer is wrong, or an empty text.
+
+    It must be right for the values at ``place``, unless ``compare`` is false, and what the same call gives once more.
+    An arm that keeps the values that it was bound with answers to those.
+    """
+    if compare and not arm.loaded.speed_of_light:
+        if wrong := fault_of(answer, values.expected(place)) if arm.follows else "":
+            return wrong
+        if not arm.follows and (wrong := mismatch([answer], [arm.expected[place]], arm.tolerance)):
+            return wrong
+    wrong = mismatch([answer], [copied(arm.calls[place]())], arm.tolerance)
+    return f"the same call gives another one afterwards: {wrong}" if wrong else ""
 
 
-def swap_values(input_sets: Sequence[Inputs], arms: Sequence[Arm], place: int, other: int) -> None:
-    """Swap the values of two sets of inputs, on the current stream, and the answers expected along with them."""
-    first, second = input_sets[place], input_sets[other]
-    kept = {name: tensor.clone() for name, tensor in first.items()}
-    copy_values(second, first)
-    copy_values(kept, second)
-    for arm in arms:
-        if arm.follows:
-            arm.expected[place], arm.expected[other] = arm.expected[other], arm.expected[place]
+def check_again(arm: Arm, values: FreshValues, places: Sequence[int], device: Device) -> str:
+    """Return how the arm's answers after timing are wrong, or an empty string. Poisons memory before.
+
+    All sets have new values by then; those at ``places`` are compared with what is right.
+    """
+    try:
+        with arm.loaded.context():
+            device.poison(*sizes_of(arm.expected[0]))
+            answers = [copied(call()) for call in arm.calls]
+            device.synchronize()
+            wrong = next((odd for answer in answers if (odd := nan_in(answer))), "") or next(
+                (odd for place in places if (odd := wrong_late(arm, answers[place], place, values))), ""
+            )
+    except Exception as error:  # noqa: BLE001 - what an arm raises is a result
+        return survive(error, arm.name, device)
+    return f"its answer after timing is wrong: {wrong}" if wrong else ""
 
 
-def _roll_expected(arm: Arm) -> None:
-    arm.expected[:] = arm.expected[1:] + arm.expected[:1]
+def fault_of(answer: Answer, expected: ExpectedOutputs) -> str:
+    """Return how an answer differs from what is right by more than is allowed, or an empty text."""
+    for part, wanted in zip(parts(answer), expected, strict=True):
+        its = f"its {wanted.output}" if wanted.output else "it"
+        if odd := not_plain(part):
+            return odd
+        if part.shape != wanted.exact.shape:
+            return f"{its} has shape {list(part.shape)}, expected {list(wanted.exact.shape)}"
+        accuracy, fault = judge(part, wanted)
+        if fault:
+            return f"{its} has {fault}" if accuracy is None else f"{its} is off: {fault}"
+    return ""
+
+
+def nan_in(answer: Answer) -> str:
+    """Return that an answer has NaN, or an empty text."""
+    return "it has NaN" if any(bool(part.isnan().any()) for part in parts(answer)) else ""
 
 
 def copy_values(source: Inputs, target: Inputs) -> None:

@@ -15,7 +15,7 @@ from ..subject.loading import operator_of
 from ..subject.operator import Inputs, Operator, identities_of
 from ..subject.outputs import Answer, Call, copied, parts, sizes_of
 from ..subject.subject import Subject
-from ..worker import Emit
+from ..worker import Emit, ask
 from . import arms as arms_module, launches
 from .arms import Loaded
 from .correctness import ExpectedOutputs, find_expected, judge, late_tolerance
@@ -50,6 +50,12 @@ def measure(payload: dict[str, Any], emit: Emit) -> dict[str, Any]:
     )
     operator, loaded, timer = open_gpu(payload)
     plan = replace(plan, changes=Guard().changes)
+    if plan.settings.seed is None:
+        plan = replace(
+            plan,
+            new_seed=lambda: int(ask({"seed": "values"})["seed"]),
+            orders_seed=lambda name: str(ask({"seed": "orders", "case": name})["seed"]),
+        )
     timer.settle()
     for table in payload["cases"]:
         name = table["name"]

@@ -4,9 +4,9 @@ Three kinds, never mixed: ``kernel`` (device time of a call's work, from the pro
 graph, a call) and ``wall`` (eager calls, host clock). What an arm costs besides its own work is the same for every arm:
 a loop over closures that were made before.
 
-Answers are compared in every sample, after the set of inputs got other values: of wall time the last call's, of graph
-time a replay's, of kernel time those of one call, drawn at random where each call is timed alone. The other calls of a
-sample are not compared, and nothing here stops a subject that looks at the harness in its own process.
+Every call that is timed reads new values (``fresh_values.py``), and answers of every sample are compared with what is
+right for them: of wall time the last call's, of graph time those of the last timed replay, of kernel time those of one
+call, drawn at random where each call is timed alone. The other calls of a sample are not compared.
 
 ``CudaTimer`` holds the calls into ``torch.cuda``; the samplers decide what to do with any ``Timer``.
 """
@@ -14,12 +14,10 @@ sample are not compared, and nothing here stops a subject that looks at the harn
 from __future__ import annotations
 
 import contextlib
-import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
@@ -29,7 +27,9 @@ from ..records.evidence import Settings, TimeKind
 from ..subject.outputs import Answer, Call, poison
 from . import arms as arms_module, launches, nvml, schedule
 from .arms import Arm, Device
+from .cache import CacheFlush
 from .correctness import poison_free_memory
+from .fresh_values import FreshValues
 from .launches import CallTrace, Recording
 from .nvml import Reading
 
@@ -39,6 +39,7 @@ _now = time.perf_counter  # taken before a subject is imported, which could put 
 TRIAL_CALLS = 20  # in the graph that tells how long a call takes: one call would mostly show what a replay costs
 WARM_CALLS = 3  # eager calls right before a block of wall calls: they refill the allocator's cache
 SLEEP_CYCLES = 40_000_000  # 20 ms at 2 GHz: far longer than the host needs to enqueue a call
+LEAD_CYCLES = 400_000  # 0.2 ms at 2 GHz: longer than the host needs to enqueue a replay and two events
 SETTLE_S = (1.0, 3.0)  # clocks get at least so much work before the first sample, and at most
 
 
@@ -47,8 +48,8 @@ class Graph(Protocol):
 
     outputs: list[Answer | None]  # the last answer to each set of inputs; None where no call used the set
 
-    def replay_seconds(self, replays: int) -> list[float]:
-        """Return the device time of each of ``replays`` replays, after one that is not timed."""
+    def replay_seconds(self, replays: int, prepare: Callable[[], None]) -> list[float]:
+        """Return the device times of ``replays`` replays, after one that is not timed; ``prepare`` before each."""
 
     def replay_once(self) -> None:
         """Replay, and wait for the end."""
@@ -72,7 +73,7 @@ class Timer(Device, Protocol):
         """Return the host's time for all calls of ``sequence``, until the GPU has finished them."""
 
     def flush_cache(self) -> None:
-        """Overwrite L2: write twice its size."""
+        """Empty L2, of lines that were asked to stay, too."""
 
     def recording(self) -> AbstractContextManager[Recording]:
         """Profile a block."""
@@ -93,7 +94,7 @@ class CudaTimer(Timer):
         properties = _cuda.get_device_properties(_cuda.current_device())
         self.l2_bytes = int(properties.L2_cache_size)
         self.sensors = nvml.open_sensors(str(properties.uuid) if hasattr(properties, "uuid") else None)
-        self._flush = torch.full((2 * self.l2_bytes,), 1, dtype=torch.uint8, device="cuda")
+        self._flush = CacheFlush(self.l2_bytes)
         self._capture_stream = _cuda.Stream()
         self._side_stream = _cuda.Stream()
 
@@ -115,7 +116,7 @@ class CudaTimer(Timer):
 
     @override
     def flush_cache(self) -> None:
-        self._flush.fill_(2)
+        self._flush.flush()
 
     @override
     def sleep(self) -> None:
@@ -189,16 +190,19 @@ class CudaGraph(Graph):
             raise
 
     @override
-    def replay_seconds(self, replays: int) -> list[float]:
-        events = [_cuda.Event(enable_timing=True) for _ in range(replays + 1)]
-        # While the replay that is not timed runs, the host gets ahead: no launch falls between two events.
+    def replay_seconds(self, replays: int, prepare: Callable[[], None]) -> list[float]:
+        events = [(_cuda.Event(enable_timing=True), _cuda.Event(enable_timing=True)) for _ in range(replays)]
+        prepare()
         self._graph.replay()
-        events[0].record()
-        for event in events[1:]:
+        for begin, end in events:
+            prepare()
+            # While the stream waits, the host gets ahead: no launch falls between the two events.
+            _cuda._sleep(LEAD_CYCLES)  # noqa: SLF001 - torch has no public way to keep a stream busy
+            begin.record()
             self._graph.replay()
-            event.record()
+            end.record()
         _cuda.synchronize()
-        return [begin.elapsed_time(end) / 1000 for begin, end in pairwise(events)]
+        return [begin.elapsed_time(end) / 1000 for begin, end in events]
 
     @override
     def replay_once(self) -> None:
@@ -229,22 +233,16 @@ def _clean_up_after_failed_capture(stream: torch.cuda.Stream, pool: Any) -> None
 
 
 class ClockSampler:
-    """Samples of graph and wall time.
+    """Samples of graph and wall time."""
 
-    Between what could fill a cache (warm calls, a capture) and the answers that are compared, ``move_values`` gives a
-    set of inputs other values.
-    """
-
-    def __init__(
-        self, settings: Settings, times: Sequence[TimeKind], timer: Timer, move_values: Callable[[int], None]
-    ) -> None:
+    def __init__(self, settings: Settings, times: Sequence[TimeKind], timer: Timer, writer: Writer) -> None:
         self._settings = settings
         self._times = times
         self._timer = timer
-        self._move_values = move_values
+        self._writer = writer
         self._graph_calls = 0
         self._replays: dict[str, int] = {}
-        self._wall_sequences: dict[str, list[Call]] = {}
+        self._wall_calls: dict[str, tuple[int, int]] = {}  # in a block, and blocks
 
     def prepare(self, arms: Sequence[Arm]) -> None:
         """Find out how long a call takes, and from that how many calls make a sample. Arms that cannot lose a kind."""
@@ -253,13 +251,15 @@ class ClockSampler:
             try:
                 with arm.loaded.context():
                     eager = estimate_seconds(arm, self._timer)
-                    calls = schedule.block_call_count(
-                        eager, self._settings.wall_calls, at_least=schedule.MIN_WALL_CALLS
-                    )
-                    self._wall_sequences[arm.name] = rotate(arm.calls, calls)
             except Exception as error:  # noqa: BLE001 - what an arm raises is a result
                 arm.lose(self._times, arms_module.survive(error, arm.name, self._timer))
                 continue
+            most = min(self._settings.wall_calls, len(arm.calls))
+            calls = schedule.block_call_count(eager, most, at_least=min(schedule.MIN_WALL_CALLS, most))
+            blocks = schedule.wall_block_count(
+                calls, self._settings.wall_calls, eager, seconds_per_set=self._writer.seconds_per_set
+            )
+            self._wall_calls[arm.name] = calls, blocks
             if "graph" in self._times:
                 self._try_capture(arm, eager, graph_seconds)
         if graph_seconds:
@@ -279,7 +279,7 @@ class ClockSampler:
         try:
             with arm.loaded.context():
                 graph = self._timer.capture(arm.calls, count)
-                graph_seconds[arm.name] = graph.replay_seconds(1)[0] / count
+                graph_seconds[arm.name] = graph.replay_seconds(1, _do_nothing)[0] / count
                 graph.release()
         except Exception as error:  # noqa: BLE001 - what an arm raises is a result
             reason = arms_module.survive(error, arm.name, self._timer)
@@ -291,7 +291,8 @@ class ClockSampler:
 
     def sample(self, kind: TimeKind, arm: Arm, round_number: int) -> float | None:
         """Return one sample in seconds a call, or None when it comes later. Raises what the arm raises."""
-        return self._graph_sample(arm, round_number) if kind == "graph" else self._wall_sample(arm)
+        del round_number
+        return self._graph_sample(arm) if kind == "graph" else self._wall_sample(arm)
 
     def late_samples(self, arm: Arm, round_numbers: Sequence[int]) -> list[float]:
         """Return the samples that ``sample`` did not."""
@@ -299,45 +300,50 @@ class ClockSampler:
         return []
 
     def _wall_sample(self, arm: Arm) -> float:
-        """Time a block, and see that its last answer is right. No other is kept: the block's memory stays as it is."""
-        sequence = self._wall_sequences[arm.name]
+        """Time blocks, and see that the last answer is right. No other is kept: a block's memory stays as it is."""
+        count, blocks = self._wall_calls[arm.name]
+        self._writer.begin("wall", range(count))
         answers: list[Answer] = []
-        last = sequence[-1]
-        block = [*sequence[:-1], lambda: answers.append(last())]
-        for call in sequence[: WARM_CALLS if len(sequence) > schedule.MIN_WALL_CALLS else 1]:
+        place = self._writer.values.draw(range(count))
+        order = [(place + 1 + index) % count for index in range(count)]  # the one that is compared comes last
+        last = arm.calls[place]
+        block = [*(arm.calls[index] for index in order[:-1]), lambda: answers.append(last())]
+        for call in [arm.calls[index] for index in order[: WARM_CALLS if count > schedule.MIN_WALL_CALLS else 1]]:
             call()
-        place = (len(sequence) - 1) % len(arm.calls)
-        self._move_values(place)
-        seconds = self._timer.wall_seconds(block) / len(block)
-        wrong = arms_module.mismatch(answers, [arm.expected[place]], arm.tolerance)
-        if wrong:
+        seconds = 0.0
+        for _ in range(blocks):
+            answers.clear()
+            self._writer.write(order)
+            seconds += self._timer.wall_seconds(block)
+        if wrong := self._writer.wrong(arm, {place: answers[0]}, place):
             raise WrongAnswerError(f"the last answer of a timed block is wrong: {wrong}")
-        return seconds
+        return seconds / (blocks * count)
 
-    def _graph_sample(self, arm: Arm, round_number: int) -> float:
-        """Capture anew, time the replays, and see that a replay gives the right answers, to new values too."""
+    def _graph_sample(self, arm: Arm) -> float:
+        """Capture anew, time the replays, and see that the answers of the last one are right."""
+        places = range(self._graph_calls)
+        self._writer.begin("graph", places)
         graph = self._timer.capture(arm.calls, self._graph_calls)
         try:
-            seconds = statistics.median(graph.replay_seconds(self._replays[arm.name])) / self._graph_calls
-            # What was computed while capturing answers to the values of then.
-            self._move_values(round_number % min(self._graph_calls, len(arm.calls)))
-            wrong = wrong_replay(graph, arm)
+            graph.poison_outputs()
+            replays = graph.replay_seconds(self._replays[arm.name], lambda: self._writer.write(places))
+            outputs = {place: output for place in places if (output := graph.outputs[place]) is not None}
+            wrong = self._writer.wrong(arm, outputs, self._writer.values.draw(places))
         finally:
             graph.release()
         if wrong:
-            raise WrongAnswerError(wrong)
-        return seconds
+            raise WrongAnswerError(f"a replay of its graph is wrong: {wrong}")
+        return statistics.median(replays) / self._graph_calls
 
 
 class KernelSampler:
     """Samples of kernel time: the profiler's, so they come when its recording has ended."""
 
-    def __init__(self, settings: Settings, timer: Timer, move_values: Callable[[int], None]) -> None:
+    def __init__(self, settings: Settings, timer: Timer, writer: Writer) -> None:
         self._cold = settings.cache == "cold"
         self._timer = timer
-        self._move_values = move_values
-        self._draw = random.Random(f"{settings.seed}/compared")
-        self._sequences: dict[str, list[Call]] = {}
+        self._writer = writer
+        self._calls: dict[str, int] = {}
         self._recording: Recording | None = None
 
     def prepare(self, arms: Sequence[Arm]) -> None:
@@ -349,8 +355,8 @@ class KernelSampler:
             except Exception as error:  # noqa: BLE001 - what an arm raises is a result
                 arm.lose(["kernel"], arms_module.survive(error, arm.name, self._timer))
                 continue
-            wanted = schedule.KERNEL_CALLS if self._cold else max(schedule.KERNEL_CALLS, len(arm.calls))
-            self._sequences[arm.name] = rotate(arm.calls, schedule.block_call_count(seconds, wanted, at_least=1))
+            wanted = schedule.KERNEL_CALLS if self._cold else len(arm.calls)
+            self._calls[arm.name] = schedule.block_call_count(seconds, wanted, at_least=1)
 
     @contextlib.contextmanager
     def session(self) -> Iterator[None]:
@@ -363,31 +369,35 @@ class KernelSampler:
         assert kind == "kernel"
         assert self._recording is not None
         label = f"{round_number}/{arm.name}"
-        sequence = self._sequences[arm.name]
+        count = self._calls[arm.name]
+        self._writer.begin(kind, range(min(count, len(arm.calls))))
         if self._cold:
-            compared = self._draw.randrange(len(sequence))
-            for index, call in enumerate(sequence):
-                if index == compared:
-                    self._move_values(index % len(arm.calls))
+            compared = self._writer.values.draw(range(count))
+            for index in range(count):
+                place = index % len(arm.calls)
+                self._writer.values.write([place])
                 self._timer.flush_cache()
                 self._timer.synchronize()  # host and GPU clocks differ by microseconds: keep the flush well before
                 with self._recording.call(label):
-                    answer = call()
+                    answer = arm.calls[place]()
                     self._timer.synchronize()
                 if index == compared:
-                    _require_right(arm, index, answer)
+                    self._require_right(arm, place, answer)
                 del answer  # the next call gets its memory, as it would anywhere
         else:
-            last = len(sequence) - 1
-            self._move_values(last % len(arm.calls))
+            self._writer.write(range(count))
             self._timer.synchronize()
             with self._recording.call(label):
-                for call in sequence[:last]:
+                for call in arm.calls[: count - 1]:
                     call()
-                answer = sequence[last]()
+                answer = arm.calls[count - 1]()
                 self._timer.synchronize()
-            _require_right(arm, last, answer)
+            self._require_right(arm, count - 1, answer)
         return None
+
+    def _require_right(self, arm: Arm, place: int, answer: Answer) -> None:
+        if wrong := self._writer.wrong(arm, {place: answer}, place):
+            raise WrongAnswerError(f"an answer of a timed sample is wrong: {wrong}")
 
     def late_samples(self, arm: Arm, round_numbers: Sequence[int]) -> list[float]:
         """Return one sample for each round: the median over its calls, or their mean where they ran back to back."""
@@ -396,15 +406,42 @@ class KernelSampler:
         problem = lost_kernels([trace for traces in rounds for trace in traces])
         if problem:
             raise WrongAnswerError(problem)
-        calls = 1 if self._cold else len(self._sequences[arm.name])
+        calls = 1 if self._cold else self._calls[arm.name]
         return [statistics.median(trace.device_seconds() for trace in traces) / calls for traces in rounds]
 
 
-def _require_right(arm: Arm, index: int, answer: Answer) -> None:
-    """Compare the answer of call ``index`` of a sample. Raises ``WrongAnswerError``."""
-    wrong = arms_module.mismatch([answer], [arm.expected[index % len(arm.calls)]], arm.tolerance)
-    if wrong:
-        raise WrongAnswerError(f"an answer of a timed sample is wrong: {wrong}")
+class Writer:
+    """Gives calls new values before they are timed, and looks at their answers after that."""
+
+    def __init__(self, values: FreshValues, timer: Timer, *, in_cache: bool, seconds_per_set: float) -> None:
+        self.values = values
+        self.seconds_per_set = seconds_per_set  # to write new values to one
+        self.compare = True  # whether answers of this round are compared with what is right, beside their repeats
+        self._timer = timer
+        self._in_cache = in_cache  # whether all sets of inputs fit into the cache: then they stay there
+
+    def begin(self, kind: TimeKind, places: Sequence[int]) -> None:
+        """Begin a sample: what is called before the clock runs does not read what the arm before has read last."""
+        self.values.begin_sample(kind)
+        self.values.write(places)
+
+    def write(self, places: Sequence[int]) -> None:
+        """Write new values to ``places``. What was written last does not stay in the cache: no call finds its own."""
+        self.values.write(places)
+        if not self._in_cache:
+            self._timer.flush_cache()
+
+    def wrong(self, arm: Arm, answers: Mapping[int, Answer], compared: int) -> str:
+        """Return how answers, by place, are wrong, or an empty text; that at ``compared`` must be right."""
+        for place in sorted(answers, key=lambda place: place != compared):
+            compare = self.compare and place == compared
+            if wrong := arms_module.wrong_late(arm, answers[place], place, self.values, compare=compare):
+                return wrong
+        return ""
+
+
+def _do_nothing() -> None:
+    pass
 
 
 class WrongAnswerError(Exception):
@@ -420,15 +457,6 @@ def estimate_seconds(arm: Arm, timer: Timer) -> float:
     """Return roughly how long an eager call takes: a first, warm one, then three more where they are fast."""
     seconds = timer.wall_seconds(arm.calls[:1])
     return seconds if seconds > schedule.LONGEST_SAMPLE_S else timer.wall_seconds(rotate(arm.calls, 3)) / 3
-
-
-def wrong_replay(graph: Graph, arm: Arm) -> str:
-    """Return how a replay's answers differ from the eager ones, or an empty string."""
-    graph.poison_outputs()
-    graph.replay_once()
-    pairs = [(output, wanted) for output, wanted in zip(graph.outputs, arm.expected, strict=True) if output is not None]
-    wrong = arms_module.mismatch([output for output, _ in pairs], [wanted for _, wanted in pairs], arm.tolerance)
-    return f"a replay of its graph does not answer as the eager call does: {wrong}" if wrong else ""
 
 
 def lost_kernels(traces: Sequence[CallTrace]) -> str:

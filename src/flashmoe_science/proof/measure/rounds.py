@@ -17,12 +17,14 @@ from ..subject.operator import Inputs, Operator
 from . import arms as arms_module, schedule
 from .arms import Arm, Loaded
 from .correctness import ExpectedOutputs, find_expected, require_random
-from .measure import ClockSampler, KernelSampler, Timer, WrongAnswerError
+from .fresh_values import FreshValues
+from .measure import ClockSampler, KernelSampler, Timer, Writer, WrongAnswerError
 from .nvml import Reading
 from .shared_state import SharedState
 
 ROUNDS_PER_SESSION = 10  # a profiler's buffers are finite
 
+_PARTS = 4  # answers to values of which few are new
 _NO_SUBJECT = "the subject cannot be measured in this case"
 
 
@@ -66,6 +68,9 @@ class Plan:
     control: bool = True  # whether the first baseline runs twice
     check_stream: bool = True  # whether the subject's work must be shown to be ordered with the calling stream
     changes: Callable[[], str] | None = None  # of a ``Guard`` made after the subject was imported
+    # Asked when a case and a round begin; None: they follow from ``settings``.
+    new_seed: Callable[[], int] | None = None
+    orders_seed: Callable[[str], str] | None = None  # of a case, by its name; None: it follows from ``settings``
 
     def __post_init__(self) -> None:
         """Refuse to profile and to time by other means in one process. Raises ``ProofError``."""
@@ -104,23 +109,25 @@ def measure_case(
     gc.collect()
     timer.empty_cache()
     samples = Samples()
+    seeds = _Seeds(case, plan)
     input_sets: list[dict[str, torch.Tensor]] = []
     try:
-        input_sets = _make_input_sets(case, plan, timer)
-        expected = _find_expected(case, plan, input_sets)
+        input_sets, write_seconds = _make_input_sets(case, seeds, timer)
+        expected, slow = _find_expected(case, seeds, input_sets, timer)
     except Exception as error:  # noqa: BLE001 - one case of many fails, with its reason
         reason = f"the case cannot be set up: {arms_module.survive(error, 'of none', timer)}"
         arms = [Arm(each, each.name, each.role, "failed", reason) for each in loaded]
     else:
-        arms = _prepare(case, loaded, plan, timer, input_sets, expected)
+        values = FreshValues(case.operator, case.problem, input_sets, timer.name)
+        values.begin_round(seeds.next())
+        arms = _prepare(case, loaded, plan, timer, input_sets, expected, values, seeds)
         if arms[0].ready:
             changes = plan.changes or SharedState().changes
-            samples = _take_rounds(arms, input_sets, case, plan, timer, on_round)
+            in_cache = _nbytes(input_sets[0]) * len(input_sets) < 2 * timer.l2_bytes
+            writer = Writer(values, timer, in_cache=in_cache, seconds_per_set=write_seconds)
+            samples = _take_rounds(arms, writer, seeds, plan, timer, on_round, slow=slow)
             _check_shared(arms, samples, changes)
-            _check_again(arms, samples, timer)
-            # Once more with other values: with two sets, what was cached in a round is right every other time.
-            arms_module.roll_values(input_sets, [arm for arm in arms if arm.ready])
-            _check_again(arms, samples, timer)
+            _check_again(arms, samples, values, seeds, timer)
     rounds = samples.as_rounds(plan.process) if arms[0].ready else None
     return {
         "name": case.name,
@@ -131,25 +138,46 @@ def measure_case(
     }
 
 
-def _make_input_sets(case: Case, plan: Plan, timer: Timer) -> list[dict[str, torch.Tensor]]:
-    """Return so many sets of fresh random inputs that they do not stay in L2."""
+class _Seeds:
+    """The seeds of one case: of its orders, and of its values, one after another."""
+
+    def __init__(self, case: Case, plan: Plan) -> None:
+        settings = plan.settings
+        following = random.Random(f"{settings.seed}/{case.name}/{plan.process}/{'+'.join(plan.times)}/values")
+        self.next: Callable[[], int] = plan.new_seed or (lambda: following.getrandbits(31))
+        known = schedule.rounds_seed(settings.seed, case.name, plan.process, plan.times, method=settings.method)
+        self.orders: Callable[[], str] = lambda: plan.orders_seed(case.name) if plan.orders_seed else known
+
+
+def _make_input_sets(case: Case, seeds: _Seeds, timer: Timer) -> tuple[list[dict[str, torch.Tensor]], float]:
+    """Return so many sets of fresh random inputs that they do not stay in L2, and the seconds to write one anew."""
+    first_seed = seeds.next()
 
     def make(index: int) -> dict[str, torch.Tensor]:
-        seed = schedule.derived_seed(plan.settings.seed, case.name, plan.process, index)
+        seed = schedule.derived_seed(first_seed, index)
         return case.operator.make_inputs(case.problem, seed=seed, device=timer.name)
 
     first = make(0)
-    count = schedule.input_set_count(_nbytes(first), timer.l2_bytes)
+    values = FreshValues(case.operator, case.problem, [make(1)], timer.name)
+    values.write([0])  # what is compiled or loaded for it is not counted
+    seconds = timer.wall_seconds([lambda: values.write([0])])
+    count = schedule.input_set_count(_nbytes(first), timer.l2_bytes, seconds)
     input_sets = [first, *(make(index) for index in range(1, count))]
     require_random(case.operator, *input_sets[:2])
-    return input_sets
+    return input_sets, seconds
 
 
-def _find_expected(case: Case, plan: Plan, input_sets: Sequence[Inputs]) -> dict[int, ExpectedOutputs]:
-    """Return the exact answers to two sets drawn at random: exact answers to all would take longer than the times."""
-    draw = random.Random(f"{plan.settings.seed}/{case.name}/{plan.process}/{'+'.join(plan.times)}/truths")
-    places = draw.sample(range(len(input_sets)), min(2, len(input_sets)))
-    return {place: find_expected(case.operator, case.problem, input_sets[place]) for place in places}
+def _find_expected(
+    case: Case, seeds: _Seeds, input_sets: Sequence[Inputs], timer: Timer
+) -> tuple[dict[int, ExpectedOutputs], float]:
+    """Return the exact answers to two sets drawn at random, and the seconds that one takes."""
+    places = random.Random(seeds.next()).sample(range(len(input_sets)), min(2, len(input_sets)))
+    found: dict[int, ExpectedOutputs] = {}
+
+    def find() -> None:
+        found.update({place: find_expected(case.operator, case.problem, input_sets[place]) for place in places})
+
+    return found, timer.wall_seconds([find]) / len(places)
 
 
 def _nbytes(inputs: Inputs) -> int:
@@ -163,6 +191,8 @@ def _prepare(
     timer: Timer,
     input_sets: Sequence[Inputs],
     expected: Mapping[int, ExpectedOutputs],
+    values: FreshValues,
+    seeds: _Seeds,
 ) -> list[Arm]:
     """Return the arms, the subject first; when the subject is not ready the baselines are not even tried."""
 
@@ -171,8 +201,7 @@ def _prepare(
 
     subject = prepare(loaded[0])
     if subject.ready and plan.check_stream:
-        seed = schedule.derived_seed(plan.settings.seed, case.name, plan.process, "stream")
-        wrong = arms_module.check_stream(subject, case.operator, case.problem, input_sets[0], timer, seed=seed)
+        wrong = arms_module.check_stream(subject, case.operator, case.problem, input_sets[0], timer, seed=seeds.next())
         if wrong:
             subject.fail(wrong)
     if not subject.ready:
@@ -183,36 +212,32 @@ def _prepare(
         control = prepare(copied)  # its own closures, and later its own captures
         control.name, control.role = copied.name + arms_module.CONTROL_SUFFIX, "control"
         arms.append(control)
-    arms_module.find_followers(input_sets, [arm for arm in arms if arm.ready], timer)
+    arms_module.find_followers(values, [arm for arm in arms if arm.ready], timer)
+    if wrong := arms_module.check_parts(subject, values, timer, times=_PARTS):
+        subject.fail(wrong)
     return arms
 
 
 def _take_rounds(
     arms: Sequence[Arm],
-    input_sets: Sequence[Inputs],
-    case: Case,
+    writer: Writer,
+    seeds: _Seeds,
     plan: Plan,
     timer: Timer,
     on_round: Callable[[int, int], None],
+    *,
+    slow: float,
 ) -> Samples:
-    """Take all rounds of one case in this process."""
+    """Take all rounds of one case in this process. ``slow``: the seconds that an exact answer takes."""
     ready = {arm.name: arm for arm in arms if arm.ready}
     settings = plan.settings
-    seed = schedule.rounds_seed(settings.seed, case.name, plan.process, plan.times)
-    samples = Samples(schedule.balanced_orders(list(ready), settings.rounds, seed=seed))
+    samples = Samples(schedule.balanced_orders(list(ready), settings.rounds, seed=seeds.orders()))
     samples.seconds = {kind: {name: [] for name in ready} for kind in plan.times}
-    draw = random.Random(f"{seed}/moves")
-
-    def move_values(place: int) -> None:
-        others = [index for index in range(len(input_sets)) if index != place]
-        if others:
-            arms_module.swap_values(input_sets, list(ready.values()), place, draw.choice(others))
-
     sampler: ClockSampler | KernelSampler
     if "kernel" in plan.times:
-        sampler = KernelSampler(settings, timer, move_values)
+        sampler = KernelSampler(settings, timer, writer)
     else:
-        sampler = ClockSampler(settings, plan.times, timer, move_values)
+        sampler = ClockSampler(settings, plan.times, timer, writer)
     gc.disable()  # a collection within one arm's block would count as that arm's time
     try:
         sampler.prepare(list(ready.values()))
@@ -220,7 +245,9 @@ def _take_rounds(
             numbers = range(first, min(first + ROUNDS_PER_SESSION, settings.rounds))
             with sampler.session():
                 for number in numbers:
-                    arms_module.roll_values(input_sets, list(ready.values()))
+                    seed = seeds.next()
+                    writer.values.begin_round(seed)
+                    writer.compare = random.Random(f"{seed}/compared").random() * slow < schedule.LONGEST_TRUTH_S
                     for kind in plan.times:
                         for name in samples.order[number]:
                             _sample(sampler, kind, ready[name], number, samples, timer)
@@ -274,10 +301,15 @@ def _check_shared(arms: Sequence[Arm], samples: Samples, changes: Callable[[], s
             samples.drop(arm.name)
 
 
-def _check_again(arms: Sequence[Arm], samples: Samples, timer: Timer) -> None:
-    """Compare every arm's answers with those before timing; an arm that answers otherwise loses its times."""
+def _check_again(arms: Sequence[Arm], samples: Samples, values: FreshValues, seeds: _Seeds, timer: Timer) -> None:
+    """Ask every arm once more, with new values; an arm that answers wrongly loses its times."""
+    values.begin_round(seeds.next())
+    values.begin_sample("after")
+    sets = len(arms[0].calls)
+    values.write(range(sets))
+    places = random.Random(seeds.next()).sample(range(sets), min(2, sets))
     for arm in arms:
-        wrong = arms_module.check_again(arm, timer) if arm.ready else ""
+        wrong = arms_module.check_again(arm, values, places, timer) if arm.ready else ""
         if wrong:
             arm.fail(wrong)
             samples.drop(arm.name)

@@ -6,38 +6,59 @@ does not hold the GPU for minutes. All arms of a case have the same number of ca
 
 from __future__ import annotations
 
+import hashlib
 import math
 import random
 from collections.abc import Sequence
 
-MIN_INPUT_SETS = 2  # values move from set to set, so that nothing learns what lies at an address
+MIN_INPUT_SETS = 2
 MAX_INPUT_SETS = 64
+FEW_INPUT_SETS = 8  # as many as there are however long it takes to write one
+SETS_TO_CACHE = 20  # what all sets hold, in sizes of the L2 cache
+LONGEST_WRITE_S = 0.25  # new values for all sets
+LONGEST_TRUTH_S = 0.1  # an exact answer that takes longer is not worked out in each round
 LONGEST_SAMPLE_S = 0.05  # one block of wall calls, or one replay of a graph; a single call may last longer
 LONGEST_REPLAYS_S = 0.25  # all replays of one capture
 MIN_WALL_CALLS = 3
 KERNEL_CALLS = 5  # calls whose median is one sample of kernel time
 
 
-def input_set_count(bytes_per_set: int, l2_bytes: int) -> int:
-    """Return the fewest sets of inputs that hold at least twice the L2 cache together, from 2 to 64."""
-    if bytes_per_set <= 0:
-        return MIN_INPUT_SETS
-    return max(MIN_INPUT_SETS, min(MAX_INPUT_SETS, math.ceil(2 * l2_bytes / bytes_per_set)))
+def input_set_count(bytes_per_set: int, l2_bytes: int, seconds_per_set: float) -> int:
+    """Return how many sets of inputs there are, from 2 to 64: as many calls can follow one another on new values.
+
+    They hold 20 times the L2 cache together. Reading that takes some 0.3 ms, so that a replay lasts long enough, and no
+    set is still in the cache when its turn comes. Where it takes ``seconds_per_set`` to write a set, they are fewer.
+    """
+    wanted = MAX_INPUT_SETS if bytes_per_set <= 0 else math.ceil(SETS_TO_CACHE * l2_bytes / bytes_per_set)
+    affordable = max(FEW_INPUT_SETS, int(LONGEST_WRITE_S / max(seconds_per_set, 1e-9)))
+    return max(MIN_INPUT_SETS, min(MAX_INPUT_SETS, wanted, affordable))
+
+
+def known_set_counts(bytes_per_set: int, l2_bytes: int, *, method: int) -> range:
+    """Return how many sets of inputs a record may have; how long it took to write one is not in it.
+
+    Method 1 had the fewest that hold twice the L2 cache.
+    """
+    if method == 1:
+        wanted = math.ceil(2 * l2_bytes / bytes_per_set) if bytes_per_set > 0 else MIN_INPUT_SETS
+        most = max(MIN_INPUT_SETS, min(MAX_INPUT_SETS, wanted))
+        return range(most, most + 1)
+    most = input_set_count(bytes_per_set, l2_bytes, 0.0)
+    return range(min(FEW_INPUT_SETS, most), most + 1)
 
 
 def graph_call_count(
     seconds_per_call: Sequence[float], input_sets: int, *, graph_seconds: float, graph_calls: int
 ) -> int:
-    """Return how many calls each arm's graph holds, at most ``graph_calls``.
+    """Return how many calls each arm's graph holds: at most ``graph_calls``, and each has a set of inputs of its own.
 
-    The fastest arm's replay lasts ``graph_seconds``, every set of inputs is used equally often, and no arm's replay
-    lasts longer than ``LONGEST_SAMPLE_S`` unless a single call does.
+    The fastest arm's replay lasts ``graph_seconds`` if the sets suffice, and no arm's replay lasts longer than
+    ``LONGEST_SAMPLE_S`` unless a single call does.
     """
     fastest, slowest = max(1e-9, min(seconds_per_call)), max(1e-9, *seconds_per_call)
     wanted = math.ceil(graph_seconds / fastest - 1e-9)  # 4e-4 / 8e-6 is 50.000000000000007
-    rotations = max(1, min(math.ceil(wanted / input_sets), graph_calls // input_sets))
     affordable = max(1, int(LONGEST_SAMPLE_S / slowest))
-    return min(rotations * input_sets, graph_calls, affordable)
+    return max(1, min(wanted, input_sets, graph_calls, affordable))
 
 
 def replay_count(seconds_per_replay: float, graph_replays: int) -> int:
@@ -48,6 +69,13 @@ def replay_count(seconds_per_replay: float, graph_replays: int) -> int:
 def block_call_count(seconds_per_call: float, calls: int, *, at_least: int) -> int:
     """Return how many eager calls make one block: ``calls``, fewer when they are slow, and not below ``at_least``."""
     return max(at_least, min(calls, int(LONGEST_SAMPLE_S / max(seconds_per_call, 1e-9))))
+
+
+def wall_block_count(calls: int, wall_calls: int, seconds_per_call: float, *, seconds_per_set: float) -> int:
+    """Return how many blocks of ``calls`` make a sample of wall time: ``wall_calls`` in all, fewer if they are slow."""
+    affordable = int(LONGEST_SAMPLE_S / max(seconds_per_call * calls, 1e-9))
+    writable = int(LONGEST_WRITE_S / max(seconds_per_set * calls, 1e-9))
+    return max(1, min(math.ceil(wall_calls / calls), affordable, writable))
 
 
 def balanced_orders(names: Sequence[str], rounds: int, *, seed: str) -> list[list[str]]:
@@ -68,9 +96,13 @@ def balanced_orders(names: Sequence[str], rounds: int, *, seed: str) -> list[lis
     return orders[:rounds]
 
 
-def rounds_seed(seed: int | None, case: str, process: int, times: Sequence[str]) -> str:
-    """Return the seed of the orders of one case in one process. A verdict draws the same orders from it again."""
-    return f"{seed}/{case}/{process}/{'+'.join(times)}"
+def rounds_seed(seed: int | None, case: str, process: int, times: Sequence[str], *, method: int) -> str:
+    """Return the seed of the orders of one case in one process. A verdict draws the same orders from it again.
+
+    The seed of the run does not follow from it: the process that knows it must not know the values to come.
+    """
+    text = f"{seed}/{case}/{process}/{'+'.join(times)}"
+    return text if method == 1 else hashlib.sha256(text.encode()).hexdigest()
 
 
 def _williams_squares(n: int) -> list[list[list[int]]]:

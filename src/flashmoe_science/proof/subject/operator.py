@@ -177,6 +177,21 @@ class ErrorScaling(Protocol):
         """
 
 
+@runtime_checkable
+class Refreshing(Protocol):
+    """What an operator may offer besides: new values at less cost than new inputs have.
+
+    Each call that is timed gets new values. Without this they come from ``make_inputs``, and all of them are copied.
+    """
+
+    def refresh(self, problem: Any, inputs: Inputs, *, seed: int) -> None:
+        """Write new values into ``inputs``, in place and on their device.
+
+        They decide every element of the answer, and each may stay as it was where others are new: none is worked out
+        of another.
+        """
+
+
 class Axis(Protocol):
     """One way to make a problem longer, with what a longer one means for a kernel."""
 

@@ -1,0 +1,92 @@
+"""The values of the inputs while arms are timed: new ones for each call, and what is right for them.
+
+A kernel that keeps results, keyed by what it read, is fast on values that it has seen. So a timed call reads values
+that no call before it has read. They are made on the device, outside of what is timed, from a seed that this process
+does not have before the round begins. They are written to the same addresses, so that a captured graph reads them too.
+All arms of a round get the same ones: what a call costs may depend on them.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ..subject.operator import Inputs, Operator
+from . import schedule
+from .correctness import ExpectedOutputs, find_expected
+
+_STRIDE = 7919  # between the seeds of two sets: an operator may use the next few numbers too
+_PART = 64  # of a tensor, one in so many elements is new where the others stay
+
+
+class FreshValues:
+    """Writes values into the sets of inputs of one case."""
+
+    def __init__(self, operator: Operator, problem: Any, input_sets: Sequence[Inputs], device: str) -> None:
+        self._operator = operator
+        self._problem = problem
+        self._input_sets = input_sets
+        self._device = device
+        # An operator may write some tensors in place, without drawing again what is costly and tells nothing.
+        self._refresh: Callable[..., None] | None = getattr(operator, "refresh", None)
+        self._round = self._writes = 0
+        self._sample = ""
+        self._seeds: dict[int, int] = {}  # place -> of the values that it holds
+        self._expected: tuple[tuple[int, int], ExpectedOutputs] | None = None
+
+    def begin_round(self, seed: int) -> None:
+        """Take the seed of a round."""
+        self._round = seed
+
+    def begin_sample(self, sample: str) -> None:
+        """Begin anew with what is drawn for ``sample`` in this round: the next arm gets the same values."""
+        self._sample, self._writes = sample, 0
+
+    def write(self, places: Sequence[int]) -> None:
+        """Write new values to the sets ``places``, on the current stream."""
+        first = schedule.derived_seed(self._round, self._sample, self._writes)
+        self._writes += 1
+        for place in places:
+            self._seeds[place] = (first + _STRIDE * place) % 2**31
+            self._write(self._input_sets[place], self._seeds[place])
+
+    def _write(self, inputs: Inputs, seed: int) -> None:
+        """Through ``.data`` the version counter does not change: a cache keyed on it gets no warning."""
+        if self._refresh is not None:
+            self._refresh(self._problem, {name: tensor.data for name, tensor in inputs.items()}, seed=seed)
+            return
+        made = self._operator.make_inputs(self._problem, seed=seed, device=self._device)
+        for name, tensor in inputs.items():
+            tensor.data.copy_(made[name])
+
+    def draw(self, places: Sequence[int]) -> int:
+        """Return one of ``places``, the same for every arm of this sample."""
+        return places[random.Random(f"{self._round}/{self._sample}/compared").randrange(len(places))]
+
+    def expected(self, place: int) -> ExpectedOutputs:
+        """Return what is right for the values at ``place``. The last one is kept: the next arm asks for it too."""
+        key = place, self._seeds[place]
+        if self._expected is None or self._expected[0] != key:
+            self._expected = None  # fp64 of two may not fit
+            self._expected = key, find_expected(self._operator, self._problem, self._input_sets[place])
+        return self._expected[1]
+
+    @property
+    def writes_parts(self) -> bool:
+        """Whether some values may be new where others stay: the operator says which depend on no other."""
+        return self._refresh is not None
+
+    def write_part(self, place: int) -> None:
+        """Write new values to a 64th of each tensor. A result that was kept by the other elements is wrong then."""
+        inputs = self._input_sets[place]
+        before = {name: tensor.clone() for name, tensor in inputs.items()}
+        self.write([place])
+        for name, tensor in inputs.items():
+            size = max(1, tensor.numel() // _PART)
+            begin = random.Random(f"{self._seeds[place]}/{name}").randrange(max(1, tensor.numel() - size + 1))
+            stays = torch.ones(tensor.numel(), dtype=torch.bool, device=tensor.device)
+            stays[begin : begin + size] = False
+            tensor.data.copy_(torch.where(stays.view(tensor.shape), before[name], tensor))

@@ -1,0 +1,63 @@
+"""Flushes of L2 with a driver and a GPU that are made up."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+import torch
+
+from flashmoe_science.errors import ProofError
+from flashmoe_science.proof.measure.cache import CacheFlush
+
+
+class Driver:
+    """Notes what is asked of it, and answers ``code``."""
+
+    def __init__(self, code=0):
+        self.code = code
+        self.asked = []
+
+    def cuCtxSetLimit(self, limit, value):  # noqa: N802
+        self.asked.append(("limit", limit, value.value))
+        return self.code
+
+    def cuCtxResetPersistingL2Cache(self):  # noqa: N802
+        self.asked.append(("reset",))
+        return self.code
+
+
+@pytest.fixture
+def flush_of(monkeypatch):
+    def make(driver):
+        monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
+        for name in ("full", "empty"):
+            real = getattr(torch, name)
+            monkeypatch.setattr(torch, name, lambda *a, real=real, **k: real(*a, **{**k, "device": "cpu"}))
+        return CacheFlush(1024)
+
+    return make
+
+
+def test_no_line_may_stay_and_other_memory_is_written_and_read(flush_of):
+    driver = Driver()
+    flush = flush_of(driver)
+    assert driver.asked == [("limit", 6, 0)]
+    flush.flush()
+    assert driver.asked[1:] == [("reset",)]
+    assert flush._written.nbytes == flush._read.nbytes == 2048
+    assert set(flush._written.tolist()) == {2}
+    assert flush._written.data_ptr() != flush._read.data_ptr()
+    assert flush._seen.item() == 1
+
+
+def test_a_gpu_without_such_lines_is_asked_once(flush_of):
+    driver = Driver(215)
+    flush = flush_of(driver)
+    flush.flush()
+    assert driver.asked == [("limit", 6, 0)]
+
+
+def test_a_driver_that_fails_is_an_error(flush_of):
+    with pytest.raises(ProofError, match="cuCtxSetLimit of the CUDA driver failed with code 201"):
+        flush_of(Driver(201))
