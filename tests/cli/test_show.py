@@ -16,7 +16,7 @@ from flashmoe_science.proof.records.store import Store
 from flashmoe_science.proof.worker import TaskResult
 
 from ..proof.builders import build_record
-from ..proof.claim_builders import claim_toml
+from ..proof.claim_builders import build_claim, claim_toml, suite_toml, worded
 from ..proof.own_kernels import write_kernel
 from .conftest import RUN_ID, SENTENCE
 
@@ -30,6 +30,21 @@ def test_verify_prints_a_line_for_every_claim_and_the_count(run):
     assert all(line.startswith("not seen in 1 of 1 claim: ") for line in err.splitlines())
     assert lines[0].startswith(f"demonstrated  {SENTENCE} | lowest of 2 cases 2.30x [2.29, 2.31]; " + RUN_ID)
     assert lines[-1] == "1 claim: 1 demonstrated"
+
+
+def test_verify_says_what_the_other_cases_show_of_a_claim_that_selects_some(run, repository):
+    speedups = [2.3, *[0.5] * 12]
+    write_record(build_record(speedups=speedups, suite="made_up"), repository / "evidence" / f"{RUN_ID}.json.gz")
+    names = [f"case{number}" for number in range(13)]
+    (repository / "suites" / "made_up.toml").write_text(suite_toml("made_up", *names))
+    claim = worded(build_claim(suite="made_up", cases="case0", sentence="made below"), 13)
+    (repository / "claims" / "seed.toml").write_text(
+        claim_toml(suite="made_up", cases="case0", sentence=claim.sentence)
+    )
+    code, out, _ = run("verify")
+    assert code == 0
+    assert "in 1 of 13 cases of suite made_up (`case0`)." in out
+    assert "the other 12 cases show 12 slower, lowest 0.499x" in out
 
 
 @pytest.mark.parametrize(
