@@ -13,7 +13,7 @@ def test_dtensors_give_what_whole_tensors_give_or_are_refused(tmp_path: Path) ->
         for case, errors in found["cases"].items():
             assert max(errors.values()) < 1e-5, f"rank {rank}, {case}: {errors}"
         assert {name: text.split("\n")[0] for name, text in found["refusals"].items()} == {
-            "experts": "fused_moe does not take DTensors",
-            "cache": "attention over a cache does not take DTensors",
-            "pages": "attention over pages does not take DTensors",
+            "experts": "x is a DTensor, and nothing says how a call is split over its mesh",
+            "cache": "q is a DTensor, and nothing says how a call is split over its mesh",
+            "pages": "q is a DTensor, and nothing says how a call is split over its mesh",
         }

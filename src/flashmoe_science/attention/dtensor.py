@@ -21,7 +21,7 @@ _GRADIENTS = ("q", "k", "v", "sinks", "bias")  # what the operator of gradients 
 def prepare_dtensors(tensors: Iterable[object]) -> None:
     """Register the strategies when the first DTensor comes. torch's module of DTensors loads slowly."""
     module = sys.modules.get("torch.distributed.tensor")
-    if module is not None and any(isinstance(tensor, module.DTensor) for tensor in tensors):
+    if module is not None and any(issubclass(kind, module.DTensor) for kind in map(type, tensors)):
         _register()
 
 

@@ -19,7 +19,7 @@ from ..gpu.checks import (
     check_tensor,
 )
 from ..gpu.device import gpu_of as gpu_of  # noqa: PLC0414 - callers of this module take it from here
-from ..gpu.subclasses import PLAIN
+from ..gpu.subclasses import PLAIN, has_own_meaning, is_dtensor
 from .checks import (
     DTYPE_NAMES as DTYPE_NAMES,  # noqa: PLC0414 - callers of this module take it from here
     check_attended,
@@ -121,13 +121,21 @@ def _check_numbers(options: Options) -> None:
             raise InputError(f"{name} must be an integer from 0 to 2**31 - 1, got {shown(length)}")
 
 
+def _is_served(kind: type[Tensor], tensors: Mapping[str, Any]) -> bool:
+    """Return whether tensors of a class are served: DTensors where all of the call are such."""
+    if is_dtensor(kind):
+        return all(is_dtensor(type(tensor)) for tensor in tensors.values() if tensor is not None)
+    return not has_own_meaning(kind)
+
+
 def check_kinds(tensors: Mapping[str, Any], options: Options) -> dict[str, Tensor]:
     """Return the tensors that are given; a seed without dropout is not. Raises ``InputError``, ``UnsupportedError``."""
     given = {}
     for name, tensor in tensors.items():
         if tensor is None and name not in _NEEDED:
             continue
-        if type(tensor) not in PLAIN:
+        kind = type(tensor)
+        if kind not in PLAIN and not (isinstance(tensor, Tensor) and _is_served(kind, tensors)):
             check_tensor(name, tensor, optional=name not in _NEEDED)
         given[name] = tensor
     if options.dropout_p and "page_table" in given:  # before a seed is drawn

@@ -20,7 +20,6 @@ from ..gpu.checks import (
     check_operand,
     check_saved_for_gradients,
     check_tensor,
-    refuse_dtensors,
 )
 from ..gpu.subclasses import PLAIN, is_traced
 from .plan import check_kernel_name
@@ -304,9 +303,8 @@ def check_operator_call(call: MoeCall) -> None:
 
     Raises:
         InputError: a tensor, a device or an option breaks the contract.
-        UnsupportedError: a tensor is a DTensor, or a transform of ``torch.func`` differentiates it.
+        UnsupportedError: a transform of ``torch.func`` differentiates a tensor.
     """
-    refuse_dtensors("fused_moe", call.tensors.values())
     for name, tensor in call.tensors.items():
         check_operand(name, tensor)
         if name == "topk_ids":

@@ -20,7 +20,6 @@ from ...gpu.checks import (
     check_not_negative,
     check_storages,
     check_tensor,
-    refuse_dtensors,
 )
 from ...gpu.subclasses import PLAIN
 from ..checks import DTYPE_NAMES, check_pages
@@ -558,7 +557,6 @@ def _storage(tensor: Tensor) -> int:
 def check_operator_call(call: CacheCall) -> None:
     """Check a call before its operator is called. Raises ``InputError`` and ``UnsupportedError``."""
     tensors = call.tensors
-    refuse_dtensors("attention over a cache", tensors.values())
     check_before_operator(tensors, "q")
     for name, tensor in tensors.items():
         check_not_negative(name, tensor)
