@@ -83,7 +83,7 @@ def check_layer(module: torch.nn.Module) -> bool:
 def _find(model_type: Any, place: str) -> dict[str, Any] | None:
     """Return what the table says of a type, if the code is transformers' own. Raises ``UnsupportedError``."""
     is_theirs = isinstance(model_type, str) and place.startswith("transformers.")
-    entry = {**_TESTED_APART, **MODELS}.get(model_type) if is_theirs else None
+    entry = MODELS.get(model_type, _TESTED_APART.get(model_type)) if is_theirs else None
     if entry is not None and "refused" in entry and _VERSION in entry.get("refused in", [_VERSION]):
         raise UnsupportedError(f"model type {model_type} is not served: {entry['refused']}", hint=_HINT)
     return entry
