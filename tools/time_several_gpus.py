@@ -1,9 +1,10 @@
-"""Time context parallel attention on the GPUs of this host beside one GPU and PyTorch's own context_parallel.
+"""Time attention and experts over the GPUs of this host beside one GPU, and beside PyTorch's own context_parallel.
 
-    torchrun --nproc-per-node 2 tools/time_context_parallel.py [--tokens 16384 65536] [--out FILE]
+    torchrun --nproc-per-node 2 tools/time_several_gpus.py [causal packed experts] [--tokens 16384 65536] [--out FILE]
 
-Causal, one sequence or a packed batch, bf16, 32 query heads, 8 K/V heads, D 128. A time is that of the slowest rank,
-the median of rounds in which every arm runs once. Rates are TFLOP/s of each GPU; the share is that of one GPU's rate.
+Attention: bf16, 32 query heads, 8 K/V heads, D 128, causal, one sequence or a packed batch. Experts: Mixtral and
+Qwen3-30B, 8k tokens a GPU. A time is that of the slowest rank, the median of rounds in which every arm runs once. Rates
+are TFLOP/s of each GPU; the share is that of one GPU's rate.
 """
 
 from __future__ import annotations
@@ -25,10 +26,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from flashmoe_science import flash_attention, flash_attention_varlen
-from flashmoe_science.distributed import ContextParallel
+from flashmoe_science import flash_attention, flash_attention_varlen, fused_moe, route
+from flashmoe_science.distributed import ContextParallel, ExpertParallel
 
 HEADS, HEADS_KV, D = 32, 8, 128
+EXPERTS = {"mixtral": (8, 2, 4096, 14336), "qwen3-30b": (128, 8, 2048, 768)}  # experts, top k, hidden, inter
+TOKENS = 8192  # of a GPU, of experts
 WARM_UP, ROUNDS = 3, 9
 Times = dict[str, float]  # ms, by forward and backward
 
@@ -88,7 +91,7 @@ def long_tailed(tokens: int) -> list[int]:
     return lengths
 
 
-def measure(tokens: int, ranks: int, *, packed: bool) -> dict[str, Any]:
+def measure_attention(tokens: int, ranks: int, *, packed: bool) -> dict[str, Any]:
     """Return the rates of every arm."""
     mesh = init_device_mesh("cuda", (ranks,), mesh_dim_names=("cp",))
     arms: dict[str, Callable[[], Times]] = {}
@@ -113,66 +116,118 @@ def measure(tokens: int, ranks: int, *, packed: bool) -> dict[str, Any]:
         else:
             local = [cp.shard(x.transpose(1, 2), 1).transpose(1, 2) for x in whole]
             arms[strategy] = arm(lambda q, k, v, cp=cp: cp.attention(q, k, v, causal=True), local)
+    found = run_rounds(arms)
+    pairs = sum(length * (length + 1) / 2 for length in lengths)
+    return summary(found, 4 * pairs * HEADS * D, 2.5, ranks)
+
+
+def measure_torchs(tokens: int, ranks: int, one: dict[str, Any]) -> dict[str, Any]:
+    """Return the rates of PyTorch's context_parallel with cuDNN. It replaces what is global, so it runs last, alone."""
+    stack, call = torchs(tokens, ranks)
+    with stack:
+        chunks = [torch.chunk(x, 2 * ranks, 2) for x in inputs(tokens, batched=True)]
+        rank = dist.get_rank()
+        once = arm(call, [torch.cat((x[rank], x[2 * ranks - 1 - rank]), 2).contiguous() for x in chunks])
+        rounds = [once() for _ in range(WARM_UP + ROUNDS)][WARM_UP:]
+    found = summary({"torch": rounds}, 2.0 * tokens * (tokens + 1) * HEADS * D, 2.5, ranks)
+    found["torch"]["share"] = round(found["torch"]["both"] / one["both"], 3)
+    return found
+
+
+def run_rounds(arms: dict[str, Callable[[], Times]]) -> dict[str, list[Times]]:
+    """Run every arm once a round."""
     found: dict[str, list[Times]] = {name: [] for name in arms}
     for turn in range(WARM_UP + ROUNDS):
         for name, once in arms.items():
             times = once()
             if turn >= WARM_UP:
                 found[name].append(times)
-    if not packed:  # the context replaces what is global: it runs alone
-        stack, call = torchs(tokens, ranks)
-        with stack:
-            chunks = [torch.chunk(x, 2 * ranks, 2) for x in whole]
-            rank = dist.get_rank()
-            cut = [torch.cat((x[rank], x[2 * ranks - 1 - rank]), 2).contiguous() for x in chunks]
-            once = arm(call, cut)
-            found["torch context_parallel, cuDNN"] = [once() for _ in range(WARM_UP + ROUNDS)][WARM_UP:]
-    pairs = sum(length * (length + 1) / 2 for length in lengths)
-    return summary(found, 4 * pairs * HEADS * D, ranks)
+    return found
 
 
-def summary(found: dict[str, list[Times]], flops: float, ranks: int) -> dict[str, Any]:
-    """Return rates: forward, backward (2.5 times the work), both, and the share of one GPU's rate."""
+def measure_experts(model: str, ranks: int) -> dict[str, Any]:
+    """Return the rates of all experts on one GPU's tokens, and of some experts on the tokens of all GPUs."""
+    experts, top_k, hidden, inter = EXPERTS[model]
+    ep = ExpertParallel(init_device_mesh("cuda", (ranks,), mesh_dim_names=("ep",)))
+    x, do = draw(1 + dist.get_rank(), TOKENS, hidden), draw(2, TOKENS, hidden)
+    w_gate_up, w_down = draw(3, experts, 2 * inter, hidden) / hidden**0.5, draw(4, experts, hidden, inter) / inter**0.5
+    weights, ids = route(draw(5 + dist.get_rank(), TOKENS, experts), top_k)
+    mine = [x, ep.shard(w_gate_up), ep.shard(w_down), do]
+    arms = {
+        "one GPU": arm(lambda x, up, down: fused_moe(x, up, down, weights, ids), [x, w_gate_up, w_down, do]),
+        "experts of each rank": arm(lambda x, up, down: ep.fused_moe(x, up, down, weights, ids), mine),
+    }
+    return summary(run_rounds(arms), ranks * 6.0 * TOKENS * top_k * hidden * inter, 2.0, ranks, one=1 / ranks)
+
+
+def summary(
+    found: dict[str, list[Times]], flops: float, backward: float, ranks: int, *, one: float = 1.0
+) -> dict[str, Any]:
+    """Return rates: forward, backward, both, and the share of one GPU's rate.
+
+    Args:
+        found: times by arm.
+        flops: of the forward on all ranks.
+        backward: its work, in units of the forward's.
+        ranks: among which the work is split.
+        one: the part of the work that the arm of one GPU does.
+    """
     rates: dict[str, Any] = {}
     for name, rounds in found.items():
-        gpus = 1 if name == "one GPU" else ranks
+        work = flops * one if name == "one GPU" else flops / ranks
         spent = {key: statistics.median(times[key] for times in rounds) for key in ("forward", "backward")}
-        both = 3.5 * flops / gpus / (spent["forward"] + spent["backward"]) / 1e9
+        both = (1 + backward) * work / (spent["forward"] + spent["backward"]) / 1e9
         rates[name] = {
             "ms": {key: round(value, 4) for key, value in spent.items()},
-            "forward": round(flops / gpus / spent["forward"] / 1e9, 1),
-            "backward": round(2.5 * flops / gpus / spent["backward"] / 1e9, 1),
+            "forward": round(work / spent["forward"] / 1e9, 1),
+            "backward": round(backward * work / spent["backward"] / 1e9, 1),
             "both": round(both, 1),
             "share": round(both / rates["one GPU"]["both"], 3) if rates else 1.0,
         }
     return rates
 
 
+def report(title: str, rates: dict[str, Any], found: dict[str, Any], out: Path | None) -> None:
+    """Print the rows of one case, and write all that is known, on rank 0."""
+    if dist.get_rank():
+        return
+    print(title)
+    for name, row in rates.items():
+        print(f"  {name:32}{row['forward']:8}{row['backward']:8}{row['both']:8}{row['share']:8.1%}", flush=True)
+    if out:
+        out.write_text(json.dumps(found, indent=1))
+
+
 def main() -> None:
-    """Measure every length, and print a table."""
+    """Measure what is asked for, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "what", nargs="*", default=["causal", "packed", "experts"], choices=["causal", "packed", "experts"]
+    )
     parser.add_argument("--tokens", type=int, nargs="+", default=[16384, 32768, 65536, 131072])
     parser.add_argument("--out", type=Path, help="write the rates there as JSON")
     asked = parser.parse_args()
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.cuda.set_device(rank)
     dist.init_process_group("cuda:nccl,cpu:gloo", device_id=torch.device("cuda", rank))
-    found = {}
-    for packed in (False, True):
-        for tokens in asked.tokens:
-            name = f"{'packed' if packed else 'causal'} {tokens}"
-            found[name] = measure(tokens, ranks, packed=packed)
+    found: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "ranks": ranks, "torch": torch.__version__}
+    for what in asked.what:
+        for case in EXPERTS if what == "experts" else asked.tokens:
+            if what == "experts":
+                rates = measure_experts(str(case), ranks)
+            else:
+                rates = measure_attention(int(case), ranks, packed=what == "packed")
+            found[f"{what} {case}"] = rates
+            torch.cuda.empty_cache()
             if rank == 0:
-                print(name)
-                for arm_name, row in found[name].items():
+                print(f"{what} {case}")
+                for name, row in rates.items():
                     print(
-                        f"  {arm_name:32}{row['forward']:8}{row['backward']:8}{row['both']:8}{row['share']:8.1%}",
+                        f"  {name:32}{row['forward']:8}{row['backward']:8}{row['both']:8}{row['share']:8.1%}",
                         flush=True,
                     )
                 if asked.out:
-                    asked.out.write_text(
-                        json.dumps({"gpu": torch.cuda.get_device_name(), "ranks": ranks, **found}, indent=1)
-                    )
+                    asked.out.write_text(json.dumps(found, indent=1))
     dist.destroy_process_group()
 
 
