@@ -16,7 +16,7 @@ Source: transformers 5, integrations/sdpa_attention.py and masking_utils.py, for
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -43,6 +43,9 @@ from .arguments import (
     check_softcap,
     check_starts,
 )
+
+if TYPE_CHECKING:
+    from ..distributed import ContextParallel, PackedPlan
 
 _LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 # Keywords that models hand on to every layer, and that say nothing of what attention computes.
@@ -78,12 +81,17 @@ _NAMES = {
 }
 
 
-def register(name: str = "moe_science", *, kernel: str = "auto") -> str:
+def register(
+    name: str = "moe_science", *, kernel: str = "auto", context_parallel: ContextParallel | None = None
+) -> str:
     """Let models be made with ``attn_implementation=name``, and return the name.
 
     Args:
         name: of the implementation.
         kernel: that serves it, as in ``flash_attention``: one name for prompts and single tokens.
+        context_parallel: splits sequences over ranks: the model is called with the tokens and the ``position_ids`` that
+            ``shard`` gives each rank, and for packed documents with their plan as ``context_parallel_plan``. For causal
+            language models without a cache, a mask, or dropout.
 
     Raises:
         InputError: the name is empty or no text, or transformers would take it for another implementation; there is no
@@ -99,6 +107,10 @@ def register(name: str = "moe_science", *, kernel: str = "auto") -> str:
 
     _check_name(name)
     check_kernel_name(kernel)
+    if context_parallel is not None:
+        AttentionInterface.register(name, functools.partial(attend_in_parallel, context_parallel))
+        AttentionMaskInterface.register(name, make_no_mask)
+        return name
     AttentionInterface.register(name, functools.partial(attend, kernel=kernel))
     AttentionMaskInterface.register(name, make_mask)
     return name
@@ -145,6 +157,67 @@ def make_mask(*arguments: Any, local_size: int | None = None, **options: Any) ->
     if is_prefix:
         setattr(bias, _PREFIX, True)
     return bias
+
+
+def make_no_mask(*_arguments: Any, local_size: int | None = None, **options: Any) -> None:
+    """Return None: layers hand over their windows, and the plan of a packed batch keeps its documents apart.
+
+    Raises:
+        UnsupportedError: the mask has padding, or chunks, or there is a cache.
+    """
+    config, given = options.get("config"), options.get("attention_mask")
+    if given is not None and not (given.dtype == torch.bool and bool(given.all())):
+        raise UnsupportedError(
+            "a mask is not served where sequences are split over ranks",
+            hint="leave attention_mask out, and make padding a document of its own in the plan",
+        )
+    if local_size is not None and local_size != getattr(config, "sliding_window", None):
+        raise UnsupportedError(f"chunks of {local_size} tokens are not served where sequences are split over ranks")
+
+
+def attend_in_parallel(
+    context_parallel: ContextParallel,
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: Any = _NOT_GIVEN,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    s_aux: Tensor | None = None,
+    context_parallel_plan: PackedPlan | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Attend as ``attend`` does, the queries of this rank to the keys of all ranks.
+
+    Raises:
+        InputError: an argument breaks the contract.
+        UnsupportedError: a mask, dropout, another keyword or a model that is not known is given.
+    """
+    if not transformers_models.check_layer(module):
+        raise UnsupportedError(f"{type(module).__name__} is not known to be right where sequences are split over ranks")
+    for name, asked in {**others, "attention_mask": attention_mask, "dropout": dropout or None}.items():
+        if asked is not None and asked is not False and name not in _IGNORED:
+            raise UnsupportedError(f"{name} is not served where sequences are split over ranks")
+    window = None if sliding_window is _NOT_GIVEN else sliding_window
+    _check_options(dropout, scaling, window, softcap, is_causal, "auto")
+    causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
+    options: dict[str, Any] = {
+        "causal": causal, "softmax_scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux,
+        "window": (window - 1, -1 if causal else window - 1) if window else (-1, -1),
+    }  # fmt: skip
+    if context_parallel_plan is None:
+        o: Tensor = context_parallel.attention(query, key, value, **options)
+        return o.transpose(1, 2).contiguous(), None
+    if query.shape[0] != 1:
+        raise UnsupportedError(f"packed documents need a batch of one, got {query.shape[0]}")
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    packed: Tensor = context_parallel.attention_packed(q, k, v, context_parallel_plan, **options)
+    return packed[None], None
 
 
 def _is_prefix(*sizes: Any, **options: Any) -> bool:
