@@ -20,6 +20,7 @@ _ORIGIN = {
     "explain": "attention.api",
     "explain_gradients": "attention.backward.api",
     "flash_attention_backward": "attention.backward.api",
+    "flash_attention_varlen_backward": "attention.backward.varlen_api",
     "fused_moe": "moe.api",
     "explain_moe": "moe.api",
     "route": "moe.api",
@@ -46,6 +47,7 @@ __all__ = [
     "flash_attention",
     "flash_attention_backward",
     "flash_attention_varlen",
+    "flash_attention_varlen_backward",
     "flash_attention_with_kv_cache",
     "fused_moe",
     "route",
@@ -54,6 +56,7 @@ __all__ = [
 if TYPE_CHECKING:
     from .attention.api import explain, flash_attention
     from .attention.backward.api import explain_gradients, flash_attention_backward
+    from .attention.backward.varlen_api import flash_attention_varlen_backward
     from .attention.decode.api import explain_with_kv_cache, flash_attention_with_kv_cache
     from .attention.varlen import explain_varlen, flash_attention_varlen
     from .errors import CompileError, FlashmoeError, InputError, UnsupportedError

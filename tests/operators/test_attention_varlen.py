@@ -114,7 +114,10 @@ def test_the_suite_is_what_its_seed_draws():
     text = path.read_text(encoding="utf-8")
     seed = text.partition("seed ")[2].partition(".\n")[0]
     drawn = subprocess.run(
-        [sys.executable, ROOT / "tools" / "draw_varlen_suite.py", seed], capture_output=True, text=True, check=True
+        [sys.executable, ROOT / "tools" / "draw_varlen_suite.py", "varlen", seed],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert drawn.stdout == text
 

@@ -9,6 +9,7 @@ MODULES = {
     "attention_cache": "attention_decode",
     "attention_train": "attention_step",
     "attention_varlen": "attention_varlen",
+    "attention_varlen_backward": "attention_varlen_backward",
     "moe": "moe",
     "moe_backward": "moe_backward",
 }

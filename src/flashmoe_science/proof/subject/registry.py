@@ -26,6 +26,11 @@ BUILTIN_OPERATORS = {
     "attention_cache": ("flash_attention_with_kv_cache", "decode_gluon_sm90", "decode_triton"),
     "attention_train": ("attention_step",),
     "attention_varlen": ("flash_attention_varlen", "varlen_triton", "varlen_gluon_sm90"),
+    "attention_varlen_backward": (
+        "flash_attention_varlen_backward",
+        "varlen_backward_triton",
+        "varlen_backward_gluon_sm90",
+    ),
     "moe": ("fused_moe", "gemv_triton", "few_triton", "grouped_triton", "grouped_gluon_sm90"),
     "moe_backward": ("fused_moe_backward", "moe_backward_triton", "moe_backward_gluon_sm90"),
 }

@@ -1,0 +1,87 @@
+"""The public gradients of packed sequences, for callers that keep o and the LSE without autograd."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ...gpu.checks import check_not_mapped, check_not_mixed, check_tensor
+from ...gpu.subclasses import is_traced
+from ..checks import check_saved, check_tensors
+from ..context_parallel import refuse_context_parallel
+from ..inputs import Options, check_all_options, refuse_tangents
+from ..packed import check_values
+from .autograd import gradients_of
+from .plan import check_backward_kernel_name
+
+
+def flash_attention_varlen_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    do: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    dlse: Tensor | None = None,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    window: tuple[int, int] = (-1, -1),
+    kernel: str = "auto",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v of packed sequences, from what the forward returned and the gradients of that.
+
+    For callers that keep o and the LSE without autograd. Softcap, sinks, ALiBi, bias and dropout are not served.
+
+    Args:
+        q: ``[Tq, H, D]``, as ``flash_attention_varlen`` takes it; so the other inputs and options.
+        k: ``[Tk, HK, D]``.
+        v: ``[Tk, HK, DV]``.
+        o: ``[Tq, H, DV]``, what ``flash_attention_varlen`` returned for them; any strides.
+        lse: ``[H, Tq]`` fp32, and its LSE.
+        do: gradient of o, like it.
+        cu_seqlens_q: ``[B + 1]`` int32.
+        cu_seqlens_k: ``[B + 1]`` int32.
+        max_seqlen_q: queries of the longest sequence, or more.
+        max_seqlen_k: keys of the longest sequence, or more.
+        dlse: gradient of lse, like it.
+        causal: row m of a sequence sees keys up to m + Sk - Sq.
+        softmax_scale: default ``D ** -0.5``.
+        window: (left, right), -1 for no bound.
+        kernel: ``"auto"``, or one name to force (``explain_gradients`` lists them); a forced kernel never falls back.
+
+    Returns:
+        dq, dk and dv, contiguous, in the shapes and the dtype of q, k and v; they are detached. Tokens that are in no
+        sequence have gradients of 0.
+
+    Raises:
+        InputError: a shape, dtype, device or value breaks the contract above. The host reads no length on a GPU.
+        UnsupportedError: no kernel, or not the kernel forced, serves this call.
+
+    Numerics: as the gradients of ``flash_attention_varlen``; the same bits in every run.
+    """
+    given: dict[str, Any] = {"q": q, "k": k, "v": v, "o": o, "do": do, "lse": lse}
+    given |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    refuse_context_parallel()
+    for name, tensor in given.items():
+        check_tensor(name, tensor)
+    if dlse is not None:
+        check_tensor("dlse", dlse, optional=True)
+        given["dlse"] = dlse
+    check_tensors(given, "T, H, D")
+    check_saved(given)
+    refuse_tangents(given.values())
+    check_not_mapped(given.values())
+    check_backward_kernel_name(kernel)
+    lengths = (max_seqlen_q, max_seqlen_k)
+    options = check_all_options(Options(causal, softmax_scale, window, 0.0, lengths, kernel))
+    check_values(given, options)
+    if is_traced(given.values()):
+        check_not_mixed(given)
+    found = gradients_of(options, given, ["q", "k", "v"])
+    return found["q"], found["k"], found["v"]
