@@ -27,6 +27,7 @@ from flashmoe_science import (
     flash_attention,
     flash_attention_backward,
     flash_attention_varlen,
+    flash_attention_varlen_backward,
     flash_attention_with_kv_cache,
     fused_moe,
     route,
@@ -92,6 +93,14 @@ def of_packed() -> Arguments:
         "window": (-1, -1), "softcap": 0.0, "sinks": None, "alibi": None, "bias": None, "seqused_q": None,
         "seqused_k": ints(3, 5), "page_table": None, "dropout_p": 0.0, "return_lse": False, "kernel": "auto",
     }  # fmt: skip
+
+
+def of_packed_gradients() -> Arguments:
+    names = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+    given = {name: value for name, value in of_packed().items() if name in names}
+    o, lse = flash_attention_varlen(**given, return_lse=True)
+    more = {"o": o, "lse": lse, "do": half(7, 4, 4), "dlse": None, "causal": False, "softmax_scale": None}
+    return {**given, **more, "window": (-1, -1)}
 
 
 def of_pages() -> Arguments:
@@ -212,6 +221,13 @@ def gradients(given: Arguments) -> Any:
     return found["q"], found["k"], found["v"]
 
 
+def packed_gradients(given: Arguments) -> Any:
+    left_out = ("o", "lse", "kernel", "max_seqlen_q", "max_seqlen_k")
+    options = {name: value for name, value in exactly(given).items() if name not in left_out}
+    found = reference.attention_varlen_backward(**options)
+    return found["q"], found["k"], found["v"]
+
+
 def of_fused_moe(given: Arguments) -> Any:
     options = {name: value for name, value in given.items() if name not in ("batch_invariant", "kernel")}
     options |= {name: options[name] or 0.0 for name in ("alpha", "limit") if name in options}
@@ -289,6 +305,7 @@ ENTRIES: dict[str, tuple[Callable[..., Any], Callable[[], Arguments], Callable[[
     "flash_attention plain": (flash_attention, of_plain, attended),
     "flash_attention_backward": (flash_attention_backward, of_gradients, gradients),
     "flash_attention_varlen": (flash_attention_varlen, of_packed, attended_packed),
+    "flash_attention_varlen_backward": (flash_attention_varlen_backward, of_packed_gradients, packed_gradients),
     "flash_attention_varlen paged": (flash_attention_varlen, of_pages, attended_packed),
     "flash_attention_with_kv_cache": (flash_attention_with_kv_cache, of_cache, attended_cache),
     "flash_attention_with_kv_cache paged": (flash_attention_with_kv_cache, of_cache_pages, attended_cache),

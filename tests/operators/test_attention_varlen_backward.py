@@ -74,7 +74,7 @@ def test_wrong_arguments_of_the_public_function_are_refused_by_name():
         ({"cu_seqlens_q": [0, 6]}, "cu_seqlens_q must be a torch.Tensor, got list"),
         ({"max_seqlen_q": 5}, "max_seqlen_q must be at least 6"),
         ({"v": x[:5]}, "v must have as many tokens as k, 6, got 5|v must have shape"),
-        ({"kernel": "fastest"}, "kernel must be one of"),
+        ({"kernel": "fastest"}, "kernel must be auto or one of"),
         ({"dlse": 1.0}, "dlse must be a torch.Tensor or None, got float"),
     ):
         with pytest.raises(InputError, match=message):

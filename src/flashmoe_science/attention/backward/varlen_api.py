@@ -6,12 +6,12 @@ from typing import Any
 
 from torch import Tensor
 
-from ...gpu.checks import check_not_mapped, check_not_mixed, check_tensor
+from ...gpu.checks import check_before_operator, check_not_mapped, check_tensor
 from ...gpu.subclasses import is_traced
-from ..checks import check_saved, check_tensors
+from ..checks import check_attended_packed, check_saved
 from ..context_parallel import refuse_context_parallel
 from ..inputs import Options, check_all_options, refuse_tangents
-from ..packed import check_values
+from ..packed import check_values, planned_lengths
 from .autograd import gradients_of
 from .plan import check_backward_kernel_name
 
@@ -73,15 +73,17 @@ def flash_attention_varlen_backward(
     if dlse is not None:
         check_tensor("dlse", dlse, optional=True)
         given["dlse"] = dlse
-    check_tensors(given, "T, H, D")
-    check_saved(given)
-    refuse_tangents(given.values())
-    check_not_mapped(given.values())
     check_backward_kernel_name(kernel)
     lengths = (max_seqlen_q, max_seqlen_k)
     options = check_all_options(Options(causal, softmax_scale, window, 0.0, lengths, kernel))
-    check_values(given, options)
-    if is_traced(given.values()):
-        check_not_mixed(given)
+    check_not_mapped(given.values())
+    traced = is_traced(given.values())
+    if traced:
+        check_before_operator(given, "q")
+    check_attended_packed(given, planned_lengths(*lengths, None))
+    check_saved(given)
+    refuse_tangents(given.values())
+    if not traced:
+        check_values(given, options)
     found = gradients_of(options, given, ["q", "k", "v"])
     return found["q"], found["k"], found["v"]
