@@ -58,11 +58,13 @@ def sources() -> Iterator[tuple[KernelSource, int]]:
     appending = CacheProblem(2, 8, 2, 1, 4096, 128, 128, "bf16", seqlen_new=1)
     forward = AttentionProblem(2, 4, 2, 512, 512, 64, 64, "bf16", bias="fp32")
     biased = BackwardProblem(forward, bias_sums=(True, False))
+    packed = BackwardProblem(AttentionProblem(2, 4, 2, 512, 512, 64, 64, "bf16", packed=True))
     routing = Routing(9, 64, 4, "fp32", (64, 1), "sigmoid", True, "fp32", 4, 2, 1.0)
     for arch, gpu in GPUS.items():
         planned = (
             *prepare_cache_kernels(plan_with_kv_cache(appending, SPECS[gpu])),
             *prepare_backward_kernels(plan_backward(biased, SPECS[gpu])),
+            *prepare_backward_kernels(plan_backward(packed, SPECS[gpu])),
             kernel_of(routing, arch),
             backward_kernel_of(routing, arch),
         )

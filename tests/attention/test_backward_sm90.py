@@ -20,12 +20,13 @@ from flashmoe_science.attention.backward.calls import prepare_backward
 from flashmoe_science.attention.backward.plan import BackwardConfig, BackwardPlan, plan_backward
 from flashmoe_science.attention.backward.plan_sm90 import HopperBackwardConfig
 from flashmoe_science.attention.backward.prepare import prepare_backward_kernels
-from flashmoe_science.attention.backward.prepare_sm90 import HOPPER_TENSORS, scratch_sizes
+from flashmoe_science.attention.backward.prepare_sm90 import prepare_hopper_backward, scratch_sizes
+from flashmoe_science.attention.backward.primitives_sm90 import FAR
 from flashmoe_science.attention.backward.problem import BackwardProblem
 from flashmoe_science.attention.inputs import Options
 from flashmoe_science.attention.problem import AttentionProblem
 from flashmoe_science.gpu.compile import compile_kernel, read_resources
-from flashmoe_science.gpu.launch import count_parameters
+from flashmoe_science.gpu.launch import count_parameters, descriptor_rank
 from flashmoe_science.gpu.specs import SPECS
 
 from ..exhaustive import all_but
@@ -70,7 +71,8 @@ NOT_SERVED: dict[str, tuple[dict[str, Any], str]] = {
     "softcap": ({"softcap": 9.0, "window": (9, -1)}, "it does not serve a softcap"),
     "keys-that-none-sees": ({"seqlen_k": 1228, "window": (100, -1)}, "hides the first 128 keys from all queries"),
     "two": ({"sinks": "bf16", "bias": "bf16"}, "it does not serve attention sinks and a bias"),
-    "packed": ({"packed": True}, "it does not serve packed sequences"),
+    "packed-softcap": ({"packed": True, "softcap": 9.0}, "it does not serve a softcap"),
+    "packed-expanded": ({"packed": True, "k_strides": (0, 0, 128, 1)}, "k is expanded"),
     "negative-scale": ({"softmax_scale": -1.0}, "it needs a positive softmax_scale"),
     "only-q": ({"asked": {"wants_kv": False}}, "not all of them are asked for"),
     "only-kv": ({"asked": {"wants_q": False}}, "not all of them are asked for"),
@@ -183,6 +185,76 @@ def test_wide_heads_are_copied_without_the_columns_behind_192(dims, columns, box
     assert parts("dq_desc", 0) == dq[0]
 
 
+PACKED: dict[str, dict[str, Any]] = {
+    "causal": {},
+    "d64": {"head_dim": 64, "head_dim_v": 64},
+    "d192": {"head_dim": 192},
+    "d256": {"head_dim": 256, "head_dim_v": 256},
+    "lengths-in-use": {"seqused": "qk"},
+    "window-that-hides-keys": {"seqlen_k": 1228, "window": (100, -1)},
+    "many-long": {"batch": 2**14, "heads": 2**8, "heads_kv": 2**8},
+}
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_packed_sequences_are_ordered_first(name):
+    """And what no other kernel writes is set to 0, here or, with lengths in use, by the call."""
+    plan = plan_of(packed=True, **PACKED[name])
+    assert plan.kernel == "backward_gluon_sm90"
+    *first, before, _, after = [launch.pattern for launch in plan.launches]
+    used = plan.problem.forward.seqused
+    assert first == (["_order_key_tiles_kernel"] if used else ["_order_key_tiles_kernel", "_clear_kernel"])
+    assert (before, after) == ("_prepare_backward_kernel", "_finish_dq_kernel")
+    for kernel, launch in zip(prepare_backward_kernels(plan), plan.launches, strict=True):
+        assert kernel.grid == launch.grid
+        assert kernel.source.name == launch.pattern
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_maps_are_what_a_launch_takes(name):
+    """Boxes have the axes of their tensors; maps of the tensor of another map come last, as no address is given."""
+    for kernel in prepare_backward_kernels(plan_of(packed=True, **PACKED[name])):
+        maps = iter(kernel.tensor_maps)
+        kinds = [kind for _, kind in kernel.source.signature if kind.startswith(("*", "tensordesc"))]
+        repeated = [kind.startswith("tensordesc") and next(maps).of is not None for kind in kinds]
+        assert repeated == sorted(repeated)
+        described = [kind for kind in kinds if kind.startswith("tensordesc")]
+        assert [descriptor_rank(kind) for kind in described] == [len(at.shape) for at in kernel.tensor_maps]
+
+
+def test_packed_sequences_take_room_for_their_tokens():
+    """Not for the longest: a tile more for each sequence, as the last one of each may not be full."""
+    plan = plan_of(packed=True, batch=5)
+    assert isinstance(plan.config, HopperBackwardConfig)
+    tokens = 700, 900
+    sizes = scratch_sizes(plan.problem, plan.config, tokens)
+    tiles = (700 // 64 + 5) * 8
+    assert sizes == {
+        "stats": 2 * 64 * tiles, "acc": 64 * 128 * tiles, "dq_semaphore": tiles + 1, "sequences": 7 * 5,
+    }  # fmt: skip
+    kernels = {kernel.source.name: kernel for kernel in prepare_hopper_backward(plan, tokens)}
+    assert kernels["_prepare_backward_kernel"].grid == (tiles, 1, 1)
+    assert kernels["_finish_dq_kernel"].grid == (2 * tiles, 1, 1)
+    assert kernels["_clear_kernel"].grid == (8, 1, 1)
+
+
+def test_maps_of_packed_sequences_end_where_a_sequence_does():
+    """By the arithmetic of a tensor map: a box from the first row of a sequence on reads its rows, and then zeros."""
+    plan = plan_of(packed=True, heads_kv=1, q_strides=(0, 256, 8 * 256, 1))
+    main = {kernel.source.name: kernel for kernel in prepare_backward_kernels(plan)}["_backward_sm90_kernel"]
+    maps = dict(zip(main.tensors, main.tensor_maps, strict=False))
+    for name, heads, row_stride, head_stride in (("q", 8, 8 * 256, 256), ("k", 1, 128, 128), ("dv", 1, 128, 128)):
+        shape, step = maps[name].shape, maps[name].strides
+        assert max(shape) < 2**31
+        assert max(2 * stride for stride in step) < 2**40
+        for start, length, row in itertools.product((0, 7, 2**20), (0, 5, 40), (0, 4, 39, 40, 63)):
+            place = FAR.value, start + length, heads - 1, FAR.value - length + row
+            assert all(0 <= at < size for at, size in zip(place[:3], shape, strict=False))
+            assert (place[3] < shape[3]) == (row < length)
+            address = 2 * sum(at * stride for at, stride in zip(place, step, strict=False))
+            assert address % 2**64 == 2 * ((start + row) * row_stride + (heads - 1) * head_stride)
+
+
 def test_other_gpus_and_empty_calls():
     problem = BackwardProblem(AttentionProblem(**SIZES))
     for gpu in ("A100", "L4", "B200", "RTX 5090"):
@@ -278,6 +350,28 @@ def test_heads_of_a_group_are_walked_over_together(change, together):
     assert dict(prepare_backward_kernels(plan)[1].source.constants)["TOGETHER"] == together
 
 
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        ({}, (2, 2)),
+        ({"heads": 28}, (7, 2)),
+        ({"heads": 24}, (6, 2)),
+        ({"heads": 64}, (8, 2)),
+        ({"heads": 36, "seqlen_q": 32768, "seqlen_k": 32768}, (3, 2)),
+        ({"causal": False}, (1, 16)),
+        ({"window": (100, -1)}, (1, 16)),
+        ({"head_dim": 64, "head_dim_v": 64}, (2, 32)),
+        ({"head_dim": 192}, (2, 16)),
+    ],
+    ids=str,
+)
+def test_packed_sequences_take_whole_groups(change, found):
+    """Of up to eight heads, however long the longest is; and of 128 columns, two K/V heads at a time when causal."""
+    config = plan_of(packed=True, **change).config
+    assert isinstance(config, HopperBackwardConfig)
+    assert (config.heads_together, config.heads_per_group) == found
+
+
 def test_slower_memory_takes_fewer_heads_together():
     """Where the walk over several reads more of it."""
     found = {}
@@ -364,7 +458,8 @@ def test_each_call_has_counters_and_sums_of_its_own(monkeypatch):
     monkeypatch.setattr(torch, "empty", keep)
     found = call(tensors)
     assert launches.names == [launch.pattern for launch in plan.launches]
-    named = [dict(zip(names, given, strict=False)) for names, given in zip(HOPPER_TENSORS, launches.given, strict=True)]
+    order = [[name.removesuffix("_ptr") for name in kernel.tensors] for kernel in prepare_backward_kernels(plan)]
+    named = [dict(zip(names, given, strict=False)) for names, given in zip(order, launches.given, strict=True)]
     before, main, after = named
     for name in ("q", "k", "v", "do"):
         assert main[name] == tensors[name].data_ptr()
@@ -382,11 +477,47 @@ def test_each_call_has_counters_and_sums_of_its_own(monkeypatch):
         assert by_address[main[name]].dtype == (torch.int32 if name == "dq_semaphore" else torch.float32)
     launches.given.clear()
     call(tensors)  # while the memory of the first is in use
-    again = dict(zip(HOPPER_TENSORS[1], launches.given[1], strict=True))
+    again = dict(zip(order[1], launches.given[1], strict=True))
     assert [name for name in sizes if again[name] == main[name]] == []
 
 
-@pytest.mark.parametrize("module", ["interpreted_passes", "interpreted_sums"])
+def test_packed_calls_prepare_kernels_for_their_tokens(monkeypatch):
+    """Once for each number; without tokens nothing is launched."""
+    launches = Launches()
+    monkeypatch.setattr("flashmoe_science.gpu.launch.prepare_launch", launches.prepare)
+    monkeypatch.setattr("flashmoe_science.attention.backward.calls._raw_stream", lambda index: 7 + index)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr("flashmoe_science.attention.backward.calls._scratch", scratch_on_cpu)
+    plan = plan_of(packed=True, batch=2)
+    call = prepare_backward(plan, torch.device("cuda:0"))
+    starts = torch.tensor([0, 30, 70], dtype=torch.int32)
+    q, k = torch.zeros(70, 8, 128, dtype=torch.bfloat16), torch.zeros(90, 4, 128, dtype=torch.bfloat16)
+    tensors = {"q": q, "k": k, "v": k.clone(), "o": q.clone(), "do": q.clone(), "lse": torch.zeros(70, 8).t()}
+    tensors |= {"cu_seqlens_q": starts, "cu_seqlens_k": starts}
+    found = call(tensors)
+    assert launches.names == [launch.pattern for launch in plan.launches]
+    kernels = prepare_hopper_backward(plan, (70, 90))
+    order, clear, _, main, after = (
+        dict(zip((name.removesuffix("_ptr") for name in kernel.tensors), given, strict=False))
+        for kernel, given in zip(kernels, launches.given, strict=True)
+    )
+    made = {**tensors, **{f"d{name}": gradient for name, gradient in found.items()}}
+    for name in ("q", "k", "v", "do", "dk", "dv"):
+        assert main[name] == made[name].data_ptr()
+    assert after["dq"] == clear["dq"] == found["q"].data_ptr()
+    assert order["sequences"] == main["sequences"]
+    call(tensors)
+    assert len(launches.names) == 5, "the same tokens need no other kernels"
+    empty = {**tensors, "k": k[:0], "v": k[:0]}
+    assert not any(gradient.any() for gradient in call(empty).values())
+    assert len(launches.given) == 10
+
+
+def scratch_on_cpu(sizes, _device):
+    return {name: torch.empty(size) for name, size in sizes.items()}
+
+
+@pytest.mark.parametrize("module", ["interpreted_passes", "interpreted_packed_passes", "interpreted_sums"])
 def test_what_is_written_in_triton_is_interpreted(module):
     """What comes before and after it, and the sums of fp32 that other kernels make, in a process of its own."""
     environment = {
@@ -452,22 +583,45 @@ def test_kernels_of_other_groups_compile(head_dim, head_dim_v, dtype, heads, tmp
     check_compiled(head_dim, head_dim_v, dtype, True, (-1, -1), heads, tmp_path)
 
 
-def check_compiled(head_dim, head_dim_v, dtype, causal, window, heads, tmp_path):
+@pytest.mark.parametrize(
+    ("head_dim", "head_dim_v", "dtype", "causal", "window", "heads"),
+    all_but(
+        [
+            (128, 128, "bf16", True, (-1, -1), (7, 1)),
+            (128, 128, "bf16", False, (-1, -1), (8, 4)),
+            (128, 128, "fp16", True, (100, -1), (8, 4)),
+            (104, 40, "bf16", True, (-1, -1), (8, 4)),
+            (64, 64, "bf16", True, (-1, -1), (8, 2)),
+            (64, 64, "bf16", False, (100, 70), (8, 4)),
+            (192, 128, "bf16", True, (-1, -1), (8, 2)),
+            (192, 128, "fp16", True, (100, -1), (8, 4)),
+            (256, 256, "bf16", True, (-1, -1), (8, 2)),
+            (160, 160, "fp16", True, (100, -1), (8, 4)),
+        ],
+        "(128, 128, 'bf16', True, (-1, -1), (7, 1))",
+    ),
+)
+def test_kernels_for_packed_sequences_compile(head_dim, head_dim_v, dtype, causal, window, heads, tmp_path):
+    """Loops are those of one length: what is known of a sequence lies in registers that a warp shares."""
+    check_compiled(head_dim, head_dim_v, dtype, causal, window, heads, tmp_path, packed=True)
+
+
+def check_compiled(head_dim, head_dim_v, dtype, causal, window, heads, tmp_path, *, packed=False):
     import triton
 
     from flashmoe_science.attention.backward.gluon_sm90 import FREE
 
     plan = plan_of(
         head_dim=head_dim, head_dim_v=head_dim_v, dtype=dtype, causal=causal, window=window, asked={"has_dlse": True},
-        heads=heads[0], heads_kv=heads[1], kernel="backward_gluon_sm90",
+        heads=heads[0], heads_kv=heads[1], packed=packed, kernel="backward_gluon_sm90",
     )  # fmt: skip
-    before, main, after = prepare_backward_kernels(plan)
-    for kernel, promised in zip((before, main, after), plan.launches, strict=True):
+    *first, before, main, after = prepare_backward_kernels(plan)
+    for kernel, promised in zip((*first, before, main, after), plan.launches, strict=True):
         compiled = compile_kernel(kernel.source, 90)
         count_parameters(kernel.source, compiled.asm["ptx"])
         assert compiled.metadata.shared <= 227 * 1024
         assert promised.block == (32 * compiled.metadata.num_warps, 1, 1)
-    assert read_resources(before.source, 90).spill_bytes == read_resources(after.source, 90).spill_bytes == 0
+    assert not any(read_resources(kernel.source, 90).spill_bytes for kernel in (*first, before, after))
     # Of 128 columns and 64, with grouped heads, ptxas of Triton 3.6 spills two registers once a key tile; where half of
     # V lives in registers, eight.
     is_192 = main.source.name == "_backward_192_sm90_kernel"
@@ -478,7 +632,8 @@ def check_compiled(head_dim, head_dim_v, dtype, causal, window, heads, tmp_path)
         of_192 = 72
     holds_v = dict(main.source.constants).get("V_COLUMNS", 0) > 0
     narrow = 8 if head_dim_v <= 64 else 32 if holds_v else 0
-    outside_of_loops = narrow if 64 < head_dim <= 128 else of_192 if is_192 else 0
+    outside_of_loops = 40 * packed
+    outside_of_loops += narrow if 64 < head_dim <= 128 else of_192 if is_192 else 0
     assert read_resources(main.source, 90).spill_bytes <= outside_of_loops
     compiled = compile_kernel(main.source, 90)
     ptx = compiled.asm["ptx"]
@@ -497,6 +652,8 @@ def check_compiled(head_dim, head_dim_v, dtype, causal, window, heads, tmp_path)
         waits = (5,) if is_192 or holds_v else (3, 4) if 128 < head_dim <= 192 else (4,)
         assert loop["WARPGROUP.DEPBAR"] in waits, "the products are serialised"
         # With Triton 3.9 and 192 columns numbers that live through the loops are kept there, and never stored in them.
+        # Packed, the number of the lane may be.
         loads = sum(number for opcode, number in loop.items() if opcode.startswith("LDL"))
-        assert loads <= ((5 if has_window else 4) if is_192 and not is_oldest else 0)
+        at_most = (5 if has_window else 4) if is_192 else 0
+        assert loads <= (0 if is_oldest else at_most + packed)
         assert not [opcode for opcode in loop if opcode.startswith("STL")]

@@ -17,8 +17,16 @@ from flashmoe_science.attention.backward import (
     wide_gluon_sm90 as backward_wide_gluon_sm90,
 )
 from flashmoe_science.attention.backward.primitives_sm90 import (
+    FAR,
+    KeyTiles,
+    _next_key_tile,
+    first_query_tile,
     first_whole_tile,
+    key_coordinates,
     load_partition,
+    place_of,
+    query_coordinates,
+    query_tile,
     step_at,
     walk_query_tiles,
     write_partition,
@@ -59,7 +67,7 @@ class Walk:
         self.steps: list[Any] = []
         drawn = iter([*range(len(tiles)), -1])
         queue = SimpleNamespace(
-            heads_total=Int32(2), publish=NOTHING, fetch_next=lambda _pointer: next(drawn),
+            IS_PACKED=False, heads_total=Int32(2), publish=NOTHING, fetch_next=lambda _pointer: next(drawn),
             locate=lambda tile: tiles[tile], wait=lambda t, _warps: t if t < len(tiles) else -1,
         )  # fmt: skip
         self.a = _Arguments(
@@ -74,16 +82,22 @@ class Walk:
         """Run a partition of a kernel, or one that kernels share, and return its steps."""
         sums = 3 if module is backward_192_gluon_sm90 else 2
         gluon = SimpleNamespace(
-            minimum=min, static_range=range, zeros=NOTHING, float32=NOTHING, NVMMADistributedLayout=NOTHING
-        )
+            minimum=min, static_range=range, zeros=NOTHING, float32=NOTHING, NVMMADistributedLayout=NOTHING,
+            to_tensor=Int32, where=lambda is_so, a, b: a if is_so else b,
+        )  # fmt: skip
         names: dict[str, Any] = dict(  # noqa: C408 - names of globals
             gl=gluon, step_at=plain(step_at), rematerialize=lambda x: x, poll=lambda _pointer: _Semaphore(),
-            tma_load=self._load, raise_counter=self.steps.append,
+            tma_load=self._load, load_rows=self._load_rows, raise_counter=self.steps.append,
             _step=lambda *given: self._note(*given[-6:-3], is_masked=given[-1], result=(NOTHING,) * sums),
             _score_step=lambda *given: self._note(*given[-5:-2], is_masked=given[-1], result=NOTHING),
             _gradient_step=lambda *given: self._note(given[-2], None, None, result=(NOTHING, NOTHING)),
         )  # fmt: skip
-        names |= {shared.__name__: partition(shared, **names) for shared in (first_whole_tile, walk_query_tiles)}
+        shared = (
+            _next_key_tile, first_query_tile, first_whole_tile, key_coordinates, place_of, query_coordinates,
+            query_tile, walk_query_tiles,
+        )  # fmt: skip
+        names |= {function.__name__: partition(function, **names) for function in shared}
+        names |= {function.__name__: partition(function, **names) for function in shared}  # they call one another
         for method in ("load_keys", "load_queries", "step"):
             setattr(self.a, method, MethodType(partition(getattr(module.Args, method), **names), self.a))
         partition(function, **names)(self.a, *arguments)
@@ -93,6 +107,9 @@ class Walk:
         for name, tiles in self.loaded.items():
             if desc is getattr(self.a, name):
                 tiles.append((place[1], place[2] // self.a.BLOCK_M) if len(place) == 4 else place[0])
+
+    def _load_rows(self, desc: Any, b: int, h: int, row: int, column: int, *_arguments: Any) -> None:
+        self._load(desc, [b, h, row, column])
 
     def _note(self, i: int, key: int | None, row: int | None, *, is_masked: bool = True, result: Any) -> Any:
         self.steps.append((i, key, row, is_masked))
@@ -148,3 +165,108 @@ def test_all_partitions_take_the_same_steps(kernel, window, group, together):
                     continue
                 whole = key + 64 <= seqlen_k and (not span.BOUND_RIGHT or key + 63 <= row + seqlen_k - seqlen_q)
                 assert is_masked or whole, f"some of the keys from {key} on are not for row {row}"
+
+
+PLACES = ((0, 0), (1, 1), (70, 5), (300, 0), (5, 400), (130, 129), (0, 65), (257, 256), (64, 64))  # queries and keys
+
+
+def order(places: Sequence[tuple[int, int]], window: int, block_m: int, keys: int, heads_kv: int) -> list[list[int]]:
+    """Return what ``_order_key_tiles_kernel`` stores of each sequence, in its order, as ``interpreted_packed_passes``.
+
+    Each sequence starts 3 tokens behind the end of the one before.
+    """
+    starts = [[3 + sum(place[side] + 3 for place in places[:b]) for b in range(len(places))] for side in range(2)]
+    found, end = [], 0
+    for b in sorted(range(len(places)), key=lambda b: (-places[b][1], b)):
+        queries, seen = places[b]
+        tiles = -(-seen // keys)
+        hidden = max(0, seen - queries - window) // keys if window >= 0 else 0
+        tiles = tiles - hidden if queries else 0
+        end += tiles * heads_kv
+        ends = starts[0][b] + queries, starts[1][b] + seen
+        found.append([end, tiles, queries, seen, *ends, starts[0][b] // block_m + b])
+    return found
+
+
+class _PackedWalk(Walk):
+    """A partition of a kernel for packed sequences; one program fetches all key tiles."""
+
+    def __init__(
+        self, sequences: list[list[int]], window: tuple[int, int], block_m: int, keys: int, group: int, together: int,
+        tokens: tuple[int, int], said: dict[tuple[int, int], int],
+    ):  # fmt: skip
+        super().__init__(span_of(*tokens, *window, block_m, keys), block_m, group, together, [])
+        heads_kv, tickets = 3, iter(range(10**6))
+        queue = SimpleNamespace(
+            IS_PACKED=True, heads_total=Int32(heads_kv), heads_per_group=Int32(2), batch=Int32(len(sequences)),
+            fetch_next=lambda _pointer: Int32(next(tickets)),
+            find=lambda _rank, ticket: Int32(sum(sequence[0] <= ticket for sequence in sequences)),
+            sequence=lambda rank, what: Int32(sequences[rank][what]),
+            put=lambda t, what, value: said.__setitem__((t, what), value),
+            publish=lambda t, number: said.__setitem__((t, 0), number),
+            wait=lambda t, _warps: said[t, 0], read=lambda t, what, _warps: said[t, what],
+        )  # fmt: skip
+        numbers = {"_ENDS": 0, "_TILES": 1, "_HEAD": 1, "_QUERIES": 2, "_KEYS": 3, "_FIELDS": 7}
+        static = SimpleNamespace(minimum=min, static_range=range)
+        for name in ("locate_among", "publish_packed"):
+            method = partition(getattr(KeyTiles, name), gl=static, **numbers)
+            setattr(queue, name, MethodType(method, queue))
+        self.a.span.of_sequence = lambda queries, seen: span_of(queries, seen, *window, block_m, keys)
+        self.a.key_tiles, self.a.heads, self.a.heads_kv = queue, Int32(heads_kv * group), Int32(heads_kv)
+        self.keys_loaded: list[Any] = []
+        self.loaded |= {"k_desc": self.keys_loaded}
+        self.turns: list[tuple[int, int]] = []
+
+    def _load(self, desc: Any, place: list[int], *_arguments: Any) -> None:
+        if len(place) == 4:  # the tokens that the axes of the map mean
+            b, head, row, _ = place
+            place = [0, head, (b + row - FAR.value, b)]  # type: ignore[list-item]
+        for name, tiles in self.loaded.items():
+            if desc is getattr(self.a, name):
+                tiles.append(tuple(place[1:]) if len(place) > 1 else place[0])
+
+
+@pytest.mark.parametrize(("group", "together"), [(1, 1), (3, 1), (7, 7)])
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (70, 0)], ids=["full", "causal", "window"])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_packed_sequences_are_walked_over_one_by_one(kernel, window, group, together):
+    """Tiles lie in their sequences, no two of which share a query tile, and turns follow the order of fetching."""
+    module, block_m, keys, multiply = KERNELS[kernel]
+    sequences = order(PLACES, window[0], block_m, keys, 3)
+    tokens_q, tokens_k = (3 + sum(place[side] + 3 for place in PLACES) for side in range(2))
+    said: dict[tuple[int, int], int] = {}
+
+    def walk_of() -> _PackedWalk:
+        return _PackedWalk(sequences, window, block_m, keys, group, together, (tokens_q, tokens_k), said)
+
+    expected: list[tuple[int, tuple[int, int], int]] = []
+    owners: dict[int, tuple[int, int]] = {}
+    for end, tiles, queries, seen, end_q, _, first_tile in sequences:
+        span = span_of(queries, seen, window[0], window[1], block_m, keys)
+        before = end - 3 * tiles
+        listed = [*range(-(-seen // keys) - tiles, -(-seen // keys))]
+        in_order = [(head, n) for heads in ((0, 1), (2,)) for n in listed for head in heads]
+        assert len(in_order) == end - before
+        for head, n in in_order:
+            assert span.first(n) < span.end(n)
+            for walked in range(0, group, together):
+                for m in range(span.end(n) - 1, span.first(n) - 1, -1):
+                    for g in range(walked + together - 1, walked - 1, -1):
+                        tile = (first_tile + m) * 3 * group + head * group + g
+                        expected.append((head * group + g, (end_q - queries + m * block_m, end_q), tile))
+                        assert owners.setdefault(tile, (end_q, queries)) == (end_q, queries)
+    loader = walk_of()
+    loaded = loader.run(module, load_partition, 2 if kernel == "d256" else 1)
+    assert loaded == [(head, place) for head, place, _ in expected]
+    assert loader.loaded["do_desc"] == loaded
+    assert loader.loaded["stats_desc"] == [2 * block_m * tile for *_, tile in expected]
+
+    writers = [walk_of() for _ in range(2)]
+    adds = [walk.run(module, write_partition, w, 2 if kernel == "d256" else 1) for w, walk in enumerate(writers)]
+    if kernel == "d256":
+        assert adds == [[2 * tile + w for *_, tile in expected] for w in range(2)]
+    else:
+        assert adds == [[tile for *_, tile in expected[w::2]] for w in range(2)]
+    for name, arguments in multiply:
+        steps = walk_of().run(module, getattr(module, name), *arguments)
+        assert [i for i, *_ in steps] == [*range(len(expected))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,9 @@ Tensors = Mapping[str, Tensor]
 # Gradients by the names of what they are of, from the tensors of a call by name: q, k, v, o, lse, do, dlse, extras.
 Call = Callable[[Tensors], dict[str, Tensor]]
 
+# Packed, launches are kept for so many numbers of tokens: grids follow from them, and layers repeat them.
+_MAX_TOKENS = 64
+
 _raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # noqa: SLF001 - absent from CPU builds of torch
 
 
@@ -32,7 +36,9 @@ def prepare_backward(plan: BackwardPlan, device: torch.device) -> Call:
         raise UnsupportedError(
             "Triton's interpreter multiplies bf16 wrongly", hint="use fp16 or fp32 with TRITON_INTERPRET=1"
         )
-    return (_hopper_call if isinstance(plan.config, HopperBackwardConfig) else _kernel_call)(plan, device)
+    if not isinstance(plan.config, HopperBackwardConfig):
+        return _kernel_call(plan, device)
+    return (_packed_hopper_call if plan.problem.forward.packed else _hopper_call)(plan, device)
 
 
 def allocate_gradient(tensor: Tensor) -> Tensor:
@@ -72,7 +78,12 @@ def _allocate(name: str, tensor: Tensor) -> Tensor:
 def _kernel_call(plan: BackwardPlan, device: torch.device) -> Call:
     """Return the call that allocates the gradients and delta, and launches, or interprets, every kernel."""
     problem, p = plan.problem, plan.problem.forward
-    launches = _cuda_launches(plan, device) if device.type == "cuda" else _interpreted_launches(plan)
+    if device.type == "cuda":
+        from .prepare import prepare_backward_kernels
+
+        launches = _cuda_launches(prepare_backward_kernels(plan), plan.arch, device)
+    else:
+        launches = _interpreted_launches(plan)
 
     def call(tensors: Tensors) -> dict[str, Tensor]:
         q = tensors["q"]
@@ -105,22 +116,63 @@ def _hopper_call(plan: BackwardPlan, device: torch.device) -> Call:
     The counters of a call are its own and its first kernel sets them, so calls on other streams, and replays of a CUDA
     graph, which has memory of its own, share none.
     """
-    from .prepare_sm90 import HOPPER_TENSORS, scratch_sizes
+    from .prepare import prepare_backward_kernels
+    from .prepare_sm90 import scratch_sizes
 
     assert isinstance(plan.config, HopperBackwardConfig)
     sizes, wanted = scratch_sizes(plan.problem, plan.config), plan.problem.wanted
-    launches = _cuda_launches(plan, device, HOPPER_TENSORS)
+    launches = _cuda_launches(prepare_backward_kernels(plan), plan.arch, device)
 
     def call(tensors: Tensors) -> dict[str, Tensor]:
         rows = {name: tensors[name].contiguous() for name in ("lse", "dlse") if name in tensors}
         rows.setdefault("dlse", rows["lse"])  # not read
         found = {name: allocate_gradient(tensors[name]) for name in wanted}
-        scratch = {
-            name: torch.empty(
-                size, dtype=torch.int32 if name == "dq_semaphore" else torch.float32, device=tensors["q"].device
-            )
-            for name, size in sizes.items()
-        }
+        scratch = _scratch(sizes, tensors["q"].device)
+        made = {f"d{name}": gradient for name, gradient in found.items()}
+        for launch in launches:
+            launch({**tensors, **rows, **scratch, **made})
+        return found
+
+    return call
+
+
+def _scratch(sizes: Mapping[str, int], device: torch.device) -> dict[str, Tensor]:
+    """Allocate what the kernels of a call hand on to one another."""
+    from .prepare_sm90 import INTEGERS
+
+    return {
+        name: torch.empty(size, dtype=torch.int32 if name in INTEGERS else torch.float32, device=device)
+        for name, size in sizes.items()
+    }
+
+
+def _packed_hopper_call(plan: BackwardPlan, device: torch.device) -> Call:
+    """Return the call of packed sequences: as ``_hopper_call``, with kernels prepared for each number of tokens."""
+    from .prepare_sm90 import prepare_hopper_backward, scratch_sizes
+
+    problem, config = plan.problem, plan.config
+    assert isinstance(config, HopperBackwardConfig)
+
+    @functools.lru_cache(maxsize=_MAX_TOKENS)
+    def prepared(tokens: tuple[int, int]) -> tuple[list[Callable[[Tensors], None]], dict[str, int]]:
+        kernels = prepare_hopper_backward(plan, tokens)
+        launches = _cuda_launches(kernels, plan.arch, device)
+        return launches, scratch_sizes(problem, config, tokens)
+
+    def call(tensors: Tensors) -> dict[str, Tensor]:
+        found = {name: allocate_gradient(tensors[name]) for name in problem.wanted}
+        tokens = tensors["q"].shape[0], tensors["k"].shape[0]
+        if problem.forward.seqused or not all(tokens):  # else the kernels write all of them
+            for gradient in found.values():
+                gradient.zero_()
+        if not all(tokens):
+            return found
+        rows = {name: tensors[name].t().contiguous() for name in ("lse", "dlse") if name in tensors}
+        if "k" in problem.forward.seqused:
+            rows["lse"] = mark_shared_keys(rows["lse"], tensors)
+        rows.setdefault("dlse", rows["lse"])  # not read
+        launches, sizes = prepared(tokens)
+        scratch = _scratch(sizes, device)
         made = {f"d{name}": gradient for name, gradient in found.items()}
         for launch in launches:
             launch({**tensors, **rows, **scratch, **made})
@@ -159,20 +211,17 @@ def _interpreted_launches(plan: BackwardPlan) -> list[Callable[[Tensors], None]]
     return [run(kernel) for kernel in prepare_backward_kernels(plan)]
 
 
-def _cuda_launches(
-    plan: BackwardPlan, device: torch.device, order: Sequence[Sequence[str]] = ()
-) -> list[Callable[[Tensors], None]]:
-    """Return the launches of tensors by name. ``order`` has the tensors of each kernel; else its pointers name them."""
+def _cuda_launches(kernels: Sequence[Any], arch: int, device: torch.device) -> list[Callable[[Tensors], None]]:
+    """Return the launches of tensors by name."""
     from ...gpu.launch import prepare_launch
-    from .prepare import prepare_backward_kernels
 
     index = device.index
     stream_of = _raw_stream
     assert stream_of is not None
-    kernels = prepare_backward_kernels(plan)
 
-    def prepare(kernel: Any, names: Sequence[str]) -> Callable[[Tensors], None]:
-        launch = prepare_launch(kernel.source, plan.arch, index, kernel.grid, kernel.scalars, kernel.tensor_maps)
+    def prepare(kernel: Any) -> Callable[[Tensors], None]:
+        launch = prepare_launch(kernel.source, arch, index, kernel.grid, kernel.scalars, kernel.tensor_maps)
+        names = [name.rpartition(".")[2].removesuffix("_ptr") for name in kernel.tensors]
         missing = [0] * (4 - len(names))  # a launch takes four addresses at the least
 
         def run(tensors: Tensors) -> None:
@@ -185,5 +234,4 @@ def _cuda_launches(
 
         return run
 
-    orders = order or [_pointer_names(kernel.source) for kernel in kernels]
-    return [prepare(kernel, names) for kernel, names in zip(kernels, orders, strict=True)]
+    return [prepare(kernel) for kernel in kernels]

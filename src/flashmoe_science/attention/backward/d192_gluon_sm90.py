@@ -32,9 +32,14 @@ from .primitives_sm90 import (
     Span,
     as_added,
     first_whole_tile,
+    key_coordinates,
     load_partition,
+    load_rows,
     make_key_tiles,
     mask_edge,
+    place_of,
+    query_tile,
+    store_rows,
     unpack_wide,
     wait_until_read,
     walk_query_tiles,
@@ -96,23 +101,22 @@ class Args:
     TOGETHER: gl.constexpr  # of them that are walked over together
 
     @gluon.jit
-    def load_keys(self, b, kv, n, t):
-        """Copy K and V of key tile ``n``, the t-th of this program, once those of the one before were read."""
+    def load_keys(self, b, kv, key, t):
+        """Copy K and V of the t-th key tile of this program, once those of the one before were read."""
         if t > 0:
             named_barrier("sync", KV_FREE, BOTH + 32)
         bar = self.ready_bars.index(STAGES + 1)
         mbarrier.expect(bar, 2 * (self.k_desc.block_type.nbytes + self.k_more_desc.block_type.nbytes))
         for w in gl.static_range(2):
-            key = n * (2 * ROWS) + w * ROWS
-            tma_load(self.k_desc, [b, kv, key, 0], bar, self.k_bufs.index(w))
-            tma_load(self.k_more_desc, [b, kv, key, FIRST], bar, self.k_more_bufs.index(w))
+            load_rows(self.k_desc, b, kv, key + w * ROWS, 0, bar, self.k_bufs.index(w))
+            load_rows(self.k_more_desc, b, kv, key + w * ROWS, FIRST, bar, self.k_more_bufs.index(w))
         bar = self.ready_bars.index(STAGES + 2)
         mbarrier.expect(bar, 2 * self.v_desc.block_type.nbytes)
         for w in gl.static_range(2):
-            tma_load(self.v_desc, [b, kv, n * (2 * ROWS) + w * ROWS, 0], bar, self.v_bufs.index(w))
+            load_rows(self.v_desc, b, kv, key + w * ROWS, 0, bar, self.v_bufs.index(w))
 
     @gluon.jit
-    def load_queries(self, b, h, m, stats, i):
+    def load_queries(self, b, h, first_row, m, first_tile, i):
         """Copy Q, the row statistics and dO of query tile ``m``, for step ``i``."""
         slot, lap = slot_of(i, STAGES), lap_of(i, STAGES)
         if lap > 0:
@@ -120,14 +124,14 @@ class Args:
         bar = self.ready_bars.index(slot)
         Q_BYTES: gl.constexpr = self.q_desc.block_type.nbytes + self.q_more_desc.block_type.nbytes
         mbarrier.expect(bar, Q_BYTES + self.stats_desc.block_type.nbytes)
-        tma_load(self.q_desc, [b, h, m * ROWS, 0], bar, self.q_bufs.index(slot))
-        tma_load(self.q_more_desc, [b, h, m * ROWS, FIRST], bar, self.q_more_bufs.index(slot))
-        tma_load(self.stats_desc, [(stats + m) * (2 * ROWS)], bar, self.stats_bufs.index(slot))
+        load_rows(self.q_desc, b, h, first_row + m * ROWS, 0, bar, self.q_bufs.index(slot))
+        load_rows(self.q_more_desc, b, h, first_row + m * ROWS, FIRST, bar, self.q_more_bufs.index(slot))
+        tma_load(self.stats_desc, [query_tile(self, first_tile, m) * (2 * ROWS)], bar, self.stats_bufs.index(slot))
         if i > 0:
             named_barrier("sync", DO_FREE, BOTH + 32)
         bar = self.ready_bars.index(STAGES)
         mbarrier.expect(bar, self.do_desc.block_type.nbytes)
-        tma_load(self.do_desc, [b, h, m * ROWS, 0], bar, self.do_bufs.index(0))
+        load_rows(self.do_desc, b, h, first_row + m * ROWS, 0, bar, self.do_bufs.index(0))
 
     @gluon.jit
     def dq_buf(self, WRITER: gl.constexpr):  # noqa: ARG002 - both writers add from the same memory
@@ -149,10 +153,10 @@ class Args:
         mbarrier.arrive(self.written_bar)
 
     @gluon.jit
-    def step(self, sums, kept, i, key, row, W: gl.constexpr, IS_FIRST: gl.constexpr, IS_EDGE: gl.constexpr):
+    def step(self, sums, kept, span, i, key, row, W: gl.constexpr, IS_FIRST: gl.constexpr, IS_EDGE: gl.constexpr):
         """Add a query tile to dK and dV, and that of the step before to dQ."""
         dk, dk_more, dv = sums
-        return _step(dk, dk_more, dv, kept[0], kept[1], self, i, key, row, W, IS_FIRST, IS_EDGE)
+        return _step(dk, dk_more, dv, kept[0], kept[1], self, span, i, key, row, W, IS_FIRST, IS_EDGE)
 
     @gluon.jit
     def flush_dq(self, kept, i, W: gl.constexpr):
@@ -190,7 +194,7 @@ def _issue_dq(a, i, zero, bufs, BEGIN: gl.constexpr):
     dq = zero
     for w in gl.static_range(2):
         ds = a.ds_bufs.index((i & 1) * 2 + w)
-        k = bufs.index(hide_from_compiler(w)).reshape([ROWS, bufs.shape[4]]).slice(BEGIN, zero.shape[1], dim=1)
+        k = bufs.index(hide_from_compiler(w)).reshape([ROWS, bufs.shape[-1]]).slice(BEGIN, zero.shape[1], dim=1)
         dq = warpgroup_mma(ds.permute((1, 0)), k, dq, use_acc=w > 0, is_async=True)
     return dq
 
@@ -212,7 +216,19 @@ def _store_rest_of_dq(dq, a, i, W: gl.constexpr):
 
 @gluon.jit
 def _step(
-    dk, dk_more, dv, zero, zero_rest, a, i, key, row, W: gl.constexpr, IS_FIRST: gl.constexpr, IS_EDGE: gl.constexpr
+    dk,
+    dk_more,
+    dv,
+    zero,
+    zero_rest,
+    a,
+    span,
+    i,
+    key,
+    row,
+    W: gl.constexpr,
+    IS_FIRST: gl.constexpr,
+    IS_EDGE: gl.constexpr,
 ):
     """Add a query tile to dK and dV, and that of the step before to dQ."""
     dtype: gl.constexpr = a.q_desc.dtype
@@ -228,7 +244,7 @@ def _step(
     s = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
     s = warpgroup_mma(k_more, q_more.permute((1, 0)), s, is_async=True)
     s = warpgroup_mma_wait(0, deps=[s])
-    s = mask_edge(s, a.span, key, row, IS_EDGE)
+    s = mask_edge(s, span, key, row, IS_EDGE)
     lse = _row_numbers(a, slot, 0, columns)
     packed = pack(gl.exp2(s * a.scale_log2 - lse[None, :]), dtype)
     mbarrier.wait(a.ready_bars.index(STAGES), i & 1)
@@ -277,10 +293,10 @@ def _multiply_partition(a, W: gl.constexpr):
     t = 0  # key tiles so far
     tile = a.key_tiles.wait(t, 4)
     while tile >= 0:
-        head, n = a.key_tiles.locate(tile)
-        first, end = a.span.first(n), a.span.end(n)
+        head, n, span = place_of(a, tile, t, 4)
+        first, end = span.first(n), span.end(n)
         key = n * (2 * ROWS) + W * ROWS
-        edge = first_whole_tile(a, key, first, end)
+        edge = first_whole_tile(a, span, key, first, end)
         dk = gl.zeros([ROWS, FIRST], gl.float32, wide_layout)
         dk_more = gl.zeros([ROWS, MORE], gl.float32, s_layout)
         dv = gl.zeros([ROWS, DV], gl.float32, wide_layout)
@@ -288,21 +304,21 @@ def _multiply_partition(a, W: gl.constexpr):
         zero_rest = gl.zeros([ROWS, HALF], gl.float32, rest_layout)
         mbarrier.wait(a.ready_bars.index(STAGES + 1), t & 1)
         mbarrier.wait(a.ready_bars.index(STAGES + 2), t & 1)
-        sums, i = walk_query_tiles(a, i, (dk, dk_more, dv), (zero, zero_rest), key, first, edge, end, W)
+        sums, i = walk_query_tiles(a, span, i, (dk, dk_more, dv), (zero, zero_rest), key, first, edge, end, W)
         dk, dk_more, dv = sums
-        b, kv = head // a.heads_kv, head % a.heads_kv
+        b, kv, first_key = key_coordinates(a, head, t, 4)
         # V of this warpgroup was read for the last time; K by both when they have met. All are looked up here: kept
         # through the loops, their addresses spill.
         a.v_bufs.index(hide_from_compiler(W)).reshape([ROWS, DV]).store(dv.to(dtype))
         fence_async_shared()
-        tma_store(a.dv_desc, [b, kv, key, 0], a.v_bufs.index(hide_from_compiler(W)))
+        store_rows(a.dv_desc, b, kv, first_key + key, 0, a.v_bufs.index(hide_from_compiler(W)))
         _pass_ds(i, W)
         _await_ds(i, W)
         a.k_bufs.index(hide_from_compiler(W)).reshape([ROWS, FIRST]).store((dk * a.scale).to(dtype))
         a.k_more_bufs.index(hide_from_compiler(W)).reshape([ROWS, MORE]).store((dk_more * a.scale).to(dtype))
         fence_async_shared()
-        tma_store(a.dk_desc, [b, kv, key, 0], a.k_bufs.index(hide_from_compiler(W)))
-        tma_store(a.dk_more_desc, [b, kv, key, FIRST], a.k_more_bufs.index(hide_from_compiler(W)))
+        store_rows(a.dk_desc, b, kv, first_key + key, 0, a.k_bufs.index(hide_from_compiler(W)))
+        store_rows(a.dk_more_desc, b, kv, first_key + key, FIRST, a.k_more_bufs.index(hide_from_compiler(W)))
         tma.store_wait(0)
         named_barrier("arrive", KV_FREE, BOTH + 32)
         t += 1
@@ -320,8 +336,10 @@ def _backward_192_sm90_kernel(
     stats_desc,  # [B * H * tiles_m * 2 * ROWS] fp32: of a query tile LSE * log2(e), then delta
     dq_desc,  # [B * H * tiles_m * 3 * LINES, 32] fp32
     dq_semaphore_ptr,  # [B * H * tiles_m + 1] int32, 0 before; the last counts key tiles that were drawn
+    sequences_ptr,  # packed: [7, B] int32, see ``_order_key_tiles_kernel``; else None
     q_more_desc, k_more_desc, dk_more_desc, dq_more_desc,  # in boxes of the other 64 columns
     heads, heads_kv, seqlen_q, seqlen_k, tiles_m, tiles_n, heads_total, heads_per_group, window_left, window_right,
+    batch,  # packed: sequences; else None
     scale_log2,  # scale * log2(e)
     scale,
     GROUP: gl.constexpr,  # query heads that share one K/V head
@@ -338,7 +356,7 @@ def _backward_192_sm90_kernel(
         mbarrier.init(ready_bars.index(bar), count=1)
     written_bars = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     mbarrier.init(written_bars.index(0), count=1)
-    key_tiles = make_key_tiles(tiles_n, heads_total, heads_per_group)
+    key_tiles = make_key_tiles(tiles_n, heads_total, heads_per_group, sequences_ptr, batch)
     fence_async_shared()  # TMA, too, sees that the barriers are there
     dtype: gl.constexpr = q_desc.dtype
     a = Args(  # type: ignore[call-arg] # aggregate gives it a constructor

@@ -46,9 +46,14 @@ from .primitives_sm90 import (
     Span,
     as_added,
     first_whole_tile,
+    key_coordinates,
     load_partition,
+    load_rows,
     make_key_tiles,
     mask_edge,
+    place_of,
+    query_tile,
+    store_rows,
     unpack_wide,
     wait_until_read,
     walk_query_tiles,
@@ -103,8 +108,8 @@ class Args:
     V_COLUMNS: gl.constexpr  # of V that live in registers
 
     @gluon.jit
-    def load_keys(self, b, kv, n, t):
-        """Copy K and V of key tile ``n``, the t-th of this program, once those of the one before were read."""
+    def load_keys(self, b, kv, key, t):
+        """Copy K and V of the t-th key tile of this program, once those of the one before were read."""
         if t > 0:
             named_barrier("sync", KV_FREE, 128 * self.WARPGROUPS + 32)
         for which in gl.static_range(2):
@@ -113,10 +118,10 @@ class Args:
             bufs = self.k_bufs if which == 0 else self.v_bufs
             mbarrier.expect(bar, self.WARPGROUPS * desc.block_type.nbytes)
             for w in gl.static_range(self.WARPGROUPS):
-                tma_load(desc, [b, kv, n * (ROWS * self.WARPGROUPS) + w * ROWS, 0], bar, bufs.index(w))
+                load_rows(desc, b, kv, key + w * ROWS, 0, bar, bufs.index(w))
 
     @gluon.jit
-    def load_queries(self, b, h, m, stats, i):
+    def load_queries(self, b, h, first_row, m, first_tile, i):
         """Copy Q, dO and the row statistics of query tile ``m``, for step ``i``."""
         slot, lap = slot_of(i, self.STAGES), lap_of(i, self.STAGES)
         if lap > 0:
@@ -125,9 +130,11 @@ class Args:
         mbarrier.expect(
             bar, self.q_desc.block_type.nbytes + self.do_desc.block_type.nbytes + self.stats_desc.block_type.nbytes
         )
-        tma_load(self.q_desc, [b, h, m * self.BLOCK_M, 0], bar, self.q_bufs.index(slot))
-        tma_load(self.stats_desc, [(stats + m) * (2 * self.BLOCK_M)], bar, self.stats_bufs.index(slot))
-        tma_load(self.do_desc, [b, h, m * self.BLOCK_M, 0], bar, self.do_bufs.index(slot))
+        load_rows(self.q_desc, b, h, first_row + m * self.BLOCK_M, 0, bar, self.q_bufs.index(slot))
+        tma_load(
+            self.stats_desc, [query_tile(self, first_tile, m) * (2 * self.BLOCK_M)], bar, self.stats_bufs.index(slot)
+        )
+        load_rows(self.do_desc, b, h, first_row + m * self.BLOCK_M, 0, bar, self.do_bufs.index(slot))
 
     @gluon.jit
     def dq_buf(self, WRITER: gl.constexpr):
@@ -147,11 +154,11 @@ class Args:
         mbarrier.arrive(self.written_bars.index(WRITER))
 
     @gluon.jit
-    def step(self, sums, kept, i, key, row, W: gl.constexpr, IS_FIRST: gl.constexpr, IS_EDGE: gl.constexpr):
+    def step(self, sums, kept, span, i, key, row, W: gl.constexpr, IS_FIRST: gl.constexpr, IS_EDGE: gl.constexpr):
         """Add a query tile to dK and dV, and that of the step before to dQ."""
         dk, dv = sums
         v, zero, zero_dq = kept
-        return _step(dk, dv, v, zero, zero_dq, self, i, key, row, W, IS_FIRST, IS_EDGE)
+        return _step(dk, dv, v, zero, zero_dq, self, span, i, key, row, W, IS_FIRST, IS_EDGE)
 
     @gluon.jit
     def flush_dq(self, kept, i, W: gl.constexpr):
@@ -248,7 +255,9 @@ def _issue_dp(a, v, do, zero, W: gl.constexpr):
 
 
 @gluon.jit
-def _step(dk, dv, v, zero, zero_dq, a, i, key, row, W: gl.constexpr, IS_FIRST: gl.constexpr, IS_EDGE: gl.constexpr):
+def _step(
+    dk, dv, v, zero, zero_dq, a, span, i, key, row, W: gl.constexpr, IS_FIRST: gl.constexpr, IS_EDGE: gl.constexpr
+):
     """Add a query tile to dK and dV, and that of the step before to dQ."""
     dtype: gl.constexpr = a.q_desc.dtype
     slot = slot_of(i, a.STAGES)
@@ -266,7 +275,7 @@ def _step(dk, dv, v, zero, zero_dq, a, i, key, row, W: gl.constexpr, IS_FIRST: g
         s = warpgroup_mma_wait(1, deps=[s])
     else:
         s = warpgroup_mma_wait(0, deps=[s])
-    s = mask_edge(s, a.span, key, row, IS_EDGE)
+    s = mask_edge(s, span, key, row, IS_EDGE)
     lse = _row_numbers(a.stats_bufs, slot, 0, a, columns)
     packed = pack(gl.exp2(s * a.scale_log2 - lse[None, :]), dtype)
     if a.V_COLUMNS > 0:  # in the place of the scores: there is no other
@@ -311,10 +320,10 @@ def _multiply_partition(a, W: gl.constexpr):
     t = 0  # key tiles so far
     tile = a.key_tiles.wait(t, 4)
     while tile >= 0:
-        head, n = a.key_tiles.locate(tile)
-        first, end = a.span.first(n), a.span.end(n)
+        head, n, span = place_of(a, tile, t, 4)
+        first, end = span.first(n), span.end(n)
         key = n * (ROWS * a.WARPGROUPS) + W * ROWS
-        edge = first_whole_tile(a, key, first, end)
+        edge = first_whole_tile(a, span, key, first, end)
         dk = gl.zeros([ROWS, a.D], gl.float32, dk_layout)
         dv = gl.zeros([ROWS, a.DV], gl.float32, dv_layout)
         zero = gl.zeros([ROWS, a.BLOCK_M], gl.float32, s_layout)
@@ -324,18 +333,18 @@ def _multiply_partition(a, W: gl.constexpr):
         v = zero, zero
         if a.V_COLUMNS > 0:
             v = _keep_v(a, s_layout, W)
-        sums, i = walk_query_tiles(a, i, (dk, dv), (v, zero, zero_dq), key, first, edge, end, W)
+        sums, i = walk_query_tiles(a, span, i, (dk, dv), (v, zero, zero_dq), key, first, edge, end, W)
         dk, dv = sums
-        b, kv = head // a.heads_kv, head % a.heads_kv
+        b, kv, first_key = key_coordinates(a, head, t, 4)
         # V of this warpgroup was read for the last time; K by all when they have met. Both are looked up here: kept
         # through the loops, their addresses spill.
         a.v_bufs.index(hide_from_compiler(W)).reshape([ROWS, a.DV]).store(dv.to(dtype))
         fence_async_shared()
-        tma_store(a.dv_desc, [b, kv, key, 0], a.v_bufs.index(hide_from_compiler(W)))
+        store_rows(a.dv_desc, b, kv, first_key + key, 0, a.v_bufs.index(hide_from_compiler(W)))
         named_barrier("sync", END, 128 * a.WARPGROUPS)
         a.k_bufs.index(hide_from_compiler(W)).reshape([ROWS, a.D]).store((dk * a.scale).to(dtype))
         fence_async_shared()
-        tma_store(a.dk_desc, [b, kv, key, 0], a.k_bufs.index(hide_from_compiler(W)))
+        store_rows(a.dk_desc, b, kv, first_key + key, 0, a.k_bufs.index(hide_from_compiler(W)))
         tma.store_wait(0)
         named_barrier("arrive", KV_FREE, 128 * a.WARPGROUPS + 32)
         t += 1
@@ -353,7 +362,9 @@ def _backward_sm90_kernel(
     stats_desc,  # [B * H * tiles_m * 2 * BLOCK_M] fp32: of a query tile LSE * log2(e), then delta
     dq_desc,  # [B * H * tiles_m * 128 * WARPGROUPS, 32] fp32
     dq_semaphore_ptr,  # [B * H * tiles_m + 1] int32, 0 before; the last counts key tiles that were drawn
+    sequences_ptr,  # packed: [7, B] int32, see ``_order_key_tiles_kernel``; else None
     heads, heads_kv, seqlen_q, seqlen_k, tiles_m, tiles_n, heads_total, heads_per_group, window_left, window_right,
+    batch,  # packed: sequences; else None
     scale_log2,  # scale * log2(e)
     scale,
     GROUP: gl.constexpr,  # query heads that share one K/V head
@@ -366,9 +377,9 @@ def _backward_sm90_kernel(
     MATRIX_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Compute dK and dV of 64 * WARPGROUPS keys and add what they give to dQ. Grid: any."""
-    BLOCK_M: gl.constexpr = q_desc.block_type.shape[2]
-    D: gl.constexpr = q_desc.block_type.shape[3]
-    DV: gl.constexpr = do_desc.block_type.shape[3]
+    BLOCK_M: gl.constexpr = q_desc.block_type.shape[-2]
+    D: gl.constexpr = q_desc.block_type.shape[-1]
+    DV: gl.constexpr = do_desc.block_type.shape[-1]
     gl.static_assert(GROUP % TOGETHER == 0, "all partitions have as many walks")
     gl.static_assert(BLOCK_M * D == PART * WARPGROUPS, "a warpgroup computes 64 x 64 of dQ")
     gl.static_assert(STAGES <= KV_FREE - FREE, "the hardware has 16 barriers")
@@ -379,7 +390,7 @@ def _backward_sm90_kernel(
     written_bars = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for bar in gl.static_range(2):
         mbarrier.init(written_bars.index(bar), count=1)
-    key_tiles = make_key_tiles(tiles_n, heads_total, heads_per_group)
+    key_tiles = make_key_tiles(tiles_n, heads_total, heads_per_group, sequences_ptr, batch)
     fence_async_shared()  # TMA, too, sees that the barriers are there
     a = Args(  # type: ignore[call-arg] # aggregate gives it a constructor
         q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, stats_desc, dq_desc, dq_semaphore_ptr,

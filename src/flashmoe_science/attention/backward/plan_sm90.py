@@ -15,11 +15,19 @@ from ..tiles import SMALLEST_SCALE_LOG2, cdiv
 from .problem import BackwardProblem
 
 HOPPER_KEYS = 64  # of one warpgroup
+ORDERED, ORDER_WARPS = 64, 4  # sequences of a program that orders them
+CLEARED, CLEAR_WARPS = 128, 4  # tokens of a program that sets gradients to 0
 HOPPER_PART = 4096  # numbers of dQ that a warpgroup computes of a query tile
 _WIDEST = 256
 _NARROW = 128  # columns of the widest heads that gluon_sm90.py itself serves
 _FAST_MEMORY = 4e12  # bytes a second: an H200 has 4.8e12, an H100 3.4e12
 _LONGEST_TOGETHER = 16384  # keys
+# Packed and causal, on an H100, TFLOP/s at D 128. 23 sequences, 28 heads on 4: seven heads together 465, one 356; two
+# K/V heads in turns 486 (four: 465). 19 sequences, 64 heads on 8: eight together 449, four 462, one 437; two in turns
+# 473 (four: 463, all: 449). At D 64, full, 16 heads: 16 in turns 310, eight 305, two 286.
+_MOST_PACKED_TOGETHER = 8
+_PACKED_HEADS_PER_GROUP = 2
+_SERVED = ("a sliding window", "packed sequences")
 _MAX = 2**29  # positions: a sum of two of them, rounded up, stays in 32 bits
 _MAX_QUERY_TILES = 2**22  # rows of what is kept of them, 512 each at the most, are counted in 32 bits
 _MAX_KEY_TILES = 2**30  # so that the count of those drawn stays in 32 bits
@@ -94,9 +102,20 @@ def hopper_backward_config(problem: BackwardProblem, gpu: GpuSpec) -> HopperBack
         config = replace(config, heads_per_group=32)
     elif hopper_backward_columns(problem) == (128, 128) and p.dtype == "bf16" and not p.bounded_left:
         config = replace(config, v_columns=64)
-    config = replace(config, heads_together=math.gcd(p.group, _most_heads_together(problem, config, gpu)))
+    most = _most_heads_together(problem, config, gpu)
+    together = math.gcd(p.group, most)
+    if p.packed:
+        together = next(heads for heads in range(most, 0, -1) if p.group % heads == 0)
+        if p.causal and not p.bounded_left and hopper_backward_columns(problem)[0] == _NARROW:
+            config = replace(config, heads_per_group=_PACKED_HEADS_PER_GROUP)
+    config = replace(config, heads_together=together)
     _, tiles_n = hopper_backward_tiles(problem, config)
-    return replace(config, programs=min(gpu.sms, p.batch * p.heads_kv * tiles_n))
+    return replace(config, programs=min(gpu.sms, _tensors(problem) * p.heads_kv * tiles_n))
+
+
+def _tensors(problem: BackwardProblem) -> int:
+    """Return the sequences that lie in tensors of their own; all of a packed batch lie in one."""
+    return 1 if problem.forward.packed else problem.forward.batch
 
 
 def _most_heads_together(problem: BackwardProblem, config: HopperBackwardConfig, gpu: GpuSpec) -> int:
@@ -108,7 +127,11 @@ def _most_heads_together(problem: BackwardProblem, config: HopperBackwardConfig,
     """
     p = problem.forward
     # A window bounds the walks. With few queries and many keys, all walks are about equally long.
-    if not p.causal or p.bounded_left or p.seqlen_k > min(_LONGEST_TOGETHER, 2 * p.seqlen_q):
+    if not p.causal or p.bounded_left:
+        return 1
+    if p.packed:  # most sequences are far shorter than the longest: what the walks read stays in L2
+        return _MOST_PACKED_TOGETHER
+    if p.seqlen_k > min(_LONGEST_TOGETHER, 2 * p.seqlen_q):
         return 1
     is_fast = gpu.bandwidth_bytes_per_s >= _FAST_MEMORY
     if is_wide(problem):
@@ -116,25 +139,45 @@ def _most_heads_together(problem: BackwardProblem, config: HopperBackwardConfig,
     return 4 if is_fast or config.block_m == 128 else 2
 
 
-def hopper_backward_tiles(problem: BackwardProblem, config: HopperBackwardConfig) -> tuple[int, int]:
-    """Return the query tiles and the key tiles of one head."""
+def hopper_backward_tiles(
+    problem: BackwardProblem, config: HopperBackwardConfig, tokens: tuple[int, int] | None = None
+) -> tuple[int, int]:
+    """Return the query tiles and the key tiles of one head.
+
+    Packed, these are of all sequences, at the most. ``tokens`` are then those of q and of k; left out, all sequences
+    are the longest.
+    """
     p = problem.forward
+    if p.packed:
+        tokens_q, tokens_k = tokens or (p.batch * p.seqlen_q, p.batch * p.seqlen_k)
+        return tokens_q // config.block_m + p.batch, tokens_k // config.keys + p.batch
     return cdiv(p.seqlen_q, config.block_m), cdiv(p.seqlen_k, config.keys)
+
+
+def query_tiles(problem: BackwardProblem, config: HopperBackwardConfig, tokens: tuple[int, int] | None = None) -> int:
+    """Return the query tiles of all heads and sequences."""
+    return hopper_backward_tiles(problem, config, tokens)[0] * _tensors(problem) * problem.forward.heads
 
 
 def hopper_backward_refusal(problem: BackwardProblem, gpu: GpuSpec) -> str | None:
     """Return why ``backward_gluon_sm90`` cannot serve ``problem``, or None."""
     p = problem.forward
-    *first, last = [feature for feature in p.features if feature != "a sliding window"] or ("",)
+    *first, last = [feature for feature in p.features if feature not in _SERVED] or ("",)
     features = f"{', '.join(first)}{' and ' if first else ''}{last}"
     config = hopper_backward_config(problem, gpu)
     tiles_m, tiles_n = hopper_backward_tiles(problem, config)
     last_to_see = config.keys - 1 + p.seqlen_q - p.seqlen_k + p.window[0]  # the first key tile
-    many = tiles_m * p.batch * p.heads >= _MAX_QUERY_TILES or tiles_n * p.batch * p.heads_kv >= _MAX_KEY_TILES
+    # Packed, the sums of dQ of as many query tiles do not fit into any memory.
+    many = not p.packed and (
+        tiles_m * p.batch * p.heads >= _MAX_QUERY_TILES or tiles_n * p.batch * p.heads_kv >= _MAX_KEY_TILES
+    )
     reasons = (
         (gpu.arch != 90, f"it is for sm_90, this GPU is sm_{gpu.arch}"),
         (features, f"it does not serve {features}"),
-        (p.bounded_left and last_to_see < 0, f"its window hides the first {config.keys} keys from all queries"),
+        (
+            p.bounded_left and last_to_see < 0 and not p.packed,
+            f"its window hides the first {config.keys} keys from all queries",
+        ),
         (p.item_bytes != 2, "it serves fp16 and bf16 only"),
         (
             not (problem.wants_q and problem.wants_kv),
@@ -156,7 +199,8 @@ def hopper_backward_refusal(problem: BackwardProblem, gpu: GpuSpec) -> str | Non
 def _layout_refusal(problem: BackwardProblem) -> str | None:
     """Return why TMA, or a load of 16 bytes, cannot step through an input, or None."""
     p = problem.forward
-    queries, keys = (p.batch, p.heads, p.seqlen_q), (p.batch, p.heads_kv, p.seqlen_k)
+    tensors = _tensors(problem)
+    queries, keys = (tensors, p.heads, p.seqlen_q), (tensors, p.heads_kv, p.seqlen_k)
     for name, strides, sizes in (
         ("q", p.q_strides, queries),
         ("k", p.k_strides, keys),
@@ -176,14 +220,22 @@ def _layout_refusal(problem: BackwardProblem) -> str | None:
     return None
 
 
-def hopper_backward_launches(problem: BackwardProblem, config: HopperBackwardConfig) -> tuple[PlannedLaunch, ...]:
-    """Return the launches: what comes before, the kernel, and what brings dQ in order."""
+def hopper_backward_launches(
+    problem: BackwardProblem, config: HopperBackwardConfig, tokens: tuple[int, int] | None = None
+) -> tuple[PlannedLaunch, ...]:
+    """Return the launches: what comes before, the kernel, and what brings dQ in order. For ``tokens`` see above."""
     p = problem.forward
-    tiles_m, _ = hopper_backward_tiles(problem, config)
-    tiles = tiles_m * p.batch * p.heads
+    tiles = query_tiles(problem, config, tokens)
     parts = config.block_m * hopper_backward_columns(problem)[0] // HOPPER_PART
+    first: list[PlannedLaunch] = []
+    if p.packed:
+        first = [PlannedLaunch("_order_key_tiles_kernel", (cdiv(p.batch, ORDERED), 1, 1), (32 * ORDER_WARPS, 1, 1))]
+        if not p.seqused:
+            longest = max(tokens or (p.batch * p.seqlen_q, p.batch * p.seqlen_k))
+            first.append(PlannedLaunch("_clear_kernel", (cdiv(longest, CLEARED), 1, 1), (32 * CLEAR_WARPS, 1, 1)))
     # Triton rounds the three single warps up to a warpgroup.
     return (
+        *first,
         PlannedLaunch("_prepare_backward_kernel", (tiles, 1, 1), (32 * config.prepare_warps, 1, 1)),
         PlannedLaunch(hopper_backward_kernel(problem), (config.programs, 1, 1), (128 * (config.warpgroups + 1), 1, 1)),
         PlannedLaunch("_finish_dq_kernel", (tiles * parts, 1, 1), (32 * config.finish_warps, 1, 1)),

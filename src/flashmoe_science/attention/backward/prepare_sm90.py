@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,56 +13,128 @@ from .d192_gluon_sm90 import _backward_192_sm90_kernel
 from .gluon_sm90 import _backward_sm90_kernel
 from .plan import BackwardPlan
 from .plan_sm90 import (
+    CLEAR_WARPS,
+    CLEARED,
     HOPPER_KEYS,
     HOPPER_PART,
+    ORDER_WARPS,
+    ORDERED,
     HopperBackwardConfig,
     hopper_backward_columns,
     hopper_backward_kernel,
+    hopper_backward_launches,
     hopper_backward_tiles,
     hopper_wide_columns,
     is_wide,
+    query_tiles,
 )
-from .prepass_triton import _finish_dq_kernel, _prepare_backward_kernel
+from .prepass_triton import _clear_kernel, _finish_dq_kernel, _order_key_tiles_kernel, _prepare_backward_kernel
+from .primitives_sm90 import FAR
 from .problem import BackwardProblem
 from .wide_gluon_sm90 import _backward_wide_sm90_kernel
 
 _KERNELS = {
     kernel.__name__: kernel for kernel in (_backward_sm90_kernel, _backward_192_sm90_kernel, _backward_wide_sm90_kernel)
 }
-# The tensors of each kernel, in the order of its arguments. ``stats``, ``acc`` and ``dq_semaphore`` belong to one call.
-# The first kernel sets the semaphores to 0.
-HOPPER_TENSORS = (
-    ("o", "do", "lse", "dlse", "stats", "dq_semaphore"),
-    ("q", "k", "v", "do", "dk", "dv", "stats", "acc", "dq_semaphore"),
-    ("acc", "dq_semaphore", "dq"),
-)
+# What a call allocates for its kernels; the first sets the semaphores to 0. These are int32, the others fp32.
+INTEGERS = ("dq_semaphore", "sequences")
+_FIELDS = 7  # that ``_order_key_tiles_kernel`` stores of a sequence
+Grid = tuple[int, int, int]
+_LONG_AXIS = 2**31 - 2**16
 _LINE = 32  # numbers in 128 bytes, as TMA takes them from swizzled shared memory
 _UNIT = 8  # elements in 16 bytes: strides are multiples of it, and passed so that the compiler knows
 
 
-def scratch_sizes(problem: BackwardProblem, config: HopperBackwardConfig) -> dict[str, int]:
-    """Return the elements of 4 bytes that a call allocates, by name: ``dq_semaphore`` is int32, the others fp32."""
-    p = problem.forward
-    tiles = hopper_backward_tiles(problem, config)[0] * p.batch * p.heads
+Tokens = tuple[int, int]  # of q and of k, in a call with packed sequences
+
+
+def scratch_sizes(
+    problem: BackwardProblem, config: HopperBackwardConfig, tokens: Tokens | None = None
+) -> dict[str, int]:
+    """Return the elements of 4 bytes that a call allocates, by name: those of ``INTEGERS`` int32, the others fp32."""
+    tiles = query_tiles(problem, config, tokens)
     columns, _ = hopper_backward_columns(problem)
     sums = tiles * config.block_m
-    return {"stats": 2 * sums, "acc": sums * columns, "dq_semaphore": tiles * config.writers + 1}
+    packed = {"sequences": _FIELDS * problem.forward.batch} if problem.forward.packed else {}
+    return {"stats": 2 * sums, "acc": sums * columns, "dq_semaphore": tiles * config.writers + 1, **packed}
 
 
-def prepare_hopper_backward(plan: BackwardPlan) -> tuple[PreparedKernel, ...]:
-    """Return the kernels in the order in which they are launched."""
-    assert isinstance(plan.config, HopperBackwardConfig)
-    before, main, after = (launch.grid for launch in plan.launches)
-    return (
-        _prepare(plan.problem, plan.config, before),
-        _main(plan.problem, plan.config, main),
-        _finish(plan.problem, plan.config, after),
-    )
+def prepare_hopper_backward(plan: BackwardPlan, tokens: Tokens | None = None) -> tuple[PreparedKernel, ...]:
+    """Return the kernels in the order in which they are launched.
 
-
-def _prepare(problem: BackwardProblem, config: HopperBackwardConfig, grid: tuple[int, int, int]) -> PreparedKernel:
+    ``tokens`` are those of a call with packed sequences; left out, all are the longest.
+    """
+    problem, config = plan.problem, plan.config
+    assert isinstance(config, HopperBackwardConfig)
     p = problem.forward
-    tiles_m, _ = hopper_backward_tiles(problem, config)
+    if p.packed and tokens is None:
+        tokens = p.batch * p.seqlen_q, p.batch * p.seqlen_k
+    makers: list[Callable[..., PreparedKernel]] = [_prepare, _main, _finish]
+    if p.packed:
+        makers = [_order, *([] if p.seqused else [_clear]), *makers]
+    grids = [launch.grid for launch in hopper_backward_launches(problem, config, tokens)]
+    return tuple(make(problem, config, grid, tokens) for make, grid in zip(makers, grids, strict=True))
+
+
+def _lengths(problem: BackwardProblem, *sides: str) -> dict[str, Argument]:
+    """Return the pointers to the lengths of packed sequences, which a kernel is compiled without if there are none."""
+    p = problem.forward
+    given: dict[str, Argument] = {}
+    for side in sides:
+        given[f"cu_seqlens_{side}_ptr"] = Pointer("i32") if p.packed else None
+        given[f"seqused_{side}_ptr"] = Pointer("i32") if side in p.seqused else None
+    return given
+
+
+def _batch(problem: BackwardProblem) -> Scalar | None:
+    return Scalar("i32", problem.forward.batch) if problem.forward.packed else None
+
+
+def _order(
+    problem: BackwardProblem, config: HopperBackwardConfig, grid: Grid, _tokens: Tokens | None
+) -> PreparedKernel:
+    p = problem.forward
+    integers = (p.batch, p.heads_kv, max(0, p.window[0]))
+    arguments: dict[str, Argument] = {
+        "sequences_ptr": Pointer("i32", aligned=True),
+        **_lengths(problem, "q", "k"),
+        **each("i32", ("batch", "heads_kv", "window_left"), integers),
+    }
+    constants = {
+        "BOUND_LEFT": p.bounded_left, "BLOCK_M": config.block_m, "KEYS": config.keys, "BLOCK_B": ORDERED,
+    }  # fmt: skip
+    source = kernel_source(_order_key_tiles_kernel, arguments, constants, num_warps=ORDER_WARPS)
+    return prepare_kernel(source, grid, arguments)
+
+
+def _clear(problem: BackwardProblem, config: HopperBackwardConfig, grid: Grid, tokens: Tokens | None) -> PreparedKernel:
+    p = problem.forward
+    assert tokens is not None
+    integers = {
+        "batch": p.batch,
+        "tokens_q": tokens[0],
+        "tokens_k": tokens[1],
+        "columns_q": p.heads * p.head_dim,
+        "columns_k": p.heads_kv * p.head_dim,
+        "columns_v": p.heads_kv * p.head_dim_v,
+        "window_left": max(0, p.window[0]),
+    }
+    arguments: dict[str, Argument] = {
+        **{f"d{name}_ptr": Pointer(p.dtype, aligned=True) for name in "qkv"},
+        "cu_seqlens_q_ptr": Pointer("i32"),
+        "cu_seqlens_k_ptr": Pointer("i32"),
+        **each("i32", tuple(integers), tuple(integers.values())),
+    }
+    constants = {"BOUND_LEFT": p.bounded_left, "KEYS": config.keys, "BLOCK_T": CLEARED}
+    source = kernel_source(_clear_kernel, arguments, constants, num_warps=CLEAR_WARPS)
+    return prepare_kernel(source, grid, arguments)
+
+
+def _prepare(
+    problem: BackwardProblem, config: HopperBackwardConfig, grid: Grid, tokens: Tokens | None
+) -> PreparedKernel:
+    p = problem.forward
+    tiles_m, _ = hopper_backward_tiles(problem, config, tokens)
     strides = in_units((*problem.o_strides[:2], *problem.do_strides[:2]), _UNIT)
     arguments: dict[str, Argument] = {
         "o_ptr": Pointer(p.dtype, aligned=True),
@@ -70,8 +143,10 @@ def _prepare(problem: BackwardProblem, config: HopperBackwardConfig, grid: tuple
         "dlse_ptr": Pointer("fp32"),
         "stats_ptr": Pointer("fp32", aligned=True),
         "dq_semaphore_ptr": Pointer("i32", aligned=True),
+        **_lengths(problem, "q"),
         **each("i64", ("stride_ob", "stride_oh", "stride_dob", "stride_doh"), strides),
         **each("i32", ("heads", "seqlen_q", "tiles_m"), (p.heads, p.seqlen_q, tiles_m)),
+        "batch": _batch(problem),
     }
     constants = {
         "STRIDE_OM": problem.o_strides[2],
@@ -87,26 +162,30 @@ def _prepare(problem: BackwardProblem, config: HopperBackwardConfig, grid: tuple
     return prepare_kernel(source, grid, arguments)
 
 
-def _main(problem: BackwardProblem, config: HopperBackwardConfig, grid: tuple[int, int, int]) -> PreparedKernel:
+def _main(problem: BackwardProblem, config: HopperBackwardConfig, grid: Grid, tokens: Tokens | None) -> PreparedKernel:
     p = problem.forward
     kernel = _KERNELS[hopper_backward_kernel(problem)]
-    tiles_m, tiles_n = hopper_backward_tiles(problem, config)
+    tiles_m, tiles_n = hopper_backward_tiles(problem, config, tokens)
     left, right = (max(0, reach) for reach in p.window)
+    seqlen_q, seqlen_k = tokens or (p.seqlen_q, p.seqlen_k)
+    heads_total = p.heads_kv if p.packed else p.batch * p.heads_kv
     integers = {
         "heads": p.heads,
         "heads_kv": p.heads_kv,
-        "seqlen_q": p.seqlen_q,
-        "seqlen_k": p.seqlen_k,
+        "seqlen_q": seqlen_q,
+        "seqlen_k": seqlen_k,
         "tiles_m": tiles_m,
         "tiles_n": tiles_n,
-        "heads_total": p.batch * p.heads_kv,
-        "heads_per_group": min(config.heads_per_group, p.batch * p.heads_kv),
+        "heads_total": heads_total,
+        "heads_per_group": min(config.heads_per_group, heads_total),
         "window_left": left,
         "window_right": right,
     }
     arguments: dict[str, Argument] = {
-        **_descriptors(problem, config, kernel),
+        **_descriptors(problem, config, kernel, tokens),
         "dq_semaphore_ptr": Pointer("i32", aligned=True),
+        "sequences_ptr": Pointer("i32", aligned=True) if p.packed else None,
+        "batch": _batch(problem),
         **{name: Scalar("i32", value) for name, value in integers.items()},
         "scale_log2": Scalar("fp32", p.scale_log2),
         "scale": Scalar("fp32", p.scale),
@@ -126,7 +205,9 @@ def _main(problem: BackwardProblem, config: HopperBackwardConfig, grid: tuple[in
     return prepare_kernel(source, grid, arguments)
 
 
-def _descriptors(problem: BackwardProblem, config: HopperBackwardConfig, kernel: Any) -> dict[str, Argument]:
+def _descriptors(
+    problem: BackwardProblem, config: HopperBackwardConfig, kernel: Any, tokens: Tokens | None
+) -> dict[str, Argument]:
     """Return the tensors that TMA copies, and the second parts of those whose columns lie in two."""
     p, kind, m = problem.forward, problem.forward.dtype, config.block_m
     dq_columns, dv = hopper_backward_columns(problem)
@@ -134,15 +215,21 @@ def _descriptors(problem: BackwardProblem, config: HopperBackwardConfig, kernel:
     d, d_more = (128, 64) if columns == 192 else (columns, 0)  # a box outside of a tensor slows TMA down
     rows, keys, lines = (1, 1, m), (1, 1, HOPPER_KEYS), m * 64 // _LINE  # lines of 64 columns of dQ
     q_shape, kv_shape = (p.batch, p.heads, p.seqlen_q), (p.batch, p.heads_kv, p.seqlen_k)
-    scratch = scratch_sizes(problem, config)
+    scratch = scratch_sizes(problem, config, tokens)
     stats, acc = (scratch["stats"],), (scratch["acc"] // _LINE, _LINE)
+
+    def tiled(name: str, box: tuple[int, ...], shape: tuple[int, ...], strides: tuple[int, ...]) -> Descriptor:
+        if p.packed:
+            (box, shape, strides) = (1, *box), *_ragged(shape[1], shape[3], strides)
+        return Descriptor(kind, box, shape, strides, name)
+
     found: dict[str, Argument] = {
-        "q_desc": Descriptor(kind, (*rows, d), (*q_shape, p.head_dim), p.q_strides, "q"),
-        "k_desc": Descriptor(kind, (*keys, d), (*kv_shape, p.head_dim), p.k_strides, "k"),
-        "v_desc": Descriptor(kind, (*keys, dv), (*kv_shape, p.head_dim_v), p.v_strides, "v"),
-        "do_desc": Descriptor(kind, (*rows, dv), (*q_shape, p.head_dim_v), problem.do_strides, "do"),
-        "dk_desc": Descriptor(kind, (*keys, d), (*kv_shape, p.head_dim), problem.dk_strides, "dk"),
-        "dv_desc": Descriptor(kind, (*keys, dv), (*kv_shape, p.head_dim_v), problem.dv_strides, "dv"),
+        "q_desc": tiled("q", (*rows, d), (*q_shape, p.head_dim), p.q_strides),
+        "k_desc": tiled("k", (*keys, d), (*kv_shape, p.head_dim), p.k_strides),
+        "v_desc": tiled("v", (*keys, dv), (*kv_shape, p.head_dim_v), p.v_strides),
+        "do_desc": tiled("do", (*rows, dv), (*q_shape, p.head_dim_v), problem.do_strides),
+        "dk_desc": tiled("dk", (*keys, d), (*kv_shape, p.head_dim), problem.dk_strides),
+        "dv_desc": tiled("dv", (*keys, dv), (*kv_shape, p.head_dim_v), problem.dv_strides),
         "stats_desc": Descriptor("fp32", (2 * m,), stats, (1,), "stats"),
         "dq_desc": Descriptor(
             "fp32", (min(2, dq_columns // 64 // config.writers) * lines, _LINE), acc, (_LINE, 1), "acc"
@@ -150,26 +237,38 @@ def _descriptors(problem: BackwardProblem, config: HopperBackwardConfig, kernel:
     }
     if kernel is _backward_sm90_kernel:
         return found
-    for name, box in (("q", rows), ("k", keys), ("dk", keys)):
+    for name in ("q", "k", "dk"):
         first = found[f"{name}_desc"]
         assert isinstance(first, Descriptor)
-        more = replace(first, tile=(*box, d_more), same_as=f"{name}_desc") if d_more else None
+        more = replace(first, tile=(*first.tile[:-1], d_more), same_as=f"{name}_desc") if d_more else None
         found[f"{name}_more_desc"] = more
     if kernel is _backward_192_sm90_kernel:
         found["dq_more_desc"] = Descriptor("fp32", (lines, _LINE), acc, (_LINE, 1), "acc", same_as="dq_desc")
     return found
 
 
-def _finish(problem: BackwardProblem, config: HopperBackwardConfig, grid: tuple[int, int, int]) -> PreparedKernel:
+def _ragged(heads: int, columns: int, strides: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return shape and strides of a map of packed sequences: see ``primitives_sm90``, and the elements have 2 bytes."""
+    _, head, token, column = strides
+    # One head is given a second, which nobody reads: an axis of one would get the stride of all before it.
+    shape = (_LONG_AXIS, _LONG_AXIS, max(2, heads), FAR.value, columns)
+    return shape, (2**64 // FAR.value - token, token, head if heads > 1 else columns, token, column)
+
+
+def _finish(
+    problem: BackwardProblem, config: HopperBackwardConfig, grid: Grid, tokens: Tokens | None
+) -> PreparedKernel:
     p = problem.forward
-    tiles_m, _ = hopper_backward_tiles(problem, config)
+    tiles_m, _ = hopper_backward_tiles(problem, config, tokens)
     arguments: dict[str, Argument] = {
         "acc_ptr": Pointer("fp32", aligned=True),
         "dq_semaphore_ptr": Pointer("i32", aligned=True),
         "dq_ptr": Pointer(p.dtype, aligned=True),
+        **_lengths(problem, "q"),
         **each("i64", ("stride_b", "stride_h"), in_units(problem.dq_strides[:2], _UNIT)),
         **each("i32", ("heads", "seqlen_q", "tiles_m"), (p.heads, p.seqlen_q, tiles_m)),
         "scale": Scalar("fp32", p.scale),
+        "batch": _batch(problem),
     }
     constants = {
         "STRIDE_M": problem.dq_strides[2],

@@ -4,6 +4,17 @@ A kernel hands ``load_partition``, ``write_partition`` and ``walk_query_tiles`` 
 They read its ``key_tiles``, ``span``, ``heads``, ``heads_kv``, ``dq_semaphore_ptr``, ``GROUP`` and ``TOGETHER``.
 They call the methods by which kernels differ: ``load_keys``, ``load_queries``, ``dq_buf``, ``add_dq``,
 ``step`` and ``flush_dq``.
+
+Packed sequences differ in three things. Each has a ``Span`` of its own, made of lengths that only the GPU knows: the
+producer looks up whose key tile it fetched, among sequences in the order of their keys, and publishes what the other
+partitions need. Query tiles, which have row statistics, sums of dQ and semaphores, are counted over all sequences.
+And tensor maps are ragged: element (FAR, b, h, t) is head h of token b + t - FAR, where the axis of t has FAR elements.
+With b where a sequence ends and t from FAR minus its length on, that axis ends where the sequence does: TMA reads 0 for
+the rows behind it, and does not write them. The first axis brings addresses back by FAR tokens, as they wrap at 2**64:
+FAR = 2**30 times its stride is 2**65 bytes less FAR tokens. (A map that starts FAR tokens before the tensor could do
+without, but TMA does not read where its start is no memory.)
+
+Source of ragged maps: ``triton.tools.ragged_tma``.
 """
 
 from __future__ import annotations
@@ -13,22 +24,33 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ...gpu.gluon_sm90 import fetch_next, lap_of, rematerialize, slot_of, wait_for_kernel_before
-from ...gpu.gluon_versions import aggregate
+from ...gpu.gluon_versions import aggregate, tma_load, tma_store
 
 ROWS = gl.constexpr(64)  # keys that a warpgroup computes scores of
 # A writer lags the producer by at most five steps, and so by at most five key tiles.
 _SLOTS = gl.constexpr(8)
+# What the producer publishes of a key tile: its number; packed, also its K/V head, the queries and keys of its
+# sequence, the tokens behind them, and its first query tile.
+_NUMBER, _HEAD, _QUERIES, _KEYS, _END_Q, _END_K, _FIRST = (gl.constexpr(i) for i in range(7))
+_FIELDS = gl.constexpr(7)
+# What ``_order_key_tiles_kernel`` stores of each sequence, besides: key tiles up to its last, and those of one head.
+_ENDS, _TILES = gl.constexpr(0), gl.constexpr(1)
+FAR = gl.constexpr(2**30)  # tokens: see above
+_LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 
 
 @aggregate
 class KeyTiles:
     """The key tiles of this program, one after another: the producer fetches them and publishes their numbers."""
 
-    bufs: gl.shared_memory_descriptor  # [_SLOTS, 1] int32: numbers of key tiles, -1 behind the last
+    bufs: gl.shared_memory_descriptor  # [_SLOTS, 1] int32: numbers of key tiles, -1 behind the last; packed * _FIELDS
     ready_bars: gl.shared_memory_descriptor  # [_SLOTS]
-    tiles_n: gl.tensor  # key tiles of a head
-    heads_total: gl.tensor  # K/V heads of all sequences
+    tiles_n: gl.tensor  # key tiles of a head; not read if packed
+    heads_total: gl.tensor  # K/V heads of all sequences; packed: of one
     heads_per_group: gl.tensor  # K/V heads whose key tiles alternate in the order of programs
+    sequences_ptr: gl.tensor  # packed: [_FIELDS, B] int32, see ``_order_key_tiles_kernel``; else not read
+    batch: gl.tensor  # packed: sequences
+    IS_PACKED: gl.constexpr
 
     @gluon.jit
     def fetch_next(self, counter_ptr):
@@ -37,29 +59,76 @@ class KeyTiles:
         ticket = gl.inline_asm_elementwise(
             "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", "=r,r", [ticket], dtype=gl.int32, is_pure=False, pack=1
         )
-        return gl.where(ticket < self.tiles_n * self.heads_total, ticket, -1)
+        if not self.IS_PACKED:  # packed, ``find`` knows the last
+            ticket = gl.where(ticket < self.tiles_n * self.heads_total, ticket, -1)
+        return ticket
 
     @gluon.jit
     def publish(self, t, tile):
         """Say which the t-th key tile of this program is."""
-        slot = slot_of(t, _SLOTS)
-        self.bufs.index(slot).store(gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0])) + tile)
-        mbarrier.arrive(self.ready_bars.index(slot))
+        self.put(t, _NUMBER, tile)
+        mbarrier.arrive(self.ready_bars.index(slot_of(t, _SLOTS)))
+
+    @gluon.jit
+    def put(self, t, WHAT: gl.constexpr, value):
+        """Say one thing of the t-th key tile of this program."""
+        buf = slot_of(t, _SLOTS) * _FIELDS + WHAT if self.IS_PACKED else slot_of(t, _SLOTS)
+        self.bufs.index(buf).store(gl.full([1], 0, gl.int32, _LANES) + value)
 
     @gluon.jit
     def wait(self, t, WARPS: gl.constexpr):
         """Wait until the t-th key tile of this program is known, and return its number."""
         slot, lap = slot_of(t, _SLOTS), lap_of(t, _SLOTS)
         mbarrier.wait(self.ready_bars.index(slot), lap & 1)
-        tile = gl.max(self.bufs.index(slot).load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
+        return self.read(t, _NUMBER, WARPS)
+
+    @gluon.jit
+    def read(self, t, WHAT: gl.constexpr, WARPS: gl.constexpr):
+        """Return one thing that was said of the t-th key tile, which is known."""
+        buf = slot_of(t, _SLOTS) * _FIELDS + WHAT if self.IS_PACKED else slot_of(t, _SLOTS)
+        value = gl.max(self.bufs.index(buf).load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
         # All lanes have it. Read so, ptxas knows, and keeps what depends on it in registers that a warp shares.
         asm: gl.constexpr = "redux.sync.max.s32 $0, $1, 0xffffffff;"
-        return gl.inline_asm_elementwise(asm, "=r,r", [tile], dtype=gl.int32, is_pure=False, pack=1)
+        return gl.inline_asm_elementwise(asm, "=r,r", [value], dtype=gl.int32, is_pure=False, pack=1)
+
+    @gluon.jit
+    def sequence(self, rank, WHAT: gl.constexpr):
+        """Return what is known of the packed sequence with the rank-th most keys."""
+        return gl.load(self.sequences_ptr + WHAT * self.batch + rank)
+
+    @gluon.jit
+    def find(self, rank, ticket):
+        """Return the rank of the sequence that has a key tile, which is not before ``rank``; behind the last, B."""
+        lane = gl.arange(0, 32, _LANES)
+        passed = gl.to_tensor(32)
+        while passed == 32:
+            ends = gl.load(self.sequences_ptr + rank + lane, mask=rank + lane < self.batch, other=2147483647)
+            passed = gl.sum((ends <= ticket).to(gl.int32), 0)
+            rank += passed
+        return rank
+
+    @gluon.jit
+    def publish_packed(self, t, ticket, rank, KEYS: gl.constexpr):
+        """Say which key tile of which sequence the t-th of this program is; return its number there."""
+        tiles_n, keys = self.sequence(rank, _TILES), self.sequence(rank, _KEYS)
+        head, n = self.locate_among(ticket - (self.sequence(rank, _ENDS) - tiles_n * self.heads_total), tiles_n)
+        n += (keys + KEYS - 1) // KEYS - tiles_n  # those before it are seen by no query
+        self.put(t, _HEAD, head)
+        self.put(t, _KEYS, keys)
+        for what in gl.static_range(_QUERIES, _FIELDS):
+            if what != _KEYS:
+                self.put(t, what, self.sequence(rank, what))
+        self.publish(t, n)
+        return n
 
     @gluon.jit
     def locate(self, tile):
         """Return K/V head (of all sequences) and key tile: in a group of heads, first the first key tile of each."""
-        tiles_n = rematerialize(self.tiles_n)
+        return self.locate_among(tile, rematerialize(self.tiles_n))
+
+    @gluon.jit
+    def locate_among(self, tile, tiles_n):
+        """Return K/V head and key tile, where each head has ``tiles_n`` key tiles."""
         per_group = self.heads_per_group * tiles_n
         group = tile // per_group
         width = gl.minimum(self.heads_per_group, self.heads_total - group * self.heads_per_group)
@@ -74,15 +143,24 @@ class Span:
     Every key tile is seen by a row: plans see to it, as the ring of key tiles counts on it.
     """
 
-    seqlen_q: gl.tensor
+    seqlen_q: gl.tensor  # packed, as the kernel is given it: not read; so below
     seqlen_k: gl.tensor
-    tiles_m: gl.tensor  # query tiles of a head
+    tiles_m: gl.tensor  # query tiles of a head; packed: of all sequences
     window_left: gl.tensor  # read if BOUND_LEFT
     window_right: gl.tensor  # read if BOUND_RIGHT; 0 if causal
     BOUND_LEFT: gl.constexpr  # whether some keys come too early for some rows
     BOUND_RIGHT: gl.constexpr  # whether some keys come too late for some rows
     BLOCK_M: gl.constexpr
     KEYS: gl.constexpr  # of a key tile
+
+    @gluon.jit
+    def of_sequence(self, seqlen_q, seqlen_k):
+        """Return the span of a packed sequence."""
+        tiles_m = (seqlen_q + self.BLOCK_M - 1) // self.BLOCK_M
+        return Span(  # type: ignore[call-arg] # aggregate gives it a constructor
+            seqlen_q, seqlen_k, tiles_m, self.window_left, self.window_right,
+            self.BOUND_LEFT, self.BOUND_RIGHT, self.BLOCK_M, self.KEYS,
+        )  # fmt: skip
 
     @gluon.jit
     def earliest(self, key):
@@ -147,6 +225,74 @@ class Span:
 
 
 @gluon.jit
+def place_of(a, tile, t, WARPS: gl.constexpr):
+    """Return K/V head (of all sequences, or of a packed one), number and span of the t-th key tile."""
+    if a.key_tiles.IS_PACKED:
+        queries = a.key_tiles.read(t, _QUERIES, WARPS)
+        span = a.span.of_sequence(queries, a.key_tiles.read(t, _KEYS, WARPS))
+        return a.key_tiles.read(t, _HEAD, WARPS), tile, span
+    else:  # noqa: RET505 - both would be compiled
+        head, n = a.key_tiles.locate(tile)
+        return head, n, a.span
+
+
+@gluon.jit
+def load_rows(desc, b, h, row, COLUMN: gl.constexpr, bar, buf):
+    """Copy rows of a head to shared memory."""
+    if len(desc.block_type.shape) == 5:
+        tma_load(desc, [FAR, b, h, row, COLUMN], bar, buf)
+    else:
+        tma_load(desc, [b, h, row, COLUMN], bar, buf)
+
+
+@gluon.jit
+def store_rows(desc, b, h, row, COLUMN: gl.constexpr, buf):
+    """Copy rows of a head from shared memory."""
+    if len(desc.block_type.shape) == 5:
+        tma_store(desc, [FAR, b, h, row, COLUMN], buf)
+    else:
+        tma_store(desc, [b, h, row, COLUMN], buf)
+
+
+@gluon.jit
+def key_coordinates(a, head, t, WARPS: gl.constexpr):
+    """Return the coordinates, in tensor maps, of the first key of the sequence that has the t-th key tile."""
+    if a.key_tiles.IS_PACKED:
+        first = FAR - a.key_tiles.read(t, _KEYS, WARPS)
+        return a.key_tiles.read(t, _END_K, WARPS), head, first
+    else:  # noqa: RET505 - both would be compiled
+        return head // a.heads_kv, head % a.heads_kv, 0
+
+
+@gluon.jit
+def query_coordinates(a, b, t):
+    """Return the coordinates, in tensor maps, of the first query of the sequence that has the t-th key tile."""
+    if a.key_tiles.IS_PACKED:
+        first = FAR - a.key_tiles.read(t, _QUERIES, 1)
+        return a.key_tiles.read(t, _END_Q, 1), first
+    else:  # noqa: RET505 - both would be compiled
+        return b, 0
+
+
+@gluon.jit
+def first_query_tile(a, first_tile, head, g):
+    """Return the number, of all, of the first query tile of the g-th query head of a K/V head."""
+    if a.key_tiles.IS_PACKED:
+        tile = first_tile * rematerialize(a.heads) + head * a.GROUP + g
+    else:
+        tile = (head * a.GROUP + g) * rematerialize(a.span.tiles_m)
+    return tile
+
+
+@gluon.jit
+def query_tile(a, first, m):
+    """Return the number, of all, of query tile ``m`` of the head that starts with tile ``first``."""
+    if a.key_tiles.IS_PACKED:  # the heads lie side by side
+        m = m * rematerialize(a.heads)
+    return first + m
+
+
+@gluon.jit
 def step_at(heads_before, r, TOGETHER: gl.constexpr):
     """Return the query tile, and the head of the group, of step ``r`` of a walk over ``TOGETHER`` heads.
 
@@ -169,23 +315,38 @@ def load_partition(a, WRITERS: gl.constexpr):
     t = 0  # key tiles so far
     query_tiles = rematerialize(a.heads) * (a.key_tiles.heads_total // a.heads_kv) * rematerialize(a.span.tiles_m)
     counter_ptr = a.dq_semaphore_ptr + WRITERS * query_tiles
-    tile = a.key_tiles.fetch_next(counter_ptr)
+    rank = gl.to_tensor(0)  # packed: of the sequence that has the key tile
+    tile, rank = _next_key_tile(a, rank, counter_ptr)
     while tile >= 0:
-        a.key_tiles.publish(t, tile)
-        head, n = a.key_tiles.locate(tile)
-        b, kv = head // a.heads_kv, head % a.heads_kv
-        first, end = a.span.first(n), a.span.end(n)
-        a.load_keys(b, kv, n, t)
+        if a.key_tiles.IS_PACKED:
+            tile = a.key_tiles.publish_packed(t, tile, rank, a.span.KEYS)
+        else:
+            a.key_tiles.publish(t, tile)
+        head, n, span = place_of(a, tile, t, 1)
+        b, kv, first_key = key_coordinates(a, head, t, 1)
+        first, end = span.first(n), span.end(n)
+        a.load_keys(b, kv, first_key + n * a.span.KEYS, t)
+        b, first_row = query_coordinates(a, b, t)
+        first_tile = a.key_tiles.read(t, _FIRST, 1) if a.key_tiles.IS_PACKED else 0
         for heads_before in range(0, a.GROUP, a.TOGETHER):
             for r in range(a.TOGETHER * end - 1, a.TOGETHER * first - 1, -1):
                 m, g = step_at(heads_before, r, a.TOGETHER)
                 h = kv * a.GROUP + g
-                stats = (head * a.GROUP + g) * rematerialize(a.span.tiles_m)
-                a.load_queries(b, h, m, stats, i)
+                a.load_queries(b, h, first_row, m, first_query_tile(a, first_tile, head, g), i)
                 i += 1
         t += 1
-        tile = a.key_tiles.fetch_next(counter_ptr)
+        tile, rank = _next_key_tile(a, rank, counter_ptr)
     a.key_tiles.publish(t, -1)
+
+
+@gluon.jit
+def _next_key_tile(a, rank, counter_ptr):
+    """Fetch a key tile, or -1; return it, and packed the rank of its sequence."""
+    tile = a.key_tiles.fetch_next(counter_ptr)
+    if a.key_tiles.IS_PACKED:
+        rank = a.key_tiles.find(rank, tile)
+        tile = gl.where(rank < a.key_tiles.batch, tile, -1)
+    return tile, rank
 
 
 @gluon.jit
@@ -203,16 +364,17 @@ def write_partition(a, WRITER: gl.constexpr, WRITERS: gl.constexpr):
     i = 0  # of the first step of the key tile
     key_tile = a.key_tiles.wait(t, 1)
     while key_tile >= 0:
-        head, n = a.key_tiles.locate(key_tile)
-        end = a.span.end(n)
-        steps = a.TOGETHER * (end - a.span.first(n))
+        head, n, span = place_of(a, key_tile, t, 1)
+        end = span.end(n)
+        steps = a.TOGETHER * (end - span.first(n))
+        first_tile = a.key_tiles.read(t, _FIRST, 1) if a.key_tiles.IS_PACKED else 0
         begin = 0
         if WRITERS == 1:
             begin = (i + WRITER) & 1
         for j in range(begin, a.GROUP // a.TOGETHER * steps, STRIDE):
             m, g = step_at(j // steps * a.TOGETHER, a.TOGETHER * end - 1 - j % steps, a.TOGETHER)
-            tile = (head * a.GROUP + g) * rematerialize(a.span.tiles_m) + m
-            added_before = n - a.span.first_key_tile(m)
+            tile = query_tile(a, first_query_tile(a, first_tile, head, g), m)
+            added_before = n - span.first_key_tile(m)
             semaphore = tile if WRITERS == 1 else 2 * tile + WRITER
             while poll(a.dq_semaphore_ptr + semaphore) != added_before:
                 pass
@@ -225,18 +387,18 @@ def write_partition(a, WRITER: gl.constexpr, WRITERS: gl.constexpr):
 
 
 @gluon.jit
-def first_whole_tile(a, key, first, end):
+def first_whole_tile(a, span, key, first, end):
     """Return the query tile from which on no key is hidden: that of ``Span.edge``, as ``walk_query_tiles`` takes it."""
     edge = first
     if not a.span.BOUND_LEFT:
-        edge = a.span.edge(key, first, end)
+        edge = span.edge(key, first, end)
         if a.TOGETHER == 1:  # the first step is masked in any case; known here, ptxas spills less
             edge = gl.minimum(edge, end - 1)
     return edge
 
 
 @gluon.jit
-def walk_query_tiles(a, i, sums, kept, key, first, edge, end, W: gl.constexpr):
+def walk_query_tiles(a, span, i, sums, kept, key, first, edge, end, W: gl.constexpr):
     """Add the query tiles that see a key tile to its sums, head by head; return the sums and the step behind the last.
 
     Steps are masked at the edges alone: the first of a walk, and those before ``edge``. With a left bound ``step``
@@ -244,7 +406,8 @@ def walk_query_tiles(a, i, sums, kept, key, first, edge, end, W: gl.constexpr):
 
     Args:
         a: the kernel's arguments.
-        i: steps so far. First, as loops carry their values in this order, and machine code follows it.
+        span: of the sequence that has the key tile.
+        i: steps so far. First of all numbers, as loops carry their values in this order, and machine code follows it.
         sums: dK, dV or both, a tuple in registers.
         kept: what all steps read, a tuple.
         key: the first key of this warpgroup.
@@ -254,17 +417,17 @@ def walk_query_tiles(a, i, sums, kept, key, first, edge, end, W: gl.constexpr):
         W: which warpgroup this is.
     """
     for _ in range(a.GROUP // a.TOGETHER):
-        sums = a.step(sums, kept, i, key, (end - 1) * a.span.BLOCK_M, W, True, True)
+        sums = a.step(sums, kept, span, i, key, (end - 1) * a.span.BLOCK_M, W, True, True)
         i += 1
         for r in range(a.TOGETHER * end - 2, a.TOGETHER * edge - 1, -1):
-            sums = a.step(sums, kept, i, key, r // a.TOGETHER * a.span.BLOCK_M, W, False, False)
+            sums = a.step(sums, kept, span, i, key, r // a.TOGETHER * a.span.BLOCK_M, W, False, False)
             i += 1
         if not a.span.BOUND_LEFT:
             masked = a.TOGETHER * edge
             if a.TOGETHER > 1:
                 masked = gl.minimum(masked, a.TOGETHER * end - 1)
             for r in range(masked - 1, a.TOGETHER * first - 1, -1):
-                sums = a.step(sums, kept, i, key, r // a.TOGETHER * a.span.BLOCK_M, W, False, True)
+                sums = a.step(sums, kept, span, i, key, r // a.TOGETHER * a.span.BLOCK_M, W, False, True)
                 i += 1
         a.flush_dq(kept, i - 1, W)
     return sums, i
@@ -282,14 +445,19 @@ def mask_edge(s, span, key, row, IS_EDGE: gl.constexpr):
 
 
 @gluon.jit
-def make_key_tiles(tiles_n, heads_total, heads_per_group):
+def make_key_tiles(tiles_n, heads_total, heads_per_group, sequences_ptr, batch):
     """Allocate the buffers through which the producer publishes the key tiles of a program."""
+    IS_PACKED: gl.constexpr = sequences_ptr is not None
+    SIZE: gl.constexpr = _SLOTS * _FIELDS if IS_PACKED else _SLOTS
     bars = gl.allocate_shared_memory(gl.int64, [_SLOTS, 1], mbarrier.MBarrierLayout())
     for bar in gl.static_range(_SLOTS):
         mbarrier.init(bars.index(bar), count=1)
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    bufs = gl.allocate_shared_memory(gl.int32, [_SLOTS, 1], layout)
-    return KeyTiles(bufs, bars, tiles_n, heads_total, heads_per_group)  # type: ignore[call-arg] # aggregate gives it a constructor
+    bufs = gl.allocate_shared_memory(gl.int32, [SIZE, 1], layout)
+    if IS_PACKED:
+        return KeyTiles(bufs, bars, tiles_n, heads_total, heads_per_group, sequences_ptr, batch, True)  # type: ignore[call-arg] # aggregate gives it a constructor
+    else:  # noqa: RET505 - both would be compiled. The last two numbers are not read.
+        return KeyTiles(bufs, bars, tiles_n, heads_total, heads_per_group, tiles_n, tiles_n, False)  # type: ignore[call-arg] # aggregate gives it a constructor
 
 
 @gluon.jit

@@ -31,9 +31,14 @@ from .primitives_sm90 import (
     Span,
     as_added,
     first_whole_tile,
+    key_coordinates,
     load_partition,
+    load_rows,
     make_key_tiles,
     mask_edge,
+    place_of,
+    query_tile,
+    store_rows,
     unpack_wide,
     wait_until_read,
     walk_query_tiles,
@@ -99,8 +104,8 @@ class Args:
     DV: gl.constexpr
 
     @gluon.jit
-    def load_keys(self, b, kv, n, t):
-        """Copy K and V of key tile ``n``, the t-th of this program, once those of the one before were read."""
+    def load_keys(self, b, kv, key, t):
+        """Copy K and V of the t-th key tile of this program, once those of the one before were read."""
         if t > 0:
             named_barrier("sync", KV_FREE, BOTH + 32)
         for which in gl.static_range(2):
@@ -109,13 +114,13 @@ class Args:
             bufs = self.k_bufs if which == 0 else self.v_bufs
             if which == 0 and self.D < self.COLUMNS:
                 mbarrier.expect(bar, desc.block_type.nbytes + self.k_more_desc.block_type.nbytes)
-                tma_load(self.k_more_desc, [b, kv, n * KEYS, self.D], bar, self.k_more_bufs.index(0))
+                load_rows(self.k_more_desc, b, kv, key, self.D, bar, self.k_more_bufs.index(0))
             else:
                 mbarrier.expect(bar, desc.block_type.nbytes)
-            tma_load(desc, [b, kv, n * KEYS, 0], bar, bufs.index(0))
+            load_rows(desc, b, kv, key, 0, bar, bufs.index(0))
 
     @gluon.jit
-    def load_queries(self, b, h, m, stats, i):
+    def load_queries(self, b, h, first_row, m, first_tile, i):
         """Copy Q, the row statistics and dO of query tile ``m``, for step ``i``."""
         slot, lap = slot_of(i, STAGES), lap_of(i, STAGES)
         if lap > 0:
@@ -124,15 +129,15 @@ class Args:
         Q_BYTES: gl.constexpr = self.q_desc.block_type.nbytes + self.stats_desc.block_type.nbytes
         MORE: gl.constexpr = self.q_more_desc.block_type.nbytes if self.D < self.COLUMNS else 0
         mbarrier.expect(bar, Q_BYTES + MORE)
-        tma_load(self.q_desc, [b, h, m * ROWS, 0], bar, self.q_bufs.index(slot))
+        load_rows(self.q_desc, b, h, first_row + m * ROWS, 0, bar, self.q_bufs.index(slot))
         if MORE > 0:
-            tma_load(self.q_more_desc, [b, h, m * ROWS, self.D], bar, self.q_more_bufs.index(slot))
-        tma_load(self.stats_desc, [(stats + m) * (2 * ROWS)], bar, self.stats_bufs.index(slot))
+            load_rows(self.q_more_desc, b, h, first_row + m * ROWS, self.D, bar, self.q_more_bufs.index(slot))
+        tma_load(self.stats_desc, [query_tile(self, first_tile, m) * (2 * ROWS)], bar, self.stats_bufs.index(slot))
         if i > 0:
             named_barrier("sync", DO_FREE, BOTH + 32)
         do_bar = self.ready_bars.index(STAGES)
         mbarrier.expect(do_bar, self.do_desc.block_type.nbytes)
-        tma_load(self.do_desc, [b, h, m * ROWS, 0], do_bar, self.do_bufs.index(0))
+        load_rows(self.do_desc, b, h, first_row + m * ROWS, 0, do_bar, self.do_bufs.index(0))
 
     @gluon.jit
     def dq_buf(self, WRITER: gl.constexpr):  # noqa: ARG002 - both writers add from the same memory
@@ -156,6 +161,7 @@ class Args:
         self,
         sums,
         kept,
+        span,
         i,
         key,
         row,
@@ -164,7 +170,7 @@ class Args:
         IS_EDGE: gl.constexpr,
     ):
         """Compute P of a query tile, hand it on, and add to dV; and our columns of dQ of the step before."""
-        return (_score_step(sums[0], kept[0], self, i, key, row, IS_FIRST, IS_EDGE),)
+        return (_score_step(sums[0], kept[0], self, span, i, key, row, IS_FIRST, IS_EDGE),)
 
     @gluon.jit
     def flush_dq(self, kept, i, W: gl.constexpr):
@@ -228,7 +234,7 @@ def _pass_over_dq(a):
 
 
 @gluon.jit
-def _score_step(dv, zero, a, i, key, row, IS_FIRST: gl.constexpr, IS_EDGE: gl.constexpr):
+def _score_step(dv, zero, a, span, i, key, row, IS_FIRST: gl.constexpr, IS_EDGE: gl.constexpr):
     """Compute P of a query tile, hand it on, and add to dV; and our columns of dQ of the step before."""
     dtype: gl.constexpr = a.q_desc.dtype
     slot = slot_of(i, STAGES)
@@ -248,7 +254,7 @@ def _score_step(dv, zero, a, i, key, row, IS_FIRST: gl.constexpr, IS_EDGE: gl.co
         named_barrier("sync", DS_FULL, BOTH)
         dq = _issue_dq(a, i - 1, zero, 0)
         s = warpgroup_mma_wait(1, deps=[s])
-    s = mask_edge(s, a.span, key, row, IS_EDGE)
+    s = mask_edge(s, span, key, row, IS_EDGE)
     lse = _row_numbers(a, slot, 0, gl.SliceLayout(0, s_layout))
     packed = pack(gl.exp2(s * a.scale_log2 - lse[None, :]), dtype)
     named_barrier("arrive", Q_FREE + slot, BOTH + 32)
@@ -345,20 +351,21 @@ def _score_partition(a):
     t = 0  # key tiles so far
     tile = a.key_tiles.wait(t, 4)
     while tile >= 0:
-        head, n = a.key_tiles.locate(tile)
-        first, end = a.span.first(n), a.span.end(n)
+        head, n, span = place_of(a, tile, t, 4)
+        first, end = span.first(n), span.end(n)
         key = n * KEYS
-        edge = first_whole_tile(a, key, first, end)
+        edge = first_whole_tile(a, span, key, first, end)
         dv = gl.zeros([KEYS, a.DV], gl.float32, dv_layout)
         zero = gl.zeros([KEYS, ROWS], gl.float32, s_layout)
         mbarrier.wait(a.ready_bars.index(STAGES + 1), t & 1)
-        sums, i = walk_query_tiles(a, i, (dv,), (zero,), key, first, edge, end, 0)
+        sums, i = walk_query_tiles(a, span, i, (dv,), (zero,), key, first, edge, end, 0)
         dv = sums[0]
         # The other warpgroup read V for the last time; it reads K no more when they have met, nor does this one.
         named_barrier("sync", END, BOTH)
         a.v_bufs.index(hide_from_compiler(0)).reshape([KEYS, a.DV]).store(dv.to(dtype))
         fence_async_shared()
-        tma_store(a.dv_desc, [head // a.heads_kv, head % a.heads_kv, key, 0], a.v_bufs.index(0))
+        b, kv, first_key = key_coordinates(a, head, t, 4)
+        store_rows(a.dv_desc, b, kv, first_key + key, 0, a.v_bufs.index(0))
         tma.store_wait(0)
         named_barrier("arrive", KV_FREE, BOTH + 32)
         t += 1
@@ -377,8 +384,8 @@ def _gradient_partition(a):
     t = 0  # key tiles so far
     tile = a.key_tiles.wait(t, 4)
     while tile >= 0:
-        head, n = a.key_tiles.locate(tile)
-        steps = a.TOGETHER * (a.span.end(n) - a.span.first(n))
+        head, n, span = place_of(a, tile, t, 4)
+        steps = a.TOGETHER * (span.end(n) - span.first(n))
         dk = gl.zeros([KEYS, LEFT], gl.float32, dk_layout)
         dk_rest = gl.zeros([KEYS, REST], gl.float32, rest_layout)
         zero = gl.zeros([KEYS, ROWS], gl.float32, s_layout)
@@ -396,10 +403,11 @@ def _gradient_partition(a):
         _columns(a, a.k_bufs, a.k_more_bufs, here, 0, LEFT).store((dk * a.scale).to(dtype))
         _columns(a, a.k_bufs, a.k_more_bufs, here, LEFT, REST).store((dk_rest * a.scale).to(dtype))
         fence_async_shared()
-        tma_store(a.dk_desc, [head // a.heads_kv, head % a.heads_kv, n * KEYS, 0], a.k_bufs.index(0))
+        b, kv, first_key = key_coordinates(a, head, t, 4)
+        store_rows(a.dk_desc, b, kv, first_key + n * KEYS, 0, a.k_bufs.index(0))
         if a.D < a.COLUMNS:
             more = a.k_more_bufs.index(0)
-            tma_store(a.dk_more_desc, [head // a.heads_kv, head % a.heads_kv, n * KEYS, a.D], more)
+            store_rows(a.dk_more_desc, b, kv, first_key + n * KEYS, a.D, more)
         tma.store_wait(0)
         named_barrier("arrive", KV_FREE, BOTH + 32)
         t += 1
@@ -417,8 +425,10 @@ def _backward_wide_sm90_kernel(
     stats_desc,  # [B * H * tiles_m * 2 * ROWS] fp32: of a query tile LSE * log2(e), then delta
     dq_desc,  # [B * H * tiles_m * 4 * LINES, 32] fp32
     dq_semaphore_ptr,  # [B * H * tiles_m * 2 + 1] int32, 0 before; the last counts key tiles that were drawn
+    sequences_ptr,  # packed: [7, B] int32, see ``_order_key_tiles_kernel``; else None
     q_more_desc, k_more_desc, dk_more_desc,  # of the second part of the columns, or None
     heads, heads_kv, seqlen_q, seqlen_k, tiles_m, tiles_n, heads_total, heads_per_group, window_left, window_right,
+    batch,  # packed: sequences; else None
     scale_log2,  # scale * log2(e)
     scale,
     GROUP: gl.constexpr,  # query heads that share one K/V head
@@ -429,8 +439,8 @@ def _backward_wide_sm90_kernel(
     MATRIX_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Compute dK and dV of 64 keys and add what they give to dQ. Grid: any."""
-    D: gl.constexpr = q_desc.block_type.shape[3]
-    DV: gl.constexpr = do_desc.block_type.shape[3]
+    D: gl.constexpr = q_desc.block_type.shape[-1]
+    DV: gl.constexpr = do_desc.block_type.shape[-1]
     IN_PARTS: gl.constexpr = COLUMNS < 256  # TMA is slow where a box lies outside of a tensor
     gl.static_assert(GROUP % TOGETHER == 0, "all partitions have as many walks")
     gl.static_assert((LEFT if IN_PARTS else 256) == D, "dQ has parts of 64 columns")
@@ -441,7 +451,7 @@ def _backward_wide_sm90_kernel(
         mbarrier.init(ready_bars.index(bar), count=1)
     written_bars = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     mbarrier.init(written_bars.index(0), count=1)
-    key_tiles = make_key_tiles(tiles_n, heads_total, heads_per_group)
+    key_tiles = make_key_tiles(tiles_n, heads_total, heads_per_group, sequences_ptr, batch)
     fence_async_shared()  # TMA, too, sees that the barriers are there
     q_bufs = gl.allocate_shared_memory(q_desc.dtype, [STAGES] + q_desc.block_type.shape, q_desc.layout)
     do_bufs = gl.allocate_shared_memory(q_desc.dtype, [1] + do_desc.block_type.shape, do_desc.layout)

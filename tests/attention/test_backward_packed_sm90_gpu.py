@@ -1,0 +1,215 @@
+"""Gradients of packed sequences on a Hopper GPU: right to the rule, equal bits, no neighbour's numbers, no wait."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton exists for Linux only")
+
+from flashmoe_science import flash_attention, flash_attention_varlen
+from flashmoe_science.attention.backward.autograd import attention_gradients
+
+from .cases import VarlenCase
+from .checks import (
+    ask_for_gradients,
+    assert_repeats,
+    assert_varlen_gradients_right,
+    differentiate,
+    make_features,
+    make_packed,
+    poison_allocator,
+    synchronisation_is_an_error,
+)
+
+pytestmark = [
+    pytest.mark.triton,
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
+    ),
+]
+
+DRAW = random.Random(0)
+_MANY = tuple(DRAW.randint(1, 260) for _ in range(70))
+# Queries and keys of each sequence.
+LENGTHS = {
+    "tile-edges": ((64, 128, 129, 127, 1, 256, 63), (64, 128, 129, 127, 1, 256, 63)),
+    "unlike": ((300, 5, 130, 700), (70, 400, 131, 1)),
+    "empty": ((0, 40, 0, 3, 0, 200), (7, 0, 0, 500, 129, 1)),
+    "one-row-each": ((1,) * 50, (3,) * 50),
+    "long-tail": ((20, 1500, 77, 4100, 3), (20, 1500, 77, 4100, 3)),
+    "many": (_MANY, _MANY),
+}
+DIMS = ((64, 64), (128, 128), (72, 40), (192, 128), (256, 256))
+MASKS: dict[str, dict[str, Any]] = {
+    "full": {"causal": False},
+    "causal": {"causal": True},
+    "window": {"causal": True, "window": (70, -1)},
+    "narrow": {"causal": True, "window": (0, -1)},
+    "both-sides": {"causal": False, "window": (100, 30)},
+}
+
+
+def check(case: VarlenCase, *, through_lse: bool = False) -> None:
+    """Compare with fp64, memory that nobody wrote being NaN; three more runs give equal bits."""
+    inputs, options = make_packed(case, "cuda"), make_features(case, "cuda")
+    asked: dict[str, Any] = {"kernel": "backward_gluon_sm90", "through_lse": through_lse}
+    poison_allocator(4 * max(inputs["q"].numel(), 1))
+    found, do, dlse = differentiate(flash_attention_varlen, inputs, options, **asked)
+    assert_varlen_gradients_right(found, inputs, options, do, dlse)
+    for _ in range(3):
+        poison_allocator(4 * max(inputs["q"].numel(), 1))
+        again, _, _ = differentiate(flash_attention_varlen, inputs, options, **asked)
+        for name, gradient in found.items():
+            assert torch.equal(again[name], gradient), f"d{name} has other bits in another run"
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+@pytest.mark.parametrize("name", LENGTHS)
+def test_gradients(name, dims, mask):
+    case = VarlenCase(
+        LENGTHS[name][0], LENGTHS[name][1], 6, 2, dims[0], dims[1], "bf16", why=name, tail=9, **MASKS[mask]
+    )
+    check(case, through_lse=mask != "full")
+
+
+@pytest.mark.parametrize("heads", [(5, 5), (4, 1), (7, 1), (14, 2), (16, 1), (40, 40)], ids=str)
+@pytest.mark.parametrize(
+    ("head_dim", "dtype"), [(64, "bf16"), (128, "bf16"), (128, "fp16"), (96, "fp16"), (160, "fp16")]
+)
+def test_groups_of_heads(head_dim, dtype, heads):
+    """Walked over together, in several walks, and more K/V heads than share an order."""
+    case = VarlenCase(
+        (300, 7, 500, 64), (310, 7, 500, 20), heads[0], heads[1], head_dim, head_dim, dtype, causal=True, why="heads"
+    )
+    check(case)
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)], ids=str)
+def test_lengths_in_use(dims):
+    """Tokens behind them are NaN, and have gradients of 0."""
+    check(
+        VarlenCase(
+            (300, 40, 200, 5), (300, 50, 700, 9), 4, 2, dims[0], dims[1], "bf16", causal=True, why="used", tail=5,
+            spare=300, seqused_q=(300, 0, 130, 1), seqused_k=(129, 50, 0, 9),
+        )
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
+def test_what_neighbours_hold_does_not_matter(dims, causal):
+    """All that belongs to the other sequences is NaN: the bits of a sequence stay."""
+    lengths = ((100, 77, 300, 129, 64), (100, 200, 301, 63, 640))
+    case = VarlenCase(lengths[0], lengths[1], 4, 2, dims[0], dims[1], "bf16", causal, why="neighbours")
+    inputs, options = make_packed(case, "cuda"), make_features(case, "cuda")
+    asked, _, _ = ask_for_gradients(
+        flash_attention_varlen, inputs, options, kernel="backward_gluon_sm90", through_lse=False
+    )
+    settings, given, wanted = asked
+    expected = attention_gradients(settings, given, wanted)
+    starts = {side: inputs[f"cu_seqlens_{side}"].tolist() for side in "qk"}
+    for b in range(5):
+        mine = {side: slice(starts[side][b], starts[side][b + 1]) for side in "qk"}
+        poisoned = dict(given)
+        for name, side in (("q", "q"), ("o", "q"), ("do", "q"), ("k", "k"), ("v", "k")):
+            poisoned[name] = torch.full_like(given[name], torch.nan)
+            poisoned[name][mine[side]] = given[name][mine[side]]
+        found = attention_gradients(settings, poisoned, wanted)
+        for name, gradient in found.items():
+            rows = mine["q" if name == "q" else "k"]
+            assert torch.equal(gradient[rows], expected[name][rows]), f"d{name} of sequence {b}"
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_equal_lengths_have_the_bits_of_a_batch(head_dim):
+    """A packed batch, and the same as [B, H, S, D]."""
+    q, k, v, do = (torch.randn(4, 8, 600, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    starts = torch.arange(5, device="cuda", dtype=torch.int32) * 600
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    o = flash_attention(leaves[0], leaves[1], leaves[2])
+    expected = torch.autograd.grad(o, leaves, do)
+    packed = [x.detach().transpose(1, 2).reshape(2400, 8, head_dim).requires_grad_() for x in (q, k, v)]
+    o = flash_attention_varlen(packed[0], packed[1], packed[2], starts, starts, 600, 600)
+    found = torch.autograd.grad(o, packed, do.transpose(1, 2).reshape(2400, 8, head_dim))
+    for mine, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine.view(4, 600, 8, head_dim).transpose(1, 2), other, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
+def test_a_thousand_repeats(dims, causal):
+    """The same bits with a long tail of lengths: which program fetches which key tile decides nothing."""
+    draw = random.Random(1)
+    lengths = tuple(min(3000, int(draw.paretovariate(1.1) * 60)) for _ in range(60))
+    case = VarlenCase(lengths, lengths, 8, 2, dims[0], dims[1], "bf16", causal, why="repeats")
+    assert_repeats(
+        flash_attention_varlen, make_packed(case, "cuda"), make_features(case, "cuda"), kernel="backward_gluon_sm90"
+    )
+
+
+@pytest.mark.unpoisoned
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_graph_replays_with_other_lengths(head_dim):
+    """Captured with the longest, replayed with others in the same tensors, empty sequences among them."""
+    tokens = 2048
+    asked: dict[str, Any] = {"kernel": "backward_gluon_sm90", "through_lse": False}
+
+    def drawn(*lengths: int) -> tuple[Any, Any, Any, Any]:
+        case = VarlenCase(lengths, lengths, 4, 2, head_dim, head_dim, "bf16", causal=True, why="graph")
+        case = dataclasses.replace(case, tail=tokens - sum(lengths), spare=tokens - max(lengths))
+        inputs, options = make_packed(case, "cuda"), make_features(case, "cuda")
+        given, do, _ = ask_for_gradients(flash_attention_varlen, inputs, options, **asked)
+        return given, inputs, options, do
+
+    (settings, static, wanted), _, _, _ = drawn(512, 512, 512, 512)
+    attention_gradients(settings, static, wanted)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = attention_gradients(settings, static, wanted)
+    for lengths in ((512, 512, 512, 512), (2048, 0, 0, 0), (1, 0, 300, 17), (129, 1000, 64, 700), (0, 0, 0, 0)):
+        (_, given, _), inputs, options, do = drawn(*lengths)
+        for name, tensor in given.items():
+            static[name].copy_(tensor)
+        for gradient in captured.values():
+            gradient.fill_(torch.nan)
+        graph.replay()
+        assert_varlen_gradients_right(captured, inputs, options, do)
+
+
+def test_the_host_waits_for_nothing():
+    case = VarlenCase((300, 7), (300, 7), 4, 2, 64, 64, "bf16", causal=True, why="sync")
+    inputs, options = make_packed(case, "cuda"), make_features(case, "cuda")
+    asked, _, _ = ask_for_gradients(
+        flash_attention_varlen, inputs, options, kernel="backward_gluon_sm90", through_lse=False
+    )
+    attention_gradients(*asked)
+    with synchronisation_is_an_error():
+        attention_gradients(*asked)
+
+
+def test_numbers_of_tokens_change_from_call_to_call():
+    """One prepared call; kernels are prepared for each number. No queries, or no keys, too."""
+    for tokens in (700, 64, 3000, 700, 129):
+        check(VarlenCase((tokens, 5), (tokens, 900), 4, 2, 128, 128, "bf16", causal=True, why="tokens", spare=99))
+    for lengths in (((0, 0), (20, 300)), ((20, 300), (0, 0))):
+        check(VarlenCase(lengths[0], lengths[1], 4, 2, 128, 128, "bf16", causal=True, why="none", spare=99))
+
+
+def test_strides():
+    """q, k and v side by side in one tensor, as one product gives them."""
+    case = VarlenCase((300, 77), (300, 77), 4, 4, 64, 64, "bf16", causal=True, why="strides")
+    inputs, options = make_packed(case, "cuda"), make_features(case, "cuda")
+    asked: dict[str, Any] = {"kernel": "backward_gluon_sm90", "through_lse": False}
+    expected, _, _ = differentiate(flash_attention_varlen, inputs, options, **asked)
+    beside = torch.stack([inputs[name] for name in "qkv"], 1)
+    turned = {**inputs, **dict(zip("qkv", beside.unbind(1), strict=True))}
+    found, _, _ = differentiate(flash_attention_varlen, turned, options, **asked)
+    for name, gradient in found.items():
+        assert torch.equal(gradient, expected[name])
