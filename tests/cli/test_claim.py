@@ -63,6 +63,19 @@ def test_a_newer_run_decides_what_is_written(run, repository):
     assert f"judged by run {newer}, and not by {RUN_ID}: {said}" in out.splitlines()
 
 
+def test_a_broken_ledger_of_runs_begun_makes_no_new_claim(run, repository):
+    for seed in range(2):
+        Store().begin(build_record(seed=seed))
+    path = Store().folder / "begun.jsonl"
+    path.write_text(path.read_text().splitlines()[1] + "\n")
+    code, _, err = run("claim", "new", RUN_ID)
+    assert (code, "a line was changed or taken out" in err) == (2, True)
+    code, out, err = run("verify")
+    assert (code, out.splitlines()[-1]) == (0, "1 claim: 1 demonstrated")
+    assert err.startswith("warning: ")
+    assert "a line was changed or taken out" in err
+
+
 def test_a_new_claim_needs_five_processes(run, repository):
     write_record(build_record(speedups=[2.3, 3.0], suite="made_up"), repository / "evidence" / f"{RUN_ID}.json.gz")
     code, out, err = run("claim", "new", RUN_ID, "--file", "few")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
 from datetime import datetime, timezone
 
 import pytest
@@ -24,6 +26,20 @@ def files(tmp_path):
     write_record(build_record(day=2), folder / "2.json.gz")
     (folder / "gpu-tests.json").write_text('{"passed": 3}')
     return folder
+
+
+@pytest.mark.skipif(shutil.which("ssh-keygen") is None, reason="needs ssh-keygen")
+def test_sign_signs_records_and_verify_says_who(run, repository, tmp_path):
+    key = tmp_path / "key"
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key)], check=True)
+    (repository / "evidence" / "allowed_signers").write_text(f"me@example.org {(tmp_path / 'key.pub').read_text()}")
+    assert run("sign", RUN_ID, "--key", str(key))[:2] == (0, f"evidence/{RUN_ID}.dsse\n")
+    assert "signed by me@example.org" in run("verify", "--why")[1]
+    (repository / "evidence" / f"{RUN_ID}.dsse").write_text("{}")
+    code, out, _ = run("verify")
+    assert (code, out.startswith("invalid ")) == (4, True)
+    assert "check signature: " in out
+    assert run("sign", RUN_ID, "--key", str(tmp_path / "none"))[0] == 2
 
 
 def test_what_is_imported_can_be_exported(run, files):

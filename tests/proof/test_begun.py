@@ -117,6 +117,41 @@ def test_the_line_of_another_run_is_found(store):
     assert sound["runs begun"] == "passed"
 
 
+def check_of(record, store):
+    checks = Consistency(None, {"a": record}, store.begun()).of(record)
+    return next((check.result, check.detail) for check in checks if check.name == "runs begun")
+
+
+def test_a_record_is_compared_with_its_line(store):
+    record = build_record(speedups=[2.0, 3.0])
+    record = record.model_copy(update={"begun": store.begin(record)})
+    assert check_of(record, store) == ("passed", "")
+    others = record.model_copy(update={"cases": record.cases[:1]})
+    said = "cases: ['case0', 'case1'] before its first sample, and ['case0'] now"
+    assert check_of(others, store) == ("contradiction", said)
+    reseeded = record.model_copy(update={"settings": record.settings.model_copy(update={"seed": 5})})
+    assert check_of(reseeded, store) == ("contradiction", "seed: 0 before its first sample, and 5 now")
+
+
+def test_a_line_at_the_end_that_was_taken_out_is_missed_by_its_record(store):
+    store.begin(build_record(seed=1))
+    record = build_record()
+    record = record.model_copy(update={"begun": store.begin(record)})
+    path = store.folder / "begun.jsonl"
+    path.write_text(path.read_text().splitlines()[0] + "\n")
+    assert check_of(record, store) == ("contradiction", "the ledger of runs begun lacks its line: it was taken out")
+
+
+def test_the_ledger_that_is_here_counts_runs_that_came_later(store):
+    record = build_record()
+    begun = store.begin(record)
+    record = record.model_copy(update={"begun": begun})
+    store.begin(build_record(seed=1))
+    assert runs_begun(record, {}, store.begun()) == "2 runs of its kind were begun, and 1 kept"
+    other = record.model_copy(update={"begun": begun.model_copy(update={"ledger": "f" * 64})})
+    assert runs_begun(other, {}, store.begun()) == "1 run of its kind was begun, and 1 kept"
+
+
 def test_a_record_keeps_its_line_and_one_of_before_the_ledger_has_none(store):
     record = build_record()
     record = record.model_copy(update={"begun": store.begin(record)})

@@ -8,14 +8,15 @@ from typing import Annotated
 
 import typer
 
-from ..errors import ClaimError, EvidenceError
+from ..errors import ClaimError
 from ..proof.judge import claims as claim_files
 from ..proof.judge.claims import add_claims, load_claims
+from ..proof.judge.consistency import Consistency
 from ..proof.judge.judge import Verdict, exit_code
 from ..proof.judge.limits import PROCESSES_OF_A_CLAIM, fewest_processes
 from ..proof.judge.new_claim import ClaimRequest, make_claims, way_out
 from ..proof.judge.verify import read_records, verify_claim
-from ..proof.records.evidence import Record, record_path, write_record
+from ..proof.records.evidence import record_path, write_record
 from ..proof.records.store import Archive, Store, find_repository
 from ..proof.report.terminal import count_line
 from .exit_codes import INCONCLUSIVE
@@ -117,7 +118,6 @@ def _write_claims(
     repository = find_repository() or Path.cwd()
     record = Archive(Store(store), repository).load(key)
     claims = make_claims(record, request)
-    _check_line(record, store)
     path = _claim_file(file, repository, record.subject.name)
     records = read_records(repository)
     kept = next((where for where, other in records.items() if other.id == record.id), None)
@@ -125,7 +125,8 @@ def _write_claims(
     taken = {claim.id for claim in load_claims(repository / "claims")}
     if known := [claim.id for claim in claims if claim.id in taken]:
         raise ClaimError(f"there is a claim {known[0]!r} in claims/ already", hint="--id names another")
-    verdicts = [verify_claim(claim, records, repository) for claim in claims]
+    consistency = Consistency(repository, records, Store(store).begun())
+    verdicts = [verify_claim(claim, records, repository, consistency=consistency) for claim in claims]
     few = min(filter(None, (fewest_processes(claim, record) for claim in claims)), default=PROCESSES_OF_A_CLAIM)
     code = exit_code(verdicts, strict=True)
     too_few = code == 0 and few < PROCESSES_OF_A_CLAIM
@@ -150,18 +151,6 @@ def _write_claims(
     plain = [as_plain(verdict) for verdict in verdicts]
     terminal.document({"path": where, "written": written, "verdicts": plain, "exit_code": code})
     return code
-
-
-def _check_line(record: Record, store: str | None) -> None:
-    """Refuse a run whose line is not in the store's ledger of runs begun any more, if it was written there.
-
-    Raises ``EvidenceError``: the chain is broken, or the line was taken out.
-    """
-    lines = dict(Store(store).begun())
-    if record.begun is None or not lines or next(iter(lines)) != record.begun.ledger:
-        return  # of another store
-    if record.begun.line not in lines:
-        raise EvidenceError(f"the ledger of runs begun lacks the line of run {record.id}: it was taken out")
 
 
 def _claim_file(file: Path | None, repository: Path, subject: str) -> Path:

@@ -45,6 +45,7 @@ from .terminal import Terminal, as_plain, short_path, write_csv_file, write_file
 
 if TYPE_CHECKING:
     from ..proof.judge.consistency import Check as ConsistencyCheck
+    from ..proof.records.begun import BegunRun
     from ..proof.subject.suites import Suite
 
 OUT_OF_DATE = 1
@@ -100,7 +101,14 @@ def verify(
 
     checked: dict[str, list[ConsistencyCheck]] | None = {} if deep else None
     with terminal.doing() as say:
-        verdicts = verify_claims(repository, on_trouble=leave_out, on_wrong_claims=leave_out, say=say, checked=checked)
+        verdicts = verify_claims(
+            repository,
+            on_trouble=leave_out,
+            on_wrong_claims=leave_out,
+            say=say,
+            checked=checked,
+            begun=_runs_begun(terminal),
+        )
     code = exit_code(verdicts, strict=strict)
     unreadable = [error for error in wrong if isinstance(error, EvidenceError)]
     if wrong:
@@ -133,6 +141,15 @@ def verify(
     records = {"records": deeply} if checked is not None else {}
     terminal.document({"verdicts": plain, **records, "unreadable": lost, "exit_code": code})
     raise typer.Exit(code)
+
+
+def _runs_begun(terminal: Terminal) -> Sequence[tuple[str, BegunRun]]:
+    """Return the ledger of runs begun of this user's store. One that is broken is warned of."""
+    try:
+        return Store().begun()
+    except EvidenceError as error:
+        terminal.warn_of(error)
+        return ()
 
 
 def _say_limits(verdicts: Sequence[Verdict], terminal: Terminal) -> None:

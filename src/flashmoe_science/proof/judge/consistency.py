@@ -21,6 +21,7 @@ from typing import Literal
 from ...errors import EvidenceError, FlashmoeError, InputError, ProofError
 from ...gpu.specs import find_gpu, shared_memory_limit
 from ..measure.schedule import KERNEL_CALLS, balanced_orders, known_set_counts, rounds_seed
+from ..records.begun import BegunRun
 from ..records.evidence import CLOCK_SKEW, CaseRecord, GateStatus, Record, Rounds, TimeKind
 from ..records.git import git, is_commit, read_objects
 from ..records.signing import SignatureError, envelope_of, signer_of
@@ -85,9 +86,13 @@ class Consistency:
     Args:
         repository: whose git knows the commits. None: git is not asked.
         records: all that may hold copied samples, by path.
+        begun: the lines of the ledger of runs begun that is here, which may be another one than a record's.
     """
 
-    def __init__(self, repository: Path | None, records: Mapping[str, Record]) -> None:
+    def __init__(
+        self, repository: Path | None, records: Mapping[str, Record], begun: Sequence[tuple[str, BegunRun]] = ()
+    ) -> None:
+        self.begun = begun
         self._repository = repository
         self._records = records
         self._found: dict[str, list[Check]] = {}
@@ -97,7 +102,7 @@ class Consistency:
         """Return the checks of ``record``, in a fixed order."""
         if record.id not in self._found:
             copied = _run("copied runs", self._copied_runs, record)
-            begun = _run("runs begun", self._same_line, record)
+            begun = _run("runs begun", self._line_of, record)
             with_git = self._check_with_git(record)
             self._found[record.id] = [*check_alone(record), copied, begun, *with_git, self._check_signature(record)]
         return self._found[record.id]
@@ -139,14 +144,17 @@ class Consistency:
                     return f"{here} has the samples of {there} in run {there.record.id}"
         return ""
 
-    def _same_line(self, record: Record) -> str:
-        """Return which other run names the same line of the ledger of runs begun."""
+    def _line_of(self, record: Record) -> str:
+        """Compare the record with its line of the ledger of runs begun, which no other run may name."""
         if record.begun is None:
             raise UncheckedError("it is of before the ledger of runs begun, or of another machine's")
         for other in self._records.values():
             if other.id != record.id and other.begun is not None and other.begun.line == record.begun.line:
                 return f"run {other.id} has the same line of the ledger of runs begun"
-        return ""
+        if not self.begun or self.begun[0][0] != record.begun.ledger:
+            return ""  # the ledger is elsewhere
+        line = dict(self.begun).get(record.begun.line)
+        return "the ledger of runs begun lacks its line: it was taken out" if line is None else line.difference(record)
 
 
 def _are_related(one: Record, other: Record) -> bool:

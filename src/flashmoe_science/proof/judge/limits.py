@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+from ..records.begun import BegunRun, count_alike
 from ..records.evidence import Record
 from ..text import counted
 from .claims import Claim
@@ -15,15 +16,19 @@ RARE = 0.1  # the share of processes in a rare slow mode, of which a verdict say
 UNKNOWN_RUNS = "how many runs of its kind were begun is not known"
 
 
-def limits_of(claim: Claim, record: Record, records: Mapping[str, Record]) -> list[str]:
+_Lines = Sequence[tuple[str, BegunRun]]
+
+
+def limits_of(claim: Claim, record: Record, records: Mapping[str, Record], begun: _Lines = ()) -> list[str]:
     """Return what the verdict on ``claim`` by ``record`` cannot say, a sentence each.
 
     Args:
         claim: What is claimed.
         record: The run that decides.
         records: All kept runs, by path: those of the same kind are counted.
+        begun: The lines of the ledger of runs begun that is here, which may be another one than the record's.
     """
-    return [*_modes(claim, record), runs_begun(record, records)]
+    return [*_modes(claim, record), runs_begun(record, records, begun)]
 
 
 def fewest_processes(claim: Claim, record: Record) -> int:
@@ -47,13 +52,14 @@ def _modes(claim: Claim, record: Record) -> list[str]:
     return [f"{counted(processes, 'process')} miss a slow mode of one process in ten in {unseen:.0%} of runs"]
 
 
-def runs_begun(record: Record, records: Mapping[str, Record]) -> str:
+def runs_begun(record: Record, records: Mapping[str, Record], lines: _Lines = ()) -> str:
     """Return how many runs of the kind of ``record`` were begun in its store, and how many are kept here."""
     if record.begun is None:
         return UNKNOWN_RUNS
     alike = [other for other in records.values() if _kind(other) == _kind(record)]
     same_store = [other.begun.count for other in alike if other.begun and other.begun.ledger == record.begun.ledger]
-    begun = max([record.begun.count, *same_store])
+    here = count_alike(lines, record) if lines and lines[0][0] == record.begun.ledger else 0
+    begun = max([record.begun.count, here, *same_store])
     kept = len({other.id for other in alike} | {record.id})
     return f"{counted(begun, 'run')} of its kind {'was' if begun == 1 else 'were'} begun, and {kept} kept"
 

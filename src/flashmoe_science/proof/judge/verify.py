@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import ClaimError, EvidenceError, ProofError
+from ..records.begun import BegunRun
 from ..records.evidence import GateStatus, Record, read_record
 from ..records.store import evidence_files, raise_twins, with_id
 from ..subject.loading import is_builtin, load_operator, python_folders
@@ -44,6 +45,7 @@ def verify_claims(
     on_wrong_claims: Callable[[ClaimError], None] | None = None,
     say: Callable[[str], None] | None = None,
     checked: dict[str, list[Check]] | None = None,
+    begun: Sequence[tuple[str, BegunRun]] = (),
 ) -> list[Verdict]:
     """Return the verdict on every claim in ``claims/`` of ``repository``, by the records in its ``evidence/``.
 
@@ -55,6 +57,7 @@ def verify_claims(
         on_wrong_claims: gets what is wrong with a claim file. Default: it is raised.
         say: gets what is being done: all of it takes seconds.
         checked: gets the checks of every record, by path. Default: only records that a claim cites are checked.
+        begun: the lines of the ledger of runs begun that is here.
 
     Raises:
         ClaimError: a claim file is wrong.
@@ -67,7 +70,7 @@ def verify_claims(
     records = (
         (_read_most(repository, unreadable, on_trouble) if on_trouble else read_records(repository)) if claims else {}
     )
-    consistency = Consistency(repository, records)
+    consistency = Consistency(repository, records, begun)
     verdicts = []
     for number, claim in enumerate(claims, 1):
         say(f"judging claim {number} of {len(claims)}")
@@ -181,7 +184,11 @@ def _verify_on(
                 doubts=doubts,
                 contradiction=contradiction(checks),
             )
-        about = {"evidence": path, "limits": limits_of(claim, record, records), "signature": signer_in(checks)}
+        about = {
+            "evidence": path,
+            "limits": limits_of(claim, record, records, consistency.begun),
+            "signature": signer_in(checks),
+        }
         verdicts.append(verdict.model_copy(update=about))
     return min(verdicts, key=lambda verdict: AGAINST.index(verdict.status))
 

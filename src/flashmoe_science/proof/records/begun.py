@@ -46,6 +46,18 @@ class BegunRun:
         gpu = record.environment.gpu
         return (self.subject, self.suite, self.gpu) == (record.subject.name, record.suite, gpu.name if gpu else "")
 
+    def difference(self, record: Record) -> str:
+        """Return what ``record`` has otherwise than was entered before its first sample, or an empty text."""
+        before = asdict(self)
+        now = asdict(_entry(record, self.factors, self.previous))
+        name = next((name for name in before if before[name] != now[name]), "")
+        return f"{name}: {before[name]} before its first sample, and {now[name]} now" if name else ""
+
+
+def count_alike(lines: Sequence[tuple[str, BegunRun]], record: Record) -> int:
+    """Return how many runs of the kind of ``record`` were begun; one that goes on with another is not counted again."""
+    return sum(run.is_like(record) and not run.resumes for _, run in lines)
+
 
 class BegunLedger:
     """A file of such lines that only grows.
@@ -97,7 +109,7 @@ class BegunLedger:
             os.fsync(file.fileno())
         digest = hashlib.sha256(line).hexdigest()
         first = lines[0][0] if lines else digest
-        count = sum(run.is_like(record) and not run.resumes for _, run in lines) + (0 if record.resumed else 1)
+        count = count_alike(lines, record) + (0 if record.resumed else 1)
         return Begun(ledger=first, line=digest, count=count)
 
 
