@@ -22,11 +22,11 @@ class CacheFlush:
 
     def __init__(self, l2_bytes: int) -> None:
         self._driver = ctypes.CDLL("libcuda.so.1")
-        self._can_persist = True
-        self._can_persist = self._ask("cuCtxSetLimit", _PERSISTING_L2_CACHE_SIZE, ctypes.c_size_t(0))
         self._written = torch.full((2 * l2_bytes // 4,), 1, dtype=torch.int32, device="cuda")
         self._read = torch.full((2 * l2_bytes // 4,), 1, dtype=torch.int32, device="cuda")
         self._seen = torch.empty((), dtype=torch.int32, device="cuda")
+        self._can_persist = True  # asked after the first allocation, which makes torch's context the current one
+        self._can_persist = self._ask("cuCtxSetLimit", _PERSISTING_L2_CACHE_SIZE, ctypes.c_size_t(0))
 
     def flush(self) -> None:
         """Write and read memory that nothing else uses, each twice the size of the cache. No line is left to write."""
