@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from flashmoe_science import InputError, UnsupportedError, flash_attention_varlen, flash_attention_varlen_backward
+from flashmoe_science.gpu.specs import find_gpu
 from flashmoe_science.operators.attention_varlen_backward import OPERATOR
 from flashmoe_science.operators.baselines.attention_varlen_backward import BASELINES
 from flashmoe_science.proof.subject.suites import load_suite
@@ -134,3 +135,22 @@ def test_the_suite_is_what_its_seed_draws_and_holds_what_it_says():
     assert max(case.longest[0] for case in cases) > 15000
     for case in cases:
         assert 2 * OPERATOR.work(case).bytes < 20e9
+
+
+@pytest.mark.triton
+def test_hoppers_launches_follow_the_tokens():
+    pytest.importorskip("triton", reason="Triton exists for Linux only")
+    problem: Any = load_suite("train-packed").cases[4].problem
+    for subject in ("flash_attention_varlen_backward", "varlen_backward_gluon_sm90"):
+        plan = OPERATOR.plan(subject, problem, find_gpu("H100"))
+        assert plan.kernel == "backward_gluon_sm90"
+        kernels = OPERATOR.launches(subject, problem, find_gpu("H100"))
+        names = [kernel.source.name for kernel in kernels]
+        assert names == [launch.pattern for launch in plan.launches]
+        assert [kernel.grid for kernel in kernels] == [launch.grid for launch in plan.launches]
+        finish = plan.launches[-1].grid[0]
+        most = 2 * problem.planned.heads * (problem.tokens[0] // 64 + len(problem.lengths))
+        assert names[-1] == "_finish_dq_kernel"
+        assert most // 2 <= finish <= most
+    other = OPERATOR.plan("varlen_backward_triton", problem, find_gpu("H100"))
+    assert [launch.pattern for launch in other.launches] == [kernel.source.name for kernel in OPERATOR.prepare(other)]

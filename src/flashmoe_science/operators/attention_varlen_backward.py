@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..attention import reference
-from ..attention.backward.plan import plan_backward
+from ..attention.backward.plan import BackwardPlan, plan_backward
+from ..attention.backward.plan_sm90 import HopperBackwardConfig, hopper_backward_launches
 from ..attention.backward.problem import BackwardProblem
 from ..attention.backward.varlen_api import flash_attention_varlen_backward
 from ..gpu.planning import Work
@@ -58,6 +59,13 @@ class VarlenBackwardProblem(VarlenProblem):
     def describe(self) -> str:
         """Return a short name."""
         return super().describe() + "_backward"
+
+
+@dataclass(frozen=True)
+class _PlanOfTokens(BackwardPlan):
+    """A plan of Hopper's kernels for so many tokens, which their grids and tensor maps follow."""
+
+    tokens: tuple[int, int]  # of q, and of k and v
 
 
 class VarlenBackwardOperator(VarlenOperator):
@@ -163,11 +171,20 @@ class VarlenBackwardOperator(VarlenOperator):
 
     def plan(self, subject: str, problem: VarlenBackwardProblem, gpu: GpuSpec) -> Any:  # type: ignore[override]
         """Return the plan of a call. Raises ``UnsupportedError``."""
-        return plan_backward(problem.backward, gpu, self.kernels[subject])
+        plan = plan_backward(problem.backward, gpu, self.kernels[subject])
+        if not isinstance(plan.config, HopperBackwardConfig):
+            return plan
+        launches = hopper_backward_launches(plan.problem, plan.config, problem.tokens)
+        named = {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)}
+        return _PlanOfTokens(**{**named, "launches": launches}, tokens=problem.tokens)
 
     def prepare(self, plan: Any) -> Sequence[PlannedSource]:
         """Return the kernels of a plan."""
-        return FIXED.prepare(plan)
+        if not isinstance(plan, _PlanOfTokens):
+            return FIXED.prepare(plan)
+        from ..attention.backward.prepare_sm90 import prepare_hopper_backward
+
+        return prepare_hopper_backward(plan, plan.tokens)
 
     def instruction(self, plan: Any, kernel: str) -> str:
         """Return the machine instruction that a kernel of 16-bit operands promises, as a pattern, or an empty text."""
